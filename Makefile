@@ -56,7 +56,7 @@ test-lowest: $(VENV) ## imports, README, files and commands on the lowest versio
 	UV=$(UV) .ci/lowest
 
 smoke: $(VENV) ## show that the benchmarks run, a few seconds each; ARGS=--all: also those untouched by the commit
-	$(BIN)/python benchmarks/smoke.py $(ARGS)
+	$(BIN)/python tools/smoke.py $(ARGS)
 
 lint: $(VENV) ## style, formatting, docstrings, types, direction of imports
 	$(BIN)/ruff check
@@ -83,26 +83,26 @@ docs: $(DOCS) ## the documentation, into docs/_build/html; a warning is an error
 	@echo docs/_build/html/index.html
 
 bench: $(VENV) ## the quick benchmarks: hypergradients, memory, kernels, feature maps, theory, deep
-	$(BIN)/python benchmarks/hypergradients.py --quick
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/kernels.py --quick
-	$(BIN)/python benchmarks/large_kernel.py --quick
-	$(BIN)/python benchmarks/feature_maps.py --quick
-	$(BIN)/python benchmarks/concentration.py --quick
-	$(BIN)/python benchmarks/discretization.py --quick
-	$(BIN)/python benchmarks/lipschitz.py --quick
-	$(BIN)/python benchmarks/spectral.py --quick
-	$(BIN)/python benchmarks/activation_skip_search.py --quick
-	$(BIN)/python benchmarks/eigenvalue_depth.py --quick
-	$(BIN)/python benchmarks/darts_gap.py --quick
-	$(BIN)/python benchmarks/darts_step.py --quick
-	$(BIN)/python benchmarks/nasbench201.py --quick
+	$(BIN)/python benchmarks/hypergradients/hypergradients.py --quick
+	$(BIN)/python benchmarks/hypergradients/memory.py
+	$(BIN)/python benchmarks/kernels/kernels.py --quick
+	$(BIN)/python benchmarks/scale/large_kernel.py --quick
+	$(BIN)/python benchmarks/feature_maps/feature_maps.py --quick
+	$(BIN)/python benchmarks/theory/concentration.py --quick
+	$(BIN)/python benchmarks/theory/discretization.py --quick
+	$(BIN)/python benchmarks/theory/lipschitz.py --quick
+	$(BIN)/python benchmarks/theory/spectral.py --quick
+	$(BIN)/python benchmarks/deep_search/activation_skip_search.py --quick
+	$(BIN)/python benchmarks/deep_search/eigenvalue_depth.py --quick
+	$(BIN)/python benchmarks/deep_search/darts_gap.py --quick
+	$(BIN)/python benchmarks/deep_search/darts_step.py --quick
+	$(BIN)/python benchmarks/train_free/nasbench201.py --quick
 
 tables: $(VENV) ## the measured tables in README.md and docs/, from benchmarks/results; ARGS=--check
-	$(BIN)/python benchmarks/tables.py $(ARGS)
+	$(BIN)/python tools/tables.py $(ARGS)
 
 accelerator: $(VENV) ## what is fast on an accelerator only, in 25 minutes; ARGS=--quick: tiny, on any device
-	$(BIN)/python benchmarks/accelerator.py $(ARGS)
+	$(BIN)/python benchmarks/scale/accelerator.py $(ARGS)
 
 clean: ## remove environments, caches and build outputs; keeps runs/
 	rm -rf .venv .venv-docs .venv-newest .venv-lowest .uv docs/_build docs/gallery build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \

@@ -99,14 +99,14 @@ def _attacked(case: Case, rng: np.random.Generator) -> Outcome:
 
 _NETWORKS = "a network's program, which takes minutes to compile"
 _INNER = "a part of such networks, called by them alone"
-_FILE = "reads a file; what becomes of damaged ones is in tests/test_data.py"
+_FILE = "reads a file; what becomes of damaged ones is in tests/core/test_data.py"
 _TABLE = "reads the benchmark's tables; its tests hold it against published figures"
 _OF_KERNELS = "a kernel_function_space, which is attacked; seconds of compilation a case"
 _SEARCH = "many kernels, ten seconds of compilation a case; its tests hold it against enumeration"
 NOT_COVERED = {
     "bilevel.runs.checkpoint.saving": "the campaign's kills and flips are of it",
     "bilevel.runs.checkpoint.steps": "names of files",
-    "bilevel.discretize.judge_choice": "held against scipy in tests/test_discretize.py",
+    "bilevel.discretize.judge_choice": "held against scipy in tests/spaces/test_discretize.py",
     "bilevel.explain": "words",
     "ntk.neural_tangents": "another library, which brings tests of its own",
     "bilevel.plots.style": "how pictures look",

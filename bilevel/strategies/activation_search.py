@@ -188,7 +188,7 @@ def hypergradient_error(
     With more weights than labels the lower Hessian is singular, and ``info`` has no estimate. But
     training that interpolates has an end, and with it the hypergradient of fully trained networks;
     longer training is nearer to it. With four times the steps the ratio of this estimate to the
-    error in truth was within [1/3, 10] (``benchmarks/search_error.py``).
+    error in truth was within [1/3, 10] (``benchmarks/hypergradients/search_error.py``).
 
     Parameters
     ----------

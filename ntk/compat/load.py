@@ -5,7 +5,7 @@ experimental module that needs TensorFlow. While it is being imported, :func:`ne
 ``jax`` the names that it misses and puts an empty module in the place of the experimental one; then
 it takes both back. What neural-tangents imported it keeps under its own names; what it calls of JAX
 and SciPy later, and is gone, is put in its place by :mod:`ntk.compat.patches`. Run on JAX 0.10,
-0.11 and 0.12; `benchmarks/neural_tangents_tests.py` runs its own tests.
+0.11 and 0.12; `benchmarks/peers/neural_tangents_tests.py` runs its own tests.
 """
 
 import contextlib

@@ -105,7 +105,7 @@ def all_networks(
     -----
     Cost: memory for 15 inputs of cells, and one cell's activations; ``w`` has 1.7 million numbers,
     that of one genotype 0.07 to 1.5. Time on two cores, for 32 images and a random genotype:
-    0.05 s for the logits, 0.16 s for a gradient (``benchmarks/nasbench201.py``).
+    0.05 s for the logits, 0.16 s for a gradient (``benchmarks/train_free/nasbench201.py``).
 
     References
     ----------

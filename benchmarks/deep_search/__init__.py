@@ -1,0 +1,1 @@
+"""Searches of deep networks: activations and skips, DARTS, GAEA, Eigen-NAS."""

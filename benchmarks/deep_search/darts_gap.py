@@ -1,0 +1,446 @@
+"""Do validation errors tell test errors in a DARTS search?  (Oymak et al. 2021, Figures 1c and 3)
+
+First-order DARTS on CIFAR-10, with `--deep` on Fashion-MNIST, where few images suffice to learn: w
+moves by SGD on training batches, alpha by Adam on batches of n_V validation images. By epoch:
+errors of the supernet on training, validation and test images.
+
+Every seed has its own images and initial weights, the same for each n_V, and the validation sets
+are nested. One more search per seed, the control, moves alpha on 1000 other images: its gap on
+the same n_V images is what they happen to be like, and what a search has beyond it, it overfitted.
+
+The supernet normalises by batch, here as in the search: errors are those of networks that see 100
+images at a time. A smaller validation set is filled up with images that no search sees, so that
+all images are treated alike. Batches are drawn with replacement, an epoch is as many as hold the
+training images; no augmentation. Rates, clipping and weight decay are those of DARTS (Liu et al.
+2019); the paper names 10k training images, 50 epochs, SGD, 5 runs and n_V from 20 to 1000, no more.
+
+Every search is a row, written as it ends; what the results file holds is not measured again.
+
+    python benchmarks/deep_search/darts_gap.py            # one cell, three operations, 8 x 8 pixels, 256
+                                              # images: 17 minutes of one core
+    python benchmarks/deep_search/darts_gap.py --deep     # three cells, eight operations, 14 x 14 pixels,
+                                              # 1000 images: seven hours of one core
+    python benchmarks/deep_search/darts_gap.py --quick    # a minute or two, no results file
+    python benchmarks/deep_search/darts_gap.py --full     # the paper's sizes, on an accelerator
+    python benchmarks/deep_search/darts_gap.py --smoke    # two operations, random images: 10 s
+    python benchmarks/deep_search/darts_gap.py --table    # the results files as Markdown
+"""
+
+import dataclasses
+import functools
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import bilevel
+import bilevel.data
+from benchmarks import harness
+from benchmarks.harness import standard_error
+from bilevel import strategies
+from bilevel.spaces.darts import PRIMITIVES, darts_space
+
+POOL = 1000  # validation images, and as many for the control
+CHUNK = 100  # images that are normalised together when errors are counted
+COLOURS = {  # mean and deviation of each
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "fashion-mnist": ((0.2860,), (0.3530,)),
+    "random": ((0.5,), (0.2887,)),  # uniform, for --smoke
+}
+SMALL = ("none", "skip_connect", "sep_conv_3x3")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    data: str = "cifar10"
+    operations: tuple[str, ...] = SMALL
+    cells: int = 1
+    channels: int = 16
+    side: int = 8  # pixels
+    train: int = 256
+    test: int = 2000
+    counts: tuple[int, ...] = (20, 50, 100, 250, 500, 1000)  # n_V
+    epochs: int = 50
+    look: int = 10  # epochs between two counts of errors
+    batch: int = 32
+    seeds: int = 16
+    weight_rate: float = 0.1
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * (self.train // self.batch)
+
+    @property
+    def alpha_rate(self) -> float:
+        return 3e-4 * 7800 / self.steps  # logits move as far as in the 7800 steps of --full
+
+    @property
+    def hyperparameters(self) -> int:
+        return 14 * len(self.operations) * min(self.cells, 2)
+
+
+DEEP = {"data": "fashion-mnist", "cells": 3, "channels": 4, "side": 14, "train": 1000}
+PAPER = {"cells": 8, "side": 32, "train": 10_000, "test": 10_000, "batch": 64, "seeds": 5}
+TINY = {"data": "random", "operations": ("none", "skip_connect"), "channels": 2, "side": 4}
+SIZES = {
+    "smoke": Sizes(**TINY, train=100, test=100, counts=(20, 1000), epochs=2, look=1, seeds=2),
+    "quick": Sizes(channels=8, counts=(20, 1000), seeds=2, epochs=20),
+    "default": Sizes(),
+    "deep": Sizes(operations=PRIMITIVES, **DEEP, batch=64, seeds=10),
+    "full": Sizes(operations=PRIMITIVES, look=1, weight_rate=0.025, **PAPER),
+}
+
+
+def images(sizes, seed):
+    """Training images, 2 POOL for validation, test images; as pairs (x, labels)."""
+    if sizes.data == "random":
+        rng = np.random.default_rng(seed)
+        counts = sizes.train, 2 * POOL, sizes.test
+        drawn = [
+            (rng.random((n, sizes.side, sizes.side, 1)), rng.integers(10, size=n)) for n in counts
+        ]
+        return [(jnp.asarray(x, jnp.float32), jnp.asarray(y)) for x, y in drawn]
+    wanted = 10_000 if sizes.train + 2 * POOL <= 10_000 else 30_000
+    data = bilevel.data.load(sizes.data, train_size=wanted)
+    mean, deviation = map(np.array, COLOURS[sizes.data])
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), seed))
+    train, pool = bilevel.data.stratified_split(keys[0], data.y_train, (sizes.train, 2 * POOL))
+    (test,) = bilevel.data.stratified_split(keys[1], data.y_test, (sizes.test,))
+
+    def prepared(x, y):
+        each = x.shape[1] // sizes.side  # pixels whose mean is one pixel
+        x = x.reshape(len(x), sizes.side, each, sizes.side, each, len(mean)).mean((2, 4))
+        return jnp.asarray((x - mean) / deviation, jnp.float32), jnp.asarray(y)
+
+    x, y = data.x_train, data.y_train
+    held_out = data.x_test[test], data.y_test[test]
+    return [prepared(x[train], y[train]), prepared(x[pool], y[pool]), prepared(*held_out)]
+
+
+@functools.cache
+def programs(sizes):
+    """``start(key)``, ``advance(state, key, first, count, train, pool)``, ``errors(state, x, y)``.
+
+    Compiled once for all seeds and n_V: validation images are those of ``pool`` from ``first`` on,
+    ``count`` of them, both of them numbers that the program reads.
+    """
+    space = darts_space(sizes.operations, cells=sizes.cells, channels=sizes.channels)
+    schedule = optax.cosine_decay_schedule(sizes.weight_rate, sizes.steps, alpha=0.04)
+    weights, rates = strategies.darts_sgd(schedule), {"alpha_optimizer": sizes.alpha_rate}
+    plan = strategies.darts(space, weight_optimizer=weights, **rates, batch_size=sizes.batch)
+    init, step = bilevel.descent(plan.problem, plan.solver, plan.optimizer)
+    colours = len(COLOURS[sizes.data][0])
+    images = jax.ShapeDtypeStruct((1, sizes.side, sizes.side, colours), jnp.float32)
+
+    @jax.jit
+    def start(key):
+        return init(space.start(), space.init(key, (images,)))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def advance(state, key, first, count, train, pool):
+        def one(state, key):
+            keys = jax.random.split(key)
+            rows = first + jax.random.randint(keys[1], (sizes.batch,), 0, count)
+            valid = jax.tree.map(lambda a: a[rows], pool)
+            return step(state, (plan.batches(keys[0], train), valid))[0], None
+
+        steps = sizes.look * (sizes.train // sizes.batch)
+        return jax.lax.scan(one, state, jax.random.split(key, steps))[0]
+
+    @jax.jit
+    def errors(state, x, y):
+        """[rows, 2]: wrong or not, and the cross-entropy."""
+
+        def chunk(batch):
+            logits = space.apply(state.w, state.alpha, batch[0])
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
+            return jnp.stack([space.predict(logits) != batch[1], losses], axis=1)
+
+        pieces = [a.reshape(-1, CHUNK, *a.shape[1:]) for a in (x, y)]
+        return jax.lax.map(chunk, tuple(pieces)).reshape(len(y), 2)
+
+    return start, advance, errors
+
+
+def run(sizes, seed, count, parts) -> dict:
+    """A search on ``count`` validation images, the control for 0; errors by epoch, [looks, ...]."""
+    train, pool, _ = parts
+    start, advance, errors = programs(sizes)
+    keys = jax.random.split(jax.random.key(seed), 1 + sizes.epochs // sizes.look)
+    known = min(sizes.train, POOL) // CHUNK * CHUNK  # training images that are counted
+    counted = [jnp.concatenate([a[:known], b[:POOL], c]) for a, b, c in zip(*parts, strict=True)]
+    first, many = (0, count) if count else (POOL, POOL)
+    began, state, looks = time.perf_counter(), start(keys[0]), []
+    for i, key in enumerate(keys):
+        if i > 0:
+            state = advance(state, key, first, many, train, pool)
+        found = np.asarray(errors(state, *counted), float)
+        parted = found[:known], found[known + POOL :], *(found[known:][:n] for n in sizes.counts)
+        looks.append([rows.mean(axis=0) for rows in parted])
+    row = {"part": "run", "seed": seed, "count": count, "seconds": time.perf_counter() - began}
+    for name, values in zip(("error", "loss"), np.moveaxis(looks, 2, 0), strict=True):
+        row |= {f"train {name}": values[:, 0].tolist(), f"test {name}": values[:, 1].tolist()}
+        row[f"valid {name}"] = values[:, 2:].tolist()  # of the first n images, for each n
+    kinds = sorted(state.alpha) if sizes.cells > 1 else ["reduce"]  # one cell is a reduction cell
+
+    def means(kind):
+        values = np.asarray(state.alpha[kind]).mean(axis=0)
+        return dict(zip(sizes.operations, values.tolist(), strict=True))
+
+    print(seed, count, *(f"{100 * v:.1f}" for v in row["test error"]), flush=True)
+    return row | {"alpha": {kind: means(kind) for kind in kinds}}
+
+
+def experiment(sizes, done=()):
+    """Rows of the runs that are not ``done``, pairs (seed, count), as they come."""
+    workers = len(os.sched_getaffinity(0)) if jax.default_backend() == "cpu" else 1
+    for seed in range(sizes.seeds):
+        counts = [n for n in (0, *sizes.counts) if (seed, n) not in done]
+        if counts:
+            parts = images(sizes, seed)
+            yield run(sizes, seed, counts[0], parts)  # alone: the first one of all compiles
+            with ThreadPoolExecutor(workers) as threads:
+                yield from threads.map(lambda n: run(sizes, seed, n, parts), counts[1:])  # noqa: B023
+
+
+# ------------------------------------------------------------------------------ what was seen
+
+
+def whole_seeds(rows) -> list[int]:
+    """Those of which every search has ended."""
+    ended = {(r["seed"], r["count"]) for r in harness.where(rows, part="run")}
+    counts = 0, *rows[0]["sizes"]["counts"]
+    return sorted(s for s, n in ended if n == 0 and all((s, m) in ended for m in counts))
+
+
+def collect(rows):
+    """``curve(name)`` [seeds, runs, looks], the control first, and the gaps by ``gap(name)``.
+
+    ``gap``: test minus validation, [seeds, looks, counts], of each search and of the control on
+    the same validation images. Seeds that are not complete are left out.
+    """
+    counts, seeds = rows[0]["sizes"]["counts"], whole_seeds(rows)
+    by = {(r["seed"], r["count"]): r for r in harness.where(rows, part="run")}
+
+    def curve(name):
+        return np.array([[by[s, n][name] for n in (0, *counts)] for s in seeds])
+
+    def gap(name):
+        test, valid = curve(f"test {name}"), curve(f"valid {name}")
+        gaps = test[..., None] - valid  # [seeds, runs, looks, counts]
+        return np.stack([gaps[:, k + 1, :, k] for k in range(len(counts))], axis=-1), gaps[:, 0]
+
+    return curve, gap
+
+
+def spread(x, unit=1, digits=1) -> str:
+    return harness.spread(x, f".{digits}f", unit)
+
+
+def beyond_noise(x, least=0.0):
+    """Whether the mean of ``x`` is above ``least`` by two standard errors."""
+    return np.mean(x) - least > 2 * standard_error(x)
+
+
+def exponent(fit, gaps, counts) -> tuple[float, float]:
+    """``fit(gaps, counts)`` and its standard error, by leaving out one seed at a time."""
+    parts = [fit(np.delete(gaps, s, axis=0), counts) for s in range(len(gaps))]
+    return fit(gaps, counts), np.sqrt((len(parts) - 1) * np.var(parts))
+
+
+def of_means(gaps, counts) -> float:
+    """p of c n^p, by least squares to the means weighted by their standard errors."""
+    error = standard_error(gaps) + 1e-12 if len(gaps) > 1 else 1.0
+    powers = np.linspace(-2, 1, 601)
+    curves = np.asarray(counts, float) ** powers[:, None] / error
+    target = gaps.mean(axis=0) / error
+    # The best c of each p; what is left is smallest where the explained part is largest.
+    return powers[np.argmax((curves @ target) ** 2 / np.sum(curves**2, axis=1))]
+
+
+def of_sizes(gaps, counts) -> float:
+    """p of c n^p, by a line through the logarithms of the root mean squares."""
+    sizes = np.sqrt(np.mean(gaps**2, axis=0))
+    return np.polyfit(np.log(counts), np.log(sizes), 1)[0]
+
+
+def verdicts(rows):
+    """Pairs of what the paper says, seen or not ("open": too noisy to tell), and what is seen."""
+    yield from on_tracking(rows)
+    yield from on_overfitting(rows)
+    for name in ("error", "loss"):
+        yield from on_rates(rows, name)
+
+
+def on_tracking(rows):
+    """Figure 1(c): training says nothing, validation says what the test does."""
+    sizes, (curve, gap) = rows[0]["sizes"], collect(rows)
+    late = 100 * curve("train error")[:, :, int(0.6 * sizes["epochs"]) // sizes["look"] :]
+    text = "training error 0 after 30 of 50 epochs: in the last two fifths at most "
+    yield late.mean() < 1, text + f"{late.max():.1f} %, mean {late.mean():.2f} % (asked: 1)"
+    for k, n in enumerate(sizes["counts"]):
+        if n >= 250:
+            last = 100 * gap("error")[0][:, -1, k]
+            text = f"n_V = {n}: validation tracks test: gap {spread(last)} points (asked: 2)"
+            yield abs(last.mean()) < 2, text
+
+
+def on_overfitting(rows):
+    """Figure 3: up to 100 images are overfitted to, more and more; the order of h is enough."""
+    sizes, (curve, gap) = rows[0]["sizes"], collect(rows)
+    counts, h = np.array(sizes["counts"]), rows[0]["hyperparameters"]
+    over = 100 * np.subtract(*gap("error"))[:, -1]  # points
+    for k, n in enumerate(counts):
+        if n <= 100:
+            text = f"n_V = {n}: overfitted: by {spread(over[:, k])} points (asked: 2 s.e.)"
+            yield beyond_noise(over[:, k]), text
+    k = np.argmax(counts >= h)
+    text = f"about h = {h} images are enough: at {counts[k]} overfitted by {spread(over[:, k])}"
+    yield over[:, k].mean() < 2, text + " points (asked: 2)"
+    test, small = 100 * curve("test error")[:, :, -1], counts <= 100
+    # The control and the last search both have 1000 images: their mean is the quieter reference.
+    worse = test[:, 1:][:, small].mean(axis=1) - test[:, [0, -1]].mean(axis=1)
+    text = f"n_V <= 100 costs test error: {spread(worse, digits=2)} points against n_V = {POOL}"
+    yield beyond_noise(worse), text + " (asked: 2 s.e.)"
+    for name, unit, digits in (("error", 100, 1), ("loss", 1, 3)):
+        excess = unit * np.subtract(*gap(name))[:, :, small].mean(axis=2)
+        growth = spread(excess[:, -1] - excess[:, 1], digits=digits)
+        text = f"the gap widens, n_V <= 100: {name} by {growth} from epoch {sizes['look']} to "
+        seen = beyond_noise(excess[:, -1] - excess[:, 1])
+        yield seen, text + f"{sizes['epochs']} (asked: 2 s.e.)"
+
+
+def on_rates(rows, name):
+    """Theorem 1: n_V^-1/2, a bound; too noisy with a standard error of 1/4 or more."""
+    counts, (searched, control) = rows[0]["sizes"]["counts"], collect(rows)[1](name)
+    p, error = exponent(of_means, (searched - control)[:, -1], counts)
+    text = f"overfitted {name} like n_V^-1/2 or less: exponent {p:.2f} ± {error:.2f}"
+    yield p + 0.5 < 2 * error if error < 0.25 else "open", text
+    p, error = exponent(of_sizes, searched[:, -1], counts)
+    text = f"root mean square gap in {name} like n_V^-1/2: exponent {p:.2f} ± {error:.2f}"
+    other = "{:.2f} ± {:.2f}".format(*exponent(of_sizes, control[:, -1], counts))
+    seen = abs(p + 0.5) < 2 * error if error < 0.25 else "open"
+    yield seen, text + f"; of a network that never saw them {other}"
+
+
+NAMES = {"normal": "normal", "reduce": "reduction"}
+COLUMNS = ("train", "valid", "test", "gap", "overfitted", "overfitted loss", "test loss")
+
+
+def count_table(rows) -> str:
+    """A line for each n_V."""
+    curve, gap = collect(rows)
+    train, test, loss, valid = (
+        curve(name)[:, :, -1] for name in ("train error", "test error", "test loss", "valid error")
+    )
+    (seen, control), (seen_loss, control_loss) = gap("error"), gap("loss")
+    lines, seeds, kinds = [], whole_seeds(rows), harness.where(rows, part="run")[0]["alpha"]
+    for k, n in enumerate((0, *rows[0]["sizes"]["counts"])):
+        found = [r for r in harness.where(rows, part="run", count=n) if r["seed"] in seeds]
+        none = [spread([r["alpha"][kind]["none"] for r in found], digits=2) for kind in kinds]
+        cells = [spread(train[:, k], 100), "-", spread(test[:, k], 100), "-", "-", "-"]
+        if n:
+            last = seen[:, -1, k - 1]
+            cells[1], cells[3] = spread(valid[:, k, k - 1], 100), spread(last, 100)
+            cells[4] = spread(last - control[:, -1, k - 1], 100)
+            cells[5] = spread(seen_loss[:, -1, k - 1] - control_loss[:, -1, k - 1], digits=3)
+        lines.append([n or "control", *cells, spread(loss[:, k], digits=2), *none])
+    names = (f"`none`, {NAMES[kind]} cells" for kind in kinds)
+    return harness.table(["n_V", *COLUMNS, *names], lines)
+
+
+def report(rows) -> str:
+    if len(whole_seeds(rows)) < 2:
+        ended = len(harness.where(rows, part="run"))
+        return f"{ended} searches have ended: a table needs all those of two seeds."
+    sizes, (curve, _) = rows[0]["sizes"], collect(rows)
+    seconds = np.median([r["seconds"] for r in harness.where(rows, part="run")])
+    title = (
+        f"{len(curve('test error'))} seeds (mean ± s.e., errors in %), {sizes['train']} training "
+        f"images of {sizes['side']} x {sizes['side']}, {sizes['epochs']} epochs, cells: "
+        f"{sizes['cells']}, channels: {sizes['channels']}, h = {rows[0]['hyperparameters']}; "
+        f"{rows[0]['device']}: {seconds:.0f} s a search."
+    )
+    return "\n\n".join([title, count_table(rows), harness.judged(verdicts(rows))])
+
+
+def picture(rows, path):
+    with harness.picture(path, 1, 3, figsize=(15, 4.4)) as (_, axes):
+        draw(rows, axes)
+
+
+def draw(rows, axes):
+    sizes, (curve, gap) = rows[0]["sizes"], collect(rows)
+    counts, look, epochs = np.array(sizes["counts"]), sizes["look"], sizes["epochs"]
+    seen, control = gap("error")
+    test = curve("test error")[:, 1:, -1].mean()
+    for share, colour in ((0.2, "C1"), (0.6, "C0"), (1.0, "C5")):
+        at = 100 * seen[:, round(share * epochs / look)]
+        label = f"epoch {round(share * epochs)}"
+        axes[0].errorbar(
+            counts, at.mean(0), standard_error(at), fmt="o-", color=colour, label=label
+        )
+    over = 100 * (seen - control)[:, -1]
+    label = "beyond the control's, last epoch"
+    axes[0].errorbar(counts, over.mean(0), standard_error(over), fmt="k.--", label=label)
+    noise = 100 * np.sqrt(test * (1 - test) / counts / len(seen))
+    label = "a fixed network, one s.e."
+    axes[0].fill_between(counts, -noise, noise, color="grey", alpha=0.2, label=label)
+    axes[0].set(title="Figure 3: test - validation error", ylabel="percentage points, mean ± s.e.")
+    for n, colour in zip(
+        (counts[0], counts[len(counts) // 2], counts[-1]), ("C5", "C1", "C0"), strict=True
+    ):
+        k = list(counts).index(n)
+        by_set = {"valid": curve("valid error")[:, 1 + k, :, k]}
+        by_set |= {name: curve(f"{name} error")[:, 1 + k] for name in ("train", "test")}
+        for name, style in (("train", ":"), ("valid", "--"), ("test", "-")):
+            line, error = 100 * by_set[name].mean(0), 100 * standard_error(by_set[name])
+            x = np.arange(len(line)) * look
+            axes[1].plot(x, line, style, color=colour, label=f"{name}, n_V = {n}")
+            axes[1].fill_between(x, line - error, line + error, color=colour, alpha=0.1)
+    axes[1].set(
+        title="Figure 1(c): errors by epoch", ylabel="error (%), mean ± s.e.", xlabel="epoch"
+    )
+    losses = np.subtract(*gap("loss"))[:, -1]
+    axes[2].errorbar(counts, losses.mean(0), standard_error(losses), fmt="ko", label="mean ± s.e.")
+    p, error = exponent(of_means, losses, counts)
+    for power, style, name in ((p, "k-", f"fitted: {p:.2f} ± {error:.2f}"), (-0.5, "C5--", "-1/2")):
+        shape, weight = counts**power, 1 / standard_error(losses) ** 2
+        scale = np.sum(weight * shape * losses.mean(0)) / np.sum(weight * shape**2)
+        axes[2].plot(counts, scale * shape, style, label=name)
+    axes[2].axhline(0, color="grey", linewidth=0.8)
+    axes[2].set(title="overfitted loss, beyond the control's", ylabel="nats")
+    for ax in axes[[0, 2]]:
+        ax.set(xscale="log", xlabel="validation rows n_V")
+        ax.set_xticks(counts, counts)
+        ax.minorticks_off()
+    for ax, place in zip(axes, ("upper right", "best", "upper right"), strict=True):
+        ax.legend(fontsize=8, loc=place)
+
+
+def main() -> None:
+    deep = {"action": "store_true", "help": "a supernet that learns; own results file"}
+    flags = harness.command_line(__file__, __doc__, report, full=True, deep=deep)
+    sizes, path = SIZES[flags.size], flags.results
+    if flags.deep and flags.size != "default":
+        flags.error(f"--deep: expected no other size, got --{flags.size}")
+    if flags.deep:
+        sizes, path = SIZES["deep"], harness.named(path, "deep")
+    about = {"sizes": dataclasses.asdict(sizes), "hyperparameters": sizes.hyperparameters}
+    rows = harness.begun(path, "optax", **about)
+    if not harness.same_sizes(rows, about["sizes"]):
+        sys.exit(f"{path}: expected rows of these sizes; move the file away.")
+    done = {(r["seed"], r["count"]) for r in rows[1:]}
+    for row in experiment(sizes, done):
+        rows.append(row)
+        harness.append(path, row)
+    harness.finish(rows, path, report, picture, write_rows=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,536 @@
+"""What does a step of the DARTS search cost?  (Liu, Simonyan & Yang 2019, Algorithm 1)
+
+A step in w (SGD with momentum, on a training batch), the hypergradient of the 224 weights alpha (on
+a validation batch), and Adam on their logits:
+
+- of first order, at the new w, which is held fixed: `bilevel.unrolled(..., backprop=0)`;
+- of second order, through the step in w, exactly: `bilevel.one_step(...)`, which takes reverse mode
+  over one forward derivative; PyTorch differentiates its gradient once more.
+
+By `bilevel.spaces.darts`, compiled once, and by a plain PyTorch supernet of the same operations,
+written here, run as it stands. Both take from each step only what it needs: gradients in w on the
+training batch, in alpha on the other (the reference implementation takes all of them twice; its
+second order, a difference of gradients, is not here), no weight decay, no clipping. `none` costs
+neither anything. Images and labels are random numbers. `bilevel.search` adds the training loss at
+the new w for its history, one forward pass, not counted here.
+
+One process at a time: PyTorch's does half of its steps before ours and half after. Beside the ratio
+of times is that of the processor's, which other work on the machine disturbs less. Memory is the
+largest resident set while steps run, and in brackets what steps add to what was there before the
+first: for ours, also what compilation leaves behind. (On a device of its own it is the largest
+allocation.) The two networks start from the same weights, PyTorch's: their losses there, and after
+a step, say that they are the same.
+
+PyTorch is in the dependency group `peers`, for an environment of its own. `--peers` with no name
+behind it measures ours alone, and writes a results file only if `--results` names one.
+
+    python benchmarks/deep_search/darts_step.py            # 3 cells of 16 channels: 10 minutes on two cores
+    python benchmarks/deep_search/darts_step.py --quick    # 2 cells of 8, small images: minutes; no results
+    python benchmarks/deep_search/darts_step.py --full     # the published 8 cells of 16: half an hour, and
+                                               # 30 GB for PyTorch's second order
+    python benchmarks/deep_search/darts_step.py --smoke    # one cell of two operations, first order: 10 s
+    python benchmarks/deep_search/darts_step.py --table    # the results files as Markdown
+
+`--dtype bfloat16`: activations in 16 bits, PyTorch's by autocast; for an accelerator.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.harness import plus_minus
+
+# Each library is imported where it runs: one's memory is not the other's.
+
+ORDERS = {1: "first order", 2: "second order"}
+LIBRARIES = {"torch": "PyTorch", "bilevel": "bilevel"}
+RATE, MOMENTUM, ALPHA_RATE, BETAS = 0.025, 0.9, 3e-4, (0.5, 0.999)  # as published
+TIMES = "seconds", "processor_seconds"
+CLASSES, SEED = 10, 0
+OPERATIONS = (  # the order of alpha; here too, as each library is imported only where it runs
+    *("none", "max_pool_3x3", "avg_pool_3x3", "skip_connect"),
+    *("sep_conv_3x3", "sep_conv_5x5", "dil_conv_3x3", "dil_conv_5x5"),
+)
+EDGES = [(source, node) for node in range(2, 6) for source in range(node)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    cells: int
+    channels: int
+    side: int
+    batch: int
+    rounds: int
+    dtype: str = "float32"
+    operations: tuple[str, ...] = OPERATIONS
+    orders: tuple[int, ...] = tuple(ORDERS)
+
+
+SIZES = {
+    # Compilation takes longest: one order and two operations show that the script runs.
+    "smoke": Sizes(1, 2, 8, batch=2, rounds=2, operations=("none", "skip_connect"), orders=(1,)),
+    "quick": Sizes(2, 8, side=16, batch=16, rounds=3),
+    "default": Sizes(3, 16, side=32, batch=64, rounds=6),
+    "full": Sizes(8, 16, side=32, batch=64, rounds=20),
+}
+
+
+def batches(sizes):
+    """Training and validation batch, images [n, h, w, c] and labels [n]."""
+    rng, shape = np.random.default_rng(SEED), (sizes.batch, sizes.side, sizes.side, 3)
+    return [
+        (rng.normal(size=shape).astype(np.float32), rng.integers(CLASSES, size=sizes.batch))
+        for _ in range(2)
+    ]
+
+
+# ------------------------------------------------------------------------------------- ours
+
+
+def bilevel_steps(sizes, order, path):
+    """Ours: what is known before the first step; then a value and a norm for each step."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import bilevel
+    from bilevel import strategies
+    from bilevel.spaces.darts import darts_space, weight_count
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    network = {"classes": CLASSES, "cells": sizes.cells, "channels": sizes.channels}
+    network["operations"] = sizes.operations
+    space = darts_space(**network, dtype=jnp.dtype(sizes.dtype))
+    data = jax.device_put(batches(sizes))
+    w = jax.jit(space.init)(jax.random.key(SEED), data[0])
+    known = {"parameters": weight_count(w)}
+    if path.exists():
+        w = from_torch(np.load(path), w)
+    if order == 1:
+        plain = darts_space(**network)
+        with jax.default_matmul_precision("float32"):
+            known["loss"] = float(jax.jit(plain.problem.lower)(w, space.start(), data[0]))
+
+    plan = strategies.darts(
+        space,
+        weight_optimizer=optax.sgd(RATE, momentum=MOMENTUM),
+        alpha_optimizer=bilevel.softmax(optax.adam(ALPHA_RATE, *BETAS)),
+        batch_size=sizes.batch,
+        order=order,
+    )
+    init, descend = bilevel.descent(plan.problem, plan.solver, plan.optimizer)
+
+    def step(state, data):
+        state, metrics = descend(state, data)
+        return state, (metrics["value"], metrics["grad_norm"])
+
+    state = init(space.start(), w)
+    step, known["compile_s"] = harness.compiled(jax.jit(step, donate_argnums=0), state, data)
+    known["compile_peak_mb"] = harness.resident_peak()
+    known["temporaries_mb"] = step.memory_analysis().temp_size_in_bytes / 1e6
+    known["device"] = jax.devices()[0].device_kind
+    yield known | {"platform": jax.default_backend()}
+    while True:
+        state, found = jax.block_until_ready(step(state, data))
+        yield *map(float, found), harness.device_peak()
+
+
+# PyTorch's names, in the order of our numbers.
+CONVOLUTIONS = {
+    "FactorizedReduce_0": ["skip_connect.even", "skip_connect.odd"],
+    "SeparableConv_0": [f"sep_conv_3x3.{k}" for k in (1, 2, 5, 6)],
+    "SeparableConv_1": [f"sep_conv_5x5.{k}" for k in (1, 2, 5, 6)],
+    "DilatedConv_0": [f"dil_conv_3x3.{k}" for k in (1, 2)],
+    "DilatedConv_1": [f"dil_conv_5x5.{k}" for k in (1, 2)],
+}
+OUTSIDE = {
+    "Conv_0/kernel": "stem.0.weight",
+    "Standardize_0/scale": "stem.1.weight",
+    "Standardize_0/bias": "stem.1.bias",
+    "Dense_0/kernel": "classifier.weight",
+    "Dense_0/bias": "classifier.bias",
+}
+
+
+def from_torch(arrays, like):
+    """PyTorch's weights, by the names of its modules, as ours: kernels [k, k, in, out], stacked.
+
+    Edges of a cell are stacked by what they have in common; how many there are says which.
+    """
+    import chex
+    import jax
+
+    stacks = [{0, 1}, {2}, {3}, {4}, {2, 3, 4}, {0, 1, 2, 3, 4}]  # the edges' sources
+    stacks = [[k for k, edge in enumerate(EDGES) if edge[0] in sources] for sources in stacks]
+    stacks = {len(rows): rows for rows in stacks}
+
+    def kernel(*names):
+        return arrays[".".join([*names, "weight"])].transpose(2, 3, 1, 0)
+
+    def convert(path, leaf):
+        names = [key.key for key in path]
+        if "/".join(names) in OUTSIDE:
+            array = arrays[OUTSIDE["/".join(names)]]
+            return array.transpose(2, 3, 1, 0) if array.ndim == 4 else array.T
+        cell, *_, operation, convolution, _ = names
+        cell, number = cell.replace("_", "s."), int(convolution.split("_")[1])
+        if leaf.ndim == 5:
+            place, rows = CONVOLUTIONS[operation][number], stacks[len(leaf)]
+            return np.stack([kernel(cell, f"edges.{k}", place) for k in rows])
+        if operation == "FactorizedReduce_0":
+            return kernel(cell, "before_last", ("even", "odd")[number])
+        both = "ReluConvNorm_1" in like[names[0]]
+        return kernel(cell, "before_last" if both and operation.endswith("0") else "last", "1")
+
+    found = jax.tree_util.tree_map_with_path(convert, like)
+    chex.assert_trees_all_equal_shapes(found, like)
+    return found
+
+
+# ---------------------------------------------------------------------------------- PyTorch
+
+
+def torch_supernet(cells, channels, chosen):
+    """The supernet as PyTorch modules; called with {"normal", "reduce"} [14, operations], images.
+
+    ``chosen``: names of operations, "none" first.
+    """
+    import torch
+    from torch import nn
+
+    def conv(inputs, outputs, size=1, stride=1, dilation=1, groups=1):
+        padding = dilation * (size - 1) // 2
+        return nn.Conv2d(inputs, outputs, size, stride, padding, dilation, groups, bias=False)
+
+    def norm(c, affine=False):
+        return nn.BatchNorm2d(c, affine=affine, track_running_stats=False)
+
+    def depthwise(c, size, stride, dilation=1):
+        return [nn.ReLU(), conv(c, c, size, stride, dilation, c), conv(c, c), norm(c)]
+
+    def separable(size):
+        return lambda c, s: nn.Sequential(*depthwise(c, size, s), *depthwise(c, size, 1))
+
+    def dilated(size):
+        return lambda c, s: nn.Sequential(*depthwise(c, size, s, dilation=2))
+
+    class FactorizedReduce(nn.Module):
+        def __init__(self, inputs, outputs):
+            super().__init__()
+            self.even = conv(inputs, outputs // 2, stride=2)
+            self.odd = conv(inputs, outputs - outputs // 2, stride=2)
+            self.norm = norm(outputs)
+
+        def forward(self, x):
+            x = torch.relu(x)
+            return self.norm(torch.cat([self.even(x), self.odd(x[:, :, 1:, 1:])], 1))
+
+    operations = {
+        "max_pool_3x3": lambda c, s: nn.Sequential(nn.MaxPool2d(3, s, 1), norm(c)),
+        "avg_pool_3x3": lambda c, s: nn.Sequential(
+            nn.AvgPool2d(3, s, 1, count_include_pad=False), norm(c)
+        ),
+        "skip_connect": lambda c, s: nn.Identity() if s == 1 else FactorizedReduce(c, c),
+        "sep_conv_3x3": separable(3),
+        "sep_conv_5x5": separable(5),
+        "dil_conv_3x3": dilated(3),
+        "dil_conv_5x5": dilated(5),
+    }
+    operations = {name: operations[name] for name in chosen[1:]}
+
+    def mixed(edge, alpha, x):
+        pairs = zip(operations, alpha[1:], strict=True)
+        return sum(weight * edge[name](x) for name, weight in pairs)
+
+    class Cell(nn.Module):
+        def __init__(self, before_last, last, c, stride, reduced):
+            super().__init__()
+            self.before_last = (
+                FactorizedReduce(before_last, c)
+                if reduced
+                else nn.Sequential(nn.ReLU(), conv(before_last, c), norm(c))
+            )
+            self.last = nn.Sequential(nn.ReLU(), conv(last, c), norm(c))
+            strides = [stride if source < 2 else 1 for source, _ in EDGES]
+            self.edges = nn.ModuleList(
+                nn.ModuleDict({name: make(c, s) for name, make in operations.items()})
+                for s in strides
+            )
+
+        def forward(self, before_last, last, alpha):
+            states = [self.before_last(before_last), self.last(last)]
+            edges = list(zip(EDGES, self.edges, alpha, strict=True))
+            for node in range(2, 6):
+                arriving = [mixed(e, a, states[i]) for (i, j), e, a in edges if j == node]
+                states.append(sum(arriving))
+            return torch.cat(states[2:], 1)
+
+    class Supernet(nn.Module):
+        def __init__(self):
+            super().__init__()
+            before_last = last = 3 * channels
+            self.stem = nn.Sequential(conv(3, last, 3), norm(last, affine=True))
+            self.cells, self.kinds, c, reduced = nn.ModuleList(), [], channels, False
+            for cell in range(cells):
+                reduce = cell in (cells // 3, 2 * cells // 3)
+                c *= 1 + reduce
+                self.cells.append(Cell(before_last, last, c, 1 + reduce, reduced))
+                self.kinds.append("reduce" if reduce else "normal")
+                before_last, last, reduced = last, 4 * c, reduce
+            self.classifier = nn.Linear(last, CLASSES)
+
+        def forward(self, alpha, x):
+            before_last = last = self.stem(x)
+            for cell, kind in zip(self.cells, self.kinds, strict=True):
+                before_last, last = last, cell(before_last, last, alpha[kind])
+            return self.classifier(last.mean((2, 3)))
+
+    return Supernet()
+
+
+def torch_steps(sizes, order, path):
+    """As :func:`bilevel_steps`; writes the first weights to ``path``."""
+    import torch
+    from torch.nn import functional as F
+
+    torch.manual_seed(SEED)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.backends.cudnn.benchmark = True
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    net = torch_supernet(sizes.cells, sizes.channels, sizes.operations).to(device)
+    w = dict(net.named_parameters())
+    np.savez(path, **{name: p.detach().cpu().numpy() for name, p in w.items()})
+
+    def put(x, y):
+        images = torch.from_numpy(x).permute(0, 3, 1, 2).contiguous()
+        return images.to(device), torch.from_numpy(y).to(device)
+
+    train, valid = (put(*batch) for batch in batches(sizes))
+    zeros = torch.zeros(len(EDGES), len(sizes.operations), device=device)
+    logits = {kind: zeros.clone().requires_grad_() for kind in ("normal", "reduce")}
+    in_w = torch.optim.SGD(w.values(), RATE, momentum=MOMENTUM)
+    in_alpha = torch.optim.Adam(logits.values(), ALPHA_RATE, betas=BETAS)
+    # A network of two cells has no normal ones.
+    grad = functools.partial(torch.autograd.grad, allow_unused=True, materialize_grads=True)
+
+    def loss(w, alpha, batch, dtype=sizes.dtype):
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
+            outputs = torch.func.functional_call(net, w, (alpha, batch[0]))
+        return F.cross_entropy(outputs.float(), batch[1])
+
+    def descend(slopes, leaves, optimizer):
+        for leaf, slope in zip(leaves.values(), slopes, strict=True):
+            leaf.grad = slope.detach()
+        optimizer.step()
+
+    def step():
+        alpha = {kind: torch.softmax(z, -1) for kind, z in logits.items()}
+        if order == 1:
+            fixed = {kind: a.detach() for kind, a in alpha.items()}
+            descend(grad(loss(w, fixed, train), w.values()), w, in_w)
+            moved = {name: p.detach() for name, p in w.items()}
+        else:
+            slopes = grad(loss(w, alpha, train), w.values(), create_graph=True)
+            momenta = (in_w.state[p].get("momentum_buffer", 0) for p in w.values())
+            moved = {
+                name: p - RATE * (MOMENTUM * m + slope)
+                for (name, p), m, slope in zip(w.items(), momenta, slopes, strict=True)
+            }
+        value = loss(moved, alpha, valid)
+        in_mixture = grad(value, alpha.values())
+        descend(grad(alpha.values(), logits.values(), in_mixture), logits, in_alpha)
+        if order == 2:
+            descend(slopes, w, in_w)
+        norm = torch.stack([slope.norm() for slope in in_mixture]).norm()
+        return value.item(), norm.item()  # waits for the device
+
+    known = {"parameters": sum(p.numel() for p in w.values())}
+    if order == 1:
+        torch.backends.cudnn.allow_tf32 = False
+        with torch.no_grad():
+            alpha = {kind: torch.softmax(z, -1) for kind, z in logits.items()}
+            known["loss"] = float(loss(w, alpha, train, "float32"))
+        torch.backends.cudnn.allow_tf32 = True
+    yield known | {"platform": {"cuda": "gpu"}.get(device, device)}
+    while True:
+        value, norm = step()
+        yield value, norm, torch.cuda.max_memory_allocated() if device == "cuda" else None
+
+
+# --------------------------------------------------------------------------- the measurement
+
+
+def work(library, order, sizes, rounds, path):
+    """One process: a step that warms up, then as many as there are ``rounds``; a row."""
+    measured = {"bilevel": bilevel_steps, "torch": torch_steps}[library]
+    steps = measured(Sizes(**sizes), order, Path(path))
+    row = {"library": library, "order": order} | next(steps)
+    before, seconds, processor = harness.forget_peak(), [], []
+    row["value"], row["norm"], _ = next(steps)
+    for _ in range(rounds):
+        start, used = time.perf_counter(), time.process_time()
+        *_, allocated = next(steps)
+        seconds.append(time.perf_counter() - start)
+        processor.append(time.process_time() - used)
+    row["peak_mb"] = row["added_mb"] = (allocated or 0) / 1e6
+    if allocated is None:
+        row["peak_mb"] = harness.resident_peak()
+        row["added_mb"] = row["peak_mb"] - before
+    return [row | {"seconds": seconds, "processor_seconds": processor}]
+
+
+def measure(sizes, libraries) -> list[dict]:
+    half, rows = sizes.rounds // 2, []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "weights.npz"
+        for order in sizes.orders:
+            found = {}
+            for library in ("torch", "bilevel", "torch"):
+                if library not in libraries or "failed" in found.get(library, {}):
+                    continue
+                rounds = half if library == "torch" else 2 * half
+                request = library, order, dataclasses.asdict(sizes), rounds, str(path)
+                row = harness.in_own_process(__file__, *request)[-1]
+                row = {"library": library, "order": order} | row
+                seen = f"failed: {row['failed']}" if "failed" in row else row["seconds"]
+                print(f"{LIBRARIES[library]}, {ORDERS[order]}:", seen, flush=True)
+                for key in TIMES if library in found and "seconds" in row else ():
+                    row[key] = found[library][key] + row[key]
+                found[library] = row
+            rows += found.values()
+    if len({row["platform"] for row in rows if "platform" in row}) > 1:
+        sys.exit("PyTorch and JAX run on different devices; install both for the same one.")
+    return rows
+
+
+# -------------------------------------------------------------------------------- the report
+
+
+def find(rows, library, order) -> dict | None:
+    found = (r for r in rows if (r.get("library"), r.get("order")) == (library, order))
+    return next((r for r in found if "seconds" in r), None)
+
+
+def time_of(row, key="seconds") -> tuple[float, float]:
+    """Of a step, and its standard error over steps."""
+    seconds = row[key]
+    return statistics.mean(seconds), statistics.stdev(seconds) / len(seconds) ** 0.5
+
+
+def ratio(row, other, key="seconds") -> tuple[float, float]:
+    """Of two times, and its standard error."""
+    (x, dx), (y, dy) = time_of(row, key), time_of(other, key)
+    return x / y, x / y * math.hypot(dx / x, dy / y)
+
+
+def off(a, b) -> float:
+    return abs(a / b - 1)
+
+
+HEAD = ["step", "bilevel, s", "PyTorch, s", "ratio", "processor's", "bilevel, MB (added)"]
+HEAD += ["PyTorch, MB (added)", "compilation, s", "its MB"]
+
+
+def step_table(rows) -> str:
+    """A line for each order."""
+    lines = []
+    for order in rows[0]["sizes"].get("orders", ORDERS):
+        ours, torch = (find(rows, library, order) for library in ("bilevel", "torch"))
+        cells = [plus_minus(*time_of(row)) if row else "-" for row in (ours, torch)]
+        both = ours and torch
+        cells += [plus_minus(*ratio(ours, torch, key)) if both else "-" for key in TIMES]
+        for row in (ours, torch):
+            cells.append(f"{row['peak_mb']:.0f} ({row['added_mb']:.0f})" if row else "-")
+        cells += [f"{ours[key]:.0f}" if ours else "-" for key in ("compile_s", "compile_peak_mb")]
+        lines.append([ORDERS[order], *cells])
+    return harness.table(HEAD, lines)
+
+
+def verdicts(rows):
+    """Pairs of whether a target is met and what it is."""
+    for row in rows:
+        if "failed" in row:
+            yield False, f"{LIBRARIES[row['library']]}, {ORDERS[row['order']]}: {row['failed']}"
+    first, second = (find(rows, "bilevel", order) for order in ORDERS)
+    if first and second:
+        cost = ratio(second, first)
+        yield cost[0] <= 3, f"second order in {plus_minus(*cost)} of first order's time, at most 3"
+    peer = find(rows, "torch", 1)
+    if first and peer:
+        counts = first["parameters"], peer["parameters"]
+        yield counts[0] == counts[1], "parameters: {}, PyTorch's {}".format(*counts)
+        error = off(first["loss"], peer["loss"])
+        text = f"loss with PyTorch's weights, in full float32: {first['loss']:.6f}"
+        yield error <= 1e-4, f"{text}, off by {error:.0e}, at most 1e-4"
+    for order, name in ORDERS.items():
+        ours, peer = (find(rows, library, order) for library in ("bilevel", "torch"))
+        if not (ours and peer):
+            continue
+        # On an accelerator both multiply in fewer bits.
+        most = 1e-3 if (ours["platform"], rows[0]["sizes"]["dtype"]) == ("cpu", "float32") else 0.1
+        errors = [off(ours[key], peer[key]) for key in ("value", "norm")]
+        text = f"{name}: after a step the validation loss is off by {errors[0]:.0e}, the norm of"
+        yield max(errors) <= most, f"{text} the hypergradient by {errors[1]:.0e}, at most {most:g}"
+        cost, most = ratio(ours, peer), 1 if ours["platform"] == "cpu" else 1 / 1.5
+        yield cost[0] <= most, f"{name}: {plus_minus(*cost)} of PyTorch's time, at most {most:.3g}"
+
+
+def title(rows) -> str:
+    sizes = Sizes(**rows[0]["sizes"])
+    return (
+        f"{sizes.cells} cells, {sizes.channels} channels, images of {sizes.side} x {sizes.side}, "
+        f"batch {sizes.batch}, {sizes.dtype}; {rows[0]['device']}; {sizes.rounds} steps of each "
+        "(mean ± s.e.)"
+    )
+
+
+def report(rows) -> str:
+    return "\n\n".join([title(rows), step_table(rows), harness.judged(verdicts(rows))])
+
+
+def picture(rows, path):
+    with harness.picture(path, 1, 2, figsize=(9, 3.8)) as (figure, axes):
+        draw(rows, axes)
+        figure.suptitle(title(rows).split(";")[0])
+
+
+def draw(rows, axes):
+    for k, (library, name) in enumerate(LIBRARIES.items()):
+        found = [row for order in ORDERS if (row := find(rows, library, order))]
+        places = [row["order"] + 0.36 * (k - 0.5) for row in found]
+        times, errors = zip(*map(time_of, found), strict=True) if found else ((), ())
+        axes[0].bar(places, times, 0.34, yerr=errors, label=name)
+        axes[1].bar(places, [row["peak_mb"] / 1e3 for row in found], 0.34, label=name)
+    for ax, label in zip(axes, ("seconds per step, ± s.e.", "largest memory (GB)"), strict=True):
+        ax.set_xticks(list(ORDERS), list(ORDERS.values()))
+        ax.set_ylabel(label)
+    axes[0].legend()
+
+
+def main() -> None:
+    dtype = {"choices": ("float32", "bfloat16"), "default": "float32"}
+    flags = harness.command_line(
+        __file__, __doc__, report, full=True, work=work, peers=("torch",), dtype=dtype
+    )
+    sizes = dataclasses.replace(SIZES[flags.size], dtype=flags.dtype)
+    rows = measure(sizes, ["bilevel", *flags.peers])
+    kind = next((row["device"] for row in rows if "device" in row), "unknown")
+    about = {"device": harness.device(kind), "seed": SEED, "sizes": dataclasses.asdict(sizes)}
+    rows = [harness.environment("flax", "optax", "torch", **about), *rows]
+    accelerated = any(row.get("platform") not in (None, "cpu") for row in rows)
+    parts = ["gpu"] * accelerated + [flags.dtype] * (flags.dtype != "float32")
+    path = harness.named(harness.committed(flags.results, flags.peers, ["torch"]), *parts)
+    harness.finish(rows, path, report, picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Does the NTK's smallest eigenvalue find good networks?  (Zhu et al. 2022, Algorithm 1, Eigen-NAS)
+
+The paper's own space: activations and skips of 10 layers, on Fashion-MNIST. Its Table 2 judges
+Eigen-NAS on NAS-Bench-201 only. Every run draws its rows, its weights, and a pool of architectures.
+Each way takes the first k of the pool by its score, trains them as Algorithm 1 does (one epoch of
+SGD, each at the step size that is best on validation rows) and ends at the one with the smallest
+validation error:
+
+- "mean diagonal": (1/N) sum_i K_ii, what the paper computes as a bound of the smallest eigenvalue;
+- "smallest eigenvalue": of the exact kernel at infinite width, which the theory is about;
+- "random": the first k drawn, which costs the same trainings.
+
+The gain over random is paired: both on the same rows of the same run.
+
+    python benchmarks/deep_search/eigen_nas.py           # width 128, 10 runs; 20 minutes of processor time
+    python benchmarks/deep_search/eigen_nas.py --quick   # digits, a minute, no results file
+    python benchmarks/deep_search/eigen_nas.py --smoke   # digits, pools of two: 10 s
+    python benchmarks/deep_search/eigen_nas.py --table
+"""
+
+import jax
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.deep_search import activation_skip_search as zhu
+from benchmarks.harness import plus_minus, standard_error
+
+RUNS, POOL, KEPT = 10, 60, 5
+SCORES = ("mean diagonal", "smallest eigenvalue", "random")
+
+
+def architectures(sizes, run, pool):
+    """The pool of a run; random_architecture is seeded by one number."""
+    return [zhu.random_architecture(sizes, 1_000_000 + 1000 * run + i) for i in range(pool)]
+
+
+def scores(sizes, run, architecture) -> dict:
+    """By the infinitely wide network's kernel on the run's first training rows, in float64."""
+    x = np.asarray(zhu.parts_of(sizes, run)[0][0][: sizes.kernel_rows], float)
+    with jax.enable_x64(True):
+        K = np.asarray(zhu.space_of(sizes).kernel(architecture, x).ntk)
+    return {"mean diagonal": float(K.diagonal().mean()), "smallest eigenvalue": smallest(K)}
+
+
+def smallest(K) -> float:
+    return float(np.linalg.eigvalsh(K)[0])
+
+
+def trained(sizes, run, number, architecture) -> dict:
+    """Validation and test error at the step size that is best on validation rows."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(3), run), number)
+    corner = zhu.space_of(sizes).one_hot(architecture)
+    errors, _ = zhu.trained_errors(sizes, corner, key, *zhu.parts_of(sizes, run))
+    valid, test = min(np.asarray(errors, float).tolist())
+    return {"valid": valid, "test": test}
+
+
+def experiment(sizes, run, pool, kept):
+    """A row for each score: the network that its first ``kept`` end at."""
+    drawn = architectures(sizes, run, pool)
+    found = [scores(sizes, run, a) for a in drawn]
+    trainings: dict[int, dict] = {}
+    for score in SCORES:
+        if score == "random":
+            order = range(pool)
+        else:
+            order = sorted(range(pool), key=lambda i, s=score: -found[i][s])
+        for i in order[:kept]:
+            if i not in trainings:
+                trainings[i] = trained(sizes, run, i, drawn[i])
+        best = min(order[:kept], key=lambda i: trainings[i]["valid"])
+        row = {"score": score, "run": run, "architecture": str(drawn[best])} | trainings[best]
+        row |= {"kept": [trainings[i]["test"] for i in order[:kept]]}
+        print(f"{run} {score:20s} {100 * row['test']:.2f} %  {row['architecture']}", flush=True)
+        yield row
+
+
+def report(rows) -> str:
+    """Test errors and paired gains, in points."""
+    of = {score: harness.where(rows, score=score) for score in SCORES}
+    baseline, lines = np.array([row["test"] for row in of["random"]]), []
+    for score, own in of.items():
+        if not own:
+            continue
+        test = np.array([row["test"] for row in own])
+        gain = 100 * (baseline[: len(test)] - test)
+        typical = np.array([np.mean(row["kept"]) for row in own])
+        paired = "" if score == "random" else plus_minus(gain.mean(), standard_error(gain))
+        lines.append(
+            (score, harness.spread(test, ".2f", 100), harness.spread(typical, ".2f", 100), paired)
+        )
+    head = ("first k by", "test error, %", "mean of the k, %", "gain over random, points")
+    return harness.table(head, lines)
+
+
+def main() -> None:
+    arguments = harness.command_line(__file__, __doc__, report)
+    sizes = zhu.SIZES[arguments.size]
+    counts = {"smoke": (2, 2, 1), "quick": (2, 6, 2), "default": (RUNS, POOL, KEPT)}
+    runs, pool, kept = counts[arguments.size]
+    rows = harness.begun(arguments.results, "optax", pool=pool, kept=kept)
+    for run in range(runs):
+        if len(harness.where(rows, run=run)) == len(SCORES):
+            continue
+        own = list(experiment(sizes, run, pool, kept))
+        rows += own
+        harness.append(arguments.results, *own)
+    harness.finish(rows, arguments.results, report, write_rows=False)
+
+
+if __name__ == "__main__":
+    main()

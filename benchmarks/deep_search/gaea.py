@@ -1,0 +1,223 @@
+"""Is exponentiated gradient sparser and faster than softmax with Adam?  (Li et al. 2021, GAEA)
+
+The claim is about stochastic supernets: plain exponentiated gradient on the simplices against
+DARTS, softmax with Adam and weight decay on logits, both of first order. Here on the supernet of
+NAS-Bench-201 with real images of CIFAR-10, weights by the same SGD for both. Each rate of alpha is
+tuned on seeds of its own: the smallest validation loss of the supernet, mean over the last tenth of
+the steps; the grid grows by a factor until the best rate is inside it. Then both are judged on ten
+more seeds, each with its own rows and initial weights, the same for both.
+
+Sparser: entropy of alpha, mean over the edges, as the search goes. Faster: the validation loss on
+the way. What the search ends at is looked up in the benchmark's table.
+
+It differs from the paper in size: one cell a stage, 8 channels, images of 16 x 16 pixels, 5,000 +
+5,000 images and 8 epochs, where the paper has 5 cells, 16 channels, 32 x 32, 25,000 + 25,000.
+
+    python benchmarks/deep_search/gaea.py           # an hour of one core; goes on where it was
+    python benchmarks/deep_search/gaea.py --quick   # digits, a minute, no results file
+    python benchmarks/deep_search/gaea.py --smoke   # smaller still: 10 s
+    python benchmarks/deep_search/gaea.py --table
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import bilevel.data
+from benchmarks import harness
+from benchmarks.harness import plus_minus, standard_error
+from bilevel import diagnostics, strategies
+from bilevel.nets.images import unit_images
+from bilevel.spaces.nasbench201 import PRIMITIVES, genotype, nasbench201_space, parse_genotype
+from bilevel.spaces.nasbench201.judging.standing import standing
+from bilevel.spaces.nasbench201.judging.table import load_table
+
+METHODS = {"exponentiated gradient": strategies.gaea, "softmax, Adam": strategies.darts}
+START = {"exponentiated gradient": (0.1, 0.3, 1.0), "softmax, Adam": (1e-3, 3e-3, 1e-2)}
+# In the authors' configurations for NAS-Bench-201.
+DEFAULT = {"exponentiated gradient": 0.1, "softmax, Adam": 3e-4}
+LOOKS = 20  # on the way
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    data: str = "cifar10"
+    rows: int = 5000  # for the weights, and as many for alpha
+    pixels: int = 16
+    channels: int = 8
+    batch: int = 64
+    steps: int = 640
+    operations: tuple[str, ...] = PRIMITIVES
+    tuning: int = 3  # seeds
+    judged: int = 10  # other seeds
+    methods: tuple[str, ...] = tuple(METHODS)
+
+
+SIZES = {
+    # Compilation takes longest: one of the methods shows that the script runs.
+    "smoke": Sizes("digits", 20, 4, 2, 10, 20, ("none", "skip_connect"), 1, 2, tuple(METHODS)[:1]),
+    "quick": Sizes("digits", 100, 4, 2, 20, 40, ("none", "skip_connect", "avg_pool_3x3"), 1, 2),
+    "default": Sizes(),
+}
+
+
+def searcher(sizes, method):
+    """``run(rate, key, train, valid)``: validation losses, entropies on the way, the last alpha.
+
+    One program for all rates and seeds.
+    """
+    space = nasbench201_space(sizes.operations, cells=1, channels=sizes.channels)
+    sgd = strategies.darts_sgd(optax.cosine_decay_schedule(0.025, sizes.steps))
+
+    def windows(x):
+        return x.reshape(LOOKS, -1).mean(axis=1)
+
+    @jax.jit
+    def run(rate, key, train, valid):
+        plan = METHODS[method](
+            space, weight_optimizer=sgd, alpha_optimizer=rate, batch_size=sizes.batch
+        )
+        init_key, search_key = jax.random.split(key)
+        start = space.start(), space.init(init_key, train)
+        options = {"steps": sizes.steps, "key": search_key, "progress": False}
+        found = strategies.run(plan, *start, train, valid, **options)
+        entropy = diagnostics.entropy(found.history["alpha"]).mean(axis=-1)
+        return windows(found.history["value"]), windows(entropy), found.alpha
+
+    return run
+
+
+@functools.lru_cache(maxsize=3)
+def parts(sizes, seed):
+    """Rows of a seed, for the weights and for alpha."""
+    draw = jax.random.fold_in(jax.random.key(0), seed)
+    count = {"train": sizes.rows, "valid": sizes.rows, "test": 1}
+    ((train, valid, _),) = bilevel.data.draw_splits(sizes.data, [draw], **count)
+    xs = unit_images(train[0], valid[0], pixels=sizes.pixels)
+    return [(x, jnp.asarray(y)) for x, (_, y) in zip(xs, (train, valid), strict=True)]
+
+
+def searched(sizes, method, run, rate, seed) -> dict:
+    losses, entropies, alpha = run(rate, jax.random.key(seed), *parts(sizes, seed))
+    full = np.zeros((6, len(PRIMITIVES)))
+    full[:, [PRIMITIVES.index(name) for name in sizes.operations]] = alpha
+    row = {"method": method, "rate": rate, "seed": seed, "genotype": str(genotype(full))}
+    row |= {"valid_loss": np.asarray(losses, float).round(5).tolist()}
+    return row | {"entropy": np.asarray(entropies, float).round(5).tolist()}
+
+
+def final(row) -> float:
+    """The validation loss that rates are chosen by; one that is not finite is the worst."""
+    loss = np.mean(row["valid_loss"][-max(1, LOOKS // 10) :])
+    return float(loss) if np.isfinite(loss) else np.inf
+
+
+def best_rate(rows, method) -> tuple[float, bool]:
+    """The tuned rate, and whether others were tried on both of its sides."""
+    own = [row for row in rows if row.get("method") == method and row["seed"] >= 1000]
+    rates = sorted({row["rate"] for row in own})
+    means = [np.mean([final(row) for row in own if row["rate"] == rate]) for rate in rates]
+    place = int(np.argmin(means))
+    return rates[place], 0 < place < len(rates) - 1
+
+
+def experiment(sizes, rows, keep):
+    """All searches that are not among the rows: tuning and judging, then the usual rates."""
+    programs = {}
+
+    def done(method, rate, seeds):
+        for seed in seeds:
+            if not harness.where(rows, method=method, rate=rate, seed=seed):
+                run = programs.setdefault(method, searcher(sizes, method))
+                keep(searched(sizes, method, run, rate, seed))
+
+    tuning, judging = range(1000, 1000 + sizes.tuning), range(sizes.judged)
+    for method in sizes.methods:
+        for rate in START[method]:
+            done(method, rate, tuning)
+        while not (tuned := best_rate(rows, method))[1]:
+            rates = {row["rate"] for row in harness.where(rows, method=method)}
+            factor = 1 / 3 if tuned[0] == min(rates) else 3
+            done(method, float(f"{tuned[0] * factor:.1g}"), tuning)
+        done(method, tuned[0], judging)
+    for method in sizes.methods:
+        done(method, DEFAULT[method], judging)
+
+
+def of(rows, method, rate):
+    """The judged rows by seed."""
+    own = [row for row in harness.where(rows, method=method, rate=rate) if row["seed"] < 1000]
+    return sorted(own, key=lambda row: row["seed"])
+
+
+def report(rows) -> str:
+    """Both methods at their tuned and at usual rates, and paired differences."""
+    table, lines, tuned, judged = load_table(), [], {}, {}
+    for method in METHODS:
+        if not any(row.get("method") == method for row in rows):
+            continue
+        best = tuned[method] = best_rate(rows, method)[0]
+        for rate in dict.fromkeys((best, DEFAULT[method])):
+            own = of(rows, method, rate)
+            if len(own) < 2:
+                continue
+            entropy, loss = (np.array([row[k] for row in own]) for k in ("entropy", "valid_loss"))
+            at = standing(table, [parse_genotype(row["genotype"]) for row in own])["cifar10"]
+            judged[method, rate] = entropy, loss, np.array(at["accuracy"])
+            cells = [
+                plus_minus(x.mean(), float(standard_error(x))) for x in _columns(entropy, loss)
+            ]
+            accuracy = plus_minus(np.mean(at["accuracy"]), float(standard_error(at["accuracy"])))
+            name = f"{rate:g}" + (" (tuned)" if rate == best else " (usual)")
+            lines.append((method, name, len(own), *cells, accuracy))
+    head = ("method", "rate", "seeds", "entropy at 1/4", "at the end", "valid. loss at 1/4")
+    text = harness.table((*head, "at the end", "test accuracy of the cell, %"), lines)
+    for which, rates in {"both tuned": tuned, "both as usual": DEFAULT}.items():
+        pair = [judged[it] for it in rates.items() if it in judged]
+        text += "\n\n" + verdict(which, *pair) if len(pair) == 2 else ""
+    return text
+
+
+def _columns(entropy, loss):
+    quarter = LOOKS // 4 - 1
+    return entropy[:, quarter], entropy[:, -1], loss[:, quarter], loss[:, -1]
+
+
+def verdict(which, mine, theirs) -> str:
+    """Paired by seed: softmax with Adam less exponentiated gradient."""
+    pairs = zip(_columns(*theirs[:2]), _columns(*mine[:2]), strict=True)
+    differences = [b - a for b, a in pairs] + [mine[2] - theirs[2]]
+    words = ("entropy at 1/4", "entropy at the end", "loss at 1/4", "loss at the end", "accuracy")
+    said = [
+        f"{word} {plus_minus(d.mean(), float(standard_error(d)))}"
+        for word, d in zip(words, differences, strict=True)
+    ]
+    return f"Gain of exponentiated gradient over softmax with Adam, paired by seed, {which}: " + (
+        ", ".join(said) + ". Entropies are at most 1.61."
+    )
+
+
+def main() -> None:
+    arguments = harness.command_line(__file__, __doc__, report)
+    sizes = SIZES[arguments.size]
+    rows = harness.begun(arguments.results, "optax", **dataclasses.asdict(sizes))
+
+    def keep(row):
+        rows.append(row)
+        harness.append(arguments.results, row)
+        print(
+            f"{row['method']}  rate {row['rate']:g}  seed {row['seed']}  loss {final(row):.3f}  "
+            f"entropy {row['entropy'][-1]:.2f}  {row['genotype']}",
+            flush=True,
+        )
+
+    experiment(sizes, rows, keep)
+    harness.finish(rows, arguments.results, report, write_rows=False)
+
+
+if __name__ == "__main__":
+    main()

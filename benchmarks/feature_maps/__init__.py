@@ -1,0 +1,1 @@
+"""Weight sharing among feature maps."""

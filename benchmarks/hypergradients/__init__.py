@@ -1,0 +1,1 @@
+"""What hypergradients cost and how right they are, with their error estimates."""

@@ -1,0 +1,128 @@
+"""How does the memory of a hypergradient grow with the number T of lower steps?
+
+Logistic regression with p = 1000 weights on n = 1000 samples, one penalty for each of ten groups of
+weights, float32: a copy of the weights is 4 kB. The figures are XLA's temporaries of the compiled
+hypergradient; nothing is executed. `unrolled` keeps all T copies here, as `lax.scan` does: they fit
+into an eighth of the machine's memory. The results file is written when JAXopt is compared.
+
+    python benchmarks/hypergradients/memory.py            # under a minute
+    python benchmarks/hypergradients/memory.py --quick    # without JAXopt; no results file
+    python benchmarks/hypergradients/memory.py --table    # the results file as Markdown
+"""
+
+import jax
+import jax.numpy as jnp
+
+import bilevel
+from benchmarks import harness
+
+STEPS = (10, 100, 1000, 10000)
+SMOKE = (100, 400)
+N, P, GROUPS, STEP_SIZE = 1000, 1000, 10, 0.1
+
+
+def outer(w, alpha, batch):
+    x, y = batch
+    return jnp.mean(jax.nn.softplus(-y * (x @ w)))
+
+
+def lower(w, alpha, batch):
+    groups = w.reshape(GROUPS, -1)
+    return outer(w, alpha, batch) + 0.5 * jnp.sum(jnp.exp(alpha)[:, None] * groups**2)
+
+
+def ours(solver, mode="reverse"):
+    fn = bilevel.hypergradient(bilevel.Problem(lower, outer), solver, mode=mode, diagnostics=False)
+    return lambda *args: fn(*args).grad
+
+
+def plain_scan(steps):
+    def objective(alpha, w, train, valid):
+        def step(w, _):
+            return w - STEP_SIZE * jax.grad(lower)(w, alpha, train), None
+
+        return outer(jax.lax.scan(step, w, length=steps)[0], alpha, valid)
+
+    return jax.grad(objective)
+
+
+def jaxopt(steps):
+    import jaxopt
+
+    options = {"maxiter": steps, "tol": 0, "acceleration": False, "implicit_diff": False}
+    solver = jaxopt.GradientDescent(lower, stepsize=STEP_SIZE, **options)
+    return jax.grad(
+        lambda alpha, w, train, valid: outer(solver.run(w, alpha, train).params, alpha, valid)
+    )
+
+
+def temporaries(fn) -> int:
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    batch = array(N, P), array(N)
+    compiled = jax.jit(fn).lower(array(GROUPS), array(P), batch, batch).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def measure(numbers: tuple[int, ...], peers: list[str]) -> list[dict]:
+    def descent(steps):
+        return bilevel.unrolled(STEP_SIZE, steps)
+
+    methods = {
+        "bilevel unrolled, reverse": lambda steps: ours(descent(steps)),
+        "bilevel unrolled, forward": lambda steps: ours(descent(steps), "forward"),
+        "bilevel implicit": lambda steps: ours(bilevel.implicit(descent(steps), bilevel.cg())),
+        "lax.scan, reverse": plain_scan,
+    }
+    if "jaxopt" in peers:
+        methods["JAXopt unrolled, reverse"] = jaxopt
+    rows = []
+    for name, method in methods.items():
+        sizes = {str(steps): temporaries(method(steps)) for steps in numbers}
+        rows.append({"method": name, "temp_bytes": sizes})
+    return rows
+
+
+def growth(row) -> float:
+    """From T = 100 to the largest T, which is 10000 but with ``--smoke``."""
+    return [*row["temp_bytes"].values()][-1] / row["temp_bytes"]["100"]
+
+
+def report(rows) -> str:
+    steps = list(rows[1]["temp_bytes"])
+    head = ["temporaries, MB", *(f"T = {T}" for T in steps), f"T = {steps[-1]} / T = 100"]
+    lines = []
+    for row in rows[1:]:
+        name = f"**{row['method']}**" if row["method"].startswith("bilevel") else row["method"]
+        sizes = [f"{size / 1e6:.3g}" for size in row["temp_bytes"].values()]
+        lines.append([name, *sizes, f"{growth(row):.3g}"])
+    return harness.table(head, lines)
+
+
+def verdicts(rows):
+    """Pairs of whether a target is met and what it is."""
+    rows = rows[1:]
+    sizes = {row["method"]: row["temp_bytes"] for row in rows}
+    for row in rows[1:3]:
+        yield growth(row) <= 1.01, f"{row['method']}: the same for every T"
+    reverse, plain = sizes["bilevel unrolled, reverse"], sizes["lax.scan, reverse"]
+    copies = reverse["10000"] / (4 * P)
+    text = f"bilevel unrolled, reverse: {copies:.0f} copies of w at T = 10000, at most 1.05 T"
+    yield copies <= 1.05 * 10000, text
+    ratio = max(reverse[steps] / plain[steps] for steps in plain)
+    yield ratio <= 1.05, f"bilevel unrolled, reverse: {ratio:.2f} times lax.scan's, at most 1.05"
+
+
+def main() -> None:
+    flags = harness.command_line(__file__, __doc__, report, peers=("jaxopt",))
+    steps = SMOKE if flags.smoke else STEPS
+    rows = [harness.environment("jaxopt", n=N, p=P, dtype="float32"), *measure(steps, flags.peers)]
+    if not flags.smoke:  # the targets are about the numbers of steps there
+        print(harness.judged(verdicts(rows)))
+    path = harness.committed(flags.results, flags.peers, ["jaxopt"])
+    harness.finish(rows, path, report)
+
+
+if __name__ == "__main__":
+    main()

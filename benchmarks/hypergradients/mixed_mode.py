@@ -1,0 +1,262 @@
+"""What does a hypergradient through the training of a transformer cost, by order of derivatives?
+
+A byte-level transformer (width 128, 4 heads, 64 positions, 32 texts of random bytes) takes T steps
+of gradient descent; alpha weighs the texts. Two sizes: 2 layers with T = 16, 8 layers with T = 4,
+with the layers in a Python loop and in a `lax.scan`. The hypergradient is taken by
+`bilevel.unrolled`, and by hand in JAX, where all steps keep their weights only:
+
+- reverse over reverse: `jax.checkpoint` around a step, JAX's own reverse pass;
+- forward over reverse: one forward derivative of the gradient (mixed mode, MixFlow-MG 2025);
+- reverse over forward: the gradient of a forward derivative of the loss.
+
+Times are CPU seconds of one core and one thread; methods take turns, and a ratio is the median over
+rounds. Memory is XLA's temporaries.
+
+    python benchmarks/hypergradients/mixed_mode.py            # ten minutes
+    python benchmarks/hypergradients/mixed_mode.py --quick    # width 64: a minute
+    python benchmarks/hypergradients/mixed_mode.py --smoke    # width 8: seconds
+    python benchmarks/hypergradients/mixed_mode.py --table    # the results file as Markdown
+"""
+
+import functools
+import statistics
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import bilevel
+from benchmarks import harness
+
+
+class Sizes(NamedTuple):
+    width: int = 128
+    heads: int = 4
+    length: int = 64
+    texts: int = 32
+    bytes: int = 256
+    rounds: int = 3
+
+
+SIZES = {
+    "smoke": Sizes(width=8, heads=2, length=4, texts=2, bytes=8, rounds=1),
+    "quick": Sizes(width=64, texts=8),
+    "default": Sizes(),
+}
+CASES = [(2, 16), (8, 4)]  # layers and steps
+RATE, SEED = 0.1, 0
+OURS, TODAY = "bilevel.unrolled", "by hand, reverse over reverse"
+
+
+# ---------------------------------------------------------------------------- the transformer
+
+
+def weights(sizes, layers, scan):
+    d = sizes.width
+    shapes = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
+
+    def layer(key):
+        keys = jax.random.split(key, len(shapes))
+        parts = {
+            name: jax.random.normal(k, shape) / shape[0] ** 0.5
+            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
+        return parts | {"scale_1": jnp.ones(d), "scale_2": jnp.ones(d)}
+
+    first, *keys = jax.random.split(jax.random.key(SEED), layers + 1)
+    stack = jax.vmap(layer)(jnp.stack(keys)) if scan else [layer(key) for key in keys]
+    embedding = 0.02 * jax.random.normal(first, (sizes.bytes, d))
+    return {"embedding": embedding, "layers": stack}
+
+
+def normalized(x, scale):
+    x = x - x.mean(-1, keepdims=True)
+    return scale * x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5)
+
+
+def block(sizes, layer, x):
+    texts, length, d = x.shape
+    heads = (normalized(x, layer["scale_1"]) @ layer["qkv"]).reshape(
+        texts, length, 3 * sizes.heads, d // sizes.heads
+    )
+    query, key, value = jnp.split(heads, 3, 2)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / (d // sizes.heads) ** 0.5
+    seen = jnp.tril(jnp.ones((length, length), bool))
+    share = jax.nn.softmax(jnp.where(seen, scores, -1e9))
+    x = x + jnp.einsum("bhqk,bkhd->bqhd", share, value).reshape(x.shape) @ layer["out"]
+    return x + jax.nn.gelu(normalized(x, layer["scale_2"]) @ layer["up"]) @ layer["down"]
+
+
+def losses(sizes, scan):
+    def each(w, batch):
+        x = w["embedding"][batch[0]]
+        if scan:
+            x = jax.lax.scan(lambda x, p: (block(sizes, p, x), None), x, w["layers"])[0]
+        else:
+            for layer in w["layers"]:
+                x = block(sizes, layer, x)
+        logits = x @ w["embedding"].T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean(1)
+
+    def lower(w, alpha, batch):
+        return jnp.mean(jax.nn.sigmoid(alpha) * each(w, batch))
+
+    def outer(w, alpha, batch):
+        return each(w, batch).mean()
+
+    return lower, outer
+
+
+# -------------------------------------------------------------------------------- the methods
+
+
+def by_hand(lower, outer, steps, order):
+    """``(alpha, w, train, valid) -> gradient``; the reverse pass of a step as ``order`` says."""
+
+    def moved(w, alpha, train):
+        slope = jax.grad(lower)(w, alpha, train)
+        return jax.tree.map(lambda w, g: w - RATE * g, w, slope)
+
+    def forward_over_reverse(w, alpha, train, v):
+        gradient = lambda w: jax.grad(lower, (0, 1))(w, alpha, train)  # noqa: E731
+        return jax.jvp(gradient, (w,), (v,))[1]
+
+    def reverse_over_forward(w, alpha, train, v):
+        def along(w, alpha):
+            return jax.jvp(lambda w: lower(w, alpha, train), (w,), (v,))[1]
+
+        return jax.grad(along, (0, 1))(w, alpha)
+
+    if order == "reverse over reverse":
+        step = jax.checkpoint(moved, prevent_cse=False)
+    else:
+        orders = {
+            "forward over reverse": forward_over_reverse,
+            "reverse over forward": reverse_over_forward,
+        }
+        step = jax.custom_vjp(moved)
+
+        def backward(kept, slope):
+            w, alpha, train = kept
+            of_w, of_alpha = orders[order](
+                w, alpha, train, jax.tree.map(lambda s: -RATE * s, slope)
+            )
+            return jax.tree.map(jnp.add, slope, of_w), of_alpha, None
+
+        step.defvjp(lambda *args: (moved(*args), args), backward)
+
+    def objective(alpha, w, train, valid):
+        w, _ = jax.lax.scan(lambda w, _: (step(w, alpha, train), None), w, length=steps)
+        return outer(w, alpha, valid)
+
+    return jax.grad(objective)
+
+
+def methods(lower, outer, steps):
+    fn = bilevel.hypergradient(
+        bilevel.Problem(lower, outer), bilevel.unrolled(RATE, steps), diagnostics=False
+    )
+    orders = "reverse over reverse", "forward over reverse", "reverse over forward"
+    hand = {f"by hand, {order}": by_hand(lower, outer, steps, order) for order in orders}
+    return {OURS: lambda *args: fn(*args).grad} | hand
+
+
+# ---------------------------------------------------------------------------- the measurement
+
+
+def measure(layers, steps, scan, size):
+    """All methods on one transformer, in this process."""
+    sizes = SIZES[size]
+    lower, outer = losses(sizes, scan)
+    rng = np.random.default_rng(SEED)
+    shape = 2, 2, sizes.texts, sizes.length
+    train, valid = (tuple(map(jnp.asarray, b)) for b in rng.integers(sizes.bytes, size=shape))
+    args = jnp.zeros(sizes.texts), weights(sizes, layers, scan), train, valid
+    rows, programs = {}, {}
+    compared = methods(lower, outer, steps)
+    if size == "smoke":
+        compared = {name: compared[name] for name in (OURS, TODAY)}
+    for name, fn in compared.items():
+        programs[name], seconds = harness.compiled(fn, *args)
+        rows[name] = {
+            **{"layers": layers, "steps": steps, "scan": scan, "method": name},
+            "compile_s": round(seconds, 1),
+            "temp_bytes": programs[name].memory_analysis().temp_size_in_bytes,
+            "seconds": [],
+        }
+    found = {name: np.asarray(program(*args)) for name, program in programs.items()}  # warms up
+    truth = found[TODAY]
+    for name, grad in found.items():
+        rows[name]["difference"] = float(np.abs(grad - truth).max() / np.abs(truth).max())
+        if not rows[name]["difference"] < 1e-3:
+            rows[name]["failed"] = "its hypergradient is not that of reverse over reverse"
+    for _ in range(sizes.rounds):
+        for name, program in programs.items():
+            began = time.process_time()
+            jax.block_until_ready(program(*args))
+            rows[name]["seconds"].append(round(time.process_time() - began, 4))
+    return list(rows.values())
+
+
+def report(rows):
+    rows = [row for row in rows if "method" in row]
+    cases = list(dict.fromkeys((r["layers"], r["steps"], r["scan"]) for r in rows))
+    head = [f"{layers} layers{' in a scan' * scan}, T = {steps}" for layers, steps, scan in cases]
+
+    def cell(row):
+        seconds, size = statistics.median(row["seconds"]), row["temp_bytes"] / 1e6
+        return f"{seconds:.3g} s, {size:.3g} MB"
+
+    lines = []
+    for name in dict.fromkeys(row["method"] for row in rows):
+        cells = [
+            cell(row)
+            for case in cases
+            for row in harness.where(rows, method=name)
+            if (row["layers"], row["steps"], row["scan"]) == case
+        ]
+        lines.append([f"**{name}**" if name == OURS else name, *cells])
+    return harness.table(["method", *head], lines)
+
+
+def verdicts(rows):
+    """Pairs of a target's verdict and its text."""
+    for layers, steps in CASES:
+        for scan in (False, True):
+            of = functools.partial(harness.where, rows, layers=layers, steps=steps, scan=scan)
+            (ours,), (hand,) = of(method=OURS), of(method=TODAY)
+            pairs = zip(ours["seconds"], hand["seconds"], strict=True)
+            time_ratio = statistics.median(a / b for a, b in pairs)
+            size_ratio = ours["temp_bytes"] / hand["temp_bytes"]
+            text = f"{layers} layers{' in a scan' * scan}, T = {steps}"
+            yield (
+                time_ratio <= 0.85,
+                f"{text}: {time_ratio:.2f} of the time of {TODAY}, at most 0.85",
+            )
+            yield size_ratio <= 1.02, f"{text}: {size_ratio:.2f} of its memory, at most 1.02"
+
+
+def main():
+    flags = harness.command_line(__file__, __doc__, report, work=measure)
+    cases = [(*case, scan) for case in CASES for scan in (False, True)]
+    if flags.smoke:
+        cases = [(1, 2, True)]
+    about = {"device": f"{harness.processor()}, one core, one thread"}
+    sizes = SIZES[flags.size]._asdict()
+    rows = [harness.environment("optax", **about, seed=SEED, sizes=sizes)]
+    for case in cases:
+        request = *case, flags.size
+        label = dict(zip(("layers", "steps", "scan"), case, strict=True))
+        new = harness.in_own_process(__file__, *request, one_core=True, JAX_PLATFORMS="cpu")
+        rows += [label | row for row in new]
+        print(*new, sep="\n", flush=True)
+    if not flags.smoke and all("method" in row for row in rows[1:]):
+        print(harness.judged(verdicts(rows[1:])))
+    harness.finish(rows, flags.results, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Is what `bilevel search` says of its hypergradient's error true?
+
+    python benchmarks/hypergradients/search_error.py                    # ten seeds, an hour on two cores
+    python benchmarks/hypergradients/search_error.py --quick            # one tiny search; no results file
+    python benchmarks/hypergradients/search_error.py --smoke            # the same, first order, a short truth
+    python benchmarks/hypergradients/search_error.py --table            # the results file as Markdown
+
+At the alpha that the search finds, the command holds its hypergradient against that through four
+times as many training steps. The truth here is that of networks trained to the end: the same
+training in float64, for 2,000 steps. The ratio of the two errors, estimated over true, should be in
+[1/3, 10]. The error against 500 steps is recorded too: the truth itself still moves a little.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import bilevel
+from benchmarks import activation_searches, harness
+from bilevel.strategies.activation_search import (
+    ActivationTask,
+    hypergradient_error,
+    seed_hypergradients,
+    solver,
+)
+
+STEPS = (500, 2000)  # of the reference
+LONGER = 4  # the command's own reference: so many times the inner steps
+
+
+def measured(
+    seed: int,
+    kind: str,
+    *,
+    steps: int = activation_searches.STEPS,
+    inner_steps: int = activation_searches.INNER_STEPS,
+    references: tuple[int, int] = STEPS,
+    **smaller,
+) -> dict:
+    """One search, its own estimate, and the truth."""
+    with jax.enable_x64(False):
+        task = activation_searches.task_of(seed=seed, **smaller)
+        way, longer = solver(task, inner_steps, kind), solver(task, LONGER * inner_steps)
+        alpha = activation_searches.search(task, way, steps)
+        grad = seed_hypergradients(task, way, alpha).grad
+        estimate = float(hypergradient_error(task, way, longer, alpha).error[0])
+    with jax.enable_x64(True):
+        wide, *rest = _wide((alpha, *task[1:]))
+        truths = [_truth(ActivationTask(task.space, *rest), wide, n) for n in references]
+        errors = [float(jnp.linalg.norm(grad - truth)) for truth, _ in truths]
+    print(np.asarray(grad)[0], *truths, sep="\n", flush=True)
+    return {
+        "seed": seed,
+        "solver": kind,
+        "alpha": np.asarray(alpha)[0].tolist(),
+        "estimate": estimate,
+        "error": errors[-1],
+        "error, earlier reference": errors[0],
+        "norm": float(jnp.linalg.norm(truths[-1][0])),
+        "train loss of the reference": truths[-1][1],
+        "ratio": estimate / errors[-1],
+    }
+
+
+def _wide(tree):
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x), float), tree)
+
+
+def _truth(task, alpha, steps):
+    """The hypergradient of so many steps, and the training loss that is left."""
+    found = seed_hypergradients(task, solver(task, steps), alpha)
+    lower = bilevel.stack_problems(task.space.problem).lower
+    return np.asarray(found.grad), float(lower(found.w, alpha, task.train))
+
+
+def report(rows: list[dict]) -> str:
+    numbers = {"error": ".4f", "estimate": ".4f", "norm": ".4f", "ratio": ".2f"}
+    lines = [
+        [r["solver"], r["seed"], *(format(r[name], form) for name, form in numbers.items())]
+        for r in sorted(rows, key=lambda r: (r["solver"], r["seed"]))
+    ]
+    inside = sum(1 / 3 <= r["ratio"] <= 10 for r in rows)
+    table = harness.table(["solver", "seed", "error", "estimate", "of a norm of", "ratio"], lines)
+    return f"{table}\n\n{inside} of {len(rows)} ratios are in [1/3, 10]."
+
+
+def main() -> None:
+    kinds = {
+        "nargs": "+",
+        "default": ["unrolled"],
+        "choices": ["unrolled", "truncated", "first-order"],
+    }
+    seeds = {"type": int, "default": 10}
+    flags = harness.command_line(__file__, __doc__, report, seeds=seeds, solvers=kinds)
+    if flags.small:
+        harness.unused(flags, "seeds")
+        smaller = {"width": 32, "train": 40, "valid": 40, "steps": 3, "inner_steps": 10}
+        smaller |= {"references": (20,)} if flags.smoke else {}
+        kinds = ["first-order"] if flags.smoke else flags.solvers
+        rows = [measured(0, kind, **smaller) for kind in kinds]
+        harness.finish(rows, flags.results, report)
+        return
+    rows = harness.read(flags.results)
+    for kind in flags.solvers:
+        for seed in range(flags.seeds):
+            if not harness.where(rows, solver=kind, seed=seed):
+                rows.append(measured(seed, kind))
+                harness.append(flags.results, rows[-1])
+                print(rows[-1], flush=True)
+    harness.finish(rows, flags.results, report, write_rows=False)
+
+
+if __name__ == "__main__":
+    main()

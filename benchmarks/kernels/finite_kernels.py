@@ -1,0 +1,237 @@
+"""What does the tangent kernel of a network cost, whatever it is written with?
+
+One multilayer perceptron (256 -> 4 x 512 -> 1) as a linen module, as an nnx module, as a function
+in `jit`, and as matrices that are scanned over; two blocks of attention on 16 tokens; an embedding
+of 20,000 rows of 64 that 32 tokens of every sample read. The kernel of the summed outputs of
+N samples, float32; ours with gradients in factors ("ntk"), ours by per-sample Jacobians, and
+neural-tangents' implementations 1 and 2.
+
+Methods take turns in one process for every network, on one core; the memory is that of XLA's
+temporaries. An error is relative to the largest entry of the kernel by Jacobians.
+
+    python benchmarks/kernels/finite_kernels.py            # four minutes
+    python benchmarks/kernels/finite_kernels.py --quick    # small, without neural-tangents: half a minute
+    python benchmarks/kernels/finite_kernels.py --smoke    # four of the networks, three samples: 10 s
+    python benchmarks/kernels/finite_kernels.py --table    # the results file as Markdown
+"""
+
+import itertools
+import statistics
+import time
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+import ntk
+from benchmarks import harness
+
+PEER, ROUNDS, SEED = "neural-tangents", 7, 0
+WIDTH, DEPTH, INPUTS = 512, 4, 256
+ROWS, TOKENS = 20000, 32
+
+
+class Perceptron(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(DEPTH):
+            x = nn.relu(nn.Dense(WIDTH)(x))
+        return nn.Dense(1)(x)
+
+
+class Attention(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x))
+            x = x + nn.Dense(64)(nn.gelu(nn.Dense(256)(nn.LayerNorm()(x))))
+        return nn.Dense(1)(x.mean(1))
+
+
+class Bag(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        return nn.Dense(1)(nn.relu(nn.Dense(64)(nn.Embed(ROWS, 64)(tokens).mean(1))))
+
+
+def key(i):
+    return jax.random.key(SEED + i)
+
+
+def linen(model, x):
+    return model.apply, jax.jit(model.init)(key(1), x[:1]), x
+
+
+def vectors(n):
+    return jax.random.normal(key(0), (n, INPUTS))
+
+
+def with_nnx(n):
+    class Network(nnx.Module):
+        def __init__(self, rngs):
+            sizes = [INPUTS, *[WIDTH] * DEPTH, 1]
+            pairs = itertools.pairwise(sizes)
+            self.layers = nnx.List(nnx.Linear(i, j, rngs=rngs) for i, j in pairs)
+
+        def __call__(self, x):
+            for layer in self.layers[:-1]:
+                x = nnx.relu(layer(x))
+            return self.layers[-1](x)
+
+    structure, params = nnx.split(Network(nnx.Rngs(SEED)))
+    return lambda params, x: nnx.merge(structure, params)(x), params, vectors(n)
+
+
+def scaled(*shape):
+    return jax.random.normal(key(2), shape) / np.sqrt(shape[-2])
+
+
+def in_jit(n):
+    @jax.jit
+    def apply(params, x):
+        for w, b in params[:-1]:
+            x = jax.nn.relu(x @ w + b)
+        w, b = params[-1]
+        return x @ w + b
+
+    sizes = [INPUTS, *[WIDTH] * DEPTH, 1]
+    pairs = itertools.pairwise(sizes)
+    return apply, [(scaled(i, j), jnp.zeros(j)) for i, j in pairs], vectors(n)
+
+
+def in_scan(n):
+    def apply(params, x):
+        def layer(x, w):
+            return jax.nn.relu(x @ w[0] + w[1]), None
+
+        x = jax.nn.relu(x @ params["first"])
+        return lax.scan(layer, x, params["hidden"])[0] @ params["last"]
+
+    params = {
+        "first": scaled(INPUTS, WIDTH),
+        "hidden": (scaled(DEPTH - 1, WIDTH, WIDTH), jnp.zeros((DEPTH - 1, WIDTH))),
+        "last": scaled(WIDTH, 1),
+    }
+    return apply, params, vectors(n)
+
+
+NETWORKS = {
+    # name: network and samples by their number, that number, and that of --quick and --smoke
+    "linen": (lambda n: linen(Perceptron(), vectors(n)), 100, 20),
+    "nnx": (with_nnx, 100, 20),
+    "function in jit": (in_jit, 100, 20),
+    "layers in scan": (in_scan, 100, 20),
+    "attention": (
+        lambda n: linen(Attention(), jax.random.normal(key(0), (n, 16, 64))),
+        50,
+        10,
+    ),
+    "embedding": (
+        lambda n: linen(Bag(), jax.random.randint(key(0), (n, TOKENS), 0, ROWS)),
+        100,
+        10,
+    ),
+}
+SMOKE = ["linen", "nnx", "function in jit", "embedding"]  # the verdicts' networks
+
+
+def peer(apply, implementation):
+    options = {"vmap_axes": 0, "implementation": implementation}
+    kernel = ntk.neural_tangents().empirical_ntk_fn(apply, **options)
+    return lambda params, x: kernel(x, None, params)
+
+
+def measure(names: list[str], size: str, peers: list[str]):
+    """Rows of all methods for each of these networks."""
+    for name in names:
+        build, many, few = NETWORKS[name]
+        n = {"smoke": 3, "quick": few, "default": many}[size]
+        yield from measured(name, build, n, peers, rounds=ROUNDS if size == "default" else 3)
+
+
+def measured(name: str, build, n: int, peers: list[str], rounds: int):
+    apply, params, x = build(n)
+    methods = {
+        "ntk": lambda p, x: ntk.empirical_kernel(apply, p, x, method="layerwise"),
+        "ntk, jacobian": lambda p, x: ntk.empirical_kernel(apply, p, x, method="jacobian"),
+    }
+    if PEER in peers:
+        methods |= {f"{PEER} {i}": peer(apply, i) for i in (1, 2)}
+    compiled = {method: harness.compiled(fn, params, x)[0] for method, fn in methods.items()}
+    found = {method: np.asarray(run(params, x)) for method, run in compiled.items()}
+    times: dict[str, list[float]] = {method: [] for method in methods}
+    for _ in range(rounds):
+        for method, run in compiled.items():
+            jax.block_until_ready(run(params, x))  # after another method memory is slow at first
+            start = time.perf_counter()
+            jax.block_until_ready(run(params, x))
+            times[method].append(time.perf_counter() - start)
+    exact = found["ntk, jacobian"]
+    for method, run in compiled.items():
+        yield {
+            "network": name,
+            "method": method,
+            "n": n,
+            "s": times[method],
+            "mb": run.memory_analysis().temp_size_in_bytes / 1e6,
+            "error": float(np.abs(found[method] - exact).max() / np.abs(exact).max()),
+        }
+
+
+def digits(x: float) -> str:
+    return f"{float(f'{x:.2g}'):g}"
+
+
+def report(rows) -> str:
+    """Median seconds, how many times ours; memory; error."""
+    rows = rows[1:]
+    methods = list(dict.fromkeys(r["method"] for r in rows))
+    lines = []
+    for name in dict.fromkeys(r["network"] for r in rows):
+        mine = {r["method"]: r for r in rows if r["network"] == name}
+        ours = statistics.median(mine["ntk"]["s"])
+        cells = []
+        for method in methods:
+            row = mine[method]
+            median = statistics.median(row["s"])
+            times = f" ({digits(median / ours)}×)" if method != "ntk" else ""
+            cells.append(f"{digits(median)} s{times}, {digits(row['mb'])} MB")
+        lines.append([f"{name}, N = {mine['ntk']['n']}", *cells, f"{mine['ntk']['error']:.0e}"])
+    return harness.table(["network", *methods, "error"], lines)
+
+
+def verdicts(rows):
+    """Pairs of whether a target is met and what it is."""
+    ours = {r["network"]: r for r in rows[1:] if r["method"] == "ntk"}
+    linen = statistics.median(ours["linen"]["s"])
+    for name in ("nnx", "function in jit"):
+        ratio = statistics.median(ours[name]["s"]) / linen
+        yield ratio <= 1.2, f"{name}: {ratio:.2g} times linen's time, at most 1.2"
+    mb = ours["embedding"]["mb"]
+    yield mb <= 100, f"embedding: {mb:.3g} MB, at most 100"
+
+
+def whole_report(rows) -> str:
+    """The table and the verdicts; only the reasons, if a network failed."""
+    if any("failed" in row for row in rows):
+        return "\n".join(f"{r['network']}: {r['failed']}" for r in rows if "failed" in r)
+    return f"{report(rows)}\n{harness.judged(verdicts(rows))}"
+
+
+def main() -> None:
+    flags = harness.command_line(__file__, __doc__, report, work=measure, peers=(PEER,))
+    about = {"device": f"{harness.processor()}, one core, one thread"}
+    rows = [harness.environment("flax", PEER, **about, seed=SEED, rounds=ROUNDS)]
+    # A process for each network, but for --smoke, where starting processes would take longest.
+    for names in [SMOKE] if flags.smoke else [[name] for name in NETWORKS]:
+        found = harness.in_own_process(__file__, names, flags.size, flags.peers, one_core=True)
+        rows += [{"network": ", ".join(names)} | row for row in found]
+    path = harness.committed(flags.results, flags.peers, [PEER])
+    harness.finish(rows, path, whole_report)
+
+
+if __name__ == "__main__":
+    main()

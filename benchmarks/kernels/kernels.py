@@ -1,0 +1,569 @@
+"""What do neural tangent kernels and their smallest eigenvalues cost, and how right are they?
+
+*Empirical*: `J J'` of a ReLU network 256 -> 4 x 1024 -> 1, and of five convolutions on 3 x 32 x 32
+images, float32. *Infinite*: NNGP and NTK of ten layers (nine activations) on inputs of dimension
+64, float64. *Eigenvalue*: the smallest one of an infinite kernel, float64. *Simplex*: the bracket
+of the smallest eigenvalue over all mixtures of three activations, on 300 real digits.
+
+The truth: per-sample gradients in float64; the recursion of the network over `ntk.dual`, whose
+quadrature is not that of `ntk.network_kernel`; numpy's full spectrum. Kernels are compared at ten
+rows and columns, spread over the whole; an error is relative to `sqrt(K_ii K_jj)`.
+
+One core, one thread (Linux only), beside an accelerator where JAX finds one. A process for every
+method, because of the peak of its memory, which is the whole process's; sizes ascend in it. The
+methods for eigenvalues share one. What would take over LIMIT seconds, or over half the memory, is
+skipped: *that* figure is extrapolated.
+
+    python benchmarks/kernels/kernels.py            # some eight minutes
+    python benchmarks/kernels/kernels.py --quick    # four problems, small, without neural-tangents: one
+    python benchmarks/kernels/kernels.py --peers    # without neural-tangents; no results file
+    python benchmarks/kernels/kernels.py --table    # the results file as Markdown
+"""
+
+import functools
+import itertools
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ntk
+from benchmarks import harness
+from ntk.empirical.kernels import empirical_kernel
+from ntk.infinite.dual_activation import dual
+from ntk.spectrum.certificate import certified_min_eigenvalue, certify_simplex
+from ntk.spectrum.eigenvalues import min_eigenvalue
+
+LIMIT, ENOUGH, ROUNDS, SEED = 75, 10, 7, 0  # seconds, seconds, calls
+DEPTH, DIMENSION, SAMPLE = 10, 64, 10
+PEER = "neural-tangents"
+
+
+class Problem(NamedTuple):
+    dtype: str
+    data: Callable[[int], Any]  # size -> what the methods get
+    methods: dict[str, Callable]  # data -> a function without arguments, compiled; ours comes first
+    sizes: tuple[int, ...]
+    small: dict[str, tuple[int, ...]]  # of --quick, and of --smoke where it has the problem
+    accelerator: tuple[int, ...]
+    describe: Callable[[Any, Any], dict]  # (result, truth) -> what is to be said of it
+    truth: Callable = lambda data, rows: None  # the kernel at these rows and columns
+    flops: Callable[[int], float] | None = None  # of ours, where matrix products are most of it
+
+
+def compiled(fn, *args):
+    return functools.partial(harness.compiled(fn, *args)[0], *args)
+
+
+def warm(call):
+    """For functions that compile themselves."""
+    jax.block_until_ready(call())
+    return call
+
+
+def relative_error(found, exact):
+    exact = np.asarray(exact, float)
+    scale = np.sqrt(np.outer(exact.diagonal(), exact.diagonal()))
+    return {"error": float(np.max(np.abs(found - exact) / scale))}
+
+
+# ------------------------------------------------------------------------- empirical kernels
+
+
+class Dense(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(4):
+            x = nn.relu(nn.Dense(1024)(x))
+        return nn.Dense(1)(x)
+
+
+class Convolutional(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for channels, stride in ((16, 1), (32, 2), (32, 1), (64, 2), (64, 1)):
+            x = nn.relu(nn.Conv(channels, (3, 3), strides=stride)(x))
+        return nn.Dense(1)(x.mean((1, 2)))
+
+
+def network(model, *shape):
+    def data(size):
+        keys = jax.random.split(jax.random.key(SEED))
+        x = jax.random.normal(keys[0], (size, *shape))
+        return model.apply, model.init(keys[1], x[:1]), x
+
+    return data
+
+
+def ours_empirical(method):
+    def build(data):
+        return warm(functools.partial(empirical_kernel, *data, method=method))
+
+    return build
+
+
+def gradients(apply, params, x):
+    """[n, number of parameters]"""
+    one = jax.grad(lambda params, x: apply(params, x[None]).sum())
+    found = jax.vmap(one, in_axes=(None, 0))(params, x)
+    return jnp.concatenate([g.reshape(len(x), -1) for g in jax.tree.leaves(found)], axis=1)
+
+
+def product_of_jacobians(data):
+    apply, params, x = data
+
+    def kernel(params, x):
+        jacobian = gradients(apply, params, x)
+        return jacobian @ jacobian.T
+
+    return compiled(kernel, params, x)
+
+
+def peer_empirical(implementation):
+    def build(data):
+        apply, params, x = data
+        # Without vmap_axes both implementations take about twice as long.
+        kernel = ntk.neural_tangents().empirical_ntk_fn(
+            apply, vmap_axes=0, implementation=implementation
+        )
+        return compiled(lambda params, x: kernel(x, None, params), params, x)
+
+    return build
+
+
+def true_empirical(data, rows):
+    apply, params, x = data
+    with jax.enable_x64(True):
+        params, x = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), float), (params, x[rows]))
+        jacobian = jax.jit(gradients, static_argnums=0)(apply, params, x)
+        return jacobian @ jacobian.T
+
+
+def dense_flops(size) -> float:
+    """Of `(A A') o (B B')` in each layer, and a forward and a backward pass."""
+    layers = [(256, 1024), (1024, 1024), (1024, 1024), (1024, 1024), (1024, 1)]
+    return sum(2 * size**2 * (m + n) + 4 * size * m * n for m, n in layers)
+
+
+# -------------------------------------------------------------------------- infinite kernels
+
+
+def inputs(norms):
+    def data(size):
+        x = np.random.default_rng(SEED).normal(size=(size, DIMENSION))
+        x /= np.linalg.norm(x, axis=1, keepdims=True)
+        return jnp.asarray(x * np.linspace(0.5, 1.5, size)[:, None] if norms == "any" else x)
+
+    return data
+
+
+def ours_infinite(activation):
+    def build(x):
+        layers = [activation] * (DEPTH - 1)
+        return warm(lambda: ntk.network_kernel(x, activations=layers).ntk)
+
+    return build
+
+
+def peer_infinite(activation):
+    def build(x):
+        stax = ntk.neural_tangents().stax
+        layers = [stax.Dense(1, W_std=math.sqrt(DIMENSION))]  # ours has no 1 / d in layer 1
+        for _ in range(DEPTH - 1):
+            if activation is ntk.relu:
+                layers += [stax.Relu()]
+            else:
+                layers += [stax.ElementwiseNumerical(activation.smooth, deg=25)]
+            layers += [stax.Dense(1, W_std=math.sqrt(2))]
+        kernel = stax.serial(*layers)[-1]
+        call = compiled(lambda x: kernel(x, None, ("nngp", "ntk")), x)
+        return lambda: call().ntk
+
+    return build
+
+
+def true_infinite(activation):
+    def truth(x, rows):
+        s = x[rows] @ x[rows].T
+        t, c = jnp.zeros_like(s), 1.0
+        for _ in range(DEPTH - 1):
+            v = c * s.diagonal()
+            # The diagonal computed by two routes can exceed itself by a rounding.
+            bound = jnp.sqrt(v[:, None] * v)
+            moments = v[:, None], v, jnp.clip(c * s, -bound, bound)
+            slopes = dual(activation.derivative, activation.derivative, *moments)
+            t = slopes * c * (s + t)
+            s, c = dual(activation, activation, *moments), 2.0
+        return c * (s + t)
+
+    return truth
+
+
+def infinite(activation, norms, sizes) -> Problem:
+    peer = PEER if activation is ntk.relu else f"{PEER}, numerical"
+    return Problem(
+        dtype="float64",
+        data=inputs(norms),
+        methods={"ntk": ours_infinite(activation), peer: peer_infinite(activation)},
+        sizes=sizes,
+        small={"quick": (500,)},
+        accelerator=(*sizes, 20000),
+        describe=relative_error,
+        truth=true_infinite(activation),
+    )
+
+
+# ------------------------------------------------------------------------------- eigenvalues
+
+
+def spectral_kernel(size):
+    x = np.random.default_rng(SEED).normal(size=(size, DIMENSION)) / math.sqrt(DIMENSION)
+    return ntk.network_kernel(jnp.asarray(x), activations=[ntk.relu, ntk.relu]).ntk
+
+
+def on_host(fn):
+    return lambda kernel: functools.partial(fn, np.asarray(kernel))
+
+
+def arpack(kernel):
+    import scipy.sparse.linalg
+
+    return scipy.sparse.linalg.eigsh(kernel, 1, sigma=0, return_eigenvectors=False)[0]
+
+
+def lapack(kernel):
+    import scipy.linalg
+
+    return scipy.linalg.eigh(kernel, subset_by_index=[0, 0], eigvals_only=True)[0]
+
+
+EIGENVALUES = {
+    "ntk": lambda kernel: warm(functools.partial(min_eigenvalue, kernel)),
+    "ntk, certified bound": on_host(certified_min_eigenvalue),
+    "numpy eigvalsh": on_host(lambda kernel: np.linalg.eigvalsh(kernel)[0]),
+    "jnp eigvalsh": lambda kernel: compiled(lambda k: jnp.linalg.eigvalsh(k)[0], kernel),
+    "scipy eigh, subset": on_host(lapack),
+    "scipy eigsh, sigma=0": on_host(arpack),
+}
+
+
+# ------------------------------------------------------------------------------- the simplex
+
+
+def digits(size):
+    import bilevel.data
+
+    x = bilevel.data.load("digits").x_train[:size].reshape(size, -1).astype(float)
+    x = jnp.asarray(x / np.linalg.norm(x, axis=1, keepdims=True))
+    return np.asarray(ntk.mixture_blocks(x, [ntk.relu, ntk.tanh, ntk.swish]))
+
+
+def describe_bracket(found, exact):
+    gap = (found.upper - found.lower) / abs(found.upper)
+    return {"gap": gap, "cells": found.cells, "converged": found.converged}
+
+
+# ------------------------------------------------------------------------------ the problems
+
+PROBLEMS = {
+    "empirical, dense": Problem(
+        dtype="float32",
+        data=network(Dense(), 256),
+        methods={
+            "ntk": ours_empirical("auto"),
+            f"{PEER} 1": peer_empirical(1),
+            f"{PEER} 2": peer_empirical(2),
+            "JAX by hand, J J'": product_of_jacobians,
+        },
+        sizes=(100, 200, 500),
+        small={"quick": (20,)},
+        accelerator=(200, 500, 1000, 5000, 20000),
+        describe=relative_error,
+        truth=true_empirical,
+        flops=dense_flops,
+    ),
+    "empirical, conv": Problem(
+        dtype="float32",
+        data=network(Convolutional(), 32, 32, 3),
+        methods={
+            "ntk": ours_empirical("auto"),
+            "ntk, jacobian": ours_empirical("jacobian"),
+            f"{PEER} 2": peer_empirical(2),
+        },
+        sizes=(50, 100),
+        small={"quick": (10,)},
+        accelerator=(50, 100, 500, 2000),
+        describe=relative_error,
+        truth=true_empirical,
+    ),
+    "infinite, relu, unit norms": infinite(ntk.relu, "unit", (1000, 4000)),
+    "infinite, relu, any norms": infinite(ntk.relu, "any", (1000, 4000)),
+    "infinite, tanh, unit norms": infinite(ntk.tanh, "unit", (250, 500, 1000, 4000)),
+    "infinite, swish, unit norms": infinite(ntk.swish, "unit", (250, 500, 1000, 4000)),
+    "infinite, tanh, any norms": infinite(ntk.tanh, "any", (250, 4000)),
+    "infinite, swish, any norms": infinite(ntk.swish, "any", (250, 4000)),
+    "eigenvalue": Problem(
+        dtype="float64",
+        data=spectral_kernel,
+        methods=EIGENVALUES,
+        sizes=(1000, 2000, 4000),
+        small={"quick": (500,), "smoke": (100,)},
+        accelerator=(1000, 2000, 4000, 20000),
+        describe=lambda found, exact: {"value": float(found)},
+        flops=lambda size: size**3 / 3,
+    ),
+    "simplex": Problem(
+        dtype="float64",
+        data=digits,
+        methods={"ntk": on_host(certify_simplex)},
+        sizes=(300,),
+        small={"quick": (100,)},
+        accelerator=(300,),
+        describe=describe_bracket,
+    ),
+}
+SMALL = {
+    "quick": ["empirical, dense", "infinite, tanh, unit norms", "eigenvalue", "simplex"],
+    "smoke": ["eigenvalue"],
+}
+
+
+# --------------------------------------------------------------------------- the measurement
+
+
+def measure(name, methods, run_size) -> list[dict]:
+    """Methods at all sizes of the problem, ascending, in this process."""
+    problem, cpu = PROBLEMS[name], jax.default_backend() == "cpu"
+    jax.config.update("jax_enable_x64", problem.dtype == "float64")
+    sizes = problem.small.get(run_size) or (problem.sizes if cpu else problem.accelerator)
+    enough = 1 if run_size in SMALL else ENOUGH
+    rows, pending = [], []
+    for size in sizes:
+        data = problem.data(size)
+        for method in methods:
+            row = {"problem": name, "method": method, "size": size, "dtype": problem.dtype}
+            rows.append(row)
+            if not cpu:
+                row["accelerator"] = jax.devices()[0].device_kind
+            earlier = [r for r in rows if r["method"] == method and "s" in r]
+            if reason := too_much(earlier, size, len(methods) == 1):
+                row["skipped"] = reason
+                continue
+            try:
+                found = time_calls(problem.methods[method], data, row, enough)
+            except Exception as error:  # the others are measured all the same
+                row["failed"] = f"{error} ".splitlines()[0]
+                continue
+            if len(methods) == 1:
+                row["peak_gb"] = peak_memory()
+            at = sample(size)
+            if getattr(found, "ndim", 0) == 2:
+                found = np.asarray(found)[np.ix_(at, at)]
+            pending.append((row, found))
+        del data
+    # At the end, since the truth takes memory.
+    for size, group in itertools.groupby(pending, lambda pair: pair[0]["size"]):
+        exact = problem.truth(problem.data(size), sample(size))
+        for row, found in group:
+            row |= problem.describe(found, exact)
+            if row["method"] == "ntk" and problem.flops:
+                rate = problem.flops(size) / statistics.median(row["s"])
+                row["share_of_matmul_rate"] = rate / matmul_rate(problem.dtype, cpu)
+    return rows
+
+
+def sample(size) -> np.ndarray:
+    """The rows and columns that are compared."""
+    return np.linspace(0, size - 1, SAMPLE).astype(int)
+
+
+def time_calls(build, data, row, enough):
+    start = time.perf_counter()
+    call = build(data)
+    row["compile_s"] = round(time.perf_counter() - start, 2)
+    row["s"], row["cpu_s"] = [], []
+    while not row["s"] or (sum(row["s"]) < enough and len(row["s"]) <= ROUNDS):
+        found = None  # else there were two results
+        wall, cpu = time.perf_counter(), time.process_time()
+        found = jax.block_until_ready(call())
+        row["s"].append(round(time.perf_counter() - wall, 5))
+        row["cpu_s"].append(round(time.process_time() - cpu, 5))
+    if len(row["s"]) > 2:  # the first one warmed up
+        row["s"], row["cpu_s"] = row["s"][1:], row["cpu_s"][1:]
+    return found
+
+
+def too_much(earlier, size, with_memory) -> str | None:
+    """Why a method is not to be run at this size, judging by the last two."""
+
+    def expected(of, power):
+        last = earlier[-1]
+        if len(earlier) > 1:
+            before = earlier[-2]
+            power = math.log(of(last) / of(before)) / math.log(last["size"] / before["size"])
+        return of(last) * (size / last["size"]) ** power
+
+    if not earlier:
+        return None
+    if (seconds := expected(lambda r: statistics.median(r["s"]), 2)) > LIMIT:
+        return f"about {seconds:.0f} s, extrapolated; the limit is {LIMIT} s"
+    most = memory() / 2e9
+    if with_memory and (size_gb := expected(lambda r: r["peak_gb"], 1)) > most:
+        return f"about {size_gb:.0f} GB, extrapolated; the limit is {most:.0f} GB"
+    return None
+
+
+def memory() -> int:
+    """Bytes there are, of the accelerator if JAX finds one."""
+    if stats := jax.devices()[0].memory_stats():
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_memory() -> float:
+    """GB: of the accelerator, or of the whole process."""
+    return (harness.device_peak() or 1e6 * harness.resident_peak()) / 1e9
+
+
+@functools.cache
+def matmul_rate(dtype, cpu) -> float:
+    """Flops per second, the best of five products of n x n matrices."""
+    n = 2048 if cpu else 8192
+    a = jnp.ones((n, n), dtype)
+    return 2 * n**3 / min(harness.seconds(compiled(jnp.matmul, a, a)))
+
+
+def run(name, run_size, peers) -> list[dict]:
+    """All methods of a problem."""
+    problem = PROBLEMS[name]
+    methods = [m for m in problem.methods if PEER in peers or not m.startswith(PEER)]
+    together = run_size in SMALL or name == "eigenvalue"
+    groups = [methods] if together else [[method] for method in methods]
+    rows = []
+    for group in groups:
+        found = harness.in_own_process(__file__, name, group, run_size, one_core=True)
+        if "failed" in found[0] and "problem" not in found[0]:  # the process ended
+            found = [{"problem": name, "method": method} | found[0] for method in group]
+        rows += found
+    truths = {
+        r["size"]: r["value"] for r in rows if r["method"] == "numpy eigvalsh" and "value" in r
+    }
+    for row in rows:
+        if "value" in row and row["size"] in truths:
+            row["error"] = abs(row["value"] / truths[row["size"]] - 1)
+    return rows
+
+
+# -------------------------------------------------------------------------------- the report
+
+
+def seconds(row) -> float:
+    """What is compared: of eigenvalues the time of the processor."""
+    return statistics.median(row["cpu_s" if row["problem"] == "eigenvalue" else "s"])
+
+
+def find(rows, name, method, size) -> dict | None:
+    wanted = name, method, size
+    return next((r for r in rows if "s" in r and key(r) == wanted), None)
+
+
+def key(row) -> tuple:
+    return row["problem"], row["method"], row["size"]
+
+
+def ratio(rows, row) -> float | None:
+    """Of a method's time to ours."""
+    ours = find(rows, row["problem"], "ntk", row["size"])
+    return seconds(row) / seconds(ours) if ours else None
+
+
+TARGETS = {  # at least this many times faster, than these, at which sizes (None: the largest)
+    "empirical, dense": (150, (PEER, "JAX"), (200,)),
+    "infinite, relu": (1, PEER, (1000, 4000)),
+    "infinite, tanh": (20, PEER, None),
+    "infinite, swish": (20, PEER, None),
+    "eigenvalue": (3, "numpy", (4000,)),
+}
+
+
+def speeds(rows):
+    """Pairs as :func:`verdicts`, of what is faster than the fastest of its peers."""
+    for name in dict.fromkeys(r["problem"] for r in rows):
+        for start, (least, peers, sizes) in TARGETS.items():
+            found = [r for r in rows if r["problem"] == name and "s" in r and ratio(rows, r)]
+            found = [r for r in found if r["method"].startswith(peers)]
+            if not (name.startswith(start) and found):
+                continue
+            for size in sizes or [max(r["size"] for r in found)]:
+                if peer := min((r for r in found if r["size"] == size), key=seconds, default=None):
+                    faster = ratio(rows, peer)
+                    text = f"{name}, N = {size}: {faster:.3g} times faster than {peer['method']}"
+                    yield faster >= least, f"{text}, at least {least}"
+
+
+def verdicts(rows):
+    """Pairs of whether a target is met and what it is."""
+    yield from speeds(rows)
+    ours = [r for r in rows if r["method"] == "ntk" and "s" in r]
+    for row in ours:
+        text = f"{row['problem']}, N = {row['size']}"
+        if row["problem"] == "empirical, dense" and "peak_gb" in row:
+            yield row["peak_gb"] <= 0.5, f"{text}: {row['peak_gb']:.2f} GB, at most 0.5"
+        if row["dtype"] == "float64" and "error" in row:
+            yield row["error"] <= 1e-10, f"{text}: error {row['error']:.1e}, at most 1e-10"
+        if row["problem"] == "eigenvalue":
+            bound, truth = (
+                find(rows, "eigenvalue", method, row["size"])["value"]
+                for method in ("ntk, certified bound", "numpy eigvalsh")
+            )
+            yield bound <= truth, f"{text}: certified to {1 - bound / truth:.1e} below numpy's"
+        if row["problem"] == "simplex":
+            yield row["gap"] <= 1e-3, f"{text}: relative gap {row['gap']:.1e}, at most 1e-3"
+
+
+def report(rows) -> str:
+    """Median time, how many times ours, memory; the largest error."""
+    rows, tables = rows[1:], []
+    for kind in dict.fromkeys(r["problem"].split(",")[0] for r in rows):
+        chosen = [r for r in rows if r["problem"].split(",")[0] == kind]
+        sizes, lines = sorted({r["size"] for r in chosen if "size" in r}), []
+        for name, method in dict.fromkeys((r["problem"], r["method"]) for r in chosen):
+            label = ": ".join([*name.split(", ", 1)[1:], method])
+            found = [find(rows, name, method, size) for size in sizes]
+            errors = [r["error"] for r in found if r and "error" in r]
+            cells = [cell(rows, r) if r else "-" for r in found]
+            label = f"**{label}**" if method.startswith("ntk") else label
+            lines.append([label, *cells, f"{max(errors):.1e}" if errors else "-"])
+        tables.append(harness.table([kind, *(f"N = {size}" for size in sizes), "error"], lines))
+    return "\n\n".join(tables)
+
+
+def cell(rows, row) -> str:
+    text = f"{float(f'{seconds(row):.2g}'):g} s"
+    if row["method"] != "ntk" and (times := ratio(rows, row)):
+        text += f" ({float(f'{times:.2g}'):g}×)"
+    if row["problem"] == "simplex":
+        return f"{text}, relative gap {row['gap']:.1e}, {row['cells']} cells"
+    return text + (f", {row['peak_gb']:.2f} GB" if "peak_gb" in row else "")
+
+
+def main() -> None:
+    flags = harness.command_line(__file__, __doc__, report, work=measure, peers=(PEER,))
+    about = {"device": f"{harness.processor()}, one core, one thread"}
+    rows = [harness.environment("flax", "scipy", PEER, **about, seed=SEED, rounds=ROUNDS)]
+    for name in SMALL.get(flags.size, PROBLEMS):
+        rows += (new := run(name, flags.size, flags.peers))
+        print(*new, sep="\n", flush=True)
+    print(harness.judged(verdicts(rows[1:])))
+    harness.finish(rows, harness.committed(flags.results, flags.peers, [PEER]), report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""What do exact kernels of convolutional and biased networks cost, and how right are they?
+
+Beside neural-tangents' stax, whose tanh is by quadrature of degree 25 (it has no other), both
+compiled, in turns: dense layers with biases (inputs of dimension 100), convolutions and flatten,
+convolutions and global average pooling (16 x 16 x 3), a residual network, and Myrtle-5 on CIFAR-10.
+float64; Myrtle-5 float32. Seconds are of the processor, one core, one thread; errors relative to
+the largest entry. Where the process ends, ours is run again without theirs, whose failure it is
+then: tanh with pooling, a segmentation fault on jaxlib 0.10.2. The truth: the same kernel of ours
+in float64, checked against neural-tangents' closed forms to 1e-10 and to quadrature in the tests;
+for float64 the difference of the two is shown, with our own bound.
+
+    python benchmarks/kernels/network_kernels.py               # some ten minutes
+    python benchmarks/kernels/network_kernels.py --quick       # small, one
+    python benchmarks/kernels/network_kernels.py --quick --peers neural-tangents   # with stax
+    python benchmarks/kernels/network_kernels.py --smoke       # one small network, ours alone
+    python benchmarks/kernels/network_kernels.py --myrtle 1000 --minutes 10   # Myrtle-5's kernel
+
+The last goes on where an earlier run ended, block by block, until all 500,500 pairs are there: some
+four hours of a core, and half of that where two of it run at once. The row comes with the last
+block.
+"""
+
+import itertools
+import math
+import os
+import random
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ntk
+from benchmarks import harness
+from ntk import networks as nets
+
+WEIGHTS = (2.0, 0.01)  # variances of weights and biases
+STD = {"W_std": math.sqrt(WEIGHTS[0]), "b_std": math.sqrt(WEIGHTS[1])}
+ACTIVATIONS = ("relu", "erf", "gelu", "tanh")
+PEER = "neural-tangents"
+ENDS = "conv, pooling", "tanh"  # where theirs ends the process, which is a limit that we know
+BLOCK = 50  # images on a side of what --myrtle writes at a time
+
+
+def activation(name):
+    stax = ntk.neural_tangents().stax
+    peers = {"relu": stax.Relu(), "erf": stax.Erf(), "gelu": stax.Gelu()}
+    if name not in peers:
+        peers[name] = stax.ElementwiseNumerical(getattr(ntk, name).smooth, deg=25)
+    return nets.act(getattr(ntk, name)), peers[name]
+
+
+def layers(name):
+    """Pairs of ours and theirs."""
+    stax = ntk.neural_tangents().stax
+    return {
+        "act": activation(name),
+        "dense": (nets.dense(*WEIGHTS), stax.Dense(1, **STD)),
+        "conv": (nets.conv(3, *WEIGHTS), stax.Conv(1, (3, 3), padding="SAME", **STD)),
+        "flatten": (nets.flatten(), stax.Flatten()),
+        "gap": (nets.global_average_pool(), stax.GlobalAvgPool()),
+        "pool": (nets.average_pool(2), stax.AvgPool((2, 2), strides=(2, 2))),
+    }
+
+
+def serial(name, words):
+    ours, theirs = zip(*(layers(name)[word] for word in words.split()), strict=True)
+    return nets.serial(*ours), ntk.neural_tangents().stax.serial(*theirs)
+
+
+def residual(name):
+    stax = ntk.neural_tangents().stax
+    start, branch, end = (serial(name, w) for w in ("conv", "act conv act conv", "act gap dense"))
+    block = stax.serial(stax.FanOut(2), stax.parallel(branch[1], stax.Identity()), stax.FanInSum())
+    return nets.serial(start[0], nets.residual(branch[0]), end[0]), stax.serial(
+        start[1], block, end[1]
+    )
+
+
+NETWORKS = {
+    "dense, biases": (lambda name: serial(name, "dense act " * 4 + "dense"), (1000, 100), 100),
+    "conv, flatten": (
+        lambda name: serial(name, "conv act " * 3 + "flatten dense"),
+        (128, 16, 16, 3),
+        16,
+    ),
+    "conv, pooling": (
+        lambda name: serial(name, "conv act " * 2 + "gap dense"),
+        (8, 16, 16, 3),
+        3,
+    ),
+    "residual": (residual, (6, 12, 12, 3), 3),
+}
+
+
+def myrtle():
+    layer = nets.serial(nets.conv(3, 2.0), nets.act(ntk.relu))
+    small = nets.serial(layer, nets.average_pool(2))
+    return nets.serial(layer, small, small, small, nets.global_average_pool(), nets.dense())
+
+
+def myrtle_of_stax():
+    stax = ntk.neural_tangents().stax
+    layer = stax.Conv(1, (3, 3), padding="SAME", W_std=math.sqrt(2)), stax.Relu()
+    pool = (stax.AvgPool((2, 2), strides=(2, 2)),)
+    parts = (*layer, *(layer + pool) * 3, stax.GlobalAvgPool(), stax.Dense(1))
+    return stax.serial(*parts)
+
+
+def images(n):
+    import bilevel.data
+
+    x = np.asarray(bilevel.data.load("cifar10", train_size=10_000).x_train[:n], float)
+    return ((x - x.mean((0, 1, 2))) / x.std((0, 1, 2))).reshape(n, 32, 32, 3)
+
+
+def compare(name, kind, quick, alone=False) -> dict:
+    """Both, three times in turns; or ours alone."""
+    make, shape, small = NETWORKS[name]
+    if quick or kind == "tanh":
+        shape = (small, *shape[1:])
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape))
+    net, (_, _, kernel) = make(kind)
+    calls = [net.kernel, jax.jit(lambda x: kernel(x, None, ("nngp", "ntk")))][: 2 - alone]
+    return in_turns(calls, x) | {"network": name, "activation": kind, "n": len(x)}
+
+
+def in_turns(calls, x) -> dict:
+    row = {"dtype": str(x.dtype), "part": "comparison"}
+    found, seconds = [], tuple([] for _ in calls)
+    for call in calls:
+        start = time.perf_counter()
+        found.append(jax.block_until_ready(call(x)))
+        row.setdefault("first_s", []).append(round(time.perf_counter() - start, 2))
+    for _ in range(3):
+        for call, times in zip(calls, seconds, strict=True):
+            start = time.process_time()
+            jax.block_until_ready(call(x))
+            times.append(round(time.process_time() - start, 5))
+    scale = float(jnp.max(jnp.abs(found[0].ntk)))
+    row |= dict(zip(("ours_s", "theirs_s"), seconds, strict=False))
+    if len(found) > 1:
+        row["difference"] = float(jnp.max(jnp.abs(found[0].ntk - found[1].ntk))) / scale
+    row["bound"] = float(jnp.max(found[0].error)) / scale
+    return row
+
+
+def work(part, *what):
+    """In a process of its own, on one core; the last of ``what`` is whether ours runs alone."""
+    if part == "compare":
+        jax.config.update("jax_enable_x64", True)
+        yield compare(*what)
+        return
+    n = what[0]
+    x = images(n)
+    if part == "myrtle":
+        calls = [myrtle().kernel]
+        if not what[1]:
+            calls.append(jax.jit(lambda x: myrtle_of_stax()[2](x, None, ("nngp", "ntk"))))
+        row = in_turns(calls, jnp.asarray(x, jnp.float32))
+        yield row | {"network": "Myrtle-5, CIFAR-10", "activation": "relu", "n": n}
+        return
+    # Stax's own ends in a segmentation fault in float64 here.
+    rough = myrtle().kernel(jnp.asarray(x, jnp.float32))
+    jax.config.update("jax_enable_x64", True)
+    exact = myrtle().kernel(jnp.asarray(x, float)).ntk
+    scale = float(jnp.max(exact))
+    error = float(np.max(np.abs(np.asarray(rough.ntk, float) - exact))) / scale
+    bound = float(jnp.max(rough.error)) / scale
+    yield {"part": "float32", "network": "Myrtle-5, CIFAR-10", "error": error, "bound": bound}
+
+
+def whole_myrtle(n, minutes, path) -> None:
+    """The kernel of ``n`` images in float32, each block a file in a folder next to the results.
+
+    Processes that run at once each take the blocks in an order of their own, and none that is
+    there. Whoever finds all of them there writes the row of the results.
+    """
+    folder = path.with_suffix(f".myrtle{n}")
+    folder.mkdir(exist_ok=True)
+    net, x, start = myrtle(), jnp.asarray(images(n), jnp.float32), time.perf_counter()
+    pairs = list(itertools.combinations_with_replacement(range(0, n, BLOCK), 2))
+    store = {(i, j): folder / f"{i}_{j}.npz" for i, j in pairs}
+    for i, j in random.sample(pairs, len(pairs)):
+        if store[i, j].exists():
+            continue
+        if time.perf_counter() - start > 60 * minutes:
+            print(f"{sum(p.exists() for p in store.values())} of {len(pairs)} blocks in {folder}")
+            return
+        clock = time.process_time()
+        found = net.kernel(x[i : i + BLOCK], None if i == j else x[j : j + BLOCK])
+        kept = {name: np.asarray(getattr(found, name)) for name in ("ntk", "error")}
+        spent = {"seconds": time.process_time() - clock, "peak_mb": harness.resident_peak()}
+        half = folder / f"{os.getpid()}.tmp.npz"
+        np.savez(half, **kept, **spent)
+        half.replace(store[i, j])
+    row = {"part": "myrtle", "n": n} | collected(n, store)
+    others = [r for r in harness.read(path) if (r.get("part"), r.get("n")) != ("myrtle", n)]
+    harness.write(path, [*others, row])
+    print(row)
+
+
+def collected(n, store) -> dict:
+    """What all the blocks took, and what is to be said of the kernel that they make."""
+    whole = {name: np.empty((n, n), np.float32) for name in ("ntk", "error")}
+    blocks = {pair: dict(np.load(file)) for pair, file in store.items()}
+    for (i, j), block in blocks.items():
+        for name, kernel in whole.items():
+            kernel[i : i + BLOCK, j : j + BLOCK] = block[name]
+            kernel[j : j + BLOCK, i : i + BLOCK] = block[name].T
+    seconds = float(sum(block["seconds"] for block in blocks.values()))
+    peak = float(max(block["peak_mb"] for block in blocks.values()))
+    return {"seconds": seconds, "peak_mb": peak} | judged(whole["ntk"], whole["error"])
+
+
+def judged(kernel, error) -> dict:
+    """Of the whole kernel: how small its eigenvalues are, and what it tells from CIFAR-10."""
+    import bilevel.data
+
+    jax.config.update("jax_enable_x64", True)
+    kernel, error = np.asarray(kernel, float), np.asarray(error, float)
+    labels = bilevel.data.load("cifar10", train_size=10_000).y_train[: len(kernel)]
+    y = np.eye(10)[np.asarray(labels)] - 0.1
+    mean = np.trace(kernel) / len(kernel)
+    gap = np.asarray(ntk.kernel_regression(kernel, y, penalty=1e-4 * mean).leave_one_out())
+    bound = ntk.certified_min_eigenvalue(kernel, entry_error=error)
+    return {
+        "smallest": float(ntk.min_eigenvalue(kernel)),
+        "mean": float(mean),
+        "certified": float(bound),
+        "error": float(error.max() / kernel.max()),
+        "accuracy": float(np.mean((y - gap).argmax(1) == y.argmax(1))),
+    }
+
+
+def report(rows) -> str:
+    lines = []
+    for row in harness.where(rows, part="comparison"):
+        ours, case = min(row["ours_s"]), f"{row['network']}: {row['activation']}"
+        cells = [case, row["dtype"], row["n"], f"{ours:.3f}"]
+        bound = f"{row['bound']:.0e}"
+        if "theirs_s" in row:
+            theirs = min(row["theirs_s"])
+            cells += [f"{theirs:.3f}", f"{theirs / ours:.1f}", f"{row['difference']:.0e}"]
+        else:
+            cells += [row.get("theirs_failed", ""), "", ""]
+        lines.append([*cells, bound])
+    head = "network", "type", "n", "ours, s", "stax, s", "stax / ours", "difference", "our bound"
+    text = harness.table(head, lines)
+    for row in harness.where(rows, part="float32"):
+        text += f"\n\n{row['network']}: float32 is {row['error']:.0e} off float64, "
+        text += f"its bound says {row['bound']:.0e}."
+    for row in rows:
+        if "failed" in row:
+            text += f"\n\nFailed: {row.get('case')}: {row['failed']}"
+    for row in harness.where(rows, part="myrtle"):
+        n, hours, peak = row["n"], row["seconds"] / 3600, row["peak_mb"] / 1e3
+        each = row["seconds"] / (n * (n + 1) / 2) * 1e3
+        text += f"\n\nMyrtle-5 of {n:,} CIFAR-10 images, float32: {hours:.1f} hours of a core "
+        text += f"({each:.0f} ms a pair), peak {peak:.1f} GB. Smallest eigenvalue "
+        text += f"{row['smallest']:.2g} (their mean is {row['mean']:.2g}; certified: at least "
+        text += f"{row['certified']:.2g}), entries to {row['error']:.0e} of the largest. Kernel "
+        text += f"regression, each image left out in turn: {row['accuracy']:.1%} right."
+    return text
+
+
+def main() -> None:
+    flags = harness.command_line(
+        __file__,
+        __doc__,
+        report,
+        work=work,
+        peers=(PEER,),
+        myrtle={"type": int, "help": "the whole kernel of so many images, resumed"},
+        minutes={"type": float, "default": 10.0},
+    )
+    if flags.small:
+        harness.unused(flags, "myrtle", "minutes")
+    if flags.myrtle:
+        whole_myrtle(flags.myrtle, flags.minutes, flags.results)
+        return
+    rows, alone = [harness.environment(PEER)], not flags.peers
+    cases = [("compare", name, kind, flags.small) for name in NETWORKS for kind in ACTIVATIONS]
+    if flags.small:
+        cases = cases[:1] if flags.smoke else cases[::4]
+    else:
+        cases += [("myrtle", 3), ("float32", 3)]
+    for case in cases:
+        found = harness.in_own_process(__file__, *case, alone, one_core=True)
+        if case[1:3] == ENDS and not alone and "failed" in found[0]:
+            theirs = found[0]["failed"]
+            found = harness.in_own_process(__file__, *case, True, one_core=True)
+            found = [row | {"theirs_failed": theirs} for row in found]
+        rows += [row | {"case": case[1:3]} for row in found]
+        print(rows[-1], flush=True)
+    if flags.results and flags.peers:  # hours of work
+        rows += harness.where(harness.read(flags.results), part="myrtle")
+    harness.finish(rows, harness.committed(flags.results, flags.peers, [PEER]), report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""What do predictions with covariance cost, and do they agree with neural-tangents' ``predict``?
+
+The same kernels go to both, in float64, compiled, in turns; milliseconds of the processor, one
+core; differences of means and covariances over the largest entry. One kernel for every output: 400
+training inputs, 100 others, three outputs, ReLU and erf. A kernel for each pair of outputs (as of
+``outputs="full"``): 100 training inputs, 50 others, three outputs of 600 random features.
+
+    python benchmarks/kernels/predictions.py            # a minute
+    python benchmarks/kernels/predictions.py --quick    # small, ours alone
+    python benchmarks/kernels/predictions.py --smoke    # ours alone, of one kernel for every output
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ntk
+from benchmarks import harness
+
+PENALTY, OUTPUTS, WEIGHTS = 0.1, 3, 600
+TIMES = np.array([0.1, 1.0, 10.0])
+
+
+class Pair(NamedTuple):
+    """The names that ``predict`` looks for."""
+
+    nngp: Any
+    ntk: Any
+
+
+class Data(NamedTuple):
+    train: Pair
+    y: Any
+    cross: Pair
+    prior: Pair
+
+
+Both = tuple[Callable[[Data], Any], Callable[[Data], Any]]
+
+
+def parts(kernels: Pair, y, n: int) -> Data:
+    old, new = slice(None, n), slice(n, None)
+    cut = [
+        Pair(*(K[rows, columns] for K in kernels))
+        for rows, columns in ((old, old), (new, old), (new, new))
+    ]
+    return Data(cut[0], jnp.asarray(y), *cut[1:])
+
+
+def shared(n: int, m: int) -> Data:
+    """One kernel for every output."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((n + m, 10))
+    found = ntk.network_kernel(x, activations=[ntk.relu, ntk.erf])
+    return parts(Pair(found.nngp, found.ntk), rng.standard_normal((n, OUTPUTS)), n)
+
+
+def full(n: int, m: int) -> Data:
+    """A kernel for each pair of outputs."""
+    rng = np.random.default_rng(0)
+    features = rng.standard_normal((n + m, OUTPUTS, WEIGHTS)) / np.sqrt(WEIGHTS)
+    scales = rng.uniform(0.5, 2, WEIGHTS)
+    kernels = (
+        jnp.asarray(np.tensordot(features * s, features, (2, 2)).swapaxes(1, 2))
+        for s in (scales, 1.0)
+    )
+    return parts(Pair(*kernels), rng.standard_normal((n, OUTPUTS)), n)
+
+
+def cases() -> dict[str, Both]:
+    """Ours and theirs, of a kernel that outputs share."""
+
+    def gaussian(name, mode):
+        def ours(d):
+            K, k, prior = (getattr(kernels, name) for kernels in (d.train, d.cross, d.prior))
+            return tuple(ntk.posterior(K, d.y, k, prior, penalty=PENALTY))
+
+        def theirs(d):
+            predict = ntk.neural_tangents().predict
+            peer = predict.gp_inference(d.train, d.y, PENALTY, diag_reg_absolute_scale=True)
+            return tuple(peer(mode, d.cross, d.prior))
+
+        return ours, theirs
+
+    def ensemble(t):
+        def ours(d):
+            return tuple(ntk.ensemble(d.train, d.y, d.cross, d.prior.nngp, t=t, penalty=PENALTY))
+
+        def theirs(d):
+            predict = ntk.neural_tangents().predict
+            # Their inputs are numbers of rows: their kernel function looks the kernels up.
+            whole = [
+                jnp.block([[a, b.T], [b, c]])
+                for a, b, c in zip(d.train, d.cross, d.prior, strict=True)
+            ]
+
+            def kernel(x1, x2, get, **_):
+                x2 = x1 if x2 is None else x2
+                found = Pair(*(K[x1[:, 0]][:, x2[:, 0]] for K in whole))
+                return getattr(found, get) if isinstance(get, str) else found
+
+            rows = jnp.arange(len(whole[0]))[:, None]
+            n = len(d.y)
+            peer = predict.gradient_descent_mse_ensemble(
+                kernel,
+                rows[:n],
+                d.y,
+                learning_rate=d.y.size,
+                diag_reg=PENALTY,
+                diag_reg_absolute_scale=True,
+            )
+            limit = t is jnp.inf
+            return tuple(peer(None if limit else jnp.asarray(t), rows[n:], "ntk", compute_cov=True))
+
+        return ours, theirs
+
+    return {
+        "posterior, NNGP": gaussian("nngp", "nngp"),
+        "posterior, NTK": gaussian("ntk", "ntkgp"),
+        "ensemble, three times": ensemble(TIMES),
+        "ensemble, limit": ensemble(jnp.inf),
+        "one network, three times": flow(False),
+    }
+
+
+def flow(each: bool) -> Both:
+    """Gradient flow of one network."""
+    options = {"diag_reg": PENALTY, "diag_reg_absolute_scale": True}
+    options |= {"trace_axes": ()} if each else {}
+
+    def ours(d):
+        return ntk.gradient_flow(d.train.ntk, d.y, TIMES, cross=d.cross.ntk, penalty=PENALTY)
+
+    def theirs(d):
+        peer = ntk.neural_tangents().predict.gradient_descent_mse(
+            d.train.ntk, d.y, learning_rate=d.y.size, **options
+        )
+        starts = jnp.zeros_like(d.y), jnp.zeros((len(d.cross.ntk), OUTPUTS))
+        return peer(jnp.asarray(TIMES), *starts, d.cross.ntk)[1]
+
+    return ours, theirs
+
+
+def cases_of_outputs() -> dict[str, Both]:
+    """Ours and theirs, of a kernel for each pair of outputs."""
+
+    def theirs(mode):
+        def call(d):
+            predict = ntk.neural_tangents().predict
+            peer = predict.gp_inference(
+                d.train, d.y, PENALTY, diag_reg_absolute_scale=True, trace_axes=()
+            )
+            return tuple(peer(mode, d.cross, d.prior))
+
+        return call
+
+    def posterior(d):
+        found = ntk.posterior(d.train.nngp, d.y, d.cross.nngp, d.prior.nngp, penalty=PENALTY)
+        return tuple(found)
+
+    def limit(d):
+        return tuple(ntk.ensemble(d.train, d.y, d.cross, d.prior.nngp, penalty=PENALTY))
+
+    return {
+        "full: posterior, NNGP": (posterior, theirs("nngp")),
+        "full: ensemble, limit": (limit, theirs("ntk")),
+        "full: one network, three times": flow(True),
+    }
+
+
+def work(size: str, peers: list[str]) -> Iterator[harness.Row]:
+    """In a process of its own, on one core."""
+    jax.config.update("jax_enable_x64", True)
+    sizes = [(400, 100), (100, 50)] if size == "default" else [(40, 10), (10, 5)]
+    groups = [(shared, cases, sizes[0]), (full, cases_of_outputs, sizes[1])]
+    for make, which, (n, m) in groups[: 1 if size == "smoke" else None]:
+        data = make(n, m)
+        for name, calls in which().items():
+            both = [jax.jit(call) for call in calls[: None if peers else 1]]
+            yield {"case": name, "n": n, "m": m} | compare(both, data)
+
+
+def compare(calls, data: Data) -> harness.Row:
+    found = [jax.block_until_ready(call(data)) for call in calls]
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(5):
+        for call, times in zip(calls, seconds, strict=True):
+            start = time.process_time()
+            jax.block_until_ready(call(data))
+            times.append(time.process_time() - start)
+    if len(calls) == 1:
+        return {"ours_s": seconds[0]}
+    off = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), *found)
+    return {"ours_s": seconds[0], "theirs_s": seconds[1], "difference": max(jax.tree.leaves(off))}
+
+
+def report(rows) -> str:
+    lines = []
+    for row in rows:
+        if "case" in row:
+            ours, cells = min(row["ours_s"]), ["", "", ""]
+            if "theirs_s" in row:
+                theirs = min(row["theirs_s"])
+                cells = [f"{theirs * 1e3:.1f}", f"{theirs / ours:.1f}", f"{row['difference']:.0e}"]
+            case = f"{row['case']}, {row['n']} and {row['m']} inputs"
+            lines.append([case, f"{ours * 1e3:.1f}", *cells])
+    head = "prediction", "ours, ms", "neural-tangents, ms", "theirs / ours", "difference"
+    return harness.table(head, lines)
+
+
+def main() -> None:
+    flags = harness.command_line(__file__, __doc__, report, work=work, peers=("neural-tangents",))
+    rows = [harness.environment("neural-tangents")]
+    rows += harness.in_own_process(__file__, flags.size, flags.peers, one_core=True)
+    path = harness.committed(flags.results, flags.peers, ["neural-tangents"])
+    harness.finish(rows, path, report)
+
+
+if __name__ == "__main__":
+    main()

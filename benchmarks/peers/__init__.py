@@ -1,0 +1,1 @@
+"""The examples of the gallery, and the same problems in other libraries."""

@@ -1,0 +1,122 @@
+"""The gallery: every example of examples/ run in full, its figures and its picture.
+
+    python benchmarks/peers/gallery.py NAME ...    # inducing_points, ...; by default all, an hour
+    python benchmarks/peers/gallery.py --smoke     # one of them, tiny: 10 s
+
+An example has ``FULL``, the flags of its full runs, ``main(**flags) -> rows, what to draw`` and
+``picture([what to draw of each run], figure)``. Rows go to ``results/gallery.jsonl``, in the place
+of those that it has of the example, and pictures to docs/images.
+"""
+
+import argparse
+import importlib
+import resource
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import harness
+from benchmarks.harness import environment, read, table, where, write
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs/images"
+SIZES = {  # of the pictures, inches
+    "inducing_points": (8, 7),
+    "meta_learning": (8, 3.2),
+    "few_shot": (6, 3.5),
+    "schedules": (8, 3.2),
+    "denoising": (8, 5),
+    "word_penalties": (6, 3.5),
+    "label_cleaning": (8, 3.2),
+    "text_transformer": (6, 3.5),
+    "kernel_learning": (8, 6),
+}
+
+
+def example(name: str):
+    sys.path.insert(0, str(ROOT / "examples"))
+    return importlib.import_module(name)
+
+
+def run(name: str, runs: list[dict] | None = None, images: Path = IMAGES) -> list[dict]:
+    """The rows of all its full runs, or of ``runs``, with their CPU time, and the figure."""
+    import jax
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    from bilevel import plots
+
+    module, rows, drawn = example(name), [], []
+    jax.config.update("jax_enable_x64", getattr(module, "X64", False))
+    for flags in runs or module.FULL:
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        found, things = module.main(**flags)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        drawn.append(things)
+        rows.append({"part": name, "rows": found, "cpu_seconds": round(seconds, 1)})
+    with plots.style():
+        figure = Figure(SIZES[name], layout="constrained")
+        module.picture(drawn, figure)
+        path = images / f"gallery_{name}.png"
+        figure.savefig(path, dpi=100, metadata={"Software": None})
+    Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)  # a third of the size
+    return rows
+
+
+def _shown(value) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _table(name: str):
+    def of_rows(rows: list[dict]) -> str:
+        runs = where(rows, part=name)
+        if not runs:
+            return "No full run yet."
+        found = [row for run in runs for row in run["rows"]]
+        total = sum(run["cpu_seconds"] for run in runs)
+        lines = ([_shown(v) for v in row.values()] for row in found)
+        made = table(list(found[0]), lines)
+        return f"{made}\n\n`python benchmarks/peers/gallery.py {name}`: {total:,.0f} s of processor time."
+
+    return of_rows
+
+
+inducing_points = _table("inducing_points")
+meta_learning = _table("meta_learning")
+few_shot = _table("few_shot")
+schedules = _table("schedules")
+denoising = _table("denoising")
+word_penalties = _table("word_penalties")
+label_cleaning = _table("label_cleaning")
+text_transformer = _table("text_transformer")
+kernel_learning = _table("kernel_learning")
+
+
+def smoke() -> list[dict]:
+    """The rows of one tiny run. tests/repository/test_gallery.py runs every example."""
+    harness.compile_quickly()
+    tiny = {"steps": 2, "names": ["MAML"]}
+    with tempfile.TemporaryDirectory() as folder:
+        return run("meta_learning", [tiny], Path(folder))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", choices=[*SIZES, []], default=[])
+    parser.add_argument("--smoke", action="store_true", help="only shows that the script runs")
+    flags = parser.parse_args()
+    if flags.smoke and flags.names:
+        parser.error(f"--smoke: expected no names, got {', '.join(flags.names)}")
+    if flags.smoke:
+        harness.finish(smoke(), None, meta_learning)
+        return
+    path = harness.RESULTS / "gallery.jsonl"
+    for name in flags.names or SIZES:
+        fresh = run(name)
+        others = [row for row in read(path) if row["part"] not in (name, "environment")]
+        write(path, [environment("flax", "optax"), *others, *fresh])
+
+
+if __name__ == "__main__":
+    main()

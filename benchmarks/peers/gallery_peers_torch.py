@@ -1,0 +1,72 @@
+"""MAML on sinusoids in PyTorch, for ``gallery_peers.py``: by hand, and with TorchOpt.
+
+Weights are those of the example: a list of (kernel, bias). Every task has a copy of them, so that
+layers are batched products.
+"""
+
+import jax
+import numpy as np
+import torch
+
+from benchmarks.peers.peers_torch import gradient_in
+
+torch.set_num_threads(1)
+
+
+def error(w, batch):
+    """Of each task, for weights [tasks, ...]."""
+    x = batch[0][..., None]
+    for i in range(0, len(w), 2):
+        x = x @ w[i] + w[i + 1][:, None]
+        if i + 2 < len(w):
+            x = torch.relu(x)
+    return ((x[..., 0] - batch[1]) ** 2).mean(1)
+
+
+def adapted(start, batch, rate, steps, hand):
+    """The tasks' weights, of leaves without a task."""
+    tasks = len(batch[0])
+    w = [a.expand(tasks, *a.shape) for a in start]
+    if not hand:
+        import torchopt
+
+        rule = torchopt.sgd(lr=rate)
+        state = rule.init(tuple(w))
+    for _ in range(steps):
+        slopes = torch.autograd.grad(error(w, batch).sum(), w, create_graph=True)
+        if hand:
+            w = [a - rate * g for a, g in zip(w, slopes, strict=True)]
+        else:
+            updates, state = rule.update(slopes, state, inplace=False)
+            w = list(torchopt.apply_updates(tuple(w), updates, inplace=False))
+    return w
+
+
+def tensors(batch):
+    return [torch.from_numpy(np.array(a)) for a in batch]
+
+
+def gradient(back, tasks, rate, steps, hand):
+    """``alpha -> hypergradient``; ``back`` makes weights of a vector."""
+    known, others = map(tensors, tasks)
+
+    def value(alpha):
+        leaves = jax.tree.leaves(back(np.zeros(len(alpha), np.float32)))
+        parts = torch.split(alpha, [leaf.size for leaf in leaves])
+        leaves = [a.reshape(leaf.shape) for a, leaf in zip(parts, leaves, strict=True)]
+        return error(adapted(leaves, known, rate, steps, hand), others).mean()
+
+    return lambda alpha: gradient_in(value, alpha)
+
+
+def trained(start, batches, rate, steps):
+    """Adam on the outer loss, a step for each of the batches of tasks."""
+    leaves, structure = jax.tree.flatten(start)
+    alpha = [torch.from_numpy(np.array(a)).requires_grad_() for a in leaves]
+    rule = torch.optim.Adam(alpha, lr=1e-3)
+    for tasks in batches:
+        known, others = map(tensors, tasks)
+        rule.zero_grad()
+        error(adapted(alpha, known, rate, steps, hand=True), others).mean().backward()
+        rule.step()
+    return jax.tree.unflatten(structure, [a.detach().numpy() for a in alpha])

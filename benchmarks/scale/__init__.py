@@ -1,0 +1,1 @@
+"""Large problems, multiple devices and accelerators."""

@@ -1,0 +1,482 @@
+"""Everything that is fast on an accelerator only, measured in one command with a time limit.
+
+Parts, in order of value; each in a process of its own, which leaves one JSON line for every
+measurement as soon as it has it. What the results file holds for this device and this JAX is not
+measured again: the same command resumes. Failed measurements are recorded too, and are repeated.
+
+    matmul           the rate of a matrix product: what the others are held against
+    hypergradient    unrolled and implicit hypergradients of a network, float32 and bfloat16
+    empirical        kernels of finite networks, up to 20,000 images; share of the matmul rate
+    infinite         kernels of infinite width, as large as the memory takes
+    sharded          an outer step with its rows over 1, 2, 4, ... of the devices there are
+    operator         products with kernels larger than memory, over all devices, and what they give:
+                     regression, leave-one-out errors, the smallest eigenvalue
+    eigenvalue       smallest eigenvalue and certificate of a kernel of 20,000 rows
+    genotypes        naswot, synflow and eigen_nas of all 15,625 networks of NAS-Bench-201
+    darts_step       a step of the published DARTS supernet, compared with PyTorch
+    skips            activation and skip search at the paper's width
+    darts            the published DARTS search, for as long as the minutes allow
+
+    python benchmarks/scale/accelerator.py                   # 25 minutes; results/accelerator.jsonl
+    python benchmarks/scale/accelerator.py --minutes 60      # ... goes on with what is missing
+    python benchmarks/scale/accelerator.py --quick           # tiny sizes, on any device; no results file
+    python benchmarks/scale/accelerator.py --smoke           # only the parts matmul and darts_step: 10 s
+    python benchmarks/scale/accelerator.py --table           # the results file as Markdown
+
+A part that fails says so in one line, and the next begins; the exit status is 1 then. PyTorch is in
+the dependency group `peers`; `--peers` with no name behind it measures the step without PyTorch.
+"""
+
+import argparse
+import dataclasses
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+
+HERE = Path(__file__).parent
+SEED, ROUNDS = 0, 5
+
+Measurement = tuple[str, Callable[[], dict[str, Any]]]  # a name, and what measures it
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The arguments of a part."""
+
+    small: str  # "--smoke", "--quick", or empty for the sizes of an accelerator
+    end: float  # time.time() when the minutes are over
+    peers: list[str]  # of darts_step
+
+
+def timed(function: Callable, *args: Any, rounds: int = ROUNDS) -> dict[str, Any]:
+    """Seconds of compilation, and of the median call after a first one; the peak of memory."""
+    compiled, seconds = harness.compiled(function, *args)
+    return {"compile_s": seconds} | called(lambda: compiled(*args), rounds)
+
+
+def called(call: Callable[[], Any], rounds: int) -> dict[str, Any]:
+    """Seconds of the median call after a first one, and the peak of the device's memory."""
+    row: dict[str, Any] = {"seconds": statistics.median(harness.seconds(call, rounds))}
+    if peak := harness.device_peak():
+        row["peak_gb"] = peak / 1e9
+    return row
+
+
+# ------------------------------------------------------------------------------------- the parts
+
+
+def matmul(run: Run) -> Iterator[Measurement]:
+    import jax
+    import jax.numpy as jnp
+
+    n = 256 if run.small else 8192
+
+    def rate(dtype, precision):
+        a = jax.random.normal(jax.random.key(SEED), (n, n)).astype(dtype)
+        row = timed(lambda a: jnp.matmul(a, a, precision=precision), a)
+        return row | {"tflops": 2 * n**3 / row["seconds"] / 1e12}
+
+    for dtype, precision in (
+        *(("float32", "highest"), ("float32", "default"), ("bfloat16", "default")),
+    ):
+        yield f"{dtype}, precision {precision}", lambda d=dtype, p=precision: rate(d, p)
+
+
+def hypergradient(run: Run) -> Iterator[Measurement]:
+    """A network with one hidden layer; alpha: the weights of its training rows."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import bilevel
+
+    rows, inputs, steps = (64, 16, 4) if run.small else (10_000, 784, 100)
+    keys = jax.random.split(jax.random.key(SEED), 4)
+
+    def losses(dtype):
+        def each(w, x, y):
+            hidden = jnp.tanh(x.astype(dtype) @ w["a"])
+            return optax.losses.softmax_cross_entropy_with_integer_labels(
+                (hidden @ w["b"]).astype(jnp.float32), y
+            )
+
+        def lower(w, alpha, batch):
+            decay = sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in jax.tree.leaves(w))
+            return jnp.mean(jax.nn.sigmoid(alpha) * each(w, *batch)) + 1e-3 * decay
+
+        return bilevel.Problem(lower, lambda w, alpha, batch: jnp.mean(each(w, *batch)))
+
+    def measure(dtype, width, solver):
+        w = {
+            "a": jax.random.normal(keys[0], (inputs, width), dtype) / inputs**0.5,
+            "b": jax.random.normal(keys[1], (width, 10), dtype) / width**0.5,
+        }
+        x = jax.random.normal(keys[2], (rows, inputs))
+        batch = x, jax.random.randint(keys[3], (rows,), 0, 10)
+        problem, alpha = losses(dtype), jnp.zeros(rows)
+        fn = bilevel.hypergradient(problem, solver, diagnostics=False)
+
+        def both(*args):
+            found = fn(*args)
+            return found.value, found.grad
+
+        row = timed(both, alpha, w, batch, batch)
+        gradient = timed(jax.grad(problem.lower), w, alpha, batch)
+        value, grad = jax.jit(both)(alpha, w, batch, batch)
+        size = {"weights": inputs * width + 10 * width, "lower_gradients": steps}
+        row["of_lower_gradients"] = row["seconds"] / gradient["seconds"] / steps
+        return row | size | {"value": float(value), "norm": float(jnp.linalg.norm(grad))}
+
+    sgd = optax.sgd(0.1, momentum=0.9)
+    solvers = {
+        f"unrolled, {steps} steps": bilevel.unrolled(sgd, steps),
+        f"truncated, last {steps // 4}": bilevel.unrolled(sgd, steps, backprop=steps // 4),
+        # A fixed number of products: conjugate gradients stop where curvature is negative.
+        f"implicit, {steps} products": bilevel.implicit(
+            bilevel.unrolled(sgd, steps), bilevel.neumann(steps, 0.1)
+        ),
+    }
+    for width in (8,) if run.small else (256, 4096):
+        for dtype in ("float32", "bfloat16"):
+            for name, solver in solvers.items():
+                yield (
+                    f"{name}, width {width}, {dtype}",
+                    lambda d=dtype, w=width, s=solver: measure(jnp.dtype(d), w, s),
+                )
+
+
+def empirical(run: Run) -> Iterator[Measurement]:
+    import flax.linen as nn
+    import jax
+
+    import ntk
+
+    width, side = (16, 8) if run.small else (1024, 28)
+
+    class Dense(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.Dense(width)(x.reshape(len(x), -1)))
+            return nn.Dense(10)(nn.relu(nn.Dense(width)(x)))
+
+    def measure(n):
+        net, x = Dense(), jax.random.normal(jax.random.key(SEED), (n, side, side, 1))
+        params = net.init(jax.random.key(1), x[:1])
+        row = called(lambda: ntk.empirical_kernel(net.apply, params, x), 3)
+        layers = side * side + width, 2 * width, width + 10  # inputs and outputs
+        return row | {"n": n, "tflops": 2 * n**2 * sum(layers) / row["seconds"] / 1e12}
+
+    for n in (20,) if run.small else (1000, 5000, 10_000, 20_000):
+        yield f"two hidden layers of {width}, N = {n}", lambda n=n: measure(n)
+
+
+def infinite(run: Run) -> Iterator[Measurement]:
+    import jax
+    import jax.numpy as jnp
+
+    import ntk
+
+    def measure(n, activation):
+        x = jax.random.normal(jax.random.key(SEED), (n, 100))
+        x = x / jnp.linalg.norm(x, axis=1, keepdims=True)
+        layers = [activation] * 3
+        row = called(lambda: tuple(ntk.network_kernel(x, activations=layers)), 2)
+        error = ntk.network_kernel(x[:200], activations=layers).error.max()
+        return row | {"n": n, "pairs_per_s": n**2 / 2 / row["seconds"], "error": float(error)}
+
+    for n in (20,) if run.small else (1000, 5000, 20_000, 50_000):
+        for activation in (ntk.relu, ntk.tanh):
+            yield f"{activation.name}, N = {n}", lambda n=n, a=activation: measure(n, a)
+
+
+def sharded(run: Run) -> Iterator[Measurement]:
+    """Hyper-cleaning, with a hyperparameter for each row: the step of scaling.py."""
+    import jax
+
+    from benchmarks.scale.scaling import placed
+
+    rows, devices = 64 if run.small else 1_000_000, 1
+
+    def measure(devices):
+        state, data, step = placed(rows, devices)
+        return timed(step, state, data) | {"rows": rows}
+
+    while devices <= jax.device_count():
+        yield f"rows over {devices} devices", lambda d=devices: measure(d)
+        devices *= 2
+
+
+def operator(run: Run) -> Iterator[Measurement]:
+    import functools
+
+    import jax
+    import jax.numpy as jnp
+
+    import ntk
+    from benchmarks.scale.large_kernel import kernel as lean
+
+    count = 1 << (jax.device_count().bit_length() - 1)  # a power of two, which divides the rows
+    mesh = jax.make_mesh((count,), ("rows",), devices=jax.devices()[:count])
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+
+    def made(kernel, n):
+        x = jax.random.normal(jax.random.key(SEED), (n, 784))
+        x = x / jnp.linalg.norm(x, axis=1, keepdims=True)
+        return ntk.KernelOperator(kernel, jax.device_put(x, rows))
+
+    def product(kernel, n):
+        K, v = made(kernel, n), jnp.ones((n, 10))
+        row = called(lambda: K @ v, 2)
+        return row | {"n": n, "entries_per_s": n**2 / 2 / row["seconds"]}
+
+    def regression(n, rank):
+        K, y = made(lean, n), jax.random.normal(jax.random.key(1), (n, 10))
+        start = time.perf_counter()
+        partial = jax.block_until_ready(ntk.partial_cholesky(K, rank, key=jax.random.key(2)))
+        factor = time.perf_counter() - start
+        fit = ntk.iterative_regression(K, y, penalty=0.1, preconditioner=partial)
+        row = {"residual": float(fit.relative.max()), "passes": int(fit.steps)}
+        row |= {"factor_s": factor, "seconds": time.perf_counter() - start, "n": n, "rank": rank}
+        start, key = time.perf_counter(), jax.random.key(3)
+        left_out = ntk.leave_one_out_estimate(K, fit, key=key, preconditioner=partial)
+        row["largest_standard_error"] = float(left_out.standard_error.max())
+        row["leave_one_out_s"], start = time.perf_counter() - start, time.perf_counter()
+        found = ntk.eigenvalue_interval(K, key=key, preconditioner=partial, steps=passes, block=4)
+        row |= {"lower": float(found.lower), "upper": float(found.upper)}
+        row["eigenvalue_s"] = time.perf_counter() - start
+        return row | {"peak_gb": (harness.device_peak() or 0) / 1e9}
+
+    exact = functools.partial(ntk.network_kernel, activations=[ntk.relu, ntk.relu])
+    for n in (40,) if run.small else (60_000, 200_000):
+        for name, kernel in (("network_kernel", exact), ("two ReLU layers, lean", lean)):
+            yield f"{name}, N = {n}", lambda n=n, k=kernel: product(k, n)
+    n, rank, passes = (40, 8, 5) if run.small else (200_000, 4000, 20)
+    yield f"regression, N = {n}", lambda: regression(n, rank)
+
+
+def eigenvalue(run: Run) -> Iterator[Measurement]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import ntk
+
+    n = 50 if run.small else 20_000
+
+    def kernel():
+        x = jax.random.normal(jax.random.key(SEED), (n, 784))
+        x = x / jnp.linalg.norm(x, axis=1, keepdims=True)
+        return ntk.network_kernel(x, activations=[ntk.relu, ntk.relu])
+
+    def smallest():
+        K = kernel().ntk
+        return called(lambda: ntk.min_eigenvalue(K), 1) | {"n": n}
+
+    def certificate():
+        found = kernel()
+        start = time.perf_counter()
+        bound = ntk.certified_min_eigenvalue(found)
+        row = {"n": n, "seconds": time.perf_counter() - start, "certified": float(bound)}
+        return row | {"largest_error": float(np.max(found.error))}
+
+    yield f"min_eigenvalue, N = {n}", smallest
+    yield f"certified_min_eigenvalue, N = {n}", certificate
+
+
+def genotypes(run: Run) -> Iterator[Measurement]:
+    """Random images: what scores cost, not what they say."""
+    import jax
+
+    from bilevel.spaces.nasbench201 import all_networks, genotypes
+    from bilevel.spaces.nasbench201.scoring import score_networks
+
+    count, at_once = (3, 1) if run.small else (15_625, 64)
+    side, batch_size = (8, 4) if run.small else (32, 32)
+    networks = all_networks(**({"cells": 1, "channels": 4} if run.small else {}))
+    x = jax.random.normal(jax.random.key(SEED), (batch_size, side, side, 3))
+    batch = x, jax.random.randint(jax.random.key(1), (batch_size,), 0, 10)
+
+    def measure(name):
+        w = networks.init(jax.random.key(2), x.shape[1:])
+        start = time.perf_counter()
+        score_networks([name], networks, w, genotypes()[:count], batch, at_once=at_once)
+        return {"networks": count, "seconds": time.perf_counter() - start}
+
+    for name in ("naswot", "synflow", "eigen_nas"):
+        yield name, lambda name=name: measure(name)
+
+
+def darts_step(run: Run) -> Iterator[Measurement]:
+    flags = run.small or "--full", "--peers", *run.peers
+    name = "compared with PyTorch" if run.peers else "without PyTorch"
+    yield name, lambda: script("darts_step.py", *flags)
+
+
+def skips(run: Run) -> Iterator[Measurement]:
+    flag = run.small or "--full"
+    yield "the paper's width", lambda: script("activation_skip_search.py", flag)
+
+
+def darts(run: Run) -> Iterator[Measurement]:
+    """The command itself, with the published sizes; a longer session goes on with its run."""
+    sizes = {"cells": 8, "channels": 16, "train": 25_000, "valid": 25_000, "steps": 19_550}
+    if run.small:
+        sizes = {"cells": 2, "channels": 2, "train": 40, "valid": 40, "steps": 2, "pixels": 8}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
+    if run.small:  # two candidates: what takes long here is compilation
+        flags += ["--data=digits", "--epochs=1", "--random=0", "--batch-size=16"]
+        flags += ["--operations", "none", "skip_connect"]
+    folder = Path(tempfile.mkdtemp()) if run.small else HERE.parent / "runs"
+    out = folder / "accelerator_darts"
+    if not run.small:
+        flags += ["--data=cifar10", "--batch-size=64"] + ["--resume"] * out.exists()
+
+    def measure():
+        arguments = "-m", "bilevel", "search-darts", *flags, f"--out={out}"
+        start = time.perf_counter()
+        try:
+            return command(*arguments, timeout=run.end - time.time())
+        except subprocess.TimeoutExpired:  # what it has done is kept, and a later session goes on
+            done = [int(p.stem) for p in out.rglob("search/*/*.npz") if p.stem.isdigit()]
+            seconds = time.perf_counter() - start
+            return {"unfinished": True, "seconds": seconds, "steps": max(done, default=0)}
+
+    yield "the published search", measure
+
+
+def script(name: str, *flags: str) -> dict[str, Any]:
+    """Another benchmark of this folder."""
+    return command(str(HERE / name), *flags)
+
+
+def command(*arguments: str, timeout: float | None = None) -> dict[str, Any]:
+    """The seconds that a command takes, and the last of what it prints."""
+    start = time.perf_counter()
+    words = [sys.executable, "-W", "ignore", *arguments]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout)
+    if done.returncode:
+        raise RuntimeError((done.stderr or done.stdout).strip().splitlines()[-1])
+    return {"seconds": time.perf_counter() - start, "output": done.stdout[-6000:]}
+
+
+PARTS: dict[str, Callable[[Run], Iterator[Measurement]]] = {
+    part.__name__: part
+    for part in (
+        *(matmul, hypergradient, empirical, infinite, sharded, operator, eigenvalue, genotypes),
+        *(darts_step, skips, darts),
+    )
+}
+SMOKE = "matmul", "darts_step"  # one that measures by itself, and one that starts another script
+
+# --------------------------------------------------------------------------------------- the run
+
+
+def here() -> dict[str, str]:
+    """What a measurement is of: the device and JAX's version."""
+    import jax
+
+    return {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+
+
+def latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last row of each measurement: a repeated one takes the place of what failed before."""
+    return list(
+        {tuple(row[key] for key in ("part", "name", "device", "jax")): row for row in rows}.values()
+    )
+
+
+def work(part: str, run: Run, out: Path) -> None:
+    """One process: the measurements of a part that ``out`` does not hold yet."""
+    place = here()
+    rows = [row for row in latest(harness.read(out)) if place.items() <= row.items()]
+    known = {(r["part"], r["name"]) for r in rows if not {"unfinished", "failed"} & r.keys()}
+    for name, measure in PARTS[part](run):
+        if (part, name) in known:
+            continue
+        try:
+            found = measure()
+        except Exception as error:  # the next may go well, and this one's failure is a result
+            found = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        row = {"part": part, "name": name, **found, **place}
+        harness.append(out, row)
+        print(shown(row), flush=True)
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A measurement in a line."""
+    hidden = {"part", "name", "device", "jax", "output"}
+    numbers = [
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in row.items()
+        if name not in hidden
+    ]
+    return f"{row['part']}: {row['name']}: {', '.join(numbers)}"
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """A table for every device and JAX, and what other benchmarks printed there."""
+    parts: list[str] = []
+    for device, version in sorted({(r["device"], r["jax"]) for r in rows}):
+        here = latest(harness.where(rows, device=device, jax=version))
+        lines = [[row["part"], *shown(row).split(": ", 2)[1:]] for row in here]
+        parts += [f"{device}, JAX {version}", harness.table(["part", "what", "measured"], lines)]
+        parts += [row["output"] for row in here if "output" in row]
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    """Run the parts one after the other, each in a separate process."""
+    flags = harness.command_line(
+        __file__,
+        __doc__,
+        report,
+        peers=("torch",),
+        minutes={"type": float, "default": 25.0, "help": "for all parts together"},
+        only={"nargs": "*", "choices": list(PARTS), "help": "these parts alone"},
+        part={"help": argparse.SUPPRESS},  # what a process of its own is told
+    )
+    out, small = flags.results, f"--{flags.size}" if flags.small else ""
+    if flags.part:
+        work(flags.part, Run(small, time.time() + 60 * flags.minutes, flags.peers), out)
+        return
+    if small:
+        out = Path(tempfile.mkdtemp()) / "accelerator.jsonl"
+    end, before, failed = time.monotonic() + 60 * flags.minutes, len(harness.read(out)), []
+    over = f"stopped, as the {flags.minutes:g} minutes are over."
+    for part in flags.only or (SMOKE if flags.smoke else PARTS):
+        left = end - time.monotonic()
+        if left <= 0:
+            print(f"{part}: {over}", flush=True)
+            break
+        # A device's memory is shared with the commands that a part starts.
+        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        own = [sys.executable, __file__, "--part", part, "--out", str(out)]
+        own += [*filter(None, [small]), "--peers", *flags.peers]
+        own += [f"--minutes={(left - 10) / 60}"]  # the part ends by itself, if it can
+        # In a session of its own, so that what it has started ends with it.
+        with subprocess.Popen(own, env=environment, start_new_session=True) as process:
+            try:
+                if status := process.wait(max(1, left)):
+                    failed.append({"part": part, "failed": f"its process ended with {status}"})
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                print(f"{part}: {over}", flush=True)
+                break
+    rows = harness.read(out)
+    if not failed:
+        harness.check_rows(rows)
+    print(f"\n{report(rows)}")
+    harness.check_failed([*rows[before:], *failed])
+
+
+if __name__ == "__main__":
+    main()

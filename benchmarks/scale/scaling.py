@@ -1,0 +1,346 @@
+"""How far does a search scale over devices, and what goes between them?
+
+Hyper-cleaning: a softmax classifier of 784 inputs and 10 classes below, a weight for every training
+row above, `unrolled` with ten steps of gradient descent; rows are spread over the devices.
+
+1. counted: collective operations, their bytes, and products with the rows, per outer step, read off
+   the compiled program for 1 to 8 virtual devices, loops by their trip counts. Between devices go
+   sums of the size of the weights and scalars; the rows stay where they are, and so do the weights
+   of rows (`alpha`).
+2. measured: seconds per outer step of one process and of two, with one core each, in turns.
+   Strong: the same rows in all; weak: the same rows in each.
+3. modelled, on paper: every product reads its rows from memory once, so that a step computes for
+   the longer of `operations / (devices rate)` and `bytes of rows / (devices memory's bandwidth)`.
+   A sum of b bytes over d devices takes the less of `2 b (d - 1) / (d bandwidth) + 2 (d - 1)
+   latency` (a ring) and `2 b / bandwidth + 2 log2(d) latency` (trees). With the counted numbers,
+   published rates and link speeds, and no overlap of the two. Nothing of it was run.
+
+    python benchmarks/scale/scaling.py           # 20,000 rows; results/scaling.jsonl and scaling.png
+    python benchmarks/scale/scaling.py --quick   # 2,000 rows, no results file
+    python benchmarks/scale/scaling.py --smoke   # 160 rows, two virtual devices, one process
+    python benchmarks/scale/scaling.py --table
+"""
+
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+from benchmarks import harness
+
+INPUTS, CLASSES, STEPS = 784, 10, 10
+ROWS = {"smoke": 160, "quick": 2_000, "default": 20_000}
+VIRTUAL = (1, 2, 4, 8)
+REPEATS, ROUNDS = 5, 3
+# An H100 (float32 matrix products on tensor cores, TF32, dense; HBM3) in nodes of eight; NVLink 4
+# within a node, one 400 Gb/s InfiniBand port for each device between nodes: vendors' sheets. The
+# latencies of a message are round numbers, of the size that small messages are known to take.
+RATE, MEMORY, NODE = 4.95e14, 3.35e12, 8
+LINKS = {"NVLink": (450e9, 2e-6), "InfiniBand": (50e9, 5e-6)}  # bytes/s one way, seconds
+MODELLED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+STRONG, WEAK = 1_000_000, 125_000  # rows in all, rows of each device
+
+
+def problem():
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import bilevel
+
+    def losses(w, x, y):
+        return optax.softmax_cross_entropy_with_integer_labels(x @ w, y)
+
+    def lower(w, alpha, batch):
+        # Each row comes with its weight, so that both lie on one device.
+        x, y, row = batch
+        weights = jax.nn.sigmoid(alpha) * row
+        return jnp.mean(weights * losses(w, x, y)) + 1e-3 * jnp.sum(w**2)
+
+    def outer(w, alpha, batch):
+        return jnp.mean(losses(w, *batch[:2]))
+
+    return bilevel.Problem(lower, outer), bilevel.unrolled(0.5, STEPS)
+
+
+def rows_of(n):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(n, INPUTS)).astype(np.float32)
+    return x, rng.integers(CLASSES, size=n), np.ones(n, np.float32)
+
+
+def placed(n, devices=None):
+    """State and data of a step, rows over so many devices: by default all, of all processes."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import bilevel
+
+    over = jax.devices()[:devices]
+    mesh = jax.make_mesh((len(over),), ("rows",), axis_types=(AxisType.Auto,), devices=over)
+
+    def put(a, *spec):
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.make_array_from_callback(a.shape, sharding, lambda part: a[part])
+
+    data = tuple(put(a, "rows") for a in rows_of(n))
+    init, step = bilevel.descent(*problem(), optax.adam(0.1))
+    state = init(jnp.zeros(n), jnp.zeros((INPUTS, CLASSES)))
+
+    def place(a):
+        return put(np.asarray(a), *(("rows",) if a.shape[:1] == (n,) else ()))
+
+    return jax.tree.map(place, state), (data, data), step
+
+
+# ----------------------------------------------------------------------------- counted
+
+_SUMS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+_PRODUCTS = "dot"
+_BYTES = {"f32": 4, "f64": 8, "s32": 4, "u32": 4, "pred": 1, "s64": 8, "bf16": 2}
+
+
+def collectives(text):
+    """``[(kind, bytes, times)]`` of a compiled program, loops unrolled by their trip counts.
+
+    Of collective operations, and of matrix products.
+    """
+    bodies, name = {}, ""
+    for line in text.splitlines():
+        if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            name = "ENTRY" if head[1] else head[2]
+            bodies[name] = []
+        elif name:
+            bodies[name].append(line)
+
+    def visit(name, times):
+        for line in bodies.get(name, []):
+            if found := re.search(rf"= (.*?) ({_SUMS}|{_PRODUCTS})(?:-start)?\(", line):
+                sizes = re.findall(r"(\w+)\[([\d,]*)\]", found[1])
+                count = sum(
+                    _BYTES[kind] * int(np.prod([int(k) for k in dims.split(",") if k] or [1]))
+                    for kind, dims in sizes
+                )
+                yield found[2], count, times
+            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+            inner = int(trips[1]) if trips else 1
+            for called in re.findall(r"(?:body|to_apply|calls)=%?([\w.\-]+)", line):
+                if "all-reduce" not in line:
+                    yield from visit(called, times * (inner if "while(" in line else 1))
+
+    return list(visit("ENTRY", 1))
+
+
+def counted(scaling, n, devices):
+    """What one outer step sends; in a process of its own, which has so many devices."""
+    import jax
+
+    state, data, step = placed(n)
+    program = jax.jit(step).lower(state, data).compile()
+    lines = collectives(program.as_text())
+    products = sum(times for kind, _, times in lines if kind == _PRODUCTS)
+    found = [line for line in lines if line[0] != _PRODUCTS]
+    weights = 4 * INPUTS * CLASSES
+    yield {
+        "what": "counted",
+        "scaling": scaling,
+        "devices": devices,
+        "rows": n,
+        "sums": sum(times for _, _, times in found),
+        "bytes": sum(size * times for _, size, times in found),
+        "largest": max((size for _, size, _ in found), default=0),
+        "of_weights": sum(times for _, size, times in found if size >= weights),
+        "others": sorted({kind for kind, _, _ in found} - {"all-reduce"}),
+        # Two a gradient: T gradients forwards, T again, two a Hessian product; the losses' own.
+        "products": products,
+        "operations": 2 * n * INPUTS * CLASSES * products,
+        "read": 4 * n * INPUTS * products,
+    }
+
+
+# ----------------------------------------------------------------------------- measured
+
+
+def process(rank, processes, port, n):
+    """Seconds of an outer step, of this process among several."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    import jax
+
+    if processes > 1:
+        jax.distributed.initialize(f"localhost:{port}", processes, rank)
+    state, data, step = placed(n)
+    run, seconds = jax.jit(step), []
+    for _ in range(REPEATS + 1):
+        began = time.perf_counter()
+        state, _ = jax.block_until_ready(run(state, data))
+        seconds.append(time.perf_counter() - began)
+    print(json.dumps(min(seconds[1:])), flush=True)
+
+
+def measured(processes, n):
+    """The slowest process's seconds; each has one core."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(processes):
+        flags = harness.xla_flags(
+            "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+        )
+        command = [sys.executable, __file__, "--rank", f"{rank},{processes},{port},{n}"]
+        started.append(
+            subprocess.Popen(
+                command,
+                env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+    outputs = [p.communicate()[0] for p in started]
+    if any(p.returncode for p in started):
+        sys.exit(f"failed: one of {processes} processes of {n} rows; its message is above.")
+    return max(json.loads(output.splitlines()[-1]) for output in outputs)
+
+
+# ----------------------------------------------------------------------------- modelled
+
+
+def modelled(row, devices, rows):
+    """Seconds of a step of ``rows`` rows on paper: computing, and sums."""
+    share = rows / row["rows"] / devices
+    computing = share * max(row["operations"] / RATE, row["read"] / MEMORY)
+    bandwidth, latency = LINKS["NVLink" if devices <= NODE else "InfiniBand"]
+    sent, hops = row["bytes"] / bandwidth, row["sums"] * latency
+    ring = 2 * sent * (devices - 1) / devices + 2 * (devices - 1) * hops
+    trees = 2 * sent + 2 * math.log2(devices) * hops
+    return computing, min(ring, trees)
+
+
+def models(rows):
+    """``[(devices, computing, sums, strong and weak efficiency)]``."""
+    row = harness.where(rows, what="counted")[-1]
+    one, lines = sum(modelled(row, 1, STRONG)), []
+    for devices in MODELLED:
+        computing, sums = modelled(row, devices, STRONG)
+        weak = sum(modelled(row, 1, WEAK)) / sum(modelled(row, devices, WEAK * devices))
+        lines.append((devices, computing, sums, one / devices / (computing + sums), weak))
+    return lines
+
+
+# ----------------------------------------------------------------------------- the report
+
+
+def report(rows) -> str:
+    """Counted, measured and modelled, apart from each other."""
+    counted, lines = harness.where(rows, what="counted"), []
+    for r in counted:
+        cells = r["scaling"], r["devices"], f"{r['rows']:,}", r["products"], r["sums"]
+        sizes = r["of_weights"], f"{r['bytes']:,}", f"{r['largest']:,}"
+        lines.append((*cells, *sizes, ", ".join(r["others"]) or "none"))
+    head = "scaling", "devices", "rows", "products", "sums", "of the weights' size", "bytes sent"
+    text = ["Counted, from the compiled program of an outer step:"]
+    text.append(harness.table((*head, "largest sum, bytes", "other collectives"), lines))
+    lines = [
+        (
+            *(r["scaling"], r["processes"], f"{r['rows']:,}"),
+            *(f"{r['seconds']:.3f}", f"{r['efficiency']:.2f}"),
+        )
+        for r in harness.where(rows, what="measured")
+    ]
+    text.append("Measured, one core a process, the fastest step:")
+    text.append(harness.table(("scaling", "processes", "rows", "s a step", "efficiency"), lines))
+    lines = [
+        (devices, f"{1e6 * computing:,.0f}", f"{1e6 * sums:,.0f}", f"{strong:.2f}", f"{weak:.2f}")
+        for devices, computing, sums, strong, weak in models(rows)
+    ]
+    head = "devices", "computing, us", "sums, us", f"efficiency, {STRONG:,} rows in all"
+    text.append("Modelled on paper, H100s (nothing of it was run):")
+    text.append(harness.table((*head, f"efficiency, {WEAK:,} rows each"), lines))
+    return "\n\n".join(text)
+
+
+def picture(rows, path):
+    with harness.picture(path, 1, 4, figsize=(17, 3.8)) as (_, axes):
+        for scaling in ("strong", "weak"):
+            found = harness.where(rows, what="counted", scaling=scaling)
+            size = [r["bytes"] / 1e6 for r in found]
+            mark = {"marker": "o", "ms": 9, "mfc": "none"} if scaling == "weak" else {"marker": "."}
+            axes[0].plot([r["devices"] for r in found], size, ls="", label=scaling, **mark)
+            found = harness.where(rows, what="measured", scaling=scaling)
+            axes[1].plot(
+                [r["processes"] for r in found], [r["seconds"] for r in found], "o-", label=scaling
+            )
+        one = harness.where(rows, what="measured")[0]["seconds"]
+        axes[1].plot([1, 2], [one, one / 2], "k:", lw=1, label="ideal")
+        axes[1].plot([1, 2], [one, one], "k:", lw=1)
+        devices, computing, sums, strong, weak = np.array(models(rows)).T
+        axes[2].plot(devices, 1e3 * computing, "o-", label="computing")
+        axes[2].plot(devices[1:], 1e3 * sums[1:], "o-", label="sums between devices")
+        axes[3].plot(devices, strong, "o-", label=f"strong: {STRONG:,} rows")
+        axes[3].plot(devices, weak, "o-", label=f"weak: {WEAK:,} rows each")
+        titles = "Counted: MB sent in an outer step", "Measured: seconds of an outer step"
+        titles += "Modelled: milliseconds of an outer step", "Modelled: efficiency"
+        for ax, title in zip(axes, titles, strict=True):
+            ax.set(title=title, xscale="log", xlabel="devices")
+            ax.legend()
+        axes[1].set(xlabel="processes, one core each", xlim=(0.9, 2.2))
+        for ax, ticks in (
+            (axes[0], VIRTUAL),
+            (axes[1], (1, 2)),
+            *((ax, MODELLED[::2]) for ax in axes[2:]),
+        ):
+            ax.set_xticks(ticks, ticks)
+            ax.minorticks_off()
+        axes[0].set_ylim(0, 1.3)
+        axes[1].set_ylim(0)
+        axes[2].set(yscale="log")
+        axes[3].set_ylim(0, 1.05)
+
+
+def main() -> None:
+    rank = {"help": "a process of a measurement"}
+    arguments = harness.command_line(__file__, __doc__, report, work=counted, rank=rank)
+    if arguments.rank:
+        process(*map(int, arguments.rank.split(",")))
+        return
+    n, rows = ROWS[arguments.size], [harness.environment("optax")]
+    virtual, rounds, kinds = VIRTUAL, ROUNDS, ["strong", "weak"]
+    if arguments.smoke:
+        virtual, rounds, kinds = (2,), 1, ["strong"]
+    for scaling in kinds:
+        for devices in virtual:
+            size = n if scaling == "strong" else n // VIRTUAL[-1] * devices
+            flags = harness.xla_flags(f"--xla_force_host_platform_device_count={devices}")
+            rows += harness.in_own_process(__file__, scaling, size, devices, XLA_FLAGS=flags)
+    cases = {(1, n): [], (2, n): [], (2, 2 * n): []}
+    if arguments.smoke:
+        cases = {(1, n): []}
+    for _ in range(rounds):  # in turns: what else the machine does meets all of them
+        for case, seconds in cases.items():
+            seconds.append(measured(*case))
+    alone = min(cases[1, n])
+    for scaling, processes, size in (
+        *(("strong", 1, n), ("strong", 2, n)),
+        *(("weak", 1, n), ("weak", 2, 2 * n)),
+    ):
+        if (processes, size) not in cases:
+            continue
+        seconds = min(cases[processes, size])
+        ideal = alone / processes if scaling == "strong" else alone
+        row = {"what": "measured", "scaling": scaling, "processes": processes, "rows": size}
+        rows.append(row | {"seconds": seconds, "efficiency": ideal / seconds})
+    harness.finish(rows, arguments.results, report, picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Single-loop stochastic methods compared with other implementations."""

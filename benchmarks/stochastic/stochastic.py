@@ -1,0 +1,368 @@
+"""How fast are single-loop stochastic methods, and how far do they come in CPU seconds?
+
+The four problems of the field's public benchmark, benchopt/benchmark_bilevel, at its sizes
+(``stochastic_problems.py``), batches of 64. With ``--checkout PATH``, a copy of its repository, its
+own solver classes run beside ours on the same losses, rows and core (``stochastic_rivals.py``).
+
+Part ``time``: CPU time of a step, ours and theirs in turns. The time of our step is the difference
+between two searches of different lengths, divided by the number of steps between them. Each side
+has two copies, because a program can take up to a tenth longer than its own copy, depending on
+where its data are in memory. The faster copy's median counts.
+
+Part ``course``: the score over CPU seconds. Our side is ``bilevel.search`` under ``jax.jit``, run
+from the start for each point of time. What a start costs is counted (tables, a metric, the order of
+the batches), compilation is not. Step sizes and seed are arguments of the programs, so a method
+compiles once for each length. Steps are tuned for every method alike: 0.3 seconds for each point of
+the published grid, five seconds for the best three, all with the first seed; the other seeds run at
+the best. Cleaning at 70 and 90 % takes the steps of 50 %. Ours without a step size are not tuned.
+
+Every problem is a process of its own on one core, and every measurement a line in the results: a
+second run resumes where the first was stopped. Measurements that failed are not kept. ``--quick``
+runs on ijcnn1 with few rows, ``--smoke`` on a few quadratics with one method.
+
+    python benchmarks/stochastic/stochastic.py --checkout PATH    # hours of one core
+    python benchmarks/stochastic/stochastic.py --quick            # ours alone, small: minutes; no results file
+    python benchmarks/stochastic/stochastic.py --table            # the results file as Markdown
+"""
+
+import functools
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.stochastic import stochastic_tables
+from benchmarks.stochastic.stochastic_tables import CLEANING, RIVAL, SIDES, UNTUNED
+
+MARKS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.5, 5.0)  # CPU seconds at which a point is scored
+SCREENED, FINALISTS = 0.3, 3  # CPU seconds for each point of a grid, and who gets all of them
+CHUNK = {
+    "simulated": 16,
+    "ijcnn1": 4096,
+    "covtype": 512,
+    "small": 256,
+    "tiny": 4096,
+}  # steps; else 64
+TURNS = 16
+METHODS = tuple(f"{side}/{m}" for side, methods in SIDES.items() for m in methods)
+RACES = "ijcnn1", "cleaning", "covtype", "simulated"  # cleaning: all three
+
+
+@functools.cache
+def race_of(name: str):
+    """A race by its name; ``small`` is ijcnn1's with few rows, ``tiny`` a few quadratics."""
+    from benchmarks.stochastic import stochastic_problems as problems
+
+    if name == "tiny":
+        return problems.simulated(0, n=128, p=5)
+    return problems.ijcnn1(0, (3_210, 2_105)) if name == "small" else problems.RACES[name](0)
+
+
+def chunk_of(name: str, method: str) -> int:
+    """Steps of a chunk: some ten milliseconds."""
+    return max(1, CHUNK.get(name, 64) // (8 if method in ("amigo", "f2sa") else 1))
+
+
+def method_of(name: str, step: Any, ratio: Any):
+    """Ours, and its optimizer of alpha, with the schedules of the public benchmark."""
+    import optax
+
+    import bilevel
+
+    if name == "implicit":  # full passes
+        return bilevel.implicit(), optax.adam(step)
+    if name in UNTUNED:
+        return getattr(bilevel, name.split()[0])(), bilevel.paced()
+
+    def falling(constant, exponent):
+        return lambda number: constant / (1.0 + number) ** exponent
+
+    fall = {"soba": 0.5, "ma_soba": 0.5, "f2sa": 4 / 7}.get(name, 0.0)
+    rate = falling(step, fall) if fall else step
+    options = {"inner": 10} if name in ("amigo", "f2sa") else {}
+    if name == "f2sa":
+        options["penalty"] = 1.0
+    outer = falling(step / ratio, fall) if fall else step / ratio
+    return getattr(bilevel, name)(rate, **options), optax.sgd(outer)
+
+
+class Ours:
+    """``bilevel.search``, compiled for each number of steps; step sizes and seed are arguments."""
+
+    def __init__(self, name: str, race: Any, count: int):
+        self.name, self.race, self.programs = name, race, {}
+        self.count = self._long_enough(count)
+
+    def _long_enough(self, count: int) -> int:
+        """How many steps take four times as long as a start: shorter differences are noise."""
+        self.starting = self._least(1)
+        self.step_seconds = max((self._least(1 + count) - self.starting) / count, 1e-7)
+        return max(count, math.ceil(4 * self.starting / self.step_seconds))
+
+    def _least(self, steps: int) -> float:
+        return min(self.run(steps, -1)[0] for _ in range(3))
+
+    def program(self, steps: int, names: tuple[str, ...] = (), every: int = 1):
+        """The compiled search of so many steps, with a history of ``names``."""
+        import jax
+
+        import bilevel
+
+        def search(alpha, w, train, valid, key, rates):
+            method, optimizer = method_of(self.name, *rates)
+            batches = None if self.name == "implicit" else bilevel.partition(64)
+            return bilevel.search(
+                self.race.problem, method, optimizer, alpha, w, train, valid, steps=steps,
+                batches=batches, key=key, history=bilevel.History(names, every),
+            )  # fmt: skip
+
+        made = self.programs.get((steps, names, every))
+        if made is None:
+            made = jax.jit(search).lower(*self._given(-1, (1e-3, 10.0))).compile()
+            self.programs[steps, names, every] = made
+            jax.block_until_ready(made(*self._given(-1, (1e-3, 10.0))))
+        return made
+
+    def _given(self, seed: int, rates: tuple[float, float]) -> tuple:
+        import jax
+        import jax.numpy as jnp
+
+        race = self.race
+        arrays = jax.tree.map(jnp.asarray, (race.alpha, race.w, race.train, race.valid))
+        return *arrays, jax.random.key(seed), tuple(map(jnp.float32, rates))
+
+    def run(self, steps: int, seed: int, rates=(1e-3, 10.0), names=(), every=1):
+        """The CPU seconds of a search, and its result."""
+        import jax
+
+        program, given = self.program(steps, names, every), self._given(seed, rates)
+        jax.block_until_ready(given)
+        begun = time.process_time()
+        result = jax.block_until_ready(program(*given))
+        return time.process_time() - begun, result
+
+    def at(self, race: Any) -> "Ours":
+        """On another race, of the same losses and shapes."""
+        self.race = race
+        return self
+
+    def within(self, seconds: float) -> int:
+        """How many steps a search can take in so many CPU seconds, its start included."""
+        return max(1, round((seconds - self.starting) / self.step_seconds))
+
+    def chunk(self) -> float:
+        """The CPU seconds of ``count`` steps, without a start."""
+        return self.run(1 + self.count, -1)[0] - self.run(1, -1)[0]
+
+    def course(self, seed: int, step: float, ratio: float, marks: Sequence[float]) -> Iterator:
+        """CPU seconds, steps and point at each mark."""
+        for mark in marks:
+            steps = self.within(mark)
+            seconds, result = self.run(steps, seed, (step, ratio))
+            yield seconds, steps, self.point(result, steps)
+
+    @staticmethod
+    def point(result: Any, steps: int):
+        """``(alpha, w)``; None if a search stopped early because something was not finite."""
+        whole = int(result.state.step) == steps
+        return (np.array(result.alpha), np.array(result.w)) if whole else None
+
+
+def runner(side: str, folder: str, method: str, race: Any, count: int):
+    """Of ours, or of theirs, compiled and warm."""
+    if side == "ours":
+        return Ours(method, race, count)
+    from benchmarks.stochastic import stochastic_rivals as rivals
+
+    return rivals.Rival(rivals.checkout(folder), method, race, count)
+
+
+# ----------------------------------------------------------------------------- measurements
+
+
+def work(part: str, *request: Any) -> Iterator[harness.Row]:
+    """In a process of its own."""
+    if part == "time":
+        yield steps_in_turns(*request)
+    else:
+        folder, path, names, methods, *numbers = request
+        campaign = Campaign(Path(path) if path else None)
+        for side, method in (name.split("/") for name in methods):
+            if side == "ours" or folder:
+                campaign.method(folder, names, side, method, *numbers)
+        if not path:  # nothing else would keep them
+            yield from campaign.rows
+
+
+def steps_in_turns(
+    folder: str, name: str, method: str, copies_of_each: int, turns: int
+) -> harness.Row:
+    """Microseconds of a step, ours and, where there is a checkout, theirs."""
+    race, count = race_of(name), chunk_of(name, method)
+    compared = folder and method in RIVAL
+    order = ("ours", "theirs", "theirs", "ours") if compared else ("ours",) * copies_of_each
+    copies = [
+        (side, runner(side, folder, method if side == "ours" else RIVAL[method], race, count), [])
+        for side in order
+    ]
+    for _ in range(turns):
+        for _, made, spent in copies:
+            spent.append(made.chunk() / made.count)
+        copies.append(copies.pop(0))  # another begins
+    best: dict[str, float] = {}
+    for side, _, spent in copies:
+        best[side] = min(best.get(side, math.inf), float(np.median(spent)))
+    return {side: round(1e6 * seconds, 2) for side, seconds in best.items()}
+
+
+class Campaign:
+    """Measurements that are made once: what the results have is not measured again."""
+
+    def __init__(self, path: Path | None):
+        self.path, self.rows = path, harness.read(path) if path else []
+
+    def known(self, **wanted: Any) -> harness.Row | None:
+        return next(iter(harness.where(self.rows, **wanted)), None)
+
+    def add(self, row: harness.Row) -> harness.Row:
+        harness.append(self.path, row)
+        self.rows.append(row)
+        return row
+
+    def method(
+        self, folder: str, names: list[str], side: str, method: str, seeds: int, seconds: float
+    ) -> None:
+        """All courses of one method, on problems of which the first tunes its steps."""
+
+        @functools.cache
+        def made(name):
+            if side == "ours" and name != names[0]:
+                return made(names[0]).at(race_of(name))
+            return runner(side, folder, method, race_of(name), chunk_of(names[0], method))
+
+        def course(name, step, ratio, seed):
+            key = {"race": name, "side": side, "method": method}
+            key |= {"step": step, "ratio": ratio, "seed": seed}
+            found = self.known(part="course", **key)
+            if not found:
+                ran = course_of(made(name), race_of(name), seed, step, ratio, seconds)
+                found = self.add({"part": "course"} | key | ran)
+            return found
+
+        best = 0.0, 0.0
+        if method not in UNTUNED:
+            screened = self.screened(made, names[0], side, method, min(SCREENED, seconds))
+            best = min(screened, key=lambda g: stochastic_tables.last(course(names[0], *g, 0)))
+        for name in names:
+            for seed in range(seeds):
+                course(name, *best, seed)
+
+    def screened(self, made, name, side, method, seconds) -> list[tuple[float, float]]:
+        """The best few points of the published grid."""
+        race = race_of(name)
+        grid = [*itertools.product(map(float, race.steps), map(float, race.ratios))]
+        key = {"part": "screen", "race": name, "side": side, "method": method}
+        found = self.known(**key)
+        if not found:
+            scores = [
+                stochastic_tables.last(course_of(made(name), race, 0, *g, seconds, (seconds,)))
+                for g in grid
+            ]
+            found = self.add(key | {"scores": [s if math.isfinite(s) else None for s in scores]})
+        scores = [math.inf if s is None else s for s in found["scores"]]
+        return [grid[i] for i in np.argsort(scores, kind="stable")[:FINALISTS]]
+
+
+def course_of(made, race, seed, step, ratio, seconds, marks=MARKS) -> harness.Row:
+    """The scores at the marks; fewer than there are marks, if something was not finite."""
+    found: harness.Row = {"seconds": []}
+    for spent, steps, point in made.course(seed, step, ratio, marks_until(seconds, marks)):
+        found["steps"] = steps
+        scores = {} if point is None else race.score(*point)
+        if not scores or not all(map(math.isfinite, scores.values())):
+            found["diverged"] = True
+            break
+        found["seconds"].append(float(f"{spent:.3g}"))
+        for key, value in scores.items():
+            digits = 10 if key == "value" else 4
+            found.setdefault(key, []).append(float(f"{value:.{digits}g}"))
+    return found
+
+
+def marks_until(seconds: float, marks: Sequence[float] = MARKS) -> list[float]:
+    """Those within ``seconds``; ``seconds`` itself, if it is before the first."""
+    return [mark for mark in marks if mark <= seconds] or [seconds]
+
+
+def optimum() -> harness.Row:
+    """The least outer loss of ijcnn1, by L-BFGS in float64."""
+    import scipy.optimize
+
+    race = race_of("ijcnn1")
+    found = scipy.optimize.minimize(
+        lambda alpha: race.score.both(alpha, race.w), np.array(race.alpha, float), jac=True,
+        method="L-BFGS-B", options={"ftol": 1e-15, "gtol": 1e-9, "maxiter": 200},
+    )  # fmt: skip
+    return {"value": float(found.fun), "slope": float(np.sum(found.jac**2))}
+
+
+def main() -> None:
+    flags = harness.command_line(
+        __file__,
+        __doc__,
+        stochastic_tables.report,
+        work=work,
+        checkout={"default": "", "help": "a copy of benchopt/benchmark_bilevel"},
+        races={"nargs": "+", "default": RACES, "choices": RACES, "help": "which problems"},
+        methods={"nargs": "+", "default": METHODS, "choices": METHODS, "help": "which"},
+        seeds={"type": int, "default": 10},
+        seconds={"type": float, "default": MARKS[-1], "help": "CPU seconds of a course"},
+        part={"choices": ("time", "course", "both"), "default": "both"},
+    )
+    if flags.checkout and not Path(flags.checkout).is_dir():
+        flags.error(f"--checkout: expected a copy of benchmark_bilevel, got {flags.checkout}.")
+    if flags.small:
+        harness.unused(flags, "races", "seeds", "seconds")
+    if flags.smoke:
+        harness.unused(flags, "methods")
+    campaign = Campaign(flags.results)
+    if flags.results and not campaign.rows:
+        campaign.add(harness.environment("optax"))
+    own = functools.partial(harness.in_own_process, __file__, one_core=True)
+    races, methods, copies, turns = flags.races, flags.methods, 2, TURNS
+    seeds, seconds = (1, 0.1) if flags.small else (flags.seeds, flags.seconds)
+    if flags.small:
+        races = ["small"]
+    if flags.smoke:  # in this process, which has compiled some of it already
+        races, methods, copies, turns, seconds = ["tiny"], ["ours/soba"], 1, 2, 0.01
+        own = lambda *request: list(work(*request))  # noqa: E731
+    failed = []
+    for race in races:
+        names = CLEANING if race == "cleaning" else (race,)
+        timed = () if flags.part == "course" else SIDES["ours"]
+        for method in (m for m in timed if f"ours/{m}" in methods):
+            key = {"part": "time", "race": names[0], "method": method}
+            if not campaign.known(**key):
+                (row,) = own("time", flags.checkout, names[0], method, copies, turns)
+                (failed.append if "failed" in row else campaign.add)(key | row)
+        if flags.part == "time":
+            continue
+        if race == "ijcnn1" and not campaign.known(part="optimum"):
+            campaign.add({"part": "optimum", "race": race} | optimum())
+        path = str(flags.results.absolute()) if flags.results else ""
+        rows = own("course", flags.checkout, path, names, methods, seeds, seconds)
+        failed += [{"part": "course", "race": race} | row for row in rows if "failed" in row]
+        campaign.rows += [row for row in rows if "failed" not in row]
+    rows = [*(harness.read(flags.results) if flags.results else campaign.rows), *failed]
+    harness.finish(
+        rows, flags.results, stochastic_tables.report, stochastic_tables.draw, write_rows=False
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Theorems on architecture search compared with experiments."""

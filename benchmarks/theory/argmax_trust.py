@@ -1,0 +1,151 @@
+"""When `bilevel search` says "discretise", is the network with the argmax alone as good as any?
+
+Four settings, twelve seeds each, and twelve others that the rule was chosen on (``tuning``). For
+every seed: the search; the network of every activation alone, trained from the same weights on the
+same rows; the rule's verdict by validation rows; and what the test rows say, by the search's outer
+loss and by error. The argmax is *right* if it is within noise of the best: no more than one
+standard error, of the paired difference on the test rows, above the activation that is best there.
+
+    python benchmarks/theory/argmax_trust.py            # goes on where it was
+    python benchmarks/theory/argmax_trust.py --quick    # one setting, three seeds; no results file
+    python benchmarks/theory/argmax_trust.py --smoke    # one setting, two seeds, tiny: 10 s
+    python benchmarks/theory/argmax_trust.py --table    # the results file as Markdown
+"""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import activation_searches, harness
+from bilevel.spaces.activations import losses_by_row
+from bilevel.strategies.activation_search import solver, train_weights
+
+SETTINGS = {
+    "digits, hinge": {"data": "digits", "width": 128},
+    "digits, 100 rows, logistic": {
+        "data": "digits",
+        "width": 64,
+        "train": 100,
+        "outer": "logistic",
+    },
+    "fashion-mnist, hinge": {"data": "fashion-mnist", "width": 64},
+    "mnist, 200 rows, squared": {"data": "mnist", "width": 64, "train": 200, "outer": "squared"},
+}
+SEEDS, GROUPS = 12, {"tuning": 1, "measured": 0}
+
+
+def measure(
+    setting: str,
+    group: str,
+    seeds: int = SEEDS,
+    *,
+    steps: int = activation_searches.STEPS,
+    inner_steps: int = activation_searches.INNER_STEPS,
+    **smaller,
+) -> list[dict]:
+    """One line a seed: what the rules look at, and what the test rows say."""
+    began = time.perf_counter()
+    options = {"seeds": seeds, "seed": GROUPS[group]} | SETTINGS[setting] | smaller
+    task = activation_searches.task_of(**options)
+    way = solver(task, inner_steps)
+    found, h = activation_searches.search(task, way, steps), len(task.space.names)
+    alphas = [*(jnp.zeros((seeds, h)).at[:, i].set(1) for i in range(h)), found]
+    networks = [(train_weights(task, way, alpha), alpha) for alpha in alphas]
+    rows = {
+        part: [losses_by_row(task.space, *network, batch) for network in networks]
+        for part, batch in (("validation", task.valid), ("test", task.test))
+    }
+    lines = []
+    for seed in range(seeds):
+        alpha = np.asarray(found[seed], float)
+        line = {"setting": setting, "group": group, "seed": seed, "names": task.space.names}
+        line |= {"alpha": alpha.round(4).tolist(), "outer": options.get("outer", "hinge")}
+        for part, losses in rows.items():
+            for by in ("loss", "error"):
+                table = np.stack([np.asarray(a[by][seed], float) for a in losses], axis=1)
+                line[f"{part} {by}"] = against(table, int(alpha.argmax()))
+        lines.append(line)
+    seconds = time.perf_counter() - began
+    return [line | {"seconds": round(seconds / seeds, 1), "jax": jax.__version__} for line in lines]
+
+
+def against(table: np.ndarray, choice: int) -> dict[str, list]:
+    """Of losses [n, h + 1], the mixture's last: means, and differences from those of ``choice``."""
+    gaps = table[:, [choice]] - table
+    errors = gaps.std(axis=0, ddof=1) / len(table) ** 0.5
+    columns = {"mean": table.mean(axis=0), "worse by": gaps.mean(axis=0), "error": errors}
+    return {"rows": len(table)} | {k: v.round(6).tolist() for k, v in columns.items()}
+
+
+# ----------------------------------------------------------------------------- what came of it
+
+
+def within_noise(judged: dict[str, list], noise: float = 1.0) -> bool:
+    """No activation is better by more than the noise; the mixture, which is last, is left out."""
+    pairs = zip(judged["worse by"][:-1], judged["error"][:-1], strict=True)
+    return all(gap <= noise * error + 1e-9 for gap, error in pairs)
+
+
+def right(line: dict, by: str) -> bool:
+    """Is the argmax within a standard error of the activation that is best on the test rows?"""
+    judged = line[f"test {by}"]
+    best = int(np.argmin(judged["mean"][:-1]))
+    return judged["worse by"][best] <= judged["error"][best] + 1e-9
+
+
+RULES = {
+    "always": lambda line: True,
+    "loss": lambda line: within_noise(line["validation loss"]),
+    "error": lambda line: within_noise(line["validation error"]),
+    "loss and error (the command's)": lambda line: (
+        within_noise(line["validation loss"]) and within_noise(line["validation error"])
+    ),
+}
+
+
+def report(lines: list[dict]) -> str:
+    """How often each rule says "discretise", and how often that is right."""
+    rows = []
+    for group in GROUPS:
+        own = harness.where(lines, group=group)
+        for setting in (*SETTINGS, None):
+            some = [line for line in own if setting in (line["setting"], None)]
+            for rule, says in RULES.items() if some else ():
+                yes = [line for line in some if says(line)]
+                shares = [share([right(line, by) for line in yes]) for by in ("loss", "error")]
+                label = f"{group}: {setting or 'all'}"
+                rows.append([label, rule, f"{len(yes)} of {len(some)}", *shares])
+    return harness.table(["setting", "rule", "says so", "right by loss", "right by error"], rows)
+
+
+def share(found: list[bool]) -> str:
+    if not found:
+        return "-"
+    p = sum(found) / len(found)
+    return f"{100 * p:.0f} ± {100 * (p * (1 - p) / len(found)) ** 0.5:.0f} %"
+
+
+def main() -> None:
+    flags = harness.command_line(__file__, __doc__, report)
+    if flags.small:
+        sizes = {"seeds": 3, "steps": 5, "inner_steps": 20}
+        if flags.smoke:
+            sizes = {"seeds": 2, "steps": 1, "inner_steps": 2, "width": 16}
+            sizes |= dict.fromkeys(("train", "valid", "test"), 20)
+        harness.finish(measure("digits, hinge", "measured", **sizes), None, report)
+        return
+    done = harness.read(flags.results)
+    for group in GROUPS:
+        for setting in SETTINGS:
+            if not harness.where(done, setting=setting, group=group):
+                lines = measure(setting, group)
+                harness.append(flags.results, *lines)
+                done += lines
+                print(setting, group, flush=True)
+    harness.finish(done, flags.results, report, write_rows=False)
+
+
+if __name__ == "__main__":
+    main()

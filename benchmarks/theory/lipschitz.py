@@ -1,0 +1,350 @@
+"""Does training move in proportion to the activation's parameter?  (Oymak et al. 2021, Figure 2)
+
+Networks with s_a = (1 - a) ReLU + a Sigmoid, trained at a and at a + da from the same initial
+weights with the same batches: |theta_a - theta_{a+da}| / da against the width k.
+
+(a) shallow: f(x) = v' s_a(W x), W [k, 784] trained, v ~ N(0, 2/k) fixed;
+(b) deep: four layers of k, k/2, k/4, 1 units, all trained.
+
+MNIST's digits 0 and 1, pixels in [0, 1], labels -1 and 1, mean of (f - y)^2 over batches of 128
+(the rest of an epoch is left out), weights ~ N(0, 2/fan_in) (He), no biases, SGD at 0.003 for 60
+epochs. Labels, pixels, the loss's factor, biases, v and what to do where a + da > 1 (here nothing)
+are not in the paper. Every a, uniform in [0, 1], has initial weights of its own.
+
+Beside it: the same quotient for the predictions on test images, largest over images (Assumption 1);
+at the smallest width all of it in float64, with a da so small that float32 would show its rounding
+and any algorithm its jumps; and with all images, also for labels 0 and 1.
+
+Pixels that are 0 in all images are dropped: their weights do not move, so this changes nothing.
+
+All of the paper's widths and 20 a, on 1,536 of the 12,665 images. Every a is a row of its own,
+written as it ends; what the results file holds is not measured again. They come in blocks of five,
+each through all widths: a run that is cut short has fewer a, not fewer widths.
+
+    python benchmarks/theory/lipschitz.py            # hours, most of them for the last width
+    python benchmarks/theory/lipschitz.py --quick    # a minute, no results file
+    python benchmarks/theory/lipschitz.py --smoke    # one narrow network on scikit-learn's digits
+    python benchmarks/theory/lipschitz.py --full     # with all images: eight times as long
+    python benchmarks/theory/lipschitz.py --table    # the results file as Markdown
+"""
+
+import dataclasses
+import functools
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import bilevel.data
+from benchmarks import harness
+from benchmarks.harness import standard_error
+from bilevel.theory.stability import lipschitz
+
+DELTAS = (0.005, 0.01, 0.03, 0.05, 0.07)
+TINY = 64 * float(np.finfo(np.float32).eps)  # shows rounding, where the algorithm has no jumps
+BATCH, STEP_SIZE, PIXELS = 128, 0.003, 784
+BLOCK = 5  # a's
+NETWORKS = {"shallow": "(a) shallow, input layer trained", "deep": "(b) four layers"}
+WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+AXES = {"shallow": 1.4, "deep": 3.0}  # where the paper's axes end
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    widths: tuple[int, ...]
+    alphas: int
+    images: int | None = None  # None: all
+    epochs: int = 60
+    data: str = "mnist"
+
+
+SIZES = {
+    "smoke": Sizes((16, 32), alphas=2, images=256, epochs=2, data="digits"),
+    "quick": Sizes((64, 128), alphas=3, images=512),
+    "default": Sizes(WIDTHS, alphas=20, images=1536),
+    "full": Sizes(WIDTHS, alphas=20),
+}
+SMALL = SIZES["smoke"], SIZES["quick"]
+
+
+def digits(name, images, labels):
+    """Training rows [n, d], their labels, test rows, and which pixels the d are."""
+    data = bilevel.data.load(name)
+
+    def rows(x, y, most):
+        binary = np.flatnonzero(y < 2)[:most]
+        return x[binary].reshape(len(binary), -1), np.array(labels, np.float32)[y[binary]]
+
+    x, y = rows(data.x_train, data.y_train, images)
+    x_test, _ = rows(data.x_test, data.y_test, 1000)
+    used = np.flatnonzero((x != 0).any(axis=0) | (x_test != 0).any(axis=0))
+    return x[:, used], y, x_test[:, used], used
+
+
+def draws(sizes, images):
+    """The a's, a key for each, and the rows of every batch, [steps, BATCH]."""
+    alpha_key, weight_key, order_key = jax.random.split(jax.random.key(0), 3)
+    alphas = jax.random.uniform(alpha_key, (sizes.alphas,), jnp.float32)
+    epochs = [
+        jax.random.permutation(key, images)[: images // BATCH * BATCH].reshape(-1, BATCH)
+        for key in jax.random.split(order_key, sizes.epochs)
+    ]
+    return alphas, jax.random.split(weight_key, sizes.alphas), jnp.concatenate(epochs)
+
+
+def initial(key, network, width, used):
+    outputs = (width, 1) if network == "shallow" else (width, width // 2, width // 4, 1)
+    shapes = list(zip(outputs, (PIXELS, *outputs[:-1]), strict=True))
+    keys = jax.random.split(key, len(shapes))
+    normal = [jax.random.normal(k, s, jnp.float32) for k, s in zip(keys, shapes, strict=True)]
+    first, *rest = [math.sqrt(2 / w.shape[1]) * w for w in normal]
+    return [first[:, used], *rest]
+
+
+def predict(weights, alpha, x):
+    *hidden, last = weights
+    h = x.T  # units first: then the first layers of all runs are one matrix product
+    for w in hidden:
+        z = w @ h
+        h = (1 - alpha) * jax.nn.relu(z) + alpha * jax.nn.sigmoid(z)
+    return (last @ h)[0]
+
+
+def train(weights, alpha, trained, data, order):
+    """SGD on the first ``trained`` layers: their weights, and predictions on the test rows."""
+    x, y, x_test = data
+    fixed = weights[trained:]
+
+    def loss(moving, rows):
+        return jnp.mean((predict(moving + fixed, alpha, x[rows]) - y[rows]) ** 2)
+
+    def step(moving, rows):
+        return optax.tree.add_scale(moving, -STEP_SIZE, jax.grad(loss)(moving, rows)), None
+
+    moving, _ = jax.lax.scan(step, weights[:trained], order)
+    return moving, predict(moving + fixed, alpha, x_test)
+
+
+def norms(difference):
+    weights, predictions = difference
+    return jnp.stack([optax.tree.norm(weights), jnp.max(jnp.abs(predictions))])
+
+
+@functools.cache
+def compiled(network, width, sizes, labels, deltas, dtype):
+    """A function of a key and an a, which trains at that a and beside it; its compile time."""
+    x, y, x_test, used = digits(sizes.data, sizes.images, labels)
+    _, _, order = draws(sizes, len(y))
+    data, deltas = [jnp.asarray(part, dtype) for part in (x, y, x_test)], jnp.asarray(deltas, dtype)
+
+    def around(key, alpha):
+        weights = [w.astype(dtype) for w in initial(key, network, width, used)]
+        trained = 1 if network == "shallow" else len(weights)
+
+        def algorithm(alpha):
+            return train(weights, alpha, trained, data, order)
+
+        return lipschitz(algorithm, alpha[None], deltas, norm=norms)[0]
+
+    return harness.compiled(around, jax.random.key(0), jnp.zeros((), dtype))
+
+
+def measure(
+    network, width, sizes, index, *, labels=(-1, 1), deltas=DELTAS, dtype="float32"
+) -> dict:
+    """A row: for the a of that index quotients [deltas] of the weights and of the predictions."""
+    images = len(digits(sizes.data, sizes.images, labels)[1])
+    alphas, keys, _ = draws(sizes, images)
+    # Full precision, also where a device would multiply in fewer bits: the differences cancel.
+    with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("float32"):
+        run, compilation = compiled(network, width, sizes, labels, deltas, dtype)
+        start = time.perf_counter()
+        found = np.asarray(run(keys[index], alphas[index].astype(dtype)), float)
+        seconds = time.perf_counter() - start
+    row = {"images": images, "deltas": deltas, "a": float(alphas[index])}
+    row |= {"weights": found[:, 0].tolist(), "predictions": found[:, 1].tolist()}
+    return row | {"seconds": seconds, "compile_seconds": compilation}
+
+
+def tasks(sizes):
+    """What identifies each row, and the options that it is measured with; by part and by width."""
+    smallest, whole = sizes.widths[0], dataclasses.replace(sizes, images=None)
+    every = [
+        ("figure", network, width, sizes, {}) for width in sizes.widths for network in NETWORKS
+    ]
+    others = []
+    for network in NETWORKS:
+        wide = {"deltas": (*DELTAS, TINY), "dtype": "float64"}
+        others.append(("float64", network, smallest, sizes, wide))
+        others.append(("rounding", network, smallest, sizes, {"deltas": (TINY,)}))
+        for labels in ((-1, 1), (0, 1)) if sizes not in SMALL else ():
+            options = {"labels": labels, "deltas": (0.03,)}
+            others.append(("all images", network, smallest, whole, options))
+    for first in range(0, sizes.alphas, BLOCK):
+        for part, network, width, of, options in (*others, *every):
+            for index in range(first, min(first + BLOCK, sizes.alphas)):
+                row = {"part": part, "network": network, "width": width, "index": index}
+                row |= {"dtype": options.get("dtype", "float32")}
+                row |= {"labels": list(options.get("labels", (-1, 1)))}
+                yield row, functools.partial(measure, network, width, of, index, **options)
+
+
+def joined(rows):
+    """A row for each network of each part, with the values of all its a, of which it has two."""
+    found = {}
+    for row in rows:
+        if row["part"] != "environment":
+            names = "part", "network", "width", "dtype", "labels", "images"
+            found.setdefault(str([row[name] for name in names]), []).append(row)
+    for of_it in found.values():
+        of_it.sort(key=lambda row: row["index"])
+    together = "a", "weights", "predictions"
+    return [
+        of_it[0] | {name: [row[name] for row in of_it] for name in together}
+        for of_it in found.values()
+        if len(of_it) > 1
+    ]
+
+
+def common(figure):
+    """Of the widths that have a block of a: the a that all of them have."""
+    figure = [row for row in figure if len(row["a"]) >= min(BLOCK, len(figure[0]["a"]))]
+    shared = set.intersection(*(set(row["a"]) for row in figure))
+    return [only(shared, row) for row in figure]
+
+
+def only(shared, row):
+    """The row with those of its a that are among the ``shared``."""
+    places = [i for i, a in enumerate(row["a"]) if a in shared]
+    return row | {name: [row[name][i] for i in places] for name in ("a", "weights", "predictions")}
+
+
+def spread(x) -> str:
+    return harness.spread(x, ".3f")
+
+
+def verdicts(rows, network):
+    """Pairs of whether what the paper says or its axes show is seen, and what is."""
+    of_network = functools.partial(harness.where, joined(rows), network=network)
+    figure, end = common(of_network(part="figure")), AXES[network]
+    quotients = np.array([r["weights"] for r in figure])  # [widths, alphas, deltas]
+    means = quotients.mean(axis=1)
+    yield means.max() <= end, f"inside the paper's axis (0 to {end}): means up to {means.max():.2f}"
+    widths = means.mean(axis=1)
+    ratio, ends = (
+        widths.max() / widths.min(),
+        f"{widths[0]:.2f} at the first, {widths[-1]:.2f} last",
+    )
+    yield ratio <= 1.5, f"flat in the width: within a factor {ratio:.2f} (asked: 1.5), {ends}"
+    ratio = (means.max(axis=1) / means.min(axis=1)).max()
+    yield ratio <= 1.25, f"flat in da: within a factor {ratio:.2f} at every width (asked: 1.25)"
+    short, long = quotients[:, :, :2].mean(axis=2), quotients[:, :, 2:].mean(axis=2)
+    excess = 100 * np.mean(short / long - 1, axis=0)
+    size = "over" if np.mean(excess) > 2 * standard_error(excess) else "under"
+    text = f"slightly larger at da <= 0.01 than above: by {spread(excess)} %, {size} two s.e."
+    yield np.mean(excess) > 0, text
+    (wide,), (tiny,) = of_network(part="float64"), of_network(part="rounding")
+    exact, narrow = np.array(wide["weights"]), np.mean(tiny["weights"])
+    both = set(wide["a"]) & set(figure[0]["a"])  # those that float32 and float64 have had
+    pair = (np.array(only(both, row)["weights"]) for row in (figure[0], wide))
+    means = [np.mean(of_it[:, : len(DELTAS)], axis=0) for of_it in pair]
+    off = np.max(np.abs(means[0] / means[1] - 1))
+    text = f"float64 moves the means at width {wide['width']} by {100 * off:.1g} %"
+    yield (
+        "no effect of rounding" if off < 0.01 else "an effect of rounding",
+        f"{text}; at da = {TINY:.2g}: {exact[:, -1].mean():.2f}, in float32 {narrow:.2f}",
+    )
+    for row in of_network(part="all images"):
+        fits = np.mean(row["weights"]) <= end
+        text = (
+            f"the axis with all {row['images']} images, labels {tuple(row['labels'])} (which the "
+        )
+        text += f"paper does not give), at width {row['width']}, da = {DELTAS[2]}: "
+        text += f"{spread(np.ravel(row['weights']))}"
+        yield fits, f"{'inside' if fits else 'beyond'} {text}"
+
+
+def figure_table(rows) -> str:
+    head = ["network", "k", "a", *(f"da = {d}" for d in DELTAS), f"predictions, da = {DELTAS[2]}"]
+    lines = []
+    for network, name in NETWORKS.items():
+        for row in common(harness.where(joined(rows), part="figure", network=network)):
+            cells = [spread(column) for column in np.transpose(row["weights"])]
+            cells.append(spread(np.array(row["predictions"])[:, 2]))
+            lines.append([name, row["width"], len(row["a"]), *cells])
+    return harness.table(head, lines)
+
+
+def report(rows) -> str:
+    sizes = rows[0]["sizes"]
+    heads, others = harness.where(rows, part="environment"), [r for r in rows if "index" in r]
+    images = harness.where(rows, part="figure")[0]["images"]
+    seconds = sum(row["seconds"] for row in others)
+    parts = [
+        f"{images} images of MNIST's 0 and 1, random a (mean ± s.e.), "
+        f"{sizes['epochs']} epochs, float32; {'; '.join(head['device'] for head in heads)}: "
+        f"{seconds:.0f} s of running.",
+        figure_table(rows),
+    ]
+    return "\n\n".join([*parts, verdict_lines(rows)])
+
+
+GRADES = {True: "reproduced in part", False: "not reproduced"}
+
+
+def verdict_lines(rows) -> str:
+    """The verdicts; with fewer images than the paper's no claim is reproduced in full."""
+    return "\n".join(
+        f"- {name}, {GRADES.get(holds, holds)}: {text}"
+        for network, name in NETWORKS.items()
+        for holds, text in verdicts(rows, network)
+    )
+
+
+def picture(rows, path):
+    with harness.picture(path, 1, 2, figsize=(11, 4.2)) as (_, axes):
+        draw(rows, axes)
+
+
+def draw(rows, axes):
+    for ax, (network, name) in zip(axes, NETWORKS.items(), strict=True):
+        found = common(harness.where(joined(rows), part="figure", network=network))
+        widths = [r["width"] for r in found]
+        quotients = np.array([r["weights"] for r in found])  # [widths, alphas, deltas]
+        for j, delta in enumerate(DELTAS):
+            mean = quotients[:, :, j].mean(axis=1)
+            error = standard_error(quotients[:, :, j].T)
+            beside = np.array(widths) * 2 ** (0.05 * (j - 2))  # where their bars do not overlap
+            ax.errorbar(beside, mean, error, fmt="os^Dv"[j] + "-", label=f"Δα = {delta}")
+        ax.axhline(AXES[network], color="grey", linewidth=0.8, linestyle="--")
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(widths, widths)
+        ax.minorticks_off()
+        top = 1.02 * max(AXES[network], ax.get_ylim()[1])
+        ax.set(title=name, xlabel="width k", ylim=(0, top))
+    axes[0].set_ylabel("|θ(α) - θ(α + Δα)| / Δα, mean ± s.e.")
+    axes[1].legend(ncols=2, loc="lower right", title="dashed: where the paper's axis ends")
+
+
+def main() -> None:
+    flags = harness.command_line(__file__, __doc__, report, full=True)
+    sizes = SIZES[flags.size]
+    rows = harness.read(flags.results) if flags.results else []
+    here = harness.environment(seed=0, sizes=dataclasses.asdict(sizes))
+    if not harness.where(rows, part="environment", device=here["device"]):
+        rows.append(here)
+        harness.append(flags.results, here)
+    for identity, of in tasks(sizes):
+        if harness.where(rows, **identity):
+            continue
+        rows.append(identity | of())
+        harness.append(flags.results, rows[-1])
+        print(*identity.values(), *(f"{q:.3f}" for q in rows[-1]["weights"]), flush=True)
+    harness.finish(rows, flags.results, report, picture, write_rows=False)
+
+
+if __name__ == "__main__":
+    main()

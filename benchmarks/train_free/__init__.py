@@ -1,0 +1,1 @@
+"""Rankings of the networks of NAS-Bench-201 without training."""

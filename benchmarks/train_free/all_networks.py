@@ -1,0 +1,241 @@
+"""Which untrained score ranks all 15,625 networks of NAS-Bench-201 best?  (Dong & Yang 2020)
+
+Every network is scored at its initial weights on one batch of 32 images of CIFAR-10, and held
+against the benchmark's accuracies: no error of a sample is left, that of the batch and of one draw
+of the weights is. Beside the scores stand counts that look at nothing but the genotype.
+
+Scores of derivatives are those of a function, and 5,260 of the networks are different functions
+(`nasbench201.canonical`): one network of each is scored, and the others have its score.
+
+Sums of log ranks: on a random half of the networks parts are added one by one, at most four, while
+the mean tau of the three datasets grows by 0.002; the other half judges. This 20 times.
+
+Networks come in random order, so that a run that was cut short has judged a sample; the scores are
+kept (`results/all_networks*.npz`), and a second run goes on where the first one was. Scores that
+other code or another machine has kept can be judged, but not gone on with: to score anew, remove
+them.
+
+    python benchmarks/train_free/all_networks.py           # naswot, synflow, ...: hours of one core
+    python benchmarks/train_free/all_networks.py --quick   # small networks, 40 of them; no results file
+    python benchmarks/train_free/all_networks.py --smoke   # ten of them, on random images: 10 s
+    python benchmarks/train_free/all_networks.py --table
+    python benchmarks/train_free/all_networks.py --only synflow l2_norm
+    python benchmarks/train_free/all_networks.py --kept    # judges what is kept, and scores nothing
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import bilevel.data
+from benchmarks import harness
+from bilevel.nets.images import unit_images
+from bilevel.runs import records
+from bilevel.spaces.nasbench201 import PRIMITIVES, all_networks, canonical, encode, genotypes
+from bilevel.spaces.nasbench201.judging.table import DATASETS, load_table
+from bilevel.spaces.nasbench201.judging.verdicts import BASELINES, correlations, sum_of_log_ranks
+from bilevel.spaces.nasbench201.scoring import Scored, score_networks
+
+OF_FUNCTIONS = "jacov", "grad_norm", "snip", "zico", "wrcor"  # what has no effect adds nothing
+COUNTS = "trainable layers", "multiply-adds", "conv edges"  # parameters rank as multiply-adds do
+FILES = {
+    "all_networks.npz": ("synflow", "l2_norm", "naswot"),
+    "all_networks_functions.npz": ("jacov", "grad_norm", "snip", "zico"),
+    "all_networks_responses.npz": ("wrcor",),
+}
+SCORES = tuple(name for names in FILES.values() for name in names)
+PATHS = [3], [0, 4], [1, 5], [0, 2, 5]  # from the cell's input to its output, by places in EDGES
+HALVES, PARTS, GAIN = 20, 4, 0.002
+TESTS = [f"{dataset}-test" for dataset in DATASETS]
+PUBLISHED = (0.750, 0.753, 0.743)  # VKDNW with four others: the best untrained figures printed
+
+
+def task(size):
+    """Networks, weights, batch."""
+    small = size != "default"
+    networks = all_networks(classes=10, **({"cells": 1, "channels": 4} if small else {}))
+    count, key = 12 if small else 32, jax.random.key(0)
+    if size == "smoke":
+        rng = np.random.default_rng(0)
+        x, y = jnp.asarray(rng.random((count, 8, 8, 3)), jnp.float32), rng.integers(10, size=count)
+    else:
+        ((train, *_),) = bilevel.data.draw_splits("cifar10", [key], train=count, valid=1, test=1)
+        (x,) = unit_images(train[0])
+        x, y = x[:, ::4, ::4] if small else x, train[1]
+    w = jax.jit(lambda key: networks.init(key, x.shape[1:]))(jax.random.key(1))
+    return networks, w, (x, jnp.asarray(y))
+
+
+def order(count=None) -> np.ndarray:
+    """Rows of the benchmark's table as they are scored, the first ``count``."""
+    return np.random.RandomState(0).permutation(len(genotypes()))[:count]
+
+
+def places(name, rows) -> tuple[np.ndarray, np.ndarray]:
+    """Which of the rows a score is computed on; and for each row, which of these it has it from."""
+    if name not in OF_FUNCTIONS:
+        return np.arange(len(rows)), np.arange(len(rows))
+    first: dict[str, int] = {}
+    of_row = [first.setdefault(canonical(genotypes()[row]), i) for i, row in enumerate(rows)]
+    return np.unique(of_row, return_inverse=True)
+
+
+def scored(names, rows, score):
+    """Scores of the rows, larger is better, and seconds; by ``score(names, cells, file)``."""
+    cells = encode([genotypes()[row] for row in rows])
+    values, seconds = {}, {}
+    for file, its in FILES.items():
+        if not (wanted := [name for name in names if name in its]):
+            continue
+        own, lent = places(its[0], rows)
+        found = score(wanted, cells[own], harness.RESULTS / file)
+        values |= {name: value[lent] for name, value in found.oriented().items()}
+        seconds |= found.seconds
+    return values, seconds
+
+
+def computed(size):
+    """``score`` that resumes a file; small sizes use none."""
+    networks, w, batch = task(size)
+
+    def score(names, cells, file):
+        file = file if size == "default" else None
+        return score_networks(names, networks, w, cells, batch, progress=True, file=file)
+
+    return score
+
+
+def kept(names, cells, file) -> Scored:
+    """From the file alone, wherever its scores were computed."""
+    arrays, notes = records.read_arrays(file)
+    if not np.array_equal(arrays["genotypes"][: len(cells)], cells):
+        raise SystemExit(f"{file}: expected the networks in the order of this script.")
+    values, seconds = {}, {}
+    for key, score in arrays.items():
+        program, _, name = key.partition("/")  # grad_norm and snip are of one, "gradient"
+        if name in names:
+            values[name], seconds[name] = score, notes["seconds"][program] / len(score)
+    for name in names:
+        if len(values.get(name, ())) < len(cells):
+            raise SystemExit(f"{file}: expected {len(cells)} of {name}, not so many are kept.")
+    return Scored(values, seconds, {})
+
+
+def without_inert() -> np.ndarray:
+    """Networks whose every operation other than "none" has an effect, [15625]."""
+    carries = encode(genotypes()) != PRIMITIVES.index("none")
+    live = np.zeros_like(carries)
+    for path in PATHS:
+        live[:, path] |= carries[:, path].all(axis=1, keepdims=True)
+    return (live == carries).all(axis=1)
+
+
+def taus(score, accuracies) -> list[float]:
+    return [correlations(score, accuracy).tau for accuracy in accuracies]
+
+
+def chosen(scores, accuracies) -> list[str]:
+    """Parts that are added while the mean tau grows."""
+    parts, best = [], 0.0
+    while len(parts) < PARTS:
+        found = {
+            name: np.mean(taus(sum_of_log_ranks(*(scores[p] for p in (*parts, name))), accuracies))
+            for name in scores
+            if name not in parts
+        }
+        name = max(found, key=found.get)
+        if found[name] < best + GAIN:
+            break
+        parts, best = [*parts, name], found[name]
+    return parts
+
+
+def halves(scores, accuracies, which):
+    """For each random half: the parts chosen on it, and their taus on the other."""
+    size = len(accuracies[0])
+    for half in range(HALVES):
+        mine = np.random.default_rng(half).permutation(size) < size // 2
+        parts = chosen({k: v[mine] for k, v in scores.items()}, [a[mine] for a in accuracies])
+        other = sum_of_log_ranks(*(scores[p][~mine] for p in parts))
+        found = taus(other, [a[~mine] for a in accuracies])
+        yield {"what": "half", "networks": which, "half": half, "parts": parts, "taus": found}
+
+
+def judged(rows, scores, seconds):
+    """Correlations of all scores and counts, on all networks and on those without inert parts."""
+    table, counts = load_table(), {}
+    for name in COUNTS:
+        counts[name] = np.array([BASELINES[name](genotypes()[row]) for row in rows], float)
+    everything = scores | counts
+    for which, keep in {"all": np.full(len(rows), True), "active": without_inert()[rows]}.items():
+        accuracies = [table.accuracy[test][rows][keep] for test in TESTS]
+        own = {name: score[keep] for name, score in everything.items()}
+        for name, score in own.items():
+            found = [correlations(score, accuracy) for accuracy in accuracies]
+            row = {"what": "score", "networks": which, "score": name, "count": int(keep.sum())}
+            row |= {"taus": [c.tau for c in found], "rhos": [c.rho for c in found]}
+            yield row | {"seconds": seconds.get(name)}
+        yield from halves(own, accuracies, which)
+
+
+def report(rows) -> str:
+    """Correlations, then what was chosen on halves."""
+    text = []
+    kinds = {"all": "networks, all there are", "active": "networks without inert operations"}
+    for which, what in kinds.items():
+        lines = harness.where(rows, what="score", networks=which)
+        if not lines:
+            continue
+        lines.sort(key=lambda row: -np.mean(row["taus"]))
+        cells = [
+            (
+                row["score"],
+                "" if row["seconds"] is None else f"{row['seconds']:.2f}",
+                *(f"{t:.3f} ({r:.3f})" for t, r in zip(row["taus"], row["rhos"], strict=True)),
+            )
+            for row in lines
+        ]
+        head = ("score", "s / network", *(f"tau (rho) {name}" for name in DATASETS.values()))
+        text += [f"{lines[0]['count']:,} {what}:", harness.table(head, cells)]
+        text.append(of_halves(harness.where(rows, what="half", networks=which)))
+    return "\n\n".join(text)
+
+
+def of_halves(rows) -> str:
+    """The distribution over the halves."""
+    found = np.array([row["taus"] for row in rows])
+    quantiles = np.quantile(found, [0, 0.5, 1], axis=0)
+    lines = [
+        (name, *(f"{x:.3f}" for x in values))
+        for name, values in zip(("smallest", "median", "largest"), quantiles, strict=True)
+    ]
+    passed = int((found >= PUBLISHED).all(1).sum())
+    lines.append(("best printed", *(f"{x:.3f}" for x in PUBLISHED)))
+    kinds = [", ".join(row["parts"]) for row in rows]
+    most = max(set(kinds), key=kinds.count)
+    table = harness.table(("tau on the other half", *DATASETS.values()), lines)
+    return (
+        f"Up to {PARTS} parts chosen on a half, {len(rows)} halves; {kinds.count(most)} times "
+        f"{most}; {passed} of {len(rows)} pass the best printed figures on all three datasets:\n\n"
+        f"{table}"
+    )
+
+
+def main() -> None:
+    flags = {
+        "only": {"nargs": "+", "choices": SCORES, "help": "these scores alone"},
+        "kept": {"action": "store_true", "help": "judge the scores in the files; compute none"},
+    }
+    arguments = harness.command_line(__file__, __doc__, report, **flags)
+    size = arguments.size
+    names = arguments.only or {"smoke": SCORES[:1], "quick": SCORES[:4], "default": SCORES}[size]
+    rows = order({"smoke": 10, "quick": 40, "default": None}[size])
+    scores, seconds = scored(names, rows, kept if arguments.kept else computed(size))
+    found = [harness.environment(kept=arguments.kept), *judged(rows, scores, seconds)]
+    # The committed file has all scores: those of --only go to a file that is named, if at all.
+    own = arguments.results == harness.RESULTS / "all_networks.jsonl"
+    harness.finish(found, None if arguments.only and own else arguments.results, report)
+
+
+if __name__ == "__main__":
+    main()

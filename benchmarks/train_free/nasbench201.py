@@ -1,0 +1,632 @@
+"""What does a train-free score of a network of NAS-Bench-201 cost?  (Dong & Yang 2020)
+
+Networks drawn uniformly from all 15,625, at initialisation, each scored on the same batch:
+
+- by `ntk.scores` on `bilevel.spaces.nasbench201`, where the genotype is an argument: for each score
+  one compiled function, for all networks;
+- by plain PyTorch, run as it stands: a module for each genotype and the same definitions, written
+  here. Operations that `none` cuts off from the output are left out, as in ours; synflow is in
+  float64, as the original. Building the modules is not counted.
+
+`logits` is the forward pass alone. Images and labels are random numbers. All networks take their
+weights from one set, ours, in both libraries: so the values have to agree, network by network. In
+float32 they do up to rounding, which now and then moves a gradient across the kink of a ReLU, and
+so the median over networks is judged; with `--dtype float64` the largest difference is.
+
+A process for each library and score, one at a time; PyTorch's does every other network before ours
+and the rest after. The ratio is of mean times over the networks that both have scored, its standard
+error that of paired differences; beside it the processor's, which other work disturbs less. A
+process stops at its limit of seconds: expensive scores have fewer networks. The first call compiles
+and is not counted. Memory is the largest resident set while networks are scored, and in brackets
+what that adds to what was there before (on a device of its own, the largest allocation).
+
+PyTorch is in the dependency group `peers`, for an environment of its own; `--peers` measures ours
+alone, without a results file.
+
+    python benchmarks/train_free/nasbench201.py            # batch 32: up to an hour on two cores
+    python benchmarks/train_free/nasbench201.py --quick    # small networks, four scores: minutes; no results
+    python benchmarks/train_free/nasbench201.py --quick --peers torch    # with PyTorch
+    python benchmarks/train_free/nasbench201.py --smoke    # tiny networks, one score, ours alone
+    python benchmarks/train_free/nasbench201.py --full     # all 15,625, without a limit; for an accelerator
+    python benchmarks/train_free/nasbench201.py --table    # the results files as Markdown
+
+`--scores naswot synflow`: these alone, in place of their rows in the results.
+`--batch-genotypes 64`: so many networks in one call (`jax.vmap`); for an accelerator.
+`--dtype float64`: to compare values; with `--quick --scores ...` in minutes.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.harness import plus_minus
+
+# Each library is imported where it runs: one's memory is not the other's.
+
+LIBRARIES = {"torch": "PyTorch", "bilevel": "bilevel"}
+SCORES = ["logits", "naswot", "eigen_nas", "grad_norm", "snip", "synflow", "jacov", "te_nas"]
+FASTER = {"naswot": 2, "eigen_nas": 1}  # than PyTorch, at least so many times
+TIMES = "seconds", "processor_seconds"
+CLASSES, SEED = 10, 0
+OPERATIONS = "none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3"
+EDGES = (0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3)
+SPACE = (len(OPERATIONS),) * len(EDGES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    cells: int  # of each stage
+    channels: int
+    side: int
+    batch: int
+    networks: int
+    peers: int  # of these networks, by PyTorch
+    limit: float | None  # seconds, of a process
+    together: int = 1  # networks in a call of ours
+    dtype: str = "float32"
+
+
+SIZES = {
+    "smoke": Sizes(1, 2, side=8, batch=4, networks=4, peers=2, limit=5),
+    "quick": Sizes(1, 4, side=16, batch=8, networks=16, peers=8, limit=20),
+    "default": Sizes(5, 16, side=32, batch=32, networks=500, peers=60, limit=240),
+    "full": Sizes(5, 16, side=32, batch=32, networks=math.prod(SPACE), peers=200, limit=None),
+}
+SMALL = {"smoke": SCORES[1:2], "quick": SCORES[:4]}
+
+
+def draw_genotypes(sizes):
+    """Indices of operations, [networks, 6]."""
+    places = np.random.default_rng(SEED).permutation(math.prod(SPACE))[: sizes.networks]
+    return np.stack(np.unravel_index(places, SPACE), axis=1).astype(np.int32)
+
+
+def draw_batch(sizes):
+    """Images [n, h, w, c] and labels [n]."""
+    rng, shape = np.random.default_rng(SEED), (sizes.batch, sizes.side, sizes.side, 3)
+    return rng.normal(size=shape).astype(sizes.dtype), rng.integers(CLASSES, size=sizes.batch)
+
+
+# ------------------------------------------------------------------------------------- ours
+
+
+def our_networks(sizes):
+    from bilevel.spaces.nasbench201 import EDGES as OURS
+    from bilevel.spaces.nasbench201 import PRIMITIVES, all_networks
+
+    assert (EDGES, OPERATIONS) == (OURS, PRIMITIVES)
+    return all_networks(classes=CLASSES, cells=sizes.cells, channels=sizes.channels)
+
+
+def draw_weights(sizes, path) -> None:
+    """Of all operations on all edges, by our names."""
+    import jax
+    from flax.traverse_util import flatten_dict
+
+    w = our_networks(sizes).init(jax.random.key(SEED), (sizes.side, sizes.side, 3))
+    np.savez(path, **flatten_dict(jax.device_get(w), sep="/"))
+
+
+def bilevel_score(name, sizes, path):
+    """``prepare(genotypes) -> call``, ``call() -> values``; what to report; the allocation."""
+    import jax
+    from flax.traverse_util import unflatten_dict
+
+    import ntk
+    from ntk.scores.registry import score_description
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax.config.update("jax_enable_x64", sizes.dtype == "float64")
+    if name == "logits":  # to be compared to more digits than an accelerator's default has
+        jax.config.update("jax_default_matmul_precision", "float32")
+    networks = our_networks(sizes)
+    w = {key: array.astype(sizes.dtype) for key, array in np.load(path).items()}
+    w = jax.device_put(unflatten_dict(w, sep="/"))
+    batch = jax.device_put(draw_batch(sizes))
+
+    unnormalized = name != "logits" and score_description(name).batch_norm == "removed"
+
+    def value(w, genotype, batch):
+        apply = networks.apply_unnormalized if unnormalized else networks.apply
+        w = networks.select(w, genotype)
+        if name == "logits":
+            return apply(w, genotype, batch[0])
+        score = getattr(ntk.scores, name)
+        return score(None, lambda w, x: apply(w, genotype, x), w, batch)
+
+    call = jax.jit(value if sizes.together == 1 else jax.vmap(value, in_axes=(None, 0, None)))
+    known = {"device": jax.devices()[0].device_kind, "platform": jax.default_backend()}
+    known["compilations"] = 0
+
+    def listen(event, seconds, **_):
+        known["compilations"] += event == "/jax/core/compile/backend_compile_duration"
+
+    def prepare(genotypes):
+        argument = genotypes[0] if sizes.together == 1 else genotypes
+        return lambda: jax.device_get(call(w, argument, batch))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return prepare, known, harness.device_peak
+
+
+# ---------------------------------------------------------------------------------- PyTorch
+
+
+def torch_network(genotype, sizes, normalized=True):
+    """The network of a genotype, as PyTorch modules; their names are ours."""
+    import torch
+    from torch import nn
+
+    def conv(inputs, outputs, size=1, stride=1):
+        return nn.Conv2d(inputs, outputs, size, stride, (size - 1) // 2, bias=False)
+
+    def norm(c):
+        return nn.BatchNorm2d(c, track_running_stats=False) if normalized else nn.Identity()
+
+    class ReluConvNorm(nn.Module):
+        def __init__(self, inputs, outputs, size, stride=1):
+            super().__init__()
+            self.relu = nn.ReLU()
+            self.conv = conv(inputs, outputs, size, stride)
+            self.norm = norm(outputs)
+
+        def forward(self, x):
+            return self.norm(self.conv(self.relu(x)))
+
+    operations = {
+        "skip_connect": lambda c: nn.Identity(),
+        "nor_conv_1x1": lambda c: ReluConvNorm(c, c, 1),
+        "nor_conv_3x3": lambda c: ReluConvNorm(c, c, 3),
+        "avg_pool_3x3": lambda c: nn.AvgPool2d(3, 1, 1, count_include_pad=False),
+    }
+    names = [OPERATIONS[k] for k in genotype]
+    reaches = {3}  # nodes that lead to the output
+    for (source, node), name in reversed(list(zip(EDGES, names, strict=True))):
+        if name != "none" and node in reaches:
+            reaches.add(source)
+
+    class Cell(nn.Module):
+        def __init__(self, c):
+            super().__init__()
+            self.ends = []
+            for k, ((source, node), name) in enumerate(zip(EDGES, names, strict=True)):
+                if name != "none" and node in reaches:
+                    edge = nn.Sequential()
+                    edge.add_module(name, operations[name](c))
+                    self.add_module(f"edge_{k}", edge)
+                    self.ends.append((edge, source, node))
+
+        def forward(self, x):
+            nodes = {0: x}
+            for edge, source, node in self.ends:
+                if source not in nodes:  # nothing arrives there
+                    nodes[source] = torch.zeros_like(x)
+                y = edge(nodes[source])
+                nodes[node] = nodes[node] + y if node in nodes else y
+            return nodes[3] if 3 in nodes else torch.zeros_like(x)
+
+    class Reduction(nn.Module):
+        def __init__(self, c):
+            super().__init__()
+            self.first = ReluConvNorm(c, 2 * c, 3, stride=2)
+            self.second = ReluConvNorm(2 * c, 2 * c, 3)
+            self.pool = nn.AvgPool2d(2, 2)
+            self.shortcut = conv(c, 2 * c)
+
+        def forward(self, x):
+            return self.second(self.first(x)) + self.shortcut(self.pool(x))
+
+    class Stem(nn.Sequential):
+        def __init__(self, c):
+            super().__init__()
+            self.conv, self.norm = conv(3, c, 3), norm(c)
+
+    class Head(nn.Module):
+        def __init__(self, c):
+            super().__init__()
+            self.norm, self.relu = norm(c), nn.ReLU()
+            self.classifier = nn.Linear(c, CLASSES)
+
+        def forward(self, x):
+            return self.classifier(self.relu(self.norm(x)).mean((2, 3)))
+
+    c, network = sizes.channels, nn.Sequential()
+    network.add_module("stem", Stem(c))
+    for stage in range(3):
+        if stage:
+            network.add_module(f"reduction_{stage}", Reduction(c))
+            c *= 2
+        for cell in range(stage * sizes.cells, (stage + 1) * sizes.cells):
+            network.add_module(f"cell_{cell}", Cell(c))
+    network.add_module("head", Head(c))
+    return network
+
+
+def copy_weights(network, arrays) -> None:
+    """Ours into PyTorch's: kernels [k, k, in, out] and [in, out]."""
+    import torch
+
+    for name, p in network.named_parameters():
+        *place, last = name.split(".")
+        if last == "weight":
+            last = "scale" if p.ndim == 1 else "kernel"
+        array = torch.from_numpy(arrays["/".join([*place, last])])
+        if array.ndim > 1:
+            array = array.movedim((-1, -2), (0, 1))
+        with torch.no_grad():
+            p.copy_(array)
+
+
+def torch_scores():
+    """The scores that `ntk.scores` defines, of a network, images [n, c, h, w] and labels."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    # A dead network's output does not depend on its cells.
+    grad = functools.partial(torch.autograd.grad, allow_unused=True, materialize_grads=True)
+
+    def kernels(network):
+        return [p for p in network.parameters() if p.ndim > 1]
+
+    def loss_gradient(network, x, y):
+        weights = kernels(network)
+        return zip(weights, grad(F.cross_entropy(network(x), y), weights), strict=True)
+
+    @torch.no_grad()
+    def logits(network, x, y):
+        return network(x)
+
+    @torch.no_grad()
+    def naswot(network, x, y):
+        agreements = torch.zeros(len(x), len(x), device=x.device)
+
+        def count(module, inputs, output):
+            signs = torch.where(inputs[0].flatten(1) > 0, 1.0, -1.0)
+            agreements.add_((signs.shape[1] + signs @ signs.T) / 2)
+
+        relus = [module for module in network.modules() if isinstance(module, nn.ReLU)]
+        handles = [relu.register_forward_hook(count) for relu in relus]
+        network(x)
+        for handle in handles:
+            handle.remove()
+        if (torch.tril(agreements, -1) == agreements[0, 0]).any():
+            return torch.tensor(-torch.inf)
+        return torch.linalg.slogdet(agreements.double())[1]
+
+    def eigen_nas(network, x, y):
+        weights = list(network.parameters())
+        squares = [
+            sum((g**2).sum() for g in grad(network(x[i : i + 1]).sum(), weights))
+            for i in range(len(x))
+        ]
+        return sum(squares) / len(x)
+
+    def grad_norm(network, x, y):
+        return sum(g.norm() for _, g in loss_gradient(network, x, y))
+
+    def snip(network, x, y):
+        return sum((p * g).abs().sum() for p, g in loss_gradient(network, x, y))
+
+    def synflow(network, x, y):
+        with torch.no_grad():
+            for p in network.parameters():
+                p.abs_()
+        weights = kernels(network)
+        slopes = grad(network(torch.ones_like(x[:1], dtype=torch.float64)).sum(), weights)
+        return sum((p * g).sum() for p, g in zip(weights, slopes, strict=True)).log()
+
+    def jacov(network, x, y):
+        x = x.clone().requires_grad_()
+        g = grad(network(x).sum(), [x])[0].flatten(1)
+        g = g - g.mean(1, keepdim=True)
+        norms = g.norm(dim=1, keepdim=True)
+        values = torch.linalg.svdvals(g / torch.where(norms > 0, norms, 1)) ** 2 + 1e-5
+        return -(values.log() + 1 / values).sum()
+
+    def te_nas(network, x, y):
+        weights = [p for name, p in network.named_parameters() if name.endswith("weight")]
+        outputs = network(x).sum(1)
+        rows = []
+        for output in outputs:
+            slopes = grad(output, weights, retain_graph=True)
+            rows.append(torch.cat([g.flatten() for g in slopes]))
+        gradients = torch.stack(rows)
+        values = torch.linalg.eigvalsh(gradients @ gradients.T)
+        smallest, largest = values[0], values[-1]
+        regular = smallest > len(x) * torch.finfo(values.dtype).eps * largest
+        return torch.where(regular, largest / smallest, torch.inf)
+
+    scores = logits, naswot, eigen_nas, grad_norm, snip, synflow, jacov, te_nas
+    return {score.__name__: score for score in scores}
+
+
+def torch_score(name, sizes, path):
+    """As :func:`bilevel_score`."""
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = name != "logits"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    arrays, (x, y) = dict(np.load(path)), draw_batch(sizes)
+    x = torch.from_numpy(x).permute(0, 3, 1, 2).contiguous().to(device)
+    y = torch.from_numpy(y).to(device)
+    score = torch_scores()[name]
+    known = {"platform": {"cuda": "gpu"}.get(device, device), "building_seconds": []}
+
+    def prepare(genotypes):
+        start = time.perf_counter()
+        network = torch_network(genotypes[0], sizes, normalized=name != "synflow")
+        known["building_seconds"].append(time.perf_counter() - start)
+        copy_weights(network, arrays)
+        network.to(device, torch.float64 if name == "synflow" else x.dtype)
+        return lambda: score(network, x, y).detach().cpu().numpy()  # waits for the device
+
+    return prepare, known, lambda: torch.cuda.max_memory_allocated() if device == "cuda" else None
+
+
+# --------------------------------------------------------------------------- the measurement
+
+
+def work(library, score, sizes, places, path) -> list[dict]:
+    """One process: a call to warm up, then one for each group of networks; a row.
+
+    ``places``: start, stop and step among the genotypes drawn.
+    """
+    sizes = Sizes(**sizes)
+    if library == "weights":
+        draw_weights(sizes, path)
+        return [{}]
+    measured = {"bilevel": bilevel_score, "torch": torch_score}[library]
+    prepare, known, allocated = measured(score, sizes, path)
+    together = sizes.together if library == "bilevel" else 1
+    genotypes, places = draw_genotypes(sizes), list(range(sizes.networks)[slice(*places)])
+    groups = [places[k : k + together] for k in range(0, len(places), together)]
+
+    def prepared(group):
+        return prepare(genotypes[np.resize(group, together)])  # the last one is filled up
+
+    start = time.perf_counter()
+    prepared(groups[0])()
+    row = {"library": library, "score": score, "first_s": time.perf_counter() - start}
+    row["first_peak_mb"] = harness.resident_peak()
+    before, values, seconds, processor = harness.forget_peak(), [], [], []
+    start = time.perf_counter()
+    for group in groups:
+        call = prepared(group)
+        begun, used = time.perf_counter(), time.process_time()
+        found = call()
+        seconds.append((time.perf_counter() - begun) / together)
+        processor.append((time.process_time() - used) / together)
+        values += np.reshape(found, (together, -1)).astype(float)[: len(group)].tolist()
+        if sizes.limit and time.perf_counter() - start > sizes.limit and len(seconds) > 2:
+            break
+    peak = harness.resident_peak()
+    row["peak_mb"], row["added_mb"] = peak, peak - before
+    if allocated() is not None:
+        row["peak_mb"] = row["added_mb"] = allocated() / 1e6
+    row |= known | {"together": together, "places": places[: len(values)], "values": values}
+    return [row | {"seconds": seconds, "processor_seconds": processor}]
+
+
+def measure(sizes, scores, libraries) -> list[dict]:
+    ours, evens, odds = (0, sizes.networks, 1), (0, sizes.peers, 2), (1, sizes.peers, 2)
+    processes = [("torch", evens), ("bilevel", ours), ("torch", odds)]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "weights.npz"
+        about = dataclasses.asdict(sizes)
+        (made,) = harness.in_own_process(__file__, "weights", None, about, (), str(path))
+        if failed := made.get("failed"):
+            sys.exit(f"No weights: {failed}")
+        for score in scores:
+            found = {}
+            for library, places in processes:
+                if library not in libraries or "failed" in found.get(library, {}):
+                    continue
+                request = library, score, about, places, str(path)
+                row = harness.in_own_process(__file__, *request)[-1]
+                row = {"library": library, "score": score} | row
+                done = row.get("failed", f"{len(row.get('places', ()))} networks")
+                print(f"{LIBRARIES[library]}, {score}: {done}", flush=True)
+                if library in found and "seconds" in row:
+                    for key in ("places", "values", "building_seconds", *TIMES):
+                        row[key] = found[library][key] + row[key]
+                    for key in ("peak_mb", "added_mb"):
+                        row[key] = max(found[library][key], row[key])
+                found[library] = row
+            rows += summaries(found)
+    if len({row["platform"] for row in rows if "platform" in row}) > 1:
+        sys.exit("PyTorch and JAX run on different devices; install both for the same one.")
+    return rows
+
+
+def summaries(found) -> list[dict]:
+    """The rows of a score with statistics for lists; PyTorch's also has what compares the two."""
+    rows = [{key: row[key] for key in row if key not in RAW} for row in found.values()]
+    for row, short in zip(found.values(), rows, strict=True):
+        if "seconds" in row:
+            short["networks"] = len(row["places"])
+            short |= {key: statistics_of(row[key]) for key in TIMES}
+        if "building_seconds" in row:
+            short["building_s"] = statistics.median(row["building_seconds"])
+    ours, peer = (found.get(library, {}) for library in ("bilevel", "torch"))
+    if "seconds" in ours and "seconds" in peer:
+        both = sorted(set(ours["places"]) & set(peer["places"]))
+        errors = [off(*(value_at(row, k) for row in (ours, peer)), ours["score"]) for k in both]
+        compared = {"pairs": len(both), "error": max(errors), "error_median": median(errors)}
+        for key in TIMES:
+            compared[f"ratio_of_{key}"] = ratio(ours, peer, both, key)
+        rows[[row["library"] for row in rows].index("torch")] |= compared
+    return rows
+
+
+RAW = "places", "values", "building_seconds", *TIMES
+median = statistics.median
+
+
+def value_at(row, place):
+    return np.array(row["values"][row["places"].index(place)])
+
+
+def off(value, other, score) -> float:
+    """Relative difference; of logits, which cross 0, the largest absolute one."""
+    if np.array_equal(value, other):  # infinities too
+        return 0.0
+    error = np.abs(value - other) / (1 if score == "logits" else np.abs(other))
+    return float(np.max(error)) if np.isfinite(error).all() else math.inf
+
+
+def statistics_of(values) -> dict:
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    least, most = min(values), max(values)
+    mean = statistics.mean(values)
+    return {"mean": mean, "error": error, "median": median(values), "least": least, "most": most}
+
+
+def ratio(ours, peer, both, key) -> tuple[float, float]:
+    """PyTorch's mean time over ours, and its standard error."""
+    if ours["together"] > 1:  # a time of its own no network has
+        x, y = (statistics_of(row[key]) for row in (peer, ours))
+        value = x["mean"] / y["mean"]
+        return value, value * math.hypot(x["error"] / x["mean"], y["error"] / y["mean"])
+    x, y = (np.array([row[key][row["places"].index(k)] for k in both]) for row in (peer, ours))
+    value = x.mean() / y.mean()
+    error = np.std(x - value * y, ddof=1) / len(both) ** 0.5 / y.mean()
+    return float(value), float(error)
+
+
+# -------------------------------------------------------------------------------- the report
+
+
+def find(rows, library, score) -> dict | None:
+    found = (r for r in rows if (r.get("library"), r.get("score")) == (library, score))
+    return next((r for r in found if "seconds" in r), None)
+
+
+def time_of(row) -> str:
+    seconds = row["seconds"]
+    return f"{plus_minus(seconds['mean'], seconds['error'])} ({seconds['median']:.3g})"
+
+
+HEAD = ["score", "networks", "bilevel, s (median)", "PyTorch, s (median)", "PyTorch / bilevel"]
+HEAD += ["processor's", "bilevel, MB (added)", "PyTorch, MB (added)", "first call, s", "values off"]
+
+
+def score_table(rows) -> str:
+    """A line for each score."""
+    lines = []
+    for score in SCORES:
+        ours, peer = both = [find(rows, library, score) for library in ("bilevel", "torch")]
+        if not any(both):
+            continue
+        cells = [score, " / ".join(str(row["networks"]) if row else "-" for row in both)]
+        cells += [time_of(row) if row else "-" for row in both]
+        compared = peer is not None and "error" in peer
+        cells += [plus_minus(*peer[f"ratio_of_{key}"]) if compared else "-" for key in TIMES]
+        cells += [f"{r['peak_mb']:.0f} ({r['added_mb']:.0f})" if r else "-" for r in both]
+        cells.append(f"{ours['first_s']:.0f}" if ours else "-")
+        cells.append(f"{peer['error']:.0e}" if compared else "-")
+        lines.append(cells)
+    return harness.table(HEAD, lines)
+
+
+def verdicts(rows):
+    """Pairs of whether a target is met and what it is."""
+    sizes = Sizes(**rows[0]["sizes"])
+    for row in rows:
+        if "failed" in row:
+            yield False, f"{LIBRARIES[row['library']]}, {row['score']}: {row['failed']}"
+    ours = [row for score in SCORES if (row := find(rows, "bilevel", score))]
+    if ours:
+        counts = " ".join(str(row["compilations"]) for row in ours)
+        once = all(row["compilations"] == 1 for row in ours)
+        yield once, f"each score is compiled once, for all its networks: {counts}"
+    for score in SCORES:
+        peer = find(rows, "torch", score)
+        if peer is None or "error" not in peer:
+            continue
+        wide = sizes.dtype == "float64"
+        strict = wide or score == "logits"  # a forward pass has no kinks
+        error = peer["error" if strict else "error_median"]
+        # An accelerator multiplies in fewer bits.
+        most = 1e-9 if wide else 1e-4 if strict else 0.01 if peer["platform"] == "cpu" else 0.1
+        text = f"{score} as PyTorch's, {peer['pairs']} networks: off by {error:.0e}"
+        yield error <= most, f"{text}{'' if strict else ' in the median'}, at most {most:g}"
+    targeted = (sizes.cells, sizes.batch, sizes.dtype) == (5, 32, "float32")
+    for score, least in FASTER.items():
+        peer = find(rows, "torch", score)
+        if targeted and peer and "error" in peer and peer["platform"] == "cpu":
+            cost = peer["ratio_of_seconds"]
+            text = f"{score}: {plus_minus(*cost)} times PyTorch's networks per second"
+            yield cost[0] >= least, f"{text}, at least {least}"
+
+
+def title(rows) -> str:
+    sizes = Sizes(**rows[0]["sizes"])
+    together = f", {sizes.together} networks in a call" * (sizes.together > 1)
+    text = (
+        f"3 x {sizes.cells} cells, {sizes.channels} channels, images of {sizes.side} x "
+        f"{sizes.side}, batch {sizes.batch}, {sizes.dtype}{together}; {rows[0]['device']}; "
+        "seconds per network (mean ± s.e.)"
+    )
+    building = [row["building_s"] for row in rows if "building_s" in row]
+    return f"{text}; building one in PyTorch: {median(building):.2g}" if building else text
+
+
+def report(rows) -> str:
+    return "\n\n".join([title(rows), score_table(rows), harness.judged(verdicts(rows))])
+
+
+def with_others(rows, path) -> list[dict]:
+    """The rows, and of scores that were not measured now those of the file."""
+    measured = {row["score"] for row in rows[1:]}
+    old = harness.read(path) if measured != set(SCORES) else []
+    if old and any(old[0][k] != rows[0][k] for k in ("device", "versions", "sizes")):
+        sys.exit(f"{path.name} is of another machine, versions or sizes: nothing was written.")
+    others = (row for row in old[1:] if row["score"] not in measured)
+    return [rows[0], *sorted([*rows[1:], *others], key=lambda row: SCORES.index(row["score"]))]
+
+
+def main() -> None:
+    flags = harness.command_line(
+        __file__,
+        __doc__,
+        report,
+        full=True,
+        work=work,
+        peers=("torch",),
+        scores={"nargs": "+", "choices": SCORES, "metavar": "SCORE", "help": "these alone"},
+        batch_genotypes={"type": int, "default": 1, "metavar": "B", "help": "in one call"},
+        dtype={"choices": ("float32", "float64"), "default": "float32"},
+    )
+    if flags.batch_genotypes < 1:
+        flags.error(f"--batch-genotypes: expected at least 1, got {flags.batch_genotypes}.")
+    given = {"together": flags.batch_genotypes, "dtype": flags.dtype}
+    sizes = dataclasses.replace(SIZES[flags.size], **given)
+    libraries = [*flags.peers, "bilevel"]
+    scores = flags.scores or SMALL.get(flags.size, SCORES)
+    rows = measure(sizes, scores, libraries)
+    kind = next((row["device"] for row in rows if "device" in row), "unknown")
+    about = {"device": harness.device(kind), "seed": SEED, "sizes": dataclasses.asdict(sizes)}
+    rows = [harness.environment("flax", "torch", **about), *rows]
+    accelerated = any(row.get("platform") not in (None, "cpu") for row in rows)
+    parts = ["gpu"] * accelerated + [f"batch{sizes.together}"] * (sizes.together > 1)
+    parts += [sizes.dtype] * (sizes.dtype != "float32")
+    path = harness.committed(flags.results, flags.peers, ["torch"])
+    path = harness.named(path, *parts)
+    harness.finish(with_others(rows, path) if path else rows, path, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Which train-free method finds good networks of NAS-Bench-201?  (Zhu et al. 2022, Table 2)
+
+All methods of the table but NAS-RL (not run), five times each, on images of CIFAR-10; what a run
+ends at is looked up in the benchmark, on all three datasets.
+
+- Scores, by the procedure of KNAS and Eigen-NAS: of 300 networks drawn with replacement the k of
+  best score are kept, and of them the one of best validation accuracy early in training (12 epochs;
+  theirs is epoch 20, which the public tables do not have). k = 20 and 5, and 1, where the score
+  alone decides. "eigen_nas" is the mean diagonal that the paper computes, "min_eigenvalue" what it
+  is to bound; "knas" is KNAS as its paper has it, "knas_released" by the loss's gradients as its
+  code has it. "no information" scores nothing: what the procedure itself is worth.
+- TE-NAS prunes a supernet of the authors' size, one cell a stage and 3 channels, on 72 images, with
+  3,000 crops (4 x 4; theirs 3 x 3) and 3 repeats.
+- NASI takes one step from 100 minibatches of 64 images, in one cell a stage (the benchmark's
+  network has five), 16 channels. What "T" and "4T" of the table stand for, the paper does not say.
+- DARTS, first order: the searches of `gaea.py`, at the usual rate, whose sizes are told there.
+- ResNet: the cell of the benchmark's authors, looked up.
+
+Every repeat has images, weights and networks of its own.
+
+    python benchmarks/train_free/zhu_table2.py           # three to four hours of one core; goes on
+    python benchmarks/train_free/zhu_table2.py --quick   # small networks, a minute; no results file
+    python benchmarks/train_free/zhu_table2.py --smoke   # one repeat, without TE-NAS, on random images
+    python benchmarks/train_free/zhu_table2.py --table
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import bilevel.data
+from benchmarks import harness
+from benchmarks.deep_search import gaea
+from bilevel import train_free
+from bilevel.nets.images import unit_images
+from bilevel.spaces.nasbench201 import (
+    PRIMITIVES,
+    all_networks,
+    encode,
+    nasbench201_space,
+    parse_genotype,
+)
+from bilevel.spaces.nasbench201.judging.printed_accuracies import PRINTED
+from bilevel.spaces.nasbench201.judging.standing import standing
+from bilevel.spaces.nasbench201.judging.table import DATASETS, load_table
+from bilevel.spaces.nasbench201.judging.verdicts import paper_protocol
+from bilevel.spaces.nasbench201.scoring import score_networks
+
+SCORES = ("eigen_nas", "min_eigenvalue"), ("knas",), ("knas_released",), ("naswot",)
+MANY = 2000  # repeats with no information: they cost nothing
+KEPT = 20, 5, 1
+RESNET = "|nor_conv_3x3~0|+|none~0|nor_conv_3x3~1|+|skip_connect~0|none~1|skip_connect~2|"
+BESIDE = {  # which printed figure a method stands beside
+    ("eigen_nas", 20): "Eigen-NAS (k=20)",
+    ("eigen_nas", 5): "Eigen-NAS (k=5)",
+    ("knas", 20): "KNAS (k=20), in Zhu et al.",
+    ("naswot", 1): "NASWOT",
+    ("te_nas", None): "TE-NAS",
+    ("nasi", None): "NASI (T)",
+    ("DARTS", None): "DARTS",
+    ("ResNet", None): "ResNet",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    repeats: int = 5
+    pool: int = 300
+    cells: int = 5
+    channels: int = 16
+    pixels: int = 32
+    batch: int = 32  # images of a score
+    pruned: int = 72  # images of TE-NAS's kernel
+    crops: int = 3000
+    steps: int = 100  # of NASI
+    scores: tuple[tuple[str, ...], ...] = SCORES  # those that are computed together
+    operations: tuple[str, ...] = PRIMITIVES  # that are searched
+    data: str = "cifar10"
+
+
+SIZES = {
+    "smoke": Sizes(
+        *(1, 4, 1, 2, 8, 4, 0, 6, 1, (("naswot",),), ("none", "skip_connect")), data="random"
+    ),
+    "quick": Sizes(
+        2, 6, 1, 2, 8, 4, 4, 6, 2, (("naswot",),), ("none", "skip_connect", "nor_conv_1x1")
+    ),
+    "default": Sizes(),
+}
+
+
+load_once = functools.cache(load_table)
+
+
+def images(sizes, repeat, count):
+    """So many images of a repeat, and their labels."""
+    key = jax.random.fold_in(jax.random.key(20), repeat)
+    if sizes.data == "random":
+        x = jax.random.normal(key, (count, sizes.pixels, sizes.pixels, 1))
+        return x / sizes.pixels, jnp.arange(count) % 10
+    ((train, *_),) = bilevel.data.draw_splits(sizes.data, [key], train=count, valid=1, test=1)
+    (x,) = unit_images(train[0], pixels=sizes.pixels)
+    return x, jnp.asarray(train[1])
+
+
+def keys(repeat):
+    return jax.random.split(jax.random.fold_in(jax.random.key(21), repeat), 3)
+
+
+def scores(sizes, repeat, names) -> list[dict]:
+    """Scores of the repeat's pool, a row for each."""
+    networks = all_networks(classes=10, cells=sizes.cells, channels=sizes.channels)
+    batch = images(sizes, repeat, sizes.batch)
+    w = jax.jit(lambda key: networks.init(key, batch[0].shape[1:]))(keys(repeat)[0])
+    table = load_once()
+    pool = np.random.RandomState(repeat).randint(len(table.genotypes), size=sizes.pool)
+    cells = encode([table.genotypes[i] for i in pool])
+    found = score_networks(list(names), networks, w, cells, batch, progress=False).oriented()
+    return [
+        {"method": name, "repeat": repeat, "pool": pool.tolist()}
+        | {"values": [float(f"{v:.6g}") for v in values]}
+        for name, values in found.items()
+    ]
+
+
+def pruned(sizes, repeat) -> dict:
+    space = nasbench201_space(sizes.operations, cells=1, channels=3)
+    thin = nasbench201_space(sizes.operations, cells=1, channels=1)
+    x, labels = images(sizes, repeat, sizes.pruned)
+    crops = cropped(sizes, repeat, 4)
+    found = train_free.te_nas(keys(repeat)[1], space, thin, (x, labels), crops)
+    return {"method": "te_nas", "repeat": repeat, "genotype": str(found)}
+
+
+def cropped(sizes, repeat, side):
+    """A window of every image, at a random place."""
+    x, _ = images(sizes, repeat, sizes.crops)
+    places = np.random.RandomState(repeat).randint(x.shape[1] - side + 1, size=(len(x), 2))
+    return jnp.stack(
+        [image[i : i + side, j : j + side] for image, (i, j) in zip(x, places, strict=True)]
+    )
+
+
+def stepped(sizes, repeat) -> dict:
+    space = nasbench201_space(sizes.operations, cells=1, channels=sizes.channels)
+    rows = images(sizes, repeat, 64 * sizes.steps)
+    found = train_free.nasi(keys(repeat)[2], space, rows, steps=sizes.steps)
+    return {"method": "nasi", "repeat": repeat, "genotype": str(found)}
+
+
+def experiment(sizes, rows, keep):
+    """What is not among the rows; a repeat of every method before the next repeat."""
+    for repeat in range(sizes.repeats):
+        for names in sizes.scores:
+            if not harness.where(rows, method=names[-1], repeat=repeat):
+                keep(*scores(sizes, repeat, names))
+        for name, search in (("te_nas", pruned), ("nasi", stepped)):
+            wanted = sizes.pruned or name != "te_nas"
+            if wanted and not harness.where(rows, method=name, repeat=repeat):
+                keep(search(sizes, repeat))
+
+
+# ----------------------------------------------------------------------------- the report
+
+
+def procedure(table, runs, k) -> dict[str, list[float]]:
+    """Test accuracies that it ends at, by dataset, for each repeat's scores."""
+    found = [
+        paper_protocol(
+            run["values"],
+            table,
+            run["pool"],
+            k=min(k, len(run["pool"])),
+            repeats=1,
+            pool=len(run["pool"]),
+            seed=run["repeat"],
+        )
+        for run in runs
+    ]
+    return {dataset: [f[dataset].mean for f in found] for dataset in DATASETS}
+
+
+def looked_up(table, cells) -> dict[str, list[float]]:
+    at = standing(table, [parse_genotype(cell) for cell in cells])
+    return {dataset: at[dataset]["accuracy"] for dataset in DATASETS}
+
+
+def report(rows) -> str:
+    """Test accuracies, mean and standard deviation over the repeats, beside the printed ones."""
+    table, lines = load_once(), []
+
+    def add(label, runs, figures, key=None):
+        printed = PRINTED[BESIDE[key]] if key in BESIDE else ()
+        shown = " / ".join(f"{mean:.2f}" for mean, _ in printed)
+        lines.append((label, runs, *(figures[dataset] for dataset in DATASETS), shown))
+
+    def add_found(label, found, key):
+        runs = len(found["cifar10"])
+        if runs:
+            add(label, runs, {k: deviation(v) for k, v in found.items()}, key)
+
+    for name in [name for names in SCORES for name in names]:
+        for k in KEPT:
+            found = procedure(table, harness.where(rows, method=name), k)
+            add_found(f"{name}, k = {k}", found, (name, k))
+    everything = np.arange(len(table.genotypes))
+    for k in KEPT:  # a constant score: its ties are broken at random
+        nothing = paper_protocol(0.0 * everything, table, everything, k=k, repeats=MANY)
+        figures = {dataset: f"{f.mean:.2f} ± {f.std:.2f}" for dataset, f in nothing.items()}
+        add(f"no information, k = {k}", MANY, figures)
+    cells = {n: [r["genotype"] for r in harness.where(rows, method=n)] for n in ("te_nas", "nasi")}
+    for name, own in (cells | {"DARTS": darts_cells(), "ResNet": [RESNET]}).items():
+        add_found(name, looked_up(table, own), (name, None))
+    head = ("method", "runs", *DATASETS.values(), "printed")
+    return harness.table(head, lines)
+
+
+def darts_cells() -> list[str]:
+    """What the searches of `gaea.py` by softmax and Adam at the usual rate ended at."""
+    rows = harness.read(harness.RESULTS / "gaea.jsonl")
+    method = "softmax, Adam"
+    return [r["genotype"] for r in gaea.of(rows, method, gaea.DEFAULT[method])]
+
+
+def deviation(values) -> str:
+    spread = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.2f}{spread}"
+
+
+def main() -> None:
+    arguments = harness.command_line(__file__, __doc__, report)
+    sizes = SIZES[arguments.size]
+    rows = harness.begun(arguments.results, **dataclasses.asdict(sizes))
+
+    def keep(*new):
+        rows.extend(new)
+        harness.append(arguments.results, *new)
+        for found in new:
+            print(found["method"], found["repeat"], found.get("genotype", ""), flush=True)
+
+    experiment(sizes, rows, keep)
+    harness.finish(rows, arguments.results, report, write_rows=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Documented commands are accepted by the parser of the script that they name; nothing is run."""
+
+import ast
+import contextlib
+import functools
+import io
+import itertools
+import json
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from bilevel.cli import parse_flags
+from bilevel.cli.flags import from_config_file
+
+ROOT = pathlib.Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+SOURCES = "bilevel", "ntk", "benchmarks", "examples"
+# Plausible values for these words.
+PLACEHOLDERS = {
+    "MODULE:FUNCTION": "own_space:looks",
+    "COMMAND": "search",
+    "FILE": "file",
+    "FOLDER": "folder",
+    "PATH": "folder",
+    "N": "2",
+    "I": "3",
+    "NAME": "denoising",
+}
+# In the changelog: commands of earlier versions.
+GONE = "bilevel search --space "
+ENDS = {"|", "||", "&&", ";", ">", ">>", "2>", "&"}
+START = re.compile(
+    r"^(?:\$ )?(?:[A-Z_]+=\S+ +)*(?:taskset -c [\d,]+ +)?(?:\S*/)?"
+    r"(?P<command>python[\d.]* +(?:-m bilevel|(?:-\S+ +)*(?:benchmarks|examples)/\w+\.py)"
+    r"|bilevel +(?=[\w-])(?!=)|make +(?=[a-z])|\w+\.py +(?=--))"
+)
+
+# Runs in a separate process, because scripts of benchmarks/ choose JAX's precision.
+PROGRAM = """
+import argparse, contextlib, importlib.util, io, json, runpy, sys
+
+class Accepted(BaseException):
+    pass
+
+plain = argparse.ArgumentParser.parse_args
+
+def parse_args(self, *args, **options):
+    plain(self, *args, **options)
+    raise Accepted
+
+argparse.ArgumentParser.parse_args = parse_args
+folder, commands = sys.argv[1], json.loads(sys.stdin.read())
+sys.path.insert(0, folder)
+modules, answers = {}, []
+for script, *arguments in commands:
+    if script not in modules:
+        name = f"script_{script[:-3]}"  # reliability.py has the name of its own package
+        spec = importlib.util.spec_from_file_location(name, f"{folder}/{script}")
+        modules[script] = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(modules[script])
+    sys.argv, said = [script, *arguments], io.StringIO()
+    whole = lambda: runpy.run_path(f"{folder}/{script}", run_name="__main__")
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            getattr(modules[script], "main", whole)()
+        answers.append("expected main() to ask a parser, got none")
+    except Accepted:
+        answers.append("")
+    except SystemExit as end:
+        lines = [*said.getvalue().splitlines(), str(end)]
+        errors = [line for line in lines if "error:" in line]
+        answers.append("" if end.code in (0, None) else (errors or lines)[0])
+print(json.dumps(answers))
+"""
+
+
+# ----------------------------------------------------------------------------- finding them
+
+
+def commands_in(text):
+    """The commands of Markdown or a docstring: in lines of a block and in spans of code."""
+    text = re.sub(r"\\\n\s*", " ", text)
+    fenced = "\n".join(re.findall(r"```.*?\n(.*?)```", text, re.S)).splitlines()
+    text = re.sub(r"```.*?```", "", text, flags=re.S)
+    spans = re.findall(r"(`{1,2})(?!`)(.+?)\1(?!`)", text, re.S)
+    indented = re.findall(r"^(?: {4}|\t)(.*)", text, re.M)
+    for line in (*fenced, *indented, *(" ".join(span.split()) for _, span in spans)):
+        found = START.match(line.strip())
+        if found and not (line.startswith(GONE) or names_another_script(found["command"])):
+            yield line.strip()[found.start("command") :]
+
+
+def names_another_script(start):
+    """Whether it is ``SCRIPT.py --flag`` and the script is not one of ``benchmarks/``."""
+    script = start.strip()
+    return script.endswith(".py") and " " not in script and not (BENCHMARKS / script).is_file()
+
+
+def words_of(command):
+    """The words of a command, with plausible values and without its comment."""
+    command = re.sub(r"\$\(.*?echo (.*?)\)", r"\1", command).replace("`", "")
+    words = shlex.split(re.sub(r"\s+#.*", "", command))
+    words = list(itertools.takewhile(lambda word: word not in ENDS, words))
+    words = [word.strip("[]") if not word.startswith("$[") else word for word in words]
+    words = [PLACEHOLDERS.get(word, word.removeprefix("$")) for word in words]
+    return [word for word in words if word not in ("...", "…", "")]
+
+
+def texts():
+    """Every text that may have commands, by where it is."""
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md"):
+        for path in sorted(ROOT.glob(pattern)):
+            if "_build" not in path.parts:
+                yield path, path.read_text()
+    makefile = (ROOT / "Makefile").read_text().replace("$(BIN)/", "")
+    yield ROOT / "Makefile", re.sub(r"\$\(\w+\)", "", makefile)
+    for folder in SOURCES:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path, "\n".join(docstrings(path))
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = json.loads(path.read_text())["cells"]
+        yield path, "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+
+
+def docstrings(path):
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+            yield text
+
+
+@functools.cache
+def documented():
+    """``[(place, command)]``, each command once for each file."""
+    pairs = [
+        (str(path.relative_to(ROOT)), command)
+        for path, text in texts()
+        for command in commands_in(text)
+    ]
+    return list(dict.fromkeys(pairs))
+
+
+# ----------------------------------------------------------------------------- asking parsers
+
+
+def refused(pairs, sort):
+    """The parsers' messages for the commands of a sort that they refuse."""
+    chosen = [(place, command) for place, command in pairs if sort_of(command) == sort]
+    asked = ASK[sort]([words_of(command) for _, command in chosen])
+    return [
+        f"{place}: {command}: {answer}"
+        for (place, command), answer in zip(chosen, asked, strict=True)
+        if answer
+    ], len(chosen)
+
+
+def sort_of(command):
+    first, *others = command.split()
+    if first in ("bilevel", "make"):
+        return first
+    if first.endswith(".py"):
+        return "benchmarks"
+    script = next((word for word in others if word.endswith(".py")), "")
+    return script.split("/")[0] if script else "bilevel"
+
+
+def ask_benchmarks(commands):
+    """By the scripts' own parsers, in one process."""
+    calls = []
+    for words in commands:
+        at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        calls.append([words[at].split("/")[-1], *words[at + 1 :]])
+    exist = [(ROOT / "benchmarks" / call[0]).is_file() for call in calls]
+    known = [call for call, there in zip(calls, exist, strict=True) if there]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(ROOT / "benchmarks")],
+        input=json.dumps(known), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers = iter(json.loads(done.stdout.splitlines()[-1]))
+    return [next(answers) if there else "expected a script, got none" for there in exist]
+
+
+def ask_bilevel(commands):
+    answers = []
+    for words in commands:
+        arguments = words[1:] if words[0] == "bilevel" else words[words.index("bilevel") + 1 :]
+        answers.append("")
+        if not arguments or "--version" in arguments:  # `bilevel ...` names no command
+            continue
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                parse_flags(arguments)
+        except SystemExit as end:  # --help
+            answers[-1] = "" if not end.code else str(end)
+        except ValueError as error:
+            answers[-1] = str(error)
+    return answers
+
+
+def ask_make(commands):
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    return [
+        "" if words[1] in targets else f"expected a target, got {words[1]}" for words in commands
+    ]
+
+
+def ask_examples(commands):
+    """The scripts there take no flags."""
+    answers = []
+    for words in commands:
+        at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        there = (ROOT / words[at]).is_file() and len(words) == at + 1
+        answers.append("" if there else "expected a script without flags")
+    return answers
+
+
+ASK = {
+    "benchmarks": ask_benchmarks,
+    "bilevel": ask_bilevel,
+    "make": ask_make,
+    "examples": ask_examples,
+}
+
+
+@pytest.fixture(autouse=True)
+def without_files(monkeypatch):
+    """A documented configuration file is not there."""
+    monkeypatch.setattr(from_config_file, "values", lambda path, kind: {})
+
+
+LEAST = {
+    "benchmarks": 150,
+    "bilevel": 40,
+    "make": 15,
+    "examples": 0,
+}  # the least numbers of commands
+
+
+@pytest.mark.parametrize("sort", ASK)
+def test_a_documented_command_is_accepted(sort):
+    messages, count = refused(documented(), sort)
+    assert not messages, "\n".join(messages)
+    assert count >= LEAST[sort]
+
+
+BAD = """
+A text with `python benchmarks/hypergradients/memory.py --quikc` and ``bilevel search --steqs 3``, and
+
+    python benchmarks/reliability/mutants.py --quick --table    # contradict each other
+    python benchmarks/gone.py
+    BILEVEL_DATA=folder python tools/package_nasbench201.py --all
+
+```
+make tset
+bilevel certify --activations relu \\
+    --sedes 2
+python -m bilevel sreach
+```
+"""
+GOOD = """
+`python benchmarks/hypergradients/memory.py --quick`, `bilevel search-own --space MODULE:FUNCTION`, `make help`
+
+    python benchmarks/peers/neural_tangents_tests.py --only 'a b' [--cases N]    # --no-such flag
+    python benchmarks/stochastic/stochastic.py --checkout PATH ...
+"""
+
+
+def test_a_wrong_command_is_found():
+    pairs = [(name, c) for name, text in (("bad", BAD), ("good", GOOD)) for c in commands_in(text)]
+    found = {sort: refused(pairs, sort) for sort in ASK}
+    assert all(line.startswith("bad: ") for messages, _ in found.values() for line in messages)
+    counts = {sort: (len(messages), asked) for sort, (messages, asked) in found.items()}
+    assert counts == {"benchmarks": (4, 7), "bilevel": (3, 4), "make": (1, 2), "examples": (0, 0)}

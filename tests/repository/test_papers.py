@@ -1,0 +1,162 @@
+"""What the benchmarks of the papers' experiments make of their rows, and what they search."""
+
+import itertools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from benchmarks.deep_search import activation_skip_search, activation_skip_tables, eigenvalue_depth
+from benchmarks.feature_maps import feature_maps_tables
+from benchmarks.theory import lipschitz
+from bilevel.spaces.skips import CANDIDATES, skip_space
+
+RUNS, LAYERS = 3, 9
+GRADES = "**reproduced**", "reproduced in part", "not reproduced"
+
+
+SPACE = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
+SLOPE = {"activations": jnp.array([[1.0, -1.0], [0.5, 0.0]]), "skips": jnp.array([1.0])}
+
+
+def path(moving, steps):
+    """Alpha at first and after each step down the same slope."""
+    optimizer = activation_skip_search.optimizer_of_alpha(SPACE, 0.1, moving)
+    alphas = [SPACE.start()]
+    state = optimizer.init(alphas[0])
+    for _ in range(steps):
+        updates, state = optimizer.update(SLOPE, state, alphas[-1])
+        alphas.append(optax.apply_updates(alphas[-1], updates))
+    return alphas
+
+
+def moved(before, after):
+    return {name for name in before if (before[name] != after[name]).any()}
+
+
+@pytest.mark.long
+def test_activations_and_skips_take_turns_of_a_step_each():
+    alphas = path("in turn", 4)
+    steps = [moved(*pair) for pair in itertools.pairwise(alphas)]
+    assert steps == [{"activations"}, {"skips"}] * 2
+    # Adam's first step is its rate, here of logits that start level: twice 0.1, in half the steps.
+    logits = np.log(alphas[1]["activations"][0])
+    np.testing.assert_allclose(logits[1] - logits[0], 2 * 0.2, rtol=1e-3)
+
+
+def test_searched_apart_the_other_part_stays():
+    for part in ("activations", "skips"):
+        first, second, third = path(part, 2)
+        assert moved(first, second) == moved(second, third) == {part}
+    assert activation_skip_search.optimizer_of_alpha(SPACE, 0.1, "jointly") == 0.1
+
+
+def as_in_the_paper():
+    """Probabilities [runs, layers, 5] and skips [runs, 8] of Figure 1, with a little noise."""
+    rng = np.random.default_rng(0)
+    lead = np.linspace(1, 0, LAYERS)[:, None] * np.array([0.3, 0.25, -0.1, -0.2, -0.25])
+    lead[-1] = [2e-3, 1e-3, -1e-3, -1e-3, -1e-3]
+    noise = 1e-4 * rng.normal(size=(RUNS, LAYERS, 5))
+    return 0.2 + lead / 2 + noise, 0.9 + 0.01 * rng.normal(size=(RUNS, LAYERS - 1))
+
+
+def grades(p, skips):
+    cells = activation_skip_tables.findings(p, skips)
+    return [GRADES.index(cells[i]) for i in (0, 3, 7)]
+
+
+def test_each_finding_is_graded_by_its_own_rule():
+    p, skips = as_in_the_paper()
+    assert grades(p, skips) == [0, 0, 0]
+    other = p.copy()
+    other[:, 4, 0], other[:, 4, 2] = p[:, 4, 2], p[:, 4, 0]  # a sigmoid in one layer
+    assert grades(other, skips)[0] == 1
+    assert grades(p[..., ::-1], skips)[0] == 2
+    assert grades(np.concatenate([p[:, :-1], p[:, 3:4]], axis=1), skips)[1] == 1  # not flat
+    assert grades(p[:, ::-1], skips)[1] == 2
+    assert grades(p, np.where(np.arange(LAYERS - 1) < 3, 0.2, skips))[2] == 1
+    assert grades(p, 1 - skips)[2] == 2
+
+
+def test_a_search_of_the_papers_sizes_differs_in_nothing_that_it_says():
+    sizes, reading = {"width": 1024}, {"unit": True, "parametrization": "as_printed"}
+    reading |= {"held_out": True, "moves": "in turn"}
+    differences = activation_skip_tables.differences
+    assert differences(sizes, reading, 5) == "nothing that it says"
+    assert "at once" in differences(sizes, reading | {"moves": "jointly"}, 5)
+    assert "width (128 for 1024)" in differences({"width": 128}, reading, 5)
+
+
+def identities():
+    sizes = activation_skip_search.SIZES["full"]
+    searches = activation_skip_search.all_searches(sizes, sizes.searches, (1, 2), None)
+    yield [row for row, _ in searches]
+    yield [row for row, _ in lipschitz.tasks(lipschitz.SIZES["default"])]
+
+
+@pytest.mark.parametrize("rows", list(identities()), ids=["skips", "lipschitz"])
+def test_rows_are_known_again_by_what_identifies_them(rows):
+    lines = [json.dumps(row) for row in rows]
+    assert len(set(lines)) == len(rows)
+    assert [json.loads(line) for line in lines] == rows
+
+
+def figure_row(width, index):
+    row = {"part": "figure", "network": "deep", "width": width, "dtype": "float32"}
+    row |= {"labels": [-1, 1], "images": 8, "index": index, "a": index / 10}
+    return row | {"weights": [index, width], "predictions": [0, 0]}
+
+
+def test_widths_are_compared_on_the_a_that_all_of_them_have():
+    rows = [figure_row(64, i) for i in reversed(range(7))] + [figure_row(128, i) for i in range(5)]
+    rows += [figure_row(256, i) for i in range(2)]  # not yet a block
+    found = lipschitz.common(lipschitz.joined([{"part": "environment"}, *rows]))
+    assert [(row["width"], row["a"]) for row in found] == [
+        (width, [0.0, 0.1, 0.2, 0.3, 0.4]) for width in (64, 128)
+    ]
+    assert found[0]["weights"] == [[i, 64] for i in range(5)]
+
+
+def trial(method, trial, seconds, test):
+    row = {"part": "search", "method": method, "trial": trial}
+    return row | {"seconds": seconds, "test": test}
+
+
+def test_fast_weight_sharing_is_compared_when_it_ends_and_at_both_ends():
+    rows = []
+    for i, noise in enumerate((0.0, 0.01, 0.02)):
+        rows.append(trial("fast weight sharing", i, [1.0, 2.0], [0.5, 0.3 + noise]))
+        rows.append(trial("random search", i, [1.5, 4.0], [0.4 + noise / 2, 0.2]))
+    rows.append(trial("random search", 3, [3.0, 6.0], [0.4, 0.2]))
+    rows.append(trial("random search", 4, [1.0, 1.0], [0.0, 0.0]))  # the other has not ended
+    rows.append(trial("fast weight sharing", 3, [1.0, 2.0], [0.5, 0.3]))
+    cells, ahead = feature_maps_tables.gaps(rows, "random search")
+    mean = 100 * np.mean([-0.1, -0.095, -0.09])
+    assert ahead and cells[1].startswith(f"{mean:.2f} ±") and cells[2] == "1 of 4"
+    assert cells[3].startswith("10.75 ±") and cells[4] == "2.2"
+    assert not feature_maps_tables.gaps(rows, "fast weight sharing")[1]
+
+
+def depth_rows(growth):
+    for part in ("infinite", "finite"):
+        for label, factor in (("no skips", 1), ("all skips", 2)):
+            for depth in (3, 10):
+                for name in CANDIDATES:
+                    grown = growth[name] if label == "no skips" else 3.0
+                    size = 2.0 if "relu" in name else 1.0
+                    value = factor * size * grown ** ((depth - 3) / 7)
+                    yield {"part": part, "skips": label, "depth": depth, "activation": name} | {
+                        "λ_min": value,
+                        "mean diagonal": 1.0,
+                    }
+
+
+def test_eigenvalues_against_depth_are_graded():
+    growth = {"relu": 1.01, "leaky_relu": 1.5, "sigmoid": 0.1, "tanh": 0.9, "swish": 0.5}
+    seen = [grade for grade, _, _ in eigenvalue_depth.findings(list(depth_rows(growth)), "finite")]
+    assert seen == ["**reproduced**"] * 4
+    growth["relu"] = 7.0
+    seen = [grade for grade, _, _ in eigenvalue_depth.findings(list(depth_rows(growth)), "finite")]
+    assert seen[2] == "reproduced in part"

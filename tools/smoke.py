@@ -1,0 +1,218 @@
+"""Do the benchmarks run? Each script runs with ``--smoke`` in a separate process.
+
+    python tools/smoke.py                        # by the commit: see below
+    python tools/smoke.py --all                  # all scripts
+    python tools/smoke.py kernels.py memory.py   # these
+
+A script fails if ``--smoke`` is missing, if its status is not 0, after 60 seconds on
+the clock, or if it takes more than 20 seconds of CPU time. The exit status is 1 if one failed.
+
+A commit selects the scripts that it changed, and those that import a module of ``benchmarks/`` that
+it changed; all of them, if it changed ``harness.py`` or this file. To these comes a quarter of the
+others, by its hash, so that four commits on average see each script once. Without a repository, or
+in a clone that does not have the commit before, all scripts are selected.
+"""
+
+import argparse
+import ast
+import concurrent.futures
+import functools
+import hashlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = Path(__file__).parent
+WALL, CPU, LONG = 60.0, 20.0, 10.0  # seconds: limits of a script, and the mark "long"
+LAST = 15  # lines of a script that failed
+QUARTER = 4
+EVERYTHING = "harness.py", "smoke.py"  # a change of these selects all scripts
+
+
+class Ran(NamedTuple):
+    """The outcome of a script."""
+
+    script: str
+    wall: float
+    cpu: float
+    failure: str  # "" if it passed
+    lines: list[str]
+
+
+# ----------------------------------------------------------------------------- which scripts
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def scripts() -> list[str]:
+    """The files of ``benchmarks/`` that are scripts."""
+    return [
+        path.name
+        for path in sorted(FOLDER.glob("*.py"))
+        if path.name != Path(__file__).name and is_script(path)
+    ]
+
+
+def is_script(path: Path) -> bool:
+    """Whether a file does something under ``if __name__ == "__main__":``."""
+    tests = [ast.unparse(node.test) for node in tree(path).body if isinstance(node, ast.If)]
+    return "__name__ == '__main__'" in tests
+
+
+def modules(path: Path) -> set[str]:
+    """The files of ``benchmarks/`` that a file imports, itself included; those of packages too."""
+    seen: set[str] = set()
+    queue = [path]
+    while queue:
+        file = queue.pop()
+        name = str(file.relative_to(FOLDER))
+        if name in seen:
+            continue
+        seen.add(name)
+        for module in imported(file):
+            queue += [FOLDER / f"{module}.py"] if (FOLDER / f"{module}.py").is_file() else []
+            queue += sorted((FOLDER / module).glob("*.py")) if (FOLDER / module).is_dir() else []
+    return seen
+
+
+def imported(file: Path) -> set[str]:
+    """The first parts of the names that a file imports, inside functions too."""
+    found = set()
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def selected() -> tuple[list[str], str]:
+    """The scripts that the commit selects, and the reason."""
+    every = scripts()
+    commit, changes = git("rev-parse", "HEAD"), git("diff", "--name-only", "HEAD~1", "--", ".")
+    if commit is None or changes is None:
+        return every, "all scripts, as the commit before this one is not here"
+    changed = {name.removeprefix(f"{FOLDER.name}/") for name in changes.splitlines()}
+    if changed & {*EVERYTHING}:
+        return every, f"all scripts, as {', '.join(sorted(changed & {*EVERYTHING}))} changed"
+    touched = [name for name in every if modules(FOLDER / name) & changed]
+    turn = int(commit.strip(), 16) % QUARTER
+    chosen = [name for name in every if name in touched or quarter(name) == turn]
+    return chosen, f"{len(touched)} that the commit changed, and quarter {turn} of the others"
+
+
+def quarter(name: str) -> int:
+    """The quarter that a script belongs to."""
+    return hashlib.sha256(name.encode()).digest()[0] % QUARTER
+
+
+def git(*arguments: str) -> str | None:
+    """The output of a git command, None if it fails or git is missing."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(FOLDER), *arguments], capture_output=True, text=True
+        )
+    except OSError:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+# ----------------------------------------------------------------------------- running them
+
+
+def run(name: str) -> Ran:
+    """One script; its process and those that it started end with it."""
+    began = time.monotonic()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(FOLDER / name), "--smoke"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        usage, status = waited(process.pid, began + WALL)
+        process.returncode = status  # it has been waited for
+        output.seek(0)
+        lines = output.read().decode(errors="replace").splitlines()
+    wall, cpu = time.monotonic() - began, usage.ru_utime + usage.ru_stime
+    failure = ""
+    if status is None:
+        failure = f"stopped after {WALL:.0f} s"
+    elif status:
+        failure = f"status {status}"
+    elif cpu > CPU:
+        failure = f"{cpu:.0f} s of CPU time, at most {CPU:.0f}"
+    elif not lines:
+        failure = "no output"
+    return Ran(name, wall, cpu, failure, lines)
+
+
+def waited(pid: int, end: float) -> tuple[resource.struct_rusage, int | None]:
+    """The resources of a process and its children, and its status: None if it was killed."""
+    while True:
+        found, status, usage = os.wait4(pid, os.WNOHANG)
+        if found:
+            return usage, os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            os.killpg(pid, signal.SIGKILL)
+            return os.wait4(pid, 0)[2], None
+        time.sleep(0.05)
+
+
+def report(all_ran: list[Ran]) -> str:
+    """A line for each script, then the last lines of those that failed."""
+    width = max(len(ran.script) for ran in all_ran)
+    lines = [f"{'script':{width}}  wall, s  CPU, s"]
+    for ran in all_ran:
+        mark = f"FAILED: {ran.failure}" if ran.failure else "long" if ran.cpu > LONG else ""
+        lines.append(f"{ran.script:{width}}  {ran.wall:7.1f}  {ran.cpu:6.1f}  {mark}".rstrip())
+    for ran in all_ran:
+        if ran.failure:
+            lines += ["", f"{ran.script} --smoke: {ran.failure}"]
+            lines += [f"    {line}" for line in ran.lines[-LAST:]]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--all", action="store_true", help="all scripts, whatever changed")
+    parser.add_argument("--list", action="store_true", help="print what would run")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (2)")
+    parser.add_argument("scripts", nargs="*", help="names of files; default: by the commit")
+    flags = parser.parse_args()
+    if flags.jobs < 1:
+        parser.error(f"--jobs: expected at least 1, got {flags.jobs}.")
+    if flags.all and flags.scripts:
+        parser.error(f"--all: expected no names, got {len(flags.scripts)}.")
+    unknown = sorted({*flags.scripts} - {*scripts()})
+    if unknown:
+        parser.error(f"scripts: expected scripts of benchmarks/, got {unknown[0]}.")
+    names, reason = (scripts(), "all scripts") if flags.all else selected()
+    if flags.scripts:
+        names, reason = flags.scripts, "as named"
+    print(f"{len(names)} of {len(scripts())} scripts: {reason}.", flush=True)
+    if flags.list:
+        print("\n".join(names))
+        return 0
+    began = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(flags.jobs) as pool:
+        all_ran = list(pool.map(run, names))
+    print(report(all_ran))
+    failed = sum(bool(ran.failure) for ran in all_ran)
+    cpu = sum(ran.cpu for ran in all_ran)
+    print(f"\n{failed} failed; {time.monotonic() - began:.0f} s, {cpu:.0f} s of CPU time.")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Write the measured tables in README.md and docs/ from the results files; `make tables`.
+
+    python tools/tables.py            # rewrite them
+    python tools/tables.py --check    # exit 1 if one differs from its results
+    python tools/tables.py --smoke    # the same of docs/stochastic.md alone
+
+A table stands between two comments in the Markdown:
+
+    <!-- table: spectral.search_table -->
+    <!-- end of table -->
+
+The first names a function of a script here, which gets the rows of `results/spectral.jsonl`. Behind
+it another results file may be named: `<!-- table: darts_gap.count_table darts_gap_deep -->`.
+"""
+
+import argparse
+import functools
+import importlib
+import re
+import sys
+from pathlib import Path
+
+from benchmarks import harness
+
+ROOT = Path(__file__).parents[1]
+MARKED = re.compile(
+    r"(<!-- table: (?P<script>\w+)\.(?P<function>\w+)(?: (?P<file>\w+))? -->\n)"
+    r"(?P<table>.*?)(<!-- end of table -->)",
+    re.DOTALL,
+)
+
+read = functools.cache(harness.read)
+
+
+def made(found: re.Match) -> str:
+    """The marked table, made again."""
+    script, file = found["script"], found["file"] or found["script"]
+    function = getattr(importlib.import_module(script), found["function"])
+    rows = read(harness.RESULTS / f"{file}.jsonl")
+    return f"{found[1]}\n{function(rows)}\n\n{found[6]}"
+
+
+def campaign(rows: list[harness.Row]) -> str:
+    """What the attacks of each seed came to, by the last line of every block."""
+    from benchmarks.reliability import records
+
+    last = {(r["seed"], r["part"], r["name"], r["block"]): r for r in rows}
+    return records.table(last.values(), by="seed")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--check", action="store_true", help="change nothing; 1 if a table differs")
+    ways.add_argument("--smoke", action="store_true", help="--check of docs/stochastic.md alone")
+    parser.add_argument("files", nargs="*", type=Path, help="default: README.md and docs/*.md")
+    flags = parser.parse_args()
+    if flags.smoke:
+        if flags.files:
+            parser.error(f"--smoke: expected no files, got {len(flags.files)}.")
+        flags.check, flags.files = True, [ROOT / "docs/stochastic.md"]
+    differ = []
+    for path in flags.files or [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
+        text = path.read_text()
+        fresh = MARKED.sub(made, text)
+        if len(re.findall("^<!-- table:", text, re.MULTILINE)) != len(MARKED.findall(text)):
+            sys.exit(f"{path.name}: expected each table's comments as in tools/tables.py.")
+        if fresh == text:
+            continue
+        differ.append(path.name)
+        if not flags.check:
+            path.write_text(fresh)
+    if flags.smoke and not differ:
+        print(f"{len(MARKED.findall(text))} tables are as their results.")
+    if differ:
+        print(f"{'other than their results' if flags.check else 'written'}: {', '.join(differ)}")
+    return int(flags.check and bool(differ))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,10 +7,11 @@
 A script fails if ``--smoke`` is missing, if its status is not 0, after 60 seconds on
 the clock, or if it takes more than 20 seconds of CPU time. The exit status is 1 if one failed.
 
-A commit selects the scripts that it changed, and those that import a module of ``benchmarks/`` that
-it changed; all of them, if it changed ``harness.py`` or this file. To these comes a quarter of the
-others, by its hash, so that four commits on average see each script once. Without a repository, or
-in a clone that does not have the commit before, all scripts are selected.
+A commit selects the scripts of ``benchmarks/`` and ``tools/`` that it changed, and those that
+import a module there that it changed; all of them, if it changed ``harness.py`` or this file. To
+these comes a quarter of the others, by its hash, so that four commits on average see each script
+once. Without a repository, or in a clone that does not have the commit before, all scripts are
+selected.
 """
 
 import argparse
@@ -28,11 +29,12 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDER = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
+FOLDERS = "benchmarks", "tools"
 WALL, CPU, LONG = 60.0, 20.0, 10.0  # seconds: limits of a script, and the mark "long"
 LAST = 15  # lines of a script that failed
 QUARTER = 4
-EVERYTHING = "harness.py", "smoke.py"  # a change of these selects all scripts
+EVERYTHING = "benchmarks/harness.py", "tools/smoke.py"  # a change of these selects all scripts
 
 
 class Ran(NamedTuple):
@@ -53,13 +55,11 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def scripts() -> list[str]:
-    """The files of ``benchmarks/`` that are scripts."""
-    return [
-        path.name
-        for path in sorted(FOLDER.glob("*.py"))
-        if path.name != Path(__file__).name and is_script(path)
-    ]
+@functools.cache
+def scripts() -> dict[str, Path]:
+    """The scripts of ``benchmarks/`` and ``tools/`` by their names, without this one."""
+    paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    return {path.name: path for path in paths if path != Path(__file__) and is_script(path)}
 
 
 def is_script(path: Path) -> bool:
@@ -69,42 +69,38 @@ def is_script(path: Path) -> bool:
 
 
 def modules(path: Path) -> set[str]:
-    """The files of ``benchmarks/`` that a file imports, itself included; those of packages too."""
+    """The files of ``benchmarks/`` and ``tools/`` that a file imports, itself included."""
     seen: set[str] = set()
     queue = [path]
     while queue:
         file = queue.pop()
-        name = str(file.relative_to(FOLDER))
-        if name in seen:
-            continue
-        seen.add(name)
-        for module in imported(file):
-            queue += [FOLDER / f"{module}.py"] if (FOLDER / f"{module}.py").is_file() else []
-            queue += sorted((FOLDER / module).glob("*.py")) if (FOLDER / module).is_dir() else []
+        name = str(file.relative_to(ROOT))
+        if name not in seen:
+            seen.add(name)
+            files = (ROOT / f"{module.replace('.', '/')}.py" for module in imported(file))
+            queue += [file for file in files if file.is_file()]
     return seen
 
 
 def imported(file: Path) -> set[str]:
-    """The first parts of the names that a file imports, inside functions too."""
-    found = set()
+    """The modules that a file may import, inside functions too."""
+    names = set()
     for node in ast.walk(tree(file)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module.split(".")[0])
-    return found
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
 
 
 def selected() -> tuple[list[str], str]:
     """The scripts that the commit selects, and the reason."""
-    every = scripts()
-    commit, changes = git("rev-parse", "HEAD"), git("diff", "--name-only", "HEAD~1", "--", ".")
+    every = list(scripts())
+    commit, changes = git("rev-parse", "HEAD"), git("diff", "--name-only", "HEAD~1", "--", *FOLDERS)
     if commit is None or changes is None:
         return every, "all scripts, as the commit before this one is not here"
-    changed = {name.removeprefix(f"{FOLDER.name}/") for name in changes.splitlines()}
+    changed = set(changes.splitlines())
     if changed & {*EVERYTHING}:
         return every, f"all scripts, as {', '.join(sorted(changed & {*EVERYTHING}))} changed"
-    touched = [name for name in every if modules(FOLDER / name) & changed]
+    touched = [name for name in every if modules(scripts()[name]) & changed]
     turn = int(commit.strip(), 16) % QUARTER
     chosen = [name for name in every if name in touched or quarter(name) == turn]
     return chosen, f"{len(touched)} that the commit changed, and quarter {turn} of the others"
@@ -118,9 +114,7 @@ def quarter(name: str) -> int:
 def git(*arguments: str) -> str | None:
     """The output of a git command, None if it fails or git is missing."""
     try:
-        done = subprocess.run(
-            ["git", "-C", str(FOLDER), *arguments], capture_output=True, text=True
-        )
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
     except OSError:
         return None
     return done.stdout if done.returncode == 0 else None
@@ -134,7 +128,7 @@ def run(name: str) -> Ran:
     began = time.monotonic()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(FOLDER / name), "--smoke"],
+            [sys.executable, "-W", "ignore", str(scripts()[name]), "--smoke"],
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -196,8 +190,8 @@ def main() -> int:
         parser.error(f"--all: expected no names, got {len(flags.scripts)}.")
     unknown = sorted({*flags.scripts} - {*scripts()})
     if unknown:
-        parser.error(f"scripts: expected scripts of benchmarks/, got {unknown[0]}.")
-    names, reason = (scripts(), "all scripts") if flags.all else selected()
+        parser.error(f"scripts: expected scripts of benchmarks/ or tools/, got {unknown[0]}.")
+    names, reason = (list(scripts()), "all scripts") if flags.all else selected()
     if flags.scripts:
         names, reason = flags.scripts, "as named"
     print(f"{len(names)} of {len(scripts())} scripts: {reason}.", flush=True)

@@ -6,11 +6,12 @@
 
 A table stands between two comments in the Markdown:
 
-    <!-- table: spectral.search_table -->
+    <!-- table: theory/spectral.search_table -->
     <!-- end of table -->
 
-The first names a function of a script here, which gets the rows of `results/spectral.jsonl`. Behind
-it another results file may be named: `<!-- table: darts_gap.count_table darts_gap_deep -->`.
+The first names a function of a module in `benchmarks/`, which gets the rows of
+`benchmarks/results/spectral.jsonl`. Behind it another results file may be named:
+`<!-- table: deep_search/darts_gap.count_table darts_gap_deep -->`.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from benchmarks import harness
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(
-    r"(<!-- table: (?P<script>\w+)\.(?P<function>\w+)(?: (?P<file>\w+))? -->\n)"
+    r"(<!-- table: (?P<folder>\w+)/(?P<script>\w+)\.(?P<function>\w+)(?: (?P<file>\w+))? -->\n)"
     r"(?P<table>.*?)(<!-- end of table -->)",
     re.DOTALL,
 )
@@ -35,17 +36,10 @@ read = functools.cache(harness.read)
 def made(found: re.Match) -> str:
     """The marked table, made again."""
     script, file = found["script"], found["file"] or found["script"]
-    function = getattr(importlib.import_module(script), found["function"])
+    module = importlib.import_module(f"benchmarks.{found['folder']}.{script}")
+    function = getattr(module, found["function"])
     rows = read(harness.RESULTS / f"{file}.jsonl")
-    return f"{found[1]}\n{function(rows)}\n\n{found[6]}"
-
-
-def campaign(rows: list[harness.Row]) -> str:
-    """What the attacks of each seed came to, by the last line of every block."""
-    from benchmarks.reliability import records
-
-    last = {(r["seed"], r["part"], r["name"], r["block"]): r for r in rows}
-    return records.table(last.values(), by="seed")
+    return f"{found[1]}\n{function(rows)}\n\n{found[7]}"
 
 
 def main() -> int:

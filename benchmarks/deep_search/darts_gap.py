@@ -16,10 +16,10 @@ training images; no augmentation. Rates, clipping and weight decay are those of 
 
 Every search is a row, written as it ends; what the results file holds is not measured again.
 
-    python benchmarks/deep_search/darts_gap.py            # one cell, three operations, 8 x 8 pixels, 256
-                                              # images: 17 minutes of one core
-    python benchmarks/deep_search/darts_gap.py --deep     # three cells, eight operations, 14 x 14 pixels,
-                                              # 1000 images: seven hours of one core
+    # one cell, three operations, 8 x 8 pixels, 256 images: 17 minutes of one core
+    python benchmarks/deep_search/darts_gap.py
+    # three cells, eight operations, 14 x 14 pixels, 1000 images: seven hours of one core
+    python benchmarks/deep_search/darts_gap.py --deep
     python benchmarks/deep_search/darts_gap.py --quick    # a minute or two, no results file
     python benchmarks/deep_search/darts_gap.py --full     # the paper's sizes, on an accelerator
     python benchmarks/deep_search/darts_gap.py --smoke    # two operations, random images: 10 s

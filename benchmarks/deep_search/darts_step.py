@@ -24,12 +24,14 @@ a step, say that they are the same.
 PyTorch is in the dependency group `peers`, for an environment of its own. `--peers` with no name
 behind it measures ours alone, and writes a results file only if `--results` names one.
 
-    python benchmarks/deep_search/darts_step.py            # 3 cells of 16 channels: 10 minutes on two cores
-    python benchmarks/deep_search/darts_step.py --quick    # 2 cells of 8, small images: minutes; no results
-    python benchmarks/deep_search/darts_step.py --full     # the published 8 cells of 16: half an hour, and
-                                               # 30 GB for PyTorch's second order
-    python benchmarks/deep_search/darts_step.py --smoke    # one cell of two operations, first order: 10 s
-    python benchmarks/deep_search/darts_step.py --table    # the results files as Markdown
+    python benchmarks/deep_search/darts_step.py    # 3 cells of 16 channels: 10 minutes on two cores
+    # 2 cells of 8, small images: minutes; no results
+    python benchmarks/deep_search/darts_step.py --quick
+    # the published 8 cells of 16: half an hour, and 30 GB for PyTorch's second order
+    python benchmarks/deep_search/darts_step.py --full
+    # one cell of two operations, first order: 10 s
+    python benchmarks/deep_search/darts_step.py --smoke
+    python benchmarks/deep_search/darts_step.py --table  # the results files as Markdown
 
 `--dtype bfloat16`: activations in 16 bits, PyTorch's by autocast; for an accelerator.
 """

@@ -19,15 +19,18 @@ trial. Projections of rows and hashes of texts are in them: each method starts w
 Each trial of each method is a row, written as it ends; what the results file holds is not measured
 again, and a method that was cut short goes on with the solves in its journal.
 
-    python benchmarks/feature_maps/feature_maps.py                    # CIFAR-10, a quarter of an hour, two cores
-    python benchmarks/feature_maps/feature_maps.py --data imdb        # IMDb
-    python benchmarks/feature_maps/feature_maps.py --data digits      # what --quick runs, in a minute
-    python benchmarks/feature_maps/feature_maps.py --alternatives     # part 3 alone, again
-    python benchmarks/feature_maps/feature_maps.py --full             # 24,000 + 6,000 images, 16,384 features
-    python benchmarks/feature_maps/feature_maps.py --full --features 2048    # ... in the time that there is
+    # CIFAR-10, a quarter of an hour, two cores
+    python benchmarks/feature_maps/feature_maps.py
+    python benchmarks/feature_maps/feature_maps.py --data imdb     # IMDb
+    python benchmarks/feature_maps/feature_maps.py --data digits   # what --quick runs, in a minute
+    python benchmarks/feature_maps/feature_maps.py --alternatives  # part 3 alone, again
+    # 24,000 + 6,000 images, 16,384 features
+    python benchmarks/feature_maps/feature_maps.py --full
+    # ... in the time that there is
+    python benchmarks/feature_maps/feature_maps.py --full --features 2048
     python benchmarks/feature_maps/feature_maps.py --full --data imdb # all 50,000 reviews
-    python benchmarks/feature_maps/feature_maps.py --smoke            # digits, all parts, tiny: 10 s
-    python benchmarks/feature_maps/feature_maps.py --table            # the results files as Markdown
+    python benchmarks/feature_maps/feature_maps.py --smoke         # digits, all parts, tiny: 10 s
+    python benchmarks/feature_maps/feature_maps.py --table         # the results files as Markdown
 """
 
 import dataclasses

@@ -13,10 +13,11 @@ the steps, *closed form* factorises. One core, one thread (Linux only). The meth
 a process and take turns in a random order, so that a ratio is one of neighbours in time: the median
 over rounds.
 
-    python benchmarks/hypergradients/hypergradients.py            # against every peer: some five minutes
-    python benchmarks/hypergradients/hypergradients.py --quick    # hand-written JAX only, two cases: about one
-    python benchmarks/hypergradients/hypergradients.py --peers jaxopt    # one peer; no results file
-    python benchmarks/hypergradients/hypergradients.py --table    # the results file as Markdown
+    python benchmarks/hypergradients/hypergradients.py    # against every peer: some five minutes
+    # hand-written JAX only, two cases: about one minute
+    python benchmarks/hypergradients/hypergradients.py --quick
+    python benchmarks/hypergradients/hypergradients.py --peers jaxopt  # one peer; no results file
+    python benchmarks/hypergradients/hypergradients.py --table  # the results file as Markdown
 
 The results file is written when all peers ran.
 """

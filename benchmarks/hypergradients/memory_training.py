@@ -27,7 +27,7 @@ import optax
 import bilevel
 from benchmarks import harness
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 STEPS = (2, 64, 100, 400)
 
 

@@ -9,10 +9,11 @@ neural-tangents' implementations 1 and 2.
 Methods take turns in one process for every network, on one core; the memory is that of XLA's
 temporaries. An error is relative to the largest entry of the kernel by Jacobians.
 
-    python benchmarks/kernels/finite_kernels.py            # four minutes
-    python benchmarks/kernels/finite_kernels.py --quick    # small, without neural-tangents: half a minute
-    python benchmarks/kernels/finite_kernels.py --smoke    # four of the networks, three samples: 10 s
-    python benchmarks/kernels/finite_kernels.py --table    # the results file as Markdown
+    python benchmarks/kernels/finite_kernels.py          # four minutes
+    # small, without neural-tangents: half a minute
+    python benchmarks/kernels/finite_kernels.py --quick
+    python benchmarks/kernels/finite_kernels.py --smoke  # four of the networks, three samples: 10 s
+    python benchmarks/kernels/finite_kernels.py --table  # the results file as Markdown
 """
 
 import itertools

@@ -15,7 +15,8 @@ methods for eigenvalues share one. What would take over LIMIT seconds, or over h
 skipped: *that* figure is extrapolated.
 
     python benchmarks/kernels/kernels.py            # some eight minutes
-    python benchmarks/kernels/kernels.py --quick    # four problems, small, without neural-tangents: one
+    # four problems, small, without neural-tangents: one minute
+    python benchmarks/kernels/kernels.py --quick
     python benchmarks/kernels/kernels.py --peers    # without neural-tangents; no results file
     python benchmarks/kernels/kernels.py --table    # the results file as Markdown
 """

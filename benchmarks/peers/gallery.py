@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks import harness
 from benchmarks.harness import environment, read, table, where, write
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs/images"
 SIZES = {  # of the pictures, inches
     "inducing_points": (8, 7),
@@ -76,8 +76,8 @@ def _table(name: str):
         found = [row for run in runs for row in run["rows"]]
         total = sum(run["cpu_seconds"] for run in runs)
         lines = ([_shown(v) for v in row.values()] for row in found)
-        made = table(list(found[0]), lines)
-        return f"{made}\n\n`python benchmarks/peers/gallery.py {name}`: {total:,.0f} s of processor time."
+        made, command = table(list(found[0]), lines), f"python benchmarks/peers/gallery.py {name}"
+        return f"{made}\n\n`{command}`: {total:,.0f} s of processor time."
 
     return of_rows
 

@@ -2,9 +2,9 @@
 
     pip install --no-deps gradhpo    # in an environment of its own, with this package
                                      # (--peers with no name behind it: without gradhpo)
-    python benchmarks/peers/gradhpo_equal_time.py           # three minutes; one core: taskset -c 0
-    python benchmarks/peers/gradhpo_equal_time.py --quick   # short, no results file, without gradhpo
-    python benchmarks/peers/gradhpo_equal_time.py --smoke   # one episode of its own example: 10 s
+    python benchmarks/peers/gradhpo_equal_time.py          # three minutes; one core: taskset -c 0
+    python benchmarks/peers/gradhpo_equal_time.py --quick  # short, no results file, without gradhpo
+    python benchmarks/peers/gradhpo_equal_time.py --smoke  # one episode of its own example: 10 s
     python benchmarks/peers/gradhpo_equal_time.py --table
 
 *Its own example*: a learning rate for each of 517 weights of a small network on five Gaussian
@@ -29,7 +29,7 @@ import bilevel
 from benchmarks import harness
 from benchmarks.harness import environment, table
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 DECAY = 0.99
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 

@@ -6,10 +6,11 @@ what they themselves import of it and is gone, they are lent. They are many and 
 tests are run in random order, always the same, for as long as `--seconds` allows. A test that takes
 longer than two minutes is not counted as run either.
 
-    python benchmarks/peers/neural_tangents_tests.py --checkout PATH            # forty minutes
-    python benchmarks/peers/neural_tangents_tests.py --checkout PATH --quick    # one case each, a quarter
-    python benchmarks/peers/neural_tangents_tests.py --smoke                    # two tests written here
-    python benchmarks/peers/neural_tangents_tests.py --table                    # the results as Markdown
+    python benchmarks/peers/neural_tangents_tests.py --checkout PATH    # forty minutes
+    # one case each, a quarter
+    python benchmarks/peers/neural_tangents_tests.py --checkout PATH --quick
+    python benchmarks/peers/neural_tangents_tests.py --smoke            # two tests written here
+    python benchmarks/peers/neural_tangents_tests.py --table            # the results as Markdown
 
 `NT_NUM_GENERATED_CASES` of the tests, how many cases are drawn from every grid of parameters, is
 `--cases`. Those of `tests/experimental` need TensorFlow, which stays out.

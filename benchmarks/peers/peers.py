@@ -29,7 +29,7 @@ import bilevel
 from benchmarks import harness
 from benchmarks.harness import environment, table, where
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 PEERS = "torch", "torchopt", "optuna"
 RATE, MOMENTUM, TOL = 0.05, 0.9, 1e-3
 GRID = np.linspace(-10, 0, 11)  # of log penalties

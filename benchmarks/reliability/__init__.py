@@ -1,4 +1,4 @@
-"""The parts of ``benchmarks/reliability/reliability.py``: attacks on every public function and command.
+"""Attacks on every public function and command, for ``benchmarks/reliability/reliability.py``.
 
 =====================  ===========================================================================
 ``case``               one generated input, how it is attacked, and what came of it

@@ -5,10 +5,11 @@ drawn at random by cosmic-ray (``pip install cosmic-ray``). It is killed if a te
 that survive some are equivalent: no test can tell them from the original, for a reason that is
 given (`EQUIVALENT`). The others are named.
 
-    python benchmarks/reliability/mutants.py              # 60 of them; hours of processor time; resumable
-    python benchmarks/reliability/mutants.py --count 90   # 30 more
-    python benchmarks/reliability/mutants.py --again      # those alive, after tests were added
-    python benchmarks/reliability/mutants.py --smoke      # one planted by hand, and a test that kills it
+    python benchmarks/reliability/mutants.py    # 60 of them; hours of processor time; resumable
+    python benchmarks/reliability/mutants.py --count 90  # 30 more
+    python benchmarks/reliability/mutants.py --again  # those alive, after tests were added
+    # one planted by hand, and a test that kills it
+    python benchmarks/reliability/mutants.py --smoke
     python benchmarks/reliability/mutants.py --table
 """
 
@@ -26,7 +27,7 @@ from pathlib import Path
 
 from benchmarks import harness
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # The tests that are about each file, its own first.
 TESTS = {
     "bilevel/solvers/_unrolled.py": "solvers unrolled_optimizers hypergradient",
@@ -148,9 +149,14 @@ def fate(file, text, tests=None) -> dict:
         if tests:
             killer = failed(copy, tests, "not slow")
         else:
-            tests = [file, *(f"tests/test_{name}.py" for name in TESTS[file].split())]
+            tests = [file, *(path for name in TESTS[file].split() for path in named(name))]
             killer = failed(copy, tests, "not slow") or failed(copy, tests, "slow")
     return {"killed_by": killer, "seconds": round(time.perf_counter() - began)}
+
+
+def named(name):
+    """The file of the tests of this name, relative to the repository."""
+    return [str(path.relative_to(ROOT)) for path in ROOT.glob(f"tests/*/test_{name}.py")]
 
 
 def failed(copy, tests, marks):

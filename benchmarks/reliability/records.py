@@ -51,6 +51,12 @@ def failures(counts: Counter) -> int:
     return sum(counts[verdict] for verdict in FAILURES)
 
 
+def table_by_seed(rows: Iterable[Line]) -> str:
+    """The counts of each seed, by the last line of every block."""
+    last = {(row["seed"], row["part"], row["name"], row["block"]): row for row in rows}
+    return table(last.values(), by="seed")
+
+
 def table(lines: Iterable[Line], by: str = "part") -> str:
     """The counts as Markdown."""
     heads = (

@@ -14,12 +14,13 @@ What counts as which: `reliability/case.py`. Parts:
     writers     two processes on one directory
     nonfinite   NaN at every quantity of a search, at step 0 and later
 
-    python benchmarks/reliability/reliability.py                     # all of it: hours; go on by the same line
-    python benchmarks/reliability/reliability.py --quick             # one or two minutes
-    python benchmarks/reliability/reliability.py --smoke             # two inputs of a few public names
-    python benchmarks/reliability/reliability.py --only bilevel.cg   # one public name, or one part
-    python benchmarks/reliability/reliability.py --only bilevel.cg --case 17    # one input, and what came of it
-    python benchmarks/reliability/reliability.py --table             # the results file as Markdown
+    python benchmarks/reliability/reliability.py          # all of it: hours; go on by the same line
+    python benchmarks/reliability/reliability.py --quick  # one or two minutes
+    python benchmarks/reliability/reliability.py --smoke  # two inputs of a few public names
+    python benchmarks/reliability/reliability.py --only bilevel.cg  # one public name, or one part
+    # one input, and what came of it
+    python benchmarks/reliability/reliability.py --only bilevel.cg --case 17
+    python benchmarks/reliability/reliability.py --table  # the results file as Markdown
 
 Every input is made from `--seed`, its name and its number alone: the line printed for one that is
 silent or raw is its reproducer. Results are appended to `results/reliability.jsonl`, and what is

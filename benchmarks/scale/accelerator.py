@@ -17,11 +17,11 @@ measured again: the same command resumes. Failed measurements are recorded too, 
     skips            activation and skip search at the paper's width
     darts            the published DARTS search, for as long as the minutes allow
 
-    python benchmarks/scale/accelerator.py                   # 25 minutes; results/accelerator.jsonl
-    python benchmarks/scale/accelerator.py --minutes 60      # ... goes on with what is missing
-    python benchmarks/scale/accelerator.py --quick           # tiny sizes, on any device; no results file
-    python benchmarks/scale/accelerator.py --smoke           # only the parts matmul and darts_step: 10 s
-    python benchmarks/scale/accelerator.py --table           # the results file as Markdown
+    python benchmarks/scale/accelerator.py            # 25 minutes; results/accelerator.jsonl
+    python benchmarks/scale/accelerator.py --minutes 60  # ... goes on with what is missing
+    python benchmarks/scale/accelerator.py --quick    # tiny sizes, on any device; no results file
+    python benchmarks/scale/accelerator.py --smoke    # only the parts matmul and darts_step: 10 s
+    python benchmarks/scale/accelerator.py --table    # the results file as Markdown
 
 A part that fails says so in one line, and the next begins; the exit status is 1 then. PyTorch is in
 the dependency group `peers`; `--peers` with no name behind it measures the step without PyTorch.
@@ -42,7 +42,7 @@ from typing import Any
 
 from benchmarks import harness
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 SEED, ROUNDS = 0, 5
 
 Measurement = tuple[str, Callable[[], dict[str, Any]]]  # a name, and what measures it
@@ -318,12 +318,12 @@ def genotypes(run: Run) -> Iterator[Measurement]:
 def darts_step(run: Run) -> Iterator[Measurement]:
     flags = run.small or "--full", "--peers", *run.peers
     name = "compared with PyTorch" if run.peers else "without PyTorch"
-    yield name, lambda: script("darts_step.py", *flags)
+    yield name, lambda: script("deep_search/darts_step.py", *flags)
 
 
 def skips(run: Run) -> Iterator[Measurement]:
     flag = run.small or "--full"
-    yield "the paper's width", lambda: script("activation_skip_search.py", flag)
+    yield "the paper's width", lambda: script("deep_search/activation_skip_search.py", flag)
 
 
 def darts(run: Run) -> Iterator[Measurement]:

@@ -15,9 +15,9 @@ row above, `unrolled` with ten steps of gradient descent; rows are spread over t
    latency` (a ring) and `2 b / bandwidth + 2 log2(d) latency` (trees). With the counted numbers,
    published rates and link speeds, and no overlap of the two. Nothing of it was run.
 
-    python benchmarks/scale/scaling.py           # 20,000 rows; results/scaling.jsonl and scaling.png
-    python benchmarks/scale/scaling.py --quick   # 2,000 rows, no results file
-    python benchmarks/scale/scaling.py --smoke   # 160 rows, two virtual devices, one process
+    python benchmarks/scale/scaling.py          # 20,000 rows; results/scaling.jsonl and scaling.png
+    python benchmarks/scale/scaling.py --quick  # 2,000 rows, no results file
+    python benchmarks/scale/scaling.py --smoke  # 160 rows, two virtual devices, one process
     python benchmarks/scale/scaling.py --table
 """
 

@@ -1,4 +1,4 @@
-"""The four problems of benchopt/benchmark_bilevel, at its sizes, for ``benchmarks/stochastic/stochastic.py``.
+"""The four problems of benchopt/benchmark_bilevel, at its sizes, for ``stochastic.py``.
 
 Where its data are not to be had from :func:`bilevel.data.load`, rows of the same number and shape
 stand in: logistic regression drawn at random for ijcnn1, projected Fashion-MNIST for covtype. MNIST

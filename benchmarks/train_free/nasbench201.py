@@ -24,10 +24,12 @@ PyTorch is in the dependency group `peers`, for an environment of its own; `--pe
 alone, without a results file.
 
     python benchmarks/train_free/nasbench201.py            # batch 32: up to an hour on two cores
-    python benchmarks/train_free/nasbench201.py --quick    # small networks, four scores: minutes; no results
-    python benchmarks/train_free/nasbench201.py --quick --peers torch    # with PyTorch
+    # small networks, four scores: minutes; no results
+    python benchmarks/train_free/nasbench201.py --quick
+    python benchmarks/train_free/nasbench201.py --quick --peers torch  # with PyTorch
     python benchmarks/train_free/nasbench201.py --smoke    # tiny networks, one score, ours alone
-    python benchmarks/train_free/nasbench201.py --full     # all 15,625, without a limit; for an accelerator
+    # all 15,625, without a limit; for an accelerator
+    python benchmarks/train_free/nasbench201.py --full
     python benchmarks/train_free/nasbench201.py --table    # the results files as Markdown
 
 `--scores naswot synflow`: these alone, in place of their rows in the results.

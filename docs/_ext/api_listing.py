@@ -5,9 +5,9 @@
     search
     ```
 
-tests/repository/test_docs.py reads these lists, and fails for a public name that is in none. The directive
-``scores`` does the same for the built-in scores, whose names and table it takes from their
-registry.
+tests/repository/test_docs.py reads these lists, and fails for a public name that is in none. The
+directive ``scores`` does the same for the built-in scores, whose names and table it takes from
+their registry.
 """
 
 import importlib

@@ -89,8 +89,8 @@ def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
     -----
     Forward mode within forward mode: up to ``2^order`` calls of ``apply``, of which a compiler
     makes less: order 5 took three times as long as order 2. JAX's ``jet`` took longer at all of
-    them and fails at ReLUs: ``python benchmarks/kernels/taylor_expand.py``. At a kink (ReLU at 0) the
-    derivatives are those that JAX chooses.
+    them and fails at ReLUs: ``python benchmarks/kernels/taylor_expand.py``. At a kink (ReLU at 0)
+    the derivatives are those that JAX chooses.
 
     References
     ----------

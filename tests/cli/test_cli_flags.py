@@ -69,7 +69,7 @@ UGLY = (
 @pytest.fixture(autouse=True)
 def eight_gigabytes_and_the_examples(monkeypatch):
     monkeypatch.setattr(memory_estimate, "available_memory", lambda: 8 * 10**9)
-    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[1] / "examples")
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "examples")
 
 
 @pytest.fixture(scope="module")

@@ -374,9 +374,9 @@ def test_a_killed_search_resumes_exactly(tmp_path, number, save_seconds, saved):
 
     SIGTERM ends the process too, but after the state at that moment is saved.
     """
-    here = pathlib.Path(__file__).parent
+    folders = pathlib.Path(__file__).parents[:3]  # of this file, of its helpers, of the packages
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)]),
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "JAX_ENABLE_X64": str(int(jax.config.jax_enable_x64)),
         "PYTHONUNBUFFERED": "",
     }

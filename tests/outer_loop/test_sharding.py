@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
-BENCH = ROOT / "benchmarks"
+ROOT = pathlib.Path(__file__).parents[2]
 
 PROGRAM = """
 import json, logging, re, tempfile
@@ -209,8 +208,7 @@ def on_eight_devices():
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env=os.environ
-        | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join([str(ROOT), str(BENCH)])},
+        env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )

@@ -14,8 +14,9 @@ import types
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
-PROGRAMS = "benchmarks/**/*.py", "examples/*.py", "docs/*.py", "docs/_ext/*.py", "notebooks/*.py"
+ROOT = pathlib.Path(__file__).parents[2]
+PROGRAMS = "benchmarks/**/*.py", "tools/*.py", "examples/*.py"
+PROGRAMS += "docs/*.py", "docs/_ext/*.py", "notebooks/*.py"
 PAGES = "README.md", "CONTRIBUTING.md", "docs/**/*.md"
 
 # ----------------------------------------------------------------------------- names and imports
@@ -248,9 +249,8 @@ FAILED = {"part": "time", "case": "large", "failed": "out of memory"}
 
 @pytest.fixture
 def harness(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setenv("XLA_FLAGS", "")  # --smoke keeps flags that are set
-    return importlib.import_module("harness")
+    return importlib.import_module("benchmarks.harness")
 
 
 def ended(call, *args, **options):
@@ -358,24 +358,32 @@ def test_sizes_by_their_flags(harness, monkeypatch):
     "script, words, message",
     [
         (
-            "feature_maps",
+            "feature_maps.feature_maps",
             "--quick --data imdb",
             "--data: expected digits with --quick, got imdb",
         ),
         (
-            "feature_maps",
+            "feature_maps.feature_maps",
             "--quick --alternatives",
             "--alternatives: expected cifar10 in the default size, got --quick",
         ),
-        ("feature_maps", "--full --data digits", "--data: expected cifar10 or imdb with --full"),
-        ("feature_maps", "--data imdb --trials 1", "--trials: expected at least 2, got 1"),
-        ("darts_gap", "--quick --deep", "--deep: expected no other size, got --quick"),
-        ("darts_gap", "--full --deep", "--deep: expected no other size, got --full"),
+        (
+            "feature_maps.feature_maps",
+            "--full --data digits",
+            "--data: expected cifar10 or imdb with --full",
+        ),
+        (
+            "feature_maps.feature_maps",
+            "--data imdb --trials 1",
+            "--trials: expected at least 2, got 1",
+        ),
+        ("deep_search.darts_gap", "--quick --deep", "--deep: expected no other size, got --quick"),
+        ("deep_search.darts_gap", "--full --deep", "--deep: expected no other size, got --full"),
     ],
 )
 def test_flags_that_contradict_each_other_end_with_status_2(
     harness, monkeypatch, capsys, script, words, message
 ):
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", *words.split()])
-    assert ended(importlib.import_module(script).main) == (2, "")
+    monkeypatch.setattr(sys, "argv", ["script.py", *words.split()])
+    assert ended(importlib.import_module(f"benchmarks.{script}").main) == (2, "")
     assert f"error: {message}" in capsys.readouterr().err

@@ -17,9 +17,16 @@ import pytest
 from bilevel.cli import parse_flags
 from bilevel.cli.flags import from_config_file
 
-ROOT = pathlib.Path(__file__).parents[1]
-BENCHMARKS = ROOT / "benchmarks"
-SOURCES = "bilevel", "ntk", "benchmarks", "examples"
+ROOT = pathlib.Path(__file__).parents[2]
+FOLDERS = "benchmarks", "tools"
+# Their scripts by file name, relative to the root; modules of the same name are no scripts.
+SCRIPTS = {
+    path.name: str(path.relative_to(ROOT))
+    for folder in FOLDERS
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if '__name__ == "__main__"' in path.read_text()
+}
+SOURCES = "bilevel", "ntk", *FOLDERS, "examples"
 # Plausible values for these words.
 PLACEHOLDERS = {
     "MODULE:FUNCTION": "own_space:looks",
@@ -36,13 +43,14 @@ GONE = "bilevel search --space "
 ENDS = {"|", "||", "&&", ";", ">", ">>", "2>", "&"}
 START = re.compile(
     r"^(?:\$ )?(?:[A-Z_]+=\S+ +)*(?:taskset -c [\d,]+ +)?(?:\S*/)?"
-    r"(?P<command>python[\d.]* +(?:-m bilevel|(?:-\S+ +)*(?:benchmarks|examples)/\w+\.py)"
+    r"(?P<command>python[\d.]* +(?:-m bilevel"
+    r"|(?:-\S+ +)*(?:benchmarks(?:/\w+)?|tools|examples)/\w+\.py)"
     r"|bilevel +(?=[\w-])(?!=)|make +(?=[a-z])|\w+\.py +(?=--))"
 )
 
-# Runs in a separate process, because scripts of benchmarks/ choose JAX's precision.
+# Runs in a separate process, because benchmarks choose JAX's precision.
 PROGRAM = """
-import argparse, contextlib, importlib.util, io, json, runpy, sys
+import argparse, contextlib, importlib, io, json, runpy, sys
 
 class Accepted(BaseException):
     pass
@@ -54,20 +62,15 @@ def parse_args(self, *args, **options):
     raise Accepted
 
 argparse.ArgumentParser.parse_args = parse_args
-folder, commands = sys.argv[1], json.loads(sys.stdin.read())
-sys.path.insert(0, folder)
-modules, answers = {}, []
+root, commands = sys.argv[1], json.loads(sys.stdin.read())
+answers = []
 for script, *arguments in commands:
-    if script not in modules:
-        name = f"script_{script[:-3]}"  # reliability.py has the name of its own package
-        spec = importlib.util.spec_from_file_location(name, f"{folder}/{script}")
-        modules[script] = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(modules[script])
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     sys.argv, said = [script, *arguments], io.StringIO()
-    whole = lambda: runpy.run_path(f"{folder}/{script}", run_name="__main__")
+    whole = lambda: runpy.run_path(f"{root}/{script}", run_name="__main__")
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            getattr(modules[script], "main", whole)()
+            getattr(module, "main", whole)()
         answers.append("expected main() to ask a parser, got none")
     except Accepted:
         answers.append("")
@@ -96,9 +99,9 @@ def commands_in(text):
 
 
 def names_another_script(start):
-    """Whether it is ``SCRIPT.py --flag`` and the script is not one of ``benchmarks/``."""
+    """Whether it is ``SCRIPT.py --flag`` and the script is none of ``SCRIPTS``."""
     script = start.strip()
-    return script.endswith(".py") and " " not in script and not (BENCHMARKS / script).is_file()
+    return script.endswith(".py") and " " not in script and script not in SCRIPTS
 
 
 def words_of(command):
@@ -166,7 +169,8 @@ def sort_of(command):
     if first.endswith(".py"):
         return "benchmarks"
     script = next((word for word in others if word.endswith(".py")), "")
-    return script.split("/")[0] if script else "bilevel"
+    folder = script.split("/")[0] if script else "bilevel"
+    return "benchmarks" if folder in FOLDERS else folder
 
 
 def ask_benchmarks(commands):
@@ -174,11 +178,11 @@ def ask_benchmarks(commands):
     calls = []
     for words in commands:
         at = next(i for i, word in enumerate(words) if word.endswith(".py"))
-        calls.append([words[at].split("/")[-1], *words[at + 1 :]])
-    exist = [(ROOT / "benchmarks" / call[0]).is_file() for call in calls]
+        calls.append([SCRIPTS.get(words[at], words[at]), *words[at + 1 :]])
+    exist = [(ROOT / call[0]).is_file() for call in calls]
     known = [call for call, there in zip(calls, exist, strict=True) if there]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(ROOT / "benchmarks")],
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(ROOT)],
         input=json.dumps(known), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -250,7 +254,8 @@ def test_a_documented_command_is_accepted(sort):
 
 
 BAD = """
-A text with `python benchmarks/hypergradients/memory.py --quikc` and ``bilevel search --steqs 3``, and
+A text with `python benchmarks/hypergradients/memory.py --quikc`
+and ``bilevel search --steqs 3``, and
 
     python benchmarks/reliability/mutants.py --quick --table    # contradict each other
     python benchmarks/gone.py
@@ -264,7 +269,8 @@ python -m bilevel sreach
 ```
 """
 GOOD = """
-`python benchmarks/hypergradients/memory.py --quick`, `bilevel search-own --space MODULE:FUNCTION`, `make help`
+`python benchmarks/hypergradients/memory.py --quick`,
+`bilevel search-own --space MODULE:FUNCTION`, `make help`
 
     python benchmarks/peers/neural_tangents_tests.py --only 'a b' [--cases N]    # --no-such flag
     python benchmarks/stochastic/stochastic.py --checkout PATH ...

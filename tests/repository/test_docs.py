@@ -9,7 +9,7 @@ import bilevel
 import ntk
 from ntk.scores.registry import builtin_score_names
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
 # Public too, but found by their own names only.
 MODULES = (
     "bilevel.outer_loop.batches",

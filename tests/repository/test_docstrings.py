@@ -8,7 +8,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "bilevel").rglob("*.py"), *(ROOT / "ntk").rglob("*.py")])
 CHECKS = {
     "bilevel.internal.checks": "bilevel/internal/checks.py",

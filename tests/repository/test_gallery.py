@@ -10,7 +10,7 @@ import scipy.optimize
 import scipy.stats
 from matplotlib.figure import Figure
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -145,6 +145,6 @@ def test_every_example_that_was_run_has_its_page_and_its_picture():
     names = {row["part"] for row in rows if row["part"] != "environment"}
     page = (ROOT / "docs/gallery.md").read_text()
     for name in names:
-        assert f"<!-- table: gallery.{name} -->" in page, name
+        assert f"<!-- table: peers/gallery.{name} -->" in page, name
         assert (ROOT / f"docs/images/gallery_{name}.png").exists(), name
     assert len(names) > 2

@@ -12,7 +12,7 @@ import nbclient
 import nbformat
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "notebooks"))
 
 import first_cells
 

@@ -11,7 +11,7 @@ import pytest
 
 from bilevel.plots import appearance
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ADDRESS = "https://example.org/owner/name"
 

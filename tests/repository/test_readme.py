@@ -12,7 +12,7 @@ from bilevel.spaces.darts import parse_genotype
 from bilevel.spaces.nasbench201 import genotypes
 from bilevel.spaces.nasbench201 import parse_genotype as parse_cell
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def examples(page):

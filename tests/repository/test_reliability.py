@@ -1,4 +1,4 @@
-"""The short form of ``benchmarks/reliability/reliability.py``: a few inputs of what compiles quickly."""
+"""A few quick inputs of the campaign of ``benchmarks/reliability/reliability.py``."""
 
 import functools
 

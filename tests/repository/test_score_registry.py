@@ -13,7 +13,7 @@ from bilevel.cli.flags import commands
 from bilevel.spaces.nasbench201 import scoring
 from ntk.scores import registry
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 NAMES = registry.builtin_score_names()
 
 

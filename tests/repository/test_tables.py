@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "tools/tables.py"
-TABLE = "<!-- table: memory.report -->\n{}<!-- end of table -->\n"
+SCRIPT = pathlib.Path(__file__).parents[2] / "tools/tables.py"
+TABLE = "<!-- table: hypergradients/memory.report -->\n{}<!-- end of table -->\n"
 
 
 def tables(*flags):
@@ -34,7 +34,9 @@ def test_a_table_that_was_typed_is_found_and_written_anew(tmp_path):
     assert tables("--check", page).returncode == 0
 
 
-@pytest.mark.parametrize("marker", ["memory", "memory.report", "memory.report a b"])
+@pytest.mark.parametrize(
+    "marker", ["hypergradients/memory", "memory.report", "hypergradients/memory.report a b"]
+)
 def test_a_table_without_its_comments_is_refused(tmp_path, marker):
     page = tmp_path / "page.md"
     page.write_text(f"<!-- table: {marker} -->\n")

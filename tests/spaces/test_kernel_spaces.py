@@ -274,7 +274,7 @@ def test_draws_corners_and_what_is_found_live_where_the_sets_say():
 
 @pytest.mark.long
 def test_the_example_of_convolutional_networks_ends_at_a_certified_kernel(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[1] / "examples")
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "examples")
     example = importlib.import_module("stax_kernels")
     try:
         bracket, found, bounds = example.main()

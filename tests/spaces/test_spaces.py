@@ -21,7 +21,7 @@ from bilevel.spaces.features import feature_space, fourier_selection
 from bilevel.spaces.nasbench201 import nasbench201_space
 from bilevel.spaces.skips import skip_space
 
-EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (6, 5))
 IMAGES = jax.random.normal(KEY, (6, 8, 8, 1))

@@ -204,8 +204,8 @@ def darts_space(
 
     Cost: memory for the 14 inputs of edges of every cell, without ``remat`` for all activations. On
     a CPU of two cores a search step takes two thirds of the time and a fifth of the memory that
-    PyTorch's takes (``benchmarks/deep_search/darts_step.py``). Compiling takes longer than many steps: half a
-    minute for 3 cells and 4 operations, half as long again for 8.
+    PyTorch's takes (``benchmarks/deep_search/darts_step.py``). Compiling takes longer than many
+    steps: half a minute for 3 cells and 4 operations, half as long again for 8.
 
     References
     ----------

@@ -115,7 +115,8 @@ def score_networks(
     Notes
     -----
     ``certified_min_eigenvalue`` is certified for the kernel as float32 has it. ``knas_released``
-    takes the first leaves of ``w``, be they of other networks. Time: ``benchmarks/train_free/nasbench201.py``.
+    takes the first leaves of ``w``, be they of other networks. Time:
+    ``benchmarks/train_free/nasbench201.py``.
 
     Examples
     --------

@@ -88,13 +88,13 @@ def betas(rng, dtype) -> Case:
     return Case(call, {"activation": ALL[name], "variance": variance}, check, kinds)
 
 
-@generates("ntk.bounds.lipschitz_constant")
+@generates("ntk.bounds.activation_lipschitz")
 def lipschitz(rng, dtype) -> Case:
     name = _name(rng)
     truth = abs(slope_in_numpy(name)(np.linspace(-30, 30, 60_001))).max()
     check = lambda r: near(name, r, truth, 1e-4)
     return Case(
-        bounds.lipschitz_constant, {"activation": ALL[name]}, check, {"activation": "function"}
+        bounds.activation_lipschitz, {"activation": ALL[name]}, check, {"activation": "function"}
     )
 
 

@@ -10,7 +10,7 @@ Every bound is a :class:`Bound`: a value with its terms, assumptions and open co
 """
 
 from ntk.bounds.bound import Bound, Bracket
-from ntk.bounds.constants import Betas, betas, hermite_coefficients, lipschitz_constant, table1
+from ntk.bounds.constants import Betas, activation_lipschitz, betas, hermite_coefficients, table1
 from ntk.bounds.eigenvalue import (
     diagonal_upper_bound,
     frobenius_upper_bound,
@@ -30,13 +30,13 @@ __all__ = [
     "Betas",
     "Bound",
     "Bracket",
+    "activation_lipschitz",
     "betas",
     "diagonal_upper_bound",
     "eigen_nas_as_printed",
     "frobenius_upper_bound",
     "hermite_coefficients",
     "hermite_lower_bound",
-    "lipschitz_constant",
     "schur_lower_bound",
     "table1",
     "zhu_theorem1_as_printed",

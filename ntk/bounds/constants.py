@@ -7,7 +7,7 @@ mu_k     ``hermite_coefficients``   E[s(sqrt(y) z) h_k(z)], z ~ N(0, 1)
 beta_1   ``Betas.beta1``            2 E[s(u)^2] / y, u ~ N(0, y), or its supremum over y
 beta_2   ``Betas.beta2``            2 E[s'(u)^2], or its supremum
 beta_3   ``Betas.beta3``            2 E[s'(u)^2], or its infimum
-Lip      ``lipschitz_constant``              sup |s'|
+Lip      ``activation_lipschitz``   sup |s'|
 =======  =========================  ======================================================
 
 Reference: Zhu et al. 2022, Table 1.
@@ -192,7 +192,7 @@ def _table1_betas(layer: Layer, weights: jax.Array, t: float) -> Betas:
     )
 
 
-def lipschitz_constant(activation: Mixture) -> jax.Array:
+def activation_lipschitz(activation: Mixture) -> jax.Array:
     """``Lip = sup |s'|``, by a scan of ``|z| < 11,000`` and at kinks, refined at its best node.
 
     The scan's nodes are 1e-3 apart near 0, and farther in proportion to z: a steeper piece between
@@ -214,7 +214,7 @@ def lipschitz_constant(activation: Mixture) -> jax.Array:
     Examples
     --------
     >>> from ntk.expectations.activations import swish
-    >>> round(float(lipschitz_constant(swish)), 4)
+    >>> round(float(activation_lipschitz(swish)), 4)
     1.0998
     """
     (layer,), (weights,), _, _ = parse_architecture([activation], None, None)

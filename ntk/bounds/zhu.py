@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ntk.bounds.bound import Bound, Bracket, Mixture, check_kernel, holds, lower_bound, upper_bound
-from ntk.bounds.constants import hermite_coefficients, lipschitz_constant, table1
+from ntk.bounds.constants import activation_lipschitz, hermite_coefficients, table1
 from ntk.expectations.activations import Activation
 from ntk.infinite.layer_expansions import diagonals, parse_architecture
 from ntk.internal.checks import positive, real_array, real_number
@@ -399,7 +399,7 @@ def _theorem3(name, energy, K, y, smallest, activations, delta, C) -> Bound:
     if not isinstance(activations, Sequence) or not activations:
         raise ValueError("activations: expected a sequence of at least one, got none.")
     n, depth = len(y), len(activations) + 1
-    lip = functools.reduce(jnp.maximum, [lipschitz_constant(s) for s in activations])
+    lip = functools.reduce(jnp.maximum, [activation_lipschitz(s) for s in activations])
     growth = (3 * lip + 1) ** (depth - 1)
     C_2 = math.sqrt(depth) * growth
     definite = smallest > n * float(jnp.finfo(K.dtype).eps) * jnp.diag(K).max()  # beyond rounding

@@ -125,7 +125,7 @@ def _search_and_compare(
     uniform = jnp.full((seeds, len(names)), 1 / len(names))
     bar.enter("search")
     found = bilevel.search(
-        stack_problems(_telling(task.space.problem)),
+        stack_problems(_with_losses_as_aux(task.space.problem)),
         plan.solver,
         plan.optimizer,
         uniform,
@@ -170,17 +170,19 @@ def _search_and_compare(
     return result, found
 
 
-def _telling(problem: bilevel.Problem) -> bilevel.Problem:
+def _with_losses_as_aux(problem: bilevel.Problem) -> bilevel.Problem:
     """The problem with its losses as auxiliary outputs: side by side they stay those of a seed."""
 
-    def told(loss):
+    def with_value_as_aux(loss):
         def both(w, alpha, batch):
             value = loss(w, alpha, batch)
             return value, value
 
         return both
 
-    return bilevel.Problem(told(problem.lower), told(problem.outer), has_aux=True)
+    return bilevel.Problem(
+        with_value_as_aux(problem.lower), with_value_as_aux(problem.outer), has_aux=True
+    )
 
 
 def _search_phase_seconds(config: Search) -> dict[str, float]:

@@ -115,13 +115,13 @@ def alpha_curvature(loss: Loss, sets: Pytree = "simplex") -> Callable[..., float
     def largest(w, alpha, batch):
         from scipy.sparse.linalg import LinearOperator, eigsh
 
-        def times(v):
+        def hessian_product(v):
             return np.asarray(product(v, w, alpha, batch), float)
 
         size = ravel_pytree(alpha)[0].size
         least = 0.0 if "simplex" in jax.tree.leaves(sets) else -np.inf
         start = np.random.default_rng(0).normal(size=size)
-        first = times(start)
+        first = hessian_product(start)
         if not np.isfinite(first).all():
             raise ValueError(
                 "alpha: expected a loss whose second derivatives are finite there, got a NaN or an "
@@ -130,9 +130,9 @@ def alpha_curvature(loss: Loss, sets: Pytree = "simplex") -> Callable[..., float
         if not first.any():  # a loss linear in alpha
             return 0.0
         if size <= _DENSE:
-            hessian = np.stack([times(v) for v in np.eye(size)])
+            hessian = np.stack([hessian_product(v) for v in np.eye(size)])
             return max(least, float(np.linalg.eigvalsh(hessian)[-1]))
-        operator = LinearOperator((size, size), times, dtype=float)
+        operator = LinearOperator((size, size), hessian_product, dtype=float)
         eigenvalues = eigsh(operator, 1, which="LA", v0=start, tol=1e-4, return_eigenvectors=False)
         return max(least, float(eigenvalues[0]))
 

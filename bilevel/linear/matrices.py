@@ -66,7 +66,7 @@ class _Entries(NamedTuple):
     column: jax.Array  # [m]
     value: jax.Array  # [m], 0 where padded
 
-    def times(self, v: jax.Array, rows: int) -> jax.Array:
+    def product(self, v: jax.Array, rows: int) -> jax.Array:
         def one(v):
             dtype = common_dtype(self.value, v)
             products = self.value.astype(dtype) * v[self.column].astype(dtype)
@@ -174,8 +174,8 @@ def sweep(
     """``f = Phi w`` [n, c] and ``Phi' residual(f, *data)`` [d, .] in one pass over the rows."""
     if isinstance(features, Sparse):
         n, d = features.shape
-        f = features.by_row.times(w, n)
-        return f, features.by_column.times(residual(f, *data), d)
+        f = features.by_row.product(w, n)
+        return f, features.by_column.product(residual(f, *data), d)
     if not isinstance(features, Blocks):
         f = features @ w
         return f, features.T @ residual(f, *data)
@@ -198,7 +198,7 @@ def features_product(features: Features, w: jax.Array, memory: int) -> jax.Array
     """``Phi w`` for ``w`` [d, c]."""
     n, d = features.shape
     if isinstance(features, Sparse):
-        return features.by_row.times(w, n)
+        return features.by_row.product(w, n)
     if not isinstance(features, Blocks):
         return features @ w
     starts, size = block_starts(n, d, w.dtype, memory)

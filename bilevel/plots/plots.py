@@ -133,7 +133,7 @@ def losses(
         Or a sequence of them, one for each seed: mean and, shaded, standard error.
     axes : two matplotlib axes, optional
     scale : float
-        Divides both losses; the number of copies of a ``side_by_side`` problem.
+        Divides both losses; the number of copies of a :func:`bilevel.stack_problems` problem.
 
     Returns
     -------

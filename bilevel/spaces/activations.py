@@ -271,7 +271,7 @@ def _step_size(alpha: jax.Array, curvatures: jax.Array) -> jax.Array:
 
     The features of a mixture are the mixture of the features, so their largest singular value is
     at most the mixture of the singular values; at the vertices this is exact. The shape is that of
-    ``w`` with ones, so that leading axes of ``side_by_side`` copies each get their own.
+    ``w`` with ones, so that leading axes of ``stack_problems`` copies each get their own.
     """
     return 1 / jnp.sum(alpha * jnp.sqrt(curvatures), axis=-1)[..., None, None] ** 2
 

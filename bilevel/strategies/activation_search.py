@@ -3,7 +3,7 @@
     rows = data.samples("digits", keys, train=300, valid=300, test=400)
     task = set_up(activation_space(names, width=512, classes=10), rows, keys, classes=10)
     way = solver(task, 50)
-    found = bilevel.search(side_by_side(task.space.problem), way, optimizer, ...)
+    found = bilevel.search(stack_problems(task.space.problem), way, optimizer, ...)
     verdict = judge_argmax(task, found.alpha, found.w, networks)
 
 Every array has a leading axis of seeds, each with rows and initial weights of its own.

@@ -12,8 +12,7 @@ from bilevel.internal.checks import integer
 from bilevel.nets.evaluation import in_batches, over_batches
 from bilevel.outer_loop.search import search
 from bilevel.outer_loop.search_result import SearchResult
-from bilevel.problem.problem import Problem, split_losses
-from bilevel.problem.problem import stack_problems as problems_side_by_side
+from bilevel.problem.problem import Problem, split_losses, stack_problems
 from bilevel.spaces.space import Space
 from bilevel.strategies.optimizers import Optimizer
 
@@ -123,7 +122,7 @@ def stack_strategies(strategy: Strategy, copies: int) -> Strategy:
         return jax.vmap(strategy.batches)(jax.random.split(key, copies), *data)
 
     batches = Joint(of_all) if isinstance(strategy.batches, Joint) else of_all
-    return strategy._replace(problem=problems_side_by_side(strategy.problem), batches=batches)
+    return strategy._replace(problem=stack_problems(strategy.problem), batches=batches)
 
 
 def best_drawn(

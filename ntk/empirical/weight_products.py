@@ -43,7 +43,7 @@ class Weight(NamedTuple):
         """Return the weight after one more change of its layout."""
         return self._replace(layout=(*self.layout, step))
 
-    def times(self, number, power: int) -> "Weight":
+    def multiplied(self, number, power: int) -> "Weight":
         """Return the weight times ``number**power``."""
         return self._replace(factors=(*self.factors, (len(self.loops), number, power)))
 
@@ -219,7 +219,7 @@ def _rearranged(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list
     first, before, after = mine[0], shape_and_dtype(eqn.invars[0]), shape_and_dtype(eqn.outvars[0])
     rearranged: list = []
     if name == "neg":
-        rearranged = [first.times(-1.0, 1)]
+        rearranged = [first.multiplied(-1.0, 1)]
     elif name in _ALIKE and jnp.issubdtype(after.dtype, jnp.floating):
         rearranged = [first]
     elif name in _REARRANGING or (name == "broadcast_in_dim" and after.size == before.size):
@@ -239,7 +239,7 @@ def _scaled(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list]:
         weight, other = mine[operand], number(eqn.invars[1 - operand])
         same = shape_and_dtype(eqn.invars[operand]).shape == shape_and_dtype(eqn.outvars[0]).shape
         if weight and same and other is not None:
-            return [weight.times(other, power)], [mine[1 - operand]]
+            return [weight.multiplied(other, power)], [mine[1 - operand]]
     return [None], mine
 
 
@@ -304,7 +304,7 @@ def run_with_additions(
     def value(v):
         return v.val if isinstance(v, Literal) else values[v]
 
-    def times(site: WeightProduct, operand):
+    def scaled_operand(site: WeightProduct, operand):
         """What the product keeps, times the numbers by which the weight was multiplied here."""
         for loops, number, power in site.weight.factors:
             if loops == depth:
@@ -323,11 +323,11 @@ def run_with_additions(
                 )
 
             outputs, inner_inputs = scan_with_body(eqn, step, arguments, additions[place])
-            site_inputs[place] = jax.tree.map(times, here, inner_inputs)
+            site_inputs[place] = jax.tree.map(scaled_operand, here, inner_inputs)
         else:
             outputs = bind(eqn, arguments)
         if isinstance(here, WeightProduct):
-            site_inputs[place] = times(here, here.product.keep(*arguments))
+            site_inputs[place] = scaled_operand(here, here.product.keep(*arguments))
             outputs = [outputs[0] + additions[place]]
         values.update(zip(eqn.outvars, outputs, strict=True))
     return [value(v) for v in jaxpr.outvars], site_inputs

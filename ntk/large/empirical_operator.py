@@ -96,7 +96,7 @@ class EmpiricalOperator(Operator):
         """
         return EmpiricalOperator(self.apply, self.params, x, self.x, batch_size=self.batch_size)
 
-    def _times(self, v):
+    def _product(self, v):
         net = trace_network(self.apply, self.params, self.x)
 
         def product(v):

@@ -68,7 +68,7 @@ class Operator:
         if v.ndim not in (1, 2) or v.shape[0] != rows or not v.size:
             raise ValueError(f"v: expected shape [{rows}] or [{rows}, columns], got {v.shape}.")
         v = without_explicit_axes(v.astype(common_dtype(v, self.dtype)))
-        product = self._run("times", v.reshape(rows, -1))
+        product = self._run("product", v.reshape(rows, -1))
         return product.reshape(-1, *v.shape[1:])
 
     def columns(self, indices: chex.Array) -> jax.Array:
@@ -237,9 +237,9 @@ class KernelOperator(Operator):
     def _tile(self, x1, x2=None):
         return kernel_matrix(self.kernel, x1, x2, get=self.get)
 
-    def _times(self, v):
+    def _product(self, v):
         if self.x2 is not None:
-            return self._other_columns_times(v)
+            return self._other_columns_product(v)
         if self._rows is None:
             return tiled_products.symmetric_product(self._tile, self.x, v, self.tile)
         (mesh, axis), devices = self._rows, self._rows.devices
@@ -252,7 +252,7 @@ class KernelOperator(Operator):
         )
         return without_explicit_axes(product)
 
-    def _other_columns_times(self, v):
+    def _other_columns_product(self, v):
         def run(x, x2, v):
             return tiled_products.rectangular(self._tile, x, x2, v, self.tile)
 

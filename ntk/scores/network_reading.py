@@ -242,9 +242,16 @@ def sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
             return outputs, total
         return outputs, total + _same_signs(inputs[0], axis)
 
-    start, twin = jnp.zeros((n, n), jnp.float32), another_batch(params, x)
+    start, reference_args = jnp.zeros((n, n), jnp.float32), another_batch(params, x)
     return visit_chosen_operations(
-        mark_relus(apply), is_relu, count, start, params, x, what="ReLU", twin=twin
+        mark_relus(apply),
+        is_relu,
+        count,
+        start,
+        params,
+        x,
+        what="ReLU",
+        reference_args=reference_args,
     )[1]
 
 
@@ -259,9 +266,16 @@ def used_sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Arr
                 return outputs, nothing
             return [_relu_with_count(axis, outputs[0], inputs[0], total)], nothing
 
-        twin = another_batch(params, x)
+        reference_args = another_batch(params, x)
         logits, _ = visit_chosen_operations(
-            mark_relus(apply), is_relu, probe, (), params, x, what="ReLU", twin=twin
+            mark_relus(apply),
+            is_relu,
+            probe,
+            (),
+            params,
+            x,
+            what="ReLU",
+            reference_args=reference_args,
         )
         # Weights that no sum of derivatives cancels with.
         return jnp.sum(logits * jax.random.normal(jax.random.key(0), logits.shape, logits.dtype))
@@ -358,9 +372,16 @@ def layer_saliency(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -
             found.append(axes)
             return [saliency(axes, outputs[0], total) if axes else outputs[0]], nothing
 
-        twin = another_batch(params, x)
+        reference_args = another_batch(params, x)
         logits, _ = visit_chosen_operations(
-            apply, is_layer, probe, (), params, x, what="matrix product", twin=twin
+            apply,
+            is_layer,
+            probe,
+            (),
+            params,
+            x,
+            what="matrix product",
+            reference_args=reference_args,
         )
         if not any(found):
             raise ValueError(

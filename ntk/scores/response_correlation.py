@@ -68,13 +68,20 @@ def _response_correlations(
 
     C: correlations of the samples' inputs of a ReLU, C' of the loss's gradients there.
     """
-    n, network, twin = len(x), mark_relus(apply), another_batch(params, x)
+    n, network, reference_args = len(x), mark_relus(apply), another_batch(params, x)
     zero, nothing = jnp.zeros(()), jnp.zeros((n, n))
     ends, relus = [], []
 
     def through(visit, total):
         return visit_chosen_operations(
-            network, _is_site, visit, total, params, x, what="ReLU", twin=twin
+            network,
+            _is_relu_or_layer_end,
+            visit,
+            total,
+            params,
+            x,
+            what="ReLU",
+            reference_args=reference_args,
         )
 
     def count(eqn, other, inputs, outputs, counts):
@@ -117,7 +124,7 @@ def _is_end(eqn) -> bool:
     return eqn.primitive.name == "name" and eqn.params["name"] == "layer"
 
 
-def _is_site(eqn) -> bool:
+def _is_relu_or_layer_end(eqn) -> bool:
     return _is_end(eqn) or is_relu(eqn)
 
 

@@ -4,8 +4,8 @@ The function is traced once to a jaxpr, which is then evaluated equation by equa
 guide to jaxpr interpreters. Only equations that the outputs depend on are evaluated: a branch of a
 network that ends nowhere is not visited. Loops (``scan``) and branches (``cond``, ``switch``) are
 entered; the total of the visits is carried through them, and only the branch taken adds to it.
-A call without a site in it stays as it is, derivative rules included; one that is entered is
-differentiated by what it computes, not by its custom rule.
+A call without a chosen operation in it stays as it is, derivative rules included. A call that is
+entered is differentiated by what it computes, not by its custom rule.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ from ntk.internal.jaxprs import CALLS, bind, inner_jaxprs, needed, scan_operands
 
 def visit_chosen_operations(
     fn: Callable,
-    site: Callable[[JaxprEqn], bool],
+    is_chosen: Callable[[JaxprEqn], bool],
     visit: Callable[..., tuple[list, Any]],
     total: Any,
     *args,
     what: str,
-    twin: tuple,
+    reference_args: tuple,
 ) -> tuple[Any, Any]:
     """``fn(*args)``, and what the visits made of ``total`` on the way.
 
@@ -33,29 +33,29 @@ def visit_chosen_operations(
     ----------
     fn : callable
         A function of pytrees of arrays.
-    site : ``site(eqn) -> bool``
+    is_chosen : ``is_chosen(eqn) -> bool``
         Which operations to visit.
     visit : ``visit(eqn, other, inputs, outputs, total) -> (outputs, total)``
         May replace the outputs by arrays like them, and add to the total. ``other`` is the same
-        operation for the twin's arguments: the axes that differ in length are those of samples.
+        operation for ``reference_args``: the axes that differ in length are those of samples.
     total : pytree of arrays
         Its shapes and types stay.
     *args : pytrees of arrays
         Arguments of ``fn``.
     what : str
-        Name of the sites, for the errors.
-    twin : tuple
+        Name of the chosen operations, for the error messages.
+    reference_args : tuple
         Arguments like ``args``, or their shapes, with another number of samples.
 
     Raises
     ------
     ValueError
-        If the outputs depend on no site, or on one inside an operation that cannot be entered, or
-        if ``fn`` consists of other operations for another number of samples.
+        If the outputs depend on no chosen operation, or on one inside an operation that cannot be
+        entered, or if ``fn`` consists of other operations for another number of samples.
     """
     closed, shapes = jax.make_jaxpr(fresh(fn), return_shape=True)(*args)
     try:
-        other = jax.make_jaxpr(fresh(fn))(*twin)
+        other = jax.make_jaxpr(fresh(fn))(*reference_args)
     except (TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
@@ -63,7 +63,7 @@ def visit_chosen_operations(
             f"{reason}"
         ) from error
     live = [True] * len(closed.jaxpr.outvars)
-    if not _reaches(site, closed.jaxpr, live):
+    if not _reaches(is_chosen, closed.jaxpr, live):
         raise ValueError(f"apply: expected logits that depend on a {what}, got none on the way.")
 
     def run(closed: ClosedJaxpr, other: ClosedJaxpr, live: list[bool], args, total):
@@ -80,37 +80,37 @@ def visit_chosen_operations(
         return [value(v) if a else None for v, a in zip(jaxpr.outvars, live, strict=True)], total
 
     def evaluate(eqn: JaxprEqn, other: JaxprEqn, used: list[bool], inputs: list, total):
-        if site(eqn):
+        if is_chosen(eqn):
             return visit(eqn, other, inputs, bind(eqn, inputs), total)
         inside = [
-            (inner, twin, alive)
-            for (inner, alive), (twin, _) in zip(
+            (inner, reference, alive)
+            for (inner, alive), (reference, _) in zip(
                 _live_inner_jaxprs(eqn, used), _live_inner_jaxprs(other, used), strict=True
             )
         ]
-        if not any(_reaches(site, inner.jaxpr, alive) for inner, _, alive in inside):
+        if not any(_reaches(is_chosen, inner.jaxpr, alive) for inner, _, alive in inside):
             return bind(eqn, inputs), total
         name = eqn.primitive.name
         if name in CALLS:
-            inner, twin, alive = inside[0]
-            return run(inner, twin, alive, inputs, total)
+            inner, reference, alive = inside[0]
+            return run(inner, reference, alive, inputs, total)
         if name == "cond":
             # A derivative would keep what any of the branches needs: they are computed again.
             branches = [
                 jax.checkpoint(
-                    lambda total, *operands, inner=inner, twin=twin, alive=alive: run(
-                        inner, twin, alive, operands, total
+                    lambda total, *operands, inner=inner, reference=reference, alive=alive: run(
+                        inner, reference, alive, operands, total
                     ),
                     prevent_cse=False,
                 )
-                for inner, twin, alive in inside
+                for inner, reference, alive in inside
             ]
             return jax.lax.switch(inputs[0], branches, total, *inputs[1:])
         if name == "scan":
             return scan(eqn, *inside[0], inputs, total)
         raise ValueError(f"apply: expected no {what} inside `{name}`, got one.")
 
-    def scan(eqn: JaxprEqn, inner: ClosedJaxpr, twin, live: list[bool], inputs: list, total):
+    def scan(eqn: JaxprEqn, inner: ClosedJaxpr, reference, live: list[bool], inputs: list, total):
         constants, carried = scan_operands(eqn)
         consts, state, xs = (
             inputs[:constants],
@@ -120,7 +120,7 @@ def visit_chosen_operations(
 
         def body(carry, x):
             state, total = carry
-            outputs, total = run(inner, twin, live, [*consts, *state, *x], total)
+            outputs, total = run(inner, reference, live, [*consts, *state, *x], total)
             return (outputs[:carried], total), outputs[carried:]
 
         options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
@@ -142,11 +142,14 @@ def _paired(needed: list, others: list) -> list:
     return [(one, eqn) for one, (eqn, _) in zip(needed, others, strict=True)]
 
 
-def _reaches(site, jaxpr: Jaxpr, live: list[bool]) -> bool:
-    """Whether a live output depends on a site."""
+def _reaches(is_chosen, jaxpr: Jaxpr, live: list[bool]) -> bool:
+    """Whether a live output depends on a chosen operation."""
     return any(
-        site(eqn)
-        or any(_reaches(site, inner.jaxpr, alive) for inner, alive in _live_inner_jaxprs(eqn, used))
+        is_chosen(eqn)
+        or any(
+            _reaches(is_chosen, inner.jaxpr, alive)
+            for inner, alive in _live_inner_jaxprs(eqn, used)
+        )
         for eqn, used in needed(jaxpr, live)
     )
 

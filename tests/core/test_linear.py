@@ -156,8 +156,8 @@ def test_sparse_products_are_those_of_scipy():
     matrix = matrix.tocsr() @ scipy.sparse.diags_array(p)
     features = sparse(matrix)
     v, r = rng.normal(size=(300, 2)), rng.normal(size=(120, 2))
-    assert_close(features.by_row.times(jnp.asarray(v), 120), matrix @ v, f64=1e-14, f32=1e-6)
-    assert_close(features.by_column.times(jnp.asarray(r), 300), matrix.T @ r, f64=1e-14, f32=1e-6)
+    assert_close(features.by_row.product(jnp.asarray(v), 120), matrix @ v, f64=1e-14, f32=1e-6)
+    assert_close(features.by_column.product(jnp.asarray(r), 300), matrix.T @ r, f64=1e-14, f32=1e-6)
     assert_close(predict(sparse(matrix.astype(bool)), v), matrix.astype(bool) @ v)
 
 

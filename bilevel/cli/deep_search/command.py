@@ -52,7 +52,7 @@ class DeepSearchCommand(NamedTuple):
 def run_deep_search(config: DeepSearch, program: DeepSearchCommand, began: float) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     with pipeline.running(config, program.work) as run:
-        parts = pipeline.parts_of(config, program.unit)
+        parts = pipeline.draw_splits(config, program.unit)
         search, found = program.search(run, parts)
         searched = time.perf_counter() - began
         rows = program.train(run, found, parts)

@@ -31,7 +31,7 @@ def run_eigen_nas(config: SkipSearch) -> dict[str, Any]:
         "training": skip_networks.training_seconds(config, 2 * config.kept + len(singles)),
     }
     with pipeline.running(config, work) as run:
-        task = skip_networks.skip_task(config, space, pipeline.parts_of(config, unit_inputs))
+        task = skip_networks.skip_task(config, space, pipeline.draw_splits(config, unit_inputs))
         run.bar.enter("eigenvalues")
         found = [_of_seed(config, task, seed) for seed in range(config.seeds)]
         ranked = time.perf_counter() - began

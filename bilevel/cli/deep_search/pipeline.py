@@ -129,8 +129,8 @@ def running(config: DeepSearch, work: Mapping[str, float]) -> Iterator[RunContex
         yield RunContext(folder, bar, shown, config.resume, from_config_file.flags_of(config))
 
 
-def parts_of(config: DeepSearch, unit: Callable[..., Any]) -> list[list[Part]]:
-    """For each seed: training, validation and test rows, normalised by ``unit(x, *others)``."""
+def draw_splits(config: DeepSearch, unit: Callable[..., Any]) -> list[list[Part]]:
+    """Return each seed's training, validation and test rows, normalised by ``unit(x, *others)``."""
     draws = jax.random.split(jax.random.key(config.seed), config.seeds)
     sizes = {"train": config.train, "valid": config.valid, "test": config.test}
     return [normalised(rows, unit) for rows in datasets.draw_splits(config.data, draws, **sizes)]

@@ -45,7 +45,7 @@ class GradientPlan(NamedTuple):
     """Which input of the program is handled how. Static."""
 
     jaxpr: Jaxpr
-    sites: WeightProducts  # products whose weights are kept in factors
+    products: WeightProducts  # products whose weights are kept in factors
     layered: list[int]  # these weights
     jacobian_leaves: list[int]  # other parameters, for the per-sample Jacobian
 
@@ -57,33 +57,35 @@ def plan_gradients(network: NetworkProgram, factored: bool) -> GradientPlan:
     read = itertools.chain(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns))
     used = {v for v in read if not isinstance(v, Literal)}
     trained = [i for i in network.trained if inputs[i] in used]
-    sites: WeightProducts = {}
+    products: WeightProducts = {}
     if factored:
         weights = {inputs[i]: whole_leaf(i, shape_and_dtype(inputs[i]).shape) for i in trained}
-        sites, elsewhere = find_weight_products(jaxpr, weights)
-        sites = _only(sites, set(trained) - elsewhere)
-    layered = leaves_of(site.weight for site in jax.tree.leaves(sites))
+        products, elsewhere = find_weight_products(jaxpr, weights)
+        products = _only(products, set(trained) - elsewhere)
+    layered = leaves_of(weight_product.weight for weight_product in jax.tree.leaves(products))
     jacobian_leaves = [i for i in trained if i not in layered]
     if not layered and not jacobian_leaves:  # constant outputs: the kernel's zeros need a shape
         jacobian_leaves = network.trained[:1]
-    return GradientPlan(jaxpr, sites, sorted(layered), jacobian_leaves)
+    return GradientPlan(jaxpr, products, sorted(layered), jacobian_leaves)
 
 
-def _only(sites: WeightProducts, allowed: set[int]) -> WeightProducts:
-    """The sites of allowed weights, if all uses of these are such, and can be added up."""
-    weights = {site.key: site.weight for site in jax.tree.leaves(sites)}
+def _only(products: WeightProducts, allowed: set[int]) -> WeightProducts:
+    """Return the products of allowed weights that have no other uses and can be added up."""
+    weights = {
+        weight_product.key: weight_product.weight for weight_product in jax.tree.leaves(products)
+    }
     for first, second in itertools.combinations(weights.values(), 2):
         if any(overlap(a, b) for a in first.parts for b in second.parts):
             allowed = allowed - leaves_of([first, second])
     # A weight that is used together with one that is not allowed is not allowed.
     while lost := allowed & leaves_of(w for w in weights.values() if not leaves_of([w]) <= allowed):
         allowed = allowed - lost
-    return _filter_products(sites, allowed)
+    return _filter_products(products, allowed)
 
 
-def _filter_products(sites: WeightProducts, allowed: set[int]) -> WeightProducts:
+def _filter_products(products: WeightProducts, allowed: set[int]) -> WeightProducts:
     filtered: WeightProducts = {}
-    for place, here in sites.items():
+    for place, here in products.items():
         if isinstance(here, dict) and (inner := _filter_products(here, allowed)):
             filtered[place] = inner
         elif isinstance(here, WeightProduct) and leaves_of([here.weight]) <= allowed:
@@ -97,32 +99,32 @@ def _filter_products(sites: WeightProducts, allowed: set[int]) -> WeightProducts
 class GradientFactors(NamedTuple):
     """What the gradients of n samples are made of."""
 
-    inputs: list  # per site, [n, steps of its loops, ...]
-    sensitivities: list[jax.Array]  # per site, [n, o, steps of its loops, ...]
+    inputs: list  # for each product, [n, steps of its loops, ...]
+    sensitivities: list[jax.Array]  # for each product, [n, o, steps of its loops, ...]
     jacobians: list[jax.Array]  # per leaf, [n, o, *shape of the leaf]
 
 
 def factor_gradients(plan: GradientPlan, outputs: str, inputs, x) -> GradientFactors:
     """One forward pass, and one backward pass per output, of each sample in ``x`` [n, ...]."""
-    structure: Any = jax.tree.structure(plan.sites)
+    structure: Any = jax.tree.structure(plan.products)
 
     def sample(x):
         def perturbed(additions, leaves):
             merged = list(inputs)
             for i, leaf in zip(plan.jacobian_leaves, leaves, strict=True):
                 merged[i] = leaf
-            (y,), site_inputs = run_with_additions(
-                plan.jaxpr, [*merged, *jax.tree.leaves(x)], plan.sites, additions
+            (y,), product_inputs = run_with_additions(
+                plan.jaxpr, [*merged, *jax.tree.leaves(x)], plan.products, additions
             )
-            return y, structure.flatten_up_to(site_inputs)
+            return y, structure.flatten_up_to(product_inputs)
 
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.outputs.shape, s.outputs.dtype), plan.sites)
-        y, pullback, site_inputs = jax.vjp(
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.outputs.shape, s.outputs.dtype), plan.products)
+        y, pullback, product_inputs = jax.vjp(
             perturbed, zeros, [inputs[i] for i in plan.jacobian_leaves], has_aux=True
         )
         seeds = jnp.ones((1, y.size)) if outputs == "sum" else jnp.eye(y.size)
         sensitivities, jacobians = jax.vmap(pullback)(seeds.astype(y.dtype))
-        return site_inputs, jax.tree.leaves(sensitivities), jacobians
+        return product_inputs, jax.tree.leaves(sensitivities), jacobians
 
     return GradientFactors(*jax.vmap(sample)(x))
 
@@ -138,15 +140,21 @@ class Block(NamedTuple):
 def _gradient_blocks(plan: GradientPlan, factors: GradientFactors) -> list[Block]:
     """The weights' gradients; uses of one weight are positions beside each other."""
     blocks_by_weight: dict[tuple, list[Block]] = {}
-    sites: list[WeightProduct] = jax.tree.leaves(plan.sites)
+    products: list[WeightProduct] = jax.tree.leaves(plan.products)
     variables = [*plan.jaxpr.constvars, *plan.jaxpr.invars]
-    for site, site_inputs, s in zip(sites, factors.inputs, factors.sensitivities, strict=True):
-        leaf = variables[site.weight.parts[0][0]]
+    for weight_product, product_inputs, s in zip(
+        products, factors.inputs, factors.sensitivities, strict=True
+    ):
+        leaf = variables[weight_product.weight.parts[0][0]]
         dtype = at_least_float32(shape_and_dtype(leaf).dtype)
-        columns = _merge_shared_steps(site, site.product.columns, 1, site_inputs)
+        columns = _merge_shared_steps(
+            weight_product, weight_product.product.columns, 1, product_inputs
+        )
         columns = map_floats(lambda x, d=dtype: x.astype(d), columns)
-        s = _merge_shared_steps(site, site.product.outputs, 2, s).astype(dtype)
-        blocks_by_weight.setdefault(site.key, []).append(Block(columns, s, site.product.rows))
+        s = _merge_shared_steps(weight_product, weight_product.product.outputs, 2, s).astype(dtype)
+        blocks_by_weight.setdefault(weight_product.key, []).append(
+            Block(columns, s, weight_product.product.rows)
+        )
     return [
         Block(
             jax.tree.map(lambda *x: jnp.concatenate(x, 1), *(b.columns for b in uses)),
@@ -157,12 +165,12 @@ def _gradient_blocks(plan: GradientPlan, factors: GradientFactors) -> list[Block
     ]
 
 
-def _merge_shared_steps(site: WeightProduct, function: Callable, axes: int, x):
+def _merge_shared_steps(weight_product: WeightProduct, function: Callable, axes: int, x):
     """``function`` of every sample and step; steps that share a weight become positions.
 
     Steps with a weight each become groups. Before the steps there are ``axes`` others.
     """
-    loops = site.weight.loops
+    loops = weight_product.weight.loops
     for _ in range(axes + len(loops)):
         function = jax.vmap(function)
     own = [axes + k for k, slices in enumerate(loops) if slices]

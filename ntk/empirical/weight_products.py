@@ -67,8 +67,8 @@ def whole_leaf(leaf: int, shape: Sequence[int]) -> Weight:
     return Weight(((leaf, tuple((0, length) for length in shape)),))
 
 
-# The products of a program, by the number of the equation: a site, or for a loop the products of
-# its body. A pytree, of which a site is a leaf.
+# The products of a program, by the number of the equation: a WeightProduct, or for a loop the
+# products of its body. A pytree, whose leaves are the WeightProducts.
 WeightProducts = dict[int, Any]
 
 
@@ -149,7 +149,7 @@ def find_weight_products(jaxpr: Jaxpr, weights: dict[Var, Weight], steps: tuple[
     """
     known = dict(weights)
     single: dict[Var, Any] = {}  # variables that repeat the one entry of another
-    sites: WeightProducts = {}
+    products: WeightProducts = {}
     elsewhere: set[int] = set()
 
     def weight(v) -> Weight | None:
@@ -166,21 +166,21 @@ def find_weight_products(jaxpr: Jaxpr, weights: dict[Var, Weight], steps: tuple[
         if not any(mine):
             continue
         if eqn.primitive.name == "scan":
-            sites[place], others = _find_in_loop(eqn, mine, steps)
+            products[place], others = _find_in_loop(eqn, mine, steps)
             elsewhere |= others
             continue
         # Of two weights the larger one: the other would keep all of it for every sample.
         weighted = [i for i, w in enumerate(mine) if w]
         largest = max(weighted, key=[shape_and_dtype(v).size for v in eqn.invars].__getitem__)
-        site = _weight_product(eqn, largest, mine[largest], steps)
-        if site is not None:
-            sites[place] = site
+        weight_product = _weight_product(eqn, largest, mine[largest], steps)
+        if weight_product is not None:
+            products[place] = weight_product
             elsewhere |= leaves_of(mine[i] for i in weighted if i != largest)
             continue
         outputs, lost = _rearranged(eqn, mine, number)
         known.update(zip(eqn.outvars, outputs, strict=True))
         elsewhere |= leaves_of(lost)
-    return sites, elsewhere | leaves_of(weight(v) for v in jaxpr.outvars)
+    return products, elsewhere | leaves_of(weight(v) for v in jaxpr.outvars)
 
 
 def leaves_of(weights) -> set[int]:
@@ -197,8 +197,8 @@ def _find_in_loop(eqn: JaxprEqn, mine: list, steps: tuple[int, ...]):
         elif w:
             own = i >= constants
             inner[v] = (w.then("step") if own else w)._replace(loops=(*w.loops, own))
-    sites, elsewhere = find_weight_products(body, inner, (*steps, eqn.params["length"]))
-    return sites, elsewhere | leaves_of(lost)
+    products, elsewhere = find_weight_products(body, inner, (*steps, eqn.params["length"]))
+    return products, elsewhere | leaves_of(lost)
 
 
 def _weight_product(
@@ -281,7 +281,7 @@ def overlap(first: tuple[int, Box], second: tuple[int, Box]) -> bool:
 
 
 def run_with_additions(
-    jaxpr: Jaxpr, inputs: Sequence, sites: WeightProducts, additions: Any, depth: int = 0
+    jaxpr: Jaxpr, inputs: Sequence, products: WeightProducts, additions: Any, depth: int = 0
 ) -> tuple[list, Any]:
     """The outputs when something is added to every product, and what the products keep.
 
@@ -291,29 +291,29 @@ def run_with_additions(
         A program that :func:`inlined` made.
     inputs : sequence of arrays
         For its constants and inputs.
-    sites : Sites
+    products : WeightProducts
         Products in it.
     additions : pytree of arrays
-        Arranged as ``sites``.
+        Arranged as ``products``.
     depth : int
         How many loops are around it.
     """
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
-    site_inputs: dict[int, Any] = {}
+    product_inputs: dict[int, Any] = {}
 
     def value(v):
         return v.val if isinstance(v, Literal) else values[v]
 
-    def scaled_operand(site: WeightProduct, operand):
+    def scaled_operand(weight_product: WeightProduct, operand):
         """What the product keeps, times the numbers by which the weight was multiplied here."""
-        for loops, number, power in site.weight.factors:
+        for loops, number, power in weight_product.weight.factors:
             if loops == depth:
                 factor = number if isinstance(number, float) else jnp.reshape(value(number), ())
                 operand = map_floats(functools.partial(jnp.multiply, factor**power), operand)
         return operand
 
     for place, eqn in enumerate(jaxpr.eqns):
-        arguments, here = [value(v) for v in eqn.invars], sites.get(place)
+        arguments, here = [value(v) for v in eqn.invars], products.get(place)
         if isinstance(here, dict):
             body = inner_jaxprs(eqn)[0]
 
@@ -323,14 +323,14 @@ def run_with_additions(
                 )
 
             outputs, inner_inputs = scan_with_body(eqn, step, arguments, additions[place])
-            site_inputs[place] = jax.tree.map(scaled_operand, here, inner_inputs)
+            product_inputs[place] = jax.tree.map(scaled_operand, here, inner_inputs)
         else:
             outputs = bind(eqn, arguments)
         if isinstance(here, WeightProduct):
-            site_inputs[place] = scaled_operand(here, here.product.keep(*arguments))
+            product_inputs[place] = scaled_operand(here, here.product.keep(*arguments))
             outputs = [outputs[0] + additions[place]]
         values.update(zip(eqn.outvars, outputs, strict=True))
-    return [value(v) for v in jaxpr.outvars], site_inputs
+    return [value(v) for v in jaxpr.outvars], product_inputs
 
 
 def map_floats(function, tree):

@@ -100,13 +100,14 @@ class SingleLoop(NamedTuple):
 
     Attributes
     ----------
-    init : ``init(problem, alpha, w, turn, train, valid) -> state``
+    init : ``init(problem, alpha, w, indices, train, valid) -> state``
         ``train`` and ``valid`` are the data in batches
-        (:class:`bilevel.stochastic.BatchedData`), here and in ``step``, ``turn`` the first
+        (:class:`bilevel.stochastic.BatchedData`), here and in ``step``, ``indices`` the first
         :class:`BatchIndices`. Of a state only what is in :class:`Tables` may be large.
-    step : ``step(problem, alpha, w, state, turn, train, valid) -> (direction, w, state, metrics)``
-        ``direction``, like ``alpha``, estimates the hypergradient: it is the optimizer's that
-        moves ``alpha``. ``metrics`` hold ``value`` and ``lower``, the two losses on the batch.
+    step : ``step(problem, alpha, w, state, indices, train, valid)``
+        Returns ``(direction, w, state, metrics)``. ``direction``, like ``alpha``, estimates the
+        hypergradient; the optimizer moves ``alpha`` by it. ``metrics`` hold ``value`` and
+        ``lower``, the two losses on the batch.
     adjoint : ``adjoint(state) -> v`` like ``w``, or None
         The adjoint that the method keeps; None for methods that have none.
     draws : tuple of two int

@@ -49,28 +49,28 @@ class DivergenceMonitor(NamedTuple):
 
 
 def init_divergence_monitor(state: DescentState) -> DivergenceMonitor:
-    """Return the watch of a search that begins in ``state``."""
+    """Return the monitor of a search that begins in ``state``."""
     one: Any = np.ones(())  # made by numpy, so that no programs are compiled
     none: Any = np.zeros((), int)
     pairs: Any = np.zeros((3, 2))
     kept = _remove_tables(state)
-    watch = DivergenceMonitor(one, none, pairs[0], none, pairs[0], pairs, pairs[0, 0], kept, none)
+    monitor = DivergenceMonitor(one, none, pairs[0], none, pairs[0], pairs, pairs[0, 0], kept, none)
     # Copies, since a search donates the buffers of its loop: none may be there twice.
-    return jax.tree.map(lambda x: jnp.array(x, copy=True), watch)
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), monitor)
 
 
 def observed(
-    watch: DivergenceMonitor, direction: jax.Array, value: jax.Array, good: jax.Array
+    monitor: DivergenceMonitor, direction: jax.Array, value: jax.Array, good: jax.Array
 ) -> DivergenceMonitor:
     """Add the direction's norm and the outer loss of a step that was ``good``."""
     pair = jnp.stack([direction.astype(float), value.astype(float)])
     limit = float(jnp.finfo(pair.dtype).max) * 2.0**-20
     pair = jnp.clip(jnp.where(good, pair, 0.0), -limit, limit)
-    return watch._replace(recent=watch.recent + pair)
+    return monitor._replace(recent=monitor.recent + pair)
 
 
 def check_divergence(
-    watch: DivergenceMonitor,
+    monitor: DivergenceMonitor,
     state: DescentState,
     number: jax.Array,
     trouble: jax.Array,
@@ -84,56 +84,56 @@ def check_divergence(
     """
     tables = _tables(state.solver_state)
 
-    def ended(watch, small, trouble):
+    def ended(monitor, small, trouble):
         windows = (number + 1) // window
-        diverged, steady, seen = _judge_window(watch, windows, window)
+        diverged, steady, seen = _judge_window(monitor, windows, window)
         diverged = diverged & (trouble == 0)  # a search that ended does not change
         good = jax.lax.cond(
-            windows % _SAVED == 0, lambda: _where(steady, small, watch.good), lambda: watch.good
+            windows % _SAVED == 0, lambda: _where(steady, small, monitor.good), lambda: monitor.good
         )
-        back = functools.partial(_restore_good_state, watch.good, small, number, restart)
+        back = functools.partial(_restore_good_state, monitor.good, small, number, restart)
         after = jax.lax.cond(diverged, back, lambda: small)
         gave_up = diverged & (seen.times > _MOST)
-        seen = _where(trouble == 0, seen._replace(good=()), watch._replace(good=()))
+        seen = _where(trouble == 0, seen._replace(good=()), monitor._replace(good=()))
         return seen._replace(good=good), after, jnp.where(gave_up, GAVE_UP, trouble)
 
     due = (number + 1) % window == 0
-    args = watch, _remove_tables(state), trouble
-    watch, small, trouble = jax.lax.cond(due, ended, lambda *same: same, *args)
-    return watch, _insert_tables(small, tables), trouble
+    args = monitor, _remove_tables(state), trouble
+    monitor, small, trouble = jax.lax.cond(due, ended, lambda *same: same, *args)
+    return monitor, _insert_tables(small, tables), trouble
 
 
 def _judge_window(
-    watch: DivergenceMonitor, windows: jax.Array, window: int
+    monitor: DivergenceMonitor, windows: jax.Array, window: int
 ) -> tuple[jax.Array, jax.Array, DivergenceMonitor]:
-    """Whether the search diverges, whether it is surely good, and the watch after a window."""
-    mean, done = watch.recent / window, windows - watch.begun
+    """Whether the search diverges, whether it is surely good, and the monitor after a window."""
+    mean, done = monitor.recent / window, windows - monitor.begun
     first = done == 1
-    least = jnp.where(first, mean[1], jnp.minimum(watch.least, mean[1]))
-    before = jnp.where(first, mean, watch.marks[0])  # the largest in the first half
+    least = jnp.where(first, mean[1], jnp.minimum(monitor.least, mean[1]))
+    before = jnp.where(first, mean, monitor.marks[0])  # the largest in the first half
     rise, usual = mean[1] - least, before[1] - least
 
     def beyond(factor):
         return (mean[0] > factor * before[0]) & (rise > factor * usual)
 
-    far = beyond(jnp.where(watch.times > 0, _AGAIN, _FAR))
+    far = beyond(jnp.where(monitor.times > 0, _AGAIN, _FAR))
     far = far & (rise > usual + jnp.abs(before[1]))
-    streak = jnp.where(far, watch.streak + 1, 0)
+    streak = jnp.where(far, monitor.streak + 1, 0)
     fast = (streak >= _FAST) & (mean[0] > _VERY_FAR * before[0])
     diverged = (streak >= _STAYS) | fast
-    top = jnp.where(first, mean, jnp.maximum(mean, watch.top))
-    moved = jnp.concatenate([watch.marks[1:], top[None]])
-    marks = jnp.where((done == jnp.asarray(_MARKS, done.dtype)).any(), moved, watch.marks)
+    top = jnp.where(first, mean, jnp.maximum(mean, monitor.top))
+    moved = jnp.concatenate([monitor.marks[1:], top[None]])
+    marks = jnp.where((done == jnp.asarray(_MARKS, done.dtype)).any(), moved, monitor.marks)
     marks = jnp.where(first, jnp.broadcast_to(mean[None], marks.shape), marks)
-    seen = watch._replace(
-        scale=jnp.where(diverged, _SHORTER, 1.0).astype(watch.scale.dtype) * watch.scale,
-        times=watch.times + diverged.astype(watch.times.dtype),
-        recent=jnp.zeros_like(watch.recent),
+    seen = monitor._replace(
+        scale=jnp.where(diverged, _SHORTER, 1.0).astype(monitor.scale.dtype) * monitor.scale,
+        times=monitor.times + diverged.astype(monitor.times.dtype),
+        recent=jnp.zeros_like(monitor.recent),
         streak=jnp.where(diverged, 0, streak),
         top=top,
         marks=marks,
         least=least,
-        begun=jnp.where(diverged, windows.astype(watch.begun.dtype), watch.begun),
+        begun=jnp.where(diverged, windows.astype(monitor.begun.dtype), monitor.begun),
     )
     return diverged, (done >= _SETTLED) & ~(diverged | beyond(_UNSURE)), seen
 

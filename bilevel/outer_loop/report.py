@@ -195,13 +195,13 @@ def init_step_monitor(row: dict[str, Any], spent: jax.Array | None = None) -> St
 
 
 def monitor_step(
-    watch: StepMonitor, state: DescentState, metrics: dict[str, Any]
+    monitor: StepMonitor, state: DescentState, metrics: dict[str, Any]
 ) -> tuple[StepMonitor, dict[str, Any]]:
     """Observe a step. Its metrics gain ``actual``, and ``predicted`` becomes that of this change.
 
     ``state`` is the one after the step. The first step has no change behind it: both are 0.
     """
-    report, metrics = watch.report, dict(metrics)
+    report, metrics = monitor.report, dict(metrics)
     adjoint = report_of(state.solver_state)
     counts: dict[str, Any] = {"zero": metrics["grad_norm"] == 0}
     if isinstance(adjoint, AdjointReport):
@@ -213,19 +213,19 @@ def monitor_step(
     counts = {name: _count_event(getattr(report, name), seen) for name, seen in counts.items()}
     report = report._replace(steps=report.steps + 1, **counts)
     if "predicted" not in metrics:
-        return watch._replace(report=report), metrics
-    dtype = watch.predicted.dtype
+        return monitor._replace(report=report), metrics
+    dtype = monitor.predicted.dtype
     value = metrics["value"].astype(dtype)
     later = report.steps > 1
     actual = jnp.where(later, value - report.value, 0)
     report = report._replace(
-        predicted=report.predicted + watch.predicted,
+        predicted=report.predicted + monitor.predicted,
         actual=report.actual + actual,
         compared=jnp.where(later, report.compared + 1, report.compared),
         value=value,
     )
     after = StepMonitor(report, metrics["predicted"].astype(dtype))
-    return after, metrics | {"predicted": watch.predicted, "actual": actual}
+    return after, metrics | {"predicted": monitor.predicted, "actual": actual}
 
 
 def _count_event(count: Count, happened: jax.Array) -> Count:

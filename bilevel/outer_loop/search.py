@@ -206,7 +206,7 @@ def search(
             raise ValueError(_TRACED)
         if hidden:
             return _compiled(setup, carry, data, steps)
-        start_messages = carry.watch.report.messages()
+        start_messages = carry.monitor.report.messages()
         carry = resumed_carry(setup, saver, replicate_like(carry, begin), steps)
         result = run_chunks(setup, carry, feed, steps, saver, progress, callback, every, chunk)
         if isinstance(solver, SingleLoop):
@@ -220,7 +220,7 @@ def _compiled(setup: SearchSetup, carry: Carry, data: Pytree, steps: int) -> Sea
     carry = setup.advance(carry, data, steps)
     state = carry.state
     info, every = setup.info(state, data), setup.history.every
-    report, scale = carry.watch.report, carry.divergence.scale
+    report, scale = carry.monitor.report, carry.divergence.scale
     return SearchResult(state.alpha, state.w, carry.history, state, "", report, info, every, scale)
 
 

@@ -127,7 +127,7 @@ def _make_result(setup: SearchSetup, carry: Carry, stopped: str) -> SearchResult
         np.copy, search_history.truncate(carry.history, setup.rows(int(state.step)))
     )
     every, rows = setup.history.every, jax.device_put(rows)
-    report = jax.device_put(jax.tree.map(lambda x: np.copy(whole_array(x)), carry.watch.report))
+    report = jax.device_put(jax.tree.map(lambda x: np.copy(whole_array(x)), carry.monitor.report))
     scale = jax.device_put(np.copy(whole_array(carry.divergence.scale)))
     return SearchResult(state.alpha, state.w, rows, state, stopped, report, None, every, scale)
 
@@ -136,7 +136,7 @@ def _checkpoint_contents(setup: SearchSetup, carry: Carry) -> Pytree:
     """What a checkpoint holds."""
     rows = setup.rows(int(carry.state.step))
     kept = search_history.truncate(carry.history, rows)
-    return carry.state, kept, (carry.watch, carry.divergence)
+    return carry.state, kept, (carry.monitor, carry.divergence)
 
 
 def resumed_carry(setup: SearchSetup, saver: Saver, carry: Carry, steps: int) -> Carry:
@@ -149,7 +149,7 @@ def resumed_carry(setup: SearchSetup, saver: Saver, carry: Carry, steps: int) ->
     like = jax.tree.map(
         lambda h: jax.ShapeDtypeStruct((rows, *h.shape[1:]), h.dtype), carry.history
     )
-    seen = carry.watch, carry.divergence
+    seen = carry.monitor, carry.divergence
     state, kept, seen = saver.restore((carry.state, like, seen))
 
     def filled(x):
@@ -158,6 +158,6 @@ def resumed_carry(setup: SearchSetup, saver: Saver, carry: Carry, steps: int) ->
     history = jax.tree.map(filled, kept)
     # The last step's row, which comes back where the next step is not finite.
     last = carry.last | {k: jax.tree.map(lambda h: h[-1], kept[k]) for k in carry.last if k in kept}
-    like = carry.state, carry.history, carry.last, (carry.watch, carry.divergence)
+    like = carry.state, carry.history, carry.last, (carry.monitor, carry.divergence)
     state, history, last, seen = jax.tree.map(put_like, (state, history, last, seen), like)
     return Carry(state, history, last, carry.trouble, *seen)

@@ -43,7 +43,7 @@ class Carry(NamedTuple):
     history: dict[str, Any]  # [rows, ...] each, filled up to state.step
     last: dict[str, jax.Array]  # the last step's: losses for the progress bar, a part of its row
     trouble: jax.Array  # [], int: 0, or 1 + the index of what was wrong: see first_trouble
-    watch: StepMonitor  # the observations of the steps up to state.step
+    monitor: StepMonitor  # the observations of the steps up to state.step
     divergence: DivergenceMonitor  # whether alpha diverges, and the state to return to
 
 
@@ -81,8 +81,8 @@ class SearchSetup(NamedTuple):
         trace = jax.make_jaxpr(fresh(noted), return_shape=True)
         closed, (after, metrics) = trace(state, state.step, data)
         spent = self.spent(alpha, w0, steps)
-        watch = init_step_monitor(metrics, spent)
-        _, metrics = jax.eval_shape(monitor_step, watch, after, metrics)
+        monitor = init_step_monitor(metrics, spent)
+        _, metrics = jax.eval_shape(monitor_step, monitor, after, metrics)
         names = self.history.names
         row = search_history.select_metrics(
             names, metrics | {"alpha": state.alpha}, self.rows(steps)
@@ -94,10 +94,10 @@ class SearchSetup(NamedTuple):
         kept = shown if self.history.every == 1 else (shown | {*row}) - {"alpha"}
         last = jax.tree.map(search_history.missing_value, {k: metrics[k] for k in sorted(kept)})
         divergence = init_divergence_monitor(state)
-        carry = Carry(state, history, last, jnp.zeros((), int), watch, divergence)
+        carry = Carry(state, history, last, jnp.zeros((), int), monitor, divergence)
         hidden = not concrete((carry, closed.consts))
         if not hidden:
-            notes += watch.report.messages()
+            notes += monitor.report.messages()
         return carry, hidden, list(dict.fromkeys(notes))
 
     def spent(self, alpha, w0, steps) -> jax.Array | None:
@@ -160,10 +160,10 @@ class SearchSetup(NamedTuple):
         """``count`` steps; those after a quantity stopped being finite change nothing."""
 
         def body(begun, data, i, carry):
-            old, history, last, trouble, watch, divergence = carry
+            old, history, last, trouble, monitor, divergence = carry
             number = begun + i
             new, metrics = self.step(old, number, data, divergence.scale)
-            seen, metrics = monitor_step(watch, new, metrics)
+            seen, metrics = monitor_step(monitor, new, metrics)
             losses = {k: metrics[k] for k in SHOWN if k in last}
             seen_trouble = first_trouble(new, losses, metrics["grad_norm"])
             trouble = jnp.where(trouble == 0, seen_trouble, trouble)
@@ -178,8 +178,8 @@ class SearchSetup(NamedTuple):
                 self.history.every,
             )
             shown = {k: metrics[k] for k in last}
-            before = old, last, watch
-            state, last, watch = single_loop.either(good, (new, shown, seen), before)
+            before = old, last, monitor
+            state, last, monitor = single_loop.either(good, (new, shown, seen), before)
             divergence = observed(divergence, metrics["grad_norm"], metrics["value"], good)
             single = isinstance(self.solver, SingleLoop)
             restart = functools.partial(self.restart, data)
@@ -187,7 +187,7 @@ class SearchSetup(NamedTuple):
                 *(divergence, state, number, trouble, restart),
                 NOISY if single else EXACT,
             )
-            return Carry(state, history, last, trouble, watch, divergence)
+            return Carry(state, history, last, trouble, monitor, divergence)
 
         def loop(carry, data, count):
             return jax.lax.fori_loop(

@@ -136,9 +136,9 @@ def single_loop_step(
     """
     train, valid, order = data
     problem, _ = with_rules(problem, state.w, state.alpha, train.rows)
-    turn = order.at(number, method.draws)
+    indices = order.at(number, method.draws)
     direction, w, inner, metrics = method.step(
-        problem, state.alpha, state.w, state.solver_state, turn, train, valid
+        problem, state.alpha, state.w, state.solver_state, indices, train, valid
     )
     # By products of vectors: XLA's sums and comparisons of long ones take several times as long.
     size = tree_norm(direction)

@@ -69,28 +69,28 @@ def amigo(step_size: Rate, *, inner: int = 10) -> SingleLoop:
     rate = steps.check_rate("step_size", step_size)
     inner = integer("inner", inner, 1)
 
-    def init(problem, alpha, w, turn, train, valid):
+    def init(problem, alpha, w, indices, train, valid):
         return AmigoState(optax.tree.zeros_like(w))
 
-    def step(problem, alpha, w, state, turn, train, valid):
-        now = steps.rate_at(rate, turn.number)
+    def step(problem, alpha, w, state, indices, train, valid):
+        now = steps.rate_at(rate, indices.number)
         loss = lower_loss(problem)
 
         def descend(j, w):
-            slopes, _ = train.at(turn.train[j], slopes_oracle(loss, w, alpha))
+            slopes, _ = train.at(indices.train[j], slopes_oracle(loss, w, alpha))
             return steps.against(w, slopes.w, now)
 
         w = jax.lax.fori_loop(0, inner, descend, w)
 
-        outer, above = valid.at(turn.valid[0], outer_oracle(problem, Iterate(w, state.v, alpha)))
+        outer, above = valid.at(indices.valid[0], outer_oracle(problem, Iterate(w, state.v, alpha)))
 
         def solve(j, v):
             point = Iterate(w, v, alpha)
-            lower, _ = train.at(turn.train[inner + j], lower_oracle(problem, point))
+            lower, _ = train.at(indices.train[inner + j], lower_oracle(problem, point))
             return steps.against(v, directions(lower, outer).v, now)
 
         v = jax.lax.fori_loop(0, inner, solve, state.v)
-        lower, below = train.at(turn.train[-1], lower_oracle(problem, Iterate(w, v, alpha)))
+        lower, below = train.at(indices.train[-1], lower_oracle(problem, Iterate(w, v, alpha)))
         step_directions = directions(lower, outer)
         noisy = relative_adjoint_residual(step_directions, outer.w)
         report = metrics(problem, below, above, step_directions.w, noisy_residual=noisy)

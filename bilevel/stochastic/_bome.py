@@ -76,11 +76,11 @@ def bome(step_size: Rate, *, inner: int = 10, control: float = 0.5) -> SingleLoo
     inner = integer("inner", inner, 1)
     nonnegative("control", control)
 
-    def init(problem, alpha, w, turn, train, valid):
+    def init(problem, alpha, w, indices, train, valid):
         return BomeState()
 
-    def step(problem, alpha, w, state, turn, train, valid):
-        c = steps.rate_at(rate, turn.number)
+    def step(problem, alpha, w, state, indices, train, valid):
+        c = steps.rate_at(rate, indices.number)
         lower, outer = lower_loss(problem), split_losses(problem).outer
 
         def slopes(batch, weight):
@@ -91,8 +91,8 @@ def bome(step_size: Rate, *, inner: int = 10, control: float = 0.5) -> SingleLoo
             y = jax.lax.fori_loop(0, inner, closer, w)
             return at_both(lambda w: slopes_oracle(lower, w, alpha), y, w)(batch, weight)
 
-        (at_y, at_w), below = train.at(turn.train[0], slopes)
-        of_outer, above = valid.at(turn.valid[0], slopes_oracle(outer, w, alpha))
+        (at_y, at_w), below = train.at(indices.train[0], slopes)
+        of_outer, above = valid.at(indices.valid[0], slopes_oracle(outer, w, alpha))
         gap: Any = at_w._replace(alpha=optax.tree.sub(at_w.alpha, at_y.alpha))
         # A gap of nothing but roundings, as at a start that solves the lower problem, is no wall.
         size = optax.tree.norm(gap, squared=True)

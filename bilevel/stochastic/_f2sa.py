@@ -83,19 +83,19 @@ def f2sa(
     nonnegative("growth", growth)
     inner = integer("inner", inner, 1)
 
-    def init(problem, alpha, w, turn, train, valid):
+    def init(problem, alpha, w, indices, train, valid):
         return F2saState(jax.tree.map(jax.numpy.copy, w))
 
-    def step(problem, alpha, w, state, turn, train, valid):
-        now: Any = penalty * (1.0 + jax.numpy.asarray(turn.number, float)) ** growth
-        c = steps.rate_at(rate, turn.number)
+    def step(problem, alpha, w, state, indices, train, valid):
+        now: Any = penalty * (1.0 + jax.numpy.asarray(indices.number, float)) ** growth
+        c = steps.rate_at(rate, indices.number)
         lower, outer = lower_loss(problem), split_losses(problem).outer
 
         def slopes(pair, j):
             y, w = pair
             pair_oracle = at_both(lambda w: slopes_oracle(lower, w, alpha), y, w)
-            (at_y, at_w), below = train.at(turn.train[j], pair_oracle)
-            of_outer, above = valid.at(turn.valid[j], slopes_oracle(outer, y, alpha))
+            (at_y, at_w), below = train.at(indices.train[j], pair_oracle)
+            of_outer, above = valid.at(indices.valid[j], slopes_oracle(outer, y, alpha))
             return at_y, at_w, of_outer, below, above
 
         def moved(pair, at_y: Slopes, at_w: Slopes, of_outer: Slopes):

@@ -80,16 +80,16 @@ def meha(
     positives(proximity=proximity, penalty=penalty)
     check_in_range("growth", growth, -1e-12, 0.5)
 
-    def init(problem, alpha, w, turn, train, valid):
+    def init(problem, alpha, w, indices, train, valid):
         return MehaState(jax.tree.map(jax.numpy.copy, w))
 
-    def step(problem, alpha, w, state, turn, train, valid):
-        c: Any = penalty * (1.0 + jax.numpy.asarray(turn.number, float)) ** growth
-        eta = steps.rate_at(rate, turn.number)
+    def step(problem, alpha, w, state, indices, train, valid):
+        c: Any = penalty * (1.0 + jax.numpy.asarray(indices.number, float)) ** growth
+        eta = steps.rate_at(rate, indices.number)
         lower, outer = lower_loss(problem), split_losses(problem).outer
         pair = at_both(lambda w: slopes_oracle(lower, w, alpha), state.theta, w)
-        (at_theta, at_w), below = train.at(turn.train[0], pair)
-        of_outer, above = valid.at(turn.valid[0], slopes_oracle(outer, w, alpha))
+        (at_theta, at_w), below = train.at(indices.train[0], pair)
+        of_outer, above = valid.at(indices.valid[0], slopes_oracle(outer, w, alpha))
         pull = optax.tree.scale(1 / proximity, optax.tree.sub(w, state.theta))
         gap = optax.tree.sub(at_w.alpha, at_theta.alpha)
         direction = steps.against(of_outer.alpha, gap, -c)

@@ -46,7 +46,7 @@ class SabaState(NamedTuple):
     """State of :func:`saba`."""
 
     v: Pytree  # like w: the adjoint
-    watch: AdjointMonitor
+    monitor: AdjointMonitor
     tables: Tables  # a `Saga` of the lower and one of the outer loss; the metric, if any
 
 
@@ -84,22 +84,22 @@ def _saga(blocks: BatchedData, oracle: Oracle, saga: Saga, number, i, following)
 
 
 def _monitor_adjoint(
-    watch: AdjointMonitor, residual: jax.Array, number: jax.Array, epoch: int
+    monitor: AdjointMonitor, residual: jax.Array, number: jax.Array, epoch: int
 ) -> tuple:
-    """The watch after a step, and whether the adjoint was found lost: worse than 0.
+    """The monitor after a step, and whether the adjoint was found lost: worse than 0.
 
     Steps are as long as a few batches' curvature allows. Where others are steeper, the adjoint runs
     away: then steps become shorter, and it begins again from 0 with tables that are filled anew.
     """
     since = max(epoch, _SHORTEST)
-    average = watch.residual + (residual - watch.residual) / since
-    average = jnp.where(number - watch.begun < epoch, 0, average).astype(residual.dtype)
+    average = monitor.residual + (residual - monitor.residual) / since
+    average = jnp.where(number - monitor.begun < epoch, 0, average).astype(residual.dtype)
     lost = average > _LOST
     monitor = AdjointMonitor(
-        jnp.where(lost, _SHORTER, 1).astype(residual.dtype) * watch.length,
+        jnp.where(lost, _SHORTER, 1).astype(residual.dtype) * monitor.length,
         jnp.where(lost, 0, average),
         # Two epochs of steps have every batch among them, one across an epoch's end may not.
-        jnp.where(lost, number + 1 + epoch, watch.begun),
+        jnp.where(lost, number + 1 + epoch, monitor.begun),
     )
     return monitor, lost
 
@@ -160,40 +160,40 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
         steps.check_rate("step_size", step_size)
     mover = steps.mover(step_size)
 
-    def init(problem, alpha, w, turn, train, valid):
+    def init(problem, alpha, w, indices, train, valid):
         point = Iterate(w, optax.tree.zeros_like(w), alpha)
         below = _empty_saga(train, lower_oracle(problem, point))
         above = _empty_saga(valid, outer_oracle(problem, point))
         one = jnp.ones((), common_dtype(*jax.tree.leaves(w)))
-        watch = AdjointMonitor(one, 0 * one, jnp.zeros((), turn.number.dtype))
+        monitor = AdjointMonitor(one, 0 * one, jnp.zeros((), indices.number.dtype))
         mover_state = mover.init(problem, w, alpha, train)
-        return SabaState(point.v, watch, Tables((below, above, mover_state)))
+        return SabaState(point.v, monitor, Tables((below, above, mover_state)))
 
-    def step(problem, alpha, w, state, turn, train, valid):
+    def step(problem, alpha, w, state, indices, train, valid):
         point = Iterate(w, state.v, alpha)
         at_train, at_valid = lower_oracle(problem, point), outer_oracle(problem, point)
         of_train, of_valid, mover_state = state.tables.content
-        number = turn.number - state.watch.begun
+        number = indices.number - state.monitor.begun
         lower, below, of_train = _saga(
-            train, at_train, of_train, number, turn.train[0], turn.next_train
+            train, at_train, of_train, number, indices.train[0], indices.next_train
         )
         outer, above, of_valid = _saga(
-            valid, at_valid, of_valid, number, turn.valid[0], turn.next_valid
+            valid, at_valid, of_valid, number, indices.valid[0], indices.next_valid
         )
         step_directions = directions(lower, outer)
-        around = turn.number, problem, w, alpha, train
-        noisy, watch = relative_adjoint_residual(step_directions, outer.w), state.watch
+        around = indices.number, problem, w, alpha, train
+        noisy, monitor = relative_adjoint_residual(step_directions, outer.w), state.monitor
         (w, v), mover_state = mover.move(
-            (w, state.v), step_directions[:2], mover_state, *around, shorter=watch.length
+            (w, state.v), step_directions[:2], mover_state, *around, shorter=monitor.length
         )
         if step_size is None:
-            watch, lost = _monitor_adjoint(watch, noisy, turn.number, memory(train, valid))
+            monitor, lost = _monitor_adjoint(monitor, noisy, indices.number, memory(train, valid))
             v = optax.tree.where(lost, optax.tree.zeros_like(v), v)
         report = metrics(problem, below, above, step_directions.w, noisy_residual=noisy)
         return (
             step_directions.alpha,
             w,
-            SabaState(v, watch, Tables((of_train, of_valid, mover_state))),
+            SabaState(v, monitor, Tables((of_train, of_valid, mover_state))),
             report,
         )
 
@@ -201,8 +201,8 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
         return max(train.count, valid.count)
 
     def restart(state, number, train, valid):
-        watch = state.watch
-        begun = (number + 1 + memory(train, valid)).astype(watch.begun.dtype)
-        return state._replace(watch=watch._replace(begun=begun))
+        monitor = state.monitor
+        begun = (number + 1 + memory(train, valid)).astype(monitor.begun.dtype)
+        return state._replace(monitor=monitor._replace(begun=begun))
 
     return SingleLoop(init, step, lambda state: state.v, memory=memory, restart=restart)

@@ -32,11 +32,11 @@ class AveragedState(NamedTuple):
     direction: Pytree  # like alpha: the average
 
 
-def estimates(problem, alpha, w, v, turn, train, valid) -> tuple[Directions, dict]:
+def estimates(problem, alpha, w, v, indices, train, valid) -> tuple[Directions, dict]:
     """The three directions from a batch each, and the metrics."""
     point = Iterate(w, v, alpha)
-    lower, below = train.at(turn.train[0], lower_oracle(problem, point))
-    outer, above = valid.at(turn.valid[0], outer_oracle(problem, point))
+    lower, below = train.at(indices.train[0], lower_oracle(problem, point))
+    outer, above = valid.at(indices.valid[0], outer_oracle(problem, point))
     step_directions = directions(lower, outer)
     noisy = relative_adjoint_residual(step_directions, outer.w)
     return step_directions, metrics(problem, below, above, step_directions.w, noisy_residual=noisy)
@@ -91,12 +91,12 @@ def soba(step_size: Rate) -> SingleLoop:
     """
     rate = steps.check_rate("step_size", step_size)
 
-    def init(problem, alpha, w, turn, train, valid):
+    def init(problem, alpha, w, indices, train, valid):
         return SobaState(optax.tree.zeros_like(w))
 
-    def step(problem, alpha, w, state, turn, train, valid):
-        step_directions, report = estimates(problem, alpha, w, state.v, turn, train, valid)
-        w, v = steps.against((w, state.v), step_directions[:2], steps.rate_at(rate, turn.number))
+    def step(problem, alpha, w, state, indices, train, valid):
+        step_directions, report = estimates(problem, alpha, w, state.v, indices, train, valid)
+        w, v = steps.against((w, state.v), step_directions[:2], steps.rate_at(rate, indices.number))
         return step_directions.alpha, w, SobaState(v), report
 
     return SingleLoop(init, step, lambda state: state.v)
@@ -142,14 +142,14 @@ def ma_soba(step_size: Rate, average: float = 0.1) -> SingleLoop:
     rate = steps.check_rate("step_size", step_size)
     check_in_range("average", average, 0, 1 + 1e-12)
 
-    def init(problem, alpha, w, turn, train, valid):
+    def init(problem, alpha, w, indices, train, valid):
         return AveragedState(optax.tree.zeros_like(w), optax.tree.zeros_like(alpha))
 
-    def step(problem, alpha, w, state, turn, train, valid):
-        step_directions, report = estimates(problem, alpha, w, state.v, turn, train, valid)
+    def step(problem, alpha, w, state, indices, train, valid):
+        step_directions, report = estimates(problem, alpha, w, state.v, indices, train, valid)
         change = optax.tree.sub(step_directions.alpha, state.direction)
         direction = steps.against(state.direction, change, -average)
-        w, v = steps.against((w, state.v), step_directions[:2], steps.rate_at(rate, turn.number))
+        w, v = steps.against((w, state.v), step_directions[:2], steps.rate_at(rate, indices.number))
         return direction, w, AveragedState(v, direction), report
 
     return SingleLoop(init, step, lambda state: state.v)

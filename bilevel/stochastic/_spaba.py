@@ -149,7 +149,7 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
     def everywhere(problem, point, train: BatchedData, valid: BatchedData) -> tuple[Lower, Slopes]:
         return train.mean(lower_oracle(problem, point)), valid.mean(outer_oracle(problem, point))
 
-    def init(problem, alpha, w, turn, train, valid):
+    def init(problem, alpha, w, indices, train, valid):
         point = Iterate(w, optax.tree.zeros_like(w), alpha)
         step_directions = directions(*everywhere(problem, point, train, valid))
         length = jnp.ones((), common_dtype(*jax.tree.leaves(w)))
@@ -162,17 +162,17 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
             Tables((point, step_directions, mover_state)),
         )
 
-    def step(problem, alpha, w, state, turn, train, valid):
+    def step(problem, alpha, w, state, indices, train, valid):
         point = Iterate(w, state.v, alpha)
         before, last, mover_state = state.last.content
 
         def at_both_points(oracle):
             return at_both(lambda point: oracle(problem, point), before, point)
 
-        (lower_before, lower), below = train.at(turn.train[0], at_both_points(lower_oracle))
-        (outer_before, outer), above = valid.at(turn.valid[0], at_both_points(outer_oracle))
+        (lower_before, lower), below = train.at(indices.train[0], at_both_points(lower_oracle))
+        (outer_before, outer), above = valid.at(indices.valid[0], at_both_points(outer_oracle))
         change = optax.tree.sub(directions(lower, outer), directions(lower_before, outer_before))
-        passing = (turn.uniform < often(train, valid)) | state.stale
+        passing = (indices.uniform < often(train, valid)) | state.stale
 
         def exact():
             return everywhere(problem, point, train, valid)
@@ -191,7 +191,7 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
                 lambda: (summed, state.v, scales),
             )
             length, trust = optax.tree.where(state.stale, scales, judged)
-        around = turn.number, problem, w, alpha, train
+        around = indices.number, problem, w, alpha, train
         pair, mover_state = mover.move(
             (w, v), step_directions[:2], mover_state, *around, shorter=length
         )

@@ -137,10 +137,10 @@ STATE = DescentState(jnp.zeros(1), jnp.zeros(1), (), optax.EmptyState(), jnp.zer
 def scale_after(directions, values):
     """What is left of the steps after a search whose steps report these."""
 
-    def body(watch, told):
+    def body(monitor, told):
         number, direction, value = told
-        watch = divergence.observed(watch, direction, value, jnp.array(True))
-        args = watch, STATE, number, jnp.zeros((), int), lambda state, number: state
+        monitor = divergence.observed(monitor, direction, value, jnp.array(True))
+        args = monitor, STATE, number, jnp.zeros((), int), lambda state, number: state
         return divergence.check_divergence(*args, divergence.NOISY)[0], None
 
     told = jnp.arange(len(directions)), jnp.asarray(directions), jnp.asarray(values)

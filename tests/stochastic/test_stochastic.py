@@ -113,8 +113,8 @@ def walk(method, order, steps, *, at=None, begun=None, move=0.0, partition=PARTI
 
         def body(carry, number):
             alpha, w, state = carry
-            turn = order.at(number, method.draws)
-            args = (PROBLEM, alpha, w, state, turn, train, valid)
+            indices = order.at(number, method.draws)
+            args = (PROBLEM, alpha, w, state, indices, train, valid)
             direction, w_new, new, _ = method.step(*args)
             if at is not None:
                 w_new, new = w, new._replace(v=v)
@@ -283,8 +283,10 @@ def first_order(method, steps):
     """The direction at a frozen alpha, all rows at every step."""
     found = search(method, optax.sgd(0.0), steps=steps, history=())
     state = found.state
-    turn = BatchIndices(jnp.asarray(steps), *(jnp.zeros(1, int),) * 2, *(jnp.zeros((), int),) * 3)
-    args = PROBLEM, state.alpha, state.w, state.solver_state, turn
+    indices = BatchIndices(
+        jnp.asarray(steps), *(jnp.zeros(1, int),) * 2, *(jnp.zeros((), int),) * 3
+    )
+    args = PROBLEM, state.alpha, state.w, state.solver_state, indices
     return method.step(*args, *cut(None))[0]
 
 
@@ -305,8 +307,8 @@ def test_f2sas_penalty_grows_with_the_seventh_root():
     state = method.init(PROBLEM, ALPHA, W, None, *cut(None))._replace(y=W + 1)
 
     def direction(number):
-        turn = BatchIndices(jnp.asarray(number), ids, ids, zero, zero, zero)
-        return method.step(PROBLEM, ALPHA, W, state, turn, *cut(None))[0]
+        indices = BatchIndices(jnp.asarray(number), ids, ids, zero, zero, zero)
+        return method.step(PROBLEM, ALPHA, W, state, indices, *cut(None))[0]
 
     fixed = jax.grad(outer, 1)(W + 1, ALPHA, VALID)
     ratio = (direction(9_999) - fixed) / (direction(0) - fixed)
@@ -417,8 +419,8 @@ def test_reading_rows_ahead_changes_nothing():
     def ahead(order, train, valid):
         def body(carry, number):
             alpha, w, state = carry
-            turn = order.at(number, method.draws)
-            direction, w, state, _ = method.step(problem, alpha, w, state, turn, train, valid)
+            indices = order.at(number, method.draws)
+            direction, w, state, _ = method.step(problem, alpha, w, state, indices, train, valid)
             return (alpha - 0.25 * direction, w, state), (direction, w, state.v)
 
         state = method.init(problem, *start, order.at(jnp.zeros((), int), (1, 1)), train, valid)

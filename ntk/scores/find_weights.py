@@ -24,12 +24,12 @@ def multiplied(apply: Callable, params: Any, x: chex.Array) -> set[int]:
     """Indices of the leaves of ``params`` that are weights in ``apply(params, x)``."""
     closed = jax.make_jaxpr(fresh(apply))(params, x)
     leaves = [frozenset([i]) for i in range(len(jax.tree.leaves(params)))]
-    found: set[int] = set()
-    _follow(closed.jaxpr, [*leaves, None], found)
-    return found
+    weights: set[int] = set()
+    _follow(closed.jaxpr, [*leaves, None], weights)
+    return weights
 
 
-def _follow(jaxpr: Jaxpr, inputs: list[Leaves], found: set[int]) -> list[Leaves]:
+def _follow(jaxpr: Jaxpr, inputs: list[Leaves], weights: set[int]) -> list[Leaves]:
     """What the outputs are made of; the weights that are met on the way go to ``found``."""
     made: dict = dict.fromkeys(jaxpr.constvars, frozenset())
     made |= zip(jaxpr.invars, inputs, strict=True)
@@ -41,8 +41,8 @@ def _follow(jaxpr: Jaxpr, inputs: list[Leaves], found: set[int]) -> list[Leaves]
         sources = [of(v) for v in eqn.invars]
         if eqn.primitive.name in _PRODUCTS and None in sources:
             for leaves in sources[:1] if eqn.primitive.name == "gather" else sources:
-                found |= leaves or frozenset()
-        outputs = _follow_inner(eqn, sources, found) or [_union_of_sources(sources)] * len(
+                weights |= leaves or frozenset()
+        outputs = _follow_inner(eqn, sources, weights) or [_union_of_sources(sources)] * len(
             eqn.outvars
         )
         made |= zip(eqn.outvars, outputs, strict=True)
@@ -53,30 +53,35 @@ def _union_of_sources(sources: list[Leaves]) -> Leaves:
     return None if None in sources else frozenset().union(*sources)  # type: ignore[arg-type]
 
 
-def _follow_inner(eqn, sources: list[Leaves], found: set[int]) -> list[Leaves] | None:
+def _follow_inner(eqn, sources: list[Leaves], weights: set[int]) -> list[Leaves] | None:
     """What a call, a branch or a loop makes; None for other operations."""
     if eqn.primitive.name == "while":
         own = eqn.params["cond_nconsts"]
         return _follow_loop(
-            eqn.params["body_jaxpr"], sources[own:], eqn.params["body_nconsts"], None, found
+            eqn.params["body_jaxpr"], sources[own:], eqn.params["body_nconsts"], None, weights
         )
     if eqn.primitive.name == "scan":
-        return _follow_loop(eqn.params["jaxpr"], sources, *scan_operands(eqn), found)
+        return _follow_loop(eqn.params["jaxpr"], sources, *scan_operands(eqn), weights)
     if eqn.primitive.name == "cond":
-        branches = [_follow(b.jaxpr, sources[1:], found) for b in eqn.params["branches"]]
-        return [_union_of_sources([sources[0], *each]) for each in zip(*branches, strict=True)]
+        branches = [_follow(b.jaxpr, sources[1:], weights) for b in eqn.params["branches"]]
+        return [
+            _union_of_sources([sources[0], *of_branches])
+            for of_branches in zip(*branches, strict=True)
+        ]
     for inner in inner_jaxprs(eqn):
         if len(inner.jaxpr.invars) == len(sources):
-            return _follow(inner.jaxpr, sources, found)
+            return _follow(inner.jaxpr, sources, weights)
     return None
 
 
-def _follow_loop(body, sources: list[Leaves], constants: int, carried: int | None, found: set[int]):
+def _follow_loop(
+    body, sources: list[Leaves], constants: int, carried: int | None, weights: set[int]
+):
     """Until the carry is made of nothing more."""
     sources = list(sources)
     end = len(sources) if carried is None else constants + carried
     while True:
-        outputs = _follow(body.jaxpr, sources, found)
+        outputs = _follow(body.jaxpr, sources, weights)
         state = sources[constants:end]
         joined = [_union_of_sources([a, b]) for a, b in zip(state, outputs, strict=False)]
         if joined == state:

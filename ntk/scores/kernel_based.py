@@ -85,11 +85,11 @@ def kernel_scores(
     classes = logits_like(apply, params, x).shape[1]
     gradients = _sample_gradients(apply, params, x)
     K, size = _unit_gram(gradients)
-    found = _scores_of_matrix(K, eigenvalues.eigenvalues(K), size, y, classes)
+    scores = _scores_of_matrix(K, eigenvalues.eigenvalues(K), size, y, classes)
     rows = [g / _gradient_scale(gradients, axis=1) for g in jax.tree.leaves(gradients)]
     return {
         "kernel": K * size * size,
-        **found,
+        **scores,
         "cosine_min_eigenvalue": _min_eigenvalue_of_cosines(_sum_of_grams(rows)),
         "log_traces": _sum_of_log_traces(apply, params, x, gradients),
     }
@@ -162,7 +162,7 @@ def _scores_of_matrix(
     K: jax.Array, values: jax.Array, size: jax.Array, y: jax.Array | None, classes: int
 ) -> dict[str, jax.Array]:
     """The scores of ``size^2 K``, where ``K`` has these eigenvalues."""
-    found = {
+    scores = {
         "eigen_nas": jnp.trace(K) / len(K) * size * size,
         "min_eigenvalue": jnp.maximum(values[0], 0) * size * size,
         "condition_number": _condition(values),
@@ -170,8 +170,8 @@ def _scores_of_matrix(
         "spectral_entropy": _entropy_of_spectrum(values),
     }
     if y is None:
-        return found
-    return found | {"label_energy": _label_energy_of_matrix(K, values, y, classes) / size / size}
+        return scores
+    return scores | {"label_energy": _label_energy_of_matrix(K, values, y, classes) / size / size}
 
 
 @ScoreDescription(

@@ -364,12 +364,12 @@ def layer_saliency(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -
     ValueError
         If no layer has the samples on an axis of its output.
     """
-    found = []
+    axes_of_layers = []
 
     def loss(total):
         def probe(eqn, other, inputs, outputs, nothing):
             axes = layer_axes(eqn, other, len(x))
-            found.append(axes)
+            axes_of_layers.append(axes)
             return [saliency(axes, outputs[0], total) if axes else outputs[0]], nothing
 
         reference_args = another_batch(params, x)
@@ -383,7 +383,7 @@ def layer_saliency(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -
             what="matrix product",
             reference_args=reference_args,
         )
-        if not any(found):
+        if not any(axes_of_layers):
             raise ValueError(
                 f"apply: expected a layer with the {len(x)} samples on an axis of its output, "
                 "got none."

@@ -95,21 +95,21 @@ def _response_correlations(
     _, counts = through(count, jnp.zeros(2))
     if not relus:
         raise ValueError("apply: expected logits that depend on a ReLU, got none on the way.")
-    each = not ends  # no layer has an end: every ReLU is one
-    last = counts[1] - 1 if each else counts[0]
+    every_relu = not ends  # no layer has an end: every ReLU is one
+    last = counts[1] - 1 if every_relu else counts[0]
 
     def loss(total):
-        def probe(eqn, other, inputs, outputs, found):
-            layer, K = found
+        def probe(eqn, other, inputs, outputs, state):
+            layer, K = state
             if _is_end(eqn):
                 return outputs, (layer + 1, K)
             axis = samples_axis(eqn, other, n)
             if axis is None:
-                return outputs, found
+                return outputs, state
             weight = jnp.exp2(layer - last)
             K = K + weight * _absolute_correlations(inputs[0], axis)
             return [_relu_with_correlations(axis, outputs[0], inputs[0], weight, total)], (
-                layer + int(each),
+                layer + int(every_relu),
                 K,
             )
 
@@ -153,8 +153,8 @@ def _relu_with_correlations(
 def _watched_backward(axis, residuals, g):
     u, weight = residuals
     in_input = jnp.where(u > 0, g, 0)
-    found = weight * _absolute_correlations(in_input, axis)
-    return g, jnp.zeros_like(u), jnp.zeros_like(weight), found
+    correlations = weight * _absolute_correlations(in_input, axis)
+    return g, jnp.zeros_like(u), jnp.zeros_like(weight), correlations
 
 
 _relu_with_correlations.defvjp(

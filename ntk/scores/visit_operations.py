@@ -133,7 +133,7 @@ def visit_chosen_operations(
 
 def _paired(needed: list, others: list) -> list:
     """Each operation with its like in the other program."""
-    names = [[eqn.primitive.name for eqn, _ in some] for some in (needed, others)]
+    names = [[eqn.primitive.name for eqn, _ in equations] for equations in (needed, others)]
     if names[0] != names[1]:
         raise ValueError(
             "apply: expected the same operations for any number of samples, got others for one "

@@ -41,7 +41,7 @@ from ntk.internal.checks import common_dtype, concrete, float_array, nan_where, 
 from ntk.internal.derivative_rules import custom_jvp
 from ntk.internal.sharding import without_explicit_axes
 
-_TOLERANCE = 1e-14  # some fifty roundings in float64
+_TOLERANCE = 1e-14  # of the trapezoid rule, over sqrt(E a^2 E b^2): fifty roundings in float64
 _ENTRIES = 2**22  # values of the integrand in memory at a time, about
 _BLOCK = 1024  # nodes of an entry's grid at a time
 _GROUP = 32  # entries of a kernel at a time
@@ -55,7 +55,6 @@ def dual(
     c: chex.Array,
     *,
     max_variance: float | None = None,
-    rtol: float = _TOLERANCE,
 ) -> jax.Array:
     """``E[a(u) b(u')]`` with ``(u, u') ~ N(0, [[vx, c], [c, vy]])``, elementwise.
 
@@ -68,8 +67,6 @@ def dual(
     max_variance : float, optional
         The largest variance to resolve. By default the largest of ``vx`` and ``vy``, or 25 where
         these are traced. Smooth pairs beyond it are NaN.
-    rtol : float
-        Aim for the trapezoid rule, relative to ``sqrt(E a^2 E b^2)``.
 
     Returns
     -------
@@ -119,7 +116,7 @@ def dual(
     if a.kinks or b.kinks:
         flat = (x.ravel() for x in (sx, sy, p, q))
         return _piecewise(a, b, *flat).reshape(vx.shape)
-    rtol = max(rtol, float(jnp.finfo(dtype).eps))
+    rtol = max(_TOLERANCE, float(jnp.finfo(dtype).eps))
     if a.smooth is None or b.smooth is None:
         flat = (x.ravel() for x in (sx, sy, p, q))
         return _expectation(a, b, rtol, *flat).reshape(vx.shape)

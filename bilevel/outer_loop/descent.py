@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.contracts import DescentState, LowerSolver, params_of
+from bilevel.contracts import DescentState, LowerSolver, Pytree, params_of
 from bilevel.hypergradients.hypergradient import first_state, solution, stateful_hypergradient
 from bilevel.internal.checks import check_floating, gradient_transformation
 from bilevel.internal.meshes import with_automatic_axes
@@ -106,7 +106,7 @@ def noted_descent(
 
         def wanted():
             """For each leaf of alpha, whether the optimizer moves it (not ``set_to_zero``)."""
-            return leaves_moved(optimizer, state)
+            return hypergradient_leaves(optimizer, state)
 
         given = state.alpha, state.w, state.solver_state, train, valid
         hyper, solver_state = hypergradient(*given, wanted=wanted)
@@ -116,9 +116,9 @@ def noted_descent(
             return losses.outer(w, alpha, valid)[0]
 
         # What line searches and step sizes by the loss ask for; others do not look.
-        told = {"value": hyper.value, "grad": hyper.grad, "value_fn": value_at}
+        extra_args = {"value": hyper.value, "grad": hyper.grad, "value_fn": value_at}
         updates, optimizer_state = optimizer.update(
-            hyper.grad, state.optimizer_state, state.alpha, **told
+            hyper.grad, state.optimizer_state, state.alpha, **extra_args
         )
         metrics = {
             "value": hyper.value,
@@ -138,11 +138,26 @@ def noted_descent(
     return init, step
 
 
-def leaves_moved(optimizer: optax.GradientTransformationExtraArgs, state: DescentState) -> list:
-    """Return for each leaf of alpha whether its update depends on the hypergradient."""
+def hypergradient_leaves(
+    optimizer: optax.GradientTransformationExtraArgs, state: DescentState
+) -> list[bool]:
+    """Return for each leaf of ``alpha`` whether a step of descent uses its hypergradient."""
+    value = {"value": jnp.zeros(()), "value_fn": lambda _: jnp.zeros(())}
+    return leaves_moved(optimizer, state.optimizer_state, state.alpha, **value)
+
+
+def leaves_moved(
+    optimizer: optax.GradientTransformationExtraArgs,
+    optimizer_state: optax.OptState,
+    alpha: Pytree,
+    **extra: Any,
+) -> list[bool]:
+    """Return for each leaf of ``alpha`` whether its update depends on the hypergradient.
+
+    ``extra`` are values, of any size, that the optimizer's ``update`` takes besides the gradient.
+    """
 
     def moved(g):
-        told = {"value": jnp.zeros(()), "grad": g, "value_fn": lambda _: jnp.zeros(())}
-        return optimizer.update(g, state.optimizer_state, state.alpha, **told)[0]
+        return optimizer.update(g, optimizer_state, alpha, grad=g, **extra)[0]
 
-    return outputs_reading(moved, state.alpha)
+    return outputs_reading(moved, alpha)

@@ -178,10 +178,10 @@ def shortening(
     """
     inner = gradient_transformation("optimizer", optimizer)
 
-    def update(updates, state, params=None, **told):
+    def update(updates, state, params=None, **extra_args):
         if geometry.geometry_names(state):
-            told["shorten"] = scale
-        return inner.update(updates, state, params, **told)
+            extra_args["shorten"] = scale
+        return inner.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 

@@ -224,8 +224,8 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
             of_alpha = extra["value_fn"]
 
             @functools.wraps(of_alpha)  # optax reads the names of its arguments
-            def of_logits(logits, **told):
-                return of_alpha(jax.tree.map(_softmax_in_float32, logits), **told)
+            def of_logits(logits, **extra_args):
+                return of_alpha(jax.tree.map(_softmax_in_float32, logits), **extra_args)
 
             extra |= {"value_fn": of_logits}
         if "grad" in extra:
@@ -436,9 +436,9 @@ def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.
         def loss(a, residual=None, memory=None):  # line searches hand on all that is told
             return 1e3 + optax.tree.vdot(g, a)
 
-        told = {"value": loss(start), "value_fn": loss, "residual": 0.0, "memory": 1}
+        extra_args = {"value": loss(start), "value_fn": loss, "residual": 0.0, "memory": 1}
         rule = optax.with_extra_args_support(optimizer)
-        _, state = rule.update(g, rule.init(start), start, grad=g, **told)
+        _, state = rule.update(g, rule.init(start), start, grad=g, **extra_args)
         return [geometry.point for geometry in geometries(state)]
 
     return [

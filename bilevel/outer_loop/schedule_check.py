@@ -48,8 +48,8 @@ def spent_share(inner: Inner, alpha: Pytree, w: Pytree, steps: int) -> jax.Array
     ones = optax.tree.ones_like(w)
 
     def rate(count):
-        told = {"value": jnp.ones(()), "grad": ones, "value_fn": lambda w: jnp.ones(())}
-        updates, _ = optimizer.update(ones, _at_count(state, count), w, **told)
+        extra_args = {"value": jnp.ones(()), "grad": ones, "value_fn": lambda w: jnp.ones(())}
+        updates, _ = optimizer.update(ones, _at_count(state, count), w, **extra_args)
         return optax.tree.norm(updates)
 
     outer = np.unique(np.linspace(0, steps - 1, _OUTER).astype(int))

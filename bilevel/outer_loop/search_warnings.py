@@ -10,7 +10,7 @@ from bilevel.contracts import Pytree, SingleLoop, params_of
 from bilevel.internal.checks import gradient_transformation
 from bilevel.internal.meshes import with_automatic_axes
 from bilevel.outer_loop import divergence
-from bilevel.outer_loop.descent import leaves_moved
+from bilevel.outer_loop.descent import hypergradient_leaves
 from bilevel.outer_loop.search_program import SearchSetup
 from bilevel.outer_loop.search_result import SearchResult
 from bilevel.problem.problem import at_variables
@@ -36,7 +36,9 @@ def _at_minimum(setup: SearchSetup, result: SearchResult, data: Pytree) -> bool:
     A single loop's direction may be 0 at a solution. An alpha that is held needs no gradient.
     """
     optimizer = gradient_transformation("optimizer", setup.optimizer)
-    if isinstance(setup.solver, SingleLoop) or not any(leaves_moved(optimizer, result.state)):
+    if isinstance(setup.solver, SingleLoop) or not any(
+        hypergradient_leaves(optimizer, result.state)
+    ):
         return True
     if setup.batches is not None or result.report.zero.last == result.report.steps:
         return False  # one that was 0 from the start is reported in any case

@@ -19,11 +19,11 @@ from bilevel.internal.checks import (
 )
 from bilevel.internal.meshes import shard_like, with_automatic_axes
 from bilevel.outer_loop import geometry
+from bilevel.outer_loop.descent import leaves_moved
 from bilevel.problem.problem import Problem, at_variables
 from bilevel.problem.structure import (
     check_depends_on_alpha,
     leaves_used_by,
-    outputs_reading,
     with_rules,
 )
 from bilevel.stochastic import (
@@ -101,10 +101,6 @@ def init_single_loop(
 def _check_moved_leaves(problem, optimizer, state, alpha, w, rows) -> None:
     """Raise if the optimizer moves a leaf of ``alpha`` that neither loss depends on."""
 
-    def moved(g):
-        told = {"value": 0.0, "grad": g, "residual": 0.0, "memory": 1}
-        return optimizer.update(g, state, alpha, **told)[0]
-
     def read(loss, rows):
         def value(*args):
             return with_automatic_axes(loss, args, lambda: None)
@@ -113,7 +109,7 @@ def _check_moved_leaves(problem, optimizer, state, alpha, w, rows) -> None:
 
     bare = at_variables(problem, None)
     lower, outer = map(read, (bare.lower, bare.outer), rows)
-    used = outputs_reading(moved, alpha)
+    used = leaves_moved(optimizer, state, alpha, value=0.0, residual=0.0, memory=1)
     check_depends_on_alpha(
         alpha, [use and not (x or y) for use, x, y in zip(used, lower, outer, strict=True)]
     )
@@ -144,11 +140,15 @@ def single_loop_step(
     size = tree_norm(direction)
     if method.adjoint is not None:  # it may be the first to go
         size = nan_unless_finite(size, optax.tree.vdot(*(method.adjoint(inner),) * 2))
-    told = {"value": metrics["value"], "grad": direction, "residual": metrics.get("noisy_residual")}
-    told["memory"] = method.memory(train, valid)
+    extra_args = {
+        "value": metrics["value"],
+        "grad": direction,
+        "residual": metrics.get("noisy_residual"),
+    }
+    extra_args["memory"] = method.memory(train, valid)
     optimizer = gradient_transformation("optimizer", optimizer)
     updates, optimizer_state = optimizer.update(
-        direction, state.optimizer_state, state.alpha, **told
+        direction, state.optimizer_state, state.alpha, **extra_args
     )
     alpha = geometry.check_last(optimizer_state, optax.apply_updates(state.alpha, updates))
     found = DescentState(alpha, w, inner, optimizer_state, state.step + 1)

@@ -307,8 +307,8 @@ def _read_error_box(box: str) -> str:
     rules = [set(line) <= set("╭╮╰╯─- ") for line in lines]
     start = rules.index(False)
     end = next((i for i, rule in enumerate(rules) if rule and i > start), len(lines))
-    found = " ".join(lines[start:end]).rstrip(".")
-    return f"{found}; see --help."
+    message = " ".join(lines[start:end]).rstrip(".")
+    return f"{message}; see --help."
 
 
 def _print_devices() -> None:

@@ -107,13 +107,13 @@ def _of_activations(activations: tuple[str, ...], rows: np.ndarray, bar: RunBar)
 
 
 def _of_functions(name: str, rows: np.ndarray, pixels: int | None, bar: RunBar) -> KernelBlocks:
-    found = called("kernel", name)
-    kernels = found if isinstance(found, Mapping) else {name.partition(":")[2]: found}
+    returned = called("kernel", name)
+    kernels = returned if isinstance(returned, Mapping) else {name.partition(":")[2]: returned}
     texts = all(isinstance(key, str) and key not in _MIXTURES for key in kernels)
     if not kernels or not texts or not all(map(callable, kernels.values())):
         raise ValueError(
             f"kernel: expected {name} to return a kernel function, or several by name, got "
-            f"{found!r}."
+            f"{returned!r}."
         )
     if len({*map(_array_name, (*kernels, *_MIXTURES))}) < len(kernels) + len(_MIXTURES):
         raise ValueError(
@@ -134,13 +134,13 @@ def _certify_kernels(
     names, _, values, error = blocks
     bar.enter("certificate over the simplex")
     start = time.perf_counter()
-    found = certify_simplex(values, rtol=rtol, entry_error=error)
+    certificate = certify_simplex(values, rtol=rtol, entry_error=error)
     simplex_seconds = time.perf_counter() - start
     bar.enter("spectra")
     alphas = dict(zip(names, np.eye(len(names)), strict=True))
     if len(names) > 1:
         uniform = np.full(len(names), 1 / len(names))
-        alphas |= zip(_MIXTURES, (uniform, found.argmin), strict=True)
+        alphas |= zip(_MIXTURES, (uniform, certificate.argmin), strict=True)
     kernels = {name: np.einsum("i,ijnm,j->nm", a, values, a) for name, a in alphas.items()}
     # The rounding of the sum itself is added; alpha is on the simplex.
     noise = 1e-15 * len(values) ** 2 * np.abs(values).max()
@@ -158,11 +158,11 @@ def _certify_kernels(
             for name, kernel in kernels.items()
         },
         "simplex": {
-            "lower": found.lower,
-            "upper": found.upper,
-            "argmin": found.argmin.tolist(),
-            "cells": found.cells,
-            "converged": found.converged,
+            "lower": certificate.lower,
+            "upper": certificate.upper,
+            "argmin": certificate.argmin.tolist(),
+            "cells": certificate.cells,
+            "converged": certificate.converged,
         },
         "entry_error": float(error.max()),
         "seconds": {"simplex": simplex_seconds},

@@ -34,7 +34,7 @@ def _hidden_layer_kernel(x, names, alpha):
     layer: dict[ntk.Activation, Any] = {}
     for name, weight in zip(names, alpha, strict=True):
         layer[ACTIVATIONS[name]] = layer.get(ACTIVATIONS[name], 0.0) + weight
-    both = ntk.network_kernel(x, activations=[layer], variances=(1.0, 1.0))
+    kernels = ntk.network_kernel(x, activations=[layer], variances=(1.0, 1.0))
     # The hidden layer's weights alone: the output weights' part is the NNGP. Each has the error.
-    kernel = both.ntk - both.nngp
-    return kernel, eigenvalues.min_eigenvalue(kernel), 2 * both.error
+    kernel = kernels.ntk - kernels.nngp
+    return kernel, eigenvalues.min_eigenvalue(kernel), 2 * kernels.error

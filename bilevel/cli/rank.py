@@ -228,9 +228,9 @@ def _judge_scores(plan: RankPlan, scored: Scored, table: BenchmarkTable) -> dict
     }
     ceilings = {}
     for name in RUN_SETS:
-        found = seed_ceiling(table, name)
-        between = float(np.mean(list(found.pairs.values())))
-        ceilings[name] = {"between_two_runs": between, "with_the_mean": found.ceiling}
+        ceiling = seed_ceiling(table, name)
+        between = float(np.mean(list(ceiling.pairs.values())))
+        ceilings[name] = {"between_two_runs": between, "with_the_mean": ceiling.ceiling}
     return {
         "judged": lines,
         "protocol": protocol,
@@ -348,10 +348,10 @@ def _print_ranking(result: dict[str, Any], folder: pathlib.Path) -> None:
     if "judged" in result:
         _print_judged(screen, result)
     config, chosen = result["config"], result["chosen"]
-    for name, found in result.get("published", {}).items():
+    for name, agreement in result.get("published", {}).items():
         screen.print(
-            f"{name}: Spearman's rho {found['rho']:.3f} with the published score, on "
-            f"{found['networks']} networks"
+            f"{name}: Spearman's rho {agreement['rho']:.3f} with the published score, on "
+            f"{agreement['networks']} networks"
         )
     seconds = ", ".join(f"{k} {s:.2f}" for k, s in result["seconds_per_network"].items())
     screen.print(f"seconds per network on {result['device']}: {seconds}")
@@ -383,13 +383,13 @@ def _print_judged(screen: Any, result: dict[str, Any]) -> None:
         cells = [f"{line[f'{s}_tau']:.3f} / {line[f'{s}_rho']:.3f}" for s in sets]
         table.add_row(line["score"], *cells)
     screen.print(table)
-    found = ", ".join(
+    ceilings = ", ".join(
         f"{name} {c['between_two_runs']:.3f} and {c['with_the_mean']:.3f}"
         for name, c in result["seed_ceiling"].items()
     )
     screen.print(
         f"the most that chance in training allows, tau between two runs of one network, and of a "
-        f"perfect score with their mean (all 15,625): {found}"
+        f"perfect score with their mean (all 15,625): {ceilings}"
     )
     table = _by_dataset(
         f"test accuracy (%) of the best score's network, and gain of the best of k = {config['k']} "

@@ -72,9 +72,11 @@ def run_search(config: Search) -> dict[str, Any]:
             began = time.perf_counter()
             bar.enter("data")
             plan = _plan_search(config)
-            result, found = _search_and_compare(plan, folder, bar, began, resume=config.resume)
+            result, search_result = _search_and_compare(
+                plan, folder, bar, began, resume=config.resume
+            )
         result = {"config": from_config_file.flags_of(config)} | result | report.origin()
-        _write_search(folder, result, found)
+        _write_search(folder, result, search_result)
         _print_search(result, folder)
         return result
 
@@ -124,7 +126,7 @@ def _search_and_compare(
     names, seeds = task.space.names, len(task.w0)
     uniform = jnp.full((seeds, len(names)), 1 / len(names))
     bar.enter("search")
-    found = bilevel.search(
+    search_result = bilevel.search(
         stack_problems(_with_losses_as_aux(task.space.problem)),
         plan.solver,
         plan.optimizer,
@@ -139,13 +141,15 @@ def _search_and_compare(
         checkpoint=folder / "checkpoint",
         resume=resume,
     )
-    if found.stopped:
-        raise KeyboardInterrupt(found.stopped)
+    if search_result.stopped:
+        raise KeyboardInterrupt(search_result.stopped)
     searched = time.perf_counter() - began
-    found = dataclasses.replace(found, alpha=here(found.alpha), w=here(found.w))
+    search_result = dataclasses.replace(
+        search_result, alpha=here(search_result.alpha), w=here(search_result.w)
+    )
     bar.enter("retraining")
     corners = [jnp.zeros_like(uniform).at[:, i].set(1) for i in range(len(names))]
-    alphas = dict(zip(("search", *names), (found.alpha, *corners), strict=True))
+    alphas = dict(zip(("search", *names), (search_result.alpha, *corners), strict=True))
     networks = {}
     for i, (name, alpha) in enumerate(alphas.items(), 1):
         networks[name] = here(jax.block_until_ready(train_weights(task, plan.solver, alpha))), alpha
@@ -154,31 +158,33 @@ def _search_and_compare(
     networks["joint training"] = here(_train_jointly(plan, uniform, bar))
     bar.enter("certificates")
     task = ActivationTask(task.space, *here(tuple(task[1:])))
-    verdict = judge_argmax(task, found.alpha, networks["search"][0], [networks[n] for n in names])
+    verdict = judge_argmax(
+        task, search_result.alpha, networks["search"][0], [networks[n] for n in names]
+    )
     rows = {}
     for i, (name, network) in enumerate(networks.items(), 1):
         rows[name] = _errors_and_eigenvalues(task, *network)
         bar.show(i / len(networks), name)
     seconds = {"search": searched, "all": time.perf_counter() - began}
-    result = _summarize_scores(names, np.asarray(found.alpha), rows, seconds)
+    result = _summarize_scores(names, np.asarray(search_result.alpha), rows, seconds)
     bar.enter("error of the hypergradient")
-    gap = hypergradient_error(task, plan.solver, plan.longer, found.alpha)
+    gap = hypergradient_error(task, plan.solver, plan.longer, search_result.alpha)
     result["hypergradient"] = {name: x.tolist() for name, x in gap._asdict().items()}
     result["argmax"] = argmax_advice.verdict_entries(task, verdict)
-    if found.report.compared:
-        result["predicted_ratio"] = float(found.report.ratio)
-    return result, found
+    if search_result.report.compared:
+        result["predicted_ratio"] = float(search_result.report.ratio)
+    return result, search_result
 
 
 def _with_losses_as_aux(problem: bilevel.Problem) -> bilevel.Problem:
     """The problem with its losses as auxiliary outputs: side by side they stay those of a seed."""
 
     def with_value_as_aux(loss):
-        def both(w, alpha, batch):
+        def loss_twice(w, alpha, batch):
             value = loss(w, alpha, batch)
             return value, value
 
-        return both
+        return loss_twice
 
     return bilevel.Problem(
         with_value_as_aux(problem.lower), with_value_as_aux(problem.outer), has_aux=True
@@ -189,10 +195,12 @@ def _search_phase_seconds(config: Search) -> dict[str, float]:
     """Seconds of each phase, roughly, on two cores: compilation, and gradients of weights."""
     units = config.seeds * config.width * config.train * inputs(config.data)
     solve, networks = 2e-8 / 60 * units * config.inner_steps, len(config.activations) + 1
-    found = {"unrolled": 4, "truncated": 1.75, "first-order": 1, "implicit": 3}[config.solver]
+    relative_cost = {"unrolled": 4, "truncated": 1.75, "first-order": 1, "implicit": 3}[
+        config.solver
+    ]
     return {
         "data": 4,
-        "search": 3 + found * solve * config.steps,
+        "search": 3 + relative_cost * solve * config.steps,
         "retraining": 3 + solve * networks,
         "joint training": 3 + 2 * JOINT_EPOCHS * solve,
         "certificates": 8 + config.seeds * (networks + 1),
@@ -204,9 +212,9 @@ def _loss_callback(bar: RunBar, steps: int, seeds: int) -> Callable[[bilevel.Sea
     """What to call between chunks of a search of so many ``steps``: the losses' means."""
     show = bar.loop(steps, "train {task.fields[lower]:.4g}  valid {task.fields[value]:.4g}")
 
-    def callback(found):
-        last = {k: float(found.history[k][-1]) / seeds for k in ("lower", "value")}
-        show(len(found.history["value"]), lambda: last)
+    def callback(so_far):
+        last = {k: float(so_far.history[k][-1]) / seeds for k in ("lower", "value")}
+        show(len(so_far.history["value"]), lambda: last)
 
     return callback
 
@@ -227,7 +235,7 @@ def _train_jointly(
         task.train,
         steps=steps,
         progress=False,
-        callback=lambda found: bar.show(len(found.history["value"]) / steps, ""),
+        callback=lambda so_far: bar.show(len(so_far.history["value"]) / steps, ""),
     )
     if result.stopped:
         raise KeyboardInterrupt
@@ -276,16 +284,16 @@ def _summarize_scores(names, alpha, rows, seconds) -> dict[str, Any]:
     }
 
 
-def _write_search(folder, result, found) -> None:
+def _write_search(folder, result, search_result) -> None:
     names, config = result["names"], result["config"]
-    history = {k: np.asarray(v) for k, v in found.history.items() if k != "aux"}
-    losses = jax.tree.map(np.asarray, found.history["aux"])  # [steps, seeds]
+    history = {k: np.asarray(v) for k, v in search_result.history.items() if k != "aux"}
+    losses = jax.tree.map(np.asarray, search_result.history["aux"])  # [steps, seeds]
     history |= {f"{name}_of_seeds": values for name, values in losses.items()}
     runs = [
         {"value": value, "lower": lower}
         for value, lower in zip(losses["outer"].T, losses["lower"].T, strict=True)
     ]
-    arrays = {"alpha": found.alpha, "w": found.w}
+    arrays = {"alpha": search_result.alpha, "w": search_result.w}
     report.write_results(
         folder, result, arrays | {f"history_{name}": values for name, values in history.items()}
     )
@@ -318,8 +326,8 @@ def _print_search(result: dict[str, Any], folder: pathlib.Path) -> None:
         table.add_row(marked, *cells, end_section=name in ("search", result["names"][-1]))
     console = report.screen()
     console.print(table)
-    found = report.mixture(np.mean(result["alpha"], axis=0), result["names"])
-    console.print(f"α found: {found}" + (" (mean over seeds)" if seeds > 1 else ""))
+    mixture = report.mixture(np.mean(result["alpha"], axis=0), result["names"])
+    console.print(f"α found: {mixture}" + (" (mean over seeds)" if seeds > 1 else ""))
     norm, off = (np.asarray(result["hypergradient"][k]) for k in ("norm", "error"))
     relative = np.divide(off, norm, out=np.zeros_like(off), where=off > 0)
     console.print(

@@ -155,10 +155,10 @@ def _sharpened(products, values, vectors, rounding) -> _HessianFactors:
     """
     p = len(values)
     soft = values < 100 * rounding
-    both = soft[:, None] & soft[None]
+    soft_block = soft[:, None] & soft[None]
     scaled = jnp.asarray(REROUNDING_FACTOR, values.dtype)
-    quotients = jnp.where(both, vectors.T @ products(vectors), 0)
-    again = jnp.where(both, vectors.T @ (products(scaled * vectors) / scaled), 0)
+    quotients = jnp.where(soft_block, vectors.T @ products(vectors), 0)
+    again = jnp.where(soft_block, vectors.T @ (products(scaled * vectors) / scaled), 0)
     spread = jnp.maximum(
         jnp.linalg.norm(quotients - quotients.T), jnp.linalg.norm(quotients - again)
     )
@@ -174,7 +174,7 @@ def _sharpened(products, values, vectors, rounding) -> _HessianFactors:
     flat = free.any() & (sharp[0] >= -rounding)
     stiff = inner & ~free
     inside = (turn * jnp.where(stiff, 1 / jnp.where(stiff, sharp, 1), 0)[None]) @ turn.T
-    core = jnp.where(both, inside, 0) + jnp.diag(jnp.where(soft, 0, 1 / values))
+    core = jnp.where(soft_block, inside, 0) + jnp.diag(jnp.where(soft, 0, 1 / values))
     lowest = jnp.min(jnp.where(stiff, sharp, jnp.inf))
     lowest = jnp.minimum(lowest, jnp.min(jnp.where(soft, jnp.inf, values)))
     lowest = jnp.where(flat, lowest, sharp[0])
@@ -201,12 +201,14 @@ def _iterated(hvp: LinearMap, like: Pytree, products: int) -> Curvature:
         b, threshold, lowest, definite, k = carry
         x = solve_conjugate_gradients(hvp, b, None, steps=products, threshold=threshold).x
         product = hvp(x)
-        rest, square = optax.tree.sub(b, product), optax.tree.vdot(x, x)
-        left = optax.tree.norm(rest)
+        residual, square = optax.tree.sub(b, product), optax.tree.vdot(x, x)
+        left = optax.tree.norm(residual)
         bend = optax.tree.vdot(x, product) / jnp.where(square > 0, square, 1)
         definite = definite & (left <= 2 * threshold) & (bend > 0)
         # What is left has all that the first look saw too little of; as it is, or at its length.
-        b = optax.tree.where(left > 0, optax.tree.scale(1 / jnp.where(left > 0, left, 1), rest), b)
+        b = optax.tree.where(
+            left > 0, optax.tree.scale(1 / jnp.where(left > 0, left, 1), residual), b
+        )
         return b, jnp.full_like(threshold, _REST), jnp.minimum(lowest, bend), definite, k + 1
 
     most = jnp.full_like(threshold, jnp.finfo(threshold.dtype).max)

@@ -186,8 +186,8 @@ def _assess_widened(problem, products, coarse, w, alpha, train, valid, grad, adj
         linear_residual = refined.linear_residual
     else:
         known = jnp.isfinite(optax.tree.norm(adjoint))
-        rest = optax.tree.sub(hvp(finite_or_zero(adjoint)), force)
-        ratio = ratio_to_norm(optax.tree.norm(rest), force)
+        adjoint_residual = optax.tree.sub(hvp(finite_or_zero(adjoint)), force)
+        ratio = ratio_to_norm(optax.tree.norm(adjoint_residual), force)
         linear_residual = jnp.where(known, ratio, unbounded(ratio))
     bound = _quadratic_error_bound(problem, fixed, refined, alpha, train, valid, grad)
     return Info(

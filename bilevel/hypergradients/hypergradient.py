@@ -171,8 +171,8 @@ def hypergradient(
             result = step(alpha, w0, first_state(solver, alpha, w0), train, valid)[0]
             if difference is None:
                 return result
-            found = detached(slope, result.grad, alpha, w0, train, valid)
-            return result._replace(info=result.info._replace(slope=found))
+            measured_slope = detached(slope, result.grad, alpha, w0, train, valid)
+            return result._replace(info=result.info._replace(slope=measured_slope))
 
         like: Any = (None, alpha, w0, None, None)  # of a HyperGradient
         return with_automatic_axes(run, (alpha, w0, train, valid), lambda: HyperGradient(*like))
@@ -276,12 +276,12 @@ def stateful_hypergradient(
         grad = nan_unless_finite(grad, value)
         info: Any = None
         if diagnostics:
-            found, variables = _split_variables(problem, w)
+            weights, variables = _split_variables(problem, w)
             centre, _ = _split_variables(problem, start_of(state, w0))
             stated = _damped_problem(at_variables(problem, variables), damping, centre)
             limit = min(products, PRODUCTS)
             with second_derivatives(own_rules):
-                info = assess(stated, found, alpha, batch, valid, grad, adjoint, limit)
+                info = assess(stated, weights, alpha, batch, valid, grad, adjoint, limit)
             if not any((*mapped, *direct)):
                 info = unmapped(info, 4)
             elif getattr(problem, "differentiated", False):

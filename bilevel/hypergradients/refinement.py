@@ -219,9 +219,9 @@ def _settle(step, x, start, rounding, enough):
         d = step(x)
         after = optax.tree.norm(d)
         # A step that is longer than the last leads away.
-        kept = after < size
-        x = jax.tree.map(lambda a, b: jnp.where(kept, a - b, a), x, d)
-        return x, jnp.where(kept, after, size), size, k + 1
+        shrinking = after < size
+        x = jax.tree.map(lambda a, b: jnp.where(shrinking, a - b, a), x, d)
+        return x, jnp.where(shrinking, after, size), size, k + 1
 
     most = jnp.full_like(rounding, jnp.finfo(rounding.dtype).max)
     nothing = x, most, most, jnp.zeros((), int)

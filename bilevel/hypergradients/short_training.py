@@ -121,11 +121,11 @@ def truncation(
             return of_problem.outer(w, alpha, valid)[0]
 
         copies = jax.tree.map(lambda a: jnp.broadcast_to(a, (steps, *a.shape)), alpha)
-        found, (terms, direct) = jax.value_and_grad(value, (0, 1))(copies, alpha)
+        outer_loss, (terms, direct) = jax.value_and_grad(value, (0, 1))(copies, alpha)
         grads = jax.tree.map(_sums_from_the_end, direct, terms)
         away = jax.vmap(lambda g: _distance_to_last(g, grads))(grads)
         size = optax.tree.norm(jax.tree.map(lambda g: g[-1], grads))
-        return Truncation(found, grads, _relative_error(away, size))
+        return Truncation(outer_loss, grads, _relative_error(away, size))
 
     return fn
 

@@ -53,21 +53,21 @@ def run_deep_search(config: DeepSearch, program: DeepSearchCommand, began: float
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     with pipeline.running(config, program.work) as run:
         parts = pipeline.draw_splits(config, program.unit)
-        search, found = program.search(run, parts)
+        search, seed_results = program.search(run, parts)
         searched = time.perf_counter() - began
-        rows = program.train(run, found, parts)
+        rows = program.train(run, seed_results, parts)
         scores = pipeline.by_network(rows) if rows else {}
         result = deep_report.summarize_search(
-            run, program.name, program.space, search, found, parts, scores
+            run, program.name, program.space, search, seed_results, parts, scores
         )
-        result |= program.more(result, found)
+        result |= program.more(result, seed_results)
         result["seconds"] = {"search": searched}
         if rows:
             result["seconds"]["network"] = float(np.mean([row["seconds"] for row in rows]))
         result["seconds"]["all"] = time.perf_counter() - began
-        report.write_results(run.folder, result, deep_report.arrays_of(found))
-        heats = program.heats(found[0].alpha)
-        deep_report.save_search_figure(run.folder / "search.png", result, found, heats)
+        report.write_results(run.folder, result, deep_report.arrays_of(seed_results))
+        heats = program.heats(seed_results[0].alpha)
+        deep_report.save_search_figure(run.folder / "search.png", result, seed_results, heats)
         program.draw(run.folder, result)
     deep_report.show(result, run.folder, program.table(result), program.notes(result))
     return result

@@ -40,10 +40,13 @@ def run_darts_search(config: DartsSearch) -> dict[str, Any]:
     began = time.perf_counter()
     shape: dict[str, Any] = {"cells": config.cells, "channels": config.channels}
     final: dict[str, Any] = {k: getattr(config, f"final_{k}") or size for k, size in shape.items()}
-    both: dict[str, Any] = {"classes": CLASSES, "dtype": jnp.bfloat16 if config.bfloat16 else None}
-    space = darts_space(config.operations, remat=config.remat, **both, **shape)
+    common: dict[str, Any] = {
+        "classes": CLASSES,
+        "dtype": jnp.bfloat16 if config.bfloat16 else None,
+    }
+    space = darts_space(config.operations, remat=config.remat, **common, **shape)
     network: Callable[..., Any] = functools.partial(
-        darts_network, auxiliary=config.auxiliary, **both, **final
+        darts_network, auxiliary=config.auxiliary, **common, **final
     )
     search = pipeline.search_of(config, space, darts_sgd, config.weight_rate)
     steps = config.epochs * (config.train // config.batch_size)
@@ -72,7 +75,7 @@ def run_darts_search(config: DartsSearch) -> dict[str, Any]:
         images.check_fits(first.init, parts[0][0][0].shape[1:])
         return images.search_image_space(space, search, config.seed, run, parts)
 
-    rest = network, fit, config.seed, config.random, config.epochs
+    training = network, fit, config.seed, config.random, config.epochs
     return run_deep_search(
         config,
         DeepSearchCommand(
@@ -81,7 +84,7 @@ def run_darts_search(config: DartsSearch) -> dict[str, Any]:
             work=work,
             unit=functools.partial(unit_images, pixels=config.pixels),
             search=searched,
-            train=functools.partial(_train_darts_networks, space, *rest),
+            train=functools.partial(_train_darts_networks, space, *training),
             heats=functools.partial(_darts_heatmaps, space.names),
             draw=_save_genotype_figure,
             table=_darts_table,
@@ -99,7 +102,7 @@ def _train_darts_networks(
     random: int,
     epochs: int,
     run: pipeline.RunContext,
-    found: list[pipeline.SeedResult],
+    seed_results: list[pipeline.SeedResult],
     parts: Parts,
 ) -> Rows:
     """Scores of the networks of the genotypes found, and of so many ``random`` ones."""
@@ -118,7 +121,7 @@ def _train_darts_networks(
         }
 
     return pipeline.train_networks(
-        run, pipeline.networks_to_train(space, found, {}, drawn), epochs, train
+        run, pipeline.networks_to_train(space, seed_results, {}, drawn), epochs, train
     )
 
 

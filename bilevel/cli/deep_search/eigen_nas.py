@@ -33,9 +33,9 @@ def run_eigen_nas(config: SkipSearch) -> dict[str, Any]:
     with pipeline.running(config, work) as run:
         task = skip_networks.skip_task(config, space, pipeline.draw_splits(config, unit_inputs))
         run.bar.enter("eigenvalues")
-        found = [_of_seed(config, task, seed) for seed in range(config.seeds)]
+        rankings = [_of_seed(config, task, seed) for seed in range(config.seeds)]
         ranked = time.perf_counter() - began
-        rows = _ranked_and_random_networks(task, found, singles, config.kept)
+        rows = _ranked_and_random_networks(task, rankings, singles, config.kept)
         networks = skip_networks.train_skip_networks(run, task, rows)
         scores = pipeline.by_network(networks)
         result = {
@@ -49,7 +49,7 @@ def run_eigen_nas(config: SkipSearch) -> dict[str, Any]:
             "seconds": {"search": ranked, "all": time.perf_counter() - began},
             **report.origin(),
         }
-        eigenvalues = {f"eigenvalues_{seed}": f.eigenvalues for seed, f in enumerate(found)}
+        eigenvalues = {f"eigenvalues_{seed}": f.eigenvalues for seed, f in enumerate(rankings)}
         report.write_results(run.folder, result, eigenvalues)
     ends = {"eigen-nas", space.names[-1], "random"}
     notes = [note.format(**result, **run.flags) for note in _NOTES]
@@ -70,14 +70,14 @@ def _of_seed(config: SkipSearch, task: skip_networks.SkipTask, seed: int) -> Eig
 
 def _ranked_and_random_networks(
     task: skip_networks.SkipTask,
-    found: list[EigenNAS],
+    rankings: list[EigenNAS],
     singles: dict[str, SkipArchitecture],
-    kept: int,
+    count: int,
 ) -> list[pipeline.NetworkToTrain]:
     """What is trained for each seed: the best of the pool, single activations, random networks."""
     rows = []
     for seed, (best, corners) in enumerate(
-        zip(found, skip_networks.draw_corners(task, kept), strict=True)
+        zip(rankings, skip_networks.draw_corners(task, count), strict=True)
     ):
         drawn = [task.space.discretize(alpha) for alpha in corners]
         named = {f"{_NAME} {i}": a for i, a in enumerate(best.architectures, 1)} | singles

@@ -38,8 +38,8 @@ def search_image_space(
 
 def search_work(seeds: int, gradients: int, seconds: float) -> dict[str, float]:
     """Seconds of each search's phase, given those of a gradient; the first search compiles."""
-    each = gradients * seconds
-    return {pipeline.search_label(i, seeds): each + 50 * (i == 0) for i in range(seeds)}
+    search_seconds = gradients * seconds
+    return {pipeline.search_label(i, seeds): search_seconds + 50 * (i == 0) for i in range(seeds)}
 
 
 def cell_gradient_seconds(pixels: int, edges: int, cells: int, channels: int) -> float:

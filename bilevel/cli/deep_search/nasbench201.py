@@ -46,8 +46,8 @@ def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
         "errors and curvature": 20 + config.seeds,
     }
 
-    def more(result, found):
-        genotypes = [space.discretize(f.alpha) for f in found]
+    def more(result, seed_results):
+        genotypes = [space.discretize(f.alpha) for f in seed_results]
         rivals = max(1, int(budget))
         return {
             "skips": [g.operations.count("skip_connect") for g in genotypes],

@@ -44,7 +44,7 @@ def run_own_search(config: OwnSearch) -> dict[str, Any]:
         return images.search_image_space(space, search_at(rate), config.seed, run, parts)
 
     fit = pipeline.corner_trainer(space, config.epochs, config.batch_size, config.weight_rate)
-    rest = config.seed, config.random, config.epochs, config.batch_size
+    training = config.seed, config.random, config.epochs, config.batch_size
     return run_deep_search(
         config,
         DeepSearchCommand(
@@ -53,7 +53,7 @@ def run_own_search(config: OwnSearch) -> dict[str, Any]:
             work=work,
             unit=functools.partial(unit_images, pixels=config.pixels),
             search=searched,
-            train=functools.partial(_train_own_networks, space, fit, *rest),
+            train=functools.partial(_train_own_networks, space, fit, *training),
             heats=functools.partial(_simplex_heatmaps, space),
             table=lambda result: report.network_table(result, {}, {"search", "random"}),
             notes=lambda _: [
@@ -81,7 +81,7 @@ def _train_own_networks(
     epochs: int,
     batch_size: int,
     run: pipeline.RunContext,
-    found: list[pipeline.SeedResult],
+    seed_results: list[pipeline.SeedResult],
     parts: Parts,
 ) -> Rows:
     """Scores of the networks of the corners found, and of so many ``random`` ones."""
@@ -97,7 +97,7 @@ def _train_own_networks(
         return dict(zip(pipeline.ERRORS, rates(w, corner, own, batch_size), strict=True))
 
     return pipeline.train_networks(
-        run, pipeline.networks_to_train(space, found, {}, drawn), epochs, train
+        run, pipeline.networks_to_train(space, seed_results, {}, drawn), epochs, train
     )
 
 

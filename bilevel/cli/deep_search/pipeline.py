@@ -164,7 +164,7 @@ def search_seeds_in_turn(
     run: RunContext, space: Space, search: DeepSearchPlan, parts: list[list[Part]], seed: int
 ) -> list[SeedResult]:
     """The searches of all seeds, one after the other; every program is compiled once."""
-    init, found = jax.jit(space.init), []
+    init, seed_results = jax.jit(space.init), []
     choose = jax.jit(functools.partial(_choose_drawn_alpha, space, search))
     for number, (train, valid, _) in enumerate(parts):
         search_key, init_key, choice_key, _ = keys(seed, number)
@@ -179,8 +179,8 @@ def search_seeds_in_turn(
             raise KeyboardInterrupt(f"{result.stopped} of seed {number}")
         drawn = search.strategy.draws
         alpha = choose(choice_key, result.w, valid) if drawn else result.alpha
-        found.append(SeedResult(alpha, result.w, jax.tree.map(np.asarray, result.history)))
-    return found
+        seed_results.append(SeedResult(alpha, result.w, jax.tree.map(np.asarray, result.history)))
+    return seed_results
 
 
 def search_seeds_at_once(
@@ -276,8 +276,8 @@ def search_with_progress(
 
 def mean_entropy(space: Space, alpha: Pytree) -> float:
     """The mean entropy of the simplices in ``alpha``; 0 where there are none."""
-    each = [diagnostics.entropy(p) for p in diagnostics.simplices(space.sets, alpha)]
-    return float(np.mean(np.concatenate([np.ravel(e) for e in each]))) if each else 0.0
+    entropies = [diagnostics.entropy(p) for p in diagnostics.simplices(space.sets, alpha)]
+    return float(np.mean(np.concatenate([np.ravel(e) for e in entropies]))) if entropies else 0.0
 
 
 # ----------------------------------------------------------------------------- the networks
@@ -292,11 +292,14 @@ class NetworkToTrain(NamedTuple):
 
 
 def networks_to_train(
-    space: Space, found: list[SeedResult], singles: Mapping[str, Any], drawn: list[list[Pytree]]
+    space: Space,
+    seed_results: list[SeedResult],
+    singles: Mapping[str, Any],
+    drawn: list[list[Pytree]],
 ) -> list[NetworkToTrain]:
     """For each seed: the search's architecture, those of ``singles``, and those ``drawn``."""
     rows = []
-    for seed, (result, corners) in enumerate(zip(found, drawn, strict=True)):
+    for seed, (result, corners) in enumerate(zip(seed_results, drawn, strict=True)):
         named = {"search": space.discretize(result.alpha), **singles}
         named |= {f"random {i}": space.discretize(alpha) for i, alpha in enumerate(corners, 1)}
         rows += [NetworkToTrain(name, seed, architecture) for name, architecture in named.items()]

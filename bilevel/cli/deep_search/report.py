@@ -27,7 +27,7 @@ def summarize_search(
     name: str,
     space: Space,
     search: DeepSearchPlan,
-    found: list[SeedResult],
+    seed_results: list[SeedResult],
     parts: list[list[Part]],
     networks: Scores | None = None,
 ) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def summarize_search(
     rates = error_rates(space)
     curvature = diagnostics.alpha_curvature(space.problem.outer, space.sets)
     supernet, curvatures = [], []
-    for result, of_seed in zip(found, parts, strict=True):
+    for result, of_seed in zip(seed_results, parts, strict=True):
         supernet.append(rates(result.w, result.alpha, of_seed, search.batch_size))
         batch = jax.tree.map(lambda a: a[: search.batch_size], of_seed[1])
         curvatures.append(curvature(result.w, result.alpha, batch))
@@ -45,9 +45,9 @@ def summarize_search(
         "space": name,
         "config": run.flags,
         "names": list(space.names),
-        "architectures": [str(space.discretize(f.alpha)) for f in found],
-        "alpha": [_nested_lists(f.alpha) for f in found],
-        "entropy": [mean_entropy(space, f.alpha) for f in found],
+        "architectures": [str(space.discretize(f.alpha)) for f in seed_results],
+        "alpha": [_nested_lists(f.alpha) for f in seed_results],
+        "entropy": [mean_entropy(space, f.alpha) for f in seed_results],
         "scores": (networks or {}) | {"supernet": columns},
         "curvature": curvatures,
         "alpha_rows": "training" if search.strategy.on_training_rows else "validation",
@@ -67,10 +67,10 @@ def _nested_lists(alpha: Any) -> Any:
     return lists
 
 
-def arrays_of(found: list[SeedResult]) -> dict[str, np.ndarray]:
+def arrays_of(seed_results: list[SeedResult]) -> dict[str, np.ndarray]:
     """``alpha`` and history of every seed, each leaf by its place in the tree."""
     arrays: dict[str, np.ndarray] = {}
-    for seed, result in enumerate(found):
+    for seed, result in enumerate(seed_results):
         trees = {"alpha": result.alpha, "history": result.history}
         for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
             name = "_".join(str(getattr(key, "key", key)) for key in path)
@@ -89,11 +89,11 @@ class Heatmap(NamedTuple):
 
 
 def save_search_figure(
-    path: pathlib.Path, result: dict[str, Any], found: list[SeedResult], heats: list[Heatmap]
+    path: pathlib.Path, result: dict[str, Any], seed_results: list[SeedResult], heats: list[Heatmap]
 ) -> None:
     """``search.png``: the first seed's alpha in cells, and the losses of all seeds."""
     places = [f"alpha {i}" for i in range(len(heats))]
-    first = ", of the first seed" if len(found) > 1 else ""
+    first = ", of the first seed" if len(seed_results) > 1 else ""
 
     def draw(figure):
         mosaic = [[*places, "outer"], [*places, "lower"]]
@@ -101,7 +101,7 @@ def save_search_figure(
         for place, heat in zip(places, heats, strict=True):
             report.heat_map(heat.values, axes[place], heat.columns, heat.rows)
             axes[place].set(title=heat.title + first, ylabel=heat.ylabel)
-        histories = [f.history for f in found]
+        histories = [f.history for f in seed_results]
         outer, lower = plots.losses(histories, (axes["outer"], axes["lower"]))
         outer.set_ylabel(f"{result['alpha_rows']} loss (nats)\nof α's minibatch")
         lower.set_ylabel("training loss (nats)\nof the weights' minibatch")

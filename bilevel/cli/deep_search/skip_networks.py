@@ -47,8 +47,8 @@ def space_from_flags(config: SkipSearch) -> SkipSpace:
 
 def skip_task(config: SkipSearch, space: SkipSpace, parts: list[list[Part]]) -> SkipTask:
     """What is trained on the rows of all seeds, in the precision asked for."""
-    rest = config.seed, config.epochs, config.batch_size, config.weight_rate
-    return SkipTask(used_space(config, space), space.kernel, parts, *rest)
+    training = config.seed, config.epochs, config.batch_size, config.weight_rate
+    return SkipTask(used_space(config, space), space.kernel, parts, *training)
 
 
 def used_space(config: SkipSearch, space: SkipSpace) -> SkipSpace:
@@ -69,8 +69,8 @@ def skip_gradient_seconds(config: SkipSearch) -> float:
 
 def training_seconds(config: SkipSearch, networks: int) -> float:
     """How long so many networks for each seed take to train from scratch."""
-    each = 0.4 + skip_gradient_seconds(config) * training_batches(config)
-    return 8 + each * config.seeds * networks
+    network_seconds = 0.4 + skip_gradient_seconds(config) * training_batches(config)
+    return 8 + network_seconds * config.seeds * networks
 
 
 def training_batches(config: SkipSearch) -> int:

@@ -72,15 +72,17 @@ def run_skip_search(config: SkipSearch) -> dict[str, Any]:
             run, task.space, search, w0, stacked, key, choice_key
         )
 
-    def networks(run, found, parts):
+    def networks(run, seed_results, parts):
         task = skip_task(config, space, parts)
         rows = pipeline.networks_to_train(
-            space, found, single_activation_networks(space), draw_corners(task, budget)
+            space, seed_results, single_activation_networks(space), draw_corners(task, budget)
         )
         return train_skip_networks(run, task, rows)
 
-    def more(result, found):
-        result["scores"]["supernet"]["skips"] = [float(f.alpha["skips"].sum()) for f in found]
+    def more(result, seed_results):
+        result["scores"]["supernet"]["skips"] = [
+            float(f.alpha["skips"].sum()) for f in seed_results
+        ]
         best = best_single(space, result["scores"])
         return {"best_single": best, "kernel_rows": kernel_rows(config)}
 

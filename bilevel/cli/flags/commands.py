@@ -125,7 +125,7 @@ class Search(Resumable):
         """Weights with their gradient, momentum and start; outputs; history; a kernel."""
         h, units = len(self.activations), self.seeds * self.width
         weights = 4 * units * inputs(self.data)
-        found = {
+        bytes_by_flags = {
             ("seeds", "width"): 4 * weights,
             ("seeds", "width", "train"): 4 * units * self.train,
             ("seeds", "steps"): 4 * self.seeds * self.steps * h,
@@ -133,8 +133,8 @@ class Search(Resumable):
             ("train",): 3 * 8 * self.train**2,
         }
         # The weights at every boundary of unrolled blocks, and in one.
-        kept = 2 * weights * math.isqrt(LONGER * self.inner_steps)
-        return found | {("seeds", "width", "inner_steps"): kept}
+        boundary_bytes = 2 * weights * math.isqrt(LONGER * self.inner_steps)
+        return bytes_by_flags | {("seeds", "width", "inner_steps"): boundary_bytes}
 
 
 def convolution_weights(operations: tuple[str, ...], cells: int, channels: int) -> int:
@@ -144,8 +144,8 @@ def convolution_weights(operations: tuple[str, ...], cells: int, channels: int) 
     """
     from bilevel.spaces.nasbench201._genotype import EDGES, SIZES
 
-    each = sum(SIZES.get(name, 0) ** 2 for name in operations)
-    return len(EDGES) * cells * (1 + 4 + 16) * channels**2 * each
+    kernel_entries = sum(SIZES.get(name, 0) ** 2 for name in operations)
+    return len(EDGES) * cells * (1 + 4 + 16) * channels**2 * kernel_entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,7 +309,7 @@ class Rank(Resumable):
     def check_values(self) -> None:
         """Raise for flags that cannot be used, before anything is loaded."""
         super().check_values()
-        check_rows(self.data, {"train": self.train}, kept=1)
+        check_rows(self.data, {"train": self.train}, reserved=1)
         for name in self.own_scores:
             check_module("scores", name)
         if "all" in self.scores and len(self.scores) > 1 + len(self.own_scores):

@@ -20,10 +20,10 @@ SHAPES = {
 CLASSES = 10  # of all of these
 
 
-def check_rows(data: str, sizes: dict[str, int], kept: int = 0) -> None:
-    """Raise if the training rows are too few for ``sizes``, by flag, and ``kept`` more."""
+def check_rows(data: str, sizes: dict[str, int], reserved: int = 0) -> None:
+    """Raise if the training rows are too few for ``sizes``, by flag, and ``reserved`` more."""
     total, own_test_rows = ROWS[data]
-    left = total - kept - (0 if own_test_rows else 2)  # for the test, at the least
+    left = total - reserved - (0 if own_test_rows else 2)  # for the test, at the least
     for name, size in sizes.items():
         if size > left:
             raise ValueError(f"{name}: expected at most {left} of the rows of {data}, got {size}.")

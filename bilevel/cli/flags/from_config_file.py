@@ -38,19 +38,19 @@ def read(path: pathlib.Path, flag: str) -> dict[str, Any]:
 
 def values(path: pathlib.Path, kind: type) -> dict[str, Any]:
     """What the file has for the flags of a command, ``kind``; each is checked by itself."""
-    hints, found = rules.hints(kind), {}
+    hints, flags = rules.hints(kind), {}
     for name, value in read(path, "config").items():
         if name not in hints:
             raise ValueError(
                 f"config: expected the flags of a run of this command and space in "
                 f"{rules.shown(path)}, got {rules.shown(name)} among them."
             )
-        found[name] = as_flag(hints[name], value)
-        if expected := rules.fault(hints[name], found[name]):
+        flags[name] = as_flag(hints[name], value)
+        if expected := rules.fault(hints[name], flags[name]):
             raise ValueError(
                 f"config: {name} in {rules.shown(path)}: {expected}, got {rules.shown(value)}."
             )
-    return found
+    return flags
 
 
 def as_flag(hint: Any, value: Any) -> Any:

@@ -31,12 +31,12 @@ def imported(flag: str, name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     _add_working_directory()
     try:
-        found = getattr(importlib.import_module(module), function)
+        target = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{flag}: expected MODULE:FUNCTION, got {name!r} ({error}).") from None
-    if not callable(found):
-        raise ValueError(f"{flag}: expected {name} to be a function, got {found!r}.")
-    return found
+    if not callable(target):
+        raise ValueError(f"{flag}: expected {name} to be a function, got {target!r}.")
+    return target
 
 
 def _add_working_directory() -> None:

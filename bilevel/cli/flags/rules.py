@@ -139,8 +139,8 @@ class Flags:
 
 def hints(flags: type) -> dict[str, Any]:
     """The type of every flag, with its rules."""
-    found = get_type_hints(flags, include_extras=True)
-    return {field.name: found[field.name] for field in dataclasses.fields(flags)}
+    resolved = get_type_hints(flags, include_extras=True)
+    return {field.name: resolved[field.name] for field in dataclasses.fields(flags)}
 
 
 def fault(hint: Any, value: Any) -> str | None:

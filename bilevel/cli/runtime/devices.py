@@ -58,12 +58,12 @@ def count_for(devices: int | Literal["all"], copies: int, what: str) -> int:
     ValueError
         For more devices than there are, or as many as do not divide the copies.
     """
-    found = jax.device_count()
-    count = found if devices == "all" or (is_multiprocess() and devices == 1) else devices
-    if count > found:
-        raise ValueError(f"devices: expected at most the {found} that JAX finds, got {count}.")
-    if is_multiprocess() and count < found:
-        raise ValueError(f"devices: expected all {found} of several processes, got {count}.")
+    available = jax.device_count()
+    count = available if devices == "all" or (is_multiprocess() and devices == 1) else devices
+    if count > available:
+        raise ValueError(f"devices: expected at most the {available} that JAX finds, got {count}.")
+    if is_multiprocess() and count < available:
+        raise ValueError(f"devices: expected all {available} of several processes, got {count}.")
     if copies % count:
         raise ValueError(f"devices: expected a divisor of the {copies} {what}, got {count}.")
     return count

@@ -38,13 +38,13 @@ def run_directory(config: Job, *, keeps: str = "its results are kept") -> Iterat
         if resumed and config.changeable and is_first_process():
             _save_changed(folder, config)
     except BaseException as error:
-        kept = resumed or _has_results(folder)
-        if not kept:
+        keeps_results = resumed or _has_results(folder)
+        if not keeps_results:
             _remove(made)
         if isinstance(error, KeyboardInterrupt):
-            left = keeps if kept else "nothing is kept"
-            left += f" in {folder}" * (kept and not goes_on)
-            left += f"; go on with --resume --out {folder}" * (kept and goes_on)
+            left = keeps if keeps_results else "nothing is kept"
+            left += f" in {folder}" * (keeps_results and not goes_on)
+            left += f"; go on with --resume --out {folder}" * (keeps_results and goes_on)
             raise Stopped(f"{str(error) or 'interrupted'}; {left}") from None
         raise
 

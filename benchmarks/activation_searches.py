@@ -7,7 +7,7 @@ import optax
 import bilevel
 import bilevel.data
 from bilevel import LowerSolver
-from bilevel.spaces.activations import activation_space
+from bilevel.spaces import activation_space
 from bilevel.strategies.activation_search import ActivationTask, set_up
 
 NAMES = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")

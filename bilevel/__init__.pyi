@@ -1,12 +1,10 @@
 # The public names of `bilevel`, and where they are: each is imported when it is first used.
 
 from . import baselines, data, discretize, linear, nets, plots, spaces, strategies
-from .contracts import DescentState, LowerSolver, SingleLoop, Stateful
+from .contracts import LowerSolver, SingleLoop, Stateful
 from .discretize import (
     argmax,
     condition_six,
-    diagnostics,
-    factor_simplex,
     rank_agreement,
     rank_by_alpha,
     rank_by_shared_weights,
@@ -21,32 +19,22 @@ from .outer_loop.descent import descent
 from .outer_loop.geometry import exponentiate, project, softmax, tangent
 from .outer_loop.history import History
 from .outer_loop.metrics_log import log
-from .outer_loop.report import SearchReport
 from .outer_loop.search import search
 from .outer_loop.search_result import NonFiniteError, SearchResult
 from .outer_loop.stream import stream
 from .problem.problem import Problem, stack_problems
-from .runs import checkpoint
 from .solvers import distilled, implicit, one_step, restarted, ridge, unrolled
 from .solvers.inverses import cg, dense, gram, neumann, nystrom, scale
 from .solvers.minimizers import lbfgs, newton, solved
 from .spaces.nasbench201 import judging
 from .stochastic import amigo, bome, f2sa, ma_soba, meha, paced, saba, soba, spaba
-from .strategies import activation_search, train_free
 from .theory import bounds, spectral
-from .theory.spectral import (
-    simplex_start,
-    spectral_alpha,
-    spectral_estimator,
-    spectral_limits,
-    spectral_predict,
-)
+from .theory.spectral import simplex_start, spectral_alpha, spectral_estimator, spectral_limits
 from .theory.stability import lipschitz
 
 __version__: str
 
 __all__ = [
-    "DescentState",
     "History",
     "HyperGradient",
     "Info",
@@ -54,29 +42,24 @@ __all__ = [
     "LowerSolver",
     "NonFiniteError",
     "Problem",
-    "SearchReport",
     "SearchResult",
     "SingleLoop",
     "Stateful",
-    "activation_search",
     "amigo",
     "argmax",
     "baselines",
     "bome",
     "bounds",
     "cg",
-    "checkpoint",
     "condition_six",
     "data",
     "dense",
     "descent",
-    "diagnostics",
     "discretize",
     "distilled",
     "explain",
     "exponentiate",
     "f2sa",
-    "factor_simplex",
     "gram",
     "hypergradient",
     "implicit",
@@ -116,14 +99,12 @@ __all__ = [
     "spectral_alpha",
     "spectral_estimator",
     "spectral_limits",
-    "spectral_predict",
     "stack_problems",
     "standard_error",
     "strategies",
     "stream",
     "tangent",
     "top_k",
-    "train_free",
     "truncation",
     "unrolled",
 ]

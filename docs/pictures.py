@@ -17,9 +17,10 @@ import optax
 
 import bilevel
 import ntk
+from bilevel.plots.appearance import COLOURS
 
 IMAGES = Path(__file__).parent / "images"
-BLUE, ORANGE, GREEN, PINK, BLACK, RED, SKY = bilevel.plots.COLOURS
+BLUE, ORANGE, GREEN, PINK, BLACK, RED, SKY = COLOURS
 
 # One weight and one hyperparameter: exp(alpha) is a penalty that pulls w towards 0.
 TOY = bilevel.Problem(
@@ -286,7 +287,7 @@ def certificate():
     """The smallest eigenvalue of a mixture's kernel, over all mixtures of three activations."""
     names = ("relu", "tanh", "swish")
     data = bilevel.data.load("digits")
-    x = bilevel.spaces.activations.unit_inputs(jnp.asarray(data.x_train[:60]))
+    x = bilevel.spaces.unit_inputs(jnp.asarray(data.x_train[:60]))
     blocks, error = ntk.mixture_blocks(x, [getattr(ntk, n) for n in names], error=True)
     found = ntk.certify_simplex(blocks, rtol=1e-3, entry_error=error)
     grid = np.array([(i, j, 24 - i - j) for i in range(25) for j in range(25 - i)]) / 24

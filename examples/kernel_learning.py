@@ -19,7 +19,7 @@ import optax
 
 import bilevel
 import ntk
-from bilevel.spaces.kernels import kernel_function_space
+from bilevel.spaces import kernel_function_space
 from ntk import networks as nets
 
 X64 = True  # small eigenvalues
@@ -31,7 +31,7 @@ def network(activations):
     """A layer of as many parts as activations, and a second one that can be gone around."""
     parts = [nets.serial(nets.dense("weights", "biases"), nets.act(s)) for s in activations]
     layer = nets.add(parts, "activations")
-    return nets.serial(layer, nets.add([nets.identity(), layer], "second"), nets.dense())
+    return nets.serial(layer, nets.add([nets.serial(), layer], "second"), nets.dense())
 
 
 def criterion(loss, W, y):

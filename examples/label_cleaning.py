@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 import bilevel
-from bilevel.nets.convolution import convolve_images, max_pooling
+from bilevel.nets import convolve_images, max_pooling
 
 
 class Network(nn.Module):

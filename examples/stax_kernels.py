@@ -14,8 +14,8 @@ import optax
 
 import bilevel
 import ntk
-from bilevel.nets.images import unit_images
-from bilevel.spaces.kernels import kernel_mixture_space
+from bilevel.nets import unit_images
+from bilevel.spaces import kernel_mixture_space
 
 TRAIN, VALID = 60, 60
 ANIMALS = jnp.array([2, 3, 4, 5, 6, 7])  # labels of CIFAR-10

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pooch
 
-from bilevel import data
+from bilevel.data.files import check_digest
 from bilevel.spaces.nasbench201.judging import table
 
 SOURCES = {"cifar10": "nb201_zc_proxies.csv", "imagenet16": "nb201_ImageNet16-120_zc_proxies.csv"}
@@ -42,7 +42,7 @@ def merged(folder: Path) -> bytes:
 def convert(folder: Path) -> bytes:
     """The same, if it is the known content."""
     content = merged(folder)
-    data.check_digest(folder, content, table.FILES[table.PUBLISHED][1])
+    check_digest(folder, content, table.FILES[table.PUBLISHED][1])
     return content
 
 

@@ -15,16 +15,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bilevel import data
+from bilevel.data.files import check_digest, read_file
 from bilevel.spaces.nasbench201.judging import table
 
 
 def pack(source: Path, target: Path, preset: int = 9 | lzma.PRESET_EXTREME) -> None:
     """Each shipped table of the folder `source`, checked, as an .xz file in `target`."""
     for file in table.SHIPPED:
-        path, content = data.read_file(source, file)
+        path, content = read_file(source, file)
         _, digest = table.FILES[file]
-        data.check_digest(path, content, digest)
+        check_digest(path, content, digest)
         packed = lzma.compress(content, preset=preset)
         (target / f"{file}.xz").write_bytes(packed)
         print(f"{file}.xz: {len(packed):,} bytes")

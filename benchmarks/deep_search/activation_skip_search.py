@@ -53,13 +53,15 @@ import optax
 
 import bilevel
 import bilevel.data
-import ntk
 from benchmarks import harness
 from benchmarks.deep_search import activation_skip_tables as tables
-from bilevel import checkpoint, strategies
-from bilevel.nets.training import train
-from bilevel.spaces.activations import unit_inputs
-from bilevel.spaces.skips import CANDIDATES, SkipArchitecture, skip_space
+from bilevel import strategies
+from bilevel.nets import train
+from bilevel.runs import checkpoint
+from bilevel.spaces import skip_space, unit_inputs
+from bilevel.spaces.skips import CANDIDATES, SkipArchitecture
+from bilevel.strategies.optimizers import logits
+from ntk.empirical.kernels import gradient_norms
 
 BATCH, TRAVEL = 64, tables.TRAVEL
 TRIED = (0.025, 0.125, 0.625, 3.125)  # step sizes of plain networks
@@ -162,7 +164,7 @@ def sgd(step_size, steps, clip=5.0, decay=3e-4):
 def lower_optimizer(reading, steps, space, w, alpha, x):
     step_size, clip = reading.step_size, reading.clip
     if reading.relative:
-        norms = ntk.gradient_norms(
+        norms = gradient_norms(
             lambda w, x: space.apply(w, alpha, x), w, x[:20], outputs="trace", batch_size=5
         )
         diagonal = norms.mean() / 10  # of each of the outputs
@@ -184,7 +186,7 @@ def optimizer_of_alpha(space, rate, moving):
         turns = [lambda step, part=part: step % 2 == part for part in range(2)]
     else:
         turns = [lambda step, part=part: part == moving for part in space.sets]
-    parts = zip((strategies.logits(rate), optax.adam(rate, b1=0.5)), turns, strict=True)
+    parts = zip((logits(rate), optax.adam(rate, b1=0.5)), turns, strict=True)
     simplex, other = (optax.conditionally_mask(inner, turn) for inner, turn in parts)
     return strategies.on_sets(space.sets, simplex=simplex, other=other)
 

@@ -43,7 +43,8 @@ import bilevel.data
 from benchmarks import harness
 from benchmarks.harness import standard_error
 from bilevel import strategies
-from bilevel.spaces.darts import PRIMITIVES, darts_space
+from bilevel.spaces.darts import darts_space
+from bilevel.spaces.darts.operations import PRIMITIVES
 
 POOL = 1000  # validation images, and as many for the control
 CHUNK = 100  # images that are normalised together when errors are counted

@@ -106,7 +106,8 @@ def bilevel_steps(sizes, order, path):
 
     import bilevel
     from bilevel import strategies
-    from bilevel.spaces.darts import darts_space, weight_count
+    from bilevel.spaces.darts import darts_space
+    from bilevel.spaces.darts.supernet import weight_count
 
     jax.config.update("jax_enable_compilation_cache", False)
     network = {"classes": CLASSES, "cells": sizes.cells, "channels": sizes.channels}

@@ -29,8 +29,9 @@ import ntk
 from benchmarks import harness
 from benchmarks.deep_search.activation_skip_tables import FAMILY, SKIPS, graded
 from benchmarks.harness import standard_error
-from bilevel.spaces.activations import ACTIVATIONS, unit_inputs
-from bilevel.spaces.skips import CANDIDATES, SkipArchitecture, skip_space
+from bilevel.spaces import skip_space, unit_inputs
+from bilevel.spaces.activations import ACTIVATIONS
+from bilevel.spaces.skips import CANDIDATES, SkipArchitecture
 
 MARKERS = dict(zip(CANDIDATES, "os^Dv", strict=True))
 

@@ -30,11 +30,13 @@ import optax
 import bilevel.data
 from benchmarks import harness
 from benchmarks.harness import plus_minus, standard_error
-from bilevel import diagnostics, strategies
-from bilevel.nets.images import unit_images
-from bilevel.spaces.nasbench201 import PRIMITIVES, genotype, nasbench201_space, parse_genotype
+from bilevel import strategies
+from bilevel.discretize import diagnostics
+from bilevel.nets import unit_images
+from bilevel.spaces.nasbench201 import nasbench201_space
+from bilevel.spaces.nasbench201.genotype import PRIMITIVES, genotype, parse_genotype
+from bilevel.spaces.nasbench201.judging import load_table
 from bilevel.spaces.nasbench201.judging.standing import standing
-from bilevel.spaces.nasbench201.judging.table import load_table
 
 METHODS = {"exponentiated gradient": strategies.gaea, "softmax, Adam": strategies.darts}
 START = {"exponentiated gradient": (0.1, 0.3, 1.0), "softmax, Adam": (1e-3, 3e-3, 1e-2)}

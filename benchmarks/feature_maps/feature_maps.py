@@ -47,6 +47,7 @@ import bilevel.data
 from benchmarks import harness
 from benchmarks.feature_maps import feature_maps_tables as tables
 from bilevel import baselines, linear
+from bilevel.contracts import Shared
 from bilevel.spaces import features
 
 
@@ -219,7 +220,7 @@ def warm_up(data, sizes, key) -> None:
 
     def share(key, configs, probabilities, resource):
         asked.add(("share", resource))
-        return baselines.Shared(np.full(len(configs), 0.5), np.ones(len(configs), int))
+        return Shared(np.full(len(configs), 0.5), np.ones(len(configs), int))
 
     nothing = baselines.Selection(evaluate, share)
     for name in METHODS:

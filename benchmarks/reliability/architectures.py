@@ -12,6 +12,10 @@ from benchmarks.reliability.registry import generates
 from benchmarks.reliability.simplices import point
 from bilevel.nets import convolution, images, training
 from bilevel.spaces import activations, darts, nasbench201, skips, targets
+from bilevel.spaces.darts import genotype as darts_genotypes
+from bilevel.spaces.darts.operations import PRIMITIVES
+from bilevel.spaces.nasbench201 import genotype as cell_genotypes
+from bilevel.spaces.nasbench201.costs import conv_edges, multiply_adds, supernet_cost
 from bilevel.spaces.nasbench201.judging import verdicts
 
 _NAMES = ["relu", "tanh", "swish"]
@@ -22,7 +26,7 @@ _NUMPY = {
 }
 
 
-@generates("bilevel.spaces.activations.activation_space")
+@generates("bilevel.spaces.activation_space")
 def activation_space(rng, dtype) -> Case:
     w = jnp.asarray(rng.normal(size=(8, 3)), dtype)
     alpha = point(rng, dtype, (3,))
@@ -69,7 +73,7 @@ def activation_space(rng, dtype) -> Case:
 
 
 @generates(
-    "bilevel.spaces.activations.activation_space of infinite width",
+    "bilevel.spaces.activation_space of infinite width",
     "bilevel.spaces.kernels.kernel_space",
 )
 def infinite_width(rng, dtype) -> Case:
@@ -97,7 +101,7 @@ def infinite_width(rng, dtype) -> Case:
     )
 
 
-@generates("bilevel.spaces.activations.unit_inputs")
+@generates("bilevel.spaces.unit_inputs")
 def unit_inputs(rng, dtype) -> Case:
     x = jnp.asarray(rng.normal(size=(4, 2, 2)) * 10 ** rng.uniform(-3, 3), dtype)
     flat = np.asarray(x, np.float64).reshape(4, -1)
@@ -107,7 +111,7 @@ def unit_inputs(rng, dtype) -> Case:
     return Case(activations.unit_inputs, {"x": x}, check, {"x": "array"}, ("x",))
 
 
-@generates("bilevel.spaces.skips.skip_space")
+@generates("bilevel.spaces.skip_space")
 def skip_space(rng, dtype) -> Case:
     depth, width = int(rng.choice([3, 4])), 6
     x = jnp.asarray(rng.normal(size=(3, 5)), dtype)
@@ -183,7 +187,7 @@ def like_outputs(rng, dtype) -> Case:
     return Case(lambda y: targets.like_outputs(f, y), {"y": y}, check, {"y": "array"})
 
 
-@generates("bilevel.nets.training.train", "bilevel.internal.rows.check_batch_size")
+@generates("bilevel.nets.train", "bilevel.internal.rows.check_batch_size")
 def train(rng, dtype) -> Case:
     n, epochs, batch = int(rng.choice([4, 7])), int(rng.choice([1, 3])), int(rng.choice([1, 2]))
     x = jnp.asarray(rng.normal(size=n), dtype)
@@ -212,7 +216,7 @@ def train(rng, dtype) -> Case:
     return Case(call, arguments, check, kinds, () if n % batch else ("x",), fine=fine)
 
 
-@generates("bilevel.outer_loop.batches.minibatches")
+@generates("bilevel.minibatches")
 def minibatches(rng, dtype) -> Case:
     n = int(rng.choice([3, 20]))
     size = int(rng.integers(1, n + 1))
@@ -227,7 +231,7 @@ def minibatches(rng, dtype) -> Case:
     )
 
 
-@generates("bilevel.outer_loop.batches.jointly")
+@generates("bilevel.jointly")
 def jointly(rng, dtype) -> Case:
     rows, number = jnp.arange(9, dtype=dtype), int(rng.integers(9))
     sample = lambda key, train, valid: (train[number], valid[number])
@@ -257,7 +261,7 @@ def _convolved(x, k, stride, dilation, padding, groups):
     return out
 
 
-@generates("bilevel.nets.convolution.convolve_images")
+@generates("bilevel.nets.convolve_images")
 def convolve(rng, dtype) -> Case:
     size, stride, dilation = (int(rng.choice(v)) for v in ([1, 3], [1, 2], [1, 2]))
     groups = int(rng.choice([1, 2]))
@@ -286,7 +290,7 @@ def convolve(rng, dtype) -> Case:
     )
 
 
-@generates("bilevel.nets.convolution.max_pooling", "bilevel.nets.convolution.average_pooling")
+@generates("bilevel.nets.max_pooling", "bilevel.nets.convolution.average_pooling")
 def pools(rng, dtype) -> Case:
     stride = int(rng.choice([1, 2]))
     x = jnp.asarray(rng.normal(size=(2, 6, 6, 1)), dtype)
@@ -334,21 +338,22 @@ def augmented(rng, dtype) -> Case:
 
 # ----------------------------------------------------------------------------- genotypes
 
-_DARTS_NAMES = darts.PRIMITIVES
+_DARTS_NAMES = PRIMITIVES
 
 
 @generates(
-    "bilevel.spaces.darts.genotype",
-    "bilevel.spaces.darts.one_hot",
+    "bilevel.spaces.darts.genotype.genotype",
+    "bilevel.spaces.darts.genotype.one_hot",
     "bilevel.spaces.darts.parse_genotype",
-    "bilevel.spaces.darts.draw_corner",
+    "bilevel.spaces.darts.genotype.draw_corner",
 )
 def darts_genotype(rng, dtype) -> Case:
-    corner = darts.draw_corner(jax.random.key(int(rng.integers(1000))))
+    corner = darts_genotypes.draw_corner(jax.random.key(int(rng.integers(1000))))
 
     def call(normal, reduce):
-        found = darts.genotype({"normal": normal, "reduce": reduce})
-        return [str(found), str(darts.parse_genotype(str(found))), darts.one_hot(found)["normal"]]
+        found = darts_genotypes.genotype({"normal": normal, "reduce": reduce})
+        again = darts_genotypes.one_hot(found)["normal"]
+        return [str(found), str(darts.parse_genotype(str(found))), again]
 
     check = lambda r: first(
         that(r[0] == r[1], f"{r[0]} read as {r[1]}"), near("again", r[2], corner["normal"], 0)
@@ -365,42 +370,49 @@ def darts_genotype(rng, dtype) -> Case:
 
 @generates("bilevel.spaces.darts.parse_genotype of texts")
 def darts_texts(rng, dtype) -> Case:
-    text = str(darts.DARTS_V2)
+    text = str(darts_genotypes.DARTS_V2)
     broken = list(text)
     for _ in range(int(rng.integers(1, 4))):
         broken[rng.integers(len(broken))] = str(rng.choice(list("()[]',0123456789abcx_ ")))
     call = lambda text: darts.parse_genotype(text)
 
     def check(found):
-        darts_check = darts.one_hot(found)  # what was read has to be a genotype
+        darts_check = darts_genotypes.one_hot(found)  # what was read has to be a genotype
         return that(darts_check["normal"].sum() <= 8, "too many edges")
 
     if rng.random() < 0.3:
         return Case(
-            call, {"text": text}, lambda f: that(f == darts.DARTS_V2, "another"), {"text": "text"}
+            call,
+            {"text": text},
+            lambda f: that(f == darts_genotypes.DARTS_V2, "another"),
+            {"text": "text"},
         )
     return Case(call, {"text": "".join(broken)}, check, {}, extreme=True)
 
 
 @generates(
-    "bilevel.spaces.nasbench201.genotype",
-    "bilevel.spaces.nasbench201.one_hot",
+    "bilevel.spaces.nasbench201.genotype.genotype",
+    "bilevel.spaces.nasbench201.genotype.one_hot",
     "bilevel.spaces.nasbench201.encode",
-    "bilevel.spaces.nasbench201.decode",
-    "bilevel.spaces.nasbench201.parse_genotype",
-    "bilevel.spaces.nasbench201.draw_corner",
-    "bilevel.spaces.nasbench201.draw_genotype",
+    "bilevel.spaces.nasbench201.genotype.decode",
+    "bilevel.spaces.nasbench201.genotype.parse_genotype",
+    "bilevel.spaces.nasbench201.genotype.draw_corner",
     "bilevel.spaces.nasbench201.genotypes",
 )
 def nasbench_genotype(rng, dtype) -> Case:
     row = rng.integers(0, 5, 6)
 
     def call(array, key):
-        cell = nasbench201.decode(array)
-        again = nasbench201.genotype(nasbench201.one_hot(nasbench201.parse_genotype(str(cell))))
-        drawn = nasbench201.draw_genotype(key)
-        corner = nasbench201.genotype(nasbench201.draw_corner(key))
-        return nasbench201.encode(again), nasbench201.genotypes().index(cell), drawn == corner
+        cell = cell_genotypes.decode(array)
+        again = cell_genotypes.genotype(
+            cell_genotypes.one_hot(cell_genotypes.parse_genotype(str(cell)))
+        )
+        drawn = cell_genotypes.genotype(cell_genotypes.draw_corner(key))
+        return (
+            nasbench201.encode(again),
+            nasbench201.genotypes().index(cell),
+            drawn in nasbench201.genotypes(),
+        )
 
     number = int(np.polyval(row, 5))
     check = lambda r: first(
@@ -411,12 +423,11 @@ def nasbench_genotype(rng, dtype) -> Case:
 
 
 @generates(
-    "bilevel.spaces.nasbench201.canonical",
-    "bilevel.spaces.nasbench201.is_dead",
-    "bilevel.spaces.nasbench201.conv_edges",
+    "bilevel.spaces.nasbench201.genotype.canonical",
+    "bilevel.spaces.nasbench201.costs.conv_edges",
     "bilevel.spaces.nasbench201.parameter_count",
-    "bilevel.spaces.nasbench201.multiply_adds",
-    "bilevel.spaces.nasbench201.supernet_cost",
+    "bilevel.spaces.nasbench201.costs.multiply_adds",
+    "bilevel.spaces.nasbench201.costs.supernet_cost",
     "bilevel.spaces.nasbench201.trainable_layers",
 )
 def nasbench_costs(rng, dtype) -> Case:
@@ -425,27 +436,25 @@ def nasbench_costs(rng, dtype) -> Case:
     def call(genotype, cells, channels):
         shape = {"cells": cells, "channels": channels}
         return (
-            nasbench201.is_dead(genotype),
-            nasbench201.canonical(genotype),
-            nasbench201.conv_edges(genotype),
+            cell_genotypes.canonical(genotype),
+            conv_edges(genotype),
             nasbench201.parameter_count(genotype, **shape),
-            nasbench201.multiply_adds(genotype, **shape),
-            nasbench201.supernet_cost(**shape),
+            multiply_adds(genotype, **shape),
+            supernet_cost(**shape),
             nasbench201.trainable_layers(genotype, cells=cells),
         )
 
     def check(r):
         carries = {
-            e for e, o in zip(nasbench201.EDGES, cell.operations, strict=True) if o != "none"
+            e for e, o in zip(cell_genotypes.EDGES, cell.operations, strict=True) if o != "none"
         }
         paths = [[(0, 3)], [(0, 1), (1, 3)], [(0, 2), (2, 3)], [(0, 1), (1, 2), (2, 3)]]
         dead = not any(set(path) <= carries for path in paths)
         convolutions = sum(o.startswith("nor_conv") for o in cell.operations)
         return first(
-            that(r[0] == dead, f"dead {r[0]}"),
-            that((r[1] == "") == dead, f"formula {r[1]!r}"),
-            that(r[2] == convolutions, f"{r[2]} convolutions"),
-            that(min(r[3:]) > 0, "no cost"),
+            that((r[0] == "") == dead, f"formula {r[0]!r}"),
+            that(r[1] == convolutions, f"{r[1]} convolutions"),
+            that(min(r[2:]) > 0, "no cost"),
         )
 
     kinds = {"genotype": "record", "cells": "count", "channels": "count"}
@@ -456,9 +465,9 @@ def nasbench_costs(rng, dtype) -> Case:
 
 
 @generates(
-    "bilevel.spaces.nasbench201.judging.verdicts.correlations",
+    "bilevel.spaces.nasbench201.judging.correlations",
     "bilevel.spaces.nasbench201.judging.verdicts.top_one",
-    "bilevel.spaces.nasbench201.judging.verdicts.sum_of_log_ranks",
+    "bilevel.spaces.nasbench201.judging.sum_of_log_ranks",
 )
 def judged(rng, dtype) -> Case:
     import scipy.stats
@@ -484,8 +493,8 @@ def judged(rng, dtype) -> Case:
 
 
 @generates(
-    "bilevel.spaces.nasbench201.judging.verdicts.best_of_k",
-    "bilevel.spaces.nasbench201.judging.verdicts.best_of_k_random",
+    "bilevel.spaces.nasbench201.judging.best_of_k",
+    "bilevel.spaces.nasbench201.judging.best_of_k_random",
 )
 def best_of_k(rng, dtype) -> Case:
     m = 6

@@ -6,6 +6,7 @@ import numpy as np
 import ntk
 from benchmarks.reliability.case import Case, at_most, eps, first, near, that
 from benchmarks.reliability.registry import generates
+from ntk.spectrum.eigenvalues import smallest_eigenpair
 
 
 def matrix(rng, dtype, sizes=(1, 3, 8, 70)) -> jnp.ndarray:
@@ -28,7 +29,7 @@ def matrix(rng, dtype, sizes=(1, 3, 8, 70)) -> jnp.ndarray:
     return jnp.asarray((K + K.T) / 2)
 
 
-@generates("ntk.min_eigenvalue", "ntk.smallest_eigenpair", "ntk.eigenvalues")
+@generates("ntk.min_eigenvalue", "ntk.spectrum.eigenvalues.smallest_eigenpair", "ntk.eigenvalues")
 def min_eigenvalue(rng, dtype) -> Case:
     K = matrix(rng, dtype)
     truth = np.linalg.eigvalsh(np.asarray(K, np.float64))
@@ -36,7 +37,7 @@ def min_eigenvalue(rng, dtype) -> Case:
     rounding = 50 * n * eps(dtype) * size
 
     def call(K):
-        return ntk.min_eigenvalue(K), ntk.smallest_eigenpair(K), ntk.eigenvalues(K)
+        return ntk.min_eigenvalue(K), smallest_eigenpair(K), ntk.eigenvalues(K)
 
     def check(r):
         value, pair, values = r
@@ -58,7 +59,7 @@ def min_eigenvalue_of_a_product(rng, dtype) -> Case:
     truth = np.linalg.eigvalsh(np.asarray(K, np.float64))
 
     def call(K, size):
-        return ntk.smallest_eigenpair(lambda v: K @ v, size=size)
+        return smallest_eigenpair(lambda v: K @ v, size=size)
 
     def check(pair):
         slack = float(pair.residual) + 200 * len(K) * eps(dtype) * abs(truth).max()

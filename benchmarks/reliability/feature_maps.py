@@ -11,6 +11,8 @@ from benchmarks.reliability.case import Case, eps, first, near, that
 from benchmarks.reliability.registry import generates
 from benchmarks.reliability.simplices import point
 from bilevel.spaces import features
+from bilevel.spaces.features import text
+from bilevel.spaces.features.fourier import KERNELS, from_projection
 
 
 @generates("bilevel.spaces.features.feature_space")
@@ -49,12 +51,11 @@ def _kernel(name, x, y, gamma):
 @generates(
     "bilevel.spaces.features.fourier_features",
     "bilevel.spaces.features.fourier_config",
-    "bilevel.spaces.features.from_projection",
-    "bilevel.spaces.features.describe_configuration",
+    "bilevel.spaces.features.fourier.from_projection",
 )
 def fourier_features(rng, dtype) -> Case:
     x = jnp.asarray(rng.normal(size=(3, 2)), dtype)
-    kernel, gamma = str(rng.choice(features.KERNELS)), float(10 ** rng.uniform(-1, 0.5))
+    kernel, gamma = str(rng.choice(KERNELS)), float(10 ** rng.uniform(-1, 0.5))
 
     def call(x, preprocess, kernel, gamma, dimension, start):
         config = features.fourier_config(preprocess, kernel, gamma)
@@ -63,8 +64,8 @@ def fourier_features(rng, dtype) -> Case:
         if isinstance(phi, jax.core.Tracer):
             return phi
         parts = maps.project(config, x, dimension, start), maps.phases(dimension, start, phi.dtype)
-        np.testing.assert_allclose(features.from_projection(config, *parts), phi, atol=1e-3)
-        features.describe_configuration(config)
+        np.testing.assert_allclose(from_projection(config, *parts), phi, atol=1e-3)
+        str(config)
         return phi
 
     X = np.asarray(x, np.float64)
@@ -115,8 +116,8 @@ _WORDS = ["alpha", "beta", "gamma", "delta"]
 
 
 @generates(
-    "bilevel.spaces.features.hashed_counts",
-    "bilevel.spaces.features.fold",
+    "bilevel.spaces.features.text.hashed_counts",
+    "bilevel.spaces.features.text.fold",
     "bilevel.spaces.features.text_config",
 )
 def hashed_counts(rng, dtype) -> Case:
@@ -124,8 +125,8 @@ def hashed_counts(rng, dtype) -> Case:
 
     def call(texts, order, dimension, smoothing, tokenizer):
         config = features.text_config(order=order, smoothing=smoothing, tokenizer=tokenizer)
-        counts = features.hashed_counts(texts, config)
-        return counts, features.fold(counts, dimension)
+        counts = text.hashed_counts(texts, config)
+        return counts, text.fold(counts, dimension)
 
     def check(r):
         expected = [sorted(collections.Counter(t.split()).values()) for t in texts]
@@ -152,7 +153,7 @@ def hashed_counts(rng, dtype) -> Case:
     return Case(call, arguments, check, kinds, fine=("order: a number",))
 
 
-@generates("bilevel.spaces.features.weigh", "bilevel.spaces.features.statistics")
+@generates("bilevel.spaces.features.text.weigh", "bilevel.spaces.features.text.statistics")
 def weigh(rng, dtype) -> Case:
     counts = rng.integers(0, 4, (5, 3)).astype(float)
     labels, a = np.array([0, 1, 0, 1, 1]), float(10 ** rng.uniform(-2, 1))
@@ -160,7 +161,7 @@ def weigh(rng, dtype) -> Case:
     def call(counts, labels, weights):
         bags = scipy.sparse.csr_array(counts)
         config = features.text_config(weights=weights, smoothing=a)
-        return features.weigh(bags, config, features.statistics(bags, labels)).toarray()
+        return text.weigh(bags, config, text.statistics(bags, labels)).toarray()
 
     P, Q = counts[labels == 1].sum(0), counts[labels == 0].sum(0)
     weights = np.log2(((P + a) / (P + a).sum()) / ((Q + a) / (Q + a).sum()))

@@ -7,7 +7,7 @@ import ntk
 from benchmarks.reliability.case import Case, eps, first, near
 from benchmarks.reliability.kernels import inputs
 from benchmarks.reliability.registry import generates
-from bilevel.spaces.kernels import kernel_function_space, kernel_mixture_space
+from bilevel.spaces import kernel_function_space, kernel_mixture_space
 from ntk import scores
 
 
@@ -35,21 +35,6 @@ def kernel_matrix(rng, dtype) -> Case:
     arguments = {"kernel": cubic, "x1": x, "get": "ntk"}
     kinds = {"kernel": "function", "x1": "array", "get": "name"}
     return Case(ntk.kernel_matrix, arguments, check, kinds, ("x1",))
-
-
-@generates("ntk.kernel_mixture")
-def kernel_mixture(rng, dtype) -> Case:
-    x, alpha = inputs(rng, dtype), jnp.asarray(rng.dirichlet(np.ones(2)), dtype)
-    truth = sum(float(a) * K for a, K in zip(alpha, _wide(x), strict=True))
-
-    def call(alpha, x):
-        return ntk.kernel_mixture([cubic, linear], alpha)(x)
-
-    def check(K):
-        return near("matrix", K, truth, 1e3 * eps(dtype))
-
-    kinds = {"alpha": "values", "x": "array"}
-    return Case(call, {"alpha": alpha, "x": x}, check, kinds, ("alpha", "x"))
 
 
 @generates("ntk.scores.of_kernel")
@@ -80,7 +65,7 @@ def _ridge(space, alpha, x, y):
     return w, space.problem.outer(w, alpha, train)
 
 
-@generates("bilevel.spaces.kernels.kernel_function_space")
+@generates("bilevel.spaces.kernel_function_space")
 def function_space(rng, dtype) -> Case:
     x, scale = inputs(rng, dtype), jnp.asarray(rng.uniform(0.5, 2), dtype)
     y = jnp.asarray(np.sign(rng.normal(size=len(x))), dtype)
@@ -100,7 +85,7 @@ def function_space(rng, dtype) -> Case:
     return Case(call, arguments, check, kinds, ("scale", "x", "y"), vmapped=False)
 
 
-@generates("bilevel.spaces.kernels.kernel_mixture_space")
+@generates("bilevel.spaces.kernel_mixture_space")
 def mixture_space(rng, dtype) -> Case:
     x, alpha = inputs(rng, dtype), jnp.asarray(rng.dirichlet(np.ones(2)), dtype)
     y = jnp.asarray(np.sign(rng.normal(size=len(x))), dtype)

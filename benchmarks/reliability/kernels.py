@@ -9,6 +9,7 @@ import numpy as np
 import ntk
 from benchmarks.reliability.case import Case, eps, first, near, that
 from benchmarks.reliability.registry import generates
+from ntk.empirical.kernels import gradient_norms
 
 # Everything that the documentation says may be an activation.
 SMOOTH = {
@@ -316,7 +317,9 @@ def jacobian(params, x) -> np.ndarray:
     return np.stack(rows, 1)
 
 
-@generates("ntk.empirical_kernel", "ntk.gradient_norms", "ntk.kernel_vector_product")
+@generates(
+    "ntk.empirical_kernel", "ntk.empirical.kernels.gradient_norms", "ntk.kernel_vector_product"
+)
 def empirical_kernel(rng, dtype) -> Case:
     params = parameters(rng, dtype)
     x = jnp.asarray(rng.normal(size=(3, 3)) * 10 ** rng.uniform(-2, 1), dtype)
@@ -328,7 +331,7 @@ def empirical_kernel(rng, dtype) -> Case:
     def call(params, x, apply, method, outputs, batch_size):
         options = {"method": method, "outputs": outputs, "batch_size": batch_size}
         kernel = ntk.empirical_kernel(apply, params, x, **options)
-        norms = ntk.gradient_norms(apply, params, x, outputs="trace")
+        norms = gradient_norms(apply, params, x, outputs="trace")
         product = ntk.kernel_vector_product(apply, params, x)(jnp.ones(3, dtype))
         return kernel, norms, product
 
@@ -380,7 +383,7 @@ def empirical_nngp(rng, dtype) -> Case:
     return Case(call, arguments, check, kinds, ("params", "x"), fine=fine)
 
 
-@generates("ntk.taylor_expand", "ntk.linearize")
+@generates("ntk.taylor_expand")
 def taylor_expand(rng, dtype) -> Case:
     params, moved = parameters(rng, dtype), parameters(rng, dtype)
     x = jnp.asarray(rng.normal(size=(2, 3)), dtype)
@@ -399,7 +402,7 @@ def taylor_expand(rng, dtype) -> Case:
 
     def call(params, moved, x, apply, order):
         expanded = ntk.taylor_expand(apply, params, order)(moved, x)
-        return expanded, ntk.linearize(apply, params)(moved, x)
+        return expanded, ntk.taylor_expand(apply, params, 1)(moved, x)
 
     def check(r):
         return first(
@@ -429,7 +432,7 @@ def leaky_relu(rng, dtype) -> Case:
     return Case(call, {"slope": slope}, check, {"slope": "finite"})
 
 
-@generates("ntk.activation options", "ntk.Activation")
+@generates("ntk.activation options", "ntk.expectations.activations.Activation")
 def activation(rng, dtype) -> Case:
     name = str(rng.choice(list(SMOOTH)))
     z = jnp.asarray(rng.normal(size=4), dtype)

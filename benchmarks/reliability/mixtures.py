@@ -13,6 +13,9 @@ import bilevel
 from benchmarks.reliability.case import Case, at_most, eps, first, near, that
 from benchmarks.reliability.registry import generates
 from bilevel import linear, spectral
+from bilevel.linear import models
+from bilevel.linear.matrices import Blocks, sparse
+from bilevel.theory.spectral import directions
 
 
 def _tensor(rng, dtype, n=6, h=3, p=4):
@@ -30,7 +33,7 @@ def _grams(X, y):
 _TENSOR = {"features": "array", "labels": "rows"}
 
 
-@generates("bilevel.theory.spectral.spectral_gram", "bilevel.theory.spectral.noise_gram")
+@generates("bilevel.theory.spectral.directions.spectral_gram", "bilevel.theory.spectral.noise_gram")
 def grams(rng, dtype) -> Case:
     X, y = _tensor(rng, dtype)
     kernels = rng.random() < 0.3
@@ -38,7 +41,7 @@ def grams(rng, dtype) -> Case:
     given = jnp.einsum("nhp,mgp->hgnm", X, X) if kernels else X
 
     def call(features, labels):
-        return spectral.spectral_gram(features, labels), spectral.noise_gram(features, labels)
+        return directions.spectral_gram(features, labels), spectral.noise_gram(features, labels)
 
     check = lambda r: first(
         near("gram", r[0], truth[0], 1e3 * eps(dtype)),
@@ -75,7 +78,7 @@ def spectral_alpha(rng, dtype) -> Case:
     )
 
 
-@generates("bilevel.theory.spectral.top_direction")
+@generates("bilevel.theory.spectral.directions.top_direction")
 def top_direction(rng, dtype) -> Case:
     a = rng.normal(size=(3, 5)) * 10 ** rng.uniform(-3, 3)
     gram = (a @ a.T).astype(dtype)
@@ -85,7 +88,7 @@ def top_direction(rng, dtype) -> Case:
         "away from the top", 1 - abs(vectors[:, -1] @ np.asarray(r)), 100 * eps(dtype) / gap
     )
     return Case(
-        spectral.top_direction, {"gram": jnp.asarray(gram)}, check, {"gram": "matrix"}, ("gram",)
+        directions.top_direction, {"gram": jnp.asarray(gram)}, check, {"gram": "matrix"}, ("gram",)
     )
 
 
@@ -122,7 +125,7 @@ def simplex_start(rng, dtype) -> Case:
     return Case(bilevel.simplex_start, arguments, check, kinds, traced)
 
 
-@generates("bilevel.spectral_estimator", "bilevel.spectral_predict")
+@generates("bilevel.spectral_estimator")
 def spectral_estimator(rng, dtype) -> Case:
     X, y = _tensor(rng, dtype, n=5, p=3 if rng.random() < 0.5 else 12)
     valid, labels = _tensor(rng, dtype, n=6, p=X.shape[2])
@@ -138,7 +141,7 @@ def spectral_estimator(rng, dtype) -> Case:
 
     def call(features, labels, valid, valid_labels):
         found = bilevel.spectral_estimator((features, labels), (valid, valid_labels))
-        return bilevel.spectral_predict(found, features, features)
+        return found.predict(features, features)
 
     kinds = {"features": "array", "labels": "rows", "valid": "array", "valid_labels": "rows"}
     arguments = {"features": X, "labels": y, "valid": valid, "valid_labels": labels}
@@ -182,7 +185,7 @@ def _features(rng, dtype):
     made = jnp.asarray(phi)
     if form == "sparse":
         phi[rng.random(phi.shape) < 0.5] = 0
-        made = linear.sparse(scipy.sparse.csr_array(phi))
+        made = sparse(scipy.sparse.csr_array(phi))
     elif form == "blocks":
         whole = made
         rows = lambda start, size: jax.lax.dynamic_slice_in_dim(
@@ -191,15 +194,15 @@ def _features(rng, dtype):
         columns = lambda start, size: jax.lax.dynamic_slice_in_dim(
             jnp.pad(whole, ((0, 0), (0, size))), start, size, 1
         )
-        made = linear.Blocks(phi.shape, rows, columns)
+        made = Blocks(phi.shape, rows, columns)
     return phi, made, form
 
 
 @generates(
     "bilevel.linear.ridge_weights",
-    "bilevel.linear.predict",
-    "bilevel.linear.sparse",
-    "bilevel.linear.Blocks",
+    "bilevel.linear.models.predict",
+    "bilevel.linear.matrices.sparse",
+    "bilevel.linear.matrices.Blocks",
 )
 def ridge_weights(rng, dtype) -> Case:
     phi, made, form = _features(rng, dtype)
@@ -212,7 +215,7 @@ def ridge_weights(rng, dtype) -> Case:
 
     def call(features, y, penalty, method):
         fit = linear.ridge_weights(features, y, penalty, method=method)
-        return fit, linear.predict(features, fit.w)
+        return fit, models.predict(features, fit.w)
 
     tolerance = max(1e-3 if dtype == np.float32 else 1e-7, 0)
     check = lambda r: first(
@@ -230,7 +233,7 @@ def ridge_weights(rng, dtype) -> Case:
     return Case(call, arguments, check, kinds, traced, vmapped=False)
 
 
-@generates("bilevel.linear.svm_weights")
+@generates("bilevel.linear.models.svm_weights")
 def svm_weights(rng, dtype) -> Case:
     phi, made, form = _features(rng, dtype)
     y = np.sign(rng.normal(size=len(phi))).astype(dtype)
@@ -247,7 +250,7 @@ def svm_weights(rng, dtype) -> Case:
     kinds = {"features": "array" if form == "array" else "record", "y": "rows", "cost": "positive"}
     arguments = {"features": made, "y": jnp.asarray(y), "cost": cost}
     return Case(
-        linear.svm_weights,
+        models.svm_weights,
         arguments,
         check,
         kinds,

@@ -11,12 +11,14 @@ import numpy as np
 import bilevel
 from benchmarks.reliability.case import Case, first, near, that
 from benchmarks.reliability.registry import generates
-from bilevel import baselines, checkpoint, data
+from bilevel import baselines, data
+from bilevel.contracts import Evaluation, Shared
+from bilevel.runs import checkpoint
 
 
 def _selection(errors):
     def share(key, configs, probabilities, resource, *, whole=False):
-        return baselines.Shared(np.array([errors[c] for c in configs]), np.full(len(configs), 10))
+        return Shared(np.array([errors[c] for c in configs]), np.full(len(configs), 10))
 
     return baselines.Selection(lambda key, config, resource: errors[config], share)
 
@@ -175,7 +177,7 @@ def checkpoints(rng, dtype) -> Case:
     return Case(call, {"step": step, "tree": tree}, check, {"step": "whole"})
 
 
-@generates("bilevel.checkpoint.restore of another tree")
+@generates("bilevel.runs.checkpoint.restore of another tree")
 def other_checkpoints(rng, dtype) -> Case:
     """Another structure, another shape of the same bytes, another dtype of the same bytes."""
     others = {
@@ -260,7 +262,7 @@ def simplex_min_eigenvalue(rng, dtype) -> Case:
 @generates("bilevel.plots.traces")
 def traces(rng, dtype) -> Case:
     errors = rng.permutation(5) / 10 + 0.05
-    evaluate = lambda key, c, resource: baselines.Evaluation(errors[c], errors[c])
+    evaluate = lambda key, c, resource: Evaluation(errors[c], errors[c])
     trace = baselines.random_search(
         jax.random.key(0), list(range(5)), evaluate, 8, retrain_test=True, progress=False
     )

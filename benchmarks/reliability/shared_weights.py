@@ -8,11 +8,13 @@ import bilevel
 from benchmarks.reliability.case import Case, eps, first, near, that
 from benchmarks.reliability.registry import generates
 from benchmarks.reliability.simplices import point
-from bilevel import diagnostics, strategies
+from bilevel import strategies
+from bilevel.discretize import diagnostics
 from bilevel.nets import evaluation, images
 from bilevel.spaces import Space, on_simplices
 from bilevel.spaces.space import distinct
 from bilevel.spaces.targets import cross_entropy_problem, mixture_and_penalty
+from bilevel.strategies.optimizers import exponentiated, logits
 
 NAMES = ("a", "b", "c")
 KEY = jax.random.key(0)
@@ -69,8 +71,8 @@ def corners(rng, dtype) -> Case:
     "bilevel.strategies.unrolled",
     "bilevel.strategies.run",
     "bilevel.strategies.on_sets",
-    "bilevel.strategies.logits",
-    "bilevel.strategies.exponentiated",
+    "bilevel.strategies.optimizers.logits",
+    "bilevel.strategies.optimizers.exponentiated",
 )
 def a_step(rng, dtype) -> Case:
     """One step on all rows: the update of the optimizer at the gradient, written out."""
@@ -112,7 +114,7 @@ def a_step(rng, dtype) -> Case:
         slope = jax.grad(lambda a: loss(after(a, steps), a, rows))(alpha)
     else:
         slope = jax.grad(loss, 1)(after(alpha, 1), alpha, rows)
-    own = strategies.exponentiated(rate) if which == "gaea" else strategies.logits(rate)
+    own = exponentiated(rate) if which == "gaea" else logits(rate)
     updates, _ = own.update(slope, own.init(alpha), alpha)
     truth = alpha + updates
     check = lambda r: near(which, r, truth, 1e4 * eps(dtype))
@@ -160,7 +162,7 @@ def shared(rng, dtype) -> Case:
 
 
 @generates(
-    "bilevel.discretize.diagnostics.alpha_curvature",
+    "bilevel.discretize.alpha_curvature",
     "bilevel.discretize.diagnostics.simplex_tangent",
     "bilevel.discretize.diagnostics.simplices",
 )
@@ -181,9 +183,7 @@ def curvature(rng, dtype) -> Case:
     return Case(call, {"H": H, "alpha": alpha}, check, {})
 
 
-@generates(
-    "bilevel.discretize.diagnostics.entropy", "bilevel.discretize.diagnostics.kernel_diagonal"
-)
+@generates("bilevel.discretize.entropy", "bilevel.discretize.diagnostics.kernel_diagonal")
 def entropy(rng, dtype) -> Case:
     alpha, x = point(rng, dtype, (3,)), jnp.asarray(rng.normal(size=(4, 2)), dtype)
 
@@ -216,7 +216,7 @@ def errors(rng, dtype) -> Case:
     return Case(call, {"w": w, "size": size}, check, {"size": "count"})
 
 
-@generates("bilevel.nets.images.unit_images", "bilevel.nets.images.pooling")
+@generates("bilevel.nets.unit_images", "bilevel.nets.images.pooling")
 def unit_images(rng, dtype) -> Case:
     x = jnp.asarray(rng.normal(size=(3, 4, 4, 2)) * 10 ** rng.uniform(-2, 2), dtype)
     pixels = int(rng.choice([1, 2, 3, 4]))

@@ -11,7 +11,7 @@ import scipy.stats
 import bilevel
 from benchmarks.reliability.case import Case, at_most, eps, first, near, that
 from benchmarks.reliability.registry import generates
-from bilevel.discretize import simplex_factors, simplex_from_factors
+from bilevel.discretize import factors
 
 _SHAPES = ((2,), (5,), (3, 4))
 
@@ -176,7 +176,7 @@ def top_k(rng, dtype) -> Case:
     return Case(call, {"alpha": alpha, "k": k}, check, kinds, fine=fine)
 
 
-@generates("bilevel.factor_simplex")
+@generates("bilevel.discretize.factors.factor_simplex")
 def factor_simplex(rng, dtype) -> Case:
     alpha = point(rng, dtype, corner=False)
     h = alpha.shape[-1]
@@ -194,22 +194,7 @@ def factor_simplex(rng, dtype) -> Case:
     kinds = {"alpha": "simplex", "i": "whole"}
     fine = ("alpha: one axis more",)
     return Case(
-        bilevel.factor_simplex, {"alpha": alpha, "i": i}, check, kinds, ("alpha",), fine=fine
-    )
-
-
-@generates("bilevel.discretize.simplex_factors", "bilevel.discretize.simplex_from_factors")
-def factors(rng, dtype) -> Case:
-    alpha = point(rng, dtype)
-    call = lambda alpha: simplex_from_factors(simplex_factors(alpha))
-    check = lambda r: near("alpha", r, alpha, 20 * eps(dtype))
-    return Case(
-        call,
-        {"alpha": alpha},
-        check,
-        {"alpha": "simplex"},
-        ("alpha",),
-        fine=("alpha: one axis more",),
+        factors.factor_simplex, {"alpha": alpha, "i": i}, check, kinds, ("alpha",), fine=fine
     )
 
 

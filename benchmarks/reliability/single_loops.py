@@ -139,7 +139,7 @@ def bome(rng, dtype) -> Case:
     return _case(rng, dtype, bilevel.bome, _bome, kinds, step_size=_RATE, inner=2, control=0.5)
 
 
-@generates("bilevel.paced", "bilevel.outer_loop.batches.partition")
+@generates("bilevel.paced", "bilevel.partition")
 def paced(rng, dtype) -> Case:
     """The solution has a closed form; the batches are those of a partition."""
     rows = 6

@@ -11,6 +11,7 @@ from benchmarks.reliability.case import Case, eps, near
 from benchmarks.reliability.kernels import jacobian, mlp, parameters
 from benchmarks.reliability.registry import generates, is_covered
 from ntk import scores
+from ntk.scores import gradient_based, kernel_based
 from ntk.scores.registry import builtin_score_names
 
 _N = 4
@@ -123,7 +124,6 @@ def _grasp(params, x, y):
 
 
 _TRUTHS = {
-    "kernel": _kernel,
     "eigen_nas": lambda p, x, y: np.trace(_kernel(p, x, y)) / _N,
     "min_eigenvalue": lambda p, x, y: _spectrum(p, x, y)[0],
     "cosine_min_eigenvalue": _cosines,
@@ -131,7 +131,6 @@ _TRUTHS = {
     "te_nas": lambda p, x, y: _spectrum(p, x, y)[-1] / _spectrum(p, x, y)[0],
     "spectral_entropy": _entropy,
     "label_energy": _label_energy,
-    "layer_traces": _layers,
     "log_traces": lambda p, x, y: np.sum(np.log(_layers(p, x, y))),
     "knas": lambda p, x, y: np.sum(_mean(p, x, y) ** 2),
     "nasi": lambda p, x, y: np.sum(_mean(p, x, y) ** 2),
@@ -276,12 +275,13 @@ def _together(together, judged, rng, dtype) -> Case:
     params, x, y = _setup(rng, dtype)
 
     def call(params, x, y, apply):
-        return getattr(scores, together)(None, apply, params, (x, y))
+        return together(None, apply, params, (x, y))
 
     def check(found):
         for name in judged:
             value = found[name]
-            if reason := near(name, value, _TRUTHS[name](params, x, y), 1e3 * eps(dtype)):
+            truth = _kernel if name == "kernel" else _TRUTHS[name]
+            if reason := near(name, value, truth(params, x, y), 1e3 * eps(dtype)):
                 return reason
         return ""
 
@@ -296,11 +296,16 @@ def _together(together, judged, rng, dtype) -> Case:
     )
 
 
-for _name, _judged in {
-    "kernel_scores": ("eigen_nas", "log_traces", "kernel", "spectral_entropy"),
-    "gradient_scores": ("grad_norm", "snip"),
-}.items():
-    generates(f"ntk.scores.{_name}")(functools.partial(_together, _name, _judged))
+generates("ntk.scores.kernel_based.kernel_scores")(
+    functools.partial(
+        _together,
+        kernel_based.kernel_scores,
+        ("eigen_nas", "log_traces", "kernel", "spectral_entropy"),
+    )
+)
+generates("ntk.scores.gradient_based.gradient_scores")(
+    functools.partial(_together, gradient_based.gradient_scores, ("grad_norm", "snip"))
+)
 
 
 def _wide(params, x):

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from bilevel.contracts import Evaluation, Shared
+
 Arrays = dict[str, np.ndarray]
 
 
@@ -72,11 +74,11 @@ def baseline(folder: Path, method: str = "hyperband") -> Arrays:
 
     def evaluate(key, config, resource):
         noise = float(jax.random.uniform(key))
-        return baselines.Evaluation(config + noise / resource, config + noise)
+        return Evaluation(config + noise / resource, config + noise)
 
     def share(key, configs, probabilities, resource, *, whole=False):
         errors = np.array(configs) + np.asarray(jax.random.uniform(key, (len(configs),))) / resource
-        return baselines.Shared(errors, np.full(len(configs), 9))
+        return Shared(errors, np.full(len(configs), 9))
 
     trace = getattr(baselines, method)(
         jax.random.key(3),

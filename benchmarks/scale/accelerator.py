@@ -296,8 +296,7 @@ def genotypes(run: Run) -> Iterator[Measurement]:
     """Random images: what scores cost, not what they say."""
     import jax
 
-    from bilevel.spaces.nasbench201 import all_networks, genotypes
-    from bilevel.spaces.nasbench201.scoring import score_networks
+    from bilevel.spaces.nasbench201 import all_networks, genotypes, score_networks
 
     count, at_once = (3, 1) if run.small else (15_625, 64)
     side, batch_size = (8, 4) if run.small else (32, 32)

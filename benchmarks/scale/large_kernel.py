@@ -98,7 +98,7 @@ class Kept:
 
     def load(self):
         from bilevel.runs import records
-        from ntk import SolverState
+        from ntk.large.block_cg import SolverState
 
         if self.quiet or not self.path.exists():
             return None

@@ -214,7 +214,7 @@ def report(rows: list[harness.Row]) -> str:
 
 def draw(rows: list[harness.Row], path: Path) -> None:
     """The courses, median and quartiles over the seeds: both untuned, and the best of theirs."""
-    from bilevel.plots import COLOURS
+    from bilevel.plots.appearance import COLOURS
 
     names = races(rows, PROBLEMS)
     lines = -(-len(names) // 2)

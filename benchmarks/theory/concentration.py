@@ -40,7 +40,8 @@ from benchmarks import harness
 from benchmarks.harness import where
 from bilevel import bounds
 from bilevel.outer_loop.geometry import project_simplex
-from bilevel.spaces.activations import activation_space, sign_labels, unit_inputs
+from bilevel.spaces import activation_space, unit_inputs
+from bilevel.spaces.activations import sign_labels
 
 NAMES = ("relu", "swish", "tanh", "sigmoid", "identity")
 FACES = (2, 3, 5)  # h: mixtures of the first h

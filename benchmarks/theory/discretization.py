@@ -39,7 +39,8 @@ from benchmarks import harness
 from benchmarks.harness import spread
 from bilevel import LowerSolver
 from bilevel.discretize import condition_six
-from bilevel.spaces.activations import ACTIVATIONS, activation_space, unit_inputs
+from bilevel.spaces import activation_space, unit_inputs
+from bilevel.spaces.activations import ACTIVATIONS
 from bilevel.spaces.targets import predict_labels, sign_labels
 
 NAMES = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")

@@ -26,7 +26,8 @@ import bilevel
 import bilevel.data
 from benchmarks import harness
 from bilevel import spectral
-from bilevel.spaces.activations import activation_space, sign_labels, unit_inputs
+from bilevel.spaces import activation_space, unit_inputs
+from bilevel.spaces.activations import sign_labels
 from bilevel.spaces.features import feature_space
 from bilevel.theory.bounds import oymak_theorem4_as_printed
 
@@ -76,7 +77,7 @@ def trial(draw, n, p, h, key):
     scores = []
     for whiten in (False, True):
         found = spectral.spectral_estimator(train, valid, whiten=whiten)
-        error = spectral.spectral_predict(found, train[0], x) - y
+        error = found.predict(train[0], x) - y
         scores += [(found.alpha @ alpha) ** 2, jnp.sum(error**2) / jnp.sum(y**2)]
     return jnp.stack(scores)
 

@@ -30,12 +30,14 @@ import numpy as np
 
 import bilevel.data
 from benchmarks import harness
-from bilevel.nets.images import unit_images
+from bilevel.nets import unit_images
 from bilevel.runs import records
-from bilevel.spaces.nasbench201 import PRIMITIVES, all_networks, canonical, encode, genotypes
-from bilevel.spaces.nasbench201.judging.table import DATASETS, load_table
-from bilevel.spaces.nasbench201.judging.verdicts import BASELINES, correlations, sum_of_log_ranks
-from bilevel.spaces.nasbench201.scoring import Scored, score_networks
+from bilevel.spaces.nasbench201 import all_networks, encode, genotypes, score_networks
+from bilevel.spaces.nasbench201.genotype import PRIMITIVES, canonical
+from bilevel.spaces.nasbench201.judging import correlations, load_table, sum_of_log_ranks
+from bilevel.spaces.nasbench201.judging.table import DATASETS
+from bilevel.spaces.nasbench201.judging.verdicts import BASELINES
+from bilevel.spaces.nasbench201.scoring import Scored
 
 OF_FUNCTIONS = "jacov", "grad_norm", "snip", "zico", "wrcor"  # what has no effect adds nothing
 COUNTS = "trainable layers", "multiply-adds", "conv edges"  # parameters rank as multiply-adds do

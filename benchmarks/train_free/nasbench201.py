@@ -102,8 +102,9 @@ def draw_batch(sizes):
 
 
 def our_networks(sizes):
-    from bilevel.spaces.nasbench201 import EDGES as OURS
-    from bilevel.spaces.nasbench201 import PRIMITIVES, all_networks
+    from bilevel.spaces.nasbench201 import all_networks
+    from bilevel.spaces.nasbench201.genotype import EDGES as OURS
+    from bilevel.spaces.nasbench201.genotype import PRIMITIVES
 
     assert (EDGES, OPERATIONS) == (OURS, PRIMITIVES)
     return all_networks(classes=CLASSES, cells=sizes.cells, channels=sizes.channels)

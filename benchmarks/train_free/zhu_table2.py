@@ -35,20 +35,15 @@ import numpy as np
 import bilevel.data
 from benchmarks import harness
 from benchmarks.deep_search import gaea
-from bilevel import train_free
-from bilevel.nets.images import unit_images
-from bilevel.spaces.nasbench201 import (
-    PRIMITIVES,
-    all_networks,
-    encode,
-    nasbench201_space,
-    parse_genotype,
-)
+from bilevel import strategies
+from bilevel.nets import unit_images
+from bilevel.spaces.nasbench201 import all_networks, encode, nasbench201_space, score_networks
+from bilevel.spaces.nasbench201.genotype import PRIMITIVES, parse_genotype
+from bilevel.spaces.nasbench201.judging import load_table
 from bilevel.spaces.nasbench201.judging.printed_accuracies import PRINTED
 from bilevel.spaces.nasbench201.judging.standing import standing
-from bilevel.spaces.nasbench201.judging.table import DATASETS, load_table
+from bilevel.spaces.nasbench201.judging.table import DATASETS
 from bilevel.spaces.nasbench201.judging.verdicts import paper_protocol
-from bilevel.spaces.nasbench201.scoring import score_networks
 
 SCORES = ("eigen_nas", "min_eigenvalue"), ("knas",), ("knas_released",), ("naswot",)
 MANY = 2000  # repeats with no information: they cost nothing
@@ -132,7 +127,7 @@ def pruned(sizes, repeat) -> dict:
     thin = nasbench201_space(sizes.operations, cells=1, channels=1)
     x, labels = images(sizes, repeat, sizes.pruned)
     crops = cropped(sizes, repeat, 4)
-    found = train_free.te_nas(keys(repeat)[1], space, thin, (x, labels), crops)
+    found = strategies.te_nas(keys(repeat)[1], space, thin, (x, labels), crops)
     return {"method": "te_nas", "repeat": repeat, "genotype": str(found)}
 
 
@@ -148,7 +143,7 @@ def cropped(sizes, repeat, side):
 def stepped(sizes, repeat) -> dict:
     space = nasbench201_space(sizes.operations, cells=1, channels=sizes.channels)
     rows = images(sizes, repeat, 64 * sizes.steps)
-    found = train_free.nasi(keys(repeat)[2], space, rows, steps=sizes.steps)
+    found = strategies.nasi(keys(repeat)[2], space, rows, steps=sizes.steps)
     return {"method": "nasi", "repeat": repeat, "genotype": str(found)}
 
 

@@ -48,7 +48,7 @@ def weight_sharing(
         Resource of every solve: d, the feature dimension.
     **run_options
         ``retrain_test``, ``journal``, ``resume``, ``progress``: see
-        :class:`bilevel.baselines.RunOptions`.
+        :class:`bilevel.baselines._recorder.RunOptions`.
 
     Returns
     -------

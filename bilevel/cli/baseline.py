@@ -130,7 +130,7 @@ def _trace(
 def _summarize_trace(trace: Trace) -> dict[str, Any]:
     calls = len(trace.calls)  # none for one configuration: nothing to choose
     return {
-        "found": features.describe_configuration(trace.configs[trace.best]),
+        "found": str(trace.configs[trace.best]),
         "best": int(trace.best),
         "calls": calls,
         "seconds": float(trace.seconds[-1]) if calls else 0.0,

@@ -13,6 +13,7 @@ import numpy as np
 
 import ntk
 from bilevel.spaces.activations import ACTIVATIONS
+from ntk.expectations.activations import Activation
 from ntk.spectrum import eigenvalues
 from ntk.spectrum.certificate import certified_min_eigenvalue
 
@@ -31,7 +32,7 @@ def kernel_eigenvalue(x: Any, names: tuple[str, ...], alpha: Any) -> tuple[float
 @functools.partial(jax.jit, static_argnames="names")
 def _hidden_layer_kernel(x, names, alpha):
     """Compiled once for all ``alpha``: a third of the time that all pairs of activations take."""
-    layer: dict[ntk.Activation, Any] = {}
+    layer: dict[Activation, Any] = {}
     for name, weight in zip(names, alpha, strict=True):
         layer[ACTIVATIONS[name]] = layer.get(ACTIVATIONS[name], 0.0) + weight
     kernels = ntk.network_kernel(x, activations=[layer], variances=(1.0, 1.0))

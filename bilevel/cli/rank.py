@@ -29,15 +29,8 @@ from bilevel.data import datasets
 from bilevel.nets.images import crop_and_flip, unit_images
 from bilevel.plots import plots
 from bilevel.runs.progress import RunBar, progress_bar
-from bilevel.spaces.nasbench201 import (
-    EDGES,
-    Genotype,
-    all_networks,
-    encode,
-    genotypes,
-    nasbench201_network,
-    parameter_count,
-)
+from bilevel.spaces.nasbench201 import all_networks, encode, genotypes, parameter_count
+from bilevel.spaces.nasbench201.genotype import EDGES, Genotype
 from bilevel.spaces.nasbench201.judging.printed_accuracies import PRINTED
 from bilevel.spaces.nasbench201.judging.table import (
     DATASETS,
@@ -54,6 +47,7 @@ from bilevel.spaces.nasbench201.judging.verdicts import (
     seed_ceiling,
     sum_of_log_ranks,
 )
+from bilevel.spaces.nasbench201.network import nasbench201_network
 from bilevel.spaces.nasbench201.scoring import Score, Scored, score_networks
 from ntk.scores.registry import builtin_score_names, score_description
 

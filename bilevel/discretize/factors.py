@@ -10,7 +10,6 @@ from bilevel.internal.checks import (
     concrete,
     integer,
     nan_where,
-    offending,
     real_array,
     simplex,
     simplex_slack,
@@ -58,75 +57,6 @@ def factor_simplex(alpha: chex.Array, i: int | chex.Array) -> jax.Array:
     gamma = others / total
     rounded = jnp.where((others == total) & (total > 0), 1, gamma)
     return gamma + jax.lax.stop_gradient(rounded - gamma)  # a constant 1 has no derivative
-
-
-def simplex_factors(alpha: chex.Array) -> jax.Array:
-    """Lemma 5 applied to its own gamma: ``beta_i = alpha_i / sum_{j >= i} alpha_j``.
-
-    Maps the interior of the simplex onto the open cube, (0, 1)^(h - 1); on the boundary, where
-    nothing is left to divide, beta is 0. Inverse: :func:`simplex_from_factors`.
-
-    Parameters
-    ----------
-    alpha : array [..., h]
-        On the simplex.
-
-    Returns
-    -------
-    beta : array [..., h - 1]
-        NaN for a traced alpha off the simplex.
-
-    Raises
-    ------
-    ValueError
-        If ``alpha`` is off the simplex.
-
-    Examples
-    --------
-    >>> simplex_factors(jnp.array([0.2, 0.4, 0.4]))
-    Array([0.2, 0.5], dtype=float...)
-    """
-    alpha = _on_simplex(alpha)
-    left = jnp.cumsum(alpha[..., ::-1], axis=-1)[..., ::-1]
-    # Asked this way round, NaN stays NaN.
-    return jnp.where(left == 0, 0, alpha / jnp.where(left == 0, 1, left))[..., :-1]
-
-
-def simplex_from_factors(beta: chex.Array) -> jax.Array:
-    """``alpha_i = beta_i prod_{k < i} (1 - beta_k)``, with ``beta_h = 1``: stick breaking.
-
-    Parameters
-    ----------
-    beta : array [..., h - 1]
-        In [0, 1].
-
-    Returns
-    -------
-    alpha : array [..., h]
-        NaN for a traced beta outside [0, 1].
-
-    Raises
-    ------
-    ValueError
-        If ``beta`` is not an array of real floating-point numbers in [0, 1].
-
-    Examples
-    --------
-    >>> simplex_from_factors(jnp.array([0.2, 0.5]))
-    Array([0.2, 0.4, 0.4], dtype=float...)
-    """
-    beta = real_array("beta", beta)
-    check_floating("beta", beta)
-    if beta.ndim < 1:
-        raise ValueError(f"beta: expected shape [..., h - 1], got {beta.shape}.")
-    # Of quotients of equal numbers: a few roundings above 1.
-    inside = (beta >= 0) & (beta <= 1 + 4 * jnp.finfo(beta.dtype).eps)
-    if concrete(beta) and not inside.all():
-        raise ValueError(f"beta: expected numbers in [0, 1], got {offending(beta, inside)}.")
-    beta = nan_where(~inside.all(-1, keepdims=True), beta)
-    one = jnp.ones((*beta.shape[:-1], 1), beta.dtype)
-    left = jnp.cumprod(1 - beta, axis=-1)
-    return jnp.concatenate([beta, one], -1) * jnp.concatenate([one, left], -1)
 
 
 def _on_simplex(alpha: jax.Array) -> jax.Array:

@@ -138,7 +138,7 @@ def _as_csr(name: str, matrix):
     if not concrete(matrix):
         raise ValueError(
             f"{name}: expected a sparse matrix with known entries, got a traced one; "
-            "call bilevel.linear.sparse(matrix) outside of jit."
+            "call bilevel.linear.matrices.sparse(matrix) outside of jit."
         )
     if len(matrix.shape) != 2 or matrix.n_batch or matrix.n_dense:
         raise ValueError(

@@ -1,5 +1,5 @@
 """Parts of neural networks: convolution, layers, images, training from scratch, errors."""
 
-from bilevel.nets import convolution, evaluation, images, layers, training
+import lazy_loader
 
-__all__ = ["convolution", "evaluation", "images", "layers", "training"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -8,8 +8,6 @@ from bilevel.contracts import Joint, Partition, Pytree
 from bilevel.internal.checks import function, integer, prng_key
 from bilevel.internal.rows import check_batch_size, taken
 
-__all__ = ["jointly", "minibatches", "partition"]
-
 
 def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
     """``batches(key, data) -> batch`` for :func:`bilevel.search`: rows drawn independently.

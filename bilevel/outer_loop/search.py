@@ -106,7 +106,7 @@ def search(
     -------
     SearchResult
         ``alpha``, ``w``, ``history``, ``state``, ``stopped``, and the ``report``
-        (:class:`bilevel.SearchReport`) on steps that went wrong. Ctrl-C returns what there is.
+        on steps that went wrong. Ctrl-C returns what there is.
         ``step_scale`` is 1, or less if alpha diverged. The search then returned to an earlier point
         and took ``step_scale`` times the optimizer's steps: a quarter after each return. After
         eight returns it ends, and ``stopped`` says so; under ``jit``, the state stops changing.

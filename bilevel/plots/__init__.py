@@ -1,7 +1,7 @@
 """Pictures of searches, error estimates, kernels; needs matplotlib: ``pip install matplotlib``.
 
 Every function draws on axes it is given, or on new ones, and returns the axes. ``style()`` is the
-context for pictures that look alike, ``COLOURS`` are its colours.
+context for pictures that look alike; it gives their colours.
 """
 
 import lazy_loader

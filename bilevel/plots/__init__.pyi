@@ -1,6 +1,6 @@
 # Public names of `bilevel.plots` and their modules, imported on first use.
 
-from .appearance import COLOURS, style
+from .appearance import style
 from .plots import (
     alpha_path,
     error_estimates,
@@ -12,7 +12,6 @@ from .plots import (
 )
 
 __all__ = [
-    "COLOURS",
     "alpha_path",
     "error_estimates",
     "losses",

@@ -33,11 +33,12 @@ def pyplot() -> Any:
 
 
 @contextlib.contextmanager
-def style() -> Iterator[None]:
+def style() -> Iterator[tuple[str, ...]]:
     """The style of the pictures here, for figures made and drawn inside ``with style():``.
 
-    Colours, and line styles beside them, change from line to line; name a colour by
-    ``COLOURS[i]``, since ``"C0"`` is read when the figure is shown, which may be outside.
+    Colours, and line styles beside them, change from line to line. ``with style() as colours:``
+    gives the colours: name one by ``colours[i]``, since ``"C0"`` is read when the figure is shown,
+    which may be outside.
 
     Raises
     ------
@@ -59,7 +60,7 @@ def style() -> Iterator[None]:
     before = {name: rc[name] for name in ours}
     rc.update(ours)
     try:
-        yield
+        yield COLOURS
     finally:
         # Not all settings, as matplotlib's rc_context does: a notebook's first figure makes it
         # interactive, and without that no later figure would be shown.

@@ -1,16 +1,5 @@
 """Search spaces: architectures as differentiable functions of ``alpha``."""
 
-from bilevel.spaces import activations, darts, features, kernels, linearized, nasbench201, skips
-from bilevel.spaces.space import Space, on_simplices
+import lazy_loader
 
-__all__ = [
-    "Space",
-    "activations",
-    "darts",
-    "features",
-    "kernels",
-    "linearized",
-    "nasbench201",
-    "on_simplices",
-    "skips",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -50,10 +50,11 @@ from bilevel.spaces.kernels import KernelSpace, kernel_space
 from bilevel.spaces.space import Space, distinct, name_of, on_simplices
 from bilevel.spaces.targets import OUTER_LOSSES, like_outputs, predict_labels
 from bilevel.spaces.targets import sign_labels as sign_labels  # used with every space here
+from ntk.expectations.activations import Activation
 
 Elementwise = Callable[[jax.Array], jax.Array]
 
-ACTIVATIONS: dict[str, ntk.Activation] = {
+ACTIVATIONS: dict[str, Activation] = {
     "relu": ntk.relu,
     "leaky_relu": ntk.leaky_relu(0.1),
     "sigmoid": ntk.sigmoid,

@@ -15,7 +15,7 @@ W_l         ``w``: ``first`` [d, m], ``hidden`` [L-2, m, m], ``last`` [m, output
 The search is DARTS's (section 5.1), with cross-entropy below and above. It ends at an architecture
 (:class:`SkipArchitecture`: the likeliest activation of each layer, the skips above 1/2), whose
 network is then trained from scratch by SGD, the second half of Algorithm 1
-(:func:`bilevel.nets.training.train`).
+(:func:`bilevel.nets.train`).
 
 At ``width=math.inf`` the network is kernel ridge regression with its exact neural tangent kernel:
 :class:`SkipKernelSpace`, a search without weights to train.
@@ -57,6 +57,7 @@ from bilevel.spaces.activations import ACTIVATIONS
 from bilevel.spaces.kernels import KernelFunctionSpace, kernel_function_space
 from bilevel.spaces.space import Space, on_simplices
 from bilevel.spaces.targets import OUTER_LOSSES, label_losses, predict_labels
+from ntk.expectations.activations import Activation
 
 Alpha = dict[str, jax.Array]
 
@@ -129,7 +130,7 @@ class SkipKernelSpace(KernelFunctionSpace):
 
 @overload
 def skip_space(
-    activations: Sequence[str | ntk.Activation] = ...,
+    activations: Sequence[str | Activation] = ...,
     *,
     depth: int = ...,
     width: int = ...,
@@ -139,7 +140,7 @@ def skip_space(
 ) -> SkipSpace: ...
 @overload
 def skip_space(
-    activations: Sequence[str | ntk.Activation] = ...,
+    activations: Sequence[str | Activation] = ...,
     *,
     depth: int = ...,
     width: float,  # math.inf
@@ -148,7 +149,7 @@ def skip_space(
     outer: str = ...,
 ) -> SkipKernelSpace: ...
 def skip_space(
-    activations: Sequence[str | ntk.Activation] = CANDIDATES,
+    activations: Sequence[str | Activation] = CANDIDATES,
     *,
     depth: int = 10,
     width: int | float = 1024,
@@ -232,7 +233,7 @@ def skip_space(
     """
     activations = sequence("activations", activations)
     functions = tuple(_ntk_activation(a) for a in activations)
-    names = tuple(s.name if isinstance(s, ntk.Activation) else s for s in activations)
+    names = tuple(s.name if isinstance(s, Activation) else s for s in activations)
     if not 0 < len(functions) == len(set(functions)) == len(set(names)):
         got = ", ".join(names) or "none"
         raise ValueError(f"activations: expected at least one, each once, got {got}.")
@@ -333,8 +334,8 @@ def skip_space(
     )
 
 
-def _ntk_activation(a: str | ntk.Activation) -> ntk.Activation:
-    if isinstance(a, ntk.Activation):
+def _ntk_activation(a: str | Activation) -> Activation:
+    if isinstance(a, Activation):
         return a
     if not isinstance(a, str) or a not in ACTIVATIONS:
         raise ValueError(
@@ -355,7 +356,7 @@ _SCALES: dict[str, Callable[[int], tuple[float, float]]] = {
 class _SkipNetwork(nn.Module):
     """The module's formula, for a mixture in every layer or for one architecture."""
 
-    activations: dict[str, ntk.Activation]
+    activations: dict[str, Activation]
     depth: int
     width: int
     outputs: int

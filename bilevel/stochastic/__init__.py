@@ -20,7 +20,7 @@ A SAGA or PAGE direction becomes exact at a solution, so constant rates converge
 """
 
 from bilevel.stochastic._amigo import amigo
-from bilevel.stochastic._blocks import BatchedData
+from bilevel.stochastic._blocks import BatchedData as BatchedData
 from bilevel.stochastic._blocks import BatchSchedule as BatchSchedule
 from bilevel.stochastic._blocks import draw_batch_schedule as draw_batch_schedule
 from bilevel.stochastic._blocks import make_batched_data as make_batched_data
@@ -35,7 +35,6 @@ from bilevel.stochastic._soba import ma_soba, soba
 from bilevel.stochastic._spaba import spaba
 
 __all__ = [
-    "BatchedData",
     "amigo",
     "bome",
     "f2sa",

@@ -19,7 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.contracts import LowerSolver
-from bilevel.discretize import ConditionSix, Judgement, condition_six, judge_choice
+from bilevel.discretize import condition_six
+from bilevel.discretize.conditions import ConditionSix
+from bilevel.discretize.judgement import Judgement, judge_choice
 from bilevel.hypergradients.hypergradient import HyperGradient
 from bilevel.hypergradients.hypergradient import hypergradient as of_problem
 from bilevel.internal.checks import integer, one_of
@@ -258,7 +260,7 @@ def judge_argmax(
 
     References
     ----------
-    :func:`bilevel.discretize.judge_choice`, :func:`bilevel.condition_six`.
+    :func:`bilevel.discretize.judgement.judge_choice`, :func:`bilevel.condition_six`.
 
     Examples
     --------

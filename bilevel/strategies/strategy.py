@@ -25,7 +25,7 @@ class Strategy(NamedTuple):
     problem : Problem
     solver : LowerSolver
     optimizer : optax.GradientTransformation, of ``alpha``.
-    batches : ``batches(key, data) -> batch``, or of :func:`bilevel.outer_loop.batches.jointly`
+    batches : ``batches(key, data) -> batch``, or of :func:`bilevel.jointly`
     on_training_rows : bool
         Whether ``alpha`` descends on training rows too: validation rows are then not looked at.
     gradients : int

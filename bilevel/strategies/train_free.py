@@ -47,7 +47,7 @@ def eigen_nas(
     key : jax.Array
     space : SkipSpace
     x : [n, inputs]
-        Beyond seven layers in float64: see :func:`bilevel.spaces.skips.skip_space`.
+        Beyond seven layers in float64: see :func:`bilevel.spaces.skip_space`.
     pool, keep : int
         ``keep`` is at most the number of different architectures among ``pool`` draws; where there
         are fewer, all of them are returned.

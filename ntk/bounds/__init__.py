@@ -9,8 +9,8 @@ Every bound is a :class:`Bound`: a value with its terms, assumptions and open co
 ==============================  ==================================================================
 """
 
-from ntk.bounds.bound import Bound, Bracket
-from ntk.bounds.constants import Betas, activation_lipschitz, betas, hermite_coefficients, table1
+from ntk.bounds.bound import Bound
+from ntk.bounds.constants import table1
 from ntk.bounds.eigenvalue import (
     diagonal_upper_bound,
     frobenius_upper_bound,
@@ -22,26 +22,19 @@ from ntk.bounds.zhu import (
     zhu_theorem1_as_printed,
     zhu_theorem2_as_printed,
     zhu_theorem3,
-    zhu_theorem3_label_aware,
     zhu_variance_as_printed,
 )
 
 __all__ = [
-    "Betas",
     "Bound",
-    "Bracket",
-    "activation_lipschitz",
-    "betas",
     "diagonal_upper_bound",
     "eigen_nas_as_printed",
     "frobenius_upper_bound",
-    "hermite_coefficients",
     "hermite_lower_bound",
     "schur_lower_bound",
     "table1",
     "zhu_theorem1_as_printed",
     "zhu_theorem2_as_printed",
     "zhu_theorem3",
-    "zhu_theorem3_label_aware",
     "zhu_variance_as_printed",
 ]

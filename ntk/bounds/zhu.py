@@ -296,6 +296,7 @@ def zhu_theorem3(
     activations: Sequence[Mixture],
     delta: float = 0.05,
     C: float,
+    label_aware: bool = False,
 ) -> Bound:
     """Zhu et al. 2022, Theorem 3: the 0-1 error after one epoch of SGD on a wide network.
 
@@ -306,54 +307,8 @@ def zhu_theorem3(
     with N, and ``lambda_min <= K_ii`` keeps it above C_2 / sqrt(K_ii), which is 4^(L-1) for ReLU
     without skips. Skip connections, which multiply Lipschitz constants, do not enter C_2.
 
-    Parameters
-    ----------
-    K : array [N, N]
-        The NTK of the network, of depth L = ``len(activations) + 1``.
-    y : array [N]
-        Labels, +-1.
-    activations : L - 1 activations, or {activation: weight}
-    delta : float
-        In (0, 1/e].
-    C : float
-        For the constants, and the logarithms, in both O.
-
-    Returns
-    -------
-    Bound
-        ``terms``: both terms without C; C_1, to which the step size is proportional, C_2, Lip,
-        lambda_min; and the least that the first term could be for this diagonal of K.
-
-    Raises
-    ------
-    ValueError
-        If K is not finite and symmetric, y does not fit, ``delta`` is out of range, C not positive.
-
-    Examples
-    --------
-    >>> from ntk.expectations.activations import relu
-    >>> bound = zhu_theorem3(3 * jnp.eye(2), jnp.array([1, -1]), activations=[relu, relu], C=1.0)
-    >>> round(float(bound.terms["eigenvalue term"]), 3), bool(bound.vacuous)
-    (16.0, True)
-    """
-    K, y, smallest = _regression(K, y)
-    energy = y @ y / smallest
-    return _theorem3("eigenvalue term", energy, K, y, smallest, activations, delta, C)
-
-
-def zhu_theorem3_label_aware(
-    K: chex.Array,
-    y: chex.Array,
-    *,
-    activations: Sequence[Mixture],
-    delta: float = 0.05,
-    C: float,
-) -> Bound:
-    """Theorem 3 before its last step: ``y'K^-1 y`` in the place of its bound ``y'y / lambda_min``.
-
-        error <= C (C_2 sqrt(y'K^-1 y / N) + sqrt(log(1/delta) / N))
-
-    Never larger than :func:`zhu_theorem3`; of the kind of Cao & Gu (2019), it falls with N for
+    With ``label_aware`` the theorem before its last step, ``y'K^-1 y`` in place of its bound
+    ``y'y / lambda_min``. It is never larger; of the kind of Cao & Gu (2019), it falls with N for
     labels that K finds easy.
 
     Parameters
@@ -367,11 +322,15 @@ def zhu_theorem3_label_aware(
         In (0, 1/e].
     C : float
         For the constants, and the logarithms, in both O.
+    label_aware : bool
+        Whether to use the labels' alignment with K.
 
     Returns
     -------
     Bound
-        ``terms`` as in :func:`zhu_theorem3`, with "label term" in place of "eigenvalue term".
+        ``terms``: "eigenvalue term" or "label term", and "confidence term", without C; C_1, to
+        which the step size is proportional, C_2, Lip, lambda_min; and the least that the first term
+        could be for this diagonal of K.
 
     Raises
     ------
@@ -380,16 +339,22 @@ def zhu_theorem3_label_aware(
 
     Examples
     --------
-    >>> from ntk.expectations.activations import relu
+    >>> from ntk import relu
+    >>> bound = zhu_theorem3(3 * jnp.eye(2), jnp.array([1, -1]), activations=[relu, relu], C=1.0)
+    >>> round(float(bound.terms["eigenvalue term"]), 3), bool(bound.vacuous)
+    (16.0, True)
     >>> K, y = jnp.array([[2.0, 1.0], [1.0, 2.0]]), jnp.ones(2)
-    >>> bound = zhu_theorem3_label_aware(K, y, activations=[relu], C=1.0)
+    >>> bound = zhu_theorem3(K, y, activations=[relu], C=1.0, label_aware=True)
     >>> round(float(bound.terms["label term"]), 4)  # sqrt(2) 4 sqrt((2 / 3) / 2)
     3.266
     """
     K, y, smallest = _regression(K, y)
-    factor = jax.scipy.linalg.cho_factor(K, lower=True)
-    energy = y @ jax.scipy.linalg.cho_solve(factor, y)
-    return _theorem3("label term", energy, K, y, smallest, activations, delta, C)
+    if label_aware:
+        factor = jax.scipy.linalg.cho_factor(K, lower=True)
+        name, energy = "label term", y @ jax.scipy.linalg.cho_solve(factor, y)
+    else:
+        name, energy = "eigenvalue term", y @ y / smallest
+    return _theorem3(name, energy, K, y, smallest, activations, delta, C)
 
 
 def _theorem3(name, energy, K, y, smallest, activations, delta, C) -> Bound:

@@ -113,44 +113,6 @@ def kernel_record(
     return record
 
 
-def kernel_mixture(kernels: Sequence[KernelFunction], alpha: chex.Array) -> KernelFunction:
-    """``sum_i alpha_i k_i``, a kernel function.
-
-    Over the simplex its smallest eigenvalue is concave in ``alpha``, so that the least of all is at
-    a corner; :func:`ntk.certify_simplex` takes the list itself.
-
-    Parameters
-    ----------
-    kernels : sequence of h kernel functions
-    alpha : array [h]
-
-    Returns
-    -------
-    function
-        ``(x1, x2=None) -> [n1, n2]``
-
-    Raises
-    ------
-    ValueError
-        For no kernels, or another number of weights.
-
-    Examples
-    --------
-    >>> linear, constant = lambda a, b: a @ b.T, lambda a, b: jnp.ones((len(a), len(b)))
-    >>> kernel_mixture([linear, constant], jnp.array([0.5, 0.5]))(jnp.eye(2))
-    Array([[1. , 0.5],
-           [0.5, 1. ]], dtype=float...)
-    """
-    kernels, alpha = check_kernel_functions(kernels), real_array("alpha", alpha)
-    if alpha.shape != (len(kernels),):
-        raise ValueError(f"alpha: expected {len(kernels)} weights, got shape {alpha.shape}.")
-
-    def mixture(x1, x2=None):
-        return sum(alpha[i] * kernel_matrix(k, x1, x2) for i, k in enumerate(kernels))
-
-    return mixture
-
-
 def measured(
     kernel: KernelFunction, x: Any, entry_error: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -276,8 +238,8 @@ def as_kernel_matrix(K: Any, x: Any, name: str = "K") -> Any:
         K = K.ntk
     if isinstance(K, list | tuple) and any(map(callable, K)):
         raise ValueError(
-            f"{name}: expected one kernel function, got {len(K)}: kernel_mixture(kernels, alpha) "
-            "is one of several."
+            f"{name}: expected one kernel function, got {len(K)}; a sum of several is one: "
+            "lambda x1, x2: sum(a * k(x1, x2) for a, k in zip(alpha, kernels))."
         )
     if callable(K):
         if x is None:

@@ -8,7 +8,6 @@ from .layers import (
     dense,
     flatten,
     global_average_pool,
-    identity,
     residual,
     serial,
 )
@@ -23,7 +22,6 @@ __all__ = [
     "dense",
     "flatten",
     "global_average_pool",
-    "identity",
     "residual",
     "serial",
 ]

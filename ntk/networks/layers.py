@@ -7,10 +7,9 @@ combinator                 what it does to features f, of width C
 ``act``                    ``sum_i w_i s_i(f)``, elementwise
 ``average_pool``           mean over each window;  ``global_average_pool``: over all positions
 ``flatten``                all positions into one vector, for ``dense``
-``serial``                 one after another
+``serial``                 one after another; the identity if there is none
 ``add``                    ``sum_k w_k branch_k(f)``, each branch with weights of its own
 ``residual``               ``branch(f) + skip shortcut(f)``, an ``add`` of two
-``identity``               f
 =========================  =======================================================================
 
 ``fan_in`` is C times the size of the window. **Where a weight stands, a name may**: then it is an
@@ -186,21 +185,6 @@ def flatten() -> Network:
     return Network((Flatten(),))
 
 
-def identity() -> Network:
-    """No layer at all: what comes in.
-
-    Returns
-    -------
-    Network
-
-    Examples
-    --------
-    >>> identity().layers
-    ()
-    """
-    return Network(())
-
-
 def serial(*networks: Network) -> Network:
     """One network after another.
 
@@ -264,7 +248,7 @@ def residual(branch: Network, *, skip: Any = 1.0, shortcut: Network | None = Non
     branch : Network
     skip : number or name
     shortcut : Network, optional
-        :func:`identity` by default; a convolution where the branch changes the size.
+        The identity, ``serial()``, by default; a convolution where the branch changes the size.
 
     Returns
     -------
@@ -275,7 +259,7 @@ def residual(branch: Network, *, skip: Any = 1.0, shortcut: Network | None = Non
     >>> residual(conv(3), skip="gate").names
     {'gate': ()}
     """
-    return add([branch, identity() if shortcut is None else shortcut], [1.0, skip])
+    return add([branch, serial() if shortcut is None else shortcut], [1.0, skip])
 
 
 # ----------------------------------------------------------------------------- checks

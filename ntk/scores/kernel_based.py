@@ -38,36 +38,6 @@ from ntk.scores.registry import ScoreDescription
 from ntk.spectrum import eigenvalues
 
 
-def kernel(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """``K`` [n, n] of :func:`eigen_nas` and :func:`min_eigenvalue`: not a score, for certificates.
-
-    ``ntk.certified_min_eigenvalue`` makes a rigorous lower bound of it. Without batch statistics
-    ``ntk.empirical_kernel`` gives the same, faster.
-
-    Examples
-    --------
-    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
-    >>> kernel(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
-    Array([[18.,  0.], [ 0.,  2.]], dtype=float...)
-    """
-    apply, params, x, _ = check_score_arguments(apply, params, batch)
-    return _sum_of_grams(_sample_gradients(apply, params, x))
-
-
-def layer_traces(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """``tr K_l / n`` [layers] of the weights, leaf by leaf: what each layer adds to Eigen-NAS.
-
-    Examples
-    --------
-    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
-    >>> layer_traces(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
-    Array([10.], dtype=float...)
-    """
-    apply, params, x, _ = check_score_arguments(apply, params, batch)
-    layers = _weight_gradients(apply, params, x, _sample_gradients(apply, params, x))
-    return jnp.stack([jnp.sum(g**2) / len(g) for g in layers])
-
-
 def kernel_scores(
     key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch
 ) -> dict[str, jax.Array]:
@@ -214,8 +184,10 @@ def min_eigenvalue(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch
     >>> round(float(min_eigenvalue(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 4)
     2.0
     """
+    apply, params, x, _ = check_score_arguments(apply, params, batch)
+    K = _sum_of_grams(_sample_gradients(apply, params, x))
     # What is left of a zero eigenvalue is rounding, of either sign.
-    return jnp.maximum(eigenvalues.min_eigenvalue(kernel(key, apply, params, batch)), 0)
+    return jnp.maximum(eigenvalues.min_eigenvalue(K), 0)
 
 
 @ScoreDescription(

@@ -5,13 +5,14 @@ documentation read names and descriptions from here, so no other file lists the 
 does not import JAX: the command line needs the names before it does.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Public functions of `ntk.scores` that are not scores.
-_OTHER_FUNCTIONS = ("gradient_scores", "kernel", "kernel_scores", "layer_traces", "of_kernel")
+_OTHER_FUNCTIONS = ("of_kernel",)
 
 HOST_SCORES = {"certified_min_eigenvalue": "kernel_scores"}
 """Scores that ``bilevel rank`` computes on the host, and the function that returns the kernel."""
@@ -31,7 +32,8 @@ class ScoreDescription(NamedTuple):
     smaller_is_better : bool
         Whether a smaller value is better.
     together : str, optional
-        Function of ``ntk.scores`` that returns this score and others, by name, for the cost of one.
+        Function in the score's module that returns this score and others, by name, for the cost of
+        one.
     published : str, optional
         Name of the same score in the table of published scores.
 
@@ -79,3 +81,23 @@ def score_description(score: str | Callable[..., Any]) -> ScoreDescription:
 
         score = getattr(scores, score)
     return vars(score)["description"]
+
+
+def score_program(name: str) -> Callable[..., Any]:
+    """Return the score of that name, or the function of that name that returns several scores.
+
+    Examples
+    --------
+    >>> score_program("gradient_scores").__module__
+    'ntk.scores.gradient_based'
+    """
+    from ntk import scores
+
+    if name in scores.__all__:
+        return getattr(scores, name)
+    modules = {
+        getattr(scores, score).__module__
+        for score in builtin_score_names()
+        if score_description(score).together == name
+    }
+    return getattr(sys.modules[modules.pop()], name)

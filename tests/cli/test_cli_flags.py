@@ -37,11 +37,10 @@ from bilevel.cli.flags import (
 from bilevel.cli.runtime import interrupts, run_directory
 from bilevel.data import load
 from bilevel.internal import memory as _memory
-from bilevel.spaces import darts, nasbench201
 from bilevel.spaces.activations import ACTIVATIONS
-from bilevel.spaces.darts import darts_space
+from bilevel.spaces.darts import darts_space, operations
 from bilevel.spaces.features.text import BINS
-from bilevel.spaces.nasbench201 import nasbench201_space
+from bilevel.spaces.nasbench201 import genotype, nasbench201_space
 from bilevel.spaces.nasbench201.judging.verdicts import BASELINES
 from bilevel.spaces.nasbench201.scoring import SCORES
 from bilevel.spaces.skips import CANDIDATES
@@ -484,8 +483,8 @@ def test_help_mistakes_and_the_version_do_not_wait_for_jax(tmp_path):
 def test_names_of_flags_are_those_of_the_spaces():
     assert set(commands.ACTIVATIONS) == set(ACTIVATIONS)
     assert deep_searches.SkipSearch().activations == CANDIDATES
-    assert commands.DARTS_OPERATIONS == darts.PRIMITIVES
-    assert commands.NASBENCH201_OPERATIONS == nasbench201.PRIMITIVES
+    assert commands.DARTS_OPERATIONS == operations.PRIMITIVES
+    assert commands.NASBENCH201_OPERATIONS == genotype.PRIMITIVES
     assert (tuple(SCORES), tuple(BASELINES)) == (commands.SCORES, commands.BASELINES)
     assert commands.BINS == BINS
 

@@ -9,7 +9,9 @@ from helpers import documented_keys
 
 from bilevel.cli import main
 from bilevel.discretize.diagnostics import simplex_tangent
-from bilevel.spaces.nasbench201 import encode, genotypes, parse_genotype, supernet_cost
+from bilevel.spaces.nasbench201 import encode, genotypes
+from bilevel.spaces.nasbench201.costs import supernet_cost
+from bilevel.spaces.nasbench201.genotype import parse_genotype
 from bilevel.spaces.nasbench201.judging import table
 from bilevel.spaces.nasbench201.judging.standing import standing
 
@@ -42,7 +44,7 @@ def test_a_search_ends_in_a_table_and_its_files(tmp_path, capsys, monkeypatch, k
     def curvature(loss, sets):  # the real one is tested on its own, and takes long to compile
         return lambda w, alpha, batch: float(abs(simplex_tangent(sets, alpha).sum(-1)).max())
 
-    monkeypatch.setattr("bilevel.discretize.diagnostics.alpha_curvature", curvature)
+    monkeypatch.setattr("bilevel.discretize.alpha_curvature", curvature)
     assert search(run, "--seeds", "2", "--strategy", "random") == 0
     result = json.loads((run / "result.json").read_text())
     assert set(result) <= documented_keys()

@@ -12,6 +12,7 @@ import pytest
 import bilevel
 import ntk
 from ntk import scores
+from ntk.empirical.kernels import gradient_norms
 from ntk.internal import compile_cache
 from ntk.internal.compile_cache import program
 
@@ -65,7 +66,7 @@ def gradient(net):
 COMPILED = {
     "empirical_kernel": lambda net: ntk.empirical_kernel(net.function, W, X),
     "empirical_kernel of a method": lambda net: ntk.empirical_kernel(net.apply, W, X),
-    "gradient_norms": lambda net: ntk.gradient_norms(net.apply, W, X),
+    "gradient_norms": lambda net: gradient_norms(net.apply, W, X),
     "kernel_vector_product": lambda net: ntk.kernel_vector_product(net.apply, W, X)(jnp.ones(4)),
     "search": searched,
 }

@@ -17,6 +17,9 @@ from jax.experimental.sparse import BCSR
 
 import bilevel
 import ntk
+from bilevel.linear import matrices
+from bilevel.linear.models import svm_weights
+from ntk.bounds.constants import betas
 
 ROWS, WEIGHTS = 16, 8
 
@@ -187,9 +190,9 @@ SEARCHES = {
 
 def linear_models():
     x, y = rows()
-    sparse = bilevel.linear.sparse(scipy.sparse.csr_array(np.asarray(x)))
+    sparse = matrices.sparse(scipy.sparse.csr_array(np.asarray(x)))
     return [
-        (bilevel.linear.ridge_weights(features, y, 0.1), bilevel.linear.svm_weights(features, y))
+        (bilevel.linear.ridge_weights(features, y, 0.1), svm_weights(features, y))
         for features in (x, sparse)
     ]
 
@@ -243,7 +246,11 @@ def finite_kernels():
     apply, params = network()
     x, _ = rows()
     nngp = ntk.empirical_nngp(apply, params, x)
-    return ntk.empirical_kernel(apply, params, x), nngp, ntk.linearize(apply, params)(params, x)
+    return (
+        ntk.empirical_kernel(apply, params, x),
+        nngp,
+        ntk.taylor_expand(apply, params, 1)(params, x),
+    )
 
 
 def operators():
@@ -276,7 +283,7 @@ def bounds():
     x = unit_rows()
     layers = [ntk.relu, ntk.relu]
     return (
-        ntk.bounds.betas(ntk.leaky_relu(0.1), 2.0),
+        betas(ntk.leaky_relu(0.1), 2.0),
         ntk.bounds.schur_lower_bound(x, activations=layers).value,
         ntk.bounds.hermite_lower_bound(x, activations=layers).value,
     )

@@ -12,7 +12,9 @@ from sklearn.linear_model import Ridge
 from sklearn.svm import LinearSVC
 
 from bilevel import linear
-from bilevel.linear import Blocks, predict, ridge_weights, sparse, svm_weights
+from bilevel.linear import ridge_weights
+from bilevel.linear.matrices import Blocks, sparse
+from bilevel.linear.models import predict, svm_weights
 
 SHAPES = {"tall": (31, 11), "wide": (11, 31)}
 MEMORY = 4 * 31 * 8 * 3  # blocks of a few rows or columns, which divide neither 11 nor 31

@@ -9,7 +9,10 @@ import pytest
 import bilevel
 from bilevel import baselines, data, implicit, spectral
 from bilevel.nets import images, training
-from bilevel.spaces import darts, features, nasbench201
+from bilevel.spaces import features
+from bilevel.spaces.darts.genotype import draw_corner
+from bilevel.spaces.nasbench201 import genotype
+from bilevel.theory.spectral.directions import spectral_gram, top_direction
 
 W0, ALPHA = jnp.zeros(2), jnp.ones(2)
 
@@ -228,8 +231,8 @@ KEYS = {
     "sample_fourier": lambda key: features.sample_fourier(key, 2),
     "sample_text": lambda key: features.sample_text(key, 2),
     "fourier_features": lambda key: features.fourier_features(key, jnp.ones((2, 2))),
-    "draw_corner": lambda key: darts.draw_corner(key),
-    "draw_genotype": lambda key: nasbench201.draw_genotype(key),
+    "draw_corner": lambda key: draw_corner(key),
+    "draw_corner of NAS-Bench-201": lambda key: genotype.draw_corner(key),
     "rank_agreement": lambda key: bilevel.rank_agreement(key, jnp.arange(4), jnp.arange(4)),
     "spectral_sample": lambda key: spectral.spectral_sample(key, 3, 2, 1),
 }
@@ -284,7 +287,7 @@ def test_keys_of_the_old_style_and_leaves_that_are_none_are_welcome():
     ("call", "sentence"),
     [
         (
-            lambda: bilevel.spectral.top_direction(jnp.triu(jnp.ones((3, 3)))),
+            lambda: top_direction(jnp.triu(jnp.ones((3, 3)))),
             "gram: expected a sym",
         ),
         (lambda: bilevel.bounds.khodak_corollary_a1(1.0, 10, C="1"), "C: expected"),
@@ -306,13 +309,11 @@ def test_what_a_fresh_campaign_found(call, sentence):
     ("call", "message"),
     [
         (
-            lambda: bilevel.nets.convolution.convolve_images(
-                jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 0))
-            ),
+            lambda: bilevel.nets.convolve_images(jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 0))),
             "kernel: expected",
         ),
         (
-            lambda: bilevel.spectral.spectral_gram(jnp.ones((3, 2, 4)), jnp.ones((3, 0))),
+            lambda: spectral_gram(jnp.ones((3, 2, 4)), jnp.ones((3, 0))),
             "labels: expected shape",
         ),
         (

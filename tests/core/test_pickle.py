@@ -209,7 +209,7 @@ def empirical_operator():
 
 
 def space():
-    space = bilevel.spaces.activations.activation_space(["relu", "tanh"], width=4)
+    space = bilevel.spaces.activation_space(["relu", "tanh"], width=4)
     return space, lambda space: space.apply(jnp.ones((4, 3)), jnp.ones(2) / 2, jnp.asarray(X))
 
 

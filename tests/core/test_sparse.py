@@ -13,7 +13,8 @@ from jax.experimental import sparse
 
 import bilevel
 import ntk
-from bilevel.linear import predict, ridge_weights, svm_weights
+from bilevel.linear import ridge_weights
+from bilevel.linear.models import predict, svm_weights
 from bilevel.outer_loop.batches import minibatches
 
 RNG = np.random.default_rng(0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import assert_close
 
-from ntk import empirical_kernel, linearize, taylor_expand
+from ntk import empirical_kernel, taylor_expand
 from ntk.compat.load import neural_tangents
 
 
@@ -46,7 +46,7 @@ def test_polynomials_are_their_own_expansion():
 def test_expansions_are_those_of_neural_tangents():
     nt = neural_tangents()
     expected = nt.linearize(network, PARAMS)(MOVED, X)
-    assert_close(linearize(network, PARAMS)(MOVED, X), expected, f64=1e-13, f32=1e-5)
+    assert_close(taylor_expand(network, PARAMS, 1)(MOVED, X), expected, f64=1e-13, f32=1e-5)
     expected = nt.taylor_expand(network, PARAMS, 3)(MOVED, X)
     assert_close(taylor_expand(network, PARAMS, 3)(MOVED, X), expected, f64=1e-13, f32=1e-5)
 
@@ -62,7 +62,7 @@ def test_error_falls_as_fast_as_the_order_says():
 
 
 def test_the_linear_networks_kernel_stays_that_of_the_start():
-    linear = linearize(network, PARAMS)
+    linear = taylor_expand(network, PARAMS, 1)
     start = empirical_kernel(network, PARAMS, X, outputs="full")
     for params in (PARAMS, MOVED):
         got = empirical_kernel(linear, params, X, outputs="full")
@@ -78,7 +78,7 @@ def test_flax_modules_pytrees_of_outputs_and_whole_numbers():
         return {"y": params["n"] * model.apply(params["net"], x), "x": (x,)}
 
     other = jax.tree.map(lambda leaf: leaf + 1, params)
-    got = linearize(apply, params)(other, X)
+    got = taylor_expand(apply, params, 1)(other, X)
     assert_close(got, apply(other | {"n": 3}, X), f64=1e-6, f32=1e-5)
 
 
@@ -87,7 +87,7 @@ def test_expansions_are_pure_functions_under_jit_grad_and_vmap():
     assert_close(jax.jit(expanded)(MOVED, X), expanded(MOVED, X), f64=1e-14, f32=1e-6)
     one = jax.vmap(lambda x: expanded(MOVED, x[None])[0])(X)
     assert_close(one, expanded(MOVED, X), f64=1e-14, f32=1e-6)
-    got = jax.grad(lambda p: linearize(network, PARAMS)(p, X).sum())(MOVED)
+    got = jax.grad(lambda p: taylor_expand(network, PARAMS, 1)(p, X).sum())(MOVED)
     expected = jax.grad(lambda p: network(p, X).sum())(PARAMS)
     assert_close(got, expected, f64=1e-14, f32=1e-6)
 
@@ -100,21 +100,27 @@ def test_types_are_those_of_the_network():
 BAD = {
     "order": (lambda: taylor_expand(network, PARAMS, -1), "order: expected at least 0, got -1"),
     "a fraction": (lambda: taylor_expand(network, PARAMS, 1.5), "order: expected a whole number"),
-    "no function": (lambda: linearize(3, PARAMS), "apply: expected a function"),
-    "other leaves": (lambda: linearize(network, PARAMS)({}, X), "params: expected PyTreeDef"),
+    "no function": (lambda: taylor_expand(3, PARAMS, 1), "apply: expected a function"),
+    "other leaves": (
+        lambda: taylor_expand(network, PARAMS, 1)({}, X),
+        "params: expected PyTreeDef",
+    ),
     "other shape": (
-        lambda: linearize(network, PARAMS)(MOVED | {"w": X[:1]}, X),
+        lambda: taylor_expand(network, PARAMS, 1)(MOVED | {"w": X[:1]}, X),
         r"params: expected leaves of the shapes .* such as \(2, 3\), got \(1, 2\)",
     ),
     "complex start": (
-        lambda: linearize(network, {"w": 1j}),
+        lambda: taylor_expand(network, {"w": 1j}, 1),
         "params: expected real numbers, got complex",
     ),
     "complex values": (
-        lambda: linearize(network, PARAMS)(MOVED | {"w": 1j * MOVED["w"]}, X),
+        lambda: taylor_expand(network, PARAMS, 1)(MOVED | {"w": 1j * MOVED["w"]}, X),
         "params: expected real numbers, got complex",
     ),
-    "no array": (lambda: linearize(network, {"w": print}), "params: expected arrays, got the func"),
+    "no array": (
+        lambda: taylor_expand(network, {"w": print}, 1),
+        "params: expected arrays, got the func",
+    ),
 }
 
 

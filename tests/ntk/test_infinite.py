@@ -11,6 +11,7 @@ from helpers import assert_close, finite_differences, tolerance
 import ntk
 import ntk.scores
 from ntk import neural_tangents
+from ntk.bounds.constants import hermite_coefficients
 from ntk.infinite import input_pairs as pairs
 from ntk.infinite import layer_expansions, mixtures, network_kernel
 
@@ -723,6 +724,6 @@ def test_a_step_is_a_step_in_every_network():
         assert_close(nngp, truth, f32=1e-5)
     # A step has no slope but its jump, which no gradient sees.
     assert_close(ntk.mixture_blocks(x, [step, ntk.relu])[0, 0], np.zeros((3, 3)))
-    assert_close(ntk.bounds.hermite_coefficients(step, terms=2), [0.5, (2 * np.pi) ** -0.5])
+    assert_close(hermite_coefficients(step, terms=2), [0.5, (2 * np.pi) ** -0.5])
     with pytest.raises(ValueError, match="activations: expected functions of values"):
         ntk.network_kernel(x, activations=[step.derivative])

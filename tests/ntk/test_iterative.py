@@ -10,7 +10,10 @@ from helpers import finite_differences
 
 import ntk
 from ntk.large import block_cg, preconditioner
+from ntk.large.block_cg import SolverState
 from ntk.large.eigenvalue_interval import missed_part
+from ntk.large.iterative_regression import IterativeRegression
+from ntk.large.partial_cholesky import PartialCholesky
 
 rng = np.random.default_rng(0)
 N = 150
@@ -194,7 +197,7 @@ def test_an_interrupted_fit_goes_on_to_the_same_bits():
     )
     whole = run(callback=told.append)
     kept = [np.asarray(x) for x in told[3]]
-    again = run(start=ntk.SolverState(*kept), callback=told.append)
+    again = run(start=SolverState(*kept), callback=told.append)
     assert [int(s.steps) for s in told[: int(whole.steps)]] == list(range(1, int(whole.steps) + 1))
     np.testing.assert_array_equal(whole.weights, again.weights)
     assert whole.steps == again.steps
@@ -361,7 +364,7 @@ def test_the_probability_is_that_of_random_starts():
 
 # ----------------------------------------------------------------------------- mistakes
 
-FIT = ntk.IterativeRegression(jnp.ones(3), jnp.array(0.0), jnp.array(0.0), jnp.array(1), 0.1)
+FIT = IterativeRegression(jnp.ones(3), jnp.array(0.0), jnp.array(0.0), jnp.array(1), 0.1)
 NEGATIVE = ntk.KernelOperator(lambda a, b: -a @ b.T, X)
 INDEFINITE = ntk.KernelOperator(lambda a, b: a[:, :1] @ b[:, 1:2].T + a[:, 1:2] @ b[:, :1].T, X)
 UNKNOWN = ntk.KernelOperator(lambda a, b: jnp.where(a @ b.T > 2, jnp.nan, a @ b.T), X)
@@ -379,7 +382,7 @@ MISTAKES = {
     "preconditioner: expected 150 rows": lambda: ntk.iterative_regression(
         operator(),
         Y,
-        preconditioner=ntk.PartialCholesky(jnp.ones((3, 1)), jnp.ones(3), jnp.array([0])),
+        preconditioner=PartialCholesky(jnp.ones((3, 1)), jnp.ones(3), jnp.array([0])),
     ),
     "start: expected": lambda: ntk.iterative_regression(operator(), Y, start=1),
     "callback: expected a function": lambda: ntk.iterative_regression(operator(), Y, callback=1),

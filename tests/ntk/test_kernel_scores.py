@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from helpers import assert_close
 
-from ntk import scores
+from ntk import empirical_kernel, scores
+from ntk.scores.kernel_based import kernel_scores
 from ntk.scores.registry import builtin_score_names, score_description
 
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -60,11 +61,11 @@ def test_a_score_is_the_one_of_the_explicit_jacobian(name):
 
 
 def test_all_at_once_are_those_one_by_one():
-    found = jax.jit(functools.partial(scores.kernel_scores, None, apply))(PARAMS, (X, Y))
+    found = jax.jit(functools.partial(kernel_scores, None, apply))(PARAMS, (X, Y))
     assert set(found) == {"kernel", *NAMES}
     for name in NAMES:
         assert_close(found[name], by_hand()[name], f64=1e-8)
-    assert_close(found["kernel"], scores.kernel(None, apply, PARAMS, (X, Y)))
+    assert_close(found["kernel"], empirical_kernel(apply, PARAMS, X))
 
 
 @pytest.mark.long
@@ -72,7 +73,7 @@ def test_all_at_once_are_those_one_by_one():
 def test_a_singular_kernel_has_defined_scores_and_none_that_ranks_first(dead):
     params = jax.tree.map(jnp.zeros_like, PARAMS) if dead == "network" else PARAMS
     x = jnp.zeros_like(X) if dead == "network" else jnp.ones_like(X)
-    found = scores.kernel_scores(None, apply, params, (x, Y))
+    found = kernel_scores(None, apply, params, (x, Y))
     assert not any(np.isnan(np.asarray(value)).any() for value in found.values())
     # What is left of 0 is rounding, in units of the kernel's trace.
     least = 1e-6 * float(jnp.trace(found["kernel"]))

@@ -12,22 +12,23 @@ import pytest
 from helpers import assert_close, finite_differences, tolerance
 
 from ntk.bounds import (
-    activation_lipschitz,
-    betas,
     diagonal_upper_bound,
     eigen_nas_as_printed,
     frobenius_upper_bound,
-    hermite_coefficients,
     hermite_lower_bound,
     schur_lower_bound,
     table1,
     zhu_theorem1_as_printed,
     zhu_theorem2_as_printed,
     zhu_theorem3,
-    zhu_theorem3_label_aware,
     zhu_variance_as_printed,
 )
 from ntk.bounds.bound import lower_bound
+from ntk.bounds.constants import (
+    activation_lipschitz,
+    betas,
+    hermite_coefficients,
+)
 from ntk.expectations.activations import (
     activation,
     erf,
@@ -156,7 +157,8 @@ def test_a_bound_that_is_no_number_is_vacuous():
     for seed in range(5):
         A = np.random.default_rng(seed).normal(size=(6, 3))  # K of rank 3
         y = jnp.array([1.0, -1, 1, -1, 1, 1])
-        bound = zhu_theorem3_label_aware(jnp.asarray(A @ A.T), y, activations=[relu], C=1e-9)
+        options = {"activations": [relu], "C": 1e-9, "label_aware": True}
+        bound = zhu_theorem3(jnp.asarray(A @ A.T), y, **options)
         assert bound.vacuous and held(bound)["K is positive definite"] is False
 
 
@@ -454,7 +456,7 @@ def test_theorem_3_by_hand():
     K, y, lip = jnp.diag(jnp.array([1.0, 4.0])), jnp.ones(2), 1.099839320129
     options = {"activations": [swish], "delta": 0.1, "C": 0.5}
     C_2, confidence = math.sqrt(2) * (3 * lip + 1), math.sqrt(math.log(10) / 2)
-    plain, aware = zhu_theorem3(K, y, **options), zhu_theorem3_label_aware(K, y, **options)
+    plain, aware = (zhu_theorem3(K, y, **options, label_aware=aware) for aware in (False, True))
     assert_close(plain.value, 0.5 * (C_2 + confidence), f32=1e-5)
     assert_close(aware.value, 0.5 * (C_2 * math.sqrt(0.625) + confidence), f32=1e-5)
     assert_close(plain.terms["C_1"], math.sqrt(2) / (3 * lip + 1), f32=1e-5)
@@ -469,13 +471,14 @@ def test_labels_that_the_kernel_finds_easy_make_theorem_3_tighter():
     y = vectors[:, -1]
     options = {"activations": [relu, relu], "C": 1.0}
     plain = zhu_theorem3(K, y, **options).terms["eigenvalue term"]
-    aware = zhu_theorem3_label_aware(K, y, **options).terms["label term"]
+    aware = zhu_theorem3(K, y, **options, label_aware=True).terms["label term"]
     assert_close(aware / plain, math.sqrt(values[0] / values[-1]), f64=1e-8)
 
 
 def test_theorem_3_of_a_singular_kernel_is_infinite():
-    for theorem in (zhu_theorem3, zhu_theorem3_label_aware):
-        bound = theorem(jnp.diag(jnp.array([1.0, 0.0])), jnp.ones(2), activations=[relu], C=1.0)
+    for aware in (False, True):
+        options = {"activations": [relu], "C": 1.0, "label_aware": aware}
+        bound = zhu_theorem3(jnp.diag(jnp.array([1.0, 0.0])), jnp.ones(2), **options)
         assert bound.value == math.inf
         assert bound.vacuous
         assert held(bound)["K is positive definite"] is False

@@ -10,6 +10,7 @@ import pytest
 from helpers import assert_close, cast, finite_differences, tolerance
 
 import ntk
+from ntk.regression.gaussian_process import Prediction
 
 N, M, OUT = 5, 3, 2  # inputs to train on, others, outputs
 TIMES = np.array([0.0, 0.3, 2.0, np.inf])
@@ -322,7 +323,7 @@ def test_derivatives_are_those_of_finite_differences_with_multiple_eigenvalues()
 
 def test_a_variance_rounded_below_zero_is_a_deviation_of_zero_with_a_finite_slope():
     def total(scale):
-        return ntk.Prediction(jnp.zeros(2), scale * jnp.diag(jnp.array([-1e-17, 4.0]))).std().sum()
+        return Prediction(jnp.zeros(2), scale * jnp.diag(jnp.array([-1e-17, 4.0]))).std().sum()
 
     assert_close(jax.value_and_grad(total)(1.0), (2.0, 1.0))
 

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ntk import scores
 from ntk.empirical.kernels import empirical_kernel
+from ntk.scores.kernel_based import kernel_scores
 from ntk.scores.registry import builtin_score_names, score_description
 
 N, INPUTS, HIDDEN, CLASSES = 6, 9, 7, 3
@@ -267,7 +268,7 @@ def test_eigen_nas_bounds_the_smallest_eigenvalue():
 
 def test_eigen_nas_and_min_eigenvalue_are_of_the_empirical_kernel():
     params, (x, y) = draw()
-    K = scores.kernel(None, apply, params, (x, y))
+    K = kernel_scores(None, apply, params, (x, y))["kernel"]
     assert_close(K, empirical_kernel(apply, params, x, method="jacobian"))
     assert_close(score("eigen_nas", params, (x, y)), jnp.trace(K) / N)
 

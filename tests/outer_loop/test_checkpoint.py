@@ -22,9 +22,8 @@ from test_search import (
 )
 
 import bilevel
-from bilevel import checkpoint
 from bilevel.outer_loop import search
-from bilevel.runs import records
+from bilevel.runs import checkpoint, records
 from bilevel.runs.fingerprint import fingerprint
 
 

@@ -18,6 +18,7 @@ import pytest
 
 import bilevel
 from bilevel.outer_loop import search, search_program
+from bilevel.runs import checkpoint
 from ntk.internal import compile_cache
 
 SIMPLEX = optax.chain(bilevel.tangent(), optax.adam(0.1), bilevel.exponentiate())
@@ -259,7 +260,7 @@ def test_a_thinned_history_is_part_of_the_whole_one(names, tmp_path):
     expected = dataclasses.replace(whole, history={name: whole.history[name] for name in names})
     assert_identical(found, expected)
     thin(checkpoint=tmp_path, chunk=2, callback=lambda result: result.state.step == 2)
-    assert bilevel.checkpoint.latest(tmp_path) == 2
+    assert checkpoint.latest(tmp_path) == 2
     assert_identical(thin(checkpoint=tmp_path, resume=True), expected)
     with pytest.raises(ValueError, match=r"another history \(history was '.*', is 'all'\)"):
         noisy(steps=6, checkpoint=tmp_path, resume=True)
@@ -389,7 +390,7 @@ def test_a_killed_search_resumes_exactly(tmp_path, number, save_seconds, saved):
     )
     patience = time.monotonic() + 120
     while time.monotonic() < patience and process.poll() is None:
-        if len(bilevel.checkpoint.steps(folder)) >= saved:
+        if len(checkpoint.steps(folder)) >= saved:
             time.sleep(0.1)  # some more steps
             break
         time.sleep(0.05)
@@ -397,7 +398,7 @@ def test_a_killed_search_resumes_exactly(tmp_path, number, save_seconds, saved):
     printed, _ = process.communicate()
     assert process.returncode == -number
     assert printed == ("in the buffer\n" if number == signal.SIGTERM else "")
-    done = bilevel.checkpoint.latest(folder)
+    done = checkpoint.latest(folder)
     assert done >= 2
     resumed = noisy(steps=done + 3, checkpoint=folder, resume=True)
     assert_identical(resumed, noisy(steps=done + 3))
@@ -418,7 +419,7 @@ def terminate(result=None):
 
 def test_sigterm_reaches_the_programs_own_handler_after_the_checkpoint(tmp_path, sigterm):
     received, look = sigterm
-    look.append(lambda: bilevel.checkpoint.latest(tmp_path))
+    look.append(lambda: checkpoint.latest(tmp_path))
     handler = signal.getsignal(signal.SIGTERM)
     result = noisy(steps=9, chunk=3, callback=terminate, checkpoint=tmp_path)
     assert received == [6] and result.stopped == "terminated after step 6"
@@ -478,7 +479,7 @@ def test_ctrl_c_returns_what_there_is(tmp_path):
         dataclasses.replace(result, stopped=""),
         noisy(steps=6),
     )
-    assert bilevel.checkpoint.latest(tmp_path) == 6
+    assert checkpoint.latest(tmp_path) == 6
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -574,7 +575,7 @@ def test_a_nan_stops_the_search_with_step_quantity_and_last_good_state(quantity,
         np.testing.assert_array_equal(result.history["value"], -np.arange(0.0, step))
         assert result.state.step == step and np.isfinite(result.w).all()
     # Before the first step there is nothing to go on from.
-    assert bilevel.checkpoint.latest(tmp_path) == (step or None)
+    assert checkpoint.latest(tmp_path) == (step or None)
 
 
 def test_the_row_before_a_resume_comes_back_where_the_next_step_is_not_finite(tmp_path):

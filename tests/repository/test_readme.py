@@ -10,7 +10,7 @@ import pytest
 import bilevel
 from bilevel.spaces.darts import parse_genotype
 from bilevel.spaces.nasbench201 import genotypes
-from bilevel.spaces.nasbench201 import parse_genotype as parse_cell
+from bilevel.spaces.nasbench201.genotype import parse_genotype as parse_cell
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -45,7 +45,7 @@ def test_descriptions_name_functions_that_return_these_scores():
     for name in NAMES:
         about = registry.score_description(name)
         assert about.batch_norm in ("joint", "alone", "removed", "unused")
-        assert about.together is None or callable(getattr(ntk.scores, about.together))
+        assert about.together is None or callable(registry.score_program(about.together))
 
 
 def test_a_builtin_score_is_named_in_at_most_three_files():

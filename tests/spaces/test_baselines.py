@@ -17,7 +17,8 @@ from helpers import no_room
 
 import bilevel
 from bilevel import baselines
-from bilevel.baselines import Evaluation, Selection, Shared
+from bilevel.baselines import Selection
+from bilevel.contracts import Evaluation, Shared
 from bilevel.runs import journal
 
 KEY = jax.random.key(3)

@@ -11,24 +11,19 @@ import bilevel
 from bilevel.nets.images import crop_and_flip, cutout
 from bilevel.nets.layers import Standardize, draw_parameters
 from bilevel.nets.training import from_scratch
-from bilevel.spaces.darts import (
+from bilevel.spaces.darts import darts_network, darts_space, parse_genotype, plot_genotype
+from bilevel.spaces.darts.genotype import (
     DARTS_V1,
     DARTS_V2,
     EDGES,
-    PRIMITIVES,
     Genotype,
-    darts_network,
-    darts_space,
     draw_corner,
     genotype,
     one_hot,
-    parse_genotype,
-    plot_genotype,
-    weight_count,
 )
 from bilevel.spaces.darts.network import Cell
-from bilevel.spaces.darts.operations import make_operation
-from bilevel.spaces.darts.supernet import MixedCell
+from bilevel.spaces.darts.operations import PRIMITIVES, make_operation
+from bilevel.spaces.darts.supernet import MixedCell, weight_count
 
 KEY = jax.random.key(0)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import assert_close
 
-from bilevel import diagnostics
+from bilevel.discretize import diagnostics
 
 
 def test_the_curvature_is_the_largest_eigenvalue_on_the_tangent_space():

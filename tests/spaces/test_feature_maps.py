@@ -12,23 +12,22 @@ from sklearn.feature_extraction import FeatureHasher
 from sklearn.preprocessing import MinMaxScaler, StandardScaler, normalize
 
 from bilevel.spaces.features import (
-    BINS,
-    KERNELS,
-    PREPROCESS,
-    FourierConfig,
-    TextConfig,
-    fold,
     fourier_config,
     fourier_features,
-    from_projection,
-    hashed_counts,
     sample_fourier,
     sample_text,
-    statistics,
     text_config,
+)
+from bilevel.spaces.features.fourier import KERNELS, PREPROCESS, FourierConfig, from_projection
+from bilevel.spaces.features.text import (
+    _TOKENIZERS,
+    BINS,
+    TextConfig,
+    fold,
+    hashed_counts,
+    statistics,
     weigh,
 )
-from bilevel.spaces.features.text import _TOKENIZERS
 
 KEY = jax.random.key(3)
 X = jax.random.normal(jax.random.key(0), (7, 4)) * jnp.array([1.0, 5.0, 0.1, 2.0])

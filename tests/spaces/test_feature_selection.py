@@ -10,8 +10,11 @@ from helpers import tolerance
 from sklearn.linear_model import Ridge
 
 import bilevel
-from bilevel import baselines, linear
+from bilevel import baselines
+from bilevel.linear.matrices import sparse
+from bilevel.linear.models import predict, svm_weights
 from bilevel.spaces import features
+from bilevel.spaces.features.text import fold, hashed_counts, statistics, weigh
 
 KEY = jax.random.key(3)
 DIMENSION = 96
@@ -136,13 +139,11 @@ def test_texts_are_judged_as_our_own_svm_would(text_parts, weights):
     problem = features.text_selection(*text_parts, cost=0.3)
     config = features.text_config(order=2, weights=weights, binary=True, preprocess="normalize")
     dimension = 2**16  # hardly a collision, wherever an n-gram's bin is
-    bags = [
-        features.fold(features.hashed_counts(x, config), dimension, True) for x, _ in text_parts
-    ]
-    totals = features.statistics(bags[0], text_parts[0][1])
-    phis = [linear.sparse(features.weigh(bag, config, totals)) for bag in bags]
-    w = linear.svm_weights(phis[0], 2.0 * text_parts[0][1] - 1, 0.3).w
-    truth = [float(np.mean((linear.predict(phis[i], w) > 0) != text_parts[i][1])) for i in (1, 2)]
+    bags = [fold(hashed_counts(x, config), dimension, True) for x, _ in text_parts]
+    totals = statistics(bags[0], text_parts[0][1])
+    phis = [sparse(weigh(bag, config, totals)) for bag in bags]
+    w = svm_weights(phis[0], 2.0 * text_parts[0][1] - 1, 0.3).w
+    truth = [float(np.mean((predict(phis[i], w) > 0) != text_parts[i][1])) for i in (1, 2)]
     assert problem.evaluate(None, config, dimension) == pytest.approx(truth)
 
 

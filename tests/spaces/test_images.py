@@ -10,10 +10,11 @@ import numpy as np
 import optax
 import pytest
 
-from bilevel import checkpoint
 from bilevel.nets.images import unit_images
 from bilevel.nets.training import from_scratch, run_epochs
-from bilevel.spaces.darts import DARTS_V2, darts_network
+from bilevel.runs import checkpoint
+from bilevel.spaces.darts import darts_network
+from bilevel.spaces.darts.genotype import DARTS_V2
 
 
 def test_many_float32_pixels_have_mean_0_and_variance_1():

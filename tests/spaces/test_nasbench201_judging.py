@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from helpers import needs_scores
 
-from bilevel.spaces.nasbench201 import genotypes, multiply_adds, parameter_count
+from bilevel.spaces.nasbench201 import genotypes, parameter_count
+from bilevel.spaces.nasbench201.costs import multiply_adds
 from bilevel.spaces.nasbench201.judging.printed_accuracies import PRINTED
 from bilevel.spaces.nasbench201.judging.table import (
     DATASETS,

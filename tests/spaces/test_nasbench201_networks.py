@@ -17,18 +17,10 @@ from jax.flatten_util import ravel_pytree
 import ntk
 from bilevel.nets.layers import Standardize
 from bilevel.nets.training import from_scratch
-from bilevel.spaces.nasbench201 import (
-    EDGES,
-    PRIMITIVES,
-    Genotype,
-    all_networks,
-    encode,
-    nasbench201_network,
-    parameter_count,
-    parse_genotype,
-)
+from bilevel.spaces.nasbench201 import all_networks, encode, parameter_count
 from bilevel.spaces.nasbench201._all_networks import _edge
-from bilevel.spaces.nasbench201.network import Edge
+from bilevel.spaces.nasbench201.genotype import EDGES, PRIMITIVES, Genotype, parse_genotype
+from bilevel.spaces.nasbench201.network import Edge, nasbench201_network
 
 KEY = jax.random.key(0)
 NETWORKS = all_networks(classes=3, cells=1, channels=2)

@@ -10,16 +10,18 @@ from helpers import assert_close, batch, finite_differences
 
 import bilevel
 from bilevel.spaces.nasbench201 import (
-    EDGES,
-    PRIMITIVES,
-    Genotype,
     all_networks,
-    draw_corner,
-    draw_genotype,
     encode,
     genotypes,
     nasbench201_space,
     parameter_count,
+)
+from bilevel.spaces.nasbench201.genotype import (
+    EDGES,
+    PRIMITIVES,
+    Genotype,
+    draw_corner,
+    genotype,
 )
 from bilevel.spaces.nasbench201.supernet import WeightedEdge, mixed_cell
 
@@ -104,7 +106,7 @@ def test_at_a_corner_the_supernet_is_the_genotypes_network():
     named = weights_of_networks(w, jax.eval_shape(lambda: networks.init(KEY, (8, 8, 1))))
     supernet, network = jax.jit(space.apply), jax.jit(networks.apply)
     mixed = [Genotype(PRIMITIVES[:0:-1] + PRIMITIVES[:2]), Genotype((*PRIMITIVES, "none"))]
-    for found in (*mixed, draw_genotype(KEY), genotypes()[0]):
+    for found in (*mixed, genotype(draw_corner(KEY)), genotypes()[0]):
         logits = supernet(w, jnp.asarray(space.one_hot(found)), x)
         assert_close(logits, network(named, encode(found), x), f64=1e-6)
 

@@ -15,9 +15,9 @@ import pooch
 import pytest
 from helpers import needs_scores
 
-from bilevel import data
-from bilevel.spaces.nasbench201 import genotypes, parameter_count, parse_genotype
-from bilevel.spaces.nasbench201._genotype import _live
+from bilevel.data.files import find_file
+from bilevel.spaces.nasbench201 import genotypes, parameter_count
+from bilevel.spaces.nasbench201.genotype import live_edges, parse_genotype
 from bilevel.spaces.nasbench201.judging import table as module
 from bilevel.spaces.nasbench201.judging.table import (
     RUN_SETS,
@@ -137,7 +137,7 @@ def test_what_is_packed_is_what_is_read(small, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "TABLES", tmp_path)
     given = tmp_path / "data" / "nasbench201"
     package_nasbench201.pack(given, tmp_path)
-    data.find_file(given, module.RESULTS).unlink()
+    find_file(given, module.RESULTS).unlink()
     assert load_table().accuracy["cifar10-test"][7] == (
         1000 * columns.index("cifar10_test_acc_200ep_mean") + 1
     )
@@ -291,7 +291,7 @@ def test_parameters_are_those_that_the_benchmark_records_but_for_150_networks():
 def test_published_scores_are_of_the_networks_whose_operations_all_act():
     scores = published_scores()
     assert len(scores) == 13
-    acting = [sum(_live(g)) == 6 - g.operations.count("none") for g in genotypes()]
+    acting = [sum(live_edges(g)) == 6 - g.operations.count("none") for g in genotypes()]
     acting[0] = True  # no operations at all
     for values in scores.values():
         np.testing.assert_array_equal(np.isfinite(values), acting)

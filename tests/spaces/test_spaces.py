@@ -11,8 +11,9 @@ import pytest
 from helpers import assert_close
 
 import bilevel
-from bilevel import diagnostics, strategies
+from bilevel import strategies
 from bilevel.cli import main
+from bilevel.discretize import diagnostics
 from bilevel.nets.evaluation import wrong_rows
 from bilevel.spaces import Space, on_simplices, targets
 from bilevel.spaces.activations import activation_space, sign_labels

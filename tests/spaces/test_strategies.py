@@ -13,6 +13,7 @@ from helpers import assert_close
 import bilevel
 from bilevel import strategies
 from bilevel.spaces.skips import skip_space
+from bilevel.strategies.optimizers import exponentiated, logits
 
 KEY = jax.random.key(0)
 SPACE = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
@@ -40,8 +41,8 @@ def optimizer_of(simplex, other):
     return strategies.on_sets(SPACE.sets, simplex=simplex, other=other)
 
 
-ADAM = optimizer_of(strategies.logits(0.2), optax.adam(0.2, b1=0.5))
-MIRROR = optimizer_of(strategies.exponentiated(0.2), optax.sgd(0.2))
+ADAM = optimizer_of(logits(0.2), optax.adam(0.2, b1=0.5))
+MIRROR = optimizer_of(exponentiated(0.2), optax.sgd(0.2))
 
 
 def after(alpha, steps=1):
@@ -101,7 +102,7 @@ def test_a_step_is_the_formulas(strategy, optimizer, slope):
 def test_the_logits_optimizer_is_darts_adam():
     """Truth: Kingma & Ba's Algorithm 1 in numpy on logits, with the reference's constants."""
     rate, decay, b1, b2, eps = 0.3, 1e-3, 0.5, 0.999, 1e-8
-    alpha, optimizer = np.array([0.7, 0.2, 0.1]), strategies.logits(rate)
+    alpha, optimizer = np.array([0.7, 0.2, 0.1]), logits(rate)
     z, m, v = np.log(alpha / alpha.max()), 0.0, 0.0  # the largest logit starts at 0
     state, found = optimizer.init(jnp.asarray(alpha)), jnp.asarray(alpha)
     # As small as the decay's part, so that it counts.

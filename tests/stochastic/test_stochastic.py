@@ -17,6 +17,7 @@ from helpers import assert_close, tolerance
 import bilevel
 from bilevel.contracts import BatchIndices
 from bilevel.outer_loop.search_program import SearchSetup
+from bilevel.runs import checkpoint
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic import draw_batch_schedule, full_direction, make_batched_data
 from bilevel.stochastic._oracles import (
@@ -478,7 +479,7 @@ def test_resumed_in_mid_epoch_it_is_the_same_search(name, tmp_path):
         callback=lambda result: result.state.step >= 8,
         history=bilevel.History(every=3),
     )
-    assert bilevel.checkpoint.latest(tmp_path) == 8
+    assert checkpoint.latest(tmp_path) == 8
     resumed = run(checkpoint=tmp_path, resume=True, history=bilevel.History(every=3))
     jax.tree.map(
         np.testing.assert_array_equal,

@@ -16,17 +16,16 @@ import scipy.stats
 from helpers import assert_close, finite_differences, tolerance
 
 from bilevel.theory.spectral import (
-    Columns,
     noise_gram,
     simplex_start,
     spectral_alpha,
     spectral_estimator,
-    spectral_gram,
     spectral_limits,
-    spectral_predict,
     spectral_sample,
-    top_direction,
 )
+from bilevel.theory.spectral.columns import Columns
+from bilevel.theory.spectral.directions import spectral_gram, top_direction
+from bilevel.theory.spectral.estimator import SpectralEstimate
 
 N, H, P = 7, 4, 10
 RNG = np.random.default_rng(0)
@@ -166,7 +165,7 @@ def test_the_weights_are_least_squares_or_of_least_norm(p, form):
     @jax.jit
     def run(train, valid, new):
         estimate = spectral_estimator((train, y), (valid, y_valid))
-        return estimate.alpha, spectral_predict(estimate, train, new)
+        return estimate.alpha, estimate.predict(train, new)
 
     alpha, predictions = run(form(train), form(valid), form(new))
     phi, phi_new = (np.einsum("h,nhp->np", np.array(alpha), x) for x in (train, new))
@@ -266,7 +265,10 @@ def test_the_estimator_on_whole_tensors_is_distributed_as_the_fast_sample():
         (lambda: spectral_limits(0.0, 0.1), "p_over_n: expected finite numbers > 0"),
         (lambda: spectral_limits(2.0, -0.1), "h_over_n: expected finite numbers >= 0"),
         (lambda: spectral_sample(jax.random.key(0), 5, 0, 2), "p: expected at least 1, got 0"),
-        (lambda: spectral_predict(None, X, FEATURES["streamed"]), r"features: .* got \(3, 4, 4\)"),
+        (
+            lambda: SpectralEstimate(None, None).predict(X, FEATURES["streamed"]),
+            r"features: .* got \(3, 4, 4\)",
+        ),
         (lambda: spectral_estimator((X, Y), (X[:, 1:], Y)), "train, valid: .* the same h maps"),
         (lambda: spectral_estimator((KERNELS, Y), (X, Y)), r"train, valid: .* \[n, h, p\]"),
     ],

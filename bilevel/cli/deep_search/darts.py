@@ -23,14 +23,9 @@ from bilevel.cli.flags.deep_searches import DartsSearch
 from bilevel.cli.runtime import report
 from bilevel.nets.images import unit_images
 from bilevel.spaces import Space
-from bilevel.spaces.darts import (
-    EDGES,
-    darts_network,
-    darts_space,
-    parse_genotype,
-    plot_genotype,
-    weight_count,
-)
+from bilevel.spaces.darts import darts_network, darts_space, parse_genotype, plot_genotype
+from bilevel.spaces.darts.genotype import EDGES
+from bilevel.spaces.darts.supernet import weight_count
 from bilevel.strategies import darts_sgd
 
 

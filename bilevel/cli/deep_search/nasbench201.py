@@ -19,7 +19,9 @@ from bilevel.cli.flags.datasets import CLASSES, pixel_count
 from bilevel.cli.flags.deep_searches import NasBench201Search
 from bilevel.cli.runtime import report
 from bilevel.nets.images import unit_images
-from bilevel.spaces.nasbench201 import EDGES, nasbench201_space, supernet_cost
+from bilevel.spaces.nasbench201 import nasbench201_space
+from bilevel.spaces.nasbench201.costs import supernet_cost
+from bilevel.spaces.nasbench201.genotype import EDGES
 from bilevel.spaces.nasbench201.judging import table
 from bilevel.spaces.nasbench201.judging.standing import standing
 from bilevel.spaces.nasbench201.judging.table import DATASETS

@@ -142,7 +142,7 @@ def convolution_weights(operations: tuple[str, ...], cells: int, channels: int) 
 
     The three stages have one, two and four times ``channels``.
     """
-    from bilevel.spaces.nasbench201._genotype import EDGES, SIZES
+    from bilevel.spaces.nasbench201.genotype import EDGES, SIZES
 
     kernel_entries = sum(SIZES.get(name, 0) ** 2 for name in operations)
     return len(EDGES) * cells * (1 + 4 + 16) * channels**2 * kernel_entries

@@ -152,7 +152,7 @@ class DartsSearch(DeepSearch):
 
     def memory(self) -> dict[tuple[str, ...], int]:
         """Weights with their gradient and momentum; a batch's images in the stem; history."""
-        from bilevel.spaces.darts import EDGES
+        from bilevel.spaces.darts.genotype import EDGES
 
         images = self.batch_size * pixel_count(self.data, self.pixels)
         cells, channels = self.final_cells or self.cells, self.final_channels or self.channels
@@ -210,7 +210,7 @@ class NasBench201Search(DeepSearch):
 
     def memory(self) -> dict[tuple[str, ...], int]:
         """Weights with their gradient and momentum; a batch's images in the stem; history."""
-        from bilevel.spaces.nasbench201 import EDGES
+        from bilevel.spaces.nasbench201.genotype import EDGES
 
         images = self.batch_size * pixel_count(self.data, self.pixels)
         alpha = len(EDGES) * len(self.operations)

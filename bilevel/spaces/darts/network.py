@@ -8,7 +8,7 @@ normalisation with learned scales and with running averages for predictions. Reg
     cutout       a square of each training image is set to 0 (DeVries & Taylor 2017)
     auxiliary    a second classifier after the second reduction, its loss times 0.4
 
-:func:`bilevel.nets.training.from_scratch` has the loop. As published: 600 epochs of SGD, batch 96,
+:func:`bilevel.nets.from_scratch` has the loop. As published: 600 epochs of SGD, batch 96,
 rate .025 with a cosine to 0, momentum .9, weight decay 3e-4, gradients clipped to norm 5,
 ``drop_path`` rising linearly from 0 to .2, cutout 16.
 """
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from bilevel.nets.convolution import average_pooling
 from bilevel.nets.layers import Conv, Norm, accumulation_dtype, cast_images, draw_parameters
 from bilevel.nets.training import TrainableNetwork
-from bilevel.spaces.darts._genotype import NODES, Genotype, check_genotype
+from bilevel.spaces.darts.genotype import NODES, Genotype, check_genotype
 from bilevel.spaces.darts.operations import (
     FactorizedReduce,
     Identity,

@@ -32,7 +32,7 @@ import numpy as np
 
 from bilevel.nets.convolution import materialized
 from bilevel.nets.layers import Conv, Standardize, accumulation_dtype, cast_images, draw_parameters
-from bilevel.spaces.darts._genotype import (
+from bilevel.spaces.darts.genotype import (
     EDGES,
     NODES,
     draw_corner,

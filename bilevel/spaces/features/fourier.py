@@ -29,6 +29,7 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from bilevel.internal.checks import (
     as_floating,
@@ -57,6 +58,13 @@ class FourierConfig(NamedTuple):
     preprocess: jax.Array  # int, index into PREPROCESS
     kernel: jax.Array  # int, index into KERNELS
     gamma: jax.Array  # bandwidth, positive
+
+    def __str__(self) -> str:
+        """One configuration in a few words; of several, or of traced ones, the fields."""
+        if not concrete(self) or np.size(self.gamma) > 1:
+            return repr(self)
+        preprocess, kernel = PREPROCESS[int(self.preprocess)], KERNELS[int(self.kernel)]
+        return f"{kernel}, γ = {float(self.gamma):.2g}, {preprocess}"
 
 
 class FourierMap(NamedTuple):
@@ -91,8 +99,8 @@ def fourier_config(
 
     Examples
     --------
-    >>> fourier_config("unit", "laplace", 0.5).kernel
-    Array(1, dtype=int..., weak_type=True)
+    >>> print(fourier_config("unit", "laplace", 0.5))
+    laplace, γ = 0.5, unit
     """
     check_in_range("gamma", gamma, 0, math.inf)
     return FourierConfig(

@@ -39,6 +39,8 @@ from bilevel.internal.checks import (
     prng_key,
     real_number,
 )
+from bilevel.linear.matrices import Blocks
+from bilevel.linear.models import predict
 from bilevel.spaces.features import fourier, text
 from bilevel.spaces.targets import predict_labels, sign_labels
 
@@ -186,7 +188,7 @@ def _ridge_from_projections(source: Source, x: jax.Array, dimension: int):
     return ridge, outputs
 
 
-def _feature_blocks(source: Source, config, x: jax.Array, resource: int) -> linear.Blocks:
+def _feature_blocks(source: Source, config, x: jax.Array, resource: int) -> Blocks:
     maps, scale = fourier.fourier_features(*source), math.sqrt(resource)
 
     def rows(start, size):
@@ -200,7 +202,7 @@ def _feature_blocks(source: Source, config, x: jax.Array, resource: int) -> line
         phi = maps.apply(config, x, size, start) / scale
         return jnp.where(start + jnp.arange(size) < resource, phi, 0)
 
-    return linear.Blocks((len(x), resource), rows, columns)
+    return Blocks((len(x), resource), rows, columns)
 
 
 @functools.partial(jax.jit, static_argnames=("resource", "memory"))
@@ -211,7 +213,7 @@ def _ridge_in_blocks(source, config, x, targets, penalty, resource, memory):
 
 @functools.partial(jax.jit, static_argnames=("resource", "memory"))
 def _outputs_in_blocks(source, config, x, w, resource, memory):
-    return linear.predict(_feature_blocks(source, config, x, resource), w, memory=memory)
+    return predict(_feature_blocks(source, config, x, resource), w, memory=memory)
 
 
 def _made_anew(source: Source, x: jax.Array, memory: int):
@@ -235,7 +237,7 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
     cost : float
         C in ``1/2 |w|^2 + C sum max(0, 1 - y f)^2``: 1 is the paper's lambda = 1/2. Solved by
         scikit-learn's ``LinearSVC``, on the host: at these sizes it takes a fifth of the time of
-        :func:`bilevel.linear.svm_weights`, which is for features on a device.
+        :func:`bilevel.linear.models.svm_weights`, which is for features on a device.
 
     Returns
     -------
@@ -342,26 +344,6 @@ def _permute_bins(counts: Any) -> Any:
     """The same counts in other bins, one-to-one; :func:`text_selection` says why."""
     bins = ((counts.indices.astype(np.int64) * 15_839 + 104_729) % text.BINS).astype(np.int32)
     return scipy_sparse.csr_array((counts.data, bins, counts.indptr), shape=counts.shape)
-
-
-def describe_configuration(config: Any) -> str:
-    """A configuration in a few words.
-
-    Examples
-    --------
-    >>> describe_configuration(fourier.fourier_config("unit", "laplace", 0.5))
-    'laplace, γ = 0.5, unit'
-    >>> describe_configuration(text.text_config(order=2, weights="nb", binary=True))
-    'simple, order 2, nb, smoothing 1, lowercase, binary'
-    """
-    if isinstance(config, fourier.FourierConfig):
-        names = fourier.PREPROCESS[int(config.preprocess)], fourier.KERNELS[int(config.kernel)]
-        return f"{names[1]}, γ = {float(config.gamma):.2g}, {names[0]}"
-    words = [config.tokenizer, f"order {config.order}", config.weights]
-    words += [f"smoothing {config.smoothing:.2g}"] if config.weights != "none" else []
-    words += [config.preprocess] if config.preprocess != "none" else []
-    flags = {"stop_words": "no stop words", "lowercase": "lowercase", "binary": "binary"}
-    return ", ".join(words + [word for flag, word in flags.items() if getattr(config, flag)])
 
 
 def _in_order(parts: Iterable[tuple[np.ndarray, Any]]) -> Any:

@@ -93,6 +93,14 @@ class TextConfig(NamedTuple):
     smoothing: float = 1.0
     preprocess: str = "none"
 
+    def __str__(self) -> str:
+        """The configuration in a few words."""
+        words = [self.tokenizer, f"order {self.order}", self.weights]
+        words += [f"smoothing {self.smoothing:.2g}"] if self.weights != "none" else []
+        words += [self.preprocess] if self.preprocess != "none" else []
+        flags = {"stop_words": "no stop words", "lowercase": "lowercase", "binary": "binary"}
+        return ", ".join(words + [word for flag, word in flags.items() if getattr(self, flag)])
+
     @property
     def hashing(self) -> tuple[Any, ...]:
         """The fields of ``HASHING``: the key of a cache of :func:`hashed_counts`."""
@@ -125,8 +133,8 @@ def text_config(**fields: Any) -> TextConfig:
 
     Examples
     --------
-    >>> text_config(order=2, weights="nb").hashing
-    ('simple', False, True, 2)
+    >>> print(text_config(order=2, weights="nb", binary=True))
+    simple, order 2, nb, smoothing 1, lowercase, binary
     """
     for name, value in fields.items():
         if name == "smoothing":

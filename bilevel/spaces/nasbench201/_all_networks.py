@@ -32,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 from bilevel.internal.checks import concrete
 from bilevel.nets.convolution import average_pooling, convolve_images
 from bilevel.nets.layers import Standardize, cast_images, draw_parameters
-from bilevel.spaces.nasbench201._genotype import (
+from bilevel.spaces.nasbench201.genotype import (
     EDGES,
     PRIMITIVES,
     SIZES,

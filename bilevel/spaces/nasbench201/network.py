@@ -25,7 +25,7 @@ from bilevel.internal.checks import integer
 from bilevel.nets.convolution import average_pooling
 from bilevel.nets.layers import Conv, accumulation_dtype, cast_images, draw_parameters
 from bilevel.nets.training import TrainableNetwork
-from bilevel.spaces.nasbench201._genotype import EDGES, SIZES, Genotype, check_operations
+from bilevel.spaces.nasbench201.genotype import EDGES, SIZES, Genotype, check_operations
 from bilevel.spaces.targets import label_losses
 
 Norm = Callable[..., nn.Module]
@@ -205,7 +205,7 @@ def nasbench201_network(
     Returns
     -------
     TrainableNetwork
-        For :func:`bilevel.nets.training.from_scratch`; its loss has no options.
+        For :func:`bilevel.nets.from_scratch`; its loss has no options.
 
     Raises
     ------

@@ -29,13 +29,14 @@ from bilevel.runs import records
 from bilevel.runs.fingerprint import describe_difference, digest, fingerprint
 from bilevel.runs.progress import progress_bar
 from bilevel.spaces.nasbench201._all_networks import AllNetworks
-from bilevel.spaces.nasbench201._genotype import PRIMITIVES, encode
+from bilevel.spaces.nasbench201.genotype import PRIMITIVES, encode
 from ntk import scores as ntk_scores
 from ntk.scores.registry import (
     HOST_SCORES,
     ScoreDescription,
     builtin_score_names,
     score_description,
+    score_program,
 )
 from ntk.spectrum.certificate import certified_min_eigenvalue
 
@@ -203,7 +204,7 @@ def _score_programs(
         if name in functions:
             score = functools.partial(_real_scalar, name, functions[name], key)
         else:
-            score = functools.partial(getattr(ntk_scores, label), None)
+            score = functools.partial(score_program(label), None)
         normalized = _description(name).batch_norm != "removed"
         apply = networks.apply if normalized else networks.apply_unnormalized
         programs[label] = functools.partial(_evaluate_score, label, score, apply, networks.select)

@@ -32,7 +32,7 @@ import numpy as np
 from bilevel.contracts import Pytree
 from bilevel.nets.convolution import average_pooling
 from bilevel.nets.layers import Standardize, cast_images, draw_parameters
-from bilevel.spaces.nasbench201._genotype import (
+from bilevel.spaces.nasbench201.genotype import (
     EDGES,
     PRIMITIVES,
     SIZES,

@@ -22,14 +22,13 @@ from bilevel.theory.bounds.convergence import (
     uniform_convergence,
 )
 from bilevel.theory.bounds.covering import (
-    Covering,
     ball_covering,
     effective_dimension,
     finite_covering,
     simplex_covering,
     sparse_covering,
 )
-from bilevel.theory.bounds.feature_maps import FeatureMapLipschitz, feature_map_lipschitz
+from bilevel.theory.bounds.feature_maps import feature_map_lipschitz
 from bilevel.theory.bounds.khodak import (
     khodak_theorem_3_1_as_printed,
     khodak_theorem_a2,
@@ -43,8 +42,6 @@ from bilevel.theory.bounds.khodak_corollaries import (
     khodak_corollary_a4,
 )
 from bilevel.theory.bounds.oymak import (
-    OymakTheorem1,
-    OymakTheorem4,
     oymak_h_bar,
     oymak_lemma1,
     oymak_lemma2,
@@ -62,10 +59,6 @@ from ntk.bounds import Bound
 
 __all__ = [
     "Bound",
-    "Covering",
-    "FeatureMapLipschitz",
-    "OymakTheorem1",
-    "OymakTheorem4",
     "ball_covering",
     "effective_dimension",
     "feature_map_lipschitz",

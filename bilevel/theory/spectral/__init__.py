@@ -31,34 +31,15 @@ Search with Train-Validation Split", section 5. In its definition of V, ``X~_i``
 ``y~_i``, and the unit vectors of Theorem 4 are alpha* and theta*.
 """
 
-from bilevel.theory.spectral.columns import Columns
-from bilevel.theory.spectral.directions import (
-    noise_gram,
-    simplex_start,
-    spectral_alpha,
-    spectral_gram,
-    top_direction,
-)
-from bilevel.theory.spectral.estimator import SpectralEstimate, spectral_estimator, spectral_predict
-from bilevel.theory.spectral.limits import (
-    SpectralLimits,
-    SpectralSample,
-    spectral_limits,
-    spectral_sample,
-)
+from bilevel.theory.spectral.directions import noise_gram, simplex_start, spectral_alpha
+from bilevel.theory.spectral.estimator import spectral_estimator
+from bilevel.theory.spectral.limits import spectral_limits, spectral_sample
 
 __all__ = [
-    "Columns",
-    "SpectralEstimate",
-    "SpectralLimits",
-    "SpectralSample",
     "noise_gram",
     "simplex_start",
     "spectral_alpha",
     "spectral_estimator",
-    "spectral_gram",
     "spectral_limits",
-    "spectral_predict",
     "spectral_sample",
-    "top_direction",
 ]

@@ -22,6 +22,40 @@ class SpectralEstimate(NamedTuple):
     alpha: jax.Array  # [h], unit norm
     dual: jax.Array  # [n] or [n, c], one per training row: theta = Phi_alpha' dual
 
+    def predict(self, train: Features, features: Features) -> jax.Array:
+        """Predictions ``alpha' X theta`` for new rows.
+
+        Parameters
+        ----------
+        train, features : arrays [n, h, p] and [m, h, p], or Columns of equal blocks
+            Of the training rows and of the new ones.
+
+        Returns
+        -------
+        array [m] or [m, c]
+
+        Raises
+        ------
+        ValueError
+            If one is an array and the other is not, or blocks differ in number, maps or columns.
+
+        Examples
+        --------
+        >>> estimate = SpectralEstimate(jnp.array([1.0, 0.0]), jnp.array([2.0]))
+        >>> estimate.predict(jnp.ones((1, 2, 3)), jnp.ones((2, 2, 3)))
+        Array([6., 6.], dtype=float...)
+        """
+        forms = [
+            (part.count if isinstance(part, Columns) else "an array", *block_shape(part)[1:])
+            for part in (train, features)
+        ]
+        if forms[0] != forms[1]:
+            raise ValueError(
+                "features: expected blocks (count, h, columns) as of the training rows, "
+                f"{forms[0]}, got {forms[1]}."
+            )
+        return _cross_kernel_of_mixture(self.alpha, features, train) @ self.dual
+
 
 def spectral_estimator(
     train: tuple[Features, chex.Array],
@@ -44,7 +78,8 @@ def spectral_estimator(
     -------
     SpectralEstimate
         ``dual = (Phi_alpha Phi_alpha')^+ y`` (pseudo-inverse): least squares for p < n, the
-        interpolation of least norm for p > n. For predictions: :func:`spectral_predict`.
+        interpolation of least norm for p > n. ``predict(train_features, new_features)`` gives
+        the predictions of new rows.
 
     Raises
     ------
@@ -65,7 +100,7 @@ def spectral_estimator(
     >>> X = jax.random.normal(jax.random.key(0), (120, 3, 40))
     >>> y = X[:, 1, 0]
     >>> train, valid, new = (X[:50], y[:50]), (X[50:100], y[50:100]), X[100:]
-    >>> f = spectral_predict(spectral_estimator(train, valid), train[0], new)
+    >>> f = spectral_estimator(train, valid).predict(train[0], new)
     >>> bool(jnp.mean((f - y[100:]) ** 2) < jnp.mean(y[100:] ** 2))
     True
     """
@@ -80,42 +115,6 @@ def spectral_estimator(
     kernel = _cross_kernel_of_mixture(alpha, features, features)
     labels = jnp.asarray(train[1], kernel.dtype)
     return SpectralEstimate(alpha, jnp.linalg.pinv(kernel, hermitian=True) @ labels)
-
-
-def spectral_predict(estimate: SpectralEstimate, train: Features, features: Features) -> jax.Array:
-    """Predictions ``alpha' X theta`` of a :func:`spectral_estimator` for new rows.
-
-    Parameters
-    ----------
-    estimate : SpectralEstimate
-    train, features : arrays [n, h, p] and [m, h, p], or Columns of equal blocks
-        Of the training rows and of the new ones.
-
-    Returns
-    -------
-    array [m] or [m, c]
-
-    Raises
-    ------
-    ValueError
-        If one is an array and the other is not, or blocks differ in number, maps or columns.
-
-    Examples
-    --------
-    >>> estimate = SpectralEstimate(jnp.array([1.0, 0.0]), jnp.array([2.0]))
-    >>> spectral_predict(estimate, jnp.ones((1, 2, 3)), jnp.ones((2, 2, 3)))
-    Array([6., 6.], dtype=float...)
-    """
-    forms = [
-        (part.count if isinstance(part, Columns) else "an array", *block_shape(part)[1:])
-        for part in (train, features)
-    ]
-    if forms[0] != forms[1]:
-        raise ValueError(
-            "features: expected blocks (count, h, columns) as of the training rows, "
-            f"{forms[0]}, got {forms[1]}."
-        )
-    return _cross_kernel_of_mixture(estimate.alpha, features, train) @ estimate.dual
 
 
 def _cross_kernel_of_mixture(alpha, rows, columns):

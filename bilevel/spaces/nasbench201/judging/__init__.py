@@ -6,6 +6,6 @@ has found stand. The scores themselves are computed by
 :mod:`bilevel.spaces.nasbench201.scoring`.
 """
 
-from bilevel.spaces.nasbench201.judging import standing, table, verdicts
+import lazy_loader
 
-__all__ = ["standing", "table", "verdicts"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from bilevel.internal.checks import integer, one_of
-from bilevel.spaces.nasbench201 import PRIMITIVES, Genotype
+from bilevel.spaces.nasbench201.genotype import PRIMITIVES, Genotype
 from bilevel.spaces.nasbench201.judging.table import DATASETS, BenchmarkTable, genotype_row
 from bilevel.spaces.nasbench201.judging.verdicts import best_of_k_random
 

@@ -39,7 +39,7 @@ import numpy as np
 
 from bilevel.data import files
 from bilevel.data.files import data_folders, in_words
-from bilevel.spaces.nasbench201._genotype import (
+from bilevel.spaces.nasbench201.genotype import (
     EDGES,
     PRIMITIVES,
     Genotype,

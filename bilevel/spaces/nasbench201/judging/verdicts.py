@@ -33,13 +33,9 @@ import numpy as np
 from scipy.stats import kendalltau, rankdata, spearmanr
 
 from bilevel.internal.checks import integer, numpy_array, one_of
-from bilevel.spaces.nasbench201 import (
-    Genotype,
-    conv_edges,
-    multiply_adds,
-    parameter_count,
-    trainable_layers,
-)
+from bilevel.spaces.nasbench201 import parameter_count, trainable_layers
+from bilevel.spaces.nasbench201.costs import conv_edges, multiply_adds
+from bilevel.spaces.nasbench201.genotype import Genotype
 from bilevel.spaces.nasbench201.judging.table import DATASETS, RUN_SETS, BenchmarkTable
 
 BASELINES: dict[str, Callable[[Genotype], float]] = {

@@ -21,45 +21,6 @@ from ntk.internal.checks import describe, function, integer
 Apply = Callable[[Any, Any], Any]
 
 
-def linearize(apply: Apply, params: Any) -> Apply:
-    """The linear function of the parameters that is tangent to ``apply`` at ``params``.
-
-    ``f(θ0, x) + (∂f/∂θ)(θ0, x) (θ - θ0)``
-
-    Parameters
-    ----------
-    apply : callable
-        ``apply(params, x)``; it may return a pytree.
-    params : pytree
-        ``θ0``.
-
-    Returns
-    -------
-    callable
-        ``linear(params, x)``, of the form of ``apply``.
-
-    Raises
-    ------
-    ValueError
-        If ``apply`` is no function; when called, if its parameters are not like ``params``.
-
-    Notes
-    -----
-    About two calls of ``apply``, no Jacobian. ``params`` are kept.
-
-    References
-    ----------
-    Lee et al. (2019), "Wide neural networks of any depth evolve as linear models".
-
-    Examples
-    --------
-    >>> square = linearize(lambda w, x: w**2 * x, 3.0)
-    >>> float(square(4.0, 1.0))  # 9 + 6 (4 - 3)
-    15.0
-    """
-    return taylor_expand(apply, params, 1)
-
-
 def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
     """The Taylor polynomial of ``apply`` in its parameters about ``params``.
 

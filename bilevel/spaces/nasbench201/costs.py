@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bilevel.internal.checks import integer, one_of
-from bilevel.spaces.nasbench201._genotype import (
+from bilevel.spaces.nasbench201.genotype import (
     EDGES,
     PRIMITIVES,
     SIZES,
     Genotype,
-    _live,
     check_operations,
+    live_edges,
 )
 
 
@@ -142,7 +142,7 @@ def trainable_layers(genotype: Genotype, *, cells: int = 5) -> int:
     >>> trainable_layers(decode([3, 0, 0, 0, 3, 3])), trainable_layers(genotypes()[3])
     (38, 8)
     """
-    live = zip(genotype.operations, _live(genotype), strict=True)
+    live = zip(genotype.operations, live_edges(genotype), strict=True)
     return 8 + 3 * cells * sum(name in SIZES and used for name, used in live)
 
 

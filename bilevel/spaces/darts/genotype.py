@@ -211,7 +211,13 @@ def _evaluate_literal(node: ast.expr) -> Any:
 
 
 def check_genotype(genotype: Genotype) -> None:
-    """Raise ValueError unless both cells can be built."""
+    """Check that both cells of a genotype can be built.
+
+    Raises
+    ------
+    ValueError
+        If it is no genotype, or a cell has other pairs, operations, sources or outputs.
+    """
     if not isinstance(genotype, Genotype):
         raise ValueError(f"genotype: expected a Genotype, got {describe(genotype)}.")
     operations = [name for name in PRIMITIVES if name != "none"]

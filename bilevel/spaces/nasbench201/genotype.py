@@ -79,7 +79,13 @@ def parse_genotype(text: str) -> Genotype:
 
 
 def check_operations(genotype: Genotype) -> None:
-    """Raise ValueError unless there are six operations, all of them among ``PRIMITIVES``."""
+    """Check that a genotype has six operations, all of them among ``PRIMITIVES``.
+
+    Raises
+    ------
+    ValueError
+        If it is no genotype, or has other operations.
+    """
     if not isinstance(genotype, Genotype):
         raise ValueError(f"genotype: expected a Genotype, got {describe(genotype)}.")
     operations = genotype.operations
@@ -198,24 +204,8 @@ def one_hot(genotype: Genotype) -> np.ndarray:
     return np.eye(len(PRIMITIVES))[encode(genotype)]
 
 
-def draw_genotype(key: chex.PRNGKey) -> Genotype:
-    """A genotype drawn uniformly from all 15,625.
-
-    Raises
-    ------
-    ValueError
-        For what is no key.
-
-    Examples
-    --------
-    >>> draw_genotype(jax.random.key(0)) in genotypes()
-    True
-    """
-    return decode(_draw_codes(key))
-
-
 def draw_corner(key: chex.PRNGKey) -> jax.Array:
-    """The genotype of :func:`draw_genotype` as ``alpha`` [6, 5]. Pure, for ``jit`` and ``vmap``.
+    """A genotype drawn uniformly, as ``alpha`` [6, 5]. Pure, for ``jit`` and ``vmap``.
 
     Raises
     ------
@@ -224,22 +214,18 @@ def draw_corner(key: chex.PRNGKey) -> jax.Array:
 
     Examples
     --------
-    >>> key = jax.random.key(0)
-    >>> genotype(draw_corner(key)) == draw_genotype(key)
+    >>> genotype(draw_corner(jax.random.key(0))) in genotypes()
     True
     """
-    return jax.nn.one_hot(_draw_codes(key), len(PRIMITIVES))
-
-
-def _draw_codes(key: jax.Array) -> jax.Array:
     prng_key("key", key)
-    return jax.random.randint(key, (len(EDGES),), 0, len(PRIMITIVES), jnp.int32)
+    codes = jax.random.randint(key, (len(EDGES),), 0, len(PRIMITIVES), jnp.int32)
+    return jax.nn.one_hot(codes, len(PRIMITIVES))
 
 
 # What a genotype's graph says.
 
 
-def _live(genotype: Genotype) -> list[bool]:
+def live_edges(genotype: Genotype) -> list[bool]:
     """Whether each edge lies on a path without ``none`` from node 0 to node 3."""
     check_operations(genotype)
     carries = [name != "none" for name in genotype.operations]
@@ -255,22 +241,6 @@ def _live(genotype: Genotype) -> list[bool]:
         carried and source in reached and node in used
         for (source, node), carried in zip(EDGES, carries, strict=True)
     ]
-
-
-def is_dead(genotype: Genotype) -> bool:
-    """Whether no path without ``none`` leads from node 0 to node 3: the cell's output is zero.
-
-    Raises
-    ------
-    ValueError
-        For what is no genotype.
-
-    Examples
-    --------
-    >>> sum(map(is_dead, genotypes()))
-    341
-    """
-    return not any(_live(genotype))
 
 
 def canonical(genotype: Genotype) -> str:
@@ -304,7 +274,7 @@ def canonical(genotype: Genotype) -> str:
     >>> canonical(decode([3, 0, 1, 0, 1, 1]))
     'nor_conv_3x3(0)+nor_conv_3x3(0)'
     """
-    live = _live(genotype)
+    live = live_edges(genotype)
     _, terms = _formula(genotype, live, {})
     twins: dict[str, list[int]] = {}
     for edge, term in terms.items():

@@ -204,9 +204,9 @@ def check_failed(rows: Iterable[Row]) -> None:
 
 def environment(*packages: str, **more: Any) -> Row:
     """The first row: on what, with which versions, and when; ``device`` in ``more`` goes before."""
-    found = installed()
+    installed_versions = installed()
     names = "bilevel", "jax", "jaxlib", "numpy", *packages
-    versions = {name: found[name] for name in names if name in found}
+    versions = {name: installed_versions[name] for name in names if name in installed_versions}
     row = {"part": "environment", "date": datetime.date.today().isoformat()}
     row |= {"device": more["device"] if "device" in more else device()}
     return row | more | {"versions": {"python": platform.python_version()} | versions}
@@ -297,12 +297,12 @@ def seconds(call: Callable[[], Any], rounds: int = 5) -> list[float]:
     import jax
 
     jax.block_until_ready(call())
-    found = []
+    durations = []
     for _ in range(rounds):
         start = time.perf_counter()
         jax.block_until_ready(call())
-        found.append(time.perf_counter() - start)
-    return found
+        durations.append(time.perf_counter() - start)
+    return durations
 
 
 def device_peak() -> int | None:

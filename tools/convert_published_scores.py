@@ -29,12 +29,12 @@ SOURCES = {"cifar10": "nb201_zc_proxies.csv", "imagenet16": "nb201_ImageNet16-12
 def merged(folder: Path) -> bytes:
     """The content of the table: the networks' texts, then the scores of both datasets."""
     columns = {name: _columns(folder / file) for name, file in SOURCES.items()}
-    networks = {name: found.pop("net") for name, found in columns.items()}
+    networks = {name: of_dataset.pop("net") for name, of_dataset in columns.items()}
     if networks["cifar10"] != networks["imagenet16"]:
         raise ValueError(f"{folder}: expected the same networks in both files, got others.")
     content = {"arch_str": columns["cifar10"].pop("net_str")}
-    for name, found in columns.items():
-        content |= {f"{name}_{score}": values for score, values in found.items()}
+    for name, of_dataset in columns.items():
+        content |= {f"{name}_{score}": values for score, values in of_dataset.items()}
     lines = [content, *zip(*content.values(), strict=True)]
     return "".join(",".join(line) + "\n" for line in lines).encode()
 

@@ -154,8 +154,8 @@ def run(name: str) -> Ran:
 def waited(pid: int, end: float) -> tuple[resource.struct_rusage, int | None]:
     """The resources of a process and its children, and its status: None if it was killed."""
     while True:
-        found, status, usage = os.wait4(pid, os.WNOHANG)
-        if found:
+        ended, status, usage = os.wait4(pid, os.WNOHANG)
+        if ended:
             return usage, os.waitstatus_to_exitcode(status)
         if time.monotonic() > end:
             os.killpg(pid, signal.SIGKILL)

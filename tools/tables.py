@@ -33,13 +33,13 @@ MARKED = re.compile(
 read = functools.cache(harness.read)
 
 
-def made(found: re.Match) -> str:
+def made(match: re.Match) -> str:
     """The marked table, made again."""
-    script, file = found["script"], found["file"] or found["script"]
-    module = importlib.import_module(f"benchmarks.{found['folder']}.{script}")
-    function = getattr(module, found["function"])
+    script, file = match["script"], match["file"] or match["script"]
+    module = importlib.import_module(f"benchmarks.{match['folder']}.{script}")
+    function = getattr(module, match["function"])
     rows = read(harness.RESULTS / f"{file}.jsonl")
-    return f"{found[1]}\n{function(rows)}\n\n{found[7]}"
+    return f"{match[1]}\n{function(rows)}\n\n{match[7]}"
 
 
 def main() -> int:

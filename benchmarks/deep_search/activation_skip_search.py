@@ -217,10 +217,10 @@ def search(sizes, name, order, run, folder) -> dict:
     began, processor = time.perf_counter(), time.process_time()
     if reading.moves == "apart":
         each = {part: searched(part) for part in space.sets}
-        alpha, shared = {part: found.alpha[part] for part, found in each.items()}, None
+        alpha, shared = {part: result.alpha[part] for part, result in each.items()}, None
     else:
-        found = searched(reading.moves)
-        alpha, shared = found.alpha, found.w
+        result = searched(reading.moves)
+        alpha, shared = result.alpha, result.w
     row = {"steps": steps, "architecture": str(space.discretize(alpha))}
     row |= {"reading": dataclasses.asdict(reading)}
     row |= {part: np.asarray(a).tolist() for part, a in alpha.items()}

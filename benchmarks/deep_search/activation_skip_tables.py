@@ -73,7 +73,7 @@ def differing(sizes, reading, steps) -> list[str]:
     rate = (2 if moves == "in turn" else 1) * TRAVEL / steps
     length = f"steps ({steps:,} for DARTS's {DARTS['steps']:,}), rate of alpha "
     length += f"({rate:.2g} for DARTS's {DARTS['rate']:.2g})"
-    found = {
+    differences_by_name = {
         f"width ({sizes['width']} for {PAPER['width']})": sizes["width"] != PAPER["width"],
         "activations and skips at once": moves == "jointly",
         length: steps != DARTS["steps"],
@@ -81,15 +81,15 @@ def differing(sizes, reading, steps) -> list[str]:
         "weights' scale": reading["parametrization"] != "as_printed",
         "rows above": not reading["held_out"],
     }
-    return [name for name, differs in found.items() if differs]
+    return [name for name, differs in differences_by_name.items() if differs]
 
 
 def differences(sizes, reading, runs, steps=DARTS["steps"]) -> str:
     """The differences of a search from the paper."""
-    found = differing(sizes, reading, steps)
+    names = differing(sizes, reading, steps)
     if runs != PAPER["runs"]:
-        found.append(f"runs ({runs} for {PAPER['runs']})")
-    return ", ".join(found) or "nothing that it says"
+        names.append(f"runs ({runs} for {PAPER['runs']})")
+    return ", ".join(names) or "nothing that it says"
 
 
 def findings(p, skips, papers=True) -> list[str]:
@@ -130,9 +130,9 @@ def kendall(a, b) -> str:
 
 def repeated(rows):
     """Search -> its rows, of those that two runs have ended of."""
-    found = harness.where(rows, part="search")
-    names = dict.fromkeys(r["search"] for r in found)
-    each = {name: harness.where(found, search=name) for name in names}
+    searches = harness.where(rows, part="search")
+    names = dict.fromkeys(r["search"] for r in searches)
+    each = {name: harness.where(searches, search=name) for name in names}
     return {name: of_it for name, of_it in each.items() if len(of_it) > 1}
 
 
@@ -163,13 +163,15 @@ def search_table(rows) -> str:
 
 def verdict_table(rows) -> str:
     """The grades alone: a row for each finding, a column for each search."""
-    found = repeated(rows)
+    by_search = repeated(rows)
     head = ["the paper's finding"]
-    head += [f"{name}, {len(r)} runs of {r[0]['steps']:,} steps" for name, r in found.items()]
+    head += [f"{name}, {len(r)} runs of {r[0]['steps']:,} steps" for name, r in by_search.items()]
     grades = [
-        findings_of(rows[0]["sizes"], r)[place] for place in (0, 3, 7) for r in found.values()
+        findings_of(rows[0]["sizes"], r)[place] for place in (0, 3, 7) for r in by_search.values()
     ]
-    lines = [[name, *grades[i * len(found) :][: len(found)]] for i, name in enumerate(FINDINGS)]
+    lines = [
+        [name, *grades[i * len(by_search) :][: len(by_search)]] for i, name in enumerate(FINDINGS)
+    ]
     return harness.table(head, lines)
 
 
@@ -198,12 +200,12 @@ def truth_table(rows) -> str:
 
 def others(rows) -> str:
     trained = grouped(rows, "network", "network", "test")
-    found = [
+    errors = [
         f"{name} {spread(e, '.1f', 100)} %"
         for name, (e,) in trained.items()
         if "skips" not in name and len(e) > 1
     ]
-    return f"Test errors of other networks: {'; '.join(found) or 'none trained'}."
+    return f"Test errors of other networks: {'; '.join(errors) or 'none trained'}."
 
 
 def report(rows) -> str:
@@ -228,19 +230,19 @@ def report(rows) -> str:
 
 
 def picture(rows, path):
-    found = repeated(rows)
-    across = min(2, len(found))
-    height = -(-len(found) // across)
+    by_search = repeated(rows)
+    across = min(2, len(by_search))
+    height = -(-len(by_search) // across)
     size = {"figsize": (7.5 * across, 4 * height), "width_ratios": (5, 1) * across}
     with harness.picture(path, height, 2 * across, **size) as (_, axes):
-        draw(found, axes)
+        draw(by_search, axes)
 
 
-def draw(found, axes):
+def draw(by_search, axes):
     pairs = np.reshape(axes, (-1, 2))
-    for pair in pairs[len(found) :].ravel():
+    for pair in pairs[len(by_search) :].ravel():
         pair.axis("off")
-    for pair, (name, of_it) in zip(pairs, found.items(), strict=False):
+    for pair, (name, of_it) in zip(pairs, by_search.items(), strict=False):
         p, skips = column(of_it, "activations"), column(of_it, "skips")
         for ax, values, columns, first in (
             (pair[0], p, CANDIDATES, 1),

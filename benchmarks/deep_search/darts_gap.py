@@ -180,8 +180,12 @@ def run(sizes, seed, count, parts) -> dict:
     for i, key in enumerate(keys):
         if i > 0:
             state = advance(state, key, first, many, train, pool)
-        found = np.asarray(errors(state, *counted), float)
-        parted = found[:known], found[known + POOL :], *(found[known:][:n] for n in sizes.counts)
+        all_errors = np.asarray(errors(state, *counted), float)
+        parted = (
+            all_errors[:known],
+            all_errors[known + POOL :],
+            *(all_errors[known:][:n] for n in sizes.counts),
+        )
         looks.append([rows.mean(axis=0) for rows in parted])
     row = {"part": "run", "seed": seed, "count": count, "seconds": time.perf_counter() - began}
     for name, values in zip(("error", "loss"), np.moveaxis(looks, 2, 0), strict=True):
@@ -342,8 +346,8 @@ def count_table(rows) -> str:
     (seen, control), (seen_loss, control_loss) = gap("error"), gap("loss")
     lines, seeds, kinds = [], whole_seeds(rows), harness.where(rows, part="run")[0]["alpha"]
     for k, n in enumerate((0, *rows[0]["sizes"]["counts"])):
-        found = [r for r in harness.where(rows, part="run", count=n) if r["seed"] in seeds]
-        none = [spread([r["alpha"][kind]["none"] for r in found], digits=2) for kind in kinds]
+        runs = [r for r in harness.where(rows, part="run", count=n) if r["seed"] in seeds]
+        none = [spread([r["alpha"][kind]["none"] for r in runs], digits=2) for kind in kinds]
         cells = [spread(train[:, k], 100), "-", spread(test[:, k], 100), "-", "-", "-"]
         if n:
             last = seen[:, -1, k - 1]

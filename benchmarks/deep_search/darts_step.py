@@ -143,8 +143,8 @@ def bilevel_steps(sizes, order, path):
     known["device"] = jax.devices()[0].device_kind
     yield known | {"platform": jax.default_backend()}
     while True:
-        state, found = jax.block_until_ready(step(state, data))
-        yield *map(float, found), harness.device_peak()
+        state, numbers = jax.block_until_ready(step(state, data))
+        yield *map(float, numbers), harness.device_peak()
 
 
 # PyTorch's names, in the order of our numbers.
@@ -194,9 +194,9 @@ def from_torch(arrays, like):
         both = "ReluConvNorm_1" in like[names[0]]
         return kernel(cell, "before_last" if both and operation.endswith("0") else "last", "1")
 
-    found = jax.tree_util.tree_map_with_path(convert, like)
-    chex.assert_trees_all_equal_shapes(found, like)
-    return found
+    converted = jax.tree_util.tree_map_with_path(convert, like)
+    chex.assert_trees_all_equal_shapes(converted, like)
+    return converted
 
 
 # ---------------------------------------------------------------------------------- PyTorch
@@ -396,9 +396,9 @@ def measure(sizes, libraries) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "weights.npz"
         for order in sizes.orders:
-            found = {}
+            by_library = {}
             for library in ("torch", "bilevel", "torch"):
-                if library not in libraries or "failed" in found.get(library, {}):
+                if library not in libraries or "failed" in by_library.get(library, {}):
                     continue
                 rounds = half if library == "torch" else 2 * half
                 request = library, order, dataclasses.asdict(sizes), rounds, str(path)
@@ -406,10 +406,10 @@ def measure(sizes, libraries) -> list[dict]:
                 row = {"library": library, "order": order} | row
                 seen = f"failed: {row['failed']}" if "failed" in row else row["seconds"]
                 print(f"{LIBRARIES[library]}, {ORDERS[order]}:", seen, flush=True)
-                for key in TIMES if library in found and "seconds" in row else ():
-                    row[key] = found[library][key] + row[key]
-                found[library] = row
-            rows += found.values()
+                for key in TIMES if library in by_library and "seconds" in row else ():
+                    row[key] = by_library[library][key] + row[key]
+                by_library[library] = row
+            rows += by_library.values()
     if len({row["platform"] for row in rows if "platform" in row}) > 1:
         sys.exit("PyTorch and JAX run on different devices; install both for the same one.")
     return rows
@@ -419,8 +419,8 @@ def measure(sizes, libraries) -> list[dict]:
 
 
 def find(rows, library, order) -> dict | None:
-    found = (r for r in rows if (r.get("library"), r.get("order")) == (library, order))
-    return next((r for r in found if "seconds" in r), None)
+    matching = (r for r in rows if (r.get("library"), r.get("order")) == (library, order))
+    return next((r for r in matching if "seconds" in r), None)
 
 
 def time_of(row, key="seconds") -> tuple[float, float]:
@@ -508,11 +508,11 @@ def picture(rows, path):
 
 def draw(rows, axes):
     for k, (library, name) in enumerate(LIBRARIES.items()):
-        found = [row for order in ORDERS if (row := find(rows, library, order))]
-        places = [row["order"] + 0.36 * (k - 0.5) for row in found]
-        times, errors = zip(*map(time_of, found), strict=True) if found else ((), ())
+        measured = [row for order in ORDERS if (row := find(rows, library, order))]
+        places = [row["order"] + 0.36 * (k - 0.5) for row in measured]
+        times, errors = zip(*map(time_of, measured), strict=True) if measured else ((), ())
         axes[0].bar(places, times, 0.34, yerr=errors, label=name)
-        axes[1].bar(places, [row["peak_mb"] / 1e3 for row in found], 0.34, label=name)
+        axes[1].bar(places, [row["peak_mb"] / 1e3 for row in measured], 0.34, label=name)
     for ax, label in zip(axes, ("seconds per step, ± s.e.", "largest memory (GB)"), strict=True):
         ax.set_xticks(list(ORDERS), list(ORDERS.values()))
         ax.set_ylabel(label)

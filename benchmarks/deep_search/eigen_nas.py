@@ -58,13 +58,13 @@ def trained(sizes, run, number, architecture) -> dict:
 def experiment(sizes, run, pool, kept):
     """A row for each score: the network that its first ``kept`` end at."""
     drawn = architectures(sizes, run, pool)
-    found = [scores(sizes, run, a) for a in drawn]
+    pool_scores = [scores(sizes, run, a) for a in drawn]
     trainings: dict[int, dict] = {}
     for score in SCORES:
         if score == "random":
             order = range(pool)
         else:
-            order = sorted(range(pool), key=lambda i, s=score: -found[i][s])
+            order = sorted(range(pool), key=lambda i, s=score: -pool_scores[i][s])
         for i in order[:kept]:
             if i not in trainings:
                 trainings[i] = trained(sizes, run, i, drawn[i])

@@ -112,11 +112,11 @@ def tasks(sizes):
 
 def values(rows, part, skips, scaled=False):
     """[activations, depths] of λ_min, or of its ratio to the mean diagonal: means over seeds."""
-    found = harness.where(rows, part=part, skips=skips)
-    depths = sorted({row["depth"] for row in found})
+    chosen = harness.where(rows, part=part, skips=skips)
+    depths = sorted({row["depth"] for row in chosen})
 
     def mean(activation, depth):
-        cell = harness.where(found, activation=activation, depth=depth)
+        cell = harness.where(chosen, activation=activation, depth=depth)
         scale = [row["mean diagonal"] if scaled else 1 for row in cell]
         return np.mean([row["λ_min"] for row in cell] / np.array(scale))
 
@@ -125,9 +125,9 @@ def values(rows, part, skips, scaled=False):
 
 def draws(rows, part, skips):
     """[seeds, activations, depths] of λ_min; infinite networks have one "seed"."""
-    found = harness.where(rows, part=part, skips=skips)
-    seeds = sorted({row.get("seed", 0) for row in found})
-    each = ([row for row in found if row.get("seed", 0) == seed] for seed in seeds)
+    chosen = harness.where(rows, part=part, skips=skips)
+    seeds = sorted({row.get("seed", 0) for row in chosen})
+    each = ([row for row in chosen if row.get("seed", 0) == seed] for seed in seeds)
     return np.array([values(of_seed, part, skips)[0] for of_seed in each])
 
 
@@ -173,8 +173,8 @@ def depth_table(rows) -> str:
     lines = []
     for part, scaled in (("infinite", False), ("infinite", True), ("finite", False)):
         for label in SKIPS:
-            found, depths = values(rows, part, label, scaled)
-            cells = dict(zip(depths, found.T, strict=True))
+            means, depths = values(rows, part, label, scaled)
+            cells = dict(zip(depths, means.T, strict=True))
             name = f"{part}, {label}" + " (of the mean diagonal)" * scaled
             for i, activation in enumerate(CANDIDATES):
                 row = [f"{cells[d][i]:.2g}" if d in cells else "-" for d in every(rows)]
@@ -202,10 +202,10 @@ def report(rows) -> str:
 def picture(rows, path):
     with harness.picture(path, 1, 2, figsize=(11, 4.4)) as (_, axes):
         for ax, label in zip(axes, SKIPS, strict=True):
-            found, depths = values(rows, "infinite", label)
+            means, depths = values(rows, "infinite", label)
             drawn, at = values(rows, "finite", label)
             for i, activation in enumerate(CANDIDATES):
-                (line,) = ax.plot(depths, found[i], label=activation)
+                (line,) = ax.plot(depths, means[i], label=activation)
                 ax.plot(at, drawn[i], MARKERS[activation], color=line.get_color())
             ax.set(title=label, xlabel="layers L", yscale="log")
         axes[0].set_ylabel("smallest eigenvalue of the NTK")

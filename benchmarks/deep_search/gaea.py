@@ -86,9 +86,9 @@ def searcher(sizes, method):
         init_key, search_key = jax.random.split(key)
         start = space.start(), space.init(init_key, train)
         options = {"steps": sizes.steps, "key": search_key, "progress": False}
-        found = strategies.run(plan, *start, train, valid, **options)
-        entropy = diagnostics.entropy(found.history["alpha"]).mean(axis=-1)
-        return windows(found.history["value"]), windows(entropy), found.alpha
+        result = strategies.run(plan, *start, train, valid, **options)
+        entropy = diagnostics.entropy(result.history["alpha"]).mean(axis=-1)
+        return windows(result.history["value"]), windows(entropy), result.alpha
 
     return run
 

@@ -342,8 +342,8 @@ def alternatives(data, sizes, key, searched, dimensions, peers) -> list[dict]:
     if "optuna" in peers:
         ours = tables.of_method(searched, "Hyperband")[0]
         seconds = ours["seconds"][-1]
-        found = optuna_hyperband(data, sizes, key, 5 * seconds, ours["valid"][-1])
-        rows.append(found | {"our seconds": seconds, "our test": ours["test"][-1]})
+        optuna_row = optuna_hyperband(data, sizes, key, 5 * seconds, ours["valid"][-1])
+        rows.append(optuna_row | {"our seconds": seconds, "our test": ours["test"][-1]})
     return rows
 
 

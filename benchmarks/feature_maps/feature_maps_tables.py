@@ -21,9 +21,9 @@ NAMES = (
 
 def tuned(rows) -> dict[float, float]:
     """Rate of exponentiated gradient -> mean validation error of what it chose."""
-    found = harness.where(rows, part="tuning")
-    rates = sorted({row["rate"] for row in found})
-    return {r: np.mean([row["valid"] for row in harness.where(found, rate=r)]) for r in rates}
+    tuning = harness.where(rows, part="tuning")
+    rates = sorted({row["rate"] for row in tuning})
+    return {r: np.mean([row["valid"] for row in harness.where(tuning, rate=r)]) for r in rates}
 
 
 def best_rate(rows) -> float:
@@ -49,9 +49,11 @@ def of_method(rows, name):
 
 def paired(rows, *names):
     """The rows of these methods, trial by trial: of those that all of them have ended."""
-    found = [{row["trial"]: row for row in of_method(rows, name)} for name in names]
+    by_trial = [{row["trial"]: row for row in of_method(rows, name)} for name in names]
     return [
-        tuple(of[trial] for of in found) for trial in found[0] if all(trial in of for of in found)
+        tuple(of[trial] for of in by_trial)
+        for trial in by_trial[0]
+        if all(trial in of for of in by_trial)
     ]
 
 
@@ -123,11 +125,11 @@ def title(rows) -> str:
 def method_table(rows) -> str:
     lines = []
     for name in NAMES:
-        found = of_method(rows, name)
-        if len(found) < 2:
+        trials = of_method(rows, name)
+        if len(trials) < 2:
             continue
-        calls, seconds = (np.mean([r[k][-1] for r in found]) for k in ("calls", "seconds"))
-        test = spread([r["test"][-1] for r in found])
+        calls, seconds = (np.mean([r[k][-1] for r in trials]) for k in ("calls", "seconds"))
+        test = spread([r["test"][-1] for r in trials])
         if name == "exponentiated gradient":
             name += f", rate {best_rate(rows):g}"
         lines.append([name, f"{calls:.0f}", f"{seconds:.1f}", test])

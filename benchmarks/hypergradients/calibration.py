@@ -371,7 +371,7 @@ def solvers(family: Family) -> dict[str, Callable]:
     def whole(*args):
         return lambda step_size, steps: (bilevel.implicit(*args), "reverse")
 
-    found = {
+    by_name = {
         "implicit": whole(),
         "newton, dense": whole(bilevel.newton(), bilevel.dense()),
         "lbfgs, cg": whole(bilevel.lbfgs(), bilevel.cg()),
@@ -386,8 +386,8 @@ def solvers(family: Family) -> dict[str, Callable]:
     }
     if family.damping is not None:
         gram = bilevel.gram(family.outputs, family.loss, damping=family.damping)
-        found["descent, gram"] = after_descent(lambda step_size: gram)
-    return found
+        by_name["descent, gram"] = after_descent(lambda step_size: gram)
+    return by_name
 
 
 @functools.cache
@@ -600,11 +600,11 @@ def cells(name: str, some: list[dict[str, Any]]) -> list[Any]:
 
 def report(rows: list[dict[str, Any]], by=("family", "solver", "dtype")) -> str:
     """A line for each family, solver and precision, and one for all cases."""
-    found, lines = [judged(row) for row in rows], []
+    verdicts, lines = [judged(row) for row in rows], []
     for key in by:
-        names = dict.fromkeys(r[key] for r in found)
-        lines += [cells(name, harness.where(found, **{key: name})) for name in names]
-    return harness.table([*HEAD, "no claim, where definite"], [*lines, cells("**all**", found)])
+        names = dict.fromkeys(r[key] for r in verdicts)
+        lines += [cells(name, harness.where(verdicts, **{key: name})) for name in names]
+    return harness.table([*HEAD, "no claim, where definite"], [*lines, cells("**all**", verdicts)])
 
 
 summary = functools.partial(report, by=("dtype",))

@@ -129,9 +129,10 @@ def allowed(rows, row):
 
 
 def report(rows):
-    found = harness.where(rows, part="training")
+    training = harness.where(rows, part="training")
     lines = [
-        (r["steps"], *(f"{x / 1e6:.2f}" for x in (r["bytes"], allowed(found, r)))) for r in found
+        (r["steps"], *(f"{x / 1e6:.2f}" for x in (r["bytes"], allowed(training, r))))
+        for r in training
     ]
     made = harness.table(("steps", "temporaries, MB", "T copies and one step, MB"), lines)
     for row in harness.where(rows, part="ways"):
@@ -148,12 +149,12 @@ def main():
     flags = harness.command_line(__file__, __doc__, report)
     side = 8 if flags.smoke else 28
     steps = (2,) if flags.smoke else (2, 5) if flags.quick else STEPS
-    found = list(measured(steps, side))
+    measurements = list(measured(steps, side))
     if flags.smoke:
-        found += both_ways(1, 1, side)
+        measurements += both_ways(1, 1, side)
     elif not flags.quick:
-        found += both_ways(100, 3, side)
-    harness.finish([harness.environment("flax", "optax"), *found], flags.results, report)
+        measurements += both_ways(100, 3, side)
+    harness.finish([harness.environment("flax", "optax"), *measurements], flags.results, report)
 
 
 if __name__ == "__main__":

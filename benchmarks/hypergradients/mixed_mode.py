@@ -187,9 +187,9 @@ def measure(layers, steps, scan, size):
             "temp_bytes": programs[name].memory_analysis().temp_size_in_bytes,
             "seconds": [],
         }
-    found = {name: np.asarray(program(*args)) for name, program in programs.items()}  # warms up
-    truth = found[TODAY]
-    for name, grad in found.items():
+    gradients = {name: np.asarray(program(*args)) for name, program in programs.items()}  # warms up
+    truth = gradients[TODAY]
+    for name, grad in gradients.items():
         rows[name]["difference"] = float(np.abs(grad - truth).max() / np.abs(truth).max())
         if not rows[name]["difference"] < 1e-3:
             rows[name]["failed"] = "its hypergradient is not that of reverse over reverse"

@@ -68,9 +68,9 @@ def _wide(tree):
 
 def _truth(task, alpha, steps):
     """The hypergradient of so many steps, and the training loss that is left."""
-    found = seed_hypergradients(task, solver(task, steps), alpha)
+    hyper = seed_hypergradients(task, solver(task, steps), alpha)
     lower = bilevel.stack_problems(task.space.problem).lower
-    return np.asarray(found.grad), float(lower(found.w, alpha, task.train))
+    return np.asarray(hyper.grad), float(lower(hyper.w, alpha, task.train))
 
 
 def report(rows: list[dict]) -> str:

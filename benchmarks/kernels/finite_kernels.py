@@ -162,7 +162,7 @@ def measured(name: str, build, n: int, peers: list[str], rounds: int):
     if PEER in peers:
         methods |= {f"{PEER} {i}": peer(apply, i) for i in (1, 2)}
     compiled = {method: harness.compiled(fn, params, x)[0] for method, fn in methods.items()}
-    found = {method: np.asarray(run(params, x)) for method, run in compiled.items()}
+    kernels = {method: np.asarray(run(params, x)) for method, run in compiled.items()}
     times: dict[str, list[float]] = {method: [] for method in methods}
     for _ in range(rounds):
         for method, run in compiled.items():
@@ -170,7 +170,7 @@ def measured(name: str, build, n: int, peers: list[str], rounds: int):
             start = time.perf_counter()
             jax.block_until_ready(run(params, x))
             times[method].append(time.perf_counter() - start)
-    exact = found["ntk, jacobian"]
+    exact = kernels["ntk, jacobian"]
     for method, run in compiled.items():
         yield {
             "network": name,
@@ -178,7 +178,7 @@ def measured(name: str, build, n: int, peers: list[str], rounds: int):
             "n": n,
             "s": times[method],
             "mb": run.memory_analysis().temp_size_in_bytes / 1e6,
-            "error": float(np.abs(found[method] - exact).max() / np.abs(exact).max()),
+            "error": float(np.abs(kernels[method] - exact).max() / np.abs(exact).max()),
         }
 
 
@@ -228,8 +228,10 @@ def main() -> None:
     rows = [harness.environment("flax", PEER, **about, seed=SEED, rounds=ROUNDS)]
     # A process for each network, but for --smoke, where starting processes would take longest.
     for names in [SMOKE] if flags.smoke else [[name] for name in NETWORKS]:
-        found = harness.in_own_process(__file__, names, flags.size, flags.peers, one_core=True)
-        rows += [{"network": ", ".join(names)} | row for row in found]
+        measurements = harness.in_own_process(
+            __file__, names, flags.size, flags.peers, one_core=True
+        )
+        rows += [{"network": ", ".join(names)} | row for row in measurements]
     path = harness.committed(flags.results, flags.peers, [PEER])
     harness.finish(rows, path, whole_report)
 

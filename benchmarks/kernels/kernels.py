@@ -69,10 +69,10 @@ def warm(call):
     return call
 
 
-def relative_error(found, exact):
+def relative_error(approximate, exact):
     exact = np.asarray(exact, float)
     scale = np.sqrt(np.outer(exact.diagonal(), exact.diagonal()))
-    return {"error": float(np.max(np.abs(found - exact) / scale))}
+    return {"error": float(np.max(np.abs(approximate - exact) / scale))}
 
 
 # ------------------------------------------------------------------------- empirical kernels
@@ -113,8 +113,8 @@ def ours_empirical(method):
 def gradients(apply, params, x):
     """[n, number of parameters]"""
     one = jax.grad(lambda params, x: apply(params, x[None]).sum())
-    found = jax.vmap(one, in_axes=(None, 0))(params, x)
-    return jnp.concatenate([g.reshape(len(x), -1) for g in jax.tree.leaves(found)], axis=1)
+    per_sample = jax.vmap(one, in_axes=(None, 0))(params, x)
+    return jnp.concatenate([g.reshape(len(x), -1) for g in jax.tree.leaves(per_sample)], axis=1)
 
 
 def product_of_jacobians(data):
@@ -266,9 +266,9 @@ def digits(size):
     return np.asarray(ntk.mixture_blocks(x, [ntk.relu, ntk.tanh, ntk.swish]))
 
 
-def describe_bracket(found, exact):
-    gap = (found.upper - found.lower) / abs(found.upper)
-    return {"gap": gap, "cells": found.cells, "converged": found.converged}
+def describe_bracket(bracket, exact):
+    gap = (bracket.upper - bracket.lower) / abs(bracket.upper)
+    return {"gap": gap, "cells": bracket.cells, "converged": bracket.converged}
 
 
 # ------------------------------------------------------------------------------ the problems
@@ -317,7 +317,7 @@ PROBLEMS = {
         sizes=(1000, 2000, 4000),
         small={"quick": (500,), "smoke": (100,)},
         accelerator=(1000, 2000, 4000, 20000),
-        describe=lambda found, exact: {"value": float(found)},
+        describe=lambda value, exact: {"value": float(value)},
         flops=lambda size: size**3 / 3,
     ),
     "simplex": Problem(
@@ -358,22 +358,22 @@ def measure(name, methods, run_size) -> list[dict]:
                 row["skipped"] = reason
                 continue
             try:
-                found = time_calls(problem.methods[method], data, row, enough)
+                result = time_calls(problem.methods[method], data, row, enough)
             except Exception as error:  # the others are measured all the same
                 row["failed"] = f"{error} ".splitlines()[0]
                 continue
             if len(methods) == 1:
                 row["peak_gb"] = peak_memory()
             at = sample(size)
-            if getattr(found, "ndim", 0) == 2:
-                found = np.asarray(found)[np.ix_(at, at)]
-            pending.append((row, found))
+            if getattr(result, "ndim", 0) == 2:
+                result = np.asarray(result)[np.ix_(at, at)]
+            pending.append((row, result))
         del data
     # At the end, since the truth takes memory.
     for size, group in itertools.groupby(pending, lambda pair: pair[0]["size"]):
         exact = problem.truth(problem.data(size), sample(size))
-        for row, found in group:
-            row |= problem.describe(found, exact)
+        for row, result in group:
+            row |= problem.describe(result, exact)
             if row["method"] == "ntk" and problem.flops:
                 rate = problem.flops(size) / statistics.median(row["s"])
                 row["share_of_matmul_rate"] = rate / matmul_rate(problem.dtype, cpu)
@@ -391,14 +391,14 @@ def time_calls(build, data, row, enough):
     row["compile_s"] = round(time.perf_counter() - start, 2)
     row["s"], row["cpu_s"] = [], []
     while not row["s"] or (sum(row["s"]) < enough and len(row["s"]) <= ROUNDS):
-        found = None  # else there were two results
+        result = None  # else there were two results
         wall, cpu = time.perf_counter(), time.process_time()
-        found = jax.block_until_ready(call())
+        result = jax.block_until_ready(call())
         row["s"].append(round(time.perf_counter() - wall, 5))
         row["cpu_s"].append(round(time.process_time() - cpu, 5))
     if len(row["s"]) > 2:  # the first one warmed up
         row["s"], row["cpu_s"] = row["s"][1:], row["cpu_s"][1:]
-    return found
+    return result
 
 
 def too_much(earlier, size, with_memory) -> str | None:
@@ -449,10 +449,12 @@ def run(name, run_size, peers) -> list[dict]:
     groups = [methods] if together else [[method] for method in methods]
     rows = []
     for group in groups:
-        found = harness.in_own_process(__file__, name, group, run_size, one_core=True)
-        if "failed" in found[0] and "problem" not in found[0]:  # the process ended
-            found = [{"problem": name, "method": method} | found[0] for method in group]
-        rows += found
+        measurements = harness.in_own_process(__file__, name, group, run_size, one_core=True)
+        if "failed" in measurements[0] and "problem" not in measurements[0]:  # the process ended
+            measurements = [
+                {"problem": name, "method": method} | measurements[0] for method in group
+            ]
+        rows += measurements
     truths = {
         r["size"]: r["value"] for r in rows if r["method"] == "numpy eigvalsh" and "value" in r
     }
@@ -498,12 +500,14 @@ def speeds(rows):
     """Pairs as :func:`verdicts`, of what is faster than the fastest of its peers."""
     for name in dict.fromkeys(r["problem"] for r in rows):
         for start, (least, peers, sizes) in TARGETS.items():
-            found = [r for r in rows if r["problem"] == name and "s" in r and ratio(rows, r)]
-            found = [r for r in found if r["method"].startswith(peers)]
-            if not (name.startswith(start) and found):
+            timed_rows = [r for r in rows if r["problem"] == name and "s" in r and ratio(rows, r)]
+            timed_rows = [r for r in timed_rows if r["method"].startswith(peers)]
+            if not (name.startswith(start) and timed_rows):
                 continue
-            for size in sizes or [max(r["size"] for r in found)]:
-                if peer := min((r for r in found if r["size"] == size), key=seconds, default=None):
+            for size in sizes or [max(r["size"] for r in timed_rows)]:
+                if peer := min(
+                    (r for r in timed_rows if r["size"] == size), key=seconds, default=None
+                ):
                     faster = ratio(rows, peer)
                     text = f"{name}, N = {size}: {faster:.3g} times faster than {peer['method']}"
                     yield faster >= least, f"{text}, at least {least}"
@@ -537,9 +541,9 @@ def report(rows) -> str:
         sizes, lines = sorted({r["size"] for r in chosen if "size" in r}), []
         for name, method in dict.fromkeys((r["problem"], r["method"]) for r in chosen):
             label = ": ".join([*name.split(", ", 1)[1:], method])
-            found = [find(rows, name, method, size) for size in sizes]
-            errors = [r["error"] for r in found if r and "error" in r]
-            cells = [cell(rows, r) if r else "-" for r in found]
+            of_sizes = [find(rows, name, method, size) for size in sizes]
+            errors = [r["error"] for r in of_sizes if r and "error" in r]
+            cells = [cell(rows, r) if r else "-" for r in of_sizes]
             label = f"**{label}**" if method.startswith("ntk") else label
             lines.append([label, *cells, f"{max(errors):.1e}" if errors else "-"])
         tables.append(harness.table([kind, *(f"N = {size}" for size in sizes), "error"], lines))

@@ -127,21 +127,21 @@ def compare(name, kind, quick, alone=False) -> dict:
 
 def in_turns(calls, x) -> dict:
     row = {"dtype": str(x.dtype), "part": "comparison"}
-    found, seconds = [], tuple([] for _ in calls)
+    kernels, seconds = [], tuple([] for _ in calls)
     for call in calls:
         start = time.perf_counter()
-        found.append(jax.block_until_ready(call(x)))
+        kernels.append(jax.block_until_ready(call(x)))
         row.setdefault("first_s", []).append(round(time.perf_counter() - start, 2))
     for _ in range(3):
         for call, times in zip(calls, seconds, strict=True):
             start = time.process_time()
             jax.block_until_ready(call(x))
             times.append(round(time.process_time() - start, 5))
-    scale = float(jnp.max(jnp.abs(found[0].ntk)))
+    scale = float(jnp.max(jnp.abs(kernels[0].ntk)))
     row |= dict(zip(("ours_s", "theirs_s"), seconds, strict=False))
-    if len(found) > 1:
-        row["difference"] = float(jnp.max(jnp.abs(found[0].ntk - found[1].ntk))) / scale
-    row["bound"] = float(jnp.max(found[0].error)) / scale
+    if len(kernels) > 1:
+        row["difference"] = float(jnp.max(jnp.abs(kernels[0].ntk - kernels[1].ntk))) / scale
+    row["bound"] = float(jnp.max(kernels[0].error)) / scale
     return row
 
 
@@ -188,8 +188,8 @@ def whole_myrtle(n, minutes, path) -> None:
             print(f"{sum(p.exists() for p in store.values())} of {len(pairs)} blocks in {folder}")
             return
         clock = time.process_time()
-        found = net.kernel(x[i : i + BLOCK], None if i == j else x[j : j + BLOCK])
-        kept = {name: np.asarray(getattr(found, name)) for name in ("ntk", "error")}
+        kernels = net.kernel(x[i : i + BLOCK], None if i == j else x[j : j + BLOCK])
+        kept = {name: np.asarray(getattr(kernels, name)) for name in ("ntk", "error")}
         spent = {"seconds": time.process_time() - clock, "peak_mb": harness.resident_peak()}
         half = folder / f"{os.getpid()}.tmp.npz"
         np.savez(half, **kept, **spent)
@@ -286,12 +286,12 @@ def main() -> None:
     else:
         cases += [("myrtle", 3), ("float32", 3)]
     for case in cases:
-        found = harness.in_own_process(__file__, *case, alone, one_core=True)
-        if case[1:3] == ENDS and not alone and "failed" in found[0]:
-            theirs = found[0]["failed"]
-            found = harness.in_own_process(__file__, *case, True, one_core=True)
-            found = [row | {"theirs_failed": theirs} for row in found]
-        rows += [row | {"case": case[1:3]} for row in found]
+        measurements = harness.in_own_process(__file__, *case, alone, one_core=True)
+        if case[1:3] == ENDS and not alone and "failed" in measurements[0]:
+            theirs = measurements[0]["failed"]
+            measurements = harness.in_own_process(__file__, *case, True, one_core=True)
+            measurements = [row | {"theirs_failed": theirs} for row in measurements]
+        rows += [row | {"case": case[1:3]} for row in measurements]
         print(rows[-1], flush=True)
     if flags.results and flags.peers:  # hours of work
         rows += harness.where(harness.read(flags.results), part="myrtle")

@@ -55,8 +55,8 @@ def shared(n: int, m: int) -> Data:
     """One kernel for every output."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((n + m, 10))
-    found = ntk.network_kernel(x, activations=[ntk.relu, ntk.erf])
-    return parts(Pair(found.nngp, found.ntk), rng.standard_normal((n, OUTPUTS)), n)
+    kernels = ntk.network_kernel(x, activations=[ntk.relu, ntk.erf])
+    return parts(Pair(kernels.nngp, kernels.ntk), rng.standard_normal((n, OUTPUTS)), n)
 
 
 def full(n: int, m: int) -> Data:
@@ -100,8 +100,8 @@ def cases() -> dict[str, Both]:
 
             def kernel(x1, x2, get, **_):
                 x2 = x1 if x2 is None else x2
-                found = Pair(*(K[x1[:, 0]][:, x2[:, 0]] for K in whole))
-                return getattr(found, get) if isinstance(get, str) else found
+                kernels = Pair(*(K[x1[:, 0]][:, x2[:, 0]] for K in whole))
+                return getattr(kernels, get) if isinstance(get, str) else kernels
 
             rows = jnp.arange(len(whole[0]))[:, None]
             n = len(d.y)
@@ -159,8 +159,8 @@ def cases_of_outputs() -> dict[str, Both]:
         return call
 
     def posterior(d):
-        found = ntk.posterior(d.train.nngp, d.y, d.cross.nngp, d.prior.nngp, penalty=PENALTY)
-        return tuple(found)
+        prediction = ntk.posterior(d.train.nngp, d.y, d.cross.nngp, d.prior.nngp, penalty=PENALTY)
+        return tuple(prediction)
 
     def limit(d):
         return tuple(ntk.ensemble(d.train, d.y, d.cross, d.prior.nngp, penalty=PENALTY))
@@ -185,7 +185,7 @@ def work(size: str, peers: list[str]) -> Iterator[harness.Row]:
 
 
 def compare(calls, data: Data) -> harness.Row:
-    found = [jax.block_until_ready(call(data)) for call in calls]
+    results = [jax.block_until_ready(call(data)) for call in calls]
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(5):
         for call, times in zip(calls, seconds, strict=True):
@@ -194,7 +194,7 @@ def compare(calls, data: Data) -> harness.Row:
             times.append(time.process_time() - start)
     if len(calls) == 1:
         return {"ours_s": seconds[0]}
-    off = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), *found)
+    off = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), *results)
     return {"ours_s": seconds[0], "theirs_s": seconds[1], "difference": max(jax.tree.leaves(off))}
 
 

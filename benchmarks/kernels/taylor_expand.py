@@ -30,17 +30,17 @@ def networks():
     """Each with its inputs."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)))
     acts = {"tanh": jnp.tanh, "swish": jax.nn.swish, "GELU": jax.nn.gelu, "ReLU": jax.nn.relu}
-    found = {
+    by_name = {
         f"dense, {name}": (nn.Sequential([nn.Dense(256), s, nn.Dense(256), s, nn.Dense(10)]), x)
         for name, s in acts.items()
     }
     layers = [nn.Conv(16, (3, 3)), jnp.tanh, nn.Conv(16, (3, 3)), jnp.tanh]
     mean = lambda h: h.mean((1, 2))  # noqa: E731
-    found["convolutions, tanh"] = (
+    by_name["convolutions, tanh"] = (
         nn.Sequential([*layers, mean, nn.Dense(10)]),
         x.reshape(64, 8, 8, 1),
     )
-    return found
+    return by_name
 
 
 def by_jet(apply, params, order):
@@ -105,8 +105,8 @@ def main() -> None:
     rows = [harness.environment()]
     for name in names:
         orders = ORDERS[: 1 if flags.smoke else None]
-        found = harness.in_own_process(__file__, name, orders, one_core=True)
-        rows += [{"network": name} | row for row in found]
+        measurements = harness.in_own_process(__file__, name, orders, one_core=True)
+        rows += [{"network": name} | row for row in measurements]
     harness.finish(rows, flags.results, report)
 
 

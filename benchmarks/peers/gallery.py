@@ -50,11 +50,11 @@ def run(name: str, runs: list[dict] | None = None, images: Path = IMAGES) -> lis
     jax.config.update("jax_enable_x64", getattr(module, "X64", False))
     for flags in runs or module.FULL:
         before = resource.getrusage(resource.RUSAGE_SELF)
-        found, things = module.main(**flags)
+        example_rows, things = module.main(**flags)
         after = resource.getrusage(resource.RUSAGE_SELF)
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         drawn.append(things)
-        rows.append({"part": name, "rows": found, "cpu_seconds": round(seconds, 1)})
+        rows.append({"part": name, "rows": example_rows, "cpu_seconds": round(seconds, 1)})
     with plots.style():
         figure = Figure(SIZES[name], layout="constrained")
         module.picture(drawn, figure)
@@ -73,10 +73,13 @@ def _table(name: str):
         runs = where(rows, part=name)
         if not runs:
             return "No full run yet."
-        found = [row for run in runs for row in run["rows"]]
+        example_rows = [row for run in runs for row in run["rows"]]
         total = sum(run["cpu_seconds"] for run in runs)
-        lines = ([_shown(v) for v in row.values()] for row in found)
-        made, command = table(list(found[0]), lines), f"python benchmarks/peers/gallery.py {name}"
+        lines = ([_shown(v) for v in row.values()] for row in example_rows)
+        made, command = (
+            table(list(example_rows[0]), lines),
+            f"python benchmarks/peers/gallery.py {name}",
+        )
         return f"{made}\n\n`{command}`: {total:,.0f} s of processor time."
 
     return of_rows

@@ -124,9 +124,9 @@ def texts(parts):
     from sklearn.metrics import log_loss
 
     def presence(words):
-        found = np.zeros((len(words), example.WORDS))
-        np.put_along_axis(found, words, 1, 1)
-        return found[:, 1:]
+        present = np.zeros((len(words), example.WORDS))
+        np.put_along_axis(present, words, 1, 1)
+        return present[:, 1:]
 
     (x, y), (xc, yc), (xt, yt) = [(presence(words), y) for words, y in parts]
     draw = np.random.default_rng(0)  # as in the example
@@ -186,8 +186,8 @@ def shown(value):
 
 
 def of_part(part):
-    def of_rows(found):
-        some = where(found, part=part)
+    def of_rows(rows):
+        some = where(rows, part=part)
         if not some:
             return "No run yet."
         names = [name for name in some[0] if name != "part"]
@@ -196,10 +196,10 @@ def of_part(part):
     return of_rows
 
 
-def of_hypergradients(found):
+def of_hypergradients(rows):
     from benchmarks.peers import peers
 
-    return peers.of_hypergradients(found)
+    return peers.of_hypergradients(rows)
 
 
 of_sinusoids, of_images, of_texts, of_kernels = map(
@@ -207,12 +207,12 @@ of_sinusoids, of_images, of_texts, of_kernels = map(
 )
 
 
-def report(found):
+def report(rows):
     """The tables of the parts that were measured."""
     tables = {"hypergradients": of_hypergradients, "sinusoids": of_sinusoids}
     tables |= {"images": of_images, "texts": of_texts, "kernels": of_kernels}
-    parts = {row["part"] for row in found}
-    return "\n\n".join(of(found) for part, of in tables.items() if part in parts)
+    parts = {row["part"] for row in rows}
+    return "\n\n".join(of(rows) for part, of in tables.items() if part in parts)
 
 
 def measured(size, libraries):
@@ -232,8 +232,8 @@ PEERS = "torch", "torchopt", "scikit-image"
 
 def main():
     flags = harness.command_line(__file__, __doc__, report, peers=PEERS)
-    found = [environment(*PEERS, "scikit-learn"), *measured(flags.size, flags.peers)]
-    harness.finish(found, harness.committed(flags.results, flags.peers, PEERS), report)
+    rows = [environment(*PEERS, "scikit-learn"), *measured(flags.size, flags.peers)]
+    harness.finish(rows, harness.committed(flags.results, flags.peers, PEERS), report)
 
 
 if __name__ == "__main__":

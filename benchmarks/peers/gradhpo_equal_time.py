@@ -234,5 +234,5 @@ if __name__ == "__main__":
     flags = harness.command_line(__file__, __doc__, report, peers=("gradhpo",))
     seconds = {"smoke": [0], "quick": [2, 2], "default": [10, 36]}[flags.size]  # of the processor
     budgets = dict(zip(TASKS, seconds, strict=False))  # --smoke has the first task only
-    found = [environment("optax", "gradhpo"), *measured(budgets, flags.peers)]
-    harness.finish(found, harness.committed(flags.results, flags.peers, ["gradhpo"]), report)
+    measurements = [environment("optax", "gradhpo"), *measured(budgets, flags.peers)]
+    harness.finish(measurements, harness.committed(flags.results, flags.peers, ["gradhpo"]), report)

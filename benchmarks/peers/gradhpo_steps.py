@@ -90,16 +90,16 @@ def methods(peers):
         "difference": bilevel.one_step(RATE, radius=0.01),
         "HyperDistill": bilevel.distilled(RATE, decay=DECAY),
     }
-    found = {(name, "here"): ours(solver) for name, solver in own.items()}
+    by_library = {(name, "here"): ours(solver) for name, solver in own.items()}
     if "gradhpo" in peers:
         from gradhpo.algorithms.online import OnlineHypergradientOptimizer
         from gradhpo.algorithms.t1t2 import T1T2Optimizer
 
-        found["one step", "gradhpo"] = theirs(OnlineHypergradientOptimizer, gamma=0.0)
-        found["difference", "gradhpo"] = theirs(T1T2Optimizer, gamma=0.0)
-        found["HyperDistill", "gradhpo"] = theirs(OnlineHypergradientOptimizer, gamma=DECAY)
+        by_library["one step", "gradhpo"] = theirs(OnlineHypergradientOptimizer, gamma=0.0)
+        by_library["difference", "gradhpo"] = theirs(T1T2Optimizer, gamma=0.0)
+        by_library["HyperDistill", "gradhpo"] = theirs(OnlineHypergradientOptimizer, gamma=DECAY)
     # Each method's libraries take turns.
-    return dict(sorted(found.items(), key=lambda pair: list(own).index(pair[0][0])))
+    return dict(sorted(by_library.items(), key=lambda pair: list(own).index(pair[0][0])))
 
 
 def measured(steps, rounds, peers):
@@ -149,5 +149,5 @@ def report(rows):
 if __name__ == "__main__":
     flags = harness.command_line(__file__, __doc__, report, peers=("gradhpo",))
     sizes = {"smoke": (2, 1), "quick": (4, 1), "default": (20, 2)}[flags.size]
-    found = [environment("optax", "gradhpo"), *measured(*sizes, flags.peers)]
-    harness.finish(found, harness.committed(flags.results, flags.peers, ["gradhpo"]), report)
+    measurements = [environment("optax", "gradhpo"), *measured(*sizes, flags.peers)]
+    harness.finish(measurements, harness.committed(flags.results, flags.peers, ["gradhpo"]), report)

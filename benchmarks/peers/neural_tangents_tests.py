@@ -124,8 +124,8 @@ def lend() -> None:
 
 
 def files(checkout: Path) -> list[str]:
-    found = [path.relative_to(checkout) for path in checkout.glob("tests/**/*_test.py")]
-    return sorted(str(path) for path in found if "experimental" not in path.parts)
+    paths = [path.relative_to(checkout) for path in checkout.glob("tests/**/*_test.py")]
+    return sorted(str(path) for path in paths if "experimental" not in path.parts)
 
 
 def report(rows: list[harness.Row]) -> str:
@@ -200,8 +200,8 @@ def measured(flags) -> list[harness.Row]:
             print(name, file=sys.stderr, flush=True)
             variables = VARIABLES | {"NT_NUM_GENERATED_CASES": str(cases)}
             request = str(flags.checkout.resolve()), name, seconds
-            found = harness.in_own_process(__file__, *request, **variables)
-            rows += [{"file": name} | row for row in found]
+            outcomes = harness.in_own_process(__file__, *request, **variables)
+            rows += [{"file": name} | row for row in outcomes]
     return rows
 
 

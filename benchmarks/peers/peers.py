@@ -107,19 +107,19 @@ def schedules(peers, steps):
 
 def in_turns(part, alpha, gradients, rounds):
     """A row for each library."""
-    first, found, times = {}, {}, {name: [] for name in gradients}
+    first, by_library, times = {}, {}, {name: [] for name in gradients}
     for i in range(rounds + 1):
         for name, gradient in gradients.items():
             began = time.process_time()
-            found[name] = np.asarray(gradient(alpha))
+            by_library[name] = np.asarray(gradient(alpha))
             seconds = time.process_time() - began
             if i:
                 times[name].append(seconds)
             else:
                 first[name] = seconds
-    ours = found["here"]
+    ours = by_library["here"]
     for name, each in times.items():
-        apart = np.linalg.norm(found[name] - ours) / np.linalg.norm(ours)
+        apart = np.linalg.norm(by_library[name] - ours) / np.linalg.norm(ours)
         row = {"part": "hypergradients", "problem": part, "library": name, "rounds": each}
         yield row | {"first, seconds": first[name], "apart": float(apart)}
 
@@ -165,8 +165,8 @@ def optuna_course(suggest, value, trials, seconds=np.inf):
             study.stop()
 
     def objective(trial):
-        found = float(value(suggest(trial)))
-        return found if np.isfinite(found) else 1e3
+        loss = float(value(suggest(trial)))
+        return loss if np.isfinite(loss) else 1e3
 
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
     study.optimize(objective, n_trials=trials, callbacks=[told])
@@ -264,8 +264,8 @@ def until_schedules(peers, steps, outer):
 
     def judged():
         def value(alpha):
-            found = solver.run(example.loss, alpha, w, solver.start(alpha, w), data)[0]
-            return example.loss(found, None, valid)
+            trained = solver.run(example.loss, alpha, w, solver.start(alpha, w), data)[0]
+            return example.loss(trained, None, valid)
 
         return jax.jit(value)
 
@@ -296,21 +296,21 @@ def until_schedules(peers, steps, outer):
 # ----------------------------------------------------------------------------- the report
 
 
-def of_hypergradients(found):
+def of_hypergradients(measurements):
     lines = [
         (
             *(r["problem"], r["library"], f"{1e3 * statistics.median(r['rounds']):,.0f}"),
             *(f"{r['first, seconds']:.1f}", f"{r['apart']:.0e}" if r["apart"] else ""),
         )
-        for r in where(found, part="hypergradients")
+        for r in where(measurements, part="hypergradients")
     ]
     head = "problem", "library", "CPU ms", "the first one, CPU s", "apart from ours"
     return table(head, lines)
 
 
 def until(part):
-    def of_rows(found):
-        some = where(found, part=part)
+    def of_rows(measurements):
+        some = where(measurements, part=part)
         lines = [
             (
                 *(r["method"], f"{r['hyperparameters']:,}"),
@@ -329,11 +329,13 @@ def until(part):
 of_penalties, of_schedules = until("penalties"), until("schedules")
 
 
-def report(found):
+def report(measurements):
     """The tables of the parts that were measured."""
     parts = {"hypergradients": of_hypergradients, "penalties": of_penalties}
     parts |= {"schedules": of_schedules}
-    return "\n\n".join(of(found) for part, of in parts.items() if where(found, part=part))
+    return "\n\n".join(
+        of(measurements) for part, of in parts.items() if where(measurements, part=part)
+    )
 
 
 def measured(size, peers):

@@ -198,15 +198,15 @@ def train(rng, dtype) -> Case:
         options = {"optimizer": optimizer, "epochs": epochs, "batch_size": batch_size}
         return training.train(jax.random.key(1), loss, None, w, x, **options)
 
-    def check(found):
+    def check(trained):
         steps = epochs * (n // batch)
         whole = np.asarray(x, np.float64).sum() * epochs * 0.5 if n % batch == 0 else None
         return first(
-            that(found.losses.shape == (steps,), f"{found.losses.shape} losses"),
+            that(trained.losses.shape == (steps,), f"{trained.losses.shape} losses"),
             ""
             if whole is None
             else near(
-                "weight", found.last, whole, 1e3 * eps(dtype) * (1 + 1 / max(abs(whole), 1e-3))
+                "weight", trained.last, whole, 1e3 * eps(dtype) * (1 + 1 / max(abs(whole), 1e-3))
             ),
         )
 
@@ -351,9 +351,9 @@ def darts_genotype(rng, dtype) -> Case:
     corner = darts_genotypes.draw_corner(jax.random.key(int(rng.integers(1000))))
 
     def call(normal, reduce):
-        found = darts_genotypes.genotype({"normal": normal, "reduce": reduce})
-        again = darts_genotypes.one_hot(found)["normal"]
-        return [str(found), str(darts.parse_genotype(str(found))), again]
+        genotype = darts_genotypes.genotype({"normal": normal, "reduce": reduce})
+        again = darts_genotypes.one_hot(genotype)["normal"]
+        return [str(genotype), str(darts.parse_genotype(str(genotype))), again]
 
     check = lambda r: first(
         that(r[0] == r[1], f"{r[0]} read as {r[1]}"), near("again", r[2], corner["normal"], 0)
@@ -376,8 +376,8 @@ def darts_texts(rng, dtype) -> Case:
         broken[rng.integers(len(broken))] = str(rng.choice(list("()[]',0123456789abcx_ ")))
     call = lambda text: darts.parse_genotype(text)
 
-    def check(found):
-        darts_check = darts_genotypes.one_hot(found)  # what was read has to be a genotype
+    def check(genotype):
+        darts_check = darts_genotypes.one_hot(genotype)  # what was read has to be a genotype
         return that(darts_check["normal"].sum() <= 8, "too many edges")
 
     if rng.random() < 0.3:

@@ -16,10 +16,10 @@ Mistakes = dict[str, Callable[[], Any]]
 
 def mistakes(kind: str, value: Any, rng: np.random.Generator) -> Mistakes:
     """Bad values for an argument of this kind, by name, made when called."""
-    found = _KINDS[kind.rstrip("?")](value, rng)
+    by_name = _KINDS[kind.rstrip("?")](value, rng)
     if kind.endswith("?"):
-        found.pop("none", None)
-    return found
+        by_name.pop("none", None)
+    return by_name
 
 
 def planted(tree: Any, number: float, rng: np.random.Generator) -> Any:
@@ -59,11 +59,11 @@ def _values(value, rng) -> Mistakes:  # of what the user's own functions take
 
 
 def _array(value, rng) -> Mistakes:
-    found = _tree(value, rng) | {
+    by_name = _tree(value, rng) | {
         "one axis more": lambda: jnp.asarray(value)[None, None, None],
         "a scalar": lambda: jnp.asarray(value).ravel()[0],
     }
-    return found
+    return by_name
 
 
 def _numbers(value, rng) -> Mistakes:  # of any shape
@@ -80,10 +80,12 @@ def _simplex(value, rng) -> Mistakes:
         array[..., 0], array[..., 1] = array[..., 0] + array[..., 1] + 0.5, -0.5
         return jnp.asarray(array)
 
-    found = {"off the simplex": lambda: jax.tree.map(lambda a: jnp.asarray(a) * 1.5, value)}
+    by_name = {"off the simplex": lambda: jax.tree.map(lambda a: jnp.asarray(a) * 1.5, value)}
     if not isinstance(value, dict) and np.shape(value)[-1] > 1:
-        found["negative"] = negative
-    return _array(value, rng) | found if not isinstance(value, dict) else _tree(value, rng) | found
+        by_name["negative"] = negative
+    return (
+        _array(value, rng) | by_name if not isinstance(value, dict) else _tree(value, rng) | by_name
+    )
 
 
 def _matrix(value, rng) -> Mistakes:
@@ -92,8 +94,8 @@ def _matrix(value, rng) -> Mistakes:
         array[0, -1] += 1 + abs(array).max()
         return jnp.asarray(array)
 
-    found = {"not square": lambda: jnp.asarray(value)[:, :-1]} if len(value) > 1 else {}
-    return _array(value, rng) | found | ({"not symmetric": skewed} if len(value) > 1 else {})
+    by_name = {"not square": lambda: jnp.asarray(value)[:, :-1]} if len(value) > 1 else {}
+    return _array(value, rng) | by_name | ({"not symmetric": skewed} if len(value) > 1 else {})
 
 
 def _labels(value, rng) -> Mistakes:

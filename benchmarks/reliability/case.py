@@ -238,14 +238,14 @@ def short(result: Any) -> str:
 
 def numbers(tree: Any) -> list[np.ndarray]:
     """The numeric leaves."""
-    found = []
+    arrays = []
     for x in jax.tree.leaves(tree):
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             continue
         array = np.asarray(x)
         if array.dtype.kind in "biufc" or array.dtype == jnp.bfloat16:
-            found.append(array)
-    return found
+            arrays.append(array)
+    return arrays
 
 
 def _real(x: np.ndarray) -> np.ndarray:

@@ -236,24 +236,24 @@ def commands(seed: int, number: int) -> Outcome:
             return Outcome(
                 "raw", mistake or "good", f"bilevel {command}: died ({process.exitcode})"
             )
-        found = json.loads(output.read_text())
+        output_record = json.loads(output.read_text())
         left = [p.name for p in place.iterdir() if p.name != "file"]
         result = place / "run" / "result.json"
         numbers = json.loads(result.read_text()) if result.exists() else None
-    return _verdict(command, mistake, found, left, numbers)
+    return _verdict(command, mistake, output_record, left, numbers)
 
 
-def _verdict(command, mistake, found, left, numbers) -> Outcome:
+def _verdict(command, mistake, record, left, numbers) -> Outcome:
     attack = f"bilevel {command}: {mistake or 'good'}"
-    if found["raised"]:
-        return Outcome("raw", attack, found["raised"])
+    if record["raised"]:
+        return Outcome("raw", attack, record["raised"])
     if not mistake:
-        good = found["status"] in (0, None) and numbers is not None
-        return Outcome("right" if good else "wrong", attack, found["errors"].strip()[-200:])
-    if found["status"] in (0, None):
+        good = record["status"] in (0, None) and numbers is not None
+        return Outcome("right" if good else "wrong", attack, record["errors"].strip()[-200:])
+    if record["status"] in (0, None):
         return Outcome("right" if mistake in _EITHER else "wrong", attack, "accepted")
-    message = found["errors"].strip()
-    parsed = found["parsed"]  # the parser of flags has a form of its own
+    message = record["errors"].strip()
+    parsed = record["parsed"]  # the parser of flags has a form of its own
     if not parsed and (message.count("\n") or len(message) > 400 or not message):
         return Outcome("raw", attack, f"not one sentence: {message[:150]}")
     if left:

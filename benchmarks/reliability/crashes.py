@@ -76,8 +76,8 @@ def _differs(arrays: dict[str, np.ndarray], truth: dict[str, np.ndarray]) -> str
     if arrays.keys() != truth.keys():
         return f"other arrays: {sorted(arrays.keys() ^ truth.keys())}"
     for name, expected in truth.items():
-        found = arrays[name]
-        if found.shape != expected.shape or found.tobytes() != expected.tobytes():
+        array = arrays[name]
+        if array.shape != expected.shape or array.tobytes() != expected.tobytes():
             return f"{name}: another result than left alone"
     return ""
 

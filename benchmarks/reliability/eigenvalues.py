@@ -110,16 +110,16 @@ def certify_simplex(rng, dtype) -> Case:
     size = abs(values).max()
     rounding = 20 * n * eps(np.float64) * size
 
-    def check(found):
-        a = np.asarray(found.argmin)
+    def check(certificate):
+        a = np.asarray(certificate.argmin)
         at = np.linalg.eigvalsh(np.einsum("i,ijab,j->ab", a, blocks.astype(np.float64), a))[0]
         return first(
-            at_most("lower end and brute force", found.lower, values[:, 0].min() + rounding),
-            at_most("value at argmin", at, found.upper + rounding),
-            at_most("ends", found.lower, found.upper),
+            at_most("lower end and brute force", certificate.lower, values[:, 0].min() + rounding),
+            at_most("value at argmin", at, certificate.upper + rounding),
+            at_most("ends", certificate.lower, certificate.upper),
             near("sum of argmin", a.sum(), 1.0, 1e-9),
             # Blocks of Gram matrices: no mixture is indefinite, so 0 is a bound that costs nothing.
-            at_most("a width that 0 would give", -found.lower, 1e-3 * size),
+            at_most("a width that 0 would give", -certificate.lower, 1e-3 * size),
         )
 
     kinds = {

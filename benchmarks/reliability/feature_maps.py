@@ -130,9 +130,9 @@ def hashed_counts(rng, dtype) -> Case:
 
     def check(r):
         expected = [sorted(collections.Counter(t.split()).values()) for t in texts]
-        found = [sorted(row.data.tolist()) for row in (r[0][[i]] for i in range(3))]
+        counts = [sorted(row.data.tolist()) for row in (r[0][[i]] for i in range(3))]
         return first(
-            that(found == expected, f"counts {found} of {expected}"),
+            that(counts == expected, f"counts {counts} of {expected}"),
             near("sums", r[1].sum(1), [len(t.split()) for t in texts], 1e-6),
         )
 

@@ -46,12 +46,12 @@ def of_kernel(rng, dtype) -> Case:
     def call(K, y, x):
         return scores.of_kernel(K, y, x=x)
 
-    def check(found):
+    def check(by_score):
         # The smallest one is known to a rounding of the largest, here and there.
-        least, truth = (float(v) + values[-1] for v in (found["min_eigenvalue"], values[0]))
+        least, truth = (float(v) + values[-1] for v in (by_score["min_eigenvalue"], values[0]))
         rounding = 1e3 * eps(dtype)
         return first(
-            near("eigen_nas", found["eigen_nas"], values.mean(), rounding),
+            near("eigen_nas", by_score["eigen_nas"], values.mean(), rounding),
             near("min_eigenvalue and the largest", least, truth, rounding),
         )
 
@@ -75,8 +75,8 @@ def function_space(rng, dtype) -> Case:
         space = kernel_function_space(kernel, 1.0)
         return _ridge(space, space.start() | {"kernel": scale}, x, y)
 
-    def check(found):
-        w = np.asarray(found[0], np.float64)
+    def check(outputs):
+        w = np.asarray(outputs[0], np.float64)
         rounding = 1e4 * eps(dtype) * (np.abs(K).max() * np.abs(w).max() * len(w) + 1)
         return near("coefficients", K @ w + 0.1 * w, y, rounding)
 
@@ -95,8 +95,8 @@ def mixture_space(rng, dtype) -> Case:
         space = kernel_mixture_space({"cubic": cubic, "linear": linear})
         return _ridge(space, space.start() | {"mixture": alpha}, x, y)
 
-    def check(found):
-        w = np.asarray(found[0], np.float64)
+    def check(outputs):
+        w = np.asarray(outputs[0], np.float64)
         rounding = 1e4 * eps(dtype) * (np.abs(K).max() * np.abs(w).max() * len(w) + 1)
         return near("coefficients", K @ w + 0.1 * w, y, rounding)
 

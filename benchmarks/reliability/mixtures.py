@@ -140,8 +140,8 @@ def spectral_estimator(rng, dtype) -> Case:
     rounding = 1e3 * eps(dtype) / gap * np.linalg.cond(phi) ** 2
 
     def call(features, labels, valid, valid_labels):
-        found = bilevel.spectral_estimator((features, labels), (valid, valid_labels))
-        return found.predict(features, features)
+        estimator = bilevel.spectral_estimator((features, labels), (valid, valid_labels))
+        return estimator.predict(features, features)
 
     kinds = {"features": "array", "labels": "rows", "valid": "array", "valid_labels": "rows"}
     arguments = {"features": X, "labels": y, "valid": valid, "valid_labels": labels}

@@ -96,8 +96,8 @@ def nonfinite(seed: int, number: int) -> Outcome:
         try:
             with limited():
                 if compiled:
-                    found = jax.jit(lambda: _search(quantity, at, bad, {}))()
-                    return Outcome(*_stopped(found, None, quantity, at, clean, attack))
+                    result_under_jit = jax.jit(lambda: _search(quantity, at, bad, {}))()
+                    return Outcome(*_stopped(result_under_jit, None, quantity, at, clean, attack))
                 result = _search(quantity, at, bad, options)
         except bilevel.NonFiniteError as error:
             return Outcome(*_stopped(error.result, error, quantity, at, clean, attack))

@@ -34,8 +34,8 @@ def kernel_operator(rng, dtype) -> Case:
         K = ntk.KernelOperator(kernel, x, get=get, tile=tile)
         return K @ v, K.diagonal()
 
-    def check(found):
-        product, diagonal = found
+    def check(outputs):
+        product, diagonal = outputs
         size = np.abs(matrix) @ np.abs(np.asarray(v, np.float64))
         off = np.abs(product - matrix @ np.asarray(v, np.float64))
         return first(
@@ -81,12 +81,20 @@ def partial_cholesky(rng, dtype) -> Case:
     def call(x, rank, key):
         return ntk.partial_cholesky(ntk.KernelOperator(laplace, x, tile=4), rank, key=key)
 
-    def check(found):
-        rest = matrix - np.asarray(found.factor, np.float64) @ np.asarray(found.factor).T
+    def check(factorization):
+        residual = (
+            matrix
+            - np.asarray(factorization.factor, np.float64) @ np.asarray(factorization.factor).T
+        )
         rounding = 2e3 * eps(dtype)
         return first(
-            that(np.linalg.eigvalsh(rest)[0] > -rounding, "a factor above the kernel"),
-            near("rest", np.asarray(found.residual_diagonal) + 1, np.diag(rest) + 1, rounding),
+            that(np.linalg.eigvalsh(residual)[0] > -rounding, "a factor above the kernel"),
+            near(
+                "rest",
+                np.asarray(factorization.residual_diagonal) + 1,
+                np.diag(residual) + 1,
+                rounding,
+            ),
         )
 
     arguments = {"x": x, "rank": int(rng.integers(1, n + 1)), "key": _key(rng)}
@@ -136,8 +144,8 @@ def leave_one_out_estimate(rng, dtype) -> Case:
             K, fit, key=key, probes=probes, tol=tol, preconditioner=partial
         )
 
-    def check(found):
-        return near("residuals", found.residuals, truth, 1e3 * tol)
+    def check(estimate):
+        return near("residuals", estimate.residuals, truth, 1e3 * tol)
 
     arguments = {"x": x, "y": y, "probes": 3, "tol": tol, "key": _key(rng)}
     kinds = {"x": "values", "y": "rows", "probes": "count", "tol": "positive", "key": "key"}
@@ -161,15 +169,15 @@ def eigenvalue_interval(rng, dtype) -> Case:
             failure=failure,
         )
 
-    def check(found):
+    def check(interval):
         return first(
-            at_most("lower", found.lower, truth[0] + rounding),
-            at_most("smallest", truth[0], found.upper + rounding),
+            at_most("lower", interval.lower, truth[0] + rounding),
+            at_most("smallest", truth[0], interval.upper + rounding),
         )
 
     arguments = {"x": x, "steps": 2, "block": 1, "failure": 1e-3, "key": _key(rng)}
     kinds = {"x": "values", "steps": "count", "block": "count", "failure": "fraction"}
     kinds["key"] = "key"
     return Case(
-        call, arguments, check, kinds, ("x",), vmapped=False, answer=lambda found: found.upper
+        call, arguments, check, kinds, ("x",), vmapped=False, answer=lambda interval: interval.upper
     )

@@ -40,10 +40,10 @@ def of_seed(path: Path, seed: int) -> dict[tuple[str, str, int], Line]:
 
 def totals(lines: Iterable[Line], by: str) -> dict[str, Counter]:
     """Counts of verdicts by a field of the lines."""
-    found: dict[str, Counter] = {}
+    counters: dict[str, Counter] = {}
     for line in lines:
-        found.setdefault(line[by], Counter()).update(line["counts"])
-    return found
+        counters.setdefault(line[by], Counter()).update(line["counts"])
+    return counters
 
 
 def failures(counts: Counter) -> int:
@@ -69,10 +69,10 @@ def table(lines: Iterable[Line], by: str = "part") -> str:
         "raw errors",
         "of them, arguments of a wrong type",
     )
-    found = totals(lines, by)
-    whole: Counter = sum(found.values(), Counter())
+    counters = totals(lines, by)
+    whole: Counter = sum(counters.values(), Counter())
     rows = []
-    for name, counts in (*found.items(), ("all", whole)):
+    for name, counts in (*counters.items(), ("all", whole)):
         cells = (
             sum(counts.values()),
             counts["right"],

@@ -67,12 +67,14 @@ def _attacked(case: Case, rng: np.random.Generator) -> Outcome:
         return run_traced(case, name, planted(case.arguments[name], np.nan, rng))
     names = sorted(case.kinds)
     name = names[rng.integers(len(names))]
-    found = mistakes(case.kinds[name], case.arguments[name], rng)
-    found = {what: make for what, make in found.items() if f"{name}: {what}" not in case.fine}
-    if not found:
+    candidates = mistakes(case.kinds[name], case.arguments[name], rng)
+    candidates = {
+        what: make for what, make in candidates.items() if f"{name}: {what}" not in case.fine
+    }
+    if not candidates:
         return run_good(case)
-    what = sorted(found)[rng.integers(len(found))]
-    return run_bad(case, what, {name: found[what]()})
+    what = sorted(candidates)[rng.integers(len(candidates))]
+    return run_bad(case, what, {name: candidates[what]()})
 
 
 # ----------------------------------------------------------------------------- coverage

@@ -104,11 +104,13 @@ def broken_errors(rng, dtype) -> Case:
 
 @generates("bilevel.data.load")
 def load(rng, dtype) -> Case:
-    def check(found):
+    def check(dataset):
         return first(
-            that(len(found.x_train) == len(found.y_train) == size, "another number of rows"),
-            that(found.x_train.min() >= 0 and found.x_train.max() <= 1, "pixels outside [0, 1]"),
-            that(set(np.unique(found.y_train)) <= set(range(10)), "other labels"),
+            that(len(dataset.x_train) == len(dataset.y_train) == size, "another number of rows"),
+            that(
+                dataset.x_train.min() >= 0 and dataset.x_train.max() <= 1, "pixels outside [0, 1]"
+            ),
+            that(set(np.unique(dataset.y_train)) <= set(range(10)), "other labels"),
         )
 
     size = int(rng.integers(1, 1438))
@@ -167,12 +169,12 @@ def checkpoints(rng, dtype) -> Case:
             like = jax.tree.map(np.zeros_like, tree)
             return checkpoint.latest(folder), checkpoint.restore(folder, like)
 
-    def check(found):
+    def check(restored):
         same = all(
             np.asarray(a).dtype == np.asarray(b).dtype and np.array_equal(a, b)
-            for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(tree), strict=True)
+            for a, b in zip(jax.tree.leaves(restored[1]), jax.tree.leaves(tree), strict=True)
         )
-        return first(that(found[0] == step, f"step {found[0]}"), that(same, "another tree"))
+        return first(that(restored[0] == step, f"step {restored[0]}"), that(same, "another tree"))
 
     return Case(call, {"step": step, "tree": tree}, check, {"step": "whole"})
 
@@ -236,10 +238,10 @@ def losses(rng, dtype) -> Case:
 
 @generates("bilevel.plots.error_estimates")
 def error_estimates(rng, dtype) -> Case:
-    steps, true, found = [1, 10, 100], 10 ** rng.normal(size=3), 10 ** rng.normal(size=3)
-    call = lambda true, found: _plots().error_estimates(steps, true, {"cg": found})
-    check = lambda ax: near("lines", _lines(ax), [true, found], 1e-12)
-    return Case(call, {"true": true, "found": found}, check, {})
+    steps, true, estimated = [1, 10, 100], 10 ** rng.normal(size=3), 10 ** rng.normal(size=3)
+    call = lambda true, estimated: _plots().error_estimates(steps, true, {"cg": estimated})
+    check = lambda ax: near("lines", _lines(ax), [true, estimated], 1e-12)
+    return Case(call, {"true": true, "estimated": estimated}, check, {})
 
 
 @generates("bilevel.plots.spectrum")

@@ -47,14 +47,19 @@ def corners(rng, dtype) -> Case:
 
     def call(names, alpha):
         start, draw, discretize, one_hot = on_simplices(distinct(list(names)), (places,))
-        found = discretize(alpha)
-        return one_hot(found), start(), draw(KEY).sum(-1), [names.index(name) for name in found]
+        discretized = discretize(alpha)
+        return (
+            one_hot(discretized),
+            start(),
+            draw(KEY).sum(-1),
+            [names.index(name) for name in discretized],
+        )
 
     def check(r):
-        corner, start, sums, found = r
+        corner, start, sums, indices = r
         return first(
-            that([NAMES[i] for i in found] == chosen, f"chose {found}"),
-            near("corner", corner, np.eye(3)[np.asarray(found)], 0.0),
+            that([NAMES[i] for i in indices] == chosen, f"chose {indices}"),
+            near("corner", corner, np.eye(3)[np.asarray(indices)], 0.0),
             near("start", start, np.full((places, 3), 1 / 3), 4 * eps(np.float32)),
             near("drawn", sums, np.ones(places), 0.0),
         )

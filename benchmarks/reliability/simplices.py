@@ -210,20 +210,20 @@ def condition_six(rng, dtype) -> Case:
     D = 0.5 * ((f - f @ gammas.T) ** 2).mean(0)
     slack = ((f @ a - y)[:, None] * (f - (f @ a)[:, None])).mean(0)
 
-    def check(found):
-        best = int(found.argmax)
+    def check(verdict):
+        best = int(verdict.argmax)
         tolerance = 200 * eps(dtype) * (1 + 1 / (1 - a).min())
         return first(
-            near("L", found.L, L, tolerance),
-            near("D", found.D, D, tolerance),
+            near("L", verdict.L, L, tolerance),
+            near("D", verdict.D, D, tolerance),
             that(best == a.argmax(), f"argmax {best} of {a}"),
             at_most(
                 "stationarity",
-                max(-slack.min(), 0) - float(found.stationarity),
+                max(-slack.min(), 0) - float(verdict.stationarity),
                 0,
                 1e3 * tolerance * abs(slack).max(),
             ),
-            that(found.trust < 1 or L[best] <= L.min() * (1 + 1e-6), f"trust, and L is {L}"),
+            that(verdict.trust < 1 or L[best] <= L.min() * (1 + 1e-6), f"trust, and L is {L}"),
         )
 
     kinds = {"outputs": "rows", "alpha": "simplex", "targets": "rows?", "confidence": "fraction"}

@@ -19,8 +19,8 @@ def _slopes(x, w, alpha):
 
 
 def _soba(x, t, alpha, w, v, _):
-    found = x * v
-    return found, w - _RATE * _slopes(x, w, alpha)[0], v - _RATE * (1.1 * v - (w - t))
+    direction = x * v
+    return direction, w - _RATE * _slopes(x, w, alpha)[0], v - _RATE * (1.1 * v - (w - t))
 
 
 def _amigo(x, t, alpha, w, v, _):

@@ -23,8 +23,8 @@ def rows(rng) -> float:
 def formula(function, truth, arguments, kinds, traced=(), result=lambda r: r.value, **more) -> Case:
     """A bound whose value is a formula of numbers."""
 
-    def check(found):
-        reason = near("value", result(found), truth, 1e3 * eps(jnp.result_type(float)))
+    def check(bound):
+        reason = near("value", result(bound), truth, 1e3 * eps(jnp.result_type(float)))
         return reason
 
     return Case(functools.partial(_called, function), arguments, check, kinds, traced, **more)
@@ -196,8 +196,8 @@ def _gap(a, logs) -> float:
 def _optimal(truth, result=lambda r: r.value):
     """At least the optimum over all radii, and no more than a coarse grid's loss above it."""
 
-    def check(found):
-        value = float(result(found))
+    def check(bound):
+        value = float(result(bound))
         return first(
             at_most("optimum", truth * (1 - 2e-2), value), at_most("value", value, truth * 1.02)
         )

@@ -277,9 +277,9 @@ def _together(together, judged, rng, dtype) -> Case:
     def call(params, x, y, apply):
         return together(None, apply, params, (x, y))
 
-    def check(found):
+    def check(by_score):
         for name in judged:
-            value = found[name]
+            value = by_score[name]
             truth = _kernel if name == "kernel" else _TRUTHS[name]
             if reason := near(name, value, truth(params, x, y), 1e3 * eps(dtype)):
                 return reason

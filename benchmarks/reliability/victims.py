@@ -42,7 +42,7 @@ def search(folder: Path, steps: int = 25) -> Arrays:
     data = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3)), jnp.float32)
     reached, whole = 0, False
     while reached < steps:
-        found = bilevel.search(
+        search_result = bilevel.search(
             problem,
             bilevel.unrolled(optax.sgd(0.01, momentum=0.9), 3),
             optax.chain(optax.adam(0.05), bilevel.project()),
@@ -60,9 +60,11 @@ def search(folder: Path, steps: int = 25) -> Arrays:
             chunk=1,
             progress=False,
         )
-        step = int(found.state.step)
+        step = int(search_result.state.step)
         reached, whole = max(step, reached), step <= reached
-    leaves = jax.tree.leaves((found.alpha, found.w, found.history, found.state))
+    leaves = jax.tree.leaves(
+        (search_result.alpha, search_result.w, search_result.history, search_result.state)
+    )
     return {str(i): np.asarray(x) for i, x in enumerate(leaves)}
 
 
@@ -188,8 +190,8 @@ def _command(name: str, small: tuple[str, ...], folder: Path) -> Arrays:
         status = main([name, *small, "--out", str(folder), *resume])
     if status:
         raise CommandRefused(errors.getvalue().strip())
-    with np.load(folder / "arrays.npz", allow_pickle=False) as found:
-        return {name: found[name] for name in found.files if "seconds" not in name}
+    with np.load(folder / "arrays.npz", allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files if "seconds" not in name}
 
 
 JOBS: dict[str, Callable[..., Arrays]] = {

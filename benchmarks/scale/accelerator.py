@@ -126,8 +126,8 @@ def hypergradient(run: Run) -> Iterator[Measurement]:
         fn = bilevel.hypergradient(problem, solver, diagnostics=False)
 
         def both(*args):
-            found = fn(*args)
-            return found.value, found.grad
+            hyper = fn(*args)
+            return hyper.value, hyper.grad
 
         row = timed(both, alpha, w, batch, batch)
         gradient = timed(jax.grad(problem.lower), w, alpha, batch)
@@ -250,8 +250,10 @@ def operator(run: Run) -> Iterator[Measurement]:
         left_out = ntk.leave_one_out_estimate(K, fit, key=key, preconditioner=partial)
         row["largest_standard_error"] = float(left_out.standard_error.max())
         row["leave_one_out_s"], start = time.perf_counter() - start, time.perf_counter()
-        found = ntk.eigenvalue_interval(K, key=key, preconditioner=partial, steps=passes, block=4)
-        row |= {"lower": float(found.lower), "upper": float(found.upper)}
+        interval = ntk.eigenvalue_interval(
+            K, key=key, preconditioner=partial, steps=passes, block=4
+        )
+        row |= {"lower": float(interval.lower), "upper": float(interval.upper)}
         row["eigenvalue_s"] = time.perf_counter() - start
         return row | {"peak_gb": (harness.device_peak() or 0) / 1e9}
 
@@ -282,11 +284,11 @@ def eigenvalue(run: Run) -> Iterator[Measurement]:
         return called(lambda: ntk.min_eigenvalue(K), 1) | {"n": n}
 
     def certificate():
-        found = kernel()
+        matrix = kernel()
         start = time.perf_counter()
-        bound = ntk.certified_min_eigenvalue(found)
+        bound = ntk.certified_min_eigenvalue(matrix)
         row = {"n": n, "seconds": time.perf_counter() - start, "certified": float(bound)}
-        return row | {"largest_error": float(np.max(found.error))}
+        return row | {"largest_error": float(np.max(matrix.error))}
 
     yield f"min_eigenvalue, N = {n}", smallest
     yield f"certified_min_eigenvalue, N = {n}", certificate
@@ -402,10 +404,10 @@ def work(part: str, run: Run, out: Path) -> None:
         if (part, name) in known:
             continue
         try:
-            found = measure()
+            numbers = measure()
         except Exception as error:  # the next may go well, and this one's failure is a result
-            found = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-        row = {"part": part, "name": name, **found, **place}
+            numbers = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        row = {"part": part, "name": name, **numbers, **place}
         harness.append(out, row)
         print(shown(row), flush=True)
 

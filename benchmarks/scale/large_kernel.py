@@ -205,15 +205,15 @@ def leave_one_out(flags, K, fit, partial, labels) -> harness.Row:
 
     if not flags.probes:
         return {}
-    found = ntk.leave_one_out_estimate(
+    estimate = ntk.leave_one_out_estimate(
         K, fit, key=jax.random.key(1), probes=flags.probes, preconditioner=partial
     )
     y = np.eye(10)[labels] - 0.1
-    wrong = (y - np.asarray(found.residuals)).argmax(1) != labels
+    wrong = (y - np.asarray(estimate.residuals)).argmax(1) != labels
     return {
         "leave_one_out_error": float(np.mean(wrong)),
-        "leave_one_out_standard_error": float(np.sqrt(np.mean(found.standard_error**2))),
-        "leave_one_out_steps": int(found.steps),
+        "leave_one_out_standard_error": float(np.sqrt(np.mean(estimate.standard_error**2))),
+        "leave_one_out_steps": int(estimate.steps),
     }
 
 
@@ -224,10 +224,10 @@ def smallest(flags, K, partial) -> harness.Row:
 
     if not flags.eigenvalue:
         return {}
-    found = ntk.eigenvalue_interval(
+    interval = ntk.eigenvalue_interval(
         K, key=jax.random.key(2), preconditioner=partial, steps=flags.eigenvalue
     )
-    return {"lower": float(found.lower), "upper": float(found.upper)}
+    return {"lower": float(interval.lower), "upper": float(interval.upper)}
 
 
 def report(rows: list[harness.Row]) -> str:

@@ -124,13 +124,13 @@ def collectives(text):
 
     def visit(name, times):
         for line in bodies.get(name, []):
-            if found := re.search(rf"= (.*?) ({_SUMS}|{_PRODUCTS})(?:-start)?\(", line):
-                sizes = re.findall(r"(\w+)\[([\d,]*)\]", found[1])
+            if match := re.search(rf"= (.*?) ({_SUMS}|{_PRODUCTS})(?:-start)?\(", line):
+                sizes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
                 count = sum(
                     _BYTES[kind] * int(np.prod([int(k) for k in dims.split(",") if k] or [1]))
                     for kind, dims in sizes
                 )
-                yield found[2], count, times
+                yield match[2], count, times
             trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
             inner = int(trips[1]) if trips else 1
             for called in re.findall(r"(?:body|to_apply|calls)=%?([\w.\-]+)", line):
@@ -148,18 +148,18 @@ def counted(scaling, n, devices):
     program = jax.jit(step).lower(state, data).compile()
     lines = collectives(program.as_text())
     products = sum(times for kind, _, times in lines if kind == _PRODUCTS)
-    found = [line for line in lines if line[0] != _PRODUCTS]
+    sums = [line for line in lines if line[0] != _PRODUCTS]
     weights = 4 * INPUTS * CLASSES
     yield {
         "what": "counted",
         "scaling": scaling,
         "devices": devices,
         "rows": n,
-        "sums": sum(times for _, _, times in found),
-        "bytes": sum(size * times for _, size, times in found),
-        "largest": max((size for _, size, _ in found), default=0),
-        "of_weights": sum(times for _, size, times in found if size >= weights),
-        "others": sorted({kind for kind, _, _ in found} - {"all-reduce"}),
+        "sums": sum(times for _, _, times in sums),
+        "bytes": sum(size * times for _, size, times in sums),
+        "largest": max((size for _, size, _ in sums), default=0),
+        "of_weights": sum(times for _, size, times in sums if size >= weights),
+        "others": sorted({kind for kind, _, _ in sums} - {"all-reduce"}),
         # Two a gradient: T gradients forwards, T again, two a Hessian product; the losses' own.
         "products": products,
         "operations": 2 * n * INPUTS * CLASSES * products,
@@ -272,13 +272,16 @@ def report(rows) -> str:
 def picture(rows, path):
     with harness.picture(path, 1, 4, figsize=(17, 3.8)) as (_, axes):
         for scaling in ("strong", "weak"):
-            found = harness.where(rows, what="counted", scaling=scaling)
-            size = [r["bytes"] / 1e6 for r in found]
+            of_scaling = harness.where(rows, what="counted", scaling=scaling)
+            size = [r["bytes"] / 1e6 for r in of_scaling]
             mark = {"marker": "o", "ms": 9, "mfc": "none"} if scaling == "weak" else {"marker": "."}
-            axes[0].plot([r["devices"] for r in found], size, ls="", label=scaling, **mark)
-            found = harness.where(rows, what="measured", scaling=scaling)
+            axes[0].plot([r["devices"] for r in of_scaling], size, ls="", label=scaling, **mark)
+            of_scaling = harness.where(rows, what="measured", scaling=scaling)
             axes[1].plot(
-                [r["processes"] for r in found], [r["seconds"] for r in found], "o-", label=scaling
+                [r["processes"] for r in of_scaling],
+                [r["seconds"] for r in of_scaling],
+                "o-",
+                label=scaling,
             )
         one = harness.where(rows, what="measured")[0]["seconds"]
         axes[1].plot([1, 2], [one, one / 2], "k:", lw=1, label="ideal")

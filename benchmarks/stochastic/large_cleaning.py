@@ -42,16 +42,16 @@ def images_of(name: str, rows: int) -> dict[str, np.ndarray]:
     import bilevel
 
     given = {"train_size": rows} if name != "digits" else {}
-    found = bilevel.data.load(name, **given)
+    dataset = bilevel.data.load(name, **given)
     as_bytes = lambda x: np.round(255 * x).astype(np.uint8)  # noqa: E731
     rng = np.random.default_rng(0)
-    x, y = as_bytes(found.x_train), found.y_train.astype(np.int32)
+    x, y = as_bytes(dataset.x_train), dataset.y_train.astype(np.int32)
     order = rng.permutation(len(x))
     x, y = x[order], y[order]
     wrong = rng.random(len(y)) < 0.5
     y[wrong] = rng.integers(0, 10, wrong.sum())
-    order = rng.permutation(len(found.y_test))  # MNIST's halves are of other writers
-    held = as_bytes(found.x_test)[order], found.y_test[order].astype(np.int32)
+    order = rng.permutation(len(dataset.y_test))  # MNIST's halves are of other writers
+    held = as_bytes(dataset.x_test)[order], dataset.y_test[order].astype(np.int32)
     half = len(order) // 2
     return {
         "train": (x, y, np.arange(len(y), dtype=np.int32)),
@@ -124,7 +124,7 @@ def work(name: str, labels: str, penalty: float, steps: int, rows: int) -> Itera
         method = bilevel.meha(0.03, proximity=1.0, penalty=10.0, growth=0.0)
         optimizer = optax.adam(0.02)
     begun = time.process_time()
-    found = bilevel.search(
+    result = bilevel.search(
         *(problem, method, optimizer if labels == "learned" else optax.sgd(0.0)),
         *(alpha, w, data["train"], data["valid"]),
         steps=steps,
@@ -136,18 +136,18 @@ def work(name: str, labels: str, penalty: float, steps: int, rows: int) -> Itera
     seconds = time.process_time() - begun
     x, y = data["test"]
     parts = np.array_split(x, 10)
-    guess = np.concatenate([jnp.argmax(outputs(found.w, part), 1) for part in parts])
+    guess = np.concatenate([jnp.argmax(outputs(result.w, part), 1) for part in parts])
     row: dict[str, Any] = {"data": name, "labels": labels, "penalty": penalty}
     row |= {"rows": len(alpha), "steps": steps}
     row |= {"weights": sum(part.size for part in jax.tree.leaves(w)), "seconds": round(seconds, 1)}
     row |= {"error": float(np.mean(guess != y))}
     row |= {"peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)}
     if labels == "learned":
-        row["auc"] = float(roc_auc_score(data["wrong"], -np.asarray(found.alpha)))
+        row["auc"] = float(roc_auc_score(data["wrong"], -np.asarray(result.alpha)))
         batches = -(-len(alpha) // 64), -(-len(data["valid"][1]) // 64)
         numbers = batches[0] * (2 * row["weights"] + len(alpha)) + batches[1] * row["weights"]
         if name in SOFTMAX:
-            row["residual"] = float(found.state.optimizer_state.residual)
+            row["residual"] = float(result.state.optimizer_state.residual)
         row["tables_mb"] = round(4 * numbers / 2**20)
     yield row
 
@@ -157,8 +157,8 @@ def report(rows: list[harness.Row]) -> str:
     for row in (r for r in harness.where(rows, labels="learned") if "error" in r):
         same = {key: row[key] for key in ("data", "penalty", "steps")}
         others = [harness.where(rows, labels=labels, **same) for labels in LABELS[1:]]
-        others = [[r for r in found if "error" in r] for found in others]
-        errors = (f"{100 * found[0]['error']:.1f} %" if found else "" for found in ([row], *others))
+        others = [[r for r in runs if "error" in r] for runs in others]
+        errors = (f"{100 * runs[0]['error']:.1f} %" if runs else "" for runs in ([row], *others))
         lines.append(
             (
                 TITLES[row["data"]],
@@ -203,9 +203,9 @@ def main() -> None:
             key = {"data": name, "labels": labels, "penalty": penalty, "steps": steps}
             if not harness.where(rows, **key):
                 request = *key.values(), count[name]
-                (found,) = harness.in_own_process(__file__, *request, one_core=True)
-                rows.append(key | found)
-                harness.append(None if "failed" in found else flags.results, found)
+                (measurement,) = harness.in_own_process(__file__, *request, one_core=True)
+                rows.append(key | measurement)
+                harness.append(None if "failed" in measurement else flags.results, measurement)
     harness.finish(rows, flags.results, report, write_rows=False)
 
 

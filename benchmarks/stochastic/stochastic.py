@@ -249,11 +249,11 @@ class Campaign:
         def course(name, step, ratio, seed):
             key = {"race": name, "side": side, "method": method}
             key |= {"step": step, "ratio": ratio, "seed": seed}
-            found = self.known(part="course", **key)
-            if not found:
+            row = self.known(part="course", **key)
+            if not row:
                 ran = course_of(made(name), race_of(name), seed, step, ratio, seconds)
-                found = self.add({"part": "course"} | key | ran)
-            return found
+                row = self.add({"part": "course"} | key | ran)
+            return row
 
         best = 0.0, 0.0
         if method not in UNTUNED:
@@ -268,31 +268,31 @@ class Campaign:
         race = race_of(name)
         grid = [*itertools.product(map(float, race.steps), map(float, race.ratios))]
         key = {"part": "screen", "race": name, "side": side, "method": method}
-        found = self.known(**key)
-        if not found:
+        screen = self.known(**key)
+        if not screen:
             scores = [
                 stochastic_tables.last(course_of(made(name), race, 0, *g, seconds, (seconds,)))
                 for g in grid
             ]
-            found = self.add(key | {"scores": [s if math.isfinite(s) else None for s in scores]})
-        scores = [math.inf if s is None else s for s in found["scores"]]
+            screen = self.add(key | {"scores": [s if math.isfinite(s) else None for s in scores]})
+        scores = [math.inf if s is None else s for s in screen["scores"]]
         return [grid[i] for i in np.argsort(scores, kind="stable")[:FINALISTS]]
 
 
 def course_of(made, race, seed, step, ratio, seconds, marks=MARKS) -> harness.Row:
     """The scores at the marks; fewer than there are marks, if something was not finite."""
-    found: harness.Row = {"seconds": []}
+    course: harness.Row = {"seconds": []}
     for spent, steps, point in made.course(seed, step, ratio, marks_until(seconds, marks)):
-        found["steps"] = steps
+        course["steps"] = steps
         scores = {} if point is None else race.score(*point)
         if not scores or not all(map(math.isfinite, scores.values())):
-            found["diverged"] = True
+            course["diverged"] = True
             break
-        found["seconds"].append(float(f"{spent:.3g}"))
+        course["seconds"].append(float(f"{spent:.3g}"))
         for key, value in scores.items():
             digits = 10 if key == "value" else 4
-            found.setdefault(key, []).append(float(f"{value:.{digits}g}"))
-    return found
+            course.setdefault(key, []).append(float(f"{value:.{digits}g}"))
+    return course
 
 
 def marks_until(seconds: float, marks: Sequence[float] = MARKS) -> list[float]:
@@ -305,11 +305,11 @@ def optimum() -> harness.Row:
     import scipy.optimize
 
     race = race_of("ijcnn1")
-    found = scipy.optimize.minimize(
+    minimum = scipy.optimize.minimize(
         lambda alpha: race.score.both(alpha, race.w), np.array(race.alpha, float), jac=True,
         method="L-BFGS-B", options={"ftol": 1e-15, "gtol": 1e-9, "maxiter": 200},
     )  # fmt: skip
-    return {"value": float(found.fun), "slope": float(np.sum(found.jac**2))}
+    return {"value": float(minimum.fun), "slope": float(np.sum(minimum.jac**2))}
 
 
 def main() -> None:

@@ -84,9 +84,9 @@ class Path:
         self.every = -(-steps // ROWS)
         self.steps = steps // self.every * self.every
         names = ("alpha",)
-        _, found = made.run(self.steps, 0, (rate, 1.0), names, self.every)
+        _, result = made.run(self.steps, 0, (rate, 1.0), names, self.every)
         # Rows after a value that was not finite are empty.
-        self.alphas = np.array(found.history["alpha"])[: int(found.state.step) // self.every]
+        self.alphas = np.array(result.history["alpha"])[: int(result.state.step) // self.every]
 
     def seconds_to(self, bar: float) -> float | None:
         """The CPU seconds of a search that ends where the loss is under a bar to stay.
@@ -107,11 +107,11 @@ def minimum(race, alphas) -> float:
     import scipy.optimize
 
     start = min(alphas, key=lambda alpha: race.score(alpha, race.w)["value"])
-    found = scipy.optimize.minimize(
+    optimum = scipy.optimize.minimize(
         lambda x: race.score.both(x, race.w), np.asarray(start, float), jac=True,
         method="L-BFGS-B", options={"maxfun": 40, "ftol": 1e-13},
     )  # fmt: skip
-    return float(found.fun)
+    return float(optimum.fun)
 
 
 def report(rows: list[harness.Row]) -> str:
@@ -124,9 +124,9 @@ def report(rows: list[harness.Row]) -> str:
                 r for r in harness.where(rows, n=n, p=p) if r.get("method", "").startswith(method)
             ]
             for target in TARGETS:
-                found = [r[f"{target:.0e}"] for r in of if r[f"{target:.0e}"] is not None]
+                times = [r[f"{target:.0e}"] for r in of if r[f"{target:.0e}"] is not None]
                 late = f"over {SECONDS:g}" if of else ""
-                cells.append(f"{min(found):.2g}" if found else late)
+                cells.append(f"{min(times):.2g}" if times else late)
         lines.append((f"{n:,}", p, f"{n * p:.0e}".replace("e+0", "e"), *cells))
     names = "`implicit()`", "`saba()`", "`spaba()`"
     head = (f"{name} to {target:.0e}" for name in names for target in TARGETS)
@@ -144,12 +144,12 @@ def main() -> None:
     for n, p in SMALL if flags.small else SIZES:
         if not harness.where(rows, n=n, p=p):
             request = n, p, seconds, methods, rates
-            found = harness.in_own_process(__file__, *request, one_core=True)
-            if "failed" in found[0]:
-                failed.append({"n": n, "p": p} | found[0])
+            measurements = harness.in_own_process(__file__, *request, one_core=True)
+            if "failed" in measurements[0]:
+                failed.append({"n": n, "p": p} | measurements[0])
             else:
-                harness.append(flags.results, *found)
-                rows += found
+                harness.append(flags.results, *measurements)
+                rows += measurements
     harness.finish(rows + failed, flags.results, report, write_rows=False)
 
 

@@ -113,8 +113,8 @@ class ValueAndSlope:
     def both(self, alpha, w):
         """The value and the slope."""
         with jax.enable_x64(True):
-            found = self.compiled(*(jnp.asarray(x, jnp.float64) for x in (alpha, w)), *self.data)
-            return float(found.value), np.array(found.grad)
+            hyper = self.compiled(*(jnp.asarray(x, jnp.float64) for x in (alpha, w)), *self.data)
+            return float(hyper.value), np.array(hyper.grad)
 
     def __call__(self, alpha, w):
         value, grad = self.both(alpha, w)
@@ -135,9 +135,9 @@ def _error(w, x, y) -> float:
 def covtype(seed: int = 0, rows: tuple[int, int] = (371_847, 92_962)) -> Race:
     """Softmax regression on 54 features and 7 classes, a penalty for each class."""
     rng = np.random.default_rng(seed)
-    found = bilevel.data.load("fashion-mnist")
-    x = np.concatenate([found.x_train, found.x_test])
-    y = np.concatenate([found.y_train, found.y_test])
+    dataset = bilevel.data.load("fashion-mnist")
+    x = np.concatenate([dataset.x_train, dataset.x_test])
+    y = np.concatenate([dataset.y_train, dataset.y_test])
     x = x.reshape(len(x), -1) @ rng.normal(size=(784, 54)) / 28
     x, y = x[y < 7], y[y < 7]
     chosen = rng.integers(0, len(x), sum(rows))
@@ -168,8 +168,8 @@ def cleaning(
 ) -> Race:
     """A weight for every label of MNIST, of which some are redrawn; softmax regression."""
     rng = np.random.default_rng([seed, round(100 * corruption)])
-    found = bilevel.data.load("mnist")
-    x, y, x_test, y_test = found[:4]
+    dataset = bilevel.data.load("mnist")
+    x, y, x_test, y_test = dataset[:4]
     order = rng.permutation(len(x))[: sum(rows)]
     x, y = x[order].reshape(sum(rows), -1), y[order].copy()
     centre, width = x[: rows[0]].mean(0), x[: rows[0]].std(0)

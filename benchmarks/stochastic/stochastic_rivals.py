@@ -117,8 +117,8 @@ class Rival:
     def point(self) -> tuple[np.ndarray, np.ndarray] | None:
         """``(alpha, w)``; None if they are not finite."""
         carry = self.carry[1] if self.memory else self.carry
-        found = np.array(carry["outer_var"]), np.array(carry["inner_var"])
-        return found if all(np.isfinite(x).all() for x in found) else None
+        alpha_and_w = np.array(carry["outer_var"]), np.array(carry["inner_var"])
+        return alpha_and_w if all(np.isfinite(x).all() for x in alpha_and_w) else None
 
 
 def _sliced(loss, data):

@@ -53,8 +53,8 @@ def at_best(rows: list[harness.Row], **key: str) -> list[harness.Row]:
 
 def least(rows: list[harness.Row], race: str) -> float:
     """What scores are counted from: ijcnn1's minimum, else 0."""
-    found = harness.where(rows, part="optimum", race=race)
-    return found[0]["value"] if found else 0.0
+    optima = harness.where(rows, part="optimum", race=race)
+    return optima[0]["value"] if optima else 0.0
 
 
 def score(rows: list[harness.Row], mark: int, race: str, side: str, method: str) -> float:
@@ -77,10 +77,10 @@ def cleaned(rows: list[harness.Row], **key: str) -> tuple[float, ...]:
 
 def best_of_theirs(rows: list[harness.Row], race: str) -> tuple[str, float]:
     """Which of their methods is best at the end, and its score."""
-    found = {m: score(rows, LATE, race, "theirs", m) for m in RIVAL.values()}
-    found = {m: s for m, s in found.items() if not math.isnan(s)} or {"none": math.nan}
-    name = min(found, key=lambda m: found[m])
-    return name, found[name]
+    by_method = {m: score(rows, LATE, race, "theirs", m) for m in RIVAL.values()}
+    by_method = {m: s for m, s in by_method.items() if not math.isnan(s)} or {"none": math.nan}
+    name = min(by_method, key=lambda m: by_method[m])
+    return name, by_method[name]
 
 
 def races(rows: list[harness.Row], names: Iterable[str]) -> list[str]:
@@ -140,8 +140,8 @@ def cleaning(rows: list[harness.Row]) -> str:
 
 def verdicts(rows: list[harness.Row]) -> str:
     """Each aim, and what was measured."""
-    found = [*_speed_verdicts(rows), *_untuned_verdicts(rows), *_cleaning_verdicts(rows)]
-    return harness.judged(found)
+    aims = [*_speed_verdicts(rows), *_untuned_verdicts(rows), *_cleaning_verdicts(rows)]
+    return harness.judged(aims)
 
 
 def _speed_verdicts(rows):

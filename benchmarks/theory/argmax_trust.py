@@ -50,8 +50,8 @@ def measure(
     options = {"seeds": seeds, "seed": GROUPS[group]} | SETTINGS[setting] | smaller
     task = activation_searches.task_of(**options)
     way = solver(task, inner_steps)
-    found, h = activation_searches.search(task, way, steps), len(task.space.names)
-    alphas = [*(jnp.zeros((seeds, h)).at[:, i].set(1) for i in range(h)), found]
+    searched, h = activation_searches.search(task, way, steps), len(task.space.names)
+    alphas = [*(jnp.zeros((seeds, h)).at[:, i].set(1) for i in range(h)), searched]
     networks = [(train_weights(task, way, alpha), alpha) for alpha in alphas]
     rows = {
         part: [losses_by_row(task.space, *network, batch) for network in networks]
@@ -59,7 +59,7 @@ def measure(
     }
     lines = []
     for seed in range(seeds):
-        alpha = np.asarray(found[seed], float)
+        alpha = np.asarray(searched[seed], float)
         line = {"setting": setting, "group": group, "seed": seed, "names": task.space.names}
         line |= {"alpha": alpha.round(4).tolist(), "outer": options.get("outer", "hinge")}
         for part, losses in rows.items():
@@ -120,11 +120,11 @@ def report(lines: list[dict]) -> str:
     return harness.table(["setting", "rule", "says so", "right by loss", "right by error"], rows)
 
 
-def share(found: list[bool]) -> str:
-    if not found:
+def share(outcomes: list[bool]) -> str:
+    if not outcomes:
         return "-"
-    p = sum(found) / len(found)
-    return f"{100 * p:.0f} ± {100 * (p * (1 - p) / len(found)) ** 0.5:.0f} %"
+    p = sum(outcomes) / len(outcomes)
+    return f"{100 * p:.0f} ± {100 * (p * (1 - p) / len(outcomes)) ** 0.5:.0f} %"
 
 
 def main() -> None:

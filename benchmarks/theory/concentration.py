@@ -58,11 +58,11 @@ def exact_instance(repeats) -> list[dict]:
     rng, rows = np.random.default_rng(0), []
     for h in (10, 40, 160):
         for inverse in (0.25, 1, 4, 16, 64):
-            n, found = int(h * inverse), []
+            n, norms = int(h * inverse), []
             for _ in range(repeats):
                 x = rng.standard_normal((n, h), np.float32)
-                found.append(np.abs(np.linalg.eigvalsh(x.T @ x / n - np.eye(h))).max())
-            rows.append({"part": "exact", "h": h, "n": n, **summary("risk", found)})
+                norms.append(np.abs(np.linalg.eigvalsh(x.T @ x / n - np.eye(h))).max())
+            rows.append({"part": "exact", "h": h, "n": n, **summary("risk", norms)})
     return rows
 
 
@@ -193,15 +193,15 @@ def tangential(slopes, axis):
 def differences(risk, gaps, rises) -> dict:
     """The suprema over one face: of the risk, the hypergradient, and what selection on V loses."""
     inside = np.linalg.norm(tangential(rises, 1), axis=1)
-    found = {"least risk": float(risk.min())}
+    suprema = {"least risk": float(risk.min())}
     for name, sizes in ("risk", np.abs(gaps)), ("gradient", inside):
         tops = sizes.max(0)
-        found |= summary(name, tops)
-        found[f"{name}, 90 %"] = float(np.quantile(tops, 0.9))
-        found[f"{name}, worst alpha"] = float(sizes.mean(1).max())
-        found[f"{name}, missed by half"] = float(1 - np.mean(sizes[::2].max(0) / tops))
-    found |= summary("gradient, all of it", np.linalg.norm(rises, axis=1).max(0))
-    return found | summary("excess", risk[(risk[:, None] + gaps).argmin(0)] - risk.min())
+        suprema |= summary(name, tops)
+        suprema[f"{name}, 90 %"] = float(np.quantile(tops, 0.9))
+        suprema[f"{name}, worst alpha"] = float(sizes.mean(1).max())
+        suprema[f"{name}, missed by half"] = float(1 - np.mean(sizes[::2].max(0) / tops))
+    suprema |= summary("gradient, all of it", np.linalg.norm(rises, axis=1).max(0))
+    return suprema | summary("excess", risk[(risk[:, None] + gaps).argmin(0)] - risk.min())
 
 
 def constants_of(alphas, values, slopes) -> dict:
@@ -282,11 +282,11 @@ def of_searches(rows):
 def gap_table(rows) -> str:
     lines = []
     for constants, of_search in of_searches(rows):
-        found = where(of_search, h=FACES[-1])
+        whole_face = where(of_search, h=FACES[-1])
         for name, label in LABELS.items():
-            scale = 100 / found[0]["least risk"] if name == "excess" else 1
-            cells = [f"{scale * row[name]:.2g}" for row in found]
-            fit = "{:.2f} ± {:.2f}".format(*exponent(found, name))
+            scale = 100 / whole_face[0]["least risk"] if name == "excess" else 1
+            cells = [f"{scale * row[name]:.2g}" for row in whole_face]
+            fit = "{:.2f} ± {:.2f}".format(*exponent(whole_face, name))
             lines.append([f"{constants['search']}: {label}", *cells, fit])
     head = ["largest gap over alpha, n_V =", *SIZES, "exponent of n_V, ± s.e."]
     return harness.table(head, lines)
@@ -306,24 +306,24 @@ def report(rows) -> str:
 
 def comparison(constants, rows) -> dict:
     """What the largest gap is compared with: a column of the second table."""
-    few, found = where(rows, h=FACES[0]), where(rows, h=FACES[-1])
+    few, many = where(rows, h=FACES[0]), where(rows, h=FACES[-1])
     bound = explicit(constants)
 
-    def mean(name, other=None, rows=found):
+    def mean(name, other=None, rows=many):
         return np.mean([row[name] / row.get(other, 1) for row in rows])
 
     def price(name):
-        return ", ".join(f"{mean(name, f'{name}, worst alpha', rows):.2f}" for rows in (few, found))
+        return ", ".join(f"{mean(name, f'{name}, worst alpha', rows):.2f}" for rows in (few, many))
 
     def excess(kind, name):
-        ratios = [float(bound[kind](float(row["n"])).value) / row[f"{name}, 90 %"] for row in found]
+        ratios = [float(bound[kind](float(row["n"])).value) / row[f"{name}, 90 %"] for row in many]
         return f"{min(ratios):.0f} to {max(ratios):.0f}"
 
     kinds = "variance", "measured", "proved"
     asked = [f"{bounds.sample_size(GAP, bound[kind]):,}" for kind in kinds]
-    near = [row["n"] for row in found if row["excess"] <= 0.01 * row["least risk"]]
-    lost = max(row["excess"] / row["risk"] for row in found)
-    needed = np.mean([(row["risk, 90 %"] / GAP) ** 2 * row["n"] for row in found])
+    near = [row["n"] for row in many if row["excess"] <= 0.01 * row["least risk"]]
+    lost = max(row["excess"] / row["risk"] for row in many)
+    needed = np.mean([(row["risk, 90 %"] / GAP) ** 2 * row["n"] for row in many])
     whole = mean("gradient, all of it", "gradient")
     missed = [100 * mean(f"{name}, missed by half") for name in ("risk", "gradient")]
     return {
@@ -348,7 +348,7 @@ def comparison(constants, rows) -> dict:
 def verdicts(rows):
     many = [row for row in where(rows, part="exact") if row["n"] >= 4 * row["h"]]
     last = [where(of_search, h=FACES[-1]) for _, of_search in of_searches(rows)]
-    slopes = {name: [exponent(found, name) for found in last] for name in LABELS}
+    slopes = {name: [exponent(entries, name) for entries in last] for name in LABELS}
     shares = np.array([row["h"] / row["n"] for row in many])
     gaps = np.array([row["risk"] for row in many])
     ratios, near = gaps / np.sqrt(shares), gaps / (2 * np.sqrt(shares) + shares)
@@ -360,8 +360,8 @@ def verdicts(rows):
         "and (4) without the logarithm; for n_V < h it is h / n_V: n_V >= h_eff is needed."
     )
     ranges = {
-        name: f"{min(slope for slope, _ in found):.2f} to {max(slope for slope, _ in found):.2f}"
-        for name, found in slopes.items()
+        name: f"{min(s for s, _ in entries):.2f} to {max(s for s, _ in entries):.2f}"
+        for name, entries in slopes.items()
     }
     half = all(
         abs(s + 0.5) < 0.03 + 3 * e for name in ("risk", "gradient") for s, e in slopes[name]
@@ -399,10 +399,10 @@ def draw(rows, axes):
     known.plot(g, 2 * np.sqrt(g) + g, "k", ls="-", label=r"$2\sqrt{g} + g$")
     known.plot(g, 2 * np.sqrt(g), "k:", label=r"$2\sqrt{g}$")
     for i, constants in enumerate(where(rows, part="constants")):
-        found = where(rows, part="search", search=constants["search"], h=len(NAMES))
+        of_search = where(rows, part="search", search=constants["search"], h=len(NAMES))
         for axis, name in (risk, "risk"), (gradient, "gradient"), (loss, "excess"):
-            scale = 1 / found[0]["least risk"] if name == "excess" else 1
-            values = scale * np.array([[r[name], r[f"{name} s.e."]] for r in found]).T
+            scale = 1 / of_search[0]["least risk"] if name == "excess" else 1
+            values = scale * np.array([[r[name], r[f"{name} s.e."]] for r in of_search]).T
             values[:, values[0] == 0] = np.nan  # selection lost nothing
             axis.errorbar(SIZES, *values, fmt=f"C{i}o-", label=constants["search"])
             if axis is not loss:

@@ -91,10 +91,10 @@ KINDS = {"Gaussian": gaussian, "correlated": correlated, "activations": activati
 @jax.jit
 @jax.vmap
 def judged(f, alpha):
-    found = condition_six(f, alpha, f @ alpha)
-    holds = found.difference >= -1e-10 * found.D.max()  # D_1 = D_2 for h = 2, but for rounding
-    better, larger = found.L[:, None] < found.L, alpha[:, None] > alpha
-    best, condition = found.argmax == jnp.argmin(found.L), holds[:, found.argmax].all()
+    verdict = condition_six(f, alpha, f @ alpha)
+    holds = verdict.difference >= -1e-10 * verdict.D.max()  # D_1 = D_2 for h = 2, but for rounding
+    better, larger = verdict.L[:, None] < verdict.L, alpha[:, None] > alpha
+    best, condition = verdict.argmax == jnp.argmin(verdict.L), holds[:, verdict.argmax].all()
     return {
         "pairs": better.sum(),
         "pairs, condition": (better & holds).sum(),
@@ -112,8 +112,8 @@ def instances(kind: str, h: int, count: int) -> dict:
     with jax.enable_x64(True):
         # Only F = E f f' matters: h rows are enough.
         f = np.linalg.qr(KINDS[kind](rng, count, h), mode="r")
-        found = judged(f, rng.dirichlet(np.ones(h), count))
-        counts = {name: int(x.sum()) for name, x in found.items()}
+        outcomes = judged(f, rng.dirichlet(np.ones(h), count))
+        counts = {name: int(x.sum()) for name, x in outcomes.items()}
     return {"part": "instances", "kind": kind, "h": h, "instances": count} | counts
 
 
@@ -178,14 +178,14 @@ def seeds_of(task: Task, name: str, sizes: Sizes, count: int, seed: int) -> dict
     """The data of ``count`` seeds, stacked."""
     keys = [jax.random.split(key) for key in jax.random.split(jax.random.key(seed), count)]
     counts = {"train": sizes.rows, "valid": sizes.rows, "test": sizes.test}
-    drawn, found = bilevel.data.draw_splits(name, [rows for rows, _ in keys], **counts), []
+    drawn, of_seeds = bilevel.data.draw_splits(name, [rows for rows, _ in keys], **counts), []
     for (_, key), parts in zip(keys, drawn, strict=True):
         xs = unit_inputs(*(small(x) for x, _ in parts))
         data = task.prepare(key, xs[0])
         for part, x, (_, y) in zip(("train", "valid", "test"), xs, parts, strict=True):
             data[part] = task.inputs(x, xs[0]), sign_labels(y, 10)
-        found.append(data)
-    return jax.tree.map(lambda *x: jnp.stack(x), *found)
+        of_seeds.append(data)
+    return jax.tree.map(lambda *x: jnp.stack(x), *of_seeds)
 
 
 def trained(task: Task, data: dict, alpha):
@@ -208,9 +208,9 @@ def standalone(task: Task, data: dict):
 def examined(task: Task, data: dict, alpha):
     """Each activation at the weights shared at ``alpha``, on the test rows."""
     x, y = data["test"]
-    found = condition_six(task.outputs(trained(task, data, alpha), alpha, x), alpha, y)
+    verdict = condition_six(task.outputs(trained(task, data, alpha), alpha, x), alpha, y)
     wanted = "condition", "nearest", "trust", "L", "L_alpha", "realizability", "stationarity"
-    return {name: getattr(found, name) for name in wanted}
+    return {name: getattr(verdict, name) for name in wanted}
 
 
 def slope(task: Task, data: dict, alpha):
@@ -279,10 +279,10 @@ def searches(name: str, width: float, sizes: Sizes) -> list[dict]:
         tried = [descend(gradient, method, rate, tuning, sizes.steps) for rate in grid]
         losses = [float(t["values"][:, -1].mean()) for t in tried]
         rate = grid[int(np.argmin(losses))]
-        found = descend(gradient, method, rate, data, sizes.steps)
+        course = descend(gradient, method, rate, data, sizes.steps)
         row = {"part": "search", "data": name, "width": str(width), "method": method}
         row |= {"rate": rate, "rates": grid, "tuning losses": losses, "alone": alone}
-        rows.append(row | found | judge(data, found["alphas"][:, -1]))
+        rows.append(row | course | judge(data, course["alphas"][:, -1]))
     return rows
 
 
@@ -374,8 +374,8 @@ def instance_table(rows) -> str:
 
 def search_table(rows) -> str:
     """Per setting, all methods."""
-    found = collected(rows)
-    x, ranked = found.x, [k for k in found.x if k.endswith("kendalltau")]
+    collection = collected(rows)
+    x, ranked = collection.x, [k for k in collection.x if k.endswith("kendalltau")]
     head = [
         "all methods",
         *(f"argmax {k}, %" for k in ASKED),
@@ -384,7 +384,7 @@ def search_table(rows) -> str:
     ]
     head += ["gap / loss, median", *(f"{k.removesuffix(', kendalltau')}: τ (ρ)" for k in ranked)]
     lines = []
-    for i, setting in enumerate(found.settings):
+    for i, setting in enumerate(collection.settings):
         line = [", ".join(setting), *(percent(x[k][i]) for k in (*ASKED, MORE))]
         line += [spread(x["excess loss"][i].mean(1), ".0f", 100), f"{np.median(x['gap'][i]):.3f}"]
         rho = [x[k.replace("kendalltau", "spearmanr")][i].mean() for k in ranked]
@@ -405,13 +405,13 @@ def verdict_table(rows) -> str:
 
 
 def geometry_table(rows) -> str:
-    found = collected(rows)
+    collection = collected(rows)
     head = ["data, width, method", "rate", "validation loss", "steps to 1 %", "reached, %"]
     lines = []
-    for i, setting in enumerate(found.settings):
+    for i, setting in enumerate(collection.settings):
         for j, method in enumerate(RATES):
-            x = {k: v[i, :, j] for k, v in found.x.items()}
-            line = [", ".join((*setting, *method)), found.rates[i, j]]
+            x = {k: v[i, :, j] for k, v in collection.x.items()}
+            line = [", ".join((*setting, *method)), collection.rates[i, j]]
             line += [spread(x["values"][:, -1], ".4f"), spread(x["steps"], ".1f")]
             line += [percent(x["reached"]), spread(x["entropy"][:, -1])]
             lines.append([*line, spread(x["entries"], ".1f")])
@@ -419,19 +419,21 @@ def geometry_table(rows) -> str:
 
 
 def verdicts(rows):
-    found = collected(rows)
+    collection = collected(rows)
     for optimizer in OPTIMIZERS:
         for a, b in (
             ("exponentiated", "softmax"),
             ("exponentiated", "projection"),
             ("softmax", "projection"),
         ):
-            share = percent(found.of("picks", a, optimizer) != found.of("picks", b, optimizer))
+            share = percent(
+                collection.of("picks", a, optimizer) != collection.of("picks", b, optimizer)
+            )
             yield f"argmax of {a} and {b} differs, {optimizer}: {share} %"
     for ours, theirs in (("gradient", "gradient"), ("Adam", "Adam"), ("gradient", "Adam")):
         for claim, name, form in (("faster", "steps", ".1f"), ("sparser", "entropy", ".2f")):
             one, other = (
-                found.of(name, *m) for m in (("exponentiated", ours), ("softmax", theirs))
+                collection.of(name, *m) for m in (("exponentiated", ours), ("softmax", theirs))
             )
             gap = one - other if name == "steps" else (one - other)[:, -1]
             z = gap.mean() / harness.standard_error(gap)
@@ -447,7 +449,7 @@ def picture(rows, path) -> None:
         draw(rows, collected(rows), axes)
 
 
-def draw(rows, found: Found, axes) -> None:
+def draw(rows, collection: Found, axes) -> None:
     for i, kind in enumerate(KINDS):
         mine = [r for r in rows if r.get("kind") == kind and r["h"] > 2]  # h = 2: it always holds
         h, n, hits = np.array(
@@ -464,21 +466,21 @@ def draw(rows, found: Found, axes) -> None:
     axes[0, 0].set(xlabel="activations h", xticks=h, ylabel="argmax best at shared weights, %")
     axes[0, 0].set_title("random instances with y = f_α, 95 %")
     for i, name in enumerate((*ASKED, MORE)):
-        x = 100 * found.x[name].mean(-1)
+        x = 100 * collection.x[name].mean(-1)
         at, error = np.arange(len(x)) + 0.2 * (i - 1.5), 1.96 * x.std(1, ddof=1) / x.shape[1] ** 0.5
         label = name if name == MORE else f"argmax {name}"
         axes[0, 1].bar(at, x.mean(1), 0.18, yerr=error, label=label)
     axes[0, 1].axhline(100 / len(NAMES), color="k", lw=1, ls=":", label="chance")
-    words = [f"{data}\nwidth {width.replace('inf', '∞')}" for data, width in found.settings]
+    words = [f"{data}\nwidth {width.replace('inf', '∞')}" for data, width in collection.settings]
     axes[0, 1].set(xticks=range(len(words)), xticklabels=words, ylabel="% of searches")
     axes[0, 1].set_title("searches among six activations, all methods, 95 %")
-    least = found.x["values"].min(axis=(2, 3)).reshape(-1, 1)
+    least = collection.x["values"].min(axis=(2, 3)).reshape(-1, 1)
     for geometry, optimizer in RATES:
         color, style = f"C{list(GEOMETRIES).index(geometry)}", "--" if optimizer == "Adam" else "-"
         look = {"color": color, "ls": style, "label": f"{geometry}, {optimizer}"}
-        excess = 100 * (found.of("values", geometry, optimizer) / least - 1)
+        excess = 100 * (collection.of("values", geometry, optimizer) / least - 1)
         axes[1, 0].semilogy(excess.mean(0), **look)
-        axes[1, 1].plot(found.of("entropy", geometry, optimizer).mean(0), **look)
+        axes[1, 1].plot(collection.of("entropy", geometry, optimizer).mean(0), **look)
     axes[1, 0].set(xlabel="outer step", ylabel="validation loss over the best (%)")
     axes[1, 1].set(xlabel="outer step", ylabel="entropy of α (nats)")
     for ax in axes[0]:

@@ -162,10 +162,10 @@ def measure(
     with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("float32"):
         run, compilation = compiled(network, width, sizes, labels, deltas, dtype)
         start = time.perf_counter()
-        found = np.asarray(run(keys[index], alphas[index].astype(dtype)), float)
+        quotients = np.asarray(run(keys[index], alphas[index].astype(dtype)), float)
         seconds = time.perf_counter() - start
     row = {"images": images, "deltas": deltas, "a": float(alphas[index])}
-    row |= {"weights": found[:, 0].tolist(), "predictions": found[:, 1].tolist()}
+    row |= {"weights": quotients[:, 0].tolist(), "predictions": quotients[:, 1].tolist()}
     return row | {"seconds": seconds, "compile_seconds": compilation}
 
 
@@ -194,17 +194,17 @@ def tasks(sizes):
 
 def joined(rows):
     """A row for each network of each part, with the values of all its a, of which it has two."""
-    found = {}
+    by_network = {}
     for row in rows:
         if row["part"] != "environment":
             names = "part", "network", "width", "dtype", "labels", "images"
-            found.setdefault(str([row[name] for name in names]), []).append(row)
-    for of_it in found.values():
+            by_network.setdefault(str([row[name] for name in names]), []).append(row)
+    for of_it in by_network.values():
         of_it.sort(key=lambda row: row["index"])
     together = "a", "weights", "predictions"
     return [
         of_it[0] | {name: [row[name] for row in of_it] for name in together}
-        for of_it in found.values()
+        for of_it in by_network.values()
         if len(of_it) > 1
     ]
 
@@ -311,9 +311,9 @@ def picture(rows, path):
 
 def draw(rows, axes):
     for ax, (network, name) in zip(axes, NETWORKS.items(), strict=True):
-        found = common(harness.where(joined(rows), part="figure", network=network))
-        widths = [r["width"] for r in found]
-        quotients = np.array([r["weights"] for r in found])  # [widths, alphas, deltas]
+        of_network = common(harness.where(joined(rows), part="figure", network=network))
+        widths = [r["width"] for r in of_network]
+        quotients = np.array([r["weights"] for r in of_network])  # [widths, alphas, deltas]
         for j, delta in enumerate(DELTAS):
             mean = quotients[:, :, j].mean(axis=1)
             error = standard_error(quotients[:, :, j].T)

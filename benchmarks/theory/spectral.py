@@ -49,8 +49,8 @@ def diagram(n, runs, ratios, heights) -> list[dict]:
         sample = partial(spectral.spectral_sample, n=n, p=p, h=h)
         draws = jax.jit(partial(jax.lax.map, sample))(jax.random.split(jax.random.key(h), runs))
         row = {"part": "diagram", "n": n, "p": p, "h": h, "runs": runs}
-        found = {"overlap": moments(draws.correlation_squared), "risk": moments(draws.risk)}
-        rows.append(row | found)
+        statistics = {"overlap": moments(draws.correlation_squared), "risk": moments(draws.risk)}
+        rows.append(row | statistics)
     return rows
 
 
@@ -76,9 +76,9 @@ def trial(draw, n, p, h, key):
     train, valid, (x, y) = ((x, jnp.einsum("h,nhp,p->n", alpha, x, theta)) for x in parts)
     scores = []
     for whiten in (False, True):
-        found = spectral.spectral_estimator(train, valid, whiten=whiten)
-        error = found.predict(train[0], x) - y
-        scores += [(found.alpha @ alpha) ** 2, jnp.sum(error**2) / jnp.sum(y**2)]
+        estimator = spectral.spectral_estimator(train, valid, whiten=whiten)
+        error = estimator.predict(train[0], x) - y
+        scores += [(estimator.alpha @ alpha) ** 2, jnp.sum(error**2) / jnp.sum(y**2)]
     return jnp.stack(scores)
 
 
@@ -154,15 +154,17 @@ def image_search(name, seeds, n=150, test=600):
         error = lambda f, labels: space.predict(f) != labels  # noqa: E731
         return curves(space, train[0], error, train, *others)
 
-    found, keys = [], jax.random.split(jax.random.key(0), seeds)
+    curves_of_seeds, keys = [], jax.random.split(jax.random.key(0), seeds)
     for parts in bilevel.data.draw_splits(name, keys, train=n, valid=n, test=test):
         x, x_valid, x_test = unit_inputs(*(rows.astype(float) for rows, _ in parts))
         y, y_valid = (sign_labels(labels, 10) for _, labels in parts[:2])
         # In pieces of one shape, for one compilation.
         pieces = [space.blocks(x_test[k : k + n], x) for k in range(0, test, n)]
         held_out = jnp.concatenate(pieces, axis=2), jnp.asarray(parts[2][1])
-        found.append(run((space.blocks(x), y), (space.blocks(x_valid, x), y_valid), held_out))
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *found)
+        curves_of_seeds.append(
+            run((space.blocks(x), y), (space.blocks(x_valid, x), y_valid), held_out)
+        )
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *curves_of_seeds)
 
 
 def search(seeds, images, *, tasks=2, rows=100) -> list[dict]:
@@ -170,7 +172,7 @@ def search(seeds, images, *, tasks=2, rows=100) -> list[dict]:
     synthetic = partial(synthetic_search, seeds=seeds, n=rows)
     runs = {name: partial(synthetic, x) for name, x in [*sizes.items()][:tasks]}
     runs |= {name: partial(image_search, name, 8) for name in images}
-    found = []
+    result_rows = []
     for task, run in runs.items():
         valid, test, mixtures = map(np.asarray, run())
         # Steps after which it stays within 1 % of the best of the three final losses.
@@ -181,8 +183,8 @@ def search(seeds, images, *, tasks=2, rows=100) -> list[dict]:
             row["mixtures"] = mixtures[:, i].mean(0).tolist()  # first and last, mean over seeds
             for name, values in (("valid", valid[:, i]), ("test", test[:, i])):
                 row |= {name: values.mean(0).tolist(), f"{name} ends": values[:, [0, -1]].tolist()}
-            found.append(row)
-    return found
+            result_rows.append(row)
+    return result_rows
 
 
 def shown(lines) -> list[list]:
@@ -223,9 +225,9 @@ def beyond_table(rows) -> str:
 
 
 def search_table(rows) -> str:
-    lines, found = [], harness.where(rows, part="search")
-    for r in found:
-        (base,) = harness.where(found, task=r["task"], start="uniform")
+    lines, searches = [], harness.where(rows, part="search")
+    for r in searches:
+        (base,) = harness.where(searches, task=r["task"], start="uniform")
         lines.append([r["task"], r["start"]])
         for name in ("valid ends", "test ends"):
             start, last = np.array(r[name]).T
@@ -274,9 +276,9 @@ def draw(rows, axes):
             lines = np.array([exact_and_bounds(p, h / p)[k : k + 2] for h in fine], float)
             ax.plot(fine, lines[:, 0], color, label=f"exact, p = {p}n")
             ax.plot(fine, lines[:, 1], color, ls=":", label=f"the paper's bound, p = {p}n")
-            found = [r for r in cells if r["p"] == p * r["n"]]
-            y, error = np.array([r[name] for r in found]).T
-            ax.errorbar([p * r["h"] / r["n"] for r in found], y, error, fmt=".", color=color)
+            of_ratio = [r for r in cells if r["p"] == p * r["n"]]
+            y, error = np.array([r[name] for r in of_ratio]).T
+            ax.errorbar([p * r["h"] / r["n"] for r in of_ratio], y, error, fmt=".", color=color)
         ax.axvline(1, color="black", ls="--", lw=1)
         ax.set(xscale="log", xlabel="ph/n²", title=name, ylim=(-0.05, 1.05) if k == 0 else (0, 4))
     axes[0, 3].legend(loc="center left", bbox_to_anchor=(1, 0.5))

@@ -91,9 +91,9 @@ def scored(names, rows, score):
         if not (wanted := [name for name in names if name in its]):
             continue
         own, lent = places(its[0], rows)
-        found = score(wanted, cells[own], harness.RESULTS / file)
-        values |= {name: value[lent] for name, value in found.oriented().items()}
-        seconds |= found.seconds
+        result = score(wanted, cells[own], harness.RESULTS / file)
+        values |= {name: value[lent] for name, value in result.oriented().items()}
+        seconds |= result.seconds
     return values, seconds
 
 
@@ -141,15 +141,15 @@ def chosen(scores, accuracies) -> list[str]:
     """Parts that are added while the mean tau grows."""
     parts, best = [], 0.0
     while len(parts) < PARTS:
-        found = {
+        mean_taus = {
             name: np.mean(taus(sum_of_log_ranks(*(scores[p] for p in (*parts, name))), accuracies))
             for name in scores
             if name not in parts
         }
-        name = max(found, key=found.get)
-        if found[name] < best + GAIN:
+        name = max(mean_taus, key=mean_taus.get)
+        if mean_taus[name] < best + GAIN:
             break
-        parts, best = [*parts, name], found[name]
+        parts, best = [*parts, name], mean_taus[name]
     return parts
 
 
@@ -160,8 +160,8 @@ def halves(scores, accuracies, which):
         mine = np.random.default_rng(half).permutation(size) < size // 2
         parts = chosen({k: v[mine] for k, v in scores.items()}, [a[mine] for a in accuracies])
         other = sum_of_log_ranks(*(scores[p][~mine] for p in parts))
-        found = taus(other, [a[~mine] for a in accuracies])
-        yield {"what": "half", "networks": which, "half": half, "parts": parts, "taus": found}
+        other_taus = taus(other, [a[~mine] for a in accuracies])
+        yield {"what": "half", "networks": which, "half": half, "parts": parts, "taus": other_taus}
 
 
 def judged(rows, scores, seconds):
@@ -174,9 +174,9 @@ def judged(rows, scores, seconds):
         accuracies = [table.accuracy[test][rows][keep] for test in TESTS]
         own = {name: score[keep] for name, score in everything.items()}
         for name, score in own.items():
-            found = [correlations(score, accuracy) for accuracy in accuracies]
+            by_accuracy = [correlations(score, accuracy) for accuracy in accuracies]
             row = {"what": "score", "networks": which, "score": name, "count": int(keep.sum())}
-            row |= {"taus": [c.tau for c in found], "rhos": [c.rho for c in found]}
+            row |= {"taus": [c.tau for c in by_accuracy], "rhos": [c.rho for c in by_accuracy]}
             yield row | {"seconds": seconds.get(name)}
         yield from halves(own, accuracies, which)
 
@@ -206,13 +206,13 @@ def report(rows) -> str:
 
 def of_halves(rows) -> str:
     """The distribution over the halves."""
-    found = np.array([row["taus"] for row in rows])
-    quantiles = np.quantile(found, [0, 0.5, 1], axis=0)
+    all_taus = np.array([row["taus"] for row in rows])
+    quantiles = np.quantile(all_taus, [0, 0.5, 1], axis=0)
     lines = [
         (name, *(f"{x:.3f}" for x in values))
         for name, values in zip(("smallest", "median", "largest"), quantiles, strict=True)
     ]
-    passed = int((found >= PUBLISHED).all(1).sum())
+    passed = int((all_taus >= PUBLISHED).all(1).sum())
     lines.append(("best printed", *(f"{x:.3f}" for x in PUBLISHED)))
     kinds = [", ".join(row["parts"]) for row in rows]
     most = max(set(kinds), key=kinds.count)
@@ -234,10 +234,10 @@ def main() -> None:
     names = arguments.only or {"smoke": SCORES[:1], "quick": SCORES[:4], "default": SCORES}[size]
     rows = order({"smoke": 10, "quick": 40, "default": None}[size])
     scores, seconds = scored(names, rows, kept if arguments.kept else computed(size))
-    found = [harness.environment(kept=arguments.kept), *judged(rows, scores, seconds)]
+    result_rows = [harness.environment(kept=arguments.kept), *judged(rows, scores, seconds)]
     # The committed file has all scores: those of --only go to a file that is named, if at all.
     own = arguments.results == harness.RESULTS / "all_networks.jsonl"
-    harness.finish(found, None if arguments.only and own else arguments.results, report)
+    harness.finish(result_rows, None if arguments.only and own else arguments.results, report)
 
 
 if __name__ == "__main__":

@@ -408,10 +408,10 @@ def work(library, score, sizes, places, path) -> list[dict]:
     for group in groups:
         call = prepared(group)
         begun, used = time.perf_counter(), time.process_time()
-        found = call()
+        result = call()
         seconds.append((time.perf_counter() - begun) / together)
         processor.append((time.process_time() - used) / together)
-        values += np.reshape(found, (together, -1)).astype(float)[: len(group)].tolist()
+        values += np.reshape(result, (together, -1)).astype(float)[: len(group)].tolist()
         if sizes.limit and time.perf_counter() - start > sizes.limit and len(seconds) > 2:
             break
     peak = harness.resident_peak()
@@ -433,37 +433,37 @@ def measure(sizes, scores, libraries) -> list[dict]:
         if failed := made.get("failed"):
             sys.exit(f"No weights: {failed}")
         for score in scores:
-            found = {}
+            by_library = {}
             for library, places in processes:
-                if library not in libraries or "failed" in found.get(library, {}):
+                if library not in libraries or "failed" in by_library.get(library, {}):
                     continue
                 request = library, score, about, places, str(path)
                 row = harness.in_own_process(__file__, *request)[-1]
                 row = {"library": library, "score": score} | row
                 done = row.get("failed", f"{len(row.get('places', ()))} networks")
                 print(f"{LIBRARIES[library]}, {score}: {done}", flush=True)
-                if library in found and "seconds" in row:
+                if library in by_library and "seconds" in row:
                     for key in ("places", "values", "building_seconds", *TIMES):
-                        row[key] = found[library][key] + row[key]
+                        row[key] = by_library[library][key] + row[key]
                     for key in ("peak_mb", "added_mb"):
-                        row[key] = max(found[library][key], row[key])
-                found[library] = row
-            rows += summaries(found)
+                        row[key] = max(by_library[library][key], row[key])
+                by_library[library] = row
+            rows += summaries(by_library)
     if len({row["platform"] for row in rows if "platform" in row}) > 1:
         sys.exit("PyTorch and JAX run on different devices; install both for the same one.")
     return rows
 
 
-def summaries(found) -> list[dict]:
+def summaries(by_library) -> list[dict]:
     """The rows of a score with statistics for lists; PyTorch's also has what compares the two."""
-    rows = [{key: row[key] for key in row if key not in RAW} for row in found.values()]
-    for row, short in zip(found.values(), rows, strict=True):
+    rows = [{key: row[key] for key in row if key not in RAW} for row in by_library.values()]
+    for row, short in zip(by_library.values(), rows, strict=True):
         if "seconds" in row:
             short["networks"] = len(row["places"])
             short |= {key: statistics_of(row[key]) for key in TIMES}
         if "building_seconds" in row:
             short["building_s"] = statistics.median(row["building_seconds"])
-    ours, peer = (found.get(library, {}) for library in ("bilevel", "torch"))
+    ours, peer = (by_library.get(library, {}) for library in ("bilevel", "torch"))
     if "seconds" in ours and "seconds" in peer:
         both = sorted(set(ours["places"]) & set(peer["places"]))
         errors = [off(*(value_at(row, k) for row in (ours, peer)), ours["score"]) for k in both]
@@ -513,8 +513,8 @@ def ratio(ours, peer, both, key) -> tuple[float, float]:
 
 
 def find(rows, library, score) -> dict | None:
-    found = (r for r in rows if (r.get("library"), r.get("score")) == (library, score))
-    return next((r for r in found if "seconds" in r), None)
+    matching = (r for r in rows if (r.get("library"), r.get("score")) == (library, score))
+    return next((r for r in matching if "seconds" in r), None)
 
 
 def time_of(row) -> str:

@@ -114,11 +114,11 @@ def scores(sizes, repeat, names) -> list[dict]:
     table = load_once()
     pool = np.random.RandomState(repeat).randint(len(table.genotypes), size=sizes.pool)
     cells = encode([table.genotypes[i] for i in pool])
-    found = score_networks(list(names), networks, w, cells, batch, progress=False).oriented()
+    by_score = score_networks(list(names), networks, w, cells, batch, progress=False).oriented()
     return [
         {"method": name, "repeat": repeat, "pool": pool.tolist()}
         | {"values": [float(f"{v:.6g}") for v in values]}
-        for name, values in found.items()
+        for name, values in by_score.items()
     ]
 
 
@@ -127,8 +127,8 @@ def pruned(sizes, repeat) -> dict:
     thin = nasbench201_space(sizes.operations, cells=1, channels=1)
     x, labels = images(sizes, repeat, sizes.pruned)
     crops = cropped(sizes, repeat, 4)
-    found = strategies.te_nas(keys(repeat)[1], space, thin, (x, labels), crops)
-    return {"method": "te_nas", "repeat": repeat, "genotype": str(found)}
+    genotype = strategies.te_nas(keys(repeat)[1], space, thin, (x, labels), crops)
+    return {"method": "te_nas", "repeat": repeat, "genotype": str(genotype)}
 
 
 def cropped(sizes, repeat, side):
@@ -143,8 +143,8 @@ def cropped(sizes, repeat, side):
 def stepped(sizes, repeat) -> dict:
     space = nasbench201_space(sizes.operations, cells=1, channels=sizes.channels)
     rows = images(sizes, repeat, 64 * sizes.steps)
-    found = strategies.nasi(keys(repeat)[2], space, rows, steps=sizes.steps)
-    return {"method": "nasi", "repeat": repeat, "genotype": str(found)}
+    genotype = strategies.nasi(keys(repeat)[2], space, rows, steps=sizes.steps)
+    return {"method": "nasi", "repeat": repeat, "genotype": str(genotype)}
 
 
 def experiment(sizes, rows, keep):
@@ -164,7 +164,7 @@ def experiment(sizes, rows, keep):
 
 def procedure(table, runs, k) -> dict[str, list[float]]:
     """Test accuracies that it ends at, by dataset, for each repeat's scores."""
-    found = [
+    figures = [
         paper_protocol(
             run["values"],
             table,
@@ -176,7 +176,7 @@ def procedure(table, runs, k) -> dict[str, list[float]]:
         )
         for run in runs
     ]
-    return {dataset: [f[dataset].mean for f in found] for dataset in DATASETS}
+    return {dataset: [f[dataset].mean for f in figures] for dataset in DATASETS}
 
 
 def looked_up(table, cells) -> dict[str, list[float]]:
@@ -193,15 +193,15 @@ def report(rows) -> str:
         shown = " / ".join(f"{mean:.2f}" for mean, _ in printed)
         lines.append((label, runs, *(figures[dataset] for dataset in DATASETS), shown))
 
-    def add_found(label, found, key):
-        runs = len(found["cifar10"])
+    def add_found(label, accuracies, key):
+        runs = len(accuracies["cifar10"])
         if runs:
-            add(label, runs, {k: deviation(v) for k, v in found.items()}, key)
+            add(label, runs, {k: deviation(v) for k, v in accuracies.items()}, key)
 
     for name in [name for names in SCORES for name in names]:
         for k in KEPT:
-            found = procedure(table, harness.where(rows, method=name), k)
-            add_found(f"{name}, k = {k}", found, (name, k))
+            accuracies = procedure(table, harness.where(rows, method=name), k)
+            add_found(f"{name}, k = {k}", accuracies, (name, k))
     everything = np.arange(len(table.genotypes))
     for k in KEPT:  # a constant score: its ties are broken at random
         nothing = paper_protocol(0.0 * everything, table, everything, k=k, repeats=MANY)
@@ -234,8 +234,8 @@ def main() -> None:
     def keep(*new):
         rows.extend(new)
         harness.append(arguments.results, *new)
-        for found in new:
-            print(found["method"], found["repeat"], found.get("genotype", ""), flush=True)
+        for row in new:
+            print(row["method"], row["repeat"], row.get("genotype", ""), flush=True)
 
     experiment(sizes, rows, keep)
     harness.finish(rows, arguments.results, report, write_rows=False)

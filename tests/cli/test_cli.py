@@ -177,7 +177,7 @@ def test_the_verdict_on_the_argmax_is_one_sentence(as_good, verdict):
     by_loss = {"as_good": [as_good[0]], "rank": [3], "best": ["swish"]}
     by_error = {"as_good": [as_good[1]], "rank": [2], "best": ["relu"]}
     by_error |= {"alone": [[0.027, 0.035, 0.026]], "mixture": [0.025]}
-    found = {
+    argmax = {
         "choice": ["sigmoid"],
         "discretise": [all(as_good)],
         "by": {"loss": by_loss, "error": by_error},
@@ -185,7 +185,7 @@ def test_the_verdict_on_the_argmax_is_one_sentence(as_good, verdict):
     }
     names = ["relu", "sigmoid", "swish"]
     assert (
-        describe_advice({"argmax": found, "names": names, "config": {"outer": "hinge"}}) == verdict
+        describe_advice({"argmax": argmax, "names": names, "config": {"outer": "hinge"}}) == verdict
     )
 
 
@@ -294,8 +294,8 @@ def test_certify_takes_kernels_of_the_users_own(own_kernels, tmp_path, capsys):
     own = importlib.import_module("own_kernels")
     for name in result["names"]:
         bound = ntk.certified_min_eigenvalue(getattr(own, name), x=x)
-        found = result["kernels"][name]["certified_min_eigenvalue"]
-        np.testing.assert_allclose(found, bound, atol=1e-12)
+        certified = result["kernels"][name]["certified_min_eigenvalue"]
+        np.testing.assert_allclose(certified, bound, atol=1e-12)
     assert result["simplex"]["argmin"] in ([1, 0], [0, 1])
     assert main(["certify", "--out", str(tmp_path / "one"), "--kernel", "own_kernels:one"]) == 0
     assert "worst mixture: 1.00 one" in capsys.readouterr().out

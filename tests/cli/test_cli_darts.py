@@ -62,12 +62,14 @@ def test_a_run_that_crashed_in_training_ends_as_one_that_did_not(tmp_path, capsy
     printed = capsys.readouterr().out
     for text in ("search", "random", "supernet", "found: Genotype(normal=[(", "Hessian"):
         assert text in printed
-    found = parse_genotype(result["architectures"][0])
+    genotype = parse_genotype(result["architectures"][0])
     assert set(result) <= documented_keys()
     scores = result["scores"]
     assert list(scores) == ["search", "random", "supernet"]
     # Truth: counted in the genotype.
-    assert scores["search"]["skips"] == [[name for name, _ in found.normal].count("skip_connect")]
+    assert scores["search"]["skips"] == [
+        [name for name, _ in genotype.normal].count("skip_connect")
+    ]
     assert 0 < scores["search"]["test_error"][0] < 1
     with np.load(run / "arrays.npz", allow_pickle=False) as arrays:
         assert arrays["history_alpha_normal_0"].shape == (3, 14, 3)

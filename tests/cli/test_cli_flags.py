@@ -475,9 +475,9 @@ def test_help_mistakes_and_the_version_do_not_wait_for_jax(tmp_path):
     assert done.returncode == 0, done.stderr
     output = done.stdout
     assert "--inner-steps" in output
-    found = re.match(r"bilevel (\S+), jax (\S+), jaxlib (\S+), Python (\S+)\n", output)
+    match = re.match(r"bilevel (\S+), jax (\S+), jaxlib (\S+), Python (\S+)\n", output)
     versions = (metadata.version(name) for name in ("bilevel", "jax", "jaxlib"))
-    assert found and found.groups() == (*versions, platform.python_version())
+    assert match and match.groups() == (*versions, platform.python_version())
 
 
 def test_names_of_flags_are_those_of_the_spaces():

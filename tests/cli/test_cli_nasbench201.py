@@ -32,9 +32,9 @@ def known(monkeypatch):
     """A table of made-up accuracies, some of them equal."""
     rng = np.random.default_rng(0)
     accuracy = {name: rng.integers(100, 900, 15_625) / 10 for name in table.SETS}
-    found = table.BenchmarkTable(genotypes(), accuracy, {}, {}, {}, np.arange(15_625))
-    monkeypatch.setattr(table, "load_table", lambda: found)
-    return found
+    made = table.BenchmarkTable(genotypes(), accuracy, {}, {}, {}, np.arange(15_625))
+    monkeypatch.setattr(table, "load_table", lambda: made)
+    return made
 
 
 @pytest.mark.long
@@ -55,12 +55,12 @@ def test_a_search_ends_in_a_table_and_its_files(tmp_path, capsys, monkeypatch, k
     for seed, (alpha, text) in enumerate(
         zip(result["alpha"], result["architectures"], strict=True)
     ):
-        found = parse_genotype(text)
+        genotype = parse_genotype(text)
         names = np.array(result["names"])
-        assert found.operations == tuple(names[np.argmax(alpha, axis=1)])
+        assert genotype.operations == tuple(names[np.argmax(alpha, axis=1)])
         assert result["skips"][seed] == text.count("skip_connect")
         # Truth: the table's row, its number by the order of all genotypes.
-        row = int(encode(found) @ 5 ** np.arange(6)[::-1])
+        row = int(encode(genotype) @ 5 ** np.arange(6)[::-1])
         for name, scores in result["benchmark"].items():
             test = known.accuracy[f"{name}-test"]
             assert scores["accuracy"][seed] == test[row]
@@ -108,9 +108,9 @@ def test_random_networks_and_the_optimum_have_the_operations_searched(known):
     names = ("none", "avg_pool_3x3")
     some = [i for i, g in enumerate(genotypes()) if set(g.operations) <= set(names)]
     assert len(some) == 64
-    found = standing(known, [genotypes()[some[5]]], operations=names, budget=64)
+    standings = standing(known, [genotypes()[some[5]]], operations=names, budget=64)
     by = known.accuracy["cifar10-valid"][some]
-    for name, scores in found.items():
+    for name, scores in standings.items():
         test = known.accuracy[f"{name}-test"][some]
         np.testing.assert_allclose(scores["random"], test.mean())
         assert scores["optimum"] == test.max()

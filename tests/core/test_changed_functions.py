@@ -54,8 +54,8 @@ class Network:
 
 
 def searched(net):
-    found = bilevel.search(net.problem, UNROLLED, OPTIMIZER, *POINT, steps=2, progress=False)
-    return found.alpha, found.history["value"]
+    result = bilevel.search(net.problem, UNROLLED, OPTIMIZER, *POINT, steps=2, progress=False)
+    return result.alpha, result.history["value"]
 
 
 def gradient(net):
@@ -116,8 +116,8 @@ def test_the_same_program_is_compiled_once_whoever_asks_for_it():
     kept = {n: ntk.empirical_kernel(lambda w, x, n=n: n * (x @ w), W, X) for n in (5.0, 6.0)}
     before = len(compile_cache._programs)
     for n, expected in kept.items():
-        found = ntk.empirical_kernel(lambda w, x, n=n: n * (x @ w), W, X)
-        np.testing.assert_array_equal(found, expected)
+        kernel = ntk.empirical_kernel(lambda w, x, n=n: n * (x @ w), W, X)
+        np.testing.assert_array_equal(kernel, expected)
     assert len(compile_cache._programs) == before
 
 

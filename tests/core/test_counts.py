@@ -25,9 +25,9 @@ def computations(text: str) -> tuple[dict[str, list[str]], str]:
     """The lines of each computation of a compiled program, and the name of the first one."""
     bodies, name, entry = {}, "", ""
     for line in text.splitlines():
-        if found := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
-            name = found[2]
-            bodies[name], entry = [], name if found[1] else entry
+        if header := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
+            name = header[2]
+            bodies[name], entry = [], name if header[1] else entry
         elif name:
             bodies[name].append(line)
     return bodies, entry
@@ -111,8 +111,8 @@ def hypergradient(solver, estimate=False):
     fn = bilevel.hypergradient(PROBLEM, solver, diagnostics=estimate)
 
     def run(*args):
-        found = fn(*args)
-        return (found.grad, found.info) if estimate else found.grad
+        hyper = fn(*args)
+        return (hyper.grad, hyper.info) if estimate else hyper.grad
 
     return run
 

@@ -243,9 +243,9 @@ def test_an_indefinite_hessian_is_given_up_after_the_products_allowed():
 
     for allowed in (5, 12):
         calls.clear()
-        found = jax.jit(lambda b, n=allowed: curvature(hvp, b, n)[1:])(jnp.ones(2000))
+        estimate = jax.jit(lambda b, n=allowed: curvature(hvp, b, n)[1:])(jnp.ones(2000))
         jax.effects_barrier()
-        assert not found[-1]
+        assert not estimate[-1]
         assert len(calls) <= allowed + 3
 
 
@@ -255,8 +255,8 @@ def test_the_smallest_curvature_is_found_to_a_factor(size):
     # Beyond, the products allowed do not suffice for so many different eigenvalues.
     for condition in (1.0, 1e2, tolerance(1e6, 1e4) if size == 40 else 1e4):
         spectrum = jnp.asarray(np.geomspace(1 / condition, 1, size))
-        found = jax.jit(lambda b, s=spectrum: curvature(lambda v: s * v, b)[1:4])(jnp.ones(size))
-        lowest, ratio, definite = found
+        estimate = jax.jit(lambda b, s=spectrum: curvature(lambda v: s * v, b)[1:4])(jnp.ones(size))
+        lowest, ratio, definite = estimate
         assert definite
         assert 0.9 < lowest * condition < 12
         assert condition / 20 < ratio < 2 * condition

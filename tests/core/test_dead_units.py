@@ -92,8 +92,8 @@ def smallest(lower, steps=10):
 def test_only_weights_at_zero_of_which_one_copy_moves():
     fn = smallest(lambda w, alpha, batch: jnp.exp(alpha) * jnp.sum(w**2))
     starts = jnp.stack([jnp.zeros(2), jnp.array([0.3, -0.2])])
-    found = jax.jit(jax.vmap(fn, (None, 0, None, None)))(jnp.float32(0), starts, None, None)
-    assert found.grad[0] == 0 and np.isfinite(found.grad[1]) and found.grad[1] != 0
+    hyper = jax.jit(jax.vmap(fn, (None, 0, None, None)))(jnp.float32(0), starts, None, None)
+    assert hyper.grad[0] == 0 and np.isfinite(hyper.grad[1]) and hyper.grad[1] != 0
 
 
 def test_an_overflow_that_matters_is_not_hidden():
@@ -103,8 +103,8 @@ def test_an_overflow_that_matters_is_not_hidden():
         return jnp.sum(w**2) + alpha * jnp.sum(w)
 
     w0 = jnp.zeros(2, jnp.float32)
-    found = smallest(lower)(jnp.float32(0), w0, None, None)
-    assert not np.isfinite(found.grad)
+    hyper = smallest(lower)(jnp.float32(0), w0, None, None)
+    assert not np.isfinite(hyper.grad)
 
 
 def test_a_guarded_map_is_the_map_where_nothing_overflows_twice():
@@ -116,9 +116,9 @@ def test_a_guarded_map_is_the_map_where_nothing_overflows_twice():
     huge = v.at[0].set(1e30)  # finite: the sum is right
     np.testing.assert_allclose(apply(huge), matrix @ huge, rtol=1e-6)
     for bad in (jnp.inf, jnp.nan, -jnp.inf):
-        found = apply(v.at[1].set(bad).at[2].set(bad))
-        np.testing.assert_allclose(found[:3], matrix[:3] @ v, rtol=1e-6)
-        assert np.isnan(found[3])
+        mapped = apply(v.at[1].set(bad).at[2].set(bad))
+        np.testing.assert_allclose(mapped[:3], matrix[:3] @ v, rtol=1e-6)
+        assert np.isnan(mapped[3])
     half = guarded(lambda v: 2 * v, jnp.array([3.0, 3e4], jnp.float16))
     np.testing.assert_array_equal(half, [6, 6e4])
 

@@ -426,10 +426,10 @@ def test_norms_that_overflow_never_count_as_converged():
     # Each step takes the error times -39: the hypergradient is of the size of w squared.
     solver = bilevel.implicit(bilevel.unrolled(20.0, 9), bilevel.dense())
     fn = jax.jit(bilevel.hypergradient(problem, solver))
-    found = fn(jnp.ones(3, jnp.float32), jnp.zeros(3, jnp.float32), None, None)
-    assert jnp.isfinite(found.grad).all() and jnp.isinf(jnp.linalg.norm(found.grad))
-    assert not found.info.converged and np.isinf(found.info.error_estimate)
-    assert int(found.info.reason) == 1
+    hyper = fn(jnp.ones(3, jnp.float32), jnp.zeros(3, jnp.float32), None, None)
+    assert jnp.isfinite(hyper.grad).all() and jnp.isinf(jnp.linalg.norm(hyper.grad))
+    assert not hyper.info.converged and np.isinf(hyper.info.error_estimate)
+    assert int(hyper.info.reason) == 1
 
 
 def test_norms_that_underflow_are_no_estimate():

@@ -200,8 +200,8 @@ def linear_models():
 def spectral():
     rng = np.random.default_rng(0)
     features, y = jnp.asarray(rng.normal(size=(12, 3, 5)), float), rows()[1][:12]
-    found = bilevel.spectral_estimator((features, y), (features[::-1], y[::-1]))
-    return bilevel.spectral_alpha(features, y, whiten=True), found.alpha
+    estimator = bilevel.spectral_estimator((features, y), (features[::-1], y[::-1]))
+    return bilevel.spectral_alpha(features, y, whiten=True), estimator.alpha
 
 
 def discrete_choices():
@@ -217,8 +217,8 @@ def unit_rows():
 
 def infinite_kernels():
     x, _ = rows()
-    found = [ntk.network_kernel(x, activations=[a, a]).ntk for a in (ntk.relu, ntk.tanh)]
-    return found, ntk.dual(ntk.gelu, ntk.gelu, 1.0, 1.0, jnp.linspace(-0.9, 0.9, 5))
+    kernels = [ntk.network_kernel(x, activations=[a, a]).ntk for a in (ntk.relu, ntk.tanh)]
+    return kernels, ntk.dual(ntk.gelu, ntk.gelu, 1.0, 1.0, jnp.linspace(-0.9, 0.9, 5))
 
 
 def mixtures_of_kernels():

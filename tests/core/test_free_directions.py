@@ -159,17 +159,17 @@ def test_free_directions_that_do_not_matter_leave_an_estimate(name, solver, dtyp
     made, known = PROBLEMS[name][2], 0
     for seed in range(4):
         args = cast(made(np.random.default_rng(seed)), dtype)
-        found = compiled(name, solver)(*args)
-        error = np.linalg.norm(flatten(found.grad) - truth(name, seed))
+        hyper = compiled(name, solver)(*args)
+        error = np.linalg.norm(flatten(hyper.grad) - truth(name, seed))
         size = np.linalg.norm(truth(name, seed))
         floor = 100 * np.finfo(dtype).eps * size
-        assert error <= 3 * found.info.error_estimate + floor
-        assert not found.info.converged or error < 0.01 * size
-        if found.info.reason:
+        assert error <= 3 * hyper.info.error_estimate + floor
+        assert not hyper.info.converged or error < 0.01 * size
+        if hyper.info.reason:
             continue
         known += 1
-        assert found.info.error_estimate <= 10 * error + 1e-5 * size
-        assert found.info.converged or solver != "exact"
+        assert hyper.info.error_estimate <= 10 * error + 1e-5 * size
+        assert hyper.info.converged or solver != "exact"
     # Of four logits, rounding may give the free direction a curvature that looks real.
     assert known >= (2 if name == "logits" else 4)
 

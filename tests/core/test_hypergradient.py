@@ -319,8 +319,8 @@ def test_second_derivatives_inside_loops_are_those_outside(forward, outer):
 
     w = 0.7
     slope = 1 / (3 * w**2 + 1)
-    found = jax.jit(outer(jax.grad(looped)))(jnp.asarray(w**3 + w))
-    assert_close(found, 2 * slope**2 - 12 * w**2 * slope**3, f64=1e-9, f32=1e-4)
+    actual = jax.jit(outer(jax.grad(looped)))(jnp.asarray(w**3 + w))
+    assert_close(actual, 2 * slope**2 - 12 * w**2 * slope**3, f64=1e-9, f32=1e-4)
 
 
 @pytest.mark.long

@@ -81,11 +81,11 @@ def test_hyperparameters_of_the_optimizer_have_the_derivatives_of_code_written_o
     optimizer, by_hand, alpha = CASES[name]
     solver = bilevel.unrolled(optimizer, 7)
     fn = jax.jit(bilevel.hypergradient(PLAIN, solver, mode=mode))
-    found = fn(alpha, W0, TRAIN, VALID)
-    assert_close(found.value, by_hand(alpha), f64=1e-12, f32=1e-5)
-    assert_close(found.grad, jax.grad(by_hand)(alpha), f64=1e-10, f32=1e-4)
+    hyper = fn(alpha, W0, TRAIN, VALID)
+    assert_close(hyper.value, by_hand(alpha), f64=1e-12, f32=1e-5)
+    assert_close(hyper.grad, jax.grad(by_hand)(alpha), f64=1e-10, f32=1e-4)
     # No loss depends on alpha: of this derivative the solution map knows nothing.
-    assert not found.info.converged and "only the solver does" in bilevel.explain(found.info)
+    assert not hyper.info.converged and "only the solver does" in bilevel.explain(hyper.info)
 
 
 @pytest.mark.long
@@ -104,20 +104,20 @@ def test_a_search_learns_the_rate_and_resumes_to_the_same(tmp_path):
 def test_where_training_starts_is_a_hyperparameter():
     """MAML: Finn et al. 2017, Eq. (1), by hand for a quadratic loss."""
     solver = bilevel.restarted(bilevel.unrolled(0.1, 3), start=lambda alpha, w: alpha)
-    found = bilevel.hypergradient(PLAIN, solver)(W0, jnp.zeros(3), TRAIN, VALID)
+    hyper = bilevel.hypergradient(PLAIN, solver)(W0, jnp.zeros(3), TRAIN, VALID)
     H = X.T @ X / len(Y)
     step = jnp.eye(3) - 0.1 * H
     w = W0
     for _ in range(3):
         w = w - 0.1 * slope(w, TRAIN)
-    assert_close(found.w, w, f64=1e-12, f32=1e-6)
-    assert_close(found.grad, step @ step @ step @ slope(w, VALID), f64=1e-11, f32=1e-5)
+    assert_close(hyper.w, w, f64=1e-12, f32=1e-6)
+    assert_close(hyper.grad, step @ step @ step @ slope(w, VALID), f64=1e-11, f32=1e-5)
 
 
 def test_when_to_stop_is_a_hyperparameter():
     solver = bilevel.unrolled(0.3, 5, average=jax.nn.softmax)
     alpha = jnp.array([0.1, 0.5, -0.3, 0.0, 1.0])
-    found = jax.jit(bilevel.hypergradient(PLAIN, solver, diagnostics=False))(
+    hyper = jax.jit(bilevel.hypergradient(PLAIN, solver, diagnostics=False))(
         alpha, W0, TRAIN, VALID
     )
     iterates, w = [], W0
@@ -126,9 +126,9 @@ def test_when_to_stop_is_a_hyperparameter():
         iterates.append(w)
     path = jnp.stack(iterates)
     value = lambda alpha: loss(jax.nn.softmax(alpha) @ path, None, VALID)  # noqa: E731
-    assert_close(found.grad, jax.grad(value)(alpha), f64=1e-10, f32=1e-4)
+    assert_close(hyper.grad, jax.grad(value)(alpha), f64=1e-10, f32=1e-4)
     half = bilevel.unrolled(0.3, 5, average=jax.nn.softmax, backprop=2)
-    assert_close(half.run(loss, alpha, W0, half.init(W0), TRAIN)[0], found.w, f64=1e-12, f32=1e-6)
+    assert_close(half.run(loss, alpha, W0, half.init(W0), TRAIN)[0], hyper.w, f64=1e-12, f32=1e-6)
     with pytest.raises(ValueError, match=r"average: expected 5 weights, got shape \(4,\)"):
         solver.run(loss, alpha[:4], W0, solver.init(W0), TRAIN)
 
@@ -170,10 +170,10 @@ def test_every_step_has_a_batch_and_a_key_of_its_own(mode, steps):
     solver = bilevel.unrolled(0.1, steps, batches=noisy)
     fn = jax.jit(bilevel.hypergradient(NOISY, solver, mode=mode, diagnostics=False))
     alpha = jnp.array([-1.0, -2.0, 0.5])
-    found = fn(alpha, W0, (KEY, TRAIN), VALID)
+    hyper = fn(alpha, W0, (KEY, TRAIN), VALID)
     value, grad = jax.jit(jax.value_and_grad(lambda a: by_hand(a, steps)))(alpha)
-    assert_close(found.value, value, f64=1e-12, f32=1e-5)
-    assert_close(found.grad, grad, f64=1e-10, f32=1e-4)
+    assert_close(hyper.value, value, f64=1e-12, f32=1e-5)
+    assert_close(hyper.grad, grad, f64=1e-10, f32=1e-4)
 
 
 def test_batches_are_different_at_every_step_of_both_levels():
@@ -184,13 +184,13 @@ def test_batches_are_different_at_every_step_of_both_levels():
         lambda w, alpha, batch: alpha**2,
     )
     solver = bilevel.unrolled(1.0, 5, batches=bilevel.minibatches(1))
-    found = bilevel.search(
+    result = bilevel.search(
         *(problem, solver, optax.sgd(0.1), jnp.array(1.0), jnp.zeros(40), rows, rows),
         steps=20,
         key=KEY,
         progress=False,
     )
-    counts = -np.asarray(found.w)
+    counts = -np.asarray(result.w)
     assert counts.sum() == 100
     # 100 draws of 40: 36.8 different ones expected, standard deviation 1.6; one batch for all five
     # steps would give 20 draws, 15.9 different ones.
@@ -252,7 +252,7 @@ ABOVE = {
 @pytest.mark.parametrize("name", ABOVE)
 def test_optimizers_of_alpha_that_ask_for_the_loss_are_told(name):
     """Truth: the same optimizer on the closed form of the outer loss."""
-    found = bilevel.search(
+    result = bilevel.search(
         *(PENALISED, bilevel.implicit(), ABOVE[name], START, W0, TRAIN, VALID),
         steps=6,
         progress=False,
@@ -265,7 +265,7 @@ def test_optimizers_of_alpha_that_ask_for_the_loss_are_told(name):
         now, grad = jax.value_and_grad(value)(alpha)
         updates, state = rule.update(grad, state, alpha, value=now, grad=grad, value_fn=value)
         alpha = optax.apply_updates(alpha, updates)
-    assert_close(found.alpha, alpha, f64=1e-5, f32=1e-2)  # line searches branch on roundings
+    assert_close(result.alpha, alpha, f64=1e-5, f32=1e-2)  # line searches branch on roundings
     assert np.abs(alpha - START).max() > tolerance(1e-3, 1e-3)
 
 
@@ -277,13 +277,13 @@ def test_a_line_search_under_softmax_moves_logits():
         lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
         lambda w, alpha, batch: jnp.sum((w - target) ** 2),
     )
-    found = bilevel.search(
+    result = bilevel.search(
         *(problem, bilevel.implicit(), bilevel.softmax(optax.lbfgs()), jnp.ones(3) / 3),
         *(jnp.zeros(3), None, None),
         steps=25,
         progress=False,
     )
-    assert_close(found.alpha, target, f64=1e-5, f32=1e-3)
+    assert_close(result.alpha, target, f64=1e-5, f32=1e-3)
 
 
 @pytest.mark.long
@@ -365,14 +365,14 @@ def test_a_search_keeps_what_the_losses_tell(tmp_path):
 def test_copies_side_by_side_tell_each_their_own():
     both = bilevel.stack_problems(TOLD)
     doubled = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), (START, W0, TRAIN, VALID))
-    found = bilevel.hypergradient(both, bilevel.unrolled(0.1, 5))(*doubled)
+    hyper = bilevel.hypergradient(both, bilevel.unrolled(0.1, 5))(*doubled)
     alone = bilevel.hypergradient(TOLD, bilevel.unrolled(0.1, 5))(
         *jax.tree.map(lambda a: a[1], doubled)
     )
     assert_close(
-        jax.tree.map(lambda a: a[1], found.aux["outer"]), alone.aux["outer"], f64=1e-12, f32=1e-5
+        jax.tree.map(lambda a: a[1], hyper.aux["outer"]), alone.aux["outer"], f64=1e-12, f32=1e-5
     )
-    assert found.aux["lower"]["largest"].shape == (2,)
+    assert hyper.aux["lower"]["largest"].shape == (2,)
 
 
 def test_a_large_auxiliary_output_is_kept_where_it_is_asked_for():
@@ -383,8 +383,8 @@ def test_a_large_auxiliary_output_is_kept_where_it_is_asked_for():
     )
     args = large, bilevel.unrolled(0.1, 1), optax.sgd(0.1), jnp.array(0.1), W0, TRAIN, VALID
     with pytest.warns(UserWarning, match="history: aux's would take .* MiB and is left out"):
-        found = bilevel.search(*args, steps=2, progress=False)
-    assert "aux" not in found.history
+        result = bilevel.search(*args, steps=2, progress=False)
+    assert "aux" not in result.history
     kept = bilevel.search(*args, steps=2, history=["aux"], progress=False)
     assert kept.history["aux"]["outer"].shape == (2, 20_000)
 
@@ -417,7 +417,7 @@ def test_every_step_updates_the_variables_which_have_no_derivative(mode):
     """Truth: the loop written out, on batches of its own."""
     solver = bilevel.unrolled(optax.sgd(0.1, momentum=0.5), 6, batches=noisy)
     fn = jax.jit(bilevel.hypergradient(NORMALISED, solver, mode=mode))
-    found = fn(START, STATEFUL, (KEY, TRAIN), VALID)
+    hyper = fn(START, STATEFUL, (KEY, TRAIN), VALID)
 
     def by_hand(alpha):
         w, m, variables = W0, jnp.zeros(3), VARIABLES
@@ -432,16 +432,16 @@ def test_every_step_updates_the_variables_which_have_no_derivative(mode):
         return predicted(end, alpha, VALID), end
 
     (value, end), grad = jax.value_and_grad(by_hand, has_aux=True)(START)
-    assert_close(found.value, value, f64=1e-12, f32=1e-5)
-    assert_close(found.grad, grad, f64=1e-10, f32=1e-4)
-    assert_close(found.w.params, end.params, f64=1e-12, f32=1e-5)
-    assert_close(found.w.variables["mean"], end.variables["mean"], f64=1e-12, f32=1e-5)
-    assert found.w.variables["count"] == 6
+    assert_close(hyper.value, value, f64=1e-12, f32=1e-5)
+    assert_close(hyper.grad, grad, f64=1e-10, f32=1e-4)
+    assert_close(hyper.w.params, end.params, f64=1e-12, f32=1e-5)
+    assert_close(hyper.w.variables["mean"], end.variables["mean"], f64=1e-12, f32=1e-5)
+    assert hyper.w.variables["count"] == 6
 
 
 @pytest.mark.slow
 def test_solvers_that_hold_variables_fixed_update_them_at_their_solution():
-    found = jax.jit(bilevel.hypergradient(NORMALISED, bilevel.implicit()))(
+    hyper = jax.jit(bilevel.hypergradient(NORMALISED, bilevel.implicit()))(
         START, STATEFUL, TRAIN, VALID
     )
     mean = X.mean(0)
@@ -451,9 +451,9 @@ def test_solvers_that_hold_variables_fixed_update_them_at_their_solution():
         w = jnp.linalg.solve(H + jnp.diag(jnp.exp(alpha)), (X - mean).T @ Y / len(Y))
         return loss(w, None, (XV - 0.1 * mean, YV))
 
-    assert_close(found.value, value(START), f64=1e-10, f32=1e-4)
-    assert_close(found.grad, jax.grad(value)(START), f64=1e-7, f32=1e-3)
-    assert found.info.converged and found.w.variables["count"] == 1
+    assert_close(hyper.value, value(START), f64=1e-10, f32=1e-4)
+    assert_close(hyper.grad, jax.grad(value)(START), f64=1e-7, f32=1e-3)
+    assert hyper.info.converged and hyper.w.variables["count"] == 1
 
 
 @pytest.mark.long
@@ -511,12 +511,12 @@ def test_what_a_stateful_problem_expects_is_said():
 def test_a_callback_is_called_after_every_so_many_steps():
     seen = []
     args = PENALISED, bilevel.unrolled(0.1, 1), optax.sgd(0.1), START, W0, TRAIN, VALID
-    found = bilevel.search(
+    result = bilevel.search(
         *args, steps=11, callback=lambda r: seen.append(int(r.state.step)), every=4, progress=False
     )
     assert seen == [4, 8, 11]
     whole = bilevel.search(*args, steps=11, progress=False)
-    np.testing.assert_array_equal(found.alpha, whole.alpha)
+    np.testing.assert_array_equal(result.alpha, whole.alpha)
     ended = bilevel.search(*args, steps=11, callback=lambda r: True, every=3, progress=False)
     assert int(ended.state.step) == 3
     with pytest.raises(ValueError, match="every: expected a callback to call so often, got none"):
@@ -538,19 +538,19 @@ def test_both_batches_can_be_drawn_together():
     )
     args = problem, bilevel.implicit(), optax.sgd(0.0), jnp.array(0.0), jnp.zeros(())
     options = {"steps": 8, "key": KEY, "progress": False}
-    found = bilevel.search(*args, rows, 10 * rows, batches=bilevel.jointly(together), **options)
-    assert_close(found.history["value"], jnp.zeros(8), f64=1e-9, f32=1e-3)
+    result = bilevel.search(*args, rows, 10 * rows, batches=bilevel.jointly(together), **options)
+    assert_close(result.history["value"], jnp.zeros(8), f64=1e-9, f32=1e-3)
     apart = bilevel.minibatches(1)
-    found = bilevel.search(*args, rows, 10 * rows, batches=apart, **options)
-    assert found.history["value"].max() > 1
+    result = bilevel.search(*args, rows, 10 * rows, batches=apart, **options)
+    assert result.history["value"].max() > 1
     # Inner steps draw from what was drawn: five rows of one number, and a step of rate 1 to it.
     many = bilevel.Problem(lambda w, a, b: 0.5 * jnp.mean((w - b) ** 2) + 0 * a, problem.outer)
     of_task = bilevel.jointly(
         lambda key, *data: (jnp.full(5, n := together(key, *data)[0]), 10 * n)
     )
     drawing = bilevel.unrolled(1.0, 2, batches=apart)
-    found = bilevel.search(many, drawing, *args[2:], rows, 10 * rows, batches=of_task, **options)
-    assert_close(found.history["value"], jnp.zeros(8), f64=1e-9, f32=1e-3)
+    result = bilevel.search(many, drawing, *args[2:], rows, 10 * rows, batches=of_task, **options)
+    assert_close(result.history["value"], jnp.zeros(8), f64=1e-9, f32=1e-3)
 
 
 # ----------------------------------------------------------------------------- hypergradients of 0
@@ -579,8 +579,8 @@ def test_an_outer_loss_at_averaged_weights():
 
     solver = bilevel.unrolled(0.1, 5)
     problem = bilevel.Problem(averaged, at_average, stateful=True, differentiated=True)
-    found = bilevel.hypergradient(problem, solver, diagnostics=False)(START, start, TRAIN, VALID)
-    assert_close(found.grad, jax.grad(by_hand)(START), f64=1e-11, f32=1e-5)
+    hyper = bilevel.hypergradient(problem, solver, diagnostics=False)(START, start, TRAIN, VALID)
+    assert_close(hyper.grad, jax.grad(by_hand)(START), f64=1e-11, f32=1e-5)
     problem = bilevel.Problem(averaged, at_average, stateful=True)
     for fn in (bilevel.hypergradient(problem, solver), bilevel.truncation(problem, 0.1, 5)):
         with pytest.raises(ValueError, match=r"outer: expected .* params.*differentiated=True"):

@@ -116,11 +116,11 @@ def test_dense_inverts_an_indefinite_hessian(seed):
 
 def test_hessian_matrix_is_in_the_order_of_the_flattened_weights():
     matrix, _ = system(0)
-    found = hessian_matrix(
+    hessian = hessian_matrix(
         lambda v: split(jnp.asarray(matrix) @ jax.flatten_util.ravel_pytree(v)[0]),
         split(jnp.zeros(P)),
     )
-    assert_close(found, matrix, f64=1e-15, f32=1e-6)
+    assert_close(hessian, matrix, f64=1e-15, f32=1e-6)
 
 
 # -------------------------------------------------------------------------- conjugate gradients
@@ -140,28 +140,28 @@ def compiled_cg(steps):
 @given(seed=seeds)
 def test_cg_takes_one_iteration_per_distinct_eigenvalue(seed):
     matrix, b = system(seed, [1, 1, 2, 2, 2, 5])
-    found = compiled_cg(50)(matrix, b, np.zeros(P), tolerance(1e-9, 1e-3))
+    solution = compiled_cg(50)(matrix, b, np.zeros(P), tolerance(1e-9, 1e-3))
     # Truth: Hestenes & Stiefel (1952); fewer where b lacks a component.
-    assert found.iterations <= 3
-    assert found.residual <= tolerance(1e-9, 1e-3)
+    assert solution.iterations <= 3
+    assert solution.residual <= tolerance(1e-9, 1e-3)
 
 
 @given(seed=seeds)
 def test_cg_residual_is_that_of_its_solution(seed):
     matrix, b = system(seed)
-    found = compiled_cg(3)(matrix, b, np.ones(P), 0.0)
-    assert found.iterations == 3
+    solution = compiled_cg(3)(matrix, b, np.ones(P), 0.0)
+    assert solution.iterations == 3
     # Truth: b - H x in numpy.
-    residual = np.linalg.norm(b - matrix @ np.asarray(found.x, float))
-    assert_close(found.residual, residual, f32=1e-3)
+    residual = np.linalg.norm(b - matrix @ np.asarray(solution.x, float))
+    assert_close(solution.residual, residual, f32=1e-3)
 
 
 def test_cg_stops_at_once_where_the_start_is_good_enough():
     matrix, b = system(1)
     x0 = np.linalg.solve(matrix, b)
-    found = compiled_cg(50)(matrix, b, x0, tolerance(1e-9, 1e-3))
-    assert found.iterations == 0
-    assert_close(found.x, x0, f64=0, f32=1e-7)
+    solution = compiled_cg(50)(matrix, b, x0, tolerance(1e-9, 1e-3))
+    assert solution.iterations == 0
+    assert_close(solution.x, x0, f64=0, f32=1e-7)
 
 
 def test_cg_of_zero_is_zero():
@@ -172,9 +172,9 @@ def test_cg_of_zero_is_zero():
 def test_cg_keeps_the_iterate_before_a_direction_of_negative_curvature():
     # b'Hb < 0: the very first direction.
     matrix, b = np.diag([1.0, -5, 1, 1, 1, 1]), np.ones(P)
-    found = compiled_cg(50)(matrix, b, np.zeros(P), 1e-6)
-    assert np.all(np.asarray(found.x) == 0)
-    assert_close(found.residual, np.sqrt(P), f64=1e-15, f32=1e-6)
+    solution = compiled_cg(50)(matrix, b, np.zeros(P), 1e-6)
+    assert np.all(np.asarray(solution.x) == 0)
+    assert_close(solution.residual, np.sqrt(P), f64=1e-15, f32=1e-6)
 
 
 @pytest.mark.long
@@ -200,11 +200,11 @@ def test_cg_stops_at_negative_curvature_and_the_linear_residual_shows_it():
 @given(seed=seeds)
 def test_cg_never_claims_to_have_solved_a_singular_system_without_solution(seed):
     matrix, b = system(seed, [0, 0, 0, 1, 2, 3])
-    found = compiled_cg(50)(matrix, b, np.zeros(P), 0.0)
+    solution = compiled_cg(50)(matrix, b, np.zeros(P), 0.0)
     # Truth: what numpy's pseudo-inverse leaves is the least there is.
     least = np.linalg.norm(b - matrix @ np.linalg.pinv(matrix, rcond=1e-6) @ b)
-    assert found.residual >= (1 - tolerance(1e-9, 1e-3)) * least
-    assert np.isfinite(found.x).all()
+    assert solution.residual >= (1 - tolerance(1e-9, 1e-3)) * least
+    assert np.isfinite(solution.x).all()
 
 
 def test_cg_stops_at_its_tolerance():
@@ -279,21 +279,21 @@ def decay(alpha):
 @given(seed=seeds)
 def test_gram_solves_the_damped_gauss_newton_system(loss, damping, seed):
     x, y, w, b = overparameterised(seed)
-    found, curvature = compiled_gram(loss, damping)(x, y, w, b)
+    actual, curvature = compiled_gram(loss, damping)(x, y, w, b)
     jacobian = 0.9 * x
     # Truth: numpy's p x p solve; 0.3 either way.
     matrix = jacobian.T @ np.asarray(curvature, float) @ jacobian + 0.3 * np.eye(8)
-    assert_close(found, np.linalg.solve(matrix, b), f32=1e-4)
+    assert_close(actual, np.linalg.solve(matrix, b), f32=1e-4)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gram_without_damping_is_the_pseudo_inverse(loss):
     x, y, w, b = overparameterised(0)
-    found, curvature = compiled_gram(loss, 0.0)(x, y, w, b)
+    actual, curvature = compiled_gram(loss, 0.0)(x, y, w, b)
     jacobian = 0.9 * x
     # Truth: numpy's pseudo-inverse.
     matrix = jacobian.T @ np.asarray(curvature, float) @ jacobian
-    assert_close(found, np.linalg.pinv(matrix, rcond=1e-6) @ b, f32=1e-3)
+    assert_close(actual, np.linalg.pinv(matrix, rcond=1e-6) @ b, f32=1e-3)
 
 
 def test_gram_with_little_damping_nears_its_limit_on_the_range():

@@ -257,6 +257,6 @@ def test_a_traced_nan_is_not_passed_over(name):
 
 def test_targets_whose_squares_vanish_are_fitted():
     y = 1e-25 * jnp.ones(3, jnp.float32)
-    found = ridge_weights(jnp.eye(3, dtype=jnp.float32), y, 1.0, method="cg")
-    np.testing.assert_allclose(found.w, 0.5 * y, rtol=1e-4)
+    fit = ridge_weights(jnp.eye(3, dtype=jnp.float32), y, 1.0, method="cg")
+    np.testing.assert_allclose(fit.w, 0.5 * y, rtol=1e-4)
     assert_close(predict(jnp.eye(2), [1.0, 2.0]), jnp.array([1.0, 2.0]))

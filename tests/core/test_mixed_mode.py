@@ -162,10 +162,10 @@ def test_true_rules_of_a_user_keep_the_estimate():
         lambda w, alpha, batch: jnp.sum(w**2),
     )
     fn = bilevel.hypergradient(problem, bilevel.implicit())
-    found = fn(ALPHA, W, None, None)
-    assert found.info.converged and found.info.reason == 0
+    hyper = fn(ALPHA, W, None, None)
+    assert hyper.info.converged and hyper.info.reason == 0
     # 4 w^3 + 2 (w - alpha) = 0
-    assert_close(found.grad, 2 * found.w * 2 / (12 * found.w**2 + 2), f64=1e-8, f32=1e-4)
+    assert_close(hyper.grad, 2 * hyper.w * 2 / (12 * hyper.w**2 + 2), f64=1e-8, f32=1e-4)
 
 
 # --------------------------------------------------------------------------- the order by rules
@@ -205,8 +205,8 @@ def test_the_rules_of_our_kernels_networks_and_spaces_are_true():
 def test_a_user_s_rule_decides_in_every_place(name):
     wanted = {"custom_vjp": "reverse over reverse", "custom_jvp": "reverse over forward"}
     for wrap in PLACES.values():
-        found = order(wrap(RULES[name]), W)
-        assert found == wanted.get(name[:10], "forward over reverse")
+        modes = order(wrap(RULES[name]), W)
+        assert modes == wanted.get(name[:10], "forward over reverse")
 
 
 def test_a_rule_that_is_an_object_or_partial_is_a_user_s():
@@ -289,10 +289,10 @@ def test_variables_of_all_types_carry_their_derivatives():
     start = bilevel.Stateful(W, {"mean": 0 * W, "count": jnp.array(0)})
     solver = bilevel.unrolled(optax.adam(0.1), STEPS)
     fn = bilevel.hypergradient(problem, solver, diagnostics=False)
-    found = fn(ALPHA, start, None, None)
+    hyper = fn(ALPHA, start, None, None)
     value = lambda alpha: fn(alpha, start, None, None).value  # noqa: E731
-    assert_close(found.grad, finite_differences(value, ALPHA), f64=1e-8, f32=5e-2)
-    assert found.w.variables["count"] == STEPS
+    assert_close(hyper.grad, finite_differences(value, ALPHA), f64=1e-8, f32=5e-2)
+    assert hyper.w.variables["count"] == STEPS
 
 
 @pytest.mark.slow
@@ -312,8 +312,8 @@ def test_fresh_batches_learned_rates_and_averages_are_differentiated(mode):
     fn = bilevel.hypergradient(problem, solver, mode=mode, diagnostics=False)
     train, alpha = (jax.random.key(3), data), jnp.array([0.1, 0.5, 0.3], W.dtype)
     value = lambda alpha: fn(alpha, W, train, None).value  # noqa: E731
-    found = fn(alpha, W, train, None).grad
-    assert_close(found, finite_differences(value, alpha), f64=1e-8, f32=5e-2)
+    gradient = fn(alpha, W, train, None).grad
+    assert_close(gradient, finite_differences(value, alpha), f64=1e-8, f32=5e-2)
 
 
 def test_a_step_s_nan_loss_reaches_the_hypergradient():
@@ -324,8 +324,8 @@ def test_a_step_s_nan_loss_reaches_the_hypergradient():
 
     problem = bilevel.Problem(lower, lambda w, alpha, batch: jnp.sum(w**2))
     fn = bilevel.hypergradient(problem, bilevel.unrolled(0.1, 3), diagnostics=False)
-    found = fn(ALPHA, W, None, None)
-    assert jnp.isnan(found.value) and jnp.isnan(found.grad).all()
+    hyper = fn(ALPHA, W, None, None)
+    assert jnp.isnan(hyper.value) and jnp.isnan(hyper.grad).all()
 
 
 @pytest.mark.slow

@@ -45,9 +45,9 @@ def test_a_hessian_of_fourier_transforms_is_decomposed(name):
 
     expected = jax.grad(exact)(0.5)
     fn = bilevel.hypergradient(deblurred(convolve), bilevel.implicit(bilevel.newton(), DENSE))
-    found = jax.jit(fn)(jnp.array(0.5), w0, None, None)
-    assert_close(found.grad, expected, f64=1e-9, f32=1e-3)
-    assert found.info.converged
+    hyper = jax.jit(fn)(jnp.array(0.5), w0, None, None)
+    assert_close(hyper.grad, expected, f64=1e-9, f32=1e-3)
+    assert hyper.info.converged
 
 
 DENSE = bilevel.dense()
@@ -119,9 +119,9 @@ IMPLICIT = {
 def test_a_rule_that_calls_its_function_has_second_derivatives(name):
     own = bilevel.hypergradient(with_cosh(lambda x: (exp(x) + exp(-x)) / 2), IMPLICIT[name])
     plain = bilevel.hypergradient(with_cosh(jnp.cosh), IMPLICIT[name])
-    found, expected = jax.jit(own)(*START), jax.jit(plain)(*START)
-    assert_close(found.grad, expected.grad, f64=1e-6, f32=1e-4)
-    assert bool(found.info.converged) == bool(expected.info.converged)
+    hyper, expected = jax.jit(own)(*START), jax.jit(plain)(*START)
+    assert_close(hyper.grad, expected.grad, f64=1e-6, f32=1e-4)
+    assert bool(hyper.info.converged) == bool(expected.info.converged)
 
 
 @pytest.mark.parametrize("name", IMPLICIT)
@@ -132,13 +132,13 @@ def test_a_rule_without_second_derivatives_names_the_remedies(name):
 
 
 def test_f2sa_needs_no_second_derivatives():
-    found = [
+    alphas = [
         bilevel.search(
             *(with_cosh(cosh), bilevel.f2sa(0.1), optax.sgd(0.1), *START), steps=3, progress=False
         ).alpha
         for cosh in (once, jnp.cosh)
     ]
-    assert_close(found[0], found[1], f64=1e-12, f32=1e-5)
+    assert_close(alphas[0], alphas[1], f64=1e-12, f32=1e-5)
 
 
 # ------------------------------------------------------------------------------- variables

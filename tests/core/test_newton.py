@@ -53,11 +53,11 @@ def wells(w, alpha, batch):
 def test_a_start_of_negative_curvature_has_its_well_and_its_hypergradient(dtype, compiled):
     problem = bilevel.Problem(wells, lambda w, alpha, batch: jnp.sum((w - 2) ** 2))
     fn = bilevel.hypergradient(problem, bilevel.implicit(), diagnostics=compiled)
-    found = (jax.jit(fn) if compiled else fn)(dtype(0), jnp.array(0.5, dtype), None, None)
+    hyper = (jax.jit(fn) if compiled else fn)(dtype(0), jnp.array(0.5, dtype), None, None)
     # w = exp(alpha / 2), so d (w - 2)^2 / d alpha = (w - 2) w.
-    np.testing.assert_allclose(found.w, 1, rtol=1e-6)
-    np.testing.assert_allclose(found.grad, -1, rtol=1e-6)
-    assert not compiled or found.info.converged
+    np.testing.assert_allclose(hyper.w, 1, rtol=1e-6)
+    np.testing.assert_allclose(hyper.grad, -1, rtol=1e-6)
+    assert not compiled or hyper.info.converged
 
 
 def test_a_point_of_gradient_0_is_stationary_and_stays():
@@ -187,12 +187,12 @@ def test_a_network_has_the_hypergradient_of_its_weight_decay():
     fn = jax.jit(bilevel.hypergradient(problem, bilevel.implicit()))
     for seed in range(4):
         w0 = jax.tree.map(jnp.asarray, start(seed))
-        found = fn(-4.0, w0, None, None)
-        assert found.info.converged and found.grad != 0
+        hyper = fn(-4.0, w0, None, None)
+        assert hyper.info.converged and hyper.grad != 0
         h = tolerance(1e-4, 1e-2)
-        above, below = (fn(-4.0 + t, found.w, None, None).value for t in (h, -h))
+        above, below = (fn(-4.0 + t, hyper.w, None, None).value for t in (h, -h))
         np.testing.assert_allclose(
-            found.grad, (above - below) / (2 * h), rtol=tolerance(1e-5, 0.05)
+            hyper.grad, (above - below) / (2 * h), rtol=tolerance(1e-5, 0.05)
         )
 
 
@@ -263,8 +263,8 @@ def test_forward_solvers_do_not_see_the_units_of_loss_and_weights(name, curve, d
             if abs(size - unit) > 37 and narrow:
                 continue  # a slope of 10^(size - unit) is out of range
             for start in 0.0, 0.3:
-                found = run(*(jnp.asarray(v, dtype) for v in (10.0**size, 10.0**unit, start)))
-                np.testing.assert_allclose(found, target, rtol=1e-4 if narrow else 1e-7)
+                minimum = run(*(jnp.asarray(v, dtype) for v in (10.0**size, 10.0**unit, start)))
+                np.testing.assert_allclose(minimum, target, rtol=1e-4 if narrow else 1e-7)
 
 
 def test_a_large_constant_in_a_loss_does_not_overflow():
@@ -272,5 +272,5 @@ def test_a_large_constant_in_a_loss_does_not_overflow():
         return np.float32(1e10) + np.float32(1e-30) * jnp.sum(jnp.cosh(w - 1))
 
     for solver in SOLVERS.values():
-        found = solver.run(lower, None, jnp.zeros(2, jnp.float32), (), None)[0]
-        np.testing.assert_allclose(found, 1, rtol=1e-5)
+        minimum = solver.run(lower, None, jnp.zeros(2, jnp.float32), (), None)[0]
+        np.testing.assert_allclose(minimum, 1, rtol=1e-5)

@@ -92,7 +92,7 @@ def add(tree, step):
 @pytest.mark.parametrize("name", CASES)
 def test_combinations_on_both_levels_are_those_written_out(name):
     make, rule = CASES[name]
-    found = bilevel.search(
+    result = bilevel.search(
         *(PROBLEM, bilevel.restarted(bilevel.unrolled(make("slope"), 4)), make("penalty")),
         *(ALPHA, W0, TRAIN, VALID),
         steps=3,
@@ -110,8 +110,8 @@ def test_combinations_on_both_levels_are_those_written_out(name):
     for _ in range(3):
         step, m = rule(jax.grad(trained)(alpha), m, alpha, "penalty")
         alpha = add(alpha, step)
-    assert_close(found.alpha, alpha, f64=1e-10, f32=1e-4)
-    moved = optax.tree.norm(optax.tree.sub(found.alpha, ALPHA))
+    assert_close(result.alpha, alpha, f64=1e-10, f32=1e-4)
+    moved = optax.tree.norm(optax.tree.sub(result.alpha, ALPHA))
     assert moved > 1e-3
 
 
@@ -133,13 +133,13 @@ def test_bfloat16_below_and_float32_masters(solver):
         "implicit": bilevel.implicit(bilevel.unrolled(0.2, 60), bilevel.cg(steps=6)),
     }[solver]
     single = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (ALPHA, W0, TRAIN, VALID))
-    found, exact = (
+    hyper, exact = (
         jax.jit(bilevel.hypergradient(problem, way, diagnostics=False))(*single)
         for problem in (mixed, PROBLEM)
     )
-    for x in jax.tree.leaves((found.grad, found.w, found.value)):
+    for x in jax.tree.leaves((hyper.grad, hyper.w, hyper.value)):
         assert x.dtype == jnp.float32
-    away = optax.tree.norm(optax.tree.sub(found.grad, exact.grad)) / optax.tree.norm(exact.grad)
+    away = optax.tree.norm(optax.tree.sub(hyper.grad, exact.grad)) / optax.tree.norm(exact.grad)
     assert 0 < away < 0.05
 
 
@@ -151,13 +151,13 @@ def test_half_precision_in_a_search_moves_the_masters_by_less_than_its_own_round
         return ((half - 3.0) ** 2).astype(jnp.float32).sum() + 0 * w
 
     problem = bilevel.Problem(lambda w, alpha, batch: 0.5 * (w - alpha["a"].sum()) ** 2, outer)
-    found = bilevel.search(
+    result = bilevel.search(
         *(problem, bilevel.unrolled(0.1, 1), optax.sgd(5e-5)),
         *({"a": jnp.ones(1, jnp.float32)}, jnp.zeros((), jnp.float32), None, None),
         steps=50,
         progress=False,
     )
-    assert 1.005 < found.alpha["a"][0] < 1.02
+    assert 1.005 < result.alpha["a"][0] < 1.02
 
 
 @pytest.mark.long
@@ -186,8 +186,8 @@ def test_no_nan_where_all_gradients_are_zero(rule, level):
     for mode in ("reverse", "forward"):
         solver = bilevel.unrolled(rule, 3)
         fn = bilevel.hypergradient(problem, solver, mode=mode, diagnostics=False)
-        found = jax.jit(fn)(alpha, w0, jnp.ones(2), None)
-        assert all(np.isfinite(x).all() for x in jax.tree.leaves((found.grad, found.w)))
+        hyper = jax.jit(fn)(alpha, w0, jnp.ones(2), None)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves((hyper.grad, hyper.w)))
 
 
 def test_what_is_not_finite_is_told_with_its_leaf_its_optimizer_and_a_cure():

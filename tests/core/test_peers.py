@@ -48,7 +48,7 @@ def test_the_trajectory_is_cut_where_the_outer_loss_is_largest():
     )
     w0 = bilevel.Stateful(jnp.zeros(2), jnp.array(0.0))  # no loss is under 0
     batch = {"train": None, "valid": None}
-    found = bilevel.hypergradient(problem, solver, diagnostics=False)(ALPHA, w0, batch, None)
+    hyper = bilevel.hypergradient(problem, solver, diagnostics=False)(ALPHA, w0, batch, None)
 
     def by_hand(alpha):
         slope = lambda w, alpha, _: jax.grad(below)(w, alpha)  # noqa: E731
@@ -57,9 +57,9 @@ def test_the_trajectory_is_cut_where_the_outer_loss_is_largest():
     values = by_hand(ALPHA)
     worst = int(values.argmax())
     assert 0 < worst < STEPS  # neither the start nor the end
-    assert_close(found.value, values[worst], f64=1e-12, f32=1e-6)
+    assert_close(hyper.value, values[worst], f64=1e-12, f32=1e-6)
     grad = jax.grad(lambda alpha: by_hand(alpha)[worst])(ALPHA)
-    assert_close(found.grad, grad, f64=1e-11, f32=1e-5)
+    assert_close(hyper.grad, grad, f64=1e-11, f32=1e-5)
 
 
 def test_descent_aggregated_with_a_weight_that_decays():
@@ -78,7 +78,7 @@ def test_descent_aggregated_with_a_weight_that_decays():
     solver = bilevel.restarted(bilevel.unrolled(optax.sgd(RATE), STEPS))
     start = bilevel.Stateful(ALPHA["start"], jnp.int32(0))
     alpha = {"aim": ALPHA["aim"]}
-    found = bilevel.search(
+    result = bilevel.search(
         *(problem, solver, optax.sgd(0.1), alpha, start, None, None), steps=2, progress=False
     )
 
@@ -90,7 +90,7 @@ def test_descent_aggregated_with_a_weight_that_decays():
     aim = alpha["aim"]
     for _ in range(2):
         aim = aim - 0.1 * jax.grad(by_hand)(aim)
-    assert_close(found.alpha["aim"], aim, f64=1e-11, f32=1e-5)
+    assert_close(result.alpha["aim"], aim, f64=1e-11, f32=1e-5)
     assert np.abs(aim - ALPHA["aim"]).max() > 1e-3
 
 
@@ -104,7 +104,7 @@ def test_a_step_of_the_dynamic_barrier_is_the_papers():
     problem = bilevel.Problem(wide, lambda w, a, b: 0.5 * jnp.sum((X @ w - 1) ** 2) + jnp.sum(a))
     alpha, w = jnp.array([0.3, -0.2]), jnp.array([0.5, 0.1, -0.4])
     begin = jnp.concatenate([alpha, w])
-    found = bilevel.search(
+    result = bilevel.search(
         *(problem, bilevel.bome(0.1, inner=3), optax.sgd(0.1), alpha, w, X[0], X[0]),
         steps=4,
         progress=False,
@@ -122,18 +122,18 @@ def test_a_step_of_the_dynamic_barrier_is_the_papers():
         f, dq = jax.grad(of(problem.outer))(both), jax.grad(q)(both)
         barrier = jnp.maximum(0.5 - f @ dq / (dq @ dq + jnp.finfo(dq.dtype).eps * f @ f), 0)
         both = both - 0.1 * (f + barrier * dq)
-    assert_close(found.alpha, both[:2], f64=1e-11, f32=1e-4)
-    assert_close(found.w, both[2:], f64=1e-11, f32=1e-4)
+    assert_close(result.alpha, both[:2], f64=1e-11, f32=1e-4)
+    assert_close(result.w, both[2:], f64=1e-11, f32=1e-4)
 
 
 def test_the_dynamic_barrier_ends_at_the_best_of_many_minima():
     """All alphas have a plane of minima: the best point of all planes is that of f alone."""
     target = jnp.array([0.4, -0.3, 0.2])
     problem = bilevel.Problem(wide, lambda w, a, b: 0.5 * jnp.sum((w - target) ** 2))
-    found = bilevel.search(
+    result = bilevel.search(
         *(problem, bilevel.bome(0.1), optax.sgd(0.1), jnp.zeros(2), jnp.zeros(3), X[0], X[0]),
         steps=1500,
         progress=False,
     )
-    assert_close(found.w, target, f64=1e-2, f32=1e-2)
-    assert_close(found.alpha, X[:2] @ target, f64=1e-2, f32=1e-2)
+    assert_close(result.w, target, f64=1e-2, f32=1e-2)
+    assert_close(result.alpha, X[:2] @ target, f64=1e-2, f32=1e-2)

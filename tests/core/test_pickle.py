@@ -29,15 +29,15 @@ from ntk import networks as nets
 
 def classes():
     """All classes that the modules of both packages define."""
-    found = set()
+    kinds = set()
     for package in (bilevel, ntk):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if module.name.endswith("__main__"):
                 continue
             for value in vars(importlib.import_module(module.name)).values():
                 if inspect.isclass(value) and value.__module__.split(".")[0] in ("bilevel", "ntk"):
-                    found.add(value)
-    return sorted(found, key=lambda kind: (kind.__module__, kind.__qualname__))
+                    kinds.add(value)
+    return sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__))
 
 
 EXCEPTIONS = [kind for kind in classes() if issubclass(kind, BaseException)]

@@ -77,9 +77,9 @@ def test_mixed_weights_have_the_float32_answer_within_bfloat16s_rounding(name):
         assert jax.tree.map(lambda x: x.dtype, mixed.w) == jax.tree.map(lambda x: x.dtype, w0)
         # Truth: the same with all weights in float32.
         truth = compiled(in_float32)(alpha, cast(w0, jnp.float32), *batches)
-        for found, expected in zip(mixed[:3], truth[:3], strict=True):
-            found, expected = flatten(found), flatten(expected)
-            assert np.linalg.norm(found - expected) < 8 * ROUNDING * np.linalg.norm(expected)
+        for of_mixed, expected in zip(mixed[:3], truth[:3], strict=True):
+            of_mixed, expected = flatten(of_mixed), flatten(expected)
+            assert np.linalg.norm(of_mixed - expected) < 8 * ROUNDING * np.linalg.norm(expected)
 
 
 @pytest.mark.skipif(not jax.config.jax_enable_x64, reason="data of wider numbers than float32")

@@ -62,7 +62,7 @@ def test_meta_learning(way):
         "bias": jax.random.normal(keys[1], (20,)),
         "out": jax.random.normal(keys[2], (20,)) / 20**0.5,
     }
-    found = bilevel.search(
+    result = bilevel.search(
         *(bilevel.Problem(lower, outer), solver, optax.adam(0.02), alpha, copies(alpha)),
         *(None, None),
         steps=60,
@@ -74,7 +74,7 @@ def test_meta_learning(way):
     adapt = bilevel.restarted(steps, start=copies)
     plain = bilevel.Problem(lambda w, a, b: jax.vmap(error)(w, b).sum(), outer)
     of = jax.jit(bilevel.hypergradient(plain, adapt, diagnostics=False))
-    before, after = (of(a, copies(a), *new).value for a in (alpha, found.alpha))
+    before, after = (of(a, copies(a), *new).value for a in (alpha, result.alpha))
     assert after < 0.7 * before
 
 
@@ -135,7 +135,7 @@ def test_hyper_cleaning_in_linen():
     clean = bars(60, 0.0, seed=1)[:2]
     made = net.init(KEY, x, False)
     w = bilevel.Stateful(made.pop("params"), made)
-    found = bilevel.search(
+    result = bilevel.search(
         bilevel.Problem(lower, outer, stateful=True),
         bilevel.unrolled(optax.sgd(0.1, momentum=0.9), 4, batches=keyed(40)),
         optax.adam(0.2),
@@ -143,8 +143,8 @@ def test_hyper_cleaning_in_linen():
         steps=40,
         key=KEY,
     )
-    assert told_apart(found.alpha, wrong) > 0.75
-    running = found.w.variables["batch_stats"]["BatchNorm_0"]["mean"]
+    assert told_apart(result.alpha, wrong) > 0.75
+    running = result.w.variables["batch_stats"]["BatchNorm_0"]["mean"]
     assert np.abs(running).max() > 0.01
 
 
@@ -188,14 +188,14 @@ def test_hyper_cleaning_in_nnx(tmp_path):
         *((x, y, jnp.arange(120)), bars(60, 0.0, seed=1)[:2]),
         key=KEY,
     )
-    found = search(steps=40)
-    assert told_apart(found.alpha, wrong) > 0.75
-    model = nnx.merge(graph, found.w.params, found.w.variables)
+    result = search(steps=40)
+    assert told_apart(result.alpha, wrong) > 0.75
+    model = nnx.merge(graph, result.w.params, result.w.variables)
     assert np.abs(model.norm.mean[...]).max() > 0.01
     assert model.drop.rngs.count[...] == 160  # a mask of its own for every inner step
     search(steps=20, checkpoint=tmp_path / "a")
     again = search(steps=40, checkpoint=tmp_path / "a", resume=True)
-    np.testing.assert_array_equal(again.alpha, found.alpha)
+    np.testing.assert_array_equal(again.alpha, result.alpha)
 
 
 # ----------------------------------------------------------------------------- equinox
@@ -222,15 +222,15 @@ def test_a_learned_regulariser_in_equinox():
 
     x = jax.random.normal(keys[2], (60, 3))
     y = jnp.sin(x[:, 0]) + 0.5 * jax.random.normal(keys[3], (60,))
-    found = bilevel.search(
+    result = bilevel.search(
         bilevel.Problem(lower, lambda w, alpha, batch: error(w, batch)),
         bilevel.restarted(bilevel.unrolled(optax.adam(0.05), 20)),
         optax.adam(0.1),
         *(alpha, w, (x[:20], y[:20]), (x[20:], y[20:])),
         steps=30,
     )
-    assert found.history["value"][-1] < 0.95 * found.history["value"][0]
-    whole = equinox.combine(found.alpha, rest_of_alpha)
+    assert result.history["value"][-1] < 0.95 * result.history["value"][0]
+    whole = equinox.combine(result.alpha, rest_of_alpha)
     assert np.isfinite(whole(jnp.ones(1)))
     with pytest.raises(ValueError, match=r"w0.*activation: expected floating arrays.*equinox"):
         bilevel.search(
@@ -263,9 +263,9 @@ def test_rate_and_momentum(mode):
 
     def step(carry, _):
         alpha, state = carry
-        found = fn(alpha, jnp.ones(3), None, None)
-        updates, state = rule.update(found.grad, state)
-        return (optax.apply_updates(alpha, updates), state), (alpha, found.value)
+        hyper = fn(alpha, jnp.ones(3), None, None)
+        updates, state = rule.update(hyper.grad, state)
+        return (optax.apply_updates(alpha, updates), state), (alpha, hyper.value)
 
     path, values = jax.lax.scan(step, (alpha, rule.init(alpha)), length=200)[1]
     best = values.argmin()
@@ -309,7 +309,7 @@ def test_a_transformer_with_metrics():
         f = net.apply(w, tokens, False)
         return cross_entropy(f, y).mean(), {"accuracy": jnp.mean(f.argmax(-1) == y)}
 
-    found = bilevel.search(
+    result = bilevel.search(
         bilevel.Problem(lower, outer, has_aux=True),
         bilevel.unrolled(optax.sgd(0.1, momentum=0.9), 4, batches=keyed(50)),
         optax.adam(0.1),
@@ -319,7 +319,7 @@ def test_a_transformer_with_metrics():
         batches=bilevel.minibatches(25),
         key=KEY,
     )
-    accuracy = found.history["aux"]["outer"]["accuracy"]
+    accuracy = result.history["aux"]["outer"]["accuracy"]
     assert accuracy.shape == (40,) and accuracy[-10:].mean() > 0.75
-    assert found.history["aux"]["lower"]["plain"].shape == (40,)
-    assert found.alpha.argmin() == 3
+    assert result.history["aux"]["lower"]["plain"].shape == (40,)
+    assert result.alpha.argmin() == 3

@@ -19,10 +19,10 @@ def test_the_default_solver_is_right_to_rounding_whatever_the_penalty(dtype):
     for seed, log10 in itertools.product(range(4), (-2, -4, -5, -6, -7, -8)):
         arguments, truth = soft(seed, log10)
         arguments = jax.tree.map(lambda a: jnp.asarray(a, dtype), arguments)
-        found = float(fn(*arguments).grad)
+        actual = float(fn(*arguments).grad)
         # The weights' own rounding, in directions in which the outer loss pulls with strength 1.
         allowed = 100 * float(np.finfo(dtype).eps)
-        np.testing.assert_allclose(found, truth, rtol=1e-3, atol=allowed)
+        np.testing.assert_allclose(actual, truth, rtol=1e-3, atol=allowed)
 
 
 def test_a_tiny_curvature_is_trusted_where_it_is_known_and_not_where_it_is_rounding():
@@ -52,7 +52,7 @@ def test_a_singular_system_out_of_its_range_has_a_bounded_answer():
     for seed in range(20):
         rng = np.random.default_rng(seed)
         x, b = rng.normal(size=(5, 12)), rng.normal(size=12)
-        found = solve(x.astype(np.float32), b.astype(np.float32))
-        left = b - x.T @ (x @ np.asarray(found.x, float))
+        solution = solve(x.astype(np.float32), b.astype(np.float32))
+        left = b - x.T @ (x @ np.asarray(solution.x, float))
         assert np.linalg.norm(left) <= 1.001 * np.linalg.norm(b)
-        np.testing.assert_allclose(float(found.residual), np.linalg.norm(left), rtol=0.01)
+        np.testing.assert_allclose(float(solution.residual), np.linalg.norm(left), rtol=0.01)

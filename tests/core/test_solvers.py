@@ -89,8 +89,8 @@ def test_one_step_is_one_unrolled_step_and_darts_difference_tends_to_it():
     truth = hypergradient(bilevel.unrolled(sgd, 1), small)
     exact = hypergradient(bilevel.one_step(sgd), small)
     assert_close(exact, truth, f64=1e-13, f32=1e-5)
-    found = [hypergradient(bilevel.one_step(sgd, radius=r), small) for r in (0.4, 0.2)]
-    errors = [np.linalg.norm(flatten(f.grad) - flatten(truth.grad)) for f in found]
+    differences = [hypergradient(bilevel.one_step(sgd, radius=r), small) for r in (0.4, 0.2)]
+    errors = [np.linalg.norm(flatten(f.grad) - flatten(truth.grad)) for f in differences]
     assert errors[0] < 1e-2 * np.linalg.norm(flatten(truth.grad))
     # Truth: central differences are wrong by O(radius^2).
     assert 3.8 < errors[0] / errors[1] < 4.2
@@ -159,8 +159,8 @@ def test_plain_training_beside_a_held_alpha_is_not_refused():
     problem = bilevel.Problem(lambda w, a, b: (w - a) ** 2, lambda w, a, b: w**2)
     solver = bilevel.unrolled(0.25, 1, backprop=0)
     start = jnp.ones(()), jnp.zeros(()), None, None
-    found = bilevel.search(problem, solver, optax.set_to_zero(), *start, steps=3)
-    assert float(found.w) == 0.875  # each step halves the distance to alpha = 1
+    result = bilevel.search(problem, solver, optax.set_to_zero(), *start, steps=3)
+    assert float(result.w) == 0.875  # each step halves the distance to alpha = 1
     with pytest.raises(ValueError, match="alpha: expected a way to the outer loss"):
         bilevel.search(problem, solver, optax.sgd(0.1), *start, steps=3)
 
@@ -219,7 +219,7 @@ QUANTISED = {
 def test_a_lower_loss_in_a_loop_keeps_the_derivatives_that_functions_have(name, loop):
     """Truth: the same loss without a loop; JAX alone has -4.8 for -0.84 of `unrolled`'s."""
 
-    def found(total):
+    def hypergradient_of(total):
         problem = bilevel.Problem(
             lambda w, a, b: 0.5 * (total(w) - a) ** 2 + 0.05 * jnp.sum(w**2),
             lambda w, a, b: jnp.sum((w - b[0]) ** 2),
@@ -231,7 +231,12 @@ def test_a_lower_loss_in_a_loop_keeps_the_derivatives_that_functions_have(name, 
         )
         return run.history["grad_norm"]
 
-    assert_close(found(LOOPS[loop]), found(lambda w: jnp.sum(rounded(w))), f64=1e-12, f32=1e-4)
+    assert_close(
+        hypergradient_of(LOOPS[loop]),
+        hypergradient_of(lambda w: jnp.sum(rounded(w))),
+        f64=1e-12,
+        f32=1e-4,
+    )
 
 
 @pytest.mark.slow
@@ -424,10 +429,10 @@ def test_ridge_of_whole_numbers_is_that_of_the_same_real_numbers(rows, whole):
     at = jnp.asarray(0.5), jnp.zeros(5)
     expected = jax.jit(fn)(*at, (jnp.asarray(x, float), jnp.asarray(y, float)), valid)
     for call in (fn, jax.jit(fn)):
-        found = call(*at, (jnp.asarray(x), jnp.asarray(y)), valid)
+        hyper = call(*at, (jnp.asarray(x), jnp.asarray(y)), valid)
         assert abs(float(expected.grad)) > 1e-4
-        assert_close(found.grad, expected.grad, f32=1e-4)
-        assert_close(found.w, expected.w, f32=1e-4)
+        assert_close(hyper.grad, expected.grad, f32=1e-4)
+        assert_close(hyper.w, expected.w, f32=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(12,), (4, 12), (12, 2, 2)])
@@ -555,8 +560,8 @@ def test_newton_takes_the_steps_it_is_allowed():
     w = 0.9
     for steps in (1, 2, 3):
         w = w - np.tanh(w - 0.1)
-        found = newton(steps, tol=0.0).run(lower, 0.1, jnp.array([0.9]), (), None)[0]
-        np.testing.assert_allclose(found, [w], rtol=1e-5 if steps < 3 else 1e-3)
+        weights = newton(steps, tol=0.0).run(lower, 0.1, jnp.array([0.9]), (), None)[0]
+        np.testing.assert_allclose(weights, [w], rtol=1e-5 if steps < 3 else 1e-3)
 
 
 # --------------------------------------------------------------- rates of one step, fresh starts
@@ -578,10 +583,10 @@ def test_one_step_learns_rates_as_unrolled_does(name):
     args = {"mean": jnp.array(0.5), "rate": jnp.array(0.2)}, jnp.arange(1.0, 4), None, None
     make = RATES[name]
     solvers = bilevel.one_step(make), bilevel.one_step(make, radius=1e-2), bilevel.unrolled(make, 1)
-    *found, expected = (
+    *gradients, expected = (
         bilevel.hypergradient(problem, solver, diagnostics=False)(*args).grad for solver in solvers
     )
-    for grad in found:
+    for grad in gradients:
         assert_close(grad, expected, f64=1e-9, f32=1e-4)
 
 

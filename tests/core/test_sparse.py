@@ -25,10 +25,10 @@ LABELS = jnp.asarray(np.sign(RNG.normal(size=30)))
 
 def with_padding_and_a_sum():
     """A BCOO matrix with places outside, as JAX pads, and an entry in two parts."""
-    found = sparse.BCOO.fromdense(jnp.asarray(DENSE), nse=int((DENSE != 0).sum()) + 3)
-    first = found.indices[:1]
-    data = jnp.concatenate([found.data.at[0].set(found.data[0] - 1), jnp.ones(1)])
-    return sparse.BCOO((data, jnp.concatenate([found.indices, first])), shape=found.shape)
+    padded = sparse.BCOO.fromdense(jnp.asarray(DENSE), nse=int((DENSE != 0).sum()) + 3)
+    first = padded.indices[:1]
+    data = jnp.concatenate([padded.data.at[0].set(padded.data[0] - 1), jnp.ones(1)])
+    return sparse.BCOO((data, jnp.concatenate([padded.indices, first])), shape=padded.shape)
 
 
 FORMATS = {
@@ -96,8 +96,8 @@ def test_one_entry_a_row_is_not_mistaken_for_an_array_of_rows():
     diagonal = np.diag(np.arange(1.0, 7.0))
     for x in (sparse.BCSR.fromdense(diagonal), jnp.asarray(diagonal)):
         rows, labels = minibatches(4)(jax.random.key(1), (x, jnp.arange(6)))
-        found = rows.todense() if hasattr(rows, "todense") else rows
-        np.testing.assert_array_equal(found, diagonal[labels])
+        dense = rows.todense() if hasattr(rows, "todense") else rows
+        np.testing.assert_array_equal(dense, diagonal[labels])
 
 
 def in_batches(x, batches):

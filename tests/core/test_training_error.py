@@ -43,19 +43,19 @@ CASES = {
 def test_all_truncations_at_once_are_those_one_by_one(name):
     problem, optimizer, alpha, w0, train, batches = CASES[name]
     fn = jax.jit(bilevel.truncation(problem, optimizer, 4, batches=batches))
-    found = fn(alpha, w0, train, VALID)
+    truncations = fn(alpha, w0, train, VALID)
     for k in range(5):
         solver = bilevel.unrolled(optimizer, 4, backprop=k, batches=batches)
         one = jax.jit(bilevel.hypergradient(problem, solver, diagnostics=False))
         expected = one(alpha, w0, train, VALID)
-        here, whole = (jax.tree.map(lambda g: g[i], found.grads) for i in (k, -1))  # noqa: B023
+        here, whole = (jax.tree.map(lambda g: g[i], truncations.grads) for i in (k, -1))  # noqa: B023
         scale = optax.tree.norm(whole)
         difference = optax.tree.norm(optax.tree.sub(here, expected.grad))
         assert difference < tolerance(1e-11, 1e-4) * scale
         bias = optax.tree.norm(optax.tree.sub(here, whole)) / scale
-        assert_close(found.bias[k], bias, f64=1e-10, f32=1e-4)
-        assert_close(found.value, expected.value, f64=1e-12, f32=1e-5)
-    assert found.bias[-1] == 0 and found.bias[0] > 0.01
+        assert_close(truncations.bias[k], bias, f64=1e-10, f32=1e-4)
+        assert_close(truncations.value, expected.value, f64=1e-12, f32=1e-5)
+    assert truncations.bias[-1] == 0 and truncations.bias[0] > 0.01
 
 
 def mean_value(w, alpha, batch):
@@ -74,12 +74,12 @@ def test_the_standard_error_is_that_of_the_mean():
     )
     fn = bilevel.hypergradient(problem, bilevel.implicit(), diagnostics=False)
     spread = jax.jit(bilevel.standard_error(fn, 24))
-    found = spread(jnp.zeros(2), jnp.zeros(2), jnp.zeros((24, 1)), rows)
-    assert_close(found.grad, rows.mean(0), f64=1e-9, f32=1e-5)
+    hyper = spread(jnp.zeros(2), jnp.zeros(2), jnp.zeros((24, 1)), rows)
+    assert_close(hyper.grad, rows.mean(0), f64=1e-9, f32=1e-5)
     expected = np.std(rows, axis=0, ddof=1) / 24**0.5
-    assert_close(found.error, expected, f64=1e-9, f32=1e-4)
+    assert_close(hyper.error, expected, f64=1e-9, f32=1e-4)
     ratio = np.linalg.norm(expected) / np.linalg.norm(rows.mean(0))
-    assert_close(found.relative, ratio, f64=1e-9, f32=1e-4)
+    assert_close(hyper.relative, ratio, f64=1e-9, f32=1e-4)
 
 
 @pytest.mark.long
@@ -98,8 +98,8 @@ def test_the_standard_error_covers_the_truth_at_its_rate():
     @jax.vmap
     def away(key):
         keys = jax.random.split(key)
-        found = spread(START, W0, sample(keys[0], 512), sample(keys[1], 512))
-        return found.grad, found.error
+        hyper = spread(START, W0, sample(keys[0], 512), sample(keys[1], 512))
+        return hyper.grad, hyper.error
 
     grads, errors = away(jax.random.split(KEY, 200))
     # The mean has the bias of batches of 32 rows: its expectation is the mean over the runs.
@@ -110,7 +110,7 @@ def test_the_standard_error_covers_the_truth_at_its_rate():
 @pytest.mark.long
 def test_keys_are_split_with_the_rows():
     fn = bilevel.hypergradient(NOISY, bilevel.unrolled(0.1, 3, batches=noisy), diagnostics=False)
-    found = jax.jit(bilevel.standard_error(fn, 4))(START, W0, (KEY, TRAIN), VALID)
+    hyper = jax.jit(bilevel.standard_error(fn, 4))(START, W0, (KEY, TRAIN), VALID)
     keys, fn = jax.random.split(KEY, 4), jax.jit(fn)
 
     def part(i):
@@ -119,8 +119,8 @@ def test_keys_are_split_with_the_rows():
         return fn(START, W0, (keys[i], train), valid).grad
 
     each = np.stack([part(i) for i in range(4)])
-    assert_close(found.grad, each.mean(0), f64=1e-12, f32=1e-5)
-    assert_close(found.error, each.std(0, ddof=1) / 2, f64=1e-12, f32=1e-4)
+    assert_close(hyper.grad, each.mean(0), f64=1e-12, f32=1e-5)
+    assert_close(hyper.error, each.std(0, ddof=1) / 2, f64=1e-12, f32=1e-4)
 
 
 def test_mistakes_are_one_sentence():
@@ -143,11 +143,11 @@ def test_mistakes_are_one_sentence():
 def test_no_decay_is_one_step():
     args = START, W0, TRAIN, VALID
     of = [bilevel.distilled(0.1, decay=0.0), bilevel.one_step(0.1)]
-    found, expected = (
+    hyper, expected = (
         jax.jit(bilevel.hypergradient(PENALISED, solver, diagnostics=False))(*args) for solver in of
     )
-    assert_close(found.grad, expected.grad, f64=1e-12, f32=1e-5)
-    assert_close(found.w, expected.w, f64=1e-12, f32=1e-6)
+    assert_close(hyper.grad, expected.grad, f64=1e-12, f32=1e-5)
+    assert_close(hyper.w, expected.w, f64=1e-12, f32=1e-6)
 
 
 def test_a_rate_is_distilled_too():
@@ -184,8 +184,8 @@ def test_the_past_is_distilled_as_the_paper_says(mode):
         expected = scale * (1 - decay**t) / (1 - decay) * slope
 
         def value(alpha, w=w, state=state):
-            found, state = solver.run(PENALISED.lower, alpha, w, state, TRAIN)
-            return PENALISED.outer(found, alpha, VALID), (found, state)
+            trained, state = solver.run(PENALISED.lower, alpha, w, state, TRAIN)
+            return PENALISED.outer(trained, alpha, VALID), (trained, state)
 
         if mode == "reverse":
             (_, (w, state)), grad = jax.value_and_grad(value, has_aux=True)(START)
@@ -206,7 +206,7 @@ def test_a_decay_outside_is_refused():
 def test_greedy_is_one_step_accumulated():
     """gradhpo's greedy method at decay 1: the sum of one-step slopes, alpha moved after T."""
     optimizer = optax.MultiSteps(optax.sgd(0.3), 5)
-    found = bilevel.search(
+    result = bilevel.search(
         *(PENALISED, bilevel.unrolled(0.1, 1), optimizer, START, W0, TRAIN, VALID),
         steps=5,
         progress=False,
@@ -216,8 +216,8 @@ def test_greedy_is_one_step_accumulated():
         step = lambda a, w=w: w - 0.1 * jax.grad(PENALISED.lower)(w, a, TRAIN)  # noqa: E731
         total += jax.grad(lambda a: PENALISED.outer(step(a), a, VALID))(START)  # noqa: B023
         w = step(START)
-    assert_close(found.alpha, START - 0.3 * total / 5, f64=1e-7, f32=1e-5)
-    assert_close(found.w, w, f64=1e-12, f32=1e-6)
+    assert_close(result.alpha, START - 0.3 * total / 5, f64=1e-7, f32=1e-5)
+    assert_close(result.w, w, f64=1e-12, f32=1e-6)
 
 
 # ----------------------------------------------------------------------------- variables
@@ -240,7 +240,7 @@ def test_derivatives_pass_through_variables_on_request(mode):
 
     problem = bilevel.Problem(lower, outer, stateful=True, differentiated=True)
     fn = jax.jit(bilevel.hypergradient(problem, bilevel.unrolled(0.1, 6), mode=mode))
-    found = fn(START, STATEFUL, TRAIN, VALID)
+    hyper = fn(START, STATEFUL, TRAIN, VALID)
 
     def by_hand(alpha):
         w, variables = W0, VARIABLES
@@ -252,11 +252,11 @@ def test_derivatives_pass_through_variables_on_request(mode):
             w = w - 0.1 * g
         return outer(bilevel.Stateful(w, variables), alpha, VALID)
 
-    assert_close(found.grad, jax.grad(by_hand)(START), f64=1e-10, f32=1e-4)
-    assert "pass through variables" in bilevel.explain(found.info)
+    assert_close(hyper.grad, jax.grad(by_hand)(START), f64=1e-10, f32=1e-4)
+    assert "pass through variables" in bilevel.explain(hyper.info)
     plain = bilevel.Problem(lower, outer, stateful=True)
     held = bilevel.hypergradient(plain, bilevel.unrolled(0.1, 6), diagnostics=False)
-    assert np.abs(held(START, STATEFUL, TRAIN, VALID).grad - found.grad).max() > 1e-3
+    assert np.abs(held(START, STATEFUL, TRAIN, VALID).grad - hyper.grad).max() > 1e-3
     with pytest.raises(ValueError, match="differentiated: expected stateful=True beside it"):
         bilevel.Problem(lower, outer, differentiated=True)
 
@@ -277,10 +277,10 @@ def test_variables_at_a_solution_are_differentiated_too():
         differentiated=True,
     )
     fn = jax.jit(bilevel.hypergradient(problem, bilevel.implicit()))
-    found = fn(START, bilevel.Stateful(W0, jnp.zeros(3)), TRAIN, VALID)
+    hyper = fn(START, bilevel.Stateful(W0, jnp.zeros(3)), TRAIN, VALID)
     w = jnp.linalg.solve(X.T @ X / len(Y) + jnp.eye(3), X.T @ Y / len(Y))
     expected = jax.grad(lambda a: jnp.sum((a * X.mean(0) * w - 1.0) ** 2))(START)
-    assert_close(found.grad, expected, f64=1e-8, f32=1e-4)
+    assert_close(hyper.grad, expected, f64=1e-8, f32=1e-4)
 
 
 @pytest.mark.long

@@ -108,11 +108,11 @@ def test_the_weights_are_the_optimizers_own_to_the_last_bit_or_two(name):
     def run(alpha, w, train):
         return solver.run(lower, alpha, w, solver.init(w), train)[0]
 
-    found, plain = run(*small.args[:3]), run_plainly(optimizer, small)
+    weights, plain = run(*small.args[:3]), run_plainly(optimizer, small)
     # Truth: optax in a loop, without this package.
     assert np.isfinite(flatten(plain)).all()
     # Two programs, which XLA may round differently: RAdam's differ by one unit in the last place.
-    assert_close(found, plain, f64=5e-16, f32=3e-7)
+    assert_close(weights, plain, f64=5e-16, f32=3e-7)
     fn = jax.jit(bilevel.hypergradient(small.problem, solver, diagnostics=False))
     assert_close(fn(*small.args).w, plain, f64=1e-14, f32=1e-6)
 
@@ -199,8 +199,8 @@ def test_a_step_may_branch_on_the_sign_of_a_weight_or_a_gradient(name):
     problem = bilevel.Problem(
         lambda w, alpha, batch: -jnp.sum(w), lambda w, alpha, batch: jnp.sum(w)
     )
-    found = bilevel.hypergradient(problem, bilevel.unrolled(make, 1), diagnostics=False)
-    assert_close(found(jnp.array(0.3), jnp.zeros(1), None, None).grad, expected, f32=1e-6)
+    hypergradient = bilevel.hypergradient(problem, bilevel.unrolled(make, 1), diagnostics=False)
+    assert_close(hypergradient(jnp.array(0.3), jnp.zeros(1), None, None).grad, expected, f32=1e-6)
 
 
 @pytest.mark.parametrize("at", [0, 2])
@@ -215,11 +215,11 @@ def test_a_learned_schedule_may_branch_on_the_count_of_steps(at):
         lambda w, alpha, batch: 0.5 * jnp.sum((w - 1.0) ** 2), lambda w, alpha, batch: jnp.sum(w)
     )
     solver, alpha = bilevel.unrolled(make, 5), jnp.array([0.3, 0.1])
-    found = bilevel.hypergradient(problem, solver, diagnostics=False)
+    hypergradient = bilevel.hypergradient(problem, solver, diagnostics=False)
     # Truth: w_5 - 1 is minus the product of 1 - rate over the steps.
     rates = lambda a: [a[1] if n <= at else a[0] * (1 - (n - at) / 4) for n in range(5)]  # noqa: E731
     expected = jax.grad(lambda a: 1 - jnp.prod(1 - jnp.stack(rates(a))))(alpha)
-    assert_close(found(alpha, jnp.zeros(1), None, None).grad, expected, f64=1e-14, f32=1e-6)
+    assert_close(hypergradient(alpha, jnp.zeros(1), None, None).grad, expected, f64=1e-14, f32=1e-6)
 
 
 @pytest.mark.parametrize(("steps", "megabytes", "loops"), [(64, 1, 1), (65, 1, 2), (1000, 16, 1)])

@@ -167,8 +167,8 @@ def test_structured_derivatives_are_those_of_products_for_any_network(apply, tra
         )
     ]
     with warnings.catch_warnings(action="ignore"):  # it says where it has no rule of its own
-        truth, found = (jax.jit(k)(x1, x2, w) if traced else k(x1, x2, w) for k in kernels)
-    assert_close(found, truth, f64=1e-12, f32=1e-5)
+        truth, structured = (jax.jit(k)(x1, x2, w) if traced else k(x1, x2, w) for k in kernels)
+    assert_close(structured, truth, f64=1e-12, f32=1e-5)
 
 
 @pytest.mark.long
@@ -179,11 +179,11 @@ def test_convolutions_have_structured_derivatives_over_batches_and_their_diagona
     x = jax.random.normal(jax.random.key(0), (4, 6, 6, 2))
     _, params = init(jax.random.key(1), x.shape)
     for axes in ({"trace_axes": (-1,)}, {"trace_axes": (), "diagonal_axes": (0,)}):
-        truth, found = (
+        truth, structured = (
             nt.empirical_ntk_fn(apply, vmap_axes=0, implementation=which, **axes)(x, None, params)
             for which in (1, 3)
         )
-        assert_close(found, truth, f64=1e-12, f32=1e-5)
+        assert_close(structured, truth, f64=1e-12, f32=1e-5)
 
 
 def test_a_network_without_structured_derivatives_is_named_with_the_implementations_to_use():

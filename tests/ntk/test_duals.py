@@ -25,8 +25,8 @@ def expectations(f, g, terms, wf, wg, sx, sy, p, q):
         layer_expansions.expand_layer(layer, w, s, 0 * s, kinks, how)
         for layer, w, s in ((f, wf, sx), (g, wg, sy))
     ]
-    found = mehler.expectations(*both, (1, 0), mehler.Pair(p, q, 0 * p))
-    return jnp.stack([value for value, _ in found])
+    pairs = mehler.expectations(*both, (1, 0), mehler.Pair(p, q, 0 * p))
+    return jnp.stack([value for value, _ in pairs])
 
 
 ACTIVATIONS = (
@@ -95,8 +95,8 @@ def largest(jaxpr):
 @float64_only
 @pytest.mark.parametrize(("a", "b", "vx", "vy", "c", "value"), MPMATH)
 def test_duals_are_mpmaths_to_1e_12_of_themselves(a, b, vx, vy, c, value):
-    found = float(ntk.dual(NAMED[a], NAMED[b], vx, vy, c))
-    assert abs(found / value - 1) < 1e-12
+    dual_value = float(ntk.dual(NAMED[a], NAMED[b], vx, vy, c))
+    assert abs(dual_value / value - 1) < 1e-12
 
 
 @float64_only
@@ -122,9 +122,9 @@ def test_arc_cosines_are_exact_relative_to_themselves_at_every_angle(angle):
 
 
 def test_arc_cosines_hold_at_equal_opposite_and_orthogonal_inputs():
-    found = arc_cosines(jnp.array([0.0, 1.0, 0.5]), jnp.array([1.0, 0.0, 0.5]))
-    assert_close(found[0], np.array([0.5, 0, 0.25]), f64=1e-15, f32=1e-6)
-    assert_close(found[1], np.array([0.5, 0, 1 / (2 * np.pi)]), f64=1e-15, f32=1e-6)
+    actual = arc_cosines(jnp.array([0.0, 1.0, 0.5]), jnp.array([1.0, 0.0, 0.5]))
+    assert_close(actual[0], np.array([0.5, 0, 0.25]), f64=1e-15, f32=1e-6)
+    assert_close(actual[1], np.array([0.5, 0, 1 / (2 * np.pi)]), f64=1e-15, f32=1e-6)
 
 
 def test_arc_polynomials_keep_their_length_where_the_last_coefficient_rounds_to_zero(monkeypatch):
@@ -165,9 +165,9 @@ def test_a_smooth_pairs_nodes_follow_its_own_variance_traced_or_not():
     def nodes(variances, jit):
         evaluated.clear()
         run = jax.jit(ntk.dual, static_argnums=(0, 1)) if jit else ntk.dual
-        found = run(s, s, variances, variances, 0.3 * variances)
+        actual = run(s, s, variances, variances, 0.3 * variances)
         expected = ntk.dual(ntk.tanh, ntk.tanh, variances, variances, 0.3 * variances)
-        assert_close(found, expected, f64=1e-15, f32=1e-6)
+        assert_close(actual, expected, f64=1e-15, f32=1e-6)
         jax.effects_barrier()
         return sum(evaluated)
 
@@ -274,8 +274,8 @@ def test_a_variance_of_zero_gives_the_value_at_zero_and_no_nan():
 
 def test_any_smooth_function_has_its_dual():
     # E cos(u) cos(u') = exp(-(vx + vy) / 2) cosh(c).
-    found = ntk.dual(jnp.cos, ntk.activation(jnp.cos, strip=np.inf), 1.5, 0.5, -0.4)
-    assert_close(found, np.exp(-1.0) * np.cosh(0.4), f64=1e-14, f32=1e-6)
+    activation = ntk.dual(jnp.cos, ntk.activation(jnp.cos, strip=np.inf), 1.5, 0.5, -0.4)
+    assert_close(activation, np.exp(-1.0) * np.cosh(0.4), f64=1e-14, f32=1e-6)
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from ntk.internal.jaxprs import as_closed_jaxpr, bind, inner_jaxprs, scan_operan
 
 
 def equation(f, *args, name):
-    (found,) = (e for e in jax.make_jaxpr(f)(*args).eqns if e.primitive.name == name)
-    return found
+    (matching,) = (e for e in jax.make_jaxpr(f)(*args).eqns if e.primitive.name == name)
+    return matching
 
 
 x = jnp.ones((4, 3))
@@ -32,8 +32,10 @@ scale = jnp.arange(3.0)
     ],
 )
 def test_operands_of_a_scan(body, init, xs, expected):
-    found = equation(lambda init, xs: jax.lax.scan(body, init, xs, length=4), init, xs, name="scan")
-    assert scan_operands(found) == expected
+    actual = equation(
+        lambda init, xs: jax.lax.scan(body, init, xs, length=4), init, xs, name="scan"
+    )
+    assert scan_operands(actual) == expected
 
 
 def test_programs_of_branches_run_as_they_stand():

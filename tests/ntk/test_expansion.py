@@ -133,6 +133,6 @@ def test_bad_input_is_one_sentence(call, message):
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_outputs_that_are_whole_numbers_stay_as_they_are(order):
     expanded = taylor_expand(lambda w, x: {"cube": w**3 * x, "sign": w * x > 0}, 1.0, order)
-    found = jax.jit(expanded)(2.0, 1.0)
-    assert found["cube"] == (1, 4, 7)[order]
-    assert found["sign"] is not None and bool(found["sign"])
+    outputs = jax.jit(expanded)(2.0, 1.0)
+    assert outputs["cube"] == (1, 4, 7)[order]
+    assert outputs["sign"] is not None and bool(outputs["sign"])

@@ -229,11 +229,11 @@ def test_convolution_is_its_columns_times_its_kernel(layer, space):
     @jax.jit
     def both(x, kernel):
         """The convolution in the network's program, done by columns."""
-        found = program(x, kernel)
-        (place,) = [k for k, eqn in enumerate(found.jaxpr.eqns) if "conv" in eqn.primitive.name]
-        eqn = found.jaxpr.eqns[place]
-        before = found.jaxpr.replace(eqns=found.jaxpr.eqns[:place], outvars=eqn.invars)
-        operands = jax.core.eval_jaxpr(before, found.consts, x, kernel)
+        traced = program(x, kernel)
+        (place,) = [k for k, eqn in enumerate(traced.jaxpr.eqns) if "conv" in eqn.primitive.name]
+        eqn = traced.jaxpr.eqns[place]
+        before = traced.jaxpr.replace(eqns=traced.jaxpr.eqns[:place], outvars=eqn.invars)
+        operands = jax.core.eval_jaxpr(before, traced.consts, x, kernel)
         (y,) = bind(eqn, operands)
         of = product_with_operand(eqn, 1)
         a = of.columns(of.keep(*operands))
@@ -652,11 +652,11 @@ def test_batch_statistics_of_nnx_are_refused_and_averages_are_not():
                 empirical_kernel(apply, params, X)
         else:
             # Untrained averages are 0 and 1: the kernel of the Linear layer and of scale and shift.
-            found = empirical_kernel(apply, params, X)
+            kernel = empirical_kernel(apply, params, X)
             jacobian = jax.jacobian(lambda p, apply=apply: apply(p, X).sum(1))(params)
             flat = jnp.concatenate([j.reshape(len(X), -1) for j in jax.tree.leaves(jacobian)], 1)
             # The weights and averages of flax are float32, and so are some of its sums.
-            assert_close(found, flat @ flat.T, f64=1e-6, f32=1e-4)
+            assert_close(kernel, flat @ flat.T, f64=1e-6, f32=1e-4)
         assert nnx.BatchNorm.__call__ is original
 
 

@@ -42,10 +42,10 @@ def rows(n, d, seed=0):
 )
 def test_diagonals_are_the_values_of_an_independent_computation(activations, skips, nngp, kernel):
     # Twelve digits from another implementation of the recursion, checked on finite networks.
-    found = ntk.network_kernel(unit_rows(2, 3), activations=activations, skips=skips)
-    assert_close(found.ntk[0, 0], kernel, f64=2e-11, f32=1e-5)
+    kernels = ntk.network_kernel(unit_rows(2, 3), activations=activations, skips=skips)
+    assert_close(kernels.ntk[0, 0], kernel, f64=2e-11, f32=1e-5)
     if nngp:
-        assert_close(found.nngp[0, 0], nngp, f64=1e-12, f32=1e-5)
+        assert_close(kernels.nngp[0, 0], nngp, f64=1e-12, f32=1e-5)
 
 
 @pytest.mark.long
@@ -58,10 +58,10 @@ def test_relu_networks_on_unit_inputs_have_their_depth_on_the_diagonal(depth):
 @pytest.mark.slow
 @pytest.mark.parametrize("depth, value", [(4, 15.98), (10, 9049.6)])
 def test_all_skips_make_the_diagonal_grow_as_printed_in_the_errata(depth, value):
-    found = ntk.network_kernel(
+    kernels = ntk.network_kernel(
         unit_rows(3, 4), activations=[ntk.relu] * (depth - 1), skips=[1.0] * (depth - 2)
     )
-    assert float(found.ntk[0, 0]) == pytest.approx(value, rel=5e-4)
+    assert float(kernels.ntk[0, 0]) == pytest.approx(value, rel=5e-4)
 
 
 @pytest.mark.slow
@@ -98,9 +98,9 @@ def test_networks_without_skips_agree_with_neural_tangents(names, variances):
     *_, kernel = stax.serial(*layers, parts[-1])
     # Not under jit, where XLA takes sqrt(eps) from their ReLU's diagonal.
     expected = kernel(jnp.asarray(x), None, ("nngp", "ntk"))
-    found = ntk.network_kernel(x, activations=[ours[n] for n in names], variances=variances)
-    assert_close(found.nngp, expected.nngp, f64=1e-12, f32=1e-5)
-    assert_close(found.ntk, expected.ntk, f64=1e-12, f32=1e-5)
+    kernels = ntk.network_kernel(x, activations=[ours[n] for n in names], variances=variances)
+    assert_close(kernels.nngp, expected.nngp, f64=1e-12, f32=1e-5)
+    assert_close(kernels.ntk, expected.ntk, f64=1e-12, f32=1e-5)
 
 
 # --------------------------------------------------------------------------- finite networks
@@ -149,18 +149,18 @@ def test_wide_networks_converge_to_the_kernel_like_one_over_root_width():
     errors = {}
     for width, seeds in ((16, 128), (256, 32)):
         keys = jax.random.split(jax.random.key(width), seeds)
-        found = sample(keys, width, jnp.array(variances))
-        errors[width] = float(jnp.sqrt(jnp.mean((found - exact) ** 2)))
+        sampled = sample(keys, width, jnp.array(variances))
+        errors[width] = float(jnp.sqrt(jnp.mean((sampled - exact) ** 2)))
     # 16 times the width: a quarter of the error, within the spread of 32 seeds.
     assert 2.8 < errors[16] / errors[256] < 5.6
     # The mean over seeds is right to its standard error (six entries: 3.5 is one in 400).
-    deviations = jnp.abs(found.mean(0) - exact) / (found.std(0) / seeds**0.5)
+    deviations = jnp.abs(sampled.mean(0) - exact) / (sampled.std(0) / seeds**0.5)
     assert float(deviations.max()) < 3.5
     # And Lemma 1 as printed is not what networks converge to (skips, and variances as it wants).
     own = ntk.network_kernel(x, **options).ntk
     printed = ntk.lemma1_kernel_as_printed(x, **options).ntk
-    found = sample(keys, width, jnp.array([1.0, 2.0, 2.0, 2.0])).mean(0)
-    assert float(jnp.abs(found - own).max()) < 0.3 * float(jnp.abs(found - printed).max())
+    sampled = sample(keys, width, jnp.array([1.0, 2.0, 2.0, 2.0])).mean(0)
+    assert float(jnp.abs(sampled - own).max()) < 0.3 * float(jnp.abs(sampled - printed).max())
 
 
 # --------------------------------------------------------------------------- derivatives
@@ -326,14 +326,14 @@ def test_zero_inputs_have_zero_kernels_and_disturb_nothing():
 @pytest.mark.long
 def test_zero_inputs_of_functions_that_do_not_vanish_there_have_their_kernel():
     # Features at 0 are cos(0) = 1, slopes 0: NNGP c_2, NTK c_2.
-    found = ntk.network_kernel(np.zeros((1, 2)), activations=[jnp.cos])
-    assert_close(found.ntk[0, 0], 2.0, f64=1e-14, f32=1e-6)
+    kernels = ntk.network_kernel(np.zeros((1, 2)), activations=[jnp.cos])
+    assert_close(kernels.ntk[0, 0], 2.0, f64=1e-14, f32=1e-6)
 
 
 def test_one_input_is_enough():
-    found = ntk.network_kernel(np.array([[0.6, 0.8]]), activations=[ntk.swish], skips=[])
-    assert found.ntk.shape == (1, 1)
-    assert bool(jnp.isfinite(found.ntk).all())
+    kernels = ntk.network_kernel(np.array([[0.6, 0.8]]), activations=[ntk.swish], skips=[])
+    assert kernels.ntk.shape == (1, 1)
+    assert bool(jnp.isfinite(kernels.ntk).all())
 
 
 @pytest.mark.long
@@ -398,19 +398,19 @@ def test_equal_norms_are_only_a_shortcut():
     nearly = x.copy()
     nearly[0] *= 1 + 1e-9
     arguments = dict(activations=[ntk.tanh, {ntk.relu: 0.5, ntk.swish: 0.5}])
-    found = ntk.network_kernel(x, **arguments), ntk.network_kernel(nearly, **arguments)
-    assert_close(*found, f64=1e-8, f32=1e-5)
+    kernels = ntk.network_kernel(x, **arguments), ntk.network_kernel(nearly, **arguments)
+    assert_close(*kernels, f64=1e-8, f32=1e-5)
 
 
 @pytest.mark.long
 def test_large_variances_ask_for_more_coefficients_and_get_them():
     x = rows(3, 4) * 10  # variances up to 150, correlations to .9
-    found = np.asarray(ntk.network_kernel(x, activations=[ntk.tanh]).nngp)
+    nngp = np.asarray(ntk.network_kernel(x, activations=[ntk.tanh]).nngp)
     v, c = (x * x).sum(1), x @ x.T
     pairs = ntk.dual(
         ntk.tanh, ntk.tanh, v[:, None], v, np.clip(c, -np.inf, np.sqrt(v[:, None] * v))
     )
-    assert_close(found, 2 * pairs, f64=1e-11, f32=1e-4)
+    assert_close(nngp, 2 * pairs, f64=1e-11, f32=1e-4)
 
 
 @pytest.mark.long
@@ -629,10 +629,10 @@ def test_blocks_at_large_variances_are_the_duals_or_nan_never_wrong(variance, tr
     def block(x):
         return ntk.mixture_blocks(x, [ntk.tanh])[0, 0, 0, 1]
 
-    found = (jax.jit(block) if traced else block)(x)
+    entries = (jax.jit(block) if traced else block)(x)
     c = variance * np.cos(1)
     slope = ntk.tanh.derivative
-    assert_close(found, c * ntk.dual(slope, slope, variance, variance, c), f64=1e-10, f32=1e-4)
+    assert_close(entries, c * ntk.dual(slope, slope, variance, variance, c), f64=1e-10, f32=1e-4)
 
 
 @pytest.mark.long
@@ -690,10 +690,10 @@ def test_a_traced_nan_is_not_passed_over():
     x = jnp.asarray(rows(3, 2)).at[1, 0].set(jnp.nan)
     kernel = jax.jit(lambda x: ntk.network_kernel(x, activations=[ntk.relu]).ntk)(x)
     blocks = jax.jit(lambda x: ntk.mixture_blocks(x, [ntk.relu, ntk.identity]))(x)
-    for found in (kernel, *blocks.reshape(4, 3, 3)):
+    for matrix in (kernel, *blocks.reshape(4, 3, 3)):
         expected = np.zeros((3, 3), bool)
         expected[1] = expected[:, 1] = True
-        np.testing.assert_array_equal(np.isnan(found), expected)
+        np.testing.assert_array_equal(np.isnan(matrix), expected)
 
 
 @pytest.mark.long

@@ -55,12 +55,12 @@ def solution(penalty, y=Y):
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [1, 40, 130, N])
 def test_a_partial_factor_is_below_the_kernel_and_exact_at_its_pivots(rank):
-    found, K = factor(rank), dense()
-    rest = K - found.factor @ found.factor.T
+    factorization, K = factor(rank), dense()
+    rest = K - factorization.factor @ factorization.factor.T
     assert np.linalg.eigvalsh(rest)[0] > -1e-12
-    np.testing.assert_allclose(found.residual_diagonal, np.diag(rest), atol=1e-11)
-    np.testing.assert_allclose(rest[:, found.pivots], 0, atol=1e-9)
-    assert len(set(np.asarray(found.pivots).tolist())) == rank
+    np.testing.assert_allclose(factorization.residual_diagonal, np.diag(rest), atol=1e-11)
+    np.testing.assert_allclose(rest[:, factorization.pivots], 0, atol=1e-9)
+    assert len(set(np.asarray(factorization.pivots).tolist())) == rank
 
 
 def test_a_partial_factor_is_nearly_the_best_of_half_its_rank():
@@ -70,9 +70,9 @@ def test_a_partial_factor_is_nearly_the_best_of_half_its_rank():
 
 def test_beyond_the_rank_of_a_kernel_a_factor_is_zero():
     K = ntk.KernelOperator(lambda a, b: a @ b.T, jnp.asarray(X))
-    found = ntk.partial_cholesky(K, 20, key=KEY)
-    np.testing.assert_allclose(found.factor @ found.factor.T, X @ X.T, atol=1e-9)
-    assert (jnp.abs(found.factor).max(0) > 1e-3).sum() == 4
+    factorization = ntk.partial_cholesky(K, 20, key=KEY)
+    np.testing.assert_allclose(factorization.factor @ factorization.factor.T, X @ X.T, atol=1e-9)
+    assert (jnp.abs(factorization.factor).max(0) > 1e-3).sum() == 4
 
 
 @pytest.mark.long
@@ -91,8 +91,8 @@ def test_the_preconditioner_is_inverted_and_sampled(n):
     )
     units = jnp.zeros((n, 2)).at[jnp.array([0, n - 1]), jnp.arange(2)].set(1)
     truth = jnp.einsum("nk,nk->k", units, preconditioner.solve(P, units))
-    found = preconditioner.inverse_diagonal(P)[jnp.array([0, n - 1])]
-    np.testing.assert_allclose(found, truth, rtol=1e-9)
+    inverse = preconditioner.inverse_diagonal(P)[jnp.array([0, n - 1])]
+    np.testing.assert_allclose(inverse, truth, rtol=1e-9)
     draws = preconditioner.sample_with_covariance(P, KEY, 4000 if n == 50 else 10)
     if n == 50:
         covariance = jnp.diag(rest) + factor @ factor.T
@@ -211,8 +211,8 @@ def test_in_jit_and_vmap():
         return ntk.iterative_regression(K, y, penalty=penalty, tol=1e-10).weights
 
     penalties = jnp.array([0.1, 1.0])
-    found = jax.jit(jax.vmap(weights, (None, None, 0)))(operator(), Y, penalties)
-    for one, penalty in zip(found, penalties, strict=True):
+    weights_by_penalty = jax.jit(jax.vmap(weights, (None, None, 0)))(operator(), Y, penalties)
+    for one, penalty in zip(weights_by_penalty, penalties, strict=True):
         np.testing.assert_allclose(one, solution(float(penalty)), atol=1e-8)
     assert np.isnan(jax.jit(weights)(operator(), Y, -1.0)).all()
 
@@ -226,9 +226,11 @@ def test_derivatives_in_targets_penalty_and_kernel():
         return u @ ntk.iterative_regression(K, y, penalty=penalty, tol=1e-12).weights
 
     at = jnp.asarray(Y[:12, 0]), jnp.array(0.3), jnp.array(1.5)
-    found = jax.jit(jax.grad(value, (0, 1, 2)))(*at)
+    derivatives = jax.jit(jax.grad(value, (0, 1, 2)))(*at)
     expected = finite_differences(lambda at: value(*at), at)
-    np.testing.assert_allclose(np.concatenate([np.ravel(g) for g in found]), expected, atol=1e-7)
+    np.testing.assert_allclose(
+        np.concatenate([np.ravel(g) for g in derivatives]), expected, atol=1e-7
+    )
 
 
 def test_few_steps_end_with_the_residual_that_is():
@@ -286,13 +288,13 @@ def test_leave_one_out_residuals_are_off_by_their_standard_errors(rank):
     run = functools.partial(
         ntk.iterative_regression, operator(), Y, penalty=0.1, preconditioner=partial
     )
-    found = ntk.leave_one_out_estimate(
+    estimate = ntk.leave_one_out_estimate(
         operator(), run(tol=1e-10), key=KEY, probes=64, preconditioner=partial, tol=1e-6
     )
-    off = (found.residuals - left_out(0.1)) / found.standard_error
+    off = (estimate.residuals - left_out(0.1)) / estimate.standard_error
     # Of the 150 estimates; their errors have some signs in common.
     assert 0.8 < np.sqrt(np.mean(off[:, 0] ** 2)) < 1.3
-    assert found.residuals.shape == found.standard_error.shape == Y.shape
+    assert estimate.residuals.shape == estimate.standard_error.shape == Y.shape
 
 
 @pytest.mark.long
@@ -308,7 +310,7 @@ def test_what_a_factor_explains_has_no_standard_error():
         )
         for partial in (None, factor(60), factor(N))
     ]
-    plain, some, all_of_it = (float(jnp.max(found.standard_error)) for found in few)
+    plain, some, all_of_it = (float(jnp.max(estimate.standard_error)) for estimate in few)
     assert all_of_it < 1e-6 < some < plain
     np.testing.assert_allclose(few[2].residuals, left_out(0.1), atol=1e-6)
 
@@ -324,14 +326,14 @@ def test_the_interval_has_the_smallest_eigenvalue(rank, steps, dtype):
     partial = rank and ntk.partial_cholesky(K, rank, key=KEY)
     truth = np.linalg.eigvalsh(dense())[0]
     for seed in range(3):
-        found = ntk.eigenvalue_interval(
+        bracket = ntk.eigenvalue_interval(
             K, key=jax.random.key(seed), preconditioner=partial, steps=steps, block=4
         )
-        assert 0 <= found.lower <= truth <= found.upper * (1 + 1e-4 * (dtype == np.float32))
-        image = dense() @ np.asarray(found.vector, np.float64)
-        np.testing.assert_allclose(found.vector @ image, found.upper, rtol=1e-3)
+        assert 0 <= bracket.lower <= truth <= bracket.upper * (1 + 1e-4 * (dtype == np.float32))
+        image = dense() @ np.asarray(bracket.vector, np.float64)
+        np.testing.assert_allclose(bracket.vector @ image, bracket.upper, rtol=1e-3)
         if rank and steps > 30:
-            assert found.lower > truth / 2 and found.upper < 1.1 * truth
+            assert bracket.lower > truth / 2 and bracket.upper < 1.1 * truth
 
 
 @pytest.mark.long
@@ -341,8 +343,8 @@ def test_a_lower_end_is_not_fooled_by_one_small_eigenvalue_apart():
     root = jnp.asarray(basis * np.sqrt(values))
     K = ntk.KernelOperator(lambda a, b: a @ b.T, root)
     for steps in (2, 5, 20):
-        found = ntk.eigenvalue_interval(K, key=KEY, steps=steps, block=2)
-        assert found.lower <= 1e-3 * (1 + 1e-9) and found.upper >= 1e-3 * (1 - 1e-9)
+        bracket = ntk.eigenvalue_interval(K, key=KEY, steps=steps, block=2)
+        assert bracket.lower <= 1e-3 * (1 + 1e-9) and bracket.upper >= 1e-3 * (1 - 1e-9)
 
 
 def test_the_probability_is_that_of_random_starts():

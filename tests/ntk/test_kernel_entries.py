@@ -93,10 +93,10 @@ def test_any_kinks_are_found_and_their_kernels_are_right_to_the_stated_error(nam
     x = np.stack([SCALES[0] * a, SCALES[1] * b])
     # A test point among the training points, to the last digit and nearly, and another one.
     columns = np.stack([x[0], x[0] + [0, 1e-9], x[1]])
-    found = ntk.network_kernel(x, columns, activations=[s], variances=[1.0, 1.0])
+    kernels = ntk.network_kernel(x, columns, activations=[s], variances=[1.0, 1.0])
     same = one_layer(s, kinks, SCALES[0], SCALES[0], 1.0)
     apart = one_layer(s, kinks, *SCALES, np.cos(ANGLE))
-    kernel, error = np.asarray(found.ntk)[0], np.asarray(found.error)[0]
+    kernel, error = np.asarray(kernels.ntk)[0], np.asarray(kernels.error)[0]
     # The second column moves the truth by some 1e-9.
     truth, slack = np.array([same, same, apart]), np.array([1e-14, 4e-9, 1e-14])
     assert (np.abs(kernel - truth) <= error + slack).all()
@@ -161,14 +161,14 @@ def test_traced_entries_are_the_eager_ones_to_their_error_or_nan():
     finite = 0
     for seed in range(8):
         x, columns = random_inputs(np.random.default_rng(seed))
-        found = traced(x, columns)
+        kernels = traced(x, columns)
         try:
             eager = ntk.network_kernel(x, columns, **NETWORK)
         except FloatingPointError:
             continue
-        known = np.isfinite(found.ntk)
-        assert (np.isfinite(found.error) == known).all()
-        wrong = np.abs(found.ntk - eager.ntk) > found.error + eager.error
+        known = np.isfinite(kernels.ntk)
+        assert (np.isfinite(kernels.error) == known).all()
+        wrong = np.abs(kernels.ntk - eager.ntk) > kernels.error + eager.error
         assert not (wrong & known).any()
         finite += known.sum()
     assert finite > 40
@@ -181,16 +181,16 @@ def test_unresolved_entries_are_nan_alone_and_so_are_their_derivatives():
     layers = [ntk.activation(lambda z: jnp.tanh(20 * z)), ntk.relu]
 
     def kernel(skip):
-        found = ntk.network_kernel(x, columns, activations=layers, skips=[skip])
-        return found.ntk, found
+        kernels = ntk.network_kernel(x, columns, activations=layers, skips=[skip])
+        return kernels.ntk, kernels
 
-    gradient, found = jax.jit(jax.jacrev(kernel, has_aux=True))(0.5)
+    gradient, kernels = jax.jit(jax.jacrev(kernel, has_aux=True))(0.5)
     expected = np.array([[False, True], [True, True]])
-    assert (np.isfinite(found.ntk) == expected).all()
-    assert (np.isfinite(found.error) == expected).all()
+    assert (np.isfinite(kernels.ntk) == expected).all()
+    assert (np.isfinite(kernels.error) == expected).all()
     assert (np.isfinite(gradient) == expected).all()
     alone = ntk.network_kernel(x[1:], columns[1:], activations=layers, skips=[0.5]).ntk
-    assert abs(float(found.ntk[1, 1]) - float(alone[0, 0])) < tolerance(1e-9, 1e-3)
+    assert abs(float(kernels.ntk[1, 1]) - float(alone[0, 0])) < tolerance(1e-9, 1e-3)
 
 
 @pytest.mark.long
@@ -228,8 +228,8 @@ def test_what_has_no_kernel_here_is_refused_in_one_sentence(fn, options, sentenc
 
 @pytest.mark.slow
 def test_three_kinks_close_together_are_found_and_leaky_relus_recognised_by_all_their_values():
-    found = ntk.activation(lambda z: jnp.abs(jnp.abs(z - 0.301) - 0.001))
-    assert [t for t, _ in found.kinks] == [0.3, 0.301, 0.302]
+    activation = ntk.activation(lambda z: jnp.abs(jnp.abs(z - 0.301) - 0.001))
+    assert [t for t, _ in activation.kinks] == [0.3, 0.301, 0.302]
     assert ntk.activation(lambda z: jnp.maximum(z, 0.1 * z)).kink == (0.1, 1.0)
     # Equal to the ReLU at the six points that were looked at before.
     sly = ntk.activation(lambda z: jax.nn.relu(z) + jax.nn.relu(0.1 - jnp.abs(z - 1.5)))
@@ -269,9 +269,9 @@ def test_what_lies_between_all_nodes_is_refused_and_nan_when_traced(activation, 
 def test_large_norms_whose_steps_the_nodes_show_keep_their_kernels(dtype):
     # Truth: E tanh'(u)^2 tends to (4/3) / (scale sqrt(2 pi)), and E tanh^2 to 1.
     x = jnp.asarray(1e8 * ROW, dtype)
-    found = ntk.network_kernel(x, activations=[ntk.tanh], variances=[1.0, 1.0])
+    kernels = ntk.network_kernel(x, activations=[ntk.tanh], variances=[1.0, 1.0])
     expected = 1e8 * 4 / 3 / np.sqrt(2 * np.pi)
-    assert abs(float(found.ntk[0, 0]) / expected - 1) < 1e-5
+    assert abs(float(kernels.ntk[0, 0]) / expected - 1) < 1e-5
 
 
 @pytest.mark.long
@@ -298,14 +298,14 @@ def test_kinks_at_large_norms_are_left_to_the_series_where_their_pieces_cancel(n
     # Norms of unscaled images: from 5 on (8 in float64), all of ELU's family were refused.
     s = ntk.activation(getattr(jax.nn, name))
     x = jnp.asarray(scale * np.array([[1.0, 0.0], [0.6, 0.8], [0.96, 0.28]]), dtype)
-    found = ntk.network_kernel(x, activations=[s], variances=[1.0, 1.0])
+    kernels = ntk.network_kernel(x, activations=[s], variances=[1.0, 1.0])
     # Panels of the truth that grow from the kinks on.
     near = [t + side * 2.0**k for t, _ in s.kinks for side in (-1, 0, 1) for k in range(-6, 7)]
     for i, j in ((0, 0), (0, 1), (0, 2)):
         cosine = float(x[i] @ x[j]) / scale**2
         truth = one_layer(s, sorted({*near}), scale, scale, min(cosine, 1.0))
-        assert abs(float(found.ntk[i, j]) - truth) <= float(found.error[i, j]) + 1e-6 * truth
-        assert float(found.error[i, j]) < 0.02 * float(found.ntk[0, 0])
+        assert abs(float(kernels.ntk[i, j]) - truth) <= float(kernels.error[i, j]) + 1e-6 * truth
+        assert float(kernels.error[i, j]) < 0.02 * float(kernels.ntk[0, 0])
 
 
 @pytest.mark.long
@@ -336,14 +336,14 @@ def test_steep_functions_of_nearly_equal_rows_are_within_their_error(seed, dtype
     x[1] = x[0] + 10.0 ** draw.uniform(-5, -2) * draw.normal(size=3)
     x[3] = x[2] + 10.0 ** draw.uniform(-5, -2) * draw.normal(size=3)
     x = jnp.asarray(50 * x, dtype)
-    found = ntk.network_kernel(x, activations=[ntk.activation(jnp.sin)], variances=[1.0, 1.0])
+    activation = ntk.network_kernel(x, activations=[ntk.activation(jnp.sin)], variances=[1.0, 1.0])
     exact = np.asarray(x).astype(np.longdouble)
     for i, j in ((0, 1), (2, 3), (0, 2)):
         apart, c = ((exact[i] - exact[j]) ** 2).sum(), exact[i] @ exact[j]
         together = ((exact[i] + exact[j]) ** 2).sum()
         near, far = np.exp(-apart / 2), np.exp(-together / 2)
         truth = (near - far) / 2 + c * (near + far) / 2
-        assert abs(float(found.ntk[i, j]) - truth) <= float(found.error[i, j])
+        assert abs(float(activation.ntk[i, j]) - truth) <= float(activation.error[i, j])
 
 
 @float64_only
@@ -351,9 +351,11 @@ def test_elu_at_a_norm_of_1e12_is_a_relu():
     # Its curvature at 0, times 1e24 on both sides, cancelled: 1e40 for 1e24.
     x = jnp.asarray(1e12 * ROW)
     elu = ntk.activation(jax.nn.elu)
-    found = jax.jit(lambda x: ntk.network_kernel(x, activations=[elu], variances=[1.0, 1.0]))(x)
-    assert abs(float(found.ntk[0, 0]) - 1e24) <= float(found.error[0, 0]) + 1e12  # beside the ReLU
-    assert float(found.error[0, 0]) < 1e-12 * 1e24
+    kernels = jax.jit(lambda x: ntk.network_kernel(x, activations=[elu], variances=[1.0, 1.0]))(x)
+    assert (
+        abs(float(kernels.ntk[0, 0]) - 1e24) <= float(kernels.error[0, 0]) + 1e12
+    )  # beside the ReLU
+    assert float(kernels.error[0, 0]) < 1e-12 * 1e24
 
 
 @pytest.mark.parametrize("scale", [1e-21, 1e20])

@@ -52,8 +52,8 @@ def test_a_function_stands_for_its_matrix(name):
     assert (ntk.eigenvalues(kernel, x=ROWS) == ntk.eigenvalues(K)).all()
     pair, same = smallest_eigenpair(kernel, x=ROWS), smallest_eigenpair(K)
     assert (pair.vector == same.vector).all()
-    found = ntk.scores.of_kernel(kernel, jnp.arange(12) % 3, x=ROWS)
-    assert found == ntk.scores.of_kernel(K, jnp.arange(12) % 3)
+    by_score = ntk.scores.of_kernel(kernel, jnp.arange(12) % 3, x=ROWS)
+    assert by_score == ntk.scores.of_kernel(K, jnp.arange(12) % 3)
     y = jnp.sin(jnp.arange(12.0))
     fits = [ntk.kernel_regression(a, y, x=b).weights for a, b in ((kernel, ROWS), (K, None))]
     assert (fits[0] == fits[1]).all()
@@ -73,9 +73,9 @@ def test_scores_of_a_kernel_are_those_of_the_network_that_has_it():
     """Truth: the scores that take the network."""
     w, labels = jax.random.normal(jax.random.key(1), (5, 3)), jnp.arange(12) % 3
     K = ntk.empirical_kernel(lambda w, x: jnp.tanh(x @ w), w, ROWS)
-    found = ntk.scores.of_kernel(K, labels)
+    by_score = ntk.scores.of_kernel(K, labels)
     truth = kernel_scores(None, lambda w, x: jnp.tanh(x @ w), w, (ROWS, labels))
-    for name, value in found.items():
+    for name, value in by_score.items():
         np.testing.assert_allclose(value, truth[name], rtol=1e-6)
 
 
@@ -114,11 +114,11 @@ def test_a_mixture_is_a_function_and_differentiable_in_its_weights():
 def test_over_the_simplex_a_list_of_kernels_has_its_least_eigenvalue_at_a_corner():
     """It is concave in the weights. Truth: a grid."""
     kernels = [ours, gaussian, lambda a, b: (1 + a @ b.T) ** 4]
-    found = ntk.certify_simplex(kernels, x=ROWS, rtol=1e-3)
-    assert found.converged and sorted(found.argmin) == [0, 0, 1]
+    certificate = ntk.certify_simplex(kernels, x=ROWS, rtol=1e-3)
+    assert certificate.converged and sorted(certificate.argmin) == [0, 0, 1]
     for alpha in np.random.default_rng(0).dirichlet(np.ones(3) / 2, 50):
         value = ntk.min_eigenvalue(mixed(kernels, alpha), x=ROWS)
-        assert value >= found.lower
+        assert value >= certificate.lower
 
 
 def duplicates():

@@ -61,11 +61,11 @@ def test_a_score_is_the_one_of_the_explicit_jacobian(name):
 
 
 def test_all_at_once_are_those_one_by_one():
-    found = jax.jit(functools.partial(kernel_scores, None, apply))(PARAMS, (X, Y))
-    assert set(found) == {"kernel", *NAMES}
+    by_score = jax.jit(functools.partial(kernel_scores, None, apply))(PARAMS, (X, Y))
+    assert set(by_score) == {"kernel", *NAMES}
     for name in NAMES:
-        assert_close(found[name], by_hand()[name], f64=1e-8)
-    assert_close(found["kernel"], empirical_kernel(apply, PARAMS, X))
+        assert_close(by_score[name], by_hand()[name], f64=1e-8)
+    assert_close(by_score["kernel"], empirical_kernel(apply, PARAMS, X))
 
 
 @pytest.mark.long
@@ -73,13 +73,13 @@ def test_all_at_once_are_those_one_by_one():
 def test_a_singular_kernel_has_defined_scores_and_none_that_ranks_first(dead):
     params = jax.tree.map(jnp.zeros_like, PARAMS) if dead == "network" else PARAMS
     x = jnp.zeros_like(X) if dead == "network" else jnp.ones_like(X)
-    found = kernel_scores(None, apply, params, (x, Y))
-    assert not any(np.isnan(np.asarray(value)).any() for value in found.values())
+    by_score = kernel_scores(None, apply, params, (x, Y))
+    assert not any(np.isnan(np.asarray(value)).any() for value in by_score.values())
     # What is left of 0 is rounding, in units of the kernel's trace.
-    least = 1e-6 * float(jnp.trace(found["kernel"]))
-    assert found["min_eigenvalue"] <= least and found["cosine_min_eigenvalue"] <= 1e-6
-    assert found["condition_number"] == np.inf and found["label_energy"] == -np.inf
-    assert found["spectral_entropy"] <= 1e-4
+    least = 1e-6 * float(jnp.trace(by_score["kernel"]))
+    assert by_score["min_eigenvalue"] <= least and by_score["cosine_min_eigenvalue"] <= 1e-6
+    assert by_score["condition_number"] == np.inf and by_score["label_energy"] == -np.inf
+    assert by_score["spectral_entropy"] <= 1e-4
 
 
 @pytest.mark.parametrize("K", [[[1.0, 3.0], [3.0, 1.0]], [[-1.0, 0.0], [0.0, -3.0]]])

@@ -68,9 +68,9 @@ def test_dense_networks_have_the_kernels_of_network_kernel(layers, skips, both):
     net = nets.serial(nets.dense(7.0), first, *blocks, nets.dense(2.0))
     for pair in ((x, y),) if both else ((x,),):
         expected = ntk.network_kernel(*pair, activations=layers, skips=skips)
-        found = net.kernel(*pair)
-        assert_close(tuple(found), tuple(expected), f64=1e-12, f32=1e-5)
-        assert_close(found.ntk, expected.ntk, f64=1e-12, f32=1e-5)
+        kernels = net.kernel(*pair)
+        assert_close(tuple(kernels), tuple(expected), f64=1e-12, f32=1e-5)
+        assert_close(kernels.ntk, expected.ntk, f64=1e-12, f32=1e-5)
 
 
 def of_stax(name):
@@ -134,10 +134,10 @@ def test_kernels_are_those_of_neural_tangents(activation, name):
     net, (_, _, theirs) = of_stax(activation)[name]
     shape = (7,) if name == "bias" else (4, 5, 3)
     x, y = normal(3, *shape), normal(2, *shape, seed=1)
-    expected, found = theirs(x, y), net.kernel(x, y)
-    for a, b in ((found.nngp, expected.nngp), (found.ntk, expected.ntk)):
+    expected, kernels = theirs(x, y), net.kernel(x, y)
+    for a, b in ((kernels.nngp, expected.nngp), (kernels.ntk, expected.ntk)):
         np.testing.assert_allclose(a, b, rtol=1e-10)
-        assert float(jnp.max(jnp.abs(a - b) - found.error)) <= 0
+        assert float(jnp.max(jnp.abs(a - b) - kernels.error)) <= 0
     # Theirs are 1e-8 off on the diagonal, where ours is exact.
     np.testing.assert_allclose(net.kernel(x).ntk, theirs(x).ntk, rtol=1e-7)
 
@@ -169,10 +169,10 @@ def test_a_pooled_network_is_what_quadrature_at_every_pair_of_positions_says():
         c = 1.5 / 4 * np.array([[a @ a, a @ b], [a @ b, b @ b]]) + 0.2
         second[i, j] += integral(ntk.tanh, ntk.tanh, c) / 9
         tangent[i, j] += integral(slope, slope, c) * c[0, 1] / 9
-    found = net.kernel(jnp.asarray(x))
+    kernels = net.kernel(jnp.asarray(x))
     nngp = 0.7 * second + 0.1
-    np.testing.assert_allclose(found.nngp, nngp, rtol=1e-11)
-    np.testing.assert_allclose(found.ntk, nngp + 0.7 * tangent, rtol=1e-11)
+    np.testing.assert_allclose(kernels.nngp, nngp, rtol=1e-11)
+    np.testing.assert_allclose(kernels.ntk, nngp + 0.7 * tangent, rtol=1e-11)
 
 
 # --------------------------------------------------------------------------------- wide networks
@@ -297,9 +297,9 @@ def test_a_choice_of_one_is_that_one():
     ways = [nets.conv(1, 2.0), nets.serial(nets.conv(3), RELU, nets.conv(3))]
     net = nets.serial(nets.conv(1), RELU, nets.add(ways, "way"), SMOOTH, head)
     for k, way in enumerate(ways):
-        found = net.kernel(images, alpha={"way": jnp.eye(2)[k]})
+        kernels = net.kernel(images, alpha={"way": jnp.eye(2)[k]})
         expected = nets.serial(nets.conv(1), RELU, way, SMOOTH, head).kernel(images)
-        assert_close(tuple(found), tuple(expected), f64=1e-13, f32=1e-5)
+        assert_close(tuple(kernels), tuple(expected), f64=1e-13, f32=1e-5)
 
 
 # --------------------------------------------------------------------------------------- errors
@@ -394,8 +394,8 @@ def test_equal_patches_of_one_image_have_no_error_in_float32():
 @float64_only
 def test_zeros_have_kernels_of_zeros():
     net = nets.serial(nets.conv(3), RELU, nets.conv(3), SMOOTH, nets.flatten(), nets.dense())
-    found = net.kernel(jnp.zeros((1, 4, 4, 2)), normal(1, 4, 4, 2))
-    assert float(jnp.max(jnp.abs(found.ntk))) == 0
+    kernels = net.kernel(jnp.zeros((1, 4, 4, 2)), normal(1, 4, 4, 2))
+    assert float(jnp.max(jnp.abs(kernels.ntk))) == 0
     assert bool(
         jnp.all(
             jnp.isfinite(jax.grad(lambda x: jnp.sum(net.kernel(x).ntk))(0 * normal(1, 4, 4, 2)))
@@ -407,11 +407,11 @@ def test_zeros_have_kernels_of_zeros():
 def test_symmetric_kernels_are_exactly_symmetric_and_agree_with_two_arguments():
     images = normal(3, 4, 4, 2)
     net = myrtle_like(ntk.tanh)
-    found, both = net.kernel(images), net.kernel(images, images)
-    assert bool(jnp.all(found.ntk == found.ntk.T))
+    kernels, both = net.kernel(images), net.kernel(images, images)
+    assert bool(jnp.all(kernels.ntk == kernels.ntk.T))
     off = ~np.eye(3, dtype=bool)
-    assert_close(found.ntk[off], both.ntk[off], f64=1e-12, f32=1e-4)
-    assert np.all(np.abs(found.ntk - both.ntk) <= both.error + found.error)
+    assert_close(kernels.ntk[off], both.ntk[off], f64=1e-12, f32=1e-4)
+    assert np.all(np.abs(kernels.ntk - both.ntk) <= both.error + kernels.error)
 
 
 @pytest.mark.long
@@ -424,12 +424,12 @@ def test_closed_formulas_are_within_their_error_of_the_series(activation, varian
     # Half of it twice is a sum of two, which has no formula.
     halves = nets.act([activation, activation], [0.5, 0.5])
     series = nets.serial(nets.dense(3 * variance), halves, nets.dense(variance), halves)
-    found, expected = net.kernel(x), nets.serial(series, nets.dense()).kernel(x)
-    for a, b in zip(found, expected, strict=True):
-        assert np.all(np.abs(a - b) <= found.error + expected.error)
-    scale = jnp.sqrt(jnp.outer(jnp.diag(found.ntk), jnp.diag(found.ntk)))
+    kernels, expected = net.kernel(x), nets.serial(series, nets.dense()).kernel(x)
+    for a, b in zip(kernels, expected, strict=True):
+        assert np.all(np.abs(a - b) <= kernels.error + expected.error)
+    scale = jnp.sqrt(jnp.outer(jnp.diag(kernels.ntk), jnp.diag(kernels.ntk)))
     largest = 1e-8 if x.dtype == jnp.float64 else 2e-2
-    assert float(jnp.max(found.error[:4, :4] / scale[:4, :4])) < largest
+    assert float(jnp.max(kernels.error[:4, :4] / scale[:4, :4])) < largest
 
 
 # ---------------------------------------------------------------------------- smooth activations
@@ -446,20 +446,20 @@ def test_a_table_has_the_expansions_at_every_norm(layer):
     single = expand_layer(layer, weights, norms, error, (), how)
     both = tables.tabulate_layer(layer, weights, how, norms.dtype)
     for k, (known, expected) in enumerate(zip(both, single, strict=True)):
-        found = tables.evaluated(known, norms, error, 1 - k)
+        expansion = tables.evaluated(known, norms, error, 1 - k)
         scale = float(jnp.max(expected.norm))
         for name in ("norm", "mean"):
-            assert_close(getattr(found, name), getattr(expected, name), f64=3e-14, f32=1e-5)
-        assert_close(found.sides, expected.sides, f64=1e-13, f32=1e-5)
+            assert_close(getattr(expansion, name), getattr(expected, name), f64=3e-14, f32=1e-5)
+        assert_close(expansion.sides, expected.sides, f64=1e-13, f32=1e-5)
         # Of functions over their norms, in the mean square, and within the bound.
-        terms = tables.table_coefficients(known, norms, found.norm, 1 - k)
+        terms = tables.table_coefficients(known, norms, expansion.norm, 1 - k)
         off = jnp.sqrt(((terms - expected.regular) ** 2).sum(1))
         assert float(jnp.max(off)) < (1e-13 if norms.dtype == jnp.float64 else 1e-5) * (1 + scale)
-        assert bool(jnp.all(off <= found.noise + expected.noise))
+        assert bool(jnp.all(off <= expansion.noise + expected.noise))
         # Next to kinks the single expansion bounds the slope by the parts' absolute values.
-        assert bool(jnp.all(found.steep <= expected.steep * 1.001 + 1e-3))
+        assert bool(jnp.all(expansion.steep <= expected.steep * 1.001 + 1e-3))
         if len(layer) == 1:
-            assert_close(found.steep, expected.steep, f64=1e-9, f32=1e-2)
+            assert_close(expansion.steep, expected.steep, f64=1e-9, f32=1e-2)
     far = tables.evaluated(both[0], jnp.array([17.0]), error[:1], 1)
     assert float(far.noise[0]) == np.inf
 
@@ -472,9 +472,9 @@ def test_norms_beyond_the_table_are_expanded_one_by_one():
     net = nets.serial(nets.dense(2.0), nets.act(lambda u: u**3), nets.dense())
     a, c = 900.0, 900 * np.array([[1.0, 0.6], [0.6, 1.0]])
     nngp = 9 * a * a * c + 6 * c**3
-    found = net.kernel(x)
-    np.testing.assert_allclose(found.nngp, nngp, rtol=1e-10)
-    np.testing.assert_allclose(found.ntk, nngp + 9 * (a * a + 2 * c**2) * c, rtol=1e-10)
+    kernels = net.kernel(x)
+    np.testing.assert_allclose(kernels.nngp, nngp, rtol=1e-10)
+    np.testing.assert_allclose(kernels.ntk, nngp + 9 * (a * a + 2 * c**2) * c, rtol=1e-10)
 
 
 # ------------------------------------------------------------------------------- blocks and tiles
@@ -488,8 +488,8 @@ def test_blocks_and_tiles_do_not_matter(activation, monkeypatch):
     expected = net.kernel(x), net.kernel(x, y)
     monkeypatch.setattr(infinite_kernel, "NUMBERS", 1)
     monkeypatch.setattr(infinite_kernel, "ENTRIES", 1)
-    found = net.kernel(x), net.kernel(x, y)
-    for a, b in zip(found, expected, strict=True):
+    kernels = net.kernel(x), net.kernel(x, y)
+    for a, b in zip(kernels, expected, strict=True):
         assert_close(tuple(a), tuple(b), f64=1e-13, f32=1e-5)
 
 
@@ -499,12 +499,12 @@ def test_memory_of_the_pairs_is_that_of_the_results_and_of_a_tile():
     sizes = []
     for n in (32, 96):
         x = normal(n, 8, 8, 2)
-        found = plan_network(net, (8, 8), None, x.dtype)
+        plan = plan_network(net, (8, 8), None, x.dtype)
         sites = jax.eval_shape(
-            lambda x, found=found: infinite_kernel._sites(found, x, infinite_kernel.LEVELS[0]), x
+            lambda x, plan=plan: infinite_kernel._sites(plan, x, infinite_kernel.LEVELS[0]), x
         )
         program = infinite_kernel._kernels_of_pairs.lower(
-            *infinite_kernel._static(found), found.numbers, sites, None
+            *infinite_kernel._static(plan), plan.numbers, sites, None
         )
         memory = program.compile().memory_analysis()
         own = 3 * n * n * x.dtype.itemsize
@@ -614,8 +614,8 @@ def test_too_large_an_error_is_refused_and_nan_under_jit():
     net = nets.serial(nets.dense(2e7), nets.act(ntk.tanh), nets.dense())
     with pytest.raises(FloatingPointError, match="x1: expected inputs whose kernel"):
         net.kernel(x, x)
-    found = jax.jit(lambda x: net.kernel(x, x))(x)
-    assert bool(jnp.isnan(found.ntk[0, 1])) and float(found.error[0, 1]) == np.inf
+    kernels = jax.jit(lambda x: net.kernel(x, x))(x)
+    assert bool(jnp.isnan(kernels.ntk[0, 1])) and float(kernels.error[0, 1]) == np.inf
 
 
 def test_the_finite_network_takes_whole_numbers_and_refuses_a_vector():

@@ -170,16 +170,16 @@ def test_betas_of_a_mixture_are_those_of_the_sum():
 def test_hermite_coefficients_of_relu_in_closed_form():
     """E[relu(z) h_k(z)] from E relu = phi(0), E[z relu] = 1/2, E[z^2 relu] = 2 phi(0)."""
     phi = 1 / math.sqrt(2 * math.pi)
-    found = hermite_coefficients(relu, [1.0, 4.0], terms=4)
+    coefficients = hermite_coefficients(relu, [1.0, 4.0], terms=4)
     expected = np.array([phi, 0.5, phi / math.sqrt(2), 0])
-    assert_close(found, [expected, 2 * expected], f32=1e-5)
+    assert_close(coefficients, [expected, 2 * expected], f32=1e-5)
 
 
 @pytest.mark.parametrize("s", [tanh, swish, gelu], ids=str)
 def test_squares_of_hermite_coefficients_add_up_to_the_second_moment(s):
     """Parseval; the second moment by beta_1, tails under 1e-10 at variance 1/2."""
-    found = hermite_coefficients(s, 0.5, terms=64)
-    assert_close(jnp.sum(found**2), betas(s, 0.5).beta1 * 0.5 / 2, f64=1e-8)
+    coefficients = hermite_coefficients(s, 0.5, terms=64)
+    assert_close(jnp.sum(coefficients**2), betas(s, 0.5).beta1 * 0.5 / 2, f64=1e-8)
 
 
 def _root_two_gelu():
@@ -415,14 +415,14 @@ def _jacobian_gram(key, x, width, s):
 def test_theorem_2_lower_bound_fails_for_tanh_as_the_width_grows():
     """Simulation: J J' tends to rank d = 4 < N, lambda_min falling like 1 / m^2."""
     x = jnp.asarray(unit_rows(0, 12, 4))
-    found = [
+    eigenvalues = [
         smallest(jax.jit(_jacobian_gram, static_argnums=(2, 3))(jax.random.key(0), x, m, tanh))
         for m in (64, 256)
     ]
     lower, upper = zhu_theorem2_as_printed(12, 4, activations=[tanh, tanh], C=1.0)
     assert lower.value > 0.5
-    assert found[1] < found[0] / 6
-    assert found[0] < 1e-3 * lower.value
+    assert eigenvalues[1] < eigenvalues[0] / 6
+    assert eigenvalues[0] < 1e-3 * lower.value
     assert held(lower)["the betas belong to weights N(0, 1/m)"] is False
     # 3 (beta_2 + 1 + 1), beta_2 = 2
     assert_close(upper.value, 12.0)

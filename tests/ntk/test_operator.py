@@ -68,8 +68,8 @@ def test_a_product_never_has_the_matrix():
 def test_infinite_networks(get):
     kernel = functools.partial(ntk.network_kernel, activations=[ntk.relu, ntk.relu])
     x, v = inputs(9, 3), inputs(9)
-    found = ntk.KernelOperator(kernel, x, tile=4, get=get) @ v
-    np.testing.assert_allclose(found, getattr(kernel(x), get) @ v, rtol=1e-12)
+    product = ntk.KernelOperator(kernel, x, tile=4, get=get) @ v
+    np.testing.assert_allclose(product, getattr(kernel(x), get) @ v, rtol=1e-12)
 
 
 def test_columns_have_the_diagonal_as_it_is_known():
@@ -103,9 +103,11 @@ def test_derivatives_in_vectors_inputs_and_what_the_kernel_closes_over():
         return u @ (ntk.KernelOperator(kernel, x, tile=3) @ v)
 
     at = jnp.array(0.7), x, v
-    found = jax.jit(jax.grad(value, (0, 1, 2)))(*at)
+    derivatives = jax.jit(jax.grad(value, (0, 1, 2)))(*at)
     expected = finite_differences(lambda at: value(*at), at)
-    np.testing.assert_allclose(np.concatenate([np.ravel(g) for g in found]), expected, atol=1e-9)
+    np.testing.assert_allclose(
+        np.concatenate([np.ravel(g) for g in derivatives]), expected, atol=1e-9
+    )
 
 
 @pytest.mark.long
@@ -143,8 +145,8 @@ def test_an_operator_is_that_of_the_kernel_as_it_is():
 
     x = inputs(5, 2)
     for scale[0] in (1.0, 2.0):
-        found = ntk.KernelOperator(kernel, x) @ jnp.ones(5)
-        np.testing.assert_allclose(found, laplace(x, x, scale[0]).sum(1), rtol=1e-13)
+        product = ntk.KernelOperator(kernel, x) @ jnp.ones(5)
+        np.testing.assert_allclose(product, laplace(x, x, scale[0]).sum(1), rtol=1e-13)
 
 
 X = jnp.ones((3, 2))

@@ -97,10 +97,14 @@ def test_ensembles_are_those_of_neural_tangents(y, penalty):
     peer = ntk.neural_tangents().predict.gradient_descent_mse_ensemble(
         kernel_fn, jnp.asarray(X[:N]), columns, learning_rate=columns.size, **options
     )
-    found = ntk.ensemble(TRAIN, y, CROSS, PRIOR, t=TIMES[:3], penalty=penalty)
+    prediction = ntk.ensemble(TRAIN, y, CROSS, PRIOR, t=TIMES[:3], penalty=penalty)
     truth = peer(jnp.asarray(TIMES[:3]), jnp.asarray(X[N:]), ("ntk",), compute_cov=True).ntk
-    assert found.mean.shape == (3, M, *y.shape[1:]) and found.covariance.shape == (3, M, M)
-    assert_close(tuple(found), tuple(truth), f64=1e-11)
+    assert prediction.mean.shape == (3, M, *y.shape[1:]) and prediction.covariance.shape == (
+        3,
+        M,
+        M,
+    )
+    assert_close(tuple(prediction), tuple(truth), f64=1e-11)
     limit = ntk.ensemble(TRAIN, y, CROSS, PRIOR, penalty=penalty)
     truth = peer(None, jnp.asarray(X[N:]), ("ntk",), compute_cov=True).ntk
     assert_close(tuple(limit), tuple(truth), f64=1e-11)
@@ -108,8 +112,8 @@ def test_ensembles_are_those_of_neural_tangents(y, penalty):
 
 def kernels_as_pairs(kernel_fn):
     def pairs(a, b, get, **_):
-        found = kernel_fn(a, b, get)
-        return found if isinstance(get, str) else Pair(found.nngp, found.ntk)
+        kernels = kernel_fn(a, b, get)
+        return kernels if isinstance(get, str) else Pair(kernels.nngp, kernels.ntk)
 
     return pairs
 
@@ -117,17 +121,17 @@ def kernels_as_pairs(kernel_fn):
 @pytest.mark.long
 def test_training_the_last_layer_is_neural_tangents_nngp_at_every_time():
     def kernel_fn(a, b, get, **_):
-        found = network(a, b).nngp
-        return found if isinstance(get, str) else Pair(found, None)
+        nngp = network(a, b).nngp
+        return nngp if isinstance(get, str) else Pair(nngp, None)
 
     same = [ntk.Kernels(nngp=k.nngp, ntk=k.nngp) for k in (TRAIN, CROSS)]
-    found = ntk.ensemble(same[0], Y, same[1], PRIOR, t=TIMES)
+    prediction = ntk.ensemble(same[0], Y, same[1], PRIOR, t=TIMES)
     peer = ntk.neural_tangents().predict.gradient_descent_mse_ensemble(
         kernel_fn, jnp.asarray(X[:N]), jnp.asarray(Y), learning_rate=Y.size
     )
     truth = peer(jnp.asarray(TIMES), jnp.asarray(X[N:]), ("nngp",), compute_cov=True).nngp
-    assert_close(tuple(found), tuple(truth), f64=1e-11)
-    assert_close([f[-1] for f in found], list(ntk.posterior(TRAIN.nngp, Y, CROSS.nngp, PRIOR)))
+    assert_close(tuple(prediction), tuple(truth), f64=1e-11)
+    assert_close([f[-1] for f in prediction], list(ntk.posterior(TRAIN.nngp, Y, CROSS.nngp, PRIOR)))
 
 
 @pytest.mark.long
@@ -140,8 +144,8 @@ def test_kernels_of_several_outputs_agree_with_neural_tangents(penalty):
     starts = jnp.ones((N, OUT)), jnp.full((M, OUT), 2.0)
     _, truth = flow(jnp.asarray(TIMES), *starts, cross.ntk)
     ours = {"f0": starts[0], "cross": cross.ntk, "cross_f0": starts[1], "penalty": penalty}
-    found = jax.jit(ntk.gradient_flow)(train.ntk, y, TIMES, **ours)
-    assert_close(found, truth, f64=1e-10)
+    prediction = jax.jit(ntk.gradient_flow)(train.ntk, y, TIMES, **ours)
+    assert_close(prediction, truth, f64=1e-10)
     # Of all networks, and the posterior.
     gaussian = predict.gp_inference(train, y, **options)
     truth = gaussian(("nngp", "ntk"), cross, Pair(prior, None))
@@ -150,8 +154,8 @@ def test_kernels_of_several_outputs_agree_with_neural_tangents(penalty):
         tuple(truth.nngp),
         f64=1e-10,
     )
-    found = ntk.ensemble(train, y, cross, prior, penalty=penalty)
-    assert_close(tuple(found), tuple(truth.ntk), f64=1e-10)
+    prediction = ntk.ensemble(train, y, cross, prior, penalty=penalty)
+    assert_close(tuple(prediction), tuple(truth.ntk), f64=1e-10)
 
 
 # --------------------------------------------------------------------- weights as the truth
@@ -159,12 +163,18 @@ def test_kernels_of_several_outputs_agree_with_neural_tangents(penalty):
 
 @pytest.mark.slow
 def test_ensembles_are_linear_networks_whose_weights_are_trained():
-    found = ntk.ensemble(*FULL, t=TIMES)
-    assert found.mean.shape == (4, M, OUT) and found.covariance.shape == (4, M, M, OUT, OUT)
+    prediction = ntk.ensemble(*FULL, t=TIMES)
+    assert prediction.mean.shape == (4, M, OUT) and prediction.covariance.shape == (
+        4,
+        M,
+        M,
+        OUT,
+        OUT,
+    )
     for i, t in enumerate(TIMES):
-        assert_close([f[i] for f in found], list(trained(t)), f64=1e-10)
-    variances = np.einsum("tiiaa->tia", found.covariance)
-    assert_close(found.std() ** 2, variances)
+        assert_close([f[i] for f in prediction], list(trained(t)), f64=1e-10)
+    variances = np.einsum("tiiaa->tia", prediction.covariance)
+    assert_close(prediction.std() ** 2, variances)
     alone = ntk.ensemble(TRAIN, Y, CROSS, PRIOR)
     assert alone.std().shape == (M,)
     assert_close(alone.std() ** 2, np.diag(alone.covariance))
@@ -175,12 +185,12 @@ def test_a_kernel_function_stands_for_its_matrices(y):
     given = {"x": X[:N], "at": X[N:]}
     for get in ("nngp", "ntk"):
         K, cross, prior = (getattr(network(*a), get) for a in ([X[:N]], [X[N:], X[:N]], [X[N:]]))
-        found = ntk.posterior(network, y, **given, get=get, penalty=0.2)
+        prediction = ntk.posterior(network, y, **given, get=get, penalty=0.2)
         expected = ntk.posterior(K, y, cross, prior, penalty=0.2)
-        assert_close(tuple(found), tuple(expected), f64=1e-13, f32=1e-5)
-    found = ntk.ensemble(network, y, **given, t=TIMES[:3])
+        assert_close(tuple(prediction), tuple(expected), f64=1e-13, f32=1e-5)
+    prediction = ntk.ensemble(network, y, **given, t=TIMES[:3])
     expected = ntk.ensemble(TRAIN, y, CROSS, PRIOR, t=TIMES[:3])
-    assert_close(tuple(found), tuple(expected), f64=1e-13, f32=1e-5)
+    assert_close(tuple(prediction), tuple(expected), f64=1e-13, f32=1e-5)
 
 
 @pytest.mark.long
@@ -207,14 +217,14 @@ def test_wide_networks_trained_by_gradient_descent_are_an_ensemble():
 
     ends = jax.jit(jax.vmap(train))(jax.random.split(jax.random.key(0), networks))
     of = functools.partial(ntk.network_kernel, activations=[ntk.relu])
-    found = ntk.ensemble(of(x[:3]), y, of(x, x[:3]), of(x).nngp, t=t)
+    prediction = ntk.ensemble(of(x[:3]), y, of(x, x[:3]), of(x).nngp, t=t)
     covariance = np.cov(ends, rowvar=False)
     # Four standard errors of 1000 networks, and 3 % for width and steps.
-    near = 4 * np.asarray(found.std()) / np.sqrt(networks) + 0.03
-    assert (np.abs(np.mean(ends, 0) - found.mean) < near).all()
-    scale = np.outer(found.std(), found.std())
+    near = 4 * np.asarray(prediction.std()) / np.sqrt(networks) + 0.03
+    assert (np.abs(np.mean(ends, 0) - prediction.mean) < near).all()
+    scale = np.outer(prediction.std(), prediction.std())
     assert (
-        np.abs(covariance - found.covariance) < scale * (4 * np.sqrt(2 / networks) + 0.03)
+        np.abs(covariance - prediction.covariance) < scale * (4 * np.sqrt(2 / networks) + 0.03)
     ).all()
 
 
@@ -259,10 +269,10 @@ def test_independent_outputs_are_the_same_in_either_form():
 
 
 def test_on_the_training_inputs_variance_ends():
-    found = ntk.ensemble(TRAIN, Y, TRAIN, TRAIN.nngp, t=TIMES)
-    assert_close(found.mean[-1], Y, f32=1e-2)
-    assert_close(found.covariance[0], TRAIN.nngp)
-    assert (np.abs(found.covariance[-1]) < tolerance(1e-12, 1e-3)).all()
+    prediction = ntk.ensemble(TRAIN, Y, TRAIN, TRAIN.nngp, t=TIMES)
+    assert_close(prediction.mean[-1], Y, f32=1e-2)
+    assert_close(prediction.covariance[0], TRAIN.nngp)
+    assert (np.abs(prediction.covariance[-1]) < tolerance(1e-12, 1e-3)).all()
     exact = ntk.posterior(TRAIN.nngp, Y, TRAIN.nngp, TRAIN.nngp)
     assert (np.abs(exact.covariance) < tolerance(1e-12, 1e-3)).all()
     noisy = ntk.posterior(TRAIN.nngp, Y, TRAIN.nngp, TRAIN.nngp, penalty=0.1)
@@ -281,19 +291,21 @@ def test_covariances_are_symmetric_and_positive_semidefinite_with_duplicates(pen
     rows, there = [0, 1, 2, 3, 4, 8, 9, 12], [5, 5, 6, 7, 0, 11, 14]
     y = jnp.sin(x[jnp.array(rows), 0])
     train, cross, prior = of(rows), of(there, rows), of(there).nngp
-    found = [ntk.ensemble(train, y, cross, prior, t=TIMES, penalty=penalty).covariance]
+    covariances = [ntk.ensemble(train, y, cross, prior, t=TIMES, penalty=penalty).covariance]
     if penalty:
-        found.append(ntk.posterior(train.nngp, y, cross.nngp, prior, penalty=penalty).covariance)
-    for covariance in found:
+        covariances.append(
+            ntk.posterior(train.nngp, y, cross.nngp, prior, penalty=penalty).covariance
+        )
+    for covariance in covariances:
         assert (covariance == jnp.swapaxes(covariance, -1, -2)).all()
         assert np.linalg.eigvalsh(covariance).min() > -tolerance(1e-9, 1e-3) * np.max(prior)
 
 
 def test_a_singular_kernel_leaves_the_rest_at_its_prior():
     kernels = ntk.Kernels(nngp=np.diag([1.0, 2.0]), ntk=np.diag([3.0, 0.0]))
-    found = ntk.ensemble(kernels, np.array([5.0, 7.0]), kernels, kernels.nngp)
-    assert_close(found.mean, [5.0, 0.0])
-    assert_close(found.covariance, np.diag([0.0, 2.0]))
+    prediction = ntk.ensemble(kernels, np.array([5.0, 7.0]), kernels, kernels.nngp)
+    assert_close(prediction.mean, [5.0, 0.0])
+    assert_close(prediction.covariance, np.diag([0.0, 2.0]))
 
 
 @pytest.mark.long
@@ -332,20 +344,20 @@ def test_variances_alone_come_row_by_row_under_vmap():
     def one(k, v):
         return ntk.posterior(TRAIN.nngp, Y, k[None], v[None, None], penalty=0.1)
 
-    found = jax.jit(jax.vmap(one))(CROSS.nngp, jnp.diag(PRIOR))
+    prediction = jax.jit(jax.vmap(one))(CROSS.nngp, jnp.diag(PRIOR))
     truth = ntk.posterior(TRAIN.nngp, Y, CROSS.nngp, PRIOR, penalty=0.1)
-    assert_close(found.covariance.ravel(), np.diag(truth.covariance))
-    assert_close(found.mean[:, 0], truth.mean)
+    assert_close(prediction.covariance.ravel(), np.diag(truth.covariance))
+    assert_close(prediction.mean[:, 0], truth.mean)
 
 
 @pytest.mark.long
 def test_single_precision_stays_single():
     train, cross, y, prior = cast((TRAIN, CROSS, Y, PRIOR), jnp.float32)
-    for found in (
+    for prediction in (
         ntk.ensemble(train, y, cross, prior, t=1.0),
         ntk.posterior(train.nngp, y, cross.nngp, prior, penalty=0.1),
     ):
-        assert {x.dtype for x in found} == {jnp.dtype("float32")}
+        assert {x.dtype for x in prediction} == {jnp.dtype("float32")}
     truth = ntk.ensemble(TRAIN, Y, CROSS, PRIOR, t=1.0)
     np.testing.assert_allclose(
         ntk.ensemble(train, y, cross, prior, t=1.0).covariance, truth.covariance, atol=1e-5
@@ -357,9 +369,11 @@ def test_single_precision_stays_single():
 def test_kernels_of_any_scale_are_predicted_with(scale):
     # In float32 the product of two variances of 1e-25 is 0, and of 1e25 infinite.
     train, cross, y, prior = cast((TRAIN.nngp, CROSS.nngp, Y, PRIOR), jnp.float32)
-    found = ntk.posterior(train * scale, y, cross * scale, prior * scale, penalty=0.1 * scale)
+    prediction = ntk.posterior(train * scale, y, cross * scale, prior * scale, penalty=0.1 * scale)
     truth = ntk.posterior(TRAIN.nngp, Y, CROSS.nngp, PRIOR, penalty=0.1)
-    assert_close((found.mean, found.covariance / scale), tuple(truth), f64=1e-4)  # single precision
+    assert_close(
+        (prediction.mean, prediction.covariance / scale), tuple(truth), f64=1e-4
+    )  # single precision
 
 
 def test_what_cannot_be_refused_under_a_trace_is_nan():
@@ -368,8 +382,8 @@ def test_what_cannot_be_refused_under_a_trace_is_nan():
     less = jax.jit(ntk.posterior)(TRAIN.nngp, Y, CROSS.nngp, PRIOR, penalty=-1.0)
     flow = jax.jit(ntk.gradient_flow)(TRAIN.ntk, Y, -1.0)
     unknown = jax.jit(ntk.gradient_flow)(jnp.full((1, 1), jnp.nan), Y[:1], 1.0, cross=jnp.eye(1))
-    for found in (*negative, *larger, *less, flow, unknown):
-        assert np.isnan(found).all()
+    for array in (*negative, *larger, *less, flow, unknown):
+        assert np.isnan(array).all()
 
 
 full_kernel = FULL[0].ntk

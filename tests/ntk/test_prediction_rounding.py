@@ -24,8 +24,11 @@ def predict(function, x, penalty, double):
         kernel = functools.partial(ntk.network_kernel, activations=[ntk.erf] * 4)
         y = jnp.sin(x[jnp.array(TRAIN), 0])
         at = {"x": x[jnp.array(TRAIN)], "at": x[jnp.array(TEST)]}
-        found = function(kernel, y, **at, penalty=penalty)
-        return [np.asarray(v) for v in (*found, found.std(), found.mean_error, found.std_error)]
+        prediction = function(kernel, y, **at, penalty=penalty)
+        return [
+            np.asarray(v)
+            for v in (*prediction, prediction.std(), prediction.mean_error, prediction.std_error)
+        ]
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1e-3])
@@ -93,12 +96,12 @@ def test_a_flow_in_float32_is_right_to_a_tenth_or_refused(seed, get):
             truth = flow(x, y, np.array(TIMES), double=True, get=get, cross=cross)
             for t, true in zip(TIMES, truth, strict=True):
                 try:
-                    found = flow(x, y, t, double=False, get=get, cross=cross)
+                    outputs = flow(x, y, t, double=False, get=get, cross=cross)
                 except ValueError as error:
                     assert t > 1e2 and "t: expected at most" in str(error)
                     refused += 1
                 else:
-                    assert np.abs(found - true).max() <= 0.1 * np.abs(y).max()
+                    assert np.abs(outputs - true).max() <= 0.1 * np.abs(y).max()
     assert refused
 
 
@@ -108,17 +111,17 @@ def test_a_flow_of_a_healthy_kernel_is_never_refused(seed):
     y = np.random.default_rng(seed).choice([-1.0, 1.0], len(TRAIN))
     apart = np.random.default_rng(seed).normal(size=(12, 20))
     for rows, options in ((x, {"penalty": 0.1}), (apart, {"activation": ntk.relu})):
-        found, truth = (flow(rows, y, times, double=double, **options) for double in (False, True))
-        np.testing.assert_allclose(found, truth, atol=0.01)
+        single, truth = (flow(rows, y, times, double=double, **options) for double in (False, True))
+        np.testing.assert_allclose(single, truth, atol=0.01)
 
 
 def test_a_flow_of_a_kernel_of_lower_rank_is_never_refused():
     rng = np.random.default_rng(0)
     x, y = (rng.normal(size=shape).astype(np.float32) for shape in ((9, 3), (9,)))
     x[1] = x[0]  # two different targets of one input
-    found = ntk.gradient_flow(x @ x.T, y, np.array(TIMES))
-    assert np.isfinite(found).all()
-    np.testing.assert_allclose(found[-1], x @ np.linalg.lstsq(x, y)[0], atol=1e-3)
+    outputs = ntk.gradient_flow(x @ x.T, y, np.array(TIMES))
+    assert np.isfinite(outputs).all()
+    np.testing.assert_allclose(outputs[-1], x @ np.linalg.lstsq(x, y)[0], atol=1e-3)
 
 
 def test_a_late_time_names_the_latest_one_and_is_nan_if_traced():
@@ -129,5 +132,5 @@ def test_a_late_time_names_the_latest_one_and_is_nan_if_traced():
         ntk.gradient_flow(K, y, jnp.array([1.0, jnp.inf]))
     latest = float(str(refused.value).split("at most ")[1].split()[0])
     assert jnp.isfinite(ntk.gradient_flow(K, y, latest)).all()
-    found = jax.jit(ntk.gradient_flow)(K, y, jnp.array([1.0, latest, 3 * latest, jnp.inf]))
-    assert jnp.isfinite(found[:2]).all() and jnp.isnan(found[2:]).all()
+    outputs = jax.jit(ntk.gradient_flow)(K, y, jnp.array([1.0, latest, 3 * latest, jnp.inf]))
+    assert jnp.isfinite(outputs[:2]).all() and jnp.isnan(outputs[2:]).all()

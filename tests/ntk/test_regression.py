@@ -88,8 +88,8 @@ def flow_and_derivatives(kernel, direction, y, t):
 def test_gradient_flow_and_its_derivatives_are_those_of_the_matrix_exponential(t, multiple):
     q, _ = np.linalg.qr(K)
     kernel = (q * np.repeat([0.4, 2.0], N // 2)) @ q.T if multiple else K
-    found = flow_and_derivatives(kernel, K - np.eye(N), Y["one output"], t)
-    (value, *modes), true_value, true_derivatives = found
+    flow_with_derivatives = flow_and_derivatives(kernel, K - np.eye(N), Y["one output"], t)
+    (value, *modes), true_value, true_derivatives = flow_with_derivatives
     assert_close(value, true_value, f64=1e-11)
     for derivatives in modes:
         for a, b in zip(derivatives, true_derivatives, strict=True):
@@ -191,7 +191,7 @@ def test_a_flow_is_bounded_where_the_kernel_is_singular_to_rounding(dtype):
     # While rounding cannot be seen, the flow is that of the matrix: truth, float64 and expm1.
     values, V = np.linalg.eigh(np.asarray(kernel(x, x), float))
     early = np.asarray(t)[np.asarray(t) < 1e-3 / (len(x) * np.finfo(dtype).eps * values[-1])]
-    for s, found in zip(early, np.asarray(at_rows), strict=False):
+    for s, actual in zip(early, np.asarray(at_rows), strict=False):
         truth = V @ (-np.expm1(-s * np.maximum(values, 0)) * (V.T @ y))
         # What is left out is t eigenvalue times t rounding, of each eigenvalue under rounding.
-        assert_close(found, truth, f64=1e-5, f32=1e-3)
+        assert_close(actual, truth, f64=1e-5, f32=1e-3)

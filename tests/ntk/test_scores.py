@@ -313,8 +313,8 @@ def test_wrcor_weighs_layers_by_powers_of_two_which_end_where_they_are_named():
     ]
     for ends, layers in {(): (0, 1, 2), (1,): (0, 0, 1), (0, 2): (0, 1, 1)}.items():
         K = sum(2.0**layer * matrix for layer, matrix in zip(layers, both, strict=True))
-        found = score("wrcor", W, (x, y), lambda W, x, ends=ends: network(W, x, ends)[0])
-        assert_close(found, np.linalg.slogdet(K)[1], f32=1e-3)
+        value = score("wrcor", W, (x, y), lambda W, x, ends=ends: network(W, x, ends)[0])
+        assert_close(value, np.linalg.slogdet(K)[1], f32=1e-3)
 
 
 def test_wrcor_leaves_out_what_has_no_correlations_and_sees_small_gradients():
@@ -346,30 +346,30 @@ def test_synflow_reaches_beyond_the_largest_float32():
         return functools.reduce(lambda h, w: jax.nn.relu(h @ w), params, x)
 
     batch = jnp.ones((1, 1), jnp.float32), jnp.array([0])
-    found = score("synflow", params, batch, chain)
-    np.testing.assert_allclose(found, np.log(56) + 56 * np.log(10), rtol=1e-5)
+    value = score("synflow", params, batch, chain)
+    np.testing.assert_allclose(value, np.log(56) + 56 * np.log(10), rtol=1e-5)
 
 
 def test_jacov_keeps_eigenvalues_below_float32s_rounding():
     gains = jnp.array([[1.0, 1.001], [1.001, 1.0], [1.0, 1.002]])
-    found = score(
+    value = score(
         "jacov", jnp.eye(2), (jnp.eye(3), jnp.array([0, 1, 0])), lambda w, x: x @ gains @ w
     )
     # All inputs share the gradient (2.001, 2.001, 2.002) summed over logits: eigenvalues 3, 0, 0.
     expected = -(np.log(3 + 1e-5) + 1 / (3 + 1e-5) + 2 * (np.log(1e-5) + 1e5))
-    assert_close(found, expected, f32=1e-4)
+    assert_close(value, expected, f32=1e-4)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_dead_network_never_scores_nan(name):
     params, batch = draw()
     dead = jax.tree.map(jnp.zeros_like, params)
-    found = score(name, dead, batch)
-    assert not np.isnan(found)
+    value = score(name, dead, batch)
+    assert not np.isnan(value)
     if name in ("naswot", "synflow", "wrcor"):
-        assert found == -np.inf
+        assert value == -np.inf
     if name == "te_nas":
-        assert found == np.inf
+        assert value == np.inf
 
 
 # Convolutions, batch normalisation, and networks with structure.
@@ -521,8 +521,8 @@ def test_one_compiled_score_follows_a_genotype_given_as_an_array():
 
         return jnp.stack([score(name, layers, batch, network) for name in ("naswot", "fisher")])
 
-    found = both(jnp.array([[1, 1], [0, 1]]))
-    for genotype, row in zip([[0, 1], [1]], found, strict=True):
+    both_scores = both(jnp.array([[1, 1], [0, 1]]))
+    for genotype, row in zip([[0, 1], [1]], both_scores, strict=True):
         chosen = layers[jnp.array(genotype)]
         concrete = lambda layers, x: jax.nn.relu(plain(layers, x))  # noqa: E731
         assert_close(
@@ -583,12 +583,12 @@ def test_a_second_eager_call_compiles_nothing(name, caplog):
     w, score = jax.random.normal(jax.random.key(0), (60, 4)), getattr(scores, name)
     batch = jax.random.normal(jax.random.key(1), (8, 60)), jnp.arange(8) % 4
 
-    def found(scale):
+    def compute(scale):
         return score(jax.random.key(2), lambda w, x: jnp.tanh(x @ w), scale * w, batch)
 
-    first = found(1.0)
+    first = compute(1.0)
     with jax.log_compiles(), caplog.at_level("WARNING"):
-        again, other = found(1.0), found(2.0)
+        again, other = compute(1.0), compute(2.0)
         assert not [r for r in caplog.messages if r.startswith("Finished XLA compilation")]
         jnp.cosh(jnp.arange(13.0) + w[0, 0])  # the log is where it is looked for
         jax.jit(lambda x: jnp.cosh(x) * 13)(w)
@@ -669,8 +669,8 @@ def test_scales_of_an_nnx_state_have_their_names():
         full = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(plain))
         return apply(full, x)
 
-    found = scores.te_nas(None, apply, state, batch)
-    assert_close(found, scores.te_nas(None, of_plain, plain, batch), f32=1e-4)
+    value = scores.te_nas(None, apply, state, batch)
+    assert_close(value, scores.te_nas(None, of_plain, plain, batch), f32=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,8 @@ def test_a_relu_of_a_constant_counts_as_it_does_where_that_is_traced(form):
 
 @pytest.mark.parametrize("relu6", [jax.nn.relu6, lambda x: jnp.clip(x, 0, 6)])
 def test_relu6_has_two_kinks(relu6):
-    found = both(lambda w, x: relu6(10 * x @ w[0]) @ w[1])
-    assert_close(found, patterns(10 * X @ W1, 10 * X @ W1 - 6), f32=1e-4)
+    actual = both(lambda w, x: relu6(10 * x @ w[0]) @ w[1])
+    assert_close(actual, patterns(10 * X @ W1, 10 * X @ W1 - 6), f32=1e-4)
 
 
 def guarded(x):

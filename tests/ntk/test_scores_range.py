@@ -59,8 +59,8 @@ def test_synflow_is_right_under_jit_and_vmap_beyond_float32():
 
     expected = in_float64("synflow", params, jnp.float32, jax.nn.gelu)
     stacked = jax.tree.map(lambda w: jnp.stack([w, w]), params)
-    for found in (of(params), jax.jit(of)(params), *jax.jit(jax.vmap(of))(stacked)):
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for actual in (of(params), jax.jit(of)(params), *jax.jit(jax.vmap(of))(stacked)):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 def test_synflow_beyond_float64_is_refused():
@@ -101,9 +101,9 @@ def test_a_kernel_of_any_size_has_the_scores_of_its_multiple():
     K = np.array([[2.0, 1.0], [1.0, 3.0]], np.float32)
     one = scores.of_kernel(K, np.array([0, 1]))
     for size in (2.0**-100, 2.0**100):
-        found = scores.of_kernel(np.float32(size) * K, np.array([0, 1]))
+        by_score = scores.of_kernel(np.float32(size) * K, np.array([0, 1]))
         units = {"eigen_nas": size, "min_eigenvalue": size, "label_energy": 1 / size}
-        for name, value in found.items():
+        for name, value in by_score.items():
             np.testing.assert_allclose(value, one[name] * units.get(name, 1), rtol=1e-5)
 
 

@@ -343,37 +343,37 @@ def test_the_bracket_holds_against_brute_force(h, seed):
     rng = np.random.default_rng(seed)
     shared = rng.normal(size=(1, 12, 40))
     blocks = mixtures(shared + 0.7 * rng.normal(size=(h, 12, 40)))
-    found = certify_simplex(blocks, rtol=1e-2)
-    assert found.converged and found.upper - found.lower <= 1e-2 * found.upper
-    assert found.argmin.sum() == 1 and (found.argmin >= 0).all()
+    bracket = certify_simplex(blocks, rtol=1e-2)
+    assert bracket.converged and bracket.upper - bracket.lower <= 1e-2 * bracket.upper
+    assert bracket.argmin.sum() == 1 and (bracket.argmin >= 0).all()
     # Truth: no point of the simplex is under the bound, corners and edges included.
     alphas = [rng.dirichlet(np.full(h, c)) for c in (0.2, 1, 5) for _ in range(300)]
-    least = min(smallest(blocks, a) for a in [*alphas, found.argmin])
-    assert found.lower <= least
-    assert smallest(blocks, found.argmin) <= found.upper + 1e-13
-    assert found.upper <= least * (1 + 1e-2)
+    least = min(smallest(blocks, a) for a in [*alphas, bracket.argmin])
+    assert bracket.lower <= least
+    assert smallest(blocks, bracket.argmin) <= bracket.upper + 1e-13
+    assert bracket.upper <= least * (1 + 1e-2)
 
 
 def test_the_minimum_of_two_scalar_kernels_is_the_closed_form():
     # K_a = |a u + (1 - a) v|^2: the squared distance of the origin from a segment, 1 / 2 here.
-    found = certify_simplex(mixtures(np.array([[[1.0, 0.0]], [[0.0, 1.0]]])), rtol=1e-6)
-    assert found.converged and found.lower <= 0.5 <= found.upper
-    np.testing.assert_allclose(found.argmin, [0.5, 0.5], atol=1e-3)
+    bracket = certify_simplex(mixtures(np.array([[[1.0, 0.0]], [[0.0, 1.0]]])), rtol=1e-6)
+    assert bracket.converged and bracket.lower <= 0.5 <= bracket.upper
+    np.testing.assert_allclose(bracket.argmin, [0.5, 0.5], atol=1e-3)
 
 
 def test_equal_activations_need_one_cell():
     phi = np.random.default_rng(0).normal(size=(1, 8, 20))
-    found = certify_simplex(mixtures(np.repeat(phi, 3, axis=0)))
+    bracket = certify_simplex(mixtures(np.repeat(phi, 3, axis=0)))
     truth = np.linalg.eigvalsh(phi[0] @ phi[0].T)[0]
-    assert found.converged and found.cells == 1
-    assert found.lower <= truth * (1 + 1e-13) and truth <= found.upper
+    assert bracket.converged and bracket.cells == 1
+    assert bracket.lower <= truth * (1 + 1e-13) and truth <= bracket.upper
 
 
 def test_a_singular_kernel_is_bracketed_around_zero_and_not_called_converged():
     phi = np.random.default_rng(0).normal(size=(2, 8, 20))
     phi[:, 1] = phi[:, 0]  # two equal inputs: every mixture is singular
-    found = certify_simplex(mixtures(phi), max_cells=200)
-    assert not found.converged and found.lower <= 0 <= found.upper < 1e-10
+    bracket = certify_simplex(mixtures(phi), max_cells=200)
+    assert not bracket.converged and bracket.lower <= 0 <= bracket.upper < 1e-10
 
 
 @pytest.mark.long
@@ -385,14 +385,14 @@ def test_blocks_of_any_rank_are_bracketed_within_what_is_trivial(rank, seed):
     h, n = rng.integers(2, 5), 10
     scale = 10.0 ** rng.integers(-9, 9)
     blocks = mixtures(rng.normal(size=(h, n, rank))) * scale
-    found = certify_simplex(blocks, max_cells=8)
-    alphas = [*rng.dirichlet(np.ones(h), size=200), found.argmin]
+    bracket = certify_simplex(blocks, max_cells=8)
+    alphas = [*rng.dirichlet(np.ones(h), size=200), bracket.argmin]
     least = min(smallest(blocks, alpha) for alpha in alphas)
     rounding = 1e-11 * scale * h * n
-    assert found.lower <= max(least, 0) and least <= found.upper + rounding
-    assert found.lower >= -rounding  # truth: x'K_alpha x = |Phi_alpha' x|^2
+    assert bracket.lower <= max(least, 0) and least <= bracket.upper + rounding
+    assert bracket.lower >= -rounding  # truth: x'K_alpha x = |Phi_alpha' x|^2
     if rank < n:
-        assert found.cells == 1 and found.upper <= rounding
+        assert bracket.cells == 1 and bracket.upper <= rounding
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -402,13 +402,13 @@ def test_blocks_that_are_no_gram_matrices_are_bracketed_all_the_same(seed):
     B = rng.normal(size=(h * n, h * n)) + np.eye(h * n) * rng.choice([0, 8])
     blocks = (B + B.T).reshape(h, n, h, n).transpose(0, 2, 1, 3)
     for max_cells in (1, 30):
-        found = certify_simplex(blocks, max_cells=max_cells)
+        bracket = certify_simplex(blocks, max_cells=max_cells)
         least = min(smallest(blocks, alpha) for alpha in rng.dirichlet(np.ones(h), size=300))
-        assert found.lower <= least <= found.upper + 20
-        assert smallest(blocks, found.argmin) <= found.upper + 1e-12
+        assert bracket.lower <= least <= bracket.upper + 20
+        assert smallest(blocks, bracket.argmin) <= bracket.upper + 1e-12
         # Truth: x'K_alpha x = z'Bz for a z of squared length between 1 / h and 1.
         floor = np.linalg.eigvalsh(B + B.T)[0]
-        assert max_cells > 1 or found.lower >= min(floor, floor / h) - 1e-9
+        assert max_cells > 1 or bracket.lower >= min(floor, floor / h) - 1e-9
 
 
 def test_orthogonal_feature_maps_are_no_reason_to_refuse():
@@ -422,18 +422,18 @@ def test_orthogonal_feature_maps_are_no_reason_to_refuse():
 def test_out_of_cells_the_bracket_is_wider_and_still_right():
     rng = np.random.default_rng(5)
     blocks = mixtures(rng.normal(size=(4, 20, 40)))
-    found = certify_simplex(blocks, max_cells=20)
-    assert not found.converged and found.cells <= 21
+    bracket = certify_simplex(blocks, max_cells=20)
+    assert not bracket.converged and bracket.cells <= 21
     least = min(smallest(blocks, a) for a in rng.dirichlet(np.ones(4), size=500))
-    assert found.lower <= least and smallest(blocks, found.argmin) <= found.upper
+    assert bracket.lower <= least and smallest(blocks, bracket.argmin) <= bracket.upper
 
 
 def test_the_entry_error_widens_the_bracket_by_its_norm():
     blocks = mixtures(np.random.default_rng(0).normal(size=(1, 6, 30)))
     truth = np.linalg.eigvalsh(blocks[0, 0])[0]
-    found = certify_simplex(blocks, entry_error=0.01)
-    assert found.lower <= truth - 0.06 and truth + 0.06 <= found.upper
-    assert found.lower >= truth - 0.06 * 8
+    bracket = certify_simplex(blocks, entry_error=0.01)
+    assert bracket.lower <= truth - 0.06 and truth + 0.06 <= bracket.upper
+    assert bracket.lower >= truth - 0.06 * 8
 
 
 @pytest.mark.long
@@ -449,9 +449,9 @@ def test_mixtures_of_activations_have_the_reference_brackets():
         ([0, 2], 0.0072731903, 0.0072731903, 1),
         ([0, 1, 2], 0.0066876259, 0.0066916397, 39),
     ]:
-        found = certify_simplex(all_three[np.ix_(chosen, chosen)])
-        assert found.converged and found.lower <= upper and lower <= found.upper
-        assert found.cells <= cells
+        bracket = certify_simplex(all_three[np.ix_(chosen, chosen)])
+        assert bracket.converged and bracket.lower <= upper and lower <= bracket.upper
+        assert bracket.cells <= cells
 
 
 @pytest.mark.long
@@ -472,9 +472,9 @@ def test_sizes_a_little_apart_share_a_program():
     ntk.min_eigenvalue(planted(values))
     before = spectrum._smallest_eigenvector._cache_size()
     for n in (129, 150, 192):
-        found = smallest_eigenpair(planted(np.linspace(0.5, 3, n)))
-        np.testing.assert_allclose(found.value, 0.5, rtol=1e-12)
-        assert found.vector.shape == (n,) and found.residual < 1e-11
+        eigenpair = smallest_eigenpair(planted(np.linspace(0.5, 3, n)))
+        np.testing.assert_allclose(eigenpair.value, 0.5, rtol=1e-12)
+        assert eigenpair.vector.shape == (n,) and eigenpair.residual < 1e-11
         singular = smallest_eigenpair(planted(np.linspace(-1, 0, n)))  # nothing above what is added
         np.testing.assert_allclose(singular.value, -1, rtol=1e-12)
     assert spectrum._smallest_eigenvector._cache_size() == before
@@ -483,9 +483,9 @@ def test_sizes_a_little_apart_share_a_program():
 def test_out_of_cells_the_lower_bound_is_raised_to_what_those_left_over_prove():
     """The first bound is near 0 here; bisection of the target finds two thirds of the way."""
     phi = np.random.default_rng(0).normal(size=(3, 10, 30))
-    found = certify_simplex(mixtures(phi), max_cells=20)
-    assert not found.converged
-    assert 0.3 * found.upper < found.lower <= smallest(mixtures(phi), found.argmin)
+    bracket = certify_simplex(mixtures(phi), max_cells=20)
+    assert not bracket.converged
+    assert 0.3 * bracket.upper < bracket.lower <= smallest(mixtures(phi), bracket.argmin)
 
 
 def of_outputs(n=5, outputs=3, seed=0):
@@ -535,8 +535,8 @@ def test_the_label_energy_of_independent_outputs_is_that_of_one():
     one = of_outputs(outputs=1)[1]
     K = one[:, :, None, None] * np.eye(3, dtype=one.dtype)
     y = np.array([0, 2, 1, 1, 2])
-    found, truth = (ntk.scores.of_kernel(k, y)["label_energy"] for k in (K, one))
-    assert_close(found, truth, f32=1e-4)
+    energy, truth = (ntk.scores.of_kernel(k, y)["label_energy"] for k in (K, one))
+    assert_close(energy, truth, f32=1e-4)
     with pytest.raises(ValueError, match="y: expected labels below 3, the outputs of K"):
         ntk.scores.of_kernel(K, y + 1)
 

@@ -238,9 +238,9 @@ def test_every_kind_of_array_comes_back_as_it_was(tmp_path):
         "number": 3,
     }
     checkpoint.save(tmp_path, 0, tree)
-    found = checkpoint.restore(tmp_path, tree)
-    assert jax.random.key_impl(found["key"]) == jax.random.key_impl(tree["key"])
-    for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(found), strict=True):
+    restored = checkpoint.restore(tmp_path, tree)
+    assert jax.random.key_impl(restored["key"]) == jax.random.key_impl(tree["key"])
+    for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(restored), strict=True):
         assert np.shape(old) == np.shape(new)
         assert jnp.asarray(new).dtype == jnp.asarray(old).dtype
         assert fingerprint(jnp.asarray(new)) == fingerprint(jnp.asarray(old))

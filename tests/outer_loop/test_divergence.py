@@ -35,16 +35,16 @@ def searched(method, rate, seed=0, steps=4000, **conditions):
     options = {"steps": steps, "batches": bilevel.partition(64), "key": jax.random.key(seed)}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        found = bilevel.search(problem, method, optax.sgd(rate), *args, **options, history=())
-    distance = np.linalg.norm(np.asarray(found.alpha, np.float64) - solved)
-    return found, distance, [str(w.message) for w in told]
+        result = bilevel.search(problem, method, optax.sgd(rate), *args, **options, history=())
+    distance = np.linalg.norm(np.asarray(result.alpha, np.float64) - solved)
+    return result, distance, [str(w.message) for w in told]
 
 
 def test_a_rate_that_diverges_converges_all_the_same():
     """It ended at 1e26 to 1e111, without a warning."""
-    found, distance, told = searched(METHODS["saba"], 0.3)
+    result, distance, told = searched(METHODS["saba"], 0.3)
     assert distance < tolerance(1e-5, 1e-3)
-    assert found.step_scale < 1 and len(told) == 1 and "alpha diverged" in told[0]
+    assert result.step_scale < 1 and len(told) == 1 and "alpha diverged" in told[0]
 
 
 @pytest.mark.long
@@ -61,16 +61,16 @@ def test_saba_and_spaba_converge_at_that_rate_for_every_seed():
 def test_no_single_loop_explodes_in_silence(name):
     for seed in (0, 1):
         for rate in (0.3, 1.0, 3.0):
-            found, distance, told = searched(METHODS[name], rate, seed, condition=10.0**seed)
+            result, distance, told = searched(METHODS[name], rate, seed, condition=10.0**seed)
             assert distance < 10 or told, (seed, rate)
-            assert bool(told) == (found.step_scale < 1), (seed, rate)
+            assert bool(told) == (result.step_scale < 1), (seed, rate)
 
 
 def test_a_solver_that_diverges_by_itself_ends_the_search_with_a_message():
-    found, _, told = searched(bilevel.soba(5.0), 0.1, steps=1000)
-    assert "alpha diverged" in found.stopped and int(found.state.step) < 1000
+    result, _, told = searched(bilevel.soba(5.0), 0.1, steps=1000)
+    assert "alpha diverged" in result.stopped and int(result.state.step) < 1000
     assert any("smaller step_size" in message for message in told)
-    assert np.isfinite(np.asarray(found.alpha)).all()
+    assert np.isfinite(np.asarray(result.alpha)).all()
 
 
 # --------------------------------------------------------------------------- other searches
@@ -88,21 +88,21 @@ RATE = 2 / quadratics(0)[3][-1]  # the largest that is stable
 def test_descent_at_a_rate_over_two_by_the_curvature_converges(factor):
     solved = quadratics(0)[2]
     with pytest.warns(UserWarning, match=r"alpha diverged.*0\.\d+ times the optimizer's steps"):
-        found = descended(optax.sgd(factor * RATE), 200)
-    assert_close(found.alpha, solved, f64=1e-4, f32=1e-3)
-    assert found.stopped == "" and int(found.state.step) == 200
+        result = descended(optax.sgd(factor * RATE), 200)
+    assert_close(result.alpha, solved, f64=1e-4, f32=1e-3)
+    assert result.stopped == "" and int(result.state.step) == 200
 
 
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.5, momentum=0.9), optax.adam(0.1)])
 def test_a_healthy_search_takes_the_steps_of_descent(optimizer):
     problem, args, _, _ = quadratics(0)
-    found = descended(optimizer, 40)
+    result = descended(optimizer, 40)
     init, step = bilevel.descent(problem, bilevel.implicit(), optimizer)
     state, step = init(*args[:2]), jax.jit(step)
     for _ in range(40):
         state, _ = step(state, args[2:])
-    assert_close(found.alpha, state.alpha, f64=1e-12, f32=1e-5)
-    assert found.step_scale == 1
+    assert_close(result.alpha, state.alpha, f64=1e-12, f32=1e-5)
+    assert result.step_scale == 1
 
 
 @pytest.mark.slow
@@ -124,9 +124,9 @@ def test_it_is_the_same_when_resumed_and_under_jit_and_vmap(tmp_path):
 
         return jax.vmap(one, (None, 0))(args[0], rates)
 
-    found = jax.jit(both)(jnp.array([3 * RATE, 0.5 * RATE]))
-    np.testing.assert_array_equal(found.step_scale, [whole.step_scale, 1])
-    assert_close(found.alpha[0], whole.alpha, f64=1e-6, f32=1e-2)
+    together = jax.jit(both)(jnp.array([3 * RATE, 0.5 * RATE]))
+    np.testing.assert_array_equal(together.step_scale, [whole.step_scale, 1])
+    assert_close(together.alpha[0], whole.alpha, f64=1e-6, f32=1e-2)
 
 
 # ------------------------------------------------------------------------------ what it notices
@@ -210,5 +210,5 @@ def test_a_search_may_follow_one_of_another_precision():
             data = jnp.ones((20, 2)), jnp.ones(20)
             options = {"batches": bilevel.partition(5), "key": jax.random.key(0)}
             start = optax.sgd(0.1), jnp.zeros(2), jnp.zeros(2)
-            found = bilevel.search(problem, bilevel.saba(), *start, data, data, steps=3, **options)
-            assert found.alpha.dtype == (jnp.float64 if precise else jnp.float32)
+            result = bilevel.search(problem, bilevel.saba(), *start, data, data, steps=3, **options)
+            assert result.alpha.dtype == (jnp.float64 if precise else jnp.float32)

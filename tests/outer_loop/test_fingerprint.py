@@ -228,9 +228,9 @@ class Named(list):
 
 
 def named(k):
-    found = Named([1])
-    found.rate = k
-    return found
+    instance = Named([1])
+    instance.rate = k
+    return instance
 
 
 def schedule(k):

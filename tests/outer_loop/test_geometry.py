@@ -417,10 +417,10 @@ def test_partitions_and_wrappers_keep_what_is_known_of_the_set():
     for expected in (False, True):  # of two steps the first one only collects
         updates, state = optimizer.update(jax.tree.map(jnp.ones_like, alpha), state, alpha)
         alpha = optax.apply_updates(alpha, updates)
-        found = dict(
+        moved_by_geometry = dict(
             zip(geometry.geometry_names(state), geometry.moved_on(state, alpha), strict=True)
         )
-        assert found == {"exponentiate": False, "project": expected}
+        assert moved_by_geometry == {"exponentiate": False, "project": expected}
 
 
 @pytest.mark.slow

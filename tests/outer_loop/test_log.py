@@ -40,13 +40,13 @@ def lines(path):
 
 def test_every_step_is_a_line_with_all_that_is_small(tmp_path):
     path = tmp_path / "new" / "run.jsonl"
-    found = search(steps=7, callback=bilevel.log(path), every=3)
+    result = search(steps=7, callback=bilevel.log(path), every=3)
     rows = lines(path)
     assert [row["step"] for row in rows] == [*range(1, 8)]
     keys = ("step", "alpha.a", "aux.outer.accuracy", "aux.outer.few", "grad_norm", "lower", "value")
     assert tuple(rows[0]) == keys
-    np.testing.assert_array_equal([row["value"] for row in rows], found.history["value"])
-    np.testing.assert_array_equal([row["alpha.a"] for row in rows], found.history["alpha"]["a"])
+    np.testing.assert_array_equal([row["value"] for row in rows], result.history["value"])
+    np.testing.assert_array_equal([row["alpha.a"] for row in rows], result.history["alpha"]["a"])
     assert rows[0]["aux.outer.few"][1] is None
 
 
@@ -68,11 +68,11 @@ def test_a_resumed_search_writes_no_step_twice(tmp_path):
 def test_a_history_of_some_steps_is_a_line_for_each_of_its_rows(tmp_path):
     path = tmp_path / "run.jsonl"
     options = {"history": bilevel.History(every=10), "every": 10, "callback": bilevel.log(path)}
-    found = search(steps=25, **options)
+    result = search(steps=25, **options)
     assert [line["step"] for line in lines(path)] == [10, 20, 25]
     values = [line["value"] for line in lines(path)]
-    np.testing.assert_array_equal(values, np.asarray(found.history["value"], float))
-    assert found.history_every == 10
+    np.testing.assert_array_equal(values, np.asarray(result.history["value"], float))
+    assert result.history_every == 10
 
 
 def test_what_is_no_log_is_refused(tmp_path):
@@ -110,8 +110,8 @@ def test_the_recipe_for_dashboards(capsys):
         for name in ("value", "lower", "grad_norm"):
             writer.add_scalar(name, float(result.history[name][-1]), int(result.state.step))
 
-    found = search(steps=4, callback=to_tensorboard, every=2)
-    assert ("value", float(found.history["value"][1]), 2) in calls and len(calls) == 6
+    search_result = search(steps=4, callback=to_tensorboard, every=2)
+    assert ("value", float(search_result.history["value"][1]), 2) in calls and len(calls) == 6
 
 
 @pytest.mark.long

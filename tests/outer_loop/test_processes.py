@@ -212,18 +212,18 @@ def in_two_processes(folder, task, seconds=120):
 
 @pytest.fixture(scope="module")
 def namespace():
-    found = {}
-    exec(PROBLEM, found)
-    return found
+    names = {}
+    exec(PROBLEM, names)
+    return names
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """A folder, and what each of two processes found that worked there."""
     folder = tmp_path_factory.mktemp("two") / "run"
-    found = in_two_processes(folder, "agree")
-    assert [code for _, _, code in found] == [0, 0], found[0][1] + found[1][1]
-    return folder, *(json.loads(out.partition("ANSWERS")[2]) for out, _, _ in found)
+    report = in_two_processes(folder, "agree")
+    assert [code for _, _, code in report] == [0, 0], report[0][1] + report[1][1]
+    return folder, *(json.loads(out.partition("ANSWERS")[2]) for out, _, _ in report)
 
 
 @pytest.mark.slow
@@ -276,13 +276,13 @@ def test_what_no_process_has_all_of_is_written_and_read_by_parts(two, namespace)
     # By one process, from what two wrote: the newest step, or where another part got there, the
     # one before.
     kept, truth = shutil.copytree(folder / "rows", folder / "kept"), run(8).alpha
-    found = run(8, checkpoint=kept, resume=True)
-    np.testing.assert_allclose(found.alpha, truth, rtol=1e-12)
+    result = run(8, checkpoint=kept, resume=True)
+    np.testing.assert_allclose(result.alpha, truth, rtol=1e-12)
     assert not any(kept.glob("*-*.npz"))
     shutil.copy(folder / "rows/4-0.npz", folder / "rows/6-0.npz")
     with pytest.warns(UserWarning, match="step 6 in .* is damaged"):
-        found = run(8, checkpoint=folder / "rows", resume=True)
-    np.testing.assert_allclose(found.alpha, truth, rtol=1e-12)
+        result = run(8, checkpoint=folder / "rows", resume=True)
+    np.testing.assert_allclose(result.alpha, truth, rtol=1e-12)
 
 
 @pytest.mark.long
@@ -293,8 +293,8 @@ def test_when_a_process_is_killed_the_other_ends_and_the_checkpoint_is_whole(tmp
     assert time.monotonic() - began < 100  # of which compilation takes most
     assert "LostProcessError: search: another of the 2 processes ended" in error
     data = namespace["x"], namespace["y"]
-    found = namespace["search"](data, 6, checkpoint=tmp_path / "run", resume=True)
-    np.testing.assert_allclose(found.alpha, namespace["search"](data, 6).alpha, rtol=1e-12)
+    result = namespace["search"](data, 6, checkpoint=tmp_path / "run", resume=True)
+    np.testing.assert_allclose(result.alpha, namespace["search"](data, 6).alpha, rtol=1e-12)
 
 
 def command_in_two_processes(*args):

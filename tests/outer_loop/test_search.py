@@ -118,7 +118,7 @@ def test_the_whole_search_runs_under_jit_and_vmap():
         args = (PROBLEM, MOMENTUM, SIMPLEX, alpha, W0, TRAIN, VALID)
         return bilevel.search(*args, steps=5, batches=rows, key=key)
 
-    found = many(keys, starts)
+    result = many(keys, starts)
     for i in range(2):
         one = bilevel.search(
             *(PROBLEM, MOMENTUM, SIMPLEX, starts[i], W0, TRAIN, VALID),
@@ -127,8 +127,8 @@ def test_the_whole_search_runs_under_jit_and_vmap():
             key=keys[i],
             progress=False,
         )
-        np.testing.assert_allclose(found.alpha[i], one.alpha, rtol=1e-3)
-        np.testing.assert_allclose(found.history["value"][i], one.history["value"], rtol=1e-3)
+        np.testing.assert_allclose(result.alpha[i], one.alpha, rtol=1e-3)
+        np.testing.assert_allclose(result.history["value"][i], one.history["value"], rtol=1e-3)
 
 
 RATES = jnp.array([0.1, 0.2])
@@ -156,10 +156,10 @@ def at_outer_rate(rate):
 def test_a_search_of_which_only_what_it_closes_over_is_traced_is_the_same(of_rate):
     together = jax.vmap(of_rate)(RATES)
     for i, rate in enumerate(RATES):
-        for found in (jax.tree.map(lambda x, i=i: x[i], together), jax.jit(of_rate)(rate)):
+        for result in (jax.tree.map(lambda x, i=i: x[i], together), jax.jit(of_rate)(rate)):
             alone = of_rate(rate)  # truth: a search of its own
-            np.testing.assert_allclose(found.alpha, alone.alpha, rtol=1e-5)
-            np.testing.assert_allclose(found.history["value"], alone.history["value"], rtol=1e-5)
+            np.testing.assert_allclose(result.alpha, alone.alpha, rtol=1e-5)
+            np.testing.assert_allclose(result.history["value"], alone.history["value"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("option", [{"progress": True}, {"callback": print}])
@@ -195,15 +195,15 @@ def test_a_second_search_compiles_nothing():
 @contextlib.contextmanager
 def compilations():
     """A list that grows by one with every program that is compiled."""
-    found = []
+    durations = []
 
     def note(event, duration, **_):
         if event == "/jax/core/compile/backend_compile_duration":
-            found.append(duration)
+            durations.append(duration)
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        yield found
+        yield durations
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
 
@@ -255,10 +255,10 @@ def test_diagnostics_enter_the_history():
 def test_a_thinned_history_is_part_of_the_whole_one(names, tmp_path):
     """On the host, under jit and vmap, and stopped and resumed."""
     whole, thin = noisy(steps=6), functools.partial(noisy, steps=6, history=names)
-    found = thin(progress=True)
-    assert set(found.history) == set(names)
+    search_result = thin(progress=True)
+    assert set(search_result.history) == set(names)
     expected = dataclasses.replace(whole, history={name: whole.history[name] for name in names})
-    assert_identical(found, expected)
+    assert_identical(search_result, expected)
     thin(checkpoint=tmp_path, chunk=2, callback=lambda result: result.state.step == 2)
     assert checkpoint.latest(tmp_path) == 2
     assert_identical(thin(checkpoint=tmp_path, resume=True), expected)

@@ -226,31 +226,31 @@ def test_rows_over_devices_give_the_hypergradient_of_one_device(axes):
 @pytest.mark.parametrize("axes", ["automatic", "explicit"])
 @pytest.mark.parametrize("spread", ["rows", "weights"])
 def test_a_search_goes_on_from_its_checkpoint_where_its_arrays_lie(axes, spread):
-    found = on_eight_devices()[axes][spread]
-    assert found["off"] < 1e-10
-    assert found["programs"] == 1  # for three chunks of a step
-    assert found["sharded"] == (spread == "weights")
+    report = on_eight_devices()[axes][spread]
+    assert report["off"] < 1e-10
+    assert report["programs"] == 1  # for three chunks of a step
+    assert report["sharded"] == (spread == "weights")
 
 
 @pytest.mark.slow
 def test_a_single_loop_follows_its_weights_over_devices():
-    found = on_eight_devices()["single loop"]
-    assert found["off"] < 1e-12
-    assert found["specs"] == [["d"]]
+    report = on_eight_devices()["single loop"]
+    assert report["off"] < 1e-12
+    assert report["specs"] == [["d"]]
 
 
 def test_batches_of_rows_over_devices_are_those_of_one():
-    found = on_eight_devices()["batches of rows"]
-    assert set(found) == {"SabaState", "SpabaState"}
-    assert max(found.values()) < 1e-10
+    off_by_state = on_eight_devices()["batches of rows"]
+    assert set(off_by_state) == {"SabaState", "SpabaState"}
+    assert max(off_by_state.values()) < 1e-10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("solver", ["implicit", "unrolled"])
 def test_between_devices_go_sums_of_the_size_of_the_weights_alone(solver):
-    found = on_eight_devices()["between"][solver]
-    assert 0 < found["largest"] <= 2 * 16  # weights and hyperparameters in one sum; rows: 64 x 16
-    assert found["others"] == 0
+    report = on_eight_devices()["between"][solver]
+    assert 0 < report["largest"] <= 2 * 16  # weights and hyperparameters in one sum; rows: 64 x 16
+    assert report["others"] == 0
 
 
 @pytest.mark.slow
@@ -262,6 +262,6 @@ def test_an_outer_step_sends_the_bytes_that_its_docstring_says():
 
 @pytest.mark.slow
 def test_copies_side_by_side_over_devices_exchange_scalars_alone():
-    found = on_eight_devices()["copies"]
-    assert found["off"] < 1e-12
-    assert found["largest"] <= 1
+    report = on_eight_devices()["copies"]
+    assert report["off"] < 1e-12
+    assert report["largest"] <= 1

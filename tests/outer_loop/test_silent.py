@@ -124,13 +124,13 @@ def test_compiled_searches_set_the_fields(transform):
         return bilevel.search(LASSO, solver, optimizer, alpha, w, TRAIN, VALID, steps=3).report
 
     alpha = jnp.full((2,) if transform is not jax.jit else (), -2.0)
-    found = transform(report)(alpha)
-    assert (np.asarray(found.failed.total) == 3).all()
+    reported = transform(report)(alpha)
+    assert (np.asarray(reported.failed.total) == 3).all()
     if transform is not jax.jit:
         with pytest.raises(ValueError, match="got 2 side by side"):
-            found.messages()
-        found = jax.tree.map(lambda x: x[0], found)
-    assert "was not solved in 3 of 3" in found.messages()[0]
+            reported.messages()
+        reported = jax.tree.map(lambda x: x[0], reported)
+    assert "was not solved in 3 of 3" in reported.messages()[0]
 
 
 def test_weights_that_are_not_stationary_are_reported():

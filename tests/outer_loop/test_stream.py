@@ -55,11 +55,11 @@ def by_hand(steps):
 def test_a_stream_is_descent_on_its_batches(chunk, every):
     seen = []
     options = {} if every is None else {"callback": lambda r: seen.append(int(r.state.step))}
-    found = search(batches=bilevel.stream(pairs), steps=11, chunk=chunk, every=every, **options)
+    result = search(batches=bilevel.stream(pairs), steps=11, chunk=chunk, every=every, **options)
     state, values = by_hand(11)
-    assert_close(found.history["value"], values, f64=1e-12, f32=1e-5)
-    assert_close(found.w, state.w, f64=1e-12, f32=1e-5)
-    assert not found.stopped and seen == ([3, 6, 9, 11] if every else [])
+    assert_close(result.history["value"], values, f64=1e-12, f32=1e-5)
+    assert_close(result.w, state.w, f64=1e-12, f32=1e-5)
+    assert not result.stopped and seen == ([3, 6, 9, 11] if every else [])
 
 
 @pytest.mark.long
@@ -144,11 +144,11 @@ def test_the_next_chunk_is_read_while_one_runs_and_no_more():
 @pytest.mark.long
 def test_batches_that_end_end_the_search():
     source = list(itertools.islice(pairs(), 5))
-    found = search(batches=bilevel.stream(source), steps=9, chunk=2)
-    assert found.stopped == "the batches ended after step 5"
-    assert_close(found.alpha, by_hand(5)[0].alpha, f64=1e-12, f32=1e-5)
-    found = search(batches=bilevel.stream(source), steps=5, chunk=2)
-    assert found.stopped == ""
+    result = search(batches=bilevel.stream(source), steps=9, chunk=2)
+    assert result.stopped == "the batches ended after step 5"
+    assert_close(result.alpha, by_hand(5)[0].alpha, f64=1e-12, f32=1e-5)
+    result = search(batches=bilevel.stream(source), steps=5, chunk=2)
+    assert result.stopped == ""
 
 
 @pytest.mark.parametrize("anew", [list, lambda source: lambda step: source[step:]])
@@ -156,13 +156,13 @@ def test_batches_that_end_long_after_a_checkpoint_end_the_search_all_the_same(tm
     """The last step's checkpoint is written when the end is seen, not before."""
     source = anew(list(itertools.islice(pairs(), 5)))
     options = {"chunk": 2, "checkpoint": tmp_path}
-    found = search(batches=bilevel.stream(source), steps=9, **options)
-    assert found.stopped == "the batches ended after step 5"
+    result = search(batches=bilevel.stream(source), steps=9, **options)
+    assert result.stopped == "the batches ended after step 5"
     assert [path.stem for path in sorted(tmp_path.glob("*.npz"))][-1] == "5"
-    assert_close(found.alpha, by_hand(5)[0].alpha, f64=1e-12, f32=1e-5)
+    assert_close(result.alpha, by_hand(5)[0].alpha, f64=1e-12, f32=1e-5)
     again = search(batches=bilevel.stream(source), steps=9, resume=True, **options)
-    assert again.stopped == found.stopped  # once more
-    np.testing.assert_array_equal(again.alpha, found.alpha)
+    assert again.stopped == result.stopped  # once more
+    np.testing.assert_array_equal(again.alpha, result.alpha)
 
 
 def test_a_solver_draws_its_batches_from_the_shard_of_its_step():
@@ -171,7 +171,7 @@ def test_a_solver_draws_its_batches_from_the_shard_of_its_step():
 
     solver = bilevel.unrolled(1.0, 3, batches=row)
     shards = [(np.full((4, 1), 10.0 * i), np.zeros(1)) for i in range(1, 4)]
-    found = bilevel.search(
+    result = bilevel.search(
         bilevel.Problem(lambda w, a, b: jnp.sum(0.5 * (w - b) ** 2) + 0 * a, lambda w, a, b: a**2),
         *(solver, optax.sgd(0.1), jnp.array(1.0), jnp.zeros(1), None, None),
         batches=bilevel.stream(shards),
@@ -179,7 +179,7 @@ def test_a_solver_draws_its_batches_from_the_shard_of_its_step():
         key=jax.random.key(0),
         progress=False,
     )
-    assert found.w == 20
+    assert result.w == 20
 
 
 @pytest.mark.long
@@ -198,13 +198,13 @@ def test_leaves_of_any_library_and_other_trees_work():
         lambda w, alpha, batch: loss(w, alpha, batch[0]),
     )
     source = [[{"x": Tensor(a)}, [b]] for a, b in itertools.islice(pairs(), 4)]
-    found = bilevel.search(
+    result = bilevel.search(
         *(problem, SOLVER, optax.adam(0.1), jnp.zeros(3), jnp.ones(3), None, None),
         batches=bilevel.stream(source),
         steps=4,
         progress=False,
     )
-    assert_close(found.alpha, by_hand(4)[0].alpha, f64=1e-12, f32=1e-5)
+    assert_close(result.alpha, by_hand(4)[0].alpha, f64=1e-12, f32=1e-5)
 
 
 @pytest.mark.long

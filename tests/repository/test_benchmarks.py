@@ -215,8 +215,8 @@ def test_a_name_outside_of_all_is_found(monkeypatch):
     module = types.ModuleType("bilevel.pretended")
     module.__all__, module.shown, module.hidden = ["shown"], 1, 2
     monkeypatch.setitem(sys.modules, "bilevel.pretended", module)
-    found = faults("from bilevel.pretended import hidden, shown")
-    assert found == [(1, "bilevel.pretended.hidden is not in __all__ of bilevel.pretended")]
+    messages = faults("from bilevel.pretended import hidden, shown")
+    assert messages == [(1, "bilevel.pretended.hidden is not in __all__ of bilevel.pretended")]
 
 
 def test_names_in_pages_and_notebooks_are_found(tmp_path):

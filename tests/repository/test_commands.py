@@ -93,9 +93,9 @@ def commands_in(text):
     spans = re.findall(r"(`{1,2})(?!`)(.+?)\1(?!`)", text, re.S)
     indented = re.findall(r"^(?: {4}|\t)(.*)", text, re.M)
     for line in (*fenced, *indented, *(" ".join(span.split()) for _, span in spans)):
-        found = START.match(line.strip())
-        if found and not (line.startswith(GONE) or names_another_script(found["command"])):
-            yield line.strip()[found.start("command") :]
+        match = START.match(line.strip())
+        if match and not (line.startswith(GONE) or names_another_script(match["command"])):
+            yield line.strip()[match.start("command") :]
 
 
 def names_another_script(start):
@@ -279,7 +279,7 @@ GOOD = """
 
 def test_a_wrong_command_is_found():
     pairs = [(name, c) for name, text in (("bad", BAD), ("good", GOOD)) for c in commands_in(text)]
-    found = {sort: refused(pairs, sort) for sort in ASK}
-    assert all(line.startswith("bad: ") for messages, _ in found.values() for line in messages)
-    counts = {sort: (len(messages), asked) for sort, (messages, asked) in found.items()}
+    refusals = {sort: refused(pairs, sort) for sort in ASK}
+    assert all(line.startswith("bad: ") for messages, _ in refusals.values() for line in messages)
+    counts = {sort: (len(messages), asked) for sort, (messages, asked) in refusals.items()}
     assert counts == {"benchmarks": (4, 7), "bilevel": (3, 4), "make": (1, 2), "examples": (0, 0)}

@@ -25,8 +25,8 @@ def parsed(path: Path) -> ast.Module:
 
 def calls(node: ast.AST) -> set[str]:
     """Names of what is called: ``f`` of ``f(x)``, ``checks.f`` of ``checks.f(x)``."""
-    found = (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
-    return {ast.unparse(f) for f in found if isinstance(f, ast.Name | ast.Attribute)}
+    functions = (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
+    return {ast.unparse(f) for f in functions if isinstance(f, ast.Name | ast.Attribute)}
 
 
 def raises(node: ast.AST) -> bool:
@@ -35,10 +35,10 @@ def raises(node: ast.AST) -> bool:
 
 def those_that_raise(functions: dict[str, ast.AST], known: set[str] = frozenset()) -> set[str]:
     """Which functions of a module raise, themselves or by calling each other or the ``known``."""
-    found = {name for name, node in functions.items() if raises(node) or calls(node) & known}
-    while more := {n for n, f in functions.items() if calls(f) & found} - found:
-        found |= more
-    return found
+    raising = {name for name, node in functions.items() if raises(node) or calls(node) & known}
+    while more := {n for n, f in functions.items() if calls(f) & raising} - raising:
+        raising |= more
+    return raising
 
 
 def top_functions(path: Path) -> dict[str, ast.AST]:
@@ -85,28 +85,28 @@ def public(path: Path) -> dict[str, Function | ast.ClassDef]:
     """The public functions, classes and methods of a module, by their names within it."""
     parts = path.relative_to(ROOT).parts
     hidden = any(re.match(r"_(?!_init__)", part) for part in parts)
-    found = {}
+    definitions = {}
     for n in parsed(path).body:
         if not isinstance(n, Function | ast.ClassDef) or n.name.startswith("_"):
             continue
         if hidden and n.name not in exported():
             continue
-        found[n.name] = n
+        definitions[n.name] = n
         if isinstance(n, ast.ClassDef):
             methods = (m for m in n.body if isinstance(m, Function) and m.name[0] != "_")
-            found |= {f"{n.name}.{m.name}": m for m in methods}
-    return found
+            definitions |= {f"{n.name}.{m.name}": m for m in methods}
+    return definitions
 
 
 def documented() -> list[tuple[str, Path, Function | ast.ClassDef]]:
     """Every public object outside the command line and the checks: where it is, and its node."""
     left_out = {ROOT / path for path in CHECKS.values()}
-    found = []
+    entries = []
     for path in SOURCES:
         if "cli" not in path.parts and path not in left_out:
             place = path.relative_to(ROOT).as_posix()
-            found += [(f"{place}: {name}", path, node) for name, node in public(path).items()]
-    return found
+            entries += [(f"{place}: {name}", path, node) for name, node in public(path).items()]
+    return entries
 
 
 def called(node: Function | ast.ClassDef) -> list[Function]:
@@ -119,12 +119,12 @@ def called(node: Function | ast.ClassDef) -> list[Function]:
 
 def docstrings() -> list[tuple[str, str]]:
     """Every docstring, also of commands, and every text under a field of a class."""
-    found = []
+    places = []
     for path in SOURCES:
         for n in ast.walk(parsed(path)):
             if isinstance(n, ast.Expr) and isinstance(text := getattr(n.value, "value", None), str):
-                found.append((f"{path.relative_to(ROOT).as_posix()}:{n.lineno}", text))
-    return found
+                places.append((f"{path.relative_to(ROOT).as_posix()}:{n.lineno}", text))
+    return places
 
 
 def test_the_search_finds_docstrings_checks_and_public_functions():

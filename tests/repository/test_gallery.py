@@ -127,16 +127,16 @@ def test_the_criteria_of_kernels_are_their_definitions(monkeypatch):
     K = a @ a.T
     rest = [np.delete(np.arange(6), i) for i in range(6)]
     fits = [y[i] - K[i, r] @ np.linalg.solve(K[np.ix_(r, r)], y[r]) for i, r in enumerate(rest)]
-    found = criterion("leave-one-out", np.linalg.inv(K), y)
-    np.testing.assert_allclose(found, np.mean(np.square(fits)), rtol=1e-4)
+    score = criterion("leave-one-out", np.linalg.inv(K), y)
+    np.testing.assert_allclose(score, np.mean(np.square(fits)), rtol=1e-4)
 
     def loss(scale):
         densities = scipy.stats.multivariate_normal(np.zeros(6), scale * K).logpdf(y.T)
         return -np.sum(densities) / y.size
 
     best = scipy.optimize.minimize_scalar(lambda log: loss(np.exp(log))).fun
-    found = criterion("marginal likelihood", np.linalg.inv(K), y)
-    np.testing.assert_allclose(found, best, rtol=1e-4)
+    score = criterion("marginal likelihood", np.linalg.inv(K), y)
+    np.testing.assert_allclose(score, best, rtol=1e-4)
 
 
 def test_every_example_that_was_run_has_its_page_and_its_picture():

@@ -47,13 +47,15 @@ def test_without_a_repository_nothing_points_at_one():
 
 def test_every_address_of_the_repository_is_the_one_that_is_set():
     """An address of bilevel on GitHub, be it a placeholder, is wrong in every file but for that."""
-    found = {}
+    notebook_by_address = {}
     for path in (*NOTEBOOKS, *ROOT.glob("*.*"), *(ROOT / "docs").glob("*.md")):
         if path.suffix in (".ipynb", ".md", ".toml", ".cff"):
             for address in re.findall(r"github(?:\.com)?/[\w.<>-]+/bilevel\b", path.read_text()):
-                found[address.partition("/")[2]] = path.name
+                notebook_by_address[address.partition("/")[2]] = path.name
     repository = first_cells.repository() or ""
-    assert set(found) <= {repository.removeprefix("https://github.com/")}, found
+    assert set(notebook_by_address) <= {repository.removeprefix("https://github.com/")}, (
+        notebook_by_address
+    )
 
 
 @pytest.mark.parametrize("missing", [(), ("bilevel",), ("matplotlib",), ("bilevel", "matplotlib")])

@@ -112,11 +112,11 @@ def figure_row(width, index):
 def test_widths_are_compared_on_the_a_that_all_of_them_have():
     rows = [figure_row(64, i) for i in reversed(range(7))] + [figure_row(128, i) for i in range(5)]
     rows += [figure_row(256, i) for i in range(2)]  # not yet a block
-    found = lipschitz.common(lipschitz.joined([{"part": "environment"}, *rows]))
-    assert [(row["width"], row["a"]) for row in found] == [
+    common_rows = lipschitz.common(lipschitz.joined([{"part": "environment"}, *rows]))
+    assert [(row["width"], row["a"]) for row in common_rows] == [
         (width, [0.0, 0.1, 0.2, 0.3, 0.4]) for width in (64, 128)
     ]
-    assert found[0]["weights"] == [[i, 64] for i in range(5)]
+    assert common_rows[0]["weights"] == [[i, 64] for i in range(5)]
 
 
 def trial(method, trial, seconds, test):

@@ -59,9 +59,9 @@ def test_the_solver_and_the_inverse_of_contributing_are_right():
     )
     for solver in solvers:
         fn = jax.jit(bilevel.hypergradient(problem, solver))
-        found = fn(jnp.ones(2), jnp.zeros(2), None, jnp.full(2, 3.0))
-        assert found.grad == pytest.approx([-4.0, -4.0], rel=1e-5)
-        assert found.info.error_estimate < 1e-3
+        hyper = fn(jnp.ones(2), jnp.zeros(2), None, jnp.full(2, 3.0))
+        assert hyper.grad == pytest.approx([-4.0, -4.0], rel=1e-5)
+        assert hyper.info.error_estimate < 1e-3
 
 
 @pytest.mark.slow
@@ -102,8 +102,8 @@ def test_the_kernel_examples_run_and_show_every_name(capsys):
 
 @pytest.mark.long
 def test_the_deep_example_runs_and_finds_a_genotype(capsys):
-    found = parse_genotype(run("docs/deep_search.md", capsys))
-    operations = {name for name, _ in found.normal + found.reduce}
+    genotype = parse_genotype(run("docs/deep_search.md", capsys))
+    operations = {name for name, _ in genotype.normal + genotype.reduce}
     assert operations == {"skip_connect", "max_pool_3x3"}  # a uniform alpha keeps the first of them
 
 

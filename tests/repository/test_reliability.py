@@ -65,9 +65,9 @@ def test_a_journal_with_a_flipped_bit_gives_the_exact_trace_or_is_refused(tmp_pa
         (folder / "journal.jsonl").write_bytes(b"".join(lines[:3]))
         where = crashes.flipped(folder, rng)
         try:
-            found = victims.sharing(folder)
+            arrays = victims.sharing(folder)
         except ValueError as error:
             assert not not_a_sentence(error, {"journal": None}), where
         else:
             for name, expected in truth.items():
-                assert found[name].tobytes() == expected.tobytes(), where
+                assert arrays[name].tobytes() == expected.tobytes(), where

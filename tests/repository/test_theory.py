@@ -28,10 +28,10 @@ PAPERS = {
 def resolve(name):
     """The object that a dotted name stands for."""
     parts = name.split(".")
-    found = importlib.import_module(parts[0])
+    target = importlib.import_module(parts[0])
     for part in parts[1:]:
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 @pytest.mark.parametrize(("paper", "function", "status", "test"), ROWS, ids=lambda cell: cell[:40])

@@ -30,19 +30,19 @@ def test_small_outputs_that_are_wrong_are_not_to_be_trusted():
     task = ActivationTask(space, w, jnp.ones((1, 3)), *[(x, y)] * 3)
     mixture = jnp.array([[0.2, 0.5, 0.3]]), 0.01 * w
     networks = [alone[0], (-0.01 * w, jnp.eye(3)[1][None]), alone[2]]
-    found = judge_argmax(task, *mixture, networks)
-    assert found.choice.tolist() == [1] and found.discretise.tolist() == [False]
-    assert found.by["loss"].best.tolist() == found.by["error"].best.tolist() == [0]
+    verdict = judge_argmax(task, *mixture, networks)
+    assert verdict.choice.tolist() == [1] and verdict.discretise.tolist() == [False]
+    assert verdict.by["loss"].best.tolist() == verdict.by["error"].best.tolist() == [0]
     squared = [float(((space.apply(v[0], a[0], x[0]) - y[0]) ** 2).mean()) for v, a in networks]
     assert squared[1] < squared[0]
     # A network that diverged is no choice, and no error.
     broken = [alone[0], (jnp.nan * w, jnp.eye(3)[1][None]), alone[2]]
-    found = judge_argmax(task, *mixture, broken)
-    assert found.discretise.tolist() == [False] and found.by["loss"].rank.tolist() == [3]
+    verdict = judge_argmax(task, *mixture, broken)
+    assert verdict.discretise.tolist() == [False] and verdict.by["loss"].rank.tolist() == [3]
     # Nor is it right about the class that its outputs would be taken for.
     one_class = ActivationTask(space, w, jnp.ones((1, 3)), *[(x, -jnp.ones_like(y))] * 3)
-    found = judge_argmax(one_class, *mixture, broken)
-    assert found.by["error"].rank.tolist() == [3] and found.by["error"].best.tolist() != [1]
+    verdict = judge_argmax(one_class, *mixture, broken)
+    assert verdict.by["error"].rank.tolist() == [3] and verdict.by["error"].best.tolist() != [1]
     with pytest.raises(ValueError, match="singles: expected one network for each of 3"):
         judge_argmax(task, *mixture, networks[:2])
 

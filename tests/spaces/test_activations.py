@@ -231,15 +231,15 @@ def test_the_infinite_network_is_ridge_on_the_gradients_of_a_wide_one():
 def test_the_infinite_network_is_kernel_ridge_regression(classes):
     """Truth: numpy's solve with the mixture summed in a loop."""
     space, (blocks, y), (cross, _) = kernel_search(classes, "hinge", rows=30)
-    found, _ = space.solver.run(space.problem.lower, ALPHA, y, (), (blocks, y))
+    weights, _ = space.solver.run(space.problem.lower, ALPHA, y, (), (blocks, y))
 
     def mixed(blocks):
         a, b = np.asarray(ALPHA["mixture"], float), np.asarray(blocks, float)
         return sum(a[i] * a[j] * b[i, j] for i in range(2) for j in range(2))
 
     w = np.linalg.solve(mixed(blocks) + 0.2 * np.eye(len(y)), np.asarray(y))
-    assert_close(found, w, f64=1e-10)
-    assert_close(space.apply(found, ALPHA, cross), mixed(cross) @ w, f64=1e-10)
+    assert_close(weights, w, f64=1e-10)
+    assert_close(space.apply(weights, ALPHA, cross), mixed(cross) @ w, f64=1e-10)
 
 
 @pytest.mark.long
@@ -260,15 +260,15 @@ def test_the_kernel_hypergradient_knows_that_it_is_right():
     """Truth: implicit differentiation of the lower loss, which the closed form never calls."""
     space, train, valid = kernel_search(2, "squared", rows=12)
     w = jnp.zeros_like(train[1])
-    found, by_cg = (
+    hyper, by_cg = (
         jax.jit(bilevel.hypergradient(space.problem, solver))(ALPHA, w, train, valid)
         for solver in (space.solver, bilevel.implicit())
     )
-    assert_close(by_cg.grad, found.grad, f64=1e-8, f32=1e-3)
-    assert found.info.converged
-    norm = np.linalg.norm(flatten(found.grad))
-    assert found.info.error_estimate < tolerance(1e-12, 1e-4) * norm
-    assert found.info.error_bound < tolerance(1e-10, 1e-2) * norm
+    assert_close(by_cg.grad, hyper.grad, f64=1e-8, f32=1e-3)
+    assert hyper.info.converged
+    norm = np.linalg.norm(flatten(hyper.grad))
+    assert hyper.info.error_estimate < tolerance(1e-12, 1e-4) * norm
+    assert hyper.info.error_bound < tolerance(1e-10, 1e-2) * norm
 
 
 def test_the_lower_loss_is_minimal_at_the_closed_form():
@@ -290,10 +290,10 @@ def test_a_kernel_search_finds_a_better_mixture_and_penalty_under_jit():
 
     @jax.jit
     def run(alpha):
-        found = bilevel.search(
+        result = bilevel.search(
             space.problem, space.solver, optimizer, alpha, w, train, valid, steps=15
         )
-        return found.alpha, found.w, found.history["value"]
+        return result.alpha, result.w, result.history["value"]
 
     alpha, w, values = run(alpha)
     assert values[-1] < 0.9 * values[0]
@@ -351,5 +351,5 @@ def test_inputs_whose_squares_leave_the_range_have_directions(scale):
 def test_a_candidate_that_is_constant_on_the_data_has_no_curvature():
     space = activation_space(["relu", lambda z: jnp.clip(z, 50, 60)], width=8)
     x = unit_inputs(jax.random.normal(jax.random.key(0), (6, 4)))
-    found = space.curvatures(space.init(jax.random.key(0), (x, None)), x)
-    assert found[0] > 0 and found[1] == 0
+    curvatures = space.curvatures(space.init(jax.random.key(0), (x, None)), x)
+    assert curvatures[0] > 0 and curvatures[1] == 0

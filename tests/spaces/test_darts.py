@@ -229,7 +229,7 @@ def test_genotype_keeps_the_two_best_edges_of_each_node_without_none():
     rng = np.random.default_rng(0)
     for _ in range(20):
         alpha = {cell: rng.dirichlet(np.ones(8), 14) for cell in ("normal", "reduce")}
-        found = genotype(alpha)
+        chosen = genotype(alpha)
         for cell in ("normal", "reduce"):
             expected = []
             for node in (2, 3, 4, 5):
@@ -241,7 +241,7 @@ def test_genotype_keeps_the_two_best_edges_of_each_node_without_none():
                 )
                 sources = list(dict.fromkeys(source for _, source, _ in ranked))[:2]
                 expected += [next((n, i) for _, i, n in ranked if i == s) for s in sources]
-            assert list(getattr(found, cell)) == expected
+            assert list(getattr(chosen, cell)) == expected
 
 
 def test_drawn_corners_are_genotypes_and_all_alike():
@@ -278,7 +278,7 @@ def test_hypergradients_of_the_supernet_are_finite_differences():
     solver = bilevel.one_step(0.1)
 
     fn = jax.jit(bilevel.hypergradient(space.problem, solver, diagnostics=False))
-    found = fn(alpha, w, (x[0], labels), (x[1], labels))
+    hyper = fn(alpha, w, (x[0], labels), (x[1], labels))
     direction = normal(14, 3, seed=4)
 
     def along(t):
@@ -286,15 +286,15 @@ def test_hypergradients_of_the_supernet_are_finite_differences():
         return float(fn(moved, w, (x[0], labels), (x[1], labels)).value)
 
     truth = (along(1e-5) - along(-1e-5)) / 2e-5
-    assert_close(np.vdot(found.grad["reduce"], direction), truth, f64=1e-6)
-    slope = jax.jit(jax.grad(lambda a: space.problem.outer(found.w, a, (x[1], labels))))
+    assert_close(np.vdot(hyper.grad["reduce"], direction), truth, f64=1e-6)
+    slope = jax.jit(jax.grad(lambda a: space.problem.outer(hyper.w, a, (x[1], labels))))
     first_order = slope(alpha)
     assert abs(np.vdot(first_order["reduce"], direction) - truth) > 1e-3 * abs(truth)
 
 
 def test_genotypes_are_read_back_from_their_text_and_nothing_else_is_run():
-    for found in (DARTS_V1, DARTS_V2, DARTS_V2._replace(normal_concat=(3, 5))):
-        assert parse_genotype(str(found)) == parse_genotype(repr(found)) == found
+    for printed in (DARTS_V1, DARTS_V2, DARTS_V2._replace(normal_concat=(3, 5))):
+        assert parse_genotype(str(printed)) == parse_genotype(repr(printed)) == printed
     assert str(DARTS_V1).endswith("('avg_pool_3x3', 0)], reduce_concat=range(2, 6))")
     text = str(DARTS_V1)
     # A range is all that is in it, not its two ends.

@@ -24,8 +24,8 @@ def test_the_curvature_is_the_largest_eigenvalue_on_the_tangent_space():
 
     alpha = {"p": jnp.ones(3) / 3, "s": jnp.zeros(2)}
     curvature = diagnostics.alpha_curvature(loss, {"p": "simplex", "s": "box"})
-    found = curvature(None, alpha, None)
-    assert_close(found, expected, f64=1e-6)  # Lanczos's tolerance, squared
+    actual = curvature(None, alpha, None)
+    assert_close(actual, expected, f64=1e-6)  # Lanczos's tolerance, squared
 
 
 @pytest.mark.parametrize("size", [1, 4, 40])

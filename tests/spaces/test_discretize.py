@@ -65,25 +65,25 @@ def rows_of(functions):
 def test_the_examples_of_three_activations(functions, alpha, losses, best, chosen):
     """MATH, section 8."""
     outputs, alpha = rows_of(functions), np.array(alpha)
-    found = condition_six(outputs, alpha, outputs @ alpha)
-    assert_close(found.L, losses, f64=1e-11, f32=1e-5)
-    assert_close((1 - alpha) ** 2 * found.D, losses, f64=1e-11, f32=1e-5)
-    assert found.realizability <= tolerance(1e-15, 1e-6)
-    assert (found.L.argmin(), found.argmax) == (best, chosen)
+    verdict = condition_six(outputs, alpha, outputs @ alpha)
+    assert_close(verdict.L, losses, f64=1e-11, f32=1e-5)
+    assert_close((1 - alpha) ** 2 * verdict.D, losses, f64=1e-11, f32=1e-5)
+    assert verdict.realizability <= tolerance(1e-15, 1e-6)
+    assert (verdict.L.argmin(), verdict.argmax) == (best, chosen)
     if best == chosen:  # the paper's use: all three pairs satisfy the condition
-        assert found.D[0] >= found.D[1] >= found.D[2]
+        assert verdict.D[0] >= verdict.D[1] >= verdict.D[2]
     if functions[0] is np.zeros_like:
-        assert_close(found.D, (0.0078125, 1.3388429752066, 1.4319526627219), f64=1e-11, f32=1e-5)
+        assert_close(verdict.D, (0.0078125, 1.3388429752066, 1.4319526627219), f64=1e-11, f32=1e-5)
 
 
 def test_condition_6_is_sufficient_and_not_necessary():
     """MATH, E30: F = diag(1, 3, 1); the condition fails for every use, and the argmax is best."""
     outputs, alpha = np.zeros((160, 3)), np.array([0.55, 0.35, 0.1])
     outputs[:3] = np.sqrt(160) * np.diag([1, np.sqrt(3), 1])
-    found = condition_six(outputs, alpha, outputs @ alpha)
-    assert found.argmax == found.L.argmin() == 0
-    assert found.D[2] < found.D[0] < found.D[1]
-    assert_close(found.L, (0.29, 0.79, 0.74), f32=1e-5)
+    verdict = condition_six(outputs, alpha, outputs @ alpha)
+    assert verdict.argmax == verdict.L.argmin() == 0
+    assert verdict.D[2] < verdict.D[0] < verdict.D[1]
+    assert_close(verdict.L, (0.29, 0.79, 0.74), f32=1e-5)
 
 
 def instances(seed):
@@ -93,32 +93,32 @@ def instances(seed):
     return outputs, generator.dirichlet(np.ones(4), 1000), targets
 
 
-def violations(found, alpha, allowed=True):
+def violations(verdict, alpha, allowed=True):
     """Ordered pairs that contradict Theorem 7, up to rounding."""
     small = tolerance(1e-12, 1e-5)
-    better = found.L[:, :, None] < found.L[:, None] - small
-    holds = found.D[:, :, None] >= found.D[:, None]
+    better = verdict.L[:, :, None] < verdict.L[:, None] - small
+    holds = verdict.D[:, :, None] >= verdict.D[:, None]
     return (better & holds & allowed & (alpha[:, None] >= alpha[:, :, None] + small)).sum()
 
 
-def guaranteed(found):
+def guaranteed(verdict):
     """Condition 6 for the argmax against all others, on the means."""
-    D_a = np.take_along_axis(np.array(found.D), np.array(found.argmax)[:, None], 1)
-    return (D_a <= found.D).all(axis=1)
+    D_a = np.take_along_axis(np.array(verdict.D), np.array(verdict.argmax)[:, None], 1)
+    return (D_a <= verdict.D).all(axis=1)
 
 
 def test_theorem_7_on_random_realizable_instances():
     """0 violations; without the condition argmax is often wrong: in 27 % of these instances."""
     outputs, alpha, _ = instances(0)
-    found = every(outputs, alpha, np.einsum("mnk,mk->mn", outputs, alpha))
-    assert violations(found, alpha) == 0
-    wrong = np.array(found.argmax != found.L.argmin(axis=1))
-    sure = guaranteed(found)
+    verdict = every(outputs, alpha, np.einsum("mnk,mk->mn", outputs, alpha))
+    assert violations(verdict, alpha) == 0
+    wrong = np.array(verdict.argmax != verdict.L.argmin(axis=1))
+    sure = guaranteed(verdict)
     assert 0.2 < wrong.mean() < 0.35
     assert 0.1 < sure.mean() < 0.9
     assert not wrong[sure].any()
-    assert_close((1 - alpha) ** 2 * found.D, found.L, f64=1e-12, f32=1e-5)
-    assert np.max(found.stationarity) < tolerance(1e-13, 1e-5)
+    assert_close((1 - alpha) ** 2 * verdict.D, verdict.L, f64=1e-12, f32=1e-5)
+    assert np.max(verdict.stationarity) < tolerance(1e-13, 1e-5)
 
 
 def test_a_minimiser_will_do_in_place_of_realizability():
@@ -134,30 +134,30 @@ def test_a_minimiser_will_do_in_place_of_realizability():
     alpha = minimisers / minimisers.sum(1, keepdims=True)
     on_boundary = (alpha == 0).any(axis=1)
     assert 0.1 < on_boundary.mean() < 0.95
-    found = every(outputs, alpha, targets)
-    assert np.max(found.stationarity) < tolerance(1e-9, 1e-4)
-    assert np.min(found.L_alpha) >= 0 and np.max(found.L_alpha) > 0.1
-    assert violations(found, alpha, allowed=alpha[:, None] > 0) == 0
-    best = found.L.argmin(axis=1) == found.argmax
-    assert best[guaranteed(found) & ~np.isnan(found.D).any(axis=1)].all()
+    verdict = every(outputs, alpha, targets)
+    assert np.max(verdict.stationarity) < tolerance(1e-9, 1e-4)
+    assert np.min(verdict.L_alpha) >= 0 and np.max(verdict.L_alpha) > 0.1
+    assert violations(verdict, alpha, allowed=alpha[:, None] > 0) == 0
+    best = verdict.L.argmin(axis=1) == verdict.argmax
+    assert best[guaranteed(verdict) & ~np.isnan(verdict.D).any(axis=1)].all()
     # The choice nearest to the mixture is the best one.
     mixture = np.einsum("mnk,mk->mn", outputs, alpha)
     distance = np.square(outputs - mixture[..., None]).mean(axis=1)
-    assert (distance.argmin(1) == found.L.argmin(axis=1))[~on_boundary].all()
+    assert (distance.argmin(1) == verdict.L.argmin(axis=1))[~on_boundary].all()
 
 
 def test_of_any_alpha_a_decomposition_and_a_bound_are_left():
     """Both proved in the module; here on labels that no mixture generates."""
     outputs, alpha, targets = instances(2)
-    found = every(outputs, alpha, targets)
-    parts = found.L_alpha[:, None] + (1 - alpha) ** 2 * found.D + found.slack
-    assert_close(parts, found.L, f64=1e-12, f32=1e-5)
-    np.testing.assert_allclose((alpha * found.slack).sum(1), 0, atol=tolerance(1e-13, 1e-5))
-    L = np.array(found.L)
-    regret = L[np.arange(1000), found.argmax] - L.min(axis=1)
-    sure = guaranteed(found)
+    verdict = every(outputs, alpha, targets)
+    parts = verdict.L_alpha[:, None] + (1 - alpha) ** 2 * verdict.D + verdict.slack
+    assert_close(parts, verdict.L, f64=1e-12, f32=1e-5)
+    np.testing.assert_allclose((alpha * verdict.slack).sum(1), 0, atol=tolerance(1e-13, 1e-5))
+    L = np.array(verdict.L)
+    regret = L[np.arange(1000), verdict.argmax] - L.min(axis=1)
+    sure = guaranteed(verdict)
     assert (regret[sure] > 0).any()
-    assert (regret <= found.stationarity / alpha.max(1) + tolerance(1e-12, 1e-5))[sure].all()
+    assert (regret <= verdict.stationarity / alpha.max(1) + tolerance(1e-12, 1e-5))[sure].all()
 
 
 MIXING = np.array([[0.5, 1.2, -0.6], [0.6, 0.3, 0.4], [0.2, -0.8, 0.6], [0.2, 0.4, 0.7]])
@@ -187,35 +187,35 @@ def test_intervals_cover_and_wrong_verdicts_are_rare():
     """By simulation at 60 rows, 95 %; D and L are known."""
     D, L = truth()
     outputs, targets = samples(0, 1000, 60)
-    found = every(outputs, np.tile(ALPHA, (1000, 1)), targets)
-    covered = np.abs(found.difference - (D[:, None] - D)) <= found.half_width + 1e-6
+    verdict = every(outputs, np.tile(ALPHA, (1000, 1)), targets)
+    covered = np.abs(verdict.difference - (D[:, None] - D)) <= verdict.half_width + 1e-6
     assert 0.92 < covered[:, ~np.eye(3, dtype=bool)].mean() < 0.97
-    for verdicts, values in ((found.verdict, D), (found.loss_order, -L)):
+    for verdicts, values in ((verdict.verdict, D), (verdict.loss_order, -L)):
         undecided = np.array(verdicts) == 0
         assert 0.05 < undecided.mean() < 0.6
         assert (~right(verdicts, values) & ~undecided).mean() < 0.02
     # All slacks are 0. The argmax is farther from the mixture than choice 0, which is best.
-    slack_covered = (np.abs(found.slack) <= found.slack_half_width).all(axis=1)
+    slack_covered = (np.abs(verdict.slack) <= verdict.slack_half_width).all(axis=1)
     assert 0.93 < slack_covered.mean() < 0.995
     assert L.argmin() == 0
-    for verdicts in (found.trust, found.nearest, found.condition):
+    for verdicts in (verdict.trust, verdict.nearest, verdict.condition):
         assert (np.array(verdicts) == 1).mean() < 0.03
 
 
 def test_many_rows_decide_every_pair_rightly():
     D, L = truth()
     outputs, targets = (x[0] for x in samples(1, 1, 20_000))
-    found = condition_six(outputs, np.array(ALPHA), targets)
-    assert right(found.verdict, D).all()
-    assert right(found.loss_order, -L).all()
-    assert found.trust == found.nearest == found.condition == -1
+    verdict = condition_six(outputs, np.array(ALPHA), targets)
+    assert right(verdict.verdict, D).all()
+    assert right(verdict.loss_order, -L).all()
+    assert verdict.trust == verdict.nearest == verdict.condition == -1
 
 
 def test_without_targets_the_verdicts_are_the_same():
     outputs, targets = (x[0] for x in samples(2, 1, 160))
-    found, blind = (condition_six(outputs, np.array(ALPHA), y) for y in (targets, None))
-    np.testing.assert_array_equal(blind.verdict, found.verdict)
-    assert blind.trust == blind.nearest == found.nearest
+    verdict, blind = (condition_six(outputs, np.array(ALPHA), y) for y in (targets, None))
+    np.testing.assert_array_equal(blind.verdict, verdict.verdict)
+    assert blind.trust == blind.nearest == verdict.nearest
     assert blind.L is None
 
 
@@ -223,19 +223,19 @@ def test_with_two_activations_the_condition_holds_exactly():
     """Theorem 1: D_1 = D_2, to the last bit."""
     generator = np.random.default_rng(3)
     alpha, outputs = generator.dirichlet(np.ones(2), 50), generator.normal(size=(50, 30, 2, 3)) ** 3
-    found = every(outputs, alpha)
-    np.testing.assert_array_equal(found.verdict, 1)
-    np.testing.assert_array_equal(found.condition, 1)
-    np.testing.assert_array_equal(found.half_width, 0)
+    verdict = every(outputs, alpha)
+    np.testing.assert_array_equal(verdict.verdict, 1)
+    np.testing.assert_array_equal(verdict.condition, 1)
+    np.testing.assert_array_equal(verdict.half_width, 0)
 
 
 def test_a_vertex_needs_no_condition():
     outputs, vertex = samples(4, 1, 160)[0][0], np.array([0.0, 1.0, 0.0])
-    found = condition_six(outputs, vertex, outputs @ vertex)
-    np.testing.assert_array_equal(np.isnan(found.D), [False, True, False])
-    np.testing.assert_array_equal(found.verdict[1], 0)
-    assert found.condition == found.nearest == found.trust == 1
-    assert found.L[1] == found.stationarity == 0
+    verdict = condition_six(outputs, vertex, outputs @ vertex)
+    np.testing.assert_array_equal(np.isnan(verdict.D), [False, True, False])
+    np.testing.assert_array_equal(verdict.verdict[1], 0)
+    assert verdict.condition == verdict.nearest == verdict.trust == 1
+    assert verdict.L[1] == verdict.stationarity == 0
     # Of labels that choice 0 fits, the losses say so.
     assert condition_six(outputs, vertex, outputs[:, 0]).trust == -1
 
@@ -274,13 +274,13 @@ def test_where_alpha_is_traced_nan_counts_as_the_largest_entry():
 def test_a_ranking_by_rows_has_the_paired_t_interval():
     """Truth: scipy.stats.ttest_rel."""
     y, centres = np.random.default_rng(6).normal(size=25), np.array([0.0, 0.8, 0.3])
-    found = rank_by_shared_weights(lambda c: (y - c) ** 2, centres, confidence=0.9)
+    ranking = rank_by_shared_weights(lambda c: (y - c) ** 2, centres, confidence=0.9)
     losses = (y[:, None] - centres) ** 2
-    assert_close(found.losses, losses.mean(0), f32=1e-5)
-    assert_close(found.standard_error, scipy.stats.sem(losses), f32=1e-5)
-    np.testing.assert_array_equal(found.order, losses.mean(0).argsort())
+    assert_close(ranking.losses, losses.mean(0), f32=1e-5)
+    assert_close(ranking.standard_error, scipy.stats.sem(losses), f32=1e-5)
+    np.testing.assert_array_equal(ranking.order, losses.mean(0).argsort())
     interval = scipy.stats.ttest_rel(losses[:, 0], losses[:, 1]).confidence_interval(0.9)
-    ends = found.difference[0, 1] + np.array([-1, 1]) * found.half_width[0, 1]
+    ends = ranking.difference[0, 1] + np.array([-1, 1]) * ranking.half_width[0, 1]
     assert_close(ends, interval, f32=1e-4)
     scalar = rank_by_shared_weights(lambda c: jnp.where(c > 0.5, jnp.nan, c), centres)
     np.testing.assert_array_equal(scalar.order, [0, 2, 1])
@@ -291,10 +291,10 @@ def test_rank_correlations_are_those_of_scipy():
     """Ties in both; scipy.stats.kendalltau (tau-b) and spearmanr."""
     a = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
     b = np.array([2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4]) - a
-    found = rank_agreement(jax.random.key(0), a, b)
-    assert_close(found.kendall, scipy.stats.kendalltau(a, b).statistic, f32=1e-6)
-    assert_close(found.spearman, scipy.stats.spearmanr(a, b).statistic, f32=1e-6)
-    for r, (low, high) in ((found[0], found[1]), (found[2], found[3])):
+    agreement = rank_agreement(jax.random.key(0), a, b)
+    assert_close(agreement.kendall, scipy.stats.kendalltau(a, b).statistic, f32=1e-6)
+    assert_close(agreement.spearman, scipy.stats.spearmanr(a, b).statistic, f32=1e-6)
+    for r, (low, high) in ((agreement[0], agreement[1]), (agreement[2], agreement[3])):
         assert -1 <= low < r < high <= 1
     assert np.isnan(rank_agreement(jax.random.key(0), a, 0 * a).kendall)
     pair = rank_agreement(jax.random.key(0), a[:2], -a[:2])
@@ -306,8 +306,8 @@ def test_rank_correlations_are_those_of_scipy():
 def test_agreement_and_ranking_take_scores_of_any_type(dtype):
     # Differences of whole numbers wrapped: 1.0 for .8, and half widths of 138 for .54.
     key, a, b = jax.random.key(0), np.array([3, 100, 2, 5, 4]), np.array([3, 100, 2, 4, 5])
-    found = rank_agreement(key, a.astype(dtype), b.astype(dtype))
-    assert_close(found.kendall, scipy.stats.kendalltau(a, b).statistic, f32=1e-6)
+    agreement = rank_agreement(key, a.astype(dtype), b.astype(dtype))
+    assert_close(agreement.kendall, scipy.stats.kendalltau(a, b).statistic, f32=1e-6)
     labels, choices = jnp.array([0, 1, 1, 0]), jnp.array([[0, 1, 1, 1], [1, 0, 0, 0]])
     ranked = rank_by_shared_weights(lambda c: (c != labels).astype(dtype), choices)
     assert_close(ranked.losses, [0.25, 0.75], f32=1e-7)
@@ -328,12 +328,12 @@ def test_agreement_of_five_choices_is_not_taken_for_certain():
     """Normal correlation 0.9, tau = 2/pi asin 0.9: the bootstrap alone covers 72 %."""
     x, noise = np.random.default_rng(7).normal(size=(2, 400, 5))
     agreements = jax.jit(jax.vmap(lambda k, a, b: rank_agreement(k, a, b, resamples=200)))
-    found = agreements(
+    agreement = agreements(
         jax.random.split(jax.random.key(0), 400), x, 0.9 * x + np.sqrt(1 - 0.9**2) * noise
     )
     for r, interval in (
-        (2 / np.pi * np.arcsin(0.9), np.array(found.kendall_interval)),
-        (6 / np.pi * np.arcsin(0.45), np.array(found.spearman_interval)),
+        (2 / np.pi * np.arcsin(0.9), np.array(agreement.kendall_interval)),
+        (6 / np.pi * np.arcsin(0.45), np.array(agreement.spearman_interval)),
     ):
         assert ((interval[:, 0] <= r) & (r <= interval[:, 1])).mean() > 0.93
 
@@ -372,29 +372,33 @@ def test_a_choice_is_judged_by_paired_differences_against_every_other(seed):
     n, h = int(rng.integers(5, 40)), int(rng.integers(2, 7))
     losses = rng.normal(size=(n, h)) + 5 * rng.normal(size=(n, 1)) + rng.normal(size=h) / 3
     for choice in range(h):
-        found = judge_choice(losses, choice)
+        judgement = judge_choice(losses, choice)
         others = [j for j in range(h) if j != choice]
         pairs = scipy.stats.ttest_rel(losses[:, [choice]], losses[:, others])
         assert_close(
-            found.worse_by[np.array(others)], losses.mean(0)[choice] - losses.mean(0)[others]
+            judgement.worse_by[np.array(others)], losses.mean(0)[choice] - losses.mean(0)[others]
         )
-        t = found.worse_by[np.array(others)] / found.standard_error[np.array(others)]
+        t = judgement.worse_by[np.array(others)] / judgement.standard_error[np.array(others)]
         assert_close(t, pairs.statistic)
-        assert bool(found.as_good) == (pairs.statistic <= 1).all()
+        assert bool(judgement.as_good) == (pairs.statistic <= 1).all()
         sure = judge_choice(losses, choice, noise=0.0)
-        assert bool(sure.as_good) == (choice == losses.mean(0).argmin()) == (int(found.rank) == 1)
-        assert int(found.best) == losses.mean(0).argmin()
-        assert int(found.rank) == scipy.stats.rankdata(losses.mean(0))[choice]
+        assert (
+            bool(sure.as_good) == (choice == losses.mean(0).argmin()) == (int(judgement.rank) == 1)
+        )
+        assert int(judgement.best) == losses.mean(0).argmin()
+        assert int(judgement.rank) == scipy.stats.rankdata(losses.mean(0))[choice]
         # What all choices have in common is no noise.
         common = judge_choice(losses + 100 * rng.normal(size=(n, 1)), choice)
-        assert bool(common.as_good) == bool(found.as_good)
+        assert bool(common.as_good) == bool(judgement.as_good)
 
 
 def test_equal_choices_are_as_good_as_each_other():
     losses = np.tile([[0.0], [1.0], [0.0]], (1, 3))
     for choice in range(3):
-        found = judge_choice(losses, choice, noise=0.0)
-        assert bool(found.as_good) and int(found.best) == choice and int(found.rank) == 1
+        judgement = judge_choice(losses, choice, noise=0.0)
+        assert (
+            bool(judgement.as_good) and int(judgement.best) == choice and int(judgement.rank) == 1
+        )
 
 
 @pytest.mark.parametrize(
@@ -434,10 +438,10 @@ def test_ranks_of_numbers_without_a_minus(dtype):
 @pytest.mark.parametrize("choice", [-1, 3])
 def test_a_traced_choice_that_there_is_not_is_as_good_as_none(choice):
     losses = np.random.default_rng(0).normal(size=(9, 3))
-    found = jax.jit(judge_choice)(losses, choice)
-    assert not found.as_good and found.rank == 0
-    assert found.best == losses.mean(axis=0).argmin()
-    assert np.isnan(found.worse_by).all() and np.isnan(found.standard_error).all()
+    judgement = jax.jit(judge_choice)(losses, choice)
+    assert not judgement.as_good and judgement.rank == 0
+    assert judgement.best == losses.mean(axis=0).argmin()
+    assert np.isnan(judgement.worse_by).all() and np.isnan(judgement.standard_error).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
@@ -449,8 +453,8 @@ def test_outputs_of_16_bits_are_squared_in_32(dtype):
 
 
 def test_factors_have_their_derivatives_on_the_edges_of_the_simplex():
-    found = jax.jacobian(lambda a: factor_simplex(a, 0))(jnp.array([0.3, 0.7, 0.0]))
+    derivatives = jax.jacobian(lambda a: factor_simplex(a, 0))(jnp.array([0.3, 0.7, 0.0]))
     # gamma_1 = alpha_1 / (alpha_1 + alpha_2), gamma_2 = alpha_2 / (alpha_1 + alpha_2)
     truth = [[0, 0, 0], [0, 0, -1 / 0.7], [0, 0, 1 / 0.7]]
-    np.testing.assert_allclose(found, truth, atol=1e-6)
+    np.testing.assert_allclose(derivatives, truth, atol=1e-6)
     assert (factor_simplex(jnp.array([0.3, 0.7]), 0) == jnp.array([0.0, 1.0])).all()

@@ -98,11 +98,11 @@ def test_product_and_isotropic_laplace_kernels_differ_by_far_more_than_the_error
 def test_features_of_sixteen_bits_are_those_of_thirty_two(kernel, dtype):
     """The transforms are infinite where a number's neighbour is the end of the interval."""
     x, config = jnp.zeros((1, 4), dtype), fourier_config("none", kernel)
-    found = FEATURES.apply(config, x, 2000)
-    assert found.dtype == dtype and bool(jnp.isfinite(found).all())
+    features_of_sixteen = FEATURES.apply(config, x, 2000)
+    assert features_of_sixteen.dtype == dtype and bool(jnp.isfinite(features_of_sixteen).all())
     whole = FEATURES.apply(config, x.astype(jnp.float32), 2000)
     # A phase up to 2 pi is rounded, and so is its cosine.
-    np.testing.assert_allclose(found, whole, atol=10 * float(jnp.finfo(dtype).eps))
+    np.testing.assert_allclose(features_of_sixteen, whole, atol=10 * float(jnp.finfo(dtype).eps))
     if dtype == jnp.bfloat16:  # Cauchy's draws are beyond float16
         draws = FEATURES.project(config, jnp.eye(4, dtype=dtype), 20_000)
         assert not bool(jnp.isnan(draws).any())
@@ -211,9 +211,9 @@ def test_columns_whose_squares_leave_float32_are_standardised_too():
     train = jnp.array([[0.0, 0.0], [1e-30, 1e30]], jnp.float32)
     features = features_of(train)
     directions = features.project(fourier_config("none"), jnp.eye(2, dtype=jnp.float32), 30)
-    found = features.project(fourier_config("standardize"), train, 30)
+    projected = features.project(fourier_config("standardize"), train, 30)
     sums = directions.sum(axis=0)
-    assert_close(found, jnp.stack([-sums, sums]), f64=1e-5, f32=1e-5)
+    assert_close(projected, jnp.stack([-sums, sums]), f64=1e-5, f32=1e-5)
 
 
 @pytest.mark.long
@@ -221,8 +221,8 @@ def test_columns_whose_squares_leave_float32_are_standardised_too():
 def test_rows_whose_squares_leave_float32_have_a_direction_too(size):
     x = jnp.asarray(X[:2] / abs(X[:2]).max(), jnp.float32)
     features, config = features_of(x), fourier_config("unit")
-    found, truth = (features.project(config, s * x, 30) for s in (np.float32(size), 1))
-    assert_close(found, truth, f64=1e-5, f32=1e-5)
+    projected, truth = (features.project(config, s * x, 30) for s in (np.float32(size), 1))
+    assert_close(projected, truth, f64=1e-5, f32=1e-5)
     if size < 1e30:  # beyond, slopes are no normal numbers
         slope = jax.grad(lambda x: jnp.sum(features.project(config, x, 30) ** 3))
         assert_close(size * slope(np.float32(size) * x), slope(x), f64=1e-3, f32=1e-3)

@@ -56,15 +56,15 @@ def test_the_hypergradient_is_the_closed_form(setting):
     train, valid = draw(rows, p)
     space = space_of(3)
     alpha = {"mixture": MIXTURE, "log_penalty": jnp.log(jnp.array(penalty))}
-    found = hypergradient(space, space.solver, alpha, train, valid, diagnostics=False)
+    hyper = hypergradient(space, space.solver, alpha, train, valid, diagnostics=False)
     value, mixture, log_penalty = REFERENCES[setting]
-    assert_close(found.value, value, f64=1e-11)
-    assert_close(found.grad["mixture"], mixture, f64=1e-11)
-    assert_close(found.grad["log_penalty"], log_penalty, f64=1e-11, f32=1e-2)
+    assert_close(hyper.value, value, f64=1e-11)
+    assert_close(hyper.grad["mixture"], mixture, f64=1e-11)
+    assert_close(hyper.grad["log_penalty"], log_penalty, f64=1e-11, f32=1e-2)
     if penalty:
-        assert_close(found.grad, closed_form(penalty, *train, *valid), f64=1e-10, f32=1e-2)
+        assert_close(hyper.grad, closed_form(penalty, *train, *valid), f64=1e-10, f32=1e-2)
     else:  # the predictor does not change when the features are scaled
-        euler = jnp.vdot(MIXTURE, found.grad["mixture"])
+        euler = jnp.vdot(MIXTURE, hyper.grad["mixture"])
         assert abs(euler) < tolerance(1e-10, 1e-3) * np.linalg.norm(mixture)
 
 
@@ -90,15 +90,15 @@ def test_implicit_differentiation_of_the_lower_loss_gives_the_same(rows, p):
     train, valid = draw(rows, p)
     space = space_of(3)
     alpha = {"mixture": MIXTURE, "log_penalty": jnp.log(jnp.array(0.1))}
-    found, by_cg = (
+    hyper, by_cg = (
         hypergradient(space, solver, alpha, train, valid)
         for solver in (space.solver, bilevel.implicit())
     )
-    assert_close(by_cg.w, found.w, f64=1e-9, f32=1e-2)
-    assert_close(by_cg.grad, found.grad, f64=1e-8, f32=1e-2)
-    assert found.info.converged
-    norm = np.linalg.norm(flatten(found.grad))
-    assert found.info.error_estimate < tolerance(1e-10, 1e-2) * norm
+    assert_close(by_cg.w, hyper.w, f64=1e-9, f32=1e-2)
+    assert_close(by_cg.grad, hyper.grad, f64=1e-8, f32=1e-2)
+    assert hyper.info.converged
+    norm = np.linalg.norm(flatten(hyper.grad))
+    assert hyper.info.error_estimate < tolerance(1e-10, 1e-2) * norm
 
 
 @functools.cache
@@ -165,11 +165,13 @@ def test_a_search_finds_the_informative_map(classes, outer):
     geometry = {"mixture": simplex, "log_penalty": optax.adam(0.3)}
     optimizer = optax.partition(geometry, {name: name for name in geometry})
     start, w = space.start(), space.init(jax.random.key(0), train)
-    found = bilevel.search(space.problem, space.solver, optimizer, start, w, train, valid, steps=20)
-    assert space.names[jnp.argmax(found.alpha["mixture"])] == "good"
-    assert found.alpha["mixture"][0] > 0.9
-    assert_close(found.alpha["mixture"].sum(), 1.0, f32=1e-5)
-    guesses = space.predict(space.apply(found.w, found.alpha, valid[0]))
+    result = bilevel.search(
+        space.problem, space.solver, optimizer, start, w, train, valid, steps=20
+    )
+    assert space.names[jnp.argmax(result.alpha["mixture"])] == "good"
+    assert result.alpha["mixture"][0] > 0.9
+    assert_close(result.alpha["mixture"].sum(), 1.0, f32=1e-5)
+    guesses = space.predict(space.apply(result.w, result.alpha, valid[0]))
     accuracy = np.mean(guesses == space.predict(valid[1]))
     w, _ = space.solver.run(space.problem.lower, start, w, (), train)
     before = np.mean(space.predict(space.apply(w, start, valid[0])) == space.predict(valid[1]))

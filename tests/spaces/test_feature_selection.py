@@ -53,9 +53,9 @@ def test_a_configuration_is_judged_as_scikit_learn_would(parts, configs, resourc
     for config in configs:
         phis = [np.asarray(apply(config, x, resource)) / np.sqrt(resource) for x in xs]
         model = fitted(phis[0], labels[0])
-        found = problem.evaluate(None, config, resource)
+        errors = problem.evaluate(None, config, resource)
         np.testing.assert_allclose(
-            found,
+            errors,
             [errors_of(model, phi, y) for phi, y in zip(phis[1:], labels[1:], strict=True)],
             # One row of 80 may lie within a rounding of another class.
             atol=tolerance(1e-12, 0.0126),
@@ -67,7 +67,7 @@ def test_shared_weights_are_fitted_to_rows_under_configurations_of_their_own(par
     problem = features.fourier_selection(KEY, *parts, dimension=DIMENSION)
     (train, valid, _), labels = flat(parts), [y for _, y in parts]
     probabilities = np.array([0.4, 0.1, 0.1, 0.4, 0.0])
-    found = problem.share(KEY, configs, probabilities, DIMENSION)
+    shared = problem.share(KEY, configs, probabilities, DIMENSION)
     # The truth: the same draw of cells, features row by row.
     seed = np.asarray(jax.random.key_data(KEY)).ravel()
     cells = np.random.RandomState(seed).choice(5, 160, p=probabilities)
@@ -80,11 +80,11 @@ def test_shared_weights_are_fitted_to_rows_under_configurations_of_their_own(par
     model = fitted(phi(train, cells[:80]), labels[0])
     wrong = np.argmax(model.predict(phi(valid, cells[80:])), 1) != labels[1]
     counts = np.bincount(cells[80:], minlength=5)
-    np.testing.assert_array_equal(found.counts, counts)
-    assert found.counts[4] == 0
-    assert np.isnan(found.errors[4])
+    np.testing.assert_array_equal(shared.counts, counts)
+    assert shared.counts[4] == 0
+    assert np.isnan(shared.errors[4])
     np.testing.assert_allclose(
-        found.errors[:4] * counts[:4],
+        shared.errors[:4] * counts[:4],
         np.bincount(cells[80:], wrong, minlength=5)[:4],
         atol=tolerance(1e-9, 1.1),
     )
@@ -232,14 +232,14 @@ def test_a_class_missing_from_training_is_never_predicted_and_the_rest_works(par
     kept = (x[y != 3], y[y != 3])
     whole = features.fourier_selection(KEY, *parts, dimension=64)
     problem = features.fourier_selection(KEY, kept, parts[1], test, dimension=64)
-    found, missing = problem.evaluate(None, configs[0], 64).valid, np.mean(y_valid == 3)
-    assert missing <= found < whole.evaluate(None, configs[0], 64).valid + missing + 0.1
+    error, missing = problem.evaluate(None, configs[0], 64).valid, np.mean(y_valid == 3)
+    assert missing <= error < whole.evaluate(None, configs[0], 64).valid + missing + 0.1
     # Under a tiny bandwidth outputs are noise, in which any class may be the largest.
     problem = features.fourier_selection(
         KEY, kept, (x_valid, np.full(80, 3)), (x_valid, np.full(80, 4)), dimension=64
     )
-    found = problem.evaluate(None, features.fourier_config(gamma=100.0), 64)
-    assert found.valid == 1 and found.test < 1
+    error = problem.evaluate(None, features.fourier_config(gamma=100.0), 64)
+    assert error.valid == 1 and error.test < 1
 
 
 @pytest.mark.long

@@ -96,10 +96,10 @@ def test_hypergradients_are_finite_differences(name):
     alpha, (train, valid) = space.start(), batches(space)
     cheap = name not in ("a network's parameters", "a described network")  # they compile for long
     fn = jax.jit(bilevel.hypergradient(space.problem, space.solver, diagnostics=cheap))
-    found = fn(alpha, space.init(KEYS[2], train), train, valid)
-    assert not cheap or (bool(found.info.converged) and found.info.error_bound < 1e-8)
+    hyper = fn(alpha, space.init(KEYS[2], train), train, valid)
+    assert not cheap or (bool(hyper.info.converged) and hyper.info.error_bound < 1e-8)
     value = value_of(space)
-    np.testing.assert_allclose(found.value, value(alpha), rtol=1e-12)
+    np.testing.assert_allclose(hyper.value, value(alpha), rtol=1e-12)
     leaves, structure = jax.tree.flatten(alpha)
     for i, leaf in enumerate(leaves):
         for place in np.ndindex(leaf.shape):
@@ -112,7 +112,7 @@ def test_hypergradients_are_finite_differences(name):
             # Fourth order: two steps.
             near, far = (moved(h) - moved(-h) for h in (1e-3, 2e-3))
             difference = (8 * near - far) / 12e-3
-            slope = jax.tree.leaves(found.grad)[i][place]
+            slope = jax.tree.leaves(hyper.grad)[i][place]
             np.testing.assert_allclose(slope, difference, rtol=1e-6, atol=1e-9)
 
 
@@ -126,8 +126,8 @@ def test_a_described_network_is_a_space_whose_architectures_are_networks():
     first = nets.dense(2.0), nets.act(KINKED)
     block = nets.residual(nets.serial(nets.dense(), nets.act(ntk.relu)), skip=-0.5)
     one = nets.serial(*first, block, nets.dense(1.0, 0.1)).kernel(X)
-    found = described().kernel(X, alpha=space.values(corner))
-    np.testing.assert_allclose(found.ntk, one.ntk, rtol=1e-12)
+    kernels = described().kernel(X, alpha=space.values(corner))
+    np.testing.assert_allclose(kernels.ntk, one.ntk, rtol=1e-12)
     # The kernel that the space searches with, and its certificate.
     w = jnp.eye(len(X))
     np.testing.assert_allclose(space.apply(w, corner, space.inputs(X)), one.ntk, rtol=1e-12)
@@ -153,15 +153,15 @@ def test_a_mixture_of_activations_as_a_function_is_the_space_of_blocks():
     space = kernel_function_space(kernel, jnp.array([0.3, 0.7]), sets="simplex")
     alpha = {"mixture": jnp.array([0.3, 0.7]), "log_penalty": space.start()["log_penalty"]}
     train, valid = (blocks.blocks(X), Y), (blocks.blocks(XV, X), YV)
-    truth, found = (
+    truth, hyper = (
         bilevel.hypergradient(s.problem, s.solver, diagnostics=False)(*of)
         for s, of in (
             (blocks, (alpha, 0 * Y, train, valid)),
             (space, (space.start(), 0 * Y, *batches(space))),
         )
     )
-    np.testing.assert_allclose(found.value, truth.value, rtol=1e-10)
-    np.testing.assert_allclose(found.grad["kernel"], truth.grad["mixture"], rtol=1e-8)
+    np.testing.assert_allclose(hyper.value, truth.value, rtol=1e-10)
+    np.testing.assert_allclose(hyper.grad["kernel"], truth.grad["mixture"], rtol=1e-8)
 
 
 @pytest.mark.long
@@ -179,12 +179,12 @@ def test_a_search_ends_at_a_kernel_and_its_certificates_hold_all_the_way():
         },
         {"mixture": "mixture", "log_penalty": "log_penalty"},
     )
-    found = bilevel.search(
+    result = bilevel.search(
         space.problem, space.solver, optimizer, *start, train, valid, steps=6, progress=False
     )
-    assert space.discretize(found.alpha) in ("relu", "linear")
-    bounds = space.certificates(found.history["alpha"], X)
-    for alpha, bound in zip(found.history["alpha"]["mixture"], bounds, strict=True):
+    assert space.discretize(result.alpha) in ("relu", "linear")
+    bounds = space.certificates(result.history["alpha"], X)
+    for alpha, bound in zip(result.history["alpha"]["mixture"], bounds, strict=True):
         K = jnp.einsum("i,inm->nm", alpha, train[0])
         assert 0 <= ntk.min_eigenvalue(K) - bound < 1e-12
     # 14 rows of 4 dimensions: a linear kernel alone is singular.
@@ -255,10 +255,10 @@ def test_certificates_of_parameters_are_those_of_the_kernels_they_make():
     space = SPACES["a network's parameters"]()
     alpha = space.start()
     stacked = jax.tree.map(lambda a: jnp.stack([a, a + 0.1]), alpha)
-    found = space.certificates(stacked, X)
+    certificates = space.certificates(stacked, X)
     for i in range(2):
         one = jax.tree.map(lambda a, i=i: a[i], stacked["kernel"])
-        assert found[i] == ntk.certified_min_eigenvalue(network(one, X))
+        assert certificates[i] == ntk.certified_min_eigenvalue(network(one, X))
 
 
 def test_draws_corners_and_what_is_found_live_where_the_sets_say():
@@ -267,9 +267,9 @@ def test_draws_corners_and_what_is_found_live_where_the_sets_say():
     corners = {tuple(d["mixture"].tolist()) for d in drawn}
     assert corners == {(1.0, 0.0), (0.0, 1.0)}
     assert all(0 <= d["skip"] <= 1 for d in drawn) and len({float(d["skip"]) for d in drawn}) == 20
-    found = space.discretize(space.start())
-    assert found["mixture"].tolist() == [0, 1] and found["skip"] == 0.3
-    assert space.one_hot(found)["kernel"]["mixture"].tolist() == [0, 1]
+    architecture = space.discretize(space.start())
+    assert architecture["mixture"].tolist() == [0, 1] and architecture["skip"] == 0.3
+    assert space.one_hot(architecture)["kernel"]["mixture"].tolist() == [0, 1]
 
 
 @pytest.mark.long
@@ -277,10 +277,10 @@ def test_the_example_of_convolutional_networks_ends_at_a_certified_kernel(monkey
     monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "examples")
     example = importlib.import_module("stax_kernels")
     try:
-        bracket, found, bounds = example.main()
+        bracket, result, bounds = example.main()
     except FileNotFoundError:
         pytest.skip("CIFAR-10 is not here")
-    assert found.history["value"][-1] < found.history["value"][0]
+    assert result.history["value"][-1] < result.history["value"][0]
     assert (bounds >= bracket.lower - 1e-9).all()
     assert "found: 0." in capsys.readouterr().out
 
@@ -320,10 +320,10 @@ def test_linearised_deep_features_are_regression_on_the_networks_gradient(classe
         return jnp.mean((1 - yv * (k @ dual)) ** 2)
 
     hyper = bilevel.hypergradient(space.problem, space.solver, diagnostics=False)
-    found = jax.jit(hyper)(alpha, space.init(KEYS[3], train), train, valid)
-    assert_close(found.value, value(alpha), f64=1e-12, f32=1e-4)
+    result = jax.jit(hyper)(alpha, space.init(KEYS[3], train), train, valid)
+    assert_close(result.value, value(alpha), f64=1e-12, f32=1e-4)
     jax.tree.map(
-        lambda a, b: assert_close(a, b, f64=1e-10, f32=1e-3), found.grad, jax.grad(value)(alpha)
+        lambda a, b: assert_close(a, b, f64=1e-10, f32=1e-3), result.grad, jax.grad(value)(alpha)
     )
     drawn = space.draw(KEYS[0])
     assert space.discretize(drawn) == deep.discretize(drawn["kernel"])
@@ -359,15 +359,15 @@ def test_a_space_with_training_inputs_takes_batches_as_the_contract_says(rows, v
     truth = of_pairs(alpha, w, train, test)
     K = np.asarray(gaussian(0.0, x, x)) + 0.1 * np.eye(rows)
     weights = np.linalg.solve(K, y)  # truth: numpy
-    found = step(alpha, w, (x, y), (xv, yv))
-    assert_close(found.w, weights, f32=1e-3)
-    assert_close(found.value, truth.value, f32=1e-4)
-    jax.tree.map(lambda a, b: assert_close(a, b, f32=1e-3), found.grad, truth.grad)
+    hyper = step(alpha, w, (x, y), (xv, yv))
+    assert_close(hyper.w, weights, f32=1e-3)
+    assert_close(hyper.value, truth.value, f32=1e-4)
+    jax.tree.map(lambda a, b: assert_close(a, b, f32=1e-3), hyper.grad, truth.grad)
     # Pairs remain valid, also for losses that are not compiled.
     for batches in ((x, y), (xv, yv)), (train, test):
         solved, _ = space.solver.run(space.problem.lower, alpha, w, (), batches[0])
         assert_close(space.problem.outer(solved, alpha, batches[1]), truth.value, f32=1e-4)
-    f = space.apply(found.w, alpha, xv)
+    f = space.apply(hyper.w, alpha, xv)
     assert_close(f, np.asarray(gaussian(0.0, xv, x)) @ weights, f32=1e-3)
     # Iterative solvers see the same lower loss.
     slopes = [
@@ -382,9 +382,11 @@ def test_rows_without_the_training_inputs_are_refused_and_never_guessed():
     pairs = kernel_function_space(gaussian, jnp.zeros(()))
     space = kernel_function_space(gaussian, jnp.zeros(()), x=x)
     alpha, w = pairs.start(), jnp.ones(9)
-    found, _ = pairs.solver.run(pairs.problem.lower, alpha, w, (), (x, y))  # training rows alone
+    coefficients, _ = pairs.solver.run(
+        pairs.problem.lower, alpha, w, (), (x, y)
+    )  # training rows alone
     truth, _ = pairs.solver.run(pairs.problem.lower, alpha, w, (), (pairs.inputs(x), y))
-    np.testing.assert_array_equal(found, truth)
+    np.testing.assert_array_equal(coefficients, truth)
     for call in (
         lambda: pairs.problem.outer(w, alpha, (XV, YV)),
         lambda: pairs.apply(w, alpha, XV),

@@ -152,13 +152,13 @@ def test_without_a_pool_the_top_k_are_kept_and_validated():
 def test_ties_are_broken_evenly():
     """Two of four tied networks join the best one: 1 of the 6 pairs lacks both 2 and 3."""
     score, valid, test = [9, 1, 1, 1, 1], [0, 1, 2, 3, 3], np.array([0, 1, 2, 3, 3.0])
-    found = best_of_k(score, valid, test, 3, draws=4000)
-    shares = [np.mean(found == value) for value in (1, 2, 3)]
+    accuracies = best_of_k(score, valid, test, 3, draws=4000)
+    shares = [np.mean(accuracies == value) for value in (1, 2, 3)]
     # Best of a random pair of (1, 2, 3, 3): 1 never, 2 once in six.
     assert shares == pytest.approx([0, 1 / 6, 5 / 6], abs=0.03)
     again = best_of_k(score, valid, test, 3, draws=4000)
-    np.testing.assert_array_equal(found, again)
-    assert (best_of_k(score, valid, test, 3, draws=4000, seed=1) != found).any()
+    np.testing.assert_array_equal(accuracies, again)
+    assert (best_of_k(score, valid, test, 3, draws=4000, seed=1) != accuracies).any()
 
 
 def test_a_score_of_no_information_is_worth_nothing():
@@ -168,8 +168,8 @@ def test_a_score_of_no_information_is_worth_nothing():
     expected = best_of_k_random(valid, test, 5)
     for score in (np.zeros(60), np.full(60, NAN)):
         for pool in (None, 20):
-            found = best_of_k(score, valid, test, 5, pool=pool, draws=4000)
-            assert abs(found.mean() - expected) < 4 * found.std() / math.sqrt(4000)
+            accuracies = best_of_k(score, valid, test, 5, pool=pool, draws=4000)
+            assert abs(accuracies.mean() - expected) < 4 * accuracies.std() / math.sqrt(4000)
 
 
 def test_with_a_pool_the_mean_is_that_over_all_pools():
@@ -179,8 +179,8 @@ def test_with_a_pool_the_mean_is_that_over_all_pools():
     for pool in itertools.combinations(range(7), 4):
         kept = sorted(pool, key=lambda i: score[i])[-2:]
         means.append(test[max(kept, key=lambda i: valid[i])])
-    found = best_of_k(score, valid, test, 2, pool=4, draws=6000)
-    assert abs(found.mean() - np.mean(means)) < 4 * np.std(means) / math.sqrt(6000)
+    accuracies = best_of_k(score, valid, test, 2, pool=4, draws=6000)
+    assert abs(accuracies.mean() - np.mean(means)) < 4 * np.std(means) / math.sqrt(6000)
 
 
 # Scores together, and the report.
@@ -200,13 +200,13 @@ def test_the_protocol_is_the_best_of_k_in_pools_by_early_validation():
     table, _ = made_up()
     rows = np.arange(0, 15_625, 15)
     score = RNG.normal(size=len(rows))
-    found = paper_protocol(score, table, rows, k=5, repeats=4, pool=50, seed=3)
+    figures = paper_protocol(score, table, rows, k=5, repeats=4, pool=50, seed=3)
     final = paper_protocol(score, table, rows, k=5, repeats=1, pool=50, validation="final")
     for name in DATASETS:
         test = table.accuracy[f"{name}-test"][rows]
         early = table.early[f"{name}-valid"][rows]
         expected = best_of_k(score, early, test, 5, pool=50, draws=4, seed=3)
-        assert found[name] == pytest.approx((expected.mean(), expected.std(ddof=1)))
+        assert figures[name] == pytest.approx((expected.mean(), expected.std(ddof=1)))
         valid = table.accuracy[f"{name}-valid"][rows]
         assert final[name].mean == best_of_k(score, valid, test, 5, pool=50, draws=1)[0]
         assert math.isnan(final[name].std)
@@ -232,13 +232,13 @@ def test_the_report_has_each_figure_of_each_score_and_the_baselines():
     size = [parameter_count(genotypes()[i]) for i in rows]
     for name in DATASETS:
         test, valid = (table.accuracy[f"{name}-{part}"][rows] for part in ("test", "valid"))
-        found = best_of_k(size, valid, test, 20, pool=100, draws=50)
+        accuracies = best_of_k(size, valid, test, 20, pool=100, draws=50)
         assert baselines[0][f"{name}_test_tau"] == correlations(size, test).tau
         assert baselines[0][f"{name}_test_rho"] == correlations(size, test).rho
         assert baselines[0][f"{name}_top_one"] == top_one(size, test)
-        gain = found.mean() - best_of_k_random(valid, test, 20)
+        gain = accuracies.mean() - best_of_k_random(valid, test, 20)
         assert baselines[0][f"{name}_gain"] == pytest.approx(gain)
-        assert baselines[0][f"{name}_gain_error"] == pytest.approx(found.std(ddof=1) / 50**0.5)
+        assert baselines[0][f"{name}_gain_error"] == pytest.approx(accuracies.std(ddof=1) / 50**0.5)
     assert [line["score"] for line in judge({}, table, rows, draws=1)] == list(BASELINES)
 
 
@@ -295,14 +295,14 @@ def test_published_scores_correlate_as_published(table, scored):
     }.items():
         counted = [BASELINES[name](genotypes()[i]) for i in rows]
         for dataset, figures in zip(DATASETS, printed, strict=True):
-            found = correlations(counted, table.accuracy[f"{dataset}-test"][rows])
-            assert found == pytest.approx(figures, abs=0.004)
+            correlation = correlations(counted, table.accuracy[f"{dataset}-test"][rows])
+            assert correlation == pytest.approx(figures, abs=0.004)
     for name, tau in {"nwot": 0.624, "params": 0.622, "jacov": 0.615, "synflow": 0.580}.items():
-        found = correlations(scores[name], table.accuracy["cifar10-test"][rows]).tau
-        assert found == pytest.approx(tau, abs=0.0015)
+        correlation = correlations(scores[name], table.accuracy["cifar10-test"][rows]).tau
+        assert correlation == pytest.approx(tau, abs=0.0015)
     four = sum_of_log_ranks(*(scores[name] for name in ("nwot", "synflow", "jacov", "flops")))
-    found = correlations(four, table.accuracy["cifar10-valid"][rows]).tau
-    assert found == pytest.approx(0.683, abs=0.005)
+    correlation = correlations(four, table.accuracy["cifar10-valid"][rows]).tau
+    assert correlation == pytest.approx(0.683, abs=0.005)
 
 
 def test_a_run_predicts_the_mean_of_the_others_as_the_ceiling_s_model_says(table):
@@ -313,9 +313,9 @@ def test_a_run_predicts_the_mean_of_the_others_as_the_ceiling_s_model_says(table
         pairs = [correlations(runs[:, i], runs[:, j]).tau for i, j in ((0, 1), (0, 2), (1, 2))]
         r = math.sin(math.pi / 2 * np.mean(pairs))
         model = 2 / math.pi * math.asin(math.sqrt(r * 2 * r / (1 + r)))
-        found = [correlations(runs[:, i], np.delete(runs, i, 1).mean(1)).tau for i in range(3)]
+        taus = [correlations(runs[:, i], np.delete(runs, i, 1).mean(1)).tau for i in range(3)]
         assert model == pytest.approx(predicted, abs=0.0006)
-        assert np.mean(found) == pytest.approx(seen, abs=0.0006)
+        assert np.mean(taus) == pytest.approx(seen, abs=0.0006)
 
 
 def test_the_ceiling_is_as_stated(table):

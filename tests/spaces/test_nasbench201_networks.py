@@ -115,11 +115,11 @@ def array_form():
 @pytest.mark.parametrize("name", GENOTYPES)
 def test_both_forms_and_their_gradients_are_those_of_the_network_by_hand(name):
     w, genotype = weights(), GENOTYPES[name]
-    found = array_form()(w, encode(genotype))
+    of_array = array_form()(w, encode(genotype))
     expected = jax.jit(
         lambda w: (by_hand(w, genotype, X), jax.grad(lambda w: loss(by_hand(w, genotype, X)))(w))
     )(w)
-    assert_close(found, expected)
+    assert_close(of_array, expected)
     own = NETWORKS.select(w, genotype)
     assert_close(jax.jit(lambda w: NETWORKS.apply(w, genotype, X))(own), expected[0])
 

@@ -50,9 +50,9 @@ def test_scores_are_those_of_each_network_by_itself():
 
 @pytest.mark.long
 def test_scores_of_one_gradient_are_one_program_and_each_its_own():
-    found = score_networks(("snip", "grad_norm"), NETWORKS, W, CELLS, BATCH, progress=False)
-    assert found.seconds["snip"] == found.seconds["grad_norm"]
-    for name, values in found.values.items():
+    scored = score_networks(("snip", "grad_norm"), NETWORKS, W, CELLS, BATCH, progress=False)
+    assert scored.seconds["snip"] == scored.seconds["grad_norm"]
+    for name, values in scored.values.items():
         np.testing.assert_allclose(values, scores(names=(name,))[name], rtol=1e-5)
         np.testing.assert_allclose(values[1], alone(name, CELLS[1]), rtol=1e-5)
 
@@ -116,14 +116,14 @@ def test_a_damaged_file_of_scores_is_refused_and_a_full_disk_costs_only_the_file
         no_room(500),
         pytest.warns(UserWarning, match="file: scores in .* could not be written"),
     ):
-        found = scores(**CHEAP, file=file)
-    np.testing.assert_equal(found["l2_norm"], expected()["l2_norm"][:2])
+        by_score = scores(**CHEAP, file=file)
+    np.testing.assert_equal(by_score["l2_norm"], expected()["l2_norm"][:2])
     assert not file.exists()
 
 
 def test_every_name_is_a_score():
-    found = set(dir(ntk.scores)) | {"certified_min_eigenvalue"}
-    assert set(SCORES) <= found
+    names = set(dir(ntk.scores)) | {"certified_min_eigenvalue"}
+    assert set(SCORES) <= names
 
 
 @pytest.mark.slow
@@ -173,8 +173,8 @@ def test_mistakes_are_one_sentence(tmp_path, run, message):
 
 @pytest.mark.long
 def test_encoded_genotypes_are_taken_as_they_are():
-    found = scores(encode(CELLS), ("l2_norm",))
-    np.testing.assert_equal(found["l2_norm"], expected()["l2_norm"])
+    by_score = scores(encode(CELLS), ("l2_norm",))
+    np.testing.assert_equal(by_score["l2_norm"], expected()["l2_norm"])
 
 
 def test_fewer_networks_leave_the_others_in_the_file(tmp_path):

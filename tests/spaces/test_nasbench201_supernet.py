@@ -81,10 +81,10 @@ def weights_of_networks(w, template):
     def leaf(path, empty):
         first, *rest = [key.key for key in path]
         if not first.startswith("cell_"):
-            found = w[first]
+            branch = w[first]
             for name in rest:
-                found = found[name]
-            return found
+                branch = branch[name]
+            return branch
         edge, name, part, _ = rest
         if part == "norm":
             return jnp.full(empty.shape, float(rest[-1] == "scale"))
@@ -106,9 +106,9 @@ def test_at_a_corner_the_supernet_is_the_genotypes_network():
     named = weights_of_networks(w, jax.eval_shape(lambda: networks.init(KEY, (8, 8, 1))))
     supernet, network = jax.jit(space.apply), jax.jit(networks.apply)
     mixed = [Genotype(PRIMITIVES[:0:-1] + PRIMITIVES[:2]), Genotype((*PRIMITIVES, "none"))]
-    for found in (*mixed, genotype(draw_corner(KEY)), genotypes()[0]):
-        logits = supernet(w, jnp.asarray(space.one_hot(found)), x)
-        assert_close(logits, network(named, encode(found), x), f64=1e-6)
+    for actual in (*mixed, genotype(draw_corner(KEY)), genotypes()[0]):
+        logits = supernet(w, jnp.asarray(space.one_hot(actual)), x)
+        assert_close(logits, network(named, encode(actual), x), f64=1e-6)
 
 
 @pytest.mark.long
@@ -126,14 +126,14 @@ def test_hypergradients_of_the_supernet_are_finite_differences():
     solver = bilevel.one_step(0.1)
 
     fn = jax.jit(bilevel.hypergradient(space.problem, solver, diagnostics=False))
-    found, direction = fn(alpha, w, train, valid), normal(6, 3, seed=4)
+    hyper, direction = fn(alpha, w, train, valid), normal(6, 3, seed=4)
 
     def along(t):  # the ReLUs' corners are nowhere near in so small a step
         return fn(alpha + 1e-3 * t * direction, w, train, valid).value
 
     truth = finite_differences(along, 0.0) / 1e-3
-    assert_close(np.vdot(found.grad, direction), truth, f64=1e-6)
-    np.testing.assert_array_equal(found.grad[:, 0], 0)  # `none` sends nothing
+    assert_close(np.vdot(hyper.grad, direction), truth, f64=1e-6)
+    np.testing.assert_array_equal(hyper.grad[:, 0], 0)  # `none` sends nothing
 
 
 @pytest.mark.long
@@ -176,9 +176,9 @@ def test_drawn_corners_are_genotypes_and_all_alike():
     # Truth: a third each; 4 standard errors of 3000 draws.
     np.testing.assert_allclose(drawn.mean(0), 1 / 3, atol=4 * (2 / 9 / 3000) ** 0.5)
     corner = drawn[0]
-    found = space.discretize(corner)
-    assert found.operations == tuple(np.array(names)[corner.argmax(1)])
-    np.testing.assert_array_equal(space.one_hot(found), corner)
+    parsed = space.discretize(corner)
+    assert parsed.operations == tuple(np.array(names)[corner.argmax(1)])
+    np.testing.assert_array_equal(space.one_hot(parsed), corner)
     np.testing.assert_array_equal(nasbench201_space().draw(KEY), draw_corner(KEY))
 
 

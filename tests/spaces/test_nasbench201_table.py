@@ -248,8 +248,8 @@ def test_the_residual_cell_has_its_published_accuracies(table):
     """Dong & Yang (2020), Table 5, the line ResNet."""
     text = "|nor_conv_3x3~0|+|none~0|nor_conv_3x3~1|+|skip_connect~0|none~1|skip_connect~2|"
     i = genotype_row(table, parse_genotype(text))
-    found = [round(table.accuracy[name][i], 2) for name in SETS]
-    assert found == pytest.approx([90.86, 93.91, 70.50, 70.89, 44.10, 44.23], abs=0.011)
+    accuracies = [round(table.accuracy[name][i], 2) for name in SETS]
+    assert accuracies == pytest.approx([90.86, 93.91, 70.50, 70.89, 44.10, 44.23], abs=0.011)
 
 
 def test_each_genotype_is_in_its_row(table):

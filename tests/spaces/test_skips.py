@@ -122,15 +122,15 @@ def test_wide_networks_have_the_kernel_of_the_space():
         rows = jnp.concatenate([g.reshape(3, -1) for g in jax.tree.leaves(gradients)], 1)
         return rows @ rows.T
 
-    found = empirical(jax.random.split(jax.random.key(2), 64))
+    sampled = empirical(jax.random.split(jax.random.key(2), 64))
     exact = space.kernel(alpha, x).ntk
-    errors = found.std(0) / 64**0.5
+    errors = sampled.std(0) / 64**0.5
     # Six entries: 3.5 is one in 400. The bias, O(1/width), is under a standard error.
-    assert float(jnp.abs((found.mean(0) - exact) / errors).max()) < 3.5
+    assert float(jnp.abs((sampled.mean(0) - exact) / errors).max()) < 3.5
     # Without skips, or with the layers in another order, it is another kernel.
     for other in ({"skips": jnp.zeros(2)}, {"activations": mixtures[::-1]}):
         wrong = space.kernel(alpha | other, x).ntk
-        assert float(jnp.abs((found.mean(0) - wrong) / errors).max()) > 10
+        assert float(jnp.abs((sampled.mean(0) - wrong) / errors).max()) > 10
     relu = SkipArchitecture(("relu",) * 3, (True, False))
     assert_close(space.kernel(relu, x).ntk, space.kernel(space.one_hot(relu), x).ntk)
 
@@ -175,17 +175,17 @@ def test_the_hypergradient_of_one_step_is_its_derivative(backprop, rows):
     alpha = random_alpha(4, 2)
     solver = bilevel.unrolled(optax.sgd(0.5), 1, backprop=backprop)
     fn = bilevel.hypergradient(space.problem, solver, diagnostics=False)
-    found = jax.jit(fn)(alpha, w, train, valid)
+    hyper = jax.jit(fn)(alpha, w, train, valid)
 
     def second_order(alpha):
         w_found, _ = solver.run(space.problem.lower, alpha, w, solver.init(w), train)
         return space.problem.outer(w_found, alpha, valid)
 
     def first_order(alpha):
-        return space.problem.outer(found.w, alpha, valid)
+        return space.problem.outer(hyper.w, alpha, valid)
 
     truth = finite_differences(jax.jit(second_order if backprop else first_order), alpha)
-    assert_close(found.grad, truth, f64=1e-9, f32=2e-2)
+    assert_close(hyper.grad, truth, f64=1e-9, f32=2e-2)
 
 
 @pytest.mark.long
@@ -198,7 +198,7 @@ def test_a_search_stays_on_simplices_and_box_and_learns(signs):
         traces.append(batch[0].shape)
         return space.problem.lower(w, alpha, batch)
 
-    found = bilevel.search(
+    result = bilevel.search(
         bilevel.Problem(lower, space.problem.outer),
         bilevel.unrolled(optax.sgd(0.1), 1, backprop=0),
         bilevel.strategies.on_sets(
@@ -213,7 +213,7 @@ def test_a_search_stays_on_simplices_and_box_and_learns(signs):
         chunk=50,
     )
     assert set(traces) == {(16, 3)}
-    path = found.history["alpha"]
+    path = result.history["alpha"]
     mixtures, skips = path["activations"], path["skips"]
     assert mixtures.shape == (100, 3, 2)
     np.testing.assert_allclose(mixtures.sum(-1), 1, rtol=1e-6)
@@ -221,7 +221,7 @@ def test_a_search_stays_on_simplices_and_box_and_learns(signs):
     # The steps are so long that the projection is met, and met exactly.
     assert float(skips.min()) >= 0 and float(skips.max()) <= 1
     assert bool(((skips == 0) | (skips == 1)).any())
-    losses = found.history["value"]
+    losses = result.history["value"]
     assert losses[-20:].mean() < 0.6 * losses[:5].mean()
 
 
@@ -249,12 +249,12 @@ def linear(w, _, x):
 def test_every_epoch_takes_every_row_once_in_an_order_of_its_own():
     """Truth: on this loss each step adds its row to ``w``, which the losses -w x then show."""
     data = jnp.arange(1.0, 8)
-    found = train(jax.random.key(0), linear, None, 1.0, data, optimizer=1.0, epochs=2)
+    trained = train(jax.random.key(0), linear, None, 1.0, data, optimizer=1.0, epochs=2)
     w, rows = 1.0, []
-    for loss in found.losses:
+    for loss in trained.losses:
         rows.append(round(float(-loss) / w))
         w += rows[-1]
-    assert w == float(found.last)
+    assert w == float(trained.last)
     assert sorted(rows[:7]) == sorted(rows[7:]) == list(range(1, 8))
     assert rows[:7] != rows[7:]
 
@@ -265,10 +265,10 @@ def test_the_uniform_iterate_is_uniform_over_where_the_steps_begin():
     def run(key):
         return train(key, linear, None, 0.0, jnp.ones(11), optimizer=1.0, batch_size=2)
 
-    found = jax.jit(jax.vmap(run))(jax.random.split(jax.random.key(1), 4000))
+    trained = jax.jit(jax.vmap(run))(jax.random.split(jax.random.key(1), 4000))
     # Batches of two ones; the 11th row is left out.
-    np.testing.assert_array_equal(found.last, 10.0)
-    counts = np.bincount(np.asarray(found.uniform, int), minlength=9)
+    np.testing.assert_array_equal(trained.last, 10.0)
+    counts = np.bincount(np.asarray(trained.uniform, int), minlength=9)
     assert counts[1::2].sum() == 0 and len(counts) == 9
     assert ((counts[::2] - 800) ** 2 / 800).sum() < 18.5
 
@@ -280,9 +280,9 @@ def test_plain_networks_learn_and_stay_float32_whatever_the_default(signs):
     w = cast(space.init(jax.random.key(0), batch(1, 3)), jnp.float32)
     data, (x, labels) = [(jnp.asarray(x, jnp.float32), labels) for x, labels in signs]
     options = dict(optimizer=optax.sgd(0.05, momentum=0.9), epochs=10, batch_size=8)
-    found = train(jax.random.key(1), space.problem.lower, architecture, w, data, **options)
-    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
-    errors = space.predict(jax.jit(space.apply)(found.last, architecture, x)) != labels
+    trained = train(jax.random.key(1), space.problem.lower, architecture, w, data, **options)
+    assert {leaf.dtype for leaf in jax.tree.leaves(trained)} == {jnp.dtype("float32")}
+    errors = space.predict(jax.jit(space.apply)(trained.last, architecture, x)) != labels
     assert float(errors.mean()) < 0.1
 
 
@@ -368,7 +368,7 @@ def test_the_hypergradient_at_infinite_width_is_a_finite_difference():
     alpha["kernel"]["activations"] = jax.random.dirichlet(keys[0], jnp.ones(2), (3,))
     alpha["kernel"]["skips"] = jax.random.uniform(keys[1], (2,))
     fn = jax.jit(bilevel.hypergradient(INFINITE.problem, INFINITE.solver, diagnostics=False))
-    found = fn(alpha, 0 * train[1], train, valid)
+    hyper = fn(alpha, 0 * train[1], train, valid)
 
     @jax.jit
     def kernels(alpha):
@@ -379,13 +379,13 @@ def test_the_hypergradient_at_infinite_width_is_a_finite_difference():
         w = np.linalg.solve(K + np.exp(alpha["log_penalty"]) * np.eye(len(x)), train[1])
         return np.mean((1 - valid[1] * (cross @ w)) ** 2)
 
-    np.testing.assert_allclose(found.value, value(alpha), rtol=1e-10)
+    np.testing.assert_allclose(hyper.value, value(alpha), rtol=1e-10)
     direction = jax.tree.map(
         lambda a: jnp.asarray(np.random.default_rng(a.size).normal(size=a.shape)), alpha
     )
     moved = [value(jax.tree.map(lambda a, d, h=h: a + h * d, alpha, direction)) for h in STEPS]
     difference = (8 * (moved[1] - moved[0]) - (moved[3] - moved[2])) / (12 * STEPS[1])
-    slope = optax.tree.vdot(found.grad, direction)
+    slope = optax.tree.vdot(hyper.grad, direction)
     np.testing.assert_allclose(slope, difference, rtol=1e-6)
 
 
@@ -400,20 +400,20 @@ def test_a_search_at_infinite_width_ends_at_an_architecture_with_a_certificate_o
         simplex=optax.chain(optax.sgd(0.5), bilevel.exponentiate()),
         other=optax.adam(0.05),
     )
-    found = bilevel.search(
+    result = bilevel.search(
         *(INFINITE.problem, INFINITE.solver, optimizer, INFINITE.start(), 0 * train[1]),
         *(train, valid),
         steps=3,
         progress=False,
     )
-    assert found.history["value"][-1] < found.history["value"][0]
-    architecture = INFINITE.discretize(found.alpha)
+    assert result.history["value"][-1] < result.history["value"][0]
+    architecture = INFINITE.discretize(result.alpha)
     corner = INFINITE.one_hot(architecture)
     assert INFINITE.discretize(corner) == architecture
     K = INFINITE.kernel(architecture, x).ntk
     np.testing.assert_allclose(INFINITE.kernel(corner["kernel"], x).ntk, K, rtol=1e-10)
-    certified = INFINITE.certificates(found.history["alpha"], x)
-    path = jax.tree.map(lambda a: a[1], found.history["alpha"]["kernel"])
+    certified = INFINITE.certificates(result.history["alpha"], x)
+    path = jax.tree.map(lambda a: a[1], result.history["alpha"]["kernel"])
     smallest = np.linalg.eigvalsh(INFINITE.kernel(path, x).ntk)[0]
     assert 0.99 * smallest < certified[1] <= smallest
 

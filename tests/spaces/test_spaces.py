@@ -125,10 +125,10 @@ def test_a_space_of_ones_own_is_searched_by_every_strategy(make):
     space, batch = SPACES["own"]()
     plan = make(space, weight_optimizer=optax.sgd(0.1, momentum=0.9), batch_size=3)
     w = space.init(KEY, batch)
-    found = strategies.run(plan, space.start(), w, batch, batch, steps=3, key=KEY, progress=False)
-    assert_close(found.alpha.sum(-1), np.ones(2), f32=1e-5)
-    assert bool((found.w["last"] != w["last"]).any())
-    assert set(space.discretize(found.alpha)) <= set(space.names)
+    result = strategies.run(plan, space.start(), w, batch, batch, steps=3, key=KEY, progress=False)
+    assert_close(result.alpha.sum(-1), np.ones(2), f32=1e-5)
+    assert bool((result.w["last"] != w["last"]).any())
+    assert set(space.discretize(result.alpha)) <= set(space.names)
 
 
 @pytest.mark.long
@@ -222,6 +222,6 @@ def test_labels_of_bytes_and_of_halves():
 @pytest.mark.parametrize("name", ["hinge", "logistic"])
 def test_labels_0_and_1_have_no_margin(name):
     loss = targets.OUTER_LOSSES[name]
-    found = loss(jnp.ones(3), jnp.array([0.0, 1.0, -1.0]))
-    assert jnp.isnan(found[0]) and jnp.isfinite(found[1:]).all()
+    losses = loss(jnp.ones(3), jnp.array([0.0, 1.0, -1.0]))
+    assert jnp.isnan(losses[0]) and jnp.isfinite(losses[1:]).all()
     assert jnp.isnan(jax.grad(loss)(1.0, 0.0))

@@ -94,9 +94,9 @@ def slope_at(w, rows):
 )
 def test_a_step_is_the_formulas(strategy, optimizer, slope):
     """Truth: gradients by JAX of the losses written out, and the optimizer's own update."""
-    found = first_step(strategy)
-    assert_close(found.alpha, by_hand(optimizer, slope(SPACE.start())), f64=1e-10, f32=1e-5)
-    assert bool((found.alpha["activations"] != 0.5).any())
+    result = first_step(strategy)
+    assert_close(result.alpha, by_hand(optimizer, slope(SPACE.start())), f64=1e-10, f32=1e-5)
+    assert bool((result.alpha["activations"] != 0.5).any())
 
 
 def test_the_logits_optimizer_is_darts_adam():
@@ -104,25 +104,25 @@ def test_the_logits_optimizer_is_darts_adam():
     rate, decay, b1, b2, eps = 0.3, 1e-3, 0.5, 0.999, 1e-8
     alpha, optimizer = np.array([0.7, 0.2, 0.1]), logits(rate)
     z, m, v = np.log(alpha / alpha.max()), 0.0, 0.0  # the largest logit starts at 0
-    state, found = optimizer.init(jnp.asarray(alpha)), jnp.asarray(alpha)
+    state, actual = optimizer.init(jnp.asarray(alpha)), jnp.asarray(alpha)
     # As small as the decay's part, so that it counts.
     for t, slope in enumerate(1e-3 * np.random.default_rng(0).normal(size=(6, 3)), 1):
-        updates, state = optimizer.update(jnp.asarray(slope), state, found)
-        found = optax.apply_updates(found, updates)
+        updates, state = optimizer.update(jnp.asarray(slope), state, actual)
+        actual = optax.apply_updates(actual, updates)
         g = alpha * (slope - alpha @ slope) + decay * z
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
         z = z - rate * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
         alpha = np.exp(z) / np.exp(z).sum()
-    assert_close(found, alpha, f64=1e-9, f32=1e-4)
+    assert_close(actual, alpha, f64=1e-9, f32=1e-4)
 
 
 @pytest.mark.long
 def test_a_rate_of_gaea_is_that_of_exponentiated_gradient():
     space = SPACE
     slope = slope_at(after(space.start()), ROWS[1])(space.start())["activations"]
-    found = first_step(strategies.gaea(space, **WITH_ALPHA)).alpha["activations"]
+    activations = first_step(strategies.gaea(space, **WITH_ALPHA)).alpha["activations"]
     grown = space.start()["activations"] * np.exp(-0.2 * np.asarray(slope))
-    assert_close(found, grown / grown.sum(-1, keepdims=True), f64=1e-10, f32=1e-5)
+    assert_close(activations, grown / grown.sum(-1, keepdims=True), f64=1e-10, f32=1e-5)
 
 
 @pytest.mark.slow
@@ -136,8 +136,8 @@ def test_weight_sharing_trains_architectures_drawn_anew_for_every_batch():
     space = dataclasses.replace(SPACE, problem=bilevel.Problem(loss, loss))
     plan = strategies.weight_sharing(space, weight_optimizer=1.0, batch_size=12)
     w0 = jnp.zeros((2, 2))
-    found = strategies.run(plan, SPACE.start(), w0, *ROWS, steps=steps, key=KEY, progress=False)
-    counts = -np.asarray(found.w)
+    result = strategies.run(plan, SPACE.start(), w0, *ROWS, steps=steps, key=KEY, progress=False)
+    counts = -np.asarray(result.w)
     np.testing.assert_array_equal(counts.sum(-1), [steps, steps])
     # Each of the two layers draws its activation uniformly: 5 standard deviations of a binomial.
     assert (np.abs(counts - steps / 2) < 5 * np.sqrt(steps / 4)).all()
@@ -160,16 +160,16 @@ def test_the_finite_difference_is_near_the_exact_second_order_and_not_equal():
 @pytest.mark.long
 def test_alpha_stays_on_its_sets_and_shared_weights_alone_leave_it():
     for make in (strategies.darts, strategies.gaea, strategies.joint, strategies.unrolled):
-        found = first_step(
+        result = first_step(
             make(SPACE, weight_optimizer=RATE, alpha_optimizer=5.0, batch_size=12), steps=4
         )
-        mixtures, skips = found.alpha["activations"], found.alpha["skips"]
+        mixtures, skips = result.alpha["activations"], result.alpha["skips"]
         assert_close(mixtures.sum(-1), np.ones(2), f32=1e-5)
         assert bool((mixtures >= 0).all() and (skips >= 0).all() and (skips <= 1).all())
     plan = strategies.weight_sharing(SPACE, **SAME)
-    found = strategies.run(plan, SPACE.start(), W0, *ROWS, steps=4, key=KEY, progress=False)
-    jax.tree.map(np.testing.assert_array_equal, found.alpha, SPACE.start())
-    assert bool((found.w["first"] != W0["first"]).any()) and plan.draws
+    result = strategies.run(plan, SPACE.start(), W0, *ROWS, steps=4, key=KEY, progress=False)
+    jax.tree.map(np.testing.assert_array_equal, result.alpha, SPACE.start())
+    assert bool((result.w["first"] != W0["first"]).any()) and plan.draws
 
 
 @pytest.mark.slow
@@ -199,8 +199,8 @@ def test_gaea_on_training_rows_moves_both_on_one_batch_and_joint_does_not():
 
     def losses(plan):
         rows = ROWS[0], ROWS[1]
-        found = strategies.run(plan, SPACE.start(), W0, *rows, steps=4, key=KEY, progress=False)
-        return found.history["lower"], found.history["value"]
+        result = strategies.run(plan, SPACE.start(), W0, *rows, steps=4, key=KEY, progress=False)
+        return result.history["lower"], result.history["value"]
 
     single = strategies.gaea(SPACE, on_training_rows=True, **still)
     assert_close(*losses(single), f32=1e-6)
@@ -223,8 +223,8 @@ def test_strategies_on_training_rows_take_stateful_problems(make):
     problem = bilevel.Problem(loss, lambda *a: loss(*a)[0], stateful=True)
     plan = make(problem, weight_optimizer=0.1, alpha_optimizer=0.1, batch_size=2)
     start, rows = (jnp.full(2, 0.5), bilevel.Stateful(jnp.ones(2), jnp.zeros(()))), jnp.ones((4, 1))
-    found = strategies.run(plan, *start, rows, rows, steps=3, key=KEY, progress=False)
-    assert float(found.w.variables) == 3
+    result = strategies.run(plan, *start, rows, rows, steps=3, key=KEY, progress=False)
+    assert float(result.w.variables) == 3
 
 
 @pytest.mark.long
@@ -236,12 +236,12 @@ def test_copies_side_by_side_are_searches_of_their_own():
     alpha = jax.tree.map(lambda a: jnp.stack([a] * copies), SPACE.start())
     plan = strategies.darts(SPACE, order=2, **WITH_ALPHA)
     both = strategies.stack_strategies(plan, copies)._replace(batches=lambda key, data: data)
-    found = strategies.run(both, alpha, w, *data, steps=2, key=KEY, progress=False)
+    result = strategies.run(both, alpha, w, *data, steps=2, key=KEY, progress=False)
     alone = plan._replace(batches=lambda key, data: data)
     for i in range(copies):
         start, *parts = jax.tree.map(lambda a: a[i], (w, *data))  # noqa: B023
         one = strategies.run(alone, SPACE.start(), start, *parts, steps=2, key=KEY, progress=False)
-        ours = jax.tree.map(lambda a: a[i], found.alpha)  # noqa: B023
+        ours = jax.tree.map(lambda a: a[i], result.alpha)  # noqa: B023
         assert_close(ours, one.alpha, f64=1e-10, f32=1e-5)
 
 
@@ -258,8 +258,8 @@ def test_a_problem_is_searched_too_with_a_geometry_of_ones_own():
         plan = strategies.darts(
             problem, weight_optimizer=0.4, alpha_optimizer=alpha, batch_size=2, order=2
         )
-        found = strategies.run(plan, *start, **options)
-        assert found.alpha[0] > 0.7 and abs(found.alpha.sum() - 1) < 1e-5
+        result = strategies.run(plan, *start, **options)
+        assert result.alpha[0] > 0.7 and abs(result.alpha.sum() - 1) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -304,9 +304,9 @@ def test_weight_sharing_takes_losses_with_more_than_the_loss(stateful):
 
     def run(space, w):
         plan = strategies.weight_sharing(space, weight_optimizer=RATE, batch_size=4)
-        found = strategies.run(plan, SPACE.start(), w, *ROWS, steps=2, key=KEY, progress=False)
+        result = strategies.run(plan, SPACE.start(), w, *ROWS, steps=2, key=KEY, progress=False)
         rows = {"samples": 3, "batch_size": 12}
-        return strategies.best_drawn(KEY, space, found.w, ROWS[1], **rows)
+        return strategies.best_drawn(KEY, space, result.w, ROWS[1], **rows)
 
     start = bilevel.Stateful(w, jnp.zeros(())) if stateful else w
     jax.tree.map(np.testing.assert_array_equal, run(space, start), run(SPACE, w))

@@ -48,13 +48,13 @@ def test_eigen_nas_keeps_the_best_conditioned_of_its_pool():
     space = skip_space(["relu", "tanh", "sigmoid"], depth=3, width=4)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 5)))
     key = jax.random.key(3)
-    found = eigen_nas(key, space, x, pool=12, keep=3)
+    ranked = eigen_nas(key, space, x, pool=12, keep=3)
     drawn = {space.discretize(space.draw(k)) for k in jax.random.split(key, 12)}
     values = {a: np.linalg.eigvalsh(space.kernel(a, x).ntk)[0] for a in drawn}
     assert len(drawn) < 12  # some came twice
     best = sorted(values, key=lambda a: -values[a])[:3]
-    assert list(found.architectures) == best
-    np.testing.assert_allclose(found.eigenvalues, [values[a] for a in best], rtol=2e-4)
+    assert list(ranked.architectures) == best
+    np.testing.assert_allclose(ranked.eigenvalues, [values[a] for a in best], rtol=2e-4)
     # Where there are fewer than asked for, all of them.
     assert len(eigen_nas(key, space, x, pool=12, keep=12).architectures) == len(drawn)
 
@@ -73,8 +73,8 @@ def test_te_nas_prunes_what_is_ill_conditioned_and_has_few_regions():
     x = jnp.asarray(np.random.default_rng(1).standard_normal((6, 2)))
     batch = x, jnp.zeros(6, int)
     crops = jnp.asarray(np.random.default_rng(2).standard_normal((30, 2)))
-    found = te_nas(jax.random.key(0), space, space, batch, crops, repeats=1)
-    assert found == ("rich", "rich")
+    architecture = te_nas(jax.random.key(0), space, space, batch, crops, repeats=1)
+    assert architecture == ("rich", "rich")
 
 
 def test_te_nas_goes_by_the_regions_where_the_kernels_are_alike():
@@ -98,7 +98,7 @@ def test_te_nas_goes_by_the_regions_where_the_kernels_are_alike():
 def test_nasi_takes_the_larger_trace_up_to_its_threshold(penalty, expected):
     space = mixed_space({"gentle": lambda x: x, "steep": lambda x: 5 * x}, edges=3)
     rows = jnp.asarray(np.random.default_rng(0).standard_normal((16, 2))), jnp.arange(16) % 2
-    found = nasi(
+    architecture = nasi(
         jax.random.key(0),
         space,
         rows,
@@ -107,7 +107,7 @@ def test_nasi_takes_the_larger_trace_up_to_its_threshold(penalty, expected):
         penalty=penalty,
         threshold=1e-6,
     )
-    assert found == (expected,) * 3
+    assert architecture == (expected,) * 3
 
 
 @pytest.mark.long
@@ -115,8 +115,8 @@ def test_the_searches_run_on_nas_bench_201():
     space = nasbench201_space(["none", "skip_connect", "nor_conv_1x1"], cells=1, channels=2)
     x = jax.random.normal(jax.random.key(0), (4, 4, 4, 1))
     batch = x, jnp.arange(4)
-    found = te_nas(jax.random.key(1), space, space, batch, x, repeats=1)
-    assert set(found.operations) <= {"skip_connect", "nor_conv_1x1"}
+    genotype = te_nas(jax.random.key(1), space, space, batch, x, repeats=1)
+    assert set(genotype.operations) <= {"skip_connect", "nor_conv_1x1"}
     assert set(nasi(jax.random.key(1), space, batch, steps=2, batch_size=2).operations) <= {
         *space.names
     }

@@ -217,9 +217,9 @@ def test_at_a_frozen_point_an_epoch_makes_directions_exact():
     at = ALPHA, W, v
     exact = full_direction(PROBLEM, W, v, ALPHA, *cut())
     count = max(side.count for side in cut())
-    found = walk(METHODS["saba"], order_of(20), 20, at=at, begun=(1 - ALPHA, 2 - W))[0]
-    spread = np.abs(found[count:] - exact).max()
-    assert spread < tolerance(1e-14, 1e-5) < np.abs(found[:3] - exact).max()
+    actual = walk(METHODS["saba"], order_of(20), 20, at=at, begun=(1 - ALPHA, 2 - W))[0]
+    spread = np.abs(actual[count:] - exact).max()
+    assert spread < tolerance(1e-14, 1e-5) < np.abs(actual[:3] - exact).max()
     never = walk(bilevel.spaba(0.1, probability=0.0), order_of(20), 20, at=at, begun=(ALPHA, W))[0]
     assert np.abs(never - never[0]).max() < tolerance(1e-14, 1e-5)
     always = walk(bilevel.spaba(0.1, probability=1.0), order_of(20), 20, at=at)[0]
@@ -255,7 +255,7 @@ def test_saba_converges_linearly_where_soba_stalls():
 def test_page_adds_differences_and_its_coin_takes_everything():
     """Test 6. Truth: the differences, added up one by one."""
     order, train, valid = order_of(12), *cut()
-    found, visited = walk(bilevel.spaba(0.1, probability=0.0), order, 12, move=0.05)
+    actual, visited = walk(bilevel.spaba(0.1, probability=0.0), order, 12, move=0.05)
     points = [Iterate(w, v, alpha) for alpha, w, v in zip(*visited, strict=True)]
 
     @jax.jit
@@ -268,7 +268,7 @@ def test_page_adds_differences_and_its_coin_takes_everything():
     for k in range(1, 12):
         i, j = order.train[k], order.valid[k]
         total = total + single(points[k], i, j) - single(points[k - 1], i, j)
-    assert_close(found[-1], total, f64=1e-12, f32=1e-4)
+    assert_close(actual[-1], total, f64=1e-12, f32=1e-4)
     tossed, visited = walk(bilevel.spaba(0.1, probability=0.4), order, 12, move=0.05)
     taken = np.asarray(order.uniforms) < 0.4
     assert 0 < taken.sum() < 12
@@ -282,8 +282,8 @@ def test_page_adds_differences_and_its_coin_takes_everything():
 
 def first_order(method, steps):
     """The direction at a frozen alpha, all rows at every step."""
-    found = search(method, optax.sgd(0.0), steps=steps, history=())
-    state = found.state
+    result = search(method, optax.sgd(0.0), steps=steps, history=())
+    state = result.state
     indices = BatchIndices(
         jnp.asarray(steps), *(jnp.zeros(1, int),) * 2, *(jnp.zeros((), int),) * 3
     )
@@ -331,15 +331,15 @@ def test_meha_and_amigo_come_to_the_hypergradient_too():
 @pytest.mark.long
 def test_v_is_the_adjoint_and_the_direction_the_hypergradient():
     """Test 8, signs. Truth: the closed form, and the library's own."""
-    found = search(bilevel.saba(0.3), optax.sgd(0.0), steps=400, diagnostics=True)
+    result = search(bilevel.saba(0.3), optax.sgd(0.0), steps=400, diagnostics=True)
     w, v, grad = solution(ALPHA)
-    assert_close(found.w, w, f64=1e-8)
-    assert_close(found.state.solver_state.v, v, f64=1e-8)
+    assert_close(result.w, w, f64=1e-8)
+    assert_close(result.state.solver_state.v, v, f64=1e-8)
     exact = bilevel.hypergradient(PROBLEM, bilevel.implicit())(ALPHA, W, TRAIN, VALID)
     assert_close(exact.grad, grad, f64=1e-8)
-    direction = full_direction(PROBLEM, found.w, found.state.solver_state.v, ALPHA, *cut())
+    direction = full_direction(PROBLEM, result.w, result.state.solver_state.v, ALPHA, *cut())
     assert_close(direction, grad, f64=1e-8)
-    assert found.info.converged
+    assert result.info.converged
 
 
 # ------------------------------------------------------------------------------ the machinery
@@ -458,13 +458,13 @@ def test_reading_rows_ahead_changes_nothing():
         means = tuple(jax.tree.map(lambda t: t[0], table) for table in tables)
         return jax.lax.scan(body, (*start, point.v, tables, means), jnp.arange(9))[1]
 
-    found, truth = ahead(order, train, valid), naive(train, valid)
+    read_ahead, truth = ahead(order, train, valid), naive(train, valid)
     if np.float64 == DTYPE:
         assert all((x * 2.0**45 == np.round(x * 2.0**45)).all() for x in jax.tree.leaves(truth))
-        jax.tree.map(np.testing.assert_array_equal, found, truth)
+        jax.tree.map(np.testing.assert_array_equal, read_ahead, truth)
     else:  # nine steps have too many digits
-        assert_close(found, truth, f32=1e-5)
-    assert not (found[0][1] == found[0][2]).all()
+        assert_close(read_ahead, truth, f32=1e-5)
+    assert not (read_ahead[0][1] == read_ahead[0][2]).all()
 
 
 @pytest.mark.long
@@ -501,12 +501,12 @@ def test_seeds_run_together_as_they_would_alone():
     def many(key):
         return search(METHODS["saba"], optax.sgd(0.05), batches=PARTITION, key=key, steps=15)
 
-    found = many(keys)
+    result = many(keys)
     for i in range(2):
         alone = noisy(METHODS["saba"], key=keys[i], steps=15)
-        assert_close(found.alpha[i], alone.alpha)
-        assert_close(found.history["value"][i], alone.history["value"])
-    assert np.abs(found.alpha[0] - found.alpha[1]).max() > 1e-6
+        assert_close(result.alpha[i], alone.alpha)
+        assert_close(result.history["value"][i], alone.history["value"])
+    assert np.abs(result.alpha[0] - result.alpha[1]).max() > 1e-6
 
 
 @pytest.mark.long
@@ -592,11 +592,11 @@ def test_a_loss_that_is_not_kept_is_not_computed_and_not_watched():
 @pytest.mark.long
 def test_the_estimate_at_the_end_is_near_the_truth():
     """Test 12. Truth: the closed form."""
-    found = noisy(METHODS["saba"], steps=60, diagnostics=True)
-    direction = full_direction(PROBLEM, found.w, found.state.solver_state.v, found.alpha, *cut())
-    error = np.linalg.norm(direction - solution(found.alpha)[2])
+    result = noisy(METHODS["saba"], steps=60, diagnostics=True)
+    direction = full_direction(PROBLEM, result.w, result.state.solver_state.v, result.alpha, *cut())
+    error = np.linalg.norm(direction - solution(result.alpha)[2])
     assert error > 1e-4
-    assert error / 3 < found.info.error_estimate < 10 * error
+    assert error / 3 < result.info.error_estimate < 10 * error
 
 
 def test_the_estimate_at_the_end_is_near_the_truth_for_a_logistic_regression():
@@ -618,7 +618,7 @@ def test_the_estimate_at_the_end_is_near_the_truth_for_a_logistic_regression():
         lambda w, alpha, batch: each(w, *batch),
     )
     data = jax.tree.map(lambda a: jnp.asarray(a, DTYPE), (train, valid))
-    found = bilevel.search(
+    result = bilevel.search(
         *(problem, bilevel.saba(0.2), optax.sgd(0.2)),
         *(jnp.full(22, -2.0, DTYPE), jnp.asarray(rng.normal(size=22), DTYPE), *data),
         steps=160,
@@ -627,7 +627,7 @@ def test_the_estimate_at_the_end_is_near_the_truth_for_a_logistic_regression():
         diagnostics=True,
         history=(),
     )
-    (x, y), penalty, w = train, np.exp(np.asarray(found.alpha, np.float64)), np.zeros(22)
+    (x, y), penalty, w = train, np.exp(np.asarray(result.alpha, np.float64)), np.zeros(22)
     for _ in range(30):
         p = 1 / (1 + np.exp(y * (x @ w)))
         hessian = (x.T * (p * (1 - p))) @ x / len(x) + np.diag(penalty)
@@ -635,10 +635,10 @@ def test_the_estimate_at_the_end_is_near_the_truth_for_a_logistic_regression():
     outer_slope = -valid[0].T @ (valid[1] / (1 + np.exp(valid[1] * (valid[0] @ w)))) / 1500
     exact = -penalty * w * np.linalg.solve(hessian, outer_slope)
     sides = (make_batched_data("", side, bilevel.partition(64)) for side in data)
-    direction = full_direction(problem, found.w, found.state.solver_state.v, found.alpha, *sides)
+    direction = full_direction(problem, result.w, result.state.solver_state.v, result.alpha, *sides)
     error = np.linalg.norm(direction - exact)
     assert error > 1e-3 * np.linalg.norm(exact)
-    assert error / 3 < found.info.error_estimate < 10 * error
+    assert error / 3 < result.info.error_estimate < 10 * error
 
 
 @pytest.mark.long
@@ -653,7 +653,7 @@ def test_methods_run_in_float32_on_trees_with_auxiliary_outputs_and_geometries(n
     problem = bilevel.Problem(paired(lower), paired(outer), has_aux=True)
     alpha = {"a": jnp.full(Q, 1 / Q, jnp.float32), "b": jnp.ones((1, Q), jnp.float32) / Q}
     optimizer = optax.chain(optax.adam(0.01), bilevel.exponentiate())
-    found = bilevel.search(
+    result = bilevel.search(
         *(problem, METHODS[name], optimizer, alpha, {"w": to32(W)}, to32(TRAIN), to32(VALID)),
         steps=6,
         batches=PARTITION,
@@ -661,10 +661,10 @@ def test_methods_run_in_float32_on_trees_with_auxiliary_outputs_and_geometries(n
         progress=False,
         history=("aux", "value", "lower", "noisy_stationarity", "grad_norm"),
     )
-    assert {x.dtype for x in jax.tree.leaves((found.alpha, found.w))} == {np.dtype("float32")}
-    np.testing.assert_allclose(found.alpha["b"].sum(), 1, rtol=1e-5)
-    assert found.history["aux"]["lower"]["size"].shape == (6,)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found.history))
+    assert {x.dtype for x in jax.tree.leaves((result.alpha, result.w))} == {np.dtype("float32")}
+    np.testing.assert_allclose(result.alpha["b"].sum(), 1, rtol=1e-5)
+    assert result.history["aux"]["lower"]["size"].shape == (6,)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(result.history))
 
 
 @pytest.mark.parametrize(

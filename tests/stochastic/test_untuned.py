@@ -50,7 +50,7 @@ def know_only_leading(monkeypatch, spare):
     monkeypatch.setattr(_metric, "_SPARE", spare)
 
 
-def found(condition, monkeypatch, small=False):
+def first_metric(condition, monkeypatch, small=False):
     problem, train, _, _ = family(condition)
     monkeypatch.setattr(_metric, "_LEAST", N)  # all batches are the sample
     if small:
@@ -71,7 +71,7 @@ def matrix(metric, exponent):
 
 def test_the_metric_is_the_inverse_hessian_and_its_length_the_steepest_batchs(monkeypatch):
     """Truth: numpy's inverse and eigenvalues."""
-    metric, x = found(1e4, monkeypatch)
+    metric, x = first_metric(1e4, monkeypatch)
     hessian = x.T @ x / N
     assert_close(matrix(metric, 1.0) @ hessian, np.eye(P), f64=1e-8, f32=0.02)
     root = matrix(metric, 0.5)
@@ -83,7 +83,7 @@ def test_the_metric_is_the_inverse_hessian_and_its_length_the_steepest_batchs(mo
 
 
 def test_a_large_problems_metric_knows_the_leading_directions(monkeypatch):
-    metric, x = found(1e4, monkeypatch, small=True)
+    metric, x = first_metric(1e4, monkeypatch, small=True)
     values, vectors = np.linalg.eigh(x.T @ x / N)
     top, bottom = vectors[:, -2:], vectors[:, :2]
     assert metric.vectors.shape == (P, 4)
@@ -109,23 +109,23 @@ def lengths(numbers, alpha):
 
 
 def test_the_metric_is_measured_first_and_at_the_ends_of_epochs_1_3_and_7():
-    found = lengths(range(0, 130, 4), jnp.zeros(Q))
-    assert [n for n, metric in found.items() if metric.length > 0] == [0, 16, 48, 112]
+    metrics = lengths(range(0, 130, 4), jnp.zeros(Q))
+    assert [n for n, metric in metrics.items() if metric.length > 0] == [0, 16, 48, 112]
 
 
 def test_the_length_is_measured_every_fourth_epoch_for_curvature_that_grows_with_alpha():
     """With the length of epoch 15, spaba() diverged in epoch 28 of a logistic regression."""
-    found = lengths([400], jnp.zeros(Q))[400]
-    assert float(found.length) > 0 and not np.asarray(found.matrix).any()
+    metric = lengths([400], jnp.zeros(Q))[400]
+    assert float(metric.length) > 0 and not np.asarray(metric.matrix).any()
 
 
 @pytest.mark.parametrize(("moved", "another"), [(1.0, None), (1.5, "length"), (4.0, "basis")])
 def test_where_alpha_has_moved_the_metric_is_measured_anew(moved, another):
     """With that of the start, spaba() diverged within 1 s of softmax regression."""
-    found = lengths([32], jnp.zeros(Q).at[1].set(-moved))[32]
-    assert (found.length > 0) == (another is not None)
-    assert np.asarray(found.matrix).any() == (another == "basis")
-    assert float(found.moved[1]) == (-moved if another else 0)
+    metric = lengths([32], jnp.zeros(Q).at[1].set(-moved))[32]
+    assert (metric.length > 0) == (another is not None)
+    assert np.asarray(metric.matrix).any() == (another == "basis")
+    assert float(metric.moved[1]) == (-moved if another else 0)
 
 
 @pytest.mark.long
@@ -148,8 +148,8 @@ def distance(method, seed, **conditions):
     """From alpha after 3,000 untuned steps to the minimizer in numpy."""
     problem, args, solved, _ = quadratics(seed, **conditions)
     options = {"steps": 3000, "batches": bilevel.partition(64), "key": jax.random.key(seed)}
-    found = bilevel.search(problem, method(), bilevel.paced(), *args, **options, history=())
-    return np.linalg.norm(np.asarray(found.alpha, np.float64) - solved)
+    result = bilevel.search(problem, method(), bilevel.paced(), *args, **options, history=())
+    return np.linalg.norm(np.asarray(result.alpha, np.float64) - solved)
 
 
 @pytest.mark.slow
@@ -197,7 +197,7 @@ def test_the_adjoint_is_kept_where_few_rows_are_much_steeper(method, penalty, de
         return jnp.mean(each(w, *batch))
 
     train, valid = (*rows(2000), jnp.arange(2000)), rows(500)
-    found = bilevel.search(
+    result = bilevel.search(
         *(bilevel.Problem(lower, outer), method(), bilevel.paced()),
         *(jnp.zeros(2000), jnp.zeros(40), train, valid),
         steps=6000,
@@ -205,9 +205,9 @@ def test_the_adjoint_is_kept_where_few_rows_are_much_steeper(method, penalty, de
         key=jax.random.key(0),
         history=(),
     )
-    hessian = jax.hessian(lower)(found.w, found.alpha, train)
-    slope = jax.grad(outer)(found.w, found.alpha, valid)
-    residual = hessian @ found.state.solver_state.v - slope
+    hessian = jax.hessian(lower)(result.w, result.alpha, train)
+    slope = jax.grad(outer)(result.w, result.alpha, valid)
+    residual = hessian @ result.state.solver_state.v - slope
     assert np.linalg.norm(residual) < np.linalg.norm(slope)
 
 
@@ -224,7 +224,7 @@ def test_geometries_come_after_the_pace_and_weights_may_be_trees():
     problem = bilevel.Problem(
         lambda w, alpha, batch: error(w, alpha, batch) + 0.1 * jnp.sum(w["w"] ** 2), error
     )
-    found = bilevel.search(
+    result = bilevel.search(
         *(problem, bilevel.spaba(), optax.chain(bilevel.paced(), bilevel.exponentiate())),
         *({"mix": jnp.full(2, 0.5)}, {"w": jnp.zeros(2)}, data, data),
         steps=300,
@@ -232,8 +232,8 @@ def test_geometries_come_after_the_pace_and_weights_may_be_trees():
         key=jax.random.key(0),
         history=(),
     )
-    assert_close(found.alpha["mix"].sum(), 1.0, f64=1e-12, f32=1e-6)
-    assert found.alpha["mix"][0] > 0.9
+    assert_close(result.alpha["mix"].sum(), 1.0, f64=1e-12, f32=1e-6)
+    assert result.alpha["mix"][0] > 0.9
 
 
 # ------------------------------------------------------------------------------------ the pace
@@ -286,8 +286,8 @@ def test_where_the_adjoint_is_lost_the_pace_is_halved_and_comes_back():
     _, lost = after(optimizer, 15, state, residual=1.0)
     _, later = after(optimizer, 25, lost, residual=1.0)
     np.testing.assert_allclose(later.pace / lost.pace, 2**-4, rtol=1e-4)
-    _, found = after(optimizer, 400, later)
-    assert found.pace == 1
+    _, actual = after(optimizer, 400, later)
+    assert actual.pace == 1
     assert after(optimizer, 1000, later, residual=1.0)[1].pace == 2**-10
 
 
@@ -347,13 +347,13 @@ def test_weights_of_half_precision_are_moved_in_a_metric_of_single(method):
         lambda w, alpha, batch: error(w, batch),
     )
 
-    def found(dtype):
+    def measured(dtype):
         data = jnp.asarray(x, dtype), jnp.asarray(y, dtype)
         args = problem, method(), bilevel.paced(), jnp.zeros(8, jnp.float32), jnp.zeros(8, dtype)
         options = {"steps": 100, "batches": bilevel.partition(16), "key": jax.random.key(0)}
         return bilevel.search(*args, data, data, **options)
 
-    half, single = found(jnp.bfloat16), found(jnp.float32)
+    half, single = measured(jnp.bfloat16), measured(jnp.float32)
     assert half.w.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(half.w, float), single.w, atol=0.03)
     assert np.abs(single.w).max() > 0.1

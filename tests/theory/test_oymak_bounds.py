@@ -228,10 +228,10 @@ def test_finitely_many_points_are_covered_with_a_number_near_the_least():
         return next(len(s) for s in subsets if (distances[list(s)].min(0) <= eps).all())
 
     radii = np.array([0.05, 0.5, 0.9, 1.3, 5.0])
-    found = np.exp(finite_covering(points)(radii))
-    for eps, number in zip(radii, found, strict=True):
+    numbers = np.exp(finite_covering(points)(radii))
+    for eps, number in zip(radii, numbers, strict=True):
         assert least(eps) - 1e-3 <= number <= least(eps / 2) + 1e-3
-    assert_close(found[[0, -1]], [9.0, 1.0], f32=1e-5)
+    assert_close(numbers[[0, -1]], [9.0, 1.0], f32=1e-5)
 
 
 def test_the_effective_dimension_of_a_ball_is_its_dimension():
@@ -293,10 +293,10 @@ def test_predictors_move_no_more_than_the_constants_of_their_feature_map():
             ]
         )
 
-    found = ratios(keys, few).max(axis=0)
-    assert (found[:2] <= 1 + tolerance(1e-9, 1e-3)).all()
-    assert found[0] > 0.08
-    assert found[2] < 1.21
+    largest = ratios(keys, few).max(axis=0)
+    assert (largest[:2] <= 1 + tolerance(1e-9, 1e-3)).all()
+    assert largest[0] > 0.08
+    assert largest[2] < 1.21
 
 
 def test_one_feature_attains_the_constant_of_the_penalty():

@@ -145,8 +145,8 @@ def test_the_start_with_noise_is_the_nearest_mixture():
     factors = rng.standard_normal((5, 4, 4)) + 2 * rng.standard_normal((5, 4, 1))
     alphas = rng.standard_normal((5, 4))
     start = jax.jit(jax.vmap(lambda a, n: simplex_start(a, n, uniform=0.0)))
-    found = start(alphas, np.einsum("kij,kil->kjl", factors, factors))
-    for factor, alpha, point in zip(factors, alphas, found, strict=True):
+    starts = start(alphas, np.einsum("kij,kil->kjl", factors, factors))
+    for factor, alpha, point in zip(factors, alphas, starts, strict=True):
         sides = [scipy.optimize.nnls(factor, factor @ a)[0] for a in (alpha, -alpha)]
         best = max(sides, key=lambda a: np.linalg.norm(factor @ a))
         assert_close(point, best / best.sum(), f64=1e-6, f32=1e-3)
@@ -220,9 +220,9 @@ def test_simulated_overlap_and_risk_approach_the_limits(p, h):
     draws = jax.jit(jax.vmap(lambda key: spectral_sample(key, n, p, h)))(keys)
     limits = spectral_limits(p / n, h / n)
     for name in ("correlation_squared", "risk"):
-        found = np.array(getattr(draws, name))
-        error = found.std(ddof=1) / len(keys) ** 0.5
-        assert abs(found.mean() - getattr(limits, name)) < 4 * error + 2 / n
+        simulated = np.array(getattr(draws, name))
+        error = simulated.std(ddof=1) / len(keys) ** 0.5
+        assert abs(simulated.mean() - getattr(limits, name)) < 4 * error + 2 / n
 
 
 @pytest.mark.long
@@ -233,9 +233,9 @@ def test_the_estimator_on_whole_tensors_is_distributed_as_the_fast_sample():
     alpha, theta = (v / np.linalg.norm(v) for v in (np.arange(1.0, h + 1), np.ones(p)))
     train, valid = rng.standard_normal((2, runs, n, h, p))
     labels = [np.einsum("h,knhp,p->kn", alpha, x, theta) for x in (train, valid)]
-    found = jax.jit(jax.vmap(spectral_estimator))((train, labels[0]), (valid, labels[1]))
-    rho = np.array(found.alpha) @ alpha
-    weights = np.einsum("kh,knhp,kn->kp", found.alpha, train, found.dual)
+    estimator = jax.jit(jax.vmap(spectral_estimator))((train, labels[0]), (valid, labels[1]))
+    rho = np.array(estimator.alpha) @ alpha
+    weights = np.einsum("kh,knhp,kn->kp", estimator.alpha, train, estimator.dual)
     risk = 1 - 2 * rho * (weights @ theta) + (weights**2).sum(1)  # |alpha theta' - its estimate|^2
     keys = jax.random.split(jax.random.key(0), runs)
     draws = jax.jit(jax.vmap(lambda key: spectral_sample(key, n, p, h)))(keys)
@@ -287,8 +287,8 @@ def test_a_traced_nan_is_not_passed_over_and_shapes_have_to_fit():
 
 def test_the_direction_has_no_unit():
     x, y = X.astype(np.float32), np.asarray(X[:, 1, 0], np.float32)
-    found = spectral_alpha(1e-12 * x, np.float32(1e-12) * y)
-    np.testing.assert_allclose(found, spectral_alpha(x, y), atol=1e-4)
+    alpha = spectral_alpha(1e-12 * x, np.float32(1e-12) * y)
+    np.testing.assert_allclose(alpha, spectral_alpha(x, y), atol=1e-4)
     with pytest.raises(ValueError, match="gram: expected a matrix other than 0"):
         spectral_alpha(x, 0 * y)
     assert jnp.isnan(jax.jit(spectral_alpha)(x, 0 * y)).all()
@@ -298,5 +298,5 @@ def test_the_direction_has_no_unit():
 
 
 def test_limits_of_what_no_check_sees_are_nan():
-    found = jax.jit(spectral_limits)(-2.0, 0.1)
-    assert all(jnp.isnan(x) for x in found[:4])
+    limits = jax.jit(spectral_limits)(-2.0, 0.1)
+    assert all(jnp.isnan(x) for x in limits[:4])

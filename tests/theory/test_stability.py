@@ -32,28 +32,28 @@ def test_a_linear_algorithm_has_the_length_of_its_image_of_the_direction_at_ever
     # A(alpha) = (P alpha, Q alpha) moves by exactly delta (P u, Q u).
     p, q = rng.normal(size=(4, 3)), rng.normal(size=(2, 3))
     alphas, directions = rng.normal(size=(2, 5, 3))
-    found = lipschitz(
+    quotients = lipschitz(
         lambda a: {"p": jnp.asarray(p) @ a, "q": jnp.asarray(q) @ a},
         alphas,
         DELTAS,
         directions=directions,
     )
     expected = np.linalg.norm(unit(directions) @ np.concatenate([p, q]).T, axis=1)
-    assert found.shape == (5, 2)
-    assert_close(found, np.stack([expected, expected], 1), f64=1e-12, f32=1e-4)
+    assert quotients.shape == (5, 2)
+    assert_close(quotients, np.stack([expected, expected], 1), f64=1e-12, f32=1e-4)
 
 
 def test_directions_are_of_unit_length_over_all_leaves_and_may_be_one_for_all_alphas():
     rng = np.random.default_rng(0)
     alphas = {"mix": rng.normal(size=(3, 2)), "log_penalty": rng.normal(size=3)}
     # u = (1, 2, -2) / 3 in (mix, log_penalty), and A weighs its coordinates by 1, 2, 4.
-    found = lipschitz(
+    quotients = lipschitz(
         lambda a: (a["mix"] * jnp.array([1.0, 2.0]), 4 * a["log_penalty"]),
         alphas,
         [0.1],
         directions={"mix": np.array([1, 2]), "log_penalty": -2.0},
     )
-    assert_close(found, np.full((3, 1), np.sqrt(1 + 16 + 64) / 3), f64=1e-12, f32=1e-5)
+    assert_close(quotients, np.full((3, 1), np.sqrt(1 + 16 + 64) / 3), f64=1e-12, f32=1e-5)
 
 
 def test_each_alpha_is_run_once_and_steps_towards_a_vertex_stay_on_the_simplex():
@@ -85,8 +85,8 @@ def test_gradient_descent_on_lemma_2s_loss_has_the_constant_m_over_mu():
 
         return solver.run(lower, alpha, jnp.zeros(()), solver.init(jnp.zeros(())), None)[0]
 
-    found = lipschitz(algorithm, jnp.array([-1.0, 0.3]), DELTAS)
-    assert_close(found, np.full((2, 2), m / mu * (1 - (1 - eta * mu) ** steps)), f32=1e-4)
+    quotients = lipschitz(algorithm, jnp.array([-1.0, 0.3]), DELTAS)
+    assert_close(quotients, np.full((2, 2), m / mu * (1 - (1 - eta * mu) ** steps)), f32=1e-4)
 
 
 def test_ridge_on_mixed_features_approaches_the_length_of_its_derivative():
@@ -120,9 +120,9 @@ def test_assumption_1_is_the_sup_norm_of_predictions_and_several_norms_come_at_o
     def norms(difference):
         return jnp.stack([jnp.linalg.norm(difference), jnp.max(jnp.abs(difference))])
 
-    found = lipschitz(lambda a: a**2 * x, alphas, deltas, norm=norms)
+    quotients = lipschitz(lambda a: a**2 * x, alphas, deltas, norm=norms)
     slopes = 2 * alphas[:, None] + deltas
-    assert_close(found, np.stack([np.sqrt(14) * slopes, 3 * slopes], -1), f32=1e-5)
+    assert_close(quotients, np.stack([np.sqrt(14) * slopes, 3 * slopes], -1), f32=1e-5)
 
 
 @pytest.mark.long
@@ -157,10 +157,10 @@ def test_the_precision_of_alphas_is_kept_and_the_floor_of_rounding_adds_in_quadr
 
     alphas = jnp.array([0.25, 0.6], jnp.float32)
     floor = lipschitz(algorithm, alphas, [tiny]) * tiny / jnp.array([delta, 0.1])
-    found = lipschitz(algorithm, alphas, [delta, 0.1])
-    assert (found[:, 0] > 1.05 * truth).all()
-    np.testing.assert_allclose(found, np.hypot(truth, floor), rtol=0.4)
-    np.testing.assert_allclose(found[:, 1], truth, rtol=1e-6)
+    quotients = lipschitz(algorithm, alphas, [delta, 0.1])
+    assert (quotients[:, 0] > 1.05 * truth).all()
+    np.testing.assert_allclose(quotients, np.hypot(truth, floor), rtol=0.4)
+    np.testing.assert_allclose(quotients[:, 1], truth, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -201,5 +201,5 @@ def test_differences_of_bytes_do_not_wrap():
     def algorithm(alpha):
         return (200 - 100 * (alpha > 0.5)).astype(jnp.uint8)[None]
 
-    found = lipschitz(algorithm, jnp.array([0.45]), jnp.array([0.1]))
-    np.testing.assert_allclose(found, [[1000]], rtol=1e-5)
+    quotients = lipschitz(algorithm, jnp.array([0.45]), jnp.array([0.1]))
+    np.testing.assert_allclose(quotients, [[1000]], rtol=1e-5)

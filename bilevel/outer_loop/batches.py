@@ -24,6 +24,7 @@ def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
 
     Examples
     --------
+    >>> import jax.numpy as jnp
     >>> minibatches(2)(jax.random.key(0), (jnp.arange(5), jnp.zeros((5, 3))))[1].shape
     (2, 3)
     """
@@ -76,6 +77,7 @@ def jointly(sample: Callable[[jax.Array, Pytree, Pytree], tuple[Pytree, Pytree]]
     >>> def of_tasks(key, support, query):
     ...     tasks = jax.random.choice(key, 5, (2,), replace=False)
     ...     return support[tasks], query[tasks]
+    >>> import jax.numpy as jnp
     >>> train, valid = jointly(of_tasks)(jax.random.key(0), jnp.arange(5), 10 * jnp.arange(5))
     >>> bool((valid == 10 * train).all())
     True

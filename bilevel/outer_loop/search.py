@@ -151,6 +151,8 @@ def search(
 
     Examples
     --------
+    >>> import functools
+    >>> import jax.numpy as jnp
     >>> import bilevel
     >>> problem = Problem(
     ...     lower=lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),

@@ -5,6 +5,8 @@
     search
     ```
 
+Without names it has all of ``__all__``.
+
 tests/repository/test_docs.py reads these lists, and fails for a public name that is in none. The
 directive ``scores`` does the same for the built-in scores, whose names and table it takes from
 their registry.
@@ -32,7 +34,7 @@ class Public(SphinxDirective):
     def run(self):
         """The nodes, by the directives that Sphinx has."""
         module = self.arguments[0]
-        names = "\n".join(self.content).split()
+        names = "\n".join(self.content).split() or importlib.import_module(module).__all__
         table = [".. autosummary::", "", *(f"   {name}" for name in names), ""]
         return _parsed_listing(self, module, table, names)
 

@@ -1,17 +1,11 @@
 # The public names of `ntk.networks`, and where they are: each is imported when it is first used.
 
-from .layers import (
-    act,
-    add,
-    average_pool,
-    conv,
-    dense,
-    flatten,
-    global_average_pool,
-    residual,
-    serial,
-)
-from .network import Network
+from .layers.elementwise import act
+from .layers.pooling import average_pool, global_average_pool
+from .layers.reshaping import flatten
+from .layers.sums import add, residual
+from .layers.weights import conv, dense
+from .network import Network, serial
 
 __all__ = [
     "Network",

@@ -4,6 +4,7 @@ All weights are standard normal; the factors ``sqrt(c_w / fan_in)`` and ``sqrt(c
 network. Its tangent kernel tends to the infinite one as the width grows.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ntk.infinite.layer_expansions import evaluate_layer
 from ntk.internal.checks import float_array, integer
-from ntk.networks.plan import Average, Diagonal, Elements, Flat, Linear, Sum, Windows, plan_network
+from ntk.networks.contracts import Shape
+from ntk.networks.plan import plan_network
 
 if TYPE_CHECKING:
     from ntk.networks.network import Network
@@ -36,72 +37,37 @@ class Module(nn.Module):
             x = float_array("x", x)
         if x.ndim < 2:
             raise ValueError(f"x: expected inputs [n, ..., channels], got shape {x.shape}.")
-        found = plan_network(self.network, x.shape[1:-1], alpha, x.dtype, merged=False)
-        last = max(i for i, s in enumerate(found.steps) if isinstance(s, Linear | Sum))
-        if isinstance(found.steps[last], Sum):
+        plan = plan_network(self.network, x.shape[1:-1], alpha, x.dtype, finite=True)
+        last = max(i for i, step in enumerate(plan.steps) if step.weighted)
+        if not plan.steps[last].makes_outputs:
             raise ValueError(
                 "network: expected dense or conv to make the outputs, got add at the end."
             )
-        for i, (step, numbers) in enumerate(zip(found.steps, found.numbers, strict=True)):
-            x = _apply_plan_step(step, numbers, x, self.outputs if i == last else self.width)
+        for i, (step, numbers) in enumerate(zip(plan.steps, plan.numbers, strict=True)):
+            x = step.apply(numbers, x, _Scope(self.outputs if i == last else self.width))
         return x.reshape(len(x), self.outputs)
 
 
-class Weighted(nn.Module):
-    """``sqrt(c_w / fan_in) W * x + sqrt(c_b) b``."""
+@dataclasses.dataclass
+class _Scope:
+    """The module that is being applied, as its layers need it."""
 
-    windows: Windows
     features: int
-    bias: bool
+
+    def weights(self, dtype: Any, **shapes: Shape) -> dict[str, jax.Array]:
+        """Parameters in a submodule of their own."""
+        return Weighted(tuple(shapes.items()))(dtype)
+
+
+class Weighted(nn.Module):
+    """Standard normal weights of one layer."""
+
+    shapes: tuple[tuple[str, Shape], ...]
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, weight_variance: chex.Array, bias_variance: chex.Array
-    ) -> jax.Array:
-        """[n, ..., channels] -> [n, ..., features]."""
-        windows, channels = self.windows, x.shape[-1]
-        shape = (*windows.window, channels, self.features)
-        kernel = self.param("kernel", _normal, shape, x.dtype)
-        kernel = kernel * jnp.sqrt(weight_variance * self.features / kernel.size)
-        if windows.window:
-            pads = list(windows.pads)
-            if windows.wrap:
-                x, pads = jnp.pad(x, [(0, 0), *pads, (0, 0)], mode="wrap"), [(0, 0)] * len(pads)
-            axes = "HW"[: len(pads)]
-            form = (f"N{axes}C", f"{axes}IO", f"N{axes}C")
-            out = jax.lax.conv_general_dilated(
-                x, kernel, windows.strides, pads, dimension_numbers=form
-            )
-        else:
-            out = x.reshape(len(x), channels) @ kernel
-        if self.bias:
-            shift = self.param("bias", _normal, (self.features,), x.dtype)
-            out = out + jnp.sqrt(bias_variance) * shift
-        return out
-
-
-def _apply_plan_step(step, numbers, x, features):
-    """One step of a plan; submodules are those of the module that calls."""
-    match step:
-        case Linear():
-            return Weighted(step.windows, features, step.bias)(x, *numbers)
-        case Elements():
-            return evaluate_layer(step.activations, numbers, x)
-        case Average():
-            return nn.avg_pool(x, step.windows.window, step.windows.strides, "VALID")
-        case Flat():
-            return x.reshape(len(x), -1)
-        case Sum():
-            weights, inner = numbers
-            parts = []
-            for k, steps in enumerate(step.branches):
-                part = x
-                for s, number in zip(steps, inner[k], strict=True):
-                    part = _apply_plan_step(s, number, part, features)
-                parts.append(weights[k] * part)
-            return sum(parts)
-    assert isinstance(step, Diagonal)  # of kernels alone
-    return x
+    def __call__(self, dtype: Any) -> dict[str, jax.Array]:
+        """The weights, by their names."""
+        return {name: self.param(name, _normal, shape, dtype) for name, shape in self.shapes}
 
 
 def module(network: "Network", *, width: int, outputs: int = 1) -> nn.Module:

@@ -28,24 +28,20 @@ from ntk.infinite.layer_expansions import (
 from ntk.internal.checks import check_finite, concrete, float_array, nan_where
 from ntk.internal.sharding import without_explicit_axes
 from ntk.kernels.record import Kernels
-from ntk.networks import moments, tables
 from ntk.networks.moments import LayerFeatures, Raw
-from ntk.networks.plan import (
-    Average,
-    Closed,
-    Diagonal,
-    Flat,
-    Kinked,
-    Linear,
-    NetworkPlan,
-    Smooth,
-    Sum,
-    Tabulated,
-    plan_network,
-    skeleton,
-)
-from ntk.networks.position_pairs import Tile, step_pairs, walk_pairs
+from ntk.networks.plan import NetworkPlan, plan_network
+from ntk.networks.position_pairs import Tile
 from ntk.networks.strips import map_strips
+from ntk.networks.walk import (
+    count_patch_values,
+    count_positions,
+    count_values,
+    skeletons,
+    table_values,
+    tabulate_steps,
+    walk_features,
+    walk_pairs,
+)
 from ntk.networks.windows import outer
 
 if TYPE_CHECKING:
@@ -86,10 +82,10 @@ def exact_kernels(
         As :meth:`ntk.networks.Network.kernel`.
     """
     x1, x2 = _check_network_inputs(x1, x2)
-    found = plan_network(network, x1.shape[1:-1], alpha, x1.dtype)
-    if not concrete(x1 + 0, x2, found.numbers):  # by a jit around too, of values
-        return _block(found, x1, x2, Level(TRACED))
-    kernels = _kernels_by_block(found, x1, x2)
+    plan = plan_network(network, x1.shape[1:-1], alpha, x1.dtype)
+    if not concrete(x1 + 0, x2, plan.numbers):  # by a jit around too, of values
+        return _block(plan, x1, x2, Level(TRACED))
+    kernels = _kernels_by_block(plan, x1, x2)
     if bool(np.isnan(kernels.ntk).any()):
         raise FloatingPointError(
             f"x1: expected inputs whose kernel can be computed in {x1.dtype}, got an entry with "
@@ -123,166 +119,45 @@ def _check_network_inputs(x1, x2):
 # ----------------------------------------------------------------------------- tables
 
 
-def _plan_at_level(found: NetworkPlan, level: Level, dtype) -> NetworkPlan:
+def _plan_at_level(plan: NetworkPlan, level: Level, dtype) -> NetworkPlan:
     """The plan with tables in it."""
     if not level.tables:
-        return found
-    steps, numbers = _tabulate_steps(found.steps, found.numbers, level.how, dtype)
-    return found._replace(steps=steps, numbers=numbers)
-
-
-def _tabulate_steps(steps, numbers, how: Resolution, dtype):
-    pairs = [_tabulate_step(s, n, how, dtype) for s, n in zip(steps, numbers, strict=True)]
-    return tuple(s for s, _ in pairs), [n for _, n in pairs]
-
-
-def _tabulate_step(step, number, how: Resolution, dtype):
-    match step:
-        case Smooth(tuple() as layer) if not any(s.kinks for s in layer):
-            kinked = any(s.smooth is None for s in layer)
-            if concrete(number + 0):
-                both = _shared_tables(layer, tuple(np.asarray(number).tolist()), how, dtype)
-            else:
-                both = tables.tabulate_layer(layer, number, how, dtype)
-            return Tabulated(kinked), both
-        case Sum():
-            weights, inner = number
-            parts = [
-                _tabulate_steps(s, n, how, dtype) for s, n in zip(step.branches, inner, strict=True)
-            ]
-            step = step._replace(branches=tuple(s for s, _ in parts))
-            return step, (weights, [n for _, n in parts])
-    return step, number
-
-
-@functools.lru_cache(maxsize=16)
-def _shared_tables(activations, weights, how, dtype):
-    """Tables for weights that are known: equal layers share them."""
-    return tables.tabulate_layer(activations, jnp.asarray(weights, dtype), how, dtype)
+        return plan
+    steps, numbers = tabulate_steps(plan.steps, plan.numbers, level.how, dtype)
+    return plan._replace(steps=steps, numbers=numbers)
 
 
 # ----------------------------------------------------------------------------- single inputs
 
 
-def _sites(found: NetworkPlan, x: jax.Array, how: Resolution) -> list[LayerFeatures]:
+def _sites(plan: NetworkPlan, x: jax.Array, how: Resolution) -> list[LayerFeatures]:
     """All layers on single inputs [n, *shape, channels], a few at a time."""
     x = x.reshape(len(x), -1, x.shape[-1])
-    size = max(1, 16 * ENTRIES // x.shape[1] ** 2) if found.full and concrete(x) else len(x)
+    size = max(1, 16 * ENTRIES // x.shape[1] ** 2) if plan.full and concrete(x) else len(x)
     parts = [
-        _features_of_steps(found.steps, found.numbers, Raw(x[i : i + size]), None, found.full, how)
+        walk_features(plan.steps, plan.numbers, Raw(x[i : i + size]), None, plan.full, how)
         for i in range(0, len(x), size)
     ]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
-def _features_of_steps(
-    steps, numbers, before, state, full: bool, how: Resolution
-) -> list[LayerFeatures]:
-    """The sites; ``state`` is that of every input's pairs with itself, for pooling."""
-    sites = []
-    for i, (step, number) in enumerate(zip(steps, numbers, strict=True)):
-        site = _features_of_step(step, number, before, state, full, how)
-        sites.append(site)
-        full = full and not isinstance(step, Diagonal)
-        if full and _pool_in(steps[i + 1 :]):
-            state = _with_itself(skeleton((step,))[0], number, site, state)
-        before = site.after
-    return sites
-
-
-def _pool_in(steps) -> bool:
-    return any(
-        isinstance(s, Average) or (isinstance(s, Sum) and any(map(_pool_in, s.branches)))
-        for s in steps
-    )
-
-
-def _features_of_step(step, number, before, state, full: bool, how: Resolution) -> LayerFeatures:
-    match step:
-        case Smooth():
-            return moments.smooth_features(step, number, before, how)
-        case Sum():
-            weights, inner = number
-            branches = [
-                _features_of_steps(s, n, before, state, full, how)
-                for s, n in zip(step.branches, inner, strict=True)
-            ]
-            ends = [sites[-1].after if sites else before for sites in branches]
-            site = _total(skeleton((step,))[0], weights, before, ends)
-            return site._replace(branches=tuple(branches))
-        case Average():
-            return _average(step, before, state)
-        case Tabulated():
-            # Single inputs need no terms: one program, however many.
-            number = [t._replace(terms=t.terms[:, :0]) for t in number]
-    return _features_of_plain_step(step, number, before)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _features_of_plain_step(step, number, before) -> LayerFeatures:
-    match step:
-        case Linear():
-            return moments.linear_features(step, number, before)
-        case Kinked():
-            return moments.kinked_features(step, number, before)
-        case Closed():
-            return moments.closed_form_features(step, number, before)
-        case Tabulated():
-            return moments.tabulated_features(step, number, before)
-        case Flat():
-            return moments.flattened_features(step, before)
-    return moments.diagonal_features(step, before)
-
-
-_average = jax.jit(moments.pooled_features, static_argnums=0)
-_total = jax.jit(
-    lambda step, weights, before, ends: moments.sum_features(step, weights, before, (), ends),
-    static_argnums=0,
-)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _with_itself(step, number, sites, state):
-    """The step's pairs of all positions of one input, for each input."""
-    tile = Tile(True, jnp.ones((1, 1), bool))
-
-    def one(x):
-        site, state = x
-        site = jax.tree.map(lambda leaf: leaf[None], site)
-        return step_pairs(step, number, site, site, state, tile)
-
-    return jax.lax.map(one, (sites, state))
-
-
 # ----------------------------------------------------------------------------- all pairs
 
 
-def _block(found: NetworkPlan, x1, x2, level: Level) -> Kernels:
+def _block(plan: NetworkPlan, x1, x2, level: Level) -> Kernels:
     """All pairs at once."""
-    found, how = _plan_at_level(found, level, x1.dtype), level.how
-    a = _sites(found, x1, how)
-    b = None if x2 is None else _sites(found, x2, how)
-    return _kernels_of_pairs(*_static(found), found.numbers, a, b)
+    plan, how = _plan_at_level(plan, level, x1.dtype), level.how
+    a = _sites(plan, x1, how)
+    b = None if x2 is None else _sites(plan, x2, how)
+    return _kernels_of_pairs(*_static(plan), plan.numbers, a, b)
 
 
-def _static(found: NetworkPlan):
+def _static(plan: NetworkPlan):
     """What a program is compiled for, beside shapes: the steps and the inputs in a tile."""
-    positions = max(_position_counts(found.steps))
-    entries, most = CACHED if jax.default_backend() == "cpu" and not found.full else (ENTRIES, TILE)
-    size = math.isqrt(entries // (positions**2 if found.full else positions))
-    return skeleton(found.steps), found.full, min(max(size, 1), most)
-
-
-def _position_counts(steps):
-    yield 1
-    for step in steps:
-        match step:
-            case Linear() | Average():
-                yield math.prod(step.windows.before)
-                yield math.prod(step.windows.after)
-            case Sum():
-                for branch in step.branches:
-                    yield from _position_counts(branch)
+    positions = count_positions(plan.steps)
+    entries, most = CACHED if jax.default_backend() == "cpu" and not plan.full else (ENTRIES, TILE)
+    size = math.isqrt(entries // (positions**2 if plan.full else positions))
+    return skeletons(plan.steps), plan.full, min(max(size, 1), most)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -295,7 +170,7 @@ def _kernels_of_pairs(steps, full: bool, size: int, numbers, a, b) -> Kernels:
         same = None
         if b is None:
             same = (i + jnp.arange(size1))[:, None] == (j + jnp.arange(size2))[None]
-        state, _ = walk_pairs(steps, numbers, left, right, None, Tile(full, same))
+        state = walk_pairs(steps, numbers, left, right, None, Tile(full, same))
         kernels = _checked_kernels(left[-1].after, right[-1].after, state)
         if b is not None:
             return kernels
@@ -325,16 +200,15 @@ def _checked_kernels(a, b, state) -> Kernels:
 # ----------------------------------------------------------------------------- blocks
 
 
-def _kernels_by_block(found: NetworkPlan, x1, x2) -> Kernels:
+def _kernels_by_block(plan: NetworkPlan, x1, x2) -> Kernels:
     """All pairs, block by block: those of the upper triangle without ``x2``."""
     size = max(
         1,
-        NUMBERS
-        // (_values_per_input(found.steps) + _patch_values_per_input(found.steps, x1.shape[-1])),
+        NUMBERS // (count_values(plan.steps) + count_patch_values(plan.steps, x1.shape[-1])),
     )
     starts1, starts2 = (range(0, len(x), size) for x in (x1, x1 if x2 is None else x2))
     if len(starts1) == len(starts2) == 1:
-        return _kernels_at_lowest_level(found, x1, x2, 0)[0]
+        return _kernels_at_lowest_level(plan, x1, x2, 0)[0]
     columns, level = x1 if x2 is None else x2, 0
     result = [np.zeros((len(x1), len(columns)), x1.dtype) for _ in range(3)]
     for i in starts1:
@@ -343,7 +217,7 @@ def _kernels_by_block(found: NetworkPlan, x1, x2) -> Kernels:
                 continue
             own = x2 is None and i == j
             right = None if own else columns[j : j + size]
-            kernels, level = _kernels_at_lowest_level(found, x1[i : i + size], right, level)
+            kernels, level = _kernels_at_lowest_level(plan, x1[i : i + size], right, level)
             for whole, part in zip(result, jax.tree.leaves(kernels), strict=True):
                 whole[i : i + size, j : j + size] = part
                 if x2 is None and not own:
@@ -351,68 +225,31 @@ def _kernels_by_block(found: NetworkPlan, x1, x2) -> Kernels:
     return Kernels(*map(jnp.asarray, result))
 
 
-def _kernels_at_lowest_level(found: NetworkPlan, x1, x2, level: int) -> tuple[Kernels, int]:
+def _kernels_at_lowest_level(plan: NetworkPlan, x1, x2, level: int) -> tuple[Kernels, int]:
     """All pairs at the lowest level that serves, and that level."""
     while True:
         how = LEVELS[level].how
-        now = _plan_at_level(found, LEVELS[level], x1.dtype)
+        now = _plan_at_level(plan, LEVELS[level], x1.dtype)
         a = _sites(now, x1, how)
         b = None if x2 is None else _sites(now, x2, how)
         noise = TABLE_NOISE if LEVELS[level].tables else 512
         if level + 1 == len(LEVELS) or is_resolved(_expansions((a, b)), noise):
             return _kernels_of_pairs(*_static(now), now.numbers, a, b), level
-        level = _next_level(found, [a] if b is None else [a, b], level, x1.dtype)
+        level = _next_level(plan, [a] if b is None else [a, b], level, x1.dtype)
 
 
-def _next_level(found: NetworkPlan, sides, level: int, dtype) -> int:
+def _next_level(plan: NetworkPlan, sides, level: int, dtype) -> int:
     """The lowest one above whose tables would serve the norms of these sites."""
     for above in range(level + 1, len(LEVELS)):
         if not LEVELS[above].tables:
             break
-        now = _plan_at_level(found, LEVELS[above], dtype)
-        values = [f for sites in sides for f in _looked_up(now.steps, now.numbers, sites)]
+        now = _plan_at_level(plan, LEVELS[above], dtype)
+        values = [f for sites in sides for f in table_values(now.steps, now.numbers, sites)]
         if not values or is_resolved(values, TABLE_NOISE):
             return above
     return above
 
 
-def _looked_up(steps, numbers, sites):
-    """Expansions at the norms of the sites."""
-    for step, number, site in zip(steps, numbers, sites, strict=True):
-        match step:
-            case Tabulated():
-                again = _features_of_step(step, number, site.before, None, False, TRACED)
-                yield from (again.value, again.slope)
-            case Sum():
-                for branch, inner, own in zip(step.branches, number[1], site.branches, strict=True):
-                    yield from _looked_up(branch, inner, own)
-
-
 def _expansions(sites) -> list:
     leaves = jax.tree.leaves(sites, is_leaf=lambda s: isinstance(s, Expansion))
     return [leaf for leaf in leaves if isinstance(leaf, Expansion)]
-
-
-def _values_per_input(steps, positions: int = 1) -> int:
-    """How many an input needs, at a usual resolution."""
-    total = 0
-    for step in steps:
-        if isinstance(step, Sum):
-            total += sum(_values_per_input(branch, positions) for branch in step.branches)
-        positions = max(_position_counts((step,))) if _positions_change(step) else positions
-        total += positions * (600 if isinstance(step, Smooth) else 20)
-    return total
-
-
-def _patch_values_per_input(steps, channels: int) -> int:
-    """How many an input's patches need."""
-    for step in steps:
-        if isinstance(step, Linear):
-            return 3 * math.prod(step.windows.after) * math.prod(step.windows.window) * channels
-        if isinstance(step, Sum):
-            return sum(_patch_values_per_input(branch, channels) for branch in step.branches)
-    return 0
-
-
-def _positions_change(step) -> bool:
-    return isinstance(step, Linear | Average | Sum)

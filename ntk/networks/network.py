@@ -1,9 +1,11 @@
-"""What describes a network: records of its layers, and what is done with them.
+"""What describes a network: its layers, one after another, and what is done with them.
 
-The combinators that make them: :mod:`ntk.networks.layers`.
+The functions that describe layers: :mod:`ntk.networks.layers`.
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +13,13 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from ntk.internal.checks import describe
 from ntk.kernels.record import Kernels
-from ntk.networks.records import Add, Elementwise, Weights
 
 if TYPE_CHECKING:
     import flax.linen as nn
+
+    from ntk.networks.contracts import Layer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,8 +28,7 @@ class Network:
 
     Attributes
     ----------
-    layers : tuple
-        :class:`Weights`, :class:`Elementwise`, :class:`Pool`, :class:`Flatten`, :class:`Add`.
+    layers : tuple of :class:`ntk.networks.contracts.Layer`
 
     Examples
     --------
@@ -41,7 +44,7 @@ class Network:
     {'first': ('relu', 'tanh')}
     """
 
-    layers: tuple[Any, ...]
+    layers: tuple["Layer", ...]
 
     def kernel(
         self,
@@ -180,25 +183,55 @@ class Network:
 
 def _alpha_entries(network: Network) -> dict[str, tuple[str, ...] | None]:
     """Names in ``alpha``, in order, with the names of what is chosen between, or None."""
-    found: dict[str, tuple[str, ...] | None] = {}
+    entries: dict[str, tuple[str, ...] | None] = {}
 
     def enter(value, choices=None):
         if isinstance(value, str):
-            if len(found.setdefault(value, choices) or ()) != len(choices or ()):
+            if len(entries.setdefault(value, choices) or ()) != len(choices or ()):
                 raise ValueError(f"weights: expected one number of choices for the name {value!r}.")
         elif isinstance(value, tuple):
             for one in value:
                 enter(one)
 
     for layer in network.layers:
-        match layer:
-            case Weights():
-                enter((layer.weight_variance, layer.bias_variance))
-            case Elementwise():
-                enter(layer.weights, tuple(s.name for s in layer.activations))
-            case Add():
-                enter(layer.weights, tuple(str(k) for k in range(len(layer.branches))))
-                for branch in layer.branches:
-                    for name, choices in _alpha_entries(branch).items():
-                        enter(name, choices)
-    return found
+        for value, choices in layer.entries():
+            enter(value, choices)
+    return entries
+
+
+def serial(*networks: Network) -> Network:
+    """One network after another.
+
+    Parameters
+    ----------
+    *networks : Network
+
+    Returns
+    -------
+    Network
+
+    Raises
+    ------
+    ValueError
+        For what is no network.
+
+    Examples
+    --------
+    >>> from ntk import networks as nets
+    >>> len(serial(nets.conv(3), serial(nets.flatten(), nets.dense())).layers)
+    3
+    """
+    return Network(functools.reduce(operator.add, (check_network(n).layers for n in networks), ()))
+
+
+def check_network(value: Any) -> Network:
+    """The value, if it is a network.
+
+    Raises
+    ------
+    ValueError
+        If it is not.
+    """
+    if not isinstance(value, Network):
+        raise ValueError(f"networks: expected what a combinator returns, got {describe(value)}.")
+    return value

@@ -1,6 +1,6 @@
 """Duals ``E s(u) s(u')`` of smooth activations and of their slopes, at pairs of positions.
 
-By a series of each position's own, or by one table for the layer.
+By a series of each position's own, or by one table for the layer; with bounds of their errors.
 """
 
 from typing import Any
@@ -8,10 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ntk.expectations.hermite import Pair, expectations, polynomial
+from ntk.expectations.gaussian import reciprocal
+from ntk.expectations.hermite import Pair, expectations, moves, polynomial
 from ntk.networks import tables
-from ntk.networks.moments import LayerFeatures
-from ntk.networks.windows import as_pair_rows
+from ntk.networks.moments import LayerFeatures, epsilon
+from ntk.networks.position_pairs import (
+    PairState,
+    Tile,
+    angle_error,
+    norm_noise,
+    same_positions,
+)
+from ntk.networks.strips import count_loop_parts
+from ntk.networks.windows import as_pair_rows, min_over_positions, outer
 
 
 def duals_by_position(
@@ -46,9 +55,9 @@ def by_tables(
         fs, gs = (
             tuple(
                 f._replace(regular=tables.table_coefficients(t, s, f.norm, 1 - k))
-                for k, (t, f) in enumerate(zip(both, found, strict=True))
+                for k, (t, f) in enumerate(zip(both, expansions, strict=True))
             )
-            for s, found in ((sa, fs), (sb, gs))
+            for s, expansions in ((sa, fs), (sb, gs))
         )
 
         def rows_of(x):
@@ -78,3 +87,102 @@ def _by_parity(a, b, rho) -> jax.Array:
     """``sum_k a_k b_k rho^k``; of odd and even functions half of the terms are no work."""
     even, odd = (polynomial(a[i::2], b[i::2], rho * rho) for i in (0, 1))
     return even + rho * odd
+
+
+# ----------------------------------------------------------------------------- states
+
+
+def state_after_duals(
+    how, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile, terms: int
+) -> PairState:
+    """An activation whose duals ``how(a, b, p, full)`` gives, of itself and its slope.
+
+    ``terms``: of the series that it takes.
+    """
+    assert a.slope is not None and b.slope is not None
+    same = same_positions(state.p, tile)
+    # Entries of inputs with themselves are known; here, a series needs no terms for them.
+    value, slope = how(a, b, state.p if same is None else jnp.where(same, 0.5, state.p), tile.full)
+    p = state.p
+    sizes = outer(a.after.norm, b.after.norm, tile.full)
+    after = jnp.clip((1 - value * reciprocal(sizes)) / 2, 0, 1)
+    after = jnp.where(sizes > 0, after, 0.5)
+    if same is not None:
+        slopes = outer(a.slope.norm, b.slope.norm, tile.full)
+        after, slope = jnp.where(same, 0, after), jnp.where(same, slopes, slope)
+    return state_after_smooth(
+        after, state.tangent * slope, a, b, state, _extreme_angles(p, state, tile), terms
+    )
+
+
+def state_after_smooth(
+    after, tangent, a: LayerFeatures, b: LayerFeatures, state: PairState, ends, terms: int
+) -> PairState:
+    """The state, with its errors."""
+    assert a.slope is not None and b.slope is not None
+    off, off_slope = _bound_dual_errors((a.value, a.slope), (b.value, b.slope), state, ends, terms)
+    eps = epsilon(after)
+    floor = jnp.minimum((off + norm_noise(a.after, b.after)) / 2 + 4 * eps, 1)
+    error = state.tangent_error + (off_slope + 4 * eps) * (1 + state.tangent_error)
+    most = a.slope.norm.max(1)[:, None] * b.slope.norm.max(1)[None] * (1 + off_slope)
+    excess = most * state.tangent_excess
+    errors = jax.lax.stop_gradient((0 * floor, floor, off + 4 * eps, error, excess))
+    return PairState(after, tangent, *errors)
+
+
+def _extreme_angles(p: jax.Array, state: PairState, tile: Tile) -> tuple[jax.Array, jax.Array]:
+    """The smallest p and 1 - p [n1, n2], but of a position with itself."""
+    p = jax.lax.stop_gradient(p)
+    same = same_positions(p, tile)
+    n1, n2 = state.slack.shape
+    inside = p if same is None else jnp.where(same, 0.5, p)
+    return min_over_positions(inside, tile.full, n1, n2), 1 + min_over_positions(
+        -inside, tile.full, n1, n2
+    )
+
+
+def _bound_dual_errors(fs, gs, state: PairState, ends, terms: int):
+    """:func:`_dual_error_bound` for each f and g, some rows at a time.
+
+    A loop, as :func:`map_strips`: else every later layer would compute all bounds below it again.
+    """
+    worst = state.slack + state.floor
+    count = count_loop_parts(len(worst), worst.shape[1])
+    split = jax.tree.map(
+        lambda x: x.reshape(count, len(x) // count, *x.shape[1:]), (fs, worst, ends)
+    )
+
+    def one(x):
+        fs, worst, ends = x
+        return tuple(
+            _dual_error_bound(f, g, worst, ends, terms) for f, g in zip(fs, gs, strict=True)
+        )
+
+    bounds = jax.lax.map(one, jax.lax.stop_gradient(split))
+    return (x.reshape(worst.shape) for x in bounds)
+
+
+def _dual_error_bound(f, g, worst, ends, terms: int) -> jax.Array:
+    """A bound of the error of ``E f g`` over both norms, for all positions, [n1, n2].
+
+    ``worst``: error of p.
+    """
+    f, g = jax.lax.stop_gradient((f, g))
+
+    def most(x):
+        return x.max(1)
+
+    eps = epsilon(worst)
+    total = most(f.noise)[:, None] + most(g.noise)[None]
+    total += 4 * eps * most(f.size)[:, None] * most(g.size)[None]
+    jump = most(f.jump)[:, None] * most(g.jump)[None]
+    total += moves(jump) * most(f.steep)[:, None] * most(g.steep)[None] * worst
+    if ends is None:  # a formula, which misses nothing and is of no function that jumps
+        return total
+    power = 1 - 2 * jnp.minimum(*ends)
+    for _ in range(max(terms, 1).bit_length() - 1):
+        power = power * power
+    (rf, kf), (rg, kg) = ((most(h.missed[..., 0]), most(h.missed[..., 1])) for h in (f, g))
+    total += power * (rf[:, None] * (rg + kg)[None] + kf[:, None] * rg[None])
+    moved = jnp.maximum(*(angle_error(worst, end) for end in ends))
+    return total + jump * moved

@@ -51,16 +51,16 @@ def tabulate_layer(
     layer: Layer, weights: jax.Array, how: Resolution, dtype: Any
 ) -> tuple[ActivationTable, ActivationTable]:
     """Tables of ``sum_i weights_i s_i`` and of its slope, which have no kinks but at 0."""
-    found = jax.tree.map(lambda x: jnp.asarray(x, dtype), hermite_grid(*how))
+    grid = jax.tree.map(lambda x: jnp.asarray(x, dtype), hermite_grid(*how))
     scales = jnp.asarray(np.append(_chebyshev_nodes(dtype)[1], 0), dtype)
-    u = scales[:, None] * found.z[None]
+    u = scales[:, None] * grid.z[None]
     values = jnp.zeros((2, 2, *u.shape), dtype)  # of s and s', at u and -u
     for i, s in enumerate(layer):
         if s.smooth is not None:
             values += weights[i] * sample_both_signs(s, u)
     sides = jnp.stack(kinks_at_zero(layer, weights))
     sides = sides if any(s.smooth is None for s in layer) else sides[:0]
-    return tuple(_tabulate_function(values[k], sides, found, 1 - k) for k in (0, 1))
+    return tuple(_tabulate_function(values[k], sides, grid, 1 - k) for k in (0, 1))
 
 
 def _chebyshev_nodes(dtype) -> tuple[np.ndarray, np.ndarray]:
@@ -121,9 +121,9 @@ def _summed_gram(*parts) -> jax.Array:
     )
 
 
-def basis_vector(found: ActivationTable, scale: jax.Array, degree: int) -> jax.Array:
+def basis_vector(table: ActivationTable, scale: jax.Array, degree: int) -> jax.Array:
     """v(s) [..., b] of norms s, for a function with a kink of this degree."""
-    size = len(found.mean) - 1 - len(found.sides)
+    size = len(table.mean) - 1 - len(table.sides)
     x = 2 * jnp.log1p(scale / _BEND) / np.log1p(END / _BEND).item() - 1
     x = jnp.minimum(x, 1)
 
@@ -133,24 +133,24 @@ def basis_vector(found: ActivationTable, scale: jax.Array, degree: int) -> jax.A
 
     polynomials = jax.lax.scan(following, (x, jnp.ones_like(x)), length=size)[1]
     parts = [jnp.ones_like(x)[None], scale[None] * polynomials]
-    if len(found.sides):
+    if len(table.sides):
         power = scale if degree else jnp.ones_like(scale)
-        parts.append(jnp.stack([power * side for side in found.sides]))
+        parts.append(jnp.stack([power * side for side in table.sides]))
     return jnp.moveaxis(jnp.concatenate(parts), 0, -1)
 
 
-def evaluated(found: ActivationTable, scale: jax.Array, error: jax.Array, degree: int) -> Expansion:
+def evaluated(table: ActivationTable, scale: jax.Array, error: jax.Array, degree: int) -> Expansion:
     """The function at norms [N], known up to ``error`` [N]: all of an expansion but its terms."""
-    v = basis_vector(found, scale, degree)
-    mean, square = v @ found.mean, _form(v, found.gram)
+    v = basis_vector(table, scale, degree)
+    mean, square = v @ table.mean, _form(v, table.gram)
     norm = root(square)
     none = jnp.zeros((*norm.shape, 0), norm.dtype)
     sides = jnp.zeros((*norm.shape, 2), norm.dtype)
     power = scale if degree else jnp.ones_like(scale)
-    if len(found.sides):
+    if len(table.sides):
         unit = jax.lax.stop_gradient(reciprocal(norm))
-        sides = jnp.stack([(power * unit) * side for side in found.sides], -1)
-    errors = jax.lax.stop_gradient(_table_errors(found, v, scale, norm, error, power, degree))
+        sides = jnp.stack([(power * unit) * side for side in table.sides], -1)
+    errors = jax.lax.stop_gradient(_table_errors(table, v, scale, norm, error, power, degree))
     return Expansion(norm, mean, none, sides, Pieces(none, none, none[..., None]), none, *errors)
 
 
@@ -158,25 +158,25 @@ def _form(v, matrix) -> jax.Array:
     return (jnp.matmul(v, matrix, precision="highest") * v).sum(-1)
 
 
-def _table_errors(found: ActivationTable, v, scale, norm, error, power, degree: int):
+def _table_errors(table: ActivationTable, v, scale, norm, error, power, degree: int):
     """The last five fields of an expansion."""
     eps, over = float(jnp.finfo(norm.dtype).eps), reciprocal(norm)
     size, rest, steep, stretch = (
         root(jnp.maximum(_form(v, m), 0))
-        for m in (found.regular, found.rest, found.steep, found.stretch)
+        for m in (table.regular, table.rest, table.steep, table.stretch)
     )
-    slant = power * jnp.abs(found.sides[1] - found.sides[0]) if len(found.sides) else 0 * norm
-    off = scale * (found.tail + found.rounding) + found.nodes * size
+    slant = power * jnp.abs(table.sides[1] - table.sides[0]) if len(table.sides) else 0 * norm
+    off = scale * (table.tail + table.rounding) + table.nodes * size
     noise = 4 * eps * (size + norm) + off + (error / 2 + 4 * eps) * stretch
     noise = jnp.where(scale <= END, noise, jnp.inf)
-    missed = jnp.stack([rest * over, slant * found.missed * over], -1)
+    missed = jnp.stack([rest * over, slant * table.missed * over], -1)
     jump = jnp.zeros_like(norm) if degree else slant * over
     return noise * over, size * over + 1, missed, steep * over, jump
 
 
 def table_coefficients(
-    found: ActivationTable, scale: jax.Array, norm: jax.Array, degree: int
+    table: ActivationTable, scale: jax.Array, norm: jax.Array, degree: int
 ) -> jax.Array:
     """Hermite coefficients of the regular part, over the norms of the function: [..., K]."""
-    v = basis_vector(found, scale, degree) * jax.lax.stop_gradient(reciprocal(norm))[..., None]
-    return jnp.matmul(v, found.terms, precision="highest")
+    v = basis_vector(table, scale, degree) * jax.lax.stop_gradient(reciprocal(norm))[..., None]
+    return jnp.matmul(v, table.terms, precision="highest")

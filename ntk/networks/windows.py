@@ -16,13 +16,92 @@ is separable. Pooling moves the positions of both inputs on their own.
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ntk.networks.plan import Windows
+from ntk.internal.checks import integer
 
 Axes = tuple[int, ...]
+Shape = tuple[int, ...]
+Window = int | Sequence[int]
+
+
+class Windows(NamedTuple):
+    """A window at each output position, one entry for each axis of the image."""
+
+    before: Shape  # of what the windows are on
+    after: Shape
+    window: Shape
+    strides: Shape
+    pads: tuple[tuple[int, int], ...]
+    wrap: bool
+
+    @property
+    def size(self) -> int:
+        """How many positions a window has."""
+        return math.prod(self.window)
+
+    def position_counts(self) -> tuple[int, int]:
+        """How many positions there are before and after."""
+        return math.prod(self.before), math.prod(self.after)
+
+
+NO_POSITIONS = Windows((), (), (), (), (), False)
+
+
+def place_windows(
+    combinator: str, window: Any, strides: Any, padding: str, shape: Shape
+) -> Windows:
+    """Windows on images of this shape; a window of None has all of it.
+
+    Raises
+    ------
+    ValueError
+        If the window is larger than the image, or has another number of axes.
+    """
+    window = _value_per_axis(combinator, shape if window is None else window, shape)
+    strides = _value_per_axis(combinator, strides, shape)
+    if padding == "VALID" and any(w > s for w, s in zip(window, shape, strict=True)):
+        raise ValueError(f"{combinator}: expected a window of at most {shape}, got {window}.")
+    before, pads, after = [], [], []
+    for size, w, stride in zip(shape, window, strides, strict=True):
+        out = (size - w) // stride + 1 if padding == "VALID" else -(-size // stride)
+        pad = max((out - 1) * stride + w - size, 0) if padding != "VALID" else 0
+        if padding == "CIRCULAR" and pad > size:
+            raise ValueError(f"{combinator}: expected a window of at most {shape}, got {window}.")
+        before.append(size)
+        after.append(out)
+        pads.append((pad // 2, pad - pad // 2))
+    wrap = padding == "CIRCULAR"
+    return Windows(tuple(before), tuple(after), window, strides, tuple(pads), wrap)
+
+
+def _value_per_axis(combinator: str, value: Any, shape: Shape) -> Shape:
+    if isinstance(value, int):
+        return (value,) * len(shape)
+    if len(value) != len(shape):
+        raise ValueError(
+            f"{combinator}: expected one number for each of {len(shape)} axes, got {value}."
+        )
+    return tuple(value)
+
+
+def check_window(name: str, value: Any) -> int | tuple[int, ...]:
+    """A window or strides as combinators take them: one number, or one for each axis.
+
+    Raises
+    ------
+    ValueError
+        If a number is not a positive whole one.
+    """
+    if isinstance(value, list | tuple):
+        return tuple(integer(name, v, 1) for v in value)
+    return integer(name, value, 1)
+
+
+# ----------------------------------------------------------------------------- sums
 
 
 def sums(x: jax.Array, windows: Windows, axes: Sequence[Axes]) -> jax.Array:
@@ -59,15 +138,15 @@ def extract_patches(x: jax.Array, windows: Windows) -> jax.Array:
     x = x.reshape(len(x), *windows.before, x.shape[-1])
     for i in range(len(windows.before)):
         x = _pad_axes(x, windows, i, (1 + i,))
-    found = []
+    patches = []
     for offsets in itertools.product(*map(range, windows.window)):
         index = [
             slice(o, o + (count - 1) * stride + 1, stride)
             for o, count, stride in zip(offsets, windows.after, windows.strides, strict=True)
         ]
         part = x[(slice(None), *index)]
-        found.append(part.reshape(len(x), -1, x.shape[-1]))
-    return jnp.stack(found, 2)
+        patches.append(part.reshape(len(x), -1, x.shape[-1]))
+    return jnp.stack(patches, 2)
 
 
 # ----------------------------------------------------------------------------- layouts

@@ -15,11 +15,18 @@ MODULES = ("bilevel.solvers", "bilevel.spaces.nasbench201.judging", "bilevel.sto
 
 
 def entries():
-    """The names in the directives ``public`` and ``scores`` of docs/api, dotted."""
+    """The names in the directives ``public`` and ``scores`` of docs/api, dotted.
+
+    A directive ``public`` without names has all of a module.
+    """
     text = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
     listings = re.findall(r"```\{public\} (\S+)\n(.*?)```", text, re.DOTALL)
     scores = [f"ntk.scores.{name}" for name in builtin_score_names()] * text.count("```{scores}")
-    return scores + [f"{module}.{name}" for module, names in listings for name in names.split()]
+    return scores + [
+        f"{module}.{name}"
+        for module, names in listings
+        for name in names.split() or importlib.import_module(module).__all__
+    ]
 
 
 def public(module):

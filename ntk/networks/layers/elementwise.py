@@ -1,0 +1,382 @@
+"""Elementwise functions: ``act``.
+
+An :class:`Elementwise` has one of four steps, by what its activations are: ReLU-like ones have
+closed forms, erf and GELU others, all the rest are expanded, by tables where they can be.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk.expectations.activations import Activation, erf, gelu, in_a_network
+from ntk.expectations.gaussian import DENSITY, arc_cosines, reciprocal, root
+from ntk.expectations.hermite import Expansion, Pieces
+from ntk.infinite.layer_expansions import (
+    TRACED,
+    Resolution,
+    common_kinks,
+    evaluate_layer,
+    expand_layer,
+    kinks_at_zero,
+)
+from ntk.internal.checks import concrete, sequence
+from ntk.networks import tables
+from ntk.networks.contracts import (
+    FiniteLayer,
+    Layer,
+    LayerStep,
+    Planned,
+    Signal,
+    compiled_features,
+)
+from ntk.networks.moments import LayerFeatures, Moments, epsilon
+from ntk.networks.network import Network
+from ntk.networks.position_pairs import (
+    PairState,
+    Tile,
+    angle_error,
+    map_state_strips,
+    met_in_strip,
+    norm_noise,
+)
+from ntk.networks.smooth_duals import (
+    by_tables,
+    duals_by_position,
+    state_after_duals,
+    state_after_smooth,
+)
+from ntk.networks.values import Values, check_choice
+from ntk.networks.windows import sum_over_positions
+
+_POSITIONS = 2**14  # whose tables are looked up at a time
+
+
+def act(activations: Any, weights: Any = None) -> Network:
+    """An activation, or a weighted sum of them.
+
+    Parameters
+    ----------
+    activations : activation, smooth function, ``{activation: weight}``, or list of activations
+    weights : str or sequence of numbers and names, optional
+        Of a list. One name stands for them all, a vector in ``alpha``: a choice.
+
+    Returns
+    -------
+    Network
+
+    Raises
+    ------
+    ValueError
+        For no activation at all, or another number of weights.
+
+    Examples
+    --------
+    >>> import ntk
+    >>> act({ntk.relu: 0.3, ntk.tanh: "b"}).names
+    {'b': ()}
+    """
+    if isinstance(activations, Mapping):
+        activations, weights = list(activations), list(activations.values())
+    elif callable(activations):
+        activations, weights = [activations], [1.0]
+    activations = tuple(map(in_a_network, sequence("activations", activations, "activations")))
+    if not activations:
+        raise ValueError("activations: expected at least one, got none.")
+    return Network((Elementwise(activations, check_choice(weights, len(activations))),))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Elementwise(Layer):
+    """``act``: activations, and their weights (numbers or names) or the name of them all."""
+
+    activations: tuple[Activation, ...]
+    weights: tuple[Any, ...] | str
+
+    combinator: ClassVar[str] = "act"
+
+    def plan(self, signal: Signal, values: Values) -> Planned:
+        """The step for these activations.
+
+        Raises
+        ------
+        ValueError
+            If the features are not Gaussian.
+        """
+        if not signal.gaussian:
+            raise ValueError(
+                "act: expected a layer with weights between it and the last act, got none."
+            )
+        weights = values.weights(self.weights)
+        return Planned(*self._step(weights, values.finite), signal._replace(gaussian=False))
+
+    def _step(self, weights: jax.Array, finite: bool) -> tuple[LayerStep, Any]:
+        if finite:
+            return Elements(self.activations), weights
+        if all(s.smooth is None for s in self.activations):
+            return Kinked(), jnp.stack(kinks_at_zero(self.activations, weights))
+        if len(self.activations) == 1 and self.activations[0] in (erf, gelu):
+            return Closed(self.activations[0]), weights[0]
+        return Smooth(self.activations), weights
+
+    def entries(self) -> list[tuple[Any, tuple[str, ...]]]:
+        """The weights, chosen between by the names of the activations."""
+        return [(self.weights, tuple(s.name for s in self.activations))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Elements(LayerStep):
+    """Any activations, in a finite network; numbers: their weights."""
+
+    activations: tuple[Activation, ...]
+
+    def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
+        """Their weighted sum."""
+        return evaluate_layer(self.activations, numbers, x)
+
+
+# ----------------------------------------------------------------------------- ReLU-like
+
+
+@dataclasses.dataclass(frozen=True)
+class Kinked(LayerStep):
+    """Activations that are linear on both sides of 0; numbers: (left, right) slopes."""
+
+    def features(self, numbers: Any, before: Moments) -> LayerFeatures:
+        """Closed forms."""
+        left, right = numbers
+        power = (left**2 + right**2) / 2
+        mean = (right - left) * DENSITY * before.norm
+        noise = before.noise + 16 * epsilon(mean)
+        mean_noise = jax.lax.stop_gradient(jnp.abs(mean).max(1) * noise)
+        return LayerFeatures(
+            before, Moments(power * before.square, power * before.tangent, mean, noise, mean_noise)
+        )
+
+    def pairs(
+        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
+    ) -> PairState:
+        """Arc-cosine kernels, of the angle."""
+        left, right = numbers
+        over = reciprocal((left**2 + right**2) / 2)
+        power, bend = (left**2 + right**2) / 2, (right - left) ** 2
+        eps = epsilon(state.p)
+
+        def one(entries, _left, _right, pairs):
+            (p, tangent), (slack, floor, *_) = entries, pairs
+            step, _, gap = arc_cosines(p, 1 - p)
+            after = (p * (left * right) + gap * (bend / 2)) * over
+            off = jnp.abs(tangent) * angle_error(slack * jnp.sqrt(p) + floor, p)
+            if tile.same is not None:
+                off = jnp.where(met_in_strip(_left, _right, pairs), 0, off)
+            # The dual of the slopes is the factor of T.
+            return after, tangent * (left * right + bend * step), jax.lax.stop_gradient(off)
+
+        known = jax.lax.stop_gradient((state.slack, state.floor))
+        after, tangent, off = map_state_strips(one, state, tile, pairs=known)
+        n1, n2 = state.slack.shape
+        # Where the dual falls with the angle, a small one may come of a large one.
+        monotone = left * right >= 0
+        floor = state.floor + jnp.where(monotone, 0, state.slack)
+        slack = jnp.where(monotone, state.slack, 0) + 8 * eps
+        # S moves by E f' f' <= power with S below, by |E f f - S E f' f'| <= 0.7 power with its
+        # norms.
+        second = 8 * eps + jnp.minimum(
+            2 * (slack + floor) + norm_noise(a.after, b.after),
+            state.second_error + 0.7 * norm_noise(a.before, b.before),
+        )
+        worst = power + bend * jnp.sqrt(slack + floor)
+        error = state.tangent_error * (1 + bend * over * jnp.sqrt(slack + floor)) + 16 * eps
+        excess = bend * sum_over_positions(off, tile.full, n1, n2) + worst * state.tangent_excess
+        errors = jax.lax.stop_gradient((slack, floor, second, error, excess))
+        return PairState(after, tangent, *errors)
+
+
+# ----------------------------------------------------------------------------- any others
+
+
+@dataclasses.dataclass(frozen=True)
+class Smooth(LayerStep):
+    """Other activations; numbers: their weights. The activations are None in a skeleton."""
+
+    activations: tuple[Activation, ...] | None
+
+    def visit(
+        self, numbers: Any, before: Moments, state: Any, full: bool, how: Resolution
+    ) -> LayerFeatures:
+        """Expansions at every position."""
+        assert self.activations is not None
+        n, positions = before.square.shape
+        layer = self.activations
+        error = jnp.repeat(before.noise, positions)
+        both = expand_layer(layer, numbers, before.norm.ravel(), error, common_kinks([layer]), how)
+        return _features_from_expansions(
+            before, *jax.tree.map(lambda x: x.reshape(n, positions, *x.shape[1:]), both)
+        )
+
+    def pairs(
+        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
+    ) -> PairState:
+        """Series of the expansions of both positions."""
+        assert a.value is not None
+        terms = a.value.regular.shape[2]
+        return state_after_duals(duals_by_position, a, b, state, tile, terms)
+
+    def values_per_input(self, positions: int) -> int:
+        """Those of an expansion at a usual resolution."""
+        return 600 * positions
+
+    def skeleton(self) -> "Smooth":
+        """Without the activations."""
+        return Smooth(None)
+
+    def tabulate(self, numbers: Any, how: Resolution, dtype: Any) -> tuple[LayerStep, Any]:
+        """Tables, if there are no kinks but at 0."""
+        layer = self.activations
+        assert layer is not None
+        if any(s.kinks for s in layer):
+            return self, numbers
+        kinked = any(s.smooth is None for s in layer)
+        if concrete(numbers + 0):
+            both = _shared_tables(layer, tuple(np.asarray(numbers).tolist()), how, dtype)
+        else:
+            both = tables.tabulate_layer(layer, numbers, how, dtype)
+        return Tabulated(kinked), both
+
+
+@functools.lru_cache(maxsize=16)
+def _shared_tables(activations, weights, how, dtype):
+    """Tables for weights that are known: equal layers share them."""
+    return tables.tabulate_layer(activations, jnp.asarray(weights, dtype), how, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tabulated(LayerStep):
+    """A ``Smooth`` without kinks but at 0; numbers: tables of it and of its slope."""
+
+    kinked: bool
+
+    def visit(
+        self, numbers: Any, before: Moments, state: Any, full: bool, how: Resolution
+    ) -> LayerFeatures:
+        """Single inputs need no terms: one program, however many."""
+        numbers = [t._replace(terms=t.terms[:, :0]) for t in numbers]
+        return compiled_features(self, numbers, before)
+
+    def features(self, numbers: Any, before: Moments) -> LayerFeatures:
+        """Tables at every norm, a few images at a time: a position takes some hundred numbers."""
+
+        def one(x):
+            norm, noise = x
+            error = jnp.broadcast_to(noise, norm.shape)
+            return tuple(tables.evaluated(t, norm, error, 1 - k) for k, t in enumerate(numbers))
+
+        batch = max(1, _POSITIONS // before.square.shape[1])
+        expansions = jax.lax.map(one, (before.norm, before.noise), batch_size=batch)
+        return _features_from_expansions(before, *expansions)
+
+    def pairs(
+        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
+    ) -> PairState:
+        """Series whose terms are made here."""
+        how = functools.partial(by_tables, numbers)
+        return state_after_duals(how, a, b, state, tile, numbers[0].terms.shape[1])
+
+    def table_values(self, numbers: Any, site: LayerFeatures) -> Iterator[Expansion]:
+        """The function and its slope."""
+        again = self.visit(numbers, site.before, None, False, TRACED)
+        assert again.value is not None and again.slope is not None
+        yield again.value
+        yield again.slope
+
+
+@jax.jit
+def _features_from_expansions(before: Moments, value: Expansion, slope: Expansion) -> LayerFeatures:
+    regular, rough = value.missed[..., 0], value.missed[..., 1]
+    eps = epsilon(value.norm)
+    noise = (2 * value.noise + 2 * regular * rough + 4 * eps * value.size**2).max(1) + 4 * eps
+    mean_noise = (value.norm * value.noise).max(1)
+    tangent = slope.norm**2 * before.tangent
+    after = Moments(value.norm**2, tangent, value.mean, noise, mean_noise)
+    return LayerFeatures(before, after, value, slope)
+
+
+# ----------------------------------------------------------------------------- erf and GELU
+
+
+@dataclasses.dataclass(frozen=True)
+class Closed(LayerStep):
+    """An activation whose duals are closed formulas: erf and GELU; numbers: its weight."""
+
+    activation: Activation
+
+    def features(self, numbers: Any, before: Moments) -> LayerFeatures:
+        """Derivatives are at most 1.13, and u times the second ones at most 0.83."""
+        v, size = before.square, jnp.abs(numbers)
+        s, slope = self.activation, self.activation.derivative
+        norms = [root(f.closed[0](v, v, v, 0 * v)) for f in (s, slope, slope.derivative)]
+        # Both have a mean of at least 0, whose square is the dual at correlation 0.
+        mean = root(s.closed[0](v, v, 0 * v, v * v))
+        eps, error = epsilon(v), before.noise[:, None]
+        moves = (1.13 * jnp.sqrt(v), 0.83)
+        expansions = []
+        for k in (0, 1):
+            over = reciprocal(norms[k])
+            noise = 16 * eps + error / 2 * moves[k] * over
+            steep = root(v) * norms[k + 1] * over
+            expansions.append(
+                _expansion_without_terms(size * norms[k], numbers * mean, noise, steep)
+            )
+        value, slopes = expansions
+        after = Moments(
+            value.norm**2,
+            slopes.norm**2 * before.tangent,
+            value.mean,
+            jax.lax.stop_gradient((2 * value.noise).max(1) + 4 * eps),
+            jax.lax.stop_gradient((value.norm * value.noise).max(1)),
+        )
+        return LayerFeatures(before, after, value, slopes)
+
+    def pairs(
+        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
+    ) -> PairState:
+        """As :func:`state_after_duals`, in one pass."""
+        assert a.value is not None and b.value is not None
+        formulas = [s.closed[0] for s in (self.activation, self.activation.derivative)]
+        sides: list[Any] = [
+            (s.before.square, s.before.norm, reciprocal(s.after.norm)) for s in (a, b)
+        ]
+
+        def one(entries, left, right, pairs):
+            (p, tangent), (vx, sx, over_x), (vy, sy, over_y) = entries, left[:3], right[:3]
+            met = None if tile.same is None else met_in_strip(left, right, pairs)
+            inside = p if met is None else jnp.where(met, 0.5, p)
+            c, rest = sx * sy * (1 - 2 * inside), 4 * vx * vy * inside * (1 - inside)
+            value, slope = (f(vx, vy, c, rest) for f in formulas)
+            known = over_x * over_y
+            after = jnp.where(known > 0, jnp.clip((1 - numbers**2 * value * known) / 2, 0, 1), 0.5)
+            slope = numbers**2 * slope
+            if met is None:
+                return after, tangent * slope
+            # Entries of inputs with themselves are known.
+            return jnp.where(met, 0, after), tangent * jnp.where(met, left[3] * right[3], slope)
+
+        if tile.same is not None:
+            assert a.slope is not None and b.slope is not None
+            slopes = a.slope.norm, b.slope.norm
+            sides = [(*side, norm) for side, norm in zip(sides, slopes, strict=True)]
+        after, tangent = map_state_strips(one, state, tile, *sides)
+        return state_after_smooth(after, tangent, a, b, state, None, 0)
+
+
+def _expansion_without_terms(norm, mean, noise, steep) -> Expansion:
+    """An expansion of no terms, for the errors of a function whose pairs are a formula."""
+    none, zero = jnp.zeros((*norm.shape, 0), norm.dtype), jnp.zeros_like(norm)
+    two = jnp.zeros((*norm.shape, 2), norm.dtype)
+    pieces = Pieces(none, none, none[..., None])
+    noise, steep = jax.lax.stop_gradient((noise, steep))
+    return Expansion(norm, mean, none, two, pieces, none, noise, zero + 1, two, steep, zero)

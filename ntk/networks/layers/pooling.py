@@ -1,0 +1,170 @@
+"""Layers that mix positions: ``average_pool`` and ``global_average_pool``."""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ntk.expectations.gaussian import reciprocal, root
+from ntk.infinite.layer_expansions import Resolution
+from ntk.networks.contracts import FiniteLayer, Layer, LayerStep, Planned, Signal
+from ntk.networks.moments import LayerFeatures, Moments, Raw, epsilon
+from ntk.networks.network import Network
+from ntk.networks.position_pairs import PairState, Tile, state_of_moments
+from ntk.networks.values import Values
+from ntk.networks.windows import (
+    Window,
+    Windows,
+    check_window,
+    outer,
+    place_windows,
+    pooled,
+    shares,
+    single,
+)
+
+
+def average_pool(window: Window, *, strides: Window | None = None) -> Network:
+    """The mean over each window; what is left over at the end is dropped.
+
+    Parameters
+    ----------
+    window : int, or one for each axis
+    strides : int, or one for each axis, optional
+        The window by default.
+
+    Returns
+    -------
+    Network
+
+    Examples
+    --------
+    >>> average_pool(2).layers[0].strides
+    2
+    """
+    window = check_window("window", window)
+    return Network(
+        (AveragePool(window, window if strides is None else check_window("strides", strides)),)
+    )
+
+
+def global_average_pool() -> Network:
+    """The mean over all positions.
+
+    Returns
+    -------
+    Network
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from ntk import networks as nets
+    >>> nets.serial(nets.conv(1), global_average_pool()).kernel(jnp.ones((1, 5, 2))).nngp
+    Array([[1.]], dtype=float...)
+    """
+    return Network((AveragePool(None, 1),))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AveragePool(Layer):
+    """``average_pool``; the window is None for all positions."""
+
+    window: int | tuple[int, ...] | None
+    strides: int | tuple[int, ...]
+
+    combinator: ClassVar[str] = "average_pool"
+
+    def plan(self, signal: Signal, values: Values) -> Planned:
+        """An ``Average`` over the windows.
+
+        Raises
+        ------
+        ValueError
+            If there are no positions, or too few for the window.
+        """
+        if not signal.shape:
+            raise ValueError("average_pool: expected images or sequences, got no positions.")
+        windows = place_windows("average_pool", self.window, self.strides, "VALID", signal.shape)
+        shape = () if self.window is None else windows.after
+        return Planned(Average(windows), (), signal._replace(shape=shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class Average(LayerStep):
+    """Means over windows; no numbers."""
+
+    windows: Windows
+
+    def visit(
+        self, numbers: Any, before: Raw | Moments, state: Any, full: bool, how: Resolution
+    ) -> LayerFeatures:
+        """Sums over all pairs of positions of each input."""
+        return _pool_features(self, before, state)
+
+    def pairs(
+        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
+    ) -> PairState:
+        """Means of second moments and of tangents over both windows."""
+        windows = self.windows
+        n1, n2 = state.slack.shape
+        size = windows.size**2
+        below = outer(a.before.norm, b.before.norm, True) * (1 - 2 * state.p)
+        second, tangent = (pooled(x, windows, n1, n2) / size for x in (below, state.tangent))
+        eps = (4 + 2 * sum(windows.window)) * epsilon(second)
+        error = (state.second_error + eps) * a.gain[:, None] * b.gain[None]
+        tangent_error = (state.tangent_error + eps) * a.tangent_gain[:, None] * b.tangent_gain[None]
+        excess = shares(windows) ** 2 * state.tangent_excess
+        return state_of_moments(second, tangent, (error, tangent_error, excess), a, b, tile)
+
+    def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
+        """Flax's own."""
+        import flax.linen as nn
+
+        return nn.avg_pool(x, self.windows.window, self.windows.strides, "VALID")
+
+    def pools(self) -> bool:
+        """Return True."""
+        return True
+
+    def position_counts(self) -> tuple[int, ...]:
+        """Those before and after."""
+        return self.windows.position_counts()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _pool_features(step: Average, before: Raw | Moments, state: Any) -> LayerFeatures:
+    """``state``:  of the pairs [n, 1, P, P] of every input with itself."""
+    windows = step.windows
+    size = windows.size
+    if isinstance(before, Raw):
+        x = [single(before.x[..., c], windows) for c in range(before.x.shape[2])]
+        return LayerFeatures(before, Raw(jnp.stack(x, 2) / size))
+
+    def with_itself(x):
+        both = jax.vmap(lambda x: pooled(x, windows, 1, 1))(x)[:, 0]
+        return jnp.diagonal(both, axis1=1, axis2=2) / size**2
+
+    norms = jax.vmap(lambda x: outer(x[None], x[None], True))(before.norm)
+    means = [single(root(x), windows) / size for x in (before.square, before.tangent)]
+    square, tangent = (
+        # What is left of sums that cancel is rounding; so small, it counts as all wrong.
+        jnp.maximum(with_itself(x), 4 * epsilon(x) * mean**2)
+        for x, mean in zip((norms * (1 - 2 * state.p), state.tangent), means, strict=True)
+    )
+    gain, tangent_gain = (
+        jax.lax.stop_gradient((mean * reciprocal(root(x))).max(1))
+        for x, mean in zip((square, tangent), means, strict=True)
+    )
+    eps = epsilon(square)
+    worst = jnp.maximum(before.noise, state.second_error[:, 0, 0])
+    noise = (worst + (4 + 2 * sum(windows.window)) * eps) * gain**2
+    after = Moments(
+        square,
+        tangent,
+        single(before.mean, windows) / size,
+        jax.lax.stop_gradient(noise),
+        before.mean_noise,
+    )
+    return LayerFeatures(before, after, gain=gain, tangent_gain=tangent_gain)

@@ -1,0 +1,320 @@
+"""Sums of networks: ``add`` and ``residual``."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ntk.expectations.gaussian import reciprocal, root
+from ntk.expectations.hermite import Expansion
+from ntk.infinite.layer_expansions import Resolution
+from ntk.internal.checks import sequence
+from ntk.networks.contracts import FiniteLayer, Layer, LayerStep, Planned, Signal
+from ntk.networks.moments import LayerFeatures, Moments, Raw, epsilon
+from ntk.networks.network import Network, check_network, serial
+from ntk.networks.plan import plan_layers
+from ntk.networks.position_pairs import (
+    PairState,
+    Tile,
+    norm_half_chords,
+    norm_noise,
+    state_of_moments,
+    zero_where_same,
+)
+from ntk.networks.values import Values, check_choice
+from ntk.networks.walk import (
+    apply_steps,
+    count_patch_values,
+    count_values,
+    skeletons,
+    table_values,
+    tabulate_steps,
+    walk_features,
+    walk_pairs,
+)
+from ntk.networks.windows import outer
+
+
+def add(branches: Sequence[Network], weights: Any = None) -> Network:
+    """``sum_k w_k branch_k(f)``: a mixture of networks, each with random weights of its own.
+
+    All but one of the branches have to have a layer with weights.
+
+    Parameters
+    ----------
+    branches : sequence of networks
+    weights : str or sequence of numbers and names, optional
+        One name stands for them all, a vector in ``alpha``: a choice. 1 by default.
+
+    Returns
+    -------
+    Network
+
+    Raises
+    ------
+    ValueError
+        For no branch, what is no network, or another number of weights.
+
+    Examples
+    --------
+    >>> from ntk import networks as nets
+    >>> add([nets.conv(1), nets.conv(3)], "size").names
+    {'size': ('0', '1')}
+    """
+    branches = tuple(map(check_network, sequence("branches", branches, "networks")))
+    if not branches:
+        raise ValueError("branches: expected at least one network, got none.")
+    return Network((Add(branches, check_choice(weights, len(branches))),))
+
+
+def residual(branch: Network, *, skip: Any = 1.0, shortcut: Network | None = None) -> Network:
+    """``branch(f) + skip shortcut(f)``.
+
+    Parameters
+    ----------
+    branch : Network
+    skip : number or name
+    shortcut : Network, optional
+        The identity, ``serial()``, by default; a convolution where the branch changes the size.
+
+    Returns
+    -------
+    Network
+
+    Examples
+    --------
+    >>> from ntk import networks as nets
+    >>> residual(nets.conv(3), skip="gate").names
+    {'gate': ()}
+    """
+    return add([branch, serial() if shortcut is None else shortcut], [1.0, skip])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Add(Layer):
+    """``add``: branches, and their weights (numbers or names) or the name of them all."""
+
+    branches: tuple[Network, ...]
+    weights: tuple[Any, ...] | str
+
+    combinator: ClassVar[str] = "add"
+
+    def plan(self, signal: Signal, values: Values) -> Planned:
+        """A ``Sum`` of the plans of the branches.
+
+        Raises
+        ------
+        ValueError
+            If branches end in different shapes, or two of them have no weights.
+        """
+        plans = [plan_layers(network, signal, values) for network in self.branches]
+        branches = tuple(tuple(steps) for steps, _, _ in plans)
+        numbers, ends = [number for _, number, _ in plans], [end for _, _, end in plans]
+        if len({(end.shape, end.flat) for end in ends}) > 1:
+            shapes = [end.shape for end in ends]
+            raise ValueError(f"add: expected branches of one shape, got shapes {shapes}.")
+        fresh = list(map(_has_weights, self.branches))
+        if sum(not f for f in fresh) > 1 or (signal.raw and not all(fresh)):
+            raise ValueError(
+                "add: expected a layer with weights in every branch but one (on the data: in every "
+                "branch), got "
+                f"{sum(fresh)} of {len(fresh)}."
+            )
+        means = sum(not end.gaussian for end in ends) > 1
+        end = Signal(ends[0].shape, all(e.gaussian for e in ends), flat=ends[0].flat)
+        return Planned(Sum(branches, means), (values.weights(self.weights), numbers), end)
+
+    def entries(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
+        """The weights, and the entries of the branches."""
+        yield self.weights, tuple(str(k) for k in range(len(self.branches)))
+        for branch in self.branches:
+            for layer in branch.layers:
+                yield from layer.entries()
+
+    def has_weights(self) -> bool:
+        """Return whether all branches have."""
+        return all(map(_has_weights, self.branches))
+
+
+def _has_weights(network: Network) -> bool:
+    return any(layer.has_weights() for layer in network.layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum(LayerStep):
+    """``sum_k w_k branch_k(f)``; numbers: (weights, numbers of the branches)."""
+
+    branches: tuple[tuple[LayerStep, ...], ...]
+    means: bool  # whether two parts have means, so that their covariance counts
+
+    weighted: ClassVar[bool] = True
+
+    def visit(
+        self, numbers: Any, before: Raw | Moments, state: Any, full: bool, how: Resolution
+    ) -> LayerFeatures:
+        """All branches, and their sum."""
+        weights, inner = numbers
+        branches = [
+            walk_features(s, n, before, state, full, how)
+            for s, n in zip(self.branches, inner, strict=True)
+        ]
+        ends = [sites[-1].after if sites else before for sites in branches]
+        site = _sum_features(self.skeleton(), weights, before, ends)
+        return site._replace(branches=tuple(branches))
+
+    def pairs_of_data(
+        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, tile: Tile
+    ) -> PairState:
+        """The same: every branch has weights."""
+        return self._sum_pairs(numbers, a, b, None, tile)
+
+    def pairs(
+        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
+    ) -> PairState:
+        """The angle of vectors of norms with angles; if means count, sums of second moments."""
+        return self._sum_pairs(numbers, a, b, state, tile)
+
+    def _sum_pairs(
+        self,
+        numbers: Any,
+        a: LayerFeatures,
+        b: LayerFeatures,
+        state: PairState | None,
+        tile: Tile,
+    ) -> PairState:
+        weights, inner = numbers
+        ends: list[PairState] = []
+        for k, steps in enumerate(self.branches):
+            end = walk_pairs(steps, inner[k], a.branches[k], b.branches[k], state, tile)
+            assert end is not None  # every branch on the data has weights
+            ends.append(end)
+        tops = [
+            [(s.branches[k][-1].after if s.branches[k] else s.before) for k in range(len(ends))]
+            for s in (a, b)
+        ]
+        tangent, excess = (
+            functools.reduce(jnp.add, (w**2 * t for w, t in zip(weights, ts, strict=True)))
+            for ts in ([e.tangent for e in ends], [e.tangent_excess for e in ends])
+        )
+        sizes = [outer(top.norm, other.norm, tile.full) for top, other in zip(*tops, strict=True)]
+        eps = epsilon(tangent)
+        slack, floor, second_error, tangent_error = (
+            functools.reduce(jnp.maximum, (getattr(end, name) for end in ends))
+            for name in ("slack", "floor", "second_error", "tangent_error")
+        )
+        second_error, tangent_error = (
+            e + (4 + len(ends)) * eps for e in (second_error, tangent_error)
+        )
+        noise = functools.reduce(
+            jnp.maximum, (norm_noise(*pair) for pair in zip(*tops, strict=True))
+        )
+        if self.means:
+            parts = zip(weights, sizes, ends, strict=True)
+            second = functools.reduce(jnp.add, (w**2 * s * (1 - 2 * e.p) for w, s, e in parts))
+            means = [[w * top.mean for w, top in zip(weights, side, strict=True)] for side in tops]
+            left, right = (functools.reduce(jnp.add, side) for side in means)
+            second = second + outer(left, right, tile.full)
+            for left, right in zip(*means, strict=True):
+                second = second - outer(left, right, tile.full)
+            error = second_error * a.gain[:, None] * b.gain[None]
+            error += _relative_mean_error(a, b, means)
+            return state_of_moments(second, tangent, (error, tangent_error, excess), a, b, tile)
+        total = outer(a.after.norm, b.after.norm, tile.full)
+        parts = zip(weights, sizes, ends, strict=True)
+        p = functools.reduce(jnp.add, (w**2 * s * e.p for w, s, e in parts)) * reciprocal(total)
+        sides = [
+            jnp.stack([jnp.abs(w) * top.norm for w, top in zip(weights, side, strict=True)], 2)
+            for side in tops
+        ]
+        p = p + norm_half_chords(sides[0], sides[1], a.after.norm, b.after.norm, tile.full)
+        p = zero_where_same(jnp.where(total > 0, jnp.minimum(p, 1), 0.5), tile)
+        slack = slack + 2 * noise + (20 + len(ends)) * eps
+        floor = floor + 4 * eps**1.5 + noise**2
+        return PairState(p, tangent, slack, floor, second_error, tangent_error, excess)
+
+    def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
+        """All branches, of one width, and their sum."""
+        weights, inner = numbers
+        parts = []
+        for k, steps in enumerate(self.branches):
+            end = apply_steps(steps, inner[k], x, finite)
+            parts.append(weights[k] * end)
+        return sum(parts)
+
+    def pools(self) -> bool:
+        """Return whether a branch does."""
+        return any(step.pools() for branch in self.branches for step in branch)
+
+    def position_counts(self) -> tuple[int, ...]:
+        """Those on the way through all branches."""
+        steps = [step for branch in self.branches for step in branch]
+        return (1, *(count for step in steps for count in step.position_counts()))
+
+    def values_per_input(self, positions: int) -> int:
+        """Those of all branches and of the sum."""
+        inner = sum(count_values(branch, positions) for branch in self.branches)
+        return inner + super().values_per_input(positions)
+
+    def patch_values(self, channels: int) -> int:
+        """Those of all branches."""
+        return sum(count_patch_values(branch, channels) for branch in self.branches)
+
+    def skeleton(self) -> "Sum":
+        """Skeletons of the branches."""
+        return dataclasses.replace(self, branches=tuple(map(skeletons, self.branches)))
+
+    def tabulate(self, numbers: Any, how: Resolution, dtype: Any) -> tuple["Sum", Any]:
+        """With tables in the branches."""
+        weights, inner = numbers
+        parts = [
+            tabulate_steps(s, n, how, dtype) for s, n in zip(self.branches, inner, strict=True)
+        ]
+        step = dataclasses.replace(self, branches=tuple(s for s, _ in parts))
+        return step, (weights, [n for _, n in parts])
+
+    def table_values(self, numbers: Any, site: LayerFeatures) -> Iterator[Expansion]:
+        """Those of the branches."""
+        for branch, inner, own in zip(self.branches, numbers[1], site.branches, strict=True):
+            yield from table_values(branch, inner, own)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sum_features(step: Sum, weights: Any, before: Any, ends: list[Moments]) -> LayerFeatures:
+    """The sum of branches that end in ``ends``; without the sites of the branches."""
+    eps = epsilon(weights)
+    shares = [w**2 * end.square for w, end in zip(weights, ends, strict=True)]
+    plain = functools.reduce(jnp.add, shares)
+    tangent = functools.reduce(
+        jnp.add, (w**2 * end.tangent for w, end in zip(weights, ends, strict=True))
+    )
+    means = [w * end.mean for w, end in zip(weights, ends, strict=True)]
+    mean = functools.reduce(jnp.add, means)
+    worst = functools.reduce(jnp.maximum, (end.noise for end in ends)) + (4 + len(ends)) * eps
+    sizes = jnp.abs(weights)
+    mean_noise = functools.reduce(
+        jnp.add, (s * end.mean_noise for s, end in zip(sizes, ends, strict=True))
+    )
+    square, gain = plain, jnp.ones_like(worst)
+    if step.means:
+        crossed = mean**2 - functools.reduce(jnp.add, (m**2 for m in means))
+        square = jnp.maximum(plain + crossed, 4 * eps * plain)
+        over = reciprocal(root(square))
+        gain = jax.lax.stop_gradient((root(plain) * over).max(1))
+        absolute = functools.reduce(jnp.add, map(jnp.abs, means))
+        worst = worst * gain**2 + 2 * (absolute * over).max(1) * mean_noise * over.max(1)
+    after = Moments(square, tangent, mean, *map(jax.lax.stop_gradient, (worst, mean_noise)))
+    return LayerFeatures(before, after, gain=gain)
+
+
+def _relative_mean_error(a: LayerFeatures, b: LayerFeatures, means) -> jax.Array:
+    """Bound of the error of products of means, over both norms."""
+    errors = []
+    for site, side in ((a, means[0]), (b, means[1])):
+        over = reciprocal(site.after.norm)
+        absolute = functools.reduce(jnp.add, map(jnp.abs, side))
+        errors.append(((absolute * over).max(1), over.max(1) * site.after.mean_noise))
+    (size, off), (other, other_off) = errors
+    return jax.lax.stop_gradient(size[:, None] * other_off[None] + off[:, None] * other[None])

@@ -53,8 +53,10 @@ def init_divergence_monitor(state: DescentState) -> DivergenceMonitor:
     one: Any = np.ones(())  # made by numpy, so that no programs are compiled
     none: Any = np.zeros((), int)
     pairs: Any = np.zeros((3, 2))
-    kept = _remove_tables(state)
-    monitor = DivergenceMonitor(one, none, pairs[0], none, pairs[0], pairs, pairs[0, 0], kept, none)
+    without_tables = _remove_tables(state)
+    monitor = DivergenceMonitor(
+        one, none, pairs[0], none, pairs[0], pairs, pairs[0, 0], without_tables, none
+    )
     # Copies, since a search donates the buffers of its loop: none may be there twice.
     return jax.tree.map(lambda x: jnp.array(x, copy=True), monitor)
 

@@ -381,9 +381,9 @@ def check_descends(
     ValueError
         If a first step of the geometry goes along the gradient, not against it.
     """
-    if not (found := geometry_names(state)):
+    if not (names := geometry_names(state)):
         return alpha
-    return _refused(_ASCENDING, found, _compiled_ascends(optimizer, alpha), alpha)
+    return _refused(_ASCENDING, names, _compiled_ascends(optimizer, alpha), alpha)
 
 
 def geometries(state: optax.OptState) -> list[Any]:
@@ -482,8 +482,8 @@ def _points_along(step: jax.Array, slope: jax.Array) -> jax.Array:
     return jnp.vdot(step, slope) > 16 * jnp.finfo(step.dtype).eps * step.size
 
 
-def _any_leaf(test: Callable, some: Pytree, all_: Pytree) -> jax.Array:
-    """Whether ``test`` holds of any leaf of ``some``, a tree with some of the leaves of another."""
+def _any_leaf(test: Callable, part: Pytree, all_: Pytree) -> jax.Array:
+    """Whether ``test`` holds of any leaf of ``part``, a tree with some of the leaves of another."""
     leaves = dict(jax.tree_util.tree_leaves_with_path(all_))
-    found = [test(x, leaves[k]).any() for k, x in jax.tree_util.tree_leaves_with_path(some)]
-    return functools.reduce(jnp.logical_or, found, jnp.zeros((), bool))
+    leaf_tests = [test(x, leaves[k]).any() for k, x in jax.tree_util.tree_leaves_with_path(part)]
+    return functools.reduce(jnp.logical_or, leaf_tests, jnp.zeros((), bool))

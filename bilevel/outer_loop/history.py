@@ -101,17 +101,17 @@ def select_metrics(names: Sequence[str] | None, row: dict[str, Any], rows: int) 
                     f"history: expected names among {', '.join(sorted(row))}, got {name!r}."
                 )
         return {name: row[name] for name in sorted(names)}
-    kept = dict(row)
+    selected = dict(row)
     for name in ("alpha", "aux"):
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(row.get(name)))
         if size > _LARGE:
-            del kept[name]
+            del selected[name]
             warnings.warn(
                 f"history: {name}'s would take {rows * size / 2**20:,.0f} MiB and is left out; "
                 f"name {name} in `history` to keep it.",
                 stacklevel=4,
             )
-    return kept
+    return selected
 
 
 def history_length(steps: int, every: int) -> int:

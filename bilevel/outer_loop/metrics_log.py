@@ -141,16 +141,16 @@ def _last_step(file: BinaryIO) -> int:
         For another file, which stays as it is.
     """
     file.seek(0)
-    *lines, rest = file.read().split(b"\n")
+    *lines, unfinished = file.read().split(b"\n")
     last = json.loads(lines[-1]) if lines else {}
-    if rest:
+    if unfinished:
         try:
-            last = json.loads(rest)
+            last = json.loads(unfinished)
             file.write(b"\n")
         except ValueError:
-            if not lines and not rest.startswith(b"{"):
+            if not lines and not unfinished.startswith(b"{"):
                 raise
-            file.seek(-len(rest), os.SEEK_END)
+            file.seek(-len(unfinished), os.SEEK_END)
             file.truncate()
     return last.get("step", 0) if isinstance(last, dict) else 0
 

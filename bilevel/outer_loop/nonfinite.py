@@ -72,13 +72,13 @@ def bad_leaves(name: str, tree: Pytree) -> str:
     >>> bad_leaves("w", [jnp.ones(2), jnp.full(2, jnp.inf)])
     'w[1]'
     """
-    found = [
+    paths = [
         f"{name}{jax.tree_util.keystr(path)}"
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
         if jnp.issubdtype(x.dtype, jnp.inexact) and not jnp.isfinite(x).all()
     ]
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return ", ".join(found[:3]) + more
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(paths[:3]) + more
 
 
 def _optimizer_records(state: Pytree) -> list:

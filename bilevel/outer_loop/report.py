@@ -88,20 +88,20 @@ class SearchReport(NamedTuple):
                 f"report: expected that of one search, got {len(self.steps)} side by side; "
                 "jax.tree.map(lambda x: x[0], report) is the first one."
             )
-        found = jax.tree.map(np.asarray, self)
-        steps = int(found.steps)
+        report = jax.tree.map(np.asarray, self)
+        steps = int(report.steps)
         lines = []
-        if _happened_often(found.failed, steps) or _happened_often(found.indefinite, steps):
-            lines.append(_failed(found, steps))
+        if _happened_often(report.failed, steps) or _happened_often(report.indefinite, steps):
+            lines.append(_failed(report, steps))
         # The first runs of a solver that starts from the last weights may stop short.
-        if steps >= _MANY and _happened_often(found.moving, steps):
-            lines.append(_NOT_STATIONARY.format(int(found.moving.total), steps))
-        if found.spent > 0.5:
-            lines.append(_SPENT.format(float(found.spent)))
-        elif steps and found.zero.last >= min(_MANY, steps) and not lines:
-            lines.append(_ZERO.format(int(found.zero.last), steps))
+        if steps >= _MANY and _happened_often(report.moving, steps):
+            lines.append(_NOT_STATIONARY.format(int(report.moving.total), steps))
+        if report.spent > 0.5:
+            lines.append(_SPENT.format(float(report.spent)))
+        elif steps and report.zero.last >= min(_MANY, steps) and not lines:
+            lines.append(_ZERO.format(int(report.zero.last), steps))
         # These causes also explain a change that was not predicted.
-        return tuple(lines or _mispredicted(found))
+        return tuple(lines or _mispredicted(report))
 
 
 _REMEDY = (
@@ -142,23 +142,23 @@ def _happened_often(count: Count, steps: int) -> bool:
     return steps > 0 and bool(many)
 
 
-def _failed(found: SearchReport, steps: int) -> str:
-    indefinite = int(found.indefinite.total)
-    count = max(int(found.failed.total), indefinite)
+def _failed(report: SearchReport, steps: int) -> str:
+    indefinite = int(report.indefinite.total)
+    count = max(int(report.failed.total), indefinite)
     return _FAILED.format(count, steps, _INDEFINITE if indefinite else "")
 
 
-def _mispredicted(found: SearchReport) -> list[str]:
+def _mispredicted(report: SearchReport) -> list[str]:
     """A message if the hypergradients predicted none of the decrease, or one that did not come."""
-    predicted, actual = float(found.predicted), float(found.actual)
+    predicted, actual = float(report.predicted), float(report.actual)
     size = max(abs(predicted), abs(actual))
-    if found.compared < _COMPARED or not _SEEN * abs(float(found.value)) < size < np.inf:
+    if report.compared < _COMPARED or not _SEEN * abs(float(report.value)) < size < np.inf:
         return []
     unforeseen = actual < 0 and predicted > _PREDICTED * actual
     missing = predicted < 0 and actual >= 0
     if not (unforeseen or missing):
         return []
-    numbers = {"actual": actual, "predicted": predicted, "compared": int(found.compared)}
+    numbers = {"actual": actual, "predicted": predicted, "compared": int(report.compared)}
     return [_UNPREDICTED.format(**numbers)]
 
 

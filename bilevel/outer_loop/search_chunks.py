@@ -68,9 +68,9 @@ def run_chunks(
             seconds = time.perf_counter() - began
             ran, done = int(carry.state.step) - done, int(carry.state.step)
             trouble = int(carry.trouble)
-            kept = functools.partial(_checkpoint_contents, setup, carry)
+            contents = functools.partial(_checkpoint_contents, setup, carry)
             if done > 0:  # before that there is nothing to go on from
-                saver.save(done, kept, last=bool(trouble) or done == steps)
+                saver.save(done, contents, last=bool(trouble) or done == steps)
             if trouble == divergence.GAVE_UP:
                 stopped = f"alpha diverged after step {done}, with shorter steps too"
                 break
@@ -84,7 +84,7 @@ def run_chunks(
             if interrupt:
                 stopped = f"{interrupt} after step {done}"
             if stopped:
-                saver.save(done, kept, last=True)
+                saver.save(done, contents, last=True)
                 break
             # The first chunk's time is the compiler's; later ones double at most.
             if chunk is None:
@@ -135,8 +135,8 @@ def _make_result(setup: SearchSetup, carry: Carry, stopped: str) -> SearchResult
 def _checkpoint_contents(setup: SearchSetup, carry: Carry) -> Pytree:
     """What a checkpoint holds."""
     rows = setup.rows(int(carry.state.step))
-    kept = search_history.truncate(carry.history, rows)
-    return carry.state, kept, (carry.monitor, carry.divergence)
+    history = search_history.truncate(carry.history, rows)
+    return carry.state, history, (carry.monitor, carry.divergence)
 
 
 def resumed_carry(setup: SearchSetup, saver: Saver, carry: Carry, steps: int) -> Carry:
@@ -150,14 +150,16 @@ def resumed_carry(setup: SearchSetup, saver: Saver, carry: Carry, steps: int) ->
         lambda h: jax.ShapeDtypeStruct((rows, *h.shape[1:]), h.dtype), carry.history
     )
     seen = carry.monitor, carry.divergence
-    state, kept, seen = saver.restore((carry.state, like, seen))
+    state, saved_history, seen = saver.restore((carry.state, like, seen))
 
     def filled(x):
         return np.concatenate([x, np.zeros((setup.rows(steps) - rows, *x.shape[1:]), x.dtype)])
 
-    history = jax.tree.map(filled, kept)
+    history = jax.tree.map(filled, saved_history)
     # The last step's row, which comes back where the next step is not finite.
-    last = carry.last | {k: jax.tree.map(lambda h: h[-1], kept[k]) for k in carry.last if k in kept}
+    last = carry.last | {
+        k: jax.tree.map(lambda h: h[-1], saved_history[k]) for k in carry.last if k in saved_history
+    }
     like = carry.state, carry.history, carry.last, (carry.monitor, carry.divergence)
     state, history, last, seen = jax.tree.map(put_like, (state, history, last, seen), like)
     return Carry(state, history, last, carry.trouble, *seen)

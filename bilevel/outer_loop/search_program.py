@@ -91,8 +91,10 @@ class SearchSetup(NamedTuple):
         shown = {*SHOWN}
         if isinstance(self.solver, SingleLoop) and names is not None:
             shown &= {*names}  # else no step computes them
-        kept = shown if self.history.every == 1 else (shown | {*row}) - {"alpha"}
-        last = jax.tree.map(search_history.missing_value, {k: metrics[k] for k in sorted(kept)})
+        last_names = shown if self.history.every == 1 else (shown | {*row}) - {"alpha"}
+        last = jax.tree.map(
+            search_history.missing_value, {k: metrics[k] for k in sorted(last_names)}
+        )
         divergence = init_divergence_monitor(state)
         carry = Carry(state, history, last, jnp.zeros((), int), monitor, divergence)
         hidden = not concrete((carry, closed.consts))

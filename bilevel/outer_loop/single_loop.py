@@ -87,8 +87,8 @@ def init_single_loop(
 
     def begin(alpha, w, order, train, valid):
         first = order.at(jnp.zeros((), int), method.draws)
-        kept, _ = with_rules(problem, w, alpha, train.rows)
-        return method.init(kept, alpha, w, first, train, valid)
+        with_own_rules, _ = with_rules(problem, w, alpha, train.rows)
+        return method.init(with_own_rules, alpha, w, first, train, valid)
 
     def run(*args):
         return with_automatic_axes(begin, args, lambda: None)
@@ -151,8 +151,8 @@ def single_loop_step(
         direction, state.optimizer_state, state.alpha, **extra_args
     )
     alpha = geometry.check_last(optimizer_state, optax.apply_updates(state.alpha, updates))
-    found = DescentState(alpha, w, inner, optimizer_state, state.step + 1)
-    return found, metrics | {"grad_norm": size}
+    new_state = DescentState(alpha, w, inner, optimizer_state, state.step + 1)
+    return new_state, metrics | {"grad_norm": size}
 
 
 def either(good: jax.Array, new: Pytree, old: Pytree) -> Pytree:
@@ -187,9 +187,9 @@ def info(problem: Problem, method: SingleLoop, state: DescentState, data: Data) 
     adjoint = method.adjoint(state.solver_state)
 
     def of(w, adjoint, alpha, train, valid):
-        kept, _ = with_rules(problem, w, alpha, train.rows)
-        grad = full_direction(kept, w, adjoint, alpha, train, valid)
-        args = at_variables(kept, None), w, alpha, train.rows, valid.rows
+        with_own_rules, _ = with_rules(problem, w, alpha, train.rows)
+        grad = full_direction(with_own_rules, w, adjoint, alpha, train, valid)
+        args = at_variables(with_own_rules, None), w, alpha, train.rows, valid.rows
         return assess(*args, grad, adjoint)
 
     def run(*args):

@@ -57,8 +57,8 @@ class Stream:
     def fingerprint(self) -> dict[str, str]:
         """That of a function's code and numbers, not of what it reads or where readers stand."""
         if isinstance(self.source, types.FunctionType | functools.partial):
-            found = fingerprint({"batches": self.source}, small=True)
-            return {path: part for path, part in found.items() if path}
+            parts = fingerprint({"batches": self.source}, small=True)
+            return {path: part for path, part in parts.items() if path}
         return {"batches": "an iterable"}
 
 
@@ -184,11 +184,11 @@ class _Streaming(Feed):
 
     def __call__(self, done: int, count: int) -> tuple[tuple, int]:
         """The chunk from step ``done`` on; while it runs, the next one is read."""
-        data, found, mark = all_or_none(self._next.result)
+        data, length, mark = all_or_none(self._next.result)
         check_same({"batches": mark})
-        if found:
-            self._next = self._ahead(done + found)
-        return data, found
+        if length:
+            self._next = self._ahead(done + length)
+        return data, length
 
     def _ahead(self, step: int) -> Future:
         return self._pool.submit(self._read, step)
@@ -201,16 +201,20 @@ class _Streaming(Feed):
         left = self._steps - step
         if self._every is not None:
             left = min(left, self._every - step % self._every)
-        found = list(itertools.islice(self._pairs, min(self._size, left)))
-        if not found:
+        batch_pairs = list(itertools.islice(self._pairs, min(self._size, left)))
+        if not batch_pairs:
             return (), 0, ""
-        for i, pair in enumerate(found):
+        for i, pair in enumerate(batch_pairs):
             self._check(pair, step + i)
         # One shape for every chunk, and so one program: the last pair fills up.
-        full = found + [found[-1]] * (self._size - len(found))
+        full = batch_pairs + [batch_pairs[-1]] * (self._size - len(batch_pairs))
         pairs = jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *map(tuple, full))
         mark = digest(pairs) if is_multiprocess() else ""
-        return (Chunk(np.asarray(step), jax.device_put(pairs)), None, self._key), len(found), mark
+        return (
+            (Chunk(np.asarray(step), jax.device_put(pairs)), None, self._key),
+            len(batch_pairs),
+            mark,
+        )
 
     def _check(self, pair: Any, step: int) -> None:
         _check_pair(pair, step)

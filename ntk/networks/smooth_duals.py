@@ -41,7 +41,7 @@ def duals_by_position(
 
 
 def by_tables(
-    both: Any, a: LayerFeatures, b: LayerFeatures, p: jax.Array, full: bool
+    activation_tables: Any, a: LayerFeatures, b: LayerFeatures, p: jax.Array, full: bool
 ) -> list[jax.Array]:
     """Duals of tabulated functions, one position after another: their terms are made here.
 
@@ -55,14 +55,14 @@ def by_tables(
         fs, gs = (
             tuple(
                 f._replace(regular=tables.table_coefficients(t, s, f.norm, 1 - k))
-                for k, (t, f) in enumerate(zip(both, expansions, strict=True))
+                for k, (t, f) in enumerate(zip(activation_tables, expansions, strict=True))
             )
             for s, expansions in ((sa, fs), (sb, gs))
         )
 
         def rows_of(x):
             fs, p = x
-            if len(both[0].sides):
+            if len(activation_tables[0].sides):
                 pair = Pair(p, 1 - p, jnp.zeros_like(p))
                 return [value for value, _ in expectations(fs, gs, (1, 0), pair)]
             return [

@@ -60,10 +60,10 @@ def _map_and_reshape(fn, arrays, shape) -> tuple[jax.Array, ...]:
     return tuple(x.reshape(shape) for x in jax.lax.map(fn, arrays))
 
 
-def count_loop_parts(length: int, each: int) -> int:
-    """Into how many equal parts a loop divides an axis, whose entries have ``each`` numbers.
+def count_loop_parts(length: int, per_entry: int) -> int:
+    """Into how many equal parts a loop divides an axis, whose entries have ``per_entry`` numbers.
 
     The fewest that are small enough; two at least, or there is no loop.
     """
     divisors = [k for k in range(2, length + 1) if length % k == 0] or [1]
-    return next((k for k in divisors if length // k * each <= ENTRIES), divisors[-1])
+    return next((k for k in divisors if length // k * per_entry <= ENTRIES), divisors[-1])

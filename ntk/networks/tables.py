@@ -37,7 +37,7 @@ class ActivationTable(NamedTuple):
     mean: jax.Array  # [b]
     gram: jax.Array  # [b, b], inner products
     regular: jax.Array  # [b, b], without the kink
-    rest: jax.Array  # [b, b], of what the K polynomials miss of the regular part
+    missed_regular: jax.Array  # [b, b], of what the K polynomials miss of the regular part
     steep: jax.Array  # [b, b], of the derivatives of K polynomials
     stretch: jax.Array  # [b, b], of z times that
     sides: jax.Array  # [2], left and right at the kink; [0] without one
@@ -89,7 +89,7 @@ def _tabulate_function(values, sides, grid: Grid, degree: int) -> ActivationTabl
     at = root(tails(values[0], grid) + tails(values[1], grid)) * reciprocal(own)
     regular = _summed_gram(e, o) / 2
     back = functools.partial(jnp.einsum, "ik,mk->im")  # no transpose of the large arrays
-    rest = (
+    missed_regular = (
         _summed_gram(e - 2 * back(terms[:, ::2], grid.even), o - 2 * back(terms[:, 1::2], grid.odd))
         / 2
     )
@@ -101,17 +101,23 @@ def _tabulate_function(values, sides, grid: Grid, degree: int) -> ActivationTabl
         e = jnp.concatenate([e, jnp.stack([sign * power, power])])
         o = jnp.concatenate([o, jnp.stack([-sign * power, power])])
         series, jump = kink_series(degree, count)
-        both = np.stack([(np.arange(count) == degree) - series, series])
-        total = jnp.concatenate([terms, jnp.asarray(both, dtype)])
+        kink_rows = np.stack([(np.arange(count) == degree) - series, series])
+        total = jnp.concatenate([terms, jnp.asarray(kink_rows, dtype)])
         terms = jnp.pad(terms, ((0, 2), (0, 0)))
-        regular, rest = (jnp.pad(x, ((0, 2), (0, 2))) for x in (regular, rest))
+        regular, missed_regular = (jnp.pad(x, ((0, 2), (0, 2))) for x in (regular, missed_regular))
     order = jnp.asarray(np.sqrt(np.arange(count)), dtype)[None]
     slope = order * total  # slope_k belongs to h_(k-1)
     stretch = (order * slope).at[:, :-2].add(order[:, 1:-1] * slope[:, 2:])
     eps = float(jnp.finfo(dtype).eps)
     rounding = eps * ((4 + jnp.arange(size, dtype=dtype)) * norms).sum()
     bounds = 4 * at.max(), norms[-4:].sum(), rounding, jnp.asarray(jump, dtype)
-    grams = _summed_gram(e, o) / 2, regular, rest, _summed_gram(slope), _summed_gram(stretch)
+    grams = (
+        _summed_gram(e, o) / 2,
+        regular,
+        missed_regular,
+        _summed_gram(slope),
+        _summed_gram(stretch),
+    )
     return ActivationTable(terms, e @ grid.roots, *grams, sides, *jax.lax.stop_gradient(bounds))
 
 
@@ -161,15 +167,15 @@ def _form(v, matrix) -> jax.Array:
 def _table_errors(table: ActivationTable, v, scale, norm, error, power, degree: int):
     """The last five fields of an expansion."""
     eps, over = float(jnp.finfo(norm.dtype).eps), reciprocal(norm)
-    size, rest, steep, stretch = (
+    size, missed_regular, steep, stretch = (
         root(jnp.maximum(_form(v, m), 0))
-        for m in (table.regular, table.rest, table.steep, table.stretch)
+        for m in (table.regular, table.missed_regular, table.steep, table.stretch)
     )
     slant = power * jnp.abs(table.sides[1] - table.sides[0]) if len(table.sides) else 0 * norm
     off = scale * (table.tail + table.rounding) + table.nodes * size
     noise = 4 * eps * (size + norm) + off + (error / 2 + 4 * eps) * stretch
     noise = jnp.where(scale <= END, noise, jnp.inf)
-    missed = jnp.stack([rest * over, slant * table.missed * over], -1)
+    missed = jnp.stack([missed_regular * over, slant * table.missed * over], -1)
     jump = jnp.zeros_like(norm) if degree else slant * over
     return noise * over, size * over + 1, missed, steep * over, jump
 

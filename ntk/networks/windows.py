@@ -182,8 +182,8 @@ def sum_over_positions(x: jax.Array, full: bool, n1: int, n2: int) -> jax.Array:
 
 def shares(windows: Windows) -> float:
     """The most of an entry that all windows' means have together."""
-    each = zip(windows.window, windows.strides, windows.after, strict=True)
-    return math.prod(min(-(-window // stride), n) / window for window, stride, n in each)
+    per_axis = zip(windows.window, windows.strides, windows.after, strict=True)
+    return math.prod(min(-(-window // stride), n) / window for window, stride, n in per_axis)
 
 
 def min_over_positions(x: jax.Array, full: bool, n1: int, n2: int) -> jax.Array:

@@ -213,9 +213,11 @@ class Smooth(LayerStep):
         n, positions = before.square.shape
         layer = self.activations
         error = jnp.repeat(before.noise, positions)
-        both = expand_layer(layer, numbers, before.norm.ravel(), error, common_kinks([layer]), how)
+        expansions = expand_layer(
+            layer, numbers, before.norm.ravel(), error, common_kinks([layer]), how
+        )
         return _features_from_expansions(
-            before, *jax.tree.map(lambda x: x.reshape(n, positions, *x.shape[1:]), both)
+            before, *jax.tree.map(lambda x: x.reshape(n, positions, *x.shape[1:]), expansions)
         )
 
     def pairs(
@@ -242,10 +244,12 @@ class Smooth(LayerStep):
             return self, numbers
         kinked = any(s.smooth is None for s in layer)
         if concrete(numbers + 0):
-            both = _shared_tables(layer, tuple(np.asarray(numbers).tolist()), how, dtype)
+            activation_tables = _shared_tables(
+                layer, tuple(np.asarray(numbers).tolist()), how, dtype
+            )
         else:
-            both = tables.tabulate_layer(layer, numbers, how, dtype)
-        return Tabulated(kinked), both
+            activation_tables = tables.tabulate_layer(layer, numbers, how, dtype)
+        return Tabulated(kinked), activation_tables
 
 
 @functools.lru_cache(maxsize=16)
@@ -355,8 +359,8 @@ class Closed(LayerStep):
             (p, tangent), (vx, sx, over_x), (vy, sy, over_y) = entries, left[:3], right[:3]
             met = None if tile.same is None else met_in_strip(left, right, pairs)
             inside = p if met is None else jnp.where(met, 0.5, p)
-            c, rest = sx * sy * (1 - 2 * inside), 4 * vx * vy * inside * (1 - inside)
-            value, slope = (f(vx, vy, c, rest) for f in formulas)
+            c, det = sx * sy * (1 - 2 * inside), 4 * vx * vy * inside * (1 - inside)
+            value, slope = (f(vx, vy, c, det) for f in formulas)
             known = over_x * over_y
             after = jnp.where(known > 0, jnp.clip((1 - numbers**2 * value * known) / 2, 0, 1), 0.5)
             slope = numbers**2 * slope

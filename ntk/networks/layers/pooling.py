@@ -143,8 +143,8 @@ def _pool_features(step: Average, before: Raw | Moments, state: Any) -> LayerFea
         return LayerFeatures(before, Raw(jnp.stack(x, 2) / size))
 
     def with_itself(x):
-        both = jax.vmap(lambda x: pooled(x, windows, 1, 1))(x)[:, 0]
-        return jnp.diagonal(both, axis1=1, axis2=2) / size**2
+        pooled_pairs = jax.vmap(lambda x: pooled(x, windows, 1, 1))(x)[:, 0]
+        return jnp.diagonal(pooled_pairs, axis1=1, axis2=2) / size**2
 
     norms = jax.vmap(lambda x: outer(x[None], x[None], True))(before.norm)
     means = [single(root(x), windows) / size for x in (before.square, before.tangent)]

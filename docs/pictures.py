@@ -67,18 +67,18 @@ def hypergradient():
     ax.contour(alphas, w, heights, levels=np.geomspace(0.02, 3, 12), colors="0.8", linewidths=1)
     ax.plot(alphas, toy(alphas).w, color=BLUE, label="trained weights w*(α)")
     alpha = -1.0
-    found = jax.tree.map(lambda x: x[0], toy(jnp.array([alpha])))
+    hyper = jax.tree.map(lambda x: x[0], toy(jnp.array([alpha])))
     response = jax.grad(lambda a: 2 / (1 + jnp.exp(a)))(alpha)
-    fixed = jax.grad(TOY.outer, 1)(found.w, alpha, None)
+    fixed = jax.grad(TOY.outer, 1)(hyper.w, alpha, None)
     arrow = {"arrowstyle": "-|>", "linewidth": 2, "shrinkA": 0, "shrinkB": 0}
     for slope, d, colour, name in (
         (fixed, 0.0, ORANGE, "w held fixed: slope"),
-        (found.grad, response, RED, "w responds: hypergradient"),
+        (hyper.grad, response, RED, "w responds: hypergradient"),
     ):
-        tip = (alpha + 1.2, found.w + 1.2 * d)
-        ax.annotate("", tip, (alpha, found.w), arrowprops=arrow | {"color": colour})
+        tip = (alpha + 1.2, hyper.w + 1.2 * d)
+        ax.annotate("", tip, (alpha, hyper.w), arrowprops=arrow | {"color": colour})
         ax.plot([], [], "-", color=colour, label=f"{name} {slope:+.2f}")
-    ax.plot(alpha, found.w, "o", color=BLACK)
+    ax.plot(alpha, hyper.w, "o", color=BLACK)
     ax.set(xlabel="hyperparameter α", ylabel="weight w", title="grey: the outer loss")
     ax.legend(loc="lower left")
 
@@ -224,10 +224,10 @@ def short_trainings():
         spread = bilevel.standard_error(fn, parts)
         spread = jax.jit(jax.vmap(functools.partial(spread, alpha, w0)))
         for rows in sizes:
-            found = spread(*jax.vmap(lambda k: drawn(k, rows))(keys[:12]))  # noqa: B023
+            measured = spread(*jax.vmap(lambda k: drawn(k, rows))(keys[:12]))  # noqa: B023
             label = f"from {parts} microbatches" if rows == sizes[0] else None
             look = {"color": colour, "alpha": 0.6, "markersize": 4, "label": label}
-            right.loglog([rows] * 12, found.relative, mark, **look)
+            right.loglog([rows] * 12, measured.relative, mark, **look)
     right.set_xticks(sizes, sizes)
     right.minorticks_off()
     right.set_yticks((0.3, 0.5, 1.0), ("0.3", "0.5", "1"))
@@ -258,7 +258,7 @@ def geometry():
         for (name, optimizer), colour, marker in zip(
             optimizers.items(), (BLUE, ORANGE, GREEN), "os^", strict=True
         ):
-            found = bilevel.search(
+            result = bilevel.search(
                 problem,
                 bilevel.implicit(),
                 optimizer,
@@ -269,7 +269,7 @@ def geometry():
                 steps=60,
                 progress=False,
             )
-            path = np.vstack([start, found.history["alpha"]]) @ corners
+            path = np.vstack([start, result.history["alpha"]]) @ corners
             ax.plot(*path.T, color=colour, marker=marker, markersize=3, label=name, linewidth=1)
         for corner, name, side in zip(corners, ("relu", "tanh", "swish"), (-1, -1, 1), strict=True):
             ax.annotate(
@@ -289,13 +289,13 @@ def certificate():
     data = bilevel.data.load("digits")
     x = bilevel.spaces.unit_inputs(jnp.asarray(data.x_train[:60]))
     blocks, error = ntk.mixture_blocks(x, [getattr(ntk, n) for n in names], error=True)
-    found = ntk.certify_simplex(blocks, rtol=1e-3, entry_error=error)
+    bracket = ntk.certify_simplex(blocks, rtol=1e-3, entry_error=error)
     grid = np.array([(i, j, 24 - i - j) for i in range(25) for j in range(25 - i)]) / 24
     values = jax.lax.map(
         lambda a: ntk.eigenvalues(ntk.mixture_kernel(a, blocks))[0], jnp.asarray(grid)
     )
-    ax = bilevel.plots.simplex_min_eigenvalue(grid, values, names, found.argmin)
-    ax.set_title(f"over all mixtures, proved: at least {found.lower:.3g}")
+    ax = bilevel.plots.simplex_min_eigenvalue(grid, values, names, bracket.argmin)
+    ax.set_title(f"over all mixtures, proved: at least {bracket.lower:.3g}")
 
 
 if __name__ == "__main__":

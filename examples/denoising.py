@@ -55,8 +55,8 @@ def cosines(size=5):
 
 def photographs(data, train, test, seed=0):
     """Clean and noisy images, of two parts."""
-    found = bilevel.data.load(data, train_size=train, test_size=test)
-    parts = (x.reshape(*x.shape[:3], -1).mean(-1) for x in (found.x_train, found.x_test))
+    dataset = bilevel.data.load(data, train_size=train, test_size=test)
+    parts = (x.reshape(*x.shape[:3], -1).mean(-1) for x in (dataset.x_train, dataset.x_test))
     clean = [jnp.asarray(x, float) for x in parts]
     keys = jax.random.split(jax.random.key(seed))
     return [

@@ -29,11 +29,11 @@ LABELS = [jnp.repeat(jnp.arange(WAYS), count) for count in (SHOTS, JUDGED)]
 
 def images(data, each):
     """Images at half the resolution, by class: [10, each, pixels]."""
-    found = bilevel.data.load(data, train_size=20 * each, test_size=1)
-    side = round(found.x_train[0].size ** 0.5) // 2
-    x = np.asarray(found.x_train, np.float32).reshape(-1, side, 2, side, 2).mean((2, 4))
+    dataset = bilevel.data.load(data, train_size=20 * each, test_size=1)
+    side = round(dataset.x_train[0].size ** 0.5) // 2
+    x = np.asarray(dataset.x_train, np.float32).reshape(-1, side, 2, side, 2).mean((2, 4))
     x = ((x - x.mean()) / x.std()).reshape(len(x), -1)
-    return jnp.stack([x[found.y_train == kind][:each] for kind in range(10)])
+    return jnp.stack([x[dataset.y_train == kind][:each] for kind in range(10)])
 
 
 def tasks(key, kinds, count=TASKS):
@@ -65,10 +65,10 @@ def ways():
     held = optax.stateless(lambda updates, _: jax.lax.stop_gradient(updates))
     first = bilevel.unrolled(optax.chain(optax.sgd(RATE), held), STEPS)
     solved = bilevel.implicit(bilevel.unrolled(RATE, 4 * STEPS), bilevel.cg(steps=5))
-    found = {"MAML": (each, bilevel.unrolled(RATE, STEPS)), "MAML of first order": (each, first)}
+    by_name = {"MAML": (each, bilevel.unrolled(RATE, STEPS)), "MAML of first order": (each, first)}
     copies = {"start": lambda alpha, w: jax.tree.map(jnp.full_like, w, alpha)}
-    found["iMAML"] = near, solved
-    return {name: (loss, bilevel.restarted(s, **copies)) for name, (loss, s) in found.items()}
+    by_name["iMAML"] = near, solved
+    return {name: (loss, bilevel.restarted(s, **copies)) for name, (loss, s) in by_name.items()}
 
 
 def main(data="fashion-mnist", each_class=300, steps=400, judged=600):
@@ -79,9 +79,9 @@ def main(data="fashion-mnist", each_class=300, steps=400, judged=600):
 
     def row(name, told, began):
         wrong = jnp.mean(told != labels, axis=1)
-        found = {"start": name, "seconds": began and round(time.process_time() - began, 1)}
-        found |= {"error": float(wrong.mean())}
-        rows.append(found | {"two standard errors": float(2 * jnp.std(wrong) / judged**0.5)})
+        entry = {"start": name, "seconds": began and round(time.process_time() - began, 1)}
+        entry |= {"error": float(wrong.mean())}
+        rows.append(entry | {"two standard errors": float(2 * jnp.std(wrong) / judged**0.5)})
         print(rows[-1])
 
     def of_tasks(count):
@@ -101,9 +101,9 @@ def main(data="fashion-mnist", each_class=300, steps=400, judged=600):
     for name, (loss, solver) in ways().items():
         began = time.process_time()
         problem, data = bilevel.Problem(loss, each), (alpha, of_tasks(TASKS), None, None)
-        found = bilevel.search(problem, solver, optax.adam(3e-3), *data, **flags)
-        courses[name] = np.asarray(found.history["value"]) / TASKS
-        row(name, adapted(found.alpha, loss, solver), began)
+        result = bilevel.search(problem, solver, optax.adam(3e-3), *data, **flags)
+        courses[name] = np.asarray(result.history["value"]) / TASKS
+        row(name, adapted(result.alpha, loss, solver), began)
     return rows, courses
 
 

@@ -68,15 +68,15 @@ def error(alpha, x, labels):
     """Of ridge regression on alpha: the share of rows that are told wrong, 1,000 at a time."""
     w, _ = solve(None, alpha, None, None, None)
     told = jax.jit(lambda x: outputs(w, alpha, x).argmax(-1))
-    found = np.concatenate([told(x[i : i + 1000]) for i in range(0, len(x), 1000)])
-    return float(np.mean(found != labels))
+    predicted = np.concatenate([told(x[i : i + 1000]) for i in range(0, len(x), 1000)])
+    return float(np.mean(predicted != labels))
 
 
 def main(data="mnist", each=1, steps=2000, count=20_000, batch=500, whole=5000):
     """Learn ``each`` images a class: a row of test errors, and images to draw."""
-    found = bilevel.data.load(data, train_size=count)
-    x, xt = (a.reshape(len(a), -1) for a in (found.x_train, found.x_test))
-    y, yt = found.y_train, found.y_test
+    dataset = bilevel.data.load(data, train_size=count)
+    x, xt = (a.reshape(len(a), -1) for a in (dataset.x_train, dataset.x_test))
+    y, yt = dataset.y_train, dataset.y_test
     x, xt = unit(jnp.asarray(x - x.mean(0))), unit(jnp.asarray(xt - x.mean(0)))
     order = np.random.default_rng(0).permutation(len(y))
     chosen = np.concatenate([order[y[order] == c][:each] for c in range(10)])
@@ -97,7 +97,7 @@ def main(data="mnist", each=1, steps=2000, count=20_000, batch=500, whole=5000):
     row |= {"random": error(start, xt, yt), "learned": error(learned, xt, yt)}
     row[f"{whole:,} real ones"] = error(real, xt, yt)
     print(row)
-    shape = -1, *found.x_train.shape[1:]
+    shape = -1, *dataset.x_train.shape[1:]
     return [row], [np.asarray(a["images"]).reshape(shape)[::each] for a in (start, learned)]
 
 

@@ -45,10 +45,12 @@ def criterion(loss, W, y):
 
 def load(data, train, test):
     """Rows of norm sqrt(d) with targets; test rows with labels."""
-    found = bilevel.data.load(data, train_size=train, test_size=test)
-    x, xt = (a.reshape(len(a), -1) - found.x_train.mean() for a in (found.x_train, found.x_test))
+    dataset = bilevel.data.load(data, train_size=train, test_size=test)
+    x, xt = (
+        a.reshape(len(a), -1) - dataset.x_train.mean() for a in (dataset.x_train, dataset.x_test)
+    )
     x, xt = (jnp.asarray(a / np.sqrt(np.mean(a**2, axis=1, keepdims=True))) for a in (x, xt))
-    return x, jnp.asarray(np.eye(10)[found.y_train] - 0.1), xt, found.y_test
+    return x, jnp.asarray(np.eye(10)[dataset.y_train] - 0.1), xt, dataset.y_test
 
 
 def grid(activations):
@@ -73,8 +75,8 @@ def main(loss, data="mnist", train=200, test=2000, steps=50, activations=ACTIVAT
     def row(network, value, values, penalty, began):
         w = jnp.linalg.solve(matrix(values, x) + penalty * ridge, y)
         wrong = float(jnp.mean(jnp.argmax(matrix(values, xt) @ w, 1) != labels))
-        found = {"outer loss": loss, "network": network, "value": float(value), "test error": wrong}
-        return found | {"seconds": round(time.process_time() - began, 1)}
+        entry = {"outer loss": loss, "network": network, "value": float(value), "test error": wrong}
+        return entry | {"seconds": round(time.process_time() - began, 1)}
 
     began = time.process_time()
     start = jax.tree.map(jnp.log, net.start() | {"weights": 1.5, "biases": 0.05})

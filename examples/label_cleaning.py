@@ -92,11 +92,11 @@ def main(data="mnist", train=2000, clean=200, test=2000, steps=150, inner=5, bas
         made = network.init(jax.random.key(1), noisy[0][:1], False)
         start = jnp.zeros(train), bilevel.Stateful(made.pop("params"), made)
         solver = bilevel.unrolled(SGD, inner, batches=with_key, backprop=backprop)
-        found = bilevel.search(problem, solver, rule, *start, lower_rows, some, **flags)
+        result = bilevel.search(problem, solver, rule, *start, lower_rows, some, **flags)
         row = {"data": data, "training": name, "seconds": round(time.process_time() - began, 1)}
-        weights = np.asarray(jax.nn.sigmoid(found.alpha))
+        weights = np.asarray(jax.nn.sigmoid(result.alpha))
         told_apart = float(np.mean(weights[~wrong][:, None] > weights[wrong]))
-        row |= {"test error": float(np.mean(logits(found.w, xt).argmax(-1) != yt))}
+        row |= {"test error": float(np.mean(logits(result.w, xt).argmax(-1) != yt))}
         rows.append(row | {"labels told apart": "-" if rule is HELD else told_apart})
         return weights
 

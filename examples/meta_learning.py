@@ -75,11 +75,11 @@ def curve(alpha, tasks=600, steps=(0, 1, 5, 10)):
     """The mean error of new tasks after so many steps on their ten points."""
     known, others = sinusoids(jax.random.key(7), tasks)
     w = jax.tree.map(lambda a: jnp.broadcast_to(a, (tasks, *a.shape)), alpha)
-    found = []
+    losses = []
     for _ in range(max(steps) + 1):
-        found.append(float(mean(w, None, others)))
+        losses.append(float(mean(w, None, others)))
         w = optax.tree.add_scale(w, -RATE, jax.grad(each)(w, None, known))
-    return {f"{step} steps": found[step] for step in steps}
+    return {f"{step} steps": losses[step] for step in steps}
 
 
 def main(steps=6000, names=None):

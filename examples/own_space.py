@@ -30,12 +30,12 @@ def looks(classes: int) -> Space:
 
     def apply(w, alpha, x):
         views = {"rows": x, "columns": x.swapaxes(1, 2)}
-        found = []
+        features = []
         for weights, (name, view) in zip(alpha, views.items(), strict=True):
             z = view.reshape(*view.shape[:2], -1) @ w[name]
             mixed = sum(a * s(z) for a, s in zip(weights, ACTIVATIONS.values(), strict=True))
-            found.append(mixed.mean(axis=1))
-        return jnp.concatenate(found, axis=-1) @ w["last"]
+            features.append(mixed.mean(axis=1))
+        return jnp.concatenate(features, axis=-1) @ w["last"]
 
     return Space(
         names=names,

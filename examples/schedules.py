@@ -77,8 +77,8 @@ def main(steps=1000, outer=60, rate=0.1):
     def row(name, alpha, gradients):
         value, wrong, test_wrong = (float(jnp.mean(v)) for v in judge(alpha, judged))
         momentum = float(jax.nn.sigmoid(alpha["momentum"]))
-        found = {"schedule": name, "validation loss": value, "validation error": wrong}
-        return found | {"test error": test_wrong, "momentum": momentum, "trainings": gradients}
+        entry = {"schedule": name, "validation loss": value, "validation error": wrong}
+        return entry | {"test error": test_wrong, "momentum": momentum, "trainings": gradients}
 
     alpha, times, grads = start(), {}, {}
     for mode in ("reverse", "forward"):
@@ -89,8 +89,8 @@ def main(steps=1000, outer=60, rate=0.1):
         times[mode] = time.process_time() - begin
     apart = jnp.linalg.norm(grads["reverse"] - grads["forward"]) / jnp.linalg.norm(grads["reverse"])
     of = problem, solver, optax.adam(rate), alpha, w0, train, valid
-    found = bilevel.search(*of, steps=outer, key=key, history=[]).alpha
-    rows = [row("constant 0.05", alpha, 1), row("learned", found, 4 * outer)]
+    learned = bilevel.search(*of, steps=outer, key=key, history=[]).alpha
+    rows = [row("constant 0.05", alpha, 1), row("learned", learned, 4 * outer)]
     cosine = 0.5 * (1 + jnp.cos(jnp.linspace(0, np.pi, KNOTS))) + 1e-3
     shapes = {"constant": 1.0, "cosine": cosine}
     momenta, rates = (0.01, 0.5, 0.8, 0.9, 0.95), np.geomspace(0.01, 2, 2 * outer // 5).tolist()
@@ -102,7 +102,7 @@ def main(steps=1000, outer=60, rate=0.1):
     print(*rows, sep="\n")
     note = f"forward mode: {times['forward'] / times['reverse']:.2g} times the reverse mode's time"
     print(f"{note}; their hypergradients differ by {float(apart):.1e} of their norm")
-    drawn = {"constant": alpha, "learned": found, "best of the grid": best[1]}
+    drawn = {"constant": alpha, "learned": learned, "best of the grid": best[1]}
     return rows, (steps, {k: np.exp(np.asarray(a["rates"])) for k, a in drawn.items()})
 
 

@@ -64,18 +64,18 @@ def main():
         {"mixture": "mixture", "log_penalty": "log_penalty"},
     )
     start = space.start(), space.init(jax.random.key(0), train)
-    found = bilevel.search(
+    result = bilevel.search(
         space.problem, space.solver, optimizer, *start, train, valid, steps=60, progress=False
     )
-    bounds = space.certificates(found.history["alpha"], x)
-    losses = found.history["value"]
+    bounds = space.certificates(result.history["alpha"], x)
+    losses = result.history["value"]
     for step in (0, 29, 59):
         print(
             f"step {step + 1}: loss {losses[step]:.4f}, smallest eigenvalue >= {bounds[step]:.4f}"
         )
-    weights = zip(space.names, found.alpha["mixture"].tolist(), strict=True)
+    weights = zip(space.names, result.alpha["mixture"].tolist(), strict=True)
     print("found:", ", ".join(f"{weight:.2f} {name}" for name, weight in weights))
-    return worst, found, bounds
+    return worst, result, bounds
 
 
 if __name__ == "__main__":

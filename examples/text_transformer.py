@@ -56,16 +56,16 @@ def outer(w, alpha, batch):
 
 def reviews(train, valid, test):
     """Three parts of (numbers of words [n, LENGTH], labels)."""
-    found = bilevel.data.load("imdb", train_size=train + valid, test_size=test)
-    counts = CountVectorizer(max_features=WORDS - 1).fit(found.x_train[:train])
+    dataset = bilevel.data.load("imdb", train_size=train + valid, test_size=test)
+    counts = CountVectorizer(max_features=WORDS - 1).fit(dataset.x_train[:train])
     split, number = counts.build_analyzer(), counts.vocabulary_
 
     def numbers(text):
         known = [1 + number[word] for word in split(text) if word in number][:LENGTH]
         return np.pad(known, (0, LENGTH - len(known))).astype(np.int32)
 
-    words = np.stack([numbers(text) for text in (*found.x_train, *found.x_test)])
-    y, ends = np.concatenate([found.y_train, found.y_test]), (train, train + valid)
+    words = np.stack([numbers(text) for text in (*dataset.x_train, *dataset.x_test)])
+    y, ends = np.concatenate([dataset.y_train, dataset.y_test]), (train, train + valid)
     return list(zip(np.split(words, ends), np.split(y, ends), strict=True))
 
 
@@ -89,22 +89,22 @@ def main(train=12_000, valid=500, test=3000, steps=100, inner=4, baselines=True)
         began = time.process_time()
         adam = optax.adamw(1e-3, weight_decay=0.1)
         solver = bilevel.unrolled(adam, inner, batches=with_key, backprop=backprop)
-        found = bilevel.search(problem, solver, rule, alpha, w, data, clean, **flags)
+        result = bilevel.search(problem, solver, rule, alpha, w, data, clean, **flags)
         row = {"training": name, "seconds": round(time.process_time() - began, 1)}
-        (valid, _), (test, more) = (judge(found.w, None, part) for part in (clean, of_test))
+        (valid, _), (test, more) = (judge(result.w, None, part) for part in (clean, of_test))
         row |= {"validation loss": float(valid), "test loss": float(test)}
         rows.append(row | {"test error": float(more["error"])})
-        return found
+        return result
 
     equal = jnp.zeros(len(ERRORS))
-    found = trained("weights learned on the way", equal, optax.adam(0.05), None)
+    result = trained("weights learned on the way", equal, optax.adam(0.05), None)
     if baselines:
-        trained("the weights found, from the start", found.alpha)
+        trained("the weights found, from the start", result.alpha)
         trained("equal weights", equal)
         for k, error in enumerate(ERRORS):  # a softmax of 0 and 30 is a corner
             trained(f"source {k} alone, {error:.0%} wrong", 30.0 * jnp.eye(len(ERRORS))[k])
         trained("the clean reviews alone", equal, data=(*clean, np.zeros(valid, int)))
-    return rows, np.asarray(jax.nn.softmax(found.history["alpha"], -1))
+    return rows, np.asarray(jax.nn.softmax(result.history["alpha"], -1))
 
 
 def picture(drawn, figure):

@@ -42,11 +42,11 @@ def lower(v, alpha, batch):
 
 def reviews(words, train, valid, test):
     """Three parts of (presence of words and pairs [n, words], labels -1 or 1)."""
-    found = bilevel.data.load("imdb", train_size=train + valid, test_size=test)
-    texts = found.x_train[:train], found.x_train[train:], found.x_test
+    dataset = bilevel.data.load("imdb", train_size=train + valid, test_size=test)
+    texts = dataset.x_train[:train], dataset.x_train[train:], dataset.x_test
     counts = CountVectorizer(binary=True, ngram_range=(1, 2), max_features=words).fit(texts[0])
     x = [BCOO.from_scipy_sparse(counts.transform(t).astype(np.float32)) for t in texts]
-    y = found.y_train[:train], found.y_train[train:], found.y_test
+    y = dataset.y_train[:train], dataset.y_train[train:], dataset.y_test
     return [(a, 2.0 * jnp.asarray(b) - 1) for a, b in zip(x, y, strict=True)]
 
 
@@ -66,10 +66,10 @@ def main(words=30_000, train=20_000, valid=5000, test=25_000, steps=25):
 
     def row(name, alpha, began):
         v = solve(alpha, zero, train)
-        found = {"penalties": name, "validation loss": float(outer(v, alpha, valid))}
-        found |= {"test loss": float(outer(v, alpha, test))}
-        found |= {"test error": float(jnp.mean(logits(v, alpha, test[0]) * test[1] <= 0))}
-        rows.append(found | {"seconds": round(time.process_time() - began, 1)})
+        entry = {"penalties": name, "validation loss": float(outer(v, alpha, valid))}
+        entry |= {"test loss": float(outer(v, alpha, test))}
+        entry |= {"test error": float(jnp.mean(logits(v, alpha, test[0]) * test[1] <= 0))}
+        rows.append(entry | {"seconds": round(time.process_time() - began, 1)})
         print(rows[-1])
         return alpha
 
@@ -86,8 +86,8 @@ def main(words=30_000, train=20_000, valid=5000, test=25_000, steps=25):
         rule = optax.adam(optax.cosine_decay_schedule(0.3, steps))
         flags = {"steps": steps, "history": ["value"]}
         data = alpha, zero, train, valid
-        found = bilevel.search(bilevel.Problem(*losses), solver, rule, *data, **flags)
-        return row(f"{name}, learned in {steps} steps", of(found.alpha), began)
+        result = bilevel.search(bilevel.Problem(*losses), solver, rule, *data, **flags)
+        return row(f"{name}, learned in {steps} steps", of(result.alpha), began)
 
     ratio, count = naive_bayes(*train)
     bayes = -2 * jnp.log(jnp.abs(ratio) + 0.01)  # the smallest weights are near 0

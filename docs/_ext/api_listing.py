@@ -103,27 +103,27 @@ def _fields_told_in_comments(app, what, name, thing, options, lines):
 
 def _formulas_as_written(app, what, name, thing, options, lines):
     """An indented block under a paragraph is a formula: shown as it is written."""
-    found, before = [], ""
+    shown_lines, before = [], ""
     for line, last in zip(lines, ["", *lines], strict=False):
         starts = line.startswith("    ") and not last.strip()
         paragraph = before and not before.startswith((" ", ".. ", "- ", "* "))
         if starts and paragraph and not before.endswith("::"):
-            found += [".. code-block:: text", ""]
-        found.append(line)
+            shown_lines += [".. code-block:: text", ""]
+        shown_lines.append(line)
         before = line or before
-    lines[:] = found
+    lines[:] = shown_lines
 
 
 def _elsewhere(app, env, node, content):
     """A name that is documented in one place only, though not where the docstring looks for it."""
     last = node.get("reftarget", "").rpartition(".")[2]
     objects = env.domains["py"].objects
-    found = [name for name in objects if name.rpartition(".")[2] == last]
-    if node.get("refdomain") != "py" or len(found) != 1:
+    matching = [name for name in objects if name.rpartition(".")[2] == last]
+    if node.get("refdomain") != "py" or len(matching) != 1:
         return None
-    entry = objects[found[0]]
+    entry = objects[matching[0]]
     place = node["refdoc"], entry.docname, entry.node_id
-    return make_refnode(app.builder, *place, content, found[0])
+    return make_refnode(app.builder, *place, content, matching[0])
 
 
 def _bar(inliner, match, lineno):

@@ -82,14 +82,14 @@ def test_its_kernel_is_the_closed_form():
     # The features' own S and T: dense(1.0) makes them S and S + T.
     plain = nets.serial(below, nets.dense())
     for pair in ((x, None), (x, y)):
-        kernels, found = plain.kernel(*pair), net.kernel(*pair, alpha={"gain": 0.7})
+        kernels, with_gain = plain.kernel(*pair), net.kernel(*pair, alpha={"gain": 0.7})
         other = x if pair[1] is None else y
         s1, s2 = (jnp.sqrt(jnp.diag(plain.kernel(z).nngp)) for z in (x, other))
         share = 0.49 / jnp.outer(s1, s2)
         nngp = 1.5 * share * kernels.nngp + 0.2
-        assert_close(found.nngp, nngp, f64=1e-13, f32=1e-5)
+        assert_close(with_gain.nngp, nngp, f64=1e-13, f32=1e-5)
         expected = nngp + 1.5 * share * (kernels.ntk - kernels.nngp)
-        assert_close(found.ntk, expected, f64=1e-13, f32=1e-5)
+        assert_close(with_gain.ntk, expected, f64=1e-13, f32=1e-5)
 
 
 NET = nets.serial(

@@ -15,8 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from bilevel.cli.flags import commands, deep_searches, from_config_file, quick
-from bilevel.cli.flags import rules as flags
+from bilevel.cli.flags import commands, deep_searches, from_config_file, quick, rules
 from bilevel.cli.runtime import compilation_cache, interrupts, invocation
 from bilevel.cli.runtime.progress_log import recorder
 from bilevel.runs.interrupts import deferred_terminations, terminate
@@ -227,7 +226,7 @@ def _in_full(arguments: Sequence[str]) -> list[str]:
     if line[0] not in _COMMANDS:
         names = [*_COMMANDS, "version", "help"]
         raise ValueError(
-            f"command: expected one of {', '.join(names)}, got {flags.shown(line[0])}"
+            f"command: expected one of {', '.join(names)}, got {rules.shown(line[0])}"
             f"{_nearest(line[0], [*names, '--version', '--help'])}; see bilevel --help."
         )
     known = _flags(_COMMANDS[line[0]][0])
@@ -236,7 +235,7 @@ def _in_full(arguments: Sequence[str]) -> list[str]:
         name = word.partition("=")[0].replace("_", "-")
         if word.startswith("--") and name not in known:
             raise ValueError(
-                f"flag: expected a flag of bilevel {line[0]}, got {flags.shown(word)}"
+                f"flag: expected a flag of bilevel {line[0]}, got {rules.shown(word)}"
                 f"{_nearest(name, known)}; see bilevel {line[0]} --help."
             )
         if word == "--no-progress" or (word == "--progress" and following.startswith("-")):
@@ -248,7 +247,7 @@ def _in_full(arguments: Sequence[str]) -> list[str]:
 
 def _flags(kind: type[commands.Job]) -> list[str]:
     """Every flag of a command, as it is typed."""
-    hints = flags.hints(kind) | flags.hints(commands.Output)
+    hints = rules.hints(kind) | rules.hints(commands.Output)
     names = [name.replace("_", "-") for name in hints]
     switches = [name.replace("_", "-") for name, hint in hints.items() if hint is bool]
     negative = [f"--no-{name}" for name in (*switches, "progress")]

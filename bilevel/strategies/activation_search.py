@@ -86,7 +86,7 @@ def set_up(
     >>> from bilevel import data
     >>> from bilevel.spaces.activations import activation_space
     >>> keys = list(jax.random.split(jax.random.key(0), 2))
-    >>> rows = data.samples("digits", keys, train=40, valid=40, test=40)
+    >>> rows = data.draw_splits("digits", keys, train=40, valid=40, test=40)
     >>> space = activation_space(["relu", "tanh"], width=32, classes=10)
     >>> task = set_up(space, rows, keys, classes=10)
     >>> task.w0.shape, task.train[1].shape
@@ -208,7 +208,7 @@ def hypergradient_error(
     >>> from bilevel import data
     >>> from bilevel.spaces.activations import activation_space
     >>> keys = [jax.random.key(0)]
-    >>> rows = data.samples("digits", keys, train=40, valid=40, test=40)
+    >>> rows = data.draw_splits("digits", keys, train=40, valid=40, test=40)
     >>> task = set_up(activation_space(["relu"], width=32, classes=10), rows, keys, classes=10)
     >>> hypergradient_error(task, solver(task, 4), solver(task, 16), jnp.ones((1, 1))).error.shape
     (1,)
@@ -267,7 +267,7 @@ def judge_argmax(
     >>> from bilevel import data
     >>> from bilevel.spaces.activations import activation_space
     >>> keys = [jax.random.key(0)]
-    >>> rows = data.samples("digits", keys, train=40, valid=40, test=40)
+    >>> rows = data.draw_splits("digits", keys, train=40, valid=40, test=40)
     >>> space = activation_space(["relu", "tanh"], width=32, classes=10)
     >>> task = set_up(space, rows, keys, classes=10)
     >>> way, alpha = solver(task, 5), jnp.array([[0.9, 0.1]])

@@ -12,10 +12,13 @@ directive ``scores`` does the same for the built-in scores, whose names and tabl
 their registry.
 """
 
+import functools
 import importlib
 import inspect
+import pathlib
 import re
 import types
+import typing
 
 from docutils.parsers.rst.states import Inliner
 from sphinx.domains.python import PyObject
@@ -23,6 +26,8 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx.util.nodes import make_refnode
 
 from ntk.scores.registry import builtin_score_names, score_description
+
+API = pathlib.Path(__file__).parents[1] / "api"
 
 
 class Public(SphinxDirective):
@@ -101,6 +106,67 @@ def _fields_told_in_comments(app, what, name, thing, options, lines):
         lines.append("")
 
 
+@functools.cache
+def _listed():
+    """The classes that have an entry of their own."""
+    text = "\n".join(path.read_text() for path in API.glob("*.md"))
+    listings = re.findall(r"```\{public\} (\S+)\n(.*?)```", text, re.DOTALL)
+    names = [(module, name) for module, names in listings for name in names.split()]
+    return {getattr(importlib.import_module(module), name) for module, name in names}
+
+
+def _records(function):
+    """The classes of `bilevel` and `ntk` that a function returns and that have no entry."""
+    try:
+        result = typing.get_type_hints(inspect.unwrap(function)).get("return")
+    except (NameError, TypeError):
+        return []
+    options = typing.get_args(result) if isinstance(result, types.UnionType) else [result]
+    ours = [
+        r for r in options if inspect.isclass(r) and r.__module__.startswith(("bilevel", "ntk"))
+    ]
+    return [record for record in ours if record not in _listed()]
+
+
+def _described_record(record):
+    """What a record says after its first line, its fields and its methods, as lines."""
+    lines = inspect.getdoc(record).split("\n")[1:]
+    _fields_told_in_comments(None, "class", None, record, None, lines)
+    text, _, attributes = "\n".join(lines).partition("Attributes\n----------\n")
+    lines = [line for line in text.split("\n") if not line.startswith(">>>")]
+    for line in attributes.split("\n"):
+        if re.match(r"[A-Z]\w+$", line):  # the next section
+            break
+        name, _, kind = line.partition(" : ")
+        field = f"- ``{name}``" + (f" : {kind}" if kind else "")
+        lines += [field] if line[:1].strip() else [f"  {line}".rstrip()]
+    for name, method in vars(record).items():
+        if inspect.isfunction(method) and name[0] != "_":
+            first = inspect.getdoc(method).split("\n")[0]
+            lines += [f"- ``{name}{_parameters(method)}``", f"  {first}"]
+    return lines
+
+
+def _parameters(method):
+    names = [p for p in inspect.signature(method).parameters if p != "self"]
+    return f"({', '.join(names)})"
+
+
+def _records_in_returns(app, what, name, thing, options, lines):
+    """In the section "Returns" of a function: the fields of a record without its own entry."""
+    if what != "function" or "Returns" not in lines:
+        return
+    start = lines.index("Returns") + 2
+    ends = [i for i in range(start, len(lines)) if re.match(r"-{3,}$", lines[i])]
+    end = ends[0] - 1 if ends else len(lines)
+    while not lines[end - 1].strip():
+        end -= 1
+    added = [line for record in _records(thing) for line in ["", *_described_record(record)]]
+    if end == start + 1:  # a type without a description: its description begins at once
+        added = added[next((i for i, line in enumerate(added) if line), 0) :]
+    lines[end:end] = [f"    {line}".rstrip() for line in [*added, ""]]
+
+
 def _formulas_as_written(app, what, name, thing, options, lines):
     """An indented block under a paragraph is a formula: shown as it is written."""
     shown_lines, before = [], ""
@@ -144,5 +210,6 @@ def setup(app):
     app.connect("missing-reference", _elsewhere)
     # Before napoleon, which has 500.
     app.connect("autodoc-process-docstring", _fields_told_in_comments, priority=300)
+    app.connect("autodoc-process-docstring", _records_in_returns, priority=350)
     app.connect("autodoc-process-docstring", _formulas_as_written, priority=400)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -235,12 +235,15 @@ class Selection(NamedTuple):
 
     Attributes
     ----------
-    evaluate : ``evaluate(key, config, resource) -> Evaluation`` or a validation error.
+    evaluate : ``evaluate(key, config, resource)``
         Trains a model for one configuration; ``resource`` is what it may spend: a number of
-        features, steps or epochs.
-    share : ``share(key, configs, probabilities [k], resource, *, whole=False) -> Shared``, or None.
-        Trains one model, each row of the data under a configuration drawn at random. Errors are
-        over the validation rows that a configuration drew; with ``whole`` over all of them.
+        features, steps or epochs. Returns the validation error, or a tuple of the validation and
+        the test error.
+    share : ``share(key, configs, probabilities [k], resource, *, whole=False)``, or None
+        Trains one model, each row of the data under a configuration drawn at random. Returns a
+        tuple of the configurations' validation errors [k] and the numbers of rows [k] that these
+        are means over. Errors are over the validation rows that a configuration drew, NaN where it
+        drew none; with ``whole`` over all rows.
     """
 
     evaluate: Callable[..., Evaluation | float]

@@ -4,7 +4,7 @@
 infinite width    ``network_kernel``, ``mixture_blocks``, ``mixture_kernel``; ``dual``, activations
 any layers        ``ntk.networks``: convolutions, pooling, biases, residual blocks; finite too
 finite width      ``empirical_kernel``, ``empirical_nngp``, ``kernel_vector_product``,
-                  ``gradient_norms``; ``linearize``, ``taylor_expand``
+                  ``taylor_expand``
 eigenvalues       ``min_eigenvalue``, ``certified_min_eigenvalue``, ``certify_simplex``
 with a kernel     ``kernel_regression``, ``gradient_flow``, ``excess_risk_term``
 with two kernels  ``posterior``, ``ensemble``: predictions with their covariance

@@ -5,7 +5,7 @@ against the benchmark's accuracies: no error of a sample is left, that of the ba
 of the weights is. Beside the scores stand counts that look at nothing but the genotype.
 
 Scores of derivatives are those of a function, and 5,260 of the networks are different functions
-(`nasbench201.canonical`): one network of each is scored, and the others have its score.
+(`cell_formulas.canonical`): one network of each is scored, and the others have its score.
 
 Sums of log ranks: on a random half of the networks parts are added one by one, at most four, while
 the mean tau of the three datasets grows by 0.002; the other half judges. This 20 times.
@@ -30,10 +30,11 @@ import numpy as np
 
 import bilevel.data
 from benchmarks import harness
+from benchmarks.train_free.cell_formulas import canonical
 from bilevel.nets import unit_images
 from bilevel.runs import records
 from bilevel.spaces.nasbench201 import all_networks, encode, genotypes, score_networks
-from bilevel.spaces.nasbench201.genotype import PRIMITIVES, canonical
+from bilevel.spaces.nasbench201.genotype import PRIMITIVES
 from bilevel.spaces.nasbench201.judging import correlations, load_table, sum_of_log_ranks
 from bilevel.spaces.nasbench201.judging.table import DATASETS
 from bilevel.spaces.nasbench201.judging.verdicts import BASELINES

@@ -16,6 +16,15 @@ method                      one solver call             calls, for n configurati
 ``exponentiated_gradient``  all, by their weights       ``rounds``
 ==========================  ==========================  ========================================
 
+Every method also takes these options:
+
+- ``retrain_test``: whether to train every incumbent again by itself, at the full budget and off the
+  clock, for its test error. Default: True if the problem is a Selection.
+- ``journal``: a file that receives every solve, as a line of JSON with its checksum.
+- ``resume``: whether to go on from the journal where there is one. The trace is then that of an
+  uninterrupted run; a journal of another problem, key, budget or choice of options is refused.
+- ``progress``: whether to draw a progress bar; by default only in a terminal or a notebook.
+
 Reference: Khodak, Li, Roberts, Balcan & Talwalkar (2020), "A Simple Setting for Understanding
 Neural Architecture Search with Weight-Sharing", section 2 and Appendix B.
 """

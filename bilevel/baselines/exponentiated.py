@@ -8,7 +8,7 @@ estimates it, the cells' sizes |V_c| serving as importance weights:
 
 with g_c = 0 where the cell is empty. E[g_c] = e_c - b for every c, whatever theta.
 
-theta -> ``theta``, e -> ``Shared.errors``, |V_c| -> ``Shared.counts``, eta -> ``rate``, b -> the
+theta -> ``theta``, e, |V_c| -> the errors and counts of ``share``, eta -> ``rate``, b -> the
 baseline. Reference: the code released with Khodak et al. (2020), https://github.com/mkhodak/
 weight-sharing (``hyper.py --grad``).
 """
@@ -79,9 +79,9 @@ def exponentiated_gradient(
     Examples
     --------
     >>> import jax
-    >>> from bilevel.baselines import Selection, Shared
+    >>> from bilevel.baselines import Selection
     >>> def share(key, configs, probabilities, resource):
-    ...     return Shared(np.array(configs), 100 * probabilities)
+    ...     return np.array(configs), 100 * probabilities
     >>> problem = Selection(lambda key, config, resource: config, share)
     >>> trace = exponentiated_gradient(jax.random.key(0), [.5, .2, .9, .3], problem, 100)
     >>> trace.best, trace.calls

@@ -52,7 +52,7 @@ def successive_halving(
         Least resource.
     **run_options
         ``retrain_test``, ``journal``, ``resume``, ``progress``: see
-        :class:`bilevel.baselines._recorder.RunOptions`.
+        :mod:`bilevel.baselines`.
 
     Returns
     -------
@@ -119,7 +119,7 @@ def hyperband(
         r: least resource.
     **run_options
         ``retrain_test``, ``journal``, ``resume``, ``progress``: see
-        :class:`bilevel.baselines._recorder.RunOptions`.
+        :mod:`bilevel.baselines`.
 
     Returns
     -------

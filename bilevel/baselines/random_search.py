@@ -34,7 +34,7 @@ def random_search(
         How many to train; all by default.
     **run_options
         ``retrain_test``, ``journal``, ``resume``, ``progress``: see
-        :class:`bilevel.baselines._recorder.RunOptions`.
+        :mod:`bilevel.baselines`.
 
     Returns
     -------

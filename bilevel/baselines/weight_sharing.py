@@ -4,7 +4,7 @@ Round t: every datapoint x of the training and validation sets gets a random con
 weights w_t are fitted to the training points so featurized, and shared by all configurations;
 configuration c scores the mean validation error over its cell, ``V_c = {x in V : c_x = c}``.
 
-C -> ``configs``, d -> ``budget``, s_c -> ``Shared.errors``, |V_c| -> ``Shared.counts``, R -> the
+C -> ``configs``, d -> ``budget``, s_c, |V_c| -> the errors and counts of ``share``, R -> the
 number of rounds. Reference: Khodak et al. (2020), Algorithm 1 and Appendix B.1.
 
 Deviations from the paper, whose algorithm fails in three ways: an empty cell scores 0/0, which
@@ -48,7 +48,7 @@ def weight_sharing(
         Resource of every solve: d, the feature dimension.
     **run_options
         ``retrain_test``, ``journal``, ``resume``, ``progress``: see
-        :class:`bilevel.baselines._recorder.RunOptions`.
+        :mod:`bilevel.baselines`.
 
     Returns
     -------
@@ -66,9 +66,9 @@ def weight_sharing(
     Examples
     --------
     >>> import jax
-    >>> from bilevel.baselines import Selection, Shared
+    >>> from bilevel.baselines import Selection
     >>> def share(key, configs, probabilities, resource):
-    ...     return Shared(np.array(configs), np.full(len(configs), 10))
+    ...     return np.array(configs), np.full(len(configs), 10)
     >>> problem = Selection(lambda key, config, resource: config, share)
     >>> trace = weight_sharing(jax.random.key(0), [.5, .2, .9, .3, .4], problem, 100)
     >>> trace.best, [c.tolist() for c in trace.candidates]
@@ -121,9 +121,9 @@ def fast_weight_sharing(
     Examples
     --------
     >>> import jax
-    >>> from bilevel.baselines import Selection, Shared
+    >>> from bilevel.baselines import Selection
     >>> def share(key, configs, probabilities, resource):
-    ...     return Shared(np.array(configs), np.full(len(configs), 10))
+    ...     return np.array(configs), np.full(len(configs), 10)
     >>> problem = Selection(lambda key, config, resource: config, share)
     >>> trace = fast_weight_sharing(jax.random.key(0), [.5, .2, .9, .3, .4], problem, 100)
     >>> trace.best, trace.resource

@@ -26,15 +26,15 @@ paper       here
 ==========  ==========================================================================
 f_i(W*)     ``outputs[:, i]``, at the shared weights
 alpha       ``alpha`` [h], on the simplex
-gamma       :func:`factor_simplex`; one for each i, as in the proofs: Condition 6 leaves
-            it open, the last display of Theorem 7 has one for both
-L(f_i)      ``ConditionSix.L``
-D_i         ``ConditionSix.D``, the L(f_i, f_gamma) of Condition 6
-(none)      s: ``ConditionSix.slack``; g: ``ConditionSix.stationarity``
+gamma       one for each i, as in the proofs: Condition 6 leaves it open, the last
+            display of Theorem 7 has one for both
+L(f_i)      ``L`` of what :func:`condition_six` returns
+D_i         its ``D``, the L(f_i, f_gamma) of Condition 6
+(none)      s: its ``slack``; g: its ``stationarity``
 ==========  ==========================================================================
 
 All of that is about the shared weights. Whether the network of the argmax, trained alone, is as
-good as any other so trained is a question to their losses: :func:`judge_choice`.
+good as any other so trained is a question to their losses: `bilevel search` asks it.
 
 Reference: Roberts, Liang & Sala, Understanding Neural Architecture Search by its Architecture
 Parameters: Theorems 1, 4, 7, Lemmas 2, 5, Conditions 3, 6.

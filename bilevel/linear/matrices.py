@@ -39,7 +39,7 @@ class Blocks:
 
     Examples
     --------
-    >>> from bilevel.linear import predict
+    >>> from bilevel.linear.models import predict
     >>> inside = lambda start, size, total: start + jnp.arange(size) < total
     >>> rows = lambda start, size: inside(start, size, 3)[:, None] * jnp.ones((1, 2))
     >>> columns = lambda start, size: inside(start, size, 2) * jnp.ones((3, 1))
@@ -113,7 +113,7 @@ def sparse(matrix: Any) -> Sparse:
     Examples
     --------
     >>> import scipy.sparse
-    >>> from bilevel.linear import predict
+    >>> from bilevel.linear.models import predict
     >>> predict(sparse(scipy.sparse.csr_array([[0, 2], [1, 0]])), jnp.array([1.0, 3.0]))
     Array([6., 1.], dtype=float...)
     """

@@ -10,8 +10,9 @@ with the mask m = 1 for ridge regression, and m_i = [y_i f_i < 1] for the SVM: a
 above with ``penalty = 1 / (2 cost)``, times ``2 cost``. Newton's method with conjugate gradients
 (CG) thus solves either, through ``v -> Phi v`` and ``r -> Phi' r`` alone.
 
-``Phi`` is an array, a :class:`Blocks` that generates a few rows or columns at a time, or a
-:class:`Sparse` matrix. Every fit says how exact it is: ``residual``.
+``Phi`` is an array, a sparse matrix of SciPy or JAX, or
+:class:`bilevel.linear.matrices.Blocks`, which generates a few rows or columns at a time. Every fit
+says how exact it is: ``residual``.
 
 =======  =============================================================
 letter   meaning
@@ -81,7 +82,7 @@ def ridge_weights(
 
     Parameters
     ----------
-    features : array [n, d], Blocks or Sparse
+    features : array [n, d], sparse matrix of SciPy or JAX, or bilevel.linear.matrices.Blocks
     y : array [n] or [n, c]
     penalty : scalar >= 0
         At 0, where the features have full rank: least squares for n >= d, and the interpolant of
@@ -149,7 +150,7 @@ def svm_weights(
 
     Parameters
     ----------
-    features : array [n, d], Blocks or Sparse
+    features : array [n, d], sparse matrix of SciPy or JAX, or bilevel.linear.matrices.Blocks
     y : array [n] or [n, c]
         Labels +-1, one column per class for one-vs-rest.
     cost : scalar > 0

@@ -4,8 +4,7 @@
 one pure function from initial weights to trained ones. :func:`from_scratch` is the training that
 DARTS and NAS-Bench-201 publish, epoch by epoch: batch normalisation learns scales and keeps running
 averages for predictions, so that a network is a pair of pytrees, weights ``w`` and ``averages``,
-and images may be moved, mirrored, cut out of. :func:`run_epochs` goes through its epochs with
-checkpoints.
+and images may be moved, mirrored, cut out of.
 """
 
 import functools
@@ -181,7 +180,8 @@ def from_scratch(
 
     Examples
     --------
-    >>> from bilevel.spaces.darts import DARTS_V2, darts_network
+    >>> from bilevel.spaces.darts import darts_network
+    >>> from bilevel.spaces.darts.genotype import DARTS_V2
     >>> network = darts_network(DARTS_V2, cells=1, channels=2, auxiliary=False)
     >>> init, epoch = from_scratch(network, optax.sgd(0.1), batch_size=4)
     >>> state = jax.eval_shape(lambda key: init(key, (8, 8, 1)), jax.random.key(0))
@@ -265,7 +265,8 @@ def run_epochs(
     Examples
     --------
     >>> import tempfile
-    >>> from bilevel.spaces.darts import DARTS_V2, darts_network
+    >>> from bilevel.spaces.darts import darts_network
+    >>> from bilevel.spaces.darts.genotype import DARTS_V2
     >>> network = darts_network(DARTS_V2, cells=1, channels=2, auxiliary=False)
     >>> program = from_scratch(network, optax.sgd(0.1), batch_size=4)
     >>> data = jnp.ones((8, 8, 8, 1)), jnp.zeros(8, int)

@@ -11,7 +11,7 @@ v           fixed to +- sqrt(c0 / width), half each; one column per class, mutua
 c0          ``output_scale``
 L_T         half the summed squared error to labels +-1, Eq. (9)
 L_V         ``outer``: hinge (the paper's), logistic or squared, mean over the labels
-A(alpha)    T gradient steps from the initial ``w``: ``ActivationSpace.solver``
+A(alpha)    T gradient steps from the initial ``w``: the space's ``solver``
 ==========  ==========================================================================
 
 Inputs have unit norm. With their mean taken off first (:func:`unit_inputs`) the lower problem is

@@ -6,8 +6,8 @@
 Four families of kernels ``K_alpha``:
 
 =============================  =================================================================
-:func:`kernel_space`           ``sum_ij alpha_i alpha_j K_ij``, a mixture of activations in a
-                               hidden layer of infinite width (Oymak et al. 2021, section 4.2)
+:func:`activation_space`       ``sum_ij alpha_i alpha_j K_ij``, a mixture of activations in a
+                               hidden layer, at ``width=math.inf`` (Oymak et al. 2021, sec. 4.2)
 :func:`kernel_mixture_space`   ``sum_i alpha_i k_i``, kernel functions of any origin
 :func:`kernel_function_space`  any differentiable ``kernel(alpha, x1, x2)``
 :func:`network_space`          that of an infinitely wide network of :mod:`ntk.networks`

@@ -12,13 +12,12 @@ alpha_l     ``alpha["skips"]`` [L-2]: the weights a; 1/2 at first
 W_l         ``w``: ``first`` [d, m], ``hidden`` [L-2, m, m], ``last`` [m, outputs]; no biases
 ==========  ============================================================================
 
-The search is DARTS's (section 5.1), with cross-entropy below and above. It ends at an architecture
-(:class:`SkipArchitecture`: the likeliest activation of each layer, the skips above 1/2), whose
-network is then trained from scratch by SGD, the second half of Algorithm 1
-(:func:`bilevel.nets.train`).
+The search is DARTS's (section 5.1), with cross-entropy below and above. It ends at an architecture,
+the likeliest activation of each layer and the skips above 1/2, whose network is then trained from
+scratch by SGD, the second half of Algorithm 1 (:func:`bilevel.nets.train`).
 
-At ``width=math.inf`` the network is kernel ridge regression with its exact neural tangent kernel:
-:class:`SkipKernelSpace`, a search without weights to train.
+At ``width=math.inf`` the network is kernel ridge regression with its exact neural tangent kernel: a
+search without weights to train.
 
 The paper has two initialisations, which do not agree:
 

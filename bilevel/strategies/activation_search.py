@@ -1,6 +1,6 @@
 """Activation search on real data, several seeds side by side: the parts of ``bilevel search``.
 
-    rows = data.samples("digits", keys, train=300, valid=300, test=400)
+    rows = data.draw_splits("digits", keys, train=300, valid=300, test=400)
     task = set_up(activation_space(names, width=512, classes=10), rows, keys, classes=10)
     way = solver(task, 50)
     found = bilevel.search(stack_problems(task.space.problem), way, optimizer, ...)

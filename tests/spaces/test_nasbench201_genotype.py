@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.train_free.cell_formulas import canonical
 from bilevel.spaces.nasbench201 import encode, genotypes, parameter_count, trainable_layers
 from bilevel.spaces.nasbench201.costs import conv_edges, multiply_adds
 from bilevel.spaces.nasbench201.genotype import (
     EDGES,
     Genotype,
-    canonical,
     decode,
     draw_corner,
     genotype,

@@ -1,7 +1,8 @@
 """The DARTS cell search space (Liu, Simonyan & Yang 2019).
 
-``darts_space``: the supernet to search; ``genotype``: what a search found; ``darts_network``: the
-network of a genotype, to train from scratch (:func:`bilevel.nets.from_scratch`).
+``darts_space``: the supernet to search, whose ``discretize`` gives the genotype that was found;
+``darts_network``: the network of a genotype, to train from scratch
+(:func:`bilevel.nets.from_scratch`).
 """
 
 from bilevel.spaces.darts.genotype import parse_genotype, plot_genotype

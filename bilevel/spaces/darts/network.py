@@ -173,7 +173,7 @@ def darts_network(
 
     Examples
     --------
-    >>> from bilevel.spaces.darts import DARTS_V2
+    >>> from bilevel.spaces.darts.genotype import DARTS_V2
     >>> network = darts_network(DARTS_V2, cells=2, channels=4, auxiliary=False)
     >>> w, averages = jax.eval_shape(lambda key: network.init(key, (8, 8, 3)), jax.random.key(0))
     >>> sum(x.size for x in jax.tree.leaves(w))

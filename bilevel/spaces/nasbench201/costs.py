@@ -138,8 +138,10 @@ def trainable_layers(genotype: Genotype, *, cells: int = 5) -> int:
 
     Examples
     --------
-    >>> from bilevel.spaces.nasbench201 import decode, genotypes
-    >>> trainable_layers(decode([3, 0, 0, 0, 3, 3])), trainable_layers(genotypes()[3])
+    >>> from bilevel.spaces.nasbench201 import genotypes
+    >>> print(genotypes()[9393])
+    |nor_conv_3x3~0|+|none~0|none~1|+|none~0|nor_conv_3x3~1|nor_conv_3x3~2|
+    >>> trainable_layers(genotypes()[9393]), trainable_layers(genotypes()[3])
     (38, 8)
     """
     live = zip(genotype.operations, live_edges(genotype), strict=True)
@@ -156,7 +158,7 @@ def conv_edges(genotype: Genotype) -> int:
 
     Examples
     --------
-    >>> from bilevel.spaces.nasbench201 import decode
+    >>> from bilevel.spaces.nasbench201.genotype import decode
     >>> conv_edges(decode([3, 0, 0, 0, 3, 3]))
     3
     """

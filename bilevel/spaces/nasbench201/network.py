@@ -223,7 +223,7 @@ def nasbench201_network(
 
     Examples
     --------
-    >>> from bilevel.spaces.nasbench201 import parse_genotype
+    >>> from bilevel.spaces.nasbench201.genotype import parse_genotype
     >>> cell = "|nor_conv_3x3~0|+|none~0|skip_connect~1|+|none~0|none~1|nor_conv_1x1~2|"
     >>> network = nasbench201_network(parse_genotype(cell))
     >>> w, averages = jax.eval_shape(lambda key: network.init(key, (32, 32, 3)), jax.random.key(0))

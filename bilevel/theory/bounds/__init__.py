@@ -4,15 +4,15 @@ Every bound is a :class:`Bound`: a value with its terms, assumptions and open co
 eigenvalues of tangent kernels are in :mod:`ntk.bounds`. :func:`sample_size` inverts any of them:
 how many validation rows does a gap ask for?
 
-===============================  ===================================================================
-``bilevel.bounds.convergence``   proved, with every constant: risk and hypergradient, for all alpha
-``bilevel.bounds.covering``      covering numbers of sets of alphas, effective dimension
-``bilevel.bounds.feature_maps``  Lipschitz constants of predictors in their feature map
-``bilevel.bounds.oymak``         the theorems of Oymak et al. 2021, corrected or as printed
-``.. .oymak_kernels``            two of them, on the risk by y'K^-1 y
-``bilevel.bounds.khodak``        excess risk after selection on validation data, Khodak et al. 2020
-``.. .khodak_corollaries``       its corollaries, for linear models and finitely many choices
-===============================  ===================================================================
+======================  ============================================================================
+``convergence``         proved, with every constant: risk and hypergradient, for all alpha
+``covering``            covering numbers of sets of alphas, effective dimension
+``feature_maps``        Lipschitz constants of predictors in their feature map
+``oymak``               the theorems of Oymak et al. 2021, corrected or as printed
+``oymak_kernels``       two of them, on the risk by y'K^-1 y
+``khodak``              excess risk after selection on validation data, Khodak et al. 2020
+``khodak_corollaries``  its corollaries, for linear models and finitely many choices
+======================  ============================================================================
 """
 
 from bilevel.theory.bounds._sample_size import sample_size

@@ -11,16 +11,15 @@ and yet they can determine alpha, in two stages (Theorem 4):
     theta^ = argmin_theta sum_T (y_i - alpha^' X_i theta)^2                (on training rows)
 
 alpha^ is the top eigenvector of the h x h Gram matrix ``M M'``, with entries ``y' K_ij y`` for the
-kernels ``K_ij = Phi_i Phi_j'``. So features may come a few columns at a time (:class:`Columns`),
-and p may be infinite.
+kernels ``K_ij = Phi_i Phi_j'``. So features may come a few columns at a time
+(:class:`bilevel.theory.spectral.columns.Columns`), and p may be infinite.
 
 ==============  ======================================================================
 paper           here
 ==============  ======================================================================
-X_1..n          ``features`` [n, h, p], :class:`Columns`, or the kernels [h, h, n, n]
+X_1..n          ``features`` [n, h, p], ``Columns``, or the kernels [h, h, n, n]
 y~, y           ``labels`` [n], or [n, c]: c outputs, with an M each, share alpha
-M^ M^'          :func:`spectral_gram`
-alpha^          :func:`spectral_alpha`, :func:`top_direction`: unit norm, sign arbitrary
+alpha^          :func:`spectral_alpha`: unit norm, sign arbitrary
 theta^          ``Phi_alpha' dual`` of :func:`spectral_estimator`, never formed
 rho^2           ``correlation_squared``: ``(alpha*' alpha^)^2`` for unit vectors
 p_bar, h_bar    ``p_over_n = p / n``, ``h_over_n = h / n``; n rows in V, and n in T

@@ -24,7 +24,7 @@ def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = Fal
 
     Parameters
     ----------
-    features : array [n, h, p], Columns, or array [h, h, n, n]
+    features : array [n, h, p], bilevel.theory.spectral.columns.Columns, or array [h, h, n, n]
         Features of h maps, or the kernels of these maps.
     labels : array [n] or [n, c]
         Taken as they are: a mean that labels and features both have counts as signal.
@@ -90,7 +90,7 @@ def spectral_gram(features: Features, labels: chex.Array) -> jax.Array:
 
     Parameters
     ----------
-    features : array [n, h, p], Columns, or array [h, h, n, n]
+    features : array [n, h, p], bilevel.theory.spectral.columns.Columns, or array [h, h, n, n]
         Features of h maps, or the kernels of these maps.
     labels : array [n] or [n, c]
 
@@ -135,7 +135,7 @@ def noise_gram(features: Features, labels: chex.Array) -> jax.Array:
 
     Parameters
     ----------
-    features : array [n, h, p], Columns, or array [h, h, n, n]
+    features : array [n, h, p], bilevel.theory.spectral.columns.Columns, or array [h, h, n, n]
         Features of h maps, or the kernels of these maps.
     labels : array [n] or [n, c]
 

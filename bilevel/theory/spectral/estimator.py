@@ -69,7 +69,7 @@ def spectral_estimator(
 
     Parameters
     ----------
-    train, valid : (features [n, h, p] or Columns, labels [n] or [n, c])
+    train, valid : (features [n, h, p] or ``Columns``, labels [n] or [n, c])
         Independent of each other; n may differ.
     whiten : bool
         As for :func:`spectral_alpha`.

@@ -47,7 +47,7 @@ def standing(
     Examples
     --------
     >>> from bilevel.spaces.nasbench201.judging.table import load_table
-    >>> from bilevel.spaces.nasbench201 import decode
+    >>> from bilevel.spaces.nasbench201.genotype import decode
     >>> found = standing(load_table(), [decode([3, 1, 3, 1, 3, 3])], budget=10)["cifar10"]
     >>> found["rank"], round(found["optimum"], 2)
     ([...], 94.37...)

@@ -75,7 +75,17 @@ def run(
 
     Examples
     --------
-    See :func:`darts`.
+    >>> import jax.numpy as jnp
+    >>> from bilevel.spaces import skip_space
+    >>> from bilevel.strategies import gaea
+    >>> space = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
+    >>> data = jnp.eye(6), jnp.arange(6) % 2
+    >>> strategy = gaea(space, weight_optimizer=0.1, alpha_optimizer=0.1, batch_size=2)
+    >>> start = space.start(), space.init(jax.random.key(0), data)
+    >>> options = {"steps": 2, "key": jax.random.key(1), "progress": False}
+    >>> result = run(strategy, *start, data, data, **options)
+    >>> result.history["value"].shape
+    (2,)
     """
     return search(
         strategy.problem,

@@ -164,15 +164,6 @@ def outer(a: jax.Array, b: jax.Array, full: bool) -> jax.Array:
     return as_pair_rows(a, full)[:, :, None] * as_pair_rows(b, full)[:, None, :]
 
 
-def broadcast_to_positions(x: jax.Array, full: bool, shape: tuple[int, ...]) -> jax.Array:
-    """[n1, n2] at every pair of positions, of ``shape`` [G, A, B]."""
-    if not full:
-        return jnp.broadcast_to(x, shape)
-    n1, n2 = x.shape
-    inside = (n1, shape[1] // n1, n2, shape[2] // n2)
-    return jnp.broadcast_to(x[:, None, :, None], inside).reshape(shape)
-
-
 def sum_over_positions(x: jax.Array, full: bool, n1: int, n2: int) -> jax.Array:
     """The sum [n1, n2] over all pairs of positions."""
     if not full:

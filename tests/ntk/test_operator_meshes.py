@@ -41,7 +41,7 @@ CASES = {
     "kernel_matrix": lambda x, x2, y: ntk.kernel_matrix(laplace, x),
     "empirical_kernel": lambda x, x2, y: ntk.empirical_kernel(apply, w, x, x2),
     "empirical_nngp": lambda x, x2, y: ntk.empirical_nngp(apply, w, x),
-    "gradient_norms": lambda x, x2, y: ntk.gradient_norms(apply, w, x),
+    "its diagonal": lambda x, x2, y: ntk.EmpiricalOperator(apply, w, x).diagonal(),
     "vector product": lambda x, x2, y: ntk.kernel_vector_product(apply, w, x)(y[:, 0]),
     "kernel_regression": lambda x, x2, y: ntk.kernel_regression(relus(x), y).weights,
     "product": lambda x, x2, y: operator(x) @ y,

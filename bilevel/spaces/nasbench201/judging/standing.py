@@ -25,7 +25,7 @@ def standing(
     table : Table
         What :func:`load_table` returns.
     genotypes : sequence
-        Of ``spaces.nasbench201.Genotype``.
+        Of genotypes, as :func:`bilevel.spaces.nasbench201.genotypes` returns them.
     operations : names of ``PRIMITIVES``
         That were searched: random networks and the optimum are among those of these operations.
     budget : int

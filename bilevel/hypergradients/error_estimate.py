@@ -101,11 +101,11 @@ def explain(info: Info | None) -> str:
     --------
     >>> import bilevel
     >>> problem = bilevel.Problem(
-    ...     lower=lambda w, alpha, batch: jnp.sum((w[0] - alpha) ** 2),
-    ...     outer=lambda w, alpha, batch: jnp.sum(w),
+    ...     lower=lambda w, alpha, batch: (w - alpha) ** 3,  # at w = alpha it is flat
+    ...     outer=lambda w, alpha, batch: w,
     ... )
-    >>> fn = jax.jit(bilevel.hypergradient(problem, bilevel.implicit()))
-    >>> explain(fn(jnp.ones(()), jnp.zeros(2), None, None).info)
+    >>> fn = jax.jit(bilevel.hypergradient(problem, bilevel.unrolled(0.1, 1)))
+    >>> explain(fn(1.0, 1.0, None, None).info)
     'no estimate of the error: the lower Hessian is not found positive definite: ...'
     """
     if info is None:

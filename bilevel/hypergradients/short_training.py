@@ -87,7 +87,7 @@ def truncation(
     ...     lower=lambda w, alpha, batch: 0.5 * (w - alpha) ** 2,
     ...     outer=lambda w, alpha, batch: w,
     ... )
-    >>> fn = truncation(problem, 0.5, 3)
+    >>> fn = jax.jit(truncation(problem, 0.5, 3))
     >>> fn(jnp.array(1.0), jnp.array(0.0), None, None).grads
     Array([0. , 0.5 , 0.75 , 0.875], dtype=float...)
     """

@@ -54,7 +54,7 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
     >>> adam = optax.adam(0.1, eps=0.5)
     >>> def step(gradient):
     ...     return with_limits(lambda g: adam.update(g, adam.init(g))[0], gradient)
-    >>> jax.grad(step)(0.0)  # -0.1 / eps, where JAX alone says NaN
+    >>> jax.jit(jax.grad(step))(0.0)  # -0.1 / eps, where JAX alone says NaN
     Array(-0.2, dtype=float...)
     """
     # Closed-over traced values become arguments, whole numbers too (a schedule's count of steps).

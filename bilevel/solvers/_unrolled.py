@@ -296,7 +296,8 @@ def one_step(
     >>> lower = lambda w, alpha, batch: jnp.sum(jnp.cosh(w - alpha))
     >>> def slope(solver):
     ...     w = jnp.zeros(1)
-    ...     return jax.grad(lambda a: solver.run(lower, a, w, solver.init(w), None)[0][0])
+    ...     run = lambda alpha: solver.run(lower, alpha, w, solver.init(w), None)[0][0]
+    ...     return jax.jit(jax.grad(run))
     >>> alpha = jnp.ones(1)
     >>> exact = slope(unrolled(0.5, 1))(alpha)
     >>> slope(one_step(0.5))(alpha) - exact, slope(one_step(0.5, radius=0.1))(alpha) - exact

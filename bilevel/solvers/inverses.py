@@ -363,7 +363,7 @@ def gram(
     >>> from bilevel.contracts import Point
     >>> point = Point(w=jnp.zeros(3), alpha=None, batch=(x, jnp.ones(1)))
     >>> inverse = gram(lambda w, alpha, batch: batch[0] @ w)
-    >>> inverse(None, jnp.array([1.0, 5.0, 2.0]), None, point)
+    >>> jax.jit(lambda b: inverse(None, b, None, point))(jnp.array([1.0, 5.0, 2.0]))
     Array([0.2, 0. , 0.4], dtype=float...)
     """
     if not callable(damping):

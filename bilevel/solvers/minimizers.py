@@ -415,7 +415,8 @@ def solved(solve: Callable[[Pytree, Pytree, Pytree], Pytree] | None = None) -> L
     >>> import bilevel
     >>> solver = bilevel.implicit(solved(lambda alpha, w, batch: alpha))
     >>> w = jnp.zeros(1)
-    >>> jax.jacobian(lambda a: solver.run(lower, a, w, solver.init(w), None)[0])(jnp.ones(1))
+    >>> run = lambda alpha: solver.run(lower, alpha, w, solver.init(w), None)[0]
+    >>> jax.jit(jax.jacobian(run))(jnp.ones(1))
     Array([[1.]], dtype=float...)
     """
     if solve is not None:

@@ -83,7 +83,7 @@ def kernel_space(
     Examples
     --------
     >>> space = kernel_space(["relu"], [ntk.relu], lambda f, y: (f - y) ** 2, jnp.sign, 1.0)
-    >>> batch = space.blocks(jnp.eye(2)), jnp.array([1.0, -1.0])  # K = I / 2
+    >>> batch = jax.jit(space.blocks)(jnp.eye(2)), jnp.array([1.0, -1.0])  # K = I / 2
     >>> alpha, w = space.start(), space.init(jax.random.key(0), batch)
     >>> space.solver.run(space.problem.lower, alpha, w, (), batch)[0].round(4)  # y / (1/2 + 1/10)
     Array([ 1.6667, -1.6667], dtype=float...)
@@ -188,22 +188,22 @@ def kernel_function_space(
     >>> y, yv = (jnp.sign(jnp.sin(rows[:, 0])) for rows in (x, xv))
     >>> train, valid = (space.inputs(x), y), (space.inputs(xv, x), yv)
     >>> start = space.start(), space.init(jax.random.key(0), train)
-    >>> found = bilevel.search(
+    >>> result = bilevel.search(
     ...     space.problem, space.solver, optax.adam(0.1), *start, train, valid, steps=5
     ... )
-    >>> bool(found.history["value"][-1] < found.history["value"][0])
+    >>> bool(result.history["value"][-1] < result.history["value"][0])
     True
-    >>> space.certificates(found.history["alpha"], x).shape
-    (5,)
 
-    With the training inputs, batches are rows and targets:
+    With the training inputs, batches are rows and targets::
 
-    >>> space = kernel_function_space(gaussian, jnp.zeros(()), x=x)
-    >>> same = bilevel.search(
-    ...     space.problem, space.solver, optax.adam(0.1), *start, (x, y), (xv, yv), steps=5
-    ... )
-    >>> bool(jnp.allclose(same.history["value"], found.history["value"]))
-    True
+        space = kernel_function_space(gaussian, jnp.zeros(()), x=x)
+        bilevel.search(
+            space.problem, space.solver, optax.adam(0.1), *start, (x, y), (xv, yv), steps=5
+        )
+
+    A certified lower bound of the smallest eigenvalue at every step::
+
+        space.certificates(result.history["alpha"], x)
     """
     function("kernel", kernel, "(alpha, x1, x2) -> [n1, n2]")
     one_of("outer", outer, OUTER_LOSSES)

@@ -86,14 +86,13 @@ def set_up(
     >>> from bilevel import data
     >>> from bilevel.spaces.activations import activation_space
     >>> keys = list(jax.random.split(jax.random.key(0), 2))
-    >>> rows = data.draw_splits("digits", keys, train=40, valid=40, test=40)
-    >>> space = activation_space(["relu", "tanh"], width=32, classes=10)
+    >>> rows = data.draw_splits("digits", keys, train=10, valid=10, test=10)
+    >>> space = activation_space(["relu", "tanh"], width=16, classes=10)
     >>> task = set_up(space, rows, keys, classes=10)
     >>> task.w0.shape, task.train[1].shape
-    ((2, 32, 64), (2, 40, 10))
-    >>> way, alpha = solver(task, 5), jnp.full((2, 2), 0.5)
-    >>> seed_hypergradients(task, way, alpha).grad.shape, train_weights(task, way, alpha).shape
-    ((2, 2), (2, 32, 64))
+    ((2, 16, 64), (2, 10, 10))
+    >>> seed_hypergradients(task, solver(task, 2), jnp.full((2, 2), 0.5)).grad.shape
+    (2, 2)
     """
     if len(rows) != len(keys) or not len(keys):
         raise ValueError(f"keys: expected one for each of {len(rows)} seeds, got {len(keys)}.")
@@ -208,9 +207,9 @@ def hypergradient_error(
     >>> from bilevel import data
     >>> from bilevel.spaces.activations import activation_space
     >>> keys = [jax.random.key(0)]
-    >>> rows = data.draw_splits("digits", keys, train=40, valid=40, test=40)
-    >>> task = set_up(activation_space(["relu"], width=32, classes=10), rows, keys, classes=10)
-    >>> hypergradient_error(task, solver(task, 4), solver(task, 16), jnp.ones((1, 1))).error.shape
+    >>> rows = data.draw_splits("digits", keys, train=10, valid=10, test=10)
+    >>> task = set_up(activation_space(["relu"], width=16, classes=10), rows, keys, classes=10)
+    >>> hypergradient_error(task, solver(task, 2), solver(task, 8), jnp.ones((1, 1))).error.shape
     (1,)
     """
     ours, better = (seed_hypergradients(task, way, alpha).grad for way in (solver, longer))
@@ -267,10 +266,10 @@ def judge_argmax(
     >>> from bilevel import data
     >>> from bilevel.spaces.activations import activation_space
     >>> keys = [jax.random.key(0)]
-    >>> rows = data.draw_splits("digits", keys, train=40, valid=40, test=40)
-    >>> space = activation_space(["relu", "tanh"], width=32, classes=10)
+    >>> rows = data.draw_splits("digits", keys, train=10, valid=10, test=10)
+    >>> space = activation_space(["relu", "tanh"], width=16, classes=10)
     >>> task = set_up(space, rows, keys, classes=10)
-    >>> way, alpha = solver(task, 5), jnp.array([[0.9, 0.1]])
+    >>> way, alpha = solver(task, 2), jnp.array([[0.9, 0.1]])
     >>> corners = [jnp.eye(2)[None, i] for i in range(2)]
     >>> singles = [(train_weights(task, way, corner), corner) for corner in corners]
     >>> judge_argmax(task, alpha, train_weights(task, way, alpha), singles).choice

@@ -59,15 +59,15 @@ def darts(
     --------
     >>> from bilevel.strategies import run
     >>> import jax.numpy as jnp
-    >>> from bilevel.spaces.skips import skip_space
-    >>> space = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
-    >>> data = jnp.eye(6), jnp.arange(6) % 2
-    >>> w = space.init(jax.random.key(0), data)
+    >>> from bilevel.spaces.activations import activation_space
+    >>> space = activation_space(["relu", "tanh"], width=8)
+    >>> data = jnp.eye(4), jnp.array([1.0, -1.0, 1.0, -1.0])
+    >>> w = jax.jit(space.init)(jax.random.key(0), data)
     >>> plan = darts(space, weight_optimizer=0.1, alpha_optimizer=0.1, batch_size=2)
     >>> key = jax.random.key(1)
     >>> found = run(plan, space.start(), w, data, data, steps=3, key=key, progress=False)
-    >>> found.history["value"].shape, found.alpha["activations"].shape
-    ((3,), (2, 2))
+    >>> found.history["value"].shape, found.alpha.shape
+    ((3,), (2,))
     """
     if order not in (1, 2):
         raise ValueError(f"order: expected 1 or 2, got {order!r}.")

@@ -115,16 +115,16 @@ def stack_strategies(strategy: Strategy, copies: int) -> Strategy:
     --------
     >>> from bilevel.strategies import darts
     >>> import jax.numpy as jnp
-    >>> from bilevel.spaces.skips import skip_space
-    >>> space = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
-    >>> data = jnp.stack([jnp.eye(6)] * 2), jnp.stack([jnp.arange(6) % 2] * 2)
+    >>> from bilevel.spaces.activations import activation_space
+    >>> space = activation_space(["relu", "tanh"], width=8)
+    >>> data = jnp.stack([jnp.eye(4)] * 2), jnp.ones((2, 4))
     >>> one = darts(space, weight_optimizer=0.1, alpha_optimizer=0.1, batch_size=2)
     >>> plan = stack_strategies(one, 2)
-    >>> alpha = jax.tree.map(lambda a: jnp.stack([a] * 2), space.start())
+    >>> alpha = jnp.stack([space.start()] * 2)
     >>> w = jax.vmap(space.init)(jax.random.split(jax.random.key(0), 2), data)
     >>> found = run(plan, alpha, w, data, data, steps=1, key=jax.random.key(1), progress=False)
-    >>> found.alpha["skips"].shape
-    (2, 1)
+    >>> found.alpha.shape
+    (2, 2)
     """
     copies = integer("copies", copies, 1)
 
@@ -165,13 +165,12 @@ def best_drawn(
     Examples
     --------
     >>> import jax.numpy as jnp
-    >>> from bilevel.spaces.skips import skip_space
-    >>> space = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
-    >>> rows = jnp.eye(6), jnp.arange(6) % 2
-    >>> w = space.init(jax.random.key(0), rows)
-    >>> corner = best_drawn(jax.random.key(1), space, w, rows, samples=4, batch_size=6)
-    >>> bool((corner["activations"].max(axis=-1) == 1).all())
-    True
+    >>> from bilevel.spaces.activations import activation_space
+    >>> space = activation_space(["relu", "tanh"], width=8)
+    >>> rows = jnp.eye(4), jnp.array([1.0, -1.0, 1.0, -1.0])
+    >>> w = jax.jit(space.init)(jax.random.key(0), rows)
+    >>> best_drawn(jax.random.key(1), space, w, rows, samples=4, batch_size=4).max()
+    Array(1., dtype=float...)
     """
     outer = split_losses(space.problem).outer
     losses = over_batches(lambda w, alpha, batch: outer(w, alpha, batch)[0])

@@ -74,8 +74,8 @@ def eigen_nas(
     Examples
     --------
     >>> from bilevel.spaces.skips import skip_space
-    >>> space = skip_space(["relu", "tanh"], depth=3, width=4)
-    >>> x = jax.random.normal(jax.random.key(0), (6, 4))
+    >>> space = skip_space(["relu", "leaky_relu"], depth=3, width=4)
+    >>> x = jax.random.normal(jax.random.key(0), (4, 4))
     >>> found = eigen_nas(jax.random.key(1), space, x, pool=8, keep=2)
     >>> len(found.architectures), bool(found.eigenvalues[0] >= found.eigenvalues[1] > 0)
     (2, True)
@@ -161,12 +161,23 @@ def te_nas(
 
     Examples
     --------
-    >>> from bilevel.spaces.nasbench201 import nasbench201_space
-    >>> space = nasbench201_space(["none", "skip_connect", "nor_conv_1x1"], cells=1, channels=2)
-    >>> x = jax.random.normal(jax.random.key(0), (3, 4, 4, 1))
-    >>> kinds = te_nas(jax.random.key(1), space, space, (x, jnp.arange(3)), x, repeats=1).operations
-    >>> set(kinds) <= {"skip_connect", "nor_conv_1x1"}
-    True
+    >>> from bilevel.spaces import Space, on_simplices
+    >>> from bilevel.spaces.targets import cross_entropy_problem, predict_labels
+    >>> operations = {"identity": lambda x: x, "relu": jax.nn.relu}
+    >>> def apply(w, alpha, x):  # one edge; alpha [1, 2]
+    ...     return sum(a * f(x) for a, f in zip(alpha[0], operations.values())) @ w
+    >>> space = Space(
+    ...     tuple(operations),
+    ...     "simplex",
+    ...     **on_simplices(tuple(operations), (1,))._asdict(),
+    ...     init=lambda key, batch: jax.random.normal(key, (4, 3)),
+    ...     apply=apply,
+    ...     problem=cross_entropy_problem(apply),
+    ...     predict=predict_labels,
+    ... )
+    >>> x = jax.random.normal(jax.random.key(0), (3, 4))
+    >>> te_nas(jax.random.key(1), space, space, (x, jnp.arange(3)), x, repeats=1)
+    ('relu',)
     """
     prng_key("key", key)
     integer("repeats", repeats, 1)
@@ -291,12 +302,23 @@ def nasi(
 
     Examples
     --------
-    >>> from bilevel.spaces.nasbench201 import nasbench201_space
-    >>> space = nasbench201_space(["skip_connect", "nor_conv_1x1"], cells=1, channels=2)
-    >>> rows = jax.random.normal(jax.random.key(0), (8, 4, 4, 1)), jnp.arange(8)
-    >>> found = nasi(jax.random.key(1), space, rows, steps=2, batch_size=4)
-    >>> set(found.operations) <= set(space.names)
-    True
+    >>> from bilevel.spaces import Space, on_simplices
+    >>> from bilevel.spaces.targets import cross_entropy_problem, predict_labels
+    >>> operations = {"identity": lambda x: x, "relu": jax.nn.relu}
+    >>> def apply(w, alpha, x):  # one edge; alpha [1, 2]
+    ...     return sum(a * f(x) for a, f in zip(alpha[0], operations.values())) @ w
+    >>> space = Space(
+    ...     tuple(operations),
+    ...     "simplex",
+    ...     **on_simplices(tuple(operations), (1,))._asdict(),
+    ...     init=lambda key, batch: jax.random.normal(key, (4, 3)),
+    ...     apply=apply,
+    ...     problem=cross_entropy_problem(apply),
+    ...     predict=predict_labels,
+    ... )
+    >>> rows = jax.random.normal(jax.random.key(0), (3, 4)), jnp.arange(3)
+    >>> nasi(jax.random.key(1), space, rows, steps=2, batch_size=2)
+    ('identity',)
     """
     prng_key("key", key)
     integer("steps", steps, 1)

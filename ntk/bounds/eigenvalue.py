@@ -155,11 +155,9 @@ def schur_lower_bound(
     Examples
     --------
     >>> from ntk.expectations.activations import relu
-    >>> bound = schur_lower_bound(jnp.eye(3), activations=[relu, relu])
-    >>> from ntk.infinite.network_kernel import network_kernel
-    >>> exact = min_eigenvalue(network_kernel(jnp.eye(3), activations=[relu, relu]).ntk)
-    >>> bool(0 < bound.value <= exact * (1 + 1e-6))  # equal here, up to rounding
-    True
+    >>> bound = jax.jit(lambda x: schur_lower_bound(x, activations=[relu]).value)
+    >>> bound(jnp.eye(3)).round(2)  # the smallest eigenvalue is the same here: 2 - 1 / pi
+    Array(1.68, dtype=float...)
     """
     layers, weights, skips, variances = parse_architecture(activations, skips, variances)
     x, _ = check_input_pair("x", x)
@@ -238,7 +236,8 @@ def hermite_lower_bound(
     --------
     >>> from ntk.expectations.activations import relu
     >>> x = jnp.array([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])  # more inputs than dimensions
-    >>> bool(hermite_lower_bound(x, activations=[relu, relu]).value > 0.1)
+    >>> bound = jax.jit(lambda x: hermite_lower_bound(x, activations=[relu, relu]).value)
+    >>> bool(bound(x) > 0.1)
     True
     """
     layers, weights, skips, variances = parse_architecture(activations, skips, variances)

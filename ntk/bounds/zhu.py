@@ -164,11 +164,10 @@ def zhu_theorem1_as_printed(
     Examples
     --------
     >>> from ntk.expectations.activations import relu
-    >>> lower, upper = zhu_theorem1_as_printed(81, 3, activations=[relu, relu], C=1.0)
+    >>> bounds = jax.jit(lambda C: zhu_theorem1_as_printed(81, 3, activations=[relu, relu], C=C))
+    >>> lower, upper = bounds(1.0)
     >>> round(float(lower.value), 4), round(float(lower.terms["exact K_ii"]), 4)
     (13.5, 3.0)
-    >>> lower.assumptions[0]
-    ("N <= d: else X X' is singular", False)
     """
     betas, alpha, t_holds = _zhu_constants(n, d, activations, skips, C)
     steps1, steps2, steps3 = (

@@ -92,11 +92,12 @@ def dual(
     Examples
     --------
     >>> from ntk.expectations.activations import relu, tanh
-    >>> dual(relu, relu, 1.0, 1.0, 1.0)
+    >>> jax.jit(lambda c: dual(relu, relu, 1.0, 1.0, c))(1.0)
     Array(0.5, dtype=float...)
-    >>> dual(tanh.derivative, tanh.derivative, 1.0, 1.0, 0.5).round(6)
+    >>> slope = lambda c: dual(tanh.derivative, tanh.derivative, 1.0, 1.0, c)
+    >>> jax.jit(slope)(0.5).round(6)
     Array(0.384747, dtype=float...)
-    >>> jax.grad(lambda c: dual(tanh, tanh, 1.0, 1.0, c))(0.5).round(6)  # Price's theorem
+    >>> jax.jit(jax.grad(lambda c: dual(tanh, tanh, 1.0, 1.0, c)))(0.5).round(6)  # Price's theorem
     Array(0.384747, dtype=float...)
     """
     a, b = activation(a), activation(b)

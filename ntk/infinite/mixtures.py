@@ -86,8 +86,8 @@ def mixture_blocks(
 
     Examples
     --------
-    >>> from ntk.expectations.activations import relu, tanh
-    >>> blocks = mixture_blocks(jnp.eye(3), [relu, tanh])
+    >>> from ntk.expectations.activations import identity, relu
+    >>> blocks = jax.jit(lambda x: mixture_blocks(x, [relu, identity]))(jnp.eye(3))
     >>> blocks.shape, bool(jnp.allclose(blocks[0, 0], jnp.eye(3) / 2))
     ((2, 2, 3, 3), True)
     """

@@ -206,11 +206,11 @@ def lemma1_kernel_as_printed(
     Examples
     --------
     >>> from ntk.expectations.activations import relu
-    >>> x, layers = jnp.eye(2), [relu, relu, relu]
-    >>> lemma1_kernel_as_printed(x, activations=layers, skips=[1, 1]).ntk[0, 0].round(3)
-    Array(9., dtype=float...)
-    >>> network_kernel(x, activations=layers, skips=[1, 1]).ntk[0, 0].round(3)
-    Array(15.977, dtype=float...)
+    >>> def diagonal(kernel):
+    ...     options = {"activations": [relu, relu, relu], "skips": [1, 1]}
+    ...     return jax.jit(lambda x: kernel(x, **options).ntk[0, 0])(jnp.eye(2)).round(3)
+    >>> diagonal(lemma1_kernel_as_printed), diagonal(network_kernel)
+    (Array(9., dtype=float...), Array(15.977, dtype=float...))
     """
     x, _ = check_input_pair("x", x)
     layers, weights, skips, _ = parse_architecture(activations, skips, None, x.dtype)

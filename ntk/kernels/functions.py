@@ -99,10 +99,11 @@ def kernel_record(
 
     Examples
     --------
-    >>> import ntk
-    >>> kernel = lambda a, b=None: ntk.network_kernel(a, b, activations=[ntk.relu])
-    >>> kernel_record(kernel, jnp.eye(2)).nngp.shape
-    (2, 2)
+    >>> from ntk import Kernels
+    >>> linear = lambda x1, x2: Kernels(nngp=x1 @ x2.T, ntk=2 * x1 @ x2.T)
+    >>> kernel_record(linear, jnp.array([[1.0], [2.0]])).ntk
+    Array([[2., 4.],
+           [4., 8.]], dtype=float...)
     """
     record = _call_kernel(kernel, x1, x2, None)
     if not (hasattr(record, "nngp") and hasattr(record, "ntk")):

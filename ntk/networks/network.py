@@ -35,13 +35,14 @@ class Network:
     >>> import ntk
     >>> from ntk import networks as nets
     >>> net = nets.serial(
-    ...     nets.conv(3), nets.act([ntk.relu, ntk.tanh], "first"), nets.flatten(), nets.dense()
+    ...     nets.conv(3), nets.act([ntk.relu, ntk.identity], "first"), nets.flatten(), nets.dense()
     ... )
-    >>> images = jax.random.normal(jax.random.key(0), (2, 4, 4, 3))
-    >>> net.kernel(images, alpha=net.start()).ntk.shape
+    >>> series = jax.random.normal(jax.random.key(0), (2, 4, 1))  # two series of length 4
+    >>> kernel = jax.jit(lambda x: net.kernel(x, alpha=net.start()).ntk)
+    >>> kernel(series).shape
     (2, 2)
     >>> net.names
-    {'first': ('relu', 'tanh')}
+    {'first': ('relu', 'identity')}
     """
 
     layers: tuple["Layer", ...]

@@ -260,14 +260,11 @@ def ensemble(
     Examples
     --------
     >>> import ntk
-    >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
-    >>> of = lambda a, b=None: ntk.network_kernel(a, b, activations=[ntk.relu])
-    >>> y, train, cross = jnp.array([1.0, 0.0]), of(x[:2]), of(x[2:], x[:2])
-    >>> found = ntk.ensemble(train, y, cross, of(x[2:]).nngp, t=jnp.array([0.0, jnp.inf]))
-    >>> found.mean[:, 0], found.std()[:, 0]
-    (Array([0.  , 0.45], dtype=float...), Array([1.  , 0.35], dtype=float...))
-    >>> ntk.ensemble(of, y, x=x[:2], at=x[2:]).mean
-    Array([0.45], dtype=float...)
+    >>> x, at, y = jnp.eye(2), jnp.array([[0.6, 0.6]]), jnp.array([1.0, 0.0])
+    >>> of = lambda x1, x2: ntk.Kernels(nngp=x1 @ x2.T, ntk=2 * x1 @ x2.T)  # a linear network
+    >>> predictions = jax.jit(ntk.ensemble)(of(x, x), y, of(at, x), of(at, at).nngp)
+    >>> predictions.mean.round(2), predictions.std().round(2)
+    (Array([0.6], dtype=float...), Array([0.], dtype=float...))
     """
     if _is_function("train", train, cross, prior, x, at):
         of = functools.partial(kernel_record, train)

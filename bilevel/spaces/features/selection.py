@@ -94,8 +94,8 @@ def fourier_selection(
     --------
     >>> part = np.eye(4, dtype=np.float32)[[0, 0, 1, 1]], np.array([0, 0, 1, 1])
     >>> key = jax.random.key(0)
-    >>> problem = fourier_selection(key, part, part, part, dimension=64)
-    >>> problem.evaluate(key, fourier.fourier_config(gamma=1.0), 64)
+    >>> problem = fourier_selection(key, part, part, part, dimension=8)
+    >>> problem.evaluate(key, fourier.fourier_config(gamma=1.0), 8)
     Evaluation(valid=0.0, test=0.0)
     """
     prng_key("key", key)

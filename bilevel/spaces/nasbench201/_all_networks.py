@@ -114,12 +114,12 @@ def all_networks(
     Examples
     --------
     >>> from bilevel.spaces.nasbench201 import encode, genotypes
-    >>> networks = all_networks(cells=1, channels=2)
-    >>> w = networks.init(jax.random.key(0), (8, 8, 3))
-    >>> x = jax.random.normal(jax.random.key(1), (4, 8, 8, 3))
+    >>> networks = all_networks(cells=1, channels=1)
+    >>> w = jax.jit(networks.init, static_argnums=1)(jax.random.key(0), (4, 4, 1))
+    >>> x = jnp.ones((2, 4, 4, 1))
     >>> logits = jax.jit(networks.apply)
     >>> [logits(w, encode(g), x).shape for g in genotypes()[:2]]  # compiled once
-    [(4, 10), (4, 10)]
+    [(2, 10), (2, 10)]
     """
     shape = Shape(classes, cells, channels)
     shape.check()

@@ -122,12 +122,12 @@ def score_networks(
     Examples
     --------
     >>> from bilevel.spaces.nasbench201 import genotypes, all_networks
-    >>> networks = all_networks(cells=1, channels=2)
-    >>> w = networks.init(jax.random.key(0), (4, 4, 1))
-    >>> x = jax.random.normal(jax.random.key(1), (3, 4, 4, 1))
-    >>> scored = score_networks(["l2_norm"], networks, w, genotypes()[:4], (x, jnp.arange(3)))
+    >>> networks = all_networks(cells=1, channels=1)
+    >>> w = jax.jit(networks.init, static_argnums=1)(jax.random.key(0), (4, 4, 1))
+    >>> batch = jnp.ones((2, 4, 4, 1)), jnp.arange(2)
+    >>> scored = score_networks(["l2_norm"], networks, w, genotypes()[:3], batch)
     >>> scored.values["l2_norm"].shape
-    (4,)
+    (3,)
     """
     functions = {} if functions is None else functions
     cells, batch = _check_scoring(names, functions, genotypes, batch, at_once)

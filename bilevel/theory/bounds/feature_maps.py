@@ -93,11 +93,9 @@ def feature_map_lipschitz(
     Three feature maps, 100 training and 5000 validation rows with the loss ``min(|y - f|, 1)``:
     how far the validation risk can be from the risk, anywhere on the simplex.
 
-    >>> from bilevel.theory.bounds import simplex_covering, uniform_convergence
     >>> L = feature_map_lipschitz(100, h=3, B=1.0, y_norm=10.0, lambda0=0.1)
-    >>> bound = uniform_convergence(5000, covering=simplex_covering(3), L=L.alpha)
-    >>> round(float(L.alpha), 1), round(float(bound.value), 4)
-    (2504.3, 0.0581)
+    >>> round(float(L.alpha), 1)  # the `L` of `uniform_convergence`
+    2504.3
     """
     count("h", h)
     n_train, B, y_norm, lambda0, R = positives(

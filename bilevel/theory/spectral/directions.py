@@ -186,7 +186,8 @@ def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Arra
     --------
     >>> gram = jnp.array([[9.0, 2.0], [2.0, 2.0]])
     >>> noise = jnp.diag(jnp.array([9.0, 1.0]))
-    >>> [[round(a, 3) for a in top_direction(*x).tolist()] for x in ((gram,), (gram, noise))]
+    >>> direction = jax.jit(top_direction)
+    >>> [[round(a, 3) for a in direction(*x).tolist()] for x in ((gram,), (gram, noise))]
     [[0.966, 0.257], [0.164, 0.986]]
     """
     gram = symmetric_matrix(gram, "gram")

@@ -100,7 +100,7 @@ def spectral_estimator(
     >>> X = jax.random.normal(jax.random.key(0), (120, 3, 40))
     >>> y = X[:, 1, 0]
     >>> train, valid, new = (X[:50], y[:50]), (X[50:100], y[50:100]), X[100:]
-    >>> f = spectral_estimator(train, valid).predict(train[0], new)
+    >>> f = jax.jit(spectral_estimator)(train, valid).predict(train[0], new)
     >>> bool(jnp.mean((f - y[100:]) ** 2) < jnp.mean(y[100:] ** 2))
     True
     """

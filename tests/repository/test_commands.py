@@ -38,8 +38,6 @@ PLACEHOLDERS = {
     "I": "3",
     "NAME": "denoising",
 }
-# In the changelog: commands of earlier versions.
-GONE = "bilevel search --space "
 ENDS = {"|", "||", "&&", ";", ">", ">>", "2>", "&"}
 START = re.compile(
     r"^(?:\$ )?(?:[A-Z_]+=\S+ +)*(?:taskset -c [\d,]+ +)?(?:\S*/)?"
@@ -94,7 +92,7 @@ def commands_in(text):
     indented = re.findall(r"^(?: {4}|\t)(.*)", text, re.M)
     for line in (*fenced, *indented, *(" ".join(span.split()) for _, span in spans)):
         match = START.match(line.strip())
-        if match and not (line.startswith(GONE) or names_another_script(match["command"])):
+        if match and not names_another_script(match["command"]):
             yield line.strip()[match.start("command") :]
 
 

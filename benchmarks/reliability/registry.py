@@ -118,7 +118,11 @@ def public_names() -> list[str]:
     folder = pathlib.Path(bilevel.__file__).parents[1] / "docs" / "api"
     text = "\n".join(path.read_text() for path in folder.glob("*.md"))
     listings = re.findall(r"```\{public\} (\S+)\n(.*?)```", text, re.DOTALL)
-    names = [f"{module}.{name}" for module, listed in listings for name in listed.split()]
+    names = [
+        f"{module}.{name}"
+        for module, listed in listings
+        for name in listed.split() or importlib.import_module(module).__all__
+    ]
     names += [f"ntk.scores.{name}" for name in builtin_score_names()]
     return sorted(name for name in names if _does_something(_thing(name)))
 

@@ -19,7 +19,7 @@ _LARGE = 2**16  # bytes; the history of a larger alpha is kept only where it is 
 class History:
     """Which metrics a search keeps, and of which steps: ``bilevel.search(..., history=...)``.
 
-    Parameters
+    Attributes
     ----------
     names : sequence of str, optional
         Names of metrics, and ``"alpha"``. Default: all, without an alpha or an aux over 64 KiB.
@@ -40,11 +40,11 @@ class History:
     ...     lower=lambda w, alpha, batch: 0.5 * (w - alpha) ** 2,
     ...     outer=lambda w, alpha, batch: (w - 1.0) ** 2,
     ... )
-    >>> found = bilevel.search(
+    >>> result = bilevel.search(
     ...     problem, bilevel.implicit(), optax.sgd(0.25), jnp.array(0.0), jnp.array(0.0),
     ...     None, None, steps=40, history=bilevel.History(["value"], every=10), progress=False,
     ... )
-    >>> found.history["value"].shape
+    >>> result.history["value"].shape
     (4,)
     """
 

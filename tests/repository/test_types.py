@@ -20,7 +20,7 @@ def public_functions(package):
     for module, names in re.findall(r"^```\{public\} (\S+)\n(.*?)```", pages, re.M | re.S):
         if module.split(".")[0] != package.__name__:
             continue
-        for name in names.split():
+        for name in names.split() or importlib.import_module(module).__all__:
             value = getattr(importlib.import_module(module), name)
             if inspect.isclass(value):
                 for method, function in vars(value).items():
@@ -47,4 +47,4 @@ def test_parameters_and_results_of_public_functions_have_types(package):
             empty.append("return")
         count += 1
         missing += [f"{name}: {parameter}" for parameter in empty]
-    assert count > 50 and not missing, "\n".join(missing)
+    assert count > 30 and not missing, "\n".join(missing)

@@ -1,8 +1,9 @@
 """Save and restore a pytree of arrays, whole or not at all, with a checksum of every byte.
 
-A checkpoint directory holds numbered steps, each a record of :mod:`bilevel.runs.records`: the newest, and
-one to fall back on should the newest be damaged. Of arrays that several processes share each writes
-its own parts beside it, and any number of processes, on any devices, reads what it needs of them.
+A checkpoint directory holds numbered steps, each a record of :mod:`bilevel.runs.records`: the
+newest, and one to fall back on should the newest be damaged. Of arrays that several processes share
+each writes its own parts beside it, and any number of processes, on any devices, reads what it
+needs of them.
 """
 
 import pathlib
@@ -16,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.runs import sharded_checkpoint, records
-from bilevel.internal import processes
-from bilevel.runs.fingerprint import describe_difference
-from bilevel.internal.checks import describe, integer
 from bilevel.contracts import Pytree
+from bilevel.internal import processes
+from bilevel.internal.checks import describe, integer
+from bilevel.runs import records, sharded_checkpoint
+from bilevel.runs.fingerprint import describe_difference
 
 _KEEP = 2  # steps kept: the newest, and one to fall back on
 
@@ -71,7 +72,10 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0)
     retained = [k for k in existing if k <= step][:_KEEP]
     for other in set(existing) - set(retained):
         file = _step_file(directory, other)
-        for path in (file, *sharded_checkpoint.shard_files(file)):  # in this order: parts alone do not count
+        for path in (
+            file,
+            *sharded_checkpoint.shard_files(file),
+        ):  # in this order: parts alone do not count
             path.unlink(missing_ok=True)
 
 
@@ -123,7 +127,9 @@ def latest(directory: str | pathlib.Path) -> int | None:
 
 def _is_intact_step(directory: str | pathlib.Path, step: int) -> bool:
     file = _step_file(directory, step)
-    return records.is_intact(file) and sharded_checkpoint.are_shards_intact(file, records.read_notes(file).get("parts", []))
+    return records.is_intact(file) and sharded_checkpoint.are_shards_intact(
+        file, records.read_notes(file).get("parts", [])
+    )
 
 
 def _check_seen(directory: str | pathlib.Path, existing: list[int]) -> None:
@@ -175,7 +181,8 @@ def _check_step_and_label(directory: str | pathlib.Path, step: int, label: Any) 
     notes = records.read_notes(_step_file(directory, step))
     if notes["step"] != step:
         raise records.DamagedError(
-            f"checkpoint: expected step {step} in {_step_file(directory, step)}, got {notes['step']}."
+            f"checkpoint: expected step {step} in {_step_file(directory, step)}, "
+            f"got {notes['step']}."
         )
     label = _encode_label(label)
     if notes["label"] != label:

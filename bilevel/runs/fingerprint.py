@@ -30,7 +30,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bilevel.internal.processes import is_sharded, gathered, is_multiprocess, sum_across
+from bilevel.internal.processes import gathered, is_multiprocess, is_sharded, sum_across
 from ntk.internal.checks import concrete
 
 _PLAIN = (
@@ -122,7 +122,9 @@ class _Walk:
         while path in self.texts:
             path += "'"
         if isinstance(x, jax.Array | np.ndarray | np.generic):
-            self.texts[path] = f"{x.dtype}{list(x.shape)}" if self.small and x.ndim else _of_array(x)
+            self.texts[path] = (
+                f"{x.dtype}{list(x.shape)}" if self.small and x.ndim else _of_array(x)
+            )
         elif isinstance(x, _PLAIN):
             self.texts[path] = _of_plain_value(x)
         elif id(x) in self.met:

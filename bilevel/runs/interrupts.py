@@ -49,7 +49,9 @@ def held_signals(*, interrupts: bool = True, terminations: bool) -> Iterator[Cal
 
     def came():
         nonlocal agreed
-        from bilevel.internal.processes import maximum  # imports JAX, which the commands' help does without
+        from bilevel.internal.processes import (
+            maximum,  # imports JAX, which the commands' help does without
+        )
 
         own = "terminated" if signal.SIGTERM in seen else "interrupted" if seen else ""
         words = ["", *_WORDS.values()]

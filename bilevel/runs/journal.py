@@ -111,7 +111,7 @@ def _to_json_number(x: Any) -> Any:
 
 
 def _decode_record(line: bytes, head: bytes = b"") -> Record | None:
-    """What :func:`_encode_record` made ``line`` of; None where it did not, or not of these very bytes."""
+    """Return the record that :func:`_encode_record` made ``line`` of, or None for other lines."""
     text, _, check = line.rpartition(_CHECK)
     text += b"}"
     if check != hashlib.sha256(head + text).hexdigest().encode() + b'"}':

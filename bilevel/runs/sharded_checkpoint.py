@@ -56,7 +56,9 @@ def are_shards_intact(step: pathlib.Path, stamps: Sequence[str]) -> bool:
     """Whether the records are those that were written; each process looks at its share of them."""
     count = jax.process_count()
     paths = {k: shard_file(step, k) for k in range(jax.process_index(), len(stamps), count)}
-    return all(store.is_intact(p) and store.checksum(p).hex() == stamps[k] for k, p in paths.items())
+    return all(
+        store.is_intact(p) and store.checksum(p).hex() == stamps[k] for k, p in paths.items()
+    )
 
 
 def read_sharded_array(step: pathlib.Path, count: int, name: str, like: Any) -> Any:

@@ -23,6 +23,7 @@ from .outer_loop.search import search
 from .outer_loop.search_result import NonFiniteError, SearchResult
 from .outer_loop.stream import stream
 from .problem.problem import Problem, stack_problems
+from .runs import checkpoint
 from .solvers import distilled, implicit, one_step, restarted, ridge, unrolled
 from .solvers.inverses import cg, dense, gram, neumann, nystrom, scale
 from .solvers.minimizers import lbfgs, newton, solved
@@ -51,6 +52,7 @@ __all__ = [
     "bome",
     "bounds",
     "cg",
+    "checkpoint",
     "condition_six",
     "data",
     "dense",

@@ -29,7 +29,7 @@ from .large.partial_cholesky import partial_cholesky
 from .regression.gaussian_process import ensemble, posterior
 from .regression.kernel_regression import excess_risk_term, gradient_flow, kernel_regression
 from .spectrum.certificate import Certificate, certified_min_eigenvalue, certify_simplex
-from .spectrum.eigenvalues import eigenvalues, min_eigenvalue
+from .spectrum.eigenvalues import eigenvalues, min_eigenvalue, smallest_eigenpair
 
 __version__: str
 
@@ -71,6 +71,7 @@ __all__ = [
     "relu",
     "scores",
     "sigmoid",
+    "smallest_eigenpair",
     "swish",
     "tanh",
     "taylor_expand",

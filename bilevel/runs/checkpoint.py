@@ -23,6 +23,8 @@ from bilevel.internal.checks import describe, integer
 from bilevel.runs import records, sharded_checkpoint
 from bilevel.runs.fingerprint import describe_difference
 
+__all__ = ["restore", "save"]
+
 _KEEP = 2  # steps kept: the newest, and one to fall back on
 
 

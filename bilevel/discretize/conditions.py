@@ -108,10 +108,10 @@ def condition_six(
 
     >>> z = jnp.linspace(-3, 3, 101)
     >>> outputs, alpha = jnp.stack([0 * z, z, -z], axis=1), jnp.array([0.2, 0.45, 0.35])
-    >>> found = condition_six(outputs, alpha, outputs @ alpha)
-    >>> int(found.argmax), int(found.condition), int(found.trust)
+    >>> result = condition_six(outputs, alpha, outputs @ alpha)
+    >>> int(result.argmax), int(result.condition), int(result.trust)
     (1, -1, -1)
-    >>> (found.L / found.L[0]).round().tolist()
+    >>> (result.L / result.L[0]).round().tolist()
     [1.0, 81.0, 121.0]
     """
     check_confidence(confidence)

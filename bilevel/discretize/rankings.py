@@ -130,8 +130,8 @@ def rank_agreement(
 
     Examples
     --------
-    >>> found = rank_agreement(jax.random.key(0), jnp.arange(5), jnp.array([0, 2, 1, 3, 4]))
-    >>> round(float(found.kendall), 3), round(float(found.spearman), 3)
+    >>> result = rank_agreement(jax.random.key(0), jnp.arange(5), jnp.array([0, 2, 1, 3, 4]))
+    >>> round(float(result.kendall), 3), round(float(result.spearman), 3)
     (0.8, 0.9)
     """
     check_confidence(confidence)

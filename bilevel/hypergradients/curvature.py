@@ -58,8 +58,8 @@ def curvature(hvp: LinearMap, like: Pytree, products: int = PRODUCTS) -> Curvatu
 
     Examples
     --------
-    >>> found = curvature(lambda v: jnp.array([1.0, 4.0]) * v, jnp.zeros(2))
-    >>> bool(found.definite), found.lowest.round(3), found.solve(jnp.array([2.0, 8.0])).round(3)
+    >>> result = curvature(lambda v: jnp.array([1.0, 4.0]) * v, jnp.zeros(2))
+    >>> bool(result.definite), result.lowest.round(3), result.solve(jnp.array([2.0, 8.0])).round(3)
     (True, Array(1., dtype=float...), Array([2., 2.], dtype=float...))
     """
     return _decomposed(hvp, like) if is_small(like) else _iterated(hvp, like, products)

@@ -85,8 +85,8 @@ def train(
     Examples
     --------
     >>> loss = lambda w, _, x: -w * x.sum()
-    >>> found = train(jax.random.key(0), loss, None, 0.0, jnp.ones(8), optimizer=0.5, epochs=2)
-    >>> float(found.last), bool(found.uniform < found.last), found.losses.shape
+    >>> result = train(jax.random.key(0), loss, None, 0.0, jnp.ones(8), optimizer=0.5, epochs=2)
+    >>> float(result.last), bool(result.uniform < result.last), result.losses.shape
     (8.0, True, (16,))
     """
     prng_key("key", key)

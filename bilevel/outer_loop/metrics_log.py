@@ -56,7 +56,7 @@ def log(path: str | os.PathLike[str], *, resume: bool = False) -> Callable[[Any]
     ...     outer=lambda w, alpha, batch: (w - 1.0) ** 2,
     ... )
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     found = bilevel.search(
+    ...     result = bilevel.search(
     ...         problem, bilevel.unrolled(1.0, 1), optax.sgd(0.25), jnp.array(0.0), jnp.array(0.0),
     ...         None, None, steps=3, callback=bilevel.log(f"{folder}/run.jsonl"), progress=False,
     ...     )

@@ -110,11 +110,11 @@ def stream(source: Pairs | Callable[[int], Pairs]) -> Stream:
     ...     lower=lambda w, alpha, batch: 0.5 * jnp.mean((w - alpha - batch) ** 2),
     ...     outer=lambda w, alpha, batch: jnp.mean((w - batch) ** 2),
     ... )
-    >>> found = bilevel.search(
+    >>> result = bilevel.search(
     ...     problem, bilevel.implicit(), optax.sgd(0.25), jnp.array(0.0), jnp.array(0.0),
     ...     None, None, batches=bilevel.stream(pairs), steps=3, progress=False,
     ... )
-    >>> found.history["value"]
+    >>> result.history["value"]
     Array([100. , 25. , 6.25], dtype=float...)
     """
     if isinstance(source, str) or not (callable(source) or isinstance(source, Iterable)):

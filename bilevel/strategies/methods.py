@@ -65,8 +65,8 @@ def darts(
     >>> w = jax.jit(space.init)(jax.random.key(0), data)
     >>> plan = darts(space, weight_optimizer=0.1, alpha_optimizer=0.1, batch_size=2)
     >>> key = jax.random.key(1)
-    >>> found = run(plan, space.start(), w, data, data, steps=3, key=key, progress=False)
-    >>> found.history["value"].shape, found.alpha.shape
+    >>> result = run(plan, space.start(), w, data, data, steps=3, key=key, progress=False)
+    >>> result.history["value"].shape, result.alpha.shape
     ((3,), (2,))
     """
     if order not in (1, 2):

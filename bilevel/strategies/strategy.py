@@ -122,8 +122,8 @@ def stack_strategies(strategy: Strategy, copies: int) -> Strategy:
     >>> plan = stack_strategies(one, 2)
     >>> alpha = jnp.stack([space.start()] * 2)
     >>> w = jax.vmap(space.init)(jax.random.split(jax.random.key(0), 2), data)
-    >>> found = run(plan, alpha, w, data, data, steps=1, key=jax.random.key(1), progress=False)
-    >>> found.alpha.shape
+    >>> result = run(plan, alpha, w, data, data, steps=1, key=jax.random.key(1), progress=False)
+    >>> result.alpha.shape
     (2, 2)
     """
     copies = integer("copies", copies, 1)

@@ -76,8 +76,8 @@ def eigen_nas(
     >>> from bilevel.spaces.skips import skip_space
     >>> space = skip_space(["relu", "leaky_relu"], depth=3, width=4)
     >>> x = jax.random.normal(jax.random.key(0), (4, 4))
-    >>> found = eigen_nas(jax.random.key(1), space, x, pool=8, keep=2)
-    >>> len(found.architectures), bool(found.eigenvalues[0] >= found.eigenvalues[1] > 0)
+    >>> result = eigen_nas(jax.random.key(1), space, x, pool=8, keep=2)
+    >>> len(result.architectures), bool(result.eigenvalues[0] >= result.eigenvalues[1] > 0)
     (2, True)
     """
     prng_key("key", key)

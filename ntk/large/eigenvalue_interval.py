@@ -99,8 +99,8 @@ def eigenvalue_interval(
     --------
     >>> from ntk import KernelOperator
     >>> K = KernelOperator(lambda a, b: a @ b.T, jnp.diag(jnp.arange(1.0, 11.0)))
-    >>> found = eigenvalue_interval(K, key=jax.random.key(0), steps=10, block=1)
-    >>> bool(found.lower <= 1), found.upper.round(3)
+    >>> result = eigenvalue_interval(K, key=jax.random.key(0), steps=10, block=1)
+    >>> bool(result.lower <= 1), result.upper.round(3)
     (True, Array(1., dtype=float...))
     """
     check_square_operator("K", K)

@@ -68,8 +68,8 @@ def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCho
     --------
     >>> from ntk import KernelOperator
     >>> x = jnp.array([[1.0, 0.0], [0.0, 2.0], [1.0, 2.0]])
-    >>> found = partial_cholesky(KernelOperator(lambda a, b: a @ b.T, x), 2, key=jax.random.key(0))
-    >>> found.factor @ found.factor.T
+    >>> result = partial_cholesky(KernelOperator(lambda a, b: a @ b.T, x), 2, key=jax.random.key(0))
+    >>> result.factor @ result.factor.T
     Array([[1., 0., 1.],
            [0., 4., 4.],
            [1., 4., 5.]], dtype=float...)

@@ -172,8 +172,8 @@ def gradient_scores(
     Examples
     --------
     >>> x, y = jnp.array([[2.0]]), jnp.array([0])
-    >>> found = gradient_scores(None, lambda w, x: x @ w, jnp.ones((1, 2)), (x, y))
-    >>> {name: round(float(value), 4) for name, value in found.items()}
+    >>> result = gradient_scores(None, lambda w, x: x @ w, jnp.ones((1, 2)), (x, y))
+    >>> {name: round(float(value), 4) for name, value in result.items()}
     {'grad_norm': 1.4142, 'snip': 2.0}
     """
     w, g = loss_gradient(apply, params, batch)

@@ -46,8 +46,8 @@ def kernel_scores(
     Examples
     --------
     >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
-    >>> found = kernel_scores(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
-    >>> sorted(found)
+    >>> result = kernel_scores(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
+    >>> sorted(result)
     ['condition_number', 'cosine_min_eigenvalue', 'eigen_nas', 'kernel', 'label_energy',
      'log_traces', 'min_eigenvalue', 'spectral_entropy']
     """
@@ -96,8 +96,8 @@ def of_kernel(
     Examples
     --------
     >>> x, y = jnp.diag(jnp.array([1.0, 2.0])), jnp.array([0, 1])
-    >>> found = of_kernel(lambda x1, x2: x1 @ x2.T, y, x=x)
-    >>> float(found["eigen_nas"]), float(found["condition_number"])
+    >>> result = of_kernel(lambda x1, x2: x1 @ x2.T, y, x=x)
+    >>> float(result["eigen_nas"]), float(result["condition_number"])
     (2.5, 4.0)
     """
     K = real_array("K", as_kernel_matrix(K, x))

@@ -76,8 +76,8 @@ def genotype(alpha: Any, operations: Sequence[str] = PRIMITIVES) -> Genotype:
     --------
     >>> alpha = np.full((14, 8), 0.1)
     >>> alpha[0, 4], alpha[2, 1] = 0.3, 0.3  # the edges (0, 2) and (0, 3)
-    >>> found = genotype({"normal": alpha, "reduce": alpha})
-    >>> found.normal[:3]
+    >>> result = genotype({"normal": alpha, "reduce": alpha})
+    >>> result.normal[:3]
     (('sep_conv_3x3', 0), ('max_pool_3x3', 1), ('max_pool_3x3', 0))
     """
     cells = [
@@ -145,8 +145,8 @@ def draw_corner(key: chex.PRNGKey, operations: Sequence[str] = PRIMITIVES) -> di
 
     Examples
     --------
-    >>> found = genotype(draw_corner(jax.random.key(0)))
-    >>> len(found.normal), len(found.reduce)
+    >>> result = genotype(draw_corner(jax.random.key(0)))
+    >>> len(result.normal), len(result.reduce)
     (8, 8)
     """
     prng_key("key", key)

@@ -98,10 +98,10 @@ def feature_space(
     >>> geometry = {"mixture": optax.chain(adam, bilevel.exponentiate()), "log_penalty": adam}
     >>> optimizer = optax.partition(geometry, {name: name for name in geometry})
     >>> start = space.start(), space.init(jax.random.key(0), train)
-    >>> found = bilevel.search(
+    >>> result = bilevel.search(
     ...     space.problem, space.solver, optimizer, *start, train, valid, steps=10
     ... )
-    >>> bool(found.alpha["mixture"][1] > 0.9)
+    >>> bool(result.alpha["mixture"][1] > 0.9)
     True
     """
     maps = sequence("maps", maps, "a sequence of functions")

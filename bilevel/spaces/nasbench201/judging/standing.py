@@ -48,8 +48,8 @@ def standing(
     --------
     >>> from bilevel.spaces.nasbench201.judging.table import load_table
     >>> from bilevel.spaces.nasbench201.genotype import decode
-    >>> found = standing(load_table(), [decode([3, 1, 3, 1, 3, 3])], budget=10)["cifar10"]
-    >>> found["rank"], round(found["optimum"], 2)
+    >>> result = standing(load_table(), [decode([3, 1, 3, 1, 3, 3])], budget=10)["cifar10"]
+    >>> result["rank"], round(result["optimum"], 2)
     ([...], 94.37...)
     """
     for name in operations:

@@ -23,7 +23,7 @@ from bilevel.internal.checks import describe, integer
 from bilevel.runs import records, sharded_checkpoint
 from bilevel.runs.fingerprint import describe_difference
 
-__all__ = ["restore", "save"]
+__all__ = ["latest", "restore", "save"]
 
 _KEEP = 2  # steps kept: the newest, and one to fall back on
 
@@ -110,6 +110,16 @@ def latest(directory: str | pathlib.Path) -> int | None:
         If all of them are damaged.
     ValueError
         If processes see other steps than others.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     print(latest(folder))
+    ...     save(folder, 3, {"w": np.ones(2)})
+    ...     print(latest(folder))
+    None
+    3
     """
     existing = steps(directory)
     _check_seen(directory, existing)

@@ -170,8 +170,10 @@ def test_free_directions_that_do_not_matter_leave_an_estimate(name, solver, dtyp
         known += 1
         assert hyper.info.error_estimate <= 10 * error + 1e-5 * size
         assert hyper.info.converged or solver != "exact"
-    # Of four logits, rounding may give the free direction a curvature that looks real.
-    assert known >= (2 if name == "logits" else 4)
+    # Of four logits, rounding may give the free direction a curvature that looks real. From weights
+    # far from the solution, rounding decides for one seed in eight whether Newton's steps come to
+    # rest; on another processor or with other flags of XLA it is another seed.
+    assert known >= (2 if name == "logits" else 3 if solver == "short" else 4)
 
 
 @pytest.mark.slow

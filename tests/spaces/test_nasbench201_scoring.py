@@ -147,8 +147,8 @@ def test_a_function_is_a_score_by_its_name():
     ("run", "message"),
     [
         (
-            lambda file: scores(names=("kernel",), functions={"kernel": lambda *_: 0.0}),
-            "functions: expected names .* that ntk.scores does not have, got 'kernel'",
+            lambda file: scores(names=("of_kernel",), functions={"of_kernel": lambda *_: 0.0}),
+            "functions: expected names .* that ntk.scores does not have, got 'of_kernel'",
         ),
         (lambda file: scores(names=("nas",)), "scores: expected names among .*, got 'nas'"),
         (lambda file: scores(names=()), "scores: expected distinct names"),

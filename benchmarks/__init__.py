@@ -1,1 +1,1 @@
-"""Measurements: what the library costs and how right it is, a question for each script."""
+"""Measurements of the library's cost and accuracy. Each script answers one question."""

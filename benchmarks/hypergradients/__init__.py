@@ -1,1 +1,1 @@
-"""What hypergradients cost and how right they are, with their error estimates."""
+"""Cost and accuracy of hypergradients and of their error estimates."""

@@ -1,1 +1,1 @@
-"""What kernels of infinite and finite networks cost and how right they are."""
+"""Cost and accuracy of kernels of infinite and finite networks."""

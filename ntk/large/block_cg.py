@@ -24,7 +24,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ntk.large.preconditioner import Preconditioner, solve
+from ntk.large.preconditioner import Preconditioner, precise_matmul, solve
 
 _BELOW = 0.8  # of the tolerance: where the residual of the recurrence is to be, for a look
 _STALLED = 0.9  # a look at the residual that finds more of the one before is the last
@@ -86,14 +86,14 @@ def _recompute_residual(P, B, image, s: SolverState) -> SolverState:
 
 def _take_cg_step(P, B, image, s: SolverState) -> SolverState:
     energy, positive = _inverse(_inner(s.directions, image))
-    weights = s.weights + _matmul_highest(s.directions, energy @ s.factor)
-    next_basis = s.basis - _matmul_highest(image, energy)
+    weights = s.weights + precise_matmul(s.directions, energy @ s.factor)
+    next_basis = s.basis - precise_matmul(image, energy)
     Q, Z, turn = _orthonormal(next_basis, solve(P, next_basis))
     factor = turn @ s.factor
-    residual = jnp.where(positive, _relative_residual(_matmul_highest(Q, factor), B), jnp.nan)
+    residual = jnp.where(positive, _relative_residual(precise_matmul(Q, factor), B), jnp.nan)
     # The last residual that was computed, for the next look to be held against.
     before = jnp.where(s.computed, jnp.max(s.residual), s.before)
-    directions = Z + _matmul_highest(s.directions, turn.T)
+    directions = Z + precise_matmul(s.directions, turn.T)
     return SolverState(
         weights, Q, directions, factor, s.steps + 1, residual, jnp.array(False), before
     )
@@ -110,7 +110,7 @@ def _orthonormal(W, Z):
         significant = values > _eigenvalue_cutoff(values)
         root = jnp.sqrt(jnp.where(significant, values, 1))
         narrow = vectors * jnp.where(significant, 1 / root, 0)[None]
-        Q, Z = _matmul_highest(Q, narrow), _matmul_highest(Z, narrow)
+        Q, Z = precise_matmul(Q, narrow), precise_matmul(Z, narrow)
         C = (vectors * jnp.where(significant, root, 0)[None]).T @ C
     return Q, Z, C
 
@@ -130,12 +130,8 @@ def _eigenvalue_cutoff(values):
 
 
 def _inner(a, b):
-    gram = _matmul_highest(a.T, b)
+    gram = precise_matmul(a.T, b)
     return (gram + gram.T) / 2
-
-
-def _matmul_highest(a, b):
-    return jnp.matmul(a, b, precision="highest")
 
 
 def _column_norms(R):

@@ -34,6 +34,7 @@ from ntk.large.partial_cholesky import PartialCholesky, check_square_operator, s
 from ntk.large.preconditioner import (
     check_preconditioner,
     make_preconditioner,
+    precise_matmul,
     preconditioner_product,
     sample_with_covariance,
     solve,
@@ -148,7 +149,7 @@ def _interval(K, preconditioner, key, steps, block, missed) -> EigenvalueInterva
     level = P.diagonal[0]
     V, PV, T = _lanczos_basis(K, P, sample_with_covariance(P, key, block), steps)
     # Vectors that were dropped are 0: their Ritz values come last.
-    live = jnp.diagonal(_precise_product(V.T, PV)) > 0.5
+    live = jnp.diagonal(precise_matmul(V.T, PV)) > 0.5
     far = 2 * jnp.sum(jnp.abs(T)) + 1
     values = jnp.linalg.eigvalsh(T + jnp.diag(jnp.where(live, 0, far)))
     low = values[0]
@@ -157,7 +158,7 @@ def _interval(K, preconditioner, key, steps, block, missed) -> EigenvalueInterva
     share = min(missed, 0.999)
     lower = low - share / (1 - share) * (high / (1 - share) - low)
     lower = jnp.where(missed < 1, jnp.maximum(lower * level, 0), 0)
-    vector = _precise_product(V, _least_combination(T, _precise_product(V.T, V)))
+    vector = precise_matmul(V, _least_combination(T, precise_matmul(V.T, V)))
     vector = vector / jnp.linalg.norm(vector)
     upper = jnp.vdot(vector, K @ vector)
     # Under 0 by more than rounding: then K has not the eigenvalues that `lower` is proved for.
@@ -173,10 +174,10 @@ def _least_combination(T, G):
     sizes, turn = jnp.linalg.eigh(G)
     significant = sizes > 1e-3 * sizes[-1]
     turn = turn * jnp.where(significant, 1 / jnp.sqrt(jnp.where(significant, sizes, 1)), 0)[None]
-    inner = _precise_product(turn.T, _precise_product(T, turn))
+    inner = precise_matmul(turn.T, precise_matmul(T, turn))
     far = 2 * jnp.sum(jnp.abs(inner)) + 1
     _, vectors = jnp.linalg.eigh(inner + jnp.diag(jnp.where(significant, 0, far)))
-    return _precise_product(turn, vectors[:, 0])
+    return precise_matmul(turn, vectors[:, 0])
 
 
 def _lanczos_basis(K, P, start, steps):
@@ -187,12 +188,12 @@ def _lanczos_basis(K, P, start, steps):
     def step(carry, j):
         V, PV, T, v, size = carry
         for _ in range(2):  # the second time for what the first leaves of rounding
-            v = _orthonormalize(P, v - _precise_product(V, _precise_product(PV.T, v)), size)
+            v = _orthonormalize(P, v - precise_matmul(V, precise_matmul(PV.T, v)), size)
             size = jnp.ones(b, v.dtype)
         image = (K @ v).astype(v.dtype)
         V = jax.lax.dynamic_update_slice(V, v, (0, j * b))
         PV = jax.lax.dynamic_update_slice(PV, preconditioner_product(P, v), (0, j * b))
-        T = jax.lax.dynamic_update_slice(T, _precise_product(V.T, image), (0, j * b))
+        T = jax.lax.dynamic_update_slice(T, precise_matmul(V.T, image), (0, j * b))
         following = solve(P, image)
         return (V, PV, T, following, jnp.sqrt(jnp.sum(image * following, axis=0))), None
 
@@ -211,13 +212,9 @@ def _orthonormalize(P, v, size):
     """
     eps = jnp.finfo(v.dtype).eps
     v = v / jnp.where(size > 0, size, 1)[None]
-    gram = _precise_product(v.T, preconditioner_product(P, v))
+    gram = precise_matmul(v.T, preconditioner_product(P, v))
     values, vectors = jnp.linalg.eigh((gram + gram.T) / 2)
     least = jnp.maximum((1000 * eps) ** 2, 10 * len(values) * eps * values[-1])
     significant = values > least
     scale = jnp.where(significant, 1 / jnp.sqrt(jnp.where(significant, values, 1)), 0)
-    return _precise_product(v, vectors * scale[None])
-
-
-def _precise_product(a, b):
-    return jnp.matmul(a, b, precision="highest")
+    return precise_matmul(v, vectors * scale[None])

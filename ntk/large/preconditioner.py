@@ -26,6 +26,11 @@ class Preconditioner(NamedTuple):
     root: jax.Array  # R [r, r], lower triangular
 
 
+def precise_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return ``a @ b`` in full precision: the default of GPUs keeps 10 bits of the factors."""
+    return jnp.matmul(a, b, precision="highest")
+
+
 def check_preconditioner(preconditioner: PartialCholesky | None, n: int) -> None:
     """Raise if a caller's ``preconditioner`` is not that of a kernel with ``n`` rows.
 
@@ -65,17 +70,17 @@ def make_preconditioner(factor, diagonal, largest) -> Preconditioner:
 def solve(P: Preconditioner, v: jax.Array) -> jax.Array:
     """``P^-1 v`` for v [n, q]."""
     scaled = v / P.diagonal[:, None]
-    inner = _precise_matmul(P.factor.T, scaled)
+    inner = precise_matmul(P.factor.T, scaled)
     for transposed in (False, True):
         inner = jax.lax.linalg.triangular_solve(
             P.root, inner, left_side=True, lower=True, transpose_a=transposed
         )
-    return scaled - _precise_matmul(P.factor, inner) / P.diagonal[:, None]
+    return scaled - precise_matmul(P.factor, inner) / P.diagonal[:, None]
 
 
 def preconditioner_product(P: Preconditioner, v: jax.Array) -> jax.Array:
     """``P v`` for v [n, q]."""
-    return P.diagonal[:, None] * v + _precise_matmul(P.factor, _precise_matmul(P.factor.T, v))
+    return P.diagonal[:, None] * v + precise_matmul(P.factor, precise_matmul(P.factor.T, v))
 
 
 def inverse_diagonal(P: Preconditioner) -> jax.Array:
@@ -97,7 +102,7 @@ def sample_with_covariance(P: Preconditioner, key, count: int) -> jax.Array:
     n, r = P.factor.shape
     inner = jax.random.normal(one, (r, count), P.diagonal.dtype)
     own = jax.random.normal(two, (n, count), P.diagonal.dtype)
-    return jnp.sqrt(P.diagonal)[:, None] * own + _precise_matmul(P.factor, inner)
+    return jnp.sqrt(P.diagonal)[:, None] * own + precise_matmul(P.factor, inner)
 
 
 def _weighted_gram(factor, diagonal) -> jax.Array:
@@ -110,10 +115,6 @@ def _weighted_gram(factor, diagonal) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(factor, start, size)
         weights = 1 / jax.lax.dynamic_slice_in_dim(diagonal, start, size)
         weights = jnp.where(start + jnp.arange(size) >= i * size, weights, 0)
-        return total + _precise_matmul(rows.T, rows * weights[:, None])
+        return total + precise_matmul(rows.T, rows * weights[:, None])
 
     return jax.lax.fori_loop(0, -(-n // size), add, jnp.zeros((r, r), factor.dtype))
-
-
-def _precise_matmul(a, b):
-    return jnp.matmul(a, b, precision="highest")

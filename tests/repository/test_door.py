@@ -15,21 +15,21 @@ PROBLEM = bilevel.Problem(
     lower=lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
     outer=lambda w, alpha, batch: jnp.sum(w**2),
 )
-W0, ALPHA = jnp.zeros(2), jnp.ones(2)
+W0, ALPHA, SGD = jnp.zeros(2), jnp.ones(2), optax.sgd(0.1)
 
 
 def hypergradient(problem=PROBLEM, alpha=ALPHA, w0=W0, train=None, valid=None, **options):
     return bilevel.hypergradient(problem, bilevel.implicit(), **options)(alpha, w0, train, valid)
 
 
-def search(optimizer=optax.sgd(0.1), alpha=ALPHA, w0=W0, steps=1, **options):
+def search(optimizer=SGD, alpha=ALPHA, w0=W0, steps=1, **options):
     arguments = PROBLEM, bilevel.implicit(), optimizer, alpha, w0, None, None
     return bilevel.search(*arguments, steps=steps, progress=False, **options)
 
 
 # (call, exception, message)
 HYPERGRADIENTS = [
-    (lambda: hypergradient(alpha=jnp.full(2, jnp.nan)), ValueError, "alpha"),
+    (lambda: hypergradient(alpha="one"), TypeError, "alpha"),
 ]
 SOLVERS = []
 OUTER_LOOP = [

@@ -29,7 +29,7 @@ def search(optimizer=SGD, alpha=ALPHA, w0=W0, steps=1, **options):
 
 # (call, exception, message)
 HYPERGRADIENTS = [
-    (lambda: hypergradient(alpha="one"), TypeError, "alpha"),
+    (lambda: hypergradient(alpha="one"), ValueError, "alpha"),
 ]
 SOLVERS = []
 OUTER_LOOP = [

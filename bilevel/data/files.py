@@ -1,4 +1,4 @@
-"""Files on the disk: found, plain or compressed; read; and held against their digests."""
+"""Find data files, plain or compressed, read them, and check their digests."""
 
 import gzip
 import hashlib
@@ -13,14 +13,7 @@ from pathlib import Path
 
 
 def user_cache() -> Path | None:
-    """Folder of what the user keeps for this package; None for a user without a home.
-
-    Examples
-    --------
-    >>> folder = user_cache()
-    >>> folder is None or folder.is_absolute()
-    True
-    """
+    """Return the user's cache folder of this package, or None for a user without a home."""
     import pooch  # not with the package: many need no files
 
     try:
@@ -32,33 +25,18 @@ def user_cache() -> Path | None:
 
 
 def data_folders(name: str) -> list[Path]:
-    """Where the files called ``name`` may be: in ``$BILEVEL_DATA``, then in the user's cache.
-
-    Examples
-    --------
-    >>> {folder.name for folder in data_folders("mnist")} <= {"mnist"}
-    True
-    """
+    """List where the files of dataset ``name`` may be: ``$BILEVEL_DATA``, then the user's cache."""
     roots = os.environ.get("BILEVEL_DATA"), user_cache()
     return [Path(root) / name for root in roots if root]
 
 
 def in_words(folders: list[Path]) -> str:
-    """Where files were looked for, in words."""
+    """Name the folders that were searched."""
     return " or ".join(map(str, folders)) or "$BILEVEL_DATA, as this user has no home"
 
 
 def find_file(folder: Path, *files: str) -> Path | None:
-    """The path of the first of some ``files`` that is in ``folder``, or None.
-
-    A file may be there under its own name or, compressed, with ``.gz`` or ``.xz`` behind it.
-
-    Examples
-    --------
-    >>> from pathlib import Path
-    >>> find_file(Path("no-such-folder"), "a.csv") is None
-    True
-    """
+    """Return the path of the first of ``files`` in ``folder`` (plain, .gz or .xz), or None."""
     paths = (folder / f"{file}{suffix}" for file in files for suffix in _DECOMPRESS)
     return next((path for path in paths if path.exists()), None)
 
@@ -71,25 +49,7 @@ _DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def read_file(folder: Path, file: str) -> tuple[Path, bytes]:
-    """The path and the decompressed bytes of a file, as :func:`find_file` finds it.
-
-    Raises
-    ------
-    FileNotFoundError
-        It is not there.
-    ValueError
-        It is compressed, and damaged.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> from pathlib import Path
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = Path(folder, "a.csv.gz").write_bytes(gzip.compress(b"1,2"))
-    ...     path, content = read_file(Path(folder), "a.csv")
-    >>> path.name, content
-    ('a.csv.gz', b'1,2')
-    """
+    """Return the path and the decompressed bytes of a file that ``find_file`` finds."""
     path = find_file(folder, file)
     if path is None:
         raise FileNotFoundError(f"{folder}: expected {file}, plain, .gz or .xz, got no such file")
@@ -117,29 +77,13 @@ def members(path: Path, digest: str, pattern: str) -> Iterator[tuple[str, bytes]
 
 
 def check_length(path: str | Path, content: bytes, length: int, what: str) -> None:
-    """Check the number of bytes of ``content``, read from ``path``.
-
-    Raises
-    ------
-    ValueError
-        If it is not ``length``.
-    """
+    """Raise ``ValueError`` unless ``content`` has ``length`` bytes."""
     if len(content) != length:
         raise ValueError(f"{path}: expected {length} bytes for {what}, got {len(content)}")
 
 
 def check_digest(path: str | Path, content: bytes, digest: str) -> None:
-    """Refuse the ``content`` of ``path`` if its ``digest``, "sha256:..." or "md5:...", is another.
-
-    Raises
-    ------
-    ValueError
-        It is.
-
-    Examples
-    --------
-    >>> check_digest("a.txt", b"abc", "md5:900150983cd24fb0d6963f7d28e17f72")
-    """
+    """Raise ``ValueError`` unless ``content`` has the ``digest`` "sha256:..." or "md5:..."."""
     algorithm, _, expected = digest.partition(":")
     computed = hashlib.new(algorithm, content, usedforsecurity=False).hexdigest()
     if computed != expected:

@@ -11,10 +11,10 @@ from bilevel.internal.checks import real_number
 
 
 def pairwise(rows: chex.Array) -> tuple[jax.Array, jax.Array]:
-    """``rows[..., i] - rows[..., j]``: means over the leading axis, and their standard errors.
+    """Means over the leading axis, and standard errors, of ``rows[..., i] - rows[..., j]``.
 
-    From [n, ..., m], [..., m, m] each. Of the differences themselves: through covariances, equal
-    columns would differ by rounding.
+    Both are [..., m, m]. Errors come from the differences: computed from covariances, equal columns
+    would differ.
     """
 
     def against(column):

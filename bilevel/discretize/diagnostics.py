@@ -31,15 +31,7 @@ def entropy(alpha: chex.Array) -> jax.Array:
 
 
 def simplices(sets: Pytree, alpha: Pytree) -> list[jax.Array]:
-    """The leaves of a space's ``alpha`` that are on simplices, by its ``sets``.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> sets = {"mixture": "simplex", "log_penalty": "free"}
-    >>> simplices(sets, {"mixture": jnp.ones(1), "log_penalty": jnp.zeros(())})
-    [Array([1.], dtype=float...)]
-    """
+    """List the leaves of ``alpha`` that are on simplices."""
     words = jax.tree.leaves(_set_of_each_leaf(sets, alpha))
     pairs = zip(words, jax.tree.leaves(alpha), strict=True)
     return [leaf for word, leaf in pairs if word == "simplex"]
@@ -140,26 +132,9 @@ def alpha_curvature(loss: Loss, sets: Pytree = "simplex") -> Callable[..., float
 
 
 def kernel_diagonal(apply: Callable, w: Pytree, alpha: Pytree, x: chex.Array) -> jax.Array:
-    """Mean over rows of the empirical tangent kernel's entry (x, x), of the first output.
+    """Mean over the rows ``x`` of the empirical tangent kernel's entry (x, x), of the first output.
 
-    Its inverse is the scale of step sizes for gradient descent on the mean loss of some rows.
-
-    Parameters
-    ----------
-    apply : ``apply(w, alpha, x) -> outputs`` [n] or [n, c]
-        ``space.apply``.
-    w, alpha : pytrees
-    x : array [n, ...]
-
-    Returns
-    -------
-    array []
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> kernel_diagonal(lambda w, _, x: x @ w, jnp.zeros(2), None, jnp.array([[3.0, 4.0]]))
-    Array(25., dtype=float...)
+    Its inverse is the scale of step sizes for gradient descent on a mean loss.
     """
 
     def entry(row):

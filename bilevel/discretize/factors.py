@@ -17,33 +17,10 @@ from bilevel.internal.checks import (
 
 
 def factor_simplex(alpha: chex.Array, i: int | chex.Array) -> jax.Array:
-    """Lemma 5 (Lemma 2 for h = 3): ``alpha = alpha_i e_i + (1 - alpha_i) gamma``.
+    """Lemma 5 (Lemma 2 for h = 3): ``gamma`` in ``alpha = alpha_i e_i + (1 - alpha_i) gamma``.
 
-    ``gamma = alpha_{-i} / (1 - alpha_i)`` lies on the face opposite to vertex i: it has a 0 there.
-    The paper states it for i = 1 and interior alpha.
-
-    Parameters
-    ----------
-    alpha : array [..., h]
-        On the simplex.
-    i : int
-        A vertex; may be traced.
-
-    Returns
-    -------
-    gamma : array [..., h]
-        NaN for ``alpha_i = 1``: every point of the face then factors alpha. NaN, too, for a traced
-        i that is no vertex.
-
-    Raises
-    ------
-    ValueError
-        If ``i`` is no vertex, or ``alpha`` off the simplex.
-
-    Examples
-    --------
-    >>> factor_simplex(jnp.array([0.2, 0.45, 0.35]), 0)
-    Array([0. , 0.5625, 0.4375], dtype=float...)
+    ``alpha`` is [..., h]. ``gamma = alpha_{-i} / (1 - alpha_i)`` has a 0 at vertex i, and is NaN
+    for ``alpha_i = 1`` or a traced ``i`` that is no vertex. The paper has i = 1 and interior alpha.
     """
     alpha = _on_simplex(alpha)
     h = alpha.shape[-1]

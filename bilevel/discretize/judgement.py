@@ -1,8 +1,7 @@
-"""Is a choice as good as the best one? By any loss that the rows of a sample have.
+"""Judge whether a choice is as good as the best one, by losses of the rows of a sample.
 
-:func:`bilevel.discretize.condition_six` asks at the shared weights, where it is the squared loss
-that the theorem is about. What a user of a choice gets is the network trained for it alone, judged
-by the loss of the search, or by its errors.
+:func:`bilevel.discretize.condition_six` asks this at the shared weights. A user gets a network that
+is trained for one choice alone, judged by the loss of the search or by its errors.
 """
 
 from typing import Any, NamedTuple
@@ -33,41 +32,11 @@ class Judgement(NamedTuple):
 
 
 def judge_choice(losses: Any, choice: Any, *, noise: float = 1.0) -> Judgement:
-    """Whether ``choice`` is within noise of the best, by losses of the same rows.
+    """Return whether ``choice`` is within noise of the best, by ``losses`` [n, h] on n rows.
 
     ``L_choice - L_j <= noise * s_j`` for every j, with ``s_j`` the standard error of the mean of
-    the rows' differences, so that what all choices find hard does not count as noise.
-
-    Parameters
-    ----------
-    losses : array [n, h]
-        Of h choices on n rows that their weights were not fitted to.
-    choice : int
-        Column of ``losses``; may be traced. A traced one that there is not has ``as_good`` False,
-        rank 0, and NaN for what it is worse by and the errors.
-    noise : float
-        In standard errors. The smaller, the surer is a yes, and the rarer.
-
-    Returns
-    -------
-    Judgement
-
-    Raises
-    ------
-    ValueError
-        For other shapes, fewer than 2 rows, NaN, a choice that there is not, negative noise.
-
-    Notes
-    -----
-    A rule for a decision and no test: of h equally good choices, the chance that one is within a
-    standard error of the best of all is well under 1. Time and memory: ``n h``.
-
-    Examples
-    --------
-    >>> losses = jnp.array([[0.1, 0.3, 0.2], [0.5, 0.6, 0.4], [0.2, 0.5, 0.3]])
-    >>> first, second = judge_choice(losses, 0), judge_choice(losses, 1)
-    >>> bool(first.as_good), int(first.rank), bool(second.as_good), int(second.rank)
-    (True, 1, False, 3)
+    the rows' differences. This is a decision rule, not a test. A traced choice out of range has
+    ``as_good`` False, rank 0, and NaN for the rest.
     """
     losses = real_array("losses", losses) * 1.0
     if losses.ndim != 2 or len(losses) < 2 or losses.size == 0:

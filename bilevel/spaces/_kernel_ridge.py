@@ -28,12 +28,7 @@ def kernel_ridge(
 ) -> KernelRidge:
     """Make ridge regression with the kernel ``matrix(alpha, inputs)``.
 
-    ``training(alpha, inputs)`` [n, n] is the kernel of the training rows; by default ``matrix``.
-
-    Raises
-    ------
-    ValueError
-        While the solver is traced, if ``y`` has another number of rows than the training kernel.
+    ``training(alpha, inputs)`` [n, n] is the kernel of the training rows. Default: ``matrix``.
     """
     training = training or matrix
 

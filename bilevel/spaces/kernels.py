@@ -78,16 +78,7 @@ def kernel_space(
     predict: Callable[[jax.Array], jax.Array],
     scale: float,
 ) -> KernelSpace:
-    """The parts of :class:`KernelSpace`.
-
-    Examples
-    --------
-    >>> space = kernel_space(["relu"], [ntk.relu], lambda f, y: (f - y) ** 2, jnp.sign, 1.0)
-    >>> batch = jax.jit(space.blocks)(jnp.eye(2)), jnp.array([1.0, -1.0])  # K = I / 2
-    >>> alpha, w = space.start(), space.init(jax.random.key(0), batch)
-    >>> space.solver.run(space.problem.lower, alpha, w, (), batch)[0].round(4)  # y / (1/2 + 1/10)
-    Array([ 1.6667, -1.6667], dtype=float...)
-    """
+    """Make a :class:`KernelSpace` of checked names and activations."""
     functions = tuple(ntk.activation(s) for s in activations)
 
     def blocks(x, columns=None, *, error=False):

@@ -95,25 +95,13 @@ class Space:
 
 
 def distinct(names: Sequence[str]) -> tuple[str, ...]:
-    """Names with a number behind those that were there before, as of several lambdas.
-
-    Examples
-    --------
-    >>> distinct(["sin", "cos", "sin"])
-    ('sin', 'cos', 'sin 2')
-    """
+    """Number the repeated names, e.g. of lambdas: ("sin", "sin") becomes ("sin", "sin 2")."""
     seen = [list(names[: i + 1]).count(name) for i, name in enumerate(names)]
     return tuple(f"{name} {k}" if k > 1 else name for name, k in zip(names, seen, strict=True))
 
 
 def name_of(function: Callable) -> str:
-    """What a candidate is called where the user gave no name.
-
-    Examples
-    --------
-    >>> name_of(jnp.tanh)
-    'tanh'
-    """
+    """Return the name of a candidate that the user gave no name."""
     named = getattr(function, "name", None) or getattr(function, "__name__", None)
     return named or type(function).__name__
 

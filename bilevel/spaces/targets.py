@@ -35,16 +35,7 @@ the margin ``y f``, y = +-1, and NaN for other targets."""
 def sign_labels(labels: chex.Array, classes: int, dtype: Any = float) -> jax.Array:
     """Labels 0..classes-1 as +-1: [n] for two classes, one-vs-rest [n, classes] for more.
 
-    Raises
-    ------
-    ValueError
-        For fewer than 2 classes, labels of another shape than [n], or that are not whole numbers
-        from 0 to ``classes - 1``; where these are traced, they become NaN instead.
-
-    Examples
-    --------
-    >>> sign_labels(jnp.array([0, 1]), 2)
-    Array([-1., 1.], dtype=float...)
+    Traced labels out of range become NaN.
     """
     labels = real_array("labels", labels)
     if labels.ndim != 1:
@@ -65,19 +56,9 @@ def sign_labels(labels: chex.Array, classes: int, dtype: Any = float) -> jax.Arr
 
 
 def like_outputs(f: jax.Array, y: chex.Array) -> jax.Array:
-    """Targets ``y`` as floating-point numbers, if there is one for each of the outputs ``f``.
+    """Return floating-point targets ``y`` if their shape is that of the outputs ``f``.
 
     [n] and [n, 1] would broadcast to [n, n], and bytes have no minus.
-
-    Raises
-    ------
-    ValueError
-        For targets of another shape than the outputs.
-
-    Examples
-    --------
-    >>> like_outputs(jnp.zeros(2), jnp.array([1, -1]))
-    Array([ 1., -1.], dtype=float...)
     """
     y = real_array("y", y)
     if y.shape != f.shape:
@@ -86,18 +67,7 @@ def like_outputs(f: jax.Array, y: chex.Array) -> jax.Array:
 
 
 def predict_labels(f: chex.Array) -> jax.Array:
-    """Labels [n], int, from outputs: the sign for ``f`` [n], the largest for ``f`` [n, classes].
-
-    Raises
-    ------
-    ValueError
-        For ``f`` [n, 1], whose largest is always the first.
-
-    Examples
-    --------
-    >>> predict_labels(jnp.array([0.3, -2.0])), predict_labels(jnp.array([[0.3, -2.0, 0.4]]))
-    (Array([1, 0], dtype=int...), Array([2], dtype=int...))
-    """
+    """Integer labels [n] from outputs: the sign of ``f`` [n], the largest of ``f`` [n, classes]."""
     if f.ndim == 1:
         return (f > 0).astype(int)
     if f.shape[-1] == 1:
@@ -108,17 +78,7 @@ def predict_labels(f: chex.Array) -> jax.Array:
 def label_losses(f: chex.Array, labels: chex.Array) -> jax.Array:
     """Cross-entropy of every row: of the sigmoid for ``f`` [n], the softmax for [n, classes].
 
-    NaN, as its derivatives, for labels that are not 0 .. classes - 1: +-1 belong to other losses.
-
-    Raises
-    ------
-    ValueError
-        Unless there is one label a row.
-
-    Examples
-    --------
-    >>> label_losses(jnp.zeros(3), jnp.array([0, 1, -1])).round(4)
-    Array([0.6931, 0.6931,    nan], dtype=float...)
+    It is NaN, with its derivatives, for labels that are not 0 .. classes - 1.
     """
     one_a_row(labels, f.shape[:1])
     labels = jnp.asarray(labels)
@@ -134,14 +94,7 @@ def label_losses(f: chex.Array, labels: chex.Array) -> jax.Array:
 
 
 def cross_entropy_problem(apply: Callable[[Pytree, Pytree, jax.Array], jax.Array]) -> Problem:
-    """Batches ``(x, labels)``, labels [n] integers; the softmax's mean cross-entropy twice.
-
-    Examples
-    --------
-    >>> problem = cross_entropy_problem(lambda w, alpha, x: x @ w)
-    >>> problem.lower(jnp.zeros((3, 2)), None, (jnp.eye(3), jnp.array([0, 1, 1]))).round(4)
-    Array(0.6931, dtype=float...)
-    """
+    """Make the problem of batches ``(x, labels)`` whose two losses are the mean cross-entropy."""
 
     def loss(w, alpha, batch):
         x, labels = batch
@@ -151,19 +104,7 @@ def cross_entropy_problem(apply: Callable[[Pytree, Pytree, jax.Array], jax.Array
 
 
 def mixture_and_penalty(names: Sequence[str]) -> dict[str, Any]:
-    """The fields of a :class:`Space` that follow from its alpha {"mixture": [h], "log_penalty"}.
-
-    Raises
-    ------
-    ValueError
-        For no names, or one given twice.
-
-    Examples
-    --------
-    >>> fields = mixture_and_penalty(["sin", "cos"])
-    >>> fields["discretize"](fields["one_hot"]("cos"))
-    'cos'
-    """
+    """The fields of a :class:`Space` that follow from its alpha {"mixture": [h], "log_penalty"}."""
     choice = on_simplices(names)
 
     def of(mixture):

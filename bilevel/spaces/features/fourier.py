@@ -261,24 +261,9 @@ def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
 
 
 def from_projection(config: FourierConfig, projection: chex.Array, phases: chex.Array) -> jax.Array:
-    """Features ``sqrt(2) cos(s_c P + b)``, [n, D], from what configurations have in common.
+    """Features ``sqrt(2) cos(s_c P + b)``, [n, D], from a projection P [n, D] and phases b [D].
 
-    Parameters
-    ----------
-    config : FourierConfig
-        Only its ``kernel`` and ``gamma`` matter.
-    projection : array [n, D]
-        P, from ``FourierMap.project`` for the same preprocessing and kernel.
-    phases : array [D]
-        b, from ``FourierMap.phases``.
-
-    Examples
-    --------
-    >>> x, config = jnp.eye(2), fourier_config(gamma=0.5)
-    >>> maps = fourier_features(jax.random.key(0), x)
-    >>> phi = from_projection(config, maps.project(config, x, 8), maps.phases(8))
-    >>> bool(jnp.allclose(phi, maps.apply(config, x, 8), atol=1e-5))
-    True
+    P comes from ``FourierMap.project`` for the preprocessing and kernel of ``config``.
     """
     gamma = jnp.asarray(config.gamma, projection.dtype)
     scale = jnp.where(jnp.asarray(config.kernel) == _GAUSSIAN, jnp.sqrt(2 * gamma), gamma)
@@ -314,9 +299,9 @@ def _part(dimension, start):
 
 
 def _draw_stream(key, stream, shape, start, dimension, dtype):
-    """Entries ``start`` to ``start + dimension`` of an endless stream: [*shape, dimension].
+    """Entries ``start`` to ``start + dimension`` of an endless stream, [*shape, dimension].
 
-    Block after block of ``_BLOCK`` entries, each from a key of its own.
+    Every block of ``_BLOCK`` entries has its own key.
     """
     if not concrete(start):
         count = 1 + math.ceil((dimension - 1) / _BLOCK)  # wherever it starts in its first block

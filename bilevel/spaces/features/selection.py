@@ -372,9 +372,9 @@ def _selection(
 ) -> Selection:
     """The problem of choosing a configuration, made of a function that fits and one that judges.
 
-    ``fit(configs, cells, rows, resource) -> model`` and ``wrong(model, configs, cells, rows,
-    resource) -> [rows]``, whether each row is wrong: NaN where the model's output is not finite.
-    ``rows`` is a slice of all rows; ``cells`` has the index of each row's configuration.
+    ``fit(configs, cells, rows, resource) -> model``. ``wrong(model, configs, cells, rows,
+    resource)`` says whether each row is wrong, NaN for outputs that are not finite. ``rows`` is a
+    slice of all rows; ``cells`` has the index of each row's configuration.
     """
     ends = np.cumsum([0, *sizes])
     train, valid, test = (slice(*ends[i : i + 2].tolist()) for i in range(3))

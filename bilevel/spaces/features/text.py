@@ -178,31 +178,10 @@ def sample_text(key: chex.PRNGKey, count: int) -> list[TextConfig]:
 
 
 def hashed_counts(texts: Sequence[str], config: TextConfig) -> csr_array:
-    """Counts of each document's n-grams in ``BINS`` bins: the slow step, made once per corpus.
+    """Counts [n, BINS] of each document's n-grams, sparse float32: the slow step, once per corpus.
 
-    Parameters
-    ----------
-    texts : sequence of str, [n]
-        An empty document gives a row of zeros.
-    config : TextConfig
-        Only its ``hashing`` matters: tokenizer, stop words, lowercase, order.
-
-    Returns
-    -------
-    scipy.sparse.csr_array [n, BINS], float32
-        Whole numbers. An n-gram is its tokens joined by spaces, its bin scikit-learn's 32-bit
-        MurmurHash3.
-
-    Raises
-    ------
-    ValueError
-        For no documents, what is no sequence of them, or a document that is no ``str``.
-
-    Examples
-    --------
-    >>> counts = hashed_counts(["So good, so good!"], text_config(order=2))
-    >>> sorted(counts.data.tolist())  # "good so"; "so", "good", "so good"
-    [1.0, 2.0, 2.0, 2.0]
+    It depends on ``config.hashing`` only. An n-gram is its tokens joined by spaces, its bin
+    scikit-learn's 32-bit MurmurHash3.
     """
     if isinstance(texts, str) or not isinstance(texts, Sequence | np.ndarray) or not len(texts):
         known = isinstance(texts, Sequence | np.ndarray)
@@ -218,29 +197,9 @@ def hashed_counts(texts: Sequence[str], config: TextConfig) -> csr_array:
 
 
 def fold(counts: csr_array, dimension: int, binary: bool = False) -> csr_array:
-    """Bins modulo ``dimension``: a bag of any dimension from one hashing.
+    """Fold ``counts`` [n, bins] to bins modulo ``dimension``; ``binary`` sets nonzero entries to 1.
 
-    Parameters
-    ----------
-    counts : scipy.sparse.csr_array [n, bins]
-    dimension : int
-        At most ``bins``. For a power of two, the bags are those of hashing into ``dimension``.
-    binary : bool
-        Set what is not zero to 1, after folding.
-
-    Returns
-    -------
-    scipy.sparse.csr_array [n, dimension]
-
-    Raises
-    ------
-    ValueError
-        Unless ``dimension`` is from 1 to ``bins``.
-
-    Examples
-    --------
-    >>> fold(csr_array([[1.0, 0.0, 2.0, 3.0]]), 2).toarray()
-    array([[3., 3.]])
+    For powers of two, the result is that of hashing into ``dimension`` bins.
     """
     if not integer("dimension", dimension, 1) <= counts.shape[1]:
         raise ValueError(f"dimension: expected 1 to {counts.shape[1]}, got {dimension}.")
@@ -254,24 +213,9 @@ def fold(counts: csr_array, dimension: int, binary: bool = False) -> csr_array:
 
 
 def statistics(bags: csr_array, labels: np.ndarray) -> TextStatistics:
-    """Totals of the training rows by bin and class, which the weights come from.
+    """Totals of the training rows ``bags`` [n, d] by bin and class, which the weights come from.
 
-    Parameters
-    ----------
-    bags : scipy.sparse.csr_array [n, d]
-        All training rows, each folded under its own configuration.
-    labels : array [n]
-        Of two values, the larger of which is the positive class.
-
-    Raises
-    ------
-    ValueError
-        Unless there is one label a row, and two classes.
-
-    Examples
-    --------
-    >>> statistics(csr_array([[2.0, 0.0], [1.0, 1.0], [0.0, 3.0]]), np.array([1, -1, 1]))
-    TextStatistics(negative=array([1., 1.]), positive=array([2., 3.]))
+    ``labels`` [n] have two values; the larger one is the positive class.
     """
     labels = np.asarray(labels)
     if labels.shape != bags.shape[:1]:
@@ -285,31 +229,9 @@ def statistics(bags: csr_array, labels: np.ndarray) -> TextStatistics:
 
 
 def weigh(bags: csr_array, config: TextConfig, totals: TextStatistics) -> csr_array:
-    """Weighted and scaled features of bags, under the totals of the training rows.
+    """Weighted and scaled features [n, d] of ``bags``, sparse float64.
 
-    Parameters
-    ----------
-    bags : scipy.sparse.csr_array [n, d]
-        Training or other rows, folded under ``config``.
-    config : TextConfig
-        Only its ``weights``, ``smoothing`` and ``preprocess`` matter.
-    totals : TextStatistics
-
-    Returns
-    -------
-    scipy.sparse.csr_array [n, d], float64
-        An empty row stays zero. Time and memory: a few passes over the entries that are not zero.
-
-    Raises
-    ------
-    ValueError
-        If ``bags`` and ``totals`` differ in their number of bins.
-
-    Examples
-    --------
-    >>> bags = csr_array([[2.0, 0.0], [1.0, 1.0]])
-    >>> weigh(bags, text_config(weights="nb"), statistics(bags, np.array([1, 0]))).toarray()
-    array([[ 1.16992..., 0. ], [ 0.58496..., -1. ]])
+    ``totals`` are those of the training rows.
     """
     if bags.shape[1:] != totals.positive.shape:
         got = bags.shape[1]

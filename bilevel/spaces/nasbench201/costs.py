@@ -89,33 +89,10 @@ def parameter_count(
 def multiply_adds(
     genotype: Genotype, *, pixels: int = 32, classes: int = 10, channels: int = 16, cells: int = 5
 ) -> int:
-    """Multiply-adds of one image: of the convolutions and the classifier, nothing else.
+    """Multiply-adds of one image [pixels, pixels, 3] in the convolutions and the classifier.
 
-    By default ``7,783,040 + 35,389,440 n_3 + 3,932,160 n_1``. Padding counts like pixels, and
-    operations without effect on the output are included, as in the benchmark.
-
-    Parameters
-    ----------
-    genotype : Genotype
-    pixels : int
-        The side of the image, a multiple of 4: 32 for CIFAR, 16 for ImageNet16-120.
-    classes, channels, cells : int
-        As in :func:`parameter_count`.
-
-    Returns
-    -------
-    int
-
-    Raises
-    ------
-    ValueError
-        For what is no genotype, a number under 1, or ``pixels`` that are no multiple of 4.
-
-    Examples
-    --------
-    >>> from bilevel.spaces.nasbench201 import genotypes
-    >>> multiply_adds(genotypes()[0]), multiply_adds(genotypes()[0], pixels=16, classes=120)
-    (7783040, 1953280)
+    By default ``7,783,040 + 35,389,440 n_3 + 3,932,160 n_1``. As in the benchmark, padding counts
+    like pixels, and operations without effect on the output are included.
     """
     total = 4 * channels * classes
     for layer in _convolutions(genotype, channels, cells, pixels):
@@ -149,19 +126,7 @@ def trainable_layers(genotype: Genotype, *, cells: int = 5) -> int:
 
 
 def conv_edges(genotype: Genotype) -> int:
-    """The number of edges with a convolution, whether the output depends on them or not.
-
-    Raises
-    ------
-    ValueError
-        For what is no genotype.
-
-    Examples
-    --------
-    >>> from bilevel.spaces.nasbench201.genotype import decode
-    >>> conv_edges(decode([3, 0, 0, 0, 3, 3]))
-    3
-    """
+    """The number of edges with a convolution, whether the output depends on them or not."""
     check_operations(genotype)
     return sum(name in SIZES for name in genotype.operations)
 
@@ -169,29 +134,9 @@ def conv_edges(genotype: Genotype) -> int:
 def supernet_cost(
     operations: Sequence[str] = PRIMITIVES, *, cells: int = 5, channels: int = 16
 ) -> float:
-    """Multiply-adds of the supernet, over the mean of those of all its networks.
+    """Multiply-adds of the supernet over the mean of those of all its networks.
 
-    The supernet runs every operation on every edge, a network one.
-
-    Parameters
-    ----------
-    operations : names of ``PRIMITIVES``
-    cells, channels : int
-        As in :func:`parameter_count`.
-
-    Returns
-    -------
-    float
-
-    Raises
-    ------
-    ValueError
-        For no operation, an unknown one, or a number under 1.
-
-    Examples
-    --------
-    >>> round(supernet_cost(), 2), supernet_cost(["none", "skip_connect"])
-    (4.43, 1.0)
+    The supernet runs every operation on every edge, a network runs one.
     """
 
     def cost(name):

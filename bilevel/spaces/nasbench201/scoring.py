@@ -229,13 +229,7 @@ def _evaluate_score(label, score, apply, select, w, genotype, batch) -> dict[str
 
 
 def _real_scalar(name: str, score: Score, *arguments: Any) -> jax.Array:
-    """The value of a user's score.
-
-    Raises
-    ------
-    ValueError
-        If it is not a real scalar.
-    """
+    """Evaluate a user's score; raise ``ValueError`` if it is not a real scalar."""
     value = score(*arguments)
     if not isinstance(value, jax.Array | np.ndarray | np.generic | float | int):
         got = f"a {type(value).__name__}"
@@ -290,7 +284,7 @@ def _score_in_chunks(label, program, store, w, cells, batch, at_once, place, sho
 class _ScoreStore:
     """Scores so far, by program and name, for the first genotypes; in a file, if there is one.
 
-    ``count`` of them are asked for; the file may have more.
+    The file may have more genotypes than the ``count`` that is asked for.
     """
 
     def __init__(

@@ -73,13 +73,7 @@ def is_kernels(features: Features) -> bool:
 
 
 def check_features_and_labels(features: Features, labels: Any) -> tuple[Features, jax.Array]:
-    """Both as floating arrays, labels [n, c].
-
-    Raises
-    ------
-    ValueError
-        If shapes do not fit, something is empty, or concrete numbers are not finite.
-    """
+    """Return both as floating arrays, labels [n, c], after checking that their shapes fit."""
     if isinstance(features, Columns):
         if features.count < 1:
             raise ValueError(f"features: expected at least 1 block, got {features.count}.")
@@ -99,13 +93,7 @@ def check_features_and_labels(features: Features, labels: Any) -> tuple[Features
 
 
 def as_finite_floating(name: str, a: Any) -> jax.Array:
-    """``a`` as a floating-point array, if it is finite.
-
-    Raises
-    ------
-    ValueError
-        For what is no array of real numbers, or NaN or infinity among concrete ones.
-    """
+    """Return ``a`` as a floating-point array; concrete entries have to be finite."""
     a = real_array(name, a)
     a = a.astype(at_least_float32(a.dtype))
     check_finite(name, a)

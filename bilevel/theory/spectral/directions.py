@@ -86,33 +86,7 @@ def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = Fal
 
 
 def spectral_gram(features: Features, labels: chex.Array) -> jax.Array:
-    """``G_ij = sum_c y_c' K_ij y_c``, which is ``M M'`` summed over outputs.
-
-    Parameters
-    ----------
-    features : array [n, h, p], bilevel.theory.spectral.columns.Columns, or array [h, h, n, n]
-        Features of h maps, or the kernels of these maps.
-    labels : array [n] or [n, c]
-
-    Returns
-    -------
-    array [h, h]
-
-    Raises
-    ------
-    ValueError
-        If shapes do not fit, something is empty, or concrete numbers are not finite.
-
-    Examples
-    --------
-    >>> spectral_gram(jnp.array([[[1.0], [2.0]], [[1.0], [1.0]]]), jnp.array([1.0, -1.0]))
-    Array([[0., 0.], [0., 1.]], dtype=float...)
-
-    From kernels alone, such as those of :func:`ntk.mixture_blocks` at infinite width:
-
-    >>> spectral_gram(jnp.ones((2, 2, 3, 3)), jnp.array([1.0, -1.0, 2.0]))
-    Array([[4., 4.], [4., 4.]], dtype=float...)
-    """
+    """``G_ij = sum_c y_c' K_ij y_c`` [h, h], which is ``M M'`` summed over outputs."""
     features, y = check_features_and_labels(features, labels)
 
     def term(x):
@@ -161,34 +135,11 @@ def noise_gram(features: Features, labels: chex.Array) -> jax.Array:
 
 
 def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Array:
-    """Unit ``alpha`` that maximises ``alpha' gram alpha``, over ``alpha' noise alpha`` if given.
+    """Unit ``alpha`` [h] that maximises ``alpha' gram alpha``, over ``alpha' noise alpha`` if any.
 
-    Parameters
-    ----------
-    gram : array [h, h]
-        From :func:`spectral_gram`.
-    noise : array [h, h], optional
-        From :func:`noise_gram`. Feature maps that are copies of each other, or zero, do no harm:
-        directions of the noise's correlation matrix below the square root of the rounding error
-        are not resolved.
-
-    Returns
-    -------
-    array [h]
-        Of 2-norm 1, with a sum that is not negative.
-
-    Raises
-    ------
-    ValueError
-        If they are not square matrices of one size, or ``gram`` is 0.
-
-    Examples
-    --------
-    >>> gram = jnp.array([[9.0, 2.0], [2.0, 2.0]])
-    >>> noise = jnp.diag(jnp.array([9.0, 1.0]))
-    >>> direction = jax.jit(top_direction)
-    >>> [[round(a, 3) for a in direction(*x).tolist()] for x in ((gram,), (gram, noise))]
-    [[0.966, 0.257], [0.164, 0.986]]
+    Its sum is not negative. Feature maps that are copies of each other, or zero, do no harm:
+    directions of the noise's correlation matrix below the square root of the roundoff are not
+    resolved.
     """
     gram = symmetric_matrix(gram, "gram")
     if concrete(gram) and not np.any(gram):
@@ -214,10 +165,7 @@ def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Arra
 
 @custom_jvp
 def top_eigenvector(matrix: chex.Array) -> jax.Array:
-    """The top eigenvector, differentiable also where other eigenvalues than the top one coincide.
-
-    The derivative of ``eigh`` is not: it divides by the differences of all eigenvalues.
-    """
+    """The top eigenvector, differentiable also if other eigenvalues than the top one coincide."""
     return jnp.linalg.eigh(matrix)[1][:, -1]
 
 

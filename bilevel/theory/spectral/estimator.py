@@ -23,27 +23,10 @@ class SpectralEstimate(NamedTuple):
     dual: jax.Array  # [n] or [n, c], one per training row: theta = Phi_alpha' dual
 
     def predict(self, train: Features, features: Features) -> jax.Array:
-        """Predictions ``alpha' X theta`` for new rows.
+        """Predictions ``alpha' X theta`` [m] or [m, c] for new rows.
 
-        Parameters
-        ----------
-        train, features : arrays [n, h, p] and [m, h, p], or Columns of equal blocks
-            Of the training rows and of the new ones.
-
-        Returns
-        -------
-        array [m] or [m, c]
-
-        Raises
-        ------
-        ValueError
-            If one is an array and the other is not, or blocks differ in number, maps or columns.
-
-        Examples
-        --------
-        >>> estimate = SpectralEstimate(jnp.array([1.0, 0.0]), jnp.array([2.0]))
-        >>> estimate.predict(jnp.ones((1, 2, 3)), jnp.ones((2, 2, 3)))
-        Array([6., 6.], dtype=float...)
+        ``train`` are the features of the training rows. Both are arrays or ``Columns`` of equal
+        blocks.
         """
         forms = [
             (part.count if isinstance(part, Columns) else "an array", *block_shape(part)[1:])

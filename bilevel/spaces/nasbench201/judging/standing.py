@@ -1,4 +1,4 @@
-"""Where networks stand among all 15,625 of NAS-Bench-201: what a search of its cell has found."""
+"""Where networks stand among all 15,625 of NAS-Bench-201."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,39 +18,12 @@ def standing(
     operations: Sequence[str] = PRIMITIVES,
     budget: int = 1,
 ) -> dict[str, dict[str, Any]]:
-    """Test accuracies and ranks of networks, beside random networks and the best one.
+    """Test accuracies and ranks of ``genotypes``, compared with random networks and the best one.
 
-    Parameters
-    ----------
-    table : Table
-        What :func:`load_table` returns.
-    genotypes : sequence
-        Of genotypes, as :func:`bilevel.spaces.nasbench201.genotypes` returns them.
-    operations : names of ``PRIMITIVES``
-        That were searched: random networks and the optimum are among those of these operations.
-    budget : int
-        Of so many random networks the best is that by CIFAR-10 validation, as a genotype found on
-        one data set is judged on all; none is better than all of them.
-
-    Returns
-    -------
-    dict
-        For each key of ``DATASETS`` a dict: ``accuracy`` and ``rank``, of every genotype, 1 the
-        best of all networks; ``random``, the mean; ``optimum``; and, for a ``budget`` over 1,
-        ``best_of_random``, the expected accuracy.
-
-    Raises
-    ------
-    ValueError
-        For what is no genotype, an unknown operation, or a ``budget`` under 1.
-
-    Examples
-    --------
-    >>> from bilevel.spaces.nasbench201.judging.table import load_table
-    >>> from bilevel.spaces.nasbench201.genotype import decode
-    >>> result = standing(load_table(), [decode([3, 1, 3, 1, 3, 3])], budget=10)["cifar10"]
-    >>> result["rank"], round(result["optimum"], 2)
-    ([...], 94.37...)
+    The result has a dict for each key of ``DATASETS``: ``accuracy`` and ``rank`` of every genotype
+    (1 is the best of all networks); ``random``, the mean, and ``optimum`` among the networks of
+    these ``operations``; for a ``budget`` above 1, ``best_of_random``: the expected accuracy of the
+    best of that many random networks by CIFAR-10 validation.
     """
     for name in operations:
         one_of("operations", name, PRIMITIVES)

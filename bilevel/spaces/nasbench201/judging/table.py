@@ -163,13 +163,7 @@ def _mean_over_runs(runs: np.ndarray) -> np.ndarray:
 
 
 def genotype_row(table: BenchmarkTable, genotype: Genotype) -> int:
-    """The row of a genotype.
-
-    Raises
-    ------
-    ValueError
-        For a genotype that cannot be, or a table in another order.
-    """
+    """Return the row of a genotype in ``table``."""
     place = int(_rows_of_codes(encode(genotype)))
     there = table.genotypes[place : place + 1]
     if not there or not np.array_equal(encode(there[0]), encode(genotype)):
@@ -178,41 +172,13 @@ def genotype_row(table: BenchmarkTable, genotype: Genotype) -> int:
 
 
 def published_scores(dataset: str = "cifar10") -> dict[str, np.ndarray]:
-    """Train-free scores as others computed them, to compare rank correlations with.
+    """Train-free scores that others computed, to compare rank correlations with.
 
-    For the 9,445 networks all of whose operations act on the output. ``flops`` and ``params`` are
-    in millions, ``synflow`` is a logarithm. Larger is better, except that ``plain`` ranks the wrong
-    way round. The file does not come with the package: ``tools/convert_published_scores.py``
-    makes it from its public source.
-
-    Parameters
-    ----------
-    dataset : {"cifar10", "imagenet16"}
-        The images that the scores were computed on.
-
-    Returns
-    -------
-    dict of float64 [15625]
-        ``epe_nas``, ``fisher``, ``flops``, ``grad_norm``, ``grasp``, ``jacov``, ``l2_norm``,
-        ``nwot``, ``params``, ``plain``, ``snip``, ``synflow``, ``zen``; rows as in the table, NaN
-        for the 6,180 other networks.
-
-    Raises
-    ------
-    FileNotFoundError
-        The file is in neither place.
-    ValueError
-        As :func:`load_table`; and for another dataset.
-
-    References
-    ----------
-    Kadlecová et al., Surprisingly strong performance prediction with neural graph features, 2024,
-    whose collection these are from.
-
-    Examples
-    --------
-    >>> int(np.isfinite(published_scores()["nwot"]).sum())  # doctest: +SKIP
-    9445
+    {name: float64 [15625]}. Rows are those of the table, NaN for 6,180 networks in which some
+    operation has no effect. ``flops`` and ``params`` are in millions, ``synflow`` is a logarithm.
+    Larger is better, except for ``plain``. ``tools/convert_published_scores.py`` makes the file
+    from the public collection of Kadlecová et al., Surprisingly strong performance prediction with
+    neural graph features, 2024.
     """
     if dataset not in ("cifar10", "imagenet16"):
         raise ValueError(f"dataset: expected cifar10 or imagenet16, got {dataset!r}.")
@@ -223,23 +189,9 @@ def published_scores(dataset: str = "cifar10") -> dict[str, np.ndarray]:
 
 
 def cifar10_split() -> tuple[np.ndarray, np.ndarray]:
-    """The benchmark's halves of the CIFAR-10 training images, to train and to validate on.
+    """The benchmark's training and validation halves of the 50,000 CIFAR-10 training images.
 
-    Returns
-    -------
-    Two int64 arrays [25000], increasing
-        Places among the 50,000 training images in their official order.
-
-    Raises
-    ------
-    ValueError
-        As :func:`load_table`.
-
-    Examples
-    --------
-    >>> train, valid = cifar10_split()
-    >>> len(train), len(valid), train[:3]
-    (25000, 25000, array([0, 5, 7]))
+    Two increasing int64 arrays [25000] of places in the official order.
     """
     columns = _read_columns(SPLIT, ["index", "split"])
     index, split = np.array(columns["index"], np.int64), np.array(columns["split"])
@@ -247,10 +199,9 @@ def cifar10_split() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _by_genotype(file: str, wanted: list[str] | None = None) -> dict[str, np.ndarray]:
-    """Columns as numbers, by default all.
+    """Columns as numbers in the order of :func:`genotypes`, by default all; NaN for missing rows.
 
-    Rows are in the order of :func:`genotypes`, NaN for rows that are not there. Files
-    are keyed by the official text: indices differ between publications.
+    Files are keyed by the official text, because indices differ between publications.
     """
     columns = _read_columns(file, None if wanted is None else ["arch_str", *wanted])
     places = _rows_of_codes(encode(map(parse_genotype, columns.pop("arch_str"))))

@@ -122,34 +122,17 @@ class SeedCeiling(NamedTuple):
 
 
 def seed_ceiling(table: BenchmarkTable, dataset: str) -> SeedCeiling:
-    r"""Kendall's tau between trainings that differ in their seed, and what it implies.
+    """Kendall's tau between trainings with different seeds, and the ceiling that it implies.
 
-    Let a run's accuracy be ``t + e``: the network's own and an independent error. If both are
-    normal after a monotone change of scale, then ``tau = (2/pi) asin(r)`` for every correlation r
-    below, so that between two runs
+    Let a run's accuracy be ``t + e``, the network's own and an independent error. If both are
+    normal after a monotone change of scale, ``tau = (2/pi) asin(r)`` for every correlation r below:
 
-        r = sin(pi tau / 2) = var t / (var t + var e),
+        between two runs              r = sin(pi tau / 2) = var t / (var t + var e)
+        t and the mean over R runs    sqrt(R r / (1 + (R - 1) r))     (Spearman-Brown)
 
-    and a score that ranks by t itself correlates with the mean over R runs by (Spearman-Brown)
-
-        sqrt(var t / (var t + var e / R)) = sqrt(R r / (1 + (R - 1) r)).
-
-    Here tau is the mean over ``pairs`` and R the harmonic mean of the networks' numbers of runs,
-    2.42. The same model predicts the correlation between a run and the mean of the two others: over
-    the three sets .926, .925 and .941, where .925, .923 and .940 are seen.
-
-    On CIFAR-10 validation tau is .910 to .915 between runs and the ceiling .961. The table has no
-    single runs on the test images.
-
-    Parameters
-    ----------
-    table : Table
-    dataset : one of ``RUN_SETS``
-
-    Raises
-    ------
-    ValueError
-        For another dataset.
+    tau is the mean over ``pairs``, R the harmonic mean of the networks' numbers of runs, 2.42. The
+    model predicts correlations of .926, .925 and .941 between a run and the mean of the two others;
+    .925, .923 and .940 are seen. On CIFAR-10 validation the ceiling is .961.
     """
     one_of("dataset", dataset, RUN_SETS)
     runs = table.runs[dataset]
@@ -164,20 +147,7 @@ def seed_ceiling(table: BenchmarkTable, dataset: str) -> SeedCeiling:
 
 
 def top_one(score: Any, accuracy: Any) -> float:
-    """The accuracy of the network with the best score: the mean over those that tie for it.
-
-    If all scores are NaN, all tie.
-
-    Raises
-    ------
-    ValueError
-        For what are not two vectors of numbers of one length.
-
-    Examples
-    --------
-    >>> top_one([3, 3, 1, np.nan], [70.0, 80.0, 90.0, 95.0])
-    75.0
-    """
+    """The accuracy of the network with the best score, or the mean over those that tie for it."""
     score, accuracy = _as_float64("score", score), _as_float64("accuracy", accuracy)
     _check_vectors(score=score, accuracy=accuracy)
     places = _rank_places(score)
@@ -316,33 +286,13 @@ def paper_protocol(
     seed: int = 0,
     validation: str = "early",
 ) -> dict[str, Figure]:
-    """Test accuracies by the procedure of KNAS, which Eigen-NAS follows, to put beside ``PRINTED``.
+    """Test accuracies by the procedure of KNAS and Eigen-NAS, to compare with ``PRINTED``.
 
-    Each time draw ``pool`` networks, keep the k of best score, take the one of best validation
-    accuracy early in its training, and report its test accuracy after the whole of it, dataset by
-    dataset. Deviations from KNAS's code: it validates at epoch 20 of 200, which the table does not
-    have, so that the 12 epochs of a separate short training stand in; for CIFAR-100 it goes by the
-    training loss; and it draws with replacement, 9 times (Eigen-NAS repeats 5 times).
-
-    Parameters
-    ----------
-    score : [m]
-    table : Table
-    rows : int [m]
-        The table's rows that the scores are of.
-    k, repeats, pool, seed : int
-    validation : {"early", "final"}
-        After 12 epochs, or, for comparison, after all 200.
-
-    Returns
-    -------
-    dict of Figure, by ``DATASETS``
-
-    Raises
-    ------
-    ValueError
-        For fewer networks than ``pool``, k > pool, rows that are not in the table or not as many
-        as scores, or another ``validation``.
+    Each repeat draws ``pool`` networks, keeps the k of best score, takes the one of best early
+    validation accuracy, and reports its final test accuracy, for each of ``DATASETS``. Deviations:
+    KNAS validates at epoch 20 of 200, for which the table's separate training of 12 epochs stands
+    in (``validation="final"``: all 200). KNAS uses the training loss on CIFAR-100, and draws with
+    replacement. Eigen-NAS repeats 5 times.
     """
     if validation not in ("early", "final"):
         raise ValueError(f"validation: expected early or final, got {validation!r}.")
@@ -411,34 +361,14 @@ def judge(
     draws: int = 1000,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """All figures of some scores, and those of the ``BASELINES`` for the same networks.
+    """All figures of ``scores`` at some ``rows`` of the table, and those of the ``BASELINES``.
 
-    Parameters
-    ----------
-    scores : dict of arrays [m]
-    table : Table
-    rows : int [m]
-        The table's rows that the scores are of.
-    k, pool, draws, seed : int
-        As in :func:`best_of_k`.
+    One dict for each score and baseline: ``score``, its name; ``nan``, how many are NaN; and
 
-    Returns
-    -------
-    list of dict, one for each score and baseline
-        ``score``: its name; ``nan``: how many are NaN; for each of ``DATASETS``
-
-        ========================  ============================================================
-        ``<dataset>_test_tau``    and ``_rho``: :func:`correlations`; for ``cifar10_valid`` too
-        ``<dataset>_top_one``     :func:`top_one`, test accuracy
-        ``<dataset>_gain``        mean of :func:`best_of_k` less :func:`best_of_k_random`
-        ``<dataset>_gain_error``  standard error of that mean: of ties, and of pools if any
-        ========================  ============================================================
-
-    Raises
-    ------
-    ValueError
-        For scores of another length than ``rows``, a score called like a baseline, and as
-        :func:`best_of_k`.
+        <dataset>_test_tau, _rho  :func:`correlations`, for ``cifar10_valid`` too
+        <dataset>_top_one         :func:`top_one`, test accuracy
+        <dataset>_gain            mean of :func:`best_of_k` less :func:`best_of_k_random`
+        <dataset>_gain_error      standard error of that mean, over ties and pools
     """
     rows = _check_row_indices(table, rows)
     taken = [name for name in scores if name in BASELINES]

@@ -55,12 +55,6 @@ def curvature(hvp: LinearMap, like: Pytree, products: int = PRODUCTS) -> Curvatu
 
     Cost: p products, or as many as conjugate gradients take for two right-hand sides, at most
     ``products`` each; where these do not suffice, the Hessian is not found definite.
-
-    Examples
-    --------
-    >>> result = curvature(lambda v: jnp.array([1.0, 4.0]) * v, jnp.zeros(2))
-    >>> bool(result.definite), result.lowest.round(3), result.solve(jnp.array([2.0, 8.0])).round(3)
-    (True, Array(1., dtype=float...), Array([2., 2.], dtype=float...))
     """
     return _decomposed(hvp, like) if is_small(like) else _iterated(hvp, like, products)
 
@@ -69,12 +63,6 @@ def is_symmetric(hvp: LinearMap, like: Pytree) -> jax.Array:
     """Whether ``u . (H v)`` and ``v . (H u)`` agree for two random vectors; two products.
 
     An asymmetry of 1,000 units of roundoff is found, for a matrix of independent entries.
-
-    Examples
-    --------
-    >>> turn = lambda v: jnp.array([v[1], -v[0]])
-    >>> bool(is_symmetric(turn, jnp.zeros(2))), bool(is_symmetric(lambda v: 2 * v, jnp.zeros(2)))
-    (False, True)
     """
     flat, unravel = ravel_pytree(like)
     pair = jax.random.normal(jax.random.key(1), (2, flat.size), flat.dtype)
@@ -133,12 +121,6 @@ def hessian_eigenpairs(hvp: LinearMap, like: Pytree) -> tuple[jax.Array, jax.Arr
     """Eigenvalues [p], ascending, and eigenvectors [p, p] of ``hvp``; p products.
 
     They wait for the numbers in ``like``, which come of the solver's own decompositions.
-
-    Examples
-    --------
-    >>> values, vectors = hessian_eigenpairs(lambda v: jnp.array([4.0, 1.0]) * v, jnp.zeros(2))
-    >>> values
-    Array([1., 4.], dtype=float...)
     """
     return jnp.linalg.eigh(hessian_matrix(lambda v: hvp(after(like, v)), like))
 

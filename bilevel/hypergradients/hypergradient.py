@@ -194,11 +194,6 @@ def stateful_hypergradient(
 
     The function takes ``wanted`` too: ``wanted()`` returns for each leaf of ``alpha`` whether its
     hypergradient is used. ``note`` receives a message about leaves that the derivative misses.
-
-    Raises
-    ------
-    ValueError
-        If ``mode`` is unknown, or no derivative of the outer loss reaches ``alpha``.
     """
     if mode not in ("reverse", "forward"):
         raise ValueError(f'mode: expected "reverse" or "forward", got {mode!r}.')
@@ -295,13 +290,7 @@ def stateful_hypergradient(
 
 
 def solution(problem: Problem, solver: LowerSolver) -> Callable:
-    """``(alpha, w0, state, train, tilt=None) -> (w, state)``: ``w`` as the problem has it.
-
-    Raises
-    ------
-    ValueError
-        If the problem has variables and the runs of ``solver`` have none.
-    """
+    """``(alpha, w0, state, train, tilt=None) -> (w, state)``: ``w`` as the problem has it."""
     losses, stateful = split_losses(problem), getattr(problem, "stateful", False)
 
     def solve(alpha, w0, state, train, tilt=None):
@@ -357,13 +346,7 @@ def _damped_problem(problem: Problem, damping, centre: Pytree) -> Problem:
 
 
 def check_variables(problem: Problem, w: Pytree, alpha: Pytree, valid: Pytree) -> None:
-    """Refuse an outer loss whose only way to the weights has no derivative.
-
-    Raises
-    ------
-    ValueError
-        If the outer loss depends on the variables alone.
-    """
+    """Refuse an outer loss whose only way to the weights has no derivative."""
     if not getattr(problem, "stateful", False) or getattr(problem, "differentiated", False):
         return
     outer = split_losses(problem).outer
@@ -384,13 +367,7 @@ def check_variables(problem: Problem, w: Pytree, alpha: Pytree, valid: Pytree) -
 
 
 def first_state(solver: LowerSolver, alpha: Pytree, w: Pytree) -> Pytree:
-    """The solver's first state, which nothing differentiates: it may not depend on ``alpha``.
-
-    Raises
-    ------
-    ValueError
-        If the first state of ``solver`` depends on ``alpha``.
-    """
+    """The solver's first state, which nothing differentiates: it may not depend on ``alpha``."""
     if solver.init_at is not None and depends_on_alpha(
         lambda _, alpha, __: solver.start(alpha, w), None, alpha, None
     ):

@@ -204,11 +204,6 @@ def nan_unless_finite(tree: Pytree, *witnesses: Pytree) -> Pytree:
 
     A loop that runs while a residual is above its target ends at a NaN, with an iterate that looks
     good: what it returns goes through here, so that derivatives become NaN too.
-
-    Examples
-    --------
-    >>> nan_unless_finite(jnp.ones(2), jnp.array(1.0)), nan_unless_finite(1.0, jnp.inf)
-    (Array([1., 1.], dtype=float...), Array(nan, dtype=float...))
     """
     finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(witnesses)]).all()
     return nan_unless(finite, tree)

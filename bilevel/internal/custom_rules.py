@@ -51,23 +51,7 @@ _MACHINERY = tuple(
 
 
 def exact_order(program: ClosedJaxpr) -> str:
-    """Return the cheapest order of second derivatives that is exact for this loss.
-
-    Parameters
-    ----------
-    program : ClosedJaxpr
-        The program of a loss, from :func:`jax.make_jaxpr`.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> exact_order(jax.make_jaxpr(jax.nn.relu)(1.0))
-    'forward over reverse'
-    >>> rounded = jax.custom_jvp(jnp.rint)
-    >>> rounded.defjvps(lambda dx, rounded, x: dx)
-    >>> exact_order(jax.make_jaxpr(rounded)(1.0))
-    'reverse over forward'
-    """
+    """Return the cheapest order of second derivatives that is exact for this loss."""
     kinds = {name for name, eqn in _rules(program) if not _is_true(eqn)}
     if any(name != "custom_jvp_call" for name in kinds):
         return REVERSE_OVER_REVERSE
@@ -79,14 +63,6 @@ def linearize_custom_rules(function: Callable, x: Any) -> tuple[Any, Callable]:
 
     If the rule of a ``custom_vjp`` calls the function itself, JAX finds only its reverse
     derivative. That derivative, transposed, takes the place of the forward one.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> exp = jax.custom_vjp(jnp.exp)
-    >>> exp.defvjp(lambda x: (exp(x), exp(x)), lambda y, ct: (ct * y,))
-    >>> linearize_custom_rules(jax.grad(exp), 0.0)[1](2.0)
-    Array(2., dtype=float...)
     """
     value, push = jax.linearize(function, x)
     if not operation_names(jax.make_jaxpr(push)(x)) & _NO_FORWARD_RULE:
@@ -103,18 +79,7 @@ NO_REVERSE_RULE = "Reverse-mode differentiation does not work for lax.while_loop
 
 @contextlib.contextmanager
 def second_derivatives(own_rules: Callable[[], bool]) -> Iterator[None]:
-    """Name the remedies if a second derivative does not exist.
-
-    Parameters
-    ----------
-    own_rules : function
-        Whether the lower loss has a derivative rule that is not known to be a true one.
-
-    Raises
-    ------
-    ValueError
-        If JAX cannot differentiate a loop that ends by a test, or a ``custom_vjp``.
-    """
+    """Name the remedies if a second derivative does not exist."""
     try:
         yield
     except (ValueError, TypeError) as error:

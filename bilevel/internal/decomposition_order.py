@@ -17,11 +17,6 @@ def after(before: Pytree, tree: Pytree) -> Pytree:
     """``tree``, but not before the numbers in ``before`` are known; NaN where one is not finite.
 
     XLA may not drop ``0 * x``, which is not 0 for every x. Barriers it drops before it schedules.
-
-    Examples
-    --------
-    >>> after(jnp.arange(3.0), {"a": jnp.array([1.0, 2.0])})
-    {'a': Array([1., 2.], dtype=float...)}
     """
     zero = sum(jnp.sum(0 * x) for x in jax.tree.leaves(before))
     return jax.tree.map(lambda x: x + jnp.asarray(zero).astype(x.dtype), tree)

@@ -17,13 +17,7 @@ from ntk.internal.checks import at_least_float32
 
 
 def widen(w: Pytree) -> Pytree:
-    """Every leaf in the widest dtype among them, at least float32.
-
-    Examples
-    --------
-    >>> widen([jnp.ones(1, jnp.bfloat16), jnp.ones(1, jnp.float32)])
-    [Array([1.], dtype=float32), Array([1.], dtype=float32)]
-    """
+    """Every leaf in the widest dtype among them, at least float32."""
     dtype = at_least_float32(*(x.dtype for x in jax.tree.leaves(w)))
     return jax.tree.map(lambda x: x.astype(dtype), w)
 
@@ -41,17 +35,6 @@ def like_start(name: str, w: Pytree, like: Pytree) -> Pytree:
     """``w`` from a user's function in the dtypes of ``like``, the weights it was to be like.
 
     Else loops over weights, of inner or outer steps, would end with other ones than they begin.
-
-    Raises
-    ------
-    ValueError
-        For another tree, or a leaf of another shape.
-
-    Examples
-    --------
-    >>> like_start("solve", jnp.ones((2, 1)), jnp.ones(2))
-    Traceback (most recent call last):
-    ValueError: solve: expected weights of w0's shape (2,), got (2, 1).
     """
     structure, expected = str(jax.tree.structure(w)), str(jax.tree.structure(like))
     if structure != expected:
@@ -70,16 +53,6 @@ def like_variables(variables: Pytree, like: Pytree) -> Pytree:
     """Return variables of a loss in the dtypes of ``like``, the variables that it was given.
 
     Loops over inner or outer steps would otherwise end with other types than they began with.
-
-    Raises
-    ------
-    ValueError
-        If the tree or the shape of a leaf is another one, or floating values replace integers.
-
-    Examples
-    --------
-    >>> like_variables({"mean": jnp.ones(2)}, {"mean": jnp.zeros(2, jnp.bfloat16)})
-    {'mean': Array([1, 1], dtype=bfloat16)}
     """
     like = jax.tree.map(jnp.asarray, like)
     new, old = str(jax.tree.structure(variables)), str(jax.tree.structure(like))
@@ -112,13 +85,7 @@ def widened(loss: Loss, like: Pytree) -> Loss:
 
 
 def squarable(parts: list[Any]) -> list[Any]:
-    """Arrays in 32 bits at least, and in a unit, a power of two, in which the first can be squared.
-
-    Examples
-    --------
-    >>> squarable([np.array([3e30, 0.0], np.float32)])[0].max() < 1
-    np.True_
-    """
+    """Arrays in 32 bits or more, in a unit (a power of two) in which the first can be squared."""
     parts = [a.astype(at_least_float32(a.dtype)) for a in parts]
     numbers: Any = jnp if isinstance(parts[0], jax.Array) else np
     _, exponent = numbers.frexp(numbers.abs(parts[0]).max())
@@ -126,13 +93,7 @@ def squarable(parts: list[Any]) -> list[Any]:
 
 
 def mixed_bits(bits: jax.Array) -> jax.Array:
-    """Hash each of some uint32: cheaper to compile than JAX's generators (MurmurHash3).
-
-    Examples
-    --------
-    >>> mixed_bits(jnp.arange(2, dtype=jnp.uint32)).dtype
-    dtype('uint32')
-    """
+    """Hash each of some uint32: cheaper to compile than JAX's generators (MurmurHash3)."""
     for factor in (0x85EBCA6B, 0xC2B2AE35):  # MurmurHash3's last mixing
         bits = (bits ^ (bits >> 16)) * jnp.uint32(factor)
     return bits

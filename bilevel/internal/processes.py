@@ -56,13 +56,7 @@ def broadcast_first(number: int) -> int:
 
 
 def broadcast_first_string(compute: Callable[[], str]) -> str:
-    """What ``compute`` gives in the first process, which alone calls it.
-
-    Raises
-    ------
-    ValueError
-        In every process, with the first one's sentence, where it raised one.
-    """
+    """What ``compute`` gives in the first process, which alone calls it."""
     if not is_multiprocess():
         return compute()
     return gather_strings(lambda: compute() if is_first_process() else "")[0]
@@ -72,13 +66,6 @@ def gather_strings(compute: Callable[[], str]) -> list[str]:
     """What ``compute`` gives in every process; where it raises in one, all raise.
 
     It may not compute with arrays over several processes: those of which it raises would be missed.
-
-    Raises
-    ------
-    ValueError, OSError
-        In every process, with the sentence of the first one that raised it.
-    LostProcessError
-        In the others, where one raised something else.
     """
     if not is_multiprocess():
         return [compute()]
@@ -164,13 +151,7 @@ _OF_THE_CONNECTION = (
 
 @contextmanager
 def report_lost_process(what: str) -> Iterator[None]:
-    """Say in one sentence that another process was lost while this one computed.
-
-    Raises
-    ------
-    LostProcessError
-        In the place of what JAX raises then.
-    """
+    """Say in one sentence that another process was lost while this one computed."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:

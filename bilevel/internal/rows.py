@@ -21,22 +21,7 @@ def taken(data: Pytree, drawn: jax.Array) -> Pytree:
 
 
 def sparse_rows(matrix: Any, drawn: jax.Array, width: int | None = None) -> Any:
-    """Rows of a BCSR matrix as another one, each filled up to ``width`` entries with zeros.
-
-    Raises
-    ------
-    ValueError
-        If the matrix is of another format.
-
-    Examples
-    --------
-    >>> from jax.experimental.sparse import BCSR
-    >>> matrix = BCSR.fromdense(jnp.array([[0.0, 1.0], [2.0, 3.0]]))
-    >>> sparse_rows(matrix, jnp.array([1, 0, 1])).todense()
-    Array([[2., 3.],
-           [0., 1.],
-           [2., 3.]], dtype=float...)
-    """
+    """Rows of a BCSR matrix as another one, each filled up to ``width`` entries with zeros."""
     if type(matrix).__name__ != "BCSR" or len(matrix.shape) != 2 or matrix.n_batch:
         raise ValueError(
             f"data: expected dense arrays or BCSR matrices [n, d], got a {type(matrix).__name__} "
@@ -61,13 +46,7 @@ def row_width(matrix: Any) -> int:
 
 
 def check_batch_size(data: Pytree, batch_size: int) -> int:
-    """The number of rows of ``data``, which has to hold a batch.
-
-    Raises
-    ------
-    ValueError
-        For a ``batch_size`` under 1, or more than the rows; for arrays of other numbers of rows.
-    """
+    """The number of rows of ``data``, which has to hold a batch."""
     n = count_rows("data", data)
     if not integer("batch_size", batch_size, 1) <= n:
         raise ValueError(f"batch_size: expected 1 to the {n} rows of the data, got {batch_size}.")

@@ -92,30 +92,10 @@ Features = jax.Array | Blocks | Sparse
 
 
 def sparse(matrix: Any) -> Sparse:
-    """A sparse matrix of SciPy or JAX as features.
+    """Return a sparse matrix of SciPy or JAX as features.
 
-    Parameters
-    ----------
-    matrix : scipy.sparse array or matrix, or jax.experimental.sparse.BCOO or BCSR, [n, d]
-        Integers become floats.
-
-    Raises
-    ------
-    ValueError
-        If it is not sparse, is traced, or holds NaN or infinity.
-
-    Notes
-    -----
     The number of entries is rounded up to 2 leading bits, so that matrices of like size share a
-    compilation. A product takes 3 to 5 times SciPy's time on one core (float32, 2 million entries).
-    Memory: 24 bytes per entry in float32.
-
-    Examples
-    --------
-    >>> import scipy.sparse
-    >>> from bilevel.linear.models import predict
-    >>> predict(sparse(scipy.sparse.csr_array([[0, 2], [1, 0]])), jnp.array([1.0, 3.0]))
-    Array([6., 1.], dtype=float...)
+    compilation.
     """
     return _make_sparse("matrix", matrix)
 
@@ -235,14 +215,7 @@ def dtype_of(features: Features) -> Any:
 
 
 def checked_features(features: Any) -> Features:
-    """``features`` as floating-point numbers, if they are a matrix and blocks keep their word.
-
-    Raises
-    ------
-    ValueError
-        For what is no matrix with entries, or blocks whose rows or columns have another shape than
-        the whole says.
-    """
+    """``features`` as floating-point numbers, if they are a matrix and blocks keep their word."""
     if is_sparse(features):
         features = _make_sparse("features", features)
     if not isinstance(features, Blocks | Sparse):

@@ -146,41 +146,10 @@ def svm_weights(
 ) -> LinearFit:
     """Squared-hinge SVM, ``w = argmin 1/2 |w|^2 + cost sum_i max(0, 1 - y_i f_i)^2``.
 
-    scikit-learn's ``LinearSVC(C=cost, loss="squared_hinge", fit_intercept=False)``.
-
-    Parameters
-    ----------
-    features : array [n, d], sparse matrix of SciPy or JAX, or bilevel.linear.matrices.Blocks
-    y : array [n] or [n, c]
-        Labels +-1, one column per class for one-vs-rest.
-    cost : scalar > 0
-    tolerance : float, optional
-        Of ``residual``; rounding to the power 3/4 by default: 2e-12 in float64, 6e-6 in float32.
-    memory : int
-        Bytes to work in, besides the arguments. A block of ``Blocks`` takes up to a quarter.
-
-    Returns
-    -------
-    LinearFit
-        ``w`` [d] or [d, c], and the relative norm of the gradient there: above ``tolerance`` where
-        rounding stopped it before.
-
-    Raises
-    ------
-    ValueError
-        For shapes that do not fit, NaN, labels other than +-1, a cost that is not positive.
-
-    Notes
-    -----
-    Newton's method on a piecewise quadratic, by CG on ``I + 2 cost Phi_A' Phi_A`` (A: the rows with
-    ``y f < 1``) and an exact line search: it ends in finitely many steps (Keerthi & DeCoste 2005).
-    Time: ``2 n d c`` multiply-adds per CG iteration and ``3 n d c`` per Newton step; ``Blocks`` are
-    generated once per iteration and twice per step.
-
-    Examples
-    --------
-    >>> svm_weights(jnp.array([[1.0], [-1.0]]), jnp.array([1.0, -1.0])).w
-    Array([0.8], dtype=float...)
+    scikit-learn's ``LinearSVC(C=cost, loss="squared_hinge", fit_intercept=False)`` for labels +-1,
+    one column per class. Newton's method with conjugate gradients on the rows with ``y f < 1`` and
+    an exact line search ends in finitely many steps (Keerthi & DeCoste 2005). ``tolerance`` is
+    that of ``residual``, by default rounding to the power 3/4.
     """
     features, y = _check_features_and_targets(features, y)
     check_in_range("cost", cost, 0, np.inf)
@@ -190,29 +159,7 @@ def svm_weights(
 
 
 def predict(features: Features, w: chex.Array, *, memory: int = 2**31) -> jax.Array:
-    """Predictions ``f = Phi w``.
-
-    Parameters
-    ----------
-    features : array [n, d], Blocks or Sparse
-    w : array [d] or [d, c]
-    memory : int
-        Bytes to work in, besides the arguments. A block of ``Blocks`` takes up to a quarter.
-
-    Returns
-    -------
-    array [n] or [n, c]
-
-    Raises
-    ------
-    ValueError
-        If there is not one weight per feature.
-
-    Examples
-    --------
-    >>> predict(jnp.array([[1.0, 2.0]]), jnp.ones(2))
-    Array([3.], dtype=float...)
-    """
+    """Predictions ``f = Phi w``."""
     features, w = checked_features(features), real_array("w", w)
     if w.ndim not in (1, 2) or w.shape[0] != features.shape[1]:
         raise ValueError(f"w: expected {features.shape[1]} rows, got shape {w.shape}.")

@@ -16,19 +16,6 @@ def hoist_constants(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> Los
     A loop over ``w`` would compute it again at every step, and compile it once for every place that
     differentiates ``lower``: the kernel of a kernel machine, features that depend on ``alpha``.
     Of a function that :func:`jax.checkpoint` or a custom rule wraps, nothing is taken out.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> count = []
-    >>> def lower(w, alpha, batch):
-    ...     features = jax.pure_callback(
-    ...         lambda a: (count.append(1), a)[1], jax.ShapeDtypeStruct((), float), alpha * batch
-    ...     )
-    ...     return 0.5 * (features * w) ** 2
-    >>> loss = hoist_constants(lower, 1.0, 2.0, 3.0)
-    >>> [float(loss(w, None, None)) for w in (1.0, 2.0)], len(count)
-    ([18.0, 72.0], 1)
     """
     trace = jax.make_jaxpr(lambda w: lower(w, alpha, batch))
     run = _without_the_known(trace(w), [_MOVING] * len(jax.tree.leaves(w)))[1]

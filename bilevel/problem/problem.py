@@ -96,20 +96,7 @@ class SplitLosses(NamedTuple):
 
 
 def split_losses(problem: Problem) -> SplitLosses:
-    """The losses, what they return taken apart.
-
-    Raises
-    ------
-    ValueError
-        When called, of a loss that is no floating scalar, or returns something else than the
-        problem says.
-
-    Examples
-    --------
-    >>> loss = lambda w, alpha, batch: ((w - batch) ** 2, "more")
-    >>> split_losses(Problem(loss, loss, has_aux=True)).lower(1.0, None, 3.0)
-    (4.0, None, 'more')
-    """
+    """The losses, what they return taken apart."""
     has_aux, stateful, differentiated = (getattr(problem, name, False) for name in _FORM)
 
     def lower(w, alpha, batch):
@@ -197,13 +184,7 @@ def hessian_operator(
 
 
 def mixed_product(loss: Callable, w: Pytree, alpha: Pytree, v: Pytree) -> Pytree:
-    """``grad_alpha (v . grad_w loss)``, whatever derivative rules ``loss(w, alpha)`` contains.
-
-    Examples
-    --------
-    >>> mixed_product(lambda w, alpha: alpha**2 * w, 1.0, 3.0, 0.5)
-    Array(3., dtype=float...)
-    """
+    """``grad_alpha (v . grad_w loss)``, whatever derivative rules ``loss(w, alpha)`` contains."""
 
     def work(alpha):
         if order == REVERSE_OVER_REVERSE:

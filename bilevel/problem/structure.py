@@ -21,14 +21,6 @@ def is_quadratic(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
     True only if every step of that program is affine in ``w``, so the answer is a proof: kinks,
     rounding and stopped gradients get False, and so may a quadratic written in an unusual way.
     Decided while tracing, at no cost at run time.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> is_quadratic(lambda w, a, b: jnp.sum(a * (w - b) ** 2), jnp.ones(2), jnp.ones(2), 1.0)
-    True
-    >>> is_quadratic(lambda w, a, b: jnp.sum(jnp.abs(w - b)), jnp.ones(2), jnp.ones(2), 1.0)
-    False
     """
     closed = jax.make_jaxpr(lower_gradient(lower, alpha, batch))(w)
     finest = min(map(_eps, _types(w)), default=0.0)
@@ -37,24 +29,12 @@ def is_quadratic(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
 
 
 def depends_on_alpha(loss: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
-    """Whether ``loss`` depends on ``alpha``, read off its program.
-
-    Examples
-    --------
-    >>> depends_on_alpha(lambda w, alpha, batch: w**2, 1.0, 1.0, None)
-    False
-    """
+    """Whether ``loss`` depends on ``alpha``, read off its program."""
     return any(leaves_used_by(loss, w, alpha, batch))
 
 
 def leaves_used_by(loss: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> list[bool]:
-    """Return for each leaf of ``alpha`` whether ``loss`` depends on it, read off its program.
-
-    Examples
-    --------
-    >>> leaves_used_by(lambda w, alpha, batch: alpha["b"] * w, 1.0, {"a": 1.0, "b": 1.0}, None)
-    [False, True]
-    """
+    """Return for each leaf of ``alpha`` whether ``loss`` depends on it, read off its program."""
     return _inputs_read(jax.make_jaxpr(lambda alpha: loss(w, alpha, batch))(alpha))
 
 
@@ -75,13 +55,7 @@ def with_rules(
 
 
 def check_depends_on_alpha(alpha: Pytree, needed: list[bool]) -> None:
-    """Raise if a leaf of ``alpha`` is ``needed`` that nothing depends on.
-
-    Raises
-    ------
-    ValueError
-        For a hypergradient that would be 0 for certain.
-    """
+    """Raise if a leaf of ``alpha`` is ``needed`` that nothing depends on."""
     if any(needed):
         raise ValueError(
             f"{leaf_names(alpha, needed)}: expected to enter the lower loss, the outer loss or the "
@@ -90,13 +64,7 @@ def check_depends_on_alpha(alpha: Pytree, needed: list[bool]) -> None:
 
 
 def leaf_names(alpha: Pytree, chosen: list[bool]) -> str:
-    """The paths of the leaves that are chosen; only ``alpha`` if these are all.
-
-    Examples
-    --------
-    >>> leaf_names({"a": 1.0, "b": 2.0, "c": 3.0}, [False, True, True])
-    "alpha['b'], alpha['c']"
-    """
+    """The paths of the leaves that are chosen; only ``alpha`` if these are all."""
     if all(chosen):
         return "alpha"
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(alpha)]

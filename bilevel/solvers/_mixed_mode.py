@@ -37,26 +37,8 @@ def value_and_gradient(
 ) -> tuple[Any, Pytree]:
     """``jax.value_and_grad(loss, has_aux=True)(w, *others)``, with derivatives in mixed mode.
 
-    Parameters
-    ----------
-    loss : ``loss(w, *others) -> (value, aux)``
-        It may close over traced values.
-    w : pytree of floating arrays
-    *others : pytrees
-    steep : bool
-        Whether cotangents of the gradient may overflow: :mod:`bilevel.solvers._overflow`.
-
-    Returns
-    -------
-    ``((value, aux), gradient)``
-        Derivatives of all orders, in forward and reverse mode, are those of the plain call.
-
-    Examples
-    --------
-    >>> loss = lambda w, alpha: (jnp.sum(jnp.cosh(w - alpha)), None)
-    >>> slope = lambda alpha: value_and_gradient(loss, jnp.zeros(2), alpha)[1].sum()
-    >>> jax.grad(slope)(jnp.zeros(2))
-    Array([-1., -1.], dtype=float...)
+    ``steep`` says whether cotangents of the gradient may overflow
+    (:mod:`bilevel.solvers._overflow`).
     """
     converted, hoisted = jax.closure_convert(fresh(loss), w, *others)
     args = (w, others, hoisted)

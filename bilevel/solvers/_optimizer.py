@@ -46,17 +46,7 @@ from ntk.internal.jaxprs import inner_jaxprs, operation_names
 
 
 def with_limits(update: Callable, *args: Pytree) -> Pytree:
-    """``update(*args)``, differentiated as above, closed-over values included.
-
-    Examples
-    --------
-    >>> import optax
-    >>> adam = optax.adam(0.1, eps=0.5)
-    >>> def step(gradient):
-    ...     return with_limits(lambda g: adam.update(g, adam.init(g))[0], gradient)
-    >>> jax.jit(jax.grad(step))(0.0)  # -0.1 / eps, where JAX alone says NaN
-    Array(-0.2, dtype=float...)
-    """
+    """``update(*args)``, differentiated as above, closed-over values included."""
     # Closed-over traced values become arguments, whole numbers too (a schedule's count of steps).
     closed, shapes = jax.make_jaxpr(fresh(update), return_shape=True)(*args)
     if not _has_limits(closed):  # gradient descent, with or without momentum and weight decay
@@ -144,13 +134,7 @@ def _is_floating(x: Any) -> bool:
 
 
 def is_steep(update: Callable, *args: Pytree) -> bool:
-    """Whether slopes of ``update(*args)`` may be as large as 1 / eps: it divides, or takes roots.
-
-    Examples
-    --------
-    >>> is_steep(lambda g: 0.1 * g, 1.0), is_steep(lambda g: g / (jnp.sqrt(g**2) + 1e-8), 1.0)
-    (False, True)
-    """
+    """Whether slopes of ``update(*args)`` may reach 1 / eps: it divides, or takes roots."""
     return _has_limits(jax.make_jaxpr(fresh(update))(*args))
 
 

@@ -25,29 +25,7 @@ from bilevel.problem.structure import outputs_reading
 
 
 def guarded(linear: Callable[[Pytree], Pytree], v: Pytree) -> Pytree:
-    """Return ``linear(v)``, where exact zeros in ``linear`` cancel entries that overflowed.
-
-    Parameters
-    ----------
-    linear : function
-        A linear map on pytrees of floating arrays. It runs once, or twice if the sum of squares of
-        a leaf of ``v`` overflows.
-    v : pytree of floating arrays
-
-    Returns
-    -------
-    pytree
-        Finite where the entries that are not finite have no influence; NaN elsewhere.
-
-    Examples
-    --------
-    >>> linear = lambda v: (0.0 * v[0] + v[1], 2.0 * v[0])
-    >>> v = jnp.array(jnp.inf), jnp.array(1.0)
-    >>> linear(v)
-    (Array(nan, dtype=float...), Array(inf, dtype=float...))
-    >>> guarded(linear, v)
-    (Array(1., dtype=float...), Array(nan, dtype=float...))
-    """
+    """Return ``linear(v)``, where exact zeros in ``linear`` cancel entries that overflowed."""
     leaves = jax.tree.leaves(v)
     results, tree = jax.tree.flatten(jax.eval_shape(linear, v))
     # The others are 0. A branch on v would hide this from the search for leaves without an effect.

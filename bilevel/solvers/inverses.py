@@ -248,12 +248,6 @@ def row_products(linear: Callable[[jax.Array], jax.Array], rows: jax.Array) -> j
 
     XLA on CPUs lays out a batch of Fourier transforms as the decomposition of its results asks for,
     and then refuses to run it (``RET_CHECK ... fft_thunk``). One long array has one layout only.
-
-    Examples
-    --------
-    >>> row_products(lambda v: 2 * v, jnp.eye(2))
-    Array([[2., 0.],
-           [0., 2.]], dtype=float...)
     """
     results = jax.vmap(linear)(rows)
     if "fft" not in operation_names(jax.make_jaxpr(linear)(rows[0])):

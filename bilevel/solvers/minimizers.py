@@ -82,13 +82,6 @@ def local_newton(steps: int, cg_steps: int) -> LowerSolver:
     """Return :func:`newton` without steps along negative curvature.
 
     It stays in the region where it starts, or stops: it refines a solution and finds no other.
-
-    Examples
-    --------
-    >>> lower = lambda w, alpha, batch: jnp.sum((w**2 - alpha) ** 2)
-    >>> w = jnp.array([0.1, -0.1])
-    >>> local_newton(20, 500).run(lower, 4.0, w, (), None)[0]
-    Array([ 0.1, -0.1], dtype=float...)
     """
     return _make_newton(steps, None, cg_steps, leaves=False)
 

@@ -105,13 +105,7 @@ def _slice_rows(rows: Pytree, start, length: int) -> Pytree:
 
 
 def make_batched_data(name: str, data: Pytree, batches: Partition | None) -> BatchedData:
-    """``data`` in the batches of a partition; None: all of it as one batch.
-
-    Raises
-    ------
-    ValueError
-        If there is a partition, and arrays of ``data`` differ in their numbers of rows.
-    """
+    """``data`` in the batches of a partition; None: all of it as one batch."""
     if batches is None or not jax.tree.leaves(data):
         return BatchedData(data, 0, 1, 0)
     n = count_rows(name, data)

@@ -70,12 +70,12 @@ def trace_network(apply: Apply, params, x) -> NetworkProgram:
 
     sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), x)
     leaves = [leaf for _, leaf in flat]
-    program = inlined(jax.make_jaxpr(forward)(leaves, sample))
-    count = len(program.consts)
+    jaxpr, consts = inlined(jax.make_jaxpr(forward)(leaves, sample))
+    count = len(consts)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
     return NetworkProgram(
-        program.jaxpr,
-        [*program.consts, *leaves],
+        jaxpr,
+        [*consts, *leaves],
         [count + i for i in trained],
         [names[i] for i in trained],
     )

@@ -17,11 +17,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ntk.empirical.linear_operations import Product, product_with_operand
-from ntk.internal.jaxprs import CALLS, bind, inner_jaxprs, needed, scan_operands, shape_and_dtype
+from ntk.internal.jaxprs import (
+    CALLS,
+    bind,
+    bind_scan,
+    inner_jaxprs,
+    interpret,
+    needed,
+    scan_operands,
+    shape_and_dtype,
+)
 
 _ENTERED = frozenset(name for name in CALLS if not name.startswith("custom_"))
 _REARRANGING = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "rev"})
@@ -75,57 +83,23 @@ WeightProducts = dict[int, Any]
 # --- Without calls --------------------------------------------------------------------------------
 
 
-def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with nothing in it that its outputs do not need, and no calls.
+def inlined(program: ClosedJaxpr) -> tuple[Jaxpr, list]:
+    """Return the program without calls and without unused operations, and its constants.
 
     The calls of functions with derivative rules of their own stay.
     """
-    return jax.make_jaxpr(lambda *inputs: _evaluate_live(program, inputs))(
+
+    def rule(eqn, inputs):
+        if eqn.primitive.name != "scan":
+            return bind(eqn, inputs)
+        body, consts = inlined(inner_jaxprs(eqn)[0])
+        return bind_scan(eqn, lambda inputs: interpret(body, inputs, bind, consts=consts), inputs)
+
+    flat = jax.make_jaxpr(lambda *inputs: interpret(program, inputs, rule, enter=_ENTERED))(
         *map(shape_and_dtype, program.jaxpr.invars)
     )
-
-
-def _evaluate_live(program: ClosedJaxpr, inputs: Sequence, live: list[bool] | None = None) -> list:
-    jaxpr = program.jaxpr
-    live = [True] * len(jaxpr.outvars) if live is None else live
-    values = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    values.update(zip(jaxpr.invars, inputs, strict=True))
-
-    def value(v):
-        return v.val if isinstance(v, Literal) else values[v]
-
-    for eqn, used in needed(jaxpr, live):
-        arguments = [value(v) for v in eqn.invars]
-        if eqn.primitive.name in _ENTERED:
-            outputs = _evaluate_live(inner_jaxprs(eqn)[0], arguments, used)
-        elif eqn.primitive.name == "scan":
-            outputs = scan_with_body(
-                eqn, functools.partial(_evaluate_live, inner_jaxprs(eqn)[0]), arguments
-            )
-        else:
-            outputs = bind(eqn, arguments)
-        values.update(zip(eqn.outvars, outputs, strict=True))
-    return [value(v) if used else None for v, used in zip(jaxpr.outvars, live, strict=True)]
-
-
-def scan_with_body(eqn: JaxprEqn, body, arguments: Sequence, more=None):
-    """A ``scan`` with another body, which may take something more in every step, and return it.
-
-    ``body(inputs) -> outputs``, or with ``more`` ``body(inputs, more) -> outputs, more``.
-    """
-    constants, carried = scan_operands(eqn)
-    consts, state = list(arguments[:constants]), list(arguments[constants : constants + carried])
-
-    def step(state, slices):
-        xs, more = slices
-        inputs = [*consts, *state, *xs]
-        outputs, more = body(inputs, more) if more is not None else (body(inputs), None)
-        return list(outputs[:carried]), (list(outputs[carried:]), more)
-
-    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    slices = list(arguments[constants + carried :]), more
-    state, (stacked, collected) = lax.scan(step, state, slices, **options)
-    return [*state, *stacked] if more is None else ([*state, *stacked], collected)
+    live = needed(flat.jaxpr, [True] * len(flat.jaxpr.outvars))
+    return flat.jaxpr.replace(eqns=[eqn for eqn, _ in live]), flat.consts
 
 
 # --- Where the weights are ------------------------------------------------------------------------
@@ -322,7 +296,7 @@ def run_with_additions(
                     body.jaxpr, [*body.consts, *inputs], here, more, depth + 1
                 )
 
-            outputs, inner_inputs = scan_with_body(eqn, step, arguments, additions[place])
+            outputs, inner_inputs = bind_scan(eqn, step, arguments, additions[place])
             product_inputs[place] = jax.tree.map(scaled_operand, here, inner_inputs)
         else:
             outputs = bind(eqn, arguments)

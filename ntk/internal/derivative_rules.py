@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ntk.internal.compile_cache import fresh
-from ntk.internal.jaxprs import bind, inner_jaxprs, scan_operands
+from ntk.internal.jaxprs import bind, bind_scan, inner_jaxprs, interpret
 
 
 def custom_jvp(function: Callable, nondiff_argnums: tuple[int, ...] = ()) -> Any:
@@ -50,15 +50,7 @@ _CHECKPOINTS = ("checkpoint", "remat2")
 
 
 def may_be_lost(program: ClosedJaxpr, inside: bool = False) -> bool:
-    """Whether a loop of the program has functions with derivatives of their own in it.
-
-    Examples
-    --------
-    >>> relu = jax.nn.relu
-    >>> looped = jax.make_jaxpr(lambda x: jax.lax.map(relu, x))(jax.numpy.ones(2))
-    >>> may_be_lost(looped), may_be_lost(jax.make_jaxpr(relu)(1.0))
-    (True, False)
-    """
+    """Return whether a loop of the program contains a function with a derivative of its own."""
     for eqn in program.jaxpr.eqns:
         name = eqn.primitive.name
         if inside and name == _RULE:
@@ -71,7 +63,7 @@ def may_be_lost(program: ClosedJaxpr, inside: bool = False) -> bool:
 
 
 def in_loops(function: Callable) -> Callable:
-    """``function`` of arrays, whose loops keep the derivatives of functions in them.
+    """Return ``function`` of arrays, whose loops keep the derivatives of functions in them.
 
     Examples
     --------
@@ -85,28 +77,45 @@ def in_loops(function: Callable) -> Callable:
 
     def wrapped(*args):
         program, shapes = jax.make_jaxpr(fresh(function), return_shape=True)(*args)
-        outputs = _evaluate_program(program, jax.tree.leaves(args), inside=False)
+        outputs = interpret(program, jax.tree.leaves(args), _outside_loops)
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return wrapped
 
 
-def _evaluate_program(program: ClosedJaxpr, inputs: list, *, inside: bool) -> list:
-    """The program's outputs; ``inside`` a loop, functions with rules are held."""
-    jaxpr = program.jaxpr
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *inputs), strict=True))
-
-    def read(variables):
-        return [v.val if isinstance(v, Literal) else known[v] for v in variables]
-
-    for eqn in jaxpr.eqns:
-        outputs = _evaluate_equation(eqn, read(eqn.invars), inside)
-        known |= zip(eqn.outvars, outputs, strict=True)
-    return read(jaxpr.outvars)
+def _outside_loops(eqn: JaxprEqn, values: list) -> list:
+    return _evaluate_equation(eqn, values, _outside_loops)
 
 
-def _hold_rule(eqn: Any) -> Callable:
-    """The function that the equation calls, with its derivative, held."""
+def _inside_loops(eqn: JaxprEqn, values: list) -> list:
+    if eqn.primitive.name == _RULE:
+        return list(_hold_rule(eqn)(*values))
+    return _evaluate_equation(eqn, values, _inside_loops)
+
+
+def _evaluate_equation(eqn: JaxprEqn, values: list, rule: Callable) -> list:
+    """Return the equation's outputs; ``rule`` replaces the operations of its inner program."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        rule = _inside_loops
+    lost = (may_be_lost(body, rule is _inside_loops) for body in inner_jaxprs(eqn))
+    if name not in ("scan", *_JITS, *_CHECKPOINTS) or not any(lost):
+        return bind(eqn, values)
+    (body,) = inner_jaxprs(eqn)
+
+    def evaluate(*values):
+        return interpret(body, values, rule)
+
+    if name == "scan":
+        return bind_scan(eqn, lambda values: evaluate(*values), values)
+    if name in _CHECKPOINTS:
+        options = {key: params[key] for key in ("prevent_cse", "policy")}
+        return jax.checkpoint(evaluate, **options)(*values)
+    return evaluate(*values)
+
+
+def _hold_rule(eqn: JaxprEqn) -> Callable:
+    """Return the function that the equation calls, with its derivative, held by a checkpoint."""
 
     def plain(*values):
         return tuple(bind(eqn, list(values)))
@@ -119,32 +128,3 @@ def _hold_rule(eqn: Any) -> Callable:
         return held(*primals), jax.jvp(plain, primals, tangents)[1]
 
     return held
-
-
-def _evaluate_equation(eqn: Any, values: list, inside: bool) -> list:
-    name, params = eqn.primitive.name, eqn.params
-    if inside and name == _RULE:
-        return list(_hold_rule(eqn)(*values))
-    loop = name == "scan"
-    lost = (may_be_lost(body, inside or loop) for body in inner_jaxprs(eqn))
-    if name not in ("scan", *_JITS, *_CHECKPOINTS) or not any(lost):
-        return bind(eqn, values)
-    (body,) = inner_jaxprs(eqn)
-    if name in _JITS:
-        return _evaluate_program(body, values, inside=inside)
-    if name in _CHECKPOINTS:
-        options = {key: params[key] for key in ("prevent_cse", "policy")}
-        held = jax.checkpoint(
-            lambda *values: _evaluate_program(body, list(values), inside=inside), **options
-        )
-        return held(*values)
-    constant, carried = scan_operands(eqn)
-
-    def step(carry, x):
-        outputs = _evaluate_program(body, [*values[:constant], *carry, *x], inside=True)
-        return outputs[:carried], outputs[carried:]
-
-    first, xs = values[constant : constant + carried], values[constant + carried :]
-    options = {key: params[key] for key in ("length", "reverse", "unroll")}
-    carry, stacked = jax.lax.scan(step, first, xs, **options)
-    return [*carry, *stacked]

@@ -5,9 +5,11 @@ is the ``Jaxpr`` itself. How many of a scan's operands are constants and how man
 other names in each version, and follows from the shapes in all of them.
 """
 
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 # Operations that run one program on their operands as they are.
@@ -17,13 +19,85 @@ CALLS = frozenset(
 )
 
 
+def interpret(
+    program: Jaxpr | ClosedJaxpr,
+    inputs: Sequence,
+    rule: Callable[[JaxprEqn, list], Sequence],
+    *,
+    consts: Sequence | None = None,
+    constant: Callable[[Any], Any] = lambda x: x,
+    enter: Container[str] = (),
+) -> list:
+    """Return the program's outputs if ``rule(eqn, inputs) -> outputs`` replaces its operations.
+
+    Values are whatever the rule takes and returns: arrays, or facts about arrays. ``constant(x)``
+    is the value of a constant or literal ``x``. ``consts`` replaces the program's own constants.
+    Calls whose names are in ``enter`` are interpreted in their turn. The rule gets all other
+    equations, loops and branches among them, and may call this function for their programs.
+    """
+    closed = as_closed_jaxpr(program)
+    jaxpr = closed.jaxpr
+    own: Sequence = closed.consts if consts is None else consts
+    values = dict(zip(jaxpr.constvars, map(constant, own), strict=True))
+    values.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atoms):
+        return [constant(v.val) if isinstance(v, Literal) else values[v] for v in atoms]
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in enter:
+            inner = inner_jaxprs(eqn)[0]
+            outputs = interpret(inner, read(eqn.invars), rule, constant=constant, enter=enter)
+        else:
+            outputs = rule(eqn, read(eqn.invars))
+        values.update(zip(eqn.outvars, outputs, strict=True))
+    return read(jaxpr.outvars)
+
+
+def settle_carry(
+    body: Callable[[list], list], facts: list, constants: int, carried: int, join: Callable
+) -> list:
+    """Return the facts about a loop's outputs: ``body`` is read until those of its carry stay.
+
+    ``facts`` are about the operands: ``constants``, then ``carried``, then scanned ones.
+    ``join(old, new)`` holds for both values of a fact, before and after a step.
+    """
+    while True:
+        outputs = body(facts)
+        carry = facts[constants : constants + carried]
+        joined = [join(old, new) for old, new in zip(carry, outputs, strict=False)]
+        if joined == carry:
+            return outputs
+        facts = [*facts[:constants], *joined, *facts[constants + carried :]]
+
+
+def bind_scan(eqn: JaxprEqn, body: Callable, inputs: Sequence, more: Any = None) -> Any:
+    """Run a ``scan`` with another body, which may take and return something more in every step.
+
+    ``body(inputs) -> outputs``, or with ``more`` ``body(inputs, more) -> outputs, more``.
+    """
+    constants, carried = scan_operands(eqn)
+    consts, state = list(inputs[:constants]), list(inputs[constants : constants + carried])
+
+    def step(state, slices):
+        xs, more = slices
+        operands = [*consts, *state, *xs]
+        outputs, more = body(operands, more) if more is not None else (body(operands), None)
+        return list(outputs[:carried]), (list(outputs[carried:]), more)
+
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    slices = list(inputs[constants + carried :]), more
+    state, (stacked, collected) = lax.scan(step, state, slices, **options)
+    return [*state, *stacked] if more is None else ([*state, *stacked], collected)
+
+
 def as_closed_jaxpr(program: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
-    """The program with its constants; one that comes without has none."""
+    """Return the program with its constants; a program without them has none."""
     return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, [])
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
-    """The programs among an equation's parameters: bodies of calls and loops, branches."""
+    """Return the programs among an equation's parameters: bodies of calls and loops, branches."""
     bodies = []
     for parameter in eqn.params.values():
         for value in parameter if isinstance(parameter, tuple | list) else [parameter]:
@@ -32,32 +106,39 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     return bodies
 
 
-def operation_names(program: ClosedJaxpr) -> set[str]:
+def all_equations(program: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
+    """Yield the equations of a program, each followed by those of its inner programs."""
+    for eqn in as_closed_jaxpr(program).jaxpr.eqns:
+        yield eqn
+        for body in inner_jaxprs(eqn):
+            yield from all_equations(body)
+
+
+def operation_names(program: Jaxpr | ClosedJaxpr) -> set[str]:
     """Return the names of all operations in a program, those of inner programs included."""
-    inner = [operation_names(body) for eqn in program.jaxpr.eqns for body in inner_jaxprs(eqn)]
-    return set().union(*inner, (eqn.primitive.name for eqn in program.jaxpr.eqns))
+    return {eqn.primitive.name for eqn in all_equations(program)}
 
 
 def needed(jaxpr: Jaxpr, live: list[bool]) -> list[tuple[JaxprEqn, list[bool]]]:
-    """The equations behind the live outputs, with which of their own outputs are used."""
-    wanted = {v for v, a in zip(jaxpr.outvars, live, strict=True) if a and _variable(v)}
+    """Return the equations behind the live outputs, and which of their outputs are used."""
+    wanted = {v for v, a in zip(jaxpr.outvars, live, strict=True) if a and _is_variable(v)}
     needed_equations = []
     for eqn in reversed(jaxpr.eqns):
         used = [v in wanted for v in eqn.outvars]
         if any(used):
             needed_equations.append((eqn, used))
-            wanted.update(filter(_variable, eqn.invars))
+            wanted.update(filter(_is_variable, eqn.invars))
     return needed_equations[::-1]
 
 
-def _variable(v) -> bool:
+def _is_variable(v) -> bool:
     return not isinstance(v, Literal)
 
 
 def scan_operands(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many operands of a ``scan`` its body gets unchanged, and how many it carries.
+    """Return how many operands of a ``scan`` are constants, and how many are carried.
 
-    What it scans over has an axis more outside the body than inside; so has what it stacks.
+    Scanned operands and stacked outputs have one axis more outside the body than inside.
     """
     body = eqn.params["jaxpr"].jaxpr
     scanned, stacked = (
@@ -72,7 +153,7 @@ def scan_operands(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def shape_and_dtype(variable: Var | Literal) -> jax.ShapeDtypeStruct:
-    """The shape and the type of a variable."""
+    """Return the shape and dtype of a variable."""
     aval: Any = variable.aval
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
@@ -82,7 +163,7 @@ def _number_of_axes(variable: Var | Literal) -> int:
 
 
 def bind(eqn: JaxprEqn, inputs: list, params: dict | None = None) -> list:
-    """The equation's outputs for these inputs, and for other parameters if given."""
+    """Return the equation's outputs for these inputs, and for other parameters if given."""
     params = eqn.params if params is None else params
     outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
     return outputs if eqn.primitive.multiple_results else [outputs]

@@ -4,7 +4,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ntk.internal.jaxprs import as_closed_jaxpr, bind, inner_jaxprs, scan_operands
+from ntk.internal.jaxprs import (
+    CALLS,
+    as_closed_jaxpr,
+    bind,
+    inner_jaxprs,
+    interpret,
+    needed,
+    scan_operands,
+    settle_carry,
+)
 
 
 def equation(f, *args, name):
@@ -58,3 +67,35 @@ def test_an_equation_runs_again_with_other_parameters():
     assert bind(total, [x * scale])[0].tolist() == [0, 4, 8]
     (rows,) = bind(total, [x * scale], {**total.params, "axes": (1,)})
     assert rows.tolist() == [3, 3, 3, 3]
+
+
+def test_a_program_is_interpreted_with_facts_in_place_of_arrays():
+    """The number of sines on the way from the input, through a call and a loop."""
+
+    def f(x):
+        (y,) = jax.jit(lambda x: (jnp.sin(x) + scale,))(x)
+        return jax.lax.scan(lambda c, row: (jnp.sin(c) * row, c), y, x), y
+
+    def rule(eqn, counts):
+        if eqn.primitive.name == "scan":
+            body = inner_jaxprs(eqn)[0]
+            return settle_carry(
+                lambda counts: interpret(body, counts, rule, constant=lambda _: 0),
+                counts,
+                *scan_operands(eqn),
+                join=lambda old, new: min(max(old, new), 5),
+            )
+        most = max(counts, default=0) + (eqn.primitive.name == "sin")
+        return [most] * len(eqn.outvars)
+
+    program = jax.make_jaxpr(f)(jnp.ones((3, 3)))
+    assert interpret(program, [0], rule, constant=lambda _: 0, enter=CALLS) == [6, 5, 1]
+    values = interpret(program, [jnp.ones((3, 3))], bind, enter=CALLS)
+    expected = jax.tree.leaves(f(jnp.ones((3, 3))))
+    assert all((a == b).all() for a, b in zip(values, expected, strict=True))
+
+
+def test_equations_behind_the_live_outputs():
+    program = jax.make_jaxpr(lambda x: (jnp.sin(x), jnp.cos(x) + 1))(scale)
+    names = [eqn.primitive.name for eqn, _ in needed(program.jaxpr, [False, True])]
+    assert names == ["cos", "add"]

@@ -1,0 +1,56 @@
+"""Shared by the generated tests: strategies for good inputs, and how results are compared.
+
+``make fuzz`` runs these tests with more examples.
+"""
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import settings
+
+seeds = st.integers(0, 2**32 - 1)
+dtypes = st.sampled_from([np.float32, np.float64] if jax.config.jax_enable_x64 else [np.float32])
+
+
+def examples(few):
+    """Run ``few`` examples in the test suite, and as many as the profile says in ``make fuzz``."""
+    profile = settings.default
+    return settings(max_examples=few if profile.derandomize else profile.max_examples)
+
+
+def eps(dtype):
+    return float(jnp.finfo(dtype).eps)
+
+
+def wide(tree):
+    """The same arrays in float64 numpy."""
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def normal(rng, dtype, *shape, scale=1.0):
+    return jnp.asarray(scale * rng.normal(size=shape), dtype)
+
+
+def simplex_point(rng, dtype, *shape, vertex=False):
+    """A point inside the simplex; with ``vertex`` also close to a vertex, or with zeros."""
+    logits = 10 ** rng.uniform(-1, 1.5 if vertex else 0.5) * rng.normal(size=shape)
+    alpha = np.exp(logits - logits.max(-1, keepdims=True))
+    if vertex and rng.random() < 0.3:
+        alpha[..., 0] = 0
+    return jnp.asarray((alpha / alpha.sum(-1, keepdims=True)).astype(dtype))
+
+
+def assert_near(actual, expected, tolerance):
+    """All values agree, relative to the largest one expected; infinities and NaN are the same."""
+    actual, expected = (
+        np.concatenate([np.ravel(x) for x in jax.tree.leaves(wide(tree))])
+        for tree in (actual, expected)
+    )
+    scale = np.max(np.abs(expected), initial=0, where=np.isfinite(expected)) or 1.0
+    np.testing.assert_allclose(actual / scale, expected / scale, rtol=0, atol=tolerance)
+
+
+def assert_at_most(small, large, slack=0.0):
+    small, large = np.asarray(small, np.float64), np.asarray(large, np.float64)
+    assert np.all(small <= large + slack), f"{np.max(small)} > {np.min(large)} + {slack}"

@@ -59,7 +59,11 @@ def plan_gradients(network: NetworkProgram, factored: bool) -> GradientPlan:
     trained = [i for i in network.trained if inputs[i] in used]
     products: WeightProducts = {}
     if factored:
-        weights = {inputs[i]: whole_leaf(i, shape_and_dtype(inputs[i]).shape) for i in trained}
+        count = len(jaxpr.constvars)
+        weights = [
+            whole_leaf(i, shape_and_dtype(v).shape) if i in trained else None
+            for i, v in enumerate(jaxpr.invars, start=count)
+        ]
         products, elsewhere = find_weight_products(jaxpr, weights)
         products = _only(products, set(trained) - elsewhere)
     layered = leaves_of(weight_product.weight for weight_product in jax.tree.leaves(products))

@@ -105,56 +105,47 @@ def inlined(program: ClosedJaxpr) -> tuple[Jaxpr, list]:
 # --- Where the weights are ------------------------------------------------------------------------
 
 
-def find_weight_products(jaxpr: Jaxpr, weights: dict[Var, Weight], steps: tuple[int, ...] = ()):
-    """The products with weights in a program without calls, and the leaves with other uses.
+def find_weight_products(
+    jaxpr: Jaxpr, weights: Sequence[Weight | None], steps: tuple[int, ...] = ()
+) -> tuple[WeightProducts, set[int]]:
+    """Return the products with weights in an :func:`inlined` program, and the other used leaves.
 
-    Parameters
-    ----------
-    jaxpr : Jaxpr
-        A program that :func:`inlined` made.
-    weights : dict
-        Which of its inputs are weights.
-    steps : tuple of int
-        The lengths of the loops around it.
-
-    Returns
-    -------
-    tuple of Sites and set of int
+    ``weights`` says which inputs are weights. ``steps`` are the lengths of the loops around the
+    program.
     """
-    known = dict(weights)
     single: dict[Var, Any] = {}  # variables that repeat the one entry of another
     products: WeightProducts = {}
     elsewhere: set[int] = set()
-
-    def weight(v) -> Weight | None:
-        return None if isinstance(v, Literal) else known.get(v)
+    places = itertools.count()
 
     def number(v):
-        """A variable with the one number that ``v`` consists of, or None."""
+        """Return a variable with the one number that ``v`` consists of, or None."""
         return v if shape_and_dtype(v).size == 1 else single.get(v) if isinstance(v, Var) else None
 
-    for place, eqn in enumerate(jaxpr.eqns):
-        mine: list[Any] = [weight(v) for v in eqn.invars]
+    def rule(eqn: JaxprEqn, mine: list) -> list:
+        place, nothing = next(places), [None] * len(eqn.outvars)
         if eqn.primitive.name == "broadcast_in_dim" and number(eqn.invars[0]) is not None:
             single[eqn.outvars[0]] = number(eqn.invars[0])
         if not any(mine):
-            continue
+            return nothing
         if eqn.primitive.name == "scan":
             products[place], others = _find_in_loop(eqn, mine, steps)
-            elsewhere |= others
-            continue
+            elsewhere.update(others)
+            return nothing
         # Of two weights the larger one: the other would keep all of it for every sample.
         weighted = [i for i, w in enumerate(mine) if w]
         largest = max(weighted, key=[shape_and_dtype(v).size for v in eqn.invars].__getitem__)
         weight_product = _weight_product(eqn, largest, mine[largest], steps)
         if weight_product is not None:
             products[place] = weight_product
-            elsewhere |= leaves_of(mine[i] for i in weighted if i != largest)
-            continue
+            elsewhere.update(leaves_of(mine[i] for i in weighted if i != largest))
+            return nothing
         outputs, lost = _rearranged(eqn, mine, number)
-        known.update(zip(eqn.outvars, outputs, strict=True))
-        elsewhere |= leaves_of(lost)
-    return products, elsewhere | leaves_of(weight(v) for v in jaxpr.outvars)
+        elsewhere.update(leaves_of(lost))
+        return outputs
+
+    outputs = interpret(jaxpr, weights, rule, consts=jaxpr.constvars, constant=lambda _: None)
+    return products, elsewhere | leaves_of(outputs)
 
 
 def leaves_of(weights) -> set[int]:
@@ -164,13 +155,15 @@ def leaves_of(weights) -> set[int]:
 
 def _find_in_loop(eqn: JaxprEqn, mine: list, steps: tuple[int, ...]):
     constants, carried = scan_operands(eqn)
-    body, inner, lost = inner_jaxprs(eqn)[0].jaxpr, {}, []
-    for i, (w, v) in enumerate(zip(mine, body.invars, strict=True)):
+    body, inner, lost = inner_jaxprs(eqn)[0].jaxpr, [], []
+    for i, w in enumerate(mine):
         if w and constants <= i < constants + carried:
             lost.append(w)  # it changes
+            w = None
         elif w:
             own = i >= constants
-            inner[v] = (w.then("step") if own else w)._replace(loops=(*w.loops, own))
+            w = (w.then("step") if own else w)._replace(loops=(*w.loops, own))
+        inner.append(w)
     products, elsewhere = find_weight_products(body, inner, (*steps, eqn.params["length"]))
     return products, elsewhere | leaves_of(lost)
 
@@ -257,54 +250,50 @@ def overlap(first: tuple[int, Box], second: tuple[int, Box]) -> bool:
 def run_with_additions(
     jaxpr: Jaxpr, inputs: Sequence, products: WeightProducts, additions: Any, depth: int = 0
 ) -> tuple[list, Any]:
-    """The outputs when something is added to every product, and what the products keep.
+    """Return the outputs if something is added to every product, and what the products keep.
 
-    Parameters
-    ----------
-    jaxpr : Jaxpr
-        A program that :func:`inlined` made.
-    inputs : sequence of arrays
-        For its constants and inputs.
-    products : WeightProducts
-        Products in it.
-    additions : pytree of arrays
-        Arranged as ``products``.
-    depth : int
-        How many loops are around it.
+    ``jaxpr`` is an :func:`inlined` program, ``inputs`` are its constants and inputs, and
+    ``additions`` is arranged as ``products``. ``depth`` counts the loops around the program.
     """
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+    values: dict[Var, Any] = {}  # the operands so far
     product_inputs: dict[int, Any] = {}
+    places = itertools.count()
 
     def value(v):
         return v.val if isinstance(v, Literal) else values[v]
 
     def scaled_operand(weight_product: WeightProduct, operand):
-        """What the product keeps, times the numbers by which the weight was multiplied here."""
+        """Return what the product keeps, times the numbers that multiplied the weight here."""
         for loops, number, power in weight_product.weight.factors:
             if loops == depth:
                 factor = number if isinstance(number, float) else jnp.reshape(value(number), ())
                 operand = map_floats(functools.partial(jnp.multiply, factor**power), operand)
         return operand
 
-    for place, eqn in enumerate(jaxpr.eqns):
-        arguments, here = [value(v) for v in eqn.invars], products.get(place)
+    def rule(eqn: JaxprEqn, arguments: list) -> list:
+        place = next(places)
+        here = products.get(place)
+        operands = zip(eqn.invars, arguments, strict=True)
+        values.update((v, x) for v, x in operands if isinstance(v, Var))
         if isinstance(here, dict):
             body = inner_jaxprs(eqn)[0]
 
-            def step(inputs, more, body=body, here=here):
+            def step(inputs, more):
                 return run_with_additions(
                     body.jaxpr, [*body.consts, *inputs], here, more, depth + 1
                 )
 
             outputs, inner_inputs = bind_scan(eqn, step, arguments, additions[place])
             product_inputs[place] = jax.tree.map(scaled_operand, here, inner_inputs)
-        else:
-            outputs = bind(eqn, arguments)
+            return outputs
+        outputs = bind(eqn, arguments)
         if isinstance(here, WeightProduct):
             product_inputs[place] = scaled_operand(here, here.product.keep(*arguments))
             outputs = [outputs[0] + additions[place]]
-        values.update(zip(eqn.outvars, outputs, strict=True))
-    return [value(v) for v in jaxpr.outvars], product_inputs
+        return outputs
+
+    count = len(jaxpr.constvars)
+    return interpret(jaxpr, inputs[count:], rule, consts=inputs[:count]), product_inputs
 
 
 def map_floats(function, tree):

@@ -22,7 +22,7 @@ CALLS = frozenset(
 def interpret(
     program: Jaxpr | ClosedJaxpr,
     inputs: Sequence,
-    rule: Callable[[JaxprEqn, list], Sequence],
+    rule: Callable[[JaxprEqn, list], list],
     *,
     consts: Sequence | None = None,
     constant: Callable[[Any], Any] = lambda x: x,
@@ -35,10 +35,9 @@ def interpret(
     Calls whose names are in ``enter`` are interpreted in their turn. The rule gets all other
     equations, loops and branches among them, and may call this function for their programs.
     """
-    closed = as_closed_jaxpr(program)
-    jaxpr = closed.jaxpr
-    own: Sequence = closed.consts if consts is None else consts
-    values = dict(zip(jaxpr.constvars, map(constant, own), strict=True))
+    jaxpr = program if isinstance(program, Jaxpr) else program.jaxpr
+    consts = as_closed_jaxpr(program).consts if consts is None else consts
+    values = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
     values.update(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atoms):

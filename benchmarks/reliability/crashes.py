@@ -1,75 +1,106 @@
-"""Kills at random moments, bit flips, a full disk, two writers: what a resumed run gives then.
+"""Kills at random moments, bit flips, full disks, two writers, NaN: are results lost or changed?
 
-Every job (:mod:`reliability.victims`) runs in a process of its own, forked from one that has
-imported everything and started nothing. The truth is the same job, left alone.
+Every job (``victims.py``) runs in its own process, forked from one that has imported everything
+and computed nothing. The reference is the same job without an attack.
 
 =========  =================================================================================
-attack     right
+attack     expected
 =========  =================================================================================
-kills      after up to three SIGKILLs, the last run gives every number bit for bit
-flips      the same, though a bit of the record was flipped; or a sentence that refuses it
-disks      the disk is full: the same result; or a sentence, with the result so far in the
-           exception. With room again, resuming gives the same numbers
-writers    a second process on the same folder is refused in a sentence; the first ends right
+kills      after up to three SIGKILLs, the last run returns the reference bit for bit
+flips      the same, with one bit of a record flipped; or one message that refuses the record
+disks      the disk is full: the reference; or one message, with the result so far in the
+           exception. With room again, resuming returns the reference
+writers    a second process on the same folder gets one message; the first returns the reference
+nonfinite  a search with NaN or infinity in one quantity stops there (``nonfinite.py``)
 =========  =================================================================================
+
+    python benchmarks/reliability/crashes.py          # all attacks: hours; the same line resumes
+    python benchmarks/reliability/crashes.py --quick  # two of each, without a results file
+    python benchmarks/reliability/crashes.py --smoke  # one writers' pair and one NaN
+    python benchmarks/reliability/crashes.py --only kills
+    python benchmarks/reliability/crashes.py --only kills --case 17  # one attack again
+
+The seed, the attack's name and its number determine an attack. Each result is appended to
+``results/crashes.jsonl``, and a run skips the attacks that the file has. The exit status is 1 if
+any attack failed.
 """
 
+import atexit
 import functools
 import multiprocessing
 import shutil
+import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks import harness
 from benchmarks.reliability import victims
-from benchmarks.reliability.case import Outcome
+from benchmarks.reliability.nonfinite import nonfinite
+from benchmarks.reliability.victims import Outcome
 
 _PATIENCE = 900  # seconds for one run of a job, on a machine that does other things too
 _JOBS = ("search", "baseline", "halving", "sharing", "rank", "bilevel search", "bilevel baseline")
-_OFTEN = (0.35, 0.15, 0.1, 0.1, 0.14, 0.1, 0.06)  # commands take longest
+_OFTEN = (0.5, 0.2, 0.1, 0.1, 0.06, 0.02, 0.02)  # the last ones take longest
 
 
 @functools.cache
 def _forks():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["reliability.victims", "bilevel", "bilevel.cli", "optax"])
+    context.set_forkserver_preload(
+        ["benchmarks.reliability.victims", "bilevel", "bilevel.cli", "optax"]
+    )
     return context
 
 
+@functools.cache
+def _temporary(name: str) -> Path:
+    """A folder that exists until this process ends."""
+    folder = tempfile.TemporaryDirectory(prefix=name)
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
 def _start(job: str, folder: Path, output: Path, **options: Any):
-    arguments = (job, folder, output)
+    arguments = job, folder, output, _temporary("programs") / job
     process = _forks().Process(target=victims.run, args=arguments, kwargs=options, daemon=True)
     process.start()
     return process
 
 
 def _report(process, output: Path) -> dict[str, Any]:
-    """What a job came to; a process that died without a word says so."""
+    """Wait for a job's process and return its report."""
     process.join(_PATIENCE)
     if process.exitcode is None:
         process.kill()
         process.join()
         return {"error": f"not done after {_PATIENCE} s", "raw": "a hang"}
     if not output.exists():
-        return {"error": f"died with status {process.exitcode}", "raw": "died without a word"}
-    report = np.load(output, allow_pickle=True)[0]  # of our own writing
+        return {"error": f"died with status {process.exitcode}", "raw": "died without a message"}
+    report = np.load(output, allow_pickle=True)[0]  # written by `victims.run`
     output.unlink()
     return report
 
 
 @functools.cache
 def _truth(job: str) -> tuple[dict[str, np.ndarray], float]:
-    """The job left alone, and how long its process took."""
-    with tempfile.TemporaryDirectory() as place:
-        began = time.monotonic()
-        output = Path(place) / "truth.npy"
-        report = _report(_start(job, Path(place) / "run", output), output)
+    """The results of the job without an attack, and the seconds of its process.
+
+    The first run compiles; all later runs of this job read its programs.
+    """
+    for _ in range(2):
+        with tempfile.TemporaryDirectory() as place:
+            began = time.monotonic()
+            output = Path(place) / "truth.npy"
+            report = _report(_start(job, Path(place) / "run", output), output)
+            seconds = time.monotonic() - began
         if "arrays" not in report:
-            raise RuntimeError(f"{job} left alone: {report['error']}")
-        return report["arrays"], time.monotonic() - began
+            raise RuntimeError(f"{job} without an attack: {report['error']}")
+    return report["arrays"], seconds
 
 
 def _differs(arrays: dict[str, np.ndarray], truth: dict[str, np.ndarray]) -> str:
@@ -78,7 +109,7 @@ def _differs(arrays: dict[str, np.ndarray], truth: dict[str, np.ndarray]) -> str
     for name, expected in truth.items():
         array = arrays[name]
         if array.shape != expected.shape or array.tobytes() != expected.tobytes():
-            return f"{name}: another result than left alone"
+            return f"{name}: another result than without an attack"
     return ""
 
 
@@ -92,7 +123,7 @@ def _judged(report: dict[str, Any], job: str, attack: str, *, refusal: bool) -> 
 
 
 def kills(seed: int, number: int, job: str | None = None) -> Outcome:
-    """SIGKILL at random moments, then to the end."""
+    """Send SIGKILL at random moments, then let the job end."""
     rng = np.random.default_rng([seed, 4, number])
     job = job or str(rng.choice(_JOBS, p=_OFTEN))
     _, seconds = _truth(job)
@@ -115,12 +146,13 @@ _HALFWAY = {"search": {"steps": 12}, "bilevel search": {"steps": 2}}
 
 @functools.cache
 def _interrupted(job: str) -> Path:
-    """A folder with the record of a job not quite done; the last lines of a journal are cut."""
-    place = Path(tempfile.mkdtemp())
+    """A folder with the record of an unfinished job. Of a journal, half of the lines are there."""
+    _truth(job)
+    place = _temporary(job)
     output = place / "output.npy"
     report = _report(_start(job, place / "run", output, **_HALFWAY.get(job, {})), output)
     if "arrays" not in report:
-        raise RuntimeError(f"{job} left alone: {report['error']}")
+        raise RuntimeError(f"{job} without an attack: {report['error']}")
     for journal in (place / "run").glob("*.jsonl"):
         lines = journal.read_bytes().splitlines(keepends=True)
         journal.write_bytes(b"".join(lines[: len(lines) // 2 + 1]))
@@ -130,7 +162,7 @@ def _interrupted(job: str) -> Path:
 
 
 def flipped(folder: Path, rng: np.random.Generator) -> str:
-    """Flip one bit of one file; which it was."""
+    """Flip one bit of one file, and return its place."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.stat().st_size)
     file = files[rng.integers(len(files))]
     content = bytearray(file.read_bytes())
@@ -141,7 +173,7 @@ def flipped(folder: Path, rng: np.random.Generator) -> str:
 
 
 def flips(seed: int, number: int, job: str | None = None) -> Outcome:
-    """One bit of one file of a record, then on from there."""
+    """Flip one bit of one file of a record, then resume."""
     rng = np.random.default_rng([seed, 5, number])
     job = job or str(
         rng.choice(
@@ -156,11 +188,12 @@ def flips(seed: int, number: int, job: str | None = None) -> Outcome:
 
 
 def disks(seed: int, number: int) -> Outcome:
-    """No file may pass a random size, then all may."""
+    """Limit the size of files, then resume without a limit."""
     rng = np.random.default_rng([seed, 6, number])
     job = str(rng.choice(["search", "baseline", "sharing", "rank"], p=[0.5, 0.2, 0.1, 0.2]))
     limit = int(10 ** rng.uniform(0, 4.3))
     attack = f"{job}, no file above {limit} bytes"
+    _truth(job)
     with tempfile.TemporaryDirectory() as place:
         folder, output = Path(place) / "run", Path(place) / "output.npy"
         report = _report(_start(job, folder, output, limit=limit), output)
@@ -176,7 +209,7 @@ def disks(seed: int, number: int) -> Outcome:
 
 
 def writers(seed: int, number: int) -> Outcome:
-    """Two processes on one folder, the second a random moment after the first."""
+    """Start a second process on the same folder at a random moment."""
     rng = np.random.default_rng([seed, 7, number])
     job = str(rng.choice(["search", "baseline", "rank"], p=[0.6, 0.2, 0.2]))
     _, seconds = _truth(job)
@@ -196,3 +229,78 @@ def writers(seed: int, number: int) -> Outcome:
     if all(v.verdict == "refused" for v in verdicts):
         return Outcome("wrong", attack, "both were refused")
     return next((v for v in verdicts if v.verdict == "refused"), verdicts[0])
+
+
+ATTACKS = {  # the function; how many attacks at --smoke, at --quick and by default
+    "kills": (kills, 0, 2, 200),
+    "flips": (flips, 0, 2, 300),
+    "disks": (disks, 0, 2, 60),
+    "writers": (writers, 1, 2, 40),
+    "nonfinite": (nonfinite, 1, 2, 300),
+}
+FAILURES = "wrong", "raw"
+
+
+def report(rows: list[harness.Row]) -> str:
+    """The counts of each attack, and the failures, as Markdown."""
+    rows = [row for row in rows if "attack" in row]  # the first one is the environment
+    last = {(row["seed"], row["attack"], row["number"]): row for row in rows}.values()
+    counts = {name: Counter(r["verdict"] for r in last if r["attack"] == name) for name in ATTACKS}
+    heads = "attack", "runs", "same result", "refused in one message", "wrong", "other exception"
+    verdicts = "right", "refused", "wrong", "raw"
+    table = [
+        [name, count.total(), *(count[verdict] for verdict in verdicts)]
+        for name, count in counts.items()
+    ]
+    failed = [f"- {r['attack']} {r['number']}: {r['detail']}" for r in last if _failed(r)]
+    return "\n".join([harness.table(heads, table), *failed])
+
+
+def _failed(row: harness.Row) -> bool:
+    return row["verdict"] in FAILURES
+
+
+def attacked(name: str, seed: int, number: int) -> harness.Row:
+    """One attack and its outcome, as a row of the results."""
+    began = time.monotonic()
+    verdict, attack, detail = ATTACKS[name][0](seed, number)
+    row = {"attack": name, "seed": seed, "number": number, "verdict": verdict}
+    row["seconds"] = round(time.monotonic() - began, 1)
+    return row | ({"detail": f"{attack}: {detail}"} if verdict in FAILURES else {})
+
+
+def main() -> int:
+    """Run the attacks that the results file lacks."""
+    flags = harness.command_line(
+        __file__,
+        __doc__,
+        report,
+        seed={"type": int, "default": 0},
+        only={"choices": ATTACKS, "help": "one kind of attack"},
+        case={"type": int, "help": "the number of one attack of --only"},
+    )
+    if flags.case is not None:
+        if flags.only is None:
+            flags.error("--case: expected --only with the kind of the attack, got none.")
+        row = attacked(flags.only, flags.seed, flags.case)
+        print(row)
+        return int(_failed(row))
+    rows = harness.where(harness.begun(flags.results, "optax"), seed=flags.seed)
+    present = {(row["attack"], row["number"]) for row in rows}
+    size = 1 + ("smoke", "quick", "default").index(flags.size)
+    names = [flags.only] if flags.only else list(ATTACKS)
+    planned = [(name, i) for name in names for i in range(ATTACKS[name][size])]
+    for name, number in planned:
+        if (name, number) in present:
+            continue
+        rows.append(attacked(name, flags.seed, number))
+        if flags.results:
+            harness.append(flags.results, rows[-1])
+        if _failed(rows[-1]):
+            print(rows[-1], flush=True)
+    print(report(rows))
+    return int(any(map(_failed, rows)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

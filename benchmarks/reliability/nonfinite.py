@@ -1,7 +1,7 @@
-"""NaN and infinity at every quantity of a search, at step 0 and later.
+"""NaN and infinity in every quantity of a search, at step 0 and later.
 
-The weights count the outer steps, so that a loss knows when to go wrong. A search has to stop at
-that step, name the quantity, and hold the state before it, which is that of a search without it.
+The weights count the outer steps, so that a loss knows the step. A search has to stop at that step
+and name the quantity. Its state has to be that of a search without the mistake.
 """
 
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 import bilevel
-from benchmarks.reliability.case import Outcome, first, limited, near, not_a_sentence, said, that
+from benchmarks.reliability.victims import Outcome, not_a_message, short
 
 _STEPS = 6
 _EXPECTED = {  # what may be named: the quantity itself, or the first one that it makes bad
@@ -82,7 +82,7 @@ def _batches(quantity: str, at: int, number: float):
 
 
 def nonfinite(seed: int, number: int) -> Outcome:
-    """One search with something planted in it."""
+    """Plant NaN or infinity in one quantity of a search."""
     rng = np.random.default_rng([seed, 3, number])
     quantity = str(rng.choice(list(_EXPECTED)))
     at, bad = int(rng.integers(_STEPS)), float(rng.choice([np.nan, np.inf, -np.inf]))
@@ -94,17 +94,16 @@ def nonfinite(seed: int, number: int) -> Outcome:
             options["checkpoint"] = tempfile.mkdtemp()
         clean = _search(quantity, -1, bad, {})
         try:
-            with limited():
-                if compiled:
-                    result_under_jit = jax.jit(lambda: _search(quantity, at, bad, {}))()
-                    return Outcome(*_stopped(result_under_jit, None, quantity, at, clean, attack))
-                result = _search(quantity, at, bad, options)
+            if compiled:
+                result_under_jit = jax.jit(lambda: _search(quantity, at, bad, {}))()
+                return _judged(result_under_jit, None, quantity, at, clean, attack)
+            result = _search(quantity, at, bad, options)
         except bilevel.NonFiniteError as error:
-            return Outcome(*_stopped(error.result, error, quantity, at, clean, attack))
+            return _judged(error.result, error, quantity, at, clean, attack)
         except Exception as error:
-            reason = not_a_sentence(error, {}) or f"not a NonFiniteError: {said(error)}"
+            reason = not_a_message(error) or f"not a NonFiniteError: {short(error)}"
             return Outcome("raw", attack, reason)
-        return Outcome("swallowed", attack, f"went on to {float(result.history['value'][-1]):.4g}")
+        return Outcome("wrong", attack, f"it continued to {float(result.history['value'][-1]):.4g}")
 
 
 def _search(quantity, at, bad, options):
@@ -125,16 +124,18 @@ def _search(quantity, at, bad, options):
     )
 
 
-def _stopped(result, error, quantity, at, clean, attack) -> tuple[str, str, str]:
-    done = at if error is None else len(result.history["value"])
+def _judged(result, error, quantity, at, clean, attack) -> Outcome:
+    """Compare the state before the step ``at`` with that of a search without the mistake."""
     before = clean.history["alpha"][at - 1] if at else jnp.array([0.3, 0.7])
-    reason = first(
-        that(int(result.state.step) == at, f"stopped at step {int(result.state.step)}"),
-        that(done == at, f"{done} rows of history"),
-        near("alpha before it", result.alpha, before, 1e-6),
-        "" if error is None else that(error.step == at, f"says step {error.step}"),
-        ""
-        if error is None
-        else that(error.quantity in _EXPECTED[quantity], f"names the {error.quantity}"),
-    )
-    return ("wrong" if reason else "right"), attack, reason
+    rows = at if error is None else len(result.history["value"])
+    mistakes = {
+        f"stopped at step {int(result.state.step)}": int(result.state.step) != at,
+        f"{rows} rows of history": rows != at,
+        "another alpha before that step": not np.allclose(result.alpha, before, rtol=0, atol=1e-6),
+    }
+    if error is not None:
+        mistakes[f"the error has step {error.step}"] = error.step != at
+        named = error.quantity in _EXPECTED[quantity]
+        mistakes[f"the error names the {error.quantity}"] = not named
+    reason = next((text for text, wrong in mistakes.items() if wrong), "")
+    return Outcome("wrong" if reason else "right", attack, reason)

@@ -1,70 +1,101 @@
-"""Jobs for processes that are killed, starved of disk, or run into each other.
+"""Jobs for processes that are killed, run out of disk, or share a folder.
 
-Each job is ``job(folder) -> arrays``: it records in ``folder``, resumes from what is there, and
-returns all its numbers, to be compared bit for bit. A library that records every few seconds would
-record a short job once. So ``search`` and ``rank`` are done in several sittings, each of which
-records its end and resumes from the one before.
+Each job is ``job(folder) -> arrays``. It records in ``folder``, resumes from the record there, and
+returns all its results, which are compared bit for bit.
 """
 
 import contextlib
 import io
 import os
+import re
 import resource
 import signal
+import time
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+import bilevel
+import ntk
 from bilevel.contracts import Evaluation, Shared
 
 Arrays = dict[str, np.ndarray]
 
+_OURS = tuple(str(Path(package.__file__).parent) for package in (bilevel, ntk))
+_REFUSALS = ValueError, TypeError, FloatingPointError, FileNotFoundError
+
+
+class Outcome(NamedTuple):
+    """Outcome of an attack: ``verdict`` is "right", "refused", "wrong" or "raw"."""
+
+    verdict: str
+    attack: str
+    detail: str = ""
+
+
+def not_a_message(error: BaseException) -> str:
+    """Say why an exception is no refusal: one message of ours that names an argument. Else ""."""
+    if isinstance(error, CommandRefused):
+        lines = str(error).splitlines()
+        one = len(lines) == 1 and lines[0].startswith("bilevel: ")
+        return "" if one else f"not one message: {short(error)}"
+    if not isinstance(error, _REFUSALS):
+        return f"not an exception that refuses: {short(error)}"
+    if not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(_OURS):
+        return f"raised by another library: {short(error)}"
+    if len(str(error)) > 400 or "\n" in str(error).strip():
+        return f"not one message: {short(error)}"
+    # "argument: expected", or the name of what a run records in
+    names = r'^[\w\[\]"., ]{1,40}: expected|\b(checkpoint|journal|file|out|resume|folder)\b'
+    return "" if re.search(names, str(error)) else f"names no argument: {short(error)}"
+
+
+def short(error: BaseException) -> str:
+    """An exception in one short line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
 
 def search(folder: Path, steps: int = 25) -> Arrays:
-    """A search with momentum, random batches and a checkpoint after every step.
+    """Search with momentum, random batches and a checkpoint every few steps.
 
-    A sitting has two steps. The search records after its first chunk and at its end. If a sitting
-    gets no further than the one before, as on a full disk, the next one goes to the end.
+    The steps take milliseconds, and a checkpoint follows the one before after 20 times the seconds
+    of writing it. So every step waits.
     """
     import jax
     import jax.numpy as jnp
     import optax
 
-    import bilevel
+    from bilevel.outer_loop import search as module
 
+    module._SAVE_SECONDS = 0.0
     problem = bilevel.Problem(
         lambda w, alpha, batch: 0.5 * jnp.sum((batch @ w - alpha[0]) ** 2) + jnp.sum(alpha * w**2),
         lambda w, alpha, batch: 0.5 * jnp.sum((batch @ w - 1) ** 2),
     )
     data = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3)), jnp.float32)
-    reached, whole = 0, False
-    while reached < steps:
-        search_result = bilevel.search(
-            problem,
-            bilevel.unrolled(optax.sgd(0.01, momentum=0.9), 3),
-            optax.chain(optax.adam(0.05), bilevel.project()),
-            jnp.full(3, 1 / 3),
-            jnp.ones(3),
-            data,
-            data,
-            steps=steps,
-            batches=lambda key, rows: rows[jax.random.randint(key, (8,), 0, 20)],
-            key=jax.random.key(1),
-            checkpoint=folder,
-            resume=True,
-            callback=None if whole else lambda result: True,
-            every=None if whole else 2,
-            chunk=1,
-            progress=False,
-        )
-        step = int(search_result.state.step)
-        reached, whole = max(step, reached), step <= reached
-    leaves = jax.tree.leaves(
-        (search_result.alpha, search_result.w, search_result.history, search_result.state)
+    result = bilevel.search(
+        problem,
+        bilevel.unrolled(optax.sgd(0.01, momentum=0.9), 3),
+        optax.chain(optax.adam(0.05), bilevel.project()),
+        jnp.full(3, 1 / 3),
+        jnp.ones(3),
+        data,
+        data,
+        steps=steps,
+        batches=lambda key, rows: rows[jax.random.randint(key, (8,), 0, 20)],
+        key=jax.random.key(1),
+        checkpoint=folder,
+        resume=True,
+        callback=lambda result: time.sleep(0.04),
+        every=1,
+        chunk=1,
+        progress=False,
     )
+    leaves = jax.tree.leaves((result.alpha, result.w, result.history, result.state))
     return {str(i): np.asarray(x) for i, x in enumerate(leaves)}
 
 
@@ -108,7 +139,7 @@ def sharing(folder: Path) -> Arrays:
 
 
 def rank(folder: Path) -> Arrays:
-    """Train-free scores with a record of them, of ten more networks in each sitting."""
+    """Train-free scores with a record of them, of ten more networks in each call."""
     import jax
     import jax.numpy as jnp
 
@@ -136,58 +167,27 @@ def rank(folder: Path) -> Arrays:
 
 def command_search(folder: Path, steps: int = 4) -> Arrays:
     """``bilevel search``, small. It records after its first chunk and at its end."""
-    small = (
-        "--activations",
-        "relu",
-        "tanh",
-        "--steps",
-        str(steps),
-        "--inner-steps",
-        "3",
-        "--width",
-        "16",
-        "--train",
-        "20",
-        "--valid",
-        "20",
-        "--test",
-        "40",
-        "--progress",
-        "False",
-    )
-    return _command("search", small, folder)
+    small = f"--activations relu tanh --steps {steps} --inner-steps 3 --width 16"
+    return _command(f"search {small} --train 20 --valid 20 --test 40", folder)
 
 
 def command_baseline(folder: Path) -> Arrays:
     """``bilevel baseline``, small."""
-    small = (
-        "--method",
-        "fast-weight-sharing",
-        "--configs",
-        "6",
-        "--dimension",
-        "32",
-        "--train",
-        "60",
-        "--valid",
-        "40",
-        "--progress",
-        "False",
-    )
-    return _command("baseline", small, folder)
+    small = "--method fast-weight-sharing --configs 6 --dimension 32 --train 60 --valid 40"
+    return _command(f"baseline {small}", folder)
 
 
 class CommandRefused(Exception):
-    """A command's own words, on its standard error."""
+    """The message of a command on its standard error."""
 
 
-def _command(name: str, small: tuple[str, ...], folder: Path) -> Arrays:
+def _command(line: str, folder: Path) -> Arrays:
     from bilevel.cli import main
 
     resume = ("--resume",) if folder.exists() else ()
     errors = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
-        status = main([name, *small, "--out", str(folder), *resume])
+        status = main([*line.split(), "--progress", "False", "--out", str(folder), *resume])
     if status:
         raise CommandRefused(errors.getvalue().strip())
     with np.load(folder / "arrays.npz", allow_pickle=False) as archive:
@@ -205,32 +205,37 @@ JOBS: dict[str, Callable[..., Arrays]] = {
 }
 
 
-def run(job: str, folder: Path, output: Path, limit: int | None = None, **options: Any) -> None:
-    """In a process of its own: the job's arrays, or what it raised, into ``output``.
+def run(
+    job: str,
+    folder: Path,
+    output: Path,
+    programs: Path,
+    limit: int | None = None,
+    **options: Any,
+) -> None:
+    """Write a job's arrays, or its exception, to ``output``: the whole work of a process.
 
-    ``limit``: bytes that a file may have, as on a disk that is full.
+    Compiled programs are read from the folder ``programs`` if it exists; the first run makes it.
+    ``limit`` is the number of bytes that a file may have, as on a full disk.
     """
+    import jax
+
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9 * programs.exists())
+    jax.config.update("jax_compilation_cache_dir", str(programs))
     report: dict[str, Any] = {}
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         if limit is not None:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         try:
             report["arrays"] = JOBS[job](folder, **options)
         except Exception as error:
-            from benchmarks.reliability.case import not_a_sentence, said
-
-            names = dict.fromkeys(("checkpoint", "journal", "file", "out", "resume", "folder"))
-            report["error"], report["raw"] = said(error), not_a_sentence(error, names)
-            if isinstance(error, CommandRefused):
-                lines = str(error).splitlines()
-                is_sentence = len(lines) == 1 and lines[0].startswith("bilevel: ")
-                report["raw"] = "" if is_sentence else f"not one sentence: {said(error)}"
+            report["error"], report["raw"] = short(error), not_a_message(error)
             report["kept"] = hasattr(error, "result")
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    report["warnings"] = [str(w.message)[:200] for w in told]
     beside = output.with_suffix(".part")
     np.save(beside.with_suffix(".part.npy"), np.array([report], dtype=object), allow_pickle=True)
     os.replace(beside.with_suffix(".part.npy"), output)

@@ -2,11 +2,9 @@
 
 import functools
 
-import numpy as np
 import pytest
 
-from benchmarks.reliability import crashes, nonfinite, parts, victims
-from benchmarks.reliability.case import not_a_sentence
+from benchmarks.reliability import parts
 
 SEED, INPUTS = 1, 2
 # What compiles in no time; the campaign itself attacks all of them.
@@ -44,30 +42,3 @@ def test_no_input_gives_a_wrong_number_or_a_raw_error(name):
 
 def test_the_same_number_is_the_same_input():
     assert parts.one(NAMES[0], SEED, 1) == outcomes(NAMES[0])[1]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", range(2))
-def test_a_search_stops_where_a_quantity_is_not_finite(number):
-    outcome = nonfinite.nonfinite(SEED, number)
-    assert outcome.verdict == "right", outcome
-
-
-@pytest.mark.filterwarnings("ignore:journal")  # of lines that are solved again
-def test_a_journal_with_a_flipped_bit_gives_the_exact_trace_or_is_refused(tmp_path):
-    """Truth: the same run, left alone. Kills need processes of their own: the campaign has them."""
-    rng = np.random.default_rng(SEED)
-    truth = victims.sharing(tmp_path / "whole")
-    lines = (tmp_path / "whole" / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    for i in range(8):
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        (folder / "journal.jsonl").write_bytes(b"".join(lines[:3]))
-        where = crashes.flipped(folder, rng)
-        try:
-            arrays = victims.sharing(folder)
-        except ValueError as error:
-            assert not not_a_sentence(error, {"journal": None}), where
-        else:
-            for name, expected in truth.items():
-                assert arrays[name].tobytes() == expected.tobytes(), where

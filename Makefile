@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-newest test-lowest smoke lint format lock notebooks bench tables accelerator clean
+.PHONY: help run test test-slow fuzz test-newest test-lowest smoke lint format lock notebooks bench tables accelerator clean
 
 ARGS ?=
 BIN := .venv/bin
@@ -48,6 +48,9 @@ test: $(VENV) ## the tests and the doctests; pytest's flags through ARGS
 
 test-slow: $(VENV) ## the tests that it leaves out: those marked slow or long
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+fuzz: $(VENV) ## 10,000 new examples of the generated tests, in hours; ARGS=tests/ntk for some of them
+	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=fuzz $(or $(ARGS),tests)
 
 test-newest: $(PRIVATE_UV) ## tests of JAX's internals, README, commands on the newest JAX and Python here
 	UV=$(UV) .ci/newest

@@ -43,6 +43,9 @@ for _name, _value in {
 hypothesis.settings.register_profile(
     "bilevel", deadline=None, derandomize=True, database=None, max_examples=20
 )
+hypothesis.settings.register_profile(  # make fuzz: other examples every time
+    "fuzz", deadline=None, database=None, max_examples=55, print_blob=True
+)
 hypothesis.settings.load_profile("bilevel")
 
 

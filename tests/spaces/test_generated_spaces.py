@@ -1,0 +1,182 @@
+"""Discretization, images, genotypes, data and baselines of generated inputs against numpy."""
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from generated import (
+    assert_near,
+    dtypes,
+    eps,
+    examples,
+    normal,
+    seeds,
+    simplex_point,
+    wide,
+)
+from hypothesis import given
+from hypothesis.strategies import integers, sampled_from
+
+import bilevel
+from bilevel import baselines, data, nets
+from bilevel.contracts import Shared
+from bilevel.discretize.factors import factor_simplex
+from bilevel.spaces import darts, nasbench201
+from bilevel.spaces.darts import genotype as darts_genotypes
+
+key = jax.random.key(0)
+
+# ----------------------------------------------------------------------------- discretization
+
+
+@examples(5)
+@given(seed=seeds, dtype=dtypes, k=integers(1, 4), i=integers(0, 3))
+def test_choices_and_factors_of_a_point_of_the_simplex(seed, dtype, k, i):
+    alpha = simplex_point(np.random.default_rng(seed), dtype, 3, 4)
+    order = np.argsort(-wide(alpha), axis=-1, kind="stable")
+    np.testing.assert_array_equal(bilevel.argmax(alpha), order[..., 0])
+    np.testing.assert_array_equal(bilevel.top_k(alpha, k), order[..., :k])
+    np.testing.assert_array_equal(bilevel.rank_by_alpha(alpha), order)
+    gamma = wide(factor_simplex(alpha, i))
+    share = wide(alpha)[..., i, None]
+    assert_near(share * np.eye(4)[i] + (1 - share) * gamma, wide(alpha), 20 * eps(dtype))
+    assert (gamma[..., i] == 0).all()
+
+
+@pytest.mark.slow
+@examples(3)
+@given(seed=seeds, dtype=dtypes)
+def test_condition_six_is_its_formula(seed, dtype):
+    rng, n, h = np.random.default_rng(seed), 40, 4
+    outputs = normal(rng, dtype, n, h, scale=10 ** rng.uniform(-3, 3))
+    alpha = simplex_point(rng, dtype, h)
+    targets = outputs @ alpha + normal(rng, dtype, n)
+    f, a, y = wide((outputs, alpha, targets))
+    L = 0.5 * ((f - y[:, None]) ** 2).mean(0)
+    gammas = (1 - np.eye(h)) * a / (1 - a)[:, None]
+    D = 0.5 * ((f - f @ gammas.T) ** 2).mean(0)
+    verdict = bilevel.condition_six(outputs, alpha, targets)
+    rounding = 200 * eps(dtype) * (1 + 1 / (1 - a).min())
+    assert_near(verdict.L, L, rounding)
+    assert_near(verdict.D, D, rounding)
+    assert int(verdict.argmax) == a.argmax()
+    assert verdict.trust < 1 or L[a.argmax()] <= L.min() * (1 + 1e-6)
+
+
+# ----------------------------------------------------------------------------- images
+
+
+@pytest.mark.slow
+@examples(3)
+@given(seed=seeds, dtype=dtypes, pixels=sampled_from([1, 2, 4]))
+def test_inputs_are_centred_and_scaled_at_any_unit(seed, dtype, pixels):
+    rng = np.random.default_rng(seed)
+    x = normal(rng, dtype, 3, 4, 4, 2, scale=10 ** rng.uniform(-2, 2))
+    factor = 4 // pixels
+    small = wide(x).reshape(3, pixels, factor, pixels, factor, 2).mean((2, 4))
+    expected = (small - small.mean((0, 1, 2))) / small.std((0, 1, 2))
+    assert_near(nets.unit_images(x, pixels=pixels)[0], expected, 1e3 * eps(dtype))
+    flat = wide(x).reshape(3, -1) - wide(x).reshape(3, -1).mean(0)
+    expected = flat / np.linalg.norm(flat, axis=1, keepdims=True)
+    assert_near(bilevel.spaces.unit_inputs(x), expected, 1e3 * eps(dtype))
+
+
+# ----------------------------------------------------------------------------- genotypes
+
+
+@given(code=st.lists(integers(0, 4), min_size=6, max_size=6), cells=integers(1, 3))
+def test_a_cell_of_nas_bench_201_survives_every_form(code, cells):
+    number = int(np.polyval(code, 5))
+    cell = nasbench201.genotypes()[number]
+    np.testing.assert_array_equal(nasbench201.encode(cell), code)
+    assert nasbench201.genotype.parse_genotype(str(cell)) == cell
+    assert nasbench201.genotype.genotype(nasbench201.genotype.one_hot(cell)) == cell
+    edges = zip(nasbench201.genotype.EDGES, cell.operations, strict=True)
+    live = {edge for edge, operation in edges if operation != "none"}
+    paths = [(0, 3)], [(0, 1), (1, 3)], [(0, 2), (2, 3)], [(0, 1), (1, 2), (2, 3)]
+    layers = nasbench201.trainable_layers(cell, cells=cells)
+    assert layers > 0 and (layers == 8 or any(live.issuperset(path) for path in paths))
+    assert nasbench201.parameter_count(cell, cells=cells, channels=2) > 0
+
+
+@examples(5)
+@given(
+    seed=seeds, edits=st.lists(st.tuples(integers(0), sampled_from("()[]',019ax_ ")), max_size=3)
+)
+def test_a_genotype_of_darts_survives_its_text_and_broken_texts_are_refused(seed, edits):
+    corner = darts_genotypes.draw_corner(jax.random.key(seed))
+    cell = darts_genotypes.genotype(corner)
+    assert darts.parse_genotype(str(cell)) == cell
+    again = darts_genotypes.one_hot(cell)
+    np.testing.assert_array_equal(again["normal"], corner["normal"])
+    text = list(str(cell))
+    for place, letter in edits:
+        text[place % len(text)] = letter
+    try:
+        other = darts.parse_genotype("".join(text))
+    except ValueError:
+        return
+    assert darts_genotypes.one_hot(other)["normal"].sum() <= 8
+
+
+# ----------------------------------------------------------------------------- data
+
+
+@examples(5)
+@given(seed=seeds, classes=integers(1, 10), rows=integers(3, 50), draw=st.data())
+def test_splits_are_disjoint_and_in_proportion(seed, classes, rows, draw):
+    labels = np.random.default_rng(seed).integers(0, classes, rows)
+    first = draw.draw(integers(1, rows - 1))
+    sizes = first, draw.draw(integers(1, rows - first))
+    parts = data.stratified_split(jax.random.key(seed), labels, sizes)
+    chosen = np.concatenate(parts)
+    assert [len(part) for part in parts] == list(sizes) and len(set(chosen.tolist())) == sum(sizes)
+    for part in parts:
+        for c in np.unique(labels):
+            assert abs(np.sum(labels[part] == c) - len(part) * np.mean(labels == c)) < 1
+
+
+@examples(3)
+@given(seed=seeds, sizes=st.lists(integers(1, 300), min_size=3, max_size=3))
+def test_drawn_parts_of_digits_have_their_sizes_and_no_row_twice(seed, sizes):
+    names = dict(zip(("train", "valid", "test"), sizes, strict=True))
+    (parts,) = data.draw_splits("digits", [jax.random.key(seed)], **names)
+    assert [len(labels) for _, labels in parts] == sizes
+    rows = np.concatenate([np.asarray(x).reshape(len(x), -1) for x, _ in parts])
+    assert len(np.unique(rows, axis=0)) == len(rows)
+    train = jnp.arange(sizes[0])
+    batch = bilevel.minibatches(1 + seed % sizes[0])(jax.random.key(seed), (train, 2 * train))
+    np.testing.assert_array_equal(2 * batch[0], batch[1])
+
+
+# ----------------------------------------------------------------------------- baselines
+
+
+METHODS = {
+    "random_search": baselines.random_search,
+    "successive_halving": baselines.successive_halving,
+    "hyperband": baselines.hyperband,
+    "weight_sharing": baselines.weight_sharing,
+    "fast_weight_sharing": baselines.fast_weight_sharing,
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@examples(8)
+@given(seed=seeds, count=sampled_from([1, 2, 7]), budget=sampled_from([4, 100]))
+def test_without_noise_a_baseline_finds_the_best_configuration(name, seed, count, budget):
+    """Hyperband finds the best one of those that it draws."""
+    errors = np.random.default_rng(seed).permutation(count) / 10 + 0.05
+
+    def share(key, configs, probabilities, resource, *, whole=False):
+        return Shared(np.array([errors[c] for c in configs]), np.full(len(configs), 10))
+
+    problem = baselines.Selection(lambda key, config, resource: errors[config], share)
+    options = {"progress": False, "retrain_test": False}
+    trace = METHODS[name](jax.random.key(seed), list(range(count)), problem, budget, **options)
+    drawn = np.unique(np.concatenate(trace.candidates)) if name == "hyperband" else range(count)
+    assert trace.best == min(drawn, key=lambda i: errors[i])
+    assert len(trace.calls) == len(trace.valid)
+    if len(trace.valid):
+        assert_near(trace.valid[-1], errors[trace.best], 1e-6)

@@ -255,7 +255,7 @@ BAD = """
 A text with `python benchmarks/hypergradients/memory.py --quikc`
 and ``bilevel search --steqs 3``, and
 
-    python benchmarks/reliability/mutants.py --quick --table    # contradict each other
+    python benchmarks/hypergradients/memory.py --quick --table    # contradict each other
     python benchmarks/gone.py
     BILEVEL_DATA=folder python tools/package_nasbench201.py --all
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis.strategies import integers, sampled_from
 
 import bilevel
-from bilevel import baselines, data, nets
+from bilevel import baselines, data
 from bilevel.contracts import Shared
 from bilevel.discretize.factors import factor_simplex
 from bilevel.spaces import darts, nasbench201
@@ -65,21 +65,6 @@ def test_condition_six_is_its_formula(seed, dtype):
 
 
 # ----------------------------------------------------------------------------- images
-
-
-@pytest.mark.slow
-@examples(3)
-@given(seed=seeds, dtype=dtypes, pixels=sampled_from([1, 2, 4]))
-def test_inputs_are_centred_and_scaled_at_any_unit(seed, dtype, pixels):
-    rng = np.random.default_rng(seed)
-    x = normal(rng, dtype, 3, 4, 4, 2, scale=10 ** rng.uniform(-2, 2))
-    factor = 4 // pixels
-    small = wide(x).reshape(3, pixels, factor, pixels, factor, 2).mean((2, 4))
-    expected = (small - small.mean((0, 1, 2))) / small.std((0, 1, 2))
-    assert_near(nets.unit_images(x, pixels=pixels)[0], expected, 1e3 * eps(dtype))
-    flat = wide(x).reshape(3, -1) - wide(x).reshape(3, -1).mean(0)
-    expected = flat / np.linalg.norm(flat, axis=1, keepdims=True)
-    assert_near(bilevel.spaces.unit_inputs(x), expected, 1e3 * eps(dtype))
 
 
 # ----------------------------------------------------------------------------- genotypes

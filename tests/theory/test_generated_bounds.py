@@ -39,15 +39,6 @@ def test_the_covering_of_a_ball(dtype, dim, R, shares):
     assert_near(bounds.ball_covering(dim, R)(jnp.asarray(1.01 * R, dtype)), 0.0, 0.0)
 
 
-@examples(5)
-@given(dtype=dtypes, h=integers(1, 200), data=st.data(), R=size(-2, 2), shares=vector(-3, -0.1))
-def test_the_covering_of_sparse_points(dtype, h, data, R, shares):
-    s = data.draw(integers(1, h))
-    radii = wide(jnp.asarray(R * 10**shares, dtype))
-    expected = math.log(math.comb(h, s)) + s * np.log1p(2 * R / radii)
-    assert_near(bounds.sparse_covering(h, s, R)(jnp.asarray(radii, dtype)), expected, 1e-5)
-
-
 def simplex_grid(h, radius):
     """The logarithm of the number of grid points that cover the simplex."""
     spread = 1 - 1 / h
@@ -68,14 +59,6 @@ def test_the_covering_of_simplices(h, copies, shares):
     )  # a ceiling may be off by one
     assert_at_most(np.asarray(lower) * (1 - 1e-3) - 1e-3, logs)
     assert_at_most(logs, np.asarray(upper) * 1.05 + 1e-3 + copies)
-
-
-@examples(5)
-@given(C_bar=size(-1, 2), shares=vector(-4, -0.1, 4), logs=vector(0, 20, 4))
-def test_the_effective_dimension(C_bar, shares, logs):
-    radii = C_bar * 10**shares
-    dimension = bounds.effective_dimension(jnp.asarray(logs), jnp.asarray(radii), C_bar=C_bar)
-    assert_near(dimension, np.max(logs / np.log(C_bar / radii)), 1e-5)
 
 
 # ----------------------------------------------------------------------------- proved here

@@ -108,10 +108,10 @@ class Recorder:
             "configs": digest(self.configs),
             "problem": fingerprint({"evaluate": self._evaluate, "share": self._share}),
         }
-        label, text = self.method.replace("_", " "), "validation error {task.fields[valid]:.4g}"
+        label, text = self.method.replace("_", " "), "validation error {valid:.4g}"
         with (
             journal.opened(self._path, self._resume, header) as self._journal,
-            progress_bar(self._progress, label, calls, text, ["valid"]) as self._show,
+            progress_bar(self._progress, label, calls, text) as self._show,
         ):
             try:
                 yield

@@ -17,46 +17,49 @@ from typing import Any
 
 from bilevel.cli.flags import commands, deep_searches, from_config_file, quick, rules
 from bilevel.cli.runtime import compilation_cache, interrupts, invocation
-from bilevel.cli.runtime.progress_log import recorder
 from bilevel.runs.interrupts import deferred_terminations, terminate
 
-# By name, and imported when they run: help and mistakes need not wait for JAX.
-_RUNS: dict[type, tuple[str, str]] = {
-    commands.Search: ("search", "run_search"),
-    deep_searches.SkipSearch: ("deep_search.skips", "run_skip_search"),
-    deep_searches.DartsSearch: ("deep_search.darts", "run_darts_search"),
-    deep_searches.NasBench201Search: ("deep_search.nasbench201", "run_nasbench201_search"),
-    deep_searches.OwnSearch: ("deep_search.own_space", "run_own_search"),
-    commands.Certify: ("certify", "run_certify"),
-    commands.Baseline: ("baseline", "run_baseline"),
-    commands.Rank: ("rank", "run_rank"),
-}
-
-_COMMANDS: dict[str, tuple[type[commands.Job], str]] = {
+# Flags, the module and the function that run the command, and its help. Modules are imported when
+# they run: help and mistakes need not wait for JAX.
+_COMMANDS: dict[str, tuple[type[commands.Job], str, str]] = {
     "search": (
         commands.Search,
+        "search:run_search",
         "Search the activation of a one-hidden-layer network, and compare with every baseline.",
     ),
     "search-skips": (
         deep_searches.SkipSearch,
+        "deep_search.skips:run_skip_search",
         "Search activations and skip connections of a deep network, layer by layer.",
     ),
-    "search-darts": (deep_searches.DartsSearch, "Search the cells of a convolutional network."),
+    "search-darts": (
+        deep_searches.DartsSearch,
+        "deep_search.darts:run_darts_search",
+        "Search the cells of a convolutional network.",
+    ),
     "search-nasbench201": (
         deep_searches.NasBench201Search,
+        "deep_search.nasbench201:run_nasbench201_search",
         "Search the cell of NAS-Bench-201, and look up what its network reaches.",
     ),
-    "search-own": (deep_searches.OwnSearch, "Search a space of your own, --space MODULE:FUNCTION."),
+    "search-own": (
+        deep_searches.OwnSearch,
+        "deep_search.own_space:run_own_search",
+        "Search a space of your own, --space MODULE:FUNCTION.",
+    ),
     "certify": (
         commands.Certify,
+        "certify:run_certify",
         "Certify the smallest eigenvalue of the kernel over all mixtures of activations.",
     ),
     "baseline": (
         commands.Baseline,
+        "baseline:run_baseline",
         "Choose a feature map by weight sharing, Hyperband, random search and the like.",
     ),
     "rank": (
         commands.Rank,
+        "rank:run_rank",
         "Rank the networks of NAS-Bench-201 by train-free scores, and judge the scores.",
     ),
 }
@@ -64,12 +67,11 @@ Parsed = tuple[commands.Job, commands.Output]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse ``arguments`` (the command line's by default), run the job; the exit status.
+    """Run the command of ``arguments``, by default the command line's; return the exit status.
 
-    Mistakes of the user's (a bad flag, a missing file) print one sentence and exit with 2; Ctrl-C
-    prints one too, with what is left of the run, and exits with 130. SIGTERM during a search
-    or a training prints such a sentence and then ends the process. If another process of the run is
-    lost, the sentence says so, and the status is 1.
+    A mistake of the user (a bad flag, a missing file) prints one message and gives status 2. Ctrl-C
+    prints what is left of the run, and gives 130. SIGTERM during a search or a training prints such
+    a message and then ends the process. A lost process of the run gives status 1.
     """
     with deferred_terminations() as terminated:
         status = _exit_status(arguments)
@@ -91,16 +93,12 @@ def _exit_status(arguments: Sequence[str] | None) -> int:
     except OSError as error:
         file = f"{error.filename}: " if error.filename else ""
         return _said(f"{file}{error.strerror}." if error.strerror else str(error), 2)
-    except MemoryError as error:
-        return _said(f"memory: expected enough for these sizes, got too little: {error}", 2)
     except (ValueError, FloatingPointError) as error:
         return _said(str(error), 2)
-    except RuntimeError as error:  # JAX's own are
-        if _is_lost_process(error):
-            return _said(str(error), 1)
-        if "RESOURCE_EXHAUSTED" not in str(error):
+    except RuntimeError as error:
+        if not _is_lost_process(error):
             raise
-        return _said(f"memory: expected enough for these sizes, got too little: {error}", 2)
+        return _said(str(error), 1)
     return 0
 
 
@@ -126,23 +124,27 @@ def _run_command(arguments: Sequence[str]) -> None:
         _print_devices()
     else:
         config, output = parsed
-        config.check_values()
-        if not getattr(config, "distributed", False):  # or the first process alone has the folder
+        config.check()
+        distributed = getattr(config, "distributed", False)
+        if not distributed:  # or the first process alone has the folder
             from_config_file.check_directory(config)
         # All mistakes that can be known without JAX are answered by now.
         if output.cache:
             compilation_cache.keep()
-        first = not getattr(config, "distributed", False) or _join_processes()
-        module, name = _RUNS[type(config)]
+        first = not distributed or _join_processes()
+        module, _, name = _COMMANDS[arguments[0]][1].partition(":")
         run = getattr(importlib.import_module(f"bilevel.cli.{module}"), name)
-        table = first and not (output.quiet or output.json)
-        line = shlex.join(["bilevel", *arguments])
-        record = recorder(output.log, arguments[0]) if output.log and first else None
+        record, resume = None, getattr(config, "resume", False)
+        if output.log and first:
+            record = invocation.recorder(output.log, arguments[0], resume)
+        call = invocation.Call(
+            line=shlex.join(["bilevel", *arguments]),
+            table=first and not (output.quiet or output.json),
+            progress=first and not output.quiet,
+            record=record,
+        )
         downloads = _silent_downloads() if output.quiet else contextlib.nullcontext()
-        with (
-            invocation.made(invocation.Call(line, table, first and not output.quiet, record)),
-            downloads,
-        ):
+        with invocation.made(call), downloads:
             result = run(config)
         if output.json and first:
             from bilevel.cli.runtime import report
@@ -174,7 +176,7 @@ def _silent_downloads() -> Iterator[None]:
 
 
 def _join_processes() -> bool:
-    """Whether this is the first of the processes that run the command, once they have met."""
+    """Meet the other processes; return whether this is the first of them."""
     from bilevel.cli.runtime import devices
     from bilevel.internal.processes import is_first_process
 
@@ -183,18 +185,18 @@ def _join_processes() -> bool:
 
 
 def parse_flags(arguments: Sequence[str]) -> Parsed | None:
-    """The flags of the command in ``arguments``, not checked yet; None for ``bilevel version``.
+    """Return the flags of the command in ``arguments``, not checked yet; None for ``version``.
 
     Flags on the line come first, then the sizes of ``--quick``, then ``--config``, then defaults.
 
     Raises
     ------
     ValueError
-        For a command or a flag that there is not, a value that is no value of its kind, and a
-        ``--config`` that is not of this command.
+        For an unknown command or flag, a value of another type, and a ``--config`` of another
+        command.
     """
     arguments = _in_full(arguments)
-    defaults = {name: kind() for name, (kind, _) in _COMMANDS.items()}
+    defaults = {name: kind() for name, (kind, *_) in _COMMANDS.items()}
     parsed = _parsed(arguments, defaults)
     if parsed is None:
         return None
@@ -212,11 +214,10 @@ def parse_flags(arguments: Sequence[str]) -> Parsed | None:
 
 
 def _in_full(arguments: Sequence[str]) -> list[str]:
-    """The line as the parser takes it, for the short forms that people type.
+    """Return the line as the parser takes it.
 
     No command is a request for help, and so is ``help COMMAND``; ``--no-progress`` is
-    ``--progress False``. Names of commands and flags are checked here, with the nearest one as the
-    remedy.
+    ``--progress False``. An unknown command or flag raises an error with the nearest one.
     """
     line = list(arguments) or ["--help"]
     if line[0] == "help":
@@ -265,7 +266,7 @@ def _parsed(arguments: Sequence[str], defaults: dict[str, commands.Job]) -> Pars
 
     app = tyro.extras.SubcommandApp()
     for name, config in defaults.items():
-        app.command(name=name)(_command(config, _COMMANDS[name][1]))
+        app.command(name=name)(_command(config, _COMMANDS[name][2]))
 
     @app.command(name="version")
     def version() -> None:
@@ -281,7 +282,7 @@ def _parsed(arguments: Sequence[str], defaults: dict[str, commands.Job]) -> Pars
 
 
 def _command(defaults: commands.Job, about: str) -> Callable[..., Parsed]:
-    """What tyro takes a command's flags from."""
+    """Return the function that tyro takes a command's flags from."""
     import tyro
 
     def command(run, output):
@@ -298,9 +299,9 @@ def _command(defaults: commands.Job, about: str) -> Callable[..., Parsed]:
 
 
 def _read_error_box(box: str) -> str:
-    """What tyro draws in a box, below a title and above help that a rule sets off.
+    """Return the message that tyro draws in a box, between a title and help.
 
-    A terminal that has no lines gets hyphens, and a rule below the title too.
+    A terminal without box-drawing characters gets hyphens, and a rule below the title too.
     """
     _, *lines = [line.strip("│ \n") for line in box.splitlines()]
     rules = [set(line) <= set("╭╮╰╯─- ") for line in lines]

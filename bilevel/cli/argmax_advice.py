@@ -1,4 +1,4 @@
-"""What ``bilevel search`` says of its argmax: discretise, or keep the mixture."""
+"""The advice of ``bilevel search`` on its argmax: discretise, or keep the mixture."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from bilevel.strategies.activation_search import ActivationTask, ArgmaxVerdict
 
 
 def verdict_entries(task: ActivationTask, verdict: ArgmaxVerdict) -> dict[str, Any]:
-    """A verdict as `result.json` has it."""
+    """Return a verdict as ``result.json`` has it."""
     names = np.array(task.space.names)
     by = {
         name: {
@@ -32,7 +32,7 @@ def verdict_entries(task: ActivationTask, verdict: ArgmaxVerdict) -> dict[str, A
 
 
 def describe_advice(result: dict[str, Any]) -> str:
-    """Whether to take the argmax alone or keep the mixture, by what they are when trained."""
+    """Say whether to take the argmax alone or keep the mixture."""
     argmax, names, outer = result["argmax"], result["names"], f"{result['config']['outer']} loss"
     seeds, yes = len(argmax["choice"]), sum(argmax["discretise"])
     basis = f"by {outer} and by error on {argmax['valid_rows']} validation rows"
@@ -61,7 +61,7 @@ def describe_advice(result: dict[str, Any]) -> str:
 
 
 def theory(argmax: dict[str, Any]) -> str:
-    """What Roberts et al. would say, of the shared weights."""
+    """Say what Roberts et al. conclude at the shared weights."""
     seeds, condition = len(argmax["choice"]), argmax["condition_six"]
     words = {1: "holds", -1: "fails", 0: "is undecided"}
     verdict = words[condition[0]] if seeds == 1 else f"holds in {condition.count(1)} of {seeds}"

@@ -8,7 +8,7 @@ table has for each what it spent, and the test error of its choice, trained for 
 import functools
 import pathlib
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,14 +17,15 @@ from bilevel import baselines
 from bilevel.baselines import Trace
 from bilevel.cli.flags import from_config_file
 from bilevel.cli.flags.commands import Baseline
-from bilevel.cli.runtime import report
+from bilevel.cli.flags.datasets import CLASSES
+from bilevel.cli.runtime import memory, report
 from bilevel.cli.runtime.devices import spread_over_devices
 from bilevel.cli.runtime.run_directory import run_directory
 from bilevel.contracts import Selection
 from bilevel.data import datasets
 from bilevel.plots import plots
-from bilevel.runs.progress import RunBar
 from bilevel.spaces import features
+from bilevel.spaces.features import fourier
 
 _METHODS = {
     "weight-sharing": baselines.weight_sharing,
@@ -34,34 +35,30 @@ _METHODS = {
     "exponentiated-gradient": baselines.exponentiated_gradient,
     "random-search": baselines.random_search,
 }
-
-
-class BaselinePlan(NamedTuple):
-    """What a run does, in values of the library."""
-
-    problem: Selection
-    candidates: list[Any]  # configurations, as `bilevel.spaces.features` draws them
-    rows: list[int]  # of training, validation and test
-    dimension: int
-    key: jax.Array
+_KEPT = 2**31  # bytes of projections that are kept; larger ones are made in blocks
 
 
 def run_baseline(config: Baseline) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
-    config.check()
     methods = [*_METHODS] if config.method == "all" else [config.method]
-    with run_directory(config, keeps="solves are kept") as folder:
-        with report.phases(config.progress, {"data": 1.0} | dict.fromkeys(methods, 1.0)) as bar:
+    with (
+        memory.fitting(config, _arrays(config)),
+        run_directory(config, keeps="solves are kept") as folder,
+    ):
+        with report.phases(config.progress) as bars:
             began = time.perf_counter()
-            bar.enter("data")
-            plan = _plan_baseline(config)
-            progress = report.progress_within_phase(config.progress)
-            how: dict[str, Any] = {"resume": config.resume, "progress": progress}
-            traces = {name: _trace(plan, name, folder, bar, **how) for name in methods}
+            bars.enter("data")
+            row_key, data_key, config_key, key = jax.random.split(jax.random.key(config.seed), 4)
+            (parts,) = datasets.draw_splits(config.data, [row_key], **_row_counts(config))
+            problem, candidates = _problem_and_candidates(config, parts, data_key, config_key)
+            traces = {}
+            for name in methods:
+                bars.enter(name)
+                traces[name] = _trace(config, name, folder, key, candidates, problem)
         result = {
             "config": from_config_file.flags_of(config),
-            "rows": plan.rows,
-            "dimension": plan.dimension,
+            "rows": [len(labels) for _, labels in parts],
+            "dimension": config.size("dimension"),
             "methods": {name: _summarize_trace(trace) for name, trace in traces.items()},
             "seconds": time.perf_counter() - began,
             **report.origin(),
@@ -72,53 +69,57 @@ def run_baseline(config: Baseline) -> dict[str, Any]:
         return result
 
 
-def _plan_baseline(config: Baseline) -> BaselinePlan:
-    """Data, candidates and the problem of choosing one."""
-    row_key, data_key, config_key, key = jax.random.split(jax.random.key(config.seed), 4)
-    sizes = {name: config.size(name) for name in ("train", "valid", "test")}
-    (parts,) = datasets.draw_splits(config.data, [row_key], **sizes)
-    dimension = config.size("dimension")
+def _row_counts(config: Baseline) -> dict[str, int]:
+    return {name: config.size(name) for name in ("train", "valid", "test")}
+
+
+def _arrays(config: Baseline) -> memory.Parts:
+    """Weights, phases and configurations, and projections of all rows where they are kept."""
+    dimension, configs = config.size("dimension"), memory.shape(config.configs, 32)
+    if config.data == "imdb":
+        return {("dimension",): memory.shape(dimension), ("configs",): configs}
+    rows, kinds = sum(_row_counts(config).values()), len(fourier.PREPROCESS) * len(fourier.KERNELS)
+    projections = memory.shape(kinds, rows, dimension)
+    return {
+        ("dimension",): memory.shape(dimension, CLASSES + 1),
+        ("dimension", "train"): projections if memory.bytes_of(projections) <= _KEPT else None,
+        ("configs",): configs,
+    }
+
+
+def _problem_and_candidates(
+    config: Baseline, parts: list[Any], data_key: jax.Array, config_key: jax.Array
+) -> tuple[Selection, list[Any]]:
+    """The problem of choosing a configuration, and the configurations."""
     if config.data == "imdb":
         # lambda |w|^2 + sum = 2 lambda (1/2 |w|^2 + C sum)
         problem = features.text_selection(*parts, cost=0.5 / config.penalty)
-        candidates: list[Any] = features.sample_text(config_key, config.configs)
-    else:
-        count = sum(len(labels) for _, labels in parts)
-        problem = features.fourier_selection(
-            data_key,
-            *parts,
-            dimension=dimension,
-            penalty=config.penalty,
-            place=functools.partial(spread_over_devices, config.devices, count, "rows"),
-        )
-        candidates = features.sample_fourier(config_key, config.configs)
-    rows = [len(labels) for _, labels in parts]
-    return BaselinePlan(problem, candidates, rows, dimension, key)
+        return problem, features.sample_text(config_key, config.configs)
+    count = sum(len(labels) for _, labels in parts)
+    problem = features.fourier_selection(
+        data_key,
+        *parts,
+        dimension=config.size("dimension"),
+        penalty=config.penalty,
+        memory=_KEPT,
+        place=functools.partial(spread_over_devices, config.devices, count, "rows"),
+    )
+    return problem, features.sample_fourier(config_key, config.configs)
 
 
 def _trace(
-    plan: BaselinePlan,
+    config: Baseline,
     name: str,
     folder: pathlib.Path,
-    bar: RunBar,
-    *,
-    resume: bool,
-    progress: bool | None,
+    key: jax.Array,
+    candidates: list[Any],
+    problem: Selection,
 ) -> Trace:
     """One method's search."""
-    bar.enter(name)
-    halves = name in ("successive-halving", "hyperband")
-    options: dict[str, Any] = {"minimum": max(1, plan.dimension // 64)} if halves else {}
-    trace = _METHODS[name](
-        plan.key,
-        plan.candidates,
-        plan.problem,
-        plan.dimension,
-        journal=folder / f"{name}.jsonl",
-        resume=resume,
-        progress=progress,
-        **options,
-    )
+    dimension, halves = config.size("dimension"), name in ("successive-halving", "hyperband")
+    options: dict[str, Any] = {"minimum": max(1, dimension // 64)} if halves else {}
+    options |= {"journal": folder / f"{name}.jsonl", "resume": config.resume}
+    trace = _METHODS[name](key, candidates, problem, dimension, **options)
     if trace.stopped:
         raise KeyboardInterrupt(trace.stopped)
     return trace
@@ -174,13 +175,8 @@ def _baseline_title(result: dict[str, Any]) -> str:
 
 
 def _print_baseline(result: dict[str, Any], folder: pathlib.Path) -> None:
-    from rich.table import Table
-
-    screen = report.screen()
-    table = Table(title=f"{_baseline_title(result)}; errors in %")
-    table.add_column("method", no_wrap=True)
-    for heading in ("solves", "s", "valid", "test"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    screen, title = report.screen(), f"{_baseline_title(result)}; errors in %"
+    table = report.result_table(title, "method", "solves", "s", "valid", "test")
     table.add_column("configuration found")
     for name, row in result["methods"].items():
         known = [row[part] for part in ("valid", "test")]

@@ -1,16 +1,16 @@
 """``bilevel certify``: the smallest eigenvalue of the kernel, for every mixture.
 
-Of activations in a hidden layer of infinite width, on real data: ``K_alpha = sum_ij alpha_i alpha_j
-K_ij``. Or of the user's own kernel functions, ``--kernel MODULE:FUNCTION``: ``K_alpha = sum_i
-alpha_i k_i``. The smallest eigenvalue is certified at each vertex, and over the whole simplex: a
-bracket around ``min over alpha of lambda_min(K_alpha)``, which for activations is as a rule at none
-of them.
+The kernel is that of activations in a hidden layer of infinite width, on real data: ``K_alpha =
+sum_ij alpha_i alpha_j K_ij``. With ``--kernel MODULE:FUNCTION`` it is ``K_alpha = sum_i alpha_i
+k_i`` of the user's own kernel functions. The smallest eigenvalue is certified at each vertex, and
+over the whole simplex: a bracket around ``min over alpha of lambda_min(K_alpha)``. For activations
+the minimum is usually at no vertex.
 """
 
 import math
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,18 +20,18 @@ import numpy as np
 from bilevel.cli.flags import from_config_file
 from bilevel.cli.flags.commands import Certify
 from bilevel.cli.flags.import_function import called, takes
-from bilevel.cli.runtime import report
+from bilevel.cli.runtime import memory, report
 from bilevel.cli.runtime.run_directory import run_directory
 from bilevel.data import datasets
 from bilevel.nets.images import unit_images
 from bilevel.plots import plots
-from bilevel.runs.progress import RunBar
+from bilevel.runs.progress import Phases
 from bilevel.spaces.activations import activation_space, unit_inputs
 from bilevel.spaces.kernels import KernelSpace
 from ntk.kernels.functions import mixed_blocks
 from ntk.spectrum.certificate import certified_min_eigenvalue, certify_simplex
 
-_MIXTURES = "uniform mixture", "worst mixture"  # rows of the table, beside the kernels
+_MIXTURES = "uniform mixture", "worst mixture"  # rows of the table, next to the kernels
 
 
 class KernelBlocks(NamedTuple):
@@ -45,19 +45,24 @@ class KernelBlocks(NamedTuple):
 
 def run_certify(config: Certify) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
-    config.check()
-    with run_directory(config) as folder:
-        with report.phases(config.progress, _certify_phase_weights(config)) as bar:
+    kernels = None if config.kernel is None else _import_kernels(config.kernel)
+    count = len(config.activations if kernels is None else kernels)
+    blocks_shape = memory.shape(count, count, config.rows, config.rows, dtype="float64")
+    with (
+        memory.fitting(config, {("rows",): [blocks_shape] * 2}),  # values and errors
+        run_directory(config) as folder,
+    ):
+        with report.phases(config.progress) as bars:
             began = time.perf_counter()
-            bar.enter("data")
+            bars.enter("data")
             rows = _distinct_training_rows(config.data, config.rows, config.seed)
             # In float64, whatever the user's setting, which stays as it is.
             with jax.enable_x64(True):
-                if config.kernel is None:
-                    blocks = _of_activations(config.activations, rows, bar)
+                if kernels is None:
+                    blocks = _of_activations(config.activations, rows, bars)
                 else:
-                    blocks = _of_functions(config.kernel, rows, config.pixels, bar)
-            result, spectra = _certify_kernels(blocks, config.rtol, bar)
+                    blocks = _of_functions(kernels, rows, config.pixels, bars)
+            result, spectra = _certify_kernels(blocks, config.rtol, bars)
         result["seconds"]["all"] = time.perf_counter() - began
         result = {"config": from_config_file.flags_of(config)} | result | report.origin()
         spectrum = {_array_name(name): values for name, values in spectra.items()}
@@ -72,16 +77,9 @@ def _array_name(kernel: str) -> str:
     return f"spectrum_{kernel}".replace(" ", "_")
 
 
-def _certify_phase_weights(config: Certify) -> dict[str, float]:
-    """How long each phase takes, roughly: a pair of activations, a cell, a spectrum count as 1."""
-    count = len(config.activations)
-    pairs = count * (count + 1) / 2
-    return {"data": 1, "kernels": pairs, "certificate over the simplex": pairs, "spectra": count}
-
-
 def _distinct_training_rows(name: str, count: int, seed: int) -> np.ndarray:
     """Distinct training rows [n, ...], with all classes in their proportions."""
-    # Of CIFAR-10 as many files as hold the rows.
+    # Only as many files of CIFAR-10 as hold the rows.
     size = -(-count // datasets.BATCH_ROWS) * datasets.BATCH_ROWS if name == "cifar10" else None
     data = datasets.load(name, train_size=size)
     if count > len(data.x_train):
@@ -97,16 +95,17 @@ def _distinct_training_rows(name: str, count: int, seed: int) -> np.ndarray:
     return x
 
 
-def _of_activations(activations: tuple[str, ...], rows: np.ndarray, bar: RunBar) -> KernelBlocks:
+def _of_activations(activations: tuple[str, ...], rows: np.ndarray, bars: Phases) -> KernelBlocks:
     space = activation_space(activations, width=math.inf)
     assert isinstance(space, KernelSpace)
     x = unit_inputs(jnp.asarray(rows.reshape(len(rows), -1), float))
-    bar.enter("kernels")
+    bars.enter("kernels")
     values, errors = map(np.asarray, space.blocks(x, error=True))
     return KernelBlocks(space.names, np.asarray(x), values, errors)
 
 
-def _of_functions(name: str, rows: np.ndarray, pixels: int | None, bar: RunBar) -> KernelBlocks:
+def _import_kernels(name: str) -> dict[str, Callable[..., Any]]:
+    """The kernel functions that MODULE:FUNCTION returns, by name."""
     returned = called("kernel", name)
     kernels = returned if isinstance(returned, Mapping) else {name.partition(":")[2]: returned}
     texts = all(isinstance(key, str) and key not in _MIXTURES for key in kernels)
@@ -122,21 +121,27 @@ def _of_functions(name: str, rows: np.ndarray, pixels: int | None, bar: RunBar) 
         )
     for key, kernel in kernels.items():
         takes("kernel", key, kernel, 2)
+    return dict(kernels)
+
+
+def _of_functions(
+    kernels: dict[str, Callable[..., Any]], rows: np.ndarray, pixels: int | None, bars: Phases
+) -> KernelBlocks:
     (x,) = unit_images(rows, pixels=pixels)
-    bar.enter("kernels")
+    bars.enter("kernels")
     return KernelBlocks(tuple(kernels), np.asarray(x), *mixed_blocks(tuple(kernels.values()), x))
 
 
 def _certify_kernels(
-    blocks: KernelBlocks, rtol: float, bar: RunBar
+    blocks: KernelBlocks, rtol: float, bars: Phases
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The result, and the spectra of all kernels in its table."""
     names, _, values, error = blocks
-    bar.enter("certificate over the simplex")
+    bars.enter("certificate over the simplex")
     start = time.perf_counter()
     certificate = certify_simplex(values, rtol=rtol, entry_error=error)
     simplex_seconds = time.perf_counter() - start
-    bar.enter("spectra")
+    bars.enter("spectra")
     alphas = dict(zip(names, np.eye(len(names)), strict=True))
     if len(names) > 1:
         uniform = np.full(len(names), 1 / len(names))
@@ -189,14 +194,13 @@ def _kernel_description(config: dict[str, Any]) -> str:
 
 
 def _print_certificate(result: dict[str, Any], folder: pathlib.Path) -> None:
-    from rich.table import Table
-
     screen = report.screen()
     config, simplex = result["config"], result["simplex"]
-    table = Table(title=f"{config['data']}, {config['rows']} rows: {_kernel_description(config)}")
-    table.add_column("kernel" if config["kernel"] else "activation", no_wrap=True)
-    for heading in ("λ_min", "certified ≥", "λ_max", "λ_max / λ_min"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = report.result_table(
+        f"{config['data']}, {config['rows']} rows: {_kernel_description(config)}",
+        "kernel" if config["kernel"] else "activation",
+        *("λ_min", "certified ≥", "λ_max", "λ_max / λ_min"),
+    )
     for name, row in result["kernels"].items():
         least, most = row["min_eigenvalue"], row["max_eigenvalue"]
         ratio = f"{most / least:.3g}" if least > 0 else "∞"
@@ -205,10 +209,8 @@ def _print_certificate(result: dict[str, Any], folder: pathlib.Path) -> None:
         table.add_row(name, f"{least:.7g}", bound, f"{most:.4g}", ratio, end_section=last_vertex)
     screen.print(table)
     gap = (simplex["upper"] - simplex["lower"]) / max(abs(simplex["upper"]), 1e-300)
-    lower, upper = (
-        report.format_lower_bound(simplex["lower"], 7),
-        report.format_upper_bound(simplex["upper"], 7),
-    )
+    lower = report.format_lower_bound(simplex["lower"], 7)
+    upper = report.format_upper_bound(simplex["upper"], 7)
     screen.print(
         f"over the simplex, min λ_min(K_α) is in [{lower}, {upper}]: "
         f"relative gap {gap:.1e}, {simplex['cells']} cells",

@@ -1,4 +1,4 @@
-"""``bilevel search``: activation search on real data, beside what a user would do instead.
+"""``bilevel search``: activation search on real data, compared with what a user would do instead.
 
 One run does, for every seed side by side: the search; the network retrained at the α found; one
 network for each single activation; and joint single-level training of weights and α on the
@@ -10,7 +10,7 @@ import dataclasses
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +20,17 @@ import optax
 import bilevel
 from bilevel.cli import argmax_advice
 from bilevel.cli.flags import from_config_file
-from bilevel.cli.flags.commands import JOINT_EPOCHS, LONGER, Search
+from bilevel.cli.flags.commands import Search
 from bilevel.cli.flags.datasets import CLASSES, inputs
-from bilevel.cli.kernel_eigenvalue import kernel_eigenvalue
-from bilevel.cli.runtime import report
+from bilevel.cli.kernel_eigenvalue import hidden_layer_kernel, kernel_eigenvalue
+from bilevel.cli.runtime import memory, report
 from bilevel.cli.runtime.devices import count_for, here, spread_over_devices
 from bilevel.cli.runtime.run_directory import run_directory
-from bilevel.contracts import LowerSolver
 from bilevel.data import datasets
 from bilevel.nets.evaluation import wrong_rows
 from bilevel.plots import plots
 from bilevel.problem.problem import stack_problems
-from bilevel.runs.progress import RunBar
+from bilevel.runs.progress import Phases
 from bilevel.spaces.activations import ActivationSpace, activation_space
 from bilevel.strategies.activation_search import (
     ActivationTask,
@@ -41,6 +40,9 @@ from bilevel.strategies.activation_search import (
     solver,
     train_weights,
 )
+
+_JOINT_EPOCHS = 10  # joint training takes as many times the inner steps of one lower solve
+_LONGER = 4  # the hypergradient is compared with that through so many times the inner steps
 
 _COLUMNS = {
     "train_error": "train",
@@ -52,60 +54,68 @@ _COLUMNS = {
 }
 
 
-class ActivationSearchPlan(NamedTuple):
-    """What a run does, in values of the library."""
-
-    task: ActivationTask  # over the devices
-    solver: LowerSolver
-    longer: LowerSolver  # of ``LONGER`` times the steps: what the hypergradient is held against
-    optimizer: optax.GradientTransformation  # of alpha
-    steps: int  # of alpha
-    joint_steps: int  # of weights and alpha together
-    joint_rate: float | jax.Array  # of the weights then
-
-
 def run_search(config: Search) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
-    config.check()
-    with run_directory(config, keeps="the search is kept as far as it came") as folder:
-        with report.phases(config.progress, _search_phase_seconds(config)) as bar:
+    with (
+        memory.fitting(config, _arrays(config)),
+        run_directory(config, keeps="the search is kept as far as it came") as folder,
+    ):
+        with report.phases(config.progress) as bars:
+            bars.enter("data")
             began = time.perf_counter()
-            bar.enter("data")
-            plan = _plan_search(config)
-            result, search_result = _search_and_compare(
-                plan, folder, bar, began, resume=config.resume
-            )
+            result, search_result = _search_and_compare(config, _task(config), folder, bars, began)
         result = {"config": from_config_file.flags_of(config)} | result | report.origin()
         _write_search(folder, result, search_result)
         _print_search(result, folder)
         return result
 
 
-def _plan_search(config: Search) -> ActivationSearchPlan:
-    """Data, problem, solvers and optimizer of all seeds: the last place that reads a flag."""
-    count_for(config.devices, config.seeds, "seeds")
+def _arrays(config: Search) -> memory.Parts:
+    """The arrays alive together while the hypergradient is compared with longer training."""
+    copies, choices, n = config.seeds, len(config.activations), config.train
+    w = memory.shape(copies, config.width, inputs(config.data))
+    rows = memory.shape(copies, n, inputs(config.data)), memory.shape(copies, n, CLASSES)
+    alpha = memory.shape(copies, choices)
+
+    def longer_training(alpha, w, curvatures, train):
+        task = ActivationTask(_space(config), w, curvatures, train, train, train)
+        way = solver(task, _LONGER * config.inner_steps, rate=config.weight_rate)
+        lower = stack_problems(task.space.problem).lower
+        return way.run(lower, alpha, w, way.init(w), train)[0]
+
+    with jax.enable_x64(True):
+        x = memory.shape(n, inputs(config.data), dtype="float64")
+        mixture = memory.shape(choices, dtype="float64")
+        kernel = jax.eval_shape(lambda *a: hidden_layer_kernel(*a, config.activations), x, mixture)
+    return {
+        ("seeds", "width"): [w] * (3 + choices),  # of every network, at the start, momentum
+        ("seeds", "width", "inner_steps"): memory.kept_for_backward(
+            longer_training, alpha, w, alpha, rows
+        ),
+        ("seeds", "steps"): [memory.shape(copies * config.steps, choices)],
+        ("train",): kernel,
+    }
+
+
+def _space(config: Search) -> ActivationSpace:
     space = activation_space(
         config.activations, width=config.width, classes=CLASSES, outer=config.outer
     )
     assert isinstance(space, ActivationSpace)  # the width is finite
+    return space
+
+
+def _task(config: Search) -> ActivationTask:
+    """Data and initial weights of all seeds, over the devices."""
+    count_for(config.devices, config.seeds, "seeds")
     seeds = jax.random.split(jax.random.key(config.seed), config.seeds)
     keys = [jax.random.split(key) for key in seeds]  # of the rows, of the weights
     sizes = {"train": config.train, "valid": config.valid, "test": config.test}
     rows = datasets.draw_splits(config.data, [of_rows for of_rows, _ in keys], **sizes)
-    task = set_up(space, rows, [of_weights for _, of_weights in keys], classes=CLASSES)
+    task = set_up(_space(config), rows, [of_weights for _, of_weights in keys], classes=CLASSES)
     # But for the curvatures: solvers have them as constants.
     w0, *parts = spread_over_devices(config.devices, config.seeds, "seeds", (task.w0, *task[3:]))
-    task = ActivationTask(task.space, w0, task.curvatures, *parts)
-    steps = config.inner_steps
-    return ActivationSearchPlan(
-        task,
-        solver(task, steps, config.solver, config.weight_rate),
-        solver(task, LONGER * steps, rate=config.weight_rate),
-        _optimizer(config.geometry, config.alpha_rate),
-        config.steps,
-        JOINT_EPOCHS * steps,
-        config.weight_rate or 1 / task.curvatures.max(axis=-1)[:, None, None],
-    )
+    return ActivationTask(task.space, w0, task.curvatures, *parts)
 
 
 def _optimizer(geometry: str, rate: float) -> optax.GradientTransformation:
@@ -120,26 +130,26 @@ def _optimizer(geometry: str, rate: float) -> optax.GradientTransformation:
 
 
 def _search_and_compare(
-    plan: ActivationSearchPlan, folder: pathlib.Path, bar: RunBar, began: float, *, resume: bool
+    config: Search, task: ActivationTask, folder: pathlib.Path, bars: Phases, began: float
 ) -> tuple[dict[str, Any], bilevel.SearchResult]:
-    task = plan.task
     names, seeds = task.space.names, len(task.w0)
+    training = solver(task, config.inner_steps, config.solver, config.weight_rate)
     uniform = jnp.full((seeds, len(names)), 1 / len(names))
-    bar.enter("search")
+    bars.enter("search")
     search_result = bilevel.search(
         stack_problems(_with_losses_as_aux(task.space.problem)),
-        plan.solver,
-        plan.optimizer,
+        training,
+        _optimizer(config.geometry, config.alpha_rate),
         uniform,
         task.w0,
         task.train,
         task.valid,
-        steps=plan.steps,
+        steps=config.steps,
         progress=False,
-        callback=_loss_callback(bar, plan.steps, seeds),
+        callback=_loss_callback(bars, config.steps, seeds),
         history=("alpha", "aux", "grad_norm", "lower", "value"),  # alpha's too, however large
         checkpoint=folder / "checkpoint",
-        resume=resume,
+        resume=config.resume,
     )
     if search_result.stopped:
         raise KeyboardInterrupt(search_result.stopped)
@@ -147,28 +157,29 @@ def _search_and_compare(
     search_result = dataclasses.replace(
         search_result, alpha=here(search_result.alpha), w=here(search_result.w)
     )
-    bar.enter("retraining")
+    bars.enter("retraining")
     corners = [jnp.zeros_like(uniform).at[:, i].set(1) for i in range(len(names))]
     alphas = dict(zip(("search", *names), (search_result.alpha, *corners), strict=True))
-    networks = {}
+    show, networks = bars.loop(len(alphas), "{network}"), {}
     for i, (name, alpha) in enumerate(alphas.items(), 1):
-        networks[name] = here(jax.block_until_ready(train_weights(task, plan.solver, alpha))), alpha
-        bar.show(i / len(alphas), name)
-    bar.enter("joint training")
-    networks["joint training"] = here(_train_jointly(plan, uniform, bar))
-    bar.enter("certificates")
+        networks[name] = here(jax.block_until_ready(train_weights(task, training, alpha))), alpha
+        show(i, lambda name=name: {"network": name})  # type: ignore[misc]
+    bars.enter("joint training")
+    networks["joint training"] = here(_train_jointly(config, task, uniform, bars))
+    bars.enter("certificates")
     task = ActivationTask(task.space, *here(tuple(task[1:])))
     verdict = judge_argmax(
         task, search_result.alpha, networks["search"][0], [networks[n] for n in names]
     )
-    rows = {}
+    show, rows = bars.loop(len(networks), "{network}"), {}
     for i, (name, network) in enumerate(networks.items(), 1):
         rows[name] = _errors_and_eigenvalues(task, *network)
-        bar.show(i / len(networks), name)
+        show(i, lambda name=name: {"network": name})  # type: ignore[misc]
     seconds = {"search": searched, "all": time.perf_counter() - began}
     result = _summarize_scores(names, np.asarray(search_result.alpha), rows, seconds)
-    bar.enter("error of the hypergradient")
-    gap = hypergradient_error(task, plan.solver, plan.longer, search_result.alpha)
+    bars.enter("error of the hypergradient")
+    longer = solver(task, _LONGER * config.inner_steps, rate=config.weight_rate)
+    gap = hypergradient_error(task, training, longer, search_result.alpha)
     result["hypergradient"] = {name: x.tolist() for name, x in gap._asdict().items()}
     result["argmax"] = argmax_advice.verdict_entries(task, verdict)
     if search_result.report.compared:
@@ -177,7 +188,7 @@ def _search_and_compare(
 
 
 def _with_losses_as_aux(problem: bilevel.Problem) -> bilevel.Problem:
-    """The problem with its losses as auxiliary outputs: side by side they stay those of a seed."""
+    """Return the problem with its losses as auxiliary outputs, which keeps those of each seed."""
 
     def with_value_as_aux(loss):
         def loss_twice(w, alpha, batch):
@@ -191,26 +202,9 @@ def _with_losses_as_aux(problem: bilevel.Problem) -> bilevel.Problem:
     )
 
 
-def _search_phase_seconds(config: Search) -> dict[str, float]:
-    """Seconds of each phase, roughly, on two cores: compilation, and gradients of weights."""
-    units = config.seeds * config.width * config.train * inputs(config.data)
-    solve, networks = 2e-8 / 60 * units * config.inner_steps, len(config.activations) + 1
-    relative_cost = {"unrolled": 4, "truncated": 1.75, "first-order": 1, "implicit": 3}[
-        config.solver
-    ]
-    return {
-        "data": 4,
-        "search": 3 + relative_cost * solve * config.steps,
-        "retraining": 3 + solve * networks,
-        "joint training": 3 + 2 * JOINT_EPOCHS * solve,
-        "certificates": 8 + config.seeds * (networks + 1),
-        "error of the hypergradient": 6 + 4 * (1 + LONGER) * solve,
-    }
-
-
-def _loss_callback(bar: RunBar, steps: int, seeds: int) -> Callable[[bilevel.SearchResult], None]:
-    """What to call between chunks of a search of so many ``steps``: the losses' means."""
-    show = bar.loop(steps, "train {task.fields[lower]:.4g}  valid {task.fields[value]:.4g}")
+def _loss_callback(bars: Phases, steps: int, seeds: int) -> Callable[[bilevel.SearchResult], None]:
+    """Return a callback that shows the losses' means over the seeds."""
+    show = bars.loop(steps, "train {lower:.4g}  valid {value:.4g}")
 
     def callback(so_far):
         last = {k: float(so_far.history[k][-1]) / seeds for k in ("lower", "value")}
@@ -220,22 +214,23 @@ def _loss_callback(bar: RunBar, steps: int, seeds: int) -> Callable[[bilevel.Sea
 
 
 def _train_jointly(
-    plan: ActivationSearchPlan, alpha: jax.Array, bar: RunBar
+    config: Search, task: ActivationTask, alpha: jax.Array, bars: Phases
 ) -> tuple[jax.Array, jax.Array]:
     """Single-level training: weights and α descend the training loss together."""
-    task, steps = plan.task, plan.joint_steps
-    lower = stack_problems(task.space.problem).lower
+    steps = _JOINT_EPOCHS * config.inner_steps
+    rate = config.weight_rate or 1 / task.curvatures.max(axis=-1)[:, None, None]
+    lower, show = stack_problems(task.space.problem).lower, bars.loop(steps, "")
     result = bilevel.search(
         bilevel.Problem(lower, lower),
-        bilevel.unrolled(optax.sgd(plan.joint_rate, 0.9, nesterov=True), 1, backprop=0),
-        plan.optimizer,
+        bilevel.unrolled(optax.sgd(rate, 0.9, nesterov=True), 1, backprop=0),
+        _optimizer(config.geometry, config.alpha_rate),
         alpha,
         task.w0,
         task.train,
         task.train,
         steps=steps,
         progress=False,
-        callback=lambda so_far: bar.show(len(so_far.history["value"]) / steps, ""),
+        callback=lambda so_far: show(len(so_far.history["value"]), dict),
     )
     if result.stopped:
         raise KeyboardInterrupt
@@ -305,19 +300,14 @@ def _write_search(folder, result, search_result) -> None:
         outer, lower = plots.losses(runs, (axes["outer"], axes["lower"]))
         outer.set_ylabel(f"validation loss\n({config['outer']})")
         lower.set_ylabel("training loss\n(squared)")
-        figure.suptitle(report.picture_title(config))
+        figure.suptitle(report.figure_title(config))
 
     report.save_figure(folder / "search.png", (11, 4.4), draw)
 
 
 def _print_search(result: dict[str, Any], folder: pathlib.Path) -> None:
-    from rich.table import Table
-
     config, seeds = result["config"], result["config"]["seeds"]
-    table = Table(title=report.table_title(config))
-    table.add_column("network", no_wrap=True)
-    for heading in _COLUMNS.values():
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = report.result_table(report.table_title(config), "network", *_COLUMNS.values())
     for name, scores in result["scores"].items():
         cells = [report.cell(100 * np.asarray(scores[c]), ".1f") for c in _COLUMNS if "error" in c]
         cells += [report.cell(np.asarray(scores[c]), ".3g") for c in _COLUMNS if "loss" in c]
@@ -332,7 +322,7 @@ def _print_search(result: dict[str, Any], folder: pathlib.Path) -> None:
     relative = np.divide(off, norm, out=np.zeros_like(off), where=off > 0)
     console.print(
         f"hypergradient there: {report.cell(100 * relative, '.0f')} % from that of training "
-        f"{LONGER} times as long"
+        f"{_LONGER} times as long"
     )
     if "predicted_ratio" in result:
         console.print(

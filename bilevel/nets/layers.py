@@ -4,6 +4,7 @@
 supernets and train-free scores; ``flax.linen.BatchNorm`` in networks trained from scratch.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,6 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from bilevel.internal.checks import at_least_float32
 from bilevel.nets.convolution import convolve_images
@@ -73,25 +73,33 @@ class Standardize(nn.Module):
 
 
 def draw_parameters(key: chex.PRNGKey, shapes: Any) -> Any:
-    """Parameters drawn for the ``shapes`` of a network: kernels from U(-1, 1) / sqrt(fan-in).
+    """Draw parameters for the ``shapes`` of a network: kernels from U(-1, 1) / sqrt(fan-in).
 
-    That is the reference implementation's. Scales are 1, biases 0. Apart from the network, which
-    would have to be run, or compiled, to initialise itself.
+    That is the reference implementation's. Scales are 1, biases 0. The network is not run: it would
+    have to be compiled to initialise itself.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
+    bounds = [_initial_bound(*leaf) for leaf in leaves]
     sizes = [math.prod(leaf.shape) for _, leaf in leaves]
-    bounds, offsets = [], []
-    for path, leaf in leaves:  # a kernel is [..., size, size, c, outputs] or [c, outputs]
-        is_kernel = path[-1].key == "kernel"
-        bounds.append(1 / math.sqrt(math.prod(leaf.shape[-4:-1])) if is_kernel else 0.0)
-        offsets.append(float(path[-1].key == "scale"))
     # One draw cut into pieces: hundreds of draws of their own would take minutes to compile.
     uniform = jax.random.uniform(key, (sum(sizes),), jnp.float32, -1, 1)
-    flat = uniform * np.repeat(np.array(bounds, np.float32), sizes)
-    flat += np.repeat(np.array(offsets, np.float32), sizes)
-    pieces = jnp.split(flat, np.cumsum(sizes)[:-1])
+    runs = itertools.groupby(zip(bounds, sizes, strict=True), key=lambda pair: pair[0])
+    lengths = [(bound, sum(size for _, size in run)) for bound, run in runs]
+    # Not in numpy, which would make them large where only shapes are asked for.
+    factors, offsets = (
+        jnp.concatenate([jnp.full(n, bound[i], jnp.float32) for bound, n in lengths])
+        for i in range(2)
+    )
+    pieces = jnp.split(uniform * factors + offsets, list(itertools.accumulate(sizes[:-1])))
     drawn = [piece.reshape(leaf.shape) for piece, (_, leaf) in zip(pieces, leaves, strict=True)]
     return jax.tree.unflatten(structure, drawn)
+
+
+def _initial_bound(path: Any, leaf: Any) -> tuple[float, float]:
+    """Factor of the uniform draw and its offset, for a parameter of this path."""
+    if path[-1].key == "kernel":  # [..., size, size, c, outputs] or [c, outputs]
+        return 1 / math.sqrt(math.prod(leaf.shape[-4:-1])), 0.0
+    return 0.0, float(path[-1].key == "scale")
 
 
 def accumulation_dtype(dtype: Any) -> Any:

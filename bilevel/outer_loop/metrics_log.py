@@ -4,8 +4,8 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, BinaryIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,25 +20,24 @@ _SMALL = 16  # entries of an array that is still written
 def log(path: str | os.PathLike[str], *, resume: bool = False) -> Callable[[Any], None]:
     """``callback`` for :func:`bilevel.search` that appends every step's metrics to a file.
 
-    A line for each row of the history, ``{"step": 1, "value": ..., "lower": ..., "grad_norm":
-    ...}``, with what else is there: ``aux`` and ``alpha``, by their paths
-    (``aux.outer.accuracy``), arrays of up to 16 entries as lists, larger ones not. What is not
-    finite is ``null``.
+    Each row of the history is a line, ``{"step": 1, "value": ..., "lower": ..., "grad_norm":
+    ...}``. ``aux`` and ``alpha`` are named by their paths (``aux.outer.accuracy``). Arrays of up to
+    16 entries are lists; larger ones are left out. Values that are not finite are ``null``.
 
     Parameters
     ----------
     path : path
         Its folder is made if needed.
     resume : bool
-        Whether to go on with a file, as a search with ``resume=True`` does: steps that it has are
-        not written again, and a last line that was cut short is written anew.
+        Whether to append to an existing file, as a search with ``resume=True`` does. Steps that the
+        file has are not written again. A last line that was cut short is written anew.
 
     Returns
     -------
     callback
         ``search(..., callback=bilevel.log("run.jsonl"), every=100)`` writes the last 100 lines
-        every 100 steps. A full disk costs the lines, with a warning, and not the run. Of several
-        processes the first one writes.
+        every 100 steps. A full disk costs the lines, with a warning, and not the run. If there are
+        multiple processes, the first one writes.
 
     Raises
     ------
@@ -67,27 +66,30 @@ def log(path: str | os.PathLike[str], *, resume: bool = False) -> Callable[[Any]
     if jax.distributed.is_initialized() and not is_first_process():
         return lambda result: None
     lines = Lines("path", path, resume=resume)
+    last = lines.lines[-1].get("step", 0) if lines.lines else 0
 
     def callback(result):
+        nonlocal last
         count, every = int(result.state.step), result.history_every
         total = history_length(count, every)
         columns = [
-            (name, np.asarray(rows))
-            for name, rows in _named(result.history)
+            (jax.tree_util.keystr(name, simple=True, separator="."), np.asarray(rows))
+            for name, rows in jax.tree_util.tree_leaves_with_path(result.history)
             if np.size(rows) <= _SMALL * total
         ]
-        lines.append(
-            {"step": step_of(i, count, every)}
-            | {name: without_nan(rows[i].tolist()) for name, rows in columns}
-            for i in range(lines.last // every, total)
-            if step_of(i, count, every) > lines.last
-        )
+        records = [
+            {"step": step_of(i, count, every)} | {name: rows[i].tolist() for name, rows in columns}
+            for i in range(last // every, total)
+            if step_of(i, count, every) > last
+        ]
+        if lines.append(records):
+            last = count
 
     return callback
 
 
 class Lines:
-    """A file of JSON lines, each written whole; ``last`` is the ``step`` of the last one.
+    """A file of JSON lines, each written whole; ``lines`` are those that it has.
 
     Raises
     ------
@@ -96,15 +98,14 @@ class Lines:
     """
 
     def __init__(self, name: str, path: str | os.PathLike[str], *, resume: bool):
-        self._path, self.last = pathlib.Path(path), 0
+        self._path = pathlib.Path(path)
         if self._path.exists() and not resume:
             raise ValueError(
                 f"{name}: expected a new file or resume=True, got the existing {path}."
             )
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a+b") as file:
-                self.last = _last_step(file)
+            self.lines = _read_lines(self._path)
         except OSError as error:
             raise ValueError(
                 f"{name}: expected a file to write in, got {path} ({error.strerror})."
@@ -112,63 +113,46 @@ class Lines:
         except ValueError:
             raise ValueError(f"{name}: expected lines of JSON, got another file, {path}.") from None
 
-    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Append lines: all of them, or none where the disk is full."""
-        records = list(records)
-        text = b"".join(json.dumps(record).encode() + b"\n" for record in records)
+    def append(self, records: Sequence[Mapping[str, Any]]) -> bool:
+        """Append all records, or none of them if the disk is full, with a warning and False."""
+        text = "".join(json.dumps(without_nan(record)) + "\n" for record in records).encode()
         with store.warn_if_disk_full(f"log: lines of {self._path}"):
-            _append(self._path, text)
-            self.last = records[-1].get("step", 0) if records else self.last
+            with self._path.open("ab", buffering=0) as file:
+                end = file.tell()
+                if file.write(text) < len(text):  # a disk that fills up takes a part
+                    file.truncate(end)
+                    raise OSError("no room for whole lines")
+            return True
+        return False
 
 
-def _append(path: pathlib.Path, text: bytes) -> None:
-    with path.open("ab", buffering=0) as file:
-        end = file.tell()
-        try:
-            if file.write(text) < len(text):  # a disk that fills up takes what it has room for
-                raise OSError("no room for whole lines")
-        except OSError:
-            file.truncate(end)
-            raise
-
-
-def _last_step(file: BinaryIO) -> int:
-    """The number in the last line that is whole; the beginning of another one is cut off.
+def _read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Return the lines; one that was cut short at the end is removed from the file.
 
     Raises
     ------
     ValueError
-        For another file, which stays as it is.
+        If the file has no lines of JSON. The file stays as it is.
     """
-    file.seek(0)
-    *lines, unfinished = file.read().split(b"\n")
-    last = json.loads(lines[-1]) if lines else {}
-    if unfinished:
-        try:
-            last = json.loads(unfinished)
-            file.write(b"\n")
-        except ValueError:
-            if not lines and not unfinished.startswith(b"{"):
-                raise
-            file.seek(-len(unfinished), os.SEEK_END)
-            file.truncate()
-    return last.get("step", 0) if isinstance(last, dict) else 0
-
-
-def _named(tree: Any) -> Iterator[tuple[str, Any]]:
-    """The leaves by their paths, with dots."""
-    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        yield jax.tree_util.keystr(path, simple=True, separator="."), x
+    with path.open("a+b") as file:
+        file.seek(0)
+        *whole, unfinished = file.read().split(b"\n")
+        lines = [json.loads(line) for line in whole]
+        if not all(isinstance(line, dict) for line in lines):
+            raise ValueError
+        if unfinished:
+            try:
+                lines.append(json.loads(unfinished))
+                file.write(b"\n")
+            except ValueError:
+                if not lines and not unfinished.startswith(b"{"):
+                    raise
+                file.truncate(file.tell() - len(unfinished))
+    return lines
 
 
 def without_nan(value: Any) -> Any:
-    """``value`` as JSON has it: null where a number is not finite.
-
-    Examples
-    --------
-    >>> without_nan({"gap": [0.5, float("nan")]})
-    {'gap': [0.5, None]}
-    """
+    """Return ``value`` with null in place of numbers that are not finite, which JSON lacks."""
     if isinstance(value, Mapping):
         return {key: without_nan(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -49,12 +49,10 @@ def run_chunks(
     """
     done, count, stopped = int(carry.state.step), chunk or 1, ""
     advance = program(keep_sharding(setup.advance, carry), carry, feed.first, 1, donate=(0,))
-    text = "outer {task.fields[value]:.4g}  lower {task.fields[lower]:.4g}"
+    text = "outer {value:.4g}  lower {lower:.4g}"
     with (
         held_signals(terminations=saver.directory is not None) as came,
-        progress_bar(
-            progress if is_first_process() else False, "search", steps, text, SHOWN
-        ) as show,
+        progress_bar(progress if is_first_process() else False, "search", steps, text) as show,
     ):
         while done < steps:
             began = time.perf_counter()

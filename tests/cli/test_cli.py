@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rich.console
 from helpers import documented_keys
 
 import bilevel
@@ -49,20 +50,20 @@ class Bars:
     """What would be seen of the bars of a run."""
 
     def __init__(self, monkeypatch):
-        self.totals, self.updates = [], []
-        monkeypatch.setattr(progress, "_display_bar", self._shown)
+        self.shown = []  # (phase, done, total, text)
+        monkeypatch.setattr(progress, "_bars", self._recorded)
 
     @contextlib.contextmanager
-    def _shown(self, console, columns, total, label, **fields):
-        self.totals.append(total)
-        yield lambda **values: self.updates.append(values)
+    def _recorded(self, shown):
+        yield (lambda *values: self.shown.append(values)) if shown else None
 
     def check(self, phases):
-        """One bar, which is never set back and is full in the end."""
-        (total,) = self.totals
-        done = [update["completed"] for update in self.updates]
-        assert done == sorted(done) and done[0] == 0 and done[-1] == pytest.approx(total)
-        assert [*dict.fromkeys(update["description"] for update in self.updates)] == phases
+        """One bar for each phase, which is never set back; the last one is full in the end."""
+        assert [*dict.fromkeys(phase for phase, *_ in self.shown)] == phases
+        for phase in phases:
+            done = [done / total for name, done, total, _ in self.shown if name == phase]
+            assert done == sorted(done) and done[0] == 0
+        assert self.shown[-1][1:3] == (1, 1)
 
 
 @pytest.fixture
@@ -70,35 +71,44 @@ def bars(monkeypatch):
     return Bars(monkeypatch)
 
 
-def test_loops_of_a_run_fill_its_one_bar(bars):
-    text = "loss {task.fields[x]:.1f}"
+def test_each_phase_of_a_run_has_one_bar_that_its_loop_fills(bars):
     with (
         pytest.raises(KeyboardInterrupt, match="interrupted in phase 'second'"),
-        progress.run_bar(True, {"first": 1.0, "second": 3.0}) as bar,
+        progress.phases(True) as run,
     ):
-        bar.enter("second")
-        with progress.progress_bar(None, "loop", 6, text, ["x"]) as show:
+        run.enter("first")
+        run.enter("second")
+        with progress.progress_bar(None, "loop", 6, "loss {x:.1f}") as show:
             show(2, lambda: {"x": 0.25})
-        with progress.progress_bar(False, "silent", 6, "", []) as show:
+        with progress.progress_bar(False, "silent", 6, "") as show:
             show(3, lambda: pytest.fail("looked at what is not shown"))
         raise KeyboardInterrupt
-    assert bars.totals == [4.0]
-    last = {"completed": 2.0, "description": "second", "text": "2/6  loss 0.2", "earlier": 0.5}
-    assert bars.updates[-1] == last
-    assert progress.remaining(30.0, done=1.5, left=2.0, total=4.0) == "0:00:40 left"
-    assert progress.remaining(30.0, done=0.1, left=3.9, total=4.0) == ""  # too early to say
-    with progress.run_bar(None, {"first": 1.0}) as bar:  # no terminal
-        bar.enter("first")
-        with progress.progress_bar(True, "loop", 6, "", []) as show:
+    assert bars.shown == [("first", 0, 1, ""), ("second", 0, 1, ""), ("second", 2, 6, "loss 0.2")]
+    with progress.phases(None) as run:  # no terminal
+        run.enter("first")
+        with progress.progress_bar(True, "loop", 6, "") as show:
             show(3, lambda: pytest.fail("looked at what is not shown"))
-    assert len(bars.updates) == 2
+    assert len(bars.shown) == 3
+
+
+def test_bars_of_earlier_phases_are_full_lines_in_a_terminal(monkeypatch):
+    screen = io.StringIO()
+    console = rich.console.Console(file=screen, force_terminal=True, width=80)
+    monkeypatch.setattr(progress, "_console", lambda *_: console)
+    with progress.phases(True) as run:
+        run.enter("data")
+        run.enter("search")
+        run.loop(4, "loss {x}")(3, lambda: {"x": 0.5})
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue()).splitlines()[-2:]
+    assert last[0].startswith("data") and "1/1" in last[0]
+    assert last[1].startswith("search") and "1/1" in last[1]
 
 
 def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars):
     assert search(tmp_path / "run", "--seeds", "2", "--progress", "True") == 0
     phases = ["data", "search", "retraining", "joint training", "certificates"]
     bars.check([*phases, "error of the hypergradient"])
-    said = [update["text"] for update in bars.updates if update["text"].startswith("3/3 ")]
+    said = [text for phase, done, _, text in bars.shown if (phase, done) == ("search", 3)]
     printed = capsys.readouterr().out
     for row in ("search", "relu", "tanh", "joint training", "α found:", "mean ± s.e. of 2 seeds"):
         assert row in printed
@@ -132,7 +142,7 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars):
         np.testing.assert_allclose(bound, value, rtol=1e-6)
     arrays = loaded(tmp_path / "run" / "arrays.npz")
     losses = (arrays[f"history_{name}"][-1] / 2 for name in ("lower", "value"))  # of two seeds
-    assert said == ["3/3  train {:.4g}  valid {:.4g}".format(*losses)]
+    assert said == ["train {:.4g}  valid {:.4g}".format(*losses)]
     assert arrays["history_alpha"].shape == (3, 2, 2)
     assert arrays["w"].shape == (2, 16, 64)
     assert (tmp_path / "run" / "search.png").stat().st_size > 10_000
@@ -205,7 +215,9 @@ def test_a_run_resumed_with_more_steps_is_one_long_run_in_its_own_directory(
     # The comparisons after the search are other tests'.
     known = Gap(np.array([1.0]), np.array([0.5]))
     monkeypatch.setattr(commands, "hypergradient_error", lambda *of_task: known)
-    monkeypatch.setattr(commands, "_train_jointly", lambda plan, alpha, bar: (plan.task.w0, alpha))
+    monkeypatch.setattr(
+        commands, "_train_jointly", lambda config, task, alpha, bars: (task.w0, alpha)
+    )
     search(tmp_path / "run", *CLOSED)
     assert "hypergradient there: 50 % from that of training 4 times" in capsys.readouterr().out
     assert search(tmp_path / "run", *CLOSED, "--resume", "--seed", "5") == 2

@@ -86,7 +86,7 @@ def test_mistakes_are_one_sentence_and_leave_no_run_directory(tmp_path, capsys):
         ("--operations", "conv_7x7"): "operations: expected names among none, max_pool_3x3",
         ("--pixels", "2", "--cells", "3"): "shape: expected images [h, w, c] of at least 4 x 4",
         ("--pixels", "0"): "pixels: expected at least 1, got 0.",
-        ("--drop-path", "1"): "drop_path: expected at least 0 and under 1, got 1.0.",
+        ("--drop-path", "1"): "drop_path: expected under 1, got 1.0.",
         ("--auxiliary",): "auxiliary: expected at least 8 x 8 pixels after two reductions",
         ("--random", "-1"): "random: expected at least 0, got -1.",
     }.items():

@@ -113,7 +113,7 @@ def test_mistakes_are_one_sentence_and_leave_no_run_directory(tmp_path, capsys):
         ("--activations", "relo"): "activations: expected names among",
         ("--depth", "2"): "depth: expected at least 3, got 2.",
         ("--seeds", "0"): "seeds: expected at least 1, got 0.",
-        ("--weight-rate", "-1"): "weight_rate: expected a positive number, got -1.0.",
+        ("--weight-rate", "-1"): "weight_rate: expected at least 1e-12, got -1.0.",
         ("--train", "3000"): "train: expected at most 1795 of the rows of digits, got 3000.",
         ("--resume",): "out: expected the directory of a run",
     }.items():

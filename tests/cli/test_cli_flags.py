@@ -20,30 +20,23 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 
 import hypothesis
 import hypothesis.strategies as st
-import jax
 import pooch
 import pytest
-from helpers import batch
 
-from bilevel.cli import main, parse_flags
-from bilevel.cli.flags import (
-    commands,
-    datasets,
-    deep_searches,
-    from_config_file,
-    memory_estimate,
-    rules,
-)
-from bilevel.cli.runtime import interrupts, run_directory
+from bilevel.cli import baseline, main, parse_flags
+from bilevel.cli.deep_search import run
+from bilevel.cli.flags import commands, datasets, deep_searches, from_config_file, rules
+from bilevel.cli.runtime import interrupts, memory, run_directory
 from bilevel.data import load
-from bilevel.internal import memory as _memory
 from bilevel.spaces.activations import ACTIVATIONS
-from bilevel.spaces.darts import darts_space, operations
+from bilevel.spaces.darts import operations
 from bilevel.spaces.features.text import BINS
-from bilevel.spaces.nasbench201 import genotype, nasbench201_space
+from bilevel.spaces.nasbench201 import genotype
 from bilevel.spaces.nasbench201.judging.verdicts import BASELINES
 from bilevel.spaces.nasbench201.scoring import SCORES
 from bilevel.spaces.skips import CANDIDATES
+from bilevel.spaces.targets import OUTER_LOSSES
+from bilevel.strategies.activation_search import SOLVERS
 
 COMMANDS = {
     "search": ["search"],
@@ -67,7 +60,7 @@ UGLY = (
 
 @pytest.fixture(autouse=True)
 def eight_gigabytes_and_the_examples(monkeypatch):
-    monkeypatch.setattr(memory_estimate, "available_memory", lambda: 8 * 10**9)
+    monkeypatch.setattr(memory, "available_memory", lambda: 8 * 10**9)
     monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "examples")
 
 
@@ -118,7 +111,6 @@ def test_a_flag_is_refused_in_a_sentence_that_names_it_or_may_be_used(defaults, 
         assert {name, *rest.get(name, "").split()} & set(named)
     else:
         assert may_be(hints[name], value), (name, value)
-        assert max(changed.memory().values()) <= 8 * 10**9
         json.dumps(from_config_file.flags_of(changed), allow_nan=False)
 
 
@@ -144,9 +136,8 @@ def test_what_is_no_value_at_all_is_one_sentence_on_standard_error(defaults, com
     [
         ("search --inner-steps 0", "inner_steps: expected at least 1, got 0."),
         ("search --train 0", "train: expected at least 2, got 0."),
-        ("search --alpha-rate inf", "alpha_rate: expected at most 1e+06, got inf."),
-        ("search --alpha-rate -1", "alpha_rate: expected a positive number, got -1.0."),
-        ("search --alpha-rate nan", "alpha_rate: expected a positive number, got nan."),
+        ("search --alpha-rate inf", "alpha_rate: expected at most 1000000.0, got inf."),
+        ("search --alpha-rate nan", "alpha_rate: expected at least 1e-12, got nan."),
         ("search --activations relu relu", "activations: expected different names, got relu relu."),
         (f"search --steps {10**30}", "steps: expected at most 100000000, got about 10^30."),
         ("search --valid 1496", "valid: expected at most 1495 of the rows of digits, got 1496."),
@@ -160,15 +151,8 @@ def test_what_is_no_value_at_all_is_one_sentence_on_standard_error(defaults, com
         (f"certify --out {'x' * 300}", "out: expected a directory that can be made, got 'xxx"),
         (f"rank --out new/{'x' * 300}", "out: expected a directory that can be made, got 'new/xxx"),
         (f"baseline --dimension {10**12}", "dimension: expected at most 1073741824, got 10000000"),
-        (
-            f"certify --data mnist --rows {10**6}",
-            "rows: expected sizes that fit in the 8.0 GB of memory available, got 1000000, "
-            "which take at least 72,000.0 GB.",
-        ),
         ("certify --kernel no_such_module:f", "kernel: expected MODULE:FUNCTION, got 'no_such_m"),
         ("search-own --space no_such.module:f", "space: expected MODULE:FUNCTION, got 'no_such."),
-        ("search --data mnist --train 30000", "train: expected sizes that fit in the 8.0 GB"),
-        ("search-darts --channels 1000000", "cells, channels: expected sizes that fit"),
     ],
 )
 def test_no_mistake_leaves_a_directory(tmp_path, monkeypatch, capsys, line, sentence):
@@ -290,46 +274,11 @@ def test_ctrl_c_during_a_garbage_collection_is_not_lost(capfd):
     assert seen and not capfd.readouterr().err
 
 
-def weights(space, shape):
-    w = jax.eval_shape(space.init, jax.random.key(0), batch(1, *shape))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(w))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("space", "command"), [(darts_space, "darts"), (nasbench201_space, "nasbench201")]
-)
-@pytest.mark.parametrize("cells", [1, 4])
-def test_estimates_of_memory_are_below_what_is_needed_and_near(defaults, space, command, cells):
-    """Truth: the shapes of the weights; in memory they are held three times."""
-    config = dataclasses.replace(defaults[command], cells=cells, channels=32)
-    true = 12 * weights(space(config.operations, cells=cells, channels=32), (8, 8, 1))
-    assert 0.5 * true < config.memory()["cells", "channels"] <= true
-
-
 def test_what_is_known_of_a_dataset_is_so():
     data = load("digits")
     assert datasets.ROWS["digits"] == (len(data.x_train) + len(data.x_test), 0)
     assert datasets.SHAPES["digits"] == (*data.x_train.shape[1:], 1)
     assert len(data.classes) == datasets.CLASSES
-
-
-def test_memory_is_what_the_system_and_its_groups_leave(tmp_path, monkeypatch):
-    monkeypatch.undo()
-    system = _memory.available_memory()
-    assert 10**8 < system < _memory.total_memory() < 2**60
-    lines = {"/proc/self/cgroup": ["0::/a/b"]}
-    monkeypatch.setattr(_memory, "_CGROUPS", tmp_path)
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    read = _memory._lines
-    monkeypatch.setattr(_memory, "_lines", lambda path: lines.get(str(path)) or read(path))
-    assert _memory.available_memory() == _memory.total_memory() == 10**6
-    lines["/proc/self/cgroup"] = ["4:memory:/c"]
-    (tmp_path / "memory" / "c").mkdir(parents=True)
-    (tmp_path / "memory" / "c" / "memory.limit_in_bytes").write_text("2000000\n")
-    assert _memory.available_memory() == 2 * 10**6
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
@@ -480,13 +429,22 @@ def test_help_mistakes_and_the_version_do_not_wait_for_jax(tmp_path):
     assert match and match.groups() == (*versions, platform.python_version())
 
 
-def test_names_of_flags_are_those_of_the_spaces():
+def choices(flags, name):
+    return get_args(rules.hints(flags)[name])
+
+
+def test_names_of_flags_are_those_of_the_library():
+    assert choices(commands.Search, "solver") == SOLVERS
+    assert set(choices(commands.Search, "outer")) == set(OUTER_LOSSES)
+    assert choices(commands.Search, "data") == tuple(datasets.SHAPES)
+    assert set(choices(commands.Baseline, "method")) == {"all", *baseline._METHODS}
+    assert set(get_args(deep_searches.Strategy)) == set(run.STRATEGIES)
     assert set(commands.ACTIVATIONS) == set(ACTIVATIONS)
     assert deep_searches.SkipSearch().activations == CANDIDATES
     assert commands.DARTS_OPERATIONS == operations.PRIMITIVES
     assert commands.NASBENCH201_OPERATIONS == genotype.PRIMITIVES
     assert (tuple(SCORES), tuple(BASELINES)) == (commands.SCORES, commands.BASELINES)
-    assert commands.BINS == BINS
+    assert f"most={BINS}" in str(rules.hints(commands.Baseline)["dimension"])
 
 
 @every_command
@@ -509,8 +467,8 @@ def test_a_config_gives_the_flags_and_the_line_wins(defaults, command, tmp_path)
     ("text", "line", "sentence"),
     [
         ('{"rowz": 3}', "certify", "config: expected the flags of a run of this command and space"),
-        ('{"rows": "3"}', "certify", "config: rows in 'FILE': expected a whole number, got '3'."),
-        ('{"rows": 3.5}', "certify", "config: rows in 'FILE': expected a whole number, got 3.5."),
+        ('{"rows": "3"}', "certify", "config: rows in 'FILE': expected an integer, got '3'."),
+        ('{"rows": 3.5}', "certify", "config: rows in 'FILE': expected an integer, got 3.5."),
         ('{"rtol": true}', "certify", "config: rtol in 'FILE': expected a number, got True."),
         ('{"out": 3}', "certify", "config: out in 'FILE': expected a path, got 3."),
         ('{"activations": "relu"}', "certify", "config: activations in 'FILE': expected names,"),

@@ -8,6 +8,7 @@ import pytest
 from helpers import documented_keys
 
 from bilevel.cli import main
+from bilevel.cli.deep_search.run import DeepSearchRun
 from bilevel.discretize.diagnostics import simplex_tangent
 from bilevel.spaces.nasbench201 import encode, genotypes
 from bilevel.spaces.nasbench201.costs import supernet_cost
@@ -81,16 +82,15 @@ def test_an_interrupted_search_says_how_to_go_on_and_goes_on_there(
     """With a search that stops where it starts; the real one's resumption is bilevel.search's."""
     run, seen = tmp_path / "run", []
 
-    def stopping_in_the_second_seed(where, space, search, alpha, w, train, valid, key, place, name):
-        seen.append((where.resume, place.relative_to(run).as_posix(), name))
+    def stopping_in_the_second_seed(self, strategy, alpha, w, data, key, place):
+        where = place.relative_to(run).as_posix()
+        seen.append((self.config.resume, where, self.bars.phase))
         place.mkdir(parents=True, exist_ok=True)
         (place / "step").write_text("something to go on from")
         stopped = len(seen) % 2 == 0 and "interrupted after step 2"
         return types.SimpleNamespace(stopped=stopped, alpha=None, w=None, history={})
 
-    monkeypatch.setattr(
-        "bilevel.cli.deep_search.pipeline.search_with_progress", stopping_in_the_second_seed
-    )
+    monkeypatch.setattr(DeepSearchRun, "search_from", stopping_in_the_second_seed)
     for flags in ((), ("--resume",)):
         assert search(run, "--seeds", "2", *flags) == 130
         kept = "searches and networks are kept as far as they came; go on with --resume --out"
@@ -154,7 +154,7 @@ def test_with_a_damaged_table_nothing_is_searched(tmp_path, capsys, monkeypatch)
     file.parent.mkdir(parents=True)
     file.write_text("arch_str\n")
     monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr("bilevel.cli.deep_search.pipeline.search_with_progress", None)
+    monkeypatch.setattr(DeepSearchRun, "search_from", None)
     assert search(tmp_path / "run") == 2
     error = capsys.readouterr().err
     assert error.startswith(f"bilevel: {file}: expected a column index, got none")

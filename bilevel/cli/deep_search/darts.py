@@ -5,157 +5,123 @@ scratch, and networks of random genotypes trained alike.
 """
 
 import functools
-import pathlib
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel.cli.deep_search import images, pipeline
-from bilevel.cli.deep_search import report as deep_report
-from bilevel.cli.deep_search.command import DeepSearchCommand, Parts, Rows, run_deep_search
-from bilevel.cli.flags.datasets import CLASSES, pixel_count
+from bilevel.cli.deep_search import networks
+from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
+from bilevel.cli.deep_search.run import DeepSearchRun, keys
+from bilevel.cli.flags.datasets import CLASSES
 from bilevel.cli.flags.deep_searches import DartsSearch
-from bilevel.cli.runtime import report
-from bilevel.nets.images import unit_images
-from bilevel.spaces import Space
+from bilevel.cli.runtime import memory, report
+from bilevel.nets.evaluation import Part
 from bilevel.spaces.darts import darts_network, darts_space, parse_genotype, plot_genotype
 from bilevel.spaces.darts.genotype import EDGES
 from bilevel.spaces.darts.supernet import weight_count
 from bilevel.strategies import darts_sgd
 
-
-def run_darts_search(config: DartsSearch) -> dict[str, Any]:
-    """Run the job; print its table, write its run directory, return what `result.json` holds."""
-    config.check()
-    began = time.perf_counter()
-    shape: dict[str, Any] = {"cells": config.cells, "channels": config.channels}
-    final: dict[str, Any] = {k: getattr(config, f"final_{k}") or size for k, size in shape.items()}
-    common: dict[str, Any] = {
-        "classes": CLASSES,
-        "dtype": jnp.bfloat16 if config.bfloat16 else None,
-    }
-    space = darts_space(config.operations, remat=config.remat, **common, **shape)
-    network: Callable[..., Any] = functools.partial(
-        darts_network, auxiliary=config.auxiliary, **common, **final
-    )
-    search = pipeline.search_of(config, space, darts_sgd, config.weight_rate)
-    steps = config.epochs * (config.train // config.batch_size)
-    sgd = darts_sgd(optax.cosine_decay_schedule(config.weight_rate, steps))
-    options: dict[str, Any] = {
-        "epochs": config.epochs,
-        "batch_size": config.batch_size,
-        "augment": images.augmentation(config.crop_and_flip, config.cutout),
-        "options": lambda epoch: (config.drop_path * epoch / config.epochs,),
-    }
-    fit = functools.partial(images.fitted, sgd=sgd, **options)
-    pixels = config.batch_size * pixel_count(config.data, config.pixels)
-    operation = images.cell_gradient_seconds(pixels, len(EDGES), **shape)
-    trained = (
-        steps * images.cell_gradient_seconds(pixels, len(EDGES), **final) / 2
-    )  # half the edges
-    work = {
-        "data": 5,
-        **images.search_work(config.seeds, search.gradients, len(space.names) * operation),
-        "training": config.seeds * (1 + config.random) * (20 + trained),
-        "errors and curvature": 20 + config.seeds,
-    }
-
-    def searched(run, parts):
-        first = network(space.discretize(space.start()))
-        images.check_fits(first.init, parts[0][0][0].shape[1:])
-        return images.search_image_space(space, search, config.seed, run, parts)
-
-    training = network, fit, config.seed, config.random, config.epochs
-    return run_deep_search(
-        config,
-        DeepSearchCommand(
-            name="darts",
-            space=space,
-            work=work,
-            unit=functools.partial(unit_images, pixels=config.pixels),
-            search=searched,
-            train=functools.partial(_train_darts_networks, space, *training),
-            heats=functools.partial(_darts_heatmaps, space.names),
-            draw=_save_genotype_figure,
-            table=_darts_table,
-            notes=_darts_notes,
-        ),
-        began,
-    )
-
-
-def _train_darts_networks(
-    space: Space,
-    network: Callable[..., Any],
-    fit: Callable[..., Any],
-    seed: int,
-    random: int,
-    epochs: int,
-    run: pipeline.RunContext,
-    seed_results: list[pipeline.SeedResult],
-    parts: Parts,
-) -> Rows:
-    """Scores of the networks of the genotypes found, and of so many ``random`` ones."""
-    keys = [pipeline.keys(seed, s)[3] for s in range(len(parts))]
-    drawn = [[space.draw(k) for k in jax.random.split(key, random + 1)[1:]] for key in keys]
-    orders = [jax.random.split(key, random + 2)[-1] for key in keys]
-
-    def train(row, checkpoint, show):
-        """Checkpointed; it goes on from what it finds."""
-        key, own = orders[row.seed], parts[row.seed]
-        state, errors = fit(network(row.architecture), key, own, checkpoint=checkpoint, show=show)
-        return {
-            **dict(zip(pipeline.ERRORS, errors, strict=True)),
-            "skips": sum(name == "skip_connect" for name, _ in row.architecture.normal),
-            "parameters": weight_count(state.w),
-        }
-
-    return pipeline.train_networks(
-        run, pipeline.networks_to_train(space, seed_results, {}, drawn), epochs, train
-    )
-
-
-# ----------------------------------------------------------------------------- the report
-
-
-def _darts_heatmaps(names: tuple[str, ...], alpha: Any) -> list[deep_report.Heatmap]:
-    edges = [f"{i} → {j}" for i, j in EDGES]
-    titles = {kind: f"{name} cell: α of every edge" for kind, name in _CELLS.items()}
-    axes = {"normal": "edge, from node → to node", "reduce": ""}
-    return [
-        deep_report.Heatmap(title, np.asarray(alpha[kind]), list(names), edges, axes[kind])
-        for kind, title in titles.items()
-    ]
-
-
 _CELLS = {"normal": "normal", "reduce": "reduction"}
 
 
-def _save_genotype_figure(folder: pathlib.Path, result: dict[str, Any]) -> None:
-    first = ", first seed" if len(result["architectures"]) > 1 else ""
-
-    def draw(figure):
-        plot_genotype(parse_genotype(result["architectures"][0]), figure.subplots(2, 1))
-        figure.suptitle(f"genotype found{first}; {report.picture_title(result['config'])}")
-
-    report.save_figure(folder / "genotype.png", (8.5, 7), draw)
+def run_darts_search(config: DartsSearch) -> dict[str, Any]:
+    """Run the job; print its table, write its run directory, return what `result.json` holds."""
+    return _DartsRun(config).run()
 
 
-_COLUMNS = {"skips": ("skips", ".3g"), "parameters": ("parameters", ",.0f")}
+class _DartsRun(DeepSearchRun):
+    name = "darts"
+    sizes = "cells", "channels"
+    weight_optimizer = staticmethod(darts_sgd)
+    columns: ClassVar = {"skips": ("skips", ".3g"), "parameters": ("parameters", ",.0f")}
 
+    def __init__(self, config: DartsSearch):
+        shape: dict[str, Any] = {"cells": config.cells, "channels": config.channels}
+        common: dict[str, Any] = {
+            "classes": CLASSES,
+            "dtype": jnp.bfloat16 if config.bfloat16 else None,
+        }
+        super().__init__(
+            config, darts_space(config.operations, remat=config.remat, **common, **shape)
+        )
+        final = {k: getattr(config, f"final_{k}") or size for k, size in shape.items()}
+        self.network: Callable[..., Any] = functools.partial(
+            darts_network, auxiliary=config.auxiliary, **common, **final
+        )
 
-def _darts_table(result: dict[str, Any]) -> Any:
-    return deep_report.network_table(result, _COLUMNS, {"search", "random"})
+    def network_arrays(self, batch: Part) -> list[memory.Parts]:
+        network, key = self.network(self.space.discretize(self.space.start())), batch[1]
+        key = jax.eval_shape(jax.random.key, 0)
+        w, averages = jax.eval_shape(lambda key: network.init(key, batch[0].shape[1:]), key)
+        arguments = w, averages, batch, key, memory.shape()  # the last one is `drop_path`
+        kept = memory.kept_for_backward(network.loss, *arguments, has_aux=True)
+        sizes = tuple(f"final_{name}" for name in self.sizes)
+        return [{sizes: [w] * 3, ("batch_size", *sizes): kept}]
 
+    def train(self, seed_results: list[SeedResult]) -> list[dict[str, Any]]:
+        """Scores of the networks of the genotypes found, and of ``--random`` others."""
+        config, random = self.config, self.config.random
+        seed_keys = [keys(config.seed, s)[3] for s in range(len(self.parts))]
+        drawn = [
+            [self.space.draw(k) for k in jax.random.split(key, random + 1)[1:]] for key in seed_keys
+        ]
+        orders = [jax.random.split(key, random + 2)[-1] for key in seed_keys]
+        steps = config.epochs * (config.train // config.batch_size)
+        fit = functools.partial(
+            networks.fitted,
+            sgd=darts_sgd(optax.cosine_decay_schedule(config.weight_rate, steps)),
+            epochs=config.epochs,
+            batch_size=config.batch_size,
+            augment=networks.augmentation(config.crop_and_flip, config.cutout),
+            options=lambda epoch: (config.drop_path * epoch / config.epochs,),
+        )
 
-def _darts_notes(result: dict[str, Any]) -> list[str]:
-    seconds, seeds = result["seconds"], result["config"]["seeds"]
-    return [
-        "networks are trained from scratch; skips: in the normal cell, of 8 edges; in the search's "
-        f"time {seconds['search'] / seeds / seconds['network']:.1f} networks could be trained"
-    ]
+        def train(row, checkpoint, show):
+            """Checkpointed; it resumes from what it finds."""
+            network, key = self.network(row.architecture), orders[row.seed]
+            state, errors = fit(
+                network, key, self.parts[row.seed], checkpoint=checkpoint, show=show
+            )
+            return {
+                **dict(zip(ERRORS, errors, strict=True)),
+                "skips": sum(name == "skip_connect" for name, _ in row.architecture.normal),
+                "parameters": weight_count(state.w),
+            }
+
+        return self.train_networks(self.networks(seed_results, {}, drawn), train)
+
+    def heatmaps(self, alpha: Any) -> list[Heatmap]:
+        edges = [f"{i} → {j}" for i, j in EDGES]
+        axes = {"normal": "edge, from node → to node", "reduce": ""}
+        return [
+            Heatmap(
+                f"{name} cell: α of every edge",
+                np.asarray(alpha[kind]),
+                list(self.space.names),
+                edges,
+                axes[kind],
+            )
+            for kind, name in _CELLS.items()
+        ]
+
+    def save_figures(self, result: dict[str, Any]) -> None:
+        first = ", first seed" if len(result["architectures"]) > 1 else ""
+
+        def draw(figure):
+            plot_genotype(parse_genotype(result["architectures"][0]), figure.subplots(2, 1))
+            title = report.figure_title(result["config"])
+            figure.suptitle(f"genotype found{first}; {title}")
+
+        report.save_figure(self.folder / "genotype.png", (8.5, 7), draw)
+
+    def notes(self, result: dict[str, Any]) -> list[str]:
+        seconds, seeds = result["seconds"], self.config.seeds
+        return [
+            "networks are trained from scratch; skips: in the normal cell, of 8 edges; in the "
+            f"search's time {seconds['search'] / seeds / seconds['network']:.1f} networks could be "
+            "trained"
+        ]

@@ -5,20 +5,16 @@ scratch: the benchmark's table has the test accuracies of all 15,625 networks, a
 trained them.
 """
 
-import functools
-import time
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.cli.deep_search import images, pipeline
-from bilevel.cli.deep_search import report as deep_report
-from bilevel.cli.deep_search.command import DeepSearchCommand, run_deep_search
-from bilevel.cli.flags.datasets import CLASSES, pixel_count
+from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
+from bilevel.cli.deep_search.run import DeepSearchRun
+from bilevel.cli.flags.datasets import CLASSES
 from bilevel.cli.flags.deep_searches import NasBench201Search
 from bilevel.cli.runtime import report
-from bilevel.nets.images import unit_images
 from bilevel.spaces.nasbench201 import nasbench201_space
 from bilevel.spaces.nasbench201.costs import supernet_cost
 from bilevel.spaces.nasbench201.genotype import EDGES
@@ -30,87 +26,66 @@ from bilevel.strategies import darts_sgd
 
 def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
-    config.check()
-    began, known = time.perf_counter(), table.load_table()
-    shape: dict[str, Any] = {"cells": config.cells, "channels": config.channels}
-    dtype = jnp.bfloat16 if config.bfloat16 else None
-    space = nasbench201_space(
-        config.operations, classes=CLASSES, dtype=dtype, remat=config.remat, **shape
-    )
-    search = pipeline.search_of(config, space, darts_sgd, config.weight_rate)
-    passes = search.gradients * config.batch_size / (config.epochs * config.train)
-    budget = passes * supernet_cost(space.names, **shape)
-    pixels = config.batch_size * pixel_count(config.data, config.pixels)
-    operation = images.cell_gradient_seconds(pixels, len(EDGES), 7 * config.cells, config.channels)
-    work = {
-        "data": 4,
-        **images.search_work(config.seeds, search.gradients, len(space.names) * operation),
-        "errors and curvature": 20 + config.seeds,
-    }
+    return _NasBench201Run(config).run()
 
-    def more(result, seed_results):
-        genotypes = [space.discretize(f.alpha) for f in seed_results]
+
+class _NasBench201Run(DeepSearchRun):
+    name = "nasbench201"
+    sizes = "cells", "channels"
+    weight_optimizer = staticmethod(darts_sgd)
+
+    def __init__(self, config: NasBench201Search):
+        self.known = table.load_table()
+        self.shape: dict[str, Any] = {"cells": config.cells, "channels": config.channels}
+        options: dict[str, Any] = {
+            "dtype": jnp.bfloat16 if config.bfloat16 else None,
+            "remat": config.remat,
+        }
+        super().__init__(
+            config, nasbench201_space(config.operations, classes=CLASSES, **options, **self.shape)
+        )
+
+    def more(self, result: dict[str, Any], seed_results: list[SeedResult]) -> dict[str, Any]:
+        config, names = self.config, self.space.names
+        samples = config.steps * self.strategy.gradients * config.batch_size
+        budget = samples / (config.epochs * config.train) * supernet_cost(names, **self.shape)
+        genotypes = [self.space.discretize(f.alpha) for f in seed_results]
         rivals = max(1, int(budget))
         return {
             "skips": [g.operations.count("skip_connect") for g in genotypes],
             "budget": budget,
-            "benchmark": standing(known, genotypes, operations=space.names, budget=rivals),
+            "benchmark": standing(self.known, genotypes, operations=names, budget=rivals),
         }
 
-    return run_deep_search(
-        config,
-        DeepSearchCommand(
-            name="nasbench201",
-            space=space,
-            work=work,
-            unit=functools.partial(unit_images, pixels=config.pixels),
-            search=functools.partial(images.search_image_space, space, search, config.seed),
-            more=more,
-            heats=functools.partial(_nasbench201_heatmaps, space.names),
-            table=_benchmark_accuracies,
-            notes=_nasbench201_notes,
-        ),
-        began,
-    )
+    def heatmaps(self, alpha: Any) -> list[Heatmap]:
+        edges, axis = [f"{i} → {j}" for i, j in EDGES], "edge, from node → to node"
+        return [Heatmap("α of every edge", np.asarray(alpha), list(self.space.names), edges, axis)]
 
+    def table(self, result: dict[str, Any]) -> Any:
+        config, benchmark = result["config"], result["benchmark"]
+        others = {"random": "random", "best_of_random": f"best of {int(result['budget'])} random"}
+        others = {k: heading for k, heading in others.items() if k in benchmark["cifar10"]}
+        others["optimum"] = "optimum"
+        drawn = report.result_table(
+            report.table_title(config).replace("errors", "test accuracies of the networks"),
+            "data set",
+            *("search", "rank of 15,625", *others.values()),
+            caption="accuracies are the benchmark's, of networks trained for 200 epochs on "
+            f"CIFAR-10, CIFAR-100 and ImageNet16-120; the search saw {config['data']}",
+        )
+        for name, label in DATASETS.items():
+            scores = benchmark[name]
+            cells = [report.cell(np.array(scores["accuracy"]), ".2f")]
+            cells.append(report.cell(np.array(scores["rank"]), ",.0f"))
+            drawn.add_row(label, *cells, *(f"{scores[k]:.2f}" for k in others))
+        return drawn
 
-# ----------------------------------------------------------------------------- the report
-
-
-def _nasbench201_heatmaps(names: tuple[str, ...], alpha: Any) -> list[deep_report.Heatmap]:
-    edges, axis = [f"{i} → {j}" for i, j in EDGES], "edge, from node → to node"
-    return [deep_report.Heatmap("α of every edge", np.asarray(alpha), list(names), edges, axis)]
-
-
-def _benchmark_accuracies(result: dict[str, Any]) -> Any:
-    from rich.table import Table
-
-    config, benchmark = result["config"], result["benchmark"]
-    shown = Table(
-        title=report.table_title(config).replace("errors", "test accuracies of the networks"),
-        caption="accuracies are the benchmark's, of networks trained for 200 epochs on CIFAR-10, "
-        f"CIFAR-100 and ImageNet16-120; the search saw {config['data']}",
-    )
-    others = {"random": "random", "best_of_random": f"best of {int(result['budget'])} random"}
-    others = {k: heading for k, heading in others.items() if k in benchmark["cifar10"]}
-    others["optimum"] = "optimum"
-    shown.add_column("data set", no_wrap=True)
-    for heading in ("search", "rank of 15,625", *others.values()):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    for name, label in DATASETS.items():
-        scores = benchmark[name]
-        cells = [report.cell(np.array(scores["accuracy"]), ".2f")]
-        cells.append(report.cell(np.array(scores["rank"]), ",.0f"))
-        shown.add_row(label, *cells, *(f"{scores[k]:.2f}" for k in others))
-    return shown
-
-
-def _nasbench201_notes(result: dict[str, Any]) -> list[str]:
-    skips, supernet = np.array(result["skips"]), result["scores"]["supernet"]
-    errors = [report.cell(100 * np.array(supernet[name]), ".1f") for name in pipeline.ERRORS]
-    return [
-        f"skip_connect on {report.cell(skips, '.3g')} of {len(EDGES)} edges",
-        "supernet's own errors in %: train {}, valid {}, test {}".format(*errors),
-        f"in each search's multiply-adds {result['budget']:.2g} random networks could be trained "
-        f"on as many rows for {result['config']['epochs']} epochs",
-    ]
+    def notes(self, result: dict[str, Any]) -> list[str]:
+        skips, supernet = np.array(result["skips"]), result["scores"]["supernet"]
+        errors = [report.cell(100 * np.array(supernet[name]), ".1f") for name in ERRORS]
+        return [
+            f"skip_connect on {report.cell(skips, '.3g')} of {len(EDGES)} edges",
+            "supernet's own errors in %: train {}, valid {}, test {}".format(*errors),
+            f"in each search's multiply-adds {result['budget']:.2g} random networks could be "
+            f"trained on as many rows for {self.config.epochs} epochs",
+        ]

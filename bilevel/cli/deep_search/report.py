@@ -1,4 +1,4 @@
-"""What a search with shared weights ends in: ``result.json``, a picture, words on the screen."""
+"""The report of a search with shared weights: ``result.json``, a figure, lines on the screen."""
 
 import json
 import pathlib
@@ -7,56 +7,31 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from bilevel.cli.deep_search.pipeline import (
-    ERRORS,
-    DeepSearchPlan,
-    RunContext,
-    Scores,
-    SeedResult,
-    mean_entropy,
-)
 from bilevel.cli.runtime import report
+from bilevel.contracts import Pytree
 from bilevel.discretize import diagnostics
-from bilevel.nets.evaluation import Part, error_rates
 from bilevel.plots import plots
 from bilevel.spaces import Space
 
-
-def summarize_search(
-    run: RunContext,
-    name: str,
-    space: Space,
-    search: DeepSearchPlan,
-    seed_results: list[SeedResult],
-    parts: list[list[Part]],
-    networks: Scores | None = None,
-) -> dict[str, Any]:
-    """What `result.json` has of every space; ``networks`` are those trained from scratch."""
-    run.bar.enter("errors and curvature")
-    rates = error_rates(space)
-    curvature = diagnostics.alpha_curvature(space.problem.outer, space.sets)
-    supernet, curvatures = [], []
-    for result, of_seed in zip(seed_results, parts, strict=True):
-        supernet.append(rates(result.w, result.alpha, of_seed, search.batch_size))
-        batch = jax.tree.map(lambda a: a[: search.batch_size], of_seed[1])
-        curvatures.append(curvature(result.w, result.alpha, batch))
-    columns = dict(zip(ERRORS, np.transpose(supernet).tolist(), strict=True))
-    return {
-        "space": name,
-        "config": run.flags,
-        "names": list(space.names),
-        "architectures": [str(space.discretize(f.alpha)) for f in seed_results],
-        "alpha": [_nested_lists(f.alpha) for f in seed_results],
-        "entropy": [mean_entropy(space, f.alpha) for f in seed_results],
-        "scores": (networks or {}) | {"supernet": columns},
-        "curvature": curvatures,
-        "alpha_rows": "training" if search.strategy.on_training_rows else "validation",
-        "known_error": search.strategy.error,
-        **report.origin(),
-    }
+ERRORS = {"train_error": "train", "valid_error": "valid", "test_error": "test"}
+"""Keys of results, and headings of tables."""
 
 
-def _nested_lists(alpha: Any) -> Any:
+class SeedResult(NamedTuple):
+    """The search of one seed."""
+
+    alpha: Pytree  # after the choice among architectures drawn, if they were drawn
+    w: Pytree
+    history: dict[str, Any]  # name -> [steps, ...]
+
+
+def mean_entropy(space: Space, alpha: Pytree) -> float:
+    """The mean entropy of the simplices in ``alpha``; 0 if there are none."""
+    entropies = [diagnostics.entropy(p) for p in diagnostics.simplices(space.sets, alpha)]
+    return float(np.mean(np.concatenate([np.ravel(e) for e in entropies]))) if entropies else 0.0
+
+
+def nested_lists(alpha: Any) -> Any:
     """Nested lists, by their paths in trees of a user's own kinds of nodes."""
     lists = jax.tree.map(lambda a: np.asarray(a).tolist(), alpha)
     try:
@@ -68,7 +43,7 @@ def _nested_lists(alpha: Any) -> Any:
 
 
 def arrays_of(seed_results: list[SeedResult]) -> dict[str, np.ndarray]:
-    """``alpha`` and history of every seed, each leaf by its place in the tree."""
+    """``alpha`` and history of every seed, each leaf named by its path."""
     arrays: dict[str, np.ndarray] = {}
     for seed, result in enumerate(seed_results):
         trees = {"alpha": result.alpha, "history": result.history}
@@ -79,7 +54,7 @@ def arrays_of(seed_results: list[SeedResult]) -> dict[str, np.ndarray]:
 
 
 class Heatmap(NamedTuple):
-    """Numbers from 0 to 1 in cells, for the picture of an alpha."""
+    """Numbers from 0 to 1 in cells, for the figure of an alpha."""
 
     title: str
     values: np.ndarray  # [rows, columns]
@@ -105,7 +80,7 @@ def save_search_figure(
         outer, lower = plots.losses(histories, (axes["outer"], axes["lower"]))
         outer.set_ylabel(f"{result['alpha_rows']} loss (nats)\nof α's minibatch")
         lower.set_ylabel("training loss (nats)\nof the weights' minibatch")
-        figure.suptitle(report.picture_title(result["config"]))
+        figure.suptitle(report.figure_title(result["config"]))
 
     report.save_figure(path, (5 * len(heats) + 5, 4.8), draw)
 
@@ -120,12 +95,8 @@ def network_table(
 
     A rule is drawn below the rows that ``ends`` names.
     """
-    from rich.table import Table
-
-    drawn = Table(title=report.table_title(result["config"]))
-    drawn.add_column("network", no_wrap=True)
-    for heading in (*ERRORS.values(), *(heading for heading, _ in columns.values())):
-        drawn.add_column(heading, justify="right", no_wrap=True)
+    headings = *ERRORS.values(), *(heading for heading, _ in columns.values())
+    drawn = report.result_table(report.table_title(result["config"]), "network", *headings)
     for name, scores in result["scores"].items():
         cells = [report.cell(100 * np.asarray(scores[c]), ".1f") for c in ERRORS]
         for key, (_, form) in columns.items():
@@ -136,27 +107,23 @@ def network_table(
 
 
 def show(result: dict[str, Any], folder: pathlib.Path, drawn: Any, notes: list[str]) -> None:
-    """The table, what was found, and what is to be said of it."""
-    entropy, curvature = (np.array(result[k]) for k in ("entropy", "curvature"))
-    of_alpha = [
-        f"entropy of α, mean over simplices: {report.cell(entropy, '.2f')}, of at most "
-        f"{np.log(len(result['names'])):.2f}",
-        "largest eigenvalue of the validation loss's Hessian in α, of one batch: "
-        f"{report.cell(curvature, '.3g')}",
-        result["known_error"],
-    ]
-    show_architectures(result, folder, drawn, of_alpha + notes)
-
-
-def show_architectures(
-    result: dict[str, Any], folder: pathlib.Path, drawn: Any, notes: list[str]
-) -> None:
-    """The table, the architectures found, notes, and the time it took."""
+    """Print the table, the architectures found, notes, and the time."""
     console, seeds = report.screen(), result["config"]["seeds"]
     console.print(drawn)
     for seed, architecture in enumerate(result["architectures"]):
         named = f"seed {seed}: " if seeds > 1 else "found: "
         console.print(named + architecture, soft_wrap=True)  # to be copied
+    if "curvature" in result:
+        entropy, curvature = (np.array(result[k]) for k in ("entropy", "curvature"))
+        console.print(
+            f"entropy of α, mean over simplices: {report.cell(entropy, '.2f')}, of at most "
+            f"{np.log(len(result['names'])):.2f}"
+        )
+        console.print(
+            "largest eigenvalue of the validation loss's Hessian in α, of one batch: "
+            f"{report.cell(curvature, '.3g')}"
+        )
+        console.print(result["known_error"])
     for note in notes:
         console.print(note)
     seconds = result["seconds"]

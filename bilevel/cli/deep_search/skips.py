@@ -5,129 +5,287 @@ networks of one activation without skips; and as many random architectures as co
 the search's gradients. All of them are corners of the space, so that one compiled program trains
 them all.
 
-``--strategy eigen-nas`` searches nothing: see :mod:`bilevel.cli.deep_search.eigen_nas`.
+``--strategy eigen-nas`` does not search. For every seed, ``--samples`` random architectures are
+ranked by the smallest eigenvalue of their infinite kernel (Algorithm 1 there). The best ``--kept``
+are trained from scratch, and the best by validation is the result. As many random ones are trained
+alike: they differ in the eigenvalue only.
 """
 
-import functools
+import dataclasses
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from bilevel.cli.deep_search import pipeline, report
-from bilevel.cli.deep_search.command import DeepSearchCommand, run_deep_search
-from bilevel.cli.deep_search.eigen_nas import run_eigen_nas
-from bilevel.cli.deep_search.skip_networks import (
-    COLUMNS,
-    best_single,
-    draw_corners,
-    initial_weights,
-    kernel_rows,
-    single_activation_networks,
-    skip_gradient_seconds,
-    skip_task,
-    space_from_flags,
-    train_skip_networks,
-    training_batches,
-    training_seconds,
-    used_space,
+import ntk
+from bilevel import strategies
+from bilevel.cli.deep_search import report as deep_report
+from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
+from bilevel.cli.deep_search.run import (
+    DeepSearchRun,
+    NetworkToTrain,
+    Scores,
+    by_network,
+    default_rate,
+    keys,
 )
+from bilevel.cli.flags import from_config_file
+from bilevel.cli.flags.datasets import CLASSES, inputs
 from bilevel.cli.flags.deep_searches import SkipSearch
+from bilevel.cli.runtime import report
 from bilevel.contracts import Pytree
-from bilevel.nets.evaluation import Part
-from bilevel.spaces import Space
+from bilevel.nets.evaluation import Part, error_rates
 from bilevel.spaces.activations import unit_inputs
+from bilevel.spaces.skips import SkipArchitecture, SkipSpace, skip_space
+from bilevel.spaces.targets import cross_entropy_problem
+from bilevel.strategies.train_free import EigenNAS, eigen_nas
+
+_KERNEL_ROWS = 100  # of the kernel whose smallest eigenvalue is shown: a second for ten networks
 
 
 def run_skip_search(config: SkipSearch) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
-    config.check()
-    if config.strategy == "eigen-nas":
-        return run_eigen_nas(config)
-    began = time.perf_counter()
-    space = space_from_flags(config)
-    sgd = functools.partial(optax.sgd, momentum=0.9)
-    gradients = pipeline.search_of(config, space, sgd, 1.0).gradients  # whatever the rate is
-    # As many networks as can be trained in the gradients of the search.
-    budget = 1 + round(gradients / training_batches(config))
-    seconds = skip_gradient_seconds(config)
-    work = {
-        "data": 2,
-        "search": 10 + seconds * config.seeds * gradients,
-        "training": training_seconds(config, 1 + len(space.names) + budget),
-        "errors and curvature": 3 + 0.5 * config.seeds,
-    }
+    run = _EigenNasRun if config.strategy == "eigen-nas" else _SkipRun
+    return run(config).run()
 
-    def searched(run, parts):
-        task = skip_task(config, space, parts)
-        stacked = jax.tree.map(lambda *a: jnp.stack(a), *parts)
-        key, weight_key, choice_key = jax.random.split(jax.random.key(config.seed), 3)
-        w0 = initial_weights(task.space, weight_key, stacked[0])
-        rate = config.weight_rate or _mean_initial_rate(task.space, w0, stacked[0])
-        search = pipeline.search_of(config, task.space, sgd, rate)
-        return search, pipeline.search_seeds_at_once(
-            run, task.space, search, w0, stacked, key, choice_key
+
+class _SkipRun(DeepSearchRun):
+    name = "skips"
+    sizes = "width", "depth"
+    columns: ClassVar = {"skips": ("skips", ".3g"), "min_eigenvalue": ("λ_min", ".3g")}
+    space: SkipSpace
+
+    def __init__(self, config: SkipSearch):
+        space = skip_space(
+            config.activations,
+            depth=config.depth,
+            width=config.width,
+            classes=CLASSES,
+            parametrization=config.parametrization,
+        )
+        super().__init__(config, _in_bfloat16(space) if config.bfloat16 else space)
+        self.copies = config.seeds
+        self.kernel_rows = min(_KERNEL_ROWS, config.train)
+        layers, skips = (len(space.start()[k]) for k in ("activations", "skips"))
+        self.singles = {
+            s: SkipArchitecture((s,) * layers, (False,) * skips) for s in space.names
+        }  # networks of one activation without skips
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of an input."""
+        return (inputs(self.config.data),)
+
+    def unit(self, *xs: Any) -> Any:
+        """Inputs of unit norm."""
+        return unit_inputs(*xs)
+
+    # ------------------------------------------------------------------------- the search
+
+    def search(self) -> list[SeedResult]:
+        """Search for all seeds at once. The losses in a history are means over all seeds."""
+        train, valid, _ = jax.tree.map(lambda *a: jnp.stack(a), *self.parts)
+        seeds = self.copies
+        key, weight_key, choice_key = jax.random.split(jax.random.key(self.config.seed), 3)
+        w0 = self._initial_weights(weight_key, train)
+        self.strategy = self.make_strategy(self.config.weight_rate or self._mean_rate(w0, train))
+        alpha = jax.tree.map(lambda a: jnp.stack([a] * seeds), self.space.start())
+        copies = strategies.stack_strategies(self.strategy, seeds)
+        self.bars.enter("search")
+        search_result = self.search_from(
+            copies, alpha, w0, (train, valid), key, self.folder / "checkpoint"
+        )
+        if search_result.stopped:
+            raise KeyboardInterrupt(search_result.stopped)
+        alpha = search_result.alpha
+        if self.strategy.draws:
+            best = jax.jit(jax.vmap(self.choose_drawn_alpha))
+            alpha = best(jax.random.split(choice_key, seeds), search_result.w, valid)
+        history = {k: np.asarray(v) for k, v in search_result.history.items() if k != "alpha"}
+        history = {k: v / seeds if k in ("lower", "value") else v for k, v in history.items()}
+
+        def of_seed(i):
+            path = jax.tree.map(lambda a: np.asarray(a[:, i]), search_result.history["alpha"])
+            ours, w = jax.tree.map(lambda a: a[i], (alpha, search_result.w))
+            return SeedResult(ours, w, history | {"alpha": path})
+
+        return [of_seed(i) for i in range(seeds)]
+
+    def _initial_weights(self, key: jax.Array, train: Part) -> Pytree:
+        """Fresh weights of all seeds, on a leading axis."""
+        return jax.jit(jax.vmap(self.space.init))(jax.random.split(key, self.copies), train)
+
+    def _mean_rate(self, w: Pytree, train: Part) -> float:
+        """The weights' first step size: by the tangent kernel at the start, mean over the seeds."""
+        alpha = self.space.start()
+
+        def of_seed(w, x):
+            return 1 / default_rate(self.space, w, alpha, x)
+
+        return 1 / float(jax.jit(jax.vmap(of_seed))(w, train[0]).mean())
+
+    # ------------------------------------------------------------------------- the networks
+
+    def train(self, seed_results: list[SeedResult]) -> list[dict[str, Any]]:
+        config = self.config
+        batches = config.epochs * (config.train // config.batch_size)
+        # As many networks as can be trained in the gradients of the search.
+        budget = 1 + round(config.steps * self.strategy.gradients / batches)
+        return self.train_corners(
+            self.networks(seed_results, self.singles, self.draw_corners(budget))
         )
 
-    def networks(run, seed_results, parts):
-        task = skip_task(config, space, parts)
-        rows = pipeline.networks_to_train(
-            space, seed_results, single_activation_networks(space), draw_corners(task, budget)
-        )
-        return train_skip_networks(run, task, rows)
+    def _training_keys(self) -> jax.Array:
+        """The keys of random architectures, initial weights, and the order of the rows."""
+        return jax.random.split(jax.random.fold_in(jax.random.key(self.config.seed), 1), 3)
 
-    def more(result, seed_results):
-        result["scores"]["supernet"]["skips"] = [
-            float(f.alpha["skips"].sum()) for f in seed_results
+    def draw_corners(self, budget: int) -> list[list[Pytree]]:
+        """Draw ``budget`` random corners of the space for each seed."""
+        own = jax.random.split(self._training_keys()[0], budget)
+        draws = [jax.random.split(key, self.copies) for key in own]
+        return [[self.space.draw(of_all[s]) for of_all in draws] for s in range(self.copies)]
+
+    def train_corners(self, rows: list[NetworkToTrain]) -> list[dict[str, Any]]:
+        """Scores of all rows' networks, trained; of those not random with their eigenvalue."""
+        config, space = self.config, self.space
+        _, weight_key, order_key = self._training_keys()
+        train = jax.tree.map(lambda *a: jnp.stack(a), *(of_seed[0] for of_seed in self.parts))
+        w0 = self._initial_weights(weight_key, train)
+        orders = jax.random.split(order_key, self.copies)
+        fit, rates = self.corner_trainer(), error_rates(space)
+
+        def of_row(row, checkpoint, show):
+            corner, parts = space.one_hot(row.architecture), self.parts[row.seed]
+            w = fit(orders[row.seed], jax.tree.map(lambda a: a[row.seed], w0), corner, parts[0])
+            errors = rates(w, corner, parts, config.batch_size)
+            scores = dict(zip(ERRORS, errors, strict=True))
+            scores["skips"] = sum(row.architecture.skips)
+            if "random" not in row.name:
+                scores["min_eigenvalue"] = self._min_eigenvalue(corner, parts[0][0])
+            show(config.epochs, float("nan"))
+            return scores
+
+        return self.train_networks(rows, of_row)
+
+    def _min_eigenvalue(self, corner: Pytree, x: jax.Array) -> float:
+        """The smallest eigenvalue of the architecture's NTK at infinite width, in float64."""
+        with jax.enable_x64(True):
+            x, corner = jax.tree.map(
+                lambda a: jnp.asarray(np.asarray(a), float), (x[:_KERNEL_ROWS], corner)
+            )
+            # The corner of the simplex stands for the architecture: one program serves all of them.
+            return float(ntk.min_eigenvalue(self.space.kernel(corner, x).ntk))
+
+    def best_single(self, scores: Scores) -> str:
+        """The activation whose network without skips has the smallest validation error."""
+        return min(self.space.names, key=lambda name: np.mean(scores[name]["valid_error"]))
+
+    # ------------------------------------------------------------------------- the report
+
+    def more(self, result: dict[str, Any], seed_results: list[SeedResult]) -> dict[str, Any]:
+        skips = [float(f.alpha["skips"].sum()) for f in seed_results]
+        result["scores"]["supernet"]["skips"] = skips
+        best = self.best_single(result["scores"])
+        return {"best_single": best, "kernel_rows": self.kernel_rows}
+
+    def heatmaps(self, alpha: Pytree) -> list[Heatmap]:
+        """Probability of each activation, and weight of the skip connection, layer by layer."""
+        mixtures, skips = (np.asarray(alpha[k]) for k in ("activations", "skips"))
+        values = np.column_stack([mixtures, [np.nan, *skips]])
+        layers = [str(layer) for layer in range(1, len(values) + 1)]
+        columns = [*self.space.names, "skip"]
+        return [Heatmap("α and weight of the skip", values, columns, layers, ylabel="layer")]
+
+    def table(self, result: dict[str, Any]) -> Any:
+        ends = {"search", "eigen-nas", self.space.names[-1], "random"}
+        return deep_report.network_table(result, self.columns, ends)
+
+    def notes(self, result: dict[str, Any]) -> list[str]:
+        return [
+            "networks are trained from scratch, those of one activation without skips; * best of "
+            "them by validation; best of random: by validation, as many as take the search's "
+            "gradients",
+            self.kernel_note(),
         ]
-        best = best_single(space, result["scores"])
-        return {"best_single": best, "kernel_rows": kernel_rows(config)}
 
-    ends = {"search", space.names[-1], "random"}
-    return run_deep_search(
-        config,
-        DeepSearchCommand(
-            name="skips",
-            space=used_space(config, space),
-            work=work,
-            unit=unit_inputs,
-            search=searched,
-            train=networks,
-            more=more,
-            heats=functools.partial(_skip_heatmaps, space.names),
-            table=lambda result: report.network_table(result, COLUMNS, ends),
-            notes=lambda result: [note.format(**result) for note in _NOTES],
-        ),
-        began,
-    )
+    def kernel_note(self) -> str:
+        """The line on the column λ_min."""
+        return (
+            f"λ_min: of the infinite-width NTK of {self.kernel_rows} training rows, in NTK "
+            "parametrization"
+        )
 
 
-def _mean_initial_rate(space: Space, w: Pytree, train: Part) -> float:
-    """The weights' first step size: by the tangent kernel at the start, mean over the seeds."""
-    alpha = space.start()
+class _EigenNasRun(_SkipRun):
+    def result(self) -> dict[str, Any]:
+        """Rank, train, and write the run directory; return ``result.json``."""
+        config, seeds = self.config, range(self.config.seeds)
+        self.bars.enter("eigenvalues")
+        rankings = [self._ranking(seed) for seed in seeds]
+        ranked = time.perf_counter() - self.began
+        networks = self.train_corners(self._ranked_and_random_networks(rankings))
+        scores = by_network(networks)
+        result = {
+            "space": self.name,
+            "config": from_config_file.flags_of(config),
+            "names": list(self.space.names),
+            "architectures": [_best_by_validation(networks, seed) for seed in seeds],
+            "scores": scores,
+            "best_single": self.best_single(scores),
+            "kernel_rows": self.kernel_rows,
+            "seconds": {"search": ranked, "all": time.perf_counter() - self.began},
+            **report.origin(),
+        }
+        eigenvalues = {f"eigenvalues_{seed}": f.eigenvalues for seed, f in enumerate(rankings)}
+        report.write_results(self.folder, result, eigenvalues)
+        return result
 
-    def of_seed(w, x):
-        return 1 / pipeline.default_rate(space, w, alpha, x)
+    def _ranking(self, seed: int) -> EigenNAS:
+        """The pool's best by the kernel of the seed's first training rows, in float64."""
+        config, x = self.config, self.parts[seed][0][0][: self.kernel_rows]
+        draw = keys(config.seed, seed)[0]
+        with jax.enable_x64(True):
+            x = jnp.asarray(np.asarray(x), float)
+            return eigen_nas(draw, self.space, x, pool=config.samples, keep=config.kept)
 
-    return 1 / float(jax.jit(jax.vmap(of_seed))(w, train[0]).mean())
+    def _ranked_and_random_networks(self, rankings: list[EigenNAS]) -> list[NetworkToTrain]:
+        """For each seed: the best of the pool, single activations, random networks."""
+        rows = []
+        for seed, (best, corners) in enumerate(
+            zip(rankings, self.draw_corners(self.config.kept), strict=True)
+        ):
+            drawn = [self.space.discretize(alpha) for alpha in corners]
+            named = {
+                f"eigen-nas {i}": a for i, a in enumerate(best.architectures, 1)
+            } | self.singles
+            named |= {f"random {i}": a for i, a in enumerate(drawn, 1)}
+            rows += [NetworkToTrain(name, seed, network) for name, network in named.items()]
+        return rows
+
+    def notes(self, result: dict[str, Any]) -> list[str]:
+        kept, samples = self.config.kept, self.config.samples
+        return [
+            f"eigen-nas: the {kept} of {samples} random architectures with the largest λ_min, "
+            f"trained from scratch; random: {kept} of any λ_min; best of them by validation",
+            self.kernel_note(),
+        ]
 
 
-# ----------------------------------------------------------------------------- the report
+def _best_by_validation(networks: list[dict[str, Any]], seed: int) -> str:
+    """The ranked architecture of a seed with the smallest validation error."""
+    own = [
+        row for row in networks if row["seed"] == seed and row["network"].startswith("eigen-nas")
+    ]
+    return min(own, key=lambda row: row["valid_error"])["architecture"]
 
 
-def _skip_heatmaps(names: tuple[str, ...], alpha: Pytree) -> list[report.Heatmap]:
-    """Probability of each activation, and weight of the skip connection, layer by layer."""
-    mixtures, skips = (np.asarray(alpha[k]) for k in ("activations", "skips"))
-    values = np.column_stack([mixtures, [np.nan, *skips]])
-    layers, columns = [str(layer) for layer in range(1, len(values) + 1)], [*names, "skip"]
-    return [report.Heatmap("α and weight of the skip", values, columns, layers, ylabel="layer")]
+def _in_bfloat16(space: SkipSpace) -> SkipSpace:
+    """The space with activations in bfloat16, for more than two classes."""
 
+    def apply(w, alpha, x):
+        half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (w, alpha, x))
+        return space.apply(*half).astype(jnp.float32)
 
-_NOTES = [
-    "networks are trained from scratch, those of one activation without skips; * best of them by "
-    "validation; best of random: by validation, as many as take the search's gradients",
-    "λ_min: of the infinite-width NTK of {kernel_rows} training rows, in NTK parametrization",
-]
+    return dataclasses.replace(space, apply=apply, problem=cross_entropy_problem(apply))

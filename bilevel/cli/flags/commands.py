@@ -1,19 +1,17 @@
-"""The flags of every command.
+"""The flags of every command. JAX is not imported, so that help and mistakes are answered at once.
 
-Nothing here imports JAX, so that help and mistakes are answered at once. Estimates of memory import
-what they need when they run, and names are written out (a test compares them with the spaces'),
-except those of scores, whose registry is light.
+Names are written out here, and a test compares them with those of the library. Names of scores
+come from their registry, which is light.
 """
 
 import dataclasses
-import math
 import pathlib
 from typing import Annotated, ClassVar, Literal
 
 from bilevel.cli.flags import rules
-from bilevel.cli.flags.datasets import CLASSES, check_rows, inputs, pixel_count
+from bilevel.cli.flags.datasets import check_rows
 from bilevel.cli.flags.import_function import check_module
-from bilevel.cli.flags.rules import names_function, shown
+from bilevel.cli.flags.rules import names_function
 from ntk.scores.registry import HOST_SCORES, builtin_score_names
 
 ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu", "erf", "identity")
@@ -24,18 +22,13 @@ DARTS_OPERATIONS = (
 NASBENCH201_OPERATIONS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 SCORES = tuple(sorted((*builtin_score_names(), *HOST_SCORES)))
 BASELINES = ("parameters", "multiply-adds", "trainable layers", "conv edges")  # of scores
-BINS = 2**30  # features that texts can have
-
 Names = Annotated[tuple[str, ...], rules.Names(ACTIVATIONS)]
 Images = Literal["digits", "mnist", "fashion-mnist", "cifar10"]
-
-JOINT_EPOCHS = 10  # joint training takes as many times the inner steps of one lower solve
-LONGER = 4  # the hypergradient is held against that through so many times the inner steps
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """Flags that every command has beside those of its job."""
+    """Flags that every command has in addition to those of its job."""
 
     quick: bool = False
     """Smaller sizes, where none are given here: seconds or minutes on two cores."""
@@ -45,7 +38,7 @@ class Output:
     """No progress and no table; errors are still printed."""
     json: bool = False
     """Print what result.json holds, instead of the table."""
-    log: Annotated[pathlib.Path, rules.Folder()] | None = None
+    log: rules.Out | None = None
     """Append what the progress bar shows, phases and losses, to this file as lines of JSON."""
     cache: bool = True
     """Keep compiled programs in the user's cache folder, for the next run."""
@@ -71,7 +64,7 @@ Devices = rules.Count | Literal["all"]
 
 @dataclasses.dataclass(frozen=True)
 class Resumable(Job):
-    """Flags of every job that goes on where it was."""
+    """Flags of every job that can be resumed."""
 
     resume: bool = False
     """Go on with the unfinished run in the run directory."""
@@ -99,7 +92,7 @@ class Search(Resumable):
     """One of several processes, each started with this line: over the devices of all of them."""
     steps: rules.Count = 20
     """Outer steps."""
-    inner_steps: Annotated[int, rules.Whole(1, 10**7)] = 50
+    inner_steps: Annotated[int, rules.Range(1, 10**7)] = 50
     """Gradient steps of the weights in each outer step."""
     width: rules.Size = 512
     """Hidden units."""
@@ -116,36 +109,10 @@ class Search(Resumable):
     """Learning rate of α (Adam)."""
     changeable: ClassVar[tuple[str, ...]] = ("steps", "devices", "distributed")
 
-    def check_values(self) -> None:
+    def check(self) -> None:
         """Raise for flags that cannot be used, before anything is loaded."""
-        super().check_values()
+        super().check()
         check_rows(self.data, {"train": self.train, "valid": self.valid})
-
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """Weights with their gradient, momentum and start; outputs; history; a kernel."""
-        h, units = len(self.activations), self.seeds * self.width
-        weights = 4 * units * inputs(self.data)
-        bytes_by_flags = {
-            ("seeds", "width"): 4 * weights,
-            ("seeds", "width", "train"): 4 * units * self.train,
-            ("seeds", "steps"): 4 * self.seeds * self.steps * h,
-            ("seeds", "inner_steps"): 4 * self.seeds * JOINT_EPOCHS * self.inner_steps * h,
-            ("train",): 3 * 8 * self.train**2,
-        }
-        # The weights at every boundary of unrolled blocks, and in one.
-        boundary_bytes = 2 * weights * math.isqrt(LONGER * self.inner_steps)
-        return bytes_by_flags | {("seeds", "width", "inner_steps"): boundary_bytes}
-
-
-def convolution_weights(operations: tuple[str, ...], cells: int, channels: int) -> int:
-    """The number of weights in the convolutions of all edges of all cells.
-
-    The three stages have one, two and four times ``channels``.
-    """
-    from bilevel.spaces.nasbench201.genotype import EDGES, SIZES
-
-    kernel_entries = sum(SIZES.get(name, 0) ** 2 for name in operations)
-    return len(EDGES) * cells * (1 + 4 + 16) * channels**2 * kernel_entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,27 +123,23 @@ class Certify(Job):
     """Run directory; a number is appended where there is one of that name."""
     activations: Names = ("relu", "tanh", "swish")
     """Candidates: the vertices of the simplex."""
-    kernel: Annotated[str, rules.Importable()] | None = None
+    kernel: rules.Importable | None = None
     """MODULE:FUNCTION instead, a function that returns a kernel function k(x1, x2) of images
     [n, h, w, c], or several by name, which are mixed; as in my_module:my_kernels."""
     pixels: rules.Size | None = None
     """Average images down to at most this side, for --kernel."""
     rows: rules.Sample = 300
     """Training rows, drawn with all classes in their proportions."""
-    rtol: Annotated[float, rules.Positive(1e-9, 0.5)] = 1e-3
+    rtol: Annotated[float, rules.Range(1e-9, 0.5)] = 1e-3
     """Relative gap between the two ends of the bracket."""
 
-    def check_values(self) -> None:
+    def check(self) -> None:
         """Raise for flags that cannot be used, before anything is loaded."""
-        super().check_values()
+        super().check()
         if self.kernel is not None:
             check_module("kernel", self.kernel)
         if self.pixels is not None and self.kernel is None:
             raise ValueError(f"pixels: expected --kernel beside it, got {self.pixels} alone.")
-
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """All pairs of activations, in float64."""
-        return {("rows",): 8 * (len(self.activations) * self.rows) ** 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +162,7 @@ class Baseline(Resumable):
     """Random search evaluates every configuration."""
     configs: rules.Count = 32
     """Configurations to choose among, drawn at random; 256 in the paper."""
-    dimension: rules.Size | None = None
+    dimension: Annotated[int, rules.Range(1, 2**30)] | None = None
     """Features of a full evaluation; 512 for digits, 1024 for images, 16384 for texts."""
     train: rules.Size | None = None
     """Training rows; 700 for digits, else 2000."""
@@ -213,34 +176,22 @@ class Baseline(Resumable):
     """Devices that the rows are spread over, a divisor of their number; or all. Images only."""
     changeable: ClassVar[tuple[str, ...]] = ("devices",)
 
-    def check_values(self) -> None:
+    def check(self) -> None:
         """Raise for flags that cannot be used, before anything is loaded."""
-        super().check_values()
+        super().check()
         check_rows(self.data, {name: self.size(name) for name in ("train", "valid")})
         if self.data == "imdb" and self.devices != 1:
             raise ValueError(
                 f"devices: expected 1 for texts, which the host computes, got {self.devices}."
             )
-        if self.size("dimension") > BINS:
-            raise ValueError(f"dimension: expected at most {BINS}, got {shown(self.dimension)}.")
-
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """Weights and phases of all features; the configurations."""
-        columns = 1 if self.data == "imdb" else CLASSES + 1
-        return {
-            ("dimension",): 4 * self.size("dimension") * columns,
-            ("configs",): 128 * self.configs,
-        }
 
     def size(self, name: str) -> int:
-        """A flag; where it is None, its default for the data."""
+        """Return a flag; if it is None, its default for the data."""
         given = getattr(self, name)
         return given if given is not None else _SIZES.get(self.data, _OF_IMAGES)[name]
 
 
 _OF_IMAGES = {"dimension": 1024, "train": 2000, "valid": 1000, "test": 1000}
-
-
 _SIZES = {
     "digits": {"dimension": 512, "train": 700, "valid": 500, "test": 2000},
     "imdb": _OF_IMAGES | {"dimension": 16384},
@@ -248,14 +199,8 @@ _SIZES = {
 
 
 TOTAL = 15_625  # networks in the benchmark
-
-
 _DEFAULT_SCORES = ("eigen_nas", "min_eigenvalue", "naswot", "synflow")
-
-
 _Scores = Annotated[tuple[str, ...], rules.Names((*SCORES, "all"), functions=True)]
-
-
 _Parts = Annotated[tuple[str, ...], rules.Names((*SCORES, *BASELINES), least=0, functions=True)]
 
 
@@ -273,17 +218,17 @@ class Rank(Resumable):
     aggregate: _Parts = ()
     """Scores and baselines whose log ranks are added up, as one more score; by default all
     scores."""
-    networks: Annotated[int, rules.Whole(2, TOTAL)] | Literal["all"] = 200
+    networks: Annotated[int, rules.Range(2, TOTAL)] | Literal["all"] = 200
     """How many networks to draw, or all 15,625."""
     k: rules.Count = 20
     """How many networks with the best scores have their validation accuracy looked up."""
     pool: rules.Count = 300
     """How many networks these k are chosen from; many such pools are drawn of those scored."""
-    batch_size: Annotated[int, rules.Whole(2)] = 32
+    batch_size: Annotated[int, rules.Range(2)] = 32
     """Rows in the batch."""
     cells: rules.Layers = 5
     """Cells of each of the three stages; the benchmark has 5."""
-    channels: rules.Size = 16
+    channels: rules.Channels = 16
     """Channels of the first stage; the benchmark has 16."""
     pixels: rules.Size | None = None
     """Average images down to at most this side."""
@@ -295,7 +240,7 @@ class Rank(Resumable):
     """Networks side by side in one program: 1 on a CPU, dozens on an accelerator."""
     judged: bool = True
     """Whether to hold the scores against the accuracies in the benchmark's table."""
-    epochs: Annotated[int, rules.Whole(0, 10_000)] = 0
+    epochs: Annotated[int, rules.Range(0, 10_000)] = 0
     """Passes over the training rows in which the chosen network is trained; 0: it is not."""
     train: rules.Sample = 500
     """Training rows of that network; the batch of the scores is drawn from them."""
@@ -306,9 +251,9 @@ class Rank(Resumable):
         *("devices", "at_once", "distributed"),
     )
 
-    def check_values(self) -> None:
+    def check(self) -> None:
         """Raise for flags that cannot be used, before anything is loaded."""
-        super().check_values()
+        super().check()
         check_rows(self.data, {"train": self.train}, reserved=1)
         for name in self.own_scores:
             check_module("scores", name)
@@ -323,26 +268,12 @@ class Rank(Resumable):
             raise ValueError(
                 f"networks: expected {max(2, self.k)} (--k) to {TOTAL}, or all, got {self.count}."
             )
-        if self.k > self.pool:
-            raise ValueError(f"k: expected at most the {self.pool} of --pool, got {self.k}.")
-        if self.batch_size > self.train:
-            raise ValueError(
-                f"batch_size: expected at most the {self.train} training rows, "
-                f"got {self.batch_size}."
-            )
-
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """Weights of all operations and their gradient; a batch's images in the stem."""
-        images = self.batch_size * pixel_count(self.data, self.pixels)
-        weights = convolution_weights(NASBENCH201_OPERATIONS, self.cells, self.channels)
-        return {
-            ("cells", "channels"): 2 * 4 * weights,
-            ("at_once", "batch_size", "channels"): 2 * self.at_once * images * self.channels,
-        }
+        self.check_at_most("k", self.pool, f"the {self.pool} of --pool")
+        self.check_at_most("batch_size", self.train, f"the {self.train} training rows")
 
     @property
     def score_names(self) -> tuple[str, ...]:
-        """The scores that were asked for; of all of them, those of the default first."""
+        """The scores that were asked for. If these are all, the default ones are first."""
         if "all" not in self.scores:
             return self.scores
         others = (name for name in SCORES if name not in _DEFAULT_SCORES)

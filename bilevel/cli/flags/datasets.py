@@ -1,6 +1,7 @@
-"""What is known of a dataset before it is loaded. Nothing here imports JAX."""
+"""What is known of a dataset before it is loaded. JAX is not imported."""
 
 import math
+from typing import Any
 
 # Rows for training, and separate rows for the test; digits has none: its test rows come from the
 # same rows as the others.
@@ -31,13 +32,14 @@ def check_rows(data: str, sizes: dict[str, int], reserved: int = 0) -> None:
 
 
 def inputs(data: str) -> int:
-    """Numbers in a row of images."""
+    """Return how many values an image has."""
     return math.prod(SHAPES[data])
 
 
-def pixel_count(data: str, pixels: int | None) -> int:
-    """The number of pixels of an image, averaged down to at most ``pixels`` a side."""
+def image_shape(config: Any) -> tuple[int, int, int]:
+    """Return the shape (h, w, c) of the images that the flags ``data`` and ``pixels`` ask for."""
     from bilevel.nets.images import pooling
 
-    side = SHAPES[data][0]
-    return (side // pooling(side, pixels)) ** 2
+    side, _, channels = SHAPES[config.data]
+    side //= pooling(side, config.pixels)
+    return side, side, channels

@@ -11,9 +11,8 @@ from bilevel.cli.flags.commands import (
     NASBENCH201_OPERATIONS,
     Names,
     Resumable,
-    convolution_weights,
 )
-from bilevel.cli.flags.datasets import CLASSES, check_rows, inputs, pixel_count
+from bilevel.cli.flags.datasets import check_rows
 from bilevel.cli.flags.import_function import check_module
 
 _DartsOperations = Annotated[tuple[str, ...], rules.Names(DARTS_OPERATIONS)]
@@ -66,14 +65,12 @@ class DeepSearch(Resumable):
     bfloat16: bool = False
     """Activations in bfloat16; weights and losses stay as they are."""
 
-    def check_values(self) -> None:
+    def check(self) -> None:
         """Raise for flags that no space could use, before anything is loaded."""
-        super().check_values()
+        super().check()
         check_rows(self.data, {"train": self.train, "valid": self.valid})
-        if self.batch_size > (least := min(self.train, self.valid)):
-            raise ValueError(
-                f"batch_size: expected at most the {least} rows of a split, got {self.batch_size}."
-            )
+        least = min(self.train, self.valid)
+        self.check_at_most("batch_size", least, f"the {least} rows of a split")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,32 +84,18 @@ class SkipSearch(DeepSearch):
     """Architectures that eigen-nas trains, beside as many random ones."""
     activations: Names = ACTIVATIONS[:5]
     """Candidates of every layer."""
-    depth: Annotated[int, rules.Whole(3, 1000)] = 5
+    depth: Annotated[int, rules.Range(3, 1000)] = 5
     """Layers of weights, the last one included."""
     width: rules.Size = 64
     """Hidden units of a layer."""
     parametrization: Literal["ntk", "as_printed", "he"] = "ntk"
     """Initialisation: of the paper's theory, of its Algorithm 1, or He's."""
 
-    def check_values(self) -> None:
+    def check(self) -> None:
         """Raise for flags that cannot be used, or not together."""
-        super().check_values()
-        if self.strategy == "eigen-nas" and self.kept > self.samples:
-            raise ValueError(f"kept: expected at most the {self.samples} samples, got {self.kept}.")
-
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """Weights with their gradient and momentum; a batch's outputs; rows; history."""
-        hidden = self.depth - 2
-        sizes = inputs(self.data) + hidden * self.width + CLASSES
-        simplices = (self.depth - 1) * len(self.activations)
-        images = 4 * inputs(self.data) * self.seeds
-        return {
-            ("seeds", "width", "depth"): 3 * 4 * self.seeds * self.width * sizes,
-            ("seeds", "batch_size", "width"): 4 * self.seeds * self.batch_size * self.width,
-            ("seeds", "train"): images * self.train,
-            ("seeds", "valid"): images * self.valid,
-            ("seeds", "steps"): 4 * self.seeds * self.steps * (simplices + hidden),
-        }
+        super().check()
+        if self.strategy == "eigen-nas":
+            self.check_at_most("kept", self.samples, f"the {self.samples} samples")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,11 +108,11 @@ class DartsSearch(DeepSearch):
     """Candidates on every edge."""
     cells: rules.Layers = 3
     """Cells of the supernet; DARTS has 8 on CIFAR-10."""
-    channels: rules.Size = 8
+    channels: rules.Channels = 8
     """Channels of the first cell; DARTS has 16."""
     final_cells: rules.Layers | None = None
     """Cells of networks trained from scratch; by default as in the supernet; DARTS has 20."""
-    final_channels: rules.Size | None = None
+    final_channels: rules.Channels | None = None
     """Channels of the first cell of networks trained from scratch; DARTS has 36."""
     pixels: rules.Size | None = None
     """Average images down to at most this side."""
@@ -138,7 +121,7 @@ class DartsSearch(DeepSearch):
     gradients clipped at norm 5)."""
     random: rules.CountOrNone = 2
     """Random genotypes to train beside the one found."""
-    drop_path: Annotated[float, rules.Share()] = 0.0
+    drop_path: Annotated[float, rules.Range(0, under=1)] = 0.0
     """Probability of dropping a path, rising linearly from 0 to this while a network is trained
     from scratch; DARTS has 0.2."""
     cutout: rules.CountOrNone = 0
@@ -149,40 +132,6 @@ class DartsSearch(DeepSearch):
     """A second classifier in training from scratch, as DARTS has; images of 29 pixels or more."""
     remat: bool = True
     """Save memory: compute each edge again in the backward pass."""
-
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """Weights with their gradient and momentum; a batch's images in the stem; history."""
-        from bilevel.spaces.darts.genotype import EDGES
-
-        images = self.batch_size * pixel_count(self.data, self.pixels)
-        cells, channels = self.final_cells or self.cells, self.final_channels or self.channels
-        pointwise = len(EDGES) * sum(_POINTWISE.get(name, 0) for name in self.operations)
-        alpha = 2 * len(EDGES) * len(self.operations)
-        return {
-            ("cells", "channels"): 3 * 4 * _squares(self.cells, self.channels) * (4 + pointwise),
-            ("final_cells", "final_channels"): 3 * 4 * 4 * _squares(cells, channels),
-            ("batch_size", "channels"): 2 * images * _STEM * self.channels,
-            ("batch_size", "final_channels"): 2 * images * _STEM * channels,
-            ("seeds", "steps"): 4 * self.seeds * self.steps * alpha,
-        }
-
-
-_STEM = 3  # the stem has so many times the channels of the first cell
-
-
-# How many pointwise (1 x 1) convolutions an operation has.
-_POINTWISE = {"sep_conv_3x3": 2, "sep_conv_5x5": 2, "dil_conv_3x3": 1, "dil_conv_5x5": 1}
-
-
-def _squares(cells: int, channels: int) -> int:
-    """The sum over cells of their channels squared: the weights of a 1 x 1 convolution in each."""
-    from bilevel.spaces.darts.operations import reductions
-
-    total, reduced = 0, reductions(cells)
-    for cell in range(cells):
-        channels *= 1 + (cell in reduced)
-        total += channels**2
-    return total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +147,7 @@ class NasBench201Search(DeepSearch):
     """Candidates on every edge."""
     cells: rules.Layers = 5
     """Cells of each of the supernet's three stages."""
-    channels: rules.Size = 16
+    channels: rules.Channels = 16
     """Channels of the first stage."""
     pixels: rules.Size | None = None
     """Average images down to at most this side."""
@@ -208,25 +157,12 @@ class NasBench201Search(DeepSearch):
     remat: bool = True
     """Save memory: compute each cell again in the backward pass."""
 
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """Weights with their gradient and momentum; a batch's images in the stem; history."""
-        from bilevel.spaces.nasbench201.genotype import EDGES
-
-        images = self.batch_size * pixel_count(self.data, self.pixels)
-        alpha = len(EDGES) * len(self.operations)
-        weights = convolution_weights(self.operations, self.cells, self.channels)
-        return {
-            ("cells", "channels"): 3 * 4 * weights,
-            ("batch_size", "channels"): 2 * images * self.channels,
-            ("seeds", "steps"): 4 * self.seeds * self.steps * alpha,
-        }
-
 
 @dataclasses.dataclass(frozen=True)
 class OwnSearch(DeepSearch):
     """What to search, on what, and how; every flag but ``--space`` has a default."""
 
-    space: Annotated[str, rules.Importable()] = ""
+    space: rules.Importable = ""
     """MODULE:FUNCTION, a function of the number of classes that returns a bilevel.spaces.Space on
     images [n, h, w, c] and labels [n]; the module is looked for in the working directory too."""
     pixels: rules.Size | None = None
@@ -234,12 +170,7 @@ class OwnSearch(DeepSearch):
     random: rules.CountOrNone = 2
     """Random architectures to train beside the one found."""
 
-    def check_values(self) -> None:
+    def check(self) -> None:
         """Raise for flags that cannot be used, before anything is loaded."""
-        super().check_values()
+        super().check()
         check_module("space", self.space)
-
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """The rows only: how large the network is is not known."""
-        row = 4 * pixel_count(self.data, self.pixels)
-        return {("train",): row * self.train, ("valid",): row * self.valid}

@@ -17,8 +17,14 @@ def flags_of(config: rules.Flags) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
+def dump(config: rules.Flags | dict[str, Any]) -> str:
+    """Return the text of ``config.json``."""
+    values = config if isinstance(config, dict) else flags_of(config)
+    return json.dumps(values, indent=2) + "\n"
+
+
 def read(path: pathlib.Path, flag: str) -> dict[str, Any]:
-    """What the file holds; ``flag`` is named where it cannot be used."""
+    """Return the content of the file; an error names ``flag``."""
     try:
         saved = json.loads(path.read_bytes())
         got = f"a {type(saved).__name__}"
@@ -37,7 +43,7 @@ def read(path: pathlib.Path, flag: str) -> dict[str, Any]:
 
 
 def values(path: pathlib.Path, kind: type) -> dict[str, Any]:
-    """What the file has for the flags of a command, ``kind``; each is checked by itself."""
+    """Return the flags of a command, ``kind``, that the file has. Each is checked by itself."""
     hints, flags = rules.hints(kind), {}
     for name, value in read(path, "config").items():
         if name not in hints:
@@ -54,7 +60,7 @@ def values(path: pathlib.Path, kind: type) -> dict[str, Any]:
 
 
 def as_flag(hint: Any, value: Any) -> Any:
-    """A value from JSON as a flag of the type ``hint``: tuples and paths, which JSON has not."""
+    """Return a value from JSON as a flag of the type ``hint``: JSON lacks tuples and paths."""
     if isinstance(value, list):
         return tuple(value)
     is_path = isinstance(value, str) and pathlib.Path in get_args(hint)

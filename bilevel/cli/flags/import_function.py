@@ -21,13 +21,7 @@ def check_module(flag: str, name: str) -> None:
 
 
 def imported(flag: str, name: str) -> Callable[..., Any]:
-    """The function MODULE:FUNCTION; the module is looked for in the working directory too.
-
-    Raises
-    ------
-    ValueError
-        For a module or a function that is not there.
-    """
+    """Return the function MODULE:FUNCTION, or raise ``ValueError`` if there is none."""
     module, _, function = name.partition(":")
     _add_working_directory()
     try:
@@ -46,20 +40,14 @@ def _add_working_directory() -> None:
 
 
 def called(flag: str, name: str, *arguments: Any) -> Any:
-    """What the function MODULE:FUNCTION returns.
-
-    Raises
-    ------
-    ValueError
-        For a module or a function that is not there, or one that does not take these arguments.
-    """
+    """Return the value of the function MODULE:FUNCTION, if it takes these arguments."""
     function = imported(flag, name)
     takes(flag, name, function, len(arguments))
     return function(*arguments)
 
 
 def takes(flag: str, name: str, function: Callable, count: int) -> None:
-    """Refuse a function that does not take so many arguments."""
+    """Raise ``ValueError`` if a function does not take ``count`` arguments."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of functions in C, which say nothing

@@ -1,7 +1,4 @@
-"""What ``--quick`` starts from: sizes that take seconds or minutes on two cores.
-
-None downloads anything: digits comes with scikit-learn.
-"""
+"""Sizes of ``--quick``: seconds or minutes on two cores, and no download."""
 
 import dataclasses
 from typing import Any

@@ -1,5 +1,6 @@
 """Compiled programs, kept for the next command: half of a short one is compilation."""
 
+import contextlib
 import os
 
 from bilevel.data.files import user_cache
@@ -10,21 +11,17 @@ _LARGEST = 2**30  # bytes of the cache; the programs of one command take some 15
 def keep() -> None:
     """Let JAX's persistent compilation cache have a folder in the user's cache.
 
-    Not where it has one, by ``JAX_COMPILATION_CACHE_DIR``, nor where none can be made or written:
-    JAX would warn of every program.
+    The user's own folder, JAX_COMPILATION_CACHE_DIR, stays. If no folder can be made or written,
+    there is no cache, because JAX would warn of every program.
     """
     import jax
 
-    if jax.config.values["jax_compilation_cache_dir"] is not None:
-        return
     cache = user_cache()
-    if cache is None:
+    if jax.config.values["jax_compilation_cache_dir"] is not None or cache is None:
         return
     folder = cache / "programs"
-    try:
+    with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return
     if not os.access(folder, os.W_OK):
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -14,12 +14,12 @@ _LOST, _SHUTDOWN = 20, 10
 
 
 def join() -> None:
-    """Meet the other processes that run this command; before JAX computes anything.
+    """Meet the other processes that run this command, before JAX computes anything.
 
     Raises
     ------
     ValueError
-        Where JAX finds nobody to meet.
+        If JAX finds no other processes.
     """
     try:
         jax.distributed.initialize(
@@ -35,10 +35,9 @@ def join() -> None:
 def spread_over_devices(
     devices: int | Literal["all"], copies: int, what: str, tree: Pytree
 ) -> Pytree:
-    """``tree``, whose arrays lead with an axis of ``copies``, spread over so many devices.
+    """Return ``tree`` with its leading axis of ``copies`` spread over ``devices``.
 
-    Of several processes each has the same ``tree``, and all devices are taken. Raises as
-    :func:`count_for` does.
+    Every process passes the same ``tree``. Raises as :func:`count_for` does.
     """
     count = count_for(devices, copies, what)
     if count == 1:
@@ -51,12 +50,12 @@ def spread_over_devices(
 
 
 def count_for(devices: int | Literal["all"], copies: int, what: str) -> int:
-    """How many devices the flag means: asked before a command reads its data.
+    """Return the number of devices that the flag means, before a command reads its data.
 
     Raises
     ------
     ValueError
-        For more devices than there are, or as many as do not divide the copies.
+        For more devices than there are, or if their number does not divide the copies.
     """
     available = jax.device_count()
     count = available if devices == "all" or (is_multiprocess() and devices == 1) else devices
@@ -70,5 +69,5 @@ def count_for(devices: int | Literal["all"], copies: int, what: str) -> int:
 
 
 def here(tree: Pytree) -> Pytree:
-    """``tree``, whole in every process; every process has to ask."""
+    """Return ``tree`` whole in every process. Every process has to call this."""
     return jax.tree.map(lambda x: jnp.asarray(to_numpy(x)), tree) if is_multiprocess() else tree

@@ -10,15 +10,15 @@ _SECONDS = 0.05  # to wait before Ctrl-C is raised again: the code that lost it 
 
 
 class Stopped(Exception):
-    """A run was interrupted; the sentence says what is left of it."""
+    """A run was interrupted; the message says what is left of it."""
 
 
 @contextlib.contextmanager
 def heard() -> Iterator[None]:
-    """Within the ``with`` block, a Ctrl-C that Python reports as lost is sent again.
+    """Within the ``with`` block, send a Ctrl-C again that Python reports as lost.
 
-    What is raised in a finalizer or while garbage is collected is printed and then ignored. JAX has
-    code that runs at every collection, so that one Ctrl-C in two at compilation came to nothing.
+    Python ignores exceptions in finalizers and during garbage collection. JAX has code that runs at
+    every collection, so that one Ctrl-C in two during compilation was lost.
     """
     usual = sys.unraisablehook
 

@@ -1,7 +1,9 @@
-"""How the command was called: the line, what it may show, and by which versions."""
+"""How the command was called: the line, what it may show and record, and by which versions."""
 
 import contextlib
 import dataclasses
+import datetime
+import pathlib
 import platform
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -11,9 +13,9 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a command: its line (None when called from Python), and what it may show.
+    """One call of a command. ``line`` is None when it is called from Python.
 
-    ``record`` is given what the progress bar shows, whether there is a bar or not.
+    ``record`` receives what the progress bars show, whether there are bars or not.
     """
 
     line: str | None = None
@@ -36,8 +38,27 @@ def made(call: Call) -> Iterator[None]:
 
 
 def current() -> Call:
-    """The call that is running."""
+    """Return the call that is running."""
     return _call.get() or Call()
+
+
+def recorder(path: pathlib.Path, command: str, resume: bool) -> Callable[[dict[str, Any]], None]:
+    """Return a function that appends a line of JSON to ``path``, for ``--log``.
+
+    A resumed run skips the steps of its phases that the file has.
+    """
+    from bilevel.outer_loop.metrics_log import Lines
+
+    lines = Lines("log", path, resume=True)
+    known = [line for line in lines.lines if line.get("command") == command] if resume else []
+    recorded = {(line.get("phase"), line.get("done")) for line in known if "done" in line}
+
+    def record(shown):
+        if (shown["phase"], shown.get("done")) not in recorded:
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+            lines.append([{"time": now, "command": command, **shown}])
+
+    return record
 
 
 def versions() -> dict[str, str]:

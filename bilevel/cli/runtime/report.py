@@ -1,10 +1,10 @@
-"""What the commands share: the files of a run, and the screen."""
+"""The files of a run, and what it prints: the same for all commands."""
 
 import datetime
 import decimal
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +17,8 @@ from bilevel.internal.processes import is_first_process
 from bilevel.outer_loop.metrics_log import without_nan
 from bilevel.plots import appearance
 from bilevel.runs import records
-from bilevel.runs.progress import RunBar, run_bar
+from bilevel.runs.progress import Phases
+from bilevel.runs.progress import phases as progress_phases
 
 
 def origin() -> dict[str, Any]:
@@ -31,19 +32,14 @@ def origin() -> dict[str, Any]:
     }
 
 
-def phases(progress: bool | None, work: Mapping[str, float]) -> AbstractContextManager[RunBar]:
-    """The progress bar of a whole run; ``work`` says how long each phase takes, in any unit."""
-    now = invocation.current()
-    return run_bar(progress if now.progress else False, work, now.record)
-
-
-def progress_within_phase(progress: bool | None) -> bool | None:
-    """``progress`` for the loops of a run's phases: what is recorded has to be told of them."""
-    return progress if invocation.current().record is None else None
+def phases(progress: bool | None) -> AbstractContextManager[Phases]:
+    """Return the progress bars of a run, one for each phase."""
+    call = invocation.current()
+    return progress_phases(progress if call.progress else False, call.record)
 
 
 def write_results(folder: pathlib.Path, result: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """``result.json``, and ``arrays.npz`` without pickle; of several processes the first writes."""
+    """Write ``result.json``, and ``arrays.npz`` without pickle, in the first process."""
     if not is_first_process():
         return
     with records.warn_if_disk_full(f"out: results in {folder}"):
@@ -54,15 +50,14 @@ def write_results(folder: pathlib.Path, result: dict[str, Any], arrays: dict[str
 
 
 def dump_without_nan(result: Any) -> str:
-    """``result`` as JSON, which has no NaN and no infinity: null."""
+    """Return ``result`` as JSON, with null for NaN and infinity."""
     return json.dumps(without_nan(result), indent=2, allow_nan=False)
 
 
 def save_figure(path: pathlib.Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
-    """Make a figure of ``size`` inches, let ``draw`` draw on it, and save it at ``path``.
+    """Save a figure of ``size`` inches that ``draw`` draws; without matplotlib, nothing.
 
-    Without matplotlib nothing is saved. Without pyplot, so that no window opens and matplotlib's
-    backend stays as the rest of the program has it.
+    pyplot is not imported, so that no window opens and matplotlib's backend stays.
     """
     if not is_first_process():
         return
@@ -80,7 +75,7 @@ def save_figure(path: pathlib.Path, size: tuple[float, float], draw: Callable[[A
 def heat_map(
     table: np.ndarray, ax: Any, columns: Sequence[str], rows: Sequence[str], fontsize: float = 8
 ) -> None:
-    """Numbers from 0 to 1 as shades, written in their cells; NaN is left blank."""
+    """Draw numbers from 0 to 1 as shades, with their values in the cells; NaN is blank."""
     ax.imshow(table, vmin=0, vmax=1, cmap="Blues", aspect="auto")
     ax.grid(False)
     look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": fontsize}
@@ -94,13 +89,13 @@ def heat_map(
 
 
 def table_title(config: dict[str, Any]) -> str:
-    """The title of a table of errors: which rows, and what the numbers are."""
+    """Title of a table of errors."""
     spread = f", mean ± s.e. of {config['seeds']} seeds" if config["seeds"] > 1 else ""
     return f"{_rows_in_title(config)}; errors in %{spread}"
 
 
-def picture_title(config: dict[str, Any]) -> str:
-    """The title of a picture: which rows, and which seeds."""
+def figure_title(config: dict[str, Any]) -> str:
+    """Title of a figure."""
     several = f"{config['seeds']} seeds drawn from " if config["seeds"] > 1 else ""
     return f"{_rows_in_title(config)}; {several}seed {config['seed']}"
 
@@ -110,11 +105,10 @@ def _rows_in_title(config: dict[str, Any]) -> str:
 
 
 def screen() -> Console:
-    """The console that tables are printed on; it prints nothing in a call without a table.
+    """Return the console of the tables; it prints nothing in a call without a table.
 
-    A pipe or a file is 110 columns wide: it has no width, and rich would take 80. Square brackets
-    and colons are printed as they are, not as rich's markup and emoji: names of folders, genotypes
-    and functions contain them.
+    A pipe or a file is 110 columns wide; rich would take 80. Names contain square brackets and
+    colons, so rich's markup and emoji are off.
     """
     quiet = not invocation.current().table
     options: dict[str, Any] = {"markup": False, "emoji": False, "quiet": quiet}
@@ -123,33 +117,44 @@ def screen() -> Console:
 
 
 def mixture(alpha: Any, names: Any) -> str:
-    """A point of a simplex as ``0.83 tanh + 0.17 relu``: largest first, none under 0.005."""
+    """Format a point of a simplex as ``0.83 tanh + 0.17 relu``, without entries under 0.005."""
     pairs = sorted(zip(alpha, names, strict=True), reverse=True)
     return " + ".join(f"{a:.2f} {name}" for a, name in pairs if a >= 0.005)
 
 
 def standard_error_over_seeds(x: np.ndarray) -> float:
-    """The standard error of the mean of ``x`` [seeds]; NaN for one seed."""
+    """Standard error of the mean of ``x`` [seeds]; NaN for one seed."""
     return float(x.std(ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("nan")
 
 
 def cell(x: np.ndarray, form: str) -> str:
-    """The mean of ``x`` [seeds] in the format ``form``, with its standard error."""
+    """Format the mean of ``x`` [seeds] with its standard error."""
     error = standard_error_over_seeds(x)
     digits = ",.0f" if error >= 100 else ".2g"  # .2g would print 1000 as 1e+03
     return f"{x.mean():{form}}" + (f" ± {error:{digits}}" if len(x) > 1 else "")
 
 
 def format_lower_bound(x: float, digits: int) -> str:
-    """A lower bound in ``digits`` digits, rounded down, so that the printed number is one too."""
+    """Format a lower bound, rounded down, so that the printed number is one too."""
     return _rounded(x, digits, decimal.ROUND_FLOOR)
 
 
 def format_upper_bound(x: float, digits: int) -> str:
-    """An upper bound in ``digits`` digits, rounded up, so that the printed number is one too."""
+    """Format an upper bound, rounded up, so that the printed number is one too."""
     return _rounded(x, digits, decimal.ROUND_CEILING)
 
 
 def _rounded(x: float, digits: int, rounding: str) -> str:
     context = decimal.Context(prec=digits, rounding=rounding)
     return f"{context.create_decimal_from_float(float(x)):.{digits}g}"
+
+
+def result_table(title: str, first: str, *headings: str, **options: Any) -> Any:
+    """Return a table to print, with a left column ``first`` and right-aligned columns."""
+    from rich.table import Table
+
+    table = Table(title=title, **options)
+    table.add_column(first, no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table

@@ -1,11 +1,9 @@
-"""The directory of a run: a new one with a number of its own, or that of the run to go on with."""
+"""The directory of a run: a new one with its own number, or that of the run to resume."""
 
 import contextlib
-import json
 import pathlib
 import shutil
 from collections.abc import Iterator
-from typing import Any
 
 from bilevel.cli.flags import from_config_file, rules
 from bilevel.cli.flags.commands import Job, Resumable
@@ -16,12 +14,12 @@ from bilevel.runs import records
 
 @contextlib.contextmanager
 def run_directory(config: Job, *, keeps: str = "its results are kept") -> Iterator[pathlib.Path]:
-    """The directory to write into; where a new run fails before its first result, it is removed.
+    """Yield the directory to write into; if a new run fails before its first result, remove it.
 
-    With ``config.resume`` it is ``config.out``, if that was the same run but for the flags that are
+    A resumed run has the directory of the run with the same flags, apart from
     ``config.changeable``. Ctrl-C raises :class:`Stopped`, which says what the directory ``keeps``.
     """
-    goes_on = isinstance(config, Resumable)
+    resumable = isinstance(config, Resumable)
     resumed = isinstance(config, Resumable) and config.resume
     made: list[pathlib.Path] = []
 
@@ -43,14 +41,14 @@ def run_directory(config: Job, *, keeps: str = "its results are kept") -> Iterat
             _remove(made)
         if isinstance(error, KeyboardInterrupt):
             left = keeps if keeps_results else "nothing is kept"
-            left += f" in {folder}" * (keeps_results and not goes_on)
-            left += f"; go on with --resume --out {folder}" * (keeps_results and goes_on)
+            left += f" in {folder}" * (keeps_results and not resumable)
+            left += f"; go on with --resume --out {folder}" * (keeps_results and resumable)
             raise Stopped(f"{str(error) or 'interrupted'}; {left}") from None
         raise
 
 
 def _new(config: Job) -> list[pathlib.Path]:
-    """The directory ``out``, numbered where it exists, and the parents made for it, inner first."""
+    """Make the directory ``out``, or a numbered one, and its parents; return them, inner first."""
     out = config.out
     made: list[pathlib.Path] = []
     try:
@@ -61,9 +59,7 @@ def _new(config: Job) -> list[pathlib.Path]:
             number += 1
             folder = out.with_name(f"{out.name}-{number}")
         made.insert(0, folder)
-        (folder / from_config_file.CONFIG).write_text(
-            _dump_indented(from_config_file.flags_of(config))
-        )
+        (folder / from_config_file.CONFIG).write_text(from_config_file.dump(config))
     except OSError as error:
         _remove(made)
         raise ValueError(
@@ -71,10 +67,6 @@ def _new(config: Job) -> list[pathlib.Path]:
             f"({error.strerror})."
         ) from None
     return made
-
-
-def _dump_indented(values: dict[str, Any]) -> str:
-    return json.dumps(values, indent=2) + "\n"
 
 
 def _make(folder: pathlib.Path) -> bool:
@@ -97,7 +89,7 @@ def _has_results(folder: pathlib.Path) -> bool:
 
 
 def _remove(made: list[pathlib.Path]) -> None:
-    """The run's directory, and its parents unless something else is in them by now."""
+    """Remove the run's directory, and its parents unless something else is in them by now."""
     for folder in made:
         if (folder / from_config_file.CONFIG).exists():
             shutil.rmtree(folder, ignore_errors=True)
@@ -106,15 +98,10 @@ def _remove(made: list[pathlib.Path]) -> None:
 
 
 def _save_changed(folder: pathlib.Path, config: Job) -> None:
-    """Save the changeable flags as they are now: with them the run gives the result it has."""
-    before, now = (
-        from_config_file.read(folder / from_config_file.CONFIG, "out"),
-        from_config_file.flags_of(config),
-    )
-    if (after := before | {name: now[name] for name in config.changeable}) != before:
-        # A full disk: the result is there already.
-        with (
-            contextlib.suppress(OSError),
-            records.atomic_write(folder / from_config_file.CONFIG) as file,
-        ):
-            file.write(_dump_indented(after).encode())
+    """Save the flags with which the run gives the result that it has now."""
+    file = folder / from_config_file.CONFIG
+    before, now = from_config_file.read(file, "out"), from_config_file.flags_of(config)
+    after = before | {name: now[name] for name in config.changeable}
+    # A full disk: the result is there already.
+    with contextlib.suppress(OSError), records.atomic_write(file) as saved:
+        saved.write(from_config_file.dump(after).encode())

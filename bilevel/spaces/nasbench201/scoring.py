@@ -138,12 +138,11 @@ def score_networks(
     for name in own:
         _check_traceable(name, programs[name], w, cells[0], batch)
     versions = {name: digest({"score": score, "key": key}) for name, score in own.items()}
-    text, fields = "{task.fields[score]}", ("score",)
     m = len(cells)
     alone: AbstractContextManager = nullcontext()
     if file is not None and is_first_process():
         alone = records.locked(file, "file", directory=False)
-    with alone, progress_bar(progress, "scores", m * len(programs), text, fields) as show:
+    with alone, progress_bar(progress, "scores", m * len(programs), "{score}") as show:
         store = _ScoreStore(file, cells, made_from, versions)
         for i, (label, program) in enumerate(programs.items()):
             _score_in_chunks(

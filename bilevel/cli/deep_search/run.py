@@ -1,0 +1,423 @@
+"""One program for all searches with shared weights, from the flags of a command to its table.
+
+For every seed: the search by a strategy; the architecture that it ends at; and, where a space has
+no table to look it up in, that architecture's network trained from scratch next to others. An
+interrupted run is resumed where it was, in a search or in a network's training.
+"""
+
+import functools
+import pathlib
+import re
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from bilevel import strategies
+from bilevel.cli.deep_search import report as deep_report
+from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
+from bilevel.cli.flags import from_config_file
+from bilevel.cli.flags.datasets import ROWS, image_shape
+from bilevel.cli.runtime import memory, report
+from bilevel.cli.runtime.run_directory import run_directory
+from bilevel.contracts import Pytree
+from bilevel.data import datasets
+from bilevel.discretize import diagnostics
+from bilevel.nets import training
+from bilevel.nets.evaluation import Part, error_rates
+from bilevel.nets.images import unit_images
+from bilevel.outer_loop.search_result import SearchResult
+from bilevel.problem.problem import split_losses
+from bilevel.runs import journal
+from bilevel.runs.fingerprint import fingerprint
+from bilevel.runs.progress import Phases, progress_bar
+from bilevel.spaces import Space
+from bilevel.strategies import Strategy
+
+_UNROLLED = 5  # steps of the strategy of that name
+_RATE = 3.0  # of weights, over the tangent kernel's mean diagonal entry
+_SCALE_ROWS = 32  # for that entry: a mean over more would not change the rate's first digit
+
+
+class _Named(NamedTuple):
+    """A strategy of the command line."""
+
+    make: Callable[..., Strategy]
+    travel: float = 6.0  # alpha's rate times the steps; by default that of DARTS on CIFAR-10 (Adam)
+    inner: int = 1  # steps of the weights in each step of alpha
+
+
+def _weight_sharing_without_rate(space: Space, *, alpha_optimizer: Any, **options: Any) -> Strategy:
+    return strategies.weight_sharing(space, **options)
+
+
+STRATEGIES = {
+    "darts-first": _Named(strategies.darts),
+    "darts-second": _Named(functools.partial(strategies.darts, order=2)),
+    "darts-second-difference": _Named(functools.partial(strategies.darts, order=2, radius=0.01)),
+    "gaea": _Named(strategies.gaea, travel=100.0),
+    "gaea-single-level": _Named(
+        functools.partial(strategies.gaea, on_training_rows=True), travel=100.0
+    ),
+    "random": _Named(_weight_sharing_without_rate),
+    "joint": _Named(strategies.joint),
+    "unrolled": _Named(functools.partial(strategies.unrolled, steps=_UNROLLED), inner=_UNROLLED),
+}
+
+
+class NetworkToTrain(NamedTuple):
+    """A network to be trained from scratch, for one seed."""
+
+    name: str
+    seed: int
+    architecture: Any
+
+
+class DeepSearchRun:
+    """A run of a search with shared weights on images; subclasses say what is a space's own."""
+
+    name: str  # of the space, in `result.json`
+    sizes: tuple[str, ...]  # flags that set the number of weights
+    columns: ClassVar[dict[str, tuple[str, str]]] = {}  # of the table: heading and format by key
+    copies = 1  # searches side by side
+    weight_optimizer: Callable[..., optax.GradientTransformation] = staticmethod(
+        functools.partial(optax.sgd, momentum=0.9)
+    )
+
+    # Set when the run begins.
+    folder: pathlib.Path
+    bars: Phases
+    parts: list[list[Part]]  # of every seed: training, validation, test rows
+    strategy: Strategy
+
+    def __init__(self, config: Any, space: Space):
+        self.config, self.space, self.began = config, space, time.perf_counter()
+
+    # ------------------------------------------------------------------------- a space's own
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of an input."""
+        return image_shape(self.config)
+
+    def unit(self, *xs: Any) -> Any:
+        """Inputs as the space takes them, normalised by the first of ``xs``."""
+        return unit_images(*xs, pixels=self.config.pixels)
+
+    def weight_rate(self) -> float:
+        """Learning rate of the weights when the search begins."""
+        return self.config.weight_rate
+
+    def network_arrays(self, batch: Part) -> list[memory.Parts]:
+        """Shapes alive together in the training from scratch, where the space's are not all."""
+        return []
+
+    def train(self, seed_results: list[SeedResult]) -> list[dict[str, Any]]:
+        """Scores of networks trained from scratch, one by one."""
+        return []
+
+    def more(self, result: dict[str, Any], seed_results: list[SeedResult]) -> dict[str, Any]:
+        """Further entries of ``result.json``."""
+        return {}
+
+    def heatmaps(self, alpha: Pytree) -> list[Heatmap]:
+        """Alpha of the first seed as tables."""
+        raise NotImplementedError
+
+    def save_figures(self, result: dict[str, Any]) -> None:
+        """Save further figures."""
+
+    def table(self, result: dict[str, Any]) -> Any:
+        """Return the table for the screen."""
+        return deep_report.network_table(result, self.columns, {"search", "random"})
+
+    def notes(self, result: dict[str, Any]) -> list[str]:
+        """Lines below the table."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------- the run
+
+    def run(self) -> dict[str, Any]:
+        """Run the job; print its table, write its run directory, return ``result.json``."""
+        with (
+            memory.fitting(self.config, *self.arrays()),
+            run_directory(
+                self.config, keeps="searches and networks are kept as far as they came"
+            ) as self.folder,
+        ):
+            with report.phases(self.config.progress) as self.bars:
+                self.bars.enter("data")
+                self.parts = self._draw_splits()
+                result = self.result()
+            deep_report.show(result, self.folder, self.table(result), self.notes(result))
+        return result
+
+    def result(self) -> dict[str, Any]:
+        """Search, train, and write the run directory; return ``result.json``."""
+        seed_results = self.search()
+        searched = time.perf_counter() - self.began
+        rows = self.train(seed_results)
+        result = self._summary(seed_results, by_network(rows) if rows else {})
+        result |= self.more(result, seed_results)
+        result["seconds"] = {"search": searched}
+        if rows:
+            result["seconds"]["network"] = float(np.mean([row["seconds"] for row in rows]))
+        result["seconds"]["all"] = time.perf_counter() - self.began
+        report.write_results(self.folder, result, deep_report.arrays_of(seed_results))
+        heats = self.heatmaps(seed_results[0].alpha)
+        deep_report.save_search_figure(self.folder / "search.png", result, seed_results, heats)
+        self.save_figures(result)
+        return result
+
+    def arrays(self) -> list[memory.Parts]:
+        """Shapes alive together in the search, and in the training of a network."""
+        config, key = self.config, jax.eval_shape(jax.random.key, 0)
+        batch = (
+            memory.shape(config.batch_size, *self.row_shape),
+            memory.shape(config.batch_size, dtype="int32"),
+        )
+        networks = self.network_arrays(batch)
+        w, alpha = jax.eval_shape(self.space.init, key, batch), self.space.start()
+        lower = split_losses(self.space.problem).lower
+        kept = memory.kept_for_backward(lambda *arguments: lower(*arguments)[0], w, alpha, batch)
+        others, own = ROWS[config.data]
+        tests = min(config.test, own or others - config.train - config.valid)
+        rows = memory.shape(config.seeds, config.train + config.valid + tests, *self.row_shape)
+        search = {
+            ("seeds", *self.sizes): [w] * 3 * self.copies,  # with gradient and momentum
+            ("batch_size", *self.sizes): [kept] * self.copies,
+            ("seeds", "steps"): [alpha] * config.seeds,
+            ("seeds", "train", "valid"): rows,
+        }
+        return [*networks, search]
+
+    def _draw_splits(self) -> list[list[Part]]:
+        """Each seed's training, validation and test rows, normalised."""
+        config = self.config
+        draws = jax.random.split(jax.random.key(config.seed), config.seeds)
+        sizes = {"train": config.train, "valid": config.valid, "test": config.test}
+        drawn = datasets.draw_splits(config.data, draws, **sizes)
+        return [normalised(rows, self.unit) for rows in drawn]
+
+    def _summary(self, seed_results: list[SeedResult], networks: "Scores") -> dict[str, Any]:
+        """What ``result.json`` has of every space; ``networks`` are those trained from scratch."""
+        self.bars.enter("errors and curvature")
+        space, size = self.space, self.config.batch_size
+        rates = error_rates(space)
+        curvature = diagnostics.alpha_curvature(space.problem.outer, space.sets)
+        supernet, curvatures = [], []
+        for seed_result, of_seed in zip(seed_results, self.parts, strict=True):
+            supernet.append(rates(seed_result.w, seed_result.alpha, of_seed, size))
+            batch = jax.tree.map(lambda a: a[:size], of_seed[1])
+            curvatures.append(curvature(seed_result.w, seed_result.alpha, batch))
+        columns = dict(zip(ERRORS, np.transpose(supernet).tolist(), strict=True))
+        return {
+            "space": self.name,
+            "config": from_config_file.flags_of(self.config),
+            "names": list(space.names),
+            "architectures": [str(space.discretize(f.alpha)) for f in seed_results],
+            "alpha": [deep_report.nested_lists(f.alpha) for f in seed_results],
+            "entropy": [deep_report.mean_entropy(space, f.alpha) for f in seed_results],
+            "scores": networks | {"supernet": columns},
+            "curvature": curvatures,
+            "alpha_rows": "training" if self.strategy.on_training_rows else "validation",
+            "known_error": self.strategy.error,
+            **report.origin(),
+        }
+
+    # ------------------------------------------------------------------------- the search
+
+    def make_strategy(self, rate: float) -> Strategy:
+        """Return the strategy of the flags; the weights' rate has a cosine from ``rate`` to 0."""
+        config, named = self.config, STRATEGIES[self.config.strategy]
+        schedule = optax.cosine_decay_schedule(rate, named.inner * config.steps)
+        return named.make(
+            self.space,
+            weight_optimizer=self.weight_optimizer(schedule),
+            alpha_optimizer=config.alpha_rate or named.travel / config.steps,
+            batch_size=config.batch_size,
+        )
+
+    def search(self) -> list[SeedResult]:
+        """Search for all seeds, one after the other; every program is compiled once."""
+        self.strategy = self.make_strategy(self.weight_rate())
+        init, seed_results = jax.jit(self.space.init), []
+        choose, seeds = jax.jit(self.choose_drawn_alpha), len(self.parts)
+        for number, (train, valid, _) in enumerate(self.parts):
+            search_key, init_key, choice_key, _ = keys(self.config.seed, number)
+            self.bars.enter("search" if seeds == 1 else f"search {number + 1} of {seeds}")
+            start = self.space.start(), init(init_key, train)
+            place = self.folder / "search" / str(number)
+            search_result = self.search_from(
+                self.strategy, *start, (train, valid), search_key, place
+            )
+            if search_result.stopped:
+                raise KeyboardInterrupt(f"{search_result.stopped} of seed {number}")
+            drawn = self.strategy.draws
+            alpha = choose(choice_key, search_result.w, valid) if drawn else search_result.alpha
+            history = jax.tree.map(np.asarray, search_result.history)
+            seed_results.append(SeedResult(alpha, search_result.w, history))
+        return seed_results
+
+    def choose_drawn_alpha(self, key: jax.Array, w: Pytree, rows: Part) -> Pytree:
+        """Return the best of the architectures that random search draws at the end."""
+        sizes = {"samples": self.config.samples, "batch_size": self.config.batch_size}
+        return strategies.best_drawn(key, self.space, w, rows, **sizes)
+
+    def search_from(
+        self,
+        strategy: Strategy,
+        alpha: Pytree,
+        w: Pytree,
+        data: tuple[Part, Part],
+        key: jax.Array,
+        checkpoint: pathlib.Path,
+    ) -> SearchResult:
+        """Search once, with epochs and the entropy of alpha in the bar."""
+        config, (train, valid) = self.config, data
+        steps_per_epoch = np.shape(train[1])[-1] / config.batch_size
+        text = "epoch {epoch:.1f}  train {lower:.3f}  valid {value:.3f}  entropy {entropy:.2f}"
+        show = self.bars.loop(config.steps, text)
+
+        def shown(search_result):
+            last = {
+                k: float(search_result.history[k][-1]) / self.copies for k in ("lower", "value")
+            }
+            done = len(search_result.history["value"]) / steps_per_epoch
+            entropy = deep_report.mean_entropy(self.space, search_result.alpha)
+            return last | {"epoch": done, "entropy": entropy}
+
+        def callback(search_result):
+            show(len(search_result.history["value"]), lambda: shown(search_result))
+
+        return strategies.run(
+            strategy,
+            alpha,
+            w,
+            train,
+            valid,
+            steps=config.steps,
+            key=key,
+            progress=False,
+            checkpoint=checkpoint,
+            resume=config.resume,
+            callback=callback,
+            history=("alpha", "grad_norm", "lower", "value"),  # alpha's too, however large
+        )
+
+    # ------------------------------------------------------------------------- the networks
+
+    def networks(
+        self, seed_results: list[SeedResult], singles: dict[str, Any], drawn: list[list[Pytree]]
+    ) -> list[NetworkToTrain]:
+        """For each seed: the search's architecture, those of ``singles``, and those ``drawn``."""
+        discretize, rows = self.space.discretize, []
+        for seed, (seed_result, corners) in enumerate(zip(seed_results, drawn, strict=True)):
+            named = {"search": discretize(seed_result.alpha), **singles}
+            named |= {f"random {i}": discretize(alpha) for i, alpha in enumerate(corners, 1)}
+            rows += [NetworkToTrain(name, seed, network) for name, network in named.items()]
+        return rows
+
+    def train_networks(
+        self, rows: list[NetworkToTrain], train: Callable[..., dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Scores of all networks; a resumed run reads those that it has.
+
+        ``train(row, checkpoint, show)`` returns a row's scores; ``show(epochs done, loss)``.
+        """
+        words = [re.sub(" at 0x[0-9a-f]+", "", str(row)) for row in rows]  # addresses change
+        header = {"version": 1, "networks": fingerprint(words)}
+        text, epochs = "{network}, seed {seed}  loss {loss:.3f}", self.config.epochs
+        self.bars.enter("training")
+        scores = []
+        with (
+            journal.opened(self.folder / "networks.jsonl", True, header) as known,
+            progress_bar(None, "training", len(rows) * epochs, text) as show,
+        ):
+            for i, row in enumerate(rows):
+
+                def shown(epoch, loss, done=i * epochs, row=row):
+                    values = {"network": row.name, "seed": row.seed, "loss": loss}
+                    show(done + epoch, lambda: values)
+
+                def timed(place=self.folder / "networks" / str(i), row=row, shown=shown):
+                    began = time.perf_counter()
+                    own = train(row, place, shown)
+                    seconds = time.perf_counter() - began
+                    about = {"network": row.name, "seed": row.seed}
+                    architecture = str(row.architecture)
+                    return about | {"architecture": architecture, **own, "seconds": seconds}
+
+                scores.append(known.cached(f"network {i}", timed))
+        return scores
+
+    def corner_trainer(self) -> Callable[[jax.Array, Pytree, Pytree, Part], Pytree]:
+        """Return ``(key, w0, corner, rows) -> w`` after SGD, one program for all architectures."""
+        config, space = self.config, self.space
+
+        @jax.jit
+        def fit(key, w, corner, rows):
+            steps = config.epochs * (len(rows[1]) // config.batch_size)
+            first: Any = config.weight_rate or default_rate(space, w, corner, rows[0])
+            cosine = optax.cosine_decay_schedule(1.0, steps)
+            sgd = optax.sgd(lambda step: first * cosine(step), momentum=0.9)
+            sizes = {"epochs": config.epochs, "batch_size": config.batch_size}
+            lower = space.problem.lower
+            return training.train(key, lower, corner, w, rows, optimizer=sgd, **sizes).last
+
+        return fit
+
+
+def keys(seed: int, number: int) -> jax.Array:
+    """The four keys of seed ``number``: of search, initial weights, choice and training."""
+    return jax.random.split(jax.random.fold_in(jax.random.key(seed), number), 4)
+
+
+def normalised(rows: list[Part], unit: Callable[..., Any]) -> list[Part]:
+    """Return the parts with their inputs normalised by ``unit(*inputs)``."""
+    xs = unit(*(x for x, _ in rows))
+    return [(x, jnp.asarray(y)) for x, (_, y) in zip(xs, rows, strict=True)]
+
+
+def default_rate(space: Space, w: Pytree, alpha: Pytree, x: jax.Array) -> jax.Array:
+    """The weights' first step size by default: 3 / K, K the tangent kernel's mean diagonal."""
+    return _RATE / diagnostics.kernel_diagonal(space.apply, w, alpha, x[:_SCALE_ROWS])
+
+
+Scores = dict[str, dict[str, list[float]]]
+"""By network and column, a number for each seed."""
+
+
+def by_network(rows: list[dict[str, Any]]) -> Scores:
+    """Columns of every network; of numbered ones those of the best by validation, and means.
+
+    "random 1", "random 2" and so on of a seed become "best of 2 random" and "random".
+    """
+    scores, seeds = {}, 1 + max(row["seed"] for row in rows)
+    for name in dict.fromkeys(_group(row["network"]) for row in rows):
+        own = [row for row in rows if _group(row["network"]) == name]
+        if own[0]["network"] == name:
+            scores[name] = _score_columns(own)
+            continue
+        drawn = [[row for row in own if row["seed"] == s] for s in range(seeds)]
+        if (budget := len(drawn[0])) > 1:
+            best = [min(networks, key=lambda r: r["valid_error"]) for networks in drawn]
+            scores[f"best of {budget} {name}"] = _score_columns(best)
+        means = [_score_columns(networks) for networks in drawn]
+        scores[name] = {k: [float(np.mean(m[k])) for m in means] for k in means[0]}
+    return scores
+
+
+def _group(name: str) -> str:
+    """A network's name without its number."""
+    group, _, number = name.rpartition(" ")
+    return group if group and number.isdigit() else name
+
+
+def _score_columns(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    known = {k for row in rows for k, v in row.items() if isinstance(v, int | float)} - {"seed"}
+    return {k: [row[k] for row in rows] for k in rows[0] if k in known}

@@ -17,9 +17,9 @@ from jax.flatten_util import ravel_pytree
 
 from bilevel.contracts import LinearMap, Pytree
 from bilevel.internal.decomposition_order import after
-from bilevel.internal.meshes import do_while, pcast_varying, varying
 from bilevel.solvers.conjugate_gradients import REROUNDING_FACTOR, solve_conjugate_gradients
 from bilevel.solvers.inverses import hessian_matrix, row_products
+from ntk.internal.sharding import do_while, pcast_varying, varying
 
 DENSE_SIZE = 512
 """Weights up to which the Hessian is decomposed: 512 products at once, and a p^3 step."""

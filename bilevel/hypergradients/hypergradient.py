@@ -35,7 +35,6 @@ from bilevel.internal.custom_rules import (
     exact_order,
     second_derivatives,
 )
-from bilevel.internal.meshes import pcast_varying, varying, with_automatic_axes
 from bilevel.internal.precision import narrow
 from bilevel.problem.problem import Problem, at_variables, split_losses
 from bilevel.problem.structure import (
@@ -48,6 +47,7 @@ from bilevel.problem.structure import (
 )
 from bilevel.solvers import RestartedState, detached, remember, report_of, start_of, with_report
 from ntk.internal.compile_cache import fresh
+from ntk.internal.sharding import pcast_varying, varying, with_automatic_axes
 
 
 class HyperGradient(NamedTuple):

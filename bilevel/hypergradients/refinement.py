@@ -15,11 +15,11 @@ from jax.flatten_util import ravel_pytree
 
 from bilevel.contracts import Pytree
 from bilevel.hypergradients.curvature import curvature, is_small
-from bilevel.internal.meshes import do_while, pcast_varying, repeat_step, varying
 from bilevel.internal.precision import mixed_bits
 from bilevel.problem.problem import hessian_operator, lower_gradient, mixed_product
 from bilevel.problem.structure import is_quadratic
 from bilevel.solvers.minimizers import local_newton
+from ntk.internal.sharding import do_while, pcast_varying, repeat_step, varying
 
 NOISE = 10  # the rounding error of a hypergradient, in roundings of its terms: 0.3 to 35 measured
 _NEWTON_STEPS = 20  # most steps towards the solution, where the lower loss is not quadratic

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from ntk.internal.sharding import put_with_sharding
+
 Pytree = Any
 T = TypeVar("T")
 
@@ -127,19 +129,6 @@ def to_numpy(x: Any) -> np.ndarray:
 def put_like(value: Any, like: jax.Array) -> jax.Array:
     """``value``, the same in every process, laid out over devices as ``like`` is."""
     return put_with_sharding(value, like.sharding) if like.committed else jax.device_put(value)
-
-
-def put_with_sharding(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """``value``, the same in every process, laid out over devices."""
-    if isinstance(value, jax.Array) and value.sharding == sharding:
-        return value
-    if sharding.is_fully_addressable:
-        return jax.device_put(value, sharding)
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        data = put_with_sharding(jax.random.key_data(value), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-    value = np.asarray(value)
-    return jax.make_array_from_callback(value.shape, sharding, lambda part: value[part])
 
 
 # How XLA's errors start when a sum over processes fails; some of them come as ValueErrors.

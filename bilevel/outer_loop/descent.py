@@ -11,10 +11,10 @@ import optax
 from bilevel.contracts import DescentState, LowerSolver, Pytree, params_of
 from bilevel.hypergradients.hypergradient import first_state, solution, stateful_hypergradient
 from bilevel.internal.checks import check_floating, gradient_transformation
-from bilevel.internal.meshes import with_automatic_axes
 from bilevel.outer_loop import geometry
 from bilevel.problem.problem import Problem, split_losses
 from bilevel.problem.structure import outputs_reading
+from ntk.internal.sharding import with_automatic_axes
 
 
 def descent(

@@ -15,7 +15,6 @@ import optax
 
 from bilevel.contracts import LowerSolver, Pytree, SingleLoop
 from bilevel.internal.checks import concrete
-from bilevel.internal.meshes import on_mesh, replicate_like
 from bilevel.internal.processes import report_lost_process
 from bilevel.outer_loop import single_loop
 from bilevel.outer_loop.history import History, as_history
@@ -28,6 +27,7 @@ from bilevel.outer_loop.stream import Stream, feeding
 from bilevel.problem.problem import Problem
 from bilevel.runs.checkpoint import saving
 from bilevel.runs.fingerprint import check_same
+from ntk.internal.sharding import on_mesh, replicate_like
 
 _TRACED = (
     "progress, checkpoint, callback and a stream: expected none of them under jit or vmap, got one."

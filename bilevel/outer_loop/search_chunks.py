@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.contracts import Pytree, SingleLoop
-from bilevel.internal.meshes import keep_sharding
 from bilevel.internal.processes import (
     all_or_none,
     any_process,
@@ -31,6 +30,7 @@ from bilevel.runs.checkpoint import Saver
 from bilevel.runs.interrupts import held_signals
 from bilevel.runs.progress import progress_bar
 from ntk.internal.compile_cache import fresh, program
+from ntk.internal.sharding import keep_sharding
 
 _CHUNK_SECONDS = 0.5  # between two updates of the progress bar, and two looks for Ctrl-C
 

@@ -11,7 +11,6 @@ import optax
 from bilevel.contracts import DescentState, Joint, Keyed, Pytree, SingleLoop
 from bilevel.hypergradients.error_estimate import Info
 from bilevel.internal.checks import concrete
-from bilevel.internal.meshes import with_automatic_axes
 from bilevel.outer_loop import geometry, nonfinite, single_loop
 from bilevel.outer_loop import history as search_history
 from bilevel.outer_loop.descent import descent, noted_descent
@@ -31,6 +30,7 @@ from bilevel.outer_loop.stream import Stream, of_step
 from bilevel.problem.problem import Problem
 from bilevel.runs.fingerprint import fingerprint
 from ntk.internal.compile_cache import fresh
+from ntk.internal.sharding import with_automatic_axes
 
 QUANTITIES = ("lower loss", "weights", "outer loss", "hypergradient", "alpha")  # causes first
 SHOWN = "value", "lower"

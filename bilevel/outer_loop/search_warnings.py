@@ -8,13 +8,13 @@ import optax
 
 from bilevel.contracts import Pytree, SingleLoop, params_of
 from bilevel.internal.checks import gradient_transformation
-from bilevel.internal.meshes import with_automatic_axes
 from bilevel.outer_loop import divergence
 from bilevel.outer_loop.descent import hypergradient_leaves
 from bilevel.outer_loop.search_program import SearchSetup
 from bilevel.outer_loop.search_result import SearchResult
 from bilevel.problem.problem import at_variables
 from ntk.internal.compile_cache import program
+from ntk.internal.sharding import with_automatic_axes
 
 
 def result_messages(

@@ -17,7 +17,6 @@ from bilevel.internal.checks import (
     gradient_transformation,
     nan_unless_finite,
 )
-from bilevel.internal.meshes import shard_like, with_automatic_axes
 from bilevel.outer_loop import geometry
 from bilevel.outer_loop.descent import leaves_moved
 from bilevel.problem.problem import Problem, at_variables
@@ -35,6 +34,7 @@ from bilevel.stochastic import (
     tree_norm,
 )
 from ntk.internal.compile_cache import fresh, program
+from ntk.internal.sharding import shard_like, with_automatic_axes
 
 Data = tuple[BatchedData, BatchedData, BatchSchedule]
 

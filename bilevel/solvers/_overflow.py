@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from bilevel.contracts import Pytree
-from bilevel.internal.meshes import pcast_varying
 from bilevel.internal.precision import mixed_bits
 from bilevel.problem.structure import outputs_reading
+from ntk.internal.sharding import pcast_varying
 
 
 def guarded(linear: Callable[[Pytree], Pytree], v: Pytree) -> Pytree:

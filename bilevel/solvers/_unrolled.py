@@ -21,7 +21,6 @@ from bilevel.internal.checks import (
     integer,
     nan_unless_finite,
 )
-from bilevel.internal.meshes import match_varying_axes
 from bilevel.internal.precision import like_variables, narrow
 from bilevel.problem.problem import mixed_product
 from bilevel.problem.structure import depends_on_alpha
@@ -29,6 +28,7 @@ from bilevel.solvers._detached import detached
 from bilevel.solvers._mixed_mode import value_and_gradient
 from bilevel.solvers._optimizer import is_steep, with_limits
 from ntk.internal.compile_cache import fresh
+from ntk.internal.sharding import match_varying_axes
 
 _SHARE = 1 / 8  # of the device's memory, for the carries of all steps: beyond, blocks run twice
 

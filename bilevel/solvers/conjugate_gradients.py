@@ -9,7 +9,7 @@ import optax
 
 from bilevel.contracts import LinearMap, Pytree
 from bilevel.internal.checks import nan_unless_finite
-from bilevel.internal.meshes import while_loop
+from ntk.internal.sharding import while_loop
 
 REROUNDING_FACTOR = 1.37
 """A factor that is no power of 2: a product with a vector times it is rounded differently."""

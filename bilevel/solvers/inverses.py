@@ -37,10 +37,10 @@ from bilevel.internal.checks import (
     nan_unless_finite,
     prng_key,
 )
-from bilevel.internal.meshes import match_varying_axes, pcast_varying, varying
 from bilevel.internal.precision import coarsest_eps, narrow, widen
 from bilevel.solvers.conjugate_gradients import default_tolerance, solve_conjugate_gradients
 from ntk.internal.jaxprs import operation_names
+from ntk.internal.sharding import match_varying_axes, pcast_varying, varying
 
 _UNSOLVED = 0.5  # a relative residual above which a solve has failed
 _DIVERGED = 1.0  # the same for a truncated series, whose residual may only not exceed the first

@@ -13,7 +13,6 @@ import optax
 
 from bilevel.contracts import LowerSolver, Pytree
 from bilevel.internal.checks import check_at_least, function, integer, nan_unless_finite
-from bilevel.internal.meshes import varying, while_loop
 from bilevel.internal.precision import coarsest_eps, like_start, narrow, widen, widened
 from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import hessian_operator
@@ -23,6 +22,7 @@ from bilevel.solvers.conjugate_gradients import (
     largest_magnitude,
     solve_conjugate_gradients,
 )
+from ntk.internal.sharding import varying, while_loop
 
 
 def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> LowerSolver:

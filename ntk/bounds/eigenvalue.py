@@ -29,7 +29,6 @@ from ntk.infinite.layer_expansions import (
     TRACED,
     check_input_pair,
     check_resolved,
-    diagonals,
     evaluate_layer,
     is_resolved,
     kink_places,
@@ -250,10 +249,10 @@ def hermite_lower_bound(
             f"x: expected rows of equal norm, not 0, got squares from {squares.min()} to "
             f"{squares.max()}."
         )
-    layer_diagonals = diagonals(layers, weights, skips, variances, squares[:1])
-    first, above = layer_diagonals[0], variances[-1]
-    for c, a, one in zip(variances[1:-1], skips, layer_diagonals[1:], strict=True):
-        above = above * (c * one.slope[0] + a**2)
+    features = propagate_features(layers, weights, skips, variances, squares[:1], TRACED)
+    first, above = features[0], variances[-1]
+    for c, a, one in zip(variances[1:-1], skips, features[1:], strict=True):
+        above = above * (c * one.slope.norm[0] ** 2 + a**2)
     kinks = kink_places(layers[0])
     a, b = (
         hermite(functools.partial(evaluate_layer, f, weights[0]), first.scale[0], terms, kinks)
@@ -261,7 +260,8 @@ def hermite_lower_bound(
     )
     # Not (k + 1) a_k^2: at a jump the kernel has the slope of the pieces, without the point mass.
     parts = a**2 + first.scale[0] ** 2 * jnp.pad(b[:-1], (1, 0)) ** 2
-    tail_sum = jnp.maximum(first.second[0] + first.scale[0] ** 2 * first.slope[0] - parts.sum(), 0)
+    slope = first.slope.norm[0] ** 2
+    tail_sum = jnp.maximum(first.second[0] + first.scale[0] ** 2 * slope - parts.sum(), 0)
     rho = jnp.where(jnp.eye(len(x), dtype=bool), 1, x @ x.T / squares[0])
     powers = itertools.accumulate([rho] * terms, jnp.multiply)
     smallest = jnp.stack([min_eigenvalue(power) for power in powers])

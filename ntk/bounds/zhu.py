@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from ntk.bounds.bound import Bound, Bracket, Mixture, check_kernel, holds, lower_bound, upper_bound
 from ntk.bounds.constants import activation_lipschitz, hermite_coefficients, table1
 from ntk.expectations.activations import Activation
-from ntk.infinite.layer_expansions import diagonals, parse_architecture
+from ntk.infinite.layer_expansions import TRACED, parse_architecture, propagate_features
 from ntk.internal.checks import positive, real_array, real_number
 from ntk.kernels.symmetric import square_matrix
 from ntk.spectrum.eigenvalues import min_eigenvalue
@@ -100,8 +100,8 @@ def zhu_variance_as_printed(
     """
     layers, weights, skips, variances = parse_architecture(activations, skips, None)
     t = jnp.asarray(_printed_variance(activations))
-    layer_diagonals = diagonals(layers, weights, skips, variances, jnp.ones(1))
-    exact = jnp.stack([one.scale[0] for one in layer_diagonals]).max() ** 2
+    features = propagate_features(layers, weights, skips, variances, jnp.ones(1), TRACED)
+    exact = jnp.stack([one.scale[0] for one in features]).max() ** 2
     return Bound(
         "variance of the pre-activations <= value",
         value=t,
@@ -417,14 +417,10 @@ def _zhu_constants(n, d, activations, skips, C):
 
 
 def _unit_diagonal(activations, skips) -> jax.Array:
-    """K_ii of the exact kernel for |x| = 1, by the recursion of S and T in ntk.infinite."""
+    """Return K_ii of the exact kernel for |x| = 1."""
     layers, weights, skips, variances = parse_architecture(activations, skips, None)
-    layer_diagonals = diagonals(layers, weights, skips, variances, jnp.ones(1))
-    second, tangent = jnp.ones(1), jnp.zeros(1)
-    for c, a, one in zip(variances[:-1], jnp.append(0, skips), layer_diagonals, strict=True):
-        tangent = c * one.slope * (second + tangent) + a**2 * tangent
-        second = one.second
-    return variances[-1] * (second + tangent)[0]
+    last = propagate_features(layers, weights, skips, variances, jnp.ones(1), TRACED)[-1]
+    return variances[-1] * (last.second + last.tangent)[0]
 
 
 def _product_of_factors(factors: Sequence[jax.Array]) -> jax.Array:

@@ -1,8 +1,7 @@
 """Empirical kernels, their diagonals and their products with vectors, block by block.
 
-``net`` is a :class:`ntk.empirical.network_program.NetworkProgram`, ``inputs`` are values like its
-``inputs``; a plan of None stands for neural-tangents. :mod:`ntk.empirical.kernels` has the public
-functions.
+``net`` is a :class:`ntk.empirical.network_program.NetworkProgram`, and ``inputs`` are values like
+its ``inputs``. A plan of None stands for neural-tangents.
 """
 
 import functools
@@ -35,13 +34,7 @@ from ntk.internal.jaxprs import shape_and_dtype
 
 
 def plan_for_method(net: NetworkProgram, method: str) -> GradientPlan | None:
-    """Return how the gradients are computed, or None for neural-tangents.
-
-    Raises
-    ------
-    ValueError
-        If ``method`` is ``"layerwise"`` and no weight is used in products alone.
-    """
+    """Return how the gradients are computed, or None for neural-tangents."""
     if method == "neural_tangents":
         return None
     plan = factored_gradients.plan_gradients(net, factored=method != "jacobian")
@@ -57,7 +50,7 @@ _MUCH = 2**26  # bytes of per-sample gradients of which one should know
 
 
 def warn_about_memory(net: NetworkProgram, plan: GradientPlan | None, outputs: str, rows: int):
-    """Say which parameters cost memory, if they do."""
+    """Warn which parameters cost much memory."""
     variables = [shape_and_dtype(v) for v in (*net.jaxpr.constvars, *net.jaxpr.invars)]
     held = rows * (1 if outputs == "sum" else shape_and_dtype(net.jaxpr.outvars[0]).size)
     cost = {
@@ -83,7 +76,7 @@ def warn_about_memory(net: NetworkProgram, plan: GradientPlan | None, outputs: s
 def _factor_and_gram(
     net: NetworkProgram, plan: GradientPlan | None, outputs: str
 ) -> tuple[Callable, Callable]:
-    """``factors(inputs, x)`` and ``gram(inputs, factors, factors)``."""
+    """Return ``factors(inputs, x)`` and ``gram(inputs, factors, factors)``."""
     if plan is None:
         return lambda inputs, x: x, _neural_tangents_gram(net, outputs)
     letters = factored_gradients.FULL if outputs == "full" else factored_gradients.TRACE
@@ -165,18 +158,14 @@ def blockwise_kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
 
 def norms(net, plan, outputs, batch_size, mesh, inputs, x):
     """Return the squared norms of the gradients at each sample: the kernel's diagonal."""
-    factors, gram = _factor_and_gram(net, plan, outputs)
     n, devices = length(x), 1 if mesh is None else mesh.size
     blocks_of_x = split_into_blocks(x, min(batch_size or n, -(-n // devices)), devices)
 
     def rows(inputs, blocks):
         def of(block):
-            if plan is None:
-                one = jax.vmap(lambda x: jax.tree.map(lambda x: x[None], x))(block)
-                return jax.vmap(lambda x: gram(inputs, x, x)[0, 0])(one)
-            block_factors = factors(inputs, block)
+            factors = factored_gradients.factor_gradients(plan, outputs, inputs, block)
             return factored_gradients.gram_of_factors(
-                plan, factored_gradients.NORMS, block_factors, block_factors
+                plan, factored_gradients.NORMS, factors, factors
             )
 
         return map_leading_axis(of, blocks)
@@ -185,13 +174,7 @@ def norms(net, plan, outputs, batch_size, mesh, inputs, x):
 
 
 def blockwise_vector_product(net, batch_size, inputs, x, v, at=None):
-    """``J(at) J(x)' v``; at x itself by default.
-
-    Raises
-    ------
-    ValueError
-        If ``v`` is of another shape.
-    """
+    """Return ``J(at) J(x)' v``; at x itself by default."""
     n = length(x)
 
     def outputs(trained, block):

@@ -1,9 +1,8 @@
-"""Gradients of single samples, with those of weight matrices, filters and tables kept in factors.
+"""Gradients of single samples; those of weight matrices, filters and tables stay in factors.
 
-A product ``y_p = W' a_p`` gives its weight the gradient ``sum_p a_p s_p'``: this module collects
+A product ``y_p = W' a_p`` gives its weight the gradient ``sum_p a_p s_p'``. This module collects
 ``a`` (inputs) and ``s`` (sensitivities) of every sample, and takes inner products of the gradients
-through them. ``ntk.empirical.kernels`` explains the idea, ``ntk.empirical.weight_products`` finds
-the products.
+through them. ``ntk.empirical.kernels`` explains the idea.
 
 Shapes: n samples, o outputs, q positions, g groups, i and j the inputs and outputs of a product
 per group.
@@ -42,7 +41,7 @@ _einsum = functools.partial(jnp.einsum, precision="highest")  # a GPU's default 
 
 
 class GradientPlan(NamedTuple):
-    """Which input of the program is handled how. Static."""
+    """How each input of the program is handled. Static."""
 
     jaxpr: Jaxpr
     products: WeightProducts  # products whose weights are kept in factors
@@ -51,7 +50,7 @@ class GradientPlan(NamedTuple):
 
 
 def plan_gradients(network: NetworkProgram, factored: bool) -> GradientPlan:
-    """The products to be kept in factors; none of them if not ``factored``."""
+    """Return the products to be kept in factors; none if not ``factored``."""
     jaxpr = network.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     read = itertools.chain(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns))
@@ -101,7 +100,7 @@ def _filter_products(products: WeightProducts, allowed: set[int]) -> WeightProdu
 
 
 class GradientFactors(NamedTuple):
-    """What the gradients of n samples are made of."""
+    """The factors of the gradients of n samples."""
 
     inputs: list  # for each product, [n, steps of its loops, ...]
     sensitivities: list[jax.Array]  # for each product, [n, o, steps of its loops, ...]
@@ -109,7 +108,7 @@ class GradientFactors(NamedTuple):
 
 
 def factor_gradients(plan: GradientPlan, outputs: str, inputs, x) -> GradientFactors:
-    """One forward pass, and one backward pass per output, of each sample in ``x`` [n, ...]."""
+    """Run a forward pass, and a backward pass per output, of each sample in ``x`` [n, ...]."""
     structure: Any = jax.tree.structure(plan.products)
 
     def sample(x):
@@ -142,7 +141,7 @@ class Block(NamedTuple):
 
 
 def _gradient_blocks(plan: GradientPlan, factors: GradientFactors) -> list[Block]:
-    """The weights' gradients; uses of one weight are positions beside each other."""
+    """Return the weights' gradients; uses of one weight are further positions."""
     blocks_by_weight: dict[tuple, list[Block]] = {}
     products: list[WeightProduct] = jax.tree.leaves(plan.products)
     variables = [*plan.jaxpr.constvars, *plan.jaxpr.invars]
@@ -170,9 +169,9 @@ def _gradient_blocks(plan: GradientPlan, factors: GradientFactors) -> list[Block
 
 
 def _merge_shared_steps(weight_product: WeightProduct, function: Callable, axes: int, x):
-    """``function`` of every sample and step; steps that share a weight become positions.
+    """Return ``function`` of every sample and step; steps that share a weight become positions.
 
-    Steps with a weight each become groups. Before the steps there are ``axes`` others.
+    Steps with a weight each become groups. ``axes`` other axes come before those of the steps.
     """
     loops = weight_product.weight.loops
     for _ in range(axes + len(loops)):
@@ -192,7 +191,7 @@ def _merge_shared_steps(weight_product: WeightProduct, function: Callable, axes:
 
 
 def _flatten_dense_gradients(factors: GradientFactors) -> list[jax.Array]:
-    """Gradients [n, o, p] of the leaves that no product accounts for."""
+    """Return gradients [n, o, p] of the leaves in no product."""
     return [
         g.reshape(*g.shape[:2], -1).astype(at_least_float32(g.dtype)) for g in factors.jacobians
     ]
@@ -202,7 +201,7 @@ def _flatten_dense_gradients(factors: GradientFactors) -> list[jax.Array]:
 
 
 class Letters(NamedTuple):
-    """Letters of the second sample, of its outputs, and of what is not summed over."""
+    """Letters of the second sample, of its outputs, and of the axes that are not summed."""
 
     b: str
     m: str
@@ -217,9 +216,9 @@ _CHUNK = 2**22  # entries of pairs of positions, or of gradients, held at a time
 def gram_of_factors(
     plan: GradientPlan, letters: Letters, left: GradientFactors, right: GradientFactors
 ):
-    """``K`` between the samples of two sets of factors, [n1, n2] or [n1, n2, o, o].
+    """Return ``K`` between the samples of two sets of factors, [n1, n2] or [n1, n2, o, o].
 
-    With ``NORMS`` its diagonal, [n], of one set that is given twice.
+    With ``NORMS`` it is the diagonal, [n], of one set that is passed twice.
     """
     total: Any = 0.0  # takes the dtype of what is added
     b, m, out = letters
@@ -234,10 +233,10 @@ def gram_of_factors(
 
 
 def _pairs_are_cheaper(letters: Letters, left: Block, right: Block) -> bool:
-    """Estimated cost of the two ways to a layer's contribution, in flops.
+    """Compare the estimated flops of the two ways to a layer's contribution.
 
-    An entry that goes to memory and back counts as 16: the Gram matrices of all pairs of positions
-    are what makes the first way impossible for large images.
+    An entry that goes to memory and back counts as 16 flops: Gram matrices of all pairs of
+    positions make the first way impossible for large images.
     """
     n1, o, q, g, j = left.sensitivities.shape
     n2 = len(right.sensitivities)
@@ -253,7 +252,7 @@ def _pairs_are_cheaper(letters: Letters, left: Block, right: Block) -> bool:
 
 
 def _by_pairs(letters: Letters, left: Block, right: Block):
-    """Over all pairs of positions, some samples at a time."""
+    """Sum over all pairs of positions, some samples at a time."""
     b, m, out = letters
     norms = letters is NORMS
     pairs = "gapq" if norms else "gapbq"
@@ -284,7 +283,7 @@ def _by_pairs(letters: Letters, left: Block, right: Block):
 
 
 def _row_inner_products(left: TableRows, right: TableRows, norms: bool):
-    """Inner products of columns that are zero but for one entry, [1, a, p, (b,) q]."""
+    """Return inner products of columns with one nonzero entry, [1, a, p, (b,) q]."""
     between = (slice(None), slice(None), None) + (() if norms else (None,))
     other = (slice(None), None) if norms else ()
     equal = left.row[between] == right.row[other]
@@ -292,7 +291,7 @@ def _row_inner_products(left: TableRows, right: TableRows, norms: bool):
 
 
 def _by_gradients(letters: Letters, left: Block, right: Block):
-    """From the gradients themselves, some of the layer's outputs at a time."""
+    """Multiply the gradients themselves, some of the layer's outputs at a time."""
     b, m, out = letters
     inputs = left.rows or left.columns.shape[-1]
     j = left.sensitivities.shape[-1]
@@ -320,7 +319,7 @@ def _by_gradients(letters: Letters, left: Block, right: Block):
 
 
 def _expand_gradients(block: Block, s):
-    """All samples' and outputs' gradients, [n, o, g, i, j]."""
+    """Return all samples' and outputs' gradients, [n, o, g, i, j]."""
     if not block.rows:
         return _einsum("npgi,nopgj->nogij", block.columns, s)
 

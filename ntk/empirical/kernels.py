@@ -5,24 +5,22 @@ per-sample parameter gradients,
 
     K(x, x')_ij = <∇_θ f_i(x), ∇_θ f_j(x')>,
 
-summed over the leaves of θ. A layer ``y_p = W' a_p`` that acts on the positions ``p`` of its input
-(one for a dense layer on vectors, one per patch for a convolution, one per token, one per step of a
-recurrent network) has the gradient ``∇_W f = Σ_p a_p s_p'`` with the sensitivities
-``s_p = ∂f/∂y_p``, and so contributes
+summed over the leaves of θ. A layer ``y_p = W' a_p`` acts on the positions ``p`` of its input: one
+for a dense layer, one per patch, token, or step of a recurrent network. With the sensitivities
+``s_p = ∂f/∂y_p`` it has the gradient ``∇_W f = Σ_p a_p s_p'``, and contributes
 
     Σ_{p,q} <a_p(x), a_q(x')> <s_p(x), s_q(x')>,
 
 with one position ``(A A') o (B B')``: no gradient of the size of ``W`` is ever formed. For a table
-of which ``y_p`` is row ``t_p``, ``<a_p, a_q>`` is 1 where ``t_p = t_q``, otherwise 0. The method
-``"layerwise"`` reads ``a`` and ``s`` off one backward pass per output. Where a layer has many
-positions it forms the gradients after all, from ``a`` and ``s``, whichever is cheaper. What other
-parameters there are it differentiates per sample.
+with ``y_p`` in row ``t_p``, ``<a_p, a_q>`` is 1 if ``t_p = t_q``, otherwise 0. The method
+``"layerwise"`` reads ``a`` and ``s`` off one backward pass per output. For many positions it forms
+the gradients from ``a`` and ``s`` if that is cheaper. It differentiates other parameters per
+sample.
 
-Layers are not known by the names of a library: they are the products with a leaf of ``params`` in
-the program (jaxpr) that JAX traces of ``apply``, through ``jit``, ``remat`` and ``scan``, with the
-leaf reshaped, transposed, cut, or times a number on the way. A leaf counts only if all its uses are
-such products, and if their gradients add up: ``ntk.empirical.weight_products`` and
-``ntk.empirical.linear_operations``.
+Layers are the products with a leaf of ``params`` in the program (jaxpr) that JAX traces of
+``apply``, in any library, through ``jit``, ``remat`` and ``scan``. The leaf may be reshaped,
+transposed, cut, or multiplied by a number. It counts only if all its uses are such products whose
+gradients add up: ``ntk.empirical.weight_products`` and ``ntk.empirical.linear_operations``.
 
 =============  =======================================================
 letter         name
@@ -33,9 +31,9 @@ s, B           sensitivities of its outputs, [n, o, positions, groups, outputs p
 K              the kernel, [n1, n2] or [n1, n2, o, o]
 =============  =======================================================
 
-Samples pass one at a time (under ``vmap``), so they cannot interact: batch normalisation has to use
-its running averages. References: Jacot, Gabriel & Hongler (2018), the kernel; Novak,
-Sohl-Dickstein & Schoenholz, "Fast finite width neural tangent kernel" (ICML 2022), generic methods.
+Samples pass one at a time (under ``vmap``) and cannot interact: batch normalisation has to use its
+running averages. References: Jacot, Gabriel & Hongler (2018), the kernel; Novak, Sohl-Dickstein &
+Schoenholz, "Fast finite width neural tangent kernel" (ICML 2022), generic methods.
 """
 
 import functools
@@ -47,20 +45,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk.empirical import blocks
+from ntk.empirical.factored_gradients import plan_gradients
 from ntk.empirical.network_program import Apply, trace_network
 from ntk.internal.batched_rows import length, mesh_for
-from ntk.internal.checks import check_finite, describe, float_array, integer, real_array
+from ntk.internal.checks import check_finite, describe, float_array, integer, one_of, real_array
 from ntk.internal.compile_cache import program
 from ntk.internal.sharding import without_explicit_axes
 
 METHODS = "auto", "layerwise", "jacobian", "neural_tangents"
 OUTPUTS = "sum", "trace", "full"
-
-
-def _one_of(name: str, value, allowed):
-    if value not in allowed:
-        expected = ", ".join(map(repr, allowed))
-        raise ValueError(f"{name}: expected one of {expected}, got {value!r}.")
 
 
 def _check_finite_arrays(name: str, tree):
@@ -73,7 +66,7 @@ def _check_finite_arrays(name: str, tree):
 
 
 def _check_samples(name: str, x, like=None):
-    """A pytree of arrays with a leading axis of samples; a list is one array."""
+    """Return a pytree of arrays with a leading axis of samples; a list is one array."""
     whole = isinstance(x, list) or all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(x))
     x = real_array(name, x) if whole else jax.tree.map(functools.partial(real_array, name), x)
     shapes = [leaf.shape for leaf in jax.tree.leaves(x)]
@@ -90,7 +83,7 @@ def _check_samples(name: str, x, like=None):
 
 
 def _check_sample_pair(x1, x2):
-    """Both sets of samples, of the same types."""
+    """Return both sets of samples, of the same dtypes."""
     x1 = _check_samples("x1", x1)
     if x2 is None:
         return x1, None
@@ -100,7 +93,7 @@ def _check_sample_pair(x1, x2):
 
 
 def _rows_held(batch_size, x1, x2) -> int:
-    """The most samples whose gradients are held at a time."""
+    """Return the largest number of samples whose gradients are in memory together."""
     n1, n2 = length(x1), length(x1 if x2 is None else x2)
     first, second = min(batch_size or n1, n1), min(batch_size or n2, n2)
     return first if x2 is None and first == n1 else first + second
@@ -126,26 +119,24 @@ def empirical_kernel(
     Parameters
     ----------
     apply : callable
-        ``apply(params, x) -> [n, o]`` or ``[n]``, sample by sample: it is called with one sample
-        at a time. It may return a pytree of such arrays, whose outputs are all counted in the order
-        of its leaves. With a flax module's ``model.apply``, ``params`` are its variables, of which
-        the collection ``"params"`` is differentiated; otherwise every leaf of floating point
-        numbers.
+        ``apply(params, x) -> [n, o]`` or ``[n]``, sample by sample: it is called with one sample at
+        a time. It may return a pytree of such arrays, whose leaves are concatenated. With a flax
+        module's ``model.apply``, ``params`` are its variables, and only the collection ``"params"``
+        is differentiated; otherwise every leaf of floating point numbers.
     params : pytree
         Parameters.
     x1 : array, [n1, ...], or pytree of such arrays
         Samples. A list is one array.
     x2 : like ``x1``, [n2, ...], optional
-        Samples of the columns; ``x1`` by default, with an exactly symmetric result.
+        Samples of the columns. Default: ``x1``, with an exactly symmetric result.
     method : {"auto", "layerwise", "jacobian", "neural_tangents"}
-        ``"layerwise"`` keeps the gradients of matrices, filters and tables in factors, where they
-        are used in products alone, and takes the per-sample Jacobian of what other parameters there
-        are. ``"jacobian"`` does so with all. ``"auto"`` is ``"layerwise"`` where it finds such
-        products, ``"jacobian"`` where not. ``"neural_tangents"`` is that package's
-        implementation 2.
+        ``"layerwise"`` keeps the gradients of matrices, filters and tables in factors if they are
+        used in products alone, and takes the per-sample Jacobian of other parameters.
+        ``"jacobian"`` takes it of all. ``"auto"`` is ``"layerwise"`` if there are such products,
+        else ``"jacobian"``. ``"neural_tangents"`` is that package's implementation 2.
     outputs : {"sum", "trace", "full"}
         ``"sum"``: of the scalar ``Σ_i f_i``, ``Σ_ij K_ij``: the kernel of a surrogate with one
-        output, and *the* kernel where o = 1. ``"trace"``: ``Σ_i K_ii``. ``"full"``: all ``K_ij``.
+        output, and *the* kernel if o = 1. ``"trace"``: ``Σ_i K_ii``. ``"full"``: all ``K_ij``.
     batch_size : int, optional
         Rows and columns handled at a time; all by default.
 
@@ -156,38 +147,35 @@ def empirical_kernel(
     Raises
     ------
     ValueError
-        If an argument is out of its range, samples or parameters are not finite, ``apply`` does
-        not return one row for one sample or takes batch statistics (flax's BatchNorm), or
+        If an argument is out of its range, samples or parameters are not finite, ``apply`` does not
+        return one row for one sample or takes batch statistics (flax's BatchNorm), or
         ``"layerwise"`` finds no product.
 
     Warns
     -----
     UserWarning
-        If per-sample gradients take much memory though the method is ``"auto"`` or
-        ``"layerwise"``, once for a call.
+        If per-sample gradients take over 64 MB though the method is ``"auto"`` or ``"layerwise"``.
+        It names their parameters.
 
     Notes
     -----
     Let F and B be the cost of a forward and a backward pass of one sample, W the number of weights
     and w the width of all layers together. ``"layerwise"``: N(F + oB) + O(N² w) flops for dense
     layers, O(N w + N²) memory; a layer of q positions q² times as much, or N² times its weights,
-    whichever is cheaper. ``"jacobian"``: N(F + oB) + O(N² o W), memory N o W. In batches
-    of b, memory is that of 2b samples, and the N(F + oB) is paid N/2b times (N/b with ``x2``).
+    whichever is cheaper. ``"jacobian"``: N(F + oB) + O(N² o W), memory N o W. In batches of b,
+    memory is that of 2b samples, and the N(F + oB) is paid N/2b times (N/b with ``x2``).
 
-    With several local devices, rows are divided among them, unless the caller has placed an array
-    (``jax.device_put``) or traces this function: then the caller's placement stands.
+    Several local devices divide the rows, unless the caller has placed an array
+    (``jax.device_put``) or traces this function.
 
-    Products are found whatever library ``apply`` is written with: flax (linen, nnx), equinox, plain
-    functions; in ``jit``, ``vmap``, ``remat`` and ``scan``, over time as over layers. Left to the
-    Jacobian are weights that are normalised, masked, or used as they are and transposed; those in
-    ``cond`` and ``while``; and those that enter a function with a derivative rule of its own.
-    Biases and scales are, too, at little cost. Where gradients of such parameters take over 64 MB,
-    a ``UserWarning`` names them.
+    The Jacobian takes weights that are normalised, masked, or used both as they are and transposed;
+    those in ``cond`` and ``while``; those that enter a function with a derivative rule of its own;
+    and, at little cost, biases and scales.
 
-    Batch normalisation other than flax's ``BatchNorm`` (linen, nnx) is not noticed, nor in what
-    was traced before: on batch statistics it gets those of one sample.
-    ``apply`` is traced at every call, as the function that it is then, and compiled where it is
-    not the program of an earlier call. ``jax.jit`` around the call spares the tracing too.
+    Batch normalisation other than flax's ``BatchNorm`` (linen, nnx) is not noticed, nor in a
+    function traced before: its batch statistics are those of one sample. ``apply`` is traced at
+    every call, and compiled if its program is new. ``jax.jit`` around the call saves the tracing
+    too.
 
     References
     ----------
@@ -200,8 +188,8 @@ def empirical_kernel(
     Array([[1., 1.],
            [1., 2.]], dtype=float...)
     """
-    _one_of("method", method, METHODS)
-    _one_of("outputs", outputs, OUTPUTS)
+    one_of("method", method, METHODS)
+    one_of("outputs", outputs, OUTPUTS)
     _batch(batch_size)
     x1, x2 = _check_sample_pair(x1, x2)
     _check_finite_arrays("params", params)
@@ -220,64 +208,21 @@ def gradient_norms(
     params: Any,
     x: Any,
     *,
-    method: str = "auto",
     outputs: str = "sum",
     batch_size: int | None = None,
 ) -> jax.Array:
-    """Squared gradient norms ``|∇_θ f(x_a)|²``: the diagonal of the kernel, without the rest.
+    """Return squared gradient norms ``|∇_θ f(x_a)|²`` [n]: the diagonal of the kernel.
 
-    Parameters
-    ----------
-    apply : callable
-        ``apply(params, x) -> [n, o]`` or ``[n]``, sample by sample.
-    params : pytree
-        Parameters.
-    x : array, [n, ...], or pytree of such arrays
-        Samples.
-    method : {"auto", "layerwise", "jacobian", "neural_tangents"}
-        As for :func:`empirical_kernel`.
-    outputs : {"sum", "trace"}
-        ``"sum"``: of the sum of the outputs; ``"trace"``: summed over the outputs.
-    batch_size : int, optional
-        Samples handled at a time; all by default.
-
-    Returns
-    -------
-    array, [n]
-        Its sum is the trace of the kernel.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of its range, samples or parameters are not finite, ``apply`` does
-        not return one row for one sample or takes batch statistics (flax's BatchNorm), or
-        ``"layerwise"`` finds no product.
-
-    Warns
-    -----
-    UserWarning
-        If per-sample gradients take much memory though the method is ``"auto"`` or
-        ``"layerwise"``, once for a call.
-
-    Notes
-    -----
-    N(F + oB) flops in the terms of :func:`empirical_kernel`, and less on top; memory O(N w) for
-    dense layers, N o times a layer's weights for some convolutions: ``batch_size`` bounds it.
-
-    Examples
-    --------
-    >>> gradient_norms(lambda w, x: x @ w, jnp.ones(2), jnp.array([[1.0, 0.0], [1.0, 2.0]]))
-    Array([1., 5.], dtype=float...)
+    ``outputs`` is "sum" or "trace". Costs N(F + oB) flops and a little more. Memory: O(N w) for
+    dense layers, N o times a layer's weights for some convolutions; ``batch_size`` bounds it.
     """
-    _one_of("method", method, METHODS)
-    _one_of("outputs", outputs, ("sum", "trace"))
+    one_of("outputs", outputs, ("sum", "trace"))
     _batch(batch_size)
     x = _check_samples("x", x)
     _check_finite_arrays("params", params)
     net = trace_network(apply, params, x)
-    plan = blocks.plan_for_method(net, method)
-    if method != "jacobian":
-        blocks.warn_about_memory(net, plan, outputs, min(batch_size or length(x), length(x)))
+    plan = plan_gradients(net, factored=True)
+    blocks.warn_about_memory(net, plan, outputs, min(batch_size or length(x), length(x)))
     run = functools.partial(blocks.norms, net, plan, outputs, batch_size, mesh_for(params, x))
     return program(run, net.inputs, x)(net.inputs, x)
 
@@ -293,9 +238,9 @@ def empirical_nngp(
 ) -> jax.Array:
     """Empirical NNGP kernel, the products of the outputs of ``apply(params, x)``.
 
-    ``K(x, x') = (1 / o) Σ_i f_i(x) f_i(x')``: for independent outputs of mean 0, an estimate of
-    their covariance under the distribution that ``params`` were drawn from, which is the kernel of
-    the Gaussian process that the network is at infinite width.
+    ``K(x, x') = (1 / o) Σ_i f_i(x) f_i(x')``. For independent outputs of mean 0 it estimates their
+    covariance under the distribution of ``params``, the kernel of the Gaussian process at infinite
+    width.
 
     Parameters
     ----------
@@ -306,7 +251,7 @@ def empirical_nngp(
     x1 : array, [n1, ...], or pytree of such arrays
         Samples.
     x2 : like ``x1``, optional
-        Samples of the columns; ``x1`` by default, with an exactly symmetric result.
+        Samples of the columns. Default: ``x1``, with an exactly symmetric result.
     outputs : {"mean", "full"}
         ``"mean"`` over the outputs, or ``"full"``: all products ``f_i(x) f_j(x')``.
     batch_size : int, optional
@@ -324,7 +269,7 @@ def empirical_nngp(
 
     Notes
     -----
-    One forward pass of each sample, and memory for one of ``batch_size``. One network's estimate
+    One forward pass of each sample, and memory for ``batch_size`` passes. One network's estimate
     has a relative error of the order ``1 / sqrt(o)``: average over networks, or take the last
     hidden layer as outputs.
 
@@ -339,7 +284,7 @@ def empirical_nngp(
     Array([[2., 2.],
            [2., 4.]], dtype=float...)
     """
-    _one_of("outputs", outputs, ("mean", "full"))
+    one_of("outputs", outputs, ("mean", "full"))
     _batch(batch_size)
     x1, x2 = _check_sample_pair(x1, x2)
     _check_finite_arrays("params", params)
@@ -380,8 +325,8 @@ def kernel_vector_product(
 
     Notes
     -----
-    About 5 forward passes of all samples; memory one copy of the parameters and the activations
-    of ``batch_size`` samples.
+    About 5 forward passes of all samples; memory one copy of the parameters and the activations of
+    ``batch_size`` samples.
 
     Examples
     --------

@@ -1,12 +1,11 @@
 """Operations that are linear in a weight, and whose gradient has factors.
 
-A layer ``y_p = W' a_p`` acts on the positions ``p`` of its input: on one for a dense layer of a
-vector, one per patch for a convolution, one per token for a table that rows are looked up in. The
-gradient is ``sum_p a_p s_p'`` with the sensitivities ``s_p`` of ``y_p``. Here is what ``a`` and
-``y`` are for ``dot_general``, ``conv_general_dilated``, ``gather`` and ``dynamic_slice``.
+A layer ``y_p = W' a_p`` acts on the positions ``p`` of its input, and has the gradient
+``sum_p a_p s_p'`` with the sensitivities ``s_p`` of ``y_p``. This module defines ``a`` and ``y``
+for ``dot_general``, ``conv_general_dilated``, ``gather`` and ``dynamic_slice``.
 
 =============  =====================================================================
-``columns``    a, [positions, groups, inputs per group]; of a table ``Rows``
+``columns``    a, [positions, groups, inputs per group]; for a table ``TableRows``
 ``outputs``    y, [positions, groups, outputs per group]
 =============  =====================================================================
 """
@@ -25,14 +24,14 @@ from ntk.internal.jaxprs import shape_and_dtype
 
 
 class TableRows(NamedTuple):
-    """Which row of a table each position reads: columns of zeros but for one entry."""
+    """The row of a table that each position reads: columns with one nonzero entry."""
 
     row: jax.Array  # [positions]
     value: jax.Array  # [positions], the entry
 
 
 class Product(NamedTuple):
-    """How an operation multiplies by a weight. Everything is about one sample."""
+    """How an operation multiplies by a weight, for one sample."""
 
     layout: tuple  # the same for operations whose gradients are laid out alike
     keep: Callable[..., Any]  # the operation's operands -> what columns needs of them
@@ -42,7 +41,7 @@ class Product(NamedTuple):
 
 
 def product_with_operand(eqn: JaxprEqn, operand: int) -> Product | None:
-    """How the operation is linear in this operand; None where nothing is known."""
+    """Return how the operation is linear in this operand; None if that is unknown."""
     of = {
         "dot_general": _dot,
         "conv_general_dilated": _convolution_product,
@@ -107,7 +106,7 @@ def _convolution_product(eqn: JaxprEqn, operand: int) -> Product | None:
 
 
 def _window_patches(x, size, groups, strides, padding, spread, dilation):
-    """Patches of ``x`` [b, *space, c] under a window, [positions, groups, window and channels]."""
+    """Return patches of ``x`` [b, *space, c], [positions, groups, window and channels]."""
     edges = [(low, high, s - 1) for (low, high), s in zip(padding, spread, strict=True)]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
     for axis, k in enumerate(size):  # [b, ..., n, ..., c] to [b, ..., steps, k, ..., c]
@@ -125,7 +124,7 @@ def _window_patches(x, size, groups, strides, padding, spread, dilation):
 
 
 def _row_axis(eqn: JaxprEqn) -> int | None:
-    """The axis along which whole rows are read, one at a time."""
+    """Return the axis along which whole rows are read, one at a time."""
     shape, sizes = shape_and_dtype(eqn.invars[0]).shape, eqn.params["slice_sizes"]
     cut = [k for k, (size, length) in enumerate(zip(sizes, shape, strict=True)) if size != length]
     return cut[0] if len(cut) == 1 and sizes[cut[0]] == 1 else None

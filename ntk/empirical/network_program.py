@@ -1,4 +1,4 @@
-"""A network's outputs for one sample, as a program (jaxpr) of all that it reads."""
+"""A network's outputs for one sample, as a program (jaxpr) of all its inputs."""
 
 import contextlib
 import sys
@@ -17,7 +17,7 @@ Apply = Callable[[Any, Any], Any]
 
 
 class NetworkProgram(NamedTuple):
-    """The outputs of one sample, [o]: all that ``apply`` returns, one after the other."""
+    """The outputs of one sample, [o]: all that ``apply`` returns, concatenated."""
 
     jaxpr: Jaxpr  # its constants and inputs: ``inputs``, then the leaves of the sample
     inputs: list  # what apply closes over, and the leaves of params
@@ -31,7 +31,7 @@ class NetworkProgram(NamedTuple):
         return jax.core.eval_jaxpr(self.jaxpr, inputs[:constants], *arguments)[0]
 
     def merged(self, inputs, trained) -> list:
-        """``inputs`` with other values of the trained leaves."""
+        """Return ``inputs`` with other values of the trained leaves."""
         merged = list(inputs)
         for i, leaf in zip(self.trained, trained, strict=True):
             merged[i] = leaf
@@ -39,13 +39,7 @@ class NetworkProgram(NamedTuple):
 
 
 def trace_network(apply: Apply, params, x) -> NetworkProgram:
-    """What ``apply`` is now, for samples like those of ``x``, with a leading axis.
-
-    Raises
-    ------
-    ValueError
-        If ``params`` are not those of ``apply``, or have no floating leaf.
-    """
+    """Return the present program of ``apply``, for samples like those of ``x`` [n, ...]."""
     checks.function("apply", apply, "(params, x) -> [n, o]")
     variables = isinstance(getattr(apply, "__self__", None), nn.Module)
     if variables and "params" not in params:
@@ -108,7 +102,7 @@ _BATCH_STATISTICS = (
 
 @contextlib.contextmanager
 def _nnx_without_batch_statistics():
-    """The same for nnx, which has no interceptors: its class is another one meanwhile."""
+    """Refuse batch statistics of nnx, which has no interceptors, by another class method."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:  # a model of nnx has imported it
         yield

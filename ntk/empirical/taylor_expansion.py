@@ -1,44 +1,40 @@
-"""Networks expanded in their parameters: what training is like where the tangent kernel stays.
+"""Networks expanded in their parameters: training if the tangent kernel does not change.
 
     f_k(θ, x) = Σ_{i <= k} (1 / i!) (d/dt)^i f(θ0 + t (θ - θ0), x) at t = 0
 
-The first order is the linearised network. Its gradient in θ is that of ``f`` at ``θ0``, whatever θ
-is, and so its kernel is the empirical one at ``θ0`` throughout training.
+The first order is the linearised network. Its gradient at any θ is that of ``f`` at ``θ0``, so its
+kernel is the empirical one at ``θ0`` throughout training.
 
 References: Lee et al. (2019), "Wide neural networks of any depth evolve as linear models"; Bai &
 Lee (2020), "Beyond linearization", for the second order.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ntk.empirical.network_program import Apply
 from ntk.internal.checks import describe, function, integer
-
-Apply = Callable[[Any, Any], Any]
 
 
 def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
     """The Taylor polynomial of ``apply`` in its parameters about ``params``.
-
-    ``Σ_{i <= order} (1 / i!) (d/dt)^i f(θ0 + t (θ - θ0), x)`` at ``t = 0``
 
     Parameters
     ----------
     apply : callable
         ``apply(params, x)``; it may return a pytree.
     params : pytree
-        ``θ0``. Leaves that are no floating point numbers stay as they are here.
+        ``θ0``. Other than floating point leaves are constants.
     order : int
         The highest power of ``θ - θ0``, at least 0.
 
     Returns
     -------
     callable
-        ``expanded(params, x)``, of the form of ``apply``.
+        ``expanded(params, x)``, which returns what ``apply`` returns.
 
     Raises
     ------
@@ -48,10 +44,10 @@ def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
 
     Notes
     -----
-    Forward mode within forward mode: up to ``2^order`` calls of ``apply``, of which a compiler
-    makes less: order 5 took three times as long as order 2. JAX's ``jet`` took longer at all of
-    them and fails at ReLUs: ``python benchmarks/kernels/taylor_expand.py``. At a kink (ReLU at 0)
-    the derivatives are those that JAX chooses.
+    Forward mode within forward mode: up to ``2^order`` calls of ``apply``, which a compiler merges:
+    order 5 took three times as long as order 2. JAX's ``jet`` was slower at all orders and fails at
+    ReLUs: ``python benchmarks/kernels/taylor_expand.py``. At a kink (ReLU at 0) the derivatives are
+    those that JAX chooses.
 
     References
     ----------
@@ -94,7 +90,7 @@ def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
 
 
 def _directional_derivatives(f, order: int, start: list, step: list) -> list:
-    """``f`` at ``start``, and its derivatives along ``step`` there."""
+    """Return ``f`` at ``start``, and its derivatives along ``step`` there."""
     if order == 0:
         return [f(start)]
     known, more = jax.jvp(
@@ -114,7 +110,7 @@ def _is_float(leaf) -> bool:
 
 
 def _matching_leaves(structure, flat: list, params) -> list:
-    """The leaves of ``params``, if they are like those about which the network is expanded."""
+    """Return the leaves of ``params``, which must be like the point of expansion."""
     leaves, other = jax.tree.flatten(params)
     if other != structure:
         raise ValueError(f"params: expected {structure}, got {other}.")

@@ -1,12 +1,12 @@
 """Where a network uses its weights: products with them, found in the network's program.
 
-A weight is followed from the inputs of the program through whatever only rearranges its entries
-(reshape, transpose, slice, concatenate, cast) or multiplies all of them by one number, into calls
-and loops, to the products of :mod:`ntk.empirical.linear_operations`. A weight with any other use is
-one for the Jacobian; so is one that enters an operation with a derivative rule of its own.
+A weight is followed from the inputs of the program, into calls and loops, to the products of
+:mod:`ntk.empirical.linear_operations`. On the way its entries may be rearranged (reshape,
+transpose, slice, concatenate, cast), or all multiplied by one number. A weight with any other use
+is differentiated per sample, also one that enters a function with its own derivative rule.
 
-A loop repeats its products. A weight that all steps share has more positions there; one that is
-scanned over is another weight in every step.
+A loop repeats its products. A weight that all steps share has more positions there; a weight that
+is scanned over is another one in every step.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ Parts = tuple[tuple[int, Box], ...]  # leaves, and which of their entries
 
 
 class Weight(NamedTuple):
-    """A variable that holds entries of leaves, none of them twice, times a number."""
+    """A variable that holds entries of leaves, each at most once, times a number."""
 
     parts: Parts
     layout: tuple = ()  # what was done to the entries since
@@ -66,12 +66,12 @@ class WeightProduct:
 
     @property
     def key(self) -> tuple:
-        """The same for uses whose gradients are laid out alike."""
+        """Return the same for uses whose gradients are laid out alike."""
         return self.weight.parts, self.weight.layout, self.product.layout
 
 
 def whole_leaf(leaf: int, shape: Sequence[int]) -> Weight:
-    """All of a leaf."""
+    """Return a weight with all of a leaf."""
     return Weight(((leaf, tuple((0, length) for length in shape)),))
 
 
@@ -179,7 +179,7 @@ def _weight_product(
 
 
 def _rearranged(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list]:
-    """The outputs as weights, or None; and which weights are used up in the operation."""
+    """Return the outputs as weights, or None; and the weights that the operation uses up."""
     name, options = eqn.primitive.name, eqn.params
     if name in ("mul", "div"):
         return _scaled(eqn, mine, number)
@@ -200,7 +200,7 @@ def _rearranged(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list
 
 
 def _scaled(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list]:
-    """One operand is a weight, the other a number, of which it does not matter what it is."""
+    """Return the product of a weight and any number, a variable of one entry."""
     power = 1 if eqn.primitive.name == "mul" else -1
     for operand in (0, 1) if power == 1 else (0,):
         weight, other = mine[operand], number(eqn.invars[1 - operand])
@@ -219,7 +219,7 @@ def _concatenated_weight(mine: list, axis: int) -> list[Weight]:
 
 
 def _sliced_weights(eqn: JaxprEqn, weight: Weight) -> list[Weight]:
-    """Pieces of a leaf that nothing was done to yet."""
+    """Return slices of a leaf that nothing was done to yet."""
     options, ((leaf, box), *more) = eqn.params, weight.parts
     if weight.layout or more or any(stride != 1 for stride in options.get("strides") or ()):
         return []
@@ -237,7 +237,7 @@ def _sliced_weights(eqn: JaxprEqn, weight: Weight) -> list[Weight]:
 
 
 def overlap(first: tuple[int, Box], second: tuple[int, Box]) -> bool:
-    """Whether two parts have an entry in common."""
+    """Return whether two parts have an entry in common."""
     (leaf, box), (other, there) = first, second
     return leaf == other and all(
         max(a, c) < min(b, d) for (a, b), (c, d) in zip(box, there, strict=True)
@@ -297,5 +297,5 @@ def run_with_additions(
 
 
 def map_floats(function, tree):
-    """``function`` of the arrays of floating point numbers in it."""
+    """Return ``function`` of the floating arrays in the tree."""
     return jax.tree.map(lambda x: function(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

@@ -1,8 +1,8 @@
-"""All pairs of two sets of inputs: their angles, exactly, and arrays of them tile by tile.
+"""All pairs of two sets of inputs: their angles, exactly, and arrays computed tile by tile.
 
-An angle theta is kept as ``p = (1 - cos theta) / 2`` and ``q = (1 + cos theta) / 2``, both to full
-relative precision: kernels with a kink have slopes of ``1 / theta``, so that near-duplicates would
-lose half their digits in a Gram matrix rounded once.
+An angle theta is stored as ``p = (1 - cos theta) / 2`` and ``q = (1 + cos theta) / 2``, both to
+full relative precision. Kernels with a kink have slopes of ``1 / theta``, so that a rounded Gram
+matrix would lose half the digits of near-duplicates.
 """
 
 import functools
@@ -29,7 +29,7 @@ class UnitRows(NamedTuple):
 
 
 def normalize_rows(x: chex.Array, norms: chex.Array) -> UnitRows:
-    """Rows over their norms [n]; rows of norm 0 stay 0."""
+    """Return rows over their norms [n]; rows of norm 0 stay 0."""
     unit = x * reciprocal(norms)[:, None]
     grid = 2.0 ** {8: 25, 4: 11}.get(unit.dtype.itemsize, 4)
     high = jax.lax.stop_gradient(jnp.round(unit * grid) / grid)
@@ -38,7 +38,7 @@ def normalize_rows(x: chex.Array, norms: chex.Array) -> UnitRows:
 
 
 def half_chords(a: UnitRows, b: UnitRows) -> tuple[jax.Array, jax.Array]:
-    """``((1 - rho) / 2, (1 + rho) / 2)`` [n1, n2], both to full relative precision."""
+    """Return ``((1 - rho) / 2, (1 + rho) / 2)`` [n1, n2], both to full relative precision."""
     product = functools.partial(jnp.matmul, precision="highest")
     high = product(a.high, b.high.T)
     one, other = jnp.concatenate([a.high, a.low], 1), jnp.concatenate([b.low, b.high + b.low], 1)
@@ -58,10 +58,10 @@ def half_chords(a: UnitRows, b: UnitRows) -> tuple[jax.Array, jax.Array]:
 def assemble(
     tile: Callable[..., Any], n1: int, n2: int, *, symmetric: bool, size: int = TILE
 ) -> Any:
-    """Arrays [n1, n2] from ``tile(i, j, size1, size2)``, a pytree of [size1, size2] blocks.
+    """Return arrays [n1, n2] from ``tile(i, j, size1, size2)``, a pytree of [size1, size2] blocks.
 
-    Symmetric: the upper triangle is computed. The last tile of a side is moved inwards, over its
-    neighbour, rather than padded. ``size``: the most rows and columns of a tile.
+    If ``symmetric``, only the upper triangle is computed. A side's last tile overlaps its neighbour
+    instead of being padded. ``size`` is the maximum number of rows and columns of a tile.
     """
     size1, size2 = min(size, n1), min(size, n2)
     if (size1, size2) == (n1, n2):
@@ -89,11 +89,10 @@ def assemble(
 
 
 def pad_rows(x: chex.Array | None) -> jax.Array | None:
-    """``x`` [n, d], its last row repeated up to one of few sizes: each is compiled for.
+    """Return ``x`` [n, d] with its last row repeated, up to one of few sizes to compile for.
 
-    Powers of two up to a tile, then whole tiles, which cost no time: a part of a tile is moved
-    inwards and computed whole. Of eight tiles a side and more, kernels take longer than their
-    compilation, and memory counts: they stay.
+    These are powers of two up to a tile, then whole tiles: a part of a tile is computed whole
+    anyway. For 8 tiles or more, running dominates compiling, so we do not pad.
     """
     if x is None or len(x) > 8 * TILE:
         return x
@@ -103,16 +102,21 @@ def pad_rows(x: chex.Array | None) -> jax.Array | None:
 
 @jax.jit
 def mirror_triangle(kernel: chex.Array) -> jax.Array:
-    """The upper triangle of [..., n, n] on both sides.
+    """Return the upper triangle of [..., n, n] on both sides.
 
-    In a program of its own: where it is fused with what makes the kernel, the two sides may be
-    rounded apart. (A choice by index, ``where(i <= j, ...)``, takes XLA minutes to compile.)
+    It is a program of its own: fused with the kernel, the two sides may be rounded differently.
+    (XLA takes minutes to compile a choice by index, ``where(i <= j, ...)``.)
     """
     return jnp.triu(kernel) + jnp.swapaxes(jnp.triu(kernel, 1), -1, -2)
 
 
+def same_inputs(i: Any, j: Any, size1: int, size2: int) -> jax.Array:
+    """Return [size1, size2], where an input meets itself in the tile that begins at (i, j)."""
+    return (i + jnp.arange(size1))[:, None] == (j + jnp.arange(size2))[None]
+
+
 def take_rows(rows: Any, start: int | jax.Array, size: int, n: int) -> Any:
-    """Rows ``start .. start + size`` of every leaf that has n of them."""
+    """Return rows ``start .. start + size`` of every leaf with n of them."""
     if size == n:
         return rows
     return jax.tree.map(

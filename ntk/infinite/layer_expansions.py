@@ -1,8 +1,8 @@
-"""A network of Zhu et al. 2022, Eq. (1), as arrays, and what its layers do to single inputs.
+"""The layers of a network of Zhu et al. 2022, Eq. (1), on single inputs.
 
-The formulas are those of :mod:`ntk.infinite`, on the diagonal; they need no pairs. What the pairs
-need of each input is an expansion of every layer's activation: arrays, whatever the activation, so
-that one program serves all.
+The formulas are those of :mod:`ntk.infinite.network_kernel`, on the diagonal. Pairs of inputs need
+an expansion of every layer's activation at each input. It consists of arrays, so that one program
+serves all activations.
 """
 
 import functools
@@ -29,22 +29,22 @@ _KINKED = (Activation("left", kink=(1.0, 0.0)), relu)  # summed with the slopes 
 
 
 def evaluate_layer(layer: Layer, weights: chex.Array, u: chex.Array) -> jax.Array:
-    """``sum_i weights_i s_i(u)``, elementwise."""
+    """Return ``sum_i weights_i s_i(u)``, elementwise."""
     return sum(weights[i] * s(u) for i, s in enumerate(layer))
 
 
 def layer_derivative(layer: Layer) -> Layer:
-    """The derivatives, to be summed with the same weights."""
+    """Return the derivatives, to be summed with the same weights."""
     return tuple(s.derivative for s in layer)
 
 
 def kink_places(layer: Layer) -> tuple[float, ...]:
-    """Where the sum is not smooth, beside 0."""
+    """Return where the sum is not smooth, except 0."""
     return tuple(sorted({t for s in layer for t, _ in s.kinks if t}))
 
 
 def kinks_at_zero(layer: Layer, weights: chex.Array) -> tuple[jax.Array, jax.Array]:
-    """(left, right) of the sum of the activations that are linear on both sides of 0."""
+    """Return (left, right) of the sum of the activations that are linear on both sides of 0."""
     kinked = [(i, s) for i, s in enumerate(layer) if s.smooth is None]
     left, right = (
         sum((weights[i] * s.kink[side] for i, s in kinked), 0 * weights[0]) for side in (0, 1)
@@ -55,30 +55,7 @@ def kinks_at_zero(layer: Layer, weights: chex.Array) -> tuple[jax.Array, jax.Arr
 def parse_architecture(
     activations: Sequence[Any], skips: Any, variances: Any, dtype: Any = float
 ) -> tuple[tuple[Layer, ...], list[jax.Array], jax.Array, jax.Array]:
-    """``(layers, weights, skips, variances)``: what is static, and arrays of the rest; checked.
-
-    Parameters
-    ----------
-    activations, skips, variances
-        As :func:`ntk.network_kernel` takes them.
-    dtype : dtype
-        Of the arrays; that of the inputs.
-
-    Returns
-    -------
-    tuple
-
-    Raises
-    ------
-    ValueError
-        For wrong counts, an empty layer, what is no activation, or a negative variance.
-
-    Examples
-    --------
-    >>> layers, weights, skips, variances = parse_architecture([relu, {relu: 0.5}], None, None)
-    >>> variances
-    Array([1., 2., 2.], dtype=float...)
-    """
+    """Return static layers, and arrays of weights, skips and variances; checked."""
     if not isinstance(activations, list | tuple) or not activations:
         raise ValueError(f"activations: expected a list of at least one, got {activations!r}.")
     layers, weights = [], []
@@ -115,21 +92,14 @@ def _check_numbers(name: str, values: Any, count: int, dtype: Any) -> jax.Array:
     values = real_array(name, values).astype(dtype)
     if values.shape != (count,):
         raise ValueError(f"{name}: expected {count} numbers, got shape {values.shape}.")
-    if concrete(values) and not bool(np.isfinite(values).all()):
-        raise ValueError(f"{name}: expected finite numbers, got {values}.")
+    check_finite(name, values)
     return values
 
 
 def check_input_pair(
     name: str, x: Any, name2: str = "", x2: Any = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Both sets of inputs as floating arrays [n, d] and [n2, d], checked; None stays None.
-
-    Raises
-    ------
-    ValueError
-        For what is no matrix of finite numbers, or sets of different dimensions d.
-    """
+    """Return both sets of inputs as floating arrays [n, d] and [n2, d], checked; None stays."""
     x = _check_input_rows(name, x)
     if x2 is None:
         return x, None
@@ -155,20 +125,16 @@ def _check_input_rows(name: str, x: Any) -> jax.Array:
 
 
 def squared_norms(x: chex.Array) -> jax.Array:
-    """``|x|^2`` over the last axis; NaN where it over- or underflows."""
+    """Return ``|x|^2`` over the last axis; NaN if it over- or underflows."""
     squares = (x * x).sum(-1)
     limits = jnp.finfo(x.dtype)
     lost = (squares < float(limits.tiny) / float(limits.eps)) & (x != 0).any(-1)
     return jnp.where(lost | ~jnp.isfinite(squares), jnp.nan, squares)
 
 
-def _all_squared_norms(x1, x2) -> np.ndarray:
-    return np.concatenate([np.sum(np.square(x), 1) for x in (x1, x2) if x is not None])
-
-
 def equal_norms(x1: chex.Array, x2: chex.Array | None) -> bool:
-    """Whether all inputs have one norm, up to rounding."""
-    squares = _all_squared_norms(x1, x2)
+    """Return whether all inputs have one norm, up to rounding."""
+    squares = np.concatenate([np.sum(np.square(x), 1) for x in (x1, x2) if x is not None])
     return bool(np.ptp(squares) <= 8 * np.finfo(squares.dtype).eps * squares.max())
 
 
@@ -176,7 +142,7 @@ def equal_norms(x1: chex.Array, x2: chex.Array | None) -> bool:
 
 
 class Resolution(NamedTuple):
-    """How many Hermite polynomials, and the largest width of a panel of nodes."""
+    """The number of Hermite polynomials, and the largest width of a panel of nodes."""
 
     terms: int
     width: float
@@ -189,9 +155,9 @@ TRACED = Resolution(512, 0.25)
 
 
 def is_resolved(expansions: Sequence[Expansion], noise: float = 512) -> bool:
-    """Whether finer expansions would gain nothing, at any correlation.
+    """Return whether finer expansions would gain nothing, at any correlation.
 
-    ``noise``: what is no matter of terms, in rounding units.
+    ``noise`` is the error that more terms cannot reduce, in units of roundoff.
     """
     for f in expansions:
         eps = float(jnp.finfo(f.norm.dtype).eps)
@@ -203,18 +169,12 @@ def is_resolved(expansions: Sequence[Expansion], noise: float = 512) -> bool:
 
 
 def largest_error(dtype: Any) -> float:
-    """The largest error of an entry, relative to the diagonal: with a larger one it is refused."""
+    """Return the largest accepted error of an entry, relative to the diagonal."""
     return 64 * float(jnp.finfo(dtype).eps) ** 0.5
 
 
 def check_resolved(name: str, kernel: chex.Array) -> None:
-    """Refuse a kernel with a NaN entry, which stands for too large an error.
-
-    Raises
-    ------
-    FloatingPointError
-        If an entry is NaN.
-    """
+    """Raise ``FloatingPointError`` for a NaN entry, which stands for too large an error."""
     if bool(np.isnan(kernel).any()):
         raise FloatingPointError(
             f"{name}: expected inputs whose kernel can be computed in {kernel.dtype}, got an entry "
@@ -229,9 +189,9 @@ def check_resolved(name: str, kernel: chex.Array) -> None:
 def expand_layer(
     layer: Layer, w: chex.Array, scale: chex.Array, error: chex.Array, kinks: Kinks, how: Resolution
 ) -> tuple[Expansion, Expansion]:
-    """Expansions of ``sum_i w_i s_i(u)`` and of its slope, u of standard deviations [n].
+    """Return expansions of ``sum_i w_i s_i(u)`` and its slope, for standard deviations [n] of u.
 
-    ``kinks``: of :func:`common_kinks`; if None, all the layer has is a kink at 0, in closed form.
+    ``kinks`` come from :func:`common_kinks`; None means at most a kink at 0, in closed form.
     """
     sides = jnp.stack(kinks_at_zero(layer, w))
     if all(s.smooth is None for s in layer):
@@ -261,13 +221,13 @@ def expand_layer(
 
 @functools.partial(jax.jit, static_argnums=0)
 def sample_both_signs(s: Activation, u: jax.Array) -> jax.Array:
-    """Values of s and of its slope at u and -u, [2, 2, ...]."""
+    """Return the values of s and of its slope at u and -u, [2, 2, ...]."""
     signed = jnp.stack([u, -u])
     return jnp.stack([s(signed), s.derivative(signed)])
 
 
 def _probes(scale: jax.Array) -> jax.Array:
-    """Places [n, 28] of the line itself, whatever the standard deviation."""
+    """Return places [n, 28] of the line itself, whatever the standard deviation."""
     places = jnp.asarray(1e-6 * 2.0 ** np.arange(28), scale.dtype)
     return jnp.broadcast_to(places, (len(scale), len(places)))
 
@@ -293,13 +253,12 @@ def _expand_both(values, sides, places, jumps, scale, error, table):
 
 
 def _worthwhile(values, places, jumps, scale, table):
-    """Which jumps [n, kinks, orders] of the function and its derivatives are taken out as pieces.
+    """Return which jumps [n, kinks, orders] of the function and its derivatives become pieces.
 
-    A piece that is large beside what it is to mend cancels, to ``eps |piece|^2 / |f|^2``; a kink of
-    order m that is left in is missed, to ``|piece|^2 K^-(m + 1/2) / |f|^2`` or so. For jumps and
-    corners the second is the worse. Pieces of higher orders cancel to 1e-10 at most, or 5e-5 in
-    float32; there those of order 2 and 3 are larger than eps allows, in float64 not, but without
-    the next one what they and the rest miss together is more than the rest alone.
+    A piece much larger than the function cancels, to ``eps |piece|^2 / |f|^2``. A kink of order m
+    that stays is missed, by about ``|piece|^2 K^-(m + 1/2) / |f|^2``, which is worse for jumps and
+    corners. Pieces of higher orders cancel to 1e-10 at most, or 5e-5 in float32, where eps allows
+    those of order 2 and 3. In float64 they only help together with the next one.
     """
     norms = values * jnp.expand_dims(table.roots, (0, 1, 2))
     norms = jax.lax.stop_gradient(root((norms**2).sum((1, 3))))
@@ -318,7 +277,7 @@ def _worthwhile(values, places, jumps, scale, table):
 
 
 def _unseen(value, slope, values, probed, places, scale, table):
-    """Whether [n] the function has steps or peaks between the nodes, which no term would show."""
+    """Return whether [n] the function has steps or peaks between the nodes, which no term shows."""
     tolerance = 4096 * float(jnp.finfo(scale.dtype).eps)
     # By parts, sqrt(k + 1) E[r h_(k + 1)] = E[r' h_k]: a step that is seen in s alone. The regular
     # rests are a function and its slope: what is left out of one is left out of the other.
@@ -338,7 +297,7 @@ def _unseen(value, slope, values, probed, places, scale, table):
 
 
 def _cubic(ends, end, u):
-    """At u and -u [2, n, m], the cubic of these values and slopes at ``end`` and ``-end`` [n]."""
+    """Return at u and -u [2, n, m] the cubic of values and slopes at ``end`` and ``-end`` [n]."""
     (right, left), slopes = ends[0][..., None], ends[1][..., None] * end[None, :, None]
     x = jnp.stack([u, -u]) / jnp.where(end > 0, end, 1)[None, :, None]
     chord = (right - left) / 2
@@ -435,27 +394,3 @@ def _propagate_layer(a, c, second, tangent, below, error, below_error, value, sl
         jax.lax.stop_gradient(lost * reciprocal(above) + 4 * eps),
         jax.lax.stop_gradient(off + jnp.abs(a) * below_error),
     )
-
-
-class LayerDiagonal(NamedTuple):
-    """What one layer does to single inputs; every field [n]."""
-
-    scale: jax.Array  # standard deviation of the pre-activation u
-    mean: jax.Array  # E s(u)
-    below: jax.Array  # mean of the features below, mu_{l-1}
-    slope: jax.Array  # E s'(u)^2
-    second: jax.Array  # S_l: second moment of the features
-
-
-def diagonals(
-    layers: Sequence[Layer],
-    weights: Sequence[chex.Array],
-    skips: chex.Array,
-    variances: chex.Array,
-    squares: chex.Array,
-) -> list[LayerDiagonal]:
-    """The formulas of :mod:`ntk.infinite` for single inputs, of squared norms [n]."""
-    return [
-        LayerDiagonal(f.scale, f.value.mean, f.below, f.slope.norm**2, f.second)
-        for f in propagate_features(layers, weights, skips, variances, squares, TRACED)
-    ]

@@ -23,6 +23,7 @@ from ntk.infinite.input_pairs import (
     mirror_triangle,
     normalize_rows,
     pad_rows,
+    same_inputs,
     take_rows,
 )
 from ntk.infinite.layer_expansions import (
@@ -58,7 +59,7 @@ def mixture_blocks(
     activations : sequence of Activation or function
         h activations, or smooth functions.
     x2 : array [n2, d], optional
-        The second set of inputs, for predictions; ``x`` by default.
+        The second set of inputs, for predictions. Default: ``x``.
     scale : float
         c0, the variance of the output weights times the width.
     error : bool
@@ -76,8 +77,8 @@ def mixture_blocks(
 
     Notes
     -----
-    Memory: 2 h^2 n n2 numbers, and half as many while they are put together. A jump of an
-    activation does not count in its slope, as in a network's gradient.
+    Memory: ``3 h^2 n n2`` numbers. A jump of an activation does not count in its slope, as in a
+    network's gradient.
 
     References
     ----------
@@ -150,7 +151,7 @@ def mixture_kernel(alpha: chex.Array, blocks: chex.Array) -> jax.Array:
 
 
 def _blocks_and_slopes(layer: Layer, x1, x2, scale, how: Resolution):
-    """The blocks and their errors, and the expansions of the slopes."""
+    """Return the blocks and their errors, and the expansions of the slopes."""
     # A network of one hidden layer for each, with kinks at the same places.
     kinks = common_kinks([layer])
     rows = []
@@ -170,7 +171,7 @@ def _blocks_and_slopes(layer: Layer, x1, x2, scale, how: Resolution):
 
 @jax.jit
 def _blocks_with_errors(x1, x2, rows1, rows2, scale):
-    """``(blocks, error)`` from expansions [n, h, ...] of the slopes."""
+    """Return ``(blocks, error)`` from expansions [n, h, ...] of the slopes."""
     h = rows1.norm.shape[1]
 
     def prepare(x, rows):
@@ -195,7 +196,7 @@ def _blocks_with_errors(x1, x2, rows1, rows2, scale):
             same = None
             if x2 is None:
                 # There rho is 1; the series says so without the terms that others do not need.
-                same = (r + jnp.arange(size1))[:, None] == (c + jnp.arange(size2))[None]
+                same = same_inputs(r, c, size1, size2)
                 p, q = (jnp.where(same, 0.5, half) for half in (p, q))
             error = jax.lax.stop_gradient(8 * eps * (jnp.sqrt(p * q) + eps**0.5 / 2))
             ((dual, bound),) = expectations((f,), (g,), (0,), Pair(p, q, error))

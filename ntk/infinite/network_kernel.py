@@ -52,6 +52,7 @@ from ntk.infinite.input_pairs import (
     mirror_triangle,
     normalize_rows,
     pad_rows,
+    same_inputs,
     take_rows,
 )
 from ntk.infinite.layer_expansions import (
@@ -89,14 +90,14 @@ def network_kernel(
     ----------
     x1 : array [n1, d]
     x2 : array [n2, d], optional
-        ``x1`` by default: then the kernels are symmetric (exactly, unless traced) and their
-        diagonals have no error of a series.
+        Default: ``x1``; then the kernels are symmetric (exactly, unless traced) and their diagonals
+        have no error of a series.
     activations : L - 1 entries
         Each an activation (or any smooth function), or ``{activation: weight}`` for their sum.
     skips : L - 2 reals, optional
         Weights of the skip connections; none by default.
     variances : L nonnegative reals, optional
-        (1, 2, ..., 2) by default.
+        Default: (1, 2, ..., 2).
 
     Returns
     -------
@@ -108,28 +109,29 @@ def network_kernel(
         For a wrong shape or count, complex numbers, or a value that is not finite, unless it is
         traced.
     FloatingPointError
-        If 4096 Hermite coefficients are too few, an entry's error over 1e-6 of the diagonal (2 %
-        in float32): nearly collinear inputs into smooth activations at a variance far over 25.
-        Where inputs are traced, 512 are kept, and such entries are NaN, with an infinite error.
+        If an entry's error is over 1e-6 of the diagonal (2 % in float32) even with 4096 Hermite
+        coefficients: nearly collinear inputs into smooth activations at a variance far over 25.
+        Traced inputs get 512 coefficients, and such entries are NaN, with an infinite error.
 
     Notes
     -----
-    Differentiable to any order in skips, weights, variances and inputs; compiled once for a depth,
-    a size and a number of kinks that are not at 0, whatever the activations, and once more for the
-    first smooth one; unless traced, up to 256 inputs are brought to the next power of two, and up
-    to 2048 to whole tiles. The slope of an activation that jumps is that of its pieces, as it is in
-    a network's gradient. The derivative of a kinked activation's kernel at two equal (or opposite)
-    inputs, infinite in general, is taken along paths that keep them so.
+    Differentiable to any order in skips, weights, variances and inputs. The slope of an activation
+    that jumps is that of its pieces, as in a network's gradient. The derivative of a kinked
+    activation's kernel at two equal (or opposite) inputs, infinite in general, is taken along paths
+    that keep them so.
 
-    Memory: the three results, 2 x ``terms`` numbers for each layer and each input of a norm of its
-    own (256 terms as a rule; none where all is ReLU-like), a few tiles. Time: 2 ``terms``
-    multiply-adds per layer and pair, fewer where no correlation is near 1.
+    Compiled once for a depth, a size and a number of kinks away from 0, and once more for the first
+    smooth activation. Unless traced, up to 256 inputs are padded to the next power of two, and up
+    to 2048 to whole tiles.
 
-    Near-duplicates: the angle between two inputs is found to 1e-11 of itself down to 1e-9 (from a
-    Gram matrix in two exact parts), and carried through networks of ReLU-like layers; after a
-    smooth layer angles under 1e-8 are lost in rounding, which only a later kink can show (3e-8 of
-    an entry, where an input meets its copy in ``x2`` after a smooth layer and two kinked ones; the
-    error says so).
+    Memory: the three results, a few tiles, and ``2 terms`` numbers for each layer and each input
+    with a norm of its own (usually 256 terms; none if all is ReLU-like). Time: ``2 terms``
+    multiply-adds per layer and pair, fewer if no correlation is near 1.
+
+    Near-duplicates: angles down to 1e-9 have a relative error of 1e-11, from a Gram matrix in two
+    exact parts, also behind ReLU-like layers. A smooth layer loses angles under 1e-8 in rounding.
+    Only a later kink can show it: by 3e-8 of an entry if an input meets its copy in ``x2`` after a
+    smooth layer and two kinked ones, which the error includes.
 
     References
     ----------
@@ -225,7 +227,7 @@ def lemma1_kernel_as_printed(
 
 
 class _InputFeatures(NamedTuple):
-    """What the tiles need of one set of inputs; leading axis n, or 1 for equal norms."""
+    """The features of one set of inputs for its tiles; leading axis n, or 1 for equal norms."""
 
     unit_rows: UnitRows
     norms: jax.Array
@@ -233,22 +235,18 @@ class _InputFeatures(NamedTuple):
 
 
 def _kernels_and_features(layers: Sequence[Layer], x1, x2, network, how: Resolution, equal: bool):
-    """The kernels, and the features of both sets of inputs."""
+    """Return the kernels, and the features of both sets of inputs."""
     features = [
         _features_of_inputs(layers, x, network, how, equal) for x in (x1, x2) if x is not None
     ]
-    rows = [_stack(features_of_x) for features_of_x in features]
+    # All layers in one, [n, L - 1, ...].
+    rows = [jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *each) for each in features]
     _, skips, variances = network
     homogeneous = [all(s.smooth is None for s in layer) for layer in layers]
     exact = jnp.asarray([all(homogeneous[: i + 1]) for i in range(len(layers))])
     return _kernels_from_features(
         x1, x2, rows[0], rows[-1], skips, variances, exact, equal=equal
     ), features
-
-
-def _stack(layers: list[LayerKernels]) -> LayerKernels:
-    """All layers in one, [n, L - 1, ...]."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *layers)
 
 
 def _features_of_inputs(layers, x, network, how, equal) -> list[LayerKernels]:
@@ -272,9 +270,7 @@ def _kernels_from_features(x1, x2, rows1, rows2, skips, variances, exact, *, equ
 
     def tile(i, j, size1, size2):
         a, b = take_rows(rows, i, size1, n1), take_rows(columns, j, size2, n2)
-        same = None
-        if x2 is None:
-            same = (i + jnp.arange(size1))[:, None] == (j + jnp.arange(size2))[None]
+        same = same_inputs(i, j, size1, size2) if x2 is None else None
         return _tile(a, b, same, skips, variances, exact)
 
     return assemble(tile, n1, n2, symmetric=x2 is None)
@@ -292,7 +288,7 @@ class _TileState(NamedTuple):
 
 
 def _tile(a: _InputFeatures, b: _InputFeatures, same, skips, variances, exact) -> Kernels:
-    """All layers of one tile; ``same`` [n1, n2] marks inputs paired with themselves, or None."""
+    """Return all layers of one tile; ``same`` [n1, n2] marks inputs that meet themselves."""
     p, q = half_chords(a.unit_rows, b.unit_rows)
     if same is not None:
         # Their entries come from the diagonal; here, the series need no terms for them.
@@ -333,10 +329,10 @@ def _tile(a: _InputFeatures, b: _InputFeatures, same, skips, variances, exact) -
 def _layer(
     state: _TileState, a: LayerKernels, b: LayerKernels, skip, c, exact, *, same
 ) -> _TileState:
-    """One step of the module's recursion.
+    """Take one step of the module's recursion.
 
-    ``exact``: everything so far scales with the input's norm, so that correlation lost in this
-    layer adds to what was lost before without the cancellation of ``1 - rho``.
+    ``exact`` says that everything so far scales with the input's norm. Correlation lost in this
+    layer then adds to the earlier loss, without the cancellation of ``1 - rho``.
     """
     below, tangent, sizes, pair, *_ = state
     (value, value_error), (slope, slope_error) = expectations(
@@ -430,5 +426,5 @@ def _lemma1(layers, x, weights, skips, how: Resolution) -> Kernels:
 
 
 def _nan_if_inaccurate(value, error, norm):
-    """``value`` [n, n], NaN where its error is too large."""
+    """Return ``value`` [n, n], NaN where its error is too large."""
     return nan_where(~(error <= largest_error(value.dtype) * norm[:, None] * norm[None]), value)

@@ -12,12 +12,12 @@ from ntk.internal.checks import concrete
 
 
 def length(x) -> int:
-    """How many samples there are."""
+    """Return the number of samples."""
     return len(jax.tree.leaves(x)[0])
 
 
 def map_leading_axis(function, xs):
-    """``lax.map`` without a loop around a single step."""
+    """Run ``lax.map``, without a loop around a single step."""
     if length(xs) == 1:
         only = function(jax.tree.map(lambda x: x[0], xs))
         return jax.tree.map(lambda y: y[None], only)
@@ -25,7 +25,7 @@ def map_leading_axis(function, xs):
 
 
 def split_into_blocks(x, size: int, multiple: int = 1):
-    """Rows in blocks [blocks, size, ...]; the last ones are filled up with the first row."""
+    """Return rows in blocks [blocks, size, ...]; the first row fills up the last ones."""
     n = length(x)
     count = -(-n // (size * multiple)) * multiple
 
@@ -37,19 +37,19 @@ def split_into_blocks(x, size: int, multiple: int = 1):
 
 
 def transpose_kernel(k):
-    """``K(x', x)_ji`` for ``K(x, x')_ij``."""
+    """Return ``K(x', x)_ji`` for ``K(x, x')_ij``."""
     return k.T if k.ndim == 2 else k.transpose(1, 0, 3, 2)
 
 
 def mirror_kernel(k):
-    """Exactly symmetric: the lower triangle replaced by the upper one."""
+    """Return an exactly symmetric kernel: the upper triangle replaces the lower one."""
     n, o = k.shape[0], k.shape[2:3]
     index = np.arange(n * math.prod(o)).reshape(n, 1, *o, *(1 for _ in o))
     return jnp.where(index <= transpose_kernel(index), k, transpose_kernel(k))
 
 
 def join_blocks(blocks, n1: int, n2: int):
-    """[t1, t2, b1, b2, ...] to [n1, n2, ...]."""
+    """Return [t1, t2, b1, b2, ...] as [n1, n2, ...]."""
     t1, t2, b1, b2 = blocks.shape[:4]
     return jnp.swapaxes(blocks, 1, 2).reshape(t1 * b1, t2 * b2, *blocks.shape[4:])[:n1, :n2]
 
@@ -64,7 +64,7 @@ def sharded(function, mesh, *specs):
 
 
 def mesh_for(*arrays) -> jax.sharding.Mesh | None:
-    """All local devices, unless the caller has placed the arrays, or traces them."""
+    """Return all local devices, unless the caller has placed or traces the arrays."""
     devices = jax.local_devices()
     leaves = jax.tree.leaves(arrays)
     placed = not concrete(leaves) or any(getattr(x, "committed", False) for x in leaves)

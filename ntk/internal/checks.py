@@ -1,4 +1,4 @@
-"""Checks of arguments: one sentence each, naming the argument."""
+"""Checks of arguments. An error message is one sentence and names the argument."""
 
 import functools
 import operator
@@ -11,19 +11,12 @@ import numpy as np
 
 
 def concrete(*trees: Any) -> bool:
-    """Whether every leaf has values to look at: none is traced by ``jit``, ``vmap`` or ``grad``."""
+    """Return whether no leaf is traced by ``jit``, ``vmap`` or ``grad``."""
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
 
 
 def check_finite(name: str, tree: Any, what: str = "numbers") -> None:
-    """Refuse NaN and infinity in any leaf; traced ones pass.
-
-    Examples
-    --------
-    >>> check_finite("y", {"a": jnp.array([1.0, jnp.nan])}, "targets")
-    Traceback (most recent call last):
-    ValueError: y: expected finite targets, got NaN or infinity.
-    """
+    """Raise ``ValueError`` if a leaf has NaN or infinity; traced leaves pass."""
     for leaf in jax.tree.leaves(tree):
         inexact = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
         if inexact and concrete(leaf) and not _all_finite(leaf):
@@ -39,15 +32,10 @@ def _all_finite(x: Any) -> bool:
 
 
 def nan_unless(good: Any, tree: Any) -> Any:
-    """``tree`` where ``good``, which broadcasts with its leaves, and NaN elsewhere.
+    """Return ``tree`` where ``good``, which broadcasts with its leaves, and NaN elsewhere.
 
-    By a factor, so that every derivative of what was not good becomes NaN too, also in what it is
-    multiplied with: of results that stand or fall as a whole. Of single entries: :func:`nan_where`.
-
-    Examples
-    --------
-    >>> jax.value_and_grad(lambda x: nan_unless(x > 0, x))(-1.0)
-    (Array(nan, dtype=float...), Array(nan, dtype=float...))
+    A factor makes every derivative NaN too, also those of values that a NaN is multiplied with. It
+    fits results that are valid as a whole; :func:`nan_where` fits single entries.
     """
     factor = jnp.where(good, 1.0, jnp.nan)
 
@@ -59,17 +47,10 @@ def nan_unless(good: Any, tree: Any) -> Any:
 
 
 def nan_where(bad: Any, value: jax.Array) -> jax.Array:
-    """``value``, NaN where it is bad; derivatives that such an entry has a part in are not finite.
+    """Return ``value``, NaN where ``bad``; derivatives that depend on such an entry are not finite.
 
-    `jnp.where` would pass on 0, a derivative that looks right; :func:`nan_unless` would spoil those
-    too that the entry has no part in.
-
-    Examples
-    --------
-    >>> def total(x):
-    ...     return nan_where(jnp.array([True, False]), x)
-    >>> jax.grad(lambda x: total(x)[0])(jnp.ones(2)), jax.grad(lambda x: total(x)[1])(jnp.ones(2))
-    (Array([inf,  0.], dtype=float...), Array([0., 1.], dtype=float...))
+    ``jnp.where`` would pass on 0, a derivative that looks right. :func:`nan_unless` would spoil
+    derivatives that do not depend on the entry, too.
     """
     # Twice the largest number makes infinity of all but 0.
     huge = jnp.where(bad, jnp.finfo(value.dtype).max, 1).astype(value.dtype)
@@ -77,7 +58,7 @@ def nan_where(bad: Any, value: jax.Array) -> jax.Array:
 
 
 def is_sparse(value: Any) -> bool:
-    """Whether ``value`` is a sparse matrix of SciPy or JAX."""
+    """Return whether ``value`` is a sparse matrix of SciPy or JAX."""
     return hasattr(value, "todense")
 
 
@@ -92,14 +73,7 @@ def check_dense(name: str, value: Any) -> None:
 
 
 def real_array(name: str, value: Any) -> jax.Array:
-    """``value`` as an array of real numbers, of its own type.
-
-    Examples
-    --------
-    >>> real_array("x", 1j)
-    Traceback (most recent call last):
-    ValueError: x: expected real numbers, got complex...
-    """
+    """Return ``value`` as an array of real numbers, of its own dtype."""
     check_dense(name, value)
     try:
         x = jnp.asarray(value)
@@ -112,13 +86,7 @@ def real_array(name: str, value: Any) -> jax.Array:
 
 
 def common_dtype(*values: Any) -> np.dtype:
-    """The dtype to which JAX promotes arrays or dtypes by default.
-
-    Examples
-    --------
-    >>> common_dtype(jnp.int8, jnp.float32)
-    dtype('float32')
-    """
+    """Return the dtype to which JAX promotes arrays or dtypes by default."""
     # No array is promoted here: strict promotion, the user's flag, is for implicit casts of arrays.
     with jax.numpy_dtype_promotion("standard"):
         if all(isinstance(value, np.dtype | type) for value in values):
@@ -128,25 +96,19 @@ def common_dtype(*values: Any) -> np.dtype:
 
 
 def at_least_float32(*values: Any) -> np.dtype:
-    """The common dtype of arrays or dtypes, at least float32.
-
-    Examples
-    --------
-    >>> at_least_float32(jnp.bfloat16)
-    dtype('float32')
-    """
+    """Return the common dtype of arrays or dtypes, at least float32."""
     return common_dtype(jnp.float32, *values)
 
 
 def float_array(name: str, value: Any) -> jax.Array:
-    """``value`` as an array of real floating-point numbers of at least 32 bits."""
+    """Return ``value`` as an array of real floating-point numbers of at least 32 bits."""
     x = real_array(name, value)
     whole = not jnp.issubdtype(x.dtype, jnp.floating)
     return x.astype(float if whole else at_least_float32(x.dtype))
 
 
 def numpy_array(name: str, value: Any) -> Any:
-    """``value`` as a numpy array of real numbers, which no ``jit`` traces; a tracer as it is."""
+    """Return ``value`` as a numpy array of real numbers; a tracer stays as it is."""
     check_dense(name, value)
     try:
         x = value if isinstance(value, jax.core.Tracer) else np.asarray(value)
@@ -159,7 +121,7 @@ def numpy_array(name: str, value: Any) -> Any:
 
 
 def real_number(name: str, value: Any) -> Any:
-    """``value`` as :func:`numpy_array` has it, if it is one number."""
+    """Return one real number as :func:`numpy_array` does."""
     x = numpy_array(name, value)
     if x.shape != ():
         raise ValueError(f"{name}: expected a number, got shape {x.shape}.")
@@ -167,14 +129,9 @@ def real_number(name: str, value: Any) -> Any:
 
 
 def positive(name: str, number: Any) -> Any:
-    """``number`` in floating point, if it is positive and finite; traced ones pass.
+    """Return ``number`` in floating point if it is positive and finite; tracers pass.
 
-    Products of whole ones leave their type's range.
-
-    Examples
-    --------
-    >>> positive("n_valid", 1000)
-    1000.0
+    Products of integers could leave their dtype's range.
     """
     value = numpy_array(name, number)
     if concrete(value):
@@ -187,27 +144,20 @@ def positive(name: str, number: Any) -> Any:
 
 
 def function(name: str, value: Any, form: str) -> None:
-    """Refuse what cannot be called."""
+    """Raise ``ValueError`` if ``value`` cannot be called."""
     if not callable(value):
         raise ValueError(f"{name}: expected a function {form}, got {describe(value)}.")
 
 
 def sequence(name: str, value: Any, what: str = "a sequence") -> tuple:
-    """``value`` as a tuple; a text is none."""
+    """Return ``value`` as a tuple. Strings raise ``ValueError``."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError(f"{name}: expected {what}, got {describe(value)}.")
     return tuple(value)
 
 
 def integer(name: str, value: Any, least: int) -> int:
-    """``value`` as an int of at least ``least``; numpy's integers are welcome.
-
-    Examples
-    --------
-    >>> integer("steps", 2.5, 1)
-    Traceback (most recent call last):
-    ValueError: steps: expected a whole number, got 2.5.
-    """
+    """Return ``value`` as an int of at least ``least``; numpy's integers are accepted."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -220,20 +170,13 @@ def integer(name: str, value: Any, least: int) -> int:
 
 
 def one_of(name: str, value: Any, options: Iterable[str]) -> None:
-    """Refuse what is not one of the names in ``options``.
-
-    Examples
-    --------
-    >>> one_of("mode", "sideways", ("forward", "reverse"))
-    Traceback (most recent call last):
-    ValueError: mode: expected one of forward, reverse, got 'sideways'.
-    """
+    """Raise ``ValueError`` if ``value`` is not one of the names in ``options``."""
     if not isinstance(value, str) or value not in options:
         raise ValueError(f"{name}: expected one of {', '.join(options)}, got {describe(value)}.")
 
 
 def prng_key(name: str, key: Any) -> None:
-    """Refuse what is not one PRNG key, typed or of the old style (uint32)."""
+    """Raise ``ValueError`` if ``key`` is not one PRNG key, typed or of the old style (uint32)."""
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if shape != () if typed else dtype != jnp.uint32 or not shape or len(shape) != 1:
@@ -242,12 +185,12 @@ def prng_key(name: str, key: Any) -> None:
 
 
 def offending(x: Any, allowed: Any) -> Any:
-    """The first entry of an array that is not allowed: a whole one makes no sentence."""
+    """Return the first entry of an array that is not allowed."""
     return np.asarray(x)[~np.asarray(allowed)].ravel()[0]
 
 
 def describe(value: Any) -> str:
-    """A value in a few words."""
+    """Return a short description of a value for an error message."""
     name = getattr(value, "__name__", None)
     if callable(value) and name is not None:
         return f"the function {name}"

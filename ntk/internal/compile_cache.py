@@ -1,9 +1,9 @@
-"""Compiled programs, kept by what they compute rather than by the function that they came from.
+"""Compiled programs, cached by what they compute.
 
-``jax.jit`` remembers a program by the identity of the Python function. A function that reads
-anything that can change (a field of its object, a global, a list it closes over) is then answered
-by the program of what it was. Here a function is traced at every call, which takes a fraction of
-what XLA takes, and XLA is spared where the same program, arrays it closes over aside, is known.
+``jax.jit`` caches a program by the identity of the Python function. If the function reads anything
+that can change (a field of its object, a global, a list), it then gets the program of its earlier
+value. Here a function is traced at every call, a fraction of XLA's time. XLA is skipped if the same
+program is known; arrays that the function closes over may differ.
 """
 
 import collections
@@ -19,35 +19,14 @@ _programs: collections.OrderedDict[tuple, Callable] = collections.OrderedDict()
 
 
 def fresh(function: Callable) -> Callable:
-    """The same function as an object that no cache of JAX has seen."""
+    """Return the same function as an object that no cache of JAX has seen."""
     return lambda *args: function(*args)
 
 
 def program(function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Callable:
-    """``function`` as it is now, compiled for arguments like ``args``.
+    """Return ``function`` as it is now, compiled for the shapes and shardings of ``args``.
 
-    Parameters
-    ----------
-    function : callable
-        Of pytrees of arrays.
-    *args : pytrees of arrays
-        Only shapes, types and places count.
-    donate : tuple of int
-        Which arguments' memory the program may use up.
-
-    Returns
-    -------
-    callable
-        Of arguments like ``args``.
-
-    Examples
-    --------
-    >>> factor = [2.0]
-    >>> double = program(lambda x: factor[0] * x, 1.0)
-    >>> factor[0] = 3.0
-    >>> triple = program(lambda x: factor[0] * x, 1.0)
-    >>> float(double(1.0)), float(triple(1.0))
-    (2.0, 3.0)
+    The memory of the arguments numbered in ``donate`` may be overwritten by the program.
     """
     closed, shapes = jax.make_jaxpr(fresh(function), return_shape=True)(*args)
     structure = jax.tree.structure(shapes)
@@ -66,7 +45,7 @@ def program(function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Cal
 
 
 def _reuse_compiled(compiled, args, structure) -> Callable:
-    """``compiled``, or what was compiled before from the same text."""
+    """Return ``compiled``, or what was compiled before from the same text."""
     text = compiled.lower(*args).as_text()
     if "callback" in text:  # of Python functions, whose names are not in the text
         return compiled

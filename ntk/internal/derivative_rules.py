@@ -1,10 +1,9 @@
-"""Derivatives of functions' own that loops do not lose.
+"""Custom derivative rules that loops do not lose.
 
-Where the reverse pass of a loop (``lax.scan``, ``lax.map``) is differentiated once more, JAX takes
-its body apart to bring out what does not change from pass to pass. Functions with a derivative of
-their own (``jax.custom_jvp``) are opened in it, and second derivatives are then those of their
-code: infinite where the rule knows a limit, 0 where a loop ended early. What ``jax.checkpoint``
-holds is not opened.
+When JAX differentiates the reverse pass of a loop (``lax.scan``, ``lax.map``) once more, it takes
+the body apart to move constant parts out of the loop. That opens functions with a
+``jax.custom_jvp`` rule. Second derivatives are then those of their code: infinite where the rule
+knows a limit, 0 where a loop ended early. ``jax.checkpoint`` protects a function from this.
 """
 
 import functools
@@ -19,9 +18,9 @@ from ntk.internal.jaxprs import bind, bind_scan, inner_jaxprs, interpret
 
 
 def custom_jvp(function: Callable, nondiff_argnums: tuple[int, ...] = ()) -> Any:
-    """``jax.custom_jvp``, with ``defjvp``, whose rule is kept by loops too.
+    """Return ``jax.custom_jvp`` of the function, with ``defjvp``, whose rule loops keep.
 
-    What the rule computes besides the value is computed in the reverse pass, not kept for it.
+    The reverse pass computes what the rule needs besides the value, instead of storing it.
 
     Examples
     --------

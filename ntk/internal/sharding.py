@@ -1,18 +1,213 @@
-"""Where arrays lie: over the devices of a mesh, by rows or otherwise.
+"""How arrays are sharded over devices, and loops inside ``jax.shard_map``.
 
 ``jax.make_mesh`` makes axes *explicit*: the sharding is then part of an array's type, and
-operations that do not say how their result is sharded are errors. The programs here leave that to
-the compiler. So arrays of explicit axes are taken as the same arrays over the same devices with
-*automatic* axes, which moves no data; under ``jax.set_mesh``, where there can be no other mesh,
-they are copied to all devices.
+operations that do not say how their result is sharded are errors. Our programs leave shardings to
+the compiler, so they run with *automatic* axes. :func:`with_automatic_axes` calls a function so,
+and its results get explicit shardings again. :func:`without_explicit_axes` changes arrays instead.
+
+Inside ``jax.shard_map`` the type of an array says over which mesh axes it varies. Loops start from
+constants or replicated weights, but their steps vary with the data. The gradient in weights that
+do not vary is summed over the devices. So weights become varying, over the axes of their loss,
+before they are differentiated or a loop starts: each device then solves its own lower problem. A
+loss that sums over devices (``jax.lax.psum``) does not vary, and neither do its weights.
 """
 
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ntk.internal.checks import concrete
+from ntk.internal.compile_cache import program
+
+Pytree = Any
+
+
+# --- Inside shard_map -----------------------------------------------------------------------------
+
+
+def varying(tree: Pytree) -> frozenset[str]:
+    """Return the mesh axes over which any leaf, an array or its type, varies."""
+    return frozenset().union(*(_varying_axes(x) for x in jax.tree.leaves(tree)))
+
+
+def _varying_axes(x) -> frozenset[str]:
+    kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    manual = getattr(kind, "manual_axis_type", None)  # JAX's name for it; the second is its older
+    return getattr(manual, "varying", None) or getattr(kind, "vma", None) or frozenset()
+
+
+def pcast_varying(tree: Pytree, axes: frozenset[str]) -> Pytree:
+    """Return ``tree``, varying over ``axes`` too."""
+
+    def lift(x):
+        missing = tuple(axes - varying(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(lift, tree)
+
+
+def match_varying_axes(step: Callable[[Pytree], Pytree], start: Pytree) -> Pytree:
+    """Return the ``start`` of a loop, varying over the same axes as the result of one step."""
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return start
+    return pcast_varying(start, varying((start, jax.eval_shape(step, start))))
+
+
+def while_loop(unfinished: Callable, step: Callable, start: Pytree) -> Pytree:
+    """Run :func:`jax.lax.while_loop` from a start that may vary less than its steps do."""
+    return jax.lax.while_loop(unfinished, step, match_varying_axes(step, start))
+
+
+def do_while(unfinished: Callable, step: Callable, start: Pytree) -> Pytree:
+    """Run a step, then further ones while ``unfinished``; ``step`` is compiled once."""
+
+    def going(carry):
+        state, first = carry
+        return first | unfinished(state)
+
+    def once(carry):
+        return step(carry[0]), carry[1] & False  # of the same axes
+
+    return while_loop(going, once, (start, jnp.array(True)))[0]
+
+
+def repeat_step(step: Callable[[Pytree], Pytree], start: Pytree, times: int) -> Pytree:
+    """Return ``step(step(... start))``."""
+    return jax.lax.fori_loop(0, times, lambda _, x: step(x), match_varying_axes(step, start))
+
+
+# --- Explicit axes --------------------------------------------------------------------------------
+
+
+def explicit_mesh(tree: Pytree) -> jax.sharding.AbstractMesh | None:
+    """Return the mesh with explicit axes of the first such array in ``tree``, or None."""
+    for x in jax.tree.leaves(tree):
+        mesh = jax.typeof(x).sharding.mesh if isinstance(x, jax.Array) else None
+        if mesh is not None and mesh.explicit_axes:
+            return mesh
+    return None
+
+
+def _in_explicit_mesh() -> bool:
+    """Return whether ``jax.set_mesh`` set a mesh with explicit axes."""
+    return bool(jax.sharding.get_abstract_mesh().explicit_axes)
+
+
+def with_automatic_axes(
+    function: Callable[..., Any], args: tuple[Any, ...], like: Callable[[], Pytree]
+) -> Pytree:
+    """Return ``function(*args)``, computed with automatic axes on a mesh with explicit ones.
+
+    Each result is sharded like its place in the tree ``like()``; None there means replicated. JAX
+    alone refuses even the gradient of a mean over sharded rows.
+    """
+    mesh = explicit_mesh(args)
+    if mesh is None:
+        return function(*args)
+    out = jax.tree.map(_spec, like(), is_leaf=lambda x: x is None)
+    run = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out)
+    if not concrete(args):
+        with jax.sharding.use_abstract_mesh(mesh):  # of the caller's jit, who need not set one
+            return run(*args)
+    with on_mesh(args):
+        return program(run, *args)(*args)
+
+
+def _spec(x: Any) -> PartitionSpec:
+    return PartitionSpec() if x is None else jax.typeof(x).sharding.spec
+
+
+@contextmanager
+def on_mesh(tree: Pytree) -> Iterator[None]:
+    """Let new arrays be combined with the arrays of ``tree`` on a mesh with explicit axes."""
+    if explicit_mesh(tree) is None or not concrete(tree):
+        yield
+        return
+    meshes = [x.sharding.mesh for x in jax.tree.leaves(tree) if explicit_mesh(x) is not None]
+    with jax.set_mesh(meshes[0]):
+        yield
+
+
+def without_explicit_axes(tree: Pytree) -> Pytree:
+    """Return the arrays with automatic axes, which moves no data.
+
+    Under ``jax.set_mesh``, where no other mesh is possible, they are copied to all devices.
+    """
+    return jax.tree.map(_leaf_without_explicit_axes, tree)
+
+
+def _leaf_without_explicit_axes(x):
+    mesh = explicit_mesh(x)
+    if mesh is None:
+        return x
+    if concrete(x) and not _in_explicit_mesh():
+        automatic = Mesh(x.sharding.mesh.devices, mesh.axis_names)
+        return jax.device_put(x, NamedSharding(automatic, x.sharding.spec))
+    mesh = x.sharding.mesh if concrete(x) else mesh
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
+
+
+def shard_like(tree: Pytree, others: Pytree) -> Pytree:
+    """Shard every array as the one in ``others`` with its shape, if that one has explicit axes."""
+    explicit = [x for x in jax.tree.leaves(others) if explicit_mesh(x) is not None]
+    shardings = {x.shape: jax.typeof(x).sharding for x in explicit}
+
+    def place(x):
+        return jax.sharding.reshard(x, shardings[x.shape]) if x.shape in shardings else x
+
+    return jax.tree.map(place, tree)
+
+
+# --- Placing arrays -------------------------------------------------------------------------------
+
+
+def put_with_sharding(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Shard ``value``, which is the same in every process."""
+    if isinstance(value, jax.Array) and value.sharding == sharding:
+        return value
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        data = put_with_sharding(jax.random.key_data(value), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    value = np.asarray(value)
+    return jax.make_array_from_callback(value.shape, sharding, lambda part: value[part])
+
+
+def replicate_like(tree: Pytree, others: Pytree) -> Pytree:
+    """Replicate the uncommitted arrays of ``tree`` over the mesh of the ``others``.
+
+    A loop's arrays then have the sharding from its first step on that they have after it, so that
+    it is compiled once.
+    """
+    shardings = [x.sharding for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
+    meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding) and s.num_devices > 1]
+    if not meshes:
+        return tree
+    everywhere = NamedSharding(meshes[0], PartitionSpec())
+    return jax.tree.map(lambda x: x if x.committed else put_with_sharding(x, everywhere), tree)
+
+
+def keep_sharding(function: Callable, first: Pytree) -> Callable:
+    """Return a loop's step ``function(first, ...)`` whose result is sharded as ``first`` is."""
+    many = [isinstance(x.sharding, NamedSharding) for x in jax.tree.leaves(first)]
+    if not any(many) or explicit_mesh(first) is not None:
+        return function
+    shardings = jax.tree.map(lambda x: x.sharding, first)
+
+    def run(first, *args):
+        return jax.lax.with_sharding_constraint(function(first, *args), shardings)
+
+    return run
+
+
+# --- Rows over devices ----------------------------------------------------------------------------
 
 
 class RowSharding(NamedTuple):
@@ -25,51 +220,11 @@ class RowSharding(NamedTuple):
     def devices(self) -> int:
         """Return the number of devices that hold the rows."""
         names = self.axis if isinstance(self.axis, tuple) else (self.axis,)
-        size = 1
-        for name in names:
-            size *= self.mesh.shape[name]
-        return size
-
-
-def without_explicit_axes(x: Any) -> Any:
-    """The arrays of a tree without explicit axes: of automatic ones, or copied to all devices."""
-    return jax.tree.map(_leaf_without_explicit_axes, x)
-
-
-def _leaf_without_explicit_axes(x):
-    sharding = jax.typeof(x).sharding if not concrete(x) else getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or not _explicit(sharding.mesh):
-        return x
-    if concrete(x) and not in_explicit_mesh():
-        mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
-        return jax.device_put(x, NamedSharding(mesh, sharding.spec))
-    # All else is to be of that mesh: a traced array, and what is made under `jax.set_mesh`.
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
-
-
-def reshard_rows(x: Any, rows: "RowSharding | None") -> Any:
-    """``x`` as ``rows`` says, where a ``shard_map`` of explicit axes asks for it."""
-    if rows is None or not _explicit(rows.mesh):
-        return x
-    return jax.sharding.reshard(x, NamedSharding(rows.mesh, PartitionSpec(rows.axis)))
-
-
-def keeping_rows(x: Any) -> Any:
-    """Return :func:`without_explicit_axes`, but keep rows divided in the mesh of ``set_mesh``."""
-    return x if in_explicit_mesh() and row_sharding(x) else without_explicit_axes(x)
-
-
-def in_explicit_mesh() -> bool:
-    """Whether ``jax.set_mesh`` says so."""
-    return _explicit(jax.sharding.get_abstract_mesh())
-
-
-def _explicit(mesh) -> bool:
-    return AxisType.Explicit in getattr(mesh, "axis_types", ())
+        return math.prod(self.mesh.shape[name] for name in names)
 
 
 def row_sharding(x: Any) -> RowSharding | None:
-    """How the first axis of an array is divided; None where it is not, or ``x`` is traced."""
+    """Return how the first axis of an array is divided; None if it is not, or ``x`` is traced."""
     sharding = getattr(x, "sharding", None) if concrete(x) else None
     if not isinstance(sharding, NamedSharding) or not sharding.spec:
         return None
@@ -78,3 +233,15 @@ def row_sharding(x: Any) -> RowSharding | None:
         return None
     rows = RowSharding(mesh, axis)
     return rows if rows.devices > 1 else None
+
+
+def reshard_rows(x: Any, rows: RowSharding | None) -> Any:
+    """Return ``x`` sharded as ``rows``, if a ``shard_map`` over explicit axes needs it."""
+    if rows is None or not rows.mesh.explicit_axes:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(rows.mesh, PartitionSpec(rows.axis)))
+
+
+def keeping_rows(x: Any) -> Any:
+    """Return :func:`without_explicit_axes`, but keep rows divided in the mesh of ``set_mesh``."""
+    return x if _in_explicit_mesh() and row_sharding(x) else without_explicit_axes(x)

@@ -1,9 +1,9 @@
 """Preconditioned conjugate gradients for several right-hand sides at once.
 
 A pass over all entries of a kernel costs far more than products with a few vectors. So all columns
-share one Krylov space: a step minimises every column's error, in the norm of A, over what all the
-columns' products have found so far. Columns that depend on each other (labels one-hot, less their
-mean) or converge early leave directions that are dropped.
+share one Krylov space: a step minimises every column's error, in the norm of A, over all products
+so far. Columns may depend on each other (one-hot labels minus their mean) or converge early; the
+directions that become redundant are dropped.
 
 ===========  ===================================================================
 letter       meaning
@@ -14,24 +14,37 @@ Q, C         the residual ``B - A X = Q C``, with ``Q' P^-1 Q = I``
 S            directions: ``S' A S_old = 0``
 ===========  ===================================================================
 
+Without a callback or a start, X has derivatives, by the rule of linear systems: ``A dX = dB -
+dA X``, solved as X was.
+
 Reference: O'Leary (1980), "The block conjugate gradient algorithm and related methods", in the form
 of Dubrulle (2001), "Retooling the method of block conjugate gradients", which keeps Q orthonormal.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ntk.large.preconditioner import Preconditioner, precise_matmul, solve
+from ntk.internal.checks import concrete, describe, function, integer, positive
+from ntk.internal.compile_cache import program
+from ntk.large.kernel_operator import Operator
+from ntk.large.partial_cholesky import PartialCholesky
+from ntk.large.preconditioner import (
+    Preconditioner,
+    check_preconditioner,
+    precise_matmul,
+    ridge_preconditioner,
+    solve,
+)
 
 _BELOW = 0.8  # of the tolerance: where the residual of the recurrence is to be, for a look
 _STALLED = 0.9  # a look at the residual that finds more of the one before is the last
 
 
 class SolverState(NamedTuple):
-    """Where conjugate gradients are after some passes; arrays, to be kept and gone on from."""
+    """The state of conjugate gradients after some passes, from which a later call can resume."""
 
     weights: jax.Array  # X [n, q]
     basis: jax.Array  # Q [n, q]
@@ -43,8 +56,109 @@ class SolverState(NamedTuple):
     before: jax.Array  # []: the largest residual that was computed before this one
 
 
+class Solved(NamedTuple):
+    """Result of :func:`solve_block_cg`."""
+
+    solution: jax.Array  # X [n, q]; NaN if A is not positive definite
+    residual: jax.Array  # [q], |B - A X|, computed from X
+    relative: jax.Array  # [q], over |B|
+    steps: jax.Array  # []
+
+
+def solve_block_cg(
+    K: Operator,
+    B: jax.Array,
+    penalty: jax.Array,
+    preconditioner: PartialCholesky | None,
+    tol: float,
+    steps: int,
+    start: SolverState | None = None,
+    callback: Callable[[SolverState], Any] | None = None,
+) -> Solved:
+    """Solve ``(K + penalty I) X = B`` for B [n, q] as :func:`ntk.iterative_regression` does."""
+    positive("tol", tol)
+    steps = integer("steps", steps, 1)
+    _check_solve_arguments(K, B, preconditioner, start, callback)
+
+    def begin(K, preconditioner, penalty, B):
+        P = ridge_preconditioner(preconditioner, K.diagonal().astype(B.dtype), penalty)
+        unit, scale = _normalize_columns(B)
+        return P, unit, scale, start_block_cg(P, unit)
+
+    def once(K, P, penalty, unit, state):
+        return step_block_cg(
+            lambda v: _regularized_product(K, penalty, v), P, unit, tol, steps, state
+        )
+
+    def every(K, P, penalty, unit, state):
+        return jax.lax.while_loop(
+            lambda s: unfinished(s, tol, steps),
+            lambda s: once(K, P, penalty, unit, s),
+            state,
+        )
+
+    def whole_solve(K, preconditioner, penalty, B):
+        def solve(_, B):
+            P, unit, scale, state = begin(K, preconditioner, penalty, B)
+            solved = _unscale_solution(every(K, P, penalty, unit, state), scale)
+            return solved.solution, solved
+
+        solution, solved = jax.lax.custom_linear_solve(
+            lambda v: _regularized_product(K, penalty, v), B, solve, symmetric=True, has_aux=True
+        )
+        return solved._replace(solution=solution)
+
+    given = K, preconditioner, penalty, B
+    if callback is None and start is None:
+        return program(whole_solve, *given)(*given)
+    P, unit, scale, state = program(begin, *given)(*given)
+    state = state if start is None else jax.tree.map(jnp.asarray, start)
+    given = K, P, penalty, unit
+    if callback is None or not concrete(given, state):
+        return _unscale_solution(program(every, *given, state)(*given, state), scale)
+    run = program(once, *given, state)
+    while unfinished(state, tol, steps):
+        state = run(*given, state)
+        callback(state)
+    return _unscale_solution(state, scale)
+
+
+def _regularized_product(K: Operator, penalty, v):
+    return (K @ v + penalty * v).astype(v.dtype)
+
+
+def _normalize_columns(B):
+    """Return columns of one length, so that one cutoff fits all of them; and their lengths."""
+    largest = jnp.max(jnp.abs(B), axis=0)  # whose square may be too large a number, or none
+    scaled = B / jnp.where(largest > 0, largest, 1)[None]
+    scale = largest * jnp.sqrt(jnp.sum(scaled**2, axis=0))
+    return B / jnp.where(scale > 0, scale, 1)[None], scale
+
+
+def _unscale_solution(state: SolverState, scale) -> Solved:
+    failed = jnp.isnan(state.residual).any()
+    solution = jnp.where(failed, jnp.nan, state.weights * scale[None])
+    return Solved(solution, state.residual * scale, state.residual, state.steps)
+
+
+def _check_solve_arguments(K, B, preconditioner, start, callback):
+    n, q = B.shape
+    check_preconditioner(preconditioner, n)
+    if start is not None and not isinstance(start, SolverState):
+        raise ValueError(f"start: expected a SolverState, got {describe(start)}.")
+    if start is not None and jnp.shape(start.weights) != (n, q):
+        raise ValueError(
+            f"start: expected weights of shape {(n, q)}, got {jnp.shape(start.weights)}."
+        )
+    if callback is not None:
+        function("callback", callback, "of a SolverState")
+
+
+# --- Steps ----------------------------------------------------------------------------------------
+
+
 def start_block_cg(P: Preconditioner, B: jax.Array) -> SolverState:
-    """At X = 0."""
+    """Return the state at X = 0."""
     Q, S, C = _orthonormal(B, solve(P, B))
     residual = _relative_residual(B, B)  # 1; 0 of what is 0, and NaN of NaN
     return SolverState(
@@ -60,7 +174,7 @@ def start_block_cg(P: Preconditioner, B: jax.Array) -> SolverState:
 
 
 def unfinished(state: SolverState, tol, most) -> jax.Array:
-    """Whether another pass may help; false for NaN."""
+    """Return whether another pass can help. NaN gives False."""
     worst = jnp.max(state.residual)
     again = ~state.computed | ((worst > tol) & (worst < _STALLED * state.before))
     return again & (state.steps < most) & ~jnp.isnan(worst)
@@ -69,7 +183,7 @@ def unfinished(state: SolverState, tol, most) -> jax.Array:
 def step_block_cg(
     A: Callable[[jax.Array], jax.Array], P: Preconditioner, B: jax.Array, tol, most, s: SolverState
 ) -> SolverState:
-    """One pass over A: a step, or where the residual seems small, or is to be the last, a look."""
+    """Take one pass over A: a step, or the true residual if it seems small or is the last."""
     small = jnp.max(s.residual) <= jnp.where(s.computed, tol, _BELOW * tol)
     look = (small & ~s.computed) | (s.steps + 1 >= most)
     image = A(jnp.where(look, s.weights, s.directions))
@@ -77,7 +191,7 @@ def step_block_cg(
 
 
 def _recompute_residual(P, B, image, s: SolverState) -> SolverState:
-    """The residual as it is, and a fresh start from there."""
+    """Compute the true residual, and restart from it."""
     R = B - image
     Q, S, C = _orthonormal(R, solve(P, R))
     residual = _relative_residual(R, B)
@@ -100,7 +214,7 @@ def _take_cg_step(P, B, image, s: SolverState) -> SolverState:
 
 
 def _orthonormal(W, Z):
-    """``Q, P^-1 Q, C`` with ``W = Q C`` and ``Q' P^-1 Q = I``, for ``Z = P^-1 W``.
+    """Return ``Q, P^-1 Q, C`` with ``W = Q C`` and ``Q' P^-1 Q = I``, for ``Z = P^-1 W``.
 
     Directions that are rounding errors of the others become 0.
     """
@@ -116,7 +230,7 @@ def _orthonormal(W, Z):
 
 
 def _inverse(T):
-    """The inverse of T >= 0, 0 where T is rounding; whether T is that."""
+    """Return the inverse of T >= 0, 0 where T is rounding; and whether T >= 0."""
     values, vectors = jnp.linalg.eigh(T)
     significant = values > _eigenvalue_cutoff(values)
     positive = values[0] >= -100 * _eigenvalue_cutoff(values)

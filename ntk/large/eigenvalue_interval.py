@@ -126,13 +126,7 @@ def eigenvalue_interval(
 
 
 def missed_part(n: int, steps: int, block: int, failure: float) -> float:
-    """The e of the module's bound: how far, relative, the largest Ritz value may be too small.
-
-    Examples
-    --------
-    >>> round(missed_part(10_000, 50, 8, 5e-4), 4)
-    0.0037
-    """
+    """Return e of the module's bound: the relative deficit of the largest Ritz value."""
     root = (math.log(1.648 * math.sqrt(n)) - math.log(failure) / block) / (2 * steps - 1)
     return min(root**2, 1.0)
 
@@ -167,9 +161,9 @@ def _interval(K, preconditioner, key, steps, block, missed) -> EigenvalueInterva
 
 
 def _least_combination(T, G):
-    """Coefficients u with nearly the least ``u'Tu / u'Gu``: K is least on that combination.
+    """Return coefficients u with nearly the least ``u'Tu / u'Gu``, where K is least.
 
-    Combinations that are short beside the longest are long in P: K is not small there.
+    Combinations much shorter than the longest are long in P: K is not small there.
     """
     sizes, turn = jnp.linalg.eigh(G)
     significant = sizes > 1e-3 * sizes[-1]
@@ -181,7 +175,7 @@ def _least_combination(T, G):
 
 
 def _lanczos_basis(K, P, start, steps):
-    """Bases V and P V [n, steps block] with ``V' P V = I``, and ``T = V' K V``."""
+    """Return bases V and P V [n, steps block] with ``V' P V = I``, and ``T = V' K V``."""
     n, b = start.shape
     V = jnp.zeros((n, steps * b), start.dtype)
 
@@ -206,9 +200,9 @@ def _lanczos_basis(K, P, start, steps):
 
 
 def _orthonormalize(P, v, size):
-    """Combinations of the columns, orthonormal in ``u' P v``.
+    """Return combinations of the columns, orthonormal in ``u' P v``.
 
-    Those that are rounding errors of what the columns were, of the P-lengths ``size``, become 0.
+    ``size`` are the P-lengths of the original columns: their rounding errors become 0.
     """
     eps = jnp.finfo(v.dtype).eps
     v = v / jnp.where(size > 0, size, 1)[None]

@@ -1,8 +1,7 @@
 """The tangent kernel of a finite network as an operator: ``K v = J (J' v)``.
 
 J, the Jacobian of the n outputs in the weights, is never formed: ``J' v`` is one backward pass of
-all samples, ``J u`` one pass in forward mode. What has such operators:
-:mod:`ntk.large.kernel_operator`.
+all samples, ``J u`` one pass in forward mode.
 """
 
 from typing import Any
@@ -29,13 +28,13 @@ class EmpiricalOperator(Operator):
     Parameters
     ----------
     apply : callable
-        ``apply(params, x) -> [n, o]`` or ``[n]``, as :func:`ntk.empirical_kernel` takes it.
+        ``apply(params, x) -> [n, o]`` or ``[n]``, as for :func:`ntk.empirical_kernel`.
     params : pytree
         Parameters.
     x : array, [n, ...], or pytree of such arrays
         Samples of the rows.
     x2 : like ``x``, [n2, ...], optional
-        Samples of the columns; ``x`` by default.
+        Samples of the columns. Default: ``x``.
     batch_size : int, optional
         Samples handled at a time; all by default.
 
@@ -51,7 +50,7 @@ class EmpiricalOperator(Operator):
 
     Notes
     -----
-    ``K @ v`` takes some 5 forward passes of all samples for each column of v. Memory, for each
+    ``K @ v`` takes about 5 forward passes of all samples for each column of v. Memory, for each
     column: a copy of the parameters and the activations of ``batch_size`` samples.
 
     Examples

@@ -1,24 +1,23 @@
-"""Kernel regression without the kernel's matrix: conjugate gradients, and how far off they are.
+"""Kernel regression without the kernel's matrix: conjugate gradients, and their error.
 
 The fit is that of :func:`ntk.kernel_regression`, ``f(x) = k(x, X) w`` with ``A w = y`` for ``A = K
 + penalty I``, of a kernel known by its products: :mod:`ntk.large.kernel_operator`. Conjugate
-gradients end at some w with the residual ``r = y - A w``, computed from w and not from their
-recurrence.
+gradients end at some w with the residual ``r = y - A w``, computed from w itself.
 
-**What the residual says of predictions.** They are off by ``e = k(x, X) A^-1 r``. By the inequality
-of Cauchy and Schwarz in the product ``u' A^-1 v``,
+**The error of predictions** is ``e = k(x, X) A^-1 r``. By the inequality of Cauchy and Schwarz in
+the product ``u' A^-1 v``,
 
     e^2 <= (k' A^-1 k) (r' A^-1 r),    k = k(X, x).
 
-The kernel of X and x together is positive semidefinite, and so is the penalty on X: of
-``[A, k; k', k(x, x)]`` the Schur complement says ``k' A^-1 k <= k(x, x)``. With a number lambda
-that is not over the smallest eigenvalue of A, ``r' A^-1 r <= |r|^2 / lambda``. Together
+The kernel of X and x together is positive semidefinite, and so is the penalty on X. By the Schur
+complement of ``[A, k; k', k(x, x)]``, ``k' A^-1 k <= k(x, x)``. With a lower bound lambda of the
+smallest eigenvalue of A, ``r' A^-1 r <= |r|^2 / lambda``. Together
 
     |e| <= sqrt(k(x, x) / lambda) |r|,
 
-for every x, and smaller than ``|k| |r| / lambda`` by some ``sqrt(n)``. The penalty is such a
-lambda, as K >= 0: that needs no estimate. It is a bound for the numbers that K's entries are,
-rounding in the entries, in r and in ``k(x, X) w`` not counted.
+for every x, which is about ``sqrt(n)`` times smaller than ``|k| |r| / lambda``. The penalty is such
+a lambda, as K >= 0. The bound holds for the computed entries of K; rounding in the entries, in r
+and in ``k(x, X) w`` is not included.
 """
 
 from collections.abc import Callable
@@ -38,9 +37,8 @@ from ntk.internal.checks import (
     real_number,
 )
 from ntk.internal.sharding import without_explicit_axes
-from ntk.large.block_cg import SolverState
+from ntk.large.block_cg import SolverState, solve_block_cg
 from ntk.large.kernel_operator import Operator
-from ntk.large.kernel_solve import checked_penalty, solve_block_cg
 from ntk.large.partial_cholesky import PartialCholesky, check_square_operator
 
 
@@ -68,7 +66,7 @@ class IterativeRegression(NamedTuple):
         return cross @ self.weights
 
     def error_bound(self, prior: chex.Array, *, smallest: Any = 0.0) -> jax.Array:
-        """A bound of what predictions are off by for want of more steps, as the module has it.
+        """Bound the error of predictions due to too few steps, as in the module's formula.
 
         ``|k(x, X) (w - A^-1 y)| <= sqrt(k(x, x) / (smallest + penalty)) |y - A w|``
 
@@ -77,19 +75,19 @@ class IterativeRegression(NamedTuple):
         prior : array [m]
             The kernel ``k(x, x)`` of each input with itself: ``K.at(x).diagonal()``.
         smallest : float
-            A number that is not over the smallest eigenvalue of K: 0 always is one. With a lower
-            end of :func:`ntk.eigenvalue_interval` the bound has its probability; with an
-            estimate, it is an estimate.
+            A lower bound of the smallest eigenvalue of K, such as 0. With the lower end of
+            :func:`ntk.eigenvalue_interval` the bound has its probability; with an estimate, it is
+            an estimate.
 
         Returns
         -------
         array [m] or [m, outputs]
-            Infinite where ``smallest`` and penalty are 0.
+            Infinite if ``smallest`` and penalty are 0.
 
         Raises
         ------
         ValueError
-            If ``prior`` is no list of numbers, or ``smallest`` negative.
+            If ``prior`` is not [m], or ``smallest`` is negative.
         """
         prior, smallest = float_array("prior", prior), real_number("smallest", smallest)
         if prior.ndim != 1:
@@ -122,40 +120,40 @@ def iterative_regression(
     penalty : float
         Added to the diagonal: weight decay, or noise variance. There is no hidden jitter.
     preconditioner : PartialCholesky, optional
-        Of K, for the preconditioner; its diagonal alone by default. Each doubling of the rank
-        saves a quarter of the steps or so, and costs memory, ``n rank`` numbers.
+        Of K. Default: its diagonal. Each doubling of the rank saves about a quarter of the steps,
+        and costs ``n rank`` numbers of memory.
     tol : float
-        Of the residual of each output, relative to the norm of its targets.
+        For the residual of each output, relative to the norm of its targets.
     steps : int
-        The most passes over all pairs of inputs.
+        Maximum number of passes over all pairs of inputs.
     start : SolverState, optional
-        Where an earlier call with the same arguments was, as its callback was told: go on there.
+        State from the callback of an earlier call with the same arguments, to resume from.
     callback : function, optional
-        Called after every pass with a SolverState: its ``steps``, ``residual`` [outputs]
-        (relative; ``computed`` from the weights, or what the recurrence says), and all that is
-        needed to go on. Each pass is then a call of a compiled program, otherwise all are one.
-        Not called where an argument is traced.
+        Called after every pass with a SolverState: its ``steps``, ``residual`` [outputs] (relative;
+        ``computed`` from the weights, or by the recurrence), and all that ``start`` needs. Each
+        pass is then a call of a compiled program, otherwise all are one. Not called if an argument
+        is traced.
 
     Returns
     -------
     IterativeRegression
         With ``predict(cross)`` and ``error_bound(prior)``. If ``relative`` is over ``tol``, steps
-        were too few, or rounding has the last word: look at it.
+        were too few or rounding dominates.
 
     Raises
     ------
     ValueError
         If the shapes do not fit, ``y`` is not finite, ``penalty`` is negative, ``tol`` not
-        positive, or K and the penalty turn out not to be positive definite. Where an argument is
-        traced, the result is NaN then.
+        positive, or K and the penalty turn out not to be positive definite. With traced arguments
+        the result is NaN then.
 
     Notes
     -----
     All columns of ``y`` share one block Krylov space: a step costs one product ``K @ S`` for as
     many columns, and the preconditioner's ``4 n rank`` multiply-adds for each. The residual is
-    computed anew at the end, which costs a pass too; where that is over ``tol``, the iteration goes
-    on from it. Memory beside K's: the factor, and four arrays like ``y``. In float32 relative
-    residuals of some 1e-5 can be reached where K has 60,000 rows.
+    computed anew at the end, which costs a pass; if it is over ``tol``, the iteration continues
+    from it. Memory in addition to K's: the factor, and four arrays like ``y``. Float32 reaches
+    relative residuals of about 1e-5 for 60,000 rows.
 
     References
     ----------
@@ -177,7 +175,10 @@ def iterative_regression(
         n = K.shape[0]
         raise ValueError(f"y: expected shape [{n}] or [{n}, outputs], got {y.shape}.")
     check_finite("y", y, "targets")
-    ridge = checked_penalty(penalty, K.dtype)
+    given = real_number("penalty", penalty)
+    if concrete(given) and not given >= 0:
+        raise ValueError(f"penalty: expected a nonnegative number, got {penalty}.")
+    ridge = jnp.where(penalty >= 0, penalty, jnp.nan).astype(K.dtype)
     columns = without_explicit_axes(y.astype(common_dtype(y, K.dtype)).reshape(len(y), -1))
     done = solve_block_cg(K, columns, ridge, preconditioner, tol, steps, start, callback)
     residual, relative = (r.reshape(y.shape[1:]) for r in (done.residual, done.relative))

@@ -37,10 +37,10 @@ from ntk.large import tiled_products
 
 
 class Operator:
-    """A matrix of products: what both have in common, checks of their arguments.
+    """A matrix known by its products; checks the arguments.
 
-    Subclasses have inputs ``x`` of the rows and ``x2`` of the columns (None for the same), and name
-    the fields that are arrays and those that are not.
+    Subclasses have inputs ``x`` of the rows and ``x2`` of the columns (None for the same). They
+    list the fields that are arrays and those that are static.
     """
 
     arrays: tuple[str, ...]
@@ -52,7 +52,7 @@ class Operator:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """Return the numbers of rows and columns."""
         return length(self.x), length(self._of_columns)
 
     @property
@@ -77,7 +77,7 @@ class Operator:
         Parameters
         ----------
         indices : array [k] of int
-            Which ones.
+            Column indices.
 
         Returns
         -------
@@ -86,7 +86,7 @@ class Operator:
         Raises
         ------
         ValueError
-            If they are not a list of whole numbers from 0 to n - 1.
+            If they are not a list of integers from 0 to n - 1.
         """
         indices = real_array("indices", indices)
         if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
@@ -109,7 +109,7 @@ class Operator:
         return self._run("diagonal")
 
     def _run(self, what: str, *args):
-        """The method of that name behind an underscore, compiled once for an operator."""
+        """Run the method of that name with an underscore, compiled once for an operator."""
         if not concrete(self, args):
             return _method(what)(self, *args)
         key = what, jax.sharding.get_abstract_mesh(), *map(jax.typeof, args)
@@ -123,7 +123,7 @@ def _method(what: str):
 
 
 def pytree(cls: type["Operator"]) -> type:
-    """Register a class of operators: their arrays are leaves."""
+    """Register a class of operators as pytrees, whose arrays are leaves."""
 
     def flatten(operator):
         fields = [[getattr(operator, name) for name in names] for names in (cls.arrays, cls.static)]
@@ -279,7 +279,7 @@ class KernelOperator(Operator):
         return self._by_rows(lambda x: tiled_products.tiled_diagonal(self._tile, x, self.tile))
 
     def _by_rows(self, run, *same):
-        """``run(x, *same)``, where rows do not need each other."""
+        """Return ``run(x, *same)``, whose rows do not need each other."""
         if self._rows is None:
             return run(self.x, *same)
         mesh, axis = self._rows

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 
 from ntk.internal.checks import describe, integer, prng_key
 from ntk.internal.compile_cache import program
+from ntk.large.block_cg import solve_block_cg
 from ntk.large.iterative_regression import IterativeRegression
 from ntk.large.kernel_operator import Operator
-from ntk.large.kernel_solve import solve_block_cg
 from ntk.large.partial_cholesky import PartialCholesky, check_square_operator
 from ntk.large.preconditioner import inverse_diagonal, ridge_preconditioner, solve
 

@@ -45,20 +45,20 @@ def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCho
     Returns
     -------
     PartialCholesky
-        ``residual_diagonal`` is 0 at the pivots. Columns beyond the rank of K are 0, up to the
-        root of rounding.
+        ``residual_diagonal`` is 0 at the pivots. Columns beyond the rank of K are 0, up to the root
+        of rounding.
 
     Raises
     ------
     ValueError
-        If ``K`` is no square operator, or its columns show that it is not finite and positive
-        semidefinite, ``key`` no key, or ``rank`` is not from 1 to n. Where ``K`` is traced, the
-        factor is NaN then.
+        If ``K`` is not a square operator, or its columns show that it is not finite and positive
+        semidefinite (the factor is NaN then if ``K`` is traced); if ``key`` is no key, or ``rank``
+        is not from 1 to n.
 
     Notes
     -----
     Time: ``n rank`` entries of K and ``n rank^2`` multiply-adds. Memory: the factor, and some
-    blocks of 128 columns. To what is left, rounding adds ``128 eps`` of the largest entry.
+    blocks of 128 columns. Rounding adds ``128 eps`` of the largest entry to the residual.
 
     References
     ----------
@@ -90,19 +90,7 @@ def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCho
 
 
 def check_square_operator(name: str, K: Operator) -> None:
-    """Refuse what is no square operator.
-
-    Raises
-    ------
-    ValueError
-        If it is none.
-
-    Examples
-    --------
-    >>> check_square_operator("K", None)
-    Traceback (most recent call last):
-    ValueError: K: expected a KernelOperator or an EmpiricalOperator, got a NoneType.
-    """
+    """Raise ``ValueError`` if ``K`` is not a square operator."""
     if not isinstance(K, Operator):
         raise ValueError(
             f"{name}: expected a KernelOperator or an EmpiricalOperator, got a {type(K).__name__}."
@@ -112,19 +100,7 @@ def check_square_operator(name: str, K: Operator) -> None:
 
 
 def semidefinite(good: jax.Array) -> None:
-    """Refuse a kernel of which something is not ``good``, known where nothing is traced.
-
-    Raises
-    ------
-    ValueError
-        If it is not.
-
-    Examples
-    --------
-    >>> semidefinite(jnp.isfinite(jnp.nan))
-    Traceback (most recent call last):
-    ValueError: K: expected a positive semidefinite kernel with finite entries, got one with ...
-    """
+    """Raise ``ValueError`` if a concrete ``good`` is false: K is not positive semidefinite."""
     if concrete(good) and not good:
         raise ValueError(
             "K: expected a positive semidefinite kernel with finite entries, got one with a "

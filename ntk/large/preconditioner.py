@@ -1,8 +1,8 @@
-"""``P = D + F F'``, near a kernel with its penalty, with a cheap inverse.
+"""``P = D + F F'``, close to a kernel with its penalty, with a cheap inverse.
 
-F is a partial Cholesky factor, D what it leaves of the diagonal, and the penalty. So P has the
-diagonal of ``K + penalty I`` (but for pivots, where D is raised to the mean of the others: nothing
-of K is left there, and nothing may be no penalty either).
+F is a partial Cholesky factor, and D is the residual diagonal plus the penalty. So P has the
+diagonal of ``K + penalty I``, except at pivots: there the residual is 0 and the penalty may be 0,
+so D is raised to the mean of the others.
 
 With ``R R' = I + F' D^-1 F``, by Woodbury's identity ``P^-1 = D^-1 - D^-1 F R^-T R^-1 F' D^-1``.
 """
@@ -32,13 +32,7 @@ def precise_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def check_preconditioner(preconditioner: PartialCholesky | None, n: int) -> None:
-    """Raise if a caller's ``preconditioner`` is not that of a kernel with ``n`` rows.
-
-    Raises
-    ------
-    ValueError
-        If it is not a :class:`PartialCholesky`, or has another number of rows.
-    """
+    """Raise ``ValueError`` if ``preconditioner`` does not fit a kernel with ``n`` rows."""
     if preconditioner is None:
         return
     if not isinstance(preconditioner, PartialCholesky):
@@ -50,7 +44,7 @@ def check_preconditioner(preconditioner: PartialCholesky | None, n: int) -> None
 
 
 def ridge_preconditioner(partial: PartialCholesky | None, diagonal, penalty) -> Preconditioner:
-    """For ``K + penalty I``; ``diagonal`` [n], K's, is for the case that there is no factor."""
+    """Return P for ``K + penalty I``; without a factor it is K's ``diagonal`` [n]."""
     if partial is None:
         factor, residual = jnp.zeros((len(diagonal), 0), diagonal.dtype), diagonal
     else:
@@ -60,7 +54,7 @@ def ridge_preconditioner(partial: PartialCholesky | None, diagonal, penalty) -> 
 
 
 def make_preconditioner(factor, diagonal, largest) -> Preconditioner:
-    """From D, which rounding of entries up to ``largest`` may not make 0."""
+    """Return P from D, which rounding of entries up to ``largest`` may not make 0."""
     floor = 100 * jnp.finfo(diagonal.dtype).eps * largest
     diagonal = jnp.maximum(diagonal, jnp.where(floor > 0, floor, 1))
     gram = _weighted_gram(factor, diagonal) + jnp.eye(factor.shape[1], dtype=factor.dtype)
@@ -68,7 +62,7 @@ def make_preconditioner(factor, diagonal, largest) -> Preconditioner:
 
 
 def solve(P: Preconditioner, v: jax.Array) -> jax.Array:
-    """``P^-1 v`` for v [n, q]."""
+    """Return ``P^-1 v`` for v [n, q]."""
     scaled = v / P.diagonal[:, None]
     inner = precise_matmul(P.factor.T, scaled)
     for transposed in (False, True):
@@ -79,12 +73,12 @@ def solve(P: Preconditioner, v: jax.Array) -> jax.Array:
 
 
 def preconditioner_product(P: Preconditioner, v: jax.Array) -> jax.Array:
-    """``P v`` for v [n, q]."""
+    """Return ``P v`` for v [n, q]."""
     return P.diagonal[:, None] * v + precise_matmul(P.factor, precise_matmul(P.factor.T, v))
 
 
 def inverse_diagonal(P: Preconditioner) -> jax.Array:
-    """The diagonal of ``P^-1`` [n]."""
+    """Return the diagonal of ``P^-1`` [n]."""
 
     def of_row(row):
         half = jax.lax.linalg.triangular_solve(P.root, row[:, None], left_side=True, lower=True)
@@ -97,7 +91,7 @@ def inverse_diagonal(P: Preconditioner) -> jax.Array:
 
 
 def sample_with_covariance(P: Preconditioner, key, count: int) -> jax.Array:
-    """Draws from N(0, P), [n, count]."""
+    """Draw from N(0, P), [n, count]."""
     one, two = jax.random.split(key)
     n, r = P.factor.shape
     inner = jax.random.normal(one, (r, count), P.diagonal.dtype)
@@ -106,7 +100,7 @@ def sample_with_covariance(P: Preconditioner, key, count: int) -> jax.Array:
 
 
 def _weighted_gram(factor, diagonal) -> jax.Array:
-    """``F' D^-1 F``, without a scaled copy of F."""
+    """Return ``F' D^-1 F``, without a scaled copy of F."""
     n, r = factor.shape
     size = min(_ROWS, n)
 

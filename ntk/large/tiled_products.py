@@ -1,13 +1,13 @@
-"""Products with a kernel matrix that is computed tile by tile, and never kept.
+"""Products with a kernel matrix that is computed tile by tile, and never stored.
 
 ``tile(x1, x2)`` is the kernel of two sets of inputs, ``tile(x)`` that of one with itself. A tile is
-multiplied as soon as it is there, from both sides where it stands for two: every pair of inputs is
-computed once. Rows beyond the last are copies of the first, times 0.
+multiplied at once, from both sides if it stands for two: every pair of inputs is computed once.
+Rows beyond the last are copies of the first, times 0.
 
-Over devices, each keeps its rows of the inputs. Those of the others come by in a ring, half way
-round, and what is summed for them goes with them and home at the end: every pair is computed once
-(with an even number of devices, those half way round twice), by all devices at once. For a product
-``n / 2`` rows of inputs, vector and result go through each link.
+Each device has its rows of the inputs. Those of the others pass by in a ring, half way round, and
+their sums travel with them and then home. So all devices compute every pair once (with an even
+number of devices, those half way round twice). For a product, ``n / 2`` rows of inputs, vector and
+result go through each link.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,12 @@ Tile = Callable[..., jax.Array]
 
 
 def even(n: int, most: int) -> int:
-    """The size of the fewest equal parts of n that are at most ``most``."""
+    """Return the size of the fewest equal parts of n that are at most ``most``."""
     return -(-n // -(-n // most))
 
 
 def symmetric_product(tile: Tile, x: jax.Array, v: jax.Array, most: int) -> jax.Array:
-    """``K v`` [n, q] of the kernel of x [n, ...] with itself."""
+    """Return ``K v`` [n, q] of the kernel of x [n, ...] with itself."""
     size = even(len(x), most)
     xs, vs = split_into_blocks(x, size), _zero_padded_blocks(v, size)
     total = lax.map(lambda block: _mean_split_product(_again(tile)(block[0]), block[1]), (xs, vs))
@@ -40,7 +40,7 @@ def symmetric_product(tile: Tile, x: jax.Array, v: jax.Array, most: int) -> jax.
 
 
 def rectangular(tile: Tile, x1: jax.Array, x2: jax.Array, v: jax.Array, most: int) -> jax.Array:
-    """``K(x1, x2) v`` [n1, q]."""
+    """Return ``K(x1, x2) v`` [n1, q]."""
     size1, size2 = even(len(x1), most), even(len(x2), most)
     others, vs = split_into_blocks(x2, size2), _zero_padded_blocks(v, size2)
 
@@ -54,18 +54,18 @@ def rectangular(tile: Tile, x1: jax.Array, x2: jax.Array, v: jax.Array, most: in
 
 
 def tiled_columns(tile: Tile, x1: jax.Array, x2: jax.Array, most: int) -> jax.Array:
-    """``K(x1, x2)`` itself [n1, n2], where x2 are few."""
+    """Return ``K(x1, x2)`` itself [n1, n2], for few x2."""
     columns = lax.map(lambda rows: tile(rows, x2), split_into_blocks(x1, even(len(x1), most)))
     return columns.reshape(-1, len(x2))[: len(x1)]
 
 
 def tiled_diagonal(tile: Tile, x: jax.Array, most: int) -> jax.Array:
-    """``K(x_i, x_i)`` [n]."""
+    """Return ``K(x_i, x_i)`` [n]."""
     return lax.map(lambda row: tile(row[None])[0, 0], x, batch_size=min(most, len(x)) or None)
 
 
 def ring(tile: Tile, x: jax.Array, v: jax.Array, most: int, axis: str, devices: int) -> jax.Array:
-    """Own rows of ``K v``, in a ``shard_map``; ``x`` and ``v`` are own rows too."""
+    """Return own rows of ``K v``, in a ``shard_map``; ``x`` and ``v`` are own rows too."""
     size = even(len(x), most)
     xs, vs = split_into_blocks(x, size), _zero_padded_blocks(v, size)
     total = symmetric_product(tile, x, v, most)
@@ -94,14 +94,14 @@ def ring(tile: Tile, x: jax.Array, v: jax.Array, most: int, axis: str, devices: 
 
 
 def map_over_mesh(mesh: Mesh, function: Callable, into: tuple, out: Any) -> Callable:
-    """``function`` of a device's own parts."""
+    """Return ``function`` of each device's own parts."""
     return jax.shard_map(function, mesh=mesh, in_specs=into, out_specs=out, check_vma=False)
 
 
 def _add_pair_products(tile, xs, others, vs, ws, pairs, total, theirs=None):
-    """For every pair (i, j) of blocks ``K_ij w_j`` added to row i, and ``K_ij' v_i`` to row j.
+    """Add ``K_ij w_j`` to row i for every pair (i, j) of blocks, and ``K_ij' v_i`` to row j.
 
-    Of ``total``, both, where ``theirs`` is None.
+    The second sum goes to ``theirs``, or to ``total`` too if it is None.
     """
     one = theirs is None
 
@@ -121,22 +121,22 @@ def _add_pair_products(tile, xs, others, vs, ws, pairs, total, theirs=None):
 
 
 def _again(tile: Tile) -> Tile:
-    """Computed again in reverse mode: tiles would be kept, and they are all of K."""
+    """Compute the tile again in reverse mode, since all tiles together are K."""
     return jax.checkpoint(tile)
 
 
 def _mean_split_product(tile, v):
-    """``tile @ v``: the tile's mean apart, by which all sums would be large and then cancel.
+    """Return ``tile @ v``, with the tile's mean apart, for which all sums would cancel.
 
-    Entries of kernels have much in common. On images of MNIST their mean is five times what they
-    spread, and the error of the product in float32 is some seven times smaller so.
+    On images of MNIST the mean is five times the spread of the entries; the product's error in
+    float32 is about seven times smaller so.
     """
     mean = lax.stop_gradient(jnp.mean(tile))  # which drops out
     return jnp.matmul(tile - mean, v, precision="highest") + mean * _pairwise_sum(v)[None]
 
 
 def _pairwise_sum(v):
-    """Over rows, two by two: what a long sum loses in one go is the same in all rows of ``K v``."""
+    """Sum rows two by two: the error of a long sum would be common to all rows of ``K v``."""
     while len(v) > 1:
         v = jnp.pad(v, ((0, len(v) % 2), (0, 0)))
         v = v[::2] + v[1::2]
@@ -144,7 +144,7 @@ def _pairwise_sum(v):
 
 
 def _zero_padded_blocks(v, size: int):
-    """``v`` [n, q] in blocks [blocks, size, q], zeros at the end."""
+    """Return ``v`` [n, q] in blocks [blocks, size, q], zeros at the end."""
     v = jnp.pad(v, ((0, -len(v) % size), (0, 0)))
     return v.reshape(-1, size, v.shape[1])
 
@@ -158,6 +158,6 @@ def _unblock_rows(of_blocks, total):
 
 
 def _shift_devices(tree, axis: str, devices: int, distance: int):
-    """Every device's to the one ``distance`` further on."""
+    """Send every device's arrays to the device ``distance`` further on."""
     way = [(i, (i + distance) % devices) for i in range(devices)]
     return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, way), tree)

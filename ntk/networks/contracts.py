@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from ntk.expectations.hermite import Expansion
     from ntk.infinite.layer_expansions import Resolution
     from ntk.networks.moments import LayerFeatures
+    from ntk.networks.plan import Values
     from ntk.networks.position_pairs import PairState, Tile
-    from ntk.networks.values import Values
 
 Shape = tuple[int, ...]
 
 
 class Signal(NamedTuple):
-    """What is known of the features when planning."""
+    """What planning knows of the features."""
 
     shape: Shape  # of the positions
     gaussian: bool  # at infinite width, of mean 0
@@ -60,22 +60,22 @@ class Planned(NamedTuple):
 
 
 class FiniteLayer(Protocol):
-    """What :meth:`LayerStep.apply` is given by the finite network."""
+    """The argument ``finite`` of :meth:`LayerStep.apply`."""
 
     features: int  # that a layer with weights returns
 
     def weights(self, dtype: Any, **shapes: Shape) -> dict[str, jax.Array]:
-        """Standard normal weights of the layer, by their names."""
+        """Return standard normal weights of the layer, by their names."""
 
 
 class Layer:
-    """A layer as it is described: a record that is not changed."""
+    """The description of a layer: an immutable record."""
 
     combinator: ClassVar[str] = "a layer"  # its name in messages
     after_flatten: ClassVar[bool] = False  # whether it may follow ``flatten``
 
     def plan(self, signal: Signal, values: "Values") -> Planned:
-        """The step for these features; ``values`` has what numbers and names stand for.
+        """Return the step for these features; ``values`` looks up numbers and names.
 
         Raises
         ------
@@ -85,57 +85,40 @@ class Layer:
         raise NotImplementedError
 
     def entries(self) -> Iterable[tuple[Any, tuple[str, ...] | None]]:
-        """What may have a name: pairs of a value, or a tuple of values, and None.
+        """Return the values that may be names of entries in ``alpha``, as pairs.
 
-        Or of a value, whose name would be that of a vector, and the names of the vector's entries.
+        A pair is ``(value or tuple of values, None)``, or a vector's name with its entries' names.
         """
         return ()
 
     def has_weights(self) -> bool:
-        """Return whether its outputs are independent of those of another such layer."""
+        """Return whether two such layers have independent outputs."""
         return False
 
 
 class LayerStep:
-    """A layer as it is computed: static and hashable, a frozen dataclass.
+    """The computation of a layer: static and hashable, a frozen dataclass.
 
-    ``numbers`` are those that :meth:`Layer.plan` returned, ``before`` the features below:
-    :class:`ntk.networks.moments.Moments`, or ``Raw`` before the first layer with weights.
+    ``numbers`` are those that :meth:`Layer.plan` returned. ``before`` are the features below:
+    :class:`ntk.networks.moments.Moments`, or ``Raw`` before the first layer with weights. A method
+    that a class lacks raises ``NotImplementedError``.
     """
 
     weighted: ClassVar[bool] = False  # whether its finite layer has weights
     makes_outputs: ClassVar[bool] = False  # whether the number of its features may be chosen
 
     def features(self, numbers: Any, before: Any) -> "LayerFeatures":
-        """The layer on single inputs; compiled.
-
-        Raises
-        ------
-        NotImplementedError
-            If the class does not have it.
-        """
+        """Return the layer on single inputs; compiled."""
         raise NotImplementedError
 
     def pairs(
         self, numbers: Any, a: "LayerFeatures", b: "LayerFeatures", state: "PairState", tile: "Tile"
     ) -> "PairState":
-        """The layer on pairs of inputs, whose single ones have features ``a`` and ``b``.
-
-        Raises
-        ------
-        NotImplementedError
-            If the class does not have it.
-        """
+        """Return the layer on pairs of inputs, whose single ones have features ``a`` and ``b``."""
         raise NotImplementedError
 
     def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
-        """The layer of the finite network, [n, ..., channels].
-
-        Raises
-        ------
-        NotImplementedError
-            If the class does not have it.
-        """
+        """Return the output of the finite network's layer, [n, ..., channels]."""
         raise NotImplementedError
 
     # ------------------------------------------------------- of layers with weights or windows
@@ -143,23 +126,23 @@ class LayerStep:
     def pairs_of_data(
         self, numbers: Any, a: "LayerFeatures", b: "LayerFeatures", tile: "Tile"
     ) -> "PairState | None":
-        """The layer on pairs of the data; None if its output is no Gaussian process yet."""
+        """Return the layer on pairs of the data; None if its output is no Gaussian process yet."""
         return None
 
     def pools(self) -> bool:
-        """Return whether it needs all pairs of positions, not only equal ones."""
+        """Return whether it needs all pairs of positions, instead of equal ones only."""
         return False
 
     def position_counts(self) -> tuple[int, ...]:
-        """How many positions there are on the way through it, if it changes them."""
+        """Return the numbers of positions inside the layer, if it changes them."""
         return ()
 
     def values_per_input(self, positions: int) -> int:
-        """About how many numbers an input keeps for it, behind so many positions."""
+        """Return about how many numbers an input stores for it, after so many positions."""
         return 20 * max(self.position_counts(), default=positions)
 
     def patch_values(self, channels: int) -> int | None:
-        """How many numbers an input's patches take, if it is on the data."""
+        """Return how many numbers an input's patches take, if the layer is on the data."""
         return None
 
     # ------------------------------------------------- of layers with functions or other layers
@@ -167,27 +150,27 @@ class LayerStep:
     def visit(
         self, numbers: Any, before: Any, state: Any, full: bool, how: "Resolution"
     ) -> "LayerFeatures":
-        """:meth:`features`, in a program of its own.
+        """Run :meth:`features` in a program of its own.
 
-        ``state``: of all pairs of positions of each input, if pooling follows; ``full``: whether
-        they are needed; ``how``: the resolution of expansions.
+        ``state`` is that of all pairs of positions of each input, if pooling follows. ``full`` says
+        whether they are needed, ``how`` is the resolution of expansions.
         """
         return compiled_features(self, numbers, before)
 
     def skeleton(self) -> "LayerStep":
-        """The step as programs for pairs are compiled for it: without names of activations."""
+        """Return the step without names of activations: pairs are compiled for it."""
         return self
 
     def tabulate(self, numbers: Any, how: "Resolution", dtype: Any) -> tuple["LayerStep", Any]:
-        """The step and its numbers with tables of its functions."""
+        """Return the step and its numbers with tables of its functions."""
         return self, numbers
 
     def table_values(self, numbers: Any, site: "LayerFeatures") -> Iterator["Expansion"]:
-        """Expansions by its tables at the norms below."""
+        """Yield expansions by its tables at the norms below."""
         yield from ()
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def compiled_features(step: LayerStep, numbers: Any, before: Any) -> "LayerFeatures":
-    """:meth:`LayerStep.features`, compiled once for each step and shape."""
+    """Run :meth:`LayerStep.features`, compiled once for each step and shape."""
     return step.features(numbers, before)

@@ -1,7 +1,7 @@
 """The finite network of a description, in flax, in the same parametrization.
 
-All weights are standard normal; the factors ``sqrt(c_w / fan_in)`` and ``sqrt(c_b)`` are in the
-network. Its tangent kernel tends to the infinite one as the width grows.
+All weights are standard normal; the network has the factors ``sqrt(c_w / fan_in)`` and
+``sqrt(c_b)``. Its tangent kernel tends to the infinite one as the width grows.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Module(nn.Module):
 
     @nn.compact
     def __call__(self, x: chex.Array, alpha: Mapping[str, Any] | None = None) -> jax.Array:
-        """[n, outputs] of inputs [n, ..., channels]."""
+        """Return [n, outputs] for inputs [n, ..., channels]."""
         if isinstance(x, list) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             x = float_array("x", x)
         if x.ndim < 2:
@@ -55,7 +55,7 @@ class _Scope:
     features: int
 
     def weights(self, dtype: Any, **shapes: Shape) -> dict[str, jax.Array]:
-        """Parameters in a submodule of their own."""
+        """Return parameters in a submodule of their own."""
         return Weighted(tuple(shapes.items()))(dtype)
 
 
@@ -66,16 +66,10 @@ class Weighted(nn.Module):
 
     @nn.compact
     def __call__(self, dtype: Any) -> dict[str, jax.Array]:
-        """The weights, by their names."""
+        """Return the weights, by their names."""
         return {name: self.param(name, _normal, shape, dtype) for name, shape in self.shapes}
 
 
 def module(network: "Network", *, width: int, outputs: int = 1) -> nn.Module:
-    """The finite network; see :meth:`ntk.networks.Network.module`.
-
-    Raises
-    ------
-    ValueError
-        If a number is not a positive whole one.
-    """
+    """Return the finite network; see :meth:`ntk.networks.Network.module`."""
     return Module(network, integer("width", width, 1), integer("outputs", outputs, 1))

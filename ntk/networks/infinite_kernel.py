@@ -17,7 +17,7 @@ import numpy as np
 
 from ntk.expectations.gaussian import root
 from ntk.expectations.hermite import Expansion
-from ntk.infinite.input_pairs import TILE, assemble, mirror_triangle, take_rows
+from ntk.infinite.input_pairs import TILE, assemble, mirror_triangle, same_inputs, take_rows
 from ntk.infinite.layer_expansions import (
     RESOLUTIONS,
     TRACED,
@@ -74,13 +74,7 @@ def exact_kernels(
     *,
     alpha: Mapping[str, Any] | None = None,
 ) -> Kernels:
-    """Exact NNGP and NTK of an infinitely wide network.
-
-    Raises
-    ------
-    ValueError, FloatingPointError
-        As :meth:`ntk.networks.Network.kernel`.
-    """
+    """Return the kernels as :meth:`ntk.networks.Network.kernel` does, with its errors."""
     x1, x2 = _check_network_inputs(x1, x2)
     plan = plan_network(network, x1.shape[1:-1], alpha, x1.dtype)
     if not concrete(x1 + 0, x2, plan.numbers):  # by a jit around too, of values
@@ -120,7 +114,7 @@ def _check_network_inputs(x1, x2):
 
 
 def _plan_at_level(plan: NetworkPlan, level: Level, dtype) -> NetworkPlan:
-    """The plan with tables in it."""
+    """Return the plan with tables in it."""
     if not level.tables:
         return plan
     steps, numbers = tabulate_steps(plan.steps, plan.numbers, level.how, dtype)
@@ -131,7 +125,7 @@ def _plan_at_level(plan: NetworkPlan, level: Level, dtype) -> NetworkPlan:
 
 
 def _sites(plan: NetworkPlan, x: jax.Array, how: Resolution) -> list[LayerFeatures]:
-    """All layers on single inputs [n, *shape, channels], a few at a time."""
+    """Return all layers on single inputs [n, *shape, channels], a few inputs at a time."""
     x = x.reshape(len(x), -1, x.shape[-1])
     size = max(1, 16 * ENTRIES // x.shape[1] ** 2) if plan.full and concrete(x) else len(x)
     parts = [
@@ -145,7 +139,7 @@ def _sites(plan: NetworkPlan, x: jax.Array, how: Resolution) -> list[LayerFeatur
 
 
 def _block(plan: NetworkPlan, x1, x2, level: Level) -> Kernels:
-    """All pairs at once."""
+    """Return the kernels of all pairs at once."""
     plan, how = _plan_at_level(plan, level, x1.dtype), level.how
     a = _sites(plan, x1, how)
     b = None if x2 is None else _sites(plan, x2, how)
@@ -153,7 +147,7 @@ def _block(plan: NetworkPlan, x1, x2, level: Level) -> Kernels:
 
 
 def _static(plan: NetworkPlan):
-    """What a program is compiled for, beside shapes: the steps and the inputs in a tile."""
+    """Return what a program is compiled for: the steps, and the inputs in a tile."""
     positions = count_positions(plan.steps)
     entries, most = CACHED if jax.default_backend() == "cpu" and not plan.full else (ENTRIES, TILE)
     size = math.isqrt(entries // (positions**2 if plan.full else positions))
@@ -167,9 +161,7 @@ def _kernels_of_pairs(steps, full: bool, size: int, numbers, a, b) -> Kernels:
 
     def tile(i, j, size1, size2):
         left, right = take_rows(a, i, size1, n1), take_rows(a if b is None else b, j, size2, n2)
-        same = None
-        if b is None:
-            same = (i + jnp.arange(size1))[:, None] == (j + jnp.arange(size2))[None]
+        same = same_inputs(i, j, size1, size2) if b is None else None
         state = walk_pairs(steps, numbers, left, right, None, Tile(full, same))
         kernels = _checked_kernels(left[-1].after, right[-1].after, state)
         if b is not None:
@@ -201,7 +193,7 @@ def _checked_kernels(a, b, state) -> Kernels:
 
 
 def _kernels_by_block(plan: NetworkPlan, x1, x2) -> Kernels:
-    """All pairs, block by block: those of the upper triangle without ``x2``."""
+    """Return the kernels of all pairs, block by block; without ``x2`` the upper triangle."""
     size = max(
         1,
         NUMBERS // (count_values(plan.steps) + count_patch_values(plan.steps, x1.shape[-1])),
@@ -226,7 +218,7 @@ def _kernels_by_block(plan: NetworkPlan, x1, x2) -> Kernels:
 
 
 def _kernels_at_lowest_level(plan: NetworkPlan, x1, x2, level: int) -> tuple[Kernels, int]:
-    """All pairs at the lowest level that serves, and that level."""
+    """Return the kernels at the lowest level that resolves them, and that level."""
     while True:
         how = LEVELS[level].how
         now = _plan_at_level(plan, LEVELS[level], x1.dtype)
@@ -239,7 +231,7 @@ def _kernels_at_lowest_level(plan: NetworkPlan, x1, x2, level: int) -> tuple[Ker
 
 
 def _next_level(plan: NetworkPlan, sides, level: int, dtype) -> int:
-    """The lowest one above whose tables would serve the norms of these sites."""
+    """Return the lowest level above whose tables resolve the norms of these sites."""
     for above in range(level + 1, len(LEVELS)):
         if not LEVELS[above].tables:
             break

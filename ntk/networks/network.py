@@ -1,7 +1,4 @@
-"""What describes a network: its layers, one after another, and what is done with them.
-
-The functions that describe layers: :mod:`ntk.networks.layers`.
-"""
+"""The description of a network: its layers, and the methods for its kernel and finite network."""
 
 import dataclasses
 import functools
@@ -60,9 +57,9 @@ class Network:
         ----------
         x1 : array [n1, d], [n1, length, channels] or [n1, height, width, channels]
         x2 : array [n2, ...], optional
-            ``x1`` by default: then the kernels are symmetric (exactly, unless traced).
+            Default: ``x1``; then the kernels are symmetric (exactly, unless traced).
         alpha : dict, optional
-            What the names in the network stand for: a vector for a choice, a number for a weight.
+            Values of the names in the network: a vector for a choice, a number for a weight.
 
         Returns
         -------
@@ -76,35 +73,33 @@ class Network:
             inputs that are not finite, unless they are traced.
         FloatingPointError
             If an entry's error may be over 1e-6 of the diagonal (2 % in float32): nearly collinear
-            patches into smooth activations at a variance far over 25, or features that cancel
-            where they are pooled. Where anything is traced such entries are NaN, with an infinite
-            error.
+            patches into smooth activations at a variance far over 25, or features that cancel in
+            pooling. If anything is traced, such entries are NaN, with an infinite error.
 
         Notes
         -----
         Differentiable in ``alpha``, variances and inputs. Compiled once for every structure and
-        size: another ReLU-like or another smooth activation takes no other program for the pairs,
-        but for erf and GELU alone, whose formulas are closed.
+        size: the program of the pairs is the same for all ReLU-like activations, and for all smooth
+        ones except erf and GELU, whose formulas are closed.
 
-        With P positions in an image, before pooling all P^2 pairs of positions are needed, without
-        any pooling the P equal ones. A pair of inputs costs that many times some 100 flops for
-        each ReLU-like layer, and up to 2 K multiply-adds for a smooth one, half of that where it is
-        odd or even: no more terms are summed than the largest correlation of an image's row asks
-        for, K = 1024 at most, or 4096 for standard deviations of some 4 and more. A smooth layer is
-        tabulated once, whatever the data; one with kinks elsewhere than at 0, or at standard
-        deviations over 16, takes 1200 K multiply-adds for each position of each input.
+        Time: an image with P positions has P^2 pairs of positions before pooling, and P equal ones
+        without pooling. Each costs about 100 flops for a ReLU-like layer. A smooth one costs up to
+        2 K multiply-adds, half of that if it is odd or even, with as many terms as the largest
+        correlation of an image's row needs: K is at most 1024, or 4096 for standard deviations over
+        about 4. A smooth layer is tabulated once, whatever the data. One with kinks away from 0, or
+        at standard deviations over 16, takes 1200 K multiply-adds for each position of each input.
 
-        Memory: the three results; blocks of inputs with 20 P numbers for each layer and input
-        (2 K P where there is no table) and thrice the patches of the data, which hold some 2^26
-        numbers at most (of one input at least, all at once where anything is traced, with P^2 for
-        each input before pooling); tiles of 2^18 pairs of positions (2^16 on a processor, without
-        pooling), or of the P^2 of one pair of images, with about six such arrays, and K numbers for
-        each of a tile's positions (at most 512 of either side, or those of an image).
+        Memory: the three results; blocks of inputs with 20 P numbers for each layer and input (2 K
+        P without a table) and three copies of the data's patches, up to about 2^26 numbers or one
+        input (if traced: all inputs, with P^2 numbers each before pooling); tiles of 2^18 pairs of
+        positions (2^16 on a CPU without pooling), or of the P^2 of two images, with about six such
+        arrays, and K numbers for each of a tile's positions (at most 512 per side, or those of an
+        image).
 
-        Near-duplicates keep the relative accuracy of their angle from the data on, through weights,
-        biases, ReLU-like activations and sums of branches; after pooling, after a smooth activation
-        and after sums of two parts with means (as in Zhu et al. 2022) angles under 1e-8 are lost
-        (3e-4 in float32), which a later kink can show: the error says so.
+        Near-duplicates keep the relative accuracy of their angle through weights, biases, ReLU-like
+        activations and sums of branches. After pooling, after a smooth activation and after sums of
+        two parts with means (as in Zhu et al. 2022) angles under 1e-8 are lost (3e-4 in float32). A
+        later kink can show it; the error includes it.
 
         Examples
         --------
@@ -122,9 +117,9 @@ class Network:
     def module(self, *, width: int, outputs: int = 1) -> "nn.Module":
         """The finite network of the same parametrization, in flax.
 
-        Its weights are standard normal, the factors in the network: with the width, the mean of its
-        tangent kernel for each output tends to that of :meth:`kernel` like 1 / width, and a single
-        one like 1 / sqrt(width).
+        Its weights are standard normal; the network has the factors. With growing width, the mean
+        of its tangent kernel for each output tends to that of :meth:`kernel` like 1 / width, and a
+        single one like 1 / sqrt(width).
 
         Parameters
         ----------
@@ -135,7 +130,7 @@ class Network:
         Returns
         -------
         flax.linen.Module
-            ``init(key, x)`` and ``apply(params, x)``; ``alpha`` follows x where there are names.
+            ``init(key, x)`` and ``apply(params, x)``; with names, ``alpha`` follows x.
 
         Raises
         ------
@@ -159,7 +154,7 @@ class Network:
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
-        """What ``alpha`` holds: names of the choices of each entry, none for a single weight."""
+        """Return the keys of ``alpha``, each with the names of its choices; none for a weight."""
         return {name: choices or () for name, choices in _alpha_entries(self).items()}
 
     def start(self) -> dict[str, jax.Array]:
@@ -183,7 +178,7 @@ class Network:
 
 
 def _alpha_entries(network: Network) -> dict[str, tuple[str, ...] | None]:
-    """Names in ``alpha``, in order, with the names of what is chosen between, or None."""
+    """Return the names in ``alpha``, in order, with the names of their choices or None."""
     entries: dict[str, tuple[str, ...] | None] = {}
 
     def enter(value, choices=None):
@@ -226,13 +221,7 @@ def serial(*networks: Network) -> Network:
 
 
 def check_network(value: Any) -> Network:
-    """The value, if it is a network.
-
-    Raises
-    ------
-    ValueError
-        If it is not.
-    """
+    """Return the value, if it is a network."""
     if not isinstance(value, Network):
         raise ValueError(f"networks: expected what a combinator returns, got {describe(value)}.")
     return value

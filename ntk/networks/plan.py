@@ -1,24 +1,84 @@
-"""A network on inputs of one shape: static steps, and the numbers in them as arrays.
+"""A network on inputs of one shape: static steps, and their numbers as arrays.
 
-Steps are hashable and say nothing of weights, so that one compiled program serves all networks of
-one structure: ReLU-like activations are one step, all others another.
+Steps are hashable and do not contain weights, so that one compiled program serves all networks of
+one structure: all ReLU-like activations are one step, all others another.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ntk.internal.checks import describe
+import jax
+import jax.numpy as jnp
+
+from ntk.internal.checks import check_finite, concrete, describe, nan_where, real_array
 from ntk.networks.contracts import Layer, LayerStep, Shape, Signal
-from ntk.networks.values import Values, read_alpha
 from ntk.networks.walk import Diagonal
 
 if TYPE_CHECKING:
     from ntk.networks.network import Network
 
 
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """The entries of ``alpha``, by name."""
+
+    alpha: Mapping[str, jax.Array]
+    dtype: Any
+    finite: bool  # whether for a finite network
+
+    def number(self, name: str, value: Any, least: float = -math.inf) -> jax.Array:
+        """Return a number, or the named entry of ``alpha``. Tracers below ``least`` become NaN."""
+        if isinstance(value, str):
+            name, value = f"alpha: {value}", self.alpha[value]
+        value = real_array(name, value).astype(self.dtype)
+        if value.shape:
+            raise ValueError(f"{name}: expected a number, got shape {value.shape}.")
+        check_finite(name, value)
+        if not concrete(value):
+            return value if least == -math.inf else nan_where(value < least, value)
+        if float(value) < least:
+            raise ValueError(f"{name}: expected a nonnegative number, got {value}.")
+        return value
+
+    def weights(self, weights: tuple[Any, ...] | str) -> jax.Array:
+        """Return a vector, of numbers and names or by one name."""
+        if isinstance(weights, str):
+            return self.alpha[weights]
+        return jnp.stack([self.number("weights", w) for w in weights])
+
+
+def read_alpha(
+    names: Mapping[str, tuple[str, ...]], alpha: Mapping[str, Any] | None, dtype: Any, finite: bool
+) -> Values:
+    """Return the entries of ``alpha`` for ``names``, checked."""
+    alpha = dict(alpha or {})
+    for name, choices in names.items():
+        if name not in alpha:
+            raise ValueError(f"alpha: expected an entry {name!r}, got {sorted(alpha)}.")
+        alpha[name] = real_array(f"alpha: {name}", alpha[name]).astype(dtype)
+        if alpha[name].shape != ((len(choices),) if choices else ()):
+            raise ValueError(
+                f"alpha: {name}: expected {len(choices) or 'a'} number(s), got shape "
+                f"{alpha[name].shape}."
+            )
+        check_finite(f"alpha: {name}", alpha[name])
+    return Values(alpha, dtype, finite)
+
+
+def check_choice(weights: Any, count: int) -> tuple[Any, ...] | str:
+    """Return weights of ``count`` activations or branches, 1 by default, or their common name."""
+    if isinstance(weights, str):
+        return weights
+    weights = tuple([1.0] * count if weights is None else weights)
+    if len(weights) != count:
+        raise ValueError(f"weights: expected {count} of them, got {len(weights)}.")
+    return weights
+
+
 class NetworkPlan(NamedTuple):
-    """What to compute."""
+    """Static steps and their numbers."""
 
     steps: tuple[LayerStep, ...]
     numbers: list[Any]
@@ -33,15 +93,9 @@ def plan_network(
     *,
     finite: bool = False,
 ) -> NetworkPlan:
-    """The steps for inputs [n, *shape, channels].
+    """Return the steps for inputs [n, *shape, channels], of a ``finite`` network or for kernels.
 
-    ``finite``: whether for a finite network; for kernels, ReLU-like activations become one pair of
-    slopes.
-
-    Raises
-    ------
-    ValueError
-        For layers that do not fit the inputs or each other, or an ``alpha`` that lacks a name.
+    For kernels, ReLU-like activations become one pair of slopes.
     """
     values = read_alpha(network.names, alpha, dtype, finite)
     steps, numbers, end = plan_layers(network, Signal(shape, False, raw=True), values)
@@ -60,13 +114,7 @@ def plan_network(
 def plan_layers(
     network: "Network", signal: Signal, values: Values
 ) -> tuple[list[LayerStep], list[Any], Signal]:
-    """Steps, numbers, and what is known of the features at the end.
-
-    Raises
-    ------
-    ValueError
-        For layers that do not fit each other.
-    """
+    """Return steps, numbers, and what is known of the features at the end."""
     steps: list[LayerStep] = []
     numbers: list[Any] = []
     for layer in network.layers:

@@ -53,14 +53,14 @@ class PairState(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a tile is."""
+    """The kind of a tile."""
 
     full: bool
     same: jax.Array | None  # [n1, n2], inputs that meet themselves
 
 
 def norm_half_chords(va, vb, norms_a, norms_b, full: bool) -> jax.Array:
-    """The half chord between short vectors [n, P, k]: a quarter of the squared distance."""
+    """Return a quarter of the squared distance between short unit vectors [n, P, k]."""
     units = []
     for v, norms in ((va, norms_a), (vb, norms_b)):
         # A loop, so that each entry's row lies in memory as the pairs want it.
@@ -73,7 +73,7 @@ def norm_half_chords(va, vb, norms_a, norms_b, full: bool) -> jax.Array:
 
 
 def map_state_strips(fn, state: PairState, tile: Tile, left=(), right=(), pairs=()):
-    """:func:`map_strips` of p and T; behind what is given come what :func:`met_in_strip` needs."""
+    """Run :func:`map_strips` on p and T, with the last arrays for :func:`met_in_strip`."""
     if tile.same is not None:
         pairs = (*pairs, tile.same)
         if tile.full:
@@ -88,7 +88,7 @@ def map_state_strips(fn, state: PairState, tile: Tile, left=(), right=(), pairs=
 
 
 def met_in_strip(left, right, pairs) -> jax.Array:
-    """In strips, positions of inputs that meet themselves."""
+    """Return, in strips, which positions belong to inputs that meet themselves."""
     same = pairs[-1]
     whole = left and jnp.issubdtype(left[-1].dtype, jnp.integer)
     return same & (left[-1] == right[-1]) if whole else same
@@ -97,7 +97,7 @@ def met_in_strip(left, right, pairs) -> jax.Array:
 def state_of_moments(
     second, tangent, errors, a: LayerFeatures, b: LayerFeatures, tile: Tile
 ) -> PairState:
-    """The state of S and T with the last three errors of a state."""
+    """Return the state of S and T with the last three errors of a state."""
     sizes = outer(a.after.norm, b.after.norm, tile.full and second.shape[0] == 1)
     p = jnp.clip((1 - second * reciprocal(sizes)) / 2, 0, 1)
     p = zero_where_same(jnp.where(sizes > 0, p, 0.5), tile)
@@ -107,12 +107,12 @@ def state_of_moments(
 
 
 def norm_noise(a: Moments, b: Moments) -> jax.Array:
-    """Relative error of the products of the norms, [n1, n2]."""
+    """Return the relative error of the products of the norms, [n1, n2]."""
     return (a.noise[:, None] + b.noise[None]) / 2
 
 
 def same_positions(p: jax.Array, tile: Tile) -> jax.Array | None:
-    """Positions of inputs that meet themselves, to broadcast with [G, A, B]."""
+    """Return which positions meet themselves, to broadcast with [G, A, B]; or None."""
     if tile.same is None:
         return None
     if not tile.full:
@@ -126,15 +126,15 @@ def same_positions(p: jax.Array, tile: Tile) -> jax.Array | None:
 
 
 def zero_where_same(p: jax.Array, tile: Tile) -> jax.Array:
-    """The angles, 0 where an input meets itself."""
+    """Return the angles, 0 where an input meets itself."""
     same = same_positions(p, tile)
     return p if same is None else jnp.where(same, 0, p)
 
 
 def angle_error(error, p) -> jax.Array:
-    """How far ``asin(sqrt p) / pi`` is off, at most, where p is by ``error``.
+    """Bound the error of ``asin(sqrt p) / pi`` if p has this ``error``.
 
-    As far as at p = 0, or by its slope ``1 / (2 pi sqrt(p (1 - p)))`` elsewhere.
+    It is at most that at p = 0, and that by the slope ``1 / (2 pi sqrt(p (1 - p)))``.
     """
     slope = error / 3 * jax.lax.rsqrt(jnp.maximum(p * (1 - p), jnp.finfo(p.dtype).tiny))
     return jnp.minimum(slope, 0.4 * jnp.sqrt(error))

@@ -1,6 +1,6 @@
 """Duals ``E s(u) s(u')`` of smooth activations and of their slopes, at pairs of positions.
 
-By a series of each position's own, or by one table for the layer; with bounds of their errors.
+They come from a series for each position, or from one table for the layer, with error bounds.
 """
 
 from typing import Any
@@ -26,10 +26,7 @@ from ntk.networks.windows import as_pair_rows, min_over_positions, outer
 def duals_by_position(
     a: LayerFeatures, b: LayerFeatures, p: jax.Array, full: bool
 ) -> list[jax.Array]:
-    """Duals of expansions, one position after another.
-
-    A series ends where its own largest correlation lets it.
-    """
+    """Return duals of expansions; each position's largest correlation ends its series."""
 
     def one(x):
         fs, gs, p = x
@@ -43,10 +40,10 @@ def duals_by_position(
 def by_tables(
     activation_tables: Any, a: LayerFeatures, b: LayerFeatures, p: jax.Array, full: bool
 ) -> list[jax.Array]:
-    """Duals of tabulated functions, one position after another: their terms are made here.
+    """Return duals of tabulated functions, whose terms are made here for one position at a time.
 
-    In the full layout image after image of the rows: each ends its series where its own largest
-    correlation lets it, and strips of that size stay in the processor's cache.
+    In the full layout the rows come image after image: each image's largest correlation ends its
+    series, and strips of that size stay in the processor's cache.
     """
     strip = p.shape[1] // len(a.before.square) if full else p.shape[1]
 
@@ -84,7 +81,7 @@ def by_tables(
 
 
 def _by_parity(a, b, rho) -> jax.Array:
-    """``sum_k a_k b_k rho^k``; of odd and even functions half of the terms are no work."""
+    """Return ``sum_k a_k b_k rho^k``, with half of the terms for odd and even functions."""
     even, odd = (polynomial(a[i::2], b[i::2], rho * rho) for i in (0, 1))
     return even + rho * odd
 
@@ -95,9 +92,9 @@ def _by_parity(a, b, rho) -> jax.Array:
 def state_after_duals(
     how, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile, terms: int
 ) -> PairState:
-    """An activation whose duals ``how(a, b, p, full)`` gives, of itself and its slope.
+    """Return the state after an activation with the duals ``how(a, b, p, full)``, and their slopes.
 
-    ``terms``: of the series that it takes.
+    ``terms`` is the length of its series.
     """
     assert a.slope is not None and b.slope is not None
     same = same_positions(state.p, tile)
@@ -118,7 +115,7 @@ def state_after_duals(
 def state_after_smooth(
     after, tangent, a: LayerFeatures, b: LayerFeatures, state: PairState, ends, terms: int
 ) -> PairState:
-    """The state, with its errors."""
+    """Return the state, with its errors."""
     assert a.slope is not None and b.slope is not None
     off, off_slope = _bound_dual_errors((a.value, a.slope), (b.value, b.slope), state, ends, terms)
     eps = epsilon(after)
@@ -131,7 +128,7 @@ def state_after_smooth(
 
 
 def _extreme_angles(p: jax.Array, state: PairState, tile: Tile) -> tuple[jax.Array, jax.Array]:
-    """The smallest p and 1 - p [n1, n2], but of a position with itself."""
+    """Return the smallest p and 1 - p [n1, n2], without those of a position with itself."""
     p = jax.lax.stop_gradient(p)
     same = same_positions(p, tile)
     n1, n2 = state.slack.shape
@@ -142,9 +139,9 @@ def _extreme_angles(p: jax.Array, state: PairState, tile: Tile) -> tuple[jax.Arr
 
 
 def _bound_dual_errors(fs, gs, state: PairState, ends, terms: int):
-    """:func:`_dual_error_bound` for each f and g, some rows at a time.
+    """Return :func:`_dual_error_bound` for each f and g, some rows at a time.
 
-    A loop, as :func:`map_strips`: else every later layer would compute all bounds below it again.
+    Without this loop every later layer would compute all bounds below it again, as XLA fuses them.
     """
     worst = state.slack + state.floor
     count = count_loop_parts(len(worst), worst.shape[1])
@@ -163,10 +160,7 @@ def _bound_dual_errors(fs, gs, state: PairState, ends, terms: int):
 
 
 def _dual_error_bound(f, g, worst, ends, terms: int) -> jax.Array:
-    """A bound of the error of ``E f g`` over both norms, for all positions, [n1, n2].
-
-    ``worst``: error of p.
-    """
+    """Bound the error of ``E f g`` over both norms [n1, n2]; ``worst`` is the error of p."""
     f, g = jax.lax.stop_gradient((f, g))
 
     def most(x):

@@ -1,7 +1,7 @@
 """Elementwise functions of all pairs of positions, strip by strip of a tile.
 
-A loop is what XLA does not fuse with what follows: fused, each later layer would compute its own
-arc cosines, one after another down to the data. And a strip stays in the processor's cache.
+XLA does not fuse a loop with later operations. Fused, each later layer would compute its own arc
+cosines, down to the data. A strip also stays in the processor's cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ def map_strips(
     pairs: Arrays = (),
     full: bool,
 ) -> tuple[jax.Array, ...]:
-    """``fn(entries, left, right, pairs)`` of arrays that broadcast, in the shape of the entries.
+    """Return ``fn(entries, left, right, pairs)`` of broadcasting arrays, shaped like the entries.
 
-    ``entries``: [G, A, B] as in :mod:`ntk.networks.windows`; ``left``, ``right``: of single inputs,
-    [n1, P] and [n2, P]; ``pairs``: of pairs of inputs, [n1, n2]. ``full``: which layout it is.
+    ``entries`` are [G, A, B] as in :mod:`ntk.networks.windows`; ``full`` names their layout.
+    ``left`` and ``right`` are of single inputs, [n1, P] and [n2, P]; ``pairs`` are [n1, n2].
     """
     shape = entries[0].shape
     groups, a, b = shape
@@ -61,9 +61,9 @@ def _map_and_reshape(fn, arrays, shape) -> tuple[jax.Array, ...]:
 
 
 def count_loop_parts(length: int, per_entry: int) -> int:
-    """Into how many equal parts a loop divides an axis, whose entries have ``per_entry`` numbers.
+    """Return the fewest equal parts of an axis, each small enough for a strip.
 
-    The fewest that are small enough; two at least, or there is no loop.
+    An entry has ``per_entry`` numbers. There are at least two parts, as otherwise there is no loop.
     """
     divisors = [k for k in range(2, length + 1) if length % k == 0] or [1]
     return next((k for k in divisors if length // k * per_entry <= ENTRIES), divisors[-1])

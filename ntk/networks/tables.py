@@ -50,7 +50,7 @@ class ActivationTable(NamedTuple):
 def tabulate_layer(
     layer: Layer, weights: jax.Array, how: Resolution, dtype: Any
 ) -> tuple[ActivationTable, ActivationTable]:
-    """Tables of ``sum_i weights_i s_i`` and of its slope, which have no kinks but at 0."""
+    """Return tables of ``sum_i weights_i s_i`` and of its slope, with no kink except at 0."""
     grid = jax.tree.map(lambda x: jnp.asarray(x, dtype), hermite_grid(*how))
     scales = jnp.asarray(np.append(_chebyshev_nodes(dtype)[1], 0), dtype)
     u = scales[:, None] * grid.z[None]
@@ -64,7 +64,7 @@ def tabulate_layer(
 
 
 def _chebyshev_nodes(dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Chebyshev points x, and the norms s that they stand for."""
+    """Return Chebyshev points x, and their norms s."""
     size = _SIZES[jnp.dtype(dtype).itemsize]
     x = np.cos(np.pi * (np.arange(size) + 0.5) / size)
     return x, _BEND * np.expm1((x + 1) / 2 * np.log1p(END / _BEND))
@@ -128,7 +128,7 @@ def _summed_gram(*parts) -> jax.Array:
 
 
 def basis_vector(table: ActivationTable, scale: jax.Array, degree: int) -> jax.Array:
-    """v(s) [..., b] of norms s, for a function with a kink of this degree."""
+    """Return v(s) [..., b] of norms s, for a function with a kink of this degree."""
     size = len(table.mean) - 1 - len(table.sides)
     x = 2 * jnp.log1p(scale / _BEND) / np.log1p(END / _BEND).item() - 1
     x = jnp.minimum(x, 1)
@@ -146,7 +146,7 @@ def basis_vector(table: ActivationTable, scale: jax.Array, degree: int) -> jax.A
 
 
 def evaluated(table: ActivationTable, scale: jax.Array, error: jax.Array, degree: int) -> Expansion:
-    """The function at norms [N], known up to ``error`` [N]: all of an expansion but its terms."""
+    """Return the function at norms [N] with an ``error`` [N]: an expansion without its terms."""
     v = basis_vector(table, scale, degree)
     mean, square = v @ table.mean, _form(v, table.gram)
     norm = root(square)
@@ -165,7 +165,7 @@ def _form(v, matrix) -> jax.Array:
 
 
 def _table_errors(table: ActivationTable, v, scale, norm, error, power, degree: int):
-    """The last five fields of an expansion."""
+    """Return the last five fields of an expansion."""
     eps, over = float(jnp.finfo(norm.dtype).eps), reciprocal(norm)
     size, missed_regular, steep, stretch = (
         root(jnp.maximum(_form(v, m), 0))
@@ -183,6 +183,6 @@ def _table_errors(table: ActivationTable, v, scale, norm, error, power, degree: 
 def table_coefficients(
     table: ActivationTable, scale: jax.Array, norm: jax.Array, degree: int
 ) -> jax.Array:
-    """Hermite coefficients of the regular part, over the norms of the function: [..., K]."""
+    """Return Hermite coefficients of the regular part over the function's norms, [..., K]."""
     v = basis_vector(table, scale, degree) * jax.lax.stop_gradient(reciprocal(norm))[..., None]
     return jnp.matmul(v, table.terms, precision="highest")

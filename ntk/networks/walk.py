@@ -1,4 +1,4 @@
-"""One layer after another: on single inputs, on pairs of them, and in the finite network."""
+"""Networks step by step: on single inputs, on pairs of inputs, and in the finite network."""
 
 import dataclasses
 import functools
@@ -20,22 +20,22 @@ Steps = Sequence[LayerStep]
 
 @dataclasses.dataclass(frozen=True)
 class Diagonal(LayerStep):
-    """From here on pairs of equal positions are all that matters. Plans insert it."""
+    """Drop all pairs but those of equal positions. Plans insert it."""
 
     def features(self, numbers: Any, before: Raw | Moments) -> LayerFeatures:
-        """Only the pairs change."""
+        """Return the features unchanged."""
         return LayerFeatures(before, before)
 
     def pairs(
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
     ) -> PairState:
-        """From the full layout to the diagonal one."""
+        """Go from the full layout to the diagonal one."""
         n1, n2 = state.slack.shape
         p, tangent = (equal_positions(x, n1, n2) for x in (state.p, state.tangent))
         return state._replace(p=p, tangent=tangent)
 
     def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
-        """Nothing: the finite network has no pairs."""
+        """Return ``x``: the finite network has no pairs."""
         return x
 
 
@@ -45,7 +45,7 @@ class Diagonal(LayerStep):
 def walk_features(
     steps: Steps, numbers: Any, before: Raw | Moments, state: Any, full: bool, how: Resolution
 ) -> list[LayerFeatures]:
-    """The sites; ``state`` is that of every input's pairs with itself, for pooling."""
+    """Return the sites; ``state`` is that of every input's pairs with itself, for pooling."""
     sites = []
     for i, (step, number) in enumerate(zip(steps, numbers, strict=True)):
         site = step.visit(number, before, state, full, how)
@@ -59,7 +59,7 @@ def walk_features(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pairs_with_itself(step, number, sites, state):
-    """The step's pairs of all positions of one input, for each input."""
+    """Return the step's pairs of all positions of one input, for each input."""
     tile = Tile(True, jnp.ones((1, 1), bool))
 
     def one(x):
@@ -76,7 +76,7 @@ def _pairs_with_itself(step, number, sites, state):
 def walk_pairs(
     steps: Steps, numbers: Any, a: Any, b: Any, state: PairState | None, tile: Tile
 ) -> PairState | None:
-    """All steps; ``a`` and ``b`` are the sites of both sides, the state is None on the data."""
+    """Return the state after all steps, from the sites of both sides; it is None on the data."""
     for step, number, left, right in zip(steps, numbers, a, b, strict=True):
         state = _step_pairs(step, number, left, right, state, tile)
         if isinstance(step, Diagonal):
@@ -94,38 +94,38 @@ def _step_pairs(step, number, a, b, state, tile) -> PairState | None:
 
 
 def apply_steps(steps: Steps, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
-    """The layers of the finite network, all of one width."""
+    """Apply the layers of the finite network, all of one width."""
     for step, number in zip(steps, numbers, strict=True):
         x = step.apply(number, x, finite)
     return x
 
 
 def skeletons(steps: Steps) -> tuple[LayerStep, ...]:
-    """The steps without the names of activations."""
+    """Return the steps without the names of activations."""
     return tuple(step.skeleton() for step in steps)
 
 
 def tabulate_steps(
     steps: Steps, numbers: Any, how: Resolution, dtype: Any
 ) -> tuple[tuple[LayerStep, ...], list[Any]]:
-    """Steps and numbers with tables in them."""
+    """Return steps and numbers with tables in them."""
     pairs = [s.tabulate(n, how, dtype) for s, n in zip(steps, numbers, strict=True)]
     return tuple(s for s, _ in pairs), [n for _, n in pairs]
 
 
 def table_values(steps: Steps, numbers: Any, sites: Sequence[LayerFeatures]) -> Iterator[Expansion]:
-    """Expansions by the tables of the steps at the norms of the sites."""
+    """Yield expansions by the tables of the steps at the norms of the sites."""
     for step, number, site in zip(steps, numbers, sites, strict=True):
         yield from step.table_values(number, site)
 
 
 def count_positions(steps: Steps) -> int:
-    """The most positions on the way."""
+    """Return the largest number of positions in a layer."""
     return max((count for step in steps for count in step.position_counts()), default=1)
 
 
 def count_values(steps: Steps, positions: int = 1) -> int:
-    """About how many numbers an input keeps for all steps, behind so many positions."""
+    """Return about how many numbers an input stores for all steps."""
     total = 0
     for step in steps:
         total += step.values_per_input(positions)
@@ -134,7 +134,7 @@ def count_values(steps: Steps, positions: int = 1) -> int:
 
 
 def count_patch_values(steps: Steps, channels: int) -> int:
-    """How many numbers an input's patches take."""
+    """Return how many numbers an input's patches take."""
     for step in steps:
         values = step.patch_values(channels)
         if values is not None:

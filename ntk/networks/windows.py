@@ -40,11 +40,11 @@ class Windows(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many positions a window has."""
+        """Return the number of positions in a window."""
         return math.prod(self.window)
 
     def position_counts(self) -> tuple[int, int]:
-        """How many positions there are before and after."""
+        """Return the numbers of positions before and after."""
         return math.prod(self.before), math.prod(self.after)
 
 
@@ -54,13 +54,7 @@ NO_POSITIONS = Windows((), (), (), (), (), False)
 def place_windows(
     combinator: str, window: Any, strides: Any, padding: str, shape: Shape
 ) -> Windows:
-    """Windows on images of this shape; a window of None has all of it.
-
-    Raises
-    ------
-    ValueError
-        If the window is larger than the image, or has another number of axes.
-    """
+    """Return windows on images of this shape; a window of None is the whole image."""
     window = _value_per_axis(combinator, shape if window is None else window, shape)
     strides = _value_per_axis(combinator, strides, shape)
     if padding == "VALID" and any(w > s for w, s in zip(window, shape, strict=True)):
@@ -89,13 +83,7 @@ def _value_per_axis(combinator: str, value: Any, shape: Shape) -> Shape:
 
 
 def check_window(name: str, value: Any) -> int | tuple[int, ...]:
-    """A window or strides as combinators take them: one number, or one for each axis.
-
-    Raises
-    ------
-    ValueError
-        If a number is not a positive whole one.
-    """
+    """Return a window or strides as combinators take them: an int, or one for each axis."""
     if isinstance(value, list | tuple):
         return tuple(integer(name, v, 1) for v in value)
     return integer(name, value, 1)
@@ -105,7 +93,7 @@ def check_window(name: str, value: Any) -> int | tuple[int, ...]:
 
 
 def sums(x: jax.Array, windows: Windows, axes: Sequence[Axes]) -> jax.Array:
-    """Sum over each window; ``axes[i]`` are those that move together along the image's axis i."""
+    """Sum over each window; the axes in ``axes[i]`` move together along the image's axis i."""
     for i, together in enumerate(axes):
         if windows.window[i] > 1 or windows.strides[i] > 1:
             x = _sum_along_axes(x, windows, i, together)
@@ -134,7 +122,7 @@ def _pad_axes(x: jax.Array, windows: Windows, i: int, axes: Axes) -> jax.Array:
 
 
 def extract_patches(x: jax.Array, windows: Windows) -> jax.Array:
-    """[n, P, C] -> [n, P', window, C]: what each window has in it, zeros outside the image."""
+    """Return each window's entries, [n, P, C] -> [n, P', window, C]; zeros outside the image."""
     x = x.reshape(len(x), *windows.before, x.shape[-1])
     for i in range(len(windows.before)):
         x = _pad_axes(x, windows, i, (1 + i,))
@@ -153,71 +141,64 @@ def extract_patches(x: jax.Array, windows: Windows) -> jax.Array:
 
 
 def as_pair_rows(x: jax.Array, full: bool) -> jax.Array:
-    """[n, P, ...] of single inputs as [G, A, ...], to meet [G, B, ...]."""
+    """Return [n, P, ...] of single inputs as [G, A, ...], to meet [G, B, ...]."""
     if full:
         return x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
     return jnp.swapaxes(x, 0, 1)
 
 
 def outer(a: jax.Array, b: jax.Array, full: bool) -> jax.Array:
-    """Products of [n1, P] and [n2, P], [G, A, B]."""
+    """Return products of [n1, P] and [n2, P], [G, A, B]."""
     return as_pair_rows(a, full)[:, :, None] * as_pair_rows(b, full)[:, None, :]
 
 
 def sum_over_positions(x: jax.Array, full: bool, n1: int, n2: int) -> jax.Array:
-    """The sum [n1, n2] over all pairs of positions."""
+    """Return the sum [n1, n2] over all pairs of positions."""
     if not full:
         return x.sum(0)
     return x.reshape(n1, -1, n2, x.shape[2] // n2).sum(1).sum(2)
 
 
 def shares(windows: Windows) -> float:
-    """The most of an entry that all windows' means have together."""
+    """Return the largest total share of one entry in the means of all windows."""
     per_axis = zip(windows.window, windows.strides, windows.after, strict=True)
     return math.prod(min(-(-window // stride), n) / window for window, stride, n in per_axis)
 
 
 def min_over_positions(x: jax.Array, full: bool, n1: int, n2: int) -> jax.Array:
-    """The smallest entry [n1, n2] over all pairs of positions."""
+    """Return the smallest entry [n1, n2] over all pairs of positions."""
     if not full:
         return x.min(0)
     return x.reshape(n1, -1, n2, x.shape[2] // n2).min((1, 3))
 
 
 def equal_positions(x: jax.Array, n1: int, n2: int) -> jax.Array:
-    """From the full layout to the diagonal one."""
+    """Go from the full layout to the diagonal one."""
     x = x.reshape(n1, -1, n2, x.shape[2] // n2)
     return jnp.moveaxis(jnp.diagonal(x, axis1=1, axis2=3), 2, 0)
 
 
 def sum_pair_windows(x: jax.Array, windows: Windows, full: bool, n1: int, n2: int) -> jax.Array:
     """Sum over the window of pairs [G, A, B], both positions shifted alike."""
-    k = len(windows.before)
+    k, positions = len(windows.before), math.prod(windows.after)
     if full:
         x = x.reshape(n1, *windows.before, n2, *windows.before)
         x = sums(x, windows, [(1 + i, 2 + k + i) for i in range(k)])
-        return x.reshape(1, n1 * _positions_after(windows), n2 * _positions_after(windows))
+        return x.reshape(1, n1 * positions, n2 * positions)
     x = x.reshape(*windows.before, n1, n2)
     return sums(x, windows, [(i,) for i in range(k)]).reshape(-1, n1, n2)
 
 
 def pooled(x: jax.Array, windows: Windows, n1: int, n2: int) -> jax.Array:
     """Sum over the windows of both inputs, of pairs in the full layout."""
-    k = len(windows.before)
+    k, positions = len(windows.before), math.prod(windows.after)
     x = x.reshape(n1, *windows.before, n2, *windows.before)
     x = sums(x, windows, [(1 + i,) for i in range(k)])
     x = sums(x, windows, [(2 + k + i,) for i in range(k)])
-    return x.reshape(1, n1 * _positions_after(windows), n2 * _positions_after(windows))
+    return x.reshape(1, n1 * positions, n2 * positions)
 
 
 def single(x: jax.Array, windows: Windows) -> jax.Array:
     """Sum over the window of single inputs [n, P]."""
     x = x.reshape(len(x), *windows.before)
     return sums(x, windows, [(1 + i,) for i in range(x.ndim - 1)]).reshape(len(x), -1)
-
-
-def _positions_after(windows: Windows) -> int:
-    size = 1
-    for n in windows.after:
-        size *= n
-    return size

@@ -318,25 +318,6 @@ def test_smooth_pairs_beyond_the_variance_asked_for_are_nan():
     assert_close(one_kink(30.0), ntk.dual(ntk.relu, ntk.tanh, 30.0, 30.0, 30.0), f64=1e-13)
 
 
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (lambda: ntk.dual(ntk.relu, ntk.relu, -1.0, 1.0, 0.0), "vx: expected finite variances"),
-        (lambda: ntk.dual(ntk.relu, ntk.relu, 1.0, np.nan, 0.0), "vy: expected finite variances"),
-        (lambda: ntk.dual(ntk.relu, ntk.relu, 1.0, 1.0, 1.1), "c: expected at most"),
-        (lambda: ntk.activation("relu"), "fn: expected an elementwise function"),
-        (lambda: ntk.activation(jnp.sum), "fn: expected an elementwise function"),
-        (lambda: ntk.activation(jnp.tanh, strip=0.0), "strip: expected a positive number"),
-        (lambda: ntk.leaky_relu(np.inf), "slope: expected a finite number"),
-        (lambda: ntk.relu.derivative.derivative(0.0), "z: expected a function with values"),
-        (lambda: ntk.relu.derivative.derivative.derivative, "derivative: expected degree"),
-    ],
-)
-def test_bad_arguments_are_named_in_one_sentence(call, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        call()
-
-
 @pytest.mark.long
 def test_raw_relus_are_recognised_and_other_kinks_found():
     assert ntk.activation(jax.nn.relu).kink == (0.0, 1.0)

@@ -1,9 +1,10 @@
-"""What is read off JAX's programs is the same on every JAX version."""
+"""Programs are read in the same way on every JAX version, and NaN reaches derivatives."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from ntk.internal.checks import nan_unless, nan_where
 from ntk.internal.jaxprs import (
     CALLS,
     as_closed_jaxpr,
@@ -99,3 +100,15 @@ def test_equations_behind_the_live_outputs():
     program = jax.make_jaxpr(lambda x: (jnp.sin(x), jnp.cos(x) + 1))(scale)
     names = [eqn.primitive.name for eqn, _ in needed(program.jaxpr, [False, True])]
     assert names == ["cos", "add"]
+
+
+def test_nan_for_a_whole_result_and_for_single_entries():
+    assert jnp.isnan(jnp.stack(jax.value_and_grad(lambda x: nan_unless(x > 0, x))(-1.0))).all()
+    assert jax.value_and_grad(lambda x: nan_unless(x > 0, x))(2.0) == (2, 1)
+
+    def entries(x):
+        return nan_where(jnp.array([True, False]), x)
+
+    assert jnp.isnan(entries(jnp.ones(2))).tolist() == [True, False]
+    assert jax.grad(lambda x: entries(x)[0])(jnp.ones(2)).tolist() == [jnp.inf, 0]
+    assert jax.grad(lambda x: entries(x)[1])(jnp.ones(2)).tolist() == [0, 1]

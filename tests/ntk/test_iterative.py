@@ -9,11 +9,9 @@ import pytest
 from helpers import finite_differences
 
 import ntk
-from ntk.large import block_cg, preconditioner
+from ntk.large import preconditioner
 from ntk.large.block_cg import SolverState
 from ntk.large.eigenvalue_interval import missed_part
-from ntk.large.iterative_regression import IterativeRegression
-from ntk.large.partial_cholesky import PartialCholesky
 
 rng = np.random.default_rng(0)
 N = 150
@@ -243,17 +241,6 @@ def test_few_steps_end_with_the_residual_that_is():
     np.testing.assert_allclose(fit.residual, np.linalg.norm(left, axis=0), rtol=1e-10)
 
 
-@pytest.mark.long
-def test_columns_are_made_orthonormal_in_the_preconditioners_product():
-    # In float32, where one look at their products leaves errors of their condition squared.
-    K, B = operator(dtype=np.float32), jnp.asarray(Y, np.float32)
-    B = B.at[:, 2].set(B[:, 0] + 1e-2 * B[:, 2])
-    P = preconditioner.preconditioner(None, K.diagonal(), 0.1)
-    Q, Z, C = block_cg._orthonormal(B, preconditioner.solve(P, B))
-    np.testing.assert_allclose(Q.T @ Z, np.eye(3), atol=1e-5)
-    np.testing.assert_allclose(Q @ C, B, atol=1e-4)
-
-
 def test_rounding_ends_what_it_stalls():
     fit = ntk.iterative_regression(operator(dtype=np.float32), Y.astype(np.float32), tol=1e-12)
     assert fit.steps < 400 and (fit.relative > 1e-12).all() and (fit.relative < 1e-3).all()
@@ -366,39 +353,9 @@ def test_the_probability_is_that_of_random_starts():
 
 # ----------------------------------------------------------------------------- mistakes
 
-FIT = IterativeRegression(jnp.ones(3), jnp.array(0.0), jnp.array(0.0), jnp.array(1), 0.1)
 NEGATIVE = ntk.KernelOperator(lambda a, b: -a @ b.T, X)
 INDEFINITE = ntk.KernelOperator(lambda a, b: a[:, :1] @ b[:, 1:2].T + a[:, 1:2] @ b[:, :1].T, X)
 UNKNOWN = ntk.KernelOperator(lambda a, b: jnp.where(a @ b.T > 2, jnp.nan, a @ b.T), X)
-MISTAKES = {
-    "K: expected a KernelOperator": lambda: ntk.iterative_regression(jnp.eye(N), Y),
-    "K: expected as many rows": lambda: ntk.iterative_regression(operator().at(NEW), Y),
-    r"y: expected shape \[150\]": lambda: ntk.iterative_regression(operator(), Y[1:]),
-    "y: expected finite": lambda: ntk.iterative_regression(operator(), Y * np.nan),
-    "penalty: expected": lambda: ntk.iterative_regression(operator(), Y, penalty=-1.0),
-    "tol: expected": lambda: ntk.iterative_regression(operator(), Y, tol=0.0),
-    "steps: expected": lambda: ntk.iterative_regression(operator(), Y, steps=0),
-    "preconditioner: expected the result": lambda: ntk.iterative_regression(
-        operator(), Y, preconditioner=1
-    ),
-    "preconditioner: expected 150 rows": lambda: ntk.iterative_regression(
-        operator(),
-        Y,
-        preconditioner=PartialCholesky(jnp.ones((3, 1)), jnp.ones(3), jnp.array([0])),
-    ),
-    "start: expected": lambda: ntk.iterative_regression(operator(), Y, start=1),
-    "callback: expected a function": lambda: ntk.iterative_regression(operator(), Y, callback=1),
-    "K: expected a positive definite": lambda: ntk.iterative_regression(NEGATIVE, Y, penalty=0.1),
-    "prior: expected shape": lambda: FIT.error_bound(jnp.ones((2, 2))),
-    "smallest: expected": lambda: FIT.error_bound(jnp.ones(2), smallest=-1.0),
-    "key: expected a PRNG key": lambda: ntk.partial_cholesky(operator(), 1, key=0),
-    "rank: expected at least 1": lambda: ntk.partial_cholesky(operator(), 0, key=KEY),
-    "rank: expected at most": lambda: ntk.partial_cholesky(operator(), N + 1, key=KEY),
-    "fit: expected an Iter": lambda: ntk.leave_one_out_estimate(operator(), 1, key=KEY),
-    "fit: expected 150 weights": lambda: ntk.leave_one_out_estimate(operator(), FIT, key=KEY),
-    "steps: expected steps times": lambda: ntk.eigenvalue_interval(operator(), key=KEY),
-    "failure: expected": lambda: ntk.eigenvalue_interval(operator(), key=KEY, steps=2, failure=1.5),
-}
 
 
 @pytest.mark.parametrize("K", [NEGATIVE, INDEFINITE, UNKNOWN], ids=["-", "+-", "NaN"])
@@ -409,10 +366,3 @@ def test_what_is_no_positive_semidefinite_kernel_is_refused(K):
     with pytest.raises(ValueError, match=message):
         ntk.eigenvalue_interval(K, key=KEY, steps=9, block=2)
     assert jnp.isnan(jax.jit(lambda: ntk.partial_cholesky(K, N, key=KEY).factor)()).any()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("message", MISTAKES)
-def test_mistakes(message):
-    with pytest.raises(ValueError, match=message):
-        MISTAKES[message]()

@@ -11,7 +11,7 @@ from helpers import tolerance
 
 import ntk
 from ntk.expectations import hermite
-from ntk.infinite import layer_expansions, network_kernel
+from ntk.infinite import layer_expansions
 
 float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="the claim is float64's")
 LONG = pytest.mark.long
@@ -191,20 +191,6 @@ def test_unresolved_entries_are_nan_alone_and_so_are_their_derivatives():
     assert (np.isfinite(gradient) == expected).all()
     alone = ntk.network_kernel(x[1:], columns[1:], activations=layers, skips=[0.5]).ntk
     assert abs(float(kernels.ntk[1, 1]) - float(alone[0, 0])) < tolerance(1e-9, 1e-3)
-
-
-@pytest.mark.long
-def test_one_program_serves_any_activations():
-    """Counted: programs compiled for the pairs, and all others, over random choices."""
-    x = np.random.default_rng(0).normal(size=(5, 3))
-    names = (ntk.tanh, ntk.swish, ntk.sigmoid, ntk.relu, ntk.leaky_relu(0.2))
-    rng = np.random.default_rng(1)
-    programs = []
-    for _ in range(8):
-        chosen = [ntk.tanh, *(names[i] for i in rng.integers(len(names), size=3))]
-        ntk.network_kernel(x, activations=chosen, skips=rng.normal(size=3))
-        programs.append(network_kernel._kernels_from_features._cache_size())
-    assert programs[-1] == programs[0]
 
 
 @pytest.mark.parametrize(

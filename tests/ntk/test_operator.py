@@ -147,30 +147,3 @@ def test_an_operator_is_that_of_the_kernel_as_it_is():
     for scale[0] in (1.0, 2.0):
         product = ntk.KernelOperator(kernel, x) @ jnp.ones(5)
         np.testing.assert_allclose(product, laplace(x, x, scale[0]).sum(1), rtol=1e-13)
-
-
-X = jnp.ones((3, 2))
-MISTAKES = {
-    "kernel: expected a function": lambda: ntk.KernelOperator(1, X),
-    "kernel: expected a matrix": lambda: ntk.KernelOperator(lambda a, b: a, X),
-    "x: expected inputs": lambda: ntk.KernelOperator(laplace, jnp.ones((0, 2))),
-    "x2: expected finite": lambda: ntk.KernelOperator(laplace, X, jnp.full((2, 2), jnp.nan)),
-    "get: expected one of ntk, nngp": lambda: ntk.KernelOperator(laplace, X, get="both"),
-    "tile: expected at least 1": lambda: ntk.KernelOperator(laplace, X, tile=0),
-    r"v: expected shape \[3\]": lambda: ntk.KernelOperator(laplace, X) @ jnp.ones(4),
-    "v: expected real numbers": lambda: ntk.KernelOperator(laplace, X) @ (1j * jnp.ones(3)),
-    "indices: expected whole": lambda: ntk.KernelOperator(laplace, X).columns(jnp.ones(2)),
-    "indices: expected numbers from 0 to 2, got 3": lambda: ntk.KernelOperator(laplace, X).columns(
-        jnp.array([0, 3])
-    ),
-    "batch_size: expected at least 1": lambda: ntk.EmpiricalOperator(
-        mlp, WEIGHTS, jnp.ones((2, 3)), batch_size=0
-    ),
-    "params: expected finite": lambda: ntk.EmpiricalOperator(mlp, jnp.nan, X),
-}
-
-
-@pytest.mark.parametrize("message", MISTAKES)
-def test_mistakes(message):
-    with pytest.raises(ValueError, match=message):
-        MISTAKES[message]()

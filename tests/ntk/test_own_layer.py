@@ -131,12 +131,3 @@ def test_its_float32_is_within_the_error_of_float64():
     for a, b in zip(rough, fine, strict=True):
         assert np.all(np.abs(np.asarray(a, float) - np.asarray(b)) <= np.asarray(rough.error))
     assert float(jnp.max(rough.error)) < 2e-2 * float(jnp.max(rough.ntk))
-
-
-def test_its_mistakes_are_named():
-    with pytest.raises(ValueError, match="normalize: expected a layer with weights before it"):
-        nets.serial(normalize(), nets.dense()).kernel(normal(2, 3))
-    with pytest.raises(ValueError, match="flatten: expected dense after it, got normalize"):
-        nets.serial(nets.conv(1), nets.flatten(), normalize()).kernel(normal(2, 3, 1))
-    with pytest.raises(ValueError, match="gain: expected finite numbers"):
-        nets.serial(nets.dense(), normalize(jnp.nan), nets.dense()).kernel(normal(2, 3))

@@ -7,6 +7,7 @@ has to match. Rows stand in the order of the packages.
 import dataclasses
 from collections.abc import Callable
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +15,13 @@ import optax
 import pytest
 
 import bilevel
+import ntk
 from bilevel import baselines, data, implicit, spectral, unrolled
 from bilevel.nets import images, training
 from bilevel.spaces import features
+from ntk import networks as nets
+from ntk.large.iterative_regression import IterativeRegression
+from ntk.large.partial_cholesky import PartialCholesky
 
 PROBLEM = bilevel.Problem(
     lower=lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
@@ -84,6 +89,43 @@ def stateful_hypergradient():
     problem = bilevel.Problem(stateful, lambda w, a, b: OUTER(w.params, a, b), stateful=True)
     w0 = bilevel.Stateful(W0, jnp.zeros(2))
     return hypergradient(problem, w0=w0, solver=bilevel.restarted(implicit()))
+
+
+EYE, ONES, RELU = jnp.eye(3), jnp.ones(3), nets.act(ntk.relu)
+FLAT = nets.serial(nets.flatten(), nets.dense())
+TWO = jnp.einsum("ij,ab->ijab", EYE, jnp.eye(2))  # a kernel of two outputs
+OPERATOR = ntk.KernelOperator(lambda a, b: a @ b.T, EYE)
+FIT = IterativeRegression(ONES, jnp.array(0.0), jnp.array(0.0), jnp.array(1), 0.1)
+
+
+def value_errors(*rows):
+    """Rows of calls that raise ``ValueError``."""
+    return [(call, ValueError, message) for call, message in rows]
+
+
+def network_kernel(x1=EYE, x2=None, activations=(ntk.relu,), **options):
+    return ntk.network_kernel(x1, x2, activations=activations, **options)
+
+
+def empirical(apply=lambda w, x: x @ w, params=ONES, x1=EYE, **options):
+    return ntk.empirical_kernel(apply, params, x1, **options)
+
+
+def layers(*parts, shape=(2, 4), **options):
+    return nets.serial(*parts).kernel(jnp.ones(shape), **options)
+
+
+def regression(K=OPERATOR, y=ONES, penalty=1.0, **options):
+    return ntk.iterative_regression(K, y, penalty=penalty, **options)
+
+
+def posterior(K=EYE, y=ONES, cross=EYE, prior=EYE, **options):
+    return ntk.posterior(K, y, cross, prior, **options)
+
+
+def ensemble(train=None, y=ONES, cross=None, prior=EYE, **options):
+    same = ntk.Kernels(nngp=EYE, ntk=EYE)
+    return ntk.ensemble(same if train is None else train, y, cross or same, prior, **options)
 
 
 # (call, exception, message)
@@ -297,10 +339,265 @@ THEORY = [
         "labels: expected shape",
     ),
 ]
-NTK_KERNELS = []
-NTK_NETWORKS = []
+NTK_KERNELS = value_errors(
+    (lambda: network_kernel(EYE[0]), "x1: expected a nonempty array"),
+    (lambda: network_kernel("X"), "x1: expected an array of numbers"),
+    (lambda: network_kernel(EYE * np.nan), "x1: expected finite entries"),
+    (lambda: network_kernel(EYE + 1j), "x1: expected real numbers, got complex"),
+    (lambda: network_kernel(EYE, EYE[:, :2]), "x2: expected 3 columns as in x1, got 2"),
+    (
+        lambda: network_kernel(1e20 * jnp.float32(EYE)),
+        "x1: expected rows whose squared norms are within",
+    ),
+    (lambda: network_kernel(activations=ntk.relu), "activations: expected a list of at least one"),
+    (lambda: network_kernel(activations=[{}]), "activations: expected at least one in each layer"),
+    (lambda: network_kernel(activations=["relu"]), "fn: expected an elementwise function"),
+    (
+        lambda: network_kernel(activations=[ntk.relu] * 2, skips=[1.0, 2.0]),
+        "skips: expected 1 numbers",
+    ),
+    (
+        lambda: network_kernel(activations=[ntk.relu] * 2, skips=[jnp.ones(1)]),
+        "skips: .* got arrays",
+    ),
+    (lambda: network_kernel(variances=[1.0]), "variances: expected 2 numbers"),
+    (lambda: network_kernel(variances=[1.0, -1.0]), "variances: expected nonnegative numbers"),
+    (lambda: network_kernel(variances=[1.0, 2j]), "variances: expected real numbers, got complex"),
+    (lambda: network_kernel(variances=[1.0, np.nan]), "variances: expected finite numbers"),
+    (lambda: ntk.mixture_blocks(EYE, []), "activations: expected at least one, got none"),
+    (lambda: ntk.mixture_kernel(ONES, jnp.ones((2, 2, 4, 4))), r"blocks: expected shape \[3, 3"),
+    (
+        lambda: ntk.lemma1_kernel_as_printed(EYE * 1j, activations=[ntk.relu]),
+        "x: expected real numbers",
+    ),
+    (lambda: ntk.dual(ntk.relu, ntk.relu, -1.0, 1.0, 0.0), "vx: expected finite variances"),
+    (lambda: ntk.dual(ntk.relu, ntk.relu, 1.0, 1.0, 1.1), "c: expected at most"),
+    (lambda: ntk.dual(ntk.relu, ntk.relu, 1.0, 1.0, 0.5j), "c: expected real numbers, got complex"),
+    (lambda: ntk.activation("relu"), "fn: expected an elementwise function"),
+    (lambda: ntk.activation(jnp.sum), "fn: expected an elementwise function"),
+    (lambda: ntk.activation(jnp.tanh, strip=0.0), "strip: expected a positive number"),
+    (lambda: ntk.leaky_relu(np.inf), "slope: expected a finite number"),
+    (lambda: ntk.relu.derivative.derivative(0.0), "z: expected a function with values"),
+    (lambda: ntk.relu.derivative.derivative.derivative, "derivative: expected degree"),
+    (
+        lambda: empirical(method="fast"),
+        "method: expected one of auto, layerwise, jacobian, neural_t",
+    ),
+    (lambda: empirical(outputs="mean"), "outputs: expected one of sum, trace, full, got 'mean'"),
+    (lambda: empirical(batch_size=0), "batch_size: expected at least 1, got 0"),
+    (lambda: empirical(x1=1.0), "x1: expected samples"),
+    (lambda: empirical(x1={}), "x1: expected"),
+    (lambda: empirical(x1=EYE[:0]), "x1: expected samples"),
+    (lambda: empirical(x1={"a": EYE, "b": EYE[:2]}), "x1: expected as many samples in every array"),
+    (lambda: empirical(x1=EYE * np.nan), "x1: expected finite numbers"),
+    (lambda: empirical(x2=EYE[:, :1]), r"x2: expected samples of the shape \(3,\), got \(1,\)"),
+    (lambda: empirical(params=ONES * np.inf), "params: expected finite numbers"),
+    (lambda: empirical(params={}), "params: expected at least one leaf"),
+    (lambda: empirical(params=jnp.arange(3)), "params: expected at least one leaf"),
+    (
+        lambda: empirical(apply=nn.Dense(1).apply, params={"w": EYE}),
+        "params: expected the variables",
+    ),
+    (lambda: empirical(apply=lambda w, x: x.sum() * w[0]), r"apply: expected outputs \[n, o\]"),
+    (
+        lambda: empirical(apply=lambda w, x: x.astype(int)),
+        "apply: expected outputs of floating point",
+    ),
+    (
+        lambda: empirical(apply=lambda w, x: jnp.sin(w) + x, method="layerwise"),
+        "method: expected an apply",
+    ),
+    (
+        lambda: ntk.empirical_nngp(lambda w, x: x @ w, EYE, EYE, outputs="sum"),
+        "outputs: expected one of",
+    ),
+    (
+        lambda: ntk.kernel_vector_product(lambda w, x: x @ w, EYE, EYE)(np.ones(4)),
+        "v: expected the shape",
+    ),
+    (lambda: ntk.taylor_expand(jnp.multiply, 1.0, -1), "order: expected at least 0, got -1"),
+    (lambda: ntk.taylor_expand(3, 1.0, 1), "apply: expected a function"),
+    (lambda: ntk.taylor_expand(jnp.multiply, 1j, 1), "params: expected real numbers, got complex"),
+    (
+        lambda: ntk.taylor_expand(jnp.multiply, print, 1),
+        "params: expected arrays, got the function",
+    ),
+    (lambda: ntk.taylor_expand(jnp.multiply, 1.0, 1)({}, 1.0), "params: expected PyTreeDef"),
+    (
+        lambda: ntk.taylor_expand(jnp.multiply, 1.0, 1)(EYE, 1.0),
+        "params: expected leaves of the shapes",
+    ),
+)
+NTK_NETWORKS = value_errors(
+    (lambda: layers(FLAT, shape=(2,)), "x1: expected a nonempty array"),
+    (lambda: layers(nets.dense(), x2=jnp.ones((2, 3))), "x2: expected inputs"),
+    (lambda: nets.dense().kernel(EYE * np.nan), "x1: expected finite entries"),
+    (lambda: layers(nets.dense(), shape=(2, 4, 4, 2)), "dense: expected flatten or pooling before"),
+    (lambda: layers(nets.conv(3)), "conv: expected images or sequences"),
+    (lambda: layers(nets.conv(3), shape=(2, 4, 4, 1)), "network: expected to end in dense"),
+    (lambda: layers(nets.dense(), RELU), "network: .* no layer with weights at the end"),
+    (lambda: layers(RELU, nets.dense()), "act: expected a layer with weights"),
+    (lambda: layers(nets.dense(), RELU, RELU, nets.dense()), "act: expected a layer with weights"),
+    (
+        lambda: layers(nets.conv(5, padding="VALID"), FLAT, shape=(2, 4, 1)),
+        "conv: expected a window of at mo",
+    ),
+    (
+        lambda: layers(nets.average_pool(5), FLAT, shape=(2, 4, 1)),
+        "average_pool: expected a window of at",
+    ),
+    (lambda: layers(nets.average_pool(5), FLAT), "average_pool: expected images"),
+    (
+        lambda: layers(nets.conv((3, 3)), shape=(2, 4, 1)),
+        "conv: expected one number for each of 1 axes",
+    ),
+    (
+        lambda: layers(nets.flatten(), RELU, shape=(2, 4, 1)),
+        "flatten: expected dense after it, got act",
+    ),
+    (
+        lambda: layers(nets.residual(nets.conv(1)), FLAT, shape=(2, 4, 1)),
+        "add: expected a layer with weights",
+    ),
+    (
+        lambda: layers(nets.dense(), nets.residual(RELU), nets.dense()),
+        "add: expected a layer with weights",
+    ),
+    (
+        lambda: layers(
+            nets.conv(1), nets.residual(nets.conv(2, padding="VALID")), FLAT, shape=(2, 4, 1)
+        ),
+        "add: expected branches of one shape",
+    ),
+    (lambda: layers(nets.dense("v")), "alpha: expected an entry 'v'"),
+    (lambda: layers(nets.dense("v"), alpha={"v": jnp.ones(2)}), "alpha: v: expected a number"),
+    (lambda: layers(nets.dense("v"), alpha={"v": -1.0}), "alpha: v: expected a nonnegative number"),
+    (lambda: layers(nets.dense("v"), alpha={"v": np.inf}), "alpha: v: expected finite numbers"),
+    (
+        lambda: layers(nets.dense(), nets.act({ntk.relu: np.nan}), nets.dense()),
+        "weights: expected finite nu",
+    ),
+    (
+        lambda: nets.serial(nets.act({ntk.relu: "a"}), nets.act([ntk.relu, ntk.tanh], "a")).names,
+        "one number of choices for the name 'a'",
+    ),
+    (
+        lambda: nets.conv(3, padding="REFLECT"),
+        "padding: expected one of SAME, VALID, CIRCULAR, got 'REFL",
+    ),
+    (lambda: nets.conv(0), "window: expected at least 1, got 0"),
+    (lambda: nets.dense(-1.0), "weight_variance: expected a nonnegative number"),
+    (lambda: nets.dense(1.0, np.nan), "bias_variance: expected a nonnegative number"),
+    (lambda: nets.act([]), "activations: expected at least one"),
+    (lambda: nets.act([ntk.relu], [1.0, 2.0]), "weights: expected 1 of them, got 2"),
+    (lambda: nets.add([]), "branches: expected at least one network"),
+    (lambda: nets.serial(ntk.relu), "networks: expected what a combinator returns"),
+    (lambda: nets.dense().module(width=0), "width: expected at least 1"),
+    (lambda: nets.dense().module(width=8).init(KEY, ONES), "x: expected inputs"),
+    (
+        lambda: nets.add([nets.dense()]).module(width=3).init(KEY, EYE),
+        "network: expected dense or conv to make",
+    ),
+)
 NTK_SPECTRUM_AND_BOUNDS = []
-NTK_REGRESSION_AND_LARGE = []
+NTK_REGRESSION_AND_LARGE = value_errors(
+    (lambda: ntk.KernelOperator(1, EYE), "kernel: expected a function"),
+    (lambda: ntk.KernelOperator(lambda a, b: a, EYE), "kernel: expected a matrix"),
+    (lambda: ntk.KernelOperator(jnp.dot, EYE[:0]), "x: expected inputs"),
+    (lambda: ntk.KernelOperator(jnp.dot, EYE, EYE * np.nan), "x2: expected finite"),
+    (lambda: ntk.KernelOperator(jnp.dot, EYE, get="both"), "get: expected one of ntk, nngp"),
+    (lambda: ntk.KernelOperator(jnp.dot, EYE, tile=0), "tile: expected at least 1"),
+    (lambda: OPERATOR @ jnp.ones(4), r"v: expected shape \[3\]"),
+    (lambda: OPERATOR @ (1j * ONES), "v: expected real numbers"),
+    (lambda: OPERATOR.columns(jnp.ones(2)), "indices: expected whole numbers"),
+    (lambda: OPERATOR.columns(jnp.array([0, 3])), "indices: expected numbers from 0 to 2, got 3"),
+    (
+        lambda: ntk.EmpiricalOperator(jnp.dot, EYE, EYE, batch_size=0),
+        "batch_size: expected at least 1",
+    ),
+    (lambda: ntk.EmpiricalOperator(jnp.dot, EYE * np.nan, EYE), "params: expected finite"),
+    (lambda: regression(EYE), "K: expected a KernelOperator"),
+    (lambda: regression(OPERATOR.at(EYE[:2])), "K: expected as many rows"),
+    (
+        lambda: regression(ntk.KernelOperator(lambda a, b: -2 * a @ b.T, EYE)),
+        "K: expected a positive definite",
+    ),
+    (lambda: regression(y=jnp.ones(2)), r"y: expected shape \[3\]"),
+    (lambda: regression(y=ONES * np.nan), "y: expected finite targets"),
+    (lambda: regression(penalty=-1.0), "penalty: expected a nonnegative number"),
+    (lambda: regression(tol=0.0), "tol: expected a positive number"),
+    (lambda: regression(steps=0), "steps: expected at least 1"),
+    (
+        lambda: regression(preconditioner=1),
+        "preconditioner: expected the result of partial_cholesky",
+    ),
+    (
+        lambda: regression(preconditioner=PartialCholesky(EYE[:2], ONES, ONES)),
+        "preconditioner: expected 3 rows, as K has, got 2",
+    ),
+    (lambda: regression(start=1), "start: expected a SolverState"),
+    (lambda: regression(callback=1), "callback: expected a function"),
+    (lambda: FIT.error_bound(EYE), r"prior: expected shape \[m\]"),
+    (
+        lambda: FIT.error_bound(jnp.ones(2), smallest=-1.0),
+        "smallest: expected a nonnegative number",
+    ),
+    (lambda: ntk.partial_cholesky(OPERATOR, 1, key=0), NOT_A_KEY),
+    (lambda: ntk.partial_cholesky(OPERATOR, 0, key=KEY), "rank: expected at least 1"),
+    (lambda: ntk.partial_cholesky(OPERATOR, 4, key=KEY), "rank: expected at most the 3 rows"),
+    (
+        lambda: ntk.leave_one_out_estimate(OPERATOR, 1, key=KEY),
+        "fit: expected an IterativeRegression",
+    ),
+    (
+        lambda: ntk.leave_one_out_estimate(OPERATOR.at(EYE), FIT._replace(weights=W0), key=KEY),
+        "fit: expected 3 weights",
+    ),
+    (
+        lambda: ntk.eigenvalue_interval(OPERATOR, key=KEY),
+        "steps: expected steps times block at most",
+    ),
+    (
+        lambda: ntk.eigenvalue_interval(OPERATOR, key=KEY, steps=2, block=1, failure=1.5),
+        "failure: expected",
+    ),
+    (lambda: ntk.kernel_regression(EYE[:2], ONES), "K: expected a square matrix"),
+    (lambda: ntk.kernel_regression(EYE, ONES * 1j), "y: expected real numbers, got complex"),
+    (lambda: ntk.gradient_flow(EYE + EYE[0], ONES, 1.0), "K: expected a symmetric"),
+    (lambda: ntk.gradient_flow(EYE, ONES, 1j), "t: expected real numbers, got complex"),
+    (lambda: ntk.kernel_regression(TWO, ONES), r"y: expected shape \[3, 2\], as K has"),
+    (lambda: ntk.kernel_regression(EYE, ONES).predict(TWO), r"cross: expected shape \[m, 3\]"),
+    (lambda: posterior(y=jnp.ones(2)), r"y: expected shape \[3\]"),
+    (lambda: posterior(cross=EYE[:, :2]), r"cross: expected shape \[m, 3\], got"),
+    (lambda: posterior(cross=2 * EYE), r"cross: expected \|cross\[i, j\]\| <="),
+    (lambda: posterior(prior=EYE[:2, :2]), r"prior: expected shape \(3, 3\), got \(2, 2\)"),
+    (lambda: posterior(prior=EYE + EYE[0]), "prior: expected a symmetric"),
+    (lambda: posterior(jnp.ones((3, 3))), "K: expected a positive definite"),
+    (lambda: ntk.posterior(EYE, ONES), "cross: expected an array, as K is matrices"),
+    (
+        lambda: ntk.posterior(jnp.dot, ONES, x=EYE),
+        "at: expected an array, as K is a kernel function",
+    ),
+    (lambda: ensemble(EYE), "train: expected kernels with"),
+    (lambda: ensemble(ntk.Kernels(EYE, TWO), jnp.ones((3, 2))), "train: expected kernels of one"),
+    (lambda: ensemble(cross=ntk.Kernels(EYE[:2], EYE)), "cross: expected kernels of as many rows"),
+    (lambda: ensemble(cross=ntk.Kernels(EYE, EYE * np.nan)), "cross.ntk: expected finite"),
+    (
+        lambda: ensemble(cross=ntk.Kernels(2 * EYE, EYE)),
+        r"cross.nngp: expected \|cross.nngp\[i, j\]\| <=",
+    ),
+    (lambda: ensemble(penalty=-1), "penalty: expected a nonnegative"),
+    (lambda: ensemble(t=-1), "t: expected nonnegative times"),
+    (lambda: ensemble(x=EYE), "x: expected none, as train is matrices"),
+    (
+        lambda: ntk.ensemble(jnp.dot, ONES, prior=EYE, x=EYE, at=EYE),
+        "prior: expected none, as train",
+    ),
+    (
+        lambda: ntk.ensemble(lambda a, b: a @ b.T, ONES, x=EYE, at=EYE),
+        "kernel: expected a function that returns the fields",
+    ),
+)
 NTK_SCORES = []
 
 ROWS = {

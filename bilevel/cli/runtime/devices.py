@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from bilevel.contracts import Pytree
-from bilevel.internal.processes import is_multiprocess, put_with_sharding, to_numpy
+from bilevel.internal.processes import is_multiprocess, to_numpy
+from ntk.internal.sharding import put_with_sharding
 
 # Seconds without a sign of life after which a process counts as lost; then, of waiting at the end.
 _LOST, _SHUTDOWN = 20, 10

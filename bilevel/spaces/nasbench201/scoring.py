@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.internal.meshes import replicate_like
 from bilevel.internal.processes import is_first_process, to_numpy
 from bilevel.runs import records
 from bilevel.runs.fingerprint import describe_difference, digest, fingerprint
@@ -31,6 +30,7 @@ from bilevel.runs.progress import progress_bar
 from bilevel.spaces.nasbench201._all_networks import AllNetworks
 from bilevel.spaces.nasbench201.genotype import PRIMITIVES, encode
 from ntk import scores as ntk_scores
+from ntk.internal.sharding import replicate_like
 from ntk.scores.registry import (
     HOST_SCORES,
     ScoreDescription,

@@ -1,7 +1,7 @@
 """Elementwise functions: ``act``.
 
-An :class:`Elementwise` has one of four steps, by what its activations are: ReLU-like ones have
-closed forms, erf and GELU others, all the rest are expanded, by tables where they can be.
+The step of an :class:`Elementwise` depends on its activations. ReLU-like ones, erf and GELU have
+closed forms; all others are expanded, by tables if possible.
 """
 
 import dataclasses
@@ -36,6 +36,7 @@ from ntk.networks.contracts import (
 )
 from ntk.networks.moments import LayerFeatures, Moments, epsilon
 from ntk.networks.network import Network
+from ntk.networks.plan import Values, check_choice
 from ntk.networks.position_pairs import (
     PairState,
     Tile,
@@ -50,7 +51,6 @@ from ntk.networks.smooth_duals import (
     state_after_duals,
     state_after_smooth,
 )
-from ntk.networks.values import Values, check_choice
 from ntk.networks.windows import sum_over_positions
 
 _POSITIONS = 2**14  # whose tables are looked up at a time
@@ -100,13 +100,7 @@ class Elementwise(Layer):
     combinator: ClassVar[str] = "act"
 
     def plan(self, signal: Signal, values: Values) -> Planned:
-        """The step for these activations.
-
-        Raises
-        ------
-        ValueError
-            If the features are not Gaussian.
-        """
+        """Return the step for these activations."""
         if not signal.gaussian:
             raise ValueError(
                 "act: expected a layer with weights between it and the last act, got none."
@@ -124,7 +118,7 @@ class Elementwise(Layer):
         return Smooth(self.activations), weights
 
     def entries(self) -> list[tuple[Any, tuple[str, ...]]]:
-        """The weights, chosen between by the names of the activations."""
+        """Return the weights, with the names of the activations."""
         return [(self.weights, tuple(s.name for s in self.activations))]
 
 
@@ -135,7 +129,7 @@ class Elements(LayerStep):
     activations: tuple[Activation, ...]
 
     def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
-        """Their weighted sum."""
+        """Return their weighted sum."""
         return evaluate_layer(self.activations, numbers, x)
 
 
@@ -147,7 +141,7 @@ class Kinked(LayerStep):
     """Activations that are linear on both sides of 0; numbers: (left, right) slopes."""
 
     def features(self, numbers: Any, before: Moments) -> LayerFeatures:
-        """Closed forms."""
+        """Evaluate closed forms."""
         left, right = numbers
         power = (left**2 + right**2) / 2
         mean = (right - left) * DENSITY * before.norm
@@ -160,7 +154,7 @@ class Kinked(LayerStep):
     def pairs(
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
     ) -> PairState:
-        """Arc-cosine kernels, of the angle."""
+        """Evaluate arc-cosine kernels of the angle."""
         left, right = numbers
         over = reciprocal((left**2 + right**2) / 2)
         power, bend = (left**2 + right**2) / 2, (right - left) ** 2
@@ -208,7 +202,7 @@ class Smooth(LayerStep):
     def visit(
         self, numbers: Any, before: Moments, state: Any, full: bool, how: Resolution
     ) -> LayerFeatures:
-        """Expansions at every position."""
+        """Expand the activation at every position."""
         assert self.activations is not None
         n, positions = before.square.shape
         layer = self.activations
@@ -223,21 +217,21 @@ class Smooth(LayerStep):
     def pairs(
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
     ) -> PairState:
-        """Series of the expansions of both positions."""
+        """Sum the series of both positions."""
         assert a.value is not None
         terms = a.value.regular.shape[2]
         return state_after_duals(duals_by_position, a, b, state, tile, terms)
 
     def values_per_input(self, positions: int) -> int:
-        """Those of an expansion at a usual resolution."""
+        """Return the numbers in an expansion at a usual resolution."""
         return 600 * positions
 
     def skeleton(self) -> "Smooth":
-        """Without the activations."""
+        """Return the step without the activations."""
         return Smooth(None)
 
     def tabulate(self, numbers: Any, how: Resolution, dtype: Any) -> tuple[LayerStep, Any]:
-        """Tables, if there are no kinks but at 0."""
+        """Return tables, if there is no kink except at 0."""
         layer = self.activations
         assert layer is not None
         if any(s.kinks for s in layer):
@@ -254,25 +248,25 @@ class Smooth(LayerStep):
 
 @functools.lru_cache(maxsize=16)
 def _shared_tables(activations, weights, how, dtype):
-    """Tables for weights that are known: equal layers share them."""
+    """Return tables for concrete weights: equal layers share them."""
     return tables.tabulate_layer(activations, jnp.asarray(weights, dtype), how, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tabulated(LayerStep):
-    """A ``Smooth`` without kinks but at 0; numbers: tables of it and of its slope."""
+    """A ``Smooth`` with no kink except at 0; numbers: tables of it and of its slope."""
 
     kinked: bool
 
     def visit(
         self, numbers: Any, before: Moments, state: Any, full: bool, how: Resolution
     ) -> LayerFeatures:
-        """Single inputs need no terms: one program, however many."""
+        """Run :meth:`features` without terms, so that one program serves any number of them."""
         numbers = [t._replace(terms=t.terms[:, :0]) for t in numbers]
         return compiled_features(self, numbers, before)
 
     def features(self, numbers: Any, before: Moments) -> LayerFeatures:
-        """Tables at every norm, a few images at a time: a position takes some hundred numbers."""
+        """Evaluate tables at every norm, some images at a time: each takes some hundred numbers."""
 
         def one(x):
             norm, noise = x
@@ -286,12 +280,12 @@ class Tabulated(LayerStep):
     def pairs(
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
     ) -> PairState:
-        """Series whose terms are made here."""
+        """Sum series whose terms are made here."""
         how = functools.partial(by_tables, numbers)
         return state_after_duals(how, a, b, state, tile, numbers[0].terms.shape[1])
 
     def table_values(self, numbers: Any, site: LayerFeatures) -> Iterator[Expansion]:
-        """The function and its slope."""
+        """Yield the function and its slope."""
         again = self.visit(numbers, site.before, None, False, TRACED)
         assert again.value is not None and again.slope is not None
         yield again.value
@@ -314,12 +308,12 @@ def _features_from_expansions(before: Moments, value: Expansion, slope: Expansio
 
 @dataclasses.dataclass(frozen=True)
 class Closed(LayerStep):
-    """An activation whose duals are closed formulas: erf and GELU; numbers: its weight."""
+    """An activation with closed formulas for its duals, erf or GELU; numbers: its weight."""
 
     activation: Activation
 
     def features(self, numbers: Any, before: Moments) -> LayerFeatures:
-        """Derivatives are at most 1.13, and u times the second ones at most 0.83."""
+        """Evaluate the formulas. Derivatives are at most 1.13, u times second ones at most 0.83."""
         v, size = before.square, jnp.abs(numbers)
         s, slope = self.activation, self.activation.derivative
         norms = [root(f.closed[0](v, v, v, 0 * v)) for f in (s, slope, slope.derivative)]
@@ -348,7 +342,7 @@ class Closed(LayerStep):
     def pairs(
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
     ) -> PairState:
-        """As :func:`state_after_duals`, in one pass."""
+        """Compute :func:`state_after_duals` in one pass."""
         assert a.value is not None and b.value is not None
         formulas = [s.closed[0] for s in (self.activation, self.activation.derivative)]
         sides: list[Any] = [
@@ -378,7 +372,7 @@ class Closed(LayerStep):
 
 
 def _expansion_without_terms(norm, mean, noise, steep) -> Expansion:
-    """An expansion of no terms, for the errors of a function whose pairs are a formula."""
+    """Return an expansion of no terms, for the errors of a closed formula."""
     none, zero = jnp.zeros((*norm.shape, 0), norm.dtype), jnp.zeros_like(norm)
     two = jnp.zeros((*norm.shape, 2), norm.dtype)
     pieces = Pieces(none, none, none[..., None])

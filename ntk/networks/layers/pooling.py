@@ -1,4 +1,4 @@
-"""Layers that mix positions: ``average_pool`` and ``global_average_pool``."""
+"""Layers that mix positions: ``average_pool``, ``global_average_pool`` and ``flatten``."""
 
 import dataclasses
 import functools
@@ -12,12 +12,13 @@ from ntk.infinite.layer_expansions import Resolution
 from ntk.networks.contracts import FiniteLayer, Layer, LayerStep, Planned, Signal
 from ntk.networks.moments import LayerFeatures, Moments, Raw, epsilon
 from ntk.networks.network import Network
+from ntk.networks.plan import Values
 from ntk.networks.position_pairs import PairState, Tile, state_of_moments
-from ntk.networks.values import Values
 from ntk.networks.windows import (
     Window,
     Windows,
     check_window,
+    equal_positions,
     outer,
     place_windows,
     pooled,
@@ -67,6 +68,23 @@ def global_average_pool() -> Network:
     return Network((AveragePool(None, 1),))
 
 
+def flatten() -> Network:
+    """All positions into one vector, for a ``dense`` that follows.
+
+    Returns
+    -------
+    Network
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from ntk import networks as nets
+    >>> nets.serial(flatten(), nets.dense()).kernel(jnp.ones((1, 5, 2))).nngp
+    Array([[1.]], dtype=float...)
+    """
+    return Network((Flatten(),))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class AveragePool(Layer):
     """``average_pool``; the window is None for all positions."""
@@ -77,13 +95,7 @@ class AveragePool(Layer):
     combinator: ClassVar[str] = "average_pool"
 
     def plan(self, signal: Signal, values: Values) -> Planned:
-        """An ``Average`` over the windows.
-
-        Raises
-        ------
-        ValueError
-            If there are no positions, or too few for the window.
-        """
+        """Return an ``Average`` over the windows."""
         if not signal.shape:
             raise ValueError("average_pool: expected images or sequences, got no positions.")
         windows = place_windows("average_pool", self.window, self.strides, "VALID", signal.shape)
@@ -100,13 +112,13 @@ class Average(LayerStep):
     def visit(
         self, numbers: Any, before: Raw | Moments, state: Any, full: bool, how: Resolution
     ) -> LayerFeatures:
-        """Sums over all pairs of positions of each input."""
+        """Sum over all pairs of positions of each input."""
         return _pool_features(self, before, state)
 
     def pairs(
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
     ) -> PairState:
-        """Means of second moments and of tangents over both windows."""
+        """Return means of second moments and of tangents over both windows."""
         windows = self.windows
         n1, n2 = state.slack.shape
         size = windows.size**2
@@ -119,7 +131,7 @@ class Average(LayerStep):
         return state_of_moments(second, tangent, (error, tangent_error, excess), a, b, tile)
 
     def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
-        """Flax's own."""
+        """Apply flax's ``avg_pool``."""
         import flax.linen as nn
 
         return nn.avg_pool(x, self.windows.window, self.windows.strides, "VALID")
@@ -129,13 +141,13 @@ class Average(LayerStep):
         return True
 
     def position_counts(self) -> tuple[int, ...]:
-        """Those before and after."""
+        """Return the numbers of positions before and after."""
         return self.windows.position_counts()
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pool_features(step: Average, before: Raw | Moments, state: Any) -> LayerFeatures:
-    """``state``:  of the pairs [n, 1, P, P] of every input with itself."""
+    """Return the features; ``state`` is of the pairs [n, 1, P, P] of every input with itself."""
     windows = step.windows
     size = windows.size
     if isinstance(before, Raw):
@@ -168,3 +180,41 @@ def _pool_features(step: Average, before: Raw | Moments, state: Any) -> LayerFea
         before.mean_noise,
     )
     return LayerFeatures(before, after, gain=gain, tangent_gain=tangent_gain)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flatten(Layer, LayerStep):
+    """``flatten``: the description and the step."""
+
+    combinator: ClassVar[str] = "flatten"
+
+    def plan(self, signal: Signal, values: Values) -> Planned:
+        """Return the layer itself, without numbers."""
+        return Planned(self, (), signal._replace(shape=(), flat=True))
+
+    def features(self, numbers: Any, before: Raw | Moments) -> LayerFeatures:
+        """Return means over all positions; on the data, all channels."""
+        if isinstance(before, Raw):
+            return LayerFeatures(before, Raw(before.x.reshape(len(before.x), 1, -1)))
+        square, tangent, mean = (x.mean(1, keepdims=True) for x in before[:3])
+        noise = before.noise + 8 * epsilon(square)
+        return LayerFeatures(before, Moments(square, tangent, mean, noise, before.mean_noise))
+
+    def pairs(
+        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
+    ) -> PairState:
+        """Return means over pairs of equal positions."""
+        n1, n2 = state.slack.shape
+        p, tangent = state.p, state.tangent
+        if tile.full:
+            p, tangent = (equal_positions(x, n1, n2) for x in (p, tangent))
+        second = outer(a.before.norm, b.before.norm, False) * (1 - 2 * p)
+        eps = epsilon(p)
+        error = state.second_error + 8 * eps
+        second, tangent = (x.mean(0, keepdims=True) for x in (second, tangent))
+        errors = error, state.tangent_error + 8 * eps, state.tangent_excess / len(p)
+        return state_of_moments(second, tangent, errors, a, b, tile)
+
+    def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
+        """Reshape [n, ..., channels] to [n, all]."""
+        return x.reshape(len(x), -1)

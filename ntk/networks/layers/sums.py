@@ -15,7 +15,7 @@ from ntk.internal.checks import sequence
 from ntk.networks.contracts import FiniteLayer, Layer, LayerStep, Planned, Signal
 from ntk.networks.moments import LayerFeatures, Moments, Raw, epsilon
 from ntk.networks.network import Network, check_network, serial
-from ntk.networks.plan import plan_layers
+from ntk.networks.plan import Values, check_choice, plan_layers
 from ntk.networks.position_pairs import (
     PairState,
     Tile,
@@ -24,7 +24,6 @@ from ntk.networks.position_pairs import (
     state_of_moments,
     zero_where_same,
 )
-from ntk.networks.values import Values, check_choice
 from ntk.networks.walk import (
     apply_steps,
     count_patch_values,
@@ -103,13 +102,7 @@ class Add(Layer):
     combinator: ClassVar[str] = "add"
 
     def plan(self, signal: Signal, values: Values) -> Planned:
-        """A ``Sum`` of the plans of the branches.
-
-        Raises
-        ------
-        ValueError
-            If branches end in different shapes, or two of them have no weights.
-        """
+        """Return a ``Sum`` of the plans of the branches."""
         plans = [plan_layers(network, signal, values) for network in self.branches]
         branches = tuple(tuple(steps) for steps, _, _ in plans)
         numbers, ends = [number for _, number, _ in plans], [end for _, _, end in plans]
@@ -120,22 +113,21 @@ class Add(Layer):
         if sum(not f for f in fresh) > 1 or (signal.raw and not all(fresh)):
             raise ValueError(
                 "add: expected a layer with weights in every branch but one (on the data: in every "
-                "branch), got "
-                f"{sum(fresh)} of {len(fresh)}."
+                f"branch), got {sum(fresh)} of {len(fresh)}."
             )
         means = sum(not end.gaussian for end in ends) > 1
         end = Signal(ends[0].shape, all(e.gaussian for e in ends), flat=ends[0].flat)
         return Planned(Sum(branches, means), (values.weights(self.weights), numbers), end)
 
     def entries(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
-        """The weights, and the entries of the branches."""
+        """Yield the weights, and the entries of the branches."""
         yield self.weights, tuple(str(k) for k in range(len(self.branches)))
         for branch in self.branches:
             for layer in branch.layers:
                 yield from layer.entries()
 
     def has_weights(self) -> bool:
-        """Return whether all branches have."""
+        """Return whether all branches have weights."""
         return all(map(_has_weights, self.branches))
 
 
@@ -155,7 +147,7 @@ class Sum(LayerStep):
     def visit(
         self, numbers: Any, before: Raw | Moments, state: Any, full: bool, how: Resolution
     ) -> LayerFeatures:
-        """All branches, and their sum."""
+        """Return all branches, and their sum."""
         weights, inner = numbers
         branches = [
             walk_features(s, n, before, state, full, how)
@@ -168,13 +160,13 @@ class Sum(LayerStep):
     def pairs_of_data(
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, tile: Tile
     ) -> PairState:
-        """The same: every branch has weights."""
+        """Sum the branches, all of which have weights."""
         return self._sum_pairs(numbers, a, b, None, tile)
 
     def pairs(
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
     ) -> PairState:
-        """The angle of vectors of norms with angles; if means count, sums of second moments."""
+        """Combine the branches' angles; if means count, their second moments."""
         return self._sum_pairs(numbers, a, b, state, tile)
 
     def _sum_pairs(
@@ -196,26 +188,24 @@ class Sum(LayerStep):
             for s in (a, b)
         ]
         tangent, excess = (
-            functools.reduce(jnp.add, (w**2 * t for w, t in zip(weights, ts, strict=True)))
+            _total(w**2 * t for w, t in zip(weights, ts, strict=True))
             for ts in ([e.tangent for e in ends], [e.tangent_excess for e in ends])
         )
         sizes = [outer(top.norm, other.norm, tile.full) for top, other in zip(*tops, strict=True)]
         eps = epsilon(tangent)
         slack, floor, second_error, tangent_error = (
-            functools.reduce(jnp.maximum, (getattr(end, name) for end in ends))
+            _largest(getattr(end, name) for end in ends)
             for name in ("slack", "floor", "second_error", "tangent_error")
         )
         second_error, tangent_error = (
             e + (4 + len(ends)) * eps for e in (second_error, tangent_error)
         )
-        noise = functools.reduce(
-            jnp.maximum, (norm_noise(*pair) for pair in zip(*tops, strict=True))
-        )
+        noise = _largest(norm_noise(*pair) for pair in zip(*tops, strict=True))
         if self.means:
             parts = zip(weights, sizes, ends, strict=True)
-            second = functools.reduce(jnp.add, (w**2 * s * (1 - 2 * e.p) for w, s, e in parts))
+            second = _total(w**2 * s * (1 - 2 * e.p) for w, s, e in parts)
             means = [[w * top.mean for w, top in zip(weights, side, strict=True)] for side in tops]
-            left, right = (functools.reduce(jnp.add, side) for side in means)
+            left, right = (_total(side) for side in means)
             second = second + outer(left, right, tile.full)
             for left, right in zip(*means, strict=True):
                 second = second - outer(left, right, tile.full)
@@ -224,7 +214,7 @@ class Sum(LayerStep):
             return state_of_moments(second, tangent, (error, tangent_error, excess), a, b, tile)
         total = outer(a.after.norm, b.after.norm, tile.full)
         parts = zip(weights, sizes, ends, strict=True)
-        p = functools.reduce(jnp.add, (w**2 * s * e.p for w, s, e in parts)) * reciprocal(total)
+        p = _total(w**2 * s * e.p for w, s, e in parts) * reciprocal(total)
         sides = [
             jnp.stack([jnp.abs(w) * top.norm for w, top in zip(weights, side, strict=True)], 2)
             for side in tops
@@ -236,7 +226,7 @@ class Sum(LayerStep):
         return PairState(p, tangent, slack, floor, second_error, tangent_error, excess)
 
     def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
-        """All branches, of one width, and their sum."""
+        """Return the sum of all branches, which have one width."""
         weights, inner = numbers
         parts = []
         for k, steps in enumerate(self.branches):
@@ -245,29 +235,29 @@ class Sum(LayerStep):
         return sum(parts)
 
     def pools(self) -> bool:
-        """Return whether a branch does."""
+        """Return whether a branch pools."""
         return any(step.pools() for branch in self.branches for step in branch)
 
     def position_counts(self) -> tuple[int, ...]:
-        """Those on the way through all branches."""
+        """Return the numbers of positions in all branches."""
         steps = [step for branch in self.branches for step in branch]
         return (1, *(count for step in steps for count in step.position_counts()))
 
     def values_per_input(self, positions: int) -> int:
-        """Those of all branches and of the sum."""
+        """Return the numbers of all branches and of the sum."""
         inner = sum(count_values(branch, positions) for branch in self.branches)
         return inner + super().values_per_input(positions)
 
     def patch_values(self, channels: int) -> int:
-        """Those of all branches."""
+        """Return the numbers of all branches."""
         return sum(count_patch_values(branch, channels) for branch in self.branches)
 
     def skeleton(self) -> "Sum":
-        """Skeletons of the branches."""
+        """Return the step with skeletons of the branches."""
         return dataclasses.replace(self, branches=tuple(map(skeletons, self.branches)))
 
     def tabulate(self, numbers: Any, how: Resolution, dtype: Any) -> tuple["Sum", Any]:
-        """With tables in the branches."""
+        """Return the step and its numbers with tables in the branches."""
         weights, inner = numbers
         parts = [
             tabulate_steps(s, n, how, dtype) for s, n in zip(self.branches, inner, strict=True)
@@ -276,45 +266,49 @@ class Sum(LayerStep):
         return step, (weights, [n for _, n in parts])
 
     def table_values(self, numbers: Any, site: LayerFeatures) -> Iterator[Expansion]:
-        """Those of the branches."""
+        """Yield the expansions of the branches."""
         for branch, inner, own in zip(self.branches, numbers[1], site.branches, strict=True):
             yield from table_values(branch, inner, own)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _sum_features(step: Sum, weights: Any, before: Any, ends: list[Moments]) -> LayerFeatures:
-    """The sum of branches that end in ``ends``; without the sites of the branches."""
+    """Return the sum of branches that end in ``ends``; without the sites of the branches."""
     eps = epsilon(weights)
     shares = [w**2 * end.square for w, end in zip(weights, ends, strict=True)]
-    plain = functools.reduce(jnp.add, shares)
-    tangent = functools.reduce(
-        jnp.add, (w**2 * end.tangent for w, end in zip(weights, ends, strict=True))
-    )
+    plain = _total(shares)
+    tangent = _total(w**2 * end.tangent for w, end in zip(weights, ends, strict=True))
     means = [w * end.mean for w, end in zip(weights, ends, strict=True)]
-    mean = functools.reduce(jnp.add, means)
-    worst = functools.reduce(jnp.maximum, (end.noise for end in ends)) + (4 + len(ends)) * eps
+    mean = _total(means)
+    worst = _largest(end.noise for end in ends) + (4 + len(ends)) * eps
     sizes = jnp.abs(weights)
-    mean_noise = functools.reduce(
-        jnp.add, (s * end.mean_noise for s, end in zip(sizes, ends, strict=True))
-    )
+    mean_noise = _total(s * end.mean_noise for s, end in zip(sizes, ends, strict=True))
     square, gain = plain, jnp.ones_like(worst)
     if step.means:
-        crossed = mean**2 - functools.reduce(jnp.add, (m**2 for m in means))
+        crossed = mean**2 - _total(m**2 for m in means)
         square = jnp.maximum(plain + crossed, 4 * eps * plain)
         over = reciprocal(root(square))
         gain = jax.lax.stop_gradient((root(plain) * over).max(1))
-        absolute = functools.reduce(jnp.add, map(jnp.abs, means))
+        absolute = _total(map(jnp.abs, means))
         worst = worst * gain**2 + 2 * (absolute * over).max(1) * mean_noise * over.max(1)
     after = Moments(square, tangent, mean, *map(jax.lax.stop_gradient, (worst, mean_noise)))
     return LayerFeatures(before, after, gain=gain)
 
 
+def _total(terms) -> Any:
+    return functools.reduce(jnp.add, terms)
+
+
+def _largest(bounds) -> Any:
+    return functools.reduce(jnp.maximum, bounds)
+
+
 def _relative_mean_error(a: LayerFeatures, b: LayerFeatures, means) -> jax.Array:
-    """Bound of the error of products of means, over both norms."""
+    """Bound the error of products of means, over both norms."""
     errors = []
     for site, side in ((a, means[0]), (b, means[1])):
         over = reciprocal(site.after.norm)
-        absolute = functools.reduce(jnp.add, map(jnp.abs, side))
+        absolute = _total(map(jnp.abs, side))
         errors.append(((absolute * over).max(1), over.max(1) * site.after.mean_noise))
     (size, off), (other, other_off) = errors
     return jax.lax.stop_gradient(size[:, None] * other_off[None] + off[:, None] * other[None])

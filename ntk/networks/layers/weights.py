@@ -14,6 +14,7 @@ from ntk.infinite.layer_expansions import squared_norms
 from ntk.networks.contracts import FiniteLayer, Layer, LayerStep, Planned, Signal
 from ntk.networks.moments import LayerFeatures, Moments, Raw, epsilon
 from ntk.networks.network import Network
+from ntk.networks.plan import Values
 from ntk.networks.position_pairs import (
     PairState,
     Tile,
@@ -21,7 +22,6 @@ from ntk.networks.position_pairs import (
     norm_noise,
     zero_where_same,
 )
-from ntk.networks.values import Values
 from ntk.networks.windows import (
     NO_POSITIONS,
     Window,
@@ -126,13 +126,7 @@ class Dense(Layer):
     after_flatten: ClassVar[bool] = True
 
     def plan(self, signal: Signal, values: Values) -> Planned:
-        """A ``Linear`` on one position.
-
-        Raises
-        ------
-        ValueError
-            If there are several positions.
-        """
+        """Return a ``Linear`` on one position."""
         if math.prod(signal.shape) > 1:
             raise ValueError(
                 f"dense: expected flatten or pooling before it, got shape {signal.shape}."
@@ -148,7 +142,7 @@ class Dense(Layer):
         return Planned(Linear(windows, not none), numbers, Signal(windows.after, True))
 
     def entries(self) -> list[tuple[Any, None]]:
-        """Both variances."""
+        """Return both variances."""
         return [((self.weight_variance, self.bias_variance), None)]
 
     def has_weights(self) -> bool:
@@ -168,13 +162,7 @@ class Convolution(Dense):
     after_flatten: ClassVar[bool] = False
 
     def plan(self, signal: Signal, values: Values) -> Planned:
-        """A ``Linear`` on the windows.
-
-        Raises
-        ------
-        ValueError
-            If there are no positions, or too few for the window.
-        """
+        """Return a ``Linear`` on the windows."""
         if not signal.shape:
             raise ValueError("conv: expected images or sequences, got inputs without positions.")
         windows = place_windows("conv", self.window, self.strides, self.padding, signal.shape)
@@ -195,7 +183,7 @@ class Linear(LayerStep):
     makes_outputs: ClassVar[bool] = True
 
     def features(self, numbers: Any, before: Raw | Moments) -> LayerFeatures:
-        """Sums over windows of second moments and tangents; on the data, of their patches."""
+        """Sum second moments and tangents over windows; on the data, take its patches."""
         weight, bias = numbers
         windows = self.windows
         if isinstance(before, Raw):
@@ -215,10 +203,7 @@ class Linear(LayerStep):
         return LayerFeatures(before, after)
 
     def _vectors(self, numbers: Any, before: Raw | Moments) -> jax.Array:
-        """What inner products are taken of, [n, P', length].
-
-        The patches of the data; else the norms in each patch, as if all correlations were 1.
-        """
+        """Return the patches [n, P', length] of the data, or of the norms after the first layer."""
         weight, bias = numbers
         x = before.x if isinstance(before, Raw) else before.norm[..., None]
         patches = extract_patches(x, self.windows)
@@ -232,7 +217,7 @@ class Linear(LayerStep):
     def pairs_of_data(
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, tile: Tile
     ) -> PairState:
-        """The angles of the patches of the data."""
+        """Return the angles of the patches of the data."""
         p = zero_where_same(_patch_half_chords(a, b, tile), tile)
         sizes = outer(a.after.norm, b.after.norm, tile.full)
         none = jnp.zeros((len(a.after.square), len(b.after.square)), p.dtype)
@@ -244,7 +229,7 @@ class Linear(LayerStep):
     def pairs(
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
     ) -> PairState:
-        """The angle of vectors of norms with angles, and means over windows of the tangents."""
+        """Return the angle of vectors of norms with angles, and windows' means of the tangents."""
         windows, (weight, bias) = self.windows, numbers
         n1, n2 = state.slack.shape
         size = windows.size
@@ -273,7 +258,7 @@ class Linear(LayerStep):
         return PairState(p, tangent, slack, floor, second, error, excess)
 
     def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
-        """[n, ..., channels] -> [n, ..., features]."""
+        """Map [n, ..., channels] to [n, ..., features]."""
         windows, (weight_variance, bias_variance) = self.windows, numbers
         channels, features = x.shape[-1], finite.features
         shapes: dict[str, tuple[int, ...]] = {"kernel": (*windows.window, channels, features)}
@@ -291,16 +276,16 @@ class Linear(LayerStep):
         return out
 
     def position_counts(self) -> tuple[int, ...]:
-        """Those before and after."""
+        """Return the numbers of positions before and after."""
         return self.windows.position_counts()
 
     def patch_values(self, channels: int) -> int:
-        """Three copies of the patches."""
+        """Return the size of three copies of the patches."""
         return 3 * math.prod(self.windows.after) * self.windows.size * channels
 
 
 def _patch_half_chords(a: LayerFeatures, b: LayerFeatures, tile: Tile) -> jax.Array:
-    """Half chords of the patches of the data, by products of matrices."""
+    """Return half chords of the patches of the data, by products of matrices."""
     sides = [jax.tree.map(lambda x: as_pair_rows(x, tile.full), site.units) for site in (a, b)]
     if len(sides[0].high) == 1:  # a loop over one is slow
         return half_chords(*(jax.tree.map(lambda x: x[0], side) for side in sides))[0][None]

@@ -4,6 +4,9 @@ A benchmark is a script that has a question (its docstring), a measurement that 
 and ``report(rows)``, the Markdown made of them. Its results are lines of JSON in
 ``results/NAME.jsonl``, most often with a first one on the :func:`environment`.
 
+Every script takes ``--smoke`` (it only shows that the script runs), ``--quick`` (small, without a
+results file) and ``--table`` (prints the results files as Markdown).
+
 Nothing here imports JAX before it is needed: some scripts measure the memory of a process.
 """
 

@@ -31,14 +31,10 @@ that was cut short goes on from its checkpoint.
 
     # width 128; 15 minutes of processor time
     python benchmarks/deep_search/activation_skip_search.py
-    # digits, a minute, no results file
-    python benchmarks/deep_search/activation_skip_search.py --quick
     # the paper's width: hours of one core
     python benchmarks/deep_search/activation_skip_search.py --full
     # one search of the paper's width
     python benchmarks/deep_search/activation_skip_search.py --full --only "in turn"
-    python benchmarks/deep_search/activation_skip_search.py --smoke  # one search of two steps: 10 s
-    python benchmarks/deep_search/activation_skip_search.py --table  # the results files as Markdown
 """
 
 import dataclasses

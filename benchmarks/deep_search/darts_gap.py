@@ -20,10 +20,7 @@ Every search is a row, written as it ends; what the results file holds is not me
     python benchmarks/deep_search/darts_gap.py
     # three cells, eight operations, 14 x 14 pixels, 1000 images: seven hours of one core
     python benchmarks/deep_search/darts_gap.py --deep
-    python benchmarks/deep_search/darts_gap.py --quick    # a minute or two, no results file
     python benchmarks/deep_search/darts_gap.py --full     # the paper's sizes, on an accelerator
-    python benchmarks/deep_search/darts_gap.py --smoke    # two operations, random images: 10 s
-    python benchmarks/deep_search/darts_gap.py --table    # the results files as Markdown
 """
 
 import dataclasses

@@ -25,13 +25,8 @@ PyTorch is in the dependency group `peers`, for an environment of its own. `--pe
 behind it measures ours alone, and writes a results file only if `--results` names one.
 
     python benchmarks/deep_search/darts_step.py    # 3 cells of 16 channels: 10 minutes on two cores
-    # 2 cells of 8, small images: minutes; no results
-    python benchmarks/deep_search/darts_step.py --quick
     # the published 8 cells of 16: half an hour, and 30 GB for PyTorch's second order
     python benchmarks/deep_search/darts_step.py --full
-    # one cell of two operations, first order: 10 s
-    python benchmarks/deep_search/darts_step.py --smoke
-    python benchmarks/deep_search/darts_step.py --table  # the results files as Markdown
 
 `--dtype bfloat16`: activations in 16 bits, PyTorch's by autocast; for an accelerator.
 """
@@ -435,10 +430,6 @@ def ratio(row, other, key="seconds") -> tuple[float, float]:
     return x / y, x / y * math.hypot(dx / x, dy / y)
 
 
-def off(a, b) -> float:
-    return abs(a / b - 1)
-
-
 HEAD = ["step", "bilevel, s", "PyTorch, s", "ratio", "processor's", "bilevel, MB (added)"]
 HEAD += ["PyTorch, MB (added)", "compilation, s", "its MB"]
 
@@ -458,35 +449,6 @@ def step_table(rows) -> str:
     return harness.table(HEAD, lines)
 
 
-def verdicts(rows):
-    """Pairs of whether a target is met and what it is."""
-    for row in rows:
-        if "failed" in row:
-            yield False, f"{LIBRARIES[row['library']]}, {ORDERS[row['order']]}: {row['failed']}"
-    first, second = (find(rows, "bilevel", order) for order in ORDERS)
-    if first and second:
-        cost = ratio(second, first)
-        yield cost[0] <= 3, f"second order in {plus_minus(*cost)} of first order's time, at most 3"
-    peer = find(rows, "torch", 1)
-    if first and peer:
-        counts = first["parameters"], peer["parameters"]
-        yield counts[0] == counts[1], "parameters: {}, PyTorch's {}".format(*counts)
-        error = off(first["loss"], peer["loss"])
-        text = f"loss with PyTorch's weights, in full float32: {first['loss']:.6f}"
-        yield error <= 1e-4, f"{text}, off by {error:.0e}, at most 1e-4"
-    for order, name in ORDERS.items():
-        ours, peer = (find(rows, library, order) for library in ("bilevel", "torch"))
-        if not (ours and peer):
-            continue
-        # On an accelerator both multiply in fewer bits.
-        most = 1e-3 if (ours["platform"], rows[0]["sizes"]["dtype"]) == ("cpu", "float32") else 0.1
-        errors = [off(ours[key], peer[key]) for key in ("value", "norm")]
-        text = f"{name}: after a step the validation loss is off by {errors[0]:.0e}, the norm of"
-        yield max(errors) <= most, f"{text} the hypergradient by {errors[1]:.0e}, at most {most:g}"
-        cost, most = ratio(ours, peer), 1 if ours["platform"] == "cpu" else 1 / 1.5
-        yield cost[0] <= most, f"{name}: {plus_minus(*cost)} of PyTorch's time, at most {most:.3g}"
-
-
 def title(rows) -> str:
     sizes = Sizes(**rows[0]["sizes"])
     return (
@@ -497,26 +459,7 @@ def title(rows) -> str:
 
 
 def report(rows) -> str:
-    return "\n\n".join([title(rows), step_table(rows), harness.judged(verdicts(rows))])
-
-
-def picture(rows, path):
-    with harness.picture(path, 1, 2, figsize=(9, 3.8)) as (figure, axes):
-        draw(rows, axes)
-        figure.suptitle(title(rows).split(";")[0])
-
-
-def draw(rows, axes):
-    for k, (library, name) in enumerate(LIBRARIES.items()):
-        measured = [row for order in ORDERS if (row := find(rows, library, order))]
-        places = [row["order"] + 0.36 * (k - 0.5) for row in measured]
-        times, errors = zip(*map(time_of, measured), strict=True) if measured else ((), ())
-        axes[0].bar(places, times, 0.34, yerr=errors, label=name)
-        axes[1].bar(places, [row["peak_mb"] / 1e3 for row in measured], 0.34, label=name)
-    for ax, label in zip(axes, ("seconds per step, ± s.e.", "largest memory (GB)"), strict=True):
-        ax.set_xticks(list(ORDERS), list(ORDERS.values()))
-        ax.set_ylabel(label)
-    axes[0].legend()
+    return f"{title(rows)}\n\n{step_table(rows)}"
 
 
 def main() -> None:
@@ -532,7 +475,7 @@ def main() -> None:
     accelerated = any(row.get("platform") not in (None, "cpu") for row in rows)
     parts = ["gpu"] * accelerated + [flags.dtype] * (flags.dtype != "float32")
     path = harness.named(harness.committed(flags.results, flags.peers, ["torch"]), *parts)
-    harness.finish(rows, path, report, picture)
+    harness.finish(rows, path, report)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,6 @@ validation error:
 The gain over random is paired: both on the same rows of the same run.
 
     python benchmarks/deep_search/eigen_nas.py    # width 128, 10 runs; 20 minutes of processor time
-    python benchmarks/deep_search/eigen_nas.py --quick  # digits, a minute, no results file
-    python benchmarks/deep_search/eigen_nas.py --smoke  # digits, pools of two: 10 s
-    python benchmarks/deep_search/eigen_nas.py --table
 """
 
 import jax

@@ -11,10 +11,6 @@ and of unit norm as the theorem has them. Its conclusions are about bounds of th
 printed they fail: docs/errata.md); here they are asked of the eigenvalue itself.
 
     python benchmarks/deep_search/eigenvalue_depth.py            # resumable
-    # digits, narrow networks, no results file
-    python benchmarks/deep_search/eigenvalue_depth.py --quick
-    python benchmarks/deep_search/eigenvalue_depth.py --smoke    # eight rows, one depth: 10 s
-    python benchmarks/deep_search/eigenvalue_depth.py --table    # the results file as Markdown
 """
 
 import dataclasses

@@ -14,9 +14,6 @@ It differs from the paper in size: one cell a stage, 8 channels, images of 16 x 
 5,000 images and 8 epochs, where the paper has 5 cells, 16 channels, 32 x 32, 25,000 + 25,000.
 
     python benchmarks/deep_search/gaea.py           # an hour of one core; goes on where it was
-    python benchmarks/deep_search/gaea.py --quick   # digits, a minute, no results file
-    python benchmarks/deep_search/gaea.py --smoke   # smaller still: 10 s
-    python benchmarks/deep_search/gaea.py --table
 """
 
 import dataclasses

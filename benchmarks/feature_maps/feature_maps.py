@@ -10,8 +10,6 @@ random choices.
    The incumbent is trained again by itself, with all features, outside the clock. Beside the
    paper's methods exponentiated gradient, as its released code has it, at the learning rate that
    is best on configurations of their own (part "tuning"; with 4,096 features on all of CIFAR-10).
-3. The same ridge problems by scikit-learn, and Hyperband by Optuna (dependency group `peers`):
-   with CIFAR-10 in the default size only. `--peers` with no name behind it leaves Optuna out.
 
 Seconds are wall time on all cores, without compilation: every program is run once before the first
 trial. Projections of rows and hashes of texts are in them: each method starts with none.
@@ -23,30 +21,25 @@ again, and a method that was cut short goes on with the solves in its journal.
     python benchmarks/feature_maps/feature_maps.py
     python benchmarks/feature_maps/feature_maps.py --data imdb     # IMDb
     python benchmarks/feature_maps/feature_maps.py --data digits   # what --quick runs, in a minute
-    python benchmarks/feature_maps/feature_maps.py --alternatives  # part 3 alone, again
     # 24,000 + 6,000 images, 16,384 features
     python benchmarks/feature_maps/feature_maps.py --full
     # ... in the time that there is
     python benchmarks/feature_maps/feature_maps.py --full --features 2048
     python benchmarks/feature_maps/feature_maps.py --full --data imdb # all 50,000 reviews
-    python benchmarks/feature_maps/feature_maps.py --smoke         # digits, all parts, tiny: 10 s
-    python benchmarks/feature_maps/feature_maps.py --table         # the results files as Markdown
 """
 
 import dataclasses
 import functools
 import sys
-import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
 import bilevel.data
 from benchmarks import harness
 from benchmarks.feature_maps import feature_maps_tables as tables
-from bilevel import baselines, linear
+from bilevel import baselines
 from bilevel.contracts import Shared
 from bilevel.spaces import features
 
@@ -76,7 +69,6 @@ FULL = {  # the paper: 40,000 + 10,000 images and 100,000 features; IMDb as here
 }
 TUNED = {"cifar10": 2**12}  # features of the tuning, where all of them would take hours
 ROUNDS = 8  # of exponentiated gradient: as many solves as weight sharing makes of 256
-RIDGE = 1024, 2048, 4096  # features of the ridge problems in part 3
 CLOCK = "each method's own projections and hashes"
 
 RATES = 0.25, 1.0, 4.0, 16.0, 64.0  # of exponentiated gradient
@@ -234,132 +226,16 @@ def warm_up(data, sizes, key) -> None:
             problem.evaluate(key, configs[0], resource)
 
 
-# ------------------------------------------------------------------------------ 3. alternatives
-
-
-def seconds_of(call) -> float:
-    return float(np.median(harness.seconds(call)))
-
-
-def ridge_solve(n, d, outputs=10, penalty=0.5) -> dict:
-    """The same float32 ridge problem by the library and by scikit-learn."""
-    from sklearn.linear_model import Ridge
-
-    rng = np.random.default_rng(0)
-    phi = (np.sqrt(2 / d) * np.cos(3 * rng.normal(size=(n, d)))).astype(np.float32)
-    y = np.where(rng.random((n, outputs)) < 0.1, 1, -1).astype(np.float32)
-    on_device = jnp.asarray(phi), jnp.asarray(y)
-    solve = jax.jit(lambda phi, y: linear.ridge_weights(phi, y, penalty).w)
-    product = jax.jit(lambda phi: phi.T @ phi)
-    model = Ridge(penalty, fit_intercept=False, solver="cholesky")
-    gram = phi.T.astype(float) @ phi + penalty * np.eye(d)
-    truth = np.linalg.solve(gram, phi.T.astype(float) @ y)
-
-    def error(w):
-        return float(np.abs(w - truth).max() / np.abs(truth).max())
-
-    return {
-        "part": "ridge",
-        "n": n,
-        "dimension": d,
-        "seconds": seconds_of(lambda: solve(*on_device)),
-        "scikit-learn seconds": seconds_of(lambda: model.fit(phi, y).coef_),
-        "matrix product seconds": seconds_of(lambda: product(on_device[0])),
-        "error": error(np.asarray(solve(*on_device))),
-        "scikit-learn error": error(model.coef_.T),
-    }
-
-
-def optuna_hyperband(data, sizes, key, seconds, target) -> dict:
-    """Hyperband by Optuna, random features and ridge regression by scikit-learn.
-
-    Stops once the validation error of a configuration at full dimension is ``target``, or after
-    ``seconds``.
-    """
-    import optuna
-    from sklearn.linear_model import Ridge
-    from sklearn.preprocessing import MinMaxScaler, Normalizer, StandardScaler
-
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    parts = parts_of(data, sizes, jax.random.split(key)[0])
-    xs = [x.reshape(len(x), -1).astype(np.float32) for x, _ in parts]
-    labels = [y for _, y in parts]
-    targets = 2 * np.eye(10, dtype=np.float32)[labels[0]] - 1
-    scalers = {"minmax": MinMaxScaler, "unit": Normalizer, "standardize": StandardScaler}
-    lowest, curve, start = max(1, sizes.dimension // 64), [], time.perf_counter()
-
-    def objective(trial):
-        name = trial.suggest_categorical("preprocess", ["none", *scalers])
-        kernel = trial.suggest_categorical("kernel", ["gaussian", "laplace"])
-        gamma = trial.suggest_float("gamma", 1e-5, 10, log=True)
-        scaler = scalers[name]().fit(xs[0]) if name in scalers else None
-        held = [scaler.transform(x) if scaler else x for x in xs]
-        rng, d = np.random.default_rng(0), lowest
-        while True:
-            shape = xs[0].shape[1], d
-            draw = rng.normal(size=shape) if kernel == "gaussian" else rng.standard_cauchy(shape)
-            scale = np.sqrt(2 * gamma) if kernel == "gaussian" else gamma
-            w, b = (scale * draw).astype(np.float32), rng.uniform(0, 2 * np.pi, d)
-            phis = [np.sqrt(2 / d) * np.cos(x @ w + b.astype(np.float32)) for x in held]
-            model = Ridge(0.5, fit_intercept=False).fit(phis[0], targets)
-            valid, test = (
-                float(np.mean(model.predict(phi).argmax(1) != y))
-                for phi, y in zip(phis[1:], labels[1:], strict=True)
-            )
-            if d >= sizes.dimension:
-                curve.append((time.perf_counter() - start, valid, test))
-                return valid
-            trial.report(valid, d)
-            if trial.should_prune():
-                raise optuna.TrialPruned
-            d = min(4 * d, sizes.dimension)
-
-    def enough(study, trial):
-        if (
-            time.perf_counter() - start > seconds
-            or min((v for _, v, _ in curve), default=1) <= target
-        ):
-            study.stop()
-
-    pruner = optuna.pruners.HyperbandPruner(lowest, sizes.dimension, reduction_factor=4)
-    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0), pruner=pruner)
-    study.optimize(objective, callbacks=[enough])
-    best = min(curve, key=lambda row: row[1]) if curve else (float("nan"),) * 3
-    return {
-        "part": "optuna",
-        "seconds": time.perf_counter() - start,
-        "trials": len(study.trials),
-        "valid": best[1],
-        "test": best[2],
-        "target": target,
-        "reached": best[1] <= target,
-    }
-
-
-def alternatives(data, sizes, key, searched, dimensions, peers) -> list[dict]:
-    """Optuna gets the same rows, and five times the seconds that our first trial took."""
-    rows = [ridge_solve(sizes.train, d) for d in dimensions]
-    if "optuna" in peers:
-        ours = tables.of_method(searched, "Hyperband")[0]
-        seconds = ours["seconds"][-1]
-        optuna_row = optuna_hyperband(data, sizes, key, 5 * seconds, ours["valid"][-1])
-        rows.append(optuna_row | {"our seconds": seconds, "our test": ours["test"][-1]})
-    return rows
-
-
 def parsed():
-    """The flags, with the data of a run, and with ``compared``: whether it measures part 3."""
+    """The flags, with the data of a run."""
     flags = harness.command_line(
         __file__,
         __doc__,
         tables.report,
         full=True,
-        peers=("optuna",),
-        compares=lambda parsed: parsed.data in (None, "cifar10") and parsed.size == "default",
         data={"choices": [name for name in SIZES if name != "smoke"], "help": "default: cifar10"},
         trials={"type": int, "help": "default: 10; IMDb and digits 3"},
         features={"type": int, "help": "of a full evaluation, if not as usual; own results file"},
-        alternatives={"action": "store_true", "help": "part 3 alone, done again"},
     )
     data = flags.data or ("digits" if flags.small else "cifar10")
     if flags.small and data != "digits":
@@ -368,15 +244,7 @@ def parsed():
         flags.error(f"--data: expected {' or '.join(FULL)} with --full, got {data}")
     if flags.trials is not None and flags.trials < 2:
         flags.error(f"--trials: expected at least 2, got {flags.trials}")
-    if flags.alternatives and flags.trials is not None:
-        flags.error("--alternatives: expected no --trials, which is of the other parts")
-    flags.data, flags.compared = data, data == "cifar10" and flags.size == "default"
-    if flags.alternatives and not flags.compared:
-        got = data if flags.size == "default" else f"--{flags.size}"
-        flags.error(f"--alternatives: expected cifar10 in the default size, got {got}")
-    if flags.peers and not (flags.compared or flags.smoke):
-        got = data if flags.size == "default" else f"--{flags.size}"
-        flags.error(f"--peers: expected cifar10 in the default size, got {got}")
+    flags.data = data
     return flags
 
 
@@ -389,16 +257,7 @@ def main() -> None:
     if flags.features:
         sizes = with_features(sizes, flags.features)
         path = harness.named(path, str(flags.features))
-    rows = harness.read(path) if path else []
-    if flags.alternatives:
-        if not tables.of_method(rows, "Hyperband"):
-            sys.exit(f"--alternatives: expected the other parts' rows in {path}, got none.")
-    else:
-        rows = measured(data, sizes, key, path, rows)
-    if flags.compared or flags.smoke:  # a second run measures part 3 again
-        rows = [r for r in rows if r["part"] not in ("ridge", "optuna")]
-        dimensions = sizes.dimensions if flags.smoke else RIDGE
-        rows += alternatives(data, sizes, key, rows, dimensions, flags.peers)
+    rows = measured(data, sizes, key, path, harness.read(path) if path else [])
     harness.finish(rows, path, tables.report, tables.picture)
 
 
@@ -406,7 +265,7 @@ def measured(data, sizes, key, path, rows) -> list[dict]:
     """The rows of parts 1 and 2: those that there are, and the others as they come."""
     about = {"data": data, "sizes": dataclasses.asdict(sizes), "clock": CLOCK}
     if not rows:
-        rows = [harness.environment("scipy", "scikit-learn", "optuna", **about)]
+        rows = [harness.environment("scipy", "scikit-learn", **about)]
         harness.append(path, *rows)
     elif (
         not harness.same_sizes(rows, about["sizes"], but=("trials",))

@@ -136,45 +136,9 @@ def method_table(rows) -> str:
     return harness.table(["method", "solves", "seconds", "test error, %, ± s.e."], lines)
 
 
-def ridge_table(rows) -> str:
-    lines = []
-    for r in harness.where(rows, part="ridge"):
-        ours, theirs = r["seconds"], r["scikit-learn seconds"]
-        lines.append(
-            [
-                f"{r['n']} x {r['dimension']}",
-                f"{ours:.3f} s, {r['error']:.0e}",
-                f"{theirs:.3f} s ({theirs / ours:.1f}×), {r['scikit-learn error']:.0e}",
-                f"{r['matrix product seconds']:.3f} s",
-            ]
-        )
-    head = "ridge, float32", "bilevel", "scikit-learn", "bare product Φ'Φ"
-    return harness.table(head, lines)
-
-
-def optuna(rows) -> str:
-    (r,) = harness.where(rows, part="optuna")
-    reached = "reached it" if r["reached"] else "had not reached it"
-    times = r["seconds"] / r["our seconds"]
-    return (
-        f"Hyperband by Optuna with scikit-learn, one trial: {reached} (validation error "
-        f"{100 * r['target']:.1f} %) after {r['seconds']:.0f} s and {r['trials']} "
-        f"configurations, {times:.1f} times our {r['our seconds']:.1f} s (projections "
-        f"included, as in its own time); test error "
-        f"{100 * r['test']:.1f} % against {100 * r['our test']:.1f} %."
-    )
-
-
-def methods(rows) -> str:
-    """The comparison of the methods, and what the paper says of them."""
-    return "\n\n".join([title(rows), method_table(rows), fast_table(rows), verdicts(rows)])
-
-
 def report(rows) -> str:
-    parts = [methods(rows)]
-    parts += [ridge_table(rows)] if harness.where(rows, part="ridge") else []
-    parts += [optuna(rows)] if harness.where(rows, part="optuna") else []
-    return "\n\n".join(parts)
+    """The comparison of the methods, and the paper's claims on them."""
+    return "\n\n".join([title(rows), method_table(rows), fast_table(rows), verdicts(rows)])
 
 
 def picture(rows, path):

@@ -2,10 +2,6 @@
 
     # some 5,000 cases: an hour on two cores; goes on where FILE ends
     python benchmarks/hypergradients/calibration.py --seed 7 --results FILE
-    python benchmarks/hypergradients/calibration.py --quick    # one case of each group
-    python benchmarks/hypergradients/calibration.py --smoke    # one case of four groups: 10 s
-    # the table of an earlier run
-    python benchmarks/hypergradients/calibration.py --table --results FILE
 
 Each case draws a problem of one of 19 families (more weights than rows and fewer, condition numbers
 from 1 to 1e10, convex and not), a solver, a number of inner steps from 1 to 3,000 and a precision.

@@ -1,9 +1,6 @@
 """Is what `bilevel search` says of its hypergradient's error true?
 
     python benchmarks/hypergradients/search_error.py          # ten seeds, an hour on two cores
-    python benchmarks/hypergradients/search_error.py --quick  # one tiny search; no results file
-    python benchmarks/hypergradients/search_error.py --smoke  # the same, first order, a short truth
-    python benchmarks/hypergradients/search_error.py --table  # the results file as Markdown
 
 At the alpha that the search finds, the command holds its hypergradient against that through four
 times as many training steps. The truth here is that of networks trained to the end: the same

@@ -15,10 +15,7 @@ methods for eigenvalues share one. What would take over LIMIT seconds, or over h
 skipped: *that* figure is extrapolated.
 
     python benchmarks/kernels/kernels.py            # some eight minutes
-    # four problems, small, without neural-tangents: one minute
-    python benchmarks/kernels/kernels.py --quick
     python benchmarks/kernels/kernels.py --peers    # without neural-tangents; no results file
-    python benchmarks/kernels/kernels.py --table    # the results file as Markdown
 """
 
 import functools
@@ -487,52 +484,6 @@ def ratio(rows, row) -> float | None:
     return seconds(row) / seconds(ours) if ours else None
 
 
-TARGETS = {  # at least this many times faster, than these, at which sizes (None: the largest)
-    "empirical, dense": (150, (PEER, "JAX"), (200,)),
-    "infinite, relu": (1, PEER, (1000, 4000)),
-    "infinite, tanh": (20, PEER, None),
-    "infinite, swish": (20, PEER, None),
-    "eigenvalue": (3, "numpy", (4000,)),
-}
-
-
-def speeds(rows):
-    """Pairs as :func:`verdicts`, of what is faster than the fastest of its peers."""
-    for name in dict.fromkeys(r["problem"] for r in rows):
-        for start, (least, peers, sizes) in TARGETS.items():
-            timed_rows = [r for r in rows if r["problem"] == name and "s" in r and ratio(rows, r)]
-            timed_rows = [r for r in timed_rows if r["method"].startswith(peers)]
-            if not (name.startswith(start) and timed_rows):
-                continue
-            for size in sizes or [max(r["size"] for r in timed_rows)]:
-                if peer := min(
-                    (r for r in timed_rows if r["size"] == size), key=seconds, default=None
-                ):
-                    faster = ratio(rows, peer)
-                    text = f"{name}, N = {size}: {faster:.3g} times faster than {peer['method']}"
-                    yield faster >= least, f"{text}, at least {least}"
-
-
-def verdicts(rows):
-    """Pairs of whether a target is met and what it is."""
-    yield from speeds(rows)
-    ours = [r for r in rows if r["method"] == "ntk" and "s" in r]
-    for row in ours:
-        text = f"{row['problem']}, N = {row['size']}"
-        if row["problem"] == "empirical, dense" and "peak_gb" in row:
-            yield row["peak_gb"] <= 0.5, f"{text}: {row['peak_gb']:.2f} GB, at most 0.5"
-        if row["dtype"] == "float64" and "error" in row:
-            yield row["error"] <= 1e-10, f"{text}: error {row['error']:.1e}, at most 1e-10"
-        if row["problem"] == "eigenvalue":
-            bound, truth = (
-                find(rows, "eigenvalue", method, row["size"])["value"]
-                for method in ("ntk, certified bound", "numpy eigvalsh")
-            )
-            yield bound <= truth, f"{text}: certified to {1 - bound / truth:.1e} below numpy's"
-        if row["problem"] == "simplex":
-            yield row["gap"] <= 1e-3, f"{text}: relative gap {row['gap']:.1e}, at most 1e-3"
-
-
 def report(rows) -> str:
     """Median time, how many times ours, memory; the largest error."""
     rows, tables = rows[1:], []
@@ -566,7 +517,6 @@ def main() -> None:
     for name in SMALL.get(flags.size, PROBLEMS):
         rows += (new := run(name, flags.size, flags.peers))
         print(*new, sep="\n", flush=True)
-    print(harness.judged(verdicts(rows[1:])))
     harness.finish(rows, harness.committed(flags.results, flags.peers, [PEER]), report)
 
 

@@ -10,9 +10,7 @@ in float64, checked against neural-tangents' closed forms to 1e-10 and to quadra
 for float64 the difference of the two is shown, with our own bound.
 
     python benchmarks/kernels/network_kernels.py               # some ten minutes
-    python benchmarks/kernels/network_kernels.py --quick       # small, one
     python benchmarks/kernels/network_kernels.py --quick --peers neural-tangents   # with stax
-    python benchmarks/kernels/network_kernels.py --smoke       # one small network, ours alone
     python benchmarks/kernels/network_kernels.py --myrtle 1000 --minutes 10   # Myrtle-5's kernel
 
 The last goes on where an earlier run ended, block by block, until all 500,500 pairs are there: some

@@ -6,8 +6,6 @@ training inputs, 100 others, three outputs, ReLU and erf. A kernel for each pair
 ``outputs="full"``): 100 training inputs, 50 others, three outputs of 600 random features.
 
     python benchmarks/kernels/predictions.py            # a minute
-    python benchmarks/kernels/predictions.py --quick    # small, ours alone
-    python benchmarks/kernels/predictions.py --smoke    # ours alone, of one kernel for every output
 """
 
 import time

@@ -1,7 +1,6 @@
 """The gallery: every example of examples/ run in full, its figures and its picture.
 
     python benchmarks/peers/gallery.py NAME ...    # inducing_points, ...; by default all, an hour
-    python benchmarks/peers/gallery.py --smoke     # one of them, tiny: 10 s
 
 An example has ``FULL``, the flags of its full runs, ``main(**flags) -> rows, what to draw`` and
 ``picture([what to draw of each run], figure)``. Rows go to ``results/gallery.jsonl``, in the place

@@ -3,9 +3,6 @@
     pip install torch torchopt scikit-image  # in an environment of its own, with this package
                                              # (--peers with no name behind it: scikit-learn only)
     python benchmarks/peers/gallery_peers.py       # ten minutes
-    python benchmarks/peers/gallery_peers.py --quick    # without the first three
-    python benchmarks/peers/gallery_peers.py --smoke    # random words, digits: 10 s
-    python benchmarks/peers/gallery_peers.py --table
 
 *Sinusoids* (`examples/meta_learning.py`): MAML by hand in PyTorch from the same start on tasks of
 the same distribution, judged by the same curve; a hypergradient of it and of TorchOpt's on the same

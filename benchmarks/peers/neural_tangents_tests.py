@@ -9,8 +9,6 @@ longer than two minutes is not counted as run either.
     python benchmarks/peers/neural_tangents_tests.py --checkout PATH    # forty minutes
     # one case each, a quarter
     python benchmarks/peers/neural_tangents_tests.py --checkout PATH --quick
-    python benchmarks/peers/neural_tangents_tests.py --smoke            # two tests written here
-    python benchmarks/peers/neural_tangents_tests.py --table            # the results as Markdown
 
 `NT_NUM_GENERATED_CASES` of the tests, how many cases are drawn from every grid of parameters, is
 `--cases`. Those of `tests/experimental` need TensorFlow, which stays out.

@@ -2,9 +2,6 @@
 
     pip install torch torchopt optuna     # in an environment of its own, with this package
     python benchmarks/peers/peers.py            # a quarter of an hour; one core: taskset -c 0
-    python benchmarks/peers/peers.py --quick    # ours alone and small, no results file
-    python benchmarks/peers/peers.py --smoke    # ours alone, the schedules
-    python benchmarks/peers/peers.py --table
 
 *Hypergradients*: processor time of one, on the same batches, and how far it is from ours: labels
 (`examples/label_cleaning.py`, without dropout) through five steps of the network; penalties

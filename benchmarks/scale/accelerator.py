@@ -19,9 +19,6 @@ measured again: the same command resumes. Failed measurements are recorded too, 
 
     python benchmarks/scale/accelerator.py            # 25 minutes; results/accelerator.jsonl
     python benchmarks/scale/accelerator.py --minutes 60  # ... goes on with what is missing
-    python benchmarks/scale/accelerator.py --quick    # tiny sizes, on any device; no results file
-    python benchmarks/scale/accelerator.py --smoke    # only the parts matmul and darts_step: 10 s
-    python benchmarks/scale/accelerator.py --table    # the results file as Markdown
 
 A part that fails says so in one line, and the next begins; the exit status is 1 then. PyTorch is in
 the dependency group `peers`; `--peers` with no name behind it measures the step without PyTorch.

@@ -7,9 +7,6 @@ what is needed to go on is kept after it: the same command goes on after a kill.
 
     python benchmarks/scale/large_kernel.py                # 60,000 rows; results/large_kernel.jsonl
     python benchmarks/scale/large_kernel.py --rows 5000    # fewer; rows are added to the results
-    python benchmarks/scale/large_kernel.py --quick        # 1,000 rows; no results file
-    python benchmarks/scale/large_kernel.py --smoke        # 200 rows of scikit-learn's digits
-    python benchmarks/scale/large_kernel.py --table        # the results file as Markdown
 
 Published, on the same images: about 1.2 % for the best Gaussian process of Lee et al. (2018),
 trained on 50,000 images, its depth and variances chosen on 10,000 more. Here the penalty alone was

@@ -9,20 +9,11 @@ row above, `unrolled` with ten steps of gradient descent; rows are spread over t
    of rows (`alpha`).
 2. measured: seconds per outer step of one process and of two, with one core each, in turns.
    Strong: the same rows in all; weak: the same rows in each.
-3. modelled, on paper: every product reads its rows from memory once, so that a step computes for
-   the longer of `operations / (devices rate)` and `bytes of rows / (devices memory's bandwidth)`.
-   A sum of b bytes over d devices takes the less of `2 b (d - 1) / (d bandwidth) + 2 (d - 1)
-   latency` (a ring) and `2 b / bandwidth + 2 log2(d) latency` (trees). With the counted numbers,
-   published rates and link speeds, and no overlap of the two. Nothing of it was run.
 
     python benchmarks/scale/scaling.py          # 20,000 rows; results/scaling.jsonl and scaling.png
-    python benchmarks/scale/scaling.py --quick  # 2,000 rows, no results file
-    python benchmarks/scale/scaling.py --smoke  # 160 rows, two virtual devices, one process
-    python benchmarks/scale/scaling.py --table
 """
 
 import json
-import math
 import os
 import re
 import socket
@@ -38,13 +29,6 @@ INPUTS, CLASSES, STEPS = 784, 10, 10
 ROWS = {"smoke": 160, "quick": 2_000, "default": 20_000}
 VIRTUAL = (1, 2, 4, 8)
 REPEATS, ROUNDS = 5, 3
-# An H100 (float32 matrix products on tensor cores, TF32, dense; HBM3) in nodes of eight; NVLink 4
-# within a node, one 400 Gb/s InfiniBand port for each device between nodes: vendors' sheets. The
-# latencies of a message are round numbers, of the size that small messages are known to take.
-RATE, MEMORY, NODE = 4.95e14, 3.35e12, 8
-LINKS = {"NVLink": (450e9, 2e-6), "InfiniBand": (50e9, 5e-6)}  # bytes/s one way, seconds
-MODELLED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-STRONG, WEAK = 1_000_000, 125_000  # rows in all, rows of each device
 
 
 def problem():
@@ -212,36 +196,11 @@ def measured(processes, n):
     return max(json.loads(output.splitlines()[-1]) for output in outputs)
 
 
-# ----------------------------------------------------------------------------- modelled
-
-
-def modelled(row, devices, rows):
-    """Seconds of a step of ``rows`` rows on paper: computing, and sums."""
-    share = rows / row["rows"] / devices
-    computing = share * max(row["operations"] / RATE, row["read"] / MEMORY)
-    bandwidth, latency = LINKS["NVLink" if devices <= NODE else "InfiniBand"]
-    sent, hops = row["bytes"] / bandwidth, row["sums"] * latency
-    ring = 2 * sent * (devices - 1) / devices + 2 * (devices - 1) * hops
-    trees = 2 * sent + 2 * math.log2(devices) * hops
-    return computing, min(ring, trees)
-
-
-def models(rows):
-    """``[(devices, computing, sums, strong and weak efficiency)]``."""
-    row = harness.where(rows, what="counted")[-1]
-    one, lines = sum(modelled(row, 1, STRONG)), []
-    for devices in MODELLED:
-        computing, sums = modelled(row, devices, STRONG)
-        weak = sum(modelled(row, 1, WEAK)) / sum(modelled(row, devices, WEAK * devices))
-        lines.append((devices, computing, sums, one / devices / (computing + sums), weak))
-    return lines
-
-
 # ----------------------------------------------------------------------------- the report
 
 
 def report(rows) -> str:
-    """Counted, measured and modelled, apart from each other."""
+    """What was counted, then what was measured."""
     counted, lines = harness.where(rows, what="counted"), []
     for r in counted:
         cells = r["scaling"], r["devices"], f"{r['rows']:,}", r["products"], r["sums"]
@@ -259,18 +218,11 @@ def report(rows) -> str:
     ]
     text.append("Measured, one core a process, the fastest step:")
     text.append(harness.table(("scaling", "processes", "rows", "s a step", "efficiency"), lines))
-    lines = [
-        (devices, f"{1e6 * computing:,.0f}", f"{1e6 * sums:,.0f}", f"{strong:.2f}", f"{weak:.2f}")
-        for devices, computing, sums, strong, weak in models(rows)
-    ]
-    head = "devices", "computing, us", "sums, us", f"efficiency, {STRONG:,} rows in all"
-    text.append("Modelled on paper, H100s (nothing of it was run):")
-    text.append(harness.table((*head, f"efficiency, {WEAK:,} rows each"), lines))
     return "\n\n".join(text)
 
 
 def picture(rows, path):
-    with harness.picture(path, 1, 4, figsize=(17, 3.8)) as (_, axes):
+    with harness.picture(path, 1, 2, figsize=(9, 3.8)) as (_, axes):
         for scaling in ("strong", "weak"):
             of_scaling = harness.where(rows, what="counted", scaling=scaling)
             size = [r["bytes"] / 1e6 for r in of_scaling]
@@ -286,28 +238,16 @@ def picture(rows, path):
         one = harness.where(rows, what="measured")[0]["seconds"]
         axes[1].plot([1, 2], [one, one / 2], "k:", lw=1, label="ideal")
         axes[1].plot([1, 2], [one, one], "k:", lw=1)
-        devices, computing, sums, strong, weak = np.array(models(rows)).T
-        axes[2].plot(devices, 1e3 * computing, "o-", label="computing")
-        axes[2].plot(devices[1:], 1e3 * sums[1:], "o-", label="sums between devices")
-        axes[3].plot(devices, strong, "o-", label=f"strong: {STRONG:,} rows")
-        axes[3].plot(devices, weak, "o-", label=f"weak: {WEAK:,} rows each")
         titles = "Counted: MB sent in an outer step", "Measured: seconds of an outer step"
-        titles += "Modelled: milliseconds of an outer step", "Modelled: efficiency"
         for ax, title in zip(axes, titles, strict=True):
             ax.set(title=title, xscale="log", xlabel="devices")
             ax.legend()
         axes[1].set(xlabel="processes, one core each", xlim=(0.9, 2.2))
-        for ax, ticks in (
-            (axes[0], VIRTUAL),
-            (axes[1], (1, 2)),
-            *((ax, MODELLED[::2]) for ax in axes[2:]),
-        ):
+        for ax, ticks in ((axes[0], VIRTUAL), (axes[1], (1, 2))):
             ax.set_xticks(ticks, ticks)
             ax.minorticks_off()
         axes[0].set_ylim(0, 1.3)
         axes[1].set_ylim(0)
-        axes[2].set(yscale="log")
-        axes[3].set_ylim(0, 1.05)
 
 
 def main() -> None:

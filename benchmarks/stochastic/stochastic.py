@@ -21,9 +21,6 @@ second run resumes where the first was stopped. Measurements that failed are not
 runs on ijcnn1 with few rows, ``--smoke`` on a few quadratics with one method.
 
     python benchmarks/stochastic/stochastic.py --checkout PATH    # hours of one core
-    # ours alone, small: minutes; no results file
-    python benchmarks/stochastic/stochastic.py --quick
-    python benchmarks/stochastic/stochastic.py --table            # the results file as Markdown
 """
 
 import functools

@@ -10,8 +10,6 @@ A long search keeps the history of alpha. The first row from which on the loss s
 found by bisection, and the time is that of a search which ends there.
 
     python benchmarks/stochastic/stochastic_crossing.py            # half an hour of one core
-    python benchmarks/stochastic/stochastic_crossing.py --quick    # one small size; no results file
-    python benchmarks/stochastic/stochastic_crossing.py --table    # the results file as Markdown
 """
 
 import bisect

@@ -7,9 +7,6 @@ loss and by error. The argmax is *right* if it is within noise of the best: no m
 standard error, of the paired difference on the test rows, above the activation that is best there.
 
     python benchmarks/theory/argmax_trust.py            # goes on where it was
-    python benchmarks/theory/argmax_trust.py --quick    # one setting, three seeds; no results file
-    python benchmarks/theory/argmax_trust.py --smoke    # one setting, two seeds, tiny: 10 s
-    python benchmarks/theory/argmax_trust.py --table    # the results file as Markdown
 """
 
 import time

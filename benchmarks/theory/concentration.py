@@ -21,10 +21,6 @@ Only the part of a hypergradient within the simplex matters to a search: that is
 Intervals are standard errors over the draws of V.
 
     python benchmarks/theory/concentration.py            # five minutes on two cores
-    # a minute: digits at infinite width, fewer draws
-    python benchmarks/theory/concentration.py --quick
-    python benchmarks/theory/concentration.py --smoke    # digits at width 16, few draws: 10 s
-    python benchmarks/theory/concentration.py --table    # the results file as Markdown
 """
 
 import functools

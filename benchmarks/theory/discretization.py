@@ -15,9 +15,6 @@ all methods descend the same function of alpha. A method's learning rate is that
 the least final validation loss, averaged over seeds used for nothing else.
 
     python benchmarks/theory/discretization.py            # ten minutes on two cores
-    python benchmarks/theory/discretization.py --quick    # one minute, digits; no results file
-    python benchmarks/theory/discretization.py --smoke    # tiny: 10 s
-    python benchmarks/theory/discretization.py --table    # the results file as Markdown
 """
 
 import functools

@@ -22,10 +22,7 @@ written as it ends; what the results file holds is not measured again. They come
 each through all widths: a run that is cut short has fewer a, not fewer widths.
 
     python benchmarks/theory/lipschitz.py            # hours, most of them for the last width
-    python benchmarks/theory/lipschitz.py --quick    # a minute, no results file
-    python benchmarks/theory/lipschitz.py --smoke    # one narrow network on scikit-learn's digits
     python benchmarks/theory/lipschitz.py --full     # with all images: eight times as long
-    python benchmarks/theory/lipschitz.py --table    # the results file as Markdown
 """
 
 import dataclasses

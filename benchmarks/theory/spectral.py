@@ -10,9 +10,6 @@
    10. Activations at infinite width on digits and Fashion-MNIST, 10 classes, squared loss. Float64.
 
     python benchmarks/theory/spectral.py            # ten minutes on two cores
-    python benchmarks/theory/spectral.py --quick    # a minute: coarse, no images; no results file
-    python benchmarks/theory/spectral.py --smoke    # one cell of each part
-    python benchmarks/theory/spectral.py --table    # the results file as Markdown
 """
 
 from functools import partial

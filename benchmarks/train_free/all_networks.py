@@ -16,10 +16,6 @@ other code or another machine has kept can be judged, but not gone on with: to s
 them.
 
     python benchmarks/train_free/all_networks.py          # naswot, synflow, ...: hours of one core
-    # small networks, 40 of them; no results file
-    python benchmarks/train_free/all_networks.py --quick
-    python benchmarks/train_free/all_networks.py --smoke  # ten of them, on random images: 10 s
-    python benchmarks/train_free/all_networks.py --table
     python benchmarks/train_free/all_networks.py --only synflow l2_norm
     python benchmarks/train_free/all_networks.py --kept   # judges what is kept, and scores nothing
 """

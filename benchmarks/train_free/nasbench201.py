@@ -24,13 +24,9 @@ PyTorch is in the dependency group `peers`, for an environment of its own; `--pe
 alone, without a results file.
 
     python benchmarks/train_free/nasbench201.py            # batch 32: up to an hour on two cores
-    # small networks, four scores: minutes; no results
-    python benchmarks/train_free/nasbench201.py --quick
     python benchmarks/train_free/nasbench201.py --quick --peers torch  # with PyTorch
-    python benchmarks/train_free/nasbench201.py --smoke    # tiny networks, one score, ours alone
     # all 15,625, without a limit; for an accelerator
     python benchmarks/train_free/nasbench201.py --full
-    python benchmarks/train_free/nasbench201.py --table    # the results files as Markdown
 
 `--scores naswot synflow`: these alone, in place of their rows in the results.
 `--batch-genotypes 64`: so many networks in one call (`jax.vmap`); for an accelerator.
@@ -56,7 +52,6 @@ from benchmarks.harness import plus_minus
 
 LIBRARIES = {"torch": "PyTorch", "bilevel": "bilevel"}
 SCORES = ["logits", "naswot", "eigen_nas", "grad_norm", "snip", "synflow", "jacov", "te_nas"]
-FASTER = {"naswot": 2, "eigen_nas": 1}  # than PyTorch, at least so many times
 TIMES = "seconds", "processor_seconds"
 CLASSES, SEED = 10, 0
 OPERATIONS = "none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3"
@@ -544,37 +539,6 @@ def score_table(rows) -> str:
     return harness.table(HEAD, lines)
 
 
-def verdicts(rows):
-    """Pairs of whether a target is met and what it is."""
-    sizes = Sizes(**rows[0]["sizes"])
-    for row in rows:
-        if "failed" in row:
-            yield False, f"{LIBRARIES[row['library']]}, {row['score']}: {row['failed']}"
-    ours = [row for score in SCORES if (row := find(rows, "bilevel", score))]
-    if ours:
-        counts = " ".join(str(row["compilations"]) for row in ours)
-        once = all(row["compilations"] == 1 for row in ours)
-        yield once, f"each score is compiled once, for all its networks: {counts}"
-    for score in SCORES:
-        peer = find(rows, "torch", score)
-        if peer is None or "error" not in peer:
-            continue
-        wide = sizes.dtype == "float64"
-        strict = wide or score == "logits"  # a forward pass has no kinks
-        error = peer["error" if strict else "error_median"]
-        # An accelerator multiplies in fewer bits.
-        most = 1e-9 if wide else 1e-4 if strict else 0.01 if peer["platform"] == "cpu" else 0.1
-        text = f"{score} as PyTorch's, {peer['pairs']} networks: off by {error:.0e}"
-        yield error <= most, f"{text}{'' if strict else ' in the median'}, at most {most:g}"
-    targeted = (sizes.cells, sizes.batch, sizes.dtype) == (5, 32, "float32")
-    for score, least in FASTER.items():
-        peer = find(rows, "torch", score)
-        if targeted and peer and "error" in peer and peer["platform"] == "cpu":
-            cost = peer["ratio_of_seconds"]
-            text = f"{score}: {plus_minus(*cost)} times PyTorch's networks per second"
-            yield cost[0] >= least, f"{text}, at least {least}"
-
-
 def title(rows) -> str:
     sizes = Sizes(**rows[0]["sizes"])
     together = f", {sizes.together} networks in a call" * (sizes.together > 1)
@@ -588,7 +552,7 @@ def title(rows) -> str:
 
 
 def report(rows) -> str:
-    return "\n\n".join([title(rows), score_table(rows), harness.judged(verdicts(rows))])
+    return f"{title(rows)}\n\n{score_table(rows)}"
 
 
 def with_others(rows, path) -> list[dict]:

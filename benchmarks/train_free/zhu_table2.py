@@ -19,10 +19,6 @@ ends at is looked up in the benchmark, on all three datasets.
 Every repeat has images, weights and networks of its own.
 
     python benchmarks/train_free/zhu_table2.py          # three to four hours of one core; goes on
-    python benchmarks/train_free/zhu_table2.py --quick  # small networks, a minute; no results file
-    # one repeat, without TE-NAS, on random images
-    python benchmarks/train_free/zhu_table2.py --smoke
-    python benchmarks/train_free/zhu_table2.py --table
 """
 
 import dataclasses

@@ -46,8 +46,7 @@ def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
     -----
     Forward mode within forward mode: up to ``2^order`` calls of ``apply``, which a compiler merges:
     order 5 took three times as long as order 2. JAX's ``jet`` was slower at all orders and fails at
-    ReLUs: ``python benchmarks/kernels/taylor_expand.py``. At a kink (ReLU at 0) the derivatives are
-    those that JAX chooses.
+    ReLUs. At a kink (ReLU at 0) the derivatives are those that JAX chooses.
 
     References
     ----------

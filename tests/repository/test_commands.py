@@ -237,7 +237,7 @@ def without_files(monkeypatch):
 
 
 LEAST = {
-    "benchmarks": 150,
+    "benchmarks": 60,
     "bilevel": 40,
     "make": 15,
     "examples": 0,

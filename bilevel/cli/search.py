@@ -7,6 +7,7 @@ each would have at infinite width, and leaves a run directory.
 """
 
 import dataclasses
+import functools
 import pathlib
 import time
 from collections.abc import Callable
@@ -134,7 +135,9 @@ def _search_and_compare(
 ) -> tuple[dict[str, Any], bilevel.SearchResult]:
     names, seeds = task.space.names, len(task.w0)
     training = solver(task, config.inner_steps, config.solver, config.weight_rate)
-    uniform = jnp.full((seeds, len(names)), 1 / len(names))
+    # Numbers that the host knows are made by numpy, so that no programs are compiled for them.
+    dtype = task.w0.dtype
+    uniform = jax.device_put(np.full((seeds, len(names)), 1 / len(names), dtype))
     bars.enter("search")
     search_result = bilevel.search(
         stack_problems(_with_losses_as_aux(task.space.problem)),
@@ -158,8 +161,8 @@ def _search_and_compare(
         search_result, alpha=here(search_result.alpha), w=here(search_result.w)
     )
     bars.enter("retraining")
-    corners = [jnp.zeros_like(uniform).at[:, i].set(1) for i in range(len(names))]
-    alphas = dict(zip(("search", *names), (search_result.alpha, *corners), strict=True))
+    vertices = np.eye(len(names), dtype=dtype)[:, None].repeat(seeds, axis=1)
+    alphas = dict(zip(("search", *names), (search_result.alpha, *vertices), strict=True))
     show, networks = bars.loop(len(alphas), "{network}"), {}
     for i, (name, alpha) in enumerate(alphas.items(), 1):
         networks[name] = here(jax.block_until_ready(train_weights(task, training, alpha))), alpha
@@ -207,7 +210,7 @@ def _loss_callback(bars: Phases, steps: int, seeds: int) -> Callable[[bilevel.Se
     show = bars.loop(steps, "train {lower:.4g}  valid {value:.4g}")
 
     def callback(so_far):
-        last = {k: float(so_far.history[k][-1]) / seeds for k in ("lower", "value")}
+        last = {k: float(np.asarray(so_far.history[k])[-1]) / seeds for k in ("lower", "value")}
         show(len(so_far.history["value"]), lambda: last)
 
     return callback
@@ -218,7 +221,7 @@ def _train_jointly(
 ) -> tuple[jax.Array, jax.Array]:
     """Single-level training: weights and α descend the training loss together."""
     steps = _JOINT_EPOCHS * config.inner_steps
-    rate = config.weight_rate or 1 / task.curvatures.max(axis=-1)[:, None, None]
+    rate = config.weight_rate or 1 / np.asarray(task.curvatures).max(axis=-1)[:, None, None]
     lower, show = stack_problems(task.space.problem).lower, bars.loop(steps, "")
     result = bilevel.search(
         bilevel.Problem(lower, lower),
@@ -241,24 +244,27 @@ def _errors_and_eigenvalues(
     task: ActivationTask, w: jax.Array, alpha: jax.Array
 ) -> dict[str, np.ndarray]:
     """Errors and losses of trained networks, eigenvalues of their kernels; [seeds] each."""
-    space, parts = task.space, (task.train, task.valid, task.test)
+    parts = {"train": task.train, "valid": task.valid, "test": task.test}
+    scores = _errors_and_losses(task.space, w, alpha, parts)
+    rows = zip(np.asarray(task.train[0]), np.asarray(alpha), strict=True)
+    eigenvalues = [kernel_eigenvalue(x, task.space.names, a) for x, a in rows]
+    columns = "min_eigenvalue", "certified_min_eigenvalue", "entry_error"
+    scores |= zip(columns, np.transpose(eigenvalues), strict=True)
+    return {name: np.asarray(x) for name, x in scores.items()}
 
+
+@functools.partial(jax.jit, static_argnums=0)
+def _errors_and_losses(
+    space: ActivationSpace, w: jax.Array, alpha: jax.Array, parts: dict[str, Any]
+) -> dict[str, jax.Array]:
     def error(w, alpha, batch):
         x, y = batch
         return jnp.mean(wrong_rows(space.predict, space.apply(w, alpha, x), space.predict(y)))
 
-    scores = {
-        f"{name}_error": jax.vmap(error)(w, alpha, part)
-        for name, part in zip(("train", "valid", "test"), parts, strict=True)
-    }
-    scores["train_loss"] = jax.vmap(space.problem.lower)(w, alpha, task.train)
-    scores["valid_loss"] = jax.vmap(space.problem.outer)(w, alpha, task.valid)
-    eigenvalues = [
-        kernel_eigenvalue(x, space.names, a) for x, a in zip(task.train[0], alpha, strict=True)
-    ]
-    columns = "min_eigenvalue", "certified_min_eigenvalue", "entry_error"
-    scores |= zip(columns, np.transpose(eigenvalues), strict=True)
-    return {name: np.asarray(x) for name, x in scores.items()}
+    scores = {f"{name}_error": jax.vmap(error)(w, alpha, part) for name, part in parts.items()}
+    scores["train_loss"] = jax.vmap(space.problem.lower)(w, alpha, parts["train"])
+    scores["valid_loss"] = jax.vmap(space.problem.outer)(w, alpha, parts["valid"])
+    return scores
 
 
 # ----------------------------------------------------------------------------- the report

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from bilevel.contracts import Pytree
 from bilevel.internal.checks import describe, integer
@@ -132,12 +133,13 @@ def step_of(row: int, count: int, every: int) -> int:
 
 def empty_history(row: Pytree, rows: int) -> Pytree:
     """``rows`` rows of zeros."""
-    return jax.tree.map(lambda x: jnp.zeros((rows, *x.shape), x.dtype), row)
+    return jax.tree.map(lambda x: jax.device_put(np.zeros((rows, *x.shape), x.dtype)), row)
 
 
 def missing_value(x: Any) -> jax.Array:
     """The placeholder of a metric before the first step, which nothing reads."""
-    return jnp.zeros(x.shape, x.dtype)  # not NaN: `jax_debug_nans` ends the search at one
+    # Zeros, since `jax_debug_nans` would end the search at a NaN.
+    return jax.device_put(np.zeros(x.shape, x.dtype))
 
 
 def write_row(

@@ -61,8 +61,7 @@ class SearchReport(NamedTuple):
     @property
     def ratio(self) -> jax.Array:
         """Actual over predicted change, 1 if no step was compared."""
-        known = (self.compared > 0) & (self.predicted != 0)
-        return jnp.where(known, self.actual / jnp.where(known, self.predicted, 1), 1)
+        return _ratio(self.actual, self.predicted, self.compared)
 
     def messages(self) -> tuple[str, ...]:
         """Return a sentence for every cause of wrong hypergradients, with its remedy.
@@ -102,6 +101,12 @@ class SearchReport(NamedTuple):
             lines.append(_ZERO.format(int(report.zero.last), steps))
         # These causes also explain a change that was not predicted.
         return tuple(lines or _mispredicted(report))
+
+
+@jax.jit
+def _ratio(actual: jax.Array, predicted: jax.Array, compared: jax.Array) -> jax.Array:
+    known = (compared > 0) & (predicted != 0)
+    return jnp.where(known, actual / jnp.where(known, predicted, 1), 1)
 
 
 _REMEDY = (

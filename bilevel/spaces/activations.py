@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import ntk
@@ -154,9 +155,9 @@ def activation_space(
     names = distinct([a if isinstance(a, str) else name_of(a) for a in activations])
     if width == math.inf:
         return kernel_space(names, functions, OUTER_LOSSES[outer], predict_labels, output_scale)
-    outputs = _sign_patterns(width, classes)
-    outputs = outputs.astype(float) * jnp.sqrt(output_scale / len(outputs))
-    return _finite_space(names, functions, OUTER_LOSSES[outer], outputs)
+    patterns = _sign_patterns(width, classes)
+    scale = np.sqrt(np.asarray(output_scale / len(patterns), jnp.result_type(float)))
+    return _finite_space(names, functions, OUTER_LOSSES[outer], jax.device_put(patterns * scale))
 
 
 def _finite_space(
@@ -230,7 +231,7 @@ def _elementwise_activation(a: str | Elementwise) -> Elementwise:
     return ACTIVATIONS[a]
 
 
-def _sign_patterns(width: float, classes: int) -> jax.Array:
+def _sign_patterns(width: float, classes: int) -> np.ndarray:
     """[width, outputs] of +-1: balanced columns, orthogonal to each other (Walsh functions)."""
     classes = integer("classes", classes, 2)
     outputs = 1 if classes == 2 else classes
@@ -239,8 +240,8 @@ def _sign_patterns(width: float, classes: int) -> jax.Array:
         raise ValueError(
             f"width: expected a multiple of {period} for {classes} classes, got {width}."
         )
-    shared_bits = jnp.arange(int(width))[:, None] & (1 + jnp.arange(outputs))[None]
-    return 1 - 2 * (jax.lax.population_count(shared_bits) % 2)
+    shared_bits = np.arange(int(width))[:, None] & (1 + np.arange(outputs))[None]
+    return 1 - 2 * (np.bitwise_count(shared_bits).astype(np.int8) % 2)
 
 
 def _largest_gauss_newton_eigenvalue(
@@ -309,14 +310,21 @@ def unit_inputs(x: chex.Array, *others: jax.Array) -> jax.Array | tuple[jax.Arra
     >>> unit_inputs(jnp.array([[0.0, 0.0], [2.0, 0.0]]))
     Array([[-1., 0.], [ 1., 0.]], dtype=float...)
     """
-    flat = squarable([_flattened(a) for a in (x, *others)])
+    unit, nonzero = _centred_unit_rows([_checked_inputs(a) for a in (x, *others)])
+    if concrete(nonzero) and not nonzero:
+        raise ValueError("x: expected rows that differ from their mean, got one that does not.")
+    return unit if others else unit[0]
+
+
+@jax.jit
+def _centred_unit_rows(parts: list[jax.Array]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Unit rows of every part, and whether no row was the mean. One program for all of it."""
+    flat = squarable([a.reshape(len(a), -1) for a in parts])
     mean = _column_means(flat[0])
     centred = [a - mean[None] for a in flat]
     norms = [jnp.linalg.norm(a, axis=1, keepdims=True) for a in centred]
-    if any(concrete(norm) and not norm.all() for norm in norms):
-        raise ValueError("x: expected rows that differ from their mean, got one that does not.")
     unit = tuple(a / norm for a, norm in zip(centred, norms, strict=True))
-    return unit if others else unit[0]
+    return unit, jnp.stack([norm.all() for norm in norms]).all()
 
 
 def _column_means(x: jax.Array) -> jax.Array:
@@ -325,8 +333,8 @@ def _column_means(x: jax.Array) -> jax.Array:
     return jnp.where(low == x.max(axis=0), low, x.mean(axis=0))
 
 
-def _flattened(x: jax.Array) -> jax.Array:
+def _checked_inputs(x: jax.Array) -> jax.Array:
     x = float_array("x", x)
     if x.ndim == 0 or x.size == 0:
         raise ValueError(f"x: expected inputs [n, ...] with n at least 1, got shape {x.shape}.")
-    return x.reshape(len(x), -1)
+    return x

@@ -4,12 +4,14 @@ Two classes have one output ``f`` [n], more have one each, ``f`` [n, classes] (o
 targets ``y`` are like ``f``, with entries +-1; the margin is ``y f``.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from bilevel.contracts import Pytree
@@ -41,18 +43,22 @@ def sign_labels(labels: chex.Array, classes: int, dtype: Any = float) -> jax.Arr
     if labels.ndim != 1:
         raise ValueError(f"labels: expected one a row, shape [n], got shape {labels.shape}.")
     classes = integer("classes", classes, 2)
+    signs, known = _signs(labels, classes, dtype)
+    if concrete(labels) and not np.asarray(known).all():
+        wrong = labels[~known][0]
+        raise ValueError(f"labels: expected whole numbers 0 to {classes - 1}, got {wrong}.")
+    return signs
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _signs(labels: jax.Array, classes: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
     if not jnp.issubdtype(labels.dtype, jnp.floating):
         labels = labels.astype(int)  # 2 * 0 - 1 of bytes is 255, and bools cannot be rounded
     known = (labels >= 0) & (labels < classes) & (labels == jnp.round(labels))
-    if concrete(labels) and not known.all():
-        wrong = labels[~known][0]
-        raise ValueError(f"labels: expected whole numbers 0 to {classes - 1}, got {wrong}.")
     if classes == 2:
-        signs = (2 * labels - 1).astype(dtype)
-    else:
-        signs = 2 * jax.nn.one_hot(labels, classes, dtype=dtype) - 1
-        known = known[:, None]
-    return jnp.where(known, signs, jnp.nan)
+        return jnp.where(known, (2 * labels - 1).astype(dtype), jnp.nan), known
+    signs = 2 * jax.nn.one_hot(labels, classes, dtype=dtype) - 1
+    return jnp.where(known[:, None], signs, jnp.nan), known
 
 
 def like_outputs(f: jax.Array, y: chex.Array) -> jax.Array:

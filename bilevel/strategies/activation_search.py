@@ -102,11 +102,10 @@ def set_up(
         ys = [sign_labels(y, classes) for _, y in of_seed]
         parts.append(tuple(zip(xs, ys, strict=True)))
         weights.append(space.init(key, parts[-1][0]))
-    train, valid, test = jax.tree.map(lambda *x: jnp.stack(x), *parts)
-    w0 = jnp.stack(weights)
-    return ActivationTask(
-        space, w0, jax.jit(jax.vmap(space.curvatures))(w0, train[0]), train, valid, test
-    )
+    stack = jax.jit(lambda seeds: jax.tree.map(lambda *x: jnp.stack(x), *seeds))
+    w0, (train, valid, test) = stack(list(zip(weights, parts, strict=True)))
+    curvatures = jax.jit(jax.vmap(space.curvatures))(w0, train[0])
+    return ActivationTask(space, w0, curvatures, train, valid, test)
 
 
 def solver(
@@ -225,7 +224,7 @@ class ArgmaxVerdict(NamedTuple):
     by: dict[str, Judgement]  # "loss", "error": the networks of single activations, in pairs
     mixture: dict[str, np.ndarray]  # "loss", "error" of the mixture, [seeds]
     condition_six: ConditionSix  # at the shared weights, on the test rows
-    stationarity: jax.Array  # [seeds], of alpha there, over the mixture's loss
+    stationarity: np.ndarray  # [seeds], of alpha there, over the mixture's loss
 
 
 def judge_argmax(
@@ -293,7 +292,7 @@ def judge_argmax(
         by[name] = jax.tree.map(lambda *fields: np.stack(fields), *verdicts)
         mixture[name] = mixed.mean(axis=1)
     discretise = by["loss"].as_good & by["error"].as_good
-    theory = _condition_six_by_seed(space, w, alpha, task.test)
+    theory = jax.tree.map(np.asarray, _condition_six_by_seed(space, w, alpha, task.test))
     assert theory.stationarity is not None and theory.L_alpha is not None  # there are targets
     stationarity = theory.stationarity / theory.L_alpha
     return ArgmaxVerdict(choices, discretise, by, mixture, theory, stationarity)

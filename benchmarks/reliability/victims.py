@@ -5,6 +5,7 @@ returns all its results, which are compared bit for bit.
 """
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -69,9 +70,8 @@ def search(folder: Path, steps: int = 25) -> Arrays:
     import jax.numpy as jnp
     import optax
 
-    from bilevel.outer_loop import search as module
-
-    module._SAVE_SECONDS = 0.0
+    # The interval between checkpoints is no option of a search.
+    importlib.import_module("bilevel.outer_loop.search")._SAVE_SECONDS = 0.0
     problem = bilevel.Problem(
         lambda w, alpha, batch: 0.5 * jnp.sum((batch @ w - alpha[0]) ** 2) + jnp.sum(alpha * w**2),
         lambda w, alpha, batch: 0.5 * jnp.sum((batch @ w - 1) ** 2),

@@ -19,24 +19,12 @@ from bilevel.runs.progress import progress_bar
 
 
 class RunOptions(TypedDict, total=False):
-    """Keywords that every method takes besides its own."""
+    """Keywords that every method takes besides its own; see :mod:`bilevel.baselines`."""
 
     retrain_test: bool | None
-    """Whether to train every incumbent again by itself, at the full budget and off the clock, for
-    its test error. Default: True if the problem is a Selection; its evaluations then should have
-    test errors."""
-
     journal: str | os.PathLike[str] | None
-    """A file that receives every solve, as a line of JSON with its checksum; one that exists is
-    refused. A full disk costs the line, with a warning, and not the run."""
-
     resume: bool
-    """Go on from the journal where there is one: the same trace as an uninterrupted run's. One of
-    another problem, key, budget, options or configurations is refused."""
-
     progress: bool | None
-    """A progress bar on standard error; by default only if that is a terminal, or in a
-    notebook."""
 
 
 class _SolveRecord(NamedTuple):
@@ -97,7 +85,7 @@ class Recorder:
 
     @contextmanager
     def run(self, calls: int) -> Iterator[None]:
-        """Within it, the method's solves, ``calls`` in all; Ctrl-C ends it."""
+        """Run the method's solves, ``calls`` in all; Ctrl-C ends them."""
         header = {
             "method": self.method,
             "key": jax.random.key_data(self.key).tolist(),
@@ -119,7 +107,7 @@ class Recorder:
                 self._stopped = f"interrupted after solve {len(self._rows)} of {calls}"
 
     def evaluate(self, round: int, index: int, resource: int) -> float:
-        """Train one configuration alone; its validation error.
+        """Train one configuration alone; return its validation error.
 
         The incumbent is the lowest finite error at the highest resource so far, ties to the lower
         index.
@@ -141,7 +129,7 @@ class Recorder:
     def share(
         self, round: int, candidates: np.ndarray, probabilities: np.ndarray, resource: int
     ) -> Shared:
-        """Train the candidates' shared weights; :meth:`note` has to follow."""
+        """Train the candidates' shared weights; a call of :meth:`note` has to follow."""
         configs, k = [self.configs[i] for i in candidates], len(candidates)
         record = self._solve(
             lambda key: Shared(*self._share(key, configs, probabilities, resource))
@@ -166,7 +154,7 @@ class Recorder:
         self._append(_SolveRecord(*self._pending, int(incumbent), float(valid), math.nan))
 
     def trace(self) -> Trace:
-        """The rows so far, in columns."""
+        """Return the rows so far, in columns."""
         # A single configuration needs no solve to be the best.
         best = 0 if len(self.configs) == 1 else -1
         if self._rows:

@@ -14,12 +14,12 @@ def ranked(
 
 
 def ceil(x: float) -> int:
-    """The next integer, taking rounding errors to be such: ceil(9 * 3**.5**2) is 27."""
+    """Return the integer above ``x``, up to rounding errors: ceil(9 * 3**.5**2) is 27."""
     return round(x) if _is_whole(x) else math.ceil(x)
 
 
 def floor(x: float) -> int:
-    """The integer below, taking rounding errors to be such."""
+    """Return the integer below ``x``, up to rounding errors."""
     return round(x) if _is_whole(x) else math.floor(x)
 
 

@@ -51,8 +51,7 @@ def successive_halving(
     minimum : int
         Least resource.
     **run_options
-        ``retrain_test``, ``journal``, ``resume``, ``progress``: see
-        :mod:`bilevel.baselines`.
+        ``retrain_test``, ``journal``, ``resume``, ``progress``: see :mod:`bilevel.baselines`.
 
     Returns
     -------
@@ -62,7 +61,7 @@ def successive_halving(
     Raises
     ------
     ValueError
-        Before the first solve: what is no key, no configurations, ``budget`` or ``eta`` or
+        Before the first solve: no key, no configurations, ``budget`` or ``eta`` or
         ``minimum`` out of range, a journal of another run.
     FloatingPointError
         If no error is finite.
@@ -118,8 +117,7 @@ def hyperband(
     minimum : int
         r: least resource.
     **run_options
-        ``retrain_test``, ``journal``, ``resume``, ``progress``: see
-        :mod:`bilevel.baselines`.
+        ``retrain_test``, ``journal``, ``resume``, ``progress``: see :mod:`bilevel.baselines`.
 
     Returns
     -------

@@ -33,8 +33,7 @@ def random_search(
     evaluations : int, optional
         How many to train; all by default.
     **run_options
-        ``retrain_test``, ``journal``, ``resume``, ``progress``: see
-        :mod:`bilevel.baselines`.
+        ``retrain_test``, ``journal``, ``resume``, ``progress``: see :mod:`bilevel.baselines`.
 
     Returns
     -------
@@ -44,7 +43,7 @@ def random_search(
     Raises
     ------
     ValueError
-        Before the first solve: what is no key, no configurations, ``budget`` under 1,
+        Before the first solve: no key, no configurations, ``budget`` under 1,
         ``evaluations`` out of range, a journal of another run.
     FloatingPointError
         If no error is finite.

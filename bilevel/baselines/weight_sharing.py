@@ -47,8 +47,7 @@ def weight_sharing(
     budget : int
         Resource of every solve: d, the feature dimension.
     **run_options
-        ``retrain_test``, ``journal``, ``resume``, ``progress``: see
-        :mod:`bilevel.baselines`.
+        ``retrain_test``, ``journal``, ``resume``, ``progress``: see :mod:`bilevel.baselines`.
 
     Returns
     -------
@@ -58,7 +57,7 @@ def weight_sharing(
     Raises
     ------
     ValueError
-        Before the first solve: what is no key, no configurations, ``budget`` under 1, a problem
+        Before the first solve: no key, no configurations, ``budget`` under 1, a problem
         without ``share``, a journal of another run.
     FloatingPointError
         If a solve has no error to show: all cells are empty or NaN.
@@ -74,7 +73,7 @@ def weight_sharing(
     >>> trace.best, [c.tolist() for c in trace.candidates]
     (1, [[0, 1, 2, 3, 4], [1, 3, 4], [1, 3]])
 
-    Reference: Khodak et al. (2020), Algorithm 1; the module says where it is mended.
+    Reference: Khodak et al. (2020), Algorithm 1; the module says where it is corrected.
     """
     return _halve("weight_sharing", key, configs, problem, budget, 1.0, run_options)
 
@@ -101,7 +100,7 @@ def fast_weight_sharing(
     growth : float
         At least 1, which is :func:`weight_sharing`; finite.
     **run_options
-        As in :func:`weight_sharing`.
+        ``retrain_test``, ``journal``, ``resume``, ``progress``: see :mod:`bilevel.baselines`.
 
     Returns
     -------
@@ -111,12 +110,10 @@ def fast_weight_sharing(
     Raises
     ------
     ValueError, FloatingPointError
-        As :func:`weight_sharing`; ``growth`` under 1.
+        As :func:`weight_sharing`; if ``growth`` is under 1.
 
-    Notes
-    -----
-    Reference: Khodak et al. (2020), Appendix B.1, whose text reaches d at the last round. The
-    authors' code does not: its rounds stop at ``d / growth``, and only the final refit uses d.
+    Notes ----- Reference: Khodak et al. (2020), Appendix B.1, whose text reaches d at the last
+    round. The authors' code stops at ``d / growth``, and only the final refit uses d.
 
     Examples
     --------

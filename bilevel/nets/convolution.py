@@ -74,11 +74,11 @@ def convolve_images(
     padding: int | None = None,
     groups: int = 1,
 ) -> jax.Array:
-    """Cross-correlation of images with a square kernel, as every deep-learning library has it.
+    """Cross-correlate images with a square kernel, as every deep-learning library does.
 
     On the CPU, gradients of dense (``groups=1``) and depthwise (``groups = c = outputs``)
-    convolutions take the fast forms of this module, and depthwise ones their values too; in
-    16-bit precision they are computed in 32. Groups of other sizes are left to XLA.
+    convolutions take the fast forms of this module, and depthwise ones their values too; 16-bit
+    inputs are computed in float32. Other groups are left to XLA.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def convolve_images(
     Raises
     ------
     ValueError
-        For shapes that do not fit together, or an image that the window does not fit into.
+        If shapes do not fit together, or the window does not fit into the image.
 
     Examples
     --------
@@ -222,27 +222,12 @@ def _depthwise_derivative(window, primals, tangents):
 
 
 def materialized(x: chex.Array, number: chex.Array) -> jax.Array:
-    """``x``, and its cotangent in the backward pass, written to memory at this point (on a CPU).
+    """Return ``x``; on a CPU it, and its cotangent, are written to memory here.
 
     XLA would otherwise fuse elementwise programs where that costs time: with an update in place,
-    which runs on one core, or several sums over windows with each other. It does not fuse across
-    a branch, so there is one here (``optimization_barrier`` is removed before XLA fuses).
-
-    Parameters
-    ----------
-    x : array
-    number : scalar
-        Any number that is not yet known when the program is compiled.
-
-    Returns
-    -------
-    array
-        ``x``.
-
-    Examples
-    --------
-    >>> materialized(jnp.ones(2), jnp.float32(0.5))
-    Array([1., 1.], dtype=float...)
+    which runs on one core, or several sums over windows with each other. It does not fuse across a
+    branch, so there is one here (``optimization_barrier`` is removed before XLA fuses). ``number``
+    is any scalar that is unknown when the program is compiled.
     """
     if jax.default_backend() != "cpu":
         return x
@@ -329,7 +314,7 @@ def max_pooling(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0) 
     Raises
     ------
     ValueError
-        For what are no images, or a window that does not fit.
+        If ``x`` is no images, or the window does not fit.
 
     Examples
     --------
@@ -347,18 +332,6 @@ def average_pooling(x: chex.Array, size: int, *, stride: int = 1, padding: int =
     """Mean of each window of ``x`` [n, h, w, c] over the pixels inside the image.
 
     Padding is not counted (``count_include_pad=False``); the counts are known from the shapes.
-
-    Raises
-    ------
-    ValueError
-        For what are no images, or a window that does not fit.
-
-    Examples
-    --------
-    >>> x = jnp.arange(9.0).reshape(1, 3, 3, 1)
-    >>> average_pooling(x, 3, stride=2, padding=1)[0, :, :, 0]
-    Array([[2., 3.],
-           [5., 6.]], dtype=float...)
     """
     x = as_floating("x", images("x", x))
     window = _make_window(x, size, stride, 1, padding)

@@ -29,24 +29,7 @@ class Batches(NamedTuple):
 
 
 def in_batches(parts: Sequence[Part], size: int) -> Batches:
-    """The rows of several parts in batches of ``size``, or of the smallest part if that is less.
-
-    Parameters
-    ----------
-    parts : sequence of (inputs [n, ...], labels [n])
-    size : int
-
-    Raises
-    ------
-    ValueError
-        For a ``size`` under 1, or a part without rows.
-
-    Examples
-    --------
-    >>> batches = in_batches([(jnp.zeros((5, 2)), jnp.arange(5))], 2)
-    >>> batches.rows[1].tolist(), batches.weights.round(1).tolist()
-    ([[0, 1], [2, 3], [3, 4]], [[0.4..., 0.4..., 0.2...]])
-    """
+    """Return the rows of several parts in batches of ``size``, or of the smallest part's length."""
     lengths = [len(labels) for _, labels in parts]
     if not lengths or min(lengths) < 1:
         raise ValueError(f"parts: expected rows in each of them, got {lengths}.")
@@ -66,16 +49,9 @@ def in_batches(parts: Sequence[Part], size: int) -> Batches:
 
 
 def over_batches(mean: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """``f(w, other, batches) -> [parts]`` of ``mean(w, other, batch)``, a mean over a batch's rows.
+    """Return ``f(w, other, batches) -> [parts]`` of ``mean(w, other, batch)``, a mean over rows.
 
-    Pure. Memory: that of one batch.
-
-    Examples
-    --------
-    >>> parts = [(jnp.zeros(4), jnp.arange(4.0)), (jnp.zeros(2), jnp.ones(2))]
-    >>> f = over_batches(lambda w, _, batch: w * batch[1].mean())
-    >>> f(2.0, None, in_batches(parts, 2))
-    Array([3., 2.], dtype=float...)
+    Memory: that of one batch.
     """
 
     def of_all(w, other, batches):
@@ -89,19 +65,7 @@ def over_batches(mean: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 def wrong_rows(
     predict: Callable[[jax.Array], jax.Array], outputs: chex.Array, labels: chex.Array
 ) -> jax.Array:
-    """[n], bool: another label than ``labels``, or outputs that are not finite and predict nothing.
-
-    Raises
-    ------
-    ValueError
-        Unless there is one label a row.
-
-    Examples
-    --------
-    >>> outputs = jnp.array([[2.0, 1.0], [2.0, 1.0], [jnp.nan, 1.0]])
-    >>> wrong_rows(lambda f: jnp.argmax(f, axis=-1), outputs, jnp.array([0, 1, 0]))
-    Array([False,  True,  True], dtype=bool)
-    """
+    """Return [n], bool: rows with a wrong label, or with outputs that are not finite."""
     known = jnp.isfinite(outputs).reshape(len(outputs), -1).all(axis=1)
     guesses = predict(outputs)
     one_a_row(labels, guesses.shape)
@@ -109,34 +73,10 @@ def wrong_rows(
 
 
 def error_rates(model: Any) -> Callable[[Pytree, Pytree, Sequence[Part], int], list[float]]:
-    """``rates(w, other, parts, batch_size) ->`` each part's share of wrong rows, compiled once.
+    """Return ``rates(w, other, parts, batch_size)``: each part's share of wrong rows.
 
-    Every row counts once, in the first batch that has it. Outputs that are not finite are wrong.
-
-    Parameters
-    ----------
-    model : Space or TrainableNetwork
-        Anything with ``apply(w, other, x)`` and ``predict``: ``other`` is a space's ``alpha``, or
-        the running averages of a network.
-
-    Returns
-    -------
-    function
-
-    Raises
-    ------
-    ValueError
-        When called with a ``batch_size`` under 1, or a part without rows.
-
-    Examples
-    --------
-    >>> from bilevel.spaces.skips import skip_space
-    >>> space = skip_space(["relu"], depth=3, width=4, classes=3)
-    >>> part = jnp.eye(6), jnp.arange(6) % 3
-    >>> w = space.init(jax.random.key(0), part)
-    >>> rates = error_rates(space)(w, space.start(), [part, part], 4)
-    >>> len(rates), rates[0] == rates[1]
-    (2, True)
+    ``model`` is a Space, with ``alpha`` as ``other``, or a TrainableNetwork, with its running
+    averages. Every row counts once. The program is compiled once.
     """
 
     @jax.jit

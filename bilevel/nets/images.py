@@ -15,13 +15,14 @@ from bilevel.nets.convolution import average_pooling
 def unit_images(
     x: chex.Array, *others: chex.Array, pixels: int | None = None
 ) -> tuple[jax.Array, ...]:
-    """Images each channel of which has mean 0 and variance 1 over all pixels of ``x``.
+    """Return images each channel of which has mean 0 and variance 1 over all pixels of ``x``.
 
     Parameters
     ----------
     x, *others : arrays [n, h, w, c], or [n, h, w] of one channel
     pixels : int, optional
-        Averaged down to at most so many a side, by the smallest factor that divides both sides.
+        Average images down to at most so many a side, by the smallest factor that divides both
+        sides.
 
     Returns
     -------
@@ -30,9 +31,9 @@ def unit_images(
     Raises
     ------
     ValueError
-        For what are no images, ``others`` of another size or number of channels than ``x``,
-        ``pixels`` under 1 or that no factor of both sides reaches, or a channel of one value
-        throughout ``x``; where this is traced, the channel becomes NaN instead.
+        If an argument is no images, ``others`` differ from ``x`` in size or channels, ``pixels`` is
+        under 1 or out of reach, or a channel has one value throughout ``x``. A traced channel
+        becomes NaN instead.
 
     Examples
     --------
@@ -85,41 +86,15 @@ def _averaged(x, factor):
 
 
 def pooling(side: int, pixels: int | None) -> int:
-    """The smallest factor that divides ``side`` and leaves at most ``pixels`` of it; None: 1.
-
-    Raises
-    ------
-    ValueError
-        For ``pixels`` under 1.
-
-    Examples
-    --------
-    >>> pooling(28, 16), pooling(28, None)
-    (2, 1)
-    """
+    """Return the smallest factor that divides ``side`` and leaves at most ``pixels`` of it."""
     most = side if pixels is None else integer("pixels", pixels, 1)
     return next(f for f in range(1, side + 1) if side % f == 0 and side // f <= most)
 
 
 def crop_and_flip(key: chex.PRNGKey, x: chex.Array, padding: int = 4) -> jax.Array:
-    """Images moved by up to ``padding`` pixels, zeros coming in, and half of them mirrored.
+    """Move images by up to ``padding`` pixels, zeros coming in, and mirror half of them.
 
-    Parameters
-    ----------
-    key : jax.Array
-    x : array [n, h, w, c], normalised: 0 should be the mean
-    padding : int
-
-    Raises
-    ------
-    ValueError
-        For what is no key, are no images, or a ``padding`` under 0.
-
-    Examples
-    --------
-    >>> x = jnp.ones((3, 4, 4, 1)).at[:, 0].set(2)
-    >>> crop_and_flip(jax.random.key(0), x, padding=0)[:, 0, 0, 0]
-    Array([2., 2., 2.], dtype=float...)
+    Images [n, h, w, c] are normalised: 0 is the mean.
     """
     prng_key("key", key)
     x, padding = images("x", x), integer("padding", padding, 0)
@@ -132,29 +107,7 @@ def crop_and_flip(key: chex.PRNGKey, x: chex.Array, padding: int = 4) -> jax.Arr
 
 
 def cutout(key: chex.PRNGKey, x: chex.Array, size: int = 16) -> jax.Array:
-    """Images with a square set to 0, its centre anywhere in the image, cut off at the borders.
-
-    Parameters
-    ----------
-    key : jax.Array
-    x : array [n, h, w, c], normalised: 0 should be the mean
-    size : int
-
-    Raises
-    ------
-    ValueError
-        For what is no key, are no images, or a ``size`` under 0.
-
-    References
-    ----------
-    DeVries & Taylor (2017), Improved Regularization of CNNs with Cutout.
-
-    Examples
-    --------
-    >>> x = cutout(jax.random.key(0), jnp.ones((4, 32, 32, 3)))
-    >>> bool((x.min((1, 2, 3)) == 0).all()), x.max()
-    (True, Array(1., dtype=float...))
-    """
+    """Set a square of each image to 0, its centre anywhere in the image (DeVries & Taylor 2017)."""
     prng_key("key", key)
     x, size = images("x", x), integer("size", size, 0)
     n, *sides, _ = x.shape

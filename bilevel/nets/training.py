@@ -67,20 +67,18 @@ def train(
     Returns
     -------
     Trained
-        Both the last and the uniform iterate, of the same run.
+        ``last`` and ``uniform``, both like ``w``: after the last step, and before a step drawn
+        uniformly. ``losses`` [steps]: of each batch before its step.
 
     Raises
     ------
     ValueError
-        If ``key`` is no PRNG key or ``lower`` no function, ``w`` is not of floating-point numbers,
-        ``optimizer`` neither an optimizer nor a number, ``batch_size`` not from 1 to N, or
-        ``epochs`` under 1.
+        If an argument is of another kind, ``batch_size`` is not from 1 to N, or ``epochs`` is under
+        1.
 
-    Notes
-    -----
-    Pure: put it under ``jit`` with ``lower`` (and what else is no array) closed over, and under
-    ``vmap`` for several seeds. Memory: two copies of ``w`` besides the optimizer's. The paper's
-    loss, the logistic one of ``y f`` with y = +-1, is that of a space of two classes.
+    Notes ----- Pure: use it under ``jit`` with ``lower`` closed over, and under ``vmap`` for
+    several seeds. Memory: two copies of ``w`` besides the optimizer's. The paper's loss, the
+    logistic one of ``y f`` with y = +-1, is that of a space of two classes.
 
     Examples
     --------
@@ -122,17 +120,7 @@ def train(
 
 
 class TrainableNetwork(NamedTuple):
-    """A network with batch normalisation, to be trained by :func:`from_scratch`.
-
-    Attributes
-    ----------
-    init : ``init(key, shape) -> (w, averages)``, for images of ``shape`` (h, w, c).
-        ``averages``: the running means and variances of batch normalisation.
-    apply : ``apply(w, averages, x [n, h, w, c]) -> logits`` [n, classes].
-    loss : ``loss(w, averages, batch, key, *options) -> (loss, averages)``
-        Of a training batch ``(x, labels)``, for ``jax.grad(..., has_aux=True)``.
-    predict : ``predict(logits) -> labels`` [n].
-    """
+    """A network with batch normalisation; see :func:`from_scratch`."""
 
     init: Callable[[jax.Array, tuple[int, ...]], tuple[Any, Any]]
     apply: Callable[[Any, Any, jax.Array], jax.Array]
@@ -155,16 +143,19 @@ def from_scratch(
     batch_size: int,
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Training from scratch as a pair of pure functions, for as many epochs as one likes.
+    """Training from scratch as a pair of pure functions, for any number of epochs.
 
     Parameters
     ----------
     network : TrainableNetwork
+        Functions ``init(key, shape) -> (w, averages)``, ``apply(w, averages, x) -> logits``,
+        ``loss(w, averages, batch, key, *options) -> (loss, averages)`` and ``predict(logits)``.
+        ``averages`` are the running means and variances of batch normalisation.
     optimizer : optax.GradientTransformation
     batch_size : int
         An epoch leaves out the n modulo ``batch_size`` rows that its order puts last.
     augment : ``augment(key, x) -> x``, optional
-        Of a batch's images: :func:`cutout`, :func:`crop_and_flip`.
+        Of a batch's images.
 
     Returns
     -------
@@ -233,49 +224,12 @@ def run_epochs(
     options: Callable[[int], tuple] = lambda epoch: (),
     callback: Callable[[int, float], None] | None = None,
 ) -> tuple[TrainingState, float]:
-    """All epochs of :func:`from_scratch`, from the newest checkpoint that there is.
+    """Run all epochs of :func:`from_scratch`'s ``program``, from the newest checkpoint.
 
-    A training that was interrupted and run again ends in the very state of one that was not.
-    SIGTERM writes a checkpoint after the current epoch and then ends the process.
-
-    Parameters
-    ----------
-    program : (init, epoch), what :func:`from_scratch` returns
-    key : jax.Array
-        Of the initial weights and of every epoch.
-    data : (images [n, h, w, c], labels [n])
-    epochs : int
-    checkpoint : path
-        A directory, made if needed.
-    options : ``options(epoch) -> tuple``, optional
-        Of the network's loss, in epoch 0, 1, ...
-    callback : ``callback(epochs_done, loss)``, optional
-
-    Returns
-    -------
-    (TrainingState, float)
-        With the last epoch's loss; NaN for no epochs.
-
-    Raises
-    ------
-    ValueError
-        For what is no key, ``epochs`` under 0 or under those of the checkpoint, or a checkpoint of
-        another training.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> from bilevel.spaces.darts import darts_network
-    >>> from bilevel.spaces.darts.genotype import DARTS_V2
-    >>> network = darts_network(DARTS_V2, cells=1, channels=2, auxiliary=False)
-    >>> program = from_scratch(network, optax.sgd(0.1), batch_size=4)
-    >>> data = jnp.ones((8, 8, 8, 1)), jnp.zeros(8, int)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     state, loss = run_epochs(
-    ...         program, jax.random.key(0), data, epochs=0, checkpoint=folder
-    ...     )
-    >>> loss
-    nan
+    A training that was interrupted and run again ends in the same state as one that was not.
+    SIGTERM writes a checkpoint after the current epoch and then ends the process. ``key`` gives the
+    initial weights and every epoch's keys, ``options(epoch)`` the loss's options, and
+    ``callback(epochs_done, loss)`` sees the progress. The last loss is NaN if there are no epochs.
     """
     prng_key("key", key)
     epochs = integer("epochs", epochs, 0)

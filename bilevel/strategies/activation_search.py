@@ -2,9 +2,9 @@
 
     rows = data.draw_splits("digits", keys, train=300, valid=300, test=400)
     task = set_up(activation_space(names, width=512, classes=10), rows, keys, classes=10)
-    way = solver(task, 50)
-    found = bilevel.search(stack_problems(task.space.problem), way, optimizer, ...)
-    verdict = judge_argmax(task, found.alpha, found.w, networks)
+    training = solver(task, 50)
+    result = bilevel.search(stack_problems(task.space.problem), training, optimizer, ...)
+    verdict = judge_argmax(task, result.alpha, result.w, networks)
 
 Every array has a leading axis of seeds, each with rows and initial weights of its own.
 """
@@ -60,42 +60,11 @@ def set_up(
     *,
     classes: int,
 ) -> ActivationTask:
-    """Unit inputs, labels of +-1 and initial weights for every seed.
+    """Return unit inputs, labels of +-1 and initial weights for every seed.
 
-    Parameters
-    ----------
-    space : ActivationSpace
-        Of finite width.
-    rows : sequence, for every seed, of training, validation and test rows ``(x, y)``
-        As :func:`bilevel.data.draw_splits` draws them: y are labels from 0.
-    keys : sequence of PRNG keys, one for each seed
-        Of the initial weights.
-    classes : int
-
-    Returns
-    -------
-    Task
-
-    Raises
-    ------
-    ValueError
-        For other than one key for each seed, or labels that are not under ``classes``.
-
-    Examples
-    --------
-    >>> from bilevel import data
-    >>> from bilevel.spaces.activations import activation_space
-    >>> keys = list(jax.random.split(jax.random.key(0), 2))
-    >>> rows = data.draw_splits("digits", keys, train=10, valid=10, test=10)
-    >>> space = activation_space(["relu", "tanh"], width=16, classes=10)
-    >>> task = set_up(space, rows, keys, classes=10)
-    >>> task.w0.shape, task.train[1].shape
-    ((2, 16, 64), (2, 10, 10))
-    >>> seed_hypergradients(task, solver(task, 2), jnp.full((2, 2), 0.5)).grad.shape
-    (2, 2)
+    ``rows`` has for every seed the three parts ``(x, labels from 0)`` of
+    :func:`bilevel.data.draw_splits`; ``keys`` are those of the initial weights.
     """
-    if len(rows) != len(keys) or not len(keys):
-        raise ValueError(f"keys: expected one for each of {len(rows)} seeds, got {len(keys)}.")
     parts, weights = [], []
     for key, of_seed in zip(keys, rows, strict=True):
         xs = unit_inputs(*(x for x, _ in of_seed))
@@ -111,30 +80,11 @@ def set_up(
 def solver(
     task: ActivationTask, steps: int = 50, kind: str = "unrolled", rate: float | None = None
 ) -> LowerSolver:
-    """Training of the weights for ``steps`` steps, differentiated in one of four ways.
+    """Train the weights for ``steps`` steps, differentiated in one of four ways.
 
-    Parameters
-    ----------
-    task : Task
-    steps : int
-    kind : {"unrolled", "truncated", "first-order", "implicit"}
-        Through all steps, the last quarter of them, none; or by the implicit function theorem,
-        damped, since with more weights than labels the lower Hessian is singular.
-    rate : float, optional
-        Step size of the weights. Default: 1 over the curvature of each network's lower loss.
-
-    Returns
-    -------
-    LowerSolver
-
-    Raises
-    ------
-    ValueError
-        For another ``kind``, or no steps.
-
-    Examples
-    --------
-    See :func:`set_up`.
+    Through all steps, the last quarter of them, or none; or by the implicit function theorem,
+    damped, since with more weights than labels the lower Hessian is singular. The default ``rate``
+    is 1 over the curvature of each network's lower loss.
     """
     one_of("kind", kind, SOLVERS)
     backprop = {"truncated": max(1, integer("steps", steps, 1) // 4), "first-order": 0}.get(kind)
@@ -146,12 +96,7 @@ def solver(
 
 
 def train_weights(task: ActivationTask, solver: LowerSolver, alpha: chex.Array) -> jax.Array:
-    """Weights [seeds, width, inputs] trained from the start at ``alpha`` [seeds, h].
-
-    Examples
-    --------
-    See :func:`set_up`.
-    """
+    """Return weights [seeds, width, inputs] trained from the start at ``alpha`` [seeds, h]."""
     return _run_solver(solver, task.space, alpha, task.w0, task.train)
 
 
@@ -163,12 +108,7 @@ def _run_solver(solver, space, alpha, w, batch):
 def seed_hypergradients(
     task: ActivationTask, solver: LowerSolver, alpha: chex.Array
 ) -> HyperGradient:
-    """The hypergradients of all seeds at ``alpha`` [seeds, h], without diagnostics.
-
-    Examples
-    --------
-    See :func:`set_up`.
-    """
+    """Return the hypergradients of all seeds at ``alpha`` [seeds, h], without diagnostics."""
     fn = of_problem(stack_problems(task.space.problem), solver, diagnostics=False)
     return jax.jit(fn)(alpha, task.w0, task.train, task.valid)
 
@@ -183,33 +123,12 @@ class Gap(NamedTuple):
 def hypergradient_error(
     task: ActivationTask, solver: LowerSolver, longer: LowerSolver, alpha: chex.Array
 ) -> Gap:
-    """How far each seed's hypergradient is from that of longer training.
+    """Return the distance of each seed's hypergradient to that of longer training.
 
-    With more weights than labels the lower Hessian is singular, and ``info`` has no estimate. But
-    training that interpolates has an end, and with it the hypergradient of fully trained networks;
-    longer training is nearer to it. With four times the steps the ratio of this estimate to the
-    error in truth was within [1/3, 10] (``benchmarks/hypergradients/search_error.py``).
-
-    Parameters
-    ----------
-    task : Task
-    solver, longer : LowerSolver
-        The one in question, and one of several times its steps.
-    alpha : array [seeds, h]
-
-    Returns
-    -------
-    Gap
-
-    Examples
-    --------
-    >>> from bilevel import data
-    >>> from bilevel.spaces.activations import activation_space
-    >>> keys = [jax.random.key(0)]
-    >>> rows = data.draw_splits("digits", keys, train=10, valid=10, test=10)
-    >>> task = set_up(activation_space(["relu"], width=16, classes=10), rows, keys, classes=10)
-    >>> hypergradient_error(task, solver(task, 2), solver(task, 8), jnp.ones((1, 1))).error.shape
-    (1,)
+    With more weights than labels the lower Hessian is singular, and ``info`` has no estimate.
+    Training that interpolates has an end, and so has its hypergradient; longer training is nearer
+    to it. With four times the steps the ratio of this estimate to the true error was within [1/3,
+    10] (``benchmarks/hypergradients/search_error.py``).
     """
     ours, better = (seed_hypergradients(task, way, alpha).grad for way in (solver, longer))
     norm, error = (np.linalg.norm(x, axis=-1) for x in (better, ours - better))
@@ -230,56 +149,15 @@ class ArgmaxVerdict(NamedTuple):
 def judge_argmax(
     task: ActivationTask, alpha: chex.Array, w: chex.Array, singles: Sequence[tuple[Any, Any]]
 ) -> ArgmaxVerdict:
-    """Is each seed's argmax, trained alone, as good as any other? By the validation rows of all.
+    """Judge whether each seed's argmax, trained alone, is as good as any other activation.
 
-    No weights were fitted to those, only ``alpha`` was, whose argmax is the choice to be judged. At
-    the shared weights, which Condition 6 of Roberts et al. is about, choices of small outputs look
-    better than they are.
-
-    Parameters
-    ----------
-    task : Task
-    alpha : array [seeds, h]
-        Found by a search.
-    w : array [seeds, width, inputs]
-        Trained at ``alpha``.
-    singles : sequence of h pairs ``(w, alpha)``
-        The network of each activation alone: weights, and a corner for every seed. One that
-        diverged counts as worse than any other.
-
-    Returns
-    -------
-    ArgmaxVerdict
-
-    Raises
-    ------
-    ValueError
-        For another number of ``singles``.
-
-    References
-    ----------
-    :func:`bilevel.discretize.judgement.judge_choice`, :func:`bilevel.condition_six`.
-
-    Examples
-    --------
-    >>> from bilevel import data
-    >>> from bilevel.spaces.activations import activation_space
-    >>> keys = [jax.random.key(0)]
-    >>> rows = data.draw_splits("digits", keys, train=10, valid=10, test=10)
-    >>> space = activation_space(["relu", "tanh"], width=16, classes=10)
-    >>> task = set_up(space, rows, keys, classes=10)
-    >>> way, alpha = solver(task, 2), jnp.array([[0.9, 0.1]])
-    >>> corners = [jnp.eye(2)[None, i] for i in range(2)]
-    >>> singles = [(train_weights(task, way, corner), corner) for corner in corners]
-    >>> judge_argmax(task, alpha, train_weights(task, way, alpha), singles).choice
-    array([0])
+    ``w`` [seeds, width, inputs] was trained at ``alpha`` [seeds, h]. ``singles`` has a pair ``(w,
+    alpha)`` for each activation alone; a network that diverged counts as worse than any other. The
+    validation rows judge: no weights were fitted to them, only ``alpha`` was. At the shared
+    weights, which Condition 6 of Roberts et al. is about, choices of small outputs look better than
+    they are.
     """
     space, choices = task.space, np.asarray(alpha).argmax(axis=1)
-    if len(singles) != len(space.names):
-        raise ValueError(
-            f"singles: expected one network for each of {len(space.names)} activations, got "
-            f"{len(singles)}."
-        )
     networks = (*singles, (w, alpha))
     by_row = [losses_by_row(space, *network, task.valid) for network in networks]
     by, mixture = {}, {}

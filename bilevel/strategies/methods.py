@@ -143,15 +143,13 @@ def joint(
 ) -> Strategy:
     """Single-level training: weights and ``alpha`` descend the training loss together.
 
-    It is :func:`darts` with training rows in the place of validation rows: each of the two takes a
+    This is :func:`darts` with training rows in place of validation rows; each of the two takes a
     batch of its own.
 
     Parameters
     ----------
-    space : Space, or Problem
-    weight_optimizer : optax.GradientTransformation, or a rate of plain SGD
-    alpha_optimizer : rate of the paper's Adam, or an optax.GradientTransformation of ``alpha``
-    batch_size : int
+    space, weight_optimizer, alpha_optimizer, batch_size
+        As in :func:`darts`.
 
     Returns
     -------
@@ -160,7 +158,7 @@ def joint(
     Raises
     ------
     ValueError
-        For a ``batch_size`` under 1.
+        If ``batch_size`` is under 1.
 
     Examples
     --------

@@ -13,32 +13,12 @@ Optimizer: TypeAlias = optax.GradientTransformation
 
 
 def logits(rate: Rate) -> Optimizer:
-    """DARTS's optimizer of ``alpha`` on simplices: Adam on logits, momentum 0.5, decay 1e-3.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> optimizer = logits(0.1)
-    >>> alpha = jnp.array([0.5, 0.5])
-    >>> updates, _ = optimizer.update(jnp.array([1.0, 0.0]), optimizer.init(alpha), alpha)
-    >>> bool(updates[0] < 0)
-    True
-    """
+    """DARTS's optimizer of ``alpha`` on simplices: Adam on logits, momentum 0.5, decay 1e-3."""
     return softmax(optax.chain(optax.add_decayed_weights(1e-3), optax.adam(rate, b1=0.5)))
 
 
 def exponentiated(rate: Rate) -> Optimizer:
-    """GAEA's optimizer of ``alpha`` on simplices: exponentiated gradient.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> optimizer = exponentiated(1.0)
-    >>> alpha = jnp.array([0.5, 0.5])
-    >>> updates, _ = optimizer.update(jnp.log(jnp.array([1.0, 3.0])), optimizer.init(alpha), alpha)
-    >>> updates.round(4)
-    Array([ 0.25, -0.25], dtype=float...)
-    """
+    """GAEA's optimizer of ``alpha`` on simplices: exponentiated gradient."""
     return optax.chain(optax.sgd(rate), exponentiate())
 
 

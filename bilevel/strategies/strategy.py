@@ -18,7 +18,7 @@ from bilevel.strategies.optimizers import Optimizer
 
 
 class Strategy(NamedTuple):
-    """What :func:`bilevel.search` is called with; :func:`run` does it.
+    """The arguments of :func:`bilevel.search` for a search with shared weights; see :func:`run`.
 
     Attributes
     ----------
@@ -27,11 +27,11 @@ class Strategy(NamedTuple):
     optimizer : optax.GradientTransformation, of ``alpha``.
     batches : ``batches(key, data) -> batch``, or of :func:`bilevel.jointly`
     on_training_rows : bool
-        Whether ``alpha`` descends on training rows too: validation rows are then not looked at.
+        Whether ``alpha`` descends on training rows too. Validation rows are then not used.
     gradients : int
-        Of minibatches that a step takes, a Hessian's product counted as two.
+        Gradients of minibatches that a step takes. A Hessian's product counts as two.
     error : str
-        What is known of the hypergradient's error, in a sentence.
+        A sentence on the hypergradient's error.
     draws : bool
         Whether architectures are drawn: ``alpha`` then stays, and :func:`best_drawn` chooses one.
     """
@@ -54,13 +54,13 @@ def run(
     valid: Pytree,
     **options: Any,
 ) -> SearchResult:
-    """:func:`bilevel.search` by a strategy.
+    """Search by a strategy: :func:`bilevel.search` with its arguments.
 
     Parameters
     ----------
     strategy : Strategy
     alpha, w, train, valid
-        As there: ``space.start()``, ``space.init(key, train)``, and the data.
+        ``space.start()``, ``space.init(key, train)``, and the data.
     **options
         The others of :func:`bilevel.search`: ``steps`` and ``key`` are required.
 
@@ -71,7 +71,7 @@ def run(
     Raises
     ------
     ValueError, NonFiniteError
-        As there.
+        If :func:`bilevel.search` raises them.
 
     Examples
     --------
@@ -138,10 +138,10 @@ def stack_strategies(strategy: Strategy, copies: int) -> Strategy:
 def best_drawn(
     key: chex.PRNGKey, space: Space, w: Pytree, rows: Pytree, *, samples: int, batch_size: int
 ) -> Pytree:
-    """The one of ``samples`` architectures drawn that has the lowest validation loss at ``w``.
+    """Return the best of ``samples`` drawn architectures, by the validation loss at ``w``.
 
-    One whose loss is NaN is not chosen while there is another. The end of random search with
-    weight sharing. Pure: put it under ``jit`` and ``vmap``.
+    The end of random search with weight sharing. An architecture with a NaN loss is chosen only if
+    all have one. Pure: it works under ``jit`` and ``vmap``.
 
     Parameters
     ----------
@@ -150,7 +150,7 @@ def best_drawn(
     w : pytree
         Shared weights.
     rows : (inputs [n, ...], labels [n])
-        Of the validation set, looked at in batches of ``batch_size``.
+        Of the validation set, in batches of ``batch_size``.
     samples, batch_size : int
 
     Returns
@@ -160,7 +160,7 @@ def best_drawn(
     Raises
     ------
     ValueError
-        For ``samples`` or a ``batch_size`` under 1.
+        If ``samples`` or ``batch_size`` is under 1.
 
     Examples
     --------

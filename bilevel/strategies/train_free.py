@@ -114,13 +114,13 @@ def te_nas(
     *,
     repeats: int = 3,
 ) -> Any:
-    """The architecture that is left when TE-NAS has pruned the supernet.
+    """Return the architecture that is left when TE-NAS has pruned the supernet.
 
-    In every round and for every operation that is left on an edge with others: by how much the
-    condition number of the supernet's tangent kernel falls, and the number of linear regions grows,
-    when the operation goes. Both are ranked over all of them, and on every edge the operation with
-    the least sum of ranks goes. Operations called "none" go before the first round, as in the
-    authors' code; what is left on an edge shares its weight equally.
+    In every round, for every operation that is left on an edge with others: how much the condition
+    number of the supernet's tangent kernel falls, and how much the number of linear regions grows,
+    without the operation. Both are ranked over all of them, and every edge loses the operation with
+    the least sum of ranks. Operations called "none" go before the first round, as in the authors'
+    code; operations that are left on an edge share its weight equally.
 
     Parameters
     ----------
@@ -145,14 +145,11 @@ def te_nas(
     ValueError
         If ``alpha`` is not one array [edges, operations] on simplices, the same in both spaces.
 
-    Notes
-    -----
-    A condition number of ``inf`` (singular to rounding) counts as 1e5, as NaN does in their code.
-    Their linear regions are counted one image at a time, so that batch normalisation sees one
-    image; here too. Their weights are drawn anew with variances of their own; here by ``init``.
-
-    Time: ``repeats`` kernels and counts of regions for every operation left in every round, on
-    NAS-Bench-201 24 + 18 + 12, one program for all.
+    Notes ----- As in their code, an infinite or NaN condition number counts as 1e5, and linear
+    regions are counted one image at a time, so that batch normalisation sees one image. Their
+    weights have variances of their own; here ``init`` draws them. Time: ``repeats`` kernels and
+    counts of regions for every operation left in every round, on NAS-Bench-201 24 + 18 + 12, one
+    program for all.
 
     References
     ----------
@@ -225,7 +222,10 @@ def _one_choice_per_row(space: Space, name: str) -> tuple[int, ...]:
     alpha = space.start()
     shape = jnp.shape(alpha) if isinstance(alpha, jax.Array) else ()
     if space.sets != "simplex" or len(shape) != 2 or shape[1] != len(space.names):
-        raise ValueError(f"{name}: expected alpha [edges, operations] on simplices, got {alpha}.")
+        raise ValueError(
+            f"{name}: expected alpha [edges, operations] on simplices, got shapes "
+            f"{jax.tree.map(jnp.shape, alpha)} on {space.sets}."
+        )
     return shape
 
 

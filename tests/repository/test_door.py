@@ -16,7 +16,7 @@ import pytest
 
 import bilevel
 import ntk
-from bilevel import baselines, data, implicit, spectral, unrolled
+from bilevel import baselines, data, implicit, spectral, strategies, unrolled
 from bilevel.nets import images, training
 from bilevel.spaces import features
 from ntk import networks as nets
@@ -31,6 +31,10 @@ LOWER, OUTER = PROBLEM.lower, PROBLEM.outer
 W0, ALPHA, SGD, KEY = jnp.zeros(2), jnp.ones(2), optax.sgd(0.1), jax.random.key(0)
 SCHEDULE = optax.cosine_decay_schedule(0.1, 10)
 SELECTION = baselines.Selection(lambda *a: 0.0, lambda *a: None)
+ONE_SOLVE = baselines.random_search(KEY, [1], lambda *_: 0.5, 1)
+IMAGES = jnp.arange(16.0).reshape(1, 4, 4, 1)
+SKIPS = bilevel.spaces.skip_space(["relu", "tanh"], depth=3, width=4)
+RATES = {"weight_optimizer": 0.1, "alpha_optimizer": 0.1, "batch_size": 2}
 NOT_A_KEY = r"key: expected a PRNG key such as jax.random.key\(0\), got"
 NO_RETURN = "expected a loss that returns a floating scalar, got None; a return is missing"
 AUX = r"expected .* floating scalar, got a tuple .*; Problem\(..., has_aux=True\) takes"
@@ -47,6 +51,14 @@ class Module:
 
 MODULE = Module(jnp.zeros(2), jax.nn.relu)
 A_MODULE = r"w0\.activation: expected floating arrays, got the function .*; keep the arrays in w0"
+
+
+def never(*args):
+    raise AssertionError("solved before the check")
+
+
+def shared(errors, counts):
+    return baselines.Selection(never, lambda *_: (errors, counts))
 
 
 def solve(alpha, w, batch):
@@ -297,6 +309,69 @@ LINEAR_AND_BASELINES = [
         ValueError,
         "minimum: expected a whole number, got 1.5",
     ),
+    (lambda: baselines.random_search(KEY, [], never, 9), ValueError, "configs: expected at least"),
+    (
+        lambda: baselines.random_search(KEY, [1], never, 0),
+        ValueError,
+        "budget: expected at least 1",
+    ),
+    (lambda: baselines.hyperband(KEY, [1, 2], None, 9), ValueError, "problem: expected a function"),
+    (lambda: baselines.random_search(KEY, [1], never, 9, jornal="x"), TypeError, "jornal"),
+    (
+        lambda: baselines.random_search(KEY, [1, 2], never, 9, evaluations=3),
+        ValueError,
+        "evaluations: expected 1 to 2, got 3",
+    ),
+    (
+        lambda: baselines.successive_halving(KEY, [1, 2], never, 9, eta=1),
+        ValueError,
+        "eta: expected a finite number over 1, got 1",
+    ),
+    (
+        lambda: baselines.hyperband(KEY, [1, 2], never, 9, minimum=10),
+        ValueError,
+        "minimum: expected 1 to 9, got 10",
+    ),
+    (
+        lambda: baselines.fast_weight_sharing(KEY, [1, 2], SELECTION, 9, growth=0.5),
+        ValueError,
+        "growth: expected a finite number of at least 1, got 0.5",
+    ),
+    (
+        lambda: baselines.exponentiated_gradient(KEY, [1, 2], SELECTION, 9, rate=0.0),
+        ValueError,
+        "rate: expected a positive number, got 0.0",
+    ),
+    (
+        lambda: baselines.weight_sharing(KEY, [1, 2], baselines.Selection(never), 9),
+        ValueError,
+        "problem: expected a Selection with `share`, got",
+    ),
+    (
+        lambda: baselines.weight_sharing(KEY, [1, 2], shared(np.zeros(3), np.ones(3)), 9),
+        ValueError,
+        r"share: expected errors and counts of shape \(2,\)",
+    ),
+    (
+        lambda: baselines.weight_sharing(KEY, [1, 2], shared(np.zeros(2), np.zeros(2)), 9),
+        FloatingPointError,
+        "share: expected a finite error .* 2 of them empty",
+    ),
+    (
+        lambda: baselines.random_search(KEY, [1, 2], lambda *_: np.nan, 9),
+        FloatingPointError,
+        "problem: expected a finite validation error, got none in 2 solves",
+    ),
+    (
+        lambda: bilevel.plots.traces({"one": ONE_SOLVE}, "time"),
+        ValueError,
+        "against: expected one of calls, seconds, got 'time'",
+    ),
+    (
+        lambda: bilevel.plots.traces({"one": baselines.weight_sharing(KEY, [1], SELECTION, 1)}),
+        ValueError,
+        "methods: expected a solve .* got none for one",
+    ),
 ]
 SPACES = [
     (lambda: features.feature_space(None), ValueError, "maps: expected a sequence of"),
@@ -328,8 +403,94 @@ NETS_AND_DATA = [
         ValueError,
         "kernel: expected",
     ),
+    (
+        lambda: bilevel.nets.convolve_images(jnp.ones((1, 4, 4, 3)), jnp.ones((3, 3, 2, 4))),
+        ValueError,
+        r"x: expected \[n, h, w, 2\] for a kernel",
+    ),
+    (
+        lambda: bilevel.nets.convolve_images(IMAGES, jnp.ones((5, 5, 1, 1)), padding=0),
+        ValueError,
+        "x: expected images of at least 5 pixels a side, got",
+    ),
+    (
+        lambda: bilevel.nets.max_pooling(jnp.ones((4, 4, 1)), 2),
+        ValueError,
+        r"x: expected images \[n, h, w, c\], got",
+    ),
+    (
+        lambda: bilevel.nets.max_pooling(IMAGES, 2.5),
+        ValueError,
+        "size: expected a whole number, got 2.5",
+    ),
+    (
+        lambda: bilevel.nets.max_pooling(IMAGES, 2, padding=2),
+        ValueError,
+        "padding: expected less than the window's 2 pixels, got 2",
+    ),
+    (
+        lambda: bilevel.nets.unit_images(jnp.ones((2, 4, 4, 1))),
+        ValueError,
+        "x: expected channels that vary",
+    ),
+    (
+        lambda: bilevel.nets.unit_images(IMAGES, jnp.ones((2, 4, 5, 1))),
+        ValueError,
+        r"others: expected images \(4, 4, 1\), got",
+    ),
+    (
+        lambda: bilevel.nets.unit_images(jnp.ones((5, 8, 12, 1)), pixels=2),
+        ValueError,
+        "pixels: expected at least 3 for images of 8 x 12, whose",
+    ),
 ]
-STRATEGIES = []
+STRATEGIES = [
+    (
+        lambda: strategies.darts(SKIPS, order=3, **RATES),
+        ValueError,
+        "order: expected 1 or 2, got 3",
+    ),
+    (
+        lambda: strategies.darts(SKIPS, radius=0.1, **RATES),
+        ValueError,
+        "radius: expected None with",
+    ),
+    (
+        lambda: strategies.unrolled(SKIPS, steps=0, **RATES),
+        ValueError,
+        "steps: expected at least 1",
+    ),
+    (
+        lambda: strategies.weight_sharing(PROBLEM, weight_optimizer=0.1, batch_size=2),
+        ValueError,
+        "space: expected a Space",
+    ),
+    (
+        lambda: strategies.joint(SKIPS, **RATES | {"batch_size": 0}),
+        ValueError,
+        "batch_size: expected at least 1, got 0",
+    ),
+    (
+        lambda: strategies.on_sets({"a": "circle"}, simplex=SGD, other=SGD),
+        ValueError,
+        "sets: expected simplex, box or free, got",
+    ),
+    (
+        lambda: strategies.eigen_nas(KEY, SKIPS, jnp.ones((3, 4)), pool=2, keep=3),
+        ValueError,
+        "keep: expected at most the pool's 2, got 3",
+    ),
+    (
+        lambda: strategies.te_nas(KEY, SKIPS, SKIPS, None, jnp.ones((3, 4))),
+        ValueError,
+        r"space: expected alpha \[edges, operations\]",
+    ),
+    (
+        lambda: strategies.nasi(KEY, SKIPS, (jnp.ones((3, 4)), jnp.zeros(3, int))),
+        ValueError,
+        "space: expected all of alpha on simplices",
+    ),
+]
 THEORY = [
     (lambda: spectral.spectral_sample(0, 3, 2, 1), ValueError, NOT_A_KEY),
     (lambda: bilevel.bounds.khodak_corollary_a1(1.0, 10, C="1"), ValueError, "C: expected"),

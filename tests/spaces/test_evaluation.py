@@ -51,11 +51,3 @@ def test_what_is_infinite_in_one_part_is_not_in_another():
     parts = [(np.ones((3, 1)), np.arange(3)), (np.full((3, 1), np.inf), np.arange(3))]
     means = over_batches(lambda w, alpha, batch: (w * batch[0]).mean())
     np.testing.assert_array_equal(means(2.0, None, in_batches(parts, 2)), [2, np.inf])
-
-
-def test_parts_without_rows_and_sizes_under_one_are_refused():
-    full, empty = (jnp.zeros((3, 2)), jnp.zeros(3)), (jnp.zeros((0, 2)), jnp.zeros(0))
-    with pytest.raises(ValueError, match="parts: expected rows in each"):
-        in_batches([full, empty], 2)
-    with pytest.raises(ValueError, match="size: expected at least 1, got 0"):
-        in_batches([full], 0)

@@ -32,13 +32,6 @@ def test_bytes_are_images_too():
         np.testing.assert_allclose(ours, ones, rtol=1e-5, atol=1e-6)
 
 
-def test_a_channel_that_does_not_vary_is_refused():
-    x = np.random.default_rng(0).normal(size=(5, 4, 4, 2))
-    x[..., 1] = 1
-    with pytest.raises(ValueError, match="x: expected channels that vary"):
-        unit_images(x)
-
-
 def test_a_channel_of_one_value_is_refused_whatever_its_rounding():
     x = np.random.default_rng(0).normal(size=(5, 6, 6, 2)).astype(np.float32)
     x[..., 1] = 0.1
@@ -60,16 +53,7 @@ def test_both_sides_are_made_smaller_by_one_factor_or_the_images_refused():
     x = np.random.default_rng(0).normal(size=(5, 8, 12, 1))
     assert unit_images(x, pixels=6)[0].shape == (5, 4, 6, 1)
     assert unit_images(x, pixels=4)[0].shape == (5, 2, 3, 1)
-    with pytest.raises(ValueError, match="pixels: expected at least 3 for images of 8 x 12, whose"):
-        unit_images(x, pixels=2)
     assert unit_images(x[:, :7])[0].shape == (5, 7, 12, 1)
-
-
-@pytest.mark.parametrize("shape", [(2, 6, 6, 3), (2, 6, 5, 1), (2, 5, 6)])
-def test_others_of_another_size_or_number_of_channels_are_refused(shape):
-    x = np.random.default_rng(0).normal(size=(5, 6, 6, 1))
-    with pytest.raises(ValueError, match=r"others: expected images \(6, 6, 1\), got"):
-        unit_images(x, np.ones(shape))
 
 
 def test_fewer_epochs_than_a_checkpoint_holds_are_refused(tmp_path):

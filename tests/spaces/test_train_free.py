@@ -120,23 +120,3 @@ def test_the_searches_run_on_nas_bench_201():
     assert set(nasi(jax.random.key(1), space, batch, steps=2, batch_size=2).operations) <= {
         *space.names
     }
-
-
-@pytest.mark.long
-def test_mistakes_are_named():
-    skips = skip_space(["relu", "tanh"], depth=3, width=4)
-    key, x = jax.random.key(0), jnp.ones((3, 4))
-    with pytest.raises(ValueError, match="keep: expected at most the pool's 2, got 3"):
-        eigen_nas(key, skips, x, pool=2, keep=3)
-    with pytest.raises(ValueError, match="x: expected rows whose kernels are finite"):
-        eigen_nas(key, skips, x * 1e30, pool=2, keep=1)
-    batch = x, jnp.zeros(3, int)
-    one = mixed_space({"a": lambda x: x, "b": lambda x: x})
-    with pytest.raises(ValueError, match=r"space: expected alpha \[edges, operations\]"):
-        te_nas(key, skips, one, batch, x)
-    with pytest.raises(ValueError, match="thin: expected the architectures of `space`"):
-        te_nas(key, one, mixed_space({"a": lambda x: x, "c": lambda x: x}), batch, x)
-    with pytest.raises(ValueError, match="space: expected all of alpha on simplices"):
-        nasi(key, skips, batch)
-    with pytest.raises(ValueError, match="rows: expected rows whose gradients are finite"):
-        nasi(key, one, (x * jnp.nan, batch[1]), steps=2, batch_size=2)

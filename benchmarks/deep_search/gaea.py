@@ -31,7 +31,7 @@ from bilevel import strategies
 from bilevel.discretize import diagnostics
 from bilevel.nets import unit_images
 from bilevel.spaces.nasbench201 import nasbench201_space
-from bilevel.spaces.nasbench201.genotype import PRIMITIVES, genotype, parse_genotype
+from bilevel.spaces.nasbench201.genotype import PRIMITIVES, parse_genotype
 from bilevel.spaces.nasbench201.judging import load_table
 from bilevel.spaces.nasbench201.judging.standing import standing
 
@@ -104,7 +104,12 @@ def searched(sizes, method, run, rate, seed) -> dict:
     losses, entropies, alpha = run(rate, jax.random.key(seed), *parts(sizes, seed))
     full = np.zeros((6, len(PRIMITIVES)))
     full[:, [PRIMITIVES.index(name) for name in sizes.operations]] = alpha
-    row = {"method": method, "rate": rate, "seed": seed, "genotype": str(genotype(full))}
+    row = {
+        "method": method,
+        "rate": rate,
+        "seed": seed,
+        "genotype": str(nasbench201_space().discretize(full)),
+    }
     row |= {"valid_loss": np.asarray(losses, float).round(5).tolist()}
     return row | {"entropy": np.asarray(entropies, float).round(5).tolist()}
 

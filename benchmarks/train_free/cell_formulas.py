@@ -30,7 +30,9 @@ def canonical(genotype: Genotype) -> str:
 
     Examples
     --------
-    >>> from bilevel.spaces.nasbench201.genotype import decode
+    >>> from bilevel.spaces.nasbench201.genotype import PRIMITIVES
+    >>> def decode(codes):
+    ...     return Genotype(tuple(PRIMITIVES[code] for code in codes))
     >>> canonical(decode([3, 1, 0, 0, 2, 1]))
     '0+nor_conv_1x1(nor_conv_3x3(0))'
     >>> canonical(decode([3, 1, 2, 0, 0, 1])) == canonical(decode([3, 1, 0, 0, 2, 1]))

@@ -174,8 +174,8 @@ def draw_splits(
     """Training, validation and test rows of a dataset, drawn anew for every key.
 
     ``train`` and ``valid`` rows are drawn of the official training rows, with all classes in their
-    proportions; the test rows are the first ``test`` official ones, or as many as there are. Digits
-    has none of its own: there all three are drawn of all rows.
+    proportions; the test rows are the first ``test`` official ones, or as many as there are. For
+    digits, which has no official test rows, all three are drawn of all rows.
 
     Parameters
     ----------
@@ -191,9 +191,9 @@ def draw_splits(
     Raises
     ------
     FileNotFoundError
-        As :func:`load`.
+        If a file is missing or cannot be downloaded.
     ValueError
-        As :func:`load`; for ``train`` and ``valid`` rows that there are not, or what are no keys.
+        If a file is damaged, there are fewer ``train`` and ``valid`` rows, or ``keys`` are no keys.
 
     Examples
     --------

@@ -8,12 +8,11 @@ With ``f_alpha = sum_i alpha_i f_i`` and half the squared error as loss, for eve
     D_i = 1/2 E |f_i - sum_k gamma^(i)_k f_k|^2,    gamma^(i) = alpha_{-i} / (1 - alpha_i),
     s_i = <grad L(alpha), e_i - alpha>,             sum_i alpha_i s_i = 0.
 
-The paper assumes realizability, ``y = f_alpha``: then L_alpha and all s_i are 0. Less will do: that
-alpha minimises L over the simplex at W*, on its boundary too, which is ``s >= 0`` (and then
-``s_i = 0`` where alpha_i > 0). **Condition 6** is ``D_i >= D_j``; with ``L_i < L_j`` and
-``alpha_j > 0`` it gives ``alpha_j < alpha_i`` (Theorem 7). So the argmax is the best choice b if
-``D_b >= D_j`` for all j; and, where b is not known, the argmax a is best if ``D_j >= D_a`` for all
-j. Where alpha is no minimiser, what is left of that is
+The paper assumes realizability, ``y = f_alpha``: then L_alpha and all s_i are 0. It is enough that
+alpha minimises L over the simplex at W*, which is ``s >= 0`` (``s_i = 0`` where alpha_i > 0).
+**Condition 6** is ``D_i >= D_j``; with ``L_i < L_j`` and ``alpha_j > 0`` it gives
+``alpha_j < alpha_i`` (Theorem 7). So the argmax is the best choice b if ``D_b >= D_j`` for all j;
+if b is not known, the argmax a is best if ``D_j >= D_a`` for all j. If alpha is no minimiser,
 
     L_a <= min_j L_j + g / alpha_a,    g = max_i -s_i    (the Frank-Wolfe gap of alpha).
 
@@ -21,20 +20,10 @@ Beyond the paper: under the same assumption no condition is needed. ``(1 - alpha
 ``1/2 E |f_i - f_alpha|^2``, so for an interior minimiser the best choice is the one nearest to the
 mixture, and outputs without labels tell which that is.
 
-==========  ==========================================================================
-paper       here
-==========  ==========================================================================
-f_i(W*)     ``outputs[:, i]``, at the shared weights
-alpha       ``alpha`` [h], on the simplex
-gamma       one for each i, as in the proofs: Condition 6 leaves it open, the last
-            display of Theorem 7 has one for both
-L(f_i)      ``L`` of what :func:`condition_six` returns
-D_i         its ``D``, the L(f_i, f_gamma) of Condition 6
-(none)      s: its ``slack``; g: its ``stationarity``
-==========  ==========================================================================
-
-All of that is about the shared weights. Whether the network of the argmax, trained alone, is as
-good as any other so trained is a question to their losses: `bilevel search` asks it.
+:func:`condition_six` takes f_i(W*) as ``outputs[:, i]`` and returns L, D, s (``slack``) and g
+(``stationarity``). gamma depends on i, as in the proofs; Condition 6 leaves it open. All of that is
+about the shared weights. Whether the network of the argmax, trained alone, is as good as any other
+so trained is a question to their losses: `bilevel search` asks it.
 
 Reference: Roberts, Liang & Sala, Understanding Neural Architecture Search by its Architecture
 Parameters: Theorems 1, 4, 7, Lemmas 2, 5, Conditions 3, 6.

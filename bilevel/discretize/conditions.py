@@ -59,9 +59,9 @@ def condition_six(
     ``trust`` answers the question. With targets it is read off the losses themselves and assumes
     nothing. Without targets it is ``nearest``, right **if alpha minimises the loss over the simplex
     at W***, which rows without targets cannot show. Then ``condition = 1`` rules out ``nearest =
-    -1``, and -1 nothing, since Condition 6 is sufficient and not necessary: for ``E f f' =
-    diag(1, 3, 1)``, alpha = (.55, .35, .1) it fails and the argmax is best. A choice of
-    ``alpha_j = 0`` nearer than the argmax leaves ``nearest`` undecided: outputs do not show s_j.
+    -1``, and -1 nothing: Condition 6 is not necessary (for ``E f f' = diag(1, 3, 1)`` and alpha =
+    (.55, .35, .1) it fails and the argmax is best). A choice of ``alpha_j = 0`` nearer than
+    the argmax leaves ``nearest`` undecided: outputs do not show s_j.
 
     Parameters
     ----------
@@ -76,17 +76,16 @@ def condition_six(
     Returns
     -------
     ConditionSix
-        Two residuals of the assumptions come with targets. ``realizability`` is 0 under the
-        paper's Assumption 3. ``stationarity`` bounds by how much moving alpha could lower the
-        mixture's loss at these weights, and is 0 where alpha minimises it; ``slack +
-        slack_half_width < 0`` anywhere rejects that. Both are in units of the loss: compare with
-        ``L_alpha`` or ``L``.
+        Two residuals of the assumptions come with targets, in units of the loss. ``realizability``
+        is 0 under the paper's Assumption 3. ``stationarity`` bounds by how much moving alpha could
+        lower the mixture's loss at these weights, and is 0 where alpha minimises it; ``slack +
+        slack_half_width < 0`` anywhere rejects that.
 
     Raises
     ------
     ValueError
-        For shapes that do not match, fewer than 2 rows, alpha off the simplex, NaN, a confidence
-        outside (0, 1).
+        If shapes do not match, there are fewer than 2 rows, alpha is off the simplex, an entry is
+        NaN, or ``confidence`` outside (0, 1).
 
     Notes
     -----
@@ -94,9 +93,6 @@ def condition_six(
     - ``alpha_a = 1``: gamma and D_a do not exist, but ``(1 - alpha_a)^2 D_a`` is 0 whatever they
       are, and ``condition`` is 1; each pair with a is undecided.
     - L is at the *shared* weights: of choices retrained one by one the paper says nothing.
-    - In the paper gamma depends on i, though not by notation, and "alpha_i < alpha_i" is
-      ``alpha_j < alpha_i``. That a minimiser suffices in place of realizability, on the boundary
-      too, is not in the paper; nor is ``nearest``.
     - Memory: ``outputs`` a few times. Time: ``n h^2 o``.
 
     Reference: Roberts, Liang & Sala, Condition 6, Theorem 7.

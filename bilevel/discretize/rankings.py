@@ -45,9 +45,6 @@ def rank_by_shared_weights(
     confidence : float
         Of each interval by itself.
 
-    Returns
-    -------
-    Ranking
 
     Raises
     ------
@@ -99,13 +96,12 @@ def rank_agreement(
 ) -> Agreement:
     """Kendall's tau-b and Spearman's rho of two score vectors, both with ties.
 
-    An interval covers the correlation over the population that the m choices were drawn from; of
-    choices that are the whole space there is nothing to infer. It is the wider, end by end, of two:
-    percentiles of a bootstrap over choices, and Fisher's z with the variances ``0.437 / (m - 4)``
-    for tau (Fieller, Hartley & Pearson 1957) and ``(1 + rho^2 / 2) / (m - 3)`` for rho (Bonett &
-    Wright 2000). The bootstrap is valid with ties, but takes agreement on a handful of choices for
-    certainty: at m = 5 and a normal correlation of 0.9 its 95 % intervals cover 72 %. Fisher's z
-    covers 89 to 99 % of untied normal pairs, m = 5 to 30, and says nothing of 4 choices.
+    An interval covers the correlation over the population that the m choices were drawn from. It is
+    the wider, end by end, of two: percentiles of a bootstrap over choices, and Fisher's z with the
+    variances ``0.437 / (m - 4)`` for tau (Fieller, Hartley & Pearson 1957) and ``(1 + rho^2 / 2) /
+    (m - 3)`` for rho (Bonett & Wright 2000). At m = 5 and a normal correlation of 0.9 the
+    bootstrap's 95 % intervals alone cover 72 %. Fisher's z covers 89 to 99 % of untied normal
+    pairs, m = 5 to 30, and says nothing of 4 choices.
 
     Parameters
     ----------
@@ -125,8 +121,9 @@ def rank_agreement(
     Raises
     ------
     ValueError
-        For what is no key, vectors of different lengths or under 2, NaN, a confidence outside
-        (0, 1), ``resamples`` under 1.
+        If ``key`` is not a PRNG key, lengths differ or are under 2, a score is NaN, ``confidence``
+        is
+        outside (0, 1), or ``resamples`` under 1.
 
     Examples
     --------

@@ -124,8 +124,8 @@ def losses(
 ) -> Any:
     """Outer and lower loss along a search, one below the other: their scales differ.
 
-    A row of the history has the losses at the alpha that its step starts from, so that the first
-    is drawn at step 0. A loss that changes tenfold has a log axis.
+    The losses are at the alpha that a step starts from, so that the first is drawn at step 0. A
+    loss that changes tenfold has a log axis. Returns the two axes.
 
     Parameters
     ----------
@@ -134,10 +134,6 @@ def losses(
     axes : two matplotlib axes, optional
     scale : float
         Divides both losses; the number of copies of a :func:`bilevel.stack_problems` problem.
-
-    Returns
-    -------
-    The two axes.
 
     Examples
     --------
@@ -273,8 +269,8 @@ def simplex_min_eigenvalue(
 def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> Any:
     """Oracle test error of the incumbent as a search goes on, a curve for each method.
 
-    On log axes; that of the errors is linear where one is 0, or all are nearly the same. Curves of
-    the same height lie on each other, the later the narrower, so that all are seen.
+    On log axes; that of the errors is linear where one is 0, or all are nearly the same. Later
+    curves are narrower, so that equal ones are seen.
 
     Parameters
     ----------
@@ -287,7 +283,7 @@ def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> A
     Raises
     ------
     ValueError
-        For a trace without solves (of a single configuration), or another ``against``.
+        If a trace has no solves (of a single configuration), or ``against`` is another word.
 
     Examples
     --------

@@ -76,12 +76,9 @@ class ActivationSpace(Space):
     Batches are ``(x, y)``: x [n, inputs], outputs ``f`` [n] for two classes, [n, classes] for more,
     and y like ``f`` with entries +-1 (``outer="squared"``: any real numbers).
 
-    Attributes
-    ----------
-    curvatures : ``curvatures(w, x) -> [h]``
-        The largest Hessian eigenvalue of the lower loss linearised at ``w``, for each activation by
-        itself.
-    solver : ``solver(curvatures, steps=50, momentum=0.9, backprop=None, rate=None) -> LowerSolver``
+    ``curvatures(w, x) -> [h]`` are the largest Hessian eigenvalues of the lower loss linearised at
+    ``w``, one for each activation. They are the argument of ``solver(curvatures, steps=50,
+    momentum=0.9, backprop=None, rate=None) -> LowerSolver``.
     """
 
     curvatures: Callable[[jax.Array, jax.Array], jax.Array]
@@ -119,9 +116,9 @@ def activation_space(
     Raises
     ------
     ValueError
-        For an unknown name, an empty list, a width that does not fit the classes, or an
-        ``output_scale`` that is not positive and finite; from the losses, for targets of another
-        shape than the outputs.
+        If a name is unknown, there is none, ``width`` does not fit the classes, or ``output_scale``
+        is not positive and finite. The losses raise it for targets of another shape than the
+        outputs.
 
     Examples
     --------
@@ -136,11 +133,8 @@ def activation_space(
         space = activation_space(["relu", "leaky_relu"], width=math.inf, outer="squared")
         train, valid = (space.blocks(x), y), (space.blocks(x_valid, x), y_valid)
         adam = optax.adam(0.1)
-        simplex = optax.chain(bilevel.tangent(), adam, bilevel.exponentiate())
-        optimizer = optax.partition(
-            {"mixture": simplex, "log_penalty": adam},
-            {"mixture": "mixture", "log_penalty": "log_penalty"},
-        )
+        geometry = {"mixture": optax.chain(adam, bilevel.exponentiate()), "log_penalty": adam}
+        optimizer = optax.partition(geometry, {name: name for name in geometry})
         start = space.start(), space.init(key, train)
         result = bilevel.search(
             space.problem, space.solver, optimizer, *start, train, valid, steps=100
@@ -302,8 +296,8 @@ def unit_inputs(x: chex.Array, *others: jax.Array) -> jax.Array | tuple[jax.Arra
     Raises
     ------
     ValueError
-        For arrays without rows, of other than real numbers, or with a row at the mean, which has no
-        direction; where these are traced, it becomes NaN instead.
+        If there are no rows, entries are not real, or a row is at the mean and has no direction.
+        Traced rows at the mean become NaN.
 
     Examples
     --------

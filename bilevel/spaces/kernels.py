@@ -3,8 +3,6 @@
     f(x) = sum_m K_alpha(x, x_m) w_m
     w = argmin 1/2 w'(K_alpha + lambda I) w - w'y = (K_alpha + lambda I)^-1 y
 
-Four families of kernels ``K_alpha``:
-
 =============================  =================================================================
 :func:`activation_space`       ``sum_ij alpha_i alpha_j K_ij``, a mixture of activations in a
                                hidden layer, at ``width=math.inf`` (Oymak et al. 2021, sec. 4.2)
@@ -13,17 +11,11 @@ Four families of kernels ``K_alpha``:
 :func:`network_space`          that of an infinitely wide network of :mod:`ntk.networks`
 =============================  =================================================================
 
-==========  ==========================================================================
-paper       here
-==========  ==========================================================================
-alpha       ``alpha["mixture"]``, on the simplex (``alpha["kernel"]`` in the last one)
-lambda      ``exp(alpha["log_penalty"])``, learned too; 0 would be training to the end
-K_ij        ``blocks[i, j]`` from :func:`ntk.mixture_blocks`, computed once
-w           dual coefficients, one per training row: the lower problem's weights
-==========  ==========================================================================
-
-The lower loss is the dual of ridge regression: better conditioned than the primal one, and minus
-``y'(K_alpha + lambda I)^-1 y / 2`` at its minimum, the papers' generalization term.
+The paper's alpha is ``alpha["mixture"]``, on the simplex, or ``alpha["kernel"]``; lambda =
+``exp(alpha["log_penalty"])`` is learned too, and 0 would be training to the end. w are dual
+coefficients, one per training row. The lower loss is the dual of ridge regression: better
+conditioned than the primal one, and minus ``y'(K_alpha + lambda I)^-1 y / 2`` at its minimum, the
+papers' generalization term.
 """
 
 import dataclasses
@@ -60,11 +52,9 @@ class KernelSpace(Space):
     [m, classes] for more, and y like ``f`` with entries +-1 (``outer="squared"``: any real
     numbers). An architecture is an activation's name; its corner has the penalty of the start.
 
-    Attributes
-    ----------
-    blocks : ``blocks(x) -> [h, h, n, n]`` for training, ``blocks(x_valid, x) -> [h, h, m, n]`` for
-        predictions; h^2 numbers per pair of rows. With ``error=True``, their error bounds too.
-    solver : LowerSolver, the closed form: one Cholesky factorisation, n^3 / 3.
+    ``blocks(x) -> [h, h, n, n]`` are for training, ``blocks(x_valid, x) -> [h, h, m, n]`` for
+    predictions; with ``error=True``, their error bounds too. ``solver`` is the closed form: one
+    Cholesky factorisation, n^3 / 3.
     """
 
     blocks: Callable[..., jax.Array]
@@ -101,9 +91,8 @@ class KernelFunctionSpace(Space):
     """A search of kernel functions: :func:`kernel_mixture_space`, :func:`kernel_function_space`.
 
     ``w`` is like the training targets, at first 0. Batches are ``(inputs, y)``, or ``(rows, y)`` if
-    :func:`kernel_function_space` knows the training inputs: outputs ``f`` [m]
-    for two classes, [m, classes] for more, and y like ``f`` with entries +-1 (``outer="squared"``:
-    any real numbers, for regression).
+    :func:`kernel_function_space` knows the training inputs: outputs ``f`` [m] for two classes,
+    [m, classes] for more, and y like ``f`` with entries +-1 (``outer="squared"``: any real).
 
     Attributes
     ----------
@@ -143,16 +132,14 @@ def kernel_function_space(
         Where they live: like ``start``, or one word for all.
     outer : {"hinge", "logistic", "squared"}
     x : array [n, ...], optional
-        The training inputs. With them every batch is ``(rows, y)``, as in other spaces: the weights
-        belong to the training inputs, and predictions at other rows need both. Without them,
-        batches of the outer loss are ``(space.inputs(rows, x), y)``.
+        The training inputs, to which the weights belong. With them every batch is ``(rows, y)``, as
+        in other spaces. Without them, batches of the outer loss are ``(space.inputs(rows, x), y)``.
 
     Returns
     -------
     KernelFunctionSpace
-        There is no table of architectures: ``discretize`` takes every simplex to its largest entry,
-        ``draw`` moves simplices to random corners and boxes to random points, and leaves what is
-        free where it starts.
+        ``discretize`` takes every simplex to its largest entry, ``draw`` moves simplices to random
+        corners and boxes to random points, and leaves what is free where it starts.
 
     Raises
     ------
@@ -163,8 +150,8 @@ def kernel_function_space(
 
     Notes
     -----
-    The kernel is evaluated at every step: n^2 entries in training, m n in validation. Where it is
-    costly and does not depend on ``alpha``, mix matrices: :func:`kernel_mixture_space`.
+    The kernel is evaluated at every step: n^2 entries in training, m n in validation. If it is
+    costly and does not depend on ``alpha``, use :func:`kernel_mixture_space`.
 
     Examples
     --------
@@ -174,23 +161,15 @@ def kernel_function_space(
     >>> def gaussian(alpha, x1, x2):
     ...     squares = jnp.sum((x1[:, None] - x2[None]) ** 2, -1)
     ...     return jnp.exp(-squares * jnp.exp(alpha))
-    >>> space = kernel_function_space(gaussian, jnp.zeros(()))
     >>> x, xv = jnp.linspace(0, 6, 12)[:, None], jnp.linspace(0.2, 5, 9)[:, None]
-    >>> y, yv = (jnp.sign(jnp.sin(rows[:, 0])) for rows in (x, xv))
-    >>> train, valid = (space.inputs(x), y), (space.inputs(xv, x), yv)
+    >>> train, valid = ((rows, jnp.sign(jnp.sin(rows[:, 0]))) for rows in (x, xv))
+    >>> space = kernel_function_space(gaussian, jnp.zeros(()), x=x)
     >>> start = space.start(), space.init(jax.random.key(0), train)
     >>> result = bilevel.search(
     ...     space.problem, space.solver, optax.adam(0.1), *start, train, valid, steps=5
     ... )
     >>> bool(result.history["value"][-1] < result.history["value"][0])
     True
-
-    With the training inputs, batches are rows and targets::
-
-        space = kernel_function_space(gaussian, jnp.zeros(()), x=x)
-        bilevel.search(
-            space.problem, space.solver, optax.adam(0.1), *start, (x, y), (xv, yv), steps=5
-        )
 
     A certified lower bound of the smallest eigenvalue at every step::
 
@@ -262,7 +241,7 @@ def kernel_function_space(
 
 
 def _are_training_rows(rows: jax.Array, x: jax.Array) -> jax.Array:
-    """Whether training rows are the inputs ``x`` of the space; traced ones are not refused here."""
+    """Whether training rows are the inputs ``x`` of the space; traced rows do not raise."""
     same = jnp.array_equal(rows, x)  # False for other shapes
     if rows.shape != x.shape or (concrete(same) and not same):
         raise ValueError(
@@ -276,11 +255,8 @@ def _are_training_rows(rows: jax.Array, x: jax.Array) -> jax.Array:
 class NetworkSpace(KernelFunctionSpace):
     """What :func:`network_space` makes.
 
-    Attributes
-    ----------
-    values : ``values(alpha) -> dict``
-        What the names in the network stand for: ``net.kernel(x, alpha=space.values(alpha))``, and
-        the last argument of the finite network.
+    ``values(alpha) -> dict`` has what the names in the network stand for: the last argument of the
+    finite network, and of ``net.kernel(x, alpha=space.values(alpha))``.
     """
 
     values: Callable[[Pytree], dict[str, jax.Array]]
@@ -290,8 +266,7 @@ def network_space(network: nets.Network, *, outer: str = "squared") -> NetworkSp
     """A described network as a search space: every name in it is searched, at infinite width.
 
     ``alpha["kernel"]`` has an entry for each name: a point of the simplex for a choice, at first
-    uniform; any number for a weight, at first 1; the logarithm of a variance, at first 0. So
-    variances stay positive.
+    uniform; any number for a weight, at first 1; the logarithm of a variance, at first 0.
 
     Parameters
     ----------
@@ -302,16 +277,13 @@ def network_space(network: nets.Network, *, outer: str = "squared") -> NetworkSp
     Returns
     -------
     NetworkSpace
-        An architecture is a dict by name: what is chosen, or a number.
+        An architecture is a dict by name: what is chosen, or a number. The kernel is computed at
+        every step: n^2 entries in training, m n in validation.
 
     Raises
     ------
     ValueError
         If nothing in the network has a name, or ``outer`` is unknown.
-
-    Notes
-    -----
-    The kernel is computed at every step: n^2 entries in training, m n in validation.
 
     Examples
     --------

@@ -3,10 +3,8 @@
     phi_alpha(x) = d f(w; alpha, x) / dw,    f_lin(x) = theta' phi_alpha(x),
     theta = argmin 1/2 sum_i (y_i - f_lin(x_i))^2 + lambda/2 |theta|^2
 
-The proxy for wide networks of any depth in the paper's extensions to deep architectures (section 5
-of the extended version): the features are nonlinear in alpha in every layer, where those of a
-mixture of feature maps are linear. It is solved in its dual, with the finite network's tangent
-kernel ``K_alpha = sum over parameters phi phi'``.
+The proxy for wide networks of any depth in section 5 of the extended version. It is solved in its
+dual, with the finite network's tangent kernel ``K_alpha = sum over parameters phi phi'``.
 """
 
 import dataclasses
@@ -39,20 +37,16 @@ def linearized_space(space: Space, w: Pytree, *, outer: str = "squared") -> Kern
     outer : {"hinge", "logistic", "squared"}
         The validation loss.
 
-    Returns
-    -------
-    KernelFunctionSpace
-
     Raises
     ------
     TypeError, ValueError
-        If ``space`` is no Space, or ``outer`` is unknown; from ``inputs``, where an output depends
-        on other rows of its batch (batch statistics): such a network has no kernel of two rows.
+        If ``space`` is no Space, or ``outer`` is unknown. ``inputs`` raises it if an output depends
+        on other rows of its batch (batch statistics).
 
     Notes
     -----
-    Of the finite network: at infinite width it is ``skip_space(width=math.inf)``. Time of a step:
-    the gradients of n outputs and ``n^2`` times the weights; memory: n copies of the weights.
+    Time of a step: the gradients of n outputs and ``n^2`` times the weights; memory: n copies of
+    the weights. At infinite width it is ``skip_space(width=math.inf)``.
 
     Examples
     --------
@@ -61,8 +55,7 @@ def linearized_space(space: Space, w: Pytree, *, outer: str = "squared") -> Kern
     >>> from bilevel.spaces.skips import skip_space
     >>> x, y = jnp.eye(3), jnp.array([1.0, -1.0, 1.0])
     >>> deep = skip_space(["relu", "tanh"], depth=3, width=4)
-    >>> w = jax.jit(deep.init)(jax.random.key(1), (x, y))
-    >>> space = linearized_space(deep, w)
+    >>> space = linearized_space(deep, jax.jit(deep.init)(jax.random.key(1), (x, y)))
     >>> train = space.inputs(x), y
     >>> w = space.init(jax.random.key(2), train)
     >>> jax.jit(space.apply)(w, space.start(), train[0]).shape

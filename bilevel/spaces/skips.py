@@ -12,14 +12,9 @@ alpha_l     ``alpha["skips"]`` [L-2]: the weights a; 1/2 at first
 W_l         ``w``: ``first`` [d, m], ``hidden`` [L-2, m, m], ``last`` [m, outputs]; no biases
 ==========  ============================================================================
 
-The search is DARTS's (section 5.1), with cross-entropy below and above. It ends at an architecture,
-the likeliest activation of each layer and the skips above 1/2, whose network is then trained from
-scratch by SGD, the second half of Algorithm 1 (:func:`bilevel.nets.train`).
-
-At ``width=math.inf`` the network is kernel ridge regression with its exact neural tangent kernel: a
-search without weights to train.
-
-The paper has two initialisations, which do not agree:
+The search is DARTS's (section 5.1). Its network is then trained from scratch by SGD, the second
+half of Algorithm 1 (:func:`bilevel.nets.train`). At ``width=math.inf`` the network is kernel ridge
+regression with its exact neural tangent kernel. The paper has two initialisations:
 
 ================  ==================================  ==============================================
 parametrization   weights                             the network
@@ -69,17 +64,7 @@ CANDIDATES = ("relu", "leaky_relu", "sigmoid", "tanh", "swish")
 class SkipArchitecture:
     """One activation per layer, with or without a skip connection around it.
 
-    Static to JAX, like a number of layers: a function compiles anew for each architecture.
-
-    Attributes
-    ----------
-    activations : names, L-1 of them.
-    skips : L-2 of them, for layers 2..L-1.
-
-    Examples
-    --------
-    >>> print(SkipArchitecture(("relu", "tanh", "relu"), (True, False)))
-    relu, tanh+skip, relu
+    Static to JAX: a function compiles anew for each architecture.
     """
 
     activations: tuple[str, ...]
@@ -101,10 +86,8 @@ class SkipSpace(Space):
     likeliest activations, and the skips above 1/2. ``apply`` and ``problem`` take one in the place
     of ``alpha`` too: the plain network of that architecture on the same weights.
 
-    Attributes
-    ----------
-    kernel : ``kernel(alpha, x, x2=None) -> ntk.Kernels`` of the infinitely wide network.
-        In NTK parametrization, whatever the space's own; ``alpha`` or an architecture.
+    ``kernel(alpha, x, x2=None) -> ntk.Kernels`` is that of the infinitely wide network, in NTK
+    parametrization; ``alpha`` may be an architecture.
     """
 
     kernel: Callable[..., ntk.Kernels]
@@ -114,14 +97,9 @@ class SkipSpace(Space):
 class SkipKernelSpace(KernelFunctionSpace):
     """The same search at infinite width; ``skip_space(..., width=math.inf)`` makes it.
 
-    ``alpha`` is {"kernel": that of :class:`SkipSpace`, "log_penalty"}; ``w``, batches, ``inputs``,
-    ``solver`` and ``certificates`` are those of
-    :class:`bilevel.spaces.kernels.KernelFunctionSpace`. An architecture is a
-    :class:`SkipArchitecture`; its corner has the penalty of the start.
-
-    Attributes
-    ----------
-    kernel : ``kernel(alpha["kernel"], x, x2=None) -> ntk.Kernels``; or of an architecture.
+    ``alpha`` is {"kernel": that of :class:`SkipSpace`, "log_penalty"}. An architecture is a
+    :class:`SkipArchitecture`; its corner has the penalty of the start. ``kernel`` takes
+    ``alpha["kernel"]`` or an architecture, as in :class:`SkipSpace`.
     """
 
     kernel: Callable[..., ntk.Kernels]
@@ -182,20 +160,19 @@ def skip_space(
     Raises
     ------
     ValueError
-        For an unknown name, an activation given twice, under 3 layers, one class, or infinite width
-        in another parametrization than ``"ntk"``.
+        If a name is unknown or given twice, there are under 3 layers or 2 classes, or infinite
+        width
+        comes with another parametrization than ``"ntk"``.
 
     Notes
     -----
     The hidden layers are one ``lax.scan``: compile time does not grow with the depth. A plain
-    network is a loop over its layers, and evaluates one activation in each.
-
-    The size of ``w`` is ``m (inputs + (L-2) m + outputs)``.
+    network is a loop over its layers. The size of ``w`` is ``m (inputs + (L-2) m + outputs)``.
 
     At infinite width every step evaluates two kernels and their derivatives, in float64 beyond
-    seven layers: in float32 the bound of their error grows until entries are NaN, and the search
-    stops with a sentence. ``bilevel.hypergradient(..., diagnostics=False)``: the derivatives in
-    ``w`` of derivatives of a kernel, which ``info`` has, take minutes.
+    seven layers: in float32 the bound of their error makes entries NaN, and the search stops with a
+    message. Use ``bilevel.hypergradient(..., diagnostics=False)``: second derivatives of a kernel
+    take minutes.
 
     Examples
     --------
@@ -212,9 +189,9 @@ def skip_space(
     >>> alpha["kernel"]["skips"], str(kernels.discretize(alpha))
     (Array([1.], dtype=float...), 'relu, relu+skip')
 
-    Second-order DARTS on batches of 64, then Algorithm 1 on what it finds::
+    Second-order DARTS on batches of 64, then Algorithm 1 on the architecture::
 
-        found = bilevel.search(
+        result = bilevel.search(
             space.problem,
             bilevel.unrolled(optax.sgd(0.1, momentum=0.9), 1, backprop=1),
             bilevel.strategies.on_sets(
@@ -223,11 +200,8 @@ def skip_space(
             space.start(), space.init(key, (x, labels)), (x, labels), (x_valid, labels_valid),
             steps=1000, batches=minibatches(64), key=key,
         )
-        architecture = space.discretize(found.alpha)
-        trained = train(
-            key, space.problem.lower, architecture, space.init(key, (x, labels)), (x, labels),
-            optimizer=0.01,
-        )
+        architecture, w = space.discretize(result.alpha), space.init(key, (x, labels))
+        trained = train(key, space.problem.lower, architecture, w, (x, labels), optimizer=0.01)
         space.apply(trained.uniform, architecture, x_test)
     """
     activations = sequence("activations", activations)

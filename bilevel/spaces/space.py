@@ -1,18 +1,15 @@
 """What a search space is: one record of pure functions, with the same meaning in every space.
 
-    found = bilevel.search(
+    result = bilevel.search(
         space.problem, solver, optimizer, space.start(), space.init(key, train), train, valid,
         steps=100,
     )
-    architecture = space.discretize(found.alpha)
+    architecture = space.discretize(result.alpha)
 
 Strategies (:mod:`bilevel.strategies`), diagnostics and the command ``bilevel search-own --space
-MODULE:FUNCTION`` take any such record: a space of your own is the function that makes one.
-:func:`on_simplices` has four of its fields where ``alpha`` is one array, which is most of them.
-
-Four spaces have fields of their own besides: a closed-form ``solver`` and the ``blocks`` that it
-works on (feature maps, kernels), a step size for gradient descent (activations), the kernel of
-infinite width (skips).
+MODULE:FUNCTION`` take any such record. Some spaces have further fields: a closed-form ``solver``
+and the ``blocks`` that it works on (feature maps, kernels), a step size for gradient descent
+(activations), the kernel of infinite width (skips).
 """
 
 import dataclasses
@@ -43,7 +40,7 @@ class Space:
     start : ``start() -> alpha``
         Where a search begins: uniform on simplices. In JAX's default precision.
     init : ``init(key, batch) -> w``
-        Initial weights, for batches like this one; only its shapes are looked at.
+        Initial weights, for batches of these shapes.
     apply : ``apply(w, alpha, x) -> outputs``
         The network of a mixture; at a corner, the network of one architecture.
     problem : Problem
@@ -106,6 +103,14 @@ def name_of(function: Callable) -> str:
     return named or type(function).__name__
 
 
+def finite_weights(name: str, alpha: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Return ``alpha`` on the host if it has this shape and finite entries."""
+    alpha = numpy_array(name, np.asarray(alpha))
+    if alpha.shape != shape or not np.isfinite(alpha).all():
+        raise ValueError(f"{name}: expected {shape} finite weights, got {alpha.shape}.")
+    return alpha
+
+
 class Simplices(NamedTuple):
     """Four fields of a :class:`Space`; see :func:`on_simplices`."""
 
@@ -127,14 +132,14 @@ def on_simplices(names: Sequence[str], shape: tuple[int, ...] = ()) -> Simplices
     Returns
     -------
     Simplices
-        ``start, draw, discretize, one_hot``; an architecture is a name for ``shape`` (), and
-        otherwise a tuple of names, place by place.
+        ``start, draw, discretize, one_hot`` of a :class:`Space`. An architecture is a name for
+        ``shape`` (), and otherwise a tuple of names.
 
     Raises
     ------
     ValueError
-        For no names, or one given twice; from ``discretize``, for weights of another shape or not
-        finite; from ``one_hot``, for names that are none of these, or of another number.
+        If ``names`` are empty or repeated. ``discretize`` raises it for weights of another shape or
+        not finite, ``one_hot`` for other names or another number of them.
 
     Examples
     --------
@@ -157,11 +162,7 @@ def on_simplices(names: Sequence[str], shape: tuple[int, ...] = ()) -> Simplices
         return jax.nn.one_hot(drawn, len(names), dtype=jnp.result_type(float))
 
     def discretize(alpha):
-        alpha = numpy_array("alpha", np.asarray(alpha))
-        if alpha.shape != (*shape, len(names)) or not np.isfinite(alpha).all():
-            raise ValueError(
-                f"alpha: expected {(*shape, len(names))} finite weights, got {alpha.shape}."
-            )
+        alpha = finite_weights("alpha", alpha, (*shape, len(names)))
         chosen = tuple(names[i] for i in alpha.argmax(-1).ravel())
         return chosen if shape else chosen[0]
 

@@ -3,19 +3,10 @@
     |A(alpha + delta u) - A(alpha)| / delta,    |u|_2 = 1
 
 Generalization after a search over alpha needs an algorithm A that is Lipschitz in alpha, at least
-approximately, and pays for the constant L only by a logarithm (Oymak et al. 2021, Theorem 1).
-
-==============  ======================================================================
-paper           here
-==============  ======================================================================
-A(alpha)        ``algorithm(alpha)``: the trained weights theta_alpha (Figure 2), or the
-                predictions f_alpha on given inputs (Assumption 1)
-alpha           ``alphas``, m of them
-Delta alpha     ``deltas``, k of them
-==============  ======================================================================
-
-Reference: Oymak, Li, Soltanolkotabi, Generalization Guarantees for Neural Architecture Search with
-Train-Validation Split, ICML 2021, Assumption 1 and section 7a.
+approximately, and pays for the constant L only by a logarithm (Oymak, Li, Soltanolkotabi,
+Generalization Guarantees for Neural Architecture Search with Train-Validation Split, ICML 2021,
+Theorem 1, Assumption 1). A returns the trained weights (Figure 2) or the predictions on given
+inputs (Assumption 1).
 """
 
 from collections.abc import Callable
@@ -48,14 +39,14 @@ def lipschitz(
 ) -> jax.Array:
     """Normalised distances ``norm(A(alpha + delta u) - A(alpha)) / delta``.
 
-    Their maximum is a lower bound of A's Lipschitz constant; where A is Lipschitz only
-    approximately (ReLU: units that switch), they grow as ``delta`` shrinks.
+    Their maximum is a lower bound of A's Lipschitz constant. If A is Lipschitz only approximately
+    (ReLU: units that switch), they grow as ``delta`` shrinks.
 
     Parameters
     ----------
     algorithm : ``algorithm(alpha) -> weights``, or predictions: any pytree
-        Pure, so that what it closes over (initial weights, data, order of the batches) is the same
-        in all runs, as the definition wants.
+        Pure: what it closes over (initial weights, data, order of the batches) is the same in all
+        runs, as the definition wants.
     alphas : pytree of arrays with leading axis m, for instance [m] or [m, h]
     deltas : array [k], positive
     directions : pytree like ``alphas``, or like one alpha, optional
@@ -63,8 +54,7 @@ def lipschitz(
         ``alphas`` [m] only. From simplices, ``point - alphas`` moves towards ``point`` and stays
         on them while delta is at most the distance.
     norm : ``norm(difference) -> array``
-        Of a difference of outputs; the 2-norm over all leaves by default. A vector of several
-        norms does too.
+        Of a difference of outputs; the 2-norm over all leaves by default. It may return several.
     batch_size : int, optional
         How many alphas are run at a time, each with its k neighbours; by default all.
 
@@ -75,27 +65,21 @@ def lipschitz(
     Raises
     ------
     ValueError
-        For what is no function, arguments that are empty, not finite or of shapes that do not fit,
-        a delta that is not positive, a direction of length 0, or a missing one.
+        If ``algorithm`` is no function, arguments are empty, not finite or of shapes that do not
+        fit, a delta is not positive, or a direction is missing or of length 0.
 
-    Notes
-    -----
-    ``alpha + delta u`` is not projected: in section 7a it may leave [0, 1], where the paper does
-    not say what it does. The quotient is by the length of the step as rounded, NaN where that is 0.
+    ``alpha + delta u`` is not projected: in section 7a it may leave [0, 1]. The quotient is by the
+    length of the step as rounded, NaN where that is 0.
 
-    Rounding: ``A(alpha + delta u) - A(alpha)`` cancels, and each output is off by at least a
-    rounding of its own size, which iterations may amplify. For alphas of order one the same call
-    measures it, at ``tiny = 64 * jnp.finfo(dtype).eps``: the distances at ``deltas`` contain, in
-    quadrature, about ``lipschitz(algorithm, alphas, jnp.array([tiny])) * tiny / deltas``. Jumps of
-    the algorithm itself are in that too; only a run in float64 tells them from rounding.
+    Rounding: ``A(alpha + delta u) - A(alpha)`` cancels, and iterations may amplify the roundoff of
+    the outputs. For alphas of order one the same call measures it, at ``tiny = 64 *
+    jnp.finfo(dtype).eps``: the distances at ``deltas`` contain, in quadrature, about
+    ``lipschitz(algorithm, alphas, jnp.array([tiny])) * tiny / deltas``, with the algorithm's own
+    jumps.
 
-    Cost: m (k + 1) runs of the algorithm, that at ``alpha`` being made once for all deltas; memory
-    of ``batch_size`` (k + 1) runs.
+    Cost: m (k + 1) runs of the algorithm, one program; memory of ``batch_size`` (k + 1) runs.
 
-    Reference: Oymak et al. (2021), Assumption 1; section 7a and Figure 2. Their Lemma 2 gives
-    ``sqrt(Lbar / mu)`` for lower losses mu-strongly convex in theta and Lbar-smooth in alpha, which
-    for the loss above, linear in alpha, is 0 and not 4: the constant is ``M / mu`` for
-    ``|d^2 L / d theta d alpha| <= M``, and the square root needs joint convexity.
+    Reference: Oymak et al. (2021), Assumption 1; section 7a and Figure 2.
 
     Examples
     --------
@@ -110,8 +94,7 @@ def lipschitz(
 
     Assumption 1 is the same call, for an algorithm that predicts, in the sup norm over inputs:
 
-    >>> x = jnp.linspace(-1, 1, 5)
-    >>> predict = lambda alpha: train(alpha) * x**2
+    >>> predict = lambda alpha: train(alpha) * jnp.linspace(-1, 1, 5) ** 2
     >>> sup = lambda difference: jnp.max(jnp.abs(difference))
     >>> lipschitz(predict, jnp.array([0.5]), jnp.array([0.1]), norm=sup).round(3)
     Array([[4.]], dtype=float...)

@@ -5,6 +5,7 @@ has to match. Rows stand in the order of the packages.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -16,9 +17,19 @@ import pytest
 
 import bilevel
 import ntk
-from bilevel import baselines, data, implicit, spectral, strategies, unrolled
+from bilevel import (
+    baselines,
+    bounds,
+    data,
+    implicit,
+    spaces,
+    spectral,
+    strategies,
+    unrolled,
+)
 from bilevel.nets import images, training
-from bilevel.spaces import features
+from bilevel.spaces import darts, features, nasbench201
+from bilevel.spaces.nasbench201 import judging
 from ntk import networks as nets
 from ntk.large.iterative_regression import IterativeRegression
 from ntk.large.partial_cholesky import PartialCholesky
@@ -138,6 +149,32 @@ def posterior(K=EYE, y=ONES, cross=EYE, prior=EYE, **options):
 def ensemble(train=None, y=ONES, cross=None, prior=EYE, **options):
     same = ntk.Kernels(nngp=EYE, ntk=EYE)
     return ntk.ensemble(same if train is None else train, y, cross or same, prior, **options)
+
+
+SKIP_SPACE = spaces.skip_space(depth=3, width=2, classes=2)
+SKIP_W = SKIP_SPACE.init(KEY, (jnp.ones((1, 2)), None))
+CELL = nasbench201.genotypes()[-1]
+FOURIER = features.fourier_features(KEY, jnp.ones((2, 3)))
+GENOTYPE = "Genotype(normal=[{0}], normal_concat=range(2, 6), reduce=[{0}], reduce_concat=[2, 3])"
+GENOTYPE = GENOTYPE.format("('skip_connect', 0), ('skip_connect', 1), " * 4)
+PART = np.eye(4, dtype=np.float32), np.array([0, 0, 1, 1])
+TEXTS = ["fine", "dull"], [1, 0]
+F, X, BALL = np.ones((3, 2)), np.ones((3, 2, 4)), bounds.ball_covering(2, 1.0)
+
+
+def score(names=("l2_norm",), cells=CELL, rows=2, **options):
+    cells = cells if isinstance(cells, np.ndarray) else [cells]
+    batch = jnp.ones((rows, 4, 4, 1)), jnp.zeros(rows, int)
+    networks = nasbench201.all_networks(cells=1, channels=1)
+    return nasbench201.score_networks(names, networks, None, cells, batch, **options)
+
+
+def condition_six(outputs=F, alpha=ALPHA / 2, targets=None, **options):
+    return bilevel.condition_six(outputs, alpha, targets, **options)
+
+
+def lipschitz(alphas=ALPHA, deltas=(0.1,), **options):
+    return bilevel.lipschitz(lambda alpha: alpha, alphas, deltas, **options)
 
 
 # (call, exception, message)
@@ -373,22 +410,161 @@ LINEAR_AND_BASELINES = [
         "methods: expected a solve .* got none for one",
     ),
 ]
-SPACES = [
-    (lambda: features.feature_space(None), ValueError, "maps: expected a sequence of"),
+SPACES = value_errors(
+    (lambda: features.feature_space(None), "maps: expected a sequence of"),
     (
         lambda: bilevel.spaces.on_simplices("ab").discretize(jnp.array([1j, 0])),
-        ValueError,
         "alpha: expected real numbers",
     ),
-    (lambda: features.sample_fourier(0, 2), ValueError, NOT_A_KEY),
-    (lambda: features.sample_text(0, 2), ValueError, NOT_A_KEY),
-    (lambda: features.fourier_features(0, jnp.ones((2, 2))), ValueError, NOT_A_KEY),
+    (lambda: features.sample_fourier(0, 2), NOT_A_KEY),
+    (lambda: features.sample_text(0, 2), NOT_A_KEY),
+    (lambda: features.fourier_features(0, jnp.ones((2, 2))), NOT_A_KEY),
     (
         lambda: bilevel.rank_agreement(jax.random.split(KEY), jnp.arange(4), jnp.arange(4)),
-        ValueError,
         NOT_A_KEY,
     ),
-]
+    (lambda: spaces.activation_space(["rleu"]), "activations: .* names among .*'rleu'"),
+    (lambda: spaces.activation_space([]), "activations: expected at least one"),
+    (lambda: spaces.activation_space(["relu"], outer="l1"), "outer: expected one of"),
+    (
+        lambda: spaces.activation_space(["relu"], width=24, classes=10),
+        "width: expected a multiple of 16 for 10 classes, got 24",
+    ),
+    (
+        lambda: spaces.activation_space(["relu"], output_scale=math.inf),
+        "output_scale: expected a positive number, got inf",
+    ),
+    (lambda: spaces.unit_inputs(jnp.ones((0, 3))), "x: expected inputs"),
+    (lambda: spaces.on_simplices("aa"), "names: expected at least one, each once"),
+    (
+        lambda: spaces.on_simplices("ab").discretize(jnp.ones(3)),
+        r"alpha: expected \(2,\) finite weights, got \(3,\)",
+    ),
+    (
+        lambda: spaces.on_simplices("ab", (2,)).one_hot(("a",)),
+        "architecture: expected 2 of a, b",
+    ),
+    (lambda: spaces.on_simplices("ab").draw(0), NOT_A_KEY),
+    (lambda: spaces.kernel_function_space(jnp.eye(2), 0.0), "kernel: expected a func"),
+    (lambda: spaces.kernel_mixture_space([jnp.dot]), "kernels: expected functions by"),
+    (lambda: spaces.network_space(ntk.networks.dense()), "network: expected names"),
+    (lambda: spaces.skip_space(["relu", "relu"]), "activations: .* each once, got"),
+    (lambda: spaces.skip_space(depth=2), "depth: expected at least 3, got 2"),
+    (lambda: spaces.skip_space(parametrization="mup"), "parametrization: expected one"),
+    (
+        lambda: spaces.skip_space(width=math.inf, parametrization="he"),
+        'parametrization: expected "ntk" at infinite width',
+    ),
+    (lambda: spaces.skip_space(outer="hinge"), "outer: expected"),
+    (lambda: SKIP_SPACE.apply(SKIP_W, SKIP_SPACE.start(), W0), r"x: expected rows \[n, 2\], got"),
+    (
+        lambda: SKIP_SPACE.discretize(SKIP_SPACE.start() | {"skips": jnp.ones(3)}),
+        r"skips of shapes \(\(2, 5\), \(1,\)\), got",
+    ),
+    (lambda: darts.darts_space(["conv"]), "operations: expected names among none, max"),
+    (lambda: darts.darts_space(["none"]), "operations: .* one other than 'none'"),
+    (lambda: darts.darts_space(classes=1), "classes: expected at least 2, got 1"),
+    (
+        lambda: darts.darts_space().init(KEY, (jnp.ones((1, 3, 32, 3)), None)),
+        r"x: expected images \[n, h, w, c\] of at least 4 x 4 pixels, got",
+    ),
+    (
+        lambda: darts.darts_network(darts.parse_genotype(GENOTYPE)).init(KEY, (28, 28, 1)),
+        "auxiliary: expected at least 8 x 8 pixels",
+    ),
+    (
+        lambda: darts.darts_space(["none", "skip_connect"]).one_hot(
+            darts.parse_genotype(GENOTYPE.replace("skip_connect", "sep_conv_3x3"))
+        ),
+        "normal: expected operations among none, skip_connect, on two edges",
+    ),
+    (
+        lambda: darts.darts_space().discretize(dict.fromkeys(("normal", "reduce"), np.ones(8))),
+        r"normal.*: expected \(14, 8\) finite weights, got \(8,\)",
+    ),
+    (
+        lambda: nasbench201.nasbench201_space(["none", "skip_connect"]).one_hot(CELL),
+        "architecture: expected 6 of none, skip_connect, got",
+    ),
+    (lambda: nasbench201.all_networks(classes=1), "classes: expected at least 2, got"),
+    (
+        lambda: nasbench201.all_networks().apply(None, np.full(6, 5), jnp.ones((2, 4, 4, 1))),
+        "genotype: expected indices from 0 to 4, got 5 to 5",
+    ),
+    (lambda: nasbench201.encode(["none"]), "genotype: expected a Genotype, got"),
+    (
+        lambda: nasbench201.parameter_count(CELL, cells=0),
+        "cells: expected at least 1, got 0",
+    ),
+    (lambda: score(["nas"]), "scores: expected names among .*, got 'nas'"),
+    (lambda: score([]), "scores: expected distinct names"),
+    (lambda: score(at_once=0), "at_once: expected at least 1, got 0"),
+    (lambda: score(rows=1), "batch: expected at least 2 samples"),
+    (
+        lambda: score(cells=np.full((1, 6), 5)),
+        "genotypes: expected entries 0 to 4, got 5 to 5",
+    ),
+    (
+        lambda: score(["snip"], functions={"snip": lambda *_: 0.0}),
+        "functions: expected names .* that ntk.scores does not have, got 'snip'",
+    ),
+    (lambda: judging.correlations([1, 2], [1.0]), "accuracy: expected one number for"),
+    (
+        lambda: judging.correlations([], []),
+        r"score: expected a vector, got shape \[0\]",
+    ),
+    (
+        lambda: judging.best_of_k([1, 2], [1, 2], [1, 2], 2, pool=3),
+        "pool: expected 1 to 2, got 3",
+    ),
+    (lambda: judging.best_of_k_random([1, 2], [1, 2], 0), "k: expected 1 to 2, got 0"),
+    (judging.sum_of_log_ranks, "scores: expected at least one, got none"),
+    (lambda: features.feature_space([]), "maps: expected at least one"),
+    (
+        lambda: features.feature_space([jnp.sin], names=["a", "b"]),
+        "names: expected 1, .* got 2",
+    ),
+    (
+        lambda: features.feature_space([jnp.sin]).blocks(jnp.ones(2)),
+        r"maps: expected matrices of one shape .* got shapes \[\(2,\)\]",
+    ),
+    (lambda: features.fourier_config("scale"), "preprocess: expected one of none"),
+    (lambda: features.fourier_config(gamma=0), "gamma: expected a positive number"),
+    (
+        lambda: features.sample_fourier(KEY, 1, gammas=(1, 0.1)),
+        "gammas: expected an interval",
+    ),
+    (lambda: features.fourier_features(KEY, W0), "x_train: expected a matrix, got"),
+    (
+        lambda: FOURIER.apply(None, jnp.ones((2, 3)), 0),
+        "dimension: expected at least 1",
+    ),
+    (
+        lambda: FOURIER.apply(features.fourier_config(), jnp.ones((2, 2)), 5),
+        "x: expected rows of length 3, got shape",
+    ),
+    (lambda: features.text_config(order=4), "order: expected one of 1, 2, 3, got 4"),
+    (lambda: features.text_config(stem=True), "fields: expected some of .* got 'stem'"),
+    (
+        lambda: features.fourier_selection(
+            KEY, PART, (PART[0][:0], PART[1][:0]), PART, dimension=8
+        ),
+        "valid: expected rows with a label each, got 0 rows",
+    ),
+    (
+        lambda: features.fourier_selection(KEY, PART, PART, PART, dimension=8, penalty=-1),
+        "penalty: expected a finite number >= 0, got -1",
+    ),
+    (
+        lambda: features.text_selection(TEXTS, TEXTS, (TEXTS[0], [-1, 1])),
+        r"test: expected labels 0 and 1, as in training, got \[-1, 1\]",
+    ),
+    (
+        lambda: features.text_selection(*[TEXTS] * 3, cost=0),
+        "cost: expected a positive",
+    ),
+)
+SPACES += [(lambda: spaces.linearized_space(W0, W0), TypeError, "space: expected a")]
 NETS_AND_DATA = [
     (lambda: data.stratified_split(0, np.zeros(4, int), (2, 1)), ValueError, NOT_A_KEY),
     (
@@ -491,15 +667,118 @@ STRATEGIES = [
         "space: expected all of alpha on simplices",
     ),
 ]
-THEORY = [
-    (lambda: spectral.spectral_sample(0, 3, 2, 1), ValueError, NOT_A_KEY),
-    (lambda: bilevel.bounds.khodak_corollary_a1(1.0, 10, C="1"), ValueError, "C: expected"),
+THEORY = value_errors(
+    (lambda: spectral.spectral_sample(0, 3, 2, 1), NOT_A_KEY),
+    (lambda: bilevel.bounds.khodak_corollary_a1(1.0, 10, C="1"), "C: expected"),
     (
         lambda: spectral.spectral_alpha(jnp.ones((3, 2, 4)), jnp.ones((3, 0))),
-        ValueError,
         "labels: expected shape",
     ),
-]
+    (lambda: bilevel.argmax(jnp.array([0.5, jnp.nan])), "alpha: expected numbers, got"),
+    (lambda: bilevel.top_k(ALPHA, 3), "k: expected 1 to 2, got 3"),
+    (lambda: condition_six(F[:1]), "outputs: expected shape"),
+    (lambda: condition_six(alpha=ALPHA), "alpha: expected points of the simplex"),
+    (lambda: condition_six(targets=F), "targets: expected shape"),
+    (lambda: condition_six(confidence=95), "confidence: expected a number in"),
+    (
+        lambda: bilevel.rank_by_shared_weights(jnp.diag, F[:, None]),
+        "evaluate: expected a scalar",
+    ),
+    (
+        lambda: bilevel.rank_agreement(KEY, ALPHA, jnp.ones(3)),
+        "a, b: expected two vectors of one length",
+    ),
+    (
+        lambda: spectral.spectral_alpha(jnp.ones((3, 2)), W0),
+        r"features: expected shape \[n, h, p\] or kernels .* got \(3, 2\)",
+    ),
+    (
+        lambda: spectral.spectral_estimator((X, F[:, 0]), (X[:, 1:], F[:, 0])),
+        "train, valid: .* the same h maps",
+    ),
+    (lambda: spectral.simplex_start(W0), "alpha: expected a direction, got zero"),
+    (
+        lambda: spectral.simplex_start(ALPHA, uniform=1.5),
+        r"uniform: .* \[0, 1\], got 1.5",
+    ),
+    (
+        lambda: spectral.spectral_limits(0.0, 0.1),
+        "p_over_n: expected finite numbers > 0",
+    ),
+    (
+        lambda: spectral.spectral_limits(jnp.ones(2), jnp.ones(3)),
+        r"h_over_n: expected a shape that broadcasts with \(2,\)",
+    ),
+    (lambda: lipschitz(jnp.zeros((0, 2))), "alphas: .*leading axis.*length at least 1"),
+    (lambda: lipschitz(jnp.array([jnp.nan])), "alphas: expected finite"),
+    (lambda: lipschitz(deltas=[0.1, 0.0]), "deltas: expected positive numbers, got 0"),
+    (lambda: lipschitz(F), "directions: .*None"),
+    (lambda: lipschitz(F, directions=np.zeros(2)), "directions: .*length 0"),
+    (lambda: lipschitz(batch_size=0), "batch_size: expected at least 1, got 0"),
+    (
+        lambda: bounds.uniform_convergence(0, covering=BALL, L=1.0),
+        "n_valid: expected a positive number, got 0",
+    ),
+    (
+        lambda: bounds.uniform_convergence(9, covering=BALL, L=1.0, tau=0.5),
+        r"tau: expected a number above log\(2\), got 0.5",
+    ),
+    (lambda: BALL(jnp.zeros(1)), "radii: expected positive numbers"),
+    (lambda: bounds.simplex_covering(2.5), "h: expected a whole number, got 2.5"),
+    (lambda: bounds.sparse_covering(3, 4, 1.0), r"s: .* in \[1, h = 3\], got 4"),
+    (lambda: bounds.finite_covering(W0), r"points: expected shape \[m, h\]"),
+    (
+        lambda: bounds.effective_dimension([1.0], [4.0], C_bar=3.0),
+        "radii: expected numbers of at most",
+    ),
+    (
+        lambda: bounds.feature_map_lipschitz(9, h=2, B=1.0, y_norm=0.0, lambda0=1),
+        "y_norm: expected",
+    ),
+    (lambda: bounds.oymak_theorem1(9, -1.0, h=1, C=1.0), "h_bar: expected numbers of"),
+    (
+        lambda: bounds.oymak_proposition1(9, 9, risk=F[0], complexity=X[0], h_eff=1, C=1.0),
+        r"complexity: expected a shape that broadcasts with \(2,\), risk's, got",
+    ),
+    (
+        lambda: bounds.oymak_lemma1(9, h=1, B=1.0, lambda0=1.0, R=0.5),
+        "R: expected .* at least 1",
+    ),
+    (lambda: bounds.oymak_lemma2(1.0), "cross: expected either it or smoothness"),
+    (
+        lambda: bounds.oymak_theorem2(F, ALPHA, 9, h=1, B=1.0, lambda0=1.0, C=1.0),
+        r"K: expected square matrices \[..., n, n\], got shape",
+    ),
+    (
+        lambda: bounds.oymak_theorem3(jnp.eye(9), jnp.ones(9), 9, h=1, B=1.0, t=1.0, C=1.0),
+        "t: expected a number that leaves a positive probability for n_T = 9 rows and h = 1",
+    ),
+    (
+        lambda: bounds.khodak_theorem_a2(-1.0, 10),
+        "entropy: expected numbers of at least",
+    ),
+    (
+        lambda: bounds.khodak_theorem_a2(1.0, np.array([100.0, 1000.0])),
+        r"n_valid: expected a number, got shape \(2,\)",
+    ),
+    (
+        lambda: bounds.khodak_theorem_a2(1.0, 10, delta=0.5),
+        r"delta: .* in \(0, 1/3\), got 0.5",
+    ),
+    (
+        lambda: bounds.khodak_theorem_a2(1.0, 10, epsilon=0.1),
+        "lipschitz: expected .* got none",
+    ),
+    (
+        lambda: bounds.khodak_corollary_a2(1.0, 10, 10, 0, C=1.0),
+        "configurations: expected",
+    ),
+    (lambda: bounds.version_entropy(1.0), "one per configuration, got a scalar"),
+    (
+        lambda: bounds.sample_size(0.1, lambda n: bounds.khodak_theorem_a2(5.0, n, excess=0.2)),
+        r"gap: expected .* 1e\+15 rows reach, got 0.1",
+    ),
+)
 NTK_KERNELS = value_errors(
     (lambda: network_kernel(EYE[0]), "x1: expected a nonempty array"),
     (lambda: network_kernel("X"), "x1: expected an array of numbers"),

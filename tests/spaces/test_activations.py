@@ -131,12 +131,6 @@ def test_a_restarted_search_does_not_depend_on_its_path():
     np.testing.assert_array_equal(first, second)
 
 
-@pytest.mark.parametrize("x", [1.0, jnp.ones((0, 3)), "x", None])
-def test_unit_inputs_of_no_rows_are_refused(x):
-    with pytest.raises(ValueError, match="x: expected"):
-        unit_inputs(x)
-
-
 def test_unit_inputs_of_a_row_at_the_mean_are_refused():
     with pytest.raises(ValueError, match="x: expected rows that differ from their mean"):
         unit_inputs(jnp.eye(3), jnp.full((1, 3), 1 / 3, float).at[0].set(jnp.eye(3).mean(0)))
@@ -172,14 +166,11 @@ def test_signs_of_labels_without_a_minus_are_signs(dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("outer", ["hinge", "logistic", "squared"])
-def test_targets_of_another_shape_than_the_outputs_are_refused_and_whole_ones_are_numbers(outer):
+def test_targets_that_are_whole_are_numbers(outer):
     space = activation_space(["relu", "tanh"], width=8, outer=outer)
     x, y = jnp.eye(3), jnp.array([1.0, 1.0, 0.0])
     w, alpha = space.init(jax.random.key(0), (x, y)), space.start()
     for loss in space.problem.lower, space.problem.outer:
-        for wrong in y[:, None], y[:1]:
-            with pytest.raises(ValueError, match=r"y: expected one for each output, shape \(3,\)"):
-                jax.jit(loss)(w, alpha, (x, wrong))
         assert_close(loss(w, alpha, (x, y.astype(jnp.uint8))), loss(w, alpha, (x, y)))
 
 
@@ -312,32 +303,6 @@ def test_output_scale_scales_the_kernel_of_infinite_width():
 def test_candidates_are_named_after_their_functions():
     space = activation_space(["relu", ntk.tanh, jnp.sin], width=4)
     assert space.names == ("relu", "tanh", "sin")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"activations": ["rleu"]}, "activations: expected functions or names among .*'rleu'"),
-        ({"activations": []}, "activations: expected at least one"),
-        ({"outer": "l1"}, "outer: expected one of hinge, logistic, squared"),
-        ({"width": 7}, "width: expected a multiple of 2"),
-        ({"width": 7.5}, "width: expected a multiple of 2"),
-        ({"width": math.inf, "activations": ["rleu"]}, "activations: expected functions or names"),
-        ({"width": math.inf, "outer": "l1"}, "outer: expected one of hinge, logistic, squared"),
-        ({"width": 24, "classes": 10}, "width: expected a multiple of 16 for 10 classes"),
-        ({"classes": 1}, "at least 2"),
-        *(
-            (sizes | {"output_scale": scale}, "output_scale: expected a positive number, got")
-            for sizes in ({}, {"width": math.inf})
-            for scale in (-1, 0, math.nan, math.inf)
-        ),
-    ],
-)
-def test_a_space_that_cannot_be_built_says_why(changes, message):
-    options = {"activations": ["relu"], "width": 16} | changes
-    with pytest.raises(ValueError, match=message):
-        activation_space(options.pop("activations"), **options)
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])

@@ -282,31 +282,6 @@ def test_sampled_configurations_fill_the_search_space():
     assert sample_fourier(KEY, 0) == []
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: fourier_config("scale"), "preprocess: expected one of none, .* got 'scale'"),
-        (lambda: fourier_config(kernel="rbf"), "kernel: expected one of gaussian, .* got 'rbf'"),
-        (lambda: fourier_config(gamma=0), "gamma: expected a positive number, got 0"),
-        (lambda: fourier_config(gamma=float("nan")), "gamma: expected a positive number, got nan"),
-        (lambda: sample_fourier(KEY, -1), "count: expected at least 0, got -1"),
-        (lambda: sample_fourier(KEY, 1, kernels=[]), "kernels: expected at least one"),
-        (lambda: sample_fourier(KEY, 1, gammas=(1, 0.1)), "gammas: expected an interval"),
-        (lambda: fourier_features(KEY, jnp.ones(3)), "x_train: expected a matrix, got shape"),
-        (lambda: fourier_features(KEY, jnp.ones((0, 3))), "x_train: expected a matrix with"),
-        (lambda: fourier_features(KEY, X.at[0, 0].set(jnp.nan)), "x_train: expected finite"),
-        (lambda: FEATURES.apply(ALL[0], X[:, :3], 5), "x: expected rows of length 4, got shape"),
-        (lambda: FEATURES.apply(ALL[0], X, 0), "dimension: expected at least 1, got 0"),
-        (lambda: FEATURES.apply(ALL[0], X, 2.5), "dimension: expected a whole number, got 2.5"),
-        (lambda: FEATURES.apply(ALL[0], X, 5, 0.5), "start: expected a whole number, got 0.5"),
-        (lambda: FEATURES.apply(ALL[0], X, 5, -1), "start: expected at least 0, got -1"),
-    ],
-)
-def test_bad_input_of_fourier_features_is_refused_in_one_sentence(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 # Text.
 
 DOCUMENT = "The well-made film, isn't it?"
@@ -453,30 +428,3 @@ def test_hashing_names_all_that_counts_depend_on():
     assert base.hashing == other.hashing
     a, b = (hashed_counts([DOCUMENT], config) for config in (base, other))
     assert (a != b).nnz == 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: text_config(order=4), "order: expected one of 1, 2, 3, got 4"),
-        (lambda: text_config(tokenizer="bpe"), "tokenizer: expected one of simple, .* got 'bpe'"),
-        (lambda: text_config(smoothing=0), "smoothing: expected a positive number, got 0"),
-        (lambda: text_config(stem=True), "fields: expected some of tokenizer, .* got 'stem'"),
-        (lambda: sample_text(KEY, -2), "count: expected at least 0, got -2"),
-        (lambda: hashed_counts([], TextConfig()), "texts: .* at least one document, got none"),
-        (lambda: hashed_counts("a b", TextConfig()), "texts: .* got one str"),
-        (lambda: hashed_counts((t for t in "ab"), TextConfig()), "texts: .* got a generator"),
-        (lambda: hashed_counts(["a", None], TextConfig()), r"texts\[1\]: expected a str, got None"),
-        (lambda: fold(BAGS, 4), "dimension: expected 1 to 3, got 4"),
-        (lambda: statistics(BAGS, LABELS[:3]), r"labels: expected shape \(4,\), got \(3,\)"),
-        (lambda: statistics(BAGS, np.ones(4, int)), "labels: expected rows of two .* got 1"),
-        (
-            lambda: weigh(fold(BAGS, 2), TextConfig(), statistics(BAGS, LABELS)),
-            "bags: expected 3 columns, got 2",
-        ),
-    ],
-)
-def test_bad_input_of_texts_is_refused_in_one_sentence(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

@@ -185,32 +185,5 @@ def test_predictions_undo_sign_labels():
         )
 
 
-@pytest.mark.parametrize("loss", ["lower", "outer"])
-def test_targets_of_another_shape_than_the_outputs_are_refused(loss):
-    space = feature_space([jnp.sin, jnp.cos])
-    blocks = space.blocks(jnp.eye(3))
-    for wrong in jnp.ones((3, 1)), jnp.ones(1):
-        with pytest.raises(ValueError, match=r"y: expected one for each output, shape \(3,\), got"):
-            jax.jit(getattr(space.problem, loss))(jnp.zeros(3), space.start(), (blocks, wrong))
-
-
 def test_maps_are_named_after_their_functions():
     assert feature_space([jnp.sin, functools.partial(jnp.cos)]).names == ("sin", "partial")
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: feature_space([]), "maps: expected at least one"),
-        (lambda: feature_space([jnp.sin], names=["a", "b"]), "names: expected 1, .* got 2"),
-        (lambda: feature_space([jnp.sin], outer="l1"), "outer: expected one of hinge, log.*'l1'"),
-        (
-            lambda: feature_space([jnp.sin, lambda x: x[:, :1]]).blocks(jnp.eye(2)),
-            r"maps: expected matrices of one shape .* got shapes \[\(2, 2\), \(2, 1\)\]",
-        ),
-        (lambda: feature_space([jnp.sin]).blocks(jnp.ones(2)), r"got shapes \[\(2,\)\]"),
-    ],
-)
-def test_a_space_that_cannot_be_built_says_why(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

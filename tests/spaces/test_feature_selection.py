@@ -196,36 +196,6 @@ def test_a_text_is_hashed_once_in_a_way_and_only_when_it_is_asked_for(text_parts
     assert len(asked) == len(set(asked)) < 12 + 16
 
 
-def test_bad_parts_are_refused_in_one_sentence(parts, text_parts, configs):
-    empty = (parts[0][0][:0], parts[0][1][:0])
-    with pytest.raises(ValueError, match="valid: expected rows with a label each, got 0 rows"):
-        features.fourier_selection(KEY, parts[0], empty, parts[2], dimension=8)
-    problem = features.fourier_selection(KEY, *parts, dimension=8)
-    with pytest.raises(ValueError, match="resource: expected 1 to 8 features, got 9"):
-        problem.evaluate(None, configs[0], 9)
-    one_class = (text_parts[0][0], np.zeros(8, int))
-    with pytest.raises(ValueError, match="train: expected labels 0 and 1, both, got"):
-        features.text_selection(one_class, *text_parts[1:])
-    for i, name in ((1, "valid"), (2, "test")):
-        signs = list(text_parts)
-        signs[i] = (signs[i][0], 2 * np.asarray(signs[i][1]) - 1)
-        with pytest.raises(ValueError, match=rf"{name}: expected labels 0 and 1, .* got \[-1, 1\]"):
-            features.text_selection(*signs)
-
-    with pytest.raises(ValueError, match=r"test: expected rows of shape \(8, 8\), got \(64,\)"):
-        flattened = (parts[2][0].reshape(-1, 64), parts[2][1])
-        features.fourier_selection(KEY, *parts[:2], flattened, dimension=8)
-    with pytest.raises(ValueError, match="expected finite rows, got NaN or infinity"):
-        unknown = (parts[1][0] * np.nan, parts[1][1])
-        features.fourier_selection(KEY, parts[0], unknown, parts[2], dimension=8)
-    with pytest.raises(ValueError, match="dimension: expected at least 1, got 0"):
-        features.fourier_selection(KEY, *parts, dimension=0)
-    with pytest.raises(ValueError, match="penalty: expected a finite number >= 0, got -1"):
-        features.fourier_selection(KEY, *parts, dimension=8, penalty=-1)
-    with pytest.raises(ValueError, match="cost: expected a positive number, got 0"):
-        features.text_selection(*text_parts, cost=0)
-
-
 @pytest.mark.long
 def test_a_class_missing_from_training_is_never_predicted_and_the_rest_works(parts, configs):
     (x, y), (x_valid, y_valid), test = parts

@@ -4,24 +4,13 @@ import functools
 import itertools
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks.train_free.cell_formulas import canonical
 from bilevel.spaces.nasbench201 import encode, genotypes, parameter_count, trainable_layers
 from bilevel.spaces.nasbench201.costs import conv_edges, multiply_adds
-from bilevel.spaces.nasbench201.genotype import (
-    EDGES,
-    Genotype,
-    decode,
-    draw_corner,
-    genotype,
-    live_edges,
-    one_hot,
-    parse_genotype,
-)
+from bilevel.spaces.nasbench201.genotype import EDGES, live_edges, parse_genotype
 
 RESNET = (
     "|nor_conv_3x3~0|+|none~0|nor_conv_3x3~1|+|skip_connect~0|none~1|skip_connect~2|"  # the paper's
@@ -54,7 +43,6 @@ def test_text_and_arrays_give_every_genotype_back():
     everything = genotypes()
     assert len(set(everything)) == 5**6
     assert all(parse_genotype(str(g)) == g for g in everything)
-    assert decode(encode(everything)) == everything
     assert len({str(g) for g in everything}) == 5**6
 
 
@@ -66,8 +54,7 @@ def test_a_genotypes_place_is_its_code_in_base_5():
 
 def test_one_genotype_is_a_vector_and_no_genotypes_are_no_rows():
     g = parse_genotype(BEST)
-    assert encode(g).shape == (6,) and decode(encode(g)) == g
-    assert encode(()).shape == (0, 6) and decode(encode(())) == ()
+    assert encode(g).shape == (6,) and encode(()).shape == (0, 6)
 
 
 @pytest.mark.parametrize(
@@ -86,60 +73,6 @@ def test_one_genotype_is_a_vector_and_no_genotypes_are_no_rows():
 def test_a_malformed_text_is_refused(text):
     with pytest.raises(ValueError, match=r"^text: expected \|op~0\|\+.*, got '.*'\.$"):
         parse_genotype(text)
-
-
-def test_an_unknown_operation_is_refused():
-    with pytest.raises(ValueError, match=r"^operations: expected one of none, .*'max_pool_3x3'"):
-        parse_genotype(BEST.replace("nor_conv_1x1", "max_pool_3x3"))
-    with pytest.raises(ValueError, match=r"^operations: expected 6, got 5\."):
-        encode([Genotype(("none",) * 5)])
-
-
-@pytest.mark.parametrize(
-    "array", [np.zeros((2, 5), int), np.zeros(6), np.zeros((1, 1, 6), int), np.full(6, 5), [-1] * 6]
-)
-def test_an_array_that_codes_no_genotype_is_refused(array):
-    with pytest.raises(ValueError, match=r"^array: expected "):
-        decode(array)
-
-
-# Weights on the operations.
-
-
-def test_the_largest_weight_wins_and_none_may():
-    alpha = np.full((6, 5), 0.2)
-    assert genotype(alpha).operations == ("none",) * 6  # equal weights: the first
-    alpha[2, 4] += 1e-6
-    assert genotype(jnp.asarray(alpha)).operations[2] == "avg_pool_3x3"
-
-
-def test_a_genotype_comes_back_from_its_corner():
-    for g in genotypes()[::97]:
-        alpha = one_hot(g)
-        assert (alpha.sum(axis=1) == 1).all()
-        assert genotype(alpha) == g
-
-
-@pytest.mark.parametrize("alpha", [np.zeros((5, 6)), np.full((6, 5), np.nan)])
-def test_weights_of_another_shape_or_nan_are_refused(alpha):
-    with pytest.raises(ValueError, match=r"^alpha: expected \(6, 5\) finite weights, got "):
-        genotype(alpha)
-
-
-def test_corners_are_drawn_uniformly_under_jit_and_vmap():
-    """Against the multinomial: 5 standard deviations for each edge and operation."""
-    m = 5000
-    keys = jax.random.split(jax.random.key(0), m)
-    corners = np.asarray(jax.jit(jax.vmap(draw_corner))(keys))
-    assert corners.shape == (m, 6, 5)
-    assert set(np.unique(corners)) == {0, 1}
-    assert (corners.sum(axis=2) == 1).all()
-    assert np.abs(corners.sum(axis=0) - m / 5).max() < 5 * math.sqrt(m * 0.2 * 0.8)
-    # And edges are independent of one another: most of the 5,000 cells are different.
-    distinct = len(np.unique(corners.argmax(axis=2), axis=0))
-    expected = 5**6 * (1 - (1 - 5**-6) ** m)
-    assert abs(distinct - expected) < 200
-    assert all(genotype(corner) in genotypes() for corner in corners[:20])
 
 
 # The graph.
@@ -268,12 +201,3 @@ def test_weights_grow_linearly_in_cells_and_quadratically_in_channels():
     # c -> 2c: the third difference of a polynomial of degree two in the channels is zero.
     a, b, c, d = (parameter_count(g, channels=n) for n in (4, 8, 12, 16))
     assert d - 3 * c + 3 * b - a == 0
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"cells": 0}, {"channels": 0}, {"pixels": 30}, {"pixels": 0}], ids=str
-)
-def test_impossible_networks_are_refused(wrong):
-    name = next(iter(wrong))
-    with pytest.raises(ValueError, match=f"^{name}: expected "):
-        multiply_adds(genotypes()[0], **wrong)

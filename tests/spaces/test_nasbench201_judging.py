@@ -77,23 +77,6 @@ def test_a_score_that_ranks_nothing_has_no_correlation():
         assert all(map(math.isnan, correlations(score, [1.0, 2.0, 3.0])))
 
 
-def test_arrays_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"^accuracy: expected one number for each score, 2"):
-        correlations([1, 2], [1.0])
-    with pytest.raises(ValueError, match=r"^accuracy: expected finite accuracies, got nan"):
-        top_one([1, 2], [1.0, NAN])
-    with pytest.raises(ValueError, match=r"^score: expected a vector, got shape \[0\]"):
-        top_one([], [])
-    with pytest.raises(ValueError, match=r"^k: expected 1 to 2, got 3"):
-        best_of_k([1, 2, 3], [1, 2, 3], [1, 2, 3], 3, pool=2)
-    with pytest.raises(ValueError, match=r"^pool: expected 1 to 3, got 4"):
-        best_of_k([1, 2, 3], [1, 2, 3], [1, 2, 3], 3, pool=4)
-    with pytest.raises(ValueError, match=r"^k: expected 1 to 3, got 0"):
-        best_of_k_random([1, 2, 3], [1, 2, 3], 0)
-    with pytest.raises(ValueError, match=r"^draws: expected 1 to "):
-        best_of_k([1, 2, 3], [1, 2, 3], [1, 2, 3], 3, draws=0)
-
-
 def test_the_ceiling_is_what_the_truth_reaches_on_simulated_runs():
     """Runs drawn by the model: truth and normal errors; two or three runs each."""
     table, truth = made_up()
@@ -105,10 +88,6 @@ def test_the_ceiling_is_what_the_truth_reaches_on_simulated_runs():
         reached = correlations(truth, np.nanmean(table.runs[name], axis=1)).tau
         assert ceiling == pytest.approx(reached, abs=0.005)
         assert ceiling > max(pairs.values()) + 0.02
-    with pytest.raises(
-        ValueError, match=r"^dataset: expected one of cifar10-valid, .*cifar10-test"
-    ):
-        seed_ceiling(table, "cifar10-test")
 
 
 # Choices.
@@ -190,10 +169,6 @@ def test_log_ranks_add_up_with_mean_ranks_for_ties_and_nan_last():
     a, b = [1, 2, 2, 4], [NAN, -INF, INF, 0.0]
     expected = np.log([1 / 4, 2.5 / 4, 2.5 / 4, 4 / 4]) + np.log([1 / 4, 2 / 4, 4 / 4, 3 / 4])
     np.testing.assert_allclose(sum_of_log_ranks(a, b), expected)
-    with pytest.raises(ValueError, match=r"^scores: expected at least one, got none"):
-        sum_of_log_ranks()
-    with pytest.raises(ValueError, match=r"^scores: expected vectors of one length"):
-        sum_of_log_ranks(a, [1])
 
 
 def test_the_protocol_is_the_best_of_k_in_pools_by_early_validation():
@@ -210,10 +185,6 @@ def test_the_protocol_is_the_best_of_k_in_pools_by_early_validation():
         valid = table.accuracy[f"{name}-valid"][rows]
         assert final[name].mean == best_of_k(score, valid, test, 5, pool=50, draws=1)[0]
         assert math.isnan(final[name].std)
-    with pytest.raises(ValueError, match=r"^validation: expected early or final, got 'late'"):
-        paper_protocol(score, table, rows, validation="late")
-    with pytest.raises(ValueError, match=r"^rows: expected 0 to 15624, got 0 to 15625"):
-        paper_protocol(score[:2], table, [0, 15_625])
 
 
 def test_the_report_has_each_figure_of_each_score_and_the_baselines():
@@ -240,16 +211,6 @@ def test_the_report_has_each_figure_of_each_score_and_the_baselines():
         assert baselines[0][f"{name}_gain"] == pytest.approx(gain)
         assert baselines[0][f"{name}_gain_error"] == pytest.approx(accuracies.std(ddof=1) / 50**0.5)
     assert [line["score"] for line in judge({}, table, rows, draws=1)] == list(BASELINES)
-
-
-def test_scores_that_do_not_fit_the_rows_are_refused():
-    table, _ = made_up()
-    with pytest.raises(ValueError, match=r"^scores: expected 3 of 'mine', one for each row, got "):
-        judge({"mine": [1, 2]}, table, [5, 6, 7], k=1)
-    with pytest.raises(ValueError, match=r"^scores: expected names other .* got 'conv edges'"):
-        judge({"conv edges": [1, 2, 3]}, table, [5, 6, 7], k=1)
-    with pytest.raises(ValueError, match=r"^rows: expected integers \[m\], got float64"):
-        judge({}, table, [5.0], k=1)
 
 
 def test_parameters_and_multiply_adds_rank_alike():

@@ -66,16 +66,6 @@ def test_labels_of_no_class_have_no_loss_and_no_slope(classes, label):
     assert jnp.isnan(loss) and bool(jnp.isnan(slope["last"]).all())
 
 
-@pytest.mark.parametrize("classes", [2, 3])
-@pytest.mark.parametrize("shape", [(2, 1), (1,), ()])
-def test_labels_of_other_rows_are_refused(classes, shape):
-    space = skip_space(["relu"], depth=3, width=4, classes=classes)
-    batch = jnp.eye(2), jnp.zeros(shape, int)
-    w, alpha = space.init(jax.random.key(0), batch), space.start()
-    with pytest.raises(ValueError, match=r"labels: expected one a row, shape \(2,\), got shape"):
-        jax.jit(space.problem.lower)(w, alpha, batch)
-
-
 # ----------------------------------------------------------------------------- the network
 
 
@@ -288,68 +278,6 @@ def test_plain_networks_learn_and_stay_float32_whatever_the_default(signs):
 
 # ----------------------------------------------------------------------------- bad arguments
 
-X = np.ones((4, 3))
-SPACE = skip_space(["relu", "tanh"], depth=4, width=4)
-START = SPACE.start()
-
-
-def apply(alpha, x=X):
-    return SPACE.apply(SPACE.init(jax.random.key(0), batch(1, 3)), alpha, x)
-
-
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (lambda: skip_space(["relu", "elu"]), "activations: expected names among relu, leaky_relu"),
-        (lambda: skip_space([]), "activations: expected at least one, each once, got none"),
-        (lambda: skip_space(["relu", ntk.relu]), "activations: expected at least one, each once"),
-        (lambda: skip_space(depth=2), "depth: expected at least 3, got 2"),
-        (lambda: skip_space(width=0), "width: expected at least 1, got 0"),
-        (lambda: skip_space(classes=1), "classes: expected at least 2, got 1"),
-        (lambda: skip_space(parametrization="mup"), "parametrization: expected one of ntk, as_pri"),
-        (lambda: apply(START, X[0]), r"x: expected rows \[n, 3\], got shape \(3,\)"),
-        (lambda: apply(START, X[:, :2]), r"x: expected rows \[n, 3\], got shape \(4, 2\)"),
-        (
-            lambda: apply(START | {"skips": np.ones(3)}),
-            r"skips of shapes \(\(3, 2\), \(2,\)\), got",
-        ),
-        (
-            lambda: apply(SkipArchitecture(("relu", "gelu", "tanh"), (True, True))),
-            "alpha: expected activations among relu, tanh, got gelu",
-        ),
-        (
-            lambda: SPACE.one_hot(SkipArchitecture(("relu",), ())),
-            r"alpha: expected activations and skips of shapes \(\(3,\), \(2,\)\), got",
-        ),
-        (
-            lambda: SPACE.discretize(START | {"skips": np.array([0.5, np.nan])}),
-            "alpha: expected finite weights, got NaN",
-        ),
-        (lambda: minibatches(5)(jax.random.key(0), X), "batch_size: expected 1 to the 4 rows"),
-        (lambda: minibatches(0), "batch_size: expected at least 1, got 0"),
-        (
-            lambda: train(jax.random.key(0), linear, None, 0.0, X, optimizer=0.1, batch_size=5),
-            "batch_size: expected 1 to the 4 rows of the data, got 5",
-        ),
-        (
-            lambda: train(jax.random.key(0), linear, None, 0.0, X, optimizer=0.1, epochs=0),
-            "epochs: expected at least 1, got 0",
-        ),
-        (
-            lambda: train(jax.random.key(0), linear, None, 0.0, X, optimizer=None),
-            "optimizer: expected numbers, got None",
-        ),
-        (
-            lambda: train(jax.random.key(0), linear, None, {"v": 1}, X, optimizer=0.1),
-            r"w\['v'\]: expected floating arrays, got int",
-        ),
-    ],
-)
-def test_bad_arguments_are_named_in_one_sentence(call, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        call()
-
-
 INFINITE = skip_space(["relu", "tanh"], depth=4, width=math.inf, outer="squared")
 
 
@@ -416,14 +344,3 @@ def test_a_search_at_infinite_width_ends_at_an_architecture_with_a_certificate_o
     path = jax.tree.map(lambda a: a[1], result.history["alpha"]["kernel"])
     smallest = np.linalg.eigvalsh(INFINITE.kernel(path, x).ntk)[0]
     assert 0.99 * smallest < certified[1] <= smallest
-
-
-def test_infinite_width_has_one_parametrization():
-    with pytest.raises(ValueError, match='parametrization: expected "ntk" at infinite width'):
-        skip_space(width=math.inf, parametrization="he")
-
-
-@pytest.mark.parametrize("outer", ["hinge", "nonsense"])
-def test_a_loss_that_a_finite_network_does_not_have_is_refused(outer):
-    with pytest.raises(ValueError, match="outer: expected"):
-        skip_space(["relu"], depth=3, width=4, outer=outer)

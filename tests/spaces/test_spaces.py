@@ -15,10 +15,10 @@ from bilevel import strategies
 from bilevel.cli import main
 from bilevel.discretize import diagnostics
 from bilevel.nets.evaluation import wrong_rows
-from bilevel.spaces import Space, on_simplices, targets
+from bilevel.spaces import Space, targets
 from bilevel.spaces.activations import activation_space, sign_labels
 from bilevel.spaces.darts import darts_space
-from bilevel.spaces.features import feature_space, fourier_selection
+from bilevel.spaces.features import feature_space
 from bilevel.spaces.nasbench201 import nasbench201_space
 from bilevel.spaces.skips import skip_space
 
@@ -181,24 +181,6 @@ def test_what_is_no_space_is_one_sentence(tmp_path, capsys, monkeypatch, space, 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: on_simplices([]), "names: expected at least one, each once, got"),
-        (lambda: on_simplices(["a", "a"]), "names: expected at least one, each once, got"),
-        (lambda: on_simplices("ab").discretize(jnp.ones(3)), r"alpha: expected \(2,\) finite"),
-        (lambda: on_simplices("ab").discretize(jnp.array([1, jnp.nan])), "alpha: expected"),
-        (lambda: on_simplices("ab").one_hot("c"), "architecture: expected 1 of a, b, got 'c'"),
-        (lambda: on_simplices("ab", (2,)).one_hot(("a",)), "architecture: expected 2 of a, b"),
-        (lambda: on_simplices("ab").draw(0), "key: expected a PRNG key"),
-    ],
-)
-def test_mistakes_with_corners_are_one_sentence(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 def test_labels_in_a_column_are_refused():
     """They would be compared with all predictions, or make one column whose largest is itself."""
     column = LABELS[:, None]
@@ -208,9 +190,6 @@ def test_labels_in_a_column_are_refused():
         wrong_rows(targets.predict_labels, jax.nn.one_hot(LABELS, 3), column)
     with pytest.raises(ValueError, match=r"f: expected outputs \[n\], or \[n, classes\]"):
         targets.predict_labels(jnp.ones((3, 1)))
-    part = X, np.asarray(column)
-    with pytest.raises(ValueError, match=r"train: expected rows with a label each, got 6 rows and"):
-        fourier_selection(KEY, part, part, part, dimension=8)
 
 
 def test_labels_of_bytes_and_of_halves():

@@ -144,8 +144,6 @@ def test_sample_size_solves_theorem_a2_for_the_rows():
     roots = math.sqrt(math.log(100)) + np.sqrt(entropy + math.log(100))
     exact = (2 * roots / np.maximum(0.07 - 0.8 * epsilon, 1e-9)) ** 2 / 2
     assert abs(rows - math.ceil(exact.min())) <= tolerance(0, 1e-5) * rows
-    with pytest.raises(ValueError, match=r"gap: expected .* rows reach, got 0.07"):
-        sample_size(0.07, lambda n: khodak_theorem_a2(5.0, n, epsilon=0.1, lipschitz=0.4))
 
 
 def test_a_bound_is_differentiable_and_compiles():
@@ -205,41 +203,8 @@ def test_corollary_a4_adds_the_deviation_of_the_training_risk():
     assert more.probability == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: khodak_theorem_a2(-1.0, 10), "entropy: expected numbers of at least 0"),
-        (lambda: khodak_theorem_a2(math.nan, 10), "entropy: expected numbers of at least 0"),
-        (lambda: khodak_theorem_a2(1.0, 0), "n_valid: expected a positive number, got 0"),
-        (lambda: khodak_theorem_a2(1.0, 10, delta=0.5), r"delta: .* in \(0, 1/3\), got 0.5"),
-        (lambda: khodak_theorem_a2(1.0, 10, B=0.0), "B: expected a positive number"),
-        (lambda: khodak_theorem_a2(1.0, 10, excess=-1.0), "excess: expected"),
-        (lambda: khodak_theorem_a2(1.0, 10, epsilon=0.1), "lipschitz: expected .* got none"),
-        (
-            lambda: khodak_theorem_a2([1.0, 2.0], 9, epsilon=[0.0] * 3),
-            r"epsilon: expected a shape that broadcasts with \(2,\), entropy's, got \(3,\)",
-        ),
-        (lambda: khodak_theorem_a2(1.0, 10, lipschitz=math.inf), "lipschitz: expected a positive"),
-        (lambda: khodak_corollary_a1(-1.0, 10, C=1.0), "w_norm: expected"),
-        (lambda: khodak_corollary_a2(1.0, 10, 10, 0, C=1.0), "configurations: expected"),
-        (lambda: khodak_corollary_a3(10, 10, 2, C=0.0), "C: expected a positive number"),
-        (lambda: khodak_corollary_a4(1.0, 10, 10, delta=0.3), r"delta: .* in \(0, 1/4\)"),
-        (lambda: version_entropy(jnp.zeros(0)), "log_covering_numbers: expected"),
-        (lambda: version_entropy(jnp.array(1.0)), "one per configuration, got a scalar"),
-        (lambda: sample_size(0.0, lambda n: khodak_theorem_a2(1.0, n)), "gap: expected a positive"),
-    ],
-)
-def test_bad_input_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 @pytest.mark.parametrize("theorem", THEOREMS)
-def test_several_numbers_of_rows_are_refused_and_large_ones_taken(theorem):
-    """The best radius of one would be taken for all: 0.188 for 0.329."""
-    for options in ({"n_valid": np.array([100.0, 1000.0])}, {"n_valid": 9, "B": np.ones(2)}):
-        with pytest.raises(ValueError, match=r"expected a number, got shape \(2,\)"):
-            theorem(math.log(256), **options)
+def test_large_numbers_of_rows_do_not_wrap(theorem):
     assert_close(theorem(5.5, 10**10).value, theorem(5.5, 1e10).value, f32=1e-6)
 
 

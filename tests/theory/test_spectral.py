@@ -24,8 +24,6 @@ from bilevel.theory.spectral import (
     spectral_sample,
 )
 from bilevel.theory.spectral.columns import Columns
-from bilevel.theory.spectral.directions import spectral_gram, top_direction
-from bilevel.theory.spectral.estimator import SpectralEstimate
 
 N, H, P = 7, 4, 10
 RNG = np.random.default_rng(0)
@@ -246,57 +244,18 @@ def test_the_estimator_on_whole_tensors_is_distributed_as_the_fast_sample():
 # ------------------------------------------------------------------------------ the inputs
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: spectral_alpha(X[0], Y), r"features: .*\[n, h, p\].* got \(4, 10\)"),
-        (lambda: spectral_alpha(X[:0], Y[:0]), r"features: .* got \(0, 4, 10\)"),
-        (lambda: spectral_alpha(KERNELS[:, :3], Y), "features: expected shape"),
-        (lambda: spectral_alpha(X, Y[:3]), r"labels: expected shape \[7\] or \[7, c\]"),
-        (lambda: spectral_alpha(X, np.nan * Y), "labels: expected finite"),
-        (lambda: spectral_gram(np.nan * X, Y), "features: expected finite"),
-        (lambda: spectral_gram(Columns(lambda j: X, 0), Y), "features: expected at least 1 block"),
-        (lambda: top_direction(X[0]), "gram: expected a square"),
-        (lambda: top_direction(np.eye(2), np.eye(3)), r"noise: .* got shape \(3, 3\)"),
-        (lambda: simplex_start(np.eye(2)), r"alpha: expected an array \[h\]"),
-        (lambda: simplex_start(np.zeros(2)), "alpha: expected a direction, got zero"),
-        (lambda: simplex_start(np.ones(2), np.eye(3)), "noise: expected shape"),
-        (lambda: simplex_start(np.ones(2), uniform=1.5), r"uniform: .* \[0, 1\], got 1.5"),
-        (lambda: spectral_limits(0.0, 0.1), "p_over_n: expected finite numbers > 0"),
-        (lambda: spectral_limits(2.0, -0.1), "h_over_n: expected finite numbers >= 0"),
-        (lambda: spectral_sample(jax.random.key(0), 5, 0, 2), "p: expected at least 1, got 0"),
-        (
-            lambda: SpectralEstimate(None, None).predict(X, FEATURES["streamed"]),
-            r"features: .* got \(3, 4, 4\)",
-        ),
-        (lambda: spectral_estimator((X, Y), (X[:, 1:], Y)), "train, valid: .* the same h maps"),
-        (lambda: spectral_estimator((KERNELS, Y), (X, Y)), r"train, valid: .* \[n, h, p\]"),
-    ],
-)
-def test_bad_input_is_refused(call, words):
-    with pytest.raises(ValueError, match=words):
-        call()
-
-
 @pytest.mark.slow
-def test_a_traced_nan_is_not_passed_over_and_shapes_have_to_fit():
+def test_limits_of_a_traced_nan_or_a_negative_size_are_nan():
     assert np.isnan(jax.jit(spectral_limits)(2.0, jnp.nan).correlation_squared)
-    with pytest.raises(ValueError, match=r"h_over_n: expected a shape that broadcasts with \(2,\)"):
-        spectral_limits(jnp.ones(2), jnp.ones(3))
+    limits = jax.jit(spectral_limits)(-2.0, 0.1)
+    assert all(jnp.isnan(x) for x in limits[:4])
 
 
 def test_the_direction_has_no_unit():
     x, y = X.astype(np.float32), np.asarray(X[:, 1, 0], np.float32)
     alpha = spectral_alpha(1e-12 * x, np.float32(1e-12) * y)
     np.testing.assert_allclose(alpha, spectral_alpha(x, y), atol=1e-4)
-    with pytest.raises(ValueError, match="gram: expected a matrix other than 0"):
-        spectral_alpha(x, 0 * y)
     assert jnp.isnan(jax.jit(spectral_alpha)(x, 0 * y)).all()
     start = simplex_start(jnp.array([-1e-25, -3e-25], jnp.float32), uniform=0.0)
     np.testing.assert_allclose(start, [0.25, 0.75], rtol=1e-5)
     assert jnp.isfinite(simplex_start(jnp.array([-0.6, -0.8]), jnp.zeros((2, 2)))).all()
-
-
-def test_limits_of_what_no_check_sees_are_nan():
-    limits = jax.jit(spectral_limits)(-2.0, 0.1)
-    assert all(jnp.isnan(x) for x in limits[:4])

@@ -17,26 +17,22 @@ import numpy as np
 
 from bilevel.internal.checks import describe, one_of, prng_key
 from bilevel.plots.appearance import COLOURS, DASHES, pyplot, style
+from bilevel.spaces.cells import edges_by_node
 from bilevel.spaces.darts.operations import PRIMITIVES
+from bilevel.spaces.space import finite_weights
 
 NODES = (2, 3, 4, 5)
-EDGES = tuple((source, node) for node in NODES for source in range(node))
+EDGES = edges_by_node(NODES)
 """The rows of ``alpha``: (source, node), by node, then by source."""
 
 Pairs = tuple[tuple[str, int], ...]
 
 
 class Genotype(NamedTuple):
-    """Two cells; ``str`` gives the usual text, :func:`parse_genotype` reads it.
+    """Two cells; ``str`` gives the usual text, :func:`parse_genotype` reads it."""
 
-    Attributes
-    ----------
-    normal, reduce : eight pairs (operation, source), two for each of the nodes 2 to 5.
-    normal_concat, reduce_concat : the nodes that make the cell's output.
-    """
-
-    normal: Pairs
-    normal_concat: tuple[int, ...]
+    normal: Pairs  # eight pairs (operation, source), two for each of the nodes 2 to 5
+    normal_concat: tuple[int, ...]  # the nodes that make the cell's output
     reduce: Pairs
     reduce_concat: tuple[int, ...]
 
@@ -50,46 +46,17 @@ class Genotype(NamedTuple):
 
 
 def genotype(alpha: Any, operations: Sequence[str] = PRIMITIVES) -> Genotype:
-    """The cells that ``alpha`` points to: two edges into each node, the best operation on each.
+    """The cells of ``alpha`` {"normal": [14, h], "reduce": [14, h]}: two edges into each node.
 
-    An edge is worth the largest weight on it of an operation other than ``none``; each node keeps
-    the two that are worth most, in that order, equal ones by source. There is no way back: which
-    edges a genotype leaves out cannot be said by an ``alpha`` on the simplices without ``none``,
-    and the weights that decided between those kept are lost.
-
-    Parameters
-    ----------
-    alpha : {"normal": [14, h], "reduce": [14, h]}, on the simplex
-        Weights, not logits, though only their order within a node matters.
-    operations : h names
-
-    Raises
-    ------
-    ValueError
-        For arrays of another shape, or entries that are no numbers.
-
-    References
-    ----------
-    Liu, Simonyan & Yang (2019), DARTS, section 2.4.
-
-    Examples
-    --------
-    >>> alpha = np.full((14, 8), 0.1)
-    >>> alpha[0, 4], alpha[2, 1] = 0.3, 0.3  # the edges (0, 2) and (0, 3)
-    >>> result = genotype({"normal": alpha, "reduce": alpha})
-    >>> result.normal[:3]
-    (('sep_conv_3x3', 0), ('max_pool_3x3', 1), ('max_pool_3x3', 0))
+    An edge is worth the largest weight on it of an operation other than ``none``. Each node keeps
+    the two edges that are worth most, in that order, equal ones by source (Liu et al., sec. 2.4).
     """
-    cells = [
-        _best_edges(np.asarray(alpha[cell]), operations, cell) for cell in ("normal", "reduce")
-    ]
+    cells = [_best_edges(alpha[cell], operations, cell) for cell in ("normal", "reduce")]
     return Genotype(cells[0], NODES, cells[1], NODES)
 
 
-def _best_edges(alpha: np.ndarray, operations: Sequence[str], cell: str) -> Pairs:
-    shape = (len(EDGES), len(operations))
-    if alpha.shape != shape or not np.isfinite(alpha).all():
-        raise ValueError(f'alpha["{cell}"]: expected {shape} finite weights, got {alpha.shape}.')
+def _best_edges(alpha: Any, operations: Sequence[str], cell: str) -> Pairs:
+    alpha = finite_weights(f'alpha["{cell}"]', alpha, (len(EDGES), len(operations)))
     weights = np.where(np.array(operations) == "none", -np.inf, alpha)
     pairs: list[tuple[str, int]] = []
     for node in NODES:
@@ -100,22 +67,9 @@ def _best_edges(alpha: np.ndarray, operations: Sequence[str], cell: str) -> Pair
 
 
 def one_hot(genotype: Genotype, operations: Sequence[str] = PRIMITIVES) -> dict[str, np.ndarray]:
-    """The ``alpha`` that stands for a genotype: 1 on its edges' operations, 0 everywhere else.
+    """The ``alpha`` of a genotype: 1 on its edges' operations, 0 everywhere else.
 
-    An edge that it leaves out is a row of zeros, which no simplex has. :func:`genotype` gives the
-    same edges back, those into a node by source.
-
-    Raises
-    ------
-    ValueError
-        For what is no genotype, an operation that is not among ``operations``, two edges from the
-        same source, or a cell whose output leaves out nodes: the supernet's is made of all.
-
-    Examples
-    --------
-    >>> alpha = one_hot(DARTS_V2)
-    >>> alpha["normal"].sum(), sorted(genotype(alpha).normal) == sorted(DARTS_V2.normal)
-    (np.float64(8.0), True)
+    An edge that it leaves out is a row of zeros, which is not on the simplex.
     """
     check_genotype(genotype)
     alpha = {}
@@ -136,19 +90,7 @@ def one_hot(genotype: Genotype, operations: Sequence[str] = PRIMITIVES) -> dict[
 
 
 def draw_corner(key: chex.PRNGKey, operations: Sequence[str] = PRIMITIVES) -> dict[str, jax.Array]:
-    """A genotype drawn uniformly, as ``alpha``: see :func:`one_hot`. Pure, for use under ``jit``.
-
-    Raises
-    ------
-    ValueError
-        For what is no key.
-
-    Examples
-    --------
-    >>> result = genotype(draw_corner(jax.random.key(0)))
-    >>> len(result.normal), len(result.reduce)
-    (8, 8)
-    """
+    """A genotype drawn uniformly, as the ``alpha`` of :func:`one_hot`. Pure, for ``jit``."""
     prng_key("key", key)
     allowed = jnp.array([i for i, name in enumerate(operations) if name != "none"])
     into = jnp.array([node for _, node in EDGES])
@@ -211,13 +153,7 @@ def _evaluate_literal(node: ast.expr) -> Any:
 
 
 def check_genotype(genotype: Genotype) -> None:
-    """Check that both cells of a genotype can be built.
-
-    Raises
-    ------
-    ValueError
-        If it is no genotype, or a cell has other pairs, operations, sources or outputs.
-    """
+    """Raise ``ValueError`` unless both cells of a genotype can be built."""
     if not isinstance(genotype, Genotype):
         raise ValueError(f"genotype: expected a Genotype, got {describe(genotype)}.")
     operations = [name for name in PRIMITIVES if name != "none"]
@@ -235,55 +171,21 @@ def check_genotype(genotype: Genotype) -> None:
             raise ValueError(f"{cell}_concat: expected nodes among {NODES}, got {concat}.")
 
 
-DARTS_V1 = Genotype(
-    normal=(
-        ("sep_conv_3x3", 1),
-        ("sep_conv_3x3", 0),
-        ("skip_connect", 0),
-        ("sep_conv_3x3", 1),
-        ("skip_connect", 0),
-        ("sep_conv_3x3", 1),
-        ("sep_conv_3x3", 0),
-        ("skip_connect", 2),
-    ),
-    normal_concat=NODES,
-    reduce=(
-        ("max_pool_3x3", 0),
-        ("max_pool_3x3", 1),
-        ("skip_connect", 2),
-        ("max_pool_3x3", 0),
-        ("max_pool_3x3", 0),
-        ("skip_connect", 2),
-        ("skip_connect", 2),
-        ("avg_pool_3x3", 0),
-    ),
-    reduce_concat=NODES,
+DARTS_V1 = parse_genotype(
+    "Genotype(normal=[('sep_conv_3x3', 1), ('sep_conv_3x3', 0), ('skip_connect', 0), "
+    "('sep_conv_3x3', 1), ('skip_connect', 0), ('sep_conv_3x3', 1), ('sep_conv_3x3', 0), "
+    "('skip_connect', 2)], normal_concat=range(2, 6), reduce=[('max_pool_3x3', 0), "
+    "('max_pool_3x3', 1), ('skip_connect', 2), ('max_pool_3x3', 0), ('max_pool_3x3', 0), "
+    "('skip_connect', 2), ('skip_connect', 2), ('avg_pool_3x3', 0)], reduce_concat=range(2, 6))"
 )
 """Found by DARTS of first order on CIFAR-10, as published."""
 
-DARTS_V2 = Genotype(
-    normal=(
-        ("sep_conv_3x3", 0),
-        ("sep_conv_3x3", 1),
-        ("sep_conv_3x3", 0),
-        ("sep_conv_3x3", 1),
-        ("sep_conv_3x3", 1),
-        ("skip_connect", 0),
-        ("skip_connect", 0),
-        ("dil_conv_3x3", 2),
-    ),
-    normal_concat=NODES,
-    reduce=(
-        ("max_pool_3x3", 0),
-        ("max_pool_3x3", 1),
-        ("skip_connect", 2),
-        ("max_pool_3x3", 1),
-        ("max_pool_3x3", 0),
-        ("skip_connect", 2),
-        ("skip_connect", 2),
-        ("max_pool_3x3", 1),
-    ),
-    reduce_concat=NODES,
+DARTS_V2 = parse_genotype(
+    "Genotype(normal=[('sep_conv_3x3', 0), ('sep_conv_3x3', 1), ('sep_conv_3x3', 0), "
+    "('sep_conv_3x3', 1), ('sep_conv_3x3', 1), ('skip_connect', 0), ('skip_connect', 0), "
+    "('dil_conv_3x3', 2)], normal_concat=range(2, 6), reduce=[('max_pool_3x3', 0), "
+    "('max_pool_3x3', 1), ('skip_connect', 2), ('max_pool_3x3', 1), ('max_pool_3x3', 0), "
+    "('skip_connect', 2), ('skip_connect', 2), ('max_pool_3x3', 1)], reduce_concat=range(2, 6))"
 )
 """Found by DARTS of second order on CIFAR-10, as published."""
 

@@ -22,21 +22,16 @@ import jax
 import jax.numpy as jnp
 
 from bilevel.nets.convolution import average_pooling
-from bilevel.nets.layers import Conv, Norm, accumulation_dtype, cast_images, draw_parameters
+from bilevel.nets.layers import Conv, Norm, accumulation_dtype, cast_images
 from bilevel.nets.training import TrainableNetwork
+from bilevel.spaces.cells import check_sizes, trainable_network
 from bilevel.spaces.darts.genotype import NODES, Genotype, check_genotype
 from bilevel.spaces.darts.operations import (
     FactorizedReduce,
-    Identity,
     ReluConvNorm,
-    check_image_size,
-    check_network_sizes,
-    make_operation,
     reductions,
+    run_operation,
 )
-from bilevel.spaces.targets import label_losses
-
-_AUXILIARY_WEIGHT = 0.4  # of the second classifier's loss
 
 
 class Cell(nn.Module):
@@ -67,9 +62,8 @@ class Cell(nn.Module):
 
     def _edge(self, name, source, states):
         stride = self.stride if source < 2 else 1
-        edge = make_operation(name, self.channels, stride, self.norm)
-        y = edge(states[source])
-        return y if isinstance(edge, Identity) else self.drop(y)
+        y = run_operation(name, states[source], self.channels, stride, self.norm)
+        return y if name == "skip_connect" and stride == 1 else self.drop(y)
 
 
 class AuxiliaryHead(nn.Module):
@@ -101,20 +95,21 @@ class DartsNetwork(nn.Module):
     channels: int
     auxiliary: bool
     dtype: Any
+    train: bool
 
     @nn.compact
-    def __call__(self, x: jax.Array, train: bool, drop_path: float | jax.Array = 0.0) -> Any:
+    def __call__(self, x: jax.Array, drop_path: float | jax.Array = 0.0) -> list[jax.Array]:
         """Images [n, h, w, c] -> logits [n, classes], and the auxiliary ones when ``train``."""
         norm = functools.partial(
             nn.BatchNorm,
-            use_running_average=not train,
+            use_running_average=not self.train,
             momentum=0.9,
             epsilon=1e-5,
             dtype=self.dtype,
         )
 
         def drop(y):
-            if not train:
+            if not self.train:
                 return y
             keep = jax.random.bernoulli(
                 self.make_rng("drop_path"), 1 - drop_path, (len(y), 1, 1, 1)
@@ -122,17 +117,16 @@ class DartsNetwork(nn.Module):
             return y * (keep.astype(float) / (1 - drop_path)).astype(y.dtype)
 
         before_last = last = norm()(Conv(3 * self.channels, 3)(cast_images(x, self.dtype)))
-        channels, reduced, second = self.channels, False, None
+        channels, reduced, auxiliary = self.channels, False, []
         for cell in range(self.cells):
             reduce = cell in reductions(self.cells)
             channels *= 1 + reduce
             layer = Cell(self.genotype, channels, 1 + reduce, reduced, norm, drop)
             before_last, last, reduced = last, layer(before_last, last), reduce
-            if train and self.auxiliary and cell == 2 * self.cells // 3:
-                second = AuxiliaryHead(self.classes, norm, name="auxiliary")(last)
-        return nn.Dense(self.classes)(
-            last.mean((1, 2), dtype=accumulation_dtype(last.dtype))
-        ), second
+            if self.train and self.auxiliary and cell == 2 * self.cells // 3:
+                auxiliary = [AuxiliaryHead(self.classes, norm, name="auxiliary")(last)]
+        pooled = last.mean((1, 2), dtype=accumulation_dtype(last.dtype))
+        return [nn.Dense(self.classes)(pooled), *auxiliary]
 
 
 def darts_network(
@@ -180,44 +174,8 @@ def darts_network(
     1990
     """
     check_genotype(genotype)
-    check_network_sizes(classes, cells, channels)
-    module = DartsNetwork(genotype, classes, cells, channels, auxiliary, dtype)
-
-    def init(key, shape):
-        check_image_size(shape, cells)
-        images = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
-        keys = {"params": key, "drop_path": key}  # for the shapes only
-        shapes = jax.eval_shape(functools.partial(module.init, train=True), keys, images)
-        averages = {"mean": jnp.zeros, "var": jnp.ones}
-        return draw_parameters(key, shapes["params"]), jax.tree_util.tree_map_with_path(
-            lambda path, leaf: averages[path[-1].key](leaf.shape, leaf.dtype),
-            shapes["batch_stats"],
-        )
-
-    def apply(w, averages, x):
-        return module.apply({"params": w, "batch_stats": averages}, x, train=False)[0]
-
-    def loss(w, averages, batch, key, drop_path=0.0):
-        x, labels = batch
-        (logits, second), new = module.apply(
-            {"params": w, "batch_stats": averages},
-            x,
-            train=True,
-            drop_path=drop_path,
-            rngs={"drop_path": key},
-            mutable=["batch_stats"],
-        )
-
-        def entropy(logits):
-            return label_losses(logits, labels).mean()
-
-        value = entropy(logits)
-        if second is not None:
-            value += _AUXILIARY_WEIGHT * entropy(second)
-        # Wide images have wide statistics; the averages stay what they are.
-        return value, jax.tree.map(lambda x, a: x.astype(a.dtype), new["batch_stats"], averages)
-
-    def predict(logits):
-        return jnp.argmax(logits, axis=-1)
-
-    return TrainableNetwork(init, apply, loss, predict)
+    check_sizes(classes, cells, channels, 2)
+    sizes = classes, cells, channels, auxiliary, dtype
+    return trainable_network(
+        lambda train: DartsNetwork(genotype, *sizes, train), len(reductions(cells))
+    )

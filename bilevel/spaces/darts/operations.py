@@ -22,7 +22,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bilevel.internal.checks import integer
 from bilevel.nets.convolution import average_pooling, max_pooling
 from bilevel.nets.layers import Conv, Norm
 
@@ -103,46 +102,21 @@ class DilatedConv(nn.Module):
         return self.norm()(Conv(self.channels)(x))
 
 
-class PoolNorm(nn.Module):
-    """3 x 3 pooling of padding 1, then the norm if there is one."""
-
-    pool: Callable[..., jax.Array]
-    stride: int
-    norm: Norm | None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[n, h, w, channels] -> [n, h', w', channels]."""
-        x = self.pool(x, 3, stride=self.stride, padding=1)
-        return x if self.norm is None else self.norm()(x)
-
-
-class Identity(nn.Module):
-    """What ``skip_connect`` is at stride 1."""
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``x``."""
-        return x
-
-
-def make_operation(
-    name: str, channels: int, stride: int, norm: Norm, pool_norm: Norm | None = None
-) -> nn.Module:
-    """The module of an operation other than ``none``; ``pool_norm`` follows pooling.
-
-    Examples
-    --------
-    >>> from bilevel.nets.layers import Standardize
-    >>> skip = make_operation("skip_connect", 4, 2, Standardize)
-    >>> x = jnp.ones((1, 8, 8, 4))
-    >>> skip.apply(skip.init(jax.random.key(0), x), x).shape
-    (1, 4, 4, 4)
-    """
+def run_operation(
+    name: str,
+    x: jax.Array,
+    channels: int,
+    stride: int,
+    norm: Norm,
+    pool_norm: Norm | None = None,
+) -> jax.Array:
+    """Apply an operation other than ``none`` inside a module; ``pool_norm`` follows pooling."""
     if name == "skip_connect":
-        return Identity() if stride == 1 else FactorizedReduce(channels, norm)
+        return x if stride == 1 else FactorizedReduce(channels, norm)(x)
     if name in _POOLS:
-        return PoolNorm(_POOLS[name], stride, pool_norm)
-    return _CONVOLUTIONS[name](channels, stride, norm)
+        x = _POOLS[name](x, 3, stride=stride, padding=1)
+        return x if pool_norm is None else pool_norm()(x)
+    return _CONVOLUTIONS[name](channels, stride, norm)(x)
 
 
 _POOLS = {"max_pool_3x3": max_pooling, "avg_pool_3x3": average_pooling}
@@ -154,44 +128,6 @@ _CONVOLUTIONS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def check_image_size(shape: tuple[int, ...], cells: int) -> None:
-    """Refuse images [..., h, w, c] that are too small for the network's reductions.
-
-    Raises
-    ------
-    ValueError
-        For fewer than three axes, or a side under 2 to the power of the number of reductions.
-    """
-    smallest = 2 ** len(reductions(cells))
-    if len(shape) < 3 or min(shape[-3:-1]) < smallest:
-        raise ValueError(
-            f"shape: expected images [h, w, c] of at least {smallest} x {smallest} pixels for "
-            f"{cells} cells, got {tuple(shape)}."
-        )
-
-
-def check_network_sizes(classes: int, cells: int, channels: int) -> None:
-    """Refuse sizes that make no network.
-
-    Raises
-    ------
-    ValueError
-        For fewer than 2 classes, 1 cell or 2 channels.
-    """
-    for name, value, least in (
-        ("classes", classes, 2),
-        ("cells", cells, 1),
-        ("channels", channels, 2),
-    ):
-        integer(name, value, least)
-
-
 def reductions(cells: int) -> set[int]:
-    """The cells, counted from 0, that halve the image and double the channels.
-
-    Examples
-    --------
-    >>> sorted(reductions(20))
-    [6, 13]
-    """
+    """The cells, counted from 0, that halve the image and double the channels."""
     return {cells // 3, 2 * cells // 3}

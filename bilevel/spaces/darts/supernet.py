@@ -1,23 +1,13 @@
 """The DARTS search space: a network whose every edge mixes the operations (Liu et al. 2019).
 
-    node_j = sum_{i < j} sum_o alpha_(i,j),o o(node_i),    alpha_(i,j) on the simplex
-
 Cells are stacked; those at one and at two thirds are reduction cells, which halve the image and
-double the channels. All normal cells share one ``alpha`` [14, 8], all reduction cells another:
-224 numbers. A cell's inputs are the outputs of the two cells before it.
+double the channels. All normal cells share one ``alpha`` [14, 8], all reduction cells another. A
+cell's inputs are the outputs of the two cells before it. The paper's alpha are logits: its softmax
+is the geometry here, :func:`bilevel.softmax`. Both losses are the mean cross-entropy; weight decay
+is the optimizer's.
 
-==========  ==========================================================================
-paper       here
-==========  ==========================================================================
-alpha       weights on the simplex. The paper's alpha are logits: its softmax is the
-            geometry here, :func:`bilevel.softmax`
-w           the convolutions' kernels, the stem's norm, the classifier
-L_train     ``problem.lower``, mean cross-entropy; weight decay is the optimizer's
-L_val       ``problem.outer``, the same
-==========  ==========================================================================
-
-All edges of a cell do the same eight things, one after another in a loop over one compiled program
-(``nn.scan``): a cell has one to compile instead of 14, a reduction cell two.
+The edges of a cell are a loop over one compiled program (``nn.scan``): a cell has one to compile
+instead of 14, a reduction cell two.
 """
 
 import functools
@@ -31,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.nets.convolution import materialized
-from bilevel.nets.layers import Conv, Standardize, accumulation_dtype, cast_images, draw_parameters
+from bilevel.nets.layers import Conv, Standardize, accumulation_dtype, cast_images
+from bilevel.spaces.cells import MixedOperation, candidate_names, check_sizes, supernet_space
 from bilevel.spaces.darts.genotype import (
     EDGES,
     NODES,
@@ -43,31 +34,10 @@ from bilevel.spaces.darts.operations import (
     PRIMITIVES,
     FactorizedReduce,
     ReluConvNorm,
-    check_image_size,
-    check_network_sizes,
-    make_operation,
     reductions,
+    run_operation,
 )
-from bilevel.spaces.space import Space
-from bilevel.spaces.targets import cross_entropy_problem, predict_labels
-
-
-class MixedOperation(nn.Module):
-    """The operations on one edge, each times its weight, added up."""
-
-    operations: tuple[str, ...]
-    channels: int
-    stride: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array, alpha: jax.Array) -> jax.Array:
-        """``x`` [n, h, w, channels] and ``alpha`` [h] -> [n, h', w', channels]."""
-        total: Any = 0.0
-        for name, weight in zip(self.operations, alpha.astype(x.dtype), strict=True):
-            if name != "none":
-                module = make_operation(name, self.channels, self.stride, Standardize, Standardize)
-                total += weight * module(x)
-        return total
+from bilevel.spaces.space import Space, on_simplices
 
 
 class MixedEdge(nn.Module):
@@ -87,7 +57,14 @@ class MixedEdge(nn.Module):
         x = materialized((nodes if inputs is None else inputs)[source], alpha[0])
         # Inside a loop, remat needs no barrier against merging what it computes twice.
         mixed = nn.remat(MixedOperation, prevent_cse=False) if self.remat else MixedOperation
-        y = mixed(self.operations, self.channels, self.stride, name="operations")(x, alpha)
+        run = functools.partial(
+            run_operation,
+            channels=self.channels,
+            stride=self.stride,
+            norm=Standardize,
+            pool_norm=Standardize,
+        )
+        y = mixed(self.operations, run, name="operations")(x, alpha)
         return (inputs, nodes.at[node].add(materialized(y, alpha[0]))), None
 
 
@@ -187,25 +164,20 @@ def darts_space(
         statistics, the classifier and losses float32 at least. By default the images'.
     remat : bool
         Whether to keep only an edge's input for the backward pass and compute the edge again. On a
-        CPU that takes a sixth of the memory, and less time: what is not written need not be read.
-
-    Returns
-    -------
-    Space
+        CPU that takes a sixth of the memory, and less time.
 
     Raises
     ------
     ValueError
-        For unknown operations, fewer than two classes, or images smaller than the reductions.
+        If operations are unknown, there are fewer than two classes, or images are smaller than the
+        reductions need.
 
-    Notes
-    -----
     Deviation: the classifier's bias starts at 0.
 
     Cost: memory for the 14 inputs of edges of every cell, without ``remat`` for all activations. On
-    a CPU of two cores a search step takes two thirds of the time and a fifth of the memory that
-    PyTorch's takes (``benchmarks/deep_search/darts_step.py``). Compiling takes longer than many
-    steps: half a minute for 3 cells and 4 operations, half as long again for 8.
+    a CPU of two cores a search step takes two thirds of the time and a fifth of the memory of
+    PyTorch's (``benchmarks/deep_search/darts_step.py``). Compiling 3 cells takes half a minute for
+    4 operations, half as long again for 8.
 
     References
     ----------
@@ -221,59 +193,27 @@ def darts_space(
     >>> jax.eval_shape(space.apply, w, space.start(), batch[0]).shape
     (5, 10)
     """
-    names = tuple(operations)
-    for name in names:
-        if name not in PRIMITIVES:
-            raise ValueError(
-                f"operations: expected names among {', '.join(PRIMITIVES)}, got {name!r}."
-            )
-    if set(names) <= {"none"} or len(set(names)) < len(names):
-        raise ValueError(
-            f"operations: expected distinct names, one other than 'none', got {list(names)}."
-        )
-    check_network_sizes(classes, cells, channels)
+    names = candidate_names(operations, PRIMITIVES)
+    check_sizes(classes, cells, channels, 2)
     supernet = Supernet(names, classes, cells, channels, dtype, remat)
 
-    def init(key, batch):
-        shape = batch[0].shape[1:]
-        check_image_size(shape, cells)
-        images = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
-        return draw_parameters(key, jax.eval_shape(supernet.init, key, start(), images)["params"])
-
     def start():
-        shape, dtype = (len(EDGES), len(names)), jnp.result_type(float)  # not a weak type
-        return {kind: jnp.full(shape, 1 / len(names), dtype) for kind in _KINDS}
+        uniform = on_simplices(names, (len(EDGES),)).start
+        return {"normal": uniform(), "reduce": uniform()}
 
-    def apply(w, alpha, x):
-        if x.ndim != 4:
-            raise ValueError(f"x: expected images [n, h, w, c], got {x.shape}.")
-        check_image_size(x.shape, cells)
-        return supernet.apply({"params": w}, alpha, x)
-
-    return Space(
-        names=names,
-        sets="simplex",
+    return supernet_space(
+        names,
+        len(reductions(cells)),
+        shapes=lambda key, image: jax.eval_shape(supernet.init, key, start(), image)["params"],
+        run=lambda w, alpha, x: supernet.apply({"params": w}, alpha, x),
         start=start,
-        init=init,
-        apply=apply,
-        problem=cross_entropy_problem(apply),
-        predict=predict_labels,
         draw=functools.partial(draw_corner, operations=names),
         discretize=functools.partial(genotype, operations=names),
         one_hot=functools.partial(one_hot, operations=names),
     )
 
 
-_KINDS = ("normal", "reduce")
-
-
 def weight_count(params: Any) -> int:
-    """How many numbers ``params`` holds, the auxiliary head's left out as in published counts.
-
-    Examples
-    --------
-    >>> weight_count({"a": jnp.ones((2, 3)), "auxiliary": {"b": jnp.ones(5)}})
-    6
-    """
+    """Count the weights in ``params`` without the auxiliary head, as published counts do."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return sum(math.prod(x.shape) for path, x in leaves if "auxiliary" not in str(path))

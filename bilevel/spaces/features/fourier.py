@@ -73,8 +73,8 @@ class FourierMap(NamedTuple):
     Attributes
     ----------
     apply : ``apply(config, x [n, p], dimension, start=0) -> phi`` [n, dimension]
-        Features ``start`` to ``start + dimension``; ``start`` may be traced. Without the factor
-        ``1/sqrt(D)``, which only who knows the final D can give.
+        Features ``start`` to ``start + dimension``, without the factor ``1/sqrt(D)``; ``start`` may
+        be traced.
     project : ``project(config, x, dimension, start=0) -> P`` [n, dimension]
         ``w_j' t_c(x)``, the costly part. It does not depend on ``gamma``, so that a cache for
         each preprocessing and kernel serves any number of configurations.
@@ -132,8 +132,8 @@ def sample_fourier(
     Raises
     ------
     ValueError
-        For what is no key, a negative ``count``, an unknown kernel or none, or bandwidths that are
-        no interval.
+        If ``key`` is not a PRNG key, ``count`` is negative, a kernel unknown or none given, or
+        ``gammas`` is no interval of positive numbers.
 
     Examples
     --------
@@ -173,8 +173,7 @@ def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
     Parameters
     ----------
     key : jax.Array
-        Of the draws. Their random bits are the same whatever the type of the rows, so that float32
-        and float64 see the same features up to rounding.
+        Of the draws, which are the same for float32 and float64 up to rounding.
     x_train : array [n, p]
         Training rows, from which alone the statistics of the preprocessing come. As in
         scikit-learn, a column that is constant there is shifted but not scaled, and a row of
@@ -188,16 +187,16 @@ def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
     Raises
     ------
     ValueError
-        For what is no key, an ``x_train`` that is no matrix, empty or not finite, and later for
-        rows of another length, a ``dimension`` under 1 or a negative ``start``.
+        If ``key`` is not a PRNG key, or ``x_train`` is no matrix, empty or not finite. The
+        functions
+        raise it for rows of another length, a ``dimension`` under 1 or a negative ``start``.
 
     Notes
     -----
     ``project`` costs one product [n, p] x [p, D] for a scalar configuration and two for one
     configuration per row (and under vmap over configurations), besides p D random numbers each;
     memory the p D numbers and the result. The random bits of feature j depend on the key and j
-    alone; features of different ``dimension`` and ``start`` agree up to rounding, no further,
-    since compilers round and matrix products sum differently in different shapes.
+    alone; features of different ``dimension`` and ``start`` agree up to rounding.
 
     Examples
     --------

@@ -5,16 +5,9 @@ Ridge regression on a superposition of feature maps, all of one dimension p:
     phi_alpha(x) = sum_i alpha_i phi_i(x),    f(x) = w' phi_alpha(x)
     w = argmin 1/2 |Phi_alpha w - y|^2 + 1/2 lambda |w|^2
 
-==============  ======================================================================
-paper           here
-==============  ======================================================================
-alpha_1..h      ``alpha["mixture"]``, on the simplex
-alpha_{h+1}     lambda = ``exp(alpha["log_penalty"])``, learned too; minus infinity is ridgeless
-phi_i(T)        ``blocks[i]`` [n, p], computed once
-theta           ``w`` [p], or [p, classes]: the lower problem's weights
-==============  ======================================================================
-
-Classification is regression to one-vs-rest labels +-1, :func:`bilevel.spaces.targets.sign_labels`.
+The paper's alpha_1..h are ``alpha["mixture"]``, on the simplex, and its alpha_{h+1} is lambda =
+``exp(alpha["log_penalty"])``, learned too; minus infinity is ridgeless. Classification is
+regression to one-vs-rest labels +-1, :func:`bilevel.spaces.targets.sign_labels`.
 """
 
 import dataclasses
@@ -39,10 +32,8 @@ class FeatureSpace(Space):
     [p, classes], at first 0. Batches are ``(blocks, y)``, outputs like y: [n], or [n, classes]. An
     architecture is a map's name; its corner has the penalty of the start.
 
-    Attributes
-    ----------
-    blocks : ``blocks(x) -> [h, n, p]``, every map of every row.
-    solver : LowerSolver, the closed form: one Cholesky factorisation, min(n, p)^3 / 3.
+    ``blocks(x) -> [h, n, p]`` has every map of every row. ``solver`` is the closed form: one
+    Cholesky factorisation, min(n, p)^3 / 3.
     """
 
     blocks: Callable[[jax.Array], jax.Array]
@@ -75,16 +66,15 @@ def feature_space(
     Raises
     ------
     ValueError
-        For no map, a number of names that is not the maps', an unknown loss; from ``blocks``,
+        If there is no map, the names are not as many, or the loss is unknown. ``blocks`` raises it
         for maps whose features are not matrices of one shape.
 
     Notes
     -----
     Memory: h n p numbers for the blocks, n p for their mixture. Time of a hypergradient: h n p for
-    the mixture and min(n, p)^2 max(n, p) for the solve.
-
-    The paper's loss is twice the lower loss here, with the same minimiser and the same lambda. Its
-    ``phi_alpha(x_i) = sum_i alpha_i phi_1(x_i)`` (section 4.2) is a misprint of the formula above.
+    the mixture and min(n, p)^2 max(n, p) for the solve. The paper's loss is twice the lower loss
+    here, with the same minimiser and lambda. Its ``phi_alpha(x_i) = sum_i alpha_i phi_1(x_i)``
+    (section 4.2) is a misprint.
 
     Examples
     --------

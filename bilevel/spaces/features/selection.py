@@ -2,20 +2,12 @@
 
     min over c of  l_V(w_c, c),    w_c = argmin_w  lambda |w|^2 + sum_T l(<w, phi_c(x)>, y)
 
-==========  ==========================================================================
-paper       here
-==========  ==========================================================================
-c           a configuration: :class:`FourierConfig` (images) or :class:`TextConfig` (texts)
-phi_c       feature map, ``resource`` features
-lambda      ``penalty``, 1/2 in the paper; not searched for
-l           squared, to one-vs-rest targets +-1 (images); squared hinge (texts)
-T, V        training and validation rows, as given
-shared w*   one solve in which every row is featurised by a configuration of its own
-==========  ==========================================================================
-
-Scores are 0-1 errors. All configurations share one draw of the random features (one hash for
-texts), and fewer features are the first ones of more: weights that are shared need features that
-mean the same, up to the configuration.
+c is a :class:`FourierConfig` (images) or :class:`TextConfig` (texts), phi_c a map to ``resource``
+features. lambda, 1/2 in the paper, is not searched for. The loss is squared, to one-vs-rest targets
++-1 (images), or the squared hinge (texts). The shared w* is one solve in which every row has its
+own configuration. Scores are 0-1 errors. All configurations share one draw of the random features
+(one hash for texts), and fewer features are the first ones of more: weights that are shared need
+features that mean the same, up to the configuration.
 """
 
 import functools
@@ -69,20 +61,16 @@ def fourier_selection(
     dimension : int
         The largest number of features that will be asked for: the ``budget`` of a baseline.
     penalty : float
-        lambda in ``|Phi w - y|^2 + lambda |w|^2``. Where 0 leaves the weights undetermined, a
+        lambda in ``|Phi w - y|^2 + lambda |w|^2``. If 0 leaves the weights undetermined, a
         configuration has NaN for its errors.
     memory : int
-        Bytes. Projections of all rows are kept where they fit, for each preprocessing and kernel
-        n x ``dimension`` numbers: a configuration then costs a cosine per feature. Otherwise
-        features are made in blocks, and anew whenever they are needed, by solves that work in
-        this memory: :func:`bilevel.linear.ridge_weights`.
+        Bytes. Projections of all rows are kept if they fit, n x ``dimension`` numbers for each
+        preprocessing and kernel: a configuration then costs a cosine per feature. Otherwise
+        features are made in blocks, whenever they are needed
+        (:func:`bilevel.linear.ridge_weights`).
     place : ``place(rows [n, p]) -> the same``
         Puts the rows, of all parts one after another, on the devices that are to compute: a
         ``jax.device_put`` over a mesh.
-
-    Returns
-    -------
-    Selection
 
     Raises
     ------
@@ -236,15 +224,13 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
     train, valid, test : (texts [n], labels [n] of 0 and 1)
     cost : float
         C in ``1/2 |w|^2 + C sum max(0, 1 - y f)^2``: 1 is the paper's lambda = 1/2. Solved by
-        scikit-learn's ``LinearSVC``, on the host: at these sizes it takes a fifth of the time of
-        :func:`bilevel.linear.models.svm_weights`, which is for features on a device.
+        scikit-learn's ``LinearSVC``, on the host.
 
     Returns
     -------
     Selection
-        Its resource is the number of hash bins. A text is hashed when a configuration first asks
-        for it in that way, and its counts are kept: a solve that gives each text to one of many
-        configurations hashes each once.
+        Its resource is the number of hash bins. A text is hashed once in each way, when a
+        configuration first asks for it.
 
     Raises
     ------
@@ -253,11 +239,11 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
 
     Notes
     -----
-    A naive-Bayes weight has the sign of the class in it, other weights do not. In the same bins,
-    weights w that both kinds of configurations share could serve neither (on 3,000 reviews most
-    had errors near 1/2), so n-grams of one kind fall into the bins of unrelated n-grams of the
-    other. The authors' released code gives every configuration a hash of its own. Memory: up to
-    36 matrices of counts, of some 100 entries and 12 bytes each per text and order.
+    A naive-Bayes weight has the sign of the class in it, other weights do not. Weights w that both
+    kinds of configurations share in the same bins could serve neither (on 3,000 reviews most had
+    errors near 1/2), so n-grams of one kind fall into the bins of unrelated n-grams of the other.
+    The authors' released code gives every configuration its own hash. Memory: up to 36 matrices of
+    counts, of some 100 entries and 12 bytes each per text and order.
 
     Examples
     --------

@@ -65,10 +65,10 @@ class TextConfig(NamedTuple):
     Attributes
     ----------
     tokenizer : {"simple", "punctuation", "treebank"}
-        Split on white space and delete punctuation inside tokens; split on white space and
-        between runs of punctuation and of other characters; or much as the Penn Treebank, where
-        contractions (``did n't``) and punctuation are tokens, but not inside words and numbers.
-        Punctuation is what Unicode files under marks, punctuation and symbols.
+        "simple" splits on white space and deletes punctuation inside tokens. "punctuation" splits
+        between runs of punctuation and of other characters too. "treebank" is much as the Penn
+        Treebank: contractions (``did n't``) and punctuation are tokens, but not inside words and
+        numbers. Punctuation is what Unicode files under marks, punctuation and symbols.
     stop_words : bool
         Remove English stop words, also capitalised ones: before lowercasing, so "THE" stays.
     lowercase : bool
@@ -122,14 +122,10 @@ def text_config(**fields: Any) -> TextConfig:
     **fields
         The fields of :class:`TextConfig`, by name.
 
-    Returns
-    -------
-    TextConfig
-
     Raises
     ------
     ValueError
-        For an unknown field or value, or a ``smoothing`` that is not positive and finite.
+        If a field or value is unknown, or ``smoothing`` is not positive and finite.
 
     Examples
     --------

@@ -2,15 +2,15 @@
 
     f(w, genotype, x),    w: the weights of every operation on every edge
 
-A genotype is a :class:`Genotype`, known when tracing: then f is that network alone; or an array of
-six indices of operations (:func:`encode`): then one compiled program is all networks, and the same
-``w`` gives the same numbers either way. Batch normalisation is on the batch's own statistics.
+A genotype is a :class:`Genotype`, known when tracing, or an array of six indices of operations
+(:func:`encode`): then one compiled program is all networks, with the same numbers. Batch
+normalisation is on the batch's own statistics.
 
-What makes the array form fast on a CPU:
+The array form is fast on a CPU:
 
-- an edge is ``lax.switch`` over the operations, so only the one chosen is run. Differentiated as it
-  stands it would keep whatever any branch needs; instead its derivative is another ``switch``, over
-  the derivatives of the branches (``jax.custom_vjp``: no forward mode, but forward over reverse).
+- an edge is ``lax.switch`` over the operations. Its derivative is another ``switch``, over the
+  derivatives of the branches (``jax.custom_vjp``: no forward mode, but forward over reverse);
+  JAX's own would keep whatever any branch needs.
 - the cells of a stage run in one loop, and are compiled once, over their stacked weights.
 - for the backward pass a cell keeps its input, and is computed again.
 - an operation whose output goes nowhere (into ``none``) is not run.
@@ -27,11 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.ad_checkpoint import checkpoint_name
 
 from bilevel.internal.checks import concrete
 from bilevel.nets.convolution import average_pooling, convolve_images
-from bilevel.nets.layers import Standardize, cast_images, draw_parameters
+from bilevel.nets.layers import cast_images, draw_parameters
+from bilevel.spaces.cells import check_images, check_sizes
 from bilevel.spaces.nasbench201.genotype import (
     EDGES,
     PRIMITIVES,
@@ -46,7 +46,8 @@ from bilevel.spaces.nasbench201.network import (
     Reduction,
     Shape,
     Stem,
-    check_image_shape,
+    add_edges,
+    standardize,
 )
 
 Pytree = Any
@@ -64,13 +65,10 @@ class Unnormalized(nn.Module):
 class AllNetworks(NamedTuple):
     """All networks of the space; see :func:`all_networks`.
 
-    Attributes
-    ----------
-    init : ``init(key, shape) -> w``, for images of ``shape`` (h, w, c).
-    apply : ``apply(w, genotype, x [n, h, w, c]) -> logits`` [n, classes].
-    apply_unnormalized : the same without batch normalisation.
-    select : ``select(w, genotype) -> w``, the weights of a genotype's own operations.
-        Of a Genotype the others are left out, of an array they are 0; ``apply`` takes either.
+    ``init(key, shape) -> w`` is for images of ``shape`` (h, w, c), ``apply(w, genotype, x) ->
+    logits`` [n, classes] for x [n, h, w, c]; ``apply_unnormalized`` has no batch normalisation.
+    ``select(w, genotype) -> w`` has the weights of a genotype's own operations: for a Genotype the
+    others are left out, for an array they are 0; ``apply`` takes either.
     """
 
     init: Callable[[jax.Array, tuple[int, ...]], Pytree]
@@ -92,17 +90,11 @@ def all_networks(
     dtype : dtype, optional
         Of activations, by default the images'; parameters are float32.
 
-    Returns
-    -------
-    AllNetworks
-
     Raises
     ------
     ValueError
-        For a genotype that is neither a Genotype nor six integers, or images under 4 x 4.
+        If a genotype is neither a Genotype nor six integers, or images are under 4 x 4.
 
-    Notes
-    -----
     Cost: memory for 15 inputs of cells, and one cell's activations; ``w`` has 1.7 million numbers,
     that of one genotype 0.07 to 1.5. Time on two cores, for 32 images and a random genotype:
     0.05 s for the logits, 0.16 s for a gradient (``benchmarks/train_free/nasbench201.py``).
@@ -121,33 +113,33 @@ def all_networks(
     >>> [logits(w, encode(g), x).shape for g in genotypes()[:2]]  # compiled once
     [(2, 10), (2, 10)]
     """
+    check_sizes(classes, cells, channels)
     shape = Shape(classes, cells, channels)
-    shape.check()
 
     def own(genotype, image):
         images = jax.ShapeDtypeStruct((1, *image), jnp.float32)
-        network = NasBench201Network(genotype, shape, _standardize)
+        network = NasBench201Network(genotype, shape, standardize)
         return flatten_dict(jax.eval_shape(network.init, jax.random.key(0), images)["params"])
 
     def init(key, image):
-        check_image_shape((1, *image))
+        check_images((1, *image), STAGES - 1)
         ours = [own(Genotype((name,) * len(EDGES)), image) for name in SIZES]
         # In a fixed order, which the draw depends on.
         shapes = unflatten_dict(dict(sorted({**ours[0], **ours[1]}.items())))
         return draw_parameters(key, shapes)
 
-    def apply(w, genotype, x, norm=_standardize):
-        check_image_shape(x.shape)
+    def apply(w, genotype, x, norm=standardize):
+        check_images(x.shape, STAGES - 1)
         if isinstance(genotype, Genotype):
             check_operations(genotype)
-            return NasBench201Network(genotype, shape, norm, dtype).apply({"params": w}, x)
+            return NasBench201Network(genotype, shape, norm, dtype).apply({"params": w}, x)[0]
         which = _reaching(_indices(genotype))
         x = Stem(channels, norm).apply({"params": w["stem"]}, cast_images(x, dtype))
         for stage in range(STAGES):
             if stage:
                 x = Reduction(norm).apply({"params": w[f"reduction_{stage}"]}, x)
             weights = [w[f"cell_{i}"] for i in shape.stage(stage)]
-            x = _cells(norm is _standardize, which, weights, x)
+            x = _cells(norm is standardize, which, weights, x)
         return Head(classes, norm).apply({"params": w["head"]}, x)
 
     def select(w, genotype):
@@ -167,9 +159,6 @@ def all_networks(
         return jax.tree_util.tree_map_with_path(zero_unless_chosen, w)
 
     return AllNetworks(init, apply, functools.partial(apply, norm=Unnormalized), select)
-
-
-_standardize = functools.partial(Standardize, affine=True)
 
 
 def _indices(genotype: Any) -> jax.Array:
@@ -207,10 +196,7 @@ def _cells(normalized: bool, which: jax.Array, weights: list[Pytree], x: jax.Arr
     """Cells one after another, by a loop over their weights."""
 
     def cell(x, w):
-        nodes = [x, *[jnp.zeros_like(x)] * STAGES]
-        for edge, (source, node) in enumerate(EDGES):
-            nodes[node] += _edge(normalized, which[edge], w[f"edge_{edge}"], nodes[source])
-        return checkpoint_name(nodes[-1], "layer"), None
+        return add_edges(lambda k, x: _edge(normalized, which[k], w[f"edge_{k}"], x), x), None
 
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
     return jax.lax.scan(jax.checkpoint(cell, prevent_cse=False), x, stacked)[0]
@@ -256,7 +242,7 @@ def _convolution_branch(name: str) -> Callable:
 
 def _normalized(name: str) -> Callable:
     def branch(norms, x):
-        return Standardize(affine=True).apply({"params": norms[name]}, x)
+        return standardize().apply({"params": norms[name]}, x)
 
     return branch
 

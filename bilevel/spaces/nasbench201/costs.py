@@ -64,9 +64,6 @@ def parameter_count(
     cells : int
         Per stage.
 
-    Returns
-    -------
-    int
 
     Raises
     ------

@@ -17,19 +17,17 @@ import functools
 import itertools
 import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import chex
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from bilevel.internal.checks import describe, one_of, prng_key
+from bilevel.internal.checks import describe, one_of
+from bilevel.spaces.cells import edges_by_node
 
 PRIMITIVES = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 """The columns of ``alpha``. A convolution is ReLU, convolution, batch normalisation."""
 
-EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
+EDGES = edges_by_node((1, 2, 3))
 """The rows of ``alpha``: (source, node), by node, then by source, as in the official text."""
 
 SIZES = {"nor_conv_1x1": 1, "nor_conv_3x3": 3}
@@ -40,14 +38,9 @@ _PATTERN = re.compile(re.escape(_TEXT).replace(r"\{\}", r"(\w+)"))
 
 
 class Genotype(NamedTuple):
-    """A cell; ``str`` gives the official text, :func:`parse_genotype` reads it.
+    """A cell; ``str`` gives the official text, :func:`parse_genotype` reads it."""
 
-    Attributes
-    ----------
-    operations : six names of ``PRIMITIVES``, in the order of ``EDGES``.
-    """
-
-    operations: tuple[str, ...]
+    operations: tuple[str, ...]  # six names of PRIMITIVES, in the order of EDGES
 
     def __str__(self) -> str:
         """As the benchmark writes it."""
@@ -55,19 +48,7 @@ class Genotype(NamedTuple):
 
 
 def parse_genotype(text: str) -> Genotype:
-    """A genotype from the official text, ``|op~0|+|op~0|op~1|+|op~0|op~1|op~2|``.
-
-    Raises
-    ------
-    ValueError
-        For any other text, and for operations that are not among ``PRIMITIVES``.
-
-    Examples
-    --------
-    >>> text = "|nor_conv_3x3~0|+|none~0|none~1|+|skip_connect~0|none~1|none~2|"
-    >>> parse_genotype(text).operations[0], str(parse_genotype(text)) == text
-    ('nor_conv_3x3', True)
-    """
+    """Read a genotype from the official text, ``|op~0|+|op~0|op~1|+|op~0|op~1|op~2|``."""
     if not isinstance(text, str):
         raise ValueError(f"text: expected a genotype's text, got {describe(text)}.")
     match = _PATTERN.fullmatch(text.strip())
@@ -79,13 +60,7 @@ def parse_genotype(text: str) -> Genotype:
 
 
 def check_operations(genotype: Genotype) -> None:
-    """Check that a genotype has six operations, all of them among ``PRIMITIVES``.
-
-    Raises
-    ------
-    ValueError
-        If it is no genotype, or has other operations.
-    """
+    """Raise ``ValueError`` unless a genotype has six operations among ``PRIMITIVES``."""
     if not isinstance(genotype, Genotype):
         raise ValueError(f"genotype: expected a Genotype, got {describe(genotype)}.")
     operations = genotype.operations
@@ -130,96 +105,6 @@ def encode(genotypes: Genotype | Iterable[Genotype]) -> np.ndarray:
         check_operations(genotype)
         rows.append([PRIMITIVES.index(name) for name in genotype.operations])
     return np.array(rows, np.int32).reshape(-1, len(EDGES))
-
-
-def decode(array: Any) -> Any:
-    """The genotypes of the rows of an array [m, 6], a tuple; of a vector [6], the one genotype.
-
-    Raises
-    ------
-    ValueError
-        For arrays of another shape, and entries that are not places in ``PRIMITIVES``.
-
-    Examples
-    --------
-    >>> decode([0, 0, 0, 0, 0, 3]) == genotypes()[3]
-    True
-    """
-    array = np.asarray(array)
-    if array.ndim not in (1, 2) or array.shape[-1] != len(EDGES) or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"array: expected integers [m, 6] or [6], got {array.dtype} {list(array.shape)}."
-        )
-    if array.size and not 0 <= array.min() <= array.max() < len(PRIMITIVES):
-        raise ValueError(
-            f"array: expected entries from 0 to {len(PRIMITIVES) - 1}, "
-            f"got {array.min()} to {array.max()}."
-        )
-    decoded = tuple(Genotype(tuple(PRIMITIVES[i] for i in row)) for row in np.atleast_2d(array))
-    return decoded if array.ndim == 2 else decoded[0]
-
-
-# Weights on the operations, for a supernet.
-
-
-def genotype(alpha: Any) -> Genotype:
-    """The cell that ``alpha`` points to: the operation of largest weight on each edge.
-
-    ``none`` counts like any other, unlike in DARTS, as the benchmark has cells with it. Of equal
-    weights the first wins.
-
-    Parameters
-    ----------
-    alpha : [6, 5], on the simplex
-
-    Raises
-    ------
-    ValueError
-        For arrays of another shape, or entries that are no numbers.
-
-    Examples
-    --------
-    >>> genotype(one_hot(genotypes()[100])) == genotypes()[100]
-    True
-    """
-    alpha, shape = np.asarray(alpha), (len(EDGES), len(PRIMITIVES))
-    if alpha.shape != shape or not np.isfinite(alpha).all():
-        raise ValueError(f"alpha: expected {shape} finite weights, got {alpha.shape}.")
-    return decode(alpha.argmax(axis=1))
-
-
-def one_hot(genotype: Genotype) -> np.ndarray:
-    """The ``alpha`` [6, 5] that stands for a genotype: 1 on its operations, 0 on all others.
-
-    Raises
-    ------
-    ValueError
-        For what is no genotype.
-
-    Examples
-    --------
-    >>> one_hot(genotypes()[3])[4:]
-    array([[1., 0., 0., 0., 0.], [0., 0., 0., 1., 0.]])
-    """
-    return np.eye(len(PRIMITIVES))[encode(genotype)]
-
-
-def draw_corner(key: chex.PRNGKey) -> jax.Array:
-    """A genotype drawn uniformly, as ``alpha`` [6, 5]. Pure, for ``jit`` and ``vmap``.
-
-    Raises
-    ------
-    ValueError
-        For what is no PRNG key.
-
-    Examples
-    --------
-    >>> genotype(draw_corner(jax.random.key(0))) in genotypes()
-    True
-    """
-    prng_key("key", key)
-    codes = jax.random.randint(key, (len(EDGES),), 0, len(PRIMITIVES), jnp.int32)
-    return jax.nn.one_hot(codes, len(PRIMITIVES))
 
 
 # What a genotype's graph says.

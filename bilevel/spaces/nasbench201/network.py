@@ -2,14 +2,10 @@
 
     stem - cells at c channels - reduction - cells at 2 c - reduction - cells at 4 c - head
 
-Stem: 3 x 3 convolution, norm. Reduction: a residual block of two [ReLU, 3 x 3 convolution, norm],
-the first of stride 2, beside average pooling and a 1 x 1 convolution. Head: norm, ReLU, mean over
-pixels, linear. All cells have the same genotype, each its own weights; published: 3 x 5 cells and
-c = 16, trained for 200 epochs by SGD with Nesterov's momentum .9, rate .1 with a cosine to 0,
-weight decay 5e-4, images moved and mirrored.
-
-Weights are named by where they stand: ``w["cell_3"]["edge_2"]["nor_conv_3x3"]["conv"]["kernel"]``,
-edges in the order of :data:`EDGES`. A genotype's ``w`` holds those of its own operations only.
+Published: 3 x 5 cells of one genotype and c = 16, trained for 200 epochs by SGD with Nesterov's
+momentum .9, rate .1 with a cosine to 0, weight decay 5e-4, images moved and mirrored. Weights are
+named by place: ``w["cell_3"]["edge_2"]["nor_conv_3x3"]["conv"]["kernel"]``, edges in the order of
+:data:`EDGES`. A genotype's ``w`` holds those of its own operations only.
 """
 
 import functools
@@ -21,16 +17,18 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from bilevel.internal.checks import integer
 from bilevel.nets.convolution import average_pooling
-from bilevel.nets.layers import Conv, accumulation_dtype, cast_images, draw_parameters
+from bilevel.nets.layers import Conv, Standardize, accumulation_dtype, cast_images
 from bilevel.nets.training import TrainableNetwork
+from bilevel.spaces.cells import check_sizes, trainable_network
 from bilevel.spaces.nasbench201.genotype import EDGES, SIZES, Genotype, check_operations
-from bilevel.spaces.targets import label_losses
 
 Norm = Callable[..., nn.Module]
 
 STAGES = 3
+
+standardize = functools.partial(Standardize, affine=True)
+"""The norm of supernets and train-free scores: batch statistics, learned scale and shift."""
 
 
 class Stem(nn.Module):
@@ -60,6 +58,14 @@ class ConvolutionBlock(nn.Module):
         return self.norm(name="norm")(x)
 
 
+def add_edges(edge: Callable[[int, jax.Array], Any], x: jax.Array) -> jax.Array:
+    """The output of a cell with input ``x``, whose edge k adds ``edge(k, source)`` to its node."""
+    nodes = [x, *[jnp.zeros_like(x)] * STAGES]
+    for k, (source, node) in enumerate(EDGES):
+        nodes[node] += edge(k, nodes[source])
+    return checkpoint_name(nodes[-1], "layer")  # as ntk.scores.wrcor counts them
+
+
 class GenotypeCell(nn.Module):
     """A genotype's cell; the channels stay."""
 
@@ -69,13 +75,12 @@ class GenotypeCell(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, c] -> the same."""
-        nodes = [x, *[jnp.zeros_like(x)] * STAGES]
-        for edge, ((source, node), name) in enumerate(
-            zip(EDGES, self.genotype.operations, strict=True)
-        ):
-            if name != "none":
-                nodes[node] += Edge(name, self.norm, name=f"edge_{edge}")(nodes[source])
-        return checkpoint_name(nodes[-1], "layer")  # as ntk.scores.wrcor counts them
+
+        def edge(k, x):
+            name = self.genotype.operations[k]
+            return 0 if name == "none" else Edge(name, self.norm, name=f"edge_{k}")(x)
+
+        return add_edges(edge, x)
 
 
 class Edge(nn.Module):
@@ -87,12 +92,16 @@ class Edge(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, c] -> the same."""
-        if self.operation == "skip_connect":
-            return x
-        if self.operation == "avg_pool_3x3":
-            return average_pooling(x, 3, padding=1)
-        size = SIZES[self.operation]
-        return ConvolutionBlock(x.shape[-1], size, self.norm, name=self.operation)(x)
+        return run_operation(self.norm, self.operation, x)
+
+
+def run_operation(norm: Norm, name: str, x: jax.Array) -> jax.Array:
+    """Apply an operation other than ``none`` inside a module."""
+    if name == "skip_connect":
+        return x
+    if name == "avg_pool_3x3":
+        return average_pooling(x, 3, padding=1)
+    return ConvolutionBlock(x.shape[-1], SIZES[name], norm, name=name)(x)
 
 
 class Reduction(nn.Module):
@@ -139,15 +148,15 @@ class NasBench201Network(nn.Module):
     dtype: Any = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Images [n, h, w, c] -> logits [n, classes]."""
+    def __call__(self, x: jax.Array) -> tuple[jax.Array]:
+        """Images [n, h, w, c] -> (logits [n, classes],)."""
         x = Stem(self.shape.channels, self.norm, name="stem")(cast_images(x, self.dtype))
         for stage in range(STAGES):
             if stage:
                 x = Reduction(self.norm, name=f"reduction_{stage}")(x)
             for cell in self.shape.stage(stage):
                 x = GenotypeCell(self.genotype, self.norm, name=f"cell_{cell}")(x)
-        return Head(self.shape.classes, self.norm, name="head")(x)
+        return (Head(self.shape.classes, self.norm, name="head")(x),)
 
 
 class Shape(NamedTuple):
@@ -161,78 +170,20 @@ class Shape(NamedTuple):
         """The numbers of a stage's cells."""
         return range(stage * self.cells, (stage + 1) * self.cells)
 
-    def check(self) -> None:
-        """Refuse sizes that make no network.
-
-        Raises
-        ------
-        ValueError
-            For fewer than 2 classes, 1 cell or 1 channel.
-        """
-        for name, least in (("classes", 2), ("cells", 1), ("channels", 1)):
-            integer(name, getattr(self, name), least)
-
-
-def check_image_shape(shape: tuple[int, ...]) -> None:
-    """Refuse a shape that is not that of images [n, h, w, c] of at least 4 x 4 pixels.
-
-    Raises
-    ------
-    ValueError
-        For another number of axes, or smaller images.
-    """
-    least = 2 ** (STAGES - 1)
-    if len(shape) != 4 or min(shape[1:3]) < least:
-        raise ValueError(
-            f"x: expected images [n, h, w, c] of at least {least} x {least} pixels, got {shape}."
-        )
-
 
 def nasbench201_network(
     genotype: Genotype, *, classes: int = 10, cells: int = 5, channels: int = 16, dtype: Any = None
 ) -> TrainableNetwork:
-    """The network of a genotype, to be trained from scratch.
+    """The network of a genotype, to be trained by :func:`bilevel.nets.from_scratch`.
 
-    Parameters
-    ----------
-    genotype : Genotype
-    classes, cells, channels : int
-        The defaults are the benchmark's on CIFAR-10; ``cells`` are those of each of three stages,
-        ``channels`` the first one's.
-    dtype : dtype, optional
-        Of activations, by default the images'; parameters and averages are float32.
-
-    Returns
-    -------
-    TrainableNetwork
-        For :func:`bilevel.nets.from_scratch`; its loss has no options.
-
-    Raises
-    ------
-    ValueError
-        For a genotype that cannot be built, or images under 4 x 4.
-
-    Notes
-    -----
-    Kernels start from U(-1, 1) / sqrt(fan-in) as the benchmark's. Deviations: the classifier's
-    bias starts at 0; running variances are without the factor m / (m - 1).
-
-    References
-    ----------
-    Dong & Yang (2020), NAS-Bench-201, section 2.
-
-    Examples
-    --------
-    >>> from bilevel.spaces.nasbench201.genotype import parse_genotype
-    >>> cell = "|nor_conv_3x3~0|+|none~0|skip_connect~1|+|none~0|none~1|nor_conv_1x1~2|"
-    >>> network = nasbench201_network(parse_genotype(cell))
-    >>> w, averages = jax.eval_shape(lambda key: network.init(key, (32, 32, 3)), jax.random.key(0))
-    >>> sum(leaf.size for leaf in jax.tree.leaves(w))  # 73,306 + 243,040 + 28,000
-    344346
+    The defaults are the benchmark's on CIFAR-10; ``cells`` are those of each of three stages,
+    ``channels`` the first one's. ``dtype`` is that of activations, by default the images';
+    parameters and averages are float32. The loss has no options. Deviations from the benchmark: the
+    classifier's bias starts at 0; running variances are without the factor m / (m - 1).
     """
     check_operations(genotype)
+    check_sizes(classes, cells, channels)
     shape = Shape(classes, cells, channels)
-    shape.check()
 
     def module(train):
         norm = functools.partial(
@@ -240,31 +191,4 @@ def nasbench201_network(
         )
         return NasBench201Network(genotype, shape, norm, dtype)
 
-    def init(key, image):
-        check_image_shape((1, *image))
-        images = jax.ShapeDtypeStruct((1, *image), jnp.float32)
-        shapes = jax.eval_shape(module(True).init, key, images)
-        averages = {"mean": jnp.zeros, "var": jnp.ones}
-        return draw_parameters(key, shapes["params"]), jax.tree_util.tree_map_with_path(
-            lambda path, leaf: averages[path[-1].key](leaf.shape, leaf.dtype),
-            shapes["batch_stats"],
-        )
-
-    def apply(w, averages, x):
-        check_image_shape(x.shape)
-        return module(False).apply({"params": w, "batch_stats": averages}, x)
-
-    def loss(w, averages, batch, key):
-        x, labels = batch
-        check_image_shape(x.shape)
-        logits, new = module(True).apply(
-            {"params": w, "batch_stats": averages}, x, mutable=["batch_stats"]
-        )
-        value = label_losses(logits, labels).mean()
-        # Wide images have wide statistics; the averages stay what they are.
-        return value, jax.tree.map(lambda x, a: x.astype(a.dtype), new["batch_stats"], averages)
-
-    def predict(logits):
-        return jnp.argmax(logits, axis=-1)
-
-    return TrainableNetwork(init, apply, loss, predict)
+    return trainable_network(module, STAGES - 1)

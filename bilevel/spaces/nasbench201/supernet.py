@@ -1,22 +1,9 @@
 """The supernet of NAS-Bench-201: every edge mixes the five operations, on shared weights.
 
-    node_j = sum_{i < j} sum_o alpha_(i,j),o o(node_i),    alpha_(i,j) on the simplex
-
 The genotype's network with :func:`mixed_cell` for its cell; all cells share one ``alpha`` [6, 5],
 each has its own weights. As in the benchmark's own weight-sharing searches, an operation's norm is
-on the batch's statistics and has no scale or shift, which the weight of its operation could undo;
-stem, reductions and head are those of :mod:`bilevel.spaces.nasbench201.network`.
-
-==========  ==========================================================================
-paper       here
-==========  ==========================================================================
-alpha       weights on the simplex; softmax or the mirror map is the outer geometry
-w           convolutions' kernels, norms of stem, reductions and head, the classifier
-L_train     ``problem.lower``, mean cross-entropy; weight decay is the optimizer's
-L_val       ``problem.outer``, the same
-==========  ==========================================================================
-
-At a corner, ``one_hot(genotype)``, it is that genotype's network.
+on the batch's statistics and has no scale or shift, which the weight of its operation could undo.
+Both losses are the mean cross-entropy; weight decay is the optimizer's.
 """
 
 import functools
@@ -30,46 +17,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.contracts import Pytree
-from bilevel.nets.convolution import average_pooling
-from bilevel.nets.layers import Standardize, cast_images, draw_parameters
-from bilevel.spaces.nasbench201.genotype import (
-    EDGES,
-    PRIMITIVES,
-    SIZES,
-    Genotype,
-    check_operations,
-)
+from bilevel.nets.layers import Standardize, cast_images
+from bilevel.spaces.cells import MixedOperation, candidate_names, check_sizes, supernet_space
+from bilevel.spaces.nasbench201.genotype import EDGES, PRIMITIVES, Genotype, check_operations
 from bilevel.spaces.nasbench201.network import (
     STAGES,
-    ConvolutionBlock,
     Head,
     Reduction,
     Shape,
     Stem,
-    check_image_shape,
+    run_operation,
+    standardize,
 )
 from bilevel.spaces.space import Space, on_simplices
-from bilevel.spaces.targets import cross_entropy_problem, predict_labels
 
 
-class WeightedEdge(nn.Module):
-    """The operations on one edge, each times its weight, added up."""
-
-    operations: tuple[str, ...]
-
-    @nn.compact
-    def __call__(self, x: jax.Array, alpha: jax.Array) -> jax.Array:
-        """``x`` [n, h, w, c] and ``alpha`` [o] -> the same as ``x``."""
-        total = jnp.zeros_like(x)
-        for name, weight in zip(self.operations, alpha.astype(x.dtype), strict=True):
-            if name == "skip_connect":
-                total += weight * x
-            elif name == "avg_pool_3x3":
-                total += weight * average_pooling(x, 3, padding=1)
-            elif name != "none":
-                module = ConvolutionBlock(x.shape[-1], SIZES[name], Standardize, name=name)
-                total += weight * module(x)
-        return total
+def mixed_edge(operations: tuple[str, ...]) -> MixedOperation:
+    """The operations on one edge, whose norms have no scale or shift."""
+    return MixedOperation(operations, functools.partial(run_operation, Standardize))
 
 
 def mixed_cell(
@@ -79,7 +44,8 @@ def mixed_cell(
 
     def edge(nodes, edge):
         source, node, weights, alpha = edge
-        y = WeightedEdge(operations).apply({"params": weights}, nodes[source], alpha)
+        x = nodes[source]
+        y = mixed_edge(operations).apply({"params": weights}, x, alpha, jnp.zeros_like(x))
         return nodes.at[node].add(y), None
 
     nodes = jnp.zeros((1 + STAGES, *x.shape), x.dtype).at[0].set(x)
@@ -89,15 +55,12 @@ def mixed_cell(
 
 def _named_layers(operations: tuple[str, ...], shape: Shape) -> dict[str, nn.Module]:
     """What the network is made of, in order, by the names of the weights."""
-    layers: dict[str, nn.Module] = {"stem": Stem(shape.channels, _standardize)}
+    layers: dict[str, nn.Module] = {"stem": Stem(shape.channels, standardize)}
     for stage in range(STAGES):
         if stage:
-            layers[f"reduction_{stage}"] = Reduction(_standardize)
-        layers[f"cells_{stage}"] = WeightedEdge(operations)
-    return layers | {"head": Head(shape.classes, _standardize)}
-
-
-_standardize = functools.partial(Standardize, affine=True)
+            layers[f"reduction_{stage}"] = Reduction(standardize)
+        layers[f"cells_{stage}"] = mixed_edge(operations)
+    return layers | {"head": Head(shape.classes, standardize)}
 
 
 def nasbench201_space(
@@ -114,7 +77,7 @@ def nasbench201_space(
     ``alpha`` [6, o] has the operations' weights on every edge. Batches are ``(x, labels)``: images
     [n, h, w, c], integer labels [n]; outputs are logits [n, classes], normalised by the batch. An
     architecture is a :class:`Genotype`, the largest weight on each edge: "none" counts like any
-    other, unlike in DARTS; of equal weights the first wins.
+    other, unlike in DARTS; of equal weights the first wins. At its corner, the network is its own.
 
     Parameters
     ----------
@@ -128,23 +91,16 @@ def nasbench201_space(
     remat : bool
         Whether to keep only a cell's input for the backward pass and compute the cell again.
 
-    Returns
-    -------
-    Space
-
     Raises
     ------
     ValueError
-        For unknown operations, fewer than two classes, or images under 4 x 4; by ``discretize``
-        and ``one_hot``, for weights and genotypes of another space.
+        If operations are unknown, there are fewer than two classes, or images are under 4 x 4.
+        ``discretize`` and ``one_hot`` raise it for weights and genotypes of another space.
 
-    Notes
-    -----
     Deviation: the classifier's bias starts at 0.
 
     Cost: memory for the inputs of all cells and the activations of one, without ``remat`` for all
-    activations. Edges of a cell, and cells of a stage, are two loops around one compiled program:
-    a stage has one edge to compile, however many cells there are.
+    activations. A stage has one edge to compile, however many cells there are.
 
     References
     ----------
@@ -160,42 +116,27 @@ def nasbench201_space(
     >>> print(space.discretize(space.draw(jax.random.key(0))))
     |skip_connect~0|+|none~0|none~1|+|skip_connect~0|skip_connect~1|skip_connect~2|
     """
-    names = tuple(operations)
-    for name in names:
-        if name not in PRIMITIVES:
-            raise ValueError(
-                f"operations: expected names among {', '.join(PRIMITIVES)}, got {name!r}."
-            )
-    if set(names) <= {"none"} or len(set(names)) < len(names):
-        raise ValueError(
-            f"operations: expected distinct names, one other than 'none', got {list(names)}."
-        )
-    shape = Shape(classes, cells, channels)
-    shape.check()
-    layers = _named_layers(names, shape)
-
+    names = candidate_names(operations, PRIMITIVES)
+    check_sizes(classes, cells, channels)
+    layers = _named_layers(names, Shape(classes, cells, channels))
     choices = on_simplices(names, (len(EDGES),))
 
-    def init(key, batch):
-        image = batch[0].shape[1:]
-        check_image_shape((1, *image))
-        x = jax.ShapeDtypeStruct((1, *image), jnp.float32)
-        shapes = {}
+    def shapes(key, x):
+        weights = {}
         for name, layer in layers.items():
-            mixed = isinstance(layer, WeightedEdge)
+            mixed = isinstance(layer, MixedOperation)
             inputs = (x, choices.start()[0]) if mixed else (x,)
             x, variables = jax.eval_shape(layer.init_with_output, key, *inputs)
             repeats = (cells, len(EDGES)) if mixed else ()
-            shapes[name] = jax.tree.map(
+            weights[name] = jax.tree.map(
                 lambda leaf, repeats=repeats: jax.ShapeDtypeStruct(
                     (*repeats, *leaf.shape), leaf.dtype
                 ),
                 variables.get("params", {}),
             )
-        return draw_parameters(key, shapes)
+        return weights
 
-    def apply(w, alpha, x):
-        check_image_shape(x.shape)
+    def run(w, alpha, x):
         x = cast_images(x, dtype)
 
         def cell(x, weights):
@@ -204,28 +145,23 @@ def nasbench201_space(
         # Inside a loop, remat needs no barrier against merging what it computes twice.
         step = jax.checkpoint(cell, prevent_cse=False) if remat else cell
         for name, layer in layers.items():
-            if isinstance(layer, WeightedEdge):
+            if isinstance(layer, MixedOperation):
                 x, _ = jax.lax.scan(step, x, w[name], length=cells)
             else:
                 x = layer.apply({"params": w[name]}, x)
         return x
 
-    def discretize(alpha):
-        return Genotype(choices.discretize(alpha))
-
     def one_hot(genotype):
         check_operations(genotype)
         return choices.one_hot(genotype.operations)
 
-    return Space(
-        names=names,
-        sets="simplex",
+    return supernet_space(
+        names,
+        STAGES - 1,
+        shapes,
+        run,
         start=choices.start,
-        init=init,
-        apply=apply,
-        problem=cross_entropy_problem(apply),
-        predict=predict_labels,
         draw=choices.draw,
-        discretize=discretize,
+        discretize=lambda alpha: Genotype(choices.discretize(alpha)),
         one_hot=one_hot,
     )

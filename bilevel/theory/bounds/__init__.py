@@ -1,8 +1,8 @@
 """Generalization bounds of architecture search with a train-validation split.
 
-Every bound is a :class:`Bound`: a value with its terms, assumptions and open constants. Those of
-eigenvalues of tangent kernels are in :mod:`ntk.bounds`. :func:`sample_size` inverts any of them:
-how many validation rows does a gap ask for?
+Every bound is a :class:`Bound`: a value with its terms, assumptions and open constants. Bounds of
+eigenvalues of tangent kernels are in :mod:`ntk.bounds`. :func:`sample_size` inverts any of them.
+The proofs of the bounds with every constant are in ``docs/theory.md``.
 
 ======================  ============================================================================
 ``convergence``         proved, with every constant: risk and hypergradient, for all alpha

@@ -9,27 +9,22 @@ _CAP = 10**15  # rows; every integer up to it is exact in float64
 
 
 def sample_size(gap: float, bound: Callable[[float], Bound]) -> int:
-    """The fewest validation rows for which a bound is at most ``gap``.
+    """Return the fewest validation rows for which a bound is at most ``gap``.
 
-    Doubling, then bisection: right for every bound that falls as the number of rows grows. What the
-    bound assumes of the number of rows is in ``bound(rows).assumptions``.
+    It doubles, then bisects, which is right for every bound that falls as the number of rows grows.
 
     Parameters
     ----------
     gap : float
-        What the bound's value shall not exceed.
     bound : function
-        ``n_valid -> Bound``, with ``n_valid`` a float; not traced. Compile it with ``jax.jit`` if
-        it is slow: it is called about ``2 log2(rows)`` times.
+        ``n_valid -> Bound``, with ``n_valid`` a float; not traced. It is called about
+        ``2 log2(rows)`` times. Its ``assumptions`` may ask for more rows.
 
-    Returns
-    -------
-    int
 
     Raises
     ------
     ValueError
-        For a gap that is not positive, or that 10^15 rows do not reach; for what is no function.
+        If ``gap`` is not positive or not reached by 10^15 rows, or ``bound`` is no function.
 
     Examples
     --------

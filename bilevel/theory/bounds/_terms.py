@@ -51,7 +51,7 @@ def end_to_end(
 
 
 def check_range(delta: float, B: float = 1.0, events: int = 3) -> None:
-    """Refuse a ``delta`` that leaves so many events no chance, and a ``B`` that is not positive."""
+    """Check that ``delta`` leaves ``events`` events a chance, and that ``B`` is positive."""
     if not 0 < real_number("delta", delta) < 1 / events:
         raise ValueError(f"delta: expected a number in (0, 1/{events}), got {delta}.")
     one_positive("B", B)

@@ -1,28 +1,14 @@
 """Theorem 1 of Oymak et al. with every constant, proved: validation and test agree over all alpha.
 
-f_alpha is what training returns for alpha in Delta. On n_V validation rows, independent of
-training, its risk, the excess risk of the alpha selected by it, and its hypergradient are near
-those on the distribution, *uniformly* in alpha, once n_V is well above log N(eps): N(eps) balls of
-radius eps cover Delta (:mod:`bilevel.theory.bounds.covering`).
-
-==========  =============  ================================================================
-paper       here           what
-==========  =============  ================================================================
-n_V         ``n_valid``    validation rows, independent of each other and of the training
-N_eps       ``covering``   ``radii -> log N(radii)`` of Delta
-L           ``L``          ``|f_a(x) - f_b(x)| <= L |a - b|_2`` for all x, a and b in Delta
-Gamma       ``Gamma``      Lipschitz constant of the loss in the prediction
-            ``b``          losses are in [0, b]
-tau         ``tau``        each of at most two events fails with probability ``exp(-tau)``
-delta       ``delta``      by how much the selected alpha misses the least validation risk
-==========  =============  ================================================================
-
-The radius eps is no property of the problem: every one is valid, and the best of some 500 between
-``exp(-30)`` and 1, in units of the radius where the cover alone costs b, is taken.
+f_alpha is what training returns for alpha in Delta, the set that N(eps) balls of radius eps cover
+(:mod:`bilevel.theory.bounds.covering`). ``|f_a(x) - f_b(x)| <= L |a - b|_2`` for all x, a and b in
+Delta; losses are in [0, b] and Gamma-Lipschitz in the prediction; the n_V validation rows are
+independent of each other and of the training. Each of at most two events fails with probability
+``exp(-tau)``. Every radius eps is valid. The best of some 500 between ``exp(-30)`` and 1, in units
+of the radius at which the cover alone costs b, is taken.
 
 Reference: Oymak, Li & Soltanolkotabi (2021), "Generalization Guarantees for Neural Architecture
-Search with Train-Validation Split", Theorem 1. Not its proof: the losses are bounded here, not
-sub-exponential, which is what makes constants possible.
+Search with Train-Validation Split", Theorem 1, whose losses are sub-exponential.
 """
 
 from collections.abc import Callable
@@ -60,12 +46,8 @@ def uniform_convergence(
         sup_alpha |L(f_alpha) - L_V(f_alpha)|
             <= min_eps 2 Gamma L eps + b sqrt((log N(eps) + tau) / (2 n_V))
 
-    Proof. For each centre of a cover, by Hoeffding's inequality, the difference exceeds the radical
-    with probability at most ``2 exp(-tau) / N``: for none of them, up to ``2 exp(-tau)``. Any other
-    alpha is within eps of a centre; the losses of the two differ by Gamma L eps at most on every
-    row, and so do their risks, and their validation risks. With ``variance = v``, Bernstein's
-    inequality has ``sqrt(2 v t / n_V) + b t / (3 n_V)``, t = log N + tau, in the place of the
-    radical; the smaller of the two is taken.
+    With ``variance = v``, Bernstein's ``sqrt(2 v t / n_V) + b t / (3 n_V)``, t = log N + tau,
+    replaces the radical where it is smaller.
 
     Parameters
     ----------
@@ -74,10 +56,10 @@ def uniform_convergence(
     covering : function
         ``radii [m] -> log N [m]``, of the set Delta.
     L, Gamma, b : scalar
-        L is logarithmic in effect; :func:`feature_map_lipschitz` for selection of feature maps.
+        L acts logarithmically; :func:`feature_map_lipschitz` for selection of feature maps.
     variance : scalar, optional
-        At least that of the loss of every f_alpha, over rows. Losses are mostly far below their
-        largest value b: where it is known, this is what makes the bound useful.
+        An upper bound of the variance over rows of the loss of every f_alpha. Losses are mostly far
+        below b, so that it makes the bound useful.
     tau : float
         Above log 2.
 
@@ -90,7 +72,7 @@ def uniform_convergence(
     Raises
     ------
     ValueError
-        For a number out of range, or a covering that is no function.
+        If a number is out of range, or ``covering`` is no function.
 
     Examples
     --------
@@ -144,10 +126,9 @@ def selection_risk(
         L(f_selected) - min_alpha L(f_alpha)
             <= gap + b sqrt(tau / (2 n_V)) + delta,    gap: value of `uniform_convergence`
 
-    Not ``2 gap + delta``, as in the paper (``terms`` has it): only the risk of the selected alpha
-    needs a uniform statement. For the best alpha, which does not depend on the validation rows,
-    Hoeffding's inequality is enough. Each of the two is needed on one side only, so that both hold
-    with probability ``1 - 2 exp(-tau)``.
+    The paper has ``2 gap + delta`` (in ``terms``). Only the risk of the selected alpha needs a
+    uniform statement. The best alpha does not depend on the validation rows, so that Hoeffding's
+    inequality is enough for it.
 
     Parameters
     ----------
@@ -164,14 +145,11 @@ def selection_risk(
     delta : scalar
         ``L_V(f_selected) <= min L_V + delta``.
 
-    Returns
-    -------
-    Bound
 
     Raises
     ------
     ValueError
-        For a number out of range, or a covering that is no function.
+        If a number is out of range, or ``covering`` is no function.
 
     Examples
     --------
@@ -205,13 +183,9 @@ def hypergradient_convergence(
             <= min_eps 2 L eps + G (1 + sqrt(2 (log N(eps) + tau))) / sqrt(n_V)
 
     for hypergradients ``grad_alpha l(y, f_alpha(x))`` of single rows that are at most G and, with
-    another L than elsewhere here, L-Lipschitz in alpha (both in l2 norm).
-
-    Proof. Let Z be the distance, for one alpha, of the mean over V from its expectation: the mean
-    of Z is at most the root of that of Z^2, which is at most G / sqrt(n_V). Exchange of one row
-    changes Z by 2 G / n_V at most, so by McDiarmid's inequality it exceeds its mean by
-    ``G sqrt(2 s / n_V)`` with probability at most ``exp(-s)``. Take s = log N + tau for the centres
-    of a cover; from there to any other alpha both gradients move by L eps at most.
+    another L than elsewhere here, L-Lipschitz in alpha (both in l2 norm). The paper has h + h_eff
+    in the place of h_eff, for noise with sub-exponential *coordinates*, whose norm G is of order
+    sqrt(h).
 
     Parameters
     ----------
@@ -220,8 +194,8 @@ def hypergradient_convergence(
     covering : function
         ``radii [m] -> log N [m]``, of the set Delta.
     G, L : scalar
-        Where alpha -> f_alpha is L-Lipschitz, its gradient at most R and R L-Lipschitz, the loss
-        and its derivative Gamma-Lipschitz (the paper's assumptions): Gamma R, and 2 Gamma R L.
+        Under the paper's assumptions Gamma R and 2 Gamma R L: alpha -> f_alpha is L-Lipschitz, its
+        gradient at most R and R L-Lipschitz, the loss and its derivative Gamma-Lipschitz.
     tau : float
         Positive.
 
@@ -233,13 +207,7 @@ def hypergradient_convergence(
     Raises
     ------
     ValueError
-        For a number out of range, or a covering that is no function.
-
-    Notes
-    -----
-    The paper has h + h_eff in the place of h_eff, "unavoidable due to the vectorial nature" of the
-    gradient: for noise with sub-exponential *coordinates*, whose norm G is of order sqrt(h). In
-    terms of the norm the dimension of alpha does not occur.
+        If a number is out of range, or ``covering`` is no function.
 
     Examples
     --------

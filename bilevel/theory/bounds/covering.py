@@ -1,9 +1,8 @@
 """Covering numbers of sets of architectures, and the effective dimension they define.
 
 N(eps) is the number of balls of radius eps, with centres in Delta, that cover the set Delta of
-alphas. A *covering* here is a function ``radii [...] -> log N [...]`` (an upper bound of it is as
-good): what :mod:`bilevel.theory.bounds.convergence` takes. The effective dimension h_eff of Oymak
-et al. is the exponent of the growth
+alphas. A *covering* is a function ``radii [...] -> log N [...]``, or an upper bound of it. The
+effective dimension h_eff of Oymak et al. (2021), Definition 1, is the exponent of the growth
 
     N(eps) <= (C_bar / eps)^h_eff,    0 < eps <= C_bar.
 
@@ -17,8 +16,6 @@ s-sparse, in a ball         log C(h, s) + that of    one ball for each support
                             a ball with d = s
 finite                      log of a count           farthest points first
 ==========================  =======================  ==========================================
-
-Reference: Oymak et al. (2021), Definition 1.
 """
 
 import math
@@ -50,6 +47,9 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
 
         h_eff = max_eps log N(eps) / log(C_bar / eps)
 
+    The paper (Definition 1) asks for the inequality at *all* eps > 0, which has no solution: N >=
+    1, and the right side is below 1 for eps > C_bar. Here eps <= C_bar.
+
     Parameters
     ----------
     log_covering_numbers : array [m]
@@ -57,7 +57,7 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
     radii : array [m]
         In (0, C_bar].
     C_bar : float
-        h_eff depends on it: for a ball it is at most the dimension with C_bar = 3 R.
+        For a ball, h_eff is at most the dimension with C_bar = 3 R.
 
     Returns
     -------
@@ -67,14 +67,7 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
     Raises
     ------
     ValueError
-        For a radius out of range, a negative logarithm, or shapes that differ.
-
-    Notes
-    -----
-    The paper asks for the inequality at *all* eps > 0. It has no solution then: N >= 1, and the
-    right side is below 1 for eps > C_bar. Here eps <= C_bar.
-
-    Reference: Oymak et al. 2021, Definition 1.
+        If a radius is out of range, a logarithm negative, or the shapes differ.
 
     Examples
     --------
@@ -97,11 +90,6 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
 def ball_covering(dim: int, R: float) -> Covering:
     """Covering of a convex set in a Euclidean ball: ``dim log(1 + 2 R / eps)``; 0 for ``eps >= R``.
 
-    Proof. Take points of the set at distances above eps for as long as there are any: they cover
-    it. Balls of radius eps / 2 around them are disjoint, and lie in the ball of radius R + eps / 2
-    (of the affine hull): N <= ((R + eps / 2) / (eps / 2))^dim. From eps = R on, the centre of the
-    smallest ball around the set, which lies in the set because that is convex, covers all.
-
     Parameters
     ----------
     dim : int
@@ -109,14 +97,11 @@ def ball_covering(dim: int, R: float) -> Covering:
     R : float
         Radius of a ball with the set in it: sqrt(h) / 2 for the box [0, 1]^h.
 
-    Returns
-    -------
-    Covering
 
     Raises
     ------
     ValueError
-        If dim or R is not positive.
+        If ``dim`` or ``R`` is not positive.
 
     Examples
     --------
@@ -137,14 +122,9 @@ def simplex_covering(h: int, *, copies: int = 1) -> Covering:
 
         log N(eps) <= log C(h + k - 1, k),    k = ceil(min(sqrt(h) / (2 eps), (1 - 1/h) / eps^2))
 
-    The centres are the points whose coordinates are multiples of 1 / k. Proof that one of them is
-    within ``sqrt(h) / (2 k)`` of every alpha: k alpha has fractional parts p_i whose sum is an
-    integer m; round m random coordinates up, coordinate i with probability p_i (systematic
-    sampling does this). The squared error has mean ``sum p_i (1 - p_i) / k^2 <= h / (4 k^2)``, so
-    some outcome has at most that. Proof for ``sqrt((1 - 1/h) / k)`` (Maurey): the mean of k
-    vertices drawn from alpha has mean squared error ``(1 - |alpha|^2) / k``. From
-    eps = sqrt(1 - 1/h) on, the barycentre is enough. Much smaller than the ball's count: about
-    (1.4 / (sqrt(h) eps))^(h - 1) for small eps, against (2 / eps)^(h - 1).
+    The centres are the points whose coordinates are multiples of 1 / k. From eps = sqrt(1 - 1/h)
+    on, the barycentre is enough. For small eps the count is about (1.4 / (sqrt(h) eps))^(h - 1),
+    against (2 / eps)^(h - 1) for the ball.
 
     Parameters
     ----------
@@ -154,14 +134,11 @@ def simplex_covering(h: int, *, copies: int = 1) -> Covering:
         For a product of simplices, one for each edge or layer: N(eps) is at most the number of
         one simplex at ``eps / sqrt(copies)``, to the power of ``copies``.
 
-    Returns
-    -------
-    Covering
 
     Raises
     ------
     ValueError
-        If h or copies is not a whole number of at least 1.
+        If ``h`` or ``copies`` is not a positive integer.
 
     Examples
     --------
@@ -188,8 +165,6 @@ def sparse_covering(h: int, s: int, R: float) -> Covering:
 
         log N(eps) <= log C(h, s) + s log(1 + 2 R / eps),    and 0 for eps >= R
 
-    A ball of dimension s for each choice of these entries.
-
     Parameters
     ----------
     h, s : int
@@ -197,9 +172,6 @@ def sparse_covering(h: int, s: int, R: float) -> Covering:
     R : float
         Largest Euclidean norm.
 
-    Returns
-    -------
-    Covering
 
     Raises
     ------
@@ -225,8 +197,8 @@ def sparse_covering(h: int, s: int, R: float) -> Covering:
 def finite_covering(points: chex.Array) -> Covering:
     """Covering of finitely many alphas: the farthest point becomes a centre, until none is far.
 
-    The count is at most the covering number at ``eps / 2``, since the centres found are farther
-    apart than eps.
+    The count is at most the covering number at ``eps / 2``, since the centres are farther apart
+    than eps (Gonzalez 1985, "Clustering to minimize the maximum intercluster distance").
 
     Parameters
     ----------
@@ -235,17 +207,12 @@ def finite_covering(points: chex.Array) -> Covering:
     Returns
     -------
     Covering
+        Time m^2 h once, memory m h; then m for each radius.
 
     Raises
     ------
     ValueError
-        For an array that is not a matrix, empty or not finite.
-
-    Notes
-    -----
-    Time m^2 h once, memory m h; then m for each radius.
-
-    Reference: Gonzalez (1985), "Clustering to minimize the maximum intercluster distance".
+        If ``points`` is not a matrix, is empty or not finite.
 
     Examples
     --------
@@ -279,7 +246,7 @@ def finite_covering(points: chex.Array) -> Covering:
 
 
 def _of_radii(logs: Callable[[jax.Array], jax.Array]) -> Covering:
-    """``logs`` of checked radii; NaN where a traced one, which no check sees, is not positive."""
+    """``logs`` of checked radii; NaN where a traced radius is not positive."""
 
     def covering(radii: jax.Array) -> jax.Array:
         radii = _check_radii(radii)

@@ -7,20 +7,9 @@ objectives on T, the version spaces H_c(T) = {h_{w,c} : w minimises L_T(., c)}:
     Lambda(epsilon) = log N(union of H_c(T) over c, epsilon),    N: covering number in sup norm
 
 With one minimiser for each of finitely many configurations, ``Lambda = log |C|`` at every epsilon:
-the defaults below are for this case, ``epsilon = 0``.
-
-============  =====================  ===========================================================
-paper         here                   what
-============  =====================  ===========================================================
-Lambda        ``entropy``            version entropy at ``epsilon``, :func:`version_entropy`
-epsilon       ``epsilon``            radius of the cover; array_like with ``entropy``: the
-                                     smallest bound of all radii is taken (they depend on T only)
-|V|, |T|      ``n_valid, n_train``   numbers of rows
-delta         ``delta``              each of three or four events fails with at most this
-B             ``B``                  losses are in [0, B]
-L             ``lipschitz``          of the loss in the prediction (missing in Theorem 3.1)
-epsilon*      ``excess``             excess risk of the best configuration's trained weights
-============  =====================  ===========================================================
+the defaults are for this case, ``epsilon = 0``. Of several radii, which depend on T only, the one
+of the smallest bound is taken. Each of three or four events fails with probability delta at most.
+L, the Lipschitz constant of the loss in the prediction, is missing in Theorem 3.1.
 
 Reference: Khodak, Li, Roberts, Balcan & Talwalkar (2020), "A Simple Setting for Understanding
 Neural Architecture Search with Weight-Sharing".
@@ -52,9 +41,8 @@ TRAINABLE = (("some trained weights of c* have excess risk epsilon*", None),)
 def version_entropy(log_covering_numbers: chex.Array) -> jax.Array:
     """``log sum_c N(H_c(T), epsilon)``, at least the version entropy of finitely many c.
 
-    Covers of the parts make up a cover of the union. For one minimiser per configuration every
-    N is 1, and this is log |C|. The paper's ``log |C| + max_c log N(H_c(T), epsilon)`` is never
-    less.
+    For one minimiser per configuration every N is 1, and this is log |C|. The paper's
+    ``log |C| + max_c log N(H_c(T), epsilon)`` (Definition 3.1, A.2) is never less.
 
     Parameters
     ----------
@@ -68,14 +56,12 @@ def version_entropy(log_covering_numbers: chex.Array) -> jax.Array:
     Raises
     ------
     ValueError
-        Without configurations, or for a negative or NaN entry.
+        Without configurations, or if an entry is negative or NaN.
 
     Examples
     --------
     >>> version_entropy(jnp.zeros(256)).round(4)  # log 256
     Array(5.5452, dtype=float...)
-
-    Reference: Khodak et al. 2020, Definition 3.1 (A.2).
     """
     logs = nonnegative("log_covering_numbers", log_covering_numbers)
     if logs.ndim == 0:
@@ -98,13 +84,8 @@ def khodak_theorem_a2(
         l_D(w, c) - min l_D <= epsilon* + B sqrt(log(1/delta) / (2 |V|))
             + inf_epsilon 2 L epsilon + B sqrt((Lambda(epsilon) + log(1/delta)) / (2 |V|))
 
-    Proof. T fixed, let g_1..g_N be a cover of the version spaces with radius epsilon, and u the
-    good weights that Assumption A.1 grants (except with probability delta, over T). Neither depends
-    on V, so by Hoeffding's inequality: (1) ``l_V(u, c*) <= l_D(u, c*) + B sqrt(log(1/delta) /
-    (2|V|))`` except with probability delta; (2) ``l_D(g_k) <= l_V(g_k) + B sqrt((log N +
-    log(1/delta)) / (2|V|))`` for all k, each except with probability delta / N. The solution is
-    within epsilon of some g_k, so that l_D and l_V each move by L epsilon at most between the two;
-    and l_V(w, c) <= l_V(u, c*). Add. A radius chosen by T is as good as a fixed one.
+    The printed theorem, :func:`khodak_theorem_a2_as_printed`, has 3 epsilon and no L, and twice the
+    last radical.
 
     Parameters
     ----------
@@ -112,10 +93,8 @@ def khodak_theorem_a2(
         Lambda, or an upper bound of it: log |C| for one minimiser per configuration.
     n_valid : float
         |V|.
-    delta : float
-        In (0, 1/3).
-    B : float
-        Losses are in [0, B].
+    delta, B : float
+        delta is in (0, 1/3), losses are in [0, B].
     epsilon : array_like
         Radii; broadcast with ``entropy``.
     lipschitz : float, optional
@@ -126,19 +105,12 @@ def khodak_theorem_a2(
     Returns
     -------
     Bound
-        Vacuous from B on, which no excess risk is above. ``terms`` name the epsilon taken.
+        Vacuous from B on. ``terms`` name the epsilon taken.
 
     Raises
     ------
     ValueError
-        For a number out of range, or a positive epsilon without ``lipschitz``.
-
-    Notes
-    -----
-    It differs from :func:`khodak_theorem_a2_as_printed` in two ways. The cover is one of functions,
-    so the loss has to be Lipschitz, and moves by 2 L epsilon, not 3 epsilon. And the printed proof
-    takes its Theorem A.1, which is two-sided with an exponent of a quarter of Hoeffding's; one side
-    is enough, with the full exponent: the radical is half the printed one.
+        If a number is out of range, or a positive epsilon comes without ``lipschitz``.
 
     Examples
     --------
@@ -173,13 +145,11 @@ def khodak_theorem_a2_as_printed(
         l_D(w, c) - min l_D <= epsilon* + B sqrt(log(1/delta) / (2 |V|))
             + inf_epsilon 3 epsilon + B sqrt(2 (Lambda(epsilon) + log(1/delta)) / |V|)
 
-    The discretisation has no Lipschitz constant L. Let H be all functions into [-e, e], covered by
-    the zero function: Lambda(e) = 0. The loss ``(e - y f) / (2 e)`` is in [0, 1], L = 1 / (2 e). A
-    bilevel solution f = y on V, -y elsewhere (times e) has excess risk 1, and the value is
-    ``3 e + O(1 / sqrt |V|)``. For 2 L <= 3, and for finite C at epsilon = 0, it is true: it is
-    above :func:`khodak_theorem_a2`. The printed proof does not give it, though. Theorem A.1
-    inverted is ``3 max(epsilon, B sqrt(2 (Lambda + log(2/delta)) / |V|))``, a maximum and not a
-    sum, two sides and not one: 0.446 in place of 0.169 in the example.
+    Counterexample: all functions into [-e, e], covered by the zero function, so that Lambda(e) = 0.
+    The loss ``(e - y f) / (2 e)`` is in [0, 1], L = 1 / (2 e). The solution e y on V, -e y
+    elsewhere, has excess risk 1, and the value is ``3 e + O(1 / sqrt |V|)``. The theorem is true
+    for 2 L <= 3 and for finite C at epsilon = 0. Its Theorem A.1 inverted is another expression:
+    ``3 max(epsilon, B sqrt(2 (Lambda + log(2/delta)) / |V|))``, 0.446 in the example.
 
     Parameters
     ----------
@@ -187,10 +157,8 @@ def khodak_theorem_a2_as_printed(
         Lambda, or an upper bound of it: log |C| for one minimiser per configuration.
     n_valid : float
         |V|.
-    delta : float
-        In (0, 1/3).
-    B : float
-        Losses are in [0, B].
+    delta, B : float
+        delta is in (0, 1/3), losses are in [0, B].
     epsilon : array_like
         Radii; broadcast with ``entropy``.
     excess : scalar
@@ -199,12 +167,12 @@ def khodak_theorem_a2_as_printed(
     Returns
     -------
     Bound
-        As printed; ``assumptions`` says where it is known to hold.
+        ``assumptions`` says where it is known to hold.
 
     Raises
     ------
     ValueError
-        For a number out of range.
+        If a number is out of range.
 
     Examples
     --------
@@ -229,8 +197,7 @@ def khodak_theorem_3_1_as_printed(
         l_D(w, c) - min l_D <= epsilon*
             + inf_epsilon 3 epsilon + (3 B / 2) sqrt(2 (Lambda(epsilon) + log(1/delta)) / |V|)
 
-    Theorem A.2 with its first radical bounded by half the second; never smaller, equal for
-    Lambda = 0. It does not even assume a Lipschitz loss, and "B-bounded" has to be read as in
+    It is never smaller than Theorem A.2, and equal for Lambda = 0. "B-bounded" has to be read as in
     [0, B]: losses in [-B, B] need 2 B in the place of B.
 
     Parameters
@@ -239,10 +206,8 @@ def khodak_theorem_3_1_as_printed(
         Lambda, or an upper bound of it: log |C| for one minimiser per configuration.
     n_valid : float
         |V|.
-    delta : float
-        In (0, 1/3).
-    B : float
-        Losses are in [0, B].
+    delta, B : float
+        delta is in (0, 1/3), losses are in [0, B].
     epsilon : array_like
         Radii; broadcast with ``entropy``.
     excess : scalar
@@ -251,12 +216,12 @@ def khodak_theorem_3_1_as_printed(
     Returns
     -------
     Bound
-        As printed; ``assumptions`` says where it is known to hold.
+        ``assumptions`` says where it is known to hold.
 
     Raises
     ------
     ValueError
-        For a number out of range.
+        If a number is out of range.
 
     Examples
     --------

@@ -23,13 +23,12 @@ def khodak_corollary_a1(w_norm: Any, n_train: Any, *, delta: float = 0.05, C: fl
 
         l_D(w, c*) - l_D(w*, c*) <= C sqrt((|w*|^2 + 1) log(1/delta) / |T|)
 
-    The printed ``lambda = sqrt(log(1/delta) / |T|)`` does not give this rate, for any C. Sridharan,
-    Shalev-Shwartz & Srebro (2008) bound the excess by ``lambda |w*|^2 + O(log(1/delta) / (lambda
-    |T|))``, which at that lambda is ``(|w*|^2 + 1) sqrt(log(1/delta) / |T|)``, without a root over
-    the norm. For x = 1/W, y = 1 and the hinge loss, w* = W is perfect, the solution is
-    ``min(W, 1 / (2 lambda W))``, and for ``W^2 = 1 / lambda`` its risk is 1/2 for every |T|, while
-    the rate falls as ``|T|^(-1/4)``. The lambda in ``terms``, divided by ``sqrt(|w*|^2 + 1)``,
-    balances both parts; it has to know |w*|, as "there exists lambda" of Corollary 3.1 permits.
+    The printed ``lambda = sqrt(log(1/delta) / |T|)`` gives ``(|w*|^2 + 1) sqrt(log(1/delta) /
+    |T|)`` only, without a root over the norm (Sridharan, Shalev-Shwartz & Srebro 2008).
+    Counterexample: x = 1/W, y = 1 and the hinge loss. w* = W is perfect, the solution is ``min(W, 1
+    / (2 lambda W))``, and for ``W^2 = 1 / lambda`` its risk is 1/2 for every |T|, while the rate
+    falls as ``|T|^(-1/4)``. The lambda in ``terms``, divided by ``sqrt(|w*|^2 + 1)``, gives the
+    rate.
 
     Parameters
     ----------
@@ -51,7 +50,7 @@ def khodak_corollary_a1(w_norm: Any, n_train: Any, *, delta: float = 0.05, C: fl
     Raises
     ------
     ValueError
-        For a number out of range.
+        If a number is out of range.
 
     Examples
     --------
@@ -78,9 +77,9 @@ def khodak_corollary_a2(
         l_D(w, c) - l_D(w*, c*) <= C (sqrt((|w*|^2 + 1) log(1/delta) / |T|)
                                       + sqrt(log((|C| + 1) / delta) / |V|))
 
-    :func:`khodak_theorem_a2` with epsilon* of :func:`khodak_corollary_a1`, whose lambda it needs.
-    The main text has both logarithms outside their roots, a weaker statement. The appendix leaves
-    out the probability, and its Setting A.2 says square loss, which is not Lipschitz.
+    It needs the lambda of :func:`khodak_corollary_a1`. The main text has both logarithms outside
+    their roots, a weaker statement. The appendix leaves out the probability, and its Setting A.2
+    has the square loss, which is not Lipschitz.
 
     Parameters
     ----------
@@ -96,14 +95,11 @@ def khodak_corollary_a2(
         The constant in O, with the loss's Lipschitz constant and bound B, and the norm of the
         features.
 
-    Returns
-    -------
-    Bound
 
     Raises
     ------
     ValueError
-        For a number out of range.
+        If a number is out of range.
 
     Examples
     --------
@@ -125,10 +121,9 @@ def khodak_corollary_a3(
         l_D(w, c) - min_c min_{h in H_c} l_D(h) <= C (log(1/delta)^2 / sqrt(|T|)
                                                       + sqrt(log((|C| + 1) / delta) / |V|))
 
-    Square loss, ``O(sqrt(|T|) log(sqrt(|T|) / delta))`` features, and the printed lambda
-    ``1 / sqrt(|T|)`` for the mean over T: ``sqrt(|T|)`` for the sum of Algorithm 1 (``terms``).
-    From Rudi & Rosasco (2017), Theorem 1, whose logarithm is of ``18 / delta``: for delta under 1/3
-    C makes up for it.
+    Square loss, ``O(sqrt(|T|) log(sqrt(|T|) / delta))`` features, and the printed lambda ``1 /
+    sqrt(|T|)`` for the mean over T. From Rudi & Rosasco (2017), Theorem 1, whose logarithm is of
+    ``18 / delta``: for delta under 1/3 C makes up for it.
 
     Parameters
     ----------
@@ -144,12 +139,12 @@ def khodak_corollary_a3(
     Returns
     -------
     Bound
-        ``terms``: both rates, and lambda for the sum over T.
+        ``terms``: both rates, and lambda for the sum over T, ``sqrt(|T|)``.
 
     Raises
     ------
     ValueError
-        For a number out of range.
+        If a number is out of range.
 
     Examples
     --------
@@ -187,9 +182,8 @@ def khodak_corollary_a4(
         l_D(w, c) - min l_D <= epsilon* + B sqrt(log(1/delta) / (2 |T|)) + the rest of Theorem A.2
 
     Here epsilon* bounds the generalization error ``l_D - l_T`` of some empirical risk minimiser of
-    c*, not its excess risk. Since ``l_T(w, c*) <= l_T(w*, c*)``, Hoeffding's inequality for the
-    fixed ``(w*, c*)`` makes up the difference, with a fourth event. As printed, the rest is that of
-    :func:`khodak_theorem_a2_as_printed`, false in the same cases.
+    c*. Hoeffding's inequality for the fixed ``(w*, c*)``, a fourth event, is the second term. As
+    printed, the rest is that of :func:`khodak_theorem_a2_as_printed`, false in the same cases.
 
     Parameters
     ----------
@@ -197,16 +191,14 @@ def khodak_corollary_a4(
         Lambda, or an upper bound of it: log |C| for one minimiser per configuration.
     n_train, n_valid : float
         |T| and |V|.
-    delta : float
-        In (0, 1/4).
-    B : float
-        Losses are in [0, B].
+    delta, B : float
+        delta is in (0, 1/4), losses are in [0, B].
     epsilon : array_like
         Radii; broadcast with ``entropy``.
     lipschitz : float, optional
         L; not needed for ``epsilon = 0``.
     excess : scalar
-        epsilon*, here of the generalization error; 0 leaves it out.
+        epsilon*, of the generalization error; 0 leaves it out.
 
     Returns
     -------
@@ -216,7 +208,7 @@ def khodak_corollary_a4(
     Raises
     ------
     ValueError
-        For a number out of range, or a positive epsilon without ``lipschitz``.
+        If a number is out of range, or a positive epsilon comes without ``lipschitz``.
 
     Examples
     --------

@@ -4,27 +4,12 @@ All of them hide an absolute constant: the caller supplies ``C``, and ``Bound.un
 what it stands for. For numbers that can be relied on, see :mod:`bilevel.theory.bounds.convergence`.
 Theorems 2 and 3, on kernels, are in :mod:`bilevel.theory.bounds.oymak_kernels`.
 
-==================================  ===============================================================
-Theorem 1, Eqs. (2)-(4)             :func:`oymak_theorem1`, with :func:`oymak_h_bar`
-Proposition 1                       :func:`oymak_proposition1`
-Lemma 1                             :func:`oymak_lemma1`: h_bar for selection of feature maps
-Lemma 2                             :func:`oymak_lemma2`, corrected; ``_as_printed``: false
-Theorem 4, Eqs. (11), (12)          :func:`oymak_theorem4_as_printed`: loose
-==================================  ===============================================================
-
-================  ================  ========================================================
-paper             here              what
-================  ================  ========================================================
-n_T, n_V          ``n_train, ...``  rows for training, for validation
-h, h_eff          ``h, h_eff``      dimension of alpha; :func:`effective_dimension` of Delta
-C_bar             ``C_bar``         radius of that definition, 3 R for a ball
-L                 ``L``             Lipschitz constant of ``alpha -> f_alpha``, sup norm
-Gamma             ``Gamma``         Lipschitz constant of the loss in the prediction
-B, R              ``B, R``          Lemma 1: ``|phi_i(x)|^2 <= B``, ``|alpha|_1 <= R``
-lambda_0          ``lambda0``       Lemma 1: bounds ``Phi Phi' + lambda I`` from below
-tau, t            ``tau, t``        confidence: each event fails with ``exp(-tau)``
-delta             ``delta``         by how much the validation risk misses its least value
-================  ================  ========================================================
+    n_T, n_V          rows for training, for validation
+    h, h_eff, C_bar   dimension of alpha; :func:`effective_dimension` of Delta and its radius
+    L, Gamma          Lipschitz constants of ``alpha -> f_alpha`` (sup norm) and of the loss
+    B, R, lambda_0    ``|phi_i(x)|^2 <= B``, ``|alpha|_1 <= R``, ``Phi Phi' + lambda I >= lambda_0``
+    tau, t            each event fails with probability ``exp(-tau)``
+    delta             by how much the validation risk misses its least value
 
 Reference: Oymak, Li & Soltanolkotabi (2021), "Generalization Guarantees for Neural Architecture
 Search with Train-Validation Split".
@@ -63,23 +48,19 @@ class OymakTheorem4(NamedTuple):
 
 
 def oymak_h_bar(n_valid: Any, *, h_eff: Any, C_bar: Any, L: Any, Gamma: Any = 1.0) -> jax.Array:
-    """``h_bar = h_eff log(C_bar L Gamma n_V / h_eff)`` of Theorem 1.
+    """``h_bar = h_eff log(C_bar L Gamma n_V / h_eff)`` of Theorem 1, and 0 where that is negative.
 
-    It is log N(eps) at ``eps = h_eff / (L Gamma n_V)``, so that this has to be at most C_bar; the
-    value is 0 otherwise.
+    It is log N(eps) at ``eps = h_eff / (L Gamma n_V)``, which has to be at most C_bar.
 
     Parameters
     ----------
     n_valid, h_eff, C_bar, L, Gamma : scalar
 
-    Returns
-    -------
-    scalar array
 
     Raises
     ------
     ValueError
-        For a number that is not positive.
+        If a number is not positive.
 
     Examples
     --------
@@ -102,9 +83,8 @@ def oymak_theorem1(
         L(f_selected) <= min_alpha L(f_alpha) + 2 sqrt(C (h_bar + tau) / n_V) + delta           (3)
         sup_alpha |grad L_V - grad L|_2 <= sqrt(C (h + h_bar + tau) / n_V)                      (4)
 
-    The rate only: C contains the sub-exponential norm of the loss. With bounded losses,
-    :func:`uniform_convergence`, :func:`selection_risk` and :func:`hypergradient_convergence` say
-    the same without an open constant.
+    A rate: C contains the sub-exponential norm of the loss. The bounds of
+    :mod:`bilevel.theory.bounds.convergence`, for bounded losses, have no open constant.
 
     Parameters
     ----------
@@ -113,11 +93,11 @@ def oymak_theorem1(
     h_bar : scalar
         From :func:`oymak_h_bar`, or :func:`oymak_lemma1`.
     h : int
+        Dimension of alpha.
     tau : float
         Above log 2: each of (2) with (3), and (4), holds with probability ``1 - 2 exp(-tau)``.
-    delta : scalar
-    C : scalar
-        The theorem's constant. There is no default.
+    delta, C : scalar
+        C is the theorem's constant, without a default.
 
     Returns
     -------
@@ -127,7 +107,7 @@ def oymak_theorem1(
     Raises
     ------
     ValueError
-        For a number out of range.
+        If a number is out of range.
 
     Examples
     --------
@@ -185,6 +165,10 @@ def oymak_proposition1(
         L(f_selected) <= min_alpha (L(f_alpha^D) + C_alpha / sqrt(n_T))
                          + sqrt(C (h_eff + t) / n_V) + delta
 
+    Eq. (5) assumes ``L(f_alpha) <= L(f_alpha^D) + (C_alpha + C_0 sqrt(t)) / sqrt(n_T)`` for one
+    alpha, with ``t + h_eff`` for all of them. The result drops this second part, which O~(1 /
+    sqrt(n_V)) contains for ``n_V <= O(n_T)`` only: assumed here, though the paper does not.
+
     Parameters
     ----------
     n_train, n_valid : scalar
@@ -196,25 +180,14 @@ def oymak_proposition1(
     h_eff : scalar
     t : float
         Above log 3; the probability is ``1 - 3 exp(-t)``.
-    delta : scalar
-    C : scalar
-        For the constants and logarithms in O~: of the Lipschitz constants, of n_T and n_V.
+    delta, C : scalar
+        C stands for the constants and logarithms in O~: of the Lipschitz constants, n_T and n_V.
 
-    Returns
-    -------
-    Bound
 
     Raises
     ------
     ValueError
-        For a number out of range, or shapes that do not broadcast.
-
-    Notes
-    -----
-    For one alpha training is assumed to give ``L(f_alpha) <= L(f_alpha^D) + (C_alpha +
-    C_0 sqrt(t)) / sqrt(n_T)``, Eq. (5), for all of them with ``t + h_eff`` (and logarithms) in the
-    place of t. The result drops this second part, which its own O~(1 / sqrt(n_V)) only contains
-    for ``n_V <= O(n_T)``: assumed here, as in Theorem 2, though the paper does not.
+        If a number is out of range, or shapes do not broadcast.
 
     Examples
     --------
@@ -246,8 +219,8 @@ def oymak_lemma1(n_train: Any, *, h: int, B: Any, lambda0: Any, R: Any = 1.0) ->
 
         h_bar = (h + 1) log(20 R^3 B n_T^2 lambda_0^-2 (B n_T + 1)),    and 0 where that is negative
 
-    A number for :func:`oymak_theorem1` and not a :class:`Bound`: it is exact, claims nothing by
-    itself, and has no probability.
+    For labels in [-1, 1], a convex set and a bounded, 1-Lipschitz loss. A number for
+    :func:`oymak_theorem1`; :func:`feature_map_lipschitz` has the explicit constant behind it.
 
     Parameters
     ----------
@@ -258,19 +231,11 @@ def oymak_lemma1(n_train: Any, *, h: int, B: Any, lambda0: Any, R: Any = 1.0) ->
     B, lambda0, R : scalar
         lambda0: smallest penalty + inf over alpha of the smallest eigenvalue of ``Phi Phi'``.
 
-    Returns
-    -------
-    scalar array
 
     Raises
     ------
     ValueError
-        For a number that is not positive, or R < 1.
-
-    Notes
-    -----
-    For labels in [-1, 1], a convex set and a bounded, 1-Lipschitz loss. The explicit constant of
-    :func:`feature_map_lipschitz` with :func:`uniform_convergence` is what it stands for.
+        If a number is not positive, or R < 1.
 
     Examples
     --------
@@ -292,11 +257,8 @@ def oymak_lemma2(mu: Any, *, cross: Any = None, smoothness: Any = None) -> jax.A
         (a)  cross / mu,  where |grad_theta L(a, .) - grad_theta L(b, .)| <= cross |a - b|
         (b)  sqrt(smoothness / mu),  where L is *jointly* convex, and smooth in alpha
 
-    Proof. By the implicit function theorem the derivative is ``-L_tt^-1 L_ta`` with L_tt >= mu: (a)
-    bounds L_ta. In (b) the whole Hessian is positive semidefinite, so ``L_ta = L_tt^(1/2) W
-    L_aa^(1/2)`` with |W| <= 1, and ``|L_tt^(-1/2) W L_aa^(1/2)| <= sqrt(smoothness / mu)``. They
-    are attained: by the example of :func:`oymak_lemma2_as_printed`, and by ``(sqrt(mu) theta -
-    sqrt(smoothness) alpha)^2 / 2``.
+    Both are attained: by the example of :func:`oymak_lemma2_as_printed`, and by
+    ``(sqrt(mu) theta - sqrt(smoothness) alpha)^2 / 2``.
 
     Parameters
     ----------
@@ -308,12 +270,12 @@ def oymak_lemma2(mu: Any, *, cross: Any = None, smoothness: Any = None) -> jax.A
     Returns
     -------
     scalar array
-        Exact: no :class:`Bound`, as there is nothing open about it.
+        Exact, so no :class:`Bound`.
 
     Raises
     ------
     ValueError
-        For none or both of the cases, or a number that is not positive.
+        If neither or both of the cases are given, or a number is not positive.
 
     Examples
     --------
@@ -333,23 +295,20 @@ def oymak_lemma2(mu: Any, *, cross: Any = None, smoothness: Any = None) -> jax.A
 def oymak_lemma2_as_printed(mu: Any, smoothness: Any) -> jax.Array:
     """``sqrt(smoothness / mu)`` for every L that is mu-strongly convex in theta; false.
 
-    ``L(alpha, theta) = mu theta^2 / 2 - M alpha theta`` is linear in alpha: smooth with every
-    constant. But ``theta_alpha = (M / mu) alpha``. With the smoothness of the cross term M it is
-    ``sqrt(M / mu)`` against M / mu: 2 against 4 for M = 1, mu = 1/4. See :func:`oymak_lemma2`.
+    ``L(alpha, theta) = mu theta^2 / 2 - M alpha theta`` is linear in alpha, and ``theta_alpha = (M
+    / mu) alpha``. With the smoothness of the cross term M the value is ``sqrt(M / mu)`` instead: 2
+    against 4 for M = 1, mu = 1/4. See :func:`oymak_lemma2`.
 
     Parameters
     ----------
     mu, smoothness : scalar
-        L_bar is the smoothness in the paper.
+        The paper calls the smoothness L_bar.
 
-    Returns
-    -------
-    scalar array
 
     Raises
     ------
     ValueError
-        For a number that is not positive.
+        If a number is not positive.
 
     Examples
     --------
@@ -367,8 +326,8 @@ def oymak_theorem4_as_printed(p_over_n: Any, h_over_n: Any, *, c: Any) -> OymakT
         lim risk <= 1 - 1/p_bar + 200 h_bar / (1 - 1/p_bar),   p_bar h_bar <= c                (12)
 
     (11) says nothing unless ``p_bar h_bar < 1/64``. The limits are known exactly
-    (:func:`bilevel.spectral_limits`): ``rho^2 = (1 - p_bar h_bar) / (1 + h_bar)``, so that 2 does
-    for 64, 2.25 for 200, and the overlap vanishes from ``p_bar h_bar = 1`` on.
+    (:func:`bilevel.spectral_limits`): 2 does for 64, 2.25 for 200, and the overlap vanishes from
+    ``p_bar h_bar = 1`` on.
 
     Parameters
     ----------
@@ -385,7 +344,7 @@ def oymak_theorem4_as_printed(p_over_n: Any, h_over_n: Any, *, c: Any) -> OymakT
     Raises
     ------
     ValueError
-        For a number that is not positive.
+        If a number is not positive.
 
     Examples
     --------

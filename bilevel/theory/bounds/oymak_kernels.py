@@ -1,16 +1,14 @@
 """Theorems 2 and 3 of Oymak et al. 2021: the risk after selection of a kernel, by y'K^-1 y.
 
-Interpolation with the kernel K_alpha has the risk of the predictors whose norm is its own, for each
-alpha; selection on validation data gets the least of them, up to a rate in h / n_V:
+Interpolation with the kernel K_alpha has the risk of the predictors of its own norm; selection on
+validation data gets the least of them, up to a rate in h / n_V:
 
     L(f_selected) <= min_alpha 2 Gamma R sqrt(B y'K_alpha^-1 y / n_T) + C sqrt(.. / n_V) + delta
 
-The minimum over the kernels given, a part of Delta, is never below that over Delta: the bound still
-holds. Symbols as in :mod:`bilevel.theory.bounds.oymak`; K_alpha = ``Phi_alpha Phi_alpha'`` of n_T
-rows.
+The minimum over some kernels of Delta is never below that over Delta, so that the bound holds.
+Symbols as in :mod:`bilevel.theory.bounds.oymak`; K_alpha = ``Phi_alpha Phi_alpha'`` of n_T rows.
 
-Reference: Oymak, Li & Soltanolkotabi (2021), "Generalization Guarantees for Neural Architecture
-Search with Train-Validation Split", sections 4.1 and 4.2.
+Reference: Oymak, Li & Soltanolkotabi (2021), sections 4.1 and 4.2.
 """
 
 import dataclasses
@@ -51,10 +49,9 @@ def oymak_theorem2(
                          + C sqrt((h log M + tau) / n_V) + delta
         M = 30 R^4 B^2 lambda_0^-2 Gamma (n_T + n_V) |y|^2,    and 1 where that is less
 
-    R is missing in the paper, :func:`oymak_theorem2_as_printed`. The first term is the Rademacher
-    complexity of the predictors with the norm of the interpolating one: at least ``2 Gamma R
-    sqrt(B / lambda_max(K_alpha))`` for labels +-1, so it says something of a loss in [0, 1] only
-    where an alpha has ``lambda_max(K_alpha) > 4 R^2 B``, a kernel that makes many rows alike.
+    R is missing in the paper, :func:`oymak_theorem2_as_printed`. For labels +-1 the first term is
+    at least ``2 Gamma R sqrt(B / lambda_max(K_alpha))``: for a loss in [0, 1] it needs a kernel
+    that makes many rows alike, ``lambda_max(K_alpha) > 4 R^2 B``.
 
     Parameters
     ----------
@@ -81,7 +78,7 @@ def oymak_theorem2(
     Raises
     ------
     ValueError
-        For a K that is not square and finite, y that does not fit, or a number out of range.
+        If K is not square and finite, y does not fit, or a number is out of range.
 
     Examples
     --------
@@ -130,8 +127,8 @@ def oymak_theorem2_as_printed(
         L(f_selected) <= min_alpha 2 Gamma sqrt(B y'K_alpha^-1 y / n_T) + the rest
 
     B bounds single feature maps, and phi_alpha can be R times as long. With one map, Delta = {s},
-    the predictor does not depend on s, and K is proportional to s^2: for random labels, which
-    nothing predicts, the first term is 2.1 / s, as small as one likes.
+    the predictor does not depend on s, and K is proportional to s^2: for random labels the first
+    term is 2.1 / s, as small as one likes.
 
     Parameters
     ----------
@@ -149,20 +146,19 @@ def oymak_theorem2_as_printed(
     Returns
     -------
     Bound
-        As printed; ``assumptions`` says whether R is at most 1.
+        ``assumptions`` says whether R is at most 1.
 
     Raises
     ------
     ValueError
-        For a K that is not square and finite, y that does not fit, or a number out of range.
+        If K is not square and finite, y does not fit, or a number is out of range.
 
     Examples
     --------
     >>> K, y = 100**2 * jnp.eye(8), jnp.ones(8)  # s = 100
     >>> options = {"h": 1, "B": 1.0, "R": 100.0, "lambda0": 1e4, "C": 1.0}
-    >>> printed = oymak_theorem2_as_printed(K, y, 8, **options)
-    >>> corrected = oymak_theorem2(K, y, 8, **options)
-    >>> [round(float(bound.terms["training"]), 4) for bound in (printed, corrected)]
+    >>> bounds = [f(K, y, 8, **options) for f in (oymak_theorem2_as_printed, oymak_theorem2)]
+    >>> [round(float(bound.terms["training"]), 4) for bound in bounds]
     [0.02, 2.0]
     """
     bound = oymak_theorem2(K, y, n_valid, R=R, **options)
@@ -210,8 +206,8 @@ def oymak_theorem3(
     B : scalar
         Bounds |sigma'| and |sigma''| of all of them.
     activations : sequence of Activation, optional
-        Those of :mod:`ntk`: to check that sigma'' exists. Of other functions that is not checked
-        beyond their kinks.
+        Those of :mod:`ntk`, to check that sigma'' exists; of other functions only the kinks are
+        checked.
     t : float
     epsilon : scalar
         What finite width and time cost.
@@ -226,16 +222,14 @@ def oymak_theorem3(
     Raises
     ------
     ValueError
-        For a K that is not square and finite, y that does not fit, or a number out of range.
+        If K is not square and finite, y does not fit, or a number is out of range.
 
     Notes
     -----
-    Limits that the paper does not mention. Its Delta, any subset of the unit l1 ball, must not come
-    near 0, where ``K_(s alpha) = s^2 K_alpha`` has no lower bound. The simplex is fine where no
-    activations cancel, but the smallest eigenvalue over it need not be at a vertex. ReLU, named as
-    a candidate and used in Figure 2, and LeakyReLU have no bounded sigma''. And f_0 at
-    initialisation has the variance ``c_0 Var sigma_alpha(g)``, not 0: hidden in "a proper choice of
-    c_0".
+    The paper does not mention three limits. Its Delta, any subset of the unit l1 ball, must not
+    come near 0, where ``K_(s alpha) = s^2 K_alpha`` has no lower bound; on the simplex, the
+    smallest eigenvalue need not be at a vertex. ReLU (used in Figure 2) and LeakyReLU have no
+    bounded sigma''. And f_0 at initialisation has the variance ``c_0 Var sigma_alpha(g)``, not 0.
 
     Examples
     --------

@@ -17,24 +17,10 @@ from bilevel.internal.checks import at_least_float32, check_finite, real_array
 class Columns:
     """Features [n, h, p] made a few of their p columns at a time.
 
-    Attributes
-    ----------
-    block : ``block(j) -> [n, h, b]``
-        Columns ``j b`` to ``(j + 1) b``; ``j`` is traced. Zeros in the place of columns beyond p.
-    count : int
-        Number of blocks, p / b rounded up.
-
-    Notes
-    -----
-    A function made by ``jax.tree_util.Partial`` passes its arrays as arguments. Others are compiled
-    once per function object, and the arrays they close over are compiled in.
-
-    Examples
-    --------
-    >>> from bilevel.theory.spectral import spectral_alpha
-    >>> features = Columns(lambda j: jnp.full((5, 2, 100), j), 3)  # p = 300
-    >>> spectral_alpha(features, jnp.ones(5)).round(4)
-    Array([0.7071, 0.7071], dtype=float...)
+    ``block(j) -> [n, h, b]`` makes columns ``j b`` to ``(j + 1) b`` for a traced ``j``, with zeros
+    in the place of columns beyond p. ``count`` is the number of blocks, p / b rounded up. A
+    ``block`` made by ``jax.tree_util.Partial`` passes its arrays as arguments. Others are compiled
+    once per function object, with the arrays they close over.
     """
 
     block: Callable[[Any], jax.Array]

@@ -34,36 +34,28 @@ def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = Fal
     Returns
     -------
     array [h]
-        Unit norm; the sign, which nothing determines, is such that its sum is not negative.
-        Differentiable where the top eigenvalue is simple.
+        Unit norm, with a sum that is not negative (nothing determines the sign). Differentiable
+        where the top eigenvalue is simple.
 
     Raises
     ------
     ValueError
         If shapes do not fit, something is empty, or concrete numbers are not finite.
 
-    Notes
-    -----
-    The paper's features are uncorrelated and of one size. Where map i has features twice as large,
-    row i of M is twice as large whatever the labels, and two maps that are alike add up their
-    noise. Let the rows of X have covariance A, so that ``X = A^(1/2) Z`` and the truth is
-    ``y = alpha*' X theta*``: M then leans to ``A alpha*``. In the coordinates ``A^(1/2) alpha`` the
-    problem is the theorem's; there its estimate is ``A^(1/2) alpha`` with
+    The paper's features are uncorrelated and of one size. With rows of covariance A, M leans to
+    ``A alpha*``: larger maps and maps that are alike weigh more. ``whiten`` takes instead
 
-        alpha maximises  (alpha' M M' alpha) / (alpha' A alpha)
+        alpha that maximises  (alpha' M M' alpha) / (alpha' A alpha)
 
-    which ``whiten`` does, A replaced by the noise Gram matrix, proportional to A up to a relative
-    2/p. Theorem 4 and its limits then hold for the correlation in the inner product of A, which is
-    the one of predictions. The ratio is ``y' K_alpha y`` over its expectation for labels of
-    random signs, a kernel's alignment with the labels.
+    with the noise Gram matrix, proportional to A up to a relative 2/p, for A. Theorem 4 and its
+    limits then hold for the correlation in the inner product of A, that of predictions. The ratio
+    is ``y' K_alpha y`` over its expectation for labels of random signs, a kernel's alignment with
+    the labels. Between maps that are alike the estimate may have large entries of opposite sign;
+    :func:`simplex_start` takes it to the simplex.
 
-    Between maps that are alike the estimate may have large entries of opposite sign, a small
-    difference of predictions; :func:`simplex_start` takes it to the simplex.
-
-    What this does not undo is dependence across columns, on which the theorem is silent too: the
-    ratio sees how much of a kernel's trace the labels align with, not what ridge regression makes
-    of the rest. For one-vs-rest labels of 150 digits it chooses GELU, a good choice; with the
-    labels' means taken off the nearly linear sigmoid, the worst of six activations.
+    Dependence across columns is not undone. The ratio sees how much of a kernel's trace the labels
+    align with, not what ridge regression makes of the rest: for one-vs-rest labels of 150 digits it
+    chooses GELU, a good choice; without the labels' means, the worst of six activations.
 
     Time: c n h p, and h^2 (c p + h); whitened n h^2 p more; with kernels c h^2 n^2. Memory:
     h (n + c) b for blocks of b columns, h p (n + c) for an array.
@@ -185,14 +177,11 @@ def simplex_start(
         (1 - uniform) a / sum(a) + uniform / h,
         a = argmin_{a >= 0} (a - s alpha)' N (a - s alpha),   s = 1 or -1 (the longer a)
 
-    The length of ``a`` does not matter, since the weights make up for it: what counts is the angle
-    to ``alpha``, and the nearest point with nonnegative entries is at the smallest angle. Without
-    ``noise`` N is the identity, and negative entries become 0. With it, distances are those of
-    predictions: where activations are alike, large entries of opposite sign are a small difference.
-
-    The uniform part is for the search: exponentiated gradient multiplies, and would leave an entry
-    that starts at 0 there. From ``uniform / h`` it takes about ``log(h / uniform)`` over the
-    learning rate steps to return to order 1.
+    Without ``noise`` N is the identity, and negative entries become 0. With it, distances are those
+    of predictions: for activations that are alike, large entries of opposite sign are a small
+    difference. The uniform part is for the search: exponentiated gradient would leave an entry at 0
+    there. From ``uniform / h`` an entry takes about ``log(h / uniform)`` over the learning rate
+    steps to return.
 
     Parameters
     ----------
@@ -215,8 +204,8 @@ def simplex_start(
 
     Notes
     -----
-    With ``noise``: 200 sweeps of coordinate descent, h^2 operations each. Where directions are
-    nearly alike, entries are not at the least distance after them, the angle is: to 1e-3 or so.
+    With ``noise``: 200 sweeps of coordinate descent, h^2 operations each. For nearly equal
+    directions the angle is right to 1e-3 or so after them, the entries need not be.
 
     Examples
     --------

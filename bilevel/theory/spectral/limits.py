@@ -38,28 +38,25 @@ def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
     Returns
     -------
     SpectralLimits
-        ``risk`` and ``excess`` are infinite where p = n, as that of least squares is, unless
-        h_over_n is 0.
+        ``risk`` and ``excess`` are infinite where p = n, as for least squares, unless h_over_n is
+        0.
 
     Raises
     ------
     ValueError
-        For a concrete number out of range.
+        If a concrete number is out of range.
 
     Notes
     -----
-    Derivation. Given y, ``M = |y|^2 alpha* theta*' + |y| Z`` with Z standard Gaussian but for the
-    entry along ``alpha* theta*'``: a rank-1 perturbation of size ``sqrt(n/p)`` of a Gaussian matrix
-    of variance 1/p, whose top left singular vector is known in the limit (Benaych-Georges &
-    Nadakuditi 2012). T is independent of alpha^, so that with ``g`` of variance 1 independent of
-    the features, ``y = rho theta*' phi + sqrt(1 - rho^2) g``: least squares with noise.
+    Given y, M is a rank-1 perturbation of size ``sqrt(n/p)`` of a Gaussian matrix of variance 1/p,
+    whose top left singular vector is known in the limit. T is independent of alpha^, so that the
+    second stage is least squares with noise of variance ``1 - rho^2``.
 
-    So ``p h = n^2`` is the threshold, sharp, which the paper found "necessary" up to a constant,
-    for p < n too. And its constants are large: ``1 - rho^2 <= 2 P H`` in place of 64 in (11), and
-    the excess risk is at most ``2.25 H / (1 - 1/P)``, attained as H -> 0 at P = 2, in place of 200
-    in (12). As (11) is empty unless ``P H < 1/64``, its condition ``P H <= 1/6`` never binds.
-    Finite sizes are kinder: with n = 200 the mean squared correlation is 0.33 where the limit is
-    0.18 (P = 8, H = 0.1), and 0.11 at P H = 1.2, beyond the threshold.
+    ``p h = n^2`` is the sharp threshold, which the paper found "necessary" up to a constant. Its
+    constants are large: ``1 - rho^2 <= 2 P H`` in place of 64 in (11), and the excess risk is at
+    most ``2.25 H / (1 - 1/P)`` in place of 200 in (12). Finite sizes are kinder: for n = 200 the
+    mean squared correlation is 0.33 where the limit is 0.18 (P = 8, H = 0.1), and 0.11 at P H =
+    1.2.
 
     References
     ----------
@@ -111,9 +108,9 @@ class SpectralSample(NamedTuple):
 def spectral_sample(key: chex.PRNGKey, n: int, p: int, h: int) -> SpectralSample:
     """One run of Theorem 4's experiment: the same distribution from far fewer random numbers.
 
-    It draws h p + n p Gaussian numbers in place of 2 n h p. The matrix M of the first stage comes
-    from the decomposition in :func:`spectral_limits`, with ``|y|^2`` chi-squared of n degrees of
-    freedom; for the second stage only the mixed features are drawn.
+    It draws h p + n p Gaussian numbers in place of 2 n h p: M comes from its decomposition, with
+    ``|y|^2`` chi-squared of n degrees of freedom; for the second stage only mixed features are
+    drawn.
 
     Parameters
     ----------
@@ -122,14 +119,11 @@ def spectral_sample(key: chex.PRNGKey, n: int, p: int, h: int) -> SpectralSample
         Rows in V, and in T.
     p, h : int
 
-    Returns
-    -------
-    SpectralSample
 
     Raises
     ------
     ValueError
-        For what is no key, or a size under 1.
+        If ``key`` is not a PRNG key, or a size is under 1.
 
     Examples
     --------

@@ -1,19 +1,9 @@
 """What the networks of NAS-Bench-201 reach when trained: the published benchmark as arrays.
 
-Three files, of which two come with the package: ``tables/README.md`` says where they are from. A
-file of the same name, plain, ``.gz`` or ``.xz``, in ``$BILEVEL_DATA/nasbench201`` or else in the
-user cache, ``pooch.os_cache("bilevel")/nasbench201``, goes before them. Nothing is downloaded, and
-content is checked before it is used.
-
-=====================================  ======  ========================  ==================
-file                                   rows    read by                   is there
-=====================================  ======  ========================  ==================
-``nasbench201_results.csv``            15,625  :func:`load_table`        with the package
-``nasbench201_cifar10_split.csv``      50,000  :func:`cifar10_split`     with the package
-``nasbench201_published_scores.csv``   9,445   :func:`published_scores`  once it is made
-=====================================  ======  ========================  ==================
-
-Accuracies are percentages. The sets of images are
+Two of three files come with the package: ``tables/README.md`` names their sources. A file of the
+same name, plain, ``.gz`` or ``.xz``, in ``$BILEVEL_DATA/nasbench201`` or else in the user cache,
+``pooch.os_cache("bilevel")/nasbench201``, goes before them. Nothing is downloaded, and content is
+checked before it is used. Accuracies are percentages. The sets of images are
 
 ===================  ===============================================================
 cifar10-valid        trained on one half of the 50,000 training images, tested on the other
@@ -90,29 +80,17 @@ FILES = {
 
 
 class BenchmarkTable(NamedTuple):
-    """The benchmark's results, rows in the order of :func:`genotypes`.
-
-    Attributes
-    ----------
-    genotypes : tuple of 15,625
-    accuracy : dict of float64 [15625], by ``SETS``
-        After 200 epochs, the mean over two (7,456 networks) or three runs of different seeds.
-    early : dict of float64 [15625], by ``SETS``
-        After a training of 12 epochs with a schedule of its own, one run.
-    runs : dict of float64 [15625, 3], by ``RUN_SETS``
-        After 200 epochs, run by run; NaN where there is no third.
-    train_seconds : dict of float64 [15625], by "cifar10", "cifar100", "imagenet16"
-        What 200 epochs took the benchmark's authors; of CIFAR-10 on half the training images.
-    official_index : int64 [15625]
-        The benchmark's own index of each network.
-    """
+    """The benchmark's results, rows in the order of :func:`genotypes`."""
 
     genotypes: tuple[Genotype, ...]
+    # By SETS: after 200 epochs, the mean over two (7,456 networks) or three runs of other seeds.
     accuracy: dict[str, np.ndarray]
-    early: dict[str, np.ndarray]
-    runs: dict[str, np.ndarray]
+    early: dict[str, np.ndarray]  # by SETS: one run of 12 epochs with its own schedule
+    runs: dict[str, np.ndarray]  # by RUN_SETS, [15625, 3]: 200 epochs; NaN without a third run
+    # By "cifar10", "cifar100", "imagenet16": what 200 epochs took the benchmark's authors; of
+    # CIFAR-10 on half the training images.
     train_seconds: dict[str, np.ndarray]
-    official_index: np.ndarray
+    official_index: np.ndarray  # int64: the benchmark's own index of each network
 
 
 def load_table() -> BenchmarkTable:

@@ -44,7 +44,6 @@ def command_line(
     full: bool = False,
     work: Callable[..., Iterable[Row]] | None = None,
     peers: Sequence[str] = (),
-    compares: Callable[[argparse.Namespace], bool] = lambda parsed: True,
     **flags: dict[str, Any],
 ) -> argparse.Namespace:
     """Parse the flags of a run. ``--table`` and ``--worker`` are answered here and end the process.
@@ -60,8 +59,6 @@ def command_line(
     peers : sequence of str
         Distributions that the script compares with. The default and the full size request all of
         them, ``--quick`` and ``--smoke`` none; ``--peers`` names others.
-    compares : function, optional
-        Whether a run with the parsed flags requests peers by default, if only some runs do.
     **flags
         Flags of the script itself, as options of ``add_argument``.
 
@@ -69,8 +66,8 @@ def command_line(
     -------
     argparse.Namespace
         ``size`` is "smoke", "quick", "default" or "full"; ``small`` is true for the first two.
-        ``results`` is the file for the rows, None for small sizes. ``peers`` lists the requested
-        peers, which are all installed.
+        ``results`` is the file for the rows; without ``--results`` it is None for small sizes and
+        if a peer is missing. ``peers`` lists the requested peers, which are all installed.
 
     Raises
     ------
@@ -110,12 +107,15 @@ def command_line(
     parsed.small = parsed.smoke or parsed.quick
     parsed.size = "full" if full and parsed.full else "default"
     parsed.size = "smoke" if parsed.smoke else "quick" if parsed.quick else parsed.size
-    if not (parsed.results or parsed.small):
+    own = not (parsed.results or parsed.small)
+    if own:
         parsed.results = RESULTS / f"{name}{'_full' * (parsed.size == 'full')}.jsonl"
     if peers:
         if parsed.peers is None:
-            parsed.peers = [] if parsed.small or not compares(parsed) else list(peers)
+            parsed.peers = [] if parsed.small else list(peers)
         require(*parsed.peers)
+        if own and {*parsed.peers} != {*peers}:
+            parsed.results = None
     return parsed
 
 
@@ -233,12 +233,6 @@ def named(path: Path | None, *parts: str) -> Path | None:
     """The script's own results file with ``parts`` in its name; another file, or none, as it is."""
     own = path is not None and path.parent == RESULTS
     return path.with_stem("_".join([path.stem, *parts])) if own else path
-
-
-def committed(path: Path | None, peers: Iterable[str], every: Iterable[str]) -> Path | None:
-    """``path``; None if it is the script's own results file and not ``every`` peer was measured."""
-    own = path is not None and path.parent == RESULTS
-    return None if own and set(peers) != set(every) else path
 
 
 def read(path: Path) -> list[Row]:

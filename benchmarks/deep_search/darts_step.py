@@ -474,7 +474,7 @@ def main() -> None:
     rows = [harness.environment("flax", "optax", "torch", **about), *rows]
     accelerated = any(row.get("platform") not in (None, "cpu") for row in rows)
     parts = ["gpu"] * accelerated + [flags.dtype] * (flags.dtype != "float32")
-    path = harness.named(harness.committed(flags.results, flags.peers, ["torch"]), *parts)
+    path = harness.named(flags.results, *parts)
     harness.finish(rows, path, report)
 
 

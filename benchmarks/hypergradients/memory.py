@@ -102,8 +102,7 @@ def main() -> None:
     flags = harness.command_line(__file__, __doc__, report, peers=("jaxopt",))
     steps = SMOKE if flags.smoke else STEPS
     rows = [harness.environment("jaxopt", n=N, p=P, dtype="float32"), *measure(steps, flags.peers)]
-    path = harness.committed(flags.results, flags.peers, ["jaxopt"])
-    harness.finish(rows, path, report)
+    harness.finish(rows, flags.results, report)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,9 @@ for float64 the difference of the two is shown, with our own bound.
 
     python benchmarks/kernels/network_kernels.py               # some ten minutes
     python benchmarks/kernels/network_kernels.py --quick --peers neural-tangents   # with stax
-    python benchmarks/kernels/network_kernels.py --myrtle 1000 --minutes 10   # Myrtle-5's kernel
-
-The last goes on where an earlier run ended, block by block, until all 500,500 pairs are there: some
-four hours of a core, and half of that where two of it run at once. The row comes with the last
-block.
 """
 
-import itertools
 import math
-import os
-import random
 import time
 
 import jax
@@ -37,7 +29,6 @@ STD = {"W_std": math.sqrt(WEIGHTS[0]), "b_std": math.sqrt(WEIGHTS[1])}
 ACTIVATIONS = ("relu", "erf", "gelu", "tanh")
 PEER = "neural-tangents"
 ENDS = "conv, pooling", "tanh"  # where theirs ends the process, which is a limit that we know
-BLOCK = 50  # images on a side of what --myrtle writes at a time
 
 
 def activation(name):
@@ -168,69 +159,6 @@ def work(part, *what):
     yield {"part": "float32", "network": "Myrtle-5, CIFAR-10", "error": error, "bound": bound}
 
 
-def whole_myrtle(n, minutes, path) -> None:
-    """The kernel of ``n`` images in float32, each block a file in a folder next to the results.
-
-    Processes that run at once each take the blocks in an order of their own, and none that is
-    there. Whoever finds all of them there writes the row of the results.
-    """
-    folder = path.with_suffix(f".myrtle{n}")
-    folder.mkdir(exist_ok=True)
-    net, x, start = myrtle(), jnp.asarray(images(n), jnp.float32), time.perf_counter()
-    pairs = list(itertools.combinations_with_replacement(range(0, n, BLOCK), 2))
-    store = {(i, j): folder / f"{i}_{j}.npz" for i, j in pairs}
-    for i, j in random.sample(pairs, len(pairs)):
-        if store[i, j].exists():
-            continue
-        if time.perf_counter() - start > 60 * minutes:
-            print(f"{sum(p.exists() for p in store.values())} of {len(pairs)} blocks in {folder}")
-            return
-        clock = time.process_time()
-        kernels = net.kernel(x[i : i + BLOCK], None if i == j else x[j : j + BLOCK])
-        kept = {name: np.asarray(getattr(kernels, name)) for name in ("ntk", "error")}
-        spent = {"seconds": time.process_time() - clock, "peak_mb": harness.resident_peak()}
-        half = folder / f"{os.getpid()}.tmp.npz"
-        np.savez(half, **kept, **spent)
-        half.replace(store[i, j])
-    row = {"part": "myrtle", "n": n} | collected(n, store)
-    others = [r for r in harness.read(path) if (r.get("part"), r.get("n")) != ("myrtle", n)]
-    harness.write(path, [*others, row])
-    print(row)
-
-
-def collected(n, store) -> dict:
-    """What all the blocks took, and what is to be said of the kernel that they make."""
-    whole = {name: np.empty((n, n), np.float32) for name in ("ntk", "error")}
-    blocks = {pair: dict(np.load(file)) for pair, file in store.items()}
-    for (i, j), block in blocks.items():
-        for name, kernel in whole.items():
-            kernel[i : i + BLOCK, j : j + BLOCK] = block[name]
-            kernel[j : j + BLOCK, i : i + BLOCK] = block[name].T
-    seconds = float(sum(block["seconds"] for block in blocks.values()))
-    peak = float(max(block["peak_mb"] for block in blocks.values()))
-    return {"seconds": seconds, "peak_mb": peak} | judged(whole["ntk"], whole["error"])
-
-
-def judged(kernel, error) -> dict:
-    """Of the whole kernel: how small its eigenvalues are, and what it tells from CIFAR-10."""
-    import bilevel.data
-
-    jax.config.update("jax_enable_x64", True)
-    kernel, error = np.asarray(kernel, float), np.asarray(error, float)
-    labels = bilevel.data.load("cifar10", train_size=10_000).y_train[: len(kernel)]
-    y = np.eye(10)[np.asarray(labels)] - 0.1
-    mean = np.trace(kernel) / len(kernel)
-    gap = np.asarray(ntk.kernel_regression(kernel, y, penalty=1e-4 * mean).leave_one_out())
-    bound = ntk.certified_min_eigenvalue(kernel, entry_error=error)
-    return {
-        "smallest": float(ntk.min_eigenvalue(kernel)),
-        "mean": float(mean),
-        "certified": float(bound),
-        "error": float(error.max() / kernel.max()),
-        "accuracy": float(np.mean((y - gap).argmax(1) == y.argmax(1))),
-    }
-
-
 def report(rows) -> str:
     lines = []
     for row in harness.where(rows, part="comparison"):
@@ -251,14 +179,6 @@ def report(rows) -> str:
     for row in rows:
         if "failed" in row:
             text += f"\n\nFailed: {row.get('case')}: {row['failed']}"
-    for row in harness.where(rows, part="myrtle"):
-        n, hours, peak = row["n"], row["seconds"] / 3600, row["peak_mb"] / 1e3
-        each = row["seconds"] / (n * (n + 1) / 2) * 1e3
-        text += f"\n\nMyrtle-5 of {n:,} CIFAR-10 images, float32: {hours:.1f} hours of a core "
-        text += f"({each:.0f} ms a pair), peak {peak:.1f} GB. Smallest eigenvalue "
-        text += f"{row['smallest']:.2g} (their mean is {row['mean']:.2g}; certified: at least "
-        text += f"{row['certified']:.2g}), entries to {row['error']:.0e} of the largest. Kernel "
-        text += f"regression, each image left out in turn: {row['accuracy']:.1%} right."
     return text
 
 
@@ -269,14 +189,7 @@ def main() -> None:
         report,
         work=work,
         peers=(PEER,),
-        myrtle={"type": int, "help": "the whole kernel of so many images, resumed"},
-        minutes={"type": float, "default": 10.0},
     )
-    if flags.small:
-        harness.unused(flags, "myrtle", "minutes")
-    if flags.myrtle:
-        whole_myrtle(flags.myrtle, flags.minutes, flags.results)
-        return
     rows, alone = [harness.environment(PEER)], not flags.peers
     cases = [("compare", name, kind, flags.small) for name in NETWORKS for kind in ACTIVATIONS]
     if flags.small:
@@ -291,9 +204,7 @@ def main() -> None:
             measurements = [row | {"theirs_failed": theirs} for row in measurements]
         rows += [row | {"case": case[1:3]} for row in measurements]
         print(rows[-1], flush=True)
-    if flags.results and flags.peers:  # hours of work
-        rows += harness.where(harness.read(flags.results), part="myrtle")
-    harness.finish(rows, harness.committed(flags.results, flags.peers, [PEER]), report)
+    harness.finish(rows, flags.results, report)
 
 
 if __name__ == "__main__":

@@ -214,8 +214,7 @@ def main() -> None:
     flags = harness.command_line(__file__, __doc__, report, work=work, peers=("neural-tangents",))
     rows = [harness.environment("neural-tangents")]
     rows += harness.in_own_process(__file__, flags.size, flags.peers, one_core=True)
-    path = harness.committed(flags.results, flags.peers, ["neural-tangents"])
-    harness.finish(rows, path, report)
+    harness.finish(rows, flags.results, report)
 
 
 if __name__ == "__main__":

@@ -230,7 +230,7 @@ PEERS = "torch", "torchopt", "scikit-image"
 def main():
     flags = harness.command_line(__file__, __doc__, report, peers=PEERS)
     rows = [environment(*PEERS, "scikit-learn"), *measured(flags.size, flags.peers)]
-    harness.finish(rows, harness.committed(flags.results, flags.peers, PEERS), report)
+    harness.finish(rows, flags.results, report)
 
 
 if __name__ == "__main__":

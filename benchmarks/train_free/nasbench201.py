@@ -590,7 +590,7 @@ def main() -> None:
     accelerated = any(row.get("platform") not in (None, "cpu") for row in rows)
     parts = ["gpu"] * accelerated + [f"batch{sizes.together}"] * (sizes.together > 1)
     parts += [sizes.dtype] * (sizes.dtype != "float32")
-    path = harness.committed(flags.results, flags.peers, ["torch"])
+    path = flags.results
     path = harness.named(path, *parts)
     harness.finish(with_others(rows, path) if path else rows, path, report)
 

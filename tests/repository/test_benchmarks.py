@@ -323,15 +323,14 @@ def test_a_requested_peer_that_is_missing_ends_with_status_1(harness, monkeypatc
     for words, peers in ((["--quick"], []), (["--smoke"], []), (["--peers"], [])):
         assert flags(harness, monkeypatch, *words, **options).peers == peers
     assert flags(harness, monkeypatch, "--peers", "numpy", **options).peers == ["numpy"]
-    assert flags(harness, monkeypatch, compares=lambda parsed: False, **options).peers == []
 
 
-def test_the_committed_results_are_those_with_all_peers(harness, tmp_path):
-    own, named = harness.RESULTS / "script.jsonl", tmp_path / "script.jsonl"
-    assert harness.committed(own, ["a", "b"], ["b", "a"]) == own
-    assert harness.committed(own, ["a"], ["a", "b"]) is None
-    assert harness.committed(named, [], ["a"]) == named
-    assert harness.committed(None, [], ["a"]) is None
+def test_the_committed_results_are_those_with_all_peers(harness, monkeypatch):
+    options = {"peers": ("numpy", "jax")}
+    assert flags(harness, monkeypatch, **options).results == harness.RESULTS / "script.jsonl"
+    assert flags(harness, monkeypatch, "--peers", "numpy", **options).results is None
+    words = "--peers", "--results", "named.jsonl"
+    assert flags(harness, monkeypatch, *words, **options).results.name == "named.jsonl"
 
 
 @pytest.mark.parametrize(

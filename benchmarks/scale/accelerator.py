@@ -442,7 +442,9 @@ def main() -> None:
         only={"nargs": "*", "choices": list(PARTS), "help": "these parts alone"},
         part={"help": argparse.SUPPRESS},  # what a process of its own is told
     )
-    out, small = flags.results, f"--{flags.size}" if flags.small else ""
+    # Most parts have no peer: without PyTorch too the rows go to the script's own file.
+    out = flags.results or harness.RESULTS / "accelerator.jsonl"
+    small = f"--{flags.size}" if flags.small else ""
     if flags.part:
         work(flags.part, Run(small, time.time() + 60 * flags.minutes, flags.peers), out)
         return

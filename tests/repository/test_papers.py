@@ -1,7 +1,6 @@
 """What the benchmarks of the papers' experiments make of their rows, and what they search."""
 
 import itertools
-import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -78,29 +77,6 @@ def test_each_finding_is_graded_by_its_own_rule():
     assert grades(p[:, ::-1], skips)[1] == 2
     assert grades(p, np.where(np.arange(LAYERS - 1) < 3, 0.2, skips))[2] == 1
     assert grades(p, 1 - skips)[2] == 2
-
-
-def test_a_search_of_the_papers_sizes_differs_in_nothing_that_it_says():
-    sizes, reading = {"width": 1024}, {"unit": True, "parametrization": "as_printed"}
-    reading |= {"held_out": True, "moves": "in turn"}
-    differences = activation_skip_tables.differences
-    assert differences(sizes, reading, 5) == "nothing that it says"
-    assert "at once" in differences(sizes, reading | {"moves": "jointly"}, 5)
-    assert "width (128 for 1024)" in differences({"width": 128}, reading, 5)
-
-
-def identities():
-    sizes = activation_skip_search.SIZES["full"]
-    searches = activation_skip_search.all_searches(sizes, sizes.searches, (1, 2), None)
-    yield [row for row, _ in searches]
-    yield [row for row, _ in lipschitz.tasks(lipschitz.SIZES["default"])]
-
-
-@pytest.mark.parametrize("rows", list(identities()), ids=["skips", "lipschitz"])
-def test_rows_are_known_again_by_what_identifies_them(rows):
-    lines = [json.dumps(row) for row in rows]
-    assert len(set(lines)) == len(rows)
-    assert [json.loads(line) for line in lines] == rows
 
 
 def figure_row(width, index):

@@ -19,7 +19,7 @@ def size(low=-3.0, high=6.0):
 
 
 rows = integers(1, 10**7).map(float)
-delta = st.floats(0.001, 0.3)
+delta = st.floats(0.001, 0.24)
 
 
 def vector(low, high, count=3):

@@ -76,24 +76,3 @@ def test_a_run_that_crashed_in_training_ends_as_one_that_did_not(tmp_path, capsy
         np.testing.assert_allclose(arrays["alpha_reduce_0"].sum(-1), 1, atol=1e-5)
     for picture in ("search.png", "genotype.png"):
         assert (run / picture).stat().st_size > 10_000
-
-
-@pytest.mark.long
-def test_mistakes_are_one_sentence_and_leave_no_run_directory(tmp_path, capsys):
-    run = tmp_path / "run"
-    for flags, sentence in {
-        ("--batch-size", "41"): "batch_size: expected at most the 40 rows of a split, got 41.",
-        ("--operations", "conv_7x7"): "operations: expected names among none, max_pool_3x3",
-        ("--pixels", "2", "--cells", "3"): "shape: expected images [h, w, c] of at least 4 x 4",
-        ("--pixels", "0"): "pixels: expected at least 1, got 0.",
-        ("--drop-path", "1"): "drop_path: expected under 1, got 1.0.",
-        ("--auxiliary",): "auxiliary: expected at least 8 x 8 pixels after two reductions",
-        ("--random", "-1"): "random: expected at least 0, got -1.",
-    }.items():
-        assert search(run, *flags) == 2
-        assert capsys.readouterr().err.startswith(f"bilevel: {sentence}")
-    assert not run.exists()
-    run.mkdir()
-    (run / "config.json").write_text('{"parametrization": "ntk", "seed": 0}')
-    assert search(run, "--resume") == 2
-    assert "expected a run of this command and space" in capsys.readouterr().err

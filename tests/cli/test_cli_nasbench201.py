@@ -128,27 +128,6 @@ def test_the_cost_of_a_search_is_counted_in_networks():
         supernet_cost(())
 
 
-def test_mistakes_are_one_sentence_and_leave_no_run_directory(tmp_path, capsys, known):
-    run = tmp_path / "run"
-    for flags, sentence in {
-        ("--batch-size", "41"): "batch_size: expected at most the 40 rows of a split, got 41.",
-        ("--operations", "conv_7x7"): "operations: expected names among none, skip_connect",
-        ("--pixels", "2"): "x: expected images [n, h, w, c] of at least 4 x 4 pixels",
-        ("--pixels", "0"): "pixels: expected at least 1, got 0.",
-        ("--cells", "0"): "cells: expected at least 1, got 0.",
-        ("--resume",): "out: expected the directory of a run",
-    }.items():
-        assert search(run, *flags) == 2
-        error = capsys.readouterr().err
-        assert error.startswith(f"bilevel: {sentence}")
-        assert error.count("\n") == 1
-    assert not run.exists()
-    run.mkdir()
-    (run / "config.json").write_text('{"auxiliary": false, "cells": 3, "seed": 0}')
-    assert search(run, "--resume") == 2
-    assert "expected a run of this command and space, got one with aux" in capsys.readouterr().err
-
-
 def test_with_a_damaged_table_nothing_is_searched(tmp_path, capsys, monkeypatch):
     file = tmp_path / "data" / "nasbench201" / table.RESULTS
     file.parent.mkdir(parents=True)

@@ -101,14 +101,6 @@ def vector(key, apply, params, batch):
     return apply(params, batch[0])[0]
 
 
-def several(key, apply, params, batch):
-    return {"a": jnp.zeros(())}
-
-
-def wave(key, apply, params, batch):
-    return jnp.zeros((), complex)
-
-
 def drawn(key, apply, params, batch):
     return jax.random.fold_in(key, 1)
 
@@ -166,8 +158,6 @@ def test_scores_of_ones_own_are_ranked_with_builtin_ones_and_resumed(own_scores,
         (["own_scores:number"], "expected own_scores:number to be a function, got 3"),
         (["own_scores:of_two"], "to be a function of 4 arguments, got own_scores:of_two"),
         (["own_scores:vector"], r"expected own_scores:vector to return a real scalar, got float32"),
-        (["own_scores:several"], "expected own_scores:several to return a real scalar, got a dict"),
-        (["own_scores:wave"], "expected own_scores:wave to return a real scalar, got complex"),
         (["own_scores:drawn"], r"expected own_scores:drawn to return a real scalar, got key<"),
         (["l2_norm", "own_scores:in_numpy"], "own_scores:in_numpy to be a function that JAX can"),
         (["own_scores"], "expected names among .*, or MODULE:FUNCTION, got own_scores"),
@@ -182,25 +172,6 @@ def test_mistakes_in_scores_of_ones_own_are_one_sentence(
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and not pathlib.Path("run").exists()
     assert re.search(f"scores: .*{message}", error), error
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--scores", "nas"], "scores: expected names among"),
-        (["--networks", "2"], r"networks: expected 3 \(--k\) to 15625"),
-        (["--batch-size", "1"], "batch_size: expected at least 2, got 1"),
-        (["--batch-size", "33"], "batch_size: expected at most the 32 training rows, got 33"),
-        (["--pool", "2"], "k: expected at most the 2 of --pool"),
-        (["--channels", "0", "--no-judged"], "channels: expected at least 1"),
-    ],
-)
-def test_mistakes_are_one_sentence(tmp_path, capsys, flags, message):
-    assert main([*SMALL, *flags, "--out", str(tmp_path / "run")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and not (tmp_path / "run").exists()
-
-    assert re.search(message, error), error
 
 
 def test_with_a_damaged_table_the_command_names_it(tmp_path, capsys, monkeypatch):

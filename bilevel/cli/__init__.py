@@ -13,7 +13,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from bilevel.cli.flags import commands, deep_searches, from_config_file, quick, rules
 from bilevel.cli.runtime import compilation_cache, interrupts, invocation
@@ -96,16 +95,12 @@ def _exit_status(arguments: Sequence[str] | None) -> int:
     except (ValueError, FloatingPointError) as error:
         return _said(str(error), 2)
     except RuntimeError as error:
-        if not _is_lost_process(error):
+        from bilevel.internal.processes import LostProcessError
+
+        if not isinstance(error, LostProcessError):
             raise
         return _said(str(error), 1)
     return 0
-
-
-def _is_lost_process(error: Exception) -> bool:
-    from bilevel.internal.processes import LostProcessError
-
-    return isinstance(error, LostProcessError)
 
 
 def _said(sentence: str, status: int) -> int:
@@ -114,14 +109,14 @@ def _said(sentence: str, status: int) -> int:
 
 
 def _run_command(arguments: Sequence[str]) -> None:
-    if _asks_version(arguments):
-        print(
-            "bilevel {bilevel}, jax {jax}, jaxlib {jaxlib}, Python {python}".format(
-                **invocation.versions()
-            )
-        )
+    if "--version" in arguments and arguments[0] in ("--version", *_COMMANDS):
+        versions = "bilevel {bilevel}, jax {jax}, jaxlib {jaxlib}, Python {python}"
+        print(versions.format(**invocation.versions()))
     elif (parsed := parse_flags(arguments)) is None:
-        _print_devices()
+        import jax
+
+        devices = ", ".join(map(str, jax.devices()))
+        print(f"bilevel {invocation.versions()['bilevel']}, jax {jax.__version__} on {devices}")
     else:
         config, output = parsed
         config.check()
@@ -150,11 +145,6 @@ def _run_command(arguments: Sequence[str]) -> None:
             from bilevel.cli.runtime import report
 
             print(report.dump_without_nan(result))
-
-
-def _asks_version(arguments: Sequence[str]) -> bool:
-    """Whether the line is ``--version``, or ``COMMAND --version``."""
-    return "--version" in arguments and arguments[0] in ("--version", *_COMMANDS)
 
 
 @contextlib.contextmanager
@@ -205,11 +195,8 @@ def parse_flags(arguments: Sequence[str]) -> Parsed | None:
         return parsed
     # Parse again: these two flags set the defaults of the others.
     kind = type(config)
-    start: dict[str, Any] = {}
-    if output.config is not None:
-        start |= from_config_file.values(output.config, kind)
-    if output.quick:
-        start |= quick.sizes(kind)
+    start = from_config_file.values(output.config, kind) if output.config else {}
+    start |= quick.sizes(kind) if output.quick else {}
     return _parsed(arguments, defaults | {arguments[0]: kind(**start)})
 
 
@@ -247,12 +234,11 @@ def _in_full(arguments: Sequence[str]) -> list[str]:
 
 
 def _flags(kind: type[commands.Job]) -> list[str]:
-    """Every flag of a command, as it is typed."""
+    """Return every flag of a command, as it is typed."""
     hints = rules.hints(kind) | rules.hints(commands.Output)
-    names = [name.replace("_", "-") for name in hints]
-    switches = [name.replace("_", "-") for name, hint in hints.items() if hint is bool]
-    negative = [f"--no-{name}" for name in (*switches, "progress")]
-    return [*(f"--{name}" for name in names), *negative, "--help"]
+    switches = [name for name, hint in hints.items() if hint is bool]
+    words = [*hints, *(f"no-{name}" for name in (*switches, "progress")), "help"]
+    return [f"--{word.replace('_', '-')}" for word in words]
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
@@ -309,10 +295,3 @@ def _read_error_box(box: str) -> str:
     end = next((i for i, rule in enumerate(rules) if rule and i > start), len(lines))
     message = " ".join(lines[start:end]).rstrip(".")
     return f"{message}; see --help."
-
-
-def _print_devices() -> None:
-    import jax
-
-    devices = ", ".join(str(d) for d in jax.devices())
-    print(f"bilevel {invocation.versions()['bilevel']}, jax {jax.__version__} on {devices}")

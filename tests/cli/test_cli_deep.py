@@ -110,8 +110,8 @@ def test_a_run_of_another_space_is_not_resumed(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"inner_steps": 50, "seed": 0}')
     assert search(tmp_path, "--resume") == 2
     assert capsys.readouterr().err == (
-        "bilevel: out: expected a run of this command and space, got one with inner_steps in its "
-        "flags.\n"
+        "bilevel: out: expected a run of this command and space, got one whose flags differ in "
+        "'activations'.\n"
     )
 
 

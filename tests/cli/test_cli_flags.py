@@ -164,7 +164,7 @@ def test_no_mistake_leaves_a_directory(tmp_path, monkeypatch, capsys, line, sent
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"certify"}))
 def test_a_run_is_resumed_with_the_flags_it_had_and_no_others(defaults, command, tmp_path, capsys):
     out = ["--out", str(tmp_path), "--resume"]
-    good, hints = from_config_file.flags_of(defaults[command]), rules.hints(type(defaults[command]))
+    good = from_config_file.flags_of(defaults[command])
     values = ([], {}, None, 3, "text", {"a": 1}, -1, 1e400, True)
     wrong = [json.dumps(value) for value in ([], 3, None, "text", {}, [good])]
     wrong += ["", "{", "[" * 100_000, "nonsense", json.dumps(good | {"unknown": 1})]
@@ -173,7 +173,7 @@ def test_a_run_is_resumed_with_the_flags_it_had_and_no_others(defaults, command,
         json.dumps(good | {name: value})
         for name in set(good) - {"out", "resume", "progress"}
         for value in values
-        if name not in defaults[command].changeable or rules.fault(hints[name], value)
+        if name not in defaults[command].changeable
         if value != good[name] or isinstance(value, bool) != isinstance(good[name], bool)
     ]
     for text in wrong:

@@ -43,30 +43,22 @@ _RATE = 3.0  # of weights, over the tangent kernel's mean diagonal entry
 _SCALE_ROWS = 32  # for that entry: a mean over more would not change the rate's first digit
 
 
-class _Named(NamedTuple):
-    """A strategy of the command line."""
-
-    make: Callable[..., Strategy]
-    travel: float = 6.0  # alpha's rate times the steps; by default that of DARTS on CIFAR-10 (Adam)
-    inner: int = 1  # steps of the weights in each step of alpha
-
-
 def _weight_sharing_without_rate(space: Space, *, alpha_optimizer: Any, **options: Any) -> Strategy:
     return strategies.weight_sharing(space, **options)
 
 
-STRATEGIES = {
-    "darts-first": _Named(strategies.darts),
-    "darts-second": _Named(functools.partial(strategies.darts, order=2)),
-    "darts-second-difference": _Named(functools.partial(strategies.darts, order=2, radius=0.01)),
-    "gaea": _Named(strategies.gaea, travel=100.0),
-    "gaea-single-level": _Named(
-        functools.partial(strategies.gaea, on_training_rows=True), travel=100.0
-    ),
-    "random": _Named(_weight_sharing_without_rate),
-    "joint": _Named(strategies.joint),
-    "unrolled": _Named(functools.partial(strategies.unrolled, steps=_UNROLLED), inner=_UNROLLED),
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
+    "darts-first": strategies.darts,
+    "darts-second": functools.partial(strategies.darts, order=2),
+    "darts-second-difference": functools.partial(strategies.darts, order=2, radius=0.01),
+    "gaea": strategies.gaea,
+    "gaea-single-level": functools.partial(strategies.gaea, on_training_rows=True),
+    "random": _weight_sharing_without_rate,
+    "joint": strategies.joint,
+    "unrolled": functools.partial(strategies.unrolled, steps=_UNROLLED),
 }
+# The rate of alpha times the steps: of exponentiated gradient, and of DARTS's Adam on CIFAR-10.
+_GAEA_TRAVEL, _ADAM_TRAVEL = 100.0, 6.0
 
 
 class NetworkToTrain(NamedTuple):
@@ -233,12 +225,14 @@ class DeepSearchRun:
 
     def make_strategy(self, rate: float) -> Strategy:
         """Return the strategy of the flags; the weights' rate has a cosine from ``rate`` to 0."""
-        config, named = self.config, STRATEGIES[self.config.strategy]
-        schedule = optax.cosine_decay_schedule(rate, named.inner * config.steps)
-        return named.make(
+        config = self.config
+        inner = _UNROLLED if config.strategy == "unrolled" else 1
+        schedule = optax.cosine_decay_schedule(rate, inner * config.steps)
+        travel = _GAEA_TRAVEL if config.strategy.startswith("gaea") else _ADAM_TRAVEL
+        return STRATEGIES[config.strategy](
             self.space,
             weight_optimizer=self.weight_optimizer(schedule),
-            alpha_optimizer=config.alpha_rate or named.travel / config.steps,
+            alpha_optimizer=config.alpha_rate or travel / config.steps,
             batch_size=config.batch_size,
         )
 

@@ -68,51 +68,30 @@ def as_flag(hint: Any, value: Any) -> Any:
 
 
 def check_directory(config: Job) -> None:
-    """Raise if ``config.out`` cannot be the directory of a new run, or of the run to resume.
-
-    Raises
-    ------
-    FileNotFoundError
-        If the run to resume does not exist.
-    ValueError
-        If ``out`` is not a directory, or holds a run with other flags.
-    """
+    """Raise if ``config.out`` cannot be the directory of a new run, or of the run to resume."""
     out = config.out
     if isinstance(config, Resumable) and config.resume:
         _check_resumed(config)
     elif out.name in ("", ".."):
         raise ValueError(f"out: expected a path that ends in a name, got {str(out)!r}.")
-    elif os.path.lexists(out) and not _is_directory(out):  # a link to nothing, a device
+    elif os.path.lexists(out) and not os.path.isdir(out):  # a link to nothing, a device
         raise ValueError(f"out: expected a directory, got the file {str(out)!r}.")
 
 
 def _check_resumed(config: Resumable) -> None:
     """Raise unless ``out`` holds the run that these flags resume."""
     folder = config.out
-    if not _is_directory(folder):
+    if not os.path.isdir(folder):
         raise FileNotFoundError(f"out: expected the directory of a run, got {rules.shown(folder)}.")
     before, now = read(folder / CONFIG, "out"), flags_of(config)
-    for has, others in (("with", set(before) - set(now)), ("without", set(now) - set(before))):
-        if others:
+    if others := set(before) ^ set(now):
+        raise ValueError(
+            "out: expected a run of this command and space, got one whose flags differ in "
+            f"{rules.shown(min(others))}."
+        )
+    for name in set(before) - {"resume", "out", "progress", *config.changeable}:
+        value, own = before[name], now[name]
+        if value != own or isinstance(value, bool) != isinstance(own, bool):
             raise ValueError(
-                f"out: expected a run of this command and space, got one {has} {min(others)} in "
-                "its flags."
+                f"{name}: expected {rules.shown(value)} as in the run to resume, got {own!r}."
             )
-    hints = rules.hints(type(config))
-    for name, value in before.items():
-        if expected := rules.fault(hints[name], as_flag(hints[name], value)):
-            raise ValueError(
-                f"out: expected the flags of a run in {folder / CONFIG}, got "
-                f"{name} {rules.shown(value)} ({expected})."
-            )
-        if name not in {"resume", "out", "progress", *config.changeable} and value != now[name]:
-            raise ValueError(
-                f"{name}: expected {value!r} as in the run to resume, got {now[name]!r}."
-            )
-
-
-def _is_directory(path: pathlib.Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # a name that is too long
-        return False

@@ -1,6 +1,7 @@
 """The directory of a run: a new one with its own number, or that of the run to resume."""
 
 import contextlib
+import itertools
 import pathlib
 import shutil
 from collections.abc import Iterator
@@ -54,10 +55,11 @@ def _new(config: Job) -> list[pathlib.Path]:
     try:
         made = [parent for parent in out.parents if not parent.exists()]
         out.parent.mkdir(parents=True, exist_ok=True)
-        folder, number = out, 1
-        while not _make(folder):
-            number += 1
-            folder = out.with_name(f"{out.name}-{number}")
+        for number in itertools.count(1):
+            folder = out if number == 1 else out.with_name(f"{out.name}-{number}")
+            with contextlib.suppress(FileExistsError):  # also if another run has just made it
+                folder.mkdir()
+                break
         made.insert(0, folder)
         (folder / from_config_file.CONFIG).write_text(from_config_file.dump(config))
     except OSError as error:
@@ -67,15 +69,6 @@ def _new(config: Job) -> list[pathlib.Path]:
             f"({error.strerror})."
         ) from None
     return made
-
-
-def _make(folder: pathlib.Path) -> bool:
-    """Make the directory; False if it exists, as when another run makes it at the same time."""
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        return False
-    return True
 
 
 def _has_results(folder: pathlib.Path) -> bool:

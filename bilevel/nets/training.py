@@ -241,8 +241,9 @@ def run_epochs(
     parts = {"program": program, "key": key, "data": data, "options": options}
     with (
         held_signals(interrupts=False, terminations=True) as came,
-        saving(checkpoint, fingerprint(parts), seconds=_SAVE_SECONDS) as saver,
+        saving(checkpoint, seconds=_SAVE_SECONDS) as saver,
     ):
+        saver.belong_to(fingerprint(parts))
         first = saver.done("epochs", epochs)
         if first:
             state, loss = jax.tree.map(jnp.asarray, saver.restore((state, loss)))

@@ -20,6 +20,7 @@ from bilevel.outer_loop import single_loop
 from bilevel.outer_loop.history import History, as_history
 from bilevel.outer_loop.search_arguments import check_search_arguments
 from bilevel.outer_loop.search_chunks import resumed_carry, run_chunks
+from bilevel.outer_loop.search_fingerprint import search_programs, search_values
 from bilevel.outer_loop.search_program import Carry, SearchSetup
 from bilevel.outer_loop.search_result import SearchResult
 from bilevel.outer_loop.search_warnings import result_messages
@@ -165,6 +166,7 @@ def search(
     (Array([0.875], dtype=float...), Array([1. , 0.25 , 0.0625], dtype=float...))
     """
     arrays = alpha, w0, train, valid, key
+    named = dict(zip(("alpha", "w0", "train", "valid", "key"), arrays, strict=True))
     traced = not concrete(arrays)
     setup = SearchSetup(problem, solver, optimizer, batches, diagnostics, as_history(history))
     if not traced:
@@ -177,7 +179,7 @@ def search(
             checkpoint is None,
             callback is None,
         )
-        _check_processes(setup, arrays, options)
+        _check_processes(setup, named, options)
     check_search_arguments(
         solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics
     )
@@ -192,22 +194,21 @@ def search(
         return _compiled(setup, carry, data, steps)
     with (
         report_lost_process("search"),
-        saving(
-            checkpoint,
-            None if checkpoint is None else setup.fingerprint(alpha, w0, given),
-            resume=resume,
-            seconds=_SAVE_SECONDS,
-        ) as saver,
+        saving(checkpoint, resume=resume, seconds=_SAVE_SECONDS) as saver,
         feeding(batches, data, saver.step or 0, steps, every, chunk) as feed,
         on_mesh((alpha, w0, feed.first)),
     ):
+        if checkpoint is not None:
+            saver.belong_to(search_values(setup, named))
         begin = alpha, w0, feed.first
-        carry, hidden, notes = setup.start(*begin, steps)
+        carry, step, notes = setup.start(*begin, steps)
         _warn(notes)
-        if hidden and any(asked):
+        if step is None and any(asked):
             raise ValueError(_TRACED)
-        if hidden:
+        if step is None:
             return _compiled(setup, carry, data, steps)
+        if checkpoint is not None:
+            saver.belong_to(search_programs(setup, carry.state, feed.first, step))
         start_messages = carry.monitor.report.messages()
         carry = resumed_carry(setup, saver, replicate_like(carry, begin), steps)
         result = run_chunks(setup, carry, feed, steps, saver, progress, callback, every, chunk)
@@ -226,9 +227,8 @@ def _compiled(setup: SearchSetup, carry: Carry, data: Pytree, steps: int) -> Sea
     return SearchResult(state.alpha, state.w, carry.history, state, "", report, info, every, scale)
 
 
-def _check_processes(setup: SearchSetup, arrays: tuple, options: tuple) -> None:
-    """Refuse what other processes call with other values: they would not do the same steps."""
-    named = dict(zip(("alpha", "w0", "train", "valid", "key"), arrays, strict=True))
+def _check_processes(setup: SearchSetup, named: dict[str, Any], options: tuple) -> None:
+    """Raise if processes have different arguments: they would not take the same steps."""
     same = setup._replace(history=History())
     same = same._replace(batches=None) if isinstance(setup.batches, Stream) else same
     # At once, where a jit is around the search whose arguments are not traced.

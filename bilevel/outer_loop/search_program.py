@@ -26,9 +26,9 @@ from bilevel.outer_loop.divergence import (
 )
 from bilevel.outer_loop.report import StepMonitor, init_step_monitor, monitor_step
 from bilevel.outer_loop.schedule_check import has_schedule, spent_share
+from bilevel.outer_loop.search_fingerprint import recorded
 from bilevel.outer_loop.stream import Stream, of_step
 from bilevel.problem.problem import Problem
-from bilevel.runs.fingerprint import fingerprint
 from ntk.internal.compile_cache import fresh
 from ntk.internal.sharding import with_automatic_axes
 
@@ -63,10 +63,10 @@ class SearchSetup(NamedTuple):
             return single_loop.prepared(self.solver, self.batches, data, steps)
         return data
 
-    def start(self, alpha, w0, data, steps) -> tuple[Carry, bool, list[str]]:
-        """Return the first carry, whether a step closes over traced values, and warnings.
+    def start(self, alpha, w0, data, steps) -> tuple[Carry, tuple | None, list[str]]:
+        """Return the first carry, the program of a step with its losses' arguments, and warnings.
 
-        The second is meaningful only if the arguments are not traced.
+        The second is None if a step closes over traced values.
         """
         if isinstance(self.solver, SingleLoop):
             state = single_loop.init_single_loop(*self[:3], alpha, w0, data)
@@ -77,7 +77,8 @@ class SearchSetup(NamedTuple):
         # second chunk would be compiled anew.
         state = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x), copy=True), state)
         notes: list[str] = []
-        noted = functools.partial(self.step, note=notes.append)
+        problem, calls = recorded(self.problem)
+        noted = functools.partial(self._replace(problem=problem).step, note=notes.append)
         trace = jax.make_jaxpr(fresh(noted), return_shape=True)
         closed, (after, metrics) = trace(state, state.step, data)
         spent = self.spent(alpha, w0, steps)
@@ -97,10 +98,10 @@ class SearchSetup(NamedTuple):
         )
         divergence = init_divergence_monitor(state)
         carry = Carry(state, history, last, jnp.zeros((), int), monitor, divergence)
-        hidden = not concrete((carry, closed.consts))
-        if not hidden:
+        traced = (closed, calls) if concrete((carry, closed.consts)) else None
+        if traced:
             notes += monitor.report.messages()
-        return carry, hidden, list(dict.fromkeys(notes))
+        return carry, traced, list(dict.fromkeys(notes))
 
     def spent(self, alpha, w0, steps) -> jax.Array | None:
         """How much of the search the inner optimizer's schedule leaves without steps."""
@@ -116,14 +117,6 @@ class SearchSetup(NamedTuple):
     def rows(self, steps: int) -> int:
         """How many the history of ``steps`` steps has."""
         return search_history.history_length(steps, self.history.every)
-
-    def fingerprint(self, alpha, w0, data) -> dict[str, str]:
-        """What a checkpoint has to have been made from, to be resumed."""
-        parts = self._asdict() | dict(zip(("train", "valid", "key"), data, strict=True))
-        parts |= {"alpha": alpha, "w0": w0, "history": str(self.history)}
-        if not isinstance(self.batches, Stream):
-            return fingerprint(parts)
-        return fingerprint(parts | {"batches": "a stream"}) | self.batches.fingerprint()
 
     def step(self, state, number, data, scale=None, note=lambda message: None):
         """Step ``number``, which is that of the state, but the same in all copies under vmap.

@@ -139,9 +139,10 @@ def latest(directory: str | pathlib.Path) -> int | None:
 
 def _is_intact_step(directory: str | pathlib.Path, step: int) -> bool:
     file = _step_file(directory, step)
-    return records.is_intact(file) and sharded_checkpoint.are_shards_intact(
-        file, records.read_notes(file).get("parts", [])
-    )
+    if records.checksums(file) is None:
+        return False
+    parts = records.read_notes(file).get("parts", [])
+    return sharded_checkpoint.are_shards_intact(file, parts)
 
 
 def _check_seen(directory: str | pathlib.Path, existing: list[int]) -> None:
@@ -188,18 +189,28 @@ def _encode_label(label: Any) -> int | dict[str, str]:
     raise ValueError(f"label: expected an int or a dict from str to str, got {describe(label)}.")
 
 
-def _check_step_and_label(directory: str | pathlib.Path, step: int, label: Any) -> None:
-    """Raise unless the step is what its name says, and ``label`` the one it was saved with."""
+def _check_step_and_label(
+    directory: str | pathlib.Path, step: int, label: Any, *, partly: bool = False
+) -> None:
+    """Raise if the step has another number than its file, or another label.
+
+    With ``partly``, only the parts of the fingerprint ``label`` are compared.
+    """
     notes = records.read_notes(_step_file(directory, step))
     if notes["step"] != step:
         raise records.DamagedError(
             f"checkpoint: expected step {step} in {_step_file(directory, step)}, "
             f"got {notes['step']}."
         )
-    label = _encode_label(label)
-    if notes["label"] != label:
-        known = isinstance(label, Mapping) and isinstance(notes["label"], Mapping)
-        other = describe_difference(notes["label"], label) if known else "another label"
+    saved, label = notes["label"], _encode_label(label)
+    if isinstance(label, Mapping) and isinstance(saved, Mapping):
+        parts = {path.partition(".")[0] for path in label}
+        if partly:
+            saved = {k: v for k, v in saved.items() if k.partition(".")[0] in parts}
+        other = describe_difference(saved, label)
+    else:
+        other = "" if saved == label else "another label"
+    if other:
         raise ValueError(
             f"checkpoint: expected one of this very search in {directory}, got one of {other}."
         )
@@ -239,15 +250,22 @@ def _read_step(directory: str | pathlib.Path, step: int, like: Pytree) -> Pytree
 class Saver:
     """What :func:`saving` gives: ``step`` to go on from, or None, and how to read and write."""
 
-    def __init__(self, directory: pathlib.Path | None, label: Any, seconds: float):
+    def __init__(self, directory: pathlib.Path | None, seconds: float):
         self.directory: pathlib.Path | None = directory
-        self.label: Any = label
         self.step: int | None = None if directory is None else latest(directory)
+        self._label: dict[str, str] = {}
         self._seconds = seconds
-        if directory is not None and self.step is not None:
-            _check_step_and_label(directory, self.step, label)
         self._saved_at, self._interval = -np.inf, seconds
         self._newest: int | None = None  # what this run wrote
+
+    def belong_to(self, label: dict[str, str]) -> None:
+        """Add a fingerprint to later steps; raise ``ValueError`` if ``step`` has another one.
+
+        Cheap parts come first, in a call of their own: parts that are not yet here do not differ.
+        """
+        self._label |= label
+        if self.directory is not None and self.step is not None:
+            _check_step_and_label(self.directory, self.step, self._label, partly=True)
 
     def done(self, name: str, asked: int) -> int:
         """Steps that the checkpoint holds, 0 without one; ``asked``, the argument ``name``, in all.
@@ -288,7 +306,7 @@ class Saver:
         if not (last or due) or step == self._newest:
             return
         with records.warn_if_disk_full(f"checkpoint: a step in {self.directory}"):
-            save(self.directory, step, tree(), self.label)
+            save(self.directory, step, tree(), self._label)
             self._newest = step
         self._saved_at = time.perf_counter()
         self._interval = max(self._seconds, 20 * (self._saved_at - now))
@@ -296,7 +314,7 @@ class Saver:
 
 @contextmanager
 def saving(
-    directory: str | pathlib.Path | None, label: Any = 0, *, resume: bool = True, seconds: float
+    directory: str | pathlib.Path | None, *, resume: bool = True, seconds: float
 ) -> Iterator[Saver]:
     """Checkpoint a run in ``directory``, as the one process that does; None: not at all.
 
@@ -315,7 +333,7 @@ def saving(
         If another process has the directory, it cannot be written, or holds what it should not.
     """
     if directory is None:
-        yield Saver(None, label, seconds)
+        yield Saver(None, seconds)
         return
     directory = pathlib.Path(directory)
 
@@ -330,7 +348,7 @@ def saving(
 
     with ExitStack() as held:
         processes.broadcast_first_string(enter)
-        yield Saver(directory, label, seconds)
+        yield Saver(directory, seconds)
 
 
 def _step_file(directory: str | pathlib.Path, step: int) -> pathlib.Path:

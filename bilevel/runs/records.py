@@ -1,18 +1,15 @@
-"""Records that outlive a process: written whole or not at all, checked when read, by one writer.
+"""Records on the disk: written whole or not at all, checked when read, by one writer at a time.
 
-A record is an ``.npz`` file, which ``numpy.load`` opens, and behind it the SHA-256 of all its
-bytes: a flipped bit anywhere is found. It is written under another name, brought to the disk and
-then renamed, so that a process killed at any moment leaves the record before it.
-
-Search checkpoints, the journals of the baselines and the scores of ``bilevel rank`` are kept by
-what is here.
+A record is an ``.npz`` file. The CRC-32 that zip stores for every array detects flipped bits. A
+record is written under another name, flushed to the disk and renamed. So a process that is killed
+leaves the record before it. Search checkpoints and the scores of ``bilevel rank`` are records.
 """
 
-import hashlib
 import json
 import os
 import pathlib
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, Any
@@ -24,31 +21,19 @@ try:
 except ImportError:  # not on Windows, where nothing tells of a second writer
     fcntl = None  # type: ignore[assignment]
 
-_DIGEST = hashlib.sha256().digest_size
 _PART = ".part"  # ends the name of a file that is being written
 
 
 class DamagedError(ValueError):
-    """A record is not what was written: cut short, changed, or of another kind."""
+    """A record was cut short or changed, or the file is no record."""
 
 
 def write_arrays(
     path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], notes: Any = None
 ) -> None:
-    """Put ``arrays`` and ``notes``, a value that JSON knows, at ``path``; whole or not at all.
+    """Write ``arrays`` and ``notes``, a JSON value, to ``path``.
 
-    Raises
-    ------
-    OSError
-        If it cannot be written; what was at ``path`` before stays.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_arrays(f"{folder}/x.npz", {"x": np.ones(2)}, {"step": 3})
-    ...     read_arrays(f"{folder}/x.npz")
-    ({'x': array([1., 1.])}, {'step': 3})
+    If that raises ``OSError``, the record before stays.
     """
     arrays = {name: np.asarray(x) for name, x in arrays.items()}
     # numpy's format knows bfloat16 and its like as bytes only.
@@ -57,17 +42,10 @@ def write_arrays(
     stored["notes"] = np.array(json.dumps({"notes": notes, "dtypes": foreign}))
     with atomic_write(path) as file:
         savez(file, stored)
-        file.write(_sha256_of_prefix(file, file.seek(0, os.SEEK_END)))
 
 
 def savez(file: IO[bytes], arrays: Mapping[str, Any]) -> None:
-    """Write ``arrays`` in numpy's format, without pickle.
-
-    Raises
-    ------
-    ValueError
-        If an array holds Python objects.
-    """
+    """Write ``arrays`` in numpy's format; raise ``ValueError`` for arrays of Python objects."""
     # numpy before 2.2 saves its argument `allow_pickle` as one more array.
     stored: dict[str, Any] = {name: np.asarray(x) for name, x in arrays.items()}
     for name, x in stored.items():
@@ -78,21 +56,9 @@ def savez(file: IO[bytes], arrays: Mapping[str, Any]) -> None:
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A file to write in that takes the place of ``path`` once it is whole and on the disk.
+    """Open a file that replaces ``path`` once it is complete and on the disk.
 
-    Raises
-    ------
-    OSError
-        If it cannot be written; what was at ``path`` before stays.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with atomic_write(f"{folder}/x.txt") as file:
-    ...         _ = file.write(b"whole")
-    ...     pathlib.Path(folder, "x.txt").read_bytes()
-    b'whole'
+    If that raises ``OSError``, the file before stays.
     """
     path = pathlib.Path(path)
     part = path.with_name(path.name + _PART)
@@ -109,19 +75,11 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], Any]:
-    """The arrays and notes that :func:`write_arrays` put at ``path``.
-
-    Raises
-    ------
-    DamagedError
-        If they are not, to the last bit.
-    """
-    with open(path, "rb") as file:
-        if not _matches_checksum(file):
-            raise DamagedError(f"file: expected a record as it was written, got a damaged {path}.")
-        file.seek(0)
-        with np.load(file, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
+    """Return the arrays and notes of a record; raise ``DamagedError`` if it is not intact."""
+    if checksums(path) is None:
+        raise DamagedError(f"file: expected a record as it was written, got a damaged {path}.")
+    with np.load(path, allow_pickle=False) as archive:
+        arrays = {name: archive[name] for name in archive.files}
     text = json.loads(arrays.pop("notes").item())
     for name, dtype in text["dtypes"].items():
         arrays[name] = arrays[name].view(np.dtype(dtype))
@@ -129,45 +87,39 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], An
 
 
 def read_one(path: str | os.PathLike[str], name: str) -> np.ndarray:
-    """One of the arrays alone, unchecked: of a record that is known to be :func:`is_intact`."""
+    """Return one array of a record that is intact."""
     with np.load(path, allow_pickle=False) as archive:
         dtype = json.loads(archive["notes"].item())["dtypes"].get(name)
         return archive[name] if dtype is None else archive[name].view(np.dtype(dtype))
 
 
-def checksum(path: str | os.PathLike[str]) -> bytes:
-    """The checksum that the record at ``path`` ends with: tells it from others, if it is whole."""
-    with open(path, "rb") as file:
-        file.seek(-_DIGEST, os.SEEK_END)
-        return file.read()
-
-
 def read_notes(path: str | os.PathLike[str]) -> Any:
-    """The notes alone, unchecked: of a record that is known to be :func:`is_intact`."""
+    """Return the notes of a record that is intact."""
     with np.load(path, allow_pickle=False) as archive:
         return json.loads(archive["notes"].item())["notes"]
 
 
-def is_intact(path: str | os.PathLike[str]) -> bool:
-    """Whether the record at ``path`` can be read, and is as it was written."""
+def checksums(path: str | os.PathLike[str]) -> list[int] | None:
+    """Return the CRC-32 of each array of a record, or None if the record is damaged."""
     try:
-        with open(path, "rb") as file:
-            return _matches_checksum(file)
-    except OSError:
-        return False
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            # A flipped bit can cut the list of members short, whose last one are the notes, or give
+            # two of them one name. zip detects all others.
+            names = [member.filename for member in members]
+            complete = names[-1] == "notes.npy" and len({*names}) == len(names)
+            return [m.CRC for m in members] if complete and archive.testzip() is None else None
+    except Exception:  # zipfile raises seven kinds of exceptions for flipped bits
+        return None
 
 
 @contextmanager
 def locked(path: str | os.PathLike[str], name: str, *, directory: bool = True) -> Iterator[None]:
-    """Be the one process that writes at ``path``, a directory made if needed, or a single record.
+    """Be the one process that writes at ``path``: a directory, made if needed, or a record.
 
-    The system lets go of the lock when the process ends, however it ends; what a killed writer
-    left half written is removed. ``name`` is what the user calls ``path``.
-
-    Raises
-    ------
-    ValueError
-        If another process has it, or it cannot be made or written.
+    The system releases the lock when the process ends. Half-written files of killed processes are
+    removed. Errors call the path ``name``, the user's word. They are ``ValueError``: another
+    process holds the lock, or the path cannot be written.
     """
     path = pathlib.Path(path)
     beside = path / "lock" if directory else path.with_name(path.name + ".lock")
@@ -187,13 +139,7 @@ def locked(path: str | os.PathLike[str], name: str, *, directory: bool = True) -
 
 
 def lock(file: IO[bytes], name: str, path: str | os.PathLike[str]) -> None:
-    """Lock an open file for as long as it is open.
-
-    Raises
-    ------
-    ValueError
-        If another process has it: a sentence that names ``name`` and ``path``.
-    """
+    """Lock an open file until it is closed; raise ``ValueError`` if another process holds it."""
     if fcntl is None:
         return
     try:
@@ -206,7 +152,7 @@ def lock(file: IO[bytes], name: str, path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def warn_if_disk_full(name: str) -> Iterator[None]:
-    """A full disk within costs the record, with a warning, and not the run that is recorded."""
+    """Turn an ``OSError``, such as a full disk, into a warning that the record is missing."""
     try:
         yield
     except OSError as error:
@@ -216,24 +162,8 @@ def warn_if_disk_full(name: str) -> Iterator[None]:
         )
 
 
-def _sha256_of_prefix(file: IO[bytes], size: int) -> bytes:
-    """The SHA-256 of the first ``size`` bytes."""
-    sha256 = hashlib.sha256()
-    file.seek(0)
-    while size > 0:
-        block = file.read(min(size, 2**20))
-        sha256.update(block)
-        size -= len(block) or size
-    return sha256.digest()
-
-
-def _matches_checksum(file: IO[bytes]) -> bool:
-    size = file.seek(0, os.SEEK_END) - _DIGEST
-    return size > 0 and _sha256_of_prefix(file, size) == file.read(_DIGEST)
-
-
 def _sync_directory(directory: pathlib.Path) -> None:
-    """Bring a renaming to the disk, where the system knows how."""
+    """Flush a renaming to the disk, if the system can."""
     if fcntl is None:
         return
     handle = os.open(directory, os.O_RDONLY)

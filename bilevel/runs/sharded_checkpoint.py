@@ -1,9 +1,8 @@
-"""Arrays over several processes on the disk: each writes the parts that it holds, to its own file.
+"""Arrays over multiple processes on the disk: each process writes its parts to its own file.
 
-So a checkpoint needs no process that has room for all of it. Parts are boxes of whole arrays, of
-which any number of processes can read what their devices need: the record of process k of step 12
-is ``12-k.npz``. The checksums of all records belong to the step: ``12.npz`` is written after them,
-has them, and is what makes them count.
+So no process needs memory for a whole array. A part is a box of an array, and any number of
+processes can read the parts that their devices need. Process k writes ``12-k.npz`` for step 12.
+After that, ``12.npz`` receives the checksums of these files, which makes the step valid.
 """
 
 import pathlib
@@ -18,12 +17,9 @@ from bilevel.runs import records as store
 
 
 def write_own_shards(step: pathlib.Path, arrays: Mapping[str, jax.Array]) -> list[str]:
-    """Write the parts of ``arrays`` that are here; the checksums of all processes' records.
+    """Write this process's parts of ``arrays``; return the checksums of all processes' files.
 
-    Raises
-    ------
-    ValueError, OSError
-        In all processes, where one cannot write.
+    If one process cannot write, all raise its ``ValueError`` or ``OSError``.
     """
     own: dict[str, np.ndarray] = {}
     places: dict[str, list] = {}
@@ -37,37 +33,31 @@ def write_own_shards(step: pathlib.Path, arrays: Mapping[str, jax.Array]) -> lis
         path = shard_file(step, jax.process_index())
         path.parent.mkdir(parents=True, exist_ok=True)
         store.write_arrays(path, own, places)
-        return store.checksum(path).hex()
+        return str(store.checksums(path))
 
     return processes.gather_strings(written)
 
 
 def shard_file(step: pathlib.Path, rank: int) -> pathlib.Path:
-    """Where process ``rank`` writes, beside the file of the step."""
+    """Return the file of process ``rank``, next to the file of the step."""
     return step.with_name(f"{step.stem}-{rank}.npz")
 
 
 def shard_files(step: pathlib.Path) -> list[pathlib.Path]:
-    """All that there are of a step."""
+    """Return the files of all processes of a step."""
     return list(step.parent.glob(f"{step.stem}-*.npz"))
 
 
 def are_shards_intact(step: pathlib.Path, stamps: Sequence[str]) -> bool:
-    """Whether the records are those that were written; each process looks at its share of them."""
-    count = jax.process_count()
-    paths = {k: shard_file(step, k) for k in range(jax.process_index(), len(stamps), count)}
-    return all(
-        store.is_intact(p) and store.checksum(p).hex() == stamps[k] for k, p in paths.items()
-    )
+    """Return whether the files have the checksums ``stamps``; each process checks its share."""
+    own = range(jax.process_index(), len(stamps), jax.process_count())
+    return all(str(store.checksums(shard_file(step, k))) == stamps[k] for k in own)
 
 
 def read_sharded_array(step: pathlib.Path, count: int, name: str, like: Any) -> Any:
-    """The array ``name`` out of ``count`` records: its parts on this process's devices, as in like.
+    """Return the parts of array ``name`` that belong on this process's devices, as in ``like``.
 
-    Raises
-    ------
-    DamagedError
-        If some of it is nowhere.
+    ``count`` is the number of files. If they lack a part, that raises ``DamagedError``.
     """
     paths = [shard_file(step, rank) for rank in range(count)]
     pieces = [

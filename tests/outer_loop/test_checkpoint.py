@@ -56,18 +56,23 @@ def expected():
 # ----------------------------------------------------------------------------- damage
 
 
-def test_a_flipped_bit_in_any_byte_of_a_record_is_found(tmp_path):
+def test_a_flipped_bit_in_any_byte_of_a_record_changes_nothing_in_silence(tmp_path):
+    """The CRC-32 of zip: names and sizes that zip stores twice may change without an effect."""
     path = tmp_path / "x.npz"
-    records.write_arrays(path, {"x": np.arange(3.0)}, {"step": 3})
-    whole = path.read_bytes()
+    records.write_arrays(path, {"x": np.arange(3.0), "y": np.ones(1)}, {"step": 3})
+    whole, unchanged = path.read_bytes(), 0
     for byte in range(len(whole)):
         flip(path, 8 * byte + byte % 8)
-        assert not records.is_intact(path), byte
+        if records.checksums(path) is not None:
+            arrays, notes = records.read_arrays(path)
+            assert {k: x.tolist() for k, x in arrays.items()} == {"x": [0.0, 1.0, 2.0], "y": [1.0]}
+            assert notes == {"step": 3}, byte
+            unchanged += 1
         path.write_bytes(whole)
-    assert records.is_intact(path)
+    assert 0 < unchanged < 0.25 * len(whole)  # most bytes of so small a file are zip's
     for length in (0, 1, 32, 33, len(whole) - 1):
         path.write_bytes(whole[:length])
-        assert not records.is_intact(path)
+        assert records.checksums(path) is None
 
 
 @pytest.mark.long
@@ -169,6 +174,7 @@ def problem_scaled_by(factor):
     return bilevel.Problem(PROBLEM.lower, scaled(PROBLEM.outer, factor))
 
 
+ONE, TWICE = scaled(PROBLEM.outer, 1.0), scaled(PROBLEM.lower, 2.0)
 VALID = TRAIN  # any rows will do
 SEARCH = {
     "problem": problem_scaled_by(1.0),
@@ -185,17 +191,21 @@ SEARCH = {
 }
 ADAM = optax.chain(bilevel.tangent(), optax.adam(0.2), bilevel.exponentiate())
 CHANGES = {
-    "problem's constant": ("problem", problem_scaled_by(2.0), r"factor was 1, is 2"),
-    "problem": ("problem", PROBLEM, "another problem"),
+    "problem's constant": ("problem", problem_scaled_by(2.0), "another outer loss"),
+    "lower loss": (
+        "problem",
+        bilevel.Problem(scaled(PROBLEM.lower, 2.0), ONE),
+        "another lower loss",
+    ),
     "solver": ("solver", bilevel.implicit(), "another solver"),
     "solver's steps": ("solver", bilevel.unrolled(optax.sgd(0.005, 0.9), 9), "another solver"),
-    "learning rate": ("optimizer", ADAM, r"another optimizer \(step_size was -0\.1, is -0\.2\)"),
+    "learning rate": ("optimizer", ADAM, "another optimizer"),
     "optimizer": ("optimizer", optax.sgd(0.1), "another optimizer"),
     "batches": ("batches", rows_of_four, "another batches"),
     "key": ("key", jax.random.key(1), "another key"),
     "alpha": ("alpha", jnp.array([0.5, 0.25, 0.25]), "another alpha"),
     "w0": ("w0", W0 + 1, "another w0"),
-    "data": ("train", (TRAIN[0], TRAIN[1] + 1), r"another train \(train\[1\] differs\)"),
+    "data": ("train", (TRAIN[0], TRAIN[1] + 1), r"another train \(train\.1 differs\)"),
     "shape": ("train", (TRAIN[0].reshape(80, 2), TRAIN[1]), r"was .*\[40, 4\], is .*\[80, 2\]"),
     "dtype": ("valid", jax.tree.map(lambda x: x.view("i4"), VALID), "another valid"),
     "structure": ("valid", list(VALID), "another valid"),

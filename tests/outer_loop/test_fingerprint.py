@@ -1,9 +1,9 @@
-"""Fingerprints: equal in every process, and different wherever a search would be."""
+"""Fingerprints: equal in every process, and different wherever a run would be."""
 
 import collections
 import dataclasses
-import decimal
 import fractions
+import functools
 import json
 import math
 import operator
@@ -22,38 +22,148 @@ import pytest
 
 from bilevel.runs.fingerprint import describe_difference, fingerprint
 
-SCRIPT = """
-import functools, jax.numpy as jnp, numpy as np, optax
+SEARCH = """
+import functools
+import jax, jax.numpy as jnp, numpy as np, optax
 import bilevel
+from bilevel.outer_loop.history import History
+from bilevel.outer_loop.search_fingerprint import search_programs, search_values
+from bilevel.outer_loop.search_program import SearchSetup
+
 PENALTY = 0.1
-TABLE = {"kind": {"ridge", "lasso", "none"}, "sizes": np.arange(3)}
+TABLE = np.arange(2000.0)  # long enough to be left out of a printed program
+rate = [0.1]
 
 def shrunk(w):
-    return PENALTY * jnp.sum(w**2) if "ridge" in TABLE["kind"] else 0
+    return PENALTY * jnp.sum(w**2)
 
-class Model:
-    def __init__(self, width):
-        self.width = width
-    def predict(self, w, x):
-        return jnp.tanh(x @ w) * self.width
+@jax.jit
+def predict(w, x):
+    return jax.nn.relu(x @ w) * TABLE[7]
 
-def loss(model, w, alpha, batch, *, scale=2.0):
-    return scale * jnp.mean((model.predict(w, batch) - alpha) ** 2) + shrunk(w)
+def lower(w, alpha, batch, *, scale=2.0):
+    return scale * jnp.mean((predict(w, batch) - alpha) ** 2) + shrunk(w)
 
-parts = {
-    "problem": bilevel.Problem(functools.partial(loss, Model(3)), lambda w, a, b: jnp.sum(w - a)),
-    "solver": bilevel.implicit(bilevel.lbfgs(), bilevel.nystrom(3, 0.1)),
-    "optimizer": optax.chain(
-        optax.adamw(optax.cosine_decay_schedule(0.1, 9)), bilevel.project("box")
-    ),
-    "w0": {"a": jnp.ones(3), "b": [np.zeros((2, 2), np.float32)]},
-}
+def outer(w, alpha, batch):
+    return jnp.sum(w - alpha) + jnp.mean(predict(w, batch))
+
+def batches(key, data):
+    return data[jax.random.randint(key, (2,), 0, 3)]
+
+problem = bilevel.Problem(lower, outer)
+solver = bilevel.implicit(bilevel.lbfgs(), bilevel.nystrom(3, 0.1))
+schedule = optax.cosine_decay_schedule(rate[0], 9)
+optimizer = optax.chain(optax.adamw(schedule), bilevel.project("box"))
+
+def label():
+    data = jnp.ones((3, 4)), jnp.ones((3, 4)), jax.random.key(0)
+    setup = SearchSetup(problem, solver, optimizer, batches, False, History())
+    carry, traced, _ = setup.start(jnp.full(3, 0.5), jnp.zeros((4, 3)), data, 5)
+    return search_programs(setup, carry.state, data, traced)
 """
-EDITED = SCRIPT.replace("def shrunk(w):", 'def shrunk(w):  # of ridge\n    """Say so."""\n\n')
-PRINTED = """
-import json
-from bilevel.runs.fingerprint import fingerprint
-print(json.dumps(fingerprint(parts)))
+OTHER_PROCESS = (
+    SEARCH.replace("def shrunk(w):", 'def shrunk(w):  # ridge\n    """Say so."""\n\n')
+    + "import json\nprint(json.dumps(label()))"
+)
+
+
+def label_of(text):
+    names = {"__name__": "__main__"}
+    exec(compile(text, "script.py", "exec"), names)
+    return names["label"]()
+
+
+@pytest.fixture(scope="module")
+def label():
+    return label_of(SEARCH)
+
+
+def test_another_process_with_another_hash_seed_has_the_same_fingerprint(label):
+    """The same script with a comment and a docstring more; a script twice in one process."""
+    x64 = str(int(jax.config.jax_enable_x64))
+    environment = os.environ | {"PYTHONHASHSEED": "1", "JAX_ENABLE_X64": x64}
+    command = [sys.executable, "-c", "# new\n\n" + OTHER_PROCESS]
+    other = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+    assert json.loads(other) == label == label_of(SEARCH)
+
+
+@pytest.mark.parametrize(
+    "old, new, part",
+    [
+        ("PENALTY = 0.1", "PENALTY = 0.2", "lower loss"),  # a global of a function of a function
+        ("np.arange(2000.0)", "np.arange(2000.0)[::-1] ** 2", "lower loss"),
+        ("w**2", "w**4", "lower loss"),
+        ("nn.relu", "nn.gelu", "lower loss"),
+        ("scale=2.0", "scale=3.0", "lower loss"),
+        ("sum(w - alpha)", "sum(alpha - w)", "outer loss"),
+        ("lbfgs()", "newton()", "solver"),
+        ("lbfgs()", "lbfgs(steps=7)", "solver"),
+        ("nystrom(3, 0.1)", "nystrom(3, 0.2)", "solver"),
+        ("rate = [0.1]", "rate = [0.2]", "optimizer"),
+        ("schedule(rate[0], 9)", "schedule(rate[0], 8)", "optimizer"),
+        ("adamw", "adam", "optimizer"),
+        ('project("box")', "exponentiate()", "optimizer"),
+        ("(2,), 0, 3", "(3,), 0, 3", "batches"),
+    ],
+)
+def test_a_changed_part_of_a_search_is_named(old, new, part, label):
+    assert old in SEARCH
+    text = SEARCH.replace(old, new).replace("jnp.full(3, 0.5)", "jnp.full(3, 1 / 3)")
+    assert describe_difference(label, label_of(text)) == f"another {part}"
+
+
+def test_programs_of_another_jax_are_not_compared_but_arrays_are(label):
+    then = label | fingerprint({"train": np.ones(3)})
+    for name in label:
+        then[name] = label[name].replace(jax.__version__, "0.1")
+    with pytest.warns(UserWarning, match="the record is of JAX 0.1, this is JAX"):
+        assert describe_difference(then, label | fingerprint({"train": np.ones(3)})) == ""
+    changed = label | fingerprint({"train": np.zeros(3)})
+    assert describe_difference(then, changed).startswith("another train")
+
+
+def callback_to(power):
+    def lower(w, alpha, batch):
+        kind = jax.ShapeDtypeStruct((), jnp.result_type(float))
+        weight = jax.pure_callback(lambda: np.asarray(2.0**power, kind.dtype), kind)
+        return jax.lax.stop_gradient(weight) * jnp.sum((w - alpha) ** 2)
+
+    return lower
+
+
+def test_functions_of_callbacks_count(tmp_path):
+    import bilevel
+
+    def run(power, **options):
+        problem = bilevel.Problem(callback_to(power), lambda w, alpha, batch: jnp.sum(w**2))
+        start = jnp.ones(2), jnp.zeros(2), None, None
+        solver, optimizer = bilevel.unrolled(0.1, 2), optax.sgd(0.1)
+        options |= {"steps": 2, "checkpoint": tmp_path, "progress": False}
+        return bilevel.search(problem, solver, optimizer, *start, **options)
+
+    run(1)
+    run(1, resume=True)
+    with pytest.raises(ValueError, match="another lower loss"):
+        run(2, resume=True)
+
+
+# ----------------------------------------------------------------------------- values
+
+
+FLAGS = """
+import argparse, dataclasses
+flags = argparse.Namespace(penalty=0.1, resume=False)
+
+@dataclasses.dataclass
+class Config:
+    scale: float = 2.0
+    out: str = "runs/1"
+
+def evaluate(config, table):
+    lower = lambda w: flags.penalty * w**2 + table["shift"]
+    return lower, lambda w: config.scale * w
+
+parts = {"evaluate": evaluate(Config(), {"shift": 1, "workers": 2})}
 """
 
 
@@ -63,65 +173,8 @@ def of_script(text):
     return fingerprint(names["parts"])
 
 
-def test_fingerprints_do_not_know_process_hash_seed_comments_or_line_numbers():
-    """The same script in another process, with a comment and a docstring more."""
-    environment = os.environ | {
-        "PYTHONHASHSEED": "1",
-        "JAX_ENABLE_X64": str(int(jax.config.jax_enable_x64)),
-    }
-    command = [sys.executable, "-c", "# new\n\n" + EDITED + PRINTED]
-    there = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
-    assert describe_difference(json.loads(there), of_script(SCRIPT)) == ""
-
-
-@pytest.mark.parametrize(
-    "old, new",
-    [
-        ("PENALTY = 0.1", "PENALTY = 0.2"),  # a global of a function of a function
-        ('"ridge", "lasso"', '"ridge", "huber"'),  # within a set, within a global
-        ("np.arange(3)", "np.arange(4)"),
-        ("w**2", "w**4"),  # a constant
-        ("jnp.tanh", "jnp.sin"),  # a method of a class of the script's
-        ("Model(3)", "Model(4)"),  # an attribute
-        ("scale=2.0", "scale=3.0"),  # a default
-        ("jnp.mean", "jnp.sum"),
-        ("sum(w - a)", "sum(a - w)"),  # a lambda
-        ("lbfgs()", "newton()"),
-        ("lbfgs()", "lbfgs(steps=7)"),
-        ("nystrom(3, 0.1)", "nystrom(3, 0.2)"),
-        ("decay_schedule(0.1, 9)", "decay_schedule(0.1, 8)"),
-        ("adamw", "adam"),
-        ('"box"', '"simplex"'),
-        ("jnp.ones(3)", "jnp.ones((3, 1))"),
-        ("[np.zeros((2, 2), np.float32)]", "(np.zeros((2, 2), np.float32),)"),
-        ("np.float32", "np.float64"),
-    ],
-)
-def test_fingerprints_know_what_a_search_depends_on(old, new):
-    assert old in SCRIPT
-    assert describe_difference(of_script(SCRIPT), of_script(SCRIPT.replace(old, new)))
-
-
-FLAGS = """
-import argparse, dataclasses
-import bilevel
-flags = argparse.Namespace(penalty=0.1, resume=False)
-
-@dataclasses.dataclass
-class Config:
-    scale: float = 2.0
-    out: str = "runs/1"
-
-def problem(config, table):
-    lower = lambda w, a, b: flags.penalty * w**2 + table["shift"]
-    return bilevel.Problem(lower, lambda w, a, b: config.scale * w)
-
-parts = {"problem": problem(Config(), {"shift": 1, "workers": 2})}
-"""
-
-
 def test_settings_count_where_the_code_names_them():
-    """A run resumed with another flag for what is no part of the problem is not refused."""
+    """A run that is resumed with another flag for another purpose is not refused."""
     for old, new in (("resume=False", "resume=True"), ("runs/1", "runs/2"), ('rs": 2', 'rs": 3')):
         assert not describe_difference(of_script(FLAGS), of_script(FLAGS.replace(old, new)))
     for old, new in (("=0.1", "=0.2"), ("= 2.0", "= 3.0"), ('shift": 1', 'shift": 2')):
@@ -131,7 +184,6 @@ def test_settings_count_where_the_code_names_them():
 
 CLASSES = """
 import functools
-import bilevel
 
 class Settings:
     l2 = 0.1
@@ -158,7 +210,7 @@ def shifted(w, a, b): return a * w + b
 def lower(w, a, b):
     return settings.l2 * w + net(flags, w) * flags.steps + shifted(w, **cfg) * cfg["a"]
 
-parts = {"problem": bilevel.Problem(lower, lambda w, a, b: w)}
+parts = {"evaluate": (lower, {"ridge", "lasso"})}
 """
 
 
@@ -173,22 +225,14 @@ parts = {"problem": bilevel.Problem(lower, lambda w, a, b: w)}
         ("return 9", "return 10"),
         ("3, 4", "3, 5"),  # a field that a helper reads, to whom the record is handed on
         ('"b": 12', '"b": 13'),  # an entry that ** hands on
+        ('"ridge", "lasso"', '"ridge", "huber"'),
+        ("a * w + b", "a + w * b"),
     ],
 )
 def test_fingerprints_know_classes_and_what_is_handed_on(old, new):
     assert CLASSES.count(old) == 1
     assert describe_difference(of_script(CLASSES), of_script(CLASSES.replace(old, new)))
     assert not describe_difference(of_script(CLASSES), of_script(CLASSES))
-
-
-def test_fingerprints_know_the_weights_in_modules_and_states_of_nnx():
-    from flax import nnx
-
-    one, other = (nnx.Linear(2, 3, rngs=nnx.Rngs(seed)) for seed in (0, 1))
-    for of in (lambda m: m, lambda m: nnx.split(m)[1], lambda m: lambda x: m(x)):
-        assert describe_difference(fingerprint({"w0": of(one)}), fingerprint({"w0": of(other)}))
-        again = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-        assert not describe_difference(fingerprint({"w0": of(one)}), fingerprint({"w0": of(again)}))
 
 
 def test_texts_and_records_of_any_size_have_fingerprints():
@@ -217,48 +261,25 @@ class Undeclared:
         self.rate = given
 
 
-class Rated(random.Random):
-    def __init__(self, rate):
-        super().__init__(0)
-        self.rate = rate
-
-
-class Named(list):
-    pass
-
-
-def named(k):
-    instance = Named([1])
-    instance.rate = k
-    return instance
-
-
-def schedule(k):
-    return optax.MultiSteps(optax.sgd(0.1), lambda step: k)
-
-
 OF_TWO = {  # each with other values inside, for 1 and for 2
     "slots": Slots,
     "a field that a dataclass does not declare": Undeclared,
-    "a list's own field": named,
-    "MultiSteps' optimizer": lambda k: optax.MultiSteps(optax.sgd(0.1 * k), 2),
-    "MultiSteps' count": lambda k: optax.MultiSteps(optax.sgd(0.1), 1 + k),
-    "MultiSteps' schedule": schedule,
-    "MultiSteps, as optax hands it on": lambda k: schedule(k).gradient_transformation(),
+    "an optimizer": lambda k: optax.sgd(0.1 * k),
     "jnp's ufuncs": lambda k: (jnp.minimum, jnp.maximum)[k - 1],
     "numpy's ufuncs": lambda k: (np.minimum, np.maximum)[k - 1],
-    "a generator's own field": Rated,
     "fraction": lambda k: fractions.Fraction(k, 7),
-    "decimal": decimal.Decimal,
     "pattern": lambda k: re.compile("a" * k),
     "itemgetter": operator.itemgetter,
     "deque": lambda k: collections.deque([k]),
-    "factory": lambda k: collections.defaultdict((list, dict)[k - 1]),
+    "method of a dict": lambda k: {"a": k}.get,
+    "method of an array": lambda k: np.full(3, k).dot,
+    "compiled": lambda k: jax.jit(lambda x: k * x),
+    "partial": lambda k: functools.partial(math.pow, k),
 }
 
 
 @pytest.mark.parametrize("kind", OF_TWO)
-def test_fingerprints_see_what_lies_in_no_public_field(kind):
+def test_objects_count_by_what_they_hold(kind):
     one, same, other = (fingerprint({"problem": OF_TWO[kind](k)}) for k in (1, 1, 2))
     assert describe_difference(one, same) == ""
     assert describe_difference(one, other).startswith("another problem")
@@ -296,10 +317,3 @@ def test_a_schedule_that_was_called_is_the_same_schedule():
     assert fingerprint(schedule) == before
     assert fingerprint(6) == fingerprint(6.0) != fingerprint(6.5)
     assert fingerprint(0.0) != fingerprint(-0.0) and fingerprint(1) != fingerprint(True)
-
-
-def test_whose_method_a_builtin_is():
-    assert describe_difference(fingerprint({"a": 1}.get), fingerprint({"a": 2}.get))
-    assert describe_difference(fingerprint(np.ones(3).dot), fingerprint(np.zeros(3).dot))
-    assert not describe_difference(fingerprint({"a": 1}.get), fingerprint({"a": 1}.get))
-    assert not describe_difference(fingerprint(math.sin), fingerprint(math.sin))

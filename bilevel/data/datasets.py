@@ -132,9 +132,9 @@ def load(
     name : {"digits", "mnist", "fashion-mnist", "cifar10", "imdb"}
         ``digits`` has no official test set: here its last 360 rows are the test rows.
     train_size, test_size : int, optional
-        Keep the first that many rows; by default all. The files of ``imdb`` are sorted by label,
-        so its rows are first put in a random order that is always the same. Of ``cifar10`` only
-        the batches that the rows are in are read, and need be there.
+        Use the first that many rows; by default all. The rows of ``imdb`` are first put in a random
+        order that is always the same. Only the batches of ``cifar10`` that the rows are in are
+        read.
     download : bool
         Whether to fetch what neither ``$BILEVEL_DATA`` nor the user cache holds.
 
@@ -147,9 +147,9 @@ def load(
     Raises
     ------
     FileNotFoundError
-        A file is missing or cannot be downloaded.
+        If a file is missing or cannot be downloaded.
     ValueError
-        The name is unknown, a file is truncated or altered, or there are fewer rows than asked for.
+        If the name is unknown, a file is truncated or altered, or there are fewer rows.
 
     Examples
     --------
@@ -261,13 +261,13 @@ def stratified_split(
     Returns
     -------
     tuple of int arrays
-        The indices of each part, ``[sizes[p]]``; samples beyond ``sum(sizes)`` are in none.
+        The indices of each part, ``[sizes[p]]``.
 
     Raises
     ------
     ValueError
-        ``key`` is no PRNG key, ``labels`` is not a vector, a part is empty, or the sizes add up to
-        more than N.
+        If ``key`` is not a PRNG key, ``labels`` no vector, a part empty, or the sizes are more than
+        N.
 
     Examples
     --------

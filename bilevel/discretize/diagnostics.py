@@ -1,10 +1,8 @@
 """What to look at in a search of architectures: the entropy of alpha, the curvature of its loss.
 
 Zela et al. (2020) see a search whose networks will generalise badly in the growth of
-:func:`alpha_curvature`; :func:`entropy` says how far alpha is from an architecture.
-
-Reference: Zela, Elsken, Saikia, Marrakchi, Brox & Hutter, Understanding and Robustifying
-Differentiable Architecture Search, ICLR 2020.
+:func:`alpha_curvature` (Zela, Elsken, Saikia, Marrakchi, Brox & Hutter, Understanding and
+Robustifying Differentiable Architecture Search, ICLR 2020).
 """
 
 from collections.abc import Callable
@@ -58,7 +56,7 @@ def alpha_curvature(loss: Loss, sets: Pytree = "simplex") -> Callable[..., float
     """``curvature(w, alpha, batch)``: the largest eigenvalue of the loss's Hessian in alpha.
 
     By Lanczos's method on Hessian-vector products along the simplices: one compiled program, which
-    is called from the host.
+    is called from the host. It returns a float, to 1e-4 of it, of concrete arrays.
 
     Parameters
     ----------
@@ -66,18 +64,13 @@ def alpha_curvature(loss: Loss, sets: Pytree = "simplex") -> Callable[..., float
         ``space.problem.outer``.
     sets : pytree of {"simplex", "box", "free"}
         ``space.sets``. Directions out of the simplices count as having no curvature, so that the
-        result is never negative where there are any simplices. The paper's alpha are logits: its
-        numbers are others.
-
-    Returns
-    -------
-    function
-        From concrete arrays to a float, to 1e-4 of it.
+        result is never negative if there are simplices. The paper's alpha are logits, with other
+        values.
 
     Raises
     ------
     ValueError
-        When called, for second derivatives that are not finite.
+        When called, if second derivatives are not finite.
 
     Examples
     --------

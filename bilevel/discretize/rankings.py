@@ -45,7 +45,6 @@ def rank_by_shared_weights(
     confidence : float
         Of each interval by itself.
 
-
     Raises
     ------
     ValueError

@@ -34,11 +34,10 @@ def pyplot() -> Any:
 
 @contextlib.contextmanager
 def style() -> Iterator[tuple[str, ...]]:
-    """The style of the pictures here, for figures made and drawn inside ``with style():``.
+    """The style of the figures here, for figures made and drawn inside ``with style():``.
 
-    Colours, and line styles beside them, change from line to line. ``with style() as colours:``
-    gives the colours: name one by ``colours[i]``, since ``"C0"`` is read when the figure is shown,
-    which may be outside.
+    Colours and line styles change from line to line. ``with style() as colours:`` gives the
+    colours: name one by ``colours[i]``, since ``"C0"`` is read when the figure is shown.
 
     Raises
     ------

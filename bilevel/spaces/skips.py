@@ -189,18 +189,9 @@ def skip_space(
     >>> alpha["kernel"]["skips"], str(kernels.discretize(alpha))
     (Array([1.], dtype=float...), 'relu, relu+skip')
 
-    Second-order DARTS on batches of 64, then Algorithm 1 on the architecture::
+    The network of an architecture is trained by Algorithm 1::
 
-        result = bilevel.search(
-            space.problem,
-            bilevel.unrolled(optax.sgd(0.1, momentum=0.9), 1, backprop=1),
-            bilevel.strategies.on_sets(
-                space.sets, simplex=bilevel.softmax(optax.adam(0.01)), other=optax.adam(0.01)
-            ),
-            space.start(), space.init(key, (x, labels)), (x, labels), (x_valid, labels_valid),
-            steps=1000, batches=minibatches(64), key=key,
-        )
-        architecture, w = space.discretize(result.alpha), space.init(key, (x, labels))
+        w, train = space.init(key, (x, labels)), bilevel.nets.train
         trained = train(key, space.problem.lower, architecture, w, (x, labels), optimizer=0.01)
         space.apply(trained.uniform, architecture, x_test)
     """

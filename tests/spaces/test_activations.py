@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, batch, finite_differences, flatten, tolerance
+from helpers import assert_close, batch, finite_differences
 
 import bilevel
-import ntk
 from bilevel.spaces.activations import (
     ACTIVATIONS,
     activation_space,
@@ -118,19 +117,6 @@ def test_the_search_hypergradient_is_the_derivative_of_the_whole_training(outer,
     assert_close(fn(alpha, w, train, valid).grad, truth, f64=f64, f32=3e-2)
 
 
-@pytest.mark.slow
-def test_a_restarted_search_does_not_depend_on_its_path():
-    space = activation_space(["relu", "tanh"], width=16)
-    (x, y), _ = digits(2)
-    w = space.init(jax.random.key(0), (x, y))
-    solver = space.solver(space.curvatures(w, x), steps=3)
-    alpha, state = jnp.array([0.5, 0.5]), solver.init(w)
-    run = jax.jit(functools.partial(solver.run, space.problem.lower))
-    first, state = run(alpha, w, state, (x, y))
-    second, _ = run(alpha, first, state, (x, y))
-    np.testing.assert_array_equal(first, second)
-
-
 def test_unit_inputs_of_a_row_at_the_mean_are_refused():
     with pytest.raises(ValueError, match="x: expected rows that differ from their mean"):
         unit_inputs(jnp.eye(3), jnp.full((1, 3), 1 / 3, float).at[0].set(jnp.eye(3).mean(0)))
@@ -149,29 +135,6 @@ def test_unit_inputs_are_centred_on_the_training_rows():
     row = other.reshape(10, 6)[4] - flat.mean(0)
     np.testing.assert_allclose(moved[4], row / np.linalg.norm(row), rtol=1e-4)
     assert unit.shape == (10, 6)
-
-
-def test_sign_labels_are_one_versus_rest():
-    np.testing.assert_array_equal(sign_labels(np.array([2, 0]), 3), [[-1, -1, 1], [1, -1, -1]])
-    np.testing.assert_array_equal(sign_labels(np.array([1, 0]), 2), [1, -1])
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, bool])
-def test_signs_of_labels_without_a_minus_are_signs(dtype):
-    labels = np.array([0, 1, 0], dtype)
-    for sign in sign_labels, jax.jit(sign_labels, static_argnums=1):
-        np.testing.assert_array_equal(sign(labels, 2), [-1, 1, -1])
-        np.testing.assert_array_equal(sign(labels, 300).argmax(1), [0, 1, 0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("outer", ["hinge", "logistic", "squared"])
-def test_targets_that_are_whole_are_numbers(outer):
-    space = activation_space(["relu", "tanh"], width=8, outer=outer)
-    x, y = jnp.eye(3), jnp.array([1.0, 1.0, 0.0])
-    w, alpha = space.init(jax.random.key(0), (x, y)), space.start()
-    for loss in space.problem.lower, space.problem.outer:
-        assert_close(loss(w, alpha, (x, y.astype(jnp.uint8))), loss(w, alpha, (x, y)))
 
 
 # ----------------------------------------------------------------------------- width = inf
@@ -217,22 +180,6 @@ def test_the_infinite_network_is_ridge_on_the_gradients_of_a_wide_one():
     assert np.abs(actual).max() > 0.3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("classes", [2, 10])
-def test_the_infinite_network_is_kernel_ridge_regression(classes):
-    """Truth: numpy's solve with the mixture summed in a loop."""
-    space, (blocks, y), (cross, _) = kernel_search(classes, "hinge", rows=30)
-    weights, _ = space.solver.run(space.problem.lower, ALPHA, y, (), (blocks, y))
-
-    def mixed(blocks):
-        a, b = np.asarray(ALPHA["mixture"], float), np.asarray(blocks, float)
-        return sum(a[i] * a[j] * b[i, j] for i in range(2) for j in range(2))
-
-    w = np.linalg.solve(mixed(blocks) + 0.2 * np.eye(len(y)), np.asarray(y))
-    assert_close(weights, w, f64=1e-10)
-    assert_close(space.apply(weights, ALPHA, cross), mixed(cross) @ w, f64=1e-10)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(("classes", "outer"), [(2, "hinge"), (10, "logistic")])
 def test_the_kernel_hypergradient_is_that_of_the_refitted_validation_loss(classes, outer):
@@ -244,22 +191,6 @@ def test_the_kernel_hypergradient_is_that_of_the_refitted_validation_loss(classe
     w = jnp.zeros_like(train[1])
     truth = finite_differences(lambda alpha: fn(alpha, w, train, valid).value, ALPHA)
     assert_close(fn(ALPHA, w, train, valid).grad, truth, f64=1e-8, f32=3e-2)
-
-
-@pytest.mark.long
-def test_the_kernel_hypergradient_knows_that_it_is_right():
-    """Truth: implicit differentiation of the lower loss, which the closed form never calls."""
-    space, train, valid = kernel_search(2, "squared", rows=12)
-    w = jnp.zeros_like(train[1])
-    hyper, by_cg = (
-        jax.jit(bilevel.hypergradient(space.problem, solver))(ALPHA, w, train, valid)
-        for solver in (space.solver, bilevel.implicit())
-    )
-    assert_close(by_cg.grad, hyper.grad, f64=1e-8, f32=1e-3)
-    assert hyper.info.converged
-    norm = np.linalg.norm(flatten(hyper.grad))
-    assert hyper.info.error_estimate < tolerance(1e-12, 1e-4) * norm
-    assert hyper.info.error_bound < tolerance(1e-10, 1e-2) * norm
 
 
 def test_the_lower_loss_is_minimal_at_the_closed_form():
@@ -298,11 +229,6 @@ def test_output_scale_scales_the_kernel_of_infinite_width():
     x = jnp.eye(3)
     doubled = activation_space(["relu"], width=math.inf, output_scale=2.0).blocks(x)
     assert_close(doubled, jnp.eye(3)[None, None], f64=1e-12, f32=1e-6)  # 2 x E[step] = 1
-
-
-def test_candidates_are_named_after_their_functions():
-    space = activation_space(["relu", ntk.tanh, jnp.sin], width=4)
-    assert space.names == ("relu", "tanh", "sin")
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])

@@ -247,16 +247,6 @@ def test_a_nearer_choice_of_weight_zero_leaves_it_undecided():
     assert condition_six(outputs, np.array([0.59, 0.4, 0.01])).nearest == -1
 
 
-@pytest.mark.long
-def test_lemma_5_factors_and_composes():
-    alpha = np.random.default_rng(5).dirichlet(np.ones(5), 7)
-    gamma = np.array(jax.jit(jax.vmap(factor_simplex, (None, 0)))(alpha, np.arange(5)))
-    np.testing.assert_array_equal(np.einsum("iki->ki", gamma), 0)
-    a = alpha.T[..., None]
-    assert_close(a * np.eye(5)[:, None] + (1 - a) * gamma, np.tile(alpha, (5, 1, 1)), f32=1e-6)
-    assert np.isnan(factor_simplex(np.eye(5)[1], 1)).all()
-
-
 def test_choices_of_a_pytree_with_ties_and_layers():
     alpha = {"cell": jnp.array([[0.3, 0.4, 0.3], [0.5, 0.0, 0.5]]), "skip": jnp.array([1.0])}
     jax.tree.map(np.testing.assert_array_equal, argmax(alpha), {"cell": [1, 0], "skip": 0})
@@ -366,15 +356,6 @@ def test_a_choice_is_judged_by_paired_differences_against_every_other(seed):
         assert bool(common.as_good) == bool(judgement.as_good)
 
 
-def test_equal_choices_are_as_good_as_each_other():
-    losses = np.tile([[0.0], [1.0], [0.0]], (1, 3))
-    for choice in range(3):
-        judgement = judge_choice(losses, choice, noise=0.0)
-        assert (
-            bool(judgement.as_good) and int(judgement.best) == choice and int(judgement.rank) == 1
-        )
-
-
 def test_alpha_of_half_precision_is_a_point_of_the_simplex_to_its_own_rounding():
     """Truth: ten times a tenth is off 1 by 1e-3 in bfloat16, whose rounding is 4e-3."""
     outputs = jnp.asarray(np.random.default_rng(0).normal(size=(20, 10)))
@@ -383,15 +364,6 @@ def test_alpha_of_half_precision_is_a_point_of_the_simplex_to_its_own_rounding()
     assert np.isfinite(condition_six(outputs, tenth).D).all()
     with pytest.raises(ValueError, match="alpha: expected points of the simplex"):
         condition_six(outputs, tenth * 1.1)
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, bool])
-def test_ranks_of_numbers_without_a_minus(dtype):
-    least = np.iinfo(dtype).min if dtype is np.int8 else 0
-    alpha = np.array([1, least, 0, 1], dtype)
-    np.testing.assert_array_equal(
-        rank_by_alpha(alpha), np.argsort(-alpha.astype(int), kind="stable")
-    )
 
 
 @pytest.mark.parametrize("choice", [-1, 3])

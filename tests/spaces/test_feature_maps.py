@@ -22,7 +22,6 @@ from bilevel.spaces.features.fourier import KERNELS, PREPROCESS, FourierConfig, 
 from bilevel.spaces.features.text import (
     _TOKENIZERS,
     BINS,
-    TextConfig,
     fold,
     hashed_counts,
     statistics,
@@ -81,18 +80,6 @@ def test_products_of_features_are_the_kernel_up_to_their_exact_standard_deviatio
     assert np.sqrt(np.mean(error**2)) < 1.5 / np.sqrt(dimension)
 
 
-@pytest.mark.long
-def test_product_and_isotropic_laplace_kernels_differ_by_far_more_than_the_error():
-    x, dimension = jnp.ones((2, 9)).at[1].set(0), 4096
-    features = features_of(x)
-    product, isotropic = (
-        features.apply(fourier_config("none", kernel, 0.2), x, dimension)
-        for kernel in ("laplace", "laplace_isotropic")
-    )
-    gap = isotropic[0] @ isotropic[1] / dimension - product[0] @ product[1] / dimension
-    assert abs(float(gap) - (np.exp(-0.6) - np.exp(-1.8))) < 10 / np.sqrt(dimension)
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_features_of_sixteen_bits_are_those_of_thirty_two(kernel, dtype):
@@ -128,23 +115,11 @@ def test_draws_are_the_same_in_every_dimension_and_block(kernel, start):
 
 
 @pytest.mark.long
-def test_features_of_a_part_are_that_part_of_the_features():
-    for config in ALL:
-        whole = FEATURES.apply(config, X, 1024)
-        assert_close(FEATURES.apply(config, X, 300, 300), whole[:, 300:600], f64=1e-11)
-
-
-@pytest.mark.long
 def test_one_configuration_per_row_equals_applying_them_row_by_row():
     indices = np.array([11, 0, 4, 7, 2, 5, 9])
     rows = jax.tree.map(lambda leaf: leaf[indices], STACKED)
     one_by_one = [FEATURES.apply(ALL[i], X, 40)[r] for r, i in enumerate(indices)]
     assert_close(FEATURES.apply(rows, X, 40), jnp.stack(one_by_one), f64=1e-11)
-
-
-def test_vmap_over_configurations_equals_a_loop():
-    looped = jnp.stack([FEATURES.apply(config, X, 40) for config in ALL])
-    assert_close(jax.vmap(lambda c: FEATURES.apply(c, X, 40))(STACKED), looped, f64=1e-11)
 
 
 @pytest.mark.long
@@ -192,18 +167,6 @@ def test_preprocessing_is_that_of_scikit_learn_with_statistics_of_the_training_r
         actual = features.project(fourier_config(name), jnp.asarray(x), 50)
         assert_close(actual, expected, f64=1e-11, f32=1e-4)
         assert np.all(np.isfinite(actual))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["minmax", "standardize"])
-def test_a_constant_column_adds_nothing(name):
-    train = X.at[:, 1:].set(0.1)
-    features = features_of(train)
-    without = features.project(fourier_config(name), train.at[:, 1:].add(0.0), 30)
-    alone = features.project(fourier_config("none"), jnp.eye(4)[:1], 30)
-    first = {"minmax": MinMaxScaler, "standardize": StandardScaler}[name]()
-    column = first.fit_transform(np.asarray(train[:, :1]))
-    assert_close(without, column * np.asarray(alone), f64=1e-12, f32=1e-5)
 
 
 def test_columns_whose_squares_leave_float32_are_standardised_too():
@@ -257,15 +220,6 @@ def test_float32_rows_have_float32_features_equal_to_those_in_float64():
         phi = low.apply(config, X.astype("float32"), 40)
         assert phi.dtype == jnp.float32
         assert_close(phi, FEATURES.apply(config, X, 40), f64=2e-3, f32=1e-6)
-
-
-@pytest.mark.long
-def test_whole_numbers_are_features_too():
-    pixels = jnp.arange(12).reshape(3, 4)
-    whole, real = features_of(pixels), features_of(pixels * 1.0)
-    for name in PREPROCESS:
-        projection = whole.project(fourier_config(name), pixels, 40)
-        assert_close(projection, real.project(fourier_config(name), pixels * 1.0, 40))
 
 
 def test_sampled_configurations_fill_the_search_space():
@@ -345,16 +299,6 @@ def test_folding_to_a_power_of_two_is_hashing_to_it():
     np.testing.assert_array_equal(fold(counts, 16, binary=True).toarray(), expected.toarray() > 0)
 
 
-def test_folding_adds_the_bins_of_equal_remainder_and_leaves_its_argument():
-    rng = np.random.RandomState(0)
-    dense = rng.poisson(0.5, (5, 23)).astype(float)
-    counts = csr_array(dense)
-    expected = np.stack([dense[:, r::7].sum(1) for r in range(7)], axis=1)
-    np.testing.assert_array_equal(fold(counts, 7).toarray(), expected)
-    np.testing.assert_array_equal(fold(counts, 23, binary=True).toarray(), dense > 0)
-    np.testing.assert_array_equal(counts.toarray(), dense)
-
-
 BAGS = csr_array(np.array([[2.0, 1, 0], [0, 1, 0], [1, 0, 0], [0, 0, 0]]))
 LABELS = np.array([1, 0, 0, 1])
 
@@ -421,10 +365,3 @@ def test_sampled_text_configurations_are_valid_reproducible_and_varied():
     assert {config.weights for config in configs} == {"nb", "sif"}
     exponents = np.log10([config.smoothing for config in configs])
     assert -5 <= exponents.min() < -4 and 0 < exponents.max() <= 1
-
-
-def test_hashing_names_all_that_counts_depend_on():
-    base, other = TextConfig(), TextConfig(binary=True, weights="nb", preprocess="average")
-    assert base.hashing == other.hashing
-    a, b = (hashed_counts([DOCUMENT], config) for config in (base, other))
-    assert (a != b).nnz == 0

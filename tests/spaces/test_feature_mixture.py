@@ -12,7 +12,7 @@ from helpers import assert_close, finite_differences, flatten, tolerance
 import bilevel
 from bilevel.spaces.activations import unit_inputs
 from bilevel.spaces.features.mixture import feature_space
-from bilevel.spaces.targets import predict_labels, sign_labels
+from bilevel.spaces.targets import sign_labels
 
 # (rows, features, penalty): F, dF/dmixture, dF/dlog_penalty, by a program of its own in float64
 # from the same draws as `draw` (MATH.md 4a).
@@ -142,20 +142,6 @@ def test_the_hypergradient_is_that_of_the_refitted_validation_loss(classes, oute
     assert_close(fn(alpha, w, train, valid).grad, truth, f64=1e-7, f32=3e-2)
 
 
-@pytest.mark.slow
-def test_classes_are_ridge_regressions_of_their_own():
-    """Truth: numpy's normal equations, one class at a time."""
-    space, (blocks, y), _ = fourier_search(10, "squared")
-    alpha, start = space.start(), space.init(jax.random.key(0), (blocks, y))
-    w, _ = space.solver.run(space.problem.lower, alpha, start, (), (blocks, y))
-    phi = np.mean(np.asarray(blocks, float), axis=0)
-    matrix = phi.T @ phi + 0.1 * np.eye(phi.shape[1])
-    columns = [np.linalg.solve(matrix, phi.T @ t) for t in np.asarray(y, float).T]
-    assert start.shape == w.shape == (60, 10)
-    assert_close(w, np.stack(columns, axis=1))
-    assert_close(space.apply(w, alpha, blocks), phi @ np.stack(columns, axis=1))
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(("classes", "outer"), [(2, "hinge"), (10, "squared")])
 def test_a_search_finds_the_informative_map(classes, outer):
@@ -178,12 +164,6 @@ def test_a_search_finds_the_informative_map(classes, outer):
     assert accuracy > max(0.8, before - 0.01)
 
 
-def test_predictions_undo_sign_labels():
-    for labels, classes in ([0, 1, 1], 2), ([2, 0, 1], 3):
-        np.testing.assert_array_equal(
-            predict_labels(sign_labels(np.array(labels), classes)), labels
-        )
-
-
 def test_maps_are_named_after_their_functions():
-    assert feature_space([jnp.sin, functools.partial(jnp.cos)]).names == ("sin", "partial")
+    maps = [jnp.sin, functools.partial(jnp.cos), jnp.sin]
+    assert feature_space(maps).names == ("sin", "partial", "sin 2")

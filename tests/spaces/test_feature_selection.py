@@ -155,16 +155,6 @@ def test_naive_bayes_and_other_weights_learn_side_by_side(text_parts):
     np.testing.assert_array_equal(shared.errors, [0, 0])
 
 
-@pytest.mark.slow
-def test_one_configuration_shares_with_itself_only(text_parts, parts, configs):
-    for problem, config, resource in (
-        (features.text_selection(*text_parts), features.text_config(weights="sif"), 64),
-        (features.fourier_selection(KEY, *parts, dimension=32), configs[0], 32),
-    ):
-        shared = problem.share(KEY, [config], np.ones(1), resource)
-        assert shared.errors[0] == problem.evaluate(None, config, resource).valid
-
-
 def test_texts_under_several_configurations_share_weights(text_parts):
     problem = features.text_selection(*text_parts)
     candidates = features.sample_text(jax.random.key(0), 6)

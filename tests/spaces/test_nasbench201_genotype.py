@@ -39,22 +39,12 @@ def test_the_official_text_is_read_edge_by_edge():
     assert str(g) == RESNET
 
 
-def test_text_and_arrays_give_every_genotype_back():
-    everything = genotypes()
-    assert len(set(everything)) == 5**6
-    assert all(parse_genotype(str(g)) == g for g in everything)
-    assert len({str(g) for g in everything}) == 5**6
-
-
 def test_a_genotypes_place_is_its_code_in_base_5():
     codes = encode(genotypes())
+    assert all(parse_genotype(str(g)) == g for g in genotypes())
+    assert encode(genotypes()[7]).shape == (6,) and encode(()).shape == (0, 6)
     assert codes.dtype == np.int32
     np.testing.assert_array_equal(codes @ 5 ** np.arange(6)[::-1], np.arange(5**6))
-
-
-def test_one_genotype_is_a_vector_and_no_genotypes_are_no_rows():
-    g = parse_genotype(BEST)
-    assert encode(g).shape == (6,) and encode(()).shape == (0, 6)
 
 
 @pytest.mark.parametrize(
@@ -192,12 +182,3 @@ def test_the_classifier_and_the_image_are_counted_apart():
     assert multiply_adds(g, classes=100) - multiply_adds(g) == 90 * 64
     convolutions = multiply_adds(g) - 640
     assert multiply_adds(g, pixels=16, classes=120) == convolutions // 4 + 64 * 120
-
-
-def test_weights_grow_linearly_in_cells_and_quadratically_in_channels():
-    g = parse_genotype(BEST)
-    one, two, three = (parameter_count(g, cells=n) for n in (1, 2, 3))
-    assert three - two == two - one == (parameter_count(g) - one) // 4
-    # c -> 2c: the third difference of a polynomial of degree two in the channels is zero.
-    a, b, c, d = (parameter_count(g, channels=n) for n in (4, 8, 12, 16))
-    assert d - 3 * c + 3 * b - a == 0

@@ -138,14 +138,6 @@ def test_one_trace_serves_all_genotypes():
 
 
 @pytest.mark.long
-def test_genotypes_side_by_side_are_those_one_by_one():
-    cells = encode(list(GENOTYPES.values()))
-    together = jax.jit(jax.vmap(lambda g: NETWORKS.apply(weights(), g, X)))(cells)
-    for logits, genotype in zip(together, GENOTYPES.values(), strict=True):
-        assert_close(logits, by_hand(weights(), genotype, X))
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_an_edges_hessian_vector_product_is_the_operations(name):
     """Forward over reverse, through the derivative rule of the switch."""
@@ -189,10 +181,6 @@ def test_parameters_of_the_published_network_are_counted_exactly():
         network = nasbench201_network(genotype)
         w, _ = jax.eval_shape(lambda network=network: network.init(KEY, (32, 32, 3)))
         assert sum(leaf.size for leaf in jax.tree.leaves(w)) == parameter_count(genotype)
-        text = str(genotype)
-        of_convolutions = 243_040 * text.count("3x3~") + 28_000 * text.count("conv_1x1")
-        of_convolutions -= 243_040 * text.count("avg_pool")
-        assert parameter_count(genotype) == 73_306 + of_convolutions
 
 
 @pytest.mark.long

@@ -9,8 +9,8 @@ import pytest
 from helpers import no_room
 
 import ntk
-from bilevel.spaces.nasbench201 import all_networks, encode, genotypes, scoring
-from bilevel.spaces.nasbench201.scoring import SCORES, score_networks
+from bilevel.spaces.nasbench201 import all_networks, genotypes, scoring
+from bilevel.spaces.nasbench201.scoring import score_networks
 
 NETWORKS = all_networks(classes=3, cells=1, channels=2)
 CELLS = [genotypes()[i] for i in (3117, 8411, 15_000, 10_002, 14_444)]
@@ -114,11 +114,6 @@ def test_a_damaged_file_of_scores_is_refused_and_a_full_disk_costs_only_the_file
     assert not file.exists()
 
 
-def test_every_name_is_a_score():
-    names = set(dir(ntk.scores)) | {"certified_min_eigenvalue"}
-    assert set(SCORES) <= names
-
-
 @pytest.mark.slow
 def test_a_function_is_a_score_by_its_name():
     def spread(key, apply, params, batch):
@@ -142,12 +137,6 @@ def test_a_file_of_other_images_or_genotypes_is_refused(tmp_path, other):
     scores(**CHEAP, file=file)
     with pytest.raises(ValueError, match="file: expected scores of these networks"):
         scores(**(CHEAP | other), file=file)
-
-
-@pytest.mark.long
-def test_encoded_genotypes_are_taken_as_they_are():
-    by_score = scores(encode(CELLS), ("l2_norm",))
-    np.testing.assert_equal(by_score["l2_norm"], expected()["l2_norm"])
 
 
 def test_fewer_networks_leave_the_others_in_the_file(tmp_path):

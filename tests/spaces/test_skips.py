@@ -318,29 +318,3 @@ def test_the_hypergradient_at_infinite_width_is_a_finite_difference():
 
 
 STEPS = (-1e-3, 1e-3, -2e-3, 2e-3)
-
-
-@pytest.mark.long
-def test_a_search_at_infinite_width_ends_at_an_architecture_with_a_certificate_on_its_path():
-    x, train, valid = infinite_batches()
-    optimizer = bilevel.strategies.on_sets(
-        INFINITE.sets,
-        simplex=optax.chain(optax.sgd(0.5), bilevel.exponentiate()),
-        other=optax.adam(0.05),
-    )
-    result = bilevel.search(
-        *(INFINITE.problem, INFINITE.solver, optimizer, INFINITE.start(), 0 * train[1]),
-        *(train, valid),
-        steps=3,
-        progress=False,
-    )
-    assert result.history["value"][-1] < result.history["value"][0]
-    architecture = INFINITE.discretize(result.alpha)
-    corner = INFINITE.one_hot(architecture)
-    assert INFINITE.discretize(corner) == architecture
-    K = INFINITE.kernel(architecture, x).ntk
-    np.testing.assert_allclose(INFINITE.kernel(corner["kernel"], x).ntk, K, rtol=1e-10)
-    certified = INFINITE.certificates(result.history["alpha"], x)
-    path = jax.tree.map(lambda a: a[1], result.history["alpha"]["kernel"])
-    smallest = np.linalg.eigvalsh(INFINITE.kernel(path, x).ntk)[0]
-    assert 0.99 * smallest < certified[1] <= smallest

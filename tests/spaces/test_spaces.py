@@ -181,6 +181,16 @@ def test_what_is_no_space_is_one_sentence(tmp_path, capsys, monkeypatch, space, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("dtype", [int, np.uint8, np.uint32])
+def test_signs_are_one_versus_rest_and_predictions_undo_them(dtype):
+    labels = np.array([0, 1, 0], dtype)
+    for sign in sign_labels, jax.jit(sign_labels, static_argnums=1):
+        np.testing.assert_array_equal(sign(labels, 2), [-1, 1, -1])
+        np.testing.assert_array_equal(sign(labels, 3), [[1, -1, -1], [-1, 1, -1], [1, -1, -1]])
+        for classes in (2, 300):
+            np.testing.assert_array_equal(targets.predict_labels(sign(labels, classes)), labels)
+
+
 def test_labels_in_a_column_are_refused():
     """They would be compared with all predictions, or make one column whose largest is itself."""
     column = LABELS[:, None]

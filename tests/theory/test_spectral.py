@@ -137,19 +137,6 @@ def test_the_start_without_noise_is_the_positive_part():
     assert_close(simplex_start(-alpha, uniform=0.4), [0.45 + 2 / 15, 2 / 15, 0.15 + 2 / 15])
 
 
-def test_the_start_with_noise_is_the_nearest_mixture():
-    """Truth: scipy's nonnegative least squares, for alpha and -alpha."""
-    rng = np.random.default_rng(2)
-    factors = rng.standard_normal((5, 4, 4)) + 2 * rng.standard_normal((5, 4, 1))
-    alphas = rng.standard_normal((5, 4))
-    start = jax.jit(jax.vmap(lambda a, n: simplex_start(a, n, uniform=0.0)))
-    starts = start(alphas, np.einsum("kij,kil->kjl", factors, factors))
-    for factor, alpha, point in zip(factors, alphas, starts, strict=True):
-        sides = [scipy.optimize.nnls(factor, factor @ a)[0] for a in (alpha, -alpha)]
-        best = max(sides, key=lambda a: np.linalg.norm(factor @ a))
-        assert_close(point, best / best.sum(), f64=1e-6, f32=1e-3)
-
-
 # ------------------------------------------------------------------------ the second stage
 
 

@@ -1,16 +1,15 @@
 """The network that a genotype stands for, to be trained from scratch (Liu et al. 2019, 3.3).
 
-Its cells have two edges into each node instead of all, each with one operation, and batch
-normalisation with learned scales and with running averages for predictions. Regularised by
+Its cells have two edges into each node, each with one operation, and batch normalisation with
+learned scales and with running averages for predictions. Regularised by
 
     drop path    an edge's output is dropped for an example with probability ``drop_path``
                  (identities never), and divided by 1 - ``drop_path`` otherwise
     cutout       a square of each training image is set to 0 (DeVries & Taylor 2017)
     auxiliary    a second classifier after the second reduction, its loss times 0.4
 
-:func:`bilevel.nets.from_scratch` has the loop. As published: 600 epochs of SGD, batch 96,
-rate .025 with a cosine to 0, momentum .9, weight decay 3e-4, gradients clipped to norm 5,
-``drop_path`` rising linearly from 0 to .2, cutout 16.
+As published: 600 epochs of SGD, batch 96, rate .025 with a cosine to 0, momentum .9, weight decay
+3e-4, gradients clipped to norm 5, ``drop_path`` rising linearly from 0 to .2, cutout 16.
 """
 
 import functools
@@ -138,7 +137,7 @@ def darts_network(
     auxiliary: bool = True,
     dtype: Any = None,
 ) -> TrainableNetwork:
-    """The network of a genotype, to be trained from scratch.
+    """The network of a genotype, to be trained by :func:`bilevel.nets.from_scratch`.
 
     Parameters
     ----------
@@ -153,17 +152,13 @@ def darts_network(
     Raises
     ------
     ValueError
-        For a genotype that cannot be built, or images that are too small.
+        If the genotype cannot be built, or images are too small.
 
     Notes
     -----
-    Running variances are of the batch, without the factor m / (m - 1) of the reference. The
-    auxiliary classifier averages over positions: of images beyond 40 x 40 several are left, and the
-    reference fails. Biases of both classifiers start at 0.
-
-    References
-    ----------
-    Liu, Simonyan & Yang (2019), section 3.3 and appendix A.2.
+    Liu, Simonyan & Yang (2019), section 3.3 and appendix A.2. Deviations: running variances are of
+    the batch, without the factor m / (m - 1). The auxiliary classifier averages over positions: the
+    reference fails for images beyond 40 x 40. Biases of both classifiers start at 0.
 
     Examples
     --------

@@ -11,13 +11,9 @@ kernel                  k(x, y)                  w_j                    s_c
 ``laplace_isotropic``   exp(-gamma |x - y|_2)    z / |z_0|, z_0 ~ N     gamma
 ======================  =======================  =====================  ==============
 
-The two Laplace kernels differ: the entries of the isotropic one's ``w_j`` share the factor
-``1 / |z_0|`` (multivariate Cauchy). Khodak et al. say "Laplace"; their released code has the first.
-
-The draws ``z``, Cauchy, ``z_0``, ``b`` are the same for every configuration and row, which is what
-gives weights that configurations share a meaning: coordinate j of the weights belongs to one
-random direction. They form an endless sequence of which a feature dimension is a prefix, and any
-part can be made alone, so that a feature matrix need never be whole.
+Khodak et al. say "Laplace"; their released code has the first. The draws are the same for every
+configuration and row, so that coordinate j of weights that configurations share belongs to one
+random direction. They form an endless sequence, any part of which can be made alone.
 
 Rahimi & Recht (2007); search space of Khodak, Li, Balcan & Talwalkar (2020), section 2 and B.2.1.
 """

@@ -5,23 +5,18 @@ that its hash says. In the order in which they act, on the host with numpy and s
 
     hashed_counts(texts, config)     tokenizer, stop words, lowercase, order     once per corpus
     fold(counts, dimension, binary)  bins modulo the dimension d; counts or 0/1
-    statistics(bags, labels)         bin totals of the training rows, by class
+    statistics(bags, labels)         bin totals of all training rows, by class
     weigh(bags, config, totals)      weights, then preprocess
 
-Weights of a bin with totals ``P`` in the positive and ``Q`` in the negative class, and smoothing
-``a``:
+Weights of a bin with totals ``P`` in the positive and ``Q`` in the negative class, smoothing ``a``:
 
     nb   log2(p / q),  p = (P + a) / sum(P + a),  q likewise    naive Bayes, Wang & Manning (2012)
     sif  a T / (a T + P + Q),  T = sum(P + Q)                   Arora, Liang & Ma (2017)
 
-With one configuration per row, the rows of each configuration are hashed and folded under it, the
-totals are those of all training rows together, and each part is weighed under its own.
-
-Search space of Khodak, Li, Balcan & Talwalkar (2020), appendix B.2.2, and of its released code;
-deviations: every configuration has the same hash function, so that weights that configurations
-share have a meaning (the code can seed each apart); stop words are scikit-learn's rather than
-NLTK's; "treebank" stands for NLTK's tokenizer without its trained sentence splitter, and leaves
-quotation marks as they are.
+Search space of Khodak, Li, Balcan & Talwalkar (2020), appendix B.2.2, and of its released code.
+Deviations: every configuration has the same hash function; stop words are scikit-learn's rather
+than NLTK's; "treebank" stands for NLTK's tokenizer without its trained sentence splitter, and
+leaves quotation marks as they are.
 """
 
 import functools

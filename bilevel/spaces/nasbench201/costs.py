@@ -59,16 +59,13 @@ def parameter_count(
     genotype : Genotype
     classes : int
         10 for CIFAR-10, 100 for CIFAR-100, 120 for ImageNet16-120.
-    channels : int
-        Of the first stage.
-    cells : int
-        Per stage.
-
+    channels, cells : int
+        Of the first stage; per stage.
 
     Raises
     ------
     ValueError
-        For what is no genotype, or a number under 1.
+        If ``genotype`` is not a Genotype, or a number is under 1.
 
     Examples
     --------

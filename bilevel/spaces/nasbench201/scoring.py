@@ -103,7 +103,6 @@ def score_networks(
     key : jax.Array, optional
         The ``key`` of your own scores, the same for all networks; by default that of seed 0.
 
-
     Raises
     ------
     ValueError

@@ -20,7 +20,6 @@ def sample_size(gap: float, bound: Callable[[float], Bound]) -> int:
         ``n_valid -> Bound``, with ``n_valid`` a float; not traced. It is called about
         ``2 log2(rows)`` times. Its ``assumptions`` may ask for more rows.
 
-
     Raises
     ------
     ValueError

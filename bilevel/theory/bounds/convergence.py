@@ -145,7 +145,6 @@ def selection_risk(
     delta : scalar
         ``L_V(f_selected) <= min L_V + delta``.
 
-
     Raises
     ------
     ValueError

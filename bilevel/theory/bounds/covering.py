@@ -97,7 +97,6 @@ def ball_covering(dim: int, R: float) -> Covering:
     R : float
         Radius of a ball with the set in it: sqrt(h) / 2 for the box [0, 1]^h.
 
-
     Raises
     ------
     ValueError
@@ -133,7 +132,6 @@ def simplex_covering(h: int, *, copies: int = 1) -> Covering:
     copies : int
         For a product of simplices, one for each edge or layer: N(eps) is at most the number of
         one simplex at ``eps / sqrt(copies)``, to the power of ``copies``.
-
 
     Raises
     ------
@@ -171,7 +169,6 @@ def sparse_covering(h: int, s: int, R: float) -> Covering:
         Entries, and how many of them differ from 0.
     R : float
         Largest Euclidean norm.
-
 
     Raises
     ------

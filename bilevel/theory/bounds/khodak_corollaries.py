@@ -95,7 +95,6 @@ def khodak_corollary_a2(
         The constant in O, with the loss's Lipschitz constant and bound B, and the norm of the
         features.
 
-
     Raises
     ------
     ValueError

@@ -56,7 +56,6 @@ def oymak_h_bar(n_valid: Any, *, h_eff: Any, C_bar: Any, L: Any, Gamma: Any = 1.
     ----------
     n_valid, h_eff, C_bar, L, Gamma : scalar
 
-
     Raises
     ------
     ValueError
@@ -183,7 +182,6 @@ def oymak_proposition1(
     delta, C : scalar
         C stands for the constants and logarithms in O~: of the Lipschitz constants, n_T and n_V.
 
-
     Raises
     ------
     ValueError
@@ -230,7 +228,6 @@ def oymak_lemma1(n_train: Any, *, h: int, B: Any, lambda0: Any, R: Any = 1.0) ->
         Number of feature maps.
     B, lambda0, R : scalar
         lambda0: smallest penalty + inf over alpha of the smallest eigenvalue of ``Phi Phi'``.
-
 
     Raises
     ------
@@ -303,7 +300,6 @@ def oymak_lemma2_as_printed(mu: Any, smoothness: Any) -> jax.Array:
     ----------
     mu, smoothness : scalar
         The paper calls the smoothness L_bar.
-
 
     Raises
     ------

@@ -55,7 +55,7 @@ def spectral_estimator(
     train, valid : (features [n, h, p] or ``Columns``, labels [n] or [n, c])
         Independent of each other; n may differ.
     whiten : bool
-        As for :func:`spectral_alpha`.
+        Whether :func:`spectral_alpha` divides by :func:`noise_gram`.
 
     Returns
     -------
@@ -69,14 +69,9 @@ def spectral_estimator(
     ValueError
         If shapes do not fit, something is empty, or concrete numbers are not finite.
 
-    Notes
-    -----
     Time: n h p and n^2 p for the kernel, O(n^3) for its pseudo-inverse. Memory: n h b and n^2. The
     kernel has the squared condition number of ``Phi_alpha``: near p = n float32 is not enough.
-
-    References
-    ----------
-    Oymak et al. 2021, section 5 and Theorem 4; what it attains: :func:`spectral_limits`.
+    :func:`spectral_limits` is what it attains (Oymak et al. 2021, section 5 and Theorem 4).
 
     Examples
     --------

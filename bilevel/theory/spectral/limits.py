@@ -119,7 +119,6 @@ def spectral_sample(key: chex.PRNGKey, n: int, p: int, h: int) -> SpectralSample
         Rows in V, and in T.
     p, h : int
 
-
     Raises
     ------
     ValueError

@@ -50,7 +50,8 @@ test-slow: $(VENV) ## the tests that it leaves out: those marked slow or long
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 fuzz: $(VENV) ## 10,000 new examples of the generated tests, in hours; ARGS=tests/ntk for some of them
-	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=fuzz $(or $(ARGS),tests)
+	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=fuzz \
+		-o faulthandler_timeout=3600 $(or $(ARGS),tests)
 
 test-newest: $(PRIVATE_UV) ## tests of JAX's internals, README, commands on the newest JAX and Python here
 	UV=$(UV) .ci/newest

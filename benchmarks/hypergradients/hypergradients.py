@@ -91,11 +91,11 @@ def outer(w, lam, batch):
 # Functions (lam, w0, train, valid) -> gradient, or (gradient, error estimate), by kind and name.
 
 
-def ours(kind, s, full):
+def ours(kind, s):
     problem = bilevel.Problem(lower, outer)
 
-    def method(solver, estimate=False, mode="reverse"):
-        fn = bilevel.hypergradient(problem, solver, mode=mode, diagnostics=estimate)
+    def method(solver, estimate=False):
+        fn = bilevel.hypergradient(problem, solver, diagnostics=estimate)
 
         def run(*args):
             result = fn(*args)
@@ -105,8 +105,7 @@ def ours(kind, s, full):
 
     descent, cg = bilevel.unrolled(s.step, STEPS), bilevel.cg(CG_STEPS, s.tol)
     if kind == "unrolled":
-        forward = {"bilevel, forward mode": method(descent, mode="forward")} if full else {}
-        return {"bilevel": method(descent), "bilevel + estimate": method(descent, True)} | forward
+        return {"bilevel": method(descent), "bilevel + estimate": method(descent, True)}
     if kind == "closed form":
         return {"bilevel": method(bilevel.ridge(lambda lam, x: x, lambda lam: N * jnp.exp(lam)))}
     same, default = bilevel.implicit(descent, cg), bilevel.implicit()
@@ -123,7 +122,7 @@ def ours(kind, s, full):
     } | {name: method(bilevel.implicit(descent, inverse)) for name, inverse in others.items()}
 
 
-def jax_by_hand(kind, s, full):
+def jax_by_hand(kind, s):
     slope = jax.grad(lower)
 
     def descend(lam, w, train, every=1):
@@ -169,7 +168,7 @@ def jax_by_hand(kind, s, full):
     }[kind]
 
 
-def jaxopt(kind, s, full):
+def jaxopt(kind, s):
     import jaxopt
 
     def method(**options):
@@ -185,7 +184,7 @@ def jaxopt(kind, s, full):
     return {"JAXopt": method(implicit_diff=False)} if kind == "unrolled" else {}
 
 
-def optimistix(kind, s, full):
+def optimistix(kind, s):
     import lineax
     import optax
     import optimistix
@@ -240,7 +239,7 @@ def torch_losses(s):
     return lower, outer, descend, from_numpy
 
 
-def torch_by_hand(kind, s, full):
+def torch_by_hand(kind, s):
     import torch
 
     grad = torch.autograd.grad
@@ -269,7 +268,7 @@ def torch_by_hand(kind, s, full):
     return {"torch by hand": from_numpy(methods[kind])} if kind in methods else {}
 
 
-def torchopt(kind, s, full):
+def torchopt(kind, s):
     import torch
     import torchopt
 
@@ -305,14 +304,14 @@ EAGER = torch_by_hand, torchopt
 # --------------------------------------------------------------------------- the measurement
 
 
-def measure(problem, dtype, kind, rounds, peers, full, sizes) -> list[dict]:
+def measure(problem, dtype, kind, rounds, peers, sizes) -> list[dict]:
     """All methods of one kind, in this process."""
     globals().update(N=sizes[0], P=sizes[1])
     jax.config.update("jax_enable_x64", dtype == "float64")
     s = setup(problem, dtype)
     on_device, calls, rows = jax.device_put(s.args), {}, {}
     for library in (ours, jax_by_hand, *(PEERS[name] for name in peers)):
-        for name, fn in library(kind, s, full).items():
+        for name, fn in library(kind, s).items():
             row = {"problem": problem, "dtype": dtype, "kind": kind, "method": name}
             rows[name] = row | {"condition": round(float(s.spectrum[-1] / s.spectrum[0]), 1)}
             try:
@@ -377,10 +376,7 @@ def report(rows) -> str:
 
 
 def main() -> None:
-    forward = {"action": "store_true", "help": "forward mode too"}
-    flags = harness.command_line(
-        __file__, __doc__, report, work=measure, peers=tuple(PEERS), forward=forward
-    )
+    flags = harness.command_line(__file__, __doc__, report, work=measure, peers=tuple(PEERS))
     rounds, cases, kinds, sizes = 9, CASES, KINDS, (N, P)
     if flags.small:
         rounds, cases = 3, CASES[1:3]
@@ -389,7 +385,7 @@ def main() -> None:
     about = {"device": f"{harness.processor()}, one core, one thread"}
     rows = [harness.environment("optax", *PEERS, "lineax", **about, seed=SEED, rounds=rounds)]
     for (problem, dtype), kind in itertools.product(cases, kinds):
-        request = problem, dtype, kind, rounds, flags.peers, flags.forward, sizes
+        request = problem, dtype, kind, rounds, flags.peers, sizes
         new = harness.in_own_process(__file__, *request, one_core=True, JAX_PLATFORMS="cpu")
         labels = {"problem": problem, "dtype": dtype, "kind": kind}
         rows += [labels | row for row in new]

@@ -351,33 +351,3 @@ def test_sizes_by_their_flags(harness, monkeypatch):
     ):
         parsed = flags(harness, monkeypatch, *words, full=True)
         assert (parsed.size, parsed.small, parsed.results is None) == (size, small, small)
-
-
-@pytest.mark.parametrize(
-    "script, words, message",
-    [
-        (
-            "feature_maps.feature_maps",
-            "--quick --data imdb",
-            "--data: expected digits with --quick, got imdb",
-        ),
-        (
-            "feature_maps.feature_maps",
-            "--full --data digits",
-            "--data: expected cifar10 or imdb with --full",
-        ),
-        (
-            "feature_maps.feature_maps",
-            "--data imdb --trials 1",
-            "--trials: expected at least 2, got 1",
-        ),
-        ("deep_search.darts_gap", "--quick --deep", "--deep: expected no other size, got --quick"),
-        ("deep_search.darts_gap", "--full --deep", "--deep: expected no other size, got --full"),
-    ],
-)
-def test_flags_that_contradict_each_other_end_with_status_2(
-    harness, monkeypatch, capsys, script, words, message
-):
-    monkeypatch.setattr(sys, "argv", ["script.py", *words.split()])
-    assert ended(importlib.import_module(f"benchmarks.{script}").main) == (2, "")
-    assert f"error: {message}" in capsys.readouterr().err

@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.deep_search import activation_skip_search, activation_skip_tables, eigenvalue_depth
 from benchmarks.feature_maps import feature_maps_tables
-from benchmarks.theory import lipschitz
 from bilevel.spaces.skips import CANDIDATES, skip_space
 
 RUNS, LAYERS = 3, 9
@@ -77,22 +76,6 @@ def test_each_finding_is_graded_by_its_own_rule():
     assert grades(p[:, ::-1], skips)[1] == 2
     assert grades(p, np.where(np.arange(LAYERS - 1) < 3, 0.2, skips))[2] == 1
     assert grades(p, 1 - skips)[2] == 2
-
-
-def figure_row(width, index):
-    row = {"part": "figure", "network": "deep", "width": width, "dtype": "float32"}
-    row |= {"labels": [-1, 1], "images": 8, "index": index, "a": index / 10}
-    return row | {"weights": [index, width], "predictions": [0, 0]}
-
-
-def test_widths_are_compared_on_the_a_that_all_of_them_have():
-    rows = [figure_row(64, i) for i in reversed(range(7))] + [figure_row(128, i) for i in range(5)]
-    rows += [figure_row(256, i) for i in range(2)]  # not yet a block
-    common_rows = lipschitz.common(lipschitz.joined([{"part": "environment"}, *rows]))
-    assert [(row["width"], row["a"]) for row in common_rows] == [
-        (width, [0.0, 0.1, 0.2, 0.3, 0.4]) for width in (64, 128)
-    ]
-    assert common_rows[0]["weights"] == [[i, 64] for i in range(5)]
 
 
 def trial(method, trial, seconds, test):

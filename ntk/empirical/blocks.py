@@ -23,12 +23,12 @@ from ntk.internal.batched_rows import (
     length,
     map_leading_axis,
     mirror_kernel,
-    sharded,
     split_into_blocks,
     transpose_kernel,
 )
 from ntk.internal.checks import at_least_float32
 from ntk.internal.jaxprs import shape_and_dtype
+from ntk.internal.sharding import sharded
 
 # --- Gradients, and their Gram matrices -----------------------------------------------------------
 
@@ -146,7 +146,7 @@ def blockwise_kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
 
         return map_leading_axis(row, (blocks1, columns))
 
-    run = sharded(rows, mesh, P(), P("rows"), P("rows"), P())
+    run = sharded(rows, mesh, (P(), P("rows"), P("rows"), P()), P("rows"))
     kernel_blocks = run(inputs, blocks1, jnp.asarray(columns), blocks2)
     if x2 is not None:
         return join_blocks(kernel_blocks, n1, n2)
@@ -170,7 +170,7 @@ def norms(net, plan, outputs, batch_size, mesh, inputs, x):
 
         return map_leading_axis(of, blocks)
 
-    return sharded(rows, mesh, P(), P("rows"))(inputs, blocks_of_x).reshape(-1)[:n]
+    return sharded(rows, mesh, (P(), P("rows")), P("rows"))(inputs, blocks_of_x).reshape(-1)[:n]
 
 
 def blockwise_vector_product(net, batch_size, inputs, x, v, at=None):

@@ -47,10 +47,10 @@ import numpy as np
 from ntk.empirical import blocks
 from ntk.empirical.factored_gradients import plan_gradients
 from ntk.empirical.network_program import Apply, trace_network
-from ntk.internal.batched_rows import length, mesh_for
+from ntk.internal.batched_rows import length
 from ntk.internal.checks import check_finite, describe, float_array, integer, one_of, real_array
 from ntk.internal.compile_cache import program
-from ntk.internal.sharding import without_explicit_axes
+from ntk.internal.sharding import mesh_for, without_explicit_axes
 
 METHODS = "auto", "layerwise", "jacobian", "neural_tangents"
 OUTPUTS = "sum", "trace", "full"
@@ -93,7 +93,7 @@ def _check_sample_pair(x1, x2):
 
 
 def _rows_held(batch_size, x1, x2) -> int:
-    """Return the largest number of samples whose gradients are in memory together."""
+    """Return the largest number of samples with gradients in memory together."""
     n1, n2 = length(x1), length(x1 if x2 is None else x2)
     first, second = min(batch_size or n1, n1), min(batch_size or n2, n2)
     return first if x2 is None and first == n1 else first + second
@@ -169,7 +169,7 @@ def empirical_kernel(
     (``jax.device_put``) or traces this function.
 
     The Jacobian takes weights that are normalised, masked, or used both as they are and transposed;
-    those in ``cond`` and ``while``; those that enter a function with a derivative rule of its own;
+    those in ``cond`` and ``while``; those that enter a function with its own derivative rule;
     and, at little cost, biases and scales.
 
     Batch normalisation other than flax's ``BatchNorm`` (linen, nnx) is not noticed, nor in a

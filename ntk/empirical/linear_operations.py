@@ -1,4 +1,4 @@
-"""Operations that are linear in a weight, and whose gradient has factors.
+"""Operations that are linear in a weight, with a gradient in factors.
 
 A layer ``y_p = W' a_p`` acts on the positions ``p`` of its input, and has the gradient
 ``sum_p a_p s_p'`` with the sensitivities ``s_p`` of ``y_p``. This module defines ``a`` and ``y``

@@ -102,7 +102,7 @@ _BATCH_STATISTICS = (
 
 @contextlib.contextmanager
 def _nnx_without_batch_statistics():
-    """Refuse batch statistics of nnx, which has no interceptors, by another class method."""
+    """Refuse batch statistics of nnx, which lacks interceptors, by another class method."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:  # a model of nnx has imported it
         yield

@@ -39,8 +39,8 @@ def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
     Raises
     ------
     ValueError
-        If ``apply`` is no function or ``order`` is negative; when called, if its parameters are not
-        like ``params``.
+        If ``apply`` is not a function or ``order`` is negative; when called, if its parameters are
+        not like ``params``.
 
     Notes
     -----

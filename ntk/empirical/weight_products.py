@@ -1,4 +1,4 @@
-"""Where a network uses its weights: products with them, found in the network's program.
+"""The uses of weights in a network: products with them, found in its program.
 
 A weight is followed from the inputs of the program, into calls and loops, to the products of
 :mod:`ntk.empirical.linear_operations`. On the way its entries may be rearranged (reshape,
@@ -66,7 +66,7 @@ class WeightProduct:
 
     @property
     def key(self) -> tuple:
-        """Return the same for uses whose gradients are laid out alike."""
+        """Return a key that is the same for uses with the same layout of gradients."""
         return self.weight.parts, self.weight.layout, self.product.layout
 
 
@@ -86,7 +86,7 @@ WeightProducts = dict[int, Any]
 def inlined(program: ClosedJaxpr) -> tuple[Jaxpr, list]:
     """Return the program without calls and without unused operations, and its constants.
 
-    The calls of functions with derivative rules of their own stay.
+    The calls of functions with their own derivative rules stay.
     """
 
     def rule(eqn, inputs):
@@ -149,7 +149,7 @@ def find_weight_products(
 
 
 def leaves_of(weights) -> set[int]:
-    """Return the leaves of which any of ``weights`` holds entries."""
+    """Return the leaves with entries in any of ``weights``."""
     return {leaf for w in weights if w for leaf, _ in w.parts}
 
 
@@ -250,7 +250,7 @@ def overlap(first: tuple[int, Box], second: tuple[int, Box]) -> bool:
 def run_with_additions(
     jaxpr: Jaxpr, inputs: Sequence, products: WeightProducts, additions: Any, depth: int = 0
 ) -> tuple[list, Any]:
-    """Return the outputs if something is added to every product, and what the products keep.
+    """Return the outputs if every product gets an addition, and the products' operands.
 
     ``jaxpr`` is an :func:`inlined` program, ``inputs`` are its constants and inputs, and
     ``additions`` is arranged as ``products``. ``depth`` counts the loops around the program.
@@ -263,7 +263,7 @@ def run_with_additions(
         return v.val if isinstance(v, Literal) else values[v]
 
     def scaled_operand(weight_product: WeightProduct, operand):
-        """Return what the product keeps, times the numbers that multiplied the weight here."""
+        """Return the product's operand, times the numbers that multiplied the weight here."""
         for loops, number, power in weight_product.weight.factors:
             if loops == depth:
                 factor = number if isinstance(number, float) else jnp.reshape(value(number), ())

@@ -65,29 +65,28 @@ def dual(
     vx, vy, c : array
         Variances and covariance, which broadcast; ``|c| <= sqrt(vx vy)``.
     max_variance : float, optional
-        The largest variance to resolve. By default the largest of ``vx`` and ``vy``, or 25 where
-        these are traced. Smooth pairs beyond it are NaN.
+        The largest variance to resolve; smooth pairs beyond it are NaN. Default: the largest of
+        ``vx`` and ``vy``, or 25 if they are traced.
 
     Returns
     -------
     array
-        Of the broadcast shape.
+        With the broadcast shape.
 
     Raises
     ------
     ValueError
-        Unless traced: for variances that are negative or not finite, or a covariance over
-        ``sqrt(vx vy)`` by more than rounding.
+        For variances that are negative or not finite, or a covariance over ``sqrt(vx vy)`` by more
+        than rounding, unless traced.
 
     Notes
     -----
     Derivatives of every order are duals too (Price 1958): dE/dc = E[a' b'], dE/dvx = E[a'' b]/2,
-    finite at rho = +-1; where a step's dual has an infinite slope there, its derivative is 0.
+    finite at rho = +-1. If a step's dual has an infinite slope there, its derivative is 0.
 
-    Time: a smooth pair takes a number of evaluations that grows with its own variance, traced or
-    not: 20,000 at a variance of 1 and 60,000 at 4 for tanh in float64, a fifth of that in
-    float32. All others take a few thousand or none. Whole kernels are cheaper in
-    :func:`ntk.network_kernel`.
+    A smooth pair takes a number of evaluations that grows with its own variance: 20,000 at a
+    variance of 1 and 60,000 at 4 for tanh in float64, a fifth of that in float32. All others take a
+    few thousand or none. Whole kernels are cheaper in :func:`ntk.network_kernel`.
 
     Examples
     --------
@@ -130,7 +129,7 @@ def dual(
 
 
 def _piecewise(a: Activation, b: Activation, sx, sy, p, q) -> jax.Array:
-    """``E[a(u) b(u')]`` [n] where a or b has kinks beside the closed forms'."""
+    """Return ``E[a(u) b(u')]`` [n] if a or b has kinks without a closed form."""
     layers: list[Layer] = [(as_piecewise("a, b", s),) for s in (a, b)]
     kinks, one = common_kinks(layers), jnp.ones(1, p.dtype)
     error = jnp.full_like(p, float(jnp.finfo(p.dtype).eps))
@@ -159,7 +158,7 @@ def _duals_by_entry(f, g, p, q):
 
 
 def _half_line():
-    """Nodes z > 0 and weights."""
+    """Return nodes z > 0 and weights."""
     table = hermite_grid(256)
     return table.z, table.roots**2
 
@@ -182,7 +181,7 @@ def _check_covariances(vx, vy, c) -> None:
 
 @custom_jvp
 def _standardised(vx, vy, c):
-    """``(sx, sy, p, q)``; p and q are exact to rounding of the arguments given."""
+    """Return ``(sx, sy, p, q)``; p and q are exact to rounding of the arguments."""
     sx, sy = jnp.sqrt(vx), jnp.sqrt(vy)
     # Powers of 2 change no digit, and keep the products below from under- and overflow.
     ex, ey = (jnp.frexp(jnp.where(s > 0, s, 1))[1] for s in (sx, sy))
@@ -206,7 +205,7 @@ def _standardised_jvp(primals, tangents):
 
 
 def _determinant(vx, vy, c):
-    """``vx vy - c^2`` without cancellation: both products in two parts, by Dekker (1971)."""
+    """Return ``vx vy - c^2`` without cancellation: both products in two parts, by Dekker (1971)."""
     first, first_rest = _two_product(vx, vy)
     second, second_rest = _two_product(c, c)
     return (first - second) + (first_rest - second_rest)
@@ -231,10 +230,10 @@ def _split_bits(x):
 
 
 def _axis(a: Activation, b: Activation, rtol: float, scale) -> tuple[jax.Array, jax.Array]:
-    """Spacing and number of the trapezoid's nodes on each axis, for standard deviations.
+    """Return the spacing and number of the trapezoid's nodes per axis, for standard deviations.
 
-    The integrand's spectrum ends, to rtol, where that of the Gaussian and those of a and b do; the
-    rule is exact to rtol when 2 pi / spacing lies beyond.
+    The rule is exact to rtol if 2 pi / spacing is beyond the integrand's spectrum, which ends, to
+    rtol, with those of the Gaussian and of a and b.
     """
     size = math.log(1 / rtol)
     strip = min(a.strip, b.strip)
@@ -246,7 +245,7 @@ def _axis(a: Activation, b: Activation, rtol: float, scale) -> tuple[jax.Array, 
 
 @functools.partial(custom_jvp, nondiff_argnums=(0, 1, 2))
 def _expectation(a: Activation, b: Activation, rtol: float, sx, sy, p, q):
-    """``E[a(u) b(u')]`` [n], from standard deviations and correlations [n]."""
+    """Return ``E[a(u) b(u')]`` [n], from standard deviations and correlations [n]."""
     if a.smooth is None and b.smooth is None:
         return kinked_pair(a, b, (a.kink, b.kink), sx, sy, p, q)
     if b.smooth is None:
@@ -275,7 +274,7 @@ def _expectation_jvp(a, b, rtol, primals, tangents):
 
 
 def _in_groups(fn, order, *arrays):
-    """``fn`` of [n] arrays, in this order on equal groups; the last one is filled up with zeros."""
+    """Return ``fn`` of [n] arrays, in this order on equal groups; zeros fill up the last one."""
     n = len(order)
     groups = max(1, -(-n // _GROUP))
     size = -(-n // groups)
@@ -285,7 +284,7 @@ def _in_groups(fn, order, *arrays):
 
 
 def _smooth_dual(a, b, rtol, sx, sy, p, q):
-    """``E[a(u) b(u')]`` of a group of entries: each node grid in blocks, row after row.
+    """Return ``E[a(u) b(u')]`` of a group of entries: each node grid in blocks, row after row.
 
     Each entry's variance sets its number of nodes, which a compiled program need not know.
     """
@@ -323,13 +322,13 @@ def _smooth_dual(a, b, rtol, sx, sy, p, q):
 
 
 def _kinked_smooth(a, b, sx, sy, p, q):
-    """With ``a = left z^d + (right - left) relu^(1 - d)``, and z for ``u' / sy``.
+    """Return the dual of ``a = left z^d + (right - left) relu^(1 - d)`` and b, z for ``u' / sy``.
 
     Given z, ``u / sx`` is N(rho z, s^2), s = sqrt(1 - rho^2), so that with y = rho z / s
 
         E[step(u) b] = E[b(sy z) Phi(y)],    E[relu(u) b] = sx E[b(sy z) s (y Phi(y) + phi(y))].
 
-    Both factors are a kink (y's positive part) plus a bump of width s / |rho|: the bump is
+    Both factors are a kink (y's positive part) plus a bump of width s / |rho|. The bump is
     integrated on its own scale, however narrow.
     """
     left, right = a.kink

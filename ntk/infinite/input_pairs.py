@@ -104,7 +104,7 @@ def pad_rows(x: chex.Array | None) -> jax.Array | None:
 def mirror_triangle(kernel: chex.Array) -> jax.Array:
     """Return the upper triangle of [..., n, n] on both sides.
 
-    It is a program of its own: fused with the kernel, the two sides may be rounded differently.
+    It is compiled separately: fused with the kernel, the two sides may be rounded differently.
     (XLA takes minutes to compile a choice by index, ``where(i <= j, ...)``.)
     """
     return jnp.triu(kernel) + jnp.swapaxes(jnp.triu(kernel, 1), -1, -2)

@@ -307,7 +307,7 @@ def _cubic(ends, end, u):
 
 
 def common_kinks(layers: Sequence[Layer]) -> Kinks:
-    """Where any of the activations has a kink beside the closed forms'; None if all are closed.
+    """Return all kinks outside the closed forms; None if all activations are closed.
 
     One for all layers, so that one program serves them.
     """
@@ -377,7 +377,7 @@ def propagate_features(
 
 @jax.jit
 def _propagate_layer(a, c, second, tangent, below, error, below_error, value, slope):
-    """What one layer makes of single inputs: the arguments from ``second`` on, one layer up."""
+    """Return the arguments from ``second`` on, one layer up, for single inputs."""
     mean, square = value.mean, value.norm**2
     above = square + 2 * a * mean * below + a**2 * second
     tangent = c * slope.norm**2 * (second + tangent) + a**2 * tangent

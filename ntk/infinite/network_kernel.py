@@ -125,7 +125,7 @@ def network_kernel(
     to 2048 to whole tiles.
 
     Memory: the three results, a few tiles, and ``2 terms`` numbers for each layer and each input
-    with a norm of its own (usually 256 terms; none if all is ReLU-like). Time: ``2 terms``
+    with a distinct norm (usually 256 terms; none if all is ReLU-like). Time: ``2 terms``
     multiply-adds per layer and pair, fewer if no correlation is near 1.
 
     Near-duplicates: angles down to 1e-9 have a relative error of 1e-11, from a Gram matrix in two

@@ -1,4 +1,4 @@
-"""Rows of a kernel in batches, and over devices."""
+"""Rows of a kernel in batches."""
 
 import math
 
@@ -6,9 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec as P
-
-from ntk.internal.checks import concrete
 
 
 def length(x) -> int:
@@ -52,22 +49,3 @@ def join_blocks(blocks, n1: int, n2: int):
     """Return [t1, t2, b1, b2, ...] as [n1, n2, ...]."""
     t1, t2, b1, b2 = blocks.shape[:4]
     return jnp.swapaxes(blocks, 1, 2).reshape(t1 * b1, t2 * b2, *blocks.shape[4:])[:n1, :n2]
-
-
-def sharded(function, mesh, *specs):
-    """Return ``function`` with its rows divided among the devices of ``mesh``, if there is one."""
-    if mesh is None:
-        return function
-    # Samples are independent: no device needs another's. Without check_vma, which would sum the
-    # sensitivities of perturbations that are the same everywhere.
-    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P("rows"), check_vma=False)
-
-
-def mesh_for(*arrays) -> jax.sharding.Mesh | None:
-    """Return all local devices, unless the caller has placed or traces the arrays."""
-    devices = jax.local_devices()
-    leaves = jax.tree.leaves(arrays)
-    placed = not concrete(leaves) or any(getattr(x, "committed", False) for x in leaves)
-    if len(devices) == 1 or placed or getattr(jax.config, "jax_default_device", None) is not None:
-        return None
-    return jax.sharding.Mesh(np.array(devices), ("rows",))

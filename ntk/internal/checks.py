@@ -73,7 +73,7 @@ def check_dense(name: str, value: Any) -> None:
 
 
 def real_array(name: str, value: Any) -> jax.Array:
-    """Return ``value`` as an array of real numbers, of its own dtype."""
+    """Return ``value`` as an array of real numbers, with its dtype."""
     check_dense(name, value)
     try:
         x = jnp.asarray(value)
@@ -108,7 +108,7 @@ def float_array(name: str, value: Any) -> jax.Array:
 
 
 def numpy_array(name: str, value: Any) -> Any:
-    """Return ``value`` as a numpy array of real numbers; a tracer stays as it is."""
+    """Return ``value`` as a numpy array of real numbers; tracers are unchanged."""
     check_dense(name, value)
     try:
         x = value if isinstance(value, jax.core.Tracer) else np.asarray(value)

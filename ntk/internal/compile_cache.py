@@ -1,4 +1,4 @@
-"""Compiled programs, cached by what they compute.
+"""Compiled programs, cached by their content.
 
 ``jax.jit`` caches a program by the identity of the Python function. If the function reads anything
 that can change (a field of its object, a global, a list), it then gets the program of its earlier
@@ -24,7 +24,7 @@ def fresh(function: Callable) -> Callable:
 
 
 def program(function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Callable:
-    """Return ``function`` as it is now, compiled for the shapes and shardings of ``args``.
+    """Return ``function`` in its present state, compiled for the shapes and shardings of ``args``.
 
     The memory of the arguments numbered in ``donate`` may be overwritten by the program.
     """
@@ -45,7 +45,7 @@ def program(function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Cal
 
 
 def _reuse_compiled(compiled, args, structure) -> Callable:
-    """Return ``compiled``, or what was compiled before from the same text."""
+    """Return ``compiled``, or the earlier program with the same text."""
     text = compiled.lower(*args).as_text()
     if "callback" in text:  # of Python functions, whose names are not in the text
         return compiled

@@ -18,9 +18,9 @@ from ntk.internal.jaxprs import bind, bind_scan, inner_jaxprs, interpret
 
 
 def custom_jvp(function: Callable, nondiff_argnums: tuple[int, ...] = ()) -> Any:
-    """Return ``jax.custom_jvp`` of the function, with ``defjvp``, whose rule loops keep.
+    """Return ``jax.custom_jvp`` of the function, with ``defjvp`` and a rule that loops keep.
 
-    The reverse pass computes what the rule needs besides the value, instead of storing it.
+    The reverse pass computes the rule's intermediate values instead of storing them.
 
     Examples
     --------
@@ -49,7 +49,7 @@ _CHECKPOINTS = ("checkpoint", "remat2")
 
 
 def may_be_lost(program: ClosedJaxpr, inside: bool = False) -> bool:
-    """Return whether a loop of the program contains a function with a derivative of its own."""
+    """Return whether a loop of the program contains a function with its own derivative."""
     for eqn in program.jaxpr.eqns:
         name = eqn.primitive.name
         if inside and name == _RULE:

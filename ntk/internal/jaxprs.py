@@ -1,6 +1,6 @@
 """The equations of JAX's programs (jaxprs): the only file that knows where JAX versions differ.
 
-Up to JAX 0.10 a program with its constants, ``ClosedJaxpr``, is a type of its own; from 0.11 on it
+Up to JAX 0.10 a program with its constants, ``ClosedJaxpr``, is a separate type; from 0.11 on it
 is the ``Jaxpr`` itself. How many of a scan's operands are constants and how many are carried has
 other names in each version, and follows from the shapes in all of them.
 """
@@ -32,7 +32,7 @@ def interpret(
 
     Values are whatever the rule takes and returns: arrays, or facts about arrays. ``constant(x)``
     is the value of a constant or literal ``x``. ``consts`` replaces the program's own constants.
-    Calls whose names are in ``enter`` are interpreted in their turn. The rule gets all other
+    Calls named in ``enter`` are interpreted too. The rule gets all other
     equations, loops and branches among them, and may call this function for their programs.
     """
     jaxpr = program if isinstance(program, Jaxpr) else program.jaxpr
@@ -91,7 +91,7 @@ def bind_scan(eqn: JaxprEqn, body: Callable, inputs: Sequence, more: Any = None)
 
 
 def as_closed_jaxpr(program: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
-    """Return the program with its constants; a program without them has none."""
+    """Return the program with its constants, none if it came without."""
     return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, [])
 
 

@@ -195,7 +195,7 @@ def replicate_like(tree: Pytree, others: Pytree) -> Pytree:
 
 
 def keep_sharding(function: Callable, first: Pytree) -> Callable:
-    """Return a loop's step ``function(first, ...)`` whose result is sharded as ``first`` is."""
+    """Return a loop's step ``function(first, ...)`` with a result sharded like ``first``."""
     many = [isinstance(x.sharding, NamedSharding) for x in jax.tree.leaves(first)]
     if not any(many) or explicit_mesh(first) is not None:
         return function
@@ -245,3 +245,24 @@ def reshard_rows(x: Any, rows: RowSharding | None) -> Any:
 def keeping_rows(x: Any) -> Any:
     """Return :func:`without_explicit_axes`, but keep rows divided in the mesh of ``set_mesh``."""
     return x if _in_explicit_mesh() and row_sharding(x) else without_explicit_axes(x)
+
+
+def sharded(function: Callable, mesh: Mesh | None, in_specs: tuple, out_specs: Any) -> Callable:
+    """Return ``function`` of the devices' own parts, or ``function`` itself without a mesh.
+
+    With ``check_vma``, sensitivities of perturbations that are the same everywhere would be summed.
+    """
+    if mesh is None:
+        return function
+    options = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    return jax.shard_map(function, **options, check_vma=False)
+
+
+def mesh_for(*arrays: Pytree) -> Mesh | None:
+    """Return all local devices, unless the caller has placed or traces the arrays."""
+    devices = jax.local_devices()
+    leaves = jax.tree.leaves(arrays)
+    placed = not concrete(leaves) or any(getattr(x, "committed", False) for x in leaves)
+    if len(devices) == 1 or placed or getattr(jax.config, "jax_default_device", None) is not None:
+        return None
+    return Mesh(np.array(devices), ("rows",))

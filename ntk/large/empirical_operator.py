@@ -73,26 +73,12 @@ class EmpiricalOperator(Operator):
         x, x2 = _check_sample_pair(x, x2)
         self.apply, self.batch_size = apply, batch_size
         self.params, self.x, self.x2 = without_explicit_axes((params, x, x2))
-        self.dtype = _output_shape(apply, self.params, self.x).dtype
+        net = trace_network(apply, self.params, self.x)
+        sample = jax.tree.map(lambda x: x[0], self.x)
+        self.dtype = jax.eval_shape(net.outputs, net.inputs, sample).dtype
         self._programs = {}
 
-    def at(self, x: Any) -> "EmpiricalOperator":
-        """The kernel of other samples with those of the rows, for predictions.
-
-        Parameters
-        ----------
-        x : array, [m, ...], or pytree of such arrays
-
-        Returns
-        -------
-        EmpiricalOperator
-            Of shape (m, n).
-
-        Raises
-        ------
-        ValueError
-            As for the class.
-        """
+    def _at(self, x):
         return EmpiricalOperator(self.apply, self.params, x, self.x, batch_size=self.batch_size)
 
     def _product(self, v):
@@ -111,9 +97,3 @@ class EmpiricalOperator(Operator):
 
     def _diagonal(self):
         return gradient_norms(self.apply, self.params, self.x, batch_size=self.batch_size)
-
-
-def _output_shape(apply: Apply, params: Any, x: Any) -> jax.ShapeDtypeStruct:
-    net = trace_network(apply, params, x)
-    sample = jax.tree.map(lambda x: x[0], x)
-    return jax.eval_shape(net.outputs, net.inputs, sample)

@@ -31,7 +31,13 @@ from ntk.internal.checks import (
     real_array,
 )
 from ntk.internal.compile_cache import program
-from ntk.internal.sharding import keeping_rows, reshard_rows, row_sharding, without_explicit_axes
+from ntk.internal.sharding import (
+    keeping_rows,
+    reshard_rows,
+    row_sharding,
+    sharded,
+    without_explicit_axes,
+)
 from ntk.kernels.functions import KernelFunction, kernel_matrix
 from ntk.large import tiled_products
 
@@ -104,6 +110,28 @@ class Operator:
                 )
         return self._run("columns", without_explicit_axes(indices))
 
+    def at(self, x: Any) -> Any:
+        """The kernel of other inputs with those of the rows, ``k(x, X)``: for predictions.
+
+        Parameters
+        ----------
+        x : array [m, ...], or pytree of such arrays for a finite network
+
+        Returns
+        -------
+        operator
+            An operator of the same class, of shape (m, n).
+
+        Raises
+        ------
+        ValueError
+            As for the class.
+        """
+        return self._at(x)
+
+    def _at(self, x: Any) -> Any:
+        raise NotImplementedError
+
     def diagonal(self) -> jax.Array:
         """The diagonal ``k(x_i, x_i)`` [n], of the rows' inputs where the columns have others."""
         return self._run("diagonal")
@@ -123,7 +151,7 @@ def _method(what: str):
 
 
 def pytree(cls: type["Operator"]) -> type:
-    """Register a class of operators as pytrees, whose arrays are leaves."""
+    """Register a class of operators as pytrees with their arrays as leaves."""
 
     def flatten(operator):
         fields = [[getattr(operator, name) for name in names] for names in (cls.arrays, cls.static)]
@@ -142,23 +170,23 @@ def pytree(cls: type["Operator"]) -> type:
 
 @pytree
 class KernelOperator(Operator):
-    """The matrix ``K(x, x2)`` of a kernel function, of which tiles are computed when asked for.
+    """The matrix ``K(x, x2)`` of a kernel function, computed tile by tile when it is used.
 
     Parameters
     ----------
     kernel : function
-        As :func:`ntk.kernel_matrix` takes it: ``functools.partial`` of :func:`ntk.network_kernel`,
-        a network's ``kernel``, neural-tangents' ``kernel_fn``, any ``k(x1, x2) -> [n1, n2]``; one
-        that JAX can trace.
+        A traceable kernel as for :func:`ntk.kernel_matrix`: ``functools.partial`` of
+        :func:`ntk.network_kernel`, a network's ``kernel``, neural-tangents' ``kernel_fn``, any
+        ``k(x1, x2) -> [n1, n2]``.
     x : array [n, ...]
-        Inputs of the rows. If they are placed with their rows over the devices of a mesh, products
-        are computed there, each device its rows, and results are placed so too.
+        Inputs of the rows. If their rows are sharded over the devices of a mesh, each device
+        computes its rows of products, and results are sharded so too.
     x2 : array [n2, ...], optional
-        Inputs of the columns; ``x`` by default, and then K is taken to be symmetric.
+        Inputs of the columns. Default: ``x``, and K is taken to be symmetric.
     get : {"ntk", "nngp"}
         Which kernel of a record.
     tile : int
-        The most rows and columns of a tile.
+        Maximum number of rows and columns of a tile.
 
     Attributes
     ----------
@@ -168,18 +196,17 @@ class KernelOperator(Operator):
     Raises
     ------
     ValueError
-        If ``kernel`` is no function, or makes another shape of the inputs; if these are not finite;
-        for a ``tile`` under 1; when used, if vectors or indices have another shape.
+        If ``kernel`` is not a function or returns another shape, inputs are not finite, or ``tile``
+        is under 1; when used, if vectors or indices have another shape.
 
     Notes
     -----
-    ``K @ v`` for v [n2] or [n2, q] computes each pair of inputs once: ``n^2 / 2`` entries where K
-    is symmetric. Memory: that of inputs and vectors and some ten tiles (of 2048 x 2048 in float32:
-    16 MB each), never n^2. It is one compiled program for a kernel, a shape and a place; of the
-    kernel as it was then: what else it reads must not change. Differentiable as ``kernel`` is;
-    tiles are computed again in reverse mode. Over P devices each holds ``n / P`` rows, computes
-    ``n^2 / (2 P)`` entries (``(n^2 + n^2 / P) / (2 P)`` for even P) and sends ``n / 2`` rows of x,
-    v and K v for a product.
+    ``K @ v`` for v [n2] or [n2, q] computes each pair of inputs once: ``n^2 / 2`` entries if K is
+    symmetric. Memory: inputs, vectors and about ten tiles (of 2048 x 2048 in float32: 16 MB each).
+    It is one compiled program for a kernel, a shape and a sharding; the kernel must not depend on
+    state that changes. Differentiable as ``kernel`` is; reverse mode computes tiles again. Each of
+    P devices holds ``n / P`` rows, computes ``n^2 / (2 P)`` entries (``(n^2 + n^2 / P) / (2 P)``
+    for even P) and sends ``n / 2`` rows of x, v and K v for a product.
 
     Examples
     --------
@@ -213,23 +240,7 @@ class KernelOperator(Operator):
         self.dtype = jax.eval_shape(self._tile, *few).dtype
         self._programs = {}
 
-    def at(self, x: chex.Array) -> "KernelOperator":
-        """The kernel of other inputs with those of the rows, ``k(x, X)``: for predictions.
-
-        Parameters
-        ----------
-        x : array [m, ...]
-
-        Returns
-        -------
-        KernelOperator
-            Of shape (m, n).
-
-        Raises
-        ------
-        ValueError
-            As for the class.
-        """
+    def _at(self, x):
         return KernelOperator(self.kernel, x, self.x, get=self.get, tile=self.tile)
 
     def _tile(self, x1, x2=None):
@@ -245,10 +256,8 @@ class KernelOperator(Operator):
         def own(x, v):
             return tiled_products.ring(self._tile, x, v, self.tile, axis, devices)
 
-        product = tiled_products.map_over_mesh(mesh, own, (P(axis), P(axis)), P(axis))(
-            self.x, reshard_rows(v, self._rows)
-        )
-        return without_explicit_axes(product)
+        product = sharded(own, mesh, (P(axis), P(axis)), P(axis))
+        return without_explicit_axes(product(self.x, reshard_rows(v, self._rows)))
 
     def _other_columns_product(self, v):
         def run(x, x2, v):
@@ -261,7 +270,7 @@ class KernelOperator(Operator):
         def summed(*own):
             return jax.lax.psum(run(*own), axis)
 
-        total = tiled_products.map_over_mesh(mesh, summed, (P(), P(axis), P(axis)), P())
+        total = sharded(summed, mesh, (P(), P(axis), P(axis)), P())
         return total(without_explicit_axes(self.x), self.x2, reshard_rows(v, self._others))
 
     def _columns(self, indices):
@@ -279,13 +288,11 @@ class KernelOperator(Operator):
         return self._by_rows(lambda x: tiled_products.tiled_diagonal(self._tile, x, self.tile))
 
     def _by_rows(self, run, *same):
-        """Return ``run(x, *same)``, whose rows do not need each other."""
+        """Return ``run(x, *same)`` for independent rows."""
         if self._rows is None:
             return run(self.x, *same)
         mesh, axis = self._rows
-        by_device = tiled_products.map_over_mesh(
-            mesh, run, (P(axis), *(P() for _ in same)), P(axis)
-        )
+        by_device = sharded(run, mesh, (P(axis), *(P() for _ in same)), P(axis))
         return without_explicit_axes(by_device(self.x, *without_explicit_axes(same)))
 
 

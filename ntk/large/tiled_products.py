@@ -11,13 +11,11 @@ result go through each link.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
 
 from ntk.internal.batched_rows import split_into_blocks
 
@@ -91,11 +89,6 @@ def ring(tile: Tile, x: jax.Array, v: jax.Array, most: int, axis: str, devices: 
         whole, others = (a.reshape(-1, *a.shape[2:]) for a in (xo, vo))
         total += rectangular(tile, x, whole, others, most)
     return total
-
-
-def map_over_mesh(mesh: Mesh, function: Callable, into: tuple, out: Any) -> Callable:
-    """Return ``function`` of each device's own parts."""
-    return jax.shard_map(function, mesh=mesh, in_specs=into, out_specs=out, check_vma=False)
 
 
 def _add_pair_products(tile, xs, others, vs, ws, pairs, total, theirs=None):

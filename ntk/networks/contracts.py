@@ -43,7 +43,7 @@ Shape = tuple[int, ...]
 
 
 class Signal(NamedTuple):
-    """What planning knows of the features."""
+    """Facts about the features when planning."""
 
     shape: Shape  # of the positions
     gaussian: bool  # at infinite width, of mean 0
@@ -114,7 +114,7 @@ class LayerStep:
     def pairs(
         self, numbers: Any, a: "LayerFeatures", b: "LayerFeatures", state: "PairState", tile: "Tile"
     ) -> "PairState":
-        """Return the layer on pairs of inputs, whose single ones have features ``a`` and ``b``."""
+        """Return the layer on pairs of inputs, with the features ``a`` and ``b`` of single ones."""
         raise NotImplementedError
 
     def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
@@ -126,7 +126,7 @@ class LayerStep:
     def pairs_of_data(
         self, numbers: Any, a: "LayerFeatures", b: "LayerFeatures", tile: "Tile"
     ) -> "PairState | None":
-        """Return the layer on pairs of the data; None if its output is no Gaussian process yet."""
+        """Return the layer on pairs of the data; None if it is not a Gaussian process yet."""
         return None
 
     def pools(self) -> bool:
@@ -138,7 +138,7 @@ class LayerStep:
         return ()
 
     def values_per_input(self, positions: int) -> int:
-        """Return about how many numbers an input stores for it, after so many positions."""
+        """Return about how many numbers an input stores for it, after ``positions`` positions."""
         return 20 * max(self.position_counts(), default=positions)
 
     def patch_values(self, channels: int) -> int | None:
@@ -150,7 +150,7 @@ class LayerStep:
     def visit(
         self, numbers: Any, before: Any, state: Any, full: bool, how: "Resolution"
     ) -> "LayerFeatures":
-        """Run :meth:`features` in a program of its own.
+        """Run :meth:`features` in a separate program.
 
         ``state`` is that of all pairs of positions of each input, if pooling follows. ``full`` says
         whether they are needed, ``how`` is the resolution of expansions.

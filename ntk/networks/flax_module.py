@@ -55,7 +55,7 @@ class _Scope:
     features: int
 
     def weights(self, dtype: Any, **shapes: Shape) -> dict[str, jax.Array]:
-        """Return parameters in a submodule of their own."""
+        """Return parameters in a separate submodule."""
         return Weighted(tuple(shapes.items()))(dtype)
 
 

@@ -28,20 +28,11 @@ from ntk.infinite.layer_expansions import (
 from ntk.internal.checks import check_finite, concrete, float_array, nan_where
 from ntk.internal.sharding import without_explicit_axes
 from ntk.kernels.record import Kernels
+from ntk.networks import walk
 from ntk.networks.moments import LayerFeatures, Raw
 from ntk.networks.plan import NetworkPlan, plan_network
 from ntk.networks.position_pairs import Tile
 from ntk.networks.strips import map_strips
-from ntk.networks.walk import (
-    count_patch_values,
-    count_positions,
-    count_values,
-    skeletons,
-    table_values,
-    tabulate_steps,
-    walk_features,
-    walk_pairs,
-)
 from ntk.networks.windows import outer
 
 if TYPE_CHECKING:
@@ -59,7 +50,7 @@ class Level(NamedTuple):
     tables: bool = True
 
 
-TABLE_NOISE = 4096  # rounding units: of tables, which more terms do not mend
+TABLE_NOISE = 4096  # units of roundoff in tables, which more terms cannot reduce
 LEVELS = (
     Level(RESOLUTIONS[1]),  # as cheap as fewer terms: of those, no more are summed than it takes
     Level(Resolution(4096, 0.25)),  # norms up to 16 need no finer panels
@@ -110,18 +101,12 @@ def _check_network_inputs(x1, x2):
     return x1, x2.astype(x1.dtype)
 
 
-# ----------------------------------------------------------------------------- tables
-
-
 def _plan_at_level(plan: NetworkPlan, level: Level, dtype) -> NetworkPlan:
     """Return the plan with tables in it."""
     if not level.tables:
         return plan
-    steps, numbers = tabulate_steps(plan.steps, plan.numbers, level.how, dtype)
+    steps, numbers = walk.tabulate_steps(plan.steps, plan.numbers, level.how, dtype)
     return plan._replace(steps=steps, numbers=numbers)
-
-
-# ----------------------------------------------------------------------------- single inputs
 
 
 def _sites(plan: NetworkPlan, x: jax.Array, how: Resolution) -> list[LayerFeatures]:
@@ -129,7 +114,7 @@ def _sites(plan: NetworkPlan, x: jax.Array, how: Resolution) -> list[LayerFeatur
     x = x.reshape(len(x), -1, x.shape[-1])
     size = max(1, 16 * ENTRIES // x.shape[1] ** 2) if plan.full and concrete(x) else len(x)
     parts = [
-        walk_features(plan.steps, plan.numbers, Raw(x[i : i + size]), None, plan.full, how)
+        walk.walk_features(plan.steps, plan.numbers, Raw(x[i : i + size]), None, plan.full, how)
         for i in range(0, len(x), size)
     ]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
@@ -147,11 +132,11 @@ def _block(plan: NetworkPlan, x1, x2, level: Level) -> Kernels:
 
 
 def _static(plan: NetworkPlan):
-    """Return what a program is compiled for: the steps, and the inputs in a tile."""
-    positions = count_positions(plan.steps)
+    """Return the pairs' static arguments: the steps, and the inputs in a tile."""
+    positions = walk.count_positions(plan.steps)
     entries, most = CACHED if jax.default_backend() == "cpu" and not plan.full else (ENTRIES, TILE)
     size = math.isqrt(entries // (positions**2 if plan.full else positions))
-    return skeletons(plan.steps), plan.full, min(max(size, 1), most)
+    return walk.skeletons(plan.steps), plan.full, min(max(size, 1), most)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -162,7 +147,7 @@ def _kernels_of_pairs(steps, full: bool, size: int, numbers, a, b) -> Kernels:
     def tile(i, j, size1, size2):
         left, right = take_rows(a, i, size1, n1), take_rows(a if b is None else b, j, size2, n2)
         same = same_inputs(i, j, size1, size2) if b is None else None
-        state = walk_pairs(steps, numbers, left, right, None, Tile(full, same))
+        state = walk.walk_pairs(steps, numbers, left, right, None, Tile(full, same))
         kernels = _checked_kernels(left[-1].after, right[-1].after, state)
         if b is not None:
             return kernels
@@ -194,10 +179,8 @@ def _checked_kernels(a, b, state) -> Kernels:
 
 def _kernels_by_block(plan: NetworkPlan, x1, x2) -> Kernels:
     """Return the kernels of all pairs, block by block; without ``x2`` the upper triangle."""
-    size = max(
-        1,
-        NUMBERS // (count_values(plan.steps) + count_patch_values(plan.steps, x1.shape[-1])),
-    )
+    own = walk.count_values(plan.steps) + walk.count_patch_values(plan.steps, x1.shape[-1])
+    size = max(1, NUMBERS // own)
     starts1, starts2 = (range(0, len(x), size) for x in (x1, x1 if x2 is None else x2))
     if len(starts1) == len(starts2) == 1:
         return _kernels_at_lowest_level(plan, x1, x2, 0)[0]
@@ -207,12 +190,12 @@ def _kernels_by_block(plan: NetworkPlan, x1, x2) -> Kernels:
         for j in starts2:
             if x2 is None and j < i:
                 continue
-            own = x2 is None and i == j
-            right = None if own else columns[j : j + size]
+            alone = x2 is None and i == j
+            right = None if alone else columns[j : j + size]
             kernels, level = _kernels_at_lowest_level(plan, x1[i : i + size], right, level)
             for whole, part in zip(result, jax.tree.leaves(kernels), strict=True):
                 whole[i : i + size, j : j + size] = part
-                if x2 is None and not own:
+                if x2 is None and not alone:
                     whole[j : j + size, i : i + size] = part.T
     return Kernels(*map(jnp.asarray, result))
 
@@ -231,12 +214,12 @@ def _kernels_at_lowest_level(plan: NetworkPlan, x1, x2, level: int) -> tuple[Ker
 
 
 def _next_level(plan: NetworkPlan, sides, level: int, dtype) -> int:
-    """Return the lowest level above whose tables resolve the norms of these sites."""
+    """Return the lowest level above with tables that resolve the norms of these sites."""
     for above in range(level + 1, len(LEVELS)):
         if not LEVELS[above].tables:
             break
         now = _plan_at_level(plan, LEVELS[above], dtype)
-        values = [f for sites in sides for f in table_values(now.steps, now.numbers, sites)]
+        values = [f for sites in sides for f in walk.table_values(now.steps, now.numbers, sites)]
         if not values or is_resolved(values, TABLE_NOISE):
             return above
     return above

@@ -64,7 +64,7 @@ class Network:
         Returns
         -------
         Kernels
-            Of every output; they are independent of each other.
+            For every output; outputs are independent of each other.
 
         Raises
         ------
@@ -209,7 +209,7 @@ def serial(*networks: Network) -> Network:
     Raises
     ------
     ValueError
-        For what is no network.
+        If an argument is not a network.
 
     Examples
     --------

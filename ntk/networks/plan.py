@@ -114,7 +114,7 @@ def plan_network(
 def plan_layers(
     network: "Network", signal: Signal, values: Values
 ) -> tuple[list[LayerStep], list[Any], Signal]:
-    """Return steps, numbers, and what is known of the features at the end."""
+    """Return steps, numbers, and facts about the features at the end."""
     steps: list[LayerStep] = []
     numbers: list[Any] = []
     for layer in network.layers:

@@ -40,7 +40,7 @@ def duals_by_position(
 def by_tables(
     activation_tables: Any, a: LayerFeatures, b: LayerFeatures, p: jax.Array, full: bool
 ) -> list[jax.Array]:
-    """Return duals of tabulated functions, whose terms are made here for one position at a time.
+    """Return duals of tabulated functions; terms are made here for one position at a time.
 
     In the full layout the rows come image after image: each image's largest correlation ends its
     series, and strips of that size stay in the processor's cache.

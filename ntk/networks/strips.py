@@ -63,7 +63,7 @@ def _map_and_reshape(fn, arrays, shape) -> tuple[jax.Array, ...]:
 def count_loop_parts(length: int, per_entry: int) -> int:
     """Return the fewest equal parts of an axis, each small enough for a strip.
 
-    An entry has ``per_entry`` numbers. There are at least two parts, as otherwise there is no loop.
+    An entry has ``per_entry`` numbers. There are at least two parts, or the loop would vanish.
     """
     divisors = [k for k in range(2, length + 1) if length % k == 0] or [1]
     return next((k for k in divisors if length // k * per_entry <= ENTRIES), divisors[-1])

@@ -1,7 +1,7 @@
 """Elementwise functions: ``act``.
 
-The step of an :class:`Elementwise` depends on its activations. ReLU-like ones, erf and GELU have
-closed forms; all others are expanded, by tables if possible.
+The step of an ``act`` depends on its activations. ReLU-like ones, erf and GELU have closed forms;
+all others are expanded, by tables if possible.
 """
 
 import dataclasses
@@ -87,11 +87,11 @@ def act(activations: Any, weights: Any = None) -> Network:
     activations = tuple(map(in_a_network, sequence("activations", activations, "activations")))
     if not activations:
         raise ValueError("activations: expected at least one, got none.")
-    return Network((Elementwise(activations, check_choice(weights, len(activations))),))
+    return Network((_Elementwise(activations, check_choice(weights, len(activations))),))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Elementwise(Layer):
+class _Elementwise(Layer):
     """``act``: activations, and their weights (numbers or names) or the name of them all."""
 
     activations: tuple[Activation, ...]
@@ -100,7 +100,6 @@ class Elementwise(Layer):
     combinator: ClassVar[str] = "act"
 
     def plan(self, signal: Signal, values: Values) -> Planned:
-        """Return the step for these activations."""
         if not signal.gaussian:
             raise ValueError(
                 "act: expected a layer with weights between it and the last act, got none."
@@ -110,26 +109,24 @@ class Elementwise(Layer):
 
     def _step(self, weights: jax.Array, finite: bool) -> tuple[LayerStep, Any]:
         if finite:
-            return Elements(self.activations), weights
+            return _Elements(self.activations), weights
         if all(s.smooth is None for s in self.activations):
-            return Kinked(), jnp.stack(kinks_at_zero(self.activations, weights))
+            return _Kinked(), jnp.stack(kinks_at_zero(self.activations, weights))
         if len(self.activations) == 1 and self.activations[0] in (erf, gelu):
-            return Closed(self.activations[0]), weights[0]
-        return Smooth(self.activations), weights
+            return _Closed(self.activations[0]), weights[0]
+        return _Smooth(self.activations), weights
 
     def entries(self) -> list[tuple[Any, tuple[str, ...]]]:
-        """Return the weights, with the names of the activations."""
         return [(self.weights, tuple(s.name for s in self.activations))]
 
 
 @dataclasses.dataclass(frozen=True)
-class Elements(LayerStep):
+class _Elements(LayerStep):
     """Any activations, in a finite network; numbers: their weights."""
 
     activations: tuple[Activation, ...]
 
     def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
-        """Return their weighted sum."""
         return evaluate_layer(self.activations, numbers, x)
 
 
@@ -137,11 +134,10 @@ class Elements(LayerStep):
 
 
 @dataclasses.dataclass(frozen=True)
-class Kinked(LayerStep):
+class _Kinked(LayerStep):
     """Activations that are linear on both sides of 0; numbers: (left, right) slopes."""
 
     def features(self, numbers: Any, before: Moments) -> LayerFeatures:
-        """Evaluate closed forms."""
         left, right = numbers
         power = (left**2 + right**2) / 2
         mean = (right - left) * DENSITY * before.norm
@@ -154,7 +150,6 @@ class Kinked(LayerStep):
     def pairs(
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
     ) -> PairState:
-        """Evaluate arc-cosine kernels of the angle."""
         left, right = numbers
         over = reciprocal((left**2 + right**2) / 2)
         power, bend = (left**2 + right**2) / 2, (right - left) ** 2
@@ -194,7 +189,7 @@ class Kinked(LayerStep):
 
 
 @dataclasses.dataclass(frozen=True)
-class Smooth(LayerStep):
+class _Smooth(LayerStep):
     """Other activations; numbers: their weights. The activations are None in a skeleton."""
 
     activations: tuple[Activation, ...] | None
@@ -202,7 +197,6 @@ class Smooth(LayerStep):
     def visit(
         self, numbers: Any, before: Moments, state: Any, full: bool, how: Resolution
     ) -> LayerFeatures:
-        """Expand the activation at every position."""
         assert self.activations is not None
         n, positions = before.square.shape
         layer = self.activations
@@ -217,7 +211,6 @@ class Smooth(LayerStep):
     def pairs(
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
     ) -> PairState:
-        """Sum the series of both positions."""
         assert a.value is not None
         terms = a.value.regular.shape[2]
         return state_after_duals(duals_by_position, a, b, state, tile, terms)
@@ -226,9 +219,8 @@ class Smooth(LayerStep):
         """Return the numbers in an expansion at a usual resolution."""
         return 600 * positions
 
-    def skeleton(self) -> "Smooth":
-        """Return the step without the activations."""
-        return Smooth(None)
+    def skeleton(self) -> "_Smooth":
+        return _Smooth(None)
 
     def tabulate(self, numbers: Any, how: Resolution, dtype: Any) -> tuple[LayerStep, Any]:
         """Return tables, if there is no kink except at 0."""
@@ -243,7 +235,7 @@ class Smooth(LayerStep):
             )
         else:
             activation_tables = tables.tabulate_layer(layer, numbers, how, dtype)
-        return Tabulated(kinked), activation_tables
+        return _Tabulated(kinked), activation_tables
 
 
 @functools.lru_cache(maxsize=16)
@@ -253,7 +245,7 @@ def _shared_tables(activations, weights, how, dtype):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tabulated(LayerStep):
+class _Tabulated(LayerStep):
     """A ``Smooth`` with no kink except at 0; numbers: tables of it and of its slope."""
 
     kinked: bool
@@ -280,12 +272,10 @@ class Tabulated(LayerStep):
     def pairs(
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
     ) -> PairState:
-        """Sum series whose terms are made here."""
         how = functools.partial(by_tables, numbers)
         return state_after_duals(how, a, b, state, tile, numbers[0].terms.shape[1])
 
     def table_values(self, numbers: Any, site: LayerFeatures) -> Iterator[Expansion]:
-        """Yield the function and its slope."""
         again = self.visit(numbers, site.before, None, False, TRACED)
         assert again.value is not None and again.slope is not None
         yield again.value
@@ -307,7 +297,7 @@ def _features_from_expansions(before: Moments, value: Expansion, slope: Expansio
 
 
 @dataclasses.dataclass(frozen=True)
-class Closed(LayerStep):
+class _Closed(LayerStep):
     """An activation with closed formulas for its duals, erf or GELU; numbers: its weight."""
 
     activation: Activation

@@ -47,7 +47,7 @@ def average_pool(window: Window, *, strides: Window | None = None) -> Network:
     """
     window = check_window("window", window)
     return Network(
-        (AveragePool(window, window if strides is None else check_window("strides", strides)),)
+        (_AveragePool(window, window if strides is None else check_window("strides", strides)),)
     )
 
 
@@ -65,7 +65,7 @@ def global_average_pool() -> Network:
     >>> nets.serial(nets.conv(1), global_average_pool()).kernel(jnp.ones((1, 5, 2))).nngp
     Array([[1.]], dtype=float...)
     """
-    return Network((AveragePool(None, 1),))
+    return Network((_AveragePool(None, 1),))
 
 
 def flatten() -> Network:
@@ -82,11 +82,11 @@ def flatten() -> Network:
     >>> nets.serial(flatten(), nets.dense()).kernel(jnp.ones((1, 5, 2))).nngp
     Array([[1.]], dtype=float...)
     """
-    return Network((Flatten(),))
+    return Network((_Flatten(),))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class AveragePool(Layer):
+class _AveragePool(Layer):
     """``average_pool``; the window is None for all positions."""
 
     window: int | tuple[int, ...] | None
@@ -95,16 +95,15 @@ class AveragePool(Layer):
     combinator: ClassVar[str] = "average_pool"
 
     def plan(self, signal: Signal, values: Values) -> Planned:
-        """Return an ``Average`` over the windows."""
         if not signal.shape:
             raise ValueError("average_pool: expected images or sequences, got no positions.")
         windows = place_windows("average_pool", self.window, self.strides, "VALID", signal.shape)
         shape = () if self.window is None else windows.after
-        return Planned(Average(windows), (), signal._replace(shape=shape))
+        return Planned(_Average(windows), (), signal._replace(shape=shape))
 
 
 @dataclasses.dataclass(frozen=True)
-class Average(LayerStep):
+class _Average(LayerStep):
     """Means over windows; no numbers."""
 
     windows: Windows
@@ -112,13 +111,11 @@ class Average(LayerStep):
     def visit(
         self, numbers: Any, before: Raw | Moments, state: Any, full: bool, how: Resolution
     ) -> LayerFeatures:
-        """Sum over all pairs of positions of each input."""
         return _pool_features(self, before, state)
 
     def pairs(
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
     ) -> PairState:
-        """Return means of second moments and of tangents over both windows."""
         windows = self.windows
         n1, n2 = state.slack.shape
         size = windows.size**2
@@ -131,22 +128,19 @@ class Average(LayerStep):
         return state_of_moments(second, tangent, (error, tangent_error, excess), a, b, tile)
 
     def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
-        """Apply flax's ``avg_pool``."""
         import flax.linen as nn
 
         return nn.avg_pool(x, self.windows.window, self.windows.strides, "VALID")
 
     def pools(self) -> bool:
-        """Return True."""
         return True
 
     def position_counts(self) -> tuple[int, ...]:
-        """Return the numbers of positions before and after."""
         return self.windows.position_counts()
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _pool_features(step: Average, before: Raw | Moments, state: Any) -> LayerFeatures:
+def _pool_features(step: _Average, before: Raw | Moments, state: Any) -> LayerFeatures:
     """Return the features; ``state`` is of the pairs [n, 1, P, P] of every input with itself."""
     windows = step.windows
     size = windows.size
@@ -183,17 +177,15 @@ def _pool_features(step: Average, before: Raw | Moments, state: Any) -> LayerFea
 
 
 @dataclasses.dataclass(frozen=True)
-class Flatten(Layer, LayerStep):
+class _Flatten(Layer, LayerStep):
     """``flatten``: the description and the step."""
 
     combinator: ClassVar[str] = "flatten"
 
     def plan(self, signal: Signal, values: Values) -> Planned:
-        """Return the layer itself, without numbers."""
         return Planned(self, (), signal._replace(shape=(), flat=True))
 
     def features(self, numbers: Any, before: Raw | Moments) -> LayerFeatures:
-        """Return means over all positions; on the data, all channels."""
         if isinstance(before, Raw):
             return LayerFeatures(before, Raw(before.x.reshape(len(before.x), 1, -1)))
         square, tangent, mean = (x.mean(1, keepdims=True) for x in before[:3])
@@ -203,7 +195,6 @@ class Flatten(Layer, LayerStep):
     def pairs(
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
     ) -> PairState:
-        """Return means over pairs of equal positions."""
         n1, n2 = state.slack.shape
         p, tangent = state.p, state.tangent
         if tile.full:
@@ -216,5 +207,4 @@ class Flatten(Layer, LayerStep):
         return state_of_moments(second, tangent, errors, a, b, tile)
 
     def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
-        """Reshape [n, ..., channels] to [n, all]."""
         return x.reshape(len(x), -1)

@@ -12,6 +12,7 @@ from ntk.expectations.gaussian import reciprocal, root
 from ntk.expectations.hermite import Expansion
 from ntk.infinite.layer_expansions import Resolution
 from ntk.internal.checks import sequence
+from ntk.networks import walk
 from ntk.networks.contracts import FiniteLayer, Layer, LayerStep, Planned, Signal
 from ntk.networks.moments import LayerFeatures, Moments, Raw, epsilon
 from ntk.networks.network import Network, check_network, serial
@@ -23,16 +24,6 @@ from ntk.networks.position_pairs import (
     norm_noise,
     state_of_moments,
     zero_where_same,
-)
-from ntk.networks.walk import (
-    apply_steps,
-    count_patch_values,
-    count_values,
-    skeletons,
-    table_values,
-    tabulate_steps,
-    walk_features,
-    walk_pairs,
 )
 from ntk.networks.windows import outer
 
@@ -66,7 +57,7 @@ def add(branches: Sequence[Network], weights: Any = None) -> Network:
     branches = tuple(map(check_network, sequence("branches", branches, "networks")))
     if not branches:
         raise ValueError("branches: expected at least one network, got none.")
-    return Network((Add(branches, check_choice(weights, len(branches))),))
+    return Network((_Add(branches, check_choice(weights, len(branches))),))
 
 
 def residual(branch: Network, *, skip: Any = 1.0, shortcut: Network | None = None) -> Network:
@@ -93,7 +84,7 @@ def residual(branch: Network, *, skip: Any = 1.0, shortcut: Network | None = Non
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Add(Layer):
+class _Add(Layer):
     """``add``: branches, and their weights (numbers or names) or the name of them all."""
 
     branches: tuple[Network, ...]
@@ -102,7 +93,6 @@ class Add(Layer):
     combinator: ClassVar[str] = "add"
 
     def plan(self, signal: Signal, values: Values) -> Planned:
-        """Return a ``Sum`` of the plans of the branches."""
         plans = [plan_layers(network, signal, values) for network in self.branches]
         branches = tuple(tuple(steps) for steps, _, _ in plans)
         numbers, ends = [number for _, number, _ in plans], [end for _, _, end in plans]
@@ -117,17 +107,15 @@ class Add(Layer):
             )
         means = sum(not end.gaussian for end in ends) > 1
         end = Signal(ends[0].shape, all(e.gaussian for e in ends), flat=ends[0].flat)
-        return Planned(Sum(branches, means), (values.weights(self.weights), numbers), end)
+        return Planned(_Sum(branches, means), (values.weights(self.weights), numbers), end)
 
     def entries(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
-        """Yield the weights, and the entries of the branches."""
         yield self.weights, tuple(str(k) for k in range(len(self.branches)))
         for branch in self.branches:
             for layer in branch.layers:
                 yield from layer.entries()
 
     def has_weights(self) -> bool:
-        """Return whether all branches have weights."""
         return all(map(_has_weights, self.branches))
 
 
@@ -136,7 +124,7 @@ def _has_weights(network: Network) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sum(LayerStep):
+class _Sum(LayerStep):
     """``sum_k w_k branch_k(f)``; numbers: (weights, numbers of the branches)."""
 
     branches: tuple[tuple[LayerStep, ...], ...]
@@ -147,10 +135,9 @@ class Sum(LayerStep):
     def visit(
         self, numbers: Any, before: Raw | Moments, state: Any, full: bool, how: Resolution
     ) -> LayerFeatures:
-        """Return all branches, and their sum."""
         weights, inner = numbers
         branches = [
-            walk_features(s, n, before, state, full, how)
+            walk.walk_features(s, n, before, state, full, how)
             for s, n in zip(self.branches, inner, strict=True)
         ]
         ends = [sites[-1].after if sites else before for sites in branches]
@@ -160,7 +147,6 @@ class Sum(LayerStep):
     def pairs_of_data(
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, tile: Tile
     ) -> PairState:
-        """Sum the branches, all of which have weights."""
         return self._sum_pairs(numbers, a, b, None, tile)
 
     def pairs(
@@ -180,7 +166,7 @@ class Sum(LayerStep):
         weights, inner = numbers
         ends: list[PairState] = []
         for k, steps in enumerate(self.branches):
-            end = walk_pairs(steps, inner[k], a.branches[k], b.branches[k], state, tile)
+            end = walk.walk_pairs(steps, inner[k], a.branches[k], b.branches[k], state, tile)
             assert end is not None  # every branch on the data has weights
             ends.append(end)
         tops = [
@@ -226,53 +212,45 @@ class Sum(LayerStep):
         return PairState(p, tangent, slack, floor, second_error, tangent_error, excess)
 
     def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
-        """Return the sum of all branches, which have one width."""
         weights, inner = numbers
         parts = []
         for k, steps in enumerate(self.branches):
-            end = apply_steps(steps, inner[k], x, finite)
+            end = walk.apply_steps(steps, inner[k], x, finite)
             parts.append(weights[k] * end)
         return sum(parts)
 
     def pools(self) -> bool:
-        """Return whether a branch pools."""
         return any(step.pools() for branch in self.branches for step in branch)
 
     def position_counts(self) -> tuple[int, ...]:
-        """Return the numbers of positions in all branches."""
         steps = [step for branch in self.branches for step in branch]
         return (1, *(count for step in steps for count in step.position_counts()))
 
     def values_per_input(self, positions: int) -> int:
-        """Return the numbers of all branches and of the sum."""
-        inner = sum(count_values(branch, positions) for branch in self.branches)
+        inner = sum(walk.count_values(branch, positions) for branch in self.branches)
         return inner + super().values_per_input(positions)
 
     def patch_values(self, channels: int) -> int:
-        """Return the numbers of all branches."""
-        return sum(count_patch_values(branch, channels) for branch in self.branches)
+        return sum(walk.count_patch_values(branch, channels) for branch in self.branches)
 
-    def skeleton(self) -> "Sum":
-        """Return the step with skeletons of the branches."""
-        return dataclasses.replace(self, branches=tuple(map(skeletons, self.branches)))
+    def skeleton(self) -> "_Sum":
+        return dataclasses.replace(self, branches=tuple(map(walk.skeletons, self.branches)))
 
-    def tabulate(self, numbers: Any, how: Resolution, dtype: Any) -> tuple["Sum", Any]:
-        """Return the step and its numbers with tables in the branches."""
+    def tabulate(self, numbers: Any, how: Resolution, dtype: Any) -> tuple["_Sum", Any]:
         weights, inner = numbers
         parts = [
-            tabulate_steps(s, n, how, dtype) for s, n in zip(self.branches, inner, strict=True)
+            walk.tabulate_steps(s, n, how, dtype) for s, n in zip(self.branches, inner, strict=True)
         ]
         step = dataclasses.replace(self, branches=tuple(s for s, _ in parts))
         return step, (weights, [n for _, n in parts])
 
     def table_values(self, numbers: Any, site: LayerFeatures) -> Iterator[Expansion]:
-        """Yield the expansions of the branches."""
         for branch, inner, own in zip(self.branches, numbers[1], site.branches, strict=True):
-            yield from table_values(branch, inner, own)
+            yield from walk.table_values(branch, inner, own)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _sum_features(step: Sum, weights: Any, before: Any, ends: list[Moments]) -> LayerFeatures:
+def _sum_features(step: _Sum, weights: Any, before: Any, ends: list[Moments]) -> LayerFeatures:
     """Return the sum of branches that end in ``ends``; without the sites of the branches."""
     eps = epsilon(weights)
     shares = [w**2 * end.square for w, end in zip(weights, ends, strict=True)]

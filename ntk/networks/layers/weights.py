@@ -58,7 +58,7 @@ def dense(weight_variance: Any = 1.0, bias_variance: Any = 0.0) -> Network:
     Array([[2.]], dtype=float...)
     """
     _check_variances(weight_variance, bias_variance)
-    return Network((Dense(weight_variance, bias_variance),))
+    return Network((_Dense(weight_variance, bias_variance),))
 
 
 def conv(
@@ -100,7 +100,7 @@ def conv(
     if padding not in _PADDINGS:
         raise ValueError(f"padding: expected one of {', '.join(_PADDINGS)}, got {padding!r}.")
     _check_variances(weight_variance, bias_variance)
-    return Network((Convolution(weight_variance, bias_variance, window, strides, padding),))
+    return Network((_Convolution(weight_variance, bias_variance, window, strides, padding),))
 
 
 def _check_variances(weight_variance: Any, bias_variance: Any) -> None:
@@ -116,7 +116,7 @@ def _check_variances(weight_variance: Any, bias_variance: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Dense(Layer):
+class _Dense(Layer):
     """``dense``."""
 
     weight_variance: Any
@@ -126,7 +126,6 @@ class Dense(Layer):
     after_flatten: ClassVar[bool] = True
 
     def plan(self, signal: Signal, values: Values) -> Planned:
-        """Return a ``Linear`` on one position."""
         if math.prod(signal.shape) > 1:
             raise ValueError(
                 f"dense: expected flatten or pooling before it, got shape {signal.shape}."
@@ -139,19 +138,17 @@ class Dense(Layer):
             for name in ("weight_variance", "bias_variance")
         )
         none = isinstance(self.bias_variance, int | float) and self.bias_variance == 0
-        return Planned(Linear(windows, not none), numbers, Signal(windows.after, True))
+        return Planned(_Linear(windows, not none), numbers, Signal(windows.after, True))
 
     def entries(self) -> list[tuple[Any, None]]:
-        """Return both variances."""
         return [((self.weight_variance, self.bias_variance), None)]
 
     def has_weights(self) -> bool:
-        """Return True."""
         return True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Convolution(Dense):
+class _Convolution(_Dense):
     """``conv``."""
 
     window: int | tuple[int, ...]
@@ -162,7 +159,6 @@ class Convolution(Dense):
     after_flatten: ClassVar[bool] = False
 
     def plan(self, signal: Signal, values: Values) -> Planned:
-        """Return a ``Linear`` on the windows."""
         if not signal.shape:
             raise ValueError("conv: expected images or sequences, got inputs without positions.")
         windows = place_windows("conv", self.window, self.strides, self.padding, signal.shape)
@@ -173,7 +169,7 @@ class Convolution(Dense):
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear(LayerStep):
+class _Linear(LayerStep):
     """``sqrt(c_w / fan_in) W * f + sqrt(c_b) b``; numbers: (c_w, c_b)."""
 
     windows: Windows
@@ -217,7 +213,6 @@ class Linear(LayerStep):
     def pairs_of_data(
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, tile: Tile
     ) -> PairState:
-        """Return the angles of the patches of the data."""
         p = zero_where_same(_patch_half_chords(a, b, tile), tile)
         sizes = outer(a.after.norm, b.after.norm, tile.full)
         none = jnp.zeros((len(a.after.square), len(b.after.square)), p.dtype)
@@ -258,7 +253,6 @@ class Linear(LayerStep):
         return PairState(p, tangent, slack, floor, second, error, excess)
 
     def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
-        """Map [n, ..., channels] to [n, ..., features]."""
         windows, (weight_variance, bias_variance) = self.windows, numbers
         channels, features = x.shape[-1], finite.features
         shapes: dict[str, tuple[int, ...]] = {"kernel": (*windows.window, channels, features)}
@@ -276,7 +270,6 @@ class Linear(LayerStep):
         return out
 
     def position_counts(self) -> tuple[int, ...]:
-        """Return the numbers of positions before and after."""
         return self.windows.position_counts()
 
     def patch_values(self, channels: int) -> int:

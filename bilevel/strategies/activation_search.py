@@ -24,7 +24,6 @@ from bilevel.discretize.conditions import ConditionSix
 from bilevel.discretize.judgement import Judgement, judge_choice
 from bilevel.hypergradients.hypergradient import HyperGradient
 from bilevel.hypergradients.hypergradient import hypergradient as of_problem
-from bilevel.internal.checks import integer, one_of
 from bilevel.problem.problem import stack_problems
 from bilevel.solvers import implicit
 from bilevel.solvers.inverses import cg
@@ -86,8 +85,7 @@ def solver(
     damped, since with more weights than labels the lower Hessian is singular. The default ``rate``
     is 1 over the curvature of each network's lower loss.
     """
-    one_of("kind", kind, SOLVERS)
-    backprop = {"truncated": max(1, integer("steps", steps, 1) // 4), "first-order": 0}.get(kind)
+    backprop = {"truncated": max(1, steps // 4), "first-order": 0}.get(kind)
     descent = task.space.solver(task.curvatures, steps, backprop=backprop, rate=rate)
     if kind != "implicit":
         return descent

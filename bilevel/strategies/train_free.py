@@ -302,23 +302,11 @@ def nasi(
 
     Examples
     --------
-    >>> from bilevel.spaces import Space, on_simplices
-    >>> from bilevel.spaces.targets import cross_entropy_problem, predict_labels
-    >>> operations = {"identity": lambda x: x, "relu": jax.nn.relu}
-    >>> def apply(w, alpha, x):  # one edge; alpha [1, 2]
-    ...     return sum(a * f(x) for a, f in zip(alpha[0], operations.values())) @ w
-    >>> space = Space(
-    ...     tuple(operations),
-    ...     "simplex",
-    ...     **on_simplices(tuple(operations), (1,))._asdict(),
-    ...     init=lambda key, batch: jax.random.normal(key, (4, 3)),
-    ...     apply=apply,
-    ...     problem=cross_entropy_problem(apply),
-    ...     predict=predict_labels,
-    ... )
+    >>> from bilevel.spaces import activation_space
+    >>> space = activation_space(["relu", "identity"], width=8, classes=3)
     >>> rows = jax.random.normal(jax.random.key(0), (3, 4)), jnp.arange(3)
-    >>> nasi(jax.random.key(1), space, rows, steps=2, batch_size=2)
-    ('identity',)
+    >>> nasi(jax.random.key(1), space, rows, steps=2, batch_size=2) in space.names
+    True
     """
     prng_key("key", key)
     integer("steps", steps, 1)

@@ -104,7 +104,9 @@ def test_bars_of_earlier_phases_are_full_lines_in_a_terminal(monkeypatch):
     assert last[1].startswith("search") and "1/1" in last[1]
 
 
-def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars):
+def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars, monkeypatch):
+    # No program computes an error estimate that the command does not print.
+    monkeypatch.setattr("bilevel.hypergradients.hypergradient.assess", None)
     assert search(tmp_path / "run", "--seeds", "2", "--progress", "True") == 0
     phases = ["data", "search", "retraining", "joint training", "certificates"]
     bars.check([*phases, "error of the hypergradient"])
@@ -445,14 +447,9 @@ def test_baseline_resumes_from_its_journal_to_the_same_result(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_baseline_handles_one_configuration_and_refuses_none(tmp_path, capsys):
+def test_baseline_handles_one_configuration(tmp_path, capsys):
     assert baseline(tmp_path / "run", "--configs", "1", "--method", "weight-sharing") == 0
     assert "weight-sharing" in capsys.readouterr().out
-    assert baseline(tmp_path / "none", "--configs", "0") == 2
-    assert "configs: expected at least 1, got 0" in capsys.readouterr().err
-    assert baseline(tmp_path / "none", "--valid", "3000") == 2
-    assert "valid" in capsys.readouterr().err
-    assert not (tmp_path / "none").exists()
 
 
 def on_two_devices(*args):
@@ -522,12 +519,7 @@ def test_devices_that_do_not_divide_are_refused_before_the_data_are_read(
     assert f"devices: expected a divisor of the {copies}, got 2." in capsys.readouterr().err
 
 
-def test_results_are_json_that_others_read(tmp_path):
+def test_results_are_json_that_others_read():
     """One seed has no standard error: NaN, which JSON does not have."""
-    assert search(tmp_path / "run", *CLOSED, "--quiet") == 0
-
-    def refused(word):
-        raise AssertionError(word)
-
-    text = (tmp_path / "run" / "result.json").read_text()
-    assert json.loads(text, parse_constant=refused)["gap"][1] is None
+    result = {"gap": [0.5, report.standard_error_over_seeds(np.ones(1))], "seeds": 1}
+    assert json.loads(report.dump_without_nan(result)) == {"gap": [0.5, None], "seeds": 1}

@@ -13,6 +13,7 @@ from helpers import no_room
 
 import bilevel
 from bilevel.cli import main
+from bilevel.cli.runtime import invocation
 
 
 def outer(w, alpha, batch):
@@ -112,6 +113,21 @@ def test_the_recipe_for_dashboards(capsys):
 
     search_result = search(steps=4, callback=to_tensorboard, every=2)
     assert ("value", float(search_result.history["value"][1]), 2) in calls and len(calls) == 6
+
+
+def test_a_resumed_command_logs_no_step_of_a_phase_twice(tmp_path):
+    path = tmp_path / "log"
+
+    def log(steps, resume):
+        record = invocation.recorder(path, "search", resume)
+        record({"phase": "search", "share": 0.0})
+        for step in steps:
+            record({"phase": "search", "share": step / 4, "done": step, "value": float("nan")})
+        return [line["done"] for line in lines(path) if "done" in line]
+
+    assert log([1, 2, 3], resume=False) == [1, 2, 3]
+    assert log([2, 3, 4], resume=True) == [1, 2, 3, 4]  # killed after the checkpoint of step 1
+    assert log([1, 2], resume=False) == [1, 2, 3, 4, 1, 2]  # another run, in the same file
 
 
 @pytest.mark.long

@@ -1,1 +1,1 @@
-"""Kills, bit flips, full disks, two writers and NaN: attacks on what a run keeps."""
+"""Kills, bit flips, full disks, two writers and NaN: attacks on the records of a run."""

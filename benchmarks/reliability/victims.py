@@ -70,7 +70,7 @@ def search(folder: Path, steps: int = 25) -> Arrays:
     import jax.numpy as jnp
     import optax
 
-    # The interval between checkpoints is no option of a search.
+    # A search has no option for the interval between checkpoints.
     importlib.import_module("bilevel.outer_loop.search")._SAVE_SECONDS = 0.0
     problem = bilevel.Problem(
         lambda w, alpha, batch: 0.5 * jnp.sum((batch @ w - alpha[0]) ** 2) + jnp.sum(alpha * w**2),

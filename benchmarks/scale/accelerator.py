@@ -442,7 +442,7 @@ def main() -> None:
         only={"nargs": "*", "choices": list(PARTS), "help": "these parts alone"},
         part={"help": argparse.SUPPRESS},  # what a process of its own is told
     )
-    # Most parts have no peer: without PyTorch too the rows go to the script's own file.
+    # PyTorch is compared with one part only, so every run writes to the script's own file.
     out = flags.results or harness.RESULTS / "accelerator.jsonl"
     small = f"--{flags.size}" if flags.small else ""
     if flags.part:

@@ -200,7 +200,7 @@ def measured(processes, n):
 
 
 def report(rows) -> str:
-    """What was counted, then what was measured."""
+    """Tables of the counted, then of the measured rows."""
     counted, lines = harness.where(rows, what="counted"), []
     for r in counted:
         cells = r["scaling"], r["devices"], f"{r['rows']:,}", r["products"], r["sums"]

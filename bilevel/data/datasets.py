@@ -266,8 +266,8 @@ def stratified_split(
     Raises
     ------
     ValueError
-        If ``key`` is not a PRNG key, ``labels`` no vector, a part empty, or the sizes are more than
-        N.
+        If ``key`` is not a PRNG key, ``labels`` not a vector, a part empty, or the sizes add up to
+        more than N.
 
     Examples
     --------

@@ -10,14 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from bilevel.discretize._intervals import standard_error_over_rows
-from bilevel.internal.checks import (
-    check_at_least,
-    check_finite,
-    concrete,
-    integer,
-    nan_unless,
-    real_array,
-)
+from bilevel.internal.checks import check_finite, nan_unless
 
 
 class Judgement(NamedTuple):
@@ -38,14 +31,8 @@ def judge_choice(losses: Any, choice: Any, *, noise: float = 1.0) -> Judgement:
     the rows' differences. This is a decision rule, not a test. A traced choice out of range has
     ``as_good`` False, rank 0, and NaN for the rest.
     """
-    losses = real_array("losses", losses) * 1.0
-    if losses.ndim != 2 or len(losses) < 2 or losses.size == 0:
-        raise ValueError(f"losses: expected shape [n, h] with at least 2 rows, got {losses.shape}.")
+    losses = jnp.asarray(losses) * 1.0
     check_finite("losses", losses)
-    h = losses.shape[1]
-    if concrete(choice) and not integer("choice", choice, 0) < h:
-        raise ValueError(f"choice: expected 0 to {h - 1}, got {choice}.")
-    check_at_least("noise", noise, 0)
     return _compare_losses(losses, jnp.asarray(choice), noise)
 
 

@@ -1,4 +1,4 @@
-"""What the spaces of convolutional cells share: DARTS and NAS-Bench-201.
+"""Shared parts of the spaces of convolutional cells: DARTS and NAS-Bench-201.
 
 A cell is a graph. Every edge carries one operation, or a mixture of all with the weights ``alpha``:
 

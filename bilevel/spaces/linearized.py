@@ -40,8 +40,8 @@ def linearized_space(space: Space, w: Pytree, *, outer: str = "squared") -> Kern
     Raises
     ------
     TypeError, ValueError
-        If ``space`` is no Space, or ``outer`` is unknown. ``inputs`` raises it if an output depends
-        on other rows of its batch (batch statistics).
+        If ``space`` is not a Space, or ``outer`` is unknown. ``inputs`` raises it if an output
+        depends on other rows of its batch (batch statistics).
 
     Notes
     -----

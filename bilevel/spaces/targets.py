@@ -1,4 +1,4 @@
-"""What spaces share: targets of classification, losses, a mixture with a penalty beside it.
+"""Shared parts of the spaces: targets of classification, losses, a mixture with a penalty.
 
 Two classes have one output ``f`` [n], more have one each, ``f`` [n, classes] (one-vs-rest). The
 targets ``y`` are like ``f``, with entries +-1; the margin is ``y f``.

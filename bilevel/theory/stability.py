@@ -65,7 +65,7 @@ def lipschitz(
     Raises
     ------
     ValueError
-        If ``algorithm`` is no function, arguments are empty, not finite or of shapes that do not
+        If ``algorithm`` is not a function, arguments are empty, not finite or of shapes that do not
         fit, a delta is not positive, or a direction is missing or of length 0.
 
     ``alpha + delta u`` is not projected: in section 7a it may leave [0, 1]. The quotient is by the

@@ -129,7 +129,7 @@ def sample_fourier(
     ------
     ValueError
         If ``key`` is not a PRNG key, ``count`` is negative, a kernel unknown or none given, or
-        ``gammas`` is no interval of positive numbers.
+        ``gammas`` is not an interval of positive numbers.
 
     Examples
     --------
@@ -183,7 +183,7 @@ def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
     Raises
     ------
     ValueError
-        If ``key`` is not a PRNG key, or ``x_train`` is no matrix, empty or not finite. The
+        If ``key`` is not a PRNG key, or ``x_train`` is not a matrix, empty or not finite. The
         functions
         raise it for rows of another length, a ``dimension`` under 1 or a negative ``start``.
 

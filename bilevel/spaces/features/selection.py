@@ -75,7 +75,7 @@ def fourier_selection(
     Raises
     ------
     ValueError
-        If ``key`` is no PRNG key, a part is empty, not finite or does not fit the others,
+        If ``key`` is not a PRNG key, a part is empty, not finite or does not fit the others,
         ``dimension`` is under 1 or the penalty negative; later if a resource exceeds ``dimension``.
 
     Examples

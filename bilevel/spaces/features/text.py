@@ -174,10 +174,6 @@ def hashed_counts(texts: Sequence[str], config: TextConfig) -> csr_array:
     It depends on ``config.hashing`` only. An n-gram is its tokens joined by spaces, its bin
     scikit-learn's 32-bit MurmurHash3.
     """
-    if isinstance(texts, str) or not isinstance(texts, Sequence | np.ndarray) or not len(texts):
-        known = isinstance(texts, Sequence | np.ndarray)
-        got = "one str" if isinstance(texts, str) else "none" if known else describe(texts)
-        raise ValueError(f"texts: expected a sequence of at least one document, got {got}.")
     for i, document in enumerate(texts):
         if not isinstance(document, str):
             raise ValueError(f"texts[{i}]: expected a str, got {describe(document)}.")
@@ -208,15 +204,8 @@ def statistics(bags: csr_array, labels: np.ndarray) -> TextStatistics:
 
     ``labels`` [n] have two values; the larger one is the positive class.
     """
-    labels = np.asarray(labels)
-    if labels.shape != bags.shape[:1]:
-        raise ValueError(f"labels: expected shape {bags.shape[:1]}, got {labels.shape}.")
-    classes = np.unique(labels)
-    if len(classes) != 2:
-        got = ", ".join(map(str, classes)) or "none"
-        raise ValueError(f"labels: expected rows of two classes, got {got}.")
     # In float64: a total may exceed the whole numbers of float32.
-    return TextStatistics(*((labels == c).astype(np.float64) @ bags for c in classes))
+    return TextStatistics(*((labels == c).astype(np.float64) @ bags for c in np.unique(labels)))
 
 
 def weigh(bags: csr_array, config: TextConfig, totals: TextStatistics) -> csr_array:
@@ -224,9 +213,6 @@ def weigh(bags: csr_array, config: TextConfig, totals: TextStatistics) -> csr_ar
 
     ``totals`` are those of the training rows.
     """
-    if bags.shape[1:] != totals.positive.shape:
-        got = bags.shape[1]
-        raise ValueError(f"bags: expected {len(totals.positive)} columns, got {got}.")
     weighted = bags.astype(np.float64)  # a copy
     row_sums = weighted.sum(axis=1)
     weighted.data *= _bin_weights(weighted.indices, config, totals)

@@ -23,7 +23,7 @@ def sample_size(gap: float, bound: Callable[[float], Bound]) -> int:
     Raises
     ------
     ValueError
-        If ``gap`` is not positive or not reached by 10^15 rows, or ``bound`` is no function.
+        If ``gap`` is not positive or not reached by 10^15 rows, or ``bound`` is not a function.
 
     Examples
     --------

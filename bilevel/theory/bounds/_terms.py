@@ -1,4 +1,4 @@
-"""What the bounds share: terms, the confidence of events, and the sum that most bounds are."""
+"""Shared parts of the bounds: terms, the confidence of events, and the sum that most bounds are."""
 
 import math
 from typing import Any

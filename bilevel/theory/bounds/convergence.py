@@ -72,7 +72,7 @@ def uniform_convergence(
     Raises
     ------
     ValueError
-        If a number is out of range, or ``covering`` is no function.
+        If a number is out of range, or ``covering`` is not a function.
 
     Examples
     --------
@@ -126,9 +126,7 @@ def selection_risk(
         L(f_selected) - min_alpha L(f_alpha)
             <= gap + b sqrt(tau / (2 n_V)) + delta,    gap: value of `uniform_convergence`
 
-    The paper has ``2 gap + delta`` (in ``terms``). Only the risk of the selected alpha needs a
-    uniform statement. The best alpha does not depend on the validation rows, so that Hoeffding's
-    inequality is enough for it.
+    The paper has ``2 gap + delta`` (in ``terms``): the best alpha needs no uniform statement.
 
     Parameters
     ----------
@@ -140,15 +138,14 @@ def selection_risk(
         Lipschitz constants of ``alpha -> f_alpha`` and of the loss, and the largest loss.
     variance : scalar, optional
         An upper bound of the variance of the loss, the same for every f_alpha.
-    tau : float
-        Above log 2; the bound holds with probability ``1 - 2 exp(-tau)``.
-    delta : scalar
-        ``L_V(f_selected) <= min L_V + delta``.
+    tau, delta : scalar
+        tau is above log 2: the bound holds with probability ``1 - 2 exp(-tau)``. The selected alpha
+        has ``L_V(f_selected) <= min L_V + delta``.
 
     Raises
     ------
     ValueError
-        If a number is out of range, or ``covering`` is no function.
+        If a number is out of range, or ``covering`` is not a function.
 
     Examples
     --------
@@ -206,7 +203,7 @@ def hypergradient_convergence(
     Raises
     ------
     ValueError
-        If a number is out of range, or ``covering`` is no function.
+        If a number is out of range, or ``covering`` is not a function.
 
     Examples
     --------

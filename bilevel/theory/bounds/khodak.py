@@ -148,26 +148,19 @@ def khodak_theorem_a2_as_printed(
     Counterexample: all functions into [-e, e], covered by the zero function, so that Lambda(e) = 0.
     The loss ``(e - y f) / (2 e)`` is in [0, 1], L = 1 / (2 e). The solution e y on V, -e y
     elsewhere, has excess risk 1, and the value is ``3 e + O(1 / sqrt |V|)``. The theorem is true
-    for 2 L <= 3 and for finite C at epsilon = 0. Its Theorem A.1 inverted is another expression:
-    ``3 max(epsilon, B sqrt(2 (Lambda + log(2/delta)) / |V|))``, 0.446 in the example.
+    for 2 L <= 3 and for finite C at epsilon = 0, as ``assumptions`` says. Its Theorem A.1 inverted
+    is another expression: ``3 max(epsilon, B sqrt(2 (Lambda + log(2/delta)) / |V|))``, 0.446 in the
+    example.
 
     Parameters
     ----------
     entropy : array_like
         Lambda, or an upper bound of it: log |C| for one minimiser per configuration.
-    n_valid : float
-        |V|.
-    delta, B : float
-        delta is in (0, 1/3), losses are in [0, B].
-    epsilon : array_like
-        Radii; broadcast with ``entropy``.
-    excess : scalar
-        epsilon*, of the best configuration's weights trained on T; 0 leaves it out.
-
-    Returns
-    -------
-    Bound
-        ``assumptions`` says where it is known to hold.
+    n_valid, delta, B : float
+        |V|; delta is in (0, 1/3), losses are in [0, B].
+    epsilon, excess : array_like, scalar
+        Radii, which broadcast with ``entropy``; epsilon*, of the best configuration's trained
+        weights.
 
     Raises
     ------
@@ -198,25 +191,18 @@ def khodak_theorem_3_1_as_printed(
             + inf_epsilon 3 epsilon + (3 B / 2) sqrt(2 (Lambda(epsilon) + log(1/delta)) / |V|)
 
     It is never smaller than Theorem A.2, and equal for Lambda = 0. "B-bounded" has to be read as in
-    [0, B]: losses in [-B, B] need 2 B in the place of B.
+    [0, B]: losses in [-B, B] need 2 B in the place of B. ``assumptions`` says where it is known to
+    hold.
 
     Parameters
     ----------
     entropy : array_like
         Lambda, or an upper bound of it: log |C| for one minimiser per configuration.
-    n_valid : float
-        |V|.
-    delta, B : float
-        delta is in (0, 1/3), losses are in [0, B].
-    epsilon : array_like
-        Radii; broadcast with ``entropy``.
-    excess : scalar
-        epsilon*, of the best configuration's weights trained on T; 0 leaves it out.
-
-    Returns
-    -------
-    Bound
-        ``assumptions`` says where it is known to hold.
+    n_valid, delta, B : float
+        |V|; delta is in (0, 1/3), losses are in [0, B].
+    epsilon, excess : array_like, scalar
+        Radii, which broadcast with ``entropy``; epsilon*, of the best configuration's trained
+        weights.
 
     Raises
     ------
@@ -237,7 +223,8 @@ def _theorem(entropy, n_valid, delta, B, epsilon, excess, slope, factors) -> Bou
     check_range(delta, B)
     n_valid = one_positive("n_valid", n_valid)
     excess = nonnegative("excess", excess)
-    entropy, epsilon = _entropies_and_radii(entropy, epsilon)
+    pair = broadcast_nonnegative(entropy=entropy, epsilon=epsilon)
+    entropy, epsilon = (array.ravel() for array in pair)
     confidence, scale = math.log(1 / delta), B / jnp.sqrt(n_valid)
     spread = factors[1] * scale * jnp.sqrt(entropy + confidence)
     best = jnp.argmin(slope * epsilon + spread)
@@ -275,9 +262,3 @@ def _twice_lipschitz(lipschitz: float | None, epsilon: Any) -> float:
             "lipschitz: expected the loss's constant for a positive epsilon, got none."
         )
     return 0.0
-
-
-def _entropies_and_radii(entropy: Any, epsilon: Any) -> tuple[jax.Array, jax.Array]:
-    """Both as vectors of one length."""
-    entropy, epsilon = broadcast_nonnegative(entropy=entropy, epsilon=epsilon)
-    return entropy.ravel(), epsilon.ravel()

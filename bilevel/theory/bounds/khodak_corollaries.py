@@ -24,11 +24,10 @@ def khodak_corollary_a1(w_norm: Any, n_train: Any, *, delta: float = 0.05, C: fl
         l_D(w, c*) - l_D(w*, c*) <= C sqrt((|w*|^2 + 1) log(1/delta) / |T|)
 
     The printed ``lambda = sqrt(log(1/delta) / |T|)`` gives ``(|w*|^2 + 1) sqrt(log(1/delta) /
-    |T|)`` only, without a root over the norm (Sridharan, Shalev-Shwartz & Srebro 2008).
-    Counterexample: x = 1/W, y = 1 and the hinge loss. w* = W is perfect, the solution is ``min(W, 1
-    / (2 lambda W))``, and for ``W^2 = 1 / lambda`` its risk is 1/2 for every |T|, while the rate
-    falls as ``|T|^(-1/4)``. The lambda in ``terms``, divided by ``sqrt(|w*|^2 + 1)``, gives the
-    rate.
+    |T|)`` only (Sridharan, Shalev-Shwartz & Srebro 2008). Counterexample: x = 1/W, y = 1, the hinge
+    loss and ``W^2 = 1 / lambda``. w* = W is perfect, the solution has risk 1/2 for every |T|, and
+    the rate falls as ``|T|^(-1/4)``. The lambda in ``terms``, divided by ``sqrt(|w*|^2 + 1)``,
+    gives the rate.
 
     Parameters
     ----------
@@ -36,10 +35,10 @@ def khodak_corollary_a1(w_norm: Any, n_train: Any, *, delta: float = 0.05, C: fl
         |w*|, of the best weights of the best configuration.
     n_train : scalar
         |T|.
-    delta : float
-        In (0, 1/3).
-    C : float
-        The constant in O, with the loss's Lipschitz constant and the norm of the features.
+    delta, C : float
+        delta is in (0, 1/3), C the constant in O, with the loss's Lipschitz constant and the norm
+        of
+        the features.
 
     Returns
     -------
@@ -85,15 +84,12 @@ def khodak_corollary_a2(
     ----------
     w_norm : scalar
         |w*|, of the best weights of the best configuration.
-    n_train, n_valid : scalar
-        |T| and |V|.
-    configurations : scalar
-        |C|, the number of configurations.
-    delta : float
-        In (0, 1/3).
-    C : float
-        The constant in O, with the loss's Lipschitz constant and bound B, and the norm of the
-        features.
+    n_train, n_valid, configurations : scalar
+        |T|, |V| and |C|.
+    delta, C : float
+        delta is in (0, 1/3), C the constant in O, with the loss's Lipschitz constant and bound B,
+        and
+        the norm of the features.
 
     Raises
     ------
@@ -126,14 +122,10 @@ def khodak_corollary_a3(
 
     Parameters
     ----------
-    n_train, n_valid : scalar
-        |T| and |V|.
-    configurations : scalar
-        |C|, the number of configurations.
-    delta : float
-        In (0, 1/3).
-    C : float
-        The constant in O.
+    n_train, n_valid, configurations : scalar
+        |T|, |V| and |C|.
+    delta, C : float
+        delta is in (0, 1/3), C the constant in O.
 
     Returns
     -------

@@ -128,25 +128,16 @@ def oymak_theorem2_as_printed(
 
     B bounds single feature maps, and phi_alpha can be R times as long. With one map, Delta = {s},
     the predictor does not depend on s, and K is proportional to s^2: for random labels the first
-    term is 2.1 / s, as small as one likes.
+    term is 2.1 / s, as small as one likes. ``assumptions`` says whether R is at most 1.
 
     Parameters
     ----------
-    K : array [..., n_T, n_T]
-        ``Phi_alpha Phi_alpha'`` for one alpha or several of Delta.
-    y : array [n_T]
-        Labels of the training rows.
-    n_valid : scalar
-        n_V, the number of validation rows.
-    R : scalar
-        ``|alpha|_1 <= R``.
+    K, y : arrays [..., n_T, n_T] and [n_T]
+        ``Phi_alpha Phi_alpha'`` for one alpha or several of Delta; labels of the training rows.
+    n_valid, R : scalar
+        n_V, the number of validation rows; ``|alpha|_1 <= R``.
     **options
         The other arguments of :func:`oymak_theorem2`, by name.
-
-    Returns
-    -------
-    Bound
-        ``assumptions`` says whether R is at most 1.
 
     Raises
     ------

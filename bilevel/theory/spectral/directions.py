@@ -140,10 +140,6 @@ def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Arra
         alpha = top_eigenvector(gram)
     else:
         noise = symmetric_matrix(noise, "noise")
-        if noise.shape != gram.shape:
-            raise ValueError(
-                f"noise: expected shape {gram.shape} as gram, got shape {noise.shape}."
-            )
         size = jnp.sqrt(jnp.diagonal(noise))
         size = jnp.where(size > 0, size, 1)
         scales = size[:, None] * size[None]

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from bilevel.internal.checks import integer, one_of
 from bilevel.spaces.nasbench201.genotype import PRIMITIVES, Genotype
 from bilevel.spaces.nasbench201.judging.table import DATASETS, BenchmarkTable, genotype_row
 from bilevel.spaces.nasbench201.judging.verdicts import best_of_k_random
@@ -25,11 +24,9 @@ def standing(
     these ``operations``; for a ``budget`` above 1, ``best_of_random``: the expected accuracy of the
     best of that many random networks by CIFAR-10 validation.
     """
-    for name in operations:
-        one_of("operations", name, PRIMITIVES)
-    rows = [genotype_row(table, genotype) for genotype in genotypes]
+    rows = [genotype_row(genotype) for genotype in genotypes]
     others = np.array([set(operations) >= set(g.operations) for g in table.genotypes])
-    budget = min(integer("budget", budget, 1), others.sum())
+    budget = min(budget, others.sum())
     standings = {}
     for name in DATASETS:
         test = table.accuracy[f"{name}-test"]

@@ -106,11 +106,5 @@ def _digits(x) -> str:
 
 
 def check_kernel(K: Any, *, stack: bool = False) -> jax.Array:
-    """``K`` in floating point, if it is square, non-empty, finite and symmetric.
-
-    Raises
-    ------
-    ValueError
-        If it is not; where ``K`` is traced, it becomes NaN instead.
-    """
+    """Return ``K`` as a finite symmetric matrix of floats; a traced one that is not becomes NaN."""
     return symmetric_matrix(K, stack=stack)

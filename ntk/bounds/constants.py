@@ -38,14 +38,7 @@ _FAR = 1e6  # where activations have reached their asymptotes
 
 
 class Betas(NamedTuple):
-    """Zhu's constants of an activation.
-
-    Attributes
-    ----------
-    beta1 : array, 2 E[s(u)^2] / y
-    beta2 : array, 2 E[s'(u)^2], from above
-    beta3 : array, the same, from below
-    """
+    """Zhu's constants: 2 E[s(u)^2] / y, and 2 E[s'(u)^2] from above and from below."""
 
     beta1: jax.Array
     beta2: jax.Array
@@ -55,62 +48,17 @@ class Betas(NamedTuple):
 def hermite_coefficients(
     activation: Mixture, variance: float | chex.Array = 1.0, *, terms: int = 32
 ) -> jax.Array:
-    """``mu_k = E[s(sqrt(y) z) h_k(z)]``, h_k the orthonormal Hermite polynomials, k < ``terms``.
+    """Return ``mu_k = E[s(sqrt(y) z) h_k(z)]`` [..., terms], h_k orthonormal Hermite polynomials.
 
-    Parameters
-    ----------
-    activation : activation, or {activation: weight}
-    variance : array [...]
-        y, of the pre-activation.
-    terms : int, even
-
-    Returns
-    -------
-    array [..., terms]
-
-    Raises
-    ------
-    ValueError
-        If a variance is not positive, or ``terms`` odd or under 2.
-
-    References
-    ----------
-    Zhu et al. 2022, Theorem 1, has mu_1 at y = 1: at the variance of a first layer.
-
-    Examples
-    --------
-    >>> from ntk.expectations.activations import swish
-    >>> round(float(hermite_coefficients(swish)[1]), 5)
-    0.5
+    y [...] is the variance of the pre-activation, ``terms`` is even. Theorem 1 of Zhu et al. 2022
+    has mu_1 at y = 1.
     """
     value, _, kinks = _functions(activation)
     return hermite(value, jnp.sqrt(_variance(variance)), terms, kinks)
 
 
 def betas(activation: Mixture, variance: float | chex.Array) -> Betas:
-    """Zhu's beta_1, and beta_2 = beta_3, at one pre-activation variance y instead of all.
-
-    Parameters
-    ----------
-    activation : activation, or {activation: weight}
-    variance : array [...]
-
-    Returns
-    -------
-    Betas
-        With entries [...].
-
-    Raises
-    ------
-    ValueError
-        If a variance is not positive.
-
-    Examples
-    --------
-    >>> from ntk.expectations.activations import leaky_relu
-    >>> [round(float(beta), 4) for beta in betas(leaky_relu(0.1), 2.0)]
-    [1.01, 1.01, 1.01]
-    """
+    """Return Zhu's beta_1, and beta_2 = beta_3, at given pre-activation variances [...]."""
     value, slope, kinks = _functions(activation)
     y = _variance(variance)
     scale = jnp.sqrt(y)
@@ -193,29 +141,10 @@ def _table1_betas(layer: Layer, weights: jax.Array, t: float) -> Betas:
 
 
 def activation_lipschitz(activation: Mixture) -> jax.Array:
-    """``Lip = sup |s'|``, by a scan of ``|z| < 11,000`` and at kinks, refined at its best node.
+    """Return ``Lip = sup |s'|``: a scan of ``|z| < 11,000`` and of kinks, refined at its best node.
 
-    The scan's nodes are 1e-3 apart near 0, and farther in proportion to z: a steeper piece between
-    two of them is not seen, unless it has kinks.
-
-    Parameters
-    ----------
-    activation : activation, or {activation: weight}
-
-    Returns
-    -------
-    scalar
-
-    Raises
-    ------
-    ValueError
-        If the slope is still growing at the end of the scan, or the function jumps.
-
-    Examples
-    --------
-    >>> from ntk.expectations.activations import swish
-    >>> round(float(activation_lipschitz(swish)), 4)
-    1.0998
+    The scan's nodes are 1e-3 apart near 0, and farther in proportion to z. A steeper piece between
+    two nodes is missed, unless it has kinks. A slope that grows at the end raises ``ValueError``.
     """
     (layer,), (weights,), _, _ = parse_architecture([activation], None, None)
     for s, weight in zip(layer, weights, strict=True):

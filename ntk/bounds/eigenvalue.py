@@ -122,13 +122,8 @@ def schur_lower_bound(
     Parameters
     ----------
     x : array [N, d]
-        The inputs.
-    activations : sequence of Activation, or of {Activation: weight}
-        L - 1 of them, as in :func:`ntk.network_kernel`.
-    skips : L - 2 reals, optional
-        Weights of the skip connections; none by default.
-    variances : L nonnegative reals, optional
-        (1, 2, ..., 2) by default.
+    activations, skips, variances
+        As in :func:`ntk.network_kernel`.
 
     Returns
     -------
@@ -137,17 +132,14 @@ def schur_lower_bound(
 
     Raises
     ------
-    ValueError
+    ValueError, FloatingPointError
         As :func:`ntk.network_kernel`.
-    FloatingPointError
-        The same.
 
     Notes
     -----
-    Weyl's inequality over the layers' parts of the kernel, then Schur's for each; all kernels here
-    are positive semidefinite, with any skips and mixtures. True up to rounding, no certificate:
-    ``N eps`` times the kernel's diagonal, and ``sqrt(eps)`` times it for near-duplicates and kinks,
-    whose angles are lost; under that, a value counts as vacuous.
+    Weyl's inequality over the layers' parts of the kernel, then Schur's for each. True up to
+    rounding, no certificate: up to ``N eps`` times the kernel's diagonal, or ``sqrt(eps)`` times it
+    for near-duplicates and kinks, a value counts as vacuous.
 
     Time: 3 L eigenvalue problems of size N, and one kernel. Memory: 2 L matrices [N, N].
 
@@ -200,12 +192,8 @@ def hermite_lower_bound(
     ----------
     x : array [N, d]
         Rows of equal norm, not 0.
-    activations : sequence of Activation, or of {Activation: weight}
-        L - 1 of them, as in :func:`ntk.network_kernel`.
-    skips : L - 2 reals, optional
-        Weights of the skip connections; none by default.
-    variances : L nonnegative reals, optional
-        (1, 2, ..., 2) by default.
+    activations, skips, variances
+        As in :func:`ntk.network_kernel`.
     terms : int
         Even. The more, the larger the value.
 
@@ -221,10 +209,9 @@ def hermite_lower_bound(
 
     Notes
     -----
-    With ``C_l = Cov s_l + a^2 C_{l-1}``, which S_l exceeds, ``c_L C_{L-1} + sum_l c_l C_{l-1} o D_l
-    o B_l`` telescopes to at least ``C_1 o B_1``; the first layer's weights add ``c_1 S_0 o D_1 o
-    B_1``. Both are power series in rho, and by Schur's inequality lambda_min(rho^{ok}) grows with
-    k. Time: ``terms`` eigenvalue problems of size N.
+    With ``C_l = Cov s_l + a^2 C_{l-1}``, which S_l exceeds, the layers' parts telescope to at least
+    ``C_1 o B_1``, and the first layer adds ``c_1 S_0 o D_1 o B_1``. Both are power series in rho,
+    and lambda_min(rho^{ok}) grows with k (Schur). Time: ``terms`` eigenvalue problems of size N.
 
     References
     ----------

@@ -127,22 +127,19 @@ def zhu_theorem1_as_printed(
                      prod_{p=l+1}^L (beta_2(s_{p-1}) + alpha_{p-2})
 
     The lower bound is false for N > d, so in all of the theorem's N >= Omega(d^4): N / d is the
-    smallest eigenvalue of X'X, d x d, while X X', N x N, has the eigenvalue 0. It grows with N
-    where lambda_min <= K_ii does not; ``assumptions`` says whether it passes the exact K_ii.
-    In the upper bound, s_0 and alpha_0 are undefined (here beta_1(s_0) = 1, alpha_0 = 0), and N / d
-    is spurious: too large for N > d, and for N < d false (N = 1 has lambda_min = K_11).
-    Without it the sum is no bound of K_ii either, for skips between activations that are not odd:
-    12 where K_ii = 15.98 for three ReLU layers. Use :func:`hermite_lower_bound`,
+    smallest eigenvalue of X'X, while X X' has the eigenvalue 0. ``assumptions`` says whether it
+    passes the exact K_ii. In the upper bound, s_0 and alpha_0 are undefined (here beta_1(s_0) = 1,
+    alpha_0 = 0), and N / d is spurious: too large for N > d, and false for N < d (N = 1 has
+    lambda_min = K_11). Without it the sum does not bound K_ii either, for skips between activations
+    that are not odd: 12 where K_ii = 15.98 for three ReLU layers. Use :func:`hermite_lower_bound`,
     :func:`schur_lower_bound` and :func:`diagonal_upper_bound`.
 
     Parameters
     ----------
     n, d : int
         Number of inputs, their dimension.
-    activations : sequence of Activation, or of {Activation: weight}
-        L - 1 of them, as in :func:`ntk.network_kernel`.
-    skips : L - 2 reals, optional
-        Weights of the skip connections; none by default.
+    activations, skips
+        As in :func:`ntk.network_kernel`.
     C : float
         For the constant in Theta(N / d).
 
@@ -158,8 +155,7 @@ def zhu_theorem1_as_printed(
 
     Notes
     -----
-    The betas are :func:`table1`'s, at :func:`zhu_variance_as_printed`: for swish the true beta_2 =
-    1.0168 and not the bound 1.22 of the table.
+    The betas are :func:`table1`'s, at :func:`zhu_variance_as_printed`.
 
     Examples
     --------
@@ -227,20 +223,17 @@ def zhu_theorem2_as_printed(
         lower    C (N / d) prod_{i=2}^{L-1} (beta_3(s_i) + alpha_{i-1})
         upper    (N / d) sum_{k=0}^{L-1} C prod_{i=k+2}^{L-1} (beta_2(s_i) + alpha_{i-1})
 
-    The errors of Theorem 1 (N / d, for N > d) are here too. And the betas, which contain a factor
-    2, do not belong to the theorem's initialisation, all weights N(0, 1/m): with it J J' of a
-    bias-free ReLU network has 2^-(L-1) of Lemma 1's kernel, and with tanh, sigmoid or swish the
-    pre-activations vanish like 1 / sqrt(m), the network becomes linear, J J' of rank d, and its
-    lambda_min tends to 0 as m grows, for every N > d.
+    The errors of Theorem 1 are here too. And the betas, which contain a factor 2, do not belong to
+    the initialisation, all weights N(0, 1/m): with it J J' of a bias-free ReLU network has 2^-(L-1)
+    of Lemma 1's kernel. With tanh, sigmoid or swish the pre-activations vanish like 1 / sqrt(m), J
+    J' becomes of rank d, and its lambda_min tends to 0 as m grows, for every N > d.
 
     Parameters
     ----------
     n, d : int
         Number of inputs, their dimension.
-    activations : sequence of Activation, or of {Activation: weight}
-        L - 1 of them, as in :func:`ntk.network_kernel`.
-    skips : L - 2 reals, optional
-        Weights of the skip connections; none by default.
+    activations, skips
+        As in :func:`ntk.network_kernel`.
     C : float
         For the constants of both Theta.
 

@@ -64,18 +64,9 @@ class Activation:
         :func:`ntk.dual` chooses its nodes by.
     kinks : places where ``smooth`` is not, each with the jumps (right minus left) there of the
         function and its first seven derivatives.
-    closed : ``(vx, vy, c, vx vy - c^2) -> E[s(u) s(u')]`` in closed form, where there is one, and
-        those of the derivatives of s that lose digits by Price's theorem. The last argument would
-        lose digits if it came from the others.
-
-    Examples
-    --------
-    >>> relu(jnp.array([-1.0, 2.0]))
-    Array([0., 2.], dtype=float...)
-    >>> relu.derivative(jnp.array([-1.0, 2.0]))
-    Array([0., 1.], dtype=float...)
-    >>> leaky_relu(0.1) == leaky_relu(0.1)
-    True
+    closed : ``(vx, vy, c, vx vy - c^2) -> E[s(u) s(u')]`` in closed form, if known, and those of
+        the derivatives of s that lose digits by Price's theorem. The last argument would lose
+        digits if it came from the others.
     """
 
     name: str
@@ -108,13 +99,7 @@ class Activation:
 
     @property
     def derivative(self) -> "Activation":
-        """``s'``, an activation too.
-
-        Raises
-        ------
-        ValueError
-            For a point mass (degree -1), whose derivative is no activation.
-        """
+        """``s'``, an activation too; that of a point mass (degree -1) raises ``ValueError``."""
         name = self.name + "'"
         if self.smooth is None:
             if self.degree < 0:
@@ -294,31 +279,14 @@ def _sides_and_kinks(fn: Function, given: tuple[float, ...] | None):
 
 
 def in_a_network(fn: Function) -> Activation:
-    """``fn`` as the kernels of networks take it: the only kinked ones there are ReLUs' family.
-
-    Raises
-    ------
-    ValueError
-        As :func:`activation`; for a point mass, which has no values.
-
-    Examples
-    --------
-    >>> in_a_network(relu) == relu, in_a_network(relu.derivative).kinks[0][1][0]
-    (True, 1.0)
-    """
+    """Return ``fn`` as kernels of networks take it: their only kinked ones are ReLUs' family."""
     s = activation(fn)
     return s if s.smooth is not None or s.degree == 1 else as_piecewise("activations", s)
 
 
 @functools.cache
 def as_piecewise(argument: str, s: Activation) -> Activation:
-    """A kinked one with its kink at 0 among the others.
-
-    Raises
-    ------
-    ValueError
-        For a point mass, which has no values.
-    """
+    """Return a kinked activation with its kink at 0 among ``kinks``."""
     if s.smooth is not None:
         return s
     if s.degree < 0:

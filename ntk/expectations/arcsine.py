@@ -12,12 +12,10 @@ from ntk.internal.derivative_rules import custom_jvp
 
 @functools.cache
 def arc_polynomials(size: int) -> np.ndarray:
-    """Coefficients [2, n] of two polynomials in 4 m - 1, lowest power first, for 0 <= m <= 1/2.
+    """Return coefficients [2, n] of two polynomials in 4 m - 1, lowest power first, m <= 1/2.
 
     They interpolate ``asin(sqrt m) / sqrt m`` and ``(t - sin t) / m^1.5``, t = 2 asin(sqrt m), at n
-    Chebyshev points. Both are analytic up to m = 1: 21 points are exact to 1e-17, and 9, for
-    numbers of ``size`` 4 bytes, to 1e-8. XLA's own inverse functions take ten times longer than
-    everything else in a layer of ReLUs.
+    Chebyshev points: 21 are exact to 1e-17, and 9, for numbers of ``size`` 4 bytes, to 1e-8.
     """
     count = 21 if size == 8 else 9
     # Power series in m: of asin, and of t - sin t with sin t = 2 sqrt(m) sqrt(1 - m).
@@ -44,15 +42,10 @@ def horner(coefficients: np.ndarray, x: jax.Array) -> jax.Array:
 
 @custom_jvp
 def arcsine(x: chex.Array, square: chex.Array) -> jax.Array:
-    """``asin(x)``, elementwise, to a rounding unit; its infinite slope at 1 and -1 counts as 0.
+    """Return ``asin(x)`` to a rounding unit; its infinite slope at 1 and -1 counts as 0.
 
-    ``square`` is ``1 - x^2``: whoever has it without cancellation has the angle so near 1 and -1.
-    There ``asin(x) = pi / 2 - 2 asin(sqrt((1 - x) / 2))``.
-
-    Examples
-    --------
-    >>> float(arcsine(jnp.array(0.5), jnp.array(0.75)) * 6 / jnp.pi).__round__(6)
-    1.0
+    ``square`` is ``1 - x^2``, without cancellation. Near 1 and -1 it determines the angle:
+    ``asin(x) = pi / 2 - 2 asin(sqrt((1 - x) / 2))``.
     """
     size = jnp.abs(x)
     middle = square >= 0.5

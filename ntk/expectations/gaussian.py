@@ -90,15 +90,9 @@ def _panel_nodes(scale: jax.Array, places: tuple[float, ...], width: float = 0.5
 def gaussian_mean(
     fn: Callable[[jax.Array], jax.Array], scale: chex.Array, places: tuple[float, ...] = ()
 ) -> jax.Array:
-    """``E[fn(scale z)]``, z ~ N(0, 1), of an elementwise function; shape of ``scale``.
+    """Return ``E[fn(scale z)]``, z ~ N(0, 1), in the shape of ``scale``; fn is elementwise.
 
-    ``places``: where it is not smooth, beside 0.
-
-    Examples
-    --------
-    >>> means = gaussian_mean(lambda u: u**2, jnp.array([1.0, 3.0]))
-    >>> bool(jnp.allclose(means, jnp.array([1.0, 9.0])))
-    True
+    ``places``: where fn is not smooth, besides 0.
     """
     scale = jnp.asarray(scale)
     z, weights = _panel_nodes(scale, places)
@@ -111,36 +105,11 @@ def hermite(
     terms: int,
     places: tuple[float, ...] = (),
 ) -> jax.Array:
-    """``a_k = E[fn(scale z) h_k(z)]``, [..., terms], of an elementwise function.
+    """Return ``a_k = E[fn(scale z) h_k(z)]``, [..., terms], of an elementwise function.
 
     h_k are the orthonormal Hermite polynomials, so ``E[fn(scale z)^2] = sum_k a_k^2``. Even and odd
-    parts are taken apart: coefficients that vanish by symmetry are exactly 0.
-
-    Parameters
-    ----------
-    fn : function
-        Elementwise, an :class:`~ntk.expectations.activations.Activation` for instance.
-    scale : array [...]
-        Standard deviations.
-    terms : int
-        Number of coefficients, even.
-    places : tuple of float
-        Where fn is not smooth, beside 0.
-
-    Returns
-    -------
-    array [..., terms]
-
-    Raises
-    ------
-    ValueError
-        Unless ``terms`` is an even number of at least 2.
-
-    Examples
-    --------
-    >>> coefficients = hermite(jnp.tanh, jnp.array(1.0), 64)
-    >>> round(float(coefficients[1]), 6), abs(float(coefficients[2])) < 1e-15
-    (0.605706, True)
+    parts are separate: coefficients that vanish by symmetry are exactly 0. ``terms`` is even;
+    ``places`` are those where fn is not smooth, besides 0.
     """
     if integer("terms", terms, 2) % 2:
         raise ValueError(f"terms: expected an even number, got {terms}.")
@@ -182,11 +151,10 @@ def kink_coefficients(degree: int, terms: int) -> np.ndarray:
 
 @custom_jvp
 def arc_cosines(p: chex.Array, q: chex.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """``(E[step step], E[relu relu], 1/2 - E[relu relu])`` of unit variances; elementwise.
+    """Return ``(E[step step], E[relu relu], 1/2 - E[relu relu])`` of unit variances; elementwise.
 
-    With the angle theta, ``(pi - theta) / 2 pi`` and ``(sin theta + (pi - theta) rho) / 2 pi``
-    (Cho & Saul 2009, orders 0 and 1), all three exact relative to themselves at every angle. The
-    infinite slope of the first at rho = +-1 counts as 0.
+    Cho & Saul 2009, orders 0 and 1, exact relative to themselves at every angle. The infinite slope
+    of the first at rho = +-1 counts as 0.
     """
     near = p <= q
     m = jnp.minimum(p, q)

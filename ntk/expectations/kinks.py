@@ -43,17 +43,9 @@ def derivatives_in_float64(fn: Function, count: int) -> Callable[[np.ndarray], n
 
 
 def find_kinks(fn: Function) -> tuple[float, ...]:
-    """The places where ``fn``, its slope or its second derivative jumps, ascending.
+    """Return the places where ``fn``, its slope or its second derivative jumps, ascending.
 
-    Raises
-    ------
-    ValueError
-        If values are not finite, slopes are not those of the function, or jumps are too many.
-
-    Examples
-    --------
-    >>> find_kinks(lambda z: jnp.clip(z, -1, 2.5))
-    (-1.0, 2.5)
+    Values that are not finite, slopes of another function and too many jumps raise ``ValueError``.
     """
     values = derivatives_in_float64(fn, 4)
     edges = probe_points()
@@ -80,13 +72,7 @@ def find_kinks(fn: Function) -> tuple[float, ...]:
 
 
 def jumps(fn: Function, places: tuple[float, ...]) -> tuple[Kink, ...]:
-    """What ``fn`` and its first derivatives, 8 in all, jump by at each of the places.
-
-    Raises
-    ------
-    ValueError
-        If a one-sided derivative at a kink is unbounded.
-    """
+    """Return the jumps of ``fn`` and its first derivatives, 8 in all, at each of the places."""
     if not places:
         return ()
     sides = np.array([[_point_next_to(t, -1), _point_next_to(t, 1)] for t in places])

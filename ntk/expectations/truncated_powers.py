@@ -29,15 +29,9 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(20)
 def truncated_powers(
     orders: int, h: jax.Array, k: jax.Array, p: jax.Array, q: jax.Array
 ) -> jax.Array:
-    """``I_mn`` for m, n < ``orders``, [orders, orders, ...]; elementwise.
+    """Return ``I_mn`` for m, n < ``orders``, [orders, orders, ...]; elementwise.
 
     The infinite slope of I_00 at p = 0 counts as 0.
-
-    Examples
-    --------
-    >>> zero, one = jnp.zeros(()), jnp.ones(())
-    >>> round(float(truncated_powers(1, zero, zero, one / 4, 3 * one / 4)[0, 0]), 6)  # rho = 1/2
-    0.333333
     """
     return _power_table(orders, h, k, p, q)[1:, 1:]
 

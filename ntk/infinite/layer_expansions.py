@@ -115,13 +115,18 @@ def _check_input_rows(name: str, x: Any) -> jax.Array:
         raise ValueError(f"{name}: expected a nonempty array [n, d], got shape {x.shape}.")
     check_finite(name, x, "entries")
     with jax.ensure_compile_time_eval():  # known inputs in a jit too
-        lost = concrete(x) and bool(jnp.isnan(squared_norms(x)).any())
+        lost = concrete(x) and bool(_has_lost_squares(x))
     if lost:
         raise ValueError(
             f"{name}: expected rows whose squared norms are within the range of {x.dtype}, got "
             f"entries up to {np.abs(x).max():.2g}, and a row whose square is not."
         )
     return x
+
+
+@jax.jit
+def _has_lost_squares(x: jax.Array) -> jax.Array:
+    return jnp.isnan(squared_norms(x)).any()
 
 
 def squared_norms(x: chex.Array) -> jax.Array:
@@ -193,15 +198,26 @@ def expand_layer(
 
     ``kinks`` come from :func:`common_kinks`; None means at most a kink at 0, in closed form.
     """
-    sides = jnp.stack(kinks_at_zero(layer, w))
     if all(s.smooth is None for s in layer):
-        terms, count = (0, 0) if kinks is None else (how.terms, len(kinks))
-        shape = terms, count
-        return tuple(kinked_expansion(sides, scale, error, degree, shape) for degree in (1, 0))  # type: ignore[return-value]
+        return _expand_kinked(layer, w, scale, error, kinks, how)
     assert kinks is not None  # of a network with this layer
-    table = jax.tree.map(lambda x: jnp.asarray(x, scale.dtype), hermite_grid(*how))
-    u = jnp.concatenate([scale[:, None] * table.z[None], _probes(scale)], axis=1)
-    values = jnp.zeros((2, 2, *u.shape), scale.dtype)  # of s and s', at u and -u
+    table = jax.tree.map(lambda x: x.astype(scale.dtype), hermite_grid(*how))
+    return _expand_both(*_sample_layer(layer, w, scale, table.z, kinks), scale, error, table)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4, 5))
+def _expand_kinked(layer, w, scale, error, kinks, how):
+    sides = jnp.stack(kinks_at_zero(layer, w))
+    shape = (0, 0) if kinks is None else (how.terms, len(kinks))
+    return tuple(kinked_expansion(sides, scale, error, degree, shape) for degree in (1, 0))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _sample_layer(layer: Layer, w, scale, z, kinks: tuple[float, ...]):
+    """Return values of s and s' at u and -u [2, 2, n, m], the kink at 0, and other kinks' jumps."""
+    sides = jnp.stack(kinks_at_zero(layer, w))
+    u = jnp.concatenate([scale[:, None] * z[None], _probes(scale)], axis=1)
+    values = jnp.zeros((2, 2, *u.shape), scale.dtype)
     for i, s in enumerate(layer):
         if s.smooth is not None:
             values += w[i] * sample_both_signs(s, u)
@@ -216,7 +232,7 @@ def expand_layer(
         values = values + sides[0] * jnp.stack([jnp.stack([u, -u]), jnp.ones_like(values[0])])
         total = total.at[kinks.index(0.0), 1].add(sides[1] - sides[0])
         sides = jnp.zeros_like(sides)
-    return _expand_both(values, sides, jnp.asarray(kinks, scale.dtype), total, scale, error, table)
+    return values, sides, jnp.asarray(kinks, scale.dtype), total
 
 
 @functools.partial(jax.jit, static_argnums=0)

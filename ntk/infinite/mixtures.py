@@ -13,6 +13,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ntk.expectations.activations import Activation, Function, in_a_network
 from ntk.expectations.gaussian import root
@@ -104,11 +105,12 @@ def mixture_blocks(
     x, second = pad_rows(x), pad_rows(x2)
     goal = 1e4 * float(jnp.finfo(x.dtype).eps)
     for how in RESOLUTIONS:
-        blocks_and_errors, rows = _blocks_and_slopes(layer, x, second, scale, how)
+        blocks_and_errors, slopes = _blocks_and_slopes(layer, x, second, scale, how)
         blocks, bound = (k[..., :n1, :n2] for k in blocks_and_errors)
         if not concrete(blocks):
             return (blocks, bound) if error else blocks
-        if float(jnp.max(bound) / jnp.max(jnp.abs(blocks))) <= goal or is_resolved(rows):
+        largest = np.abs(np.asarray(blocks)).max()
+        if float(np.asarray(bound).max() / largest) <= goal or is_resolved(slopes):
             break
     check_resolved("x", blocks)
     if x2 is None:
@@ -154,32 +156,35 @@ def _blocks_and_slopes(layer: Layer, x1, x2, scale, how: Resolution):
     """Return the blocks and their errors, and the expansions of the slopes."""
     # A network of one hidden layer for each, with kinks at the same places.
     kinks = common_kinks([layer])
-    rows = []
+    one = np.ones(1, x1.dtype)
+    slopes = []
     for x in (x1, x2):
-        if x is None:
-            continue
-        norms = root(squared_norms(x))
-        error = jnp.full_like(norms, 8 * float(jnp.finfo(x.dtype).eps))
-        one = jnp.ones(1, x.dtype)
-        slopes = [expand_layer((s,), one, norms, error, kinks, how)[1] for s in layer]
-        rows.append(jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *slopes))
-    blocks_and_errors = _blocks_with_errors(x1, x2, rows[0], rows[-1], jnp.asarray(scale, x1.dtype))
-    return blocks_and_errors, [
-        jax.tree.map(lambda x, i=i: x[:, i], r) for r in rows for i in range(len(layer))
-    ]
+        if x is not None:
+            norms, error = _norms_and_error(x)
+            slopes.append([expand_layer((s,), one, norms, error, kinks, how)[1] for s in layer])
+    scale = jnp.asarray(scale, x1.dtype)
+    blocks_and_errors = _blocks_with_errors(x1, x2, slopes[0], slopes[-1], scale)
+    return blocks_and_errors, [slope for of_x in slopes for slope in of_x]
 
 
 @jax.jit
-def _blocks_with_errors(x1, x2, rows1, rows2, scale):
-    """Return ``(blocks, error)`` from expansions [n, h, ...] of the slopes."""
-    h = rows1.norm.shape[1]
+def _norms_and_error(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    norms = root(squared_norms(x))
+    return norms, jnp.full_like(norms, 8 * float(jnp.finfo(x.dtype).eps))
 
-    def prepare(x, rows):
+
+@jax.jit
+def _blocks_with_errors(x1, x2, slopes1, slopes2, scale):
+    """Return ``(blocks, error)`` from the expansions of the h slopes."""
+    h = len(slopes1)
+
+    def prepare(x, slopes):
+        rows = jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *slopes)  # [n, h, ...]
         norms = root(squared_norms(x))
         return normalize_rows(x, norms), norms, rows
 
-    rows = prepare(x1, rows1)
-    columns = rows if x2 is None else prepare(x2, rows2)
+    rows = prepare(x1, slopes1)
+    columns = rows if x2 is None else prepare(x2, slopes2)
     n1, n2 = len(x1), len(columns[1])
 
     def block(i, j):

@@ -78,33 +78,7 @@ def kernel_matrix(
 def kernel_record(
     kernel: KernelFunction, x1: chex.Array, x2: chex.Array | None = None
 ) -> Kernels | Any:
-    """What a kernel function returns, in one call, if it has the fields ``nngp`` and ``ntk``.
-
-    Parameters
-    ----------
-    kernel : function
-        As :func:`kernel_matrix` takes it.
-    x1 : array [n1, ...]
-    x2 : array [n2, ...], optional
-        ``x1`` by default.
-
-    Returns
-    -------
-    record of arrays [n1, n2]
-
-    Raises
-    ------
-    ValueError
-        If ``kernel`` is no function, or returns a matrix or another shape.
-
-    Examples
-    --------
-    >>> from ntk import Kernels
-    >>> linear = lambda x1, x2: Kernels(nngp=x1 @ x2.T, ntk=2 * x1 @ x2.T)
-    >>> kernel_record(linear, jnp.array([[1.0], [2.0]])).ntk
-    Array([[2., 4.],
-           [4., 8.]], dtype=float...)
-    """
+    """Return what a kernel function returns, which must have the fields ``nngp`` and ``ntk``."""
     record = _call_kernel(kernel, x1, x2, None)
     if not (hasattr(record, "nngp") and hasattr(record, "ntk")):
         raise ValueError(
@@ -117,29 +91,9 @@ def kernel_record(
 def measured(
     kernel: KernelFunction, x: Any, entry_error: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The matrix [n, n] in float64, and a bound or estimate of its entries' errors [n, n].
+    """Return the matrix [n, n] in float64, and a bound or estimate of its entries' errors.
 
-    Parameters
-    ----------
-    kernel : function
-    x : array [n, ...]
-    entry_error : float or array [n, n], optional
-        By default the kernel's own, or measured as the module says.
-
-    Returns
-    -------
-    pair of array [n, n]
-
-    Raises
-    ------
-    ValueError
-        If ``kernel`` is no function, or what it returns has another shape or is not finite.
-
-    Examples
-    --------
-    >>> K, error = measured(lambda a, b: a @ b.T, np.eye(2))
-    >>> bool(error.max() < 1e-13)
-    True
+    ``entry_error`` is by default the kernel's own, or measured as the module says.
     """
     x = np.asarray(x)
     output, K = _in_precision(kernel, x, True)
@@ -164,32 +118,9 @@ def measured(
 def mixed_blocks(
     kernels: Sequence[KernelFunction], x: Any, entry_error: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``sum_i alpha_i k_i`` as :func:`ntk.certify_simplex` has it, and the errors: [h, h, n, n].
+    """Return ``sum_i alpha_i k_i`` as :func:`ntk.certify_simplex` has it, and errors: [h, h, n, n].
 
     On the simplex ``sum_i alpha_i k_i = sum_ij alpha_i alpha_j (k_i + k_j) / 2``.
-
-    Parameters
-    ----------
-    kernels : sequence of h kernel functions
-    x : array [n, ...]
-    entry_error : float or array [n, n], optional
-        Of every kernel; by default as in :func:`measured`.
-
-    Returns
-    -------
-    pair of array [h, h, n, n]
-
-    Raises
-    ------
-    ValueError
-        As :func:`measured`; for errors that are negative, not finite or of another shape.
-
-    Examples
-    --------
-    >>> blocks, _ = mixed_blocks([lambda a, b: a @ b.T, lambda a, b: 3 * a @ b.T], np.eye(1))
-    >>> blocks[:, :, 0, 0]
-    array([[1., 2.],
-           [2., 3.]])
     """
     measurements = [measured(kernel, x, entry_error) for kernel in check_kernel_functions(kernels)]
     values = np.stack([K for K, _ in measurements])
@@ -228,13 +159,7 @@ def _in_precision(kernel: KernelFunction, x: np.ndarray, double: bool) -> tuple[
 
 
 def as_kernel_matrix(K: Any, x: Any, name: str = "K") -> Any:
-    """``K``, or where it is a kernel function or a record, its matrix.
-
-    Raises
-    ------
-    ValueError
-        If ``x`` is missing or superfluous, or as :func:`kernel_matrix`.
-    """
+    """Return ``K``, or the matrix of a kernel function or record at inputs ``x``."""
     if isinstance(K, Kernels):
         K = K.ntk
     if isinstance(K, list | tuple) and any(map(callable, K)):
@@ -295,13 +220,7 @@ def _field_or_array(output: Any, get: str) -> Any:
 
 
 def check_kernel_functions(kernels: Any) -> tuple[KernelFunction, ...]:
-    """Kernel functions as a tuple, at least one.
-
-    Raises
-    ------
-    ValueError
-        For none, or what is no function.
-    """
+    """Return kernel functions as a tuple, at least one."""
     kernels = sequence("kernels", kernels, "kernel functions")
     if not kernels:
         raise ValueError("kernels: expected at least one function, got none.")

@@ -37,16 +37,6 @@ def square_matrix(K: Any, name: str = "K") -> Any:
     """Return a kernel as a square matrix: ``[n, n]``, or ``[n, n, o, o]`` as ``[n o, n o]``.
 
     Row ``i o + a`` belongs to input i and output a.
-
-    Raises
-    ------
-    ValueError
-        If ``K`` has another shape or is empty.
-
-    Examples
-    --------
-    >>> square_matrix(jnp.zeros((3, 3, 2, 2))).shape
-    (6, 6)
     """
     K = K if isinstance(K, np.ndarray) else real_array(name, K)
     shape = K.shape
@@ -68,15 +58,9 @@ def allowed_asymmetry(dtype: Any, n: int) -> float:
 
 
 def symmetric_matrix(K: Any, name: str = "K", *, stack: bool = False) -> jax.Array:
-    """``K`` [n, n] (``stack``: [..., n, n]) in floating point, exactly symmetric.
+    """Return ``K`` [n, n] (``stack``: [..., n, n]) in floating point, exactly symmetric.
 
-    Where it is traced no error can be raised: a matrix that is not finite and symmetric becomes
-    NaN, its derivative too.
-
-    Raises
-    ------
-    ValueError
-        If ``K`` is not of that shape, empty, complex, not finite, or not symmetric up to rounding.
+    A traced matrix that is not finite and symmetric becomes NaN, its derivative too.
     """
     K = real_array(name, K)
     if K.ndim < 2 or (K.ndim > 2 and not stack) or K.shape[-1] != K.shape[-2] or not K.size:
@@ -105,13 +89,7 @@ def _symmetrize(K: jax.Array, allowed: float) -> tuple[jax.Array, jax.Array]:
 
 
 def check_symmetric(K: np.ndarray, allowed: float, name: str) -> None:
-    """Raise ValueError unless ``K`` [..., n, n] is finite, and symmetric but for ``allowed``.
-
-    Raises
-    ------
-    ValueError
-        If ``K`` is not finite or not symmetric.
-    """
+    """Raise ValueError unless ``K`` [..., n, n] is finite, and symmetric but for ``allowed``."""
     check_finite(name, K, "entries")
     off, largest = _half_asymmetry(np, K)
     if (off > allowed * largest).any():

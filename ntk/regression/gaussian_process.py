@@ -64,17 +64,15 @@ class Prediction:
 
     Attributes
     ----------
-    mean : array [..., m] or [..., m, outputs]
-        Times first.
+    mean : array [..., m] or [..., m, outputs], times first.
     covariance : array [..., m, m] or [..., m, m, outputs, outputs]
         One of every output, or that of all outputs.
     mean_error : array like ``mean``
-        How far the mean may be off because kernels are rounded, to first order. It counts an error
-        of 64 eps for every entry, relative to the variances of its two inputs.
+        How far the mean may be off because kernels are rounded, to first order, if every entry has
+        an error of 64 eps relative to the variances of its two inputs.
     std_error : array like ``std()``
-        The same for the standard deviations. Both are infinite for an :func:`ensemble` if the NTK
-        is singular to rounding and ``t`` is so large that it matters. Enable float64 or add a
-        penalty then.
+        The same for the standard deviations. Both are infinite for an :func:`ensemble` whose NTK is
+        singular to rounding at too large a ``t``: enable float64 or add a penalty then.
     """
 
     mean: jax.Array
@@ -86,9 +84,9 @@ class Prediction:
         return iter((self.mean, self.covariance))
 
     def std(self) -> jax.Array:
-        """Standard deviations [..., m], or like ``mean`` where the outputs' covariances differ.
+        """Standard deviations [..., m], or like ``mean`` if outputs have covariances of their own.
 
-        What rounding has left below 0 counts as 0.
+        Variances that rounding left below 0 count as 0.
         """
         full = self.covariance.ndim > self.mean.ndim + 1
         variance = jnp.einsum("...iiaa->...ia" if full else "...ii->...i", self.covariance)
@@ -377,10 +375,7 @@ def _prior(prior: Any, there: tuple[int, ...], given: TrainingSet) -> jax.Array:
 
 
 def _bounded(cross, K, prior, name: str = "cross") -> jax.Array:
-    """``cross``, if ``cross[i, j]^2 <= prior[i, i] K[j, j]``: covariances cannot be larger.
-
-    Kernels that belong to other networks, or to other inputs, would give negative variances.
-    """
+    """Return ``cross`` if ``cross[i, j]^2 <= prior[i, i] K[j, j]``; larger is no covariance."""
     largest = jnp.outer(jnp.sqrt(jnp.diagonal(prior)), jnp.sqrt(jnp.diagonal(K)))
     fits = jnp.abs(cross) <= largest + _ROOM * jnp.max(largest)
     if not concrete(fits):

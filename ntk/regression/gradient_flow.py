@@ -21,13 +21,7 @@ _ALLOWED = 0.1  # error over the targets' size: past one digit, a prediction say
 
 
 def check_times(t: Any, dtype: Any) -> jax.Array:
-    """``t`` as an array of nonnegative times; NaN where it is traced and is negative.
-
-    Raises
-    ------
-    ValueError
-        If a time is negative.
-    """
+    """Return ``t`` as an array of nonnegative times; traced negative ones become NaN."""
     if concrete(t):
         # In numpy: `jax_debug_infs` would raise at infinite times, which are the limit.
         t = numpy_array("t", t).astype(dtype)
@@ -65,15 +59,10 @@ flows = jax.jit(jax.vmap(flow, in_axes=(None, None, 0)))
 
 
 def refined(K, cross, r, t):
-    """``phi_t(K) r`` for all times [times, n, outputs], if ``cross`` times that is known.
+    """Return ``phi_t(K) r`` for all times [times, n, outputs].
 
-    Raises ValueError where rounding of entries may move predictions by a tenth of the size of r;
-    NaN at those times if traced.
-
-    Raises
-    ------
-    ValueError
-        If a time is too large for the precision of a singular kernel.
+    If rounding of entries can move predictions, ``cross`` times the result, by a tenth of the size
+    of r, the time raises ``ValueError``; a traced time gives NaN.
     """
     moved, error = _flows_and_error(K, cross, r, t)
     good = ~(error > _ALLOWED)  # what is NaN stays NaN, and has errors of its own
@@ -96,7 +85,7 @@ def _flows_and_error(K, cross, r, t):
 
 
 def _error(K, cross, r, t):
-    """The largest error of ``cross phi_t(K) r`` from entries' rounding, over r's size: [times].
+    """Return the largest error of ``cross phi_t(K) r`` from rounded entries, over r: [times].
 
     To first order ``(dcross - cross phi dK) phi r``. Sizes are relative: squares stay in range.
     """
@@ -124,11 +113,11 @@ def _error(K, cross, r, t):
 
 
 def _error_weights(values, errors, seen, rounding, t):
-    """``phi_t`` of every direction, times its error over that of an entry: [times, n].
+    """Return ``phi_t`` of every direction, times its error over that of an entry: [times, n].
 
-    A gap above the directions that rounding decides shows that K has a lower rank: they hold
-    the rounding of eigenvalues alone. Without a gap, or where rows of the kernel are ``seen`` to
-    have a component, they may have any eigenvalue up to rounding.
+    A gap above the directions that rounding decides shows that K has a lower rank: they hold the
+    rounding of eigenvalues only. Without it, or if ``seen`` in a row, they may have any eigenvalue
+    up to rounding.
     """
     eps = jnp.finfo(values.dtype).eps
     gap = ~((values > 0) & (values < jnp.sqrt(eps))).any()

@@ -44,22 +44,7 @@ class KernelRegression(NamedTuple):
     factor: jax.Array  # [n, n], lower Cholesky factor of K + penalty I; [n outputs, n outputs]
 
     def predict(self, cross: chex.Array) -> jax.Array:
-        """Predictions ``k(x, X) weights``.
-
-        Parameters
-        ----------
-        cross : array [m, n] or [m, n, outputs, outputs]
-            In the form that ``K`` had.
-
-        Returns
-        -------
-        array [m] or [m, outputs]
-
-        Raises
-        ------
-        ValueError
-            If ``cross`` is in the other form.
-        """
+        """Predictions ``k(x, X) weights`` [m, ...]; ``cross`` [m, n, ...] has the form of ``K``."""
         cross, (n, *outputs) = jnp.asarray(cross), self.weights.shape
         full, single = len(self.factor) != n, outputs in ([], [1])
         if full != (cross.ndim == 4) and not (single and cross.shape[2:] == (1, 1)):

@@ -36,13 +36,7 @@ class TrainingSet(NamedTuple):
 
 
 def check_training_set(K: Any, y: Any, name: str = "K", *, x: Any = None) -> TrainingSet:
-    """Both in one floating type, checked; errors call the kernel ``name``; ``x`` are its inputs.
-
-    Raises
-    ------
-    ValueError
-        If the shapes do not fit, ``K`` is not finite and symmetric, or ``y`` is not finite.
-    """
+    """Return both in one floating type; errors call the kernel ``name``; ``x`` are its inputs."""
     K, y = without_explicit_axes((real_array(name, kernel(K, x, name)), real_array("y", y)))
     n, full = len(K) if K.ndim else 0, K.ndim == 4
     matrix = symmetric_matrix(square_matrix(K, name), name)
@@ -57,13 +51,7 @@ def check_training_set(K: Any, y: Any, name: str = "K", *, x: Any = None) -> Tra
 
 
 def check_cross_kernel(name: str, cross: Any, of: TrainingSet) -> tuple[jax.Array, tuple[int, ...]]:
-    """The kernel of m other inputs with the n of ``of``, a matrix; the shape of what is there.
-
-    Raises
-    ------
-    ValueError
-        If ``cross`` is of another shape or not finite.
-    """
+    """Return the kernel of m other inputs with those of ``of``, and the results' shape."""
     cross = without_explicit_axes(float_array(name, cross))
     n, *outputs = of.shape
     behind = (n, *2 * outputs) if of.full else (n,)
@@ -83,13 +71,7 @@ def as_kernel(matrix: jax.Array, outputs: int) -> jax.Array:
 
 
 def with_penalty(matrix: jax.Array, penalty: Any) -> jax.Array:
-    """``K + penalty I``; NaN where the penalty is traced and is negative.
-
-    Raises
-    ------
-    ValueError
-        If ``penalty`` is negative.
-    """
+    """Return ``K + penalty I``; a traced negative penalty gives NaN."""
     given = real_number(
         "penalty", penalty
     )  # not traced, even inside a program, where it is a constant
@@ -105,13 +87,7 @@ def kernel_entry_error(dtype: Any) -> float:
 
 
 def cholesky(matrix: jax.Array, penalty: Any) -> jax.Array:
-    """The lower factor of ``K + penalty I``; NaN where it is traced and singular to rounding.
-
-    Raises
-    ------
-    ValueError
-        If the matrix is singular to rounding.
-    """
+    """Return the lower factor of ``K + penalty I``; NaN if traced and singular to rounding."""
     shifted = with_penalty(matrix, penalty)
     factor = jax.lax.linalg.cholesky(shifted, symmetrize_input=False)
     sizes, error = jnp.diagonal(jax.lax.stop_gradient(shifted)), kernel_entry_error(matrix.dtype)
@@ -135,10 +111,9 @@ def cholesky(matrix: jax.Array, penalty: Any) -> jax.Array:
 
 @jax.jit
 def _inverse_norm(factor: jax.Array, size: jax.Array) -> jax.Array:
-    """An estimate from below of the norm of ``D (L L')^-1 D``, with ``D = diag(size)``.
+    """Estimate from below the norm of ``D (L L')^-1 D``, with ``D = diag(size)``.
 
-    An error of the entries of the size ``entry_error`` counts to first order only where the
-    product of both is below 1. Ten steps of the power method, of n^2 each.
+    An error ``e`` of the entries counts to first order only if ``e`` times this norm is below 1.
     """
 
     def step(carry, _):

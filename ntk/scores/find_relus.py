@@ -17,10 +17,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ntk.internal.compile_cache import fresh
-from ntk.internal.jaxprs import CALLS, bind, inner_jaxprs, scan_operands
+from ntk.internal.jaxprs import CALLS, bind, inner_jaxprs, interpret, scan_operands
 
 _COMPARISONS = {"gt": True, "ge": True, "lt": False, "le": False}
 _KEEP_SQUARES = {"reduce_sum", "reshape", "broadcast_in_dim", "convert_element_type", "squeeze"}
@@ -57,23 +57,15 @@ class _ReluMarking:
         self.rectified, self.squares, self.alive = set(), set(), []
 
     def run(self, closed: ClosedJaxpr, args) -> list:
-        jaxpr = closed.jaxpr
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
-
-        def value(v):
-            return v.val if isinstance(v, Literal) else values[v]
-
-        for eqn in jaxpr.eqns:
-            inputs = [value(v) for v in eqn.invars]
+        def rule(eqn, inputs):
             outputs = self.step(eqn, inputs)
             self.alive += [*inputs, *outputs]
-            values.update(zip(eqn.outvars, outputs, strict=True))
-        return [value(v) for v in jaxpr.outvars]
+            return outputs
+
+        return interpret(closed, args, rule, enter=CALLS)
 
     def step(self, eqn: JaxprEqn, inputs: list) -> list:
         name = eqn.primitive.name
-        if name in CALLS:
-            return self.run(inner_jaxprs(eqn)[0], inputs)
         x = self.relu_of(name, inputs, eqn.outvars)
         if x is not None and jnp.issubdtype(jnp.result_type(x), jnp.floating):
             y = relu(x)

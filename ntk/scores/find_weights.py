@@ -5,15 +5,15 @@ off the program: a weight goes, alone or with other leaves (scaled, normalised, 
 product), into a matrix product, a convolution or a look-up in a table with data on the other side.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import chex
 import jax
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ntk.internal.compile_cache import fresh
-from ntk.internal.jaxprs import inner_jaxprs, scan_operands
+from ntk.internal.jaxprs import inner_jaxprs, interpret, scan_operands, settle_carry
 
 Leaves = frozenset[int] | None  # what a value is made of; None: of the input, too
 
@@ -22,68 +22,40 @@ _PRODUCTS = {"dot_general", "conv_general_dilated", "gather"}
 
 def multiplied(apply: Callable, params: Any, x: chex.Array) -> set[int]:
     """Indices of the leaves of ``params`` that are weights in ``apply(params, x)``."""
-    closed = jax.make_jaxpr(fresh(apply))(params, x)
-    leaves = [frozenset([i]) for i in range(len(jax.tree.leaves(params)))]
     weights: set[int] = set()
-    _follow(closed.jaxpr, [*leaves, None], weights)
+
+    def follow(program: ClosedJaxpr, inputs: list[Leaves]) -> list[Leaves]:
+        return interpret(program, inputs, rule, constant=lambda _: frozenset())
+
+    def rule(eqn: JaxprEqn, sources: list[Leaves]) -> list[Leaves]:
+        name = eqn.primitive.name
+        if name in _PRODUCTS and None in sources:
+            weights.update(*(s or () for s in (sources[:1] if name == "gather" else sources)))
+        if name == "while":
+            body, sources = eqn.params["body_jaxpr"], sources[eqn.params["cond_nconsts"] :]
+            constants = eqn.params["body_nconsts"]
+            return follow_loop(body, sources, constants, len(sources) - constants)
+        if name == "scan":
+            return follow_loop(eqn.params["jaxpr"], sources, *scan_operands(eqn))
+        if name == "cond":
+            branches = [follow(branch, sources[1:]) for branch in eqn.params["branches"]]
+            return [_union([sources[0], *leaves]) for leaves in zip(*branches, strict=True)]
+        for inner in inner_jaxprs(eqn):
+            if len(inner.jaxpr.invars) == len(sources):
+                return follow(inner, sources)
+        return [_union(sources)] * len(eqn.outvars)
+
+    def follow_loop(body, sources, constants, carried):
+        def follow_body(facts):
+            return follow(body, facts)
+
+        return settle_carry(follow_body, sources, constants, carried, lambda *pair: _union(pair))
+
+    leaves = [frozenset([i]) for i in range(len(jax.tree.leaves(params)))]
+    follow(jax.make_jaxpr(fresh(apply))(params, x), [*leaves, None])
     return weights
 
 
-def _follow(jaxpr: Jaxpr, inputs: list[Leaves], weights: set[int]) -> list[Leaves]:
-    """What the outputs are made of; the weights that are met on the way go to ``found``."""
-    made: dict = dict.fromkeys(jaxpr.constvars, frozenset())
-    made |= zip(jaxpr.invars, inputs, strict=True)
-
-    def of(v) -> Leaves:
-        return frozenset() if isinstance(v, Literal) else made[v]
-
-    for eqn in jaxpr.eqns:
-        sources = [of(v) for v in eqn.invars]
-        if eqn.primitive.name in _PRODUCTS and None in sources:
-            for leaves in sources[:1] if eqn.primitive.name == "gather" else sources:
-                weights |= leaves or frozenset()
-        outputs = _follow_inner(eqn, sources, weights) or [_union_of_sources(sources)] * len(
-            eqn.outvars
-        )
-        made |= zip(eqn.outvars, outputs, strict=True)
-    return [of(v) for v in jaxpr.outvars]
-
-
-def _union_of_sources(sources: list[Leaves]) -> Leaves:
-    return None if None in sources else frozenset().union(*sources)  # type: ignore[arg-type]
-
-
-def _follow_inner(eqn, sources: list[Leaves], weights: set[int]) -> list[Leaves] | None:
-    """What a call, a branch or a loop makes; None for other operations."""
-    if eqn.primitive.name == "while":
-        own = eqn.params["cond_nconsts"]
-        return _follow_loop(
-            eqn.params["body_jaxpr"], sources[own:], eqn.params["body_nconsts"], None, weights
-        )
-    if eqn.primitive.name == "scan":
-        return _follow_loop(eqn.params["jaxpr"], sources, *scan_operands(eqn), weights)
-    if eqn.primitive.name == "cond":
-        branches = [_follow(b.jaxpr, sources[1:], weights) for b in eqn.params["branches"]]
-        return [
-            _union_of_sources([sources[0], *of_branches])
-            for of_branches in zip(*branches, strict=True)
-        ]
-    for inner in inner_jaxprs(eqn):
-        if len(inner.jaxpr.invars) == len(sources):
-            return _follow(inner.jaxpr, sources, weights)
-    return None
-
-
-def _follow_loop(
-    body, sources: list[Leaves], constants: int, carried: int | None, weights: set[int]
-):
-    """Until the carry is made of nothing more."""
+def _union(sources: Iterable[Leaves]) -> Leaves:
     sources = list(sources)
-    end = len(sources) if carried is None else constants + carried
-    while True:
-        outputs = _follow(body.jaxpr, sources, weights)
-        state = sources[constants:end]
-        joined = [_union_of_sources([a, b]) for a, b in zip(state, outputs, strict=False)]
-        if joined == state:
-            return outputs
-        sources[constants:end] = joined
+    return None if None in sources else frozenset().union(*sources)  # type: ignore[arg-type]

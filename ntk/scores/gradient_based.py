@@ -167,15 +167,7 @@ def snip(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.A
 def gradient_scores(
     key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch
 ) -> dict[str, jax.Array]:
-    """:func:`grad_norm` and :func:`snip`, by name, from one gradient.
-
-    Examples
-    --------
-    >>> x, y = jnp.array([[2.0]]), jnp.array([0])
-    >>> result = gradient_scores(None, lambda w, x: x @ w, jnp.ones((1, 2)), (x, y))
-    >>> {name: round(float(value), 4) for name, value in result.items()}
-    {'grad_norm': 1.4142, 'snip': 2.0}
-    """
+    """Return :func:`grad_norm` and :func:`snip`, by name, from one gradient."""
     w, g = loss_gradient(apply, params, batch)
     return {
         "grad_norm": summed(overflow_safe_norm(leaf) for leaf in g),

@@ -41,16 +41,7 @@ from ntk.spectrum import eigenvalues
 def kernel_scores(
     key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch
 ) -> dict[str, jax.Array]:
-    """All scores of this family by name, for the price of one, and ``kernel``, K itself.
-
-    Examples
-    --------
-    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
-    >>> result = kernel_scores(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
-    >>> sorted(result)
-    ['condition_number', 'cosine_min_eigenvalue', 'eigen_nas', 'kernel', 'label_energy',
-     'log_traces', 'min_eigenvalue', 'spectral_entropy']
-    """
+    """Return all scores of this family by name, for the price of one, and ``kernel``, K itself."""
     apply, params, x, y = check_score_arguments(apply, params, batch)
     classes = logits_like(apply, params, x).shape[1]
     gradients = _sample_gradients(apply, params, x)
@@ -61,7 +52,7 @@ def kernel_scores(
         "kernel": K * size * size,
         **scores,
         "cosine_min_eigenvalue": _min_eigenvalue_of_cosines(_sum_of_grams(rows)),
-        "log_traces": _sum_of_log_traces(apply, params, x, gradients),
+        "log_traces": summed(_log_trace(g) for g in _weight_gradients(apply, params, x, gradients)),
     }
 
 
@@ -103,9 +94,8 @@ def of_kernel(
     K = real_array("K", as_kernel_matrix(K, x))
     n, outputs = K.shape[0] if K.ndim else 0, K.shape[3] if K.ndim == 4 else 1
     K = symmetric_matrix(square_matrix(K))
-    size = jnp.sqrt(power_of_two_scale(K)).reshape(
-        ()
-    )  # products of eigenvalues would leave the range
+    # Products of eigenvalues would leave the range.
+    size = jnp.sqrt(power_of_two_scale(K)).reshape(())
     K = K / size / size
     values = eigenvalues.eigenvalues(K)
     good = values[0] >= -(jnp.finfo(K.dtype).eps ** 0.5) * values[-1]
@@ -211,10 +201,7 @@ def cosine_min_eigenvalue(
     >>> round(float(score), 4)
     1.0
     """
-    apply, params, x, _ = check_score_arguments(apply, params, batch)
-    gradients = _sample_gradients(apply, params, x)
-    rows = [g / _gradient_scale(gradients, axis=1) for g in jax.tree.leaves(gradients)]
-    return _min_eigenvalue_of_cosines(_sum_of_grams(rows))
+    return kernel_scores(key, apply, params, batch)["cosine_min_eigenvalue"]
 
 
 @ScoreDescription(
@@ -235,8 +222,7 @@ def condition_number(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Bat
     >>> round(float(condition_number(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 3)
     9.0
     """
-    apply, params, x, _ = check_score_arguments(apply, params, batch)
-    return _condition(eigenvalues.eigenvalues(_unit_gram(_sample_gradients(apply, params, x))[0]))
+    return kernel_scores(key, apply, params, batch)["condition_number"]
 
 
 @ScoreDescription(
@@ -288,10 +274,7 @@ def spectral_entropy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Bat
     >>> bool(jnp.isclose(score, jnp.log(2.0)))
     True
     """
-    apply, params, x, _ = check_score_arguments(apply, params, batch)
-    return _entropy_of_spectrum(
-        eigenvalues.eigenvalues(_unit_gram(_sample_gradients(apply, params, x))[0])
-    )
+    return kernel_scores(key, apply, params, batch)["spectral_entropy"]
 
 
 @ScoreDescription(
@@ -314,10 +297,7 @@ def label_energy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) 
     >>> round(float(score), 4)  # two classes, indicators +-1/2: -2 (1/18 + 1/2) / 4
     -0.2778
     """
-    apply, params, x, y = check_score_arguments(apply, params, batch)
-    K, size = _unit_gram(_sample_gradients(apply, params, x))
-    classes = logits_like(apply, params, x).shape[1]
-    return _label_energy_of_matrix(K, eigenvalues.eigenvalues(K), y, classes) / size / size
+    return kernel_scores(key, apply, params, batch)["label_energy"]
 
 
 @ScoreDescription(
@@ -336,8 +316,7 @@ def log_traces(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) ->
     >>> bool(jnp.isclose(score, jnp.log(10.0)))
     True
     """
-    apply, params, x, _ = check_score_arguments(apply, params, batch)
-    return _sum_of_log_traces(apply, params, x, _sample_gradients(apply, params, x))
+    return kernel_scores(key, apply, params, batch)["log_traces"]
 
 
 def _sample_gradients(apply: Apply, params: Pytree, x: jax.Array) -> Pytree:
@@ -369,10 +348,6 @@ def _weight_gradients(
     return [g for chosen, g in pairs if chosen]
 
 
-def _sum_of_log_traces(apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree) -> jax.Array:
-    return summed(map(_log_trace, _weight_gradients(apply, params, x, gradients)))
-
-
 def _log_trace(g: jax.Array) -> jax.Array:
     """``log |g|^2 / n``, 0 for a gradient of 0; the square itself may be no number."""
     size = overflow_safe_norm(g)
@@ -393,7 +368,7 @@ def _condition(values: jax.Array) -> jax.Array:
 
 
 def _is_singular(values: jax.Array) -> jax.Array:
-    # Asked this way round, NaN is not, and stays NaN.
+    # NaN compares false, so it stays NaN.
     return values[0] <= len(values) * jnp.finfo(values.dtype).eps * values[-1]
 
 

@@ -32,15 +32,9 @@ Batch = tuple[jax.Array, jax.Array]
 def check_score_arguments(
     apply: Apply, params: Pytree, batch: Batch
 ) -> tuple[Apply, Pytree, jax.Array, jax.Array]:
-    """``(apply, params, x, y)``, if the batch and the logits it leads to are what a score needs.
+    """Return ``(apply, params, x, y)`` if the batch and its logits are what a score needs.
 
-    The first two in what is trained: of flax's variables the collection "params", else all of it.
-    Running averages are no weights, and sort before them.
-
-    Raises
-    ------
-    ValueError
-        If the batch or the logits are not what a score needs.
+    The first two in what is trained: the collection "params" of flax's variables, else all of it.
     """
     function("apply", apply, "(params, x) -> logits")
     if not isinstance(batch, tuple | list) or len(batch) != 2:
@@ -86,13 +80,7 @@ def logits_like(apply: Apply, params: Pytree, x: chex.Array) -> Any:
 
 
 def is_weight(apply: Apply, params: Pytree, x: chex.Array, *more: str) -> list[bool]:
-    """Whether each leaf is a kernel, by its name or its use, or named in ``more``.
-
-    Raises
-    ------
-    ValueError
-        If ``params`` have no weight.
-    """
+    """Return whether each leaf is a kernel, by its name or its use, or named in ``more``."""
     paths = jax.tree_util.tree_leaves_with_path(params)
     names = [_leaf_name(path) for path, _ in paths]
     if "kernel" in names:
@@ -183,10 +171,7 @@ def inner_product(a: list[chex.Array], b: list[chex.Array]) -> jax.Array:
 
 
 def power_of_two_scale(x: jax.Array, axis: int | None = None) -> jax.Array:
-    """A power of two of the size of the largest entry, axes kept: a constant to divide by, exactly.
-
-    1 if all entries are 0.
-    """
+    """Return a power of two of the size of the largest entry, axes kept; 1 if all entries are 0."""
     size = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=axis, keepdims=True, initial=0)
     exponent = jnp.frexp(size)[1] - 1
     return jnp.where(size > 0, jnp.ldexp(jnp.ones_like(size), exponent), 1)
@@ -284,13 +269,7 @@ def used_sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Arr
 
 
 def samples_axis(eqn, other, n: int) -> int | None:
-    """The axis of the samples in a ReLU's input; None for one of weights or statistics.
-
-    Raises
-    ------
-    ValueError
-        If no axis has ``n`` entries.
-    """
+    """Return the axis of the samples in a ReLU's input; None for one of weights or statistics."""
     shape, grown = (e.invars[0].aval.shape for e in (eqn, other))
     axes = _longer(shape, grown)
     if not axes:
@@ -324,9 +303,9 @@ _relu_with_count.defvjp(lambda axis, out, u, total: (out, u), _counted_backward)
 
 
 def distinct_patterns(agreements: chex.Array) -> jax.Array:
-    """The number of different patterns, given how many units any two have in common.
+    """Return the number of different patterns, a float; NaN if a pattern has a NaN.
 
-    A float, as all scores are: that of patterns with a NaN is NaN.
+    ``agreements``: how many units any two patterns have in common.
     """
     same = agreements == agreements[0, 0]  # a pattern agrees with itself everywhere
     count = jnp.sum(~jnp.any(jnp.tril(same, -1), axis=1)).astype(agreements.dtype)
@@ -357,13 +336,7 @@ def layer_axes(eqn, other, n: int) -> tuple[int, tuple[int, ...]] | None:
 
 
 def layer_saliency(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -> jax.Array:
-    """``sum_c mean_n (sum_positions a * dL/da)^2 / 2`` over the outputs a of all layers.
-
-    Raises
-    ------
-    ValueError
-        If no layer has the samples on an axis of its output.
-    """
+    """Return ``sum_c mean_n (sum_positions a * dL/da)^2 / 2`` over the outputs a of all layers."""
     axes_of_layers = []
 
     def loss(total):

@@ -19,31 +19,20 @@ HOST_SCORES = {"certified_min_eigenvalue": "kernel_scores"}
 
 
 class ScoreDescription(NamedTuple):
-    """Description of a built-in score, and the decorator that attaches it.
+    """Description of a built-in score; a decorator that attaches it to the score's function.
 
     Attributes
     ----------
-    formula : str
-        In the form of a table's cell.
-    gradients : str
-        How many gradients the score takes.
+    formula : str, in the form of a table's cell.
+    gradients : str, how many gradients the score takes.
     batch_norm : str
         How samples interact through batch normalisation: "joint", "alone", "removed" or "unused".
     smaller_is_better : bool
-        Whether a smaller value is better.
     together : str, optional
-        Function in the score's module that returns this score and others, by name, for the cost of
+        Function in the score's module that returns this score and others, by name, at the cost of
         one.
     published : str, optional
         Name of the same score in the table of published scores.
-
-    Examples
-    --------
-    >>> @ScoreDescription("``f(0)``", gradients="none", batch_norm="joint")
-    ... def output_at_zero(key, apply, params, batch):
-    ...     return apply(params, 0 * batch[0]).sum()
-    >>> score_description(output_at_zero).gradients
-    'none'
     """
 
     formula: str
@@ -60,15 +49,7 @@ class ScoreDescription(NamedTuple):
 
 
 def builtin_score_names() -> tuple[str, ...]:
-    """Return the names of the scores in ``ntk.scores``, in alphabetical order.
-
-    They are the public names of the package, which its stub ``__init__.pyi`` has.
-
-    Examples
-    --------
-    >>> "snip" in builtin_score_names(), "kernel" in builtin_score_names()
-    (True, False)
-    """
+    """Return the names of the scores in ``ntk.scores``, in alphabetical order."""
     from ntk import scores
 
     return tuple(sorted(set(scores.__all__) - set(_OTHER_FUNCTIONS)))
@@ -84,13 +65,7 @@ def score_description(score: str | Callable[..., Any]) -> ScoreDescription:
 
 
 def score_program(name: str) -> Callable[..., Any]:
-    """Return the score of that name, or the function of that name that returns several scores.
-
-    Examples
-    --------
-    >>> score_program("gradient_scores").__module__
-    'ntk.scores.gradient_based'
-    """
+    """Return the score of that name, or the function of that name that returns several scores."""
     from ntk import scores
 
     if name in scores.__all__:

@@ -27,31 +27,13 @@ def visit_chosen_operations(
     what: str,
     reference_args: tuple,
 ) -> tuple[Any, Any]:
-    """``fn(*args)``, and what the visits made of ``total`` on the way.
+    """Return ``fn(*args)``, and the ``total`` that the visits of chosen operations made.
 
-    Parameters
-    ----------
-    fn : callable
-        A function of pytrees of arrays.
-    is_chosen : ``is_chosen(eqn) -> bool``
-        Which operations to visit.
-    visit : ``visit(eqn, other, inputs, outputs, total) -> (outputs, total)``
-        May replace the outputs by arrays like them, and add to the total. ``other`` is the same
-        operation for ``reference_args``: the axes that differ in length are those of samples.
-    total : pytree of arrays
-        Its shapes and types stay.
-    *args : pytrees of arrays
-        Arguments of ``fn``.
-    what : str
-        Name of the chosen operations, for the error messages.
-    reference_args : tuple
-        Arguments like ``args``, or their shapes, with another number of samples.
-
-    Raises
-    ------
-    ValueError
-        If the outputs depend on no chosen operation, or on one inside an operation that cannot be
-        entered, or if ``fn`` consists of other operations for another number of samples.
+    ``visit(eqn, other, inputs, outputs, total) -> (outputs, total)`` may replace the outputs by
+    arrays like them, and add to the total, whose shapes and types stay. ``other`` is the same
+    operation for ``reference_args``, with another number of samples: axes of another length are the
+    samples'. ``what`` names the operations in errors. One inside a loop that is no ``scan``, or no
+    operation at all, raises ``ValueError``.
     """
     closed, shapes = jax.make_jaxpr(fresh(fn), return_shape=True)(*args)
     try:

@@ -165,40 +165,6 @@ def test_certificates_are_in_float64_whatever_the_users_precision():
     assert low == ntk.certified_min_eigenvalue(gaussian, x=np.asarray(ROWS))
 
 
-MISTAKES = {
-    "x: expected the inputs of the kernel function K, got none": lambda: (
-        ntk.certified_min_eigenvalue(gaussian)
-    ),
-    "K: expected one kernel function, got 2; a sum of several": lambda: ntk.min_eigenvalue(
-        [gaussian, gaussian], x=ROWS
-    ),
-    "x: expected none beside a matrix K": lambda: ntk.eigenvalues(jnp.eye(2), x=ROWS),
-    "size: expected None beside a matrix or inputs": lambda: ntk.min_eigenvalue(
-        gaussian, x=ROWS, size=3
-    ),
-    r"kernel: expected a matrix \(12, 12\), got shape \(\)": lambda: ntk.kernel_matrix(
-        lambda a, b: jnp.sum(a @ b.T), ROWS
-    ),
-    "kernel: expected a function": lambda: ntk.kernel_matrix(jnp.eye(2), ROWS),
-    "get: expected one of ntk, nngp, got 'both'": lambda: ntk.kernel_matrix(
-        gaussian, ROWS, get="both"
-    ),
-    "x1: expected inputs": lambda: ntk.kernel_matrix(gaussian, jnp.zeros((0, 3))),
-    "kernels: expected at least one function": lambda: ntk.certify_simplex([], x=ROWS),
-    "K: expected a kernel function with finite values": lambda: ntk.certified_min_eigenvalue(
-        lambda a, b: gaussian(a, b) / 0.0, x=ROWS
-    ),
-    "y: expected 12 labels": lambda: ntk.scores.of_kernel(gaussian, jnp.arange(3), x=ROWS),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("sentence", MISTAKES)
-def test_mistakes_are_one_sentence(sentence):
-    with pytest.raises(ValueError, match=sentence):
-        MISTAKES[sentence]()
-
-
 def test_certifying_gives_no_warning_about_the_precision_that_we_choose(recwarn):
     with jax.enable_x64(True):
         matrix = jnp.diag(jnp.arange(1.0, 6))

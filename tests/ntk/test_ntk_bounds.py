@@ -488,67 +488,11 @@ def test_theorem_3_of_a_singular_kernel_is_infinite():
 
 
 @pytest.mark.slow
-def test_bounds_with_hidden_constants_name_them_and_ask_for_c():
+def test_bounds_with_hidden_constants_name_them():
     lower, upper = zhu_theorem2_as_printed(12, 4, activations=[relu], C=2.0)
     third = zhu_theorem3(jnp.eye(2), jnp.ones(2), activations=[relu], C=2.0)
     for bound in (lower, upper, third):
         assert any(name.startswith("C, supplied") for name in bound.unspecified)
-    for call in (
-        lambda: zhu_theorem1_as_printed(12, 4, activations=[relu]),
-        lambda: zhu_theorem2_as_printed(12, 4, activations=[relu]),
-        lambda: zhu_theorem3(jnp.eye(2), jnp.ones(2), activations=[relu]),
-    ):
-        with pytest.raises(TypeError, match="'C'"):
-            call()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: table1(relu, 0.0), "t: expected a positive variance, got 0.0."),
-        (lambda: betas(relu, -1.0), "variance: expected positive numbers, got -1.0."),
-        (
-            lambda: activation_lipschitz(activation(jnp.square)),
-            "activation: expected a Lipschitz function",
-        ),
-        (lambda: diagonal_upper_bound(jnp.ones((2, 3))), "K: expected a square matrix"),
-        (lambda: frobenius_upper_bound(jnp.full((2, 2), jnp.nan)), "K: expected finite entries"),
-        (lambda: eigen_nas_as_printed(jnp.eye(2), 0), "d: expected a positive number, got 0."),
-        (
-            lambda: hermite_lower_bound(jnp.array([[1.0], [2.0]]), activations=[relu]),
-            "x: expected rows of equal norm",
-        ),
-        (
-            lambda: hermite_lower_bound(jnp.zeros((2, 2)), activations=[relu]),
-            "x: expected rows of equal norm, not 0",
-        ),
-        (
-            lambda: hermite_lower_bound(jnp.eye(2), activations=[relu], terms=3),
-            "terms: expected an even number",
-        ),
-        (lambda: schur_lower_bound(jnp.ones(3), activations=[relu]), "x: expected a nonempty"),
-        (
-            lambda: zhu_theorem1_as_printed(5, 2, activations=[relu], C=-1.0),
-            "C: expected a positive number, got -1.0.",
-        ),
-        (
-            lambda: zhu_theorem2_as_printed(0, 2, activations=[relu], C=1.0),
-            "n: expected a positive",
-        ),
-        (
-            lambda: zhu_theorem3(jnp.eye(2), jnp.ones(3), activations=[relu], C=1.0),
-            r"y: expected shape \[2\] as K has rows, got \(3,\).",
-        ),
-        (
-            lambda: zhu_theorem3(jnp.eye(2), jnp.ones(2), activations=[relu], delta=0.5, C=1.0),
-            r"delta: expected a number in \(0, 1/e\], got 0.5.",
-        ),
-    ],
-)
-def test_bad_arguments_are_named(call, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        call()
 
 
 def test_slopes_between_the_nodes_of_a_scan_are_seen():

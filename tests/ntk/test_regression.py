@@ -147,28 +147,6 @@ def test_a_kernel_without_a_cholesky_factor_is_an_error_or_nan_when_traced():
     assert_close(kernel_regression(indefinite, y, penalty=1.25).weights, [1 / 2.25, 1.0])
 
 
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (lambda: kernel_regression(K[:2], Y["one output"]), "K: expected a square matrix"),
-        (lambda: kernel_regression(K, np.ones(3)), r"y: expected shape \[8\] or \[8, outputs\]"),
-        (lambda: kernel_regression(K, np.ones(N), penalty=-1.0), "penalty: expected a nonneg"),
-        (lambda: gradient_flow(K, np.ones(N), -1.0), "t: expected nonnegative times"),
-        (lambda: gradient_flow(K, np.ones(N), 1.0, cross=K[:, :2]), r"cross: expected shape"),
-        (lambda: gradient_flow(K, np.ones(N), 1.0, f0=np.ones((N, 2))), "f0: expected a number"),
-    ],
-)
-def test_bad_input_is_named(call, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        call()
-
-
-def test_targets_without_outputs_are_refused():
-    for function in (kernel_regression, excess_risk_term):
-        with pytest.raises(ValueError, match=r"y: expected shape \[2\] or \[2, outputs\], got"):
-            function(jnp.eye(2), jnp.ones((2, 0)))
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_flow_is_bounded_where_the_kernel_is_singular_to_rounding(dtype):
     """A repeated row: what its direction's eigenvalue is, rounding decides."""

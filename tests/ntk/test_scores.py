@@ -543,46 +543,6 @@ def test_one_compiled_score_follows_a_genotype_given_as_an_array():
 # Bad input.
 
 
-def while_loop(layers, x):
-    return jax.lax.while_loop(lambda h: jnp.sum(h) > 1e9, jax.nn.relu, x @ layers[0])
-
-
-BAD = {
-    "batch: expected a pair": lambda p, x, y: eager("snip", p, x),
-    "batch: expected inputs": lambda p, x, y: eager("snip", p, (x[:0], y[:0])),
-    "batch: expected 6 integer labels": lambda p, x, y: eager("snip", p, (x, y[:5])),
-    "batch: expected labels from 0 to 2": lambda p, x, y: eager("snip", p, (x, y + 1)),
-    "batch: expected finite": lambda p, x, y: eager("naswot", p, (x * np.nan, y)),
-    "params: expected finite": lambda p, x, y: eager("l2_norm", jax.tree.map(jnp.log, p), (x, y)),
-    "apply: expected logits": lambda p, x, y: eager("nasi", p, (x, y), lambda p, x: x[:, 0]),
-    "params: expected leaves named": lambda p, x, y: eager(
-        "snip", jnp.ones(INPUTS), (x, y), lambda p, x: p * x
-    ),
-    "params: expected a leaf of at least 50": lambda p, x, y: eager(
-        "knas_released", p["b"]["kernel"], (x, y), lambda p, x: x[:, :HIDDEN] @ p
-    ),
-    "batch: expected an even number": lambda p, x, y: eager("knas_released", p, (x[:5], y[:5])),
-    "parts: expected 2 or more": lambda p, x, y: eager("zico", p, (x, y), parts=4),
-    "parts: expected 2 or more, dividing": lambda p, x, y: eager("zico", p, (x[:1], y[:1])),
-    "apply: expected logits that depend on a ReLU": lambda p, x, y: eager(
-        "naswot", p, (x, y), lambda p, x: jnp.tanh(x)
-    ),
-    "apply: expected no ReLU inside `while`": lambda p, x, y: eager(
-        "naswot", stacked()[0], stacked()[1], while_loop
-    ),
-    "apply: expected ReLU inputs with the 6": lambda p, x, y: eager(
-        "regions", p, (x, y), lambda p, x: jax.nn.relu(x.reshape(-1, 3)).reshape(len(x), -1)
-    ),
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_bad_input_is_refused_in_one_sentence(message):
-    params, (x, y) = draw()
-    with pytest.raises(ValueError, match=f"^{message}[^\n]*, got [^\n]*\\.$"):
-        BAD[message](params, x, y)
-
-
 MAPPED = ["eigen_nas", "label_energy", "knas", "knas_released", "te_nas", "zico"]
 
 

@@ -117,6 +117,7 @@ def stateful_hypergradient():
 EYE, ONES, RELU = jnp.eye(3), jnp.ones(3), nets.act(ntk.relu)
 FLAT = nets.serial(nets.flatten(), nets.dense())
 TWO = jnp.einsum("ij,ab->ijab", EYE, jnp.eye(2))  # a kernel of two outputs
+ONE_BLOCK, LABELS = np.ones((1, 1, 1, 1)), jnp.arange(3)
 OPERATOR = ntk.KernelOperator(lambda a, b: a @ b.T, EYE)
 FIT = IterativeRegression(ONES, jnp.array(0.0), jnp.array(0.0), jnp.array(1), 0.1)
 
@@ -124,6 +125,18 @@ FIT = IterativeRegression(ONES, jnp.array(0.0), jnp.array(0.0), jnp.array(1), 0.
 def value_errors(*rows):
     """Rows of calls that raise ``ValueError``."""
     return [(call, ValueError, message) for call, message in rows]
+
+
+def theorem3(y=ONES, activations=(ntk.relu,), **options):
+    return ntk.bounds.zhu_theorem3(EYE, y, activations=activations, C=1.0, **options)
+
+
+def linear(w, x):
+    return x @ w
+
+
+def ntk_score(name, params=EYE, batch=(EYE, LABELS), apply=linear, **options):
+    return getattr(ntk.scores, name)(None, apply, params, batch, **options)
 
 
 def network_kernel(x1=EYE, x2=None, activations=(ntk.relu,), **options):
@@ -939,7 +952,69 @@ NTK_NETWORKS = value_errors(
         "network: expected dense or conv to make",
     ),
 )
-NTK_SPECTRUM_AND_BOUNDS = []
+NTK_SPECTRUM_AND_BOUNDS = value_errors(
+    (lambda: ntk.min_eigenvalue(jnp.zeros((0, 0))), "K: expected a square matrix, got shape"),
+    (lambda: ntk.eigenvalues(np.zeros((2, 3, 2, 2))), r"K: .* square matrix, .* \[n, n, outputs"),
+    (lambda: ntk.min_eigenvalue(EYE * np.nan), "K: expected finite entries"),
+    (lambda: ntk.min_eigenvalue(EYE, size=3), "size: expected None beside a matrix"),
+    (lambda: ntk.min_eigenvalue(lambda v: v), "size: expected the positive size"),
+    (lambda: ntk.min_eigenvalue([jnp.dot, jnp.dot], x=EYE), "K: expected one kernel function, got"),
+    (lambda: ntk.eigenvalues(EYE, x=EYE), "x: expected none beside a matrix K"),
+    (lambda: ntk.kernel_matrix(EYE, EYE), "kernel: expected a function"),
+    (
+        lambda: ntk.kernel_matrix(lambda a, b: jnp.sum(a @ b.T), EYE),
+        r"kernel: expected a matrix \(3, 3\), got shape \(\)",
+    ),
+    (lambda: ntk.kernel_matrix(jnp.dot, EYE, get="both"), "get: expected one of ntk, nngp"),
+    (lambda: ntk.kernel_matrix(jnp.dot, EYE[:0]), "x1: expected inputs"),
+    (lambda: ntk.certified_min_eigenvalue([[1, 2], [0, 1]]), "K: expected a symmetric"),
+    (lambda: ntk.certified_min_eigenvalue([[np.inf]]), "K: expected finite entries"),
+    (lambda: ntk.certified_min_eigenvalue(EYE, -1), "entry_error: expected nonneg"),
+    (lambda: ntk.certified_min_eigenvalue(EYE, [1, 2]), "entry_error: expected a number or shape"),
+    (lambda: jax.jit(ntk.certified_min_eigenvalue)(EYE), "K: expected known numbers, got"),
+    (
+        lambda: ntk.certified_min_eigenvalue(jnp.dot),
+        "x: expected the inputs of the kernel function",
+    ),
+    (
+        lambda: ntk.certified_min_eigenvalue(lambda a, b: a @ b.T / 0.0, x=EYE),
+        "K: expected a kernel function with finite values",
+    ),
+    (lambda: ntk.certify_simplex(EYE), r"blocks: expected shape \[h, h, n, n\]"),
+    (lambda: ntk.certify_simplex("blocks"), "blocks: expected numbers, got 'blocks'"),
+    (lambda: ntk.certify_simplex([], x=EYE), "kernels: expected at least one function"),
+    (lambda: ntk.certify_simplex(ONE_BLOCK, rtol=0), "rtol: expected"),
+    (lambda: ntk.certify_simplex(ONE_BLOCK, max_cells=2.5), "max_cells: .* whole"),
+    (lambda: ntk.bounds.table1(ntk.relu, 0.0), "t: expected a positive variance, got 0.0."),
+    (lambda: ntk.bounds.diagonal_upper_bound(EYE[:2]), "K: expected a square matrix"),
+    (lambda: ntk.bounds.eigen_nas_as_printed(EYE, 0), "d: expected a positive number, got 0."),
+    (
+        lambda: ntk.bounds.hermite_lower_bound(EYE * ONES.at[0].set(2), activations=[ntk.relu]),
+        "x: expected rows of equal norm",
+    ),
+    (
+        lambda: ntk.bounds.hermite_lower_bound(0 * EYE, activations=[ntk.relu]),
+        "x: expected rows of equal norm, not 0",
+    ),
+    (
+        lambda: ntk.bounds.hermite_lower_bound(EYE, activations=[ntk.relu], terms=3),
+        "terms: expected an even number",
+    ),
+    (
+        lambda: ntk.bounds.zhu_theorem1_as_printed(5, 2, activations=[ntk.relu], C=-1.0),
+        "C: expected a positive number, got -1.0.",
+    ),
+    (
+        lambda: ntk.bounds.zhu_theorem2_as_printed(0, 2, activations=[ntk.relu], C=1.0),
+        "n: expected a positive",
+    ),
+    (lambda: theorem3(y=jnp.ones(2)), r"y: expected shape \[3\] as K has rows, got \(2,\)."),
+    (lambda: theorem3(delta=0.5), r"delta: expected a number in \(0, 1/e\], got 0.5."),
+    (
+        lambda: theorem3(activations=[ntk.activation(jnp.square)]),
+        "activation: expected a Lipschitz function",
+    ),
+)
 NTK_REGRESSION_AND_LARGE = value_errors(
     (lambda: ntk.KernelOperator(1, EYE), "kernel: expected a function"),
     (lambda: ntk.KernelOperator(lambda a, b: a, EYE), "kernel: expected a matrix"),
@@ -1007,6 +1082,8 @@ NTK_REGRESSION_AND_LARGE = value_errors(
     (lambda: ntk.gradient_flow(EYE, ONES, 1j), "t: expected real numbers, got complex"),
     (lambda: ntk.kernel_regression(TWO, ONES), r"y: expected shape \[3, 2\], as K has"),
     (lambda: ntk.kernel_regression(EYE, ONES).predict(TWO), r"cross: expected shape \[m, 3\]"),
+    (lambda: ntk.kernel_regression(EYE, jnp.ones((3, 0))), r"y: expected shape \[3\] or"),
+    (lambda: ntk.gradient_flow(EYE, ONES, 1.0, f0=EYE), "f0: expected a number"),
     (lambda: posterior(y=jnp.ones(2)), r"y: expected shape \[3\]"),
     (lambda: posterior(cross=EYE[:, :2]), r"cross: expected shape \[m, 3\], got"),
     (lambda: posterior(cross=2 * EYE), r"cross: expected \|cross\[i, j\]\| <="),
@@ -1038,7 +1115,31 @@ NTK_REGRESSION_AND_LARGE = value_errors(
         "kernel: expected a function that returns the fields",
     ),
 )
-NTK_SCORES = []
+NTK_SCORES = value_errors(
+    (lambda: ntk_score("snip", batch=EYE), "batch: expected a pair"),
+    (lambda: ntk_score("snip", batch=(EYE[:0], LABELS[:0])), "batch: expected inputs"),
+    (lambda: ntk_score("snip", batch=(EYE, LABELS[:2])), "batch: expected 3 integer labels"),
+    (lambda: ntk_score("snip", batch=(EYE, LABELS + 1)), "batch: expected labels from 0 to 2"),
+    (lambda: ntk_score("naswot", batch=(EYE * np.nan, LABELS)), "batch: expected finite"),
+    (lambda: ntk_score("l2_norm", EYE * np.nan), "params: expected finite"),
+    (lambda: ntk_score("nasi", apply=lambda w, x: x[:, 0]), "apply: expected logits"),
+    (lambda: ntk_score("snip", ONES, apply=jnp.multiply), "params: expected leaves named"),
+    (
+        lambda: ntk_score("knas_released", batch=(EYE[:2], LABELS[:2])),
+        "params: .* at least 50",
+    ),
+    (lambda: ntk_score("knas_released"), "batch: expected an even number"),
+    (lambda: ntk_score("zico", parts=2), "parts: expected 2 or more, dividing the 3"),
+    (lambda: ntk_score("naswot", apply=lambda w, x: jnp.tanh(x @ w)), "depend on a ReLU, got none"),
+    (
+        lambda: ntk_score(
+            "naswot",
+            apply=lambda w, x: jax.lax.while_loop(lambda h: h.sum() > 9, jax.nn.relu, x @ w),
+        ),
+        "apply: expected no ReLU inside `while`",
+    ),
+    (lambda: ntk.scores.of_kernel(jnp.dot, jnp.arange(2), x=EYE), "y: expected 3 labels"),
+)
 
 ROWS = {
     "hypergradients": HYPERGRADIENTS,

@@ -58,6 +58,20 @@ def test_scores_of_one_gradient_are_one_program_and_each_its_own():
 
 
 @pytest.mark.long
+def test_a_second_call_compiles_nothing():
+    scores(CELLS[:3], ("l2_norm",))
+    compiled = []
+
+    def note(event, *_, **__):
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    scores(CELLS[1:4], ("l2_norm",))
+    assert not compiled
+
+
+@pytest.mark.long
 def test_networks_side_by_side_have_the_scores_of_those_one_by_one():
     together = scores(at_once=4)  # the second chunk is filled up
     for name, values in expected().items():

@@ -38,8 +38,8 @@ def rank_by_shared_weights(
     Parameters
     ----------
     evaluate : ``evaluate(choice) -> loss``
-        A scalar; or the losses [n] of n rows, the same ones for every choice, from which standard
-        errors come, and intervals of differences, paired by rows (Student's t).
+        A scalar; or the losses [n] of n rows, the same ones for every choice, which give standard
+        errors, and intervals of differences, paired by rows (Student's t).
     choices : pytree of arrays [m, ...]
         ``jnp.eye(h)`` for the vertices of a simplex. Evaluated one at a time, compiled once.
     confidence : float
@@ -48,7 +48,8 @@ def rank_by_shared_weights(
     Raises
     ------
     ValueError
-        For what is no function, no choices, losses of another shape, a confidence outside (0, 1).
+        If ``evaluate`` is not a function, there are no choices, losses have another shape, or
+        ``confidence`` is outside (0, 1).
 
     Examples
     --------

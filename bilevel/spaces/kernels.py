@@ -92,16 +92,13 @@ class KernelFunctionSpace(Space):
 
     ``w`` is like the training targets, at first 0. Batches are ``(inputs, y)``, or ``(rows, y)`` if
     :func:`kernel_function_space` knows the training inputs: outputs ``f`` [m] for two classes,
-    [m, classes] for more, and y like ``f`` with entries +-1 (``outer="squared"``: any real).
+    [m, classes] for more, and y like ``f`` with entries +-1 (``outer="squared"``: any real). A
+    batch holds ``inputs(x)`` of the training rows, ``inputs(x_valid, x)`` of others.
 
-    Attributes
-    ----------
-    inputs : ``inputs(x)`` for training, ``inputs(x_valid, x)`` for predictions
-        What a batch holds of the rows.
-    solver : LowerSolver, the closed form: the kernel, and one Cholesky factorisation, n^3 / 3.
-    certificates : ``certificates(alphas, x, entry_error=None) -> array [steps]``
-        :func:`ntk.certified_min_eigenvalue` of the kernel on the rows x at every ``alpha``, stacked
-        as in a search's ``history["alpha"]``: in float64, on the host.
+    ``solver`` is the closed form: the kernel, and one Cholesky factorisation, n^3 / 3.
+    ``certificates(alphas, x, entry_error=None) -> [steps]`` are
+    :func:`ntk.certified_min_eigenvalue` of the kernel on the rows x at every ``alpha``, stacked as
+    in a search's ``history["alpha"]``: in float64, on the host.
     """
 
     inputs: Callable[..., Any]

@@ -64,22 +64,15 @@ class FourierConfig(NamedTuple):
 
 
 class FourierMap(NamedTuple):
-    """Pure functions of one sequence of draws; see :func:`fourier_features`.
+    """Pure functions of one sequence of draws; see :func:`fourier_features`."""
 
-    Attributes
-    ----------
-    apply : ``apply(config, x [n, p], dimension, start=0) -> phi`` [n, dimension]
-        Features ``start`` to ``start + dimension``, without the factor ``1/sqrt(D)``; ``start`` may
-        be traced.
-    project : ``project(config, x, dimension, start=0) -> P`` [n, dimension]
-        ``w_j' t_c(x)``, the costly part. It does not depend on ``gamma``, so that a cache for
-        each preprocessing and kernel serves any number of configurations.
-    phases : ``phases(dimension, start=0, dtype=float) -> b`` [dimension]
-        For :func:`from_projection`.
-    """
-
+    # (config, x [n, p], dimension, start=0) -> features ``start`` to ``start + dimension``, without
+    # the factor ``1/sqrt(D)``; ``start`` may be traced.
     apply: Callable[..., jax.Array]
+    # (config, x, dimension, start=0) -> ``w_j' t_c(x)`` [n, dimension], the costly part: the same
+    # for every ``gamma``, so that a cache for each preprocessing and kernel serves them all.
     project: Callable[..., jax.Array]
+    # (dimension, start=0, dtype=float) -> b [dimension], for :func:`from_projection`
     phases: Callable[..., jax.Array]
 
 

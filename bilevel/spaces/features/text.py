@@ -55,37 +55,21 @@ HASHING = "tokenizer", "stop_words", "lowercase", "order"
 
 
 class TextConfig(NamedTuple):
-    """One configuration; :func:`text_config` makes one with checked fields.
+    """One configuration; :func:`text_config` makes one with checked fields."""
 
-    Attributes
-    ----------
-    tokenizer : {"simple", "punctuation", "treebank"}
-        "simple" splits on white space and deletes punctuation inside tokens. "punctuation" splits
-        between runs of punctuation and of other characters too. "treebank" is much as the Penn
-        Treebank: contractions (``did n't``) and punctuation are tokens, but not inside words and
-        numbers. Punctuation is what Unicode files under marks, punctuation and symbols.
-    stop_words : bool
-        Remove English stop words, also capitalised ones: before lowercasing, so "THE" stays.
-    lowercase : bool
-    order : {1, 2, 3}
-        The longest n-grams.
-    binary : bool
-        Whether a bin is hit rather than how often.
-    weights : {"none", "nb", "sif"}
-    smoothing : float
-        a in the weights.
-    preprocess : {"none", "normalize", "average"}
-        Weighted rows as they are, scaled to unit 2-norm, or divided by the sum that the row had
-        before the weights.
-    """
-
+    # "simple" splits on white space and deletes punctuation inside tokens. "punctuation" splits
+    # between runs of punctuation and of other characters too. "treebank" is much as the Penn
+    # Treebank: contractions (``did n't``) and punctuation are tokens, but not inside words and
+    # numbers. Punctuation is what Unicode files under marks, punctuation and symbols.
     tokenizer: str = "simple"
-    stop_words: bool = False
+    stop_words: bool = False  # whether to remove English ones, before lowercasing: "THE" stays
     lowercase: bool = True
-    order: int = 1
-    binary: bool = False
-    weights: str = "none"
-    smoothing: float = 1.0
+    order: int = 1  # the longest n-grams: 1, 2 or 3
+    binary: bool = False  # whether a bin is hit rather than how often
+    weights: str = "none"  # or "nb", "sif"
+    smoothing: float = 1.0  # a in the weights
+    # Weighted rows as they are ("none"), scaled to unit 2-norm ("normalize"), or divided by the sum
+    # that the row had before the weights ("average").
     preprocess: str = "none"
 
     def __str__(self) -> str:

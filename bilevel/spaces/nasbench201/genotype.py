@@ -1,16 +1,11 @@
 """Genotypes of NAS-Bench-201: one operation on each edge of one cell, and what follows from them.
 
-A cell has the nodes 0 (its input) to 3 (its output), each the sum of what the edges into it bring,
+A cell has the nodes 0 (its input) to 3 (its output), so there are ``5**6 = 15,625`` genotypes. All
+15 cells of the network are alike, in three stages of 16, 32 and 64 channels with a residual block
+before the second and the third.
 
-    node_j = sum_{i < j} o_(i,j)(node_i),    o_(i,j) one of five operations,
-
-so there are ``5**6 = 15,625`` genotypes. All 15 cells of the network are alike, in three stages of
-16, 32 and 64 channels with a residual block before the second and the third.
-
-References
-----------
-Dong & Yang, NAS-Bench-201, ICLR 2020; Dong, Liu, Musial & Gabrys, NATS-Bench, TPAMI 2021 (there
-the "topology" space).
+Reference: Dong & Yang, NAS-Bench-201, ICLR 2020; Dong, Liu, Musial & Gabrys, NATS-Bench, TPAMI 2021
+(there the "topology" space).
 """
 
 import functools
@@ -74,8 +69,8 @@ def check_operations(genotype: Genotype) -> None:
 def genotypes() -> tuple[Genotype, ...]:
     """All 15,625, by their operations in the order of ``PRIMITIVES``, the last edge's fastest.
 
-    The place of a genotype is its row of :func:`encode` read as a number of base 5. It is not the
-    benchmark's own index, which is in no particular order.
+    The place of a genotype is its row of :func:`encode` read as a number of base 5, and not the
+    benchmark's own index.
 
     Examples
     --------

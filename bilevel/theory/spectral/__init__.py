@@ -14,16 +14,11 @@ alpha^ is the top eigenvector of the h x h Gram matrix ``M M'``, with entries ``
 kernels ``K_ij = Phi_i Phi_j'``. So features may come a few columns at a time
 (:class:`bilevel.theory.spectral.columns.Columns`), and p may be infinite.
 
-==============  ======================================================================
-paper           here
-==============  ======================================================================
-X_1..n          ``features`` [n, h, p], ``Columns``, or the kernels [h, h, n, n]
-y~, y           ``labels`` [n], or [n, c]: c outputs, with an M each, share alpha
-alpha^          :func:`spectral_alpha`: unit norm, sign arbitrary
-theta^          ``Phi_alpha' dual`` of :func:`spectral_estimator`, never formed
-rho^2           ``correlation_squared``: ``(alpha*' alpha^)^2`` for unit vectors
-p_bar, h_bar    ``p_over_n = p / n``, ``h_over_n = h / n``; n rows in V, and n in T
-==============  ======================================================================
+X_1..n are ``features`` [n, h, p], ``Columns``, or the kernels [h, h, n, n]; y are ``labels`` [n],
+or [n, c]: c outputs, with an M each, share alpha. :func:`spectral_alpha` has unit norm and an
+arbitrary sign; theta^ is ``Phi_alpha' dual`` of :func:`spectral_estimator`, never formed. rho^2 is
+``correlation_squared``, ``(alpha*' alpha^)^2`` for unit vectors, p_bar and h_bar are ``p / n`` and
+``h / n``, with n rows in V, and n in T.
 
 Reference: Oymak, Li & Soltanolkotabi (2021), "Generalization Guarantees for Neural Architecture
 Search with Train-Validation Split", section 5. In its definition of V, ``X~_i`` belongs to

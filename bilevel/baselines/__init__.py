@@ -21,7 +21,7 @@ Every method also takes these options:
 - ``retrain_test``: whether to train every incumbent again by itself, at the full budget and off the
   clock, for its test error. Default: True if the problem is a Selection.
 - ``journal``: a file that receives every solve, as a line of JSON with its checksum.
-- ``resume``: whether to go on from the journal where there is one. The trace is then that of an
+- ``resume``: whether to resume from the journal if there is one. The trace is then that of an
   uninterrupted run; a journal of another problem, key, budget or choice of options is refused.
 - ``progress``: whether to draw a progress bar; by default only in a terminal or a notebook.
 

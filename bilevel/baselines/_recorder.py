@@ -1,4 +1,4 @@
-"""What every method needs around its solves: keys, clock, test errors, journal, progress bar."""
+"""The services of every method: keys, clock, test errors, journal, progress bar."""
 
 import math
 import os

@@ -65,7 +65,7 @@ def exponentiated_gradient(
         Before the first solve: for ``rounds`` under 1, a ``rate`` that is not positive, and what
         :func:`bilevel.baselines.weight_sharing` refuses.
     FloatingPointError
-        If a solve has no error to show: all cells are empty or NaN.
+        If all cells of a solve are empty or NaN.
 
     Notes
     -----

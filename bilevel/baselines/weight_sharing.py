@@ -60,7 +60,7 @@ def weight_sharing(
         Before the first solve: no key, no configurations, ``budget`` under 1, a problem
         without ``share``, a journal of another run.
     FloatingPointError
-        If a solve has no error to show: all cells are empty or NaN.
+        If all cells of a solve are empty or NaN.
 
     Examples
     --------

@@ -69,8 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of ``arguments``, by default the command line's; return the exit status.
 
     A mistake of the user (a bad flag, a missing file) prints one message and gives status 2. Ctrl-C
-    prints what is left of the run, and gives 130. SIGTERM during a search or a training prints such
-    a message and then ends the process. A lost process of the run gives status 1.
+    prints a message on the saved part, and gives 130. SIGTERM during a search or a training prints
+    such a message and then ends the process. A lost process of the run gives status 1.
     """
     with deferred_terminations() as terminated:
         status = _exit_status(arguments)
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _exit_status(arguments: Sequence[str] | None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    if hasattr(sys.stdout, "reconfigure"):  # a λ on a terminal of ASCII is no reason to fail
+    if hasattr(sys.stdout, "reconfigure"):  # ASCII terminals cannot print λ
         sys.stdout.reconfigure(errors="replace")
     try:
         with interrupts.heard():
@@ -157,7 +157,7 @@ def _silent_downloads() -> Iterator[None]:
     def warns(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.WARNING
 
-    # Not setLevel: this logger is not registered, so its cache of enabled levels is never cleared.
+    # A filter, because this logger is not registered: setLevel would not clear its cached levels.
     pooch.get_logger().addFilter(warns)
     try:
         yield
@@ -234,7 +234,7 @@ def _in_full(arguments: Sequence[str]) -> list[str]:
 
 
 def _flags(kind: type[commands.Job]) -> list[str]:
-    """Return every flag of a command, as it is typed."""
+    """Return every flag of a command, with its hyphens."""
     hints = rules.hints(kind) | rules.hints(commands.Output)
     switches = [name for name, hint in hints.items() if hint is bool]
     words = [*hints, *(f"no-{name}" for name in (*switches, "progress")), "help"]

@@ -56,7 +56,7 @@ def run_certify(config: Certify) -> dict[str, Any]:
             began = time.perf_counter()
             bars.enter("data")
             rows = _distinct_training_rows(config.data, config.rows, config.seed)
-            # In float64, whatever the user's setting, which stays as it is.
+            # In float64. The user's setting does not change.
             with jax.enable_x64(True):
                 if kernels is None:
                     blocks = _of_activations(config.activations, rows, bars)

@@ -87,7 +87,7 @@ def _network_shape(config: Rank) -> dict[str, int]:
 
 
 def _arrays(config: Rank) -> memory.Parts:
-    """Weights of all operations with their gradient, and what a network's gradient keeps."""
+    """Weights of all operations, their gradient, and the arrays that a network's gradient keeps."""
     networks, image = all_networks(**_network_shape(config)), image_shape(config)
     key = jax.eval_shape(jax.random.key, 0)
     w = jax.eval_shape(lambda key: networks.init(key, image), key)

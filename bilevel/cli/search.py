@@ -43,7 +43,7 @@ from bilevel.strategies.activation_search import (
 )
 
 _JOINT_EPOCHS = 10  # joint training takes as many times the inner steps of one lower solve
-_LONGER = 4  # the hypergradient is compared with that through so many times the inner steps
+_LONGER = 4  # the hypergradient is compared with that of 4 times the inner steps
 
 _COLUMNS = {
     "train_error": "train",

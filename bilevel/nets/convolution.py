@@ -269,7 +269,7 @@ def _weighted_sum(arrays, weights):
 
 
 def _shifted(x, window, unit=1):
-    """What each of the window's size^2 places sees of ``x`` [..., h, w, c]: [..., h', w', c].
+    """The view of each of the window's size^2 places on ``x`` [..., h, w, c]: [..., h', w', c].
 
     ``unit``: entries that a pixel has along its row, of images [..., h, w unit, c] (stride 1).
     """
@@ -314,7 +314,7 @@ def max_pooling(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0) 
     Raises
     ------
     ValueError
-        If ``x`` is no images, or the window does not fit.
+        If ``x`` is not images, or the window does not fit.
 
     Examples
     --------

@@ -1,8 +1,8 @@
 """Means over whole data sets, batch by batch, through one compiled program.
 
 Rows come in batches of one size, so that nothing is compiled anew for another part: a part's last
-batch is its last rows, and counts by the rows that the one before has not. Where the size divides
-the part, that is the mean; elsewhere the last batch's mean stands for that of its new rows.
+batch is its last rows, and counts by the rows that the one before has not. If the size divides
+the part, that is the mean; else the last batch's mean stands for that of its new rows.
 """
 
 from collections.abc import Callable, Sequence

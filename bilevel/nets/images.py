@@ -15,7 +15,7 @@ from bilevel.nets.convolution import average_pooling
 def unit_images(
     x: chex.Array, *others: chex.Array, pixels: int | None = None
 ) -> tuple[jax.Array, ...]:
-    """Return images each channel of which has mean 0 and variance 1 over all pixels of ``x``.
+    """Return images with channels of mean 0 and variance 1 over all pixels of ``x``.
 
     Parameters
     ----------
@@ -31,8 +31,8 @@ def unit_images(
     Raises
     ------
     ValueError
-        If an argument is no images, ``others`` differ from ``x`` in size or channels, ``pixels`` is
-        under 1 or out of reach, or a channel has one value throughout ``x``. A traced channel
+        If an argument is not images, ``others`` differ from ``x`` in size or channels, ``pixels``
+        is under 1 or out of reach, or a channel has one value throughout ``x``. A traced channel
         becomes NaN instead.
 
     Examples
@@ -67,7 +67,7 @@ def _channel_means(x):
 
 
 def _pooling_factor(sides: tuple[int, ...], pixels: int | None) -> int:
-    """What both sides are divided by."""
+    """Return the divisor of both sides."""
     if pixels is None:
         return 1
     pixels, longer, common = integer("pixels", pixels, 1), max(sides), math.gcd(*sides)

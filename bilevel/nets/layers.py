@@ -85,7 +85,7 @@ def draw_parameters(key: chex.PRNGKey, shapes: Any) -> Any:
     uniform = jax.random.uniform(key, (sum(sizes),), jnp.float32, -1, 1)
     runs = itertools.groupby(zip(bounds, sizes, strict=True), key=lambda pair: pair[0])
     lengths = [(bound, sum(size for _, size in run)) for bound, run in runs]
-    # Not in numpy, which would make them large where only shapes are asked for.
+    # With jnp, so that `jax.eval_shape` allocates no large arrays.
     factors, offsets = (
         jnp.concatenate([jnp.full(n, bound[i], jnp.float32) for bound, n in lengths])
         for i in range(2)
@@ -108,5 +108,5 @@ def accumulation_dtype(dtype: Any) -> Any:
 
 
 def cast_images(x: chex.Array, dtype: Any) -> jax.Array:
-    """Images in the ``dtype`` of a network's activations; None: as they are, float32 at least."""
+    """Return images in ``dtype``, by default their own or float32."""
     return x.astype(accumulation_dtype(x.dtype) if dtype is None else dtype)

@@ -1,4 +1,4 @@
-"""Training networks from scratch: what is done with the architecture that a search ends at.
+"""Training networks from scratch: the last step after a search of an architecture.
 
 :func:`train` is the second half of Algorithm 1 of Zhu et al. 2022, for the network of any space:
 one pure function from initial weights to trained ones. :func:`from_scratch` is the training that
@@ -155,7 +155,7 @@ def from_scratch(
     batch_size : int
         An epoch leaves out the n modulo ``batch_size`` rows that its order puts last.
     augment : ``augment(key, x) -> x``, optional
-        Of a batch's images.
+        Changes a batch's images.
 
     Returns
     -------
@@ -229,7 +229,7 @@ def run_epochs(
     A training that was interrupted and run again ends in the same state as one that was not.
     SIGTERM writes a checkpoint after the current epoch and then ends the process. ``key`` gives the
     initial weights and every epoch's keys, ``options(epoch)`` the loss's options, and
-    ``callback(epochs_done, loss)`` sees the progress. The last loss is NaN if there are no epochs.
+    ``callback(epochs_done, loss)`` sees the progress. Without epochs the last loss is NaN.
     """
     prng_key("key", key)
     epochs = integer("epochs", epochs, 0)

@@ -1,4 +1,4 @@
-"""Metrics as lines of JSON, appended as a run goes on: for ``tail -f``, pandas and dashboards."""
+"""Metrics as lines of JSON, appended during a run: for ``tail -f``, pandas and dashboards."""
 
 import json
 import math
@@ -62,7 +62,7 @@ def log(path: str | os.PathLike[str], *, resume: bool = False) -> Callable[[Any]
     ...     print(pathlib.Path(folder, "run.jsonl").read_text().splitlines()[1])
     {"step": 2, "alpha": 0.75, "grad_norm": 1.0, "lower": 0.0, "value": 0.25}
     """
-    # Not before JAX's processes have met: this would keep them from it.
+    # Asked only after JAX's processes have met: the question would keep them from it.
     if jax.distributed.is_initialized() and not is_first_process():
         return lambda result: None
     lines = Lines("path", path, resume=resume)
@@ -132,7 +132,7 @@ def _read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     Raises
     ------
     ValueError
-        If the file has no lines of JSON. The file stays as it is.
+        If the file is not lines of JSON. It is not changed.
     """
     with path.open("a+b") as file:
         file.seek(0)
@@ -152,7 +152,7 @@ def _read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def without_nan(value: Any) -> Any:
-    """Return ``value`` with null in place of numbers that are not finite, which JSON lacks."""
+    """Return ``value`` with null for numbers that are not finite."""
     if isinstance(value, Mapping):
         return {key: without_nan(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

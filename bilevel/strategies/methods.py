@@ -187,7 +187,7 @@ def unrolled(
     space, weight_optimizer, alpha_optimizer, batch_size
         As in :func:`darts`.
     steps : int
-        Of the weights, between two of ``alpha``: a schedule of theirs counts them all.
+        Steps of the weights between two of ``alpha``. A schedule of the weights counts all of them.
 
     Returns
     -------
@@ -234,7 +234,7 @@ def weight_sharing(
     Raises
     ------
     ValueError
-        For a Problem, which has no architectures to draw, or a ``batch_size`` under 1.
+        If ``space`` is a Problem, which cannot draw architectures, or a ``batch_size`` under 1.
 
     Examples
     --------
@@ -306,7 +306,7 @@ def _on_training_rows(strategy: Strategy) -> Strategy:
     lower, has_aux = split_losses(strategy.problem).lower, strategy.problem.has_aux
 
     def outer(w, alpha, batch):
-        loss, _, aux = lower(w, alpha, batch)  # without what it does to the variables
+        loss, _, aux = lower(w, alpha, batch)  # the variables stay
         return (loss, aux) if has_aux else loss
 
     problem = dataclasses.replace(strategy.problem, outer=outer)

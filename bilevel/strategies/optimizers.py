@@ -45,7 +45,7 @@ def on_sets(sets: Pytree, *, simplex: Optimizer, other: Optimizer) -> Optimizer:
     simplex : optax.GradientTransformation
         One that stays on simplices.
     other : optax.GradientTransformation
-        Any; what is in the box is projected onto it here.
+        Any; leaves in the box are projected onto it here.
 
     Raises
     ------

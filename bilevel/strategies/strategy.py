@@ -1,4 +1,4 @@
-"""A strategy as a value, and what is done with one."""
+"""A strategy as a value, and the functions that take one."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -109,7 +109,7 @@ def stack_strategies(strategy: Strategy, copies: int) -> Strategy:
     Raises
     ------
     ValueError
-        If ``copies`` is not a whole number of at least 1.
+        If ``copies`` is not an integer of at least 1.
 
     Examples
     --------
@@ -150,7 +150,7 @@ def best_drawn(
     w : pytree
         Shared weights.
     rows : (inputs [n, ...], labels [n])
-        Of the validation set, in batches of ``batch_size``.
+        The validation set, in batches of ``batch_size``.
     samples, batch_size : int
 
     Returns

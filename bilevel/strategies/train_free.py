@@ -40,7 +40,7 @@ def eigen_nas(
 
     By ``lambda_min`` of the exact NTK on the rows ``x``, which the paper's Theorem 3 is about. What
     its Algorithm 1 computes in its place is the mean diagonal entry (:func:`ntk.scores.eigen_nas`).
-    What remains is to train the architectures, and to choose among them by validation error.
+    The next step is to train the architectures and choose among them by validation error.
 
     Parameters
     ----------
@@ -214,7 +214,7 @@ def te_nas(
 
 
 _SINGULAR = 1e5  # the condition number of a kernel that is singular to rounding
-_DIGITS = 3  # their changes are rounded to so many before they are ranked
+_DIGITS = 3  # significant digits of the changes that are ranked
 
 
 def _one_choice_per_row(space: Space, name: str) -> tuple[int, ...]:
@@ -230,12 +230,12 @@ def _one_choice_per_row(space: Space, name: str) -> tuple[int, ...]:
 
 
 def _shared(left: np.ndarray) -> jax.Array:
-    """``alpha`` with equal weights for what is left on each edge."""
+    """Return ``alpha`` with equal weights for the operations left on each edge."""
     return jnp.asarray(left / left.sum(1, keepdims=True), jnp.result_type(float))
 
 
 def _changes(score, key: jax.Array, left: np.ndarray, places: list) -> list[float]:
-    """By what share of it the score falls without each operation; on the same weights."""
+    """Return the relative fall of the score without each operation, on the same weights."""
 
     def at(gates):
         return float(score(key, _shared(gates)))

@@ -81,7 +81,7 @@ class _DartsRun(DeepSearchRun):
         )
 
         def train(row, checkpoint, show):
-            """Checkpointed; it resumes from what it finds."""
+            """Train from the newest checkpoint."""
             network, key = self.network(row.architecture), orders[row.seed]
             state, errors = fit(
                 network, key, self.parts[row.seed], checkpoint=checkpoint, show=show

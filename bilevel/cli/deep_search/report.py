@@ -26,7 +26,7 @@ class SeedResult(NamedTuple):
 
 
 def mean_entropy(space: Space, alpha: Pytree) -> float:
-    """The mean entropy of the simplices in ``alpha``; 0 if there are none."""
+    """Return the mean entropy of the simplices in ``alpha``, or 0 without simplices."""
     entropies = [diagnostics.entropy(p) for p in diagnostics.simplices(space.sets, alpha)]
     return float(np.mean(np.concatenate([np.ravel(e) for e in entropies]))) if entropies else 0.0
 

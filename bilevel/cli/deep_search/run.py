@@ -70,7 +70,7 @@ class NetworkToTrain(NamedTuple):
 
 
 class DeepSearchRun:
-    """A run of a search with shared weights on images; subclasses say what is a space's own."""
+    """A search with shared weights on images. Subclasses add the parts of one space."""
 
     name: str  # of the space, in `result.json`
     sizes: tuple[str, ...]  # flags that set the number of weights
@@ -196,7 +196,7 @@ class DeepSearchRun:
         return [normalised(rows, self.unit) for rows in drawn]
 
     def _summary(self, seed_results: list[SeedResult], networks: "Scores") -> dict[str, Any]:
-        """What ``result.json`` has of every space; ``networks`` are those trained from scratch."""
+        """Return the entries of ``result.json`` that all spaces have."""
         self.bars.enter("errors and curvature")
         space, size = self.space, self.config.batch_size
         rates = error_rates(space)

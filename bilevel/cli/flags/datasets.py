@@ -1,4 +1,4 @@
-"""What is known of a dataset before it is loaded. JAX is not imported."""
+"""Facts about a dataset before it is loaded. JAX is not imported."""
 
 import math
 from typing import Any

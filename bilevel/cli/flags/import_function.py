@@ -10,7 +10,7 @@ from typing import Any
 
 
 def check_module(flag: str, name: str) -> None:
-    """Raise ``ValueError`` if there is no such module; nothing is imported.
+    """Raise ``ValueError`` if the module does not exist; nothing is imported.
 
     A package's submodules are looked for when they are imported.
     """
@@ -21,7 +21,7 @@ def check_module(flag: str, name: str) -> None:
 
 
 def imported(flag: str, name: str) -> Callable[..., Any]:
-    """Return the function MODULE:FUNCTION, or raise ``ValueError`` if there is none."""
+    """Return the function MODULE:FUNCTION, or raise ``ValueError`` if it does not exist."""
     module, _, function = name.partition(":")
     _add_working_directory()
     try:

@@ -1,10 +1,10 @@
-"""What a flag may be: the types of the flags with their ranges, checked before JAX is imported.
+"""The types of the flags with their ranges, checked before JAX is imported.
 
     steps: Count = 20            # Count = Annotated[int, Range(1)]
     pixels: Size | None = None
 
 The flags of a command are a frozen dataclass that extends :class:`Flags`. Its method ``check`` adds
-what several flags have to be together. The library checks the rest.
+the conditions on several flags. The library checks the rest.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Range:
     under: float = math.inf
 
     def fault(self, value: float) -> str | None:
-        """Return what was expected, or None if ``value`` is right."""
+        """Return the expectation as text, or None if ``value`` is right."""
         if not value >= self.least:  # NaN too
             return f"expected at least {self.least}"
         if value > self.most:
@@ -41,7 +41,7 @@ class Form:
     expected: str
 
     def fault(self, value: Any) -> str | None:
-        """Return what was expected, or None if ``value`` is right."""
+        """Return the expectation as text, or None if ``value`` is right."""
         return None if self.accepts(value) else f"expected {self.expected}"
 
 
@@ -54,7 +54,7 @@ class Names:
     functions: bool = False
 
     def fault(self, value: tuple[str, ...]) -> str | None:
-        """Return what was expected, or None if ``value`` is right."""
+        """Return the expectation as text, or None if ``value`` is right."""
         if len(set(value)) < len(value):
             return "expected different names"
         names = {name for name in value if not (self.functions and names_function(name))}
@@ -70,14 +70,14 @@ def names_function(value: str) -> bool:
 
 
 Count = Annotated[int, Range(1)]
-CountOrNone = Annotated[int, Range(0)]  # zero of them is none
+CountOrNone = Annotated[int, Range(0)]  # 0 switches it off
 Size = Annotated[int, Range(1, 10**9)]  # the memory sets the limit
 Channels = Annotated[int, Range(1, 10**6)]  # so that their squares can be counted
 Sample = Annotated[int, Range(2, 10**9)]  # one row has no variance, and minus its mean it is 0
 Layers = Annotated[int, Range(1, 1000)]  # each layer is traced by itself, which takes time
 Epochs = Annotated[int, Range(1, 10_000)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]  # seeds that both JAX and numpy take
-Rate = Annotated[float, Range(1e-12, 1e6)]  # float32 can tell it from 0
+Rate = Annotated[float, Range(1e-12, 1e6)]  # not 0 in float32
 Out = Annotated[pathlib.Path, Form(lambda path: str(path).isprintable(), "printable characters")]
 Importable = Annotated[str, Form(names_function, "MODULE:FUNCTION, as in my_module:my_space")]
 
@@ -106,7 +106,7 @@ def hints(flags: type) -> dict[str, Any]:
 
 
 def fault(hint: Any, value: Any) -> str | None:
-    """Return what the type ``hint`` expects, or None if ``value`` is right."""
+    """Return the expectation of the type ``hint``, or None if ``value`` is right."""
     options = get_args(hint)
     if get_origin(hint) is Annotated:
         kind, *ranges = options

@@ -12,7 +12,7 @@ def keep() -> None:
     """Let JAX's persistent compilation cache have a folder in the user's cache.
 
     The user's own folder, JAX_COMPILATION_CACHE_DIR, stays. If no folder can be made or written,
-    there is no cache, because JAX would warn of every program.
+    nothing is cached, because JAX would warn of every program.
     """
     import jax
 

@@ -10,7 +10,7 @@ _SECONDS = 0.05  # to wait before Ctrl-C is raised again: the code that lost it 
 
 
 class Stopped(Exception):
-    """A run was interrupted; the message says what is left of it."""
+    """A run was interrupted; the message names the saved part."""
 
 
 @contextlib.contextmanager

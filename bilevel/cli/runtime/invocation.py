@@ -1,4 +1,4 @@
-"""How the command was called: the line, what it may show and record, and by which versions."""
+"""The call of the command: its line, its output, its record, and the versions."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any
 class Call:
     """One call of a command. ``line`` is None when it is called from Python.
 
-    ``record`` receives what the progress bars show, whether there are bars or not.
+    ``record`` receives the content of the progress bars, with or without bars.
     """
 
     line: str | None = None

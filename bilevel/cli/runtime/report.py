@@ -1,4 +1,4 @@
-"""The files of a run, and what it prints: the same for all commands."""
+"""The files of a run and its printed output: the same for all commands."""
 
 import datetime
 import decimal
@@ -22,7 +22,7 @@ from bilevel.runs.progress import phases as progress_phases
 
 
 def origin() -> dict[str, Any]:
-    """How, when and on what a result was computed."""
+    """Return the command, the date, the versions and the device of a result."""
     return {
         "command": invocation.current().line,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -18,7 +18,7 @@ def run_directory(config: Job, *, keeps: str = "its results are kept") -> Iterat
     """Yield the directory to write into; if a new run fails before its first result, remove it.
 
     A resumed run has the directory of the run with the same flags, apart from
-    ``config.changeable``. Ctrl-C raises :class:`Stopped`, which says what the directory ``keeps``.
+    ``config.changeable``. Ctrl-C raises :class:`Stopped` with the text ``keeps``.
     """
     resumable = isinstance(config, Resumable)
     resumed = isinstance(config, Resumable) and config.resume

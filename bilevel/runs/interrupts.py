@@ -13,30 +13,19 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-# What `came` returns for each of them; where processes see different ones, SIGTERM counts.
+# The words that `came` returns. If processes see different signals, SIGTERM counts.
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 _deferred: ContextVar[list[int] | None] = ContextVar("deferred", default=None)
 
 
 @contextmanager
 def held_signals(*, interrupts: bool = True, terminations: bool) -> Iterator[Callable[[], str]]:
-    """Hold Ctrl-C and SIGTERM back until the block ends.
+    """Hold Ctrl-C, with ``interrupts``, and SIGTERM, with ``terminations``, until the block ends.
 
-    At the end of the block, SIGTERM goes to the handler that was there before. By default it ends
-    the process. A second signal of the same kind is not held back.
-
-    Parameters
-    ----------
-    interrupts : bool
-        Whether to hold Ctrl-C.
-    terminations : bool
-        Whether to hold SIGTERM.
-
-    Yields
-    ------
-    callable
-        ``came()`` returns ``"interrupted"`` or ``"terminated"`` if a signal came, else ``""``. It
-        is the same in all processes, and all of them have to call it.
+    The block receives ``came()``, which returns "interrupted" or "terminated" if a signal came,
+    else "". It is the same in all processes, and all of them have to call it. After the block,
+    SIGTERM goes to the handler that was there before; by default it ends the process. A second
+    signal of the same kind is not held back.
     """
     seen: list[int] = []
     usual: dict[int, Any] = {}
@@ -49,9 +38,7 @@ def held_signals(*, interrupts: bool = True, terminations: bool) -> Iterator[Cal
 
     def came():
         nonlocal agreed
-        from bilevel.internal.processes import (
-            maximum,  # imports JAX, which the commands' help does without
-        )
+        from bilevel.internal.processes import maximum  # imports JAX; help does not need it
 
         own = "terminated" if signal.SIGTERM in seen else "interrupted" if seen else ""
         words = ["", *_WORDS.values()]
@@ -100,7 +87,7 @@ def _redeliver_signal(number: int, usual: dict[int, Any]) -> None:
 def deferred_terminations() -> Iterator[list[int]]:
     """Within the block, a held SIGTERM that ``came()`` reported does not end the process.
 
-    Whoever opens the block ends the process after it, if the list that is yielded has an entry.
+    The caller ends the process after the block, if the yielded list has an entry.
     """
     deferred: list[int] = []
     token = _deferred.set(deferred)

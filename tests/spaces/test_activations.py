@@ -6,7 +6,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers import assert_close, batch, finite_differences
 
@@ -200,29 +199,6 @@ def test_the_lower_loss_is_minimal_at_the_closed_form():
     value, slope = jax.value_and_grad(space.problem.lower)(w, ALPHA, train)
     assert jnp.abs(slope).max() < 1e-4
     assert_close(value, -0.5 * jnp.vdot(train[1], w), f64=1e-10)
-
-
-def test_a_kernel_search_finds_a_better_mixture_and_penalty_under_jit():
-    """Truth: the validation loss where the search began, and the mixture's simplex."""
-    space, train, valid = kernel_search(10, "squared", rows=100)
-    simplex = optax.chain(bilevel.tangent(), optax.adam(0.2), bilevel.exponentiate())
-    labels = {"mixture": "mixture", "log_penalty": "log_penalty"}
-    optimizer = optax.partition({"mixture": simplex, "log_penalty": optax.adam(0.2)}, labels)
-    alpha, w = space.start(), space.init(jax.random.key(0), train)
-
-    @jax.jit
-    def run(alpha):
-        result = bilevel.search(
-            space.problem, space.solver, optimizer, alpha, w, train, valid, steps=15
-        )
-        return result.alpha, result.w, result.history["value"]
-
-    alpha, w, values = run(alpha)
-    assert values[-1] < 0.9 * values[0]
-    assert_close(alpha["mixture"].sum(), 1.0, f32=1e-5)
-    labels = space.predict(valid[1])
-    guesses = space.predict(space.apply(w, alpha, valid[0]))
-    assert jnp.mean(guesses == labels) > 0.8
 
 
 def test_output_scale_scales_the_kernel_of_infinite_width():

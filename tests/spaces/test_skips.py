@@ -1,7 +1,5 @@
 """The skip space is Zhu's Eq. (1), searched and trained as Algorithm 1 says."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -277,44 +275,3 @@ def test_plain_networks_learn_and_stay_float32_whatever_the_default(signs):
 
 
 # ----------------------------------------------------------------------------- bad arguments
-
-INFINITE = skip_space(["relu", "tanh"], depth=4, width=math.inf, outer="squared")
-
-
-def infinite_batches(rows=5):
-    x, xv = (jnp.asarray(a) for a in np.random.default_rng(3).normal(size=(2, rows, 3)))
-    y, yv = jnp.sign(x[:, 0]), jnp.sign(xv[:, 0])
-    return x, (INFINITE.inputs(x), y), (INFINITE.inputs(xv, x), yv)
-
-
-@pytest.mark.long
-def test_the_hypergradient_at_infinite_width_is_a_finite_difference():
-    """In a random direction of alpha; the value by numpy from the kernel alone."""
-    x, train, valid = infinite_batches()
-    keys = jax.random.split(jax.random.key(5), 2)
-    alpha = INFINITE.start()
-    alpha["kernel"]["activations"] = jax.random.dirichlet(keys[0], jnp.ones(2), (3,))
-    alpha["kernel"]["skips"] = jax.random.uniform(keys[1], (2,))
-    fn = jax.jit(bilevel.hypergradient(INFINITE.problem, INFINITE.solver, diagnostics=False))
-    hyper = fn(alpha, 0 * train[1], train, valid)
-
-    @jax.jit
-    def kernels(alpha):
-        return [INFINITE.kernel(alpha["kernel"], *rows).ntk for rows in (train[0], valid[0])]
-
-    def value(alpha):
-        K, cross = map(np.asarray, kernels(alpha))
-        w = np.linalg.solve(K + np.exp(alpha["log_penalty"]) * np.eye(len(x)), train[1])
-        return np.mean((1 - valid[1] * (cross @ w)) ** 2)
-
-    np.testing.assert_allclose(hyper.value, value(alpha), rtol=1e-10)
-    direction = jax.tree.map(
-        lambda a: jnp.asarray(np.random.default_rng(a.size).normal(size=a.shape)), alpha
-    )
-    moved = [value(jax.tree.map(lambda a, d, h=h: a + h * d, alpha, direction)) for h in STEPS]
-    difference = (8 * (moved[1] - moved[0]) - (moved[3] - moved[2])) / (12 * STEPS[1])
-    slope = optax.tree.vdot(hyper.grad, direction)
-    np.testing.assert_allclose(slope, difference, rtol=1e-6)
-
-
-STEPS = (-1e-3, 1e-3, -2e-3, 2e-3)

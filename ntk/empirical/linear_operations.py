@@ -52,9 +52,6 @@ def product_with_operand(eqn: JaxprEqn, operand: int) -> Product | None:
     return product_of and product_of(eqn, operand)
 
 
-# --- Matrix products ------------------------------------------------------------------------------
-
-
 def _dot(eqn: JaxprEqn, operand: int) -> Product:
     contracted, batched = eqn.params["dimension_numbers"]
     other = 1 - operand
@@ -79,9 +76,6 @@ def _dot(eqn: JaxprEqn, operand: int) -> Product:
 
     layout = "dot", tuple(batched[operand]), own
     return Product(layout, lambda *operands: operands[other], columns, outputs)
-
-
-# --- Convolutions ---------------------------------------------------------------------------------
 
 
 def _convolution_product(eqn: JaxprEqn, operand: int) -> Product | None:
@@ -118,9 +112,6 @@ def _window_patches(x, size, groups, strides, padding, spread, dilation):
     x = jnp.moveaxis(x, range(2, 2 * rank + 1, 2), range(-1 - rank, -1))
     x = x.reshape(math.prod(x.shape[: 1 + rank]), math.prod(size), groups, channels // groups)
     return jnp.swapaxes(x, 1, 2).reshape(len(x), groups, -1)
-
-
-# --- Rows of a table ------------------------------------------------------------------------------
 
 
 def _row_axis(eqn: JaxprEqn) -> int | None:

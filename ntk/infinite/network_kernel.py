@@ -99,10 +99,6 @@ def network_kernel(
     variances : L nonnegative reals, optional
         Default: (1, 2, ..., 2).
 
-    Returns
-    -------
-    Kernels
-
     Raises
     ------
     ValueError

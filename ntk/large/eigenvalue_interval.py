@@ -76,10 +76,6 @@ def eigenvalue_interval(
     failure : float
         Probability that ``lower`` is none, between 0 and 1.
 
-    Returns
-    -------
-    EigenvalueInterval
-
     Raises
     ------
     ValueError

@@ -65,10 +65,6 @@ def leave_one_out_estimate(
     steps : int
         The most passes over all pairs of inputs.
 
-    Returns
-    -------
-    LeaveOneOut
-
     Raises
     ------
     ValueError

@@ -31,8 +31,7 @@ from ntk.kernels.record import Kernels
 from ntk.networks import walk
 from ntk.networks.moments import LayerFeatures, Raw
 from ntk.networks.plan import NetworkPlan, plan_network
-from ntk.networks.position_pairs import Tile
-from ntk.networks.strips import map_strips
+from ntk.networks.position_pairs import Tile, map_strips
 from ntk.networks.windows import outer
 
 if TYPE_CHECKING:
@@ -120,9 +119,6 @@ def _sites(plan: NetworkPlan, x: jax.Array, how: Resolution) -> list[LayerFeatur
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
-# ----------------------------------------------------------------------------- all pairs
-
-
 def _block(plan: NetworkPlan, x1, x2, level: Level) -> Kernels:
     """Return the kernels of all pairs at once."""
     plan, how = _plan_at_level(plan, level, x1.dtype), level.how
@@ -172,9 +168,6 @@ def _checked_kernels(a, b, state) -> Kernels:
 
     entries = [x[None] for x in (nngp, ntk, error, own)]
     return Kernels(*(x[0] for x in map_strips(judged, entries, full=False)))
-
-
-# ----------------------------------------------------------------------------- blocks
 
 
 def _kernels_by_block(plan: NetworkPlan, x1, x2) -> Kernels:

@@ -202,10 +202,6 @@ def serial(*networks: Network) -> Network:
     ----------
     *networks : Network
 
-    Returns
-    -------
-    Network
-
     Raises
     ------
     ValueError

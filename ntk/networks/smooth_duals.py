@@ -16,10 +16,10 @@ from ntk.networks.position_pairs import (
     PairState,
     Tile,
     angle_error,
+    count_loop_parts,
     norm_noise,
     same_positions,
 )
-from ntk.networks.strips import count_loop_parts
 from ntk.networks.windows import as_pair_rows, min_over_positions, outer
 
 
@@ -84,9 +84,6 @@ def _by_parity(a, b, rho) -> jax.Array:
     """Return ``sum_k a_k b_k rho^k``, with half of the terms for odd and even functions."""
     even, odd = (polynomial(a[i::2], b[i::2], rho * rho) for i in (0, 1))
     return even + rho * odd
-
-
-# ----------------------------------------------------------------------------- states
 
 
 def state_after_duals(

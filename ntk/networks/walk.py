@@ -39,9 +39,6 @@ class Diagonal(LayerStep):
         return x
 
 
-# ----------------------------------------------------------------------------- single inputs
-
-
 def walk_features(
     steps: Steps, numbers: Any, before: Raw | Moments, state: Any, full: bool, how: Resolution
 ) -> list[LayerFeatures]:
@@ -70,9 +67,6 @@ def _pairs_with_itself(step, number, sites, state):
     return jax.lax.map(one, (sites, state))
 
 
-# ----------------------------------------------------------------------------- pairs
-
-
 def walk_pairs(
     steps: Steps, numbers: Any, a: Any, b: Any, state: PairState | None, tile: Tile
 ) -> PairState | None:
@@ -88,9 +82,6 @@ def _step_pairs(step, number, a, b, state, tile) -> PairState | None:
     if state is None:
         return step.pairs_of_data(number, a, b, tile)
     return step.pairs(number, a, b, state, tile)
-
-
-# ----------------------------------------------------------------------------- plans
 
 
 def apply_steps(steps: Steps, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:

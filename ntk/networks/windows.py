@@ -89,9 +89,6 @@ def check_window(name: str, value: Any) -> int | tuple[int, ...]:
     return integer(name, value, 1)
 
 
-# ----------------------------------------------------------------------------- sums
-
-
 def sums(x: jax.Array, windows: Windows, axes: Sequence[Axes]) -> jax.Array:
     """Sum over each window; the axes in ``axes[i]`` move together along the image's axis i."""
     for i, together in enumerate(axes):
@@ -135,9 +132,6 @@ def extract_patches(x: jax.Array, windows: Windows) -> jax.Array:
         part = x[(slice(None), *index)]
         patches.append(part.reshape(len(x), -1, x.shape[-1]))
     return jnp.stack(patches, 2)
-
-
-# ----------------------------------------------------------------------------- layouts
 
 
 def as_pair_rows(x: jax.Array, full: bool) -> jax.Array:

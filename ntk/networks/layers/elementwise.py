@@ -65,10 +65,6 @@ def act(activations: Any, weights: Any = None) -> Network:
     weights : str or sequence of numbers and names, optional
         Of a list. One name stands for them all, a vector in ``alpha``: a choice.
 
-    Returns
-    -------
-    Network
-
     Raises
     ------
     ValueError

@@ -36,10 +36,6 @@ def average_pool(window: Window, *, strides: Window | None = None) -> Network:
     strides : int, or one for each axis, optional
         The window by default.
 
-    Returns
-    -------
-    Network
-
     Examples
     --------
     >>> average_pool(2).layers[0].strides
@@ -54,10 +50,6 @@ def average_pool(window: Window, *, strides: Window | None = None) -> Network:
 def global_average_pool() -> Network:
     """The mean over all positions.
 
-    Returns
-    -------
-    Network
-
     Examples
     --------
     >>> import jax.numpy as jnp
@@ -70,10 +62,6 @@ def global_average_pool() -> Network:
 
 def flatten() -> Network:
     """All positions into one vector, for a ``dense`` that follows.
-
-    Returns
-    -------
-    Network
 
     Examples
     --------

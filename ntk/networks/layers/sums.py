@@ -39,10 +39,6 @@ def add(branches: Sequence[Network], weights: Any = None) -> Network:
     weights : str or sequence of numbers and names, optional
         One name stands for them all, a vector in ``alpha``: a choice. 1 by default.
 
-    Returns
-    -------
-    Network
-
     Raises
     ------
     ValueError
@@ -69,10 +65,6 @@ def residual(branch: Network, *, skip: Any = 1.0, shortcut: Network | None = Non
     skip : number or name
     shortcut : Network, optional
         The identity, ``serial()``, by default; a convolution where the branch changes the size.
-
-    Returns
-    -------
-    Network
 
     Examples
     --------

@@ -47,10 +47,6 @@ def dense(weight_variance: Any = 1.0, bias_variance: Any = 0.0) -> Network:
     weight_variance, bias_variance : nonnegative number or name
         c_w and c_b.
 
-    Returns
-    -------
-    Network
-
     Examples
     --------
     >>> import jax.numpy as jnp
@@ -80,10 +76,6 @@ def conv(
     padding : "SAME", "VALID" or "CIRCULAR"
         Outside the image: zeros (as many positions come out as go in, over the strides), nothing,
         or the image again.
-
-    Returns
-    -------
-    Network
 
     Raises
     ------

@@ -123,7 +123,7 @@ def schur_lower_bound(
     ----------
     x : array [N, d]
     activations, skips, variances
-        As in :func:`ntk.network_kernel`.
+        L - 1 activations, L - 2 skips and L variances of :func:`ntk.network_kernel`.
 
     Returns
     -------
@@ -193,7 +193,7 @@ def hermite_lower_bound(
     x : array [N, d]
         Rows of equal norm, not 0.
     activations, skips, variances
-        As in :func:`ntk.network_kernel`.
+        L - 1 activations, L - 2 skips and L variances of :func:`ntk.network_kernel`.
     terms : int
         Even. The more, the larger the value.
 

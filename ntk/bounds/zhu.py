@@ -139,7 +139,7 @@ def zhu_theorem1_as_printed(
     n, d : int
         Number of inputs, their dimension.
     activations, skips
-        As in :func:`ntk.network_kernel`.
+        L - 1 activations and L - 2 skips of :func:`ntk.network_kernel`.
     C : float
         For the constant in Theta(N / d).
 
@@ -233,7 +233,7 @@ def zhu_theorem2_as_printed(
     n, d : int
         Number of inputs, their dimension.
     activations, skips
-        As in :func:`ntk.network_kernel`.
+        L - 1 activations and L - 2 skips of :func:`ntk.network_kernel`.
     C : float
         For the constants of both Theta.
 

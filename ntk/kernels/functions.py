@@ -78,7 +78,7 @@ def kernel_matrix(
 def kernel_record(
     kernel: KernelFunction, x1: chex.Array, x2: chex.Array | None = None
 ) -> Kernels | Any:
-    """Return what a kernel function returns, which must have the fields ``nngp`` and ``ntk``."""
+    """Return the record of a kernel function, with the fields ``nngp`` and ``ntk``."""
     record = _call_kernel(kernel, x1, x2, None)
     if not (hasattr(record, "nngp") and hasattr(record, "ntk")):
         raise ValueError(

@@ -89,7 +89,7 @@ def _symmetrize(K: jax.Array, allowed: float) -> tuple[jax.Array, jax.Array]:
 
 
 def check_symmetric(K: np.ndarray, allowed: float, name: str) -> None:
-    """Raise ValueError unless ``K`` [..., n, n] is finite, and symmetric but for ``allowed``."""
+    """Raise ValueError unless ``K`` [..., n, n] is finite and symmetric up to ``allowed``."""
     check_finite(name, K, "entries")
     off, largest = _half_asymmetry(np, K)
     if (off > allowed * largest).any():

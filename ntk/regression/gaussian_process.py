@@ -71,8 +71,8 @@ class Prediction:
         How far the mean may be off because kernels are rounded, to first order, if every entry has
         an error of 64 eps relative to the variances of its two inputs.
     std_error : array like ``std()``
-        The same for the standard deviations. Both are infinite for an :func:`ensemble` whose NTK is
-        singular to rounding at too large a ``t``: enable float64 or add a penalty then.
+        The same for the standard deviations. Both are infinite for an :func:`ensemble` at too large
+        a ``t`` if the NTK is singular to rounding: enable float64 or add a penalty then.
     """
 
     mean: jax.Array
@@ -84,7 +84,7 @@ class Prediction:
         return iter((self.mean, self.covariance))
 
     def std(self) -> jax.Array:
-        """Standard deviations [..., m], or like ``mean`` if outputs have covariances of their own.
+        """Standard deviations [..., m], or like ``mean`` if the covariances of outputs differ.
 
         Variances that rounding left below 0 count as 0.
         """
@@ -375,7 +375,7 @@ def _prior(prior: Any, there: tuple[int, ...], given: TrainingSet) -> jax.Array:
 
 
 def _bounded(cross, K, prior, name: str = "cross") -> jax.Array:
-    """Return ``cross`` if ``cross[i, j]^2 <= prior[i, i] K[j, j]``; larger is no covariance."""
+    """Return ``cross`` if ``cross[i, j]^2 <= prior[i, i] K[j, j]``, as for covariances."""
     largest = jnp.outer(jnp.sqrt(jnp.diagonal(prior)), jnp.sqrt(jnp.diagonal(K)))
     fits = jnp.abs(cross) <= largest + _ROOM * jnp.max(largest)
     if not concrete(fits):

@@ -32,9 +32,9 @@ Batch = tuple[jax.Array, jax.Array]
 def check_score_arguments(
     apply: Apply, params: Pytree, batch: Batch
 ) -> tuple[Apply, Pytree, jax.Array, jax.Array]:
-    """Return ``(apply, params, x, y)`` if the batch and its logits are what a score needs.
+    """Return ``(apply, params, x, y)`` if the batch and its logits fit a score.
 
-    The first two in what is trained: the collection "params" of flax's variables, else all of it.
+    The first two take the trained part: the collection "params" of flax, or all of ``params``.
     """
     function("apply", apply, "(params, x) -> logits")
     if not isinstance(batch, tuple | list) or len(batch) != 2:

@@ -30,7 +30,7 @@ def visit_chosen_operations(
     """Return ``fn(*args)``, and the ``total`` that the visits of chosen operations made.
 
     ``visit(eqn, other, inputs, outputs, total) -> (outputs, total)`` may replace the outputs by
-    arrays like them, and add to the total, whose shapes and types stay. ``other`` is the same
+    arrays like them, and add to the total of fixed shapes and types. ``other`` is the same
     operation for ``reference_args``, with another number of samples: axes of another length are the
     samples'. ``what`` names the operations in errors. One inside a loop that is no ``scan``, or no
     operation at all, raises ``ValueError``.

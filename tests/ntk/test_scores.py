@@ -14,8 +14,6 @@ from hypothesis import assume, example, given
 from jax.ad_checkpoint import checkpoint_name
 
 from ntk import scores
-from ntk.empirical.kernels import empirical_kernel
-from ntk.scores.kernel_based import kernel_scores
 from ntk.scores.registry import builtin_score_names, score_description
 
 N, INPUTS, HIDDEN, CLASSES = 6, 9, 7, 3
@@ -268,19 +266,6 @@ def test_knas_released_changes_sign_with_the_order_of_the_samples():
     aligned = score("knas_released", params, doubled)
     assert aligned > 0
     assert_close(score("knas_released", params, swapped), -aligned)
-
-
-def test_eigen_nas_bounds_the_smallest_eigenvalue():
-    for seed in range(5):
-        params, batch = draw(seed)
-        assert score("min_eigenvalue", params, batch) <= score("eigen_nas", params, batch)
-
-
-def test_eigen_nas_and_min_eigenvalue_are_of_the_empirical_kernel():
-    params, (x, y) = draw()
-    K = kernel_scores(None, apply, params, (x, y))["kernel"]
-    assert_close(K, empirical_kernel(apply, params, x, method="jacobian"))
-    assert_close(score("eigen_nas", params, (x, y)), jnp.trace(K) / N)
 
 
 def test_nasi_is_penalised_above_its_threshold_only():

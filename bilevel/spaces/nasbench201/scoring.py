@@ -55,7 +55,7 @@ class Scored(NamedTuple):
 
     values: dict[str, np.ndarray]  # name -> float64 [m], as the score has them
     seconds: dict[str, float]  # name -> per network, compilation left out
-    compile_seconds: dict[str, float]
+    compile_seconds: dict[str, float]  # until the first score; short if an earlier call compiled it
 
     def oriented(self) -> dict[str, np.ndarray]:
         """The values with the sign that makes larger better."""

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from helpers import documented_keys
 
-from bilevel import strategies
 from bilevel.cli import main
 from bilevel.spaces.skips import skip_space
+from bilevel.strategies import strategy
 
 SMALL = (
     *("--activations", "relu", "leaky_relu", "--depth", "3", "--width", "8", "--steps", "4"),
@@ -37,7 +37,7 @@ def test_a_search_interrupted_and_resumed_ends_in_a_table_and_its_files(
         seen.append(len(result.history["value"]))
         return seen == [2]
 
-    original = strategies.strategy.search
+    original = strategy.search
 
     def two_steps_at_a_time(*args, **options):
         return original(*args, **options | {"chunk": 2, "callback": callback})
@@ -89,7 +89,7 @@ def test_sigterm_saves_the_search_says_how_to_resume_and_then_ends_the_process(
         if seen == [1]:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    original = strategies.strategy.search
+    original = strategy.search
 
     def one_step_at_a_time(*args, **options):
         return original(*args, **options | {"chunk": 1, "callback": callback})

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.flatten_util import ravel_pytree
 
@@ -72,6 +73,15 @@ def lower_hessian(lower, w, alpha, batch):
     return hessian(w)
 
 
+def loop_of_steps(lower, optimizer, w, alpha, batch, steps):
+    """The weights after steps of an optax optimizer, in a Python loop that JAX differentiates."""
+    state = optimizer.init(w)
+    for _ in range(steps):
+        updates, state = optimizer.update(jax.grad(lower)(w, alpha, batch), state, w)
+        w = optax.apply_updates(w, updates)
+    return w
+
+
 def cast(tree, dtype):
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
 
@@ -113,8 +123,6 @@ def trial(rate):
 
     It is here because a new process imports the module of its task.
     """
-    import optax
-
     import bilevel
 
     problem = bilevel.Problem(

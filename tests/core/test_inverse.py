@@ -13,7 +13,6 @@ from hypothesis import given
 import bilevel
 from bilevel.contracts import Point
 from bilevel.solvers.conjugate_gradients import solve_conjugate_gradients
-from bilevel.solvers.inverses import hessian_matrix
 
 P = 6
 seeds = st.integers(0, 2**32 - 1)
@@ -48,32 +47,6 @@ def compiled(make, *args):
     return lambda matrix, b: flatten(solve(jnp.asarray(matrix), jnp.asarray(b)))
 
 
-EXACT = {
-    "cg": lambda damping: bilevel.cg(damping=damping),
-    "dense": bilevel.dense,
-    "nystrom of full rank": lambda damping: bilevel.nystrom(P, damping),
-    "nystrom of more than full rank": lambda damping: bilevel.nystrom(2 * P, damping),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("damping", [1e-2, 0.5])
-@pytest.mark.parametrize("name", EXACT)
-@given(seed=seeds)
-def test_inverse_solves_the_damped_system(name, damping, seed):
-    matrix, b = system(seed)
-    x = compiled(EXACT[name], damping)(matrix, b)
-    # Truth: numpy. Nystrom divides a rounding of b by the damping: 1e-5.
-    assert_close(x, np.linalg.solve(matrix + damping * np.eye(P), b), f32=5e-4)
-
-
-@given(seed=seeds)
-def test_a_long_neumann_series_solves_the_system(seed):
-    matrix, b = system(seed)
-    x = compiled(bilevel.neumann, 400, 0.1)(matrix, b)
-    assert_close(x, np.linalg.solve(matrix, b), f32=1e-4)  # truth: numpy
-
-
 @pytest.mark.long
 @given(seed=seeds, rank=st.integers(1, P - 1))
 def test_nystrom_is_exact_up_to_damping_from_the_rank_of_the_hessian_on(seed, rank):
@@ -100,11 +73,6 @@ def test_neumann_is_the_truncated_series(seed):
     # Truth: the sum, term by term.
     expected = 0.05 * (b + factor @ b + factor @ factor @ b)
     assert_close(x, expected, f64=1e-13, f32=1e-5)
-
-
-def test_neumann_of_one_term_and_scale_are_the_step_size_times_b():
-    matrix, b = system(0)
-    assert_close(compiled(bilevel.neumann, 1, 0.3)(matrix, b), 0.3 * b, f64=1e-15, f32=1e-6)
     assert_close(compiled(bilevel.scale, 0.3)(matrix, b), 0.3 * b, f64=1e-15, f32=1e-6)
 
 
@@ -112,18 +80,6 @@ def test_neumann_of_one_term_and_scale_are_the_step_size_times_b():
 def test_dense_inverts_an_indefinite_hessian(seed):
     matrix, b = system(seed, [-3, -2, -1, 1, 2, 3])
     assert_close(compiled(bilevel.dense)(matrix, b), np.linalg.solve(matrix, b), f32=1e-4)
-
-
-def test_hessian_matrix_is_in_the_order_of_the_flattened_weights():
-    matrix, _ = system(0)
-    hessian = hessian_matrix(
-        lambda v: split(jnp.asarray(matrix) @ jax.flatten_util.ravel_pytree(v)[0]),
-        split(jnp.zeros(P)),
-    )
-    assert_close(hessian, matrix, f64=1e-15, f32=1e-6)
-
-
-# -------------------------------------------------------------------------- conjugate gradients
 
 
 @functools.cache
@@ -169,14 +125,6 @@ def test_cg_of_zero_is_zero():
     assert np.all(compiled(bilevel.cg)(matrix, 0 * b) == 0)
 
 
-def test_cg_keeps_the_iterate_before_a_direction_of_negative_curvature():
-    # b'Hb < 0: the very first direction.
-    matrix, b = np.diag([1.0, -5, 1, 1, 1, 1]), np.ones(P)
-    solution = compiled_cg(50)(matrix, b, np.zeros(P), 1e-6)
-    assert np.all(np.asarray(solution.x) == 0)
-    assert_close(solution.residual, np.sqrt(P), f64=1e-15, f32=1e-6)
-
-
 @pytest.mark.long
 def test_cg_stops_at_negative_curvature_and_the_linear_residual_shows_it():
     # A saddle: curvature 1 along w[0], -1 along w[1].
@@ -197,16 +145,6 @@ def test_cg_stops_at_negative_curvature_and_the_linear_residual_shows_it():
     assert info(bilevel.dense()).linear_residual <= tolerance(1e-14, 1e-6)
 
 
-@given(seed=seeds)
-def test_cg_never_claims_to_have_solved_a_singular_system_without_solution(seed):
-    matrix, b = system(seed, [0, 0, 0, 1, 2, 3])
-    solution = compiled_cg(50)(matrix, b, np.zeros(P), 0.0)
-    # Truth: what numpy's pseudo-inverse leaves is the least there is.
-    least = np.linalg.norm(b - matrix @ np.linalg.pinv(matrix, rcond=1e-6) @ b)
-    assert solution.residual >= (1 - tolerance(1e-9, 1e-3)) * least
-    assert np.isfinite(solution.x).all()
-
-
 def test_cg_stops_at_its_tolerance():
     matrix, b = system(3)
     left = []
@@ -224,19 +162,8 @@ def test_cg_takes_no_more_than_its_steps():
     assert_close(x, b * (b @ b) / (b @ matrix @ b), f64=1e-14, f32=1e-5)
 
 
-# ------------------------------------------------------------------------------ function space
-
-
-def half_squares(outputs, batch):
-    return 0.5 * jnp.sum((outputs - batch[1]) ** 2)
-
-
 def weighted_squares(outputs, batch):
-    return 0.5 * jnp.sum(jnp.arange(1, 5) * (outputs - batch[1]) ** 2)
-
-
-def logistic(outputs, batch):
-    return jnp.sum(jax.nn.softplus(-batch[1] * outputs))
+    return 0.5 * jnp.sum(jnp.arange(1, 5) * (outputs.ravel() - batch[1]) ** 2)
 
 
 def coupled(outputs, batch):
@@ -244,11 +171,11 @@ def coupled(outputs, batch):
     return jax.nn.logsumexp(outputs) + 0.1 * jnp.sum(outputs**2)
 
 
-LOSSES = (half_squares, weighted_squares, logistic, coupled)
+LOSSES = (weighted_squares, coupled)
 
 
 def linear_outputs(w, alpha, batch):
-    return batch[0] @ (w["m"].ravel() * alpha)
+    return (batch[0] @ (w["m"].ravel() * alpha)).reshape(2, 2)  # outputs may have any shape
 
 
 def overparameterised(seed, p=8, n=4):
@@ -263,7 +190,7 @@ def compiled_gram(loss, damping):
     def solve(x, y, w, b):
         point = Point({"m": w.reshape(2, -1)}, 0.9, (x, y))
         solver = bilevel.gram(linear_outputs, loss, damping=damping)
-        curvature = jax.hessian(loss)(linear_outputs(*point), (x, y))
+        curvature = jax.hessian(loss)(linear_outputs(*point), (x, y)).reshape(4, 4)
         return solver(None, {"m": b.reshape(2, -1)}, None, point), curvature
 
     return solve
@@ -294,53 +221,6 @@ def test_gram_without_damping_is_the_pseudo_inverse(loss):
     # Truth: numpy's pseudo-inverse.
     matrix = jacobian.T @ np.asarray(curvature, float) @ jacobian
     assert_close(actual, np.linalg.pinv(matrix, rcond=1e-6) @ b, f32=1e-3)
-
-
-def test_gram_with_little_damping_nears_its_limit_on_the_range():
-    x, y, w, b = overparameterised(1)
-    b = x.T @ (x @ b)  # in the range of the Hessian, where the limit exists
-    limit, _ = compiled_gram(half_squares, 0.0)(x, y, w, b)
-    near, _ = compiled_gram(half_squares, 1e-4)(x, y, w, b)
-    assert_close(near, limit, f64=1e-3, f32=2e-2)
-
-
-def test_gram_with_outputs_of_any_shape():
-    x, y, w, b = overparameterised(2)
-
-    def square(w, alpha, batch):
-        return (batch[0] @ w).reshape(2, 2)
-
-    def loss(outputs, batch):
-        return 0.5 * jnp.sum((outputs - batch[1].reshape(2, 2)) ** 2)
-
-    @jax.jit
-    def solve(x, y, w, b):
-        return bilevel.gram(square, loss, damping=0.3)(None, b, None, Point(w, None, (x, y)))
-
-    assert_close(solve(x, y, w, b), np.linalg.solve(x.T @ x + 0.3 * np.eye(8), b), f32=1e-4)
-
-
-# ------------------------------------------------------------------------------------ mistakes
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: bilevel.cg(steps=0), "steps: expected at least 1, got 0"),
-        (lambda: bilevel.cg(tol=-1e-3), "tol: expected at least 0, got -0.001"),
-        (lambda: bilevel.cg(damping=-1.0), "damping: expected at least 0, got -1.0"),
-        (lambda: bilevel.cg(damping=float("nan")), "damping: expected at least 0, got nan"),
-        (lambda: bilevel.dense(-1.0), "damping: expected at least 0, got -1.0"),
-        (lambda: bilevel.neumann(0, 0.1), "terms: expected at least 1, got 0"),
-        (lambda: bilevel.nystrom(0, 0.1), "rank: expected at least 1, got 0"),
-        (lambda: bilevel.nystrom(3, 0.0), "damping: expected a positive number, got 0.0"),
-        (lambda: bilevel.gram(linear_outputs, damping=-1.0), "damping: expected at least 0"),
-        (lambda: bilevel.gram(None), "outputs: expected a function .*, got None"),
-    ],
-)
-def test_an_argument_out_of_range_is_refused_by_name(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 @pytest.mark.long

@@ -8,7 +8,6 @@ from helpers import assert_close
 
 import bilevel
 
-X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)))
 CURVATURES = jnp.array([1.0, 3.0])
 STEPS, RATE = 6, 0.55  # the second weight overshoots: the outer loss rises and falls
 
@@ -92,48 +91,3 @@ def test_descent_aggregated_with_a_weight_that_decays():
         aim = aim - 0.1 * jax.grad(by_hand)(aim)
     assert_close(result.alpha["aim"], aim, f64=1e-11, f32=1e-5)
     assert np.abs(aim - ALPHA["aim"]).max() > 1e-3
-
-
-def wide(w, alpha, batch):
-    """Minima on a plane: more weights than equations."""
-    return 0.5 * jnp.sum((X[:2] @ w - alpha) ** 2)
-
-
-def test_a_step_of_the_dynamic_barrier_is_the_papers():
-    """BOME (Ye et al. 2022), Algorithm 1, written out: c = 0.1, T = 3, eta = 0.5."""
-    problem = bilevel.Problem(wide, lambda w, a, b: 0.5 * jnp.sum((X @ w - 1) ** 2) + jnp.sum(a))
-    alpha, w = jnp.array([0.3, -0.2]), jnp.array([0.5, 0.1, -0.4])
-    begin = jnp.concatenate([alpha, w])
-    result = bilevel.search(
-        *(problem, bilevel.bome(0.1, inner=3), optax.sgd(0.1), alpha, w, X[0], X[0]),
-        steps=4,
-        progress=False,
-    )
-
-    def of(loss):
-        return lambda both: loss(both[2:], both[:2], None)
-
-    both = begin
-    for _ in range(4):
-        y = both
-        for _ in range(3):
-            y = y.at[2:].add(-0.1 * jax.grad(of(wide))(y)[2:])
-        q = lambda both, y=y: of(wide)(both) - of(wide)(jnp.append(both[:2], y[2:]))  # noqa: E731
-        f, dq = jax.grad(of(problem.outer))(both), jax.grad(q)(both)
-        barrier = jnp.maximum(0.5 - f @ dq / (dq @ dq + jnp.finfo(dq.dtype).eps * f @ f), 0)
-        both = both - 0.1 * (f + barrier * dq)
-    assert_close(result.alpha, both[:2], f64=1e-11, f32=1e-4)
-    assert_close(result.w, both[2:], f64=1e-11, f32=1e-4)
-
-
-def test_the_dynamic_barrier_ends_at_the_best_of_many_minima():
-    """All alphas have a plane of minima: the best point of all planes is that of f alone."""
-    target = jnp.array([0.4, -0.3, 0.2])
-    problem = bilevel.Problem(wide, lambda w, a, b: 0.5 * jnp.sum((w - target) ** 2))
-    result = bilevel.search(
-        *(problem, bilevel.bome(0.1), optax.sgd(0.1), jnp.zeros(2), jnp.zeros(3), X[0], X[0]),
-        steps=1500,
-        progress=False,
-    )
-    assert_close(result.w, target, f64=1e-2, f32=1e-2)
-    assert_close(result.alpha, X[:2] @ target, f64=1e-2, f32=1e-2)

@@ -43,43 +43,19 @@ def stationary():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("terms", [1, 4])
-def test_neumann_at_a_solution_is_backpropagation_through_the_last_steps(terms):
+@pytest.mark.parametrize(
+    ("inverse", "terms"),
+    [
+        (bilevel.scale(STEP_SIZE), 1),  # Liu, Simonyan & Yang 2019, Eq. 7
+        (bilevel.neumann(4, STEP_SIZE), 4),  # Lorraine, Vicol & Duvenaud 2020
+    ],
+    ids=["scale", "neumann"],
+)
+def test_a_series_at_a_solution_is_backpropagation_through_the_last_steps(inverse, terms):
     small = stationary()
-    inverse = bilevel.neumann(terms, STEP_SIZE)
     implicit = hypergradient(bilevel.implicit(bilevel.solved(), inverse), small)
     unrolled = hypergradient(bilevel.unrolled(STEP_SIZE, 6, backprop=terms), small)
-    # Truth: the identity (Lorraine, Vicol & Duvenaud 2020); w* moves by roundings only.
     assert_close(implicit.grad, unrolled.grad, f64=1e-12, f32=1e-5)
-
-
-@pytest.mark.slow
-def test_scale_at_a_solution_is_one_step_darts():
-    small = stationary()
-    implicit = bilevel.implicit(bilevel.solved(), bilevel.scale(STEP_SIZE))
-    darts = bilevel.unrolled(STEP_SIZE, 1, backprop=1)
-    expected = hypergradient(darts, small).grad
-    # Truth: the identity (Liu, Simonyan & Yang 2019, Eq. 7).
-    assert_close(hypergradient(implicit, small).grad, expected, f64=1e-12, f32=1e-5)
-
-
-def test_one_step_darts_is_the_formula_of_its_paper():
-    small = logistic()
-    alpha, w, train, valid = small.args
-    lower, outer = small.problem.lower, small.problem.outer
-
-    @jax.jit
-    def formula():
-        # Liu, Simonyan & Yang 2019, Eq. 7: w' = w - xi grad_w L_train, and
-        # grad_alpha L_val(w') - xi d^2_{alpha, w} L_train(w) grad_w L_val(w').
-        slope = jax.grad(lower)(w, alpha, train)
-        after = optax.tree.add_scale(w, -STEP_SIZE, slope)
-        force, direct = jax.grad(outer, (0, 1))(after, alpha, valid)
-        _, mixed_product = jax.jvp(lambda w: jax.grad(lower, 1)(w, alpha, train), (w,), (force,))
-        return optax.tree.add_scale(direct, -STEP_SIZE, mixed_product)
-
-    darts = hypergradient(bilevel.unrolled(STEP_SIZE, 1), small)
-    assert_close(darts.grad, formula(), f64=1e-13, f32=1e-5)
 
 
 @pytest.mark.long
@@ -129,64 +105,12 @@ def test_without_backpropagation_the_direct_term_alone_is_left():
     assert_close(result.w, hypergradient(bilevel.unrolled(STEP_SIZE, 5), small).w, f64=1e-14)
 
 
-@pytest.mark.parametrize("mode", ["reverse", "forward"])
-def test_a_hypergradient_that_is_0_for_certain_is_refused(mode):
-    """Where alpha shapes the weights alone, and nothing on that way is differentiated."""
-
-    def lower(w, alpha, batch, of_alpha=lambda alpha: alpha):
-        return 0.5 * jnp.sum((w - of_alpha(alpha)) ** 2)
-
-    def outer(w, alpha, batch):
-        return jnp.sum(w**2)
-
-    def of(lower, solver):
-        fn = bilevel.hypergradient(bilevel.Problem(lower, outer), solver, mode=mode)
-        return fn(jnp.ones(2), jnp.zeros(2), None, None).grad
-
-    stopped = functools.partial(lower, of_alpha=jax.lax.stop_gradient)
-    for loss, solver in (
-        (lower, bilevel.unrolled(0.1, 5, backprop=0)),
-        (stopped, bilevel.unrolled(0.1, 5)),
-        (stopped, bilevel.implicit()),
-    ):
-        with pytest.raises(ValueError, match="alpha: expected a way to the outer loss"):
-            of(loss, solver)
-    # w = 0.1 alpha after a step, so the outer loss is 0.01 |alpha|^2.
-    assert_close(of(lower, bilevel.unrolled(0.1, 1)), [0.02, 0.02], f64=1e-14, f32=1e-6)
-
-
 def test_plain_training_beside_a_held_alpha_is_not_refused():
     problem = bilevel.Problem(lambda w, a, b: (w - a) ** 2, lambda w, a, b: w**2)
     solver = bilevel.unrolled(0.25, 1, backprop=0)
     start = jnp.ones(()), jnp.zeros(()), None, None
     result = bilevel.search(problem, solver, optax.set_to_zero(), *start, steps=3)
     assert float(result.w) == 0.875  # each step halves the distance to alpha = 1
-    with pytest.raises(ValueError, match="alpha: expected a way to the outer loss"):
-        bilevel.search(problem, solver, optax.sgd(0.1), *start, steps=3)
-
-
-def test_forward_mode_of_a_rule_for_reverse_mode_alone_is_a_sentence():
-    problem = bilevel.Problem(lambda w, a, b: (w - a) ** 2, lambda w, a, b: w**2)
-    fn = bilevel.hypergradient(problem, bilevel.one_step(0.1), mode="forward")
-    with pytest.raises(ValueError, match='mode: expected "reverse" for a solver'):
-        fn(jnp.ones(()), jnp.zeros(()), None, None)
-
-
-@pytest.mark.parametrize(
-    "rule, words",
-    [
-        (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)), "takes further arguments"),
-        (optax.lookahead(optax.sgd(0.1), 2, 0.5), "of the parameters alone, got optax.lookahead"),
-    ],
-)
-def test_optimizers_that_ask_for_more_than_there_is_are_refused(rule, words):
-    small = logistic()
-    for make in (lambda: bilevel.unrolled(rule, 2), lambda: bilevel.one_step(rule)):
-        with pytest.raises(ValueError, match=f"optimizer: expected .*{words}"):
-            make()
-    with pytest.raises(ValueError, match=f"optimizer: expected .*{words}"):
-        start = small.alpha, small.w0, small.train, small.valid
-        bilevel.search(small.problem, bilevel.implicit(), rule, *start, steps=2)
 
 
 @jax.custom_jvp
@@ -239,41 +163,6 @@ def test_a_lower_loss_in_a_loop_keeps_the_derivatives_that_functions_have(name, 
     )
 
 
-@pytest.mark.slow
-def test_long_unrolling_tends_to_the_implicit_hypergradient():
-    small = logistic()
-    expected = hypergradient(bilevel.implicit(to_rounding()), small).grad
-    errors = []
-    for steps in (10, 20, 600):
-        grad = hypergradient(bilevel.unrolled(STEP_SIZE, steps), small).grad
-        errors.append(np.linalg.norm(flatten(grad) - flatten(expected)))
-    assert errors[0] > errors[1] > errors[2]
-    assert errors[2] < tolerance(1e-9, 1e-4) * np.linalg.norm(flatten(expected))
-
-
-@pytest.mark.slow
-def test_steps_are_the_optimizers_own():
-    small = logistic()
-    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.05))
-    result = hypergradient(bilevel.unrolled(optimizer, 3), small)
-    # Truth: optax in a Python loop.
-    slope = jax.jit(jax.grad(small.problem.lower))
-    w, state = small.w0, optimizer.init(small.w0)
-    for _ in range(3):
-        updates, state = optimizer.update(slope(w, small.alpha, small.train), state, w)
-        w = optax.apply_updates(w, updates)
-    assert_close(result.w, w, f64=1e-13, f32=1e-6)
-
-
-def test_optimizer_that_asks_for_the_loss_gets_it():
-    small = logistic()
-    optimizer = optax.sgd(optax.constant_schedule(0.1))
-    searching = optax.chain(optimizer, optax.scale_by_backtracking_linesearch(20))
-    result = hypergradient(bilevel.unrolled(searching, 3), small)
-    loss = jax.jit(small.problem.lower)
-    assert loss(result.w, small.alpha, small.train) < loss(small.w0, small.alpha, small.train)
-
-
 def test_step_size_can_be_learned():
     small = logistic()
 
@@ -287,7 +176,7 @@ def test_step_size_can_be_learned():
     assert_close(jax.jit(jax.grad(value))(x), expected, f32=1e-2)
 
 
-@pytest.mark.parametrize("steps", [1, 64, 65, 81, 82, 150])
+@pytest.mark.parametrize("steps", [1, 64, 65, 150])
 def test_blocks_of_steps_make_the_number_of_steps_asked_for(steps):
     # w <- w + alpha at every step, so that w counts them.
     counter = case(
@@ -305,10 +194,6 @@ def test_blocks_of_steps_make_the_number_of_steps_asked_for(steps):
 
 
 # ------------------------------------------------------------------------------- closed form
-
-
-def grad_of(solver, small):
-    return hypergradient(solver, small).grad
 
 
 @pytest.mark.parametrize(("n", "p"), [(12, 4), (6, 6), (5, 9)])
@@ -382,16 +267,6 @@ def test_ridgeless_limit_is_the_minimum_norm_least_squares_solution(n, p):
 
 @pytest.mark.filterwarnings("ignore:alpha.'log_decay'.")  # the ridgeless solver has no decay
 @pytest.mark.parametrize(("n", "p"), [(12, 4), (5, 9)])
-def test_ridgeless_hypergradient_is_orthogonal_to_the_mixture(n, p):
-    small = least_squares(n, p)
-    grad = grad_of(bilevel.ridge(mixed, lambda alpha: 0.0), small)["mix"]
-    # Truth: Euler's identity; scaling the features does not change the predictor.
-    size = np.linalg.norm(grad) * np.linalg.norm(small.alpha["mix"])
-    assert abs(float(grad @ small.alpha["mix"])) < tolerance(1e-12, 1e-4) * size
-
-
-@pytest.mark.filterwarnings("ignore:alpha.'log_decay'.")  # the ridgeless solver has no decay
-@pytest.mark.parametrize(("n", "p"), [(12, 4), (5, 9)])
 def test_ridgeless_hypergradient_is_that_of_the_pseudo_inverse(n, p):
     small = least_squares(n, p)
     (x, y), (xv, yv) = jax.tree.map(lambda a: np.asarray(a, float), (small.train, small.valid))
@@ -406,41 +281,30 @@ def test_ridgeless_hypergradient_is_that_of_the_pseudo_inverse(n, p):
         (8 * (value(mix + d) - value(mix - d)) - value(mix + 2 * d) + value(mix - 2 * d)) / (12 * h)
         for d in h * np.eye(3)
     ]
-    grad = grad_of(bilevel.ridge(mixed, lambda alpha: 0.0), small)["mix"]
+    grad = hypergradient(bilevel.ridge(mixed, lambda alpha: 0.0), small).grad["mix"]
     assert_close(grad, expected, f64=1e-6, f32=1e-4)
 
 
 @pytest.mark.parametrize("rows", [3, 20])
-@pytest.mark.parametrize("whole", ["labels", "features", "both"])
-def test_ridge_of_whole_numbers_is_that_of_the_same_real_numbers(rows, whole):
-    """A linear solve in whole numbers has no derivative, and cuts the penalty."""
+@pytest.mark.parametrize("whole", ["labels", "features"])
+def test_ridge_of_integers_is_that_of_the_same_real_numbers(rows, whole):
+    """A linear solve in integers would lose the derivative and round the penalty."""
     rng = np.random.default_rng(0)
-    real = rng.normal(size=(rows, 5)), rng.normal(size=rows)
-    counts = rng.integers(0, 4, (rows, 5)), rng.integers(0, 2, rows) * 2 - 1
-    x = counts[0] if whole in ("features", "both") else real[0]
-    y = counts[1] if whole in ("labels", "both") else real[1]
+    x, y = rng.normal(size=(rows, 5)), rng.integers(0, 2, rows) * 2 - 1
+    if whole == "features":
+        x, y = rng.integers(0, 4, (rows, 5)), rng.normal(size=rows)
     valid = jnp.asarray(rng.normal(size=(7, 5))), jnp.asarray(rng.normal(size=7))
     solver = bilevel.ridge(lambda alpha, x: x, jnp.exp)
     problem = bilevel.Problem(
         lambda w, a, b: 0.5 * (jnp.sum((b[0] @ w - b[1]) ** 2) + jnp.exp(a) * w @ w),
         lambda w, a, b: jnp.mean((b[0] @ w - b[1]) ** 2),
     )
-    fn = bilevel.hypergradient(problem, solver, diagnostics=False)
+    fn = jax.jit(bilevel.hypergradient(problem, solver, diagnostics=False))
     at = jnp.asarray(0.5), jnp.zeros(5)
-    expected = jax.jit(fn)(*at, (jnp.asarray(x, float), jnp.asarray(y, float)), valid)
-    for call in (fn, jax.jit(fn)):
-        hyper = call(*at, (jnp.asarray(x), jnp.asarray(y)), valid)
-        assert abs(float(expected.grad)) > 1e-4
-        assert_close(hyper.grad, expected.grad, f32=1e-4)
-        assert_close(hyper.w, expected.w, f32=1e-4)
-
-
-@pytest.mark.parametrize("shape", [(12,), (4, 12), (12, 2, 2)])
-def test_features_of_a_wrong_shape_are_refused(shape):
-    solver = bilevel.ridge(lambda alpha, x: jnp.zeros(shape), lambda alpha: 1.0)
-    message = "features: expected a matrix with 5 rows, one per label, got shape"
-    with pytest.raises(ValueError, match=message):
-        solver.run(None, None, None, (), (None, jnp.zeros(5)))
+    expected = fn(*at, (jnp.asarray(x, float), jnp.asarray(y, float)), valid)
+    hyper = fn(*at, (jnp.asarray(x), jnp.asarray(y)), valid)
+    assert abs(float(expected.grad)) > 1e-4
+    assert_close((hyper.grad, hyper.w), (expected.grad, expected.w), f32=1e-4)
 
 
 # ---------------------------------------------------------------------------- forward solvers
@@ -463,6 +327,11 @@ def minimum_in_numpy(small):
     return v
 
 
+def minimum(solver, small):
+    run = jax.jit(lambda *args: solver.run(small.problem.lower, *args)[0])
+    return run(small.alpha, small.w0, (), small.train)
+
+
 FORWARD = {
     "newton": bilevel.newton(),
     "newton of few products": bilevel.newton(steps=100, cg_steps=2),
@@ -474,81 +343,26 @@ FORWARD = {
 @pytest.mark.slow
 @pytest.mark.parametrize("solver", FORWARD.values(), ids=FORWARD.keys())
 def test_forward_solver_finds_the_minimum(solver):
-    small = logistic()
-    w, _ = jax.jit(lambda *args: solver.run(small.problem.lower, *args))(
-        small.alpha, small.w0, (), small.train
-    )
     # Truth: numpy. The solvers stop at a relative gradient of 1e-9, or one rounding.
-    assert_close(w, minimum_in_numpy(small), f64=1e-7, f32=1e-4)
+    assert_close(minimum(solver, logistic()), minimum_in_numpy(logistic()), f64=1e-7, f32=1e-4)
 
 
 def test_newton_finds_the_minimum_from_far_away():
-    small = logistic()
-    far = jax.tree.map(lambda x: 100 * x, small.w0)
-    w, _ = jax.jit(lambda *args: bilevel.newton().run(small.problem.lower, *args))(
-        small.alpha, far, (), small.train
-    )
-    # Truth: numpy. Full steps overshoot where the loss is nearly linear.
-    assert_close(w, minimum_in_numpy(small), f64=1e-7, f32=1e-4)
-
-
-@pytest.mark.parametrize("size", [1e-30, 1e-12, 1e12, 1e30])
-@pytest.mark.parametrize("solver", [bilevel.newton(), bilevel.lbfgs()], ids=["newton", "lbfgs"])
-def test_forward_solver_does_not_see_the_unit_of_the_loss(solver, size):
-    """In float32 the squares of slopes of 1e-30 and 1e30 are 0 and infinite."""
-    target = jnp.array([1.0, -2.0, 0.5], jnp.float32)
-
-    def lower(w, alpha, batch):
-        return jnp.float32(size) * jnp.sum(jnp.cosh(w - alpha * target))
-
-    w, _ = jax.jit(lambda a, w: solver.run(lower, a, w, (), None))(
-        jnp.float32(2), jnp.zeros(3, jnp.float32)
-    )
-    np.testing.assert_allclose(w, 2 * target, rtol=1e-5)  # where every cosh is least
+    """Full steps overshoot where the loss is nearly linear."""
+    w = minimum(bilevel.newton(), logistic()._replace(w0=100 * logistic().w0))
+    assert_close(w, minimum_in_numpy(logistic()), f64=1e-7, f32=1e-4)  # truth: numpy
 
 
 def test_newton_takes_one_step_on_a_quadratic():
     small = least_squares()
     assert is_quadratic(small.problem.lower, small.w0, small.alpha, small.train)
-    w, _ = jax.jit(lambda *args: bilevel.newton(1).run(small.problem.lower, *args))(
-        small.alpha, small.w0, (), small.train
-    )
+    w = minimum(bilevel.newton(1), small)
     assert_close(w, minimum_in_numpy(small), f64=1e-7, f32=1e-4)  # truth: numpy
 
 
 def test_forward_solver_stays_at_a_solution():
-    small = stationary()
     for solver in (bilevel.newton(), bilevel.lbfgs()):
-        w, _ = jax.jit(lambda *args, s=solver: s.run(small.problem.lower, *args))(
-            small.alpha, small.w0, (), small.train
-        )
-        assert_close(w, small.w0, f64=1e-10, f32=1e-5)
-
-
-# ------------------------------------------------------------------------------------ mistakes
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: bilevel.unrolled(0.1, 0), "steps: expected at least 1, got 0"),
-        (lambda: bilevel.unrolled(0.1, 3, backprop=4), "backprop: .* steps=3, got 4"),
-        (lambda: bilevel.unrolled(0.1, 3, backprop=-1), "backprop: .* steps=3, got -1"),
-        (lambda: bilevel.one_step(0.1, radius=0.0), "radius: expected a positive number"),
-        (lambda: bilevel.newton(0), "steps: expected at least 1, got 0"),
-        (lambda: bilevel.lbfgs(0), "steps: expected at least 1, got 0"),
-    ],
-)
-def test_an_argument_out_of_range_is_refused_by_name(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_one_step_of_a_line_search_is_refused():
-    small = least_squares()
-    fn = bilevel.hypergradient(small.problem, bilevel.one_step(optax.lbfgs()))
-    with pytest.raises(ValueError, match="one_step can differentiate, got a line search"):
-        fn(*small.args)
+        assert_close(minimum(solver, stationary()), stationary().w0, f64=1e-10, f32=1e-5)
 
 
 def test_newton_takes_the_steps_it_is_allowed():
@@ -590,11 +404,6 @@ def test_one_step_learns_rates_as_unrolled_does(name):
         assert_close(grad, expected, f64=1e-9, f32=1e-4)
 
 
-def test_one_step_whose_optimizer_depends_on_alpha_says_how_it_starts():
-    with pytest.raises(ValueError, match=r"init: .*solver.start\(alpha, w\)"):
-        bilevel.one_step(RATES["sgd"]).init(jnp.ones(1))
-
-
 def drawn(key, alpha, w):
     return jax.random.normal(key, w.shape)
 
@@ -621,10 +430,3 @@ def test_a_restarted_solver_draws_a_start_at_every_outer_step_and_resumes_bit_fo
     resumed = run(4, checkpoint=tmp_path, resume=True)
     np.testing.assert_array_equal(resumed.alpha, whole.alpha)
     np.testing.assert_array_equal(resumed.w, whole.w)
-
-
-def test_a_restarted_solver_refuses_a_key_without_a_start():
-    with pytest.raises(ValueError, match="start: expected a function"):
-        bilevel.restarted(bilevel.unrolled(0.1, 1), key=jax.random.key(0))
-    with pytest.raises(ValueError, match="key: expected"):
-        bilevel.restarted(bilevel.unrolled(0.1, 1), drawn, key=3.0)

@@ -1,6 +1,4 @@
-"""Sparse matrices: the result of the dense one, or at once a message that names a format."""
-
-import time
+"""Sparse matrices give the results of dense ones."""
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +8,9 @@ import pytest
 import scipy.sparse
 from helpers import assert_close
 from jax.experimental import sparse
+from problems import mean_squares, separate_penalties
 
 import bilevel
-import ntk
 from bilevel.linear import ridge_weights
 from bilevel.linear.models import predict, svm_weights
 from bilevel.outer_loop.batches import minibatches
@@ -56,18 +54,8 @@ def test_linear_models_take_sparse_features(name):
     assert_close(predict(matrix, w), dense @ w)
 
 
-def lower(w, alpha, batch):
-    x, y = batch
-    return 0.5 * jnp.mean((x @ w - y) ** 2) + 0.5 * jnp.exp(alpha[0]) * jnp.sum(w**2)
-
-
-def outer(w, alpha, batch):
-    x, y = batch
-    return jnp.mean((x @ w - y) ** 2)
-
-
 def search(x, solver, **options):
-    problem, batch = bilevel.Problem(lower, outer), (x, LABELS)
+    problem, batch = bilevel.Problem(separate_penalties, mean_squares), (x, LABELS)
     args = optax.sgd(0.1), jnp.zeros(1), jnp.zeros(6), batch, batch
     return bilevel.search(problem, solver, *args, steps=3, progress=False, **options).alpha
 
@@ -98,45 +86,3 @@ def test_one_entry_a_row_is_not_mistaken_for_an_array_of_rows():
         rows, labels = minibatches(4)(jax.random.key(1), (x, jnp.arange(6)))
         dense = rows.todense() if hasattr(rows, "todense") else rows
         np.testing.assert_array_equal(dense, diagonal[labels])
-
-
-def in_batches(x, batches):
-    solver = bilevel.unrolled(0.1, 2)
-    return search(x, solver, batches=batches, key=jax.random.key(0))
-
-
-REFUSED = {
-    "ridge": (
-        lambda: search(FORMATS["BCOO"](), bilevel.ridge(lambda alpha, x: x, lambda alpha: 1.0)),
-        r"features: expected a dense array, got a BCOO; its todense\(\)",
-    ),
-    "a kernel": (
-        lambda: ntk.kernel_regression(sparse.BCOO.fromdense(jnp.eye(3)), jnp.ones(3)),
-        "expected a dense array, got a BCOO",
-    ),
-    "minibatches": (
-        lambda: in_batches(FORMATS["BCOO"](), bilevel.minibatches(8)),
-        "expected dense arrays or BCSR matrices",
-    ),
-    "SciPy's": (
-        lambda: search(FORMATS["csr"](), bilevel.unrolled(0.1, 2)),
-        "train: expected arrays, got a csr_array; .*BCSR.from_scipy_sparse",
-    ),
-    "traced": (
-        lambda: jax.jit(lambda x: ridge_weights(x, LABELS, 0.1))(FORMATS["BCOO"]()),
-        "features: expected .*known entries, got a traced one",
-    ),
-    "three axes": (
-        lambda: ridge_weights(sparse.BCOO.fromdense(jnp.ones((30, 2, 2))), LABELS, 0.1),
-        r"features: expected a sparse matrix \[n, d\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_uses_are_refused_at_once(name):
-    call, message = REFUSED[name]
-    began = time.process_time()
-    with pytest.raises(ValueError, match=message):
-        call()
-    assert time.process_time() - began < 1

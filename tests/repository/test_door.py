@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.sparse
+from jax.experimental import sparse
 
 import bilevel
 import ntk
@@ -27,6 +29,7 @@ from bilevel import (
     strategies,
     unrolled,
 )
+from bilevel.linear import ridge_weights
 from bilevel.nets import images, training
 from bilevel.spaces import darts, features, nasbench201
 from bilevel.spaces.nasbench201 import judging
@@ -423,6 +426,180 @@ LINEAR_AND_BASELINES = [
         "methods: expected a solve .* got none for one",
     ),
 ]
+# Solvers, hypergradients and searches of small problems.
+PLAIN = bilevel.Problem(OUTER, OUTER)  # alpha is the solver's alone
+COUNTING = bilevel.Problem(lambda w, a, b: (LOWER(w.params, a, b), {}), OUTER, stateful=True)
+AT_VARIABLES = bilevel.Problem(
+    lambda w, a, b: (LOWER(w.params, a, b), w.params),
+    lambda w, a, b: OUTER(w.variables, a, b),
+    stateful=True,
+)
+STOPPED = bilevel.Problem(lambda w, a, b: LOWER(w, jax.lax.stop_gradient(a), b), OUTER)
+STATEFUL = bilevel.Stateful(W0, jnp.zeros(2))
+DRAWING = unrolled(0.1, 2, batches=lambda key, data: data)
+ONCE = jax.custom_vjp(jnp.cosh)  # its reverse pass is a loop that ends by a test
+ONCE.defvjp(
+    lambda x: (ONCE(x), x),
+    lambda x, g: (jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, g * x), (0, g))[1],),
+)
+BCOO, BCSR = sparse.BCOO.fromdense(EYE), sparse.BCSR.fromdense(EYE)
+
+
+def of_rate(alpha):
+    return optax.sgd(alpha)
+
+
+def hidden_rate(alpha):
+    return optax.inject_hyperparams(optax.sgd)(learning_rate=alpha[0])
+
+
+HYPERGRADIENTS += value_errors(
+    (lambda: hypergradient(mode="sideways"), "mode: expected .*, got 'sideways'"),
+    (
+        lambda: hypergradient(solver=bilevel.one_step(0.1), mode="forward"),
+        'mode: expected "reverse" for a solver',
+    ),
+    (
+        lambda: hypergradient(bilevel.Problem(lambda w, a, b: w, OUTER)),
+        r"lower: .*floating scalar.*\(2,\)",
+    ),
+    (
+        lambda: hypergradient(bilevel.Problem(LOWER, lambda w, a, b: jnp.array(1))),
+        "outer: .*floating scalar.*int",
+    ),
+    (lambda: bilevel.Problem(None, OUTER), "lower: expected a function .*, got None"),
+    (
+        lambda: bilevel.Problem(LOWER, OUTER, differentiated=True),
+        "differentiated: expected stateful=True",
+    ),
+    (
+        lambda: hypergradient(bilevel.Problem(lambda w, a, b: jnp.sum(ONCE(w - a)), OUTER)),
+        r"lower: .*DirectAdjoint\(\).*f2sa",
+    ),
+    (
+        lambda: hypergradient(solver=unrolled(0.1, 5, backprop=0)),
+        "alpha: expected a way to the outer loss",
+    ),
+    (lambda: hypergradient(STOPPED), "alpha: expected a way to the outer loss"),
+    (lambda: hypergradient(PLAIN), "alpha: expected to enter the lower loss, the outer loss"),
+    (lambda: hypergradient(w0=1j * W0), "w0: expected real floating arrays, got complex"),
+    (lambda: hypergradient(COUNTING), r"w0: expected a bilevel.Stateful\(params, variables\)"),
+    (
+        lambda: hypergradient(COUNTING, w0=STATEFUL, solver=unrolled(0.1, 1)),
+        "lower: expected variables.*of the form of w0's",
+    ),
+    (
+        lambda: hypergradient(AT_VARIABLES, w0=STATEFUL, solver=unrolled(0.1, 1)),
+        "outer: expected .* params.*differentiated=True",
+    ),
+    (lambda: bilevel.standard_error(PLAIN, 2), "fn: expected a function"),
+    (lambda: bilevel.standard_error(never, 1), "parts: expected at least 2, got 1"),
+    (
+        lambda: bilevel.standard_error(never, 5)(ALPHA, W0, EYE, EYE),
+        "parts: expected a divisor of the rows of train, got 5",
+    ),
+    (lambda: bilevel.truncation(PLAIN, 0.1, 0), "steps: expected at least 1"),
+    (lambda: bilevel.truncation(never, 0.1, 2), r"problem: expected a bilevel\.Problem"),
+)
+SOLVERS += value_errors(
+    (lambda: unrolled(0.1, 3, backprop=4), "backprop: .* steps=3, got 4"),
+    (lambda: unrolled(of_rate, 2).init(W0), r"depends on alpha; call solver\.start"),
+    (
+        lambda: hypergradient(solver=unrolled(0.3, 5, average=jax.nn.softmax)),
+        r"average: expected 5 weights, got shape \(2,\)",
+    ),
+    (
+        lambda: unrolled(optax.contrib.sam(SGD, SGD), 2),
+        "optimizer: expected .*takes further arguments",
+    ),
+    (
+        lambda: bilevel.one_step(optax.lookahead(SGD, 2, 0.5)),
+        "optimizer: expected .*of the parameters alone, got optax.lookahead",
+    ),
+    (
+        lambda: hypergradient(solver=unrolled(optax.lbfgs(), 2), diagnostics=False),
+        r"solver: .*line search.*implicit\(lbfgs\(\)\)",
+    ),
+    (
+        lambda: hypergradient(PLAIN, solver=unrolled(hidden_rate, 3)),
+        "solver: expected an optimizer whose state at the start",
+    ),
+    (lambda: bilevel.one_step(0.1, radius=0.0), "radius: expected a positive number"),
+    (lambda: bilevel.one_step(of_rate).init(W0), r"init: .*solver.start\(alpha, w\)"),
+    (
+        lambda: hypergradient(solver=bilevel.one_step(optax.lbfgs())),
+        "one_step can differentiate, got a line search",
+    ),
+    (lambda: bilevel.distilled(0.1, decay=1.0), "decay: expected at least 0 and under 1, got"),
+    (lambda: bilevel.restarted(unrolled(0.1, 1), key=KEY), "start: expected a function"),
+    (lambda: bilevel.restarted(unrolled(0.1, 1), never, key=3.0), "key: expected"),
+    (
+        lambda: hypergradient(solver=bilevel.restarted(implicit(), start=lambda a, w: EYE)),
+        "start: expected weights of",
+    ),
+    (
+        lambda: hypergradient(solver=implicit(bilevel.solved(lambda a, w, b: EYE))),
+        "solve: expected weights of",
+    ),
+    (lambda: implicit(DRAWING), "forward: expected a solver of one lower problem, got"),
+    (lambda: bilevel.cg(0), "steps: expected at least 1, got 0"),
+    (lambda: bilevel.cg(tol=-1e-3), "tol: expected at least 0, got -0.001"),
+    (lambda: bilevel.dense(float("nan")), "damping: expected at least 0, got nan"),
+    (lambda: bilevel.neumann(0, 0.1), "terms: expected at least 1, got 0"),
+    (lambda: bilevel.nystrom(0, 0.1), "rank: expected at least 1, got 0"),
+    (lambda: bilevel.nystrom(3, 0.0), "damping: expected a positive number, got 0.0"),
+    (lambda: bilevel.gram(None), "outputs: expected a function .*, got None"),
+    (lambda: bilevel.gram(never, damping=-1.0), "damping: expected at least 0"),
+    (
+        lambda: hypergradient(
+            solver=bilevel.ridge(lambda a, x: x, lambda a: 1.0),
+            train=(EYE, ONES),
+            valid=(EYE, ONES),
+        ),
+        "w0: expected an array of shape",
+    ),
+    (
+        lambda: bilevel.ridge(lambda a, x: EYE, never).run(LOWER, ALPHA, W0, (), (None, W0)),
+        "features: expected a matrix with 2 rows, one per label, got shape",
+    ),
+    (
+        lambda: bilevel.ridge(lambda a, x: x, never).run(LOWER, ALPHA, W0, (), (BCOO, ONES)),
+        r"features: expected a dense array, got a BCOO; its todense\(\)",
+    ),
+)
+OUTER_LOOP += value_errors(
+    (lambda: search(solver=DRAWING), "key: expected a PRNG key to sample batches with"),
+    (lambda: search(optimizer=optax.lookahead(SGD, 2, 0.5)), "got optax.lookahead"),
+    (lambda: search(problem=PLAIN), "alpha: expected to enter the lower loss, the outer loss"),
+    (lambda: search(every=1), "every: expected a callback to call so often, got none"),
+    (
+        lambda: search(rows=scipy.sparse.eye_array(2).tocsr()),
+        "train: expected arrays, got a csr_array; .*BCSR.from_scipy_sparse",
+    ),
+    (lambda: bilevel.minibatches(2)(KEY, BCOO), "expected dense arrays or BCSR matrices"),
+)
+LINEAR_AND_BASELINES += value_errors(
+    (lambda: ridge_weights(EYE, jnp.ones(4), 1.0), r"y: expected 3 rows, got shape \(4,\)"),
+    (lambda: ridge_weights(ONES, ONES, 1.0), r"features: expected a matrix .* shape \(3,\)"),
+    (lambda: ridge_weights(EYE * np.nan, ONES, 1.0), "features: expected finite numbers"),
+    (
+        lambda: ridge_weights(EYE, ONES / 0, 1.0),
+        "y: expected finite numbers, got NaN or inf",
+    ),
+    (lambda: ridge_weights(EYE, ONES, -1.0), "penalty: expected a finite .* >= 0, got -1.0"),
+    (
+        lambda: ridge_weights(EYE, ONES, 1.0, method="qr"),
+        "method: .* dual, cg .*'qr'",
+    ),
+    (
+        lambda: ridge_weights(BCSR, ONES, 1.0, method="dual"),
+        "method: expected one of auto, cg for Sparse features, got 'dual'",
+    ),
+    (
+        lambda: jax.jit(lambda x: ridge_weights(x, ONES, 0.1))(BCOO),
+        "features: expected .*known entries, got a traced one",
+    ),
+)
 SPACES = value_errors(
     (lambda: features.feature_space(None), "maps: expected a sequence of"),
     (
@@ -580,6 +757,24 @@ SPACES = value_errors(
 SPACES += [(lambda: spaces.linearized_space(W0, W0), TypeError, "space: expected a")]
 NETS_AND_DATA = [
     (lambda: data.stratified_split(0, np.zeros(4, int), (2, 1)), ValueError, NOT_A_KEY),
+    (
+        lambda: data.stratified_split(KEY, [0, 1, 0], (2, -1)),
+        ValueError,
+        r"sizes\[1\]: expected at least 1, got -1",
+    ),
+    (lambda: data.stratified_split(KEY, [0, 1, 0], (2, 2)), ValueError, "3 samples.* got 4"),
+    (lambda: data.stratified_split(KEY, [[0], [1]], (1,)), ValueError, r"vector.* \(2, 1\)"),
+    (
+        lambda: data.draw_splits("digits", [KEY], train=1000, valid=797, test=20),
+        ValueError,
+        "train, valid: expected at most 1796 rows together and one",
+    ),
+    (
+        lambda: data.draw_splits("digits", KEY, train=100, valid=50, test=20),
+        ValueError,
+        "keys: expected a sequence of PRNG keys, got one",
+    ),
+    (lambda: data.load("minst"), ValueError, "'minst'"),
     (
         lambda: training.train(0, LOWER, ALPHA, W0, jnp.ones(4), optimizer=0.1),
         ValueError,

@@ -77,13 +77,7 @@ def noted_descent(
     diagnostics: bool,
     note: Callable[[str], None],
 ) -> tuple[Callable, Callable]:
-    """Make the two functions of :func:`descent`; their warnings while tracing go to ``note``.
-
-    Raises
-    ------
-    ValueError
-        If an argument is not of the expected kind.
-    """
+    """Make the two functions of :func:`descent`; their warnings while tracing go to ``note``."""
     optimizer = gradient_transformation("optimizer", optimizer)
     hypergradient = stateful_hypergradient(problem, solver, diagnostics=diagnostics, note=note)
     repeats = solver.of_alpha and solver.batches is None and not getattr(problem, "stateful", False)

@@ -171,13 +171,7 @@ def shortened(old: DescentState, new: DescentState, scale: jax.Array) -> Descent
 def shortening(
     optimizer: optax.GradientTransformation, scale: jax.Array
 ) -> optax.GradientTransformationExtraArgs:
-    """Make geometries take ``scale`` times the step of ``optimizer``: they end on their sets.
-
-    Raises
-    ------
-    ValueError
-        If ``optimizer`` is not a gradient transformation.
-    """
+    """Make geometries take ``scale`` times the step of ``optimizer``: they end on their sets."""
     inner = gradient_transformation("optimizer", optimizer)
 
     def update(updates, state, params=None, **extra_args):
@@ -189,13 +183,7 @@ def shortening(
 
 
 def messages(scale: Any) -> tuple[str, ...]:
-    """Messages at the end of a search that took ``scale`` times the optimizer's steps.
-
-    Examples
-    --------
-    >>> messages(1.0)
-    ()
-    """
+    """Messages at the end of a search that took ``scale`` times the optimizer's steps."""
     scale = float(scale)
     if scale == 1:
         return ()

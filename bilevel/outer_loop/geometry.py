@@ -138,13 +138,7 @@ def project(
 
 
 def project_simplex(point: chex.Array) -> jax.Array:
-    """Euclidean projection of the last axis of ``point`` onto the probability simplex.
-
-    Examples
-    --------
-    >>> project_simplex(jnp.array([1e30, 0.0, -5.0]))
-    Array([1., 0., 0.], dtype=float...)
-    """
+    """Euclidean projection of the last axis of ``point`` onto the probability simplex."""
     # Entries more than 1 under the largest project to 0, so clipping them changes nothing, and
     # keeps the sums below exact for points of any size.
     wide = _at_least_single_precision(_limit_magnitude(point))
@@ -303,13 +297,7 @@ def _check_update(updates: Pytree, params: Pytree) -> None:
 
 
 def check_simplex(alpha: chex.Array) -> None:
-    """Refuse a concrete ``alpha`` whose last axis is not nonnegative with sum one.
-
-    Raises
-    ------
-    ValueError
-        For a scalar, no entries, entries that are not floating, or a point off the simplex.
-    """
+    """Refuse a concrete ``alpha`` whose last axis is not nonnegative with sum one."""
     if jnp.ndim(alpha) == 0:
         raise ValueError("alpha: expected a simplex on the last axis of every leaf, got a scalar.")
     _check_entries(alpha)
@@ -317,13 +305,7 @@ def check_simplex(alpha: chex.Array) -> None:
 
 
 def check_box(alpha: chex.Array) -> None:
-    """Refuse a concrete ``alpha`` with an entry outside [0, 1].
-
-    Raises
-    ------
-    ValueError
-        For no entries, entries that are not floating, or one outside the box.
-    """
+    """Refuse a concrete ``alpha`` with an entry outside [0, 1]."""
     _check_entries(alpha)
     if not concrete(alpha):
         return
@@ -360,11 +342,6 @@ def check_last(state: optax.OptState, alpha: Pytree) -> Pytree:
     """``alpha``, refused if a geometry in ``state`` was not the last to move it.
 
     Where ``alpha`` is traced, no error can be raised: it becomes NaN instead.
-
-    Raises
-    ------
-    ValueError
-        If another transformation came after the geometry and moved ``alpha`` on.
     """
     return _refused(MISPLACED, geometry_names(state), moved_on(state, alpha), alpha)
 
@@ -375,11 +352,6 @@ def check_descends(
     """``alpha``, refused if ``optimizer`` has a geometry and follows the gradient uphill.
 
     Where ``alpha`` is traced, no error can be raised: it becomes NaN instead.
-
-    Raises
-    ------
-    ValueError
-        If a first step of the geometry goes along the gradient, not against it.
     """
     if not (names := geometry_names(state)):
         return alpha

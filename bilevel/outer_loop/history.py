@@ -63,18 +63,7 @@ class History:
 
 
 def as_history(history: History | Sequence[str] | None) -> History:
-    """Return the argument ``history`` of a search as a :class:`History`.
-
-    Raises
-    ------
-    ValueError
-        If it is neither a :class:`History` nor a sequence of names nor None.
-
-    Examples
-    --------
-    >>> as_history(["value"])
-    History(names=('value',), every=1)
-    """
+    """Return the argument ``history`` of a search as a :class:`History`."""
     if history is None or isinstance(history, History):
         return history or History()
     return History(_sequence_of_names("history", history))
@@ -88,13 +77,7 @@ def _sequence_of_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def select_metrics(names: Sequence[str] | None, row: dict[str, Any], rows: int) -> dict[str, Any]:
-    """Return the part of a step's ``row`` that a history of so many rows holds.
-
-    Raises
-    ------
-    ValueError
-        If ``names`` has a name that ``row`` lacks.
-    """
+    """Return the part of a step's ``row`` that a history of so many rows holds."""
     if names is not None:
         for name in names:
             if name not in row:
@@ -121,13 +104,7 @@ def history_length(steps: int, every: int) -> int:
 
 
 def step_of(row: int, count: int, every: int) -> int:
-    """The step, from 1, whose values a row has, of a history of ``count`` steps.
-
-    Examples
-    --------
-    >>> [step_of(row, 25, 10) for row in range(3)]
-    [10, 20, 25]
-    """
+    """The step, from 1, whose values a row has, of a history of ``count`` steps."""
     return min((row + 1) * every, count)
 
 

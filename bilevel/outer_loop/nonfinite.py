@@ -24,16 +24,7 @@ def is_tree_finite(tree: Pytree) -> jax.Array:
 
 
 def explain_nonfinite(state: Any, new: Any, quantity: str, single_loop: bool = False) -> str:
-    """In words, of the last good state and of the one after it.
-
-    Examples
-    --------
-    >>> from bilevel.contracts import DescentState
-    >>> good = DescentState(jnp.ones(2), {"a": jnp.ones(1), "b": jnp.ones(1)}, (), (), 0)
-    >>> bad = good._replace(w={"a": jnp.ones(1), "b": jnp.full(1, jnp.nan)})
-    >>> explain_nonfinite(good, bad, "lower loss")
-    "w['b'] left the numbers' range; a smaller rate below, or clipped gradients, may keep it there."
-    """
+    """In words, of the last good state and of the one after it."""
     weights, alphas = bad_leaves("w", new.w), bad_leaves("alpha", new.alpha)
     if quantity == "hypergradient" and not weights and single_loop:
         return (
@@ -65,13 +56,7 @@ def explain_nonfinite(state: Any, new: Any, quantity: str, single_loop: bool = F
 
 
 def bad_leaves(name: str, tree: Pytree) -> str:
-    """The paths of those leaves that are not finite; the first three of them.
-
-    Examples
-    --------
-    >>> bad_leaves("w", [jnp.ones(2), jnp.full(2, jnp.inf)])
-    'w[1]'
-    """
+    """The paths of those leaves that are not finite; the first three of them."""
     paths = [
         f"{name}{jax.tree_util.keystr(path)}"
         for path, x in jax.tree_util.tree_leaves_with_path(tree)

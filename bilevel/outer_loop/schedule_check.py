@@ -36,11 +36,6 @@ def spent_share(inner: Inner, alpha: Pytree, w: Pytree, steps: int) -> jax.Array
     """Return the share of ``steps`` outer steps in which a schedule is below 1 % of its peak.
 
     The rate is that of an update by ones, at 16 outer steps, each at 8 of its inner steps.
-
-    Raises
-    ------
-    ValueError
-        If the optimizer is not a gradient transformation.
     """
     optimizer = gradient_transformation("optimizer", inner.rule(alpha))
     w = params_of(w)

@@ -9,13 +9,7 @@ from bilevel.outer_loop.stream import Stream
 def check_search_arguments(
     solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics
 ) -> None:
-    """Raise on anything wrong that can be seen before the first compilation.
-
-    Raises
-    ------
-    ValueError
-        If an argument is wrong, or does not fit the others.
-    """
+    """Raise on anything wrong that can be seen before the first compilation."""
     alpha, w0, train, valid, key = arrays
     integer("steps", steps, 1)
     if chunk is not None:

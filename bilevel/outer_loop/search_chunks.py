@@ -38,15 +38,7 @@ _CHUNK_SECONDS = 0.5  # between two updates of the progress bar, and two looks f
 def run_chunks(
     setup, carry, feed: Feed, steps, saver, progress, callback, every, chunk
 ) -> SearchResult:
-    """Run chunks of steps until all are done, with what the host does in between.
-
-    Raises
-    ------
-    NonFiniteError
-        If a quantity is not finite.
-    MisplacedError
-        If alpha was moved after its geometry.
-    """
+    """Run chunks of steps until all are done, with what the host does in between."""
     done, count, stopped = int(carry.state.step), chunk or 1, ""
     advance = program(keep_sharding(setup.advance, carry), carry, feed.first, 1, donate=(0,))
     text = "outer {value:.4g}  lower {lower:.4g}"

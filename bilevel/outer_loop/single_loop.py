@@ -60,13 +60,7 @@ def init_single_loop(
     w: Pytree,
     data: Data,
 ) -> DescentState:
-    """The first state; refuses what no single loop can run.
-
-    Raises
-    ------
-    ValueError
-        If the problem or an argument is unfit for a single loop.
-    """
+    """The first state; refuses what no single loop can run."""
     check_losses("problem", problem)
     if getattr(problem, "stateful", False):
         raise ValueError("problem: expected one without variables for a single loop, got stateful.")
@@ -123,13 +117,7 @@ def single_loop_step(
     number: jax.Array,
     data: Data,
 ) -> tuple[DescentState, dict[str, Any]]:
-    """One step: as that of :func:`bilevel.descent`, with losses and direction of its batches.
-
-    Raises
-    ------
-    ValueError
-        If a direction has other shapes than its parameters.
-    """
+    """One step: as that of :func:`bilevel.descent`, with losses and direction of its batches."""
     train, valid, order = data
     problem, _ = with_rules(problem, state.w, state.alpha, train.rows)
     indices = order.at(number, method.draws)

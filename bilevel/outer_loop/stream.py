@@ -35,13 +35,7 @@ class Stream:
     source: Pairs | Callable[[int], Pairs]
 
     def pairs(self, step: int) -> Iterator[tuple[Pytree, Pytree]]:
-        """The pairs for the steps from ``step`` on.
-
-        Raises
-        ------
-        ValueError
-            If the source is a generator that has begun, and pairs have to be skipped.
-        """
+        """The pairs for the steps from ``step`` on."""
         if callable(self.source):
             return iter(self.source(step))
         begun = inspect.isgenerator(self.source) and (

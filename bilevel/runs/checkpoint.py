@@ -1,9 +1,8 @@
-"""Save and restore a pytree of arrays, whole or not at all, with a checksum of every byte.
+"""Save and restore a pytree of arrays, whole or not at all, with a CRC-32 of every array.
 
 A checkpoint directory holds numbered steps, each a record of :mod:`bilevel.runs.records`: the
-newest, and one to fall back on should the newest be damaged. Of arrays that several processes share
-each writes its own parts beside it, and any number of processes, on any devices, reads what it
-needs of them.
+newest, and the one before in case the newest is damaged. If multiple processes share an array, each
+writes its parts to a file of its own. Any number of processes, on any devices, can read them.
 """
 
 import pathlib
@@ -82,13 +81,7 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0)
 
 
 def steps(directory: str | pathlib.Path) -> list[int]:
-    """The steps in ``directory``, damaged ones included, the newest first.
-
-    Raises
-    ------
-    ValueError
-        If ``directory`` holds steps of an earlier version.
-    """
+    """Return the steps in ``directory``, the newest first. Damaged ones are included."""
     entries = list(pathlib.Path(directory).glob("[0-9]*"))
     if any(path.is_dir() and path.name.isdecimal() for path in entries):
         raise ValueError(
@@ -146,7 +139,7 @@ def _is_intact_step(directory: str | pathlib.Path, step: int) -> bool:
 
 
 def _check_seen(directory: str | pathlib.Path, existing: list[int]) -> None:
-    """Refuse a directory in which not all processes see the same newest step."""
+    """Raise ``ValueError`` if processes see different newest steps."""
     seen = processes.gathered(np.int32(max(existing, default=-1))).tolist()
     if len(set(seen)) > 1:
         raise ValueError(
@@ -179,7 +172,7 @@ def restore(directory: str | pathlib.Path, like: Pytree, label: Any = 0) -> Pytr
 
 
 def _encode_label(label: Any) -> int | dict[str, str]:
-    """``label`` as it is written down."""
+    """Return ``label`` as JSON has it."""
     if isinstance(label, Mapping):
         words = [*label.keys(), *label.values()]
         if all(isinstance(word, str) for word in words):
@@ -248,7 +241,7 @@ def _read_step(directory: str | pathlib.Path, step: int, like: Pytree) -> Pytree
 
 
 class Saver:
-    """What :func:`saving` gives: ``step`` to go on from, or None, and how to read and write."""
+    """Reads and writes the checkpoints of a run; ``step`` is the one to resume from, or None."""
 
     def __init__(self, directory: pathlib.Path | None, seconds: float):
         self.directory: pathlib.Path | None = directory
@@ -268,13 +261,7 @@ class Saver:
             _check_step_and_label(self.directory, self.step, self._label, partly=True)
 
     def done(self, name: str, asked: int) -> int:
-        """Steps that the checkpoint holds, 0 without one; ``asked``, the argument ``name``, in all.
-
-        Raises
-        ------
-        ValueError
-            If it holds more than were asked for.
-        """
+        """Return the steps of the checkpoint; raise ``ValueError`` if the run asks for fewer."""
         held = self.step or 0
         if held > asked:
             raise ValueError(
@@ -283,22 +270,13 @@ class Saver:
         return held
 
     def restore(self, like: Pytree) -> Pytree:
-        """The arrays of ``step``, in the structure of ``like``.
-
-        Raises
-        ------
-        ValueError
-            If the arrays have other names, shapes or dtypes than those of ``like``.
-        """
+        """Return the arrays of ``step`` in the structure of ``like``."""
         assert self.directory is not None and self.step is not None
         directory, step = self.directory, self.step
         return processes.all_or_none(lambda: _read_step(directory, step, like))
 
     def save(self, step: int, tree: Callable[[], Pytree], *, last: bool = False) -> None:
-        """``tree()`` as step ``step``, if it is the ``last`` or the time for it has come.
-
-        A full disk costs the checkpoint, with a warning, and not the run.
-        """
+        """Write ``tree()`` as step ``step``, if it is the ``last`` or enough seconds passed."""
         now = time.perf_counter()
         if self.directory is None:
             return
@@ -316,22 +294,7 @@ class Saver:
 def saving(
     directory: str | pathlib.Path | None, *, resume: bool = True, seconds: float
 ) -> Iterator[Saver]:
-    """Checkpoint a run in ``directory``, as the one process that does; None: not at all.
-
-    Parameters
-    ----------
-    directory, label
-        As in :func:`save`.
-    resume : bool
-        Whether steps may be there already.
-    seconds : float
-        Between two checkpoints; longer where one takes long.
-
-    Raises
-    ------
-    ValueError
-        If another process has the directory, it cannot be written, or holds what it should not.
-    """
+    """Checkpoint a run in ``directory``, as the one process that does; None: not at all."""
     if directory is None:
         yield Saver(None, seconds)
         return
@@ -356,7 +319,7 @@ def _step_file(directory: str | pathlib.Path, step: int) -> pathlib.Path:
 
 
 def _leaf_paths(tree: Pytree) -> list[str]:
-    """Where each leaf is in the tree."""
+    """Return the path of each leaf."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [jax.tree_util.keystr(path) for path, _ in paths]
 
@@ -372,7 +335,7 @@ def _raw(x: Any) -> Any:
 def _check_kind(
     directory: str | pathlib.Path, dtype: np.dtype, shape: tuple[int, ...], like: Any
 ) -> None:
-    """Refuse a saved array that is not like ``like``."""
+    """Raise ``ValueError`` if a saved array has another dtype or shape than ``like``."""
     expected = np.dtype(getattr(like, "dtype", type(like))), np.shape(like)
     if (dtype, shape) != expected:
         raise ValueError(

@@ -75,12 +75,6 @@ def describe_difference(then: Mapping[str, str], now: Mapping[str, str]) -> str:
     """Return what differs between two fingerprints, in words for the user; "" if nothing does.
 
     Programs of another JAX, and functions of another Python, are not compared, with a warning.
-
-    Examples
-    --------
-    >>> then = fingerprint({"optimizer": {"rate": 0.1}})
-    >>> describe_difference(then, fingerprint({"optimizer": {"rate": 0.2}}))
-    'another optimizer (rate was 0.1, is 0.2)'
     """
     versions = set()
     for path in dict.fromkeys((*now, *then)):

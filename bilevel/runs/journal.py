@@ -58,14 +58,7 @@ class Journal:
 
 @contextmanager
 def opened(path: Any, resume: bool, header: Record) -> Iterator[Journal]:
-    """The journal at ``path`` (None: in memory only), checked to be that of this run.
-
-    Raises
-    ------
-    ValueError
-        If it is another run's, cannot be written, or another process writes it; if it exists
-        without ``resume``, or there is no path to resume from.
-    """
+    """The journal at ``path`` (None: in memory only), checked to be that of this run."""
     if path is None:
         if resume:
             raise ValueError("resume: expected a journal to resume from, got None.")

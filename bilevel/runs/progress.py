@@ -62,13 +62,7 @@ _run: ContextVar[Phases | None] = ContextVar("run", default=None)
 
 @contextlib.contextmanager
 def phases(progress: bool | None, record: Record | None = None) -> Iterator[Phases]:
-    """Yield the bars of a run. Loops within the block fill the bar of their phase.
-
-    Raises
-    ------
-    KeyboardInterrupt
-        If the run is interrupted. The message names the phase, unless there is one already.
-    """
+    """Yield the bars of a run. Loops within the block fill the bar of their phase."""
     with _bars(progress) as draw:
         run = Phases(draw, record)
         token = _run.set(run)

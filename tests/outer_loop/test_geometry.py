@@ -207,33 +207,6 @@ def test_tangent_takes_the_common_component_off():
     np.testing.assert_allclose(updates, [[-2.0, -1.0, 3.0]])
 
 
-@pytest.mark.parametrize(
-    ("make", "alpha", "message"),
-    [
-        (bilevel.exponentiate, [0.5, 0.6], "alpha: expected points of the simplex"),
-        (bilevel.exponentiate, [1.5, -0.5], "smallest entry of -0.5"),
-        (bilevel.exponentiate, [float("nan"), 1.0], "alpha: expected points of the simplex"),
-        (bilevel.exponentiate, 1.0, "got a scalar"),
-        (bilevel.project, [0.2, 0.2], "sums off by up to 0.6"),
-        (lambda: bilevel.softmax(optax.sgd(1.0)), [2.0, 0.0], "alpha: expected points"),
-        (lambda: bilevel.project("box"), [0.5, 1.1], r"box \[0, 1\]"),
-    ],
-)
-def test_a_point_off_its_set_is_refused_at_the_start(make, alpha, message):
-    with pytest.raises(ValueError, match=message):
-        make().init(jnp.array(alpha))
-
-
-def test_an_unknown_set_is_refused():
-    with pytest.raises(ValueError, match="onto: expected"):
-        bilevel.project("ball")
-
-
-def test_update_without_alpha_is_refused():
-    with pytest.raises(ValueError, match="params: expected alpha"):
-        bilevel.exponentiate().update(jnp.ones(2), optax.EmptyState())
-
-
 # ----------------------------------------------------------------------------- misuse
 
 

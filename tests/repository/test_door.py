@@ -31,6 +31,7 @@ from bilevel import (
 )
 from bilevel.linear import ridge_weights
 from bilevel.nets import images, training
+from bilevel.runs import checkpoint
 from bilevel.spaces import darts, features, nasbench201
 from bilevel.spaces.nasbench201 import judging
 from ntk import networks as nets
@@ -43,6 +44,8 @@ PROBLEM = bilevel.Problem(
 )
 LOWER, OUTER = PROBLEM.lower, PROBLEM.outer
 W0, ALPHA, SGD, KEY = jnp.zeros(2), jnp.ones(2), optax.sgd(0.1), jax.random.key(0)
+UNIFORM = jnp.array([0.5, 0.5])
+LABEL = "label: expected an int or a dict from str to str, got"
 SCHEDULE = optax.cosine_decay_schedule(0.1, 10)
 SELECTION = baselines.Selection(lambda *a: 0.0, lambda *a: None)
 ONE_SOLVE = baselines.random_search(KEY, [1], lambda *_: 0.5, 1)
@@ -331,8 +334,44 @@ OUTER_LOOP = [
         ValueError,
         "data: expected arrays of as many rows each",
     ),
+    (lambda: search(chunk=0), ValueError, "chunk: expected at least 1"),
+    (lambda: search(resume=True), ValueError, "resume: expected a checkpoint directory"),
+    (lambda: search(batches=lambda key, data: data), ValueError, "key: expected a PRNG key"),
+    (lambda: search(alpha=()), ValueError, "alpha: expected at least one array"),
+    (lambda: search(alpha=jnp.array([1, 0])), ValueError, "alpha: expected floating arrays, got"),
+    (lambda: search(w0=W0 * jnp.nan), ValueError, "w0: expected finite numbers"),
+    (lambda: search(rows=jnp.zeros((0, 4))), ValueError, "train: expected data, got an empty"),
+    (lambda: search(history=["loss"]), ValueError, "history: expected names among .*alpha"),
+    (lambda: search(history="value"), ValueError, "history: expected a sequence of names, got th"),
+    (
+        lambda: jax.jit(lambda w: search(w0=w, checkpoint="folder").alpha)(W0),
+        ValueError,
+        "progress, checkpoint, callback and a stream",
+    ),
+    (lambda: search(rows=ALPHA, batches=bilevel.stream([])), ValueError, "train, valid: expected"),
+    (lambda: bilevel.stream(3), ValueError, r"source: expected an iterable of pairs .* got 3"),
+    (lambda: search(bilevel.exponentiate(), UNIFORM), ValueError, r"exponentiate\(\) with an opti"),
+    (lambda: bilevel.project("ball"), ValueError, "onto: expected"),
+    (
+        lambda: bilevel.exponentiate().init(jnp.array([1.5, -0.5])),
+        ValueError,
+        "alpha: expected points of the simplex.*smallest entry of -0.5",
+    ),
+    (lambda: bilevel.exponentiate().init(jnp.ones(())), ValueError, "alpha: .*got a scalar"),
+    (lambda: bilevel.project().init(UNIFORM * jnp.nan), ValueError, "alpha: expected points of"),
+    (lambda: bilevel.project("box").init(jnp.array([1.1])), ValueError, r"box \[0, 1\]"),
+    (
+        lambda: bilevel.exponentiate().update(UNIFORM, optax.EmptyState()),
+        ValueError,
+        "params: expected alpha",
+    ),
 ]
-RUNS = []
+RUNS = [
+    (lambda: checkpoint.save("folder", 2.5, W0), ValueError, "step: expected a whole number"),
+    (lambda: checkpoint.save("folder", -1, W0), ValueError, "step: expected at least 0"),
+    (lambda: checkpoint.save("folder", 1, W0, {"seed": 1}), ValueError, LABEL),
+    (lambda: checkpoint.save("folder", 1, W0, None), ValueError, LABEL),
+]
 STOCHASTIC = [
     (
         lambda: search(

@@ -97,7 +97,7 @@ def score_networks(
     file : path, optional
         An ``.npz`` to keep the scores in, now and then and at the end. Those it holds are not
         computed again: of the first genotypes, if it was made with the same networks, ``w`` and
-        ``batch``. It has a checksum; a full disk costs the file, with a warning, and not the run.
+        ``batch``. It has a CRC-32; a full disk costs the file, with a warning, and not the run.
     functions : dict of ``score(key, apply, params, batch) -> scalar``, optional
         Scores of your own by name; JAX must be able to trace them. Larger is better. A file knows
         them by their names; scores of a function that has changed since are computed again.

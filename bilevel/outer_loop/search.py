@@ -1,7 +1,7 @@
-"""The search: steps of :func:`bilevel.descent`, or of a single loop, until all are done.
+"""The search: steps of :func:`bilevel.descent`, or of a single loop.
 
-Under a transformation it is one compiled loop, otherwise a host loop over compiled chunks of steps,
-with progress, checkpoints and Ctrl-C between chunks. Both run the same program.
+Under a transformation of JAX it is one compiled loop. Otherwise the host runs compiled chunks of
+steps, with progress, checkpoints and Ctrl-C between them.
 """
 
 import dataclasses
@@ -62,70 +62,66 @@ def search(
     Parameters
     ----------
     problem, solver, optimizer
-        As in :func:`descent`. The solver may be a :class:`bilevel.SingleLoop` too, which moves
+        As in :func:`descent`. The solver may also be a :class:`bilevel.SingleLoop`, which moves
         ``w`` and ``alpha`` together (:func:`bilevel.saba`).
     alpha, w0 : pytrees of floating arrays
-        Where to start. The weights go on from one outer step to the next.
+        Start. The weights carry over from one outer step to the next.
     train, valid : pytrees of arrays
-        The lower and the outer loss's batch, or what ``batches`` samples from.
+        The batch of the lower and of the outer loss, or the data that ``batches`` samples from.
     steps : int
-        Outer steps in all, those of a resumed checkpoint included.
+        Outer steps in all, including those of a resumed checkpoint.
     batches : ``batches(key, data) -> batch``, optional
-        Samples a batch of ``train`` and one of ``valid`` at every step, inside the compiled loop;
-        of ``valid`` only where the solver draws those of ``train`` itself
-        (``unrolled(..., batches=...)``). :func:`bilevel.jointly` makes one of both at once, of
-        whose first part such a solver draws its own;
-        :func:`bilevel.stream` takes both from an iterator, and ``train`` and ``valid`` are None.
-        A single loop takes a :func:`bilevel.partition`; without it, all data at every step.
+        Samples a batch of ``train`` and one of ``valid`` at every step, inside the compiled loop.
+        If the solver draws batches of ``train`` itself (``unrolled(..., batches=...)``), it samples
+        ``valid`` only. :func:`bilevel.jointly` samples both at once; such a solver draws from the
+        first part. :func:`bilevel.stream` takes both from an iterator; ``train`` and ``valid`` are
+        then None. A single loop takes a :func:`bilevel.partition`, by default all data.
     key : jax.Array, optional
-        Needed with ``batches``, here or in the solver.
+        Needed if ``batches``, here or in the solver, draws.
     progress : bool, optional
-        A progress bar on standard error; by default only if that is a terminal, or in a
-        notebook.
+        A progress bar on standard error. Default: in a terminal or a notebook.
     checkpoint : path, optional
         A directory that receives the state every few seconds, and at the end.
     resume : bool
-        Go on from ``checkpoint`` where it holds one: the result is that of an uninterrupted search,
-        bit for bit. Without ``resume`` such a directory is refused.
+        Resume from ``checkpoint`` if it holds one: the result is that of an uninterrupted search,
+        bit for bit. Without ``resume`` such a directory raises ``ValueError``.
     callback : ``callback(result so far)``, optional
-        Called between chunks; a true value ends the search. Of several processes every one has a
-        callback, and all end where one says so, or raises.
+        Called between chunks; a true value ends the search. In multiple processes, each has a
+        callback, and all end if one returns true or raises.
     every : int, optional
-        Call it after every so many steps, and at the end; by default between chunks.
+        Number of steps between two calls of ``callback``. Default: a chunk.
     chunk : int, optional
-        Steps between two chunks; by default about half a second's worth.
+        Steps of a chunk. Default: those of about half a second.
     diagnostics : bool
-        As in :func:`descent`. Of a single loop, whose steps only report noisy residuals: whether
-        the result has ``info`` on its last direction, recomputed on all data.
+        As in :func:`descent`. For a single loop: whether the result has ``info`` on its last
+        direction, recomputed on all data.
     history : sequence of str, or :class:`bilevel.History`, optional
-        What to keep of every step: names of metrics, and ``"alpha"``. Default: all, except for an
-        alpha or an aux over 64 KiB (16,384 values in float32), which has to be named.
-        ``bilevel.History(names, every=100)`` keeps one row for 100 steps. A single loop's losses,
-        if left out, are not checked for being finite, and the lower loss is not computed.
+        Names of the metrics to keep of every step, and ``"alpha"``. Default: all, except for an
+        alpha or an aux over 64 KiB. ``bilevel.History(names, every=100)`` keeps one row for 100
+        steps. Losses of a single loop that are left out are not checked for being finite.
 
     Returns
     -------
     SearchResult
-        ``alpha``, ``w``, ``history``, ``state``, ``stopped``, and the ``report``
-        on steps that went wrong. Ctrl-C returns what there is.
-        ``step_scale`` is 1, or less if alpha diverged. The search then returned to an earlier point
-        and took ``step_scale`` times the optimizer's steps: a quarter after each return. After
-        eight returns it ends, and ``stopped`` says so; under ``jit``, the state stops changing.
-        SIGTERM writes the ``checkpoint`` after the current chunk and then ends the process; without
-        a checkpoint, nothing is different from other programs.
+        ``alpha``, ``w``, ``history``, ``state``, ``stopped``, and the ``report`` on steps that
+        went wrong. Ctrl-C returns the result so far. SIGTERM writes the ``checkpoint``, if there is
+        one, after the current chunk and then ends the process. ``step_scale`` is less than 1 if
+        alpha diverged: the search returned to an earlier point, and its steps became a quarter as
+        long. After eight returns it ends, and ``stopped`` says so; under ``jit``, the state stops
+        changing.
 
     Raises
     ------
     ValueError
-        Before anything is compiled, naming the argument: losses that are not scalars, data that is
-        empty or not finite, a point off its set, missing keys, a geometry without an optimizer
-        that descends. Later, with the ``result`` so far, if it turns out that something comes
-        after the geometry and moves alpha off its set.
+        If, before anything is compiled, an argument is wrong: losses that are not scalars, data
+        that is empty or not finite, a point off its set, missing keys, a geometry without an
+        optimizer that descends. If, later, a transformation after the geometry moves alpha off its
+        set; the exception has the ``result`` so far.
     LostProcessError
-        Where another process of the run ended, or cannot be reached.
+        If another process of the run ended, or cannot be reached.
     NonFiniteError
-        Where a loss, the weights or the hypergradient stop being finite; it holds the last good
-        state. (Under ``jit`` the state stops changing instead: ``result.state.step`` tells.)
+        If a loss, the weights or the hypergradient are not finite. The exception's ``result`` holds
+        the last finite state. (Under ``jit`` the state stops changing: see ``result.state.step``.)
 
     Warns
     -----
@@ -135,20 +131,18 @@ def search(
 
     Notes
     -----
-    With ``progress=False`` or None and no ``checkpoint`` or ``callback``, the whole works under
-    ``jax.jit`` and ``jax.vmap``. Every call traces what it is given, as it is then; calls that come
-    to the same program compile once.
+    Without ``progress``, ``checkpoint`` and ``callback``, a search works under ``jax.jit`` and
+    ``jax.vmap``. Every call traces its arguments; calls with the same program compile once.
 
-    Arrays stay on the devices that they lie on. With rows over devices every gradient in ``w`` and
-    every Hessian product is one sum over devices of the size of ``w``, and no row moves. An outer
-    step of ``unrolled(optimizer, T)`` communicates ``(3 T + 1) |w|`` bytes, |w| those of the
-    weights, and some ``2 T`` scalars; ``T |alpha|`` more where rows depend on a replicated alpha;
-    one of ``implicit`` ``(G + H) |w|``, with G gradients and H Hessian products. Under
-    ``jax.distributed`` all processes call with the same arguments, or with arrays over the devices
-    of all.
+    Arrays stay on their devices. If rows are sharded, every gradient in ``w`` and every Hessian
+    product is one sum over devices of the size of ``w``, and no row moves. An outer step of
+    ``unrolled(optimizer, T)`` communicates ``(3 T + 1) |w|`` bytes, with |w| those of the weights,
+    and about ``2 T`` scalars; ``T |alpha|`` more if rows depend on a replicated alpha. A step of
+    ``implicit`` communicates ``(G + H) |w|``, with G gradients and H Hessian products. Under
+    ``jax.distributed`` all processes call with equal arguments, or arrays over all devices.
 
-    Memory beyond the state's: ``steps`` rows of the history, in full from the start. A callback
-    gets a copy of the rows so far; whoever wants some of a large alpha's history keeps it there.
+    Memory beyond the state: ``steps`` rows of the history. A callback gets a copy of the rows so
+    far, and can keep parts of the history of a large alpha.
 
     Examples
     --------
@@ -219,7 +213,7 @@ def search(
 
 
 def _compiled(setup: SearchSetup, carry: Carry, data: Pytree, steps: int) -> SearchResult:
-    """All steps at once, as a part of the caller's own program."""
+    """Take all steps in the caller's program."""
     carry = setup.advance(carry, data, steps)
     state = carry.state
     info, every = setup.info(state, data), setup.history.every

@@ -1,4 +1,4 @@
-"""Arguments of :func:`bilevel.search`: what can be seen to be wrong before anything is compiled."""
+"""Checks of the arguments of :func:`bilevel.search`."""
 
 from bilevel.contracts import Partition, SingleLoop, params_of
 from bilevel.internal import checks
@@ -9,7 +9,7 @@ from bilevel.outer_loop.stream import Stream
 def check_search_arguments(
     solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics
 ) -> None:
-    """Raise on anything wrong that can be seen before the first compilation."""
+    """Raise ``ValueError`` if an argument is wrong, or does not fit the others."""
     alpha, w0, train, valid, key = arrays
     integer("steps", steps, 1)
     if chunk is not None:

@@ -63,33 +63,30 @@ def stream(source: Pairs | Callable[[int], Pairs]) -> Stream:
     ----------
     source : iterable of (train, valid), or ``source(step) -> iterable``
         The pair of batches of each outer step: grain, ``tf.data``, a torch ``DataLoader``, any
-        Python iterable of pytrees of what numpy makes arrays of. Of an iterable, a search that is
-        resumed at step k passes k pairs over; a function is told k instead, and begins there. A
-        search that is resumed with a function of other code or numbers is refused; what readers
-        read is not compared.
+        iterable of pytrees that numpy can convert. A search that is resumed at step k skips k pairs
+        of an iterable, and passes k to a function. If the function has other code or numbers than
+        before, that search raises ``ValueError``; the data that it reads is not compared.
 
     Returns
     -------
     batches
-        ``search(..., None, None, batches=stream(source), steps=...)``, in the place of ``train``
-        and ``valid``. All pairs have the same shapes. A search whose iterator ends before its steps
-        do stops there, and ``stopped`` says so.
+        For ``search(..., None, None, batches=stream(source), steps=...)``. All pairs have the same
+        shapes. If the iterator ends before the steps, the search stops, and ``stopped`` says so.
 
     Raises
     ------
     ValueError
-        For what is no iterable and no function; when it runs, for a generator that has begun where
-        a search is resumed, a pair that is no pair, has no rows, other shapes than the one before
-        it, or numbers that are not finite.
+        If ``source`` is neither an iterable nor a function. During the search, if a resumed search
+        gets a generator that has begun, or an item is no pair, has no rows, other shapes than the
+        pair before, or values that are not finite.
 
     Notes
     -----
-    A chunk, 32 steps or 64 MiB unless ``search(chunk=...)`` says otherwise, is one compiled loop.
-    The next one is read and sent to the device meanwhile, so that two are in memory. Where the
-    solver draws batches itself (``unrolled(..., batches=...)``), it draws them from the pair's
-    first part: a shard of the data for each outer step.
+    A chunk, by default 32 steps or 64 MiB, is one compiled loop. While it runs, the next chunk is
+    read and sent to the device, so that two are in memory. A solver that draws batches itself
+    (``unrolled(..., batches=...)``) draws them from the first part of the pair.
 
-    Of several processes each reads the same pairs; where they differ, the search ends in all.
+    Multiple processes all read the same pairs. If these differ, the search ends in all processes.
 
     Examples
     --------

@@ -252,9 +252,9 @@ class Saver:
         self._newest: int | None = None  # what this run wrote
 
     def belong_to(self, label: dict[str, str]) -> None:
-        """Add a fingerprint to later steps; raise ``ValueError`` if ``step`` has another one.
+        """Add parts to the label of later steps; raise ``ValueError`` if ``step`` has others.
 
-        Cheap parts come first, in a call of their own: parts that are not yet here do not differ.
+        Cheap parts can come first: :meth:`restore` compares the whole label.
         """
         self._label |= label
         if self.directory is not None and self.step is not None:
@@ -273,6 +273,7 @@ class Saver:
         """Return the arrays of ``step`` in the structure of ``like``."""
         assert self.directory is not None and self.step is not None
         directory, step = self.directory, self.step
+        _check_step_and_label(directory, step, self._label)
         return processes.all_or_none(lambda: _read_step(directory, step, like))
 
     def save(self, step: int, tree: Callable[[], Pytree], *, last: bool = False) -> None:
@@ -294,7 +295,7 @@ class Saver:
 def saving(
     directory: str | pathlib.Path | None, *, resume: bool = True, seconds: float
 ) -> Iterator[Saver]:
-    """Checkpoint a run in ``directory``, as the one process that does; None: not at all."""
+    """Lock ``directory`` and save a run there, at most every ``seconds``; None saves nothing."""
     if directory is None:
         yield Saver(None, seconds)
         return

@@ -11,7 +11,6 @@ from hypothesis import given
 
 import bilevel
 from bilevel.outer_loop import geometry
-from bilevel.outer_loop.geometry import project_simplex
 
 SIMPLEX = {
     "exponentiated sgd": lambda lr: optax.chain(optax.sgd(lr), bilevel.exponentiate()),
@@ -111,33 +110,6 @@ def test_geometries_work_under_jit_and_vmap(make):
     np.testing.assert_allclose(together, apart, rtol=1e-5, atol=1e-7)
 
 
-def test_exponentiate_is_the_multiplicative_formula():
-    alpha, slope = jnp.array([0.2, 0.3, 0.5]), jnp.array([1.0, -2.0, 0.5])
-    moved = descend(optax.chain(optax.sgd(0.7), bilevel.exponentiate()), alpha, [slope])
-    weights = np.asarray(alpha) * np.exp(-0.7 * np.asarray(slope))  # truth: the formula in numpy
-    np.testing.assert_allclose(moved, weights / weights.sum(), rtol=1e-5)
-
-
-def test_exponentiate_leaves_a_zero_at_zero_and_moves_the_rest():
-    optimizer = optax.chain(optax.sgd(1.0), bilevel.exponentiate())
-    moved = descend(optimizer, jnp.array([0.0, 0.5, 0.5]), [jnp.array([-1e30, 0.0, 1.0])])
-    assert moved[0] == 0
-    np.testing.assert_allclose(moved[1] / moved[2], np.e, rtol=1e-5)
-
-
-@pytest.mark.slow
-@given(point=hnp.arrays(np.float64, 5, elements=st.floats(-3, 3)))
-def test_project_simplex_is_the_nearest_point(point):
-    """Truth: the optimality conditions, p = max(x - theta, 0) with sum 1, theta by bisection."""
-    low, high = point.min() - 1, point.max()
-    for _ in range(100):
-        theta = (low + high) / 2
-        low, high = (theta, high) if np.maximum(point - theta, 0).sum() > 1 else (low, theta)
-    projected = project_simplex(jnp.asarray(point))
-    atol = 20 * np.finfo(projected.dtype).eps
-    np.testing.assert_allclose(projected, np.maximum(point - theta, 0), atol=atol)
-
-
 def test_softmax_is_gradient_descent_on_logits():
     """Truth: autodiff through jax.nn.softmax of the same optimizer's logits."""
     logits = jnp.array([0.3, -0.2, 0.0])
@@ -156,12 +128,6 @@ def test_softmax_is_gradient_descent_on_logits():
         updates, opt_state = optimizer.update(slope, opt_state, alpha)
         alpha = optax.apply_updates(alpha, updates)
     np.testing.assert_allclose(alpha, jax.nn.softmax(z), rtol=1e-5)
-
-
-def test_box_projection_clips_to_the_unit_box():
-    optimizer = optax.chain(optax.sgd(1.0), bilevel.project("box"))
-    moved = descend(optimizer, jnp.array([0.2, 0.5, 0.9]), [jnp.array([1e30, 0.1, -0.5])])
-    np.testing.assert_allclose(moved, [0.0, 0.4, 1.0], rtol=1e-6)
 
 
 def test_a_callable_projects_the_whole_pytree():
@@ -192,14 +158,6 @@ def test_partition_mixes_simplices_and_boxes():
     assert_on_simplex(moved["operations"])
     assert_on_simplex(moved["activation"])
     np.testing.assert_allclose(moved["skip"], [0.0, 1.0])
-
-
-@pytest.mark.long
-def test_adam_without_tangent_takes_a_common_component_for_progress():
-    """Why ``tangent`` exists: every entry of the update is the same, and alpha stays put."""
-    cost, alpha = jnp.array([3.0, 1.0, 2.0]), jnp.full(3, 1 / 3)
-    stuck = optax.chain(optax.adam(0.1), bilevel.project("simplex"))
-    np.testing.assert_allclose(descend(stuck, alpha, [cost] * 50), alpha, atol=1e-4)
 
 
 def test_tangent_takes_the_common_component_off():

@@ -94,19 +94,6 @@ def test_search_finds_the_minimum_over_the_simplex(solver):
     np.testing.assert_array_equal(result.history["alpha"][-1], result.alpha)
 
 
-@pytest.mark.slow
-def test_search_is_descent_repeated():
-    init, step = bilevel.descent(PROBLEM, MOMENTUM, SIMPLEX)
-    state, values = init(UNIFORM, W0), []
-    for _ in range(4):
-        state, metrics = jax.jit(step)(state, (TRAIN, VALID))
-        values.append(metrics["value"])
-    result = run(steps=4)
-    # Truth: the same steps taken one by one; compiled apart, so equal up to rounding.
-    np.testing.assert_allclose(result.alpha, state.alpha, rtol=1e-4)
-    np.testing.assert_allclose(result.history["value"], values, rtol=1e-4)
-
-
 @pytest.mark.long
 def test_the_whole_search_runs_under_jit_and_vmap():
     keys = jax.random.split(jax.random.key(3), 2)

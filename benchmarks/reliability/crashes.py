@@ -251,6 +251,7 @@ def report(rows: list[harness.Row]) -> str:
     table = [
         [name, count.total(), *(count[verdict] for verdict in verdicts)]
         for name, count in counts.items()
+        if count
     ]
     failed = [f"- {r['attack']} {r['number']}: {r['detail']}" for r in last if _failed(r)]
     return "\n".join([harness.table(heads, table), *failed])

@@ -32,10 +32,6 @@ def first_point(w, alpha, batch):
     return jnp.sum(w[0])
 
 
-def turned(w, alpha, batch):
-    return w[0, 0] - w[1, 0]
-
-
 # ------------------------------------------------------------------- softmax: shifts of all logits
 
 
@@ -90,7 +86,6 @@ PROBLEMS = {
 }
 REFUSED = {
     "shift": (springs, first_point, points),
-    "rotation": (springs, turned, points),
     "shift of classes": (decayed, sum_of_shifts, classes),
     "one logit": (smoothed, lambda w, alpha, batch: w[0], logits),
     "drift": (  # no minimum

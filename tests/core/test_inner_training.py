@@ -1,13 +1,11 @@
 """What a training loop has: rates and starts that are searched, a batch and a key for each step."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, finite_differences, tolerance
+from helpers import assert_close, loop_of_steps, tolerance
 
 import bilevel
 
@@ -31,25 +29,6 @@ def slope(w, batch):
     return x.T @ (x @ w - y) / len(y)
 
 
-def with_momentum(alpha, steps=7):
-    """Heavy ball, written out."""
-    w, m = W0, jnp.zeros(3)
-    for _ in range(steps):
-        m = alpha["momentum"] * m + slope(w, TRAIN)
-        w = w - alpha["rate"] * m
-    return loss(w, None, VALID)
-
-
-def decayed(alpha, steps=7):
-    """Steps whose rate decays by a schedule of alpha's, the first weight at a rate of its own."""
-    w = W0
-    for step in range(steps):
-        g = slope(w, TRAIN)
-        rate = alpha["rate"] * jnp.exp(-alpha["decay"] * step)
-        w = w - jnp.array([alpha["first"], 1, 1]) * rate * g
-    return loss(w, None, VALID)
-
-
 def of_parts(alpha):
     """The schedule, and a rate for each part."""
 
@@ -61,15 +40,14 @@ def of_parts(alpha):
     return optax.chain(scaled, optax.sgd(schedule))
 
 
+def with_momentum(alpha):
+    return optax.sgd(alpha["rate"], momentum=alpha["momentum"])
+
+
 CASES = {
-    "rate and momentum": (
-        lambda alpha: optax.sgd(alpha["rate"], momentum=alpha["momentum"]),
-        with_momentum,
-        {"rate": jnp.array(0.2), "momentum": jnp.array(0.5)},
-    ),
+    "rate and momentum": (with_momentum, {"rate": jnp.array(0.2), "momentum": jnp.array(0.5)}),
     "schedule and rates of parts": (
         of_parts,
-        decayed,
         {"rate": jnp.array(0.3), "decay": jnp.array(0.2), "first": jnp.array(1.5)},
     ),
 }
@@ -77,41 +55,20 @@ CASES = {
 
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 @pytest.mark.parametrize("name", CASES)
-def test_hyperparameters_of_the_optimizer_have_the_derivatives_of_code_written_out(name, mode):
-    optimizer, by_hand, alpha = CASES[name]
+def test_hyperparameters_of_the_optimizer_have_the_derivatives_of_a_loop(name, mode):
+    optimizer, alpha = CASES[name]
     solver = bilevel.unrolled(optimizer, 7)
     fn = jax.jit(bilevel.hypergradient(PLAIN, solver, mode=mode))
     hyper = fn(alpha, W0, TRAIN, VALID)
-    assert_close(hyper.value, by_hand(alpha), f64=1e-12, f32=1e-5)
-    assert_close(hyper.grad, jax.grad(by_hand)(alpha), f64=1e-10, f32=1e-4)
+
+    def by_hand(alpha):
+        return loss(loop_of_steps(loss, optimizer(alpha), W0, alpha, TRAIN, 7), None, VALID)
+
+    value, grad = jax.value_and_grad(by_hand)(alpha)
+    assert_close(hyper.value, value, f64=1e-12, f32=1e-5)
+    assert_close(hyper.grad, grad, f64=1e-10, f32=1e-4)
     # No loss depends on alpha: of this derivative the solution map knows nothing.
     assert not hyper.info.converged and "only the solver does" in bilevel.explain(hyper.info)
-
-
-@pytest.mark.long
-def test_a_search_learns_the_rate_and_resumes_to_the_same(tmp_path):
-    solver = bilevel.restarted(bilevel.unrolled(lambda alpha: optax.adam(alpha), 10))
-    args = PLAIN, solver, optax.sgd(0.02), jnp.array(0.01), W0, TRAIN, VALID
-    whole = bilevel.search(*args, steps=6, progress=False)
-    assert whole.history["value"][-1] < whole.history["value"][0]
-    assert whole.alpha > 0.01
-    bilevel.search(*args, steps=3, checkpoint=tmp_path / "a", progress=False)
-    rest = bilevel.search(*args, steps=6, checkpoint=tmp_path / "a", resume=True, progress=False)
-    np.testing.assert_array_equal(rest.alpha, whole.alpha)
-
-
-@pytest.mark.long
-def test_where_training_starts_is_a_hyperparameter():
-    """MAML: Finn et al. 2017, Eq. (1), by hand for a quadratic loss."""
-    solver = bilevel.restarted(bilevel.unrolled(0.1, 3), start=lambda alpha, w: alpha)
-    hyper = bilevel.hypergradient(PLAIN, solver)(W0, jnp.zeros(3), TRAIN, VALID)
-    H = X.T @ X / len(Y)
-    step = jnp.eye(3) - 0.1 * H
-    w = W0
-    for _ in range(3):
-        w = w - 0.1 * slope(w, TRAIN)
-    assert_close(hyper.w, w, f64=1e-12, f32=1e-6)
-    assert_close(hyper.grad, step @ step @ step @ slope(w, VALID), f64=1e-11, f32=1e-5)
 
 
 def test_when_to_stop_is_a_hyperparameter():
@@ -129,8 +86,17 @@ def test_when_to_stop_is_a_hyperparameter():
     assert_close(hyper.grad, jax.grad(value)(alpha), f64=1e-10, f32=1e-4)
     half = bilevel.unrolled(0.3, 5, average=jax.nn.softmax, backprop=2)
     assert_close(half.run(loss, alpha, W0, half.init(W0), TRAIN)[0], hyper.w, f64=1e-12, f32=1e-6)
-    with pytest.raises(ValueError, match=r"average: expected 5 weights, got shape \(4,\)"):
-        solver.run(loss, alpha[:4], W0, solver.init(W0), TRAIN)
+
+
+def assert_resumes(args, folder, *, steps=4, **options):
+    """A search that is interrupted half-way ends where the whole one does; return the whole."""
+    options |= {"progress": False}
+    whole = bilevel.search(*args, steps=steps, **options)
+    bilevel.search(*args, steps=steps // 2, checkpoint=folder / "a", **options)
+    resumed = bilevel.search(*args, steps=steps, checkpoint=folder / "a", resume=True, **options)
+    for part in ("alpha", "w", "history"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(resumed, part), getattr(whole, part))
+    return whole
 
 
 # ----------------------------------------------------------------------------- fresh batches
@@ -184,47 +150,23 @@ def test_batches_are_different_at_every_step_of_both_levels():
         lambda w, alpha, batch: alpha**2,
     )
     solver = bilevel.unrolled(1.0, 5, batches=bilevel.minibatches(1))
-    result = bilevel.search(
-        *(problem, solver, optax.sgd(0.1), jnp.array(1.0), jnp.zeros(40), rows, rows),
-        steps=20,
-        key=KEY,
-        progress=False,
-    )
-    counts = -np.asarray(result.w)
+    args = problem, solver, optax.sgd(0.1), jnp.array(1.0), jnp.zeros(40), rows, rows
+    counts = -np.asarray(bilevel.search(*args, steps=20, key=KEY, progress=False).w)
     assert counts.sum() == 100
-    # 100 draws of 40: 36.8 different ones expected, standard deviation 1.6; one batch for all five
-    # steps would give 20 draws, 15.9 different ones.
+    # 100 draws of 40 give 36.8 different rows (standard deviation 1.6); one batch for five steps
+    # would give 15.9.
     assert np.count_nonzero(counts) > 28
 
 
 @pytest.mark.long
 def test_a_search_with_batches_inside_resumes_bit_for_bit_and_maps(tmp_path):
     solver = bilevel.unrolled(optax.adam(0.05), 4, batches=noisy)
-    search = functools.partial(
-        bilevel.search, NOISY, solver, optax.adam(0.1), jnp.zeros(3), W0, TRAIN, VALID
-    )
-    whole = search(steps=7, key=KEY, progress=False)
-    search(steps=3, key=KEY, checkpoint=tmp_path / "a", progress=False)
-    rest = search(steps=7, key=KEY, checkpoint=tmp_path / "a", resume=True, progress=False)
-    np.testing.assert_array_equal(rest.alpha, whole.alpha)
-    np.testing.assert_array_equal(rest.w, whole.w)
+    args = NOISY, solver, optax.adam(0.1), jnp.zeros(3), W0, TRAIN, VALID
+    whole = assert_resumes(args, tmp_path, steps=7, key=KEY)
     keys = jnp.stack([KEY, jax.random.key(5)])
-    mapped = jax.jit(jax.vmap(lambda key: search(steps=7, key=key).alpha))(keys)
+    mapped = jax.jit(jax.vmap(lambda key: bilevel.search(*args, steps=7, key=key).alpha))(keys)
     assert_close(mapped[0], whole.alpha, f64=1e-12, f32=1e-5)
     assert np.abs(mapped[1] - mapped[0]).max() > 1e-3
-
-
-def test_mistakes_are_one_sentence():
-    drawing = bilevel.unrolled(0.1, 2, batches=noisy)
-    with pytest.raises(ValueError, match="forward: expected a solver of one lower problem, got"):
-        bilevel.implicit(drawing)
-    with pytest.raises(ValueError, match="key: expected a PRNG key to sample batches with"):
-        bilevel.search(NOISY, drawing, optax.sgd(0.1), jnp.zeros(3), W0, TRAIN, VALID, steps=1)
-    schedule = bilevel.unrolled(optax.cosine_decay_schedule(0.1, 10), 2)
-    with pytest.raises(ValueError, match=r"one that returns .*; a schedule of steps goes into"):
-        bilevel.hypergradient(PLAIN, schedule)(jnp.zeros(()), W0, TRAIN, VALID)
-    with pytest.raises(ValueError, match=r"the optimizer depends on alpha; call solver\.start"):
-        bilevel.unrolled(lambda alpha: optax.sgd(alpha), 2).init(W0)
 
 
 # ----------------------------------------------------------------------------- any optax optimizer
@@ -250,13 +192,10 @@ ABOVE = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ABOVE)
-def test_optimizers_of_alpha_that_ask_for_the_loss_are_told(name):
+def test_optimizers_of_alpha_that_ask_for_the_loss_get_it(name):
     """Truth: the same optimizer on the closed form of the outer loss."""
-    result = bilevel.search(
-        *(PENALISED, bilevel.implicit(), ABOVE[name], START, W0, TRAIN, VALID),
-        steps=6,
-        progress=False,
-    )
+    args = PENALISED, bilevel.implicit(), ABOVE[name], START, W0, TRAIN, VALID
+    result = bilevel.search(*args, steps=6, progress=False)
     rule = ABOVE[name]
     rule = rule.gradient_transformation() if isinstance(rule, optax.MultiSteps) else rule
     rule, alpha = optax.with_extra_args_support(rule), START
@@ -277,11 +216,10 @@ def test_a_line_search_under_softmax_moves_logits():
         lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
         lambda w, alpha, batch: jnp.sum((w - target) ** 2),
     )
+    start = jnp.ones(3) / 3, jnp.zeros(3), None, None
+    optimizer = bilevel.softmax(optax.lbfgs())
     result = bilevel.search(
-        *(problem, bilevel.implicit(), bilevel.softmax(optax.lbfgs()), jnp.ones(3) / 3),
-        *(jnp.zeros(3), None, None),
-        steps=25,
-        progress=False,
+        problem, bilevel.implicit(), optimizer, *start, steps=25, progress=False
     )
     assert_close(result.alpha, target, f64=1e-5, f32=1e-3)
 
@@ -289,19 +227,14 @@ def test_a_line_search_under_softmax_moves_logits():
 @pytest.mark.long
 def test_accumulated_steps_below_are_steps_of_the_mean_gradient():
     """MultiSteps over two equal gradients is one step: its derivative too."""
-    many = bilevel.unrolled(optax.MultiSteps(optax.sgd(0.2), 2), 4)
-    few = bilevel.unrolled(0.2, 2)
-    both = [
-        bilevel.hypergradient(PENALISED, solver, diagnostics=False)(START, W0, TRAIN, VALID)
-        for solver in (many, few)
-    ]
-    assert_close(both[0].grad, both[1].grad, f64=1e-7, f32=1e-4)  # optax counts in float32
-
-    def trained(alpha):
-        return loss(few.run(PENALISED.lower, alpha, W0, few.init(W0), TRAIN)[0], None, VALID)
-
-    by_differences = finite_differences(trained, START)
-    assert_close(both[0].grad, by_differences, f64=1e-6, f32=1e-2)
+    many, few = (
+        bilevel.hypergradient(PENALISED, solver, diagnostics=False)(START, W0, TRAIN, VALID).grad
+        for solver in (
+            bilevel.unrolled(optax.MultiSteps(optax.sgd(0.2), 2), 4),
+            bilevel.unrolled(0.2, 2),
+        )
+    )
+    assert_close(many, few, f64=1e-7, f32=1e-4)  # optax counts in float32
 
 
 # ----------------------------------------------------------------------------- auxiliary outputs
@@ -350,29 +283,12 @@ def test_a_search_keeps_what_the_losses_tell(tmp_path):
     rows = bilevel.minibatches(6)
     args = TOLD, bilevel.implicit(), optax.adam(0.1), START, W0, TRAIN, VALID
     options = {"batches": rows, "key": KEY, "progress": False}
-    whole = bilevel.search(*args, steps=5, **options)
-    told = whole.history["aux"]
-    assert told["lower"]["largest"].shape == (5,) and told["outer"].shape == (5, 3)
-    np.testing.assert_array_equal(told["outer"][-1], whole.w)
-    bilevel.search(*args, steps=2, checkpoint=tmp_path / "a", **options)
-    rest = bilevel.search(*args, steps=5, checkpoint=tmp_path / "a", resume=True, **options)
-    jax.tree.map(np.testing.assert_array_equal, rest.history, whole.history)
+    whole = assert_resumes(args, tmp_path, **options)
+    aux = whole.history["aux"]
+    assert aux["lower"]["largest"].shape == (4,) and aux["outer"].shape == (4, 3)
+    np.testing.assert_array_equal(aux["outer"][-1], whole.w)
     few = bilevel.search(*args, steps=2, history=["value"], **options)
     assert list(few.history) == ["value"]
-
-
-@pytest.mark.long
-def test_copies_side_by_side_tell_each_their_own():
-    both = bilevel.stack_problems(TOLD)
-    doubled = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), (START, W0, TRAIN, VALID))
-    hyper = bilevel.hypergradient(both, bilevel.unrolled(0.1, 5))(*doubled)
-    alone = bilevel.hypergradient(TOLD, bilevel.unrolled(0.1, 5))(
-        *jax.tree.map(lambda a: a[1], doubled)
-    )
-    assert_close(
-        jax.tree.map(lambda a: a[1], hyper.aux["outer"]), alone.aux["outer"], f64=1e-12, f32=1e-5
-    )
-    assert hyper.aux["lower"]["largest"].shape == (2,)
 
 
 def test_a_large_auxiliary_output_is_kept_where_it_is_asked_for():
@@ -411,34 +327,6 @@ VARIABLES = {"mean": jnp.zeros(3), "count": jnp.int32(0)}
 STATEFUL = bilevel.Stateful(W0, VARIABLES)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["reverse", "forward"])
-def test_every_step_updates_the_variables_which_have_no_derivative(mode):
-    """Truth: the loop written out, on batches of its own."""
-    solver = bilevel.unrolled(optax.sgd(0.1, momentum=0.5), 6, batches=noisy)
-    fn = jax.jit(bilevel.hypergradient(NORMALISED, solver, mode=mode))
-    hyper = fn(START, STATEFUL, (KEY, TRAIN), VALID)
-
-    def by_hand(alpha):
-        w, m, variables = W0, jnp.zeros(3), VARIABLES
-        for number in range(6):
-            batch = noisy(jax.random.fold_in(KEY, number), TRAIN)
-            here = bilevel.Stateful(w, variables)
-            g = jax.grad(lambda p: normalised(here._replace(params=p), alpha, batch)[0])(w)  # noqa: B023
-            variables = normalised(here, alpha, batch)[1]
-            m = 0.5 * m + g
-            w = w - 0.1 * m
-        end = bilevel.Stateful(w, variables)
-        return predicted(end, alpha, VALID), end
-
-    (value, end), grad = jax.value_and_grad(by_hand, has_aux=True)(START)
-    assert_close(hyper.value, value, f64=1e-12, f32=1e-5)
-    assert_close(hyper.grad, grad, f64=1e-10, f32=1e-4)
-    assert_close(hyper.w.params, end.params, f64=1e-12, f32=1e-5)
-    assert_close(hyper.w.variables["mean"], end.variables["mean"], f64=1e-12, f32=1e-5)
-    assert hyper.w.variables["count"] == 6
-
-
 @pytest.mark.slow
 def test_solvers_that_hold_variables_fixed_update_them_at_their_solution():
     hyper = jax.jit(bilevel.hypergradient(NORMALISED, bilevel.implicit()))(
@@ -465,14 +353,9 @@ def test_a_search_carries_variables_and_resumes_bit_for_bit(name, tmp_path):
         "restarted": bilevel.restarted(bilevel.unrolled(optax.adam(0.05), 3, batches=noisy)),
     }[name]
     args = NORMALISED, solver, optax.adam(0.1), START, STATEFUL, TRAIN, VALID
-    whole = bilevel.search(*args, steps=4, key=KEY, progress=False)
-    each = {"unrolled": 12, "implicit": 4, "restarted": 3}[name]
-    assert whole.w.variables["count"] == each
-    bilevel.search(*args, steps=2, key=KEY, checkpoint=tmp_path / "a", progress=False)
-    again = {"checkpoint": tmp_path / "a", "resume": True, "progress": False}
-    rest = bilevel.search(*args, steps=4, key=KEY, **again)
-    jax.tree.map(np.testing.assert_array_equal, rest.w, whole.w)
-    jax.tree.map(np.testing.assert_array_equal, rest.alpha, whole.alpha)
+    whole = assert_resumes(args, tmp_path, key=KEY)
+    calls = {"unrolled": 12, "implicit": 4, "restarted": 3}[name]
+    assert whole.w.variables["count"] == calls
 
 
 @pytest.mark.long
@@ -495,16 +378,6 @@ def test_variables_and_auxiliary_outputs_go_together_and_side_by_side():
     assert both.aux["outer"].tolist() == [4, 4]
 
 
-def test_what_a_stateful_problem_expects_is_said():
-    silent = bilevel.Problem(lambda w, a, b: loss(w.params, None, b), predicted, stateful=True)
-    fn = bilevel.hypergradient(silent, bilevel.unrolled(0.1, 1))
-    with pytest.raises(ValueError, match=r"lower: expected .* returns \(loss, variables\)"):
-        fn(START, STATEFUL, TRAIN, VALID)
-    fn = bilevel.hypergradient(NORMALISED, bilevel.unrolled(0.1, 1))
-    with pytest.raises(ValueError, match=r"w0: expected a bilevel.Stateful\(params, variables\)"):
-        fn(START, W0, TRAIN, VALID)
-
-
 # ----------------------------------------------------------------------------- the search itself
 
 
@@ -519,8 +392,6 @@ def test_a_callback_is_called_after_every_so_many_steps():
     np.testing.assert_array_equal(result.alpha, whole.alpha)
     ended = bilevel.search(*args, steps=11, callback=lambda r: True, every=3, progress=False)
     assert int(ended.state.step) == 3
-    with pytest.raises(ValueError, match="every: expected a callback to call so often, got none"):
-        bilevel.search(*args, steps=2, every=1)
 
 
 @pytest.mark.long
@@ -556,60 +427,12 @@ def test_both_batches_can_be_drawn_together():
 # ----------------------------------------------------------------------------- hypergradients of 0
 
 
-def averaged(w, alpha, batch):
-    """The variables are a moving average of the weights."""
-    average = 0.9 * w.variables + 0.1 * w.params
-    return PENALISED.lower(w.params, alpha, batch), average
-
-
-def at_average(w, alpha, batch):
-    return loss(w.variables, None, batch)
-
-
-def test_an_outer_loss_at_averaged_weights():
-    """Truth: the loop written out; without derivatives of the average all would be 0."""
-    start = bilevel.Stateful(W0, W0)
-
-    def by_hand(alpha):
-        w = average = W0
-        for _ in range(5):
-            average = 0.9 * average + 0.1 * w
-            w = w - 0.1 * jax.grad(PENALISED.lower)(w, alpha, TRAIN)
-        return loss(average, None, VALID)
-
-    solver = bilevel.unrolled(0.1, 5)
-    problem = bilevel.Problem(averaged, at_average, stateful=True, differentiated=True)
-    hyper = bilevel.hypergradient(problem, solver, diagnostics=False)(START, start, TRAIN, VALID)
-    assert_close(hyper.grad, jax.grad(by_hand)(START), f64=1e-11, f32=1e-5)
-    problem = bilevel.Problem(averaged, at_average, stateful=True)
-    for fn in (bilevel.hypergradient(problem, solver), bilevel.truncation(problem, 0.1, 5)):
-        with pytest.raises(ValueError, match=r"outer: expected .* params.*differentiated=True"):
-            fn(START, start, TRAIN, VALID)
-
-
-def test_an_alpha_that_does_nothing_is_refused():
-    solver = bilevel.unrolled(optax.sgd(0.1), 2)
-    rest = optax.sgd(0.1), {"rate": jnp.array(0.1)}, W0, TRAIN, VALID
-    with pytest.raises(ValueError, match="alpha: expected to enter the lower loss, the outer loss"):
-        bilevel.search(PLAIN, solver, *rest, steps=1)
-    held = bilevel.search(PLAIN, solver, optax.set_to_zero(), *rest[1:], steps=1)  # trained alone
-    assert held.alpha == rest[1] and np.abs(held.w - W0).max() > 0
-
-
 def test_an_alpha_that_the_first_state_would_hide():
     """What inject_hyperparams keeps would stay that of the first alpha; begun anew, it is exact."""
     alpha = jnp.array(0.1)
     hidden = bilevel.unrolled(lambda a: optax.inject_hyperparams(optax.sgd)(learning_rate=a), 3)
-    with pytest.raises(ValueError, match="solver: expected an optimizer whose state at the start"):
-        bilevel.hypergradient(PLAIN, hidden)(alpha, W0, TRAIN, VALID)
     open_, anew = (
         bilevel.hypergradient(PLAIN, solver, diagnostics=False)(alpha, W0, TRAIN, VALID).grad
         for solver in (bilevel.unrolled(lambda a: optax.sgd(a), 3), bilevel.restarted(hidden))
     )
     assert_close(anew, open_, f64=1e-7, f32=1e-5)
-
-
-def test_a_line_search_below_has_no_reverse_mode_and_says_what_has():
-    solver = bilevel.unrolled(optax.lbfgs(), 2)
-    with pytest.raises(ValueError, match=r"solver: .*line search.*implicit\(lbfgs\(\)\)"):
-        bilevel.hypergradient(PENALISED, solver, diagnostics=False)(START, W0, TRAIN, VALID)

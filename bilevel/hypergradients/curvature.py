@@ -16,8 +16,8 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from bilevel.contracts import LinearMap, Pytree
+from bilevel.internal.conjugate_gradients import REROUNDING_FACTOR, solve_conjugate_gradients
 from bilevel.internal.decomposition_order import after
-from bilevel.solvers.conjugate_gradients import REROUNDING_FACTOR, solve_conjugate_gradients
 from bilevel.solvers.inverses import hessian_matrix, row_products
 from ntk.internal.sharding import do_while, pcast_varying, varying
 

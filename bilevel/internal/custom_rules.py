@@ -24,12 +24,13 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 import ntk
-from ntk.internal.jaxprs import inner_jaxprs, operation_names
+from ntk.internal.jaxprs import all_equations, operation_names
 
 FORWARD_OVER_REVERSE = "forward over reverse"
 REVERSE_OVER_FORWARD = "reverse over forward"
 REVERSE_OVER_REVERSE = "reverse over reverse"
 
+_RULE_NAMES = ("custom_jvp", "custom_vjp", "call_hi_primitive")
 _CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 # Folders where all rules are true derivatives: JAX's functions, our kernels, layers and spaces.
@@ -52,7 +53,11 @@ _MACHINERY = tuple(
 
 def exact_order(program: ClosedJaxpr) -> str:
     """Return the cheapest order of second derivatives that is exact for this loss."""
-    kinds = {name for name, eqn in _rules(program) if not _is_true(eqn)}
+    kinds = {
+        eqn.primitive.name
+        for eqn in all_equations(program)
+        if eqn.primitive.name.startswith(_RULE_NAMES) and not _is_true(eqn)
+    }
     if any(name != "custom_jvp_call" for name in kinds):
         return REVERSE_OVER_REVERSE
     return REVERSE_OVER_FORWARD if kinds else FORWARD_OVER_REVERSE
@@ -97,16 +102,6 @@ def second_derivatives(own_rules: Callable[[], bool]) -> Iterator[None]:
             "a test (the line search of optax.lbfgs, or one of a loss); implicit(lbfgs()), "
             'mode="forward", backprop=0 and lax.scan do without.'
         ) from error
-
-
-def _rules(program: ClosedJaxpr) -> Iterator[tuple[str, JaxprEqn]]:
-    """All equations with custom derivative rules, with their names."""
-    for eqn in program.jaxpr.eqns:
-        name = eqn.primitive.name
-        if name.startswith(("custom_jvp", "custom_vjp", "call_hi_primitive")):
-            yield name, eqn
-        for body in inner_jaxprs(eqn):
-            yield from _rules(body)
 
 
 def _is_true(eqn: JaxprEqn) -> bool:

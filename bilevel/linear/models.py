@@ -43,6 +43,7 @@ from bilevel.internal.checks import (
     real_array,
     real_number,
 )
+from bilevel.internal.conjugate_gradients import solve_conjugate_gradients
 from bilevel.linear.matrices import (
     Blocks,
     Features,
@@ -332,25 +333,14 @@ def _exact_step(mask, r, f_p, w, p, penalty):
 def _cg_by_column(product, b, relative):
     """CG on each column of ``b`` until its residual is under ``relative * |b|``."""
 
-    def unfinished(state):
-        *_, live, k = state
-        return jnp.any(live) & (k < _CG_STEPS)
+    def solve(b, aim):
+        def one(v):
+            return product(v[:, None])[:, 0]
 
-    def step(state):
-        x, r, p, rr, live, k = state
-        h_p = product(p)
-        curvature = jnp.sum(p * h_p, axis=0)
-        live = live & (curvature > 0)
-        length = jnp.where(live, rr / jnp.where(live, curvature, 1), 0)
-        x, r = x + length[None] * p, r - length[None] * h_p
-        rr_next = jnp.sum(r * r, axis=0)
-        p = r + (rr_next / jnp.where(live, rr, 1))[None] * p
-        return x, r, p, rr_next, live & (rr_next > floor), k + 1
+        return solve_conjugate_gradients(one, b, None, steps=_CG_STEPS, threshold=aim).x
 
-    rr = jnp.sum(b * b, axis=0)
-    floor = relative**2 * rr
-    state = jnp.zeros_like(b), b, b, rr, rr > floor, jnp.zeros((), int)
-    return jax.lax.while_loop(unfinished, step, state)[0]
+    aims = relative * jnp.linalg.norm(b, axis=0)
+    return jax.vmap(solve, in_axes=(1, 0), out_axes=1)(b, aims)
 
 
 def _relative_norm(gradient, start):

@@ -7,7 +7,7 @@ import jax
 from jax.extend import core
 
 from bilevel.contracts import Loss, Pytree
-from ntk.internal.jaxprs import bind, inner_jaxprs
+from ntk.internal.jaxprs import bind, inner_jaxprs, interpret
 
 
 def hoist_constants(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> Loss:
@@ -39,29 +39,29 @@ def _without_the_known(
     closed: core.ClosedJaxpr, inputs: list
 ) -> tuple[list, Callable[[list], list]]:
     """The outputs of a program that do not need the moving inputs; a function for all outputs."""
-    jaxpr = closed.jaxpr
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *inputs), strict=True))
-    steps = []
+    results: list[tuple] = []  # of each equation, in order: the known outputs or a function
 
-    def read(values, atoms):
-        return [v.val if isinstance(v, core.Literal) else values[v] for v in atoms]
-
-    for equation in jaxpr.eqns:
-        values = read(known, equation.invars)
+    def known(equation, values):
         if all(value is not _MOVING for value in values):
             outputs = bind(equation, values)
+            results.append((outputs, None))
         elif equation.primitive.name in ("jit", "pjit"):
             outputs, inner = _without_the_known(inner_jaxprs(equation)[0], values)
-            steps.append((equation, inner))
+            results.append((outputs, inner))
         else:
             outputs = [_MOVING] * len(equation.outvars)
-            steps.append((equation, functools.partial(bind, equation)))
-        known |= zip(equation.outvars, outputs, strict=True)
+            results.append((outputs, functools.partial(bind, equation)))
+        return outputs
+
+    outputs = interpret(closed, inputs, known)
 
     def run(inputs):
-        values = known | dict(zip(jaxpr.invars, inputs, strict=True))
-        for equation, step in steps:
-            values |= zip(equation.outvars, step(read(values, equation.invars)), strict=True)
-        return read(values, jaxpr.outvars)
+        steps = iter(results)
 
-    return read(known, jaxpr.outvars), run
+        def again(_, values):
+            outputs, step = next(steps)
+            return outputs if step is None else step(values)
+
+        return interpret(closed, inputs, again)
+
+    return outputs, run

@@ -12,7 +12,7 @@ from bilevel.contracts import Loss, Pytree
 from bilevel.problem.hoist import _types
 from bilevel.problem.problem import _FORM, Problem, lower_gradient, split_losses
 from ntk.internal.derivative_rules import in_loops, may_be_lost
-from ntk.internal.jaxprs import inner_jaxprs, scan_operands
+from ntk.internal.jaxprs import interpret, scan_operands, settle_carry
 
 
 def is_quadratic(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
@@ -24,7 +24,7 @@ def is_quadratic(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
     """
     closed = jax.make_jaxpr(lower_gradient(lower, alpha, batch))(w)
     finest = min(map(_eps, _types(w)), default=0.0)
-    degrees = _degrees(closed.jaxpr, [1] * len(closed.jaxpr.invars), finest)
+    degrees = _degrees(closed, [1] * len(closed.jaxpr.invars), finest)
     return max(degrees, default=0) <= 1
 
 
@@ -76,61 +76,54 @@ def leaf_names(alpha: Pytree, chosen: list[bool]) -> str:
 def outputs_reading(function: Callable, argument: Pytree) -> list[bool]:
     """Return for each leaf of ``function(argument)`` whether it depends on the argument."""
     closed = jax.make_jaxpr(function)(argument)
-    return [bool(read) for read in _sources(closed.jaxpr, [1] * len(closed.jaxpr.invars))]
+    return [bool(read) for read in _sources(closed, [1] * len(closed.jaxpr.invars))]
 
 
 def _inputs_read(closed: core.ClosedJaxpr) -> list[bool]:
     count = len(closed.jaxpr.invars)
-    outputs = _sources(closed.jaxpr, [1 << i for i in range(count)])
+    outputs = _sources(closed, [1 << i for i in range(count)])
     return [any(read >> i & 1 for read in outputs) for i in range(count)]
 
 
-def _sources(jaxpr: core.Jaxpr, inputs: list[int]) -> list[int]:
+def _sources(program: core.ClosedJaxpr, inputs: list[int]) -> list[int]:
     """Propagate sets through a program: a value's set is the union of those it depends on.
 
     A set is an integer, one bit for each of its members, so that one pass serves all of them.
     """
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(atom) -> int:
-        if isinstance(atom, core.Literal) or 0 in getattr(atom.aval, "shape", ()):
-            return 0
-        return known.get(atom, 0)
-
-    for equation in jaxpr.eqns:
-        outputs = _equation_sources(equation, [read(v) for v in equation.invars])
-        known |= zip(equation.outvars, outputs, strict=True)
-    return [read(v) for v in jaxpr.outvars]
+    inputs = _without_empty(program.jaxpr.invars, inputs)
+    return interpret(program, inputs, _equation_sources, constant=lambda _: 0, enter=_READ)
 
 
+def _nothing_for_empty(rule: Callable) -> Callable:
+    """Return ``rule`` with 0 for arrays without entries."""
+
+    def facts(equation: core.JaxprEqn, inputs: list[int]) -> list[int]:
+        outputs = rule(equation, inputs) if any(inputs) else [0] * len(equation.outvars)
+        return _without_empty(equation.outvars, outputs)
+
+    return facts
+
+
+def _without_empty(variables: list[core.Var], facts: list[int]) -> list[int]:
+    shapes = (getattr(v.aval, "shape", ()) for v in variables)
+    return [0 if 0 in shape else x for shape, x in zip(shapes, facts, strict=True)]
+
+
+@_nothing_for_empty
 def _equation_sources(equation: core.JaxprEqn, inputs: list[int]) -> list[int]:
     name, params, count = equation.primitive.name, equation.params, len(equation.outvars)
-    union = functools.reduce(operator.or_, inputs, 0)
-    if not union:
-        return [0] * count
-    if name in _READ:
-        return _sources(inner_jaxprs(equation)[0].jaxpr, inputs)
     if name == "cond" and not inputs[0]:
-        branches = [_sources(branch.jaxpr, inputs[1:]) for branch in params["branches"]]
-        return [
-            functools.reduce(operator.or_, branch_sets)
-            for branch_sets in zip(*branches, strict=True)
-        ]
+        branches = [_sources(branch, inputs[1:]) for branch in params["branches"]]
+        return [functools.reduce(operator.or_, sets) for sets in zip(*branches, strict=True)]
     if name == "custom_linear_solve":
         system = sum(params["const_lengths"])
         if not any(inputs[:system]):
             solve, constants = params["jaxprs"].solve, params["const_lengths"].solve
-            return _sources(solve.jaxpr, [0] * constants + inputs[system:])[:count]
+            return _sources(solve, [0] * constants + inputs[system:])[:count]
     if name == "scan":
-        first, carried = scan_operands(equation)
-        while True:  # the carry's sets can only grow
-            outputs = _sources(params["jaxpr"].jaxpr, inputs)
-            carry = inputs[first : first + carried]
-            after = [old | new for old, new in zip(carry, outputs[:carried], strict=True)]
-            if after == carry:
-                return outputs
-            inputs = inputs[:first] + after + inputs[first + carried :]
-    return [union] * count
+        body = functools.partial(_sources, params["jaxpr"])
+        return settle_carry(body, inputs, *scan_operands(equation), operator.or_)
+    return [functools.reduce(operator.or_, inputs, 0)] * count
 
 
 _OTHER = 2  # neither constant (0) nor affine (1)
@@ -142,44 +135,33 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "sh
 _READ = (*_CALLS, "custom_jvp_call", "custom_vjp_call")
 
 
-def _degrees(jaxpr: core.Jaxpr, inputs: list[int], coarsest: float) -> list[int]:
+def _degrees(program: core.ClosedJaxpr, inputs: list[int], coarsest: float) -> list[int]:
     """The degree in ``w`` of each output, from those of the inputs; never too low.
 
     A cast to a type of an eps above ``coarsest`` is rounding, and not linear.
     """
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def degree(atom) -> int:
-        if isinstance(atom, core.Literal) or 0 in getattr(atom.aval, "shape", ()):
-            return 0  # what has no entries does not move
-        return known.get(atom, 0)
-
-    for equation in jaxpr.eqns:
-        degrees = [degree(v) for v in equation.invars]
-        known |= zip(equation.outvars, _output_degrees(equation, degrees, coarsest), strict=True)
-    return [degree(v) for v in jaxpr.outvars]
+    rule = _nothing_for_empty(functools.partial(_output_degrees, coarsest))
+    inputs = _without_empty(program.jaxpr.invars, inputs)
+    return interpret(program, inputs, rule, constant=lambda _: 0, enter=_CALLS)
 
 
-def _output_degrees(equation: core.JaxprEqn, degrees: list[int], coarsest: float) -> list[int]:
+def _output_degrees(coarsest: float, equation: core.JaxprEqn, degrees: list[int]) -> list[int]:
     """The degrees of one operation's results."""
     name, params = equation.primitive.name, equation.params
     count = len(equation.outvars)
-    if not any(degrees):
-        return [0] * count
-    if name in _CALLS:
-        return _degrees(inner_jaxprs(equation)[0].jaxpr, degrees, coarsest)
     if name == "scan":
-        return _scan(equation, degrees, coarsest)
+        body = functools.partial(_degrees, params["jaxpr"], coarsest=coarsest)
+        return settle_carry(body, degrees, *scan_operands(equation), max)
     if name == "custom_linear_solve":
         system = sum(params["const_lengths"])
         if any(degrees[:system]):
             return [_OTHER] * count
         # The solution is linear in the right-hand side, as far as its program reads it.
         solve, constants = params["jaxprs"].solve, params["const_lengths"].solve
-        read = _degrees(solve.jaxpr, [0] * constants + degrees[system:], coarsest)
+        read = _degrees(solve, [0] * constants + degrees[system:], coarsest)
         return [max(degrees) if reads else 0 for reads in read[:count]]
     if name == "cond" and degrees[0] == 0:
-        branches = [_degrees(branch.jaxpr, degrees[1:], coarsest) for branch in params["branches"]]
+        branches = [_degrees(branch, degrees[1:], coarsest) for branch in params["branches"]]
         return [max(of_branches) for of_branches in zip(*branches, strict=True)]
     return [_result_degree(equation, name, degrees, coarsest)] * count
 
@@ -202,18 +184,6 @@ def _result_degree(equation: core.JaxprEqn, name: str, degrees: list[int], coars
 
 def _eps(dtype: Any) -> float:
     return float(jax.numpy.finfo(dtype).eps)
-
-
-def _scan(equation: core.JaxprEqn, degrees: list[int], coarsest: float) -> list[int]:
-    """The carry's degrees can only rise: the body is read until they stay."""
-    first, count = scan_operands(equation)
-    while True:
-        outputs = _degrees(equation.params["jaxpr"].jaxpr, degrees, coarsest)
-        carry = degrees[first : first + count]
-        after = [max(old, new) for old, new in zip(carry, outputs[:count], strict=True)]
-        if after == carry:
-            return outputs
-        degrees = degrees[:first] + after + degrees[first + count :]
 
 
 _PRODUCTS = ("mul", "dot_general", "conv_general_dilated")

@@ -42,7 +42,7 @@ from bilevel.solvers._detached import detached
 from bilevel.solvers._mixed_mode import with_transpose
 from bilevel.solvers._overflow import guarded
 from ntk.internal.compile_cache import fresh
-from ntk.internal.jaxprs import inner_jaxprs, operation_names
+from ntk.internal.jaxprs import inner_jaxprs, interpret, operation_names
 
 
 def with_limits(update: Callable, *args: Pytree) -> Pytree:
@@ -140,10 +140,7 @@ def is_steep(update: Callable, *args: Pytree) -> bool:
 
 def _has_limits(program: core.ClosedJaxpr) -> bool:
     """Whether an operation of the program is replaced above."""
-    return any(
-        eqn.primitive.name in (*_REPLACEMENTS, "gt") or any(map(_has_limits, inner_jaxprs(eqn)))
-        for eqn in program.jaxpr.eqns
-    )
+    return bool(operation_names(program) & {*_REPLACEMENTS, "gt"})
 
 
 def _is_entrywise(closed: core.ClosedJaxpr, moving: list[bool]) -> bool:
@@ -207,24 +204,16 @@ class _Known(NamedTuple):
 
 def _evaluate_with_slopes(closed: core.ClosedJaxpr, inputs: list[_Known]) -> list[_Known]:
     """The program's outputs with the replacements."""
-    jaxpr = closed.jaxpr
-    known = dict(zip(jaxpr.constvars, map(_Known, closed.consts), strict=True))
-    known |= dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(variables):
-        return [_known_literal(v) if isinstance(v, core.Literal) else known[v] for v in variables]
-
-    for equation in jaxpr.eqns:
-        outputs = _apply_with_slopes(equation, read(equation.invars), jaxpr.debug_info)
-        known |= dict(zip(equation.outvars, outputs, strict=True))
-    return read(jaxpr.outvars)
+    rule = functools.partial(_apply_with_slopes, closed.jaxpr.debug_info)
+    return interpret(closed, inputs, rule, constant=_known_constant)
 
 
-def _known_literal(literal: core.Literal) -> _Known:
-    return _Known(literal.val, zero=not np.any(literal.val))
+def _known_constant(value: Any) -> _Known:
+    literal = not isinstance(value, jax.Array) and np.ndim(value) == 0
+    return _Known(value, zero=literal and not np.any(value))
 
 
-def _apply_with_slopes(equation: core.JaxprEqn, inputs: list[_Known], debug_info) -> list[_Known]:
+def _apply_with_slopes(debug_info, equation: core.JaxprEqn, inputs: list[_Known]) -> list[_Known]:
     name, params = equation.primitive.name, equation.params
     values = [x.value for x in inputs]
     # Counts of steps are whole numbers, and what is computed of them is nobody's limit.

@@ -37,8 +37,8 @@ from bilevel.internal.checks import (
     nan_unless_finite,
     prng_key,
 )
+from bilevel.internal.conjugate_gradients import default_tolerance, solve_conjugate_gradients
 from bilevel.internal.precision import coarsest_eps, narrow, widen
-from bilevel.solvers.conjugate_gradients import default_tolerance, solve_conjugate_gradients
 from ntk.internal.jaxprs import operation_names
 from ntk.internal.sharding import match_varying_axes, pcast_varying, varying
 

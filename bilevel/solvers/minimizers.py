@@ -13,15 +13,15 @@ import optax
 
 from bilevel.contracts import LowerSolver, Pytree
 from bilevel.internal.checks import check_at_least, function, integer, nan_unless_finite
-from bilevel.internal.precision import coarsest_eps, like_start, narrow, widen, widened
-from bilevel.problem.hoist import hoist_constants
-from bilevel.problem.problem import hessian_operator
-from bilevel.problem.structure import is_quadratic
-from bilevel.solvers.conjugate_gradients import (
+from bilevel.internal.conjugate_gradients import (
     ConjugateGradients,
     largest_magnitude,
     solve_conjugate_gradients,
 )
+from bilevel.internal.precision import coarsest_eps, like_start, narrow, widen, widened
+from bilevel.problem.hoist import hoist_constants
+from bilevel.problem.problem import hessian_operator
+from bilevel.problem.structure import is_quadratic
 from ntk.internal.sharding import varying, while_loop
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 
 import bilevel
 from bilevel.contracts import Point
-from bilevel.solvers.conjugate_gradients import solve_conjugate_gradients
+from bilevel.internal.conjugate_gradients import solve_conjugate_gradients
 
 P = 6
 seeds = st.integers(0, 2**32 - 1)

@@ -9,7 +9,7 @@ import pytest
 from problems import soft, soft_problem
 
 import bilevel
-from bilevel.solvers.conjugate_gradients import solve_conjugate_gradients
+from bilevel.internal.conjugate_gradients import solve_conjugate_gradients
 
 
 @pytest.mark.long

@@ -322,17 +322,6 @@ def test_a_units_steps_are_at_most_two_over_the_curvature():
     np.testing.assert_allclose(updates / (3 * (x - updates)), -2 / 3 / 50, rtol=1e-5)
 
 
-def test_paced_is_for_single_loops():
-    problem, train, valid, _ = family(10)
-    args = bilevel.paced(), jnp.zeros(Q), jnp.zeros(P), train, valid
-    with pytest.raises(ValueError, match=r"optimizer: expected bilevel.paced with bilevel.saba"):
-        bilevel.search(problem, bilevel.implicit(), *args, steps=2, progress=False)
-    with pytest.raises(ValueError, match=r"optimizer: expected bilevel.paced with bilevel.saba"):
-        bilevel.search(problem, bilevel.f2sa(0.1), *args, steps=2, progress=False)
-    with pytest.raises(ValueError, match="optimizer: expected an optax optimizer"):
-        bilevel.paced(0.1)
-
-
 @pytest.mark.parametrize("method", [bilevel.saba, bilevel.spaba], ids=["saba", "spaba"])
 def test_weights_of_half_precision_are_moved_in_a_metric_of_single(method):
     """No eigenvalues are computed in half precision. Truth: the search in single precision."""

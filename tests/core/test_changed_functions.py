@@ -1,6 +1,5 @@
 """No result is that of a function as it was before it changed."""
 
-import re
 import types
 
 import jax
@@ -18,6 +17,7 @@ from ntk.internal.compile_cache import program
 
 rng = np.random.default_rng(0)
 W, X = jnp.asarray(rng.normal(size=(3, 3))), jnp.asarray(rng.normal(size=(4, 3)))
+WIDE = jnp.asarray(np.random.default_rng(1).normal(size=(3, 8)))
 BATCH = X, jnp.array([0, 1, 0, 1])
 POINT = jnp.ones(2), jnp.zeros(2), jnp.full(2, 0.5), jnp.full(2, 0.5)
 OPTIMIZER, UNROLLED = optax.sgd(0.1), bilevel.unrolled(0.05, 3)
@@ -69,6 +69,10 @@ COMPILED = {
     "gradient_norms": lambda net: gradient_norms(net.apply, W, X),
     "kernel_vector_product": lambda net: ntk.kernel_vector_product(net.apply, W, X)(jnp.ones(4)),
     "search": searched,
+    "hypergradient": gradient,
+    "min_eigenvalue of a product": lambda net: ntk.min_eigenvalue(net.product, size=3),
+    "naswot": lambda net: scores.naswot(None, net.function, WIDE, BATCH),
+    "snip": lambda net: scores.snip(None, net.function, W, BATCH),
 }
 
 
@@ -82,26 +86,6 @@ def test_a_function_that_changed_gives_what_a_new_one_gives(name):
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(truth), strict=True):
         np.testing.assert_array_equal(a, b)
     assert not np.array_equal(jax.tree.leaves(before)[0], jax.tree.leaves(after)[0])
-
-
-TRACED = {
-    "min_eigenvalue of a product": lambda net: ntk.min_eigenvalue(net.product, size=3),
-    "hypergradient": gradient,
-} | {
-    name: lambda net, name=name: getattr(scores, name)(None, net.function, W, BATCH)
-    for name in ("naswot", "snip")
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TRACED)
-def test_a_function_that_changed_is_traced_to_what_a_new_one_is_traced_to(name):
-    def text(net):  # without the addresses of derivative rules
-        return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(lambda: TRACED[name](net))()))
-
-    net = Network(settings())
-    before = text(net)
-    vars(net.settings).update(CHANGED)
-    assert before != text(net) == text(Network(settings(**CHANGED)))
 
 
 def test_a_kernels_product_is_that_of_the_network_it_was_made_of():

@@ -43,27 +43,12 @@ def grad(optimizer, steps, mode):
 
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01))
-OPTIMIZERS = {
-    "adabelief": optax.adabelief(0.01),
-    "adadelta": optax.adadelta(0.01),
-    "adafactor": optax.adafactor(0.01),
-    "adagrad": optax.adagrad(0.01),
-    "adam": optax.adam(0.01),
-    "adamax": optax.adamax(0.01),
-    "adamw": optax.adamw(0.01),
-    "amsgrad": optax.amsgrad(0.01),
+NAMES = "adabelief adadelta adafactor adagrad adam adamax adamw amsgrad fromage lamb lars nadam"
+NAMES += " novograd radam rmsprop sm3 yogi"
+OPTIMIZERS = {name: getattr(optax, name)(0.01) for name in NAMES.split()} | {
     "clipped adam": CLIPPED,
-    "fromage": optax.fromage(0.01),
-    "lamb": optax.lamb(0.01),
-    "lars": optax.lars(0.01),
     "learned rate": lambda alpha: optax.adam(0.01 * jnp.exp(alpha)),
-    "nadam": optax.nadam(0.01),
-    "novograd": optax.novograd(0.01),
-    "radam": optax.radam(0.01),
-    "rmsprop": optax.rmsprop(0.01),
-    "sgd": optax.sgd(0.01, momentum=0.9),
-    "sm3": optax.sm3(0.01),
-    "yogi": optax.yogi(0.01),
+    "momentum": optax.sgd(0.01, momentum=0.9),
 }
 
 
@@ -75,7 +60,7 @@ def test_dead_units_under_weight_decay_leave_the_hypergradient_right(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("steps", [5, 10, 20, 40, 100])
+@pytest.mark.parametrize("steps", [5, 20, 100])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_dead_units_under_every_optimizer(name, steps):
     reverse, forward = (grad(OPTIMIZERS[name], steps, mode) for mode in ("reverse", "forward"))
@@ -125,11 +110,9 @@ def test_a_guarded_map_is_the_map_where_nothing_overflows_twice():
 
 FEATURES = {  # of a learned optimizer; their slopes at a gradient of 0
     "where": (lambda g: jnp.where(g != 0, jnp.log(jnp.abs(g)), 0.0) + 2 * g, 2.0),
-    "opened guard": (lambda g: jnp.where(g**2 > 0, jnp.log(g**2), 0.0) + g, 1.0),
     "clip": (lambda g: jnp.clip(jnp.log(jnp.abs(g)) / 10, -1, None) + 3 * g, 3.0),
     "maximum": (lambda g: jnp.maximum(jnp.log(jnp.abs(g)), -9.0) * g, -9.0),
     "used": (lambda g: jnp.exp(jnp.log(g)), np.nan),
-    "used in a product": (lambda g: jnp.stack([jnp.exp(jnp.log(g)), g]) @ jnp.ones(2), np.nan),
 }
 
 

@@ -14,10 +14,11 @@ import optax
 import pytest
 import scipy.sparse
 from jax.experimental.sparse import BCSR
+from problems import mean_squares, separate_penalties
 
 import bilevel
 import ntk
-from bilevel.linear import matrices
+from bilevel.linear import matrices, ridge_weights
 from bilevel.linear.models import svm_weights
 from ntk.bounds.constants import betas
 
@@ -45,43 +46,32 @@ def rows(seed=0, width=WEIGHTS):
     return jnp.asarray(x, float), jnp.asarray(y, float)
 
 
-def squares():
-    """Quadratic in the weights; one penalty."""
-
-    def lower(w, alpha, batch):
-        x, y = batch
-        return 0.5 * jnp.mean((x @ w - y) ** 2) + 0.5 * jnp.exp(alpha[0]) * jnp.sum(w**2)
-
-    def outer(w, alpha, batch):
-        x, y = batch
-        return jnp.mean((x @ w - y) ** 2)
-
-    return bilevel.Problem(lower, outer)
+SQUARES = bilevel.Problem(separate_penalties, mean_squares)  # quadratic in the weights
 
 
-def logistic():
-    """Not quadratic; one penalty per weight."""
-
-    def lower(w, alpha, batch):
-        x, y = batch
-        return jnp.mean(jnp.log1p(jnp.exp(-y * (x @ w)))) + 0.5 * jnp.sum(jnp.exp(alpha) * w**2)
-
-    def outer(w, alpha, batch):
-        x, y = batch
-        return jnp.mean(jnp.log1p(jnp.exp(-y * (x @ w))))
-
-    return bilevel.Problem(lower, outer)
+def logistic(w, alpha, batch):
+    x, y = batch
+    return jnp.mean(jnp.log1p(jnp.exp(-y * (x @ w))))
 
 
-def mixture():
+LOGISTIC = bilevel.Problem(
+    lambda w, alpha, batch: logistic(w, alpha, batch) + 0.5 * jnp.sum(jnp.exp(alpha) * w**2),
+    logistic,
+)
+
+
+def mixture(w, alpha, batch):
     """A mixture of three features, for alpha on the simplex."""
+    x, y = batch
+    features = alpha[0] * x + alpha[1] * jnp.tanh(x) + alpha[2] * jnp.sin(x)
+    return 0.5 * jnp.mean((features @ w - y) ** 2)
 
-    def outer(w, alpha, batch):
-        x, y = batch
-        features = alpha[0] * x + alpha[1] * jnp.tanh(x) + alpha[2] * jnp.sin(x)
-        return 0.5 * jnp.mean((features @ w - y) ** 2)
 
-    return bilevel.Problem(lambda w, *args: outer(w, *args) + 0.05 * jnp.sum(w**2), outer)
+MIXTURE = bilevel.Problem(lambda w, *args: mixture(w, *args) + 0.05 * jnp.sum(w**2), mixture)
+# Its lower Hessian is singular along differences of weights.
+SUM = bilevel.Problem(
+    lambda w, alpha, batch: (jnp.sum(w) - alpha[0]) ** 2, lambda w, alpha, batch: jnp.sum(w**2)
+)
 
 
 def search(problem, solver, alpha=None, optimizer=None, steps=2, data=rows, **options):
@@ -97,16 +87,16 @@ def hypergradient(problem, solver, alpha, weights=WEIGHTS, **options):
 
 
 def by_batches(solver):
-    return search(logistic(), solver, batches=bilevel.minibatches(4), key=jax.random.key(0))
+    return search(LOGISTIC, solver, batches=bilevel.minibatches(4), key=jax.random.key(0))
 
 
 def in_geometry(optimizer):
-    return search(mixture(), bilevel.unrolled(0.3, 2), jnp.full(3, 1 / 3), optimizer)
+    return search(MIXTURE, bilevel.unrolled(0.3, 2), jnp.full(3, 1 / 3), optimizer)
 
 
 def single(method, optimizer=None, **options):
     options |= {"batches": bilevel.partition(5), "key": jax.random.key(0)}
-    return search(logistic(), method, optimizer=optimizer, steps=8, **options)
+    return search(LOGISTIC, method, optimizer=optimizer, steps=8, **options)
 
 
 def sparse_rows(seed):
@@ -115,33 +105,32 @@ def sparse_rows(seed):
 
 
 SEARCHES = {
-    "unrolled": lambda: search(logistic(), bilevel.unrolled(optax.sgd(0.3), 5)),
-    "momentum": lambda: search(logistic(), bilevel.unrolled(optax.sgd(0.3, momentum=0.9), 5)),
+    "unrolled": lambda: search(LOGISTIC, bilevel.unrolled(optax.sgd(0.3), 5)),
     "a learned rate": lambda: search(
-        logistic(), bilevel.unrolled(lambda alpha: optax.sgd(jnp.exp(alpha[0])), 5)
+        LOGISTIC, bilevel.unrolled(lambda alpha: optax.sgd(jnp.exp(alpha[0])), 5)
     ),
-    "truncated": lambda: search(logistic(), bilevel.unrolled(0.3, 5, backprop=2)),
-    "implicit": lambda: search(logistic(), bilevel.implicit(), diagnostics=True),
-    "lbfgs, dense": lambda: search(logistic(), bilevel.implicit(bilevel.lbfgs(), bilevel.dense())),
+    "truncated": lambda: search(
+        LOGISTIC, bilevel.unrolled(optax.sgd(0.3, momentum=0.9), 5, backprop=2)
+    ),
+    "implicit": lambda: search(LOGISTIC, bilevel.implicit(), diagnostics=True),
+    "lbfgs, dense": lambda: search(LOGISTIC, bilevel.implicit(bilevel.lbfgs(), bilevel.dense())),
     "neumann": lambda: search(
-        logistic(), bilevel.implicit(bilevel.unrolled(0.3, 5), bilevel.neumann(5, 0.3))
+        LOGISTIC, bilevel.implicit(bilevel.unrolled(0.3, 5), bilevel.neumann(5, 0.3))
     ),
     "nystrom": lambda: search(
-        logistic(), bilevel.implicit(bilevel.unrolled(0.3, 5), bilevel.nystrom(4, 1e-2))
+        LOGISTIC, bilevel.implicit(bilevel.unrolled(0.3, 5), bilevel.nystrom(4, 1e-2))
     ),
     "ridge": lambda: search(
-        squares(),
+        SQUARES,
         bilevel.ridge(lambda alpha, x: x, lambda alpha: ROWS * jnp.exp(alpha[0])),
         jnp.zeros(1),
         diagnostics=True,
     ),
-    "one_step": lambda: search(logistic(), bilevel.one_step(optax.sgd(0.3))),
-    "restarted": lambda: search(logistic(), bilevel.restarted(bilevel.unrolled(0.3, 5))),
-    "distilled": lambda: search(logistic(), bilevel.distilled(0.3, decay=0.5)),
-    "batches": lambda: by_batches(bilevel.unrolled(0.3, 3)),
-    "batches inside": lambda: by_batches(bilevel.unrolled(0.3, 3, batches=bilevel.minibatches(4))),
+    "one_step": lambda: search(LOGISTIC, bilevel.one_step(optax.sgd(0.3))),
+    "distilled": lambda: search(LOGISTIC, bilevel.distilled(0.3, decay=0.5)),
+    "batches": lambda: by_batches(bilevel.unrolled(0.3, 3, batches=bilevel.minibatches(4))),
     "sparse batches": lambda: search(
-        squares(),
+        SQUARES,
         bilevel.unrolled(0.1, 2),
         jnp.zeros(1),
         batches=bilevel.minibatches(4),
@@ -149,10 +138,10 @@ SEARCHES = {
         data=sparse_rows,
     ),
     "a sparse history": lambda: search(
-        logistic(), bilevel.unrolled(0.3, 2), steps=3, history=bilevel.History(every=2), chunk=1
+        LOGISTIC, bilevel.unrolled(0.3, 2), steps=3, history=bilevel.History(every=2), chunk=1
     ),
     "under jit": lambda: jax.jit(
-        lambda alpha: search(logistic(), bilevel.unrolled(0.3, 2), alpha).alpha
+        lambda alpha: search(LOGISTIC, bilevel.unrolled(0.3, 2), alpha).alpha
     )(jnp.zeros(WEIGHTS)),
     "exponentiate": lambda: in_geometry(
         optax.chain(bilevel.tangent(), optax.sgd(0.1), bilevel.exponentiate())
@@ -168,21 +157,15 @@ SEARCHES = {
     "f2sa": lambda: single(bilevel.f2sa(0.1)),
     "meha": lambda: single(bilevel.meha(0.1)),
     "info, 600 weights": lambda: hypergradient(
-        squares(), bilevel.implicit(bilevel.unrolled(0.1, 5)), jnp.zeros(1), 600
+        SQUARES, bilevel.implicit(bilevel.unrolled(0.1, 5)), jnp.zeros(1), 600
     ),
     "info, free directions": lambda: hypergradient(
-        bilevel.Problem(
-            lambda w, alpha, batch: (jnp.sum(w) - alpha[0]) ** 2,
-            lambda w, alpha, batch: jnp.sum(w**2),
-        ),
-        bilevel.unrolled(0.01, 5),
-        jnp.ones(1),
-        600,
+        SUM, bilevel.unrolled(0.01, 5), jnp.ones(1), 600
     ),
     "forward mode": lambda: hypergradient(
-        squares(), bilevel.unrolled(0.3, 3), jnp.zeros(1), mode="forward"
+        SQUARES, bilevel.unrolled(0.3, 3), jnp.zeros(1), mode="forward"
     ),
-    "truncation": lambda: bilevel.truncation(logistic(), 0.3, 5)(
+    "truncation": lambda: bilevel.truncation(LOGISTIC, 0.3, 5)(
         jnp.full(WEIGHTS, -2.0), jnp.zeros(WEIGHTS), rows(0), rows(1)
     ),
 }
@@ -191,10 +174,7 @@ SEARCHES = {
 def linear_models():
     x, y = rows()
     sparse = matrices.sparse(scipy.sparse.csr_array(np.asarray(x)))
-    return [
-        (bilevel.linear.ridge_weights(features, y, 0.1), svm_weights(features, y))
-        for features in (x, sparse)
-    ]
+    return [(ridge_weights(a, y, 0.1), svm_weights(a, y)) for a in (x, sparse)]
 
 
 def spectral():
@@ -208,11 +188,6 @@ def discrete_choices():
     ranks = jnp.array([1.0, 3.0, 2.0, 4.0, 5.0])
     agreement = bilevel.rank_agreement(jax.random.key(0), jnp.arange(5.0), ranks)
     return bilevel.top_k(jnp.array([0.5, 0.3, 0.2]), 2), agreement
-
-
-def unit_rows():
-    x, _ = rows()
-    return x / jnp.linalg.norm(x, axis=1, keepdims=True)
 
 
 def infinite_kernels():
@@ -280,7 +255,8 @@ def regressions():
 
 
 def bounds():
-    x = unit_rows()
+    x, _ = rows()
+    x = x / jnp.linalg.norm(x, axis=1, keepdims=True)
     layers = [ntk.relu, ntk.relu]
     return (
         betas(ntk.leaky_relu(0.1), 2.0),
@@ -303,31 +279,25 @@ OTHERS = (
     infinite_kernels,
     mixtures_of_kernels,
     networks,
-    finite_kernels,
-    operators,
-    regressions,
-    bounds,
-    scores,
 )
-CALLS = SEARCHES | {call.__name__: call for call in OTHERS}
+OTHERS += (finite_kernels, operators, regressions, bounds, scores)
+CALLS = {name.replace(" ", "_"): call for name, call in SEARCHES.items()}
+CALLS |= {call.__name__: call for call in OTHERS}
 FAST = "unrolled", "one_step", "ma_soba", "saba", "bome", "f2sa", "meha"
 FAST += "linear_models", "discrete_choices", "finite_kernels"
 
 
-def marked(name):
-    """The id of a call, which is slow unless it is one of ``FAST``."""
-    marks = () if name in FAST else pytest.mark.slow
-    return pytest.param(name.replace(" ", "_"), marks=marks)
-
-
-@pytest.mark.parametrize("name", [marked(name) for name in CALLS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CALLS],
+)
 def test_a_call_passes_under_flags_of_jax(name):
     with together():
-        jax.block_until_ready((CALLS.get(name) or CALLS[name.replace("_", " ")])())
+        jax.block_until_ready(CALLS[name]())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["implicit", "soba", "finite_kernels"])
+@pytest.mark.parametrize("name", ["implicit", "unrolled", "soba", "finite_kernels"])
 def test_no_tracer_leaks(name):
     # For each trace that is a part of a cycle, JAX collects all garbage: of a search, 60 times.
     # Each takes as long as there are objects, of which nearly all are older than the call.
@@ -342,40 +312,33 @@ def test_no_tracer_leaks(name):
 
 def test_a_search_runs_without_jit():
     with jax.disable_jit():
-        result = search(logistic(), bilevel.unrolled(0.3, 5))
+        result = search(LOGISTIC, bilevel.unrolled(0.3, 5))
     assert np.isfinite(result.alpha).all()
 
 
+def lower_plus(term):
+    return bilevel.Problem(lambda w, *args: LOGISTIC.lower(w, *args) + term(w), LOGISTIC.outer)
+
+
 @pytest.mark.slow
-def test_a_nan_of_ones_own_is_seen():
-    """The flag stays on inside our loops."""
-    problem = logistic()
-
-    def lower(w, alpha, batch):
-        return problem.lower(w, alpha, batch) + jnp.sum(jnp.sqrt(w - 1))
-
+def test_a_nan_of_ones_own_is_seen_inside_loops():
+    problem = lower_plus(lambda w: jnp.sum(jnp.sqrt(w - 1)))
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
-        search(bilevel.Problem(lower, problem.outer), bilevel.unrolled(0.3, 2))
+        search(problem, bilevel.unrolled(0.3, 2))
 
 
 def test_a_promotion_of_ones_own_is_seen():
-    def lower(w, alpha, batch):
-        return jnp.sum((w - jnp.arange(WEIGHTS)) ** 2) + jnp.sum(alpha * w)
-
-    problem = bilevel.Problem(lower, lambda w, alpha, batch: jnp.sum(w**2))
+    problem = lower_plus(lambda w: jnp.sum((w - jnp.arange(WEIGHTS)) ** 2))
     with jax.numpy_dtype_promotion("strict"), pytest.raises(ValueError, match="promotion"):
         search(problem, bilevel.implicit(bilevel.lbfgs()))
 
 
 @pytest.mark.slow
 def test_without_an_estimate_the_largest_number_stands_for_infinity():
-    problem = bilevel.Problem(
-        lambda w, alpha, batch: (jnp.sum(w) - alpha[0]) ** 2, lambda w, alpha, batch: w[0] ** 2
-    )
+    problem = bilevel.Problem(SUM.lower, lambda w, alpha, batch: w[0] ** 2)
+    arguments = problem, bilevel.unrolled(0.01, 5), jnp.ones(1)
     with jax.debug_infs(True):
-        info = hypergradient(problem, bilevel.unrolled(0.01, 5), jnp.ones(1)).info
+        info = hypergradient(*arguments).info
     assert info.error_estimate == np.finfo(info.error_estimate.dtype).max
     assert int(info.reason) == 2 and not info.converged
-    assert hypergradient(problem, bilevel.unrolled(0.01, 5), jnp.ones(1)).info.error_estimate == (
-        np.inf
-    )
+    assert hypergradient(*arguments).info.error_estimate == np.inf

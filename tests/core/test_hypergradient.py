@@ -10,15 +10,7 @@ import optax
 import pytest
 from helpers import assert_close, cast, finite_differences, lower_hessian, tolerance
 from jax.flatten_util import ravel_pytree
-from problems import (
-    decay,
-    least_squares,
-    logistic,
-    logistic_loss,
-    logits,
-    mean_squares,
-    mixed,
-)
+from problems import decay, least_squares, logistic, logistic_loss, logits, mean_squares, mixed
 
 import bilevel
 from bilevel.hypergradients.hypergradient import stateful_hypergradient

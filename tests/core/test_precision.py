@@ -109,12 +109,9 @@ def normal_equations(alpha, w, batch):
 
 ROWS = np.random.default_rng(0).normal(size=(8, 4))
 OF_DATA = {  # whose weights have the data's or alpha's type, not that of w0
-    "ridge": (bilevel.ridge(of_scaled, lambda alpha: 0.1), "w0: expected an array of shape"),
-    "solved": (bilevel.implicit(bilevel.solved(normal_equations)), "solve: expected weights of"),
-    "restarted": (
-        bilevel.restarted(bilevel.unrolled(0.01, 3), start=lambda alpha, w: alpha),
-        "start: expected weights of",
-    ),
+    "ridge": bilevel.ridge(of_scaled, lambda alpha: 0.1),
+    "solved": bilevel.implicit(bilevel.solved(normal_equations)),
+    "restarted": bilevel.restarted(bilevel.unrolled(0.01, 3), start=lambda alpha, w: alpha),
 }
 
 
@@ -135,18 +132,10 @@ def search_from(w0, solver):
 @pytest.mark.skipif(not jax.config.jax_enable_x64, reason="data of wider numbers than float32")
 @pytest.mark.parametrize("name", OF_DATA)
 def test_weights_that_a_solver_finds_in_wider_numbers_keep_the_type_of_w0(name):
-    solver, _ = OF_DATA[name]
+    solver = OF_DATA[name]
     wide, narrow = (search_from(jnp.zeros(4, dtype), solver) for dtype in ("float64", "float32"))
     assert narrow.w.dtype == jnp.float32
     assert_close(narrow.alpha, wide.alpha, f64=1e-5)  # truth: all in float64
-
-
-@pytest.mark.parametrize("name", OF_DATA)
-def test_weights_of_another_shape_than_w0_are_refused(name):
-    solver, message = OF_DATA[name]
-    with pytest.raises(ValueError, match=message) as caught:
-        search_from(jnp.zeros((4, 1)), solver)
-    assert "(4, 1)" in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.long
@@ -158,16 +147,3 @@ def test_diagnostics_of_mixed_weights_make_no_claim_that_is_false():
     error = np.linalg.norm(flatten(result.grad) - flatten(truth.grad))
     assert error < 8 * ROUNDING * np.linalg.norm(flatten(truth.grad))
     assert error < 3 * result.info.error_estimate
-
-
-@pytest.mark.parametrize("solver", [bilevel.implicit(), bilevel.unrolled(0.1, 2)])
-def test_complex_weights_are_refused(solver):
-    alpha, w0, *batches = data(0)
-    w0["coarse"] = jnp.ones(2, complex)
-    message = r"w0\['coarse'\]: expected real floating arrays, got complex"
-    with pytest.raises(ValueError, match=message):
-        bilevel.hypergradient(PROBLEM, solver)(alpha, w0, *batches)
-    with pytest.raises(ValueError, match=message):
-        bilevel.search(
-            *(PROBLEM, solver, optax.sgd(0.1), alpha, w0, *batches), steps=1, progress=False
-        )

@@ -196,9 +196,6 @@ def test_damped_info_speaks_of_the_solution_nearest_to_the_start():
     assert error / 3 < result.info.error_estimate < 10 * error
 
 
-START = jnp.ones(2000)
-
-
 def test_an_indefinite_hessian_is_given_up_after_the_products_allowed():
     spectrum = jnp.concatenate([jnp.linspace(1, 2, 1999), jnp.array([-1.0])])
     calls = []

@@ -1375,77 +1375,21 @@ NTK_SCORES = value_errors(
     (lambda: ntk.scores.of_kernel(jnp.dot, jnp.arange(2), x=EYE), "y: expected 3 labels"),
 )
 
-SHORT = unrolled(0.1, 1)
 ROWS_OF_TWO = jnp.ones((4, 2))
-
-
-def vector(w, alpha, batch):
-    return w
-
-
-def whole_number(w, alpha, batch):
-    return jnp.array(1)
 
 
 def one_of_two(w, alpha, batch):
     return OUTER(w.params, alpha, batch)
 
 
-def error_of(parts):
-    return bilevel.standard_error(bilevel.hypergradient(PROBLEM, SHORT), parts)
-
-
 HYPERGRADIENTS += value_errors(
-    (lambda: bilevel.Problem(LOWER, "loss"), "outer: expected a function .*, got 'loss'"),
-    (lambda: hypergradient(bilevel.Problem(vector, OUTER)), r"lower: .*scalar.*\(2,\)"),
-    (lambda: hypergradient(bilevel.Problem(LOWER, whole_number)), "outer: .*scalar.*int"),
-    (
-        lambda: hypergradient(bilevel.Problem(OUTER, OUTER)),
-        "alpha: expected to enter the lower loss, the outer loss",
-    ),
-    (
-        lambda: hypergradient(bilevel.Problem(one_of_two, OUTER, stateful=True)),
-        r"w0: expected a bilevel.Stateful\(params, variables\)",
-    ),
     (
         lambda: hypergradient(
             bilevel.Problem(one_of_two, one_of_two, stateful=True),
-            w0=bilevel.Stateful(W0, W0),
-            solver=SHORT,
+            w0=STATEFUL,
+            solver=unrolled(0.1, 1),
         ),
         r"lower: expected .* returns \(loss, variables\)",
-    ),
-    (lambda: error_of(1), "parts: expected at least 2, got 1"),
-    (
-        lambda: error_of(3)(ALPHA, W0, ROWS_OF_TWO, None),
-        "parts: expected a divisor of the rows of train, got 3",
-    ),
-    (lambda: bilevel.standard_error(PROBLEM, 2), "fn: expected a function"),
-    (lambda: bilevel.truncation(PROBLEM, 0.1, 0), "steps: expected at least 1"),
-    (lambda: bilevel.truncation(solve, 0.1, 2), r"problem: expected a bilevel\.Problem"),
-)
-SOLVERS += value_errors(
-    (lambda: bilevel.newton(0), "steps: expected at least 1, got 0"),
-    (lambda: bilevel.cg(damping=math.nan), "damping: expected at least 0, got nan"),
-    (
-        lambda: implicit(unrolled(0.1, 2, batches=solve)),
-        "forward: expected a solver of one lower problem, got",
-    ),
-    (
-        lambda: unrolled(lambda alpha: optax.sgd(alpha), 2).init(W0),
-        r"the optimizer depends on alpha; call solver\.start",
-    ),
-    (
-        lambda: hypergradient(solver=unrolled(optax.lbfgs(), 2)),
-        r"solver: .*line search.*implicit\(lbfgs\(\)\)",
-    ),
-    (lambda: bilevel.restarted(SHORT, key=KEY), "start: expected a function"),
-    (lambda: bilevel.restarted(SHORT, solve, key=3.0), "key: expected"),
-    (
-        lambda: bilevel.ridge(lambda alpha, x: ROWS_OF_TWO, lambda alpha: 1.0).run(
-            None, None, None, (), (None, jnp.zeros(5))
-        ),
-        "features: expected a matrix with 5 rows, one per label, got shape",
     ),
 )
 STOCHASTIC += value_errors(

@@ -224,13 +224,16 @@ def _sharpened(products, values, vectors, rounding) -> _HessianFactors:
     p = len(values)
     soft = values < 100 * rounding
     soft_block = soft[:, None] & soft[None]
-    scaled = jnp.asarray(REROUNDING_FACTOR, values.dtype)
-    both = vectors.T @ products(jnp.hstack([vectors, scaled * vectors]))
-    quotients, again = jnp.where(soft_block, both[:, :p], 0), both[:, p:] / scaled
-    again = jnp.where(soft_block, again, 0)
-    spread = jnp.maximum(
-        jnp.linalg.norm(quotients - quotients.T), jnp.linalg.norm(quotients - again)
+    # Two products may agree by chance where both are rounding alone; three rarely do.
+    factors = [1.0, REROUNDING_FACTOR, REROUNDING_FACTOR**2]
+    scaled = [jnp.asarray(factor, values.dtype) * vectors for factor in factors]
+    parts = jnp.split(vectors.T @ products(jnp.hstack(scaled)), len(factors), axis=1)
+    quotients, *others = (
+        jnp.where(soft_block, part / jnp.asarray(factor, values.dtype), 0)
+        for part, factor in zip(parts, factors, strict=True)
     )
+    differences = jnp.stack([quotients - other for other in (quotients.T, *others)])
+    spread = jnp.max(jnp.linalg.norm(differences.reshape(len(factors), -1), axis=1))
     noise = spread / jnp.sqrt(jnp.maximum(soft.sum(), 1).astype(spread.dtype))
     scale = jnp.max(jnp.abs(quotients))
     scale = jnp.where(scale > 0, scale, 1)

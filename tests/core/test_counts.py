@@ -138,8 +138,7 @@ CALLS = {
         20656,
     ),
     # The last 12 products and 968 bytes are for free directions; 10 of 12 run if there are any.
-    # All samples of the refined hypergradient are in one batch: 1,880 bytes more than one by one.
-    "info": (lambda: hypergradient(bilevel.unrolled(0.1, STEPS), True), 82 + 217 + 12, 12256),
+    "info": (lambda: hypergradient(bilevel.unrolled(0.1, STEPS), True), 82 + 217 + 12, 10376),
     "ridge": (
         lambda: hypergradient(
             bilevel.ridge(lambda alpha, x: x * jnp.exp(-alpha / 2), lambda alpha: 1.0)

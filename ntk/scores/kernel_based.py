@@ -375,7 +375,9 @@ def _is_singular(values: jax.Array) -> jax.Array:
 def _entropy_of_spectrum(values: jax.Array) -> jax.Array:
     values = jnp.maximum(values, 0)
     total = jnp.sum(values)
-    return jnp.sum(jax.scipy.special.entr(values / jnp.where(total > 0, total, 1)))
+    shares = values / jnp.where(total > 0, total, 1)
+    # jax.scipy.special.entr computes an infinity, which jax_debug_infs raises.
+    return -jnp.sum(shares * jnp.log(jnp.where(shares > 0, shares, 1)))
 
 
 def _label_energy_of_matrix(

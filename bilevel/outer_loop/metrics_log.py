@@ -83,7 +83,7 @@ def log(path: str | os.PathLike[str], *, resume: bool = False) -> Callable[[Any]
             if step_of(i, count, every) > last
         ]
         if lines.append(records):
-            last = count
+            last = max(last, count)  # a resumed search begins before the last line of the file
 
     return callback
 

@@ -40,12 +40,12 @@ def search_programs(setup: Any, state: Pytree, data: tuple, traced: tuple) -> di
     """Return a digest of the program of each part, as on one device.
 
     ``traced`` is ``(program, calls)`` of a step on the arrays as they are. It is used if these have
-    no explicit axes, and the shapes that every search of this kind has.
+    no mesh, and the shapes that every search of this kind has.
     """
     step, calls = traced
     args = shapes((state, state.step, canonical(setup, data)))
     types = [(x.shape, x.dtype) for x in jax.tree.leaves(args)]
-    if [(v.aval.shape, v.aval.dtype) for v in step.jaxpr.invars] != types or _explicit(step):
+    if [(v.aval.shape, v.aval.dtype) for v in step.jaxpr.invars] != types or _on_a_mesh(step):
         problem, calls = recorded(setup.problem)
         step = jax.make_jaxpr(fresh(setup._replace(problem=problem).step))(*args)
     losses = {"lower loss": setup.problem.lower, "outer loss": setup.problem.outer}
@@ -109,6 +109,6 @@ def _optimizer_step(optimizer: Any, alpha: Pytree) -> Pytree:
     return state, optimizer.update(alpha, state, alpha, grad=alpha, **more)
 
 
-def _explicit(program: Any) -> bool:
-    """Whether the program's arguments lie on a mesh with explicit axes."""
-    return any(v.aval.sharding.mesh.explicit_axes for v in program.jaxpr.invars)
+def _on_a_mesh(program: Any) -> bool:
+    """Whether any argument of the program is on a mesh; JAX reshards constants there."""
+    return any(not v.aval.sharding.mesh.empty for v in program.jaxpr.invars)

@@ -226,10 +226,6 @@ def two(tmp_path_factory):
     return folder, *(json.loads(out.partition("ANSWERS")[2]) for out, _, _ in report)
 
 
-@pytest.mark.xfail(
-    reason="one process refuses the checkpoint of two: the digest of the step differs (open)",
-    raises=ValueError,
-)
 @pytest.mark.slow
 def test_two_processes_search_as_one(two, namespace):
     folder, first, second = two

@@ -112,8 +112,10 @@ def fast_weight_sharing(
     ValueError, FloatingPointError
         As :func:`weight_sharing`; if ``growth`` is under 1.
 
-    Notes ----- Reference: Khodak et al. (2020), Appendix B.1, whose text reaches d at the last
-    round. The authors' code stops at ``d / growth``, and only the final refit uses d.
+    Notes
+    -----
+    Reference: Khodak et al. (2020), Appendix B.1. Their text reaches d at the last round. The
+    authors' code stops at ``d / growth``, and only the final refit uses d.
 
     Examples
     --------

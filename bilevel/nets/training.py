@@ -76,9 +76,11 @@ def train(
         If an argument is of another kind, ``batch_size`` is not from 1 to N, or ``epochs`` is under
         1.
 
-    Notes ----- Pure: use it under ``jit`` with ``lower`` closed over, and under ``vmap`` for
-    several seeds. Memory: two copies of ``w`` besides the optimizer's. The paper's loss, the
-    logistic one of ``y f`` with y = +-1, is that of a space of two classes.
+    Notes
+    -----
+    Pure: use it under ``jit`` with ``lower`` closed over, and under ``vmap`` for several seeds.
+    Memory: two copies of ``w`` besides the optimizer's. The paper's loss, the logistic one of ``y
+    f`` with y = +-1, is that of a space of two classes.
 
     Examples
     --------

@@ -145,11 +145,13 @@ def te_nas(
     ValueError
         If ``alpha`` is not one array [edges, operations] on simplices, the same in both spaces.
 
-    Notes ----- As in their code, an infinite or NaN condition number counts as 1e5, and linear
-    regions are counted one image at a time, so that batch normalisation sees one image. Their
-    weights have variances of their own; here ``init`` draws them. Time: ``repeats`` kernels and
-    counts of regions for every operation left in every round, on NAS-Bench-201 24 + 18 + 12, one
-    program for all.
+    Notes
+    -----
+    As in their code, an infinite or NaN condition number counts as 1e5, and linear regions are
+    counted one image at a time, so that batch normalisation sees one image. Their weights have
+    variances of their own; here ``init`` draws them. Time: ``repeats`` kernels and counts of
+    regions for every operation left in every round, on NAS-Bench-201 24 + 18 + 12, one program for
+    all.
 
     References
     ----------

@@ -134,3 +134,9 @@ def test_docstrings_begin_with_what_they_describe():
 def test_docstrings_have_sections_instead_of_pointers():
     pointer = re.compile(r"^\s*(Parameters|Returns|Raises)\b.*:? as (in )?:\w+:", re.MULTILINE)
     assert not [place for place, text in docstrings() if pointer.search(text)]
+
+
+def test_the_line_below_a_heading_is_a_line_of_its_own():
+    headings = "Parameters|Returns|Raises|Notes|References|Examples"
+    flattened = re.compile(rf"^\s*({headings}) -{{3,}}", re.MULTILINE)
+    assert not [place for place, text in docstrings() if flattened.search(text)]

@@ -123,7 +123,7 @@ class _Programs:
         self._known: dict[int, tuple[str, Jaxpr]] = {}  # by address; the program has to live
 
     def closed(self, program: ClosedJaxpr) -> str:
-        return self._open(program.jaxpr) + "".join(map(_of_constant, program.consts))
+        return self._open(program.jaxpr) + "".join(map(_of_array, program.consts))
 
     def _open(self, jaxpr: Jaxpr) -> str:
         if id(jaxpr) not in self._known:
@@ -131,7 +131,7 @@ class _Programs:
 
             def atom(x):
                 if isinstance(x, Literal):
-                    return f"{x.aval} {_of_constant(x.val)}"
+                    return f"{x.aval} {_of_array(x.val)}"
                 return f"{numbers.setdefault(x, len(numbers))}:{_of_type(x.aval)}"
 
             lines = [" ".join(map(atom, (*jaxpr.constvars, *jaxpr.invars)))]
@@ -347,6 +347,7 @@ def _qualified_name(x: Any) -> str:
 def _of_array(x: Any) -> str:
     if not concrete(x):
         return f"traced {x.aval}"
+    x = x if hasattr(x, "dtype") else np.asarray(x)  # a literal of a program may be a number
     kind = x.dtype
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(kind, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
@@ -360,10 +361,6 @@ def _of_array(x: Any) -> str:
     if x.dtype.names or x.dtype.kind in "SU" or size not in (1, 2, 4, 8):
         return f"{kind}{list(x.shape)} {_hash(np.ascontiguousarray(x).tobytes())}"
     return f"{kind}{list(x.shape)} {_sum_of_entries([(x, (slice(None),) * x.ndim)], x.shape):016x}"
-
-
-def _of_constant(x: Any) -> str:
-    return _of_array(x if hasattr(x, "dtype") else np.asarray(x))
 
 
 _BLOCK = 2**16  # numbers mixed at a time: they stay in the processor's cache

@@ -279,7 +279,8 @@ class DeepSearchRun:
 
         def shown(search_result):
             last = {
-                k: float(search_result.history[k][-1]) / self.copies for k in ("lower", "value")
+                k: float(np.asarray(search_result.history[k])[-1]) / self.copies
+                for k in ("lower", "value")
             }
             done = len(search_result.history["value"]) / steps_per_epoch
             entropy = deep_report.mean_entropy(self.space, search_result.alpha)

@@ -146,7 +146,7 @@ _HALFWAY = {"search": {"steps": 12}, "bilevel search": {"steps": 2}}
 
 @functools.cache
 def _interrupted(job: str) -> Path:
-    """A folder with the record of an unfinished job. Of a journal, half of the lines are there."""
+    """Return a folder with the record of an unfinished job, or half of the lines of a journal."""
     _truth(job)
     place = _temporary(job)
     output = place / "output.npy"

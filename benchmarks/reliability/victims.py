@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
 
 
 def not_a_message(error: BaseException) -> str:
-    """Say why an exception is no refusal: one message of ours that names an argument. Else ""."""
+    """Return the reason why an exception is not one message that names an argument, or ""."""
     if isinstance(error, CommandRefused):
         lines = str(error).splitlines()
         one = len(lines) == 1 and lines[0].startswith("bilevel: ")
@@ -50,7 +50,7 @@ def not_a_message(error: BaseException) -> str:
         return f"raised by another library: {short(error)}"
     if len(str(error)) > 400 or "\n" in str(error).strip():
         return f"not one message: {short(error)}"
-    # "argument: expected", or the name of what a run records in
+    # "argument: expected", or the name of the record of a run
     names = r'^[\w\[\]"., ]{1,40}: expected|\b(checkpoint|journal|file|out|resume|folder)\b'
     return "" if re.search(names, str(error)) else f"names no argument: {short(error)}"
 
@@ -70,7 +70,7 @@ def search(folder: Path, steps: int = 25) -> Arrays:
     import jax.numpy as jnp
     import optax
 
-    # A search has no option for the interval between checkpoints.
+    # The interval between checkpoints is not an option of a search.
     importlib.import_module("bilevel.outer_loop.search")._SAVE_SECONDS = 0.0
     problem = bilevel.Problem(
         lambda w, alpha, batch: 0.5 * jnp.sum((batch @ w - alpha[0]) ** 2) + jnp.sum(alpha * w**2),

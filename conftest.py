@@ -18,6 +18,9 @@ if version("jaxlib").startswith(("0.10.", "0.11.", "0.12.")):
         + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
     )
 
+# Two workers with two LAPACK threads each wait for each other: one small test took 194 s, not 28.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import hypothesis
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""Rows of a kernel in batches."""
+"""Split samples into blocks of rows, and join the blocks of a kernel."""
 
 import math
 
@@ -14,7 +14,7 @@ def length(x) -> int:
 
 
 def map_leading_axis(function, xs):
-    """Run ``lax.map``, without a loop around a single step."""
+    """Run ``lax.map``. A single step runs without a loop."""
     if length(xs) == 1:
         only = function(jax.tree.map(lambda x: x[0], xs))
         return jax.tree.map(lambda y: y[None], only)
@@ -22,7 +22,7 @@ def map_leading_axis(function, xs):
 
 
 def split_into_blocks(x, size: int, multiple: int = 1):
-    """Return rows in blocks [blocks, size, ...]; the first row fills up the last ones."""
+    """Return rows in blocks [blocks, size, ...], padded with copies of the first row."""
     n = length(x)
     count = -(-n // (size * multiple)) * multiple
 
@@ -39,7 +39,7 @@ def transpose_kernel(k):
 
 
 def mirror_kernel(k):
-    """Return an exactly symmetric kernel: the upper triangle replaces the lower one."""
+    """Return an exactly symmetric kernel by copying the upper triangle to the lower one."""
     n, o = k.shape[0], k.shape[2:3]
     index = np.arange(n * math.prod(o)).reshape(n, 1, *o, *(1 for _ in o))
     return jnp.where(index <= transpose_kernel(index), k, transpose_kernel(k))

@@ -27,15 +27,14 @@ def _all_finite(x: Any) -> bool:
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         with jax.ensure_compile_time_eval():  # all processes together, with one answer
             return bool(jnp.isfinite(x).all())
-    # In numpy, which computes at once even while JAX is tracing something else.
+    # numpy computes at once even while JAX traces another function.
     return bool(np.isfinite(np.asarray(x)).all())
 
 
 def nan_unless(good: Any, tree: Any) -> Any:
-    """Return ``tree`` where ``good``, which broadcasts with its leaves, and NaN elsewhere.
+    """Return ``tree`` where ``good`` holds, and NaN elsewhere; ``good`` broadcasts with the leaves.
 
-    A factor makes every derivative NaN too, also those of values that a NaN is multiplied with. It
-    fits results that are valid as a whole; :func:`nan_where` fits single entries.
+    The NaN is a factor, so every derivative becomes NaN too. :func:`nan_where` fits single entries.
     """
     factor = jnp.where(good, 1.0, jnp.nan)
 
@@ -47,12 +46,12 @@ def nan_unless(good: Any, tree: Any) -> Any:
 
 
 def nan_where(bad: Any, value: jax.Array) -> jax.Array:
-    """Return ``value``, NaN where ``bad``; derivatives that depend on such an entry are not finite.
+    """Return ``value``, but NaN where ``bad``.
 
-    ``jnp.where`` would pass on 0, a derivative that looks right. :func:`nan_unless` would spoil
-    derivatives that do not depend on the entry, too.
+    Derivatives that depend on a bad entry are not finite. ``jnp.where`` would give them 0, which
+    looks right.
     """
-    # Twice the largest number makes infinity of all but 0.
+    # Two factors of the largest finite number turn all values except 0 into infinity.
     huge = jnp.where(bad, jnp.finfo(value.dtype).max, 1).astype(value.dtype)
     return value * huge * huge + jnp.where(bad, jnp.nan, 0).astype(value.dtype)
 
@@ -63,10 +62,7 @@ def is_sparse(value: Any) -> bool:
 
 
 def check_dense(name: str, value: Any) -> None:
-    """Raise ``ValueError`` for a sparse matrix.
-
-    ``jnp.asarray`` would read JAX's row by row, which takes seconds for a few rows.
-    """
+    """Raise ``ValueError`` for a sparse matrix: ``jnp.asarray`` would read JAX's row by row."""
     if is_sparse(value):
         kind = type(value).__name__
         raise ValueError(f"{name}: expected a dense array, got a {kind}; its todense() makes one.")
@@ -77,7 +73,7 @@ def real_array(name: str, value: Any) -> jax.Array:
     check_dense(name, value)
     try:
         x = jnp.asarray(value)
-    except OverflowError:  # whole numbers of more bits than JAX's have
+    except OverflowError:  # Python integers beyond the range of JAX's integers
         x = jnp.asarray(value, float)
     except (TypeError, ValueError):
         raise ValueError(f"{name}: expected an array of numbers, got {describe(value)}.") from None
@@ -87,10 +83,10 @@ def real_array(name: str, value: Any) -> jax.Array:
 
 def common_dtype(*values: Any) -> np.dtype:
     """Return the dtype to which JAX promotes arrays or dtypes by default."""
-    # No array is promoted here: strict promotion, the user's flag, is for implicit casts of arrays.
+    # The user's flag for strict promotion concerns implicit casts of arrays, not this function.
     with jax.numpy_dtype_promotion("standard"):
         if all(isinstance(value, np.dtype | type) for value in values):
-            # Without JAX's warning for float64, which NumPy's arrays may have.
+            # This form avoids JAX's warning for the float64 of NumPy arrays.
             return jnp.dtype(functools.reduce(jnp.promote_types, values))
         return jnp.result_type(*values)
 
@@ -103,12 +99,12 @@ def at_least_float32(*values: Any) -> np.dtype:
 def float_array(name: str, value: Any) -> jax.Array:
     """Return ``value`` as an array of real floating-point numbers of at least 32 bits."""
     x = real_array(name, value)
-    whole = not jnp.issubdtype(x.dtype, jnp.floating)
-    return x.astype(float if whole else at_least_float32(x.dtype))
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(at_least_float32(x.dtype) if floating else float)
 
 
 def numpy_array(name: str, value: Any) -> Any:
-    """Return ``value`` as a numpy array of real numbers; tracers are unchanged."""
+    """Return ``value`` as a numpy array of real numbers. Tracers are unchanged."""
     check_dense(name, value)
     try:
         x = value if isinstance(value, jax.core.Tracer) else np.asarray(value)
@@ -121,7 +117,7 @@ def numpy_array(name: str, value: Any) -> Any:
 
 
 def real_number(name: str, value: Any) -> Any:
-    """Return one real number as :func:`numpy_array` does."""
+    """Return one real number as a numpy array. Tracers are unchanged."""
     x = numpy_array(name, value)
     if x.shape != ():
         raise ValueError(f"{name}: expected a number, got shape {x.shape}.")
@@ -129,9 +125,9 @@ def real_number(name: str, value: Any) -> Any:
 
 
 def positive(name: str, number: Any) -> Any:
-    """Return ``number`` in floating point if it is positive and finite; tracers pass.
+    """Return ``number`` in floating point if it is positive and finite. Tracers pass.
 
-    Products of integers could leave their dtype's range.
+    Products of integers could leave the range of their dtype.
     """
     value = numpy_array(name, number)
     if concrete(value):
@@ -163,7 +159,7 @@ def integer(name: str, value: Any, least: int) -> int:
             raise TypeError
         number = operator.index(value)
     except (TypeError, jax.errors.TracerIntegerConversionError):
-        raise ValueError(f"{name}: expected a whole number, got {describe(value)}.") from None
+        raise ValueError(f"{name}: expected an integer, got {describe(value)}.") from None
     if number < least:
         raise ValueError(f"{name}: expected at least {least}, got {number}.")
     return number

@@ -1,9 +1,9 @@
-"""Compiled programs, cached by their content.
+"""Cache compiled programs by their content.
 
-``jax.jit`` caches a program by the identity of the Python function. If the function reads anything
+``jax.jit`` caches a program by the identity of the Python function. If the function reads a value
 that can change (a field of its object, a global, a list), it then gets the program of its earlier
-value. Here a function is traced at every call, a fraction of XLA's time. XLA is skipped if the same
-program is known; arrays that the function closes over may differ.
+value. Here a function is traced at every call, which takes a fraction of XLA's time. XLA is skipped
+if the same program is known. Arrays that the function closes over may differ.
 """
 
 import collections
@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-_KEPT = 128  # programs; the one used longest ago goes first
+_CAPACITY = 128  # programs; the least recently used program is dropped first
 _programs: collections.OrderedDict[tuple, Callable] = collections.OrderedDict()
 
 
@@ -26,7 +26,7 @@ def fresh(function: Callable) -> Callable:
 def program(function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Callable:
     """Return ``function`` in its present state, compiled for the shapes and shardings of ``args``.
 
-    The memory of the arguments numbered in ``donate`` may be overwritten by the program.
+    The program may overwrite the memory of the arguments with the numbers in ``donate``.
     """
     closed, shapes = jax.make_jaxpr(fresh(function), return_shape=True)(*args)
     structure = jax.tree.structure(shapes)
@@ -47,11 +47,11 @@ def program(function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Cal
 def _reuse_compiled(compiled, args, structure) -> Callable:
     """Return ``compiled``, or the earlier program with the same text."""
     text = compiled.lower(*args).as_text()
-    if "callback" in text:  # of Python functions, whose names are not in the text
+    if "callback" in text:  # the text does not name the Python functions that it calls
         return compiled
     key = jax.tree.structure(args), structure, hashlib.sha256(text.encode()).digest()
     reused = _programs.setdefault(key, compiled)
     _programs.move_to_end(key)
-    if len(_programs) > _KEPT:
+    if len(_programs) > _CAPACITY:
         _programs.popitem(last=False)
     return reused

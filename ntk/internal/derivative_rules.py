@@ -1,9 +1,9 @@
-"""Custom derivative rules that loops do not lose.
+"""Custom derivative rules that survive inside loops.
 
 When JAX differentiates the reverse pass of a loop (``lax.scan``, ``lax.map``) once more, it takes
-the body apart to move constant parts out of the loop. That opens functions with a
-``jax.custom_jvp`` rule. Second derivatives are then those of their code: infinite where the rule
-knows a limit, 0 where a loop ended early. ``jax.checkpoint`` protects a function from this.
+the body apart to move constant parts out of the loop. This opens functions with a
+``jax.custom_jvp`` rule, so their second derivatives ignore the rule: they are infinite where the
+rule has a limit, or 0 where a loop ended early. ``jax.checkpoint`` protects a function from this.
 """
 
 import functools
@@ -18,20 +18,15 @@ from ntk.internal.jaxprs import bind, bind_scan, inner_jaxprs, interpret
 
 
 def custom_jvp(function: Callable, nondiff_argnums: tuple[int, ...] = ()) -> Any:
-    """Return ``jax.custom_jvp`` of the function, with ``defjvp`` and a rule that loops keep.
+    """Return ``jax.custom_jvp`` of the function, with ``defjvp`` and a rule that survives in loops.
 
     The reverse pass computes the rule's intermediate values instead of storing them.
 
     Examples
     --------
     >>> import jax.numpy as jnp
-    >>> @custom_jvp
-    ... def cube(x):
-    ...     return jax.lax.stop_gradient(x) ** 3
-    >>> @cube.defjvp
-    ... def _(primals, tangents):
-    ...     (x,), (dx,) = primals, tangents
-    ...     return cube(x), 3 * x**2 * dx
+    >>> cube = custom_jvp(lambda x: jax.lax.stop_gradient(x) ** 3)
+    >>> cube.defjvp(lambda primals, tangents: (cube(*primals), 3 * primals[0] ** 2 * tangents[0]))
     >>> looped = lambda x: jax.lax.map(lambda k: cube(k * x) ** 2, jnp.ones(1))[0]
     >>> float(jax.grad(jax.grad(looped))(2.0))  # 30 x^4
     480.0
@@ -43,7 +38,7 @@ def custom_jvp(function: Callable, nondiff_argnums: tuple[int, ...] = ()) -> Any
     return wrapped
 
 
-_RULE = "custom_jvp_call"  # what is left of a custom_vjp after a reverse pass is ordinary code
+_RULE = "custom_jvp_call"  # after a reverse pass, a custom_vjp is ordinary code
 _JITS = ("jit", "pjit")
 _CHECKPOINTS = ("checkpoint", "remat2")
 
@@ -62,7 +57,7 @@ def may_be_lost(program: ClosedJaxpr, inside: bool = False) -> bool:
 
 
 def in_loops(function: Callable) -> Callable:
-    """Return ``function`` of arrays, whose loops keep the derivatives of functions in them.
+    """Return ``function`` of arrays, with custom derivative rules that survive in its loops.
 
     Examples
     --------
@@ -70,7 +65,7 @@ def in_loops(function: Callable) -> Callable:
     >>> rounded = jax.custom_jvp(jnp.rint)
     >>> rounded.defjvps(lambda dx, rounded, x: dx)
     >>> total = lambda x: jax.lax.map(lambda k: rounded(k * x) ** 2, jnp.ones(1))[0]
-    >>> float(jax.grad(jax.grad(in_loops(total)))(2.0))  # where JAX alone says 0
+    >>> float(jax.grad(jax.grad(in_loops(total)))(2.0))  # JAX alone returns 0
     2.0
     """
 
@@ -114,7 +109,7 @@ def _evaluate_equation(eqn: JaxprEqn, values: list, rule: Callable) -> list:
 
 
 def _hold_rule(eqn: JaxprEqn) -> Callable:
-    """Return the function that the equation calls, with its derivative, held by a checkpoint."""
+    """Return the equation's function and derivative rule, protected by a checkpoint."""
 
     def plain(*values):
         return tuple(bind(eqn, list(values)))
@@ -123,7 +118,7 @@ def _hold_rule(eqn: JaxprEqn) -> Callable:
 
     @held.defjvp
     def _(primals, tangents):
-        # The value by the held function: what a second derivative differentiates once more.
+        # A second derivative differentiates this value, so it comes from the protected function.
         return held(*primals), jax.jvp(plain, primals, tangents)[1]
 
     return held

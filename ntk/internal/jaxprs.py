@@ -1,8 +1,8 @@
-"""The equations of JAX's programs (jaxprs): the only file that knows where JAX versions differ.
+"""Read and run JAX's programs (jaxprs). No other file knows the differences between JAX versions.
 
-Up to JAX 0.10 a program with its constants, ``ClosedJaxpr``, is a separate type; from 0.11 on it
-is the ``Jaxpr`` itself. How many of a scan's operands are constants and how many are carried has
-other names in each version, and follows from the shapes in all of them.
+Up to JAX 0.10 a program with its constants, ``ClosedJaxpr``, is a separate type. From 0.11 on it is
+the ``Jaxpr`` itself. The numbers of constant and carried operands of a scan have other names in
+each version, so they are derived from the shapes.
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -12,7 +12,7 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-# Operations that run one program on their operands as they are.
+# Operations that run one program on their unchanged operands.
 CALLS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}
     | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
@@ -30,10 +30,9 @@ def interpret(
 ) -> list:
     """Return the program's outputs if ``rule(eqn, inputs) -> outputs`` replaces its operations.
 
-    Values are whatever the rule takes and returns: arrays, or facts about arrays. ``constant(x)``
-    is the value of a constant or literal ``x``. ``consts`` replaces the program's own constants.
-    Calls named in ``enter`` are interpreted too. The rule gets all other
-    equations, loops and branches among them, and may call this function for their programs.
+    Values can be arrays or facts about arrays. ``constant(x)`` is the value of a constant or
+    literal ``x``. ``consts`` replaces the program's constants. Calls named in ``enter`` are
+    interpreted too. The rule gets all other equations, including loops and branches.
     """
     jaxpr = program if isinstance(program, Jaxpr) else program.jaxpr
     consts = as_closed_jaxpr(program).consts if consts is None else consts
@@ -56,7 +55,7 @@ def interpret(
 def settle_carry(
     body: Callable[[list], list], facts: list, constants: int, carried: int, join: Callable
 ) -> list:
-    """Return the facts about a loop's outputs: ``body`` is read until those of its carry stay.
+    """Read ``body`` until the facts about its carry are stable; return facts about its outputs.
 
     ``facts`` are about the operands: ``constants``, then ``carried``, then scanned ones.
     ``join(old, new)`` holds for both values of a fact, before and after a step.
@@ -71,7 +70,7 @@ def settle_carry(
 
 
 def bind_scan(eqn: JaxprEqn, body: Callable, inputs: Sequence, more: Any = None) -> Any:
-    """Run a ``scan`` with another body, which may take and return something more in every step.
+    """Run a ``scan`` with another body, which may also map a value ``more`` in every step.
 
     ``body(inputs) -> outputs``, or with ``more`` ``body(inputs, more) -> outputs, more``.
     """
@@ -91,7 +90,7 @@ def bind_scan(eqn: JaxprEqn, body: Callable, inputs: Sequence, more: Any = None)
 
 
 def as_closed_jaxpr(program: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
-    """Return the program with its constants, none if it came without."""
+    """Return the program with its constants; a ``Jaxpr`` without constants gets none."""
     return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, [])
 
 
@@ -106,7 +105,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
 
 
 def all_equations(program: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
-    """Yield the equations of a program, each followed by those of its inner programs."""
+    """Yield the equations of a program, each followed by the equations of its inner programs."""
     for eqn in as_closed_jaxpr(program).jaxpr.eqns:
         yield eqn
         for body in inner_jaxprs(eqn):
@@ -114,24 +113,22 @@ def all_equations(program: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
 
 
 def operation_names(program: Jaxpr | ClosedJaxpr) -> set[str]:
-    """Return the names of all operations in a program, those of inner programs included."""
+    """Return the names of all operations in a program and its inner programs."""
     return {eqn.primitive.name for eqn in all_equations(program)}
 
 
 def needed(jaxpr: Jaxpr, live: list[bool]) -> list[tuple[JaxprEqn, list[bool]]]:
     """Return the equations behind the live outputs, and which of their outputs are used."""
-    wanted = {v for v, a in zip(jaxpr.outvars, live, strict=True) if a and _is_variable(v)}
+    wanted = {
+        v for v, a in zip(jaxpr.outvars, live, strict=True) if a and not isinstance(v, Literal)
+    }
     needed_equations = []
     for eqn in reversed(jaxpr.eqns):
         used = [v in wanted for v in eqn.outvars]
         if any(used):
             needed_equations.append((eqn, used))
-            wanted.update(filter(_is_variable, eqn.invars))
+            wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
     return needed_equations[::-1]
-
-
-def _is_variable(v) -> bool:
-    return not isinstance(v, Literal)
 
 
 def scan_operands(eqn: JaxprEqn) -> tuple[int, int]:
@@ -140,13 +137,13 @@ def scan_operands(eqn: JaxprEqn) -> tuple[int, int]:
     Scanned operands and stacked outputs have one axis more outside the body than inside.
     """
     body = eqn.params["jaxpr"].jaxpr
-    scanned, stacked = (
-        sum(
-            _number_of_axes(out) > _number_of_axes(ins)
-            for out, ins in zip(outer, inner, strict=True)
-        )
-        for outer, inner in ((eqn.invars, body.invars), (eqn.outvars, body.outvars))
-    )
+
+    def count_sliced(outer, inner):
+        axes = zip(map(_number_of_axes, outer), map(_number_of_axes, inner), strict=True)
+        return sum(outside > inside for outside, inside in axes)
+
+    scanned = count_sliced(eqn.invars, body.invars)
+    stacked = count_sliced(eqn.outvars, body.outvars)
     carried = len(eqn.outvars) - stacked
     return len(eqn.invars) - scanned - carried, carried
 

@@ -1,15 +1,16 @@
 """How arrays are sharded over devices, and loops inside ``jax.shard_map``.
 
-``jax.make_mesh`` makes axes *explicit*: the sharding is then part of an array's type, and
-operations that do not say how their result is sharded are errors. Our programs leave shardings to
-the compiler, so they run with *automatic* axes. :func:`with_automatic_axes` calls a function so,
-and its results get explicit shardings again. :func:`without_explicit_axes` changes arrays instead.
+``jax.make_mesh`` makes axes *explicit*: the sharding is then part of an array's type, and an
+operation is an error if the sharding of its result is ambiguous. Our programs leave shardings to
+the compiler, so they need *automatic* axes. :func:`with_automatic_axes` calls a function in this
+way, and its results get explicit shardings again. :func:`without_explicit_axes` changes arrays.
 
-Inside ``jax.shard_map`` the type of an array says over which mesh axes it varies. Loops start from
-constants or replicated weights, but their steps vary with the data. The gradient in weights that
-do not vary is summed over the devices. So weights become varying, over the axes of their loss,
-before they are differentiated or a loop starts: each device then solves its own lower problem. A
-loss that sums over devices (``jax.lax.psum``) does not vary, and neither do its weights.
+Inside ``jax.shard_map`` the type of an array contains the mesh axes over which it varies. Loops
+start from constants or replicated weights, but their steps vary with the data. JAX sums the
+gradient in weights that do not vary over the devices. So weights become varying, over the axes of
+their loss, before they are differentiated or a loop starts: each device then solves a separate
+lower problem. A loss that sums over devices (``jax.lax.psum``) does not vary, and neither do its
+weights.
 """
 
 import math
@@ -38,7 +39,7 @@ def varying(tree: Pytree) -> frozenset[str]:
 
 def _varying_axes(x) -> frozenset[str]:
     kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    manual = getattr(kind, "manual_axis_type", None)  # JAX's name for it; the second is its older
+    manual = getattr(kind, "manual_axis_type", None)  # `vma` in older versions of JAX
     return getattr(manual, "varying", None) or getattr(kind, "vma", None) or frozenset()
 
 
@@ -65,14 +66,14 @@ def while_loop(unfinished: Callable, step: Callable, start: Pytree) -> Pytree:
 
 
 def do_while(unfinished: Callable, step: Callable, start: Pytree) -> Pytree:
-    """Run a step, then further ones while ``unfinished``; ``step`` is compiled once."""
+    """Run a step, then further steps while ``unfinished``; ``step`` is compiled once."""
 
     def going(carry):
         state, first = carry
         return first | unfinished(state)
 
     def once(carry):
-        return step(carry[0]), carry[1] & False  # of the same axes
+        return step(carry[0]), carry[1] & False  # `False` alone would not vary
 
     return while_loop(going, once, (start, jnp.array(True)))[0]
 
@@ -86,7 +87,7 @@ def repeat_step(step: Callable[[Pytree], Pytree], start: Pytree, times: int) -> 
 
 
 def explicit_mesh(tree: Pytree) -> jax.sharding.AbstractMesh | None:
-    """Return the mesh with explicit axes of the first such array in ``tree``, or None."""
+    """Return the mesh of the first array in ``tree`` that has explicit axes, or None."""
     for x in jax.tree.leaves(tree):
         mesh = jax.typeof(x).sharding.mesh if isinstance(x, jax.Array) else None
         if mesh is not None and mesh.explicit_axes:
@@ -104,8 +105,8 @@ def with_automatic_axes(
 ) -> Pytree:
     """Return ``function(*args)``, computed with automatic axes on a mesh with explicit ones.
 
-    Each result is sharded like its place in the tree ``like()``; None there means replicated. JAX
-    alone refuses even the gradient of a mean over sharded rows.
+    Each result is sharded like its place in the tree ``like()``; None there means replicated.
+    Without this, JAX raises an error even for the gradient of a mean over sharded rows.
     """
     mesh = explicit_mesh(args)
     if mesh is None:
@@ -113,7 +114,7 @@ def with_automatic_axes(
     out = jax.tree.map(_spec, like(), is_leaf=lambda x: x is None)
     run = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out)
     if not concrete(args):
-        with jax.sharding.use_abstract_mesh(mesh):  # of the caller's jit, who need not set one
+        with jax.sharding.use_abstract_mesh(mesh):  # the caller's jit may have set no mesh
             return run(*args)
     with on_mesh(args):
         return program(run, *args)(*args)
@@ -183,8 +184,8 @@ def put_with_sharding(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 def replicate_like(tree: Pytree, others: Pytree) -> Pytree:
     """Replicate the uncommitted arrays of ``tree`` over the mesh of the ``others``.
 
-    A loop's arrays then have the sharding from its first step on that they have after it, so that
-    it is compiled once.
+    A loop's arrays then have the same sharding before and after the first step, so that the step is
+    compiled once.
     """
     shardings = [x.sharding for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
     meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding) and s.num_devices > 1]
@@ -224,7 +225,7 @@ class RowSharding(NamedTuple):
 
 
 def row_sharding(x: Any) -> RowSharding | None:
-    """Return how the first axis of an array is divided; None if it is not, or ``x`` is traced."""
+    """Return how the first axis of an array is divided. None if undivided or traced."""
     sharding = getattr(x, "sharding", None) if concrete(x) else None
     if not isinstance(sharding, NamedSharding) or not sharding.spec:
         return None
@@ -243,14 +244,14 @@ def reshard_rows(x: Any, rows: RowSharding | None) -> Any:
 
 
 def keeping_rows(x: Any) -> Any:
-    """Return :func:`without_explicit_axes`, but keep rows divided in the mesh of ``set_mesh``."""
+    """Return ``x`` with automatic axes, but keep rows divided in the mesh of ``set_mesh``."""
     return x if _in_explicit_mesh() and row_sharding(x) else without_explicit_axes(x)
 
 
 def sharded(function: Callable, mesh: Mesh | None, in_specs: tuple, out_specs: Any) -> Callable:
-    """Return ``function`` of the devices' own parts, or ``function`` itself without a mesh.
+    """Return ``function`` of each device's part, or ``function`` itself without a mesh.
 
-    With ``check_vma``, sensitivities of perturbations that are the same everywhere would be summed.
+    With ``check_vma``, JAX would sum sensitivities of perturbations that are equal on all devices.
     """
     if mesh is None:
         return function

@@ -2,8 +2,8 @@
 
 A pass over all entries of a kernel costs far more than products with a few vectors. So all columns
 share one Krylov space: a step minimises every column's error, in the norm of A, over all products
-so far. Columns may depend on each other (one-hot labels minus their mean) or converge early; the
-directions that become redundant are dropped.
+so far. Columns may depend on each other (one-hot labels minus their mean) or converge early. We
+drop directions that become redundant.
 
 ===========  ===================================================================
 letter       meaning
@@ -14,13 +14,14 @@ Q, C         the residual ``B - A X = Q C``, with ``Q' P^-1 Q = I``
 S            directions: ``S' A S_old = 0``
 ===========  ===================================================================
 
-Without a callback or a start, X has derivatives, by the rule of linear systems: ``A dX = dB -
-dA X``, solved as X was.
+Without a callback or a start, X has derivatives, by the rule of linear systems:
+``A dX = dB - dA X``, solved by the same method.
 
-Reference: O'Leary (1980), "The block conjugate gradient algorithm and related methods", in the form
-of Dubrulle (2001), "Retooling the method of block conjugate gradients", which keeps Q orthonormal.
+References: O'Leary (1980), "The block conjugate gradient algorithm and related methods"; Dubrulle
+(2001), "Retooling the method of block conjugate gradients". His form keeps Q orthonormal.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,12 +40,12 @@ from ntk.large.preconditioner import (
     solve,
 )
 
-_BELOW = 0.8  # of the tolerance: where the residual of the recurrence is to be, for a look
-_STALLED = 0.9  # a look at the residual that finds more of the one before is the last
+_BELOW = 0.8  # share of the tolerance at which the true residual is computed
+_STALLED = 0.9  # stop if a true residual is above this share of the one before
 
 
 class SolverState(NamedTuple):
-    """The state of conjugate gradients after some passes, from which a later call can resume."""
+    """The state of conjugate gradients after some passes. A later call can resume from it."""
 
     weights: jax.Array  # X [n, q]
     basis: jax.Array  # Q [n, q]
@@ -52,8 +53,8 @@ class SolverState(NamedTuple):
     factor: jax.Array  # C [q, q]
     steps: jax.Array  # []: passes over K so far
     residual: jax.Array  # [q], norms of B - A X over those of B
-    computed: jax.Array  # []: whether that is so, or what the recurrence says
-    before: jax.Array  # []: the largest residual that was computed before this one
+    computed: jax.Array  # []: whether they are computed from X, or by the recurrence
+    before: jax.Array  # []: the largest residual computed from X before this one
 
 
 class Solved(NamedTuple):
@@ -86,16 +87,12 @@ def solve_block_cg(
         return P, unit, scale, start_block_cg(P, unit)
 
     def once(K, P, penalty, unit, state):
-        return step_block_cg(
-            lambda v: _regularized_product(K, penalty, v), P, unit, tol, steps, state
-        )
+        product = functools.partial(_regularized_product, K, penalty)
+        return step_block_cg(product, P, unit, tol, steps, state)
 
     def every(K, P, penalty, unit, state):
-        return jax.lax.while_loop(
-            lambda s: unfinished(s, tol, steps),
-            lambda s: once(K, P, penalty, unit, s),
-            state,
-        )
+        step = functools.partial(once, K, P, penalty, unit)
+        return jax.lax.while_loop(lambda s: unfinished(s, tol, steps), step, state)
 
     def whole_solve(K, preconditioner, penalty, B):
         def solve(_, B):
@@ -128,8 +125,8 @@ def _regularized_product(K: Operator, penalty, v):
 
 
 def _normalize_columns(B):
-    """Return columns of one length, so that one cutoff fits all of them; and their lengths."""
-    largest = jnp.max(jnp.abs(B), axis=0)  # whose square may be too large a number, or none
+    """Return columns of length 1, so that one cutoff fits all of them, and their lengths."""
+    largest = jnp.max(jnp.abs(B), axis=0)  # scaled first, as its square may over- or underflow
     scaled = B / jnp.where(largest > 0, largest, 1)[None]
     scale = largest * jnp.sqrt(jnp.sum(scaled**2, axis=0))
     return B / jnp.where(scale > 0, scale, 1)[None], scale
@@ -160,17 +157,9 @@ def _check_solve_arguments(K, B, preconditioner, start, callback):
 def start_block_cg(P: Preconditioner, B: jax.Array) -> SolverState:
     """Return the state at X = 0."""
     Q, S, C = _orthonormal(B, solve(P, B))
-    residual = _relative_residual(B, B)  # 1; 0 of what is 0, and NaN of NaN
-    return SolverState(
-        jnp.zeros_like(B),
-        Q,
-        S,
-        C,
-        jnp.zeros((), jnp.int32),
-        residual,
-        jnp.array(True),
-        jnp.asarray(jnp.inf, B.dtype),
-    )
+    residual = _relative_residual(B, B)  # 1, but 0 for columns of 0 and NaN for columns of NaN
+    never, before = jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf, B.dtype)
+    return SolverState(jnp.zeros_like(B), Q, S, C, never, residual, jnp.array(True), before)
 
 
 def unfinished(state: SolverState, tol, most) -> jax.Array:
@@ -205,12 +194,10 @@ def _take_cg_step(P, B, image, s: SolverState) -> SolverState:
     Q, Z, turn = _orthonormal(next_basis, solve(P, next_basis))
     factor = turn @ s.factor
     residual = jnp.where(positive, _relative_residual(precise_matmul(Q, factor), B), jnp.nan)
-    # The last residual that was computed, for the next look to be held against.
+    # The next true residual is compared with the last one.
     before = jnp.where(s.computed, jnp.max(s.residual), s.before)
-    directions = Z + precise_matmul(s.directions, turn.T)
-    return SolverState(
-        weights, Q, directions, factor, s.steps + 1, residual, jnp.array(False), before
-    )
+    directions, steps = Z + precise_matmul(s.directions, turn.T), s.steps + 1
+    return SolverState(weights, Q, directions, factor, steps, residual, jnp.array(False), before)
 
 
 def _orthonormal(W, Z):
@@ -219,7 +206,7 @@ def _orthonormal(W, Z):
     Directions that are rounding errors of the others become 0.
     """
     Q, C = W, jnp.eye(W.shape[1], dtype=W.dtype)
-    for _ in range(2):  # the second time for what the first leaves of rounding
+    for _ in range(2):  # the second time removes rounding errors of the first
         values, vectors = jnp.linalg.eigh(_inner(Q, Z))
         significant = values > _eigenvalue_cutoff(values)
         root = jnp.sqrt(jnp.where(significant, values, 1))
@@ -230,7 +217,7 @@ def _orthonormal(W, Z):
 
 
 def _inverse(T):
-    """Return the inverse of T >= 0, 0 where T is rounding; and whether T >= 0."""
+    """Return the inverse of T >= 0, with 0 for eigenvalues within rounding, and whether T >= 0."""
     values, vectors = jnp.linalg.eigh(T)
     significant = values > _eigenvalue_cutoff(values)
     positive = values[0] >= -100 * _eigenvalue_cutoff(values)
@@ -239,8 +226,7 @@ def _inverse(T):
 
 
 def _eigenvalue_cutoff(values):
-    eps = jnp.finfo(values.dtype).eps
-    return 10 * len(values) * eps * jnp.max(jnp.abs(values))
+    return 10 * len(values) * jnp.finfo(values.dtype).eps * jnp.max(jnp.abs(values))
 
 
 def _inner(a, b):

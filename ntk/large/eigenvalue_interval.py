@@ -1,22 +1,23 @@
 """An interval for the smallest eigenvalue of a large kernel, by block Lanczos from random starts.
 
-Lanczos on K itself sees the upper end of the spectrum; the lower end is crowded, and takes
-thousands of products. So the problem is first made flat: with ``P = F F' + s I``, F a partial
-Cholesky factor and s the mean of what it leaves of the diagonal, the eigenvalues of ``P^-1 K`` are
-spread over some tens at most, and ``K >= mu P >= mu s I`` for the smallest of them, mu.
+Lanczos on K itself finds the upper end of the spectrum. The lower end is crowded, and takes
+thousands of products. So we precondition: with ``P = F F' + s I``, F a partial Cholesky factor and
+s the mean of the residual diagonal, the eigenvalues of ``P^-1 K`` are spread over a factor of some
+tens at most, and ``K >= mu P >= mu s I`` for the smallest of them, mu.
 
-- ``upper`` is a **certificate**, rounding aside: the Rayleigh quotient of a vector that was found.
+- ``upper`` is a **certificate**, rounding aside: the Rayleigh quotient of a computed vector.
 - ``lower`` is ``s`` times a lower bound of mu that **holds with probability 1 - failure**, over the
-  random starts, whatever K is. By Kuczynski & Wozniakowski (1992), Theorem 4.2, the largest
+  random starts, for every K. By Kuczynski & Wozniakowski (1992), Theorem 4.2, the largest
   Ritz value theta of a positive semidefinite C after k steps from one random start has
 
       P[theta < (1 - e) lambda_max] <= 1.648 sqrt(n) exp(-sqrt(e) (2k - 1)).
 
-  A block of b starts has the Krylov spaces of all, and all would have to fail: the power b of that.
-  Taken for C and for ``lambda_max(C) I - C`` (Lanczos' spaces are the same), it bounds both ends.
-- 0 is a lower bound of any kernel's eigenvalues, for nothing.
+  A block of b starts contains the Krylov spaces of all starts, and all would have to fail: the
+  probability is raised to the power b. We apply it to C and to ``lambda_max(C) I - C``, which has
+  the same Lanczos spaces, so it bounds both ends.
+- 0 is a lower bound of every kernel's eigenvalues.
 
-``C = P^-1/2 K P^-1/2`` is not formed: a start z in its space is ``P^-1/2 z`` here, and vectors are
+``C = P^-1/2 K P^-1/2`` is not formed. A start z in its space is ``P^-1/2 z`` here, and vectors are
 orthonormal in the product ``u' P v``.
 """
 
@@ -33,6 +34,7 @@ from ntk.large.kernel_operator import Operator
 from ntk.large.partial_cholesky import PartialCholesky, check_square_operator, semidefinite
 from ntk.large.preconditioner import (
     check_preconditioner,
+    factor_and_residual,
     make_preconditioner,
     precise_matmul,
     preconditioner_product,
@@ -44,9 +46,9 @@ from ntk.large.preconditioner import (
 class EigenvalueInterval(NamedTuple):
     """Result of :func:`eigenvalue_interval`: lower <= lambda_min <= upper."""
 
-    lower: jax.Array  # [], with probability 1 - failure over the key, and not below 0
-    upper: jax.Array  # [], a Rayleigh quotient: certain, but for rounding
-    estimate: jax.Array  # [], s times the smallest Ritz value: where lower goes to, no bound
+    lower: jax.Array  # [], at least 0; a bound with probability 1 - failure over the key
+    upper: jax.Array  # [], a Rayleigh quotient: certain, except for rounding
+    estimate: jax.Array  # [], s times the smallest Ritz value: the limit of lower, not a bound
     vector: jax.Array  # [n], of unit length: v'Kv is `upper`
 
 
@@ -59,33 +61,33 @@ def eigenvalue_interval(
     block: int = 8,
     failure: float = 1e-3,
 ) -> EigenvalueInterval:
-    """An interval with the smallest eigenvalue of a positive semidefinite kernel.
+    """Return an interval with the smallest eigenvalue of a positive semidefinite kernel.
 
     Parameters
     ----------
     K : KernelOperator or EmpiricalOperator
         Symmetric, positive semidefinite.
     key : PRNG key
-        For the starts.
+        For the random starts.
     preconditioner : PartialCholesky, optional
-        Of K; without it most kernels take far more steps.
+        Of K. Without it most kernels take far more steps.
     steps : int
         Passes over all pairs of inputs, at least 2; ``steps * block`` at most n.
     block : int
-        Starts.
+        Number of starts.
     failure : float
-        Probability that ``lower`` is none, between 0 and 1.
+        Probability that ``lower`` is not a lower bound, between 0 and 1.
 
     Raises
     ------
     ValueError
         If an argument is out of its range, or K turns out not to be finite and positive
-        semidefinite. Where it is traced, the result is NaN then.
+        semidefinite. If K is traced, the result is NaN then.
 
     Notes
     -----
     Memory: two bases of ``steps * block`` vectors. The width is at least the ratio of ``upper`` and
-    ``estimate``, some 1.0 to 1.5 where the factor leaves an even diagonal.
+    ``estimate``, about 1.0 to 1.5 if the factor leaves an even diagonal.
 
     References
     ----------
@@ -129,37 +131,33 @@ def missed_part(n: int, steps: int, block: int, failure: float) -> float:
 
 def _interval(K, preconditioner, key, steps, block, missed) -> EigenvalueInterval:
     diagonal = K.diagonal()
-    factor = (
-        jnp.zeros((len(diagonal), 0), diagonal.dtype)
-        if preconditioner is None
-        else preconditioner.factor
-    )
-    level = jnp.mean(diagonal if preconditioner is None else preconditioner.residual_diagonal)
-    P = make_preconditioner(factor, jnp.full_like(diagonal, level), jnp.max(diagonal))
+    factor, residual = factor_and_residual(preconditioner, diagonal)
+    level = jnp.full_like(diagonal, jnp.mean(residual))
+    P = make_preconditioner(factor, level, jnp.max(diagonal))
     level = P.diagonal[0]
     V, PV, T = _lanczos_basis(K, P, sample_with_covariance(P, key, block), steps)
-    # Vectors that were dropped are 0: their Ritz values come last.
+    # Dropped vectors are 0; adding `far` makes their Ritz values the largest.
     live = jnp.diagonal(precise_matmul(V.T, PV)) > 0.5
     far = 2 * jnp.sum(jnp.abs(T)) + 1
     values = jnp.linalg.eigvalsh(T + jnp.diag(jnp.where(live, 0, far)))
     low = values[0]
     high = jnp.max(jnp.where(values < far / 2, values, low))
-    # lambda_max is at most high / (1 - e), and so is the spread of which a part e is missed.
+    # lambda_max is at most high / (1 - e). Lanczos misses at most a part e of the spread.
     share = min(missed, 0.999)
     lower = low - share / (1 - share) * (high / (1 - share) - low)
     lower = jnp.where(missed < 1, jnp.maximum(lower * level, 0), 0)
     vector = precise_matmul(V, _least_combination(T, precise_matmul(V.T, V)))
     vector = vector / jnp.linalg.norm(vector)
     upper = jnp.vdot(vector, K @ vector)
-    # Under 0 by more than rounding: then K has not the eigenvalues that `lower` is proved for.
+    # The proof of `lower` needs K >= 0, so a quotient below 0 by more than rounding gives NaN.
     fits = upper >= -jnp.sqrt(jnp.finfo(upper.dtype).eps) * jnp.max(jnp.abs(diagonal))
     return EigenvalueInterval(*nan_unless(fits, (lower, upper, low * level, vector)))
 
 
 def _least_combination(T, G):
-    """Return coefficients u with nearly the least ``u'Tu / u'Gu``, where K is least.
+    """Return coefficients u that nearly minimise ``u'Tu / u'Gu``, the Rayleigh quotient of K.
 
-    Combinations much shorter than the longest are long in P: K is not small there.
+    Combinations much shorter than the longest are long in P, so K is not small there.
     """
     sizes, turn = jnp.linalg.eigh(G)
     significant = sizes > 1e-3 * sizes[-1]
@@ -177,7 +175,7 @@ def _lanczos_basis(K, P, start, steps):
 
     def step(carry, j):
         V, PV, T, v, size = carry
-        for _ in range(2):  # the second time for what the first leaves of rounding
+        for _ in range(2):  # the second time removes rounding errors of the first
             v = _orthonormalize(P, v - precise_matmul(V, precise_matmul(PV.T, v)), size)
             size = jnp.ones(b, v.dtype)
         image = (K @ v).astype(v.dtype)
@@ -198,7 +196,7 @@ def _lanczos_basis(K, P, start, steps):
 def _orthonormalize(P, v, size):
     """Return combinations of the columns, orthonormal in ``u' P v``.
 
-    ``size`` are the P-lengths of the original columns: their rounding errors become 0.
+    ``size`` holds the P-lengths of the original columns; their rounding errors become 0.
     """
     eps = jnp.finfo(v.dtype).eps
     v = v / jnp.where(size > 0, size, 1)[None]

@@ -46,7 +46,8 @@ class EmpiricalOperator(Operator):
     Raises
     ------
     ValueError
-        As :func:`ntk.empirical_kernel`; when used, if vectors or indices have another shape.
+        If :func:`ntk.empirical_kernel` raises it for these arguments; when used, if vectors or
+        indices have another shape.
 
     Notes
     -----

@@ -15,9 +15,9 @@ smallest eigenvalue of A, ``r' A^-1 r <= |r|^2 / lambda``. Together
 
     |e| <= sqrt(k(x, x) / lambda) |r|,
 
-for every x, which is about ``sqrt(n)`` times smaller than ``|k| |r| / lambda``. The penalty is such
-a lambda, as K >= 0. The bound holds for the computed entries of K; rounding in the entries, in r
-and in ``k(x, X) w`` is not included.
+for every x, which is about ``sqrt(n)`` times smaller than ``|k| |r| / lambda``. As K >= 0, the
+penalty is such a lambda. The bound holds for the computed entries of K. It does not include
+rounding in the entries, in r and in ``k(x, X) w``.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class IterativeRegression(NamedTuple):
     penalty: jax.Array  # []
 
     def predict(self, cross: Any) -> jax.Array:
-        """Predictions ``k(x, X) weights``.
+        """Return the predictions ``k(x, X) weights``.
 
         Parameters
         ----------
@@ -66,7 +66,7 @@ class IterativeRegression(NamedTuple):
         return cross @ self.weights
 
     def error_bound(self, prior: chex.Array, *, smallest: Any = 0.0) -> jax.Array:
-        """Bound the error of predictions due to too few steps, as in the module's formula.
+        """Bound the error of predictions due to too few steps, by the module's formula.
 
         ``|k(x, X) (w - A^-1 y)| <= sqrt(k(x, x) / (smallest + penalty)) |y - A w|``
 
@@ -109,7 +109,7 @@ def iterative_regression(
     start: SolverState | None = None,
     callback: Callable[[SolverState], Any] | None = None,
 ) -> IterativeRegression:
-    """Kernel (ridge) regression by conjugate gradients: a kernel of any size, several outputs.
+    """Fit kernel (ridge) regression by conjugate gradients: a kernel of any size, several outputs.
 
     Parameters
     ----------
@@ -118,12 +118,12 @@ def iterative_regression(
     y : array [n] or [n, outputs]
         Targets.
     penalty : float
-        Added to the diagonal: weight decay, or noise variance. There is no hidden jitter.
+        Added to the diagonal: weight decay, or noise variance. No other jitter is added.
     preconditioner : PartialCholesky, optional
         Of K. Default: its diagonal. Each doubling of the rank saves about a quarter of the steps,
         and costs ``n rank`` numbers of memory.
     tol : float
-        For the residual of each output, relative to the norm of its targets.
+        Tolerance for the residual of each output, relative to the norm of its targets.
     steps : int
         Maximum number of passes over all pairs of inputs.
     start : SolverState, optional
@@ -131,8 +131,8 @@ def iterative_regression(
     callback : function, optional
         Called after every pass with a SolverState: its ``steps``, ``residual`` [outputs] (relative;
         ``computed`` from the weights, or by the recurrence), and all that ``start`` needs. Each
-        pass is then a call of a compiled program, otherwise all are one. Not called if an argument
-        is traced.
+        pass is then a separate call of a compiled program. If an argument is traced, the
+        callback is not called.
 
     Returns
     -------
@@ -143,16 +143,15 @@ def iterative_regression(
     Raises
     ------
     ValueError
-        If the shapes do not fit, ``y`` is not finite, ``penalty`` is negative, ``tol`` not
-        positive, or K and the penalty turn out not to be positive definite. With traced arguments
-        the result is NaN then.
+        If an argument is out of its range or has a wrong shape, or K and the penalty turn out not
+        to be positive definite. With traced arguments the result is NaN then.
 
     Notes
     -----
-    All columns of ``y`` share one block Krylov space: a step costs one product ``K @ S`` for as
-    many columns, and the preconditioner's ``4 n rank`` multiply-adds for each. The residual is
-    computed anew at the end, which costs a pass; if it is over ``tol``, the iteration continues
-    from it. Memory in addition to K's: the factor, and four arrays like ``y``. Float32 reaches
+    All columns of ``y`` share one block Krylov space: a step costs one product ``K @ S`` with the
+    same number of columns, and the preconditioner's ``4 n rank`` multiply-adds for each. The
+    residual is computed anew at the end, which costs a pass. If it is over ``tol``, the iteration
+    continues. Memory in addition to K's: the factor, and four arrays like ``y``. Float32 reaches
     relative residuals of about 1e-5 for 60,000 rows.
 
     References
@@ -182,8 +181,7 @@ def iterative_regression(
     columns = without_explicit_axes(y.astype(common_dtype(y, K.dtype)).reshape(len(y), -1))
     done = solve_block_cg(K, columns, ridge, preconditioner, tol, steps, start, callback)
     residual, relative = (r.reshape(y.shape[1:]) for r in (done.residual, done.relative))
-    weights = done.solution.reshape(y.shape)
-    fit = IterativeRegression(weights, residual, relative, done.steps, ridge)
+    fit = IterativeRegression(done.solution.reshape(y.shape), residual, relative, done.steps, ridge)
     if concrete(fit) and np.isnan(relative).any():
         raise ValueError(
             "K: expected a positive definite kernel (a larger penalty makes it one) with finite "

@@ -1,10 +1,10 @@
 """Kernels as operators: products ``K v`` of kernels that are larger than memory.
 
-A kernel of n inputs has n^2 entries, 14 GB for 60,000 inputs in float32; the inputs have n d. Where
-only products are needed (conjugate gradients, Lanczos), entries are computed in tiles, multiplied
-and forgotten: :class:`KernelOperator` for any kernel function, those of infinitely wide networks
-among them. For the kernel of a finite network, :class:`ntk.EmpiricalOperator`, not even tiles are
-needed: ``K v = J (J' v)``, J the Jacobian in the weights.
+A kernel of n inputs has n^2 entries, 14 GB for 60,000 inputs in float32; the inputs have n d.
+Conjugate gradients and Lanczos need only products. So entries are computed in tiles, multiplied and
+dropped: :class:`KernelOperator` for any kernel function, infinitely wide networks included. The
+kernel of a finite network, :class:`ntk.EmpiricalOperator`, needs no tiles: ``K v = J (J' v)``, J
+the Jacobian in the weights.
 
 Both have ``shape``, ``dtype``, ``K @ v``, ``diagonal()`` and ``columns(indices)``, and are pytrees:
 they pass through ``jit`` as arguments. With them: :func:`ntk.iterative_regression`,
@@ -43,10 +43,10 @@ from ntk.large import tiled_products
 
 
 class Operator:
-    """A matrix known by its products; checks the arguments.
+    """A matrix known by its products, and the checks of their arguments.
 
-    Subclasses have inputs ``x`` of the rows and ``x2`` of the columns (None for the same). They
-    list the fields that are arrays and those that are static.
+    Subclasses have inputs ``x`` of the rows and ``x2`` of the columns (None for the same), and the
+    names of the fields that are arrays and of those that are static.
     """
 
     arrays: tuple[str, ...]
@@ -78,7 +78,7 @@ class Operator:
         return product.reshape(-1, *v.shape[1:])
 
     def columns(self, indices: chex.Array) -> jax.Array:
-        """Some columns of K.
+        """Return some columns of K.
 
         Parameters
         ----------
@@ -96,22 +96,18 @@ class Operator:
         """
         indices = real_array("indices", indices)
         if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
-            raise ValueError(
-                f"indices: expected whole numbers [k], got {indices.dtype} of the shape "
-                f"{indices.shape}."
-            )
+            got = f"{indices.dtype} of shape {indices.shape}"
+            raise ValueError(f"indices: expected integers [k], got {got}.")
         if concrete(indices):
             given = np.asarray(indices)
             good = (given >= 0) & (given < self.shape[1])
             if not good.all():
-                raise ValueError(
-                    f"indices: expected numbers from 0 to {self.shape[1] - 1}, got "
-                    f"{offending(given, good)}."
-                )
+                last, got = self.shape[1] - 1, offending(given, good)
+                raise ValueError(f"indices: expected integers from 0 to {last}, got {got}.")
         return self._run("columns", without_explicit_axes(indices))
 
     def at(self, x: Any) -> Any:
-        """The kernel of other inputs with those of the rows, ``k(x, X)``: for predictions.
+        """Return the kernel of other inputs with those of the rows, ``k(x, X)``: for predictions.
 
         Parameters
         ----------
@@ -125,7 +121,7 @@ class Operator:
         Raises
         ------
         ValueError
-            As for the class.
+            If ``x`` is not finite or its samples have another shape.
         """
         return self._at(x)
 
@@ -133,7 +129,7 @@ class Operator:
         raise NotImplementedError
 
     def diagonal(self) -> jax.Array:
-        """The diagonal ``k(x_i, x_i)`` [n], of the rows' inputs where the columns have others."""
+        """Return the diagonal ``k(x_i, x_i)`` [n] of the rows' inputs, even if ``x2`` is given."""
         return self._run("diagonal")
 
     def _run(self, what: str, *args):
@@ -180,9 +176,9 @@ class KernelOperator(Operator):
         ``k(x1, x2) -> [n1, n2]``.
     x : array [n, ...]
         Inputs of the rows. If their rows are sharded over the devices of a mesh, each device
-        computes its rows of products, and results are sharded so too.
+        computes its rows of products, and results have the same sharding.
     x2 : array [n2, ...], optional
-        Inputs of the columns. Default: ``x``, and K is taken to be symmetric.
+        Inputs of the columns. Default: ``x``; K is then assumed to be symmetric.
     get : {"ntk", "nngp"}
         Which kernel of a record.
     tile : int
@@ -196,8 +192,8 @@ class KernelOperator(Operator):
     Raises
     ------
     ValueError
-        If ``kernel`` is not a function or returns another shape, inputs are not finite, or ``tile``
-        is under 1; when used, if vectors or indices have another shape.
+        If an argument is out of its range, ``kernel`` returns another shape, or inputs are not
+        finite; when used, if vectors or indices have another shape.
 
     Notes
     -----
@@ -275,12 +271,14 @@ class KernelOperator(Operator):
 
     def _columns(self, indices):
         chosen = without_explicit_axes(self._of_columns)[indices]
-        columns = self._by_rows(
-            lambda x, chosen: tiled_products.tiled_columns(self._tile, x, chosen, self.tile), chosen
-        )
+
+        def run(x, chosen):
+            return tiled_products.tiled_columns(self._tile, x, chosen, self.tile)
+
+        columns = self._by_rows(run, chosen)
         if self.x2 is not None:
             return columns
-        # An input with itself: known better than a pair of inputs that happen to be equal.
+        # The kernel of an input with itself is more accurate than that of two equal inputs.
         own = jnp.arange(len(columns), dtype=indices.dtype)[:, None] == indices[None]
         return jnp.where(own, tiled_products.tiled_diagonal(self._tile, chosen, self.tile), columns)
 

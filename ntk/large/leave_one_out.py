@@ -1,15 +1,15 @@
 """Leave-one-out residuals of a large kernel, estimated from a few solves with random signs.
 
-The residual of sample i, of the fit without it, is ``w_i / (A^-1)_ii`` (Rasmussen & Williams 2006,
+The residual of sample i for the fit without it is ``w_i / (A^-1)_ii`` (Rasmussen & Williams 2006,
 Eq. 5.12), ``A = K + penalty I``. For a vector z of independent random signs ``z_i (A^-1 z)_i`` has
-the mean ``(A^-1)_ii``, and the variance of the other entries of row i, squared and summed (Bekas,
-Kokiopoulou & Saad 2007). With the preconditioner P, whose inverse has a diagonal that is known, the
-signs need only tell the rest:
+the mean ``(A^-1)_ii``. Its variance is the sum of squares of the other entries of row i (Bekas,
+Kokiopoulou & Saad 2007). The diagonal of ``P^-1`` is known for the preconditioner P, so only the
+difference is estimated:
 
     (A^-1)_ii = (P^-1)_ii + E[z_i ((A^-1 - P^-1) z)_i]
 
-The mean over some z has a standard error, found from their spread. It is an estimate, as that of
-all standard errors; the solves end at a tolerance, which adds an error of that size.
+The standard error of the mean over the vectors z is estimated from their spread. The solves end at
+a tolerance, which adds an error of that size.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from ntk.large.preconditioner import inverse_diagonal, ridge_preconditioner, sol
 class LeaveOneOut(NamedTuple):
     """Result of :func:`leave_one_out_estimate`."""
 
-    residuals: jax.Array  # like y: y_i less the prediction at x_i of the fit without it
+    residuals: jax.Array  # like y: y_i minus the prediction at x_i of the fit without it
     standard_error: jax.Array  # like y: of each residual, to first order
     steps: jax.Array  # []: passes over the pairs of inputs
 
@@ -45,35 +45,35 @@ def leave_one_out_estimate(
     tol: float = 1e-3,
     steps: int = 1000,
 ) -> LeaveOneOut:
-    """Residuals of the fits without each sample, estimated: ``y_i - f_-i(x_i)``.
+    """Estimate the residuals of the fits without each sample: ``y_i - f_-i(x_i)``.
 
     Parameters
     ----------
     K : KernelOperator or EmpiricalOperator
-        As for the fit.
+        The kernel of the fit.
     fit : IterativeRegression
         With this K.
     key : PRNG key
         For the signs.
     probes : int
-        Vectors of random signs, at least 2: the standard error is that of one over the root of
-        their number.
+        Number of vectors of random signs, at least 2. The standard error falls with its square
+        root.
     preconditioner : PartialCholesky, optional
-        Of K: what it explains has no standard error, and makes the solves shorter.
+        Of K. It adds no standard error for the part that it explains, and shortens the solves.
     tol : float
-        Of the solves, relative.
+        Relative tolerance of the solves.
     steps : int
-        The most passes over all pairs of inputs.
+        Maximum number of passes over all pairs of inputs.
 
     Raises
     ------
     ValueError
-        If ``fit`` is no such result or that of another size, or an argument is out of its range.
+        If ``fit`` has another type or size, or an argument is out of its range.
 
     Notes
     -----
-    One solve with ``probes`` right-hand sides. ``(A^-1)_ii`` is at least ``1 / A_ii``, and is taken
-    to be that where the estimate is below.
+    One solve with ``probes`` right-hand sides. Estimates of ``(A^-1)_ii`` below its lower bound
+    ``1 / A_ii`` are replaced by the bound.
 
     References
     ----------

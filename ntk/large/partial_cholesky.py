@@ -1,12 +1,8 @@
-"""Partial Cholesky factors of kernels, from a few columns: ``K = F F' + rest``, rest >= 0.
+"""Partial Cholesky factors of kernels, from a few columns: ``K = F F' + residual``, residual >= 0.
 
-Pivots are drawn in blocks, with probabilities like what is left of the diagonal: rows that columns
-so far explain are left out, and near-duplicates too. The rest's trace is then nearly that of the
-best approximation of a somewhat smaller rank. Columns of K are computed when asked for, so that a
-factor of rank r costs ``n r`` entries.
-
-References: Chen, Epperly, Tropp & Webber (2023), "Randomly pivoted Cholesky", Algorithm 2.2, with
-blocks (section 2.3).
+Pivots are drawn in blocks, with probabilities proportional to the residual diagonal, so rows that
+earlier columns explain are left out. The trace of the residual is then nearly that of the best
+approximation of a somewhat smaller rank. A factor of rank r computes ``n r`` entries of K.
 """
 
 from typing import NamedTuple
@@ -31,29 +27,28 @@ class PartialCholesky(NamedTuple):
 
 
 def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCholesky:
-    """The randomly pivoted partial Cholesky factor of a kernel: ``F F' <= K``.
+    """Compute the randomly pivoted partial Cholesky factor of a kernel: ``F F' <= K``.
 
     Parameters
     ----------
     K : KernelOperator or EmpiricalOperator
         Symmetric, positive semidefinite.
     rank : int
-        Columns of F, from 1 to n.
+        Number of columns of F, from 1 to n.
     key : PRNG key
         For the pivots.
 
     Returns
     -------
     PartialCholesky
-        ``residual_diagonal`` is 0 at the pivots. Columns beyond the rank of K are 0, up to the root
-        of rounding.
+        ``residual_diagonal`` is 0 at the pivots. Columns beyond the rank of K are 0, up to the
+        square root of the roundoff.
 
     Raises
     ------
     ValueError
-        If ``K`` is not a square operator, or its columns show that it is not finite and positive
-        semidefinite (the factor is NaN then if ``K`` is traced); if ``key`` is no key, or ``rank``
-        is not from 1 to n.
+        If an argument is out of its range, or the columns show that ``K`` is not finite and
+        positive semidefinite. If ``K`` is traced, the factor is NaN then.
 
     Notes
     -----
@@ -62,7 +57,8 @@ def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCho
 
     References
     ----------
-    Chen, Epperly, Tropp & Webber (2023), Algorithm 2.2 and section 2.3.
+    Chen, Epperly, Tropp & Webber (2023), "Randomly pivoted Cholesky", Algorithm 2.2, with blocks
+    (section 2.3).
 
     Examples
     --------
@@ -118,7 +114,7 @@ def _factor_partially(K: Operator, rank: int, key) -> PartialCholesky:
     product = jnp.matmul
 
     def draw(residual, i):
-        # The largest of log(weight) + Gumbel noise: without replacement, as one after another.
+        # The largest values of log(weight) + Gumbel noise are a draw without replacement.
         chance = jnp.log(jnp.where(residual > noise, residual, 0))
         noisy = chance + jax.random.gumbel(jax.random.fold_in(key, i), (n,), dtype)
         return jax.lax.top_k(noisy, size)[1]
@@ -130,7 +126,7 @@ def _factor_partially(K: Operator, rank: int, key) -> PartialCholesky:
         columns = K.columns(pivots).astype(dtype)
         columns -= product(factor, factor[pivots].T, precision="highest")
         columns = jnp.where(good, columns, 0)
-        # Of pivots that are taken for none, the identity, so that their columns stay 0.
+        # Pivots without a significant residual get the identity, so that their columns stay 0.
         corner = jnp.where(good[:, None], columns[pivots], 0)
         corner = (corner + corner.T) / 2 + jnp.diag(jnp.where(good, noise, 1))
         root = jax.lax.linalg.cholesky(corner, symmetrize_input=False)

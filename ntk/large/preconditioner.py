@@ -38,23 +38,26 @@ def check_preconditioner(preconditioner: PartialCholesky | None, n: int) -> None
     if not isinstance(preconditioner, PartialCholesky):
         got = describe(preconditioner)
         raise ValueError(f"preconditioner: expected the result of partial_cholesky, got {got}.")
-    if len(preconditioner.factor) != n:
-        rows = len(preconditioner.factor)
+    if (rows := len(preconditioner.factor)) != n:
         raise ValueError(f"preconditioner: expected {n} rows, as K has, got {rows}.")
+
+
+def factor_and_residual(partial: PartialCholesky | None, diagonal) -> tuple[jax.Array, jax.Array]:
+    """Return F and the residual diagonal; without a factor F is empty."""
+    if partial is None:
+        return jnp.zeros((len(diagonal), 0), diagonal.dtype), diagonal
+    return partial.factor, partial.residual_diagonal
 
 
 def ridge_preconditioner(partial: PartialCholesky | None, diagonal, penalty) -> Preconditioner:
     """Return P for ``K + penalty I``; without a factor it is K's ``diagonal`` [n]."""
-    if partial is None:
-        factor, residual = jnp.zeros((len(diagonal), 0), diagonal.dtype), diagonal
-    else:
-        factor, residual = partial.factor, partial.residual_diagonal
-    mean = jnp.mean(residual)
-    return make_preconditioner(factor, jnp.maximum(residual, mean) + penalty, jnp.max(diagonal))
+    factor, residual = factor_and_residual(partial, diagonal)
+    D = jnp.maximum(residual, jnp.mean(residual)) + penalty
+    return make_preconditioner(factor, D, jnp.max(diagonal))
 
 
 def make_preconditioner(factor, diagonal, largest) -> Preconditioner:
-    """Return P from D, which rounding of entries up to ``largest`` may not make 0."""
+    """Return P from D, raised above the rounding of entries up to ``largest``."""
     floor = 100 * jnp.finfo(diagonal.dtype).eps * largest
     diagonal = jnp.maximum(diagonal, jnp.where(floor > 0, floor, 1))
     gram = _weighted_gram(factor, diagonal) + jnp.eye(factor.shape[1], dtype=factor.dtype)
@@ -105,7 +108,7 @@ def _weighted_gram(factor, diagonal) -> jax.Array:
     size = min(_ROWS, n)
 
     def add(i, total):
-        start = jnp.minimum(i * size, n - size)  # the last block moves inwards, and is masked
+        start = jnp.minimum(i * size, n - size)  # the last block is shifted back, and masked
         rows = jax.lax.dynamic_slice_in_dim(factor, start, size)
         weights = 1 / jax.lax.dynamic_slice_in_dim(diagonal, start, size)
         weights = jnp.where(start + jnp.arange(size) >= i * size, weights, 0)

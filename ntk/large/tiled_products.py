@@ -1,13 +1,13 @@
 """Products with a kernel matrix that is computed tile by tile, and never stored.
 
-``tile(x1, x2)`` is the kernel of two sets of inputs, ``tile(x)`` that of one with itself. A tile is
-multiplied at once, from both sides if it stands for two: every pair of inputs is computed once.
-Rows beyond the last are copies of the first, times 0.
+``tile(x1, x2)`` is the kernel of two sets of inputs, ``tile(x)`` of one set with itself. A tile is
+multiplied at once, from both sides if it also represents its transpose: every pair of inputs is
+computed once. Rows beyond the last are copies of the first, times 0.
 
-Each device has its rows of the inputs. Those of the others pass by in a ring, half way round, and
-their sums travel with them and then home. So all devices compute every pair once (with an even
-number of devices, those half way round twice). For a product, ``n / 2`` rows of inputs, vector and
-result go through each link.
+Each device has its rows of the inputs. The rows of the other devices pass by in a ring, half way
+round. Their sums travel with them and then return. So all devices compute every pair once (with an
+even number of devices, pairs half way round twice). For a product, ``n / 2`` rows of inputs, vector
+and result go through each link.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,8 @@ def rectangular(tile: Tile, x1: jax.Array, x2: jax.Array, v: jax.Array, most: in
         def add(total, block):
             return total + _mean_split_product(_again(tile)(rows, block[0]), block[1]), None
 
-        return lax.scan(add, _zeros_for_rows(rows, v), (others, vs))[0]
+        start = jnp.zeros((len(rows), v.shape[1]), v.dtype)
+        return lax.scan(add, start, (others, vs))[0]
 
     return lax.map(row, split_into_blocks(x1, size1)).reshape(-1, v.shape[1])[: len(x1)]
 
@@ -63,7 +64,7 @@ def tiled_diagonal(tile: Tile, x: jax.Array, most: int) -> jax.Array:
 
 
 def ring(tile: Tile, x: jax.Array, v: jax.Array, most: int, axis: str, devices: int) -> jax.Array:
-    """Return own rows of ``K v``, in a ``shard_map``; ``x`` and ``v`` are own rows too."""
+    """Return this device's rows of ``K v`` in a ``shard_map``, for its rows of ``x`` and ``v``."""
     size = even(len(x), most)
     xs, vs = split_into_blocks(x, size), _zero_padded_blocks(v, size)
     total = symmetric_product(tile, x, v, most)
@@ -84,7 +85,7 @@ def ring(tile: Tile, x: jax.Array, v: jax.Array, most: int, axis: str, devices: 
     (mine, moving), _ = lax.scan(step, carry, length=half)
     total += _unblock_rows(mine, total)
     total += _unblock_rows(_shift_devices(moving[2], axis, devices, half), total)
-    if devices % 2 == 0:  # the two that are half way round each other each take their own rows
+    if devices % 2 == 0:  # two devices half way round from each other each compute their rows
         xo, vo, _ = come(moving)
         whole, others = (a.reshape(-1, *a.shape[2:]) for a in (xo, vo))
         total += rectangular(tile, x, whole, others, most)
@@ -114,22 +115,22 @@ def _add_pair_products(tile, xs, others, vs, ws, pairs, total, theirs=None):
 
 
 def _again(tile: Tile) -> Tile:
-    """Compute the tile again in reverse mode, since all tiles together are K."""
+    """Compute the tile again in reverse mode, because all tiles together are as large as K."""
     return jax.checkpoint(tile)
 
 
 def _mean_split_product(tile, v):
-    """Return ``tile @ v``, with the tile's mean apart, for which all sums would cancel.
+    """Return ``tile @ v``, with the tile's mean multiplied separately to avoid cancellation.
 
-    On images of MNIST the mean is five times the spread of the entries; the product's error in
-    float32 is about seven times smaller so.
+    On images of MNIST the mean is five times the spread of the entries, and this makes the error of
+    the product in float32 about seven times smaller.
     """
-    mean = lax.stop_gradient(jnp.mean(tile))  # which drops out
+    mean = lax.stop_gradient(jnp.mean(tile))  # the result does not depend on it
     return jnp.matmul(tile - mean, v, precision="highest") + mean * _pairwise_sum(v)[None]
 
 
 def _pairwise_sum(v):
-    """Sum rows two by two: the error of a long sum would be common to all rows of ``K v``."""
+    """Sum rows pairwise: the error of a long sum would be common to all rows of ``K v``."""
     while len(v) > 1:
         v = jnp.pad(v, ((0, len(v) % 2), (0, 0)))
         v = v[::2] + v[1::2]
@@ -137,13 +138,9 @@ def _pairwise_sum(v):
 
 
 def _zero_padded_blocks(v, size: int):
-    """Return ``v`` [n, q] in blocks [blocks, size, q], zeros at the end."""
+    """Return ``v`` [n, q] in blocks [blocks, size, q], padded with zeros."""
     v = jnp.pad(v, ((0, -len(v) % size), (0, 0)))
     return v.reshape(-1, size, v.shape[1])
-
-
-def _zeros_for_rows(rows, v):
-    return jnp.zeros((len(rows), v.shape[1]), v.dtype)
 
 
 def _unblock_rows(of_blocks, total):
@@ -151,6 +148,6 @@ def _unblock_rows(of_blocks, total):
 
 
 def _shift_devices(tree, axis: str, devices: int, distance: int):
-    """Send every device's arrays to the device ``distance`` further on."""
+    """Send every device's arrays to the device ``distance`` positions ahead."""
     way = [(i, (i + distance) % devices) for i in range(devices)]
     return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, way), tree)

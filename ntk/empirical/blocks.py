@@ -1,7 +1,7 @@
 """Empirical kernels, their diagonals and their products with vectors, block by block.
 
 ``net`` is a :class:`ntk.empirical.network_program.NetworkProgram`, and ``inputs`` are values like
-its ``inputs``. A plan of None stands for neural-tangents.
+its ``inputs``. A plan of None means neural-tangents.
 """
 
 import functools
@@ -46,7 +46,7 @@ def plan_for_method(net: NetworkProgram, method: str) -> GradientPlan | None:
     return plan
 
 
-_MUCH = 2**26  # bytes of per-sample gradients of which one should know
+_MUCH = 2**26  # bytes of per-sample gradients from which a warning is given
 
 
 def warn_about_memory(net: NetworkProgram, plan: GradientPlan | None, outputs: str, rows: int):
@@ -69,7 +69,7 @@ def warn_about_memory(net: NetworkProgram, plan: GradientPlan | None, outputs: s
         f"{total / 1e9:.2g} GB at a time, because these are not used in products alone; "
         "a smaller batch_size takes less memory.",
         UserWarning,
-        stacklevel=3,  # where the kernel is asked for
+        stacklevel=3,  # the caller of the kernel function
     )
 
 
@@ -116,13 +116,13 @@ def blockwise_kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
     blocks1 = split_into_blocks(x1, min(batch_size or n1, -(-n1 // devices)), devices)
     t = length(blocks1)
     if x2 is None:
-        # Row i of blocks takes columns i .. i + t/2, cyclically: each pair of blocks once (or
-        # twice at a distance t/2), and every row the same work.
+        # Row i of blocks takes columns i .. i + t/2, cyclically. So every row has the same work,
+        # and each pair of blocks is computed once (or twice at a distance t/2).
         blocks2, columns = blocks1, (np.arange(t)[:, None] + np.arange(t // 2 + 1)) % t
     else:
         blocks2 = split_into_blocks(x2, min(batch_size or n2, n2))
         columns = np.tile(np.arange(length(blocks2)), (t, 1))
-    # Differentiated, a batched kernel forms each block again: otherwise it would hold them all.
+    # The derivative of a batched kernel forms each block again instead of storing all blocks.
     again = jax.checkpoint if batch_size else lambda function: function
 
     def rows(inputs, blocks1, columns, blocks2):
@@ -174,7 +174,7 @@ def norms(net, plan, outputs, batch_size, mesh, inputs, x):
 
 
 def blockwise_vector_product(net, batch_size, inputs, x, v, at=None):
-    """Return ``J(at) J(x)' v``; at x itself by default."""
+    """Return ``J(at) J(x)' v``; ``at`` is x by default."""
     n = length(x)
 
     def outputs(trained, block):
@@ -211,7 +211,7 @@ def blockwise_vector_product(net, batch_size, inputs, x, v, at=None):
 
 
 def nngp(net, outputs, batch_size, inputs, x1, x2):
-    """Return the kernel of the outputs themselves, without gradients."""
+    """Return the kernel of the outputs, without gradients."""
 
     def of(x):
         cut = split_into_blocks(x, min(batch_size or length(x), length(x)))

@@ -1,4 +1,4 @@
-"""Gradients of single samples; those of weight matrices, filters and tables stay in factors.
+"""Gradients of single samples. Gradients of weight matrices, filters and tables stay in factors.
 
 A product ``y_p = W' a_p`` gives its weight the gradient ``sum_p a_p s_p'``. This module collects
 ``a`` (inputs) and ``s`` (sensitivities) of every sample, and takes inner products of the gradients
@@ -37,14 +37,14 @@ from ntk.internal.jaxprs import shape_and_dtype
 _einsum = functools.partial(jnp.einsum, precision="highest")  # a GPU's default keeps 10 bits
 
 
-# --- Which weight is handled how ------------------------------------------------------------------
+# --- Plan -----------------------------------------------------------------------------------------
 
 
 class GradientPlan(NamedTuple):
     """How each input of the program is handled. Static."""
 
     jaxpr: Jaxpr
-    products: WeightProducts  # products whose weights are kept in factors
+    products: WeightProducts  # products with weights kept in factors
     layered: list[int]  # these weights
     jacobian_leaves: list[int]  # other parameters, for the per-sample Jacobian
 
@@ -65,7 +65,7 @@ def plan_gradients(network: NetworkProgram, factored: bool) -> GradientPlan:
         ]
         products, elsewhere = find_weight_products(jaxpr, weights)
         products = _only(products, set(trained) - elsewhere)
-    layered = leaves_of(weight_product.weight for weight_product in jax.tree.leaves(products))
+    layered = leaves_of(product.weight for product in jax.tree.leaves(products))
     jacobian_leaves = [i for i in trained if i not in layered]
     if not layered and not jacobian_leaves:  # constant outputs: the kernel's zeros need a shape
         jacobian_leaves = network.trained[:1]
@@ -73,10 +73,8 @@ def plan_gradients(network: NetworkProgram, factored: bool) -> GradientPlan:
 
 
 def _only(products: WeightProducts, allowed: set[int]) -> WeightProducts:
-    """Return the products of allowed weights that have no other uses and can be added up."""
-    weights = {
-        weight_product.key: weight_product.weight for weight_product in jax.tree.leaves(products)
-    }
+    """Return the products of allowed weights without other uses, if their gradients add up."""
+    weights = {product.key: product.weight for product in jax.tree.leaves(products)}
     for first, second in itertools.combinations(weights.values(), 2):
         if any(overlap(a, b) for a in first.parts for b in second.parts):
             allowed = allowed - leaves_of([first, second])
@@ -150,14 +148,11 @@ def _gradient_blocks(plan: GradientPlan, factors: GradientFactors) -> list[Block
     ):
         leaf = variables[weight_product.weight.parts[0][0]]
         dtype = at_least_float32(shape_and_dtype(leaf).dtype)
-        columns = _merge_shared_steps(
-            weight_product, weight_product.product.columns, 1, product_inputs
-        )
+        product = weight_product.product
+        columns = _merge_shared_steps(weight_product, product.columns, 1, product_inputs)
         columns = map_floats(lambda x, d=dtype: x.astype(d), columns)
-        s = _merge_shared_steps(weight_product, weight_product.product.outputs, 2, s).astype(dtype)
-        blocks_by_weight.setdefault(weight_product.key, []).append(
-            Block(columns, s, weight_product.product.rows)
-        )
+        s = _merge_shared_steps(weight_product, product.outputs, 2, s).astype(dtype)
+        blocks_by_weight.setdefault(weight_product.key, []).append(Block(columns, s, product.rows))
     return [
         Block(
             jax.tree.map(lambda *x: jnp.concatenate(x, 1), *(b.columns for b in uses)),
@@ -171,7 +166,7 @@ def _gradient_blocks(plan: GradientPlan, factors: GradientFactors) -> list[Block
 def _merge_shared_steps(weight_product: WeightProduct, function: Callable, axes: int, x):
     """Return ``function`` of every sample and step; steps that share a weight become positions.
 
-    Steps with a weight each become groups. ``axes`` other axes come before those of the steps.
+    Steps with different weights become groups. ``axes`` other axes come before those of the steps.
     """
     loops = weight_product.weight.loops
     for _ in range(axes + len(loops)):
@@ -197,7 +192,7 @@ def _flatten_dense_gradients(factors: GradientFactors) -> list[jax.Array]:
     ]
 
 
-# --- Their inner products -------------------------------------------------------------------------
+# --- Inner products -------------------------------------------------------------------------------
 
 
 class Letters(NamedTuple):
@@ -220,7 +215,7 @@ def gram_of_factors(
 
     With ``NORMS`` it is the diagonal, [n], of one set that is passed twice.
     """
-    total: Any = 0.0  # takes the dtype of what is added
+    total: Any = 0.0  # takes the dtype of the first term
     b, m, out = letters
     for g1, g2 in zip(_flatten_dense_gradients(left), _flatten_dense_gradients(right), strict=True):
         total += _einsum(f"aop,{b}{m}p->{out}", g1, g2)
@@ -235,8 +230,8 @@ def gram_of_factors(
 def _pairs_are_cheaper(letters: Letters, left: Block, right: Block) -> bool:
     """Compare the estimated flops of the two ways to a layer's contribution.
 
-    An entry that goes to memory and back counts as 16 flops: Gram matrices of all pairs of
-    positions make the first way impossible for large images.
+    An entry that is stored in memory counts as 16 flops: Gram matrices of all pairs of positions
+    make the first way impossible for large images.
     """
     n1, o, q, g, j = left.sensitivities.shape
     n2 = len(right.sensitivities)

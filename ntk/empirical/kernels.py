@@ -11,16 +11,16 @@ for a dense layer, one per patch, token, or step of a recurrent network. With th
 
     Σ_{p,q} <a_p(x), a_q(x')> <s_p(x), s_q(x')>,
 
-with one position ``(A A') o (B B')``: no gradient of the size of ``W`` is ever formed. For a table
-with ``y_p`` in row ``t_p``, ``<a_p, a_q>`` is 1 if ``t_p = t_q``, otherwise 0. The method
+with one position ``(A A') o (B B')``: no gradient of the size of ``W`` is formed. For a table with
+``y_p`` in row ``t_p``, ``<a_p, a_q>`` is 1 if ``t_p = t_q``, otherwise 0. The method
 ``"layerwise"`` reads ``a`` and ``s`` off one backward pass per output. For many positions it forms
 the gradients from ``a`` and ``s`` if that is cheaper. It differentiates other parameters per
 sample.
 
 Layers are the products with a leaf of ``params`` in the program (jaxpr) that JAX traces of
 ``apply``, in any library, through ``jit``, ``remat`` and ``scan``. The leaf may be reshaped,
-transposed, cut, or multiplied by a number. It counts only if all its uses are such products whose
-gradients add up: ``ntk.empirical.weight_products`` and ``ntk.empirical.linear_operations``.
+transposed, sliced, or multiplied by a number. It counts only if all its uses are such products and
+their gradients add up: ``ntk.empirical.weight_products`` and ``ntk.empirical.linear_operations``.
 
 =============  =======================================================
 letter         name
@@ -114,13 +114,13 @@ def empirical_kernel(
     outputs: str = "sum",
     batch_size: int | None = None,
 ) -> jax.Array:
-    """Empirical neural tangent kernel ``K = J J'`` of ``apply(params, x)``.
+    """Compute the empirical neural tangent kernel ``K = J J'`` of ``apply(params, x)``.
 
     Parameters
     ----------
     apply : callable
         ``apply(params, x) -> [n, o]`` or ``[n]``, sample by sample: it is called with one sample at
-        a time. It may return a pytree of such arrays, whose leaves are concatenated. With a flax
+        a time. It may return a pytree of such arrays, which are concatenated. With a flax
         module's ``model.apply``, ``params`` are its variables, and only the collection ``"params"``
         is differentiated; otherwise every leaf of floating point numbers.
     params : pytree
@@ -132,11 +132,12 @@ def empirical_kernel(
     method : {"auto", "layerwise", "jacobian", "neural_tangents"}
         ``"layerwise"`` keeps the gradients of matrices, filters and tables in factors if they are
         used in products alone, and takes the per-sample Jacobian of other parameters.
-        ``"jacobian"`` takes it of all. ``"auto"`` is ``"layerwise"`` if there are such products,
-        else ``"jacobian"``. ``"neural_tangents"`` is that package's implementation 2.
+        ``"jacobian"`` takes the Jacobian of all parameters. ``"auto"`` is ``"layerwise"`` if there
+        are such products, else ``"jacobian"``. ``"neural_tangents"`` is that package's
+        implementation 2.
     outputs : {"sum", "trace", "full"}
-        ``"sum"``: of the scalar ``Σ_i f_i``, ``Σ_ij K_ij``: the kernel of a surrogate with one
-        output, and *the* kernel if o = 1. ``"trace"``: ``Σ_i K_ii``. ``"full"``: all ``K_ij``.
+        ``"sum"``: the kernel of the scalar ``Σ_i f_i``, ``Σ_ij K_ij``; for o = 1 it is *the*
+        kernel. ``"trace"``: ``Σ_i K_ii``. ``"full"``: all ``K_ij``.
     batch_size : int, optional
         Rows and columns handled at a time; all by default.
 
@@ -165,17 +166,16 @@ def empirical_kernel(
     whichever is cheaper. ``"jacobian"``: N(F + oB) + O(N² o W), memory N o W. In batches of b,
     memory is that of 2b samples, and the N(F + oB) is paid N/2b times (N/b with ``x2``).
 
-    Several local devices divide the rows, unless the caller has placed an array
+    The rows are divided over all local devices, unless the caller has placed an array
     (``jax.device_put``) or traces this function.
 
-    The Jacobian takes weights that are normalised, masked, or used both as they are and transposed;
-    those in ``cond`` and ``while``; those that enter a function with its own derivative rule;
-    and, at little cost, biases and scales.
+    The Jacobian takes weights that are normalised, masked, or used in two orientations; weights in
+    ``cond`` and ``while``; weights that enter a function with its own derivative rule; and, at
+    little cost, biases and scales.
 
-    Batch normalisation other than flax's ``BatchNorm`` (linen, nnx) is not noticed, nor in a
-    function traced before: its batch statistics are those of one sample. ``apply`` is traced at
-    every call, and compiled if its program is new. ``jax.jit`` around the call saves the tracing
-    too.
+    Only flax's ``BatchNorm`` (linen, nnx) is detected, and only in functions that are traced here.
+    Other batch normalisation uses the statistics of one sample. ``apply`` is traced at every call,
+    and compiled if its program is new. ``jax.jit`` around the call saves the tracing too.
 
     References
     ----------
@@ -213,7 +213,7 @@ def gradient_norms(
 ) -> jax.Array:
     """Return squared gradient norms ``|∇_θ f(x_a)|²`` [n]: the diagonal of the kernel.
 
-    ``outputs`` is "sum" or "trace". Costs N(F + oB) flops and a little more. Memory: O(N w) for
+    ``outputs`` is "sum" or "trace". It costs N(F + oB) flops and a little more. Memory: O(N w) for
     dense layers, N o times a layer's weights for some convolutions; ``batch_size`` bounds it.
     """
     one_of("outputs", outputs, ("sum", "trace"))
@@ -236,7 +236,7 @@ def empirical_nngp(
     outputs: str = "mean",
     batch_size: int | None = None,
 ) -> jax.Array:
-    """Empirical NNGP kernel, the products of the outputs of ``apply(params, x)``.
+    """Compute the empirical NNGP kernel: products of the outputs of ``apply(params, x)``.
 
     ``K(x, x') = (1 / o) Σ_i f_i(x) f_i(x')``. For independent outputs of mean 0 it estimates their
     covariance under the distribution of ``params``, the kernel of the Gaussian process at infinite
@@ -245,7 +245,7 @@ def empirical_nngp(
     Parameters
     ----------
     apply : callable
-        As for :func:`empirical_kernel`.
+        ``apply(params, x) -> [n, o]`` or ``[n]``, as for :func:`empirical_kernel`.
     params : pytree
         Parameters.
     x1 : array, [n1, ...], or pytree of such arrays
@@ -271,12 +271,11 @@ def empirical_nngp(
     -----
     One forward pass of each sample, and memory for ``batch_size`` passes. One network's estimate
     has a relative error of the order ``1 / sqrt(o)``: average over networks, or take the last
-    hidden layer as outputs.
+    hidden layer as outputs. neural-tangents' ``empirical_nngp_fn`` has the same conventions.
 
     References
     ----------
-    Lee et al. (2018), "Deep neural networks as Gaussian processes". neural-tangents'
-    ``empirical_nngp_fn`` has the same conventions.
+    Lee et al. (2018), "Deep neural networks as Gaussian processes".
 
     Examples
     --------
@@ -296,9 +295,7 @@ def empirical_nngp(
 def kernel_vector_product(
     apply: Apply, params: Any, x: Any, *, batch_size: int | None = None
 ) -> Callable[[jax.Array], jax.Array]:
-    """The map ``v -> K v``, without ``K``.
-
-    ``J (J' v)``: a backward pass, then one in forward mode.
+    """Return the map ``v -> K v = J (J' v)``, without ``K``: a backward and a forward-mode pass.
 
     Parameters
     ----------
@@ -337,7 +334,7 @@ def kernel_vector_product(
     _batch(batch_size)
     x = _check_samples("x", x)
     _check_finite_arrays("params", params)
-    net = trace_network(apply, params, x)  # as it is now, whatever becomes of apply
+    net = trace_network(apply, params, x)  # traced once, so later changes of apply do not matter
     run, programs = functools.partial(blocks.blockwise_vector_product, net, batch_size), {}
 
     def product(v):

@@ -33,8 +33,8 @@ class TableRows(NamedTuple):
 class Product(NamedTuple):
     """How an operation multiplies by a weight, for one sample."""
 
-    layout: tuple  # the same for operations whose gradients are laid out alike
-    keep: Callable[..., Any]  # the operation's operands -> what columns needs of them
+    layout: tuple  # equal for operations with the same layout of gradients
+    keep: Callable[..., Any]  # the operation's operands -> the argument of columns
     columns: Callable[[Any], Any]
     outputs: Callable[[jax.Array], jax.Array]
     rows: int | None = None  # of a table
@@ -121,10 +121,6 @@ def _row_axis(eqn: JaxprEqn) -> int | None:
     return cut[0] if len(cut) == 1 and sizes[cut[0]] == 1 else None
 
 
-def _row_lookup(axis: int, length: int, outputs: Callable, keep: Callable) -> Product:
-    return Product(("rows", axis), keep, lambda rows: rows, outputs, length)
-
-
 def _gather(eqn: JaxprEqn, operand: int) -> Product | None:
     numbers, axis = eqn.params["dimension_numbers"], _row_axis(eqn)
     mode = getattr(eqn.params["mode"], "name", "")
@@ -143,7 +139,7 @@ def _gather(eqn: JaxprEqn, operand: int) -> Product | None:
     def keep(_, indices):
         index = indices[..., column].reshape(-1)
         clipped = jnp.clip(index, 0, length - 1)
-        # Gradients of rows that are not there are dropped, as JAX does, unless it clips them.
+        # Gradients of rows out of range are dropped, as in JAX, unless the mode clips them.
         inside = jnp.ones(index.shape, bool) if mode == "CLIP" else clipped == index
         return TableRows(clipped, inside.astype(dtype))
 
@@ -152,7 +148,7 @@ def _gather(eqn: JaxprEqn, operand: int) -> Product | None:
         count = math.prod(y.shape[d] for d in positions)
         return y.transpose(*positions, *offsets).reshape(count, 1, -1)
 
-    return _row_lookup(axis, length, outputs, keep)
+    return Product(("rows", axis), keep, lambda rows: rows, outputs, length)
 
 
 def _slice(eqn: JaxprEqn, operand: int) -> Product | None:
@@ -168,4 +164,7 @@ def _slice(eqn: JaxprEqn, operand: int) -> Product | None:
         index = jnp.clip(starts[axis], 0, length - 1).reshape(1)
         return TableRows(index, jnp.ones(1, dtype))
 
-    return _row_lookup(axis, length, lambda y: y.reshape(1, 1, -1), keep)
+    def outputs(y):
+        return y.reshape(1, 1, -1)
+
+    return Product(("rows", axis), keep, lambda rows: rows, outputs, length)

@@ -102,15 +102,14 @@ _BATCH_STATISTICS = (
 
 @contextlib.contextmanager
 def _nnx_without_batch_statistics():
-    """Refuse batch statistics of nnx, which lacks interceptors, by another class method."""
+    """Raise ``ValueError`` for batch statistics of nnx, by a patch of its class's call."""
     nnx = sys.modules.get("flax.nnx")
-    if nnx is None:  # a model of nnx has imported it
+    if nnx is None:  # a model of nnx would have imported it
         yield
         return
     original = nnx.BatchNorm.__call__
 
     def call(self, x, use_running_average=None, **kwargs):
-        # The argument before the attribute, as it has it.
         average = use_running_average
         average = self.use_running_average if average is None else average
         if average is not None and not average:

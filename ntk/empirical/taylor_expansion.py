@@ -4,9 +4,6 @@
 
 The first order is the linearised network. Its gradient at any θ is that of ``f`` at ``θ0``, so its
 kernel is the empirical one at ``θ0`` throughout training.
-
-References: Lee et al. (2019), "Wide neural networks of any depth evolve as linear models"; Bai &
-Lee (2020), "Beyond linearization", for the second order.
 """
 
 import math
@@ -20,21 +17,21 @@ from ntk.internal.checks import describe, function, integer
 
 
 def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
-    """The Taylor polynomial of ``apply`` in its parameters about ``params``.
+    """Return the Taylor polynomial of ``apply`` in its parameters about ``params``.
 
     Parameters
     ----------
     apply : callable
         ``apply(params, x)``; it may return a pytree.
     params : pytree
-        ``θ0``. Other than floating point leaves are constants.
+        ``θ0``. Leaves that are not floating point are constants.
     order : int
         The highest power of ``θ - θ0``, at least 0.
 
     Returns
     -------
     callable
-        ``expanded(params, x)``, which returns what ``apply`` returns.
+        ``expanded(params, x)``, which returns the same structure as ``apply``.
 
     Raises
     ------
@@ -50,12 +47,13 @@ def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
 
     References
     ----------
-    Bai & Lee (2020), "Beyond linearization", for the second order.
+    Lee et al. (2019), "Wide neural networks of any depth evolve as linear models"; Bai & Lee
+    (2020), "Beyond linearization", for the second order.
 
     Examples
     --------
     >>> cube = taylor_expand(lambda w, x: w**3 * x, 1.0, 2)
-    >>> float(cube(2.0, 1.0))  # 1 + 3 + 3, of 8
+    >>> float(cube(2.0, 1.0))  # 1 + 3 + 3; the cube itself is 8
     7.0
     """
     function("apply", apply, "(params, x)")
@@ -80,7 +78,7 @@ def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
 
         def total(value, *derivatives):
             if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
-                return value  # whole numbers have none
+                return value  # integers are not differentiated
             return value + sum(w * d for w, d in zip(weights, derivatives, strict=True))
 
         return jax.tree.map(total, *terms)
@@ -92,10 +90,10 @@ def _directional_derivatives(f, order: int, start: list, step: list) -> list:
     """Return ``f`` at ``start``, and its derivatives along ``step`` there."""
     if order == 0:
         return [f(start)]
-    known, more = jax.jvp(
+    lower, derivatives = jax.jvp(
         lambda at: _directional_derivatives(f, order - 1, at, step), (start,), (step,)
     )
-    return [*known, more[-1]]
+    return [*lower, derivatives[-1]]
 
 
 def _is_float(leaf) -> bool:
@@ -114,10 +112,10 @@ def _matching_leaves(structure, flat: list, params) -> list:
     if other != structure:
         raise ValueError(f"params: expected {structure}, got {other}.")
     for leaf, first in zip(leaves, flat, strict=True):
-        _is_float(leaf)  # refuses what is no array, or not real
+        _is_float(leaf)  # raises for leaves that are not real arrays
         if jnp.shape(leaf) != jnp.shape(first):
             raise ValueError(
-                f"params: expected leaves of the shapes that the network is expanded about, such "
-                f"as {jnp.shape(first)}, got {jnp.shape(leaf)}."
+                f"params: expected leaves of the shapes at the point of expansion, such as "
+                f"{jnp.shape(first)}, got {jnp.shape(leaf)}."
             )
     return leaves

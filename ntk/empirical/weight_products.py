@@ -3,10 +3,10 @@
 A weight is followed from the inputs of the program, into calls and loops, to the products of
 :mod:`ntk.empirical.linear_operations`. On the way its entries may be rearranged (reshape,
 transpose, slice, concatenate, cast), or all multiplied by one number. A weight with any other use
-is differentiated per sample, also one that enters a function with its own derivative rule.
+is differentiated per sample, including weights that enter a function with its own derivative rule.
 
-A loop repeats its products. A weight that all steps share has more positions there; a weight that
-is scanned over is another one in every step.
+A loop repeats its products. If all steps share a weight, the steps are further positions. If a
+weight is scanned over, every step has another weight.
 """
 
 import dataclasses
@@ -43,9 +43,9 @@ class Weight(NamedTuple):
     """A variable that holds entries of leaves, each at most once, times a number."""
 
     parts: Parts
-    layout: tuple = ()  # what was done to the entries since
+    layout: tuple = ()  # the operations on the entries so far
     factors: tuple[tuple[int, Any, int], ...] = ()  # loops around, variable of one entry, power
-    loops: tuple[bool, ...] = ()  # for the loops around: is it another slice in every step?
+    loops: tuple[bool, ...] = ()  # for the loops around: whether every step has another slice
 
     def then(self, *step) -> "Weight":
         """Return the weight after one more change of its layout."""
@@ -62,7 +62,7 @@ class WeightProduct:
 
     weight: Weight
     product: Product
-    outputs: jax.ShapeDtypeStruct  # of all steps, if it is in loops
+    outputs: jax.ShapeDtypeStruct  # with axes of steps if it is in loops
 
     @property
     def key(self) -> tuple:
@@ -76,17 +76,17 @@ def whole_leaf(leaf: int, shape: Sequence[int]) -> Weight:
 
 
 # The products of a program, by the number of the equation: a WeightProduct, or for a loop the
-# products of its body. A pytree, whose leaves are the WeightProducts.
+# products of its body. A pytree with WeightProducts as leaves.
 WeightProducts = dict[int, Any]
 
 
-# --- Without calls --------------------------------------------------------------------------------
+# --- Inlining -------------------------------------------------------------------------------------
 
 
 def inlined(program: ClosedJaxpr) -> tuple[Jaxpr, list]:
     """Return the program without calls and without unused operations, and its constants.
 
-    The calls of functions with their own derivative rules stay.
+    Calls of functions with their own derivative rules stay.
     """
 
     def rule(eqn, inputs):
@@ -102,16 +102,16 @@ def inlined(program: ClosedJaxpr) -> tuple[Jaxpr, list]:
     return flat.jaxpr.replace(eqns=[eqn for eqn, _ in live]), flat.consts
 
 
-# --- Where the weights are ------------------------------------------------------------------------
+# --- Finding products -----------------------------------------------------------------------------
 
 
 def find_weight_products(
     jaxpr: Jaxpr, weights: Sequence[Weight | None], steps: tuple[int, ...] = ()
 ) -> tuple[WeightProducts, set[int]]:
-    """Return the products with weights in an :func:`inlined` program, and the other used leaves.
+    """Return the products with weights in an :func:`inlined` program, and leaves with other uses.
 
-    ``weights`` says which inputs are weights. ``steps`` are the lengths of the loops around the
-    program.
+    ``weights`` holds a weight or None for each input. ``steps`` are the lengths of the loops around
+    the program.
     """
     single: dict[Var, Any] = {}  # variables that repeat the one entry of another
     products: WeightProducts = {}
@@ -132,7 +132,7 @@ def find_weight_products(
             products[place], others = _find_in_loop(eqn, mine, steps)
             elsewhere.update(others)
             return nothing
-        # Of two weights the larger one: the other would keep all of it for every sample.
+        # The larger weight stays in factors: the other choice would store it for every sample.
         weighted = [i for i, w in enumerate(mine) if w]
         largest = max(weighted, key=[shape_and_dtype(v).size for v in eqn.invars].__getitem__)
         weight_product = _weight_product(eqn, largest, mine[largest], steps)
@@ -158,7 +158,7 @@ def _find_in_loop(eqn: JaxprEqn, mine: list, steps: tuple[int, ...]):
     body, inner, lost = inner_jaxprs(eqn)[0].jaxpr, [], []
     for i, w in enumerate(mine):
         if w and constants <= i < constants + carried:
-            lost.append(w)  # it changes
+            lost.append(w)  # a carried weight changes
             w = None
         elif w:
             own = i >= constants
@@ -219,7 +219,7 @@ def _concatenated_weight(mine: list, axis: int) -> list[Weight]:
 
 
 def _sliced_weights(eqn: JaxprEqn, weight: Weight) -> list[Weight]:
-    """Return slices of a leaf that nothing was done to yet."""
+    """Return slices of a leaf that is not yet changed."""
     options, ((leaf, box), *more) = eqn.params, weight.parts
     if weight.layout or more or any(stride != 1 for stride in options.get("strides") or ()):
         return []
@@ -244,7 +244,7 @@ def overlap(first: tuple[int, Box], second: tuple[int, Box]) -> bool:
     )
 
 
-# --- Running it -----------------------------------------------------------------------------------
+# --- Running --------------------------------------------------------------------------------------
 
 
 def run_with_additions(

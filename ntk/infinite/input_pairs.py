@@ -1,8 +1,8 @@
 """All pairs of two sets of inputs: their angles, exactly, and arrays computed tile by tile.
 
 An angle theta is stored as ``p = (1 - cos theta) / 2`` and ``q = (1 + cos theta) / 2``, both to
-full relative precision. Kernels with a kink have slopes of ``1 / theta``, so that a rounded Gram
-matrix would lose half the digits of near-duplicates.
+full relative precision. Kernels with a kink have slopes of ``1 / theta``, so a rounded Gram matrix
+would lose half of the digits of near-duplicates.
 """
 
 import functools
@@ -47,8 +47,8 @@ def half_chords(a: UnitRows, b: UnitRows) -> tuple[jax.Array, jax.Array]:
     squares_low = a.square_low[:, None] + b.square_low[None]
     apart = jnp.maximum((squares_high - 2 * high) + (squares_low - 2 * low), 0)
     along = jnp.maximum((squares_high + 2 * high) + (squares_low + 2 * low), 0)
-    # Inputs of norm 0 have no angle: any will do, their covariances are 0.
-    total = 2 * (squares_high + squares_low)  # of the two, which need not both be computed
+    # The angle of an input of norm 0 does not matter, because its covariances are 0.
+    total = 2 * (squares_high + squares_low)  # apart + along
     known = total > 0.5
     return tuple(
         jnp.where(known, part / jnp.where(known, total, 1), 0.5) for part in (apart, along)
@@ -70,7 +70,7 @@ def assemble(
         np.minimum(np.arange(0, n, step), n - step) for n, step in ((n1, size1), (n2, size2))
     )
     corners = [(i, j) for i in starts1 for j in starts2 if not symmetric or i <= j]
-    # Recomputed in reverse mode: else every tile would keep all its layers.
+    # Tiles are recomputed in reverse mode; otherwise every tile would store all its layers.
     compute = jax.checkpoint(functools.partial(tile, size1=size1, size2=size2))
 
     def step(totals, corner):
@@ -89,10 +89,10 @@ def assemble(
 
 
 def pad_rows(x: chex.Array | None) -> jax.Array | None:
-    """Return ``x`` [n, d] with its last row repeated, up to one of few sizes to compile for.
+    """Return ``x`` [n, d] padded with copies of its last row, so that few shapes are compiled.
 
-    These are powers of two up to a tile, then whole tiles: a part of a tile is computed whole
-    anyway. For 8 tiles or more, running dominates compiling, so we do not pad.
+    The padded length is a power of two up to one tile, and whole tiles beyond. Inputs of more than
+    8 tiles are returned unchanged, because running takes longer than compiling there.
     """
     if x is None or len(x) > 8 * TILE:
         return x
@@ -111,7 +111,7 @@ def mirror_triangle(kernel: chex.Array) -> jax.Array:
 
 
 def same_inputs(i: Any, j: Any, size1: int, size2: int) -> jax.Array:
-    """Return [size1, size2], where an input meets itself in the tile that begins at (i, j)."""
+    """Return [size1, size2]: whether an input meets itself, in the tile that begins at (i, j)."""
     return (i + jnp.arange(size1))[:, None] == (j + jnp.arange(size2))[None]
 
 

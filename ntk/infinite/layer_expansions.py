@@ -39,7 +39,7 @@ def layer_derivative(layer: Layer) -> Layer:
 
 
 def kink_places(layer: Layer) -> tuple[float, ...]:
-    """Return where the sum is not smooth, except 0."""
+    """Return the places where the sum is not smooth, except 0."""
     return tuple(sorted({t for s in layer for t, _ in s.kinks if t}))
 
 
@@ -55,7 +55,7 @@ def kinks_at_zero(layer: Layer, weights: chex.Array) -> tuple[jax.Array, jax.Arr
 def parse_architecture(
     activations: Sequence[Any], skips: Any, variances: Any, dtype: Any = float
 ) -> tuple[tuple[Layer, ...], list[jax.Array], jax.Array, jax.Array]:
-    """Return static layers, and arrays of weights, skips and variances; checked."""
+    """Check a network, and return static layers and arrays of weights, skips and variances."""
     if not isinstance(activations, list | tuple) or not activations:
         raise ValueError(f"activations: expected a list of at least one, got {activations!r}.")
     layers, weights = [], []
@@ -66,7 +66,6 @@ def parse_architecture(
         layer = tuple(in_a_network(s) for s, _ in mixture)
         w = _check_numbers("activations: weights", [w for _, w in mixture], len(mixture), dtype)
         if all(s.smooth is None for s in layer):
-            # All kinked layers in one form.
             layer, w = _KINKED, jnp.stack(kinks_at_zero(layer, w))
         layers.append(layer)
         weights.append(w)
@@ -114,7 +113,7 @@ def _check_input_rows(name: str, x: Any) -> jax.Array:
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"{name}: expected a nonempty array [n, d], got shape {x.shape}.")
     check_finite(name, x, "entries")
-    with jax.ensure_compile_time_eval():  # known inputs in a jit too
+    with jax.ensure_compile_time_eval():  # checks concrete inputs inside a jit too
         lost = concrete(x) and bool(_has_lost_squares(x))
     if lost:
         raise ValueError(
@@ -153,7 +152,7 @@ class Resolution(NamedTuple):
     width: float
 
 
-_CANCELLING = {4: 8, 8: 256}  # the largest pieces, over what they are of, by bytes of a number
+_CANCELLING = {4: 8, 8: 256}  # largest norm of a piece over its function's, by bytes of a number
 
 RESOLUTIONS = (Resolution(256, 0.5), Resolution(1024, 0.5), Resolution(4096, 0.125))
 TRACED = Resolution(512, 0.25)
@@ -179,7 +178,7 @@ def largest_error(dtype: Any) -> float:
 
 
 def check_resolved(name: str, kernel: chex.Array) -> None:
-    """Raise ``FloatingPointError`` for a NaN entry, which stands for too large an error."""
+    """Raise ``FloatingPointError`` for a NaN entry, the mark of too large an error."""
     if bool(np.isnan(kernel).any()):
         raise FloatingPointError(
             f"{name}: expected inputs whose kernel can be computed in {kernel.dtype}, got an entry "
@@ -200,7 +199,7 @@ def expand_layer(
     """
     if all(s.smooth is None for s in layer):
         return _expand_kinked(layer, w, scale, error, kinks, how)
-    assert kinks is not None  # of a network with this layer
+    assert kinks is not None
     table = jax.tree.map(lambda x: x.astype(scale.dtype), hermite_grid(*how))
     return _expand_both(*_sample_layer(layer, w, scale, table.z, kinks), scale, error, table)
 
@@ -228,7 +227,7 @@ def _sample_layer(layer: Layer, w, scale, z, kinks: tuple[float, ...]):
             at[i, kinks.index(place)] = jumps
     total = jnp.einsum("i,ijm->jm", w, jnp.asarray(at, scale.dtype))
     if own and 0.0 in kinks:
-        # Next to others, a kink at 0 is one of them.
+        # If there are other kinks, the kink at 0 is handled like them.
         values = values + sides[0] * jnp.stack([jnp.stack([u, -u]), jnp.ones_like(values[0])])
         total = total.at[kinks.index(0.0), 1].add(sides[1] - sides[0])
         sides = jnp.zeros_like(sides)
@@ -260,7 +259,7 @@ def _expand_both(values, sides, places, jumps, scale, error, table):
 
     expansions = jax.lax.map(one, (values, jump_pair, jnp.array([True, False])))
     value, slope = (jax.tree.map(lambda x, i=i: x[i], expansions) for i in (0, 1))
-    # The slope's own norm says how steep a function is; but where it jumps.
+    # The slope's norm bounds the steepness of a function, except at jumps.
     steep = slope.norm * scale * reciprocal(value.norm) * (1 + slope.noise)
     steep = jnp.where(value.jump > 0, value.steep, jnp.minimum(value.steep, steep))
     value = value._replace(steep=jax.lax.stop_gradient(steep))
@@ -272,9 +271,9 @@ def _worthwhile(values, places, jumps, scale, table):
     """Return which jumps [n, kinks, orders] of the function and its derivatives become pieces.
 
     A piece much larger than the function cancels, to ``eps |piece|^2 / |f|^2``. A kink of order m
-    that stays is missed, by about ``|piece|^2 K^-(m + 1/2) / |f|^2``, which is worse for jumps and
-    corners. Pieces of higher orders cancel to 1e-10 at most, or 5e-5 in float32, where eps allows
-    those of order 2 and 3. In float64 they only help together with the next one.
+    without a piece has an error of about ``|piece|^2 K^-(m + 1/2) / |f|^2``, which is worse for
+    jumps and corners. Pieces of higher orders cancel to 1e-10 at most, or 5e-5 in float32, where
+    eps allows orders 2 and 3. In float64 these orders only help together with the next one.
     """
     norms = values * jnp.expand_dims(table.roots, (0, 1, 2))
     norms = jax.lax.stop_gradient(root((norms**2).sum((1, 3))))
@@ -295,14 +294,14 @@ def _worthwhile(values, places, jumps, scale, table):
 def _unseen(value, slope, values, probed, places, scale, table):
     """Return whether [n] the function has steps or peaks between the nodes, which no term shows."""
     tolerance = 4096 * float(jnp.finfo(scale.dtype).eps)
-    # By parts, sqrt(k + 1) E[r h_(k + 1)] = E[r' h_k]: a step that is seen in s alone. The regular
-    # rests are a function and its slope: what is left out of one is left out of the other.
+    # By parts, sqrt(k + 1) E[r h_(k + 1)] = E[r' h_k] for the regular parts. A step that the nodes
+    # of the slope miss breaks this equality.
     k = np.arange(8)
     rise = jnp.asarray(np.sqrt(k + 1), scale.dtype)[None] * value.regular[:, k + 1]
     gap = rise * value.norm[:, None] - slope.regular[:, k] * (scale * slope.norm)[:, None]
     sizes = value.size * value.norm + slope.size * scale * slope.norm
     apart = jnp.abs(gap).max(1) > tolerance * sizes
-    # What lies between the innermost nodes: nothing that a cubic does not show, if no kink does.
+    # Between the innermost nodes a smooth function must be close to a cubic.
     end, u = scale * table.z[0], _probes(scale)
     smooth = (jnp.abs(places)[None] > end[:, None]).all(1)
     inside = (u < end[:, None]) & smooth[:, None]
@@ -325,7 +324,7 @@ def _cubic(ends, end, u):
 def common_kinks(layers: Sequence[Layer]) -> Kinks:
     """Return all kinks outside the closed forms; None if all activations are closed.
 
-    One for all layers, so that one program serves them.
+    All layers share them, so that one program serves all layers.
     """
     activations = [s for layer in layers for s in layer]
     if all(s.smooth is None for s in activations):
@@ -345,7 +344,7 @@ class LayerKernels(NamedTuple):
     tangent: jax.Array  # T_l
     value: Expansion
     slope: Expansion
-    # Bounds of errors, of the means above and of S_l, the last one relative:
+    # Error bounds of `below`, and of S_l (relative):
     below_error: jax.Array
     second_error: jax.Array
 
@@ -358,13 +357,13 @@ def propagate_features(
     squares: chex.Array,
     how: Resolution,
 ) -> list[LayerKernels]:
-    """The formulas of :mod:`ntk.infinite` for single inputs of squared norms [n]."""
+    """Apply the formulas of :mod:`ntk.infinite` to single inputs of squared norms [n]."""
     kinks = common_kinks(layers)
     eps = float(jnp.finfo(squares.dtype).eps)
     zeros = jnp.zeros_like(squares)
-    # Second moment, T and mean of the features below; the errors of the first and the last.
+    # Second moment, T and mean of the features below; errors of the second moment and the mean.
     state = squares, zeros, zeros, 8 * eps * jnp.ones_like(squares), zeros
-    # The first layer has no skip.
+    # The skip of the first layer is 0.
     skips = jnp.concatenate([jnp.zeros_like(skips, shape=1), skips])
 
     def one(state, x, layer):
@@ -380,7 +379,7 @@ def propagate_features(
 
     inputs = [(w, skips[i], variances[i]) for i, w in enumerate(weights)]
     if len(set(layers)) == 1 and not concrete(squares, weights, skips, variances):
-        # Under a caller's jit one layer is compiled, not one after another.
+        # Under a caller's jit a scan compiles one layer instead of all.
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs)
         _, stacked_kernels = jax.lax.scan(lambda s, x: one(s, x, layers[0]), state, stacked)
         return [jax.tree.map(lambda x, i=i: x[i], stacked_kernels) for i in range(len(layers))]
@@ -393,7 +392,7 @@ def propagate_features(
 
 @jax.jit
 def _propagate_layer(a, c, second, tangent, below, error, below_error, value, slope):
-    """Return the arguments from ``second`` on, one layer up, for single inputs."""
+    """Return the state, which begins with ``second``, one layer up for single inputs."""
     mean, square = value.mean, value.norm**2
     above = square + 2 * a * mean * below + a**2 * second
     tangent = c * slope.norm**2 * (second + tangent) + a**2 * tangent

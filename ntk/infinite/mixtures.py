@@ -7,6 +7,7 @@ with W trained and v fixed, of variance c0 over the width: Oymak et al. 2021, se
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ def mixture_blocks(
     scale: float | chex.Array = 1.0,
     error: bool = False,
 ) -> Any:
-    """The kernels K_ij that a mixture of activations mixes; see the module's formula.
+    """Return the kernels K_ij that a mixture of activations combines, by the module's formula.
 
     Parameters
     ----------
@@ -73,17 +74,20 @@ def mixture_blocks(
 
     Raises
     ------
-    ValueError, FloatingPointError
-        As :func:`ntk.network_kernel`.
+    ValueError
+        If a shape is wrong, or an input is complex or not finite. Traced values are not checked.
+    FloatingPointError
+        If an entry's error is too large even with 4096 Hermite coefficients. Such entries of traced
+        inputs are NaN.
 
     Notes
     -----
-    Memory: ``3 h^2 n n2`` numbers. A jump of an activation does not count in its slope, as in a
-    network's gradient.
+    Memory: ``3 h^2 n n2`` numbers. Slopes ignore the jumps of an activation, as gradients of a
+    network do.
 
     References
     ----------
-    Oymak et al. 2021, section 4.2 and Theorem 3 (where K has no ``scale``). Only the hidden layer's
+    Oymak et al. 2021, section 4.2 and Theorem 3 (with ``scale`` 1). Only the hidden layer's
     weights are trained; the signs of the output weights cancel.
 
     Examples
@@ -119,21 +123,17 @@ def mixture_blocks(
 
 
 def mixture_kernel(alpha: chex.Array, blocks: chex.Array) -> jax.Array:
-    """``K_alpha = sum_ij alpha_i alpha_j K_ij``, quadratic in alpha.
+    """Return ``K_alpha = sum_ij alpha_i alpha_j K_ij`` [n1, n2], quadratic in alpha.
 
     Parameters
     ----------
     alpha : array [h]
     blocks : array [h, h, n1, n2]
 
-    Returns
-    -------
-    array [n1, n2]
-
     Raises
     ------
     ValueError
-        If the shapes do not fit.
+        If the shapes do not fit, or ``alpha`` is not finite.
 
     Examples
     --------
@@ -154,7 +154,6 @@ def mixture_kernel(alpha: chex.Array, blocks: chex.Array) -> jax.Array:
 
 def _blocks_and_slopes(layer: Layer, x1, x2, scale, how: Resolution):
     """Return the blocks and their errors, and the expansions of the slopes."""
-    # A network of one hidden layer for each, with kinks at the same places.
     kinks = common_kinks([layer])
     one = np.ones(1, x1.dtype)
     slopes = []
@@ -200,7 +199,7 @@ def _blocks_with_errors(x1, x2, slopes1, slopes2, scale):
             eps = float(jnp.finfo(p.dtype).eps)
             same = None
             if x2 is None:
-                # There rho is 1; the series says so without the terms that others do not need.
+                # Entries with rho = 1 come from `on_diagonal`; here they need no terms.
                 same = same_inputs(r, c, size1, size2)
                 p, q = (jnp.where(same, 0.5, half) for half in (p, q))
             error = jax.lax.stop_gradient(8 * eps * (jnp.sqrt(p * q) + eps**0.5 / 2))
@@ -228,12 +227,11 @@ def _blocks_with_errors(x1, x2, slopes1, slopes2, scale):
 
     def symmetric(blocks):
         upper = dict(zip(pairs, blocks, strict=True))
-        return jnp.stack(
-            [
-                jnp.stack([upper[i, j] if i <= j else upper[j, i].T for j in range(h)])
-                for i in range(h)
-            ]
-        )
+        flat = [
+            upper[i, j] if i <= j else upper[j, i].T
+            for i, j in itertools.product(range(h), repeat=2)
+        ]
+        return jnp.stack(flat).reshape(h, h, n1, n1)
 
     return jax.tree.map(symmetric, pair_blocks)
 

@@ -13,7 +13,7 @@ As the width grows, with S_0 = X X', T_0 = 0 and (u, u') ~ N(0, c_l S_{l-1}):
     NNGP = c_L S_{L-1},    NTK = c_L (S_{L-1} + T_{L-1})
 
 =======  ================  ================================================================
-paper    here              what
+paper    here              meaning
 =======  ================  ================================================================
 sigma_l  ``activations``   L - 1 of them, each one activation or a weighted sum
 alpha_l  ``skips``         L - 2 real weights a
@@ -23,15 +23,14 @@ alpha_l  ``skips``         L - 2 real weights a
 Kernels come in tiles of 256 x 256: each tile runs through all layers while it is in the cache, so
 only the results have the size of the data squared.
 
-**The error.** Every entry carries a bound of its own error through the layers: e_S of S, e_T of T
-and e_p of ``p = (1 - rho) / 2``, with the norms |s| and |s'| of each layer's functions at both
-inputs,
+**The error.** Every entry has a bound of its error through the layers: e_S of S, e_T of T and e_p
+of ``p = (1 - rho) / 2``. With the norms |s| and |s'| of each layer's functions at both inputs,
 
     e_S <- e_G + 2 |a| e_mu |mu| + a^2 e_S,    e_G = |d/drho E s s'| 2 e_p + ...
     e_T <- c |D| (e_S + e_T) + c e_D |S + T| + a^2 e_T,    e_p <- e_S / (2 sqrt(S_ii S_jj)) + ...
 
-(see :mod:`ntk.expectations.hermite`), so that roundings, too few coefficients and too coarse nodes
-all show. Coefficients and nodes are added until the bound is as small as rounding, or ends to fall.
+(see :mod:`ntk.expectations.hermite`). The bounds include rounding, too few coefficients and too
+coarse nodes. Coefficients and nodes are added until the bound is as small as rounding, or stalls.
 """
 
 import functools
@@ -84,14 +83,14 @@ def network_kernel(
     skips: Sequence[Any] | chex.Array | None = None,
     variances: Sequence[Any] | chex.Array | None = None,
 ) -> Kernels:
-    """Exact NNGP and NTK of an infinitely wide network, layer by layer as in the module's formula.
+    """Compute the exact NNGP and NTK of an infinitely wide network, by the module's formula.
 
     Parameters
     ----------
     x1 : array [n1, d]
     x2 : array [n2, d], optional
         Default: ``x1``; then the kernels are symmetric (exactly, unless traced) and their diagonals
-        have no error of a series.
+        are free of series errors.
     activations : L - 1 entries
         Each an activation (or any smooth function), or ``{activation: weight}`` for their sum.
     skips : L - 2 reals, optional
@@ -102,8 +101,8 @@ def network_kernel(
     Raises
     ------
     ValueError
-        For a wrong shape or count, complex numbers, or a value that is not finite, unless it is
-        traced.
+        If a shape or count is wrong, or a value is complex or not finite. Traced values are not
+        checked.
     FloatingPointError
         If an entry's error is over 1e-6 of the diagonal (2 % in float32) even with 4096 Hermite
         coefficients: nearly collinear inputs into smooth activations at a variance far over 25.
@@ -112,9 +111,9 @@ def network_kernel(
     Notes
     -----
     Differentiable to any order in skips, weights, variances and inputs. The slope of an activation
-    that jumps is that of its pieces, as in a network's gradient. The derivative of a kinked
-    activation's kernel at two equal (or opposite) inputs, infinite in general, is taken along paths
-    that keep them so.
+    ignores its jumps, as gradients of a network do. The derivative of a kinked activation's kernel
+    at two equal (or opposite) inputs is infinite in general. It is taken along paths on which they
+    stay equal (or opposite).
 
     Compiled once for a depth, a size and a number of kinks away from 0, and once more for the first
     smooth activation. Unless traced, up to 256 inputs are padded to the next power of two, and up
@@ -126,8 +125,8 @@ def network_kernel(
 
     Near-duplicates: angles down to 1e-9 have a relative error of 1e-11, from a Gram matrix in two
     exact parts, also behind ReLU-like layers. A smooth layer loses angles under 1e-8 in rounding.
-    Only a later kink can show it: by 3e-8 of an entry if an input meets its copy in ``x2`` after a
-    smooth layer and two kinked ones, which the error includes.
+    This matters only at a later kink. An input and its copy in ``x2`` can lose 3e-8 of an entry
+    after a smooth layer and two kinked ones. The error includes it.
 
     References
     ----------
@@ -154,7 +153,7 @@ def network_kernel(
     for how in RESOLUTIONS:
         kernels, rows = _kernels_and_features(layers, x1, x2, network, how, equal)
         kernels = jax.tree.map(lambda k: k[:n1, :n2], kernels)
-        if not concrete(kernels):  # by a jit around, of values
+        if not concrete(kernels):  # a jit around the call can trace concrete inputs
             return kernels
         small = float(jnp.max(kernels.error / jnp.max(jnp.abs(kernels.ntk)))) <= goal
         if small or is_resolved([f for r in rows for one in r for f in (one.value, one.slope)]):
@@ -171,17 +170,17 @@ def lemma1_kernel_as_printed(
     activations: Sequence[Activation | Mapping[Activation, Any]],
     skips: Sequence[Any] | chex.Array | None = None,
 ) -> Kernels:
-    """Zhu et al. 2022, Lemma 1, as printed; right only without skip connections.
+    """Compute Lemma 1 of Zhu et al. 2022 as printed; it is right only without skip connections.
 
     With A^(1) = G^(1) = X X', (u, u') ~ N(0, A^(l-1)), and alpha as printed:
 
         G^(l) = 2 E s(u) s(u'),   Gdot^(l) = 2 E s'(u) s'(u'),   A^(l) = G^(l) + alpha_{l-2} A^(l-1)
         K = G^(L) + sum_l G^(l) o Gdot^(l+1) o prod_{k > l+1} (Gdot^(k) + alpha_{k-2})
 
-    Three errors for skips: the forward factor is G where the kernel with its skip, A, belongs;
-    the cross terms ``alpha (m mu' + mu m')`` are missing (they vanish for odd activations only);
-    and alpha stands where alpha^2 should. For three ReLU layers with alpha = (1, 1) and unit
-    inputs the diagonal is 9 as printed, 12 with the first error mended, 15.977 in truth.
+    It has three errors for skips. The forward factor is G instead of A, the kernel with its skip.
+    The cross terms ``alpha (m mu' + mu m')`` are missing (they vanish for odd activations only). It
+    uses alpha instead of alpha^2. For three ReLU layers with alpha = (1, 1) and unit inputs the
+    diagonal is 9 as printed, 12 with the first error fixed, and 15.977 in truth.
 
     Parameters
     ----------
@@ -199,7 +198,7 @@ def lemma1_kernel_as_printed(
     Raises
     ------
     ValueError, FloatingPointError
-        As :func:`network_kernel`.
+        If :func:`network_kernel` raises them for these arguments.
 
     Examples
     --------
@@ -235,8 +234,8 @@ def _kernels_and_features(layers: Sequence[Layer], x1, x2, network, how: Resolut
     features = [
         _features_of_inputs(layers, x, network, how, equal) for x in (x1, x2) if x is not None
     ]
-    # All layers in one, [n, L - 1, ...].
-    rows = [jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *each) for each in features]
+    # Stack the layers: [n, L - 1, ...].
+    rows = [jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *sites) for sites in features]
     _, skips, variances = network
     homogeneous = [all(s.smooth is None for s in layer) for layer in layers]
     exact = jnp.asarray([all(homogeneous[: i + 1]) for i in range(len(layers))])
@@ -247,10 +246,7 @@ def _kernels_and_features(layers: Sequence[Layer], x1, x2, network, how: Resolut
 
 def _features_of_inputs(layers, x, network, how, equal) -> list[LayerKernels]:
     squares = squared_norms(x)
-    weights, skips, variances = network
-    return propagate_features(
-        layers, weights, skips, variances, squares[:1] if equal else squares, how
-    )
+    return propagate_features(layers, *network, squares[:1] if equal else squares, how)
 
 
 @functools.partial(jax.jit, static_argnames="equal")
@@ -284,17 +280,17 @@ class _TileState(NamedTuple):
 
 
 def _tile(a: _InputFeatures, b: _InputFeatures, same, skips, variances, exact) -> Kernels:
-    """Return all layers of one tile; ``same`` [n1, n2] marks inputs that meet themselves."""
+    """Return all layers of one tile; ``same`` [n1, n2] holds where an input meets itself."""
     p, q = half_chords(a.unit_rows, b.unit_rows)
     if same is not None:
-        # Their entries come from the diagonal; here, the series need no terms for them.
+        # The entries of inputs with themselves come from the diagonal, so they need no terms here.
         p, q = (jnp.where(same, 0.5, half) for half in (p, q))
     eps = float(jnp.finfo(p.dtype).eps)
     sizes = a.norms[:, None] * b.norms[None]
     second = (q - p) * sizes
     if same is not None:
         second = jnp.where(same, sizes, second)
-    # Unit rows are rounded; what is under the grid of their leading digits, too.
+    # Unit rows are rounded, and so are their low parts.
     error = jax.lax.stop_gradient(8 * eps * (jnp.sqrt(p * q) + eps**0.5 / 2))
     state = _TileState(
         second,
@@ -304,7 +300,7 @@ def _tile(a: _InputFeatures, b: _InputFeatures, same, skips, variances, exact) -
         jax.lax.stop_gradient(sizes) * (2 * error + 8 * eps),
         jnp.zeros_like(second),
     )
-    # The first layer has no skip.
+    # The skip of the first layer is 0.
     skips = jnp.concatenate([jnp.zeros(1, skips.dtype), skips])
     of_a, of_b = (jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), r.layers) for r in (a, b))
 
@@ -327,7 +323,7 @@ def _layer(
 ) -> _TileState:
     """Take one step of the module's recursion.
 
-    ``exact`` says that everything so far scales with the input's norm. Correlation lost in this
+    ``exact`` means that all layers so far scale with the input's norm. The correlation lost in this
     layer then adds to the earlier loss, without the cancellation of ``1 - rho``.
     """
     below, tangent, sizes, pair, *_ = state
@@ -342,7 +338,7 @@ def _layer(
         slope = jnp.where(same, a.slope.norm[:, None] ** 2, slope)
     roots = jnp.broadcast_to(root(a.second)[:, None] * root(b.second)[None], pair.p.shape)
     scales = a.scale[:, None] * b.scale[None]
-    # The slopes on both sides, from all inputs: one may be 0.
+    # The slopes on both sides come from all inputs, because one input may be 0.
     norm = jax.lax.stop_gradient(a.value.norm)
     sides = (a.value.sides * norm[:, None]).sum(0) * reciprocal(a.scale.sum())
     lost = kinked_gap(sides, pair.p, pair.q) * scales + skip**2 * 2 * pair.p * sizes
@@ -361,7 +357,7 @@ def _layer(
 def _layer_error_bounds(
     state, a, b, skip, c, exact, same, value_error, slope_error, slope, second, roots, scales, p
 ):
-    """Bounds after the layer: of p, S and T."""
+    """Return error bounds of p, S and T after the layer."""
     eps = float(jnp.finfo(p.dtype).eps)
     below, tangent, sizes, pair, below_error, tangent_error = state
     off = value_error + skip**2 * below_error + 4 * eps * roots
@@ -387,7 +383,7 @@ def _layer_error_bounds(
 
 
 def _mean_product_error(a: LayerKernels, b: LayerKernels):
-    """Bound of the error of ``m mu' + mu m'``."""
+    """Bound the error of ``m mu' + mu m'``."""
 
     def product(x, dx, y, dy):
         return dx[:, None] * jnp.abs(y)[None] + jnp.abs(x)[:, None] * dy[None]
@@ -410,17 +406,13 @@ def _lemma1(layers, x, weights, skips, how: Resolution) -> Kernels:
         none = jnp.zeros_like(scale)
         expansions = expand_layer(layer, weights[i], scale, none, kinks, how)
         pairs = expectations(expansions, expansions, (1, 0), Pair(p, 1 - p, jnp.zeros_like(p)))
-        g, g_dot = (
-            2 * jnp.where(same, f.norm[:, None] ** 2, _nan_if_inaccurate(value, error, f.norm))
-            for f, (value, error) in zip(expansions, pairs, strict=True)
-        )
+        products = []
+        for f, (value, error) in zip(expansions, pairs, strict=True):
+            bad = ~(error <= largest_error(value.dtype) * f.norm[:, None] * f.norm[None])
+            products.append(2 * jnp.where(same, f.norm[:, None] ** 2, nan_where(bad, value)))
+        g, g_dot = products
         alpha = skips[i - 1] if i else 0.0
         tangent = forward * g_dot + tangent * (g_dot + alpha)
         forward = g
         second = g + (alpha * second if i else 0.0)
     return Kernels(forward, forward + tangent, jnp.full_like(forward, jnp.inf))
-
-
-def _nan_if_inaccurate(value, error, norm):
-    """Return ``value`` [n, n], NaN where its error is too large."""
-    return nan_where(~(error <= largest_error(value.dtype) * norm[:, None] * norm[None]), value)

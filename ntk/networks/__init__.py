@@ -1,9 +1,7 @@
-"""Infinitely wide networks of layers: described once, their exact kernels, and finite networks.
+"""Infinitely wide networks of layers: one description for exact kernels and finite networks.
 
 Layers: :mod:`ntk.networks.layers`. A network is ``serial`` of them; its methods are ``kernel``,
 ``module`` (flax) and ``start``, with ``names``: its search space.
-
-The names and their places: ``__init__.pyi``.
 """
 
 import lazy_loader

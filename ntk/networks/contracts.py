@@ -1,26 +1,25 @@
-"""The contract of a layer: read this first, and to write a layer of your own.
+"""The contract of a layer: read this first, and to write your own layer.
 
 A layer has two sides, which may be one class:
 
-* A :class:`Layer` is the description, what a combinator puts into a
-  :class:`~ntk.networks.Network`: a record of numbers and of names, which are entries of ``alpha``.
-* A :class:`LayerStep` is what is computed. It is static and hashable (a frozen dataclass), and its
-  numbers are arrays that its methods are given: one compiled program serves all networks of one
-  structure.
+* A :class:`Layer` is the description: numbers, and names of entries in ``alpha``. A combinator puts
+  it into a :class:`~ntk.networks.Network`.
+* A :class:`LayerStep` is the computation. It is static and hashable (a frozen dataclass). Its
+  methods get the numbers as arrays, so one compiled program serves all networks of one structure.
 
 A new layer is one file, with these methods and a function that returns ``Network((MyLayer(),))``:
 
 =============================  ==================================================================
-method                         what it gives
+method                         result
 =============================  ==================================================================
-:meth:`Layer.plan`             the step, its numbers, and what is known of the features behind it
+:meth:`Layer.plan`             the step, its numbers, and facts about the features behind it
 :meth:`Layer.entries`          the numbers and names in the description; none by default
 :meth:`LayerStep.features`     the layer on single inputs, at infinite width
 :meth:`LayerStep.pairs`        the layer on pairs of inputs, at infinite width
 :meth:`LayerStep.apply`        the layer of the finite network
 =============================  ==================================================================
 
-The other methods have defaults, for layers that act at each position on its own, without weights. A
+The other methods have defaults for layers without weights that act on each position separately. A
 layer with weights asks for them in ``apply`` and has ``weighted = True``.
 :mod:`ntk.networks.moments` and :mod:`ntk.networks.position_pairs` have the formulas of all layers,
 the records that these methods take and return, and the arithmetic that layers share.
@@ -46,9 +45,9 @@ class Signal(NamedTuple):
     """Facts about the features when planning."""
 
     shape: Shape  # of the positions
-    gaussian: bool  # at infinite width, of mean 0
-    raw: bool = False  # the data themselves
-    flat: bool = False  # positions side by side
+    gaussian: bool  # Gaussian of mean 0 at infinite width
+    raw: bool = False  # the data
+    flat: bool = False  # all positions in one vector
 
 
 class Planned(NamedTuple):
@@ -62,7 +61,7 @@ class Planned(NamedTuple):
 class FiniteLayer(Protocol):
     """The argument ``finite`` of :meth:`LayerStep.apply`."""
 
-    features: int  # that a layer with weights returns
+    features: int  # number of output features of a layer with weights
 
     def weights(self, dtype: Any, **shapes: Shape) -> dict[str, jax.Array]:
         """Return standard normal weights of the layer, by their names."""
@@ -99,9 +98,9 @@ class Layer:
 class LayerStep:
     """The computation of a layer: static and hashable, a frozen dataclass.
 
-    ``numbers`` are those that :meth:`Layer.plan` returned. ``before`` are the features below:
-    :class:`ntk.networks.moments.Moments`, or ``Raw`` before the first layer with weights. A method
-    that a class lacks raises ``NotImplementedError``.
+    ``numbers`` come from :meth:`Layer.plan`. ``before`` are the features below:
+    :class:`ntk.networks.moments.Moments`, or ``Raw`` before the first layer with weights. Methods
+    without a default raise ``NotImplementedError``.
     """
 
     weighted: ClassVar[bool] = False  # whether its finite layer has weights
@@ -138,7 +137,7 @@ class LayerStep:
         return ()
 
     def values_per_input(self, positions: int) -> int:
-        """Return about how many numbers an input stores for it, after ``positions`` positions."""
+        """Return about how many numbers an input of ``positions`` positions stores here."""
         return 20 * max(self.position_counts(), default=positions)
 
     def patch_values(self, channels: int) -> int | None:
@@ -152,8 +151,8 @@ class LayerStep:
     ) -> "LayerFeatures":
         """Run :meth:`features` in a separate program.
 
-        ``state`` is that of all pairs of positions of each input, if pooling follows. ``full`` says
-        whether they are needed, ``how`` is the resolution of expansions.
+        If pooling follows, ``state`` holds all pairs of positions of each input. ``full`` is true
+        if they are needed, and ``how`` is the resolution of expansions.
         """
         return compiled_features(self, numbers, before)
 
@@ -166,7 +165,7 @@ class LayerStep:
         return self, numbers
 
     def table_values(self, numbers: Any, site: "LayerFeatures") -> Iterator["Expansion"]:
-        """Yield expansions by its tables at the norms below."""
+        """Yield expansions by its tables at the norms below, from the layer's features."""
         yield from ()
 
 

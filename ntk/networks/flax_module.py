@@ -24,7 +24,7 @@ _normal = nn.initializers.normal(1.0)
 
 
 class Module(nn.Module):
-    """Made by :meth:`ntk.networks.Network.module`."""
+    """A finite network, from :meth:`ntk.networks.Network.module`."""
 
     network: "Network"
     width: int
@@ -50,7 +50,7 @@ class Module(nn.Module):
 
 @dataclasses.dataclass
 class _Scope:
-    """The module that is being applied, as its layers need it."""
+    """The part of the module that a layer sees."""
 
     features: int
 

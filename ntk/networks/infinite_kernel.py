@@ -1,8 +1,8 @@
 """Exact kernels of an infinitely wide network, by blocks and tiles of pairs of inputs.
 
-A block of inputs is walked through alone first (:mod:`ntk.networks.moments`); the pairs of two
-blocks then need no more than that, tile by tile (:mod:`ntk.networks.position_pairs`), so that
-memory is that of two blocks, a tile, and the result.
+The features of each block of inputs are computed first (:mod:`ntk.networks.moments`). The pairs of
+two blocks depend only on them, tile by tile (:mod:`ntk.networks.position_pairs`). So memory is that
+of two blocks, a tile, and the result.
 """
 
 import functools
@@ -37,13 +37,13 @@ from ntk.networks.windows import outer
 if TYPE_CHECKING:
     from ntk.networks.network import Network
 
-ENTRIES = 2**18  # pairs of positions that a tile has, where positions are mixed
-CACHED = 2**16, 64  # where they are not: pairs and inputs on a side, for a processor's cache
-NUMBERS = 2**26  # that a block of inputs keeps, about
+ENTRIES = 2**18  # pairs of positions in a tile if positions are mixed
+CACHED = 2**16, 64  # otherwise: pairs, and inputs on a side, for a processor's cache
+NUMBERS = 2**26  # numbers that a block of inputs stores, about
 
 
 class Level(NamedTuple):
-    """How functions are expanded: those that can be by tables, or all one by one."""
+    """How functions are expanded: by tables if possible, or all one by one."""
 
     how: Resolution
     tables: bool = True
@@ -51,7 +51,7 @@ class Level(NamedTuple):
 
 TABLE_NOISE = 4096  # units of roundoff in tables, which more terms cannot reduce
 LEVELS = (
-    Level(RESOLUTIONS[1]),  # as cheap as fewer terms: of those, no more are summed than it takes
+    Level(RESOLUTIONS[1]),  # as cheap as fewer terms, because a series ends when it has converged
     Level(Resolution(4096, 0.25)),  # norms up to 16 need no finer panels
     Level(RESOLUTIONS[2], tables=False),
 )
@@ -67,7 +67,7 @@ def exact_kernels(
     """Return the kernels as :meth:`ntk.networks.Network.kernel` does, with its errors."""
     x1, x2 = _check_network_inputs(x1, x2)
     plan = plan_network(network, x1.shape[1:-1], alpha, x1.dtype)
-    if not concrete(x1 + 0, x2, plan.numbers):  # by a jit around too, of values
+    if not concrete(x1 + 0, x2, plan.numbers):  # `+ 0` also detects a jit around concrete inputs
         return _block(plan, x1, x2, Level(TRACED))
     kernels = _kernels_by_block(plan, x1, x2)
     if bool(np.isnan(kernels.ntk).any()):
@@ -101,7 +101,7 @@ def _check_network_inputs(x1, x2):
 
 
 def _plan_at_level(plan: NetworkPlan, level: Level, dtype) -> NetworkPlan:
-    """Return the plan with tables in it."""
+    """Return the plan with tables in its steps."""
     if not level.tables:
         return plan
     steps, numbers = walk.tabulate_steps(plan.steps, plan.numbers, level.how, dtype)
@@ -128,7 +128,7 @@ def _block(plan: NetworkPlan, x1, x2, level: Level) -> Kernels:
 
 
 def _static(plan: NetworkPlan):
-    """Return the pairs' static arguments: the steps, and the inputs in a tile."""
+    """Return the pairs' static arguments: the steps, and the number of inputs in a tile."""
     positions = walk.count_positions(plan.steps)
     entries, most = CACHED if jax.default_backend() == "cpu" and not plan.full else (ENTRIES, TILE)
     size = math.isqrt(entries // (positions**2 if plan.full else positions))
@@ -156,7 +156,7 @@ def _checked_kernels(a, b, state) -> Kernels:
     sizes = outer(a.norm, b.norm, True)[0]
     nngp, ntk = sizes * (1 - 2 * state.p[0]), state.tangent[0]
     own = outer(root(a.tangent), root(b.tangent), True)[0]
-    # K is a part of T here: one bound serves both.
+    # K is a part of T here, so one bound holds for both.
     error = own * state.tangent_error + state.tangent_excess + sizes * state.second_error
     error = jax.lax.stop_gradient(error)
 

@@ -1,7 +1,7 @@
-"""What every layer does to single inputs: second moments, means and tangents at each position.
+"""The effect of every layer on single inputs: second moments, means and tangents at each position.
 
 With s2 the second moment of the features at a position, mu their mean and t the tangent kernel of
-an input with itself, as :mod:`ntk.networks.position_pairs` has them for two inputs:
+an input with itself, as in :mod:`ntk.networks.position_pairs` for two inputs:
 
 ========  ==============================  ==========  ==============================
 layer     s2                              mu          t
@@ -13,8 +13,8 @@ flatten   mean s2                         mean mu     mean t
 add       sum w^2 s2 + 2 w w' mu mu'      sum w mu    sum w^2 t
 ========  ==============================  ==========  ==============================
 
-Means are over the window or all positions. Errors are bounded per input: ``noise`` is that of s2,
-relative to it, and ``mean_noise`` that of mu.
+Means are over the window or all positions. Errors are bounded per input: ``noise`` is the relative
+error of s2, and ``mean_noise`` the error of mu.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from ntk.expectations.hermite import Expansion
 
 
 class Raw(NamedTuple):
-    """The data themselves, before the first layer with weights."""
+    """The data, before the first layer with weights."""
 
     x: jax.Array  # [n, P, C]
 
@@ -43,7 +43,7 @@ class Moments(NamedTuple):
 
     @property
     def norm(self) -> jax.Array:
-        """[n, P], root of s2."""
+        """Return the root of s2, [n, P]."""
         return root(self.square)
 
 
@@ -54,12 +54,12 @@ class LayerFeatures(NamedTuple):
     after: Any
     value: Expansion | None = None  # of a smooth activation and its slope, [n, P, ...]
     slope: Expansion | None = None
-    gain: Any = None  # [n], how pooling or a sum magnifies relative errors
+    gain: Any = None  # [n], factor of relative errors in pooling or a sum
     tangent_gain: Any = None
     branches: tuple[Any, ...] = ()  # of a sum: the sites of each
     units: Any = None  # of the data's patches, UnitRows [n, P, ...]
 
 
 def epsilon(x: jax.Array) -> float:
-    """The rounding unit of an array."""
+    """Return the roundoff unit of an array."""
     return float(jnp.finfo(x.dtype).eps)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Network:
-    """Layers one after another; what every combinator returns.
+    """Layers one after another; the result of every combinator.
 
     Attributes
     ----------
@@ -36,10 +36,8 @@ class Network:
     ... )
     >>> series = jax.random.normal(jax.random.key(0), (2, 4, 1))  # two series of length 4
     >>> kernel = jax.jit(lambda x: net.kernel(x, alpha=net.start()).ntk)
-    >>> kernel(series).shape
-    (2, 2)
-    >>> net.names
-    {'first': ('relu', 'identity')}
+    >>> kernel(series).shape, net.names
+    ((2, 2), {'first': ('relu', 'identity')})
     """
 
     layers: tuple["Layer", ...]
@@ -51,7 +49,7 @@ class Network:
         *,
         alpha: Mapping[str, Any] | None = None,
     ) -> Kernels:
-        """Exact NNGP and NTK at infinite width; formulas: :mod:`ntk.networks.position_pairs`.
+        """Compute the exact NNGP and NTK at infinite width, by :mod:`ntk.networks.position_pairs`.
 
         Parameters
         ----------
@@ -64,13 +62,13 @@ class Network:
         Returns
         -------
         Kernels
-            For every output; outputs are independent of each other.
+            The kernel of each output; outputs are independent of each other.
 
         Raises
         ------
         ValueError
-            For layers that do not fit the inputs or each other, an ``alpha`` that lacks a name, or
-            inputs that are not finite, unless they are traced.
+            If layers do not fit the inputs or each other, ``alpha`` lacks a name, or inputs are not
+            finite. Traced inputs are not checked.
         FloatingPointError
             If an entry's error may be over 1e-6 of the diagonal (2 % in float32): nearly collinear
             patches into smooth activations at a variance far over 25, or features that cancel in
@@ -80,14 +78,14 @@ class Network:
         -----
         Differentiable in ``alpha``, variances and inputs. Compiled once for every structure and
         size: the program of the pairs is the same for all ReLU-like activations, and for all smooth
-        ones except erf and GELU, whose formulas are closed.
+        ones except erf and GELU, which have closed forms.
 
         Time: an image with P positions has P^2 pairs of positions before pooling, and P equal ones
         without pooling. Each costs about 100 flops for a ReLU-like layer. A smooth one costs up to
-        2 K multiply-adds, half of that if it is odd or even, with as many terms as the largest
-        correlation of an image's row needs: K is at most 1024, or 4096 for standard deviations over
-        about 4. A smooth layer is tabulated once, whatever the data. One with kinks away from 0, or
-        at standard deviations over 16, takes 1200 K multiply-adds for each position of each input.
+        2 K multiply-adds, half of that if it is odd or even. The largest correlation of an image's
+        row sets the number of terms K: at most 1024, or 4096 for standard deviations over about 4.
+        A smooth layer is tabulated once, for any data. A layer with kinks away from 0, or with
+        standard deviations over 16, takes 1200 K multiply-adds for each position of each input.
 
         Memory: the three results; blocks of inputs with 20 P numbers for each layer and input (2 K
         P without a table) and three copies of the data's patches, up to about 2^26 numbers or one
@@ -98,8 +96,8 @@ class Network:
 
         Near-duplicates keep the relative accuracy of their angle through weights, biases, ReLU-like
         activations and sums of branches. After pooling, after a smooth activation and after sums of
-        two parts with means (as in Zhu et al. 2022) angles under 1e-8 are lost (3e-4 in float32). A
-        later kink can show it; the error includes it.
+        two parts with means (as in Zhu et al. 2022) angles under 1e-8 are lost (3e-4 in float32).
+        This matters only at a later kink, and the error includes it.
 
         Examples
         --------
@@ -115,7 +113,7 @@ class Network:
         return exact_kernels(self, x1, x2, alpha=alpha)
 
     def module(self, *, width: int, outputs: int = 1) -> "nn.Module":
-        """The finite network of the same parametrization, in flax.
+        """Return the finite network of the same parametrization, in flax.
 
         Its weights are standard normal; the network has the factors. With growing width, the mean
         of its tangent kernel for each output tends to that of :meth:`kernel` like 1 / width, and a
@@ -124,7 +122,7 @@ class Network:
         Parameters
         ----------
         width : int
-            Features of every layer with weights but the last.
+            Features of every layer with weights except the last.
         outputs : int
 
         Returns
@@ -135,8 +133,8 @@ class Network:
         Raises
         ------
         ValueError
-            If a number is not positive; when it is applied, as :meth:`kernel`, or if the outputs
-            are those of ``add``.
+            If a number is not positive; when it is applied, if layers do not fit the inputs or each
+            other, ``alpha`` lacks a name, or the outputs come from ``add``.
 
         Examples
         --------
@@ -154,11 +152,11 @@ class Network:
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
-        """Return the keys of ``alpha``, each with the names of its choices; none for a weight."""
+        """Return the keys of ``alpha``, each with the names of its choices; () for a weight."""
         return {name: choices or () for name, choices in _alpha_entries(self).items()}
 
     def start(self) -> dict[str, jax.Array]:
-        """The uniform ``alpha``: 1 / h for each of h choices, 1 for a single weight.
+        """Return the uniform ``alpha``: 1 / h for each of h choices, 1 for a single weight.
 
         Returns
         -------
@@ -196,7 +194,7 @@ def _alpha_entries(network: Network) -> dict[str, tuple[str, ...] | None]:
 
 
 def serial(*networks: Network) -> Network:
-    """One network after another.
+    """Put networks one after another.
 
     Parameters
     ----------
@@ -217,7 +215,7 @@ def serial(*networks: Network) -> Network:
 
 
 def check_network(value: Any) -> Network:
-    """Return the value, if it is a network."""
+    """Return the value if it is a network, else raise ``ValueError``."""
     if not isinstance(value, Network):
         raise ValueError(f"networks: expected what a combinator returns, got {describe(value)}.")
     return value

@@ -26,7 +26,7 @@ class Values:
 
     alpha: Mapping[str, jax.Array]
     dtype: Any
-    finite: bool  # whether for a finite network
+    finite: bool  # whether they are for a finite network
 
     def number(self, name: str, value: Any, least: float = -math.inf) -> jax.Array:
         """Return a number, or the named entry of ``alpha``. Tracers below ``least`` become NaN."""
@@ -43,7 +43,7 @@ class Values:
         return value
 
     def weights(self, weights: tuple[Any, ...] | str) -> jax.Array:
-        """Return a vector, of numbers and names or by one name."""
+        """Return a vector, given as numbers and names or by one name."""
         if isinstance(weights, str):
             return self.alpha[weights]
         return jnp.stack([self.number("weights", w) for w in weights])

@@ -1,7 +1,7 @@
-"""What every layer does to pairs of inputs, at pairs of positions.
+"""The effect of every layer on pairs of inputs, at pairs of positions.
 
-With S and T the second moment and the tangent kernel of the features at a pair of positions, and
-p = (1 - S / (s s')) / 2 the angle between them, kept instead of S:
+With S and T the second moment and the tangent kernel of the features at a pair of positions. The
+angle p = (1 - S / (s s')) / 2 between them is stored instead of S.
 
 ========  ==================================================  ================================
 layer     S                                                   T
@@ -13,19 +13,19 @@ flatten   mean S over equal positions                         mean T
 add       sum w^2 S + sum over k != l of w_k w_l mu_k mu_l'   sum w^2 T
 ========  ==================================================  ================================
 
-**Near-duplicates.** A layer with weights adds up vectors of norms s_o with angles p_o, so that
+**Near-duplicates.** A layer with weights adds up vectors of norms s_o with angles p_o, so
 
     p = chord(s, s') + c_w mean(s_o s'_o p_o) / (s s'),
 
-the half chord between the vectors of norms in the two windows; nothing is subtracted. With the same
-in sums and the closed form of ReLU-like layers, an angle of 1e-9 between two patches of the data
-is carried through to the first smooth activation or pooling. After these, p = (1 - S / (s s')) / 2.
+with the half chord between the vectors of norms in the two windows; nothing is subtracted. Sums use
+the same formula, and ReLU-like layers their closed form. So an angle of 1e-9 between two patches of
+the data is kept up to the first smooth activation or pooling. Then p = (1 - S / (s s')) / 2.
 
-**The error**, in numbers for each pair of inputs, all positions together. That of p is at most
-``slack sqrt(p) + floor``; that of S ``second_error`` and that of T ``tangent_error``, relative to
-the root of both inputs' own; what T is off at kinks, mostly at near-duplicates, is in
-``tangent_excess``, the sum over all positions. Windows and sums keep such bounds, by
-Cauchy-Schwarz, and every layer adds its rounding.
+**The error** is bounded for each pair of inputs, all positions together. The error of p is at most
+``slack sqrt(p) + floor``. The errors of S and T are ``second_error`` and ``tangent_error``,
+relative to the root of both inputs' own values. ``tangent_excess`` bounds the error of T at kinks,
+mostly at near-duplicates, summed over all positions. By Cauchy-Schwarz, windows and sums keep
+such bounds, and every layer adds its rounding.
 """
 
 import functools
@@ -56,14 +56,14 @@ class Tile(NamedTuple):
     """The kind of a tile."""
 
     full: bool
-    same: jax.Array | None  # [n1, n2], inputs that meet themselves
+    same: jax.Array | None  # [n1, n2], whether an input meets itself
 
 
 def norm_half_chords(va, vb, norms_a, norms_b, full: bool) -> jax.Array:
     """Return a quarter of the squared distance between short unit vectors [n, P, k]."""
     units = []
     for v, norms in ((va, norms_a), (vb, norms_b)):
-        # A loop, so that each entry's row lies in memory as the pairs want it.
+        # A loop gives each entry's row the memory layout that the pairs need.
         over = reciprocal(norms)
         units.append(
             jax.lax.map(lambda x, over=over: as_pair_rows(x * over, full), jnp.moveaxis(v, 2, 0))
@@ -88,7 +88,7 @@ def map_state_strips(fn, state: PairState, tile: Tile, left=(), right=(), pairs=
 
 
 def met_in_strip(left, right, pairs) -> jax.Array:
-    """Return, in strips, which positions belong to inputs that meet themselves."""
+    """Return, in strips, the positions of inputs that meet themselves."""
     same = pairs[-1]
     whole = left and jnp.issubdtype(left[-1].dtype, jnp.integer)
     return same & (left[-1] == right[-1]) if whole else same
@@ -97,7 +97,7 @@ def met_in_strip(left, right, pairs) -> jax.Array:
 def state_of_moments(
     second, tangent, errors, a: LayerFeatures, b: LayerFeatures, tile: Tile
 ) -> PairState:
-    """Return the state of S and T with the last three errors of a state."""
+    """Return the state with these S, T and last three errors."""
     sizes = outer(a.after.norm, b.after.norm, tile.full and second.shape[0] == 1)
     p = jnp.clip((1 - second * reciprocal(sizes)) / 2, 0, 1)
     p = zero_where_same(jnp.where(sizes > 0, p, 0.5), tile)
@@ -112,7 +112,7 @@ def norm_noise(a: Moments, b: Moments) -> jax.Array:
 
 
 def same_positions(p: jax.Array, tile: Tile) -> jax.Array | None:
-    """Return which positions meet themselves, to broadcast with [G, A, B]; or None."""
+    """Return where positions meet themselves, to broadcast with [G, A, B]; or None."""
     if tile.same is None:
         return None
     if not tile.full:
@@ -134,13 +134,13 @@ def zero_where_same(p: jax.Array, tile: Tile) -> jax.Array:
 def angle_error(error, p) -> jax.Array:
     """Bound the error of ``asin(sqrt p) / pi`` if p has this ``error``.
 
-    It is at most that at p = 0, and that by the slope ``1 / (2 pi sqrt(p (1 - p)))``.
+    It is at most the error at p = 0, and the error by the slope ``1 / (2 pi sqrt(p (1 - p)))``.
     """
     slope = error / 3 * jax.lax.rsqrt(jnp.maximum(p * (1 - p), jnp.finfo(p.dtype).tiny))
     return jnp.minimum(slope, 0.4 * jnp.sqrt(error))
 
 
-STRIP = 2**15  # entries of a strip, at most where the shape allows
+STRIP = 2**15  # maximum number of entries of a strip, if the shape allows
 
 Arrays = Sequence[jax.Array]
 
@@ -156,10 +156,10 @@ def map_strips(
 ) -> tuple[jax.Array, ...]:
     """Return ``fn(entries, left, right, pairs)`` of broadcasting arrays, strip by strip of a tile.
 
-    XLA does not fuse a loop with later operations. Fused, each later layer would compute its own
-    arc cosines, down to the data. A strip also stays in the processor's cache.
+    XLA does not fuse a loop with later operations. Fused, each later layer would compute all arc
+    cosines below it again. A strip also stays in the processor's cache.
 
-    ``entries`` are [G, A, B] as in :mod:`ntk.networks.windows`; ``full`` names their layout.
+    ``entries`` are [G, A, B] as in :mod:`ntk.networks.windows`; ``full`` is their layout.
     ``left`` and ``right`` are of single inputs, [n1, P] and [n2, P]; ``pairs`` are [n1, n2].
     """
     shape = entries[0].shape

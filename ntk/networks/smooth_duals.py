@@ -40,7 +40,7 @@ def duals_by_position(
 def by_tables(
     activation_tables: Any, a: LayerFeatures, b: LayerFeatures, p: jax.Array, full: bool
 ) -> list[jax.Array]:
-    """Return duals of tabulated functions; terms are made here for one position at a time.
+    """Return duals of tabulated functions, with terms for one position at a time.
 
     In the full layout the rows come image after image: each image's largest correlation ends its
     series, and strips of that size stay in the processor's cache.
@@ -95,7 +95,7 @@ def state_after_duals(
     """
     assert a.slope is not None and b.slope is not None
     same = same_positions(state.p, tile)
-    # Entries of inputs with themselves are known; here, a series needs no terms for them.
+    # Entries of inputs with themselves are known, so a series needs no terms for them.
     value, slope = how(a, b, state.p if same is None else jnp.where(same, 0.5, state.p), tile.full)
     p = state.p
     sizes = outer(a.after.norm, b.after.norm, tile.full)
@@ -125,20 +125,19 @@ def state_after_smooth(
 
 
 def _extreme_angles(p: jax.Array, state: PairState, tile: Tile) -> tuple[jax.Array, jax.Array]:
-    """Return the smallest p and 1 - p [n1, n2], without those of a position with itself."""
+    """Return the smallest p and 1 - p [n1, n2] over distinct positions."""
     p = jax.lax.stop_gradient(p)
     same = same_positions(p, tile)
     n1, n2 = state.slack.shape
     inside = p if same is None else jnp.where(same, 0.5, p)
-    return min_over_positions(inside, tile.full, n1, n2), 1 + min_over_positions(
-        -inside, tile.full, n1, n2
-    )
+    least, most = (min_over_positions(x, tile.full, n1, n2) for x in (inside, -inside))
+    return least, 1 + most
 
 
 def _bound_dual_errors(fs, gs, state: PairState, ends, terms: int):
     """Return :func:`_dual_error_bound` for each f and g, some rows at a time.
 
-    Without this loop every later layer would compute all bounds below it again, as XLA fuses them.
+    Without this loop XLA would fuse every later layer with all bounds below it, and repeat them.
     """
     worst = state.slack + state.floor
     count = count_loop_parts(len(worst), worst.shape[1])
@@ -168,7 +167,7 @@ def _dual_error_bound(f, g, worst, ends, terms: int) -> jax.Array:
     total += 4 * eps * most(f.size)[:, None] * most(g.size)[None]
     jump = most(f.jump)[:, None] * most(g.jump)[None]
     total += moves(jump) * most(f.steep)[:, None] * most(g.steep)[None] * worst
-    if ends is None:  # a formula, which misses nothing and is of no function that jumps
+    if ends is None:  # a closed form of a function without jumps
         return total
     power = 1 - 2 * jnp.minimum(*ends)
     for _ in range(max(terms, 1).bit_length() - 1):

@@ -1,16 +1,16 @@
 """Smooth activations at all standard deviations at once: one small table for a layer.
 
-Every position has a norm s of its own. Expanding the activation at each of them would take
-thousands of numbers a position; but in s it is smooth. With z ~ N(0, 1), x(s) from [0, END] to
-[-1, 1], logarithmic over most of it, and Chebyshev polynomials T_j,
+Every position has its norm s. Expanding the activation at each norm would take thousands of numbers
+per position, but the expansion is smooth in s. With z ~ N(0, 1), x(s) from [0, END] to [-1, 1],
+logarithmic over most of it, and Chebyshev polynomials T_j,
 
     f(s z) = f(0) + s sum_j T_j(x(s)) g_j(z) + the kink at 0, s^d (left, right) |z|^d.
 
 So f is a short vector ``v(s) = (1, s T_0, s T_1, ..., s^d left, s^d right)`` in a fixed basis. Its
-Gram matrices and Hermite coefficients are the table: norms and bounds are quadratic forms in v, the
-terms of Mehler's series (:mod:`ntk.expectations.hermite`) a product of v and the table, made for a
-tile of pairs and forgotten. For an analytic f the g_j fall geometrically; what is left out is
-measured by the last of them. Activations with kinks elsewhere are no such functions: they are
+Gram matrices and Hermite coefficients are the table. Norms and bounds are quadratic forms in v. The
+terms of Mehler's series (:mod:`ntk.expectations.hermite`) are a product of v and the table,
+computed for one tile of pairs at a time. For an analytic f the g_j fall geometrically, and the last
+of them measure the truncation error. Activations with kinks elsewhere are
 expanded one by one.
 """
 
@@ -37,20 +37,20 @@ class ActivationTable(NamedTuple):
     mean: jax.Array  # [b]
     gram: jax.Array  # [b, b], inner products
     regular: jax.Array  # [b, b], without the kink
-    missed_regular: jax.Array  # [b, b], of what the K polynomials miss of the regular part
+    missed_regular: jax.Array  # [b, b], of the regular part beyond K polynomials
     steep: jax.Array  # [b, b], of the derivatives of K polynomials
     stretch: jax.Array  # [b, b], of z times that
     sides: jax.Array  # [2], left and right at the kink; [0] without one
-    nodes: jax.Array  # how far quadrature is off, at most, over the norm
-    tail: jax.Array  # the last g_j: what is left out, over s
+    nodes: jax.Array  # bound of the quadrature error, over the norm
+    tail: jax.Array  # norms of the last g_j: the truncation error, over s
     rounding: jax.Array  # of the sum of the g_j, over s
-    missed: jax.Array  # norm of what K polynomials miss of a kink of jump 1
+    missed: jax.Array  # norm of a kink of jump 1 beyond K polynomials
 
 
 def tabulate_layer(
     layer: Layer, weights: jax.Array, how: Resolution, dtype: Any
 ) -> tuple[ActivationTable, ActivationTable]:
-    """Return tables of ``sum_i weights_i s_i`` and of its slope, with no kink except at 0."""
+    """Return tables of ``sum_i weights_i s_i`` and of its slope, with at most a kink at 0."""
     grid = jax.tree.map(lambda x: jnp.asarray(x, dtype), hermite_grid(*how))
     scales = jnp.asarray(np.append(_chebyshev_nodes(dtype)[1], 0), dtype)
     u = scales[:, None] * grid.z[None]

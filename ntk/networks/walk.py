@@ -20,7 +20,7 @@ Steps = Sequence[LayerStep]
 
 @dataclasses.dataclass(frozen=True)
 class Diagonal(LayerStep):
-    """Drop all pairs but those of equal positions. Plans insert it."""
+    """Drop all pairs except equal positions. Plans insert it."""
 
     def features(self, numbers: Any, before: Raw | Moments) -> LayerFeatures:
         """Return the features unchanged."""
@@ -35,14 +35,14 @@ class Diagonal(LayerStep):
         return state._replace(p=p, tangent=tangent)
 
     def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
-        """Return ``x``: the finite network has no pairs."""
+        """Return ``x``: this step matters for pairs only."""
         return x
 
 
 def walk_features(
     steps: Steps, numbers: Any, before: Raw | Moments, state: Any, full: bool, how: Resolution
 ) -> list[LayerFeatures]:
-    """Return the sites; ``state`` is that of every input's pairs with itself, for pooling."""
+    """Return the sites; ``state`` holds every input's pairs with itself, for pooling."""
     sites = []
     for i, (step, number) in enumerate(zip(steps, numbers, strict=True)):
         site = step.visit(number, before, state, full, how)
@@ -70,7 +70,7 @@ def _pairs_with_itself(step, number, sites, state):
 def walk_pairs(
     steps: Steps, numbers: Any, a: Any, b: Any, state: PairState | None, tile: Tile
 ) -> PairState | None:
-    """Return the state after all steps, from the sites of both sides; it is None on the data."""
+    """Return the state after all steps, from the sites of both sides; None on the data."""
     for step, number, left, right in zip(steps, numbers, a, b, strict=True):
         state = _step_pairs(step, number, left, right, state, tile)
         if isinstance(step, Diagonal):

@@ -1,18 +1,19 @@
 """Sums over windows, of arrays with axes of positions: for one input, or for both of a pair.
 
-Positions are flattened wherever two inputs meet, in one of two layouts:
+Positions of two inputs are flattened, in one of two layouts:
 
 ========  ==================  ==========================================================
-layout    arrays of pairs     which pairs of positions
+layout    arrays of pairs     pairs of positions
 ========  ==================  ==========================================================
 diagonal  [P, n1, n2]         equal positions: all that ``flatten`` needs
 full      [1, n1 P, n2 P]     all, as pooling mixes them
 ========  ==================  ==========================================================
 
-A convolution shifts both positions together, so that it is a sum over one offset on each axis; it
-is separable. Pooling moves the positions of both inputs on their own.
+A convolution shifts both positions together, so it is a separable sum over one offset on each axis.
+Pooling moves the positions of both inputs separately.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ Window = int | Sequence[int]
 class Windows(NamedTuple):
     """A window at each output position, one entry for each axis of the image."""
 
-    before: Shape  # of what the windows are on
+    before: Shape  # of the input positions
     after: Shape
     window: Shape
     strides: Shape
@@ -83,7 +84,7 @@ def _value_per_axis(combinator: str, value: Any, shape: Shape) -> Shape:
 
 
 def check_window(name: str, value: Any) -> int | tuple[int, ...]:
-    """Return a window or strides as combinators take them: an int, or one for each axis."""
+    """Return a window or strides, checked: an int, or a tuple with one for each axis."""
     if isinstance(value, list | tuple):
         return tuple(integer(name, v, 1) for v in value)
     return integer(name, value, 1)
@@ -100,15 +101,14 @@ def sums(x: jax.Array, windows: Windows, axes: Sequence[Axes]) -> jax.Array:
 def _sum_along_axes(x: jax.Array, windows: Windows, i: int, axes: Axes) -> jax.Array:
     padded = _pad_axes(x, windows, i, axes)
     stride, count = windows.strides[i], windows.after[i]
-    total = None
-    for offset in range(windows.window[i]):
+
+    def shifted(offset):
         index = [slice(None)] * x.ndim
         for axis in axes:
             index[axis] = slice(offset, offset + (count - 1) * stride + 1, stride)
-        part = padded[tuple(index)]
-        total = part if total is None else total + part
-    assert total is not None
-    return total
+        return padded[tuple(index)]
+
+    return functools.reduce(jnp.add, map(shifted, range(windows.window[i])))
 
 
 def _pad_axes(x: jax.Array, windows: Windows, i: int, axes: Axes) -> jax.Array:
@@ -173,7 +173,7 @@ def equal_positions(x: jax.Array, n1: int, n2: int) -> jax.Array:
 
 
 def sum_pair_windows(x: jax.Array, windows: Windows, full: bool, n1: int, n2: int) -> jax.Array:
-    """Sum over the window of pairs [G, A, B], both positions shifted alike."""
+    """Sum over the window of pairs [G, A, B], with both positions shifted together."""
     k, positions = len(windows.before), math.prod(windows.after)
     if full:
         x = x.reshape(n1, *windows.before, n2, *windows.before)

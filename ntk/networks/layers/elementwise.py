@@ -53,22 +53,22 @@ from ntk.networks.smooth_duals import (
 )
 from ntk.networks.windows import sum_over_positions
 
-_POSITIONS = 2**14  # whose tables are looked up at a time
+_POSITIONS = 2**14  # positions evaluated at a time
 
 
 def act(activations: Any, weights: Any = None) -> Network:
-    """An activation, or a weighted sum of them.
+    """Apply an activation, or a weighted sum of several.
 
     Parameters
     ----------
     activations : activation, smooth function, ``{activation: weight}``, or list of activations
     weights : str or sequence of numbers and names, optional
-        Of a list. One name stands for them all, a vector in ``alpha``: a choice.
+        Weights of a list. A single name is a vector in ``alpha`` with all weights: a choice.
 
     Raises
     ------
     ValueError
-        For no activation at all, or another number of weights.
+        If ``activations`` is empty, or the number of weights differs.
 
     Examples
     --------
@@ -88,7 +88,7 @@ def act(activations: Any, weights: Any = None) -> Network:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Elementwise(Layer):
-    """``act``: activations, and their weights (numbers or names) or the name of them all."""
+    """``act``: activations, and their weights (numbers or names) or one name for all."""
 
     activations: tuple[Activation, ...]
     weights: tuple[Any, ...] | str
@@ -147,8 +147,8 @@ class _Kinked(LayerStep):
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
     ) -> PairState:
         left, right = numbers
-        over = reciprocal((left**2 + right**2) / 2)
         power, bend = (left**2 + right**2) / 2, (right - left) ** 2
+        over = reciprocal(power)
         eps = epsilon(state.p)
 
         def one(entries, _left, _right, pairs):
@@ -164,7 +164,7 @@ class _Kinked(LayerStep):
         known = jax.lax.stop_gradient((state.slack, state.floor))
         after, tangent, off = map_state_strips(one, state, tile, pairs=known)
         n1, n2 = state.slack.shape
-        # Where the dual falls with the angle, a small one may come of a large one.
+        # If the dual falls with the angle, a small angle may come from a large one.
         monotone = left * right >= 0
         floor = state.floor + jnp.where(monotone, 0, state.slack)
         slack = jnp.where(monotone, state.slack, 0) + 8 * eps
@@ -219,7 +219,7 @@ class _Smooth(LayerStep):
         return _Smooth(None)
 
     def tabulate(self, numbers: Any, how: Resolution, dtype: Any) -> tuple[LayerStep, Any]:
-        """Return tables, if there is no kink except at 0."""
+        """Return tables, unless there is a kink away from 0."""
         layer = self.activations
         assert layer is not None
         if any(s.kinks for s in layer):
@@ -254,7 +254,7 @@ class _Tabulated(LayerStep):
         return compiled_features(self, numbers, before)
 
     def features(self, numbers: Any, before: Moments) -> LayerFeatures:
-        """Evaluate tables at every norm, some images at a time: each takes some hundred numbers."""
+        """Evaluate tables at every norm, some images at a time to bound memory."""
 
         def one(x):
             norm, noise = x
@@ -303,7 +303,7 @@ class _Closed(LayerStep):
         v, size = before.square, jnp.abs(numbers)
         s, slope = self.activation, self.activation.derivative
         norms = [root(f.closed[0](v, v, v, 0 * v)) for f in (s, slope, slope.derivative)]
-        # Both have a mean of at least 0, whose square is the dual at correlation 0.
+        # The means are at least 0, and their squares are the duals at correlation 0.
         mean = root(s.closed[0](v, v, 0 * v, v * v))
         eps, error = epsilon(v), before.noise[:, None]
         moves = (1.13 * jnp.sqrt(v), 0.83)
@@ -346,7 +346,7 @@ class _Closed(LayerStep):
             slope = numbers**2 * slope
             if met is None:
                 return after, tangent * slope
-            # Entries of inputs with themselves are known.
+            # Entries of inputs with themselves are known exactly.
             return jnp.where(met, 0, after), tangent * jnp.where(met, left[3] * right[3], slope)
 
         if tile.same is not None:

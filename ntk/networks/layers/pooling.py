@@ -28,7 +28,7 @@ from ntk.networks.windows import (
 
 
 def average_pool(window: Window, *, strides: Window | None = None) -> Network:
-    """The mean over each window; what is left over at the end is dropped.
+    """Take the mean over each window; positions left over at the end are dropped.
 
     Parameters
     ----------
@@ -42,13 +42,12 @@ def average_pool(window: Window, *, strides: Window | None = None) -> Network:
     2
     """
     window = check_window("window", window)
-    return Network(
-        (_AveragePool(window, window if strides is None else check_window("strides", strides)),)
-    )
+    strides = window if strides is None else check_window("strides", strides)
+    return Network((_AveragePool(window, strides),))
 
 
 def global_average_pool() -> Network:
-    """The mean over all positions.
+    """Take the mean over all positions.
 
     Examples
     --------
@@ -61,7 +60,7 @@ def global_average_pool() -> Network:
 
 
 def flatten() -> Network:
-    """All positions into one vector, for a ``dense`` that follows.
+    """Put all positions into one vector, for a ``dense`` that follows.
 
     Examples
     --------
@@ -75,7 +74,7 @@ def flatten() -> Network:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AveragePool(Layer):
-    """``average_pool``; the window is None for all positions."""
+    """``average_pool``; a window of None is all positions."""
 
     window: int | tuple[int, ...] | None
     strides: int | tuple[int, ...]
@@ -143,7 +142,7 @@ def _pool_features(step: _Average, before: Raw | Moments, state: Any) -> LayerFe
     norms = jax.vmap(lambda x: outer(x[None], x[None], True))(before.norm)
     means = [single(root(x), windows) / size for x in (before.square, before.tangent)]
     square, tangent = (
-        # What is left of sums that cancel is rounding; so small, it counts as all wrong.
+        # Sums that cancel leave rounding. Results of that size count as completely wrong.
         jnp.maximum(with_itself(x), 4 * epsilon(x) * mean**2)
         for x, mean in zip((norms * (1 - 2 * state.p), state.tangent), means, strict=True)
     )

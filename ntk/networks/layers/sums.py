@@ -29,20 +29,21 @@ from ntk.networks.windows import outer
 
 
 def add(branches: Sequence[Network], weights: Any = None) -> Network:
-    """``sum_k w_k branch_k(f)``: a mixture of networks, each with random weights of its own.
+    """Return ``sum_k w_k branch_k(f)``: a mixture of networks with independent random weights.
 
-    All but one of the branches have to have a layer with weights.
+    All branches except one must have a layer with weights.
 
     Parameters
     ----------
     branches : sequence of networks
     weights : str or sequence of numbers and names, optional
-        One name stands for them all, a vector in ``alpha``: a choice. 1 by default.
+        A single name is a vector in ``alpha`` with all weights: a choice. 1 by default.
 
     Raises
     ------
     ValueError
-        For no branch, what is no network, or another number of weights.
+        If ``branches`` is empty or contains other objects than networks, or the number of weights
+        differs.
 
     Examples
     --------
@@ -57,14 +58,14 @@ def add(branches: Sequence[Network], weights: Any = None) -> Network:
 
 
 def residual(branch: Network, *, skip: Any = 1.0, shortcut: Network | None = None) -> Network:
-    """``branch(f) + skip shortcut(f)``.
+    """Return ``branch(f) + skip shortcut(f)``.
 
     Parameters
     ----------
     branch : Network
     skip : number or name
     shortcut : Network, optional
-        The identity, ``serial()``, by default; a convolution where the branch changes the size.
+        The identity, ``serial()``, by default; a convolution if the branch changes the size.
 
     Examples
     --------
@@ -77,7 +78,7 @@ def residual(branch: Network, *, skip: Any = 1.0, shortcut: Network | None = Non
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Add(Layer):
-    """``add``: branches, and their weights (numbers or names) or the name of them all."""
+    """``add``: branches, and their weights (numbers or names) or one name for all."""
 
     branches: tuple[Network, ...]
     weights: tuple[Any, ...] | str
@@ -243,7 +244,7 @@ class _Sum(LayerStep):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _sum_features(step: _Sum, weights: Any, before: Any, ends: list[Moments]) -> LayerFeatures:
-    """Return the sum of branches that end in ``ends``; without the sites of the branches."""
+    """Return the sum of branches that end in ``ends``, without the branches' sites."""
     eps = epsilon(weights)
     shares = [w**2 * end.square for w, end in zip(weights, ends, strict=True)]
     plain = _total(shares)

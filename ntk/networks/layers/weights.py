@@ -40,12 +40,17 @@ _PADDINGS = ("SAME", "VALID", "CIRCULAR")
 
 
 def dense(weight_variance: Any = 1.0, bias_variance: Any = 0.0) -> Network:
-    """A fully connected layer, ``sqrt(c_w / fan_in) W f + sqrt(c_b) b``.
+    """Apply a fully connected layer, ``sqrt(c_w / fan_in) W f + sqrt(c_b) b``.
 
     Parameters
     ----------
     weight_variance, bias_variance : nonnegative number or name
         c_w and c_b.
+
+    Raises
+    ------
+    ValueError
+        If a variance is not a nonnegative number or a name.
 
     Examples
     --------
@@ -65,7 +70,7 @@ def conv(
     strides: Window = 1,
     padding: str = "SAME",
 ) -> Network:
-    """A convolution, ``sqrt(c_w / fan_in) W * f + sqrt(c_b) b``, on sequences or images.
+    """Apply a convolution, ``sqrt(c_w / fan_in) W * f + sqrt(c_b) b``, to sequences or images.
 
     Parameters
     ----------
@@ -74,13 +79,14 @@ def conv(
         c_w and c_b.
     strides : int, or one for each axis
     padding : "SAME", "VALID" or "CIRCULAR"
-        Outside the image: zeros (as many positions come out as go in, over the strides), nothing,
-        or the image again.
+        SAME pads with zeros and keeps the number of positions, over the strides. VALID does not
+        pad. CIRCULAR repeats the image.
 
     Raises
     ------
     ValueError
-        For another padding, or a window or strides that are no positive whole numbers.
+        If ``padding`` has another value, a window or strides are not positive integers, or a
+        variance is not a nonnegative number or a name.
 
     Examples
     --------
@@ -227,7 +233,7 @@ class _Linear(LayerStep):
         below = outer(a.before.norm, b.before.norm, tile.full)
         sizes = outer(a.after.norm, b.after.norm, tile.full)
         p = state.p
-        # Without the new p, which would be computed once more for it.
+        # This form avoids the new p, which XLA would compute a second time.
         tangent = mean(state.tangent + below * (1 - 2 * p)) + bias
         eps, noise = epsilon(p), norm_noise(a.before, b.before)
         slack, floor = state.slack, state.floor
@@ -272,7 +278,7 @@ class _Linear(LayerStep):
 def _patch_half_chords(a: LayerFeatures, b: LayerFeatures, tile: Tile) -> jax.Array:
     """Return half chords of the patches of the data, by products of matrices."""
     sides = [jax.tree.map(lambda x: as_pair_rows(x, tile.full), site.units) for site in (a, b)]
-    if len(sides[0].high) == 1:  # a loop over one is slow
+    if len(sides[0].high) == 1:  # vmap over one group is slow
         return half_chords(*(jax.tree.map(lambda x: x[0], side) for side in sides))[0][None]
     return jax.vmap(half_chords)(*sides)[0]
 

@@ -1,4 +1,4 @@
-"""neural-tangents through its adapter: it works, and `jax` is what it was."""
+"""Test that neural-tangents works through its adapter, and that `jax` is unchanged."""
 
 import functools
 import json
@@ -15,12 +15,12 @@ from helpers import assert_close
 
 from ntk import gradient_flow, neural_tangents
 
-# One fresh interpreter, without neural-tangents, then with one that is broken, then with ours.
+# A fresh interpreter: without neural-tangents, with a broken one, then with the installed one.
 PROGRAM = """
 import json, sys
 sys.path[:0] = sys.argv[2:]  # with a TensorFlow that cannot be imported
 import ntk
-found = {"with ntk": "neural_tangents" in sys.modules}
+results = {"with ntk": "neural_tangents" in sys.modules}
 
 import jax, jax.core, jax.example_libraries.stax, jax.experimental.ode, jax.extend.core
 from jax.interpreters import ad
@@ -41,18 +41,18 @@ def attempt():
     return [dir(place) for place in places] == before, nt, message
 
 sys.meta_path.insert(0, Blocker())
-found["missing"] = attempt()
+results["missing"] = attempt()
 del sys.meta_path[0]
 sys.path.insert(0, sys.argv[1])
-found["broken"] = attempt()
+results["broken"] = attempt()
 del sys.path[0]
 same, nt, message = attempt()
 left = {"jax.util", "neural_tangents.experimental", "tensorflow"} & set(sys.modules)
-found["here"] = same, hasattr(nt, "experimental"), message, sorted(left)
+results["here"] = same, hasattr(nt, "experimental"), message, sorted(left)
 import neural_tangents
 from neural_tangents import predict, stax
-found["ordinary"] = neural_tangents is nt, stax is nt.stax, predict is nt.predict
-print(json.dumps(found))
+results["ordinary"] = neural_tangents is nt, stax is nt.stax, predict is nt.predict
+print(json.dumps(results))
 """
 
 
@@ -72,17 +72,10 @@ def fresh_interpreter():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_importing_ntk_imports_no_neural_tangents():
+def test_the_import_is_lazy_and_leaves_jax_and_the_modules_unchanged():
     assert not fresh_interpreter()["with ntk"]
-
-
-def test_jax_and_the_table_of_modules_are_unchanged_afterwards():
     same, experimental, message, left = fresh_interpreter()["here"]
-    assert same and not experimental and not message
-    assert not left
-
-
-def test_afterwards_an_ordinary_import_finds_it():
+    assert same and not (experimental or message or left)
     assert all(fresh_interpreter()["ordinary"])
 
 
@@ -166,7 +159,7 @@ def test_structured_derivatives_are_those_of_products_for_any_network(apply, tra
             nt.NtkImplementation.STRUCTURED_DERIVATIVES,
         )
     ]
-    with warnings.catch_warnings(action="ignore"):  # it says where it has no rule of its own
+    with warnings.catch_warnings(action="ignore"):  # it warns about operations without a rule
         truth, structured = (jax.jit(k)(x1, x2, w) if traced else k(x1, x2, w) for k in kernels)
     assert_close(structured, truth, f64=1e-12, f32=1e-5)
 
@@ -215,6 +208,6 @@ def test_predictions_work_with_kernels_inside_and_outside_of_a_trace(t):
     assert_close(jax.vmap(flow)(jnp.stack([K, K])), jnp.stack([truth, truth]), f32=1e-5)
     assert_close(jax.jit(flow)(K), truth, f32=1e-5)
     known = predict.gradient_descent_mse(K, y)
-    for _ in range(2):  # the second call finds what the first has kept
+    for _ in range(2):  # the second call uses the cache of the first
         again = jax.jit(lambda k: known(t, None, 0.0, k))
         assert_close(again(K), truth, f32=1e-5)

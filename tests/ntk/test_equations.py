@@ -1,4 +1,4 @@
-"""Programs are read in the same way on every JAX version, and NaN reaches derivatives."""
+"""Test that programs are read alike on every JAX version, and that NaN reaches derivatives."""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def test_operands_of_a_scan(body, init, xs, expected):
     assert scan_operands(actual) == expected
 
 
-def test_programs_of_branches_run_as_they_stand():
+def test_programs_of_branches_run():
     branches = inner_jaxprs(
         equation(lambda x: jax.lax.cond(x[0] > 1, jnp.sin, jnp.cos, x), scale, name="cond")
     )
@@ -70,8 +70,8 @@ def test_an_equation_runs_again_with_other_parameters():
     assert rows.tolist() == [3, 3, 3, 3]
 
 
-def test_a_program_is_interpreted_with_facts_in_place_of_arrays():
-    """The number of sines on the way from the input, through a call and a loop."""
+def test_a_program_is_interpreted_with_facts_about_arrays():
+    """Count the sines on the way from the input, through a call and a loop."""
 
     def f(x):
         (y,) = jax.jit(lambda x: (jnp.sin(x) + scale,))(x)

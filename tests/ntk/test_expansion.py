@@ -1,4 +1,4 @@
-"""Linearised networks and Taylor polynomials, against closed forms and neural-tangents."""
+"""Test linearised networks and Taylor polynomials against closed forms and neural-tangents."""
 
 import math
 
@@ -26,7 +26,7 @@ def network(params, x):
     return jnp.tanh(x @ params["w"]) @ params["v"]
 
 
-@pytest.mark.parametrize("order", range(6))
+@pytest.mark.parametrize("order", [0, 1, 5])
 def test_coefficients_are_those_of_the_exponential_function(order):
     # exp(a + d) = exp(a) Σ d^i / i!
     got = taylor_expand(lambda w, x: jnp.exp(w) * x, 0.3, order)(1.0, X)
@@ -44,21 +44,8 @@ def test_polynomials_are_their_own_expansion():
 
 
 def test_expansions_are_those_of_neural_tangents():
-    nt = neural_tangents()
-    expected = nt.linearize(network, PARAMS)(MOVED, X)
-    assert_close(taylor_expand(network, PARAMS, 1)(MOVED, X), expected, f64=1e-13, f32=1e-5)
-    expected = nt.taylor_expand(network, PARAMS, 3)(MOVED, X)
+    expected = neural_tangents().taylor_expand(network, PARAMS, 3)(MOVED, X)
     assert_close(taylor_expand(network, PARAMS, 3)(MOVED, X), expected, f64=1e-13, f32=1e-5)
-
-
-def test_error_falls_as_fast_as_the_order_says():
-    def error(order, t):
-        near = jax.tree.map(lambda a, b: a + t * (b - a), PARAMS, MOVED)
-        return jnp.abs(taylor_expand(network, PARAMS, order)(near, X) - network(near, X)).max()
-
-    for order in (1, 2) if jax.config.jax_enable_x64 else (1,):
-        ratio = error(order, 0.02) / error(order, 0.01)
-        assert 0.9 < ratio / 2 ** (order + 1) < 1.1
 
 
 def test_the_linear_networks_kernel_stays_that_of_the_start():
@@ -70,7 +57,7 @@ def test_the_linear_networks_kernel_stays_that_of_the_start():
     assert np.abs(empirical_kernel(network, MOVED, X, outputs="full") - start).max() > 0.1
 
 
-def test_flax_modules_pytrees_of_outputs_and_whole_numbers():
+def test_flax_modules_pytrees_of_outputs_and_integers():
     model = nn.Dense(2)
     params = {"net": model.init(jax.random.key(0), X), "n": 3}
 
@@ -97,9 +84,7 @@ def test_types_are_those_of_the_network():
     assert taylor_expand(network, params, 2)(moved, x).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("order", [0, 1, 2])
-def test_outputs_that_are_whole_numbers_stay_as_they_are(order):
-    expanded = taylor_expand(lambda w, x: {"cube": w**3 * x, "sign": w * x > 0}, 1.0, order)
+def test_boolean_outputs_are_unchanged():
+    expanded = taylor_expand(lambda w, x: {"cube": w**3 * x, "sign": w * x > 0}, 1.0, 2)
     outputs = jax.jit(expanded)(2.0, 1.0)
-    assert outputs["cube"] == (1, 4, 7)[order]
-    assert outputs["sign"] is not None and bool(outputs["sign"])
+    assert outputs["cube"] == 7 and bool(outputs["sign"])

@@ -1,4 +1,4 @@
-"""Kernels of generated inputs against two-dimensional quadrature and Jacobians by hand."""
+"""Test kernels of generated inputs against quadrature and Jacobians by hand."""
 
 import functools
 
@@ -46,14 +46,14 @@ FUNCTIONS = {
     "clip": lambda z: jnp.clip(z, -0.7, 0.4),
     "abs": jnp.abs,
 }
-NODES = np.linspace(-8.5, 8.5, 680)  # 0 is in the middle of two nodes, so a step is halved
+NODES = np.linspace(-8.5, 8.5, 680)  # 0 is halfway between two nodes
 names = st.sampled_from(sorted(ACTIVATIONS))
 layers = st.lists(names, min_size=1, max_size=2)
 quadrature = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="quadrature in float64")
 
 
 def inputs(seed, dtype, n=3):
-    """Rows of any norm up to 4; in some cases two are equal, opposite or nearly equal."""
+    """Draw rows of norm up to 4; in some cases two are equal, opposite or nearly equal."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(n, 3)) * 10 ** rng.uniform(-1, 0.3)
     x *= np.minimum(1, 4 / np.linalg.norm(x, axis=1, keepdims=True))
@@ -77,7 +77,7 @@ def in_numpy(name, slope=False):
 
 
 def expectation(f, g, vx, vy, c):
-    """``E[f(u) g(u')]`` by the trapezoid rule."""
+    """Integrate ``E[f(u) g(u')]`` by the trapezoid rule."""
     sx, sy = np.sqrt(vx), np.sqrt(vy)
     rho = np.clip(c / (sx * sy), -1, 1) if sx * sy > 0 else 0.0
     weight = np.exp(-(NODES**2) / 2)
@@ -88,7 +88,7 @@ def expectation(f, g, vx, vy, c):
 
 
 def recursion(chosen, x):
-    """The kernel of Zhu et al., Eq. (1), one pair of rows at a time."""
+    """Return the kernel of Zhu et al., Eq. (1), one pair of rows at a time."""
     x = wide(x)
     K = np.zeros((len(x), len(x)))
     for i, j in zip(*np.triu_indices(len(x)), strict=True):
@@ -111,7 +111,7 @@ def recursion(chosen, x):
 def test_a_network_kernel_is_the_recursion_of_expectations(seed, dtype, chosen):
     x = inputs(seed, dtype)
     kernel = ntk.network_kernel(x, activations=[ACTIVATIONS[name] for name in chosen])
-    # The tolerance is that of the quadrature and, in float32, of an angle close to 0.
+    # The tolerance covers the quadrature and, in float32, angles close to 0.
     assert_near(kernel.ntk, recursion(chosen, x), 3e-3 if dtype == np.float64 else 1e-2)
     np.testing.assert_array_equal(kernel.ntk, kernel.ntk.T)
 
@@ -127,7 +127,7 @@ def test_any_activation_has_the_kernel_of_the_recursion_or_is_refused(seed, dtyp
         K = ntk.network_kernel(x, activations=[ntk.activation(FUNCTIONS[name])]).ntk
     except ValueError:
         return
-    # A kernel of inputs below a kink is tiny, and quadrature knows a kink to one node.
+    # Inputs below a kink have a tiny kernel, and quadrature resolves a kink to one node.
     expected = recursion([name], x)
     size = max(abs(expected).max(), 0.1 * float(jnp.max(jnp.sum(x**2, axis=1))))
     np.testing.assert_allclose(wide(K) / size, expected / size, atol=1e-2)
@@ -174,7 +174,7 @@ def parameters(rng, dtype):
 
 
 def jacobian(params, x):
-    """[n, outputs, parameters], by hand."""
+    """Return the Jacobian [n, outputs, parameters] by hand."""
     a, b, x = wide((params["a"], params["b"], x))
     hidden = np.tanh(x @ a)
     outer = np.einsum("ni,nk,ko->noik", x, 1 - hidden**2, b)

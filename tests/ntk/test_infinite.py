@@ -1,4 +1,4 @@
-"""Kernels of infinite width: reference values, neural-tangents, wide networks, edges."""
+"""Test kernels of infinite width: reference values, neural-tangents, wide networks, edges."""
 
 import functools
 
@@ -41,7 +41,7 @@ def rows(n, d, seed=0):
     ],
 )
 def test_diagonals_are_the_values_of_an_independent_computation(activations, skips, nngp, kernel):
-    # Twelve digits from another implementation of the recursion, checked on finite networks.
+    # The values come from an independent implementation of the recursion.
     kernels = ntk.network_kernel(unit_rows(2, 3), activations=activations, skips=skips)
     assert_close(kernels.ntk[0, 0], kernel, f64=2e-11, f32=1e-5)
     if nngp:
@@ -49,12 +49,9 @@ def test_diagonals_are_the_values_of_an_independent_computation(activations, ski
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth, value", [(4, 15.98), (10, 9049.6)])
-def test_all_skips_make_the_diagonal_grow_as_printed_in_the_errata(depth, value):
-    kernels = ntk.network_kernel(
-        unit_rows(3, 4), activations=[ntk.relu] * (depth - 1), skips=[1.0] * (depth - 2)
-    )
-    assert float(kernels.ntk[0, 0]) == pytest.approx(value, rel=5e-4)
+def test_all_skips_make_the_diagonal_grow_as_printed_in_the_errata():
+    kernels = ntk.network_kernel(unit_rows(3, 4), activations=[ntk.relu] * 9, skips=[1.0] * 8)
+    assert float(kernels.ntk[0, 0]) == pytest.approx(9049.6, rel=5e-4)
 
 
 @pytest.mark.slow
@@ -68,30 +65,22 @@ def test_all_skips_make_the_diagonal_grow_as_printed_in_the_errata(depth, value)
 def test_networks_without_skips_agree_with_neural_tangents(names, variances):
     stax = neural_tangents().stax
     x = rows(7, 5)
-    theirs = {
-        "relu": stax.Relu(),
-        "leaky": stax.LeakyRelu(0.1),
-        "erf": stax.Erf(),
-        "gelu": stax.Gelu(),
-        "identity": stax.Identity(),
+    pairs = {
+        "relu": (ntk.relu, stax.Relu()),
+        "leaky": (LEAKY, stax.LeakyRelu(0.1)),
+        "erf": (ntk.erf, stax.Erf()),
+        "gelu": (ntk.gelu, stax.Gelu()),
+        "identity": (ntk.identity, stax.Identity()),
     }
-    ours = {
-        "relu": ntk.relu,
-        "leaky": LEAKY,
-        "erf": ntk.erf,
-        "gelu": ntk.gelu,
-        "identity": ntk.identity,
-    }
+    ours, theirs = zip(*(pairs[name] for name in names), strict=True)
     # Their first layer divides by the number of inputs.
     scales = np.sqrt([variances[0] * x.shape[1], *variances[1:]])
     parts = [stax.Dense(1, W_std=float(s)) for s in scales]
-    layers = [
-        part for dense, name in zip(parts, names, strict=False) for part in (dense, theirs[name])
-    ]
+    layers = [layer for pair in zip(parts, theirs, strict=False) for layer in pair]
     *_, kernel = stax.serial(*layers, parts[-1])
-    # Not under jit, where XLA takes sqrt(eps) from their ReLU's diagonal.
+    # Under jit, XLA would lose sqrt(eps) on the diagonal of their ReLU.
     expected = kernel(jnp.asarray(x), None, ("nngp", "ntk"))
-    kernels = ntk.network_kernel(x, activations=[ours[n] for n in names], variances=variances)
+    kernels = ntk.network_kernel(x, activations=list(ours), variances=variances)
     assert_close(kernels.nngp, expected.nngp, f64=1e-12, f32=1e-5)
     assert_close(kernels.ntk, expected.ntk, f64=1e-12, f32=1e-5)
 
@@ -100,7 +89,7 @@ def test_networks_without_skips_agree_with_neural_tangents(names, variances):
 
 
 def finite_kernel(key, x, width, activations, skips, variances):
-    """The NTK of one network of the module's formula, NTK parameterization, by brute force."""
+    """Return the NTK of one finite network of the module's formula, by brute force."""
     sizes = [x.shape[1], *[width] * len(activations), 1]
     keys = jax.random.split(key, len(sizes) - 1)
     weights = [
@@ -149,7 +138,7 @@ def test_wide_networks_converge_to_the_kernel_like_one_over_root_width():
     # The mean over seeds is right to its standard error (six entries: 3.5 is one in 400).
     deviations = jnp.abs(sampled.mean(0) - exact) / (sampled.std(0) / seeds**0.5)
     assert float(deviations.max()) < 3.5
-    # And Lemma 1 as printed is not what networks converge to (skips, and variances as it wants).
+    # Networks do not converge to Lemma 1 as printed (here with its variances).
     own = ntk.network_kernel(x, **options).ntk
     printed = ntk.lemma1_kernel_as_printed(x, **options).ntk
     sampled = sample(keys, width, jnp.array([1.0, 2.0, 2.0, 2.0])).mean(0)
@@ -197,11 +186,7 @@ def test_relu_networks_have_derivatives_at_duplicate_opposite_and_zero_inputs():
 @pytest.mark.slow
 @float64_only
 def test_second_derivatives_are_those_of_a_quadratic_form_where_a_weight_is_0():
-    """The kernel of one layer is a quadratic form in the weights of a mixture.
-
-    By jvp of grad: its program once lost the derivatives that we define, and with them half of what
-    varies with the angle at the vertices of the simplex.
-    """
+    """The jvp of a grad must use our derivative rules; the kernel is quadratic in the weights."""
     a, b = jnp.array([[0.8, 0.6], [1.0, 0.0]]), jnp.array([[1.0, 0.0]])
 
     def slope(w, x):
@@ -214,7 +199,7 @@ def test_second_derivatives_are_those_of_a_quadratic_form_where_a_weight_is_0():
     for w in ([0.0, 1.0], [1.0, 0.0], [0.3, 0.7]):
         w = jnp.array(w)
         for v in jnp.eye(2):
-            # Exact for a quadratic form, whatever the step.
+            # Central differences are exact for a quadratic form.
             expected = (first(w + v, a[:1]) - first(w - v, a[:1])) / 2
             assert_close(second(w, v), expected, f64=1e-10)
 
@@ -232,24 +217,6 @@ def test_second_derivatives_at_equal_rows_are_finite():
     first = jax.jit(jax.grad(total))
     second = jax.jit(lambda w: jax.jvp(jax.grad(total), (w,), (1.0,))[1])(0.9)
     assert_close(second, (first(0.9 + 1e-4) - first(0.9 - 1e-4)) / 2e-4, f64=1e-6)
-
-
-@pytest.mark.long
-def test_second_derivatives_in_skips_are_finite_differences_of_the_first():
-    x = jnp.asarray(rows(3, 3))
-
-    def total(skip):
-        # The first skip moves the correlations that the last activation sees.
-        layers = [ntk.relu, ntk.relu, ntk.gelu]
-        return ntk.network_kernel(x, activations=layers, skips=[skip, 0.5]).ntk.sum()
-
-    @jax.jit
-    def gradient_and_its_slope(skip):
-        return jax.jvp(jax.grad(total), (skip,), (jnp.ones_like(skip),))
-
-    at = np.array(-0.8, x.dtype)
-    numeric = finite_differences(lambda skip: gradient_and_its_slope(skip)[0], at)
-    assert_close(gradient_and_its_slope(at)[1], numeric, f64=1e-8, f32=2e-2)
 
 
 @pytest.mark.long
@@ -275,26 +242,16 @@ def test_the_whole_spectrum_of_transformations_works():
         (1e-9, [0.0, 0.0], 4.0, 1.9098593184272695e-9),
         (1e-9, [0.5, -1.0], 8.0090504314238601, 3.1540907829927089e-9),
         (1e-6, [0.0, 0.0], 4.0, 1.909860641626731e-6),
-        (1e-6, [0.5, -1.0], 8.0090504314238601, 3.1540940657492607e-6),
-        (1e-2, [0.0, 0.0], 4.0, 0.01922959441008765),
         (1e-2, [0.5, -1.0], 8.0090504314238601, 0.031867056243310179),
     ],
 )
 def test_near_duplicates_keep_their_distance_in_relu_networks(angle, skips, diagonal, gap):
-    # From the closed forms in mpmath with 60 digits; K_11 - K_12 is the smallest eigenvalue.
+    # Truth: the closed forms in mpmath with 60 digits. K_11 - K_12 is the smallest eigenvalue.
     x = np.array([[1.0, 0.0], [np.cos(angle), np.sin(angle)]])
     kernel = np.asarray(ntk.network_kernel(x, activations=[ntk.relu] * 3, skips=skips).ntk)
     assert kernel[0, 0] == pytest.approx(diagonal, rel=1e-14)
-    # A rounding of the entries is 1e-15, of a gap that starts at 1e-9.
+    # One unit of roundoff in the entries is 1e-15, compared with a gap from 1e-9 on.
     assert kernel[0, 0] - kernel[0, 1] == pytest.approx(gap, rel=1e-11 + 4e-15 / gap)
-
-
-@pytest.mark.long
-def test_opposite_inputs_of_odd_networks_have_opposite_kernels():
-    x = rows(2, 3)
-    kernels = ntk.network_kernel(np.concatenate([x, -x]), activations=[ntk.tanh, ntk.erf])
-    for k in kernels:
-        assert_close(k[:2, 2:], -k[:2, :2], f64=1e-13, f32=1e-5)
 
 
 def test_opposite_inputs_of_one_relu_layer_have_nothing_in_common():
@@ -323,23 +280,6 @@ def test_zero_inputs_of_functions_that_do_not_vanish_there_have_their_kernel():
     assert_close(kernels.ntk[0, 0], 2.0, f64=1e-14, f32=1e-6)
 
 
-def test_one_input_is_enough():
-    kernels = ntk.network_kernel(np.array([[0.6, 0.8]]), activations=[ntk.swish], skips=[])
-    assert kernels.ntk.shape == (1, 1)
-    assert bool(jnp.isfinite(kernels.ntk).all())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("activation", [ntk.relu, ntk.swish])
-def test_more_inputs_than_dimensions_keep_the_kernel_positive_definite(activation):
-    # XX' has rank 3; the paper's lower bound, 2 mu_1^2 N / d, would be above the trace's mean.
-    kernel = np.asarray(ntk.network_kernel(unit_rows(40, 3), activations=[activation] * 2).ntk)
-    smallest = np.linalg.eigvalsh(kernel)[0]
-    assert -1e-6 < smallest < np.trace(kernel) / 40
-    if jax.config.jax_enable_x64:
-        assert smallest > 0
-
-
 @pytest.mark.long
 def test_kernels_between_two_sets_are_blocks_of_the_joint_kernel():
     x = rows(9, 4)
@@ -349,15 +289,6 @@ def test_kernels_between_two_sets_are_blocks_of_the_joint_kernel():
     for a, b in zip(joint, cross, strict=True):
         assert_close(b, a[:4, 4:], f64=1e-13, f32=1e-5)
         assert bool((a == a.T).all())
-
-
-def test_duplicates_in_two_sets_have_the_diagonals_value():
-    x = rows(3, 4)
-    arguments = dict(activations=[ntk.relu, ntk.tanh])
-    cross = ntk.network_kernel(x, x, **arguments).ntk
-    # At correlation 1 the step's dual moves by the root of a rounding.
-    own = ntk.network_kernel(x, **arguments).ntk
-    assert_close(jnp.diag(cross), jnp.diag(own), f64=3e-8, f32=1e-3)
 
 
 @pytest.mark.long
@@ -396,17 +327,6 @@ def test_equal_norms_are_only_a_shortcut():
 
 
 @pytest.mark.long
-def test_large_variances_ask_for_more_coefficients_and_get_them():
-    x = rows(3, 4) * 10  # variances up to 150, correlations to .9
-    nngp = np.asarray(ntk.network_kernel(x, activations=[ntk.tanh]).nngp)
-    v, c = (x * x).sum(1), x @ x.T
-    pairs = ntk.dual(
-        ntk.tanh, ntk.tanh, v[:, None], v, np.clip(c, -np.inf, np.sqrt(v[:, None] * v))
-    )
-    assert_close(nngp, 2 * pairs, f64=1e-11, f32=1e-4)
-
-
-@pytest.mark.long
 def test_one_program_serves_every_skip_weight_and_input_of_a_depth():
     before = network_kernel._kernels_from_features._cache_size()
     for seed, skip, weight in ((0, 0.5, 0.2), (1, 0.3, 0.6), (2, 0.0, 0.5)):
@@ -440,7 +360,7 @@ def test_memory_is_the_three_results_and_a_few_tiles():
 
 @pytest.mark.long
 def test_blocks_at_correlation_one_half_are_known():
-    # Twelve digits from an independent computation.
+    # The values come from an independent computation.
     x = np.array([[1.0, 0.0], [0.5, np.sqrt(0.75)]])
     relu, tanh, swish, sigmoid = range(4)
     blocks = ntk.mixture_blocks(x, [ntk.relu, ntk.tanh, ntk.swish, ntk.sigmoid])
@@ -454,18 +374,6 @@ def test_blocks_at_correlation_one_half_are_known():
         (tanh, sigmoid, 0.128108539209),
     ]:
         assert_close(blocks[a, b, 0, 1], value / 2, f64=5e-12, f32=1e-5)
-
-
-@pytest.mark.long
-def test_a_mixtures_kernel_is_that_of_wide_networks_of_the_mixed_activation():
-    x, alpha = jnp.asarray(rows(4, 5)), jnp.array([0.5, 0.2, 0.3])
-    activations = [ntk.relu, ntk.sigmoid, ntk.gelu]
-    kernel = ntk.mixture_kernel(alpha, ntk.mixture_blocks(x, activations, scale=1.7))
-    w = jax.random.normal(jax.random.key(0), (200_000, 5))
-    slopes = sum(a * s.derivative(x @ w.T) for a, s in zip(alpha, activations, strict=True))
-    brute = 1.7 * (x @ x.T) * (slopes @ slopes.T) / len(w)
-    # Standard errors of 200,000 products of order 1.
-    assert_close(brute, kernel, f64=6e-3, f32=6e-3)
 
 
 @pytest.mark.long
@@ -518,16 +426,14 @@ def test_lemma_1_is_right_without_skips():
 
 @pytest.mark.long
 def test_lemma_1_as_printed_misses_the_skips_of_relu_networks():
-    # 3 layers, alpha = (1, 1): 9 as printed; with its G's replaced by A's 12; in truth 15.977.
+    # Printed: 9. Truth: 15.977.
     printed = ntk.lemma1_kernel_as_printed(
         unit_rows(2, 3), activations=[ntk.relu] * 3, skips=[1.0, 1.0]
     )
     assert_close(jnp.diag(printed.ntk), [9.0, 9.0], f64=1e-12, f32=1e-5)
 
 
-# --------------------------------------------------------------------------- bad arguments
-
-X = np.eye(3)
+# --------------------------------------------------------------------------- errors and caches
 
 
 @pytest.mark.long
@@ -568,15 +474,8 @@ def test_ten_mixed_layers_are_not_refused_in_float32():
 
 
 @pytest.mark.long
-def test_arguments_closed_over_by_a_jitted_function_are_values():
-    x = rows(3, 2)
-    jitted = jax.jit(lambda: ntk.network_kernel(x, activations=[ntk.tanh]).ntk)()
-    assert_close(jitted, ntk.network_kernel(x, activations=[ntk.tanh]).ntk, f64=1e-13, f32=1e-5)
-
-
-@pytest.mark.long
 def test_unresolved_entries_are_an_error_or_nan_when_traced(monkeypatch):
-    # Coefficients are added until these are too few; here the last of them at once.
+    # Start at the last resolution to save time.
     monkeypatch.setattr(network_kernel, "RESOLUTIONS", layer_expansions.RESOLUTIONS[-1:])
     x = np.array([[1.0, 0.0], [1.0, 1e-6]]) * 300  # correlation 1 at variance 90,000
     with pytest.raises(FloatingPointError, match="x1: expected inputs whose kernel can be"):
@@ -586,7 +485,7 @@ def test_unresolved_entries_are_an_error_or_nan_when_traced(monkeypatch):
 
 
 @pytest.mark.long
-def test_lemma_1_refuses_what_it_cannot_resolve_and_claims_no_error():
+def test_lemma_1_raises_for_unresolved_entries_and_has_infinite_errors():
     sine = ntk.activation(lambda z: jnp.sin(30 * z))
     x = 2 * jnp.array([[1.0, 0.0], [1.0, 1e-3]])
     with pytest.raises(FloatingPointError, match="x: expected inputs whose kernel"):
@@ -596,7 +495,7 @@ def test_lemma_1_refuses_what_it_cannot_resolve_and_claims_no_error():
 
 
 @pytest.mark.long
-def test_a_traced_nan_is_not_passed_over():
+def test_a_traced_nan_gives_nan():
     x = jnp.asarray(rows(3, 2)).at[1, 0].set(jnp.nan)
     kernel = jax.jit(lambda x: ntk.network_kernel(x, activations=[ntk.relu]).ntk)(x)
     blocks = jax.jit(lambda x: ntk.mixture_blocks(x, [ntk.relu, ntk.identity]))(x)
@@ -616,14 +515,14 @@ def test_more_rows_or_another_activation_compile_nothing():
     other = ntk.network_kernel(x[:299], activations=[ntk.erf, ntk.leaky_relu(0.1)])
     assert network_kernel._kernels_from_features._cache_size() == before
     np.testing.assert_allclose(fewer.ntk, whole.ntk[:290, :290], rtol=1e-14)
-    # Truth: tiles of another size, in one row; an input and its copy lose half of the digits there.
+    # Truth: one row, in tiles of another size, without the pair of an input and its copy.
     row = ntk.network_kernel(x[:1], x[:299], activations=[ntk.erf, ntk.leaky_relu(0.1)])
     np.testing.assert_allclose(other.ntk[:1, 1:], row.ntk[:, 1:], atol=1e-12)
 
 
 @pytest.mark.long
 def test_a_step_is_a_step_in_every_network():
-    """The slope of a ReLU, as an activation: it was taken for the ReLU itself."""
+    """The slope of a ReLU as an activation is a step, not a ReLU."""
     x, step = jnp.array([[1.0, 0], [0.6, 0.8], [0, 1]]), ntk.relu.derivative
     truth = ntk.dual(step, step, 1.0, 1.0, x @ x.T)
     deep = ntk.networks.serial(ntk.networks.dense(), ntk.networks.act(step), ntk.networks.dense())
@@ -632,7 +531,7 @@ def test_a_step_is_a_step_in_every_network():
         deep.kernel(x).nngp,
     ):
         assert_close(nngp, truth, f32=1e-5)
-    # A step has no slope but its jump, which no gradient sees.
+    # Gradients ignore the jump of a step, so its slope is 0.
     assert_close(ntk.mixture_blocks(x, [step, ntk.relu])[0, 0], np.zeros((3, 3)))
     assert_close(hermite_coefficients(step, terms=2), [0.5, (2 * np.pi) ** -0.5])
     with pytest.raises(ValueError, match="activations: expected functions of values"):

@@ -1,4 +1,4 @@
-"""Kernels of inputs whose rows are divided among devices: the same as one device's."""
+"""Test kernels of inputs with rows divided over devices against one device."""
 
 import functools
 import json
@@ -57,7 +57,7 @@ CASES = {
 def errors(kind, under_mesh, devices=4):
     mesh = jax.make_mesh((devices,), ("d",), axis_types=(kind,), devices=jax.devices()[:devices])
     placed = [jax.device_put(a, NamedSharding(mesh, P("d"))) for a in (x, x2, y)]
-    found = {}
+    error_by_case = {}
     for name, case in CASES.items():
         truth = np.asarray(case(x, x2, y))
         if under_mesh:
@@ -65,12 +65,11 @@ def errors(kind, under_mesh, devices=4):
                 got = case(*placed)
         else:
             got = case(*placed)
-        found[name] = float(np.abs(np.asarray(got) - truth).max() / np.abs(truth).max())
-    return found
+        error_by_case[name] = float(np.abs(np.asarray(got) - truth).max() / np.abs(truth).max())
+    return error_by_case
 
 
 def ring(devices):
-    # An odd number of devices goes round otherwise.
     mesh = jax.make_mesh((devices,), ("d",), (AxisType.Auto,), devices=jax.devices()[:devices])
     x, v = (jnp.asarray(rng.normal(size=(devices * 5, 3))) for _ in range(2))
     put = lambda a: jax.device_put(a, NamedSharding(mesh, P("d")))
@@ -99,7 +98,7 @@ print(json.dumps({
 
 @functools.cache
 def on_four_devices():
-    """All answers of the program, in a process that takes the CPU for four devices."""
+    """Return the program's output, from a process with four CPU devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

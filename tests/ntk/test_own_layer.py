@@ -1,4 +1,4 @@
-"""A layer of a user's own is one class: its kernel, its finite network, its entry of ``alpha``."""
+"""Test a user's layer, one class with its kernel, finite network and entry of ``alpha``."""
 
 import dataclasses
 from typing import Any
@@ -24,10 +24,10 @@ RELU = nets.act(ntk.relu)
 class Normalization(Layer, LayerStep):
     """``gain f / |f|``, with |f| the root mean square over the channels of each position.
 
-    At infinite width |f| is the root s of the second moment: angles stay, and T is divided by s s'.
+    At infinite width |f| is the root s of the second moment. Angles stay; T is divided by s s'.
     """
 
-    gain: Any = None  # none in the step
+    gain: Any = None  # unused in the step
 
     combinator = "normalize"
 
@@ -79,7 +79,7 @@ def test_its_kernel_is_the_closed_form():
     below = nets.serial(nets.dense(2.0, 0.1), RELU)
     net = nets.serial(below, normalize("gain"), nets.dense(1.5, 0.2))
     assert net.names == {"gain": ()}
-    # The features' own S and T: dense(1.0) makes them S and S + T.
+    # dense(1.0) turns S and T of the features into S and S + T.
     plain = nets.serial(below, nets.dense())
     for pair in ((x, None), (x, y)):
         kernels, with_gain = plain.kernel(*pair), net.kernel(*pair, alpha={"gain": 0.7})

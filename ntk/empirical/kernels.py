@@ -33,7 +33,7 @@ K              the kernel, [n1, n2] or [n1, n2, o, o]
 
 Samples pass one at a time (under ``vmap``) and cannot interact: batch normalisation has to use its
 running averages. References: Jacot, Gabriel & Hongler (2018), the kernel; Novak, Sohl-Dickstein &
-Schoenholz, "Fast finite width neural tangent kernel" (ICML 2022), generic methods.
+Schoenholz, "Fast finite width neural tangent kernel" (ICML 2022), section 3, generic methods.
 """
 
 import functools
@@ -46,7 +46,7 @@ import numpy as np
 
 from ntk.empirical import blocks
 from ntk.empirical.factored_gradients import plan_gradients
-from ntk.empirical.network_program import Apply, trace_network
+from ntk.empirical.network_program import Apply, NetworkProgram, trace_network
 from ntk.internal.batched_rows import length
 from ntk.internal.checks import check_finite, describe, float_array, integer, one_of, real_array
 from ntk.internal.compile_cache import program
@@ -82,14 +82,19 @@ def _check_samples(name: str, x, like=None):
     return without_explicit_axes(x)
 
 
-def _check_sample_pair(x1, x2):
-    """Return both sets of samples, of the same dtypes."""
-    x1 = _check_samples("x1", x1)
-    if x2 is None:
-        return x1, None
-    x2 = _check_samples("x2", x2, like=x1)
-    types = jax.tree.map(jnp.result_type, x1, x2)
-    return tuple(jax.tree.map(lambda x, t: x.astype(t), x, types) for x in (x1, x2))
+def check_and_trace(
+    apply: Apply, params: Any, batch_size: int | None, x1: Any, x2: Any = None, name: str = "x1"
+) -> tuple[NetworkProgram, Any, Any]:
+    """Check the shared arguments; return the network's program and samples of the same dtypes."""
+    if batch_size is not None:
+        integer("batch_size", batch_size, 1)
+    x1 = _check_samples(name, x1)
+    if x2 is not None:
+        x2 = _check_samples("x2", x2, like=x1)
+        types = jax.tree.map(jnp.result_type, x1, x2)
+        x1, x2 = (jax.tree.map(lambda x, t: x.astype(t), x, types) for x in (x1, x2))
+    _check_finite_arrays("params", params)
+    return trace_network(apply, params, x1), x1, x2
 
 
 def _rows_held(batch_size, x1, x2) -> int:
@@ -97,11 +102,6 @@ def _rows_held(batch_size, x1, x2) -> int:
     n1, n2 = length(x1), length(x1 if x2 is None else x2)
     first, second = min(batch_size or n1, n1), min(batch_size or n2, n2)
     return first if x2 is None and first == n1 else first + second
-
-
-def _batch(batch_size):
-    if batch_size is not None:
-        integer("batch_size", batch_size, 1)
 
 
 def empirical_kernel(
@@ -137,13 +137,10 @@ def empirical_kernel(
         implementation 2.
     outputs : {"sum", "trace", "full"}
         ``"sum"``: the kernel of the scalar ``Σ_i f_i``, ``Σ_ij K_ij``; for o = 1 it is *the*
-        kernel. ``"trace"``: ``Σ_i K_ii``. ``"full"``: all ``K_ij``.
+        kernel. ``"trace"``: ``Σ_i K_ii``. ``"full"``: all ``K_ij``, [n1, n2, o, o] instead of
+        [n1, n2].
     batch_size : int, optional
         Rows and columns handled at a time; all by default.
-
-    Returns
-    -------
-    array, [n1, n2], or [n1, n2, o, o] with ``outputs="full"``
 
     Raises
     ------
@@ -164,7 +161,8 @@ def empirical_kernel(
     and w the width of all layers together. ``"layerwise"``: N(F + oB) + O(N² w) flops for dense
     layers, O(N w + N²) memory; a layer of q positions q² times as much, or N² times its weights,
     whichever is cheaper. ``"jacobian"``: N(F + oB) + O(N² o W), memory N o W. In batches of b,
-    memory is that of 2b samples, and the N(F + oB) is paid N/2b times (N/b with ``x2``).
+    memory is that of 2b samples, and the N(F + oB) is paid N/2b times (N/b with ``x2``). Methods:
+    Novak, Sohl-Dickstein & Schoenholz (ICML 2022), section 3; kernel: Jacot et al. (2018).
 
     The rows are divided over all local devices, unless the caller has placed an array
     (``jax.device_put``) or traces this function.
@@ -177,10 +175,6 @@ def empirical_kernel(
     Other batch normalisation uses the statistics of one sample. ``apply`` is traced at every call,
     and compiled if its program is new. ``jax.jit`` around the call saves the tracing too.
 
-    References
-    ----------
-    Jacot, Gabriel & Hongler (2018); Novak, Sohl-Dickstein & Schoenholz (ICML 2022), section 3.
-
     Examples
     --------
     >>> apply = lambda w, x: x @ w
@@ -190,10 +184,7 @@ def empirical_kernel(
     """
     one_of("method", method, METHODS)
     one_of("outputs", outputs, OUTPUTS)
-    _batch(batch_size)
-    x1, x2 = _check_sample_pair(x1, x2)
-    _check_finite_arrays("params", params)
-    net = trace_network(apply, params, x1)
+    net, x1, x2 = check_and_trace(apply, params, batch_size, x1, x2)
     plan = blocks.plan_for_method(net, method)
     if method != "jacobian":
         blocks.warn_about_memory(net, plan, outputs, _rows_held(batch_size, x1, x2))
@@ -217,10 +208,7 @@ def gradient_norms(
     dense layers, N o times a layer's weights for some convolutions; ``batch_size`` bounds it.
     """
     one_of("outputs", outputs, ("sum", "trace"))
-    _batch(batch_size)
-    x = _check_samples("x", x)
-    _check_finite_arrays("params", params)
-    net = trace_network(apply, params, x)
+    net, x, _ = check_and_trace(apply, params, batch_size, x, name="x")
     plan = plan_gradients(net, factored=True)
     blocks.warn_about_memory(net, plan, outputs, min(batch_size or length(x), length(x)))
     run = functools.partial(blocks.norms, net, plan, outputs, batch_size, mesh_for(params, x))
@@ -253,13 +241,10 @@ def empirical_nngp(
     x2 : like ``x1``, optional
         Samples of the columns. Default: ``x1``, with an exactly symmetric result.
     outputs : {"mean", "full"}
-        ``"mean"`` over the outputs, or ``"full"``: all products ``f_i(x) f_j(x')``.
+        ``"mean"`` over the outputs, [n1, n2], or ``"full"``: all products ``f_i(x) f_j(x')``,
+        [n1, n2, o, o].
     batch_size : int, optional
         Samples handled at a time; all by default.
-
-    Returns
-    -------
-    array, [n1, n2], or [n1, n2, o, o] with ``outputs="full"``
 
     Raises
     ------
@@ -271,11 +256,8 @@ def empirical_nngp(
     -----
     One forward pass of each sample, and memory for ``batch_size`` passes. One network's estimate
     has a relative error of the order ``1 / sqrt(o)``: average over networks, or take the last
-    hidden layer as outputs. neural-tangents' ``empirical_nngp_fn`` has the same conventions.
-
-    References
-    ----------
-    Lee et al. (2018), "Deep neural networks as Gaussian processes".
+    hidden layer as outputs. The conventions are those of neural-tangents' ``empirical_nngp_fn``.
+    Source: Lee et al. (2018), "Deep neural networks as Gaussian processes".
 
     Examples
     --------
@@ -284,10 +266,7 @@ def empirical_nngp(
            [2., 4.]], dtype=float...)
     """
     one_of("outputs", outputs, ("mean", "full"))
-    _batch(batch_size)
-    x1, x2 = _check_sample_pair(x1, x2)
-    _check_finite_arrays("params", params)
-    net = trace_network(apply, params, x1)
+    net, x1, x2 = check_and_trace(apply, params, batch_size, x1, x2)
     run = functools.partial(blocks.nngp, net, outputs, batch_size)
     return program(run, net.inputs, x1, x2)(net.inputs, x1, x2)
 
@@ -331,10 +310,8 @@ def kernel_vector_product(
     >>> product(jnp.array([3.0, 4.0]))
     Array([3., 4.], dtype=float...)
     """
-    _batch(batch_size)
-    x = _check_samples("x", x)
-    _check_finite_arrays("params", params)
-    net = trace_network(apply, params, x)  # traced once, so later changes of apply do not matter
+    # The program is traced once, so later changes of apply do not matter.
+    net, x, _ = check_and_trace(apply, params, batch_size, x, name="x")
     run, programs = functools.partial(blocks.blockwise_vector_product, net, batch_size), {}
 
     def product(v):

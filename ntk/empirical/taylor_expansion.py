@@ -45,10 +45,8 @@ def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
     order 5 took three times as long as order 2. JAX's ``jet`` was slower at all orders and fails at
     ReLUs. At a kink (ReLU at 0) the derivatives are those that JAX chooses.
 
-    References
-    ----------
-    Lee et al. (2019), "Wide neural networks of any depth evolve as linear models"; Bai & Lee
-    (2020), "Beyond linearization", for the second order.
+    Sources: Lee et al. (2019), "Wide neural networks of any depth evolve as linear models"; Bai &
+    Lee (2020), "Beyond linearization", for the second order.
 
     Examples
     --------

@@ -63,15 +63,10 @@ def dual(
     a, b : Activation or function
         Activations, their ``derivative``, or smooth functions.
     vx, vy, c : array
-        Variances and covariance, which broadcast; ``|c| <= sqrt(vx vy)``.
+        Variances and covariance, with ``|c| <= sqrt(vx vy)``. They broadcast to the result's shape.
     max_variance : float, optional
         The largest variance to resolve; smooth pairs beyond it are NaN. Default: the largest of
         ``vx`` and ``vy``, or 25 if they are traced.
-
-    Returns
-    -------
-    array
-        With the broadcast shape.
 
     Raises
     ------

@@ -83,12 +83,8 @@ def mixture_blocks(
     Notes
     -----
     Memory: ``3 h^2 n n2`` numbers. Slopes ignore the jumps of an activation, as gradients of a
-    network do.
-
-    References
-    ----------
-    Oymak et al. 2021, section 4.2 and Theorem 3 (with ``scale`` 1). Only the hidden layer's
-    weights are trained; the signs of the output weights cancel.
+    network do. Source: Oymak et al. 2021, section 4.2 and Theorem 3 (with ``scale`` 1). Only the
+    hidden layer's weights are trained; the signs of the output weights cancel.
 
     Examples
     --------

@@ -128,10 +128,8 @@ def network_kernel(
     This matters only at a later kink. An input and its copy in ``x2`` can lose 3e-8 of an entry
     after a smooth layer and two kinked ones. The error includes it.
 
-    References
-    ----------
-    Zhu et al. 2022, Eq. (1). Their Lemma 1 drops the means and cross terms and is wrong with skips:
-    :func:`lemma1_kernel_as_printed`.
+    Source: Zhu et al. 2022, Eq. (1). Their Lemma 1 drops the means and cross terms and is wrong
+    with skips: :func:`lemma1_kernel_as_printed`.
 
     Examples
     --------
@@ -180,7 +178,8 @@ def lemma1_kernel_as_printed(
     It has three errors for skips. The forward factor is G instead of A, the kernel with its skip.
     The cross terms ``alpha (m mu' + mu m')`` are missing (they vanish for odd activations only). It
     uses alpha instead of alpha^2. For three ReLU layers with alpha = (1, 1) and unit inputs the
-    diagonal is 9 as printed, 12 with the first error fixed, and 15.977 in truth.
+    diagonal is 9 as printed, 12 with the first error fixed, and 15.977 in truth. The result's
+    ``nngp`` is G^(L); its ``error`` is not computed.
 
     Parameters
     ----------
@@ -189,11 +188,6 @@ def lemma1_kernel_as_printed(
         Each an activation (or any smooth function), or ``{activation: weight}`` for their sum.
     skips : L - 2 reals, optional
         Weights of the skip connections; none by default.
-
-    Returns
-    -------
-    Kernels
-        ``nngp`` is G^(L); ``error`` is not computed.
 
     Raises
     ------

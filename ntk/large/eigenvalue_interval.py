@@ -87,12 +87,9 @@ def eigenvalue_interval(
     Notes
     -----
     Memory: two bases of ``steps * block`` vectors. The width is at least the ratio of ``upper`` and
-    ``estimate``, about 1.0 to 1.5 if the factor leaves an even diagonal.
-
-    References
-    ----------
-    Kuczynski & Wozniakowski (1992), "Estimating the largest eigenvalue by the power and Lanczos
-    algorithms with a random start", Theorem 4.2.
+    ``estimate``, about 1.0 to 1.5 if the factor leaves an even diagonal. Source: Kuczynski &
+    Wozniakowski (1992), "Estimating the largest eigenvalue by the power and Lanczos algorithms with
+    a random start", Theorem 4.2.
 
     Examples
     --------

@@ -9,13 +9,7 @@ from typing import Any
 import jax
 
 from ntk.empirical import blocks
-from ntk.empirical.kernels import (
-    _batch,
-    _check_finite_arrays,
-    _check_sample_pair,
-    empirical_kernel,
-    gradient_norms,
-)
+from ntk.empirical.kernels import check_and_trace, empirical_kernel, gradient_norms
 from ntk.empirical.network_program import Apply, trace_network
 from ntk.internal.sharding import without_explicit_axes
 from ntk.large.kernel_operator import Operator, pytree
@@ -23,7 +17,7 @@ from ntk.large.kernel_operator import Operator, pytree
 
 @pytree
 class EmpiricalOperator(Operator):
-    """The tangent kernel ``J(x) J(x2)'`` of a finite network's summed outputs.
+    """The tangent kernel ``J(x) J(x2)'``, [n, n2], of a finite network's summed outputs.
 
     Parameters
     ----------
@@ -38,11 +32,6 @@ class EmpiricalOperator(Operator):
     batch_size : int, optional
         Samples handled at a time; all by default.
 
-    Attributes
-    ----------
-    shape : (n, n2)
-    dtype : dtype of the entries
-
     Raises
     ------
     ValueError
@@ -51,8 +40,9 @@ class EmpiricalOperator(Operator):
 
     Notes
     -----
-    ``K @ v`` takes about 5 forward passes of all samples for each column of v. Memory, for each
-    column: a copy of the parameters and the activations of ``batch_size`` samples.
+    ``K.shape`` is (n, n2) and ``K.dtype`` is that of the entries. ``K @ v`` takes about 5 forward
+    passes of all samples for each column of v. Memory, for each column: a copy of the parameters
+    and the activations of ``batch_size`` samples.
 
     Examples
     --------
@@ -69,12 +59,9 @@ class EmpiricalOperator(Operator):
     def __init__(
         self, apply: Apply, params: Any, x: Any, x2: Any = None, *, batch_size: int | None = None
     ):
-        _batch(batch_size)
-        _check_finite_arrays("params", params)
-        x, x2 = _check_sample_pair(x, x2)
         self.apply, self.batch_size = apply, batch_size
-        self.params, self.x, self.x2 = without_explicit_axes((params, x, x2))
-        net = trace_network(apply, self.params, self.x)
+        self.params = without_explicit_axes(params)
+        net, self.x, self.x2 = check_and_trace(apply, self.params, batch_size, x, x2)
         sample = jax.tree.map(lambda x: x[0], self.x)
         self.dtype = jax.eval_shape(net.outputs, net.inputs, sample).dtype
         self._programs = {}

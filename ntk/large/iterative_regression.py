@@ -52,23 +52,20 @@ class IterativeRegression(NamedTuple):
     penalty: jax.Array  # []
 
     def predict(self, cross: Any) -> jax.Array:
-        """Return the predictions ``k(x, X) weights``.
+        """Return the predictions ``k(x, X) weights``, [m] or [m, outputs].
 
         Parameters
         ----------
         cross : operator or array [m, n]
             Kernel of the inputs to predict at with the training inputs: ``K.at(x)``.
-
-        Returns
-        -------
-        array [m] or [m, outputs]
         """
         return cross @ self.weights
 
     def error_bound(self, prior: chex.Array, *, smallest: Any = 0.0) -> jax.Array:
         """Bound the error of predictions due to too few steps, by the module's formula.
 
-        ``|k(x, X) (w - A^-1 y)| <= sqrt(k(x, x) / (smallest + penalty)) |y - A w|``
+        ``|k(x, X) (w - A^-1 y)| <= sqrt(k(x, x) / (smallest + penalty)) |y - A w|``, [m] or
+        [m, outputs]; infinite if ``smallest`` and the penalty are 0.
 
         Parameters
         ----------
@@ -78,11 +75,6 @@ class IterativeRegression(NamedTuple):
             A lower bound of the smallest eigenvalue of K, such as 0. With the lower end of
             :func:`ntk.eigenvalue_interval` the bound has its probability; with an estimate, it is
             an estimate.
-
-        Returns
-        -------
-        array [m] or [m, outputs]
-            Infinite if ``smallest`` and penalty are 0.
 
         Raises
         ------
@@ -152,11 +144,7 @@ def iterative_regression(
     same number of columns, and the preconditioner's ``4 n rank`` multiply-adds for each. The
     residual is computed anew at the end, which costs a pass. If it is over ``tol``, the iteration
     continues. Memory in addition to K's: the factor, and four arrays like ``y``. Float32 reaches
-    relative residuals of about 1e-5 for 60,000 rows.
-
-    References
-    ----------
-    O'Leary (1980); Dubrulle (2001).
+    relative residuals of about 1e-5 for 60,000 rows. Method: O'Leary (1980); Dubrulle (2001).
 
     Examples
     --------

@@ -78,16 +78,11 @@ class Operator:
         return product.reshape(-1, *v.shape[1:])
 
     def columns(self, indices: chex.Array) -> jax.Array:
-        """Return some columns of K.
+        """Return some columns of K, [n, k].
 
         Parameters
         ----------
         indices : array [k] of int
-            Column indices.
-
-        Returns
-        -------
-        array [n, k]
 
         Raises
         ------
@@ -107,16 +102,11 @@ class Operator:
         return self._run("columns", without_explicit_axes(indices))
 
     def at(self, x: Any) -> Any:
-        """Return the kernel of other inputs with those of the rows, ``k(x, X)``: for predictions.
+        """Return the operator ``k(x, X)`` (m, n) of other inputs and those of the rows.
 
         Parameters
         ----------
         x : array [m, ...], or pytree of such arrays for a finite network
-
-        Returns
-        -------
-        operator
-            An operator of the same class, of shape (m, n).
 
         Raises
         ------
@@ -184,11 +174,6 @@ class KernelOperator(Operator):
     tile : int
         Maximum number of rows and columns of a tile.
 
-    Attributes
-    ----------
-    shape : (n, n2)
-    dtype : dtype of the entries
-
     Raises
     ------
     ValueError
@@ -197,6 +182,7 @@ class KernelOperator(Operator):
 
     Notes
     -----
+    ``K.shape`` is (n, n2) and ``K.dtype`` is that of the entries.
     ``K @ v`` for v [n2] or [n2, q] computes each pair of inputs once: ``n^2 / 2`` entries if K is
     symmetric. Memory: inputs, vectors and about ten tiles (of 2048 x 2048 in float32: 16 MB each).
     It is one compiled program for a kernel, a shape and a sharding; the kernel must not depend on

@@ -73,11 +73,8 @@ def leave_one_out_estimate(
     Notes
     -----
     One solve with ``probes`` right-hand sides. Estimates of ``(A^-1)_ii`` below its lower bound
-    ``1 / A_ii`` are replaced by the bound.
-
-    References
-    ----------
-    Bekas, Kokiopoulou & Saad (2007), "An estimator for the diagonal of a matrix".
+    ``1 / A_ii`` are replaced by the bound. Source: Bekas, Kokiopoulou & Saad (2007), "An estimator
+    for the diagonal of a matrix".
 
     Examples
     --------

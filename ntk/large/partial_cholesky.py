@@ -53,11 +53,8 @@ def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCho
     Notes
     -----
     Time: ``n rank`` entries of K and ``n rank^2`` multiply-adds. Memory: the factor, and some
-    blocks of 128 columns. Rounding adds ``128 eps`` of the largest entry to the residual.
-
-    References
-    ----------
-    Chen, Epperly, Tropp & Webber (2023), "Randomly pivoted Cholesky", Algorithm 2.2, with blocks
+    blocks of 128 columns. Rounding adds ``128 eps`` of the largest entry to the residual. Source:
+    Chen, Epperly, Tropp & Webber (2023), "Randomly pivoted Cholesky", Algorithm 2.2 with blocks
     (section 2.3).
 
     Examples

@@ -51,6 +51,8 @@ class Network:
     ) -> Kernels:
         """Compute the exact NNGP and NTK at infinite width, by :mod:`ntk.networks.position_pairs`.
 
+        They are the kernels of each output; outputs are independent of each other.
+
         Parameters
         ----------
         x1 : array [n1, d], [n1, length, channels] or [n1, height, width, channels]
@@ -58,11 +60,6 @@ class Network:
             Default: ``x1``; then the kernels are symmetric (exactly, unless traced).
         alpha : dict, optional
             Values of the names in the network: a vector for a choice, a number for a weight.
-
-        Returns
-        -------
-        Kernels
-            The kernel of each output; outputs are independent of each other.
 
         Raises
         ------
@@ -158,10 +155,7 @@ class Network:
     def start(self) -> dict[str, jax.Array]:
         """Return the uniform ``alpha``: 1 / h for each of h choices, 1 for a single weight.
 
-        Returns
-        -------
-        dict of arrays
-            With ``names``, the search space: its vectors weigh choices.
+        It is a dict of arrays by ``names``, the start of a search: its vectors weigh choices.
 
         Examples
         --------

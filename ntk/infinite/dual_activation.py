@@ -149,7 +149,6 @@ def _duals_by_entry(f, g, p, q):
 
 
 def _half_line():
-    """Return nodes z > 0 and weights."""
     table = hermite_grid(256)
     return table.z, table.roots**2
 

@@ -149,7 +149,6 @@ def mixture_kernel(alpha: chex.Array, blocks: chex.Array) -> jax.Array:
 
 
 def _blocks_and_slopes(layer: Layer, x1, x2, scale, how: Resolution):
-    """Return the blocks and their errors, and the expansions of the slopes."""
     kinks = common_kinks([layer])
     one = np.ones(1, x1.dtype)
     slopes = []

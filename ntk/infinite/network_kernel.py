@@ -224,7 +224,6 @@ class _InputFeatures(NamedTuple):
 
 
 def _kernels_and_features(layers: Sequence[Layer], x1, x2, network, how: Resolution, equal: bool):
-    """Return the kernels, and the features of both sets of inputs."""
     features = [
         _features_of_inputs(layers, x, network, how, equal) for x in (x1, x2) if x is not None
     ]

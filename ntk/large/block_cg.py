@@ -180,7 +180,6 @@ def step_block_cg(
 
 
 def _recompute_residual(P, B, image, s: SolverState) -> SolverState:
-    """Compute the true residual, and restart from it."""
     R = B - image
     Q, S, C = _orthonormal(R, solve(P, R))
     residual = _relative_residual(R, B)

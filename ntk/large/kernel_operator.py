@@ -272,7 +272,6 @@ class KernelOperator(Operator):
         return self._by_rows(lambda x: tiled_products.tiled_diagonal(self._tile, x, self.tile))
 
     def _by_rows(self, run, *same):
-        """Return ``run(x, *same)`` for independent rows."""
         if self._rows is None:
             return run(self.x, *same)
         mesh, axis = self._rows

@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ntk.internal.checks import float_array, integer
+from ntk.internal.checks import float_array
 from ntk.networks.contracts import Shape
 from ntk.networks.plan import plan_network
 
@@ -68,8 +68,3 @@ class Weighted(nn.Module):
     def __call__(self, dtype: Any) -> dict[str, jax.Array]:
         """Return the weights, by their names."""
         return {name: self.param(name, _normal, shape, dtype) for name, shape in self.shapes}
-
-
-def module(network: "Network", *, width: int, outputs: int = 1) -> nn.Module:
-    """Return the finite network; see :meth:`ntk.networks.Network.module`."""
-    return Module(network, integer("width", width, 1), integer("outputs", outputs, 1))

@@ -101,7 +101,6 @@ def _check_network_inputs(x1, x2):
 
 
 def _plan_at_level(plan: NetworkPlan, level: Level, dtype) -> NetworkPlan:
-    """Return the plan with tables in its steps."""
     if not level.tables:
         return plan
     steps, numbers = walk.tabulate_steps(plan.steps, plan.numbers, level.how, dtype)
@@ -120,7 +119,6 @@ def _sites(plan: NetworkPlan, x: jax.Array, how: Resolution) -> list[LayerFeatur
 
 
 def _block(plan: NetworkPlan, x1, x2, level: Level) -> Kernels:
-    """Return the kernels of all pairs at once."""
     plan, how = _plan_at_level(plan, level, x1.dtype), level.how
     a = _sites(plan, x1, how)
     b = None if x2 is None else _sites(plan, x2, how)

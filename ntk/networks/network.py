@@ -10,7 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk.internal.checks import describe
+from ntk.internal.checks import describe, integer
 from ntk.kernels.record import Kernels
 
 if TYPE_CHECKING:
@@ -143,9 +143,9 @@ class Network:
         >>> module.apply(params, jnp.ones((5, 2)), net.start()).shape
         (5, 3)
         """
-        from ntk.networks.flax_module import module
+        from ntk.networks.flax_module import Module
 
-        return module(self, width=width, outputs=outputs)
+        return Module(self, integer("width", width, 1), integer("outputs", outputs, 1))
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:

@@ -99,20 +99,6 @@ def network(nt, width=16):
 
 
 @pytest.mark.long
-def test_infinite_kernel_of_one_relu_layer_is_the_arc_cosine_kernel():
-    # Cho & Saul (2009): E[relu(u) relu(v)] = (sin t + (pi - t) cos t) / 2 pi for unit variances,
-    # and E[relu'(u) relu'(v)] = (pi - t) / 2 pi.
-    nt = neural_tangents()
-    _, _, kernel = nt.stax.serial(nt.stax.Dense(1), nt.stax.Relu(), nt.stax.Dense(1))
-    t = 0.7
-    x = jnp.sqrt(2) * jnp.array([[1.0, 0.0], [jnp.cos(t), jnp.sin(t)]])
-    nngp = (jnp.sin(t) + (jnp.pi - t) * jnp.cos(t)) / (2 * jnp.pi)
-    ntk = nngp + jnp.cos(t) * (jnp.pi - t) / (2 * jnp.pi)
-    got = kernel(x, None, ("nngp", "ntk"))
-    assert_close((got.nngp[0, 1], got.ntk[0, 1]), (nngp, ntk), f32=1e-5)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("implementation", [0, 1, 2, 3])  # AUTO is 0, structured derivatives 3
 def test_finite_kernel_is_that_of_the_jacobian(implementation, capsys):
     nt = neural_tangents()

@@ -260,15 +260,6 @@ def test_smooth_pairs_beyond_the_variance_asked_for_are_nan():
 
 
 @pytest.mark.long
-def test_raw_relus_are_recognised_and_other_kinks_found():
-    assert ntk.activation(jax.nn.relu).kink == (0.0, 1.0)
-    assert ntk.activation(jnp.abs).kink == (-1.0, 1.0)
-    for smooth in (jax.nn.silu, jax.nn.softplus, jnp.sin, jax.nn.gelu):
-        assert ntk.activation(smooth).smooth is not None
-        assert not ntk.activation(smooth).kinks
-
-
-@pytest.mark.long
 def test_duals_of_piecewise_functions_are_closed_forms():
     # P(u > 1/2, u' > 1/2) at rho = 0 is Phi(-1/2)^2; E step(u) u' = c times the density.
     step = ntk.activation(lambda z: jnp.where(z > 0.5, 1.0, 0.0))

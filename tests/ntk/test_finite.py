@@ -24,9 +24,7 @@ from ntk.empirical.kernels import (
     gradient_norms,
     kernel_vector_product,
 )
-from ntk.empirical.linear_operations import product_with_operand
 from ntk.internal import compile_cache
-from ntk.internal.jaxprs import bind
 
 KEY = jax.random.key(0)
 
@@ -164,46 +162,6 @@ def test_kernel_has_the_precision_of_the_parameters():
 # --- Layers ---------------------------------------------------------------------------------------
 
 
-CONVOLUTIONS = {
-    "valid, strides": (nn.Conv(4, (2, 3), strides=(2, 1), padding="VALID"), (5, 6)),
-    "circular, dilated": (nn.Conv(4, (3, 3), padding="CIRCULAR", kernel_dilation=(1, 2)), (5, 6)),
-    "explicit, groups": (
-        nn.Conv(4, (3, 3), padding=((2, 0), (0, 1)), feature_group_count=2),
-        (5, 6),
-    ),
-    "depthwise, strides": (nn.Conv(4, (3, 3), strides=2, feature_group_count=4), (5, 6)),
-    "spaced input": (nn.Conv(4, (3, 3), input_dilation=2, padding=1), (5, 6)),
-    "cropped": (nn.Conv(5, (2, 2), padding=((-1, 0), (0, -2))), (5, 6)),
-    "one axis, causal": (nn.Conv(3, 3, kernel_dilation=2, padding="CAUSAL"), (7,)),
-    "three axes": (nn.Conv(2, (2, 1, 2), strides=(2, 1, 1)), (3, 4, 3)),
-}
-
-
-@pytest.mark.parametrize("layer, space", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
-def test_convolution_is_its_columns_times_its_kernel(layer, space):
-    layer, x = layer.clone(use_bias=False), normal(1, 2, *space, 4)
-    params = setup(layer, x)
-    kernel = params["params"]["kernel"]
-    program = jax.make_jaxpr(lambda x, kernel: layer.apply({"params": {"kernel": kernel}}, x))
-
-    @jax.jit
-    def both(x, kernel):
-        """Compute the convolution in the network's program by columns."""
-        traced = program(x, kernel)
-        (place,) = [k for k, eqn in enumerate(traced.jaxpr.eqns) if "conv" in eqn.primitive.name]
-        eqn = traced.jaxpr.eqns[place]
-        before = traced.jaxpr.replace(eqns=traced.jaxpr.eqns[:place], outvars=eqn.invars)
-        operands = jax.core.eval_jaxpr(before, traced.consts, x, kernel)
-        (y,) = bind(eqn, operands)
-        of = product_with_operand(eqn, 1)
-        a = of.columns(of.keep(*operands))
-        w = kernel.reshape(a.shape[-1], a.shape[1], -1)
-        return jnp.einsum("qgi,igj->qgj", a, w), of.outputs(y)
-
-    got, expected = both(x, kernel)
-    assert_close(got, expected, f64=1e-13, f32=1e-5)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("outputs", ["trace", "full"])
 def test_patch_gram_explicit_gradients_and_their_chunks_agree(outputs, monkeypatch):
@@ -243,19 +201,37 @@ def test_batch_normalisation_on_running_averages():
     assert_close(got, expected, f64=1e-12, f32=1e-4)
 
 
-HARD = {
-    # model, input shape, weights that are kept in factors
-    "weight normalisation": (Then(nn.WeightNorm(nn.Dense(3))), (3, 2), 1),
-    "general dense layer": (Then(nn.DenseGeneral((2, 3), axis=(1, 2))), (3, 2, 2), 2),
-    "transposed convolution": (Then(nn.ConvTranspose(2, (3,))), (3, 4, 2), 2),
-    "local convolution": (Then(nn.ConvLocal(2, (3,))), (3, 4, 2), 2),
+LAYERS = {
+    # layer, input shape without samples
+    "groups, explicit padding": (
+        nn.Conv(4, (3, 3), padding=((2, 0), (0, 1)), feature_group_count=2),
+        (5, 4, 4),
+    ),
+    "circular, dilated": (
+        nn.Conv(2, (3, 3), padding="CIRCULAR", kernel_dilation=(1, 2)),
+        (5, 4, 2),
+    ),
+    "strides": (nn.Conv(2, (2, 3), strides=(2, 1), padding="VALID"), (5, 4, 2)),
+    "depthwise": (nn.Conv(4, (3, 3), strides=2, feature_group_count=4), (5, 4, 4)),
+    "spaced input": (nn.Conv(2, (3, 3), input_dilation=2, padding=1), (3, 2, 2)),
+    "cropped": (nn.Conv(2, (2, 2), padding=((-1, 0), (0, -2))), (5, 6, 2)),
+    "causal": (nn.Conv(3, 3, kernel_dilation=2, padding="CAUSAL"), (7, 2)),
+    "three axes": (nn.Conv(2, (2, 1, 2), strides=(2, 1, 1)), (3, 4, 3, 2)),
+    "transposed": (nn.ConvTranspose(2, (3,)), (4, 2)),
+    "local": (nn.ConvLocal(2, (3,)), (4, 2)),
+    "several axes": (nn.DenseGeneral((2, 3), axis=(1, 2)), (2, 2)),
+    "weight normalisation": (nn.WeightNorm(nn.Dense(3)), (2,)),
 }
+FAST = list(LAYERS)[:2]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("model, shape, layered", HARD.values(), ids=HARD.keys())
-def test_hard_layers_are_seen_through_or_left_to_the_jacobian(model, shape, layered):
-    check(model, normal(1, *shape), layered=layered)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.long) for n in LAYERS]
+)
+def test_layers_have_the_kernel_of_the_jacobian(name):
+    layer, shape = LAYERS[name]
+    layered = 1 if name == "weight normalisation" else 2
+    check(Then(layer), normal(1, 2, *shape), layered=layered)
 
 
 def test_functions_that_call_a_module_are_seen_through():

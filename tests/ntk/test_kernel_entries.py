@@ -215,6 +215,9 @@ def test_three_kinks_close_together_are_found_and_leaky_relus_recognised_by_all_
     activation = ntk.activation(lambda z: jnp.abs(jnp.abs(z - 0.301) - 0.001))
     assert [t for t, _ in activation.kinks] == [0.3, 0.301, 0.302]
     assert ntk.activation(lambda z: jnp.maximum(z, 0.1 * z)).kink == (0.1, 1.0)
+    assert ntk.activation(jax.nn.relu).kink == (0.0, 1.0)
+    smooth = ntk.activation(jax.nn.softplus)
+    assert smooth.smooth is not None and not smooth.kinks
     # Equal to the ReLU at many points.
     sly = ntk.activation(lambda z: jax.nn.relu(z) + jax.nn.relu(0.1 - jnp.abs(z - 1.5)))
     assert [t for t, _ in sly.kinks] == [0.0, 1.4, 1.5, 1.6]

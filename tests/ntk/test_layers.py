@@ -362,12 +362,6 @@ LINEN = {
         "params/Embed_0/embedding params/DenseGeneral_0/kernel params/Einsum_0/kernel "
         "params/Dense_0/kernel" + ATTENTION,
     ),
-    "gru": (
-        Steps(nn.GRUCell),
-        SEQUENCES,
-        "params/Dense_0/kernel"
-        + "".join(f" params/GRUCell_0/{n}/kernel" for n in ("in", "ir", "iz", "hn", "hr", "hz")),
-    ),
     "lstm, joined": (
         Steps(nn.OptimizedLSTMCell),
         SEQUENCES,
@@ -409,28 +403,6 @@ def test_nnx():
     names = " ".join(f"{name}/value" for name in names.split())
     # The softmax of nnx computes in float32.
     check(jax.jit(apply), drawn(trained), SEQUENCES, names, f64=1e-8)
-
-
-def test_modules_of_equinox():
-    equinox = pytest.importorskip("equinox")
-    keys = jax.random.split(jax.random.key(0), 3)
-    model = equinox.nn.Sequential(
-        [
-            equinox.nn.Conv2d(2, 3, 2, key=keys[0]),
-            equinox.nn.Lambda(jnp.tanh),
-            equinox.nn.Lambda(jnp.ravel),
-            equinox.nn.LayerNorm(12),
-            equinox.nn.MLP(12, 2, 5, 1, activation=jnp.sin, key=keys[1]),
-        ]
-    )
-    params, rest = equinox.partition(model, equinox.is_inexact_array)
-    images = normal(4, 3, 2, 3, 3)
-
-    def apply(params, x):
-        return jax.vmap(equinox.combine(params, rest))(x)
-
-    names = "layers/0/weight layers/4/layers/0/weight layers/4/layers/1/weight"
-    check(equinox.filter_jit(apply), drawn(params), images, names)
 
 
 # --- Several inputs and outputs -------------------------------------------------------------------

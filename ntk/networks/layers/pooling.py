@@ -165,8 +165,6 @@ def _pool_features(step: _Average, before: Raw | Moments, state: Any) -> LayerFe
 
 @dataclasses.dataclass(frozen=True)
 class _Flatten(Layer, LayerStep):
-    """``flatten``: the description and the step."""
-
     combinator: ClassVar[str] = "flatten"
 
     def plan(self, signal: Signal, values: Values) -> Planned:

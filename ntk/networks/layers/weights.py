@@ -115,8 +115,6 @@ def _check_variances(weight_variance: Any, bias_variance: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Dense(Layer):
-    """``dense``."""
-
     weight_variance: Any
     bias_variance: Any
 
@@ -147,8 +145,6 @@ class _Dense(Layer):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Convolution(_Dense):
-    """``conv``."""
-
     window: int | tuple[int, ...]
     strides: int | tuple[int, ...]
     padding: str

@@ -191,25 +191,6 @@ def test_unresolved_entries_are_nan_alone_and_so_are_their_derivatives():
     assert abs(float(kernels.ntk[1, 1]) - float(alone[0, 0])) < tolerance(1e-9, 1e-3)
 
 
-@pytest.mark.parametrize(
-    ("fn", "options", "sentence"),
-    [
-        (jnp.round, {}, "fn: expected at most 16 kinks"),
-        (jnp.sort, {}, "fn: expected an elementwise function, got values that depend"),
-        (jnp.log, {}, "fn: expected finite values and slopes"),
-        (
-            lambda z: z + jax.lax.stop_gradient(jnp.tanh(z) - z),
-            {},
-            "fn: expected an elementwise function with its own derivative",
-        ),
-        (jax.nn.hard_tanh, {"kinks": [1.0]}, "kinks: expected all places .* without -1"),
-    ],
-)
-def test_functions_without_a_kernel_raise(fn, options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        ntk.activation(fn, **options)
-
-
 @pytest.mark.slow
 def test_three_kinks_close_together_are_found_and_leaky_relus_recognised_by_all_their_values():
     activation = ntk.activation(lambda z: jnp.abs(jnp.abs(z - 0.301) - 0.001))
@@ -326,12 +307,8 @@ def test_elu_at_a_norm_of_1e12_is_a_relu():
 
 
 @pytest.mark.parametrize("scale", [1e-21, 1e20])
-def test_rows_whose_squares_are_out_of_range_are_refused(scale):
+def test_rows_with_squares_out_of_range_are_nan_when_traced(scale):
     x = jnp.asarray(scale * ROW, jnp.float32)
-    with pytest.raises(ValueError, match="x1: expected rows whose squared norms are within"):
-        ntk.network_kernel(x, activations=[ntk.relu])
-    with pytest.raises(ValueError, match="x: expected rows whose squared norms are within"):
-        ntk.mixture_blocks(x, [ntk.relu])
     traced = jax.jit(lambda x: ntk.network_kernel(x, activations=[ntk.relu]))(x)
     assert np.isnan(traced.ntk).all()
     # Zeros are in range.

@@ -119,15 +119,3 @@ def test_the_mean_kernel_of_wide_networks_with_it_tends_to_the_infinite_one():
     # Four standard errors of 48 networks, and a bias of some 1 / width.
     off = jnp.abs(jnp.mean(kernels, 0) - exact)
     assert bool(jnp.all(off < 4 * jnp.std(kernels, 0) / 48**0.5 + 2 / 128 * jnp.max(exact)))
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not jax.config.jax_enable_x64, reason="the claim is float64's")
-def test_its_float32_is_within_the_error_of_float64():
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4, 2)), jnp.float32)
-    x = jnp.concatenate([x, x[:1] * 1.0001, 0 * x[:1]])
-    alpha = {"gain": 0.7}
-    rough, fine = NET.kernel(x, alpha=alpha), NET.kernel(x.astype(float), alpha=alpha)
-    for a, b in zip(rough, fine, strict=True):
-        assert np.all(np.abs(np.asarray(a, float) - np.asarray(b)) <= np.asarray(rough.error))
-    assert float(jnp.max(rough.error)) < 2e-2 * float(jnp.max(rough.ntk))

@@ -238,8 +238,9 @@ def _kernels_and_features(layers: Sequence[Layer], x1, x2, network, how: Resolut
 
 
 def _features_of_inputs(layers, x, network, how, equal) -> list[LayerKernels]:
-    squares = squared_norms(x)
-    return propagate_features(layers, *network, squares[:1] if equal else squares, how)
+    squares, (weights, skips, variances) = squared_norms(x), network
+    squares = squares[:1] if equal else squares
+    return propagate_features(layers, weights, skips, variances, squares, how)
 
 
 @functools.partial(jax.jit, static_argnames="equal")

@@ -26,7 +26,8 @@ def custom_jvp(function: Callable, nondiff_argnums: tuple[int, ...] = ()) -> Any
     --------
     >>> import jax.numpy as jnp
     >>> cube = custom_jvp(lambda x: jax.lax.stop_gradient(x) ** 3)
-    >>> cube.defjvp(lambda primals, tangents: (cube(*primals), 3 * primals[0] ** 2 * tangents[0]))
+    >>> rule = lambda x, dx: (cube(*x), 3 * x[0] ** 2 * dx[0])
+    >>> _ = cube.defjvp(rule)
     >>> looped = lambda x: jax.lax.map(lambda k: cube(k * x) ** 2, jnp.ones(1))[0]
     >>> float(jax.grad(jax.grad(looped))(2.0))  # 30 x^4
     480.0

@@ -124,7 +124,6 @@ def empirical_kernel(
         module's ``model.apply``, ``params`` are its variables, and only the collection ``"params"``
         is differentiated; otherwise every leaf of floating point numbers.
     params : pytree
-        Parameters.
     x1 : array, [n1, ...], or pytree of such arrays
         Samples. A list is one array.
     x2 : like ``x1``, [n2, ...], optional
@@ -235,7 +234,6 @@ def empirical_nngp(
     apply : callable
         ``apply(params, x) -> [n, o]`` or ``[n]``, as for :func:`empirical_kernel`.
     params : pytree
-        Parameters.
     x1 : array, [n1, ...], or pytree of such arrays
         Samples.
     x2 : like ``x1``, optional
@@ -281,7 +279,6 @@ def kernel_vector_product(
     apply : callable
         ``apply(params, x) -> [n, o]`` or ``[n]``, sample by sample.
     params : pytree
-        Parameters.
     x : array, [n, ...], or pytree of such arrays
         Samples.
     batch_size : int, optional

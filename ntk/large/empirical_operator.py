@@ -24,7 +24,6 @@ class EmpiricalOperator(Operator):
     apply : callable
         ``apply(params, x) -> [n, o]`` or ``[n]``, as for :func:`ntk.empirical_kernel`.
     params : pytree
-        Parameters.
     x : array, [n, ...], or pytree of such arrays
         Samples of the rows.
     x2 : like ``x``, [n2, ...], optional

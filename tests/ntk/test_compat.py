@@ -79,7 +79,7 @@ def test_the_import_is_lazy_and_leaves_jax_and_the_modules_unchanged():
     assert all(fresh_interpreter()["ordinary"])
 
 
-def test_missing_neural_tangents_is_one_sentence_on_what_to_install():
+def test_missing_neural_tangents_raises_with_the_command_to_install_it():
     same, _, message = fresh_interpreter()["missing"]
     assert same
     assert message.startswith("neural_tangents: expected neural-tangents 0.6.5, got none; ")

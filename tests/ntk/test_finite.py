@@ -399,7 +399,7 @@ def test_nngp_kernels_are_the_products_of_the_outputs_and_those_of_neural_tangen
 X = np.ones((3, 2))
 
 
-def test_batch_statistics_are_refused():
+def test_batch_statistics_raise():
     class Normalised(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -412,7 +412,7 @@ def test_batch_statistics_are_refused():
 
 
 @pytest.mark.long
-def test_batch_statistics_of_nnx_are_refused_and_averages_are_not():
+def test_batch_statistics_of_nnx_raise_and_averages_do_not():
     model = nnx.Sequential(
         nnx.Linear(X.shape[1], 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(1))
     )

@@ -117,10 +117,10 @@ def test_a_network_kernel_is_the_recursion_of_expectations(seed, dtype, chosen):
 
 
 @quadrature
-@pytest.mark.slow
+@pytest.mark.long
 @examples(4)
 @given(seed=seeds, dtype=dtypes, name=st.sampled_from(sorted(FUNCTIONS)))
-def test_any_activation_has_the_kernel_of_the_recursion_or_is_refused(seed, dtype, name):
+def test_any_activation_has_the_kernel_of_the_recursion_or_raises(seed, dtype, name):
     x = inputs(seed, dtype)
     x = x / jnp.maximum(1, jnp.linalg.norm(x, axis=1, keepdims=True))
     try:

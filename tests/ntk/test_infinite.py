@@ -254,7 +254,7 @@ def test_near_duplicates_keep_their_distance_in_relu_networks(angle, skips, diag
     assert kernel[0, 0] - kernel[0, 1] == pytest.approx(gap, rel=1e-11 + 4e-15 / gap)
 
 
-def test_opposite_inputs_of_one_relu_layer_have_nothing_in_common():
+def test_opposite_inputs_of_one_relu_layer_have_kernel_zero():
     x = rows(1, 3)
     kernels = ntk.network_kernel(np.concatenate([x, -x]), activations=[ntk.relu])
     # The angle pi is found to 1e-12.
@@ -452,7 +452,7 @@ def test_blocks_at_large_variances_are_the_duals_or_nan_never_wrong(variance, tr
 
 
 @pytest.mark.long
-def test_float32_inputs_have_float32_kernels_whatever_the_default():
+def test_float32_inputs_have_float32_kernels():
     x = jnp.asarray(rows(3, 2), jnp.float32)
     kernels = ntk.network_kernel(x, activations=[ntk.tanh, ntk.relu], skips=[0.5])
     blocks = ntk.mixture_blocks(x, [ntk.tanh, ntk.relu])
@@ -460,7 +460,7 @@ def test_float32_inputs_have_float32_kernels_whatever_the_default():
 
 
 @pytest.mark.long
-def test_ten_mixed_layers_are_not_refused_in_float32():
+def test_ten_mixed_layers_have_a_float32_kernel():
     x = jnp.asarray(rows(4, 3), jnp.float32)
     kernel = functools.partial(
         ntk.network_kernel, activations=[{ntk.relu: 0.5, ntk.tanh: 0.5}] * 10

@@ -234,7 +234,7 @@ def test_details_between_all_nodes_raise_and_are_nan_when_traced(activation, nor
 
 
 @both_types
-def test_large_norms_whose_steps_the_nodes_show_keep_their_kernels(dtype):
+def test_large_norms_with_resolved_steps_have_their_kernels(dtype):
     # Truth: E tanh'(u)^2 tends to (4/3) / (scale sqrt(2 pi)), and E tanh^2 to 1.
     x = jnp.asarray(1e8 * ROW, dtype)
     kernels = ntk.network_kernel(x, activations=[ntk.tanh], variances=[1.0, 1.0])

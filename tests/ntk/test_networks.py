@@ -467,7 +467,7 @@ def test_one_program_serves_all_activations_of_a_kind():
 
 @pytest.mark.long
 @float64_only
-def test_too_large_an_error_is_refused_and_nan_under_jit():
+def test_too_large_an_error_raises_and_is_nan_under_jit():
     # tanh of standard deviation 3000 is a step that no 4096 polynomials resolve.
     x = jnp.asarray([[1.0, 0.0], [1.0, 1e-5]])
     net = nets.serial(nets.dense(2e7), nets.act(ntk.tanh), nets.dense())

@@ -93,7 +93,7 @@ def test_an_argument_of_jit_and_vmap():
 
 
 @pytest.mark.long
-def test_derivatives_in_vectors_inputs_and_what_the_kernel_closes_over():
+def test_derivatives_in_vectors_inputs_and_closed_over_values():
     x, v, u = inputs(7, 2), inputs(7), inputs(7)
 
     def value(scale, x, v):

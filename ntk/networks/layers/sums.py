@@ -140,22 +140,12 @@ class _Sum(LayerStep):
     def pairs_of_data(
         self, numbers: Any, a: LayerFeatures, b: LayerFeatures, tile: Tile
     ) -> PairState:
-        return self._sum_pairs(numbers, a, b, None, tile)
+        return self.pairs(numbers, a, b, None, tile)
 
     def pairs(
-        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
+        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState | None, tile: Tile
     ) -> PairState:
         """Combine the branches' angles; if means count, their second moments."""
-        return self._sum_pairs(numbers, a, b, state, tile)
-
-    def _sum_pairs(
-        self,
-        numbers: Any,
-        a: LayerFeatures,
-        b: LayerFeatures,
-        state: PairState | None,
-        tile: Tile,
-    ) -> PairState:
         weights, inner = numbers
         ends: list[PairState] = []
         for k, steps in enumerate(self.branches):

@@ -199,7 +199,7 @@ def test_the_derivative_in_the_covariance_is_prices(a, b):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("order", [0, pytest.param(1, marks=pytest.mark.long)])
 @PAIRS
 def test_all_derivatives_are_finite_differences(a, b, order):
     a, b = (a.derivative, b.derivative) if order else (a, b)

@@ -387,18 +387,6 @@ def test_blocks_between_sets_and_transposes_are_consistent():
 
 
 @pytest.mark.long
-def test_mixture_kernels_are_quadratic_and_differentiable_in_alpha():
-    blocks = ntk.mixture_blocks(rows(4, 3), [ntk.relu, ntk.swish])
-    alpha = jnp.array([0.3, 0.7])
-    assert_close(
-        ntk.mixture_kernel(3 * alpha, blocks), 9 * ntk.mixture_kernel(alpha, blocks), f64=1e-14
-    )
-    f = functools.partial(ntk.mixture_kernel, blocks=blocks)
-    jacobian = jax.jit(jax.jacobian(f))(alpha).reshape(16, 2)
-    assert_close(jacobian, finite_differences(f, alpha), f64=1e-10, f32=1e-2)
-
-
-@pytest.mark.long
 def test_mixture_blocks_are_differentiable_in_the_inputs():
     x = rows(2, 3)
 

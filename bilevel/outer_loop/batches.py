@@ -1,4 +1,4 @@
-"""Rows of the data for each step of a search: what :func:`bilevel.search` takes as ``batches``."""
+"""Samplers of rows for each step of a search, the argument ``batches`` of :func:`search`."""
 
 from collections.abc import Callable
 
@@ -10,17 +10,17 @@ from bilevel.internal.rows import check_batch_size, taken
 
 
 def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
-    """``batches(key, data) -> batch`` for :func:`bilevel.search`: rows drawn independently.
+    """Return a sampler ``batches(key, data) -> batch`` that draws rows independently.
 
-    The same row may come twice. Drawing them all different would sort a random number for each row
-    of the data at every step. Matrices of format BCSR (:mod:`jax.experimental.sparse`) stay sparse;
-    inside a search a batch of theirs takes as much memory as a dense one.
+    A row can be drawn twice: drawing distinct rows would sort a random value for every row of the
+    data at every step. Matrices of format BCSR (:mod:`jax.experimental.sparse`) stay sparse, but
+    inside a search their batches take as much memory as dense ones.
 
     Raises
     ------
     ValueError
-        For a ``batch_size`` under 1; when called with fewer rows than that, or with arrays of
-        different numbers of rows.
+        If ``batch_size`` is less than 1. The sampler raises it if the data has fewer rows, or
+        arrays with different numbers of rows.
 
     Examples
     --------
@@ -40,19 +40,20 @@ def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
 
 
 def partition(batch_size: int) -> Partition:
-    """``batches`` for :func:`bilevel.search` by a single-loop method: the same ones in every epoch.
+    """Return the ``batches`` of a single-loop method: every epoch visits the same batches.
 
-    Batch i has the rows from ``i * batch_size`` on, as they lie: shuffle sorted data once. An epoch
-    takes each batch of ``train`` once, in an order of its own, and so, for itself, does one of
-    ``valid``. Where ``batch_size`` does not divide the rows, the last batch is smaller and weighs
-    less: estimates stay unbiased. Data with fewer rows than that are one batch.
+    Batch i has the rows from ``i * batch_size`` on, in the order of the data, so shuffle sorted
+    data once. An epoch visits each batch of ``train`` once, in a new random order; the order of
+    ``valid`` is drawn separately. If ``batch_size`` does not divide the number of rows, the last
+    batch is smaller and has a smaller weight, so that estimates stay unbiased. Data with fewer rows
+    are one batch.
 
     The losses have to be means over the rows of a batch, plus terms of ``w`` and ``alpha``.
 
     Raises
     ------
     ValueError
-        For a ``batch_size`` under 1; when called, as other solvers would.
+        If ``batch_size`` is less than 1. Also if the result is called, as other solvers do.
 
     Examples
     --------
@@ -63,14 +64,14 @@ def partition(batch_size: int) -> Partition:
 
 
 def jointly(sample: Callable[[jax.Array, Pytree, Pytree], tuple[Pytree, Pytree]]) -> Joint:
-    """``batches`` for :func:`bilevel.search` of ``sample(key, train, valid) -> (train, valid)``.
+    """Return the ``batches`` of ``sample(key, train, valid) -> (train, valid)``.
 
-    For batches that belong together: the support and the query rows of the same tasks.
+    Use it for batches that belong together, e.g. the support and the query rows of the same tasks.
 
     Raises
     ------
     ValueError
-        For what is no function.
+        If ``sample`` is not a function.
 
     Examples
     --------

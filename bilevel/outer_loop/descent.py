@@ -24,36 +24,37 @@ def descent(
     *,
     diagnostics: bool = False,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """One outer step as a pair of pure functions.
+    """Return one outer step as a pair of pure functions.
 
     Parameters
     ----------
     problem, solver
         As in :func:`bilevel.hypergradient`.
     optimizer : optax.GradientTransformation
-        Of ``alpha``, its geometry included (:func:`bilevel.exponentiate`, ...). One that asks for
-        ``value`` or ``value_fn`` (``optax.lbfgs``, ``contrib.reduce_on_plateau``, Polyak's steps)
-        is told: ``value_fn(alpha)`` solves the lower problem from the step's weights.
+        Optimizer of ``alpha``, including its geometry (:func:`bilevel.exponentiate`, ...). An
+        optimizer that takes ``value`` or ``value_fn`` (``optax.lbfgs``,
+        ``contrib.reduce_on_plateau``, Polyak's steps) receives them. ``value_fn(alpha)`` solves the
+        lower problem from the weights of the step.
     diagnostics : bool
-        Whether ``metrics`` has the fields of :class:`bilevel.Info` too, at their cost.
+        Whether ``metrics`` also has the fields of :class:`bilevel.Info`, at their cost.
 
     Returns
     -------
     init : ``init(alpha, w) -> DescentState``
-        Refuses a geometry without an optimizer that descends.
+        It raises if a geometry has no optimizer that descends.
     step : ``step(state, (train, valid)) -> (state, metrics)``
-        ``metrics``: ``value`` (outer loss) and ``lower`` (lower loss) at the new ``w`` and the old
-        ``alpha``, and ``grad_norm``, the 2-norm of the hypergradient; all scalars. And ``aux``,
-        if the problem has it. And ``predicted``, if the weights are a function of ``alpha`` alone
+        ``metrics`` has the scalars ``value`` (outer loss) and ``lower`` (lower loss) at the new
+        ``w`` and the old ``alpha``, and ``grad_norm``, the 2-norm of the hypergradient. It has
+        ``aux`` if the problem has it. If the weights depend on ``alpha`` alone
         (:func:`bilevel.implicit`, :func:`bilevel.ridge`, :func:`bilevel.restarted`, without
-        batches): the change of ``value`` that the hypergradient predicts for this step.
-        Refuses a transformation that moves alpha after its geometry did.
+        batches), it has ``predicted``: the change of ``value`` that the hypergradient predicts for
+        this step. The step raises if a transformation moves alpha after its geometry.
 
     Raises
     ------
     ValueError
-        For what these two refuse. Where arrays are traced and nothing can be raised, alpha becomes
-        NaN instead.
+        If ``init`` or ``step`` rejects the optimizer. If arrays are traced, alpha becomes NaN
+        instead.
 
     Examples
     --------
@@ -77,7 +78,7 @@ def noted_descent(
     diagnostics: bool,
     note: Callable[[str], None],
 ) -> tuple[Callable, Callable]:
-    """Make the two functions of :func:`descent`; their warnings while tracing go to ``note``."""
+    """Return the functions of :func:`descent`; warnings during tracing go to ``note``."""
     optimizer = gradient_transformation("optimizer", optimizer)
     hypergradient = stateful_hypergradient(problem, solver, diagnostics=diagnostics, note=note)
     repeats = solver.of_alpha and solver.batches is None and not getattr(problem, "stateful", False)
@@ -97,19 +98,17 @@ def noted_descent(
 
     def on_one_mesh(state, data):
         train, valid = data
-
-        def wanted():
-            """For each leaf of alpha, whether the optimizer moves it (not ``set_to_zero``)."""
-            return hypergradient_leaves(optimizer, state)
-
-        given = state.alpha, state.w, state.solver_state, train, valid
-        hyper, solver_state = hypergradient(*given, wanted=wanted)
+        args = state.alpha, state.w, state.solver_state, train, valid
+        # An optimizer such as ``set_to_zero`` does not need the derivative of its leaves.
+        hyper, solver_state = hypergradient(
+            *args, wanted=lambda: hypergradient_leaves(optimizer, state)
+        )
 
         def value_at(alpha):
             w, _ = solve(alpha, state.w, state.solver_state, train)
             return losses.outer(w, alpha, valid)[0]
 
-        # What line searches and step sizes by the loss ask for; others do not look.
+        # Line searches and step sizes by the loss read these arguments.
         extra_args = {"value": hyper.value, "grad": hyper.grad, "value_fn": value_at}
         updates, optimizer_state = optimizer.update(
             hyper.grad, state.optimizer_state, state.alpha, **extra_args
@@ -148,7 +147,7 @@ def leaves_moved(
 ) -> list[bool]:
     """Return for each leaf of ``alpha`` whether its update depends on the hypergradient.
 
-    ``extra`` are values, of any size, that the optimizer's ``update`` takes besides the gradient.
+    ``extra`` holds further arguments of the optimizer's ``update``, with arbitrary values.
     """
 
     def moved(g):

@@ -1,16 +1,19 @@
-"""Divergence of a search: it is noticed early, and then alpha's steps become shorter.
+"""Detect early that a search diverges, and then shorten the steps of alpha.
 
-A search diverges if the direction of alpha and the outer loss both grow far beyond all that they
-were in the first half of the steps done, and stay there. A transient at the start grows like a
-low power of the steps, which is not enough. Neither is an outlier, since it does not stay, nor an
-escape from a saddle, since it lowers the loss.
+A search diverges if the direction of alpha and the outer loss both grow far beyond their values in
+the first half of the steps, and stay there. These cases do not count:
 
-Means over a few steps, windows, are compared. If the search diverges, it resumes from the last
-good state, with steps of alpha a quarter as long. That state is kept without tables.
+- A transient at the start grows only like a low power of the steps.
+- An outlier does not stay.
+- An escape from a saddle lowers the loss.
+
+The checks compare means over windows of a few steps. If the search diverges, it resumes from the
+last good state, with steps of alpha a quarter as long. That state is stored without tables.
 """
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,15 +25,15 @@ from bilevel.contracts import DescentState, Pytree, Tables
 from bilevel.internal.checks import gradient_transformation
 from bilevel.outer_loop import geometry
 
-NOISY, EXACT = 8, 2  # steps of a mean, of a single loop and of other searches
+NOISY, EXACT = 8, 2  # steps of a window, in a single loop and in other searches
 _MARKS = np.unique(np.round(2 ** (np.arange(61) / 2)).astype(np.int64))  # windows done
-_FAR, _AGAIN = 16.0, 8.0  # growth that is divergence; after a first one, that is one again
+_FAR, _AGAIN = 16.0, 8.0  # growth that counts as divergence, the first time and later
 _SAVED = 4  # windows between two copies of the state
-_UNSURE, _SETTLED = 2.0, 8  # growth beyond, and windows before which no state is a good one
-_STAYS = 4  # windows in a row that are far, or
-_FAST, _VERY_FAR = 2, 2.0**14  # so few, if growth is very fast
+_UNSURE, _SETTLED = 2.0, 8  # a good state has less growth, and at least this many windows
+_STAYS = 4  # windows in a row that are far before the search counts as divergent
+_FAST, _VERY_FAR = 2, 2.0**14  # the number of windows if growth is very fast
 _SHORTER = 0.25
-_MOST = 8  # times, before the search is given up
+_MOST = 8  # returns before the search ends
 GAVE_UP = -1  # instead of the number of a quantity that is not finite
 
 
@@ -51,11 +54,10 @@ class DivergenceMonitor(NamedTuple):
 def init_divergence_monitor(state: DescentState) -> DivergenceMonitor:
     """Return the monitor of a search that begins in ``state``."""
     one: Any = np.ones(())  # made by numpy, so that no programs are compiled
-    none: Any = np.zeros((), int)
+    zero: Any = np.zeros((), int)
     pairs: Any = np.zeros((3, 2))
-    without_tables = _remove_tables(state)
     monitor = DivergenceMonitor(
-        one, none, pairs[0], none, pairs[0], pairs, pairs[0, 0], without_tables, none
+        one, zero, pairs[0], zero, pairs[0], pairs, pairs[0, 0], _remove_tables(state), zero
     )
     # Copies, since a search donates the buffers of its loop: none may be there twice.
     return jax.tree.map(lambda x: jnp.array(x, copy=True), monitor)
@@ -64,7 +66,7 @@ def init_divergence_monitor(state: DescentState) -> DivergenceMonitor:
 def observed(
     monitor: DivergenceMonitor, direction: jax.Array, value: jax.Array, good: jax.Array
 ) -> DivergenceMonitor:
-    """Add the direction's norm and the outer loss of a step that was ``good``."""
+    """Add the direction's norm and the outer loss of a step, if the step was ``good``."""
     pair = jnp.stack([direction.astype(float), value.astype(float)])
     limit = float(jnp.finfo(pair.dtype).max) * 2.0**-20
     pair = jnp.clip(jnp.where(good, pair, 0.0), -limit, limit)
@@ -79,10 +81,10 @@ def check_divergence(
     restart: Callable[[Pytree, jax.Array], Pytree],
     window: int,
 ) -> tuple[DivergenceMonitor, DescentState, jax.Array]:
-    """Look at the search after step ``number``, if a window of ``window`` steps ends there.
+    """Check the search after step ``number``, if a window of ``window`` steps ends there.
 
-    ``restart(solver_state, number)`` prepares a solver state that is put back to an earlier one.
-    ``number`` is the same in all copies under vmap, so that nothing is computed between windows.
+    ``restart(solver_state, number)`` adapts an earlier solver state to the present step. ``number``
+    is the same in all copies under vmap, so that nothing is computed between windows.
     """
     tables = _tables(state.solver_state)
 
@@ -102,13 +104,13 @@ def check_divergence(
     due = (number + 1) % window == 0
     args = monitor, _remove_tables(state), trouble
     monitor, small, trouble = jax.lax.cond(due, ended, lambda *same: same, *args)
-    return monitor, _insert_tables(small, tables), trouble
+    return monitor, _replace_tables(small, tables), trouble
 
 
 def _judge_window(
     monitor: DivergenceMonitor, windows: jax.Array, window: int
 ) -> tuple[jax.Array, jax.Array, DivergenceMonitor]:
-    """Whether the search diverges, whether it is surely good, and the monitor after a window."""
+    """Return whether the search diverges, whether its state is good, and the new monitor."""
     mean, done = monitor.recent / window, windows - monitor.begun
     first = done == 1
     least = jnp.where(first, mean[1], jnp.minimum(monitor.least, mean[1]))
@@ -143,7 +145,7 @@ def _judge_window(
 def _restore_good_state(
     good: Pytree, small: Pytree, number: jax.Array, restart: Callable
 ) -> Pytree:
-    """The last good state; the counts of alpha's optimizer and the steps done carry on."""
+    """Return the last good state; optimizer counts and the number of steps carry over."""
 
     def floats(old, new):
         return old if jnp.issubdtype(new.dtype, jnp.inexact) else new
@@ -156,7 +158,7 @@ def _restore_good_state(
 
 
 def shortened(old: DescentState, new: DescentState, scale: jax.Array) -> DescentState:
-    """Take ``scale`` times the step of alpha; where a geometry moved it, that has done so."""
+    """Take ``scale`` times the step of alpha, except for leaves that a geometry has moved."""
     landed = geometry.paths(new.optimizer_state)
 
     def part(path, before, after):
@@ -171,7 +173,7 @@ def shortened(old: DescentState, new: DescentState, scale: jax.Array) -> Descent
 def shortening(
     optimizer: optax.GradientTransformation, scale: jax.Array
 ) -> optax.GradientTransformationExtraArgs:
-    """Make geometries take ``scale`` times the step of ``optimizer``: they end on their sets."""
+    """Make geometries take ``scale`` times the step of ``optimizer``; they end on their sets."""
     inner = gradient_transformation("optimizer", optimizer)
 
     def update(updates, state, params=None, **extra_args):
@@ -183,7 +185,7 @@ def shortening(
 
 
 def messages(scale: Any) -> tuple[str, ...]:
-    """Messages at the end of a search that took ``scale`` times the optimizer's steps."""
+    """Return messages about a search that took ``scale`` times the optimizer's steps."""
     scale = float(scale)
     if scale == 1:
         return ()
@@ -212,16 +214,13 @@ def _tables(solver_state: Pytree) -> list:
     return [x for x in jax.tree.leaves(solver_state, is_leaf=_is_tables) if _is_tables(x)]
 
 
+def _replace_tables(state: DescentState, tables: Iterable[Tables]) -> DescentState:
+    remaining = iter(tables)
+    solver_state = jax.tree.map(
+        lambda x: next(remaining) if _is_tables(x) else x, state.solver_state, is_leaf=_is_tables
+    )
+    return state._replace(solver_state=solver_state)
+
+
 def _remove_tables(state: DescentState) -> DescentState:
-    solver_state = jax.tree.map(
-        lambda x: Tables(()) if _is_tables(x) else x, state.solver_state, is_leaf=_is_tables
-    )
-    return state._replace(solver_state=solver_state)
-
-
-def _insert_tables(state: DescentState, tables: list) -> DescentState:
-    left = iter(tables)
-    solver_state = jax.tree.map(
-        lambda x: next(left) if _is_tables(x) else x, state.solver_state, is_leaf=_is_tables
-    )
-    return state._replace(solver_state=solver_state)
+    return _replace_tables(state, itertools.repeat(Tables(())))

@@ -1,11 +1,11 @@
 """Geometries of the hyperparameters, as optax transformations that act on ``alpha`` itself.
 
 A simplex is the last axis of a leaf of ``alpha``: one per edge of a cell, one per layer. Each
-transformation takes the gradient (or the update an optimizer made of it) in ``alpha`` and returns
-an update that ends exactly on the set. ``optax.partition`` mixes geometries across leaves.
+transformation takes the gradient in ``alpha``, or an optimizer's update, and returns an update that
+ends exactly on the set. ``optax.partition`` uses different geometries for different leaves.
 
-A geometry comes last in a chain, and after an optimizer that descends. Its state holds the point
-that it moved to, so that :func:`bilevel.descent` sees whether anything came after it.
+A geometry is the last transformation of a chain, after an optimizer that descends. Its state holds
+its new point, so that :func:`bilevel.descent` detects transformations after it.
 
 ==================  =======================================  =======================================
 transformation      new alpha                                used by
@@ -37,11 +37,11 @@ from bilevel.internal.checks import (
 
 
 def tangent() -> optax.GradientTransformation:
-    """The part of a gradient along the simplices: the gradient minus its mean over the last axis.
+    """Project a gradient onto the simplices: subtract its mean over the last axis.
 
-    Put it before an optimizer that rescales coordinates one by one, as in
-    ``optax.chain(tangent(), optax.adam(lr), exponentiate())``: a component common to all
-    coordinates cannot move ``alpha``, but would make Adam take them for equally steep.
+    Put it before an optimizer that rescales coordinates one by one, as in ``optax.chain(tangent(),
+    optax.adam(lr), exponentiate())``. A component common to all coordinates cannot move ``alpha``,
+    but Adam would take the coordinates for equally steep.
 
     Examples
     --------
@@ -59,9 +59,9 @@ def tangent() -> optax.GradientTransformation:
 
 
 def exponentiate() -> optax.GradientTransformation:
-    """Exponentiated update on simplices: chain it after an optimizer.
+    """Update simplices exponentially: chain it after an optimizer.
 
-    ``alpha <- alpha exp(u) / sum(alpha exp(u))`` with ``u`` the incoming update, so that
+    ``alpha <- alpha exp(u) / sum(alpha exp(u))`` with ``u`` the incoming update. So
     ``optax.chain(optax.sgd(lr), exponentiate())`` is exponentiated gradient, mirror descent in the
     entropy (Kivinen & Warmuth 1997; GAEA: Li, Khodak, Balcan & Talwalkar 2021). A coordinate that
     is exactly 0 stays 0.
@@ -69,7 +69,7 @@ def exponentiate() -> optax.GradientTransformation:
     Raises
     ------
     ValueError
-        For a concrete ``alpha`` that is off the simplex.
+        If a concrete ``alpha`` is not on the simplex.
 
     Examples
     --------
@@ -86,30 +86,29 @@ def exponentiate() -> optax.GradientTransformation:
         # Shifting by the largest exponent in the support makes exp safe for updates of any size.
         shift = jnp.max(jnp.where(support, update, -jnp.inf), axis=-1, keepdims=True)
         weights = jnp.where(support, alpha * jnp.exp(jnp.where(support, update - shift, 0)), 0)
-        # Where alpha is tiny but the exponent largest, all products may be tiny: scale before the
-        # sum.
+        # All products can be tiny, if alpha is tiny where the exponent is largest: we scale first.
         weights = weights / jnp.max(weights, axis=-1, keepdims=True)
-        weights = jnp.where(jnp.isnan(update), jnp.nan, weights)  # outside the support too
+        weights = jnp.where(jnp.isnan(update), jnp.nan, weights)  # also outside the support
         return (weights / jnp.sum(weights, axis=-1, keepdims=True)).astype(alpha.dtype)
 
-    return _landing_on(_Exponentiated, move, check_simplex)
+    return _landing_on(_Exponentiated, _leafwise(move), check_simplex)
 
 
 def project(
     onto: str | Callable[[Pytree], Pytree] = "simplex",
 ) -> optax.GradientTransformation:
-    """Euclidean projection of ``alpha + update``: chain it after an optimizer.
+    """Project ``alpha + update`` onto a set, in the Euclidean norm: chain it after an optimizer.
 
     Parameters
     ----------
     onto : {"simplex", "box"} or callable
-        Simplices on the last axes (Duchi et al. 2008), the box [0, 1], or any function from a
-        point (a pytree like ``alpha``) to its projection.
+        Simplices on the last axes (Duchi et al. 2008), the box [0, 1], or any function from a point
+        (a pytree like ``alpha``) to its projection.
 
     Raises
     ------
     ValueError
-        For an unknown name, and for a concrete ``alpha`` that is off the named set.
+        If the name is unknown, or a concrete ``alpha`` is not on the named set.
 
     Examples
     --------
@@ -120,25 +119,22 @@ def project(
     Array([0.4, 0.6], dtype=float...)
     """
     if onto == "simplex":
-        return _landing_on(_Projected, lambda a, u: project_simplex(a + u), check_simplex)
+        return _landing_on(
+            _Projected, _leafwise(lambda a, u: project_simplex(a + u)), check_simplex
+        )
     if onto == "box":
-        return _landing_on(_Projected, lambda a, u: jnp.clip(a + u, 0, 1), check_box)
+        return _landing_on(_Projected, _leafwise(lambda a, u: jnp.clip(a + u, 0, 1)), check_box)
     if not callable(onto):
         raise ValueError(f'onto: expected "simplex", "box" or a callable, got {onto!r}.')
 
-    def update(updates, state, params=None, *, shorten=None, **_):
-        _require_params(params)
-        updates = _shorter(updates, shorten)
-        updates = optax.tree.sub(onto(optax.apply_updates(params, updates)), params)
-        return updates, _Projected(optax.apply_updates(params, updates))
+    def move(alpha, updates):
+        return onto(optax.apply_updates(alpha, updates))
 
-    return optax.GradientTransformationExtraArgs(
-        lambda a: _Projected(jax.tree.map(jnp.copy, a)), update
-    )
+    return _landing_on(_Projected, move, lambda leaf: None)
 
 
 def project_simplex(point: chex.Array) -> jax.Array:
-    """Euclidean projection of the last axis of ``point`` onto the probability simplex."""
+    """Project the last axis of ``point`` onto the probability simplex, in the Euclidean norm."""
     # Entries more than 1 under the largest project to 0, so clipping them changes nothing, and
     # keeps the sums below exact for points of any size.
     wide = _at_least_single_precision(_limit_magnitude(point))
@@ -174,18 +170,18 @@ class SoftmaxState(NamedTuple):
 def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Optimize logits: ``alpha = softmax(logits)`` on the last axes (DARTS, Liu et al. 2019).
 
-    The gradient in ``alpha`` is pulled back, ``alpha * (g - <alpha, g>)``, given to ``optimizer``
-    for the logits, and the update returned is that of ``alpha``.
+    The gradient in ``alpha`` is pulled back, ``alpha * (g - <alpha, g>)``, and ``optimizer`` moves
+    the logits. The returned update is the change of ``alpha``.
 
     Parameters
     ----------
     optimizer : optax.GradientTransformation
-        For the logits, whose start is ``log(alpha)``: weight decay shrinks those.
+        Optimizer of the logits, which start at ``log(alpha)``. Weight decay shrinks the logits.
 
     Raises
     ------
     ValueError
-        For a concrete ``alpha`` that is off the simplex.
+        If a concrete ``alpha`` is not on the simplex.
 
     Examples
     --------
@@ -200,7 +196,7 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
     def init(alpha):
         jax.tree.map(check_simplex, alpha)
         logits = jax.tree.map(lambda a: jnp.log(jnp.maximum(a, jnp.finfo(a.dtype).tiny)), alpha)
-        # Zero logits for a uniform start, as in DARTS: softmax does not see the shift.
+        # Zero logits for a uniform start, as in DARTS: softmax ignores a shift.
         logits = jax.tree.map(lambda z: z - jnp.max(z, axis=-1, keepdims=True), logits)
         return SoftmaxState(logits, inner.init(logits), jax.tree.map(jnp.copy, alpha))
 
@@ -214,7 +210,7 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
             return alpha * (g - jnp.sum(alpha * g, axis=-1, keepdims=True))
 
         slopes = jax.tree.map(pull_back, state.logits, updates)
-        if "value_fn" in extra:  # of alpha: what the optimizer moves are logits
+        if "value_fn" in extra:  # a function of alpha, but the optimizer moves logits
             of_alpha = extra["value_fn"]
 
             @functools.wraps(of_alpha)  # optax reads the names of its arguments
@@ -234,18 +230,18 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 def _limit_magnitude(x: jax.Array) -> jax.Array:
-    """``x`` clipped to an eighth of the largest number, so that a difference cannot overflow.
+    """Clip ``x`` to an eighth of the largest finite value, so that a difference cannot overflow.
 
     NaN stays NaN. The clip also keeps a compiler from fusing ``lr * g - max(lr * g)`` into one
-    multiply-add. That would not round the product ``lr * g``, and the result would not be 0 where
-    the two are equal: for numbers of 1e27 it was 1e17.
+    multiply-add without rounding of ``lr * g``. Where both terms are equal, that result would not
+    be 0: for values of 1e27 it was 1e17.
     """
     limit = jnp.finfo(x.dtype).max / 8
     return jnp.clip(x, -limit, limit)
 
 
 def _at_least_single_precision(x: jax.Array) -> jax.Array:
-    """``x`` in float32 at least: half precision is too coarse for sums over many entries."""
+    """Return ``x`` in float32 at least: half precision is too coarse for long sums."""
     return x.astype(at_least_float32(x.dtype))
 
 
@@ -253,8 +249,12 @@ def _softmax_in_float32(logits: jax.Array) -> jax.Array:
     return jax.nn.softmax(_at_least_single_precision(logits)).astype(logits.dtype)
 
 
+def _leafwise(move: Callable) -> Callable:
+    return functools.partial(jax.tree.map, move)
+
+
 def _landing_on(kind: type, move: Callable, check: Callable) -> optax.GradientTransformation:
-    """A transformation whose update takes every leaf from alpha to ``move(alpha, u)``."""
+    """Return a transformation that takes alpha to ``move(alpha, updates)``."""
 
     def init(params):
         jax.tree.map(check, params)
@@ -263,22 +263,21 @@ def _landing_on(kind: type, move: Callable, check: Callable) -> optax.GradientTr
     def update(updates, state, params=None, *, shorten=None, **_):
         _require_params(params, check)
         _check_update(updates, params)
-        updates = _shorter(updates, shorten)
         # b - a >= -a, also after rounding, so that a + (b - a) is never negative for a, b >= 0.
-        updates = jax.tree.map(lambda a, u: move(a, u) - a, params, updates)
+        updates = optax.tree.sub(move(params, _shorter(updates, shorten)), params)
         return updates, kind(optax.apply_updates(params, updates))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _shorter(updates: Pytree, scale: jax.Array | None) -> Pytree:
-    """``scale`` times the updates: a search that diverged asks for it, as ``shorten``."""
+    """Return ``scale`` times the updates, for a search that diverged."""
     if scale is None:
         return updates
     return jax.tree.map(lambda u: scale.astype(u.dtype) * u, updates)
 
 
-def _require_params(params, check: Callable = lambda alpha: None) -> None:
+def _require_params(params, check: Callable) -> None:
     if params is None:
         raise ValueError("params: expected alpha as the third argument of update, got None.")
     try:
@@ -288,7 +287,7 @@ def _require_params(params, check: Callable = lambda alpha: None) -> None:
 
 
 def _check_update(updates: Pytree, params: Pytree) -> None:
-    """Refuse an update of another shape than alpha, which would be broadcast silently."""
+    """Raise if an update and alpha have different shapes, which would broadcast silently."""
     for update, alpha in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
         if jnp.shape(update) != jnp.shape(alpha):
             raise ValueError(
@@ -297,7 +296,7 @@ def _check_update(updates: Pytree, params: Pytree) -> None:
 
 
 def check_simplex(alpha: chex.Array) -> None:
-    """Refuse a concrete ``alpha`` whose last axis is not nonnegative with sum one."""
+    """Raise if a concrete ``alpha`` is negative, or its sum over the last axis is not one."""
     if jnp.ndim(alpha) == 0:
         raise ValueError("alpha: expected a simplex on the last axis of every leaf, got a scalar.")
     _check_entries(alpha)
@@ -305,7 +304,7 @@ def check_simplex(alpha: chex.Array) -> None:
 
 
 def check_box(alpha: chex.Array) -> None:
-    """Refuse a concrete ``alpha`` with an entry outside [0, 1]."""
+    """Raise if a concrete ``alpha`` has an entry outside [0, 1]."""
     _check_entries(alpha)
     if not concrete(alpha):
         return
@@ -339,9 +338,9 @@ _NAMES = {_Exponentiated: "exponentiate", _Projected: "project", SoftmaxState: "
 
 
 def check_last(state: optax.OptState, alpha: Pytree) -> Pytree:
-    """``alpha``, refused if a geometry in ``state`` was not the last to move it.
+    """Return ``alpha``; raise if a transformation moved it after its geometry in ``state``.
 
-    Where ``alpha`` is traced, no error can be raised: it becomes NaN instead.
+    If ``alpha`` is traced, it becomes NaN instead.
     """
     return _refused(MISPLACED, geometry_names(state), moved_on(state, alpha), alpha)
 
@@ -349,9 +348,9 @@ def check_last(state: optax.OptState, alpha: Pytree) -> Pytree:
 def check_descends(
     optimizer: optax.GradientTransformation, state: optax.OptState, alpha: Pytree
 ) -> Pytree:
-    """``alpha``, refused if ``optimizer`` has a geometry and follows the gradient uphill.
+    """Return ``alpha``; raise if ``optimizer`` has a geometry and follows the gradient uphill.
 
-    Where ``alpha`` is traced, no error can be raised: it becomes NaN instead.
+    If ``alpha`` is traced, it becomes NaN instead.
     """
     if not (names := geometry_names(state)):
         return alpha
@@ -359,27 +358,27 @@ def check_descends(
 
 
 def geometries(state: optax.OptState) -> list[Any]:
-    """The states of the geometries in an optimizer's state."""
+    """Return the states of the geometries in an optimizer's state."""
     known = tuple(_NAMES)
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, known))
     return [x for x in leaves if isinstance(x, known)]
 
 
 def paths(state: optax.OptState) -> set:
-    """The paths of alpha's leaves that a geometry moves."""
+    """Return the paths of alpha's leaves that a geometry moves."""
     points = [jax.tree_util.tree_leaves_with_path(g.point) for g in geometries(state)]
     return {path for leaves in points for path, _ in leaves}
 
 
 def geometry_names(state: optax.OptState) -> list[str]:
-    """The names by which the user knows these geometries."""
+    """Return the public names of these geometries."""
     return [_NAMES[type(geometry)] for geometry in geometries(state)]
 
 
 def moved_on(state: optax.OptState, alpha: Pytree) -> list[jax.Array]:
-    """For each geometry, whether something moved ``alpha`` after it: a bool [].
+    """Return for each geometry whether something moved ``alpha`` after it: a bool [].
 
-    That is so where ``alpha`` is not the point in the geometry's state. NaN counts as no move.
+    Then ``alpha`` is not the point in the geometry's state. NaN does not count as a move.
     """
     return [
         _any_leaf(_differs_beyond_rounding, geometry.point, alpha) for geometry in geometries(state)
@@ -387,13 +386,13 @@ def moved_on(state: optax.OptState, alpha: Pytree) -> list[jax.Array]:
 
 
 def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.Array]:
-    """For each geometry, whether a first step follows the gradient instead of going against it.
+    """Return for each geometry whether a first step follows the gradient instead of descending.
 
-    Two made-up gradients, g and -g, each give a step from the middle of the set. If the difference
-    of the two steps points along g, the optimizer ascends. What does not depend on the gradient,
-    such as weight decay and noise, cancels in the difference; steps of size 0 count as no ascent.
+    Two trial gradients, g and -g, each give a step from the middle of the set. If the difference of
+    the two steps points along g, the optimizer ascends. Terms that do not depend on the gradient,
+    e.g. weight decay and noise, cancel in the difference. Steps of size 0 do not count as ascent.
     """
-    # In float32 at least: a small step is lost in half precision.
+    # In float32 at least, because half precision loses small steps.
     start = jax.tree.map(
         lambda a: _at_least_single_precision(jnp.full(a.shape, 1, a.dtype)) / _last_axis_size(a),
         alpha,
@@ -403,9 +402,9 @@ def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.
     def after(sign):
         g = jax.tree.map(lambda g: sign * g, slope)
 
-        # A loss with this gradient, for those that ask, far above any least value that they know
-        # (polyak_sgd's f_min); what a single loop tells.
-        def loss(a, residual=None, memory=None):  # line searches hand on all that is told
+        # A loss with this gradient, far above any assumed minimum (polyak_sgd's f_min). Line
+        # searches pass on the extra arguments of a single loop.
+        def loss(a, residual=None, memory=None):
             return 1e3 + optax.tree.vdot(g, a)
 
         extra_args = {"value": loss(start), "value_fn": loss, "residual": 0.0, "memory": 1}
@@ -422,29 +421,29 @@ def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.
 _compiled_ascends = jax.jit(ascends, static_argnums=0)
 
 
-def _refused(sentence: str, names: list[str], wrong: list[jax.Array], alpha: Pytree) -> Pytree:
+def _refused(message: str, names: list[str], wrong: list[jax.Array], alpha: Pytree) -> Pytree:
     for name, bad in zip(names, wrong, strict=True):
         if not concrete(bad):
             alpha = jax.tree.map(lambda a, bad=bad: jnp.where(bad, jnp.nan, a), alpha)
         elif bad:
-            raise ValueError(sentence.format(name))
+            raise ValueError(message.format(name))
     return alpha
 
 
 def _trial_gradient(alpha: jax.Array) -> jax.Array:
-    """A made-up gradient like ``alpha``: from -1 to 1 along the last axis."""
+    """Return a gradient like ``alpha``, from -1 to 1 along the last axis."""
     slope = jnp.linspace(-1, 1, _last_axis_size(alpha), dtype=alpha.dtype)
     return jnp.broadcast_to(slope if alpha.ndim else slope[0], alpha.shape)
 
 
 def _last_axis_size(alpha: jax.Array) -> int:
-    """The number of entries on the last axis."""
+    """Return the number of entries on the last axis."""
     return alpha.shape[-1] if alpha.ndim else 1
 
 
 def _differs_beyond_rounding(point: jax.Array, alpha: jax.Array) -> jax.Array:
-    # The same sum may be rounded differently in another program: two roundings are no move. But
-    # rounding never makes a nonnegative entry negative, so that counts as a move.
+    # Another program can round the same sum differently, so two units of roundoff do not count.
+    # Rounding never makes a nonnegative entry negative, so a negative entry counts as a move.
     slack = 2 * jnp.finfo(point.dtype).eps * jnp.maximum(1, jnp.abs(point))
     moved = ~(jnp.abs(alpha - point) <= slack) | ((alpha < 0) & (point >= 0))
     return jnp.isfinite(point) & moved
@@ -455,7 +454,7 @@ def _points_along(step: jax.Array, slope: jax.Array) -> jax.Array:
 
 
 def _any_leaf(test: Callable, part: Pytree, all_: Pytree) -> jax.Array:
-    """Whether ``test`` holds of any leaf of ``part``, a tree with some of the leaves of another."""
+    """Return whether ``test`` holds for a leaf of ``part``, a tree with some leaves of ``all_``."""
     leaves = dict(jax.tree_util.tree_leaves_with_path(all_))
     leaf_tests = [test(x, leaves[k]).any() for k, x in jax.tree_util.tree_leaves_with_path(part)]
     return functools.reduce(jnp.logical_or, leaf_tests, jnp.zeros((), bool))

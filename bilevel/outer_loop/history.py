@@ -1,4 +1,4 @@
-"""The history of a search: what is kept of every step, and in which row."""
+"""The history of a search: the metrics of its steps, in rows."""
 
 import dataclasses
 import warnings
@@ -13,12 +13,12 @@ from bilevel.contracts import Pytree
 from bilevel.internal.checks import describe, integer
 from bilevel.internal.processes import to_numpy
 
-_LARGE = 2**16  # bytes; the history of a larger alpha is kept only where it is asked for
+_LARGE = 2**16  # bytes; the history has a larger alpha only if the user names it
 
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """Which metrics a search keeps, and of which steps: ``bilevel.search(..., history=...)``.
+    """Metrics and steps that a search records: ``bilevel.search(..., history=...)``.
 
     Attributes
     ----------
@@ -77,7 +77,7 @@ def _sequence_of_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def select_metrics(names: Sequence[str] | None, row: dict[str, Any], rows: int) -> dict[str, Any]:
-    """Return the part of a step's ``row`` that a history of so many rows holds."""
+    """Return the metrics of a step that a history with ``rows`` rows holds."""
     if names is not None:
         for name in names:
             if name not in row:
@@ -99,23 +99,23 @@ def select_metrics(names: Sequence[str] | None, row: dict[str, Any], rows: int) 
 
 
 def history_length(steps: int, every: int) -> int:
-    """Rows of the history of ``steps`` steps, one for ``every`` steps or what is left of them."""
+    """Return the number of rows for ``steps`` steps; the last row can have fewer steps."""
     return -(-steps // every)
 
 
 def step_of(row: int, count: int, every: int) -> int:
-    """The step, from 1, whose values a row has, of a history of ``count`` steps."""
+    """Return the step, from 1, that a row of a history of ``count`` steps describes."""
     return min((row + 1) * every, count)
 
 
 def empty_history(row: Pytree, rows: int) -> Pytree:
-    """``rows`` rows of zeros."""
+    """Return ``rows`` rows of zeros."""
     return jax.tree.map(lambda x: jax.device_put(np.zeros((rows, *x.shape), x.dtype)), row)
 
 
 def missing_value(x: Any) -> jax.Array:
-    """The placeholder of a metric before the first step, which nothing reads."""
-    # Zeros, since `jax_debug_nans` would end the search at a NaN.
+    """Return the placeholder of a metric before the first step, which nothing reads."""
+    # Zeros, because `jax_debug_nans` would end the search at a NaN.
     return jax.device_put(np.zeros(x.shape, x.dtype))
 
 
@@ -128,16 +128,17 @@ def write_row(
     good: jax.Array,
     every: int,
 ) -> dict[str, Any]:
-    """``history`` with step ``number``'s ``row``; where the step was not ``good``, as it was.
+    """Return ``history`` with the ``row`` of step ``number``, if the step is ``good``.
 
-    ``before`` is the row of the last good step; ``done`` counts the good steps, and stays from the
-    first bad one on. Nothing is read from the history: XLA would copy it at every step.
+    ``before`` is the row of the last good step. ``done`` counts the good steps, and is constant
+    after the first bad step. Nothing is read from the history, because XLA would copy it at every
+    step.
     """
     place = number // every
-    begun = (done > 0) & ((done - 1) // every == place)  # by a good step: ``before`` is there
+    begun = (done > 0) & ((done - 1) // every == place)  # then the row holds ``before``
 
     def write(h, x, x_before):
-        # With one row a step, that of a bad one has not been written to.
+        # With one row for each step, the row of a bad step is still zero.
         old = jnp.where(begun, x_before, jnp.zeros_like(x)) if every > 1 else jnp.zeros_like(x)
         return jax.lax.dynamic_update_index_in_dim(h, jnp.where(good, x, old), place, 0)
 
@@ -148,5 +149,5 @@ def write_row(
 
 
 def truncate(history: Pytree, count: int) -> Pytree:
-    """The first ``count`` rows, cut in numpy: JAX would compile a program for every count."""
+    """Return the first ``count`` rows. JAX would compile a program for every count, numpy not."""
     return jax.tree.map(lambda h: to_numpy(h)[:count], history)

@@ -1,4 +1,4 @@
-"""Metrics as lines of JSON, appended during a run: for ``tail -f``, pandas and dashboards."""
+"""Append metrics as lines of JSON during a run: for ``tail -f``, pandas and dashboards."""
 
 import json
 import math
@@ -14,35 +14,35 @@ from bilevel.internal.processes import is_first_process
 from bilevel.outer_loop.history import history_length, step_of
 from bilevel.runs import records as store
 
-_SMALL = 16  # entries of an array that is still written
+_SMALL = 16  # largest number of entries in an array that is written
 
 
 def log(path: str | os.PathLike[str], *, resume: bool = False) -> Callable[[Any], None]:
-    """``callback`` for :func:`bilevel.search` that appends every step's metrics to a file.
+    """Return a ``callback`` for :func:`bilevel.search` that appends every step's metrics to a file.
 
     Each row of the history is a line, ``{"step": 1, "value": ..., "lower": ..., "grad_norm":
     ...}``. ``aux`` and ``alpha`` are named by their paths (``aux.outer.accuracy``). Arrays of up to
-    16 entries are lists; larger ones are left out. Values that are not finite are ``null``.
+    16 entries are lists; larger arrays are left out. Values that are not finite are ``null``.
 
     Parameters
     ----------
     path : path
-        Its folder is made if needed.
+        Its folder is created if needed.
     resume : bool
-        Whether to append to an existing file, as a search with ``resume=True`` does. Steps that the
-        file has are not written again. A last line that was cut short is written anew.
+        Whether to append to an existing file, as a search with ``resume=True`` does. Steps in the
+        file are not written again. An incomplete last line is replaced.
 
     Returns
     -------
     callback
         ``search(..., callback=bilevel.log("run.jsonl"), every=100)`` writes the last 100 lines
-        every 100 steps. A full disk costs the lines, with a warning, and not the run. If there are
-        multiple processes, the first one writes.
+        every 100 steps. If the disk is full, lines are lost with a warning, and the run continues.
+        With multiple processes, the first one writes.
 
     Raises
     ------
     ValueError
-        If the file exists and ``resume`` is false, or it cannot be written.
+        If the file exists and ``resume`` is false, or the file cannot be written.
 
     Examples
     --------
@@ -62,7 +62,7 @@ def log(path: str | os.PathLike[str], *, resume: bool = False) -> Callable[[Any]
     ...     print(pathlib.Path(folder, "run.jsonl").read_text().splitlines()[1])
     {"step": 2, "alpha": 0.75, "grad_norm": 1.0, "lower": 0.0, "value": 0.25}
     """
-    # Asked only after JAX's processes have met: the question would keep them from it.
+    # We first check for distributed JAX, because `is_first_process` would prevent its later start.
     if jax.distributed.is_initialized() and not is_first_process():
         return lambda result: None
     lines = Lines("path", path, resume=resume)
@@ -89,12 +89,10 @@ def log(path: str | os.PathLike[str], *, resume: bool = False) -> Callable[[Any]
 
 
 class Lines:
-    """A file of JSON lines, each written whole; ``lines`` are those that it has.
+    """A file of JSON lines, each written whole. ``lines`` holds the lines of an existing file.
 
-    Raises
-    ------
-    ValueError
-        If ``path`` exists without ``resume``, cannot be written, or has no lines of JSON.
+    If ``path`` exists without ``resume``, cannot be written, or contains other text, the
+    constructor raises ``ValueError``.
     """
 
     def __init__(self, name: str, path: str | os.PathLike[str], *, resume: bool):
@@ -118,21 +116,15 @@ class Lines:
         text = "".join(json.dumps(without_nan(record)) + "\n" for record in records).encode()
         with store.warn_if_disk_full(f"log: lines of {self._path}"):
             with self._path.open("ab", buffering=0) as file:
-                end = file.tell()
-                if file.write(text) < len(text):  # a disk that fills up takes a part
-                    file.truncate(end)
-                    raise OSError("no room for whole lines")
+                store.append_whole(file, text)
             return True
         return False
 
 
 def _read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Return the lines; one that was cut short at the end is removed from the file.
+    """Return the lines, and remove an incomplete last line from the file.
 
-    Raises
-    ------
-    ValueError
-        If the file is not lines of JSON. It is not changed.
+    If the file is not lines of JSON, the function raises ``ValueError`` and leaves it unchanged.
     """
     with path.open("a+b") as file:
         file.seek(0)
@@ -152,7 +144,7 @@ def _read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def without_nan(value: Any) -> Any:
-    """Return ``value`` with null for numbers that are not finite."""
+    """Return ``value`` with None in place of NaN and infinities."""
     if isinstance(value, Mapping):
         return {key: without_nan(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

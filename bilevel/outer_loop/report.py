@@ -1,6 +1,6 @@
-"""Observations of a search about its own steps, so that none of them fails in silence.
+"""Counts of faulty steps in a search, so that no step fails in silence.
 
-The counts are kept in the compiled loop. Outside ``jit`` and ``vmap`` they become one warning.
+The compiled loop keeps the counts. Outside ``jit`` and ``vmap`` they become one warning.
 """
 
 from typing import Any, NamedTuple
@@ -12,29 +12,29 @@ import numpy as np
 from bilevel.contracts import DescentState
 from bilevel.solvers import AdjointReport, report_of
 
-_MANY = 5  # steps at the end that count as many; all of a shorter search
-_COMPARED = 10  # steps from which on predicted and actual changes are compared
+_MANY = 5  # steps at the end that count as many; a shorter search needs all steps
+_COMPARED = 10  # smallest number of steps for which predicted and actual changes are compared
 _PREDICTED = 0.1  # share of a decrease below which it counts as not predicted
 _SEEN = 1e-3  # change of the outer loss, relative to its size, below which nothing is compared
 
 
 class Count(NamedTuple):
-    """How often something happened; both are arrays [], int."""
+    """Count an event; both fields are arrays [], int."""
 
     total: jax.Array  # steps in all
     last: jax.Array  # steps without interruption up to the last one
 
 
 class SearchReport(NamedTuple):
-    """Counts of the steps of a search in which something was wrong. All arrays are [].
+    """Counts of faulty steps in a search. All arrays are [].
 
     Attributes
     ----------
-    steps : int, the steps that were observed.
-    zero : steps whose hypergradient was exactly 0.
-    failed : steps whose adjoint did not solve its linear system (:func:`bilevel.implicit`).
+    steps : int, the number of observed steps.
+    zero : steps with a hypergradient of exactly 0.
+    failed : steps in which the adjoint did not solve its linear system (:func:`bilevel.implicit`).
     indefinite : steps in which that solve met a direction without positive curvature.
-    moving : steps whose weights were not a stationary point of the lower loss
+    moving : steps in which the weights were not a stationary point of the lower loss
         (:func:`bilevel.implicit`): the lower gradient was over 0.1 % of ``|w|`` times the largest
         curvature.
     predicted : sum of ``<hypergradient, change of alpha>`` over the steps. It is compared with
@@ -43,8 +43,8 @@ class SearchReport(NamedTuple):
     actual : sum of the changes of the outer loss over the same steps; else 0.
     compared : int, the number of these steps.
     value : the outer loss at the last of them; else 0.
-    spent : share of the outer steps in which the inner optimizer's schedule has fallen below 1 %
-        of its peak; 0 without a schedule.
+    spent : share of the outer steps with the inner optimizer's schedule below 1 % of its peak;
+        0 without a schedule.
     """
 
     steps: jax.Array
@@ -60,16 +60,16 @@ class SearchReport(NamedTuple):
 
     @property
     def ratio(self) -> jax.Array:
-        """Actual over predicted change, 1 if no step was compared."""
+        """Return actual over predicted change, 1 if no step was compared."""
         return _ratio(self.actual, self.predicted, self.compared)
 
     def messages(self) -> tuple[str, ...]:
-        """Return a sentence for every cause of wrong hypergradients, with its remedy.
+        """Return a message for every cause of wrong hypergradients, with its remedy.
 
         Raises
         ------
         ValueError
-            If the report is one of several searches (``vmap``); take one of them first.
+            If the report describes several searches (``vmap``). Select one of them first.
 
         Examples
         --------
@@ -99,7 +99,7 @@ class SearchReport(NamedTuple):
             lines.append(_SPENT.format(float(report.spent)))
         elif steps and report.zero.last >= min(_MANY, steps) and not lines:
             lines.append(_ZERO.format(int(report.zero.last), steps))
-        # These causes also explain a change that was not predicted.
+        # These causes also explain a change without prediction.
         return tuple(lines or _mispredicted(report))
 
 
@@ -154,7 +154,7 @@ def _failed(report: SearchReport, steps: int) -> str:
 
 
 def _mispredicted(report: SearchReport) -> list[str]:
-    """A message if the hypergradients predicted none of the decrease, or one that did not come."""
+    """Return a message if the loss decreased without prediction, or failed to decrease."""
     predicted, actual = float(report.predicted), float(report.actual)
     size = max(abs(predicted), abs(actual))
     if report.compared < _COMPARED or not _SEEN * abs(float(report.value)) < size < np.inf:
@@ -171,25 +171,23 @@ class StepMonitor(NamedTuple):
     """The part of a search's carry that observes its steps."""
 
     report: SearchReport
-    predicted: jax.Array  # [], its change as predicted by the last step; 0 before
+    predicted: jax.Array  # [], change of the outer loss that the last step predicted; 0 before
 
 
 def init_step_monitor(row: dict[str, Any], spent: jax.Array | None = None) -> StepMonitor:
-    """Observe nothing yet. ``row`` holds the shapes of a step's metrics."""
+    """Return a monitor without observations. ``row`` holds the shapes of a step's metrics."""
     dtype = row["grad_norm"].dtype
 
-    def count():  # each its own array: the carry's buffers are donated
+    def count():  # a new array each time, because the carry's buffers are donated
         return jax.device_put(np.zeros((), jnp.result_type(int)))
 
     def number():
         return jax.device_put(np.zeros((), dtype))
 
+    events = ("zero", "failed", "indefinite", "moving")
     report = SearchReport(
         steps=count(),
-        zero=Count(count(), count()),
-        failed=Count(count(), count()),
-        indefinite=Count(count(), count()),
-        moving=Count(count(), count()),
+        **{name: Count(count(), count()) for name in events},
         predicted=number(),
         actual=number(),
         compared=count(),
@@ -202,9 +200,9 @@ def init_step_monitor(row: dict[str, Any], spent: jax.Array | None = None) -> St
 def monitor_step(
     monitor: StepMonitor, state: DescentState, metrics: dict[str, Any]
 ) -> tuple[StepMonitor, dict[str, Any]]:
-    """Observe a step. Its metrics gain ``actual``, and ``predicted`` becomes that of this change.
+    """Observe a step; add ``actual`` to its metrics, and make ``predicted`` the prediction for it.
 
-    ``state`` is the one after the step. The first step has no change behind it: both are 0.
+    ``state`` is the state after the step. For the first step both values are 0.
     """
     report, metrics = monitor.report, dict(metrics)
     adjoint = report_of(state.solver_state)

@@ -1,7 +1,7 @@
-"""Whether the inner optimizer's schedule leaves later outer steps of a search without a step size.
+"""Check whether the inner optimizer's schedule leaves later outer steps without a step size.
 
-A schedule's count carries over from one outer step to the next, so that a schedule made for one
-lower solve ends long before the search does.
+A schedule's count carries over from one outer step to the next. So a schedule for one lower solve
+ends long before the search does.
 """
 
 from typing import Any
@@ -14,17 +14,17 @@ import optax
 from bilevel.contracts import Inner, Pytree, params_of
 from bilevel.internal.checks import gradient_transformation
 
-_SCHEDULED = (  # optax's states whose count a schedule reads; one of them is not public
+_SCHEDULED = (  # optax's states with the count of a schedule; one of them is not public
     "ScaleByScheduleState",
     "InjectHyperparamsState",
     "InjectStatefulHyperparamsState",
     "WrappedScheduleState",
 )
-_OUTER, _INNER = 16, 8  # steps at which a schedule is looked at
+_OUTER, _INNER = 16, 8  # steps at which a schedule is evaluated
 
 
 def has_schedule(solver: Any, alpha: Pytree, w: Pytree) -> bool:
-    """Whether the solver has an optimizer with a schedule that carries over to the next step."""
+    """Return whether the solver's optimizer has a schedule that carries over to the next step."""
     inner = getattr(solver, "inner", None)
     if inner is None:
         return False
@@ -33,9 +33,9 @@ def has_schedule(solver: Any, alpha: Pytree, w: Pytree) -> bool:
 
 
 def spent_share(inner: Inner, alpha: Pytree, w: Pytree, steps: int) -> jax.Array:
-    """Return the share of ``steps`` outer steps in which a schedule is below 1 % of its peak.
+    """Return the share of ``steps`` outer steps with a schedule below 1 % of its peak.
 
-    The rate is that of an update by ones, at 16 outer steps, each at 8 of its inner steps.
+    The rate is the size of an update by ones, at 16 outer steps and 8 inner steps of each.
     """
     optimizer = gradient_transformation("optimizer", inner.rule(alpha))
     w = params_of(w)
@@ -59,7 +59,7 @@ def _is_scheduled(x: Any) -> bool:
 
 
 def _at_count(state: Pytree, count: jax.Array) -> Pytree:
-    """Return an optimizer's state whose schedules have made so many steps."""
+    """Return an optimizer's state with the counts of its schedules set to ``count``."""
 
     def moved(x):
         if not _is_scheduled(x):

@@ -11,29 +11,39 @@ from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 import optax
 
-from bilevel.contracts import LowerSolver, Pytree, SingleLoop
-from bilevel.internal.checks import concrete
+from bilevel.contracts import LowerSolver, Partition, Pytree, SingleLoop, params_of
+from bilevel.internal.checks import (
+    check_data,
+    check_floating,
+    check_not_empty,
+    concrete,
+    function,
+    gradient_transformation,
+    integer,
+    prng_key,
+)
 from bilevel.internal.processes import report_lost_process
-from bilevel.outer_loop import single_loop
+from bilevel.outer_loop import divergence, single_loop
+from bilevel.outer_loop.descent import hypergradient_leaves
 from bilevel.outer_loop.history import History, as_history
-from bilevel.outer_loop.search_arguments import check_search_arguments
 from bilevel.outer_loop.search_chunks import resumed_carry, run_chunks
 from bilevel.outer_loop.search_fingerprint import search_programs, search_values
 from bilevel.outer_loop.search_program import Carry, SearchSetup
 from bilevel.outer_loop.search_result import SearchResult
-from bilevel.outer_loop.search_warnings import result_messages
 from bilevel.outer_loop.stream import Stream, feeding
-from bilevel.problem.problem import Problem
+from bilevel.problem.problem import Problem, at_variables
 from bilevel.runs.checkpoint import saving
 from bilevel.runs.fingerprint import check_same
-from ntk.internal.sharding import on_mesh, replicate_like
+from ntk.internal.compile_cache import program
+from ntk.internal.sharding import on_mesh, replicate_like, with_automatic_axes
 
 _TRACED = (
     "progress, checkpoint, callback and a stream: expected none of them under jit or vmap, got one."
 )
-_SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times what writing one takes
+_SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times the duration of writing one
 
 
 def search(
@@ -62,14 +72,14 @@ def search(
     Parameters
     ----------
     problem, solver, optimizer
-        As in :func:`descent`. The solver may also be a :class:`bilevel.SingleLoop`, which moves
-        ``w`` and ``alpha`` together (:func:`bilevel.saba`).
+        The same as for :func:`descent`. The solver can also be a :class:`bilevel.SingleLoop`, which
+        moves ``w`` and ``alpha`` together (:func:`bilevel.saba`).
     alpha, w0 : pytrees of floating arrays
         Start. The weights carry over from one outer step to the next.
     train, valid : pytrees of arrays
         The batch of the lower and of the outer loss, or the data that ``batches`` samples from.
     steps : int
-        Outer steps in all, including those of a resumed checkpoint.
+        Total number of outer steps, including those of a resumed checkpoint.
     batches : ``batches(key, data) -> batch``, optional
         Samples a batch of ``train`` and one of ``valid`` at every step, inside the compiled loop.
         If the solver draws batches of ``train`` itself (``unrolled(..., batches=...)``), it samples
@@ -77,46 +87,45 @@ def search(
         first part. :func:`bilevel.stream` takes both from an iterator; ``train`` and ``valid`` are
         then None. A single loop takes a :func:`bilevel.partition`, by default all data.
     key : jax.Array, optional
-        Needed if ``batches``, here or in the solver, draws.
+        Required if ``batches``, here or in the solver, draws.
     progress : bool, optional
         A progress bar on standard error. Default: in a terminal or a notebook.
     checkpoint : path, optional
         A directory that receives the state every few seconds, and at the end.
     resume : bool
-        Resume from ``checkpoint`` if it holds one: the result is that of an uninterrupted search,
-        bit for bit. Without ``resume`` such a directory raises ``ValueError``.
+        Resume from ``checkpoint`` if the directory has one. The result equals an uninterrupted
+        search, bit for bit. Without ``resume`` such a directory raises ``ValueError``.
     callback : ``callback(result so far)``, optional
-        Called between chunks; a true value ends the search. In multiple processes, each has a
+        Called between chunks. A true value ends the search. With multiple processes, each has a
         callback, and all end if one returns true or raises.
     every : int, optional
         Number of steps between two calls of ``callback``. Default: a chunk.
     chunk : int, optional
-        Steps of a chunk. Default: those of about half a second.
+        Number of steps of a chunk. Default: about half a second of steps.
     diagnostics : bool
-        As in :func:`descent`. For a single loop: whether the result has ``info`` on its last
-        direction, recomputed on all data.
+        Whether the history has the fields of :class:`bilevel.Info`. For a single loop: whether the
+        result has ``info`` on its last direction, recomputed on all data.
     history : sequence of str, or :class:`bilevel.History`, optional
-        Names of the metrics to keep of every step, and ``"alpha"``. Default: all, except for an
+        Names of the metrics to record at every step, and ``"alpha"``. Default: all, except for an
         alpha or an aux over 64 KiB. ``bilevel.History(names, every=100)`` keeps one row for 100
-        steps. Losses of a single loop that are left out are not checked for being finite.
+        steps. Losses that a single loop does not record are not checked for being finite.
 
     Returns
     -------
     SearchResult
-        ``alpha``, ``w``, ``history``, ``state``, ``stopped``, and the ``report`` on steps that
-        went wrong. Ctrl-C returns the result so far. SIGTERM writes the ``checkpoint``, if there is
-        one, after the current chunk and then ends the process. ``step_scale`` is less than 1 if
-        alpha diverged: the search returned to an earlier point, and its steps became a quarter as
-        long. After eight returns it ends, and ``stopped`` says so; under ``jit``, the state stops
-        changing.
+        ``alpha``, ``w``, ``history``, ``state``, ``stopped``, and the ``report`` on faulty steps.
+        Ctrl-C returns the result so far. SIGTERM writes the ``checkpoint``, if there is one, after
+        the current chunk and then ends the process. If alpha diverges, the search returns to an
+        earlier point with steps a quarter as long, and ``step_scale`` is less than 1. After eight
+        returns it ends, and ``stopped`` says so; under ``jit``, the state stops changing.
 
     Raises
     ------
     ValueError
-        If, before anything is compiled, an argument is wrong: losses that are not scalars, data
+        If an argument is wrong, before anything is compiled: losses that are not scalars, data
         that is empty or not finite, a point off its set, missing keys, a geometry without an
-        optimizer that descends. If, later, a transformation after the geometry moves alpha off its
-        set; the exception has the ``result`` so far.
+        optimizer that descends. Later, if a transformation moves alpha after its geometry; the
+        exception has the ``result`` so far.
     LostProcessError
         If another process of the run ended, or cannot be reached.
     NonFiniteError
@@ -127,7 +136,7 @@ def search(
     -----
     UserWarning
         Once, if the ``report`` has messages: hypergradients of many steps were wrong or 0. At the
-        start, if a leaf of ``alpha`` cannot be reached by the derivative.
+        start, if the derivative cannot reach a leaf of ``alpha``.
 
     Notes
     -----
@@ -142,7 +151,7 @@ def search(
     ``jax.distributed`` all processes call with equal arguments, or arrays over all devices.
 
     Memory beyond the state: ``steps`` rows of the history. A callback gets a copy of the rows so
-    far, and can keep parts of the history of a large alpha.
+    far.
 
     Examples
     --------
@@ -164,24 +173,15 @@ def search(
     traced = not concrete(arrays)
     setup = SearchSetup(problem, solver, optimizer, batches, diagnostics, as_history(history))
     if not traced:
-        options = (
-            steps,
-            every,
-            chunk,
-            resume,
-            str(setup.history),
-            checkpoint is None,
-            callback is None,
-        )
-        _check_processes(setup, named, options)
-    check_search_arguments(
+        given = checkpoint is not None, callback is not None
+        _check_processes(setup, named, (steps, every, chunk, resume, str(setup.history), given))
+    _check_search_arguments(
         solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics
     )
     asked = progress, isinstance(batches, Stream), checkpoint is not None, callback is not None
     if traced and any(asked):
         raise ValueError(_TRACED)
-    given = (train, valid, key)
-    data = setup.prepared(given, steps)
+    data = setup.prepared((train, valid, key), steps)
     if traced:
         carry, _, notes = setup.start(alpha, w0, data, steps)
         _warn(notes)
@@ -208,7 +208,7 @@ def search(
         result = run_chunks(setup, carry, feed, steps, saver, progress, callback, every, chunk)
         if isinstance(solver, SingleLoop):
             single_loop.warn_if_lost(result.history)
-        _warn(result_messages(setup, result, data, start_messages))
+        _warn(_result_messages(setup, result, data, start_messages))
         return dataclasses.replace(result, info=setup.info(result.state, data))
 
 
@@ -222,10 +222,10 @@ def _compiled(setup: SearchSetup, carry: Carry, data: Pytree, steps: int) -> Sea
 
 
 def _check_processes(setup: SearchSetup, named: dict[str, Any], options: tuple) -> None:
-    """Raise if processes have different arguments: they would not take the same steps."""
+    """Raise if processes have different arguments, because their steps would differ."""
     same = setup._replace(history=History())
     same = same._replace(batches=None) if isinstance(setup.batches, Stream) else same
-    # At once, where a jit is around the search whose arguments are not traced.
+    # Evaluated at once, even inside a jit that does not trace the arguments.
     with report_lost_process("search"), jax.ensure_compile_time_eval():
         check_same(
             named
@@ -237,3 +237,86 @@ def _check_processes(setup: SearchSetup, named: dict[str, Any], options: tuple) 
 def _warn(messages: Sequence[str]) -> None:
     if messages:
         warnings.warn("search: " + "\nsearch: ".join(messages), stacklevel=3)
+
+
+def _check_search_arguments(
+    solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics
+) -> None:
+    """Raise ``ValueError`` if an argument is wrong, or does not fit the others."""
+    alpha, w0, train, valid, key = arrays
+    integer("steps", steps, 1)
+    if chunk is not None:
+        integer("chunk", chunk, 1)
+    streamed = isinstance(batches, Stream)
+    if streamed and (train is not None or valid is not None):
+        raise ValueError("train, valid: expected None next to a stream of both, got data.")
+    if batches is not None and not streamed:
+        function("batches", batches, "(key, data) -> batch")
+    if isinstance(solver, SingleLoop) and not isinstance(batches, Partition | None):
+        raise ValueError(
+            "batches: expected bilevel.partition(batch_size) for a single-loop method, got a "
+            "sampler of other batches."
+        )
+    if diagnostics and isinstance(solver, SingleLoop) and solver.adjoint is None:
+        raise ValueError(
+            "diagnostics: expected False for a method without an adjoint, got True; "
+            "hypergradient(problem, implicit()) at the result has an error estimate."
+        )
+    if callback is not None:
+        function("callback", callback, "result -> bool")
+    if every is not None:
+        integer("every", every, 1)
+        if callback is None:
+            raise ValueError(f"every: expected a callback to call so often, got none and {every}.")
+    if resume and checkpoint is None:
+        raise ValueError("resume: expected a checkpoint directory to resume from, got None.")
+    drawn = (batches is not None and not streamed) or getattr(solver, "batches", None) is not None
+    if drawn and key is None:
+        raise ValueError("key: expected a PRNG key to sample batches with, got None.")
+    if key is not None:
+        prng_key("key", key)
+    for name, tree in (("alpha", alpha), ("w0", w0)):
+        check_not_empty(name, tree)
+        check_floating(name, params_of(tree))
+    for name, tree in (("alpha", alpha), ("w0", w0), ("train", train), ("valid", valid)):
+        check_data(name, tree)
+
+
+def _result_messages(
+    setup: SearchSetup, result: SearchResult, data: Pytree, given: Sequence[str]
+) -> list[str]:
+    """Return a message for each fault, without the messages ``given`` at the start."""
+    report = result.report
+    if report.zero.last and _at_minimum(setup, result, data):
+        report = report._replace(zero=jax.tree.map(jnp.zeros_like, report.zero))
+    diverged = divergence.messages(result.step_scale)
+    if diverged:  # the hypergradients do not predict a return to an earlier state
+        report = report._replace(compared=jnp.zeros_like(report.compared))
+    return [m for m in (*diverged, *report.messages()) if m not in given]
+
+
+def _at_minimum(setup: SearchSetup, result: SearchResult, data: Pytree) -> bool:
+    """Return whether a gradient of 0 is right: the outer loss is stationary in ``w`` at the end.
+
+    A single loop's direction can be 0 at a solution. A constant alpha needs no gradient.
+    """
+    optimizer = gradient_transformation("optimizer", setup.optimizer)
+    if isinstance(setup.solver, SingleLoop) or not any(
+        hypergradient_leaves(optimizer, result.state)
+    ):
+        return True
+    if setup.batches is not None or result.report.zero.last == result.report.steps:
+        return False  # a hypergradient that was always 0 is reported in any case
+
+    def slope(w, alpha, valid):
+        stateful = getattr(setup.problem, "stateful", False)
+        outer = at_variables(setup.problem, w.variables if stateful else None).outer
+        value, slope = jax.value_and_grad(outer)(params_of(w), alpha, valid)
+        size = optax.tree.norm(slope) * jnp.maximum(optax.tree.norm(params_of(w)), 1)
+        return size <= 1e-6 * jnp.abs(value)
+
+    def run(*args):
+        return with_automatic_axes(slope, args, lambda: None)
+
+    args = result.w, result.alpha, data[1]
+    return bool(program(run, *args)(*args))

@@ -1,4 +1,4 @@
-"""What a checkpoint of a search has to belong to: the programs of its parts, and its data."""
+"""Fingerprint of a search, which its checkpoints must have: programs of its parts, and its data."""
 
 import functools
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from bilevel.problem.problem import Problem
 from bilevel.runs.fingerprint import fingerprint, program_digest
 from ntk.internal.compile_cache import fresh
 
-# In the order in which differences are named: a part contains those before it, a step contains all.
+# Messages name the first part that differs: a part contains earlier parts, a step contains all.
 PARTS = "batches", "lower loss", "outer loss", "optimizer", "solver"
 
 
 def recorded(problem: Problem) -> tuple[Problem, dict[str, tuple]]:
-    """Return the problem, and the arguments, as shapes, of the first call of each of its losses."""
+    """Return the problem, and the argument shapes of the first call of each of its losses."""
     calls: dict[str, tuple] = {}
 
     def recording(name: str, loss: Callable) -> Callable:
@@ -37,10 +37,10 @@ def recorded(problem: Problem) -> tuple[Problem, dict[str, tuple]]:
 
 
 def search_programs(setup: Any, state: Pytree, data: tuple, traced: tuple) -> dict[str, str]:
-    """Return a digest of the program of each part, as on one device.
+    """Return a digest of the program of each part, on one device.
 
-    ``traced`` is ``(program, calls)`` of a step on the arrays as they are. It is used if these have
-    no mesh, and the shapes that every search of this kind has.
+    ``traced`` is ``(program, calls)`` of a step on the arrays of this search. We use it if the
+    arrays have no mesh, and the shapes that every search of this kind has.
     """
     step, calls = traced
     args = shapes((state, state.step, canonical(setup, data)))
@@ -51,7 +51,7 @@ def search_programs(setup: Any, state: Pytree, data: tuple, traced: tuple) -> di
     losses = {"lower loss": setup.problem.lower, "outer loss": setup.problem.outer}
     programs = {name: _digest(losses[name], *args) for name, args in calls.items()}
     optimizer = functools.partial(_optimizer_step, setup.optimizer)
-    programs |= {"optimizer": _digest(optimizer, shapes(state.alpha))}
+    programs["optimizer"] = _digest(optimizer, shapes(state.alpha))
     if not isinstance(setup.batches, Stream | Partition | None):
         train, valid, key = shapes(data)
         if isinstance(setup.batches, Joint):
@@ -63,7 +63,7 @@ def search_programs(setup: Any, state: Pytree, data: tuple, traced: tuple) -> di
 
 
 def search_values(setup: Any, start: dict[str, Pytree]) -> dict[str, str]:
-    """Return the fingerprint of alpha, w0, train, valid, key, which ``start`` has, and options."""
+    """Return the fingerprint of the arrays in ``start``, and of the options."""
     options = {"diagnostics": setup.diagnostics, "history": str(setup.history)}
     if isinstance(setup.batches, Partition):
         options["batches"] = str(setup.batches)
@@ -72,7 +72,7 @@ def search_values(setup: Any, start: dict[str, Pytree]) -> dict[str, str]:
 
 
 def canonical(setup: Any, data: tuple) -> tuple:
-    """The data of a step in the shapes that do not depend on the steps of the search or a chunk."""
+    """Return a step's data in shapes that do not depend on the length of the search or chunk."""
     chunk, *others = data
     if isinstance(chunk, Chunk):
         pairs = jax.tree.map(
@@ -88,7 +88,7 @@ def canonical(setup: Any, data: tuple) -> tuple:
 
 
 def shapes(tree: Pytree) -> Pytree:
-    """The tree with shapes and dtypes in the place of arrays."""
+    """Return the tree with shapes and dtypes instead of arrays."""
 
     def shape(x):
         kind = x if hasattr(x, "dtype") else jax.typeof(x)
@@ -110,5 +110,5 @@ def _optimizer_step(optimizer: Any, alpha: Pytree) -> Pytree:
 
 
 def _on_a_mesh(program: Any) -> bool:
-    """Whether any argument of the program is on a mesh; JAX reshards constants there."""
+    """Return whether an argument of the program is on a mesh, where JAX reshards constants."""
     return any(not v.aval.sharding.mesh.empty for v in program.jaxpr.invars)

@@ -11,7 +11,7 @@ import optax
 from bilevel.contracts import DescentState, Joint, Keyed, Pytree, SingleLoop
 from bilevel.hypergradients.error_estimate import Info
 from bilevel.internal.checks import concrete
-from bilevel.outer_loop import geometry, nonfinite, single_loop
+from bilevel.outer_loop import geometry, single_loop
 from bilevel.outer_loop import history as search_history
 from bilevel.outer_loop.descent import descent, noted_descent
 from bilevel.outer_loop.divergence import (
@@ -27,6 +27,7 @@ from bilevel.outer_loop.divergence import (
 from bilevel.outer_loop.report import StepMonitor, init_step_monitor, monitor_step
 from bilevel.outer_loop.schedule_check import has_schedule, spent_share
 from bilevel.outer_loop.search_fingerprint import recorded
+from bilevel.outer_loop.search_result import is_tree_finite
 from bilevel.outer_loop.stream import Stream, of_step
 from bilevel.problem.problem import Problem
 from ntk.internal.compile_cache import fresh
@@ -37,13 +38,13 @@ SHOWN = "value", "lower"
 
 
 class Carry(NamedTuple):
-    """What the loop of a search carries from step to step."""
+    """State that the loop of a search carries from step to step."""
 
     state: DescentState
     history: dict[str, Any]  # [rows, ...] each, filled up to state.step
-    last: dict[str, jax.Array]  # the last step's: losses for the progress bar, a part of its row
-    trouble: jax.Array  # [], int: 0, or 1 + the index of what was wrong: see first_trouble
-    monitor: StepMonitor  # the observations of the steps up to state.step
+    last: dict[str, jax.Array]  # last step: losses for the progress bar, and a part of its row
+    trouble: jax.Array  # [], int: 0, or 1 + the index of the faulty quantity: see first_trouble
+    monitor: StepMonitor  # observations of the steps up to state.step
     divergence: DivergenceMonitor  # whether alpha diverges, and the state to return to
 
 
@@ -58,7 +59,7 @@ class SearchSetup(NamedTuple):
     history: search_history.History
 
     def prepared(self, data, steps) -> Pytree:
-        """``(train, valid, key)`` as the steps take it."""
+        """Return ``(train, valid, key)`` in the form that the steps take."""
         if isinstance(self.solver, SingleLoop):
             return single_loop.prepared(self.solver, self.batches, data, steps)
         return data
@@ -66,15 +67,15 @@ class SearchSetup(NamedTuple):
     def start(self, alpha, w0, data, steps) -> tuple[Carry, tuple | None, list[str]]:
         """Return the first carry, the program of a step with its losses' arguments, and warnings.
 
-        The second is None if a step closes over traced values.
+        The program is None if a step closes over traced values.
         """
         if isinstance(self.solver, SingleLoop):
             state = single_loop.init_single_loop(*self[:3], alpha, w0, data)
         else:
             state = descent(*self[:3])[0](alpha, w0)
-        # Copies: the loop's carry is donated, while the caller keeps the arrays, and a state may
-        # hold the same one twice. With dtypes that are not weak, as a step returns them: else the
-        # second chunk would be compiled anew.
+        # Copies, because the loop donates its carry, the caller keeps the arrays, and a state can
+        # hold one array twice. Weak dtypes would compile the second chunk anew, because a step
+        # returns strong dtypes.
         state = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x), copy=True), state)
         notes: list[str] = []
         problem, calls = recorded(self.problem)
@@ -84,14 +85,12 @@ class SearchSetup(NamedTuple):
         spent = self.spent(alpha, w0, steps)
         monitor = init_step_monitor(metrics, spent)
         _, metrics = jax.eval_shape(monitor_step, monitor, after, metrics)
-        names = self.history.names
-        row = search_history.select_metrics(
-            names, metrics | {"alpha": state.alpha}, self.rows(steps)
-        )
-        history = search_history.empty_history(row, self.rows(steps))
+        names, rows = self.history.names, self.rows(steps)
+        row = search_history.select_metrics(names, metrics | {"alpha": state.alpha}, rows)
+        history = search_history.empty_history(row, rows)
         shown = {*SHOWN}
         if isinstance(self.solver, SingleLoop) and names is not None:
-            shown &= {*names}  # else no step computes them
+            shown &= {*names}  # steps do not compute the other losses
         last_names = shown if self.history.every == 1 else (shown | {*row}) - {"alpha"}
         last = jax.tree.map(
             search_history.missing_value, {k: metrics[k] for k in sorted(last_names)}
@@ -104,7 +103,7 @@ class SearchSetup(NamedTuple):
         return carry, traced, list(dict.fromkeys(notes))
 
     def spent(self, alpha, w0, steps) -> jax.Array | None:
-        """How much of the search the inner optimizer's schedule leaves without steps."""
+        """Return the share of the search in which the inner optimizer's schedule takes no steps."""
         if not has_schedule(self.solver, alpha, w0):
             return None
 
@@ -115,13 +114,13 @@ class SearchSetup(NamedTuple):
         return run(alpha, w0)
 
     def rows(self, steps: int) -> int:
-        """How many the history of ``steps`` steps has."""
+        """Return the number of rows in the history of ``steps`` steps."""
         return search_history.history_length(steps, self.history.every)
 
     def step(self, state, number, data, scale=None, note=lambda message: None):
-        """Step ``number``, which is that of the state, but the same in all copies under vmap.
+        """Take step ``number``, with ``scale`` times the optimizer's step of ``alpha``.
 
-        ``alpha`` takes ``scale`` times the optimizer's step.
+        ``number`` is the state's step, but the same in all copies under vmap.
         """
         step = functools.partial(self._step, note=note)
         return with_automatic_axes(step, (state, number, data, scale), lambda: (state, None))
@@ -147,12 +146,12 @@ class SearchSetup(NamedTuple):
         elif draw is not None:
             train, valid = train if inside else draw(below, train), draw(above, valid)
         state, metrics = step(state, (Keyed(below, train) if inside else train, valid))
-        if self.batches is not None:  # values of two batches do not differ by what alpha did
+        if self.batches is not None:  # values of two batches differ for other reasons than alpha
             metrics.pop("predicted", None)
         return state, metrics
 
     def advance(self, carry: Carry, data, count) -> Carry:
-        """``count`` steps; those after a quantity stopped being finite change nothing."""
+        """Take ``count`` steps. After a quantity stops being finite, steps change nothing."""
 
         def body(begun, data, i, carry):
             old, history, last, trouble, monitor, divergence = carry
@@ -163,42 +162,36 @@ class SearchSetup(NamedTuple):
             seen_trouble = first_trouble(new, losses, metrics["grad_norm"])
             trouble = jnp.where(trouble == 0, seen_trouble, trouble)
             good = trouble == 0
+            row, before = metrics | {"alpha": new.alpha}, last | {"alpha": old.alpha}
             history = search_history.write_row(
-                history,
-                metrics | {"alpha": new.alpha},
-                last | {"alpha": old.alpha},
-                number,
-                old.step,
-                good,
-                self.history.every,
+                history, row, before, number, old.step, good, self.history.every
             )
             shown = {k: metrics[k] for k in last}
-            before = old, last, monitor
-            state, last, monitor = single_loop.either(good, (new, shown, seen), before)
+            state, last, monitor = single_loop.either(
+                good, (new, shown, seen), (old, last, monitor)
+            )
             divergence = observed(divergence, metrics["grad_norm"], metrics["value"], good)
-            single = isinstance(self.solver, SingleLoop)
+            window = NOISY if isinstance(self.solver, SingleLoop) else EXACT
             restart = functools.partial(self.restart, data)
             divergence, state, trouble = check_divergence(
-                *(divergence, state, number, trouble, restart),
-                NOISY if single else EXACT,
+                divergence, state, number, trouble, restart, window
             )
             return Carry(state, history, last, trouble, monitor, divergence)
 
         def loop(carry, data, count):
-            return jax.lax.fori_loop(
-                0, count, functools.partial(body, carry.state.step, data), carry
-            )
+            take = functools.partial(body, carry.state.step, data)
+            return jax.lax.fori_loop(0, count, take, carry)
 
         return with_automatic_axes(loop, (carry, data, count), lambda: carry)
 
     def restart(self, data, state, number):
-        """A single loop's state, put back to an earlier one."""
+        """Adapt an earlier state of a single loop to the present step."""
         if not isinstance(self.solver, SingleLoop):
             return state
         return self.solver.restart(state, number, *data[:2])
 
     def info(self, state: DescentState, data: Pytree) -> Info | None:
-        """What is known of a single loop's direction at the end."""
+        """Return the error estimate of a single loop's last direction."""
         if not (self.diagnostics and isinstance(self.solver, SingleLoop)):
             return None
         return single_loop.info(self.problem, self.solver, state, data)
@@ -209,10 +202,10 @@ def first_trouble(
 ) -> jax.Array:
     """Return 0, or 1 + the index of the first quantity that is not finite.
 
-    The indices after those of :data:`QUANTITIES` are of geometries whose alpha was moved on.
+    The indices after those of :data:`QUANTITIES` belong to geometries after which alpha moved.
     """
     moved = geometry.moved_on(state.optimizer_state, state.alpha)
     watched = (losses.get("lower"), state.w, losses.get("value"), grad_norm)
-    alpha = ~nonfinite.is_tree_finite(state.alpha) & ~jnp.stack([jnp.zeros((), bool), *moved]).any()
-    bad = jnp.stack([*(~nonfinite.is_tree_finite(x) for x in watched), alpha, *moved])
+    alpha = ~is_tree_finite(state.alpha) & ~jnp.stack([jnp.zeros((), bool), *moved]).any()
+    bad = jnp.stack([*(~is_tree_finite(x) for x in watched), alpha, *moved])
     return jnp.where(bad.any(), 1 + jnp.argmax(bad), 0).astype(int)

@@ -1,4 +1,4 @@
-"""The result of a search, and the errors that carry one."""
+"""The result of a search, and its errors, which carry the result and explain the cause."""
 
 import copyreg
 import dataclasses
@@ -6,11 +6,14 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from bilevel.contracts import DescentState, Pytree
 from bilevel.hypergradients.error_estimate import Info
 from bilevel.outer_loop import geometry
 from bilevel.outer_loop.report import SearchReport
+
+_MANY = 1024  # entries; for fewer, the exact check of finite values is as fast
 
 
 @functools.partial(
@@ -20,21 +23,21 @@ from bilevel.outer_loop.report import SearchReport
 )
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """Result of :func:`search`; a pytree, so that functions returning it can be compiled."""
+    """Result of :func:`search`; a pytree, so that compiled functions can return it."""
 
     alpha: Pytree
     w: Pytree
-    history: dict[str, Any]  # name -> [rows, ...]; "alpha" as a pytree of those
+    history: dict[str, Any]  # name -> [rows, ...]; "alpha" is a pytree of such arrays
     state: DescentState
-    stopped: str  # "" when all steps were done and nobody interrupted them, else what ended it
-    report: SearchReport  # what went wrong in the steps, in numbers
-    info: Info | None = None  # of a single loop's last direction, with diagnostics
-    history_every: int = 1  # steps that a row of the history stands for
-    step_scale: jax.Array | float = 1.0  # alpha's last steps, by the optimizer's: less if shortened
+    stopped: str  # "" if the search took all steps, else the reason for its end
+    report: SearchReport  # counts of faulty steps
+    info: Info | None = None  # on a single loop's last direction, with diagnostics
+    history_every: int = 1  # steps for each row of the history
+    step_scale: jax.Array | float = 1.0  # alpha's steps relative to the optimizer's
 
 
 class NonFiniteError(FloatingPointError):
-    """A search met a NaN or an infinity: ``step``, ``quantity``, and ``result`` up to then."""
+    """A search met a NaN or an infinity: ``step``, ``quantity``, and the ``result`` before."""
 
     def __init__(self, step: int, quantity: str, result: SearchResult, reason: str = ""):
         super().__init__(
@@ -48,7 +51,7 @@ class NonFiniteError(FloatingPointError):
 
 
 class MisplacedError(ValueError):
-    """Something moved alpha on after its geometry: at ``step``, with the ``result`` up to then."""
+    """Something moved alpha after its geometry: at ``step``, with the ``result`` before."""
 
     def __init__(self, step: int, name: str, result: SearchResult):
         super().__init__(f"{geometry.MISPLACED.format(name)} It was seen at outer step {step}.")
@@ -59,5 +62,67 @@ class MisplacedError(ValueError):
 
 
 def _without_init(error: Exception) -> tuple:
-    """Pickle and copy an error without its constructor, whose arguments are not its ``args``."""
+    """Pickle and copy an error without its constructor, which takes other arguments."""
     return copyreg.__newobj__, (type(error), *error.args), error.__dict__  # type: ignore[attr-defined]
+
+
+def is_tree_finite(tree: Pytree) -> jax.Array:
+    """Return whether all values of the tree are finite."""
+
+    def every(x):
+        if x.size < _MANY:
+            return jnp.isfinite(x).all()
+        # If the sum of squares is finite, all values are. The product is ten times as fast.
+        quick = jnp.isfinite(jnp.vdot(x, x))
+        return jax.lax.cond(quick, lambda: True, lambda: jnp.isfinite(x).all())
+
+    return jnp.stack([jnp.ones((), bool), *map(every, jax.tree.leaves(tree))]).all()
+
+
+def explain_nonfinite(state: Any, new: Any, quantity: str, single_loop: bool = False) -> str:
+    """Explain the cause from the last good state and the state after it."""
+    weights, alphas = bad_leaves("w", new.w), bad_leaves("alpha", new.alpha)
+    if quantity == "hypergradient" and not weights and single_loop:
+        return (
+            "weights and losses are finite, alpha's direction or the adjoint behind it is not; a "
+            "smaller step_size of the solver may keep it in the numbers' range."
+        )
+    if quantity == "hypergradient" and not weights:
+        names = sorted({type(x).__name__ for x in _optimizer_records(state.solver_state)})
+        rules = f" ({', '.join(names)})" if names else ""
+        return (
+            f"weights and losses are finite, a derivative of the lower solver{rules} or of a loss "
+            f"is not, in {alphas or 'alpha'}: "
+            "a root, a logarithm or a division at 0, or slopes too large to be multiplied. If a "
+            "jnp.where guards it, replace the argument at that point as well: "
+            "jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1)), 0). Otherwise use a larger eps, "
+            "optax.sgd, or fewer differentiated steps (backprop=)."
+        )
+    if weights:
+        return (
+            f"{weights} left the numbers' range; a smaller rate below, or clipped gradients, "
+            "may keep it there."
+        )
+    if alphas:
+        return f"{alphas} left the numbers' range; a smaller rate above may keep it there."
+    return "weights and alpha are finite."
+
+
+def bad_leaves(name: str, tree: Pytree) -> str:
+    """Return the paths of the first three leaves that are not finite."""
+    paths = [
+        f"{name}{jax.tree_util.keystr(path)}"
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        if jnp.issubdtype(x.dtype, jnp.inexact) and not jnp.isfinite(x).all()
+    ]
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(paths[:3]) + more
+
+
+def _optimizer_records(state: Pytree) -> list:
+    """Return the states of optax's parts, without empty ones."""
+
+    def record(x):
+        return isinstance(x, tuple) and hasattr(x, "_fields")
+
+    return [x for x in jax.tree.leaves(state, is_leaf=record) if record(x) and len(x)]

@@ -1,4 +1,4 @@
-"""A single-loop method (:mod:`bilevel.stochastic`) as the steps of a search."""
+"""Steps of a search by a single-loop method (:mod:`bilevel.stochastic`)."""
 
 import functools
 import warnings
@@ -40,16 +40,12 @@ Data = tuple[BatchedData, BatchedData, BatchSchedule]
 
 
 def prepared(method: SingleLoop, batches: Any, data: tuple, steps: int) -> Data:
-    """``(train, valid, key)`` in batches, with those that each step takes."""
+    """Return ``(train, valid, key)`` in batches, with a schedule of the batches of each step."""
     train, valid = (
         make_batched_data(*side, batches) for side in (("train", data[0]), ("valid", data[1]))
     )
-    counts = train.count, valid.count
-    return (
-        train,
-        valid,
-        draw_batch_schedule(None if batches is None else data[2], counts, steps, method.draws),
-    )
+    key, counts = None if batches is None else data[2], (train.count, valid.count)
+    return train, valid, draw_batch_schedule(key, counts, steps, method.draws)
 
 
 def init_single_loop(
@@ -60,7 +56,7 @@ def init_single_loop(
     w: Pytree,
     data: Data,
 ) -> DescentState:
-    """The first state; refuses what no single loop can run."""
+    """Return the first state; raise if the problem does not fit a single loop."""
     check_losses("problem", problem)
     if getattr(problem, "stateful", False):
         raise ValueError("problem: expected one without variables for a single loop, got stateful.")
@@ -72,7 +68,7 @@ def init_single_loop(
     bare = at_variables(problem, None)
     for loss, side in ((bare.lower, train), (bare.outer, valid)):
         value = functools.partial(with_automatic_axes, loss, like=lambda: None)
-        # Called once, so that what is no loss is refused.
+        # Traced once, so that a wrong loss raises here.
         jax.eval_shape(fresh(lambda *args: value(args)), w, alpha, side.rows)  # noqa: B023
     optimizer = gradient_transformation("optimizer", optimizer)
     state = optimizer.init(alpha)
@@ -117,26 +113,25 @@ def single_loop_step(
     number: jax.Array,
     data: Data,
 ) -> tuple[DescentState, dict[str, Any]]:
-    """One step: as that of :func:`bilevel.descent`, with losses and direction of its batches."""
+    """Take one step like :func:`bilevel.descent`, with losses and direction of its batches."""
     train, valid, order = data
     problem, _ = with_rules(problem, state.w, state.alpha, train.rows)
     indices = order.at(number, method.draws)
     direction, w, inner, metrics = method.step(
         problem, state.alpha, state.w, state.solver_state, indices, train, valid
     )
-    # By products of vectors: XLA's sums and comparisons of long ones take several times as long.
+    # Products of vectors, because XLA's sums and comparisons take several times as long.
     size = tree_norm(direction)
-    if method.adjoint is not None:  # it may be the first to go
+    if method.adjoint is not None:  # the adjoint can be the first array that is not finite
         size = nan_unless_finite(size, optax.tree.vdot(*(method.adjoint(inner),) * 2))
-    extra_args = {
-        "value": metrics["value"],
-        "grad": direction,
-        "residual": metrics.get("noisy_residual"),
-    }
-    extra_args["memory"] = method.memory(train, valid)
-    optimizer = gradient_transformation("optimizer", optimizer)
-    updates, optimizer_state = optimizer.update(
-        direction, state.optimizer_state, state.alpha, **extra_args
+    updates, optimizer_state = gradient_transformation("optimizer", optimizer).update(
+        direction,
+        state.optimizer_state,
+        state.alpha,
+        value=metrics["value"],
+        grad=direction,
+        residual=metrics.get("noisy_residual"),
+        memory=method.memory(train, valid),
     )
     alpha = geometry.check_last(optimizer_state, optax.apply_updates(state.alpha, updates))
     new_state = DescentState(alpha, w, inner, optimizer_state, state.step + 1)
@@ -144,7 +139,7 @@ def single_loop_step(
 
 
 def either(good: jax.Array, new: Pytree, old: Pytree) -> Pytree:
-    """``new`` where ``good``, else ``old``, but for :class:`Tables`: those are always new."""
+    """Return ``new`` if ``good``, else ``old``. :class:`Tables` are always new."""
     return jax.tree.map(
         lambda x, y: x if isinstance(x, Tables) else jnp.where(good, x, y),
         new,
@@ -153,13 +148,13 @@ def either(good: jax.Array, new: Pytree, old: Pytree) -> Pytree:
     )
 
 
-_WORTHLESS = 100.0  # a residual beyond what a batch's noise can be
+_WORTHLESS = 100.0  # a residual above this is not caused by noise of batches
 
 
 def warn_if_lost(history: dict[str, jax.Array]) -> None:
-    """Where the adjoint has run away: the last directions of ``alpha`` are not to be believed."""
+    """Warn if the adjoint diverged, so that the last directions of ``alpha`` are wrong."""
     last = np.asarray(history.get("noisy_residual", ()))[-1:]
-    worst = last.max(initial=0.0)  # of copies side by side
+    worst = last.max(initial=0.0)  # over all copies of the search
     if worst > _WORTHLESS:
         warnings.warn(
             f"search: the adjoint's residual is {worst:.0e} times the outer gradient, so that "
@@ -169,7 +164,7 @@ def warn_if_lost(history: dict[str, jax.Array]) -> None:
 
 
 def info(problem: Problem, method: SingleLoop, state: DescentState, data: Data) -> Info:
-    """How wrong the method's direction is at its last point, recomputed on all data."""
+    """Return the error estimate of the method's last direction, recomputed on all data."""
     assert method.adjoint is not None
     train, valid, _ = data
     adjoint = method.adjoint(state.solver_state)

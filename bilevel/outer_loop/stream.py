@@ -1,7 +1,7 @@
-"""Data larger than memory: batches that an iterator brings, a chunk of them in memory at a time.
+"""Batches from an iterator, for data larger than memory.
 
-While a chunk's steps run, a thread takes the next chunk's batches from the iterator, stacks them
-and sends them to the device. Two chunks are in memory at most.
+While the steps of a chunk run, a thread reads the batches of the next chunk, stacks them and sends
+them to the device. At most two chunks are in memory.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from bilevel.internal.checks import check_data, describe
 from bilevel.internal.processes import all_or_none, is_multiprocess, is_sharded
 from bilevel.runs.fingerprint import check_same, digest, fingerprint
 
-_BYTES = 2**26  # of a chunk, where the user does not say how many steps it has
+_BYTES = 2**26  # of a chunk, if the user does not set its number of steps
 _STEPS = 32
 
 Pairs = Iterable[tuple[Pytree, Pytree]]
@@ -30,12 +30,12 @@ Pairs = Iterable[tuple[Pytree, Pytree]]
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Where pairs of batches come from; :func:`bilevel.stream` makes it."""
+    """Source of pairs of batches; :func:`bilevel.stream` makes it."""
 
     source: Pairs | Callable[[int], Pairs]
 
     def pairs(self, step: int) -> Iterator[tuple[Pytree, Pytree]]:
-        """The pairs for the steps from ``step`` on."""
+        """Return the pairs for the steps from ``step`` on."""
         if callable(self.source):
             return iter(self.source(step))
         begun = inspect.isgenerator(self.source) and (
@@ -49,7 +49,10 @@ class Stream:
         return itertools.islice(iter(self.source), step, None)
 
     def fingerprint(self) -> dict[str, str]:
-        """That of a function's code and numbers, not of what it reads or where readers stand."""
+        """Return the fingerprint of the function's code and constants.
+
+        Files that it reads and positions of iterators are not part of the fingerprint.
+        """
         if isinstance(self.source, types.FunctionType | functools.partial):
             parts = fingerprint({"batches": self.source}, small=True)
             return {path: part for path, part in parts.items() if path}
@@ -57,15 +60,15 @@ class Stream:
 
 
 def stream(source: Pairs | Callable[[int], Pairs]) -> Stream:
-    """``batches`` for :func:`bilevel.search` from an iterator: data larger than memory.
+    """Return the ``batches`` of an iterator, for :func:`bilevel.search` on data larger than memory.
 
     Parameters
     ----------
     source : iterable of (train, valid), or ``source(step) -> iterable``
         The pair of batches of each outer step: grain, ``tf.data``, a torch ``DataLoader``, any
-        iterable of pytrees that numpy can convert. A search that is resumed at step k skips k pairs
-        of an iterable, and passes k to a function. If the function has other code or numbers than
-        before, that search raises ``ValueError``; the data that it reads is not compared.
+        iterable of pytrees that numpy can convert. A search that resumes at step k skips k pairs of
+        an iterable, and passes k to a function. If the function's code or constants changed, that
+        search raises ``ValueError``; the data that it reads are not compared.
 
     Returns
     -------
@@ -76,24 +79,24 @@ def stream(source: Pairs | Callable[[int], Pairs]) -> Stream:
     Raises
     ------
     ValueError
-        If ``source`` is neither an iterable nor a function. During the search, if a resumed search
-        gets a generator that has begun, or an item is no pair, has no rows, other shapes than the
-        pair before, or values that are not finite.
+        If ``source`` is neither an iterable nor a function. During the search: if it resumes with a
+        generator that has begun, or an item is not a pair, has no rows, other shapes than earlier
+        pairs, or values that are not finite.
 
-    Notes
-    -----
-    A chunk, by default 32 steps or 64 MiB, is one compiled loop. While it runs, the next chunk is
-    read and sent to the device, so that two are in memory. A solver that draws batches itself
-    (``unrolled(..., batches=...)``) draws them from the first part of the pair.
+    Notes ----- A chunk, by default 32 steps or 64 MiB, is one compiled loop. While it runs, a
+    thread reads the next chunk and sends it to the device, so that two are in memory. A solver that
+    draws batches itself (``unrolled(..., batches=...)``) draws them from the first part of the
+    pair.
 
-    Multiple processes all read the same pairs. If these differ, the search ends in all processes.
+    With multiple processes, every process reads the same pairs. If the pairs differ, the search
+    ends in all processes.
 
     Examples
     --------
     >>> import bilevel
     >>> import jax.numpy as jnp
     >>> import optax
-    >>> def pairs(step):  # the data from a file, say
+    >>> def pairs(step):  # e.g. read from a file
     ...     while True:
     ...         yield np.full(4, step), np.full(2, 10.0 + step)
     ...         step += 1
@@ -117,14 +120,14 @@ def stream(source: Pairs | Callable[[int], Pairs]) -> Stream:
 
 
 class Chunk(NamedTuple):
-    """The pairs of the steps from ``first`` on, stacked; for the last ones there may be none."""
+    """The pairs of the steps from ``first`` on, stacked. Pairs after the last step repeat it."""
 
     first: Any  # [], int
     pairs: tuple[Pytree, Pytree]  # leaves [steps, ...]
 
 
 def of_step(data: tuple, step: jax.Array) -> tuple:
-    """``train, valid, key`` of one step."""
+    """Return ``train, valid, key`` of one step."""
     chunk, _, key = data
     if not isinstance(chunk, Chunk):
         return data
@@ -133,33 +136,32 @@ def of_step(data: tuple, step: jax.Array) -> tuple:
 
 
 class Feed:
-    """``data, count = feed(done, count)``: what the next steps run on, and how many there may be.
+    """``data, count = feed(done, count)``: the data of the next steps, and the number of steps.
 
-    ``first`` is the data of the first steps: its shapes are those of all.
+    ``first`` is the data of the first steps. All chunks have its shapes.
     """
 
     def __init__(self, data: tuple):
         self.first = data
 
     def __call__(self, done: int, count: int) -> tuple[tuple, int]:
-        """Data that is in memory is the same for all steps."""
+        """Return the data in memory, which is the same for all steps."""
         return self.first, count
 
 
 class _Streaming(Feed):
-    """Chunks of an iterator's pairs, the next one read ahead by a thread."""
+    """Chunks of an iterator's pairs; a thread reads one chunk ahead."""
 
     def __init__(self, pool, batches, key, step, steps, every, chunk):
         self._pool, self._key, self._steps, self._every = pool, key, steps, every
         pairs = batches.pairs(step)
         first = all_or_none(lambda: next(pairs, None))
         ended = first is None
-        if ended and step:  # where it ended before: the pair before that has the shapes
+        if ended and step:  # it ended at the checkpoint; the previous pair has the shapes
             first = all_or_none(lambda: next(batches.pairs(step - 1), None))
         if first is None:
             raise ValueError(f"batches: expected a pair (train, valid) at step {step}, got none.")
         _check_pair(first, step)
-        _check_numbers(first, step)
         self._kinds = [_dtype_and_shape(x) for x in jax.tree.leaves(first)]
         self._structure: Any = jax.tree.structure(first)
         size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(first))
@@ -167,14 +169,14 @@ class _Streaming(Feed):
         self._pairs = itertools.chain([] if ended else [first], pairs)
         self._next = self._ahead(step)
 
-        def alike(x):  # takes no memory: what is held here would be a third chunk
+        def alike(x):  # needs no memory, because this would be a third chunk
             x = np.asarray(x)
             return np.broadcast_to(np.zeros((), x.dtype), (self._size, *x.shape))
 
         super().__init__((Chunk(np.asarray(step), jax.tree.map(alike, tuple(first))), None, key))
 
     def __call__(self, done: int, count: int) -> tuple[tuple, int]:
-        """The chunk from step ``done`` on; while it runs, the next one is read."""
+        """Return the chunk from step ``done`` on, and start to read the next one."""
         data, length, mark = all_or_none(self._next.result)
         check_same({"batches": mark})
         if length:
@@ -185,9 +187,9 @@ class _Streaming(Feed):
         return self._pool.submit(self._read, step)
 
     def _read(self, step: int) -> tuple[tuple, int, str]:
-        """The next chunk, on the device, and how many steps it has: fewer before a callback.
+        """Return the next chunk on the device, its number of steps, and its digest for processes.
 
-        And what tells it from others, where processes have to have the same.
+        A chunk ends before a callback.
         """
         left = self._steps - step
         if self._every is not None:
@@ -197,25 +199,20 @@ class _Streaming(Feed):
             return (), 0, ""
         for i, pair in enumerate(batch_pairs):
             self._check(pair, step + i)
-        # One shape for every chunk, and so one program: the last pair fills up.
+        # The last pair fills up the chunk, so that all chunks have one shape and one program.
         full = batch_pairs + [batch_pairs[-1]] * (self._size - len(batch_pairs))
         pairs = jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *map(tuple, full))
         mark = digest(pairs) if is_multiprocess() else ""
-        return (
-            (Chunk(np.asarray(step), jax.device_put(pairs)), None, self._key),
-            len(batch_pairs),
-            mark,
-        )
+        chunk = Chunk(np.asarray(step), jax.device_put(pairs))
+        return (chunk, None, self._key), len(batch_pairs), mark
 
     def _check(self, pair: Any, step: int) -> None:
         _check_pair(pair, step)
-        _check_numbers(pair, step)
-        leaves = jax.tree.leaves(pair)
         if jax.tree.structure(pair) != self._structure:
             raise ValueError(
                 f"batches: expected pairs of one structure, got another at step {step}."
             )
-        for kind, x in zip(self._kinds, leaves, strict=True):
+        for kind, x in zip(self._kinds, jax.tree.leaves(pair), strict=True):
             if _dtype_and_shape(x) != kind:
                 raise ValueError(
                     f"batches: expected batches of one shape, got {_dtype_and_shape(x)} after "
@@ -233,10 +230,6 @@ def _check_pair(pair: Any, step: int) -> None:
             f"batches: expected the whole batch in every process at step {step}, got an array over "
             "the devices of several."
         )
-
-
-def _check_numbers(pair: tuple, step: int) -> None:
-    """Refuse a batch that data in memory would be refused for."""
     for side, batch in zip(("train", "valid"), pair, strict=True):
         check_data(f"batches, {side} at step {step}", jax.tree.map(np.asarray, batch))
 
@@ -250,10 +243,10 @@ def _dtype_and_shape(x: Any) -> str:
 def feeding(
     batches: Any, data: tuple, step: int, steps: int, every: int | None, chunk: int | None
 ) -> Iterator[Feed]:
-    """What brings the data of the steps from ``step`` on: from memory, or from a stream."""
+    """Yield the feed of the steps from ``step`` on: from memory, or from a stream."""
     if not isinstance(batches, Stream):
         yield Feed(data)
         return
-    step = min(step, steps - 1)  # a search that is done already needs the shapes all the same
+    step = min(step, steps - 1)  # a finished search still needs the shapes
     with ThreadPoolExecutor(1, thread_name_prefix="bilevel stream") as pool:
         yield _Streaming(pool, batches, data[2], step, steps, every, chunk)

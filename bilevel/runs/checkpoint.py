@@ -1,8 +1,8 @@
 """Save and restore a pytree of arrays, whole or not at all, with a CRC-32 of every array.
 
 A checkpoint directory holds numbered steps, each a record of :mod:`bilevel.runs.records`: the
-newest, and the one before in case the newest is damaged. If multiple processes share an array, each
-writes its parts to a file of its own. Any number of processes, on any devices, can read them.
+newest one, and the one before in case the newest is damaged. If multiple processes share an array,
+each writes its shards to a separate file. Any number of processes, on any devices, can read them.
 """
 
 import pathlib
@@ -28,26 +28,26 @@ _KEEP = 2  # steps kept: the newest, and one to fall back on
 
 
 def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0) -> None:
-    """Write ``tree`` as step ``step`` of ``directory``, its newest: later steps are removed.
+    """Write ``tree`` as step ``step`` of ``directory``. Later steps are removed.
 
     Parameters
     ----------
     directory : path
-        Made if needed.
+        Created if it does not exist.
     step : int
         At least 0.
     tree : pytree of arrays
-        Of several processes all have to call: the first one writes, and of arrays that none of them
-        has all of, each its parts.
+        With multiple processes, all processes call. The first one writes, and each process writes
+        its shards of arrays that span processes.
     label : int, or dict of str
-        A fingerprint of what the tree belongs to, asked for again by :func:`restore`.
+        Fingerprint of the run that the tree belongs to. :func:`restore` compares it.
 
     Raises
     ------
     ValueError
-        If ``step`` is not a whole number of at least 0, or ``label`` is something else.
+        If ``step`` is not an integer of at least 0, or ``label`` has another type.
     OSError
-        If it cannot be written; the steps before it stay.
+        If the step cannot be written. Earlier steps stay.
 
     Examples
     --------
@@ -71,38 +71,28 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0)
     records.write_arrays(_step_file(directory, step), own, notes)
     existing = steps(directory)
     retained = [k for k in existing if k <= step][:_KEEP]
-    for other in set(existing) - set(retained):
-        file = _step_file(directory, other)
-        for path in (
-            file,
-            *sharded_checkpoint.shard_files(file),
-        ):  # in this order: parts alone do not count
+    for file in (_step_file(directory, k) for k in existing if k not in retained):
+        for path in (file, *sharded_checkpoint.shard_files(file)):  # shards alone do not count
             path.unlink(missing_ok=True)
 
 
 def steps(directory: str | pathlib.Path) -> list[int]:
     """Return the steps in ``directory``, the newest first. Damaged ones are included."""
-    entries = list(pathlib.Path(directory).glob("[0-9]*"))
-    if any(path.is_dir() and path.name.isdecimal() for path in entries):
-        raise ValueError(
-            f"checkpoint: expected steps as this version writes them in {directory}, got some of "
-            "an earlier version; remove the directory to start anew."
-        )
-    names = [path.stem for path in entries if path.suffix == ".npz"]
+    names = (path.stem for path in pathlib.Path(directory).glob("*.npz"))
     return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
 
 def latest(directory: str | pathlib.Path) -> int | None:
-    """The newest undamaged step in ``directory``; None where there is none at all.
+    """Return the newest undamaged step in ``directory``, or None if it has no steps.
 
-    A damaged step is passed over with a warning. Of several processes all have to call.
+    Damaged steps are skipped with a warning. With multiple processes, all processes call.
 
     Raises
     ------
     DamagedError
-        If all of them are damaged.
+        If all steps are damaged.
     ValueError
-        If processes see other steps than others.
+        If processes see different steps.
 
     Examples
     --------
@@ -120,8 +110,8 @@ def latest(directory: str | pathlib.Path) -> int | None:
         if not processes.any_process(not _is_intact_step(directory, step)):
             return step
         if processes.is_first_process():
-            said = f"checkpoint: step {step} in {directory} is damaged and passed over."
-            warnings.warn(said, stacklevel=2)
+            message = f"checkpoint: step {step} in {directory} is damaged and passed over."
+            warnings.warn(message, stacklevel=2)
     if existing:
         raise records.DamagedError(
             f"checkpoint: expected an undamaged step in {directory}, got damaged ones only; remove "
@@ -149,20 +139,19 @@ def _check_seen(directory: str | pathlib.Path, existing: list[int]) -> None:
 
 
 def restore(directory: str | pathlib.Path, like: Pytree, label: Any = 0) -> Pytree:
-    """The newest undamaged step's arrays, in the structure of ``like``.
+    """Return the arrays of the newest undamaged step, in the structure of ``like``.
 
-    Where several processes wrote parts of an array, it comes back over the devices that the one in
-    ``like`` lies on, whatever number of processes there are now; others as numpy arrays.
+    Arrays that span processes get the sharding of their counterparts in ``like``, for any number of
+    processes. Other arrays are numpy arrays.
 
     Raises
     ------
     FileNotFoundError
-        If ``directory`` holds no checkpoint.
+        If ``directory`` has no steps.
     DamagedError
-        If all it holds are damaged.
+        If all steps are damaged.
     ValueError
-        If the checkpoint carries another label, or arrays of other names, shapes or dtypes than
-        ``like``.
+        If the label differs, or the names, shapes or dtypes of the arrays differ from ``like``.
     """
     step = latest(directory)
     if step is None:
@@ -172,7 +161,7 @@ def restore(directory: str | pathlib.Path, like: Pytree, label: Any = 0) -> Pytr
 
 
 def _encode_label(label: Any) -> int | dict[str, str]:
-    """Return ``label`` as JSON has it."""
+    """Return ``label`` in the form that JSON keeps."""
     if isinstance(label, Mapping):
         words = [*label.keys(), *label.values()]
         if all(isinstance(word, str) for word in words):
@@ -241,7 +230,7 @@ def _read_step(directory: str | pathlib.Path, step: int, like: Pytree) -> Pytree
 
 
 class Saver:
-    """Reads and writes the checkpoints of a run; ``step`` is the one to resume from, or None."""
+    """Read and write the checkpoints of a run. ``step`` is the step to resume from, or None."""
 
     def __init__(self, directory: pathlib.Path | None, seconds: float):
         self.directory: pathlib.Path | None = directory
@@ -249,10 +238,10 @@ class Saver:
         self._label: dict[str, str] = {}
         self._seconds = seconds
         self._saved_at, self._interval = -np.inf, seconds
-        self._newest: int | None = None  # what this run wrote
+        self._newest: int | None = None  # step that this run wrote last
 
     def belong_to(self, label: dict[str, str]) -> None:
-        """Add parts to the label of later steps; raise ``ValueError`` if ``step`` has others.
+        """Add parts to the label of later steps; raise ``ValueError`` if ``step`` has other parts.
 
         Cheap parts can come first: :meth:`restore` compares the whole label.
         """
@@ -262,12 +251,12 @@ class Saver:
 
     def done(self, name: str, asked: int) -> int:
         """Return the steps of the checkpoint; raise ``ValueError`` if the run asks for fewer."""
-        held = self.step or 0
-        if held > asked:
+        saved = self.step or 0
+        if saved > asked:
             raise ValueError(
-                f"{name}: expected at least the {held} that the checkpoint holds, got {asked}."
+                f"{name}: expected at least the {saved} that the checkpoint holds, got {asked}."
             )
-        return held
+        return saved
 
     def restore(self, like: Pytree) -> Pytree:
         """Return the arrays of ``step`` in the structure of ``like``."""
@@ -302,7 +291,7 @@ def saving(
     directory = pathlib.Path(directory)
 
     def enter():
-        held.enter_context(records.locked(directory, "checkpoint"))
+        stack.enter_context(records.locked(directory, "checkpoint"))
         if not resume and (existing := steps(directory)):
             raise ValueError(
                 f"checkpoint: expected an empty directory or resume=True, got {directory} with "
@@ -310,7 +299,7 @@ def saving(
             )
         return ""
 
-    with ExitStack() as held:
+    with ExitStack() as stack:
         processes.broadcast_first_string(enter)
         yield Saver(directory, seconds)
 

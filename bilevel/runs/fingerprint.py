@@ -40,7 +40,7 @@ _PYTHON = f"Python {sys.version_info.major}.{sys.version_info.minor}"
 
 
 def fingerprint(value: Any, *, small: bool = False) -> dict[str, str]:
-    """Return a short text for each part of ``value``, by the path of the part.
+    """Return a short string for each part of ``value``, by the path of the part.
 
     With ``small``, arrays count by dtype and shape only, and objects by their class.
     """
@@ -104,10 +104,10 @@ def describe_difference(then: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 
 def program_digest(program: ClosedJaxpr) -> str:
-    """Return a text that is equal for equal programs, on any number of devices.
+    """Return a string that is equal for equal programs, on any number of devices.
 
-    Names of functions, shardings and the functions of custom rules do not enter: the rules that a
-    program uses are a part of it. The functions of callbacks to Python enter as values do.
+    Names of functions, shardings and the functions of custom rules do not count, since the program
+    contains the rules that it uses. The Python functions of callbacks count like other values.
     """
     return f"program {_hash(_Programs().closed(program).encode())} of JAX {jax.__version__}"
 
@@ -171,7 +171,7 @@ def _of_type(aval: Any) -> str:
 
 
 class _Walk:
-    """Goes through a value, depth first, and notes a short text for every part."""
+    """Walk through a value, depth first, and record a short string for every part."""
 
     def __init__(self, small: bool, words: set[str], *, complete: bool):
         self._small, self._words, self._complete = small, words, complete
@@ -206,7 +206,7 @@ class _Walk:
                 self.visit(f"{path}.{name}" if path else name, part)
 
     def _described(self, x: Any) -> tuple[str, Iterator[tuple[str, Any]]]:
-        """Return a short text for ``x`` itself, and its parts by name."""
+        """Return a short string for ``x`` itself, and its parts by name."""
         if isinstance(x, set | frozenset):
             return f"set {_hash(''.join(sorted(map(digest, x))).encode())}", iter(())
         if isinstance(x, types.FunctionType):
@@ -238,15 +238,15 @@ class _Walk:
                 yield name, self._as_used(cell.cell_contents)
             except ValueError:  # not filled yet
                 continue
-        # Globals of the user's own functions only: those of packages hold caches, which change.
+        # Only globals of user-defined functions count, because globals of packages hold caches.
         if not _of_a_library(f.__module__):
             for name in sorted(_globals(f.__code__) & set(f.__globals__)):
                 yield name, self._as_used(f.__globals__[name])
 
     def _as_used(self, x: Any) -> Any:
-        """``x``, or of a record of settings the fields whose names are in the code.
+        """Return ``x``, or only the fields of a settings object whose names are in the code.
 
-        So a function that closes over all flags of a command does not change with other flags.
+        So a function that closes over all flags of a command does not change with unused flags.
         """
         fields = x if isinstance(x, dict) else getattr(x, "__dict__", {})
         whole = isinstance(x, type | types.FunctionType | types.ModuleType)
@@ -257,11 +257,11 @@ class _Walk:
         return {k: v for k, v in fields.items() if k in self._words or not isinstance(v, _PLAIN)}
 
 
-_CHANGING = "__doc__", "gauss_next"  # the second one is of generators of random numbers
+_CHANGING = "__doc__", "gauss_next"  # the second is the state of a random generator
 
 
 def _fields(x: Any) -> dict[str, Any]:
-    """An object's class and fields; of objects of libraries those that are no caches."""
+    """Return an object's class and fields, without the caches of library objects."""
     fields = dict(getattr(x, "__dict__", {}))
     if _of_a_library(type(x).__module__):
         plain = (*_PLAIN, *_ARRAYS, types.FunctionType, tuple, list, dict)
@@ -277,7 +277,7 @@ def _fields(x: Any) -> dict[str, Any]:
 
 
 def _of_class(x: type) -> Iterator[tuple[str, Any]]:
-    """The functions and settings of the classes that the user wrote."""
+    """Yield the functions and settings of user-defined classes."""
     for kind in x.__mro__:
         for name, value in () if _of_a_library(kind.__module__) else sorted(vars(kind).items()):
             inner = [getattr(value, part, None) for part in ("__func__", "fget", "func")]
@@ -315,21 +315,21 @@ def _inner_codes(code: types.CodeType) -> list[types.CodeType]:
 
 
 def _globals(code: types.CodeType) -> set[str]:
-    """Names of the globals that ``code`` reads, or a function defined in it."""
+    """Return the names of globals that ``code``, or a function defined in it, reads."""
     loads = "LOAD_GLOBAL", "LOAD_NAME"
     own = {step.argval for step in dis.get_instructions(code) if step.opname in loads}
     return own.union(*map(_globals, _inner_codes(code)))
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """All names and strings in ``code``: among them the attributes and keys that it reads."""
+    """Return all names and strings in ``code``, which include the attributes and keys it reads."""
     strings = {c for c in code.co_consts if isinstance(c, str)}
     return strings.union(code.co_names, code.co_varnames, *map(_names, _inner_codes(code)))
 
 
 def _of_plain_value(x: Any) -> str:
     word = repr(x)
-    # As the integer: the first call of an optax schedule turns its number of steps into a float.
+    # 5.0 counts as 5: the first call of an optax schedule turns its number of steps into a float.
     if type(x) is float and x.is_integer() and word != "-0.0":
         word = word.removesuffix(".0")
     return f"= {word}" if len(word) <= _LONG else f"{type(x).__name__} {_hash(word.encode())}"
@@ -363,13 +363,13 @@ def _of_array(x: Any) -> str:
     return f"{kind}{list(x.shape)} {_sum_of_entries([(x, (slice(None),) * x.ndim)], x.shape):016x}"
 
 
-_BLOCK = 2**16  # numbers mixed at a time: they stay in the processor's cache
+_BLOCK = 2**16  # entries mixed at a time, so that they fit in the processor's cache
 
 
 def _sum_of_entries(parts: list[tuple[np.ndarray, tuple]], shape: tuple[int, ...]) -> int:
-    """The sum of all entries, each mixed with its place in the whole array, modulo 2^64.
+    """Return the sum modulo 2^64 of all entries, each mixed with its index in the whole array.
 
-    It is the same whatever parts the array is cut into, and however many processes have them.
+    The sum does not depend on the partition of the array, or on the number of processes.
     """
     return sum(_sum_of_part(part, index, shape) for part, index in parts) % 2**64
 
@@ -398,7 +398,7 @@ def _sum_of_part(part: np.ndarray, index: tuple, shape: tuple[int, ...]) -> int:
 
 
 def _mixed(z: np.ndarray) -> np.ndarray:
-    """Every bit of a 64-bit word depends on every other (Steele, Lea & Flood 2014, SplitMix64)."""
+    """Mix 64-bit words: every bit depends on all others (SplitMix64, Steele et al. 2014)."""
     z = z + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM between two chunks of a loop instead of in the middle of one.
+"""Handle Ctrl-C and SIGTERM between two chunks of a loop instead of in the middle of one.
 
-Clusters and notebooks that take a machine back (SLURM, Colab) send SIGTERM, and SIGKILL some
-seconds later. A run with a checkpoint writes its state first, and ends by the signal then.
+Clusters and notebooks that reclaim a machine (SLURM, Colab) send SIGTERM, and SIGKILL some seconds
+later. A run with a checkpoint first writes its state and then ends by the signal.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ def held_signals(*, interrupts: bool = True, terminations: bool) -> Iterator[Cal
     """Hold Ctrl-C, with ``interrupts``, and SIGTERM, with ``terminations``, until the block ends.
 
     The block receives ``came()``, which returns "interrupted" or "terminated" if a signal came,
-    else "". It is the same in all processes, and all of them have to call it. After the block,
-    SIGTERM goes to the handler that was there before; by default it ends the process. A second
-    signal of the same kind is not held back.
+    else "". The answer is the same in all processes, and all of them call it. After the block,
+    SIGTERM goes to the previous handler, which ends the process by default. A second signal of the
+    same kind is delivered at once.
     """
     seen: list[int] = []
     usual: dict[int, Any] = {}
@@ -45,8 +45,8 @@ def held_signals(*, interrupts: bool = True, terminations: bool) -> Iterator[Cal
         agreed = words[maximum(words.index(own))]
         return agreed
 
-    # Only the main thread may set handlers. A handler of None is not Python's, and a program that
-    # ignores SIGTERM is to run on.
+    # Only the main thread may set handlers. We keep handlers that Python did not set (None), and a
+    # program that ignores SIGTERM continues.
     if threading.current_thread() is threading.main_thread():
         wanted = [signal.SIGINT] * interrupts + [signal.SIGTERM] * terminations
         usual = {number: signal.getsignal(number) for number in wanted}

@@ -1,4 +1,4 @@
-"""A run's solves as lines of JSON, which a resumed run reads instead of solving again.
+"""Write a run's solves as lines of JSON, which a resumed run reads instead of solving again.
 
 Every line ends with a checksum of itself and of the first line. Solves of damaged lines, and of
 lines of another run, are repeated. (SQLite has no checksums: of 3,000 flipped bits in a table of 40
@@ -20,13 +20,13 @@ from bilevel.runs import records as store
 from bilevel.runs.fingerprint import describe_difference
 
 Record = dict[str, Any]
-_CHECK = b', "sha256": "'  # what stands between a line's record and its checksum
+_CHECK = b', "sha256": "'  # separates a line's record from its checksum
 
 
 class Journal:
     """Results by name, each computed once, and written to a file if there is one.
 
-    Lines that a full disk cannot take wait for the next line. The header always comes first.
+    Lines that do not fit on a full disk wait for the next line. The header always comes first.
     """
 
     def __init__(self, file: BinaryIO | None = None, head: bytes = b""):
@@ -36,7 +36,7 @@ class Journal:
         self.waiting: list[bytes] = []
 
     def cached(self, name: str, compute: Callable[[], Record]) -> Record:
-        """Return the record called ``name``; compute and write it if the journal has none."""
+        """Return the record called ``name``. Compute and write it if it is missing."""
         if name not in self.records:
             record = compute()
             self.write({"name": name, **record})
@@ -45,20 +45,23 @@ class Journal:
 
     def write(self, record: Record) -> None:
         """Write the waiting lines and this one, as far as the disk has room."""
-        if self.file is None:
-            return
-        self.waiting.append(_encode_record(record, self.head))
-        self.flush()
+        if self.file is not None:
+            self.waiting.append(_encode_record(record, self.head))
+            self.flush()
 
     def flush(self) -> None:
         """Write the waiting lines, as far as the disk has room."""
-        while self.file is not None and self.waiting and _append_line(self.file, self.waiting[0]):
-            del self.waiting[0]
+        if self.file is None:
+            return
+        with store.warn_if_disk_full(f"journal: a line of {self.file.name}"):
+            while self.waiting:
+                store.append_whole(self.file, self.waiting[0])
+                del self.waiting[0]
 
 
 @contextmanager
 def opened(path: Any, resume: bool, header: Record) -> Iterator[Journal]:
-    """The journal at ``path`` (None: in memory only), checked to be that of this run."""
+    """Open the journal at ``path`` (None: in memory only); raise if another run wrote it."""
     if path is None:
         if resume:
             raise ValueError("resume: expected a journal to resume from, got None.")
@@ -79,20 +82,6 @@ def opened(path: Any, resume: bool, header: Record) -> Iterator[Journal]:
         yield _resumable(file, header)
 
 
-def _append_line(file: BinaryIO, line: bytes) -> bool:
-    """Append a line and return True, or warn and return False if the disk is full."""
-    end = file.seek(0, os.SEEK_END)
-    with store.warn_if_disk_full(f"journal: a line of {file.name}"):
-        try:
-            if file.write(line) < len(line):  # a disk that fills up takes what it has room for
-                raise OSError("no room for a whole line")
-            return True
-        except OSError:
-            file.truncate(end)
-            raise
-    return False
-
-
 def _encode_record(record: Record, head: bytes = b"") -> bytes:
     text = json.dumps(record, default=_to_json_number).encode()
     return text[:-1] + _CHECK + hashlib.sha256(head + text).hexdigest().encode() + b'"}\n'
@@ -104,7 +93,7 @@ def _to_json_number(x: Any) -> Any:
 
 
 def _decode_record(line: bytes, head: bytes = b"") -> Record | None:
-    """Return the record that :func:`_encode_record` made ``line`` of, or None for other lines."""
+    """Return the record in ``line``, or None if :func:`_encode_record` did not write the line."""
     text, _, check = line.rpartition(_CHECK)
     text += b"}"
     if check != hashlib.sha256(head + text).hexdigest().encode() + b'"}':
@@ -138,7 +127,7 @@ def _resumable(file: BinaryIO, header: Record) -> Journal:
 
 
 def _check_header(saved: Record | None, header: Record, file: str) -> None:
-    """Raise ``ValueError`` if the first line is not that of this run's journal."""
+    """Raise ``ValueError`` if the first line belongs to another run."""
     if saved is None or saved.keys() != header.keys():
         raise ValueError(f"journal: expected a journal, got another or a damaged file, {file}.")
     for name, value in json.loads(json.dumps(header, default=_to_json_number)).items():

@@ -1,7 +1,7 @@
 """Progress bars on standard error, by default only in a terminal; in notebooks, below the cell.
 
-A long loop has a bar (:func:`progress_bar`). Each phase of a command has one (:func:`phases`), and
-the loop of the phase fills it.
+A long loop has a bar (:func:`progress_bar`). Each phase of a command has one bar (:func:`phases`),
+which the loop of the phase fills.
 """
 
 import contextlib
@@ -95,24 +95,23 @@ def progress_bar(progress: bool | None, label: str, total: int, text: str) -> It
 
 @contextlib.contextmanager
 def _bars(progress: bool | None) -> Iterator[Callable[..., None] | None]:
-    """Yield ``draw(label, done, total, text)``: one bar for each label, the last one is running."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TaskID,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    """Yield ``draw(label, done, total, text)``, which draws one bar for each label."""
+    from rich import progress as rich
 
     display = _notebook_display()
     console = _console(progress, display is not None)
     if console is None:
         yield None
         return
-    text_column = TextColumn("{task.fields[text]}", markup=False)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), text_column
-    bars, tasks = Progress(*columns, TimeRemainingColumn(), console=console), dict[str, TaskID]()
+    bars = rich.Progress(
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TextColumn("{task.fields[text]}", markup=False),
+        rich.TimeRemainingColumn(),
+        console=console,
+    )
+    tasks: dict[str, rich.TaskID] = {}
 
     def draw(label, done, total, text):
         if label not in tasks:
@@ -166,7 +165,7 @@ def _notebook_display() -> Callable[..., Any] | None:
 
 
 def _text(bars: Any) -> str:
-    """What ``bars`` would draw on a terminal without colors."""
+    """Return the text that ``bars`` draws on a terminal without colors."""
     with bars.console.capture() as captured:
         bars.console.print(bars)
     return captured.get().rstrip()

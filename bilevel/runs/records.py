@@ -1,8 +1,8 @@
-"""Records on the disk: written whole or not at all, checked when read, by one writer at a time.
+"""Records on the disk: written whole or not at all, checked when read, with one writer at a time.
 
 A record is an ``.npz`` file. The CRC-32 that zip stores for every array detects flipped bits. A
-record is written under another name, flushed to the disk and renamed. So a process that is killed
-leaves the record before it. Search checkpoints and the scores of ``bilevel rank`` are records.
+record is written under another name, flushed to the disk and renamed, so that a killed process
+leaves the previous record. Search checkpoints and the scores of ``bilevel rank`` are records.
 """
 
 import json
@@ -18,23 +18,20 @@ import numpy as np
 
 try:
     import fcntl
-except ImportError:  # not on Windows, where nothing tells of a second writer
+except ImportError:  # Windows, where a second writer is not detected
     fcntl = None  # type: ignore[assignment]
 
 _PART = ".part"  # ends the name of a file that is being written
 
 
 class DamagedError(ValueError):
-    """A record was cut short or changed, or the file is no record."""
+    """The file was cut short or changed, or does not contain a record."""
 
 
 def write_arrays(
     path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], notes: Any = None
 ) -> None:
-    """Write ``arrays`` and ``notes``, a JSON value, to ``path``.
-
-    If that raises ``OSError``, the record before stays.
-    """
+    """Write ``arrays`` and ``notes``, a JSON value. ``OSError`` leaves the previous record."""
     arrays = {name: np.asarray(x) for name, x in arrays.items()}
     # numpy's format knows bfloat16 and its like as bytes only.
     foreign = {name: x.dtype.name for name, x in arrays.items() if x.dtype.kind == "V"}
@@ -56,10 +53,7 @@ def savez(file: IO[bytes], arrays: Mapping[str, Any]) -> None:
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a file that replaces ``path`` once it is complete and on the disk.
-
-    If that raises ``OSError``, the file before stays.
-    """
+    """Open a file that replaces ``path`` once it is complete and on the disk."""
     path = pathlib.Path(path)
     part = path.with_name(path.name + _PART)
     try:
@@ -72,6 +66,17 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         part.unlink(missing_ok=True)
         raise
     _sync_directory(path.parent)
+
+
+def append_whole(file: IO[bytes], content: bytes) -> None:
+    """Append all of ``content`` to an unbuffered file, or raise ``OSError`` and append nothing."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        if file.write(content) < len(content):  # a disk that fills up takes a part
+            raise OSError("no room for a whole line")
+    except OSError:
+        file.truncate(end)
+        raise
 
 
 def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], Any]:
@@ -104,8 +109,8 @@ def checksums(path: str | os.PathLike[str]) -> list[int] | None:
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-            # A flipped bit can cut the list of members short, whose last one are the notes, or give
-            # two of them one name. zip detects all others.
+            # A flipped bit can cut the list of members short, so that the notes at its end are
+            # missing, or give two members the same name. zip detects all other flips.
             names = [member.filename for member in members]
             complete = names[-1] == "notes.npy" and len({*names}) == len(names)
             return [m.CRC for m in members] if complete and archive.testzip() is None else None
@@ -115,17 +120,17 @@ def checksums(path: str | os.PathLike[str]) -> list[int] | None:
 
 @contextmanager
 def locked(path: str | os.PathLike[str], name: str, *, directory: bool = True) -> Iterator[None]:
-    """Be the one process that writes at ``path``: a directory, made if needed, or a record.
+    """Hold the lock on ``path``: a directory, made if needed, or a record.
 
     The system releases the lock when the process ends. Half-written files of killed processes are
-    removed. Errors call the path ``name``, the user's word. They are ``ValueError``: another
-    process holds the lock, or the path cannot be written.
+    removed. If another process holds the lock, or the path cannot be written, a ``ValueError``
+    names the argument ``name``.
     """
     path = pathlib.Path(path)
-    beside = path / "lock" if directory else path.with_name(path.name + ".lock")
+    lock_file = path / "lock" if directory else path.with_name(path.name + ".lock")
     try:
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        file = beside.open("ab")
+        lock_file.parent.mkdir(parents=True, exist_ok=True)
+        file = lock_file.open("ab")
     except OSError as error:
         raise ValueError(
             f"{name}: expected a place to write in, got {path} ({error.strerror})."
@@ -152,13 +157,14 @@ def lock(file: IO[bytes], name: str, path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def warn_if_disk_full(name: str) -> Iterator[None]:
-    """Turn an ``OSError``, such as a full disk, into a warning that the record is missing."""
+    """Turn an ``OSError``, e.g. of a full disk, into a warning that the record is missing."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
         warnings.warn(
-            f"{name}: could not be written ({reason}); the run goes on without it.", stacklevel=3
+            f"{name}: could not be written ({reason}); the run continues without it.",
+            stacklevel=3,
         )
 
 

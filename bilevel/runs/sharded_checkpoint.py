@@ -1,8 +1,8 @@
-"""Arrays over multiple processes on the disk: each process writes its parts to its own file.
+"""Store arrays that span multiple processes: each process writes its shards to a separate file.
 
-So no process needs memory for a whole array. A part is a box of an array, and any number of
-processes can read the parts that their devices need. Process k writes ``12-k.npz`` for step 12.
-After that, ``12.npz`` receives the checksums of these files, which makes the step valid.
+So no process needs memory for a whole array, and any number of processes can read the shards that
+their devices need. Process k writes ``12-k.npz`` for step 12. After that, ``12.npz`` receives the
+checksums of these files, which makes the step valid.
 """
 
 import pathlib
@@ -17,7 +17,7 @@ from bilevel.runs import records as store
 
 
 def write_own_shards(step: pathlib.Path, arrays: Mapping[str, jax.Array]) -> list[str]:
-    """Write this process's parts of ``arrays``; return the checksums of all processes' files.
+    """Write this process's shards of ``arrays``; return the checksums of all processes' files.
 
     If one process cannot write, all raise its ``ValueError`` or ``OSError``.
     """
@@ -55,9 +55,9 @@ def are_shards_intact(step: pathlib.Path, stamps: Sequence[str]) -> bool:
 
 
 def read_sharded_array(step: pathlib.Path, count: int, name: str, like: Any) -> Any:
-    """Return the parts of array ``name`` that belong on this process's devices, as in ``like``.
+    """Return the shards of array ``name`` for this process's devices, as ``like`` is sharded.
 
-    ``count`` is the number of files. If they lack a part, that raises ``DamagedError``.
+    ``count`` is the number of files. If they lack a part, the function raises ``DamagedError``.
     """
     paths = [shard_file(step, rank) for rank in range(count)]
     pieces = [

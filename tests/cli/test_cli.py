@@ -167,17 +167,6 @@ def test_eigenvalues_are_of_float64_without_a_warning_where_the_rest_is_float32(
             "hinge loss and by error on 300 validation rows (the mixture has 2.5 %)",
         ),
         (
-            (False, False),
-            "argmax sigmoid: keep the mixture (2.5 %): retrained alone, sigmoid has 3.5 %, last of "
-            "3 by hinge loss; swish is best by it, 2.6 % (300 validation rows)",
-        ),
-        (
-            (False, True),
-            "argmax sigmoid: keep the mixture (2.5 %): retrained alone, sigmoid has 3.5 %, last of "
-            "3 by hinge loss; swish is best by it, 2.6 %; by error it is as good as any (300 "
-            "validation rows)",
-        ),
-        (
             (True, False),
             "argmax sigmoid: keep the mixture (2.5 %): retrained alone, sigmoid has 3.5 %, number "
             "2 of 3 by error; relu is best by it, 2.7 %; by hinge loss it is as good as any (300 "

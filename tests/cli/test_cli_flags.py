@@ -118,38 +118,27 @@ def test_a_flag_is_refused_in_a_sentence_that_names_it_or_may_be_used(defaults, 
     ("line", "sentence"),
     [
         ("search --inner-steps 0", "inner_steps: expected at least 1, got 0."),
-        ("search --train 0", "train: expected at least 2, got 0."),
-        ("search --alpha-rate inf", "alpha_rate: expected at most 1000000.0, got inf."),
         ("search --alpha-rate nan", "alpha_rate: expected at least 1e-12, got nan."),
         ("search --activations relu relu", "activations: expected different names, got relu relu."),
         (f"search --steps {10**30}", "steps: expected at most 100000000, got about 10^30."),
         ("search --valid 1496", "valid: expected at most 1495 of the rows of digits, got 1496."),
-        ("search --test 1", "test: expected at least 2, got 1."),
-        ("rank --seed -1", "seed: expected at least 0, got -1."),
-        ("certify --rows 1", "rows: expected at least 2, got 1."),
         ("search --out .", "out: expected a path that ends in a name, got '.'."),
         ("search --out FILE", "out: expected a directory, got the file 'FILE'."),
-        ("search --out /dev/null", "out: expected a directory, got the file '/dev/null'."),
         ("search --out FILE/x", "out: expected a directory that can be made, got 'FILE/x' ("),
-        (f"certify --out {'x' * 300}", "out: expected a directory that can be made, got 'xxx"),
         (f"rank --out new/{'x' * 300}", "out: expected a directory that can be made, got 'new/xxx"),
         (f"baseline --dimension {10**12}", "dimension: expected at most 1073741824, got 10000000"),
         ("certify --kernel no_such_module:f", "kernel: expected MODULE:FUNCTION, got 'no_such_m"),
         ("certify --pixels 4", "pixels: expected --kernel beside it, got 4 alone."),
         ("search --resume --out none", "out: expected the directory of a run"),
-        ("search-skips --weight-rate -1", "weight_rate: expected at least 1e-12, got -1.0."),
         ("search-skips --strategy eigen-nas --samples 4", "kept: expected at most the 4 samples"),
         ("search-darts --batch-size 501", "batch_size: expected at most the 500 rows of a split"),
         ("search-darts --operations conv_7x7", "operations: expected names among none, max_pool"),
         ("search-darts --drop-path 1", "drop_path: expected under 1, got 1.0."),
         ("search-darts --pixels 2", "x: expected images [n, h, w, c] of at least 4 x 4"),
         ("search-darts --auxiliary", "auxiliary: expected at least 8 x 8 pixels after two reduct"),
-        ("search-nasbench201 --pixels 2", "x: expected images [n, h, w, c] of at least 4 x 4"),
-        ("rank --scores nas", "scores: expected names among"),
         ("rank --networks 2", "networks: expected 20 (--k) to 15625"),
         ("rank --pool 2", "k: expected at most the 2 of --pool"),
         ("rank --batch-size 501", "batch_size: expected at most the 500 training rows, got 501"),
-        ("search-own --space no_such.module:f", "space: expected MODULE:FUNCTION, got 'no_such."),
     ],
 )
 def test_no_mistake_leaves_a_directory(tmp_path, monkeypatch, capsys, line, sentence):
@@ -323,17 +312,14 @@ def test_help_and_the_version_are_there_in_every_form(capsys):
     ("typed", "progress"),
     [
         ((), None),
-        (("--progress",), True),
         (("--no-progress",), False),
-        (("--progress", "False"), False),
         (("--progress=True",), True),
         (("--progress", "None"), None),
         (("--progress", "--seed", "3"), True),
     ],
 )
-@every_command
-def test_progress_is_asked_for_and_declined(command, typed, progress):
-    assert parse_flags([*COMMANDS[command], *typed])[0].progress is progress
+def test_progress_is_requested_and_declined(typed, progress):
+    assert parse_flags(["search", *typed])[0].progress is progress
 
 
 @every_command
@@ -374,9 +360,6 @@ def test_quiet_downloads_say_nothing(tmp_path, monkeypatch, capsys):
 
 LINES = [
     "--version",
-    "search --version",
-    "--help",
-    "help",
     "help rank",
     "search --help",
     "search --steps none",
@@ -394,9 +377,7 @@ LINES = [
     "search-own",
     "search-own --space no_such_module:space",
     "certify --pixels 3",
-    "baseline --dimension 10000000000",
     "baseline --data imdb --devices 2",
-    "rank --k 500",
     "rank --scores nas",
 ]
 ANSWERED = """
@@ -465,11 +446,8 @@ def test_a_config_gives_the_flags_and_the_line_wins(defaults, command, tmp_path)
     [
         ('{"rowz": 3}', "certify", "config: expected the flags of a run of this command and space"),
         ('{"rows": "3"}', "certify", "config: rows in 'FILE': expected an integer, got '3'."),
-        ('{"rows": 3.5}', "certify", "config: rows in 'FILE': expected an integer, got 3.5."),
-        ('{"rtol": true}', "certify", "config: rtol in 'FILE': expected a number, got True."),
         ('{"out": 3}', "certify", "config: out in 'FILE': expected a path, got 3."),
         ('{"activations": "relu"}', "certify", "config: activations in 'FILE': expected names,"),
-        ('{"depth": 4}', "search", "config: expected the flags of a run of this command and space"),
         ("[]", "search", "config: expected the flags of a run in 'FILE', as a JSON object, got a"),
     ],
 )

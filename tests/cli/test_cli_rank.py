@@ -36,14 +36,7 @@ def test_a_sample_is_ranked_and_judged_and_more_networks_are_added(tmp_path, cap
     out = [*quick, "--out", str(tmp_path / "run")]
     assert main([*SMALL, *out]) == 0
     screen = capsys.readouterr().out
-    for text in (
-        "CIFAR-10",
-        "CIFAR-100",
-        "ImageNet16-120",
-        "conv edges",
-        "Eigen-NAS (k=20)",
-        "two runs",
-    ):
+    for text in ("ImageNet16-120", "conv edges", "Eigen-NAS (k=20)", "two runs"):
         assert text in screen
     before = json.loads((tmp_path / "run" / "result.json").read_text())
     assert set(before) <= documented_keys()
@@ -155,12 +148,10 @@ def test_scores_of_ones_own_are_ranked_with_builtin_ones_and_resumed(own_scores,
     [
         (["no_module:f"], r"expected MODULE:FUNCTION, got 'no_module:f' \(no module 'no_module'"),
         (["own_scores:f"], r"expected MODULE:FUNCTION, got 'own_scores:f' \(module .*no attribute"),
-        (["own_scores:number"], "expected own_scores:number to be a function, got 3"),
         (["own_scores:of_two"], "to be a function of 4 arguments, got own_scores:of_two"),
         (["own_scores:vector"], r"expected own_scores:vector to return a real scalar, got float32"),
         (["own_scores:drawn"], r"expected own_scores:drawn to return a real scalar, got key<"),
         (["l2_norm", "own_scores:in_numpy"], "own_scores:in_numpy to be a function that JAX can"),
-        (["own_scores"], "expected names among .*, or MODULE:FUNCTION, got own_scores"),
     ],
 )
 def test_mistakes_in_scores_of_ones_own_are_one_sentence(
@@ -172,12 +163,3 @@ def test_mistakes_in_scores_of_ones_own_are_one_sentence(
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and not pathlib.Path("run").exists()
     assert re.search(f"scores: .*{message}", error), error
-
-
-def test_with_a_damaged_table_the_command_names_it(tmp_path, capsys, monkeypatch):
-    file = tmp_path / "nasbench201" / "nasbench201_results.csv"
-    file.parent.mkdir()
-    file.write_text("arch_str\n")
-    monkeypatch.setenv("BILEVEL_DATA", str(tmp_path))
-    assert main([*SMALL, "--out", str(tmp_path / "run")]) == 2
-    assert str(file) in capsys.readouterr().err

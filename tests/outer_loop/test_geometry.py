@@ -35,15 +35,6 @@ def descend(optimizer, alpha, gradients):
     return alpha
 
 
-def descend_often(optimizer, alpha, gradient, times):
-    def step(carry, _):
-        alpha, state = carry
-        updates, state = optimizer.update(gradient, state, alpha)
-        return (optax.apply_updates(alpha, updates), state), None
-
-    return jax.lax.scan(step, (alpha, optimizer.init(alpha)), length=times)[0][0]
-
-
 def assert_on_simplex(alpha):
     alpha = np.asarray(alpha)
     assert np.isfinite(alpha).all() and (alpha >= 0).all()
@@ -75,28 +66,6 @@ def test_any_gradient_keeps_alpha_on_the_simplex(name, alpha, gradients, lr):
 
 
 @every_geometry
-@pytest.mark.parametrize("dtype", [jnp.float32, float])
-def test_descent_finds_the_best_vertex_of_a_linear_loss(make, dtype):
-    cost = jnp.array([3.0, 1.0, 2.0], dtype)
-    alpha = jax.jit(lambda: descend_often(make(0.1), jnp.full(3, 1 / 3, dtype), cost, 300))()
-    assert alpha.dtype == cost.dtype
-    assert jnp.argmax(alpha) == 1
-    assert alpha[1] > 0.9
-
-
-@pytest.mark.long
-@every_geometry
-def test_the_last_axis_of_every_leaf_is_a_simplex_of_its_own(make):
-    key = jax.random.key(0)
-    alpha = {"edges": jnp.full((2, 3, 4), 0.25), "layer": jnp.array([0.5, 0.5])}
-    slope = jax.tree.map(lambda a: jax.random.normal(key, a.shape), alpha)
-    moved = descend(make(0.5), alpha, [slope])
-    jax.tree.map(assert_on_simplex, moved)
-    alone = descend(make(0.5), alpha["edges"][1, 2], [slope["edges"][1, 2]])
-    np.testing.assert_allclose(moved["edges"][1, 2], alone, rtol=1e-5)
-
-
-@every_geometry
 def test_geometries_work_under_jit_and_vmap(make):
     optimizer = make(0.1)
 
@@ -111,11 +80,11 @@ def test_geometries_work_under_jit_and_vmap(make):
 
 
 def test_softmax_is_gradient_descent_on_logits():
-    """Truth: autodiff through jax.nn.softmax of the same optimizer's logits."""
+    """Truth: autodiff through jax.nn.softmax, with the same optimizer of the logits."""
     logits = jnp.array([0.3, -0.2, 0.0])
     cost = jnp.array([1.0, 2.0, -1.0])
     inner = optax.adamw(0.1, weight_decay=0.01)
-    shifted = logits - logits.max()  # the state's normalisation: weight decay sees it
+    shifted = logits - logits.max()  # weight decay depends on the state's normalisation
     state, z = inner.init(shifted), shifted
     for _ in range(5):
         slope = jax.grad(lambda z: jnp.vdot(jax.nn.softmax(z), cost) ** 2)(z)
@@ -160,11 +129,6 @@ def test_partition_mixes_simplices_and_boxes():
     np.testing.assert_allclose(moved["skip"], [0.0, 1.0])
 
 
-def test_tangent_takes_the_common_component_off():
-    updates, _ = bilevel.tangent().update(jnp.array([[1.0, 2.0, 6.0]]), optax.EmptyState())
-    np.testing.assert_allclose(updates, [[-2.0, -1.0, 3.0]])
-
-
 # ----------------------------------------------------------------------------- misuse
 
 
@@ -203,7 +167,6 @@ def distance(name, alpha):
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, float])
 def test_random_chains_stay_on_the_set_or_the_geometry_that_has_to_be_last_is_named(dtype):
-    """Chains in random order; and none that is right is refused."""
     random, dtype = np.random.default_rng(0), jnp.zeros((), dtype).dtype
     refused = 0
     for _ in range(40):
@@ -227,7 +190,7 @@ def test_random_chains_stay_on_the_set_or_the_geometry_that_has_to_be_last_is_na
             if wrong:
                 assert after
                 break
-            # What comes after may move an entry by two roundings unseen.
+            # Later transformations can move an entry by two units of roundoff unseen.
             roundings = 4 + 2 * alpha.shape[-1] * len(after)
             assert distance(name, alpha) <= roundings * jnp.finfo(dtype).eps, (before, after)
         assert geometry.geometry_names(state) == ["project" if name in ("box", "ball") else name]
@@ -238,7 +201,6 @@ def test_random_chains_stay_on_the_set_or_the_geometry_that_has_to_be_last_is_na
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_uniform_starts_of_half_precision_are_points_of_the_simplex(dtype):
-    """Rounded by their own dtype, they are accepted and stay there, with a thousand entries too."""
     alpha = {n: jnp.full(n, 1 / n, dtype) for n in (10, 1000)}
     slope = jax.tree.map(lambda a: jax.random.normal(jax.random.key(0), a.shape, dtype), alpha)
     for make in (bilevel.exponentiate, bilevel.project):
@@ -274,13 +236,13 @@ ALONE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AFTER)
-def test_what_moves_alpha_after_its_geometry_is_refused_at_the_first_update(name):
+def test_a_transformation_after_the_geometry_raises_at_the_first_update(name):
     with pytest.raises(ValueError, match=rf"expected {name}\(\) as the last .* step 0\.") as caught:
         linear_search(AFTER[name], progress=False)
     np.testing.assert_array_equal(caught.value.result.alpha, jnp.array([0.2, 0.3, 0.5]))
 
 
-def test_it_is_refused_at_the_step_where_it_first_matters():
+def test_a_transformation_after_the_geometry_raises_at_its_first_effect():
     late = optax.sgd(optax.piecewise_constant_schedule(1e-3, {2: 1000}))
     optimizer = optax.chain(late, bilevel.exponentiate(), optax.clip(0.1))
     with pytest.raises(ValueError, match=r"exponentiate\(\) as the last") as caught:
@@ -345,7 +307,7 @@ def test_partitions_and_wrappers_keep_what_is_known_of_the_set():
     optimizer = optax.MultiSteps(optax.partition(parts, {k: k for k in parts}), 2)
     alpha = {k: jnp.array([0.5, 0.5]) for k in parts}
     state = optimizer.init(alpha)
-    for expected in (False, True):  # of two steps the first one only collects
+    for expected in (False, True):  # the first of two steps only accumulates
         updates, state = optimizer.update(jax.tree.map(jnp.ones_like, alpha), state, alpha)
         alpha = optax.apply_updates(alpha, updates)
         moved_by_geometry = dict(
@@ -354,13 +316,10 @@ def test_partitions_and_wrappers_keep_what_is_known_of_the_set():
         assert moved_by_geometry == {"exponentiate": False, "project": expected}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "optimizer",
-    [bilevel.exponentiate(), bilevel.project(), bilevel.softmax(optax.sgd(1.0))],
-    ids=["exponentiate", "project", "softmax"],
+    "optimizer", [bilevel.project(lambda a: a), bilevel.softmax(optax.sgd(1.0))]
 )
-def test_an_update_of_another_shape_is_refused_and_not_spread_over_alpha(optimizer):
+def test_an_update_of_another_shape_raises(optimizer):
     alpha = jnp.full((1, 1, 2), 0.5)
     state = optimizer.init(alpha)
     with pytest.raises(ValueError, match=r"updates: expected the shape \(1, 1, 2\) of alpha, got"):
@@ -368,8 +327,8 @@ def test_an_update_of_another_shape_is_refused_and_not_spread_over_alpha(optimiz
 
 
 @pytest.mark.long
-def test_nan_is_seen_where_alpha_is_zero_too():
-    """What is not in the support stays 0 by any other update."""
+def test_nan_is_seen_where_alpha_is_zero():
+    """Entries outside the support stay 0 for all other updates."""
     optimizer, alpha = bilevel.exponentiate(), jnp.array([0.0, 1.0])
     update = jax.jit(optimizer.update)
     for number, seen in ((jnp.nan, True), (3.0, False)):

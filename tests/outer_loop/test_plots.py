@@ -59,15 +59,6 @@ def test_a_style_that_an_error_ends_is_left_too():
     assert dict(matplotlib.rcParams) == before
 
 
-def test_what_others_set_meanwhile_stays():
-    """A notebook becomes interactive at its first figure; undone, no later one is shown."""
-    with matplotlib.rc_context():
-        matplotlib.rcParams["interactive"] = False
-        with appearance.style():
-            matplotlib.rcParams["interactive"] = True
-        assert matplotlib.rcParams["interactive"]
-
-
 def test_colours_differ_and_so_do_the_dashes_beside_them():
     plain = figures.Figure().subplots()  # with colours of its own
     lines = plots.alpha_path(RNG.dirichlet(np.ones(14), 3), ax=plain).lines
@@ -95,12 +86,6 @@ def test_seeds_have_their_mean_and_standard_error():
     assert not plots.alpha_path(alpha[:, :1], ax=axes()).collections
 
 
-def test_labels_keep_apart_and_inside():
-    places = plots._spread_labels([0.3, 0.3, 0.31, 0.02, 1.0, 1.0], 0, 1, 0.05)
-    gaps = np.diff(np.sort(places))
-    assert gaps.min() > 0.05 - 1e-12 and places.min() >= 0 and places.max() <= 1
-
-
 def test_losses_start_at_the_starting_alpha_in_two_panels_and_are_log_over_decades():
     problem = bilevel.Problem(
         lower=lambda w, alpha, batch: ((w - alpha) ** 2).sum(),
@@ -115,14 +100,6 @@ def test_losses_start_at_the_starting_alpha_in_two_panels_and_are_log_over_decad
     assert outer.get_yscale() == "linear" and lower.get_yscale() == "log"
     np.testing.assert_allclose(outer.lines[0].get_ydata(), np.divide(HISTORY["value"], 2))
     assert len(outer.collections) == 1 and "2 seeds" in lower.get_xlabel()
-
-
-def test_the_true_error_is_drawn_once_for_all_estimates():
-    ax = plots.error_estimates(*PICTURES["error_estimates"], axes())
-    assert [line.get_label() for line in ax.lines] == [
-        *("true error", "cg: estimate", "dense: estimate")
-    ]
-    assert ax.get_xscale() == ax.get_yscale() == "log"
 
 
 def test_test_errors_are_in_percent_on_a_log_axis_unless_one_is_zero():

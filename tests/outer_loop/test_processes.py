@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from bilevel.cli import main
-from bilevel.internal import processes
 from bilevel.runs.fingerprint import _sum_of_entries, fingerprint
 
 PROBLEM = """
@@ -384,9 +383,3 @@ def test_a_fingerprint_does_not_depend_on_how_an_array_is_cut(shape, dtype):
     third = np.arange(x.size).reshape(shape) == 3
     for change in (np.roll(x, 1), np.where(third, (x == 0).astype(dtype), x)):
         assert (_sum_of_entries([(change, everything)], shape) != whole) == (change != x).any()
-
-
-def test_one_process_agrees_with_itself():
-    assert processes.is_first_process() and not processes.is_multiprocess()
-    assert processes.any_process(True) and not processes.any_process(None)
-    assert processes.sum_across(2**64 - 5) == 2**64 - 5 and processes.broadcast_first(7) == 7

@@ -67,14 +67,14 @@ def run(problem, solver, alpha=None, w=None, *, steps=12, optimizer=None, data=(
 def test_an_adjoint_that_does_not_solve_its_system_is_reported(inverse):
     """More weights than rows and an l1 term: the Hessian is singular at the solution."""
     solver = bilevel.implicit(bilevel.solved(proximal_gradient), inverse)
-    # The gradient may be 1e15: alpha has to stay where it is.
+    # The gradient can be 1e15, so alpha takes tiny steps.
     result, messages = run(LASSO, solver, optimizer=optax.sgd(1e-30))
     assert int(result.report.failed.total) == int(result.report.steps) == 12
     assert len(messages) == 1 and "was not solved in 12 of 12 outer steps" in messages[0]
     assert "unrolled" in messages[0]  # the remedy
 
 
-def test_a_failed_adjoint_is_no_warm_start():
+def test_a_failed_adjoint_is_not_a_warm_start():
     solver = bilevel.implicit(bilevel.solved(proximal_gradient))
     result, _ = run(LASSO, solver, optimizer=optax.sgd(1e-30))
     assert float(optax.tree.norm(result.state.solver_state.adjoint)) == 0
@@ -82,7 +82,7 @@ def test_a_failed_adjoint_is_no_warm_start():
 
 @pytest.mark.parametrize("wrap", [lambda s: s, bilevel.restarted], ids=["warm", "restarted"])
 def test_the_report_holds_the_residual_of_the_adjoint(wrap):
-    """Against H q - v, from numpy: of a solve that was cut short."""
+    """Truth: H q - v by numpy, after 5 steps of conjugate gradients."""
     solver = wrap(bilevel.implicit(bilevel.newton(), bilevel.cg(steps=5)))
     result, _ = run(RIDGE, solver, steps=1)
     (x, y), (xv, yv) = jax.tree.map(lambda a: np.asarray(a, float), (TRAIN, VALID))
@@ -134,7 +134,7 @@ def test_compiled_searches_set_the_fields(transform):
 
 
 def test_weights_that_are_not_stationary_are_reported():
-    """An l1 term beside a strong l2 term: the adjoint is solved, at a kink."""
+    """An l1 term with a strong l2 term: the adjoint is solved, at a kink."""
     elastic = bilevel.Problem(
         lambda w, alpha, batch: LASSO.lower(w, alpha, batch) + 0.5 * jnp.sum(w**2), LASSO.outer
     )
@@ -178,8 +178,7 @@ def test_a_gradient_that_is_exactly_0_is_reported():
     assert len(messages) == 1 and "exactly 0 in the last 12 of 12" in messages[0]
 
 
-def test_a_search_that_has_arrived_is_not_reported():
-    """One step to the optimum, where the gradient is 0 for a good reason."""
+def test_a_gradient_of_0_at_the_optimum_is_not_reported():
     result, messages = run(
         PARABOLA, bilevel.implicit(), jnp.array(0.0), jnp.ones(1), optimizer=optax.sgd(0.5)
     )
@@ -188,8 +187,6 @@ def test_a_search_that_has_arrived_is_not_reported():
 
 SCHEDULES = {
     "cosine": optax.sgd(optax.cosine_decay_schedule(0.1, 10), momentum=0.9),
-    "linear": optax.adam(optax.linear_schedule(0.1, 1e-5, 10)),
-    "exponential": optax.sgd(optax.exponential_decay(0.1, 5, 0.1)),
     "injected": optax.inject_hyperparams(optax.sgd)(optax.polynomial_schedule(0.1, 0.0, 2, 10)),
     "masked": optax.masked(optax.sgd(optax.cosine_decay_schedule(0.1, 10)), True),
 }
@@ -200,27 +197,15 @@ def test_an_inner_schedule_that_ends_with_the_first_outer_step_is_reported(name)
     rule = SCHEDULES[name]
     unrolled = bilevel.unrolled(rule, 10)
     for solver in (unrolled, bilevel.implicit(unrolled))[: 2 if name == "cosine" else 1]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            result = bilevel.search(
-                RIDGE,
-                solver,
-                optax.sgd(1e-3),
-                jnp.array(-2.0),
-                jnp.zeros(40),
-                TRAIN,
-                VALID,
-                steps=9,
-            )
+        result, messages = run(RIDGE, solver, steps=9)
         assert result.report.spent > 0.5
-        assert any("schedule" in str(w.message) and "restarted" in str(w.message) for w in caught)
+        assert any("schedule" in message and "restarted" in message for message in messages)
     restarted, messages = run(RIDGE, bilevel.restarted(bilevel.unrolled(rule, 10)), steps=9)
     assert restarted.report.spent == 0 and not messages
 
 
 def test_a_schedule_as_long_as_the_search_is_not_reported():
     for rate in (
-        optax.cosine_decay_schedule(0.1, 90),
         optax.warmup_cosine_decay_schedule(0.0, 0.1, 20, 90),
         optax.constant_schedule(0.1),
         optax.exponential_decay(0.1, 90, 0.1),
@@ -241,7 +226,7 @@ RATED = bilevel.unrolled(lambda alpha: optax.sgd(alpha["rate"]), 9)
 
 
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
-def test_a_leaf_that_nothing_reads_is_refused(mode):
+def test_an_unused_leaf_raises(mode):
     alpha = ALPHA | {"mixture": jnp.ones(2), "decya": jnp.ones(())}
     with pytest.raises(
         ValueError, match=r"alpha\['decya'\], alpha\['mixture'\]: expected to enter"
@@ -254,7 +239,7 @@ def test_a_leaf_that_nothing_reads_is_refused(mode):
         run(LEAVES, bilevel.saba(step_size=0.1), ALPHA, jnp.zeros(3), data=data)
 
 
-def test_a_leaf_that_the_optimizer_holds_may_enter_nothing():
+def test_a_constant_leaf_may_be_unused():
     labels = {"decay": "moved", "mix": "moved", "rate": "held"}
     rules = {"moved": optax.sgd(0.01), "held": optax.set_to_zero()}
     optimizer = optax.partition(rules, labels)
@@ -285,7 +270,6 @@ def test_a_rate_that_is_learned_by_unrolling_gives_no_warning():
 
 
 def test_the_program_is_read_once_for_all_leaves():
-    """Each leaf's own answer, by leaving the others out."""
     rng = np.random.default_rng(3)
     masks = rng.integers(0, 2, 12)
 
@@ -320,22 +304,13 @@ def test_the_predicted_change_is_the_gradient_times_the_step():
     np.testing.assert_allclose(result.report.actual, history["actual"].sum(), rtol=1e-5)
 
 
-def test_nothing_is_predicted_where_the_value_depends_on_more_than_alpha():
+def test_nothing_is_predicted_if_the_value_depends_on_more_than_alpha():
     for solver, options in (
         (bilevel.unrolled(0.1, 3), {}),
         (bilevel.implicit(), {"batches": bilevel.minibatches(5), "key": jax.random.key(0)}),
     ):
-        result = bilevel.search(
-            RIDGE,
-            solver,
-            optax.sgd(0.1),
-            jnp.array(-2.0),
-            jnp.zeros(40),
-            TRAIN,
-            VALID,
-            steps=2,
-            **options,
-        )
+        start = jnp.array(-2.0), jnp.zeros(40), TRAIN, VALID
+        result = bilevel.search(RIDGE, solver, optax.sgd(0.1), *start, steps=2, **options)
         assert "predicted" not in result.history and int(result.report.compared) == 0
 
 
@@ -348,9 +323,10 @@ def test_a_decrease_that_the_gradient_does_not_predict_is_reported():
     staircase = bilevel.Problem(
         lambda w, alpha, batch: 0.5 * (w - stairs(alpha)) ** 2, lambda w, alpha, batch: w + 10
     )
-    optimizer = optax.chain(optax.sign_sgd(0.01) if hasattr(optax, "sign_sgd") else optax.sgd(1.0))
+    start = jnp.array(0.0)
+    optimizer = optax.sign_sgd(0.01) if hasattr(optax, "sign_sgd") else optax.sgd(1.0)
     result, messages = run(
-        staircase, bilevel.implicit(), jnp.array(0.0), jnp.array(0.0), optimizer=optimizer, steps=60
+        staircase, bilevel.implicit(), start, start, optimizer=optimizer, steps=60
     )
     assert float(result.report.ratio) < 0.1
     assert len(messages) == 1 and "not its slope" in messages[0]
@@ -371,43 +347,15 @@ def test_the_difference_is_the_slope_over_a_step():
     ends = value(alpha + sign * h, TRAIN, VALID), value(alpha - sign * h, TRAIN, VALID)
     tolerance = 1e-7 if jax.config.jax_enable_x64 else 1e-3
     np.testing.assert_allclose(info.slope, (ends[0] - ends[1]) / (2 * h), rtol=tolerance)
-    assert (
-        bilevel.hypergradient(RIDGE, bilevel.implicit())(
-            alpha, jnp.zeros(40), TRAIN, VALID
-        ).info.slope
-        is None
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"difference": 0.0}, "difference"),
-        ({"difference": 0.1, "diagnostics": False}, "diagnostics=True"),
-    ],
-)
-def test_a_difference_that_cannot_be_taken_is_refused(options, match):
-    with pytest.raises(ValueError, match=match):
-        bilevel.hypergradient(RIDGE, bilevel.implicit(), **options)
 
 
 def test_a_resumed_search_has_the_report_of_the_whole(tmp_path):
-    def go(steps, **options):
-        return bilevel.search(
-            RIDGE,
-            bilevel.implicit(),
-            optax.adam(0.01),
-            jnp.array(-2.0),
-            jnp.zeros(40),
-            TRAIN,
-            VALID,
-            steps=20,
-            progress=False,
-            **options,
-        )
+    def search(**options):
+        args = bilevel.implicit(), optax.adam(0.01), jnp.array(-2.0), jnp.zeros(40), TRAIN, VALID
+        return bilevel.search(RIDGE, *args, steps=20, **options)
 
-    whole = go(20)
-    go(20, checkpoint=tmp_path, callback=lambda r: len(r.history["value"]) >= 7, every=7)
-    resumed = go(20, checkpoint=tmp_path, resume=True)
+    whole = search()
+    search(checkpoint=tmp_path, callback=lambda r: len(r.history["value"]) >= 7, every=7)
+    resumed = search(checkpoint=tmp_path, resume=True)
     jax.tree.map(np.testing.assert_array_equal, whole.report, resumed.report)
     jax.tree.map(np.testing.assert_array_equal, whole.history, resumed.history)

@@ -141,16 +141,6 @@ def test_the_next_chunk_is_read_while_one_runs_and_no_more():
     assert seen == [6, 9, 12, 12]
 
 
-@pytest.mark.long
-def test_batches_that_end_end_the_search():
-    source = list(itertools.islice(pairs(), 5))
-    result = search(batches=bilevel.stream(source), steps=9, chunk=2)
-    assert result.stopped == "the batches ended after step 5"
-    assert_close(result.alpha, by_hand(5)[0].alpha, f64=1e-12, f32=1e-5)
-    result = search(batches=bilevel.stream(source), steps=5, chunk=2)
-    assert result.stopped == ""
-
-
 @pytest.mark.parametrize("anew", [list, lambda source: lambda step: source[step:]])
 def test_batches_that_end_long_after_a_checkpoint_end_the_search_all_the_same(tmp_path, anew):
     """The last step's checkpoint is written when the end is seen, not before."""

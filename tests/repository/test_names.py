@@ -53,29 +53,3 @@ def test_variables_say_what_they_hold_and_not_that_they_were_found(trees):
 def test_few_names_are_defined_in_more_than_one_place(trees):
     names = repeated(list(trees.values()))
     assert len(names) <= REPEATED, sorted(names)
-
-
-def test_vague_names_are_seen_in_methods_loops_parameters_and_nested_functions():
-    code = """
-class A:
-    def f(self):
-        for found in ():
-            pass
-def g(found): ...
-def h():
-    def i():
-        (found, _), x.found = 0
-    return lambda found: 0
-def j():
-    return found, "found"
-"""
-    assert vague(ast.parse(code), "found") == {"A.f", "g", "h", "h.i"}
-
-
-def test_a_name_is_repeated_with_and_without_underscores_and_as_a_class():
-    codes = [
-        "def a(): ...\ndef b(): ...",
-        "class _a: ...\nb = 1",
-        "def c():\n    def d(): ...\ndef d(): ...",
-    ]
-    assert repeated([ast.parse(code) for code in codes]) == {"a"}

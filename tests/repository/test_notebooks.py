@@ -58,7 +58,7 @@ def test_every_address_of_the_repository_is_the_one_that_is_set():
     )
 
 
-@pytest.mark.parametrize("missing", [(), ("bilevel",), ("matplotlib",), ("bilevel", "matplotlib")])
+@pytest.mark.parametrize("missing", [(), ("bilevel",), ("matplotlib",)])
 @pytest.mark.parametrize("address", [None, NAMED])
 def test_the_first_code_cell_installs_what_is_missing(missing, address, monkeypatch):
     find = importlib.util.find_spec
@@ -93,13 +93,6 @@ for i in range(3):
     (cell,) = nbformat.read(path, as_version=4).cells
     texts = {output.name: output.text for output in cell.outputs}
     assert texts == {"stdout": "0\n1\n2\n", "stderr": "e\ne\ne\n"} and len(cell.outputs) == 2
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_have_one_output_for_each_stream(path):
-    for cell in nbformat.read(path, as_version=4).cells:
-        streams = [x.name for x in cell.get("outputs", []) if x.output_type == "stream"]
-        assert len(streams) == len(set(streams))
 
 
 PROGRESS = """

@@ -53,14 +53,6 @@ def test_every_link_of_the_readme_is_absolute_once_there_is_an_address(build_ste
     assert re.sub(rf"{ADDRESS}/(raw|blob)/main/", "", built) == text
 
 
-def test_only_links_to_files_are_changed(build_step):
-    text = """[a](LICENSE) [b](https://example.org) [c](#place) [d](mailto:a@b) ![e](docs/none.png)
-    table[i](x)  [f](docs/trust.md#place)"""
-    assert build_step.absolute(text, ADDRESS, ROOT) == text.replace(
-        "(LICENSE", f"({ADDRESS}/blob/main/LICENSE"
-    ).replace("(docs/trust", f"({ADDRESS}/blob/main/docs/trust")
-
-
 def test_the_licence_of_every_file_that_is_shipped_is_stated():
     tables = sorted((ROOT / "bilevel").rglob("*.xz"))
     assert {path.parent for path in tables} == {ROOT / "bilevel/spaces/nasbench201/judging/tables"}

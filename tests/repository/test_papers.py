@@ -7,9 +7,8 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks.deep_search import activation_skip_search, activation_skip_tables, eigenvalue_depth
-from benchmarks.feature_maps import feature_maps_tables
-from bilevel.spaces.skips import CANDIDATES, skip_space
+from benchmarks.deep_search import activation_skip_search, activation_skip_tables
+from bilevel.spaces.skips import skip_space
 
 RUNS, LAYERS = 3, 9
 GRADES = "**reproduced**", "reproduced in part", "not reproduced"
@@ -76,46 +75,3 @@ def test_each_finding_is_graded_by_its_own_rule():
     assert grades(p[:, ::-1], skips)[1] == 2
     assert grades(p, np.where(np.arange(LAYERS - 1) < 3, 0.2, skips))[2] == 1
     assert grades(p, 1 - skips)[2] == 2
-
-
-def trial(method, trial, seconds, test):
-    row = {"part": "search", "method": method, "trial": trial}
-    return row | {"seconds": seconds, "test": test}
-
-
-def test_fast_weight_sharing_is_compared_when_it_ends_and_at_both_ends():
-    rows = []
-    for i, noise in enumerate((0.0, 0.01, 0.02)):
-        rows.append(trial("fast weight sharing", i, [1.0, 2.0], [0.5, 0.3 + noise]))
-        rows.append(trial("random search", i, [1.5, 4.0], [0.4 + noise / 2, 0.2]))
-    rows.append(trial("random search", 3, [3.0, 6.0], [0.4, 0.2]))
-    rows.append(trial("random search", 4, [1.0, 1.0], [0.0, 0.0]))  # the other has not ended
-    rows.append(trial("fast weight sharing", 3, [1.0, 2.0], [0.5, 0.3]))
-    cells, ahead = feature_maps_tables.gaps(rows, "random search")
-    mean = 100 * np.mean([-0.1, -0.095, -0.09])
-    assert ahead and cells[1].startswith(f"{mean:.2f} ±") and cells[2] == "1 of 4"
-    assert cells[3].startswith("10.75 ±") and cells[4] == "2.2"
-    assert not feature_maps_tables.gaps(rows, "fast weight sharing")[1]
-
-
-def depth_rows(growth):
-    for part in ("infinite", "finite"):
-        for label, factor in (("no skips", 1), ("all skips", 2)):
-            for depth in (3, 10):
-                for name in CANDIDATES:
-                    grown = growth[name] if label == "no skips" else 3.0
-                    size = 2.0 if "relu" in name else 1.0
-                    value = factor * size * grown ** ((depth - 3) / 7)
-                    yield {"part": part, "skips": label, "depth": depth, "activation": name} | {
-                        "λ_min": value,
-                        "mean diagonal": 1.0,
-                    }
-
-
-def test_eigenvalues_against_depth_are_graded():
-    growth = {"relu": 1.01, "leaky_relu": 1.5, "sigmoid": 0.1, "tanh": 0.9, "swish": 0.5}
-    seen = [grade for grade, _, _ in eigenvalue_depth.findings(list(depth_rows(growth)), "finite")]
-    assert seen == ["**reproduced**"] * 4
-    growth["relu"] = 7.0
-    seen = [grade for grade, _, _ in eigenvalue_depth.findings(list(depth_rows(growth)), "finite")]
-    assert seen[2] == "reproduced in part"

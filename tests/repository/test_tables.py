@@ -34,11 +34,8 @@ def test_a_table_that_was_typed_is_found_and_written_anew(tmp_path):
     assert tables("--check", page).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "marker", ["hypergradients/memory", "memory.report", "hypergradients/memory.report a b"]
-)
-def test_a_table_without_its_comments_is_refused(tmp_path, marker):
+def test_a_table_without_its_comments_raises(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(f"<!-- table: {marker} -->\n")
+    page.write_text("<!-- table: hypergradients/memory.report a b -->\n")
     done = tables(page)
     assert done.returncode == 1 and "page.md: expected each table's comments" in done.stderr

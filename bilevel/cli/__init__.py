@@ -19,7 +19,7 @@ from bilevel.cli.runtime import compilation_cache, interrupts, invocation
 from bilevel.runs.interrupts import deferred_terminations, terminate
 
 # Flags, the module and the function that run the command, and its help. Modules are imported when
-# they run: help and mistakes need not wait for JAX.
+# they run, so that help and mistakes do not wait for JAX.
 _COMMANDS: dict[str, tuple[type[commands.Job], str, str]] = {
     "search": (
         commands.Search,
@@ -66,11 +66,11 @@ Parsed = tuple[commands.Job, commands.Output]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command of ``arguments``, by default the command line's; return the exit status.
+    """Run the command in ``arguments``, by default the command line; return the exit status.
 
-    A mistake of the user (a bad flag, a missing file) prints one message and gives status 2. Ctrl-C
-    prints a message on the saved part, and gives 130. SIGTERM during a search or a training prints
-    such a message and then ends the process. A lost process of the run gives status 1.
+    A user error (a bad flag, a missing file) prints one message and returns 2. Ctrl-C prints a
+    message about the saved part and returns 130. SIGTERM during a search or a training prints such
+    a message and then ends the process. A lost process of the run returns 1.
     """
     with deferred_terminations() as terminated:
         status = _exit_status(arguments)
@@ -88,23 +88,23 @@ def _exit_status(arguments: Sequence[str] | None) -> int:
         with interrupts.heard():
             _run_command(arguments)
     except (KeyboardInterrupt, interrupts.Stopped) as stop:
-        return _said(str(stop) or "interrupted before the run began", 130)
+        return _print_error(str(stop) or "interrupted before the run began", 130)
     except OSError as error:
         file = f"{error.filename}: " if error.filename else ""
-        return _said(f"{file}{error.strerror}." if error.strerror else str(error), 2)
+        return _print_error(f"{file}{error.strerror}." if error.strerror else str(error), 2)
     except (ValueError, FloatingPointError) as error:
-        return _said(str(error), 2)
+        return _print_error(str(error), 2)
     except RuntimeError as error:
         from bilevel.internal.processes import LostProcessError
 
         if not isinstance(error, LostProcessError):
             raise
-        return _said(str(error), 1)
+        return _print_error(str(error), 1)
     return 0
 
 
-def _said(sentence: str, status: int) -> int:
-    print(f"bilevel: {' '.join(sentence.split())}", file=sys.stderr)
+def _print_error(message: str, status: int) -> int:
+    print(f"bilevel: {' '.join(message.split())}", file=sys.stderr)
     return status
 
 
@@ -121,9 +121,9 @@ def _run_command(arguments: Sequence[str]) -> None:
         config, output = parsed
         config.check()
         distributed = getattr(config, "distributed", False)
-        if not distributed:  # or the first process alone has the folder
+        if not distributed:  # otherwise only the first process has the folder
             from_config_file.check_directory(config)
-        # All mistakes that can be known without JAX are answered by now.
+        # All checks that do not need JAX are done here.
         if output.cache:
             compilation_cache.keep()
         first = not distributed or _join_processes()
@@ -149,7 +149,7 @@ def _run_command(arguments: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _silent_downloads() -> Iterator[None]:
-    """Keep the logger of pooch, which prints every download, from all but warnings."""
+    """Silence the logger of pooch, which prints every download, except for warnings."""
     import logging
 
     import pooch
@@ -175,15 +175,15 @@ def _join_processes() -> bool:
 
 
 def parse_flags(arguments: Sequence[str]) -> Parsed | None:
-    """Return the flags of the command in ``arguments``, not checked yet; None for ``version``.
+    """Return the unchecked flags of the command in ``arguments``; None for ``version``.
 
-    Flags on the line come first, then the sizes of ``--quick``, then ``--config``, then defaults.
+    The command line has priority over the sizes of ``--quick``, then ``--config``, then defaults.
 
     Raises
     ------
     ValueError
-        For an unknown command or flag, a value of another type, and a ``--config`` of another
-        command.
+        If the command or a flag is unknown, a value has another type, or ``--config`` belongs to
+        another command.
     """
     arguments = _in_full(arguments)
     defaults = {name: kind() for name, (kind, *_) in _COMMANDS.items()}
@@ -201,10 +201,10 @@ def parse_flags(arguments: Sequence[str]) -> Parsed | None:
 
 
 def _in_full(arguments: Sequence[str]) -> list[str]:
-    """Return the line as the parser takes it.
+    """Return the command line in the form that the parser takes.
 
-    No command is a request for help, and so is ``help COMMAND``; ``--no-progress`` is
-    ``--progress False``. An unknown command or flag raises an error with the nearest one.
+    An empty line and ``help COMMAND`` request help, and ``--no-progress`` means ``--progress
+    False``. An unknown command or flag raises an error with the nearest one.
     """
     line = list(arguments) or ["--help"]
     if line[0] == "help":
@@ -242,7 +242,7 @@ def _flags(kind: type[commands.Job]) -> list[str]:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    """A question that offers the nearest of the ``names``, if one is near."""
+    """Return a question that offers the nearest of the ``names``, if one is near."""
     near = difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
@@ -268,7 +268,7 @@ def _parsed(arguments: Sequence[str], defaults: dict[str, commands.Job]) -> Pars
 
 
 def _command(defaults: commands.Job, about: str) -> Callable[..., Parsed]:
-    """Return the function that tyro takes a command's flags from."""
+    """Return the function that defines the flags of a command for tyro."""
     import tyro
 
     def command(run, output):
@@ -285,9 +285,9 @@ def _command(defaults: commands.Job, about: str) -> Callable[..., Parsed]:
 
 
 def _read_error_box(box: str) -> str:
-    """Return the message that tyro draws in a box, between a title and help.
+    """Return the message in the box that tyro draws, between a title and help.
 
-    A terminal without box-drawing characters gets hyphens, and a rule below the title too.
+    Terminals without box-drawing characters show hyphens, and a rule below the title.
     """
     _, *lines = [line.strip("│ \n") for line in box.splitlines()]
     rules = [set(line) <= set("╭╮╰╯─- ") for line in lines]

@@ -1,4 +1,4 @@
-"""The advice of ``bilevel search`` on its argmax: discretise, or keep the mixture."""
+"""Advice of ``bilevel search`` on its argmax: discretise, or keep the mixture."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from bilevel.strategies.activation_search import ActivationTask, ArgmaxVerdict
 
 
 def verdict_entries(task: ActivationTask, verdict: ArgmaxVerdict) -> dict[str, Any]:
-    """Return a verdict as ``result.json`` has it."""
+    """Return the entries of a verdict in ``result.json``."""
     names = np.array(task.space.names)
     by = {
         name: {
@@ -61,7 +61,7 @@ def describe_advice(result: dict[str, Any]) -> str:
 
 
 def theory(argmax: dict[str, Any]) -> str:
-    """Say what Roberts et al. conclude at the shared weights."""
+    """Describe the conclusion of Roberts et al. at the shared weights."""
     seeds, condition = len(argmax["choice"]), argmax["condition_six"]
     words = {1: "holds", -1: "fails", 0: "is undecided"}
     verdict = words[condition[0]] if seeds == 1 else f"holds in {condition.count(1)} of {seeds}"

@@ -1,8 +1,8 @@
-"""``bilevel baseline``: the choice of a feature map, by search methods without hypergradients.
+"""``bilevel baseline``: choose a feature map by search methods without hypergradients.
 
 Ridge regression on random Fourier features of images, or a linear SVM on hashed n-grams of texts
-(Khodak et al. 2020, section 2). The methods see the same rows, configurations and features; the
-table has for each what it spent, and the test error of its choice, trained for itself.
+(Khodak et al. 2020, section 2). All methods use the same rows, configurations and features. The
+table shows the cost of each method, and the test error of its choice after separate training.
 """
 
 import functools
@@ -35,7 +35,7 @@ _METHODS = {
     "exponentiated-gradient": baselines.exponentiated_gradient,
     "random-search": baselines.random_search,
 }
-_KEPT = 2**31  # bytes of projections that are kept; larger ones are made in blocks
+_KEPT = 2**31  # bytes of projections that stay in memory; larger ones are computed in blocks
 
 
 def run_baseline(config: Baseline) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def run_baseline(config: Baseline) -> dict[str, Any]:
     methods = [*_METHODS] if config.method == "all" else [config.method]
     with (
         memory.fitting(config, _arrays(config)),
-        run_directory(config, keeps="solves are kept") as folder,
+        run_directory(config, keeps="the solves so far are saved") as folder,
     ):
         with report.phases(config.progress) as bars:
             began = time.perf_counter()
@@ -74,7 +74,7 @@ def _row_counts(config: Baseline) -> dict[str, int]:
 
 
 def _arrays(config: Baseline) -> memory.Parts:
-    """Weights, phases and configurations, and projections of all rows where they are kept."""
+    """Return the weights, phases and configurations, and projections of rows in memory."""
     dimension, configs = config.size("dimension"), memory.shape(config.configs, 32)
     if config.data == "imdb":
         return {("dimension",): memory.shape(dimension), ("configs",): configs}
@@ -90,7 +90,7 @@ def _arrays(config: Baseline) -> memory.Parts:
 def _problem_and_candidates(
     config: Baseline, parts: list[Any], data_key: jax.Array, config_key: jax.Array
 ) -> tuple[Selection, list[Any]]:
-    """The problem of choosing a configuration, and the configurations."""
+    """Return the selection problem, and the configurations."""
     if config.data == "imdb":
         # lambda |w|^2 + sum = 2 lambda (1/2 |w|^2 + C sum)
         problem = features.text_selection(*parts, cost=0.5 / config.penalty)
@@ -115,7 +115,7 @@ def _trace(
     candidates: list[Any],
     problem: Selection,
 ) -> Trace:
-    """One method's search."""
+    """Run the search of one method."""
     dimension, halves = config.size("dimension"), name in ("successive-halving", "hyperband")
     options: dict[str, Any] = {"minimum": max(1, dimension // 64)} if halves else {}
     options |= {"journal": folder / f"{name}.jsonl", "resume": config.resume}
@@ -129,7 +129,7 @@ def _trace(
 
 
 def _summarize_trace(trace: Trace) -> dict[str, Any]:
-    calls = len(trace.calls)  # none for one configuration: nothing to choose
+    calls = len(trace.calls)  # 0 for one configuration
     return {
         "found": str(trace.configs[trace.best]),
         "best": int(trace.best),
@@ -159,7 +159,7 @@ def _save_trace_figure(
     def draw(figure):
         axes = figure.subplots(1, 2, sharey=True)
         for ax, against in zip(axes, ("calls", "seconds"), strict=True):
-            plots.traces(shown, against, ax).get_legend().remove()  # one below is for both
+            plots.traces(shown, against, ax).get_legend().remove()  # one legend below is enough
         axes[1].set_ylabel("")
         lines = axes[0].get_lines()
         figure.legend(handles=lines, loc="outside lower center", ncols=min(6, len(lines)))
@@ -184,8 +184,8 @@ def _print_baseline(result: dict[str, Any], folder: pathlib.Path) -> None:
         table.add_row(name, str(row["calls"]), f"{row['seconds']:.1f}", *errors, row["found"])
     screen.print(table)
     screen.print(
-        "valid: by the method's own scores, with shared weights where it shares; test: of the "
-        "configuration found,\ntrained for itself with all features, which is outside the clock; "
-        "s: with compilation"
+        "valid: validation error by the method's scores (with shared weights if it shares them); "
+        "test: error of the\nconfiguration found, trained separately with all features (not in "
+        "the time); s: seconds with compilation"
     )
     screen.print(f"all {result['seconds']:.0f} s; results in {folder}")

@@ -1,10 +1,10 @@
-"""``bilevel certify``: the smallest eigenvalue of the kernel, for every mixture.
+"""``bilevel certify``: certify the smallest eigenvalue of the kernel, for every mixture.
 
-The kernel is that of activations in a hidden layer of infinite width, on real data: ``K_alpha =
+The kernel belongs to activations in a hidden layer of infinite width, on real data: ``K_alpha =
 sum_ij alpha_i alpha_j K_ij``. With ``--kernel MODULE:FUNCTION`` it is ``K_alpha = sum_i alpha_i
-k_i`` of the user's own kernel functions. The smallest eigenvalue is certified at each vertex, and
-over the whole simplex: a bracket around ``min over alpha of lambda_min(K_alpha)``. For activations
-the minimum is usually at no vertex.
+k_i`` of user-defined kernel functions. The command certifies the smallest eigenvalue at each
+vertex, and a bracket around its minimum over the simplex, ``min over alpha of
+lambda_min(K_alpha)``. For activations the minimum is usually not at a vertex.
 """
 
 import math
@@ -56,7 +56,7 @@ def run_certify(config: Certify) -> dict[str, Any]:
             began = time.perf_counter()
             bars.enter("data")
             rows = _distinct_training_rows(config.data, config.rows, config.seed)
-            # In float64. The user's setting does not change.
+            # In float64, without a change of the user's setting.
             with jax.enable_x64(True):
                 if kernels is None:
                     blocks = _of_activations(config.activations, rows, bars)
@@ -73,13 +73,13 @@ def run_certify(config: Certify) -> dict[str, Any]:
 
 
 def _array_name(kernel: str) -> str:
-    """Name of the kernel's spectrum in ``arrays.npz``."""
+    """Return the name of the kernel's spectrum in ``arrays.npz``."""
     return f"spectrum_{kernel}".replace(" ", "_")
 
 
 def _distinct_training_rows(name: str, count: int, seed: int) -> np.ndarray:
-    """Distinct training rows [n, ...], with all classes in their proportions."""
-    # Only as many files of CIFAR-10 as hold the rows.
+    """Return distinct training rows [n, ...], with all classes in their proportions."""
+    # Read only the files of CIFAR-10 that hold the rows.
     size = -(-count // datasets.BATCH_ROWS) * datasets.BATCH_ROWS if name == "cifar10" else None
     data = datasets.load(name, train_size=size)
     if count > len(data.x_train):
@@ -105,7 +105,7 @@ def _of_activations(activations: tuple[str, ...], rows: np.ndarray, bars: Phases
 
 
 def _import_kernels(name: str) -> dict[str, Callable[..., Any]]:
-    """The kernel functions that MODULE:FUNCTION returns, by name."""
+    """Return the kernel functions of MODULE:FUNCTION, by name."""
     returned = called("kernel", name)
     kernels = returned if isinstance(returned, Mapping) else {name.partition(":")[2]: returned}
     texts = all(isinstance(key, str) and key not in _MIXTURES for key in kernels)
@@ -135,7 +135,7 @@ def _of_functions(
 def _certify_kernels(
     blocks: KernelBlocks, rtol: float, bars: Phases
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The result, and the spectra of all kernels in its table."""
+    """Return the result, and the spectra of all kernels in its table."""
     names, _, values, error = blocks
     bars.enter("certificate over the simplex")
     start = time.perf_counter()
@@ -147,7 +147,7 @@ def _certify_kernels(
         uniform = np.full(len(names), 1 / len(names))
         alphas |= zip(_MIXTURES, (uniform, certificate.argmin), strict=True)
     kernels = {name: np.einsum("i,ijnm,j->nm", a, values, a) for name, a in alphas.items()}
-    # The rounding of the sum itself is added; alpha is on the simplex.
+    # The sum itself is rounded too; alpha is on the simplex.
     noise = 1e-15 * len(values) ** 2 * np.abs(values).max()
     errors = {name: np.einsum("i,ijnm,j->nm", a, error, a) + noise for name, a in alphas.items()}
     spectra = {name: np.linalg.eigvalsh(kernel) for name, kernel in kernels.items()}
@@ -218,7 +218,8 @@ def _print_certificate(result: dict[str, Any], folder: pathlib.Path) -> None:
     )
     if not simplex["converged"]:
         screen.print(
-            f"wider than --rtol {config['rtol']:g}: too near 0 for float64, or too many cells"
+            f"This is wider than --rtol {config['rtol']:g}: the minimum is too near 0 for float64, "
+            "or needs too many cells."
         )
     screen.print("worst mixture: " + report.mixture(simplex["argmin"], result["names"]))
     how = "measured, not proved" if config["kernel"] else "as their computation says"

@@ -1,7 +1,7 @@
-"""Kernels of the commands, in float64 whatever the precision of the rest: a certificate needs it.
+"""Kernels of the commands, always in float64, because a certificate needs it.
 
-One hidden layer of infinite width whose weights are trained, with activation
-``sum_i alpha_i s_i``: the kernel ``K_alpha`` of Oymak et al. 2021, section 4.2.
+The network has one hidden layer of infinite width with trained weights and activation ``sum_i
+alpha_i s_i``: the kernel ``K_alpha`` of Oymak et al. 2021, section 4.2.
 """
 
 import functools
@@ -18,9 +18,9 @@ from ntk.spectrum.certificate import certified_min_eigenvalue
 
 
 def kernel_eigenvalue(x: Any, names: tuple[str, ...], alpha: Any) -> tuple[float, float, float]:
-    """Smallest eigenvalue of ``K_alpha``, its certified lower bound, and the entries' error.
+    """Return the smallest eigenvalue of ``K_alpha``, its certified bound, and the entries' error.
 
-    For unit inputs ``x``; the bound is certified for kernels that far from the computed one.
+    The inputs ``x`` are unit vectors. The bound holds for all kernels within this error.
     """
     with jax.enable_x64(True):
         x, alpha = (np.asarray(a, float) for a in (x, alpha))
@@ -33,13 +33,13 @@ def kernel_eigenvalue(x: Any, names: tuple[str, ...], alpha: Any) -> tuple[float
 def hidden_layer_kernel(x, alpha, names):
     """Return the kernel and the errors of its entries.
 
-    One program serves all ``alpha``; that of all pairs of activations compiles for three times as
+    One program serves all ``alpha``. A program of all pairs of activations compiles three times as
     long.
     """
     layer: dict[Activation, Any] = {}
     for name, weight in zip(names, alpha, strict=True):
         layer[ACTIVATIONS[name]] = layer.get(ACTIVATIONS[name], 0.0) + weight
     kernels = ntk.network_kernel(x, activations=[layer], variances=(1.0, 1.0))
-    # The hidden layer's weights alone: the output weights' part is the NNGP. Each has the error.
+    # The NNGP is the part of the output weights; both kernels have the error.
     kernel = kernels.ntk - kernels.nngp
     return kernel, 2 * kernels.error

@@ -1,10 +1,10 @@
 """``bilevel rank``: train-free scores of NAS-Bench-201's networks, judged by their accuracies.
 
 Networks are drawn and scored at their initial weights on one batch of ``--data``. The scores, and
-others that look at nothing but the genotype, are compared with the benchmark's accuracies on
-CIFAR-10, CIFAR-100 and ImageNet16-120. With ``--epochs`` the network of the best score (of the
-first of ``--scores``) is then trained from scratch on ``--data``: Algorithm 1 of Zhu et al. (2022),
-with Eigen-NAS.
+baselines that use only the genotype, are compared with the benchmark's accuracies on CIFAR-10,
+CIFAR-100 and ImageNet16-120. With ``--epochs`` the network of the best score (by the first of
+``--scores``) is then trained from scratch on ``--data``: Algorithm 1 of Zhu et al. (2022), with
+Eigen-NAS.
 """
 
 import functools
@@ -61,15 +61,15 @@ def run_rank(config: Rank) -> dict[str, Any]:
         takes("scores", name, function, 4)  # (key, apply, params, batch)
     with (
         memory.fitting(config, _arrays(config)),
-        run_directory(config, keeps="the scores saved so far are kept") as folder,
+        run_directory(config, keeps="the scores so far are saved") as folder,
     ):
         with report.phases(config.progress) as bars:
             began = time.perf_counter()
             bars.enter("data")
             count_for(config.devices, config.at_once, "networks at once")
             table = load_table() if config.judged else None
-            # RandomState, not default_rng, whose stream may change from one numpy to the next.
-            # Fewer networks are the first of more.
+            # The stream of RandomState is the same in all versions of numpy. A smaller count draws
+            # the first networks of a larger one.
             permutation = np.random.RandomState(config.seed).permutation(len(genotypes()))
             rows = permutation[: config.count]
             result, scored = _score_and_train(config, functions, rows, table, folder, bars)
@@ -87,7 +87,7 @@ def _network_shape(config: Rank) -> dict[str, int]:
 
 
 def _arrays(config: Rank) -> memory.Parts:
-    """Weights of all operations, their gradient, and the arrays that a network's gradient keeps."""
+    """Return all weights, their gradient, and the arrays that a network's gradient keeps."""
     networks, image = all_networks(**_network_shape(config)), image_shape(config)
     key = jax.eval_shape(jax.random.key, 0)
     w = jax.eval_shape(lambda key: networks.init(key, image), key)
@@ -111,10 +111,10 @@ def _score_and_train(
     sizes = {"train": config.train, "test": config.test}
     (splits,) = datasets.draw_splits(config.data, [jax.random.key(config.seed)], valid=1, **sizes)
     train, _, test = run.normalised(splits, unit)
-    # The batch that networks are scored on has all classes in their proportions.
+    # The batch of the scores has all classes in their proportions.
     batch_key = jax.random.key(config.seed + 1)
     (chosen,) = datasets.stratified_split(batch_key, np.asarray(train[1]), (config.batch_size,))
-    # Keys of the initial weights, of the training, and of the user's own scores.
+    # Keys of the initial weights, of the training, and of user-defined scores.
     init_key, training_key, score_key = jax.random.split(jax.random.key(config.seed), 3)
     candidates, cells = all_networks(**_network_shape(config)), [genotypes()[row] for row in rows]
     w = jax.jit(lambda key: candidates.init(key, train[0].shape[1:]))(init_key)
@@ -157,7 +157,7 @@ def _score_and_train(
 def _judge_scores(
     config: Rank, scored: Scored, table: BenchmarkTable, rows: np.ndarray
 ) -> dict[str, Any]:
-    """Correlations, choices, the papers' protocol, agreement with published scores."""
+    """Return correlations, choices, the papers' protocol, agreement with published scores."""
     scores = scored.oriented()
     cells = [genotypes()[row] for row in rows]
     parts = [
@@ -186,7 +186,7 @@ def _judge_scores(
 
 
 def _published_agreement(scores: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, Any]:
-    """Correlations with the scores that others published, if that table has been made."""
+    """Return correlations with published scores, if their table exists."""
     try:
         published = published_scores()
     except FileNotFoundError:
@@ -214,7 +214,7 @@ def _train_chosen_network(
     test: run.Part,
     folder: pathlib.Path,
 ) -> dict[str, Any]:
-    """Train the chosen network from scratch as the benchmark trains; return its errors."""
+    """Train the chosen network from scratch like the benchmark; return its errors."""
     shape, size = _network_shape(config), min(config.batch_size, config.train)
     steps = config.epochs * (len(train[1]) // size)
     sgd = optax.chain(
@@ -314,8 +314,8 @@ def _print_judged(screen: Any, result: dict[str, Any]) -> None:
         for name, c in result["seed_ceiling"].items()
     )
     screen.print(
-        f"the most that chance in training allows, tau between two runs of one network, and of a "
-        f"perfect score with their mean (all 15,625): {ceilings}"
+        "upper limits of tau, because training is random (all 15,625 networks): between two runs, "
+        f"and of a perfect score with the mean of runs: {ceilings}"
     )
     title = (
         f"test accuracy (%) of the best score's network, and gain of the best of k = {config['k']} "

@@ -1,9 +1,9 @@
-"""``bilevel search``: activation search on real data, compared with what a user would do instead.
+"""``bilevel search``: activation search on real data, compared with its alternatives.
 
-One run does, for every seed side by side: the search; the network retrained at the α found; one
-network for each single activation; and joint single-level training of weights and α on the
-training data alone. It ends in a table, with the certified smallest eigenvalue of the kernel that
-each would have at infinite width, and leaves a run directory.
+For every seed, one run computes: the search; the network retrained at the α found; one network for
+each single activation; and joint single-level training of weights and α on the training data alone.
+The run ends in a table, with the certified smallest eigenvalue of each kernel at infinite width,
+and leaves a run directory.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def run_search(config: Search) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     with (
         memory.fitting(config, _arrays(config)),
-        run_directory(config, keeps="the search is kept as far as it came") as folder,
+        run_directory(config, keeps="the search so far is saved") as folder,
     ):
         with report.phases(config.progress) as bars:
             bars.enter("data")
@@ -72,7 +72,7 @@ def run_search(config: Search) -> dict[str, Any]:
 
 
 def _arrays(config: Search) -> memory.Parts:
-    """The arrays alive together while the hypergradient is compared with longer training."""
+    """Return the arrays alive together during the comparison with longer training."""
     copies, choices, n = config.seeds, len(config.activations), config.train
     w = memory.shape(copies, config.width, inputs(config.data))
     rows = memory.shape(copies, n, inputs(config.data)), memory.shape(copies, n, CLASSES)
@@ -89,7 +89,7 @@ def _arrays(config: Search) -> memory.Parts:
         mixture = memory.shape(choices, dtype="float64")
         kernel = jax.eval_shape(lambda *a: hidden_layer_kernel(*a, config.activations), x, mixture)
     return {
-        ("seeds", "width"): [w] * (3 + choices),  # of every network, at the start, momentum
+        ("seeds", "width"): [w] * (3 + choices),  # of every network, the start, momentum
         ("seeds", "width", "inner_steps"): memory.kept_for_backward(
             longer_training, alpha, w, alpha, rows
         ),
@@ -107,14 +107,14 @@ def _space(config: Search) -> ActivationSpace:
 
 
 def _task(config: Search) -> ActivationTask:
-    """Data and initial weights of all seeds, over the devices."""
+    """Return data and initial weights of all seeds, over the devices."""
     count_for(config.devices, config.seeds, "seeds")
     seeds = jax.random.split(jax.random.key(config.seed), config.seeds)
     keys = [jax.random.split(key) for key in seeds]  # of the rows, of the weights
     sizes = {"train": config.train, "valid": config.valid, "test": config.test}
     rows = datasets.draw_splits(config.data, [of_rows for of_rows, _ in keys], **sizes)
     task = set_up(_space(config), rows, [of_weights for _, of_weights in keys], classes=CLASSES)
-    # But for the curvatures: solvers have them as constants.
+    # Curvatures stay on one device, because solvers use them as constants.
     w0, *parts = spread_over_devices(config.devices, config.seeds, "seeds", (task.w0, *task[3:]))
     return ActivationTask(task.space, w0, task.curvatures, *parts)
 
@@ -124,7 +124,7 @@ def _optimizer(geometry: str, rate: float) -> optax.GradientTransformation:
     if geometry == "softmax":
         return bilevel.softmax(adam)
     if geometry == "project":
-        # Adam moves every entry by its rate, and the whole simplex is only 1 wide.
+        # Adam moves every entry by its rate, but the simplex has width 1.
         slower = optax.scale(0.1)
         return optax.chain(bilevel.tangent(), adam, slower, bilevel.project("simplex"))
     return optax.chain(bilevel.tangent(), adam, bilevel.exponentiate())
@@ -135,7 +135,7 @@ def _search_and_compare(
 ) -> tuple[dict[str, Any], bilevel.SearchResult]:
     names, seeds = task.space.names, len(task.w0)
     training = solver(task, config.inner_steps, config.solver, config.weight_rate)
-    # Numbers that the host knows are made by numpy, so that no programs are compiled for them.
+    # numpy makes constants of the host, so that no programs are compiled for them.
     dtype = task.w0.dtype
     uniform = jax.device_put(np.full((seeds, len(names)), 1 / len(names), dtype))
     bars.enter("search")
@@ -150,7 +150,7 @@ def _search_and_compare(
         steps=config.steps,
         progress=False,
         callback=_loss_callback(bars, config.steps, seeds),
-        history=("alpha", "aux", "grad_norm", "lower", "value"),  # alpha's too, however large
+        history=("alpha", "aux", "grad_norm", "lower", "value"),  # also a large alpha
         checkpoint=folder / "checkpoint",
         resume=config.resume,
     )
@@ -191,18 +191,12 @@ def _search_and_compare(
 
 
 def _with_losses_as_aux(problem: bilevel.Problem) -> bilevel.Problem:
-    """Return the problem with its losses as auxiliary outputs, which keeps those of each seed."""
+    """Return the problem with its losses as auxiliary outputs, which records each seed's loss."""
 
-    def with_value_as_aux(loss):
-        def loss_twice(w, alpha, batch):
-            value = loss(w, alpha, batch)
-            return value, value
+    def twice(loss):
+        return lambda w, alpha, batch: (loss(w, alpha, batch),) * 2
 
-        return loss_twice
-
-    return bilevel.Problem(
-        with_value_as_aux(problem.lower), with_value_as_aux(problem.outer), has_aux=True
-    )
+    return bilevel.Problem(twice(problem.lower), twice(problem.outer), has_aux=True)
 
 
 def _loss_callback(bars: Phases, steps: int, seeds: int) -> Callable[[bilevel.SearchResult], None]:
@@ -219,7 +213,7 @@ def _loss_callback(bars: Phases, steps: int, seeds: int) -> Callable[[bilevel.Se
 def _train_jointly(
     config: Search, task: ActivationTask, alpha: jax.Array, bars: Phases
 ) -> tuple[jax.Array, jax.Array]:
-    """Single-level training: weights and α descend the training loss together."""
+    """Train on a single level: weights and α descend the training loss together."""
     steps = _JOINT_EPOCHS * config.inner_steps
     rate = config.weight_rate or 1 / np.asarray(task.curvatures).max(axis=-1)[:, None, None]
     lower, show = stack_problems(task.space.problem).lower, bars.loop(steps, "")
@@ -243,7 +237,7 @@ def _train_jointly(
 def _errors_and_eigenvalues(
     task: ActivationTask, w: jax.Array, alpha: jax.Array
 ) -> dict[str, np.ndarray]:
-    """Errors and losses of trained networks, eigenvalues of their kernels; [seeds] each."""
+    """Return errors and losses of trained networks, and eigenvalues of kernels; [seeds] each."""
     parts = {"train": task.train, "valid": task.valid, "test": task.test}
     scores = _errors_and_losses(task.space, w, alpha, parts)
     rows = zip(np.asarray(task.train[0]), np.asarray(alpha), strict=True)
@@ -327,24 +321,25 @@ def _print_search(result: dict[str, Any], folder: pathlib.Path) -> None:
     norm, off = (np.asarray(result["hypergradient"][k]) for k in ("norm", "error"))
     relative = np.divide(off, norm, out=np.zeros_like(off), where=off > 0)
     console.print(
-        f"hypergradient there: {report.cell(100 * relative, '.0f')} % from that of training "
-        f"{_LONGER} times as long"
+        f"hypergradient error at this α: {report.cell(100 * relative, '.0f')} % (compared with "
+        f"training {_LONGER} times as long)"
     )
     if "predicted_ratio" in result:
         console.print(
-            f"change of the validation loss: {result['predicted_ratio']:.2g} times what the "
-            "hypergradients predicted"
+            f"change of the validation loss: {result['predicted_ratio']:.2g} times the prediction "
+            "of the hypergradients"
         )
     console.print(argmax_advice.describe_advice(result))
     console.print(argmax_advice.theory(result["argmax"]))
     gap, error = result["gap"]
     spread = f" ± {100 * error:.2f}" if seeds > 1 else ""
     console.print(
-        f"* best single activation; the search's test error minus its: {100 * gap:+.2f}{spread}"
+        f"* best single activation; test error of the search minus this one: "
+        f"{100 * gap:+.2f}{spread}"
     )
     console.print(
-        "λ_min ≥: certified, of the infinite-width kernel of the training rows, for entries exact "
-        f"to {result['entry_error']:.0e}"
+        "λ_min ≥: certified lower bound for the infinite-width kernel of the training rows; its "
+        f"entries are exact to {result['entry_error']:.0e}"
     )
     seconds = result["seconds"]
     console.print(

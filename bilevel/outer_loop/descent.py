@@ -41,7 +41,7 @@ def descent(
     Returns
     -------
     init : ``init(alpha, w) -> DescentState``
-        It raises if a geometry has no optimizer that descends.
+        It raises if a geometry comes without an optimizer that descends.
     step : ``step(state, (train, valid)) -> (state, metrics)``
         ``metrics`` has the scalars ``value`` (outer loss) and ``lower`` (lower loss) at the new
         ``w`` and the old ``alpha``, and ``grad_norm``, the 2-norm of the hypergradient. It has

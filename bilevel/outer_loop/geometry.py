@@ -233,7 +233,7 @@ def _limit_magnitude(x: jax.Array) -> jax.Array:
     """Clip ``x`` to an eighth of the largest finite value, so that a difference cannot overflow.
 
     NaN stays NaN. The clip also keeps a compiler from fusing ``lr * g - max(lr * g)`` into one
-    multiply-add without rounding of ``lr * g``. Where both terms are equal, that result would not
+    multiply-add without rounding of ``lr * g``. If both terms are equal, that result would not
     be 0: for values of 1e27 it was 1e17.
     """
     limit = jnp.finfo(x.dtype).max / 8

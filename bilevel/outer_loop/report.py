@@ -32,9 +32,9 @@ class SearchReport(NamedTuple):
     ----------
     steps : int, the number of observed steps.
     zero : steps with a hypergradient of exactly 0.
-    failed : steps in which the adjoint did not solve its linear system (:func:`bilevel.implicit`).
-    indefinite : steps in which that solve met a direction without positive curvature.
-    moving : steps in which the weights were not a stationary point of the lower loss
+    failed : steps with an adjoint that did not solve its linear system (:func:`bilevel.implicit`).
+    indefinite : steps with a direction without positive curvature in that solve.
+    moving : steps with weights that were not a stationary point of the lower loss
         (:func:`bilevel.implicit`): the lower gradient was over 0.1 % of ``|w|`` times the largest
         curvature.
     predicted : sum of ``<hypergradient, change of alpha>`` over the steps. It is compared with

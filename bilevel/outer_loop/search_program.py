@@ -103,7 +103,7 @@ class SearchSetup(NamedTuple):
         return carry, traced, list(dict.fromkeys(notes))
 
     def spent(self, alpha, w0, steps) -> jax.Array | None:
-        """Return the share of the search in which the inner optimizer's schedule takes no steps."""
+        """Return the share of the search without steps of the inner optimizer's schedule."""
         if not has_schedule(self.solver, alpha, w0):
             return None
 

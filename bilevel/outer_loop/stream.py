@@ -80,7 +80,7 @@ def stream(source: Pairs | Callable[[int], Pairs]) -> Stream:
     ------
     ValueError
         If ``source`` is neither an iterable nor a function. During the search: if it resumes with a
-        generator that has begun, or an item is not a pair, has no rows, other shapes than earlier
+        generator that has begun, or an item is not a pair, has zero rows, other shapes than earlier
         pairs, or values that are not finite.
 
     Notes ----- A chunk, by default 32 steps or 64 MiB, is one compiled loop. While it runs, a

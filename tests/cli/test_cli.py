@@ -38,7 +38,7 @@ def loaded(path):
         return dict(arrays)
 
 
-# Two whose kernels have closed forms, which spares most of the commands' compilation.
+# Their kernels have closed forms, which compile quickly.
 CLOSED = ("--activations", "relu", "leaky_relu")
 
 
@@ -47,7 +47,7 @@ def search(folder, *flags):
 
 
 class Bars:
-    """What would be seen of the bars of a run."""
+    """Records the bars of a run."""
 
     def __init__(self, monkeypatch):
         self.shown = []  # (phase, done, total, text)
@@ -210,7 +210,10 @@ def test_a_run_resumed_with_more_steps_is_one_long_run_in_its_own_directory(
         commands, "_train_jointly", lambda config, task, alpha, bars: (task.w0, alpha)
     )
     search(tmp_path / "run", *CLOSED)
-    assert "hypergradient there: 50 % from that of training 4 times" in capsys.readouterr().out
+    assert (
+        "hypergradient error at this α: 50 % (compared with training 4 times"
+        in capsys.readouterr().out
+    )
     assert search(tmp_path / "run", *CLOSED, "--resume", "--seed", "5") == 2
     assert "seed: expected 0 as in the run to resume, got 5" in capsys.readouterr().err
     search(tmp_path / "run", *CLOSED, "--steps", "5")
@@ -442,7 +445,7 @@ def test_baseline_handles_one_configuration(tmp_path, capsys):
 
 
 def on_two_devices(*args):
-    """The command's exit code and what it prints, where JAX finds two devices."""
+    """The command's exit code and output on two devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     return subprocess.run(
         [sys.executable, "-m", "bilevel", *args],
@@ -469,7 +472,7 @@ def test_seeds_and_networks_are_spread_over_devices(tmp_path):
     np.testing.assert_allclose(two["alpha"], one["alpha"], atol=1e-4)  # of float32
     rank = ("rank", "--data", "digits", "--scores", "naswot", "--networks", "5", "--k", "2")
     rank += ("--batch-size", "8", "--cells", "1", "--channels", "2", "--train", "32")
-    # Five networks by twos, of which two were scored by a run on one device.
+    # A run on one device scores two of the five networks.
     run("a", *(arg if arg != "5" else "2" for arg in rank))
     two = run("a", *rank, "--resume", devices=("--at-once", "2", "--devices", "2"))
     np.testing.assert_allclose(two["naswot"], run("b", *rank)["naswot"], rtol=1e-5)
@@ -509,6 +512,6 @@ def test_devices_that_do_not_divide_are_refused_before_the_data_are_read(
 
 
 def test_results_are_json_that_others_read():
-    """One seed has no standard error: NaN, which JSON does not have."""
+    """The standard error of one seed is NaN, which JSON cannot store."""
     result = {"gap": [0.5, report.standard_error_over_seeds(np.ones(1))], "seeds": 1}
     assert json.loads(report.dump_without_nan(result)) == {"gap": [0.5, None], "seeds": 1}

@@ -1,4 +1,4 @@
-"""``bilevel search-darts``: search, discretize, train from scratch, go on after a crash."""
+"""``bilevel search-darts``: search, discretize, train from scratch, resume after a crash."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def test_a_run_that_crashed_in_training_ends_as_one_that_did_not(tmp_path, capsy
     assert done.count("\n") == 2  # a header, and the first network
     assert search(run, *flags, "--resume") == 0
     resumed = json.loads((run / "result.json").read_text())
-    # The same again, with the second network's checkpoint gone: trained in one go.
+    # Again without the second network's checkpoint, so that it is trained in one go.
     (run / "networks.jsonl").write_text(done)
     shutil.rmtree(run / "networks" / "1")
     capsys.readouterr()

@@ -1,4 +1,4 @@
-"""``bilevel search-skips`` searches, trains what it finds, and says what else would do."""
+"""``bilevel search-skips`` searches, trains the architecture found, and compares it."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_a_search_interrupted_and_resumed_ends_in_a_table_and_its_files(
     monkeypatch.setattr("bilevel.strategies.strategy.search", two_steps_at_a_time)
     assert search(run, *flags) == 130
     assert (
-        "after step 2; searches and networks are kept as far as they came; go on with --resume"
+        "after step 2; searches and networks so far are saved; resume with --resume"
         in capsys.readouterr().err
     )
     assert search(run, *flags, "--resume", "--seed", "5") == 2
@@ -102,7 +102,7 @@ def test_sigterm_saves_the_search_says_how_to_resume_and_then_ends_the_process(
         signal.signal(signal.SIGTERM, before)
     (said,) = received
     assert said.startswith("bilevel: terminated after step 2; ")
-    assert f"go on with --resume --out {run}" in said
+    assert f"resume with --resume --out {run}" in said
     assert seen == [1]
 
 
@@ -130,7 +130,7 @@ def test_eigen_nas_trains_the_best_of_its_pool_beside_random_ones(tmp_path, caps
     arrays = loaded(run / "arrays.npz")
     for seed in range(2):
         own = [r for r in networks if r["seed"] == seed and r["network"].startswith("eigen")]
-        # What was ranked is what the trained networks' kernels have, largest first.
+        # The ranked eigenvalues equal those of the trained networks, largest first.
         np.testing.assert_allclose(
             [r["min_eigenvalue"] for r in own], arrays[f"eigenvalues_{seed}"], rtol=1e-6
         )

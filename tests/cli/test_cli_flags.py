@@ -70,7 +70,7 @@ def defaults():
 
 
 def may_be(hint, value):
-    """By the type alone, written anew: finite, at least 0, names once each, printable."""
+    """A weaker check by the type alone: finite, at least 0, distinct names, printable."""
     options = get_args(hint)
     if get_origin(hint) is Annotated:
         return may_be(options[0], value)
@@ -128,7 +128,7 @@ def test_a_flag_is_refused_in_a_sentence_that_names_it_or_may_be_used(defaults, 
         (f"rank --out new/{'x' * 300}", "out: expected a directory that can be made, got 'new/xxx"),
         (f"baseline --dimension {10**12}", "dimension: expected at most 1073741824, got 10000000"),
         ("certify --kernel no_such_module:f", "kernel: expected MODULE:FUNCTION, got 'no_such_m"),
-        ("certify --pixels 4", "pixels: expected --kernel beside it, got 4 alone."),
+        ("certify --pixels 4", "pixels: expected --kernel next to it, got 4 alone."),
         ("search --resume --out none", "out: expected the directory of a run"),
         ("search-skips --strategy eigen-nas --samples 4", "kept: expected at most the 4 samples"),
         ("search-darts --batch-size 501", "batch_size: expected at most the 500 rows of a split"),
@@ -192,7 +192,7 @@ def test_a_run_that_fails_before_its_first_result_is_removed_with_what_was_made_
             (folder / "method.jsonl").write_text("a header\n")
             (folder / "checkpoint").mkdir()
             raise error
-    assert str(raised.value) == "interrupted; nothing is kept"
+    assert str(raised.value) == "interrupted; nothing is saved"
     assert not list(tmp_path.iterdir())
     with (
         pytest.raises(run_directory.Stopped) as raised,
@@ -200,7 +200,7 @@ def test_a_run_that_fails_before_its_first_result_is_removed_with_what_was_made_
     ):
         (folder / "method.jsonl").write_text("a header\na solve\n")
         raise KeyboardInterrupt
-    kept = "interrupted; its results are kept; go on with --resume --out"
+    kept = "interrupted; its results are saved; resume with --resume --out"
     assert str(raised.value) == f"{kept} {folder}"
     assert folder == config.out and (folder / "config.json").exists()
     with pytest.raises(ValueError), run_directory.run_directory(config) as second:
@@ -224,19 +224,19 @@ def test_ctrl_c_is_one_sentence_and_exits_with_130(command, tmp_path, monkeypatc
     assert main([*line, "--quiet"]) == 130
     assert capsys.readouterr() == (
         "",
-        "bilevel: interrupted in phase 'data'; nothing is kept\n",
+        "bilevel: interrupted in phase 'data'; nothing is saved\n",
     )
     assert not run.exists()
     left.append("solves.jsonl")
     assert main([*line, "--json"]) == 130
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("bilevel: interrupted in phase 'data'; ") and " kept" in error
-    how = f" in {run}" if command == "certify" else f"; go on with --resume --out {run}"
+    assert error.startswith("bilevel: interrupted in phase 'data'; ") and " saved" in error
+    how = f" in {run}" if command == "certify" else f"; resume with --resume --out {run}"
     assert error.endswith(how) and (run / left[0]).exists()
 
 
 def test_ctrl_c_during_a_garbage_collection_is_not_lost(capfd):
-    """There, an exception is ignored, and JAX has Python code that runs then."""
+    """Python ignores exceptions there, and JAX runs Python code at every collection."""
     seen = []
 
     def callback(phase, info):
@@ -246,7 +246,7 @@ def test_ctrl_c_during_a_garbage_collection_is_not_lost(capfd):
 
     gc.disable()  # or a collection may come before anything is heard
     gc.callbacks.append(callback)
-    # Shells start what they put in the background deaf.
+    # Shells ignore SIGINT in background processes.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt), interrupts.heard():
@@ -504,7 +504,7 @@ jax.jit(lambda x: x + 1)(1.0)
     "user",
     [
         "pooch.os_cache = lambda name: pathlib.Path('~', name)",  # without a home
-        "os.access = lambda folder, mode: False",  # whose folder is not theirs to write in
+        "os.access = lambda folder, mode: False",  # without permission to write in the folder
     ],
 )
 def test_programs_are_not_kept_where_they_cannot_be(tmp_path, user):

@@ -1,4 +1,4 @@
-"""``bilevel search-nasbench201``: search, look up, go on after an interruption."""
+"""``bilevel search-nasbench201``: search, look up, resume after an interruption."""
 
 import json
 import types
@@ -93,7 +93,7 @@ def test_an_interrupted_search_says_how_to_go_on_and_goes_on_there(
     monkeypatch.setattr(DeepSearchRun, "search_from", stopping_in_the_second_seed)
     for flags in ((), ("--resume",)):
         assert search(run, "--seeds", "2", *flags) == 130
-        kept = "searches and networks are kept as far as they came; go on with --resume --out"
+        kept = "searches and networks so far are saved; resume with --resume --out"
         end = f"interrupted after step 2 of seed 1; {kept} {run}"
         assert end in capsys.readouterr().err
     seeds = [("search/0", "search 1 of 2"), ("search/1", "search 2 of 2")]

@@ -112,7 +112,7 @@ number = 3
 
 @pytest.fixture
 def own_scores(tmp_path, monkeypatch):
-    """The file of a module with scores of the user's own, in the working directory."""
+    """The file of a module with user-defined scores, in the working directory."""
     file = tmp_path / "own_scores.py"
     file.write_text(OWN)
     monkeypatch.chdir(tmp_path)

@@ -65,7 +65,7 @@ def test_sizes_that_just_fit_are_not_refused(no_data, tmp_path, monkeypatch, lin
 
 
 def test_an_allocation_that_fails_names_the_flags():
-    """The error of an accelerator, whose memory only a run can find too small."""
+    """The error of an accelerator that runs out of memory."""
     config, _ = parse_flags(["certify"])
     parts = {("rows",): memory.shape(3)}
     with (

@@ -86,7 +86,7 @@ MADE = {
     bilevel.LostProcessError: lambda kind: kind("process 1 of 2 ended"),
     Diverged: lambda kind: kind(3, "w", searched(), "the reason"),
     records.DamagedError: lambda kind: kind("checkpoint: expected an undamaged step"),
-    interrupts.Stopped: lambda kind: kind("interrupted; nothing is kept"),
+    interrupts.Stopped: lambda kind: kind("interrupted; nothing is saved"),
 }
 
 

@@ -57,7 +57,7 @@ def expected():
 
 
 def test_a_flipped_bit_in_any_byte_of_a_record_changes_nothing_in_silence(tmp_path):
-    """The CRC-32 of zip: names and sizes that zip stores twice may change without an effect."""
+    """zip stores names and sizes twice, so some flips have no effect."""
     path = tmp_path / "x.npz"
     records.write_arrays(path, {"x": np.arange(3.0), "y": np.ones(1)}, {"step": 3})
     whole, unchanged = path.read_bytes(), 0
@@ -77,7 +77,7 @@ def test_a_flipped_bit_in_any_byte_of_a_record_changes_nothing_in_silence(tmp_pa
 
 @pytest.mark.long
 def test_flipped_bits_never_change_what_a_resumed_search_returns(tmp_path, every_chunk, expected):
-    """A bit anywhere in any file: the same result, after a warning where the newest was hit."""
+    """A flip in the newest step gives a warning and the same result."""
     six(checkpoint=tmp_path / "whole")
     assert checkpoint.steps(tmp_path / "whole") == [6, 3]
     random = np.random.default_rng(0)
@@ -89,7 +89,7 @@ def test_flipped_bits_never_change_what_a_resumed_search_returns(tmp_path, every
         warned = pytest.warns(UserWarning, match="checkpoint: step 6 in .* is damaged")
         with warned if path.stem == "6" else contextlib.nullcontext():
             assert_identical(six(checkpoint=folder, resume=True), expected)
-        assert checkpoint.latest(folder) == 6  # what was damaged has been written again
+        assert checkpoint.latest(folder) == 6  # the damaged step is written again
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_search(tmp_path):
         six(checkpoint=tmp_path / "file")
 
 
-# ----------------------------------------------------------------------------- whose it is
+# ----------------------------------------------------------------------------- another search
 
 
 def scaled(loss, factor):
@@ -223,7 +223,7 @@ def test_a_checkpoint_of_another_search_is_refused_and_what_differs_is_named(cha
     assert "checkpoint: expected one of this very search" in str(caught.value)
 
 
-# ----------------------------------------------------------------------------- what is kept
+# ----------------------------------------------------------------------------- contents
 
 
 def test_python_objects_are_refused(tmp_path):

@@ -88,7 +88,7 @@ def test_a_search_takes_the_steps_of_the_formulas(solver, optimizer, seed, dtype
 @examples(2)
 @given(seed=seeds, dtype=dtypes, count=st.integers(1, 5), chunk=st.sampled_from([None, 1, 3]))
 def test_a_stream_gives_each_step_its_batch(seed, dtype, count, chunk):
-    """With an outer optimizer that stands still, weights have a closed form."""
+    """With a constant alpha, the weights have a closed form."""
     rng = np.random.default_rng(seed)
     alpha, w0, rows = (normal(rng, dtype, *shape) for shape in ((3,), (3,), (count, 3)))
     problem = bilevel.Problem(

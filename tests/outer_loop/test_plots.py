@@ -1,4 +1,4 @@
-"""What the pictures show: axes with names, starts at step 0, bands over seeds, log scales."""
+"""Figures: axes with names, starts at step 0, bands over seeds, log scales."""
 
 import importlib
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ def test_every_axis_has_a_name_and_matplotlibs_settings_are_left_alone(name):
     drawn = getattr(plots, name)(*PICTURES[name], **on)
     for ax in np.atleast_1d(drawn):
         assert ax.get_ylabel() and not ax.spines["top"].get_visible()
-        # The same figure, the same panel: no second axis with a scale of its own.
+        # The figure has no second axis.
         assert len(ax.figure.axes) == np.size(drawn)
     assert np.atleast_1d(drawn)[-1].get_xlabel()
     assert dict(matplotlib.rcParams) == before
@@ -60,7 +60,7 @@ def test_a_style_that_an_error_ends_is_left_too():
 
 
 def test_colours_differ_and_so_do_the_dashes_beside_them():
-    plain = figures.Figure().subplots()  # with colours of its own
+    plain = figures.Figure().subplots()
     lines = plots.alpha_path(RNG.dirichlet(np.ones(14), 3), ax=plain).lines
     looks = [(line.get_color(), str(line._unscaled_dash_pattern)) for line in lines]
     assert len(set(looks)) == 14 and all(len(set(of)) == 7 for of in zip(*looks[:7], strict=True))

@@ -188,7 +188,7 @@ print("ANSWERS", json.dumps(answers), flush=True)
 
 
 def in_two_processes(folder, task, seconds=120):
-    """What both processes print, and their exit codes."""
+    """The output of both processes, and their exit codes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -218,7 +218,7 @@ def namespace():
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """A folder, and what each of two processes found that worked there."""
+    """A folder, and the answers of two processes that worked there."""
     folder = tmp_path_factory.mktemp("two") / "run"
     report = in_two_processes(folder, "agree")
     assert [code for _, _, code in report] == [0, 0], report[0][1] + report[1][1]
@@ -267,7 +267,7 @@ def test_what_no_process_has_all_of_is_written_and_read_by_parts(two, namespace)
     folder, first, second = two
     assert first["files"] == ["4-0.npz", "4-1.npz", "4.npz", "6-0.npz", "6-1.npz", "6.npz", "lock"]
     assert (first["rows again"], second["rows again"]) == (first["rows"], second["rows"])
-    assert first["full"] == [2 * ["checkpoint"], True]  # two warnings, and the search goes on
+    assert first["full"] == [2 * ["checkpoint"], True]  # two warnings, and the search continues
     data = jnp.asarray(namespace["x"]), jnp.asarray(namespace["y"])
     run = functools.partial(namespace["weights_of_rows"], data, jnp.zeros(32))
     rows = np.ravel([first["rows"], second["rows"]])
@@ -289,7 +289,7 @@ def test_when_a_process_is_killed_the_other_ends_and_the_checkpoint_is_whole(tmp
     began = time.monotonic()
     (_, error, code), (_, _, killed) = in_two_processes(tmp_path / "run", "die")
     assert killed == -signal.SIGKILL and code != 0
-    assert time.monotonic() - began < 100  # of which compilation takes most
+    assert time.monotonic() - began < 100  # mostly compilation
     assert "LostProcessError: search: another of the 2 processes ended" in error
     data = namespace["x"], namespace["y"]
     result = namespace["search"](data, 6, checkpoint=tmp_path / "run", resume=True)
@@ -297,7 +297,7 @@ def test_when_a_process_is_killed_the_other_ends_and_the_checkpoint_is_whole(tmp
 
 
 def command_in_two_processes(*args):
-    """What two processes of a ``bilevel`` command print, started as SLURM starts them."""
+    """The output of a ``bilevel`` command in two processes, started as SLURM starts them."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -355,7 +355,7 @@ def test_networks_ranked_by_two_processes_are_taken_over_by_one(tmp_path):
     alone(*rank(5), "--out", str(tmp_path / "one"))
     one, two = (np.load(tmp_path / name / "arrays.npz") for name in ("one", "two"))
     np.testing.assert_allclose(two["naswot"], one["naswot"], rtol=1e-5)
-    # What one process finds wrong, all say.
+    # All processes report an error of one.
     ended = command_in_two_processes(*rank(5), "--out", str(tmp_path / "nothing"), "--resume")
     assert [code for _, _, code in ended] == [2, 2]
     assert all("out: expected the directory of a run, got" in error for _, error, _ in ended)

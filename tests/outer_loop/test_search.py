@@ -210,7 +210,7 @@ def test_callbacks_and_checkpoints_compile_nothing_after_the_first(tmp_path, mon
 
 
 def test_a_start_of_weak_dtype_compiles_once():
-    assert UNIFORM.weak_type  # as jnp.full makes it; what a step returns is not
+    assert UNIFORM.weak_type
     before = len(compile_cache._programs)
     args = (PROBLEM, bilevel.unrolled(0.01, 2), SIMPLEX, UNIFORM, W0, TRAIN, VALID)
     bilevel.search(*args, steps=4, chunk=2, progress=False)
@@ -482,7 +482,7 @@ def _(primals, tangents):
 
 
 def exploding(quantity):
-    """A search in which ``quantity`` stops being finite at the step that is its data.
+    """A search with a ``quantity`` that stops being finite at the step in its data.
 
     ``alpha[0]`` counts the steps: the outer loss is ``-alpha[0]``, the step size 1.
     """

@@ -95,7 +95,7 @@ def test_another_source_or_one_that_has_begun_is_not_resumed(tmp_path):
     search(batches=bilevel.stream(scaled(1.0)), steps=4, **kept)
     with pytest.raises(ValueError, match=r"another batches \(factor was 1, is 2\)"):
         search(batches=bilevel.stream(scaled(2.0)), steps=9, resume=True, **kept)
-    # A generator that gave its first pairs away has none to pass over.
+    # A used generator cannot skip pairs again.
     used, kept = pairs(), {"checkpoint": tmp_path / "b"}
     search(batches=bilevel.stream(used), steps=4, **kept)
     with pytest.raises(ValueError, match="source: expected an iterable that begins anew"):
@@ -106,11 +106,11 @@ def test_another_source_or_one_that_has_begun_is_not_resumed(tmp_path):
 
 
 def test_no_more_than_two_chunks_are_in_memory():
-    """What is alive of the pairs' own arrays on the device, at every callback."""
+    """Counts the bytes of the pairs on the device at every callback."""
     sizes = []
 
     def callback(result):
-        time.sleep(0.2)  # for the thread to have the next chunk there
+        time.sleep(0.2)  # until the thread has read the next chunk
         sizes.append(sum(x.nbytes for x in jax.live_arrays() if x.shape[1:] == (977, 3)))
 
     pairs = ((np.ones((977, 3)), np.ones((977, 3))) for _ in range(20))
@@ -120,7 +120,7 @@ def test_no_more_than_two_chunks_are_in_memory():
 
 
 def test_the_next_chunk_is_read_while_one_runs_and_no_more():
-    """What has been taken when the callback is called, between chunks of three steps."""
+    """Counts the pairs that were read at each callback, between chunks of three steps."""
     taken, seen = [], []
 
     def counted(step):
@@ -133,7 +133,7 @@ def test_the_next_chunk_is_read_while_one_runs_and_no_more():
         until = time.time() + 20
         while len(taken) < wanted and time.time() < until:
             time.sleep(0.01)
-        time.sleep(0.05)  # one that reads on and on would have taken more
+        time.sleep(0.05)  # an eager reader would have taken more
         seen.append(len(taken))
 
     search(batches=bilevel.stream(counted), steps=12, chunk=3, callback=callback)

@@ -8,7 +8,7 @@ import pytest
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks/scale/accelerator.py"
 
-# The script as it is, but with the other benchmarks in the folder of this program.
+# The script, with the other benchmarks in the folder of this program.
 ELSEWHERE = """
 import pathlib
 from benchmarks.scale import accelerator
@@ -64,8 +64,7 @@ def test_a_script_that_fails_is_recorded_as_failed_and_measured_again(tmp_path):
 
 @pytest.mark.long
 def test_the_parts_run_to_their_end():
-    # The other two, `darts_step` and `skips`, are benchmarks of their own that compile for two
-    # minutes: `make accelerator ARGS=--quick` runs them too.
+    # `darts_step` and `skips` compile for two minutes; `make accelerator ARGS=--quick` runs them.
     parts = "hypergradient", "empirical", "infinite", "sharded", "operator", "eigenvalue"
     parts += "genotypes", "darts"
     done = run("--quick", "--only", *parts)

@@ -19,7 +19,7 @@ from bilevel.cli.flags import from_config_file
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = "benchmarks", "tools"
-# Their scripts by file name, relative to the root; modules of the same name are no scripts.
+# Their scripts by file name, relative to the root.
 SCRIPTS = {
     path.name: str(path.relative_to(ROOT))
     for folder in FOLDERS
@@ -97,7 +97,7 @@ def commands_in(text):
 
 
 def names_another_script(start):
-    """Whether it is ``SCRIPT.py --flag`` and the script is none of ``SCRIPTS``."""
+    """Whether it is ``SCRIPT.py --flag`` with a script that is not in ``SCRIPTS``."""
     script = start.strip()
     return script.endswith(".py") and " " not in script and script not in SCRIPTS
 

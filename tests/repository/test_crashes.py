@@ -1,4 +1,4 @@
-"""Quick attacks of ``benchmarks/reliability/crashes.py``; kills need processes of their own."""
+"""Quick attacks of ``benchmarks/reliability/crashes.py``; kills need separate processes."""
 
 import numpy as np
 import pytest

@@ -30,7 +30,7 @@ def entries():
 
 
 def public(module):
-    """What a module says is public; without ``__all__``, what it defines. Modules are gone into."""
+    """The names in ``__all__`` of a module, or else its definitions; submodules included."""
     own = [
         name
         for name, thing in vars(module).items()
@@ -50,7 +50,7 @@ def thing(dotted):
 
 
 def test_every_public_name_has_an_entry():
-    """By that name or by another: ``bilevel.argmax`` is ``bilevel.discretize.argmax``."""
+    """An entry under another name is enough: ``bilevel.argmax``, ``discretize.argmax``."""
     listed = entries()
     shown = {id(thing(name)) for name in listed}
     modules = [bilevel, ntk, *map(importlib.import_module, MODULES)]
@@ -59,7 +59,6 @@ def test_every_public_name_has_an_entry():
 
 
 def test_at_most_250_names_are_public():
-    """More than a newcomer can take in are a sign of parts that nobody outside needs."""
     assert len(entries()) <= 250
 
 

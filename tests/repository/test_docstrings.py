@@ -1,4 +1,4 @@
-"""Docstrings: a reader and a documentation tool find what a function takes, returns and refuses.
+"""Docstrings document the parameters, results and errors of public functions.
 
 Names of the API reference have numpydoc sections; functions behind them need a sentence only.
 """
@@ -27,7 +27,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def calls(node: ast.AST) -> set[str]:
-    """Names of what is called: ``f`` of ``f(x)``, ``checks.f`` of ``checks.f(x)``."""
+    """The names of called functions: ``f`` for ``f(x)``, ``checks.f`` for ``checks.f(x)``."""
     functions = (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
     return {ast.unparse(f) for f in functions if isinstance(f, ast.Name | ast.Attribute)}
 
@@ -90,7 +90,7 @@ def documented() -> list[tuple[str, Path, Function | ast.ClassDef]]:
 
 
 def called(node: Function | ast.ClassDef) -> list[Function]:
-    """What runs when the object is called: of a class, what makes an instance."""
+    """The functions that a call of the object runs; for a class, its constructors."""
     if isinstance(node, Function):
         return [node]
     methods = (n for n in node.body if isinstance(n, Function))

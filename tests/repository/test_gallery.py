@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture
 def example(monkeypatch):
-    """An example by its name; what it draws is drawn, and kept."""
+    """Run an example by its name and draw its figure."""
     monkeypatch.syspath_prepend(ROOT / "examples")
 
     def run(name, *args, **flags):
@@ -42,7 +42,7 @@ def test_a_learned_start_learns_faster_than_a_random_one(example):
 
 @pytest.mark.long
 def test_a_start_is_learned_on_some_classes_for_others(example):
-    """On digits, whose other classes are as easy; each way's loss falls on its own tasks."""
+    """On digits; the loss of each method decreases on its tasks."""
     rows = example("few_shot", data="digits", each_class=60, steps=60, judged=50)
     assert [row["start"] for row in rows][2:] == ["MAML", "MAML of first order", "iMAML"]
     for course in example.drawn.values():

@@ -1,4 +1,4 @@
-"""What plain pip makes of the wheel: in a fresh environment, as a stranger would install it."""
+"""The wheel, installed by plain pip in a fresh environment."""
 
 import json
 import pathlib
@@ -74,7 +74,7 @@ def test_plain_pip_brings_no_tensorflow_and_what_it_brings_is_small_and_quick(py
     assert "site-packages" in place and typed
     assert not {"tensorflow", "tf2jax", "neural-tangents", "torch"} & set(names)
     assert size < 900 * 2**20  # jaxlib, scipy and scikit-learn are two thirds of it
-    assert seconds < 3  # 1.2 on an idle machine, of which 1.0 is JAX
+    assert seconds < 3  # 1.2 on an idle machine, mostly JAX
 
 
 @pytest.mark.slow

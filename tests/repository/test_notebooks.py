@@ -46,7 +46,6 @@ def test_without_a_repository_nothing_points_at_one():
 
 
 def test_every_address_of_the_repository_is_the_one_that_is_set():
-    """An address of bilevel on GitHub, be it a placeholder, is wrong in every file but for that."""
     notebook_by_address = {}
     for path in (*NOTEBOOKS, *ROOT.glob("*.*"), *(ROOT / "docs").glob("*.md")):
         if path.suffix in (".ipynb", ".md", ".toml", ".cff"):

@@ -1,4 +1,4 @@
-"""What the benchmarks of the papers' experiments make of their rows, and what they search."""
+"""Grades and optimizers in the benchmarks of the papers' experiments."""
 
 import itertools
 

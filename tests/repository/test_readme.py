@@ -20,7 +20,7 @@ def examples(page):
 
 
 def run(page, capsys):
-    """What the page's examples print, in one session."""
+    """The output of the page's examples, in one session."""
     session = {}
     for example in examples(page):
         exec(compile(example, page, "exec"), session)

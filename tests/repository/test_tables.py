@@ -11,7 +11,7 @@ TABLE = "<!-- table: hypergradients/memory.report -->\n{}<!-- end of table -->\n
 
 
 def tables(*flags):
-    # A process of its own: some of the benchmarks choose the precision of all that comes after.
+    # A separate process, because some benchmarks change the precision.
     return subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True)
 
 

@@ -1,7 +1,7 @@
-"""``bilevel search-darts``: the cells of a convolutional network (Liu et al. 2019).
+"""``bilevel search-darts``: search the cells of a convolutional network (Liu et al. 2019).
 
-For every seed: the search of a supernet, the network of the genotype that it ends at trained from
-scratch, and networks of random genotypes trained alike.
+For every seed: the search of a supernet, the network of its genotype trained from scratch, and
+networks of random genotypes trained the same way.
 """
 
 import functools
@@ -63,7 +63,7 @@ class _DartsRun(DeepSearchRun):
         return [{sizes: [w] * 3, ("batch_size", *sizes): kept}]
 
     def train(self, seed_results: list[SeedResult]) -> list[dict[str, Any]]:
-        """Scores of the networks of the genotypes found, and of ``--random`` others."""
+        """Return scores of the networks of the genotypes found, and of ``--random`` others."""
         config, random = self.config, self.config.random
         seed_keys = [keys(config.seed, s)[3] for s in range(len(self.parts))]
         drawn = [

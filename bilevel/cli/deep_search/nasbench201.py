@@ -1,8 +1,8 @@
-"""``bilevel search-nasbench201``: a cell whose network's accuracies are known.
+"""``bilevel search-nasbench201``: search a cell with known accuracies.
 
-For every seed: the search of a supernet, and the genotype that it ends at. Nothing is trained from
-scratch: the benchmark's table has the test accuracies of all 15,625 networks, as Dong & Yang (2020)
-trained them.
+For every seed: the search of a supernet, and its genotype. Nothing is trained from scratch, because
+the benchmark's table has the test accuracies of all 15,625 networks, as Dong & Yang (2020) trained
+them.
 """
 
 from typing import Any

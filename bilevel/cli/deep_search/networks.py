@@ -13,7 +13,7 @@ from bilevel.nets.training import TrainableNetwork, TrainingState, from_scratch,
 
 
 def augmentation(moved: bool, cut: int) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
-    """The augmentation of training images: moved and mirrored, and with a square ``cut`` out."""
+    """Return the augmentation of training images: crop and flip, and a square ``cut`` out."""
     if not (moved or cut):
         return None
 

@@ -1,7 +1,7 @@
-"""``bilevel search-own``: a space of the user's own, ``--space MODULE:FUNCTION``.
+"""``bilevel search-own``: search a user-defined space, ``--space MODULE:FUNCTION``.
 
-For every seed: the search by any strategy, the architecture that it ends at trained from scratch at
-its corner of the space, and random architectures trained alike.
+For every seed: the search by any strategy, its architecture trained from scratch at the corner of
+the space, and random architectures trained the same way.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ class _OwnRun(DeepSearchRun):
         return float(default_rate(self.space, w, self.space.start(), train[0]))
 
     def train(self, seed_results: list[SeedResult]) -> list[dict[str, Any]]:
-        """Scores of the networks of the corners found, and of ``--random`` others."""
+        """Return scores of the networks of the corners found, and of ``--random`` others."""
         config, space = self.config, self.space
         init, rates, fit = jax.jit(space.init), error_rates(space), self.corner_trainer()
         seed_keys = [
@@ -66,7 +66,7 @@ class _OwnRun(DeepSearchRun):
         return self.train_networks(self.networks(seed_results, {}, drawn), train)
 
     def heatmaps(self, alpha: Pytree) -> list[Heatmap]:
-        """Every leaf of alpha that is on simplices: a row for each of them."""
+        """Return a table for each leaf of alpha on simplices, with a row for each simplex."""
         heats: list[Heatmap] = []
         for leaf in diagnostics.simplices(self.space.sets, alpha):
             values = np.asarray(jnp.reshape(leaf, (-1, leaf.shape[-1])))

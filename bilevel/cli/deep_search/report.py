@@ -20,7 +20,7 @@ ERRORS = {"train_error": "train", "valid_error": "valid", "test_error": "test"}
 class SeedResult(NamedTuple):
     """The search of one seed."""
 
-    alpha: Pytree  # after the choice among architectures drawn, if they were drawn
+    alpha: Pytree  # after the choice among random architectures, if the strategy draws them
     w: Pytree
     history: dict[str, Any]  # name -> [steps, ...]
 
@@ -32,7 +32,7 @@ def mean_entropy(space: Space, alpha: Pytree) -> float:
 
 
 def nested_lists(alpha: Any) -> Any:
-    """Nested lists, by their paths in trees of a user's own kinds of nodes."""
+    """Return nested lists; for user-defined pytree nodes, a dict of lists by path."""
     lists = jax.tree.map(lambda a: np.asarray(a).tolist(), alpha)
     try:
         json.dumps(lists)
@@ -43,7 +43,7 @@ def nested_lists(alpha: Any) -> Any:
 
 
 def arrays_of(seed_results: list[SeedResult]) -> dict[str, np.ndarray]:
-    """``alpha`` and history of every seed, each leaf named by its path."""
+    """Return ``alpha`` and history of every seed, each leaf named by its path."""
     arrays: dict[str, np.ndarray] = {}
     for seed, result in enumerate(seed_results):
         trees = {"alpha": result.alpha, "history": result.history}
@@ -54,7 +54,7 @@ def arrays_of(seed_results: list[SeedResult]) -> dict[str, np.ndarray]:
 
 
 class Heatmap(NamedTuple):
-    """Numbers from 0 to 1 in cells, for the figure of an alpha."""
+    """Values from 0 to 1 in cells, for the figure of an alpha."""
 
     title: str
     values: np.ndarray  # [rows, columns]
@@ -66,7 +66,7 @@ class Heatmap(NamedTuple):
 def save_search_figure(
     path: pathlib.Path, result: dict[str, Any], seed_results: list[SeedResult], heats: list[Heatmap]
 ) -> None:
-    """``search.png``: the first seed's alpha in cells, and the losses of all seeds."""
+    """Save ``search.png``: the first seed's alpha in cells, and the losses of all seeds."""
     places = [f"alpha {i}" for i in range(len(heats))]
     first = ", of the first seed" if len(seed_results) > 1 else ""
 
@@ -91,7 +91,7 @@ def save_search_figure(
 def network_table(
     result: dict[str, Any], columns: dict[str, tuple[str, str]], ends: set[str]
 ) -> Any:
-    """Errors of all networks, and other ``columns``: heading and format by key.
+    """Return a table of the errors of all networks, and of ``columns``: heading and format by key.
 
     A rule is drawn below the rows that ``ends`` names.
     """
@@ -116,8 +116,8 @@ def show(result: dict[str, Any], folder: pathlib.Path, drawn: Any, notes: list[s
     if "curvature" in result:
         entropy, curvature = (np.array(result[k]) for k in ("entropy", "curvature"))
         console.print(
-            f"entropy of α, mean over simplices: {report.cell(entropy, '.2f')}, of at most "
-            f"{np.log(len(result['names'])):.2f}"
+            f"entropy of α, mean over simplices: {report.cell(entropy, '.2f')} (maximum "
+            f"{np.log(len(result['names'])):.2f})"
         )
         console.print(
             "largest eigenvalue of the validation loss's Hessian in α, of one batch: "

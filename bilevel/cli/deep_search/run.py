@@ -1,8 +1,8 @@
-"""One program for all searches with shared weights, from the flags of a command to its table.
+"""The common run of all searches with shared weights, from the flags of a command to its table.
 
-For every seed: the search by a strategy; the architecture that it ends at; and, where a space has
-no table to look it up in, that architecture's network trained from scratch next to others. An
-interrupted run is resumed where it was, in a search or in a network's training.
+For every seed: the search by a strategy; its architecture; and, unless the space has a table of
+accuracies, the network of this architecture trained from scratch next to others. An interrupted run
+resumes in a search or in a network's training.
 """
 
 import functools
@@ -39,8 +39,8 @@ from bilevel.spaces import Space
 from bilevel.strategies import Strategy
 
 _UNROLLED = 5  # steps of the strategy of that name
-_RATE = 3.0  # of weights, over the tangent kernel's mean diagonal entry
-_SCALE_ROWS = 32  # for that entry: a mean over more would not change the rate's first digit
+_RATE = 3.0  # learning rate of the weights times the tangent kernel's mean diagonal entry
+_SCALE_ROWS = 32  # rows for this mean; more would not change the rate's first digit
 
 
 def _weight_sharing_without_rate(space: Space, *, alpha_optimizer: Any, **options: Any) -> Strategy:
@@ -57,7 +57,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "joint": strategies.joint,
     "unrolled": functools.partial(strategies.unrolled, steps=_UNROLLED),
 }
-# The rate of alpha times the steps: of exponentiated gradient, and of DARTS's Adam on CIFAR-10.
+# The rate of alpha times the steps, for exponentiated gradient, and for DARTS's Adam on CIFAR-10.
 _GAEA_TRAVEL, _ADAM_TRAVEL = 100.0, 6.0
 
 
@@ -97,27 +97,27 @@ class DeepSearchRun:
         return image_shape(self.config)
 
     def unit(self, *xs: Any) -> Any:
-        """Inputs as the space takes them, normalised by the first of ``xs``."""
+        """Return the inputs in the form of the space, normalised by the first of ``xs``."""
         return unit_images(*xs, pixels=self.config.pixels)
 
     def weight_rate(self) -> float:
-        """Learning rate of the weights when the search begins."""
+        """Return the learning rate of the weights at the start of the search."""
         return self.config.weight_rate
 
     def network_arrays(self, batch: Part) -> list[memory.Parts]:
-        """Shapes alive together in the training from scratch, where the space's are not all."""
+        """Return the shapes alive together in training from scratch, if the space adds any."""
         return []
 
     def train(self, seed_results: list[SeedResult]) -> list[dict[str, Any]]:
-        """Scores of networks trained from scratch, one by one."""
+        """Return scores of networks trained from scratch, one by one."""
         return []
 
     def more(self, result: dict[str, Any], seed_results: list[SeedResult]) -> dict[str, Any]:
-        """Further entries of ``result.json``."""
+        """Return further entries of ``result.json``."""
         return {}
 
     def heatmaps(self, alpha: Pytree) -> list[Heatmap]:
-        """Alpha of the first seed as tables."""
+        """Return alpha of the first seed as tables."""
         raise NotImplementedError
 
     def save_figures(self, result: dict[str, Any]) -> None:
@@ -128,7 +128,7 @@ class DeepSearchRun:
         return deep_report.network_table(result, self.columns, {"search", "random"})
 
     def notes(self, result: dict[str, Any]) -> list[str]:
-        """Lines below the table."""
+        """Return the lines below the table."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------- the run
@@ -138,7 +138,7 @@ class DeepSearchRun:
         with (
             memory.fitting(self.config, *self.arrays()),
             run_directory(
-                self.config, keeps="searches and networks are kept as far as they came"
+                self.config, keeps="searches and networks so far are saved"
             ) as self.folder,
         ):
             with report.phases(self.config.progress) as self.bars:
@@ -166,7 +166,7 @@ class DeepSearchRun:
         return result
 
     def arrays(self) -> list[memory.Parts]:
-        """Shapes alive together in the search, and in the training of a network."""
+        """Return the shapes alive together in the search, and in the training of a network."""
         config, key = self.config, jax.eval_shape(jax.random.key, 0)
         batch = (
             memory.shape(config.batch_size, *self.row_shape),
@@ -188,7 +188,7 @@ class DeepSearchRun:
         return [*networks, search]
 
     def _draw_splits(self) -> list[list[Part]]:
-        """Each seed's training, validation and test rows, normalised."""
+        """Return each seed's training, validation and test rows, normalised."""
         config = self.config
         draws = jax.random.split(jax.random.key(config.seed), config.seeds)
         sizes = {"train": config.train, "valid": config.valid, "test": config.test}
@@ -301,7 +301,7 @@ class DeepSearchRun:
             checkpoint=checkpoint,
             resume=config.resume,
             callback=callback,
-            history=("alpha", "grad_norm", "lower", "value"),  # alpha's too, however large
+            history=("alpha", "grad_norm", "lower", "value"),  # also a large alpha
         )
 
     # ------------------------------------------------------------------------- the networks
@@ -309,7 +309,7 @@ class DeepSearchRun:
     def networks(
         self, seed_results: list[SeedResult], singles: dict[str, Any], drawn: list[list[Pytree]]
     ) -> list[NetworkToTrain]:
-        """For each seed: the search's architecture, those of ``singles``, and those ``drawn``."""
+        """Return for each seed the search's architecture, the ``singles``, and those ``drawn``."""
         discretize, rows = self.space.discretize, []
         for seed, (seed_result, corners) in enumerate(zip(seed_results, drawn, strict=True)):
             named = {"search": discretize(seed_result.alpha), **singles}
@@ -320,7 +320,7 @@ class DeepSearchRun:
     def train_networks(
         self, rows: list[NetworkToTrain], train: Callable[..., dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Scores of all networks; a resumed run reads those that it has.
+        """Return the scores of all networks. A resumed run reads finished ones from its journal.
 
         ``train(row, checkpoint, show)`` returns a row's scores; ``show(epochs done, loss)``.
         """
@@ -368,7 +368,7 @@ class DeepSearchRun:
 
 
 def keys(seed: int, number: int) -> jax.Array:
-    """The four keys of seed ``number``: of search, initial weights, choice and training."""
+    """Return the four keys of seed ``number``: of search, initial weights, choice and training."""
     return jax.random.split(jax.random.fold_in(jax.random.key(seed), number), 4)
 
 
@@ -379,16 +379,16 @@ def normalised(rows: list[Part], unit: Callable[..., Any]) -> list[Part]:
 
 
 def default_rate(space: Space, w: Pytree, alpha: Pytree, x: jax.Array) -> jax.Array:
-    """The weights' first step size by default: 3 / K, K the tangent kernel's mean diagonal."""
+    """Return the default first step size of the weights: 3 / (mean tangent kernel diagonal)."""
     return _RATE / diagnostics.kernel_diagonal(space.apply, w, alpha, x[:_SCALE_ROWS])
 
 
 Scores = dict[str, dict[str, list[float]]]
-"""By network and column, a number for each seed."""
+"""A value for each seed, by network and column."""
 
 
 def by_network(rows: list[dict[str, Any]]) -> Scores:
-    """Columns of every network; of numbered ones those of the best by validation, and means.
+    """Return the columns of every network; for numbered ones, the best by validation and the means.
 
     "random 1", "random 2" and so on of a seed become "best of 2 random" and "random".
     """
@@ -408,7 +408,7 @@ def by_network(rows: list[dict[str, Any]]) -> Scores:
 
 
 def _group(name: str) -> str:
-    """A network's name without its number."""
+    """Return a network's name without its number."""
     group, _, number = name.rpartition(" ")
     return group if group and number.isdigit() else name
 

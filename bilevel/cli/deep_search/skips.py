@@ -1,14 +1,14 @@
-"""``bilevel search-skips``: activations and skip connections of every layer (Zhu et al. 2022).
+"""``bilevel search-skips``: search activations and skip connections (Zhu et al. 2022).
 
-All seeds are searched side by side. Then, for every seed: the network of the architecture found;
-networks of one activation without skips; and as many random architectures as could be trained in
-the search's gradients. All of them are corners of the space, so that one compiled program trains
-them all.
+All seeds are searched side by side. Then the run trains for every seed: the network of the
+architecture found; networks of one activation without skips; and as many random architectures as
+the gradients of the search could train. All are corners of the space, so that one compiled program
+trains all of them.
 
-``--strategy eigen-nas`` does not search. For every seed, ``--samples`` random architectures are
-ranked by the smallest eigenvalue of their infinite kernel (Algorithm 1 there). The best ``--kept``
-are trained from scratch, and the best by validation is the result. As many random ones are trained
-alike: they differ in the eigenvalue only.
+``--strategy eigen-nas`` does not search. It ranks ``--samples`` random architectures for every seed
+by the smallest eigenvalue of their infinite kernel (Algorithm 1 there). It trains the best
+``--kept`` from scratch, and the best by validation is the result. The same number of random ones is
+trained too: they differ only in the eigenvalue.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ from bilevel.spaces.skips import SkipArchitecture, SkipSpace, skip_space
 from bilevel.spaces.targets import cross_entropy_problem
 from bilevel.strategies.train_free import EigenNAS, eigen_nas
 
-_KERNEL_ROWS = 100  # of the kernel whose smallest eigenvalue is shown: a second for ten networks
+_KERNEL_ROWS = 100  # rows of the kernel for the smallest eigenvalue: a second for ten networks
 
 
 def run_skip_search(config: SkipSearch) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class _SkipRun(DeepSearchRun):
         return (inputs(self.config.data),)
 
     def unit(self, *xs: Any) -> Any:
-        """Inputs of unit norm."""
+        """Return inputs of unit norm."""
         return unit_inputs(*xs)
 
     # ------------------------------------------------------------------------- the search
@@ -114,11 +114,11 @@ class _SkipRun(DeepSearchRun):
         return [of_seed(i) for i in range(seeds)]
 
     def _initial_weights(self, key: jax.Array, train: Part) -> Pytree:
-        """Fresh weights of all seeds, on a leading axis."""
+        """Return fresh weights of all seeds, on a leading axis."""
         return jax.jit(jax.vmap(self.space.init))(jax.random.split(key, self.copies), train)
 
     def _mean_rate(self, w: Pytree, train: Part) -> float:
-        """The weights' first step size: by the tangent kernel at the start, mean over the seeds."""
+        """Return the first step size of the weights by the tangent kernel, mean over the seeds."""
         alpha = self.space.start()
 
         def of_seed(w, x):
@@ -131,14 +131,14 @@ class _SkipRun(DeepSearchRun):
     def train(self, seed_results: list[SeedResult]) -> list[dict[str, Any]]:
         config = self.config
         batches = config.epochs * (config.train // config.batch_size)
-        # As many networks as can be trained in the gradients of the search.
+        # The number of networks that the gradients of the search could train.
         budget = 1 + round(config.steps * self.strategy.gradients / batches)
         return self.train_corners(
             self.networks(seed_results, self.singles, self.draw_corners(budget))
         )
 
     def _training_keys(self) -> jax.Array:
-        """The keys of random architectures, initial weights, and the order of the rows."""
+        """Return the keys of random architectures, initial weights, and the order of the rows."""
         return jax.random.split(jax.random.fold_in(jax.random.key(self.config.seed), 1), 3)
 
     def draw_corners(self, budget: int) -> list[list[Pytree]]:
@@ -148,7 +148,7 @@ class _SkipRun(DeepSearchRun):
         return [[self.space.draw(of_all[s]) for of_all in draws] for s in range(self.copies)]
 
     def train_corners(self, rows: list[NetworkToTrain]) -> list[dict[str, Any]]:
-        """Scores of all rows' networks, trained; of those not random with their eigenvalue."""
+        """Return scores of all rows' networks, trained; with eigenvalues if they are not random."""
         config, space = self.config, self.space
         _, weight_key, order_key = self._training_keys()
         train = jax.tree.map(lambda *a: jnp.stack(a), *(of_seed[0] for of_seed in self.parts))
@@ -170,16 +170,16 @@ class _SkipRun(DeepSearchRun):
         return self.train_networks(rows, of_row)
 
     def _min_eigenvalue(self, corner: Pytree, x: jax.Array) -> float:
-        """The smallest eigenvalue of the architecture's NTK at infinite width, in float64."""
+        """Return the smallest eigenvalue of the NTK at infinite width, in float64."""
         with jax.enable_x64(True):
             x, corner = jax.tree.map(
                 lambda a: jnp.asarray(np.asarray(a), float), (x[:_KERNEL_ROWS], corner)
             )
-            # The corner of the simplex stands for the architecture: one program serves all of them.
+            # Corners of one simplex share a program.
             return float(ntk.min_eigenvalue(self.space.kernel(corner, x).ntk))
 
     def best_single(self, scores: Scores) -> str:
-        """The activation whose network without skips has the smallest validation error."""
+        """Return the activation with the smallest validation error without skips."""
         return min(self.space.names, key=lambda name: np.mean(scores[name]["valid_error"]))
 
     # ------------------------------------------------------------------------- the report
@@ -191,7 +191,7 @@ class _SkipRun(DeepSearchRun):
         return {"best_single": best, "kernel_rows": self.kernel_rows}
 
     def heatmaps(self, alpha: Pytree) -> list[Heatmap]:
-        """Probability of each activation, and weight of the skip connection, layer by layer."""
+        """Return the probabilities of activations and the weights of skips, layer by layer."""
         mixtures, skips = (np.asarray(alpha[k]) for k in ("activations", "skips"))
         values = np.column_stack([mixtures, [np.nan, *skips]])
         layers = [str(layer) for layer in range(1, len(values) + 1)]
@@ -205,13 +205,13 @@ class _SkipRun(DeepSearchRun):
     def notes(self, result: dict[str, Any]) -> list[str]:
         return [
             "networks are trained from scratch, those of one activation without skips; * best of "
-            "them by validation; best of random: by validation, as many as take the search's "
-            "gradients",
+            "them by validation; best of random: by validation, with as many networks as the "
+            "search's gradients could train",
             self.kernel_note(),
         ]
 
     def kernel_note(self) -> str:
-        """The line on the column λ_min."""
+        """Return the note on the column λ_min."""
         return (
             f"λ_min: of the infinite-width NTK of {self.kernel_rows} training rows, in NTK "
             "parametrization"
@@ -243,7 +243,7 @@ class _EigenNasRun(_SkipRun):
         return result
 
     def _ranking(self, seed: int) -> EigenNAS:
-        """The pool's best by the kernel of the seed's first training rows, in float64."""
+        """Rank the pool by the kernel of the seed's first training rows, in float64."""
         config, x = self.config, self.parts[seed][0][0][: self.kernel_rows]
         draw = keys(config.seed, seed)[0]
         with jax.enable_x64(True):
@@ -251,7 +251,7 @@ class _EigenNasRun(_SkipRun):
             return eigen_nas(draw, self.space, x, pool=config.samples, keep=config.kept)
 
     def _ranked_and_random_networks(self, rankings: list[EigenNAS]) -> list[NetworkToTrain]:
-        """For each seed: the best of the pool, single activations, random networks."""
+        """Return for each seed the best of the pool, single activations and random networks."""
         rows = []
         for seed, (best, corners) in enumerate(
             zip(rankings, self.draw_corners(self.config.kept), strict=True)
@@ -268,13 +268,13 @@ class _EigenNasRun(_SkipRun):
         kept, samples = self.config.kept, self.config.samples
         return [
             f"eigen-nas: the {kept} of {samples} random architectures with the largest λ_min, "
-            f"trained from scratch; random: {kept} of any λ_min; best of them by validation",
+            f"trained from scratch; random: {kept} with any λ_min; best of: by validation",
             self.kernel_note(),
         ]
 
 
 def _best_by_validation(networks: list[dict[str, Any]], seed: int) -> str:
-    """The ranked architecture of a seed with the smallest validation error."""
+    """Return the ranked architecture of a seed with the smallest validation error."""
     own = [
         row for row in networks if row["seed"] == seed and row["network"].startswith("eigen-nas")
     ]
@@ -282,7 +282,7 @@ def _best_by_validation(networks: list[dict[str, Any]], seed: int) -> str:
 
 
 def _in_bfloat16(space: SkipSpace) -> SkipSpace:
-    """The space with activations in bfloat16, for more than two classes."""
+    """Return the space with activations in bfloat16, for more than two classes."""
 
     def apply(w, alpha, x):
         half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (w, alpha, x))

@@ -31,15 +31,15 @@ class Output:
     """Flags that every command has in addition to those of its job."""
 
     quick: bool = False
-    """Smaller sizes, where none are given here: seconds or minutes on two cores."""
+    """Smaller sizes, unless given here: seconds or minutes on two cores."""
     config: pathlib.Path | None = None
-    """The config.json of an earlier run: its flags, where none are given here."""
+    """The config.json of an earlier run: its flags, unless given here."""
     quiet: bool = False
     """No progress and no table; errors are still printed."""
     json: bool = False
-    """Print what result.json holds, instead of the table."""
+    """Print the content of result.json instead of the table."""
     log: rules.Out | None = None
-    """Append what the progress bar shows, phases and losses, to this file as lines of JSON."""
+    """Append the content of the progress bar, phases and losses, to this file as JSON lines."""
     cache: bool = True
     """Keep compiled programs in the user's cache folder, for the next run."""
 
@@ -53,7 +53,7 @@ class Job(rules.Flags):
     seed: rules.Seed = 0
     """Seed of all random numbers."""
     out: rules.Out = pathlib.Path("runs/job")
-    """Run directory; a number is appended where there is one of that name."""
+    """Run directory; a number is appended if it exists."""
     progress: bool | None = None
     """Progress bar; by default in a terminal. Or --progress, --no-progress."""
     changeable: ClassVar[tuple[str, ...]] = ()  # flags that --resume may change
@@ -67,19 +67,19 @@ class Resumable(Job):
     """Flags of every job that can be resumed."""
 
     resume: bool = False
-    """Go on with the unfinished run in the run directory."""
+    """Resume the unfinished run in the run directory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Search(Resumable):
-    """What to search, on what, and how; every flag has a default."""
+    """Flags of the activation search; every flag has a default."""
 
     out: rules.Out = pathlib.Path("runs/search")
-    """Run directory; a number is appended where there is one of that name."""
+    """Run directory; a number is appended if it exists."""
     activations: Names = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")
     """Candidates."""
     geometry: Literal["exponentiate", "project", "softmax"] = "exponentiate"
-    """How α stays on the simplex."""
+    """The update that keeps α on the simplex."""
     solver: Literal["unrolled", "truncated", "first-order", "implicit"] = "unrolled"
     """Hypergradient: through all inner steps, the last quarter, none, or implicit (damped CG)."""
     outer: Literal["hinge", "logistic", "squared"] = "hinge"
@@ -89,7 +89,7 @@ class Search(Resumable):
     devices: Devices = 1
     """Devices that the searches are spread over, a divisor of their number; or all."""
     distributed: bool = False
-    """One of several processes, each started with this line: over the devices of all of them."""
+    """One of multiple processes, each started with this line: use the devices of all."""
     steps: rules.Count = 20
     """Outer steps."""
     inner_steps: Annotated[int, rules.Range(1, 10**7)] = 50
@@ -110,17 +110,17 @@ class Search(Resumable):
     changeable: ClassVar[tuple[str, ...]] = ("steps", "devices", "distributed")
 
     def check(self) -> None:
-        """Raise for flags that cannot be used, before anything is loaded."""
+        """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
         super().check()
         check_rows(self.data, {"train": self.train, "valid": self.valid})
 
 
 @dataclasses.dataclass(frozen=True)
 class Certify(Job):
-    """Which kernel, on what, and how exactly; every flag has a default."""
+    """Flags of the certificate; every flag has a default."""
 
     out: rules.Out = pathlib.Path("runs/certify")
-    """Run directory; a number is appended where there is one of that name."""
+    """Run directory; a number is appended if it exists."""
     activations: Names = ("relu", "tanh", "swish")
     """Candidates: the vertices of the simplex."""
     kernel: rules.Importable | None = None
@@ -134,22 +134,22 @@ class Certify(Job):
     """Relative gap between the two ends of the bracket."""
 
     def check(self) -> None:
-        """Raise for flags that cannot be used, before anything is loaded."""
+        """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
         super().check()
         if self.kernel is not None:
             check_module("kernel", self.kernel)
         if self.pixels is not None and self.kernel is None:
-            raise ValueError(f"pixels: expected --kernel beside it, got {self.pixels} alone.")
+            raise ValueError(f"pixels: expected --kernel next to it, got {self.pixels} alone.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Baseline(Resumable):
-    """Which method, on what, and how large; every flag has a default."""
+    """Flags of the baselines; every flag has a default."""
 
     data: Images | Literal["imdb"] = "digits"  # type: ignore[assignment]
     """Dataset; digits ships with scikit-learn."""
     out: rules.Out = pathlib.Path("runs/baseline")
-    """Run directory; a number is appended where there is one of that name."""
+    """Run directory; a number is appended if it exists."""
     method: Literal[
         "all",
         "weight-sharing",
@@ -177,7 +177,7 @@ class Baseline(Resumable):
     changeable: ClassVar[tuple[str, ...]] = ("devices",)
 
     def check(self) -> None:
-        """Raise for flags that cannot be used, before anything is loaded."""
+        """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
         super().check()
         check_rows(self.data, {name: self.size(name) for name in ("train", "valid")})
         if self.data == "imdb" and self.devices != 1:
@@ -206,12 +206,12 @@ _Parts = Annotated[tuple[str, ...], rules.Names((*SCORES, *BASELINES), least=0, 
 
 @dataclasses.dataclass(frozen=True)
 class Rank(Resumable):
-    """Which networks, which scores, on what; every flag has a default."""
+    """Flags of the ranking; every flag has a default."""
 
     data: Images = "cifar10"
     """Dataset of the batch that networks are scored on; digits ships with scikit-learn."""
     out: rules.Out = pathlib.Path("runs/rank")
-    """Run directory; a number is appended where there is one of that name."""
+    """Run directory; a number is appended if it exists."""
     scores: _Scores = _DEFAULT_SCORES
     """Names in ntk.scores, or 'all' for every one of them; MODULE:FUNCTION for a score of your own,
     score(key, apply, params, batch), larger is better."""
@@ -221,9 +221,9 @@ class Rank(Resumable):
     networks: Annotated[int, rules.Range(2, TOTAL)] | Literal["all"] = 200
     """How many networks to draw, or all 15,625."""
     k: rules.Count = 20
-    """How many networks with the best scores have their validation accuracy looked up."""
+    """Number of networks with the best scores whose validation accuracy is looked up."""
     pool: rules.Count = 300
-    """How many networks these k are chosen from; many such pools are drawn of those scored."""
+    """Number of networks that these k are chosen from; many pools of this size are drawn."""
     batch_size: Annotated[int, rules.Range(2)] = 32
     """Rows in the batch."""
     cells: rules.Layers = 5
@@ -235,13 +235,13 @@ class Rank(Resumable):
     devices: Devices = 1
     """Devices that the networks scored side by side are spread over; or all."""
     distributed: bool = False
-    """One of several processes, each started with this line: over the devices of all of them."""
+    """One of multiple processes, each started with this line: use the devices of all."""
     at_once: rules.Count = 1
     """Networks side by side in one program: 1 on a CPU, dozens on an accelerator."""
     judged: bool = True
-    """Whether to hold the scores against the accuracies in the benchmark's table."""
+    """Whether to compare the scores with the accuracies in the benchmark's table."""
     epochs: Annotated[int, rules.Range(0, 10_000)] = 0
-    """Passes over the training rows in which the chosen network is trained; 0: it is not."""
+    """Passes over the training rows for training the chosen network; 0: no training."""
     train: rules.Sample = 500
     """Training rows of that network; the batch of the scores is drawn from them."""
     test: rules.Size = 1000
@@ -252,7 +252,7 @@ class Rank(Resumable):
     )
 
     def check(self) -> None:
-        """Raise for flags that cannot be used, before anything is loaded."""
+        """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
         super().check()
         check_rows(self.data, {"train": self.train}, reserved=1)
         for name in self.own_scores:
@@ -273,7 +273,7 @@ class Rank(Resumable):
 
     @property
     def score_names(self) -> tuple[str, ...]:
-        """The scores that were asked for. If these are all, the default ones are first."""
+        """The requested scores. If these are all, the default ones are first."""
         if "all" not in self.scores:
             return self.scores
         others = (name for name in SCORES if name not in _DEFAULT_SCORES)
@@ -281,7 +281,7 @@ class Rank(Resumable):
 
     @property
     def own_scores(self) -> tuple[str, ...]:
-        """The scores of the user's own, as MODULE:FUNCTION."""
+        """The user-defined scores, as MODULE:FUNCTION."""
         return tuple(name for name in self.scores if names_function(name))
 
     @property

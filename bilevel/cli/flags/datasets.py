@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-# Rows for training, and separate rows for the test; digits has none: its test rows come from the
-# same rows as the others.
+# Rows for training, and separate rows for the test. The test rows of digits are drawn from the
+# training rows.
 ROWS = {
     "digits": (1797, 0),
     "mnist": (60_000, 10_000),

@@ -36,7 +36,7 @@ class DeepSearch(Resumable):
     """Flags of every search with shared weights."""
 
     out: rules.Out = pathlib.Path("runs/search")
-    """Run directory; a number is appended where there is one of that name."""
+    """Run directory; a number is appended if it exists."""
     strategy: Strategy = "darts-first"
     """DARTS of first order, of second order, exactly or by its paper's finite difference;
     exponentiated gradient, on validation or on training batches; random search with weight
@@ -63,10 +63,10 @@ class DeepSearch(Resumable):
     test: rules.Size = 2000
     """Test rows at most."""
     bfloat16: bool = False
-    """Activations in bfloat16; weights and losses stay as they are."""
+    """Activations in bfloat16; weights and losses do not change."""
 
     def check(self) -> None:
-        """Raise for flags that no space could use, before anything is loaded."""
+        """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
         super().check()
         check_rows(self.data, {"train": self.train, "valid": self.valid})
         least = min(self.train, self.valid)
@@ -75,13 +75,13 @@ class DeepSearch(Resumable):
 
 @dataclasses.dataclass(frozen=True)
 class SkipSearch(DeepSearch):
-    """What to search, on what, and how; every flag has a default."""
+    """Flags of a deep search; every flag has a default."""
 
     strategy: Strategy | Literal["eigen-nas"] = "darts-first"  # type: ignore[assignment]
     """As in the other searches; or eigen-nas: of --samples random architectures, train the --kept
     ones whose infinite kernel has the largest smallest eigenvalue."""
     kept: rules.Count = 5
-    """Architectures that eigen-nas trains, beside as many random ones."""
+    """Architectures that eigen-nas trains, next to as many random ones."""
     activations: Names = ACTIVATIONS[:5]
     """Candidates of every layer."""
     depth: Annotated[int, rules.Range(3, 1000)] = 5
@@ -92,7 +92,7 @@ class SkipSearch(DeepSearch):
     """Initialisation: of the paper's theory, of its Algorithm 1, or He's."""
 
     def check(self) -> None:
-        """Raise for flags that cannot be used, or not together."""
+        """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
         super().check()
         if self.strategy == "eigen-nas":
             self.check_at_most("kept", self.samples, f"the {self.samples} samples")
@@ -100,7 +100,7 @@ class SkipSearch(DeepSearch):
 
 @dataclasses.dataclass(frozen=True)
 class DartsSearch(DeepSearch):
-    """What to search, on what, and how; every flag has a default."""
+    """Flags of a deep search; every flag has a default."""
 
     steps: rules.Count = 300
     """Outer steps of the search."""
@@ -120,7 +120,7 @@ class DartsSearch(DeepSearch):
     """Learning rate of the weights (SGD with momentum 0.9, cosine decay, weight decay 3e-4,
     gradients clipped at norm 5)."""
     random: rules.CountOrNone = 2
-    """Random genotypes to train beside the one found."""
+    """Random genotypes to train next to the one found."""
     drop_path: Annotated[float, rules.Range(0, under=1)] = 0.0
     """Probability of dropping a path, rising linearly from 0 to this while a network is trained
     from scratch; DARTS has 0.2."""
@@ -136,7 +136,7 @@ class DartsSearch(DeepSearch):
 
 @dataclasses.dataclass(frozen=True)
 class NasBench201Search(DeepSearch):
-    """What to search, on what, and how; every flag has a default."""
+    """Flags of a deep search; every flag has a default."""
 
     steps: rules.Count = 300
     """Outer steps of the search."""
@@ -160,7 +160,7 @@ class NasBench201Search(DeepSearch):
 
 @dataclasses.dataclass(frozen=True)
 class OwnSearch(DeepSearch):
-    """What to search, on what, and how; every flag but ``--space`` has a default."""
+    """Flags of the search of a user-defined space; only ``--space`` has no default."""
 
     space: rules.Importable = ""
     """MODULE:FUNCTION, a function of the number of classes that returns a bilevel.spaces.Space on
@@ -168,9 +168,9 @@ class OwnSearch(DeepSearch):
     pixels: rules.Size | None = None
     """Average images down to at most this side."""
     random: rules.CountOrNone = 2
-    """Random architectures to train beside the one found."""
+    """Random architectures to train next to the one found."""
 
     def check(self) -> None:
-        """Raise for flags that cannot be used, before anything is loaded."""
+        """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
         super().check()
         check_module("space", self.space)

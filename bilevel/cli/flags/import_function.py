@@ -1,4 +1,4 @@
-"""Functions of the user's own, named MODULE:FUNCTION on the command line."""
+"""User-defined functions, named MODULE:FUNCTION on the command line."""
 
 import importlib
 import importlib.util

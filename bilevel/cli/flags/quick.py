@@ -32,6 +32,6 @@ QUICK: dict[type[Job], Job] = {
 
 
 def sizes(kind: type[Job]) -> dict[str, Any]:
-    """The flags of a command that ``--quick`` sets, by name."""
+    """Return the flags of a command that ``--quick`` sets, by name."""
     quick, usual = dataclasses.asdict(QUICK[kind]), dataclasses.asdict(kind())
     return {name: value for name, value in quick.items() if value != usual[name]}

@@ -1,4 +1,4 @@
-"""Compiled programs, kept for the next command: half of a short one is compilation."""
+"""Keep compiled programs for the next command: half of a short one is compilation."""
 
 import contextlib
 import os
@@ -9,10 +9,10 @@ _LARGEST = 2**30  # bytes of the cache; the programs of one command take some 15
 
 
 def keep() -> None:
-    """Let JAX's persistent compilation cache have a folder in the user's cache.
+    """Set JAX's persistent compilation cache to a folder in the user's cache.
 
-    The user's own folder, JAX_COMPILATION_CACHE_DIR, stays. If no folder can be made or written,
-    nothing is cached, because JAX would warn of every program.
+    A user-defined folder, JAX_COMPILATION_CACHE_DIR, has priority. If the folder cannot be written,
+    nothing is cached, because JAX would warn for every program.
     """
     import jax
 
@@ -25,8 +25,8 @@ def keep() -> None:
     if not os.access(folder, os.W_OK):
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    # Bounded, the cache locks its folder too: several commands may run at a time.
+    # A bounded cache locks its folder, so that several commands can run at a time.
     jax.config.update("jax_compilation_cache_max_size", _LARGEST)
-    # JAX keeps by default what took a second. The commands' programs are many and small.
+    # By default JAX keeps programs that compile for a second, but the commands' programs are small.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,4 +1,4 @@
-"""``--devices`` and ``--distributed``: a command's copies over several devices, or processes."""
+"""``--devices`` and ``--distributed``: spread a command over several devices or processes."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from bilevel.contracts import Pytree
 from bilevel.internal.processes import is_multiprocess, to_numpy
 from ntk.internal.sharding import put_with_sharding
 
-# Seconds without a sign of life after which a process counts as lost; then, of waiting at the end.
+# Seconds without a heartbeat after which a process counts as lost, and seconds to wait at the end.
 _LOST, _SHUTDOWN = 20, 10
 
 
@@ -56,7 +56,7 @@ def count_for(devices: int | Literal["all"], copies: int, what: str) -> int:
     Raises
     ------
     ValueError
-        For more devices than there are, or if their number does not divide the copies.
+        If there are fewer devices, or their number does not divide the copies.
     """
     available = jax.device_count()
     count = available if devices == "all" or (is_multiprocess() and devices == 1) else devices

@@ -1,4 +1,4 @@
-"""Ctrl-C that is not lost."""
+"""Keep Ctrl-C from being lost."""
 
 import _thread
 import contextlib
@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-_SECONDS = 0.05  # to wait before Ctrl-C is raised again: the code that lost it is over by then
+_SECONDS = 0.05  # wait before Ctrl-C is raised again, so that the code that lost it has ended
 
 
 class Stopped(Exception):

@@ -29,7 +29,7 @@ _call: ContextVar[Call | None] = ContextVar("call", default=None)
 
 @contextlib.contextmanager
 def made(call: Call) -> Iterator[None]:
-    """Make ``call`` what :func:`current` returns, within the ``with`` block."""
+    """Make :func:`current` return ``call`` within the ``with`` block."""
     token = _call.set(call)
     try:
         yield
@@ -62,7 +62,7 @@ def recorder(path: pathlib.Path, command: str, resume: bool) -> Callable[[dict[s
 
 
 def versions() -> dict[str, str]:
-    """Versions of the package, JAX and Python, from the metadata: JAX is not imported."""
+    """Return the versions of the package, JAX and Python from metadata, without importing JAX."""
     names = ("bilevel", "jax", "jaxlib")
     return {name: _version(name) for name in names} | {"python": platform.python_version()}
 

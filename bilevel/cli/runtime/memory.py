@@ -1,8 +1,8 @@
-"""Refuse a job whose arrays do not fit into memory.
+"""Raise if the arrays of a job do not fit into memory.
 
-The system ends a job that does not fit without a message, after minutes or hours. So the bytes of
-the arrays that are alive together are compared with the memory available before long work starts.
-Arrays that a backward pass keeps count too. All shapes come from ``jax.eval_shape``.
+The system ends a job that does not fit without a message, after minutes or hours. So a command
+compares the bytes of arrays that are alive together with the available memory before it starts long
+work. The arrays that a backward pass keeps count too. All shapes come from ``jax.eval_shape``.
 """
 
 import contextlib

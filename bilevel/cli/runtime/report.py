@@ -75,7 +75,7 @@ def save_figure(path: pathlib.Path, size: tuple[float, float], draw: Callable[[A
 def heat_map(
     table: np.ndarray, ax: Any, columns: Sequence[str], rows: Sequence[str], fontsize: float = 8
 ) -> None:
-    """Draw numbers from 0 to 1 as shades, with their values in the cells; NaN is blank."""
+    """Draw values from 0 to 1 as shades, with numbers in the cells; NaN is blank."""
     ax.imshow(table, vmin=0, vmax=1, cmap="Blues", aspect="auto")
     ax.grid(False)
     look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": fontsize}
@@ -89,13 +89,13 @@ def heat_map(
 
 
 def table_title(config: dict[str, Any]) -> str:
-    """Title of a table of errors."""
+    """Return the title of a table of errors."""
     spread = f", mean ± s.e. of {config['seeds']} seeds" if config["seeds"] > 1 else ""
     return f"{_rows_in_title(config)}; errors in %{spread}"
 
 
 def figure_title(config: dict[str, Any]) -> str:
-    """Title of a figure."""
+    """Return the title of a figure."""
     several = f"{config['seeds']} seeds drawn from " if config["seeds"] > 1 else ""
     return f"{_rows_in_title(config)}; {several}seed {config['seed']}"
 
@@ -123,7 +123,7 @@ def mixture(alpha: Any, names: Any) -> str:
 
 
 def standard_error_over_seeds(x: np.ndarray) -> float:
-    """Standard error of the mean of ``x`` [seeds]; NaN for one seed."""
+    """Return the standard error of the mean of ``x`` [seeds]; NaN for one seed."""
     return float(x.std(ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("nan")
 
 
@@ -135,12 +135,12 @@ def cell(x: np.ndarray, form: str) -> str:
 
 
 def format_lower_bound(x: float, digits: int) -> str:
-    """Format a lower bound, rounded down, so that the printed number is one too."""
+    """Format a lower bound, rounded down, so that the printed value is a bound too."""
     return _rounded(x, digits, decimal.ROUND_FLOOR)
 
 
 def format_upper_bound(x: float, digits: int) -> str:
-    """Format an upper bound, rounded up, so that the printed number is one too."""
+    """Format an upper bound, rounded up, so that the printed value is a bound too."""
     return _rounded(x, digits, decimal.ROUND_CEILING)
 
 

@@ -1,4 +1,4 @@
-"""The directory of a run: a new one with its own number, or that of the run to resume."""
+"""The directory of a run: a new one with a number, or the directory of the run to resume."""
 
 import contextlib
 import itertools
@@ -14,7 +14,7 @@ from bilevel.runs import records
 
 
 @contextlib.contextmanager
-def run_directory(config: Job, *, keeps: str = "its results are kept") -> Iterator[pathlib.Path]:
+def run_directory(config: Job, *, keeps: str = "its results are saved") -> Iterator[pathlib.Path]:
     """Yield the directory to write into; if a new run fails before its first result, remove it.
 
     A resumed run has the directory of the run with the same flags, apart from
@@ -41,9 +41,9 @@ def run_directory(config: Job, *, keeps: str = "its results are kept") -> Iterat
         if not keeps_results:
             _remove(made)
         if isinstance(error, KeyboardInterrupt):
-            left = keeps if keeps_results else "nothing is kept"
+            left = keeps if keeps_results else "nothing is saved"
             left += f" in {folder}" * (keeps_results and not resumable)
-            left += f"; go on with --resume --out {folder}" * (keeps_results and resumable)
+            left += f"; resume with --resume --out {folder}" * (keeps_results and resumable)
             raise Stopped(f"{str(error) or 'interrupted'}; {left}") from None
         raise
 
@@ -72,7 +72,7 @@ def _new(config: Job) -> list[pathlib.Path]:
 
 
 def _has_results(folder: pathlib.Path) -> bool:
-    """Whether a file holds more than flags, a lock or the header of a journal."""
+    """Return whether a file holds more than flags, a lock or the header of a journal."""
     files = [p for p in folder.rglob("*") if p.is_file() and p.name != from_config_file.CONFIG]
     files = [path for path in files if path.name != "lock" and path.suffix != ".lock"]
     return any(
@@ -82,7 +82,7 @@ def _has_results(folder: pathlib.Path) -> bool:
 
 
 def _remove(made: list[pathlib.Path]) -> None:
-    """Remove the run's directory, and its parents unless something else is in them by now."""
+    """Remove the run's directory, and its parents unless they contain something else."""
     for folder in made:
         if (folder / from_config_file.CONFIG).exists():
             shutil.rmtree(folder, ignore_errors=True)
@@ -91,10 +91,10 @@ def _remove(made: list[pathlib.Path]) -> None:
 
 
 def _save_changed(folder: pathlib.Path, config: Job) -> None:
-    """Save the flags with which the run gives the result that it has now."""
+    """Save the flags that give the present result."""
     file = folder / from_config_file.CONFIG
     before, now = from_config_file.read(file, "out"), from_config_file.flags_of(config)
     after = before | {name: now[name] for name in config.changeable}
-    # A full disk: the result is there already.
+    # If the disk is full, the result is already written.
     with contextlib.suppress(OSError), records.atomic_write(file) as saved:
         saved.write(from_config_file.dump(after).encode())

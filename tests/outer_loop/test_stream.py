@@ -197,38 +197,36 @@ def test_leaves_of_any_library_and_other_trees_work():
     assert_close(result.alpha, by_hand(4)[0].alpha, f64=1e-12, f32=1e-5)
 
 
+def first(count, *others):
+    return [*itertools.islice(pairs(), count), *others]
+
+
+def broken(step):
+    yield from first(3)
+    raise OSError("the disk is gone")
+
+
+MISTAKES = [
+    (
+        first(3, (ROWS[0, 3][:2], ROWS[1, 3])),
+        r"got float64\[2, 3\] after float64\[4, 3\] at step 3",
+    ),
+    (
+        first(1, (ROWS[0, 3], [ROWS[1, 3]])),
+        "batches: expected pairs of one structure, .* at step 1",
+    ),
+    ([], "batches: expected a pair .* at step 0, got none"),
+    ([ROWS[0, 0]], "batches: expected a pair .* at step 0, got a ndarray"),
+    (first(3, (ROWS[0, 3], ROWS[1, 3] * np.nan)), "batches, valid at step 3: expected finite"),
+    (first(3, (ROWS[0, 3], ROWS[1, 3][:0])), "batches, valid at step 3: expected data"),
+    (broken, "the disk is gone"),
+]
+
+
 @pytest.mark.long
-def test_mistakes_are_one_sentence_and_no_thread_is_left():
+def test_wrong_batches_raise_one_message_and_end_the_thread():
     before = threading.active_count()
-    cut = [*itertools.islice(pairs(), 3), (ROWS[0, 3][:2], ROWS[1, 3])]
-    with pytest.raises(ValueError, match=r"got float64\[2, 3\] after float64\[4, 3\] at step 3"):
-        search(batches=bilevel.stream(cut), steps=9, chunk=2)
-    other = [*itertools.islice(pairs(), 1), (ROWS[0, 3], [ROWS[1, 3]])]
-    with pytest.raises(ValueError, match=r"batches: expected pairs of one structure, .* at step 1"):
-        search(batches=bilevel.stream(other), steps=9)
-    with pytest.raises(ValueError, match=r"batches: expected a pair .* at step 0, got none"):
-        search(batches=bilevel.stream([]), steps=9)
-    with pytest.raises(ValueError, match=r"batches: expected a pair .* at step 0, got a ndarray"):
-        search(batches=bilevel.stream([ROWS[0, 0]]), steps=9)
-    for broken_row, message in ((ROWS[1, 3] * np.nan, "finite"), (ROWS[1, 3][:0], "data")):
-        late = [*itertools.islice(pairs(), 3), (ROWS[0, 3], broken_row)]
-        with pytest.raises(ValueError, match=f"batches, valid at step 3: expected {message}"):
-            search(batches=bilevel.stream(late), steps=9, chunk=2)
-
-    def broken(step):
-        yield from itertools.islice(pairs(), 3)
-        raise OSError("the disk is gone")
-
-    with pytest.raises(OSError, match="the disk is gone"):
-        search(batches=bilevel.stream(broken), steps=9, chunk=2)
-    with pytest.raises(ValueError, match="a stream: expected none of them under jit"):
-        jax.jit(
-            lambda a: (
-                bilevel.search(
-                    *(PROBLEM, SOLVER, optax.adam(0.1), a, jnp.ones(3), None, None),
-                    batches=bilevel.stream(pairs),
-                    steps=1,
-                ).alpha
-            )
-        )(jnp.zeros(3))
+    for source, message in MISTAKES:
+        with pytest.raises((ValueError, OSError), match=message):
+            search(batches=bilevel.stream(source), steps=9, chunk=2)
     assert threading.active_count() == before

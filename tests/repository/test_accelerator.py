@@ -21,16 +21,6 @@ def run(*flags, script=SCRIPT):
     return subprocess.run([sys.executable, script, *flags], capture_output=True, text=True)
 
 
-@pytest.mark.long
-def test_what_a_results_file_holds_is_not_measured_again(tmp_path):
-    out = tmp_path / "rows.jsonl"
-    flags = "--part", "matmul", "--quick", "--out", out
-    first, second = run(*flags), run(*flags)
-    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert first.stdout.count("tflops") == 3 and second.stdout == ""
-    assert run("--table", "--out", out).stdout.count("| matmul |") == 3
-
-
 def test_parts_for_which_there_is_no_time_are_said_to_be_stopped():
     done = run("--quick", "--only", "matmul", "--minutes", "0")
     assert "matmul: stopped" in done.stdout

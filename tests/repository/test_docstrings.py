@@ -36,39 +36,32 @@ def raises(node: ast.AST) -> bool:
     return any(isinstance(n, ast.Raise) for n in ast.walk(node))
 
 
-def those_that_raise(functions: dict[str, ast.AST], known: set[str] = frozenset()) -> set[str]:
-    """Which functions of a module raise, themselves or by calling each other or the ``known``."""
-    raising = {name for name, node in functions.items() if raises(node) or calls(node) & known}
-    while more := {n for n, f in functions.items() if calls(f) & raising} - raising:
-        raising |= more
-    return raising
-
-
 def top_functions(path: Path) -> dict[str, ast.AST]:
     return {n.name: n for n in parsed(path).body if isinstance(n, Function)}
 
 
 @cache
-def check_functions() -> dict[str, set[str]]:
-    """By module, the names of the checks that refuse something."""
-    shared = those_that_raise(top_functions(ROOT / CHECKS["ntk.internal.checks"]))
-    own = those_that_raise(top_functions(ROOT / CHECKS["bilevel.internal.checks"]), shared)
-    return {"ntk.internal.checks": shared, "bilevel.internal.checks": own | shared}
+def raising_checks() -> set[str]:
+    """The checks of arguments that raise, directly or through each other."""
+    functions = top_functions(ROOT / CHECKS["ntk.internal.checks"])
+    functions |= top_functions(ROOT / CHECKS["bilevel.internal.checks"])
+    raising = {name for name, node in functions.items() if raises(node)}
+    while more := {name for name, f in functions.items() if calls(f) & raising} - raising:
+        raising |= more
+    return raising
 
 
 @cache
 def checks_imported(path: Path) -> frozenset[str]:
-    """The checks by the names that a module has for them."""
+    """The names of these checks in a module."""
     known = set()
     for n in ast.walk(parsed(path)):
-        if not isinstance(n, ast.ImportFrom):
-            continue
-        for alias in n.names:
+        for alias in n.names if isinstance(n, ast.ImportFrom) else ():
             name = alias.asname or alias.name
-            if alias.name in check_functions().get(n.module, ()):
+            if n.module in CHECKS and alias.name in raising_checks():
                 known.add(name)
-            for check in check_functions().get(f"{n.module}.{alias.name}", ()):
-                known.add(f"{name}.{check}")
+            if f"{n.module}.{alias.name}" in CHECKS:
+                known |= {f"{name}.{check}" for check in raising_checks()}
     return frozenset(known)
 
 

@@ -92,10 +92,10 @@ def _arrays(config: Rank) -> memory.Parts:
     key = jax.eval_shape(jax.random.key, 0)
     w = jax.eval_shape(lambda key: networks.init(key, image), key)
     x, cell = memory.shape(config.batch_size, *image), encode(genotypes()[-1])
-    kept = memory.kept_for_backward(lambda w, x: networks.apply(w, cell, x), w, x)
+    residuals = memory.kept_for_backward(lambda w, x: networks.apply(w, cell, x), w, x)
     return {
         ("cells", "channels"): [w, w],
-        ("at_once", "batch_size", "channels"): [kept] * config.at_once,
+        ("at_once", "batch_size", "channels"): [residuals] * config.at_once,
     }
 
 

@@ -173,13 +173,13 @@ def search(
     traced = not concrete(arrays)
     setup = SearchSetup(problem, solver, optimizer, batches, diagnostics, as_history(history))
     if not traced:
-        given = checkpoint is not None, callback is not None
-        _check_processes(setup, named, (steps, every, chunk, resume, str(setup.history), given))
+        present = checkpoint is not None, callback is not None
+        _check_processes(setup, named, (steps, every, chunk, resume, str(setup.history), present))
     _check_search_arguments(
         solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics
     )
-    asked = progress, isinstance(batches, Stream), checkpoint is not None, callback is not None
-    if traced and any(asked):
+    on_host = progress, isinstance(batches, Stream), checkpoint is not None, callback is not None
+    if traced and any(on_host):
         raise ValueError(_TRACED)
     data = setup.prepared((train, valid, key), steps)
     if traced:
@@ -197,7 +197,7 @@ def search(
         begin = alpha, w0, feed.first
         carry, step, notes = setup.start(*begin, steps)
         _warn(notes)
-        if step is None and any(asked):
+        if step is None and any(on_host):
             raise ValueError(_TRACED)
         if step is None:
             return _compiled(setup, carry, data, steps)
@@ -283,16 +283,16 @@ def _check_search_arguments(
 
 
 def _result_messages(
-    setup: SearchSetup, result: SearchResult, data: Pytree, given: Sequence[str]
+    setup: SearchSetup, result: SearchResult, data: Pytree, known: Sequence[str]
 ) -> list[str]:
-    """Return a message for each fault, without the messages ``given`` at the start."""
+    """Return a message for each fault, without the messages ``known`` at the start."""
     report = result.report
     if report.zero.last and _at_minimum(setup, result, data):
         report = report._replace(zero=jax.tree.map(jnp.zeros_like, report.zero))
     diverged = divergence.messages(result.step_scale)
     if diverged:  # the hypergradients do not predict a return to an earlier state
         report = report._replace(compared=jnp.zeros_like(report.compared))
-    return [m for m in (*diverged, *report.messages()) if m not in given]
+    return [m for m in (*diverged, *report.messages()) if m not in known]
 
 
 def _at_minimum(setup: SearchSetup, result: SearchResult, data: Pytree) -> bool:

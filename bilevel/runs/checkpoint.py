@@ -201,11 +201,11 @@ def _check_step_and_label(
 def _read_step(directory: str | pathlib.Path, step: int, like: Pytree) -> Pytree:
     file = _step_file(directory, step)
     arrays, notes = records.read_arrays(file)
-    wanted, structure = jax.tree.flatten(like)
+    leaves, structure = jax.tree.flatten(like)
     names, parts, shared = _leaf_paths(like), notes.get("parts", []), notes.get("shared", {})
-    if len(arrays) + len(shared) != len(wanted):
+    if len(arrays) + len(shared) != len(leaves):
         raise ValueError(
-            f"checkpoint: expected {len(wanted)} arrays in {directory}, got "
+            f"checkpoint: expected {len(leaves)} arrays in {directory}, got "
             f"{len(arrays) + len(shared)}."
         )
     for name, saved in zip(names, notes.get("leaves", names), strict=True):
@@ -226,7 +226,7 @@ def _read_step(directory: str | pathlib.Path, step: int, like: Pytree) -> Pytree
             return array
         return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(like))
 
-    return jax.tree.unflatten(structure, [leaf(str(i), x) for i, x in enumerate(wanted)])
+    return jax.tree.unflatten(structure, [leaf(str(i), x) for i, x in enumerate(leaves)])
 
 
 class Saver:
@@ -249,12 +249,12 @@ class Saver:
         if self.directory is not None and self.step is not None:
             _check_step_and_label(self.directory, self.step, self._label, partly=True)
 
-    def done(self, name: str, asked: int) -> int:
+    def done(self, name: str, requested: int) -> int:
         """Return the steps of the checkpoint; raise ``ValueError`` if the run asks for fewer."""
         saved = self.step or 0
-        if saved > asked:
+        if saved > requested:
             raise ValueError(
-                f"{name}: expected at least the {saved} that the checkpoint holds, got {asked}."
+                f"{name}: expected at least the {saved} that the checkpoint holds, got {requested}."
             )
         return saved
 

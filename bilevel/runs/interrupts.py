@@ -48,8 +48,8 @@ def held_signals(*, interrupts: bool = True, terminations: bool) -> Iterator[Cal
     # Only the main thread may set handlers. We keep handlers that Python did not set (None), and a
     # program that ignores SIGTERM continues.
     if threading.current_thread() is threading.main_thread():
-        wanted = [signal.SIGINT] * interrupts + [signal.SIGTERM] * terminations
-        usual = {number: signal.getsignal(number) for number in wanted}
+        numbers = [signal.SIGINT] * interrupts + [signal.SIGTERM] * terminations
+        usual = {number: signal.getsignal(number) for number in numbers}
         usual = {number: handler for number, handler in usual.items() if handler is not None}
         if usual.get(signal.SIGTERM) is signal.SIG_IGN:
             del usual[signal.SIGTERM]

@@ -68,13 +68,13 @@ def read_sharded_array(step: pathlib.Path, count: int, name: str, like: Any) -> 
     ]
 
     def part(index):
-        wanted = _box(index, like.shape)
-        block, filled = np.empty([b - a for a, b in wanted], like.dtype), 0
+        target = _box(index, like.shape)
+        block, filled = np.empty([b - a for a, b in target], like.dtype), 0
         for path, key, box in pieces:
-            overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, box, strict=True)]
+            overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(target, box, strict=True)]
             if all(a < b for a, b in overlap):
                 piece = store.read_one(path, key)[_slices_within(overlap, box)]
-                block[_slices_within(overlap, wanted)] = piece
+                block[_slices_within(overlap, target)] = piece
                 filled += piece.size
         if filled != block.size:
             raise store.DamagedError(f"checkpoint: expected all of an array at {step}, got a part.")

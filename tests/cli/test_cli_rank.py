@@ -122,6 +122,7 @@ def own_scores(tmp_path, monkeypatch):
     sys.modules.pop("own_scores", None)
 
 
+@pytest.mark.long
 def test_scores_of_ones_own_are_ranked_with_builtin_ones_and_resumed(own_scores, capsys):
     names = ["own_scores:variance", "l2_norm", "own_scores:norm"]
     line = [*SMALL, "--scores", *names, "--aggregate", names[0], "parameters", "--out", "run"]

@@ -104,27 +104,6 @@ class Reader(ast.NodeVisitor):
         else:
             self.visit(root)
 
-    def visit_Call(self, node):
-        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        if name == "import_module" and node.args and isinstance(node.args[0], ast.Constant):
-            self.package(node, node.args[0].value)
-        self.generic_visit(node)
-
-    def function(self, node):
-        """A function's own scope: its parameters and variables hide the imports outside."""
-        outside, a = self.scope, node.args
-        hidden = {p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if p}
-        hidden |= {
-            inner.id
-            for inner in ast.walk(node)
-            if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
-        }
-        self.scope = {name: value for name, value in outside.items() if name not in hidden}
-        self.generic_visit(node)
-        self.scope = outside
-
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = function
-
 
 def faults(source):
     """Sorted ``(line, fault)`` of the names of `bilevel` and `ntk` in a program's text."""
@@ -172,7 +151,6 @@ def all_faults(paths, read):
         ("class A:\n    def f(self):\n        import ntk\n        ntk.x", "ntk.x does not exist"),
         ("from ntk.internal.checks import integer", "ntk.internal is private"),
         ("import bilevel\nbilevel.search._run = 1", "bilevel.search._run is private"),
-        ("from bilevel import plots\n\ndef f():\n    plots = []\n    return plots.append", None),
         ("import numpy as np\nnp.nothing\nfrom . import x\nfrom .ntk import _y", None),
     ],
 )

@@ -58,9 +58,9 @@ class _DartsRun(DeepSearchRun):
         key = jax.eval_shape(jax.random.key, 0)
         w, averages = jax.eval_shape(lambda key: network.init(key, batch[0].shape[1:]), key)
         arguments = w, averages, batch, key, memory.shape()  # the last one is `drop_path`
-        kept = memory.kept_for_backward(network.loss, *arguments, has_aux=True)
+        residuals = memory.kept_for_backward(network.loss, *arguments, has_aux=True)
         sizes = tuple(f"final_{name}" for name in self.sizes)
-        return [{sizes: [w] * 3, ("batch_size", *sizes): kept}]
+        return [{sizes: [w] * 3, ("batch_size", *sizes): residuals}]
 
     def train(self, seed_results: list[SeedResult]) -> list[dict[str, Any]]:
         """Return scores of the networks of the genotypes found, and of ``--random`` others."""

@@ -175,13 +175,15 @@ class DeepSearchRun:
         networks = self.network_arrays(batch)
         w, alpha = jax.eval_shape(self.space.init, key, batch), self.space.start()
         lower = split_losses(self.space.problem).lower
-        kept = memory.kept_for_backward(lambda *arguments: lower(*arguments)[0], w, alpha, batch)
+        residuals = memory.kept_for_backward(
+            lambda *arguments: lower(*arguments)[0], w, alpha, batch
+        )
         others, own = ROWS[config.data]
         tests = min(config.test, own or others - config.train - config.valid)
         rows = memory.shape(config.seeds, config.train + config.valid + tests, *self.row_shape)
         search = {
             ("seeds", *self.sizes): [w] * 3 * self.copies,  # with gradient and momentum
-            ("batch_size", *self.sizes): [kept] * self.copies,
+            ("batch_size", *self.sizes): [residuals] * self.copies,
             ("seeds", "steps"): [alpha] * config.seeds,
             ("seeds", "train", "valid"): rows,
         }

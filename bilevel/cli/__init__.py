@@ -18,49 +18,20 @@ from bilevel.cli.flags import commands, deep_searches, from_config_file, quick, 
 from bilevel.cli.runtime import compilation_cache, interrupts, invocation
 from bilevel.runs.interrupts import deferred_terminations, terminate
 
-# Flags, the module and the function that run the command, and its help. Modules are imported when
+# Flags of each command, with the module and the function that run it. Modules are imported when
 # they run, so that help and mistakes do not wait for JAX.
-_COMMANDS: dict[str, tuple[type[commands.Job], str, str]] = {
-    "search": (
-        commands.Search,
-        "search:run_search",
-        "Search the activation of a one-hidden-layer network, and compare with every baseline.",
-    ),
-    "search-skips": (
-        deep_searches.SkipSearch,
-        "deep_search.skips:run_skip_search",
-        "Search activations and skip connections of a deep network, layer by layer.",
-    ),
-    "search-darts": (
-        deep_searches.DartsSearch,
-        "deep_search.darts:run_darts_search",
-        "Search the cells of a convolutional network.",
-    ),
+_COMMANDS: dict[str, tuple[type[commands.Job], str]] = {
+    "search": (commands.Search, "search:run_search"),
+    "search-skips": (deep_searches.SkipSearch, "deep_search.skips:run_skip_search"),
+    "search-darts": (deep_searches.DartsSearch, "deep_search.darts:run_darts_search"),
     "search-nasbench201": (
         deep_searches.NasBench201Search,
         "deep_search.nasbench201:run_nasbench201_search",
-        "Search the cell of NAS-Bench-201, and look up what its network reaches.",
     ),
-    "search-own": (
-        deep_searches.OwnSearch,
-        "deep_search.own_space:run_own_search",
-        "Search a space of your own, --space MODULE:FUNCTION.",
-    ),
-    "certify": (
-        commands.Certify,
-        "certify:run_certify",
-        "Certify the smallest eigenvalue of the kernel over all mixtures of activations.",
-    ),
-    "baseline": (
-        commands.Baseline,
-        "baseline:run_baseline",
-        "Choose a feature map by weight sharing, Hyperband, random search and the like.",
-    ),
-    "rank": (
-        commands.Rank,
-        "rank:run_rank",
-        "Rank the networks of NAS-Bench-201 by train-free scores, and judge the scores.",
-    ),
+    "search-own": (deep_searches.OwnSearch, "deep_search.own_space:run_own_search"),
+    "certify": (commands.Certify, "certify:run_certify"),
+    "baseline": (commands.Baseline, "baseline:run_baseline"),
+    "rank": (commands.Rank, "rank:run_rank"),
 }
 Parsed = tuple[commands.Job, commands.Output]
 
@@ -186,7 +157,7 @@ def parse_flags(arguments: Sequence[str]) -> Parsed | None:
         another command.
     """
     arguments = _in_full(arguments)
-    defaults = {name: kind() for name, (kind, *_) in _COMMANDS.items()}
+    defaults = {name: kind() for name, (kind, _) in _COMMANDS.items()}
     parsed = _parsed(arguments, defaults)
     if parsed is None:
         return None
@@ -252,7 +223,7 @@ def _parsed(arguments: Sequence[str], defaults: dict[str, commands.Job]) -> Pars
 
     app = tyro.extras.SubcommandApp()
     for name, config in defaults.items():
-        app.command(name=name)(_command(config, _COMMANDS[name][2]))
+        app.command(name=name)(_command(config))
 
     @app.command(name="version")
     def version() -> None:
@@ -267,14 +238,14 @@ def _parsed(arguments: Sequence[str], defaults: dict[str, commands.Job]) -> Pars
             raise
 
 
-def _command(defaults: commands.Job, about: str) -> Callable[..., Parsed]:
+def _command(defaults: commands.Job) -> Callable[..., Parsed]:
     """Return the function that defines the flags of a command for tyro."""
     import tyro
 
     def command(run, output):
         return run, output
 
-    command.__doc__ = about
+    command.__doc__ = type(defaults).__doc__
     command.__defaults__ = (defaults, commands.Output())
     command.__annotations__ = {
         "run": tyro.conf.OmitArgPrefixes[type(defaults)],  # type: ignore[misc]

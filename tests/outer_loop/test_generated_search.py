@@ -84,30 +84,6 @@ def test_a_search_takes_the_steps_of_the_formulas(solver, optimizer, seed, dtype
     assert_near(result.alpha, alphas[-1], 3e3 * eps(dtype))
 
 
-@pytest.mark.slow
-@examples(2)
-@given(seed=seeds, dtype=dtypes, count=st.integers(1, 5), chunk=st.sampled_from([None, 1, 3]))
-def test_a_stream_gives_each_step_its_batch(seed, dtype, count, chunk):
-    """With a constant alpha, the weights have a closed form."""
-    rng = np.random.default_rng(seed)
-    alpha, w0, rows = (normal(rng, dtype, *shape) for shape in ((3,), (3,), (count, 3)))
-    problem = bilevel.Problem(
-        lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
-        lambda w, alpha, batch: jnp.vdot(w, batch[0]),
-    )
-    pairs = [(np.zeros(1), row[None]) for row in np.asarray(rows)]
-    result = bilevel.search(
-        *(problem, bilevel.unrolled(0.5, 1), optax.sgd(0.0), alpha, w0, None, None),
-        batches=bilevel.stream(lambda step: pairs[step:]),
-        steps=count,
-        chunk=chunk,
-        progress=False,
-    )
-    a, w, rows = wide((alpha, w0, rows))
-    expected = [row @ (a + 0.5 ** (t + 1) * (w - a)) for t, row in enumerate(rows)]
-    assert_near(result.history["value"], expected, 1e4 * eps(dtype))
-
-
 # ----------------------------------------------------------------------------- geometry
 
 

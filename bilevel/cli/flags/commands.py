@@ -72,7 +72,7 @@ class Resumable(Job):
 
 @dataclasses.dataclass(frozen=True)
 class Search(Resumable):
-    """Flags of the activation search; every flag has a default."""
+    """Search the activation of a one-hidden-layer network, and compare with every baseline."""
 
     out: rules.Out = pathlib.Path("runs/search")
     """Run directory; a number is appended if it exists."""
@@ -117,7 +117,7 @@ class Search(Resumable):
 
 @dataclasses.dataclass(frozen=True)
 class Certify(Job):
-    """Flags of the certificate; every flag has a default."""
+    """Certify the smallest eigenvalue of the kernel over all mixtures of activations."""
 
     out: rules.Out = pathlib.Path("runs/certify")
     """Run directory; a number is appended if it exists."""
@@ -144,7 +144,7 @@ class Certify(Job):
 
 @dataclasses.dataclass(frozen=True)
 class Baseline(Resumable):
-    """Flags of the baselines; every flag has a default."""
+    """Choose a feature map by weight sharing, Hyperband, random search and the like."""
 
     data: Images | Literal["imdb"] = "digits"  # type: ignore[assignment]
     """Dataset; digits ships with scikit-learn."""
@@ -206,7 +206,7 @@ _Parts = Annotated[tuple[str, ...], rules.Names((*SCORES, *BASELINES), least=0, 
 
 @dataclasses.dataclass(frozen=True)
 class Rank(Resumable):
-    """Flags of the ranking; every flag has a default."""
+    """Rank the networks of NAS-Bench-201 by train-free scores, and judge the scores."""
 
     data: Images = "cifar10"
     """Dataset of the batch that networks are scored on; digits ships with scikit-learn."""

@@ -75,7 +75,7 @@ class DeepSearch(Resumable):
 
 @dataclasses.dataclass(frozen=True)
 class SkipSearch(DeepSearch):
-    """Flags of a deep search; every flag has a default."""
+    """Search activations and skip connections of a deep network, layer by layer."""
 
     strategy: Strategy | Literal["eigen-nas"] = "darts-first"  # type: ignore[assignment]
     """As in the other searches; or eigen-nas: of --samples random architectures, train the --kept
@@ -100,7 +100,7 @@ class SkipSearch(DeepSearch):
 
 @dataclasses.dataclass(frozen=True)
 class DartsSearch(DeepSearch):
-    """Flags of a deep search; every flag has a default."""
+    """Search the cells of a convolutional network."""
 
     steps: rules.Count = 300
     """Outer steps of the search."""
@@ -136,7 +136,7 @@ class DartsSearch(DeepSearch):
 
 @dataclasses.dataclass(frozen=True)
 class NasBench201Search(DeepSearch):
-    """Flags of a deep search; every flag has a default."""
+    """Search the cell of NAS-Bench-201, and look up the accuracy of its network."""
 
     steps: rules.Count = 300
     """Outer steps of the search."""
@@ -160,7 +160,7 @@ class NasBench201Search(DeepSearch):
 
 @dataclasses.dataclass(frozen=True)
 class OwnSearch(DeepSearch):
-    """Flags of the search of a user-defined space; only ``--space`` has no default."""
+    """Search a space of your own, --space MODULE:FUNCTION."""
 
     space: rules.Importable = ""
     """MODULE:FUNCTION, a function of the number of classes that returns a bilevel.spaces.Space on

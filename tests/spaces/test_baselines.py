@@ -19,7 +19,7 @@ import bilevel
 from bilevel import baselines
 from bilevel.baselines import Selection
 from bilevel.contracts import Evaluation, Shared
-from bilevel.runs import journal
+from bilevel.runs import records
 
 KEY = jax.random.key(3)
 SHARING = [
@@ -607,10 +607,16 @@ def test_lines_that_found_no_room_are_written_once_there_is_some(tmp_path, monke
     whole = run(journal=path)
     left_alone = path.read_bytes().splitlines()
     path.unlink()
-    written = journal._append_line
-    full = iter([True, True, True, False])
-    monkeypatch.setattr(journal, "_append_line", lambda *a: not next(full, False) and written(*a))
-    assert_identical(whole._replace(seconds=None), run(journal=path)._replace(seconds=None))
+    append, full = records.append_whole, iter([True, True, True])
+
+    def append_if_room(file, line):
+        if next(full, False):
+            raise OSError("no room")
+        append(file, line)
+
+    monkeypatch.setattr(records, "append_whole", append_if_room)
+    with pytest.warns(UserWarning, match="journal: a line of .* could not be written"):
+        assert_identical(whole._replace(seconds=None), run(journal=path)._replace(seconds=None))
     lines = path.read_bytes().splitlines()
     assert lines[0] == left_alone[0] and len(lines) == len(left_alone)
 

@@ -1,12 +1,12 @@
-"""How far training moves when its hyperparameters do: an algorithm's Lipschitz constant, measured.
+"""Measure the Lipschitz constant of a training algorithm in its hyperparameters.
 
     |A(alpha + delta u) - A(alpha)| / delta,    |u|_2 = 1
 
 Generalization after a search over alpha needs an algorithm A that is Lipschitz in alpha, at least
-approximately, and pays for the constant L only by a logarithm (Oymak, Li, Soltanolkotabi,
-Generalization Guarantees for Neural Architecture Search with Train-Validation Split, ICML 2021,
-Theorem 1, Assumption 1). A returns the trained weights (Figure 2) or the predictions on given
-inputs (Assumption 1).
+approximately. The bound grows only with the logarithm of the constant L (Oymak, Li,
+Soltanolkotabi, Generalization Guarantees for Neural Architecture Search with Train-Validation
+Split, ICML 2021, Theorem 1, Assumption 1). A returns the trained weights (Figure 2) or the
+predictions on given inputs (Assumption 1).
 """
 
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from bilevel.internal.checks import (
     concrete,
     function,
     integer,
+    positive,
     real_array,
 )
 
@@ -37,7 +38,7 @@ def lipschitz(
     norm: Callable[[Pytree], jax.Array] = optax.tree.norm,
     batch_size: int | None = None,
 ) -> jax.Array:
-    """Normalised distances ``norm(A(alpha + delta u) - A(alpha)) / delta``.
+    """Return the normalised distances ``norm(A(alpha + delta u) - A(alpha)) / delta``.
 
     Their maximum is a lower bound of A's Lipschitz constant. If A is Lipschitz only approximately
     (ReLU: units that switch), they grow as ``delta`` shrinks.
@@ -45,18 +46,18 @@ def lipschitz(
     Parameters
     ----------
     algorithm : ``algorithm(alpha) -> weights``, or predictions: any pytree
-        Pure: what it closes over (initial weights, data, order of the batches) is the same in all
-        runs, as the definition wants.
+        Pure: its constants (initial weights, data, order of the batches) are the same in all runs.
     alphas : pytree of arrays with leading axis m, for instance [m] or [m, h]
     deltas : array [k], positive
     directions : pytree like ``alphas``, or like one alpha, optional
-        Directions u, brought to unit 2-norm over all leaves of an alpha; by default +1, for
-        ``alphas`` [m] only. From simplices, ``point - alphas`` moves towards ``point`` and stays
+        Directions u, scaled to unit 2-norm over all leaves of an alpha; by default +1, for
+        ``alphas`` [m] only. On simplices, ``point - alphas`` moves towards ``point`` and stays
         on them while delta is at most the distance.
     norm : ``norm(difference) -> array``
-        Of a difference of outputs; the 2-norm over all leaves by default. It may return several.
+        Applied to a difference of outputs; the 2-norm over all leaves by default. It can return
+        several values.
     batch_size : int, optional
-        How many alphas are run at a time, each with its k neighbours; by default all.
+        Number of alphas that run at a time, each with its k neighbours; by default all.
 
     Returns
     -------
@@ -68,18 +69,22 @@ def lipschitz(
         If ``algorithm`` is not a function, arguments are empty, not finite or of shapes that do not
         fit, a delta is not positive, or a direction is missing or of length 0.
 
-    ``alpha + delta u`` is not projected: in section 7a it may leave [0, 1]. The quotient is by the
-    length of the step as rounded, NaN where that is 0.
+    Notes
+    -----
+    ``alpha + delta u`` is not projected: in section 7a it may leave [0, 1]. The divisor is the
+    length of the step as rounded; the quotient is NaN if this is 0.
 
-    Rounding: ``A(alpha + delta u) - A(alpha)`` cancels, and iterations may amplify the roundoff of
-    the outputs. For alphas of order one the same call measures it, at ``tiny = 64 *
-    jnp.finfo(dtype).eps``: the distances at ``deltas`` contain, in quadrature, about
-    ``lipschitz(algorithm, alphas, jnp.array([tiny])) * tiny / deltas``, with the algorithm's own
-    jumps.
+    ``A(alpha + delta u) - A(alpha)`` cancels, and iterations can amplify the roundoff of the
+    outputs. To measure this for alphas of order one, take ``tiny = 64 * jnp.finfo(dtype).eps``: the
+    distances at ``deltas`` contain, in quadrature, about
+    ``lipschitz(algorithm, alphas, jnp.array([tiny])) * tiny / deltas``, which includes the
+    algorithm's own jumps.
 
     Cost: m (k + 1) runs of the algorithm, one program; memory of ``batch_size`` (k + 1) runs.
 
-    Reference: Oymak et al. (2021), Assumption 1; section 7a and Figure 2.
+    References
+    ----------
+    Oymak et al. (2021), Assumption 1; section 7a and Figure 2.
 
     Examples
     --------
@@ -115,7 +120,7 @@ def lipschitz(
             return jax.tree.map(lambda a, u: a + moved(delta, u).astype(a.dtype), alpha, unit)
 
         points = jax.vmap(step)(jnp.concatenate([jnp.zeros_like(deltas[:1]), deltas]))
-        # The run at alpha is one of the same vmap: the algorithm is compiled once.
+        # The run at alpha belongs to the same vmap, so the algorithm is compiled once.
         outputs = jax.tree.map(_signed, jax.vmap(algorithm)(points))
 
         def distance(point, output):
@@ -129,7 +134,7 @@ def lipschitz(
 
 
 def _signed(x: jax.Array) -> jax.Array:
-    """Differences of bytes and of bools would be none."""
+    """Return integers and bools as floats, because their differences would wrap around."""
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)
 
 
@@ -138,14 +143,9 @@ def _index_leaves(tree: Pytree, index: int | slice) -> Pytree:
 
 
 def _check_deltas(deltas: jax.Array) -> jax.Array:
-    deltas = real_array("deltas", deltas)
+    deltas = real_array("deltas", positive("deltas", deltas))
     if deltas.ndim != 1 or deltas.size == 0:
         raise ValueError(f"deltas: expected shape [k] with k at least 1, got {deltas.shape}.")
-    if concrete(deltas):
-        check_finite("deltas", deltas)
-        smallest = np.asarray(deltas).min()
-        if not smallest > 0:
-            raise ValueError(f"deltas: expected positive numbers, got {smallest}.")
     return deltas
 
 
@@ -162,7 +162,7 @@ def _points(alphas: Pytree) -> Pytree:
 
 
 def _unit_directions(alphas: Pytree, directions: Pytree | None) -> Pytree:
-    """One direction for each alpha, of length 1 over all leaves."""
+    """Return one direction for each alpha, of length 1 over all leaves."""
     if directions is None:
         if [leaf.ndim for leaf in jax.tree.leaves(alphas)] != [1]:
             shapes = jax.tree.map(jnp.shape, alphas)

@@ -1,6 +1,6 @@
-"""Bounds of the smallest eigenvalue of a neural tangent kernel, and of the error that follows.
+"""Bounds of the smallest eigenvalue of a neural tangent kernel, and of the resulting error.
 
-Every bound is a :class:`Bound`: a value with its terms, assumptions and open constants.
+Every function returns a :class:`Bound`: a value with its terms, assumptions and open constants.
 
 ==============================  ==================================================================
 ``ntk.bounds.eigenvalue``       bounds that hold: diagonal, Frobenius, Schur chain, Hermite

@@ -1,4 +1,4 @@
-"""What a bound is: a value together with what it rests on, and what the modules here share."""
+"""The class `Bound`: a value together with its assumptions; and helpers of the bounds."""
 
 import dataclasses
 import functools
@@ -24,25 +24,25 @@ Mixture = Activation | Mapping[Activation, Any]
 )
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A bound with what it rests on; a pytree, so that functions returning one can be compiled.
+    """A bound with its assumptions; a pytree, so that functions that return it can be compiled.
 
     Attributes
     ----------
     claim : str
-        What is claimed; "value" in it stands for ``value``.
+        The claim; "value" in it stands for ``value``.
     value : scalar array
     terms : dict of scalar arrays
-        What the value is made of, and what it may be compared with.
+        Parts of the value, and numbers to compare it with.
     vacuous : bool array
-        The value says nothing: an eigenvalue's lower bound of 0 or less, an error of 1 or more, a
-        value that is not finite.
+        Whether the value carries no information: an eigenvalue's lower bound of 0 or less, an error
+        of 1 or more, a value that is not finite.
     assumptions : tuple of (str, True, False or None)
-        Statements that the claim needs, and whether they hold; None where that was not checked
-        (it cannot be, or the values are traced).
+        Statements that the claim needs, and whether they hold; None if unchecked (impossible to
+        check, or the values are traced).
     unspecified : tuple of str
         Constants that the theorem leaves open: supplied by the caller, or left out.
     probability : float or str
-        With which the claim holds; a formula where constants are open.
+        Probability of the claim; a formula if constants are open.
 
     Examples
     --------
@@ -85,17 +85,17 @@ class Bracket(NamedTuple):
 def lower_bound(
     value: chex.Array, terms: dict[str, Any], noise: Any = 0.0, **details: Any
 ) -> Bound:
-    """A lower bound of lambda_min; ``noise`` is what rounding can make of 0."""
+    """Return a lower bound of lambda_min; a value up to ``noise`` is 0 to rounding, so vacuous."""
     return Bound("lambda_min(K) >= value", value, terms, ~(value > noise), **details)
 
 
 def upper_bound(value: chex.Array, terms: dict[str, Any], **details: Any) -> Bound:
-    """An upper bound of lambda_min."""
+    """Return an upper bound of lambda_min."""
     return Bound("lambda_min(K) <= value", value, terms, ~jnp.isfinite(value), **details)
 
 
 def holds(condition: Any) -> bool | None:
-    """The condition where it is known, None where it is traced."""
+    """Return the condition if it is known, None if it is traced."""
     return bool(condition) if concrete(condition) else None
 
 

@@ -1,9 +1,9 @@
-"""Constants of an activation that bounds are made of: Hermite coefficients, betas, Lipschitz.
+"""Constants of an activation in the bounds: Hermite coefficients, betas, Lipschitz constant.
 
 =======  =========================  ======================================================
-paper    here                       what
+paper    here                       definition
 =======  =========================  ======================================================
-mu_k     ``hermite_coefficients``   E[s(sqrt(y) z) h_k(z)], z ~ N(0, 1)
+mu_k     ``hermite_coefficients``   E[s(z) h_k(z)], z ~ N(0, 1)
 beta_1   ``Betas.beta1``            2 E[s(u)^2] / y, u ~ N(0, y), or its supremum over y
 beta_2   ``Betas.beta2``            2 E[s'(u)^2], or its supremum
 beta_3   ``Betas.beta3``            2 E[s'(u)^2], or its infimum
@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,54 +31,36 @@ from ntk.infinite.layer_expansions import (
     layer_derivative,
     parse_architecture,
 )
-from ntk.internal.checks import concrete, offending, real_array, real_number
+from ntk.internal.checks import concrete, real_number
 
 _FAR = 1e6  # where activations have reached their asymptotes
 
 
 class Betas(NamedTuple):
-    """Zhu's constants: 2 E[s(u)^2] / y, and 2 E[s'(u)^2] from above and from below."""
+    """Zhu's constants: 2 E[s(u)^2] / y, and upper and lower values of 2 E[s'(u)^2]."""
 
     beta1: jax.Array
     beta2: jax.Array
     beta3: jax.Array
 
 
-def hermite_coefficients(
-    activation: Mixture, variance: float | chex.Array = 1.0, *, terms: int = 32
-) -> jax.Array:
-    """Return ``mu_k = E[s(sqrt(y) z) h_k(z)]`` [..., terms], h_k orthonormal Hermite polynomials.
-
-    y [...] is the variance of the pre-activation, ``terms`` is even. Theorem 1 of Zhu et al. 2022
-    has mu_1 at y = 1.
-    """
-    value, _, kinks = _functions(activation)
-    return hermite(value, jnp.sqrt(_variance(variance)), terms, kinks)
-
-
-def betas(activation: Mixture, variance: float | chex.Array) -> Betas:
-    """Return Zhu's beta_1, and beta_2 = beta_3, at given pre-activation variances [...]."""
-    value, slope, kinks = _functions(activation)
-    y = _variance(variance)
-    scale = jnp.sqrt(y)
-    beta2 = 2 * gaussian_mean(lambda u: slope(u) ** 2, scale, kinks)
-    return Betas(2 * gaussian_mean(lambda u: value(u) ** 2, scale, kinks) / y, beta2, beta2)
+def hermite_coefficients(activation: Mixture, *, terms: int = 32) -> jax.Array:
+    """Return ``mu_k = E[s(z) h_k(z)]`` [terms], h_k orthonormal Hermite polynomials; even terms."""
+    (layer,), (weights,), _, _ = parse_architecture([activation], None, None)
+    value = functools.partial(evaluate_layer, layer, weights)
+    return hermite(value, jnp.ones(()), terms, kink_places(layer))
 
 
 def table1(activation: Mixture, t: float = math.inf) -> Betas:
-    """Zhu's Table 1: beta_1 and beta_2 as suprema over all y, beta_3 as infimum over y <= t.
+    """Return Zhu's Table 1: suprema over y of beta_1 and beta_2, infimum over y <= t of beta_3.
 
     Parameters
     ----------
     activation : activation, or {activation: weight}
         With slopes that have limits at both ends.
     t : float
-        The largest pre-activation variance. It matters where the slope ends in 0, as for sigmoid
-        and tanh, whose beta_3 are the paper's f_S(t) and f_T(t).
-
-    Returns
-    -------
-    Betas
+        The largest pre-activation variance. It matters if the slope tends to 0, as for sigmoid and
+        tanh; their beta_3 are the paper's f_S(t) and f_T(t).
 
     Raises
     ------
@@ -128,7 +109,7 @@ def _table1_betas(layer: Layer, weights: jax.Array, t: float) -> Betas:
         return 2 * gaussian_mean(lambda u: slope(u) ** 2, jnp.exp(log_y / 2), kinks)
 
     near, far = limit(1e-9), limit(_FAR)
-    ends = jnp.array([0.0, 1e-30, -1e-30])  # and beside 0, where a step's value is the middle
+    ends = jnp.array([0.0, 1e-30, -1e-30])  # at 0 a step has its middle value
     start = jnp.where((jnp.abs(value(ends)) <= 1e-20).all(), near, jnp.inf)
     end = jnp.where(jnp.isinf(t), far, near)
     low, high = -14.0, jnp.where(jnp.isinf(t), 14.0, jnp.log(t))
@@ -143,8 +124,9 @@ def _table1_betas(layer: Layer, weights: jax.Array, t: float) -> Betas:
 def activation_lipschitz(activation: Mixture) -> jax.Array:
     """Return ``Lip = sup |s'|``: a scan of ``|z| < 11,000`` and of kinks, refined at its best node.
 
-    The scan's nodes are 1e-3 apart near 0, and farther in proportion to z. A steeper piece between
-    two nodes is missed, unless it has kinks. A slope that grows at the end raises ``ValueError``.
+    The scan's nodes are 1e-3 apart near 0, and farther apart in proportion to z. It misses a
+    steeper piece between two nodes, unless it has kinks. If the slope grows at the ends,
+    ``ValueError`` is raised.
     """
     (layer,), (weights,), _, _ = parse_architecture([activation], None, None)
     for s, weight in zip(layer, weights, strict=True):
@@ -163,7 +145,7 @@ def activation_lipschitz(activation: Mixture) -> jax.Array:
 def _largest_slopes(
     slope: Layer, weights: jax.Array, kinks: tuple[float, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """The largest slope in size within the scan, beside kinks too, and at both ends."""
+    """Return the largest slope in size within the scan and next to kinks, and at both ends."""
 
     def size(z):
         return jnp.abs(evaluate_layer(slope, weights, z))
@@ -175,19 +157,8 @@ def _largest_slopes(
     return largest, jnp.max(size(jnp.array([-_FAR, _FAR])))
 
 
-def _functions(activation: Mixture) -> tuple[Callable, Callable, tuple[float, ...]]:
-    """The function, its derivative, and where they are not smooth, beside 0."""
-    (layer,), (weights,), _, _ = parse_architecture([activation], None, None)
-    value = functools.partial(evaluate_layer, layer, weights)
-    return (
-        value,
-        functools.partial(evaluate_layer, layer_derivative(layer), weights),
-        kink_places(layer),
-    )
-
-
 def _supremum(fn: Callable[[jax.Array], jax.Array], low, high, nodes: int = 129) -> jax.Array:
-    """The largest value of ``fn`` on an interval: a scan, then finer ones around its best node."""
+    """Return the largest value of ``fn`` on an interval, by scans around the best node."""
 
     def finer(nodes, bracket):
         low, high, best = bracket
@@ -199,13 +170,3 @@ def _supremum(fn: Callable[[jax.Array], jax.Array], low, high, nodes: int = 129)
 
     start = tuple(jnp.asarray(x, float) for x in (low, high, -jnp.inf))
     return jax.lax.fori_loop(0, 4, lambda _, bracket: finer(129, bracket), finer(nodes, start))[2]
-
-
-def _variance(variance) -> jax.Array:
-    variance = real_array("variance", variance).astype(float)
-    if not concrete(variance):
-        return variance
-    good = (np.asarray(variance) > 0) & np.isfinite(np.asarray(variance))
-    if not good.all():
-        raise ValueError(f"variance: expected positive numbers, got {offending(variance, good)}.")
-    return variance

@@ -1,4 +1,4 @@
-"""Bounds of the smallest eigenvalue of a neural tangent kernel that hold, no constant left open.
+"""Bounds of a neural tangent kernel's smallest eigenvalue that hold, without open constants.
 
 For K, the NTK of an infinitely wide network (:mod:`ntk.infinite` has the recursion of S, D, mu),
 with ``B_{L-1} = c_L 1 1'`` and ``B_{l-1} = (c_l D_l + a_{l-1}^2) o B_l``, o entry by entry:
@@ -7,7 +7,7 @@ with ``B_{L-1} = c_L 1 1'`` and ``B_{l-1} = (c_l D_l + a_{l-1}^2) o B_l``, o ent
     Schur       lambda_min(K) >= c_L lambda_min(S_{L-1}) + sum_l lambda_min(c_l S_{l-1} o D_l o B_l)
     Hermite     lambda_min(K) >= B_1 sum_{k>0} (k + 1) a_k^2 lambda_min(rho^{ok})
 
-The last two rest on Schur (1911): ``lambda_min(A o B) >= lambda_min(A) min_i B_ii`` for positive
+The last two use Schur (1911): ``lambda_min(A o B) >= lambda_min(A) min_i B_ii`` for positive
 semidefinite A and B.
 """
 
@@ -43,7 +43,7 @@ from ntk.spectrum.eigenvalues import min_eigenvalue
 
 
 def diagonal_upper_bound(K: chex.Array) -> Bound:
-    """``lambda_min(K) <= min_i K_ii <= tr K / N``, for every symmetric K.
+    """Return ``lambda_min(K) <= min_i K_ii <= tr K / N``, for every symmetric K.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def diagonal_upper_bound(K: chex.Array) -> Bound:
     Returns
     -------
     Bound
-        The value is ``min_i K_ii``; ``terms`` has ``tr K / N`` too.
+        The value is ``min_i K_ii``; ``terms`` also has ``tr K / N``.
 
     Raises
     ------
@@ -76,15 +76,11 @@ def diagonal_upper_bound(K: chex.Array) -> Bound:
 
 
 def frobenius_upper_bound(K: chex.Array) -> Bound:
-    """``lambda_min(K) <= |K|_F / sqrt(N)``, the quantity of KNAS with its constant.
+    """Return ``lambda_min(K) <= |K|_F / sqrt(N)``, the quantity of KNAS with its constant.
 
     Parameters
     ----------
     K : array [N, N], or [n, n, o, o] of o outputs: the matrix [n o, n o]
-
-    Returns
-    -------
-    Bound
 
     Raises
     ------
@@ -93,7 +89,7 @@ def frobenius_upper_bound(K: chex.Array) -> Bound:
 
     References
     ----------
-    Xu et al. (2021), KNAS. At least ``tr K / N``, by the Cauchy-Schwarz inequality.
+    Xu et al. (2021), KNAS. The value is at least ``tr K / N``, by the Cauchy-Schwarz inequality.
 
     Examples
     --------
@@ -113,7 +109,7 @@ def schur_lower_bound(
     skips: Sequence[Any] | chex.Array | None = None,
     variances: Sequence[Any] | chex.Array | None = None,
 ) -> Bound:
-    """A lower bound of lambda_min of the NTK from the kernels of single layers, no constant open.
+    """Return a lower bound of lambda_min of the NTK from the kernels of single layers.
 
         lambda_min(NTK) >= c_L lambda_min(S_{L-1})
                            + sum_l max{ lambda_min(c_l S_{l-1}) min_i (D_l o B_l)_ii,
@@ -128,18 +124,20 @@ def schur_lower_bound(
     Returns
     -------
     Bound
-        ``terms``: what the output layer ("layer L") and each hidden layer contribute.
+        ``terms``: the contributions of the output layer ("layer L") and of each hidden layer.
 
     Raises
     ------
-    ValueError, FloatingPointError
-        As :func:`ntk.network_kernel`.
+    ValueError
+        If ``x`` or the architecture does not fit :func:`ntk.network_kernel`.
+    FloatingPointError
+        If the kernel cannot be resolved.
 
     Notes
     -----
     Weyl's inequality over the layers' parts of the kernel, then Schur's for each. True up to
-    rounding, no certificate: up to ``N eps`` times the kernel's diagonal, or ``sqrt(eps)`` times it
-    for near-duplicates and kinks, a value counts as vacuous.
+    rounding, not certified: values up to ``N eps`` times the kernel's diagonal (``sqrt(eps)`` times
+    the diagonal with kinks) count as vacuous.
 
     Time: 3 L eigenvalue problems of size N, and one kernel. Memory: 2 L matrices [N, N].
 
@@ -163,7 +161,7 @@ def schur_lower_bound(
         terms[f"layer {i + 1}"] = jnp.maximum(apart, together)
         if i:
             above = (variances[i] * slope + skips[i - 1] ** 2) * above
-    # A kink turns a rounding of a correlation near 1 into its square root.
+    # With a kink, the error of a kernel entry near correlation 1 is the root of the roundoff.
     kinked = any(s.smooth is None or s.kinks for layer in layers for s in layer)
     eps = jnp.finfo(x.dtype).eps
     noise = (eps**0.5 if kinked else len(x) * eps) * variances[-1] * jnp.diag(features[-1]).max()
@@ -178,14 +176,14 @@ def hermite_lower_bound(
     variances: Sequence[Any] | chex.Array | None = None,
     terms: int = 16,
 ) -> Bound:
-    """What Zhu's Theorem 1 should say: a lower bound from the data's correlations alone.
+    """Return a lower bound from the data's correlations alone: a corrected Theorem 1 of Zhu et al.
 
     For inputs of equal norm, with rho their correlations, a_k the Hermite coefficients of the first
     activation, y the variance of its argument and K = ``terms``:
 
         lambda_min(NTK) >= B_1 [ sum_{0<k<K} q_k lambda_min(rho^{ok})
                         + (E s^2 + y E s'^2 - sum_{k<K} q_k) lambda_min(rho^{oK}) ]
-        q_k = a_k^2 + y b_{k-1}^2, b of the slope: (k + 1) a_k^2 where s has no jumps
+        q_k = a_k^2 + y b_{k-1}^2, b of the slope: (k + 1) a_k^2 if s is continuous
         B_1 = c_L prod_{1<l<L} (c_l E s_l'(u_l)^2 + a_{l-1}^2)
 
     Parameters
@@ -195,28 +193,29 @@ def hermite_lower_bound(
     activations, skips, variances
         L - 1 activations, L - 2 skips and L variances of :func:`ntk.network_kernel`.
     terms : int
-        Even. The more, the larger the value.
+        Even. The value grows with ``terms``.
 
     Returns
     -------
     Bound
-        ``terms``: the factor B_1, the sum, what is left for k >= K.
+        ``terms``: the factor B_1, the sum, and the remainder for k >= K.
 
     Raises
     ------
     ValueError
-        As :func:`ntk.network_kernel`; also for unequal norms (unless traced) or odd ``terms``.
+        If an argument does not fit :func:`ntk.network_kernel`, norms are unequal (unless traced),
+        or ``terms`` is odd.
 
     Notes
     -----
-    With ``C_l = Cov s_l + a^2 C_{l-1}``, which S_l exceeds, the layers' parts telescope to at least
+    With ``C_l = Cov s_l + a^2 C_{l-1}``, at most S_l, the layers' parts telescope to at least
     ``C_1 o B_1``, and the first layer adds ``c_1 S_0 o D_1 o B_1``. Both are power series in rho,
     and lambda_min(rho^{ok}) grows with k (Schur). Time: ``terms`` eigenvalue problems of size N.
 
     References
     ----------
-    Zhu et al. 2022, Theorem 1, has k = 1 only, and for its lambda_min(rho) the N / d of the d x d
-    matrix X'X: :func:`zhu_theorem1_as_printed`.
+    Zhu et al. 2022, Theorem 1, has k = 1 only, and replaces lambda_min(rho) by N / d, which belongs
+    to the d x d matrix X'X: :func:`zhu_theorem1_as_printed`.
 
     Examples
     --------
@@ -229,7 +228,7 @@ def hermite_lower_bound(
     layers, weights, skips, variances = parse_architecture(activations, skips, variances)
     x, _ = check_input_pair("x", x)
     squares = (x * x).sum(1)
-    rounding = (16 + math.sqrt(x.shape[1])) * jnp.finfo(x.dtype).eps  # of rows that are normalised
+    rounding = (16 + math.sqrt(x.shape[1])) * jnp.finfo(x.dtype).eps  # of normalised rows
     equal = holds(jnp.ptp(squares) <= rounding * squares.min())
     if equal is False or holds(squares.min() > 0) is False:
         raise ValueError(
@@ -245,7 +244,7 @@ def hermite_lower_bound(
         hermite(functools.partial(evaluate_layer, f, weights[0]), first.scale[0], terms, kinks)
         for f in (layers[0], layer_derivative(layers[0]))
     )
-    # Not (k + 1) a_k^2: at a jump the kernel has the slope of the pieces, without the point mass.
+    # We do not use (k + 1) a_k^2, because the kernel's slope omits the point mass at a jump.
     parts = a**2 + first.scale[0] ** 2 * jnp.pad(b[:-1], (1, 0)) ** 2
     slope = first.slope.norm[0] ** 2
     tail_sum = jnp.maximum(first.second[0] + first.scale[0] ** 2 * slope - parts.sum(), 0)
@@ -260,7 +259,7 @@ def hermite_lower_bound(
 
 
 def _layer_kernels(x, layers, weights, skips, variances):
-    """``[S_0, ..., S_{L-1}]`` and ``[D_1, ..., D_{L-1}]``, each [N, N]."""
+    """Return ``[S_0, ..., S_{L-1}]`` and ``[D_1, ..., D_{L-1}]``, each [N, N]."""
     squares = (x * x).sum(1)
     traced = not concrete(x, weights, skips, variances)
     for how in (TRACED,) if traced else RESOLUTIONS:
@@ -282,7 +281,7 @@ def _recursion(x, layers, skips, variances):
         below, scale = second_moments[-1], one.scale
         size = scale[:, None] * scale[None]
         rho = variances[i] * below / jnp.where(size > 0, size, 1)
-        # The diagonal is known: in the series its correlation of 1 would ask for all terms.
+        # The diagonal is known. In the series its correlation of 1 would need all terms.
         p = jnp.where(same, 0.5, jnp.clip((1 - rho) / 2, 0, 1))
         value_and_slope = (one.value, one.slope)
         pair = Pair(p, 1 - p, jnp.full_like(p, jnp.finfo(p.dtype).eps))

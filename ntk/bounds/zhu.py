@@ -1,9 +1,9 @@
-"""The theorems of Zhu et al. 2022 with their hidden constants, and where they are false.
+"""The theorems of Zhu et al. 2022, with their hidden constants and their errors.
 
-Theorems 1 and 2 bound the smallest eigenvalue of the NTK, Theorem 3 an error by that eigenvalue.
-Their O, Omega and Theta hide constants: the caller supplies ``C`` for those that scale a value, and
-``Bound.unspecified`` lists them all. Names in ``as_printed`` compute what the paper prints where
-that is not true; the bounds of :mod:`ntk.bounds.eigenvalue` are.
+Theorems 1 and 2 bound the smallest eigenvalue of the NTK, Theorem 3 bounds an error by this
+eigenvalue. Their O, Omega and Theta hide constants. The caller supplies ``C`` for constants that
+scale a value, and ``Bound.unspecified`` lists all of them. Functions named ``as_printed`` compute
+statements of the paper that are false; :mod:`ntk.bounds.eigenvalue` has bounds that hold.
 
 Reference: Zhu, Liu, Chrysos & Cevher (2022), "Generalization Properties of NAS under Activation and
 Skip Connection Search".
@@ -30,11 +30,11 @@ _SETTING = (("inputs of norm 1, isotropic", None), ("N >= Omega(d^4)", None))
 
 
 def eigen_nas_as_printed(K: chex.Array, d: int) -> Bound:
-    """``lambda_min(K) <= tr K / d <= |K|_F``, Zhu et al. 2022, section 5.2; false in general.
+    """Return ``lambda_min(K) <= tr K / d <= |K|_F`` of Zhu et al. 2022, section 5.2; false.
 
-    The first inequality needs N >= d: for K = I it reads 1 <= N / d. The second one needs
-    N <= d^2: there it reads N / d <= sqrt(N). As a score for networks on the same data the value
-    ranks as ``tr K / N`` of :func:`diagonal_upper_bound` does, which is a bound.
+    The first inequality needs N >= d: for K = I it reads 1 <= N / d. The second one needs N <= d^2:
+    for K = I it reads N / d <= sqrt(N). On fixed data the value ranks networks like the bound
+    ``tr K / N`` of :func:`diagonal_upper_bound`.
 
     Parameters
     ----------
@@ -68,28 +68,24 @@ def eigen_nas_as_printed(K: chex.Array, d: int) -> Bound:
 def zhu_variance_as_printed(
     activations: Sequence[Mixture], skips: Sequence[Any] | chex.Array | None = None
 ) -> Bound:
-    """``t = 3 (1 + eta^2) (2 + eta^2)^(L-3)``, the argument of f_S and f_T in Table 1.
+    """Return ``t = 3 (1 + eta^2) (2 + eta^2)^(L-3)``, the argument of f_S and f_T in Table 1.
 
-    The paper takes t to bound the variance of all pre-activations. It does not: all-skip ReLU
-    networks exceed it from L = 7 on, since the second moment of the features grows by 2.904 per
-    layer and not by 2. The exact variance, for unit inputs, is in ``terms``.
+    The paper uses t as a bound of the variance of all pre-activations. This is false: all-skip ReLU
+    networks exceed it from L = 7 on, because the second moment of the features grows by a factor of
+    2.904 per layer instead of 2. ``terms`` has the exact variance for unit inputs.
 
     Parameters
     ----------
     activations : sequence of Activation, or of {Activation: weight}
         L - 1 of them, as in :func:`ntk.network_kernel`. eta is the largest slope at z < 0 of a
-        kinked activation here, 0 without any.
+        kinked activation, 0 without any.
     skips : L - 2 reals, optional
         Weights of the skip connections; none by default.
-
-    Returns
-    -------
-    Bound
 
     Raises
     ------
     ValueError
-        As :func:`ntk.network_kernel`.
+        If the architecture does not fit :func:`ntk.network_kernel`.
 
     Examples
     --------
@@ -119,20 +115,20 @@ def zhu_theorem1_as_printed(
     skips: Sequence[Any] | chex.Array | None = None,
     C: float,
 ) -> Bracket:
-    """Zhu et al. 2022, Theorem 1: bounds of the NTK's lambda_min at infinite width; not valid.
+    """Return Theorem 1 of Zhu et al. 2022: bounds of the NTK's lambda_min at infinite width; false.
 
         lower    2 mu_1(s_1)^2 C (N / d) prod_{p=3}^L (beta_3(s_{p-1}) + alpha_{p-2})
         upper    (N / d) sum_{l=1}^L beta_1(s_{l-1})
                      prod_{p=2}^{l-1} (beta_1(s_{p-1}) + alpha_{p-2})
                      prod_{p=l+1}^L (beta_2(s_{p-1}) + alpha_{p-2})
 
-    The lower bound is false for N > d, so in all of the theorem's N >= Omega(d^4): N / d is the
-    smallest eigenvalue of X'X, while X X' has the eigenvalue 0. ``assumptions`` says whether it
-    passes the exact K_ii. In the upper bound, s_0 and alpha_0 are undefined (here beta_1(s_0) = 1,
-    alpha_0 = 0), and N / d is spurious: too large for N > d, and false for N < d (N = 1 has
-    lambda_min = K_11). Without it the sum does not bound K_ii either, for skips between activations
-    that are not odd: 12 where K_ii = 15.98 for three ReLU layers. Use :func:`hermite_lower_bound`,
-    :func:`schur_lower_bound` and :func:`diagonal_upper_bound`.
+    The lower bound is false for N > d, so for all N >= Omega(d^4) of the theorem: N / d is the
+    smallest eigenvalue of X'X, while X X' has the eigenvalue 0. ``assumptions`` reports whether the
+    value exceeds the exact K_ii. In the upper bound, s_0 and alpha_0 are undefined (here
+    beta_1(s_0) = 1, alpha_0 = 0). Its factor N / d is too large for N > d, and makes the bound
+    false for N < d (N = 1 has lambda_min = K_11). Without N / d the sum does not bound K_ii, for
+    skips between activations that are not odd: three ReLU layers have the sum 12 and K_ii = 15.98.
+    Use :func:`hermite_lower_bound`, :func:`schur_lower_bound` and :func:`diagonal_upper_bound`.
 
     Parameters
     ----------
@@ -151,7 +147,7 @@ def zhu_theorem1_as_printed(
     Raises
     ------
     ValueError
-        As :func:`ntk.network_kernel`; also if n, d or C is not positive.
+        If the architecture does not fit :func:`ntk.network_kernel`, or n, d or C is not positive.
 
     Notes
     -----
@@ -218,15 +214,15 @@ def zhu_theorem2_as_printed(
     skips: Sequence[Any] | chex.Array | None = None,
     C: float,
 ) -> Bracket:
-    """Zhu et al. 2022, Theorem 2: Theorem 1 for networks of finite width m; not valid either.
+    """Return Theorem 2 of Zhu et al. 2022: Theorem 1 for networks of finite width m; also false.
 
         lower    C (N / d) prod_{i=2}^{L-1} (beta_3(s_i) + alpha_{i-1})
         upper    (N / d) sum_{k=0}^{L-1} C prod_{i=k+2}^{L-1} (beta_2(s_i) + alpha_{i-1})
 
-    The errors of Theorem 1 are here too. And the betas, which contain a factor 2, do not belong to
-    the initialisation, all weights N(0, 1/m): with it J J' of a bias-free ReLU network has 2^-(L-1)
-    of Lemma 1's kernel. With tanh, sigmoid or swish the pre-activations vanish like 1 / sqrt(m), J
-    J' becomes of rank d, and its lambda_min tends to 0 as m grows, for every N > d.
+    It has the errors of Theorem 1. In addition, the betas, which contain a factor 2, do not belong
+    to the initialisation with all weights N(0, 1/m). There, J J' of a bias-free ReLU network is
+    2^-(L-1) times Lemma 1's kernel. With tanh, sigmoid or swish the pre-activations vanish like
+    1 / sqrt(m). J J' then tends to rank d, and its lambda_min to 0 as m grows, for every N > d.
 
     Parameters
     ----------
@@ -237,14 +233,10 @@ def zhu_theorem2_as_printed(
     C : float
         For the constants of both Theta.
 
-    Returns
-    -------
-    Bracket
-
     Raises
     ------
     ValueError
-        As :func:`zhu_theorem1_as_printed`.
+        If the architecture does not fit :func:`ntk.network_kernel`, or n, d or C is not positive.
 
     Examples
     --------
@@ -290,18 +282,18 @@ def zhu_theorem3(
     C: float,
     label_aware: bool = False,
 ) -> Bound:
-    """Zhu et al. 2022, Theorem 3: the 0-1 error after one epoch of SGD on a wide network.
+    """Return Theorem 3 of Zhu et al. 2022: the 0-1 error after one epoch of SGD on a wide network.
 
         error <= C (C_2 sqrt(y'y / (lambda_min N)) + sqrt(log(1/delta) / N))
         C_2 = sqrt(L) (3 Lip + 1)^(L-1)
 
-    Vacuous in its own setting, with C = 1: labels +-1 have y'y = N, so the first term does not fall
-    with N, and ``lambda_min <= K_ii`` keeps it above C_2 / sqrt(K_ii), which is 4^(L-1) for ReLU
-    without skips. Skip connections, which multiply Lipschitz constants, do not enter C_2.
+    With C = 1 it is vacuous in its setting: labels +-1 have y'y = N, so the first term does not
+    fall with N, and ``lambda_min <= K_ii`` keeps it above C_2 / sqrt(K_ii), which is 4^(L-1) for
+    ReLU without skips. C_2 ignores skip connections, although they multiply Lipschitz constants.
 
-    With ``label_aware`` the theorem before its last step, ``y'K^-1 y`` in place of its bound
-    ``y'y / lambda_min``. It is never larger; of the kind of Cao & Gu (2019), it falls with N for
-    labels that K finds easy.
+    With ``label_aware``, the theorem before its last step: ``y'K^-1 y`` instead of its bound
+    ``y'y / lambda_min``. It is never larger. Like the bound of Cao & Gu (2019), it falls with N for
+    labels that are aligned with K.
 
     Parameters
     ----------
@@ -313,16 +305,16 @@ def zhu_theorem3(
     delta : float
         In (0, 1/e].
     C : float
-        For the constants, and the logarithms, in both O.
+        For the constants and logarithms in both O.
     label_aware : bool
         Whether to use the labels' alignment with K.
 
     Returns
     -------
     Bound
-        ``terms``: "eigenvalue term" or "label term", and "confidence term", without C; C_1, to
-        which the step size is proportional, C_2, Lip, lambda_min; and the least that the first term
-        could be for this diagonal of K.
+        ``terms``: "eigenvalue term" or "label term", and "confidence term", without C; C_1, a
+        factor of the step size; C_2, Lip, lambda_min; and the smallest possible first term for this
+        diagonal of K.
 
     Raises
     ------
@@ -400,7 +392,7 @@ def _is_kinked(s) -> bool:
 
 
 def _zhu_constants(n, d, activations, skips, C):
-    """Table 1 for each layer; alpha_{l-1} for each, alpha_0 = 0; whether t bounds the variances."""
+    """Return Table 1 and alpha_{l-1} by layer (alpha_0 = 0), and whether t bounds the variances."""
     for name, value in ("n", n), ("d", d), ("C", C):
         positive(name, value)
     _, _, alpha, _ = parse_architecture(activations, skips, None)

@@ -1,11 +1,11 @@
-"""neural-tangents on today's JAX: the only file that touches it.
+"""Load neural-tangents on today's JAX: the only module that imports it.
 
 neural-tangents 0.6.5, its last release, imports names that JAX has since moved or dropped, and an
-experimental module that needs TensorFlow. While it is being imported, :func:`neural_tangents` lends
-``jax`` the names that it misses and puts an empty module in the place of the experimental one; then
-it takes both back. What neural-tangents imported it keeps under its own names; what it calls of JAX
-and SciPy later, and is gone, is put in its place by :mod:`ntk.compat.patches`. Run on JAX 0.10,
-0.11 and 0.12; `benchmarks/peers/neural_tangents_tests.py` runs its own tests.
+experimental module that needs TensorFlow. During its import, :func:`neural_tangents` adds the
+missing names to ``jax`` and an empty module for the experimental one; afterwards it removes both.
+neural-tangents keeps imported names under its own names. :mod:`ntk.compat.patches` replaces
+functions of JAX and SciPy that it calls later and that no longer exist. Tested on JAX 0.10, 0.11
+and 0.12; `benchmarks/peers/neural_tangents_tests.py` runs its own tests.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def _safe_zip(*lists):
 
 @contextlib.contextmanager
 def _lent(place, names: dict) -> Iterator[None]:
-    """Attributes that ``place`` lacks, for the time of the block."""
+    """Add missing attributes to ``place`` during the block."""
     lent = [name for name in names if not hasattr(place, name)]
     for name in lent:
         setattr(place, name, names[name])
@@ -51,7 +51,7 @@ def _lent(place, names: dict) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _placeholder(name: str, **contents) -> Iterator[types.ModuleType]:
-    """A module of that name, unless there is one already, for the time of the block."""
+    """Add an empty module of that name during the block, unless one exists."""
     module = types.ModuleType(name)
     module.__dict__.update(contents)
     try:
@@ -63,17 +63,17 @@ def _placeholder(name: str, **contents) -> Iterator[types.ModuleType]:
 
 @cache
 def neural_tangents() -> types.ModuleType:
-    """The package neural-tangents 0.6.5, made to work on today's JAX, without TensorFlow.
+    """Return the package neural-tangents 0.6.5, patched for today's JAX, without TensorFlow.
 
-    It is imported on the first call. Afterwards an ordinary ``import neural_tangents as nt`` works
-    in the same process.
+    It is imported on the first call. Afterwards ``import neural_tangents as nt`` works in the same
+    process.
 
     Returns
     -------
     module
         ``neural_tangents``: ``stax`` (infinite kernels), ``batch``, ``predict``, Monte Carlo and
-        empirical kernels of every implementation. Without ``neural_tangents.experimental``. ``jax``
-        is left as it was.
+        empirical kernels of every implementation, without ``neural_tangents.experimental``. ``jax``
+        is unchanged.
 
     Raises
     ------
@@ -83,7 +83,7 @@ def neural_tangents() -> types.ModuleType:
     Notes
     -----
     To install it: ``pip install --no-deps neural-tangents==0.6.5`` and ``pip install frozendict``.
-    Its own metadata asks for TensorFlow, which only the experimental module needs.
+    Its metadata requires TensorFlow, which only the experimental module needs.
 
     References
     ----------
@@ -100,7 +100,7 @@ def neural_tangents() -> types.ModuleType:
     """
     moved = "Jaxpr", "JaxprEqn", "Literal", "Primitive", "Var"
     core = {name: getattr(jax.extend.core, name) for name in moved}
-    # Only the key of a table: a primitive of its own, which no program contains, does no harm.
+    # It is only a key of a table, so a new primitive that no program contains is harmless.
     zeros_like = {"zeros_like_p": jax.extend.core.Primitive("zeros_like")}
     with (
         _placeholder(_EXPERIMENTAL) as experimental,

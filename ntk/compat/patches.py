@@ -1,10 +1,10 @@
-"""Parts of neural-tangents that ask JAX or SciPy for what is gone, on their public functions.
+"""Replacements for functions of neural-tangents that need removed parts of JAX or SciPy.
 
 Its structured derivatives (implementation 3, and ``AUTO``, which tries every implementation) walk
-through the linear program of a network's tangents, backwards, one equation at a time. In 2023 they
-took that program and its transposition from JAX's internals. Here :func:`jax.linearize` and
-:func:`jax.make_jaxpr` give the program, and an equation is transposed by
-:func:`jax.linear_transpose`. The rules by which neural-tangents recognises structure are its own.
+backwards through the linear program of a network's tangents, one equation at a time. In 2023 this
+program and its transposition came from JAX's internals. Here :func:`jax.linearize` and
+:func:`jax.make_jaxpr` give the program, and :func:`jax.linear_transpose` transposes an equation.
+neural-tangents' rules for structure are unchanged.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from ntk.internal.checks import concrete
 
 
 class _JaxprView(NamedTuple):
-    """What neural-tangents reads of a jaxpr."""
+    """The attributes of a jaxpr that neural-tangents reads."""
 
     constvars: list
     invars: list
@@ -32,14 +32,14 @@ class _JaxprView(NamedTuple):
 
 
 def apply_patches(module: types.ModuleType) -> None:
-    """Put the functions below in the place of those that no longer work."""
+    """Replace the functions that no longer work."""
     empirical, predict = module._src.empirical, module._src.predict
     _accept_shapes(empirical)
     empirical._get_primals_out_and_pullback = _pullbacks(empirical)
     empirical._read_primal, empirical._write_cotangent = _value_or_shape, _add_cotangent
     empirical._eqn_vjp_fn, empirical._eqn_jvp_fn = _transpose_equation, _pushed_forward
     empirical._get_flops = _flops
-    # The rest of what it calls there: a name in a stack of names, and this test.
+    # neural-tangents also uses a stack of names and this test.
     names = types.SimpleNamespace(transform_name_stack=lambda name: contextlib.nullcontext())
     empirical.ad = types.SimpleNamespace(
         source_info_util=names, is_undefined_primal=is_undefined_primal
@@ -52,9 +52,9 @@ def apply_patches(module: types.ModuleType) -> None:
 
 
 def _outside_of_traces(decompose):
-    """What is kept from call to call is computed at once, unless its kernel is traced itself.
+    """Compute decompositions that are cached between calls eagerly, unless the kernel is traced.
 
-    ``jax.core.eval_context``, in which neural-tangents does that, no longer lets traced kernels in.
+    neural-tangents used ``jax.core.eval_context``, which no longer accepts traced kernels.
     """
 
     def decomposed(K, *options):
@@ -66,8 +66,8 @@ def _outside_of_traces(decompose):
 
 
 def _accept_shapes(empirical) -> None:
-    # It hands shapes to functions that JAX now wants called on arrays (these cost nothing), and
-    # arrays to one that wants their types.
+    # neural-tangents passes shapes to functions that now need arrays (broadcast zeros take no
+    # memory), and arrays to a function that now needs types.
     basis, axis_and_dtype = empirical._std_basis, empirical._get_fx_axis_and_dtype
 
     def empty(x):
@@ -105,7 +105,7 @@ def _pullbacks(empirical):
 
 
 def _linear_program(fn, primals) -> tuple[Any, _JaxprView, list]:
-    """``fn(*primals)``, the program that takes tangents to its tangents, and its constants."""
+    """Return ``fn(*primals)``, the program from tangents to its tangents, and its constants."""
     with jax.disable_jit():  # calls of compiled functions inside, equation by equation
         out, push_forward = jax.linearize(fn, *primals)
         closed = jax.make_jaxpr(push_forward)(*jax.tree.map(jnp.zeros_like, primals))
@@ -113,7 +113,7 @@ def _linear_program(fn, primals) -> tuple[Any, _JaxprView, list]:
 
 
 def _without_known(jaxpr: Jaxpr, constants) -> tuple[_JaxprView, list]:
-    """The equations that tangents enter; the results of the others are constants."""
+    """Return the equations that tangents enter; results of the others become constants."""
     known = dict(zip(jaxpr.constvars, constants, strict=True))
     linear = []
     for eqn in jaxpr.eqns:
@@ -126,7 +126,7 @@ def _without_known(jaxpr: Jaxpr, constants) -> tuple[_JaxprView, list]:
             linear.append(eqn)
         else:
             raise ValueError(
-                "implementation: expected 1 or 2 for a network of which one step has several "
+                "implementation: expected 1 or 2 for a network with a step that has several "
                 f"results ({eqn.primitive}), got structured derivatives (3, or 0, which tries all)."
             )
     program = _JaxprView(list(known), list(jaxpr.invars), list(jaxpr.outvars), linear)
@@ -134,7 +134,7 @@ def _without_known(jaxpr: Jaxpr, constants) -> tuple[_JaxprView, list]:
 
 
 def _value_or_shape(known, v):
-    """The value of a literal or a variable; of one that is not known, its shape."""
+    """Return the value of a literal or a known variable, otherwise its shape."""
     return v.val if isinstance(v, Literal) else known.get(v, UndefinedPrimal(v.aval))
 
 
@@ -144,7 +144,7 @@ def _add_cotangent(primitive, cotangents, v, cotangent) -> None:
 
 
 def _transpose_equation(eqn, cotangent, *values) -> tuple:
-    """Cotangents of the inputs that are not known, None for the others."""
+    """Return the cotangents of the unknown inputs, and None for the others."""
     if eqn is None:  # the identity
         return (cotangent,)
     unknown = [i for i, x in enumerate(values) if isinstance(x, UndefinedPrimal)]
@@ -160,12 +160,12 @@ def _transpose_equation(eqn, cotangent, *values) -> tuple:
 
 
 def _pushed_forward(eqn, i, tangent, *values):
-    """The tangent of the equation's result, of one of its input ``i`` alone."""
+    """Return the tangent of the equation's result for a tangent of input ``i`` alone."""
     return tangent if eqn is None else _apply_equation(eqn, values, {i: tangent})
 
 
 def _apply_equation(eqn, values, given: dict):
-    """The equation on the inputs given, on the values that are known, on zeros for the rest."""
+    """Evaluate the equation at the given inputs, the known values, and zeros for the others."""
     inputs = [given.get(i, x) for i, x in enumerate(values)]
     inputs = [x.aval if isinstance(x, UndefinedPrimal) else x for x in inputs]
     inputs = [jnp.zeros(x.shape, x.dtype) if isinstance(x, ShapedArray) else x for x in inputs]
@@ -176,7 +176,7 @@ def _apply_equation(eqn, values, given: dict):
 def _flops(f, optimize: bool, *args, **kwargs) -> float:
     lowered = jax.jit(f).lower(*args, **kwargs)
     cost = (lowered.compile() if optimize else lowered).cost_analysis() or {}
-    return cost.get("flops", 0.0)  # of a compiler that does not count: the first one is taken
+    return cost.get("flops", 0.0)  # without counts, neural-tangents takes the first implementation
 
 
 def _eigvalsh(a, eigvals):

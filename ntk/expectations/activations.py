@@ -1,14 +1,14 @@
-"""Activations, as the kernels see them: linear on both sides of a kink at 0, or piecewise smooth.
+"""Activations for the kernels: linear on both sides of a kink at 0, or piecewise smooth.
 
 A kernel of infinite width needs Gaussian expectations of an activation ``s`` and of its
-derivatives. Which formula is right depends on where ``s`` is smooth, so an :class:`Activation` is
-one of two:
+derivatives. The right formula depends on where ``s`` is smooth, so an :class:`Activation` is one of
+two:
 
 ==========  ====================================================  ==============================
             s(z)                                                  derivative
 ==========  ====================================================  ==============================
 kinked      ``right z`` for z > 0, ``left z`` for z < 0           a step, then a point mass at 0
-smooth      any function, but for the ``kinks`` listed            by JAX, on each piece
+smooth      any function, smooth except at the listed ``kinks``   by JAX, on each piece
 ==========  ====================================================  ==============================
 
 ==============================  ==========================================================
@@ -16,7 +16,7 @@ name                            s(z)
 ==============================  ==========================================================
 ``relu``, ``leaky_relu(eta)``   max(z, 0); max(z, eta z)
 ``sigmoid``                     1 / (1 + exp(-z)) - 1/2: centred, as in Zhu et al. 2022
-``tanh``, ``erf``               as they are
+``tanh``, ``erf``               the functions of these names
 ``swish``                       z / (1 + exp(-z))
 ``gelu``                        z Phi(z), Phi the normal distribution function
 ``identity``                    z
@@ -48,7 +48,7 @@ from ntk.internal.checks import concrete, real_number
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """An elementwise function with what its Gaussian expectations need; call it like one.
+    """An elementwise function with the data for its Gaussian expectations; it is callable.
 
     Hashable, and equal to another with the same fields: a compiled kernel is made once for each.
 
@@ -57,16 +57,17 @@ class Activation:
     name : str
     smooth : function, or None for a kinked one.
     kink : (left, right), the values of a kinked one on both sides of 0, times ``|z|^degree``
-        with the sign of z: slopes for degree 1, values for degree 0; ``right - left`` is the mass
-        at 0 for degree -1, where nothing else is left.
+        with the sign of z: slopes for degree 1, values for degree 0. For degree -1 only a point
+        mass ``right - left`` at 0 is left.
     degree : 1, 0 or -1; kinked only.
-    strip : distance of the nearest complex singularity of ``smooth`` from the real axis, which
-        :func:`ntk.dual` chooses its nodes by.
-    kinks : places where ``smooth`` is not, each with the jumps (right minus left) there of the
+    strip : distance of the nearest complex singularity of ``smooth`` from the real axis;
+        :func:`ntk.dual` chooses its nodes by it.
+    kinks : places where ``smooth`` is not smooth, each with the jumps (right minus left) of the
         function and its first seven derivatives.
-    closed : ``(vx, vy, c, vx vy - c^2) -> E[s(u) s(u')]`` in closed form, if known, and those of
-        the derivatives of s that lose digits by Price's theorem. The last argument would lose
-        digits if it came from the others.
+    closed : ``(vx, vy, c, vx vy - c^2) -> E[s(u) s(u')]`` in closed form, if known, and the same
+    for
+        derivatives of s that lose digits by Price's theorem. The last argument would lose digits if
+        computed from the others.
     """
 
     name: str
@@ -81,11 +82,11 @@ class Activation:
         return f"ntk.{self.name}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The activations of this module by their names: a copy of a function is not equal to it.
+        # Activations of this module pickle by name, because a copied function is not equal.
         return self.name if globals().get(self.name) is self else super().__reduce_ex__(protocol)
 
     def __call__(self, z: Any) -> jax.Array:
-        """``s(z)`` elementwise; half the jump at the kink of a step."""
+        """Return ``s(z)`` elementwise; half the jump at the kink of a step."""
         z = jnp.asarray(z)
         z = z if jnp.issubdtype(z.dtype, jnp.inexact) else z.astype(float)
         if self.smooth is not None:
@@ -99,14 +100,14 @@ class Activation:
 
     @property
     def derivative(self) -> "Activation":
-        """``s'``, an activation too; that of a point mass (degree -1) raises ``ValueError``."""
+        """``s'``, also an activation; for a point mass (degree -1) it raises ``ValueError``."""
         name = self.name + "'"
         if self.smooth is None:
             if self.degree < 0:
                 raise ValueError(f"derivative: expected degree 0 or 1, got {self.name}, degree -1.")
             return Activation(name, kink=self.kink, degree=self.degree - 1)
         closed = self.closed[1:] or tuple(_differentiated_dual(dual) for dual in self.closed)
-        # Where the function itself jumps, its slope on either side: what a network's gradient is.
+        # At a jump the slope is the one of each side, as in a network's gradient.
         kinks = tuple((t, (*jumps[1:], 0.0)) for t, jumps in self.kinks)
         return Activation(
             name, _differentiated(self.smooth), strip=self.strip, closed=closed, kinks=kinks
@@ -154,27 +155,27 @@ def _differentiated_dual(closed):
 
 
 def _erf_dual(vx, vy, c, det):
-    """Williams (1997), Eq. (11)."""
-    # Roots of each variance, not of pairs: there are far fewer where these are rows and columns.
+    """Return the dual of erf by Williams (1997), Eq. (11)."""
+    # We take roots of single variances, because there are fewer variances than pairs.
     over = jax.lax.rsqrt(1 + 2 * vx) * jax.lax.rsqrt(1 + 2 * vy)
     determinant = (1 + 2 * vx) + 2 * vy + 4 * det
     return 2 / jnp.pi * arcsine(2 * c * over, determinant * over**2)
 
 
 def _gelu_dual(vx, vy, c, det):
-    """By Stein's lemma from E[Phi(u) Phi(u')] and E[phi(u) phi(u')]."""
+    """Return the dual of GELU, by Stein's lemma from E[Phi(u) Phi(u')] and E[phi(u) phi(u')]."""
     inside, density, _ = _normals(vx, vy, c, det)
     return c * inside + density * (det + c**2 * (1 / (1 + vx) + 1 / (1 + vy)))
 
 
 def _gelu_slope_dual(vx, vy, c, det):
-    """The derivative in c, simplified: no terms that cancel."""
+    """Return the derivative of :func:`_gelu_dual` in c, simplified to avoid cancellation."""
     inside, density, square = _normals(vx, vy, c, det)
     return inside + c * density * (1 / (1 + vx) + 1 / (1 + vy) + square)
 
 
 def _normals(vx, vy, c, det):
-    """``E[Phi(u) Phi(u')]``, ``E[phi(u) phi(u')]``, and ``1 / |1 + covariance|``."""
+    """Return ``E[Phi(u) Phi(u')]``, ``E[phi(u) phi(u')]``, and ``1 / |1 + covariance|``."""
     over = jax.lax.rsqrt(1 + vx) * jax.lax.rsqrt(1 + vy)
     determinant = (1 + vx) + vy + det
     root = jax.lax.rsqrt(determinant)
@@ -183,7 +184,7 @@ def _normals(vx, vy, c, det):
 
 
 def leaky_relu(slope: float) -> Activation:
-    """``z`` for z > 0, ``slope z`` for z < 0: the ReLU family.
+    """Return the leaky ReLU: ``z`` for z > 0, ``slope z`` for z < 0.
 
     Parameters
     ----------
@@ -212,32 +213,33 @@ def activation(
     strip: float = 1.0,
     kinks: Sequence[float] | None = None,
 ) -> Activation:
-    """Any piecewise smooth elementwise function as an :class:`Activation`.
+    """Return any piecewise smooth elementwise function as an :class:`Activation`.
 
     Parameters
     ----------
-    fn : elementwise function, differentiable by JAX on each of its pieces. Give the same object
-        each time: a fresh ``lambda`` is another activation, looked into anew.
+    fn : elementwise function, differentiable by JAX on each of its pieces. Pass the same object
+        each time: a new ``lambda`` is a different activation and is analysed again.
     name : str, optional
     strip : float
-        For :func:`ntk.dual` alone: ``fn`` is taken to be analytic in ``|Im z| < strip``. A value
-        too large loses digits there, one too small only time. Kernels measure what they resolve.
+        For :func:`ntk.dual` only: ``fn`` is assumed analytic in ``|Im z| < strip``. Too large a
+        value loses digits there, too small a value only costs time. Kernels measure their
+        resolution.
     kinks : places where the function or one of its derivatives jumps, optional
-        Found where not given, at up to 16 places; where given, nothing may jump elsewhere.
+        Default: search for up to 16 places. If given, nothing may jump elsewhere.
 
     Raises
     ------
     ValueError
-        If ``fn`` is not callable or not elementwise, its values or slopes are not finite, it has
-        another slope than JAX says, more than 16 kinks, or one that ``kinks`` leaves out; or
+        If ``fn`` is not callable or not elementwise, its values or slopes are not finite, its slope
+        differs from JAX's derivative, it has more than 16 kinks, or one that ``kinks`` omits; or
         ``strip`` is not positive.
 
     Notes
     -----
-    Jumps of ``fn`` and its first two derivatives are looked for in two thousand cells of
-    ``|z| < 120``, to the last digit: two kinks 1e-3 apart are seen, a spike narrower than the cells
-    (1/64 for ``|z| < 12``) may not be. A function that turns out to be linear on both sides of 0,
-    at all their ends, gets the closed form of leaky ReLUs.
+    Jumps of ``fn`` and its first two derivatives are searched in two thousand cells of ``|z| <
+    120``, to the last digit. Two kinks 1e-3 apart are detected; a spike narrower than the cells
+    (1/64 for ``|z| < 12``) can be missed. A function that is linear on both sides of 0, up to the
+    ends, gets the closed form of leaky ReLUs.
 
     Examples
     --------
@@ -264,7 +266,7 @@ def activation(
 
 @functools.cache
 def _sides_and_kinks(fn: Function, given: tuple[float, ...] | None):
-    """Slopes of a function that is linear on both sides of 0, or None, and the kinks."""
+    """Return the slopes of a function that is linear on both sides of 0, or None, and the kinks."""
     places = find_kinks(fn)
     if given is not None:
         missing = [t for t in places if not any(abs(t - k) <= 1e-9 * abs(t) for k in given)]
@@ -279,7 +281,7 @@ def _sides_and_kinks(fn: Function, given: tuple[float, ...] | None):
 
 
 def in_a_network(fn: Function) -> Activation:
-    """Return ``fn`` as kernels of networks take it: their only kinked ones are ReLUs' family."""
+    """Return ``fn`` as an activation for networks; steps with a kink at 0 become piecewise."""
     s = activation(fn)
     return s if s.smooth is not None or s.degree == 1 else as_piecewise("activations", s)
 
@@ -298,7 +300,7 @@ def as_piecewise(argument: str, s: Activation) -> Activation:
 
 relu: Activation = Activation("relu", kink=(0.0, 1.0))
 identity: Activation = Activation("identity", kink=(1.0, 1.0))
-# An odd formula: its expectations have exact zeros where they should.
+# The formula is odd, so that expectations that vanish by symmetry are exactly 0.
 sigmoid: Activation = Activation("sigmoid", lambda z: jnp.tanh(z / 2) / 2, strip=math.pi)
 tanh: Activation = Activation("tanh", jnp.tanh, strip=math.pi / 2)
 swish: Activation = Activation("swish", jax.nn.swish, strip=math.pi)

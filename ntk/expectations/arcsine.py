@@ -1,4 +1,4 @@
-"""Inverse trigonometric functions by polynomials: XLA's own take ten times longer."""
+"""Inverse trigonometric functions by polynomials; XLA's functions take ten times longer."""
 
 import functools
 
@@ -28,12 +28,12 @@ def arc_polynomials(size: int) -> np.ndarray:
     values = [np.polynomial.polynomial.polyval(m, series) for series in (asin, gap)]
     fits = [np.polynomial.chebyshev.chebfit(points, v, count - 1) for v in values]
     powers = [np.polynomial.chebyshev.cheb2poly(fit) for fit in fits]
-    # numpy leaves out trailing zeros, and a last coefficient may round to one.
+    # numpy drops trailing zeros, and the last coefficient can round to 0.
     return np.array([np.pad(p, (0, count - len(p))) for p in powers])
 
 
 def horner(coefficients: np.ndarray, x: jax.Array) -> jax.Array:
-    """The polynomial of these coefficients, lowest power first."""
+    """Return the polynomial with these coefficients, lowest power first."""
     total = jnp.full_like(x, coefficients[-1])
     for c in coefficients[-2::-1].tolist():
         total = total * x + c
@@ -42,7 +42,7 @@ def horner(coefficients: np.ndarray, x: jax.Array) -> jax.Array:
 
 @custom_jvp
 def arcsine(x: chex.Array, square: chex.Array) -> jax.Array:
-    """Return ``asin(x)`` to a rounding unit; its infinite slope at 1 and -1 counts as 0.
+    """Return ``asin(x)`` to one unit of roundoff; its infinite slope at 1 and -1 counts as 0.
 
     ``square`` is ``1 - x^2``, without cancellation. Near 1 and -1 it determines the angle:
     ``asin(x) = pi / 2 - 2 asin(sqrt((1 - x) / 2))``.

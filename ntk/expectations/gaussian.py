@@ -7,9 +7,9 @@ With z ~ N(0, 1) and a pair ``(u, u') = (sx z, sy z')`` of correlation rho:
     grid        nodes and Hermite polynomials  for many functions on the same panels
     kinked_pair E[f(u) g(u')]                  closed form, f and g kinked at 0
 
-A correlation comes as ``p = (1 - rho) / 2`` and ``q = (1 + rho) / 2``: the angle between the
-inputs is ``theta = 2 atan2(sqrt p, sqrt q)``, exact where rho itself rounds to 1. Panels end at 0,
-so a kink there does no harm, and shrink towards it, for large scales ``s``.
+A correlation is given as ``p = (1 - rho) / 2`` and ``q = (1 + rho) / 2``. The angle between the
+inputs is ``theta = 2 atan2(sqrt p, sqrt q)``, exact even if rho rounds to 1. Panels end at 0, so
+that a kink there is harmless, and they shrink towards 0 for large scales ``s``.
 
 Reference: Cho & Saul (2009) for the kinked pairs; Daniely, Frostig & Singer (2016) for the duals.
 """
@@ -29,14 +29,14 @@ from ntk.expectations.truncated_powers import DENSITY
 from ntk.internal.checks import integer
 from ntk.internal.derivative_rules import custom_jvp
 
-_END = 13.0  # where integrals over N(0, 1) end: the density there is 8e-38
+_END = 13.0  # integrals over N(0, 1) end here, at a density of 8e-38
 
 
 class Grid(NamedTuple):
     """Nodes z > 0 on panels, and orthonormal Hermite polynomials h_k at them."""
 
     z: Any  # [m]
-    roots: Any  # [m], of the weights: the density of N(0, 1) is in them
+    roots: Any  # [m], of the weights, which include the density of N(0, 1)
     even: Any  # [m, K / 2], roots times h_0, h_2, ...
     odd: Any  # [m, K / 2]
     last: Any  # [nodes, 3], to a panel's last Legendre coefficients
@@ -44,21 +44,21 @@ class Grid(NamedTuple):
 
 
 def panels(width: float = 0.5) -> np.ndarray:
-    """Edges from 0 to 13, of at most this width, and shrinking towards 0: to 3e-8."""
+    """Return edges from 0 to 13, at most ``width`` apart, and closer towards 0: down to 3e-8."""
     uniform = np.linspace(0, _END, int(np.ceil(_END / width)) + 1)
     return np.concatenate([[0], uniform[1] * 2.0 ** np.arange(-24, 0), uniform[1:]])
 
 
 @functools.lru_cache(maxsize=4)
 def hermite_grid(terms: int, width: float = 0.5) -> Grid:
-    """For expansions in ``terms`` polynomials of what is smooth on panels of a width; float64."""
+    """Return a float64 grid to expand piecewise smooth functions in ``terms`` polynomials."""
     nodes, weights = np.polynomial.legendre.leggauss(24)
     edges = panels(min(width, 16 / np.sqrt(terms)))
     half = np.diff(edges)[:, None] / 2
     z = edges[:-1, None] + half * (nodes + 1)
     density = half * weights * DENSITY * np.exp(-(z**2) / 2)
     z, roots = z.ravel(), np.sqrt(density.ravel())
-    # Times the root of the density, h_k stays of order 1 where alone it overflows.
+    # h_k alone overflows; times the root of the density it is of order 1.
     even, odd = parts = [np.empty((terms // 2, len(z))) for _ in range(2)]
     even[0], odd[0] = roots, z * roots
     for k in range(1, terms - 1):
@@ -71,7 +71,7 @@ def hermite_grid(terms: int, width: float = 0.5) -> Grid:
 
 
 def _panel_nodes(scale: jax.Array, places: tuple[float, ...], width: float = 0.5):
-    """Nodes on the whole line and weights, [..., m], on panels that end at ``places / scale``."""
+    """Return nodes on the whole line and weights, [..., m]; panels end at ``places / scale``."""
     edges: Any = panels(width)
     edges = jnp.asarray(np.concatenate([-edges[:0:-1], edges]), scale.dtype)
     edges = jnp.broadcast_to(edges, (*scale.shape, len(edges)))
@@ -92,7 +92,7 @@ def gaussian_mean(
 ) -> jax.Array:
     """Return ``E[fn(scale z)]``, z ~ N(0, 1), in the shape of ``scale``; fn is elementwise.
 
-    ``places``: where fn is not smooth, besides 0.
+    ``places`` lists the points where fn is not smooth, except 0.
     """
     scale = jnp.asarray(scale)
     z, weights = _panel_nodes(scale, places)
@@ -108,8 +108,8 @@ def hermite(
     """Return ``a_k = E[fn(scale z) h_k(z)]``, [..., terms], of an elementwise function.
 
     h_k are the orthonormal Hermite polynomials, so ``E[fn(scale z)^2] = sum_k a_k^2``. Even and odd
-    parts are separate: coefficients that vanish by symmetry are exactly 0. ``terms`` is even;
-    ``places`` are those where fn is not smooth, besides 0.
+    parts are separate, so coefficients that vanish by symmetry are exactly 0. ``terms`` is even;
+    ``places`` lists the points where fn is not smooth, except 0.
     """
     if integer("terms", terms, 2) % 2:
         raise ValueError(f"terms: expected an even number, got {terms}.")
@@ -128,7 +128,7 @@ def hermite(
         following = (z * now - jnp.sqrt(k) * before) / jnp.sqrt(k + 1)
         return (now, following), coefficient(k, part, now)
 
-    # Where the density underflows, polynomials overflow.
+    # The density underflows at nodes where the polynomials overflow.
     start = (jnp.zeros_like(z), jnp.where(weights > 0, 1.0, 0.0).astype(z.dtype))
     coefficients = jax.lax.scan(step, start, jnp.arange(terms).astype(scale.dtype))[1]
     return jnp.moveaxis(coefficients, 0, -1)
@@ -153,7 +153,7 @@ def kink_coefficients(degree: int, terms: int) -> np.ndarray:
 def arc_cosines(p: chex.Array, q: chex.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return ``(E[step step], E[relu relu], 1/2 - E[relu relu])`` of unit variances; elementwise.
 
-    Cho & Saul 2009, orders 0 and 1, exact relative to themselves at every angle. The infinite slope
+    Cho & Saul 2009, orders 0 and 1, with full relative precision at every angle. The infinite slope
     of the first at rho = +-1 counts as 0.
     """
     near = p <= q
@@ -184,11 +184,11 @@ def kinked_pair(
     p: jax.Array,
     q: jax.Array,
 ) -> jax.Array:
-    """``E[f(u) g(u')]`` for kinked f and g; elementwise in sx, sy, p, q.
+    """Return ``E[f(u) g(u')]`` for kinked f and g; elementwise in sx, sy, p, q.
 
-    ``jumps``: ((left, right) of f, of g), which replace the fields ``kink`` and may be traced. With
-    ``f = left z^d + (right - left) relu^(1 - d)`` it is a sum of four terms. A point mass against a
-    point mass at the correlations 1 and -1, infinite, is 0 here: the slope of a step's dual there.
+    ``jumps``: ((left, right) of f, of g), which replace the fields ``kink`` and can be traced. With
+    ``f = left z^d + (right - left) relu^(1 - d)`` it is a sum of four terms. Two point masses at
+    the correlations 1 and -1 would give infinity; the value is 0, the slope of a step's dual.
     """
     if f.degree < g.degree:
         return kinked_pair(g, f, jumps[::-1], sy, sx, p, q)
@@ -212,18 +212,18 @@ def kinked_pair(
 
 
 def kinked_gap(jumps: Any, p: jax.Array, q: jax.Array) -> jax.Array:
-    """``E[f(z) f(z)] - E[f(z) f(z')]``, f kinked of degree 1: exact down to the smallest angle."""
+    """Return ``E[f(z) f(z)] - E[f(z) f(z')]``, f kinked of degree 1; exact at small angles."""
     left, right = jumps
     return 2 * p * left * right + (right - left) ** 2 * arc_cosines(p, q)[2]
 
 
 def root(x: chex.Array) -> jax.Array:
-    """Square root, with derivative 0 at 0."""
-    positive = ~(x <= 0)  # NaN too, so that it stays
+    """Return the square root, with derivative 0 at 0."""
+    positive = ~(x <= 0)  # true for NaN, so that NaN stays
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
 
 
 def reciprocal(x: chex.Array) -> jax.Array:
-    """``1 / x``, and 0 at 0."""
-    positive = ~(x <= 0)  # NaN too, so that it stays
+    """Return ``1 / x``, and 0 at 0."""
+    positive = ~(x <= 0)  # true for NaN, so that NaN stays
     return jnp.where(positive, 1 / jnp.where(positive, x, 1), 0)

@@ -1,21 +1,20 @@
 """Expectations of all pairs of two sets of inputs: a polynomial in the correlation, and kinks.
 
 For a pre-activation ``u = s z``, a function of it is split, ``f(s z) = r(z) + k(z)``: a sum k of
-truncated powers at the kinks of f, whose jumps it shares up to the seventh derivative, and the
-regular rest r. With Hermite coefficients of each, by Mehler's formula,
+truncated powers at the kinks of f, with f's jumps up to the seventh derivative, and a regular
+remainder r. With the Hermite coefficients of r and k, by Mehler's formula,
 
     E[f(u) g(u')] = E[k_f(z) k_g(z')] + sum_n (r_n r'_n + r_n k'_n + k_n r'_n) rho^n,
 
-the first in closed form (:mod:`ntk.expectations.truncated_powers`; arc-cosines where the one kink
-is at 0). So all n1 x n2 pairs cost n1 + n2 sets of coefficients and a few multiply-adds per pair:
-no quadrature per pair, any norms, and correlations of 1 are no special case.
+with the first term in closed form (:mod:`ntk.expectations.truncated_powers`; arc-cosines if the
+only kink is at 0). So all n1 x n2 pairs cost n1 + n2 sets of coefficients and a few multiply-adds
+per pair, without quadrature per pair, for any norms. Correlations of 1 are not a special case.
 
-**The error.** What the sum leaves out is at most ``|rho|^K`` times the norms of what the first K
-polynomials miss in r and k, which are measured, not guessed: r minus its expansion is integrated
-on the nodes. So is what the nodes themselves miss, from the last Legendre coefficients of f on each
-panel. An error of rho (its rounding, and that of the layers below) enters by the slopes
-``|d/drho E f g|``, bounded by the norms of f' and g', and at jumps by the modulus of continuity of
-the arc sine.
+**The error.** The sum omits at most ``|rho|^K`` times the norms of the remainders of r and k after
+K polynomials. These norms are measured: r minus its expansion is integrated on the nodes. The error
+of the nodes is measured by the last Legendre coefficients of f on each panel. An error of rho (its
+rounding, and errors of the layers below) enters by the slopes ``|d/drho E f g|``, bounded by the
+norms of f' and g', and at jumps by the modulus of continuity of the arc sine.
 
 Reference: Mehler (1866); Daniely, Frostig & Singer (2016), the dual of an activation.
 """
@@ -40,11 +39,11 @@ from ntk.expectations.kinks import ORDERS
 from ntk.expectations.truncated_powers import truncated_powers
 from ntk.internal.derivative_rules import custom_jvp
 
-_UNROLLED = 16  # Horner steps that one pass over a tile of the kernel takes
+_UNROLLED = 16  # Horner steps per pass over a tile of the kernel
 
 
 class Pieces(NamedTuple):
-    """Truncated powers at the kinks: of ``+-(z - t)`` where t >= 0 or < 0, so that they stay small.
+    """Truncated powers at the kinks, of ``+-(z - t)`` for t >= 0 or t < 0, so that they stay small.
 
     ``sum_jm weights_jm (side_j z - place_j)_+^m / m!``
     """
@@ -57,7 +56,7 @@ class Pieces(NamedTuple):
 class Expansion(NamedTuple):
     """One function of the pre-activation over its norm, on n inputs (or 1 for equal norms).
 
-    For derivatives, the norm that it is over is a constant.
+    Derivatives treat the norm that it is divided by as a constant.
     """
 
     norm: jax.Array  # [n], root of E f(u)^2
@@ -66,28 +65,28 @@ class Expansion(NamedTuple):
     sides: jax.Array  # [n, 2], (left, right) values at a kink at 0, times |z|^degree
     pieces: Pieces  # the other kinks
     kinked: jax.Array  # [n, K], Hermite coefficients of the pieces; [n, 0] without
-    # Of the error, all without derivatives:
+    # Parts of the error, all without derivatives:
     noise: jax.Array  # [n], error of f itself: nodes, rounding, scale
-    size: jax.Array  # [n], norms of r and k together: what rounding is relative to
-    missed: jax.Array  # [n, 2], norms of what K polynomials miss in r and k
+    size: jax.Array  # [n], norms of r and k together; roundoff is relative to it
+    missed: jax.Array  # [n, 2], norms of the remainders of r and k after K polynomials
     steep: jax.Array  # [n], norm of the derivative of the first K polynomials
     jump: jax.Array  # [n], sum of the sizes of jumps
 
 
 class Function(NamedTuple):
-    """What is to be expanded: values of f(scale z) on a grid, and its kinks."""
+    """A function to expand: values of f(scale z) on a grid, and its kinks."""
 
     right: jax.Array  # [n, m], f(scale z) at the nodes z > 0
     left: jax.Array  # [n, m], and at -z
     sides: jax.Array  # [2], kink at 0 that is not in right and left, times |u|^degree
     places: jax.Array  # [kinks], of u
-    jumps: jax.Array  # [n, kinks, orders], of f and its derivatives: those to be in pieces
+    jumps: jax.Array  # [n, kinks, orders], of f and its derivatives, for the pieces
 
 
 def expand(
     f: Function, scale: chex.Array, error: chex.Array, odd: chex.Array, grid: Grid
 ) -> Expansion:
-    """The expansion of f at standard deviations ``scale`` [n], known up to ``error`` [n] relative.
+    """Return the expansion of f at standard deviations ``scale`` [n] with relative ``error`` [n].
 
     ``odd``: whether the kink at 0 is of degree 1, an array.
     """
@@ -97,7 +96,7 @@ def expand(
     left = f.left - _evaluate_pieces(pieces, -grid.z)
     regular = _hermite_projections(right, left, grid)
     kinked = _piece_coefficients(pieces, regular.shape[1])
-    # Moments of r and the kink at 0 by quadrature, whose panels end there; the pieces' exactly.
+    # Moments of r and the kink at 0 by quadrature on panels that end at 0; the pieces' exactly.
     power = jnp.where(odd, grid.z, 1)[None]
     ends = right + sides[:, 1:] * power, left + jnp.where(odd, -power, power) * sides[:, :1]
     square = ((grid.roots[None] * ends[0]) ** 2 + (grid.roots[None] * ends[1]) ** 2).sum(1)
@@ -120,9 +119,9 @@ def expand(
 def kinked_expansion(
     sides: chex.Array, scale: chex.Array, error: chex.Array, degree: int, shape: tuple[int, int]
 ) -> Expansion:
-    """The same, where there is nothing but a kink at 0: in closed form, without a grid.
+    """Return the expansion of a function with only a kink at 0, in closed form, without a grid.
 
-    ``shape``: the coefficients and kinks, all of them 0, that other layers have.
+    ``shape``: the numbers of coefficients and kinks of other layers; all of them are 0 here.
     """
     eps = float(jnp.finfo(scale.dtype).eps)
     sides = sides.reshape(-1, 2) * (scale if degree else jnp.ones_like(scale))[:, None]
@@ -141,7 +140,7 @@ def kinked_expansion(
 
 
 def piece_norms(weights: jax.Array, place: jax.Array) -> jax.Array:
-    """Norms, or more, of the truncated powers with these weights [n, kinks, orders].
+    """Return upper bounds of the norms of truncated powers with weights [n, kinks, orders].
 
     ``E[(z - t)_+^2m] <= exp(-t^2 / 2) E[z_+^2m] = exp(-t^2 / 2) (2m - 1)!! / 2`` for t >= 0.
     """
@@ -153,20 +152,20 @@ def piece_norms(weights: jax.Array, place: jax.Array) -> jax.Array:
 
 def _pieces(f: Function, scale: jax.Array) -> Pieces:
     at = f.places[None] * reciprocal(scale)[:, None]
-    # Beyond, a kink is not seen; the powers would be large.
+    # A kink beyond this reach does not matter, but its powers would be large.
     reach = 11.5 if scale.dtype.itemsize == 8 else 7.6
     seen = (scale[:, None] > 0) & (jnp.abs(at) < reach)
     side = jnp.where(f.places < 0, -1, 1).astype(scale.dtype)[None] * jnp.ones_like(at)
     order = np.arange(ORDERS)[None, None]
     # (t - z)_+^m / m! jumps by -(-1)^m in its m-th derivative.
     sign = jnp.where(side[..., None] > 0, 1.0, -((-1.0) ** order)).astype(scale.dtype)
-    base = jnp.where(f.jumps == 0, 1, scale[:, None, None])  # powers may overflow
+    base = jnp.where(f.jumps == 0, 1, scale[:, None, None])  # powers can overflow
     weights = sign * f.jumps * base ** order.astype(base.dtype)
     return Pieces(jnp.where(seen, jnp.abs(at), 0), side, jnp.where(seen[..., None], weights, 0))
 
 
 def _evaluate_pieces(pieces: Pieces, z: jax.Array) -> jax.Array:
-    """[n, m] at points z."""
+    """Return the pieces at points z: [n, m]."""
     total = jnp.zeros((len(pieces.place), len(z)), z.dtype)
     for j in range(pieces.place.shape[1]):
         place, side = pieces.place[:, j, None], pieces.side[:, j, None]
@@ -181,14 +180,14 @@ def _evaluate_pieces(pieces: Pieces, z: jax.Array) -> jax.Array:
 
 
 def _hermite_projections(right, left, grid: Grid) -> jax.Array:
-    """``E[f h_n]`` [n, K]; those that vanish by symmetry are exactly 0."""
+    """Return ``E[f h_n]`` [n, K]; coefficients that vanish by symmetry are exactly 0."""
     roots = grid.roots[None]
     pairs = ((right + left) * roots) @ grid.even, ((right - left) * roots) @ grid.odd
     return jnp.stack(pairs, axis=-1).reshape(len(right), -1)
 
 
 def _piece_coefficients(pieces: Pieces, terms: int) -> jax.Array:
-    """Hermite coefficients of the pieces, [n, K]; [n, 0] without any."""
+    """Return Hermite coefficients of the pieces, [n, K]; [n, 0] without any."""
     n, kinks = pieces.place.shape
     if not kinks:
         return jnp.zeros((n, 0), pieces.place.dtype)
@@ -221,7 +220,7 @@ def _piece_coefficients(pieces: Pieces, terms: int) -> jax.Array:
 
 
 def _piece_products(a: Pieces, b: Pieces) -> jax.Array:
-    """``E[k_a(z) k_b(z)]`` [n]."""
+    """Return ``E[k_a(z) k_b(z)]`` [n]."""
     total = jnp.zeros(len(a.place), a.place.dtype)
     for i in range(a.place.shape[1]):
         for j in range(b.place.shape[1]):
@@ -232,7 +231,7 @@ def _piece_products(a: Pieces, b: Pieces) -> jax.Array:
 
 
 def _expansion_errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, grid):
-    """The last five fields of :class:`Expansion`."""
+    """Return the last five fields of :class:`Expansion`."""
     eps = float(jnp.finfo(norm.dtype).eps)
     over, terms = reciprocal(norm), regular.shape[1]
     e, o = (right + left) * grid.roots[None], (right - left) * grid.roots[None]
@@ -240,7 +239,7 @@ def _expansion_errors(right, left, sides, regular, kinked, own, pieces, norm, er
         e - 2 * regular[:, ::2] @ grid.even.T,
         o - 2 * regular[:, 1::2] @ grid.odd.T,
     )
-    # Polynomials go on beyond the last node, with up to a hundredth of what a kink leaves there.
+    # Beyond the last node, polynomials have at most 1 % of a kink's remainder.
     missed_regular = 1.01 * root(sum((part**2).sum(1) for part in remainder) / 2)
     size = root(((e**2).sum(1) + (o**2).sum(1)) / 2)
     slant = jnp.abs(sides[:, 1] - sides[:, 0])
@@ -267,10 +266,10 @@ def _expansion_errors(right, left, sides, regular, kinked, own, pieces, norm, er
     )
     noise *= over
     if kinked.shape[1]:
-        # The norm's square is a sum whose terms may cancel: to nothing, to rounding, or to what the
-        # product of r and k misses.
+        # The terms of the squared norm can cancel to 0, to roundoff, or to the remainder of the
+        # product of r and k.
         product = missed_regular * missed_kinked
-        # Pieces of one side cancel among themselves; the other side's are elsewhere.
+        # Only pieces of the same side cancel.
         piece_sizes = piece_norms(pieces.weights, pieces.place).sum(2)
         bulk = sum(jnp.where(pieces.side == side, piece_sizes, 0).sum(1) ** 2 for side in (1, -1))
         noise += ((4 * eps * (bulk + size**2) + product) * over) * over
@@ -281,14 +280,14 @@ def _expansion_errors(right, left, sides, regular, kinked, own, pieces, norm, er
 
 
 def tails(values: jax.Array, grid: Grid) -> jax.Array:
-    """Squared norms [n] of the last Legendre coefficients of values [n, m] on each panel."""
+    """Return squared norms [n] of the last Legendre coefficients of values [n, m] on each panel."""
     panels = values.reshape(len(values), -1, len(grid.last))
     return (jnp.abs(panels @ grid.last).max(2) ** 2) @ grid.mass
 
 
 @functools.cache
 def kink_series(degree: int, terms: int) -> tuple[np.ndarray, float]:
-    """Hermite coefficients of relu (degree 1) or step (0), and the norm of what they miss."""
+    """Return Hermite coefficients of relu (degree 1) or step (0), and the norm of the remainder."""
     series = kink_coefficients(degree, terms)
     return series, float(np.sqrt(max(0.5 - np.sum(series**2), 0)))
 
@@ -307,19 +306,19 @@ class Pair(NamedTuple):
 def expectations(
     fs: tuple[Expansion, ...], gs: tuple[Expansion, ...], degrees: tuple[int, ...], pair: Pair
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """``E[f(u) g(u')]`` of all pairs, [n1, n2], and a bound of its error, for each f and g.
+    """Return ``E[f(u) g(u')]`` of all pairs, [n1, n2], and a bound of its error, for each f and g.
 
-    All functions have their kinks at the same places. Finite whatever the error is, so that no
-    entry harms another one, nor its derivatives.
+    All functions have their kinks at the same places. Values are finite for every error, so that no
+    entry affects another one or its derivatives.
     """
     kinked = _pairs_of_pieces([f.pieces for f in fs], [g.pieces for g in gs], pair)
-    # Near 1 from p and near -1 from q: the other one has lost their digits.
+    # Near 1 we compute rho from p and near -1 from q, because the other one has lost digits.
     rho = pair.q - pair.p
     near = jnp.where(pair.p < pair.q, 1 - 2 * pair.p, 2 * pair.q - 1)
     rho = rho + jax.lax.stop_gradient(near - rho)
     values_and_errors = []
     for f, g, degree, total in zip(fs, gs, degrees, kinked, strict=True):
-        # The expansions are over these norms, taken for constants.
+        # The expansions are divided by these norms, which count as constants.
         size = jax.lax.stop_gradient(f.norm[:, None] * g.norm[None])
         value = total + _sides(f.sides, g.sides, degree, pair.p, pair.q)
         value += _series(f, g, degree, rho)
@@ -328,9 +327,9 @@ def expectations(
 
 
 def on_diagonal(f: Expansion, g: Expansion, equal: chex.Array) -> tuple[jax.Array, jax.Array]:
-    """``E[f(u) g(u)]`` [n] of two slopes at the same input, and a bound of its error.
+    """Return ``E[f(u) g(u)]`` [n] of two slopes at the same input, and a bound of its error.
 
-    ``equal``: whether they are the same function, whose norm is known better than its series.
+    ``equal``: whether they are the same function; its norm is more accurate than its series.
     """
     size = jax.lax.stop_gradient(f.norm * g.norm)
     (lf, rf), (lg, rg) = f.sides.T, g.sides.T
@@ -346,7 +345,7 @@ def on_diagonal(f: Expansion, g: Expansion, equal: chex.Array) -> tuple[jax.Arra
 
 
 def _sides(a, b, degree: int, p, q):
-    """``E[f g]`` for kinks at 0, each ``left z^d + (right - left) k(z)``: a sum of four terms.
+    """Return ``E[f g]`` for kinks at 0, each ``left z^d + (right - left) k(z)``: four terms.
 
     The kink k is a ReLU for degree d = 1, and its slope, a step, for d = 0.
     """
@@ -358,7 +357,7 @@ def _sides(a, b, degree: int, p, q):
 
 
 def _pairs_of_pieces(a: list[Pieces], b: list[Pieces], pair: Pair) -> list[jax.Array]:
-    """``E[k_f(z) k_g(z')]`` for each pair of lists."""
+    """Return ``E[k_f(z) k_g(z')]`` for each pair of lists."""
     kinks = a[0].place.shape[1]
     none = [jnp.zeros_like(pair.p) for _ in a]
     if not kinks or not b[0].place.shape[1]:
@@ -385,7 +384,7 @@ def _pairs_of_pieces(a: list[Pieces], b: list[Pieces], pair: Pair) -> list[jax.A
 
 
 def _series(f: Expansion, g: Expansion, degree: int, rho):
-    """``sum_n (r_n (r'_n + k'_n) + k_n r'_n) rho^n``."""
+    """Return ``sum_n (r_n (r'_n + k'_n) + k_n r'_n) rho^n``."""
     if not f.regular.shape[1]:
         return jnp.zeros_like(rho)
     kinks_f, kinks_g = _kink_part(f, degree), _kink_part(g, degree)
@@ -401,7 +400,7 @@ def _kink_part(f: Expansion, degree: int) -> jax.Array:
 
 
 def _pair_error_bound(f: Expansion, g: Expansion, pair: Pair) -> jax.Array:
-    """A bound of the error of ``E[f g]``, relative to both norms."""
+    """Return a bound of the error of ``E[f g]``, relative to both norms."""
     f, g, pair = jax.lax.stop_gradient((f, g, pair))
     power = jnp.abs(pair.q - pair.p)
     for _ in range(max(f.regular.shape[1], 1).bit_length() - 1):
@@ -410,7 +409,7 @@ def _pair_error_bound(f: Expansion, g: Expansion, pair: Pair) -> jax.Array:
     eps = float(jnp.finfo(power.dtype).eps)
     total = f.noise[:, None] + g.noise[None] + 4 * eps * f.size[:, None] * g.size[None]
     total += power * (rf * (rg + kg) + kf * rg)
-    # rho is rounded, and so is every product of Horner's rule: of rho^k, 2 k times.
+    # rho and every product of Horner's rule are rounded: 2 k roundings of rho^k.
     total += 3 * eps * f.steep[:, None] * g.steep[None]
     total += moves(f.jump[:, None] * g.jump[None]) * f.steep[:, None] * g.steep[None] * pair.error
     # asin(sqrt(p)) / pi moves no further than at p = 0, and by its slope elsewhere.
@@ -421,10 +420,10 @@ def _pair_error_bound(f: Expansion, g: Expansion, pair: Pair) -> jax.Array:
 
 
 def moves(jump: jax.Array) -> jax.Array:
-    """How much ``E[f g]`` moves with p, at most, over both slopes' norms.
+    """Return a bound of the change of ``E[f g]`` with p, over the norms of both slopes.
 
-    By |d rho| = 2 |d p| with Cauchy and Schwarz; of functions that jump, only K terms are known of
-    the slopes.
+    It follows from |d rho| = 2 |d p| and Cauchy-Schwarz. For functions with jumps only K terms of
+    the slopes are known.
     """
     return jnp.where(jump > 0, 3, 2.1).astype(jump.dtype)
 
@@ -434,12 +433,12 @@ def moves(jump: jax.Array) -> jax.Array:
 
 @custom_jvp
 def polynomial(a: chex.Array, b: chex.Array, rho: chex.Array) -> jax.Array:
-    """``sum_k a_ki b_kj rho_ij^k`` [n1, n2], for a [K, n1] and b [K, n2].
+    """Return ``sum_k a_ki b_kj rho_ij^k`` [n1, n2], for a [K, n1] and b [K, n2].
 
-    No more terms are summed than the largest correlation asks for.
+    The number of terms depends on the largest correlation.
     """
     sizes = jnp.abs(a).max(1) * jnp.abs(b).max(1)
-    # An entry that is NaN already decides nothing for the others.
+    # NaN entries do not affect the number of terms.
     largest = jnp.max(jnp.where(jnp.isnan(rho), 0, jnp.abs(rho)), initial=0)
     tails = jnp.cumsum((sizes * largest ** jnp.arange(len(sizes), dtype=rho.dtype))[::-1])[::-1]
     needed = jnp.sum(tails > jnp.finfo(rho.dtype).eps / 4 * jnp.minimum(tails[0], 1))
@@ -474,7 +473,7 @@ def _polynomial_jvp(primals, tangents):
 
 
 def _polynomial_by_scan(a, b, rho):
-    """:func:`polynomial` with all terms, in a loop that JAX can transpose."""
+    """Return :func:`polynomial` with all terms, in a loop that JAX can transpose."""
 
     def block(total, pieces):
         left, right = pieces

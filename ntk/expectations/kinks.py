@@ -1,10 +1,10 @@
-"""Where an elementwise function is not smooth: found by bisection, measured by its derivatives.
+"""Find the kinks of an elementwise function by bisection, and measure its jumps.
 
-A function of one variable is taken for *piecewise smooth*: its derivatives, which JAX takes on each
-piece, are bounded there and may jump at finitely many places. ``find`` looks for jumps of ``f``,
-``f'`` and ``f''`` in some two thousand cells, narrow near 0 and wide far out: each cell is cut in
-two, always towards the part over which the trapezoid rule misses the change by more, until two
-neighbouring numbers are left. A smooth function has no jump between those.
+A function of one variable is assumed to be *piecewise smooth*: its derivatives, which JAX computes
+on each piece, are bounded and can jump at finitely many places. :func:`find_kinks` searches for
+jumps of ``f``, ``f'`` and ``f''`` in about two thousand cells, narrow near 0 and wide far out. Each
+cell is bisected towards the part with the larger error of the trapezoid rule, until two
+neighbouring numbers remain. A smooth function does not jump between them.
 """
 
 from collections.abc import Callable
@@ -16,20 +16,20 @@ import numpy as np
 
 Function = Callable[[Any], jax.Array]
 Kink = tuple[float, tuple[float, ...]]
-"""A place, and how much the function and its derivatives jump there, to the right minus left."""
+"""A place, and the jumps of the function and its derivatives there, right minus left."""
 
-ORDERS = 8  # derivatives, the function itself included, whose jumps are looked for
-_MOST = 16  # kinks of one function; more are refused
+ORDERS = 8  # number of derivatives with measured jumps, including the function itself
+_MOST = 16  # maximum number of kinks of one function
 _JUMP = 1e-7  # the smallest jump that counts, relative to the derivative's size around it
 
 
 def elementwise_derivative(fn: Function) -> Function:
-    """``fn'``, elementwise."""
+    """Return ``fn'``, elementwise."""
     return lambda z: jax.jvp(fn, (z,), (jnp.ones_like(z),))[1]
 
 
 def derivatives_in_float64(fn: Function, count: int) -> Callable[[np.ndarray], np.ndarray]:
-    """``z -> [count, n]``: fn and its derivatives, in float64."""
+    """Return ``z -> [count, n]``: fn and its derivatives, in float64."""
     functions = [fn]
     for _ in range(count - 1):
         functions.append(elementwise_derivative(functions[-1]))
@@ -45,7 +45,8 @@ def derivatives_in_float64(fn: Function, count: int) -> Callable[[np.ndarray], n
 def find_kinks(fn: Function) -> tuple[float, ...]:
     """Return the places where ``fn``, its slope or its second derivative jumps, ascending.
 
-    Values that are not finite, slopes of another function and too many jumps raise ``ValueError``.
+    Values that are not finite, slopes that differ from changes and too many jumps raise
+    ``ValueError``.
     """
     values = derivatives_in_float64(fn, 4)
     edges = probe_points()
@@ -57,7 +58,7 @@ def find_kinks(fn: Function) -> tuple[float, ...]:
         new, cells = _bisect(values, left, right, sizes)
         if set(new) <= set(places):
             break
-        # Another one may hide in the same cell.
+        # The same cell can have another kink.
         ends = [(a, _point_next_to(t, -1)) for t, (a, _) in zip(new, cells, strict=True)]
         ends += [(_point_next_to(t, 1), b) for t, (_, b) in zip(new, cells, strict=True)]
         left, right = np.array([e for e in ends if e[0] < e[1]]).reshape(-1, 2).T
@@ -65,8 +66,8 @@ def find_kinks(fn: Function) -> tuple[float, ...]:
         if len(places) > _MOST:
             raise ValueError(
                 f"fn: expected at most {_MOST} kinks and jumps, found more, at "
-                f"{', '.join(f'{t:g}' for t in places[:3])}, ...; a function without end of them "
-                "has no kernel here."
+                f"{', '.join(f'{t:g}' for t in places[:3])}, ...; a function with more has no "
+                "kernel here."
             )
     return tuple(places)
 
@@ -89,14 +90,14 @@ def jumps(fn: Function, places: tuple[float, ...]) -> tuple[Kink, ...]:
                 "without."
             )
     jump_sizes = values[..., 1] - values[..., 0]
-    # Between both sides lies a distance, over which a slope is no jump.
+    # The two sides are a distance apart, and a slope over this distance is not a jump.
     change = np.ptp(sides, axis=1) * np.concatenate([size[1:], 0 * size[:1]])
     jump_sizes = np.where(np.abs(jump_sizes) > 1e-12 * size + 2 * change, jump_sizes, 0)
     return tuple((t, tuple(jump_sizes[:, i].tolist())) for i, t in enumerate(places))
 
 
 def linear_sides(fn: Function) -> tuple[float, float] | None:
-    """(left, right) slopes of a function that is linear on both sides of 0, else None."""
+    """Return (left, right) slopes of a function that is linear on both sides of 0, else None."""
     z = probe_points()
     values = derivatives_in_float64(fn, 1)(z)[0]
     slopes = values / z
@@ -108,7 +109,7 @@ def linear_sides(fn: Function) -> tuple[float, float] | None:
 
 
 def probe_points() -> np.ndarray:
-    """About two thousand points, |z| from 1e-6 to 120, none of them at a round number."""
+    """Return about two thousand points, |z| from 1e-6 to 120, none of them a round number."""
     uniform = np.arange(0.0123456789, 12, 1 / 64)
     far = 12 * 2 ** (np.arange(0.123, 3.4, 1 / 16))
     near = 0.0123456789 * 2 ** -(np.arange(0.123, 14, 0.25))
@@ -125,10 +126,10 @@ def _check_elementwise(values, z) -> None:
     if not (np.isfinite(f) & np.isfinite(slopes)).all():
         at = z[np.argmin(np.isfinite(f) & np.isfinite(slopes))]
         raise ValueError(
-            f"fn: expected finite values and slopes on all of the line, got one that is not at "
-            f"{at:.3g}."
+            f"fn: expected finite values and slopes on all of the line, got one that is not finite "
+            f"at {at:.3g}."
         )
-    # Slopes replaced by others, as in straight-through estimators, have other kernels.
+    # Custom slopes, as in straight-through estimators, have other kernels.
     h = 1e-5 * np.abs(z)
     change = (values(z + h)[0] - values(z - h)[0]) / (2 * h)
     allowed = 1e-3 * (np.abs(slopes) + np.abs(change)) + 1e-9 * (1 + np.abs(f)) / h
@@ -137,13 +138,13 @@ def _check_elementwise(values, z) -> None:
     if wrong.mean() > 0.01:
         raise ValueError(
             "fn: expected an elementwise function with its own derivative, got slope "
-            f"{slopes[wrong][0]:.3g} where it changes by {change[wrong][0]:.3g}, at "
+            f"{slopes[wrong][0]:.3g} and changes by {change[wrong][0]:.3g}, at "
             f"{z[wrong][0]:.3g}."
         )
 
 
 def _derivative_sizes(values, z) -> Callable[[np.ndarray], np.ndarray]:
-    """``t -> [3, n]``: how large the function and its derivatives get up to about ``|t|``."""
+    """Return ``t -> [3, n]``: the largest sizes of the derivatives up to about ``|t|``."""
     order = np.argsort(np.abs(z))
     largest = np.maximum.accumulate(np.abs(values(z[order])[:3]), axis=1)
 
@@ -155,20 +156,20 @@ def _derivative_sizes(values, z) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _bisect(values, left, right, sizes):
-    """The kinks found, one in each cell at most, and their cells."""
+    """Return the kinks, at most one in each cell, and their cells."""
     orders = 3
     a, b = np.tile(left, orders), np.tile(right, orders)
     order = np.repeat(np.arange(orders), len(left))
     pick = np.arange(len(a))
 
     def derivative_pair(z):
-        # Singular derivatives are no jumps.
+        # Singular derivatives are not jumps.
         derivatives = np.nan_to_num(values(z), nan=0.0, posinf=1e300, neginf=-1e300)
         return derivatives[order, pick], derivatives[order + 1, pick]
 
     (ga, da), (gb, db) = derivative_pair(a), derivative_pair(b)
     for _ in range(72):
-        c = a + 0.4567 * (b - a)  # a kink in the middle would hide from halves
+        c = a + 0.4567 * (b - a)  # halving would miss a kink exactly in the middle
         gc, dc = derivative_pair(c)
         with np.errstate(over="ignore", invalid="ignore"):
             before = np.abs(gc - ga - (c - a) * (da + dc) / 2)
@@ -176,7 +177,7 @@ def _bisect(values, left, right, sizes):
         first = before >= after
         a, ga, da = (np.where(first, x, y) for x, y in ((a, c), (ga, gc), (da, dc)))
         b, gb, db = (np.where(first, x, y) for x, y in ((c, b), (gc, gb), (dc, db)))
-    # A change of f without a jump of its own is due to one of its derivatives.
+    # A change of f without a jump of f comes from one of its derivatives.
     before, after = values(a)[:3], values(b)[:3]
     size = np.abs(before) + np.abs(after)
     is_jump = (np.abs(after - before) > _JUMP * size + 1e-9 * sizes(a)).any(0)
@@ -188,7 +189,7 @@ def _bisect(values, left, right, sizes):
 
 
 def _round(a: float, b: float) -> float:
-    """The shortest number within rounding of the interval."""
+    """Return the shortest number within rounding of the interval."""
     middle = (a + b) / 2
     if abs(middle) < 1e-14:
         return 0.0
@@ -200,5 +201,5 @@ def _round(a: float, b: float) -> float:
 
 
 def _point_next_to(t: float, side: int) -> float:
-    """A number just beside ``t``."""
+    """Return a number just next to ``t``."""
     return t + side * (8 * np.finfo(float).eps * abs(t) if t else 1e-30)

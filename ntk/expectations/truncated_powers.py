@@ -7,8 +7,8 @@ For z, z' ~ N(0, 1) of correlation ``rho = q - p``, p + q = 1, and thresholds h,
     dI_mn/drho = I_{m-1,n-1},   dI_mn/dh = -I_{m-1,n},
     (m + 1) I_{m+1,n} = I_{m-1,n} + rho I_{m,n-1} - h I_mn    (Stein's lemma),
 
-so that all follow from ``I_00 = P(z > h, z' > k)``. Like p, that is exact relative to the angle
-where the correlation rounds to 1.
+so that all follow from ``I_00 = P(z > h, z' > k)``. Like p, it is exact relative to the angle even
+if the correlation rounds to 1.
 
 References: Owen (1956) for ``I_00``; Rosenbaum (1961) for the recursion.
 """
@@ -21,7 +21,7 @@ import numpy as np
 
 from ntk.internal.derivative_rules import custom_jvp
 
-DENSITY = 0.3989422804014327  # of N(0, 1) at 0; a Python number, for it to take any precision
+DENSITY = 0.3989422804014327  # of N(0, 1) at 0; a Python float takes the precision of arrays
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(20)
 
 
@@ -45,15 +45,15 @@ def _truncated_powers_jvp(orders, primals, tangents):
 
 
 def _power_table(orders: int, h, k, p, q) -> jax.Array:
-    """``I_mn`` for -1 <= m, n < ``orders``."""
+    """Return ``I_mn`` for -1 <= m, n < ``orders``."""
     rho, sigma = q - p, 2 * jnp.sqrt(p * q)
     across, back = (k - h) + 2 * p * h, (h - k) + 2 * p * k  # k - rho h, h - rho k
-    # The joint density: its exponent does not cancel where h = k.
+    # The exponent of the joint density does not cancel for h = k.
     apart = (h - k) ** 2 + 4 * p * h * k
     inverse = _reciprocal_or_zero(sigma)
     joint = DENSITY**2 * inverse * jnp.exp(-apart * inverse * inverse / 2)
     at_h, at_k = _density_row(orders, h, -across, sigma), _density_row(orders, k, -back, sigma)
-    # Loops, which keep the compiler from expanding the recursions into trees.
+    # Loops keep the compiler from expanding the recursions into trees.
     counts = jnp.arange(1, orders).astype(p.dtype)
 
     def along(carry, x):
@@ -81,12 +81,12 @@ def _power_table(orders: int, h, k, p, q) -> jax.Array:
 
 
 def _density_row(orders: int, h, ahead, sigma) -> jax.Array:
-    """``I_{-1,n}``, [orders, ...]: density at h, times ``E[(ahead + sigma z)_+^n / n!]``."""
+    """Return ``I_{-1,n}``, [orders, ...]: density at h, times ``E[(ahead + sigma z)_+^n / n!]``."""
     y = _bounded_ratio(ahead, sigma)
     first = _upper(-y)
 
     def step(carry, count):
-        before, now = carry  # the one before times sigma^2
+        before, now = carry  # `before` contains a factor sigma^2
         following = (ahead * now + before) / count
         return (sigma**2 * now, following), following
 
@@ -96,8 +96,8 @@ def _density_row(orders: int, h, ahead, sigma) -> jax.Array:
 
 
 def _orthant(h, k, p, sigma):
-    """``P(z > h, z' > k)`` for h, k >= 0, from Owen's T."""
-    # Thresholds of 0 as limits: the formula divides by them.
+    """Return ``P(z > h, z' > k)`` for h, k >= 0, from Owen's T."""
+    # Thresholds of 0 are limits, because the formula divides by them.
     tiny = 1e-150 if jnp.result_type(h).itemsize == 8 else 1e-18
     h, k = jnp.maximum(h, tiny), jnp.maximum(k, tiny)
     across, back = (k - h) + 2 * p * h, (h - k) + 2 * p * k
@@ -105,7 +105,7 @@ def _orthant(h, k, p, sigma):
 
 
 def _owen(h, across, sigma):
-    """Owen's ``T(h, across / (h sigma))``, h > 0."""
+    """Return Owen's ``T(h, across / (h sigma))``, h > 0."""
     flat = h * sigma
     small = jnp.abs(across) <= flat
     # T(h, a) and T(a h, 1 / a) add up to an elementary function: integrate over a <= 1.
@@ -127,12 +127,12 @@ def _owen(h, across, sigma):
 
 
 def _upper(x):
-    """``P(z > x)``."""
+    """Return ``P(z > x)``."""
     return jax.scipy.special.erfc(x / np.sqrt(2).item()) / 2
 
 
 def _bounded_ratio(x, y):
-    """``x / y`` for y >= 0; 0 / 0 is 0, and the rest stays finite."""
+    """Return ``x / y`` for y >= 0; 0 / 0 is 0, and other values stay finite."""
     largest = 1e300 if jnp.result_type(x).itemsize == 8 else 1e30
     return jnp.clip(
         x * _reciprocal_or_zero(y) + jnp.where(y > 0, 0, x * largest), -largest, largest

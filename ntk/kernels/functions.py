@@ -1,20 +1,20 @@
 """Kernels as functions of their inputs: neural-tangents', ours, any ``k(x1, x2)``.
 
-What takes a kernel matrix takes such a function too, with the inputs ``x`` beside it. A function
-may return a matrix, or a record with the fields ``nngp`` and ``ntk`` (:class:`ntk.Kernels`,
-neural-tangents' ``Kernel``); of a record the tangent kernel is taken, unless told otherwise.
+Functions that take a kernel matrix also take such a function, together with the inputs ``x``. It
+can return a matrix, or a record with the fields ``nngp`` and ``ntk`` (:class:`ntk.Kernels`,
+neural-tangents' ``Kernel``). The tangent kernel of a record is the default.
 
-**The error of an entry**, which certificates need, is the function's own where it returns one.
+**The error of an entry**, which certificates need, is the function's own if it returns one.
 Otherwise it is *measured*, relative to ``sqrt(K_ii K_jj)``, as the largest of
 
     64 eps64                    a few roundings
-    8 |K64(x + r) - K64(x)|     r some roundings of the inputs, drawn three times
-    d sqrt(eps64 / eps32)       d = |K64 - K32|, where that is over 64 eps32
+    8 |K64(x + r) - K64(x)|     r a few roundings of the inputs, drawn three times
+    d sqrt(eps64 / eps32)       d = |K64 - K32|, if d is above 64 eps32
 
 Formulas with ``arccos rho`` or ``sqrt(1 - rho^2)`` lose half their digits between nearly equal
-inputs, an input and itself among them, as chance has it: in one precision and not in the other. So
-an entry has at least the error found at any smaller correlation ``K_ij / sqrt(K_ii K_jj)``. That is
-an estimate: a certificate is as good as it.
+inputs, including an input and itself, and this can happen in one precision only. So an entry has at
+least the error of all entries with smaller correlation ``K_ij / sqrt(K_ii K_jj)``. This is an
+estimate: a certificate is only as good as the estimate.
 """
 
 import inspect
@@ -34,36 +34,32 @@ from ntk.kernels.record import Kernels
 KernelFunction = Callable[..., Any]
 """``kernel(x1, x2)`` or ``kernel(x1, x2=None)``: a matrix [n1, n2], or a record of matrices."""
 
-_ROUNDINGS = 64  # that an entry of an honest kernel may take
-_DRAWS = 3  # of moved inputs; a lossy entry is off at half of them or more
+_ROUNDINGS = 64  # units of roundoff of an accurate kernel's entry
+_DRAWS = 3  # of moved inputs; a lossy entry differs in at least half of them
 _EPS32 = float(np.finfo(np.float32).eps)
 
 
 def kernel_matrix(
     kernel: KernelFunction, x1: chex.Array, x2: chex.Array | None = None, *, get: str = "ntk"
 ) -> jax.Array:
-    """The matrix of a kernel function, whatever it is that the function returns.
+    """Return the matrix [n1, n2] of a kernel function.
 
     Parameters
     ----------
     kernel : function
-        Of two sets of inputs: neural-tangents' ``kernel_fn``, ``functools.partial`` of
-        :func:`ntk.network_kernel`, or any ``k(x1, x2) -> [n1, n2]``.
+        neural-tangents' ``kernel_fn``, ``functools.partial`` of :func:`ntk.network_kernel`, or any
+        ``k(x1, x2) -> [n1, n2]``.
     x1 : array [n1, ...]
     x2 : array [n2, ...], optional
-        ``x1`` by default; a function whose second argument has the default None is then called with
-        one set of inputs.
+        Default: ``x1``. A function with the default None for its second argument is then called
+        with one set of inputs.
     get : {"ntk", "nngp"}
-        Which field of a record.
-
-    Returns
-    -------
-    array [n1, n2]
+        Field of a record.
 
     Raises
     ------
     ValueError
-        If ``kernel`` is no function, or what it returns has another shape.
+        If ``kernel`` is not a function, or its result has another shape.
 
     Examples
     --------
@@ -93,7 +89,7 @@ def measured(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the matrix [n, n] in float64, and a bound or estimate of its entries' errors.
 
-    ``entry_error`` is by default the kernel's own, or measured as the module says.
+    ``entry_error`` is by default the kernel's own, or measured (see the module).
     """
     x = np.asarray(x)
     output, K = _in_precision(kernel, x, True)
@@ -104,7 +100,7 @@ def measured(
     root = np.sqrt(np.abs(np.diagonal(K)))
     size = np.maximum(root[:, None] * root, np.abs(K))
     over = 1 / np.where(size > 0, size, 1)
-    # A function that computes in float32 whatever it is given is no better than that.
+    # A function that always computes in float32 has float32's errors.
     fine = float(np.finfo(np.result_type(_field_or_array(output, "ntk").dtype, np.float32)).eps)
     off = np.abs(K - _in_precision(kernel, x, False)[1]) * over
     error = np.where(off > _ROUNDINGS * _EPS32, off * np.sqrt(fine / _EPS32), _ROUNDINGS * fine)
@@ -118,25 +114,25 @@ def measured(
 def mixed_blocks(
     kernels: Sequence[KernelFunction], x: Any, entry_error: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return ``sum_i alpha_i k_i`` as :func:`ntk.certify_simplex` has it, and errors: [h, h, n, n].
+    """Return ``sum_i alpha_i k_i`` as :func:`ntk.certify_simplex`'s blocks, and errors.
 
     On the simplex ``sum_i alpha_i k_i = sum_ij alpha_i alpha_j (k_i + k_j) / 2``.
     """
     measurements = [measured(kernel, x, entry_error) for kernel in check_kernel_functions(kernels)]
     values = np.stack([K for K, _ in measurements])
-    given = np.asarray(measurements[0][1])
-    if given.shape not in ((), values.shape[1:]) or not (given >= 0).all():
+    error = np.asarray(measurements[0][1])
+    if error.shape not in ((), values.shape[1:]) or not (error >= 0).all():
         raise ValueError(
             f"entry_error: expected nonnegative errors, one or of shape {values.shape[1:]}, got "
-            f"shape {given.shape}."
+            f"shape {error.shape}."
         )
     errors = np.stack([np.broadcast_to(error, values.shape[1:]) for _, error in measurements])
     blocks, off = ((stack[:, None] + stack) / 2 for stack in (values, errors))
-    return blocks, off + 2.0**-52 * np.abs(blocks)  # of the sum
+    return blocks, off + 2.0**-52 * np.abs(blocks)  # plus the roundoff of the sum
 
 
 def _increasing(error: np.ndarray, correlation: np.ndarray) -> np.ndarray:
-    """For every entry the largest error at its correlation or a smaller one."""
+    """Return for every entry the largest error at its correlation or a smaller one."""
     order = np.argsort(correlation, axis=None, kind="stable")
     largest = np.empty_like(error)
     largest.flat[order] = np.maximum.accumulate(error.flat[order])
@@ -144,9 +140,9 @@ def _increasing(error: np.ndarray, correlation: np.ndarray) -> np.ndarray:
 
 
 def _in_precision(kernel: KernelFunction, x: np.ndarray, double: bool) -> tuple[Any, np.ndarray]:
-    """What the kernel returns, and its matrix as float64, checked."""
+    """Return the kernel's output, and its checked matrix as float64."""
     with jax.enable_x64(double), warnings.catch_warnings():
-        if not double:  # we chose float32: the caller cannot act on JAX's warning about it
+        if not double:  # we chose float32, so the caller cannot act on JAX's warning
             warnings.filterwarnings("ignore", "Explicitly requested dtype", UserWarning)
         output = _call_kernel(kernel, jnp.asarray(x, float), None, "ntk")
         K = np.asarray(_field_or_array(output, "ntk"))
@@ -172,12 +168,12 @@ def as_kernel_matrix(K: Any, x: Any, name: str = "K") -> Any:
             raise ValueError(f"x: expected the inputs of the kernel function {name}, got none.")
         return kernel_matrix(K, x)
     if x is not None:
-        raise ValueError(f"x: expected none beside a matrix {name}, got {describe(x)}.")
+        raise ValueError(f"x: expected none with a matrix {name}, got {describe(x)}.")
     return K
 
 
 def _call_kernel(kernel: KernelFunction, x1, x2, get: str | None):
-    """``get``: the field that is wanted; None for all of a record."""
+    """Return the output of the kernel function; ``get`` is the field to compute, None for all."""
     function("kernel", kernel, "(x1, x2) -> [n1, n2]")
     if get is not None:
         one_of("get", get, ("ntk", "nngp"))
@@ -204,12 +200,12 @@ def _call_kernel(kernel: KernelFunction, x1, x2, get: str | None):
 def _parameters(kernel: KernelFunction):
     try:
         return inspect.signature(kernel).parameters
-    except (TypeError, ValueError):  # of C
+    except (TypeError, ValueError):  # functions written in C
         return None
 
 
 def _takes_one(parameters) -> bool:
-    """Whether the second argument may be left out, None for the inputs of the first."""
+    """Return whether the second argument is optional, with None for the inputs of the first."""
     by_place = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     places = [p for p in parameters.values() if p.kind in by_place]
     return len(places) > 1 and places[1].default is None

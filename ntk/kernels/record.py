@@ -16,8 +16,7 @@ class Kernels:
     ----------
     nngp : array [n1, n2], covariance of the outputs at initialisation.
     ntk : array [n1, n2], inner products of the outputs' gradients.
-    error : array [n1, n2], a bound of what the entries of either are off by; infinite where it was
-        not computed.
+    error : array [n1, n2], a bound of the error of the entries of both; infinite if not computed.
     """
 
     nngp: jax.Array

@@ -1,11 +1,11 @@
-"""Kernel matrices as they come in: square, finite, and symmetric up to rounding, or refused.
+"""Check kernel matrices: square, finite, and symmetric up to rounding.
 
-An eigenvalue routine reads one triangle, and a Rayleigh quotient the symmetric part: of a matrix
-that is not symmetric they return numbers, with no word that these mean nothing.
+Eigenvalue routines read one triangle, and a Rayleigh quotient the symmetric part. For a matrix that
+is not symmetric they return meaningless values without an error.
 
-The two halves of a kernel may be rounded apart. Sums of p products in two orders differ by some
-``sqrt(p) eps``, so that 1000 eps covers a million weights; products with [n, n] matrices by less
-than ``n eps``. Larger differences are no rounding.
+The two halves of a kernel can be rounded differently. Sums of p products in two orders differ by
+about ``sqrt(p) eps``, so 1000 eps covers a million weights. Products with [n, n] matrices differ by
+less than ``n eps``. Larger differences are not roundoff.
 """
 
 import functools
@@ -49,10 +49,10 @@ def square_matrix(K: Any, name: str = "K") -> Any:
 
 
 def allowed_asymmetry(dtype: Any, n: int) -> float:
-    """How far entries (i, j) and (j, i) may be apart, relative to the largest entry."""
+    """Return the allowed difference of entries (i, j) and (j, i), relative to the largest entry."""
     if not jnp.issubdtype(dtype, jnp.floating):
-        return 0.0  # of whole numbers
-    # Numbers of 16 bits are summed in 32, and rounded once.
+        return 0.0  # integers are exact
+    # 16-bit values are summed in 32 bits, and rounded once.
     summed = jnp.finfo(at_least_float32(dtype)).eps
     return 2 * float(jnp.finfo(dtype).eps) + max(1000, n) * float(summed)
 
@@ -71,19 +71,19 @@ def symmetric_matrix(K: Any, name: str = "K", *, stack: bool = False) -> jax.Arr
     if not concrete(K):
         half, known = _symmetrize(K, allowed)
         return nan_unless(known, half)
-    with jax.ensure_compile_time_eval():  # where the caller traces other arguments
+    with jax.ensure_compile_time_eval():  # the caller may trace other arguments
         half, known = _symmetrize(K, allowed)
-        refused = not known.all()
-    if refused:
-        check_symmetric(np.asarray(K), allowed, name)  # which knows what is wrong
+        valid = bool(known.all())
+    if not valid:
+        check_symmetric(np.asarray(K), allowed, name)  # raises the right message
     return half
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _symmetrize(K: jax.Array, allowed: float) -> tuple[jax.Array, jax.Array]:
-    """The symmetric part, and whether the matrices are finite and symmetric, [..., 1, 1]."""
+    """Return the symmetric part, and whether matrices are finite and symmetric, [..., 1, 1]."""
     off, largest = _half_asymmetry(jnp, jax.lax.stop_gradient(K))
-    # Entry by entry: a maximum over NaN need not be NaN in a compiled program.
+    # We compare entry by entry, because a compiled maximum over NaN need not be NaN.
     known = (jnp.isfinite(K) & (off <= allowed * largest)).all((-1, -2), keepdims=True)
     return K / 2 + jnp.swapaxes(K, -1, -2) / 2, known
 
@@ -102,6 +102,6 @@ def check_symmetric(K: np.ndarray, allowed: float, name: str) -> None:
 
 
 def _half_asymmetry(xp, K):
-    """Half of ``|K_ij - K_ji|`` [..., n, n] and of its largest entry: the whole might overflow."""
+    """Return half of ``|K_ij - K_ji|`` and of the largest entry; the whole could overflow."""
     off = xp.abs(K / 2 - xp.swapaxes(K, -1, -2) / 2)
     return off, xp.max(xp.abs(K), axis=(-1, -2), keepdims=True) / 2

@@ -1,26 +1,26 @@
-"""Predictions of infinitely wide networks with their covariance: one network, or all of them.
+"""Gaussian predictions of infinitely wide networks: the posterior, or trained ensembles.
 
 An infinitely wide network at its initialisation is a Gaussian process with the NNGP kernel. Two
-distributions of what it predicts, given targets y on the n training inputs X, are closed forms:
+distributions of its predictions, given targets y on the n training inputs X, have closed forms:
 
 - :func:`posterior`: Bayesian inference, with noise of variance `penalty` in the targets,
   ``N(k(x, X) (K + penalty I)^-1 y,  k(x, x) - k(x, X) (K + penalty I)^-1 k(X, x))``;
 - :func:`ensemble`: networks from random initialisations, each trained by gradient flow up to time
   t. A network that starts at f_0 ends at ``f_0(x) + A (y - f_0(X))`` with
-  ``A = T(x, X) phi_t(T + penalty I)``, T the NTK, as in :mod:`ntk.regression`; and f_0 is Gaussian.
+  ``A = T(x, X) phi_t(T + penalty I)``, T the NTK, as in :mod:`ntk.regression`; f_0 is Gaussian.
 
 =======  ===================================================================================
 letter   meaning
 =======  ===================================================================================
-X, x     the n training inputs; the m inputs of which something is asked
+X, x     the n training inputs; the m inputs to predict at
 K, k     the NNGP kernel: `K` [n, n] of X, `cross` [m, n] of x with X, `prior` [m, m] of x
 T        the NTK, of the same pairs of inputs
 y        targets, [n] or [n, outputs]
 t        time: number of steps times their size, of the loss ``1/2 |f(X) - y|^2``
 =======  ===================================================================================
 
-Every output has the same covariance, [m, m], and outputs are independent. Where outputs have a
-kernel with each other, all kernels are ``[., ., outputs, outputs]``, and so is the covariance.
+Every output has the same covariance [m, m], and outputs are independent. If outputs have a kernel
+with each other, all kernels are ``[., ., outputs, outputs]``, and so is the covariance.
 
 References: Lee et al. (2018), "Deep neural networks as Gaussian processes"; Lee et al. (2019),
 Eqs. (13)-(16); He, Lakshminarayanan & Teh (2020).
@@ -51,7 +51,7 @@ from ntk.regression.targets import (
     with_penalty,
 )
 
-_ROOM = 0.01  # for the rounding of entries of 16 bits, of the largest entry
+_ROOM = 0.01  # relative to the largest entry; covers the rounding of 16-bit entries
 
 
 @jax.tree_util.register_dataclass
@@ -60,19 +60,19 @@ class Prediction:
     """A Gaussian distribution of m inputs' outputs, at one time or several.
 
     ``mean, covariance = prediction`` unpacks it. The covariance is symmetric, and positive
-    semidefinite up to rounding of the prior's.
+    semidefinite up to the prior's rounding.
 
     Attributes
     ----------
     mean : array [..., m] or [..., m, outputs], times first.
     covariance : array [..., m, m] or [..., m, m, outputs, outputs]
-        One of every output, or that of all outputs.
+        The same for every output, or of all outputs.
     mean_error : array like ``mean``
-        How far the mean may be off because kernels are rounded, to first order, if every entry has
-        an error of 64 eps relative to the variances of its two inputs.
+        Error of the mean from rounded kernels, to first order, if every entry has an error of 64
+        eps relative to the variances of its two inputs.
     std_error : array like ``std()``
-        The same for the standard deviations. Both are infinite for an :func:`ensemble` at too large
-        a ``t`` if the NTK is singular to rounding: enable float64 or add a penalty then.
+        The same for the standard deviations. Both are infinite for an :func:`ensemble` at a large
+        ``t`` if the NTK is singular to rounding: enable float64 or add a penalty then.
     """
 
     mean: jax.Array
@@ -84,9 +84,9 @@ class Prediction:
         return iter((self.mean, self.covariance))
 
     def std(self) -> jax.Array:
-        """Standard deviations [..., m], or like ``mean`` if the covariances of outputs differ.
+        """Return standard deviations [..., m], or like ``mean`` if covariances of outputs differ.
 
-        Variances that rounding left below 0 count as 0.
+        Variances that are rounded below 0 count as 0.
         """
         full = self.covariance.ndim > self.mean.ndim + 1
         variance = jnp.einsum("...iiaa->...ia" if full else "...ii->...i", self.covariance)
@@ -94,7 +94,7 @@ class Prediction:
 
 
 def _root_of_variance(variance: jax.Array) -> jax.Array:
-    # The root's own slope at 0 is infinite, and 0 times that NaN.
+    # The root has infinite slope at 0; 0 times infinity is NaN.
     return jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1)), 0)
 
 
@@ -109,16 +109,19 @@ def posterior(
     get: str = "nngp",
     penalty: float = 0.0,
 ) -> Prediction:
-    """Gaussian process posterior, ``k(x, x) - k(x, X) (K + penalty I)^-1 k(X, x)`` its covariance.
+    """Return the Gaussian process posterior of the kernel ``K``.
 
-    With the NNGP kernel it is Bayesian inference in an infinitely wide network; with the NTK, the
-    "NTKGP" of He et al. (2020), to which ensembles converge that have a random function added.
+    Its mean is ``k(x, X) (K + penalty I)^-1 y``, and its covariance
+    ``k(x, x) - k(x, X) (K + penalty I)^-1 k(X, x)``.
+
+    With the NNGP kernel it is Bayesian inference in an infinitely wide network. With the NTK it is
+    the "NTKGP" of He et al. (2020), the limit of ensembles with an added random function.
 
     Parameters
     ----------
     K : array [n, n] or [n, n, outputs, outputs], or kernel function
         Kernel of the training inputs, symmetric up to rounding; or a function of inputs
-        (:func:`ntk.kernel_matrix`), with ``x`` and ``at`` in the place of the next two.
+        (:func:`ntk.kernel_matrix`), with ``x`` and ``at`` instead of ``cross`` and ``prior``.
     y : array [n] or [n, outputs]
         Targets.
     cross : array [m, n] or [m, n, outputs, outputs]
@@ -126,18 +129,18 @@ def posterior(
     prior : array [m, m] or [m, m, outputs, outputs]
         Kernel of the inputs to predict at.
     x, at : arrays [n, ...] and [m, ...], optional
-        Training inputs, and those to predict at, where ``K`` is a function.
+        Training inputs, and inputs to predict at, if ``K`` is a function.
     get : {"nngp", "ntk"}
-        The kernel that is taken of a function that returns both.
+        The kernel to use if the function returns both.
     penalty : float
-        Variance of the targets' noise, which is added to the diagonal of ``K``. There is no hidden
-        jitter.
+        Variance of the targets' noise; it is added to the diagonal of ``K``. No hidden jitter is
+        added.
 
     Returns
     -------
     Prediction
-        Of the function, without the noise. NaN where an argument is traced, so that no error can be
-        raised, and is not what it has to be.
+        For the function, without the noise. NaN if an invalid argument is traced, because no error
+        can be raised then.
 
     Raises
     ------
@@ -148,9 +151,9 @@ def posterior(
 
     Notes
     -----
-    Time n^3 / 3 + n^2 m + n m^2, memory n (n + m) + m^2; n outputs and m outputs in the place of
-    both for a kernel of several outputs. For variances of many inputs alone, ``jax.vmap`` it over
-    rows of ``cross``, one at a time: ``K`` is factorised once.
+    Time n^3 / 3 + n^2 m + n m^2, memory n (n + m) + m^2; for a kernel of several outputs, n and m
+    count pairs of inputs and outputs. For variances of many inputs alone, ``jax.vmap`` over rows of
+    ``cross``, one at a time: ``K`` is factorised once.
 
     References
     ----------
@@ -171,23 +174,23 @@ def posterior(
     if _is_function("K", K, cross, prior, x, at):
         of = functools.partial(kernel_matrix, K, get=get)
         K, cross, prior = of(x), of(at, x), of(at)
-    given = check_training_set(K, y)
-    cross, there = check_cross_kernel("cross", cross, given)
-    prior = _prior(prior, there, given)
-    cross = _bounded(cross, given.matrix, prior)
-    factor = cholesky(given.matrix, penalty)
+    training = check_training_set(K, y)
+    cross, there = check_cross_kernel("cross", cross, training)
+    prior = _prior(prior, there, training)
+    cross = _bounded(cross, training.matrix, prior)
+    factor = cholesky(training.matrix, penalty)
     whitened = jax.scipy.linalg.solve_triangular(factor, cross.T, lower=True)
-    columns = jax.scipy.linalg.solve_triangular(factor, given.columns, lower=True)
+    columns = jax.scipy.linalg.solve_triangular(factor, training.columns, lower=True)
     mean = (whitened.T @ columns).reshape(there)
     back = jax.scipy.linalg.solve_triangular(
         factor, jnp.hstack([whitened, columns]), lower=True, trans="T"
     )
     rows, weights = back[:, : len(cross)].T, back[:, len(cross) :]
-    size = jnp.sqrt(jnp.diagonal(given.matrix))
+    size = jnp.sqrt(jnp.diagonal(training.matrix))
     reach = jnp.sqrt(jnp.diagonal(prior)) + _row_norms(rows * size[None])
     mean_error = reach[:, None] * _row_norms(weights.T * size[None])[None]
     covariance = prior - whitened.T @ whitened
-    return _prediction(mean, covariance, given, mean_error, reach**2)
+    return _prediction(mean, covariance, training, mean_error, reach**2)
 
 
 def ensemble(
@@ -201,21 +204,22 @@ def ensemble(
     t: chex.Array | float = jnp.inf,
     penalty: float = 0.0,
 ) -> Prediction:
-    """Infinitely wide networks trained by gradient flow from random weights, up to time t.
+    """Return predictions of infinitely wide networks, trained from random weights up to time t.
 
-    ``f_t(x) = f_0(x) + A (y - f_0(X))``, of which mean and covariance over initialisations are
+    Networks are trained by gradient flow. ``f_t(x) = f_0(x) + A (y - f_0(X))`` has the mean and the
+    covariance over initialisations
 
         A y,    k(x, x) - A k(X, x) - k(x, X) A' + A K A',    A = T(x, X) phi_t(T + penalty I).
 
-    At t = 0 it is the prior; with the limit t = inf all networks agree on the training inputs,
-    unless ``penalty`` holds them back. With the NNGP kernel as both kernels only the last layer is
-    trained, and the limit is :func:`posterior` without noise; with the NTK it is no posterior.
+    At t = 0 it is the prior. In the limit t = inf all networks agree on the training inputs if
+    ``penalty`` is 0. With the NNGP kernel as both kernels only the last layer is trained, and the
+    limit is :func:`posterior` without noise. With the NTK it is not a posterior.
 
     Parameters
     ----------
     train : Kernels, or another record with ``nngp`` and ``ntk``, or function that returns one
         Kernels of the training inputs, [n, n] or [n, n, outputs, outputs]; or a function of inputs
-        (:func:`ntk.kernel_matrix`), with ``x`` and ``at`` in the place of the next two.
+        (:func:`ntk.kernel_matrix`), with ``x`` and ``at`` instead of ``cross`` and ``prior``.
     y : array [n] or [n, outputs]
         Targets.
     cross : Kernels, or another record with ``nngp`` and ``ntk``
@@ -224,18 +228,18 @@ def ensemble(
     prior : array [m, m] or [m, m, outputs, outputs]
         NNGP kernel of the inputs to predict at.
     x, at : arrays [n, ...] and [m, ...], optional
-        Training inputs, and those to predict at, where ``train`` is a function.
+        Training inputs, and inputs to predict at, if ``train`` is a function.
     t : float or array [...]
-        Times, not negative; ``inf``, the default, is the limit. As in :func:`gradient_flow`: T
-        steps of size eta on the summed loss are ``t = eta T``.
+        Nonnegative times; ``inf``, the default, is the limit. T steps of size eta on the summed
+        loss are ``t = eta T``.
     penalty : float
         Weight decay towards the weights at time 0.
 
     Returns
     -------
     Prediction
-        Axes of ``t`` first. Differentiable once in everything. NaN where an argument is traced, so
-        that no error can be raised, and is not what it has to be.
+        Axes of ``t`` first. Differentiable once in all arguments. NaN if an invalid argument is
+        traced, because no error can be raised then.
 
     Raises
     ------
@@ -246,9 +250,9 @@ def ensemble(
 
     Notes
     -----
-    Time: some 10 n^3 for the eigendecomposition, then n^2 m + n m^2 for each time; memory m (n + m)
-    for each time. Directions in which the NTK is singular to rounding have not moved in the limit,
-    and little before it: :func:`ntk.gradient_flow`.
+    Time: about 10 n^3 for the eigendecomposition, then n^2 m + n m^2 for each time; memory m (n +
+    m) for each time. Directions that are singular to rounding do not move in the limit, and hardly
+    before it: :func:`ntk.gradient_flow`.
 
     References
     ----------
@@ -268,42 +272,42 @@ def ensemble(
         of = functools.partial(kernel_record, train)
         train, cross, prior = of(x), of(at, x), kernel_matrix(train, at, get="nngp")
     (K, T), (cross_nngp, cross_ntk) = _nngp_and_ntk("train", train), _nngp_and_ntk("cross", cross)
-    given = check_training_set(T, y, "train.ntk")
+    training = check_training_set(T, y, "train.ntk")
     nngp = check_training_set(K, y, "train.nngp").matrix
-    if nngp.shape != given.matrix.shape:
+    if nngp.shape != training.matrix.shape:
         raise ValueError(f"train: expected kernels of one shape, got {K.shape} and {T.shape}.")
-    cross_ntk, there = check_cross_kernel("cross.ntk", cross_ntk, given)
-    cross_nngp, same = check_cross_kernel("cross.nngp", cross_nngp, given)
+    cross_ntk, there = check_cross_kernel("cross.ntk", cross_ntk, training)
+    cross_nngp, same = check_cross_kernel("cross.nngp", cross_nngp, training)
     if there != same:
         raise ValueError(
             f"cross: expected kernels of as many rows, got {same[0]} of nngp and {there[0]} of ntk."
         )
-    prior = _prior(prior, there, given)
+    prior = _prior(prior, there, training)
     cross_nngp = _bounded(cross_nngp, nngp, prior, "cross.nngp")
-    t = check_times(t, given.matrix.dtype)
-    penalised = with_penalty(given.matrix, penalty)
+    t = check_times(t, training.matrix.dtype)
+    penalised = with_penalty(training.matrix, penalty)
     times_first = t.shape
     moments = _trained_moments(
-        penalised, cross_ntk, given.columns, nngp, cross_nngp, prior, t.ravel()
+        penalised, cross_ntk, training.columns, nngp, cross_nngp, prior, t.ravel()
     )
     mean, *covariance_and_errors = (x.reshape(*times_first, *x.shape[1:]) for x in moments)
     return _prediction(
         mean.reshape(*times_first, *there),
         covariance_and_errors[0],
-        given,
+        training,
         *covariance_and_errors[1:],
     )
 
 
 def _is_function(name: str, K, cross, prior, x, at) -> bool:
-    """Whether kernels are to be evaluated; what belongs to the other form is refused."""
+    """Return whether ``K`` is a function; raise ``ValueError`` for arguments of the other form."""
     one, other = {"cross": cross, "prior": prior}, {"x": x, "at": at}
-    needed, refused = (other, one) if callable(K) else (one, other)
+    needed, superfluous = (other, one) if callable(K) else (one, other)
     kind = "a kernel function" if callable(K) else "matrices"
     for key, value in needed.items():
         if value is None:
             raise ValueError(f"{key}: expected an array, as {name} is {kind}, got none.")
-    for key, value in refused.items():
+    for key, value in superfluous.items():
         if value is not None:
             raise ValueError(f"{key}: expected none, as {name} is {kind}, got {describe(value)}.")
     return callable(K)
@@ -311,21 +315,21 @@ def _is_function(name: str, K, cross, prior, x, at) -> bool:
 
 @jax.jit
 def _trained_moments(T, cross_ntk, columns, K, cross, prior, t):
-    """Mean, covariance, and the errors of mean and variances, over ``entry_error``: times first."""
+    """Return mean, covariance, and errors of mean and variances over the entry error."""
     m = len(cross)
     size, of_T = (jnp.sqrt(jnp.diagonal(x))[None, None] for x in (K, T))
     moved = flows(T, jnp.hstack([cross_ntk.T, jax.lax.stop_gradient(columns)]), t)
     A = jnp.swapaxes(moved[..., :m], 1, 2)
     once = A @ cross.T
     covariance = prior[None] - once - jnp.swapaxes(once, 1, 2) + A @ K @ jnp.swapaxes(A, 1, 2)
-    # An error of T changes A by (dcross - A dT) phi, and phi is applied to these.
+    # An error of T changes A by (dcross - A dT) phi; phi is applied to these columns.
     to = jax.lax.stop_gradient((K @ jnp.swapaxes(A, 1, 2), cross.T, T))
     through = jax.vmap(flow, (None, 0, 0))(to[2], to[0] - to[1][None], t)
     reach = jnp.max(of_T) + _row_norms(A * of_T)
     mean_error = reach[..., None] * _row_norms(jnp.swapaxes(moved[..., m:], 1, 2) * of_T)[:, None]
     variance_error = (jnp.sqrt(jnp.diagonal(prior))[None] + _row_norms(A * size)) ** 2
     variance_error += 2 * reach * _row_norms(jnp.swapaxes(through, 1, 2) * of_T)
-    # First order holds as long as no direction is lost in the entries' errors.
+    # First order holds unless a direction is below the entries' errors.
     smallest = jnp.maximum(jnp.linalg.eigvalsh(to[2])[0], jnp.finfo(T.dtype).tiny)
     lost = kernel_entry_error(T.dtype) * jnp.max(of_T) ** 2 * jnp.minimum(t, 1 / smallest)
     beyond = 1 / jnp.maximum(1 - lost, 0)
@@ -340,7 +344,7 @@ def _row_norms(rows):
     return jnp.linalg.norm(jax.lax.stop_gradient(rows), axis=-1)
 
 
-def _prediction(mean, covariance, given: TrainingSet, mean_error, variance_error) -> Prediction:
+def _prediction(mean, covariance, training: TrainingSet, mean_error, variance_error) -> Prediction:
     covariance = covariance / 2 + jnp.swapaxes(covariance, -1, -2) / 2
     error, mean_error, variance_error = jax.lax.stop_gradient(
         (kernel_entry_error(mean.dtype), mean_error, variance_error)
@@ -349,8 +353,8 @@ def _prediction(mean, covariance, given: TrainingSet, mean_error, variance_error
     lower, upper = variance - error * variance_error, variance + error * variance_error
     std = _root_of_variance(variance)
     std_error = jnp.maximum(_root_of_variance(upper) - std, std - _root_of_variance(lower))
-    if given.full:
-        covariance = as_kernel(covariance, given.shape[1])
+    if training.full:
+        covariance = as_kernel(covariance, training.shape[1])
         std_error = std_error.reshape(mean.shape)
     return Prediction(mean, covariance, error * mean_error.reshape(mean.shape), std_error)
 
@@ -365,13 +369,13 @@ def _nngp_and_ntk(name: str, kernels: Any) -> tuple[Any, Any]:
         ) from None
 
 
-def _prior(prior: Any, there: tuple[int, ...], given: TrainingSet) -> jax.Array:
+def _prior(prior: Any, there: tuple[int, ...], training: TrainingSet) -> jax.Array:
     prior = float_array("prior", prior)
     m, *outputs = there
-    expected = (m, m, *outputs, *outputs) if given.full else (m, m)
+    expected = (m, m, *outputs, *outputs) if training.full else (m, m)
     if prior.shape != expected:
         raise ValueError(f"prior: expected shape {expected}, got {prior.shape}.")
-    return symmetric_matrix(flatten_outputs(prior), "prior").astype(given.matrix.dtype)
+    return symmetric_matrix(flatten_outputs(prior), "prior").astype(training.matrix.dtype)
 
 
 def _bounded(cross, K, prior, name: str = "cross") -> jax.Array:

@@ -1,11 +1,10 @@
 """``phi_t(K) r``, the path of gradient flow, by the eigenvalues of K, with its derivative.
 
-``phi_t(K) = K^-1 (I - exp(-t K))``, for singular K and infinite t too.
+``phi_t(K) = K^-1 (I - exp(-t K))``, also for singular K and infinite t.
 
-What an eigenvalue under n eps max |eigenvalue| is, rounding decides. Where that may be seen, from
-about its inverse on, such a direction is taken back to where it began: ``phi_t = t exp(-t n eps
-max)``. So a path is bounded, whatever the noise, and leads to its limit, in which only directions
-with a kernel have moved.
+Eigenvalues under n eps max |eigenvalue| are roundoff. From about the time of their inverse on,
+roundoff would be visible, so the direction returns to its start: ``phi_t = t exp(-t n eps max)``.
+A path is therefore bounded and leads to its limit, where only directions with a kernel have moved.
 """
 
 from typing import Any
@@ -17,13 +16,13 @@ import numpy as np
 from ntk.internal.checks import concrete, nan_unless, numpy_array, offending, real_array
 from ntk.regression.targets import kernel_entry_error
 
-_ALLOWED = 0.1  # error over the targets' size: past one digit, a prediction says nothing
+_ALLOWED = 0.1  # error relative to the targets: one correct digit
 
 
 def check_times(t: Any, dtype: Any) -> jax.Array:
-    """Return ``t`` as an array of nonnegative times; traced negative ones become NaN."""
+    """Return ``t`` as an array of nonnegative times; traced negative times become NaN."""
     if concrete(t):
-        # In numpy: `jax_debug_infs` would raise at infinite times, which are the limit.
+        # We use numpy, because `jax_debug_infs` would raise for infinite times.
         t = numpy_array("t", t).astype(dtype)
         if not (t >= 0).all():
             raise ValueError(f"t: expected nonnegative times, got {offending(t, t >= 0)}.")
@@ -34,14 +33,14 @@ def check_times(t: Any, dtype: Any) -> jax.Array:
 
 @jax.custom_jvp
 def flow(K, r, t):
-    """``phi_t(K) r`` for r [n, outputs], by the eigenvalues of K."""
+    """Return ``phi_t(K) r`` for r [n, outputs], by the eigenvalues of K."""
     values, V, rounding = _eigh(K)
     return V @ (_phi(values, t, rounding)[:, None] * (V.T @ r))
 
 
 @flow.defjvp
 def _(primals, tangents):
-    # The derivative of eigh has poles at multiple eigenvalues; that of a function of K has none:
+    # The derivative of eigh has poles at multiple eigenvalues, the derivative of phi(K) does not:
     # dphi(K) = V (phi[a, b] o V' dK V) V' with the divided differences of phi (Daleckii-Krein).
     (K, r, t), (dK, dr, dt) = primals, tangents
     values, V, rounding = _eigh(K)
@@ -61,11 +60,11 @@ flows = jax.jit(jax.vmap(flow, in_axes=(None, None, 0)))
 def refined(K, cross, r, t):
     """Return ``phi_t(K) r`` for all times [times, n, outputs].
 
-    If rounding of entries can move predictions, ``cross`` times the result, by a tenth of the size
-    of r, the time raises ``ValueError``; a traced time gives NaN.
+    If rounded entries can move predictions, ``cross`` times the result, by a tenth of the size of
+    r, the time raises ``ValueError``; a traced time gives NaN.
     """
     moved, error = _flows_and_error(K, cross, r, t)
-    good = ~(error > _ALLOWED)  # what is NaN stays NaN, and has errors of its own
+    good = ~(error > _ALLOWED)  # NaN passes, and stays NaN in the result
     if not concrete(good):
         return nan_unless(good[:, None, None], moved)
     if not good.all():
@@ -87,7 +86,8 @@ def _flows_and_error(K, cross, r, t):
 def _error(K, cross, r, t):
     """Return the largest error of ``cross phi_t(K) r`` from rounded entries, over r: [times].
 
-    To first order ``(dcross - cross phi dK) phi r``. Sizes are relative: squares stay in range.
+    To first order it is ``(dcross - cross phi dK) phi r``. Sizes are relative, so squares stay in
+    range.
     """
     values, V, rounding = _eigh(K)
     top = rounding / (len(K) * jnp.finfo(K.dtype).eps)
@@ -95,10 +95,10 @@ def _error(K, cross, r, t):
     size = jnp.sqrt(jnp.maximum(jnp.diagonal(K) / top, 0))
     rows, largest = cross / top, jnp.max(jnp.abs(r), axis=0)
     columns = r / jnp.where(largest > 0, largest, 1)[None]
-    # The variance of another input is at least what its covariances need.
+    # A lower bound of another input's variance follows from its covariances.
     scale = jnp.where(size > 0, size, 1)
     own = jnp.max(jnp.where(size[None] > 0, jnp.abs(rows) / scale[None], 0), axis=1)
-    # Where a row has more than rounding in a direction, the kernel is not singular there.
+    # If a row exceeds roundoff in a direction, the kernel is not singular there.
     along, directions = rows @ V, size[:, None] * V
     error, lengths = kernel_entry_error(K.dtype), jnp.linalg.norm(directions, axis=0)
     noise = error * own[:, None] * lengths[None]
@@ -113,11 +113,11 @@ def _error(K, cross, r, t):
 
 
 def _error_weights(values, errors, seen, rounding, t):
-    """Return ``phi_t`` of every direction, times its error over that of an entry: [times, n].
+    """Return ``phi_t`` of every direction, times its error over an entry's error: [times, n].
 
-    A gap above the directions that rounding decides shows that K has a lower rank: they hold the
-    rounding of eigenvalues only. Without it, or if ``seen`` in a row, they may have any eigenvalue
-    up to rounding.
+    A gap above the roundoff directions shows that K has a lower rank: these directions only contain
+    roundoff. Without the gap, or if a row has them (``seen``), they can have any eigenvalue up to
+    roundoff.
     """
     eps = jnp.finfo(values.dtype).eps
     gap = ~((values > 0) & (values < jnp.sqrt(eps))).any()
@@ -128,13 +128,13 @@ def _error_weights(values, errors, seen, rounding, t):
 
 
 def _latest_accurate_time(K, cross, r) -> float:
-    """The largest time with an allowed error, to a few percent, from below."""
+    """Return the largest time with an allowed error, to a few percent, from below."""
     early, late = -60.0, 60.0  # logarithms of the time, over that of the largest eigenvalue
     top = float(jnp.max(jnp.abs(K)))
     for _ in range(12):
         middle = (early + late) / 2
-        known = float(_jitted_error(K, cross, r, jnp.full(1, np.exp(middle) / top, K.dtype))[0])
-        early, late = (middle, late) if known <= _ALLOWED else (early, middle)
+        error = float(_jitted_error(K, cross, r, jnp.full(1, np.exp(middle) / top, K.dtype))[0])
+        early, late = (middle, late) if error <= _ALLOWED else (early, middle)
     return 0.95 * float(np.exp(early)) / top
 
 
@@ -144,13 +144,13 @@ _jitted_error = jax.jit(_error)
 def _eigh(K):
     values, V = jnp.linalg.eigh(K)
     rounding = len(K) * jnp.finfo(K.dtype).eps * jnp.max(jnp.abs(values))
-    # Of a matrix [[NaN]] the vector is 1, and its value counts as not positive below.
+    # For [[NaN]] the vector is 1, and the value would become 0 below.
     V = nan_unless(jnp.isfinite(values).all(), V)
     return jnp.where(values > rounding, values, 0), V, rounding
 
 
 def _zero_safe_product(t, values):
-    """``t * values``, with 0 * inf = 0."""
+    """Return ``t * values``, with 0 * inf = 0."""
     return jnp.where(values > 0, t * jnp.where(values > 0, values, 1), 0)
 
 
@@ -159,24 +159,24 @@ def _zero_if_infinite(t):
 
 
 def _at_zero(t, rounding):
-    """``phi_t`` in a direction that rounding decides; 0 in the limit."""
+    """Return ``phi_t`` for a roundoff direction; 0 in the limit."""
     return _zero_if_infinite(t) * jnp.exp(-_zero_if_infinite(t) * rounding)
 
 
 def _rate_at_zero(t, rounding):
-    """The derivative of that in t."""
+    """Return the derivative of :func:`_at_zero` in t."""
     past = _zero_if_infinite(t) * rounding
     return jnp.where(jnp.isinf(t), 0, (1 - past) * jnp.exp(-past))
 
 
 def _phi(a, t, rounding):
-    """``(1 - exp(-t a)) / a``, and at a = 0 t, as long as that is known."""
+    """Return ``(1 - exp(-t a)) / a``, and :func:`_at_zero` for a = 0."""
     moved = -jnp.expm1(-_zero_safe_product(t, a)) / jnp.where(a > 0, a, 1)
     return jnp.where(a > 0, moved, _at_zero(t, rounding))
 
 
 def _divided_differences(values, t, rounding):
-    """``(phi(a) - phi(b)) / (a - b)`` for all pairs, without cancellation."""
+    """Return ``(phi(a) - phi(b)) / (a - b)`` for all pairs, without cancellation."""
     a = jnp.minimum(values[:, None], values[None])
     b = jnp.maximum(values[:, None], values[None])
     finite = _zero_if_infinite(t)
@@ -190,6 +190,6 @@ def _divided_differences(values, t, rounding):
         1 / 2 - (x + y) / 6 + (x * x + x * y + y * y) / 24 - (x + y) * (x * x + y * y) / 120
     )
     series = jnp.where(a > 0, series, series * jnp.exp(-finite * rounding))
-    # Of the pseudo-inverse, as long as its rank stays.
+    # The limit is the pseudo-inverse, with constant rank.
     limit = jnp.where(a > 0, -1 / (jnp.where(a > 0, a, 1) * safe), jnp.where(b > 0, 1 / safe**2, 0))
     return jnp.where(jnp.isinf(t), limit, jnp.where(y < 1e-2, series, exact))

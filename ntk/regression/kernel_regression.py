@@ -2,23 +2,23 @@
 
 A network in its linear (NTK) regime, trained by gradient flow on ``1/2 |f(X) - y|^2``, predicts
 
-    f_t(x) = f_0(x) + k(x, X) phi_t(K) (y - f_0(X)),    phi_t(K) = K^-1 (I - exp(-t K)),
+    f_t(x) = f_0(x) + k(x, X) phi_t(K) (y - f_0(X)),    phi_t(K) = K^-1 (I - exp(-t K)).
 
-and in the limit, or with weight decay ``penalty``, ``f(x) = k(x, X) (K + penalty I)^-1 y``: one
-Cholesky factorisation gives that, its leave-one-out residuals, and ``y'K^-1 y``. The flow takes one
-eigendecomposition. How far the predictions may be off: :mod:`ntk.regression.gaussian_process`.
+In the limit, or with weight decay ``penalty``, ``f(x) = k(x, X) (K + penalty I)^-1 y``. One
+Cholesky factorisation gives f, its leave-one-out residuals, and ``y'K^-1 y``. The flow needs one
+eigendecomposition. :mod:`ntk.regression.gaussian_process` bounds the error of the predictions.
 
 =======  ==========================================================
 letter   meaning
 =======  ==========================================================
 K        kernel of the n training inputs, [n, n], positive definite
-k(x, X)  `cross` [m, n], kernel of m other inputs with those
+k(x, X)  `cross` [m, n], kernel of m other inputs with X
 y        targets, [n] or [n, outputs]
 f_0      predictions before training
 t        time: number of steps times their size
 =======  ==========================================================
 
-A kernel ``[n, n]`` is that of every output by itself. Where outputs have a kernel with each other,
+A kernel ``[n, n]`` holds for every output separately. If outputs have a kernel with each other,
 ``empirical_kernel(..., outputs="full")``, K is ``[n, n, outputs, outputs]``, cross is
 ``[m, n, outputs, outputs]``, and y is ``[n, outputs]``.
 
@@ -44,7 +44,7 @@ class KernelRegression(NamedTuple):
     factor: jax.Array  # [n, n], lower Cholesky factor of K + penalty I; [n outputs, n outputs]
 
     def predict(self, cross: chex.Array) -> jax.Array:
-        """Predictions ``k(x, X) weights`` [m, ...]; ``cross`` [m, n, ...] has the form of ``K``."""
+        """Return ``k(x, X) weights`` [m, ...]; ``cross`` [m, n, ...] has the form of ``K``."""
         cross, (n, *outputs) = jnp.asarray(cross), self.weights.shape
         full, single = len(self.factor) != n, outputs in ([], [1])
         if full != (cross.ndim == 4) and not (single and cross.shape[2:] == (1, 1)):
@@ -55,10 +55,10 @@ class KernelRegression(NamedTuple):
         return (flatten_outputs(cross) @ self.weights.ravel()).reshape(len(cross), *outputs)
 
     def leave_one_out(self) -> jax.Array:
-        """Residuals ``y_i - f_-i(x_i)`` of the fits without sample i, like y, without refitting.
+        """Return the residuals ``y_i - f_-i(x_i)`` of fits without sample i, like y.
 
-        They are ``weights_i / (K + penalty I)^-1_ii`` (Rasmussen & Williams 2006, Eq. 5.12), of a
-        kernel of several outputs with the block of sample i in the place of ``ii``; n^3.
+        They are ``weights_i / (K + penalty I)^-1_ii`` (Rasmussen & Williams 2006, Eq. 5.12). For a
+        kernel of several outputs, ``ii`` is the block of sample i. Time n^3.
         """
         rows = jnp.eye(len(self.factor), dtype=self.factor.dtype)
         inverse = jax.scipy.linalg.solve_triangular(self.factor, rows, lower=True)
@@ -81,26 +81,26 @@ class ExcessRisk(NamedTuple):
 def kernel_regression(
     K: Any, y: chex.Array, *, x: Any = None, penalty: float = 0.0
 ) -> KernelRegression:
-    """Kernel (ridge) regression: the minimiser of ``|y - K w|^2 + penalty w'Kw``.
+    """Return the kernel (ridge) regression: the minimiser of ``|y - K w|^2 + penalty w'Kw``.
 
     Parameters
     ----------
     K : array [n, n] or [n, n, outputs, outputs], :class:`ntk.Kernels` or kernel function
-        Kernel of the training inputs, symmetric up to rounding; of a record, the tangent kernel.
+        Kernel of the training inputs, symmetric up to rounding; the tangent kernel of a record.
     y : array [n] or [n, outputs]
         Targets.
     x : array [n, ...], optional
-        Training inputs, where ``K`` is a kernel function (:func:`ntk.kernel_matrix`, which makes
-        ``cross`` too).
+        Training inputs, if ``K`` is a kernel function (:func:`ntk.kernel_matrix` also computes
+        ``cross``).
     penalty : float
-        Added to the diagonal: weight decay, noise variance, or a cure for a singular ``K``. There
-        is no hidden jitter.
+        Added to the diagonal: weight decay, noise variance, or a remedy for a singular ``K``. No
+        hidden jitter is added.
 
     Returns
     -------
     KernelRegression
-        With ``predict(cross)`` and ``leave_one_out()``. NaN where an argument is traced, so that no
-        error can be raised, and is not what it has to be.
+        With ``predict(cross)`` and ``leave_one_out()``. NaN if an invalid argument is traced,
+        because no error can be raised then.
 
     Raises
     ------
@@ -111,8 +111,8 @@ def kernel_regression(
 
     Notes
     -----
-    :func:`ntk.posterior` makes the same predictions and states how far rounding may move them.
-    Time n^3 / 3, memory one matrix more; n outputs in the place of n where ``K`` has the outputs'.
+    :func:`ntk.posterior` makes the same predictions and bounds their roundoff. Time n^3 / 3, memory
+    one more matrix; for a kernel of several outputs, n counts pairs of inputs and outputs.
 
     Examples
     --------
@@ -130,32 +130,28 @@ def kernel_regression(
     >>> fit.predict(kernel_matrix(linear, jnp.array([[2.0, 1.0]]), x)).round(4)
     Array([4.], dtype=float...)
     """
-    given = check_training_set(K, y, x=x)
-    factor = cholesky(given.matrix, penalty)
-    weights = jax.scipy.linalg.cho_solve((factor, True), given.columns)
-    return KernelRegression(weights.reshape(given.shape), factor)
+    training = check_training_set(K, y, x=x)
+    factor = cholesky(training.matrix, penalty)
+    weights = jax.scipy.linalg.cho_solve((factor, True), training.columns)
+    return KernelRegression(weights.reshape(training.shape), factor)
 
 
 def excess_risk_term(K: Any, y: chex.Array, *, x: Any = None) -> ExcessRisk:
-    """``y'K^-1 y``, and ``sqrt(y'K^-1 y / n)``: what the excess-risk bounds consist of.
+    """Return ``y'K^-1 y`` and ``sqrt(y'K^-1 y / n)``, the data-dependent terms of risk bounds.
 
-    The first term of Oymak et al. (2021), Theorem 3, is ``2 B sqrt(y'K^-1 y / n)``; that of their
-    Theorem 2 needs a factor R besides, the largest l1 norm of alpha, which the paper omits and
-    without which it is false for R > 1. Zhu et al. (2022), Theorem 3, bounds the same term from
-    above by ``sqrt(y'y / (n lambda_min))``, which for labels of +-1 does not decrease in n.
+    The first term of Oymak et al. (2021), Theorem 3, is ``2 B sqrt(y'K^-1 y / n)``. Their Theorem 2
+    also needs a factor R, the largest l1 norm of alpha; the paper omits R, and the theorem is false
+    for R > 1. Zhu et al. (2022), Theorem 3, bounds the same term from above by ``sqrt(y'y / (n
+    lambda_min))``, which for labels of +-1 does not decrease in n.
 
     Parameters
     ----------
-    K : array, :class:`ntk.Kernels` or kernel function
-        As in :func:`kernel_regression`.
+    K : array [n, n] or [n, n, outputs, outputs], :class:`ntk.Kernels` or kernel function
+        Kernel of the training inputs, symmetric up to rounding; the tangent kernel of a record.
     y : array [n] or [n, outputs]
         Targets; several outputs are summed over.
     x : array [n, ...], optional
-        Training inputs, where ``K`` is a kernel function.
-
-    Returns
-    -------
-    ExcessRisk
+        Training inputs, if ``K`` is a kernel function.
 
     Raises
     ------
@@ -169,9 +165,9 @@ def excess_risk_term(K: Any, y: chex.Array, *, x: Any = None) -> ExcessRisk:
     >>> risk.quadratic, risk.normalized
     (Array(2., dtype=float...), Array(1., dtype=float...))
     """
-    given = check_training_set(K, y, x=x)
-    factor = cholesky(given.matrix, 0.0)
-    whitened = jax.scipy.linalg.solve_triangular(factor, given.columns, lower=True)
+    training = check_training_set(K, y, x=x)
+    factor = cholesky(training.matrix, 0.0)
+    whitened = jax.scipy.linalg.solve_triangular(factor, training.columns, lower=True)
     quadratic = jnp.sum(whitened**2)
     return ExcessRisk(quadratic, jnp.sqrt(quadratic / len(y)))
 
@@ -187,7 +183,7 @@ def gradient_flow(
     cross_f0: chex.Array | float = 0.0,
     penalty: float = 0.0,
 ) -> jax.Array:
-    """Predictions after training for a time ``t``: ``f_0(x) + k(x, X) phi_t(K) (y - f_0(X))``.
+    """Return predictions after training up to ``t``: ``f_0(x) + k(x, X) phi_t(K) (y - f_0(X))``.
 
     The flow is ``df/dt = -K (f - y)``, of the loss ``1/2 |f(X) - y|^2`` summed, not averaged:
     T steps of gradient descent of size eta on the summed loss are ``t = eta T``, on the mean
@@ -195,41 +191,44 @@ def gradient_flow(
 
     Parameters
     ----------
-    K, y
-        As in :func:`kernel_regression`; ``K`` may be singular.
+    K : array [n, n] or [n, n, outputs, outputs], :class:`ntk.Kernels` or kernel function
+        Kernel of the training inputs, symmetric up to rounding; it can be singular.
+    y : array [n] or [n, outputs]
+        Targets.
     t : float or array [...]
-        Times, not negative; ``inf`` is the limit, kernel regression.
+        Nonnegative times; ``inf`` is the limit, kernel regression.
     x : array [n, ...], optional
-        Training inputs, where ``K`` is a kernel function.
+        Training inputs, if ``K`` is a kernel function.
     f0 : float or array like y
         Predictions on the training inputs at time 0.
     cross : array [m, n] or [m, n, outputs, outputs], optional
-        Kernel of other inputs with the training inputs: predict there; on the latter by default.
+        Kernel of the inputs to predict at with the training inputs. Default: predict at the
+        training inputs.
     cross_f0 : float or array [m] or [m, outputs]
-        Predictions there at time 0.
+        Predictions at the inputs of ``cross`` at time 0.
     penalty : float
-        Weight decay towards the weights at time 0: ``K + penalty I`` in the place of ``K`` in
-        ``phi_t``.
+        Weight decay towards the weights at time 0: ``phi_t(K + penalty I)`` instead of
+        ``phi_t(K)``.
 
     Returns
     -------
     array [..., m] or [..., m, outputs]
-        Axes of ``t`` first. Differentiable once in everything, for multiple eigenvalues too.
+        Axes of ``t`` first. Differentiable once in all arguments, also at multiple eigenvalues.
 
     Raises
     ------
     ValueError
         If the shapes do not fit, an argument is not finite, ``K`` is not symmetric, a ``t`` or the
-        ``penalty`` is negative, or a ``t`` is so large that errors of 64 eps in the entries of
-        kernels may move predictions by a tenth of ``y - f0``. NaN at that time if traced.
+        ``penalty`` is negative, or at a large ``t`` errors of 64 eps in the entries of kernels can
+        move predictions by a tenth of ``y - f0``. A traced ``t`` gives NaN instead.
 
     Notes
     -----
-    Time: some 10 n^3 for the eigendecomposition, n^2 m for errors, then n^2 + n m per time and
-    output. If no eigenvalue lies between n eps and the root of eps, relative to the largest,
-    smaller ones count as 0, those of a kernel of lower rank. A direction in which
-    ``K`` is singular to rounding moves as with an eigenvalue of 0 while that cannot be told, ``t``
-    under ``1 / (n eps |K|)``, and is then taken back: in the limit it has not moved.
+    Time: about 10 n^3 for the eigendecomposition, n^2 m for errors, then n^2 + n m per time and
+    output. If no eigenvalue is between n eps and the root of eps, relative to the largest, smaller
+    eigenvalues count as 0, because the kernel has a lower rank. A direction where ``K`` is
+    singular to rounding moves like one of eigenvalue 0 for ``t`` under ``1 / (n eps |K|)``, and
+    then returns: in the limit it does not move.
 
     Examples
     --------
@@ -237,17 +236,17 @@ def gradient_flow(
     >>> gradient_flow(K, y, jnp.array([0.0, 1.0, jnp.inf]))[:, 0]
     Array([0.  , 0.63, 1.  ], dtype=float...)
     """
-    given = check_training_set(K, y, x=x)
-    matrix, shape = given.matrix, given.shape
+    training = check_training_set(K, y, x=x)
+    matrix, shape = training.matrix, training.shape
     t = check_times(t, matrix.dtype)
     f0, cross_f0 = real_array("f0", f0), real_array("cross_f0", cross_f0)
     if cross is None:
         cross, cross_f0, there = matrix, f0, shape
     else:
-        cross, there = check_cross_kernel("cross", cross, given)
-    for name, start, wanted in (("f0", f0, shape), ("cross_f0", cross_f0, there)):
-        if start.shape not in ((), wanted):
-            raise ValueError(f"{name}: expected a number or shape {wanted}, got {start.shape}.")
-    columns = given.columns - f0.reshape(given.columns.shape if f0.ndim else ())
+        cross, there = check_cross_kernel("cross", cross, training)
+    for name, start, expected in (("f0", f0, shape), ("cross_f0", cross_f0, there)):
+        if start.shape not in ((), expected):
+            raise ValueError(f"{name}: expected a number or shape {expected}, got {start.shape}.")
+    columns = training.columns - f0.reshape(training.columns.shape if f0.ndim else ())
     moved = refined(with_penalty(matrix, penalty), cross.astype(matrix.dtype), columns, t.ravel())
     return cross_f0 + (cross @ moved).reshape(*t.shape, *there)

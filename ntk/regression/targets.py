@@ -1,8 +1,8 @@
-"""A kernel and the targets of a regression as they come in: a matrix, and columns.
+"""Check a kernel and the targets of a regression, and return a matrix and columns.
 
 A kernel of networks with several outputs has an entry for every two inputs and every two outputs,
-``[n1, n2, outputs, outputs]`` (``empirical_kernel(..., outputs="full")``). It is a matrix of the
-pairs (input, output). Of a kernel ``[n1, n2]`` every output has the same matrix, and is a column.
+``[n1, n2, outputs, outputs]`` (``empirical_kernel(..., outputs="full")``). It becomes a matrix of
+pairs (input, output). For a kernel ``[n1, n2]`` all outputs have the same matrix; each is a column.
 """
 
 from typing import Any, NamedTuple
@@ -27,16 +27,16 @@ from ntk.spectrum.eigenvalues import min_eigenvalue
 
 
 class TrainingSet(NamedTuple):
-    """``N`` rows: n, or n times the outputs."""
+    """A training set of ``N`` rows: n, or n times the outputs."""
 
     matrix: jax.Array  # [N, N]
     columns: jax.Array  # [N, q], the targets
     shape: tuple[int, ...]  # of the targets: [n] or [n, outputs]
-    full: bool  # whether the kernel is one of [n, n, outputs, outputs]
+    full: bool  # whether the kernel has the shape [n, n, outputs, outputs]
 
 
 def check_training_set(K: Any, y: Any, name: str = "K", *, x: Any = None) -> TrainingSet:
-    """Return both in one floating type; errors call the kernel ``name``; ``x`` are its inputs."""
+    """Return kernel and targets in one floating type; errors call the kernel ``name``."""
     K, y = without_explicit_axes((real_array(name, kernel(K, x, name)), real_array("y", y)))
     n, full = len(K) if K.ndim else 0, K.ndim == 4
     matrix = symmetric_matrix(square_matrix(K, name), name)
@@ -64,7 +64,7 @@ def check_cross_kernel(name: str, cross: Any, of: TrainingSet) -> tuple[jax.Arra
 
 
 def as_kernel(matrix: jax.Array, outputs: int) -> jax.Array:
-    """[..., n1 outputs, n2 outputs] as [..., n1, n2, outputs, outputs]."""
+    """Reshape [..., n1 outputs, n2 outputs] to [..., n1, n2, outputs, outputs]."""
     *first, rows, columns = matrix.shape
     split = matrix.reshape(*first, rows // outputs, outputs, columns // outputs, outputs)
     return jnp.swapaxes(split, -3, -2)
@@ -72,17 +72,15 @@ def as_kernel(matrix: jax.Array, outputs: int) -> jax.Array:
 
 def with_penalty(matrix: jax.Array, penalty: Any) -> jax.Array:
     """Return ``K + penalty I``; a traced negative penalty gives NaN."""
-    given = real_number(
-        "penalty", penalty
-    )  # not traced, even inside a program, where it is a constant
-    if concrete(given) and not given >= 0:
+    number = real_number("penalty", penalty)
+    if concrete(number) and not number >= 0:
         raise ValueError(f"penalty: expected a nonnegative number, got {penalty}.")
     penalty = jnp.where(penalty >= 0, penalty, jnp.nan).astype(matrix.dtype)
     return matrix + penalty * jnp.eye(len(matrix), dtype=matrix.dtype)
 
 
 def kernel_entry_error(dtype: Any) -> float:
-    """The error of a kernel's entry, over the root of both inputs' variances: 64 roundings."""
+    """Return the error of a kernel's entry over the root of both variances: 64 roundoffs."""
     return 64 * float(jnp.finfo(dtype).eps)
 
 

@@ -1,14 +1,14 @@
-"""ReLUs however they are written: ``jax.nn.relu``, ``maximum(x, 0)``, ``where(x > 0, x, 0)``, ...
+"""Find ReLUs in any form: ``jax.nn.relu``, ``maximum(x, 0)``, ``where(x > 0, x, 0)``, ...
 
-``marked(fn)`` computes what ``fn`` does, with every ReLU as a call named "relu" of one argument.
-It interprets the program of ``fn`` while that is traced: what is concrete then is a constant. A
-ReLU of a constant is one, too: the same network may have it traced, as an argument of a branch.
+``mark_relus(fn)`` computes ``fn`` with every ReLU as a call named "relu" of one argument. It
+interprets the program of ``fn`` during tracing, when concrete values are constants. A ReLU of a
+constant is also a ReLU, because the same network can have it traced, as an argument of a branch.
 
 ==============================================  ================================================
 ``max(x, 0)``, also as a clip                   a ReLU
 ``where(x > 0, x, 0)`` and ``x * (x > 0)``      a ReLU, with any of the four comparisons
 ``min(ReLU, c)``, as ReLU6                      a second kink, at c
-``max(0, variance)``, of squares and sums         no ReLU: normalisations guard against rounding so
+``max(0, variance)``, of squares and sums         not a ReLU: normalisations guard against rounding
 ==============================================  ================================================
 """
 
@@ -28,12 +28,12 @@ _KEEP_SQUARES |= {"add", "sub", "div", "mul", "psum", "transpose", "stop_gradien
 
 
 def is_relu(eqn: JaxprEqn) -> bool:
-    """Return whether an equation is a ReLU, as :func:`mark_relus` marks it."""
+    """Return whether an equation is a ReLU marked by :func:`mark_relus`."""
     return eqn.params.get("name") == "relu" and len(eqn.invars) == 1
 
 
 def mark_relus(fn: Callable) -> Callable:
-    """The same function of pytrees of arrays, its ReLUs marked; to be traced."""
+    """Return the same function of pytrees of arrays with marked ReLUs, for use while tracing."""
 
     def marked(*args):
         closed, shapes = jax.make_jaxpr(fresh(fn), return_shape=True)(*args)
@@ -45,12 +45,12 @@ def mark_relus(fn: Callable) -> Callable:
 
 @jax.jit
 def relu(x):
-    """Return ``max(x, 0)``. The name of this compiled function is the mark of a ReLU."""
+    """Return ``max(x, 0)``. The name of this compiled function marks a ReLU."""
     return jnp.maximum(x, 0)
 
 
 class _ReluMarking:
-    """Facts about the values met so far, by their identity; they are kept alive with it."""
+    """Facts about the values seen so far, by identity; ``alive`` keeps the values alive."""
 
     def __init__(self):
         self.tests = {}  # mask -> x and whether the mask is of x > 0
@@ -85,7 +85,7 @@ class _ReluMarking:
         return outputs
 
     def relu_of(self, name: str, inputs: list, outputs: list):
-        """The x of which this operation is a ReLU, or None."""
+        """Return the x if this operation is a ReLU of x, otherwise None."""
         if name == "max":
             for x, zero in (inputs, inputs[::-1]):
                 if _constant_value(zero) == 0 and jnp.shape(x) == outputs[0].aval.shape:
@@ -102,7 +102,7 @@ class _ReluMarking:
         return None
 
     def note(self, eqn: JaxprEqn, inputs: list, output) -> None:
-        """What there is to know of the output."""
+        """Record facts about the output."""
         name = eqn.primitive.name
         if name in _COMPARISONS:
             for x, zero in (inputs, inputs[::-1]):
@@ -120,10 +120,10 @@ class _ReluMarking:
             self.squares.add(id(output))
 
     def inside(self, eqn: JaxprEqn, inputs: list) -> dict:
-        """The parameters, the programs of branches and loops among them marked in their turn."""
-        given = inputs[1:] if eqn.primitive.name == "cond" else []
+        """Return the parameters, with marked programs of branches and loops."""
+        known_args = inputs[1:] if eqn.primitive.name == "cond" else []
         if eqn.primitive.name == "scan":
-            given = inputs[: scan_operands(eqn)[0]]
+            known_args = inputs[: scan_operands(eqn)[0]]
 
         def marked(parameter):
             if isinstance(parameter, tuple | list) and _has_programs(parameter):
@@ -132,15 +132,15 @@ class _ReluMarking:
             if not isinstance(parameter, ClosedJaxpr):
                 return parameter
             like = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in parameter.in_avals]
-            return jax.make_jaxpr(lambda *args: self.within(parameter, given, args))(*like)
+            return jax.make_jaxpr(lambda *args: self.within(parameter, known_args, args))(*like)
 
         return {k: marked(p) for k, p in eqn.params.items()}
 
-    def within(self, program: ClosedJaxpr, given: list, args) -> list:
-        """The program's outputs, with what is known of ``given``, the first of its arguments."""
+    def within(self, program: ClosedJaxpr, known_args: list, args) -> list:
+        """Return the program's outputs; facts about ``known_args``, the first ones, carry over."""
         own = {
             id(x): arg if isinstance(x, jax.core.Tracer) else x
-            for x, arg in zip(given, args, strict=False)
+            for x, arg in zip(known_args, args, strict=False)
         }
         inner = _ReluMarking()
         inner.squares, inner.rectified = (
@@ -151,7 +151,7 @@ class _ReluMarking:
             for mask, (x, positive) in self.tests.items()
             if mask in own and id(x) in own
         }
-        return inner.run(program, [*(own[id(x)] for x in given), *args[len(given) :]])
+        return inner.run(program, [*(own[id(x)] for x in known_args), *args[len(known_args) :]])
 
 
 def _has_programs(parameters) -> bool:
@@ -162,7 +162,7 @@ def _has_programs(parameters) -> bool:
 
 
 def _constant_value(x) -> float | None:
-    """The one number that a constant consists of."""
+    """Return the value of a constant with equal entries, otherwise None."""
     if isinstance(x, jax.core.Tracer) or not np.size(x):
         return None
     flat = np.ravel(x)

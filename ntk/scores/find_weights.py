@@ -1,8 +1,8 @@
-"""Which leaves of a network's parameters are weights: those that multiply what comes of the input.
+"""Find the weights among a network's parameters: leaves that multiply functions of the input.
 
-A bias may have two axes, and a network a single input: no shape tells the two apart. So it is read
-off the program: a weight goes, alone or with other leaves (scaled, normalised, as a low-rank
-product), into a matrix product, a convolution or a look-up in a table with data on the other side.
+A bias can have two axes, and a network a single input, so shapes do not distinguish the two. We
+read the program instead. A weight enters a matrix product, a convolution or a table look-up with
+data on the other side, alone or combined with other leaves (scaled, normalised, low-rank product).
 """
 
 from collections.abc import Callable, Iterable
@@ -15,13 +15,13 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from ntk.internal.compile_cache import fresh
 from ntk.internal.jaxprs import inner_jaxprs, interpret, scan_operands, settle_carry
 
-Leaves = frozenset[int] | None  # what a value is made of; None: of the input, too
+Leaves = frozenset[int] | None  # leaves that a value depends on; None: it depends on the input
 
 _PRODUCTS = {"dot_general", "conv_general_dilated", "gather"}
 
 
 def multiplied(apply: Callable, params: Any, x: chex.Array) -> set[int]:
-    """Indices of the leaves of ``params`` that are weights in ``apply(params, x)``."""
+    """Return the indices of the leaves of ``params`` that are weights in ``apply(params, x)``."""
     weights: set[int] = set()
 
     def follow(program: ClosedJaxpr, inputs: list[Leaves]) -> list[Leaves]:

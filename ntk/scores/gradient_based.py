@@ -1,5 +1,7 @@
 """Train-free scores by gradients of the loss and of the inputs, and by the size of the weights."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,6 @@ from ntk.scores.network_reading import (
     inner_product,
     layer_saliency,
     logits_like,
-    loss_gradient,
     mean_loss,
     overflow_safe_norm,
     power_of_two_scale,
@@ -25,13 +26,15 @@ from ntk.scores.network_reading import (
 )
 from ntk.scores.registry import ScoreDescription
 
+_joint_score = functools.partial(ScoreDescription, gradients="1", batch_norm="joint")
+
 
 @ScoreDescription("``|mean_i grad ell_i|^2``", gradients="n, singly", batch_norm="alone")
 def knas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """KNAS as in the paper: ``(1/n^2) sum_ij <grad ell_i, grad ell_j> = |mean_i grad ell_i|^2``.
+    """Return KNAS: ``(1/n^2) sum_ij <grad ell_i, grad ell_j> = |mean_i grad ell_i|^2``.
 
-    ``ell_i`` is the cross-entropy of sample i alone, the gradient that in all of ``params``. Xu et
-    al. (ICML 2021), the mean of the Gram matrix. The released code computes something else:
+    ``ell_i`` is the cross-entropy of sample i alone; the gradient is in all of ``params``. Xu et
+    al. (ICML 2021), the mean of the Gram matrix. The released code computes another quantity:
     :func:`knas_released`.
 
     Examples
@@ -50,23 +53,23 @@ def knas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.A
 
 @ScoreDescription("covariance between two halves", gradients="n, singly", batch_norm="alone")
 def knas_released(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """KNAS as its released code computes it, on 50 samples there: a covariance between halves.
+    """Return KNAS of its released code (50 samples there): a covariance between halves.
 
     ``sum_t sum_{i < 50} <g_ti[first half] - mean, g_ti[second half] - mean> / n^2``: ``g_ti`` [n]
     holds entry i of the gradient of each sample's cross-entropy, the sample alone, in tensor t,
-    for the first eleven leaves of ``params`` with at least 50 entries. Of independent samples its
-    expectation is 0: it measures the order of the batch.
+    for the first eleven leaves of ``params`` with at least 50 entries. The expectation is 0 for
+    independent samples: the score measures the order of the batch.
 
     Raises
     ------
     ValueError
-        If ``batch`` or ``params`` are not what a score takes, the number of samples is odd, or no
-        leaf of ``params`` has 50 entries.
+        If ``batch`` or ``params`` do not fit a score, the number of samples is odd, or no leaf of
+        ``params`` has 50 entries.
 
     Notes
     -----
-    Leaves in JAX's order and entries in their memory layout: not PyTorch's, so not KNAS's
-    numbers. The code's "first 100 entries" are cut to 50 by its loop.
+    Leaves are in JAX's order and entries in their memory layout, so values differ from PyTorch's
+    KNAS. The code's "first 100 entries" are cut to 50 by its loop.
 
     Examples
     --------
@@ -92,7 +95,7 @@ def knas_released(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch)
     return jnp.sum(first * second) / len(x) ** 2
 
 
-@ScoreDescription("``|grad L|^2``, penalised where large", gradients="1", batch_norm="joint")
+@_joint_score("``|grad L|^2``, penalised where large")
 def nasi(
     key: chex.PRNGKey,
     apply: Apply,
@@ -102,11 +105,11 @@ def nasi(
     penalty: float = 2.0,
     threshold: float = 500.0,
 ) -> jax.Array:
-    """NASI: ``r - penalty max(0, r - threshold)`` with ``r = |grad L|^2``, L the mean loss.
+    """Return NASI: ``r - penalty max(0, r - threshold)`` with ``r = |grad L|^2``, L the mean loss.
 
     ``r`` approximates the trace norm of the NTK; above the threshold training would diverge. Shu
-    et al. (ICLR 2022), whose mu is ``penalty`` and nu is ``threshold`` (500 at the start of the
-    adaptive variant, 100 in the fixed one). Cross-entropy, gradient in all of ``params``, jointly.
+    et al. (ICLR 2022) call ``penalty`` mu and ``threshold`` nu (500 at the start of the adaptive
+    variant, 100 in the fixed one). Cross-entropy, gradient in all of ``params``, jointly.
 
     Examples
     --------
@@ -121,15 +124,9 @@ def nasi(
     return r - penalty * jnp.maximum(0, r - threshold)
 
 
-@ScoreDescription(
-    "``sum_l |grad_l L|``",
-    gradients="1",
-    batch_norm="joint",
-    together="gradient_scores",
-    published="grad_norm",
-)
+@_joint_score("``sum_l |grad_l L|``", together="gradient_scores", published="grad_norm")
 def grad_norm(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """``sum_l |dL / dw_l|``: the gradient's 2-norms, summed over the layers' weights.
+    """Return ``sum_l |dL / dw_l|``: the gradient's 2-norms, summed over the layers' weights.
 
     Mean cross-entropy of the batch, jointly. zero-cost-nas.
 
@@ -142,15 +139,9 @@ def grad_norm(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> 
     return gradient_scores(key, apply, params, batch)["grad_norm"]
 
 
-@ScoreDescription(
-    "``sum |w * grad L|``",
-    gradients="1",
-    batch_norm="joint",
-    together="gradient_scores",
-    published="snip",
-)
+@_joint_score("``sum |w * grad L|``", together="gradient_scores", published="snip")
 def snip(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """``sum |w * dL/dw|`` over the weights: what removing each would change, to first order.
+    """Return ``sum |w * dL/dw|`` over the weights: first-order changes of the loss without w.
 
     Mean cross-entropy of the batch, jointly. Lee, Ajanthan & Torr (ICLR 2019), summed as in
     zero-cost-nas.
@@ -168,18 +159,20 @@ def gradient_scores(
     key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch
 ) -> dict[str, jax.Array]:
     """Return :func:`grad_norm` and :func:`snip`, by name, from one gradient."""
-    w, g = loss_gradient(apply, params, batch)
+    apply, params, x, y = check_score_arguments(apply, params, batch)
+    weights, rebuild = split_weights(apply, params, x)
+    g = jax.grad(lambda w: mean_loss(apply, rebuild(w), x, y))(weights)
     return {
         "grad_norm": summed(overflow_safe_norm(leaf) for leaf in g),
-        "snip": summed(jnp.sum(jnp.abs(a * b)) for a, b in zip(w, g, strict=True)),
+        "snip": summed(jnp.sum(jnp.abs(a * b)) for a, b in zip(weights, g, strict=True)),
     }
 
 
 @ScoreDescription("``-sum w * (H grad L)``", gradients="2", batch_norm="joint", published="grasp")
 def grasp(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """``-sum w * (H g)``: how removing weights would change the gradient flow ``|g|^2``.
+    """Return ``-sum w * (H g)``: the change of the gradient flow ``|g|^2`` without the weights.
 
-    g and H are gradient and Hessian of the mean cross-entropy in the weights, jointly; no
+    g and H are the gradient and Hessian of the mean cross-entropy in the weights, jointly, without
     temperature. Wang, Zhang & Grosse (ICLR 2020), summed as in zero-cost-nas. Time: two gradients.
 
     Examples
@@ -196,27 +189,25 @@ def grasp(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.
     return -inner_product(weights, product)
 
 
-@ScoreDescription(
-    "``sum_c mean_n (a . dL/da)^2 / 2``", gradients="1", batch_norm="joint", published="fisher"
-)
+@_joint_score("``sum_c mean_n (a . dL/da)^2 / 2``", published="fisher")
 def fisher(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """``sum_c (1/2) mean_n (sum_positions a * dL/da)^2`` over the channels c of all layers.
+    """Return ``sum_c (1/2) mean_n (sum_positions a * dL/da)^2`` over the channels c of all layers.
 
-    ``a`` [n, positions, channels] is the output of a convolution or of a product with a matrix
-    (``lax.conv_general_dilated``; ``lax.dot_general`` without batch axes, the matrix's own axes
-    being the channels), axes in any order, L the mean cross-entropy of the batch, jointly. Turner
-    et al. (ICLR 2020), summed as in zero-cost-nas.
+    ``a`` [n, positions, channels] is the output of a convolution or matrix product, axes in any
+    order (``lax.conv_general_dilated``; ``lax.dot_general`` without batch axes, with the matrix's
+    own axes as channels). L is the mean cross-entropy of the batch, jointly. Turner et al. (ICLR
+    2020), summed as in zero-cost-nas.
 
     Raises
     ------
     ValueError
-        If no convolution or product is found, or one sits in a loop other than ``scan``.
+        If no convolution or product is in the network, or one is in a loop other than ``scan``.
 
     Notes
     -----
-    ``a`` is taken before a bias is added; zero-cost-nas takes it after: the same where biases are
-    0, as flax initialises them. Which axis the samples are on is read off the network's
-    program for one sample more; products without such an axis are passed over.
+    ``a`` is taken before a bias is added, in zero-cost-nas after. The two agree for biases of 0,
+    flax's initialisation. To find the axis of the samples, the network's program is traced again
+    with one sample more; products without such an axis are ignored.
 
     Examples
     --------
@@ -234,11 +225,12 @@ def fisher(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax
 def zico(
     key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch, *, parts: int = 2
 ) -> jax.Array:
-    """ZiCo: ``sum_l log sum_w mean|g_w| / std(g_w)`` over the gradients of ``parts`` batches.
+    """Return ZiCo: ``sum_l log sum_w mean|g_w| / std(g_w)`` over ``parts`` batches.
 
-    The batch is cut into equal parts in its order, each going through jointly; g is the gradient
-    of a part's mean cross-entropy in the weights, std without Bessel's correction. Weights whose
-    gradient does not vary, and layers made of such, do not count. Li et al. (ICLR 2023).
+    The batch is cut into equal parts in its order; each part goes through jointly. g is the
+    gradient of a part's mean cross-entropy in the weights, std is without Bessel's correction.
+    Weights with constant gradient, and layers of only such weights, do not count. Li et al. (ICLR
+    2023).
 
     Raises
     ------
@@ -265,30 +257,27 @@ def zico(
 
 
 def _log_signal(g: jax.Array) -> jax.Array:
-    """``log sum mean|g| / std(g)`` of gradients stacked in front; 0 for an empty sum."""
+    """Return ``log sum mean|g| / std(g)`` over the first axis of gradients; 0 for an empty sum."""
     g = g / power_of_two_scale(g)  # the squares of small gradients would be 0
     mean, deviation = jnp.mean(jnp.abs(g), axis=0), jnp.std(g, axis=0)
-    # Neither is negative; asked this way round, NaN stays NaN.
+    # The deviation is nonnegative; comparing with 0 keeps NaN.
     varies = jnp.where(deviation == 0, 1, deviation)
     total = jnp.sum(jnp.where(deviation == 0, 0, mean / varies))
     return jnp.log(jnp.where(total == 0, 1, total))
 
 
-@ScoreDescription(
-    "spectrum of the inputs' gradients", gradients="1", batch_norm="joint", published="jacov"
-)
+@_joint_score("spectrum of the inputs' gradients", published="jacov")
 def jacov(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """``-sum_i log(lambda_i + eps) + 1 / (lambda_i + eps)``, with ``eps = 1e-5``.
+    """Return ``-sum_i log(lambda_i + eps) + 1 / (lambda_i + eps)``, with ``eps = 1e-5``.
 
     ``lambda`` are the eigenvalues of the correlation matrix [n, n] of the inputs' gradients of
     the sum of all logits, jointly. Mellor et al. (2020, the first version of NASWOT), as
-    ``jacob_cov`` in zero-cost-nas. Larger where samples are told apart.
+    ``jacob_cov`` in zero-cost-nas. It is larger if the gradients distinguish the samples.
 
     Notes
     -----
-    By singular values, which keep small eigenvalues to rounding of the largest squared: ``eps`` is
-    under float32's rounding of the matrix. An input without gradient correlates with nothing (the
-    original returns NaN).
+    We use singular values, because ``eps`` is below float32's rounding of the matrix. An input with
+    gradient 0 has correlation 0 with every other one (the original returns NaN).
 
     Examples
     --------
@@ -312,13 +301,13 @@ def jacov(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.
     "``log sum |w * dR/dw|`` at ``|w|``", gradients="1", batch_norm="removed", published="synflow"
 )
 def synflow(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """``log sum w * dR/dw`` over the weights, all of ``params`` made positive.
+    """Return ``log sum w * dR/dw`` over the weights, at the absolute values of all ``params``.
 
-    R is the sum of the logits at an input of ones. Uses no data: of the batch only its shape.
-    Tanaka et al. (NeurIPS 2020), summed as in zero-cost-nas, logarithm as in NASLib.
+    R is the sum of the logits at an input of ones. Only the shape of the batch is used, no data.
+    Tanaka et al. (NeurIPS 2020), summed as in zero-cost-nas, with NASLib's logarithm.
 
-    ``apply`` has to be without batch normalisation on batch statistics: this cannot take it out of
-    a function. Running averages stay as they are.
+    ``apply`` must not contain batch normalisation with batch statistics: this function cannot
+    remove it. Running averages are unchanged.
 
     Raises
     ------
@@ -327,10 +316,10 @@ def synflow(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> ja
 
     Notes
     -----
-    R grows exponentially with depth. Like the original, this computes in float64, whatever the type
-    of ``params`` and with JAX's x64 mode off too; R can reach 1e308, or 1e102 where an activation
-    takes the cube of its input. A network that casts to a smaller type itself (flax's ``dtype=``)
-    overflows in that type. ``-inf`` for a network that passes nothing on.
+    R grows exponentially with depth. Like the original, this computes in float64, for every type of
+    ``params``, also without JAX's x64 mode. R can reach 1e308, or 1e102 if an activation takes the
+    cube of its input. A network that casts to a smaller type (flax's ``dtype=``) overflows in that
+    type. The score is ``-inf`` if the sum is 0.
 
     Examples
     --------
@@ -361,7 +350,7 @@ def synflow(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> ja
 
 @ScoreDescription("``sum_l |w_l|``", gradients="none", batch_norm="unused", published="l2_norm")
 def l2_norm(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """``sum_l |w_l|``: the 2-norms of the layers' weights. zero-cost-nas.
+    """Return ``sum_l |w_l|``: the 2-norms of the layers' weights. zero-cost-nas.
 
     Examples
     --------

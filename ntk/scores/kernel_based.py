@@ -1,9 +1,9 @@
-"""Train-free scores that are read off the neural tangent kernel of a batch.
+"""Train-free scores of the neural tangent kernel of a batch.
 
     K_ij = <grad f(x_i), grad f(x_j)> = sum_l K_l,    f the sum of the logits, l a leaf of params
 
-Every sample goes through the network alone, but in :func:`te_nas`. The public names are in
-:mod:`ntk.scores`.
+Every sample passes through the network alone, except in :func:`te_nas`. :mod:`ntk.scores` has the
+public names.
 """
 
 import functools
@@ -28,7 +28,6 @@ from ntk.scores.network_reading import (
     gram_of_rows,
     is_weight,
     logits_like,
-    map_gradients,
     overflow_safe_norm,
     power_of_two_scale,
     split_weights,
@@ -37,11 +36,15 @@ from ntk.scores.network_reading import (
 from ntk.scores.registry import ScoreDescription
 from ntk.spectrum import eigenvalues
 
+_kernel_score = functools.partial(
+    ScoreDescription, gradients="n, singly", batch_norm="alone", together="kernel_scores"
+)
+
 
 def kernel_scores(
     key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch
 ) -> dict[str, jax.Array]:
-    """Return all scores of this family by name, for the price of one, and ``kernel``, K itself."""
+    """Return all scores of this family by name, at the cost of one, and K itself as ``kernel``."""
     apply, params, x, y = check_score_arguments(apply, params, batch)
     classes = logits_like(apply, params, x).shape[1]
     gradients = _sample_gradients(apply, params, x)
@@ -59,7 +62,7 @@ def kernel_scores(
 def of_kernel(
     K: chex.Array, y: chex.Array | None = None, *, x: chex.Array | None = None
 ) -> dict[str, jax.Array]:
-    """The scores of this family that a kernel alone decides, by name: of any kernel.
+    """Return the scores of this family that depend on the kernel only, by name, for any kernel.
 
     Parameters
     ----------
@@ -67,10 +70,10 @@ def of_kernel(
         Symmetric, up to rounding. A kernel of o outputs is the matrix ``[n o, n o]`` of all pairs
         of an input and an output.
     y : integer array [n], optional
-        Labels from 0, known when tracing: for ``label_energy``, which is left out without them.
-        With a kernel of o outputs, labels are below o: output a fits the indicator of class a.
+        Labels from 0, known when tracing, for ``label_energy``; without labels it is left out.
+        For a kernel of o outputs, labels are below o: output a fits the indicator of class a.
     x : array [n, ...], optional
-        Inputs, where ``K`` is a kernel function (:func:`ntk.kernel_matrix`).
+        Inputs, if ``K`` is a kernel function (:func:`ntk.kernel_matrix`).
 
     Returns
     -------
@@ -94,7 +97,7 @@ def of_kernel(
     K = real_array("K", as_kernel_matrix(K, x))
     n, outputs = K.shape[0] if K.ndim else 0, K.shape[3] if K.ndim == 4 else 1
     K = symmetric_matrix(square_matrix(K))
-    # Products of eigenvalues would leave the range.
+    # We scale K first, because products of eigenvalues can overflow.
     size = jnp.sqrt(power_of_two_scale(K)).reshape(())
     K = K / size / size
     values = eigenvalues.eigenvalues(K)
@@ -121,7 +124,7 @@ def of_kernel(
 def _scores_of_matrix(
     K: jax.Array, values: jax.Array, size: jax.Array, y: jax.Array | None, classes: int
 ) -> dict[str, jax.Array]:
-    """The scores of ``size^2 K``, where ``K`` has these eigenvalues."""
+    """Return the scores of ``size^2 K``, for a ``K`` with these eigenvalues."""
     scores = {
         "eigen_nas": jnp.trace(K) / len(K) * size * size,
         "min_eigenvalue": jnp.maximum(values[0], 0) * size * size,
@@ -134,21 +137,19 @@ def _scores_of_matrix(
     return scores | {"label_energy": _label_energy_of_matrix(K, values, y, classes) / size / size}
 
 
-@ScoreDescription(
-    "``tr K / n``", gradients="n, singly", batch_norm="alone", together="kernel_scores"
-)
+@_kernel_score("``tr K / n``")
 def eigen_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """Eigen-NAS: ``tr K / n``, the mean squared norm of a sample's gradient.
+    """Return Eigen-NAS: ``tr K / n``, the mean squared norm of a sample's gradient.
 
     ``K_ij = <grad f(x_i), grad f(x_j)>`` is the neural tangent kernel of ``f``, the sum of the
     logits, in all of ``params``; every sample alone.
 
     Notes
     -----
-    Zhu et al. (2022), section 5.2, rank by ``tr K / d``, said to lie between ``lambda_min(K)`` and
-    ``|K|_F``. Either part fails in general; what holds is ``lambda_min <= tr K / n <= |K|_F /
-    sqrt(n)``. At given n and d the ranking is the same. Time: one gradient per sample; memory:
-    one gradient.
+    Zhu et al. (2022), section 5.2, rank by ``tr K / d``, which they claim is between
+    ``lambda_min(K)`` and ``|K|_F``. Both inequalities fail in general; ``lambda_min <= tr K / n <=
+    |K|_F / sqrt(n)`` holds. For fixed n and d the ranking is the same. Time: one gradient per
+    sample; memory: one gradient.
 
     Examples
     --------
@@ -157,16 +158,15 @@ def eigen_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> 
     10.0
     """
     apply, params, x, _ = check_score_arguments(apply, params, batch)
-    return jnp.mean(map_gradients(lambda g: jnp.sum(g**2), apply, params, x))
+    gradient = jax.grad(lambda p, xi: jnp.sum(apply(p, xi[None])))
+    return jnp.mean(for_each(lambda xi: jnp.sum(ravel_pytree(gradient(params, xi))[0] ** 2), x))
 
 
-@ScoreDescription(
-    "``lambda_min(K)``", gradients="n, singly", batch_norm="alone", together="kernel_scores"
-)
+@_kernel_score("``lambda_min(K)``")
 def min_eigenvalue(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """``lambda_min(K)`` exactly, for the kernel K of :func:`eigen_nas`, which bounds it.
+    """Return ``lambda_min(K)`` exactly, for the kernel K of :func:`eigen_nas`, its upper bound.
 
-    What Eigen-NAS stands in for. Memory: n gradients; time: one gradient per sample, ``n^2 p``.
+    Memory: n gradients; time: one gradient per sample, ``n^2 p``.
 
     Examples
     --------
@@ -176,23 +176,18 @@ def min_eigenvalue(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch
     """
     apply, params, x, _ = check_score_arguments(apply, params, batch)
     K = _sum_of_grams(_sample_gradients(apply, params, x))
-    # What is left of a zero eigenvalue is rounding, of either sign.
+    # A zero eigenvalue is rounded to either sign.
     return jnp.maximum(eigenvalues.min_eigenvalue(K), 0)
 
 
-@ScoreDescription(
-    "``lambda_min`` of ``K_ij / sqrt(K_ii K_jj)``",
-    gradients="n, singly",
-    batch_norm="alone",
-    together="kernel_scores",
-)
+@_kernel_score("``lambda_min`` of ``K_ij / sqrt(K_ii K_jj)``")
 def cosine_min_eigenvalue(
     key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch
 ) -> jax.Array:
-    """``lambda_min`` of the kernel of cosines, ``K_ij / sqrt(K_ii K_jj)``: at most 1.
+    """Return ``lambda_min`` of the kernel of cosines, ``K_ij / sqrt(K_ii K_jj)``: at most 1.
 
-    How different the samples' gradients are, whatever their size, which is what most of
-    :func:`eigen_nas` is. A gradient of 0 is orthogonal to nothing: the value is then 0.
+    It measures how different the samples' gradients are, independently of their norms, which
+    dominate :func:`eigen_nas`. The value is 0 if a gradient is 0.
 
     Examples
     --------
@@ -204,17 +199,11 @@ def cosine_min_eigenvalue(
     return kernel_scores(key, apply, params, batch)["cosine_min_eigenvalue"]
 
 
-@ScoreDescription(
-    "``lambda_max(K) / lambda_min(K)``",
-    gradients="n, singly",
-    batch_norm="alone",
-    smaller_is_better=True,
-    together="kernel_scores",
-)
+@_kernel_score("``lambda_max(K) / lambda_min(K)``", smaller_is_better=True)
 def condition_number(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """``lambda_max(K) / lambda_min(K)``: smaller is better; :func:`te_nas` with samples alone.
+    """Return ``lambda_max(K) / lambda_min(K)``: smaller is better; :func:`te_nas` samples jointly.
 
-    ``inf`` where ``lambda_min`` is within rounding of 0, up to ``n eps lambda_max``.
+    The value is ``inf`` if ``lambda_min`` is at most ``n eps lambda_max``, 0 up to rounding.
 
     Examples
     --------
@@ -229,17 +218,17 @@ def condition_number(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Bat
     "``lambda_max(K) / lambda_min(K)``", gradients="n", batch_norm="joint", smaller_is_better=True
 )
 def te_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """TE-NAS's condition number ``kappa = lambda_max(K) / lambda_min(K)``: smaller is better.
+    """Return TE-NAS's condition number ``lambda_max(K) / lambda_min(K)``: smaller is better.
 
-    K as in :func:`eigen_nas`, but of the batch jointly and in all tensors that PyTorch calls
-    ``weight``: kernels, and normalisations' scales (leaves named ``scale``). Chen, Gong & Wang
-    (ICLR 2021), who prune a supernet by the ranks of kappa and of :func:`regions` together.
+    K is the kernel of :func:`eigen_nas`, except that the batch is joint, and all tensors count that
+    PyTorch calls ``weight``: kernels, and scales of normalisations (leaves named ``scale``). Chen,
+    Gong & Wang (ICLR 2021) prune a supernet by the ranks of kappa and of :func:`regions` together.
 
     Notes
     -----
-    ``inf`` where ``lambda_min`` is within rounding of 0, up to ``n eps lambda_max``. Their code
-    divides by whatever rounding left, so that a negative one ranks first. Time: n gradients of
-    the whole batch; memory: n gradients, and eight backward passes.
+    The value is ``inf`` if ``lambda_min`` is at most ``n eps lambda_max``, 0 up to rounding. Their
+    code divides by the rounded eigenvalue, so a negative one ranks first. Time: n gradients of the
+    whole batch; memory: n gradients, and eight backward passes.
 
     Examples
     --------
@@ -251,21 +240,16 @@ def te_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax
     weights, rebuild = split_weights(apply, params, x, "scale")
     _, pull_back = jax.vjp(lambda w: jnp.sum(apply(rebuild(w), x), axis=1), weights)
     units = jnp.eye(len(x), dtype=logits_like(apply, params, x).dtype)
-    # Some at a time share what the backward pass computes again.
+    # Eight rows at a time share the recomputation of the backward pass.
     rows = for_each(lambda unit: ravel_pytree(pull_back(unit))[0], units, batch_size=8)
     return _condition(eigenvalues.eigenvalues(gram_of_rows(rows / power_of_two_scale(rows))))
 
 
-@ScoreDescription(
-    "entropy of K's eigenvalues, which add to 1",
-    gradients="n, singly",
-    batch_norm="alone",
-    together="kernel_scores",
-)
+@_kernel_score("entropy of K's eigenvalues, which add to 1")
 def spectral_entropy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """``-sum_i p_i log p_i`` of ``p = lambda / tr K``: how evenly K sees its n directions.
+    """Return ``-sum_i p_i log p_i`` of ``p = lambda / tr K``: the entropy of K's spectrum.
 
-    At most ``log n``; 0 for a kernel of rank one, and for one that is 0.
+    At most ``log n``; 0 for a kernel of rank one or 0.
 
     Examples
     --------
@@ -277,18 +261,12 @@ def spectral_entropy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Bat
     return kernel_scores(key, apply, params, batch)["spectral_entropy"]
 
 
-@ScoreDescription(
-    "``-y'K^-1 y`` of the centred one-hot labels",
-    gradients="n, singly",
-    batch_norm="alone",
-    together="kernel_scores",
-)
+@_kernel_score("``-y'K^-1 y`` of the centred one-hot labels")
 def label_energy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """``-sum_c y_c' K^-1 y_c`` over the classes' indicators y_c, each less its mean.
+    """Return ``-sum_c y_c' K^-1 y_c`` over the centred indicators y_c of the classes.
 
-    Minus the squared norm of the smallest function that fits the labels, which bounds the
-    excess risk (:func:`ntk.excess_risk_term`). ``-inf`` where K is singular, as in
-    :func:`condition_number`.
+    It is minus the squared norm of the smallest function that fits the labels. This norm bounds the
+    excess risk (:func:`ntk.excess_risk_term`). The value is ``-inf`` if K is singular to rounding.
 
     Examples
     --------
@@ -300,14 +278,9 @@ def label_energy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) 
     return kernel_scores(key, apply, params, batch)["label_energy"]
 
 
-@ScoreDescription(
-    "``sum_l log tr K_l / n``, layer by layer",
-    gradients="n, singly",
-    batch_norm="alone",
-    together="kernel_scores",
-)
+@_kernel_score("``sum_l log tr K_l / n``, layer by layer")
 def log_traces(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """``sum_l log(tr K_l / n)`` over the layers that have a gradient, as ZiCo adds up layers.
+    """Return ``sum_l log(tr K_l / n)`` over the layers with a nonzero gradient.
 
     Examples
     --------
@@ -320,7 +293,7 @@ def log_traces(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) ->
 
 
 def _sample_gradients(apply: Apply, params: Pytree, x: jax.Array) -> Pytree:
-    """Leaves [n, size]: the gradient of each sample's summed logits."""
+    """Return leaves [n, size]: the gradient of each sample's summed logits."""
     gradient = jax.grad(lambda p, xi: jnp.sum(apply(p, xi[None])))
     return for_each(lambda xi: jax.tree.map(jnp.ravel, gradient(params, xi)), x)
 
@@ -330,28 +303,28 @@ def _sum_of_grams(gradients: Pytree) -> jax.Array:
 
 
 def _unit_gram(gradients: Pytree) -> tuple[jax.Array, jax.Array]:
-    """``K / size^2`` with entries of about 1, and the size: K itself may leave the range."""
+    """Return ``K / size^2`` with entries of about 1, and the size; K itself can overflow."""
     size = _gradient_scale(gradients)
     return _sum_of_grams(jax.tree.map(lambda g: g / size, gradients)), size.reshape(())
 
 
 def _gradient_scale(gradients: Pytree, axis: int | None = None) -> jax.Array:
-    """The largest entry of all leaves, or with ``axis=1`` of every row, as a power of two."""
+    """Return the largest entry of all leaves, or of every row (``axis=1``), as a power of two."""
     return power_of_two_scale(jnp.concatenate(jax.tree.leaves(gradients), axis=1), axis=axis)
 
 
 def _weight_gradients(
     apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree
 ) -> list[jax.Array]:
-    """The gradients [n, size] in each of the weights."""
+    """Return the gradients [n, size] in each of the weights."""
     pairs = zip(is_weight(apply, params, x), jax.tree.leaves(gradients), strict=True)
     return [g for chosen, g in pairs if chosen]
 
 
 def _log_trace(g: jax.Array) -> jax.Array:
-    """``log |g|^2 / n``, 0 for a gradient of 0; the square itself may be no number."""
+    """Return ``log |g|^2 / n``, 0 for a gradient of 0; the square itself can overflow."""
     size = overflow_safe_norm(g)
-    # A norm is not negative; asked this way round, NaN stays NaN.
+    # A norm is nonnegative; comparing with 0 keeps NaN.
     return jnp.where(size == 0, 0, 2 * jnp.log(jnp.where(size == 0, 1, size)) - math.log(len(g)))
 
 
@@ -362,7 +335,7 @@ def _min_eigenvalue_of_cosines(K: jax.Array) -> jax.Array:
 
 
 def _condition(values: jax.Array) -> jax.Array:
-    """Largest by smallest of eigenvalues in ascending order; ``inf`` if that is rounding of 0."""
+    """Return last by first of ascending eigenvalues; ``inf`` if the first is 0 to rounding."""
     singular = _is_singular(values)
     return jnp.where(singular, jnp.inf, values[-1] / jnp.where(singular, 1, values[0]))
 
@@ -376,7 +349,7 @@ def _entropy_of_spectrum(values: jax.Array) -> jax.Array:
     values = jnp.maximum(values, 0)
     total = jnp.sum(values)
     shares = values / jnp.where(total > 0, total, 1)
-    # jax.scipy.special.entr computes an infinity, which jax_debug_infs raises.
+    # jax.scipy.special.entr computes an infinity, and jax_debug_infs would raise.
     return -jnp.sum(shares * jnp.log(jnp.where(shares > 0, shares, 1)))
 
 

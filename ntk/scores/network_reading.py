@@ -1,4 +1,4 @@
-"""What scores read off a network: its weights, its loss, the signs of its ReLUs."""
+"""Helpers of the scores: a network's weights, its loss, and the signs of its ReLUs."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -9,7 +9,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 
 from ntk.internal.checks import (
     at_least_float32,
@@ -48,7 +47,7 @@ def check_score_arguments(
         )
     for name, tree in ("params", params), ("batch", x):
         check_finite(name, jax.tree.map(partial(real_array, name), tree))
-    # Squares of gradients leave the range of 16 bits.
+    # Squares of gradients overflow in 16 bits.
     params, x = jax.tree.map(_widen_to_float32, (params, x))
     logits = logits_like(apply, params, x)
     if len(logits.shape) != 2 or logits.shape[0] != len(x):
@@ -67,7 +66,7 @@ def check_score_arguments(
 
 
 def _widen_to_float32(leaf: Any) -> Any:
-    """A leaf of 16-bit floating-point numbers in 32 bits."""
+    """Return a leaf of 16-bit floating-point values in 32 bits."""
     dtype = jnp.result_type(leaf)
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits >= 32:
         return leaf
@@ -75,7 +74,7 @@ def _widen_to_float32(leaf: Any) -> Any:
 
 
 def logits_like(apply: Apply, params: Pytree, x: chex.Array) -> Any:
-    """Shape and type of the logits."""
+    """Return the shape and type of the logits."""
     return jax.eval_shape(fresh(apply), params, x)
 
 
@@ -96,14 +95,14 @@ def is_weight(apply: Apply, params: Pytree, x: chex.Array, *more: str) -> list[b
 
 
 def _leaf_name(path: tuple) -> str:
-    """The last name on a leaf's path; in a state of nnx the array's own, "value", comes after."""
+    """Return the last name on a leaf's path; nnx states add "value" after the array's own name."""
     words = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
     named = [word for word in words if word not in ("value", "raw_value")]
     return (named or words or [""])[-1]
 
 
 def _in_parameters(apply: Apply, params: Pytree) -> tuple[Apply, Pytree]:
-    """``apply`` of what is differentiated: the collection "params", without whole numbers."""
+    """Return ``apply`` as a function of the floating-point leaves of the collection "params"."""
     if not isinstance(params, Mapping) or "params" not in params or len(params) == 1:
         return _restrict_to_floating(apply, params)
     return _restrict_to_floating(lambda p, x: apply({**params, "params": p}, x), params["params"])
@@ -130,7 +129,7 @@ def _restrict_to_floating(apply: Apply, params: Pytree) -> tuple[Apply, Pytree]:
 def split_weights(
     apply: Apply, params: Pytree, x: chex.Array, *more: str
 ) -> tuple[list[jax.Array], Callable]:
-    """The kernels, and the leaves named in ``more``; and how to put others in their place."""
+    """Return the kernels and the leaves named in ``more``, and a function that replaces them."""
     keep = is_weight(apply, params, x, *more)
     leaves, structure = jax.tree.flatten(params)
 
@@ -153,13 +152,6 @@ def mean_loss(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -> jax
     return mean_cross_entropy(apply(params, x), y)
 
 
-def loss_gradient(apply: Apply, params: Pytree, batch: Batch) -> tuple[list, list]:
-    """The weights, and the gradient in them of the mean cross-entropy."""
-    apply, params, x, y = check_score_arguments(apply, params, batch)
-    weights, rebuild = split_weights(apply, params, x)
-    return weights, jax.grad(lambda w: mean_loss(apply, rebuild(w), x, y))(weights)
-
-
 def summed(terms: Iterable[chex.Array]) -> jax.Array:
     """Return the sum of scalars."""
     return jnp.sum(jnp.stack(list(terms)))
@@ -178,13 +170,13 @@ def power_of_two_scale(x: jax.Array, axis: int | None = None) -> jax.Array:
 
 
 def overflow_safe_norm(x: jax.Array) -> jax.Array:
-    """The 2-norm of all entries, also if their squares leave the range of the type."""
+    """Return the 2-norm of all entries, also if their squares overflow."""
     size = power_of_two_scale(x)
     return (size * jnp.linalg.norm((x / size).ravel())).reshape(())
 
 
 def for_each(function: Callable, xs: Pytree, batch_size: int | None = None) -> Pytree:
-    """``lax.map``, compiled once for a program, whatever function it comes from."""
+    """Return ``lax.map(function, xs)``, compiled once per program, not per function object."""
 
     def run(xs):
         return jax.lax.map(function, xs, batch_size=batch_size)
@@ -192,33 +184,19 @@ def for_each(function: Callable, xs: Pytree, batch_size: int | None = None) -> P
     return program(run, xs)(xs)
 
 
-def map_gradients(reduce: Callable, apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
-    """``reduce`` of the gradient of each sample's summed logits, one after another."""
-    gradient = jax.grad(lambda p, xi: jnp.sum(apply(p, xi[None])))
-    return for_each(lambda xi: reduce(ravel_pytree(gradient(params, xi))[0]), x)
-
-
 def gram_of_rows(rows: chex.Array) -> jax.Array:
-    """``rows rows'``, in 32 bits at least: rounding is judged by its type."""
+    """Return ``rows rows'`` in at least 32 bits."""
     dtype = at_least_float32(rows.dtype)
     return jnp.matmul(rows, rows.T, precision="highest", preferred_element_type=dtype)
 
 
-def another_batch(params: Pytree, x: jax.Array) -> tuple:
-    """Shapes of the same arguments with one sample more."""
-    like = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params
-    )
-    return like, jax.ShapeDtypeStruct((len(x) + 1, *x.shape[1:]), x.dtype)
-
-
 def _longer(shape: tuple, other: tuple) -> list[int]:
-    """The axes that grow with the number of samples."""
+    """Return the axes that grow with the number of samples."""
     return [i for i, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b]
 
 
 def sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
-    """How many ReLUs have the same sign for samples i and j: [n, n], float32."""
+    """Return the number of ReLUs with the same sign for samples i and j: [n, n], float32."""
     n = len(x)
 
     def count(eqn, other, inputs, outputs, total):
@@ -227,21 +205,12 @@ def sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
             return outputs, total
         return outputs, total + _same_signs(inputs[0], axis)
 
-    start, reference_args = jnp.zeros((n, n), jnp.float32), another_batch(params, x)
-    return visit_chosen_operations(
-        mark_relus(apply),
-        is_relu,
-        count,
-        start,
-        params,
-        x,
-        what="ReLU",
-        reference_args=reference_args,
-    )[1]
+    start = jnp.zeros((n, n), jnp.float32)
+    return visit_chosen_operations(mark_relus(apply), is_relu, count, start, params, x, "ReLU")[1]
 
 
 def used_sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
-    """:func:`sign_agreements` of the ReLUs that some logit changes with."""
+    """Return :func:`sign_agreements` of only the ReLUs that the logits depend on."""
     n = len(x)
 
     def response(total):
@@ -251,18 +220,10 @@ def used_sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Arr
                 return outputs, nothing
             return [_relu_with_count(axis, outputs[0], inputs[0], total)], nothing
 
-        reference_args = another_batch(params, x)
         logits, _ = visit_chosen_operations(
-            mark_relus(apply),
-            is_relu,
-            probe,
-            (),
-            params,
-            x,
-            what="ReLU",
-            reference_args=reference_args,
+            mark_relus(apply), is_relu, probe, (), params, x, "ReLU"
         )
-        # Weights that no sum of derivatives cancels with.
+        # With random weights, derivatives do not cancel in the sum.
         return jnp.sum(logits * jax.random.normal(jax.random.key(0), logits.shape, logits.dtype))
 
     return jax.grad(response)(jnp.zeros((n, n), jnp.float32))
@@ -284,18 +245,17 @@ def samples_axis(eqn, other, n: int) -> int | None:
 def _same_signs(u: jax.Array, axis: int) -> jax.Array:
     u = jnp.moveaxis(u, axis, 0).reshape(u.shape[axis], -1)
     signs = jnp.where(u > 0, 1, -1).astype(jnp.float32)
-    signs = jnp.where(jnp.isnan(u), jnp.nan, signs)  # NaN has none
+    signs = jnp.where(jnp.isnan(u), jnp.nan, signs)
     return (signs.shape[1] + gram_of_rows(signs)) / 2
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _relu_with_count(axis: int, out: jax.Array, u: jax.Array, total: jax.Array) -> jax.Array:
-    """``out``, of a ReLU at ``u``; where it is used its count is the gradient in ``total``."""
+    """Return ``out``, a ReLU of ``u``. If used, its count is the gradient in ``total``."""
     return out
 
 
 def _counted_backward(axis, u, g):
-    # NaN is used: it is not 0.
     return g, jnp.zeros_like(u), jnp.where((g != 0).any(), _same_signs(u, axis), 0)
 
 
@@ -313,13 +273,13 @@ def distinct_patterns(agreements: chex.Array) -> jax.Array:
 
 
 def is_layer(eqn) -> bool:
-    """Whether this is a convolution, or a product without batch axes."""
+    """Return whether this is a convolution, or a product without batch axes."""
     name, numbers = eqn.primitive.name, eqn.params.get("dimension_numbers")
     return name == "conv_general_dilated" or (name == "dot_general" and not any(numbers[1]))
 
 
 def layer_axes(eqn, other, n: int) -> tuple[int, tuple[int, ...]] | None:
-    """Axes of the samples and of the channels in a layer's output; None for other products.
+    """Return the axes of samples and channels in a layer's output; None for other products.
 
     The channels of ``x @ w`` are the axes of the operand that does not grow with the batch.
     """
@@ -345,17 +305,7 @@ def layer_saliency(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -
             axes_of_layers.append(axes)
             return [saliency(axes, outputs[0], total) if axes else outputs[0]], nothing
 
-        reference_args = another_batch(params, x)
-        logits, _ = visit_chosen_operations(
-            apply,
-            is_layer,
-            probe,
-            (),
-            params,
-            x,
-            what="matrix product",
-            reference_args=reference_args,
-        )
+        logits, _ = visit_chosen_operations(apply, is_layer, probe, (), params, x, "matrix product")
         if not any(axes_of_layers):
             raise ValueError(
                 f"apply: expected a layer with the {len(x)} samples on an axis of its output, "
@@ -368,7 +318,7 @@ def layer_saliency(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def saliency(axes: tuple[int, tuple[int, ...]], a: chex.Array, total: chex.Array) -> jax.Array:
-    """``a`` itself; its part of the Fisher score comes back as the gradient in ``total``."""
+    """Return ``a`` itself; its part of the Fisher score is the gradient in ``total``."""
     return a
 
 

@@ -1,8 +1,8 @@
 """The registry of the built-in scores: their names, and a description of each.
 
-A description stands at the score's function, as its decorator. ``bilevel rank`` and the
-documentation read names and descriptions from here, so no other file lists the scores. This module
-does not import JAX: the command line needs the names before it does.
+A description is the decorator of the score's function. ``bilevel rank`` and the documentation read
+names and descriptions from here, so no other file lists the scores. This module does not import
+JAX, because the command line needs the names first.
 """
 
 import sys
@@ -24,7 +24,7 @@ class ScoreDescription(NamedTuple):
     Attributes
     ----------
     formula : str, in the form of a table's cell.
-    gradients : str, how many gradients the score takes.
+    gradients : str, number of gradients that the score takes.
     batch_norm : str
         How samples interact through batch normalisation: "joint", "alone", "removed" or "unused".
     smaller_is_better : bool

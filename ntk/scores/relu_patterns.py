@@ -23,27 +23,27 @@ from ntk.scores.registry import ScoreDescription
     published="nwot",
 )
 def naswot(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """NASWOT: ``log det K_H``, where ``K_H[i, j]`` counts the ReLUs at which i and j agree in sign.
+    """Return NASWOT: ``log det K_H``; ``K_H[i, j]`` counts ReLUs where i and j agree in sign.
 
     ``K_H = sum B B' + (1 - B)(1 - B)'`` [n, n] over the ReLUs, with ``B = 1[input > 0]``
-    [n, units], jointly. Mellor et al. (ICML 2021). Needs no labels and no gradients.
+    [n, units], jointly. Mellor et al. (ICML 2021). It uses no labels and no gradients.
 
-    Only ReLUs that the logits depend on count, be it by a product with 0, as in the original, and
-    of ``lax.switch`` those of the branch taken.
+    Only ReLUs that the logits depend on count, as in the original also through a product with 0. In
+    ``lax.switch`` only the branch taken counts.
 
     Raises
     ------
     ValueError
         If the logits depend on no ReLU, or on one in a loop other than ``scan``, or if the samples
-        share an axis of a ReLU's input with something else.
+        share an axis of a ReLU's input with another dimension.
 
     Notes
     -----
-    A ReLU is ``jax.nn.relu`` or what comes to it: ``maximum(x, 0)``, ``where(x > 0, x, 0)``,
-    ``x * (x > 0)``, ``clip(x, 0)``, of whatever library; ReLU6 has two kinks. Other activations do
-    not count, nor does ``maximum(0, variance)`` in a normalisation. ``-inf`` where two samples
-    agree everywhere; with fewer units than samples the determinant is 0 up to rounding. Counts are
-    exact up to 2^24 units. Time: one forward pass and ``n^2`` per unit.
+    A ReLU is ``jax.nn.relu`` or an equivalent form from any library: ``maximum(x, 0)``, ``where(x >
+    0, x, 0)``, ``x * (x > 0)``, ``clip(x, 0)``; ReLU6 has two kinks. Other activations do not
+    count, nor does ``maximum(0, variance)`` in a normalisation. The score is ``-inf`` if two
+    samples agree everywhere. With fewer units than samples the determinant is 0 up to rounding.
+    Counts are exact up to 2^24 units. Time: one forward pass and ``n^2`` per unit.
 
     Examples
     --------
@@ -62,12 +62,12 @@ def naswot(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax
 def regions(
     key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch, *, unused: bool = True
 ) -> jax.Array:
-    """TE-NAS's R: how many linear regions the samples fall in, told by their ReLU sign patterns.
+    """Return TE-NAS's R: the number of linear regions of the samples, by ReLU sign patterns.
 
-    ReLUs as in :func:`naswot`, jointly; with ``unused=False`` those alone that a logit changes
-    with, which leaves out those of operations that a supernet gives the weight 0. Chen, Gong & Wang
-    (ICLR 2021) use 3,000 crops of 3 x 3 pixels, and a thin network, so that not every sample gets a
-    region of its own. Memory: n^2; a backward pass to tell what is used.
+    ReLUs are those of :func:`naswot`, jointly. With ``unused=False`` only ReLUs count that change a
+    logit; this leaves out operations with weight 0 in a supernet. Chen, Gong & Wang (ICLR 2021) use
+    3,000 crops of 3 x 3 pixels and a thin network, so that several samples share a region. Memory:
+    n^2, and a backward pass for ``unused=False``.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""A score of how alike samples are at the ReLUs: in what goes in, and in what comes back."""
+"""The score WRCor: correlations between samples at the ReLUs, of inputs and of gradients."""
 
 from functools import partial
 
@@ -12,7 +12,6 @@ from ntk.scores.network_reading import (
     Apply,
     Batch,
     Pytree,
-    another_batch,
     check_score_arguments,
     gram_of_rows,
     mean_cross_entropy,
@@ -24,27 +23,29 @@ from ntk.scores.visit_operations import visit_chosen_operations
 
 @ScoreDescription("``log det`` of correlations at the ReLUs", gradients="1", batch_norm="joint")
 def wrcor(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """Weighted response correlation: ``log |det K|``, ``K = sum_l 2^l sum_i |A_i| + |G_i|`` [n, n].
+    """Return WRCor: ``log |det K|``, with ``K = sum_l 2^l sum_i |A_i| + |G_i|`` over the ReLUs.
 
-    Over the ReLUs i of the layers l = 0, 1, ...: ``A_i[s, t]`` is the correlation, over the units,
-    of samples s and t in the ReLU's input, ``G_i`` that of the gradients there of the mean
-    cross-entropy, jointly. Jing et al. (arXiv 2507.08841), Eq. (10) and (11). A matrix with a
-    constant row, which has no correlations, is left out, as in their code.
+    This is the weighted response correlation. K is [n, n]; i runs over the ReLUs of the layers l =
+    0, 1, ... ``A_i[s, t]`` is the correlation, over the units, of samples s and t in the ReLU's
+    input, and ``G_i`` the same for the gradients of the mean cross-entropy in this input, jointly.
+    Jing et al. (arXiv 2507.08841), Eq. (10) and (11). A matrix with a constant row lacks
+    correlations and is left out, as in their code.
 
-    A layer ends where the network says so, by ``jax.ad_checkpoint.checkpoint_name(x, "layer")``;
-    where it never does, every ReLU is a layer of its own, in the order of the program. Their code
-    takes the cells of NAS-Bench-201 for layers, and so do our networks; at its last ReLU, which
-    works in place, that code has outputs in the place of inputs.
+    ``jax.ad_checkpoint.checkpoint_name(x, "layer")`` in the network ends a layer. Without any such
+    name, every ReLU is a layer, in the order of the program. Their code takes the cells of
+    NAS-Bench-201 for layers, and so do our networks. At its last ReLU, which is in place, that code
+    uses outputs instead of inputs.
 
     Raises
     ------
     ValueError
-        As :func:`naswot`, whose ReLUs these are.
+        If the logits depend on no ReLU, or on one in a loop other than ``scan``, or if the samples
+        share an axis of a ReLU's input with another dimension.
 
     Notes
     -----
-    ``-inf`` where two samples are alike at every ReLU, or no ReLU has correlations. Time: one
-    forward and one backward pass, and ``n^2`` per unit.
+    The score is ``-inf`` if two samples are alike at every ReLU, or no ReLU has correlations. Time:
+    one forward and one backward pass, and ``n^2`` per unit.
 
     Examples
     --------
@@ -64,24 +65,17 @@ def wrcor(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.
 def _response_correlations(
     apply: Apply, params: Pytree, x: chex.Array, y: chex.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """``sum_l 2^(l - L) (|C_l| + |C'_l|)`` [n, n] over the ReLUs of layers 0..L, and L.
+    """Return ``sum_l 2^(l - L) (|C_l| + |C'_l|)`` [n, n] over the ReLUs of layers 0..L, and L.
 
-    C: correlations of the samples' inputs of a ReLU, C' of the loss's gradients there.
+    C are correlations of the samples' inputs of a ReLU, C' of the loss's gradients in them.
     """
-    n, network, reference_args = len(x), mark_relus(apply), another_batch(params, x)
+    n, network = len(x), mark_relus(apply)
     zero, nothing = jnp.zeros(()), jnp.zeros((n, n))
     ends, relus = [], []
 
     def through(visit, total):
         return visit_chosen_operations(
-            network,
-            _is_relu_or_layer_end,
-            visit,
-            total,
-            params,
-            x,
-            what="ReLU",
-            reference_args=reference_args,
+            network, _is_relu_or_layer_end, visit, total, params, x, "ReLU"
         )
 
     def count(eqn, other, inputs, outputs, counts):
@@ -95,7 +89,7 @@ def _response_correlations(
     _, counts = through(count, jnp.zeros(2))
     if not relus:
         raise ValueError("apply: expected logits that depend on a ReLU, got none on the way.")
-    every_relu = not ends  # no layer has an end: every ReLU is one
+    every_relu = not ends  # without names of layers, every ReLU is a layer
     last = counts[1] - 1 if every_relu else counts[0]
 
     def loss(total):
@@ -129,7 +123,7 @@ def _is_relu_or_layer_end(eqn) -> bool:
 
 
 def _absolute_correlations(u: jax.Array, axis: int) -> jax.Array:
-    """Absolute correlations of the samples; 0 if one of them is constant and has none."""
+    """Return the absolute correlations of the samples; all 0 if a sample is constant."""
     u = jnp.moveaxis(u, axis, 0).reshape(u.shape[axis], -1)
     u = u.astype(at_least_float32(u.dtype))
     size = jnp.abs(u).max(axis=1, keepdims=True)  # squares of small gradients would be 0
@@ -146,7 +140,7 @@ def _absolute_correlations(u: jax.Array, axis: int) -> jax.Array:
 def _relu_with_correlations(
     axis: int, out: jax.Array, u: jax.Array, weight: jax.Array, total: jax.Array
 ):
-    """``out``, of a ReLU at ``u``; the gradients' correlations are the gradient in ``total``."""
+    """Return ``out``, a ReLU of ``u``; the gradient in ``total`` is the gradients' correlations."""
     return out
 
 

@@ -1,11 +1,10 @@
-"""Look inside a function: evaluate ``fn(*args)`` with a visit at chosen operations.
+"""Evaluate a network with a visit at chosen operations, such as its ReLUs.
 
-The function is traced once to a jaxpr, which is then evaluated equation by equation, as in JAX's
-guide to jaxpr interpreters. Only equations that the outputs depend on are evaluated: a branch of a
-network that ends nowhere is not visited. Loops (``scan``) and branches (``cond``, ``switch``) are
-entered; the total of the visits is carried through them, and only the branch taken adds to it.
-A call without a chosen operation in it stays as it is, derivative rules included. A call that is
-entered is differentiated by what it computes, not by its custom rule.
+The network is traced once to a jaxpr, which is then evaluated equation by equation, as in JAX's
+guide to jaxpr interpreters. Only equations that the outputs depend on are evaluated. Loops
+(``scan``) and branches (``cond``, ``switch``) are entered. The total of the visits is carried
+through them, and only the branch taken adds to it. A call without a chosen operation is unchanged
+and keeps its derivative rule. A call that is entered loses its custom derivative rule.
 """
 
 from collections.abc import Callable
@@ -23,21 +22,22 @@ def visit_chosen_operations(
     is_chosen: Callable[[JaxprEqn], bool],
     visit: Callable[..., tuple[list, Any]],
     total: Any,
-    *args,
+    params: Any,
+    x: jax.Array,
     what: str,
-    reference_args: tuple,
 ) -> tuple[Any, Any]:
-    """Return ``fn(*args)``, and the ``total`` that the visits of chosen operations made.
+    """Return ``fn(params, x)``, and the ``total`` of the visits at chosen operations.
 
-    ``visit(eqn, other, inputs, outputs, total) -> (outputs, total)`` may replace the outputs by
+    ``visit(eqn, other, inputs, outputs, total) -> (outputs, total)`` can replace the outputs by
     arrays like them, and add to the total of fixed shapes and types. ``other`` is the same
-    operation for ``reference_args``, with another number of samples: axes of another length are the
-    samples'. ``what`` names the operations in errors. One inside a loop that is no ``scan``, or no
-    operation at all, raises ``ValueError``.
+    operation for one sample more: an axis of another length is the samples'. ``what`` names the
+    operations in errors. A chosen operation in a loop other than ``scan``, or none at all, raises
+    ``ValueError``.
     """
-    closed, shapes = jax.make_jaxpr(fresh(fn), return_shape=True)(*args)
+    closed, shapes = jax.make_jaxpr(fresh(fn), return_shape=True)(params, x)
+    longer = jax.ShapeDtypeStruct((len(x) + 1, *x.shape[1:]), x.dtype)
     try:
-        other = jax.make_jaxpr(fresh(fn))(*reference_args)
+        other = jax.make_jaxpr(fresh(fn))(params, longer)
     except (TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
@@ -49,7 +49,7 @@ def visit_chosen_operations(
         raise ValueError(f"apply: expected logits that depend on a {what}, got none on the way.")
 
     def run(closed: ClosedJaxpr, other: ClosedJaxpr, live: list[bool], args, total):
-        """The outputs, with None for those that are not live, and the total."""
+        """Return the outputs, with None for outputs that are not live, and the total."""
         jaxpr = closed.jaxpr
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
 
@@ -77,7 +77,7 @@ def visit_chosen_operations(
             inner, reference, alive = inside[0]
             return run(inner, reference, alive, inputs, total)
         if name == "cond":
-            # A derivative would keep what any of the branches needs: they are computed again.
+            # Without checkpoints a derivative would store the residuals of all branches.
             branches = [
                 jax.checkpoint(
                     lambda total, *operands, inner=inner, reference=reference, alive=alive: run(
@@ -109,12 +109,12 @@ def visit_chosen_operations(
         (state, total), stacked = jax.lax.scan(body, (state, total), xs, **options)
         return [*state, *stacked], total
 
-    outputs, total = run(closed, other, live, jax.tree.leaves(args), total)
+    outputs, total = run(closed, other, live, jax.tree.leaves((params, x)), total)
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs), total
 
 
 def _paired(needed: list, others: list) -> list:
-    """Each operation with its like in the other program."""
+    """Return each operation with the same operation of the other program."""
     names = [[eqn.primitive.name for eqn, _ in equations] for equations in (needed, others)]
     if names[0] != names[1]:
         raise ValueError(
@@ -125,7 +125,7 @@ def _paired(needed: list, others: list) -> list:
 
 
 def _reaches(is_chosen, jaxpr: Jaxpr, live: list[bool]) -> bool:
-    """Whether a live output depends on a chosen operation."""
+    """Return whether a live output depends on a chosen operation."""
     return any(
         is_chosen(eqn)
         or any(
@@ -137,8 +137,7 @@ def _reaches(is_chosen, jaxpr: Jaxpr, live: list[bool]) -> bool:
 
 
 def _live_inner_jaxprs(eqn: JaxprEqn, used: list[bool]) -> list[tuple[ClosedJaxpr, list[bool]]]:
-    """The jaxprs in an equation's parameters, with which of their outputs are live."""
-    # A loop needs all that it carries.
+    """Return the jaxprs in an equation's parameters; loops need all of their outputs."""
     direct = eqn.primitive.name in CALLS or eqn.primitive.name == "cond"
     return [
         (inner, used if direct else [True] * len(inner.jaxpr.outvars))

@@ -1,37 +1,37 @@
 """Rigorous bounds of smallest eigenvalues: of one kernel, and over a simplex of mixtures.
 
-**One kernel.** If LAPACK's Cholesky factorisation of ``B = fl(A - t I)`` runs to its end, then
-``lambda_min(A) >= t - slack``, whatever the rounding errors were (Demmel 1989; Rump 2006):
+**One kernel.** If LAPACK's Cholesky factorisation of ``B = fl(A - t I)`` completes, then
+``lambda_min(A) >= t - slack``, for all rounding errors (Demmel 1989; Rump 2006):
 
     slack = phi tr(B) + u max_i B_ii + tiny,   phi = g / (1 - g),   g = (n + 2) u / (1 - (n + 2) u).
 
-*Proof.* Each entry of the factor takes at most n + 2 roundings, in whatever order or blocks its sum
-is taken, with or without fused multiply-adds, by division or by reciprocals. So the computed factor
-R satisfies ``|R'R - B|_ij <= g (|R|'|R|)_ij <= g |r_i| |r_j|`` (Higham 2002, Lemma 8.4). On the
-diagonal, ``|r_i|^2 <= B_ii / (1 - g)``; hence ``|R'R - B|_2 <= phi tr(B)``, and ``R'R`` has no
-negative eigenvalue. Rounding the diagonal of ``A - t I`` moves it by at most ``u max B_ii``. The
-matrix is scaled to entries of at most 1, so ``tiny = 1e-290`` covers every underflow. Assumed:
-IEEE double precision rounding to nearest, and a BLAS that multiplies and substitutes in the
-ordinary way (no Strassen).
+*Proof.* Each entry of the factor takes at most n + 2 roundings, for any order or blocks of its sum,
+with or without fused multiply-adds, by division or by reciprocals. So the computed factor R
+satisfies ``|R'R - B|_ij <= g (|R|'|R|)_ij <= g |r_i| |r_j|`` (Higham 2002, Lemma 8.4). On the
+diagonal, ``|r_i|^2 <= B_ii / (1 - g)``; hence ``|R'R - B|_2 <= phi tr(B)``, and ``R'R`` is positive
+semidefinite. Rounding the diagonal of ``A - t I`` moves it by at most ``u max B_ii``. The matrix is
+scaled to entries of at most 1, so ``tiny = 1e-290`` covers every underflow. Assumptions: IEEE
+double precision rounding to nearest, and a BLAS with ordinary products and substitutions (no
+Strassen).
 
 **A simplex.** ``K_alpha = sum_ij alpha_i alpha_j K_ij`` on a sub-simplex with vertices ``v_k`` is a
-convex combination of its Bernstein coefficients ``K(v_k, v_l) = sum_ij v_ki v_lj K_ij``, so the
-smallest of their eigenvalues is a lower bound there; the gap is quadratic in the diameter. To prove
-``min >= s``, bisect until every coefficient of every leaf passes the test above.
+convex combination of its Bernstein coefficients ``K(v_k, v_l) = sum_ij v_ki v_lj K_ij``. Therefore
+the smallest of their eigenvalues is a lower bound there; the gap is quadratic in the diameter. To
+prove ``min >= s``, bisect until every coefficient of every leaf passes the test above.
 
 **All blocks at once.** With the [hn, hn] matrix B of the blocks, ``x'K_alpha x = z'Bz`` for ``z =
-alpha (x) x``, of squared length ``|alpha|^2`` in ``[1/h, 1]``. So ``lambda_min(B)``, or an h-th of
-it where it is positive, is a lower bound too: 0 up to rounding for blocks of features, ``K_ij =
-Phi_i Phi_j'``. It is what is left where every K_alpha is singular, or the cells are used up.
+alpha (x) x``, of squared length ``|alpha|^2`` in ``[1/h, 1]``. So ``lambda_min(B)``, or 1/h of it
+if it is positive, is a lower bound too: 0 up to rounding for blocks of features, ``K_ij = Phi_i
+Phi_j'``. We use it if every K_alpha is singular, or the cells are used up.
 
 ======  =======================================================================
 letter  meaning
 ======  =======================================================================
 u       2^-53, the unit roundoff
-t       `shift`, what is taken off the diagonal
+t       `shift`, subtracted from the diagonal
 h, n    activations; inputs
 K_ij    `blocks` [h, h, n, n]
-e       `entry_error`: how far the kernel given may be from the one meant
+e       `entry_error`: bound of the error of the given kernel's entries
 ======  =======================================================================
 
 References: Rump (2006), "Verification of positive definiteness", BIT 46; Demmel (1989), LAPACK
@@ -70,29 +70,29 @@ _GRID = 2.0**48  # points of the simplex are multiples of 1 / _GRID: sums and mi
 
 
 def certified_min_eigenvalue(K: Any, entry_error: Any = None, *, x: Any = None) -> float:
-    """Rigorous lower bound of the smallest eigenvalue, whatever rounding did.
+    """Return a rigorous lower bound of the smallest eigenvalue, valid for all rounding errors.
 
-    Holds for every symmetric matrix whose entries are within ``entry_error`` of those of ``K``.
+    It holds for every symmetric matrix with entries within ``entry_error`` of the entries of ``K``.
 
     Parameters
     ----------
     K : array [n, n] or [n, n, o, o], :class:`ntk.Kernels` or kernel function
         A kernel of o outputs is the matrix ``[n o, n o]`` of all pairs of an input and an output.
-        Symmetric, up to rounding: it stands for ``(K + K') / 2``. float32 is taken exactly as it
-        is: it says nothing about the errors made before, which ``entry_error`` is for. Of what
-        :func:`ntk.network_kernel` returns, the tangent kernel. A function is evaluated in float64.
+        Symmetric, up to rounding: it stands for ``(K + K') / 2``. float32 values count as exact;
+        ``entry_error`` is for errors made before. The tangent kernel of
+        :func:`ntk.network_kernel`'s result is taken. A function is evaluated in float64.
     entry_error : float or array like ``K``, optional
-        Largest error of each entry: by default 0 for an array, the ``error`` of the kernels, and
-        for a function without one an estimate from two precisions (:mod:`ntk.kernels.functions`),
-        which the bound is then as good as.
+        Largest error of each entry. Default: 0 for an array, the ``error`` of kernels, and an
+        estimate from two precisions for a function without errors (:mod:`ntk.kernels.functions`);
+        the bound is then as reliable as the estimate.
     x : array [n, ...], optional
-        Inputs, where ``K`` is a kernel function.
+        Inputs, if ``K`` is a kernel function.
 
     Returns
     -------
     float
         At most the smallest eigenvalue, and for an exact ``K`` within about 2e-16 n sum_i |K_ii| of
-        it. Negative where ``K`` is singular or indefinite.
+        it. Negative if ``K`` is singular or indefinite.
 
     Raises
     ------
@@ -102,8 +102,8 @@ def certified_min_eigenvalue(K: Any, entry_error: Any = None, *, x: Any = None) 
 
     Notes
     -----
-    The proof is in the module's docstring (:mod:`ntk.spectrum.certificate`). Runs on
-    the host in float64: two Cholesky factorisations and a Lanczos run. Memory: three matrices.
+    The module's docstring has the proof (:mod:`ntk.spectrum.certificate`). It runs on the host in
+    float64: two Cholesky factorisations and a Lanczos run. Memory: three matrices.
 
     Examples
     --------
@@ -132,11 +132,11 @@ def certified_min_eigenvalue(K: Any, entry_error: Any = None, *, x: Any = None) 
 
 
 def _bound_min_eigenvalue(K) -> float:
-    """The same for the symmetric part of ``K``, with entries of at most about 1 in size."""
+    """Return the bound for the symmetric part of ``K``, with entries of at most about 1 in size."""
     A = K / 2 + K.T / 2
     shift, best = 0.0, -math.inf
     with threads(len(A)):
-        for _ in range(2):  # again from just below: crowded eigenvalues are apart from there
+        for _ in range(2):  # a second time from just below, where eigenvalues are less crowded
             estimate = smallest(A, shift)[0]
             margin = least = 2 * cholesky_slack(np.abs(A.diagonal() - estimate))
             while (bound := shifted_bound(A, estimate - margin)) is None:
@@ -165,35 +165,35 @@ def certify_simplex(
     entry_error: Any = None,
     max_cells: int = 3000,
 ) -> Certificate:
-    """Rigorous bracket of the minimum of ``lambda_min(K_alpha)`` over the simplex.
+    """Return a rigorous bracket of the minimum of ``lambda_min(K_alpha)`` over the simplex.
 
         K_alpha = sum_ij alpha_i alpha_j K_ij,    alpha >= 0,  sum_i alpha_i = 1
 
-    The minimum is lambda_0 of Oymak et al. (2021), Assumption 3. It is not at a vertex in general,
-    so that looking at single activations does not find it.
+    The minimum is lambda_0 of Oymak et al. (2021), Assumption 3. In general it is not at a vertex,
+    so testing single activations does not find it.
 
     Parameters
     ----------
     blocks : array [h, h, n, n], or a sequence of h kernel functions
-        ``K_ij``; every ``K_alpha`` has to be symmetric up to rounding. Functions ``k_i`` are mixed
-        as they are, ``K_alpha = sum_i alpha_i k_i(x, x)``, in float64; the minimum is then at a
-        corner, and the first cell as a rule enough.
+        ``K_ij``; every ``K_alpha`` must be symmetric up to rounding. Functions ``k_i`` are mixed
+        directly, ``K_alpha = sum_i alpha_i k_i(x, x)``, in float64; the minimum is then at a
+        vertex, and the first cell is usually enough.
     x : array [n, ...], optional
-        Inputs, where ``blocks`` are kernel functions.
+        Inputs, if ``blocks`` are kernel functions.
     rtol : float
-        ``upper - lower`` wanted, relative to ``upper``.
+        Target for ``upper - lower``, relative to ``upper``.
     entry_error : float or array [n, n] or [h, h, n, n], optional
-        Largest error of each entry of ``blocks``, such as :func:`ntk.mixture_blocks` returns with
-        ``error=True``: the bracket holds for all kernels that near. By default 0, and for functions
-        as in :func:`certified_min_eigenvalue`.
+        Largest error of each entry of ``blocks``, e.g. of :func:`ntk.mixture_blocks` with
+        ``error=True``; the bracket holds for all kernels within it. Default: 0, and for functions
+        the estimate of :func:`certified_min_eigenvalue`.
     max_cells : int
-        Cells at which to give up: the bracket is as rigorous then, but wider.
+        Maximum number of cells; a bracket at the maximum is rigorous, but wider.
 
     Returns
     -------
     Certificate
-        Not converged where rounding and ``entry_error`` are larger than the gap asked for, as
-        where the minimum is 0 (two equal inputs, activations that cancel), or at ``max_cells``.
+        It is not converged at ``max_cells``, or if rounding and ``entry_error`` exceed the target
+        gap, e.g. for a minimum of 0 (two equal inputs, activations that cancel).
 
     Raises
     ------
@@ -203,19 +203,20 @@ def certify_simplex(
 
     Notes
     -----
-    Alternating minimisation over ``alpha`` and the eigenvector gives ``upper``; then every test is
-    one Cholesky factorisation against ``(1 - rtol) upper``, shared between cells with a common edge
-    and remembered. The largest cell goes first, halved at its longest failing edge; edges are
-    measured by ``tr K(d, d)``. Vertices are dyadic, hence exact, hence the cells do cover.
-    Time: some (h + 1) cells times n^3 / 3 + h^2 n^2. Memory: h (h + 1) / 2 matrices. Where that
-    does not do, or the minimum seems to be 0, the matrix of all blocks gives a lower bound: that of
-    Gram matrices of features is 0 up to rounding. It takes (h n)^3, and memory thrice the blocks.
+    Alternating minimisation over ``alpha`` and the eigenvector gives ``upper``. Every test is then
+    one Cholesky factorisation at ``(1 - rtol) upper``, cached and shared between cells with a
+    common edge. The largest cell is next, halved at its longest failing edge; ``tr K(d, d)``
+    measures edges. Vertices are dyadic, hence exact, so the cells cover the simplex. Time: about (h
+    + 1) cells times n^3 / 3 + h^2 n^2. Memory: h (h + 1) / 2 matrices. If this is not enough, or
+    the minimum seems to be 0, the matrix of all blocks gives a lower bound, which is 0 up to
+    rounding for Gram matrices of features. It takes (h n)^3 time, and memory of three times the
+    blocks.
 
     Examples
     --------
     >>> phi = np.array([[[2.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, -1.0]]])  # two feature maps
     >>> blocks = np.einsum("iap,jbp->ijab", phi, phi)
-    >>> certificate = certify_simplex(blocks)  # singular where the second features cancel
+    >>> certificate = certify_simplex(blocks)  # singular: the second features cancel
     >>> certificate.argmin, bool(certificate.lower <= 0 <= certificate.upper < 1e-12)
     (array([0.5, 0.5]), True)
     >>> kernels = [lambda x1, x2: x1 @ x2.T, lambda x1, x2: (1 + x1 @ x2.T) ** 2]
@@ -254,8 +255,8 @@ class _Mixture:
         # An entry of K(v, w) takes 2 roundings in the parts, 2 in the weights, h^2 in their sum.
         norms = [norm_bound(np.abs(part)) for part in parts]
         rounding = self._square(2 * (self.h**2 + 4) * UNIT * np.array(norms) + TINY)
-        given = np.array([[norm_bound(e) for e in row] for row in entry_error])
-        self.errors = rounding + (given + given.T) / (2 * self.scale)
+        entry_norms = np.array([[norm_bound(e) for e in row] for row in entry_error])
+        self.errors = rounding + (entry_norms + entry_norms.T) / (2 * self.scale)
 
     def _square(self, values):
         square = np.empty((self.h, self.h))
@@ -268,15 +269,15 @@ class _Mixture:
         return (weights @ self.parts).reshape(self.n, self.n)
 
     def error(self, v, w) -> float:
-        """Bound of the spectral norm of what ``kernel(v, w)`` is off by."""
+        """Return a bound of the spectral norm of the error of ``kernel(v, w)``."""
         return (v @ self.errors @ w) * SUMMED
 
     def forms(self, x):
-        """``x' K_ij x`` [h, h]."""
+        """Return ``x' K_ij x`` [h, h]."""
         return self._square(self.parts @ np.outer(x, x).ravel())
 
     def lower_bound(self) -> float:
-        """Rigorous lower bound of all ``lambda_min(K_alpha)``, by the matrix of all blocks."""
+        """Return a rigorous lower bound of all ``lambda_min(K_alpha)``, by all blocks at once."""
         size = self.h * self.n
         bound = _bound_min_eigenvalue(
             self.blocks.transpose(0, 2, 1, 3).reshape(size, size) / self.scale
@@ -285,20 +286,20 @@ class _Mixture:
         return down(down(bound) - self.errors.max())
 
     def upper_bound(self, alpha):
-        """Rigorous upper bound of ``lambda_min(K_alpha)``, and the vector that shows it."""
+        """Return a rigorous upper bound of ``lambda_min(K_alpha)``, and the vector for it."""
         K = self.kernel(alpha, alpha)
         x = smallest(K)[1]
         size = np.abs(x)
         rounding = 2 * (2 * self.n + 4) * UNIT * (size @ np.abs(K) @ size) + TINY
         numerator = x @ K @ x + rounding
-        worst = 1 + math.copysign(2 * (self.n + 4) * UNIT, numerator)  # of x'x and the division
+        worst = 1 + math.copysign(2 * (self.n + 4) * UNIT, numerator)  # for x'x and the division
         return up(numerator / (x @ x) * worst + self.error(alpha, alpha)), x
 
 
 class _BranchAndBound:
-    """Branch and bound for one target, which follows the smallest upper bound found.
+    """Branch and bound for one target, which follows the smallest upper bound so far.
 
-    A cell is a tuple of vertices. Tests are of pairs of vertices, and remembered.
+    A cell is a tuple of vertices. Tests of pairs of vertices are cached.
     """
 
     def __init__(self, mixture, rtol):
@@ -310,7 +311,7 @@ class _BranchAndBound:
             self.descend(alpha)
 
     def descend(self, alpha):
-        """Lower `upper` by turns: the eigenvector of alpha, the best alpha for that vector."""
+        """Lower `upper`, alternating between alpha's eigenvector and the best alpha for it."""
         for _ in range(50):
             alpha = _on_grid(alpha)
             value, x = self.mixture.upper_bound(alpha)
@@ -320,7 +321,7 @@ class _BranchAndBound:
             alpha = _simplex_minimum(forms)
             if not alpha @ forms @ alpha < value - 0.02 * self.rtol * abs(value):
                 break
-        # The gap must leave room for what the bounds on either side lose.
+        # The gap must exceed the rounding losses of both bounds.
         noise = cholesky_slack(np.full(1, self.mixture.traces.max())) + self.mixture.errors.max()
         noise += (self.mixture.n + 2) * UNIT
         self.gap = max(0.99 * self.rtol * abs(self.upper) - noise, 4 * noise)
@@ -335,7 +336,7 @@ class _BranchAndBound:
             heapq.heappush(heap, (-size, next(order), cell))
 
         whole = tuple(tuple(corner) for corner in np.eye(self.mixture.h).tolist())
-        # Where the minimum is 0 to rounding no number of cells comes nearer than all blocks do.
+        # For a minimum of 0 to rounding, no number of cells is better than the matrix of blocks.
         drowned, floor = self.gap > self.rtol * abs(self.upper), -math.inf
         if (
             drowned
@@ -355,7 +356,7 @@ class _BranchAndBound:
         pairs = {pair for cell in cells for pair in _vertex_pairs(cell)}
         if not all([self.passes(pair) for pair in pairs]):
             floor = max(floor, self.mixture.lower_bound())
-        # Of cells that were left over: the smaller target that all of them reach.
+        # At the maximum number of cells, lower the target until all cells pass.
         while self.upper - self.gap > floor and not all([self.passes(pair) for pair in pairs]):
             self.gap *= 1.5
         proved = [self.passed[pair] for pair in pairs if pair in self.passed]
@@ -370,10 +371,10 @@ class _BranchAndBound:
         )
 
     def examine(self, cell):
-        """Two halves of a cell that fails, none of one that passes or cannot be halved."""
+        """Return two halves of a cell that fails; [] if it passes or cannot be halved."""
         for v in cell:
             if not self.passes((v, v)):
-                self.descend(np.array(v))  # the minimum is lower than it seemed
+                self.descend(np.array(v))  # the minimum can be lower
         edges = [
             pair for pair in _vertex_pairs(cell) if pair[0] != pair[1] and not self.passes(pair)
         ]
@@ -386,7 +387,7 @@ class _BranchAndBound:
         return [tuple(middle if u == end else u for u in cell) for end in (v, w)]
 
     def passes(self, pair) -> bool:
-        """Whether ``lambda_min(K(v, w))`` is proved to be above the target."""
+        """Return whether ``lambda_min(K(v, w))`` is proved to be above the target."""
         if pair in self.passed:
             return True
         v, w = map(np.array, pair)
@@ -411,15 +412,15 @@ def _vertex_pairs(cell):
 
 
 def _on_grid(alpha):
-    """A point of the simplex near ``alpha`` that sums to 1 exactly."""
-    coarse = 2.0**-30  # so that products of coordinates are exact too
+    """Return a point of the simplex near ``alpha`` that sums to 1 exactly."""
+    coarse = 2.0**-30  # products of coordinates are then exact
     alpha = np.round(np.maximum(alpha, 0) / coarse) * coarse
     alpha[np.argmax(alpha)] += 1 - alpha.sum()
     return alpha
 
 
 def _simplex_minimum(forms):
-    """``argmin a' M a`` over the simplex.
+    """Return ``argmin a' M a`` over the simplex.
 
     It is proportional to the minimiser of ``a'Ma + c (1'a - 1)^2`` over ``a >= 0``, which is
     nonnegative least squares.
@@ -433,20 +434,20 @@ def _simplex_minimum(forms):
 
 
 def _finite_float64(name, array):
-    """As finite float64, and the type that it came in."""
-    given = numpy_array(name, array)
-    if not concrete(given):
+    """Return a finite float64 array, and the original dtype."""
+    original = numpy_array(name, array)
+    if not concrete(original):
         raise ValueError(f"{name}: expected known numbers, got what jit or vmap traces.")
-    array = given.astype(np.float64)
+    array = original.astype(np.float64)
     check_finite(name, array, "entries")
-    return array, given.dtype
+    return array, original.dtype
 
 
 def _check_mixtures(blocks, allowed):
     """Raise ValueError unless all ``K_ij + K_ji`` are symmetric up to rounding."""
     largest = np.abs(blocks).max((2, 3))
     diagonal = largest.diagonal()
-    # Features that are orthogonal leave of K_ij what they round to.
+    # For orthogonal features K_ij is roundoff, relative to the diagonal blocks.
     size = np.maximum(largest, np.sqrt(diagonal)[:, None] * np.sqrt(diagonal))
     for i, j in itertools.combinations_with_replacement(range(len(blocks)), 2):
         mixed = blocks[i, j] / 4 + blocks[j, i] / 4
@@ -459,7 +460,7 @@ def _check_mixtures(blocks, allowed):
 
 
 def _like_kernel(entry_error, shape):
-    """The errors of a kernel of this shape, as ``symmetric.square_matrix`` has its entries."""
+    """Return the errors of a kernel of this shape, flattened like ``symmetric.square_matrix``."""
     if entry_error is None:
         return 0.0
     if len(shape) != 4:

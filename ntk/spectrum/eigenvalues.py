@@ -1,21 +1,21 @@
-"""Smallest eigenvalues of kernels: of matrices, and of kernels known by their products only.
+"""Smallest eigenvalues of kernels: of matrices, and of kernels given as products.
 
-The smallest eigenvalue of a positive definite ``K`` is the largest one of ``K^-1``, where Lanczos
-finds it in a few dozen steps however small it is: one Cholesky factorisation ``K = L L'``, two
-triangular solves per step. Where eigenvalues crowd around the smallest, it is found from just below
-it, with ``K - sigma I``. A kernel ``v -> K v`` without a matrix gets Lanczos on ``-K``.
+The smallest eigenvalue of a positive definite ``K`` is the largest one of ``K^-1``. Lanczos finds
+it in a few dozen steps, with one Cholesky factorisation ``K = L L'`` and two triangular solves per
+step. If eigenvalues crowd around the smallest, we use ``K - sigma I`` from just below it. For a
+kernel given as ``v -> K v`` we use Lanczos on ``-K``.
 
 ======  ======================================================================
 letter  meaning
 ======  ======================================================================
-K       kernel [n, n], symmetric; indefinite ones have their value too
+K       kernel [n, n], symmetric; it can be indefinite
 lambda  its smallest eigenvalue, v its unit eigenvector: ``d lambda = v' dK v``
 V, T    rows of V: orthonormal basis of Lanczos; ``T = V A V'``, m x m
 theta   an eigenvalue of T (Ritz value), largest of ``A = K^-1`` or ``A = -K``
 ======  ======================================================================
 
 Reference: Wu & Simon (2000), "Thick-restart Lanczos method for large symmetric eigenvalue
-problems". Floating point leaves every value here uncertified: see :mod:`ntk.spectrum.certificate`.
+problems". These floating-point values are not certified: see :mod:`ntk.spectrum.certificate`.
 """
 
 import functools
@@ -34,11 +34,11 @@ from ntk.kernels.symmetric import square_matrix, symmetric_matrix
 
 Product = Callable[[jax.Array], jax.Array]  # v [n] -> K v [n]
 
-_SMALL = 64  # rows up to which the full spectrum is the cheapest way
+_SMALL = 64  # up to this number of rows the full spectrum is cheapest
 _BASIS = 48  # vectors of a Lanczos basis; a restart keeps a third of them
-_STEP = 8  # vectors after which it is looked at again: that costs a tenth of one of them
-_RESTARTS = 300  # most restarts of Lanczos where K is a product
-_CYCLES, _TRIES = 3, 10  # where K is a matrix: most restarts with one shift, and most shifts
+_STEP = 8  # vectors between convergence checks; a check costs a tenth of a step
+_RESTARTS = 300  # maximum number of restarts of Lanczos for products
+_CYCLES, _TRIES = 3, 10  # for matrices: maximum restarts per shift, and maximum shifts
 
 
 class Eigenpair(NamedTuple):
@@ -46,50 +46,49 @@ class Eigenpair(NamedTuple):
 
     value: jax.Array  # [], the Rayleigh quotient of `vector`: lambda, or above it
     vector: jax.Array  # [n], of unit length; [n o] if K is [n, n, o, o], outputs fastest
-    residual: jax.Array  # [], |K v - lambda v|: an eigenvalue lies this near to `value`
+    residual: jax.Array  # [], |K v - lambda v|: an eigenvalue is within this distance of `value`
 
 
 def min_eigenvalue(
     K: chex.Array | Kernels | Callable[..., Any], *, x: Any = None, size: int | None = None
 ) -> jax.Array:
-    """Smallest eigenvalue of a kernel, ``lambda = min_v v'Kv / v'v``, differentiable in ``K``.
+    """Return the smallest eigenvalue of a kernel, ``min_v v'Kv / v'v``, differentiable in ``K``.
 
     Parameters
     ----------
     K : array [n, n] or [n, n, o, o], :class:`ntk.Kernels` or callable
         Symmetric matrix. A kernel of o outputs is the matrix ``[n o, n o]`` of all pairs of an
         input and an output (``empirical_kernel(..., outputs="full")``). With ``x``, a kernel
-        function (:func:`ntk.kernel_matrix`); with ``size``, the product ``v [n] -> K v [n]``. A
-        record stands for its tangent kernel.
+        function (:func:`ntk.kernel_matrix`); with ``size``, the product ``v [n] -> K v [n]``. The
+        tangent kernel of a record is taken.
     x : array [n, ...], optional
-        Inputs, where ``K`` is a kernel function.
+        Inputs, if ``K`` is a kernel function.
     size : int, optional
-        n, where ``K`` is a product.
+        n, if ``K`` is a product.
 
     Returns
     -------
     scalar
         The value; NaN for a traced ``K`` that is not finite and symmetric. The derivative is
-        ``v v'``; where the eigenvalue is multiple, that is one subgradient of many (of -lambda).
-        There are no second derivatives: asking for them raises NotImplementedError.
+        ``v v'``; at a multiple eigenvalue it is one of many subgradients (of -lambda). Second
+        derivatives raise NotImplementedError.
 
     Raises
     ------
     ValueError
-        If ``K`` is not a finite non-empty square matrix, symmetric but for rounding, or ``x`` or
+        If ``K`` is not a finite non-empty square matrix, symmetric up to rounding, or ``x`` or
         ``size`` is missing or superfluous.
 
     Notes
     -----
-    The error is of the size of one rounding of ``K``, relative ``eps |K| / lambda``, or 1e-11 of
-    lambda (float32: 1e-6) where more eigenvalues than one are that near to it. A matrix that
-    has no Cholesky factor (indefinite, or singular to rounding) is shifted until it has one, and
-    the shift is taken off the result. Time: n^3 / 3 and some 50 to 150 times 2 n^2, twice or
-    three times that where the eigenvalues are crowded. Memory: five more matrices. Eager sizes up
-    to 6 % apart share a compiled program.
+    The error is about one rounding of ``K``, relative ``eps |K| / lambda``, or 1e-11 of lambda
+    (float32: 1e-6) if several eigenvalues are that close to it. A matrix without a Cholesky factor
+    (indefinite, or singular to rounding) is shifted, and the shift is subtracted from the result.
+    Time: n^3 / 3 and about 50 to 150 times 2 n^2, two or three times that for crowded eigenvalues.
+    Memory: five more matrices. Eager sizes up to 6 % apart share a compiled program.
 
-    For products see :func:`smallest_eigenpair`, whose residual says whether Lanczos got there; a
-    product in an eager call is compiled anew each time, so jit the caller.
+    For products see :func:`smallest_eigenpair`; its residual shows whether Lanczos converged. An
+    eager call compiles a product each time, so jit the caller.
 
     Examples
     --------
@@ -109,29 +108,30 @@ def min_eigenvalue(
 def smallest_eigenpair(
     K: chex.Array | Kernels | Callable[..., Any], *, x: Any = None, size: int | None = None
 ) -> Eigenpair:
-    """Smallest eigenvalue, its unit eigenvector, and the residual ``|K v - lambda v|``.
+    """Return the smallest eigenvalue, its unit eigenvector, and the residual ``|K v - lambda v|``.
 
     Only ``value`` has a derivative. The sign of ``vector`` is arbitrary, and so is the vector
     within the eigenspace of a multiple eigenvalue.
 
     A product costs as many calls as Lanczos on ``-K`` needs, about ``sqrt(|K| / gap)`` times the
-    number of digits, where ``gap`` is the distance to the next eigenvalue: some ten for a
-    well-separated one, thousands at the crowded lower end of a smooth kernel. It stops after about
-    10,000, with a value that is too large and a residual that says so. Memory: 48 vectors.
+    number of digits. ``gap`` is the distance to the next eigenvalue: about ten calls for a
+    well-separated one, thousands at the crowded lower end of a smooth kernel. After about 10,000
+    calls it stops, with a value that is too large and a residual that shows this. Memory: 48
+    vectors.
 
     Parameters
     ----------
-    K, x, size
-        As in :func:`min_eigenvalue`.
-
-    Returns
-    -------
-    Eigenpair
+    K : array [n, n] or [n, n, o, o], :class:`ntk.Kernels` or callable
+        Symmetric matrix; with ``x``, a kernel function; with ``size``, the product ``v -> K v``.
+    x : array [n, ...], optional
+        Inputs, if ``K`` is a kernel function.
+    size : int, optional
+        n, if ``K`` is a product.
 
     Raises
     ------
     ValueError
-        If ``K`` is not a finite non-empty square matrix, symmetric but for rounding, or ``x`` or
+        If ``K`` is not a finite non-empty square matrix, symmetric up to rounding, or ``x`` or
         ``size`` is missing or superfluous.
 
     Examples
@@ -144,7 +144,7 @@ def smallest_eigenpair(
     """
     if x is not None or not callable(K):
         if size is not None:
-            raise ValueError(f"size: expected None beside a matrix or inputs, got {size}.")
+            raise ValueError(f"size: expected None with a matrix or inputs, got {size}.")
         return _eigenpair(
             _eigenvector_of_matrix,
             _matrix_product,
@@ -152,7 +152,7 @@ def smallest_eigenpair(
         )
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size: expected the positive size of the product K, got {size}.")
-    # What K closes over becomes an argument, so that gradients find their way to it.
+    # Arrays that K closes over become arguments, so that gradients reach them.
     product, arrays = jax.closure_convert(fresh(K), jnp.zeros(size))
     return _eigenpair(
         functools.partial(_of_product, product, size), lambda v, arrays: product(v, *arrays), arrays
@@ -160,16 +160,16 @@ def smallest_eigenpair(
 
 
 def eigenvalues(K: chex.Array | Kernels | Callable[..., Any], *, x: Any = None) -> jax.Array:
-    """All eigenvalues of a symmetric matrix, ascending: [n, n] -> [n], in about 10 n^3.
+    """Return all eigenvalues of a symmetric matrix, ascending: [n, n] -> [n], in about 10 n^3.
 
-    With ``x``, of a kernel function. A kernel ``[n, n, o, o]`` of o outputs has n o eigenvalues:
-    those of the matrix ``[n o, n o]`` of all pairs of an input and an output. NaN for a traced
-    ``K`` that is not finite and symmetric.
+    With ``x``, ``K`` is a kernel function. A kernel ``[n, n, o, o]`` of o outputs has n o
+    eigenvalues, of the matrix ``[n o, n o]`` of all pairs of an input and an output. NaN for a
+    traced ``K`` that is not finite and symmetric.
 
     Raises
     ------
     ValueError
-        If ``K`` is not a finite non-empty square matrix, symmetric but for rounding.
+        If ``K`` is not a finite non-empty square matrix, symmetric up to rounding.
 
     Examples
     --------
@@ -195,7 +195,7 @@ def _rayleigh(product, vector, arrays) -> Eigenpair:
 
 
 _eigenpair = jax.custom_jvp(_differentiable_eigenpair, nondiff_argnums=(0, 1))
-# The same, for use inside the derivative of the other: its own derivative would be the second one.
+# The derivative of `_eigenpair` uses this copy; the copy's derivative, a second one, raises.
 _constant_eigenpair = jax.custom_jvp(_differentiable_eigenpair, nondiff_argnums=(0, 1))
 
 
@@ -217,14 +217,14 @@ def _eigenvector_of_matrix(K: jax.Array) -> jax.Array:
     n = len(K)
     if not concrete(K) or n <= _SMALL:
         return _smallest_eigenvector(K)
-    # Sizes a little apart share a program, which takes seconds to compile.
+    # Similar sizes share a program, because compilation takes seconds.
     step = max(64, 1 << (n - 1).bit_length() >> 4)
     return _smallest_eigenvector(_pad_with_eigenvalue(K, -n % step))[:n]
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _pad_with_eigenvalue(K: jax.Array, rows: int) -> jax.Array:
-    """``K`` and an eigenvalue of that multiplicity, not smaller than its own."""
+    """Return ``K`` with ``rows`` more eigenvalues, not smaller than its own."""
     most = jnp.max(jnp.sum(jnp.abs(K), axis=1))
     n = len(K)
     beyond = jnp.arange(n + rows)[:, None] >= n
@@ -240,8 +240,8 @@ def _smallest_eigenvector(K: jax.Array) -> jax.Array:
     K = K / jnp.where(norm > 0, norm, 1)
 
     def enough(theta, shift):
-        # An error of r in theta is one of r / theta^2 in lambda = 1 / theta - shift. Where there is
-        # a shift, lambda is negative, 0 to rounding, or crowded: its own size is no measure.
+        # An error r of theta is an error r / theta^2 of lambda = 1 / theta - shift. With a shift,
+        # lambda is negative, 0 to rounding, or crowded, so the error is not relative to lambda.
         value = jnp.abs(1 / theta - shift)
         allowed = jnp.maximum(_relative_tolerance(eps) * value, jnp.where(shift == 0, 0, eps))
         return jnp.maximum(allowed * theta, 10 * eps) * theta
@@ -251,7 +251,7 @@ def _smallest_eigenvector(K: jax.Array) -> jax.Array:
         return (residual > enough(theta, shift)) & (tries < _TRIES)  # false for NaN
 
     def nearer(carry):
-        # Eigenvalues that crowd as seen from 0 are far apart as seen from just below the first.
+        # Eigenvalues that are crowded relative to 0 are far apart relative to a close shift.
         vector, theta, residual, shift, tries = carry
         value, error = 1 / theta - shift, residual / theta**2
         first = tries == 0
@@ -264,7 +264,7 @@ def _smallest_eigenvector(K: jax.Array) -> jax.Array:
             lambda theta, _: enough(theta, shift),
             _CYCLES,
         )
-        # One step more takes out of the vector what is far from its eigenvalue.
+        # One more step removes components of distant eigenvalues.
         vector = solve(vector)
         return vector / _scaled_norm(vector), theta, residual, shift, tries + 1
 
@@ -285,7 +285,7 @@ def _of_product(product, size: int, arrays) -> jax.Array:
 
 
 def _scaled_norm(v) -> jax.Array:
-    """Length of a vector, where squares of its entries would overflow or vanish too."""
+    """Return the length of a vector, also if squares of its entries overflow or underflow."""
     largest = jnp.max(jnp.abs(v))
     return largest * jnp.linalg.norm(v / jnp.where(largest > 0, largest, 1))
 
@@ -300,10 +300,10 @@ def _random_vector(i, n: int, dtype) -> jax.Array:
 
 
 def _shifted_cholesky(K, value, distance, limit):
-    """Cholesky factor of ``K + shift I``, |K| <= 1, and the shift: as near to ``-value`` as works.
+    """Return the Cholesky factor of ``K + shift I``, |K| <= 1, and a shift near ``-value``.
 
-    ``shift = distance - value`` for the first of growing distances, and at most ``limit``, which is
-    known to work. NaN where it does not, which takes a NaN or an infinity in ``K``.
+    ``shift = distance - value`` for the first of growing distances that works, and at most
+    ``limit``, which always works. The factor is NaN only if ``K`` has a NaN or an infinity.
     """
     smallest = 10 * jnp.finfo(K.dtype).eps
 
@@ -326,11 +326,11 @@ def _shifted_cholesky(K, value, distance, limit):
 
 
 def _cholesky_solver(L):
-    """``v -> (L L')^-1 v`` by matrix-vector products, four times as fast as triangular solves.
+    """Return ``v -> (L L')^-1 v`` by matrix-vector products, 4 times as fast as triangular solves.
 
-    The blocks on the diagonal are inverted once. The strips left of them are kept as rows of L and
-    as rows of L', since a product with a transposed matrix is slow; slices within a loop would be
-    copied at every step. Every strip is compiled: ten of them are nearly as fast as more.
+    The diagonal blocks are inverted once. The strips left of them are stored as rows of L and as
+    rows of L', because a product with a transposed matrix is slow, and slices within a loop would
+    be copied at every step. Every strip is compiled; ten of them are nearly as fast as more.
     """
     n = L.shape[0]
     size = max(256, -(-n // 10))
@@ -357,9 +357,9 @@ def _cholesky_solver(L):
 
 
 def _lanczos(matvec, start, enough, cycles: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Largest eigenvalue of a symmetric ``matvec``: unit vector [n], theta, and its residual.
+    """Return the largest eigenvalue of a symmetric ``matvec``: vector [n], theta, residual.
 
-    Stops once the residual is at most ``enough(theta, norm)``, with ``norm`` the largest |theta|,
+    It stops if the residual is at most ``enough(theta, norm)``, with ``norm`` the largest |theta|,
     or after ``cycles`` restarts.
     """
     n, dtype = len(start), start.dtype
@@ -372,10 +372,10 @@ def _lanczos(matvec, start, enough, cycles: int) -> tuple[jax.Array, jax.Array, 
         V, T, v, _ = carry
         V = V.at[j].set(v)
         w = matvec(v)
-        h = V @ w  # T's column j: also the coupling to what a restart kept
+        h = V @ w  # T's column j, with the coupling to vectors from before a restart
         scale = _scaled_norm(w)
         w = w - h @ V
-        # In an invariant subspace w is noise: go on in a random direction, to see the others.
+        # In an invariant subspace w is noise; a random direction leads to the other subspaces.
         exhausted = _scaled_norm(w) <= 10 * eps * scale
         w = jnp.where(exhausted, _random_vector(j + 1, n, dtype), w)
         again = V @ w
@@ -389,13 +389,13 @@ def _lanczos(matvec, start, enough, cycles: int) -> tuple[jax.Array, jax.Array, 
         *_, cycle, _, theta, residual, norm = carry
         return (residual > enough(theta, norm)) & (cycle < cycles)  # false for NaN
 
-    def look(carry):
+    def extend(carry):
         V, T, v, basis_size, cycle, *_ = carry
         filled = jnp.minimum(basis_size + _STEP, m)
         V, T, v, beta = jax.lax.fori_loop(
             basis_size, filled, expand, (V, T, v, jnp.zeros((), dtype))
         )
-        # What is not filled yet comes first, below all eigenvalues, and belongs to none of them.
+        # Unfilled rows get values below all eigenvalues, so that they sort first.
         low = -2 * jnp.sum(jnp.abs(T)) - 1
         theta, S = jnp.linalg.eigh(T + jnp.diag(jnp.where(place < filled, 0, low)))
         residual = beta * jnp.abs(S[filled - 1, -1])
@@ -420,7 +420,7 @@ def _lanczos(matvec, start, enough, cycles: int) -> tuple[jax.Array, jax.Array, 
     one = jnp.ones((), dtype)
     basis = jnp.zeros((m, n), dtype), jnp.zeros((m, m), dtype), start / _scaled_norm(start)
     final_state = jax.lax.while_loop(
-        unfinished, look, (*basis, 0, 0, start, one, jnp.inf * one, one)
+        unfinished, extend, (*basis, 0, 0, start, one, jnp.inf * one, one)
     )
     *_, best, theta, residual, _ = final_state
     return best / _scaled_norm(best), theta, residual

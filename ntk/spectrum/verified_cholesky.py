@@ -1,7 +1,7 @@
-"""Is a matrix positive definite, for certain?  Cholesky's method, with its roundings bounded.
+"""Prove that a matrix is positive definite, by Cholesky's method with bounded roundoff.
 
-The slack and its proof are in :mod:`ntk.spectrum.certificate`; all matrices are float64, with
-entries of about 1.
+:mod:`ntk.spectrum.certificate` has the slack and its proof. All matrices are float64, with entries
+of about 1.
 """
 
 import math
@@ -13,11 +13,11 @@ import threadpoolctl
 
 UNIT = 2.0**-53  # the relative error of one rounding in float64
 TINY = 1e-290  # covers underflows, in matrices with entries of about 1
-SUMMED = 1 + 1e-9  # covers the roundings of a sum of up to 10^6 nonnegative numbers
+SUMMED = 1 + 1e-9  # covers the roundoff of a sum of up to 10^6 nonnegative numbers
 
 
 def shifted_bound(A, shift) -> float | None:
-    """``shift - slack`` if Cholesky proves that ``lambda_min(A)`` is above it, else None."""
+    """Return ``shift - slack`` if Cholesky proves that ``lambda_min(A)`` is above it, else None."""
     B = A.copy()
     B[np.diag_indices_from(B)] -= shift
     lost = cholesky_slack(B.diagonal())
@@ -30,16 +30,16 @@ def shifted_bound(A, shift) -> float | None:
 
 
 def cholesky_slack(diagonal) -> float:
-    """The slack of the module's docstring, for the ``B`` with this diagonal."""
+    """Return the slack of the proof, for the ``B`` with this diagonal."""
     n = len(diagonal)
     g = (n + 2) * UNIT / (1 - (n + 2) * UNIT)
     return 1.01 * (g / (1 - g) * diagonal.sum() + UNIT * diagonal.max()) + TINY
 
 
 def smallest(A, shift=0.0):
-    """Estimate of the smallest eigenvalue, and a unit eigenvector: nothing rigorous about it.
+    """Return an estimate of the smallest eigenvalue, and a unit eigenvector; not rigorous.
 
-    By Lanczos on the inverse of ``A + shift I``, with a larger shift where that is not definite.
+    By Lanczos on the inverse of ``A + shift I``, with a larger shift if this is not definite.
     """
     n = len(A)
     if n > 100:
@@ -56,18 +56,18 @@ def smallest(A, shift=0.0):
             theta, x = scipy.sparse.linalg.eigsh(inverse, k=1, v0=start, tol=1e-9, maxiter=10)
             return 1 / theta[0] - shift, x[:, 0]
         except scipy.sparse.linalg.ArpackError:
-            pass  # the lower end is crowded: all eigenvalues take no longer
+            pass  # for crowded eigenvalues the full decomposition takes no longer
     values, vectors = scipy.linalg.eigh(A, subset_by_index=[0, 0])
     return values[0], vectors[:, 0]
 
 
 def norm_bound(e) -> float:
-    """Bound of the spectral norm of every matrix with entries of at most ``e`` [n, n] in size."""
+    """Return a bound of the spectral norm of all matrices with entries of size up to ``e``."""
     return np.sqrt(e.sum(0).max()) * np.sqrt(e.sum(1).max()) * SUMMED + TINY
 
 
 def threads(n):
-    """One BLAS thread for small matrices: more of them wait for each other, 50 times as long."""
+    """Limit BLAS to one thread for small matrices; with more, threads wait 50 times as long."""
     return threadpoolctl.threadpool_limits(1 if n < 2000 else None, "blas")
 
 
@@ -82,6 +82,6 @@ def up(x) -> float:
 
 
 def power_of_two(array) -> float:
-    """A power of two of the size of the largest entry: dividing by it is exact."""
+    """Return a power of two of the size of the largest entry, so that division by it is exact."""
     largest = float(np.abs(array).max())
     return 2.0 ** np.clip(math.frexp(largest)[1], -900, 900) if largest else 1.0

@@ -1,4 +1,4 @@
-"""How many validation rows a bound asks for."""
+"""Invert a bound: find the number of validation rows that it needs."""
 
 from collections.abc import Callable
 
@@ -9,16 +9,17 @@ _CAP = 10**15  # rows; every integer up to it is exact in float64
 
 
 def sample_size(gap: float, bound: Callable[[float], Bound]) -> int:
-    """Return the fewest validation rows for which a bound is at most ``gap``.
+    """Return the smallest number of validation rows for which a bound is at most ``gap``.
 
-    It doubles, then bisects, which is right for every bound that falls as the number of rows grows.
+    The search doubles the number of rows, then bisects. The bound must fall with the number of
+    rows.
 
     Parameters
     ----------
     gap : float
     bound : function
         ``n_valid -> Bound``, with ``n_valid`` a float; not traced. It is called about
-        ``2 log2(rows)`` times. Its ``assumptions`` may ask for more rows.
+        ``2 log2(rows)`` times. Its ``assumptions`` can need more rows.
 
     Raises
     ------
@@ -36,7 +37,7 @@ def sample_size(gap: float, bound: Callable[[float], Bound]) -> int:
     function("bound", bound, "n_valid -> Bound")
 
     def reached(rows: int) -> bool:
-        return float(bound(float(rows)).value) <= gap  # not in the rounding of the bound
+        return float(bound(float(rows)).value) <= gap  # as Python floats: no rounding of gap
 
     below, rows = 0, 1
     while not reached(rows):

@@ -1,14 +1,18 @@
 """Theorem 1 of Oymak et al. with every constant, proved: validation and test agree over all alpha.
 
-f_alpha is what training returns for alpha in Delta, the set that N(eps) balls of radius eps cover
-(:mod:`bilevel.theory.bounds.covering`). ``|f_a(x) - f_b(x)| <= L |a - b|_2`` for all x, a and b in
-Delta; losses are in [0, b] and Gamma-Lipschitz in the prediction; the n_V validation rows are
-independent of each other and of the training. Each of at most two events fails with probability
-``exp(-tau)``. Every radius eps is valid. The best of some 500 between ``exp(-30)`` and 1, in units
-of the radius at which the cover alone costs b, is taken.
+f_alpha is the predictor that training returns for alpha in Delta. N(eps) balls of radius eps cover
+Delta (:mod:`bilevel.theory.bounds.covering`). Assumptions:
+
+- ``|f_a(x) - f_b(x)| <= L |a - b|_2`` for all x and all a, b in Delta;
+- losses are in [0, b] and Gamma-Lipschitz in the prediction;
+- the n_V validation rows are independent of each other and of the training.
+
+Each of at most two events fails with probability ``exp(-tau)``. Every radius eps is valid. We take
+the best of about 500 radii between ``exp(-30)`` and 1, in units of the radius at which the cover
+alone costs b.
 
 Reference: Oymak, Li & Soltanolkotabi (2021), "Generalization Guarantees for Neural Architecture
-Search with Train-Validation Split", Theorem 1, whose losses are sub-exponential.
+Search with Train-Validation Split", Theorem 1, for sub-exponential losses.
 """
 
 from collections.abc import Callable
@@ -41,13 +45,15 @@ def uniform_convergence(
     variance: Any = None,
     tau: float = 3.0,
 ) -> Bound:
-    """Validation risk against risk, for all alpha at once: Theorem 1, Eq. (2), with constants.
+    """Bound the difference between validation risk and risk, for all alpha at once.
+
+    This is Theorem 1, Eq. (2), with constants:
 
         sup_alpha |L(f_alpha) - L_V(f_alpha)|
             <= min_eps 2 Gamma L eps + b sqrt((log N(eps) + tau) / (2 n_V))
 
     With ``variance = v``, Bernstein's ``sqrt(2 v t / n_V) + b t / (3 n_V)``, t = log N + tau,
-    replaces the radical where it is smaller.
+    replaces the radical if it is smaller.
 
     Parameters
     ----------
@@ -56,17 +62,17 @@ def uniform_convergence(
     covering : function
         ``radii [m] -> log N [m]``, of the set Delta.
     L, Gamma, b : scalar
-        L acts logarithmically; :func:`feature_map_lipschitz` for selection of feature maps.
+        The bound grows with log L. :func:`feature_map_lipschitz` gives L for feature maps.
     variance : scalar, optional
-        An upper bound of the variance over rows of the loss of every f_alpha. Losses are mostly far
-        below b, so that it makes the bound useful.
+        An upper bound of the loss's variance over rows, for every f_alpha. Most losses are far
+        below b, so the variance makes the bound useful.
     tau : float
         Above log 2.
 
     Returns
     -------
     Bound
-        Vacuous from b on. Holds with probability ``1 - 2 exp(-tau)``. ``terms``: both parts,
+        Vacuous from b on. Holds with probability ``1 - 2 exp(-tau)``. ``terms``: the two parts,
         log N and eps.
 
     Raises
@@ -121,7 +127,9 @@ def selection_risk(
     tau: float = 3.0,
     delta: Any = 0.0,
 ) -> Bound:
-    """Excess risk of the alpha selected on validation data: Theorem 1, Eq. (3), with constants.
+    """Bound the excess risk of the alpha selected on validation data.
+
+    This is Theorem 1, Eq. (3), with constants:
 
         L(f_selected) - min_alpha L(f_alpha)
             <= gap + b sqrt(tau / (2 n_V)) + delta,    gap: value of `uniform_convergence`
@@ -173,15 +181,17 @@ def selection_risk(
 def hypergradient_convergence(
     n_valid: Any, *, covering: Covering, G: Any, L: Any, tau: float = 3.0
 ) -> Bound:
-    """Hypergradient of the validation risk, for all alpha: Theorem 1, Eq. (4), with constants.
+    """Bound the error of the validation risk's hypergradient, for all alpha at once.
+
+    This is Theorem 1, Eq. (4), with constants:
 
         sup_alpha |grad L_V(f_alpha) - grad L(f_alpha)|_2
             <= min_eps 2 L eps + G (1 + sqrt(2 (log N(eps) + tau))) / sqrt(n_V)
 
-    for hypergradients ``grad_alpha l(y, f_alpha(x))`` of single rows that are at most G and, with
-    another L than elsewhere here, L-Lipschitz in alpha (both in l2 norm). The paper has h + h_eff
-    in the place of h_eff, for noise with sub-exponential *coordinates*, whose norm G is of order
-    sqrt(h).
+    It needs hypergradients ``grad_alpha l(y, f_alpha(x))`` of single rows with l2 norm at most G.
+    They must be L-Lipschitz in alpha; this L differs from the L of the other functions. The paper
+    has h + h_eff instead of h_eff, for noise with sub-exponential *coordinates*; G is of order
+    sqrt(h) then.
 
     Parameters
     ----------
@@ -243,20 +253,19 @@ def _uniform(
     assumptions: tuple,
     probability: float,
 ) -> Bound:
-    """``min_eps slope eps + deviation(log N(eps))``; vacuous from ``scale`` on."""
+    """Return ``min_eps slope eps + deviation(log N(eps))``; vacuous from ``scale`` on."""
     function("covering", covering, "radii -> log N(radii)")
 
     def radius(log_radius):
         radii = jnp.exp(log_radius) * scale / slope
-        return jnp.maximum(radii, jnp.finfo(radii.dtype).tiny)  # every one is valid but 0
+        return jnp.maximum(radii, jnp.finfo(radii.dtype).tiny)  # every positive radius is valid
 
     def value(log_radius):
         radii = radius(log_radius)
         return slope * radii + deviation(covering(radii))
 
-    # At the minimum over eps a small change of eps does not change the value to first order: so the
-    # derivative of the value is the one at this eps. Not where the covering jumps there, to one
-    # ball: what moves with the jump has a derivative of 0.
+    # At the minimum the derivative in eps is 0, so the value's derivative is the one at fixed eps.
+    # The exception is a minimum at the jump of the covering to one ball.
     epsilon = jax.lax.stop_gradient(radius(_minimise(value, -30.0, 0.0)))
     logs = covering(epsilon[None])[0]
     parts = {"cover": slope * epsilon, "deviation": deviation(logs)}
@@ -272,7 +281,7 @@ def _uniform(
 
 
 def _minimise(function: Callable[[jax.Array], jax.Array], low: float, high: float) -> jax.Array:
-    """A minimiser on [low, high]: four grids of 129 points, each around the last one's best."""
+    """Return a minimiser on [low, high]: four grids of 129 points, each around the last best."""
     bounds = jnp.array([low, high])
     for _ in range(4):
         grid = jnp.linspace(bounds[0], bounds[1], 129)

@@ -7,13 +7,13 @@ effective dimension h_eff of Oymak et al. (2021), Definition 1, is the exponent 
     N(eps) <= (C_bar / eps)^h_eff,    0 < eps <= C_bar.
 
 ==========================  =======================  ==========================================
-set                         log N(eps) at most       how
+set                         log N(eps) at most       derivation
 ==========================  =======================  ==========================================
 in a ball, dimension d      d log(1 + 2 R / eps)     volume of disjoint balls of radius eps / 2
-simplex, h vertices         log C(h + k - 1, k)      points whose coordinates are multiples of
-                                                     1 / k
-s-sparse, in a ball         log C(h, s) + that of    one ball for each support
-                            a ball with d = s
+simplex, h vertices         log C(h + k - 1, k)      points with coordinates that are multiples
+                                                     of 1 / k
+s-sparse, in a ball         log C(h, s) + the value  one ball for each support
+                            of a ball with d = s
 finite                      log of a count           farthest points first
 ==========================  =======================  ==========================================
 """
@@ -43,12 +43,12 @@ Covering = Callable[[jax.Array], jax.Array]
 
 
 def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) -> jax.Array:
-    """Smallest h_eff with ``N(eps) <= (C_bar / eps)^h_eff`` at all the given radii.
+    """Return the smallest h_eff with ``N(eps) <= (C_bar / eps)^h_eff`` at all given radii.
 
         h_eff = max_eps log N(eps) / log(C_bar / eps)
 
-    The paper (Definition 1) asks for the inequality at *all* eps > 0, which has no solution: N >=
-    1, and the right side is below 1 for eps > C_bar. Here eps <= C_bar.
+    The paper (Definition 1) requires the inequality at *all* eps > 0. This is impossible: N >= 1,
+    and the right side is below 1 for eps > C_bar. Here eps <= C_bar.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
     Returns
     -------
     scalar array
-        Infinite where N(C_bar) > 1.
+        Infinite if N(C_bar) > 1.
 
     Raises
     ------
@@ -82,20 +82,22 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
     if concrete(radii) and np.any(np.asarray(radii) > C_bar):
         raise ValueError(f"radii: expected numbers of at most C_bar = {C_bar}, got {radii.max()}.")
     scale = jnp.log(C_bar / radii)
-    # NaN stays NaN. At the largest radius both are 0: no 0 / 0, for `jax_debug_nans`.
+    # NaN stays NaN. At the largest radius both are 0; 0 / 0 would raise under `jax_debug_nans`.
     dimension = jnp.max(jnp.where(logs == 0, 0.0, logs / jnp.where(logs == 0, 1.0, scale)))
     return jnp.where(((radii > 0) & (radii <= C_bar)).all(), dimension, jnp.nan)
 
 
 def ball_covering(dim: int, R: float) -> Covering:
-    """Covering of a convex set in a Euclidean ball: ``dim log(1 + 2 R / eps)``; 0 for ``eps >= R``.
+    """Return the covering of a convex set in a Euclidean ball.
+
+        log N(eps) <= dim log(1 + 2 R / eps),    and 0 for eps >= R
 
     Parameters
     ----------
     dim : int
-        Of the affine hull of the set: h - 1 for the simplex, and less for few free parameters.
+        Dimension of the set's affine hull: h - 1 for the simplex, less for few free parameters.
     R : float
-        Radius of a ball with the set in it: sqrt(h) / 2 for the box [0, 1]^h.
+        Radius of a ball that contains the set: sqrt(h) / 2 for the box [0, 1]^h.
 
     Raises
     ------
@@ -117,21 +119,21 @@ def ball_covering(dim: int, R: float) -> Covering:
 
 
 def simplex_covering(h: int, *, copies: int = 1) -> Covering:
-    """Covering of the probability simplex with h vertices, or of a product of such, by a grid.
+    """Return the covering of the probability simplex with h vertices, or of a product, by a grid.
 
         log N(eps) <= log C(h + k - 1, k),    k = ceil(min(sqrt(h) / (2 eps), (1 - 1/h) / eps^2))
 
-    The centres are the points whose coordinates are multiples of 1 / k. From eps = sqrt(1 - 1/h)
-    on, the barycentre is enough. For small eps the count is about (1.4 / (sqrt(h) eps))^(h - 1),
-    against (2 / eps)^(h - 1) for the ball.
+    The centres are the points with coordinates that are multiples of 1 / k. From
+    eps = sqrt(1 - 1/h) on, the barycentre is enough. For small eps the count is about
+    (1.4 / (sqrt(h) eps))^(h - 1), compared with (2 / eps)^(h - 1) for the ball.
 
     Parameters
     ----------
     h : int
-        Vertices.
+        Number of vertices.
     copies : int
-        For a product of simplices, one for each edge or layer: N(eps) is at most the number of
-        one simplex at ``eps / sqrt(copies)``, to the power of ``copies``.
+        Number of simplices in a product, e.g. one for each edge or layer. N(eps) is at most the
+        number of one simplex at ``eps / sqrt(copies)``, to the power of ``copies``.
 
     Raises
     ------
@@ -159,14 +161,14 @@ def simplex_covering(h: int, *, copies: int = 1) -> Covering:
 
 
 def sparse_covering(h: int, s: int, R: float) -> Covering:
-    """Covering of the vectors in a ball with at most s entries that differ from 0.
+    """Return the covering of the vectors in a ball with at most s nonzero entries.
 
         log N(eps) <= log C(h, s) + s log(1 + 2 R / eps),    and 0 for eps >= R
 
     Parameters
     ----------
     h, s : int
-        Entries, and how many of them differ from 0.
+        Number of entries, and the largest number of nonzero entries.
     R : float
         Largest Euclidean norm.
 
@@ -192,10 +194,11 @@ def sparse_covering(h: int, s: int, R: float) -> Covering:
 
 
 def finite_covering(points: chex.Array) -> Covering:
-    """Covering of finitely many alphas: the farthest point becomes a centre, until none is far.
+    """Return a covering of finitely many alphas, by farthest-first traversal.
 
-    The count is at most the covering number at ``eps / 2``, since the centres are farther apart
-    than eps (Gonzalez 1985, "Clustering to minimize the maximum intercluster distance").
+    The farthest point becomes the next centre, until all points are within eps of a centre. The
+    count is at most the covering number at ``eps / 2``, because the centres are more than eps apart
+    (Gonzalez 1985, "Clustering to minimize the maximum intercluster distance").
 
     Parameters
     ----------
@@ -236,14 +239,14 @@ def finite_covering(points: chex.Array) -> Covering:
     def logs(radii):
         uncovered = jax.vmap(lambda radius: jnp.sum(needed > radius, dtype=radii.dtype))
         log_counts = jnp.log1p(uncovered(radii.ravel()).reshape(radii.shape))
-        # NaN in traced points, which are not refused, would count as a point that is covered.
+        # Traced points are not checked. A NaN would count as a covered point.
         return jnp.where(jnp.isnan(needed).any(), jnp.nan, log_counts)
 
     return _of_radii(logs)
 
 
 def _of_radii(logs: Callable[[jax.Array], jax.Array]) -> Covering:
-    """``logs`` of checked radii; NaN where a traced radius is not positive."""
+    """Return ``logs`` of checked radii; NaN if a traced radius is not positive."""
 
     def covering(radii: jax.Array) -> jax.Array:
         radii = _check_radii(radii)
@@ -254,9 +257,8 @@ def _of_radii(logs: Callable[[jax.Array], jax.Array]) -> Covering:
 
 def _check_radii(radii: Any) -> jax.Array:
     radii = numpy_array("radii", radii)
-    traced = not concrete(radii)
     if radii.size == 0:
         raise ValueError(f"radii: expected at least one, got the shape {radii.shape}.")
-    if not traced and not np.all(radii > 0):
+    if concrete(radii) and not np.all(radii > 0):
         raise ValueError(f"radii: expected positive numbers, got {offending(radii, radii > 0)}.")
     return jnp.asarray(radii) * 1.0

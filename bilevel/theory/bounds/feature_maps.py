@@ -1,4 +1,4 @@
-"""How much the predictor of a ridge regression moves with its feature map: Lipschitz constants.
+"""Lipschitz constants of a ridge regression's predictor in its feature map.
 
 Selection of feature maps (Oymak et al. 2021, Definition 2; Scenario 1): for weights alpha of h maps
 phi_i, and a penalty lambda, on n_T training rows,
@@ -31,11 +31,14 @@ class FeatureMapLipschitz(NamedTuple):
 def feature_map_lipschitz(
     n_train: Any, *, h: int, B: Any, y_norm: Any, lambda0: Any, R: Any = 1.0
 ) -> FeatureMapLipschitz:
-    """Lipschitz constants, in the sup norm, of ``alpha -> f_alpha`` and ``lambda -> f_alpha``.
+    """Return sup-norm Lipschitz constants of ``alpha -> f_alpha`` and ``lambda -> f_alpha``.
 
         t = |y| min(1 / sqrt(lambda0), R sqrt(n_T B) / lambda0)            bounds |theta|
         L_alpha = sqrt(h B) (t + R |y| sqrt(2 n_T B) / lambda0)
         L_lambda = R sqrt(B) t / lambda0
+
+    The product rule with norms of each factor, as behind Oymak et al. 2021, Lemma 1, gives terms of
+    order ``n_T^1.5 / lambda0^2`` instead of ``sqrt(n_T) / lambda0``.
 
     Parameters
     ----------
@@ -48,9 +51,8 @@ def feature_map_lipschitz(
     y_norm : scalar
         ``|y|_2``: at most ``sqrt(n_T)`` for labels in [-1, 1].
     lambda0 : scalar
-        ``Phi Phi' + lambda I >= lambda0 I`` for all alpha and lambda: the smallest penalty plus,
-        for
-        n_T <= p, a lower bound of the smallest eigenvalue, e.g. from :func:`ntk.certify_simplex`.
+        ``Phi Phi' + lambda I >= lambda0 I`` for all alpha and lambda: the smallest penalty. For
+        n_T <= p, add a lower bound of the smallest eigenvalue, e.g. of :func:`ntk.certify_simplex`.
     R : scalar
         ``|alpha|_1 <= R``: 1 on the simplex.
 
@@ -63,9 +65,6 @@ def feature_map_lipschitz(
     ------
     ValueError
         If a number is not positive.
-
-    The product rule with norms of each factor, as behind Oymak et al. 2021, Lemma 1, gives terms of
-    order ``n_T^1.5 / lambda0^2`` in the place of ``sqrt(n_T) / lambda0``.
 
     Examples
     --------

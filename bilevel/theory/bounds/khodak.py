@@ -6,10 +6,10 @@ objectives on T, the version spaces H_c(T) = {h_{w,c} : w minimises L_T(., c)}:
     (w, c)  minimises  l_V(w, c)   subject to   h_{w,c} in H_c(T)
     Lambda(epsilon) = log N(union of H_c(T) over c, epsilon),    N: covering number in sup norm
 
-With one minimiser for each of finitely many configurations, ``Lambda = log |C|`` at every epsilon:
-the defaults are for this case, ``epsilon = 0``. Of several radii, which depend on T only, the one
-of the smallest bound is taken. Each of three or four events fails with probability delta at most.
-L, the Lipschitz constant of the loss in the prediction, is missing in Theorem 3.1.
+With one minimiser for each of finitely many configurations, ``Lambda = log |C|`` at every epsilon.
+The defaults are for this case, ``epsilon = 0``. If several radii are given, the radius of the
+smallest bound is taken; radii may depend on T only. Each of three or four events fails with
+probability at most delta. Theorem 3.1 omits L, the loss's Lipschitz constant in the prediction.
 
 Reference: Khodak, Li, Roberts, Balcan & Talwalkar (2020), "A Simple Setting for Understanding
 Neural Architecture Search with Weight-Sharing".
@@ -39,7 +39,7 @@ TRAINABLE = (("some trained weights of c* have excess risk epsilon*", None),)
 
 
 def version_entropy(log_covering_numbers: chex.Array) -> jax.Array:
-    """``log sum_c N(H_c(T), epsilon)``, at least the version entropy of finitely many c.
+    """Return ``log sum_c N(H_c(T), epsilon)`` [...], at least the version entropy of finite C.
 
     For one minimiser per configuration every N is 1, and this is log |C|. The paper's
     ``log |C| + max_c log N(H_c(T), epsilon)`` (Definition 3.1, A.2) is never less.
@@ -49,14 +49,10 @@ def version_entropy(log_covering_numbers: chex.Array) -> jax.Array:
     log_covering_numbers : array [..., |C|]
         ``log N(H_c(T), epsilon)`` for each c, in any number of rows (one for each epsilon).
 
-    Returns
-    -------
-    array [...]
-
     Raises
     ------
     ValueError
-        Without configurations, or if an entry is negative or NaN.
+        If the array has no configurations, or an entry is negative or NaN.
 
     Examples
     --------
@@ -79,7 +75,7 @@ def khodak_theorem_a2(
     lipschitz: float | None = None,
     excess: Any = 0.0,
 ) -> Bound:
-    """Excess risk of the bilevel solution: Theorem A.2 with constants that are proved.
+    """Bound the excess risk of the bilevel solution: Theorem A.2 with constants that are proved.
 
         l_D(w, c) - min l_D <= epsilon* + B sqrt(log(1/delta) / (2 |V|))
             + inf_epsilon 2 L epsilon + B sqrt((Lambda(epsilon) + log(1/delta)) / (2 |V|))
@@ -105,7 +101,7 @@ def khodak_theorem_a2(
     Returns
     -------
     Bound
-        Vacuous from B on. ``terms`` name the epsilon taken.
+        Vacuous from B on. ``terms`` contain the epsilon taken.
 
     Raises
     ------
@@ -114,18 +110,11 @@ def khodak_theorem_a2(
 
     Examples
     --------
-    >>> print(khodak_theorem_a2(math.log(256), 1000))
-    l_D(w, c) - min l_D <= value = 0.104051
-      excess of the trained weights = 0
-      selected risk = 0.0387...
-      cover = 0
-      entropy = 0.0653...
-      epsilon = 0
-      assumes loss in [0, B]: not checked
-      assumes V is independent of T: not checked
-      assumes (w, c) minimises l_V over the version spaces: not checked
-      assumes some trained weights of c* have excess risk epsilon*: not checked
-      probability: 0.85
+    >>> bound = khodak_theorem_a2(math.log(256), 1000)
+    >>> round(float(bound.value), 6), round(bound.probability, 2)
+    (0.104051, 0.85)
+    >>> {name: round(float(term), 4) for name, term in bound.terms.items() if term}
+    {'selected risk': 0.0387, 'entropy': 0.0653}
     """
     slope = _twice_lipschitz(lipschitz, epsilon)
     return _theorem(entropy, n_valid, delta, B, epsilon, excess, slope, (0.5**0.5, 0.5**0.5))
@@ -140,7 +129,7 @@ def khodak_theorem_a2_as_printed(
     epsilon: Any = 0.0,
     excess: Any = 0.0,
 ) -> Bound:
-    """Khodak et al. 2020, Theorem A.2; false where a loss of large slope meets a coarse cover.
+    """Return Theorem A.2 of Khodak et al. 2020; false for a steep loss with a coarse cover.
 
         l_D(w, c) - min l_D <= epsilon* + B sqrt(log(1/delta) / (2 |V|))
             + inf_epsilon 3 epsilon + B sqrt(2 (Lambda(epsilon) + log(1/delta)) / |V|)
@@ -148,9 +137,9 @@ def khodak_theorem_a2_as_printed(
     Counterexample: all functions into [-e, e], covered by the zero function, so that Lambda(e) = 0.
     The loss ``(e - y f) / (2 e)`` is in [0, 1], L = 1 / (2 e). The solution e y on V, -e y
     elsewhere, has excess risk 1, and the value is ``3 e + O(1 / sqrt |V|)``. The theorem is true
-    for 2 L <= 3 and for finite C at epsilon = 0, as ``assumptions`` says. Its Theorem A.1 inverted
-    is another expression: ``3 max(epsilon, B sqrt(2 (Lambda + log(2/delta)) / |V|))``, 0.446 in the
-    example.
+    for 2 L <= 3 and for finite C at epsilon = 0; ``assumptions`` reports this. Its Theorem A.1
+    inverted is another expression: ``3 max(epsilon, B sqrt(2 (Lambda + log(2/delta)) / |V|))``,
+    0.446 in the example.
 
     Parameters
     ----------
@@ -185,14 +174,14 @@ def khodak_theorem_3_1_as_printed(
     epsilon: Any = 0.0,
     excess: Any = 0.0,
 ) -> Bound:
-    """Khodak et al. 2020, Theorem 3.1; false where :func:`khodak_theorem_a2_as_printed` is.
+    """Return Theorem 3.1 of Khodak et al. 2020; false in the cases of the printed Theorem A.2.
 
         l_D(w, c) - min l_D <= epsilon*
             + inf_epsilon 3 epsilon + (3 B / 2) sqrt(2 (Lambda(epsilon) + log(1/delta)) / |V|)
 
-    It is never smaller than Theorem A.2, and equal for Lambda = 0. "B-bounded" has to be read as in
-    [0, B]: losses in [-B, B] need 2 B in the place of B. ``assumptions`` says where it is known to
-    hold.
+    It is never smaller than :func:`khodak_theorem_a2_as_printed`, and equal for Lambda = 0. Read
+    "B-bounded" as in [0, B]: losses in [-B, B] need 2 B instead of B. ``assumptions`` reports
+    whether the theorem is known to hold.
 
     Parameters
     ----------
@@ -219,7 +208,7 @@ def khodak_theorem_3_1_as_printed(
 
 
 def _theorem(entropy, n_valid, delta, B, epsilon, excess, slope, factors) -> Bound:
-    """The common form: factors of ``B sqrt(log(1/delta) / |V|)``, and with Lambda in the log."""
+    """Return the common form; ``factors`` multiply the square roots without and with Lambda."""
     check_range(delta, B)
     n_valid = one_positive("n_valid", n_valid)
     excess = nonnegative("excess", excess)
@@ -247,14 +236,12 @@ def _theorem(entropy, n_valid, delta, B, epsilon, excess, slope, factors) -> Bou
 
 def _as_printed(bound: Bound) -> Bound:
     exact = holds(bound.terms["epsilon"] == 0)
-    # With a positive radius the theorem is true for losses of a small slope only, which it does
-    # not ask for.
     flat = ("epsilon = 0, or the loss is 3/2-Lipschitz", exact or None)
     return dataclasses.replace(bound, assumptions=(*bound.assumptions, flat))
 
 
 def _twice_lipschitz(lipschitz: float | None, epsilon: Any) -> float:
-    """2 L; 0 where no L is given and every radius is 0."""
+    """Return 2 L, or 0 if L is None and every radius is 0."""
     if lipschitz is not None:
         return 2 * one_positive("lipschitz", lipschitz)
     if not concrete(epsilon) or np.any(np.asarray(epsilon) != 0):

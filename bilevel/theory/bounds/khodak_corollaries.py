@@ -1,6 +1,6 @@
 """Corollaries A.1 to A.4 of Khodak et al. (2020): linear models, and finitely many configurations.
 
-The letters and the reference are those of :mod:`bilevel.theory.bounds.khodak`.
+:mod:`bilevel.theory.bounds.khodak` has the notation and the reference.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ _LINEAR = (("the loss is Lipschitz and convex, features are bounded", None),)
 
 
 def khodak_corollary_a1(w_norm: Any, n_train: Any, *, delta: float = 0.05, C: float) -> Bound:
-    """epsilon* of regularised linear classification: Corollary A.1, with another lambda.
+    """Bound epsilon* of regularised linear classification: Corollary A.1, with another lambda.
 
         l_D(w, c*) - l_D(w*, c*) <= C sqrt((|w*|^2 + 1) log(1/delta) / |T|)
 
@@ -36,9 +36,8 @@ def khodak_corollary_a1(w_norm: Any, n_train: Any, *, delta: float = 0.05, C: fl
     n_train : scalar
         |T|.
     delta, C : float
-        delta is in (0, 1/3), C the constant in O, with the loss's Lipschitz constant and the norm
-        of
-        the features.
+        delta is in (0, 1/3). C is the constant in O; it contains the loss's Lipschitz constant and
+        the norm of the features.
 
     Returns
     -------
@@ -71,12 +70,12 @@ def khodak_corollary_a1(w_norm: Any, n_train: Any, *, delta: float = 0.05, C: fl
 def khodak_corollary_a2(
     w_norm: Any, n_train: Any, n_valid: Any, configurations: Any, *, delta: float = 0.05, C: float
 ) -> Bound:
-    """Feature-map selection with a Lipschitz loss: Corollary A.2 (3.1).
+    """Bound the excess risk of feature-map selection with a Lipschitz loss: Corollary A.2 (3.1).
 
         l_D(w, c) - l_D(w*, c*) <= C (sqrt((|w*|^2 + 1) log(1/delta) / |T|)
                                       + sqrt(log((|C| + 1) / delta) / |V|))
 
-    It needs the lambda of :func:`khodak_corollary_a1`. The main text has both logarithms outside
+    It needs the lambda of :func:`khodak_corollary_a1`. The main text has the two logarithms outside
     their roots, a weaker statement. The appendix leaves out the probability, and its Setting A.2
     has the square loss, which is not Lipschitz.
 
@@ -87,9 +86,8 @@ def khodak_corollary_a2(
     n_train, n_valid, configurations : scalar
         |T|, |V| and |C|.
     delta, C : float
-        delta is in (0, 1/3), C the constant in O, with the loss's Lipschitz constant and bound B,
-        and
-        the norm of the features.
+        delta is in (0, 1/3). C is the constant in O; it contains the loss's Lipschitz constant and
+        bound B, and the norm of the features.
 
     Raises
     ------
@@ -111,14 +109,16 @@ def khodak_corollary_a2(
 def khodak_corollary_a3(
     n_train: Any, n_valid: Any, configurations: Any, *, delta: float = 0.05, C: float
 ) -> Bound:
-    """Selection among random Fourier features, against the best kernel's space: Corollary A.3.
+    """Bound the risk of selection among random Fourier features: Corollary A.3.
+
+    The comparison is with the best kernel's space:
 
         l_D(w, c) - min_c min_{h in H_c} l_D(h) <= C (log(1/delta)^2 / sqrt(|T|)
                                                       + sqrt(log((|C| + 1) / delta) / |V|))
 
     Square loss, ``O(sqrt(|T|) log(sqrt(|T|) / delta))`` features, and the printed lambda ``1 /
-    sqrt(|T|)`` for the mean over T. From Rudi & Rosasco (2017), Theorem 1, whose logarithm is of
-    ``18 / delta``: for delta under 1/3 C makes up for it.
+    sqrt(|T|)`` for the mean over T. It follows from Rudi & Rosasco (2017), Theorem 1, with the
+    logarithm of ``18 / delta``; for delta under 1/3 C absorbs the difference.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ def khodak_corollary_a3(
     Returns
     -------
     Bound
-        ``terms``: both rates, and lambda for the sum over T, ``sqrt(|T|)``.
+        ``terms``: the two rates, and lambda for the sum over T, ``sqrt(|T|)``.
 
     Raises
     ------
@@ -168,13 +168,14 @@ def khodak_corollary_a4(
     lipschitz: float | None = None,
     excess: Any = 0.0,
 ) -> Bound:
-    """Unregularised training (neural networks): Corollary A.4, with constants that are proved.
+    """Bound the excess risk of unregularised training: Corollary A.4 with proved constants.
 
         l_D(w, c) - min l_D <= epsilon* + B sqrt(log(1/delta) / (2 |T|)) + the rest of Theorem A.2
 
-    Here epsilon* bounds the generalization error ``l_D - l_T`` of some empirical risk minimiser of
-    c*. Hoeffding's inequality for the fixed ``(w*, c*)``, a fourth event, is the second term. As
-    printed, the rest is that of :func:`khodak_theorem_a2_as_printed`, false in the same cases.
+    For neural networks. epsilon* bounds the generalization error ``l_D - l_T`` of an empirical risk
+    minimiser of c*. The second term is Hoeffding's inequality for the fixed ``(w*, c*)``, a fourth
+    event. The printed corollary has the terms of :func:`khodak_theorem_a2_as_printed`, false in the
+    same cases.
 
     Parameters
     ----------
@@ -245,7 +246,7 @@ def _rate_bound(C, rate, terms, delta, *, assumptions, claim=CLAIM, unspecified=
 
 
 def _norm_rate(w_norm, n_train, delta):
-    """``sqrt(|w*|^2 + 1)`` and ``sqrt(log(1/delta) / |T|)``."""
+    """Return ``sqrt(|w*|^2 + 1)`` and ``sqrt(log(1/delta) / |T|)``."""
     check_range(delta)
     n_train = one_positive("n_train", n_train)
     w_norm = nonnegative("w_norm", w_norm)

@@ -1,7 +1,7 @@
-"""The theorems of Oymak et al. 2021: what they leave open, and where they are false.
+"""The theorems of Oymak et al. 2021, corrected or as printed, with their open constants.
 
-All of them hide an absolute constant: the caller supplies ``C``, and ``Bound.unspecified`` says
-what it stands for. For numbers that can be relied on, see :mod:`bilevel.theory.bounds.convergence`.
+Each theorem hides an absolute constant: the caller supplies ``C``, and ``Bound.unspecified`` lists
+its parts. :mod:`bilevel.theory.bounds.convergence` has bounds without open constants.
 Theorems 2 and 3, on kernels, are in :mod:`bilevel.theory.bounds.oymak_kernels`.
 
     n_T, n_V          rows for training, for validation
@@ -9,7 +9,7 @@ Theorems 2 and 3, on kernels, are in :mod:`bilevel.theory.bounds.oymak_kernels`.
     L, Gamma          Lipschitz constants of ``alpha -> f_alpha`` (sup norm) and of the loss
     B, R, lambda_0    ``|phi_i(x)|^2 <= B``, ``|alpha|_1 <= R``, ``Phi Phi' + lambda I >= lambda_0``
     tau, t            each event fails with probability ``exp(-tau)``
-    delta             by how much the validation risk misses its least value
+    delta             the validation risk is within delta of its minimum
 
 Reference: Oymak, Li & Soltanolkotabi (2021), "Generalization Guarantees for Neural Architecture
 Search with Train-Validation Split".
@@ -48,9 +48,9 @@ class OymakTheorem4(NamedTuple):
 
 
 def oymak_h_bar(n_valid: Any, *, h_eff: Any, C_bar: Any, L: Any, Gamma: Any = 1.0) -> jax.Array:
-    """``h_bar = h_eff log(C_bar L Gamma n_V / h_eff)`` of Theorem 1, and 0 where that is negative.
+    """Return Theorem 1's ``h_bar = h_eff log(C_bar L Gamma n_V / h_eff)``; 0 if this is negative.
 
-    It is log N(eps) at ``eps = h_eff / (L Gamma n_V)``, which has to be at most C_bar.
+    It is log N(eps) at ``eps = h_eff / (L Gamma n_V)``; this eps must be at most C_bar.
 
     Parameters
     ----------
@@ -76,14 +76,14 @@ def oymak_h_bar(n_valid: Any, *, h_eff: Any, C_bar: Any, L: Any, Gamma: Any = 1.
 def oymak_theorem1(
     n_valid: Any, h_bar: Any, *, h: int, tau: float = 3.0, delta: Any = 0.0, C: Any
 ) -> OymakTheorem1:
-    """Theorem 1: the validation risk and its hypergradient are near those on the distribution.
+    """Return Theorem 1: the validation risk and its hypergradient are near the expected ones.
 
         sup_alpha |L(f_alpha) - L_V(f_alpha)| <= sqrt(C (h_bar + tau) / n_V)                    (2)
         L(f_selected) <= min_alpha L(f_alpha) + 2 sqrt(C (h_bar + tau) / n_V) + delta           (3)
         sup_alpha |grad L_V - grad L|_2 <= sqrt(C (h + h_bar + tau) / n_V)                      (4)
 
-    A rate: C contains the sub-exponential norm of the loss. The bounds of
-    :mod:`bilevel.theory.bounds.convergence`, for bounded losses, have no open constant.
+    These are rates: C contains the sub-exponential norm of the loss.
+    :mod:`bilevel.theory.bounds.convergence` has every constant, for bounded losses.
 
     Parameters
     ----------
@@ -159,14 +159,14 @@ def oymak_proposition1(
     delta: Any = 0.0,
     C: Any,
 ) -> Bound:
-    """Proposition 1: as good as the best alpha's guarantee from training; a rate.
+    """Return Proposition 1: a rate, with the risk that training guarantees for the best alpha.
 
         L(f_selected) <= min_alpha (L(f_alpha^D) + C_alpha / sqrt(n_T))
                          + sqrt(C (h_eff + t) / n_V) + delta
 
     Eq. (5) assumes ``L(f_alpha) <= L(f_alpha^D) + (C_alpha + C_0 sqrt(t)) / sqrt(n_T)`` for one
-    alpha, with ``t + h_eff`` for all of them. The result drops this second part, which O~(1 /
-    sqrt(n_V)) contains for ``n_V <= O(n_T)`` only: assumed here, though the paper does not.
+    alpha, with ``t + h_eff`` for all of them. The result drops the second part. O~(1 / sqrt(n_V))
+    contains it for ``n_V <= O(n_T)`` only; we assume this, the paper does not.
 
     Parameters
     ----------
@@ -175,7 +175,7 @@ def oymak_proposition1(
     risk : array_like [...]
         ``L(f_alpha^D)``, risk after training on the distribution, for some alphas.
     complexity : array_like [...]
-        ``C_alpha`` of the class trained on, for the same.
+        ``C_alpha`` of the trained class, for the same alphas.
     h_eff : scalar
     t : float
         Above log 3; the probability is ``1 - 3 exp(-t)``.
@@ -213,12 +213,12 @@ def oymak_proposition1(
 
 
 def oymak_lemma1(n_train: Any, *, h: int, B: Any, lambda0: Any, R: Any = 1.0) -> jax.Array:
-    """Lemma 1: h_bar of Theorem 1 for the selection of a feature map and its ridge penalty.
+    """Return Lemma 1: h_bar of Theorem 1 for the selection of a feature map and its ridge penalty.
 
         h_bar = (h + 1) log(20 R^3 B n_T^2 lambda_0^-2 (B n_T + 1)),    and 0 where that is negative
 
-    For labels in [-1, 1], a convex set and a bounded, 1-Lipschitz loss. A number for
-    :func:`oymak_theorem1`; :func:`feature_map_lipschitz` has the explicit constant behind it.
+    For labels in [-1, 1], a convex set and a bounded, 1-Lipschitz loss. Pass the value to
+    :func:`oymak_theorem1`. :func:`feature_map_lipschitz` has the explicit constant.
 
     Parameters
     ----------
@@ -249,30 +249,24 @@ def oymak_lemma1(n_train: Any, *, h: int, B: Any, lambda0: Any, R: Any = 1.0) ->
 
 
 def oymak_lemma2(mu: Any, *, cross: Any = None, smoothness: Any = None) -> jax.Array:
-    """Lemma 2, corrected: Lipschitz constant of ``theta_alpha = argmin_theta L(alpha, theta)``.
+    """Return Lemma 2, corrected: the Lipschitz constant of ``theta_alpha = argmin L(alpha, .)``.
 
-        (a)  cross / mu,  where |grad_theta L(a, .) - grad_theta L(b, .)| <= cross |a - b|
-        (b)  sqrt(smoothness / mu),  where L is *jointly* convex, and smooth in alpha
+        (a)  cross / mu,  if |grad_theta L(a, .) - grad_theta L(b, .)| <= cross |a - b|
+        (b)  sqrt(smoothness / mu),  if L is *jointly* convex, and smooth in alpha
 
-    Both are attained: by the example of :func:`oymak_lemma2_as_printed`, and by
-    ``(sqrt(mu) theta - sqrt(smoothness) alpha)^2 / 2``.
+    The example of :func:`oymak_lemma2_as_printed` attains (a), and
+    ``(sqrt(mu) theta - sqrt(smoothness) alpha)^2 / 2`` attains (b).
 
     Parameters
     ----------
     mu : scalar
         L is mu-strongly convex in theta.
-    cross, smoothness : scalar, one of them
-        The case.
-
-    Returns
-    -------
-    scalar array
-        Exact, so no :class:`Bound`.
+    cross, smoothness : scalar, exactly one of them
 
     Raises
     ------
     ValueError
-        If neither or both of the cases are given, or a number is not positive.
+        If neither or both of ``cross`` and ``smoothness`` are given, or a number is not positive.
 
     Examples
     --------
@@ -290,7 +284,7 @@ def oymak_lemma2(mu: Any, *, cross: Any = None, smoothness: Any = None) -> jax.A
 
 
 def oymak_lemma2_as_printed(mu: Any, smoothness: Any) -> jax.Array:
-    """``sqrt(smoothness / mu)`` for every L that is mu-strongly convex in theta; false.
+    """Return ``sqrt(smoothness / mu)`` for every L that is mu-strongly convex in theta; false.
 
     ``L(alpha, theta) = mu theta^2 / 2 - M alpha theta`` is linear in alpha, and ``theta_alpha = (M
     / mu) alpha``. With the smoothness of the cross term M the value is ``sqrt(M / mu)`` instead: 2
@@ -316,14 +310,14 @@ def oymak_lemma2_as_printed(mu: Any, smoothness: Any) -> jax.Array:
 
 
 def oymak_theorem4_as_printed(p_over_n: Any, h_over_n: Any, *, c: Any) -> OymakTheorem4:
-    """Theorem 4: overlap and risk of the two-stage spectral estimator; true, and very loose.
+    """Return Theorem 4: overlap and risk of the two-stage spectral estimator; true, and very loose.
 
         lim rho^2 >= 1 - 64 p_bar h_bar,                       p_bar h_bar <= 1/6              (11)
         lim risk <= 1 - 1/p_bar + 200 h_bar / (1 - 1/p_bar),   p_bar h_bar <= c                (12)
 
-    (11) says nothing unless ``p_bar h_bar < 1/64``. The limits are known exactly
-    (:func:`bilevel.spectral_limits`): 2 does for 64, 2.25 for 200, and the overlap vanishes from
-    ``p_bar h_bar = 1`` on.
+    (11) is vacuous unless ``p_bar h_bar < 1/64``. The limits are known exactly
+    (:func:`bilevel.spectral_limits`): 2 is enough instead of 64, 2.25 instead of 200, and the
+    overlap is 0 from ``p_bar h_bar = 1`` on.
 
     Parameters
     ----------

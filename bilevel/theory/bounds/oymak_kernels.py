@@ -1,12 +1,13 @@
 """Theorems 2 and 3 of Oymak et al. 2021: the risk after selection of a kernel, by y'K^-1 y.
 
-Interpolation with the kernel K_alpha has the risk of the predictors of its own norm; selection on
-validation data gets the least of them, up to a rate in h / n_V:
+Interpolation with the kernel K_alpha has at most the risk of all predictors of the same norm.
+Selection on validation data attains the smallest of these bounds, up to a rate in h / n_V:
 
     L(f_selected) <= min_alpha 2 Gamma R sqrt(B y'K_alpha^-1 y / n_T) + C sqrt(.. / n_V) + delta
 
-The minimum over some kernels of Delta is never below that over Delta, so that the bound holds.
-Symbols as in :mod:`bilevel.theory.bounds.oymak`; K_alpha = ``Phi_alpha Phi_alpha'`` of n_T rows.
+The minimum over a few kernels of Delta is never below the minimum over Delta, so the bound holds.
+Symbols are those of :mod:`bilevel.theory.bounds.oymak`; K_alpha = ``Phi_alpha Phi_alpha'`` of n_T
+rows.
 
 Reference: Oymak, Li & Soltanolkotabi (2021), sections 4.1 and 4.2.
 """
@@ -43,15 +44,15 @@ def oymak_theorem2(
     delta: Any = 0.0,
     C: Any,
 ) -> Bound:
-    """Theorem 2, corrected: risk of the feature map selected for ridgeless regression.
+    """Bound the risk of the feature map selected for ridgeless regression: Theorem 2, corrected.
 
         L(f_selected) <= min_alpha 2 Gamma R sqrt(B y'K_alpha^-1 y / n_T)
                          + C sqrt((h log M + tau) / n_V) + delta
-        M = 30 R^4 B^2 lambda_0^-2 Gamma (n_T + n_V) |y|^2,    and 1 where that is less
+        M = 30 R^4 B^2 lambda_0^-2 Gamma (n_T + n_V) |y|^2,    at least 1
 
     R is missing in the paper, :func:`oymak_theorem2_as_printed`. For labels +-1 the first term is
-    at least ``2 Gamma R sqrt(B / lambda_max(K_alpha))``: for a loss in [0, 1] it needs a kernel
-    that makes many rows alike, ``lambda_max(K_alpha) > 4 R^2 B``.
+    at least ``2 Gamma R sqrt(B / lambda_max(K_alpha))``. For a loss in [0, 1] it needs a kernel
+    that makes many rows alike: ``lambda_max(K_alpha) > 4 R^2 B``.
 
     Parameters
     ----------
@@ -63,7 +64,7 @@ def oymak_theorem2(
     h : int
         Number of feature maps.
     B, lambda0, R, Gamma : scalar
-        lambda0 is over all of Delta; :func:`ntk.certify_simplex` finds a lower bound.
+        lambda0 holds on all of Delta; :func:`ntk.certify_simplex` finds a lower bound.
     tau : float
         Above log 4.
     p0 : float
@@ -122,13 +123,13 @@ def oymak_theorem2(
 def oymak_theorem2_as_printed(
     K: chex.Array, y: chex.Array, n_valid: Any, *, R: Any = 1.0, **options: Any
 ) -> Bound:
-    """Theorem 2 as printed: without R in the first term, false for R > 1.
+    """Return Theorem 2 as printed: without R in the first term, false for R > 1.
 
         L(f_selected) <= min_alpha 2 Gamma sqrt(B y'K_alpha^-1 y / n_T) + the rest
 
     B bounds single feature maps, and phi_alpha can be R times as long. With one map, Delta = {s},
-    the predictor does not depend on s, and K is proportional to s^2: for random labels the first
-    term is 2.1 / s, as small as one likes. ``assumptions`` says whether R is at most 1.
+    the predictor does not depend on s, and K is proportional to s^2. For random labels the first
+    term is then 2.1 / s, which is arbitrarily small. ``assumptions`` reports whether R <= 1.
 
     Parameters
     ----------
@@ -177,12 +178,12 @@ def oymak_theorem3(
     delta: Any = 0.0,
     C: Any,
 ) -> Bound:
-    """Theorem 3: 0-1 error of the activation selected for a wide network with one hidden layer.
+    """Bound the 0-1 error of the activation selected for a wide network with one hidden layer.
 
         L_01(f_selected) <= min_alpha 2 B sqrt(y'K_bar_alpha^-1 y / n_T)
                             + C sqrt((h + t) / n_V) + epsilon + delta
 
-    The first term is explicit, the second a rate.
+    This is Theorem 3. The first term is explicit, the second a rate.
 
     Parameters
     ----------
@@ -197,13 +198,13 @@ def oymak_theorem3(
     B : scalar
         Bounds |sigma'| and |sigma''| of all of them.
     activations : sequence of Activation, optional
-        Those of :mod:`ntk`, to check that sigma'' exists; of other functions only the kinks are
-        checked.
+        Activations of :mod:`ntk`, to check that sigma'' exists. For other functions only the kinks
+        are checked.
     t : float
     epsilon : scalar
-        What finite width and time cost.
+        Additional error for finite width and training time.
     delta, C : scalar
-        C with the logarithms in O~(h).
+        C contains the logarithms in O~(h).
 
     Returns
     -------
@@ -217,10 +218,10 @@ def oymak_theorem3(
 
     Notes
     -----
-    The paper does not mention three limits. Its Delta, any subset of the unit l1 ball, must not
-    come near 0, where ``K_(s alpha) = s^2 K_alpha`` has no lower bound; on the simplex, the
-    smallest eigenvalue need not be at a vertex. ReLU (used in Figure 2) and LeakyReLU have no
-    bounded sigma''. And f_0 at initialisation has the variance ``c_0 Var sigma_alpha(g)``, not 0.
+    The paper does not mention three limits. First, its Delta, any subset of the unit l1 ball, must
+    not come near 0, because ``K_(s alpha) = s^2 K_alpha``. On the simplex, the smallest eigenvalue
+    need not be at a vertex. Second, sigma'' is unbounded for ReLU (used in Figure 2) and LeakyReLU.
+    Third, f_0 at initialisation has the variance ``c_0 Var sigma_alpha(g)``, not 0.
 
     Examples
     --------
@@ -237,7 +238,7 @@ def oymak_theorem3(
     t, n_valid, B, C = positives(t=t, n_valid=n_valid, B=B, C=C)
     count("h", h)
     family, y = _family(K, y)
-    if len(y) == 1:  # n_T^-3 alone is no chance
+    if len(y) == 1:  # n_T^-3 = 1 leaves a probability of 0
         raise ValueError("K: expected more than one row, of which the theorem says nothing, got 1.")
     fails = math.exp(-t) + len(y) ** -3 + math.exp(-10 * h)
     if not 4 * fails < 1:
@@ -271,7 +272,7 @@ def oymak_theorem3(
 
 
 def _family(K: Any, y: Any) -> tuple[jax.Array, jax.Array]:
-    """Kernels [m, n, n] and labels [n]."""
+    """Return the kernels as [m, n, n] and the labels [n], checked."""
     K = check_kernel(K, stack=True)
     y = real_array("y", y).astype(K.dtype)
     if y.shape != K.shape[-1:]:
@@ -280,7 +281,7 @@ def _family(K: Any, y: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _energy(family: jax.Array, y: jax.Array) -> tuple[jax.Array, bool | None]:
-    """``min sqrt(y'K^-1 y / n)`` over the family; whether all of it is positive definite."""
+    """Return ``min sqrt(y'K^-1 y / n)`` of the family, and whether every K is positive definite."""
     energies = jax.vmap(excess_risk_term, (0, None))(family, y).normalized
     definite = jnp.isfinite(energies)
     # A kernel without an inverse gives no bound (infinity); a NaN in it stays NaN.
@@ -290,7 +291,7 @@ def _energy(family: jax.Array, y: jax.Array) -> tuple[jax.Array, bool | None]:
 
 
 def _has_bounded_derivatives(s: Activation) -> bool | None:
-    """Whether both derivatives are bounded; None of a function that nobody looked at."""
+    """Return whether the first two derivatives are bounded; None if this is unknown."""
     if any(any(sizes[:2]) for _, sizes in s.kinks):
         return False
     if s.smooth is None:

@@ -1,4 +1,4 @@
-"""Features [n, h, p] of h maps: given, made a few columns at a time, or known by their kernels."""
+"""Features [n, h, p] of h maps: given, computed in blocks of columns, or known by their kernels."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from bilevel.internal.checks import at_least_float32, check_finite, real_array
 @partial(jax.tree_util.register_dataclass, data_fields=("block",), meta_fields=("count",))
 @dataclasses.dataclass(frozen=True, eq=False)
 class Columns:
-    """Features [n, h, p] made a few of their p columns at a time.
+    """Features [n, h, p], computed a few of their p columns at a time.
 
-    ``block(j) -> [n, h, b]`` makes columns ``j b`` to ``(j + 1) b`` for a traced ``j``, with zeros
-    in the place of columns beyond p. ``count`` is the number of blocks, p / b rounded up. A
-    ``block`` made by ``jax.tree_util.Partial`` passes its arrays as arguments. Others are compiled
+    ``block(j) -> [n, h, b]`` returns columns ``j b`` to ``(j + 1) b`` for a traced ``j``, with
+    zeros for columns beyond p. ``count`` is the number of blocks, p / b rounded up. A ``block``
+    made by ``jax.tree_util.Partial`` passes its arrays as arguments. Other functions are compiled
     once per function object, with the arrays they close over.
     """
 
@@ -36,7 +36,7 @@ Features: TypeAlias = chex.Array | Columns
 
 
 def sum_over_blocks(term: Callable, *features: Any) -> jax.Array:
-    """``sum_j term(block j of each)``; arrays are one block, so that it is ``term`` of them."""
+    """Return ``sum_j term(block j of each)``; an array is one block."""
     if not isinstance(features[0], Columns):
         return term(*features)
 
@@ -48,13 +48,13 @@ def sum_over_blocks(term: Callable, *features: Any) -> jax.Array:
 
 
 def block_shape(features: Features) -> tuple[int, ...]:
-    """The shape of one block, or of the array."""
+    """Return the shape of one block, or of the array."""
     one = jax.eval_shape(features.block, 0) if isinstance(features, Columns) else features
     return one.shape
 
 
 def is_kernels(features: Features) -> bool:
-    """Whether these are the kernels [h, h, n, n] of features."""
+    """Return whether the features are given by their kernels [h, h, n, n]."""
     return not isinstance(features, Columns) and features.ndim == 4
 
 
@@ -79,7 +79,7 @@ def check_features_and_labels(features: Features, labels: Any) -> tuple[Features
 
 
 def as_finite_floating(name: str, a: Any) -> jax.Array:
-    """Return ``a`` as a floating-point array; concrete entries have to be finite."""
+    """Return ``a`` as a floating-point array; concrete entries must be finite."""
     a = real_array(name, a)
     a = a.astype(at_least_float32(a.dtype))
     check_finite(name, a)

@@ -1,4 +1,4 @@
-"""The first stage: the mixture by one eigenvector, from the validation rows; see the package."""
+"""The first stage: the mixture by one eigenvector, from the validation rows."""
 
 from functools import partial
 
@@ -20,42 +20,45 @@ from ntk.kernels.symmetric import symmetric_matrix
 
 
 def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = False) -> jax.Array:
-    """Oymak's spectral estimate of the mixture: the top left singular vector of ``sum_i y_i X_i``.
+    """Return the spectral estimate of the mixture: ``sum_i y_i X_i``'s top left singular vector.
 
     Parameters
     ----------
     features : array [n, h, p], bilevel.theory.spectral.columns.Columns, or array [h, h, n, n]
         Features of h maps, or the kernels of these maps.
     labels : array [n] or [n, c]
-        Taken as they are: a mean that labels and features both have counts as signal.
+        The mean is not subtracted: a mean that labels and features share counts as signal.
     whiten : bool
         Divide by :func:`noise_gram`: see Notes. False is the paper's estimator.
 
     Returns
     -------
     array [h]
-        Unit norm, with a sum that is not negative (nothing determines the sign). Differentiable
-        where the top eigenvalue is simple.
+        Unit norm, with a nonnegative sum (the sign is arbitrary). Differentiable if the top
+        eigenvalue is simple.
 
     Raises
     ------
     ValueError
-        If shapes do not fit, something is empty, or concrete numbers are not finite.
+        If shapes do not fit, an argument is empty, or concrete values are not finite.
 
+    Notes
+    -----
     The paper's features are uncorrelated and of one size. With rows of covariance A, M leans to
     ``A alpha*``: larger maps and maps that are alike weigh more. ``whiten`` takes instead
 
         alpha that maximises  (alpha' M M' alpha) / (alpha' A alpha)
 
-    with the noise Gram matrix, proportional to A up to a relative 2/p, for A. Theorem 4 and its
-    limits then hold for the correlation in the inner product of A, that of predictions. The ratio
-    is ``y' K_alpha y`` over its expectation for labels of random signs, a kernel's alignment with
-    the labels. Between maps that are alike the estimate may have large entries of opposite sign;
-    :func:`simplex_start` takes it to the simplex.
+    with the noise Gram matrix for A; it is proportional to A up to a relative 2/p. Theorem 4 and
+    its limits then hold for the correlation in the inner product of A, that of predictions. The
+    ratio is ``y' K_alpha y`` over its expectation for labels of random signs, a kernel's alignment
+    with the labels. Between maps that are alike the estimate may have large entries of opposite
+    sign; :func:`simplex_start` projects it to the simplex.
 
-    Dependence across columns is not undone. The ratio sees how much of a kernel's trace the labels
-    align with, not what ridge regression makes of the rest: for one-vs-rest labels of 150 digits it
-    chooses GELU, a good choice; without the labels' means, the worst of six activations.
+    Dependence across columns is not undone. The ratio measures the share of a kernel's trace that
+    is aligned with the labels, and ignores how ridge regression uses the rest. For one-vs-rest
+    labels of 150 digits it chooses GELU, a good choice; without the labels' means, the worst of six
+    activations.
 
     Time: c n h p, and h^2 (c p + h); whitened n h^2 p more; with kernels c h^2 n^2. Memory:
     h (n + c) b for blocks of b columns, h p (n + c) for an array.
@@ -72,13 +75,13 @@ def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = Fal
     True
     """
     largest = jnp.max(jnp.abs(real_array("labels", labels)), initial=0)
-    labels = labels / jnp.where(largest > 0, largest, 1)  # the direction has no unit
+    labels = labels / jnp.where(largest > 0, largest, 1)  # the direction does not change
     noise = noise_gram(features, labels) if whiten else None
     return top_direction(spectral_gram(features, labels), noise)
 
 
 def spectral_gram(features: Features, labels: chex.Array) -> jax.Array:
-    """``G_ij = sum_c y_c' K_ij y_c`` [h, h], which is ``M M'`` summed over outputs."""
+    """Return ``G_ij = sum_c y_c' K_ij y_c`` [h, h], which is ``M M'`` summed over outputs."""
     features, y = check_features_and_labels(features, labels)
 
     def term(x):
@@ -94,7 +97,7 @@ def spectral_gram(features: Features, labels: chex.Array) -> jax.Array:
 
 
 def noise_gram(features: Features, labels: chex.Array) -> jax.Array:
-    """The expectation of :func:`spectral_gram` if each row's labels had a random sign.
+    """Return the expectation [h, h] of ``M M'`` if each row's labels had a random sign.
 
     ``N_ij = sum_n |y_n|^2 K_ij(x_n, x_n)``. Under Theorem 4 it is n p times the identity, up to
     fluctuations which vanish as p grows.
@@ -105,14 +108,10 @@ def noise_gram(features: Features, labels: chex.Array) -> jax.Array:
         Features of h maps, or the kernels of these maps.
     labels : array [n] or [n, c]
 
-    Returns
-    -------
-    array [h, h]
-
     Raises
     ------
     ValueError
-        If shapes do not fit, something is empty, or concrete numbers are not finite.
+        If shapes do not fit, an argument is empty, or concrete values are not finite.
 
     Examples
     --------
@@ -127,11 +126,11 @@ def noise_gram(features: Features, labels: chex.Array) -> jax.Array:
 
 
 def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Array:
-    """Unit ``alpha`` [h] that maximises ``alpha' gram alpha``, over ``alpha' noise alpha`` if any.
+    """Return the unit ``alpha`` [h] that maximises ``alpha' gram alpha / (alpha' noise alpha)``.
 
-    Its sum is not negative. Feature maps that are copies of each other, or zero, do no harm:
-    directions of the noise's correlation matrix below the square root of the roundoff are not
-    resolved.
+    Its sum is not negative. Without ``noise`` the denominator is 1. Feature maps may be zero or
+    copies of each other: directions of the noise's correlation matrix below the square root of the
+    roundoff are not resolved.
     """
     gram = symmetric_matrix(gram, "gram")
     if concrete(gram) and not np.any(gram):
@@ -153,7 +152,7 @@ def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Arra
 
 @custom_jvp
 def top_eigenvector(matrix: chex.Array) -> jax.Array:
-    """The top eigenvector, differentiable also if other eigenvalues than the top one coincide."""
+    """Return the top eigenvector; differentiable also if other eigenvalues coincide."""
     return jnp.linalg.eigh(matrix)[1][:, -1]
 
 
@@ -168,16 +167,16 @@ def _top_eigenvector_jvp(primals, tangents):
 def simplex_start(
     alpha: chex.Array, noise: chex.Array | None = None, *, uniform: float | chex.Array = 0.1
 ) -> jax.Array:
-    """A starting point on the simplex, near the direction ``alpha`` or ``-alpha``.
+    """Return a starting point on the simplex, near the direction ``alpha`` or ``-alpha``.
 
         (1 - uniform) a / sum(a) + uniform / h,
         a = argmin_{a >= 0} (a - s alpha)' N (a - s alpha),   s = 1 or -1 (the longer a)
 
-    Without ``noise`` N is the identity, and negative entries become 0. With it, distances are those
-    of predictions: for activations that are alike, large entries of opposite sign are a small
-    difference. The uniform part is for the search: exponentiated gradient would leave an entry at 0
-    there. From ``uniform / h`` an entry takes about ``log(h / uniform)`` over the learning rate
-    steps to return.
+    Without ``noise`` N is the identity, and negative entries become 0. With ``noise``, distances
+    are between predictions: for activations that are alike, large entries of opposite sign are a
+    small difference. The uniform part is for the search: exponentiated gradient would never leave
+    an entry of 0. From ``uniform / h`` an entry needs about ``log(h / uniform)`` over the learning
+    rate steps to return.
 
     Parameters
     ----------
@@ -201,7 +200,7 @@ def simplex_start(
     Notes
     -----
     With ``noise``: 200 sweeps of coordinate descent, h^2 operations each. For nearly equal
-    directions the angle is right to 1e-3 or so after them, the entries need not be.
+    directions the angle is then right to about 1e-3; the entries can be less accurate.
 
     Examples
     --------
@@ -228,7 +227,7 @@ def simplex_start(
 
 
 def _cone(metric: jax.Array, alpha: jax.Array) -> jax.Array:
-    """``argmin_{a >= 0} (a - alpha)' metric (a - alpha)`` by coordinate descent."""
+    """Return ``argmin_{a >= 0} (a - alpha)' metric (a - alpha)``, by coordinate descent."""
     h = len(alpha)
     curvature = jnp.diagonal(metric)
     curvature = jnp.where(curvature > 0, curvature, 1)

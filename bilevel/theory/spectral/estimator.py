@@ -1,4 +1,4 @@
-"""The two stages together: least squares on the training rows, with the mixture estimated."""
+"""The two stages together: least squares on the training rows, with the estimated mixture."""
 
 from typing import NamedTuple
 
@@ -23,10 +23,10 @@ class SpectralEstimate(NamedTuple):
     dual: jax.Array  # [n] or [n, c], one per training row: theta = Phi_alpha' dual
 
     def predict(self, train: Features, features: Features) -> jax.Array:
-        """Predictions ``alpha' X theta`` [m] or [m, c] for new rows.
+        """Return the predictions ``alpha' X theta`` [m] or [m, c] for new rows.
 
-        ``train`` are the features of the training rows. Both are arrays or ``Columns`` of equal
-        blocks.
+        ``train`` are the features of the training rows; they and ``features`` are arrays, or
+        ``Columns`` of equal blocks.
         """
         forms = [
             (part.count if isinstance(part, Columns) else "an array", *block_shape(part)[1:])
@@ -46,7 +46,7 @@ def spectral_estimator(
     *,
     whiten: bool = False,
 ) -> SpectralEstimate:
-    """Theorem 4's two stages: alpha from the validation rows, the weights from the training rows.
+    """Return alpha from the validation rows and weights from the training rows, as in Theorem 4.
 
         alpha = spectral_alpha(valid),   theta = argmin |theta|  of  min |Phi_alpha theta - y|
 
@@ -67,11 +67,13 @@ def spectral_estimator(
     Raises
     ------
     ValueError
-        If shapes do not fit, something is empty, or concrete numbers are not finite.
+        If shapes do not fit, an argument is empty, or concrete values are not finite.
 
+    Notes
+    -----
     Time: n h p and n^2 p for the kernel, O(n^3) for its pseudo-inverse. Memory: n h b and n^2. The
     kernel has the squared condition number of ``Phi_alpha``: near p = n float32 is not enough.
-    :func:`spectral_limits` is what it attains (Oymak et al. 2021, section 5 and Theorem 4).
+    :func:`spectral_limits` has its risk in the limit (Oymak et al. 2021, section 5 and Theorem 4).
 
     Examples
     --------
@@ -96,7 +98,7 @@ def spectral_estimator(
 
 
 def _cross_kernel_of_mixture(alpha, rows, columns):
-    """``Phi_alpha Phi_alpha'`` between two sets of rows."""
+    """Return ``Phi_alpha Phi_alpha'`` between two sets of rows."""
 
     def term(x, z):
         return jnp.einsum("h,nhb->nb", alpha, x) @ jnp.einsum("h,nhb->bn", alpha, z)

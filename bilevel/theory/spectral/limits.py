@@ -1,13 +1,19 @@
-"""What the two stages attain: the exact asymptotics of Theorem 4, and its experiment."""
+"""The exact asymptotics of Theorem 4's two stages, and its experiment."""
 
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from bilevel.internal.checks import concrete, integer, nan_where, offending, prng_key, real_array
+from bilevel.internal.checks import (
+    check_finite,
+    integer,
+    nan_where,
+    nonnegative,
+    positive,
+    prng_key,
+)
 from bilevel.theory.spectral.directions import top_eigenvector
 
 
@@ -22,7 +28,7 @@ class SpectralLimits(NamedTuple):
 
 
 def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
-    """The exact asymptotics of Theorem 4, as n, p, h grow in proportion.
+    """Return the exact asymptotics of Theorem 4, as n, p, h grow in proportion.
 
     With ``P = p/n`` and ``H = h/n``:
 
@@ -38,8 +44,7 @@ def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
     Returns
     -------
     SpectralLimits
-        ``risk`` and ``excess`` are infinite where p = n, as for least squares, unless h_over_n is
-        0.
+        ``risk`` and ``excess`` are infinite for p = n, as for least squares, unless h_over_n is 0.
 
     Raises
     ------
@@ -48,15 +53,15 @@ def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
 
     Notes
     -----
-    Given y, M is a rank-1 perturbation of size ``sqrt(n/p)`` of a Gaussian matrix of variance 1/p,
-    whose top left singular vector is known in the limit. T is independent of alpha^, so that the
+    Given y, M is a rank-1 perturbation of size ``sqrt(n/p)`` of a Gaussian matrix of variance 1/p;
+    its top left singular vector is known in the limit. T is independent of alpha^, so that the
     second stage is least squares with noise of variance ``1 - rho^2``.
 
     ``p h = n^2`` is the sharp threshold, which the paper found "necessary" up to a constant. Its
-    constants are large: ``1 - rho^2 <= 2 P H`` in place of 64 in (11), and the excess risk is at
-    most ``2.25 H / (1 - 1/P)`` in place of 200 in (12). Finite sizes are kinder: for n = 200 the
-    mean squared correlation is 0.33 where the limit is 0.18 (P = 8, H = 0.1), and 0.11 at P H =
-    1.2.
+    constants are large: ``1 - rho^2 <= 2 P H`` instead of 64 in (11), and the excess risk is at
+    most ``2.25 H / (1 - 1/P)`` instead of 200 in (12). Finite sizes have larger correlations: for
+    n = 200 the mean squared correlation is 0.33 and its limit 0.18 (P = 8, H = 0.1), and 0.11 at
+    P H = 1.2.
 
     References
     ----------
@@ -69,16 +74,9 @@ def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
     >>> limits.correlation_squared, limits.risk
     (Array(0.857142..., dtype=float...), Array(0.714285..., dtype=float...))
     """
-    for name, value, least in (("p_over_n", p_over_n, "> 0"), ("h_over_n", h_over_n, ">= 0")):
-        if not concrete(value):
-            continue
-        numbers = np.asarray(real_array(name, value))
-        good = np.isfinite(numbers) & ((numbers > 0) if least == "> 0" else (numbers >= 0))
-        if not good.all():
-            raise ValueError(
-                f"{name}: expected finite numbers {least}, got {offending(numbers, good)}."
-            )
-    P, H = jnp.asarray(p_over_n, float), jnp.asarray(h_over_n, float)
+    check_finite("h_over_n", h_over_n)
+    P = jnp.asarray(positive("p_over_n", p_over_n), float)
+    H = nonnegative("h_over_n", h_over_n).astype(float)
     try:
         P, H = jnp.broadcast_arrays(P, H)
     except ValueError:
@@ -93,7 +91,7 @@ def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
     over = lost * (2 * many - 1) / (many * (many - 1))
     under = lost / jnp.where(P < 1, 1 - P, 1)
     excess = jnp.where(P > 1, over, jnp.where(P < 1, under, jnp.where(lost > 0, jnp.inf, 0)))
-    bad = ~((P > 0) & (H >= 0))  # of those that no check has seen
+    bad = ~((P > 0) & (H >= 0))  # traced values were not checked
     masked = [nan_where(bad, x) for x in (1 - lost, optimal + excess, optimal, excess)]
     return SpectralLimits(masked[0], masked[1], masked[2], masked[3], recovers)
 
@@ -102,15 +100,14 @@ class SpectralSample(NamedTuple):
     """Result of :func:`spectral_sample`."""
 
     correlation_squared: jax.Array
-    risk: jax.Array  # E (y - f)^2 over new rows, given what was learned
+    risk: jax.Array  # E (y - f)^2 over new rows, given the estimate
 
 
 def spectral_sample(key: chex.PRNGKey, n: int, p: int, h: int) -> SpectralSample:
-    """One run of Theorem 4's experiment: the same distribution from far fewer random numbers.
+    """Return one run of Theorem 4's experiment, in distribution, from far fewer random numbers.
 
-    It draws h p + n p Gaussian numbers in place of 2 n h p: M comes from its decomposition, with
-    ``|y|^2`` chi-squared of n degrees of freedom; for the second stage only mixed features are
-    drawn.
+    It draws h p + n p Gaussian numbers instead of 2 n h p. M comes from its decomposition, with
+    ``|y|^2`` chi-squared with n degrees of freedom; the second stage draws mixed features only.
 
     Parameters
     ----------
@@ -132,15 +129,15 @@ def spectral_sample(key: chex.PRNGKey, n: int, p: int, h: int) -> SpectralSample
     prng_key("key", key)
     for name, number in (("n", n), ("p", p), ("h", h)):
         integer(name, number, 1)
-    for_size, for_m, for_phi, for_rest = jax.random.split(key, 4)
+    for_size, for_m, for_phi, for_noise = jax.random.split(key, 4)
     size = jnp.sum(jax.random.normal(for_size, (n,)) ** 2)
-    # Coordinates are such that alpha* and theta* are the first unit vectors.
+    # In these coordinates alpha* and theta* are the first unit vectors.
     m = jnp.sqrt(size) * jax.random.normal(for_m, (h, p))
     m = m.at[0, 0].set(size)
     rho = top_eigenvector(m @ m.T)[0]
     lost = jnp.maximum(1 - rho**2, 0)
     phi = jax.random.normal(for_phi, (n, p))
-    y = rho * phi[:, 0] + jnp.sqrt(lost) * jax.random.normal(for_rest, (n,))
+    y = rho * phi[:, 0] + jnp.sqrt(lost) * jax.random.normal(for_noise, (n,))
     if p >= n:
         theta = phi.T @ jax.scipy.linalg.solve(phi @ phi.T, y, assume_a="pos")
     else:

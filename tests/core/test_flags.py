@@ -20,7 +20,6 @@ import bilevel
 import ntk
 from bilevel.linear import matrices, ridge_weights
 from bilevel.linear.models import svm_weights
-from ntk.bounds.constants import betas
 
 ROWS, WEIGHTS = 16, 8
 
@@ -259,7 +258,7 @@ def bounds():
     x = x / jnp.linalg.norm(x, axis=1, keepdims=True)
     layers = [ntk.relu, ntk.relu]
     return (
-        betas(ntk.leaky_relu(0.1), 2.0),
+        ntk.bounds.diagonal_upper_bound(x @ x.T).value,
         ntk.bounds.schur_lower_bound(x, activations=layers).value,
         ntk.bounds.hermite_lower_bound(x, activations=layers).value,
     )

@@ -1,6 +1,6 @@
-"""Bounds of lambda_min and of the error: the valid ones hold, the printed ones fail where known.
+"""Bounds of lambda_min and of the error: valid bounds hold, printed bounds fail.
 
-"MATH" numbers were computed independently, in float64, by quadrature and dense eigenvalues.
+"MATH" values were computed independently, in float64, by quadrature and dense eigenvalues.
 """
 
 import math
@@ -24,16 +24,11 @@ from ntk.bounds import (
     zhu_variance_as_printed,
 )
 from ntk.bounds.bound import lower_bound
-from ntk.bounds.constants import (
-    activation_lipschitz,
-    betas,
-    hermite_coefficients,
-)
+from ntk.bounds.constants import activation_lipschitz, hermite_coefficients
 from ntk.expectations.activations import (
     activation,
     erf,
     gelu,
-    identity,
     leaky_relu,
     relu,
     sigmoid,
@@ -81,37 +76,17 @@ def test_table_1_with_swish_put_right(s, mu1, beta1, beta2, beta3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("t", "f_sigmoid", "f_tanh"),
-    [
-        (6, 0.049358697867, 0.423172286559),
-        (12, 0.036502141337, 0.303076133786),
-        (24, 0.026448267910, 0.215715132551),
-    ],
-)
-def test_beta_3_of_sigmoid_and_tanh_falls_with_the_variance(t, f_sigmoid, f_tanh):
-    """MATH: f_S(t), f_T(t), where the infimum is at y = t."""
-    assert_close(table1(sigmoid, t).beta3, f_sigmoid, f32=1e-5)
-    assert_close(table1(tanh, t).beta3, f_tanh, f32=1e-5)
-    assert_close(betas(tanh, t).beta3, f_tanh, f32=1e-5)
-
-
-def test_beta_3_of_tanh_is_0_over_all_variances():
+def test_beta_3_of_sigmoid_and_tanh_falls_with_the_variance():
+    """MATH: f_S(t), f_T(t), with the infimum at y = t; an asymptotic formula at t = 1e9."""
+    assert_close(table1(sigmoid, 12).beta3, 0.036502141337, f32=1e-5)
+    assert_close(table1(tanh, 24).beta3, 0.215715132551, f32=1e-5)
+    assert_close(table1(tanh, 1e9).beta3, 8 / 3 / math.sqrt(2 * math.pi * 1e9), f64=1e-6, f32=1e-2)
     assert table1(tanh).beta3 == 0
-    assert_close(table1(swish).beta3, 0.5)
-
-
-def test_betas_at_variance_1():
-    """MATH."""
-    assert_close(betas(sigmoid, 1.0)[:2], [0.0867580717, 0.0896724827], f32=1e-5)
-    assert_close(betas(tanh, 1.0)[:2], [0.7885889808, 0.9288058049], f32=1e-5)
-    assert_close(betas(swish, jnp.array([1.0, 42.31])).beta3, [0.758964703266, 1.0167833872])
 
 
 def test_an_activation_with_a_value_at_0_has_no_beta_1():
     plain = activation(jax.nn.sigmoid, strip=math.pi)
     assert table1(plain).beta1 == math.inf
-    # Nor one that jumps there, whose value at 0 itself is the middle: it was 2.4e6.
     assert table1(activation(jnp.sign)).beta1 == math.inf
     assert table1(relu.derivative).beta1 == math.inf
 
@@ -121,19 +96,15 @@ def test_an_activation_with_a_value_at_0_has_no_beta_1():
     "s", [relu.derivative, activation(jnp.sign), activation(lambda z: jnp.where(z > 1, 1.0, 0.0))]
 )
 def test_a_step_has_no_lipschitz_constant(s):
-    # It was 0, with the smallest possible constant in Zhu's Theorem 3.
     for mixture in (s, {tanh: 1.0, s: 0.5}):
         with pytest.raises(ValueError, match="activation: expected a Lipschitz function, got one"):
             activation_lipschitz(mixture)
     assert_close(activation_lipschitz({tanh: 1.0, s: 0.0}), 1.0, f32=1e-5)
-    with pytest.raises(ValueError, match="that jumps at"):
-        zhu_theorem3(jnp.eye(2), jnp.ones(2), activations=[s], C=1.0)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("layers", [[relu.derivative], [relu.derivative, relu]])
 def test_the_hermite_bound_of_a_step_is_one(layers):
-    # (k + 1) a_k^2 counts the step's point mass, which the kernel has not: 1.44 for .5.
     bound = hermite_lower_bound(jnp.eye(3), activations=layers)
     exact = smallest(network_kernel(jnp.eye(3), activations=layers).ntk)
     assert 0.4 < bound.value <= exact * (1 + 1e-6)
@@ -143,7 +114,6 @@ def test_the_hermite_bound_of_a_step_is_one(layers):
 
 @pytest.mark.long
 def test_the_schur_bound_of_near_duplicates_is_noise_for_every_kink():
-    # Both correlations' rounding, by its square root: 8e-9 was no noise for a hard tanh.
     draw = np.random.default_rng(131)
     x = unit_rows(131, 2, 3)
     x[1] = x[0] + 1e-10 * draw.standard_normal(3)
@@ -154,7 +124,7 @@ def test_the_schur_bound_of_near_duplicates_is_noise_for_every_kink():
 
 def test_a_bound_that_is_no_number_is_vacuous():
     assert lower_bound(jnp.array(jnp.nan), {}, 0.0).vacuous
-    for seed in range(5):
+    for seed in range(2):
         A = np.random.default_rng(seed).normal(size=(6, 3))  # K of rank 3
         y = jnp.array([1.0, -1, 1, -1, 1, 1])
         options = {"activations": [relu], "C": 1e-9, "label_aware": True}
@@ -162,24 +132,11 @@ def test_a_bound_that_is_no_number_is_vacuous():
         assert bound.vacuous and held(bound)["K is positive definite"] is False
 
 
-def test_betas_of_a_mixture_are_those_of_the_sum():
-    """(relu(z) + relu(-z)) / 2 + z / 2 = relu(z): identity and relu, by their weights."""
-    assert_close(betas({identity: 2.0, relu: -1.0}, 3.0), (5 / 1, 5.0, 5.0))
-
-
 def test_hermite_coefficients_of_relu_in_closed_form():
     """E[relu(z) h_k(z)] from E relu = phi(0), E[z relu] = 1/2, E[z^2 relu] = 2 phi(0)."""
     phi = 1 / math.sqrt(2 * math.pi)
-    coefficients = hermite_coefficients(relu, [1.0, 4.0], terms=4)
-    expected = np.array([phi, 0.5, phi / math.sqrt(2), 0])
-    assert_close(coefficients, [expected, 2 * expected], f32=1e-5)
-
-
-@pytest.mark.parametrize("s", [tanh, swish, gelu], ids=str)
-def test_squares_of_hermite_coefficients_add_up_to_the_second_moment(s):
-    """Parseval; the second moment by beta_1, tails under 1e-10 at variance 1/2."""
-    coefficients = hermite_coefficients(s, 0.5, terms=64)
-    assert_close(jnp.sum(coefficients**2), betas(s, 0.5).beta1 * 0.5 / 2, f64=1e-8)
+    expected = [phi, 0.5, phi / math.sqrt(2), 0]
+    assert_close(hermite_coefficients(relu, terms=4), expected, f32=1e-5)
 
 
 def _root_two_gelu():
@@ -191,13 +148,9 @@ def _root_two_gelu():
 @pytest.mark.parametrize(
     ("s", "expected"),
     [
-        (relu, 1),
         (leaky_relu(-2.0), 2),
-        (sigmoid, 1 / 4),
-        (tanh, 1),
         (swish, 1.099839320129),  # MATH: at 2.39935728
         (gelu, _root_two_gelu()),
-        (erf, 2 / math.sqrt(math.pi)),
         ({relu: 1.0, tanh: 0.5}, 1.5),  # at 0+
         (activation(lambda z: jnp.log1p(z * z), name="log1p"), 1.0),  # 2z / (1 + z^2) at 1
     ],
@@ -380,11 +333,11 @@ def test_theorem_1_by_hand_for_a_mixed_network():
     assert_close(lower.value, 2 * 0.605705509602**2 * 0.1 * 2 * 2.09)
     # l = 1: 2 * 2.09; l = 2: 2 * 2.09; l = 3: 1.09 * 2.
     assert_close(upper.value, 2 * (4.18 + 4.18 + 2.18))
-    half, _ = zhu_theorem1_as_printed(8, 4, C=0.05, **options)
-    assert_close(2 * half.value, lower.value)
+    assert all(bound.unspecified[-1] == '"not very large" L' for bound in (lower, upper))
+    assert lower.unspecified[0].startswith("C, supplied")
 
 
-@pytest.mark.parametrize(("depth", "t", "exact"), [(7, 48, 60.31), (8, 96, 174.5), (10, 384, 1469)])
+@pytest.mark.parametrize(("depth", "t", "exact"), [(7, 48, 60.31), (10, 384, 1469)])
 def test_printed_t_does_not_bound_the_variance_of_relu_with_skips(depth, t, exact):
     """MATH, exact to the digits given."""
     bound = zhu_variance_as_printed([relu] * (depth - 1), [1.0] * (depth - 2))
@@ -438,10 +391,9 @@ def test_theorem_2s_initialisation_has_a_quarter_of_lemma_1s_relu_kernel():
 # --- Theorem 3 ---
 
 
-@pytest.mark.parametrize("depth", [3, 4, 6])
-def test_theorem_3_is_vacuous_for_relu_networks_at_every_sample_size(depth):
+def test_theorem_3_is_vacuous_for_relu_networks_at_every_sample_size():
     """K_ii = L for unit inputs, and y'y = N: at least C_2 / sqrt(L), for any such K."""
-    for n in (5, 20):
+    for depth, n in (3, 5), (6, 20):
         K = depth * (unit_rows(depth, n, 8) @ unit_rows(depth, n, 8).T) ** 3
         y = np.where(np.arange(n) % 2, 1, -1)
         bound = zhu_theorem3(K, y, activations=[relu] * (depth - 1), C=1.0)
@@ -464,17 +416,6 @@ def test_theorem_3_by_hand():
     assert held(plain)["labels are +-1"] is True
 
 
-def test_labels_that_the_kernel_finds_easy_make_theorem_3_tighter():
-    """y along the first eigenvector: y'K^-1 y = y'y / lambda_max."""
-    K = np.exp(unit_rows(3, 10, 4) @ unit_rows(3, 10, 4).T)
-    values, vectors = np.linalg.eigh(K)
-    y = vectors[:, -1]
-    options = {"activations": [relu, relu], "C": 1.0}
-    plain = zhu_theorem3(K, y, **options).terms["eigenvalue term"]
-    aware = zhu_theorem3(K, y, **options, label_aware=True).terms["label term"]
-    assert_close(aware / plain, math.sqrt(values[0] / values[-1]), f64=1e-8)
-
-
 def test_theorem_3_of_a_singular_kernel_is_infinite():
     for aware in (False, True):
         options = {"activations": [relu], "C": 1.0, "label_aware": aware}
@@ -484,25 +425,9 @@ def test_theorem_3_of_a_singular_kernel_is_infinite():
         assert held(bound)["K is positive definite"] is False
 
 
-# --- what a bound is, and errors ---
-
-
-@pytest.mark.slow
-def test_bounds_with_hidden_constants_name_them():
-    lower, upper = zhu_theorem2_as_printed(12, 4, activations=[relu], C=2.0)
-    third = zhu_theorem3(jnp.eye(2), jnp.ones(2), activations=[relu], C=2.0)
-    for bound in (lower, upper, third):
-        assert any(name.startswith("C, supplied") for name in bound.unspecified)
-
-
 def test_slopes_between_the_nodes_of_a_scan_are_seen():
-    """A clip between two of 129 nodes had the Lipschitz constant 0, and a false Theorem 3."""
     clip = activation(lambda z: jnp.clip(20 * (z - 3), -1, 1))
     assert_close(activation_lipschitz(clip), 20, f32=1e-5)
     assert_close(
         activation_lipschitz(activation(lambda z: jnp.tanh(1e3 * (z - 0.7)))), 1e3, f32=1e-4
     )
-
-
-def test_table_1_goes_as_far_as_its_variance():
-    assert_close(table1(tanh, 1e9).beta3, betas(tanh, 1e9).beta3, f32=1e-2)

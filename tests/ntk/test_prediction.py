@@ -1,4 +1,4 @@
-"""Predictions with covariance, against neural-tangents, weights in numpy, and networks trained."""
+"""Predictions with covariance, against neural-tangents, weights in numpy, and trained networks."""
 
 import functools
 from typing import NamedTuple
@@ -32,8 +32,8 @@ def network(a, b=None):
 
 TRAIN, CROSS, PRIOR = network(X[:N]), network(X[N:], X[:N]), network(X[N:]).nngp
 
-# A network of two outputs that is linear in its weights: f = F w with w ~ N(0, S) at time 0, so
-# that its NNGP is F S F' and its NTK is F F'. The outputs share weights.
+# A linear network of two outputs, f = F w with w ~ N(0, S) at time 0: its NNGP is F S F' and its
+# NTK is F F'. The outputs share weights.
 FEATURES = rng.normal(size=(N + M, OUT, 30)) / 5
 ROOT = rng.normal(size=(30, 30)) / 5
 LINEAR = Pair(
@@ -70,28 +70,11 @@ def trained(t):
 @pytest.mark.long
 @outputs
 @pytest.mark.parametrize("penalty", [0.0, 0.3])
-def test_the_posterior_is_neural_tangents_gaussian_process(y, penalty):
-    predict = ntk.neural_tangents().predict
-    train, cross, test = Pair(TRAIN.nngp, TRAIN.ntk), Pair(CROSS.nngp, CROSS.ntk), network(X[N:])
-    columns = jnp.asarray(y).reshape(N, -1)
-    peer = predict.gp_inference(train, columns, penalty, diag_reg_absolute_scale=True)
-    truth = peer(("nngp", "ntkgp"), cross, Pair(test.nngp, test.ntk))
-    for name, mode in (("nngp", "nngp"), ("ntk", "ntkgp")):
-        K, k, prior = (getattr(kernels, name) for kernels in (TRAIN, CROSS, test))
-        mean, covariance = jax.jit(ntk.posterior)(K, y, k, prior, penalty=penalty)
-        assert mean.shape == (M, *y.shape[1:])
-        assert_close(mean, getattr(truth, mode).mean, f64=1e-11)
-        assert_close(covariance, getattr(truth, mode).covariance, f64=1e-11)
-
-
-@pytest.mark.long
-@outputs
-@pytest.mark.parametrize("penalty", [0.0, 0.3])
 def test_ensembles_are_those_of_neural_tangents(y, penalty):
-    def kernel_fn(a, b, get):
-        return getattr(network(a, b), get) if isinstance(get, str) else network(a, b)
+    def kernel_fn(a, b, get, **_):
+        kernels = network(a, b)
+        return getattr(kernels, get) if isinstance(get, str) else Pair(kernels.nngp, kernels.ntk)
 
-    kernel_fn = kernels_as_pairs(kernel_fn)
     columns = jnp.asarray(y).reshape(N, -1)
     options = {"diag_reg": penalty, "diag_reg_absolute_scale": True}
     peer = ntk.neural_tangents().predict.gradient_descent_mse_ensemble(
@@ -99,63 +82,12 @@ def test_ensembles_are_those_of_neural_tangents(y, penalty):
     )
     prediction = ntk.ensemble(TRAIN, y, CROSS, PRIOR, t=TIMES[:3], penalty=penalty)
     truth = peer(jnp.asarray(TIMES[:3]), jnp.asarray(X[N:]), ("ntk",), compute_cov=True).ntk
-    assert prediction.mean.shape == (3, M, *y.shape[1:]) and prediction.covariance.shape == (
-        3,
-        M,
-        M,
-    )
+    assert prediction.mean.shape == (3, M, *y.shape[1:])
+    assert prediction.covariance.shape == (3, M, M)
     assert_close(tuple(prediction), tuple(truth), f64=1e-11)
     limit = ntk.ensemble(TRAIN, y, CROSS, PRIOR, penalty=penalty)
     truth = peer(None, jnp.asarray(X[N:]), ("ntk",), compute_cov=True).ntk
     assert_close(tuple(limit), tuple(truth), f64=1e-11)
-
-
-def kernels_as_pairs(kernel_fn):
-    def pairs(a, b, get, **_):
-        kernels = kernel_fn(a, b, get)
-        return kernels if isinstance(get, str) else Pair(kernels.nngp, kernels.ntk)
-
-    return pairs
-
-
-@pytest.mark.long
-def test_training_the_last_layer_is_neural_tangents_nngp_at_every_time():
-    def kernel_fn(a, b, get, **_):
-        nngp = network(a, b).nngp
-        return nngp if isinstance(get, str) else Pair(nngp, None)
-
-    same = [ntk.Kernels(nngp=k.nngp, ntk=k.nngp) for k in (TRAIN, CROSS)]
-    prediction = ntk.ensemble(same[0], Y, same[1], PRIOR, t=TIMES)
-    peer = ntk.neural_tangents().predict.gradient_descent_mse_ensemble(
-        kernel_fn, jnp.asarray(X[:N]), jnp.asarray(Y), learning_rate=Y.size
-    )
-    truth = peer(jnp.asarray(TIMES), jnp.asarray(X[N:]), ("nngp",), compute_cov=True).nngp
-    assert_close(tuple(prediction), tuple(truth), f64=1e-11)
-    assert_close([f[-1] for f in prediction], list(ntk.posterior(TRAIN.nngp, Y, CROSS.nngp, PRIOR)))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("penalty", [0.0, 0.3])
-def test_kernels_of_several_outputs_agree_with_neural_tangents(penalty):
-    predict, (train, y, cross, prior) = ntk.neural_tangents().predict, cast(FULL, float)
-    options = {"diag_reg": penalty, "diag_reg_absolute_scale": True, "trace_axes": ()}
-    # The flow of one network.
-    flow = predict.gradient_descent_mse(train.ntk, y, learning_rate=y.size, **options)
-    starts = jnp.ones((N, OUT)), jnp.full((M, OUT), 2.0)
-    _, truth = flow(jnp.asarray(TIMES), *starts, cross.ntk)
-    ours = {"f0": starts[0], "cross": cross.ntk, "cross_f0": starts[1], "penalty": penalty}
-    prediction = jax.jit(ntk.gradient_flow)(train.ntk, y, TIMES, **ours)
-    assert_close(prediction, truth, f64=1e-10)
-    # Of all networks, and the posterior.
-    gaussian = predict.gp_inference(train, y, **options)
-    truth = gaussian(("nngp", "ntk"), cross, Pair(prior, None))
-    assert_close(
-        tuple(ntk.posterior(train.nngp, y, cross.nngp, prior, penalty=penalty)),
-        tuple(truth.nngp),
-        f64=1e-10,
-    )
-    prediction = ntk.ensemble(train, y, cross, prior, penalty=penalty)
-    assert_close(tuple(prediction), tuple(truth.ntk), f64=1e-10)
 
 
 # --------------------------------------------------------------------- weights as the truth
@@ -164,13 +96,8 @@ def test_kernels_of_several_outputs_agree_with_neural_tangents(penalty):
 @pytest.mark.slow
 def test_ensembles_are_linear_networks_whose_weights_are_trained():
     prediction = ntk.ensemble(*FULL, t=TIMES)
-    assert prediction.mean.shape == (4, M, OUT) and prediction.covariance.shape == (
-        4,
-        M,
-        M,
-        OUT,
-        OUT,
-    )
+    assert prediction.mean.shape == (4, M, OUT)
+    assert prediction.covariance.shape == (4, M, M, OUT, OUT)
     for i, t in enumerate(TIMES):
         assert_close([f[i] for f in prediction], list(trained(t)), f64=1e-10)
     variances = np.einsum("tiiaa->tia", prediction.covariance)
@@ -180,15 +107,14 @@ def test_ensembles_are_linear_networks_whose_weights_are_trained():
     assert_close(alone.std() ** 2, np.diag(alone.covariance))
 
 
-@outputs
-def test_a_kernel_function_stands_for_its_matrices(y):
-    given = {"x": X[:N], "at": X[N:]}
+def test_a_kernel_function_stands_for_its_matrices():
+    y, places = Y, {"x": X[:N], "at": X[N:]}
     for get in ("nngp", "ntk"):
         K, cross, prior = (getattr(network(*a), get) for a in ([X[:N]], [X[N:], X[:N]], [X[N:]]))
-        prediction = ntk.posterior(network, y, **given, get=get, penalty=0.2)
+        prediction = ntk.posterior(network, y, **places, get=get, penalty=0.2)
         expected = ntk.posterior(K, y, cross, prior, penalty=0.2)
         assert_close(tuple(prediction), tuple(expected), f64=1e-13, f32=1e-5)
-    prediction = ntk.ensemble(network, y, **given, t=TIMES[:3])
+    prediction = ntk.ensemble(network, y, **places, t=TIMES[:3])
     expected = ntk.ensemble(TRAIN, y, CROSS, PRIOR, t=TIMES[:3])
     assert_close(tuple(prediction), tuple(expected), f64=1e-13, f32=1e-5)
 
@@ -243,9 +169,9 @@ def test_regression_of_several_outputs_is_one_large_system():
     assert_close(tuple(risk), (truth, np.sqrt(truth / N)), f64=1e-8)
     refits = []
     for i in range(N):
-        rest = np.delete(np.arange(N), i)
-        part = ntk.kernel_regression(train.ntk[np.ix_(rest, rest)], y[rest], penalty=0.1)
-        refits.append(y[i] - part.predict(train.ntk[i, rest][None])[0])
+        others = np.delete(np.arange(N), i)
+        part = ntk.kernel_regression(train.ntk[np.ix_(others, others)], y[others], penalty=0.1)
+        refits.append(y[i] - part.predict(train.ntk[i, others][None])[0])
     assert_close(fit.leave_one_out(), np.array(refits))
 
 
@@ -258,6 +184,9 @@ def test_independent_outputs_are_the_same_in_either_form():
         ntk.ensemble(TRAIN, Y, CROSS, PRIOR),
         ntk.ensemble(full[0], Y, full[1], several(PRIOR)),
     )
+    assert_close(tuple(other), (one.mean, several(one.covariance)))
+    one = ntk.posterior(TRAIN.nngp, Y, CROSS.nngp, PRIOR, penalty=0.1)
+    other = ntk.posterior(full[0].nngp, Y, full[1].nngp, several(PRIOR), penalty=0.1)
     assert_close(tuple(other), (one.mean, several(one.covariance)))
     fits = ntk.kernel_regression(TRAIN.ntk, Y), ntk.kernel_regression(full[0].ntk, Y)
     assert_close(fits[0].weights, fits[1].weights)
@@ -278,6 +207,9 @@ def test_on_the_training_inputs_variance_ends():
     noisy = ntk.posterior(TRAIN.nngp, Y, TRAIN.nngp, TRAIN.nngp, penalty=0.1)
     truth = 0.1 * TRAIN.nngp @ np.linalg.inv(TRAIN.nngp + 0.1 * np.eye(N))
     assert_close(noisy.covariance, truth)
+    last_layer = [ntk.Kernels(nngp=k.nngp, ntk=k.nngp) for k in (TRAIN, CROSS)]
+    limit = ntk.ensemble(last_layer[0], Y, last_layer[1], PRIOR)
+    assert_close(tuple(limit), tuple(ntk.posterior(TRAIN.nngp, Y, CROSS.nngp, PRIOR)))
 
 
 @pytest.mark.long
@@ -314,7 +246,7 @@ def test_derivatives_are_those_of_finite_differences_with_multiple_eigenvalues()
     cross = rng.normal(size=(2, 3)) / 3
     prior, y, turn = np.eye(2), rng.normal(size=3), rng.normal(size=(3, 3)) / 9
 
-    def both(s):
+    def predict(s):
         kernel = jnp.asarray(K) + s["turn"] * (turn + turn.T)
         train, k = ntk.Kernels(kernel + jnp.eye(3), kernel), ntk.Kernels(cross, cross * s["scale"])
         options = {"t": s["t"], "penalty": s["penalty"]}
@@ -324,9 +256,9 @@ def test_derivatives_are_those_of_finite_differences_with_multiple_eigenvalues()
 
     at = {"turn": 0.0, "scale": 1.0, "t": 0.8, "penalty": 0.1}
     at = jax.tree.map(jnp.asarray, at)
-    truth = finite_differences(jax.jit(both), at)
+    truth = finite_differences(jax.jit(predict), at)
     for mode in (jax.jacfwd, jax.jacrev):
-        columns = [jax.jit(mode(lambda v, k=k: both(at | {k: v})))(at[k]) for k in sorted(at)]
+        columns = [jax.jit(mode(lambda v, k=k: predict(at | {k: v})))(at[k]) for k in sorted(at)]
         flat = np.stack(
             [np.concatenate([np.ravel(x) for x in jax.tree.leaves(c)]) for c in columns]
         )

@@ -1,4 +1,4 @@
-"""Kernels that are nearly singular in float32: stated errors hold, and noise is refused."""
+"""Kernels that are nearly singular in float32: stated errors hold, and noise raises."""
 
 import functools
 
@@ -32,7 +32,7 @@ def predict(function, x, penalty, double):
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1e-3])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("function", [ntk.posterior, ntk.ensemble])
 def test_stated_errors_hold_in_float32(function, seed, penalty):
     x = inputs(seed)
@@ -45,7 +45,7 @@ def test_stated_errors_hold_in_float32(function, seed, penalty):
     assert (np.abs(mean - truth[0]) <= mean_error).all()
     assert (np.abs(std - truth[2]) <= std_error).all()
     if penalty and function is ntk.posterior:
-        assert mean_error.max() < 5e-3  # and they say something
+        assert mean_error.max() < 5e-3
 
 
 def test_a_kernel_singular_to_rounding_is_refused_with_the_penalty_it_needs():
@@ -81,13 +81,7 @@ def flow(x, y, t, *, double, penalty=0.0, get="nngp", cross=True, activation=ntk
         return np.asarray(ntk.gradient_flow(K, y, t, cross=between, penalty=penalty))
 
 
-@pytest.mark.parametrize(
-    ("seed", "get"),
-    [
-        pytest.param(1, "nngp", marks=pytest.mark.slow),
-        *((1, "ntk"), (2, "nngp"), (2, "ntk"), (3, "nngp"), (3, "ntk"), (5, "nngp"), (5, "ntk")),
-    ],
-)
+@pytest.mark.parametrize(("seed", "get"), [(1, "ntk"), (2, "nngp"), (3, "ntk"), (5, "nngp")])
 def test_a_flow_in_float32_is_right_to_a_tenth_or_refused(seed, get):
     x, refused = inputs(seed), 0
     smooth = np.sin(x[TRAIN, 0])
@@ -105,7 +99,7 @@ def test_a_flow_in_float32_is_right_to_a_tenth_or_refused(seed, get):
     assert refused
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_flow_of_a_healthy_kernel_is_never_refused(seed):
     times, x = np.array(TIMES), inputs(seed)
     y = np.random.default_rng(seed).choice([-1.0, 1.0], len(TRAIN))

@@ -1,4 +1,4 @@
-"""Scores of deep networks, whose values or gradients leave the range of float32 and float16."""
+"""Scores of deep networks with values or gradients beyond the range of float32 and float16."""
 
 import functools
 import itertools
@@ -40,13 +40,12 @@ def in_float64(name, params, dtype, activation=jax.nn.relu, x=X):
         return float(score(name, rounded, jnp.float64, activation, x))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu, jax.nn.softplus, jax.nn.silu])
-@pytest.mark.parametrize("depth", [4, 40])
-def test_synflow_does_not_depend_on_the_type(depth, activation, dtype):
-    params = weights(depth, size=8.0)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.softplus])
+def test_synflow_does_not_depend_on_the_type(activation, dtype):
+    params = weights(40, size=8.0)
     expected = in_float64("synflow", params, dtype, activation)
-    assert expected > 100 or depth == 4  # far beyond the root of float32's largest number
+    assert expected > 100  # far beyond the root of float32's largest number
     np.testing.assert_allclose(score("synflow", params, dtype, activation), expected, rtol=1e-6)
 
 
@@ -72,7 +71,7 @@ def test_synflow_beyond_float64_is_refused():
     assert jnp.isnan(jax.jit(lambda p: scores.synflow(None, arguments[1], p, batch))(params))
 
 
-# Gradients here are of the size 1e-26, or 1e22: the squares leave the range of float32.
+# Squares of these gradients, of size 1e-26 or 1e22, leave the range of float32.
 @pytest.mark.parametrize("size", [1e-26, 1e22])
 @pytest.mark.parametrize(
     "name",

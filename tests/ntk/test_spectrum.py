@@ -1,4 +1,4 @@
-"""Smallest eigenvalues against numpy's full spectrum and planted ones; certificates by attack."""
+"""Smallest eigenvalues against numpy's full spectrum and planted ones; attacks on certificates."""
 
 import jax
 import jax.numpy as jnp
@@ -60,12 +60,6 @@ def test_a_product_has_the_smallest_eigenvalue_of_its_matrix(name):
     assert error <= tolerance(1e-12, 1e-5) * np.abs(values).max()
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
-def test_min_eigenvalue_holds_at_any_scale(scale):
-    K = scale * planted(SPECTRA["separated"])
-    assert_close(min_eigenvalue(K) / max(scale, 1), min(scale, 1) if scale < 1 else 1.0)
-
-
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_a_product_and_the_residual_hold_at_any_scale(scale):
     K = jnp.asarray(scale * planted(np.r_[1.0, np.linspace(2, 10, 89)]))
@@ -105,12 +99,13 @@ def test_second_derivatives_are_refused_rather_than_wrong():
         jax.hessian(min_eigenvalue)(jnp.eye(2))
 
 
-def test_a_traced_nan_gives_nan():
+def test_zero_and_nan_matrices():
+    assert min_eigenvalue(np.zeros((90, 90))) == 0
     assert np.isnan(jax.jit(min_eigenvalue)(jnp.full((70, 70), jnp.nan)))
 
 
 def crowded(kind, rng, n):
-    """Whole numbers [n] with one of the habits of kernels' spectra, the smallest in no order."""
+    """Return integers [n] with a feature of kernels' spectra, in random order."""
     big = 2**38  # so that sums of n of them are exact in float64
     values = {
         "clustered": lambda: big + rng.integers(0, 2 ** rng.integers(1, 30), n),
@@ -160,7 +155,6 @@ def test_random_spectra_have_the_smallest_eigenvalue_that_was_planted(kind, seed
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["clustered", "clustered below", "negative, clustered"])
 def test_crowded_eigenvalues_take_a_bounded_number_of_solves(kind, monkeypatch):
-    # 51 s at n = 4000 were thousands of solves; a full spectrum takes as long as some 1000.
     solves, solver = [], spectrum._cholesky_solver
 
     def counting(L):
@@ -181,7 +175,7 @@ def test_crowded_eigenvalues_take_a_bounded_number_of_solves(kind, monkeypatch):
     assert 48 <= len(solves) <= 500
 
 
-# Matrices that are not symmetric: refused, or NaN where they are traced.
+# Matrices that are not symmetric raise, or give NaN if traced.
 
 TAKE_A_KERNEL = {
     "min_eigenvalue": min_eigenvalue,
@@ -204,7 +198,7 @@ ON_THE_HOST = {"certified_min_eigenvalue", "certify_simplex"}
 @pytest.mark.parametrize("name", TAKE_A_KERNEL)
 def test_no_number_comes_of_a_matrix_that_is_not_symmetric(name):
     function, rng = TAKE_A_KERNEL[name], np.random.default_rng(0)
-    for n, size in [(2, 1.0), (3, 1e-3), (5, 1e3), (9, 0.02)]:
+    for n, size in [(3, 1e-3), (5, 1e3)]:
         K = planted(np.linspace(1, 3, n))
         i, j = rng.choice(n, 2, replace=False)
         K[i, j] += size
@@ -230,7 +224,6 @@ def test_traced_it_gives_nan_and_a_derivative_that_is_nan(name):
         bad = K.copy()
         bad[0, 2] = wrong
         value, slope = function(bad)
-        # An infinite upper bound of an error says nothing either.
         assert np.isnan(value) or (name == "zhu_theorem3" and value == np.inf)
         assert np.isnan(slope).any()
 
@@ -245,7 +238,7 @@ def test_a_kernel_whose_halves_are_rounded_apart_is_taken_by_its_symmetric_part(
     assert_close(function(apart), function(K / 2 + K.T / 2), f64=1e-12, f32=1e-4)
 
 
-# One kernel, rigorously. All in float64 on the host, whatever JAX's setting.
+# One kernel, rigorously; in float64 on the host for every setting of JAX.
 
 
 @pytest.mark.parametrize("name", SPECTRA)
@@ -254,7 +247,7 @@ def test_the_certified_bound_is_under_the_smallest_eigenvalue_and_near_it(name, 
     values = SPECTRA[name]
     slack = 1e-15 * len(values) * (np.abs(values).sum() + np.abs(values).max())
     bound = certified_min_eigenvalue(planted(values) * scale) / scale
-    # The planted matrix itself is off by a few roundings: 1e-14 of its norm.
+    # The planted matrix has a roundoff of 1e-14 of its norm.
     rounding = 1e-14 * np.abs(values).max()
     assert values.min() - 4 * slack - rounding <= bound <= values.min() + rounding
 
@@ -284,14 +277,6 @@ def test_the_bound_covers_every_matrix_within_the_entry_error():
     assert attained == pytest.approx(1 - n * e, rel=1e-8) and attained <= 1 - n * e
 
 
-def test_float32_and_slightly_asymmetric_kernels_are_taken_by_their_symmetric_part():
-    K = planted(np.linspace(1, 3, 20)).astype(np.float32)
-    K[0, 1] += np.float32(1e-6)
-    part = (K.astype(float) + K.T.astype(float)) / 2
-    truth = np.linalg.eigvalsh(part)[0]
-    assert truth - 1e-12 < certified_min_eigenvalue(K) < truth + 1e-14
-
-
 # The simplex.
 
 
@@ -304,7 +289,7 @@ def smallest(blocks, alpha):
     return np.linalg.eigvalsh(np.einsum("i,ijab,j->ab", alpha, blocks, alpha))[0]
 
 
-@pytest.mark.parametrize(("h", "seed"), [(1, 0), (2, 0), (2, 1), (3, 2), (4, 3)])
+@pytest.mark.parametrize(("h", "seed"), [(1, 0), (2, 1), (4, 3)])
 def test_the_bracket_holds_against_brute_force(h, seed):
     rng = np.random.default_rng(seed)
     shared = rng.normal(size=(1, 12, 40))
@@ -312,7 +297,7 @@ def test_the_bracket_holds_against_brute_force(h, seed):
     bracket = certify_simplex(blocks, rtol=1e-2)
     assert bracket.converged and bracket.upper - bracket.lower <= 1e-2 * bracket.upper
     assert bracket.argmin.sum() == 1 and (bracket.argmin >= 0).all()
-    # Truth: no point of the simplex is under the bound, corners and edges included.
+    # Truth: random points of the simplex, near vertices and edges too.
     alphas = [rng.dirichlet(np.full(h, c)) for c in (0.2, 1, 5) for _ in range(300)]
     least = min(smallest(blocks, a) for a in [*alphas, bracket.argmin])
     assert bracket.lower <= least
@@ -342,26 +327,7 @@ def test_a_singular_kernel_is_bracketed_around_zero_and_not_called_converged():
     assert not bracket.converged and bracket.lower <= 0 <= bracket.upper < 1e-10
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("rank", [3, 9, 14, 20, 60])
-def test_blocks_of_any_rank_are_bracketed_within_what_is_trivial(rank, seed):
-    """Features [h, n, p]: K_alpha is singular for p < n, the matrix of all blocks for p < h n."""
-    rng = np.random.default_rng(seed)
-    h, n = rng.integers(2, 5), 10
-    scale = 10.0 ** rng.integers(-9, 9)
-    blocks = mixtures(rng.normal(size=(h, n, rank))) * scale
-    bracket = certify_simplex(blocks, max_cells=8)
-    alphas = [*rng.dirichlet(np.ones(h), size=200), bracket.argmin]
-    least = min(smallest(blocks, alpha) for alpha in alphas)
-    rounding = 1e-11 * scale * h * n
-    assert bracket.lower <= max(least, 0) and least <= bracket.upper + rounding
-    assert bracket.lower >= -rounding  # truth: x'K_alpha x = |Phi_alpha' x|^2
-    if rank < n:
-        assert bracket.cells == 1 and bracket.upper <= rounding
-
-
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_blocks_that_are_no_gram_matrices_are_bracketed_all_the_same(seed):
     rng = np.random.default_rng(seed)
     h, n = 3, 6
@@ -378,7 +344,7 @@ def test_blocks_that_are_no_gram_matrices_are_bracketed_all_the_same(seed):
 
 
 def test_orthogonal_feature_maps_are_no_reason_to_refuse():
-    # K_01 is nothing but the rounding of 0: not symmetric, and of no matter.
+    # K_01 is the roundoff of 0 and not symmetric.
     q, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(24, 24)))
     blocks = mixtures(np.stack([np.eye(6, 12) @ q[:12], np.eye(6, 12) @ q[12:]]))
     assert np.abs(blocks[0, 1]).max() < 1e-14
@@ -400,7 +366,6 @@ def test_mixtures_of_activations_have_the_reference_brackets():
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     all_three = np.asarray(ntk.mixture_blocks(jnp.asarray(x), [ntk.relu, ntk.tanh, ntk.swish]))
     # Truth: brackets by an independent implementation (eigenvalues of all Bernstein coefficients).
-    # Both contain the minimum; and ours needs no more cells.
     for chosen, lower, upper, cells in [
         ([0, 1], 0.0304496475, 0.0304767032, 21),
         ([0, 2], 0.0072731903, 0.0072731903, 1),
@@ -413,7 +378,7 @@ def test_mixtures_of_activations_have_the_reference_brackets():
 
 @pytest.mark.long
 def test_the_certificate_of_a_network_knows_its_kernels_error():
-    """Truth: the same kernels and their error, handed in one by one."""
+    """Truth: the same kernels and their error as separate arguments."""
     x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     kernels = ntk.network_kernel(x, activations=[ntk.relu])
     assert float(kernels.error.min()) > 0
@@ -453,7 +418,7 @@ def of_outputs(n=5, outputs=3, seed=0):
     return K, np.array([[K[i, j, a, b] for j, b in rows] for i, a in rows])
 
 
-@pytest.mark.parametrize(("n", "outputs"), [(5, 3), (3, 3), (1, 4), (33, 2)])
+@pytest.mark.parametrize(("n", "outputs"), [(3, 3), (33, 2)])
 def test_a_kernel_of_several_outputs_has_the_eigenvalues_of_its_matrix(n, outputs):
     K, flat = of_outputs(n, outputs)
     values, vectors = np.linalg.eigh(flat)  # truth: numpy

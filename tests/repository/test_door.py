@@ -933,7 +933,7 @@ THEORY = value_errors(
     ),
     (
         lambda: spectral.spectral_limits(0.0, 0.1),
-        "p_over_n: expected finite numbers > 0",
+        "p_over_n: expected a positive number, got 0.0",
     ),
     (
         lambda: spectral.spectral_limits(jnp.ones(2), jnp.ones(3)),
@@ -941,7 +941,7 @@ THEORY = value_errors(
     ),
     (lambda: lipschitz(jnp.zeros((0, 2))), "alphas: .*leading axis.*length at least 1"),
     (lambda: lipschitz(jnp.array([jnp.nan])), "alphas: expected finite"),
-    (lambda: lipschitz(deltas=[0.1, 0.0]), "deltas: expected positive numbers, got 0"),
+    (lambda: lipschitz(deltas=[0.1, 0.0]), "deltas: expected a positive number, got 0"),
     (lambda: lipschitz(F), "directions: .*None"),
     (lambda: lipschitz(F, directions=np.zeros(2)), "directions: .*length 0"),
     (lambda: lipschitz(batch_size=0), "batch_size: expected at least 1, got 0"),
@@ -1181,10 +1181,10 @@ NTK_SPECTRUM_AND_BOUNDS = value_errors(
     (lambda: ntk.min_eigenvalue(jnp.zeros((0, 0))), "K: expected a square matrix, got shape"),
     (lambda: ntk.eigenvalues(np.zeros((2, 3, 2, 2))), r"K: .* square matrix, .* \[n, n, outputs"),
     (lambda: ntk.min_eigenvalue(EYE * np.nan), "K: expected finite entries"),
-    (lambda: ntk.min_eigenvalue(EYE, size=3), "size: expected None beside a matrix"),
+    (lambda: ntk.min_eigenvalue(EYE, size=3), "size: expected None with a matrix"),
     (lambda: ntk.min_eigenvalue(lambda v: v), "size: expected the positive size"),
     (lambda: ntk.min_eigenvalue([jnp.dot, jnp.dot], x=EYE), "K: expected one kernel function, got"),
-    (lambda: ntk.eigenvalues(EYE, x=EYE), "x: expected none beside a matrix K"),
+    (lambda: ntk.eigenvalues(EYE, x=EYE), "x: expected none with a matrix K"),
     (lambda: ntk.kernel_matrix(EYE, EYE), "kernel: expected a function"),
     (
         lambda: ntk.kernel_matrix(lambda a, b: jnp.sum(a @ b.T), EYE),

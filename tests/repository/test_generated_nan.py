@@ -83,6 +83,15 @@ CALLS = {
         (x, jnp.array([0.1, 0.5])),
     ),
     "version_entropy": (bounds.version_entropy, (jnp.ones((2, 3)),)),
+    "effective_dimension": (
+        lambda logs: bounds.effective_dimension(logs, jnp.full(3, 0.5), C_bar=2.0),
+        (jnp.ones(3),),
+    ),
+    "oymak_theorem2": (
+        lambda K, y: bounds.oymak_theorem2(K, y, 9, h=1, B=1.0, lambda0=1.0, C=1.0).value,
+        (K, y),
+    ),
+    "spectral_limits": (spectral.spectral_limits, (jnp.array([2.0]), jnp.array([0.1]))),
     "condition_six": (bilevel.condition_six, (x, alpha, y)),
     "network_kernel": (lambda x: ntk.network_kernel(x, activations=[ntk.relu]).ntk, (x,)),
     "mixture_kernel": (
@@ -103,7 +112,10 @@ CALLS = {
     "unit_images": (lambda images: nets.unit_images(images)[0], (images,)),
     "convolve_images": (nets.convolve_images, (images, jnp.ones((3, 3, 1, 2)))),
     "max_pooling": (lambda images: nets.max_pooling(images, 3, stride=1, padding=1), (images,)),
-} | {name: score(name) for name in ("eigen_nas", "te_nas", "snip", "grasp", "jacov")}
+} | {
+    name: score(name)
+    for name in ("eigen_nas", "te_nas", "snip", "grasp", "jacov", "log_traces", "zico")
+}
 
 
 @functools.cache

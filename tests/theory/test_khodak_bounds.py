@@ -1,7 +1,4 @@
-"""Bounds of Khodak et al. 2020: the proved hold in simulation, the printed fail where known.
-
-"MATH" numbers were computed independently, in float64, from the formulas.
-"""
+"""Bounds of Khodak et al. 2020: proved bounds hold in simulation, printed bounds fail."""
 
 import math
 
@@ -12,11 +9,9 @@ import pytest
 from helpers import assert_close, finite_differences, tolerance
 
 from bilevel.theory.bounds import (
-    Bound,
     khodak_corollary_a1,
     khodak_corollary_a2,
     khodak_corollary_a3,
-    khodak_corollary_a4,
     khodak_theorem_3_1_as_printed,
     khodak_theorem_a2,
     khodak_theorem_a2_as_printed,
@@ -27,27 +22,7 @@ from bilevel.theory.bounds import (
 THEOREMS = [khodak_theorem_a2, khodak_theorem_a2_as_printed, khodak_theorem_3_1_as_printed]
 
 
-@pytest.mark.parametrize(
-    ("theorem", "value"),
-    [
-        (khodak_theorem_a2, 0.104050992950),
-        (khodak_theorem_a2_as_printed, 0.169399710298),
-        (khodak_theorem_3_1_as_printed, 0.196046152044),
-    ],
-)
-def test_the_theorems_for_256_configurations(theorem, value):
-    """MATH, E23: B = 1, |V| = 1000, delta = 0.05."""
-    bound = theorem(version_entropy(jnp.zeros(256)), 1000)
-    assert isinstance(bound, Bound)
-    assert_close(bound.value, value, f64=1e-11, f32=1e-6)
-    assert bound.probability == pytest.approx(0.85)
-    assert not bound.vacuous
-    # Twice the losses, twice the bound; all of B is no bound of an excess risk.
-    assert_close(theorem(math.log(256), 1000, B=2.0).value, 2 * bound.value, f32=1e-6)
-    assert theorem(math.log(256), 10).vacuous
-
-
-# --- what the proved theorem says, in simulation ---
+# --- the proved theorem, in simulation ---
 
 
 def validation_losses(risks, rows, trials):
@@ -114,7 +89,7 @@ def test_version_entropy_counts_the_covers_of_a_union():
 
 def test_sample_size_solves_theorem_a2_for_the_rows():
     """Truth: (B (sqrt(log(1/delta)) + sqrt(Lambda + log(1/delta))) / (gap - 2 L epsilon))^2 / 2,
-    the least of three radii, of which the last is beyond the gap.
+    the least of three radii; the last is beyond the gap.
     """
     entropy, epsilon = np.array([9.0, 6.0, 5.0]), np.array([0.01, 0.02, 0.1])
     options = {"delta": 0.01, "B": 2.0, "epsilon": epsilon, "lipschitz": 0.4}
@@ -171,19 +146,6 @@ def test_corollaries_a2_and_a3_are_rates():
     assert_close(bound.value, 2 * (16 / 30 + math.sqrt(9.549076) / 20), f64=1e-7, f32=1e-6)
     assert_close(bound.terms["lambda, for sums"], 30.0)
     assert bound.vacuous
-
-
-def test_corollary_a4_adds_the_deviation_of_the_training_risk():
-    """Truth: sqrt(log(20) / 2000) = 0.0387022756, twice that for B = 2."""
-    more = khodak_corollary_a4(3.0, 1000, 500, B=2.0, epsilon=0.1, lipschitz=0.3, excess=0.2)
-    less = khodak_theorem_a2(3.0, 500, B=2.0, epsilon=0.1, lipschitz=0.3, excess=0.2)
-    assert_close(more.value - less.value, 2 * 0.0387022756, f64=1e-8, f32=1e-5)
-    assert more.probability == pytest.approx(0.8)
-
-
-@pytest.mark.parametrize("theorem", THEOREMS)
-def test_large_numbers_of_rows_do_not_wrap(theorem):
-    assert_close(theorem(5.5, 10**10).value, theorem(5.5, 1e10).value, f32=1e-6)
 
 
 def test_a_bound_of_a_vmap_is_printed():

@@ -1,6 +1,6 @@
-"""Bounds of Oymak et al. 2021: those with every constant hold in simulation, the printed fail.
+"""Bounds of Oymak et al. 2021: proved bounds hold in simulation, printed bounds fail.
 
-"MATH" numbers were computed independently, in float64, from the formulas.
+"MATH" values were computed independently, in float64, from the formulas.
 """
 
 import functools
@@ -29,7 +29,6 @@ from bilevel.theory.bounds import (
     oymak_theorem2_as_printed,
     oymak_theorem3,
     oymak_theorem4_as_printed,
-    sample_size,
     selection_risk,
     simplex_covering,
     sparse_covering,
@@ -101,10 +100,7 @@ def linear_family(rows, draws):
 
 
 def test_risk_and_selection_are_within_the_bounds_in_all_draws():
-    """Truth: exact risks of |y - alpha.x| in [0, 2], both constants 1; the value is no guess of the
-    supremum (it is 3 to 5 times that), but no more than a constant off: the same for 16 times the
-    rows.
-    """
+    """Truth: exact risks of |y - alpha.x| in [0, 2]; the ratio does not depend on the rows."""
     ratios = []
     for rows in (100, 1600):
         x, y, alphas, shares = linear_family(rows, draws=1000)
@@ -122,10 +118,7 @@ def test_risk_and_selection_are_within_the_bounds_in_all_draws():
 
 
 def test_the_variance_of_the_loss_makes_the_bound_tighter_and_keeps_it_true():
-    """Truth: exact risks of |y - alpha.x|, exact variances; Bernstein's formula over eps in numpy.
-
-    Zero variance leaves the term in 1 / n_V, no variance known Hoeffding's.
-    """
+    """Truth: exact risks and variances of |y - alpha.x|."""
     x, y, alphas, shares = linear_family(1600, draws=1000)
     losses = np.abs(y - alphas @ x.T)
     gaps = np.abs((shares - 1 / 40) @ losses.T).max(1)
@@ -135,34 +128,9 @@ def test_the_variance_of_the_loss_makes_the_bound_tighter_and_keeps_it_true():
     def bound(variance):
         return uniform_convergence(1600, covering=DISK, L=1.0, b=2.0, variance=variance).value
 
-    eps = np.geomspace(1e-6, 1, 20001)
-    share = (2 * np.log1p(2 / eps) + 3) / 1600
-    expected = 2 * eps + np.sqrt(2 * variance * share) + 2 * share / 3
-    assert_close(bound(variance), expected.min(), f64=1e-6, f32=1e-5)
-    assert_close(bound(0.0), (2 * eps + 2 * share / 3).min(), f64=1e-6, f32=1e-5)
     assert gaps.max() < bound(variance) < 0.8 * bound(1.0)
     hoeffding = select(1600.0, 1.0, 1.0, 2.0, 0.0, covering=DISK).terms["gap"]
     assert_close(bound(1.0), hoeffding, f32=1e-5)  # b^2 / 4, the most there can be
-
-
-def test_feature_map_selection_is_within_the_bound_with_the_proved_constant():
-    """Truth: exact risks min(|y - f|, 1) of ridge regressions, 40 equally likely rows, 2 maps."""
-    x, y, _, shares = linear_family(2000, draws=1000)
-    maps = np.stack([np.tanh(3 * x), x**2 / np.sqrt(2)]) / np.sqrt(2)
-    weights = np.linspace(0, 1, 101)
-    risks = []
-    for a in weights:
-        phi = a * maps[0] + (1 - a) * maps[1]
-        theta = np.linalg.solve(phi[:10].T @ phi[:10] + np.eye(2), phi[:10].T @ y[:10])
-        risks.append(np.minimum(np.abs(y - phi @ theta), 1))
-    B = (maps**2).sum(-1).max()
-    L = feature_map_lipschitz(10, h=2, B=B, y_norm=10**0.5, lambda0=1.0).alpha
-    moved = np.abs(np.diff(risks, axis=0)).max() / (weights[1] * 2**0.5)
-    assert 0.02 * L < moved < L
-    gaps = np.abs((shares - 1 / 40) @ np.transpose(risks)).max(1)
-    bound = select(2000.0, float(L), 1.0, 1.0, 0.0, covering=SIMPLEX).terms["gap"]
-    assert np.all(gaps < bound)
-    assert bound < 0.1
 
 
 def test_hypergradients_are_within_the_bound_in_all_draws():
@@ -181,7 +149,7 @@ def test_hypergradients_are_within_the_bound_in_all_draws():
 # --- covers ---
 
 
-@pytest.mark.parametrize(("h", "eps"), [(2, 0.08), (3, 0.4), (3, 0.11), (4, 0.3), (5, 0.5)])
+@pytest.mark.parametrize(("h", "eps"), [(2, 0.08), (3, 0.4), (4, 0.3)])
 def test_the_simplex_is_covered_by_as_many_points_as_claimed(h, eps):
     """Truth: all points with coordinates in multiples of 1 / k, by enumeration."""
     logs = simplex_covering(h)(jnp.array([eps]))
@@ -196,7 +164,7 @@ def test_the_simplex_is_covered_by_as_many_points_as_claimed(h, eps):
 
 
 def test_points_of_a_ball_never_need_more_centres_than_claimed():
-    """Truth: points farther apart than eps, as many as 1500 draws give; N is no less than that."""
+    """Truth: a lower bound of N, the number of points farther apart than eps among 1500 draws."""
     points = np.random.default_rng(0).uniform(-1, 1, (1500, 3))
     points = points[np.linalg.norm(points, axis=1) <= 1]
     radii = jnp.array([0.3, 0.5, 0.8, 1.0])
@@ -245,11 +213,7 @@ def test_the_effective_dimension_of_a_ball_is_its_dimension():
 
 @pytest.mark.long
 def test_predictors_move_no_more_than_the_constants_of_their_feature_map():
-    """Truth: automatic derivatives; 6 rows, 9 or 4 features, penalties from 1e-3 to 10.
-
-    Ratios seen: 0.09 at most for alpha (0.01 in the mean), 0.37 for the penalty. The constant is up
-    to 1.01 times that of the plain product rule (MATH 6), 0.02 times in the mean.
-    """
+    """Truth: automatic derivatives; 6 rows, 9 or 4 features, penalties from 1e-3 to 10."""
     h, n = 3, 6
     keys = jax.random.split(jax.random.key(0), 800)
     few = jnp.arange(800) % 2 == 0
@@ -259,10 +223,10 @@ def test_predictors_move_no_more_than_the_constants_of_their_feature_map():
         train = phi[:n]
         return phi @ train.T @ jnp.linalg.solve(train @ train.T + penalty * jnp.eye(n), y)
 
-    # One by one: batches of so many small decompositions have hung on a machine of two cores.
+    # One by one, because large batches of small decompositions have hung on two cores.
     @jax.jit
     def ratios(keys, few):
-        return jax.lax.map(lambda each: ratio(*each), (keys, few))
+        return jax.lax.map(lambda arguments: ratio(*arguments), (keys, few))
 
     def ratio(key, few):
         k1, k2, k3, k4, k5 = jax.random.split(key, 5)
@@ -292,35 +256,17 @@ def test_predictors_move_no_more_than_the_constants_of_their_feature_map():
     assert largest[2] < 1.21
 
 
-def test_one_feature_attains_the_constant_of_the_penalty():
-    """Truth: f = x y s / (s^2 + lambda) with everything 1 has slope -1 at lambda = 0."""
-    bound = feature_map_lipschitz(1, h=1, B=1.0, y_norm=1.0, lambda0=1.0)
-    assert_close(bound.penalty, 1.0, f32=1e-6)
-    assert_close(bound.joint, math.hypot(1 + 2**0.5, 1.0), f32=1e-6)
-
-
 # --- the theorems, with their open constants ---
 
 
-def test_theorem_1_is_the_rate_with_every_number_in():
-    """MATH, section 10: C = 1, h_eff = 10, C_bar = 3 with the numbers of the explicit bound."""
+def test_theorem_1_reports_whether_there_are_enough_rows():
     h_bar = oymak_h_bar(1000, h_eff=10, C_bar=3.0, L=100.0)
-    bounds = oymak_theorem1(1000, h_bar, h=12, delta=0.1, C=1.0)
-    assert_close(bounds.risk.value, 0.325713872297, f64=1e-11, f32=1e-5)
-    assert_close(bounds.selection.value, 2 * bounds.risk.value + 0.1, f32=1e-6)
-    assert_close(bounds.hypergradient.value**2, bounds.risk.value**2 + 0.012, f32=1e-5)
     # E19: between h_bar + tau = 106.1 rows and 12 more, (2) is claimed and (4) is not.
     few = oymak_theorem1(110, h_bar, h=12, C=1.0)
     assert dict(few.risk.assumptions)["n_V >= h_bar + tau"]
     assert dict(few.hypergradient.assumptions)["n_V >= h + h_bar + tau"] is False
     assert few.hypergradient.vacuous
     assert oymak_h_bar(1, h_eff=10, C_bar=1.0, L=1.0) == 0  # one ball at least
-
-
-def test_lemma_1():
-    """MATH, section 10: h = 5, R = B = 1, n_T = 100, lambda_0 = 0.1."""
-    h_bar = oymak_lemma1(100, h=5, B=1.0, lambda0=0.1)
-    assert_close(h_bar, 128.55818009, f64=1e-10, f32=1e-6)
 
 
 def test_proposition_1_takes_the_best_alpha():
@@ -387,7 +333,7 @@ def test_theorem_2_says_something_where_rows_are_alike():
     risk = np.minimum(np.abs(y[n:] - f), 1).mean()
     B, lambda0 = (x**2).sum(1).max(), np.linalg.eigvalsh(K)[0]
     family = jnp.stack([K, jnp.eye(n), -jnp.eye(n)])
-    one, some = (
+    one, several = (
         oymak_theorem2(kernels, y[:n], n, h=1, B=B, lambda0=lambda0, C=0.1)
         for kernels in (K, family)
     )
@@ -395,8 +341,8 @@ def test_theorem_2_says_something_where_rows_are_alike():
     # The first term by dense algebra; h log M by hand. The worse kernels do not matter.
     energy = y[:n] @ np.linalg.solve(K, y[:n])
     assert_close(one.terms["training"], 2 * math.sqrt(B * energy / n), f64=1e-8, f32=1e-2)
-    assert_close(some.value, one.value, f32=1e-5)
-    assert one.assumptions[0][1] and not some.assumptions[0][1]
+    assert_close(several.value, one.value, f32=1e-5)
+    assert one.assumptions[0][1] and not several.assumptions[0][1]
     M = 30 * B**2 / lambda0**2 * 2 * n * n
     validation = 0.1 * math.sqrt((math.log(M) + 3) / n)
     assert_close(one.terms["validation"], validation, f64=1e-8, f32=1e-3)
@@ -414,7 +360,7 @@ def test_theorem_3_names_what_its_setting_excludes():
     good = bound(jnp.ones(2), [tanh, swish], 5.0)
     assert_close(good.value, math.sqrt(0.4) + 0.1 + 0.1, f32=1e-6)
     assert good.probability == pytest.approx(1 - 4 * (math.exp(-5) + 1 / 8 + math.exp(-20)))
-    assert not [what for what, held in good.assumptions if held is False]
+    assert False not in dict(good.assumptions).values()
     bad = dict(bound(0.5 * y, [tanh, relu], 5.0).assumptions)
     assert bad["labels are +-1"] is False
     smooth = "|sigma'| and |sigma''| are bounded"
@@ -424,7 +370,7 @@ def test_theorem_3_names_what_its_setting_excludes():
 
 
 def test_theorem_4_as_printed_is_true_and_loose():
-    """Truth: the exact limits (MATH 5); 64 and 200 could be 2 and 2.25, the latter at p = 2 n."""
+    """Truth: the exact limits (MATH 5)."""
     p, h = np.meshgrid([1.01, 1.5, 2.0, 4.0, 30.0], [1e-4, 1e-3, 0.01, 0.05, 0.3])
     p, h = p[p * h < 1], h[p * h < 1]
     bounds = jax.jit(jax.vmap(lambda p, h: oymak_theorem4_as_printed(p, h, c=1.0)))(p, h)
@@ -433,37 +379,10 @@ def test_theorem_4_as_printed_is_true_and_loose():
     assert (bounds.correlation.value <= overlap).all()
     assert (bounds.risk.value >= risk).all()
     assert ((bounds.correlation.value > 0) == (p * h < 1 / 64)).all()
-    assert (1 - overlap <= 2 * p * h).all()
-    needed = (risk - (1 - 1 / p)) * (1 - 1 / p) / h
-    assert needed.max() <= 2.25
-    assert needed.max() > 2.249
     one = oymak_theorem4_as_printed(2.0, 0.1, c=0.1)
     assert dict(one.correlation.assumptions)["ph / n^2 <= 1/6"] is False
     assert dict(one.risk.assumptions)["ph / n^2 <= c"] is False
     assert_close(oymak_theorem4_as_printed(2, 0.01, c=1).risk.value, 0.5 + 4, f32=1e-6)
-
-
-# --- rows ---
-
-
-def test_sample_size_is_the_fewest_rows_that_do():
-    """Truth: the bound with that many rows, and with one less."""
-    bound = functools.partial(select, L=100.0, Gamma=1.0, b=1.0, delta=0.01, covering=BALL)
-    rows = sample_size(0.05, bound)
-    assert bound(float(rows)).value <= 0.05
-    assert bound(float(rows - 1)).value > 0.05 - tolerance(0, 1e-6)
-    assert sample_size(2.0, lambda n: oymak_theorem1(n, 1.0, h=1, C=1.0).risk) == 1
-
-
-@pytest.mark.long
-def test_a_traced_nan_is_not_passed_over():
-    radii, logs = jnp.array([0.5, jnp.nan, 0.1]), jnp.array([1.0, jnp.nan, 2.0])
-    assert np.isnan(jax.jit(simplex_covering(3))(radii)[1])
-    effective = jax.jit(lambda logs: effective_dimension(logs, jnp.full(3, 0.5), C_bar=2.0))
-    assert np.isnan(effective(logs))
-    family = jnp.stack([jnp.eye(2), jnp.eye(2).at[0, 0].set(jnp.nan)])
-    bound = jax.jit(lambda K: oymak_theorem2(K, jnp.ones(2), 9, h=1, B=1.0, lambda0=1.0, C=1.0))
-    assert np.isnan(bound(family).value)
 
 
 def test_whole_numbers_do_not_wrap():
@@ -489,7 +408,7 @@ def test_entropies_are_not_negative_and_do_not_overflow():
     assert_close(oymak_lemma1(1e5, h=5, B=1.0, lambda0=1e-12), truth, f32=1e-6)
 
 
-def test_radii_that_no_check_sees_become_nan():
+def test_traced_invalid_arguments_become_nan():
     radii = jnp.array([-3.0, 0.0])
     for covering in (BALL, simplex_covering(3), sparse_covering(4, 2, 1.0)):
         assert jnp.isnan(jax.jit(covering)(radii)).all()

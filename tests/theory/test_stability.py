@@ -73,22 +73,6 @@ def test_each_alpha_is_run_once_and_steps_towards_a_vertex_stay_on_the_simplex()
     assert np.min(seen) >= 0
 
 
-def test_gradient_descent_on_lemma_2s_loss_has_the_constant_m_over_mu():
-    # MATH of Lemma 2: L = mu/2 theta^2 - M alpha theta is mu-strongly convex and 0-smooth in
-    # alpha, yet theta_alpha = (M / mu) alpha; T steps from 0 leave 1 - (1 - eta mu)^T of it.
-    m, mu, eta, steps = 4.0, 0.5, 0.3, 20
-    solver = bilevel.unrolled(eta, steps)
-
-    def algorithm(alpha):
-        def lower(w, alpha, batch):
-            return mu / 2 * w**2 - m * alpha * w
-
-        return solver.run(lower, alpha, jnp.zeros(()), solver.init(jnp.zeros(())), None)[0]
-
-    quotients = lipschitz(algorithm, jnp.array([-1.0, 0.3]), DELTAS)
-    assert_close(quotients, np.full((2, 2), m / mu * (1 - (1 - eta * mu) ** steps)), f32=1e-4)
-
-
 def test_ridge_on_mixed_features_approaches_the_length_of_its_derivative():
     rng = np.random.default_rng(0)
     # theta = M^-1 Phi'y, M = Phi'Phi + lam I, moves along u at M^-1 (Psi'(y - Phi theta) -
@@ -144,8 +128,7 @@ def test_batches_jit_and_vmap_leave_the_result_as_it_is_and_grad_goes_through():
 
 def test_the_precision_of_alphas_is_kept_and_the_floor_of_rounding_adds_in_quadrature():
     rng = np.random.default_rng(0)
-    # Weights near 100 that move by delta v: in float32 both runs are off by a rounding of 100. At
-    # this delta the move is about as long as the rounding.
+    # Weights near 100 that move by delta v, about as far as the roundoff at this delta.
     w, v = 100 + rng.random(4000), rng.normal(size=4000)
     w, v = w.astype(np.float32), v.astype(np.float32)
     truth, delta = np.linalg.norm(v.astype(float)), 2.0**-17

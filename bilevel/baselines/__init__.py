@@ -1,9 +1,7 @@
-"""Choosing among configurations: the methods that architecture search is measured against.
+"""Choose among configurations by the methods that architecture search is compared with.
 
 Every method is ``method(key, configs, problem, budget, *, ...) -> Trace``: a host loop over
-expensive solves, each of them compiled by the problem. ``configs`` is a sequence of anything;
-``problem`` is a function ``evaluate(key, config, resource)``, or a :class:`Selection`, which can
-also train weights that the configurations share.
+expensive solves. The problem compiles each solve.
 
 ==========================  ==========================  ========================================
 method                      one solver call             calls, for n configurations
@@ -11,19 +9,29 @@ method                      one solver call             calls, for n configurati
 ``random_search``           one configuration           ``evaluations``
 ``successive_halving``      one, at a growing resource  about 2 n at ``eta=2``
 ``hyperband``               one, at a growing resource  by ``budget``: 206 at 81
-``weight_sharing``          all that are left           ceil(log2 n)
+``weight_sharing``          all survivors               ceil(log2 n)
 ``fast_weight_sharing``     the same, growing resource  ceil(log2 n)
 ``exponentiated_gradient``  all, by their weights       ``rounds``
 ==========================  ==========================  ========================================
 
-Every method also takes these options:
+Arguments of every method:
 
+- ``key``: a PRNG key.
+- ``configs``: a sequence of configurations of any type.
+- ``problem``: a function ``evaluate(key, config, resource)``, or a :class:`Selection`, which can
+  also train weights that the configurations share.
+- ``budget``: int, the resource of a full training, e.g. a feature dimension, steps or epochs.
 - ``retrain_test``: whether to train every incumbent again by itself, at the full budget and off the
   clock, for its test error. Default: True if the problem is a Selection.
 - ``journal``: a file that receives every solve, as a line of JSON with its checksum.
-- ``resume``: whether to resume from the journal if there is one. The trace is then that of an
-  uninterrupted run; a journal of another problem, key, budget or choice of options is refused.
-- ``progress``: whether to draw a progress bar; by default only in a terminal or a notebook.
+- ``resume``: whether to resume from an existing journal. The trace is then the same as that of an
+  uninterrupted run.
+- ``progress``: whether to draw a progress bar. Default: only in a terminal or a notebook.
+
+Every method raises, before the first solve, ``ValueError`` if ``key`` is not a PRNG key,
+``configs`` is empty, ``budget`` is under 1, or the journal is that of another problem, key, budget
+or choice of options. It raises ``FloatingPointError`` if no error of a solve is finite. Ctrl-C ends
+a method, which then returns the rows so far.
 
 Reference: Khodak, Li, Roberts, Balcan & Talwalkar (2020), "A Simple Setting for Understanding
 Neural Architecture Search with Weight-Sharing", section 2 and Appendix B.

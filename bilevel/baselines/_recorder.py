@@ -19,7 +19,7 @@ from bilevel.runs.progress import progress_bar
 
 
 class RunOptions(TypedDict, total=False):
-    """Keywords that every method takes besides its own; see :mod:`bilevel.baselines`."""
+    """Keywords of every method; see :mod:`bilevel.baselines`."""
 
     retrain_test: bool | None
     journal: str | os.PathLike[str] | None
@@ -39,10 +39,10 @@ class _SolveRecord(NamedTuple):
 
 
 class Recorder:
-    """Runs a method's solves and writes its trace.
+    """Run a method's solves and write its trace.
 
-    Solve number ``n``, from 1, gets the key ``fold_in(key, n)``; ``fold_in(key, 0)`` is split into
-    keys of the method's own draws and of the retraining for test errors.
+    Solve number ``n``, from 1, gets the key ``fold_in(key, n)``. ``fold_in(key, 0)`` is split into
+    the keys of the method's own draws and of the retraining for test errors.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Recorder:
     def share(
         self, round: int, candidates: np.ndarray, probabilities: np.ndarray, resource: int
     ) -> Shared:
-        """Train the candidates' shared weights; a call of :meth:`note` has to follow."""
+        """Train the candidates' shared weights; the method then calls :meth:`note`."""
         configs, k = [self.configs[i] for i in candidates], len(candidates)
         record = self._solve(
             lambda key: Shared(*self._share(key, configs, probabilities, resource))
@@ -197,7 +197,7 @@ class Recorder:
         return self._journal.cached(f"solve {self._number}", timed)
 
     def _append(self, row: _SolveRecord) -> None:
-        # First without the test error, whose training may take long: Ctrl-C loses no solve.
+        # Append before retraining for the test error, so that Ctrl-C loses no solve.
         self._rows.append(row)
         if row.incumbent >= 0:
             self._rows[-1] = row._replace(test=self._test(row.incumbent))

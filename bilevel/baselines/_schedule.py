@@ -1,4 +1,4 @@
-"""Orders and geometric schedules, exact where floating point is not."""
+"""Orders and geometric schedules, robust to rounding errors."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import numpy as np
 def ranked(
     candidates: Sequence[int] | np.ndarray, errors: Sequence[float] | np.ndarray
 ) -> np.ndarray:
-    """Candidates by rising error, then rising index; those with NaN last."""
+    """Return the candidates by rising error, then rising index, with NaN last."""
     return np.asarray(candidates)[np.lexsort((np.asarray(candidates), np.asarray(errors)))]
 
 
@@ -28,6 +28,6 @@ def _is_whole(x: float) -> bool:
 
 
 def resources(budget: int, growth: float, rounds: int) -> list[int]:
-    """``ceil(budget * growth^(t - rounds))`` for t = 1 ... rounds; the last one is ``budget``."""
+    """Return ``ceil(budget * growth^(t - rounds))`` for t = 1 ... rounds, ending in ``budget``."""
     budgets = [ceil(budget * float(growth) ** (t - rounds)) for t in range(1, rounds + 1)]
     return [*budgets[:-1], budget] if budgets else []

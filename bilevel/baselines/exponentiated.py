@@ -1,12 +1,12 @@
-"""Exponentiated gradient over configurations, scored by weights that they share.
+"""Exponentiated gradient over configurations, scored by shared weights.
 
-A distribution theta over the configurations is moved against the gradient of the expected error
-``<theta, e>``. One solve with every datapoint under a random configuration drawn from theta
-estimates it, the cells' sizes |V_c| serving as importance weights:
+A distribution theta over the configurations moves against the gradient of the expected error
+``<theta, e>``. One solve estimates this gradient: every row gets a random configuration drawn from
+theta, and the sizes |V_c| of the cells are importance weights:
 
     g_c = (e_c - b) |V_c| / (|V| theta_c),    theta <- theta exp(-eta g) / Z,
 
-with g_c = 0 where the cell is empty. E[g_c] = e_c - b for every c, whatever theta.
+with g_c = 0 for an empty cell. E[g_c] = e_c - b for every c and theta.
 
 theta -> ``theta``, e, |V_c| -> the errors and counts of ``share``, eta -> ``rate``, b -> the
 baseline. Reference: the code released with Khodak et al. (2020), https://github.com/mkhodak/
@@ -37,42 +37,33 @@ def exponentiated_gradient(
     baseline: bool = False,
     **run_options: Unpack[RunOptions],
 ) -> Trace:
-    """Exponentiated gradient on a distribution over configurations, one shared solve a step.
+    """Run exponentiated gradient on a distribution over configurations, one shared solve a step.
+
+    In the trace, the incumbent is the configuration of the largest theta after the step, among
+    those with an error so far. ``valid`` is the last error of its cell.
 
     Parameters
     ----------
-    key, configs, problem, budget
-        As in :func:`bilevel.baselines.weight_sharing`.
+    key, configs, problem, budget, **run_options
+        See :mod:`bilevel.baselines`. ``problem`` is a Selection with ``share``.
     rounds : int
-        Steps.
+        Number of steps.
     rate : float
         Step size eta, positive.
     baseline : bool
         Whether ``b`` is the running mean of the past rounds' mean errors, for less variance, or 0.
-    **run_options
-        As in :func:`bilevel.baselines.weight_sharing`.
-
-    Returns
-    -------
-    Trace
-        A row for each round: the incumbent is the configuration of the largest theta after the
-        step, among those with an error so far, and ``valid`` the last error of its cell. Ctrl-C
-        returns the rows there are.
 
     Raises
     ------
     ValueError
-        Before the first solve: for ``rounds`` under 1, a ``rate`` that is not positive, and what
-        :func:`bilevel.baselines.weight_sharing` refuses.
-    FloatingPointError
-        If all cells of a solve are empty or NaN.
+        If ``rounds`` is under 1, ``rate`` is not positive, or the problem has no ``share``.
 
     Notes
     -----
-    Deviations from the released code: logarithms of theta, which do not underflow; the baseline is
-    the running mean that its ``baseline_avg`` is named for (which divides the sum by the round's
-    number at every round); a configuration that was never scored cannot be the incumbent, nor can
-    one keep its weight whose error is NaN in a cell that is not empty.
+    Deviations from the released code: logarithms of theta, which do not underflow; a true running
+    mean as the baseline (``baseline_avg`` divides the sum by the round's number at every round); a
+    configuration without a score cannot be the incumbent; a NaN error in a nonempty cell sets the
+    weight to 0.
 
     Cost: ``rounds`` solves at ``budget``.
 
@@ -112,7 +103,7 @@ def exponentiated_gradient(
 
 
 def _estimate_gradient(log_theta: np.ndarray, shared: Shared, baseline: float) -> np.ndarray:
-    """[n], the estimate g; infinite where a cell that is not empty has NaN for its error."""
+    """Return the estimate g [n], infinite for a nonempty cell with a NaN error."""
     errors, counts = shared
     theta = np.exp(log_theta)
     seen = (counts > 0) & (theta > 0)  # a weight that has underflowed stays where it is
@@ -123,6 +114,6 @@ def _estimate_gradient(log_theta: np.ndarray, shared: Shared, baseline: float) -
 
 
 def _mean_error(shared: Shared) -> float:
-    """The mean error over all rows whose configuration has one."""
+    """Return the mean error over all rows with a scored configuration."""
     scored = ~np.isnan(shared.errors)
     return float(np.average(shared.errors[scored], weights=shared.counts[scored]))

@@ -1,8 +1,8 @@
 """Successive halving and Hyperband: train many configurations a little, and the better ones more.
 
-A race has rungs ``(n_i, r_i)``: the best ``n_i`` of the rung before are trained afresh with
+A race has rungs ``(n_i, r_i)``: the best ``n_i`` of the previous rung are trained afresh with
 resource ``r_i``, which grows by the factor ``eta`` while ``n_i`` falls by it. Configurations are
-compared within a rung only; the incumbent is the best on the highest resource so far.
+compared within a rung only. The incumbent is the best on the highest resource so far.
 
 R -> ``budget``, r -> ``minimum``, eta -> ``eta``, n -> ``len(configs)``. References: Jamieson &
 Talwalkar (2016), Algorithm 1; Li et al. (2018), Algorithm 1.
@@ -36,35 +36,28 @@ def successive_halving(
 ) -> Trace:
     """Train all configurations on a small resource, the better ``1/eta`` on ``eta`` times as much.
 
-    Rung ``i`` of ``s + 1``: ``ceil(n eta^-i)`` configurations at ``ceil(budget eta^(i - s))``, with
-    ``s`` the least that leaves one, or the most that keeps the first rung at ``minimum``.
+    Rung ``i`` of ``s + 1``: ``ceil(n eta^-i)`` configurations at ``ceil(budget eta^(i - s))``.
+    ``s`` is the smallest that leaves one, or the largest that keeps the first rung at ``minimum``.
+    The trace has one row per evaluation; ``round`` is the rung.
 
     Parameters
     ----------
-    key : jax.Array
-    configs : sequence of configurations
-    problem : ``evaluate(key, config, resource)`` or :class:`bilevel.baselines.Selection`
-    budget : int
-        Resource of the last rung.
+    key, configs, problem, budget, **run_options
+        See :mod:`bilevel.baselines`. ``budget`` is the resource of the last rung.
     eta : float
-        Over 1.
+        Growth factor, over 1.
     minimum : int
         Least resource.
-    **run_options
-        ``retrain_test``, ``journal``, ``resume``, ``progress``: see :mod:`bilevel.baselines`.
-
-    Returns
-    -------
-    Trace
-        A row for each evaluation; ``round`` is the rung. Ctrl-C returns the rows there are.
 
     Raises
     ------
     ValueError
-        Before the first solve: no key, no configurations, ``budget`` or ``eta`` or
-        ``minimum`` out of range, a journal of another run.
-    FloatingPointError
-        If no error is finite.
+        If ``eta`` or ``minimum`` is out of range.
+
+    Notes
+    -----
+    Jamieson & Talwalkar (2016), Algorithm 1, with ``eta`` for 2 and ``ceil`` for ``floor``. Cost:
+    at most ``n eta / (eta - 1) + log n`` solves; each rung costs about the same.
 
     Examples
     --------
@@ -98,45 +91,33 @@ def hyperband(
     minimum: int = 1,
     **run_options: Unpack[RunOptions],
 ) -> Trace:
-    """Races of successive halving, from many short ones to few full ones.
+    """Run races of successive halving, from many short ones to few full ones.
 
     Bracket ``s = s_max ... 0``, with ``s_max = floor(log_eta(R / r))``, races
-    ``n = ceil((s_max + 1) eta^s / (s + 1))`` configurations from resource ``R eta^-s``; its rung
-    ``i`` has ``floor(n eta^-i)`` of them at ``R eta^(i - s)``, rounded up.
+    ``n = ceil((s_max + 1) eta^s / (s + 1))`` configurations from resource ``R eta^-s``. Its rung
+    ``i`` has ``floor(n eta^-i)`` of them at ``R eta^(i - s)``, rounded up. The trace has one row
+    per evaluation; ``round`` counts the rungs of all brackets.
 
     Parameters
     ----------
-    key : jax.Array
-    configs : sequence of configurations
-        Each bracket draws from them without replacement: all, if they are fewer than its ``n``.
-    problem : ``evaluate(key, config, resource)`` or :class:`bilevel.baselines.Selection`
-    budget : int
-        R: resource of the last rungs.
+    key, configs, problem, budget, **run_options
+        See :mod:`bilevel.baselines`. Each bracket draws from ``configs`` without replacement: all,
+        if they are fewer than its ``n``. ``budget`` is R, the resource of the last rungs.
     eta : float
-        Over 1.
+        Growth factor, over 1.
     minimum : int
         r: least resource.
-    **run_options
-        ``retrain_test``, ``journal``, ``resume``, ``progress``: see :mod:`bilevel.baselines`.
-
-    Returns
-    -------
-    Trace
-        A row for each evaluation; ``round`` counts the rungs of all brackets. Ctrl-C returns the
-        rows there are.
 
     Raises
     ------
-    ValueError, FloatingPointError
-        As :func:`successive_halving`.
+    ValueError
+        If ``eta`` or ``minimum`` is out of range.
 
     Notes
     -----
+    Li et al. (2018), Algorithm 1. Each of the ``s_max + 1`` brackets costs about ``(s_max + 1) R``.
     At R = 81, eta = 3 the formula gives brackets of 81, 34, 15, 8 and 5 configurations, 206
     evaluations. Widely copied code rounds ``(s_max + 1) / (s + 1)`` down first: 81, 27, 9, 6, 5.
-
-    Reference: Li et al. (2018), Algorithm 1. Cost: each of the ``s_max + 1`` brackets costs about
-    ``(s_max + 1) R``.
 
     Examples
     --------
@@ -172,7 +153,7 @@ def _race(log: Recorder, first: int, candidates: np.ndarray, rungs: _Rungs) -> N
 
 
 def _levels(budget: int, minimum: int, eta: float) -> int:
-    """How often ``budget`` can be divided by ``eta`` without falling under ``minimum``."""
+    """Count how often ``budget`` can be divided by ``eta`` without falling under ``minimum``."""
     if not 1 < real_number("eta", eta) < math.inf:
         raise ValueError(f"eta: expected a finite number over 1, got {eta}.")
     if not integer("minimum", minimum, 1) <= budget:

@@ -25,28 +25,19 @@ def random_search(
 
     Parameters
     ----------
-    key : jax.Array
-    configs : sequence of configurations
-    problem : ``evaluate(key, config, resource)`` or :class:`bilevel.baselines.Selection`
-    budget : int
-        Resource of every evaluation: feature dimension, steps, epochs.
+    key, configs, problem, budget, **run_options
+        See :mod:`bilevel.baselines`. Every evaluation has the resource ``budget``.
     evaluations : int, optional
-        How many to train; all by default.
-    **run_options
-        ``retrain_test``, ``journal``, ``resume``, ``progress``: see :mod:`bilevel.baselines`.
-
-    Returns
-    -------
-    Trace
-        With ``evaluations`` rows; Ctrl-C returns those there are.
+        Number of configurations to train. Default: all.
 
     Raises
     ------
     ValueError
-        Before the first solve: no key, no configurations, ``budget`` under 1,
-        ``evaluations`` out of range, a journal of another run.
-    FloatingPointError
-        If no error is finite.
+        If ``evaluations`` is out of range.
+
+    Notes
+    -----
+    Bergstra & Bengio (2012). Cost: ``evaluations`` solves at ``budget``.
 
     Examples
     --------

@@ -6,10 +6,10 @@ import numpy as np
 
 
 class Trace(NamedTuple):
-    """Record of a method's run: a row for each of its ``T`` solver calls.
+    """Record of a method's run: one row for each of its ``T`` solver calls.
 
     ``test`` is the test error of a model trained again by itself, on the incumbent alone and at the
-    full budget, whatever the method itself trained.
+    full budget, even if the method trained shared weights.
     """
 
     configs: tuple[Any, ...]
@@ -17,10 +17,10 @@ class Trace(NamedTuple):
     round: np.ndarray  # [T], int from 0
     resource: np.ndarray  # [T], int
     calls: np.ndarray  # [T], int: 1 ... T
-    seconds: np.ndarray  # [T], wall time of the solves so far, compilation included, retraining not
+    seconds: np.ndarray  # [T], wall time of the solves so far, with compilation, without retraining
     candidates: list[np.ndarray]  # T arrays [k], int: the configurations trained on
-    errors: list[np.ndarray]  # T arrays [k]: their validation errors, NaN where there is none
+    errors: list[np.ndarray]  # T arrays [k]: their validation errors, NaN if missing
     incumbent: np.ndarray  # [T], int: the best so far; -1 while no error is finite
-    valid: np.ndarray  # [T], the incumbent's validation error, as the method saw it
+    valid: np.ndarray  # [T], the incumbent's validation error in the method's own solve
     test: np.ndarray  # [T], the retrained incumbent's test error; NaN if it was not retrained
-    stopped: str = ""  # "" when all was done, else why not
+    stopped: str = ""  # "" after a complete run, else the reason of the early end

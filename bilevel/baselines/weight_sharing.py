@@ -1,17 +1,18 @@
 """Weight sharing: one solve scores all configurations, and the better half stays.
 
-Round t: every datapoint x of the training and validation sets gets a random configuration c_x;
-weights w_t are fitted to the training points so featurized, and shared by all configurations;
-configuration c scores the mean validation error over its cell, ``V_c = {x in V : c_x = c}``.
+Round t: every row x of the training and validation sets gets a random configuration c_x. The
+weights w_t are fitted to the training rows so featurized, and all configurations share them.
+Configuration c scores the mean validation error over its cell, ``V_c = {x in V : c_x = c}``.
 
-C -> ``configs``, d -> ``budget``, s_c, |V_c| -> the errors and counts of ``share``, R -> the
-number of rounds. Reference: Khodak et al. (2020), Algorithm 1 and Appendix B.1.
+C -> ``configs``, d -> ``budget``, s_c, |V_c| -> the errors and counts of ``share``, R -> the number
+of rounds. Reference: Khodak et al. (2020), Algorithm 1 and Appendix B.1.
 
-Deviations from the paper, whose algorithm fails in three ways: an empty cell scores 0/0, which
-makes the median NaN and keeps no configuration; ties with the median, common in 0-1 error, keep
-more than half, up to all; log2 |C| need not be an integer. Here configurations are in a total
-order, by error, then index, NaN and empty cells last; ``ceil(n / 2)`` are kept, and
-``ceil(log2 |C|)`` rounds leave exactly one.
+The paper's algorithm fails in three ways, so this one deviates:
+
+- An empty cell scores 0/0, which makes the median NaN and keeps no configuration. Here
+  configurations are ordered by error, then index, with NaN and empty cells last.
+- Ties with the median, common in 0-1 error, keep more than half. Here ``ceil(n / 2)`` are kept.
+- log2 |C| need not be an integer. Here ``ceil(log2 |C|)`` rounds leave exactly one.
 """
 
 import math
@@ -34,33 +35,23 @@ def weight_sharing(
     budget: int,
     **run_options: Unpack[RunOptions],
 ) -> Trace:
-    """Successive halving by weights that the configurations share: ``ceil(log2 |C|)`` solves.
+    """Halve the configurations by shared weights, in ``ceil(log2 |C|)`` solves.
 
     Parameters
     ----------
-    key : jax.Array
-    configs : sequence of configurations
-        A single one is returned at once, without a solve.
-    problem : :class:`bilevel.baselines.Selection`
-        With ``share``. A validation set smaller than ``configs`` leaves cells empty; their
-        configurations rank last.
-    budget : int
-        Resource of every solve: d, the feature dimension.
-    **run_options
-        ``retrain_test``, ``journal``, ``resume``, ``progress``: see :mod:`bilevel.baselines`.
-
-    Returns
-    -------
-    Trace
-        A row for each round. Ctrl-C returns the rows there are.
+    key, configs, problem, budget, **run_options
+        See :mod:`bilevel.baselines`. ``problem`` is a Selection with ``share``. A validation set
+        smaller than ``configs`` leaves cells empty; their configurations rank last. A single
+        configuration is returned at once, without a solve.
 
     Raises
     ------
     ValueError
-        Before the first solve: no key, no configurations, ``budget`` under 1, a problem
-        without ``share``, a journal of another run.
-    FloatingPointError
-        If all cells of a solve are empty or NaN.
+        If the problem has no ``share``.
+
+    Notes
+    -----
+    Khodak et al. (2020), Algorithm 1, corrected: see the module.
 
     Examples
     --------
@@ -87,35 +78,26 @@ def fast_weight_sharing(
     growth: float = math.sqrt(2),
     **run_options: Unpack[RunOptions],
 ) -> Trace:
-    """Weight sharing with a resource that grows from round to round.
+    """Halve the configurations by shared weights, with a resource that grows from round to round.
 
-    ``d_t = ceil(d growth^(t - R))`` for ``t = 1 ... R``.
+    The resource of round t is ``d_t = ceil(d growth^(t - R))`` for ``t = 1 ... R``.
 
     Parameters
     ----------
-    key, configs, problem
-        As in :func:`weight_sharing`.
-    budget : int
-        d: resource of the last solve.
+    key, configs, problem, budget, **run_options
+        See :func:`weight_sharing`. ``budget`` is d, the resource of the last solve.
     growth : float
-        At least 1, which is :func:`weight_sharing`; finite.
-    **run_options
-        ``retrain_test``, ``journal``, ``resume``, ``progress``: see :mod:`bilevel.baselines`.
-
-    Returns
-    -------
-    Trace
-        A row for each round. Ctrl-C returns the rows there are.
+        Finite, at least 1. With 1 the method is :func:`weight_sharing`.
 
     Raises
     ------
-    ValueError, FloatingPointError
-        As :func:`weight_sharing`; if ``growth`` is under 1.
+    ValueError
+        If the problem has no ``share``, or ``growth`` is under 1 or not finite.
 
     Notes
     -----
-    Reference: Khodak et al. (2020), Appendix B.1. Their text reaches d at the last round. The
-    authors' code stops at ``d / growth``, and only the final refit uses d.
+    Khodak et al. (2020), Appendix B.1. Their text reaches d at the last round. The authors' code
+    stops at ``d / growth``, and only the final refit uses d.
 
     Examples
     --------

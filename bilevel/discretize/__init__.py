@@ -1,7 +1,7 @@
-"""From a mixture to one choice: argmax, rankings, and when the argmax is the best choice.
+"""Discretise a mixture: argmax, rankings, and conditions for the argmax to be the best choice.
 
-A search ends in alpha on the simplex and shared weights W*. Taking the choice of largest alpha_i
-is right if it minimises the loss of the single choices at W*, and Roberts et al. say when it does.
+A search ends in alpha on the simplex and shared weights W*. Taking the choice of largest alpha_i is
+right if it minimises the loss of the single choices at W*; Roberts et al. give conditions for this.
 With ``f_alpha = sum_i alpha_i f_i`` and half the squared error as loss, for every alpha,
 
     L_i = L_alpha + (1 - alpha_i)^2 D_i + s_i,
@@ -11,19 +11,19 @@ With ``f_alpha = sum_i alpha_i f_i`` and half the squared error as loss, for eve
 The paper assumes realizability, ``y = f_alpha``: then L_alpha and all s_i are 0. It is enough that
 alpha minimises L over the simplex at W*, which is ``s >= 0`` (``s_i = 0`` where alpha_i > 0).
 **Condition 6** is ``D_i >= D_j``; with ``L_i < L_j`` and ``alpha_j > 0`` it gives
-``alpha_j < alpha_i`` (Theorem 7). So the argmax is the best choice b if ``D_b >= D_j`` for all j;
-if b is not known, the argmax a is best if ``D_j >= D_a`` for all j. If alpha is no minimiser,
+``alpha_j < alpha_i`` (Theorem 7). So the argmax is the best choice b if ``D_b >= D_j`` for all j.
+If b is unknown, the argmax a is best if ``D_j >= D_a`` for all j. If alpha is not a minimiser,
 
     L_a <= min_j L_j + g / alpha_a,    g = max_i -s_i    (the Frank-Wolfe gap of alpha).
 
 Beyond the paper: under the same assumption no condition is needed. ``(1 - alpha_i)^2 D_i`` is
 ``1/2 E |f_i - f_alpha|^2``, so for an interior minimiser the best choice is the one nearest to the
-mixture, and outputs without labels tell which that is.
+mixture. Outputs without labels show which one that is.
 
 :func:`condition_six` takes f_i(W*) as ``outputs[:, i]`` and returns L, D, s (``slack``) and g
-(``stationarity``). gamma depends on i, as in the proofs; Condition 6 leaves it open. All of that is
-about the shared weights. Whether the network of the argmax, trained alone, is as good as any other
-so trained is a question to their losses: `bilevel search` asks it.
+(``stationarity``). gamma depends on i, as in the proofs; Condition 6 leaves it open. All of this is
+about the shared weights. `bilevel search` also compares the losses of networks that are trained
+alone.
 
 Reference: Roberts, Liang & Sala, Understanding Neural Architecture Search by its Architecture
 Parameters: Theorems 1, 4, 7, Lemmas 2, 5, Conditions 3, 6.

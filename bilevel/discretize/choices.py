@@ -1,6 +1,6 @@
-"""Discrete choices read off alpha; simplices are the last axis of a leaf.
+"""Discrete choices from alpha; simplices are the last axis of a leaf.
 
-NaN is refused. Where alpha is traced nothing can be: there NaN counts as the largest entry.
+NaN raises ``ValueError``. In a traced alpha, NaN counts as the largest entry.
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ from bilevel.internal.checks import concrete, integer, real_array
 
 
 def argmax(alpha: Pytree) -> Pytree:
-    """The index of the largest entry of every simplex (last axis); of equal ones the first.
+    """Return the index of the largest entry of every simplex (last axis), the first of equal ones.
 
     Raises
     ------
     ValueError
-        For a leaf without entries or, not traced, with NaN.
+        If a leaf has no entries or, not traced, has NaN.
 
     Examples
     --------
@@ -29,13 +29,12 @@ def argmax(alpha: Pytree) -> Pytree:
 
 
 def top_k(alpha: Pytree, k: int) -> Pytree:
-    """The indices [..., k] of the k largest entries of every simplex, best first.
+    """Return the indices [..., k] of the k largest entries of every simplex, best first.
 
     Raises
     ------
     ValueError
-        For a leaf without entries or, not traced, with NaN; for a ``k`` that is not from 1 to
-        their number.
+        If a leaf has no entries or, not traced, has NaN, or ``k`` is not from 1 to their number.
 
     Examples
     --------
@@ -54,12 +53,12 @@ def top_k(alpha: Pytree, k: int) -> Pytree:
 
 
 def rank_by_alpha(alpha: Pytree) -> Pytree:
-    """The indices [..., h] of every simplex, largest entry first; equal ones in their order.
+    """Return the indices [..., h] of every simplex, largest entry first, equal ones in their order.
 
     Raises
     ------
     ValueError
-        For a leaf without entries or, not traced, with NaN.
+        If a leaf has no entries or, not traced, has NaN.
 
     Examples
     --------
@@ -67,10 +66,10 @@ def rank_by_alpha(alpha: Pytree) -> Pytree:
     Array([1, 2, 0], dtype=int...)
     """
 
-    def ranked(a):  # by no minus, which bools have not and which makes the least of bytes 0
+    def descending(a):  # negation fails for bools and wraps for bytes
         return jnp.argsort(_check_alpha(a), axis=-1, stable=True, descending=True)
 
-    return jax.tree.map(ranked, alpha)
+    return jax.tree.map(descending, alpha)
 
 
 def _check_alpha(alpha: Any) -> jax.Array:

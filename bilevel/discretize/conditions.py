@@ -1,7 +1,4 @@
-"""Condition 6 of Roberts et al., tested on rows.
-
-The mathematics is in :mod:`bilevel.discretize`.
-"""
+"""Condition 6 of Roberts et al., tested on rows; :mod:`bilevel.discretize` has the mathematics."""
 
 import functools
 from typing import Any, NamedTuple
@@ -21,10 +18,10 @@ from bilevel.internal.checks import check_finite, float_array, real_array, simpl
 
 
 class ConditionSix(NamedTuple):
-    """What :func:`condition_six` finds. Verdicts are 1 yes, -1 no, 0 the rows do not decide.
+    """Result of :func:`condition_six`. Verdicts are 1 yes, -1 no, 0 undecided by the rows.
 
-    "By itself" is at the confidence asked for; "together" all such statements hold at once with it.
-    The last seven are None without targets.
+    "By itself" means at the given confidence. "Together" means that all such statements hold
+    simultaneously with it. The last seven are None without targets.
     """
 
     verdict: jax.Array  # [h, h], int8: D_i >= D_j, each by itself
@@ -33,8 +30,8 @@ class ConditionSix(NamedTuple):
     half_width: jax.Array  # [h, h], of its interval, each by itself
     argmax: jax.Array  # [], int: a
     condition: jax.Array  # [], int8: D_j >= D_a for all j, together
-    nearest: jax.Array  # [], int8: no f_j is nearer to f_alpha than f_a, together
-    trust: jax.Array  # [], int8: no L_j is under L_a, together
+    nearest: jax.Array  # [], int8: f_a is nearest to f_alpha, together
+    trust: jax.Array  # [], int8: L_a is the smallest L_j, together
     L: jax.Array | None = None  # [h]
     L_alpha: jax.Array | None = None  # [], the mixture's own loss
     loss_order: jax.Array | None = None  # [h, h], int8: L_i <= L_j, each by itself
@@ -51,23 +48,24 @@ def condition_six(
     *,
     confidence: float = 0.95,
 ) -> ConditionSix:
-    """Is ``argmax(alpha)`` the best choice at the shared weights? Condition 6, tested on rows.
+    """Test on rows whether ``argmax(alpha)`` is the best choice at the shared weights.
 
     ``D_i - D_j`` is the mean over rows of ``1/2 |f_i - f_gamma(i)|^2 - 1/2 |f_j - f_gamma(j)|^2``,
     so its interval is that of a mean (Student's t; simultaneous ones by Bonferroni).
 
-    ``trust`` answers the question. With targets it is read off the losses themselves and assumes
-    nothing. Without targets it is ``nearest``, right **if alpha minimises the loss over the simplex
-    at W***, which rows without targets cannot show. Then ``condition = 1`` rules out ``nearest =
-    -1``, and -1 nothing: Condition 6 is not necessary (for ``E f f' = diag(1, 3, 1)`` and alpha =
-    (.55, .35, .1) it fails and the argmax is best). A choice of ``alpha_j = 0`` nearer than
-    the argmax leaves ``nearest`` undecided: outputs do not show s_j.
+    ``trust`` answers the question. With targets it compares the losses and assumes nothing. Without
+    targets it is ``nearest``, which is right **if alpha minimises the loss over the simplex at
+    W***; rows without targets cannot show this. Then ``condition = 1`` rules out ``nearest = -1``.
+    ``condition = -1`` rules out nothing, because Condition 6 is not necessary: for
+    ``E f f' = diag(1, 3, 1)`` and alpha = (.55, .35, .1) it fails and the argmax is best. A choice
+    of ``alpha_j = 0`` nearer than the argmax leaves ``nearest`` undecided, since outputs do not
+    show s_j.
 
     Parameters
     ----------
     outputs : array [n, h] or [n, h, o]
-        ``f_i`` of the network with choice i alone, at the shared weights, on n rows to which
-        neither the weights nor alpha were fitted: test rows. Otherwise intervals are too narrow.
+        ``f_i`` of the network with choice i alone, at the shared weights, on n test rows. Rows to
+        which the weights or alpha were fitted make the intervals too narrow.
     alpha : array [h]
         On the simplex.
     targets : array [n] or [n, o], optional
@@ -76,31 +74,30 @@ def condition_six(
     Returns
     -------
     ConditionSix
-        Two residuals of the assumptions come with targets, in units of the loss. ``realizability``
-        is 0 under the paper's Assumption 3. ``stationarity`` bounds by how much moving alpha could
-        lower the mixture's loss at these weights, and is 0 where alpha minimises it; ``slack +
-        slack_half_width < 0`` anywhere rejects that.
+        With targets, two fields measure the assumptions, in units of the loss. ``realizability`` is
+        0 under the paper's Assumption 3. ``stationarity`` bounds by how much moving alpha could
+        lower the mixture's loss at these weights; it is 0 where alpha minimises it.
+        ``slack + slack_half_width < 0`` anywhere rejects that.
 
     Raises
     ------
     ValueError
         If shapes do not match, there are fewer than 2 rows, alpha is off the simplex, an entry is
-        NaN, or ``confidence`` outside (0, 1).
+        NaN, or ``confidence`` is outside (0, 1).
 
     Notes
     -----
-    - h = 2: ``D_1 = D_2``, so the condition always holds (Theorem 1); exactly, here.
-    - ``alpha_a = 1``: gamma and D_a do not exist, but ``(1 - alpha_a)^2 D_a`` is 0 whatever they
-      are, and ``condition`` is 1; each pair with a is undecided.
-    - L is at the *shared* weights: of choices retrained one by one the paper says nothing.
+    - h = 2: ``D_1 = D_2``, so the condition always holds (Theorem 1), here without rounding errors.
+    - ``alpha_a = 1``: gamma and D_a do not exist, but ``(1 - alpha_a)^2 D_a`` is 0, and
+      ``condition`` is 1; each pair with a is undecided.
+    - L is at the *shared* weights; the paper does not treat choices that are retrained one by one.
     - Memory: ``outputs`` a few times. Time: ``n h^2 o``.
 
     Reference: Roberts, Liang & Sala, Condition 6, Theorem 7.
 
     Examples
     --------
-    Of 0, z and -z the first is best, not the argmax; ``y = f_alpha``, so it is Condition 6 that
-    fails:
+    Among 0, z and -z the first is best, not the argmax. ``y = f_alpha``, so Condition 6 fails:
 
     >>> z = jnp.linspace(-3, 3, 101)
     >>> outputs, alpha = jnp.stack([0 * z, z, -z], axis=1), jnp.array([0.2, 0.45, 0.35])
@@ -122,7 +119,7 @@ def _condition_six_on_rows(outputs, alpha, targets, confidence) -> ConditionSix:
     together = quantile(confidence, n, statements=h - 1)
     a = jnp.argmax(alpha)
 
-    # An accelerator's default precision would round one of two outputs that have to cancel.
+    # An accelerator's default precision would round outputs that have to cancel.
     mix = functools.partial(jnp.einsum, precision="highest")
     gamma = jax.vmap(factor_simplex, (None, 0))(alpha, jnp.arange(h))
     mixture = mix("k,nko->no", alpha, outputs)
@@ -165,13 +162,13 @@ def _condition_six_on_rows(outputs, alpha, targets, confidence) -> ConditionSix:
 
 
 def _verdict(difference: jax.Array, half_width: jax.Array) -> jax.Array:
-    """Whether ``difference >= 0``: 1, -1, or 0 for undecided and for NaN."""
+    """Return whether ``difference >= 0``: 1, -1, or 0 if undecided or NaN."""
     yes, no = difference - half_width >= 0, difference + half_width < 0
     return yes.astype(jnp.int8) - no.astype(jnp.int8)
 
 
 def _aligned(outputs: Any, alpha: Any, targets: Any) -> tuple:
-    """``outputs`` [n, h, o], ``alpha`` [h], ``targets`` [n, o] or None, all floating."""
+    """Return ``outputs`` [n, h, o], ``alpha`` [h], ``targets`` [n, o] or None, all floating."""
     given = real_array("alpha", alpha)
     arrays = {"outputs": outputs, "alpha": given, "targets": targets}
     arrays = {k: None if x is None else float_array(k, x) for k, x in arrays.items()}
@@ -187,9 +184,9 @@ def _aligned(outputs: Any, alpha: Any, targets: Any) -> tuple:
     if alpha.shape != (h,):
         raise ValueError(f"alpha: expected shape ({h},), got {alpha.shape}.")
     simplex("alpha", given)
-    if given.dtype.itemsize < 4:  # whose sum is 1 as far as it has digits
+    if given.dtype.itemsize < 4:  # in 16 bits the sum is only near 1
         alpha = alpha / alpha.sum()
     if targets is not None and targets.shape != (n, *o):
         raise ValueError(f"targets: expected shape {(n, *o)}, got {targets.shape}.")
-    outputs = outputs.reshape(n, h, -1)
-    return outputs, alpha, None if targets is None else targets.reshape(n, -1)
+    targets = None if targets is None else targets.reshape(n, -1)
+    return outputs.reshape(n, h, -1), alpha, targets

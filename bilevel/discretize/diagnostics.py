@@ -1,8 +1,7 @@
-"""What to look at in a search of architectures: the entropy of alpha, the curvature of its loss.
+"""Diagnostics of a search of architectures: the entropy of alpha, the curvature of its loss.
 
-Zela et al. (2020) see a search whose networks will generalise badly in the growth of
-:func:`alpha_curvature` (Zela, Elsken, Saikia, Marrakchi, Brox & Hutter, Understanding and
-Robustifying Differentiable Architecture Search, ICLR 2020).
+Growth of :func:`alpha_curvature` predicts bad generalisation (Zela, Elsken, Saikia, Marrakchi, Brox
+& Hutter, Understanding and Robustifying Differentiable Architecture Search, ICLR 2020).
 """
 
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from bilevel.contracts import Loss, Pytree
 
 
 def entropy(alpha: chex.Array) -> jax.Array:
-    """Entropy of simplices, in nats: of ``alpha`` [..., h] on its last axis, [...].
+    """Return the entropy of simplices, in nats: of ``alpha`` [..., h] on its last axis, [...].
 
     Examples
     --------
@@ -36,7 +35,7 @@ def simplices(sets: Pytree, alpha: Pytree) -> list[jax.Array]:
 
 
 def simplex_tangent(sets: Pytree, direction: Pytree) -> Pytree:
-    """The part of a direction of ``alpha`` that stays in the planes of its simplices."""
+    """Return the part of a direction of ``alpha`` that stays in the planes of its simplices."""
 
     def along(word, v):
         return v - v.mean(axis=-1, keepdims=True) if word == "simplex" else v
@@ -45,32 +44,31 @@ def simplex_tangent(sets: Pytree, direction: Pytree) -> Pytree:
 
 
 def _set_of_each_leaf(sets: Pytree, like: Pytree) -> Pytree:
-    """A word for every leaf: ``sets`` is like ``like``, or a prefix of it."""
+    """Return a word for every leaf: ``sets`` is like ``like``, or a prefix of it."""
     return jax.tree.map(lambda word, part: jax.tree.map(lambda _: word, part), sets, like)
 
 
-_DENSE = 16  # entries of alpha up to which the Hessian is made
+_DENSE = 16  # largest size of alpha with a dense Hessian
 
 
 def alpha_curvature(loss: Loss, sets: Pytree = "simplex") -> Callable[..., float]:
-    """``curvature(w, alpha, batch)``: the largest eigenvalue of the loss's Hessian in alpha.
+    """Return ``curvature(w, alpha, batch)``, the largest eigenvalue of the loss's Hessian in alpha.
 
-    By Lanczos's method on Hessian-vector products along the simplices: one compiled program, which
-    is called from the host. It returns a float, to 1e-4 of it, of concrete arrays.
+    Lanczos's method uses Hessian-vector products along the simplices: one compiled program, called
+    from the host. The result is a float with relative error 1e-4. Arrays must be concrete.
 
     Parameters
     ----------
     loss : ``loss(w, alpha, batch) -> scalar``
         ``space.problem.outer``.
     sets : pytree of {"simplex", "box", "free"}
-        ``space.sets``. Directions out of the simplices count as having no curvature, so that the
-        result is never negative if there are simplices. The paper's alpha are logits, with other
-        values.
+        ``space.sets``. Directions out of the simplices have curvature 0, so the result is never
+        negative if there are simplices. The paper's alpha are logits, with other values.
 
     Raises
     ------
     ValueError
-        When called, if second derivatives are not finite.
+        If second derivatives are not finite in a call.
 
     Examples
     --------
@@ -118,7 +116,7 @@ def alpha_curvature(loss: Loss, sets: Pytree = "simplex") -> Callable[..., float
 
 
 def kernel_diagonal(apply: Callable, w: Pytree, alpha: Pytree, x: chex.Array) -> jax.Array:
-    """Mean over the rows ``x`` of the empirical tangent kernel's entry (x, x), of the first output.
+    """Return the mean over rows ``x`` of the tangent kernel's entry (x, x), of the first output.
 
     Its inverse is the scale of step sizes for gradient descent on a mean loss.
     """

@@ -1,4 +1,4 @@
-"""Lemma 5 of Roberts et al.: a point of the simplex as a vertex and a point of its face."""
+"""Lemma 5 of Roberts et al.: a point of the simplex as a mixture of a vertex and a face point."""
 
 import chex
 import jax
@@ -8,10 +8,11 @@ from bilevel.internal.checks import at_least_float32, nan_where, simplex_slack
 
 
 def factor_simplex(alpha: chex.Array, i: int | chex.Array) -> jax.Array:
-    """Lemma 5 (Lemma 2 for h = 3): ``gamma`` in ``alpha = alpha_i e_i + (1 - alpha_i) gamma``.
+    """Return ``gamma`` in ``alpha = alpha_i e_i + (1 - alpha_i) gamma`` (Lemma 5).
 
-    ``alpha`` is [..., h]. ``gamma = alpha_{-i} / (1 - alpha_i)`` has a 0 at vertex i, and is NaN
-    for ``alpha_i = 1`` or a traced ``i`` that is no vertex. The paper has i = 1 and interior alpha.
+    ``alpha`` is [..., h]. ``gamma = alpha_{-i} / (1 - alpha_i)`` has a 0 at vertex i. It is NaN for
+    ``alpha_i = 1`` or a traced ``i`` out of range. The paper has i = 1 and interior alpha, and h =
+    3 in Lemma 2.
     """
     alpha = _on_simplex(jnp.asarray(alpha))
     h = alpha.shape[-1]
@@ -19,7 +20,7 @@ def factor_simplex(alpha: chex.Array, i: int | chex.Array) -> jax.Array:
     others = nan_where((i < 0) | (i >= h), others)
     # The sum is 1 - alpha_i without its cancellation near a vertex.
     total = jnp.sum(others, axis=-1, keepdims=True)
-    # XLA multiplies by a reciprocal, and x (1 / x) need not be 1: for h = 2 it has to be.
+    # XLA multiplies by a reciprocal, and x (1 / x) need not be 1; for h = 2 gamma must be exact.
     gamma = others / total
     rounded = jnp.where((others == total) & (total > 0), 1, gamma)
     return gamma + jax.lax.stop_gradient(rounded - gamma)  # a constant 1 has no derivative

@@ -1,4 +1,4 @@
-"""Rankings of discrete choices, and how far two of them agree."""
+"""Rankings of discrete choices, and the agreement of two rankings."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from bilevel.internal.checks import as_floating, concrete, function, integer, pr
 
 
 class Ranking(NamedTuple):
-    """Choices by their losses; the last three are None where losses came as scalars."""
+    """Choices by their losses; the last three are None if losses are scalars."""
 
     order: jax.Array  # [m], int: best first, NaN last
     losses: jax.Array  # [m]
@@ -38,12 +38,12 @@ def rank_by_shared_weights(
     Parameters
     ----------
     evaluate : ``evaluate(choice) -> loss``
-        A scalar; or the losses [n] of n rows, the same ones for every choice, which give standard
-        errors, and intervals of differences, paired by rows (Student's t).
+        A scalar, or the losses [n] of n rows, the same rows for every choice. Rows give standard
+        errors and intervals of differences, paired by rows (Student's t).
     choices : pytree of arrays [m, ...]
         ``jnp.eye(h)`` for the vertices of a simplex. Evaluated one at a time, compiled once.
     confidence : float
-        Of each interval by itself.
+        Confidence of each interval by itself.
 
     Raises
     ------
@@ -94,21 +94,21 @@ def rank_agreement(
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> Agreement:
-    """Kendall's tau-b and Spearman's rho of two score vectors, both with ties.
+    """Return Kendall's tau-b and Spearman's rho of two score vectors, both with ties.
 
-    An interval covers the correlation over the population that the m choices were drawn from. It is
-    the wider, end by end, of two: percentiles of a bootstrap over choices, and Fisher's z with the
-    variances ``0.437 / (m - 4)`` for tau (Fieller, Hartley & Pearson 1957) and ``(1 + rho^2 / 2) /
-    (m - 3)`` for rho (Bonett & Wright 2000). At m = 5 and a normal correlation of 0.9 the
-    bootstrap's 95 % intervals alone cover 72 %. Fisher's z covers 89 to 99 % of untied normal
-    pairs, m = 5 to 30, and says nothing of 4 choices.
+    An interval covers the correlation over the population of the m choices. Each end is the wider
+    one of two intervals: percentiles of a bootstrap over choices, and Fisher's z with the variances
+    ``0.437 / (m - 4)`` for tau (Fieller, Hartley & Pearson 1957) and ``(1 + rho^2 / 2) / (m - 3)``
+    for rho (Bonett & Wright 2000). At m = 5 and a normal correlation of 0.9 the bootstrap's 95 %
+    intervals alone cover 72 %. Fisher's z covers 89 to 99 % of untied normal pairs, m = 5 to 30,
+    and needs 5 choices.
 
     Parameters
     ----------
     key : jax.Array
-        Of the bootstrap.
+        For the bootstrap.
     a, b : arrays [m]
-        Scores of the same choices: alpha and minus the loss, say.
+        Scores of the same choices, e.g. alpha and minus the loss.
     confidence : float
     resamples : int
         Time: ``resamples m^2``.
@@ -116,14 +116,13 @@ def rank_agreement(
     Returns
     -------
     Agreement
-        NaN where all scores of one vector are equal.
+        NaN if all scores of one vector are equal.
 
     Raises
     ------
     ValueError
         If ``key`` is not a PRNG key, lengths differ or are under 2, a score is NaN, ``confidence``
-        is
-        outside (0, 1), or ``resamples`` under 1.
+        is outside (0, 1), or ``resamples`` is under 1.
 
     Examples
     --------
@@ -167,9 +166,9 @@ def _agreement_intervals(key, a, b, confidence, resamples) -> Agreement:
 
 
 def _tau_and_rho(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Tau-b and rho from the signs of all differences."""
+    """Return tau-b and rho from the signs of all differences."""
 
-    def signs(v):  # by no minus: whole numbers without a sign wrap, infinities have no difference
+    def signs(v):  # without subtraction: unsigned integers would wrap, infinities give NaN
         row, column = v[None], v[:, None]
         above = (column > row).astype(float) - (column < row).astype(float)
         return jnp.where(jnp.isnan(v).any(), jnp.nan, above)
@@ -179,5 +178,5 @@ def _tau_and_rho(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     def cosine(x, y):
         return jnp.vdot(x, y) / jnp.sqrt(jnp.vdot(x, x) * jnp.vdot(y, y))
 
-    # How many are below less how many above: twice the mean rank, centred.
+    # The number below minus the number above is twice the mean rank, centred.
     return cosine(x, y), cosine(x.sum(axis=1), y.sum(axis=1))

@@ -1,4 +1,4 @@
-"""Parts of neural networks: convolution, layers, images, training from scratch, errors."""
+"""Parts of neural networks: convolution, layers, images, training from scratch, error rates."""
 
 import lazy_loader
 

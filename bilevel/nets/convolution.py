@@ -2,6 +2,9 @@
 
     y[n, i, j, o] = sum_{a, b, c} x[n, s i + d a - p, s j + d b - p, c] k[a, b, c, o]
 
+with k = ``kernel`` [size, size, channels / groups, outputs] and s, d, p = ``stride``, ``dilation``,
+``padding``, the same along both axes.
+
 XLA's CPU code is slow for a convolution's gradient in its weights, and for depthwise convolutions
 altogether. A convolution is linear in ``x`` and in ``k``. So its derivative consists of two linear
 maps, of dx and of dk, and reverse mode runs their transposes. Here each map is written so that its
@@ -19,18 +22,8 @@ dk, dense           32 examples at a time: shifted copies of x      transposed c
                     times dk                                        dy
 ==================  ==============================================  =============================
 
-These are ordinary JAX programs, so that forward mode, higher derivatives and vmap all work, which
-a ``jax.custom_vjp`` would forbid. The shifted copies are made again in the backward pass instead of
-being kept.
-
-On other devices it is XLA's convolution throughout.
-
-==========  ==========================================================================
-formula     here
-==========  ==========================================================================
-k           ``kernel`` [size, size, channels / groups, outputs]
-s, d, p     ``stride``, ``dilation``, ``padding``, the same along both axes
-==========  ==========================================================================
+Forward mode, higher derivatives and vmap work, which a ``jax.custom_vjp`` would forbid. The
+backward pass recomputes the shifted copies. Other devices use XLA's convolution.
 """
 
 import functools
@@ -74,11 +67,11 @@ def convolve_images(
     padding: int | None = None,
     groups: int = 1,
 ) -> jax.Array:
-    """Cross-correlate images with a square kernel, as every deep-learning library does.
+    """Cross-correlate images with a square kernel.
 
     On the CPU, gradients of dense (``groups=1``) and depthwise (``groups = c = outputs``)
     convolutions take the fast forms of this module, and depthwise ones their values too; 16-bit
-    inputs are computed in float32. Other groups are left to XLA.
+    inputs are computed in float32. XLA computes other groups.
 
     Parameters
     ----------
@@ -86,7 +79,7 @@ def convolve_images(
     kernel : array [size, size, c / groups, outputs]
     stride, dilation : int
     padding : int, optional
-        Zeros around the image; by default what keeps its size at stride 1 (odd ``size``).
+        Zeros around the image. The default keeps its size at stride 1 (odd ``size``).
     groups : int
         The channels are split into as many groups, each with its own kernel.
 
@@ -146,7 +139,7 @@ def _make_window(x, size, stride, dilation, padding) -> _Window:
 
 @functools.partial(jax.jit, static_argnums=(0, 3))  # so that equal shapes are traced once
 def _widely(rule, x, kernel, window):
-    # 16 bits are too coarse for sums over all pixels of a batch; float32 and float64 are kept.
+    # 16 bits are too coarse for sums over all pixels of a batch.
     wide = at_least_float32(x.dtype)
     return rule(x.astype(wide), kernel.astype(wide), window).astype(x.dtype)
 
@@ -174,9 +167,8 @@ def _dense_derivative(window, primals, tangents):
 
     def along_x(dx):
         # Flipped twice, and with its channels exchanged twice, this is the kernel itself. The
-        # transpose of the convolution flips once more, which cancels the second flip: no `reverse`
-        # is left directly before the backward convolution. XLA would make it a part of the
-        # convolution, which inside a loop is then ten times slower.
+        # transpose of the convolution flips once more and cancels the second flip. XLA would merge
+        # a remaining `reverse` into the backward convolution, ten times slower inside a loop.
         turned = jnp.flip(kernel, (0, 1)).swapaxes(2, 3)
         return _xla_convolution(dx, jnp.flip(turned, (0, 1)), window, kernel_axes="HWOI")
 
@@ -222,12 +214,12 @@ def _depthwise_derivative(window, primals, tangents):
 
 
 def materialized(x: chex.Array, number: chex.Array) -> jax.Array:
-    """Return ``x``; on a CPU it, and its cotangent, are written to memory here.
+    """Return ``x``; on a CPU, it and its cotangent are written to memory here.
 
     XLA would otherwise fuse elementwise programs where that costs time: with an update in place,
     which runs on one core, or several sums over windows with each other. It does not fuse across a
     branch, so there is one here (``optimization_barrier`` is removed before XLA fuses). ``number``
-    is any scalar that is unknown when the program is compiled.
+    is any scalar unknown at compile time.
     """
     if jax.default_backend() != "cpu":
         return x
@@ -236,20 +228,20 @@ def materialized(x: chex.Array, number: chex.Array) -> jax.Array:
 
 
 def _with_tangent(y, maps, tangents):
-    """``y`` and the sum of ``map(tangent)``, where a tangent is not known to be zero."""
+    """Return ``y`` and the sum of ``map(tangent)`` over tangents that are not symbolic zeros."""
     pairs = zip(maps, tangents, strict=True)
     parts = [along(t) for along, t in pairs if not isinstance(t, SymbolicZero)]
     return y, functools.reduce(operator.add, parts) if parts else jnp.zeros_like(y)
 
 
 def _map_images(bilinear, x, linear):
-    """``bilinear(image, linear)`` for every image, in a loop that keeps only ``x`` for reverse."""
+    """Return ``bilinear(image, linear)`` for every image; reverse mode stores only ``x``."""
     body = jax.checkpoint(bilinear, prevent_cse=False)
     return lax.map(lambda image: body(image, linear), x)
 
 
 def _in_blocks(bilinear, x, linear):
-    """``bilinear(images, linear)``, 32 examples at a time; only ``x`` is kept for reverse mode."""
+    """Return ``bilinear(images, linear)``, by 32 examples; reverse mode stores only ``x``."""
     body = jax.checkpoint(bilinear, prevent_cse=False)
     if len(x) <= _BLOCK:
         return body(x, linear)
@@ -269,9 +261,10 @@ def _weighted_sum(arrays, weights):
 
 
 def _shifted(x, window, unit=1):
-    """The view of each of the window's size^2 places on ``x`` [..., h, w, c]: [..., h', w', c].
+    """Return the size^2 shifted views [..., h', w', c] of ``x`` [..., h, w, c] under the window.
 
-    ``unit``: entries that a pixel has along its row, of images [..., h, w unit, c] (stride 1).
+    ``unit`` is the number of entries per pixel along a row, of images [..., h, w unit, c] (stride
+    1).
     """
     *batch, height, width, channels = x.shape
     rows, columns = window.positions(height), window.positions(width // unit) * unit
@@ -287,10 +280,10 @@ def _shifted(x, window, unit=1):
 
 
 def _scatter_convolution(x, kernel, window):
-    """The depthwise convolution, written so that each pixel is added to the outputs it reaches.
+    """Compute the depthwise convolution by adding each pixel to the outputs it reaches.
 
     Pixel u times k[a] goes to place ``u + reach - d a`` of a buffer in which output i is at
-    ``s i + reach - p``. The transpose of this reads shifted copies of the buffer's cotangent.
+    ``s i + reach - p``. The transpose reads shifted copies of the buffer's cotangent.
     """
     n, height, width, channels = x.shape
     reach, s = window.reach, window.stride
@@ -307,7 +300,7 @@ def _scatter_convolution(x, kernel, window):
 
 
 def max_pooling(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0) -> jax.Array:
-    """Largest value in each window of ``x`` [n, h, w, c]; padding counts as minus infinity.
+    """Return the largest value in each window of ``x`` [n, h, w, c]; padding counts as -infinity.
 
     Equal values share the gradient.
 
@@ -329,10 +322,7 @@ def max_pooling(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0) 
 
 
 def average_pooling(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0) -> jax.Array:
-    """Mean of each window of ``x`` [n, h, w, c] over the pixels inside the image.
-
-    Padding is not counted (``count_include_pad=False``); the counts are known from the shapes.
-    """
+    """Return the mean of each window of ``x`` [n, h, w, c] over the pixels inside the image."""
     x = as_floating("x", images("x", x))
     window = _make_window(x, size, stride, 1, padding)
     rows, columns = (_counts(window, length) for length in x.shape[1:3])
@@ -341,23 +331,19 @@ def average_pooling(x: chex.Array, size: int, *, stride: int = 1, padding: int =
 
 
 def _counts(window: _Window, length: int) -> np.ndarray:
-    """How many pixels each of a window's positions along an axis has inside the image."""
+    """Count the pixels inside the image at each of a window's positions along an axis."""
     start = window.stride * np.arange(window.positions(length)) - window.padding
     return np.minimum(start + window.size, length) - np.maximum(start, 0)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 3))
 def _separable(combine, neutral, x, window):
-    """Windows combined along rows, then along columns: 2 (size - 1) operations."""
+    """Combine windows along rows, then along columns: 2 (size - 1) operations."""
     for axis in (1, 2):
         p, span = window.padding, window.stride * (window.positions(x.shape[axis]) - 1) + 1
         edges = [(p, p) if i == axis else (0, 0) for i in range(4)]
         padded = jnp.pad(x, edges, constant_values=neutral)
-        x = functools.reduce(
-            combine,
-            (
-                lax.slice_in_dim(padded, a, a + span, window.stride, axis)
-                for a in range(window.size)
-            ),
-        )
+        starts = range(window.size)
+        views = (lax.slice_in_dim(padded, a, a + span, window.stride, axis) for a in starts)
+        x = functools.reduce(combine, views)
     return x

@@ -1,8 +1,8 @@
 """Means over whole data sets, batch by batch, through one compiled program.
 
-Rows come in batches of one size, so that nothing is compiled anew for another part: a part's last
-batch is its last rows, and counts by the rows that the one before has not. If the size divides
-the part, that is the mean; else the last batch's mean stands for that of its new rows.
+All batches have one size, so that every part uses one program. A part's last batch is its last
+rows, weighted by the number of rows that are not in the batch before. If the size divides the part,
+the result is the mean. Otherwise the last batch's mean stands for that of its new rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ Part = tuple[chex.Array, chex.Array]
 
 
 class Batches(NamedTuple):
-    """Several parts' rows in batches of one size; see :func:`in_batches`."""
+    """Rows of several parts in batches of one size; see :func:`in_batches`."""
 
     rows: tuple[jax.Array, jax.Array]  # inputs [k, size, ...], labels [k, size]
-    weights: jax.Array  # [parts, k]: of the batches' means in the parts'
-    new: jax.Array  # [k, size], bool: which rows no batch before had
+    weights: jax.Array  # [parts, k]: weight of each batch's mean in each part's mean
+    new: jax.Array  # [k, size], bool: rows that are in no earlier batch
 
 
 def in_batches(parts: Sequence[Part], size: int) -> Batches:
@@ -40,7 +40,7 @@ def in_batches(parts: Sequence[Part], size: int) -> Batches:
         starts = np.minimum(np.arange(0, n, size), n - size)
         index = starts[:, None] + np.arange(size)
         rows.append((x[index], labels[index]))
-        fresh = np.diff(starts, prepend=-size)  # rows that the batch before has not
+        fresh = np.diff(starts, prepend=-size)  # rows that are not in the batch before
         weights.append(fresh / n)
         new.append(np.arange(size) >= size - fresh[:, None])
     stacked = jax.tree.map(lambda *a: jnp.concatenate(a), *rows)
@@ -51,12 +51,12 @@ def in_batches(parts: Sequence[Part], size: int) -> Batches:
 def over_batches(mean: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Return ``f(w, other, batches) -> [parts]`` of ``mean(w, other, batch)``, a mean over rows.
 
-    Memory: that of one batch.
+    It needs the memory of one batch.
     """
 
     def of_all(w, other, batches):
         means = jax.lax.map(lambda batch: mean(w, other, batch), batches.rows)
-        # A part's mean is not touched by what is infinite in another one: 0 times that is NaN.
+        # 0 times an infinite mean of another part would be NaN.
         return jnp.where(batches.weights > 0, batches.weights * means[None], 0).sum(axis=1)
 
     return of_all

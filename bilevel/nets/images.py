@@ -1,4 +1,4 @@
-"""Images for convolutional networks: normalised, made smaller, moved, mirrored, cut out of."""
+"""Images for convolutional networks: normalisation, downsizing, shifts, flips and cutout."""
 
 import math
 
@@ -21,8 +21,8 @@ def unit_images(
     ----------
     x, *others : arrays [n, h, w, c], or [n, h, w] of one channel
     pixels : int, optional
-        Average images down to at most so many a side, by the smallest factor that divides both
-        sides.
+        Average images down to at most this many pixels a side, by the smallest factor that divides
+        both sides.
 
     Returns
     -------
@@ -50,7 +50,7 @@ def unit_images(
     if factor > 1:
         parts = [_averaged(a, factor) for a in parts]
     mean = _channel_means(parts[0])
-    # Equal values may be a rounding off their mean.
+    # The mean of equal values can differ from them by rounding.
     varies = parts[0].max((0, 1, 2)) > parts[0].min((0, 1, 2))
     deviation = _channel_means((parts[0] - mean) ** 2) ** 0.5 * varies
     if not concrete(deviation):
@@ -61,8 +61,8 @@ def unit_images(
 
 
 def _channel_means(x):
-    # Image by image: numpy adds channels up one pixel after another, and a float32 sum over all
-    # images would lose what is added to it (25,000 of CIFAR-10: variances of 1.06).
+    # Image by image: a float32 sum over all pixels, which numpy adds one after another, would lose
+    # digits (25,000 images of CIFAR-10: variances of 1.06).
     return x.mean((1, 2)).mean(0)
 
 
@@ -81,7 +81,6 @@ def _pooling_factor(sides: tuple[int, ...], pixels: int | None) -> int:
 
 def _averaged(x, factor):
     x = average_pooling(x, factor, stride=factor)
-    # In numpy where it can be, as images that stay as large.
     return np.asarray(x) if concrete(x) else x
 
 
@@ -92,7 +91,7 @@ def pooling(side: int, pixels: int | None) -> int:
 
 
 def crop_and_flip(key: chex.PRNGKey, x: chex.Array, padding: int = 4) -> jax.Array:
-    """Move images by up to ``padding`` pixels, zeros coming in, and mirror half of them.
+    """Shift images by up to ``padding`` pixels, filling with zeros, and mirror half of them.
 
     Images [n, h, w, c] are normalised: 0 is the mean.
     """

@@ -1,9 +1,10 @@
 """Parts of convolutional networks: convolution, batch normalisation, initial weights.
 
-``norm()`` makes a normalisation layer: :class:`Standardize`, by the batch's own statistics, in
-supernets and train-free scores; ``flax.linen.BatchNorm`` in networks trained from scratch.
+``norm()`` makes a normalisation layer. Supernets and train-free scores use :class:`Standardize`,
+with the batch's own statistics. Networks trained from scratch use ``flax.linen.BatchNorm``.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -24,7 +25,7 @@ _uniform = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
 class Conv(nn.Module):
-    """Convolution without bias; its parameters float32, its arithmetic that of ``x``."""
+    """Convolution without bias; float32 parameters, arithmetic in the dtype of ``x``."""
 
     features: int
     size: int = 1
@@ -60,7 +61,7 @@ class Standardize(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, c] -> the same, each channel with mean 0 and variance 1."""
-        full = x.astype(accumulation_dtype(x.dtype))
+        full = x.astype(at_least_float32(x.dtype))
         axes = 0, 1, 2
         centred = full - full.mean(axes, keepdims=True)
         out = centred * jax.lax.rsqrt(jnp.mean(centred**2, axes, keepdims=True) + 1e-5)
@@ -75,13 +76,13 @@ class Standardize(nn.Module):
 def draw_parameters(key: chex.PRNGKey, shapes: Any) -> Any:
     """Draw parameters for the ``shapes`` of a network: kernels from U(-1, 1) / sqrt(fan-in).
 
-    That is the reference implementation's. Scales are 1, biases 0. The network is not run: it would
-    have to be compiled to initialise itself.
+    The distribution is the reference implementation's. Scales are 1, biases 0. The network is not
+    run, because compiling it would take time.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     bounds = [_initial_bound(*leaf) for leaf in leaves]
     sizes = [math.prod(leaf.shape) for _, leaf in leaves]
-    # One draw cut into pieces: hundreds of draws of their own would take minutes to compile.
+    # One draw cut into pieces: hundreds of separate draws would take minutes to compile.
     uniform = jax.random.uniform(key, (sum(sizes),), jnp.float32, -1, 1)
     runs = itertools.groupby(zip(bounds, sizes, strict=True), key=lambda pair: pair[0])
     lengths = [(bound, sum(size for _, size in run)) for bound, run in runs]
@@ -96,17 +97,24 @@ def draw_parameters(key: chex.PRNGKey, shapes: Any) -> Any:
 
 
 def _initial_bound(path: Any, leaf: Any) -> tuple[float, float]:
-    """Factor of the uniform draw and its offset, for a parameter of this path."""
+    """Return the factor and the offset of the uniform draw for a parameter of this path."""
     if path[-1].key == "kernel":  # [..., size, size, c, outputs] or [c, outputs]
         return 1 / math.sqrt(math.prod(leaf.shape[-4:-1])), 0.0
     return 0.0, float(path[-1].key == "scale")
 
 
-def accumulation_dtype(dtype: Any) -> Any:
-    """``dtype`` or float32, whichever has more bits."""
-    return at_least_float32(dtype)
+def batch_norm(train: bool, dtype: Any) -> Norm:
+    """Make batch normalisation layers with running averages, for arithmetic in ``dtype``."""
+    return functools.partial(
+        nn.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5, dtype=dtype
+    )
+
+
+def pixel_means(x: jax.Array) -> jax.Array:
+    """Return the means over pixels [n, c] of ``x`` [n, h, w, c], in float32 or wider."""
+    return x.mean((1, 2), dtype=at_least_float32(x.dtype))
 
 
 def cast_images(x: chex.Array, dtype: Any) -> jax.Array:
     """Return images in ``dtype``, by default their own or float32."""
-    return x.astype(accumulation_dtype(x.dtype) if dtype is None else dtype)
+    return x.astype(at_least_float32(x.dtype) if dtype is None else dtype)

@@ -1,10 +1,9 @@
-"""Training networks from scratch: the last step after a search of an architecture.
+"""Train networks from scratch: the last step after a search of an architecture.
 
 :func:`train` is the second half of Algorithm 1 of Zhu et al. 2022, for the network of any space:
 one pure function from initial weights to trained ones. :func:`from_scratch` is the training that
-DARTS and NAS-Bench-201 publish, epoch by epoch: batch normalisation learns scales and keeps running
-averages for predictions, so that a network is a pair of pytrees, weights ``w`` and ``averages``,
-and images may be moved, mirrored, cut out of.
+DARTS and NAS-Bench-201 publish, epoch by epoch. Its network is a pair of pytrees, weights ``w`` and
+``averages``: batch normalisation learns scales and keeps running averages for predictions.
 """
 
 import functools
@@ -26,7 +25,7 @@ from bilevel.runs.interrupts import held_signals
 
 
 class Trained(NamedTuple):
-    """What :func:`train` returns."""
+    """Result of :func:`train`."""
 
     last: Pytree  # like w: after the last step
     uniform: Pytree  # like w: before a step drawn uniformly, Algorithm 1's output
@@ -55,20 +54,20 @@ def train(
     lower : ``lower(w, architecture, batch) -> scalar``
         ``problem.lower`` of the space.
     architecture : pytree
-        A SkipArchitecture, or ``alpha`` to train the supernet's network as it is.
+        A SkipArchitecture, or ``alpha`` to train the supernet's mixture.
     w : pytree
     data : pytree of arrays with the same number of rows N
     optimizer : optax.GradientTransformation or float
         A float is SGD's step size gamma.
     epochs, batch_size : int
-        One pass over single rows by default, as printed. Each epoch leaves out the N modulo
+        Default: one pass over single rows, as printed. Each epoch leaves out the N modulo
         ``batch_size`` rows that its order puts last.
 
     Returns
     -------
     Trained
-        ``last`` and ``uniform``, both like ``w``: after the last step, and before a step drawn
-        uniformly. ``losses`` [steps]: of each batch before its step.
+        ``last`` and ``uniform``, like ``w``: after the last step, and before a uniformly drawn
+        step. ``losses`` [steps]: of each batch before its step.
 
     Raises
     ------
@@ -79,8 +78,8 @@ def train(
     Notes
     -----
     Pure: use it under ``jit`` with ``lower`` closed over, and under ``vmap`` for several seeds.
-    Memory: two copies of ``w`` besides the optimizer's. The paper's loss, the logistic one of ``y
-    f`` with y = +-1, is that of a space of two classes.
+    Memory: two copies of ``w`` in addition to the optimizer's. A space of two classes has the
+    paper's loss, the logistic one of ``y f`` with y = +-1.
 
     Examples
     --------
@@ -95,7 +94,7 @@ def train(
     n, epochs = check_batch_size(data, batch_size), integer("epochs", epochs, 1)
     if not isinstance(optimizer, optax.GradientTransformation):
         if not callable(optimizer):  # a schedule
-            real_number("optimizer", optimizer)  # of None, SGD would climb
+            real_number("optimizer", optimizer)
         optimizer = optax.sgd(optimizer)
     per_epoch = n // batch_size
     order_key, uniform_key = jax.random.split(key)
@@ -145,7 +144,7 @@ def from_scratch(
     batch_size: int,
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Training from scratch as a pair of pure functions, for any number of epochs.
+    """Make pure functions that train from scratch, for any number of epochs.
 
     Parameters
     ----------
@@ -164,12 +163,12 @@ def from_scratch(
     init : ``init(key, shape) -> TrainingState``, for images of ``shape`` (h, w, c).
     epoch : ``epoch(key, state, (x, labels), *options) -> (state, loss)``
         Every row once, in random order; the loss is the mean over its batches. ``options`` are
-        the network's loss's: ``drop_path`` of a DARTS network.
+        those of the network's loss: ``drop_path`` of a DARTS network.
 
     Raises
     ------
     ValueError
-        By ``epoch``, for fewer rows than ``batch_size``.
+        If ``epoch`` gets fewer rows than ``batch_size``.
 
     Examples
     --------
@@ -228,9 +227,9 @@ def run_epochs(
 ) -> tuple[TrainingState, float]:
     """Run all epochs of :func:`from_scratch`'s ``program``, from the newest checkpoint.
 
-    A training that was interrupted and run again ends in the same state as one that was not.
-    SIGTERM writes a checkpoint after the current epoch and then ends the process. ``key`` gives the
-    initial weights and every epoch's keys, ``options(epoch)`` the loss's options, and
+    An interrupted training that runs again ends in the same state as an uninterrupted one. SIGTERM
+    writes a checkpoint after the current epoch and then ends the process. ``key`` gives the initial
+    weights and every epoch's keys, ``options(epoch)`` the loss's options, and
     ``callback(epochs_done, loss)`` sees the progress. Without epochs the last loss is NaN.
     """
     prng_key("key", key)
@@ -257,6 +256,6 @@ def run_epochs(
             ended = came()
             last = i + 1 == epochs or bool(ended)
             saver.save(i + 1, functools.partial(tuple, (state, loss)), last=last)
-            if ended:  # if the signal's own handler returns, a part is not taken for the whole
+            if ended:  # the signal's handler may return; a partial run must not look complete
                 raise KeyboardInterrupt(f"{ended} after epoch {i + 1}")
     return state, float(loss)

@@ -1,7 +1,7 @@
-"""Pictures of searches, error estimates, kernels; needs matplotlib: ``pip install matplotlib``.
+"""Figures of searches, error estimates and kernels; they need ``pip install matplotlib``.
 
-Every function draws on axes it is given, or on new ones, and returns the axes. ``style()`` is the
-context for pictures that look alike; it gives their colours.
+Every function draws on the given axes, or on new ones, and returns the axes. The context
+``style()`` sets the common style of the figures and gives their colours.
 """
 
 import lazy_loader

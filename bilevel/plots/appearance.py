@@ -1,15 +1,15 @@
-"""How pictures look: colours that everyone can tell apart, sizes, and no frame without a use.
+"""Style of the figures: distinguishable colours, sizes, no unused frame.
 
-It applies to the pictures drawn here alone: matplotlib's own settings are left as they were.
+It applies to the figures drawn here only; matplotlib's own settings are restored.
 """
 
 import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-# Okabe & Ito (2008), told apart with any kind of colour vision; the faint yellow is left out.
+# Okabe & Ito (2008), distinct for any kind of colour vision; without the faint yellow.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#000000", "#D55E00", "#56B4E9")
-# Beside the colours, for prints in black and white: one for each of them.
+# One for each colour, for prints in black and white.
 DASHES = ("-", (0, (6, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (12, 3)), (0, (3, 1.5)), "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
@@ -25,7 +25,7 @@ def _matplotlib() -> Any:
 
 
 def pyplot() -> Any:
-    """``matplotlib.pyplot``, for new figures."""
+    """Return ``matplotlib.pyplot``, for new figures."""
     _matplotlib()
     import matplotlib.pyplot as plt
 
@@ -34,15 +34,15 @@ def pyplot() -> Any:
 
 @contextlib.contextmanager
 def style() -> Iterator[tuple[str, ...]]:
-    """The style of the figures here, for figures made and drawn inside ``with style():``.
+    """Apply the style of the figures here to figures drawn inside ``with style():``.
 
     Colours and line styles change from line to line. ``with style() as colours:`` gives the
-    colours: name one by ``colours[i]``, since ``"C0"`` is read when the figure is shown.
+    colours. Use ``colours[i]``, because ``"C0"`` is read when the figure is shown.
 
     Raises
     ------
     ImportError
-        Without matplotlib.
+        If matplotlib is missing.
 
     Examples
     --------
@@ -61,8 +61,8 @@ def style() -> Iterator[tuple[str, ...]]:
     try:
         yield COLOURS
     finally:
-        # Not all settings, as matplotlib's rc_context does: a notebook's first figure makes it
-        # interactive, and without that no later figure would be shown.
+        # rc_context would restore all settings. A notebook's first figure makes matplotlib
+        # interactive, and without that setting no later figure would be shown.
         rc.update(before)
 
 
@@ -77,7 +77,7 @@ _SETTINGS = {
     "grid.color": "0.93",
     "legend.fontsize": 9,
     "legend.frameon": False,
-    "legend.handlelength": 2.6,  # of a dashed line, a whole period is seen
+    "legend.handlelength": 2.6,  # shows a whole period of a dashed line
     "lines.linewidth": 1.8,
     "lines.markersize": 5,
 }

@@ -26,7 +26,7 @@ def _axes_or_new(ax: Any) -> Any:
 
 
 def _line_style(i: int, dashed: bool = True) -> dict[str, Any]:
-    """The colour and dashes of line ``i``: axes from the caller would choose colours themselves."""
+    """Return colour and dashes of line ``i``; the caller's axes may have another cycle."""
     lap, place = divmod(i, len(COLOURS))
     dashes = DASHES[(place + lap) % len(DASHES)] if dashed else "-"
     return {"color": COLOURS[place], "linestyle": dashes}
@@ -43,7 +43,7 @@ def _whole_ticks(axis: Any) -> None:
 
 
 def _banded(ax: Any, x: Any, rows: Any, step: bool = False, **look: Any) -> Any:
-    """The line of the means of ``rows`` [seeds, n]; around it, their standard error."""
+    """Draw the mean of ``rows`` [seeds, n] as a line, with its standard error as a band."""
     rows = np.asarray(rows, float)
     mean, kind = rows.mean(axis=0), {"drawstyle": "steps-post"} if step else {}
     (line,) = ax.plot(x, mean, **kind, **look)
@@ -60,7 +60,7 @@ def _mean_label(count: int, what: str) -> str:
 
 @style()
 def alpha_path(alpha: Any, names: Any = None, ax: Any = None, start: Any = None) -> Any:
-    """The entries of a simplex along a search, a line for each.
+    """Draw the entries of a simplex along a search, a line for each.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def alpha_path(alpha: Any, names: Any = None, ax: Any = None, start: Any = None)
         Written at the lines' right ends.
     ax : matplotlib axes, optional
     start : array [h] or [seeds, h], optional
-        Where the search started, drawn as step 0: a history begins after the first step.
+        Start of the search, drawn as step 0: a history begins after the first step.
 
     Examples
     --------
@@ -109,7 +109,7 @@ def alpha_path(alpha: Any, names: Any = None, ax: Any = None, start: Any = None)
 
 
 def _spread_labels(heights: Any, low: float, high: float, gap: float) -> Any:
-    """Label positions near ``heights``, from low to high, none closer than ``gap`` to the next."""
+    """Return label positions near ``heights``, from low to high, at least ``gap`` apart."""
     order, slots = np.argsort(heights), gap * np.arange(len(heights))
     lowered = np.asarray(heights, float)[order] - slots  # ascending, the labels keep apart
     up, down = np.maximum.accumulate(lowered), np.minimum.accumulate(lowered[::-1])[::-1]
@@ -122,10 +122,10 @@ def _spread_labels(heights: Any, low: float, high: float, gap: float) -> Any:
 def losses(
     history: dict[str, Any] | Sequence[dict[str, Any]], axes: Any = None, scale: float = 1.0
 ) -> Any:
-    """Outer and lower loss along a search, one below the other: their scales differ.
+    """Draw outer and lower loss along a search, one below the other; return the two axes.
 
-    The losses are at the alpha that a step starts from, so that the first is drawn at step 0. A
-    loss that changes tenfold has a log axis. Returns the two axes.
+    A step's losses are at the alpha before the step, so the first is drawn at step 0. A loss that
+    changes tenfold has a log axis.
 
     Parameters
     ----------
@@ -160,7 +160,7 @@ def losses(
 
 @style()
 def error_estimates(steps: Any, true: Any, estimates: dict[str, Any], ax: Any = None) -> Any:
-    """Error estimates beside the true error of a hypergradient, over inner steps, log-log.
+    """Draw error estimates and the true error of a hypergradient over inner steps, log-log.
 
     Parameters
     ----------
@@ -193,7 +193,7 @@ def error_estimates(steps: Any, true: Any, estimates: dict[str, Any], ax: Any = 
 
 @style()
 def spectrum(eigenvalues: dict[str, Any], ax: Any = None) -> Any:
-    """Eigenvalues of kernels, largest first, on a log scale: those that are positive.
+    """Draw the positive eigenvalues of kernels, largest first, on a log scale.
 
     Parameters
     ----------
@@ -210,7 +210,7 @@ def spectrum(eigenvalues: dict[str, Any], ax: Any = None) -> Any:
     for i, (name, values) in enumerate(eigenvalues.items()):
         values = np.sort(np.asarray(values))[::-1]
         positive = np.where(values > 0, values, np.nan)
-        # Marked at a few places, shifted from kernel to kernel: spectra lie close together.
+        # A few markers, shifted from kernel to kernel, because spectra are close together.
         every = max(1, len(values) // 6)
         look = _line_style(i) | {"marker": _marker(i), "markevery": (i % every, every)}
         ax.plot(np.arange(1, len(values) + 1), positive, label=name, **look)
@@ -220,23 +220,23 @@ def spectrum(eigenvalues: dict[str, Any], ax: Any = None) -> Any:
     return ax
 
 
-_CORNERS = np.array([[0, 0], [1, 0], [0.5, np.sqrt(0.75)]])  # of the triangle that is the simplex
+_VERTICES = np.array([[0, 0], [1, 0], [0.5, np.sqrt(0.75)]])  # of the triangle that is the simplex
 
 
 @style()
 def simplex_min_eigenvalue(
     alphas: Any, values: Any, names: Any = None, argmin: Any = None, ax: Any = None
 ) -> Any:
-    """A smallest eigenvalue over the simplex of three activations, as colours of a triangle.
+    """Draw a smallest eigenvalue over the simplex of three activations, as colours of a triangle.
 
     Parameters
     ----------
     alphas : array [m, 3]
-        Points of the simplex, its corners among them.
+        Points of the simplex, including its vertices.
     values : array [m]
         ``lambda_min(K_alpha)`` at each.
     names : 3 strings, optional
-        Written at the corners.
+        Written at the vertices.
     argmin : array [3], optional
         Marked by a dot.
     ax : matplotlib axes, optional
@@ -247,17 +247,17 @@ def simplex_min_eigenvalue(
     1.0
     """
     ax = _axes_or_new(ax)
-    x, y = (np.asarray(alphas) @ _CORNERS).T
+    x, y = (np.asarray(alphas) @ _VERTICES).T
     values = np.asarray(values)
     norm = "log" if values.min() > 0 else "linear"
     colours = ax.tripcolor(x, y, values, shading="gouraud", cmap="viridis", norm=norm)
     label = r"smallest eigenvalue $\lambda_{\min}(K_\alpha)$"
     ax.figure.colorbar(colours, ax=ax, label=label, shrink=0.9)
     if argmin is not None:
-        place, look = np.asarray(argmin) @ _CORNERS, {"color": "white", "markeredgecolor": "black"}
+        place, look = np.asarray(argmin) @ _VERTICES, {"color": "white", "markeredgecolor": "black"}
         ax.plot(*place, "o", markersize=8, label="smallest of all", **look)
         ax.legend(loc="upper left", bbox_to_anchor=(-0.25, 1), borderaxespad=0, handlelength=1)
-    for name, corner in zip(names or [], _CORNERS, strict=False):
+    for name, corner in zip(names or [], _VERTICES, strict=False):
         shift, side = (6, "bottom") if corner[1] > 0 else (-6, "top")
         ax.annotate(name, corner, (0, shift), textcoords="offset points", ha="center", va=side)
     ax.set(xlim=(-0.05, 1.05), ylim=(-0.09, 0.97), aspect="equal")  # room for names and a title
@@ -267,16 +267,16 @@ def simplex_min_eigenvalue(
 
 @style()
 def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> Any:
-    """Oracle test error of the incumbent as a search goes on, a curve for each method.
+    """Draw the oracle test error of the incumbent during a search, a curve for each method.
 
-    On log axes; that of the errors is linear where one is 0, or all are nearly the same. Later
-    curves are narrower, so that equal ones are seen.
+    Both axes are logarithmic. The error axis is linear if one error is 0, or all are nearly equal.
+    Later curves are narrower, so that equal ones remain visible.
 
     Parameters
     ----------
     methods : dict of str to Trace, or to a list of Trace
-        Of a list of trials, mean and, shaded, standard error. A curve starts where every trial has
-        an incumbent, and ends with the longest.
+        A list of trials gives mean and, shaded, standard error. A curve starts where every trial
+        has an incumbent, and ends with the longest.
     against : {"calls", "seconds"}
     ax : matplotlib axes, optional
 
@@ -321,7 +321,7 @@ def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> A
 
 
 def _log_percent(ax: Any) -> None:
-    """A log axis of shares, in percent; linear where one is 0 or all are nearly the same."""
+    """Set a log axis of shares, in percent; linear if one is 0 or all are nearly equal."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     heights = np.concatenate([np.asarray(line.get_ydata(), float) for line in ax.lines])
@@ -338,7 +338,7 @@ def _log_percent(ax: Any) -> None:
 
 
 def _subdivision(ratio: float) -> tuple[float, ...]:
-    """Which multiples of the powers of ten have ticks: the fewer decades, the more."""
+    """Return the multiples of powers of ten that have ticks: more for fewer decades."""
     if ratio < 2:
         return (1, 1.1, 1.2, 1.4, 1.6, 1.8, 2, 2.2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5, 6, 6.5, 7, 8, 9)
     if ratio < 4:
@@ -350,14 +350,15 @@ def _subdivision(ratio: float) -> tuple[float, ...]:
 
 @style()
 def ranking(score: Any, accuracy: Any, ax: Any = None) -> Any:
-    """Accuracy over the rank of a score, best at the right, and Kendall's tau.
+    """Draw accuracy over the rank of a score, best at the right, with Kendall's tau.
 
-    The worst twentieth, networks that learn nothing, is drawn at the lower edge, as triangles.
+    The lowest twentieth of accuracies, networks that learn nothing, is drawn at the lower edge as
+    triangles.
 
     Parameters
     ----------
     score, accuracy : arrays [m]
-        Larger is better; NaN is last.
+        Larger is better; NaN ranks last.
     ax : matplotlib axes, optional
 
     Examples

@@ -7,15 +7,15 @@ paper       here
 ==========  ==========================================================================
 W           ``w`` [width, inputs], drawn from N(0, 1) and trained: the weights
 v           fixed to +- sqrt(c0 / width), half each; one column per class, mutually
-            orthogonal sign patterns, so that classes share ``w`` and no more
+            orthogonal sign patterns, so that classes share only ``w``
 c0          ``output_scale``
 L_T         half the summed squared error to labels +-1, Eq. (9)
 L_V         ``outer``: hinge (the paper's), logistic or squared, mean over the labels
 A(alpha)    T gradient steps from the initial ``w``: the space's ``solver``
 ==========  ==========================================================================
 
-Inputs have unit norm. With their mean taken off first (:func:`unit_inputs`) the condition number of
-the ReLU kernel of 300 digits falls from 7,200 to 290, and 50 steps with momentum interpolate. At
+Inputs have unit norm. :func:`unit_inputs` also subtracts their mean: the condition number of the
+ReLU kernel of 300 digits falls from 7,200 to 290, and 50 steps with momentum interpolate. At
 ``width=math.inf`` the network is kernel ridge regression: :mod:`bilevel.spaces.kernels`.
 """
 
@@ -48,7 +48,7 @@ from bilevel.solvers import restarted, unrolled
 from bilevel.spaces.kernels import KernelSpace, kernel_space
 from bilevel.spaces.space import Space, distinct, name_of, on_simplices
 from bilevel.spaces.targets import OUTER_LOSSES, like_outputs, predict_labels
-from bilevel.spaces.targets import sign_labels as sign_labels  # used with every space here
+from bilevel.spaces.targets import sign_labels as sign_labels
 from ntk.expectations.activations import Activation
 
 Elementwise = Callable[[jax.Array], jax.Array]
@@ -75,8 +75,8 @@ class ActivationSpace(Space):
     and y like ``f`` with entries +-1 (``outer="squared"``: any real numbers).
 
     ``curvatures(w, x) -> [h]`` are the largest Hessian eigenvalues of the lower loss linearised at
-    ``w``, one for each activation. They are the argument of ``solver(curvatures, steps=50,
-    momentum=0.9, backprop=None, rate=None) -> LowerSolver``.
+    ``w``, one for each activation. They are the argument of
+    ``solver(curvatures, steps=50, momentum=0.9, backprop=None, rate=None) -> LowerSolver``.
     """
 
     curvatures: Callable[[jax.Array, jax.Array], jax.Array]
@@ -91,18 +91,19 @@ def activation_space(
     outer: str = "hinge",
     output_scale: float = 1.0,
 ) -> ActivationSpace | KernelSpace:
-    """One hidden layer whose activation is a mixture to be searched.
+    """Make a space of one hidden layer with a mixture of activations.
 
     Parameters
     ----------
     activations : sequence of str or function
         Names in ``ACTIVATIONS``, or elementwise functions. At infinite width functions have to be
-        smooth, or of `ntk` (:func:`ntk.leaky_relu`).
+        smooth, or from `ntk` (:func:`ntk.leaky_relu`).
     width : int or math.inf
-        Hidden units k; even, and a multiple of the power of two above ``classes`` when more than
-        two (each class needs a sign pattern of its own). ``math.inf`` for kernel ridge regression.
+        Hidden units k; even. For more than two classes, a multiple of the power of two above
+        ``classes``, because each class needs its own sign pattern. ``math.inf`` for kernel ridge
+        regression.
     classes : int
-        2 for one output with labels +-1, more for one-vs-rest; at infinite width any number fits.
+        2 for one output with labels +-1, more for one-vs-rest; ignored at infinite width.
     outer : {"hinge", "logistic", "squared"}
     output_scale : float
         c0: the initial function's variance is ``c0 Var s_alpha(g)``, g ~ N(0, 1).
@@ -114,9 +115,9 @@ def activation_space(
     Raises
     ------
     ValueError
-        If a name is unknown, there is none, ``width`` does not fit the classes, or ``output_scale``
-        is not positive and finite. The losses raise it for targets of another shape than the
-        outputs.
+        If a name is unknown, there are no activations, ``width`` does not fit the classes, or
+        ``output_scale`` is not positive and finite. The losses raise it if targets and outputs
+        differ in shape.
 
     Examples
     --------
@@ -126,7 +127,7 @@ def activation_space(
     >>> space.apply(w, jnp.array([0.5, 0.5]), x).shape
     (3,)
 
-    A search at infinite width, mixture and penalty each in a geometry of its own::
+    A search at infinite width, with separate geometries of mixture and penalty::
 
         space = activation_space(["relu", "leaky_relu"], width=math.inf, outer="squared")
         train, valid = (space.blocks(x), y), (space.blocks(x_valid, x), y_valid)
@@ -196,18 +197,14 @@ def _finite_space(
 
         return restarted(LowerSolver(init=lambda w: (), run=run))
 
-    start, draw, discretize, one_hot = on_simplices(names)
     return ActivationSpace(
         names=names,
         sets="simplex",
-        start=start,
+        **on_simplices(names)._asdict(),
         init=init,
         apply=apply,
         problem=Problem(lower, outer),
         predict=predict_labels,
-        draw=draw,
-        discretize=discretize,
-        one_hot=one_hot,
         curvatures=curvatures,
         solver=solver,
     )
@@ -224,7 +221,7 @@ def _elementwise_activation(a: str | Elementwise) -> Elementwise:
 
 
 def _sign_patterns(width: float, classes: int) -> np.ndarray:
-    """[width, outputs] of +-1: balanced columns, orthogonal to each other (Walsh functions)."""
+    """Return [width, outputs] of +-1: balanced columns, mutually orthogonal (Walsh functions)."""
     classes = integer("classes", classes, 2)
     outputs = 1 if classes == 2 else classes
     period = 1 << outputs.bit_length()
@@ -239,9 +236,10 @@ def _sign_patterns(width: float, classes: int) -> np.ndarray:
 def _largest_gauss_newton_eigenvalue(
     f: Callable[[jax.Array], jax.Array], w: jax.Array, iterations: int = 100
 ) -> jax.Array:
-    """Largest eigenvalue of ``J'J``, J = df/dw, by power iteration: within 10 %, from below.
+    """Return the largest eigenvalue of ``J'J``, J = df/dw, within 10 % from below.
 
-    Nesterov's steps with momentum 0.9 are stable up to 36 % above 1 / lambda_max.
+    Power iteration suffices: Nesterov's steps with momentum 0.9 are stable up to 36 % above 1 /
+    lambda_max.
     """
     _, push = jax.linearize(f, w)
     pull = jax.linear_transpose(push, w)
@@ -249,15 +247,14 @@ def _largest_gauss_newton_eigenvalue(
     def step(v, _):
         u = pull(push(v))[0]
         size = jnp.linalg.norm(u)
-        return u / jnp.where(size == 0, 1, size), size  # NaN is not 0
+        return u / jnp.where(size == 0, 1, size), size
 
-    # The output of a random direction, pulled back, already leans towards the top eigenvector.
     start = jax.random.normal(jax.random.key(0), w.shape, w.dtype)
     return jax.lax.scan(step, start / jnp.linalg.norm(start), length=iterations)[1][-1]
 
 
 def _step_size(alpha: jax.Array, curvatures: jax.Array) -> jax.Array:
-    """``1 / (sum_i alpha_i sqrt(lambda_i))^2``, at most 1 / lambda_max of the mixture.
+    """Return ``1 / (sum_i alpha_i sqrt(lambda_i))^2``, at most 1 / lambda_max of the mixture.
 
     The singular values of mixed features are at most the mixture of singular values. The result has
     the axes of ``w``, with ones, so that each copy of ``stack_problems`` gets its own.
@@ -267,15 +264,12 @@ def _step_size(alpha: jax.Array, curvatures: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def losses_by_row(
-    space: ActivationSpace,
-    w: chex.Array,
-    alpha: chex.Array,
-    batch: tuple[chex.Array, chex.Array],
+    space: ActivationSpace, w: chex.Array, alpha: chex.Array, batch: tuple[chex.Array, chex.Array]
 ) -> dict[str, jax.Array]:
-    """The outer loss of every row, and 1 if its label is wrong: {"loss", "error"}, [seeds, n] each.
+    """Return the outer loss of every row, and 1 if its label is wrong: {"loss", "error"}.
 
-    ``w`` is [seeds, width, inputs], ``alpha`` [seeds, h], and ``batch`` leads with the seeds too.
-    Outputs that are not finite count as errors.
+    Both are [seeds, n]. ``w`` is [seeds, width, inputs], ``alpha`` [seeds, h], and ``batch`` leads
+    with the seeds too. Outputs that are not finite count as errors.
     """
 
     def of_one_row(w, alpha, x, y):
@@ -289,13 +283,13 @@ def losses_by_row(
 
 
 def unit_inputs(x: chex.Array, *others: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
-    """Rows flattened, centred on the mean of ``x``'s, and scaled to unit norm.
+    """Flatten rows, subtract the mean of the rows of ``x``, and scale to unit norm.
 
     Raises
     ------
     ValueError
-        If there are no rows, entries are not real, or a row is at the mean and has no direction.
-        Traced rows at the mean become NaN.
+        If there are no rows, entries are not real, or a row equals the mean. Traced rows at the
+        mean become NaN.
 
     Examples
     --------
@@ -310,7 +304,7 @@ def unit_inputs(x: chex.Array, *others: jax.Array) -> jax.Array | tuple[jax.Arra
 
 @jax.jit
 def _centred_unit_rows(parts: list[jax.Array]) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Unit rows of every part, and whether no row was the mean. One program for all of it."""
+    """Return unit rows of every part, and whether all rows differ from the mean."""
     flat = squarable([a.reshape(len(a), -1) for a in parts])
     mean = _column_means(flat[0])
     centred = [a - mean[None] for a in flat]
@@ -320,7 +314,7 @@ def _centred_unit_rows(parts: list[jax.Array]) -> tuple[tuple[jax.Array, ...], j
 
 
 def _column_means(x: jax.Array) -> jax.Array:
-    """The mean of every column; of equal numbers that number, which a sum may miss."""
+    """Return the mean of every column, without rounding for equal values."""
     low = x.min(axis=0)
     return jnp.where(low == x.max(axis=0), low, x.mean(axis=0))
 

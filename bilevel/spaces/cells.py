@@ -19,16 +19,16 @@ from bilevel.nets.training import TrainableNetwork
 from bilevel.spaces.space import Space
 from bilevel.spaces.targets import cross_entropy_problem, label_losses, predict_labels
 
-_AUXILIARY_WEIGHT = 0.4  # of the loss of a second classifier, if a network has one
+_AUXILIARY_WEIGHT = 0.4  # of the loss of a second classifier
 
 
 def edges_by_node(nodes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The edges (source, node) into ``nodes``, one from every earlier node, by node and source."""
+    """Return the edges (source, node) from every earlier node, by node and source."""
     return tuple((source, node) for node in nodes for source in range(node))
 
 
 def candidate_names(operations: Sequence[str], primitives: Sequence[str]) -> tuple[str, ...]:
-    """Return the operations of a supernet, distinct ``primitives`` with one other than "none"."""
+    """Return a supernet's operations: distinct ``primitives``, at least one other than "none"."""
     names = tuple(operations)
     for name in names:
         if name not in primitives:
@@ -59,7 +59,7 @@ def check_images(shape: tuple[int, ...], halvings: int) -> None:
 
 
 class MixedOperation(nn.Module):
-    """The sum of all operations on an edge, each times its weight.
+    """The weighted sum of all operations on an edge.
 
     ``run(name, x)`` applies an operation other than "none"; its modules become parts of this one.
     """
@@ -69,7 +69,7 @@ class MixedOperation(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, alpha: jax.Array, total: Any = 0.0) -> jax.Array:
-        """``x`` [n, h, w, c] and ``alpha`` [operations] -> [n, h', w', c'], added to ``total``."""
+        """Map ``x`` [n, h, w, c], ``alpha`` [operations] to [n, h', w', c'] plus ``total``."""
         for name, weight in zip(self.operations, alpha.astype(x.dtype), strict=True):
             if name != "none":
                 total += weight * self.run(name, x)
@@ -83,7 +83,7 @@ def supernet_space(
     run: Callable[[Pytree, Pytree, jax.Array], Any],
     **fields: Any,
 ) -> Space:
-    """The space of a supernet of images: its checks, initial weights, losses and predictions.
+    """Make the space of a supernet of images: its checks, initial weights, losses and predictions.
 
     ``shapes(key, image)`` has the shapes of the weights for images like ``image`` [1, h, w, c], and
     ``run(w, alpha, x)`` is the network. ``fields`` are the other fields of the space.
@@ -110,11 +110,11 @@ def supernet_space(
 
 
 def trainable_network(module: Callable[[bool], nn.Module], halvings: int) -> TrainableNetwork:
-    """A genotype's network, to be trained from scratch.
+    """Make a genotype's network, to be trained from scratch.
 
-    ``module(train)`` maps images, and in training the options of the loss, to a tuple of logits: a
-    second entry, if any, is that of an auxiliary classifier. Its only random numbers are those of
-    the stream "drop_path".
+    ``module(train)`` maps images, and in training the options of the loss, to a tuple of logits. A
+    second entry belongs to an auxiliary classifier. Random numbers come from the stream "drop_path"
+    only.
     """
 
     def init(key, image):
@@ -124,8 +124,7 @@ def trainable_network(module: Callable[[bool], nn.Module], halvings: int) -> Tra
         shapes = jax.eval_shape(module(True).init, keys, images)
         averages = {"mean": jnp.zeros, "var": jnp.ones}
         return draw_parameters(key, shapes["params"]), jax.tree_util.tree_map_with_path(
-            lambda path, leaf: averages[path[-1].key](leaf.shape, leaf.dtype),
-            shapes["batch_stats"],
+            lambda path, leaf: averages[path[-1].key](leaf.shape, leaf.dtype), shapes["batch_stats"]
         )
 
     def apply(w, averages, x):
@@ -145,7 +144,7 @@ def trainable_network(module: Callable[[bool], nn.Module], halvings: int) -> Tra
         value = label_losses(logits, labels).mean()
         for second in auxiliary:
             value += _AUXILIARY_WEIGHT * label_losses(second, labels).mean()
-        # Wide images have wide statistics; the averages keep their own dtype.
+        # Statistics have the images' precision; the averages keep their dtype.
         return value, jax.tree.map(lambda x, a: x.astype(a.dtype), new["batch_stats"], averages)
 
     return TrainableNetwork(init, apply, loss, predict_labels)

@@ -1,4 +1,4 @@
-"""Searches of kernels: kernel ridge regression whose kernel is to be found.
+"""Searches of kernels: kernel ridge regression with a learned kernel.
 
     f(x) = sum_m K_alpha(x, x_m) w_m
     w = argmin 1/2 w'(K_alpha + lambda I) w - w'y = (K_alpha + lambda I)^-1 y
@@ -8,14 +8,14 @@
                                hidden layer, at ``width=math.inf`` (Oymak et al. 2021, sec. 4.2)
 :func:`kernel_mixture_space`   ``sum_i alpha_i k_i``, kernel functions of any origin
 :func:`kernel_function_space`  any differentiable ``kernel(alpha, x1, x2)``
-:func:`network_space`          that of an infinitely wide network of :mod:`ntk.networks`
+:func:`network_space`          the kernel of an infinitely wide network of :mod:`ntk.networks`
 =============================  =================================================================
 
-The paper's alpha is ``alpha["mixture"]``, on the simplex, or ``alpha["kernel"]``; lambda =
-``exp(alpha["log_penalty"])`` is learned too, and 0 would be training to the end. w are dual
-coefficients, one per training row. The lower loss is the dual of ridge regression: better
-conditioned than the primal one, and minus ``y'(K_alpha + lambda I)^-1 y / 2`` at its minimum, the
-papers' generalization term.
+The paper's alpha is ``alpha["mixture"]``, on the simplex, or ``alpha["kernel"]``. lambda =
+``exp(alpha["log_penalty"])`` is learned too; 0 would be training to the end. w are dual
+coefficients, one per training row. The lower loss is the dual of ridge regression: it is better
+conditioned than the primal loss, and at its minimum equals minus
+``y'(K_alpha + lambda I)^-1 y / 2``, the papers' generalization term.
 """
 
 import dataclasses
@@ -29,13 +29,7 @@ import numpy as np
 
 import ntk
 from bilevel.contracts import LowerSolver, Pytree
-from bilevel.internal.checks import (
-    check_finite,
-    concrete,
-    function,
-    nan_unless,
-    one_of,
-)
+from bilevel.internal.checks import check_finite, concrete, function, nan_unless, one_of
 from bilevel.spaces._kernel_ridge import kernel_ridge
 from bilevel.spaces.space import Space
 from bilevel.spaces.targets import OUTER_LOSSES, mixture_and_penalty, predict_labels
@@ -50,11 +44,11 @@ class KernelSpace(Space):
     ``alpha`` is {"mixture": [h], "log_penalty"}, at first uniform and log 0.1; ``w`` is like the
     training targets, at first 0. Batches are ``(blocks, y)``: outputs ``f`` [m] for two classes,
     [m, classes] for more, and y like ``f`` with entries +-1 (``outer="squared"``: any real
-    numbers). An architecture is an activation's name; its corner has the penalty of the start.
+    numbers). An architecture is an activation's name; its vertex has the penalty of the start.
 
     ``blocks(x) -> [h, h, n, n]`` are for training, ``blocks(x_valid, x) -> [h, h, m, n]`` for
-    predictions; with ``error=True``, their error bounds too. ``solver`` is the closed form: one
-    Cholesky factorisation, n^3 / 3.
+    predictions; with ``error=True``, they include their error bounds. ``solver`` is the closed
+    form: one Cholesky factorisation, n^3 / 3.
     """
 
     blocks: Callable[..., jax.Array]
@@ -91,9 +85,9 @@ class KernelFunctionSpace(Space):
     """A search of kernel functions: :func:`kernel_mixture_space`, :func:`kernel_function_space`.
 
     ``w`` is like the training targets, at first 0. Batches are ``(inputs, y)``, or ``(rows, y)`` if
-    :func:`kernel_function_space` knows the training inputs: outputs ``f`` [m] for two classes,
-    [m, classes] for more, and y like ``f`` with entries +-1 (``outer="squared"``: any real). A
-    batch holds ``inputs(x)`` of the training rows, ``inputs(x_valid, x)`` of others.
+    :func:`kernel_function_space` knows the training inputs: outputs ``f`` [m] for two classes, [m,
+    classes] for more, and y like ``f`` with entries +-1 (``outer="squared"``: any real). A batch
+    holds ``inputs(x)`` of the training rows, ``inputs(x_valid, x)`` of others.
 
     ``solver`` is the closed form: the kernel, and one Cholesky factorisation, n^3 / 3.
     ``certificates(alphas, x, entry_error=None) -> [steps]`` are
@@ -114,19 +108,20 @@ def kernel_function_space(
     outer: str = "squared",
     x: Any = None,
 ) -> KernelFunctionSpace:
-    """Kernel ridge regression with ``kernel(alpha, x1, x2)``: its parameters are searched.
+    """Make a space of kernel ridge regression with ``kernel(alpha, x1, x2)``.
 
     ``alpha`` is {"kernel": like ``start``, "log_penalty"}; the penalty starts at log 0.1.
 
     Parameters
     ----------
     kernel : function
-        Differentiable in its first argument; returns a matrix [n1, n2], or a record whose field
-        ``ntk`` is one (:class:`ntk.Kernels`). At equal x1 and x2 symmetric and not indefinite.
+        Differentiable in its first argument; returns a matrix [n1, n2], or a record with such a
+        field ``ntk`` (:class:`ntk.Kernels`). At equal x1 and x2 symmetric and positive
+        semidefinite.
     start : pytree of arrays
-        Where the search of the kernel's parameters begins.
+        First parameters of the kernel.
     sets : pytree of {"simplex", "box", "free"}
-        Where they live: like ``start``, or one word for all.
+        Sets of the parameters: like ``start``, or one word for all.
     outer : {"hinge", "logistic", "squared"}
     x : array [n, ...], optional
         The training inputs, to which the weights belong. With them every batch is ``(rows, y)``, as
@@ -135,8 +130,8 @@ def kernel_function_space(
     Returns
     -------
     KernelFunctionSpace
-        ``discretize`` takes every simplex to its largest entry, ``draw`` moves simplices to random
-        corners and boxes to random points, and leaves what is free where it starts.
+        ``discretize`` takes every simplex to its largest entry. ``draw`` moves simplices to random
+        vertices and boxes to random points; free leaves stay at ``start``.
 
     Raises
     ------
@@ -238,7 +233,7 @@ def kernel_function_space(
 
 
 def _are_training_rows(rows: jax.Array, x: jax.Array) -> jax.Array:
-    """Whether training rows are the inputs ``x`` of the space; traced rows do not raise."""
+    """Return whether training rows are the inputs ``x`` of the space; traced rows do not raise."""
     same = jnp.array_equal(rows, x)  # False for other shapes
     if rows.shape != x.shape or (concrete(same) and not same):
         raise ValueError(
@@ -250,9 +245,9 @@ def _are_training_rows(rows: jax.Array, x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class NetworkSpace(KernelFunctionSpace):
-    """What :func:`network_space` makes.
+    """Result of :func:`network_space`.
 
-    ``values(alpha) -> dict`` has what the names in the network stand for: the last argument of the
+    ``values(alpha) -> dict`` has the value of every name in the network: the last argument of the
     finite network, and of ``net.kernel(x, alpha=space.values(alpha))``.
     """
 
@@ -260,7 +255,7 @@ class NetworkSpace(KernelFunctionSpace):
 
 
 def network_space(network: nets.Network, *, outer: str = "squared") -> NetworkSpace:
-    """A described network as a search space: every name in it is searched, at infinite width.
+    """Make a space of a described network at infinite width: every name in it is searched.
 
     ``alpha["kernel"]`` has an entry for each name: a point of the simplex for a choice, at first
     uniform; any number for a weight, at first 1; the logarithm of a variance, at first 0.
@@ -268,19 +263,19 @@ def network_space(network: nets.Network, *, outer: str = "squared") -> NetworkSp
     Parameters
     ----------
     network : ntk.networks.Network
-        With names in the place of weights.
+        With names instead of weights.
     outer : {"hinge", "logistic", "squared"}
 
     Returns
     -------
     NetworkSpace
-        An architecture is a dict by name: what is chosen, or a number. The kernel is computed at
-        every step: n^2 entries in training, m n in validation.
+        An architecture is a dict by name: the choice, or a number. The kernel is computed at every
+        step: n^2 entries in training, m n in validation.
 
     Raises
     ------
     ValueError
-        If nothing in the network has a name, or ``outer`` is unknown.
+        If the network has no names, or ``outer`` is unknown.
 
     Examples
     --------
@@ -292,7 +287,7 @@ def network_space(network: nets.Network, *, outer: str = "squared") -> NetworkSp
     """
     choices = network.names
     if not choices:
-        raise ValueError("network: expected names in the place of weights, got none.")
+        raise ValueError("network: expected names instead of weights, got none.")
     logarithms = frozenset(_variances(network))
     start = {k: jnp.log(v) if k in logarithms else v for k, v in network.start().items()}
 
@@ -329,7 +324,7 @@ def network_space(network: nets.Network, *, outer: str = "squared") -> NetworkSp
 
 
 def _variances(network: nets.Network) -> Iterator[str]:
-    """Names that stand for variances."""
+    """Yield the names of variances."""
     for layer in network.layers:
         variances = (getattr(layer, name, None) for name in ("weight_variance", "bias_variance"))
         yield from (name for name in variances if isinstance(name, str))
@@ -340,7 +335,7 @@ def _variances(network: nets.Network) -> Iterator[str]:
 def kernel_mixture_space(
     kernels: Mapping[str, Callable[..., Any]], *, outer: str = "squared"
 ) -> KernelFunctionSpace:
-    """Kernel ridge regression with ``sum_i alpha_i k_i``: kernels are mixed, and one is chosen.
+    """Make a space of kernel ridge regression with ``sum_i alpha_i k_i``, to choose one kernel.
 
     ``alpha`` is {"mixture": [h] on the simplex, "log_penalty"}, at first uniform and log 0.1; an
     architecture is a kernel's name.
@@ -355,12 +350,12 @@ def kernel_mixture_space(
     Returns
     -------
     KernelFunctionSpace
-        ``inputs(x)`` computes all matrices once, [h, n, n]; a search then costs no kernel.
+        ``inputs(x)`` computes all matrices once, [h, n, n]; steps of a search evaluate no kernels.
 
     Raises
     ------
     ValueError
-        If ``kernels`` are no functions by name, or ``outer`` is unknown.
+        If ``kernels`` are not functions by name, or ``outer`` is unknown.
 
     Examples
     --------
@@ -407,7 +402,7 @@ def kernel_mixture_space(
 
 
 def _sets_of_leaves(sets: Pytree, start: Pytree) -> list[str]:
-    """The word of every leaf."""
+    """Return the word of every leaf."""
     if isinstance(sets, str):
         return [sets] * len(jax.tree.leaves(start))
     return jax.tree.leaves(sets)
@@ -420,5 +415,5 @@ def _draw_leaf(key: jax.Array, word: str, leaf: jax.Array) -> jax.Array:
 
 
 def _vertex_at_largest(alpha: jax.Array) -> jax.Array:
-    """The corner of every simplex at its largest entry."""
+    """Return the vertex of every simplex at its largest entry."""
     return jax.nn.one_hot(jnp.argmax(alpha, -1), alpha.shape[-1], dtype=alpha.dtype)

@@ -1,10 +1,10 @@
-"""Linearised deep features, searched: a network's gradient at its initial weights (Oymak 2021).
+"""Linearised deep features: a network's gradient at its initial weights (Oymak 2021).
 
     phi_alpha(x) = d f(w; alpha, x) / dw,    f_lin(x) = theta' phi_alpha(x),
     theta = argmin 1/2 sum_i (y_i - f_lin(x_i))^2 + lambda/2 |theta|^2
 
-The proxy for wide networks of any depth in section 5 of the extended version. It is solved in its
-dual, with the finite network's tangent kernel ``K_alpha = sum over parameters phi phi'``.
+This is the proxy for wide networks of any depth in section 5 of the extended version. It is solved
+in its dual, with the finite network's tangent kernel ``K_alpha = sum over parameters phi phi'``.
 """
 
 import dataclasses
@@ -22,18 +22,18 @@ from bilevel.spaces.space import Space
 
 
 def linearized_space(space: Space, w: Pytree, *, outer: str = "squared") -> KernelFunctionSpace:
-    """Search the linearised features of a space's networks at weights ``w``.
+    """Make a space of the linearised features of a space's networks at weights ``w``.
 
-    ``alpha`` is {"kernel": like the space's own, "log_penalty"}; names, sets, corners and
+    ``alpha`` is {"kernel": like the space's own, "log_penalty"}; names, sets, vertices and
     architectures are the space's.
 
     Parameters
     ----------
     space : Space
-        Of any depth; ``apply(w, alpha, x)`` returns [n], or [n, c]: the kernel is then the mean
-        over the outputs, which the features of each have in the limit of infinite width.
+        Any depth. If ``apply(w, alpha, x)`` returns [n, c] instead of [n], the kernel is the mean
+        over the outputs; in the limit of infinite width all outputs have it.
     w : pytree
-        Where the network is linearised: ``space.init(key, batch)``.
+        Point of linearisation: ``space.init(key, batch)``.
     outer : {"hinge", "logistic", "squared"}
         The validation loss.
 
@@ -46,7 +46,7 @@ def linearized_space(space: Space, w: Pytree, *, outer: str = "squared") -> Kern
     Notes
     -----
     Time of a step: the gradients of n outputs and ``n^2`` times the weights; memory: n copies of
-    the weights. At infinite width it is ``skip_space(width=math.inf)``.
+    the weights. For infinite width use ``skip_space(width=math.inf)``.
 
     Examples
     --------
@@ -78,7 +78,7 @@ def linearized_space(space: Space, w: Pytree, *, outer: str = "squared") -> Kern
             pair, alone = (space.apply(w, space.start(), part) for part in (x[:2], x[:1]))
             if not np.allclose(pair[:1], alone, rtol=1e-2, atol=1e-3 * np.abs(pair).max()):
                 raise ValueError(
-                    "space: expected networks that see every row by itself, got one whose outputs "
+                    "space: expected networks that see every row by itself, got outputs that "
                     "depend on the other rows of a batch, as with batch statistics."
                 )
         return x, columns

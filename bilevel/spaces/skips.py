@@ -56,7 +56,7 @@ from ntk.expectations.activations import Activation
 Alpha = dict[str, jax.Array]
 
 CANDIDATES = ("relu", "leaky_relu", "sigmoid", "tanh", "swish")
-"""The paper's; the sigmoid is centred, the leaky ReLU's slope is 0.1."""
+"""The paper's candidates; the sigmoid is centred, the leaky ReLU's slope is 0.1."""
 
 
 @jax.tree_util.register_static
@@ -81,13 +81,13 @@ class SkipSpace(Space):
 
     ``alpha`` is {"activations": [L-1, h] on simplices, "skips": [L-2] in the box}, at first uniform
     and 1/2; ``w`` are flax parameters. Batches are ``(x, labels)``: x [n, inputs], labels [n]
-    integers from 0, outputs ``f`` [n] for two classes, [n, classes] for more. The losses are the
-    mean cross-entropy, below and above. An architecture is a :class:`SkipArchitecture`: the
-    likeliest activations, and the skips above 1/2. ``apply`` and ``problem`` take one in the place
-    of ``alpha`` too: the plain network of that architecture on the same weights.
+    integers from 0, outputs ``f`` [n] for two classes, [n, classes] for more. Both losses are the
+    mean cross-entropy. An architecture is a :class:`SkipArchitecture`: the likeliest activations,
+    and the skips above 1/2. ``apply`` and ``problem`` also take an architecture instead of
+    ``alpha``: the plain network of that architecture on the same weights.
 
-    ``kernel(alpha, x, x2=None) -> ntk.Kernels`` is that of the infinitely wide network, in NTK
-    parametrization; ``alpha`` may be an architecture.
+    ``kernel(alpha, x, x2=None) -> ntk.Kernels`` is the kernel of the infinitely wide network, in
+    NTK parametrization; ``alpha`` may be an architecture.
     """
 
     kernel: Callable[..., ntk.Kernels]
@@ -97,8 +97,8 @@ class SkipSpace(Space):
 class SkipKernelSpace(KernelFunctionSpace):
     """The same search at infinite width; ``skip_space(..., width=math.inf)`` makes it.
 
-    ``alpha`` is {"kernel": that of :class:`SkipSpace`, "log_penalty"}. An architecture is a
-    :class:`SkipArchitecture`; its corner has the penalty of the start. ``kernel`` takes
+    ``alpha`` is {"kernel": the alpha of :class:`SkipSpace`, "log_penalty"}. An architecture is a
+    :class:`SkipArchitecture`; its vertex has the penalty of the start. ``kernel`` takes
     ``alpha["kernel"]`` or an architecture, as in :class:`SkipSpace`.
     """
 
@@ -134,23 +134,23 @@ def skip_space(
     parametrization: str = "ntk",
     outer: str = "logistic",
 ) -> SkipSpace | SkipKernelSpace:
-    """Networks of Eq. (1) whose activations and skip connections are to be searched.
+    """Make a space of the networks of Eq. (1), to search activations and skip connections.
 
     Parameters
     ----------
     activations : sequence of names in ``bilevel.spaces.activations.ACTIVATIONS``, or of `ntk`'s
         activations.
     depth : int
-        L, at least 3: weight matrices, the last one included.
+        L, at least 3: weight matrices, including the last one.
     width : int or math.inf
         m; ``math.inf`` for kernel ridge regression.
     classes : int
-        2 for one output and the paper's logistic loss (of ``y f``, y = 2 label - 1), more for one
+        2 for one output and the paper's logistic loss (of ``y f``, y = 2 label - 1). More for one
         output each and the softmax's cross-entropy, which generalises it.
     parametrization : {"ntk", "as_printed", "he"}
-        As in the module's table; at infinite width ``"ntk"``.
+        See the module's table; at infinite width ``"ntk"``.
     outer : {"hinge", "logistic", "squared"}
-        At infinite width, the loss of ``y f`` above; ``y`` from
+        At infinite width, the outer loss of ``y f``; ``y`` from
         :func:`bilevel.spaces.targets.sign_labels`.
 
     Returns
@@ -160,17 +160,16 @@ def skip_space(
     Raises
     ------
     ValueError
-        If a name is unknown or given twice, there are under 3 layers or 2 classes, or infinite
-        width
-        comes with another parametrization than ``"ntk"``.
+        If a name is unknown or repeated, there are under 3 layers or 2 classes, or
+        ``parametrization`` is not ``"ntk"`` at infinite width.
 
     Notes
     -----
-    The hidden layers are one ``lax.scan``: compile time does not grow with the depth. A plain
+    The hidden layers are one ``lax.scan``, so compile time does not grow with the depth. A plain
     network is a loop over its layers. The size of ``w`` is ``m (inputs + (L-2) m + outputs)``.
 
-    At infinite width every step evaluates two kernels and their derivatives, in float64 beyond
-    seven layers: in float32 the bound of their error makes entries NaN, and the search stops with a
+    At infinite width every step evaluates two kernels and their derivatives. More than seven layers
+    need float64: in float32 the bound of their error makes entries NaN, and the search stops with a
     message. Use ``bilevel.hypergradient(..., diagnostics=False)``: second derivatives of a kernel
     take minutes.
 
@@ -189,7 +188,7 @@ def skip_space(
     >>> alpha["kernel"]["skips"], str(kernels.discretize(alpha))
     (Array([1.], dtype=float...), 'relu, relu+skip')
 
-    The network of an architecture is trained by Algorithm 1::
+    Algorithm 1 trains the network of an architecture::
 
         w, train = space.init(key, (x, labels)), bilevel.nets.train
         trained = train(key, space.problem.lower, architecture, w, (x, labels), optimizer=0.01)
@@ -214,10 +213,8 @@ def skip_space(
         raise ValueError(f'outer: expected "logistic" at finite width, got {outer!r}.')
     width = 1 if infinite else integer("width", width, 1)
     outputs = 1 if classes == 2 else classes
-    network = _SkipNetwork(
-        dict(zip(names, functions, strict=True)), depth, width, outputs, parametrization
-    )
-
+    candidates = dict(zip(names, functions, strict=True))
+    network = _SkipNetwork(candidates, depth, width, outputs, parametrization)
     mixtures = on_simplices(names, (depth - 1,))
 
     def init(key, batch):
@@ -230,10 +227,8 @@ def skip_space(
     def draw(key):
         keys = jax.random.split(key)
         present = jax.random.bernoulli(keys[1], shape=(depth - 2,))
-        return {
-            "activations": mixtures.draw(keys[0]),
-            "skips": present.astype(jnp.result_type(float)),
-        }
+        skips = present.astype(jnp.result_type(float))
+        return {"activations": mixtures.draw(keys[0]), "skips": skips}
 
     def apply(w, alpha, x):
         inputs = w["first"].shape[0]
@@ -254,10 +249,8 @@ def skip_space(
 
     def one_hot(architecture):
         network.check(architecture)
-        return {
-            "activations": mixtures.one_hot(architecture.activations),
-            "skips": jnp.asarray(architecture.skips, float),
-        }
+        skips = jnp.asarray(architecture.skips, float)
+        return {"activations": mixtures.one_hot(architecture.activations), "skips": skips}
 
     def kernel(alpha, x, x2=None):
         network.check(alpha)
@@ -272,17 +265,14 @@ def skip_space(
     sets = {"activations": "simplex", "skips": "box"}
     if infinite:
         space = kernel_function_space(kernel, start(), sets=sets, outer=outer)
-
-        return SkipKernelSpace(
-            **{field.name: getattr(space, field.name) for field in dataclasses.fields(space)}
-            | {
-                "names": names,
-                "draw": lambda key: space.one_hot(draw(key)),
-                "discretize": lambda alpha: discretize(alpha["kernel"]),
-                "one_hot": lambda architecture: space.one_hot(one_hot(architecture)),
-            },
-            kernel=kernel,
-        )
+        fields = {field.name: getattr(space, field.name) for field in dataclasses.fields(space)}
+        fields |= {
+            "names": names,
+            "draw": lambda key: space.one_hot(draw(key)),
+            "discretize": lambda alpha: discretize(alpha["kernel"]),
+            "one_hot": lambda architecture: space.one_hot(one_hot(architecture)),
+        }
+        return SkipKernelSpace(**fields, kernel=kernel)
     return SkipSpace(
         names=names,
         sets=sets,
@@ -314,11 +304,11 @@ _SCALES: dict[str, Callable[[int], tuple[float, float]]] = {
     "as_printed": lambda width: (math.sqrt(1 / width), 1.0),
     "he": lambda width: (math.sqrt(2 / width), 1.0),
 }
-"""Standard deviation of the weights, and what multiplies them from the second layer on."""
+"""Standard deviation of the weights, and their factor from the second layer on."""
 
 
 class _SkipNetwork(nn.Module):
-    """The module's formula, for a mixture in every layer or for one architecture."""
+    """Eq. (1), for a mixture in every layer or for one architecture."""
 
     activations: dict[str, Activation]
     depth: int
@@ -371,19 +361,18 @@ class _SkipNetwork(nn.Module):
         return f
 
     def check(self, alpha: Alpha | SkipArchitecture) -> None:
-        """Raise unless ``alpha`` is one of this network's."""
-        mixture: tuple[int, ...]
+        """Raise unless ``alpha`` belongs to this network."""
         shapes: tuple[tuple[int, ...], tuple[int, ...]]
+        expected: tuple[tuple[int, ...], tuple[int, ...]] = (self.depth - 1,), (self.depth - 2,)
         if isinstance(alpha, SkipArchitecture):
             unknown = set(alpha.activations) - set(self.activations)
             if unknown:
                 known = ", ".join(self.activations)
                 raise ValueError(f"alpha: expected activations among {known}, got {min(unknown)}.")
-            mixture, shapes = (), ((len(alpha.activations),), (len(alpha.skips),))
+            shapes = (len(alpha.activations),), (len(alpha.skips),)
         else:
-            mixture = (len(self.activations),)
+            expected = (self.depth - 1, len(self.activations)), (self.depth - 2,)
             shapes = jnp.shape(alpha["activations"]), jnp.shape(alpha["skips"])
-        expected = (self.depth - 1, *mixture), (self.depth - 2,)
         if shapes != expected:
             raise ValueError(
                 f"alpha: expected activations and skips of shapes {expected}, got {shapes}."

@@ -1,4 +1,4 @@
-"""What a search space is: one record of pure functions, with the same meaning in every space.
+"""The search space: one record of pure functions, with the same meaning in every space.
 
     result = bilevel.search(
         space.problem, solver, optimizer, space.start(), space.init(key, train), train, valid,
@@ -6,10 +6,10 @@
     )
     architecture = space.discretize(result.alpha)
 
-Strategies (:mod:`bilevel.strategies`), diagnostics and the command ``bilevel search-own --space
-MODULE:FUNCTION`` take any such record. Some spaces have further fields: a closed-form ``solver``
-and the ``blocks`` that it works on (feature maps, kernels), a step size for gradient descent
-(activations), the kernel of infinite width (skips).
+Strategies (:mod:`bilevel.strategies`), diagnostics and the command
+``bilevel search-own --space MODULE:FUNCTION`` take any such record. Some spaces have further
+fields: a closed-form ``solver`` with its ``blocks`` (feature maps, kernels), a step size for
+gradient descent (activations), the kernel of infinite width (skips).
 """
 
 import dataclasses
@@ -35,30 +35,29 @@ class Space:
     names : tuple of str [h]
         The candidates, in the order of the last axis of every simplex in ``alpha``.
     sets : pytree of {"simplex", "box", "free"}
-        Where each leaf of ``alpha`` lives: on simplices (its last axis), between 0 and 1, anywhere.
+        The set of each leaf of ``alpha``: simplices (its last axis), between 0 and 1, or anywhere.
         Like ``alpha``, or one word for all of it.
     start : ``start() -> alpha``
-        Where a search begins: uniform on simplices. In JAX's default precision.
+        Start of a search: uniform on simplices. In JAX's default precision.
     init : ``init(key, batch) -> w``
         Initial weights, for batches of these shapes.
     apply : ``apply(w, alpha, x) -> outputs``
-        The network of a mixture; at a corner, the network of one architecture.
+        The network of a mixture; at a vertex, the network of one architecture.
     problem : Problem
-        Of batches ``(x, y)``: the loss of ``w`` below, the loss of ``alpha`` above.
+        For batches ``(x, y)``: the lower loss of ``w``, the outer loss of ``alpha``.
     predict : ``predict(outputs) -> labels``
     draw : ``draw(key) -> alpha``
-        A corner: an architecture drawn uniformly.
+        The vertex of an architecture drawn uniformly.
     discretize : ``discretize(alpha) -> architecture``
-        The architecture that a search ends at, to be printed, compared, or built and trained.
+        The final architecture of a search, to be printed, compared, or built and trained.
     one_hot : ``one_hot(architecture) -> alpha``
-        The corner that stands for it.
+        The vertex of the architecture.
 
     Examples
     --------
-    Which half of the inputs to look at:
+    A choice between two halves of the inputs:
 
     >>> import bilevel
-    >>> start, draw, discretize, one_hot = on_simplices(["left", "right"])
     >>> def apply(w, alpha, x):
     ...     return alpha[0] * x[:, :2] @ w[:2] + alpha[1] * x[:, 2:] @ w[2:]
     >>> def loss(w, alpha, batch):
@@ -66,14 +65,11 @@ class Space:
     >>> space = Space(
     ...     names=("left", "right"),
     ...     sets="simplex",
-    ...     start=start,
+    ...     **on_simplices(["left", "right"])._asdict(),
     ...     init=lambda key, batch: jnp.zeros(batch[0].shape[1]),
     ...     apply=apply,
     ...     problem=bilevel.Problem(loss, loss),
     ...     predict=lambda f: (f > 0).astype(int),
-    ...     draw=draw,
-    ...     discretize=discretize,
-    ...     one_hot=one_hot,
     ... )
     >>> space.discretize(jnp.array([0.3, 0.7]))
     'right'
@@ -92,13 +88,13 @@ class Space:
 
 
 def distinct(names: Sequence[str]) -> tuple[str, ...]:
-    """Number the repeated names, e.g. of lambdas: ("sin", "sin") becomes ("sin", "sin 2")."""
+    """Return names with numbered repetitions: ("sin", "sin") becomes ("sin", "sin 2")."""
     seen = [list(names[: i + 1]).count(name) for i, name in enumerate(names)]
     return tuple(f"{name} {k}" if k > 1 else name for name, k in zip(names, seen, strict=True))
 
 
 def name_of(function: Callable) -> str:
-    """Return the name of a candidate that the user gave no name."""
+    """Return a name for a candidate function that the user did not name."""
     named = getattr(function, "name", None) or getattr(function, "__name__", None)
     return named or type(function).__name__
 
@@ -121,7 +117,7 @@ class Simplices(NamedTuple):
 
 
 def on_simplices(names: Sequence[str], shape: tuple[int, ...] = ()) -> Simplices:
-    """Corners of ``alpha`` ``[*shape, h]``: one choice among ``names`` at every place of ``shape``.
+    """Make fields of a space with one choice among ``names`` per entry of ``shape``.
 
     Parameters
     ----------
@@ -153,7 +149,7 @@ def on_simplices(names: Sequence[str], shape: tuple[int, ...] = ()) -> Simplices
     places = math.prod(shape)
 
     def start():
-        # With a dtype: a search would compile once more for weakly typed ones.
+        # A weak type would make a search compile once more.
         return jnp.full((*shape, len(names)), 1 / len(names), jnp.result_type(float))
 
     def draw(key):

@@ -21,7 +21,7 @@ from bilevel.spaces.space import on_simplices
 
 
 def _of_margin(loss: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array], Any]:
-    """``loss(y f)``; NaN, as its derivative, unless y is 1 or -1: labels 0 would have no margin."""
+    """Return ``loss(y f)``, NaN with its derivative unless y is 1 or -1."""
     return lambda f, y: loss(y * f) * jnp.where(jnp.abs(y) == 1, 1, jnp.nan).astype(f.dtype)
 
 
@@ -30,12 +30,12 @@ OUTER_LOSSES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "logistic": _of_margin(lambda margin: jax.nn.softplus(-margin)),
     "squared": lambda f, y: (f - y) ** 2,
 }
-"""Losses of outputs and targets, elementwise. "squared" takes any real targets; the others are of
-the margin ``y f``, y = +-1, and NaN for other targets."""
+"""Elementwise losses. "squared" takes any real targets. The others take the margin ``y f``,
+y = +-1, and are NaN for other targets."""
 
 
 def sign_labels(labels: chex.Array, classes: int, dtype: Any = float) -> jax.Array:
-    """Labels 0..classes-1 as +-1: [n] for two classes, one-vs-rest [n, classes] for more.
+    """Return labels 0..classes-1 as +-1: [n] for two classes, one-vs-rest [n, classes] for more.
 
     Traced labels out of range become NaN.
     """
@@ -46,14 +46,14 @@ def sign_labels(labels: chex.Array, classes: int, dtype: Any = float) -> jax.Arr
     signs, known = _signs(labels, classes, dtype)
     if concrete(labels) and not np.asarray(known).all():
         wrong = labels[~known][0]
-        raise ValueError(f"labels: expected whole numbers 0 to {classes - 1}, got {wrong}.")
+        raise ValueError(f"labels: expected integers from 0 to {classes - 1}, got {wrong}.")
     return signs
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _signs(labels: jax.Array, classes: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
     if not jnp.issubdtype(labels.dtype, jnp.floating):
-        labels = labels.astype(int)  # 2 * 0 - 1 of bytes is 255, and bools cannot be rounded
+        labels = labels.astype(int)  # in bytes, 2 * 0 - 1 is 255; bools cannot be rounded
     known = (labels >= 0) & (labels < classes) & (labels == jnp.round(labels))
     if classes == 2:
         return jnp.where(known, (2 * labels - 1).astype(dtype), jnp.nan), known
@@ -64,7 +64,7 @@ def _signs(labels: jax.Array, classes: int, dtype: Any) -> tuple[jax.Array, jax.
 def like_outputs(f: jax.Array, y: chex.Array) -> jax.Array:
     """Return floating-point targets ``y`` if their shape is that of the outputs ``f``.
 
-    [n] and [n, 1] would broadcast to [n, n], and bytes have no minus.
+    [n] and [n, 1] would broadcast to [n, n], and negation of bytes wraps.
     """
     y = real_array("y", y)
     if y.shape != f.shape:
@@ -73,7 +73,7 @@ def like_outputs(f: jax.Array, y: chex.Array) -> jax.Array:
 
 
 def predict_labels(f: chex.Array) -> jax.Array:
-    """Integer labels [n] from outputs: the sign of ``f`` [n], the largest of ``f`` [n, classes]."""
+    """Return integer labels [n]: the sign of ``f`` [n], the largest of ``f`` [n, classes]."""
     if f.ndim == 1:
         return (f > 0).astype(int)
     if f.shape[-1] == 1:
@@ -82,14 +82,14 @@ def predict_labels(f: chex.Array) -> jax.Array:
 
 
 def label_losses(f: chex.Array, labels: chex.Array) -> jax.Array:
-    """Cross-entropy of every row: of the sigmoid for ``f`` [n], the softmax for [n, classes].
+    """Return every row's cross-entropy, of the sigmoid for ``f`` [n], the softmax for [n, classes].
 
     It is NaN, with its derivatives, for labels that are not 0 .. classes - 1.
     """
     one_a_row(labels, f.shape[:1])
     labels = jnp.asarray(labels)
     if not jnp.issubdtype(labels.dtype, jnp.floating):
-        labels = labels.astype(int)  # 256 is 0 of bytes
+        labels = labels.astype(int)  # bytes would wrap
     if f.ndim == 1:
         losses, classes = optax.sigmoid_binary_cross_entropy(f, labels), 2
     else:
@@ -100,7 +100,7 @@ def label_losses(f: chex.Array, labels: chex.Array) -> jax.Array:
 
 
 def cross_entropy_problem(apply: Callable[[Pytree, Pytree, jax.Array], jax.Array]) -> Problem:
-    """Make the problem of batches ``(x, labels)`` whose two losses are the mean cross-entropy."""
+    """Make the problem of batches ``(x, labels)`` with the mean cross-entropy as both losses."""
 
     def loss(w, alpha, batch):
         x, labels = batch
@@ -110,17 +110,17 @@ def cross_entropy_problem(apply: Callable[[Pytree, Pytree, jax.Array], jax.Array
 
 
 def mixture_and_penalty(names: Sequence[str]) -> dict[str, Any]:
-    """The fields of a :class:`Space` that follow from its alpha {"mixture": [h], "log_penalty"}."""
+    """Return the fields of a :class:`Space` for alpha {"mixture": [h], "log_penalty"}."""
     choice = on_simplices(names)
 
-    def of(mixture):
+    def with_penalty(mixture):
         log_penalty = jnp.log(jnp.asarray(0.1, jnp.result_type(float)))
         return {"mixture": mixture, "log_penalty": log_penalty}
 
     return {
         "sets": {"mixture": "simplex", "log_penalty": "free"},
-        "start": lambda: of(choice.start()),
-        "draw": lambda key: of(choice.draw(key)),
+        "start": lambda: with_penalty(choice.start()),
+        "draw": lambda key: with_penalty(choice.draw(key)),
         "discretize": lambda alpha: choice.discretize(alpha["mixture"]),
-        "one_hot": lambda architecture: of(choice.one_hot(architecture)),
+        "one_hot": lambda architecture: with_penalty(choice.one_hot(architecture)),
     }

@@ -1,8 +1,8 @@
-"""How to search with shared weights: DARTS, GAEA and others, as values for :func:`bilevel.search`.
+"""Search with shared weights by DARTS, GAEA and others, as values for :func:`bilevel.search`.
 
-Each function takes a :class:`bilevel.spaces.Space` (or a :class:`bilevel.Problem`, all of whose
-``alpha`` is on simplices), the optimizer of the weights, that of ``alpha``, and a batch size; it
-returns a :class:`Strategy`, which :func:`run` searches by.
+Each function takes a :class:`bilevel.spaces.Space` (or a :class:`bilevel.Problem` with all of
+``alpha`` on simplices), the optimizer of the weights, the optimizer of ``alpha``, and a batch size.
+It returns a :class:`Strategy` for :func:`run`.
 
 ======================  =======================  =====================  ======================
 strategy                alpha descends on        weights respond by     alpha's simplices
@@ -14,9 +14,8 @@ strategy                alpha descends on        weights respond by     alpha's 
 :func:`weight_sharing`  nothing                  architectures drawn
 ======================  =======================  =====================  ======================
 
-None of them has an estimate of its hypergradient's error, as the shared weights are never trained
-to a minimum: ``Strategy.error`` says so in a sentence. For one that has, use
-:func:`bilevel.implicit`.
+They cannot estimate the error of their hypergradients, because the shared weights are never trained
+to a minimum: see ``Strategy.error``. :func:`bilevel.implicit` has an estimate.
 
 References
 ----------

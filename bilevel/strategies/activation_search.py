@@ -1,4 +1,4 @@
-"""Activation search on real data, several seeds side by side: the parts of ``bilevel search``.
+"""Search activations on real data for several seeds at once: the parts of ``bilevel search``.
 
     rows = data.draw_splits("digits", keys, train=300, valid=300, test=400)
     task = set_up(activation_space(names, width=512, classes=10), rows, keys, classes=10)
@@ -6,7 +6,7 @@
     result = bilevel.search(stack_problems(task.space.problem), training, optimizer, ...)
     verdict = judge_argmax(task, result.alpha, result.w, networks)
 
-Every array has a leading axis of seeds, each with rows and initial weights of its own.
+Every array has a leading axis of seeds. Each seed has its own rows and initial weights.
 """
 
 import functools
@@ -27,22 +27,17 @@ from bilevel.hypergradients.hypergradient import hypergradient as of_problem
 from bilevel.problem.problem import stack_problems
 from bilevel.solvers import implicit
 from bilevel.solvers.inverses import cg
-from bilevel.spaces.activations import (
-    ActivationSpace,
-    losses_by_row,
-    sign_labels,
-    unit_inputs,
-)
+from bilevel.spaces.activations import ActivationSpace, losses_by_row, sign_labels, unit_inputs
 
 SOLVERS = ("unrolled", "truncated", "first-order", "implicit")
 """Ways to differentiate through the training of the weights."""
 
-_DAMPING = 1e-2  # over the largest curvature: a small one of all responses that a singular H allows
-_DIVERGED = 1e6  # the loss of a network whose training diverged: larger than any other
+_DAMPING = 1e-2  # times the largest curvature; selects a small response if H is singular
+_DIVERGED = 1e6  # loss of a diverged network, larger than any other
 
 
 class ActivationTask(NamedTuple):
-    """The searches of all seeds; leading axis: seeds."""
+    """The searches of all seeds; the leading axis is the seeds."""
 
     space: ActivationSpace
     w0: jax.Array  # [seeds, width, inputs]
@@ -62,7 +57,7 @@ def set_up(
     """Return unit inputs, labels of +-1 and initial weights for every seed.
 
     ``rows`` has for every seed the three parts ``(x, labels from 0)`` of
-    :func:`bilevel.data.draw_splits`; ``keys`` are those of the initial weights.
+    :func:`bilevel.data.draw_splits`; ``keys`` draw the initial weights.
     """
     parts, weights = [], []
     for key, of_seed in zip(keys, rows, strict=True):
@@ -81,15 +76,15 @@ def solver(
 ) -> LowerSolver:
     """Train the weights for ``steps`` steps, differentiated in one of four ways.
 
-    Through all steps, the last quarter of them, or none; or by the implicit function theorem,
-    damped, since with more weights than labels the lower Hessian is singular. The default ``rate``
-    is 1 over the curvature of each network's lower loss.
+    The derivative goes through all steps, the last quarter of them, or none, or uses the implicit
+    function theorem. The latter is damped, since the lower Hessian is singular if there are more
+    weights than labels. The default ``rate`` is 1 over the curvature of each network's lower loss.
     """
     backprop = {"truncated": max(1, steps // 4), "first-order": 0}.get(kind)
     descent = task.space.solver(task.curvatures, steps, backprop=backprop, rate=rate)
     if kind != "implicit":
         return descent
-    damping: Any = _DAMPING * task.curvatures.max()  # an array: of the data
+    damping: Any = _DAMPING * task.curvatures.max()
     return implicit(descent, cg(steps=steps, damping=damping))
 
 
@@ -114,8 +109,8 @@ def seed_hypergradients(
 class Gap(NamedTuple):
     """Result of :func:`hypergradient_error`; [seeds] each."""
 
-    norm: np.ndarray  # of the better hypergradient
-    error: np.ndarray  # of the difference
+    norm: np.ndarray  # of the hypergradient of longer training
+    error: np.ndarray  # norm of the difference
 
 
 def hypergradient_error(
@@ -123,10 +118,10 @@ def hypergradient_error(
 ) -> Gap:
     """Return the distance of each seed's hypergradient to that of longer training.
 
-    With more weights than labels the lower Hessian is singular, and ``info`` has no estimate.
-    Training that interpolates has an end, and so has its hypergradient; longer training is nearer
-    to it. With four times the steps the ratio of this estimate to the true error was within [1/3,
-    10] (``benchmarks/hypergradients/search_error.py``).
+    With more weights than labels the lower Hessian is singular, so ``info`` cannot estimate the
+    error. Training that interpolates converges, and so does its hypergradient. With four times the
+    steps the ratio of this estimate to the true error was within [1/3, 10]
+    (``benchmarks/hypergradients/search_error.py``).
     """
     ours, better = (seed_hypergradients(task, way, alpha).grad for way in (solver, longer))
     norm, error = (np.linalg.norm(x, axis=-1) for x in (better, ours - better))
@@ -141,7 +136,7 @@ class ArgmaxVerdict(NamedTuple):
     by: dict[str, Judgement]  # "loss", "error": the networks of single activations, in pairs
     mixture: dict[str, np.ndarray]  # "loss", "error" of the mixture, [seeds]
     condition_six: ConditionSix  # at the shared weights, on the test rows
-    stationarity: np.ndarray  # [seeds], of alpha there, over the mixture's loss
+    stationarity: np.ndarray  # [seeds], of alpha at the shared weights, over the mixture's loss
 
 
 def judge_argmax(
@@ -149,11 +144,10 @@ def judge_argmax(
 ) -> ArgmaxVerdict:
     """Judge whether each seed's argmax, trained alone, is as good as any other activation.
 
-    ``w`` [seeds, width, inputs] was trained at ``alpha`` [seeds, h]. ``singles`` has a pair ``(w,
-    alpha)`` for each activation alone; a network that diverged counts as worse than any other. The
-    validation rows judge: no weights were fitted to them, only ``alpha`` was. At the shared
-    weights, which Condition 6 of Roberts et al. is about, choices of small outputs look better than
-    they are.
+    ``w`` [seeds, width, inputs] was trained at ``alpha`` [seeds, h]. ``singles`` has a pair
+    ``(w, alpha)`` for each activation alone; a diverged network counts as worse than any other. The
+    validation rows judge, since only ``alpha`` was fitted to them. Condition 6 of Roberts et al. is
+    evaluated at the shared weights, where choices of small outputs look better than they are.
     """
     space, choices = task.space, np.asarray(alpha).argmax(axis=1)
     networks = (*singles, (w, alpha))
@@ -169,7 +163,7 @@ def judge_argmax(
         mixture[name] = mixed.mean(axis=1)
     discretise = by["loss"].as_good & by["error"].as_good
     theory = jax.tree.map(np.asarray, _condition_six_by_seed(space, w, alpha, task.test))
-    assert theory.stationarity is not None and theory.L_alpha is not None  # there are targets
+    assert theory.stationarity is not None and theory.L_alpha is not None
     stationarity = theory.stationarity / theory.L_alpha
     return ArgmaxVerdict(choices, discretise, by, mixture, theory, stationarity)
 

@@ -1,4 +1,4 @@
-"""DARTS, GAEA, joint training, K unrolled steps, weight sharing: strategies by their papers."""
+"""DARTS, GAEA, joint training, K unrolled steps and weight sharing as strategies."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,30 +30,28 @@ def darts(
     order: int = 1,
     radius: float | None = None,
 ) -> Strategy:
-    """DARTS: a step of the weights, then a step of ``alpha`` on a validation batch.
+    """Alternate a step of the weights and a step of ``alpha`` on a validation batch: DARTS.
 
     Parameters
     ----------
-    space : Space, or Problem
-    weight_optimizer : optax.GradientTransformation, or a rate of plain SGD
-        :func:`darts_sgd` is the paper's for convolutional networks.
-    alpha_optimizer : rate of the paper's Adam, or an optax.GradientTransformation of ``alpha``
-        :func:`logits` has its other constants. With one of your own, :func:`on_sets` helps.
+    space : Space or Problem
+    weight_optimizer : optax.GradientTransformation or float
+        A float is the rate of plain SGD. :func:`darts_sgd` is the paper's for convolutional
+        networks.
+    alpha_optimizer : float, optax.Schedule or optax.GradientTransformation
+        A rate or schedule is that of the paper's Adam (:func:`logits` has its other constants).
+        :func:`on_sets` helps to write another optimizer.
     batch_size : int
     order : {1, 2}
         2 differentiates through one step of the weights, exactly.
     radius : float, optional
-        With order 2: by the paper's finite difference instead, ``radius`` (0.01 there) over the
-        norm of the validation gradient.
-
-    Returns
-    -------
-    Strategy
+        With order 2: use the paper's finite difference, with ``radius`` (0.01 there) over the norm
+        of the validation gradient.
 
     Raises
     ------
     ValueError
-        For another order, a radius with order 1, or a ``batch_size`` under 1.
+        If ``order`` is not 1 or 2, ``radius`` is set with order 1, or ``batch_size`` is under 1.
 
     Examples
     --------
@@ -92,25 +90,21 @@ def gaea(
     batch_size: int,
     on_training_rows: bool = False,
 ) -> Strategy:
-    """GAEA: exponentiated gradient of first order, on validation or on training batches.
+    """Move ``alpha`` by exponentiated gradient of first order, on validation or training batches.
 
     Parameters
     ----------
-    space, weight_optimizer
-        As in :func:`darts`.
-    alpha_optimizer : rate of exponentiated gradient, or an optax.GradientTransformation
-    batch_size : int
+    space, weight_optimizer, batch_size
+        See :func:`darts`.
+    alpha_optimizer : float, optax.Schedule or optax.GradientTransformation
+        A rate or schedule is that of exponentiated gradient.
     on_training_rows : bool
-        The paper's single-level version, on the batch of the weights' step.
-
-    Returns
-    -------
-    Strategy
+        Use the paper's single-level version, on the batch of the weights' step.
 
     Raises
     ------
     ValueError
-        For a ``batch_size`` under 1.
+        If ``batch_size`` is under 1.
 
     Examples
     --------
@@ -141,19 +135,15 @@ def joint(
     alpha_optimizer: Optimizer | Rate,
     batch_size: int,
 ) -> Strategy:
-    """Single-level training: weights and ``alpha`` descend the training loss together.
+    """Train weights and ``alpha`` together on the training loss: single-level training.
 
-    This is :func:`darts` with training rows in place of validation rows; each of the two takes a
-    batch of its own.
+    This is :func:`darts` with training rows instead of validation rows. Weights and ``alpha`` take
+    different batches.
 
     Parameters
     ----------
     space, weight_optimizer, alpha_optimizer, batch_size
-        As in :func:`darts`.
-
-    Returns
-    -------
-    Strategy
+        See :func:`darts`.
 
     Raises
     ------
@@ -180,23 +170,19 @@ def unrolled(
     batch_size: int,
     steps: int = 5,
 ) -> Strategy:
-    """DARTS through ``steps`` steps of the weights on one training batch.
+    """Move ``alpha`` by the gradient through ``steps`` steps of the weights on one training batch.
 
     Parameters
     ----------
     space, weight_optimizer, alpha_optimizer, batch_size
-        As in :func:`darts`.
+        See :func:`darts`.
     steps : int
         Steps of the weights between two of ``alpha``. A schedule of the weights counts all of them.
-
-    Returns
-    -------
-    Strategy
 
     Raises
     ------
     ValueError
-        For ``steps`` or a ``batch_size`` under 1.
+        If ``steps`` or ``batch_size`` is under 1.
 
     Examples
     --------
@@ -217,24 +203,20 @@ def unrolled(
 def weight_sharing(
     space: Space, *, weight_optimizer: Optimizer | float, batch_size: int
 ) -> Strategy:
-    """Random search with weight sharing: every batch trains an architecture drawn for it.
+    """Train every batch on an architecture drawn for it: random search with weight sharing.
 
-    ``alpha`` stays where it starts; :func:`best_drawn` chooses among architectures at the end.
+    ``alpha`` stays at its start; :func:`best_drawn` chooses among architectures at the end.
 
     Parameters
     ----------
     space : Space
     weight_optimizer, batch_size
-        As in :func:`darts`.
-
-    Returns
-    -------
-    Strategy
+        See :func:`darts`.
 
     Raises
     ------
     ValueError
-        If ``space`` is a Problem, which cannot draw architectures, or a ``batch_size`` under 1.
+        If ``space`` is a Problem, which cannot draw architectures, or ``batch_size`` is under 1.
 
     Examples
     --------
@@ -251,13 +233,12 @@ def weight_sharing(
         keys = jax.random.split(key)
         return space.draw(keys[0]), rows(keys[1], data)
 
-    def of(loss: Loss) -> Loss:
+    def at_drawn(loss: Loss) -> Loss:
         return lambda w, _, batch: loss(w, *batch)
 
+    lower, outer = at_drawn(space.problem.lower), at_drawn(space.problem.outer)
     return Strategy(
-        dataclasses.replace(
-            space.problem, lower=of(space.problem.lower), outer=of(space.problem.outer)
-        ),
+        dataclasses.replace(space.problem, lower=lower, outer=outer),
         unrolled_solver(weight_optimizer, 1, backprop=0),
         optax.set_to_zero(),
         with_architecture,
@@ -295,7 +276,7 @@ def _optimizer_on_sets(
     simplex: Callable[[Rate], Optimizer],
     other: Callable[[Rate], Optimizer],
 ) -> Optimizer:
-    """``alpha_optimizer``; if it is a rate, the strategy's own optimizers on the space's sets."""
+    """Return ``alpha_optimizer``, or for a rate the strategy's optimizers on the space's sets."""
     if isinstance(alpha_optimizer, optax.GradientTransformation):
         return alpha_optimizer
     sets = space.sets if isinstance(space, Space) else "simplex"
@@ -306,7 +287,7 @@ def _on_training_rows(strategy: Strategy) -> Strategy:
     lower, has_aux = split_losses(strategy.problem).lower, strategy.problem.has_aux
 
     def outer(w, alpha, batch):
-        loss, _, aux = lower(w, alpha, batch)  # the variables stay
+        loss, _, aux = lower(w, alpha, batch)  # without the updated variables
         return (loss, aux) if has_aux else loss
 
     problem = dataclasses.replace(strategy.problem, outer=outer)

@@ -1,4 +1,4 @@
-"""The strategies' own optimizers: of weights, and of ``alpha`` on its sets."""
+"""Optimizers of the strategies, for weights and for ``alpha`` on its sets."""
 
 from typing import TypeAlias
 
@@ -13,17 +13,17 @@ Optimizer: TypeAlias = optax.GradientTransformation
 
 
 def logits(rate: Rate) -> Optimizer:
-    """DARTS's optimizer of ``alpha`` on simplices: Adam on logits, momentum 0.5, decay 1e-3."""
+    """Return DARTS's optimizer of ``alpha``: Adam on logits, momentum 0.5, decay 1e-3."""
     return softmax(optax.chain(optax.add_decayed_weights(1e-3), optax.adam(rate, b1=0.5)))
 
 
 def exponentiated(rate: Rate) -> Optimizer:
-    """GAEA's optimizer of ``alpha`` on simplices: exponentiated gradient."""
+    """Return GAEA's optimizer of ``alpha``: exponentiated gradient."""
     return optax.chain(optax.sgd(rate), exponentiate())
 
 
 def darts_sgd(rate: Rate) -> Optimizer:
-    """DARTS's optimizer of weights: momentum 0.9, weight decay 3e-4, gradients clipped at norm 5.
+    """Return DARTS's optimizer of weights: SGD with momentum 0.9, decay 3e-4, clipping at norm 5.
 
     Examples
     --------
@@ -37,20 +37,20 @@ def darts_sgd(rate: Rate) -> Optimizer:
 
 
 def on_sets(sets: Pytree, *, simplex: Optimizer, other: Optimizer) -> Optimizer:
-    """An optimizer of a space's ``alpha``, each leaf kept in the set that ``space.sets`` says.
+    """Combine optimizers of ``alpha`` so that each leaf stays in its set of ``space.sets``.
 
     Parameters
     ----------
     sets : pytree of {"simplex", "box", "free"}
     simplex : optax.GradientTransformation
-        One that stays on simplices.
+        An optimizer that stays on simplices.
     other : optax.GradientTransformation
-        Any; leaves in the box are projected onto it here.
+        Any optimizer; leaves in the box are projected onto it here.
 
     Raises
     ------
     ValueError
-        For other words in ``sets``.
+        If ``sets`` has other words.
 
     Examples
     --------

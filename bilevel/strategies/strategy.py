@@ -1,4 +1,4 @@
-"""A strategy as a value, and the functions that take one."""
+"""The strategy as a value, and the functions that take it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ class Strategy(NamedTuple):
     on_training_rows : bool
         Whether ``alpha`` descends on training rows too. Validation rows are then not used.
     gradients : int
-        Gradients of minibatches that a step takes. A Hessian's product counts as two.
+        Number of minibatch gradients per step. A Hessian-vector product counts as two.
     error : str
         A sentence on the hypergradient's error.
     draws : bool
@@ -47,14 +47,9 @@ class Strategy(NamedTuple):
 
 
 def run(
-    strategy: Strategy,
-    alpha: Pytree,
-    w: Pytree,
-    train: Pytree,
-    valid: Pytree,
-    **options: Any,
+    strategy: Strategy, alpha: Pytree, w: Pytree, train: Pytree, valid: Pytree, **options: Any
 ) -> SearchResult:
-    """Search by a strategy: :func:`bilevel.search` with its arguments.
+    """Search by a strategy: call :func:`bilevel.search` with its arguments.
 
     Parameters
     ----------
@@ -62,11 +57,7 @@ def run(
     alpha, w, train, valid
         ``space.start()``, ``space.init(key, train)``, and the data.
     **options
-        The others of :func:`bilevel.search`: ``steps`` and ``key`` are required.
-
-    Returns
-    -------
-    SearchResult
+        Other options of :func:`bilevel.search`: ``steps`` and ``key`` are required.
 
     Raises
     ------
@@ -101,10 +92,10 @@ def run(
 
 
 def stack_strategies(strategy: Strategy, copies: int) -> Strategy:
-    """The same search ``copies`` times at once: arrays of state and data lead with that axis.
+    """Run the same search ``copies`` times at once; arrays of state and data get a leading axis.
 
-    Losses are sums over the copies, as in :func:`bilevel.stack_problems`, which says what that does
-    to a norm over all weights: the clipping in :func:`darts_sgd` is one of all copies together.
+    Losses are sums over the copies. Norms over all weights change, see
+    :func:`bilevel.stack_problems`: the clipping in :func:`darts_sgd` acts on all copies together.
 
     Raises
     ------
@@ -138,10 +129,11 @@ def stack_strategies(strategy: Strategy, copies: int) -> Strategy:
 def best_drawn(
     key: chex.PRNGKey, space: Space, w: Pytree, rows: Pytree, *, samples: int, batch_size: int
 ) -> Pytree:
-    """Return the best of ``samples`` drawn architectures, by the validation loss at ``w``.
+    """Return the vertex of the best of ``samples`` drawn architectures, by the loss at ``w``.
 
-    The end of random search with weight sharing. An architecture with a NaN loss is chosen only if
-    all have one. Pure: it works under ``jit`` and ``vmap``.
+    This ends a random search with weight sharing; the loss is that of the validation set. An
+    architecture with a NaN loss is chosen only if all have one. Pure: it works under ``jit`` and
+    ``vmap``.
 
     Parameters
     ----------
@@ -152,10 +144,6 @@ def best_drawn(
     rows : (inputs [n, ...], labels [n])
         The validation set, in batches of ``batch_size``.
     samples, batch_size : int
-
-    Returns
-    -------
-    alpha : pytree, the corner of that architecture
 
     Raises
     ------

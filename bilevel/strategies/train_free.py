@@ -1,14 +1,14 @@
-"""Searches without training: architectures by the tangent kernel of networks as they start.
+"""Search without training: by the tangent kernel of networks at initialization.
 
 ===================  ==========================================================================
-:func:`eigen_nas`    of random architectures those with the largest ``lambda_min`` at infinite
+:func:`eigen_nas`    keeps the random architectures with the largest ``lambda_min`` at infinite
                      width, to be trained (Zhu et al. 2022, Algorithm 1)
 :func:`te_nas`       prunes a supernet, one operation of every edge at a time, by the kernel's
                      condition number and the number of linear regions (Chen, Gong & Wang 2021)
 :func:`nasi`         one step of alpha along the gradient of the kernel's trace (Shu et al. 2022)
 ===================  ==========================================================================
 
-The scores of single networks are :mod:`ntk.scores`.
+:mod:`ntk.scores` scores single networks.
 """
 
 import functools
@@ -29,42 +29,37 @@ from bilevel.spaces.space import Space
 class EigenNAS(NamedTuple):
     """Result of :func:`eigen_nas`."""
 
-    architectures: tuple[SkipArchitecture, ...]  # of the largest eigenvalue first
-    eigenvalues: np.ndarray  # [keep], theirs
+    architectures: tuple[SkipArchitecture, ...]  # by decreasing eigenvalue
+    eigenvalues: np.ndarray  # [keep]
 
 
 def eigen_nas(
     key: chex.PRNGKey, space: SkipSpace, x: chex.Array, *, pool: int = 200, keep: int = 5
 ) -> EigenNAS:
-    """The ``keep`` of ``pool`` random architectures whose infinite kernel is best conditioned.
+    """Return the ``keep`` of ``pool`` random architectures with the best infinite kernels.
 
-    By ``lambda_min`` of the exact NTK on the rows ``x``, which the paper's Theorem 3 is about. What
-    its Algorithm 1 computes in its place is the mean diagonal entry (:func:`ntk.scores.eigen_nas`).
-    The next step is to train the architectures and choose among them by validation error.
+    They have the largest ``lambda_min`` of the exact NTK on the rows ``x``, the subject of the
+    paper's Theorem 3. Its Algorithm 1 computes the mean diagonal entry instead
+    (:func:`ntk.scores.eigen_nas`). The next step is to train the architectures and choose among
+    them by validation error.
 
     Parameters
     ----------
     key : jax.Array
     space : SkipSpace
     x : [n, inputs]
-        Beyond seven layers in float64: see :func:`bilevel.spaces.skip_space`.
+        In float64 for more than seven layers: see :func:`bilevel.spaces.skip_space`.
     pool, keep : int
-        ``keep`` is at most the number of different architectures among ``pool`` draws; where there
-        are fewer, all of them are returned.
-
-    Returns
-    -------
-    EigenNAS
+        All are returned if the ``pool`` draws have fewer than ``keep`` different architectures.
 
     Raises
     ------
     ValueError
-        For a ``pool`` or ``keep`` under 1, a ``keep`` above ``pool``, or a kernel that is not
-        finite.
+        If ``pool`` or ``keep`` is under 1, ``keep`` is above ``pool``, or a kernel is not finite.
 
     Notes
     -----
-    Time: ``pool`` kernels and their eigenvalues, one program for all.
+    Time: ``pool`` kernels and their eigenvalues, in one program.
 
     References
     ----------
@@ -85,8 +80,7 @@ def eigen_nas(
     if integer("keep", keep, 1) > pool:
         raise ValueError(f"keep: expected at most the pool's {pool}, got {keep}.")
     corners = [space.draw(k) for k in jax.random.split(key, pool)]
-    # By name, each once.
-    drawn = {space.discretize(corner): corner for corner in corners}
+    drawn = {space.discretize(corner): corner for corner in corners}  # without repetitions
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *drawn.values())
     stacked = jax.tree.map(lambda a: a.astype(jnp.result_type(x)), stacked)
 
@@ -114,13 +108,13 @@ def te_nas(
     *,
     repeats: int = 3,
 ) -> Any:
-    """Return the architecture that is left when TE-NAS has pruned the supernet.
+    """Prune the supernet by TE-NAS; return the remaining architecture.
 
-    In every round, for every operation that is left on an edge with others: how much the condition
-    number of the supernet's tangent kernel falls, and how much the number of linear regions grows,
-    without the operation. Both are ranked over all of them, and every edge loses the operation with
-    the least sum of ranks. Operations called "none" go before the first round, as in the authors'
-    code; operations that are left on an edge share its weight equally.
+    Every round removes each remaining operation in turn from edges with several. It measures how
+    much the condition number of the supernet's tangent kernel falls, and how much the number of
+    linear regions grows. Both are ranked over all operations, and every edge loses the operation
+    with the smallest sum of ranks. Operations called "none" go before the first round, as in the
+    authors' code. The remaining operations of an edge share its weight equally.
 
     Parameters
     ----------
@@ -134,11 +128,7 @@ def te_nas(
     crops : [m, ...]
         Small inputs of ``thin``; the authors take 3,000 of 3 x 3 pixels.
     repeats : int
-        Draws of the weights over which the changes are averaged.
-
-    Returns
-    -------
-    architecture
+        Number of weight draws over which the changes are averaged.
 
     Raises
     ------
@@ -147,16 +137,15 @@ def te_nas(
 
     Notes
     -----
-    As in their code, an infinite or NaN condition number counts as 1e5, and linear regions are
-    counted one image at a time, so that batch normalisation sees one image. Their weights have
-    variances of their own; here ``init`` draws them. Time: ``repeats`` kernels and counts of
-    regions for every operation left in every round, on NAS-Bench-201 24 + 18 + 12, one program for
-    all.
+    An infinite or NaN condition number counts as 1e5, and linear regions are counted one image at a
+    time, so that batch normalisation sees one image; so does their code. Their code has its own
+    weight variances; here ``init`` draws the weights. Time: ``repeats`` kernels and counts of
+    regions per remaining operation and round, on NAS-Bench-201 24 + 18 + 12, in one program.
 
     References
     ----------
-    Chen, Gong, Wang, Neural Architecture Search on ImageNet in Four GPU Hours, ICLR 2021,
-    section 3; https://github.com/VITA-Group/TENAS (``prune_func_rank``).
+    Chen, Gong, Wang, Neural Architecture Search on ImageNet in Four GPU Hours, ICLR 2021, section
+    3; https://github.com/VITA-Group/TENAS (``prune_func_rank``).
 
     Examples
     --------
@@ -215,12 +204,12 @@ def te_nas(
     return space.discretize(_shared(left))
 
 
-_SINGULAR = 1e5  # the condition number of a kernel that is singular to rounding
-_DIGITS = 3  # significant digits of the changes that are ranked
+_SINGULAR = 1e5  # the condition number of a numerically singular kernel
+_DIGITS = 3  # significant digits of the ranked changes
 
 
 def _one_choice_per_row(space: Space, name: str) -> tuple[int, ...]:
-    """The shape of ``alpha``, checked to be [edges, operations] on simplices."""
+    """Return the shape of ``alpha``, checked to be [edges, operations] on simplices."""
     alpha = space.start()
     shape = jnp.shape(alpha) if isinstance(alpha, jax.Array) else ()
     if space.sets != "simplex" or len(shape) != 2 or shape[1] != len(space.names):
@@ -251,7 +240,7 @@ def _changes(score, key: jax.Array, left: np.ndarray, places: list) -> list[floa
 
 
 def _ranks(changes: np.ndarray) -> np.ndarray:
-    """The rank of each change from 0, equal ones alike."""
+    """Return the rank of each change from 0; equal changes share a rank."""
     rounded = [float(f"{change:.{_DIGITS - 1}e}") for change in changes]
     return np.searchsorted(sorted(set(rounded)), rounded)
 
@@ -266,12 +255,13 @@ def nasi(
     penalty: float = 2.0,
     threshold: float = 500.0,
 ) -> Any:
-    """The architecture that one step of NASI from equal logits leads to.
+    """Return the architecture after one step of NASI from equal logits.
 
         alpha* = argmax of (1 / T) sum_t G_t / max_{s <= t} |G_s|
 
     ``G_t`` is the gradient in the logits, at 0, of :func:`ntk.scores.nasi` on a minibatch, at the
-    mixture ``softmax(logits + Gumbel noise)`` and fixed initial weights.
+    mixture ``softmax(logits + Gumbel noise)`` and fixed initial weights. The temperature of the
+    Gumbel softmax is 1.
 
     Parameters
     ----------
@@ -284,18 +274,14 @@ def nasi(
     penalty, threshold : float
         mu and nu, as in :func:`ntk.scores.nasi`.
 
-    Returns
-    -------
-    architecture
-
     Raises
     ------
     ValueError
-        If some of ``alpha`` is not on simplices, ``steps`` is under 1, or a gradient not finite.
+        If part of ``alpha`` is not on simplices, ``steps`` is under 1, or a gradient is not finite.
 
     Notes
     -----
-    The temperature of the Gumbel softmax is 1. Time: ``steps`` second derivatives of the loss.
+    Time: ``steps`` second derivatives of the loss.
 
     References
     ----------

@@ -1,8 +1,8 @@
-"""Genotypes: the two cells that a search finds, as records, text and pictures.
+"""Genotypes: the two cells that a search returns, as records, strings and figures.
 
-A cell has two inputs, nodes 0 and 1 (the outputs of the cell before last and of the last cell),
-and nodes 2 to 5; an edge leads from every node to every later one, 14 in all (``EDGES``). A
-genotype keeps two edges into each node, with one operation on each.
+A cell has two inputs, nodes 0 and 1 (the outputs of the cell before last and of the last cell), and
+nodes 2 to 5. An edge leads from every node to every later one, 14 in all (``EDGES``). A genotype
+has two edges into each node, with one operation on each.
 """
 
 import ast
@@ -29,15 +29,15 @@ Pairs = tuple[tuple[str, int], ...]
 
 
 class Genotype(NamedTuple):
-    """Two cells; ``str`` gives the usual text, :func:`parse_genotype` reads it."""
+    """Two cells; ``str`` gives the usual string, :func:`parse_genotype` reads it."""
 
     normal: Pairs  # eight pairs (operation, source), two for each of the nodes 2 to 5
-    normal_concat: tuple[int, ...]  # the nodes that make the cell's output
+    normal_concat: tuple[int, ...]  # the nodes in the cell's output
     reduce: Pairs
     reduce_concat: tuple[int, ...]
 
     def __str__(self) -> str:
-        """As the reference implementation prints it."""
+        """Return the string of the reference implementation."""
         parts = (
             f"{field}={range(2, 6) if value == NODES else list(value)}"
             for field, value in self._asdict().items()
@@ -46,10 +46,10 @@ class Genotype(NamedTuple):
 
 
 def genotype(alpha: Any, operations: Sequence[str] = PRIMITIVES) -> Genotype:
-    """The cells of ``alpha`` {"normal": [14, h], "reduce": [14, h]}: two edges into each node.
+    """Return the cells of ``alpha`` {"normal": [14, h], "reduce": [14, h]}.
 
-    An edge is worth the largest weight on it of an operation other than ``none``. Each node keeps
-    the two edges that are worth most, in that order, equal ones by source (Liu et al., sec. 2.4).
+    An edge's value is the largest weight on it of an operation other than ``none``. Each node keeps
+    its two edges of largest value, in that order, equal ones by source (Liu et al., sec. 2.4).
     """
     cells = [_best_edges(alpha[cell], operations, cell) for cell in ("normal", "reduce")]
     return Genotype(cells[0], NODES, cells[1], NODES)
@@ -67,15 +67,15 @@ def _best_edges(alpha: Any, operations: Sequence[str], cell: str) -> Pairs:
 
 
 def one_hot(genotype: Genotype, operations: Sequence[str] = PRIMITIVES) -> dict[str, np.ndarray]:
-    """The ``alpha`` of a genotype: 1 on its edges' operations, 0 everywhere else.
+    """Return the ``alpha`` of a genotype: 1 on its edges' operations, 0 everywhere else.
 
-    An edge that it leaves out is a row of zeros, which is not on the simplex.
+    The row of a missing edge is zero, so it is not on the simplex.
     """
     check_genotype(genotype)
     alpha = {}
     for cell in ("normal", "reduce"):
         concat = getattr(genotype, f"{cell}_concat")
-        if tuple(concat) != NODES:  # in their order too: that of the channels
+        if tuple(concat) != NODES:  # the order is that of the channels
             raise ValueError(f"{cell}_concat: expected {NODES}, as the supernet's, got {concat}.")
         alpha[cell] = np.zeros((len(EDGES), len(operations)))
         for k, (name, source) in enumerate(getattr(genotype, cell)):
@@ -90,7 +90,7 @@ def one_hot(genotype: Genotype, operations: Sequence[str] = PRIMITIVES) -> dict[
 
 
 def draw_corner(key: chex.PRNGKey, operations: Sequence[str] = PRIMITIVES) -> dict[str, jax.Array]:
-    """A genotype drawn uniformly, as the ``alpha`` of :func:`one_hot`. Pure, for ``jit``."""
+    """Draw a genotype uniformly, as the ``alpha`` of :func:`one_hot`. Pure, for ``jit``."""
     prng_key("key", key)
     allowed = jnp.array([i for i, name in enumerate(operations) if name != "none"])
     into = jnp.array([node for _, node in EDGES])
@@ -108,14 +108,14 @@ def draw_corner(key: chex.PRNGKey, operations: Sequence[str] = PRIMITIVES) -> di
 
 
 def parse_genotype(text: str) -> Genotype:
-    """A genotype from its text, ``Genotype(normal=[('sep_conv_3x3', 0), ...], ...)``.
+    """Return a genotype from its string, ``Genotype(normal=[('sep_conv_3x3', 0), ...], ...)``.
 
-    The text is read, not run. :func:`check_genotype` looks at what it says.
+    The string is parsed, not evaluated, and then checked.
 
     Raises
     ------
     ValueError
-        For any other text.
+        If the string is not a genotype.
 
     Examples
     --------
@@ -190,7 +190,7 @@ DARTS_V2 = parse_genotype(
 """Found by DARTS of second order on CIFAR-10, as published."""
 
 
-# Left to right, at heights (found by random search) where no edge comes near a third node.
+# Left to right, at heights (by random search) with no edge near a third node.
 _PLACES = {0: (0, 1.0), 1: (0, -1.0), 2: (1.4, 1.4), 3: (2.8, -0.4), 4: (4.2, 0.7), 5: (5.6, -0.75)}
 _OUTPUT = (7.0, 1.05)
 _LABELS = {0: "k−2", 1: "k−1", 2: "0", 3: "1", 4: "2", 5: "3"}
@@ -199,14 +199,12 @@ _LABELS = {0: "k−2", 1: "k−1", 2: "0", 3: "1", 4: "2", 5: "3"}
 def plot_genotype(genotype: Genotype, axes: Sequence[Any] | None = None) -> Sequence[Any]:
     """Draw both cells as graphs: an arrow for each edge, its colour and dashes the operation.
 
+    The result is the axes of the normal cell and of the reduction cell.
+
     Parameters
     ----------
     genotype : Genotype
     axes : two matplotlib axes, optional
-
-    Returns
-    -------
-    The axes: of the normal cell, of the reduction cell.
 
     Examples
     --------
@@ -224,18 +222,9 @@ def plot_genotype(genotype: Genotype, axes: Sequence[Any] | None = None) -> Sequ
 
 def _draw_cell(ax: Any, pairs: Pairs, concat: Sequence[int]) -> None:
     def arrow(tail, head, bend=0.0, **style):
-        ax.annotate(
-            "",
-            head,
-            tail,
-            arrowprops={
-                "arrowstyle": "-|>",
-                "shrinkA": 13,
-                "shrinkB": 13,
-                "connectionstyle": f"arc3,rad={bend}",
-                **style,
-            },
-        )
+        look = {"arrowstyle": "-|>", "shrinkA": 13, "shrinkB": 13, **style}
+        look["connectionstyle"] = f"arc3,rad={bend}"
+        ax.annotate("", head, tail, arrowprops=look)
 
     for node in concat:
         arrow(_PLACES[node], _OUTPUT, color="0.8", linewidth=1)
@@ -245,14 +234,9 @@ def _draw_cell(ax: Any, pairs: Pairs, concat: Sequence[int]) -> None:
         parallel = drawn.get((source, node), 0)
         drawn[source, node] = parallel + 1
         arrow(_PLACES[source], _PLACES[node], 0.2 * parallel, **_operation_style(name))
+    circle = {"boxstyle": "circle,pad=0.35", "facecolor": "white", "edgecolor": "0.3"}
     for node, place in itertools.chain(_PLACES.items(), [(-1, _OUTPUT)]):
-        ax.text(
-            *place,
-            _LABELS.get(node, "k"),
-            ha="center",
-            va="center",
-            bbox={"boxstyle": "circle,pad=0.35", "facecolor": "white", "edgecolor": "0.3"},
-        )
+        ax.text(*place, _LABELS.get(node, "k"), ha="center", va="center", bbox=circle)
     for name in sorted({name for name, _ in pairs}, key=PRIMITIVES.index):
         ax.plot([], [], label=name, **_operation_style(name))
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
@@ -261,6 +245,6 @@ def _draw_cell(ax: Any, pairs: Pairs, concat: Sequence[int]) -> None:
 
 
 def _operation_style(name: str) -> dict[str, Any]:
-    """Colour and dashes of an operation; ``none``, the first, is in no genotype."""
+    """Return colour and dashes of an operation other than ``none``."""
     k = PRIMITIVES.index(name) - 1
     return {"color": COLOURS[k], "linestyle": DASHES[k], "linewidth": 2}

@@ -1,4 +1,4 @@
-"""The network that a genotype stands for, to be trained from scratch (Liu et al. 2019, 3.3).
+"""The network of a genotype, to be trained from scratch (Liu et al. 2019, 3.3).
 
 Its cells have two edges into each node, each with one operation, and batch normalisation with
 learned scales and with running averages for predictions. Regularised by
@@ -8,8 +8,8 @@ learned scales and with running averages for predictions. Regularised by
     cutout       a square of each training image is set to 0 (DeVries & Taylor 2017)
     auxiliary    a second classifier after the second reduction, its loss times 0.4
 
-As published: 600 epochs of SGD, batch 96, rate .025 with a cosine to 0, momentum .9, weight decay
-3e-4, gradients clipped to norm 5, ``drop_path`` rising linearly from 0 to .2, cutout 16.
+As published: 600 epochs of SGD, batch 96, rate 0.025 with a cosine to 0, momentum 0.9, weight decay
+3e-4, gradients clipped to norm 5, ``drop_path`` rising linearly from 0 to 0.2, cutout 16.
 """
 
 import functools
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from bilevel.nets.convolution import average_pooling
-from bilevel.nets.layers import Conv, Norm, accumulation_dtype, cast_images
+from bilevel.nets.layers import Conv, Norm, batch_norm, cast_images, pixel_means
 from bilevel.nets.training import TrainableNetwork
 from bilevel.spaces.cells import check_sizes, trainable_network
 from bilevel.spaces.darts.genotype import NODES, Genotype, check_genotype
@@ -34,7 +34,7 @@ from bilevel.spaces.darts.operations import (
 
 
 class Cell(nn.Module):
-    """A cell of a genotype; ``drop`` acts on the output of every edge but identities."""
+    """A cell of a genotype; ``drop`` acts on the outputs of all edges except identities."""
 
     genotype: Genotype
     channels: int
@@ -45,7 +45,7 @@ class Cell(nn.Module):
 
     @nn.compact
     def __call__(self, before_last: jax.Array, last: jax.Array) -> jax.Array:
-        """Two arrays [n, h, w, c] -> [n, h', w', concat * channels]."""
+        """Map two arrays [n, h, w, c] to [n, h', w', concat * channels]."""
         kind = "normal" if self.stride == 1 else "reduce"
         pairs = getattr(self.genotype, kind)
         adapt = FactorizedReduce if self.reduced else ReluConvNorm
@@ -66,14 +66,14 @@ class Cell(nn.Module):
 
 
 class AuxiliaryHead(nn.Module):
-    """The second classifier, for images of at least 8 x 8 where it stands."""
+    """The second classifier, for inputs of at least 8 x 8 pixels."""
 
     classes: int
     norm: Norm
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[n, h, w, c] -> logits [n, classes]."""
+        """Map [n, h, w, c] to logits [n, classes]."""
         if min(x.shape[1:3]) < 8:
             raise ValueError(
                 "auxiliary: expected at least 8 x 8 pixels after two reductions "
@@ -82,7 +82,7 @@ class AuxiliaryHead(nn.Module):
         x = average_pooling(nn.relu(x), 5, stride=3)
         x = nn.relu(self.norm()(Conv(128)(x)))
         x = nn.relu(self.norm()(Conv(768, 2, padding=0)(x)))
-        return nn.Dense(self.classes)(x.mean((1, 2), dtype=accumulation_dtype(x.dtype)))
+        return nn.Dense(self.classes)(pixel_means(x))
 
 
 class DartsNetwork(nn.Module):
@@ -98,21 +98,14 @@ class DartsNetwork(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, drop_path: float | jax.Array = 0.0) -> list[jax.Array]:
-        """Images [n, h, w, c] -> logits [n, classes], and the auxiliary ones when ``train``."""
-        norm = functools.partial(
-            nn.BatchNorm,
-            use_running_average=not self.train,
-            momentum=0.9,
-            epsilon=1e-5,
-            dtype=self.dtype,
-        )
+        """Map images [n, h, w, c] to logits [n, classes], and the auxiliary ones when ``train``."""
+        norm = batch_norm(self.train, self.dtype)
 
         def drop(y):
             if not self.train:
                 return y
-            keep = jax.random.bernoulli(
-                self.make_rng("drop_path"), 1 - drop_path, (len(y), 1, 1, 1)
-            )
+            key, shape = self.make_rng("drop_path"), (len(y), 1, 1, 1)
+            keep = jax.random.bernoulli(key, 1 - drop_path, shape)
             return y * (keep.astype(float) / (1 - drop_path)).astype(y.dtype)
 
         before_last = last = norm()(Conv(3 * self.channels, 3)(cast_images(x, self.dtype)))
@@ -124,8 +117,7 @@ class DartsNetwork(nn.Module):
             before_last, last, reduced = last, layer(before_last, last), reduce
             if self.train and self.auxiliary and cell == 2 * self.cells // 3:
                 auxiliary = [AuxiliaryHead(self.classes, norm, name="auxiliary")(last)]
-        pooled = last.mean((1, 2), dtype=accumulation_dtype(last.dtype))
-        return [nn.Dense(self.classes)(pooled), *auxiliary]
+        return [nn.Dense(self.classes)(pixel_means(last)), *auxiliary]
 
 
 def darts_network(
@@ -137,7 +129,7 @@ def darts_network(
     auxiliary: bool = True,
     dtype: Any = None,
 ) -> TrainableNetwork:
-    """The network of a genotype, to be trained by :func:`bilevel.nets.from_scratch`.
+    """Make the network of a genotype, to be trained by :func:`bilevel.nets.from_scratch`.
 
     Parameters
     ----------
@@ -145,9 +137,9 @@ def darts_network(
     classes, cells, channels : int
         The defaults are the published evaluation's on CIFAR-10.
     auxiliary : bool
-        Whether training has the auxiliary classifier; images have to be 29 x 29 or larger.
+        Whether training has the auxiliary classifier; images must be at least 29 x 29.
     dtype : dtype, optional
-        Of activations, by default the images'; parameters and averages are float32.
+        Dtype of activations, by default the images'; parameters and averages are float32.
 
     Raises
     ------
@@ -157,8 +149,8 @@ def darts_network(
     Notes
     -----
     Liu, Simonyan & Yang (2019), section 3.3 and appendix A.2. Deviations: running variances are of
-    the batch, without the factor m / (m - 1). The auxiliary classifier averages over positions: the
-    reference fails for images beyond 40 x 40. Biases of both classifiers start at 0.
+    the batch, without the factor m / (m - 1). The auxiliary classifier averages over positions,
+    because the reference fails for images beyond 40 x 40. Biases of both classifiers start at 0.
 
     Examples
     --------
@@ -171,6 +163,5 @@ def darts_network(
     check_genotype(genotype)
     check_sizes(classes, cells, channels, 2)
     sizes = classes, cells, channels, auxiliary, dtype
-    return trainable_network(
-        lambda train: DartsNetwork(genotype, *sizes, train), len(reductions(cells))
-    )
+    module = functools.partial(DartsNetwork, genotype, *sizes)
+    return trainable_network(module, len(reductions(cells)))

@@ -3,7 +3,7 @@
 ======================  ===============================================================
 operation               program, for stride s
 ======================  ===============================================================
-``none``                zeros; it has no module, mixtures leave it out
+``none``                zeros; mixtures skip it
 ``max_pool_3x3``        padding 1
 ``avg_pool_3x3``        padding 1, mean over the pixels inside the image
 ``skip_connect``        identity; :class:`FactorizedReduce` at stride 2
@@ -11,8 +11,8 @@ operation               program, for stride s
 ``dil_conv_3x3, 5x5``   ReLU, depthwise k x k of dilation 2 and stride s, 1 x 1, norm
 ======================  ===============================================================
 
-``norm()`` makes the normalisation layer: the supernet's is :class:`Standardize`; networks trained
-from scratch have batch normalisation with running averages.
+``norm()`` makes the normalisation layer: :class:`Standardize` in the supernet, batch normalisation
+with running averages in networks trained from scratch.
 """
 
 import functools
@@ -46,14 +46,14 @@ class ReluConvNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[n, h, w, c] -> [n, h, w, channels]."""
+        """Map [n, h, w, c] to [n, h, w, channels]."""
         return self.norm()(Conv(self.channels)(nn.relu(x)))
 
 
 class FactorizedReduce(nn.Module):
     """ReLU, two 1 x 1 convolutions of stride 2, the second one pixel off, norm.
 
-    An odd side gets a zero at its end for the second; the reference wants even sides.
+    An odd side gets a zero at its end for the second; the reference requires even sides.
     """
 
     channels: int
@@ -61,7 +61,7 @@ class FactorizedReduce(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[n, h, w, c] -> [n, ceil(h / 2), ceil(w / 2), channels]."""
+        """Map [n, h, w, c] to [n, ceil(h / 2), ceil(w / 2), channels]."""
         x = nn.relu(x)
         odd = [(0, 0), (0, x.shape[1] % 2), (0, x.shape[2] % 2), (0, 0)]
         half = self.channels // 2
@@ -80,7 +80,7 @@ class SeparableConv(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[n, h, w, channels] -> [n, h', w', channels]."""
+        """Map [n, h, w, channels] to [n, h', w', channels]."""
         for stride in (self.stride, 1):
             x = Conv(self.channels, self.size, stride, depthwise=True)(nn.relu(x))
             x = self.norm()(Conv(self.channels)(x))
@@ -97,18 +97,13 @@ class DilatedConv(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[n, h, w, channels] -> [n, h', w', channels]."""
+        """Map [n, h, w, channels] to [n, h', w', channels]."""
         x = Conv(self.channels, self.size, self.stride, 2, depthwise=True)(nn.relu(x))
         return self.norm()(Conv(self.channels)(x))
 
 
 def run_operation(
-    name: str,
-    x: jax.Array,
-    channels: int,
-    stride: int,
-    norm: Norm,
-    pool_norm: Norm | None = None,
+    name: str, x: jax.Array, channels: int, stride: int, norm: Norm, pool_norm: Norm | None = None
 ) -> jax.Array:
     """Apply an operation other than ``none`` inside a module; ``pool_norm`` follows pooling."""
     if name == "skip_connect":
@@ -129,5 +124,5 @@ _CONVOLUTIONS: dict[str, Callable[..., nn.Module]] = {
 
 
 def reductions(cells: int) -> set[int]:
-    """The cells, counted from 0, that halve the image and double the channels."""
+    """Return the cells, counted from 0, that halve the image and double the channels."""
     return {cells // 3, 2 * cells // 3}

@@ -1,13 +1,13 @@
-"""The DARTS search space: a network whose every edge mixes the operations (Liu et al. 2019).
+"""The DARTS search space: a network with a mixture of operations on every edge (Liu et al. 2019).
 
 Cells are stacked; those at one and at two thirds are reduction cells, which halve the image and
 double the channels. All normal cells share one ``alpha`` [14, 8], all reduction cells another. A
 cell's inputs are the outputs of the two cells before it. The paper's alpha are logits: its softmax
-is the geometry here, :func:`bilevel.softmax`. Both losses are the mean cross-entropy; weight decay
-is the optimizer's.
+is the geometry :func:`bilevel.softmax`. Both losses are the mean cross-entropy; the optimizer adds
+weight decay.
 
-The edges of a cell are a loop over one compiled program (``nn.scan``): a cell has one to compile
-instead of 14, a reduction cell two.
+The edges of a cell are a loop over one compiled program (``nn.scan``), so that a cell compiles one
+edge instead of 14, and a reduction cell two.
 """
 
 import functools
@@ -21,15 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.nets.convolution import materialized
-from bilevel.nets.layers import Conv, Standardize, accumulation_dtype, cast_images
+from bilevel.nets.layers import Conv, Standardize, cast_images, pixel_means
 from bilevel.spaces.cells import MixedOperation, candidate_names, check_sizes, supernet_space
-from bilevel.spaces.darts.genotype import (
-    EDGES,
-    NODES,
-    draw_corner,
-    genotype,
-    one_hot,
-)
+from bilevel.spaces.darts.genotype import EDGES, NODES, draw_corner, genotype, one_hot
 from bilevel.spaces.darts.operations import (
     PRIMITIVES,
     FactorizedReduce,
@@ -50,12 +44,12 @@ class MixedEdge(nn.Module):
 
     @nn.compact
     def __call__(self, states: jax.Array, edge: Any) -> Any:
-        """``states`` = (inputs or None, nodes), ``edge`` = (source, node, alpha [h])."""
+        """Map ``states`` = (inputs or None, nodes) along ``edge`` = (source, node, alpha [h])."""
         inputs, nodes = states
         source, node, alpha = edge
-        # In memory, so that the update of `nodes`, here and in the backward pass, is of that alone.
+        # In memory, so that the updates of `nodes`, here and backward, are not fused with it.
         x = materialized((nodes if inputs is None else inputs)[source], alpha[0])
-        # Inside a loop, remat needs no barrier against merging what it computes twice.
+        # Inside a loop, XLA does not merge the recomputation with the original.
         mixed = nn.remat(MixedOperation, prevent_cse=False) if self.remat else MixedOperation
         run = functools.partial(
             run_operation,
@@ -68,7 +62,7 @@ class MixedEdge(nn.Module):
         return (inputs, nodes.at[node].add(materialized(y, alpha[0]))), None
 
 
-# Parameters lead with the edge.
+# The leading axis of the parameters is the edge.
 MixedEdges: Any = nn.scan(MixedEdge, variable_axes={"params": 0}, split_rngs={"params": True})
 
 
@@ -83,12 +77,12 @@ class MixedCell(nn.Module):
 
     @nn.compact
     def __call__(self, before_last: jax.Array, last: jax.Array, alpha: jax.Array) -> jax.Array:
-        """Two arrays [n, h, w, c] and ``alpha`` [14, h] -> [n, h', w', 4 channels]."""
+        """Map two arrays [n, h, w, c] and ``alpha`` [14, h] to [n, h', w', 4 channels]."""
         adapt = FactorizedReduce if self.reduced else ReluConvNorm
         before_last = adapt(self.channels, Standardize)(before_last)
         last = ReluConvNorm(self.channels, Standardize)(last)
         inputs, edges = jnp.stack([before_last, last]), np.array(EDGES)
-        # EDGES is by node: whatever leads into a node comes before all that leads out of it.
+        # EDGES is sorted by node: all edges into a node come before the edges out of it.
         if self.stride == 1:
             nodes = jnp.concatenate([inputs, jnp.zeros((len(NODES), *last.shape), last.dtype)])
             nodes = self._mixed(1, None, nodes, edges, alpha)[2:]
@@ -117,7 +111,7 @@ class Supernet(nn.Module):
 
     @nn.compact
     def __call__(self, alpha: Any, x: jax.Array) -> jax.Array:
-        """``alpha`` {"normal", "reduce"} and images [n, h, w, c] -> logits [n, classes]."""
+        """Map ``alpha`` {"normal", "reduce"} and images [n, h, w, c] to logits [n, classes]."""
         stem = Conv(3 * self.channels, 3)(cast_images(x, self.dtype))
         before_last = last = Standardize(affine=True)(stem)
         channels, reduced = self.channels, False
@@ -129,11 +123,10 @@ class Supernet(nn.Module):
             kind = "reduce" if reduce else "normal"
             before_last, last = last, mixed(before_last, last, alpha[kind])
             reduced = reduce
-        pooled = last.mean((1, 2), dtype=accumulation_dtype(last.dtype))
-        logits = nn.Dense(self.classes)(pooled)
+        logits = nn.Dense(self.classes)(pixel_means(last))
         if len(reductions(self.cells)) == self.cells:
-            # Without normal cells their alpha has no effect. It is read all the same, since a
-            # search refuses a leaf that nothing reads, and a genotype has both kinds.
+            # Without normal cells their alpha has no effect. It is still read, because a search
+            # raises an error for an unused leaf, and a genotype has both kinds.
             logits += 0 * alpha["normal"].sum().astype(logits.dtype)
         return logits
 
@@ -147,37 +140,37 @@ def darts_space(
     dtype: Any = None,
     remat: bool = True,
 ) -> Space:
-    """The DARTS supernet as a search space.
+    """Make the DARTS supernet as a search space.
 
     ``alpha`` is {"normal": [14, h], "reduce": [14, h]}, the operations' weights on every edge.
-    Batches are ``(x, labels)``: images [n, h, w, c], integer labels [n]; outputs are logits
-    [n, classes], normalised by the batch. An architecture is a :class:`Genotype`; its corner has
-    zeros on the edges that it leaves out.
+    Batches are ``(x, labels)``: images [n, h, w, c], integer labels [n]; outputs are logits [n,
+    classes], normalised by the batch. An architecture is a :class:`Genotype`; its vertex has zeros
+    on the edges without operation.
 
     Parameters
     ----------
-    operations : names in ``PRIMITIVES``, one other than "none" among them
+    operations : names in ``PRIMITIVES``, at least one other than "none"
     classes, cells, channels : int
         The defaults are the published search's on CIFAR-10; ``channels`` are the first cell's.
     dtype : dtype, optional
-        Of activations; ``jnp.bfloat16`` for mixed precision. Parameters are float32, batch
-        statistics, the classifier and losses float32 at least. By default the images'.
+        Dtype of activations, by default the images'; ``jnp.bfloat16`` for mixed precision.
+        Parameters are float32; batch statistics, the classifier and losses have at least float32.
     remat : bool
-        Whether to keep only an edge's input for the backward pass and compute the edge again. On a
-        CPU that takes a sixth of the memory, and less time.
+        Whether to store only an edge's input for the backward pass and recompute the edge. On a CPU
+        that takes a sixth of the memory, and less time.
 
     Raises
     ------
     ValueError
-        If operations are unknown, there are fewer than two classes, or images are smaller than the
-        reductions need.
+        If operations are unknown, there are fewer than two classes, or images are too small for the
+        reductions.
 
-    Deviation: the classifier's bias starts at 0.
-
-    Cost: memory for the 14 inputs of edges of every cell, without ``remat`` for all activations. On
-    a CPU of two cores a search step takes two thirds of the time and a fifth of the memory of
-    PyTorch's (``benchmarks/deep_search/darts_step.py``). Compiling 3 cells takes half a minute for
-    4 operations, half as long again for 8.
+    Notes
+    -----
+    Deviation: the classifier's bias starts at 0. Memory: the 14 inputs of edges of every cell,
+    without ``remat`` all activations. On two CPU cores a search step takes two thirds of the time
+    and a fifth of the memory of PyTorch's (``benchmarks/deep_search/darts_step.py``). Compiling 3
+    cells takes 30 s for 4 operations, 45 s for 8.
 
     References
     ----------

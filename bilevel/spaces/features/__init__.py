@@ -1,4 +1,4 @@
-"""Feature maps with a configuration, the search spaces of Khodak et al. (2020).
+"""Configurable feature maps, the search spaces of Khodak et al. (2020).
 
 ``fourier``: random Fourier features of images and tables; ``text``: hashed bags of n-grams.
 """

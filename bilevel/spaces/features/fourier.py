@@ -1,4 +1,4 @@
-"""Random Fourier features whose preprocessing, kernel and bandwidth are a configuration.
+"""Random Fourier features with configurable preprocessing, kernel and bandwidth.
 
     phi_j(x) = sqrt(2) cos(s_c w_j' t_c(x) + b_j),    b_j ~ U[0, 2 pi],
     (1/D) sum_{j < D} phi_j(x) phi_j(y)  ->  k_c(t_c(x), t_c(y))    with rms error about 1/sqrt(D)
@@ -12,8 +12,8 @@ kernel                  k(x, y)                  w_j                    s_c
 ======================  =======================  =====================  ==============
 
 Khodak et al. say "Laplace"; their released code has the first. The draws are the same for every
-configuration and row, so that coordinate j of weights that configurations share belongs to one
-random direction. They form an endless sequence, any part of which can be made alone.
+configuration and row, so that coordinate j of shared weights belongs to one random direction. They
+form an endless sequence; every part of it can be computed alone.
 
 Rahimi & Recht (2007); search space of Khodak, Li, Balcan & Talwalkar (2020), section 2 and B.2.1.
 """
@@ -56,7 +56,7 @@ class FourierConfig(NamedTuple):
     gamma: jax.Array  # bandwidth, positive
 
     def __str__(self) -> str:
-        """One configuration in a few words; of several, or of traced ones, the fields."""
+        """Describe one configuration in a few words; several or traced ones give the fields."""
         if not concrete(self) or np.size(self.gamma) > 1:
             return repr(self)
         preprocess, kernel = PREPROCESS[int(self.preprocess)], KERNELS[int(self.kernel)]
@@ -69,8 +69,8 @@ class FourierMap(NamedTuple):
     # (config, x [n, p], dimension, start=0) -> features ``start`` to ``start + dimension``, without
     # the factor ``1/sqrt(D)``; ``start`` may be traced.
     apply: Callable[..., jax.Array]
-    # (config, x, dimension, start=0) -> ``w_j' t_c(x)`` [n, dimension], the costly part: the same
-    # for every ``gamma``, so that a cache for each preprocessing and kernel serves them all.
+    # (config, x, dimension, start=0) -> ``w_j' t_c(x)`` [n, dimension], the costly part, which does
+    # not depend on ``gamma``.
     project: Callable[..., jax.Array]
     # (dimension, start=0, dtype=float) -> b [dimension], for :func:`from_projection`
     phases: Callable[..., jax.Array]
@@ -79,12 +79,12 @@ class FourierMap(NamedTuple):
 def fourier_config(
     preprocess: str = "none", kernel: str = "gaussian", gamma: float | chex.Array = 1.0
 ) -> FourierConfig:
-    """A configuration by the names in ``PREPROCESS`` and ``KERNELS``.
+    """Make a configuration by the names in ``PREPROCESS`` and ``KERNELS``.
 
     Raises
     ------
     ValueError
-        For an unknown name, or a ``gamma`` that is not positive and finite.
+        If a name is unknown, or ``gamma`` is not positive and finite.
 
     Examples
     --------
@@ -106,7 +106,7 @@ def sample_fourier(
     kernels: Sequence[str] = ("gaussian", "laplace"),
     gammas: tuple[float, float] = (1e-5, 10.0),
 ) -> list[FourierConfig]:
-    """Random configurations: preprocessing and kernel uniform, ``gamma`` log-uniform.
+    """Draw configurations: preprocessing and kernel uniform, ``gamma`` log-uniform.
 
     The defaults are the search space of Khodak et al.'s released code.
 
@@ -121,8 +121,8 @@ def sample_fourier(
     Raises
     ------
     ValueError
-        If ``key`` is not a PRNG key, ``count`` is negative, a kernel unknown or none given, or
-        ``gammas`` is not an interval of positive numbers.
+        If ``key`` is not a PRNG key, ``count`` is negative, a kernel is unknown, there are no
+        kernels, or ``gammas`` is not an interval of positive numbers.
 
     Examples
     --------
@@ -132,7 +132,7 @@ def sample_fourier(
     >>> stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *configs)
     >>> features = fourier_features(jax.random.key(1), jnp.eye(4))
     >>> apply = jax.jit(features.apply, static_argnames="dimension")
-    >>> apply(stacked, jnp.eye(4), dimension=16).shape  # a configuration for each row
+    >>> apply(stacked, jnp.eye(4), dimension=16).shape
     (4, 16)
     """
     prng_key("key", key)
@@ -157,35 +157,34 @@ def sample_fourier(
 
 
 def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
-    """Random Fourier features of rows like ``x_train``, for every configuration.
+    """Make random Fourier features of rows like ``x_train``, for every configuration.
 
     Parameters
     ----------
     key : jax.Array
-        Of the draws, which are the same for float32 and float64 up to rounding.
+        For the draws, which are the same for float32 and float64 up to rounding.
     x_train : array [n, p]
-        Training rows, from which alone the statistics of the preprocessing come. As in
-        scikit-learn, a column that is constant there is shifted but not scaled, and a row of
-        zeros stays zero.
+        Training rows: the only source of the statistics of the preprocessing. As in scikit-learn, a
+        constant column is shifted but not scaled, and a row of zeros stays zero.
 
     Returns
     -------
     FourierMap
-        Its functions work under jit, grad (in ``x`` and ``gamma``) and vmap, in the type of ``x``.
+        Its functions work under jit, grad (in ``x`` and ``gamma``) and vmap, in the dtype of ``x``.
 
     Raises
     ------
     ValueError
         If ``key`` is not a PRNG key, or ``x_train`` is not a matrix, empty or not finite. The
-        functions
-        raise it for rows of another length, a ``dimension`` under 1 or a negative ``start``.
+        functions raise it for rows of another length, a ``dimension`` under 1 or a negative
+        ``start``.
 
     Notes
     -----
     ``project`` costs one product [n, p] x [p, D] for a scalar configuration and two for one
-    configuration per row (and under vmap over configurations), besides p D random numbers each;
-    memory the p D numbers and the result. The random bits of feature j depend on the key and j
-    alone; features of different ``dimension`` and ``start`` agree up to rounding.
+    configuration per row (and under vmap over configurations), plus p D random numbers each; memory
+    the p D numbers and the result. The random bits of feature j depend on the key and j alone;
+    features of different ``dimension`` and ``start`` agree up to rounding.
 
     Examples
     --------
@@ -222,12 +221,10 @@ def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
         def on(shape, stream):
             return _draw_stream(key, stream, shape, start, dimension, x.dtype)
 
-        def gaussian():
-            return x @ on((p,), _DIRECTIONS)
+        def along(directions):
+            return lambda: x @ on((p,), directions)
 
-        def cauchy():
-            return x @ on((p,), _CAUCHY)
-
+        gaussian, cauchy = along(_DIRECTIONS), along(_CAUCHY)
         is_laplace = kernel == _LAPLACE
         if kernel.ndim == 0:
             projection = jax.lax.cond(is_laplace, cauchy, gaussian)
@@ -249,7 +246,7 @@ def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
 
 
 def from_projection(config: FourierConfig, projection: chex.Array, phases: chex.Array) -> jax.Array:
-    """Features ``sqrt(2) cos(s_c P + b)``, [n, D], from a projection P [n, D] and phases b [D].
+    """Return features ``sqrt(2) cos(s_c P + b)`` [n, D] of a projection P [n, D] and phases b [D].
 
     P comes from ``FourierMap.project`` for the preprocessing and kernel of ``config``.
     """
@@ -263,8 +260,7 @@ def _standard_normal(v):
 
 
 def _standard_cauchy(v):
-    # tan(pi v / 2), from the end of the interval where that is ill-conditioned: the largest
-    # entries matter most.
+    # tan(pi v / 2), computed from the interval's end where it is ill-conditioned.
     near_end = jnp.abs(v) > 0.5
     tangent = jnp.tan(math.pi / 2 * jnp.where(near_end, jnp.sign(v) - v, v))
     return jnp.where(near_end, 1 / jnp.where(near_end, tangent, 1), tangent)
@@ -274,55 +270,53 @@ def _angle(v):
     return math.pi * (v + 1)
 
 
-# The four streams of random numbers, by number for `fold_in`, and what they make of v ~ U(-1, 1).
+# The four streams of random numbers, by number for `fold_in`, and their maps of v ~ U(-1, 1).
 _DIRECTIONS, _CAUCHY, _RADII, _PHASES = range(4)
 _TRANSFORMS = (_standard_normal, _standard_cauchy, _standard_normal, _angle)
 
 
 def _part(dimension, start):
-    """Both, if they say which part of the sequence is meant."""
+    """Return both, if they are a valid part of the sequence."""
     if concrete(start):
         start = integer("start", start, 0)
     return integer("dimension", dimension, 1), start
 
 
 def _draw_stream(key, stream, shape, start, dimension, dtype):
-    """Entries ``start`` to ``start + dimension`` of an endless stream, [*shape, dimension].
+    """Return entries ``start`` to ``start + dimension`` of an endless stream, [*shape, dimension].
 
     Every block of ``_BLOCK`` entries has its own key.
     """
     if not concrete(start):
-        count = 1 + math.ceil((dimension - 1) / _BLOCK)  # wherever it starts in its first block
+        count = 1 + math.ceil((dimension - 1) / _BLOCK)  # enough for every start in a block
     else:
         count = math.ceil((start % _BLOCK + dimension) / _BLOCK)
 
     def block(number):
         block_key = jax.random.fold_in(jax.random.fold_in(key, stream), number)
-        # Odd multiples of 2^-23 between -1 and 1: exact in float32, however it is compiled.
+        # Odd multiples of 2^-23 between -1 and 1 are exact in float32 in every compiled program.
         return 2 * jax.random.uniform(block_key, (*shape, _BLOCK), jnp.float32) - (1 - 2.0**-23)
 
     blocks = jax.vmap(block, out_axes=-2)(start // _BLOCK + jnp.arange(count))
     entries = blocks.reshape(*shape, count * _BLOCK)
     part = jax.lax.dynamic_slice_in_dim(entries, start % _BLOCK, dimension, axis=-1)
-    # In 16 bits numbers near the interval's ends would become the ends, and their transforms NaN.
-    # `float` by name is a weak type, which would give way to float32.
+    # In 16 bits values near the interval's ends would become the ends, and their transforms NaN.
+    # The name `float` would be a weak type and give way to float32.
     wide = at_least_float32(jnp.result_type(dtype))
     return _TRANSFORMS[stream](part.astype(wide)).astype(dtype)
 
 
 def _column_statistics(x):
-    """What is taken off each column, and what divides it, for each of PREPROCESS: [4, p] each."""
+    """Return each column's shift and scale for each of PREPROCESS: [4, p] each."""
     low, high = jnp.min(x, axis=0), jnp.max(x, axis=0)
     constant = low == high
     zeros, ones = jnp.zeros_like(low), jnp.ones_like(low)
-    # The mean of equal numbers may differ from them by a rounding.
+    # The mean of equal values can differ from them by rounding.
     shifts = {"minmax": low, "standardize": jnp.where(constant, low, jnp.mean(x, axis=0))}
-    # Scaled first: squares of tiny or huge numbers are none.
+    # Scaled first, because squares of tiny or huge numbers underflow or overflow.
     extent = jnp.where(constant, 1, high - low)
-    scales = {
-        "minmax": extent,
-        "standardize": extent * jnp.std((x - low[None]) / extent[None], axis=0),
-    }
+    deviation = extent * jnp.std((x - low[None]) / extent[None], axis=0)
+    scales = {"minmax": extent, "standardize": deviation}
     return (
         jnp.stack([shifts.get(name, zeros) for name in PREPROCESS]),
         jnp.stack([jnp.where(constant, 1, scales.get(name, ones)) for name in PREPROCESS]),
@@ -330,13 +324,13 @@ def _column_statistics(x):
 
 
 def _unsquarable(x):
-    """The largest entry of every row whose squares are too large or too small; else 1: [n, 1]."""
-    # A row's direction does not depend on it: the derivative need not know of it.
+    """Return the largest entry of every row with squares out of range, else 1: [n, 1]."""
+    # A row's direction does not depend on its scale, so the scale needs no derivative.
     most = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=1, keepdims=True))
     limits = jnp.finfo(x.dtype)
     squares = most**2
     fits = (squares > limits.tiny / limits.eps) & (squares < limits.max / x.shape[1])
-    # XLA may multiply by a reciprocal, and those of the very largest numbers are 0.
+    # XLA may multiply by a reciprocal, which is 0 for the very largest numbers.
     return jnp.where(fits | (most == 0), 1, jnp.minimum(most, limits.max / 8))
 
 

@@ -5,7 +5,7 @@ Ridge regression on a superposition of feature maps, all of one dimension p:
     phi_alpha(x) = sum_i alpha_i phi_i(x),    f(x) = w' phi_alpha(x)
     w = argmin 1/2 |Phi_alpha w - y|^2 + 1/2 lambda |w|^2
 
-The paper's alpha_1..h are ``alpha["mixture"]``, on the simplex, and its alpha_{h+1} is lambda =
+The paper's alpha_1..h are ``alpha["mixture"]``, on the simplex. Its alpha_{h+1} is lambda =
 ``exp(alpha["log_penalty"])``, learned too; minus infinity is ridgeless. Classification is
 regression to one-vs-rest labels +-1, :func:`bilevel.spaces.targets.sign_labels`.
 """
@@ -28,9 +28,9 @@ from bilevel.spaces.targets import OUTER_LOSSES, like_outputs, mixture_and_penal
 class FeatureSpace(Space):
     """A search space of feature maps; see :func:`feature_space`.
 
-    ``alpha`` is {"mixture": [h], "log_penalty"}, at first uniform and log 0.1; ``w`` is [p], or
-    [p, classes], at first 0. Batches are ``(blocks, y)``, outputs like y: [n], or [n, classes]. An
-    architecture is a map's name; its corner has the penalty of the start.
+    ``alpha`` is {"mixture": [h], "log_penalty"}, at first uniform and log 0.1; ``w`` is [p], or [p,
+    classes], at first 0. Batches are ``(blocks, y)``, outputs like y: [n], or [n, classes]. An
+    architecture is a map's name; its vertex has the penalty of the start.
 
     ``blocks(x) -> [h, n, p]`` has every map of every row. ``solver`` is the closed form: one
     Cholesky factorisation, min(n, p)^3 / 3.
@@ -46,14 +46,14 @@ def feature_space(
     names: Sequence[str] | None = None,
     outer: str = "squared",
 ) -> FeatureSpace:
-    """Ridge regression on ``sum_i alpha_i phi_i(x)``, mixture and penalty to be searched.
+    """Make a space of ridge regression on ``sum_i alpha_i phi_i(x)`` with a learned penalty.
 
     Parameters
     ----------
     maps : sequence of functions ``x -> [n, p]``
         The feature maps, with one p in common.
     names : sequence of str, optional
-        The functions' own by default.
+        Default: the functions' own.
     outer : {"squared", "hinge", "logistic"}
         The validation loss, mean over the targets. "squared" is ``(f - y)^2`` and takes any real
         targets; the others are losses of the margin ``y f``, y = +-1.
@@ -66,19 +66,19 @@ def feature_space(
     Raises
     ------
     ValueError
-        If there is no map, the names are not as many, or the loss is unknown. ``blocks`` raises it
-        for maps whose features are not matrices of one shape.
+        If there is no map, the number of names differs, or the loss is unknown. ``blocks`` raises
+        it for maps with features other than matrices of one shape.
 
     Notes
     -----
-    Memory: h n p numbers for the blocks, n p for their mixture. Time of a hypergradient: h n p for
+    Memory: h n p values for the blocks, n p for their mixture. Time of a hypergradient: h n p for
     the mixture and min(n, p)^2 max(n, p) for the solve. The paper's loss is twice the lower loss
     here, with the same minimiser and lambda. Its ``phi_alpha(x_i) = sum_i alpha_i phi_1(x_i)``
     (section 4.2) is a misprint.
 
     Examples
     --------
-    The useful one of two maps is found, with the penalty, each in a geometry of its own:
+    The search selects the useful one of two maps and learns the penalty:
 
     >>> import bilevel, optax
     >>> space = feature_space([jnp.cos, jnp.sin], names=["even", "odd"])

@@ -1,13 +1,13 @@
-"""Choosing one feature map among many: the problems of Khodak et al. 2020, section 2.
+"""Choose one feature map among many: the problems of Khodak et al. 2020, section 2.
 
     min over c of  l_V(w_c, c),    w_c = argmin_w  lambda |w|^2 + sum_T l(<w, phi_c(x)>, y)
 
 c is a :class:`FourierConfig` (images) or :class:`TextConfig` (texts), phi_c a map to ``resource``
-features. lambda, 1/2 in the paper, is not searched for. The loss is squared, to one-vs-rest targets
-+-1 (images), or the squared hinge (texts). The shared w* is one solve in which every row has its
-own configuration. Scores are 0-1 errors. All configurations share one draw of the random features
-(one hash for texts), and fewer features are the first ones of more: weights that are shared need
-features that mean the same, up to the configuration.
+features. lambda, 1/2 in the paper, is fixed. The loss is squared, to one-vs-rest targets +-1
+(images), or the squared hinge (texts). The shared w* is one solve with a configuration per row.
+Scores are 0-1 errors. All configurations share one draw of the random features (one hash for
+texts), and fewer features are the first ones of more. So a shared weight always belongs to the same
+feature, up to the configuration.
 """
 
 import functools
@@ -50,27 +50,26 @@ def fourier_selection(
     memory: int = 2**31,
     place: Callable[[chex.Array], jax.Array] = jnp.asarray,
 ) -> Selection:
-    """Ridge regression on random Fourier features; configurations are :class:`FourierConfig`.
+    """Make ridge regression on random Fourier features; configurations are :class:`FourierConfig`.
 
     Parameters
     ----------
     key : jax PRNG key
-        Of the random features.
+        For the random features.
     train, valid, test : (x [n, ...], labels [n])
         Rows are flattened. A class without training rows is never predicted.
     dimension : int
-        The largest number of features that will be asked for: the ``budget`` of a baseline.
+        The largest number of features: the ``budget`` of a baseline.
     penalty : float
-        lambda in ``|Phi w - y|^2 + lambda |w|^2``. If 0 leaves the weights undetermined, a
-        configuration has NaN for its errors.
+        lambda in ``|Phi w - y|^2 + lambda |w|^2``. If 0 leaves the weights undetermined, the errors
+        of a configuration are NaN.
     memory : int
-        Bytes. Projections of all rows are kept if they fit, n x ``dimension`` numbers for each
-        preprocessing and kernel: a configuration then costs a cosine per feature. Otherwise
-        features are made in blocks, whenever they are needed
-        (:func:`bilevel.linear.ridge_weights`).
+        Bytes. If they fit, projections of all rows are stored: n x ``dimension`` values for each
+        preprocessing and kernel, so that a configuration costs one cosine per feature. Otherwise
+        features are computed in blocks when needed (:func:`bilevel.linear.ridge_weights`).
     place : ``place(rows [n, p]) -> the same``
-        Puts the rows, of all parts one after another, on the devices that are to compute: a
-        ``jax.device_put`` over a mesh.
+        Puts the concatenated rows of all parts on the computing devices, e.g. a ``jax.device_put``
+        over a mesh.
 
     Raises
     ------
@@ -99,14 +98,17 @@ def fourier_selection(
     source = key, x[: sizes[0]]
     kinds = len(fourier.PREPROCESS) * len(fourier.KERNELS)
     fits = kinds * len(x) * dimension * x.dtype.itemsize <= memory
-    ridge, outputs = (
-        _ridge_from_projections(source, x, dimension) if fits else _made_anew(source, x, memory)
+    made = (
+        _ridge_from_projections(source, x, dimension)
+        if fits
+        else _ridge_from_blocks(source, x, memory)
     )
+    ridge, outputs = made
 
     def stacked(configs, cells, resource):
         if not 1 <= resource <= dimension:
             raise ValueError(f"resource: expected 1 to {dimension} features, got {resource}.")
-        if len(configs) == 1:  # scalars, for which one projection does
+        if len(configs) == 1:  # scalars need one projection only
             return jax.tree.map(np.asarray, configs[0])
         return jax.tree.map(lambda *leaves: np.stack(leaves)[cells], *configs)
 
@@ -115,7 +117,7 @@ def fourier_selection(
 
     def wrong(w, configs, cells, rows, resource):
         f = outputs(w, stacked(configs, cells, resource), rows, resource)
-        # The minimum is for a single class, which has no other to be taken for.
+        # With a single class, the sign can predict a second one.
         guesses = classes[np.minimum(predict_labels(f), len(classes) - 1)]
         known = np.isfinite(f).reshape(len(f), -1).all(axis=1)
         return np.where(known, guesses != labels[rows], np.nan)
@@ -123,7 +125,7 @@ def fourier_selection(
     return _selection(fit, wrong, sizes)
 
 
-# Compiled once for all problems of the same sizes: what the features come from is an argument.
+# An argument of the programs, so that problems of the same sizes share them.
 Source = tuple[jax.Array, jax.Array]  # key, training rows
 
 
@@ -140,15 +142,15 @@ def _select(chosen, projection, mask, rows, resource):
 
 @functools.partial(jax.jit, static_argnames=("rows", "resource"))
 def _finish(config, projection, phases, rows, resource):
-    held = projection[slice(*rows), :resource]
-    return fourier.from_projection(config, held, phases[:resource]) / math.sqrt(resource)
+    part = projection[slice(*rows), :resource]
+    return fourier.from_projection(config, part, phases[:resource]) / math.sqrt(resource)
 
 
 _ridge = jax.jit(lambda phi, y, penalty: linear.ridge_weights(phi, y, penalty).w)
 
 
 def _ridge_from_projections(source: Source, x: jax.Array, dimension: int):
-    """Ridge regression and its outputs, from projections that are computed once."""
+    """Return ridge regression and its outputs, from projections that are computed once."""
     projections = {}  # (preprocessing, kernel) -> [n, dimension]
     phases = fourier.fourier_features(*source).phases(dimension, dtype=x.dtype)
 
@@ -204,8 +206,8 @@ def _outputs_in_blocks(source, config, x, w, resource, memory):
     return predict(_feature_blocks(source, config, x, resource), w, memory=memory)
 
 
-def _made_anew(source: Source, x: jax.Array, memory: int):
-    """The same, of features made in blocks whenever they are needed."""
+def _ridge_from_blocks(source: Source, x: jax.Array, memory: int):
+    """Return ridge regression and its outputs, from feature blocks computed when needed."""
 
     def ridge(config, rows, targets, penalty, resource):
         return _ridge_in_blocks(source, config, x[rows], targets, penalty, resource, memory)
@@ -217,7 +219,10 @@ def _made_anew(source: Source, x: jax.Array, memory: int):
 
 
 def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -> Selection:
-    """Squared-hinge SVM on hashed bags of n-grams; configurations are :class:`TextConfig`.
+    """Make a squared-hinge SVM on hashed bags of n-grams; configurations are :class:`TextConfig`.
+
+    The resource is the number of hash bins. Every way of hashing runs once, when a configuration
+    first needs it.
 
     Parameters
     ----------
@@ -226,12 +231,6 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
         C in ``1/2 |w|^2 + C sum max(0, 1 - y f)^2``: 1 is the paper's lambda = 1/2. Solved by
         scikit-learn's ``LinearSVC``, on the host.
 
-    Returns
-    -------
-    Selection
-        Its resource is the number of hash bins. A text is hashed once in each way, when a
-        configuration first asks for it.
-
     Raises
     ------
     ValueError
@@ -239,11 +238,11 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
 
     Notes
     -----
-    A naive-Bayes weight has the sign of the class in it, other weights do not. Weights w that both
-    kinds of configurations share in the same bins could serve neither (on 3,000 reviews most had
-    errors near 1/2), so n-grams of one kind fall into the bins of unrelated n-grams of the other.
-    The authors' released code gives every configuration its own hash. Memory: up to 36 matrices of
-    counts, of some 100 entries and 12 bytes each per text and order.
+    A naive-Bayes weight has the sign of the class in it, other weights do not. Shared weights w of
+    both kinds in the same bins could serve neither (on 3,000 reviews most had errors near 1/2), so
+    n-grams of one kind fall into the bins of unrelated n-grams of the other. The authors' released
+    code gives every configuration its own hash. Memory: up to 36 matrices of counts, of some 100
+    entries and 12 bytes each per text and order.
 
     Examples
     --------
@@ -255,7 +254,7 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
     """
     from sklearn.svm import LinearSVC  # a slow import
 
-    # As objects: numpy would pad all texts to the length of the longest.
+    # numpy would pad strings to the length of the longest.
     parts = ((np.asarray(texts, object), labels) for texts, labels in (train, valid, test))
     texts, labels, sizes = _stacked(*parts)
     check_in_range("cost", cost, 0, math.inf)
@@ -264,7 +263,7 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
         raise ValueError(
             f"train: expected labels 0 and 1, both, got {sorted(set(labels[:n].tolist()))}."
         )
-    # Guesses are 0 or 1: of other labels, as -1, all would be wrong.
+    # Guesses are 0 or 1, so rows with other labels, e.g. -1, would all be wrong.
     for name, part in zip(("valid", "test"), np.split(labels, np.cumsum(sizes))[1:3], strict=True):
         if not set(part.tolist()) <= {0, 1}:
             got = sorted(set(part.tolist()))
@@ -272,7 +271,7 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
     hashed = functools.lru_cache(maxsize=None)(lambda hashing: _Counts(texts, hashing))
 
     def bags(configs, cells, rows, resource):
-        """Each configuration with the ``rows`` that it has, if any, and their bags."""
+        """Yield each configuration with its ``rows``, if any, and their bags."""
         ways = [config.hashing for config in configs]
         for way in dict.fromkeys(ways):  # all rows of a way at once
             mine = np.array([w == way for w in ways])
@@ -289,8 +288,8 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
         parts = list(bags(configs, cells, rows, resource))
         totals = text.statistics(_in_order((own, bag) for _, own, bag in parts), labels[rows])
         phi = _in_order((own, text.weigh(bag, c, totals)) for c, own, bag in parts)
-        # Rows of many configurations differ in scale, which slows descent of w (569 s for 4 s on
-        # 25,000 reviews in 23,171 bins), and not that of the dual, a row at a time.
+        # Rows of many configurations differ in scale, which slows the primal (569 s instead of 4 s
+        # on 25,000 reviews in 23,171 bins), but not the dual, which takes one row at a time.
         dual = True if len(configs) > 1 else "auto"
         svm = LinearSVC(
             C=cost, dual=dual, fit_intercept=False, tol=1e-3, random_state=0, max_iter=10_000
@@ -307,11 +306,11 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
 
 
 class _Counts:
-    """Hashed counts, in one way, of those texts that have been asked for."""
+    """Hashed counts, in one way, of the texts requested so far."""
 
     def __init__(self, texts: np.ndarray, hashing: tuple):
         self.texts, self.config = texts, text.TextConfig(*hashing)
-        self.place = np.full(len(texts), -1)  # row of each text in `counts`; -1: not hashed yet
+        self.place = np.full(len(texts), -1)  # row of each text in `counts`, or -1
         self.counts = scipy_sparse.csr_array((0, text.BINS))
 
     def add(self, index: np.ndarray) -> None:
@@ -327,19 +326,19 @@ class _Counts:
 
 
 def _permute_bins(counts: Any) -> Any:
-    """The same counts in other bins, one-to-one; :func:`text_selection` says why."""
+    """Return the counts in other bins, one-to-one; :func:`text_selection` explains why."""
     bins = ((counts.indices.astype(np.int64) * 15_839 + 104_729) % text.BINS).astype(np.int32)
     return scipy_sparse.csr_array((counts.data, bins, counts.indptr), shape=counts.shape)
 
 
 def _in_order(parts: Iterable[tuple[np.ndarray, Any]]) -> Any:
-    """Rows of a sparse matrix from their indices and parts."""
+    """Return the rows of a sparse matrix from their indices and parts."""
     owned, matrices = zip(*parts, strict=True)
     return scipy_sparse.vstack(matrices, format="csr")[np.argsort(np.concatenate(owned))]
 
 
 def _stacked(*parts: Part) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """All rows, all labels, and how many are in each part."""
+    """Return all rows, all labels, and the number of rows in each part."""
     shape = np.shape(parts[0][0])[1:]
     for name, (x, labels) in zip(("train", "valid", "test"), parts, strict=True):
         if len(x) == 0 or np.shape(labels) != (len(x),):
@@ -356,11 +355,12 @@ def _stacked(*parts: Part) -> tuple[np.ndarray, np.ndarray, list[int]]:
 def _selection(
     fit: Callable[..., Any], wrong: Callable[..., np.ndarray], sizes: Sequence[int]
 ) -> Selection:
-    """The problem of choosing a configuration, made of a function that fits and one that judges.
+    """Make the problem of choosing a configuration from a function that fits and one that judges.
 
-    ``fit(configs, cells, rows, resource) -> model``. ``wrong(model, configs, cells, rows,
-    resource)`` says whether each row is wrong, NaN for outputs that are not finite. ``rows`` is a
-    slice of all rows; ``cells`` has the index of each row's configuration.
+    ``fit(configs, cells, rows, resource) -> model``.
+    ``wrong(model, configs, cells, rows, resource)`` returns whether each row is wrong, NaN for
+    outputs that are not finite. ``rows`` is a slice of all rows; ``cells`` has the index of each
+    row's configuration.
     """
     ends = np.cumsum([0, *sizes])
     train, valid, test = (slice(*ends[i : i + 2].tolist()) for i in range(3))
@@ -376,7 +376,7 @@ def _selection(
 
     def share(key, configs, probabilities, resource, *, whole=False):
         k, (n, m, _) = len(configs), sizes
-        # On the host: every k would compile a program of its own.
+        # On the host, because every k would compile another program.
         seed = np.asarray(jax.random.key_data(key)).ravel()
         cells = np.random.RandomState(seed).choice(k, n + m, p=probabilities)
         model = fit(configs, cells[:n], train, resource)

@@ -1,7 +1,7 @@
-"""Hashed bags of n-grams whose tokenizer, order, weights and scaling are a configuration.
+"""Hashed bags of n-grams with configurable tokenizer, order, weights and scaling.
 
 A document becomes a row of counts of its n-grams of orders 1 to ``order``, each n-gram in the bin
-that its hash says. In the order in which they act, on the host with numpy and scipy:
+of its hash. The steps run in this order, on the host with numpy and scipy:
 
     hashed_counts(texts, config)     tokenizer, stop words, lowercase, order     once per corpus
     fold(counts, dimension, binary)  bins modulo the dimension d; counts or 0/1
@@ -16,7 +16,7 @@ Weights of a bin with totals ``P`` in the positive and ``Q`` in the negative cla
 Search space of Khodak, Li, Balcan & Talwalkar (2020), appendix B.2.2, and of its released code.
 Deviations: every configuration has the same hash function; stop words are scikit-learn's rather
 than NLTK's; "treebank" stands for NLTK's tokenizer without its trained sentence splitter, and
-leaves quotation marks as they are.
+leaves quotation marks unchanged.
 """
 
 import functools
@@ -47,33 +47,32 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "weights": ("none", "nb", "sif"),
     "preprocess": ("none", "normalize", "average"),
 }
-"""The values of each field of :class:`TextConfig` but ``smoothing``, which is a positive number."""
-
+"""The values of each field of :class:`TextConfig` except ``smoothing``, a positive number."""
 
 HASHING = "tokenizer", "stop_words", "lowercase", "order"
-"""The fields that :func:`hashed_counts` depends on."""
+"""The fields used by :func:`hashed_counts`."""
 
 
 class TextConfig(NamedTuple):
     """One configuration; :func:`text_config` makes one with checked fields."""
 
     # "simple" splits on white space and deletes punctuation inside tokens. "punctuation" splits
-    # between runs of punctuation and of other characters too. "treebank" is much as the Penn
+    # between runs of punctuation and of other characters too. "treebank" is similar to the Penn
     # Treebank: contractions (``did n't``) and punctuation are tokens, but not inside words and
-    # numbers. Punctuation is what Unicode files under marks, punctuation and symbols.
+    # numbers. Punctuation means Unicode's marks, punctuation and symbols.
     tokenizer: str = "simple"
-    stop_words: bool = False  # whether to remove English ones, before lowercasing: "THE" stays
+    stop_words: bool = False  # whether to remove English stop words; "THE" stays
     lowercase: bool = True
     order: int = 1  # the longest n-grams: 1, 2 or 3
-    binary: bool = False  # whether a bin is hit rather than how often
+    binary: bool = False  # 0/1 instead of counts
     weights: str = "none"  # or "nb", "sif"
     smoothing: float = 1.0  # a in the weights
-    # Weighted rows as they are ("none"), scaled to unit 2-norm ("normalize"), or divided by the sum
-    # that the row had before the weights ("average").
+    # Weighted rows unchanged ("none"), scaled to unit 2-norm ("normalize"), or divided by the sum
+    # of the row before weighting ("average").
     preprocess: str = "none"
 
     def __str__(self) -> str:
-        """The configuration in a few words."""
+        """Describe the configuration in a few words."""
         words = [self.tokenizer, f"order {self.order}", self.weights]
         words += [f"smoothing {self.smoothing:.2g}"] if self.weights != "none" else []
         words += [self.preprocess] if self.preprocess != "none" else []
@@ -82,7 +81,7 @@ class TextConfig(NamedTuple):
 
     @property
     def hashing(self) -> tuple[Any, ...]:
-        """The fields of ``HASHING``: the key of a cache of :func:`hashed_counts`."""
+        """Return the fields of ``HASHING``: the key of a cache of :func:`hashed_counts`."""
         return tuple(getattr(self, name) for name in HASHING)
 
 
@@ -94,7 +93,7 @@ class TextStatistics(NamedTuple):
 
 
 def text_config(**fields: Any) -> TextConfig:
-    """A configuration with checked fields.
+    """Make a configuration with checked fields.
 
     Parameters
     ----------
@@ -124,14 +123,15 @@ def text_config(**fields: Any) -> TextConfig:
 
 
 def sample_text(key: chex.PRNGKey, count: int) -> list[TextConfig]:
-    """Random configurations from the search space of Khodak et al.'s released code.
+    """Draw configurations from the search space of Khodak et al.'s released code.
 
-    All choices uniform, ``weights`` naive Bayes or SIF, ``smoothing`` log-uniform in [1e-5, 10].
+    All choices are uniform, ``weights`` naive Bayes or SIF, ``smoothing`` log-uniform in [1e-5,
+    10].
 
     Raises
     ------
     ValueError
-        For what is no key, or a ``count`` under 0.
+        If ``key`` is not a PRNG key, or ``count`` is under 0.
 
     Examples
     --------
@@ -141,7 +141,7 @@ def sample_text(key: chex.PRNGKey, count: int) -> list[TextConfig]:
     prng_key("key", key)
     count = integer("count", count, 0)
     seed = np.asarray(jax.random.key_data(key)).ravel()
-    # RandomState, not default_rng, whose stream may change from one numpy to the next.
+    # RandomState's stream is the same in all numpy versions; that of default_rng may change.
     rng = np.random.RandomState(seed)
     choices = CHOICES | {"weights": ("nb", "sif")}
 
@@ -153,9 +153,9 @@ def sample_text(key: chex.PRNGKey, count: int) -> list[TextConfig]:
 
 
 def hashed_counts(texts: Sequence[str], config: TextConfig) -> csr_array:
-    """Counts [n, BINS] of each document's n-grams, sparse float32: the slow step, once per corpus.
+    """Return counts [n, BINS] of each document's n-grams, sparse float32: slow, once per corpus.
 
-    It depends on ``config.hashing`` only. An n-gram is its tokens joined by spaces, its bin
+    The counts depend on ``config.hashing`` only. An n-gram is its tokens joined by spaces, its bin
     scikit-learn's 32-bit MurmurHash3.
     """
     for i, document in enumerate(texts):
@@ -170,7 +170,7 @@ def hashed_counts(texts: Sequence[str], config: TextConfig) -> csr_array:
 def fold(counts: csr_array, dimension: int, binary: bool = False) -> csr_array:
     """Fold ``counts`` [n, bins] to bins modulo ``dimension``; ``binary`` sets nonzero entries to 1.
 
-    For powers of two, the result is that of hashing into ``dimension`` bins.
+    For powers of two, the result equals hashing into ``dimension`` bins.
     """
     if not integer("dimension", dimension, 1) <= counts.shape[1]:
         raise ValueError(f"dimension: expected 1 to {counts.shape[1]}, got {dimension}.")
@@ -184,16 +184,16 @@ def fold(counts: csr_array, dimension: int, binary: bool = False) -> csr_array:
 
 
 def statistics(bags: csr_array, labels: np.ndarray) -> TextStatistics:
-    """Totals of the training rows ``bags`` [n, d] by bin and class, which the weights come from.
+    """Return totals of the training rows ``bags`` [n, d] by bin and class.
 
     ``labels`` [n] have two values; the larger one is the positive class.
     """
-    # In float64: a total may exceed the whole numbers of float32.
+    # In float64, because a total may exceed the exact integers of float32.
     return TextStatistics(*((labels == c).astype(np.float64) @ bags for c in np.unique(labels)))
 
 
 def weigh(bags: csr_array, config: TextConfig, totals: TextStatistics) -> csr_array:
-    """Weighted and scaled features [n, d] of ``bags``, sparse float64.
+    """Return weighted and scaled features [n, d] of ``bags``, sparse float64.
 
     ``totals`` are those of the training rows.
     """
@@ -210,7 +210,7 @@ def weigh(bags: csr_array, config: TextConfig, totals: TextStatistics) -> csr_ar
 
 
 def _bin_weights(bins, config, totals):
-    """The weights of the bins listed: none is computed for bins that are not used."""
+    """Return the weights of the listed bins only."""
     a, negative, positive = config.smoothing, totals.negative, totals.positive
     if config.weights == "nb":
         smoothed = a * len(positive)
@@ -218,7 +218,7 @@ def _bin_weights(bins, config, totals):
         q = (negative[bins] + a) / (negative.sum() + smoothed)
         return np.log2(p / q)
     if config.weights == "sif":
-        # No totals are those of training rows that are all empty.
+        # The totals are 0 if all training rows are empty.
         mass = a * ((positive.sum() + negative.sum()) or 1)
         return mass / (mass + positive[bins] + negative[bins])
     return 1.0
@@ -226,7 +226,7 @@ def _bin_weights(bins, config, totals):
 
 @functools.cache
 def _stop_words() -> frozenset[str]:
-    """What is removed before lowercasing."""
+    """Return the words to remove before lowercasing."""
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
     return ENGLISH_STOP_WORDS | {word.capitalize() for word in ENGLISH_STOP_WORDS}
@@ -250,7 +250,7 @@ _MARKS = "MPS"  # Unicode's categories of marks, punctuation and symbols, by fir
 
 
 class _Deletion(dict):
-    """Table for ``str.translate`` that learns one character at a time what is punctuation."""
+    """Table for ``str.translate`` that classifies punctuation one character at a time."""
 
     def __missing__(self, code):
         self[code] = None if unicodedata.category(chr(code))[0] in _MARKS else code
@@ -262,7 +262,7 @@ _DELETION = _Deletion()
 
 @functools.lru_cache(maxsize=1024)
 def _runs(beyond_ascii: frozenset[str]) -> re.Pattern:
-    # A class of all 10,000 such characters would match hundreds of times as slowly.
+    # A class of all 10,000 such characters would match hundreds of times slower.
     marks = re.escape(string.punctuation + "".join(sorted(beyond_ascii)))
     return re.compile(rf"[{marks}]+|[^\s{marks}]+")
 
@@ -286,7 +286,7 @@ _TREEBANK = re.compile(
 
 
 def _split_as_treebank(text: str) -> list[str]:
-    """Words, contractions (``did n't``, ``he 's``), numbers, abbreviations, other characters."""
+    """Return words, contractions (``did n't``), numbers, abbreviations, other characters."""
     for word in ("n't", "N'T"):
         text = text.replace(word, " " + word)
     return _TREEBANK.findall(_CONTRACTION.sub(" '", text))

@@ -1,9 +1,9 @@
-"""NAS-Bench-201: 15,625 networks whose accuracies are known (Dong & Yang 2020).
+"""NAS-Bench-201: 15,625 networks with known accuracies (Dong & Yang 2020).
 
-``nasbench201_space``: the supernet to search; ``all_networks``: all networks as one function of a
-genotype; ``score_networks``: train-free scores of many networks; ``genotypes``: all genotypes, of
-which ``str`` gives the benchmark's text. What networks reach when trained, and what a ranking of
-them is worth, is in :mod:`bilevel.spaces.nasbench201.judging`.
+``nasbench201_space`` is the supernet to search, ``all_networks`` all networks as one function of a
+genotype, ``score_networks`` computes train-free scores of many networks, and ``genotypes`` lists
+all genotypes; ``str`` gives the benchmark's string. :mod:`bilevel.spaces.nasbench201.judging` has
+the accuracies after training, and judges rankings.
 """
 
 import lazy_loader

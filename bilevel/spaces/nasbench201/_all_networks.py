@@ -1,19 +1,19 @@
-"""All 15,625 networks of NAS-Bench-201 as one function, whose genotype is an argument.
+"""All 15,625 networks of NAS-Bench-201 as one function with the genotype as an argument.
 
     f(w, genotype, x),    w: the weights of every operation on every edge
 
 A genotype is a :class:`Genotype`, known when tracing, or an array of six indices of operations
-(:func:`encode`): then one compiled program is all networks, with the same numbers. Batch
-normalisation is on the batch's own statistics.
+(:func:`encode`). With arrays, one compiled program serves all networks, with the same results.
+Batch normalisation uses the batch's own statistics.
 
 The array form is fast on a CPU:
 
-- an edge is ``lax.switch`` over the operations. Its derivative is another ``switch``, over the
-  derivatives of the branches (``jax.custom_vjp``: no forward mode, but forward over reverse);
-  JAX's own would keep whatever any branch needs.
-- the cells of a stage run in one loop, and are compiled once, over their stacked weights.
-- for the backward pass a cell keeps its input, and is computed again.
-- an operation whose output goes nowhere (into ``none``) is not run.
+- An edge is ``lax.switch`` over the operations. Its derivative is another ``switch``, over the
+  derivatives of the branches (``jax.custom_vjp``: no forward mode, but forward over reverse). JAX's
+  own derivative would store the residuals of all branches.
+- The cells of a stage run in one loop over their stacked weights, and are compiled once.
+- For the backward pass a cell stores its input, and is recomputed.
+- An operation without effect on the output (into ``none``) is not run.
 
 Under ``vmap`` over genotypes every branch is run, which is right on a GPU with small batches.
 """
@@ -32,13 +32,7 @@ from bilevel.internal.checks import concrete
 from bilevel.nets.convolution import average_pooling, convolve_images
 from bilevel.nets.layers import cast_images, draw_parameters
 from bilevel.spaces.cells import check_images, check_sizes
-from bilevel.spaces.nasbench201.genotype import (
-    EDGES,
-    PRIMITIVES,
-    SIZES,
-    Genotype,
-    check_operations,
-)
+from bilevel.spaces.nasbench201.genotype import EDGES, PRIMITIVES, SIZES, Genotype, check_operations
 from bilevel.spaces.nasbench201.network import (
     STAGES,
     Head,
@@ -54,21 +48,22 @@ Pytree = Any
 
 
 class Unnormalized(nn.Module):
-    """What stands in for a norm where there is none, as :func:`ntk.scores.synflow` wants it."""
+    """The identity instead of a norm, for :func:`ntk.scores.synflow`."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``x``."""
+        """Return ``x``."""
         return x
 
 
 class AllNetworks(NamedTuple):
     """All networks of the space; see :func:`all_networks`.
 
-    ``init(key, shape) -> w`` is for images of ``shape`` (h, w, c), ``apply(w, genotype, x) ->
-    logits`` [n, classes] for x [n, h, w, c]; ``apply_unnormalized`` has no batch normalisation.
-    ``select(w, genotype) -> w`` has the weights of a genotype's own operations: for a Genotype the
-    others are left out, for an array they are 0; ``apply`` takes either.
+    ``init(key, shape) -> w`` is for images of ``shape`` (h, w, c),
+    ``apply(w, genotype, x) -> logits`` [n, classes] for x [n, h, w, c]; ``apply_unnormalized`` has
+    no batch normalisation. ``select(w, genotype) -> w`` has the weights of a genotype's own
+    operations: for a Genotype without the others, for an array with zeros for them; ``apply`` takes
+    either.
     """
 
     init: Callable[[jax.Array, tuple[int, ...]], Pytree]
@@ -80,28 +75,27 @@ class AllNetworks(NamedTuple):
 def all_networks(
     *, classes: int = 10, cells: int = 5, channels: int = 16, dtype: Any = None
 ) -> AllNetworks:
-    """All networks of NAS-Bench-201 on shared weights.
+    """Make all networks of NAS-Bench-201 on shared weights.
 
     Parameters
     ----------
     classes, cells, channels : int
-        The defaults are the benchmark's on CIFAR-10; ``cells`` are those of each of three stages,
-        ``channels`` the first one's.
+        The defaults are the benchmark's on CIFAR-10; ``cells`` per stage, ``channels`` of the first
+        stage.
     dtype : dtype, optional
-        Of activations, by default the images'; parameters are float32.
+        Dtype of activations, by default the images'; parameters are float32.
 
     Raises
     ------
     ValueError
         If a genotype is neither a Genotype nor six integers, or images are under 4 x 4.
 
-    Cost: memory for 15 inputs of cells, and one cell's activations; ``w`` has 1.7 million numbers,
-    that of one genotype 0.07 to 1.5. Time on two cores, for 32 images and a random genotype:
-    0.05 s for the logits, 0.16 s for a gradient (``benchmarks/train_free/nasbench201.py``).
-
-    References
-    ----------
-    Dong & Yang (2020), NAS-Bench-201, section 2.
+    Notes
+    -----
+    Memory: 15 inputs of cells, and one cell's activations; ``w`` has 1.7 million weights, one
+    genotype 0.07 to 1.5. Time on two cores, for 32 images and a random genotype: 0.05 s for the
+    logits, 0.16 s for a gradient (``benchmarks/train_free/nasbench201.py``). Reference: Dong & Yang
+    (2020), section 2.
 
     Examples
     --------
@@ -124,7 +118,7 @@ def all_networks(
     def init(key, image):
         check_images((1, *image), STAGES - 1)
         ours = [own(Genotype((name,) * len(EDGES)), image) for name in SIZES]
-        # In a fixed order, which the draw depends on.
+        # The draw depends on the order.
         shapes = unflatten_dict(dict(sorted({**ours[0], **ours[1]}.items())))
         return draw_parameters(key, shapes)
 
@@ -178,22 +172,17 @@ def _indices(genotype: Any) -> jax.Array:
 
 
 def _reaching(which: jax.Array) -> jax.Array:
-    """The genotype [6] with ``none`` for whatever does not lead to the output."""
+    """Return the genotype [6] with ``none`` for edges that do not lead to the output."""
     reaches = {EDGES[-1][1]: jnp.array(True)}
     for node in reversed(range(EDGES[-1][1])):
-        reaches[node] = functools.reduce(
-            jnp.logical_or,
-            [
-                reaches[to] & (which[e] > 0)
-                for e, (source, to) in enumerate(EDGES)
-                if source == node
-            ],
-        )
+        out = [(e, to) for e, (source, to) in enumerate(EDGES) if source == node]
+        carried = [reaches[to] & (which[e] > 0) for e, to in out]
+        reaches[node] = functools.reduce(jnp.logical_or, carried)
     return which * jnp.stack([reaches[to] for _, to in EDGES])
 
 
 def _cells(normalized: bool, which: jax.Array, weights: list[Pytree], x: jax.Array) -> jax.Array:
-    """Cells one after another, by a loop over their weights."""
+    """Apply cells one after another, by a loop over their weights."""
 
     def cell(x, w):
         return add_edges(lambda k, x: _edge(normalized, which[k], w[f"edge_{k}"], x), x), None
@@ -203,7 +192,7 @@ def _cells(normalized: bool, which: jax.Array, weights: list[Pytree], x: jax.Arr
 
 
 def _edge(normalized: bool, operation: jax.Array, w: Pytree, x: jax.Array) -> jax.Array:
-    """The operation, in two parts: the derivative of the second needs the first one's output."""
+    """Apply the operation in two parts: the second's derivative needs the first's output."""
     kernels, norms = ({name: w[name][part] for name in SIZES} for part in ("conv", "norm"))
     y = _switch(_LINEAR, operation, kernels, x)
     return _switch(_NORMS, operation, norms, y) if normalized else y
@@ -211,12 +200,12 @@ def _edge(normalized: bool, operation: jax.Array, w: Pytree, x: jax.Array) -> ja
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _switch(branches: tuple[Callable, ...], which: jax.Array, w: Pytree, x: jax.Array) -> jax.Array:
-    """``branches[which](w, x)``."""
+    """Return ``branches[which](w, x)``."""
     return jax.lax.switch(which, branches, w, x)
 
 
 def _switch_forward(branches, which, w, x):
-    # Not `_switch`: this is what forward over reverse mode differentiates.
+    # `lax.switch` again, because forward over reverse mode differentiates this function.
     return jax.lax.switch(which, branches, w, x), (which, w, x)
 
 

@@ -1,4 +1,4 @@
-"""What the network of a genotype costs: weights, multiply-adds, layers; and a supernet's."""
+"""Costs of a genotype's network (weights, multiply-adds, layers) and of a supernet."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class _Convolutions(NamedTuple):
 def _convolutions(
     genotype: Genotype, channels: int, cells: int, pixels: int
 ) -> Iterator[_Convolutions]:
-    """All convolutions of the network, those of dead operations included."""
+    """Yield all convolutions of the network, including dead operations."""
     check_operations(genotype)
     for name, value in (("channels", channels), ("cells", cells)):
         integer(name, value, 1)
@@ -46,11 +46,11 @@ def _convolutions(
 def parameter_count(
     genotype: Genotype, *, classes: int = 10, channels: int = 16, cells: int = 5
 ) -> int:
-    """The number of weights: of convolutions, batch normalisations and the classifier.
+    """Count the weights of convolutions, batch normalisations and the classifier.
 
     By default ``73,306 + 243,040 n_3 + 28,000 n_1`` with n_k convolutions of size k in the cell,
-    those without effect on the output included. The benchmark records the same, but for 150 of its
-    networks one convolution more or less.
+    including those without effect on the output. The benchmark records the same, except for 150 of
+    its networks with one convolution more or less.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def parameter_count(
     classes : int
         10 for CIFAR-10, 100 for CIFAR-100, 120 for ImageNet16-120.
     channels, cells : int
-        Of the first stage; per stage.
+        Channels of the first stage; cells per stage.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def parameter_count(
 def multiply_adds(
     genotype: Genotype, *, pixels: int = 32, classes: int = 10, channels: int = 16, cells: int = 5
 ) -> int:
-    """Multiply-adds of one image [pixels, pixels, 3] in the convolutions and the classifier.
+    """Count the multiply-adds of one image [pixels, pixels, 3] in convolutions and the classifier.
 
     By default ``7,783,040 + 35,389,440 n_3 + 3,932,160 n_1``. As in the benchmark, padding counts
     like pixels, and operations without effect on the output are included.
@@ -94,16 +94,16 @@ def multiply_adds(
 
 
 def trainable_layers(genotype: Genotype, *, cells: int = 5) -> int:
-    """The number of convolutions and linear layers that the output depends on.
+    """Count the convolutions and linear layers that the output depends on.
 
-    In a cell, those count that are on a path without ``none`` from its input to its output.
-    Outside the cells, all count, even where dead cells cut them off: the stem, three in each
-    residual block, and the classifier. Batch normalisations do not count.
+    In a cell, layers on a path without ``none`` from its input to its output count. Outside the
+    cells all layers count, even if dead cells cut them off: the stem, three in each residual block,
+    and the classifier. Batch normalisations do not count.
 
     Raises
     ------
     ValueError
-        For what is no genotype.
+        If ``genotype`` is not a Genotype.
 
     Examples
     --------
@@ -118,14 +118,14 @@ def trainable_layers(genotype: Genotype, *, cells: int = 5) -> int:
 
 
 def conv_edges(genotype: Genotype) -> int:
-    """The number of edges with a convolution, whether the output depends on them or not."""
+    """Count the edges with a convolution, with or without effect on the output."""
     return sum(name in SIZES for name in genotype.operations)
 
 
 def supernet_cost(
     operations: Sequence[str] = PRIMITIVES, *, cells: int = 5, channels: int = 16
 ) -> float:
-    """Multiply-adds of the supernet over the mean of those of all its networks.
+    """Return multiply-adds of the supernet over the mean of those of all its networks.
 
     The supernet runs every operation on every edge, a network runs one.
     """

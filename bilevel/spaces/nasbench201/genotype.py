@@ -1,7 +1,7 @@
-"""Genotypes of NAS-Bench-201: one operation on each edge of one cell, and what follows from them.
+"""Genotypes of NAS-Bench-201: one operation on each edge of one cell.
 
 A cell has the nodes 0 (its input) to 3 (its output), so there are ``5**6 = 15,625`` genotypes. All
-15 cells of the network are alike, in three stages of 16, 32 and 64 channels with a residual block
+15 cells of the network are equal, in three stages of 16, 32 and 64 channels with a residual block
 before the second and the third.
 
 Reference: Dong & Yang, NAS-Bench-201, ICLR 2020; Dong, Liu, Musial & Gabrys, NATS-Bench, TPAMI 2021
@@ -26,24 +26,24 @@ EDGES = edges_by_node((1, 2, 3))
 """The rows of ``alpha``: (source, node), by node, then by source, as in the official text."""
 
 SIZES = {"nor_conv_1x1": 1, "nor_conv_3x3": 3}
-"""The operations that have weights, and the sizes of their kernels."""
+"""Kernel sizes of the operations with weights."""
 
 _TEXT = "|{}~0|+|{}~0|{}~1|+|{}~0|{}~1|{}~2|"
 _PATTERN = re.compile(re.escape(_TEXT).replace(r"\{\}", r"(\w+)"))
 
 
 class Genotype(NamedTuple):
-    """A cell; ``str`` gives the official text, :func:`parse_genotype` reads it."""
+    """A cell; ``str`` gives the official string, :func:`parse_genotype` reads it."""
 
     operations: tuple[str, ...]  # six names of PRIMITIVES, in the order of EDGES
 
     def __str__(self) -> str:
-        """As the benchmark writes it."""
+        """Return the benchmark's string."""
         return _TEXT.format(*self.operations)
 
 
 def parse_genotype(text: str) -> Genotype:
-    """Read a genotype from the official text, ``|op~0|+|op~0|op~1|+|op~0|op~1|op~2|``."""
+    """Read a genotype from the official string, ``|op~0|+|op~0|op~1|+|op~0|op~1|op~2|``."""
     if not isinstance(text, str):
         raise ValueError(f"text: expected a genotype's text, got {describe(text)}.")
     match = _PATTERN.fullmatch(text.strip())
@@ -67,9 +67,9 @@ def check_operations(genotype: Genotype) -> None:
 
 @functools.cache
 def genotypes() -> tuple[Genotype, ...]:
-    """All 15,625, by their operations in the order of ``PRIMITIVES``, the last edge's fastest.
+    """Return all 15,625, by operations in the order of ``PRIMITIVES``, the last edge fastest.
 
-    The place of a genotype is its row of :func:`encode` read as a number of base 5, and not the
+    A genotype's index is its row of :func:`encode` read as a number of base 5. It differs from the
     benchmark's own index.
 
     Examples
@@ -81,12 +81,12 @@ def genotypes() -> tuple[Genotype, ...]:
 
 
 def encode(genotypes: Genotype | Iterable[Genotype]) -> np.ndarray:
-    """The operations as places in ``PRIMITIVES``: int32 [m, 6], or [6] for one genotype.
+    """Return the operations as indices into ``PRIMITIVES``: int32 [m, 6], or [6] for one genotype.
 
     Raises
     ------
     ValueError
-        For what is no genotype.
+        If an argument is not a Genotype.
 
     Examples
     --------
@@ -102,11 +102,8 @@ def encode(genotypes: Genotype | Iterable[Genotype]) -> np.ndarray:
     return np.array(rows, np.int32).reshape(-1, len(EDGES))
 
 
-# What a genotype's graph says.
-
-
 def live_edges(genotype: Genotype) -> list[bool]:
-    """Whether each edge lies on a path without ``none`` from node 0 to node 3."""
+    """Return whether each edge is on a path without ``none`` from node 0 to node 3."""
     check_operations(genotype)
     carries = [name != "none" for name in genotype.operations]
     reached, used = {0}, {3}

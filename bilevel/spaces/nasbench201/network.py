@@ -3,9 +3,9 @@
     stem - cells at c channels - reduction - cells at 2 c - reduction - cells at 4 c - head
 
 Published: 3 x 5 cells of one genotype and c = 16, trained for 200 epochs by SGD with Nesterov's
-momentum .9, rate .1 with a cosine to 0, weight decay 5e-4, images moved and mirrored. Weights are
-named by place: ``w["cell_3"]["edge_2"]["nor_conv_3x3"]["conv"]["kernel"]``, edges in the order of
-:data:`EDGES`. A genotype's ``w`` holds those of its own operations only.
+momentum 0.9, rate 0.1 with a cosine to 0, weight decay 5e-4, images shifted and mirrored. Weights
+are named by place: ``w["cell_3"]["edge_2"]["nor_conv_3x3"]["conv"]["kernel"]``, edges in the order
+of :data:`EDGES`. A genotype's ``w`` has the weights of its own operations only.
 """
 
 import functools
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from bilevel.nets.convolution import average_pooling
-from bilevel.nets.layers import Conv, Standardize, accumulation_dtype, cast_images
+from bilevel.nets.layers import Conv, Standardize, batch_norm, cast_images, pixel_means
 from bilevel.nets.training import TrainableNetwork
 from bilevel.spaces.cells import check_sizes, trainable_network
 from bilevel.spaces.nasbench201.genotype import EDGES, SIZES, Genotype, check_operations
@@ -39,7 +39,7 @@ class Stem(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[n, h, w, c] -> [n, h, w, channels]."""
+        """Map [n, h, w, c] to [n, h, w, channels]."""
         return self.norm(name="norm")(Conv(self.channels, 3, name="conv")(x))
 
 
@@ -53,13 +53,13 @@ class ConvolutionBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[n, h, w, c] -> [n, h', w', channels]."""
+        """Map [n, h, w, c] to [n, h', w', channels]."""
         x = Conv(self.channels, self.size, self.stride, name="conv")(nn.relu(x))
         return self.norm(name="norm")(x)
 
 
 def add_edges(edge: Callable[[int, jax.Array], Any], x: jax.Array) -> jax.Array:
-    """The output of a cell with input ``x``, whose edge k adds ``edge(k, source)`` to its node."""
+    """Return the output of a cell with input ``x``; edge k adds ``edge(k, source)`` to its node."""
     nodes = [x, *[jnp.zeros_like(x)] * STAGES]
     for k, (source, node) in enumerate(EDGES):
         nodes[node] += edge(k, nodes[source])
@@ -67,14 +67,14 @@ def add_edges(edge: Callable[[int, jax.Array], Any], x: jax.Array) -> jax.Array:
 
 
 class GenotypeCell(nn.Module):
-    """A genotype's cell; the channels stay."""
+    """A genotype's cell; the number of channels stays."""
 
     genotype: Genotype
     norm: Norm
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[n, h, w, c] -> the same."""
+        """Map [n, h, w, c] to the same shape."""
 
         def edge(k, x):
             name = self.genotype.operations[k]
@@ -91,7 +91,7 @@ class Edge(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[n, h, w, c] -> the same."""
+        """Map [n, h, w, c] to the same shape."""
         return run_operation(self.norm, self.operation, x)
 
 
@@ -111,7 +111,7 @@ class Reduction(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[n, h, w, c] -> [n, ceil(h / 2), ceil(w / 2), 2 c]."""
+        """Map [n, h, w, c] to [n, ceil(h / 2), ceil(w / 2), 2 c]."""
         channels = 2 * x.shape[-1]
         y = ConvolutionBlock(channels, 3, self.norm, 2, name="first")(x)
         y = ConvolutionBlock(channels, 3, self.norm, name="second")(y)
@@ -120,7 +120,7 @@ class Reduction(nn.Module):
 
 
 def _to_even(x: jax.Array) -> list[tuple[int, int]]:
-    """An odd side's last pixels count twice; the published images have even sides."""
+    """Return padding that repeats an odd side's last pixels; published images have even sides."""
     return [(0, 0), (0, x.shape[1] % 2), (0, x.shape[2] % 2), (0, 0)]
 
 
@@ -132,11 +132,9 @@ class Head(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[n, h, w, c] -> logits [n, classes]."""
+        """Map [n, h, w, c] to logits [n, classes]."""
         x = nn.relu(self.norm(name="norm")(x))
-        return nn.Dense(self.classes, name="classifier")(
-            x.mean((1, 2), dtype=accumulation_dtype(x.dtype))
-        )
+        return nn.Dense(self.classes, name="classifier")(pixel_means(x))
 
 
 class NasBench201Network(nn.Module):
@@ -149,7 +147,7 @@ class NasBench201Network(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array]:
-        """Images [n, h, w, c] -> (logits [n, classes],)."""
+        """Map images [n, h, w, c] to (logits [n, classes],)."""
         x = Stem(self.shape.channels, self.norm, name="stem")(cast_images(x, self.dtype))
         for stage in range(STAGES):
             if stage:
@@ -160,35 +158,32 @@ class NasBench201Network(nn.Module):
 
 
 class Shape(NamedTuple):
-    """What is the same for all genotypes."""
+    """The sizes that all genotypes share."""
 
     classes: int
     cells: int  # of a stage
     channels: int  # of the first stage
 
     def stage(self, stage: int) -> range:
-        """The numbers of a stage's cells."""
+        """Return the numbers of a stage's cells."""
         return range(stage * self.cells, (stage + 1) * self.cells)
 
 
 def nasbench201_network(
     genotype: Genotype, *, classes: int = 10, cells: int = 5, channels: int = 16, dtype: Any = None
 ) -> TrainableNetwork:
-    """The network of a genotype, to be trained by :func:`bilevel.nets.from_scratch`.
+    """Make the network of a genotype, to be trained by :func:`bilevel.nets.from_scratch`.
 
-    The defaults are the benchmark's on CIFAR-10; ``cells`` are those of each of three stages,
-    ``channels`` the first one's. ``dtype`` is that of activations, by default the images';
-    parameters and averages are float32. The loss has no options. Deviations from the benchmark: the
-    classifier's bias starts at 0; running variances are without the factor m / (m - 1).
+    The defaults are the benchmark's on CIFAR-10. ``cells`` is the number per stage, ``channels``
+    that of the first stage, ``dtype`` that of activations, by default the images'. Parameters and
+    averages are float32. The loss has no options. Deviations from the benchmark: the classifier's
+    bias starts at 0; running variances are without the factor m / (m - 1).
     """
     check_operations(genotype)
     check_sizes(classes, cells, channels)
     shape = Shape(classes, cells, channels)
 
     def module(train):
-        norm = functools.partial(
-            nn.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5, dtype=dtype
-        )
-        return NasBench201Network(genotype, shape, norm, dtype)
+        return NasBench201Network(genotype, shape, batch_norm(train, dtype), dtype)
 
     return trainable_network(module, STAGES - 1)

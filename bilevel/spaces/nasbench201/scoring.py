@@ -2,12 +2,10 @@
 
     score(genotype) = s(f(., genotype, .), w, batch)
 
-s is one of :mod:`ntk.scores`, or a function of your own.
-
-All networks are scored at the same weights ``w``, of which each has its own part, and on the same
-batch: what differs between two scores is the networks. Genotypes go through one after another, or
-``at_once`` side by side. What has been scored is kept in a file, from which a run that was
-interrupted goes on.
+s is one of :mod:`ntk.scores`, or a user's function. All networks are scored on the same batch and
+with the same weights ``w``, each with its own part, so that scores differ by the networks only.
+Genotypes are scored one after another, or ``at_once`` in parallel. A file stores the scores, so
+that an interrupted run resumes.
 """
 
 import functools
@@ -53,12 +51,12 @@ _SAVE_SECONDS = 20.0  # between two writings of the scores
 class Scored(NamedTuple):
     """Result of :func:`score_networks`."""
 
-    values: dict[str, np.ndarray]  # name -> float64 [m], as the score has them
-    seconds: dict[str, float]  # name -> per network, compilation left out
-    compile_seconds: dict[str, float]  # until the first score; short if an earlier call compiled it
+    values: dict[str, np.ndarray]  # name -> float64 [m], unoriented
+    seconds: dict[str, float]  # name -> per network, without compilation
+    compile_seconds: dict[str, float]  # until the first score; short if compiled before
 
     def oriented(self) -> dict[str, np.ndarray]:
-        """The values with the sign that makes larger better."""
+        """Return the values with the sign that makes larger better."""
         return {k: -v if _description(k).smaller_is_better else v for k, v in self.values.items()}
 
 
@@ -76,7 +74,7 @@ def score_networks(
     functions: Mapping[str, Score] | None = None,
     key: chex.PRNGKey | None = None,
 ) -> Scored:
-    """Scores of genotypes by name, each score compiled once.
+    """Score genotypes by name; each score is compiled once.
 
     Parameters
     ----------
@@ -88,32 +86,33 @@ def score_networks(
     batch : (images [n, h, w, c], int labels [n])
         At least two samples.
     at_once : int
-        Genotypes side by side, in one program; 1 is right on a CPU.
+        Number of genotypes in one program; 1 is right on a CPU.
     place : ``place(genotypes [at_once, 6]) -> the same``
-        Puts them on the devices that are to score them: a ``jax.device_put`` over a mesh, which may
-        be of several processes; the first of them then writes the file.
+        Puts them on the scoring devices, e.g. a ``jax.device_put`` over a mesh. The mesh may be
+        multi-host; the first process then writes the file.
     progress : bool, optional
         A progress bar; by default in a terminal.
     file : path, optional
-        An ``.npz`` to keep the scores in, now and then and at the end. Those it holds are not
-        computed again: of the first genotypes, if it was made with the same networks, ``w`` and
-        ``batch``. It has a CRC-32; a full disk costs the file, with a warning, and not the run.
+        An ``.npz`` that stores the scores, during the run and at the end. Its scores are not
+        computed again, if it was made with the same networks, ``w`` and ``batch``, and the same
+        first genotypes. It has a CRC-32. If the disk is full, a warning is given and the run
+        continues without the file.
     functions : dict of ``score(key, apply, params, batch) -> scalar``, optional
-        Scores of your own by name; JAX must be able to trace them. Larger is better. A file knows
-        them by their names; scores of a function that has changed since are computed again.
+        User's scores by name; JAX must be able to trace them. Larger is better. A file identifies
+        them by name; scores of a changed function are computed again.
     key : jax.Array, optional
-        The ``key`` of your own scores, the same for all networks; by default that of seed 0.
+        The ``key`` of the user's scores, the same for all networks; by default of seed 0.
 
     Raises
     ------
     ValueError
-        For unknown names, a batch of one sample, a function that does not return a real scalar, or
-        a file that is damaged, made from something else, or in use.
+        If a name is unknown, the batch has one sample, a function does not return a real scalar, or
+        a file is damaged, made from something else, or in use.
 
     Notes
     -----
-    ``certified_min_eigenvalue`` is certified for the kernel as float32 has it. ``knas_released``
-    takes the first leaves of ``w``, be they of other networks. Time:
+    ``certified_min_eigenvalue`` is certified for the kernel in float32. ``knas_released`` takes the
+    first leaves of ``w``, even those of other networks. Time:
     ``benchmarks/train_free/nasbench201.py``.
 
     Examples
@@ -142,22 +141,13 @@ def score_networks(
     with alone, progress_bar(progress, "scores", m * len(programs), "{score}") as show:
         store = _ScoreStore(file, cells, made_from, versions)
         for i, (label, program) in enumerate(programs.items()):
-            _score_in_chunks(
-                label,
-                program,
-                store,
-                w,
-                cells,
-                batch,
-                at_once,
-                place,
-                _offset_progress(show, i * m, label),
-            )
+            shown = functools.partial(_show_progress, show, i * m, label)
+            _score_in_chunks(label, program, store, w, cells, batch, at_once, place, shown)
     return store.scored(names)
 
 
-def _offset_progress(show: Callable, before: int, label: str) -> Callable[[int], None]:
-    return lambda done: show(before + done, lambda: {"score": label})
+def _show_progress(show: Callable, before: int, label: str, done: int) -> None:
+    show(before + done, lambda: {"score": label})
 
 
 def _check_scoring(names, functions, genotypes, batch, at_once):
@@ -176,7 +166,7 @@ def _check_scoring(names, functions, genotypes, batch, at_once):
     cells = genotypes if isinstance(genotypes, np.ndarray) else encode(genotypes)
     if cells.ndim != 2 or cells.shape[1:] != (6,) or not len(cells):
         raise ValueError(f"genotypes: expected at least one, [m, 6], got {list(cells.shape)}.")
-    if not np.isin(cells, range(len(PRIMITIVES))).all():  # which a program would clip
+    if not np.isin(cells, range(len(PRIMITIVES))).all():  # a program would clip them
         raise ValueError(
             f"genotypes: expected entries 0 to {len(PRIMITIVES) - 1}, got {cells.min()} to "
             f"{cells.max()}."
@@ -188,12 +178,9 @@ def _check_scoring(names, functions, genotypes, batch, at_once):
 
 
 def _score_programs(
-    names: Sequence[str],
-    functions: Mapping[str, Score],
-    networks: AllNetworks,
-    key: chex.PRNGKey,
+    names: Sequence[str], functions: Mapping[str, Score], networks: AllNetworks, key: chex.PRNGKey
 ) -> dict[str, Callable]:
-    """By label: ``program(w, genotype, batch) -> {name: score}``."""
+    """Return ``program(w, genotype, batch) -> {name: score}`` by label."""
     programs: dict[str, Callable] = {}
     for name in names:
         label = _program_label(name)
@@ -208,7 +195,7 @@ def _score_programs(
 
 
 def _program_label(name: str) -> str:
-    """Name of the function that computes a score: its own, or that of one that computes several."""
+    """Return the name of the function that computes a score, alone or with others."""
     return HOST_SCORES.get(name) or _description(name).together or name
 
 
@@ -241,7 +228,7 @@ def _is_real(dtype: Any) -> bool:
 
 
 def _check_traceable(name: str, program: Callable, *arguments: Any) -> None:
-    """Trace the program of a user's score, which computes nothing; raise if JAX cannot."""
+    """Trace the program of a user's score without computing; raise if JAX cannot."""
     try:
         jax.eval_shape(program, *arguments)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
@@ -272,7 +259,7 @@ def _score_in_chunks(label, program, store, w, cells, batch, at_once, place, sho
     while done < len(cells):
         began = time.perf_counter()
         chunk = cells[done : done + at_once]
-        # The last chunk is filled up: one compilation.
+        # The last chunk is padded, so that only one shape is compiled.
         full = np.concatenate([chunk, chunk[-1:].repeat(at_once - len(chunk), axis=0)])
         values = jax.tree.map(to_numpy, compiled(w, place(full), batch))
         rows = {k: v[None] if at_once == 1 else v[: len(chunk)] for k, v in values.items()}
@@ -284,7 +271,7 @@ def _score_in_chunks(label, program, store, w, cells, batch, at_once, place, sho
 class _ScoreStore:
     """Scores so far, by program and name, for the first genotypes; in a file, if there is one.
 
-    The file may have more genotypes than the ``count`` that is asked for.
+    The file may have more genotypes than ``count``.
     """
 
     def __init__(
@@ -295,7 +282,7 @@ class _ScoreStore:
         versions: dict[str, str],
     ):
         self.file = None if file is None else pathlib.Path(file)
-        self.versions = versions  # of the user's own scores: a digest of their functions
+        self.versions = versions  # digests of the user's score functions
         self.cells, self.fingerprint, self.count = cells, fingerprint, len(cells)
         self.arrays: dict[str, list[np.ndarray]] = {}  # "label/name" -> chunks of rows
         self.seconds: dict[str, float] = {}
@@ -316,11 +303,11 @@ class _ScoreStore:
             other = "other genotypes"
         if other:
             raise ValueError(
-                f"file: expected scores of these networks, weights and batch in {file}, got some "
-                f"of {other}."
+                f"file: expected scores of these networks, weights and batch in {file}, "
+                f"got {other}."
             )
         self.arrays = {key: [rows] for key, rows in arrays.items()}
-        if len(known) > len(self.cells):  # of more networks than are asked for: they are kept
+        if len(known) > len(self.cells):  # keep the further networks of the file
             self.cells = known
         self.seconds, self.compile_seconds = notes["seconds"], notes["compiling"]
         before = notes.get("versions", {})
@@ -336,13 +323,9 @@ class _ScoreStore:
         self.versions = before | self.versions
 
     def done(self, label: str) -> int:
-        """How many genotypes a program has been through."""
-        lengths = [
-            sum(map(len, chunks))
-            for key, chunks in self.arrays.items()
-            if key.startswith(f"{label}/")
-        ]
-        return min(lengths, default=0)
+        """Return the number of genotypes that a program has scored."""
+        own = (chunks for key, chunks in self.arrays.items() if key.startswith(f"{label}/"))
+        return min((sum(map(len, chunks)) for chunks in own), default=0)
 
     def add(self, label: str, rows: dict[str, np.ndarray], seconds: float) -> int:
         for name, values in rows.items():
@@ -353,7 +336,7 @@ class _ScoreStore:
         return self.done(label)
 
     def save(self) -> None:
-        """Now; a full disk costs the record, with a warning, and not the run."""
+        """Write the file; on a full disk give a warning and continue."""
         self.arrays = {key: [np.concatenate(chunks)] for key, chunks in self.arrays.items()}
         self.saved = time.perf_counter()
         if self.file is None or not is_first_process():

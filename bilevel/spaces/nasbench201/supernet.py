@@ -1,9 +1,9 @@
 """The supernet of NAS-Bench-201: every edge mixes the five operations, on shared weights.
 
-The genotype's network with :func:`mixed_cell` for its cell; all cells share one ``alpha`` [6, 5],
-each has its own weights. As in the benchmark's own weight-sharing searches, an operation's norm is
-on the batch's statistics and has no scale or shift, which the weight of its operation could undo.
-Both losses are the mean cross-entropy; weight decay is the optimizer's.
+It is the genotype's network with the cell :func:`mixed_cell`. All cells share one ``alpha`` [6, 5],
+each has its own weights. As in the benchmark's own weight-sharing searches, an operation's norm
+uses the batch's statistics and has no scale or shift, which could undo the weight of the operation.
+Both losses are the mean cross-entropy; the optimizer adds weight decay.
 """
 
 import functools
@@ -33,14 +33,14 @@ from bilevel.spaces.space import Space, on_simplices
 
 
 def mixed_edge(operations: tuple[str, ...]) -> MixedOperation:
-    """The operations on one edge, whose norms have no scale or shift."""
+    """Make the operations on one edge; their norms have no scale or shift."""
     return MixedOperation(operations, functools.partial(run_operation, Standardize))
 
 
 def mixed_cell(
     operations: tuple[str, ...], w: Pytree, alpha: chex.Array, x: chex.Array
 ) -> jax.Array:
-    """A cell of the supernet: ``w`` leads with the edge, ``alpha`` [6, o], ``x`` [n, h, w, c]."""
+    """Apply a supernet cell to ``x`` [n, h, w, c]; ``w`` leads with the edge, ``alpha`` [6, o]."""
 
     def edge(nodes, edge):
         source, node, weights, alpha = edge
@@ -49,18 +49,22 @@ def mixed_cell(
         return nodes.at[node].add(y), None
 
     nodes = jnp.zeros((1 + STAGES, *x.shape), x.dtype).at[0].set(x)
-    # EDGES is by node: whatever leads into a node comes before all that leads out of it.
+    # EDGES is sorted by node: all edges into a node come before the edges out of it.
     return jax.lax.scan(edge, nodes, (*np.array(EDGES).T, w, alpha))[0][-1]
 
 
 def _named_layers(operations: tuple[str, ...], shape: Shape) -> dict[str, nn.Module]:
-    """What the network is made of, in order, by the names of the weights."""
+    """Return the network's layers in order, by the names of the weights."""
     layers: dict[str, nn.Module] = {"stem": Stem(shape.channels, standardize)}
     for stage in range(STAGES):
         if stage:
             layers[f"reduction_{stage}"] = Reduction(standardize)
         layers[f"cells_{stage}"] = mixed_edge(operations)
     return layers | {"head": Head(shape.classes, standardize)}
+
+
+def _repeated(repeats: tuple[int, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*repeats, *leaf.shape), leaf.dtype)
 
 
 def nasbench201_space(
@@ -72,24 +76,25 @@ def nasbench201_space(
     dtype: Any = None,
     remat: bool = True,
 ) -> Space:
-    """The supernet of NAS-Bench-201 as a search space.
+    """Make the supernet of NAS-Bench-201 as a search space.
 
     ``alpha`` [6, o] has the operations' weights on every edge. Batches are ``(x, labels)``: images
     [n, h, w, c], integer labels [n]; outputs are logits [n, classes], normalised by the batch. An
     architecture is a :class:`Genotype`, the largest weight on each edge: "none" counts like any
-    other, unlike in DARTS; of equal weights the first wins. At its corner, the network is its own.
+    other, unlike in DARTS; among equal weights the first wins. At a vertex, the supernet is the
+    genotype's network.
 
     Parameters
     ----------
-    operations : names in ``PRIMITIVES``, one other than "none" among them
+    operations : names in ``PRIMITIVES``, at least one other than "none"
     classes, cells, channels : int
-        The defaults are the benchmark's on CIFAR-10; ``cells`` are those of each of three stages,
-        ``channels`` the first one's.
+        The defaults are the benchmark's on CIFAR-10; ``cells`` per stage, ``channels`` of the first
+        stage.
     dtype : dtype, optional
-        Of activations; ``jnp.bfloat16`` for mixed precision. Parameters are float32, batch
-        statistics, the classifier and losses float32 at least. By default the images'.
+        Dtype of activations, by default the images'; ``jnp.bfloat16`` for mixed precision.
+        Parameters are float32; batch statistics, the classifier and losses have at least float32.
     remat : bool
-        Whether to keep only a cell's input for the backward pass and compute the cell again.
+        Whether to store only a cell's input for the backward pass and recompute the cell.
 
     Raises
     ------
@@ -97,10 +102,11 @@ def nasbench201_space(
         If operations are unknown, there are fewer than two classes, or images are under 4 x 4.
         ``discretize`` and ``one_hot`` raise it for weights and genotypes of another space.
 
-    Deviation: the classifier's bias starts at 0.
-
-    Cost: memory for the inputs of all cells and the activations of one, without ``remat`` for all
-    activations. A stage has one edge to compile, however many cells there are.
+    Notes
+    -----
+    Deviation: the classifier's bias starts at 0. Memory: the inputs of all cells and the
+    activations of one, without ``remat`` all activations. Each stage compiles one edge for all
+    cells.
 
     References
     ----------
@@ -127,13 +133,8 @@ def nasbench201_space(
             mixed = isinstance(layer, MixedOperation)
             inputs = (x, choices.start()[0]) if mixed else (x,)
             x, variables = jax.eval_shape(layer.init_with_output, key, *inputs)
-            repeats = (cells, len(EDGES)) if mixed else ()
-            weights[name] = jax.tree.map(
-                lambda leaf, repeats=repeats: jax.ShapeDtypeStruct(
-                    (*repeats, *leaf.shape), leaf.dtype
-                ),
-                variables.get("params", {}),
-            )
+            repeat = functools.partial(_repeated, (cells, len(EDGES)) if mixed else ())
+            weights[name] = jax.tree.map(repeat, variables.get("params", {}))
         return weights
 
     def run(w, alpha, x):
@@ -142,7 +143,7 @@ def nasbench201_space(
         def cell(x, weights):
             return mixed_cell(names, weights, alpha, x), None
 
-        # Inside a loop, remat needs no barrier against merging what it computes twice.
+        # Inside a loop, XLA does not merge the recomputation with the original.
         step = jax.checkpoint(cell, prevent_cse=False) if remat else cell
         for name, layer in layers.items():
             if isinstance(layer, MixedOperation):

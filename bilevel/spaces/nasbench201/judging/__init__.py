@@ -1,9 +1,9 @@
-"""What a train-free ranking of NAS-Bench-201 is worth: the published accuracies, and verdicts.
+"""Judge train-free rankings of NAS-Bench-201 by the published accuracies.
 
 ``load_table`` reads the accuracies of all 15,625 networks. ``correlations``, ``best_of_k`` and
-``best_of_k_random`` say how well scores rank them, beside what no score at all would do. The scores
-themselves are computed by :func:`bilevel.spaces.nasbench201.score_networks`; what `bilevel rank`
-writes about them, the papers' protocol included, is in ``verdicts``.
+``best_of_k_random`` judge how well scores rank them, compared with no score.
+:func:`bilevel.spaces.nasbench201.score_networks` computes the scores. ``verdicts`` has the report
+of `bilevel rank`, including the papers' protocol.
 """
 
 import lazy_loader

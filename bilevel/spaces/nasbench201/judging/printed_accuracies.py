@@ -1,4 +1,4 @@
-"""Test accuracies on NAS-Bench-201 as the papers print them."""
+"""Test accuracies on NAS-Bench-201 printed in the papers."""
 
 import math
 

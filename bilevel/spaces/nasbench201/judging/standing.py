@@ -1,4 +1,4 @@
-"""Where networks stand among all 15,625 of NAS-Bench-201."""
+"""Accuracies and ranks of networks among all 15,625 of NAS-Bench-201."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def standing(
     operations: Sequence[str] = PRIMITIVES,
     budget: int = 1,
 ) -> dict[str, dict[str, Any]]:
-    """Test accuracies and ranks of ``genotypes``, compared with random networks and the best one.
+    """Return test accuracies and ranks of ``genotypes``, compared with random and best networks.
 
     The result has a dict for each key of ``DATASETS``: ``accuracy`` and ``rank`` of every genotype
     (1 is the best of all networks); ``random``, the mean, and ``optimum`` among the networks of

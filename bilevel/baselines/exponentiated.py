@@ -44,7 +44,7 @@ def exponentiated_gradient(
 
     Parameters
     ----------
-    key, configs, problem, budget, **run_options
+    key, configs, problem, budget
         See :mod:`bilevel.baselines`. ``problem`` is a Selection with ``share``.
     rounds : int
         Number of steps.
@@ -52,6 +52,8 @@ def exponentiated_gradient(
         Step size eta, positive.
     baseline : bool
         Whether ``b`` is the running mean of the past rounds' mean errors, for less variance, or 0.
+    **run_options
+        See :mod:`bilevel.baselines`.
 
     Raises
     ------

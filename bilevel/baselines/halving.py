@@ -42,12 +42,14 @@ def successive_halving(
 
     Parameters
     ----------
-    key, configs, problem, budget, **run_options
+    key, configs, problem, budget
         See :mod:`bilevel.baselines`. ``budget`` is the resource of the last rung.
     eta : float
         Growth factor, over 1.
     minimum : int
         Least resource.
+    **run_options
+        See :mod:`bilevel.baselines`.
 
     Raises
     ------
@@ -100,13 +102,15 @@ def hyperband(
 
     Parameters
     ----------
-    key, configs, problem, budget, **run_options
+    key, configs, problem, budget
         See :mod:`bilevel.baselines`. Each bracket draws from ``configs`` without replacement: all,
         if they are fewer than its ``n``. ``budget`` is R, the resource of the last rungs.
     eta : float
         Growth factor, over 1.
     minimum : int
         r: least resource.
+    **run_options
+        See :mod:`bilevel.baselines`.
 
     Raises
     ------

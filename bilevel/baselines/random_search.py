@@ -25,10 +25,12 @@ def random_search(
 
     Parameters
     ----------
-    key, configs, problem, budget, **run_options
+    key, configs, problem, budget
         See :mod:`bilevel.baselines`. Every evaluation has the resource ``budget``.
     evaluations : int, optional
         Number of configurations to train. Default: all.
+    **run_options
+        See :mod:`bilevel.baselines`.
 
     Raises
     ------

@@ -84,10 +84,12 @@ def fast_weight_sharing(
 
     Parameters
     ----------
-    key, configs, problem, budget, **run_options
+    key, configs, problem, budget
         See :func:`weight_sharing`. ``budget`` is d, the resource of the last solve.
     growth : float
         Finite, at least 1. With 1 the method is :func:`weight_sharing`.
+    **run_options
+        See :mod:`bilevel.baselines`.
 
     Raises
     ------

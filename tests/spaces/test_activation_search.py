@@ -1,4 +1,4 @@
-"""Activation searches of several seeds: the argmax is judged by what networks are when trained."""
+"""Activation searches of several seeds: verdicts on the argmax, and the hypergradient's error."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,9 @@ from bilevel import data
 from bilevel.spaces.activations import activation_space, unit_inputs
 from bilevel.strategies.activation_search import (
     ActivationTask,
+    hypergradient_error,
     judge_argmax,
+    seed_hypergradients,
     set_up,
     solver,
     train_weights,
@@ -20,7 +22,7 @@ from bilevel.strategies.activation_search import (
 
 @pytest.mark.long
 def test_small_outputs_that_are_wrong_are_not_to_be_trusted():
-    """Their squared loss is below that of large right ones: at the shared weights they won."""
+    """Their squared loss is below that of large right ones, so they won at the shared weights."""
     space = activation_space(["relu", "sigmoid", "tanh"], width=16, outer="hinge")
     keys = jax.random.split(jax.random.key(0), 2)
     w = 8 * space.init(keys[0], batch(1, 5))[None]
@@ -35,11 +37,11 @@ def test_small_outputs_that_are_wrong_are_not_to_be_trusted():
     assert verdict.by["loss"].best.tolist() == verdict.by["error"].best.tolist() == [0]
     squared = [float(((space.apply(v[0], a[0], x[0]) - y[0]) ** 2).mean()) for v, a in networks]
     assert squared[1] < squared[0]
-    # A network that diverged is no choice, and no error.
+    # A diverged network ranks last.
     broken = [alone[0], (jnp.nan * w, jnp.eye(3)[1][None]), alone[2]]
     verdict = judge_argmax(task, *mixture, broken)
     assert verdict.discretise.tolist() == [False] and verdict.by["loss"].rank.tolist() == [3]
-    # Nor is it right about the class that its outputs would be taken for.
+    # Its outputs are wrong for every class.
     one_class = ActivationTask(space, w, jnp.ones((1, 3)), *[(x, -jnp.ones_like(y))] * 3)
     verdict = judge_argmax(one_class, *mixture, broken)
     assert verdict.by["error"].rank.tolist() == [3] and verdict.by["error"].best.tolist() != [1]
@@ -67,3 +69,21 @@ def test_seeds_side_by_side_are_trained_as_they_would_be_alone():
         alone = set_up(space, rows[seed : seed + 1], keys[seed : seed + 1], classes=10)
         single = train_weights(alone, solver(alone, 8), alpha[seed : seed + 1])
         np.testing.assert_allclose(w[seed], single[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.long
+def test_the_error_of_the_hypergradient_is_known_to_a_factor():
+    keys = [jax.random.split(key) for key in jax.random.split(jax.random.key(1), 3)]
+    rows = data.draw_splits("digits", [key for key, _ in keys], train=40, valid=40, test=40)
+    space = activation_space(["relu", "tanh"], width=64, classes=10)
+    task = set_up(space, rows, [key for _, key in keys], classes=10)
+    alpha = jnp.array([[0.5, 0.5], [0.9, 0.1], [0.3, 0.7]])
+    # Truth: training until it interpolates, thirty times as long.
+    truth = seed_hypergradients(task, solver(task, 360), alpha).grad
+    for kind in ("unrolled", "first-order"):
+        way, longer = solver(task, 12, kind), solver(task, 48)
+        claimed = hypergradient_error(task, way, longer, alpha)
+        error = np.linalg.norm(seed_hypergradients(task, way, alpha).grad - truth, axis=-1)
+        ratio = claimed.error / error
+        assert (ratio > 1 / 3).all() and (ratio < 10).all(), ratio
+        np.testing.assert_allclose(claimed.norm, np.linalg.norm(truth, axis=-1), rtol=0.5)

@@ -46,9 +46,6 @@ def draw(module, *args):
     return {"params": draw_parameters(KEY, shapes) if shapes else {}}
 
 
-# The operations in numpy, from the table of the module's docstring.
-
-
 def relu(x):
     return np.maximum(x, 0)
 
@@ -157,12 +154,9 @@ def test_a_mixed_cell_adds_weighted_operations_over_all_edges(stride):
     ours = jax.jit(cell.apply)(variables, before_last, last, jnp.asarray(alpha))
 
     one = p["ReluConvNorm_0"]["Conv_0"]["kernel"]
-    states = [
-        skip(p["FactorizedReduce_0"], before_last, 2),
-        standardized(pointwise(relu(last), one)),
-    ]
-    # A reduction cell's edges out of its inputs share a module, and so do the others; a normal
-    # cell's all share one. In the order of EDGES.
+    states = [skip(p["FactorizedReduce_0"], before_last, 2)]
+    states += [standardized(pointwise(relu(last), one))]
+    # A reduction cell has two modules: for edges out of its inputs, and for the others.
     reads_inputs = [source < 2 for source, _ in EDGES] if stride == 2 else [False] * len(EDGES)
     modules = [m for m in (True, False) if m in reads_inputs]
     for node in (2, 3, 4, 5):
@@ -241,8 +235,8 @@ def test_drawn_corners_are_genotypes_and_all_alike():
         for node in (2, 3, 4, 5):
             np.testing.assert_array_equal(corners[:, into == node].sum((1, 2)), 2)
             # Truth: two of the node's edges, at random; 4 standard errors of 2000 draws.
-            kept = corners[:, into == node].any(2).mean(0)
-            np.testing.assert_allclose(kept, 2 / node, atol=4 * 0.5 / 2000**0.5)
+            chosen = corners[:, into == node].any(2).mean(0)
+            np.testing.assert_allclose(chosen, 2 / node, atol=4 * 0.5 / 2000**0.5)
         shares = corners.sum((0, 1)) / corners.sum()
         np.testing.assert_allclose(shares, [0, 0.5, 0.5], atol=4 * 0.5 / (8 * 2000) ** 0.5)
     one = {cell: corners[7] for cell, corners in drawn.items()}
@@ -254,17 +248,13 @@ def test_genotypes_are_read_back_from_their_text_and_nothing_else_is_run():
         assert parse_genotype(str(printed)) == parse_genotype(repr(printed)) == printed
     assert str(DARTS_V1).endswith("('avg_pool_3x3', 0)], reduce_concat=range(2, 6))")
     text = str(DARTS_V1)
-    # A range is all that is in it, not its two ends.
     assert parse_genotype(text.replace("range(2, 6)", "range(3, 6)")).normal_concat == (3, 4, 5)
     for wrong, message in [
         ("__import__('os').abort()", "text: expected Genotype"),
-        ("Genotype(normal=[1 +", "text: expected Genotype"),
-        (text.replace("range(2, 6)", "exit()"), "text: expected Genotype"),
         (text.replace("avg_pool_3x3", "avg_pool"), "reduce: expected one of"),
         (text.replace("('sep_conv_3x3', 1)", "('sep_conv_3x3', 2)", 1), "a source below 2"),
         (text.replace("[('sep_conv_3x3', 1), ", "[", 1), "normal: expected 8 pairs"),
         (text.replace("range(2, 6)", "[1]"), "normal_concat: expected nodes"),
-        (text.replace("range(2, 6)", "range(9**9)"), "text: expected Genotype"),
         (text.replace("range(2, 6)", "range(2, 9**9)"), "text: expected Genotype"),
         (text.replace("range(2, 6)", "range(4, 7)"), "normal_concat: expected nodes"),
     ]:
@@ -283,14 +273,14 @@ def test_a_drawn_genotype_has_an_arrow_for_each_edge():
 
 def test_drop_path_leaves_identities_alone_and_drops_every_other_edge():
     x = jnp.asarray(normal(2, 4, 4, 3))
-    for stride, kept in ((1, True), (2, False)):
-        cells = [
+    for stride in (1, 2):
+        identity, zeros = (
             Cell(SKIPS, 4, stride, False, Standardize, drop)
             for drop in (lambda y: y, jnp.zeros_like)
-        ]
-        variables = draw(cells[0], x, x)
-        whole, dropped = (jax.jit(cell.apply)(variables, x, x) for cell in cells)
-        assert_close(dropped, whole if kept else 0 * whole)
+        )
+        variables = draw(identity, x, x)
+        whole, dropped = (jax.jit(c.apply)(variables, x, x) for c in (identity, zeros))
+        assert_close(dropped, whole if stride == 1 else 0 * whole)
 
 
 @pytest.mark.long
@@ -319,18 +309,13 @@ def test_the_auxiliary_classifiers_loss_counts_two_fifths():
     w, averages = network.init(KEY, (32, 32, 1))
     rows = jnp.asarray(normal(3, 32, 32, 1), jnp.float32), jnp.array([0, 1, 1])
     head = w["auxiliary"]["Dense_0"]
-    loss = jax.jit(
-        lambda bias: network.loss(
-            w
-            | {
-                "auxiliary": w["auxiliary"]
-                | {"Dense_0": {"kernel": 0 * head["kernel"], "bias": bias}}
-            },
-            averages,
-            rows,
-            KEY,
-        )[0]
-    )
+
+    @jax.jit
+    def loss(bias):
+        dense = {"kernel": 0 * head["kernel"], "bias": bias}
+        weights = w | {"auxiliary": w["auxiliary"] | {"Dense_0": dense}}
+        return network.loss(weights, averages, rows, KEY)[0]
+
     bias = jnp.array([1.0, -2.0, 0.5], jnp.float32)
     entropy = jax.nn.logsumexp(bias) - bias[rows[1]].mean()
     assert_close(loss(bias) - loss(0 * bias), 0.4 * (entropy - np.log(3)), f64=1e-5)

@@ -30,7 +30,7 @@ def test_the_curvature_is_the_largest_eigenvalue_on_the_tangent_space():
 
 @pytest.mark.parametrize("size", [1, 4, 40])
 def test_the_curvature_of_free_alpha_may_be_negative_or_zero(size):
-    # Truth: -6 times the identity; it was clipped to 0. A linear loss has none: ARPACK's error.
+    # Truth: -6 times the identity. A linear loss has curvature 0, where ARPACK would fail.
     alpha = jnp.linspace(0.5, 1.0, size)
     bent = diagnostics.alpha_curvature(lambda w, a, b: -3 * jnp.sum(a**2), "free")
     assert_close(bent(None, alpha, None), -6.0, f64=1e-6)

@@ -1,4 +1,4 @@
-"""Problems of choosing a feature map: held to scikit-learn and to features made row by row."""
+"""Problems of choosing a feature map, compared with scikit-learn and features made row by row."""
 
 import sys
 
@@ -53,11 +53,11 @@ def test_a_configuration_is_judged_as_scikit_learn_would(parts, configs, resourc
     for config in configs:
         phis = [np.asarray(apply(config, x, resource)) / np.sqrt(resource) for x in xs]
         model = fitted(phis[0], labels[0])
-        errors = problem.evaluate(None, config, resource)
+        truth = [errors_of(model, phi, y) for phi, y in zip(phis[1:], labels[1:], strict=True)]
         np.testing.assert_allclose(
-            errors,
-            [errors_of(model, phi, y) for phi, y in zip(phis[1:], labels[1:], strict=True)],
-            # One row of 80 may lie within a rounding of another class.
+            problem.evaluate(None, config, resource),
+            truth,
+            # One row of 80 may be within rounding of another class.
             atol=tolerance(1e-12, 0.0126),
         )
 
@@ -95,32 +95,16 @@ def test_shared_weights_are_fitted_to_rows_under_configurations_of_their_own(par
 
 @pytest.mark.long
 def test_features_made_in_blocks_are_those_that_are_kept(parts, configs):
-    kept, anew = (
+    problems = [
         features.fourier_selection(KEY, *parts, dimension=DIMENSION, memory=memory)
         for memory in (2**31, 225_000)  # some 70 rows a block
-    )
-    uniform = np.full(5, 0.2)
-    # More features than rows, so in columns; then fewer, in rows.
-    np.testing.assert_allclose(
-        kept.share(KEY, configs, uniform, DIMENSION).errors,
-        anew.share(KEY, configs, uniform, DIMENSION).errors,
-        # A row within a rounding of another class, in the smallest cell.
-        atol=tolerance(1e-12, 0.1),
-    )
-    assert kept.evaluate(None, configs[0], 32) == pytest.approx(
-        anew.evaluate(None, configs[0], 32), abs=tolerance(1e-12, 0.0126)
-    )
-
-
-@pytest.mark.slow
-def test_weight_sharing_finds_a_good_map_in_few_solves(parts):
-    configs = features.sample_fourier(jax.random.key(2), 16)
-    problem = features.fourier_selection(KEY, *parts, dimension=DIMENSION)
-    alone = np.array([problem.evaluate(None, c, DIMENSION).test for c in configs])
-    trace = baselines.weight_sharing(KEY, configs, problem, DIMENSION)
-    assert len(trace.calls) == 4
-    assert trace.test[-1] == alone[trace.best]
-    assert np.mean(alone < alone[trace.best]) <= 0.25
+    ]
+    # More features than rows, so in columns; then fewer, in rows. A row may be within rounding of
+    # another class, in the smallest cell.
+    shared = [p.share(KEY, configs, np.full(5, 0.2), DIMENSION).errors for p in problems]
+    np.testing.assert_allclose(*shared, atol=tolerance(1e-12, 0.1))
+    alone = [p.evaluate(None, configs[0], 32) for p in problems]
+    np.testing.assert_allclose(*alone, atol=tolerance(1e-12, 0.0126))
 
 
 TEXTS = [f"{mood} {thing} , truly {mood} !" for mood in ("fine", "dull") for thing in "abcdefgh"]
@@ -148,10 +132,10 @@ def test_texts_are_judged_as_our_own_svm_would(text_parts, weights):
 
 
 def test_naive_bayes_and_other_weights_learn_side_by_side(text_parts):
-    # In bins of their own, the two kinds ask nothing contradictory of shared weights.
+    # The two kinds have separate bins, so that shared weights can serve both.
     problem = features.text_selection(*text_parts)
-    both = [features.text_config(weights=weights) for weights in ("nb", "none")]
-    shared = problem.share(KEY, both, np.full(2, 0.5), 2**16, whole=True)
+    configs = [features.text_config(weights=weights) for weights in ("nb", "none")]
+    shared = problem.share(KEY, configs, np.full(2, 0.5), 2**16, whole=True)
     np.testing.assert_array_equal(shared.errors, [0, 0])
 
 
@@ -167,7 +151,6 @@ def test_texts_under_several_configurations_share_weights(text_parts):
 
 
 def test_a_text_is_hashed_once_in_a_way_and_only_when_it_is_asked_for(text_parts, monkeypatch):
-    """Truth: the pairs of text and way that the solves need, counted where they are hashed."""
     module = sys.modules[features.text_selection.__module__].text
     hashed, asked = module.hashed_counts, []
 
@@ -194,7 +177,7 @@ def test_a_class_missing_from_training_is_never_predicted_and_the_rest_works(par
     problem = features.fourier_selection(KEY, kept, parts[1], test, dimension=64)
     error, missing = problem.evaluate(None, configs[0], 64).valid, np.mean(y_valid == 3)
     assert missing <= error < whole.evaluate(None, configs[0], 64).valid + missing + 0.1
-    # Under a tiny bandwidth outputs are noise, in which any class may be the largest.
+    # With a tiny bandwidth outputs are noise, and every class may be the largest.
     problem = features.fourier_selection(
         KEY, kept, (x_valid, np.full(80, 3)), (x_valid, np.full(80, 4)), dimension=64
     )
@@ -206,7 +189,6 @@ def test_a_class_missing_from_training_is_never_predicted_and_the_rest_works(par
 def test_labels_are_names(parts, configs):
     others = [(x, np.array(list("qwertyuiop"))[y]) for x, y in parts]
     problems = (features.fourier_selection(KEY, *p, dimension=32) for p in (parts, others))
-    # Ties aside, of which real outputs have none, the order of the classes does not matter.
     one, other = (problem.evaluate(None, configs[0], 32) for problem in problems)
     assert one == pytest.approx(other, abs=tolerance(1e-12, 0.0126))
     single = [(x[y == 3], y[y == 3]) for x, y in parts]

@@ -1,20 +1,11 @@
-"""Discretization, images, genotypes, data and baselines of generated inputs against numpy."""
+"""Discretization, genotypes, data and baselines on generated inputs, compared with numpy."""
 
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from generated import (
-    assert_near,
-    dtypes,
-    eps,
-    examples,
-    normal,
-    seeds,
-    simplex_point,
-    wide,
-)
+from generated import assert_near, dtypes, eps, examples, normal, seeds, simplex_point, wide
 from hypothesis import given
 from hypothesis.strategies import integers, sampled_from
 
@@ -27,8 +18,6 @@ from bilevel.spaces.darts import genotype as darts_genotypes
 
 key = jax.random.key(0)
 NASBENCH201 = nasbench201.nasbench201_space()
-
-# ----------------------------------------------------------------------------- discretization
 
 
 @examples(5)
@@ -63,9 +52,6 @@ def test_condition_six_is_its_formula(seed, dtype):
     assert_near(verdict.D, D, rounding)
     assert int(verdict.argmax) == a.argmax()
     assert verdict.trust < 1 or L[a.argmax()] <= L.min() * (1 + 1e-6)
-
-
-# ----------------------------------------------------------------------------- genotypes
 
 
 @given(code=st.lists(integers(0, 4), min_size=6, max_size=6), cells=integers(1, 3))
@@ -103,9 +89,6 @@ def test_a_genotype_of_darts_survives_its_text_and_broken_texts_are_refused(seed
     assert other["normal"].sum() == 8
 
 
-# ----------------------------------------------------------------------------- data
-
-
 @examples(5)
 @given(seed=seeds, classes=integers(1, 10), rows=integers(3, 50), draw=st.data())
 def test_splits_are_disjoint_and_in_proportion(seed, classes, rows, draw):
@@ -131,9 +114,6 @@ def test_drawn_parts_of_digits_have_their_sizes_and_no_row_twice(seed, sizes):
     train = jnp.arange(sizes[0])
     batch = bilevel.minibatches(1 + seed % sizes[0])(jax.random.key(seed), (train, 2 * train))
     np.testing.assert_array_equal(2 * batch[0], batch[1])
-
-
-# ----------------------------------------------------------------------------- baselines
 
 
 METHODS = {

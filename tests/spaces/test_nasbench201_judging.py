@@ -1,4 +1,4 @@
-"""Judging of train-free scores: brute force, closed forms, and figures from the real table."""
+"""Judging of train-free scores: brute force, closed forms, figures of the real table."""
 
 import itertools
 import math
@@ -9,7 +9,6 @@ from helpers import needs_scores
 
 from bilevel.spaces.nasbench201 import genotypes, parameter_count
 from bilevel.spaces.nasbench201.costs import multiply_adds
-from bilevel.spaces.nasbench201.judging.printed_accuracies import PRINTED
 from bilevel.spaces.nasbench201.judging.table import (
     DATASETS,
     RUN_SETS,
@@ -45,9 +44,6 @@ def made_up(seed=0):
     for values in runs.values():
         values[: m // 2, 2] = NAN
     return BenchmarkTable(genotypes(), accuracy, early, runs, {}, np.arange(m)), truth[:, 0]
-
-
-# Correlations.
 
 
 def tau_b(x, y):
@@ -90,9 +86,6 @@ def test_the_ceiling_is_what_the_truth_reaches_on_simulated_runs():
         assert ceiling > max(pairs.values()) + 0.02
 
 
-# Choices.
-
-
 def test_top_one_is_the_mean_over_ties_and_never_nan():
     accuracy = np.array([70.0, 80.0, 90.0, 95.0])
     assert top_one([3, 3, 1, NAN], accuracy) == 75
@@ -128,18 +121,6 @@ def test_without_a_pool_the_top_k_are_kept_and_validated():
     assert set(best_of_k(score, valid, test, 8, draws=100)) == {0, 7}
 
 
-def test_ties_are_broken_evenly():
-    """Two of four tied networks join the best one: 1 of the 6 pairs lacks both 2 and 3."""
-    score, valid, test = [9, 1, 1, 1, 1], [0, 1, 2, 3, 3], np.array([0, 1, 2, 3, 3.0])
-    accuracies = best_of_k(score, valid, test, 3, draws=4000)
-    shares = [np.mean(accuracies == value) for value in (1, 2, 3)]
-    # Best of a random pair of (1, 2, 3, 3): 1 never, 2 once in six.
-    assert shares == pytest.approx([0, 1 / 6, 5 / 6], abs=0.03)
-    again = best_of_k(score, valid, test, 3, draws=4000)
-    np.testing.assert_array_equal(accuracies, again)
-    assert (best_of_k(score, valid, test, 3, draws=4000, seed=1) != accuracies).any()
-
-
 def test_a_score_of_no_information_is_worth_nothing():
     """Constant and all-NaN scores, with and without a pool, against the closed form."""
     valid = RNG.normal(size=60)
@@ -160,9 +141,6 @@ def test_with_a_pool_the_mean_is_that_over_all_pools():
         means.append(test[max(kept, key=lambda i: valid[i])])
     accuracies = best_of_k(score, valid, test, 2, pool=4, draws=6000)
     assert abs(accuracies.mean() - np.mean(means)) < 4 * np.std(means) / math.sqrt(6000)
-
-
-# Scores together, and the report.
 
 
 def test_log_ranks_add_up_with_mean_ranks_for_ties_and_nan_last():
@@ -218,15 +196,6 @@ def test_parameters_and_multiply_adds_rank_alike():
     parameters, operations = zip(*sorted(counts), strict=True)
     assert len(set(parameters)) == len(counts) == 28
     assert list(operations) == sorted(set(operations))
-
-
-def test_printed_figures_are_those_of_the_paper():
-    """Zhu et al. (2022), Table 2: Eigen-NAS with k = 20."""
-    assert PRINTED["Eigen-NAS (k=20)"] == ((93.46, 0.01), (71.42, 0.63), (45.54, 0.04))
-    assert all(len(figures) == len(DATASETS) for figures in PRINTED.values())
-
-
-# The real table.
 
 
 @pytest.fixture(scope="module")

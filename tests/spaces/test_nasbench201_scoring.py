@@ -119,10 +119,7 @@ def test_a_damaged_file_of_scores_is_refused_and_a_full_disk_costs_only_the_file
         with pytest.raises(ValueError, match=r"file: expected .* damaged .* Remove it to score"):
             scores(**CHEAP, file=file)
     file.unlink()
-    with (
-        no_room(500),
-        pytest.warns(UserWarning, match="file: scores in .* could not be written"),
-    ):
+    with no_room(500), pytest.warns(UserWarning, match="file: scores in .* could not be written"):
         by_score = scores(**CHEAP, file=file)
     np.testing.assert_equal(by_score["l2_norm"], expected()["l2_norm"][:2])
     assert not file.exists()

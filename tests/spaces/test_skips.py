@@ -1,16 +1,14 @@
-"""The skip space is Zhu's Eq. (1), searched and trained as Algorithm 1 says."""
+"""The skip space is Zhu's Eq. (1), trained by Algorithm 1."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, batch, cast, finite_differences
+from helpers import assert_close, batch, cast
 
-import bilevel
 import ntk
 from bilevel.nets.training import train
-from bilevel.outer_loop.batches import minibatches
 from bilevel.spaces.skips import SkipArchitecture, skip_space
 
 NUMPY = {
@@ -44,7 +42,7 @@ def rows():
 
 @pytest.fixture(scope="module")
 def signs():
-    """Training and validation batches of two classes, told apart by the sign of one input."""
+    """Training and validation batches; the class is the sign of one input."""
     x = np.random.default_rng(0).normal(size=(2, 80, 3))
     return [(jnp.asarray(part), jnp.asarray(part[:, 0] > 0, int)) for part in x]
 
@@ -55,16 +53,13 @@ def random_alpha(depth, h):
     return jax.tree.map(jnp.asarray, alpha)
 
 
-@pytest.mark.parametrize(("classes", "label"), [(2, -1), (2, 2), (3, -1), (3, 3)])
+@pytest.mark.parametrize(("classes", "label"), [(2, -1), (3, 3)])
 def test_labels_of_no_class_have_no_loss_and_no_slope(classes, label):
     space = skip_space(["relu"], depth=3, width=4, classes=classes)
     batch = jnp.eye(2), jnp.array([0, label])
     w, alpha = space.init(jax.random.key(0), batch), space.start()
     loss, slope = jax.jit(jax.value_and_grad(space.problem.lower))(w, alpha, batch)
     assert jnp.isnan(loss) and bool(jnp.isnan(slope["last"]).all())
-
-
-# ----------------------------------------------------------------------------- the network
 
 
 @pytest.mark.long
@@ -78,11 +73,8 @@ def test_supernet_and_plain_network_are_the_formula_on_the_same_weights(
     """Truth: numpy."""
     space = skip_space(depth=5, width=40, classes=3, parametrization=parametrization)
     w = space.init(jax.random.key(0), batch(1, 3))
-    assert {k: v.shape for k, v in w.items()} == {
-        "first": (3, 40),
-        "hidden": (3, 40, 40),
-        "last": (40, 3),
-    }
+    shapes = {"first": (3, 40), "hidden": (3, 40, 40), "last": (40, 3)}
+    assert {k: v.shape for k, v in w.items()} == shapes
     for layer in w.values():
         # 120 and 4800 weights: four standard errors of a standard deviation.
         assert np.std(layer) == pytest.approx(deviation, rel=4 / (2 * layer.size) ** 0.5)
@@ -113,9 +105,8 @@ def test_wide_networks_have_the_kernel_of_the_space():
     sampled = empirical(jax.random.split(jax.random.key(2), 64))
     exact = space.kernel(alpha, x).ntk
     errors = sampled.std(0) / 64**0.5
-    # Six entries: 3.5 is one in 400. The bias, O(1/width), is under a standard error.
+    # Six entries: 3.5 is one in 400.
     assert float(jnp.abs((sampled.mean(0) - exact) / errors).max()) < 3.5
-    # Without skips, or with the layers in another order, it is another kernel.
     for other in ({"skips": jnp.zeros(2)}, {"activations": mixtures[::-1]}):
         wrong = space.kernel(alpha | other, x).ntk
         assert float(jnp.abs((sampled.mean(0) - wrong) / errors).max()) > 10
@@ -149,70 +140,6 @@ def test_programs_do_not_grow_with_the_depth(rows):
     assert size(4) == size(20)
 
 
-# ----------------------------------------------------------------------------- the search
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("backprop", [0, 1])
-def test_the_hypergradient_of_one_step_is_its_derivative(backprop, rows):
-    """Truth: differences of the outer loss, through the step (second order) or not (first)."""
-    space = skip_space(["sigmoid", "swish"], depth=4, width=4, classes=3)
-    w = space.init(jax.random.key(1), batch(1, 3))
-    labels = jnp.arange(6) % 3
-    train, valid = (rows[:3], labels[:3]), (rows[3:], labels[3:])
-    alpha = random_alpha(4, 2)
-    solver = bilevel.unrolled(optax.sgd(0.5), 1, backprop=backprop)
-    fn = bilevel.hypergradient(space.problem, solver, diagnostics=False)
-    hyper = jax.jit(fn)(alpha, w, train, valid)
-
-    def second_order(alpha):
-        w_found, _ = solver.run(space.problem.lower, alpha, w, solver.init(w), train)
-        return space.problem.outer(w_found, alpha, valid)
-
-    def first_order(alpha):
-        return space.problem.outer(hyper.w, alpha, valid)
-
-    truth = finite_differences(jax.jit(second_order if backprop else first_order), alpha)
-    assert_close(hyper.grad, truth, f64=1e-9, f32=2e-2)
-
-
-@pytest.mark.long
-def test_a_search_stays_on_simplices_and_box_and_learns(signs):
-    """First-order DARTS on 100 batches."""
-    space = skip_space(["relu", "tanh"], depth=4, width=16, classes=2)
-    traces = []
-
-    def lower(w, alpha, batch):
-        traces.append(batch[0].shape)
-        return space.problem.lower(w, alpha, batch)
-
-    result = bilevel.search(
-        bilevel.Problem(lower, space.problem.outer),
-        bilevel.unrolled(optax.sgd(0.1), 1, backprop=0),
-        bilevel.strategies.on_sets(
-            space.sets, simplex=bilevel.softmax(optax.adam(0.03)), other=optax.sgd(0.3)
-        ),
-        space.start(),
-        space.init(jax.random.key(1), batch(1, 3)),
-        *signs,
-        steps=100,
-        batches=minibatches(16),
-        key=jax.random.key(2),
-        chunk=50,
-    )
-    assert set(traces) == {(16, 3)}
-    path = result.history["alpha"]
-    mixtures, skips = path["activations"], path["skips"]
-    assert mixtures.shape == (100, 3, 2)
-    np.testing.assert_allclose(mixtures.sum(-1), 1, rtol=1e-6)
-    assert float(mixtures.min()) > 0
-    # The steps are so long that the projection is met, and met exactly.
-    assert float(skips.min()) >= 0 and float(skips.max()) <= 1
-    assert bool(((skips == 0) | (skips == 1)).any())
-    losses = result.history["value"]
-    assert losses[-20:].mean() < 0.6 * losses[:5].mean()
-
-
 def test_discretization_keeps_the_likeliest_activation_and_skips_above_one_half():
     space = skip_space(["relu", "tanh", "swish"], depth=4, width=4)
     alpha = {
@@ -226,11 +153,8 @@ def test_discretization_keeps_the_likeliest_activation_and_skips_above_one_half(
     assert not any(space.discretize(space.start()).skips)
 
 
-# ----------------------------------------------------------------------------- the training
-
-
 def linear(w, _, x):
-    """A loss whose every step of size 1 adds the sum of its batch to ``w``."""
+    """A loss: steps of size 1 add the sum of the batch to ``w``."""
     return -w * x.sum()
 
 
@@ -272,6 +196,3 @@ def test_plain_networks_learn_and_stay_float32_whatever_the_default(signs):
     assert {leaf.dtype for leaf in jax.tree.leaves(trained)} == {jnp.dtype("float32")}
     errors = space.predict(jax.jit(space.apply)(trained.last, architecture, x)) != labels
     assert float(errors.mean()) < 0.1
-
-
-# ----------------------------------------------------------------------------- bad arguments

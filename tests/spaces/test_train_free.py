@@ -1,4 +1,4 @@
-"""Searches without training find what the kernels of their networks say."""
+"""Searches without training follow the kernels of their networks."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from bilevel.strategies.train_free import eigen_nas, nasi, te_nas
 def mixed_space(operations, edges=1, classes=2):
     """``sum over edges and operations of alpha f(x) w``; ``operations``: name -> f(x) [n, k]."""
     names = tuple(operations)
-    start, draw, discretize, one_hot = on_simplices(names, (edges,))
 
     def init(key, batch):
         widths = [jax.eval_shape(f, batch[0]).shape[1] for f in operations.values()]
@@ -32,14 +31,11 @@ def mixed_space(operations, edges=1, classes=2):
     return Space(
         names=names,
         sets="simplex",
-        start=start,
+        **on_simplices(names, (edges,))._asdict(),
         init=init,
         apply=apply,
         problem=bilevel.Problem(loss, loss),
         predict=lambda f: f.argmax(-1),
-        draw=draw,
-        discretize=discretize,
-        one_hot=one_hot,
     )
 
 
@@ -55,7 +51,6 @@ def test_eigen_nas_keeps_the_best_conditioned_of_its_pool():
     best = sorted(values, key=lambda a: -values[a])[:3]
     assert list(ranked.architectures) == best
     np.testing.assert_allclose(ranked.eigenvalues, [values[a] for a in best], rtol=2e-4)
-    # Where there are fewer than asked for, all of them.
     assert len(eigen_nas(key, space, x, pool=12, keep=12).architectures) == len(drawn)
 
 
@@ -64,7 +59,7 @@ def test_te_nas_prunes_what_is_ill_conditioned_and_has_few_regions():
     space = mixed_space(
         {
             "none": lambda x: 0 * x,
-            # One direction for all rows, with one kink: nearly singular beside the other.
+            # One direction for all rows, with one kink: nearly singular.
             "flat": lambda x: 30 * jax.nn.relu(x[:, :1] + 10) + 0 * x,
             "rich": lambda x: jax.nn.relu(x @ directions),
         },
@@ -80,13 +75,9 @@ def test_te_nas_prunes_what_is_ill_conditioned_and_has_few_regions():
 def test_te_nas_goes_by_the_regions_where_the_kernels_are_alike():
     directions = jnp.asarray(np.random.default_rng(0).standard_normal((2, 40)))
     space = mixed_space({"linear": lambda x: x, "kinks": lambda x: -x})
-    # All ReLUs are there whatever is left of the supernet; those of weight 0 do not count.
-    thin = mixed_space(
-        {
-            "linear": lambda x: jnp.ones_like(x) * x,
-            "kinks": lambda x: jax.nn.relu(x @ directions),
-        }
-    )
+    # ReLUs of weight 0 do not count.
+    kinks = {"linear": lambda x: 1 * x, "kinks": lambda x: jax.nn.relu(x @ directions)}
+    thin = mixed_space(kinks)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 2)))
     crops = jnp.asarray(np.random.default_rng(2).standard_normal((30, 2)))
     batch = x, jnp.zeros(2, int)
@@ -98,16 +89,8 @@ def test_te_nas_goes_by_the_regions_where_the_kernels_are_alike():
 def test_nasi_takes_the_larger_trace_up_to_its_threshold(penalty, expected):
     space = mixed_space({"gentle": lambda x: x, "steep": lambda x: 5 * x}, edges=3)
     rows = jnp.asarray(np.random.default_rng(0).standard_normal((16, 2))), jnp.arange(16) % 2
-    architecture = nasi(
-        jax.random.key(0),
-        space,
-        rows,
-        steps=8,
-        batch_size=8,
-        penalty=penalty,
-        threshold=1e-6,
-    )
-    assert architecture == (expected,) * 3
+    options = {"steps": 8, "batch_size": 8, "penalty": penalty, "threshold": 1e-6}
+    assert nasi(jax.random.key(0), space, rows, **options) == (expected,) * 3
 
 
 @pytest.mark.long
@@ -117,6 +100,5 @@ def test_the_searches_run_on_nas_bench_201():
     batch = x, jnp.arange(4)
     genotype = te_nas(jax.random.key(1), space, space, batch, x, repeats=1)
     assert set(genotype.operations) <= {"skip_connect", "nor_conv_1x1"}
-    assert set(nasi(jax.random.key(1), space, batch, steps=2, batch_size=2).operations) <= {
-        *space.names
-    }
+    genotype = nasi(jax.random.key(1), space, batch, steps=2, batch_size=2)
+    assert set(genotype.operations) <= set(space.names)

@@ -229,13 +229,6 @@ def test_targets_of_other_rows_or_of_columns_are_refused():
         space.solver.run(space.problem.lower, alpha, w, (), (inputs, jnp.ones(1)))
 
 
-def test_weights_that_are_not_finite_stand_for_no_kernel():
-    for space in SPACES["a network's parameters"](), SPACES["a described network"]():
-        alpha = jax.tree.map(lambda a: jnp.nan + a, space.start())
-        with pytest.raises(ValueError, match="alpha: expected finite numbers"):
-            space.discretize(alpha)
-
-
 def test_draws_corners_and_what_is_found_live_where_the_sets_say():
     space = SPACES["a network's parameters"]()
     drawn = [space.draw(key)["kernel"] for key in jax.random.split(KEYS[3], 20)]

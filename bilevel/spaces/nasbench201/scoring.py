@@ -51,7 +51,7 @@ _SAVE_SECONDS = 20.0  # between two writings of the scores
 class Scored(NamedTuple):
     """Result of :func:`score_networks`."""
 
-    values: dict[str, np.ndarray]  # name -> float64 [m], unoriented
+    values: dict[str, np.ndarray]  # name -> float64 [m], as the score returns them
     seconds: dict[str, float]  # name -> per network, without compilation
     compile_seconds: dict[str, float]  # until the first score; short if compiled before
 

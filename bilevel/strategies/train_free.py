@@ -9,6 +9,14 @@
 ===================  ==========================================================================
 
 :mod:`ntk.scores` scores single networks.
+
+References
+----------
+Zhu, Liu, Chrysos, Cevher, Generalization Properties of NAS under Activation and Skip Connection
+Search, NeurIPS 2022: Algorithm 1 with Flag = Eigen-NAS, section 5.2. Chen, Gong, Wang, Neural
+Architecture Search on ImageNet in Four GPU Hours, ICLR 2021, section 3;
+https://github.com/VITA-Group/TENAS (``prune_func_rank``). Shu, Cai, Dai, Ooi, Low, NASI: Label- and
+Data-agnostic Neural Architecture Search at Initialization, ICLR 2022, section 4.
 """
 
 import functools
@@ -60,11 +68,6 @@ def eigen_nas(
     Notes
     -----
     Time: ``pool`` kernels and their eigenvalues, in one program.
-
-    References
-    ----------
-    Zhu, Liu, Chrysos, Cevher, Generalization Properties of NAS under Activation and Skip Connection
-    Search, NeurIPS 2022: Algorithm 1 with Flag = Eigen-NAS, section 5.2.
 
     Examples
     --------
@@ -141,11 +144,6 @@ def te_nas(
     time, so that batch normalisation sees one image; so does their code. Their code has its own
     weight variances; here ``init`` draws the weights. Time: ``repeats`` kernels and counts of
     regions per remaining operation and round, on NAS-Bench-201 24 + 18 + 12, in one program.
-
-    References
-    ----------
-    Chen, Gong, Wang, Neural Architecture Search on ImageNet in Four GPU Hours, ICLR 2021, section
-    3; https://github.com/VITA-Group/TENAS (``prune_func_rank``).
 
     Examples
     --------
@@ -282,11 +280,6 @@ def nasi(
     Notes
     -----
     Time: ``steps`` second derivatives of the loss.
-
-    References
-    ----------
-    Shu, Cai, Dai, Ooi, Low, NASI: Label- and Data-agnostic Neural Architecture Search at
-    Initialization, ICLR 2022, section 4.
 
     Examples
     --------

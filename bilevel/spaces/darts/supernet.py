@@ -167,14 +167,11 @@ def darts_space(
 
     Notes
     -----
-    Deviation: the classifier's bias starts at 0. Memory: the 14 inputs of edges of every cell,
-    without ``remat`` all activations. On two CPU cores a search step takes two thirds of the time
-    and a fifth of the memory of PyTorch's (``benchmarks/deep_search/darts_step.py``). Compiling 3
-    cells takes 30 s for 4 operations, 45 s for 8.
-
-    References
-    ----------
-    Liu, Simonyan & Yang (2019), DARTS: Differentiable Architecture Search, section 2.
+    Liu, Simonyan & Yang (2019), section 2. Deviation: the classifier's bias starts at 0. Memory:
+    the 14 inputs of edges of every cell, without ``remat`` all activations. On two CPU cores a
+    search step takes two thirds of the time and a fifth of the memory of PyTorch's
+    (``benchmarks/deep_search/darts_step.py``). Compiling 3 cells takes 30 s for 4 operations, 45 s
+    for 8.
 
     Examples
     --------

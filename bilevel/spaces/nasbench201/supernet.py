@@ -104,13 +104,9 @@ def nasbench201_space(
 
     Notes
     -----
-    Deviation: the classifier's bias starts at 0. Memory: the inputs of all cells and the
-    activations of one, without ``remat`` all activations. Each stage compiles one edge for all
-    cells.
-
-    References
-    ----------
-    Dong & Yang (2020), NAS-Bench-201, section 2; section 5 for searches with shared weights.
+    Dong & Yang (2020), section 2; section 5 for searches with shared weights. Deviation: the
+    classifier's bias starts at 0. Memory: the inputs of all cells and the activations of one,
+    without ``remat`` all activations. Each stage compiles one edge for all cells.
 
     Examples
     --------

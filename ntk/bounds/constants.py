@@ -1,16 +1,7 @@
 """Constants of an activation in the bounds: Hermite coefficients, betas, Lipschitz constant.
 
-=======  =========================  ======================================================
-paper    here                       definition
-=======  =========================  ======================================================
-mu_k     ``hermite_coefficients``   E[s(z) h_k(z)], z ~ N(0, 1)
-beta_1   ``Betas.beta1``            2 E[s(u)^2] / y, u ~ N(0, y), or its supremum over y
-beta_2   ``Betas.beta2``            2 E[s'(u)^2], or its supremum
-beta_3   ``Betas.beta3``            2 E[s'(u)^2], or its infimum
-Lip      ``activation_lipschitz``   sup |s'|
-=======  =========================  ======================================================
-
-Reference: Zhu et al. 2022, Table 1.
+Zhu et al. 2022, Table 1, has the betas: ``beta_1 = 2 E[s(u)^2] / y`` for u ~ N(0, y), and beta_2
+and beta_3, upper and lower values of ``2 E[s'(u)^2]``.
 """
 
 import functools

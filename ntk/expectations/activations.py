@@ -1,15 +1,9 @@
 """Activations for the kernels: linear on both sides of a kink at 0, or piecewise smooth.
 
-A kernel of infinite width needs Gaussian expectations of an activation ``s`` and of its
-derivatives. The right formula depends on where ``s`` is smooth, so an :class:`Activation` is one of
-two:
-
-==========  ====================================================  ==============================
-            s(z)                                                  derivative
-==========  ====================================================  ==============================
-kinked      ``right z`` for z > 0, ``left z`` for z < 0           a step, then a point mass at 0
-smooth      any function, smooth except at the listed ``kinks``   by JAX, on each piece
-==========  ====================================================  ==============================
+A kernel of infinite width needs Gaussian expectations of an activation ``s`` and its derivatives.
+A *kinked* activation is ``right z`` for z > 0 and ``left z`` for z < 0; its derivatives are a step
+and a point mass at 0. A *smooth* one is any function that is smooth except at listed ``kinks``; JAX
+differentiates it on each piece.
 
 ==============================  ==========================================================
 name                            s(z)

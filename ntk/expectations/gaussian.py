@@ -1,15 +1,9 @@
-"""Gaussian expectations: of one variable, and of a pair at a kink in closed form.
+"""Gaussian expectations: of one variable by quadrature, and of a pair at a kink in closed form.
 
-With z ~ N(0, 1) and a pair ``(u, u') = (sx z, sy z')`` of correlation rho:
-
-    mean        E[f(s z)]                      Gauss-Legendre panels that end at the kinks
-    hermite     E[f(s z) h_k(z)]               the same; closed form at a kink
-    grid        nodes and Hermite polynomials  for many functions on the same panels
-    kinked_pair E[f(u) g(u')]                  closed form, f and g kinked at 0
-
-A correlation is given as ``p = (1 - rho) / 2`` and ``q = (1 + rho) / 2``. The angle between the
-inputs is ``theta = 2 atan2(sqrt p, sqrt q)``, exact even if rho rounds to 1. Panels end at 0, so
-that a kink there is harmless, and they shrink towards 0 for large scales ``s``.
+A pair ``(u, u') = (sx z, sy z')`` has its correlation as ``p = (1 - rho) / 2`` and
+``q = (1 + rho) / 2``. The angle between the inputs is ``theta = 2 atan2(sqrt p, sqrt q)``, exact
+even if rho rounds to 1. Panels end at 0, so that a kink there is harmless, and they shrink towards
+0 for large scales.
 
 Reference: Cho & Saul (2009) for the kinked pairs; Daniely, Frostig & Singer (2016) for the duals.
 """

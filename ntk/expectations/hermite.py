@@ -1,20 +1,17 @@
 """Expectations of all pairs of two sets of inputs: a polynomial in the correlation, and kinks.
 
-For a pre-activation ``u = s z``, a function of it is split, ``f(s z) = r(z) + k(z)``: a sum k of
-truncated powers at the kinks of f, with f's jumps up to the seventh derivative, and a regular
-remainder r. With the Hermite coefficients of r and k, by Mehler's formula,
+A function of the pre-activation is split, ``f(s z) = r(z) + k(z)``: a sum k of truncated powers
+with f's jumps up to the seventh derivative, and a regular remainder r. By Mehler's formula,
 
-    E[f(u) g(u')] = E[k_f(z) k_g(z')] + sum_n (r_n r'_n + r_n k'_n + k_n r'_n) rho^n,
+    E[f(u) g(u')] = E[k_f(z) k_g(z')] + sum_n (r_n r'_n + r_n k'_n + k_n r'_n) rho^n
 
-with the first term in closed form (:mod:`ntk.expectations.truncated_powers`; arc-cosines if the
-only kink is at 0). So all n1 x n2 pairs cost n1 + n2 sets of coefficients and a few multiply-adds
-per pair, without quadrature per pair, for any norms. Correlations of 1 are not a special case.
+for the Hermite coefficients of r and k. The first term has a closed form
+(:mod:`ntk.expectations.truncated_powers`; arc-cosines if the only kink is at 0). So n1 x n2 pairs
+cost n1 + n2 sets of coefficients and a few multiply-adds per pair, for all norms and correlations.
 
-**The error.** The sum omits at most ``|rho|^K`` times the norms of the remainders of r and k after
-K polynomials. These norms are measured: r minus its expansion is integrated on the nodes. The error
-of the nodes is measured by the last Legendre coefficients of f on each panel. An error of rho (its
-rounding, and errors of the layers below) enters by the slopes ``|d/drho E f g|``, bounded by the
-norms of f' and g', and at jumps by the modulus of continuity of the arc sine.
+The error bound has four parts: the remainders of r and k after K polynomials, times ``|rho|^K``;
+the nodes' error, measured by the last Legendre coefficients of f on each panel; the error of rho,
+times the norms of f' and g'; and at jumps the modulus of continuity of the arc sine.
 
 Reference: Mehler (1866); Daniely, Frostig & Singer (2016), the dual of an activation.
 """

@@ -8,15 +8,6 @@ In the limit, or with weight decay ``penalty``, ``f(x) = k(x, X) (K + penalty I)
 Cholesky factorisation gives f, its leave-one-out residuals, and ``y'K^-1 y``. The flow needs one
 eigendecomposition. :mod:`ntk.regression.gaussian_process` bounds the error of the predictions.
 
-=======  ==========================================================
-letter   meaning
-=======  ==========================================================
-K        kernel of the n training inputs, [n, n], positive definite
-k(x, X)  `cross` [m, n], kernel of m other inputs with X
-y        targets, [n] or [n, outputs]
-f_0      predictions before training
-t        time: number of steps times their size
-=======  ==========================================================
 
 A kernel ``[n, n]`` holds for every output separately. If outputs have a kernel with each other,
 ``empirical_kernel(..., outputs="full")``, K is ``[n, n, outputs, outputs]``, cross is

@@ -21,18 +21,10 @@ HOST_SCORES = {"certified_min_eigenvalue": "kernel_scores"}
 class ScoreDescription(NamedTuple):
     """Description of a built-in score; a decorator that attaches it to the score's function.
 
-    Attributes
-    ----------
-    formula : str, in the form of a table's cell.
-    gradients : str, number of gradients that the score takes.
-    batch_norm : str
-        How samples interact through batch normalisation: "joint", "alone", "removed" or "unused".
-    smaller_is_better : bool
-    together : str, optional
-        Function in the score's module that returns this score and others, by name, at the cost of
-        one.
-    published : str, optional
-        Name of the same score in the table of published scores.
+    ``formula`` is the text of a table's cell, and ``gradients`` the number of gradients.
+    ``batch_norm`` says how samples interact: "joint", "alone", "removed" or "unused". ``together``
+    names a function in the score's module that returns this score and others, by name, at the cost
+    of one. ``published`` is the name of the score in the table of published scores.
     """
 
     formula: str

@@ -5,14 +5,9 @@ it in a few dozen steps, with one Cholesky factorisation ``K = L L'`` and two tr
 step. If eigenvalues crowd around the smallest, we use ``K - sigma I`` from just below it. For a
 kernel given as ``v -> K v`` we use Lanczos on ``-K``.
 
-======  ======================================================================
-letter  meaning
-======  ======================================================================
-K       kernel [n, n], symmetric; it can be indefinite
-lambda  its smallest eigenvalue, v its unit eigenvector: ``d lambda = v' dK v``
-V, T    rows of V: orthonormal basis of Lanczos; ``T = V A V'``, m x m
-theta   an eigenvalue of T (Ritz value), largest of ``A = K^-1`` or ``A = -K``
-======  ======================================================================
+In the code, lambda is the smallest eigenvalue of K and v its unit eigenvector. The rows of V are
+Lanczos' orthonormal basis, ``T = V A V'`` for ``A = K^-1`` or ``A = -K``, and theta is T's largest
+eigenvalue.
 
 Reference: Wu & Simon (2000), "Thick-restart Lanczos method for large symmetric eigenvalue
 problems". These floating-point values are not certified: see :mod:`ntk.spectrum.certificate`.

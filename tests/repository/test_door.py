@@ -1364,6 +1364,10 @@ NTK_SCORES = value_errors(
         "apply: expected no ReLU inside `while`",
     ),
     (lambda: ntk.scores.of_kernel(jnp.dot, jnp.arange(2), x=EYE), "y: expected 3 labels"),
+    (
+        lambda: ntk.scores.of_kernel(jnp.einsum("ij,ab->ijab", EYE, EYE), jnp.arange(3) + 1),
+        "y: expected labels below 3, the outputs of K",
+    ),
 )
 
 ROWS_OF_TWO = jnp.ones((4, 2))

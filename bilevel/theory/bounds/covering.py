@@ -5,17 +5,6 @@ alphas. A *covering* is a function ``radii [...] -> log N [...]``, or an upper b
 effective dimension h_eff of Oymak et al. (2021), Definition 1, is the exponent of the growth
 
     N(eps) <= (C_bar / eps)^h_eff,    0 < eps <= C_bar.
-
-==========================  =======================  ==========================================
-set                         log N(eps) at most       derivation
-==========================  =======================  ==========================================
-in a ball, dimension d      d log(1 + 2 R / eps)     volume of disjoint balls of radius eps / 2
-simplex, h vertices         log C(h + k - 1, k)      points with coordinates that are multiples
-                                                     of 1 / k
-s-sparse, in a ball         log C(h, s) + the value  one ball for each support
-                            of a ball with d = s
-finite                      log of a count           farthest points first
-==========================  =======================  ==========================================
 """
 
 import math
@@ -91,6 +80,8 @@ def ball_covering(dim: int, R: float) -> Covering:
     """Return the covering of a convex set in a Euclidean ball.
 
         log N(eps) <= dim log(1 + 2 R / eps),    and 0 for eps >= R
+
+    The proof uses the volume of disjoint balls of radius eps / 2.
 
     Parameters
     ----------

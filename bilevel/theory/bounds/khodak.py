@@ -52,7 +52,7 @@ def version_entropy(log_covering_numbers: chex.Array) -> jax.Array:
     Raises
     ------
     ValueError
-        If the array has no configurations, or an entry is negative or NaN.
+        If the last axis is missing or empty, or an entry is negative or NaN.
 
     Examples
     --------

@@ -1,10 +1,11 @@
 """The lower Hessian at a point: its smallest eigenvalue, and solves that know it.
 
-A residual says little where directions are soft: in one of curvature mu, ``w`` may be off by the
-residual over mu. So nothing is known of a solution before mu is. Up to 512 weights the Hessian is
-decomposed. Beyond, conjugate gradients solve for a random vector, in which soft directions weigh as
-much as any other, and once more for what that left: a direction in which the Hessian is not
-positive is met but for .6 % of such vectors.
+A residual says little along low-curvature directions: in a direction of curvature mu, ``w`` may be
+off by the residual over mu. So nothing is known of a solution before mu is. Up to 512 weights (1024
+if the lower loss is quadratic) the Hessian is formed and inverted by matrix products alone: threads
+of LAPACK wait for each other on a busy machine. Only a Hessian that is not clearly positive
+definite is decomposed by LAPACK. For more weights, conjugate gradients solve for random vectors, in
+which low-curvature directions weigh as much as all others.
 """
 
 from collections.abc import Callable
@@ -18,17 +19,22 @@ from jax.flatten_util import ravel_pytree
 from bilevel.contracts import LinearMap, Pytree
 from bilevel.internal.conjugate_gradients import REROUNDING_FACTOR, solve_conjugate_gradients
 from bilevel.internal.decomposition_order import after
+from bilevel.internal.precision import uniform_hash
 from bilevel.solvers.inverses import hessian_matrix, row_products
-from ntk.internal.sharding import do_while, pcast_varying, varying
+from ntk.internal.jaxprs import operation_names
+from ntk.internal.sharding import pcast_varying, varying
 
 DENSE_SIZE = 512
-"""Weights up to which the Hessian is decomposed: 512 products at once, and a p^3 step."""
+"""Weights up to which the Hessian is formed: 512 products at once, and 6 p^3 multiply-adds."""
 
-_ROUNDINGS = 10  # the error of a matrix's eigenvalues, in roundings of the largest one
+_ROUNDINGS = 10  # the error of a matrix's eigenvalues, in units of roundoff of the largest one
 _SURE = 3  # an eigenvalue counts as positive from so many times its own error on
-_REST = 0.02  # a direction is missed by a probe with under .008 / sqrt(p) of it: .6 % of probes
-_CONTINUED = 4  # how often conjugate gradients may be restarted in one solve
+_BLOCK = 32  # rows that are eliminated together
+_POWERS = 16  # power iterations: the largest eigenvalue to a factor of p^(1/32)
+_PROBES = 3  # one probe misses a singular direction in 16 % of cases, three in 0.4 %
 _ASYMMETRY = 1000  # units of roundoff that a symmetric Hessian's products may differ by
+_TOGETHER = 100_000
+"""Weights up to which probes and samples are solved for together, in one batch of products."""
 PRODUCTS = 1000
 """Most Hessian products of one iterative solve, where nobody says otherwise."""
 
@@ -36,97 +42,177 @@ PRODUCTS = 1000
 class Curvature(NamedTuple):
     """A Hessian as far as it is known."""
 
-    solve: Callable[[Pytree], Pytree]  # b -> x with H x = b, exactly or to a percent of x
+    solve: Callable[..., Pytree]  # (b, aim) -> x, |b - H x| <= aim if iterative
     lowest: jax.Array  # [], the smallest eigenvalue, or a few times it
     condition: jax.Array  # [], the largest over the smallest, about
     definite: jax.Array  # [], bool: positive definite, beyond rounding
     free: jax.Array | None  # [p, p], orthonormal columns and 0: where it is 0, up to rounding
     flat: jax.Array  # [], bool: positive definite but for free directions, which ``solve`` leaves
-    spectrum: tuple[jax.Array, jax.Array] | None  # eigenvalues [p] and vectors, where decomposed
+    floor: jax.Array | None  # [], proved lower bound of the eigenvalues, if the Hessian is formed
 
 
-def is_small(like: Pytree) -> bool:
-    """Whether :func:`curvature` decomposes the Hessian."""
-    return sum(x.size for x in jax.tree.leaves(like)) <= DENSE_SIZE
+def is_small(like: Pytree, quadratic: bool) -> bool:
+    """Whether :func:`curvature` forms the Hessian."""
+    return sum(x.size for x in jax.tree.leaves(like)) <= DENSE_SIZE * (2 if quadratic else 1)
 
 
-def curvature(hvp: LinearMap, like: Pytree, products: int = PRODUCTS) -> Curvature:
-    """What is known of ``hvp``; ``like`` is any pytree of its shapes.
+def curvature(hvp: LinearMap, like: Pytree, products: int, dense: bool) -> Curvature:
+    """Return the curvature of ``hvp``; ``like`` is any pytree of its shapes.
 
-    Cost: p products, or as many as conjugate gradients take for two right-hand sides, at most
-    ``products`` each; where these do not suffice, the Hessian is not found definite.
+    Cost: p products if ``dense``, else those of conjugate gradients for three right-hand sides, at
+    most ``products`` each. If these do not suffice, the Hessian does not count as definite.
     """
-    return _decomposed(hvp, like) if is_small(like) else _iterated(hvp, like, products)
+    return _formed(hvp, like) if dense else _iterated(hvp, like, products)
+
+
+def batching(hvp: LinearMap, like: Pytree) -> Callable:
+    """Return ``jax.vmap``, or a loop in its place if there are too many weights.
+
+    XLA on CPUs refuses batches of Fourier transforms in some layouts, so these take a loop too.
+    """
+    few = sum(x.size for x in jax.tree.leaves(like)) <= _TOGETHER
+    if few and "fft" not in operation_names(jax.make_jaxpr(hvp)(like)):
+        return jax.vmap
+    return lambda function: lambda *stacked: jax.lax.map(lambda x: function(*x), stacked)
 
 
 def is_symmetric(hvp: LinearMap, like: Pytree) -> jax.Array:
-    """Whether ``u . (H v)`` and ``v . (H u)`` agree for two random vectors; two products.
+    """Return whether ``u . (H v)`` and ``v . (H u)`` agree for two random vectors.
 
-    An asymmetry of 1,000 units of roundoff is found, for a matrix of independent entries.
+    An asymmetry of 1,000 units of roundoff is noticed, for a matrix of independent entries.
     """
     flat, unravel = ravel_pytree(like)
-    pair = jax.random.normal(jax.random.key(1), (2, flat.size), flat.dtype)
-    u, v = (unravel(pcast_varying(x, varying(flat))) for x in pair)
+    u, v = map(unravel, pcast_varying(uniform_hash(jnp.arange(2), flat), varying(flat)))
     hu, hv = hvp(u), hvp(v)
     difference = optax.tree.vdot(u, hv) - optax.tree.vdot(v, hu)
     allowed = _ASYMMETRY * jnp.finfo(flat.dtype).eps * (optax.tree.norm(hu) + optax.tree.norm(hv))
     return ~(jnp.abs(difference) > allowed)  # NaN has a reason of its own
 
 
-# ------------------------------------------------------------------------------------- dense
+# ------------------------------------------------------------------------------------- formed
 
 
 class _HessianFactors(NamedTuple):
     """``H = V C^-1 V'`` with orthogonal V."""
 
     vectors: jax.Array  # [p, p]
-    core: jax.Array  # [p, p], diagonal but for soft directions
-    lowest: jax.Array  # outside the free directions
+    core: jax.Array  # [p, p]
+    smallest: jax.Array  # the smallest eigenvalue of the matrix
+    lowest: jax.Array  # the smallest eigenvalue outside the free directions
     definite: jax.Array
     free: jax.Array  # [p, p]
     flat: jax.Array
 
 
-def _decomposed(hvp: LinearMap, like: Pytree) -> Curvature:
+def _formed(hvp: LinearMap, like: Pytree) -> Curvature:
     flat, unravel = ravel_pytree(like)
+    eps = jnp.finfo(flat.dtype).eps
 
     def of_columns(columns):
         return row_products(lambda v: ravel_pytree(hvp(unravel(v)))[0], columns.T).T
 
-    values, vectors = hessian_eigenpairs(hvp, like)
-    highest = jnp.max(jnp.abs(values))
-    noise = _ROUNDINGS * jnp.finfo(flat.dtype).eps * highest
-    factors = jax.lax.cond(
-        values[0] > 10 * noise,
-        lambda: _HessianFactors(
-            vectors,
-            jnp.diag(1 / values),
-            values[0],
-            values[0] > _SURE * noise,
-            jnp.zeros_like(vectors),
-            values[0] < 0,
-        ),
-        lambda: _sharpened(of_columns, values, vectors, noise),
-    )
+    matrix = hessian_matrix(hvp, like)
+    inverse, positive = _inverted(matrix)
+    highest, largest_inverse = _largest_eigenvalues(matrix, inverse, flat)
+    lowest = 1 / jnp.where(largest_inverse > 0, largest_inverse, 1)
+    # Power iterations may overestimate the smallest eigenvalue by a fifth.
+    clear = positive & (lowest > 12 * _ROUNDINGS * eps * highest)
 
-    def solve(b):
+    def inverted():
+        no, nothing = lowest < 0, jnp.zeros_like(matrix)
+        identity = pcast_varying(jnp.eye(flat.size, dtype=flat.dtype), varying(matrix))
+        return _HessianFactors(identity, inverse, lowest, lowest, ~no, nothing, no)
+
+    def decomposed():
+        symmetric = after(like, matrix)
+        vectors, values = jax.lax.linalg.eigh(symmetric, symmetrize_input=False)
+        return _sharpened(of_columns, values, vectors, _ROUNDINGS * eps * highest)
+
+    factors = jax.lax.cond(clear, inverted, decomposed)
+
+    def solve(b, aim=None):
         flat, unravel = ravel_pytree(b)
         return unravel(factors.vectors @ (factors.core @ (factors.vectors.T @ flat)))
 
-    _, _, lowest, definite, free, flat = factors
-    return Curvature(solve, lowest, highest / lowest, definite, free, flat, (values, vectors))
+    smallest = jnp.where(clear, _inverse_bound(matrix, inverse), factors.smallest)
+    floor = smallest - flat.size * eps * jnp.linalg.norm(matrix)
+    _, _, _, lowest, definite, free, flat = factors
+    return Curvature(solve, lowest, highest / lowest, definite, free, flat, floor)
 
 
-def hessian_eigenpairs(hvp: LinearMap, like: Pytree) -> tuple[jax.Array, jax.Array]:
-    """Eigenvalues [p], ascending, and eigenvectors [p, p] of ``hvp``; p products.
+def _inverted(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The inverse of a symmetric matrix, and whether all pivots are positive.
 
-    They wait for the numbers in ``like``, which come of the solver's own decompositions.
+    Gauss-Jordan elimination by blocks, without pivoting: the pivots are those of Cholesky's
+    factorisation, so they are positive if and only if a matrix within its rounding,
+    ``p eps |matrix|`` (Higham & Mary 2019), is positive definite.
     """
-    return jnp.linalg.eigh(hessian_matrix(lambda v: hvp(after(like, v)), like))
+    p = len(matrix)
+    block = min(_BLOCK, p)
+    size = -(-p // block) * block
+    scale = jnp.max(jnp.abs(jnp.diag(matrix)))
+    scale = jnp.where((scale > 0) & jnp.isfinite(scale), scale, 1)
+    # The scaled matrix is bordered by rows of the identity.
+    padded = jnp.diag((jnp.arange(size) >= p).astype(matrix.dtype))
+    padded = padded.at[:p, :p].add(matrix / scale)
+
+    def eliminate(a, start, inverse):
+        """Exchange the unknowns and the right-hand sides of the rows from ``start`` on."""
+        width = len(inverse)
+        unit = (jnp.arange(len(a))[:, None] == (start + jnp.arange(width))[None]).astype(a.dtype)
+        rows = jax.lax.dynamic_slice_in_dim(a, start, width, 0)
+        columns = jax.lax.dynamic_slice_in_dim(a, start, width, 1)
+        return a - (columns - unit) @ (inverse @ (rows + unit.T))
+
+    def one_row(k, carry):
+        a, least = carry
+        pivot = a[k, k]
+        inverse = (1 / jnp.where(pivot > 0, pivot, 1))[None, None]
+        return eliminate(a, k, inverse), jnp.minimum(least, pivot)
+
+    def one_block(k, carry):
+        a, least = carry
+        start = k * block
+        pivots = jax.lax.dynamic_slice(a, (start, start), (block, block))
+        inverse, least = jax.lax.fori_loop(0, block, one_row, (pivots, least))
+        return eliminate(a, start, inverse), least
+
+    start = padded, jnp.min(jnp.diag(padded))
+    inverse, least = jax.lax.fori_loop(0, size // block, one_block, start)
+    return (inverse + inverse.T)[:p, :p] / (2 * scale), least > 0
+
+
+def _largest_eigenvalues(
+    matrix: jax.Array, inverse: jax.Array, flat: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The largest absolute eigenvalue of each of two symmetric matrices, by power iterations."""
+    pair = jnp.stack([matrix, inverse])
+
+    def unit(x):
+        size = jnp.linalg.norm(x, axis=1)
+        return x / jnp.where(size > 0, size, 1)[:, None], size
+
+    start = pcast_varying(uniform_hash(jnp.zeros(2), flat), varying(matrix))
+    step = lambda _, vectors: unit(jnp.einsum("nij,nj->ni", pair, vectors[0]))  # noqa: E731
+    highest, largest_inverse = jax.lax.fori_loop(0, _POWERS, step, unit(start))[1]
+    return highest, largest_inverse
+
+
+def _inverse_bound(matrix: jax.Array, inverse: jax.Array) -> jax.Array:
+    """A lower bound of the absolute eigenvalues of ``matrix``, from an approximate inverse R.
+
+    ``|H^-1| <= |R| / (1 - |I - R H|)`` in 2-norms, which Frobenius norms bound;
+    ``|R|^2 <= |R R|_F``.
+    """
+    error = jnp.linalg.norm(jnp.eye(len(matrix), dtype=matrix.dtype) - inverse @ matrix)
+    size = jnp.linalg.norm(inverse)
+    unit = inverse / jnp.where(size > 0, size, 1)
+    bound = size * jnp.sqrt(jnp.linalg.norm(unit @ unit))
+    return (1 - error) / jnp.where(bound > 0, bound, 1)
 
 
 def _sharpened(products, values, vectors, rounding) -> _HessianFactors:
-    """The same, with eigenvalues near ``rounding`` found anew, as Rayleigh quotients.
+    """The decomposition, with eigenvalues near ``rounding`` computed anew, as Rayleigh quotients.
 
     Those of a matrix are lost in the rounding of its largest entries. Those of a product need not
     be: where ``X v = 0`` to rounding, so is the whole data term of ``v' (X'X + penalty I) v``,
@@ -139,17 +225,19 @@ def _sharpened(products, values, vectors, rounding) -> _HessianFactors:
     soft = values < 100 * rounding
     soft_block = soft[:, None] & soft[None]
     scaled = jnp.asarray(REROUNDING_FACTOR, values.dtype)
+    # Apart, so that the two are not rounded alike.
     quotients = jnp.where(soft_block, vectors.T @ products(vectors), 0)
     again = jnp.where(soft_block, vectors.T @ (products(scaled * vectors) / scaled), 0)
     spread = jnp.maximum(
         jnp.linalg.norm(quotients - quotients.T), jnp.linalg.norm(quotients - again)
     )
-    noise = spread / jnp.sqrt(soft.sum().astype(spread.dtype))
+    noise = spread / jnp.sqrt(jnp.maximum(soft.sum(), 1).astype(spread.dtype))
     scale = jnp.max(jnp.abs(quotients))
     scale = jnp.where(scale > 0, scale, 1)
     # The stiff directions wait outside the soft ones' range.
     outside = jnp.diag(jnp.where(soft, 0, 4 * p * scale))
-    sharp, turn = jnp.linalg.eigh((quotients + quotients.T) / 2 + outside)
+    symmetric = (quotients + quotients.T) / 2 + outside
+    turn, sharp = jax.lax.linalg.eigh(symmetric, symmetrize_input=False)
     inner = sharp < 2 * p * scale
     definite = sharp[0] > _SURE * noise
     free = inner & ~definite & (jnp.abs(sharp) <= rounding)
@@ -160,9 +248,8 @@ def _sharpened(products, values, vectors, rounding) -> _HessianFactors:
     lowest = jnp.min(jnp.where(stiff, sharp, jnp.inf))
     lowest = jnp.minimum(lowest, jnp.min(jnp.where(soft, jnp.inf, values)))
     lowest = jnp.where(flat, lowest, sharp[0])
-    return _HessianFactors(
-        vectors, core, lowest, definite, (vectors @ turn) * free[None].astype(turn.dtype), flat
-    )
+    free_vectors = (vectors @ turn) * free[None].astype(turn.dtype)
+    return _HessianFactors(vectors, core, values[0], lowest, definite, free_vectors, flat)
 
 
 # --------------------------------------------------------------------------------- iterative
@@ -170,47 +257,24 @@ def _sharpened(products, values, vectors, rounding) -> _HessianFactors:
 
 def _iterated(hvp: LinearMap, like: Pytree, products: int) -> Curvature:
     flat, unravel = ravel_pytree(like)
-    probe = jax.random.normal(jax.random.key(0), flat.shape, flat.dtype)
-    b = unravel(pcast_varying(probe / jnp.linalg.norm(probe), varying(flat)))
-    # Of unit length, it has some 1 / sqrt(p) of any one direction: a tenth of that is left.
+    # A unit vector has about 1 / sqrt(p) of any one direction: a tenth of that is left.
     threshold = 0.1 / jnp.sqrt(flat.size).astype(flat.dtype)
 
-    def unfinished(carry):
-        *_, definite, k = carry
-        return definite & (k < 2)
+    def look(number):
+        probe = uniform_hash(number, flat)
+        b = unravel(pcast_varying(probe / jnp.linalg.norm(probe), varying(flat)))
+        solved = solve_conjugate_gradients(hvp, b, None, steps=products, threshold=threshold)
+        product = hvp(solved.x)
+        square = optax.tree.vdot(solved.x, solved.x)
+        bend = optax.tree.vdot(solved.x, product) / jnp.where(square > 0, square, 1)
+        left = optax.tree.norm(optax.tree.sub(b, product))
+        return bend, (left <= 2 * threshold) & (bend > 0), solved.curvature
 
-    def look(carry):
-        b, threshold, lowest, definite, k = carry
-        x = solve_conjugate_gradients(hvp, b, None, steps=products, threshold=threshold).x
-        product = hvp(x)
-        residual, square = optax.tree.sub(b, product), optax.tree.vdot(x, x)
-        left = optax.tree.norm(residual)
-        bend = optax.tree.vdot(x, product) / jnp.where(square > 0, square, 1)
-        definite = definite & (left <= 2 * threshold) & (bend > 0)
-        # What is left has all that the first look saw too little of; as it is, or at its length.
-        b = optax.tree.where(
-            left > 0, optax.tree.scale(1 / jnp.where(left > 0, left, 1), residual), b
-        )
-        return b, jnp.full_like(threshold, _REST), jnp.minimum(lowest, bend), definite, k + 1
+    bends, definite, highest = batching(hvp, like)(look)(jnp.arange(_PROBES))
+    lowest, definite = jnp.min(bends), definite.all()
 
-    most = jnp.full_like(threshold, jnp.finfo(threshold.dtype).max)
-    start = b, threshold, most, most > 0, jnp.zeros((), int)
-    *_, lowest, definite, _ = do_while(unfinished, look, start)
+    def solve(b, aim):
+        return solve_conjugate_gradients(hvp, b, None, steps=products, threshold=aim).x
 
-    def solve(b):
-        def unfinished(carry):
-            x, left, k = carry
-            return (k < _CONTINUED) & (left > 1e-2 * lowest * optax.tree.norm(x))
-
-        def further(carry):
-            x, _, k = carry
-            # The first aim knows no x; those after it leave x off by half a percent, at most.
-            aim = jnp.where(k == 0, 1e-3 * optax.tree.norm(b), 5e-3 * lowest * optax.tree.norm(x))
-            solved = solve_conjugate_gradients(hvp, b, x, steps=products, threshold=aim)
-            return solved.x, solved.residual, k + 1
-
-        start = optax.tree.zeros_like(b), most, jnp.zeros((), int)
-        return do_while(unfinished, further, start)[0]
-
-    condition = optax.tree.norm(hvp(b)) / lowest
+    condition = jnp.max(highest) / jnp.where(lowest > 0, lowest, 1)
     return Curvature(solve, lowest, condition, definite, None, definite & False, None)

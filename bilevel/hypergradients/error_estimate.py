@@ -20,18 +20,16 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from bilevel.contracts import Pytree
-from bilevel.hypergradients.curvature import PRODUCTS, hessian_eigenpairs, is_symmetric
+from bilevel.hypergradients.curvature import PRODUCTS, is_small, is_symmetric
 from bilevel.hypergradients.refinement import (
     NOISE,
     combine,
     finite_or_zero,
     ratio_to_norm,
     refine,
-    sample_count,
     unbounded,
 )
 from bilevel.internal.custom_rules import FORWARD_OVER_REVERSE, exact_order
-from bilevel.internal.decomposition_order import after
 from bilevel.internal.precision import coarsest_eps, widen, widened
 from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import Problem, hessian_operator
@@ -41,7 +39,7 @@ from bilevel.solvers import detached
 TOLERANCE = 1e-2
 """A hypergradient counts as converged when its estimated error is under 1 % of its norm."""
 
-_BOUND_SIZE = 1024  # weights up to which the Hessian is formed for `error_bound`
+_JACOBIAN_SIZE = 2**20  # entries up to which a Jacobian is formed for `error_bound`
 
 
 class Info(NamedTuple):
@@ -140,7 +138,7 @@ def assess(
 ) -> Info:
     """Assess a hypergradient ``grad`` computed at ``w`` with ``adjoint`` (None: unknown).
 
-    Cost: the Hessian's decomposition up to 512 weights; beyond, some five solves of at most
+    Cost: the Hessian and its inverse up to 512 weights; beyond, some three solves of at most
     ``products`` Hessian products, and one only where the Hessian is not found positive definite.
     Nothing here is differentiated.
     """
@@ -158,11 +156,13 @@ def _assess_widened(problem, products, coarse, w, alpha, train, valid, grad, adj
     )
     slope, hvp = hessian_operator(fixed.lower, w, alpha, train)
     force = jax.grad(fixed.outer)(w, alpha, valid)
-    solved = after((grad, adjoint), w)
-    refined = refine(problem, fixed, products, solved, alpha, train, valid, grad, adjoint)
+    quadratic = is_quadratic(fixed.lower, w, alpha, train)
+    dense = is_small(w, quadratic)
+    given = quadratic, dense, w, alpha, train, valid, adjoint
+    refined = refine(problem, fixed, products, *given)
     better = jax.tree.map(lambda g: g.mean(0), refined.grads)
     deviations = jax.tree.map(lambda g, mean: g - mean[None], refined.grads, better)
-    spread = optax.tree.norm(deviations) / jnp.sqrt(sample_count(w) - 1)
+    spread = optax.tree.norm(deviations) / jnp.sqrt(len(jax.tree.leaves(refined.grads)[0]) - 1)
     change = optax.tree.norm(optax.tree.sub(grad, better))
     # The rounding of two terms that may nearly cancel.
     noise = NOISE * jnp.finfo(change.dtype).eps
@@ -189,7 +189,9 @@ def _assess_widened(problem, products, coarse, w, alpha, train, valid, grad, adj
         adjoint_residual = optax.tree.sub(hvp(finite_or_zero(adjoint)), force)
         ratio = ratio_to_norm(optax.tree.norm(adjoint_residual), force)
         linear_residual = jnp.where(known, ratio, unbounded(ratio))
-    bound = _quadratic_error_bound(problem, fixed, refined, alpha, train, valid, grad)
+    bound = jnp.full_like(estimate, unbounded(estimate))
+    if quadratic and dense:
+        bound = _quadratic_error_bound(problem, fixed, refined, alpha, train, valid, grad)
     return Info(
         stationarity=stationarity,
         linear_residual=linear_residual,
@@ -214,55 +216,33 @@ def _squares_lost(magnitude: jax.Array, grads: Pytree) -> jax.Array:
 
 
 def _quadratic_error_bound(problem, fixed, refined, alpha, train, valid, grad) -> jax.Array:
-    """``|grad - G+|`` plus how far ``G+``, refined by the factorised Hessian, can be from ``G*``.
+    """``|grad - G+|`` plus how far the refined ``G+`` can be from ``G*``.
 
-    With mu the smallest Hessian eigenvalue, |w - w*| <= |g| / mu exactly for a quadratic, and
+    With mu a lower bound of the Hessian's eigenvalues, |w - w*| <= |g| / mu for a quadratic, and
 
         |G+ - G*| <= L |w - w*| + |B| |q - q*|,
         |q - q*| <= (|H q - v| + |d^2_ww outer| |w - w*|) / mu,    L = |d_w (d_alpha outer - B'q)|,
 
     all norms Frobenius at the refined point; the factor 2 pays for products of two residuals.
     """
-    w, q = refined.w, refined.adjoint
-    flat, unravel = ravel_pytree(w)
-    flat_alpha, unravel_alpha = ravel_pytree(alpha)
-    feasible = flat.size <= _BOUND_SIZE and flat.size * flat_alpha.size <= _BOUND_SIZE**2
-    if not feasible or not is_quadratic(fixed.lower, w, alpha, train):
+    flat, unravel = ravel_pytree(refined.w)
+    if flat.size * ravel_pytree(alpha)[0].size > _JACOBIAN_SIZE:
         return jnp.full((), unbounded(flat), flat.dtype)
-
-    def slope(w):
-        return ravel_pytree(jax.grad(fixed.lower)(unravel(w), alpha, train))[0]
-
-    def slope_at(alpha):
-        return ravel_pytree(jax.grad(problem.lower)(unravel(flat), unravel_alpha(alpha), train))[0]
 
     def force(w):
         return ravel_pytree(jax.grad(fixed.outer)(unravel(w), alpha, valid))[0]
 
-    def combined(w, q):
-        grad = combine(problem, unravel(w), unravel(q), alpha, train, valid)[0]
-        return (ravel_pytree(grad)[0],) * 2
+    def combined(pair):
+        w, q = map(unravel, pair)
+        return ravel_pytree(combine(problem, w, q, alpha, train, valid)[0])[0]
 
-    _, hvp = hessian_operator(fixed.lower, w, alpha, train)
-    eigenvalues, vectors = refined.spectrum or hessian_eigenpairs(hvp, w)
-    slack = flat.size * jnp.finfo(flat.dtype).eps * jnp.linalg.norm(eigenvalues)
-    mu = eigenvalues[0] - slack
-
-    def residual(q):
-        return ravel_pytree(hvp(unravel(q)))[0] - force(flat)
-
-    def solve(b):
-        return vectors @ ((vectors.T @ b) / eigenvalues)
-
-    flat = flat - solve(slope(flat))
-    flat_q = ravel_pytree(q)[0]
-    flat_q = flat_q - solve(residual(flat_q))
-    turning, best = jax.jacfwd(combined, has_aux=True)(flat, flat_q)
-    change = jnp.linalg.norm(ravel_pytree(grad)[0] - best)
-
-    w_error = jnp.linalg.norm(slope(flat)) / mu
+    mu = jnp.where(refined.floor > 0, refined.floor, 1)
+    change = optax.tree.norm(jax.tree.map(lambda g, best: g - best[0], grad, refined.grads))
+    w_error = refined.slope_norm / mu
     turned = jnp.linalg.norm(jax.jacfwd(force)(flat)) * w_error
-    q_error = (jnp.linalg.norm(residual(flat_q)) + turned) / mu
-    cross = jnp.linalg.norm(jax.jacfwd(slope_at)(flat_alpha))
-    bound = change + 2 * (jnp.linalg.norm(turning) * w_error + cross * q_error)
-    return jnp.where(mu > 0, bound, unbounded(bound))
+    q_error = (refined.residual_norm + turned) / mu
+    pair = jnp.stack([flat, ravel_pytree(refined.adjoint)[0]])
+    # B' is minus the derivative in q.
+    turning, cross = jnp.sqrt(jnp.sum(jax.jacfwd(combined)(pair) ** 2, (0, 2)))
+    bound = change + 2 * (turning * w_error + cross * q_error)
+    return jnp.where(refined.floor > 0, bound, unbounded(bound))

@@ -83,8 +83,9 @@ def hypergradient(
         ``"reverse"``: cost independent of dim(alpha). ``"forward"``: memory independent of the
         number of inner steps (2 dim(alpha) copies of ``w``), cost grows with dim(alpha).
     diagnostics : bool
-        Whether to fill ``info``. Up to 512 weights this takes the Hessian's decomposition; beyond,
-        a few linear solves, or a short one or two where no claim can be made. Under ``jax.jit``
+        Whether to fill ``info``. Up to 512 weights (1,024 for a quadratic lower loss) the Hessian
+        is formed and inverted; beyond, a few linear solves are made together, or a short one
+        where no claim can be made. Under ``jax.jit``
         fields that the compiled function does not return cost nothing.
     damping : float
         Not of the hypergradient: ``info`` then speaks of the solution map of

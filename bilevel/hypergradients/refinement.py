@@ -1,11 +1,11 @@
 """Refine the weights and the adjoint behind a hypergradient by Newton steps, until they stay.
 
-The solves know the smallest curvature (:mod:`bilevel.hypergradients.curvature`). The refined
-hypergradient is sampled from starts that differ in the last digits only, which shows how far
-rounding moves it.
+The solves know the smallest curvature (:mod:`bilevel.hypergradients.curvature`). Samples of the
+refined hypergradient start from values that differ in the last digits only, which shows how far
+rounding moves it. All samples are refined together: a product of the data with several vectors
+takes hardly longer than with one.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -14,18 +14,18 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from bilevel.contracts import Pytree
-from bilevel.hypergradients.curvature import curvature, is_small
-from bilevel.internal.precision import mixed_bits
-from bilevel.problem.problem import hessian_operator, lower_gradient, mixed_product
-from bilevel.problem.structure import is_quadratic
+from bilevel.hypergradients.curvature import batching, curvature
+from bilevel.internal.precision import uniform_hash
+from bilevel.problem.problem import hessian_operator, mixed_product
 from bilevel.solvers.minimizers import local_newton
-from ntk.internal.sharding import do_while, pcast_varying, repeat_step, varying
+from ntk.internal.sharding import pcast_varying, varying, while_loop
 
 NOISE = 10  # the rounding error of a hypergradient, in roundings of its terms: 0.3 to 35 measured
 _NEWTON_STEPS = 20  # most steps towards the solution, where the lower loss is not quadratic
-_REFINEMENTS = 8  # most Newton steps that refine w, and that refine q
-_SAMPLES = 8  # of the hypergradient, to see how far rounding moves it
-_COSTLY_SAMPLES = 3  # the same where each sample takes an iterative solve or two
+_REFINEMENTS = 12  # most Newton steps that refine w, and that refine q
+_SAMPLES = 6  # of the hypergradient, to see how far rounding moves it
+_COSTLY_SAMPLES = 4  # the same where each sample takes two iterative solves
+_JITTER = 0.3  # units of roundoff that refined weights are moved by
 
 
 class Refined(NamedTuple):
@@ -35,23 +35,27 @@ class Refined(NamedTuple):
     adjoint: Pytree
     grads: Pytree  # like alpha, leading axis: samples of the refined hypergradient
     magnitude: jax.Array  # the size of its two terms
-    linear_residual: jax.Array
+    slope_norm: jax.Array  # of the lower gradient at ``w``
+    residual_norm: jax.Array  # |H q - v|
+    linear_residual: jax.Array  # the same over |v|
     definite: jax.Array  # bool, the Hessian, but for directions that do not matter
     leak: jax.Array  # what such directions may contribute
     settled: jax.Array  # bool: Newton's steps have come to rest
     last_step: jax.Array  # of Newton's method, relative to ``w``
-    spectrum: tuple[jax.Array, jax.Array] | None  # of the Hessian, where it is decomposed
+    floor: jax.Array | None  # proved lower bound of the Hessian's eigenvalues, where it is formed
 
 
-def refine(problem, fixed, products, w, alpha, train, valid, grad, adjoint) -> Refined:
+def refine(problem, fixed, products, quadratic, dense, w, alpha, train, valid, adjoint) -> Refined:
     """Refine ``w`` and ``adjoint``, and sample the hypergradient around them.
 
-    ``fixed`` is the problem at this alpha, for all but derivatives in alpha.
+    ``fixed`` is the problem at this alpha, for all but derivatives in alpha. The Hessian is formed
+    if ``dense``.
     """
     # Sensitivities to weights without a gradient overflow; Newton's steps begin at 0 there.
     q = optax.tree.zeros_like(w) if adjoint is None else finite_or_zero(adjoint)
-    quadratic = is_quadratic(fixed.lower, w, alpha, train)
-    _, hvp = hessian_operator(fixed.lower, w, alpha, train)
+
+    def system_at(w):
+        return curvature(hessian_operator(fixed.lower, w, alpha, train)[1], w, products, dense)
 
     def refined(system=None):
         near = w
@@ -59,15 +63,14 @@ def refine(problem, fixed, products, w, alpha, train, valid, grad, adjoint) -> R
             solver = local_newton(_NEWTON_STEPS, products)
             near = solver.run(fixed.lower, alpha, w, (), train)[0]
         if system is None or not quadratic:
-            _, hvp = hessian_operator(fixed.lower, near, alpha, train)
-            system = curvature(hvp, near, products)
-        return _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid, grad)
+            system = system_at(near)
+        return _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid)
 
-    if is_small(w):
+    if dense:
         return refined()
     # Where the Hessian is not even definite here, no more is spent on it.
-    system = curvature(hvp, w, products)
-    axes = varying((w, q, grad, train, valid))
+    system = system_at(w)
+    axes = varying((w, q, train, valid))
     return jax.lax.cond(
         system.definite,
         lambda: pcast_varying(refined(system), axes),
@@ -75,82 +78,121 @@ def refine(problem, fixed, products, w, alpha, train, valid, grad, adjoint) -> R
     )
 
 
-def sample_count(w) -> int:
-    """Return the number of samples of the refined hypergradient."""
-    return _SAMPLES if is_small(w) else _COSTLY_SAMPLES
-
-
 def _unknown_refinement(w, q, alpha) -> Refined:
     """Placeholders, without NaN for `jax_debug_nans`: ``definite`` says that nothing is known."""
-    missing = jax.tree.map(lambda a: jnp.zeros((sample_count(w), *a.shape), a.dtype), alpha)
+    missing = jax.tree.map(lambda a: jnp.zeros((_COSTLY_SAMPLES, *a.shape), a.dtype), alpha)
     zero, no = jnp.zeros_like(optax.tree.norm(w)), jnp.array(False)
     unsolved = jnp.full_like(zero, unbounded(zero))
-    return Refined(w, q, missing, zero, unsolved, no, zero, no, zero, None)
+    return Refined(w, q, missing, zero, zero, zero, unsolved, no, zero, no, zero, None)
 
 
-def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid, grad) -> Refined:
+class _Iterate(NamedTuple):
+    """Weights and adjoint on their way; scalars are those of the last evaluation."""
+
+    w: Pytree
+    q: Pytree
+    norms: jax.Array  # [3], of the lower gradient, of H q - v, and of v
+    steps: jax.Array  # [2], lengths of the next Newton steps of w and of q
+    small: jax.Array  # [2], bool: these steps do not matter
+    moved: jax.Array  # bool: the last step of w was a large one, which q follows in the next
+    rounds: jax.Array  # int: steps of w and q done
+    done: jax.Array  # bool
+
+
+def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) -> Refined:
     """``near`` and ``q`` refined until they stay, and the hypergradients around them."""
-    slope_of = lower_gradient(fixed.lower, alpha, train)
+    dense = system.floor is not None
     rounding = jnp.finfo(system.lowest.dtype).eps * system.condition
-    # The decomposition's solves are cheap, but of soft directions only as good as their curvature.
-    enough, rounds = (0.0, 2) if is_small(near) else (1e-4, 1)
-    count = sample_count(near)
+    relative = jnp.minimum(100 * rounding, 0.1)
+    count = _SAMPLES if dense else _COSTLY_SAMPLES
+    shifts = _shifts(near, system.free, count) if dense else None
+    batch = batching(hessian_operator(fixed.lower, near, alpha, train)[1], near)
 
-    def newton_step(w):
-        return system.solve(slope_of(w))
+    def once(now, number):
+        """Evaluate; Newton steps of w and q if the steps still shrink."""
+        force = jax.grad(fixed.outer)(now.w, alpha, valid)
+        slope, hvp = hessian_operator(fixed.lower, now.w, alpha, train)
+        residual = optax.tree.sub(hvp(now.q), force)
+        ways = (optax.tree.sub(x, y) for x, y in ((now.w, w), (now.q, q)))
+        sizes = _norms(slope, residual, force, now.w, now.q, *ways)
+        # A step does not matter against the way from the start, or against rounding.
+        limits = jnp.maximum(0.01 * sizes[5:7], relative * sizes[3:5])
+        rhs = jax.tree.map(lambda *x: jnp.stack(x), slope, residual)
+        if dense:
+            step = jax.vmap(system.solve)(rhs)
+            steps = _norms(*(jax.tree.map(lambda x, i=i: x[i], step) for i in range(2)))
+        else:
+            steps = sizes[:2] / system.lowest
+        shrink = steps < 0.5 * now.steps
+        if not dense:  # where solves are cheap, they go on to rounding
+            shrink &= (steps > 1e-3 * sizes[5:7]) | (now.rounds == 0)
+        done = (now.rounds >= _REFINEMENTS) | ~(shrink.any() | now.moved)
+        if not dense:
+            aims = jnp.maximum(1e-3 * sizes[:2], 5e-3 * sizes[5:7] * system.lowest)
+            step = batch(system.solve)(rhs, jnp.where(done, 2 * sizes[:2], aims))
+        w_step, q_step = (jax.tree.map(lambda x, i=i: x[i], step) for i in range(2))
+        # Newton's step ends on one rounding of the minimum, often the same from everywhere. Where
+        # the outer gradient nearly cancels, as without noise, it is as good as any other.
+        moved = _jitter(
+            2 * count + number,
+            optax.tree.sub(now.w, w_step),
+            _JITTER * (number > 0).astype(rounding.dtype),
+        )
+        return _Iterate(
+            optax.tree.where(done, now.w, moved),
+            optax.tree.where(done, now.q, optax.tree.sub(now.q, q_step)),
+            sizes[:3],
+            steps,
+            steps <= limits,
+            shrink[0],
+            now.rounds + 1,
+            done,
+        )
 
-    def adjoint_residual(w):
-        _, hvp = hessian_operator(fixed.lower, w, alpha, train)
-        force = jax.grad(fixed.outer)(w, alpha, valid)
-        return lambda q: optax.tree.sub(hvp(q), force), force
+    def sample(number):
+        moves = (number > 0).astype(rounding.dtype)
+        first_w, first_q = _jitter(2 * number, near, moves), _jitter(2 * number + 1, q, moves)
+        if shifts is not None:
+            shift = ravel_pytree(near)[1](moves * shifts[number])
+            first_w = optax.tree.add(first_w, shift)
+        most = jnp.full((3,), jnp.finfo(rounding.dtype).max, rounding.dtype)
+        no = jnp.zeros(2, bool)
+        start = first_w, first_q, most, most[:2], no, no[0], jnp.zeros((), int), no[0]
+        last = while_loop(lambda now: ~now.done, lambda now: once(now, number), _Iterate(*start))
+        return last, combine(problem, last.w, last.q, alpha, train, valid)
 
-    near, w_settled, last_step = _settle(newton_step, near, w, rounding, enough)
-    residual_of, force = adjoint_residual(near)
-    q, q_settled, _ = _settle(lambda q: system.solve(residual_of(q)), q, q, rounding, enough)
-    better, magnitude = combine(problem, near, q, alpha, train, valid)
-    definite, leak, shifts = system.definite, jnp.zeros_like(magnitude), None
-    if system.free is not None:
+    iterates, (grads, magnitudes) = batch(sample)(jnp.arange(count, dtype=jnp.uint32))
+    first = jax.tree.map(lambda x: x[0], iterates)
+    definite, leak = system.definite, jnp.zeros_like(magnitudes[0])
+    if dense:
         free, leak = jax.lax.cond(
             system.flat,
-            lambda: _unfelt(problem, fixed, system, near, alpha, train, valid),
+            lambda: _unfelt(problem, fixed, system, first.w, alpha, train, valid),
             lambda: (system.flat, leak),
         )
         definite = definite | free
-        shifts = _shifts(near, system.free, count)
-
-    def sample(number):
-        w_near, q_near = _jitter(2 * number, near), _jitter(2 * number + 1, q)
-        if shifts is not None:
-            w_near = optax.tree.add(w_near, ravel_pytree(near)[1](shifts[number]))
-        w_near = repeat_step(lambda w: optax.tree.sub(w, newton_step(w)), w_near, rounds)
-        # Newton's step ends on one rounding of the minimum, often the same from everywhere. Where
-        # the outer gradient nearly cancels, as without noise, it is as good as any other.
-        w_near = _jitter(2 * (number + count), w_near, 0.3)
-        residual_of, _ = adjoint_residual(w_near)
-        q_near = repeat_step(
-            lambda q: optax.tree.sub(q, system.solve(residual_of(q))), q_near, rounds
-        )
-        return combine(problem, w_near, q_near, alpha, train, valid)[0]
-
-    change = optax.tree.norm(optax.tree.sub(grad, better))
-    grads = jax.lax.cond(
-        # Where solves are cheap, the samples are.
-        is_small(near) | (10 * rounding * magnitude > change),
-        lambda: jax.lax.map(sample, jnp.arange(count, dtype=jnp.uint32)),
-        lambda: jax.tree.map(lambda g: jnp.stack([g] * count), better),
-    )
+    slope_norm, residual_norm, force_norm = first.norms
     return Refined(
-        w=near,
-        adjoint=q,
+        w=first.w,
+        adjoint=first.q,
         grads=grads,
-        magnitude=magnitude,
-        linear_residual=ratio_to_norm(optax.tree.norm(residual_of(q)), force),
+        magnitude=magnitudes[0],
+        slope_norm=slope_norm,
+        residual_norm=residual_norm,
+        linear_residual=residual_norm / jnp.where(force_norm > 0, force_norm, 1),
         definite=definite,
         leak=leak,
-        settled=w_settled & q_settled,
-        last_step=ratio_to_norm(last_step, near),
-        spectrum=system.spectrum,
+        settled=first.small.all(),
+        last_step=ratio_to_norm(first.steps[0], first.w),
+        floor=system.floor,
     )
+
+
+def _norms(*trees: Pytree) -> jax.Array:
+    """The 2-norms of trees of equal shapes, in one reduction for each leaf."""
+    leaves = zip(*map(jax.tree.leaves, trees), strict=True)
+    squares = [jnp.sum(jnp.stack(x).reshape(len(trees), -1) ** 2, axis=1) for x in leaves]
+    return jnp.sqrt(sum(squares))
 
 
 def _unfelt(problem, fixed, system, w, alpha, train, valid):
@@ -173,8 +215,7 @@ def _unfelt(problem, fixed, system, w, alpha, train, valid):
         return optax.tree.norm(product)
 
     # Random combinations of the free directions, and of all.
-    draws = jax.random.normal(jax.random.key(2), (4, flat.size), flat.dtype)
-    draws = pcast_varying(draws, varying(flat))
+    draws = pcast_varying(uniform_hash(jnp.arange(4), flat), varying(flat))
     vectors = jnp.concatenate([draws[:2] @ system.free.T, draws[2:]])
     *free, one, other = jax.lax.map(mixed, vectors)
     pulled, crossed, whole = part(force), jnp.maximum(*free), jnp.maximum(one, other)
@@ -196,55 +237,20 @@ def _unfelt(problem, fixed, system, w, alpha, train, valid):
 def _shifts(w, free, count):
     """Random moves of ``w`` along the free directions, by much more than rounding: [count, p]."""
     flat, _ = ravel_pytree(w)
-    drawn = pcast_varying(jax.random.normal(jax.random.key(3), (count, flat.size)), varying(flat))
+    drawn = pcast_varying(uniform_hash(4 + jnp.arange(count), flat), varying(flat))
     size = jnp.finfo(flat.dtype).eps ** 0.25 * jnp.sqrt(jnp.mean(flat**2))
-    return size * ((drawn.astype(flat.dtype) @ free) @ free.T)
-
-
-def _settle(step, x, start, rounding, enough):
-    """``x - step(x)``, again while steps shrink; whether the last is small; its length.
-
-    Small: against the way from ``start``, or against ``rounding``, relative to ``x``.
-    """
-
-    def way(x):
-        return optax.tree.norm(optax.tree.sub(x, start))
-
-    def unfinished(carry):
-        x, size, previous, k = carry
-        return (k < _REFINEMENTS) & (size < 0.5 * previous) & (size > enough * way(x))
-
-    def once(carry):
-        x, size, _, k = carry
-        d = step(x)
-        after = optax.tree.norm(d)
-        # A step that is longer than the last leads away.
-        shrinking = after < size
-        x = jax.tree.map(lambda a, b: jnp.where(shrinking, a - b, a), x, d)
-        return x, jnp.where(shrinking, after, size), size, k + 1
-
-    most = jnp.full_like(rounding, jnp.finfo(rounding.dtype).max)
-    nothing = x, most, most, jnp.zeros((), int)
-    x, size, *_ = do_while(unfinished, once, nothing)
-    allowed = jnp.minimum(100 * rounding, 0.1) * optax.tree.norm(x)
-    return x, (size <= jnp.maximum(0.01 * way(x), allowed)) & jnp.isfinite(size), size
+    return size * ((drawn @ free) @ free.T)
 
 
 def _jitter(number, tree, roundings=1.0):
-    """``tree``, its last digits drawn at random.
-
-    By a hash: JAX's generators, better than this asks for, take a third of the compilation.
-    """
+    """``tree``, its last digits drawn at random."""
     flat, unravel = ravel_pytree(tree)
-    bits = jnp.arange(flat.size, dtype=jnp.uint32) + number * jnp.uint32(0x9E3779B9)
-    bits = mixed_bits(bits)
-    uniform = (bits ^ (bits >> 16)).astype(flat.dtype) / 2.0**31 - 1
 
     def one(x, uniform):
         size = roundings * jnp.finfo(x.dtype).eps * (jnp.abs(x) + jnp.sqrt(jnp.mean(x**2)))
-        return x + math.sqrt(3) * size * uniform  # of variance 1
+        return x + (size * uniform).astype(x.dtype)
 
-    return jax.tree.map(one, tree, unravel(uniform))
+    return jax.tree.map(one, tree, unravel(uniform_hash(number, flat)))
 
 
 def combine(problem, w, q, alpha, train, valid):

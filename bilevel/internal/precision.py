@@ -6,8 +6,10 @@ solver, and the losses narrow them again; where all have that dtype already, not
 Of data there is the other limit of a dtype: numbers whose squares leave its range.
 """
 
+import math
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,3 +99,14 @@ def mixed_bits(bits: jax.Array) -> jax.Array:
     for factor in (0x85EBCA6B, 0xC2B2AE35):  # MurmurHash3's last mixing
         bits = (bits ^ (bits >> 16)) * jnp.uint32(factor)
     return bits
+
+
+def uniform_hash(numbers: chex.Numeric, like: jax.Array) -> jax.Array:
+    """Return a vector of mean 0 and variance 1 of ``like``'s size for each of the ``numbers``.
+
+    JAX's generators, better than this asks for, would take a third of a program's compilation.
+    """
+    seeds = jnp.asarray(numbers, jnp.uint32)[..., None] * jnp.uint32(0x9E3779B9)
+    places = jnp.arange(like.size, dtype=jnp.uint32).reshape((1,) * (seeds.ndim - 1) + (-1,))
+    bits = mixed_bits(places + seeds)
+    return math.sqrt(3) * ((bits ^ (bits >> 16)).astype(like.dtype) / 2.0**31 - 1)

@@ -1,11 +1,11 @@
-"""The lower Hessian at a point: its smallest eigenvalue, and solves that know it.
+"""The smallest eigenvalue of the lower Hessian at a point, and solves with that Hessian.
 
-A residual says little along low-curvature directions: in a direction of curvature mu, ``w`` may be
-off by the residual over mu. So nothing is known of a solution before mu is. Up to 512 weights (1024
-if the lower loss is quadratic) the Hessian is formed and inverted by matrix products alone: threads
-of LAPACK wait for each other on a busy machine. Only a Hessian that is not clearly positive
-definite is decomposed by LAPACK. For more weights, conjugate gradients solve for random vectors, in
-which low-curvature directions weigh as much as all others.
+In a direction of curvature mu, the error of ``w`` is the residual divided by mu. So a residual
+bounds an error only if the smallest curvature is known. Up to 512 weights (1024 if the lower loss
+is quadratic) the Hessian is formed and inverted by matrix products alone, because LAPACK's threads
+wait for each other on a busy machine. LAPACK decomposes only a Hessian that is not clearly positive
+definite. For more weights, conjugate gradients solve for random vectors, in which low-curvature
+directions have the same weight as all others.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ DENSE_SIZE = 512
 """Weights up to which the Hessian is formed: 512 products at once, and 6 p^3 multiply-adds."""
 
 _ROUNDINGS = 10  # the error of a matrix's eigenvalues, in units of roundoff of the largest one
-_SURE = 3  # an eigenvalue counts as positive from so many times its own error on
+_SURE = 3  # an eigenvalue counts as positive from 3 times its error on
 _BLOCK = 32  # rows that are eliminated together
 _POWERS = 16  # power iterations: the largest eigenvalue to a factor of p^(1/32)
 _PROBES = 3  # one probe misses a singular direction in 16 % of cases, three in 0.4 %
@@ -36,31 +36,31 @@ _ASYMMETRY = 1000  # units of roundoff that a symmetric Hessian's products may d
 _TOGETHER = 100_000
 """Weights up to which probes and samples are solved for together, in one batch of products."""
 PRODUCTS = 1000
-"""Most Hessian products of one iterative solve, where nobody says otherwise."""
+"""Default maximum number of Hessian products of one iterative solve."""
 
 
 class Curvature(NamedTuple):
-    """A Hessian as far as it is known."""
+    """Estimates of a Hessian's spectrum, and a solver for its linear systems."""
 
-    solve: Callable[..., Pytree]  # (b, aim) -> x, |b - H x| <= aim if iterative
-    lowest: jax.Array  # [], the smallest eigenvalue, or a few times it
-    condition: jax.Array  # [], the largest over the smallest, about
+    solve: Callable[..., Pytree]  # (b, aim) -> x; iterative solves stop at |b - H x| <= aim
+    lowest: jax.Array  # [], the smallest eigenvalue, or up to a few times that eigenvalue
+    condition: jax.Array  # [], about the largest eigenvalue over the smallest
     definite: jax.Array  # [], bool: positive definite, beyond rounding
-    free: jax.Array | None  # [p, p], orthonormal columns and 0: where it is 0, up to rounding
-    flat: jax.Array  # [], bool: positive definite but for free directions, which ``solve`` leaves
+    free: jax.Array | None  # [p, p], basis of the free directions (curvature 0 up to rounding)
+    flat: jax.Array  # [], bool: positive definite except in free directions, which solves omit
     floor: jax.Array | None  # [], proved lower bound of the eigenvalues, if the Hessian is formed
 
 
 def is_small(like: Pytree, quadratic: bool) -> bool:
-    """Whether :func:`curvature` forms the Hessian."""
+    """Return whether :func:`curvature` should form the Hessian."""
     return sum(x.size for x in jax.tree.leaves(like)) <= DENSE_SIZE * (2 if quadratic else 1)
 
 
 def curvature(hvp: LinearMap, like: Pytree, products: int, dense: bool) -> Curvature:
-    """Return the curvature of ``hvp``; ``like`` is any pytree of its shapes.
+    """Return the curvature of ``hvp``; ``like`` is a pytree with the shapes of its argument.
 
-    Cost: p products if ``dense``, else those of conjugate gradients for three right-hand sides, at
-    most ``products`` each. If these do not suffice, the Hessian does not count as definite.
+    Cost: p products if ``dense``. Otherwise conjugate gradients solve for three right-hand sides,
+    with at most ``products`` products each. A Hessian that needs more does not count as definite.
     """
     return _formed(hvp, like) if dense else _iterated(hvp, like, products)
 
@@ -86,7 +86,7 @@ def is_symmetric(hvp: LinearMap, like: Pytree) -> jax.Array:
     hu, hv = hvp(u), hvp(v)
     difference = optax.tree.vdot(u, hv) - optax.tree.vdot(v, hu)
     allowed = _ASYMMETRY * jnp.finfo(flat.dtype).eps * (optax.tree.norm(hu) + optax.tree.norm(hv))
-    return ~(jnp.abs(difference) > allowed)  # NaN has a reason of its own
+    return ~(jnp.abs(difference) > allowed)  # NaN is reported apart
 
 
 # ------------------------------------------------------------------------------------- formed
@@ -141,7 +141,7 @@ def _formed(hvp: LinearMap, like: Pytree) -> Curvature:
 
 
 def _inverted(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The inverse of a symmetric matrix, and whether all pivots are positive.
+    """Invert a symmetric matrix; return the inverse and whether all pivots are positive.
 
     Gauss-Jordan elimination by blocks, without pivoting: the pivots are those of Cholesky's
     factorisation, so they are positive if and only if a matrix within its rounding,
@@ -185,7 +185,7 @@ def _inverted(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _largest_eigenvalues(
     matrix: jax.Array, inverse: jax.Array, flat: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The largest absolute eigenvalue of each of two symmetric matrices, by power iterations."""
+    """Return the largest absolute eigenvalues of two symmetric matrices, by power iterations."""
     pair = jnp.stack([matrix, inverse])
 
     def unit(x):
@@ -199,7 +199,7 @@ def _largest_eigenvalues(
 
 
 def _inverse_bound(matrix: jax.Array, inverse: jax.Array) -> jax.Array:
-    """A lower bound of the absolute eigenvalues of ``matrix``, from an approximate inverse R.
+    """Bound the absolute eigenvalues of ``matrix`` from below by an approximate inverse R.
 
     ``|H^-1| <= |R| / (1 - |I - R H|)`` in 2-norms, which Frobenius norms bound;
     ``|R|^2 <= |R R|_F``.
@@ -212,20 +212,20 @@ def _inverse_bound(matrix: jax.Array, inverse: jax.Array) -> jax.Array:
 
 
 def _sharpened(products, values, vectors, rounding) -> _HessianFactors:
-    """The decomposition, with eigenvalues near ``rounding`` computed anew, as Rayleigh quotients.
+    """Recompute eigenvalues near ``rounding`` as Rayleigh quotients of Hessian products.
 
-    Those of a matrix are lost in the rounding of its largest entries. Those of a product need not
-    be: where ``X v = 0`` to rounding, so is the whole data term of ``v' (X'X + penalty I) v``,
-    squared. What rounding is left shows when the same product is taken of other numbers.
+    The rounding of a matrix's largest entries hides its small eigenvalues. Products can keep them:
+    if ``X v = 0`` up to rounding, the data term of ``v' (X'X + penalty I) v`` is that rounding
+    squared. The same products of scaled vectors show the rounding that remains.
 
-    If that does not make the Hessian definite, directions whose eigenvalue is 0 up to ``rounding``
-    count as free: the inverse is that of the other directions.
+    If the Hessian is still not definite, directions of an eigenvalue of 0 up to ``rounding``
+    count as free. The inverse is then that of the other directions.
     """
     p = len(values)
     soft = values < 100 * rounding
     soft_block = soft[:, None] & soft[None]
     scaled = jnp.asarray(REROUNDING_FACTOR, values.dtype)
-    # Apart, so that the two are not rounded alike.
+    # Separate products, so that their rounding differs.
     quotients = jnp.where(soft_block, vectors.T @ products(vectors), 0)
     again = jnp.where(soft_block, vectors.T @ (products(scaled * vectors) / scaled), 0)
     spread = jnp.maximum(
@@ -234,7 +234,7 @@ def _sharpened(products, values, vectors, rounding) -> _HessianFactors:
     noise = spread / jnp.sqrt(jnp.maximum(soft.sum(), 1).astype(spread.dtype))
     scale = jnp.max(jnp.abs(quotients))
     scale = jnp.where(scale > 0, scale, 1)
-    # The stiff directions wait outside the soft ones' range.
+    # High-curvature directions are moved out of the range of the low-curvature ones.
     outside = jnp.diag(jnp.where(soft, 0, 4 * p * scale))
     symmetric = (quotients + quotients.T) / 2 + outside
     turn, sharp = jax.lax.linalg.eigh(symmetric, symmetrize_input=False)
@@ -257,7 +257,7 @@ def _sharpened(products, values, vectors, rounding) -> _HessianFactors:
 
 def _iterated(hvp: LinearMap, like: Pytree, products: int) -> Curvature:
     flat, unravel = ravel_pytree(like)
-    # A unit vector has about 1 / sqrt(p) of any one direction: a tenth of that is left.
+    # A unit vector has a part of about 1 / sqrt(p) in each direction; a tenth of it may remain.
     threshold = 0.1 / jnp.sqrt(flat.size).astype(flat.dtype)
 
     def look(number):

@@ -1,14 +1,14 @@
-"""How wrong a hypergradient is: residuals, an error estimate, and a bound for quadratics.
+"""Residuals of a hypergradient, an estimate of its error, and a bound for quadratic losses.
 
 The exact hypergradient of the solution map, at the solution ``w*`` and the adjoint ``q*``, is
 
     G* = d_alpha outer(w*) - B(w*)' q*,     H q* = d_w outer(w*),     B = d(grad_w lower)/dalpha.
 
-A computed ``G`` stands on an inexact ``w`` and an inexact ``q``. Both are refined by Newton steps,
-whose solves know the smallest curvature (:mod:`bilevel.hypergradients.curvature`), until they stay.
-The refined ``G+`` is much closer to ``G*``, so ``|G - G+|`` estimates ``|G - G*|``. How far
-rounding moves ``G+`` is measured too: from starts that differ in the last digits only. For a lower
-loss quadratic in ``w`` the smallest eigenvalue turns the residuals that are left into a bound.
+A computed ``G`` uses an inexact ``w`` and an inexact ``q``. Newton steps refine these until they
+converge (:mod:`bilevel.hypergradients.refinement`). The refined ``G+`` is much closer to ``G*``, so
+``|G - G+|`` estimates ``|G - G*|``. Starts that differ in the last digits only measure the effect
+of rounding on ``G+``. For a lower loss that is quadratic in ``w``, the smallest eigenvalue turns
+the remaining residuals into a bound.
 """
 
 import functools
@@ -43,26 +43,26 @@ _JACOBIAN_SIZE = 2**20  # entries up to which a Jacobian is formed for `error_bo
 
 
 class Info(NamedTuple):
-    """What is known about one hypergradient's accuracy. All scalars.
+    """The accuracy of one hypergradient. All fields are scalars.
 
     Attributes
     ----------
     stationarity : 2-norm of the lower gradient at ``w``.
     linear_residual : ``|H q - v| / |v|``, v = d outer / dw, for the adjoint ``q`` that the solver
-        effectively used: an unrolled solver has one too, the truncated Neumann sum it computes.
-        For a closed form and in forward mode there is none to read off; it is then that of the
-        independent solve the estimate makes, infinite where it makes none.
-    converged : bool, whether ``error_estimate`` is under 1 % of the hypergradient's norm, its part
-        from rounding counted three times.
-    error_estimate : estimate of the 2-norm of ``grad - exact`` for the hypergradient of the
-        solution map; infinite where none can be made.
-    error_bound : upper bound of the same, up to rounding, for a lower loss quadratic in ``w`` with
-        a positive definite Hessian and at most 1024 weights; infinite elsewhere.
-    reason : int8, why the estimate is infinite, 0 where it is not; in words: :func:`explain`.
-        With ``jax_debug_infs`` the dtype's largest number stands for infinity in all fields.
+        used. The adjoint of an unrolled solver is the truncated Neumann sum that it computes.
+        Closed forms and forward mode expose no adjoint. Their residual is that of the independent
+        solve for the estimate, or infinite without one.
+    converged : bool, whether ``error_estimate`` is under 1 % of the hypergradient's norm. Its part
+        from rounding counts three times.
+    error_estimate : estimate of the 2-norm of ``grad - exact``, where ``exact`` is the
+        hypergradient of the solution map. Infinite if no estimate is possible.
+    error_bound : upper bound of the same norm, up to rounding. Finite for a lower loss that is
+        quadratic in ``w``, with a positive definite Hessian and at most 1024 weights.
+    reason : int8, the reason for an infinite estimate, or 0. :func:`explain` gives it in words.
+        With ``jax_debug_infs`` the dtype's largest number replaces infinity in all fields.
     slope : central difference of the outer loss along the hypergradient, if
-        ``hypergradient(..., difference=step)`` asked for it, else None. It is near the norm of the
-        hypergradient if that is the slope of the loss over such a step.
+        ``hypergradient(..., difference=step)`` asked for it, else None. It is close to the norm of
+        the hypergradient if that is the slope of the loss over such a step.
     """
 
     stationarity: jax.Array
@@ -89,11 +89,11 @@ REASONS = (
     "the weights' type (bfloat16, float16) is too coarse: its rounding hides Newton's last steps; "
     "pass weights in float32",
 )
-"""By ``Info.reason``: why there is no estimate."""
+"""Reasons for an infinite estimate, indexed by ``Info.reason``."""
 
 
 def explain(info: Info | None) -> str:
-    """One sentence: the estimated error, or why there is none.
+    """Return one sentence with the estimated error, or the reason for a missing estimate.
 
     Examples
     --------
@@ -115,7 +115,7 @@ def explain(info: Info | None) -> str:
 
 
 def unmapped(info: Info, reason: int) -> Info:
-    """``info`` for a derivative that is not the solution map's: no estimate, for this reason."""
+    """Return ``info`` without an estimate, for a derivative that is not the solution map's."""
     infinite = jnp.full_like(info.error_estimate, unbounded(info.error_estimate))
     no = jnp.zeros_like(info.converged)
     return info._replace(
@@ -138,9 +138,9 @@ def assess(
 ) -> Info:
     """Assess a hypergradient ``grad`` computed at ``w`` with ``adjoint`` (None: unknown).
 
-    Cost: the Hessian and its inverse up to 512 weights; beyond, some three solves of at most
-    ``products`` Hessian products, and one only where the Hessian is not found positive definite.
-    Nothing here is differentiated.
+    Cost: the Hessian and its inverse up to 512 weights (1024 if the lower loss is quadratic).
+    Beyond, some three solves of at most ``products`` Hessian products each, or one solve if the
+    Hessian does not count as positive definite. The result has no derivative.
     """
     if adjoint is not None:
         adjoint = widen(adjoint)
@@ -175,7 +175,7 @@ def _assess_widened(problem, products, coarse, w, alpha, train, valid, grad, adj
     asymmetric = jnp.array(False)
     if exact_order(jax.make_jaxpr(problem.lower)(w, alpha, train)) != FORWARD_OVER_REVERSE:
         asymmetric = ~is_symmetric(hvp, w)
-    # Losses round the weights to their type: Newton's steps end at that rounding.
+    # Losses round the weights to their dtype, so Newton's steps end at that rounding.
     narrower = coarse > jnp.finfo(change.dtype).eps
     rounded = ~settled & narrower & (refined.last_step <= 10 * coarse)
     wrong = ~finite, asymmetric, ~refined.definite, rounded, ~settled, lost
@@ -195,8 +195,8 @@ def _assess_widened(problem, products, coarse, w, alpha, train, valid, grad, adj
     return Info(
         stationarity=stationarity,
         linear_residual=linear_residual,
-        # Of a few samples of rounding, the spread is known to a factor of two or three. Norms
-        # overflow: an infinite estimate is not under 1 % of an infinite norm.
+        # A few samples give the spread of rounding up to a factor of 2 or 3. Norms can overflow;
+        # an infinite estimate is not below 1 % of an infinite norm.
         converged=(reason == 0) & (estimate + 2 * spread <= TOLERANCE * optax.tree.norm(grad)),
         error_estimate=estimate,
         error_bound=jnp.where(
@@ -209,21 +209,21 @@ def _assess_widened(problem, products, coarse, w, alpha, train, valid, grad, adj
 
 
 def _squares_lost(magnitude: jax.Array, grads: Pytree) -> jax.Array:
-    """Whether norms of what is not 0 are 0, or nearly so, for the range of squares."""
+    """Return whether squares underflow: a nonzero hypergradient with a norm of about 0."""
     limits = jnp.finfo(magnitude.dtype)
     least = (float(limits.tiny) / float(limits.eps)) ** 0.5
     return (magnitude < least) & jnp.any(ravel_pytree(grads)[0] != 0)
 
 
 def _quadratic_error_bound(problem, fixed, refined, alpha, train, valid, grad) -> jax.Array:
-    """``|grad - G+|`` plus how far the refined ``G+`` can be from ``G*``.
+    """Bound ``|grad - G*|`` by ``|grad - G+|`` and a bound of the refined ``G+``'s error.
 
     With mu a lower bound of the Hessian's eigenvalues, |w - w*| <= |g| / mu for a quadratic, and
 
         |G+ - G*| <= L |w - w*| + |B| |q - q*|,
         |q - q*| <= (|H q - v| + |d^2_ww outer| |w - w*|) / mu,    L = |d_w (d_alpha outer - B'q)|,
 
-    all norms Frobenius at the refined point; the factor 2 pays for products of two residuals.
+    all in Frobenius norms at the refined point. A factor of 2 covers products of two residuals.
     """
     flat, unravel = ravel_pytree(refined.w)
     if flat.size * ravel_pytree(alpha)[0].size > _JACOBIAN_SIZE:

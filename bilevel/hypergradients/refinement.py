@@ -1,9 +1,9 @@
-"""Refine the weights and the adjoint behind a hypergradient by Newton steps, until they stay.
+"""Refine the weights and the adjoint of a hypergradient by Newton steps, until they converge.
 
-The solves know the smallest curvature (:mod:`bilevel.hypergradients.curvature`). Samples of the
-refined hypergradient start from values that differ in the last digits only, which shows how far
-rounding moves it. All samples are refined together: a product of the data with several vectors
-takes hardly longer than with one.
+The solves use the smallest curvature (:mod:`bilevel.hypergradients.curvature`). Several samples of
+the refined hypergradient start from values that differ in the last digits only. Their spread
+measures the effect of rounding. All samples are refined together, because a product of the data
+with several vectors takes hardly longer than with one.
 """
 
 from typing import NamedTuple
@@ -20,16 +20,16 @@ from bilevel.problem.problem import hessian_operator, mixed_product
 from bilevel.solvers.minimizers import local_newton
 from ntk.internal.sharding import pcast_varying, varying, while_loop
 
-NOISE = 10  # the rounding error of a hypergradient, in roundings of its terms: 0.3 to 35 measured
-_NEWTON_STEPS = 20  # most steps towards the solution, where the lower loss is not quadratic
-_REFINEMENTS = 12  # most Newton steps that refine w, and that refine q
-_SAMPLES = 6  # of the hypergradient, to see how far rounding moves it
-_COSTLY_SAMPLES = 4  # the same where each sample takes two iterative solves
+NOISE = 10  # rounding error of a hypergradient, in roundoff of its terms (measured: 0.3 to 35)
+_NEWTON_STEPS = 20  # maximum number of steps towards the solution, if the loss is not quadratic
+_REFINEMENTS = 12  # maximum number of Newton steps that refine w and q
+_SAMPLES = 6  # samples of the hypergradient, which measure the effect of rounding
+_COSTLY_SAMPLES = 4  # samples if each takes two iterative solves
 _JITTER = 0.3  # units of roundoff that refined weights are moved by
 
 
 class Refined(NamedTuple):
-    """The refined weights and adjoint, and what is known about their hypergradient."""
+    """The refined weights and adjoint, samples of their hypergradient, and residuals."""
 
     w: Pytree
     adjoint: Pytree
@@ -38,11 +38,11 @@ class Refined(NamedTuple):
     slope_norm: jax.Array  # of the lower gradient at ``w``
     residual_norm: jax.Array  # |H q - v|
     linear_residual: jax.Array  # the same over |v|
-    definite: jax.Array  # bool, the Hessian, but for directions that do not matter
-    leak: jax.Array  # what such directions may contribute
-    settled: jax.Array  # bool: Newton's steps have come to rest
-    last_step: jax.Array  # of Newton's method, relative to ``w``
-    floor: jax.Array | None  # proved lower bound of the Hessian's eigenvalues, where it is formed
+    definite: jax.Array  # bool: the Hessian is, outside directions that do not matter
+    leak: jax.Array  # bound of the contribution of such directions
+    settled: jax.Array  # bool: Newton's steps have converged
+    last_step: jax.Array  # length of the last Newton step, relative to ``w``
+    floor: jax.Array | None  # proved lower bound of the Hessian's eigenvalues, if it is formed
 
 
 def refine(problem, fixed, products, quadratic, dense, w, alpha, train, valid, adjoint) -> Refined:
@@ -68,7 +68,7 @@ def refine(problem, fixed, products, quadratic, dense, w, alpha, train, valid, a
 
     if dense:
         return refined()
-    # Where the Hessian is not even definite here, no more is spent on it.
+    # A Hessian that is not definite here is not worth further solves.
     system = system_at(w)
     axes = varying((w, q, train, valid))
     return jax.lax.cond(
@@ -79,7 +79,7 @@ def refine(problem, fixed, products, quadratic, dense, w, alpha, train, valid, a
 
 
 def _unknown_refinement(w, q, alpha) -> Refined:
-    """Placeholders, without NaN for `jax_debug_nans`: ``definite`` says that nothing is known."""
+    """Return placeholders. They hold no NaN, for `jax_debug_nans`; ``definite`` is False."""
     missing = jax.tree.map(lambda a: jnp.zeros((_COSTLY_SAMPLES, *a.shape), a.dtype), alpha)
     zero, no = jnp.zeros_like(optax.tree.norm(w)), jnp.array(False)
     unsolved = jnp.full_like(zero, unbounded(zero))
@@ -87,20 +87,20 @@ def _unknown_refinement(w, q, alpha) -> Refined:
 
 
 class _Iterate(NamedTuple):
-    """Weights and adjoint on their way; scalars are those of the last evaluation."""
+    """Weights and adjoint between two Newton steps; scalars are from the last evaluation."""
 
     w: Pytree
     q: Pytree
     norms: jax.Array  # [3], of the lower gradient, of H q - v, and of v
     steps: jax.Array  # [2], lengths of the next Newton steps of w and of q
-    small: jax.Array  # [2], bool: these steps do not matter
-    moved: jax.Array  # bool: the last step of w was a large one, which q follows in the next
-    rounds: jax.Array  # int: steps of w and q done
+    small: jax.Array  # [2], bool: these steps are negligible
+    moved: jax.Array  # bool: the last step of w was large, so q needs another step
+    rounds: jax.Array  # int: number of steps taken
     done: jax.Array  # bool
 
 
 def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) -> Refined:
-    """``near`` and ``q`` refined until they stay, and the hypergradients around them."""
+    """Refine ``near`` and ``q`` until they converge, and sample the hypergradient around them."""
     dense = system.floor is not None
     rounding = jnp.finfo(system.lowest.dtype).eps * system.condition
     relative = jnp.minimum(100 * rounding, 0.1)
@@ -109,13 +109,13 @@ def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) ->
     batch = batching(hessian_operator(fixed.lower, near, alpha, train)[1], near)
 
     def once(now, number):
-        """Evaluate; Newton steps of w and q if the steps still shrink."""
+        """Evaluate the residuals, and take Newton steps of w and q if the steps still shrink."""
         force = jax.grad(fixed.outer)(now.w, alpha, valid)
         slope, hvp = hessian_operator(fixed.lower, now.w, alpha, train)
         residual = optax.tree.sub(hvp(now.q), force)
         ways = (optax.tree.sub(x, y) for x, y in ((now.w, w), (now.q, q)))
         sizes = _norms(slope, residual, force, now.w, now.q, *ways)
-        # A step does not matter against the way from the start, or against rounding.
+        # A step is negligible compared with the distance from the start, or with rounding.
         limits = jnp.maximum(0.01 * sizes[5:7], relative * sizes[3:5])
         rhs = jax.tree.map(lambda *x: jnp.stack(x), slope, residual)
         if dense:
@@ -124,15 +124,15 @@ def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) ->
         else:
             steps = sizes[:2] / system.lowest
         shrink = steps < 0.5 * now.steps
-        if not dense:  # where solves are cheap, they go on to rounding
+        if not dense:  # dense solves are cheap and continue down to rounding
             shrink &= (steps > 1e-3 * sizes[5:7]) | (now.rounds == 0)
         done = (now.rounds >= _REFINEMENTS) | ~(shrink.any() | now.moved)
         if not dense:
             aims = jnp.maximum(1e-3 * sizes[:2], 5e-3 * sizes[5:7] * system.lowest)
             step = batch(system.solve)(rhs, jnp.where(done, 2 * sizes[:2], aims))
         w_step, q_step = (jax.tree.map(lambda x, i=i: x[i], step) for i in range(2))
-        # Newton's step ends on one rounding of the minimum, often the same from everywhere. Where
-        # the outer gradient nearly cancels, as without noise, it is as good as any other.
+        # Newton's steps often end on the same rounding of the minimum from every start. The jitter
+        # draws another one, which is equally good and shows the spread.
         moved = _jitter(
             2 * count + number,
             optax.tree.sub(now.w, w_step),
@@ -189,19 +189,19 @@ def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) ->
 
 
 def _norms(*trees: Pytree) -> jax.Array:
-    """The 2-norms of trees of equal shapes, in one reduction for each leaf."""
+    """Return the 2-norms of trees of equal shapes, by one reduction for each leaf."""
     leaves = zip(*map(jax.tree.leaves, trees), strict=True)
     squares = [jnp.sum(jnp.stack(x).reshape(len(trees), -1) ** 2, axis=1) for x in leaves]
     return jnp.sqrt(sum(squares))
 
 
 def _unfelt(problem, fixed, system, w, alpha, train, valid):
-    """Whether no derivative has a part in the free directions; what rounding hides of it.
+    """Return whether the derivatives vanish along free directions, and a bound of their term.
 
-    The hypergradient then does not depend on them: a shift of all particles, or of all logits. Both
-    factors of a free direction's term, ``(v . n) (B' n) / curvature``, have to be 0 up to rounding,
-    and so has the gradient, or there is no minimum. The second result is that term with the largest
-    curvature that rounding hides.
+    The hypergradient then does not depend on these directions (a shift of all particles, or of all
+    logits). Both factors of a free direction's term, ``(v . n) (B' n) / curvature``, must be 0 up
+    to rounding. The gradient must be 0 as well, or there is no minimum. The second result is that
+    term at the smallest curvature that rounding does not hide.
     """
     flat, unravel = ravel_pytree(w)
     slope, hvp = hessian_operator(fixed.lower, w, alpha, train)
@@ -219,10 +219,10 @@ def _unfelt(problem, fixed, system, w, alpha, train, valid):
     vectors = jnp.concatenate([draws[:2] @ system.free.T, draws[2:]])
     *free, one, other = jax.lax.map(mixed, vectors)
     pulled, crossed, whole = part(force), jnp.maximum(*free), jnp.maximum(one, other)
-    # Eigenvectors are known to the rounding over the gap in the spectrum.
+    # The error of eigenvectors is the rounding over the gap in the spectrum.
     eps = jnp.finfo(flat.dtype).eps
     allowed = jnp.minimum(100 * eps * system.condition, jnp.sqrt(eps))
-    # A sum may cancel: its rounding is that of its terms.
+    # A sum can cancel; its rounding is that of its terms.
     terms = optax.tree.norm(slope) + optax.tree.norm(hvp(w))
     outer_terms = optax.tree.norm(force) + optax.tree.norm(turning(w))
     unfelt = (
@@ -235,7 +235,7 @@ def _unfelt(problem, fixed, system, w, alpha, train, valid):
 
 
 def _shifts(w, free, count):
-    """Random moves of ``w`` along the free directions, by much more than rounding: [count, p]."""
+    """Return random moves of ``w`` along the free directions, far above rounding: [count, p]."""
     flat, _ = ravel_pytree(w)
     drawn = pcast_varying(uniform_hash(4 + jnp.arange(count), flat), varying(flat))
     size = jnp.finfo(flat.dtype).eps ** 0.25 * jnp.sqrt(jnp.mean(flat**2))
@@ -243,7 +243,7 @@ def _shifts(w, free, count):
 
 
 def _jitter(number, tree, roundings=1.0):
-    """``tree``, its last digits drawn at random."""
+    """Return ``tree`` with its last digits drawn at random."""
     flat, unravel = ravel_pytree(tree)
 
     def one(x, uniform):
@@ -254,7 +254,7 @@ def _jitter(number, tree, roundings=1.0):
 
 
 def combine(problem, w, q, alpha, train, valid):
-    """The hypergradient of ``(w, q)``, and the size of its two terms."""
+    """Return the hypergradient of ``(w, q)``, and the size of its two terms."""
     direct = jax.grad(problem.outer, 1)(w, alpha, valid)
     indirect = mixed_product(lambda w, alpha: problem.lower(w, alpha, train), w, alpha, q)
     magnitude = optax.tree.norm(direct) + optax.tree.norm(indirect)
@@ -262,13 +262,13 @@ def combine(problem, w, q, alpha, train, valid):
 
 
 def unbounded(like: jax.Array) -> float:
-    """Infinity; the largest number of the dtype if `jax_debug_infs` would raise at infinity."""
+    """Return infinity, or the dtype's largest number if `jax_debug_infs` would raise."""
     raising = jax.config.jax_debug_infs  # type: ignore[attr-defined]
     return float(jnp.finfo(like.dtype).max) if raising else jnp.inf
 
 
 def finite_or_zero(tree: Pytree) -> Pytree:
-    """Return ``tree`` with 0 in the place of values that are not finite."""
+    """Return ``tree`` with its values that are not finite replaced by 0."""
     return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), tree)
 
 

@@ -139,7 +139,8 @@ def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) ->
             _JITTER * (number > 0).astype(rounding.dtype),
         )
         return _Iterate(
-            optax.tree.where(done, now.w, moved),
+            # A moving w changes the right-hand side of q, so w rests once its steps do not shrink.
+            optax.tree.where(done | ~shrink[0], now.w, moved),
             optax.tree.where(done, now.q, optax.tree.sub(now.q, q_step)),
             sizes[:3],
             steps,

@@ -83,10 +83,11 @@ def stream(source: Pairs | Callable[[int], Pairs]) -> Stream:
         generator that has begun, or an item is not a pair, has zero rows, other shapes than earlier
         pairs, or values that are not finite.
 
-    Notes ----- A chunk, by default 32 steps or 64 MiB, is one compiled loop. While it runs, a
-    thread reads the next chunk and sends it to the device, so that two are in memory. A solver that
-    draws batches itself (``unrolled(..., batches=...)``) draws them from the first part of the
-    pair.
+    Notes
+    -----
+    A chunk, by default 32 steps or 64 MiB, is one compiled loop. While it runs, a thread reads the
+    next chunk and sends it to the device, so that two are in memory. A solver that draws batches
+    itself (``unrolled(..., batches=...)``) draws them from the first part of the pair.
 
     With multiple processes, every process reads the same pairs. If the pairs differ, the search
     ends in all processes.

@@ -29,12 +29,59 @@ import numpy as np
 
 import ntk
 from bilevel.contracts import LowerSolver, Pytree
-from bilevel.internal.checks import check_finite, concrete, function, nan_unless, one_of
-from bilevel.spaces._kernel_ridge import kernel_ridge
+from bilevel.internal.checks import (
+    as_floating,
+    check_finite,
+    concrete,
+    function,
+    nan_unless,
+    one_of,
+)
+from bilevel.problem.problem import Problem
 from bilevel.spaces.space import Space
-from bilevel.spaces.targets import OUTER_LOSSES, mixture_and_penalty, predict_labels
+from bilevel.spaces.targets import OUTER_LOSSES, like_outputs, mixture_and_penalty, predict_labels
 from ntk import networks as nets
 from ntk.kernels.functions import measured
+
+
+def kernel_ridge(
+    matrix: Callable[[Pytree, Any], jax.Array],
+    loss: Callable,
+    training: Callable[[Pytree, Any], jax.Array] | None = None,
+) -> dict[str, Any]:
+    """Return fields of a space: ridge regression with the kernel ``matrix(alpha, inputs)``.
+
+    ``training(alpha, inputs)`` [n, n] is the kernel of the training rows. Default: ``matrix``.
+    """
+    training = training or matrix
+
+    def init(key, batch):
+        return jnp.zeros_like(as_floating("y", batch[1]))
+
+    def apply(w, alpha, inputs):
+        return matrix(alpha, inputs) @ w
+
+    def lower(w, alpha, batch):
+        inputs, y = batch
+        image = training(alpha, inputs) @ w + jnp.exp(alpha["log_penalty"]) * w
+        return jnp.vdot(w, 0.5 * image - like_outputs(image, y))
+
+    def outer(w, alpha, batch):
+        inputs, y = batch
+        f = apply(w, alpha, inputs)
+        return jnp.mean(loss(f, like_outputs(f, y)))
+
+    def run(lower, alpha, w, state, batch):
+        inputs, y = batch
+        y, K = as_floating("y", y), training(alpha, inputs)
+        if y.shape[:1] != K.shape[:1]:
+            raise ValueError(f"y: expected {len(K)} rows as in training, got shape {y.shape}.")
+        penalty = jnp.exp(alpha["log_penalty"]) * jnp.eye(len(y), dtype=y.dtype)
+        return jax.scipy.linalg.solve(K + penalty, y, assume_a="pos"), state
+
+    solver = LowerSolver(init=lambda w: (), run=run, closed_form=True, of_alpha=True)
+    problem = Problem(lower, outer)
+    return {"init": init, "apply": apply, "problem": problem, "solver": solver}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +121,7 @@ def kernel_space(
     return KernelSpace(
         names=tuple(names),
         **mixture_and_penalty(names),
-        **kernel_ridge(matrix, loss)._asdict(),
+        **kernel_ridge(matrix, loss),
         predict=predict,
         blocks=blocks,
     )
@@ -225,7 +272,7 @@ def kernel_function_space(
         draw=draw,
         discretize=discretize,
         one_hot=of,
-        **kernel_ridge(matrix, OUTER_LOSSES[outer], training)._asdict(),
+        **kernel_ridge(matrix, OUTER_LOSSES[outer], training),
         predict=predict_labels,
         inputs=inputs,
         certificates=certificates,
@@ -394,7 +441,7 @@ def kernel_mixture_space(
     return KernelFunctionSpace(
         names=tuple(kernels),
         **mixture_and_penalty(list(kernels)),
-        **kernel_ridge(matrix, OUTER_LOSSES[outer])._asdict(),
+        **kernel_ridge(matrix, OUTER_LOSSES[outer]),
         predict=predict_labels,
         inputs=inputs,
         certificates=certificates,

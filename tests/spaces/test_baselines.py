@@ -57,15 +57,7 @@ def exact_selection(errors, counts=None):
 
 
 def assert_identical(a, b):
-    for name, x, y in zip(a._fields, a, b, strict=True):
-        if isinstance(x, list):
-            assert len(x) == len(y), name
-            for one, other in zip(x, y, strict=True):
-                np.testing.assert_array_equal(one, other, strict=True)
-        elif isinstance(x, np.ndarray):
-            np.testing.assert_array_equal(x, y, strict=True)
-        else:
-            assert x == y, name
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), a, b)
 
 
 @pytest.mark.parametrize("n, rounds", [(1, 0), (2, 1), (3, 2), (5, 3), (8, 3), (255, 8), (256, 8)])

@@ -1,7 +1,5 @@
 """Problems of choosing a feature map, compared with scikit-learn and features made row by row."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,25 +146,6 @@ def test_texts_under_several_configurations_share_weights(text_parts):
     np.testing.assert_array_equal(np.isnan(shared.errors), shared.counts == 0)
     trace = baselines.fast_weight_sharing(KEY, candidates, problem, 256)
     assert trace.resource.tolist() == [128, 182, 256]
-
-
-def test_a_text_is_hashed_once_in_a_way_and_only_when_it_is_asked_for(text_parts, monkeypatch):
-    module = sys.modules[features.text_selection.__module__].text
-    hashed, asked = module.hashed_counts, []
-
-    def counted(texts, config):
-        asked.extend((t, config.hashing) for t in texts)
-        return hashed(texts, config)
-
-    monkeypatch.setattr(module, "hashed_counts", counted)
-    problem = features.text_selection(*text_parts)
-    orders = [features.text_config(order=order, weights="nb") for order in (1, 2)]
-    problem.share(KEY, orders, np.full(2, 0.5), 64)
-    assert len(asked) == len({t for t, _ in asked}) == 12  # training and validation rows
-    ways = [features.text_config(order=2, weights=weights) for weights in ("nb", "sif")]
-    for config in ways:
-        problem.evaluate(None, config, 64)
-    assert len(asked) == len(set(asked)) < 12 + 16
 
 
 @pytest.mark.long

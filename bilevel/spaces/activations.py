@@ -127,17 +127,9 @@ def activation_space(
     >>> space.apply(w, jnp.array([0.5, 0.5]), x).shape
     (3,)
 
-    A search at infinite width, with separate geometries of mixture and penalty::
-
-        space = activation_space(["relu", "leaky_relu"], width=math.inf, outer="squared")
-        train, valid = (space.blocks(x), y), (space.blocks(x_valid, x), y_valid)
-        adam = optax.adam(0.1)
-        geometry = {"mixture": optax.chain(adam, bilevel.exponentiate()), "log_penalty": adam}
-        optimizer = optax.partition(geometry, {name: name for name in geometry})
-        start = space.start(), space.init(key, train)
-        result = bilevel.search(
-            space.problem, space.solver, optimizer, *start, train, valid, steps=100
-        )
+    For a search at infinite width see the example of
+    :func:`bilevel.spaces.features.feature_space`, with ``train = space.blocks(x), y`` and
+    ``valid = space.blocks(x_valid, x), y_valid``.
     """
     activations = sequence("activations", activations)
     functions = tuple(_elementwise_activation(a) for a in activations)

@@ -112,7 +112,7 @@ def test_the_search_hypergradient_is_the_derivative_of_the_whole_training(outer,
     assert_close(fn(alpha, w, train, valid).grad, truth, f64=f64, f32=3e-2)
 
 
-def test_unit_inputs_of_a_row_at_the_mean_are_refused():
+def test_unit_inputs_of_a_row_at_the_mean_raise():
     with pytest.raises(ValueError, match="x: expected rows that differ from their mean"):
         unit_inputs(jnp.eye(3), jnp.full((1, 3), 1 / 3, float).at[0].set(jnp.eye(3).mean(0)))
     assert np.isnan(jax.jit(unit_inputs)(jnp.ones((2, 3)))).all()
@@ -196,7 +196,7 @@ def test_a_candidate_that_is_constant_on_the_data_has_no_curvature():
 
 
 @pytest.mark.long
-def test_small_outputs_that_are_wrong_are_not_to_be_trusted():
+def test_small_wrong_outputs_do_not_win():
     """Their squared loss is below that of large right ones, so they won at the shared weights."""
     space = activation_space(["relu", "sigmoid", "tanh"], width=16, outer="hinge")
     keys = jax.random.split(jax.random.key(0), 2)
@@ -223,7 +223,7 @@ def test_small_outputs_that_are_wrong_are_not_to_be_trusted():
 
 
 @pytest.mark.long
-def test_seeds_side_by_side_are_trained_as_they_would_be_alone():
+def test_stacked_seeds_equal_separate_trainings():
     keys = list(jax.random.split(jax.random.key(1), 2))
     rows = data.draw_splits("digits", keys, train=30, valid=30, test=30)
     space = activation_space(["relu", "tanh"], width=32, classes=10)

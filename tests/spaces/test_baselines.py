@@ -350,7 +350,7 @@ def test_a_last_line_cut_short_is_solved_again(tmp_path):
         assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
-def test_the_journal_of_another_run_is_refused(tmp_path):
+def test_the_journal_of_another_run_raises(tmp_path):
     path = tmp_path / "journal.jsonl"
     configs = [{"kernel": "laplace", "gamma": 0.1}, {"kernel": "gauss", "gamma": 0.2}]
     problem = Selection(lambda k, c, r: c["gamma"], noisy_selection().share)
@@ -445,7 +445,7 @@ def test_a_journal_is_of_one_precision_and_one_generator(tmp_path):
         run(jax.random.key(0, impl="rbg"), journal=path, resume=True)
 
 
-def test_the_journal_of_another_problem_is_refused(tmp_path):
+def test_the_journal_of_another_problem_raises(tmp_path):
     def shifted_by(offset):
         return lambda key, config, resource: config + offset
 
@@ -499,7 +499,7 @@ def test_lines_that_found_no_room_are_written_once_there_is_some(tmp_path, monke
     assert lines[0] == left_alone[0] and len(lines) == len(left_alone)
 
 
-def test_a_journal_that_another_run_writes_is_refused(tmp_path):
+def test_a_journal_that_another_run_writes_raises(tmp_path):
     path = tmp_path / "journal.jsonl"
 
     def second(key, config, res):

@@ -100,7 +100,7 @@ def test_other_devices_run_the_plain_convolution(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [DENSE, DEPTHWISE])
-def test_what_is_not_differentiated_costs_nothing(kind):
+def test_unused_derivatives_are_not_computed(kind):
     """The gradient in the kernel is the one with products of matrices, or a loop over examples."""
     arguments = arrays(3, kind["inner"], kind["outputs"], kind["channels"])
 

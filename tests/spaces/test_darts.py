@@ -225,7 +225,7 @@ def test_genotype_keeps_the_two_best_edges_of_each_node_without_none():
             assert list(getattr(chosen, cell)) == expected
 
 
-def test_drawn_corners_are_genotypes_and_all_alike():
+def test_drawn_vertices_are_uniform_genotypes():
     names = ("none", "skip_connect", "dil_conv_3x3")
     drawn = jax.vmap(lambda key: draw_corner(key, names))(jax.random.split(KEY, 2000))
     for cell in drawn.values():
@@ -243,7 +243,7 @@ def test_drawn_corners_are_genotypes_and_all_alike():
     jax.tree.map(np.testing.assert_array_equal, one_hot(genotype(one, names), names), one)
 
 
-def test_genotypes_are_read_back_from_their_text_and_nothing_else_is_run():
+def test_genotypes_are_parsed_from_their_strings_without_evaluation():
     for printed in (DARTS_V1, DARTS_V2, DARTS_V2._replace(normal_concat=(3, 5))):
         assert parse_genotype(str(printed)) == parse_genotype(repr(printed)) == printed
     assert str(DARTS_V1).endswith("('avg_pool_3x3', 0)], reduce_concat=range(2, 6))")

@@ -96,7 +96,7 @@ def test_a_minimiser_suffices_without_realizability():
     assert (distance.argmin(1) == verdict.L.argmin(axis=1))[~on_boundary].all()
 
 
-def test_of_any_alpha_a_decomposition_and_a_bound_are_left():
+def test_decomposition_and_bound_hold_for_every_alpha():
     """On labels that no mixture generates."""
     outputs, alpha, targets = instances(2)
     verdict = every(outputs, alpha, targets)
@@ -194,7 +194,7 @@ def test_choices_of_a_pytree_with_ties_and_layers():
     np.testing.assert_array_equal(top_k(alpha["cell"], 2), rank_by_alpha(alpha)["cell"][:, :2])
 
 
-def test_where_alpha_is_traced_nan_counts_as_the_largest_entry():
+def test_in_traced_alpha_nan_counts_as_the_largest_entry():
     alpha = jnp.array([0.2, jnp.nan, jnp.inf])
     assert jax.jit(argmax)(alpha) == 1
     assert jax.jit(lambda alpha: top_k(alpha, 2))(alpha).tolist() == [1, 2]
@@ -303,7 +303,7 @@ def test_alpha_of_half_precision_is_a_point_of_the_simplex_to_its_own_rounding()
 
 
 @pytest.mark.parametrize("choice", [-1, 3])
-def test_a_traced_choice_that_there_is_not_is_as_good_as_none(choice):
+def test_a_traced_choice_out_of_range_is_not_as_good(choice):
     losses = np.random.default_rng(0).normal(size=(9, 3))
     judgement = jax.jit(judge_choice)(losses, choice)
     assert not judgement.as_good and judgement.rank == 0
@@ -359,7 +359,7 @@ def test_the_curvature_of_free_alpha_may_be_negative_or_zero(size):
 
 
 @pytest.mark.parametrize("size", [3, 40])
-def test_a_curvature_that_is_not_finite_is_a_sentence(size):
+def test_a_curvature_that_is_not_finite_raises(size):
     root = diagnostics.alpha_curvature(lambda w, a, b: jnp.sum(jnp.sqrt(a)), "free")
     with pytest.raises(ValueError, match="alpha: expected a loss whose second derivatives are fin"):
         root(None, jnp.zeros(size), None)

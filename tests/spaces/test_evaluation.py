@@ -47,7 +47,7 @@ def test_every_row_counts_once_in_an_error_rate(size):
     np.testing.assert_array_equal(error_rates(Sign())(jnp.nan * w, 0.1, parts, size), 1)
 
 
-def test_what_is_infinite_in_one_part_is_not_in_another():
+def test_infinite_values_of_one_part_do_not_change_another():
     parts = [(np.ones((3, 1)), np.arange(3)), (np.full((3, 1), np.inf), np.arange(3))]
     means = over_batches(lambda w, alpha, batch: (w * batch[0]).mean())
     np.testing.assert_array_equal(means(2.0, None, in_batches(parts, 2)), [2, np.inf])

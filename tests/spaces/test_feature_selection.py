@@ -165,7 +165,7 @@ def test_a_class_missing_from_training_is_never_predicted_and_the_rest_works(par
 
 
 @pytest.mark.long
-def test_labels_are_names(parts, configs):
+def test_labels_may_be_strings(parts, configs):
     others = [(x, np.array(list("qwertyuiop"))[y]) for x, y in parts]
     problems = (features.fourier_selection(KEY, *p, dimension=32) for p in (parts, others))
     one, other = (problem.evaluate(None, configs[0], 32) for problem in problems)
@@ -175,7 +175,7 @@ def test_labels_are_names(parts, configs):
     assert problem.evaluate(None, configs[0], 32) == (0, 0)
 
 
-def test_a_map_that_is_not_finite_has_no_error(parts, configs):
+def test_a_map_that_is_not_finite_has_nan_errors(parts, configs):
     """Rather than that of the class which NaN is taken for."""
     problem = features.fourier_selection(KEY, *parts, dimension=32)
     bad = configs[0]._replace(gamma=np.nan)

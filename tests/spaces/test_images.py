@@ -56,7 +56,7 @@ def test_both_sides_are_made_smaller_by_one_factor_or_the_images_refused():
     assert unit_images(x[:, :7])[0].shape == (5, 7, 12, 1)
 
 
-def test_fewer_epochs_than_a_checkpoint_holds_are_refused(tmp_path):
+def test_fewer_epochs_than_in_the_checkpoint_raise(tmp_path):
     network = darts_network(DARTS_V2, cells=1, channels=2, auxiliary=False)
     program = from_scratch(network, optax.sgd(0.1), batch_size=2)
     data = jnp.ones((2, 4, 4, 1)), jnp.zeros(2, int)

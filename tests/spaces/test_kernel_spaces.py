@@ -217,7 +217,7 @@ def test_integer_targets_are_numbers():
         assert_close(slope(dtype), slope(float))
 
 
-def test_targets_of_other_rows_or_of_columns_are_refused():
+def test_targets_of_other_rows_or_of_columns_raise():
     space = kernel_mixture_space({"linear": linear})
     (inputs, _), (columns, _) = batches(space)
     alpha, w = space.start(), jnp.zeros(len(X))
@@ -229,7 +229,7 @@ def test_targets_of_other_rows_or_of_columns_are_refused():
         space.solver.run(space.problem.lower, alpha, w, (), (inputs, jnp.ones(1)))
 
 
-def test_draws_corners_and_what_is_found_live_where_the_sets_say():
+def test_draws_and_vertices_are_in_their_sets():
     space = SPACES["a network's parameters"]()
     drawn = [space.draw(key)["kernel"] for key in jax.random.split(KEYS[3], 20)]
     corners = {tuple(d["mixture"].tolist()) for d in drawn}
@@ -327,7 +327,7 @@ def test_a_space_with_training_inputs_takes_batches_as_the_contract_says(rows, v
     assert_close(*slopes, f32=1e-4)
 
 
-def test_rows_without_the_training_inputs_are_refused_and_never_guessed():
+def test_rows_without_the_training_inputs_raise():
     """Also for equal numbers of rows, when shapes do not show the mistake."""
     x, y = X[:9], Y[:9]
     pairs = kernel_function_space(gaussian, jnp.zeros(()))

@@ -43,7 +43,7 @@ def test_a_genotypes_place_is_its_code_in_base_5():
 
 
 @pytest.mark.parametrize("text", ["", BEST + "|", BEST.replace("~1|+", "~2|+"), BEST + "+" + BEST])
-def test_a_malformed_text_is_refused(text):
+def test_a_malformed_string_raises(text):
     with pytest.raises(ValueError, match=r"^text: expected \|op~0\|\+.*, got '.*'\.$"):
         parse_genotype(text)
 

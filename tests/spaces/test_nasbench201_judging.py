@@ -121,7 +121,7 @@ def test_without_a_pool_the_top_k_are_kept_and_validated():
     assert set(best_of_k(score, valid, test, 8, draws=100)) == {0, 7}
 
 
-def test_a_score_of_no_information_is_worth_nothing():
+def test_a_constant_score_has_no_gain():
     """Constant and all-NaN scores, with and without a pool, against the closed form."""
     valid = RNG.normal(size=60)
     test = valid + RNG.normal(size=60)

@@ -239,7 +239,7 @@ def test_parameters_are_the_genotypes_of_all_convolutions_without_norms():
     assert sum(leaf.size for leaf in jax.tree.leaves(w)) == expected
 
 
-def test_drawn_corners_are_genotypes_and_all_alike():
+def test_drawn_vertices_are_uniform_genotypes():
     names = ("avg_pool_3x3", "none", "nor_conv_1x1")
     space = nasbench201_space(names)
     drawn = np.asarray(jax.vmap(space.draw)(jax.random.split(KEY, 3000)))

@@ -72,14 +72,14 @@ def test_a_second_call_compiles_nothing():
 
 
 @pytest.mark.long
-def test_networks_side_by_side_have_the_scores_of_those_one_by_one():
+def test_scores_at_once_equal_scores_one_by_one():
     together = scores(at_once=4)  # the second chunk is filled up
     for name, values in expected().items():
         np.testing.assert_allclose(together[name], values, rtol=1e-5)
 
 
 @pytest.mark.long
-def test_a_run_that_was_interrupted_goes_on_to_the_same_scores(tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes_to_the_same_scores(tmp_path, monkeypatch):
     file = tmp_path / "scores.npz"
     monkeypatch.setattr(scoring, "_SAVE_SECONDS", 0.0)
     calls, add = [], scoring._ScoreStore.add
@@ -143,7 +143,7 @@ def test_a_function_is_a_score_by_its_name():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [{"batch": (X + 1, BATCH[1])}, {"cells": CELLS[1:]}])
-def test_a_file_of_other_images_or_genotypes_is_refused(tmp_path, other):
+def test_a_file_of_other_images_or_genotypes_raises(tmp_path, other):
     file = tmp_path / "scores.npz"
     scores(**CHEAP, file=file)
     with pytest.raises(ValueError, match="file: expected scores of these networks"):

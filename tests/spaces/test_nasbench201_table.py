@@ -135,13 +135,13 @@ def test_scores_that_are_not_there_are_named_with_both_places_and_their_source(p
     ],
     ids=["altered", "rows missing", "column missing", "empty"],
 )
-def test_a_wrong_file_is_refused(small, change, message):
+def test_a_wrong_file_raises(small, change, message):
     small(change=change)
     with pytest.raises(ValueError, match=message):
         load_table()
 
 
-def test_a_truncated_archive_is_refused(small):
+def test_a_truncated_archive_raises(small):
     small(cut=-20)
     with pytest.raises(ValueError, match=r"expected an intact \.gz file"):
         load_table()

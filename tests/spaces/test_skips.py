@@ -54,7 +54,7 @@ def random_alpha(depth, h):
 
 
 @pytest.mark.parametrize(("classes", "label"), [(2, -1), (3, 3)])
-def test_labels_of_no_class_have_no_loss_and_no_slope(classes, label):
+def test_unknown_labels_give_nan_losses_and_gradients(classes, label):
     space = skip_space(["relu"], depth=3, width=4, classes=classes)
     batch = jnp.eye(2), jnp.array([0, label])
     w, alpha = space.init(jax.random.key(0), batch), space.start()

@@ -145,7 +145,7 @@ def test_a_users_space_goes_through_the_command_line(tmp_path, capsys, monkeypat
         ("builtins:int", "space: expected builtins:int to return a bilevel.spaces.Space, got a"),
     ],
 )
-def test_what_is_no_space_is_one_sentence(tmp_path, capsys, monkeypatch, space, sentence):
+def test_a_wrong_space_gives_one_message(tmp_path, capsys, monkeypatch, space, sentence):
     monkeypatch.syspath_prepend(EXAMPLES)
     assert main(["search-own", "--space", space, "--out", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
@@ -163,7 +163,7 @@ def test_signs_are_one_versus_rest_and_predictions_undo_them(dtype):
             np.testing.assert_array_equal(targets.predict_labels(sign(labels, classes)), labels)
 
 
-def test_labels_in_a_column_are_refused():
+def test_labels_in_a_column_raise():
     column = LABELS[:, None]
     with pytest.raises(ValueError, match=r"labels: expected one a row, shape \[n\], got shape"):
         sign_labels(column, 3)

@@ -207,7 +207,7 @@ def test_strategies_on_training_rows_take_stateful_problems(make):
 
 
 @pytest.mark.long
-def test_copies_side_by_side_are_searches_of_their_own():
+def test_stacked_copies_equal_separate_searches():
     """Truth: the same strategy on each copy's data and batches, one after the other."""
     copies = 2
     data = [jax.tree.map(lambda a, b: jnp.stack([a, b]), *ROWS) for _ in range(2)]
@@ -291,7 +291,7 @@ def test_eigen_nas_keeps_the_best_conditioned_of_its_pool():
     assert len(eigen_nas(key, space, x, pool=12, keep=12).architectures) == len(drawn)
 
 
-def test_te_nas_prunes_what_is_ill_conditioned_and_has_few_regions():
+def test_te_nas_prunes_ill_conditioned_operations_with_few_regions():
     directions = jnp.asarray(np.random.default_rng(0).standard_normal((2, 40)))
     space = mixed_space(
         {
@@ -309,7 +309,7 @@ def test_te_nas_prunes_what_is_ill_conditioned_and_has_few_regions():
     assert architecture == ("rich", "rich")
 
 
-def test_te_nas_goes_by_the_regions_where_the_kernels_are_alike():
+def test_te_nas_uses_regions_if_kernels_are_equal():
     directions = jnp.asarray(np.random.default_rng(0).standard_normal((2, 40)))
     space = mixed_space({"linear": lambda x: x, "kinks": lambda x: -x})
     # ReLUs of weight 0 do not count.

@@ -55,7 +55,7 @@ def lipschitz(
         on them while delta is at most the distance.
     norm : ``norm(difference) -> array``
         Applied to a difference of outputs; the 2-norm over all leaves by default. It can return
-        several values.
+        several values. Assumption 1 needs the sup norm over the inputs of predictions.
     batch_size : int, optional
         Number of alphas that run at a time, each with its k neighbours; by default all.
 
@@ -96,13 +96,6 @@ def lipschitz(
     >>> lipschitz(train, jnp.array([0.0, 0.5]), jnp.array([0.1, 0.01])).round(3)
     Array([[4., 4.],
            [4., 4.]], dtype=float...)
-
-    Assumption 1 is the same call, for an algorithm that predicts, in the sup norm over inputs:
-
-    >>> predict = lambda alpha: train(alpha) * jnp.linspace(-1, 1, 5) ** 2
-    >>> sup = lambda difference: jnp.max(jnp.abs(difference))
-    >>> lipschitz(predict, jnp.array([0.5]), jnp.array([0.1]), norm=sup).round(3)
-    Array([[4.]], dtype=float...)
     """
     function("algorithm", algorithm, "alpha -> weights")
     deltas = _check_deltas(deltas)

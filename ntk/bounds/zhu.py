@@ -327,10 +327,6 @@ def zhu_theorem3(
     >>> bound = zhu_theorem3(3 * jnp.eye(2), jnp.array([1, -1]), activations=[relu, relu], C=1.0)
     >>> round(float(bound.terms["eigenvalue term"]), 3), bool(bound.vacuous)
     (16.0, True)
-    >>> K, y = jnp.array([[2.0, 1.0], [1.0, 2.0]]), jnp.ones(2)
-    >>> bound = zhu_theorem3(K, y, activations=[relu], C=1.0, label_aware=True)
-    >>> round(float(bound.terms["label term"]), 4)  # sqrt(2) 4 sqrt((2 / 3) / 2)
-    3.266
     """
     K, y, smallest = _regression(K, y)
     if label_aware:

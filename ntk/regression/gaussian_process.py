@@ -146,7 +146,7 @@ def posterior(
     ------
     ValueError
         If the shapes do not fit, an argument is not finite, ``K`` or ``prior`` is not symmetric,
-        ``cross`` is larger than a covariance can be, ``penalty`` is negative, or
+        ``cross`` is larger than a covariance can be, or ``penalty`` is negative. Also if
         ``K + penalty I`` is not positive definite, or singular to rounding.
 
     Notes
@@ -164,12 +164,6 @@ def posterior(
     >>> K, y = jnp.eye(2), jnp.array([1.0, 0.0])
     >>> posterior(K, y, jnp.array([[0.6, 0.0]]), jnp.array([[1.0]]))
     Prediction(mean=Array([0.6], dtype=float...), covariance=Array([[0.64]], dtype=float...))
-
-    With a kernel function:
-
-    >>> linear = lambda x1, x2: x1 @ x2.T
-    >>> posterior(linear, y, x=jnp.eye(2), at=jnp.array([[0.6, 0.0]])).mean
-    Array([0.6], dtype=float...)
     """
     if _is_function("K", K, cross, prior, x, at):
         of = functools.partial(kernel_matrix, K, get=get)

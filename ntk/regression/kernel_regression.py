@@ -112,14 +112,6 @@ def kernel_regression(
     Array([3., 1.], dtype=float...)
     >>> fit.leave_one_out().round(4)
     Array([ 3. , -1.5], dtype=float...)
-
-    With a kernel function:
-
-    >>> from ntk import kernel_matrix
-    >>> linear, x = lambda x1, x2: x1 @ x2.T, jnp.array([[1.0, 0.0], [1.0, 1.0]])
-    >>> fit = kernel_regression(linear, jnp.array([1.0, 3.0]), x=x)
-    >>> fit.predict(kernel_matrix(linear, jnp.array([[2.0, 1.0]]), x)).round(4)
-    Array([4.], dtype=float...)
     """
     training = check_training_set(K, y, x=x)
     factor = cholesky(training.matrix, penalty)
@@ -209,9 +201,9 @@ def gradient_flow(
     Raises
     ------
     ValueError
-        If the shapes do not fit, an argument is not finite, ``K`` is not symmetric, a ``t`` or the
-        ``penalty`` is negative, or at a large ``t`` errors of 64 eps in the entries of kernels can
-        move predictions by a tenth of ``y - f0``. A traced ``t`` gives NaN instead.
+        If the shapes do not fit, an argument is not finite, ``K`` is not symmetric, or a ``t`` or
+        the ``penalty`` is negative. Also if errors of 64 eps in the entries of kernels can move
+        predictions at time ``t`` by a tenth of ``y - f0``. A traced ``t`` gives NaN instead.
 
     Notes
     -----

@@ -151,3 +151,4 @@ def test_corollaries_a2_and_a3_are_rates():
 def test_a_bound_of_a_vmap_is_printed():
     bounds = jax.vmap(lambda n: khodak_theorem_a2(math.log(256), n))(jnp.array([100, 1000]))
     assert "value = [0.329" in str(bounds)
+    assert "assumes loss in [0, B]: not checked" in str(bounds)

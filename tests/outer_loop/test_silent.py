@@ -200,14 +200,14 @@ def test_an_inner_schedule_that_ends_with_the_first_outer_step_is_reported(name)
         result, messages = run(RIDGE, solver, steps=9)
         assert result.report.spent > 0.5
         assert any("schedule" in message and "restarted" in message for message in messages)
-    restarted, messages = run(RIDGE, bilevel.restarted(bilevel.unrolled(rule, 10)), steps=9)
-    assert restarted.report.spent == 0 and not messages
+    if name == "cosine":
+        restarted, messages = run(RIDGE, bilevel.restarted(unrolled), steps=9)
+        assert restarted.report.spent == 0 and not messages
 
 
 def test_a_schedule_as_long_as_the_search_is_not_reported():
     for rate in (
         optax.warmup_cosine_decay_schedule(0.0, 0.1, 20, 90),
-        optax.constant_schedule(0.1),
         optax.exponential_decay(0.1, 90, 0.1),
     ):
         result, messages = run(RIDGE, bilevel.unrolled(optax.sgd(rate), 10), steps=9)
@@ -341,12 +341,11 @@ def test_the_difference_is_the_slope_over_a_step():
 
     alpha, h = jnp.asarray(-1.0), 0.3
     fn = bilevel.hypergradient(RIDGE, bilevel.implicit(), difference=h)
-    info = jax.jit(fn)(alpha, jnp.zeros(40), TRAIN, VALID).info
-    grad = fn(alpha, jnp.zeros(40), TRAIN, VALID).grad
-    sign = jnp.sign(grad)
+    hyper = jax.jit(fn)(alpha, jnp.zeros(40), TRAIN, VALID)
+    sign = jnp.sign(hyper.grad)
     ends = value(alpha + sign * h, TRAIN, VALID), value(alpha - sign * h, TRAIN, VALID)
     tolerance = 1e-7 if jax.config.jax_enable_x64 else 1e-3
-    np.testing.assert_allclose(info.slope, (ends[0] - ends[1]) / (2 * h), rtol=tolerance)
+    np.testing.assert_allclose(hyper.info.slope, (ends[0] - ends[1]) / (2 * h), rtol=tolerance)
 
 
 def test_a_resumed_search_has_the_report_of_the_whole(tmp_path):

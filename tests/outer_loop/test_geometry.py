@@ -227,11 +227,7 @@ AFTER = {
     "project": optax.chain(optax.sgd(1.0), bilevel.project(), optax.add_decayed_weights(0.1)),
     "softmax": optax.chain(bilevel.softmax(optax.sgd(1.0)), optax.scale(-1.0)),
 }
-ALONE = {
-    "exponentiate": bilevel.exponentiate(),
-    "project": optax.chain(optax.clip(1.0), bilevel.project()),
-    "softmax": bilevel.softmax(optax.scale_by_adam()),
-}
+ALONE = bilevel.exponentiate()  # without an optimizer that descends
 
 
 @pytest.mark.slow
@@ -250,12 +246,6 @@ def test_a_transformation_after_the_geometry_raises_at_its_first_effect():
     assert caught.value.step == 2 and caught.value.result.history["value"].shape == (2,)
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_a_geometry_without_an_optimizer_that_descends_is_refused(name):
-    with pytest.raises(ValueError, match=rf"expected {name}\(\) with an optimizer that goes agai"):
-        linear_search(ALONE[name], progress=False)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "optimizer",
@@ -270,7 +260,7 @@ def test_polyaks_step_to_a_least_value_above_zero_is_known_to_descend(optimizer)
     assert result.history["value"][-1] < result.history["value"][0]
 
 
-@pytest.mark.parametrize("optimizer", [AFTER["exponentiate"], ALONE["exponentiate"]])
+@pytest.mark.parametrize("optimizer", [AFTER["exponentiate"], ALONE])
 def test_under_jit_both_mistakes_stop_at_the_first_step(optimizer):
     state = jax.jit(lambda alpha: linear_search(optimizer, alpha=alpha).state)(jnp.full(3, 1 / 3))
     assert state.step == 0
@@ -278,8 +268,8 @@ def test_under_jit_both_mistakes_stop_at_the_first_step(optimizer):
 
 @pytest.mark.long
 def test_descent_refuses_both_and_under_jit_says_nan():
-    for optimizers, words in ((AFTER, "as the last"), (ALONE, "goes against the gradient")):
-        optimizer = optimizers["exponentiate"]
+    after = AFTER["exponentiate"]
+    for optimizer, words in ((after, "as the last"), (ALONE, "goes against the gradient")):
         problem = bilevel.Problem(lambda w, a, b: (w - 1) ** 2, lambda w, a, b: a[0] * w)
         solver = bilevel.unrolled(0.1, 1)
         init, step = bilevel.descent(problem, solver, optimizer)

@@ -232,11 +232,6 @@ def test_an_unused_leaf_raises(mode):
         ValueError, match=r"alpha\['decya'\], alpha\['mixture'\]: expected to enter"
     ):
         bilevel.hypergradient(LEAVES, RATED, mode=mode)(alpha, jnp.zeros(3), None, None)
-    with pytest.raises(ValueError, match=r"alpha\['rate'\]: expected to enter"):
-        run(LEAVES, bilevel.unrolled(0.1, 5), ALPHA, jnp.zeros(3), data=(None, None))
-    with pytest.raises(ValueError, match=r"alpha\['rate'\]: expected to enter"):
-        data = jnp.zeros((4, 1)), jnp.zeros((4, 1))
-        run(LEAVES, bilevel.saba(step_size=0.1), ALPHA, jnp.zeros(3), data=data)
 
 
 def test_a_constant_leaf_may_be_unused():

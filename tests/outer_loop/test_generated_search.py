@@ -1,4 +1,4 @@
-"""Searches, geometries and checkpoints of generated inputs against numpy in float64."""
+"""Searches and geometries of generated inputs against numpy in float64."""
 
 import functools
 
@@ -145,25 +145,3 @@ def test_an_update_is_the_formula_up_to_gradients_of_1e20(name, seed, dtype):
     assert_at_most(-moved, 0.0)
     if name != "box":
         assert_at_most(abs(moved.sum(-1) - 1), 32 * eps(dtype))
-
-
-# ----------------------------------------------------------------------------- checkpoints
-
-
-leaves = st.tuples(
-    st.sampled_from([np.float64, np.float32, np.int32, np.bool_, np.uint8]),
-    st.sampled_from([(), (3,), (2, 3)]),
-)
-
-
-@given(seed=seeds, step=st.integers(0, 1000), kinds=st.lists(leaves, min_size=1, max_size=4))
-def test_a_checkpoint_gives_back_the_tree_that_was_saved(tmp_path_factory, seed, step, kinds):
-    rng, folder = np.random.default_rng(seed), tmp_path_factory.mktemp("checkpoint")
-    arrays = [(100 * rng.normal(size=shape)).astype(dtype) for dtype, shape in kinds]
-    tree = {"first": arrays[0], "others": tuple(arrays[1:])}
-    bilevel.checkpoint.save(folder, step, tree)
-    assert bilevel.checkpoint.latest(folder) == step
-    restored = bilevel.checkpoint.restore(folder, jax.tree.map(np.zeros_like, tree))
-    for actual, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(tree), strict=True):
-        assert np.asarray(actual).dtype == expected.dtype
-        np.testing.assert_array_equal(actual, expected)

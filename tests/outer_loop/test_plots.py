@@ -51,14 +51,6 @@ def test_every_axis_has_a_name_and_matplotlibs_settings_are_left_alone(name):
     assert dict(matplotlib.rcParams) == before
 
 
-def test_a_style_that_an_error_ends_is_left_too():
-    before = dict(matplotlib.rcParams)
-    with pytest.raises(ZeroDivisionError), appearance.style():
-        assert dict(matplotlib.rcParams) != before
-        raise ZeroDivisionError
-    assert dict(matplotlib.rcParams) == before
-
-
 def test_colours_differ_and_so_do_the_dashes_beside_them():
     plain = figures.Figure().subplots()
     lines = plots.alpha_path(RNG.dirichlet(np.ones(14), 3), ax=plain).lines

@@ -1,10 +1,12 @@
-"""The built-in scores are listed in one place, and a new one takes few files."""
+"""The built-in scores are listed in one place, and `bilevel rank` accepts a new one."""
 
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+
+import pytest
 
 import ntk
 from bilevel.cli.flags import commands
@@ -41,6 +43,7 @@ def logit_variance(key, apply, params, batch):
 """
 
 
+@pytest.mark.long
 def test_rank_accepts_a_new_score_after_its_file_and_the_stub(tmp_path):
     shutil.copytree(ROOT / "ntk", tmp_path / "ntk", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "ntk" / "scores" / "new_family.py").write_text(NEW)

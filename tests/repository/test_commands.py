@@ -249,35 +249,3 @@ def test_a_documented_command_is_accepted(sort):
     messages, count = refused(documented(), sort)
     assert not messages, "\n".join(messages)
     assert count >= LEAST[sort]
-
-
-BAD = """
-A text with `python benchmarks/hypergradients/memory.py --quikc`
-and ``bilevel search --steqs 3``, and
-
-    python benchmarks/hypergradients/memory.py --quick --table    # contradict each other
-    python benchmarks/gone.py
-    BILEVEL_DATA=folder python tools/package_nasbench201.py --all
-
-```
-make tset
-bilevel certify --activations relu \\
-    --sedes 2
-python -m bilevel sreach
-```
-"""
-GOOD = """
-`python benchmarks/hypergradients/memory.py --quick`,
-`bilevel search-own --space MODULE:FUNCTION`, `make help`
-
-    python benchmarks/peers/neural_tangents_tests.py --only 'a b' [--cases N]    # --no-such flag
-    python benchmarks/stochastic/stochastic.py --checkout PATH ...
-"""
-
-
-def test_a_wrong_command_is_found():
-    pairs = [(name, c) for name, text in (("bad", BAD), ("good", GOOD)) for c in commands_in(text)]
-    refusals = {sort: refused(pairs, sort) for sort in ASK}
-    assert all(line.startswith("bad: ") for messages, _ in refusals.values() for line in messages)
-    counts = {sort: (len(messages), asked) for sort, (messages, asked) in refusals.items()}
-    assert counts == {"benchmarks": (4, 7), "bilevel": (3, 4), "make": (1, 2), "examples": (0, 0)}

@@ -1,53 +1,11 @@
-"""Grades and optimizers in the benchmarks of the papers' experiments."""
+"""Grades in the benchmarks of the papers' experiments."""
 
-import itertools
-
-import jax.numpy as jnp
 import numpy as np
-import optax
-import pytest
 
-from benchmarks.deep_search import activation_skip_search, activation_skip_tables
-from bilevel.spaces.skips import skip_space
+from benchmarks.deep_search import activation_skip_tables
 
 RUNS, LAYERS = 3, 9
 GRADES = "**reproduced**", "reproduced in part", "not reproduced"
-
-
-SPACE = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
-SLOPE = {"activations": jnp.array([[1.0, -1.0], [0.5, 0.0]]), "skips": jnp.array([1.0])}
-
-
-def path(moving, steps):
-    """Alpha at first and after each step down the same slope."""
-    optimizer = activation_skip_search.optimizer_of_alpha(SPACE, 0.1, moving)
-    alphas = [SPACE.start()]
-    state = optimizer.init(alphas[0])
-    for _ in range(steps):
-        updates, state = optimizer.update(SLOPE, state, alphas[-1])
-        alphas.append(optax.apply_updates(alphas[-1], updates))
-    return alphas
-
-
-def moved(before, after):
-    return {name for name in before if (before[name] != after[name]).any()}
-
-
-@pytest.mark.long
-def test_activations_and_skips_take_turns_of_a_step_each():
-    alphas = path("in turn", 4)
-    steps = [moved(*pair) for pair in itertools.pairwise(alphas)]
-    assert steps == [{"activations"}, {"skips"}] * 2
-    # Adam's first step is its rate, here of logits that start level: twice 0.1, in half the steps.
-    logits = np.log(alphas[1]["activations"][0])
-    np.testing.assert_allclose(logits[1] - logits[0], 2 * 0.2, rtol=1e-3)
-
-
-def test_searched_apart_the_other_part_stays():
-    for part in ("activations", "skips"):
-        first, second, third = path(part, 2)
-        assert moved(first, second) == moved(second, third) == {part}
-    assert activation_skip_search.optimizer_of_alpha(SPACE, 0.1, "jointly") == 0.1
 
 
 def as_in_the_paper():

@@ -1,8 +1,8 @@
-"""The contracts that the parts of the library share: type aliases and two small records.
+"""Define the contracts that the parts of the library share: type aliases and small records.
 
-A bilevel problem is ``min_alpha outer(w*(alpha), alpha, valid)`` with ``w*(alpha)`` a minimiser of
-``lower(., alpha, train)``. Parameters ``w`` and hyperparameters ``alpha`` are pytrees of floating
-arrays; a batch is any pytree of arrays.
+A bilevel problem is ``min_alpha outer(w*(alpha), alpha, valid)`` with ``w*(alpha)`` a minimizer of
+``lower(., alpha, train)``. Weights ``w`` and hyperparameters ``alpha`` are pytrees of floating
+arrays. A batch is any pytree of arrays.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 Pytree = Any
-"""A pytree of arrays. `chex.ArrayTree` has neither None nor floats nor classes of a user's own."""
+"""A pytree of arrays. `chex.ArrayTree` excludes None, floats and user-defined classes."""
 
 Loss = Callable[[Pytree, Pytree, Pytree], jax.Array]
 """``loss(w, alpha, batch) -> scalar``."""
@@ -24,7 +24,7 @@ LinearMap = Callable[[Pytree], Pytree]
 
 
 class Inner(NamedTuple):
-    """The optimizer of a lower solver, whose state carries over from one outer step to the next."""
+    """The optimizer of a lower solver. Its state carries over from one outer step to the next."""
 
     rule: Callable[[Pytree], Any]  # alpha -> optax.GradientTransformation
     steps: int  # updates of one run
@@ -35,33 +35,32 @@ class LowerSolver(NamedTuple):
 
     Attributes
     ----------
-    init : ``init(w) -> state``.
-        What the solver carries from one outer step to the next: optimizer momentum, the last
-        adjoint as the warm start of the next linear solve.
-    run : ``run(lower, alpha, w, state, batch) -> (w, state)``.
+    init : ``init(w) -> state``
+        The state carries over between outer steps: optimizer momentum, or the last adjoint as the
+        warm start of the next linear solve.
+    run : ``run(lower, alpha, w, state, batch) -> (w, state)``
         Solves the lower problem from ``w``.
     closed_form : bool
-        True where ``run`` does not call ``lower``: its adjoint then cannot be read off a tilted
-        lower loss, and is solved for independently when the hypergradient is checked.
+        Whether ``run`` does not call ``lower``. Its adjoint then cannot be computed from a tilted
+        lower loss, so ``info`` solves for an adjoint independently.
     gradients : int, optional
-        About how many lower gradients a hypergradient by this solver takes, where that is known:
-        what is spent on its error follows.
+        Approximate number of lower gradients that one hypergradient takes. It limits the cost of
+        ``info``.
     init_at : ``init_at(alpha, w) -> state``, or None
-        In the place of ``init`` where the state depends on ``alpha``.
+        Replaces ``init`` if the state depends on ``alpha``.
     batches : ``batches(key, data) -> batch``, or None
-        Where ``run`` draws batches itself: the one that it is given is a :class:`Keyed`.
+        If given, ``run`` draws batches itself, and its ``batch`` argument is a :class:`Keyed`.
     stateful : bool
-        Whether ``run``, given :class:`Stateful` weights and a lower loss that returns
-        ``(loss, variables)``, updates the variables at its steps. Others are run at fixed ones,
-        which then are updated once, at the solution.
+        Whether ``run`` updates variables at every step, if it gets :class:`Stateful` weights and a
+        lower loss that returns ``(loss, variables)``. Other solvers run at fixed variables, which
+        are updated once, at the solution.
     reports : bool
         Whether the state has a field ``report`` on the adjoint's linear solve
         (:func:`bilevel.implicit`).
     of_alpha : bool
-        Whether the solution is a function of ``alpha`` and the batch alone, wherever ``run``
-        starts.
+        Whether the solution depends on ``alpha`` and the batch only, wherever ``run`` starts.
     inner : Inner, or None
-        The optimizer that ``run`` takes its steps by, if it has one.
+        The optimizer of the steps of ``run``, if it has one.
     """
 
     init: Callable[[Pytree], Pytree]
@@ -76,12 +75,12 @@ class LowerSolver(NamedTuple):
     inner: Inner | None = None
 
     def start(self, alpha: Pytree, w: Pytree) -> Pytree:
-        """The first state."""
+        """Return the first state."""
         w = w if self.stateful else params_of(w)
         return self.init(w) if self.init_at is None else self.init_at(alpha, w)
 
     def batch(self, train: Pytree) -> Pytree:
-        """A batch of what ``run`` is given: all of it, or one drawn by its key."""
+        """Return a batch of ``train``: all of it, or one drawn with its key."""
         return train if self.batches is None else self.batches(*train)
 
 
@@ -102,21 +101,21 @@ class SingleLoop(NamedTuple):
     ----------
     init : ``init(problem, alpha, w, indices, train, valid) -> state``
         ``train`` and ``valid`` are the data in batches
-        (:class:`bilevel.stochastic.BatchedData`), here and in ``step``, ``indices`` the first
-        :class:`BatchIndices`. Of a state only what is in :class:`Tables` may be large.
+        (:class:`bilevel.stochastic.BatchedData`), here and in ``step``. ``indices`` are the first
+        :class:`BatchIndices`. Only the parts of a state in :class:`Tables` may be large.
     step : ``step(problem, alpha, w, state, indices, train, valid)``
         Returns ``(direction, w, state, metrics)``. ``direction``, like ``alpha``, estimates the
-        hypergradient; the optimizer moves ``alpha`` by it. ``metrics`` hold ``value`` and
+        hypergradient; the optimizer moves ``alpha`` by it. ``metrics`` contain ``value`` and
         ``lower``, the two losses on the batch.
     adjoint : ``adjoint(state) -> v`` like ``w``, or None
-        The adjoint that the method keeps; None for methods that have none.
+        The adjoint that the method keeps; None for methods without an adjoint.
     draws : tuple of two int
-        How many batches of ``train`` and of ``valid`` a step takes.
+        Numbers of batches of ``train`` and of ``valid`` per step.
     memory : ``memory(train, valid) -> steps``
-        How old parts of a direction may be: in so many steps ``alpha`` should not move much.
+        Largest age of the parts of a direction, in steps: ``alpha`` should move little within it.
     restart : ``restart(state, number, train, valid) -> state``
-        Prepares a state that a search puts back to an earlier one after step ``number``, because
-        alpha diverged. Its :class:`Tables` are those of the later state, and not to be touched.
+        Prepares an earlier state that a search restores after step ``number``, because alpha
+        diverged. Its :class:`Tables` are those of the later state and must not be changed.
     """
 
     init: Callable[..., Pytree]
@@ -128,7 +127,7 @@ class SingleLoop(NamedTuple):
 
 
 class BatchIndices(NamedTuple):
-    """Which batches a step of a :class:`SingleLoop` takes; the next ones, to read tables ahead."""
+    """The batches of one step of a :class:`SingleLoop`, and the next ones, to read tables ahead."""
 
     number: jax.Array  # [], int: steps done before
     train: jax.Array  # [draws of train], int
@@ -139,19 +138,19 @@ class BatchIndices(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Those parts of a method's state that a search never copies: too large, or not worth it.
+    """Parts of a method's state that a search never copies, because they are large.
 
-    After a step that is not finite the other parts are put back to what they were; these are not.
+    After a step that is not finite, a search restores all parts of the state except these.
     """
 
     content: Pytree
 
 
 class Stateful(NamedTuple):
-    """Weights with variables that training updates and nobody differentiates: batch statistics.
+    """Weights with variables that training updates without differentiation, e.g. batch statistics.
 
-    Where a problem is stateful, this is its ``w``: optimizers, linear solves and hypergradients see
-    ``params``; ``variables`` are what the lower loss last returned.
+    This is the ``w`` of a stateful problem. Optimizers, linear solves and hypergradients see
+    ``params``; ``variables`` are the last ones that the lower loss returned.
     """
 
     params: Pytree
@@ -159,12 +158,12 @@ class Stateful(NamedTuple):
 
 
 def params_of(w: Pytree) -> Pytree:
-    """What is optimized: all of ``w`` but variables."""
+    """Return the optimized part of ``w``: all except variables."""
     return w.params if isinstance(w, Stateful) else w
 
 
 class Keyed(NamedTuple):
-    """Data to draw batches from, and the key to draw them by."""
+    """Data to draw batches from, and the key of the draws."""
 
     key: jax.Array
     data: Pytree
@@ -177,7 +176,7 @@ class Joint:
     sample: Callable[[jax.Array, Pytree, Pytree], tuple[Pytree, Pytree]]
 
     def __call__(self, key: jax.Array, train: Pytree, valid: Pytree) -> tuple[Pytree, Pytree]:
-        """The batch of the lower loss, and that of the outer loss."""
+        """Return the batch of the lower loss, and that of the outer loss."""
         pair = self.sample(key, train, valid)
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             several = isinstance(pair, tuple | list)
@@ -196,7 +195,7 @@ class Partition:
     batch_size: int
 
     def __call__(self, key: jax.Array, data: Pytree) -> NoReturn:
-        """Refuse to be a sampler."""
+        """Raise, because a partition is not a sampler."""
         raise ValueError(
             "batches: expected a sampler such as bilevel.minibatches(batch_size), got a partition, "
             "which is for single-loop methods (bilevel.saba)."
@@ -204,7 +203,7 @@ class Partition:
 
 
 class Point(NamedTuple):
-    """Where a Hessian is taken: an inverse that works in function space needs to know."""
+    """The point at which a Hessian is taken, for inverses that work in function space."""
 
     w: Pytree
     alpha: Pytree
@@ -212,38 +211,37 @@ class Point(NamedTuple):
 
 
 Inverse = Callable[[LinearMap, Pytree, Pytree, Point], Pytree]
-"""``inverse(hvp, b, x0, point) -> x`` with ``H x = b`` or an approximation of it, linear in ``b``
-up to its tolerance; ``x0`` is a warm start that an inverse is free to ignore."""
+"""``inverse(hvp, b, x0, point) -> x`` with ``H x = b``, exactly or approximately. It is linear in
+``b`` up to its tolerance, and may ignore the warm start ``x0``."""
 
 
 class Evaluation(NamedTuple):
-    """How good a configuration is, by a model of its own; errors, smaller is better."""
+    """Errors of a configuration with its own trained model; smaller is better."""
 
     valid: float
     test: float = math.nan
 
 
 class Shared(NamedTuple):
-    """How good configurations look through shared weights."""
+    """Errors of configurations with shared weights."""
 
     errors: np.ndarray  # [k], mean validation error over a configuration's own rows; NaN for none
     counts: np.ndarray  # [k], how many rows those are
 
 
 class Selection(NamedTuple):
-    """A choice among configurations, as :mod:`bilevel.baselines` sees it.
+    """A choice among configurations, for :mod:`bilevel.baselines`.
 
     Attributes
     ----------
     evaluate : ``evaluate(key, config, resource)``
-        Trains a model for one configuration; ``resource`` is what it may spend: a number of
-        features, steps or epochs. Returns the validation error, or a tuple of the validation and
-        the test error.
+        Trains a model for one configuration with a budget ``resource``: a number of features,
+        steps or epochs. Returns the validation error, or a tuple of the validation and test errors.
     share : ``share(key, configs, probabilities [k], resource, *, whole=False)``, or None
         Trains one model, each row of the data under a configuration drawn at random. Returns a
-        tuple of the configurations' validation errors [k] and the numbers of rows [k] that these
-        are means over. Errors are over the validation rows that a configuration drew, NaN where it
-        drew none; with ``whole`` over all rows.
+        tuple of the configurations' validation errors [k] and numbers of rows [k]. Each error is a
+        mean over the validation rows that drew the configuration, or NaN without such rows. With
+        ``whole``, it is a mean over all rows.
     """
 
     evaluate: Callable[..., Evaluation | float]

@@ -3,7 +3,7 @@
 A dataset is looked for in ``$BILEVEL_DATA/<name>``, then in the user cache,
 ``pooch.os_cache("bilevel")/<name>``, and is otherwise downloaded into that cache from its public
 host. A file may be plain, ``.gz`` or ``.xz``: the digest of its content is checked. Archives are
-read in place, and nothing is ever unpickled.
+read without unpacking, and nothing is ever unpickled.
 
 =============  ===============  =======================================================
 name           train / test     files

@@ -2,8 +2,4 @@
 
 from .datasets import draw_splits, load, stratified_split
 
-__all__ = [
-    "draw_splits",
-    "load",
-    "stratified_split",
-]
+__all__ = ["draw_splits", "load", "stratified_split"]

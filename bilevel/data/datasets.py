@@ -1,4 +1,4 @@
-"""Real datasets as arrays, with checked files and stratified splits."""
+"""Load real datasets as arrays, with checked files, and split them."""
 
 import csv
 import io
@@ -51,15 +51,15 @@ class Dataset(NamedTuple):
 
 
 class Source(NamedTuple):
-    """One file on a public host, and the files whose content it carries."""
+    """One file on a public host, and the files with the content that it carries."""
 
     url: str
-    digest: str  # of the file at `url`, as it is
+    digest: str  # of the file at `url`
     files: dict[str, str]  # name -> digest of the content, however it is compressed
 
     @property
     def file(self) -> str:
-        """The name of the file at `url`."""
+        """Return the name of the file at `url`."""
         return self.url.rpartition("/")[2]
 
 
@@ -90,7 +90,7 @@ SOURCES: dict[str, tuple[Source, ...]] = {
         ("ec29112dd5afa0611ce80d1b7f02629c", "27ae3e4e09519cfbb04c329615203637"),
     ),
     "fashion-mnist": _idx_sources(
-        # The authors' repository. The host that its README names has no https.
+        # The authors' repository; the host in its README does not offer https.
         "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/"
         "b2617bb6d3ffa2e429640350f613e3291e10b141/data/fashion",
         ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
@@ -119,24 +119,19 @@ _THINGS = "airplane, automobile, bird, cat, deer, dog, frog, horse, ship, truck"
 
 
 def load(
-    name: str,
-    *,
-    train_size: int | None = None,
-    test_size: int | None = None,
-    download: bool = True,
+    name: str, *, train_size: int | None = None, test_size: int | None = None, download: bool = True
 ) -> Dataset:
     """Load a dataset as numpy arrays.
 
     Parameters
     ----------
     name : {"digits", "mnist", "fashion-mnist", "cifar10", "imdb"}
-        ``digits`` has no official test set: here its last 360 rows are the test rows.
+        ``digits`` is not split officially: here its last 360 rows are the test rows.
     train_size, test_size : int, optional
-        Use the first that many rows; by default all. The rows of ``imdb`` are first put in a random
-        order that is always the same. Only the batches of ``cifar10`` that the rows are in are
-        read.
+        Use only the first rows; by default all. The rows of ``imdb`` are first put in a fixed
+        random order. ``cifar10`` reads only the batches that contain the rows.
     download : bool
-        Whether to fetch what neither ``$BILEVEL_DATA`` nor the user cache holds.
+        Whether to download files that neither ``$BILEVEL_DATA`` nor the user cache contains.
 
     Returns
     -------
@@ -171,16 +166,16 @@ def load(
 def draw_splits(
     name: str, keys: Sequence[chex.PRNGKey] | jax.Array, *, train: int, valid: int, test: int
 ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """Training, validation and test rows of a dataset, drawn anew for every key.
+    """Draw training, validation and test rows of a dataset for every key.
 
-    ``train`` and ``valid`` rows are drawn of the official training rows, with all classes in their
-    proportions; the test rows are the first ``test`` official ones, or as many as there are. For
-    digits, which has no official test rows, all three are drawn of all rows.
+    ``train`` and ``valid`` rows are drawn from the official training rows, with all classes in
+    their proportions. The test rows are the first ``test`` official ones, or all if there are
+    fewer. For digits all three parts are drawn from all rows.
 
     Parameters
     ----------
     name : str
-        As in :func:`load`. Of CIFAR-10 only as many files are read as hold ``train + valid`` rows.
+        A name of :func:`load`. CIFAR-10 reads only the files with ``train + valid`` rows.
     keys : sequence of jax PRNG keys
     train, valid, test : int
 
@@ -193,7 +188,7 @@ def draw_splits(
     FileNotFoundError
         If a file is missing or cannot be downloaded.
     ValueError
-        If a file is damaged, there are fewer ``train`` and ``valid`` rows, or ``keys`` are no keys.
+        If a file is damaged, there are too few rows, or ``keys`` are not PRNG keys.
 
     Examples
     --------
@@ -224,7 +219,7 @@ def draw_splits(
 
 
 def _listed(keys):
-    """The keys, if they are several."""
+    """Return the keys of a sequence of keys."""
     if getattr(keys, "shape", None) == ():
         raise ValueError("keys: expected a sequence of PRNG keys, got one.")
     keys = sequence("keys", keys, "a sequence of PRNG keys")
@@ -246,10 +241,10 @@ _TEST_ROWS = {"mnist": 10_000, "fashion-mnist": 10_000, "cifar10": 10_000, "imdb
 def stratified_split(
     key: chex.PRNGKey, labels: chex.Array, sizes: Iterable[int]
 ) -> tuple[np.ndarray, ...]:
-    """Disjoint stratified parts of a labelled sample.
+    """Split a labelled sample into disjoint stratified parts.
 
-    Of the N_c samples of class c among N, a part of n gets either the floor or the ceiling of
-    n N_c / N. The order within a part is random.
+    A part of n rows contains the floor or the ceiling of n N_c / N rows of class c, if N_c of the N
+    samples are of class c. The order within a part is random.
 
     Parameters
     ----------
@@ -290,10 +285,10 @@ def stratified_split(
             f"sizes: expected at most the {len(labels)} samples together, got {sum(sizes)}."
         )
     seed = np.asarray(jax.random.key_data(key)).ravel()
-    # RandomState, not default_rng, whose stream may change from one numpy to the next.
+    # numpy may change the stream of default_rng, but not that of RandomState.
     order = np.random.RandomState(seed).permutation(len(labels))
     _, first, codes = np.unique(labels[order], return_index=True, return_inverse=True)
-    # Classes numbered as they come in the random order, lest rounding favour the same ones.
+    # Classes are numbered in random order, so that rounding does not favour the same ones.
     codes = np.argsort(np.argsort(first))[codes]
     quotas = _quotas(np.array([*sizes, unassigned]), np.bincount(codes))
     owner = np.empty(len(labels), int)
@@ -303,10 +298,10 @@ def stratified_split(
 
 
 def _quotas(sizes, counts):
-    """Whole numbers next to sizes x counts / N, with sizes as row and counts as column sums.
+    """Return integers next to sizes x counts / N, with sizes as row and counts as column sums.
 
-    The ideal table is a fractional flow from parts to classes, so a whole one exists, and a
-    maximum flow of the units that the floors leave over finds it, in integers throughout.
+    The ideal table is a fractional flow from parts to classes, so an integer one exists. A maximum
+    flow of the units above the floors finds it.
     """
     floors, remainders = np.divmod(np.outer(sizes, counts), counts.sum())
     part, label = slice(1, len(sizes) + 1), slice(len(sizes) + 1, -1)
@@ -319,7 +314,7 @@ def _quotas(sizes, counts):
 
 
 def _scaled_first_rows(what, size, x, y):
-    """The first `size` rows, bytes scaled to [0, 1]."""
+    """Return the first `size` rows, with bytes scaled to [0, 1]."""
     if size is not None and size > len(y):
         raise ValueError(f"{what} must be at most {len(y)}, got {size}")
     x, y = x[:size], y[:size].astype(np.int32)
@@ -330,7 +325,7 @@ def _scaled_first_rows(what, size, x, y):
 
 
 def _read_digits(name, train_size, download):
-    from sklearn.datasets import load_digits  # a slow import that nothing else here needs
+    from sklearn.datasets import load_digits  # a slow import
 
     pixels, labels = load_digits(return_X_y=True)
     images = (pixels / 16).astype(np.float32).reshape(-1, 8, 8)
@@ -348,7 +343,7 @@ def _read_idx(name, train_size, download):
 
 
 def _idx_array(path, content, digest):
-    """The array of an idx file: magic 2048 + rank, the dimensions, then unsigned bytes."""
+    """Return the array of an idx file: magic 2048 + rank, the dimensions, then unsigned bytes."""
     rank = 3 if "idx3" in path.name else 1
     start = 4 + 4 * rank
     magic, *shape = struct.unpack(f">{1 + rank}I", content[:start].ljust(start, b"\0"))
@@ -389,7 +384,7 @@ def _read_cifar10(name, train_size, download):
 
 
 def _cifar_batch(path, content, digest):
-    """Images and labels of a batch; a record is a label and three 32 x 32 planes, RGB."""
+    """Return images and labels of a batch; a record is a label and three 32 x 32 planes, RGB."""
     check_length(path, content, BATCH_ROWS * 3073, f"{BATCH_ROWS} records of 3073")
     check_digest(path, content, digest)
     records = np.frombuffer(content, np.uint8).reshape(-1, 3073)
@@ -411,14 +406,14 @@ def _read_imdb(name, train_size, download):
 
 
 def _imdb_part(rows):
-    """Texts and labels of the rows in a random order that is always the same."""
+    """Return texts and labels of the rows in a fixed random order."""
     rows = [rows[i] for i in np.random.RandomState(0).permutation(len(rows))]
     _, labels, _, _, texts = zip(*rows, strict=True)
     return np.array(texts, dtype=object), np.array(labels, dtype=np.int32)
 
 
 def _imdb_csv(path, digest):
-    """The reviews of the official folder or archive, as the content of imdb_reviews.csv."""
+    """Return the reviews of the official folder or archive as the content of imdb_reviews.csv."""
     pattern = r"(train|test)/(neg|pos)/(\d+)_(\d+)\.txt$"
     rows = []
     for name, text in members(path, digest, pattern):
@@ -442,7 +437,7 @@ _DATASETS = {
 
 
 def _folder(name, download):
-    """The first place that holds files of a dataset, after filling the cache if need be."""
+    """Return the first folder with files of a dataset; if needed, download them into the cache."""
     folders, root = data_folders(name), user_cache()
     cache = root and root / name
     missing = {

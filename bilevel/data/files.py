@@ -14,13 +14,13 @@ from pathlib import Path
 
 def user_cache() -> Path | None:
     """Return the user's cache folder of this package, or None for a user without a home."""
-    import pooch  # not with the package: many need no files
+    import pooch  # a slow import that runs without files do not need
 
     try:
         folder = pooch.os_cache("bilevel")
     except RuntimeError:
         return None
-    # Where platformdirs is older, a folder called "~" in the working directory.
+    # Older versions of platformdirs return a folder "~" in the working directory.
     return folder if folder.is_absolute() else None
 
 
@@ -61,7 +61,7 @@ def read_file(folder: Path, file: str) -> tuple[Path, bytes]:
 
 
 def members(path: Path, digest: str, pattern: str) -> Iterator[tuple[str, bytes]]:
-    """Name and bytes of each file of a folder or tar archive whose name matches."""
+    """Yield name and bytes of each file of a folder or tar archive if the name matches."""
     if path.is_dir():
         for file in path.rglob("*"):
             if re.search(pattern, file.as_posix()):

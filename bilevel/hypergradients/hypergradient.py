@@ -1,9 +1,9 @@
-"""The hypergradient: ``d/dalpha outer(w*(alpha), alpha)``, with what is known of its accuracy.
+"""Compute the hypergradient ``d/dalpha outer(w*(alpha), alpha)`` and its accuracy.
 
-It is ``jax.grad`` of ``outer`` after the lower solver. One more input rides along: a tilt added to
+It is ``jax.grad`` of ``outer`` after the lower solver. One more input is differentiated: a tilt of
 the lower loss, ``lower + <tilt, w>`` at ``tilt = 0``. The derivative of the outer loss in the tilt
-is minus the adjoint ``q = H^-1 d_w outer`` that the solver effectively used, be it a linear solve
-or a truncated unrolling. So every solver's adjoint can be inspected, and reused as a warm start.
+is minus the adjoint ``q = H^-1 d_w outer`` of the solver, for a linear solve or a truncated
+unrolling. So every solver's adjoint can be checked, and reused as a warm start.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class HyperGradient(NamedTuple):
     value: jax.Array  # [], outer loss at the solver's w
     grad: Pytree  # like alpha
     w: Pytree  # the solver's solution
-    info: Info  # accuracy; None with diagnostics=False, where nobody reads it
+    info: Info  # accuracy; None with diagnostics=False
     aux: Pytree = None  # {"lower": ..., "outer": ...} of a Problem(has_aux=True)
 
 
@@ -70,15 +70,15 @@ def hypergradient(
     products: int | None = None,
     difference: float | None = None,
 ) -> Callable[[Pytree, Pytree, Pytree, Pytree], HyperGradient]:
-    """The hypergradient of ``problem`` by ``solver``, and how wrong it is.
+    """Build the hypergradient function of ``problem`` with ``solver``, with an error estimate.
 
     Parameters
     ----------
     problem : Problem
     solver : LowerSolver
-        :func:`bilevel.unrolled`, :func:`bilevel.implicit`, :func:`bilevel.ridge`, or your own. One
-        that draws batches itself takes ``(key, data)`` for ``train``; ``info`` then speaks of the
-        lower problem of one more batch.
+        :func:`bilevel.unrolled`, :func:`bilevel.implicit`, :func:`bilevel.ridge`, or your own. A
+        solver that draws batches itself takes ``(key, data)`` for ``train``; ``info`` then refers
+        to the lower problem of one more batch.
     mode : {"reverse", "forward"}
         ``"reverse"``: cost independent of dim(alpha). ``"forward"``: memory independent of the
         number of inner steps (2 dim(alpha) copies of ``w``), cost grows with dim(alpha).
@@ -88,36 +88,34 @@ def hypergradient(
         where no claim can be made. Under ``jax.jit``
         fields that the compiled function does not return cost nothing.
     damping : float
-        Not of the hypergradient: ``info`` then speaks of the solution map of
-        ``lower + damping / 2 |w - w0|^2``. With more weights than labels and no weight decay the
-        solutions of ``lower`` itself are many; as ``damping`` falls, this is the one nearest to
-        ``w0``, and what gradient descent from there converges to in a linear model.
+        ``info`` then refers to the solution map of ``lower + damping / 2 |w - w0|^2``; the
+        hypergradient does not change. With more weights than labels and no weight decay ``lower``
+        has many solutions. As ``damping`` falls, this is the one nearest to ``w0``, to which
+        gradient descent from there converges in a linear model.
     products : int, optional
-        Most Hessian products of each linear solve for ``info``; by default as many as keep its
-        cost near the hypergradient's own, where the solver says what that is, and 1,000 elsewhere.
+        Maximum number of Hessian products of each linear solve for ``info``. By default their cost
+        is near the hypergradient's own if the solver states it, and otherwise 1,000 products.
     difference : float, optional
         A distance in ``alpha``. ``info.slope`` is then the central difference of the outer loss
-        over that distance along the hypergradient, for two more runs of the solver. If the
-        derivative is a slope, it is near the norm of the hypergradient; with kinks in the losses
-        (ReLU) it may not be.
+        over that distance along the hypergradient, for two more runs of the solver. It is near the
+        norm of the hypergradient if the derivative is a slope; with kinks (ReLU) it may not be.
 
     Returns
     -------
     ``fn(alpha, w0, train, valid) -> HyperGradient(value, grad, w, info, aux)``
-        Pure: works under ``jit``, ``vmap`` and further differentiation, with hyperparameters
-        closed over by the losses too. With respect to ``w0``, the value's derivative is exact for
+        Pure: works under ``jit``, ``vmap`` and further differentiation, also for hyperparameters
+        that the losses close over. The value's derivative with respect to ``w0`` is exact for
         :func:`bilevel.unrolled` (all steps differentiated) and zero for :func:`bilevel.implicit`,
-        whose solution does not depend on where it started.
+        because its solution does not depend on the start.
 
     Raises
     ------
     ValueError
         If ``difference`` is not positive, or given without diagnostics. While tracing, if ``mode``
-        is unknown, a loss is not a floating scalar, a leaf of ``alpha``
-        enters neither the losses nor the solver, no leaf of ``alpha`` is differentiated
-        (``backprop=0`` and an outer loss without ``alpha``), the outer loss knows the weights only
-        by variables that are not differentiated, or reverse mode meets a loop that ends by a test
-        (a line search).
+        is unknown, a loss is not a floating scalar, a leaf of ``alpha`` enters neither the losses
+        nor the solver, no leaf of ``alpha`` is differentiated (``backprop=0`` and an outer loss
+        without ``alpha``), the outer loss uses the weights only through variables that are not
+        differentiated, or reverse mode meets a loop that ends by a test (a line search).
 
     Warns
     -----
@@ -191,7 +189,7 @@ def stateful_hypergradient(
     products: int | None = None,
     note: Callable[[str], None] = warnings.warn,
 ) -> Callable:
-    """As :func:`hypergradient`: ``(alpha, w, state, train, valid) -> (HyperGradient, state)``.
+    """Return :func:`hypergradient` as a function that takes and returns the solver's state.
 
     The function takes ``wanted`` too: ``wanted()`` returns for each leaf of ``alpha`` whether its
     hypergradient is used. ``note`` receives a message about leaves that the derivative misses.
@@ -222,7 +220,7 @@ def stateful_hypergradient(
         direct = leaves_used_by(first.outer, params, alpha, valid)
         used = [True] * len(direct) if wanted is None else wanted()
         needed = [use and not (x or y) for use, x, y in zip(used, mapped, direct, strict=True)]
-        if any(needed):  # by the solver, then
+        if any(needed):  # then the solver has to use them
             by_solver = leaves_used_by(lambda _, a, __: objective(a, None)[0], None, alpha, None)
             check_depends_on_alpha(
                 alpha, [x and not y for x, y in zip(needed, by_solver, strict=True)]
@@ -267,7 +265,7 @@ def stateful_hypergradient(
             if not solver.closed_form:
                 adjoint = optax.tree.scale(-1, slope)
                 state = remember(state, jax.lax.stop_gradient(adjoint))
-        # Neither hides behind an outer loss that does not look, or an adjoint that gave up.
+        # A NaN must not be hidden by an outer loss without w, or by a failed adjoint.
         value = nan_unless_finite(value, w)
         grad = nan_unless_finite(grad, value)
         info: Any = None
@@ -291,7 +289,7 @@ def stateful_hypergradient(
 
 
 def solution(problem: Problem, solver: LowerSolver) -> Callable:
-    """``(alpha, w0, state, train, tilt=None) -> (w, state)``: ``w`` as the problem has it."""
+    """Return ``(alpha, w0, state, train, tilt=None) -> (w, state)`` for the problem's form of w."""
     losses, stateful = split_losses(problem), getattr(problem, "stateful", False)
 
     def solve(alpha, w0, state, train, tilt=None):
@@ -324,7 +322,7 @@ def solution(problem: Problem, solver: LowerSolver) -> Callable:
 
 
 def _split_variables(problem: Problem, w: Pytree) -> tuple[Pytree, Pytree]:
-    """``params`` and ``variables``; all of ``w``, and None, where the problem has no variables."""
+    """Return ``params`` and ``variables``; ``w`` and None if the problem is not stateful."""
     if not getattr(problem, "stateful", False):
         return w, None
     if not isinstance(w, Stateful):
@@ -347,7 +345,7 @@ def _damped_problem(problem: Problem, damping, centre: Pytree) -> Problem:
 
 
 def check_variables(problem: Problem, w: Pytree, alpha: Pytree, valid: Pytree) -> None:
-    """Refuse an outer loss whose only way to the weights has no derivative."""
+    """Raise for an outer loss that depends on the weights only through variables."""
     if not getattr(problem, "stateful", False) or getattr(problem, "differentiated", False):
         return
     outer = split_losses(problem).outer
@@ -368,7 +366,7 @@ def check_variables(problem: Problem, w: Pytree, alpha: Pytree, valid: Pytree) -
 
 
 def first_state(solver: LowerSolver, alpha: Pytree, w: Pytree) -> Pytree:
-    """The solver's first state, which nothing differentiates: it may not depend on ``alpha``."""
+    """Return the solver's first state. It has no derivative, so it may not depend on ``alpha``."""
     if solver.init_at is not None and depends_on_alpha(
         lambda _, alpha, __: solver.start(alpha, w), None, alpha, None
     ):
@@ -381,7 +379,7 @@ def first_state(solver: LowerSolver, alpha: Pytree, w: Pytree) -> Pytree:
 
 
 def _reverse(objective, inputs: tuple, check: Callable | None):
-    """Value, auxiliary output and all gradients; ``check`` sees which of the first can be not 0."""
+    """Return value, auxiliary output and all gradients; ``check`` gets the reached leaves."""
     value, pull, aux = jax.vjp(objective, *inputs, has_aux=True)
     one = jnp.ones_like(value)
     if check is not None:
@@ -409,7 +407,7 @@ _CUT = (
 
 
 def _forward(objective, alpha, check: Callable | None):
-    """Value, auxiliary output and gradient of ``objective`` by one push-forward per coordinate."""
+    """Return value, auxiliary output and gradient, by one forward derivative per coordinate."""
     flat, unravel = ravel_pytree(alpha)
 
     def push(direction):

@@ -1,8 +1,8 @@
-"""How wrong the hypergradient of a short training is: what truncation leaves out, and chance.
+"""Measure the error of hypergradients of short trainings: truncation, and random batches.
 
-Of a solver that is meant to be short, :class:`bilevel.Info` says how far it is from full training,
-which was not asked for. The two questions here are those of its user: how many steps have to be
-differentiated (:func:`truncation`), and how large the batches have to be (:func:`standard_error`).
+:class:`bilevel.Info` compares with full training, which a short training does not aim at. Its user
+has two other questions: how many steps have to be differentiated (:func:`truncation`), and how
+large the batches have to be (:func:`standard_error`).
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Truncation(NamedTuple):
     """Result of :func:`truncation`."""
 
     value: jax.Array  # [], outer loss after all steps
-    grads: Pytree  # like alpha, leading axis steps + 1: entry K is that of ``backprop=K``
+    grads: Pytree  # like alpha, leading axis steps + 1: entry K is for ``backprop=K``
     bias: jax.Array  # [steps + 1], |grads[K] - grads[steps]| / |grads[steps]|, 2-norms; may be inf
 
 
@@ -37,7 +37,7 @@ class Spread(NamedTuple):
 
     grad: Pytree  # like alpha, the mean over the microbatches
     error: Pytree  # like alpha, the standard error of that mean, entry by entry
-    relative: jax.Array  # [], |error| / |grad|, 2-norms; inf where the mean is 0
+    relative: jax.Array  # [], |error| / |grad|, 2-norms; inf if the mean is 0
 
 
 def truncation(
@@ -47,33 +47,33 @@ def truncation(
     *,
     batches: Callable[[jax.Array, Pytree], Pytree] | None = None,
 ) -> Callable[[Pytree, Pytree, Pytree, Pytree], Truncation]:
-    r"""The hypergradients of ``unrolled(optimizer, steps, backprop=K)`` for all K at once.
+    """Compute the hypergradients of ``unrolled(optimizer, steps, backprop=K)`` for all K at once.
 
         G_K = d_alpha outer(w_T)  +  sum_{t > T - K} (dw_T / dw_t)' (d_alpha w_t)' d_w outer(w_T)
 
-    The terms of the sum, one for each step, are the derivatives in ``steps`` copies of ``alpha``,
-    one for each step: one reverse pass has them all (Shaban et al. 2019, Eqs. 5 and 8).
+    The terms of the sum are the derivatives in ``steps`` copies of ``alpha``, one for each step.
+    One reverse pass computes all of them (Shaban et al. 2019, Eqs. 5 and 8).
 
     Parameters
     ----------
     problem : Problem
     optimizer, steps, batches
-        As of :func:`bilevel.unrolled`.
+        The arguments of :func:`bilevel.unrolled`.
 
     Returns
     -------
     ``fn(alpha, w0, train, valid) -> Truncation(value, grads, bias)``
-        Pure. Of ``alpha`` in the starting point there is no term here.
+        Pure. Derivatives of the starting point in ``alpha`` are not included.
 
     Raises
     ------
     ValueError
-        For what is no problem; if ``steps`` is under 1.
+        If ``problem`` is not a problem, or ``steps`` is under 1.
 
     Notes
     -----
-    Time of one hypergradient through all steps; memory ``steps`` copies of ``alpha``, ``w`` and the
-    optimizer's state.
+    Cost: the time of one hypergradient through all steps; memory of ``steps`` copies of ``alpha``,
+    ``w`` and the optimizer's state.
 
     References
     ----------
@@ -81,7 +81,7 @@ def truncation(
 
     Examples
     --------
-    A step takes w half way to alpha, so that of the exact slope 1 - 1 / 2^T the last step has half:
+    A step moves w half way to alpha. The exact slope is 1 - 1 / 2^T; the last step has 1 / 2:
 
     >>> problem = Problem(
     ...     lower=lambda w, alpha, batch: 0.5 * (w - alpha) ** 2,
@@ -123,42 +123,39 @@ def truncation(
         copies = jax.tree.map(lambda a: jnp.broadcast_to(a, (steps, *a.shape)), alpha)
         outer_loss, (terms, direct) = jax.value_and_grad(value, (0, 1))(copies, alpha)
         grads = jax.tree.map(_sums_from_the_end, direct, terms)
-        away = jax.vmap(lambda g: _distance_to_last(g, grads))(grads)
-        size = optax.tree.norm(jax.tree.map(lambda g: g[-1], grads))
+        last = jax.tree.map(lambda g: g[-1], grads)
+        away = jax.vmap(lambda g: optax.tree.norm(optax.tree.sub(g, last)))(grads)
+        size = optax.tree.norm(last)
         return Truncation(outer_loss, grads, _relative_error(away, size))
 
     return fn
 
 
 def _sums_from_the_end(direct: jax.Array, terms: jax.Array) -> jax.Array:
-    """``direct`` plus the last 0, 1, ... of the ``terms``."""
+    """Return ``direct`` plus the last 0, 1, ... of the ``terms``."""
     return direct[None] + jnp.concatenate([jnp.zeros_like(terms[:1]), jnp.cumsum(terms[::-1], 0)])
 
 
 def _relative_error(error: jax.Array, size: jax.Array) -> jax.Array:
-    """``error / size``; of nothing, nothing is 0 and anything infinite."""
+    """Return ``error / size``, with 0 / 0 = 0."""
     return jnp.where(error == 0, 0, error / size)
-
-
-def _distance_to_last(g: Pytree, grads: Pytree) -> jax.Array:
-    return optax.tree.norm(jax.tree.map(lambda x, y: x - y[-1], g, grads))
 
 
 def standard_error(
     fn: Callable[..., HyperGradient], parts: int
 ) -> Callable[[Pytree, Pytree, Pytree, Pytree], Spread]:
-    """How far chance in the batches moves a hypergradient: from ``parts`` microbatches.
+    """Estimate the standard error of a hypergradient over batches, from ``parts`` microbatches.
 
-    Both batches are cut along their first axis into ``parts`` of equal size, and every part has a
-    hypergradient of its own; keys among the leaves are split. The spread of these is that of
-    batches of that size; over sqrt(parts) it is the standard error of their mean.
+    Both batches are cut along their first axis into ``parts`` of equal size; keys among the leaves
+    are split. The spread of the parts' hypergradients is that of batches of their size. Divided by
+    sqrt(parts), it is the standard error of their mean.
 
     Parameters
     ----------
     fn : ``fn(alpha, w0, train, valid) -> HyperGradient``
-        What :func:`bilevel.hypergradient` returns; ``diagnostics=False`` saves their cost.
+        A result of :func:`bilevel.hypergradient`; ``diagnostics=False`` saves their cost.
     parts : int
-        At least 2; some 8 to 32 know the error to a quarter or an eighth of itself.
+        At least 2; 8 to 32 give the error to a quarter or an eighth of itself.
 
     Returns
     -------
@@ -168,13 +165,13 @@ def standard_error(
     Raises
     ------
     ValueError
-        If ``parts`` is under 2; when it runs, if they do not divide the rows of a batch.
+        If ``parts`` is under 2; at run time, if they do not divide the rows of a batch.
 
     Notes
     -----
-    Time of one hypergradient on the whole batch, memory of one on a part. The whole batch's own
-    hypergradient is not this mean: it is not linear in the batch, and the mean has the bias of
-    batches of the parts' size, of the order of one over their rows.
+    Cost: the time of one hypergradient on the whole batch, memory of one on a part. The mean
+    differs from the whole batch's hypergradient, which is not linear in the batch: it has the bias
+    of batches of the parts' size, of the order of 1 / rows.
 
     Examples
     --------
@@ -203,21 +200,17 @@ def standard_error(
 
 
 def _split_microbatches(name: str, batch: Pytree, count: int) -> Pytree:
-    """Leaves [n, ...] as [count, n / count, ...], and keys as [count] of them."""
+    """Return leaves [n, ...] as [count, n / count, ...], and keys as [count] of them."""
 
     def cut(x):
         x = jnp.asarray(x)
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.split(x, count)
         if x.ndim == 0 or x.shape[0] % count:
+            rows = f"{x.shape[0]} rows" if x.ndim else f"a number, {describe(float(x))}"
             raise ValueError(
-                f"parts: expected a divisor of the rows of {name}, got {count} and "
-                f"{_describe_rows(x)}."
+                f"parts: expected a divisor of the rows of {name}, got {count} and {rows}."
             )
         return x.reshape(count, x.shape[0] // count, *x.shape[1:])
 
     return jax.tree.map(cut, batch)
-
-
-def _describe_rows(x: jax.Array) -> str:
-    return f"{x.shape[0]} rows" if x.ndim else f"a number, {describe(float(x))}"

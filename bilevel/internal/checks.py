@@ -1,4 +1,4 @@
-"""The one place of argument checks: one sentence each, naming the argument and the cure."""
+"""Check arguments: one sentence per mistake, with the argument's name and the remedy."""
 
 import inspect
 from typing import Any
@@ -10,83 +10,37 @@ import numpy as np
 import optax
 
 from bilevel.contracts import Inverse, LowerSolver, Pytree, SingleLoop
-from ntk.internal.checks import (
-    at_least_float32,
-    check_dense,
-    check_finite,
-    common_dtype,
-    concrete,
-    describe,
-    float_array,
-    function,
-    integer,
-    is_sparse,
-    nan_unless,
-    nan_where,
-    numpy_array,
-    offending,
-    one_of,
-    positive,
-    prng_key,
-    real_array,
-    real_number,
-    sequence,
-)
-
-__all__ = [
-    "as_floating",
-    "at_least_float32",
-    "check_at_least",
-    "check_data",
-    "check_dense",
-    "check_finite",
-    "check_floating",
-    "check_in_range",
-    "check_loss_pair",
-    "check_losses",
-    "check_not_empty",
-    "common_dtype",
-    "concrete",
-    "count",
-    "count_rows",
-    "describe",
-    "float_array",
-    "function",
-    "gradient_transformation",
-    "images",
-    "integer",
-    "inverse_map",
-    "is_sparse",
-    "lower_solver",
-    "nan_unless",
-    "nan_unless_finite",
-    "nan_where",
-    "nonnegative",
-    "numpy_array",
-    "offending",
-    "one_a_row",
-    "one_of",
-    "positive",
-    "positives",
-    "prng_key",
-    "real_array",
-    "real_number",
-    "scalar_loss",
-    "sequence",
-    "simplex",
-    "simplex_slack",
-]
+from ntk.internal.checks import at_least_float32 as at_least_float32
+from ntk.internal.checks import check_dense as check_dense
+from ntk.internal.checks import check_finite as check_finite
+from ntk.internal.checks import common_dtype as common_dtype
+from ntk.internal.checks import concrete as concrete
+from ntk.internal.checks import describe as describe
+from ntk.internal.checks import float_array as float_array
+from ntk.internal.checks import function as function
+from ntk.internal.checks import integer as integer
+from ntk.internal.checks import is_sparse as is_sparse
+from ntk.internal.checks import nan_unless as nan_unless
+from ntk.internal.checks import nan_where as nan_where
+from ntk.internal.checks import numpy_array as numpy_array
+from ntk.internal.checks import offending as offending
+from ntk.internal.checks import one_of as one_of
+from ntk.internal.checks import positive as positive
+from ntk.internal.checks import prng_key as prng_key
+from ntk.internal.checks import real_array as real_array
+from ntk.internal.checks import real_number as real_number
+from ntk.internal.checks import sequence as sequence
 
 
 def check_at_least(name: str, value: Any, least: float) -> None:
-    """Refuse a number under ``least``; traced values pass: they have no value to look at yet."""
+    """Raise for a number below ``least``. Traced values pass, because their value is unknown."""
     x = real_number(name, value)
     if concrete(x) and not x >= least:
         raise ValueError(f"{name}: expected at least {least}, got {value}.")
 
 
 def check_in_range(name: str, value: Any, low: float, high: float) -> None:
-    """Refuse a number that is not strictly between two; traced values pass."""
+    """Raise for a number that is not strictly between two bounds. Traced values pass."""
     x = real_number(name, value)
     if concrete(x) and not low < x < high:
         what = "a positive number" if (low, high) == (0, np.inf) else f"one in ({low}, {high})"
@@ -94,28 +48,28 @@ def check_in_range(name: str, value: Any, low: float, high: float) -> None:
 
 
 def nonnegative(name: str, x: Any) -> jax.Array:
-    """``x`` as an array of floating-point numbers, none negative (or NaN) unless traced."""
+    """Return ``x`` as a floating array; raise for negative numbers or NaN unless traced."""
     x = numpy_array(name, x)
     if x.size == 0:
         raise ValueError(f"{name}: expected at least one number, got the shape {x.shape}.")
     if concrete(x) and not np.all(x >= 0):
         raise ValueError(f"{name}: expected numbers of at least 0, got {offending(x, x >= 0)}.")
-    return jnp.asarray(x * 1.0)  # in this order: whole ones may have more bits than JAX's
+    return jnp.asarray(x * 1.0)  # in this order, because integers may have more bits than JAX's
 
 
 def positives(**numbers: Any) -> list[Any]:
-    """The numbers in floating point, if they are positive and finite; traced ones pass."""
+    """Return the numbers as floating point; raise unless positive and finite. Traced ones pass."""
     return [positive(name, value) for name, value in numbers.items()]
 
 
 def count(name: str, value: Any) -> None:
-    """Refuse a ``value`` that is not a whole number of at least 1; traced ones pass."""
+    """Raise unless ``value`` is an integer of at least 1. Traced values pass."""
     if concrete(value):
         integer(name, value, 1)
 
 
 def count_rows(name: str, data: Pytree) -> int:
-    """How many rows all arrays of ``data`` have."""
+    """Return the common number of rows of all arrays in ``data``."""
     leaves = jax.tree.leaves(data, is_leaf=is_sparse)  # a sparse matrix is one array, not three
     shapes = [x.shape if is_sparse(x) else jnp.shape(x) for x in leaves]
     n = shapes[0][0] if shapes and shapes[0] else 0
@@ -125,13 +79,13 @@ def count_rows(name: str, data: Pytree) -> int:
 
 
 def as_floating(name: str, value: Any) -> jax.Array:
-    """``value`` as an array of floating-point numbers: whole ones, as of bytes, in the default."""
+    """Return ``value`` as a floating array; integers get the default floating dtype."""
     x = real_array(name, value)
     return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(float)
 
 
 def images(name: str, value: Any) -> jax.Array:
-    """``value`` as an array [n, h, w, c], if it is one with entries."""
+    """Return ``value`` as an array [n, h, w, c] with entries."""
     x = real_array(name, value)
     if x.ndim != 4 or 0 in x.shape:
         raise ValueError(f"{name}: expected images [n, h, w, c], got shape {x.shape}.")
@@ -139,12 +93,12 @@ def images(name: str, value: Any) -> jax.Array:
 
 
 def simplex_slack(dtype: Any) -> float:
-    """How far sums may be from 1: a user's own decimals (0.33, 0.33, 0.34), or a few roundings."""
+    """Return the allowed error of sums: rounded decimals (0.33, 0.33, 0.34), or roundoff."""
     return max(1e-4, 4 * float(jnp.finfo(dtype).eps))
 
 
 def simplex(name: str, alpha: chex.Array) -> None:
-    """Refuse what is off the simplex on its last axis; traced values pass."""
+    """Raise for points off the simplex on the last axis. Traced values pass."""
     if not concrete(alpha):
         return
     values = np.asarray(alpha, dtype=np.float64)
@@ -157,13 +111,13 @@ def simplex(name: str, alpha: chex.Array) -> None:
 
 
 def check_not_empty(name: str, tree: Pytree) -> None:
-    """Refuse a tree without leaves."""
+    """Raise for a tree without leaves."""
     if not jax.tree.leaves(tree):
         raise ValueError(f"{name}: expected at least one array, got {tree!r}.")
 
 
 def check_data(name: str, tree: Pytree) -> None:
-    """Refuse arrays without entries, or with entries that are not finite."""
+    """Raise for arrays without entries, or with entries that are not finite."""
     for x in jax.tree.leaves(tree):
         if is_sparse(x):  # SciPy's: JAX's are trees of arrays
             raise ValueError(
@@ -177,7 +131,7 @@ def check_data(name: str, tree: Pytree) -> None:
 
 
 def check_floating(name: str, tree: Pytree) -> None:
-    """Refuse anything but real floating arrays, with the path of the leaf."""
+    """Raise for leaves that are not real floating arrays, with the path of the leaf."""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         where = f"{name}{jax.tree_util.keystr(path)}"
         try:
@@ -200,24 +154,24 @@ def check_floating(name: str, tree: Pytree) -> None:
 
 
 def nan_unless_finite(tree: Pytree, *witnesses: Pytree) -> Pytree:
-    """``tree``, NaN everywhere where any number among the witnesses is not finite.
+    """Return ``tree``, NaN everywhere if any number among the witnesses is not finite.
 
-    A loop that runs while a residual is above its target ends at a NaN, with an iterate that looks
-    good: what it returns goes through here, so that derivatives become NaN too.
+    A loop that runs while a residual exceeds its target ends at a NaN with a plausible iterate.
+    This function makes that iterate and its derivatives NaN.
     """
     finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(witnesses)]).all()
     return nan_unless(finite, tree)
 
 
 def check_loss_pair(name: str, value: Any, form: str) -> tuple[Any, ...]:
-    """Refuse a loss's output that is no pair."""
+    """Raise if a loss's output is not a pair."""
     if not isinstance(value, tuple) or len(value) != 2:
         raise ValueError(f"{name}: expected a loss that returns {form}, got {describe(value)}.")
     return value
 
 
 def scalar_loss(name: str, value: Any) -> Any:
-    """Refuse a loss's output that is not one floating number."""
+    """Raise if a loss's output is not one floating number."""
     if isinstance(value, tuple | list | dict):
         raise ValueError(
             f"{name}: expected a loss that returns a floating scalar, got a {type(value).__name__} "
@@ -237,31 +191,31 @@ def scalar_loss(name: str, value: Any) -> Any:
 
 
 def one_a_row(labels: Any, shape: tuple[int, ...]) -> None:
-    """Refuse labels that are not one a row: [n, 1] would be compared with all rows."""
+    """Raise unless there is one label per row: labels [n, 1] would be compared with all rows."""
     if jnp.shape(labels) != shape:
         got = jnp.shape(labels)
         raise ValueError(f"labels: expected one a row, shape {shape}, got shape {got}.")
 
 
 def check_losses(name: str, value: Any) -> None:
-    """Refuse what has no lower and outer loss, as a Problem has."""
+    """Raise unless ``value`` has a lower and an outer loss."""
     parts = [getattr(value, part, None) for part in ("lower", "outer")]
     if isinstance(value, type) or not all(map(callable, parts)):
         raise ValueError(f"{name}: expected a bilevel.Problem, got {describe(value)}.")
 
 
 def lower_solver(name: str, value: Any) -> LowerSolver:
-    """Refuse what is not a lower solver, with the cure for the usual slips."""
+    """Raise unless ``value`` is a lower solver, with the remedy for common mistakes."""
     if isinstance(value, LowerSolver):
         return value
     if isinstance(value, SingleLoop):
         cure = "bilevel.search runs single-loop methods"
     elif isinstance(value, optax.GradientTransformation | optax.MultiSteps):
         cure = "wrap it: unrolled(optimizer, steps)"
-    elif _made_here(value) or (callable(value) and _ours(type(value))):
-        cure = "an inverse goes into implicit(inverse=...)"
     elif _factory(value):
         cure = f"call it: {value.__name__}(...)"
+    elif callable(value) and _ours(value if hasattr(value, "__qualname__") else type(value)):
+        cure = "an inverse goes into implicit(inverse=...)"
     elif callable(value):
         cure = "hand it to solved(...) inside implicit(...) if it solves the lower problem"
     else:
@@ -270,7 +224,7 @@ def lower_solver(name: str, value: Any) -> LowerSolver:
 
 
 def inverse_map(name: str, value: Any) -> Inverse:
-    """Refuse what is not an inverse-Hessian-vector product."""
+    """Raise unless ``value`` is an inverse-Hessian-vector product."""
     if callable(value) and not _factory(value):
         return value
     cure = f"call it: {value.__name__}(...)" if _factory(value) else "bilevel.cg() makes one"
@@ -278,21 +232,18 @@ def inverse_map(name: str, value: Any) -> Inverse:
 
 
 def _factory(value: Any) -> bool:
-    """Whether ``value`` is one of this package's functions, whose brackets were forgotten."""
-    return callable(value) and _ours(value) and "<locals>" not in value.__qualname__
-
-
-def _made_here(value: Any) -> bool:
-    """Whether ``value`` is a function that one of this package's functions returned."""
-    return callable(value) and _ours(value) and "<locals>" in value.__qualname__
+    """Return whether ``value`` is a function of this package that was not called."""
+    return _ours(value) and "<locals>" not in value.__qualname__
 
 
 def _ours(value: Any) -> bool:
-    return hasattr(value, "__qualname__") and (value.__module__ or "").startswith("bilevel.")
+    if not (callable(value) and hasattr(value, "__qualname__")):
+        return False
+    return (value.__module__ or "").startswith("bilevel.")
 
 
 def gradient_transformation(name: str, value: Any) -> optax.GradientTransformationExtraArgs:
-    """An optax optimizer as one that takes extra arguments; the cure for the usual slips."""
+    """Return an optax optimizer that takes extra arguments, or raise with the remedy."""
     if isinstance(value, optax.MultiSteps):
         value = value.gradient_transformation()
     if isinstance(value, optax.GradientTransformation):
@@ -306,7 +257,7 @@ def gradient_transformation(name: str, value: Any) -> optax.GradientTransformati
 
 
 def _check_arguments(name: str, rule: optax.GradientTransformation) -> None:
-    """Refuse optimizers that ask for what no solver and no search has."""
+    """Raise for optimizers that need arguments that no solver and no search has."""
     if getattr(rule.update, "__qualname__", "").startswith("lookahead."):
         raise ValueError(
             f"{name}: expected an optimizer of the parameters alone, got optax.lookahead, whose "

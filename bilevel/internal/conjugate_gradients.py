@@ -1,4 +1,4 @@
-"""Conjugate gradients that notice directions without positive curvature."""
+"""Solve symmetric systems by conjugate gradients and detect nonpositive curvature."""
 
 from typing import NamedTuple
 
@@ -12,9 +12,9 @@ from bilevel.internal.checks import nan_unless_finite
 from ntk.internal.sharding import while_loop
 
 REROUNDING_FACTOR = 1.37
-"""A factor that is no power of 2: a product with a vector times it is rounded differently."""
+"""Not a power of 2, so that a product with a scaled vector is rounded differently."""
 
-_AGREED = 300  # a curvature is trusted if it is so many times what that factor changes in it
+_AGREED = 300  # a curvature is trusted above this multiple of its change under that factor
 
 
 class ConjugateGradients(NamedTuple):
@@ -31,17 +31,17 @@ class ConjugateGradients(NamedTuple):
 def solve_conjugate_gradients(
     hvp: LinearMap, b: Pytree, x0: Pytree | None, *, steps: int, threshold: chex.Array
 ) -> ConjugateGradients:
-    """Conjugate gradients for ``H x = b`` until the residual's 2-norm is under ``threshold``.
+    """Solve ``H x = b`` until the residual's 2-norm is below ``threshold``.
 
-    Stops where ``H`` shows a direction of no positive curvature, keeping the iterate before it. If
-    the residual has grown by then, as it does where ``H`` is singular and ``b`` out of its range,
-    it keeps the iterate of the least one. A curvature under ten roundings of the largest one met
-    has to be the same in a second product, of other numbers: so it is in directions that a data
-    term does not see and only a penalty bends. Hestenes & Stiefel (1952).
+    The iteration stops at a direction of nonpositive curvature and keeps the iterate before it. If
+    the residual has grown by then (``H`` singular and ``b`` out of its range), it keeps the iterate
+    with the smallest residual. A curvature below ten units of roundoff of the largest one counts
+    only if a second, differently rounded product confirms it, e.g. in directions that only a
+    penalty bends. Hestenes & Stiefel (1952).
     """
     x = optax.tree.zeros_like(b) if x0 is None else x0
     r = b if x0 is None else optax.tree.sub(b, hvp(x0))
-    # In units of the first residual, so that squares of tiny numbers do not underflow.
+    # The unit is the first residual, so that squares of tiny numbers do not underflow.
     unit = largest_magnitude(r)
     unit = jnp.where(unit == 0, 1, unit)
     r = jax.tree.map(lambda leaf: leaf / unit, r)
@@ -61,11 +61,11 @@ def solve_conjugate_gradients(
         pp = optax.tree.vdot(p, p)
         bend = optax.tree.vdot(p, hp) / pp
         steepest = jnp.maximum(steepest, jnp.abs(bend))
-        # Under rounding a curvature counts if the product of other numbers gives the same.
+        # A curvature below roundoff counts if a differently rounded product confirms it.
         noise = _AGREED * jnp.abs(bend - seen)
         agrees = again & (bend > noise)
         trusted = jnp.where(agrees, noise, trusted)
-        # False for NaN, which has to be seen.
+        # NaN compares false, so the loop continues and NaN reaches the result.
         low = bend <= jnp.minimum(10 * eps * steepest, trusted)
         moves = ~low | agrees
         length = jnp.where(moves, rr / jnp.where(moves, bend * pp, 1), 0)
@@ -80,20 +80,8 @@ def solve_conjugate_gradients(
         return best, x, r, p, bend, steepest, trusted, seen, rr_next, k + 1, moves | look
 
     zero = jnp.zeros_like(rr)
-    count, going = jnp.zeros((), int), jnp.array(True)
-    start = (
-        (x, rr),
-        x,
-        r,
-        r,
-        zero,
-        zero,
-        jnp.full_like(rr, jnp.finfo(rr.dtype).max),
-        zero,
-        rr,
-        count,
-        going,
-    )
+    most = jnp.full_like(rr, jnp.finfo(rr.dtype).max)
+    start = (x, rr), x, r, r, zero, zero, most, zero, rr, jnp.zeros((), int), jnp.array(True)
     best, x, _, p, bend, steepest, *_, rr_last, k, going = while_loop(unfinished, step, start)
     grown = ~going & (rr_last > rr) & jnp.isfinite(rr_last)
     x, rr = optax.tree.where(grown, best, (x, rr_last))
@@ -106,11 +94,11 @@ def solve_conjugate_gradients(
 
 
 def largest_magnitude(tree: Pytree) -> jax.Array:
-    """The largest size of its numbers, whose square may be out of range."""
+    """Return the largest absolute value; its square may be out of range."""
     return jnp.stack([jnp.max(jnp.abs(leaf), initial=0) for leaf in jax.tree.leaves(tree)]).max()
 
 
 def default_tolerance(tree: Pytree) -> float:
-    """1e-10 in float64; ten roundings in anything narrower."""
+    """Return 1e-10 in float64, and ten units of roundoff in narrower types."""
     eps = max(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(tree))
     return max(1e-10, 10 * eps)

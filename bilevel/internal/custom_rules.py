@@ -1,4 +1,4 @@
-"""The custom derivative rules in a loss, and the second derivatives that are exact with them.
+"""Find custom derivative rules in a loss, and second derivatives that are exact with them.
 
 The reverse pass of a training step multiplies a vector ``v`` by the transposed Jacobian ``J'`` of
 the gradient ``g = grad_w loss``. Three orders of differentiation give that product:
@@ -7,9 +7,9 @@ the gradient ``g = grad_w loss``. Three orders of differentiation give that prod
     reverse over forward    grad (v . g) with ``v . g`` from a forward derivative of the loss
     reverse over reverse    grad (v . g) with g from a reverse derivative of the loss
 
-J is a Hessian, and symmetric, if all derivative rules in the loss are true derivatives. A user's
+J is a symmetric Hessian if all derivative rules in the loss are true derivatives. A user's
 ``jax.custom_jvp`` or ``jax.custom_vjp`` may not be one (gradient reversal, a straight-through
-estimator with its own slope, a clipped gradient). Reverse over forward then is exact with
+estimator with its own slope, a clipped gradient). Then reverse over forward is exact with
 ``custom_jvp``, and reverse over reverse with both. ``jax.lax.stop_gradient`` keeps J symmetric: it
 fixes a value in derivatives of all orders.
 """
@@ -67,7 +67,7 @@ def linearize_custom_rules(function: Callable, x: Any) -> tuple[Any, Callable]:
     """Return ``jax.linearize(function, x)``, also if its rules have reverse derivatives only.
 
     If the rule of a ``custom_vjp`` calls the function itself, JAX finds only its reverse
-    derivative. That derivative, transposed, takes the place of the forward one.
+    derivative. Its transpose then replaces the forward derivative.
     """
     value, push = jax.linearize(function, x)
     if not operation_names(jax.make_jaxpr(push)(x)) & _NO_FORWARD_RULE:
@@ -105,9 +105,9 @@ def second_derivatives(own_rules: Callable[[], bool]) -> Iterator[None]:
 
 
 def _is_true(eqn: JaxprEqn) -> bool:
-    """Whether the rule is known to be a true derivative: all its code is in the folders above.
+    """Return whether the rule is known to be true: all its code is in the folders above.
 
-    JAX's own ``custom_vjp`` rules are not taken for true: that of ``jax.nn.scaled_matmul`` rounds.
+    JAX's own ``custom_vjp`` rules do not count: ``jax.nn.scaled_matmul`` rounds.
     """
     name = eqn.primitive.name
     if name not in _CALLS:
@@ -125,7 +125,7 @@ _UNKNOWN = ""  # stands for a file
 
 
 def _files(rule: Any, seen: set[int]) -> Iterator[str]:
-    """The files of all functions in a rule: in closures, partial functions, JAX's wrappers."""
+    """Yield the files of all functions in a rule: closures, partial functions, JAX's wrappers."""
     if id(rule) in seen:
         return
     seen.add(id(rule))

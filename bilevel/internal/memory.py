@@ -1,4 +1,4 @@
-"""How much memory there is: of an accelerator, of the system and of its control groups."""
+"""Find the memory size of an accelerator, of the system and of its control groups."""
 
 import pathlib
 
@@ -7,16 +7,16 @@ _UNLIMITED = 1 << 60  # bytes, if nothing says how much memory there is
 
 
 def total_memory() -> int:
-    """Bytes of memory of the default device, whether in use or not; 8 GiB if nothing says it.
+    """Return the bytes of memory of the default device, used or not; 8 GiB if unknown.
 
-    All runs on one machine get the same number, and so the same programs.
+    All runs on one machine get the same number, and so compile the same programs.
     """
     known = _of_accelerator() or min(_of_system("MemTotal"), *_of_groups())
     return known if known < _UNLIMITED else 2**33
 
 
 def available_memory() -> int:
-    """Bytes that arrays can have now: the accelerator's, or those that are free."""
+    """Return the bytes available for arrays: the accelerator's memory, or free memory."""
     return _of_accelerator() or min(_of_system("MemAvailable"), *_of_groups())
 
 
@@ -36,7 +36,7 @@ def _of_system(field: str) -> int:
 
 
 def _of_groups() -> list[int]:
-    """Limits of the process's control groups, of either version."""
+    """Return the limits of the process's control groups, of both versions."""
     limits = [_UNLIMITED, _UNLIMITED]
     for line in _lines(pathlib.Path("/proc/self/cgroup")):
         _, controllers, own = line.split(":", 2)

@@ -1,9 +1,9 @@
-"""Several processes at work on one search: what they agree on, and who writes.
+"""Coordinate several processes of one search: common decisions, and one writer.
 
-Under ``jax.distributed`` every process runs the same program, and arrays may lie on the devices of
-all of them. What a process decides by its own clock, keyboard or disk has to be agreed on first:
-else one of them waits in a sum that the others never come to. Where there is one process, these
-functions give back what they are given.
+Under ``jax.distributed`` every process runs the same program, and arrays may be sharded over the
+devices of all of them. Decisions from one process's clock, keyboard or disk have to be shared
+first. Otherwise one process waits in a sum that the others never reach. In a single process these
+functions return their arguments.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,17 +24,17 @@ class LostProcessError(RuntimeError):
 
 
 def is_multiprocess() -> bool:
-    """Whether the run has more than one process."""
+    """Return whether the run has more than one process."""
     return jax.process_count() > 1
 
 
 def is_first_process() -> bool:
-    """Whether this is the process that draws, prints and writes."""
+    """Return whether this is the process that draws, prints and writes."""
     return jax.process_index() == 0
 
 
 def gathered(values: Any) -> np.ndarray:
-    """The processes' own arrays of one shape, one after another: [processes, ...]."""
+    """Return the processes' arrays of one shape, stacked: [processes, ...]."""
     if not is_multiprocess():
         return np.asarray(values)[None]
     from jax.experimental import multihost_utils
@@ -43,7 +43,7 @@ def gathered(values: Any) -> np.ndarray:
 
 
 def any_process(flag: Any) -> bool:
-    """Whether any process says yes."""
+    """Return whether ``flag`` is true in any process."""
     return bool(flag) if not is_multiprocess() else bool(gathered(np.int32(bool(flag))).any())
 
 
@@ -53,21 +53,21 @@ def maximum(number: int) -> int:
 
 
 def broadcast_first(number: int) -> int:
-    """The first process's whole number, under 2^31."""
+    """Return the first process's integer, which is less than 2^31."""
     return number if not is_multiprocess() else int(gathered(np.int32(number))[0])
 
 
 def broadcast_first_string(compute: Callable[[], str]) -> str:
-    """What ``compute`` gives in the first process, which alone calls it."""
+    """Return ``compute()`` of the first process, which alone calls it."""
     if not is_multiprocess():
         return compute()
     return gather_strings(lambda: compute() if is_first_process() else "")[0]
 
 
 def gather_strings(compute: Callable[[], str]) -> list[str]:
-    """What ``compute`` gives in every process; where it raises in one, all raise.
+    """Return ``compute()`` of every process; if it raises in one, all raise.
 
-    It may not compute with arrays over several processes: those of which it raises would be missed.
+    ``compute`` may not use arrays over several processes: a process that raises would be missed.
     """
     if not is_multiprocess():
         return [compute()]
@@ -107,18 +107,18 @@ def all_or_none(compute: Callable[[], T]) -> T:
 
 
 def sum_across(number: int) -> int:
-    """The sum of the processes' whole numbers modulo 2^64."""
+    """Return the sum of the processes' integers modulo 2^64."""
     halves = gathered(np.array([number & 0xFFFFFFFF, number >> 32], np.uint32)).tolist()
     return sum(low + (high << 32) for low, high in halves) % 2**64
 
 
 def is_sharded(x: Any) -> bool:
-    """Whether no single process has all of an array."""
+    """Return whether no single process holds all of an array."""
     return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """All of an array, wherever its parts lie; every process has to ask."""
+    """Return the whole array, however it is sharded; every process has to call this."""
     if is_sharded(x):
         from jax.experimental import multihost_utils
 
@@ -127,7 +127,7 @@ def to_numpy(x: Any) -> np.ndarray:
 
 
 def put_like(value: Any, like: jax.Array) -> jax.Array:
-    """``value``, the same in every process, laid out over devices as ``like`` is."""
+    """Return ``value``, equal in every process, with the sharding of ``like``."""
     return put_with_sharding(value, like.sharding) if like.committed else jax.device_put(value)
 
 
@@ -140,7 +140,7 @@ _OF_THE_CONNECTION = (
 
 @contextmanager
 def report_lost_process(what: str) -> Iterator[None]:
-    """Say in one sentence that another process was lost while this one computed."""
+    """Raise :class:`LostProcessError` if another process is lost inside the block."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Rows of arrays and of sparse matrices."""
+"""Select rows of arrays and of sparse matrices."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ntk.internal.checks import integer
 
 
 def taken(data: Pytree, drawn: jax.Array) -> Pytree:
-    """The rows ``drawn`` [k] of all arrays and BCSR matrices in ``data``."""
+    """Return the rows ``drawn`` [k] of all arrays and BCSR matrices in ``data``."""
 
     def of(x):
         return sparse_rows(x, drawn) if is_sparse(x) else jnp.asarray(x)[drawn]
@@ -21,7 +21,7 @@ def taken(data: Pytree, drawn: jax.Array) -> Pytree:
 
 
 def sparse_rows(matrix: Any, drawn: jax.Array, width: int | None = None) -> Any:
-    """Rows of a BCSR matrix as another one, each filled up to ``width`` entries with zeros."""
+    """Return rows of a BCSR matrix, each padded to ``width`` entries with zeros."""
     if type(matrix).__name__ != "BCSR" or len(matrix.shape) != 2 or matrix.n_batch:
         raise ValueError(
             f"data: expected dense arrays or BCSR matrices [n, d], got a {type(matrix).__name__} "
@@ -39,14 +39,14 @@ def sparse_rows(matrix: Any, drawn: jax.Array, width: int | None = None) -> Any:
 
 
 def row_width(matrix: Any) -> int:
-    """The most entries of a row of a BCSR matrix, or a bound of it if they are traced."""
+    """Return the largest number of entries per row of a BCSR matrix, or a bound if traced."""
     if concrete(matrix.indptr):
         return max(1, int(np.diff(np.asarray(matrix.indptr)).max()))
     return max(1, min(matrix.shape[1], matrix.nse))
 
 
 def check_batch_size(data: Pytree, batch_size: int) -> int:
-    """The number of rows of ``data``, which has to hold a batch."""
+    """Return the number of rows of ``data``; raise if it is less than ``batch_size``."""
     n = count_rows("data", data)
     if not integer("batch_size", batch_size, 1) <= n:
         raise ValueError(f"batch_size: expected 1 to the {n} rows of the data, got {batch_size}.")

@@ -1,7 +1,5 @@
-"""Linear models on fixed features, too many to hold: ridge regression and the squared-hinge SVM."""
+"""Ridge regression on features that do not fit into memory."""
 
 from bilevel.linear.models import ridge_weights
 
-__all__ = [
-    "ridge_weights",
-]
+__all__ = ["ridge_weights"]

@@ -1,7 +1,7 @@
-"""Features [n, d] that need not be held: given, made in blocks, or sparse.
+"""Feature matrices [n, d] as arrays, in generated blocks, or sparse.
 
-What the models of :mod:`bilevel.linear` need of them is here: ``v -> Phi v``, and
-``r -> Phi' r`` in the same pass over the rows.
+The functions give :mod:`bilevel.linear` the products ``v -> Phi v`` and ``r -> Phi' r``, both in
+one pass over the rows.
 """
 
 import dataclasses
@@ -27,24 +27,15 @@ class Blocks:
     shape : (int, int)
         n and d.
     rows : ``rows(start, size) -> [size, d]``
-        Rows from ``start`` (traced) on, ``size`` (static) of them: zero rows from n on.
+        ``size`` (static) rows from ``start`` (traced); rows from n on are zero.
     columns : ``columns(start, size) -> [n, size]``
-        Likewise, with zero columns from d on; called by the dual method alone.
+        The same for columns, with zero columns from d on. Only the dual method calls it.
 
     Notes
     -----
-    Functions made by ``jax.tree_util.Partial`` pass their arrays as arguments: solves with equal
-    shapes share one compilation. Other functions are compiled once per function object, and the
-    arrays they close over are compiled in.
-
-    Examples
-    --------
-    >>> from bilevel.linear.models import predict
-    >>> inside = lambda start, size, total: start + jnp.arange(size) < total
-    >>> rows = lambda start, size: inside(start, size, 3)[:, None] * jnp.ones((1, 2))
-    >>> columns = lambda start, size: inside(start, size, 2) * jnp.ones((3, 1))
-    >>> predict(Blocks((3, 2), rows, columns), jnp.ones(2))
-    Array([2., 2., 2.], dtype=float...)
+    Functions made by ``jax.tree_util.Partial`` pass their arrays as arguments, so solves with equal
+    shapes share one compilation. Other functions are compiled once per function object, together
+    with the arrays they close over.
     """
 
     shape: tuple[int, int]
@@ -54,7 +45,7 @@ class Blocks:
     def __post_init__(self) -> None:
         for name in ("rows", "columns"):
             function = getattr(self, name)
-            # JAX also rebuilds the record with placeholders, which are not functions.
+            # JAX also rebuilds the record with placeholders that are not functions.
             if callable(function) and not isinstance(function, jax.tree_util.Partial):
                 object.__setattr__(self, name, jax.tree_util.Partial(function))
 
@@ -94,7 +85,7 @@ Features = jax.Array | Blocks | Sparse
 def sparse(matrix: Any) -> Sparse:
     """Return a sparse matrix of SciPy or JAX as features.
 
-    The number of entries is rounded up to 2 leading bits, so that matrices of like size share a
+    The number of entries is rounded up to 2 leading bits, so matrices of similar size share a
     compilation.
     """
     return _make_sparse("matrix", matrix)
@@ -107,7 +98,7 @@ def _make_sparse(name: str, matrix) -> Sparse:
 
 
 def _as_csr(name: str, matrix):
-    """``matrix`` in SciPy's format of compressed rows."""
+    """Return ``matrix`` in SciPy's format of compressed rows."""
     if hasattr(matrix, "tocsr"):
         return matrix.tocsr()
     if hasattr(matrix, "to_bcoo"):
@@ -151,7 +142,7 @@ def sweep(
     data: tuple[jax.Array, ...],
     memory: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """``f = Phi w`` [n, c] and ``Phi' residual(f, *data)`` [d, .] in one pass over the rows."""
+    """Return ``f = Phi w`` [n, c] and ``Phi' residual(f, *data)`` [d, .] in one pass over rows."""
     if isinstance(features, Sparse):
         n, d = features.shape
         f = features.by_row.product(w, n)
@@ -175,7 +166,7 @@ def sweep(
 
 
 def features_product(features: Features, w: jax.Array, memory: int) -> jax.Array:
-    """``Phi w`` for ``w`` [d, c]."""
+    """Return ``Phi w`` for ``w`` [d, c]."""
     n, d = features.shape
     if isinstance(features, Sparse):
         return features.by_row.product(w, n)
@@ -187,7 +178,7 @@ def features_product(features: Features, w: jax.Array, memory: int) -> jax.Array
 
 
 def block_starts(total: int, width: int, dtype: Any, memory: int) -> tuple[jax.Array, int]:
-    """Starts and size of equal blocks of at most a quarter of the memory, [size, width] each."""
+    """Return starts and size of equal blocks [size, width] of at most memory / 4 each."""
     most = max(memory // (4 * width * dtype.itemsize), 1)
     count = -(-total // most)
     size = -(-total // count)
@@ -195,18 +186,18 @@ def block_starts(total: int, width: int, dtype: Any, memory: int) -> tuple[jax.A
 
 
 def split_rows(a: jax.Array, count: int, size: int) -> jax.Array:
-    """Rows in blocks [count, size, c], the last one filled up with zeros."""
+    """Return rows in blocks [count, size, c]; zeros fill the last block."""
     filled = jnp.pad(a, ((0, count * size - len(a)), (0, 0)))
     return filled.reshape(count, size, -1)
 
 
 def as_columns(a: chex.Array) -> jax.Array:
-    """A vector as one column."""
+    """Return a vector as one column."""
     return a.reshape(len(a), -1)
 
 
 def dtype_of(features: Features) -> Any:
-    """The dtype of the numbers in the features."""
+    """Return the dtype of the numbers in the features."""
     if isinstance(features, Sparse):
         return features.by_row.value.dtype
     if isinstance(features, Blocks):
@@ -215,7 +206,7 @@ def dtype_of(features: Features) -> Any:
 
 
 def checked_features(features: Any) -> Features:
-    """``features`` as floating-point numbers, if they are a matrix and blocks keep their word."""
+    """Return ``features`` as floating-point numbers; raise unless they are a matrix."""
     if is_sparse(features):
         features = _make_sparse("features", features)
     if not isinstance(features, Blocks | Sparse):

@@ -11,18 +11,17 @@ from ntk.internal.jaxprs import bind, inner_jaxprs, interpret
 
 
 def hoist_constants(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> Loss:
-    """``lower`` at this ``alpha`` and ``batch``: what does not depend on ``w`` is computed here.
+    """Return ``lower`` at this ``alpha`` and ``batch``, with constant parts computed already.
 
-    A loop over ``w`` would compute it again at every step, and compile it once for every place that
-    differentiates ``lower``: the kernel of a kernel machine, features that depend on ``alpha``.
-    Of a function that :func:`jax.checkpoint` or a custom rule wraps, nothing is taken out.
+    A loop over ``w`` would compute parts that do not depend on ``w`` (e.g. a kernel) at every step.
+    Functions inside :func:`jax.checkpoint` or a custom rule are left unchanged.
     """
     trace = jax.make_jaxpr(lambda w: lower(w, alpha, batch))
     run = _without_the_known(trace(w), [_MOVING] * len(jax.tree.leaves(w)))[1]
     own = _types(w)
 
     def loss(w, _, __):
-        # Line searches may widen the weights: another program.
+        # Line searches can widen the weights, which needs another program.
         return run(jax.tree.leaves(w))[0] if _types(w) == own else lower(w, alpha, batch)
 
     return loss
@@ -32,13 +31,13 @@ def _types(w: Pytree) -> list:
     return [jax.numpy.result_type(x) for x in jax.tree.leaves(w)]
 
 
-_MOVING = object()  # in the place of a value that is not known yet
+_MOVING = object()  # stands for a value that is not known yet
 
 
 def _without_the_known(
     closed: core.ClosedJaxpr, inputs: list
 ) -> tuple[list, Callable[[list], list]]:
-    """The outputs of a program that do not need the moving inputs; a function for all outputs."""
+    """Return the outputs that do not need moving inputs, and a function for all outputs."""
     results: list[tuple] = []  # of each equation, in order: the known outputs or a function
 
     def known(equation, values):

@@ -1,12 +1,7 @@
-"""The bilevel problem, and the derivatives of its lower loss that every other module uses.
+"""Define the bilevel problem, and the derivatives of its lower loss that other modules use.
 
-==========  =====================================================
-paper       here
-==========  =====================================================
-L_V, f      ``outer(w, alpha, batch)``, the validation loss
-L_T, g      ``lower(w, alpha, batch)``, the training loss
-H           ``d^2 lower / dw^2``, through ``hessian_operator``
-==========  =====================================================
+In the papers, L_V or f is ``outer(w, alpha, batch)``, the validation loss; L_T or g is
+``lower(w, alpha, batch)``, the training loss; and H is ``d^2 lower / dw^2``.
 """
 
 import dataclasses
@@ -24,16 +19,16 @@ from bilevel.internal.precision import like_variables
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Minimise ``outer(w*(alpha), alpha, valid)``, ``w*(alpha) = argmin_w lower(w, alpha, train)``.
+    """Minimize ``outer(w*(alpha), alpha, valid)``, ``w*(alpha) = argmin_w lower(w, alpha, train)``.
 
     Attributes
     ----------
     lower, outer : ``loss(w, alpha, batch) -> scalar``
-        Pure functions of any pytrees. They may close over further hyperparameters, traced ones
-        included: derivatives with respect to those are right too.
+        Pure functions of any pytrees. They may close over further hyperparameters, also traced
+        ones: derivatives with respect to those are right too.
     has_aux : bool
-        Whether both return ``(loss, aux)`` instead: metrics, or any pytree of arrays, which are
-        not differentiated. They come out as ``HyperGradient.aux``, and of every step of a search
+        Whether both return ``(loss, aux)``. ``aux`` is any pytree of arrays (e.g. metrics) and is
+        not differentiated. It is returned as ``HyperGradient.aux``, and for every step of a search
         as ``history["aux"]``, ``{"lower": ..., "outer": ...}``.
     stateful : bool
         Whether weights are :class:`bilevel.Stateful`, and ``lower`` returns ``(loss, variables)``
@@ -44,7 +39,7 @@ class Problem:
     Raises
     ------
     ValueError
-        If either is not callable, or a problem that is not stateful is ``differentiated``.
+        If a loss is not callable, or ``differentiated`` is given without ``stateful``.
 
     Examples
     --------
@@ -55,7 +50,7 @@ class Problem:
     >>> float(problem.outer(1.0, 0.0, 3.0))
     4.0
 
-    The largest residual beside the loss:
+    The largest residual as an auxiliary output:
 
     >>> import bilevel
     >>> import jax.numpy as jnp
@@ -89,18 +84,18 @@ _FORM = "has_aux", "stateful", "differentiated"
 
 
 class SplitLosses(NamedTuple):
-    """The losses of a problem in one form, whatever they return."""
+    """The losses of a problem in one form, independent of its options."""
 
     lower: Callable[[Pytree, Pytree, Pytree], tuple]  # -> loss, variables or None, aux or None
     outer: Callable[[Pytree, Pytree, Pytree], tuple]  # -> loss, aux or None
 
 
 def split_losses(problem: Problem) -> SplitLosses:
-    """The losses, what they return taken apart."""
+    """Return the losses with their outputs split into loss, variables and aux."""
     has_aux, stateful, differentiated = (getattr(problem, name, False) for name in _FORM)
 
     def lower(w, alpha, batch):
-        if stateful:  # flax's nnx mutates variables only where they were unflattened
+        if stateful:  # flax's nnx mutates variables only in a tree that was just unflattened
             w = jax.tree.map(lambda x: x, w)
         returned = problem.lower(w, alpha, batch)
         if not (has_aux or stateful):
@@ -128,30 +123,29 @@ def split_losses(problem: Problem) -> SplitLosses:
 
 
 def at_variables(problem: Problem, variables: Pytree) -> Problem:
-    """The problem in ``params`` alone; one that is not stateful, but for its aux, as it is."""
+    """Return the problem as losses of ``params`` alone, without aux."""
     losses = split_losses(problem)
-    whole = _with(variables) if getattr(problem, "stateful", False) else lambda w: w
+    stateful = getattr(problem, "stateful", False)
+
+    def whole(params):
+        return Stateful(params, variables) if stateful else params
+
     return Problem(
         lambda w, alpha, batch: losses.lower(whole(w), alpha, batch)[0],
         lambda w, alpha, batch: losses.outer(whole(w), alpha, batch)[0],
     )
 
 
-def _with(variables: Pytree) -> Callable[[Pytree], Stateful]:
-    return lambda params: Stateful(params, variables)
-
-
 def stack_problems(problem: Problem) -> Problem:
-    """Many independent copies of ``problem`` as one: every array gains a leading axis.
+    """Combine many independent copies of ``problem`` into one: every array gains a leading axis.
 
-    The losses are sums over the copies, so each copy's hypergradient, steps and geometry are what
-    they would be alone, and one search runs them all (seeds, splits) with one progress bar and
-    one checkpoint. Auxiliary outputs gain the axis too.
+    The losses are sums over the copies, so each copy has the hypergradient, steps and geometry that
+    it would have alone. One search runs all copies (seeds, splits) with one progress bar and one
+    checkpoint. Auxiliary outputs gain the axis too.
 
-    Not so where a solver or optimizer looks at a norm over all weights: that norm is then one of
-    all copies together. ``optax.clip_by_global_norm`` clips each by what the others do, and an
-    iterative solver's tolerance is relative to the largest of them. ``jax.vmap`` of
-    :func:`bilevel.search` keeps copies apart.
+    The copies interact if a solver or optimizer uses a norm over all weights, because that norm is
+    taken over all copies. Examples are ``optax.clip_by_global_norm`` and the relative tolerance of
+    an iterative solver. ``jax.vmap`` of :func:`bilevel.search` keeps copies independent.
 
     Examples
     --------
@@ -172,19 +166,19 @@ def stack_problems(problem: Problem) -> Problem:
 
 
 def lower_gradient(lower: Loss, alpha: Pytree, batch: Pytree) -> Callable[[Pytree], Pytree]:
-    """``w -> d lower / dw``, a function of ``w`` alone."""
+    """Return ``w -> d lower / dw``."""
     return lambda w: jax.grad(lower)(w, alpha, batch)
 
 
 def hessian_operator(
     lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree
 ) -> tuple[Pytree, LinearMap]:
-    """The lower gradient at ``w`` and ``v -> H v`` there, linearised once for many products."""
+    """Return the lower gradient at ``w`` and ``v -> H v``, linearized once for many products."""
     return linearize_custom_rules(lower_gradient(lower, alpha, batch), w)
 
 
 def mixed_product(loss: Callable, w: Pytree, alpha: Pytree, v: Pytree) -> Pytree:
-    """``grad_alpha (v . grad_w loss)``, whatever derivative rules ``loss(w, alpha)`` contains."""
+    """Return ``grad_alpha (v . grad_w loss)``, for any derivative rules in ``loss(w, alpha)``."""
 
     def work(alpha):
         if order == REVERSE_OVER_REVERSE:

@@ -16,11 +16,11 @@ from ntk.internal.jaxprs import interpret, scan_operands, settle_carry
 
 
 def is_quadratic(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
-    """Whether ``lower`` is quadratic in ``w``, read off the program of its gradient.
+    """Return whether ``lower`` is quadratic in ``w``, read from the program of its gradient.
 
-    True only if every step of that program is affine in ``w``, so the answer is a proof: kinks,
-    rounding and stopped gradients get False, and so may a quadratic written in an unusual way.
-    Decided while tracing, at no cost at run time.
+    True is a proof: every step of that program is affine in ``w``. Kinks, rounding and stopped
+    gradients give False, and so may an unusual form of a quadratic. Tracing decides; running is
+    free.
     """
     closed = jax.make_jaxpr(lower_gradient(lower, alpha, batch))(w)
     finest = min(map(_eps, _types(w)), default=0.0)
@@ -29,22 +29,21 @@ def is_quadratic(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
 
 
 def depends_on_alpha(loss: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
-    """Whether ``loss`` depends on ``alpha``, read off its program."""
+    """Return whether ``loss`` depends on ``alpha``, read from its program."""
     return any(leaves_used_by(loss, w, alpha, batch))
 
 
 def leaves_used_by(loss: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> list[bool]:
-    """Return for each leaf of ``alpha`` whether ``loss`` depends on it, read off its program."""
+    """Return for each leaf of ``alpha`` whether ``loss`` depends on it, read from its program."""
     return _inputs_read(jax.make_jaxpr(lambda alpha: loss(w, alpha, batch))(alpha))
 
 
 def with_rules(
     problem: Problem, w: Pytree, alpha: Pytree, batch: Pytree
 ) -> tuple[Problem, list[bool]]:
-    """``problem`` with a lower loss whose loops keep the derivatives of functions in them.
+    """Return ``problem`` with custom derivatives kept inside loops, and the leaves that it uses.
 
-    Its second derivatives would lose them: :mod:`ntk.internal.derivative_rules`. Also for each leaf
-    of ``alpha`` whether that loss depends on it, read off the same program.
+    Second derivatives would lose these rules: :mod:`ntk.internal.derivative_rules`.
     """
     loss = split_losses(problem).lower
     closed = jax.make_jaxpr(lambda alpha: loss(w, alpha, batch)[0])(alpha)
@@ -55,7 +54,7 @@ def with_rules(
 
 
 def check_depends_on_alpha(alpha: Pytree, needed: list[bool]) -> None:
-    """Raise if a leaf of ``alpha`` is ``needed`` that nothing depends on."""
+    """Raise if a leaf of ``alpha`` is ``needed`` and nothing depends on it."""
     if any(needed):
         raise ValueError(
             f"{leaf_names(alpha, needed)}: expected to enter the lower loss, the outer loss or the "
@@ -64,7 +63,7 @@ def check_depends_on_alpha(alpha: Pytree, needed: list[bool]) -> None:
 
 
 def leaf_names(alpha: Pytree, chosen: list[bool]) -> str:
-    """The paths of the leaves that are chosen; only ``alpha`` if these are all."""
+    """Return the paths of the chosen leaves, or ``alpha`` for all leaves."""
     if all(chosen):
         return "alpha"
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(alpha)]
@@ -86,9 +85,9 @@ def _inputs_read(closed: core.ClosedJaxpr) -> list[bool]:
 
 
 def _sources(program: core.ClosedJaxpr, inputs: list[int]) -> list[int]:
-    """Propagate sets through a program: a value's set is the union of those it depends on.
+    """Propagate sets through a program: a value's set is the union over the values it depends on.
 
-    A set is an integer, one bit for each of its members, so that one pass serves all of them.
+    A set is an integer with one bit per member, so one pass serves all members.
     """
     inputs = _without_empty(program.jaxpr.invars, inputs)
     return interpret(program, inputs, _equation_sources, constant=lambda _: 0, enter=_READ)
@@ -136,9 +135,9 @@ _READ = (*_CALLS, "custom_jvp_call", "custom_vjp_call")
 
 
 def _degrees(program: core.ClosedJaxpr, inputs: list[int], coarsest: float) -> list[int]:
-    """The degree in ``w`` of each output, from those of the inputs; never too low.
+    """Return an upper bound on the degree in ``w`` of each output, from the degrees of the inputs.
 
-    A cast to a type of an eps above ``coarsest`` is rounding, and not linear.
+    A cast to a type with an eps above ``coarsest`` is rounding, and not linear.
     """
     rule = _nothing_for_empty(functools.partial(_output_degrees, coarsest))
     inputs = _without_empty(program.jaxpr.invars, inputs)
@@ -146,7 +145,7 @@ def _degrees(program: core.ClosedJaxpr, inputs: list[int], coarsest: float) -> l
 
 
 def _output_degrees(coarsest: float, equation: core.JaxprEqn, degrees: list[int]) -> list[int]:
-    """The degrees of one operation's results."""
+    """Return the degrees of one operation's results."""
     name, params = equation.primitive.name, equation.params
     count = len(equation.outvars)
     if name == "scan":
@@ -171,7 +170,7 @@ def _result_degree(equation: core.JaxprEqn, name: str, degrees: list[int], coars
         return max(degrees)
     if name in _PRODUCTS:
         return min(sum(degrees), _OTHER)
-    # Linear in some operands, where the others (a predicate, indices, a divisor) are constant.
+    # Linear in some operands if the others (a predicate, indices, a divisor) are constant.
     free = degrees[_LINEAR_IN[name]] if name in _LINEAR_IN else []
     if sum(free) == sum(degrees):
         return max(free, default=0)
@@ -192,16 +191,8 @@ _PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
 _LINEAR = (
     *("add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "psum", "psum_invariant"),
     *("broadcast_in_dim", "reshape", "squeeze", "transpose", "rev", "slice", "split", "pad"),
-    *(
-        "concatenate",
-        "stack",
-        "unstack",
-        "copy",
-        "pvary",
-        "pcast",
-        "sharding_constraint",
-        "optimization_barrier",
-    ),
+    *("concatenate", "stack", "unstack", "copy", "pvary", "pcast", "sharding_constraint"),
+    "optimization_barrier",
 )
 
 

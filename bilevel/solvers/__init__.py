@@ -1,8 +1,8 @@
 """Lower solvers: pure functions from ``alpha`` to ``w``, differentiable in ``alpha``.
 
 ``unrolled`` differentiates the optimizer's own steps. ``implicit`` differentiates the stationarity
-condition ``grad_w lower(w, alpha) = 0`` at whatever ``w`` a forward solver found. ``ridge`` is the
-closed form for features. Solvers that only find ``w``, for ``implicit``, are in ``minimizers``.
+condition ``grad_w lower(w, alpha) = 0`` at the ``w`` of any forward solver. ``ridge`` is the closed
+form for features. Forward solvers, which find ``w`` for ``implicit``, are in ``minimizers``.
 
 ================  ==========================  =====================================================
 solver            derivative                  memory, in copies of w
@@ -28,11 +28,4 @@ from bilevel.solvers._restarted import start_of as start_of
 from bilevel.solvers._ridge import ridge
 from bilevel.solvers._unrolled import one_step, unrolled
 
-__all__ = [
-    "distilled",
-    "implicit",
-    "one_step",
-    "restarted",
-    "ridge",
-    "unrolled",
-]
+__all__ = ["distilled", "implicit", "one_step", "restarted", "ridge", "unrolled"]

@@ -9,10 +9,10 @@ from ntk.internal.compile_cache import fresh
 
 
 def detached(function: Callable, *args: Pytree) -> Pytree:
-    """``function(*args)`` cut off from differentiation, closed-over values included.
+    """Return ``function(*args)`` without derivatives, also in closed-over values.
 
-    Stopping the inputs rather than the output keeps JAX from tracing a derivative only to throw it
-    away, and lets ``function`` contain loops that have no reverse mode.
+    The inputs are stopped instead of the output. So JAX traces no unused derivative, and
+    ``function`` may contain loops without a reverse mode.
     """
     converted, hoisted = jax.closure_convert(fresh(function), *args)
     return converted(*jax.lax.stop_gradient((*args, *hoisted)))

@@ -1,4 +1,4 @@
-"""One optimizer step, with the whole past of the training distilled into one more."""
+"""Distill the whole past of the training into the derivative of one optimizer step."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ class DistilledState(NamedTuple):
     """State of :func:`distilled`."""
 
     optimizer: Pytree
-    mean: Pytree  # like w, w*: the weights so far, the later the heavier
+    mean: Pytree  # like w, w*: a mean of the weights so far; later ones count more
     total: jax.Array  # [], S: the sum of their weights
 
 
@@ -27,25 +27,25 @@ def distilled(
     decay: float,
     scale: float = 1.0,
 ) -> LowerSolver:
-    r"""One optimizer step whose derivative stands for all steps so far: HyperDistill.
+    """Take one optimizer step with a derivative that represents all steps so far: HyperDistill.
 
         w  = Phi(w_, alpha),    S = 1 + decay S_,    w* = (decay S_ w*_ + w_) / S
         dw / d alpha  ~  scale S  d_alpha Phi(w*, alpha)
 
-    An underscore means "before the step". The sum over the past of the products of Jacobians, which
-    unrolling takes, becomes one derivative at a mean of the past weights (Lee et al. 2022,
-    Eqs. 8 and 13): for searches in which ``alpha`` moves after every step of the weights, and has
-    an effect that one step does not show. With ``decay=0`` it is :func:`bilevel.one_step`.
+    An underscore means "before the step". One derivative at a mean of the past weights replaces the
+    sum over past products of Jacobians (Lee et al. 2022, Eqs. 8 and 13). Use it if ``alpha`` moves
+    after every step of the weights and one step does not show the effect of ``alpha``. With
+    ``decay=0`` it is :func:`bilevel.one_step`.
 
     Parameters
     ----------
     optimizer : optax.GradientTransformation, float, or function
-        A float is plain gradient descent with that step size, a function ``alpha -> optimizer``
-        makes rates hyperparameters, as for :func:`bilevel.unrolled`.
+        A float is the step size of plain gradient descent. A function ``alpha -> optimizer``
+        makes rates hyperparameters, as in :func:`bilevel.unrolled`.
     decay : float
-        In [0, 1), gamma: how much of an effect a step of training leaves.
+        gamma in [0, 1): the fraction of an effect that remains after a step of training.
     scale : float
-        theta: what the paper fits to exact hypergradients by least squares, such as those of
+        theta. The paper fits it to exact hypergradients by least squares, such as those of
         :func:`bilevel.truncation`.
 
     Returns
@@ -113,6 +113,6 @@ def distilled(
 
 
 def _initial_state(optimizer: Pytree, w: Pytree) -> DistilledState:
-    """No past."""
+    """Return the state without a past."""
     dtype = at_least_float32(*jax.tree.leaves(w))
     return DistilledState(optimizer, jax.tree.map(jnp.asarray, w), jnp.zeros((), dtype))

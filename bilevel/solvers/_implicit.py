@@ -1,4 +1,4 @@
-"""The implicit function theorem at a stationary point."""
+"""Differentiate a stationary point by the implicit function theorem."""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _STATIONARY = 1e-3  # relative size of a lower gradient that counts as stationar
 
 
 class AdjointReport(NamedTuple):
-    """How the last linear solve for an adjoint went, and where: scalars, 0 before the first.
+    """The outcome of the last linear solve for an adjoint: scalars, 0 before the first.
 
     Attributes
     ----------
@@ -50,13 +50,13 @@ class ImplicitState(NamedTuple):
 
 
 def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None) -> LowerSolver:
-    """The implicit function theorem at the solution that ``forward`` finds.
+    """Apply the implicit function theorem at the solution of ``forward``.
 
     Differentiating ``grad_w lower(w(alpha), alpha) = 0`` gives
 
         dw/dalpha = -H^-1 d(grad_w lower)/dalpha,
 
-    one solve with the lower Hessian ``H`` per hypergradient, whatever ``forward`` did.
+    so a hypergradient takes one solve with the lower Hessian ``H``, for any ``forward``.
 
     Parameters
     ----------
@@ -68,22 +68,22 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
     Returns
     -------
     LowerSolver
-        Its state holds the forward solver's state and the last adjoint as a warm start. The
-        derivative with respect to the starting point ``w`` is zero: a solution does not depend on
-        where the search for it began (for meta-learned initialisations use :func:`unrolled`).
+        Its state contains the forward solver's state and the last adjoint as a warm start. The
+        derivative with respect to the starting point ``w`` is zero, because a solution does not
+        depend on it. (For meta-learned initializations use :func:`unrolled`.)
 
     Raises
     ------
     ValueError
-        If ``forward`` is no lower solver or draws batches itself, or ``inverse`` is no inverse.
+        If ``forward`` is not a lower solver or draws batches, or ``inverse`` is not an inverse.
 
     Notes
     -----
     Derivatives of every order are those of the stationarity condition, in forward, reverse and
-    nested modes, provided ``inverse`` solves its system (``cg``, ``dense``). Where ``forward``
-    stops short of stationarity they are the derivatives of the nearby problem
-    ``lower(w) - <residual, w>``, whose solution ``w`` is; ``info.error_estimate`` says how much
-    that matters. Cost: ``forward`` plus, per hypergradient, one linear solve.
+    nested modes, if ``inverse`` solves its system (``cg``, ``dense``). If ``forward`` stops before
+    stationarity, they are the derivatives of the nearby problem ``lower(w) - <residual, w>``, which
+    ``w`` solves; ``info.error_estimate`` measures the difference. Cost per hypergradient: that of
+    ``forward`` and one linear solve.
 
     Examples
     --------
@@ -122,7 +122,7 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
 
 
 def no_report(w: Pytree) -> AdjointReport:
-    """The report before the first solve."""
+    """Return the report before the first solve."""
     dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(widen(w))))
     return AdjointReport(*jnp.zeros((5,), dtype))
 
@@ -136,14 +136,13 @@ def _stationary(
     start: Pytree,
     report: AdjointReport,
 ) -> Pytree:
-    """``w`` itself, with the derivative of the root of ``grad_w lower`` attached.
+    """Return ``w`` with the derivative of the root of ``grad_w lower`` attached.
 
-    The rule calls itself on the primal, so each further order of differentiation meets the same
-    rule, and a first derivative costs a single linear solve.
+    The rule calls itself on the primal, so derivatives of every order use it, and a first
+    derivative costs one linear solve.
 
-    The solve of a reverse pass can return nothing but cotangents. So its report comes out as the
-    cotangent of ``report``, whose values nothing reads: five more unknowns in the linear system,
-    if a derivative in ``report`` is asked for.
+    A reverse pass can return cotangents only. So the solve's report is returned as the cotangent of
+    ``report``: five more unknowns in the linear system, if a derivative in ``report`` is needed.
     """
     slope, hoisted = jax.closure_convert(jax.grad(lower), w, alpha, batch)
     solver, captured = _without_closure(inverse, slope, hoisted, w, alpha, batch)
@@ -217,10 +216,10 @@ def _report(outcome: Outcome, slope: jax.Array, w: Pytree) -> AdjointReport:
 def _without_closure(
     inverse: Inverse, slope: Callable, hoisted: list, w: Pytree, alpha: Pytree, batch: Pytree
 ) -> tuple[Callable, list]:
-    """``inverse`` as a function of the traced values it closes over (a damping, say), and those.
+    """Return ``inverse`` as a function of the traced values it closes over, and these values.
 
-    A custom rule may not close over values that are being differentiated. Few inverses close over
-    any; only those linearise the gradient a second time.
+    A custom rule may not close over differentiated values (e.g. a damping). Only inverses that do
+    linearize the gradient a second time.
     """
 
     def apply(hvp, b, x0, point, *, hoisted, captured):
@@ -241,9 +240,9 @@ def _without_closure(
 
 
 def remember(state: Pytree, adjoint: Pytree) -> Pytree:
-    """``state`` with ``adjoint`` as the next linear solve's warm start, where it keeps one.
+    """Return ``state`` with ``adjoint`` as the next warm start, if it has one.
 
-    An adjoint whose solve failed would spoil the next solve too: that one starts at 0.
+    If the solve of the adjoint failed, the next solve starts at 0.
     """
     if not isinstance(state, ImplicitState):
         return state
@@ -253,10 +252,10 @@ def remember(state: Pytree, adjoint: Pytree) -> Pytree:
 
 
 def report_of(state: Pytree) -> AdjointReport | None:
-    """Return the report that a solver's state holds; None if it holds none."""
+    """Return the report in a solver's state, or None."""
     return getattr(state, "report", None)
 
 
 def with_report(state: Pytree, report: AdjointReport | None) -> Pytree:
-    """Return ``state`` with this report; as it is if the report is None."""
+    """Return ``state`` with this report, unless it is None."""
     return state if report is None else state._replace(report=report)

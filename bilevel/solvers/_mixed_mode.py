@@ -1,19 +1,16 @@
-"""The gradient of a training step, differentiated in mixed mode.
+"""Differentiate the gradient of a training step in mixed mode.
 
-A step needs ``g(theta) = grad_w loss`` where ``theta`` holds the weights, alpha and the batch. Its
+A step needs ``g(theta) = grad_w loss``; ``theta`` holds the weights, alpha and the batch. Its
 reverse pass multiplies a vector ``v`` by the transposed Jacobian of ``g``. The Hessian is
 symmetric, so one forward derivative of the whole gradient along ``v`` gives this product:
 
     (dg/dtheta)' v  =  d/de grad_theta loss(w + e v, theta),    e = 0.
 
-It stores nothing of the gradient but its inputs, where reverse over reverse stores the residuals of
-the gradient's own reverse pass. Custom derivative rules may break the symmetry; then
-:mod:`bilevel.internal.custom_rules` chooses an order that is exact.
+It stores only the inputs of the gradient; reverse over reverse stores the residuals of the
+gradient's own reverse pass. Custom derivative rules may break the symmetry. Then
+:mod:`bilevel.internal.custom_rules` chooses an exact order.
 
-References
-----------
-Kemaev, Calian, Zintgraf, Farquhar & van Hasselt (2025), Scalable Meta-Learning via Mixed-Mode
-Differentiation (MixFlow-MG), ICML.
+Source: Kemaev et al. (2025), Scalable Meta-Learning via Mixed-Mode Differentiation, ICML.
 """
 
 import functools
@@ -35,10 +32,9 @@ from ntk.internal.compile_cache import fresh
 def value_and_gradient(
     loss: Callable, w: Pytree, *others: Pytree, steep: bool = False
 ) -> tuple[Any, Pytree]:
-    """``jax.value_and_grad(loss, has_aux=True)(w, *others)``, with derivatives in mixed mode.
+    """Return ``jax.value_and_grad(loss, has_aux=True)(w, *others)``, differentiated in mixed mode.
 
-    ``steep`` says whether cotangents of the gradient may overflow
-    (:mod:`bilevel.solvers._overflow`).
+    ``steep`` states whether cotangents of the gradient may overflow.
     """
     converted, hoisted = jax.closure_convert(fresh(loss), w, *others)
     args = (w, others, hoisted)
@@ -52,7 +48,7 @@ def value_and_gradient(
 
     program = jax.make_jaxpr(of)(args)
     order = exact_order(program)
-    if order == REVERSE_OVER_REVERSE or program.effects:  # a print is not repeated
+    if order == REVERSE_OVER_REVERSE or program.effects:  # e.g. a print must not run twice
         return plain(args)
     transposed = _forward_over_reverse if order == FORWARD_OVER_REVERSE else _reverse_over_forward
     mixed = jax.custom_jvp(plain)
@@ -77,12 +73,12 @@ def value_and_gradient(
 
 
 def with_transpose(push: Callable, pull: Callable, args: Pytree, dots: tuple, like: list) -> list:
-    """Return the linear ``push(dots)``, of the shapes of ``like``; its transpose is ``pull``.
+    """Return the linear ``push(dots)``, shaped like ``like``; its transpose is ``pull``.
 
     It is written as the solution of ``[[1, 0], [-push, 1]] (x, y) = (dots, 0)``, because JAX keeps
     the transpose of a linear solve in all transformations. JAX transposes such a solve only if all
-    arrays on the right depend on the transposed inputs. So a zero is added to each array, here and
-    in the matrix: it depends on all others, and in the matrix on ``args``.
+    arrays on the right depend on the transposed inputs. So we add a zero that depends on all others
+    to each array, here and in the matrix.
     """
     coefficient = _empty_dependent_array(args)
 
@@ -102,7 +98,7 @@ def with_transpose(push: Callable, pull: Callable, args: Pytree, dots: tuple, li
 
 
 def _empty_dependent_array(tree: Pytree) -> jax.Array:
-    """An array [0] that depends on all floating arrays of ``tree``, linearly."""
+    """Return an array [0] that depends on all floating arrays of ``tree``, linearly."""
 
     def one(x):
         none = jnp.broadcast_to(jnp.real(x), (0, *jnp.shape(x)))
@@ -116,7 +112,7 @@ def _plus(tree: Pytree, number: jax.Array) -> Pytree:
 
 
 class _Step:
-    """A loss and its gradient as functions of those arguments that move."""
+    """A loss and its gradient as functions of the arguments that move."""
 
     def __init__(self, of: Callable, plain: Callable, args: Pytree, moves: list[bool]):
         self.of, self.plain, self.moves = of, plain, moves
@@ -127,11 +123,11 @@ class _Step:
         return jax.tree.unflatten(self.tree, flat)
 
     def moving(self, flat: list) -> list:
-        """The arguments that move."""
+        """Return the arguments that move."""
         return [x for x, moves in zip(flat, self.moves, strict=True) if moves]
 
     def merged(self, values: Iterable, flat: list) -> list:
-        """``flat`` with these values of the arguments that move."""
+        """Return ``flat`` with these values of the arguments that move."""
         moved = iter(values)
         return [next(moved) if m else x for m, x in zip(self.moves, flat, strict=True)]
 
@@ -139,7 +135,7 @@ class _Step:
         return self.of(self.args(flat))[0]
 
     def push(self, dots: tuple) -> list:
-        """The forward derivative of the gradient along ``dots``."""
+        """Return the forward derivative of the gradient along ``dots``."""
 
         def gradient(*values):
             loss_and_gradient = self.plain(self.args(self.merged(values, self.flat)))
@@ -148,7 +144,7 @@ class _Step:
         return jax.jvp(gradient, tuple(self.moving(self.flat)), dots)[1]
 
     def push_outputs(self, dots: tuple) -> list:
-        """The forward derivative of the value and of the floating arrays in aux."""
+        """Return the forward derivative of the value and of the floating arrays in aux."""
 
         def outputs(*values):
             return _inexact_leaves(self.of(self.args(self.merged(values, self.flat))))
@@ -157,7 +153,7 @@ class _Step:
 
 
 def _forward_over_reverse(step: _Step, v: list) -> tuple:
-    """``d/de grad loss(w + e v)`` in all that moves."""
+    """Return ``d/de grad loss(w + e v)`` in all moving arguments."""
 
     def gradient(w):
         flat = [*w, *step.flat[step.count :]]
@@ -170,7 +166,7 @@ def _forward_over_reverse(step: _Step, v: list) -> tuple:
 
 
 def _reverse_over_forward(step: _Step, v: list) -> tuple:
-    """``grad (v . grad_w loss)`` in all that moves."""
+    """Return ``grad (v . grad_w loss)`` in all moving arguments."""
 
     def along(*values):
         flat = step.merged(values, step.flat)
@@ -190,7 +186,7 @@ def _inexact_leaves(tree: Pytree) -> list:
 
 
 def _tangents(outputs: Pytree, floating: list) -> Pytree:
-    """``floating`` in the places of the floating arrays, no tangents elsewhere."""
+    """Return ``floating`` as tangents of the floating arrays, and empty tangents elsewhere."""
     moved = iter(floating)
 
     def one(x):

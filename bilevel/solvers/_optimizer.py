@@ -1,30 +1,27 @@
-"""Optimizer steps whose derivative is right also where a gradient is exactly 0.
+"""Differentiate optimizer steps correctly even if a gradient is exactly 0.
 
 Adam's update ``m / (sqrt(v) + eps)`` has the slope ``1 / eps`` at a zero gradient with a zero
-history, yet differentiating it there gives NaN: ``sqrt`` has an infinite slope at ``v = 0``, which
-the chain rule multiplies by the zero slope of ``v = g^2``. Weights that never get a gradient are
-common: a pixel that is always black, a unit that is dead.
+history. Differentiating it there gives NaN: the infinite slope of ``sqrt`` at ``v = 0`` is
+multiplied by the zero slope of ``v = g^2``. Weights without a gradient are common, e.g. of pixels
+that are always black or of dead units.
 
-So the value is the optimizer's own, to the bit, and the derivative is that of the same program
-with these replacements, which agree with it in the limit:
+The value is the optimizer's own, bit for bit. The derivative is that of the same program with
+these replacements, which agree with it in the limit:
 
-- ``sqrt``, ``rsqrt``, ``cbrt``, ``pow`` and ``div`` have slope 0 where theirs is infinite. What is
-  under the root is a second moment, at its minimum there, and the numerator is 0 with it, so that
-  the term left out tends to 0.
-- ``where(v > 0, f(v), 0)`` (Adagrad, SM3) is ``f`` at ``v = 0`` too: the guard is open. Only where
-  v is computed from gradients, weights or the state's floating numbers, and what is chosen else is
-  0: a learned schedule may branch on the count of steps, a step on the sign of a weight or of a
-  gradient, and both of their branches are meant.
-- ``log`` has slope 0 at 0, where ``where``, ``maximum`` or ``clip`` discard its value, as they do
-  in learned optimizers. Reverse mode alone would multiply its infinite slope by 0. If the value is
-  used, the derivative is NaN.
+- ``sqrt``, ``rsqrt``, ``cbrt``, ``pow`` and ``div`` have slope 0 where theirs is infinite. The
+  argument of the root is a second moment at its minimum, and the numerator is 0 with it, so the
+  omitted term tends to 0.
+- ``where(v > 0, f(v), 0)`` (Adagrad, SM3) is ``f`` at ``v = 0`` too: the guard is open. This
+  applies only if v is computed from gradients, weights or floating state, and the alternative is
+  0. Branches on a count of steps or on the sign of a weight or gradient are kept.
+- ``log`` has slope 0 at 0 if ``where``, ``maximum`` or ``clip`` discard its value, as in learned
+  optimizers. Reverse mode alone would multiply its infinite slope by 0. If the value is used, the
+  derivative is NaN.
 - The root of a negative number is 0: RAdam takes one in the branch that it does not choose, and
   reverse mode would multiply that NaN by 0.
 
 If the update mixes entries (a norm, a learned rate), its transpose is guarded against overflow
-(:mod:`bilevel.solvers._overflow`).
-
-``sign`` keeps its slope of 0: where an update jumps, it has no derivative to be right.
+(:mod:`bilevel.solvers._overflow`). ``sign`` keeps its slope of 0.
 """
 
 import functools
@@ -46,8 +43,8 @@ from ntk.internal.jaxprs import inner_jaxprs, interpret, operation_names
 
 
 def with_limits(update: Callable, *args: Pytree) -> Pytree:
-    """``update(*args)``, differentiated as above, closed-over values included."""
-    # Closed-over traced values become arguments, whole numbers too (a schedule's count of steps).
+    """Return ``update(*args)`` with these derivatives, also in closed-over values."""
+    # Closed-over traced values become arguments, also integers (a schedule's count of steps).
     closed, shapes = jax.make_jaxpr(fresh(update), return_shape=True)(*args)
     if not _has_limits(closed):  # gradient descent, with or without momentum and weight decay
         return update(*args)
@@ -61,7 +58,7 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
     def converted(args, hoisted):
         inputs = jax.tree.leaves(args)
         outputs = jax.core.eval_jaxpr(closed.jaxpr, constants(hoisted), *inputs)
-        # What is the same whatever comes in (DoG's "not the first step") is a Python number here.
+        # Outputs that do not depend on the inputs are Python numbers (DoG's "not the first step").
         types = jax.tree.leaves(shapes)
         arrays = map(lambda x, s: jnp.asarray(x, s.dtype) if jnp.isscalar(x) else x, outputs, types)
         return jax.tree.unflatten(structure, arrays)
@@ -72,8 +69,7 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
 
     @values.defjvp
     def values_jvp(primals, tangents):
-        # Plain operations, so that a second derivative needs no rule: JAX forgets a rule that is
-        # used inside another one inside a loop.
+        # JAX forgets a rule inside another rule inside a loop, so these are plain operations.
         def values(args):
             own = core.ClosedJaxpr(closed.jaxpr, constants(args[1]))
             inputs = jax.tree.leaves(args[0])
@@ -90,13 +86,13 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
     hoisted = [c for c, moves in zip(closed.consts, traced, strict=True) if moves]
     moving = [_is_floating(v.aval) for v in closed.jaxpr.invars]
     entrywise = not any(map(_is_floating, hoisted)) and _is_entrywise(closed, moving)
-    # A transpose of all outputs would go back through loops that nobody differentiates.
+    # A transpose of all outputs would include loops without a reverse derivative.
     entrywise = entrywise or "while" in operation_names(closed)
     return values((args, hoisted))
 
 
 def _guarded_jvp(function: Callable, primals: tuple, tangents: tuple) -> tuple:
-    """``jax.jvp``; in its transpose, exact zeros cancel cotangents that overflowed.
+    """Apply ``jax.jvp``; in its transpose, exact zeros cancel cotangents that overflowed.
 
     A norm or a learned rate would spread one weight's overflow to all others.
     """
@@ -134,17 +130,17 @@ def _is_floating(x: Any) -> bool:
 
 
 def is_steep(update: Callable, *args: Pytree) -> bool:
-    """Whether slopes of ``update(*args)`` may reach 1 / eps: it divides, or takes roots."""
+    """Return whether slopes of ``update(*args)`` may reach 1 / eps: it divides, or takes roots."""
     return _has_limits(jax.make_jaxpr(fresh(update))(*args))
 
 
 def _has_limits(program: core.ClosedJaxpr) -> bool:
-    """Whether an operation of the program is replaced above."""
+    """Return whether an operation of the program has a replacement."""
     return bool(operation_names(program) & {*_REPLACEMENTS, "gt"})
 
 
 def _is_entrywise(closed: core.ClosedJaxpr, moving: list[bool]) -> bool:
-    """Whether an entry of the outputs depends on the same entries of the moving inputs only."""
+    """Return whether each output entry depends only on the same entries of the moving inputs."""
     moves = {v for v, m in zip(closed.jaxpr.invars, moving, strict=True) if m}
     for eqn in closed.jaxpr.eqns:
         own = [isinstance(v, core.Var) and v in moves for v in eqn.invars]
@@ -170,9 +166,9 @@ _ENTRYWISE = (
 
 
 def _with_slope(moved: jax.Array, value: jax.Array, limit: "_Known") -> jax.Array:
-    """``value``, with the derivative of ``limit``; NaN where that one is not known.
+    """Return ``value`` with the derivative of ``limit``; NaN where that is unknown.
 
-    ``moved`` is 0, and moves with every floating input.
+    ``moved`` is 0 and has slope 1 in every floating input.
     """
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return value
@@ -186,24 +182,24 @@ def _with_slope(moved: jax.Array, value: jax.Array, limit: "_Known") -> jax.Arra
 
 
 def _sum_of_changes(inputs: list) -> jax.Array:
-    """0, with slope 1 in every floating input."""
+    """Return 0 with slope 1 in every floating input."""
     changes = [x - jax.lax.stop_gradient(x) for x in inputs if _is_floating(x)]
     return sum((jnp.sum(x).astype(jnp.float32) for x in changes), jnp.zeros((), jnp.float32))
 
 
 class _Known(NamedTuple):
-    """A value of the program, and what is known of it."""
+    """A value of the program and its known properties."""
 
     value: Any
-    own: bool = False  # made of floating inputs, or one
+    own: bool = False  # a floating input, or computed from one
     given: bool = False  # an input itself
     zero: bool = False  # for certain
-    unknown: Any = None  # entries whose slope is not known, like ``value``; None: there are none
-    opened: Any = None  # of a guard ``v > 0``: ``v >= 0``
+    unknown: Any = None  # mask of entries with an unknown slope; None: all are known
+    opened: Any = None  # ``v >= 0`` for a guard ``v > 0``
 
 
 def _evaluate_with_slopes(closed: core.ClosedJaxpr, inputs: list[_Known]) -> list[_Known]:
-    """The program's outputs with the replacements."""
+    """Return the program's outputs with the replacements."""
     rule = functools.partial(_apply_with_slopes, closed.jaxpr.debug_info)
     return interpret(closed, inputs, rule, constant=_known_constant)
 
@@ -216,7 +212,7 @@ def _known_constant(value: Any) -> _Known:
 def _apply_with_slopes(debug_info, equation: core.JaxprEqn, inputs: list[_Known]) -> list[_Known]:
     name, params = equation.primitive.name, equation.params
     values = [x.value for x in inputs]
-    # Counts of steps are whole numbers, and what is computed of them is nobody's limit.
+    # Integers are counts of steps; values computed from them get no limit.
     floating = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in values]
     inputs = [x._replace(own=x.own and real) for x, real in zip(inputs, floating, strict=True)]
     own, first = any(x.own for x in inputs), inputs[0] if inputs else _Known(None)
@@ -248,7 +244,7 @@ def _apply_with_slopes(debug_info, equation: core.JaxprEqn, inputs: list[_Known]
 
 
 def _unknown_slopes(name: str, inputs: list[_Known], output: jax.Array) -> Any:
-    """The entries of ``output`` that depend on entries whose slope is not known."""
+    """Return the entries of ``output`` that depend on entries with an unknown slope."""
     if name == "log" and inputs[0].own:
         at_zero = inputs[0].value == 0
         return at_zero if inputs[0].unknown is None else at_zero | inputs[0].unknown
@@ -286,7 +282,7 @@ def _branch(closed: core.ClosedJaxpr, inputs: list[_Known]) -> Callable:
 
 
 def _equation_function(equation: core.JaxprEqn, debug_info) -> Callable[..., list]:
-    """One equation as a function of its inputs: a program of its own."""
+    """Return one equation as a function of its inputs."""
     places = {v: i for i, v in enumerate(equation.invars) if isinstance(v, core.Var)}
     parts = list(places), equation.outvars, [equation], equation.effects
     program = core.Jaxpr((), *parts, debug_info.with_unknown_names())
@@ -299,7 +295,7 @@ def _equation_function(equation: core.JaxprEqn, debug_info) -> Callable[..., lis
 
 
 def _with_finite_slope(operation: Callable) -> Callable:
-    """``operation(x, ...)`` with slope 0 where its slope in ``x`` is infinite."""
+    """Return ``operation(x, ...)`` with slope 0 where its slope in ``x`` is infinite."""
 
     def finite(x, *operands):
         fixed = jax.lax.stop_gradient(x)

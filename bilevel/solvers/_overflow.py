@@ -1,15 +1,14 @@
-"""Linear maps in which an exact zero times an overflow is zero.
+"""Apply linear maps with the rule that an exact zero times an overflow is zero.
 
 The update of Adam has the slope ``rate / eps``, 1e6, at a weight that never had a gradient (the
 bias of a dead unit under weight decay). The sensitivity to this weight grows by that factor at
 every step of the reverse pass, and leaves the range of float32 after seven steps. No hyperparameter
-moves the weight, so the sensitivity is multiplied by an exact zero. Its part of the derivative
-is 0, as forward mode finds. Plain arithmetic gives ``inf * 0``, which is NaN.
+moves the weight, so its part of the derivative is 0, as in forward mode. Plain arithmetic gives
+``inf * 0``, which is NaN.
 
-Here a linear map is applied to the entries within half of the range, and once more to the others,
-scaled down. If the second result is exactly 0, the large entries do not count. Otherwise it is
-scaled up again, or becomes NaN if one of the large entries was not finite. So a result is the right
-one or NaN.
+Here a linear map is applied to the entries within half of the exponent range, and once more to the
+others, scaled down. If the second result is exactly 0, the large entries do not count. Otherwise it
+is scaled up again, or becomes NaN if a large entry was not finite. A result is right or NaN.
 """
 
 import functools
@@ -28,7 +27,7 @@ def guarded(linear: Callable[[Pytree], Pytree], v: Pytree) -> Pytree:
     """Return ``linear(v)``, where exact zeros in ``linear`` cancel entries that overflowed."""
     leaves = jax.tree.leaves(v)
     results, tree = jax.tree.flatten(jax.eval_shape(linear, v))
-    # The others are 0. A branch on v would hide this from the search for leaves without an effect.
+    # Results that do not read v stay constant zeros, so that unreached leaves are still detected.
     reads = outputs_reading(linear, v)
     dtypes = [x.dtype for x in [*leaves, *results]]
     exponent = min(int(jnp.finfo(dtype).maxexp) for dtype in dtypes) // 2
@@ -61,16 +60,15 @@ def _all(conditions: list[jax.Array]) -> jax.Array:
 
 
 def _overflows(leaves: list[jax.Array], exponent: int) -> jax.Array:
-    """Whether an entry may be ``2**exponent`` or more, or NaN: by the sum of squares."""
+    """Return whether an entry may be ``2**exponent`` or more, or NaN: by the sum of squares."""
     limit = 2.0 ** (2 * exponent - 1)
     return ~_all([jnp.vdot(x, x) < limit for x in leaves])
 
 
 def _split_by_magnitude(exponent: int, x: jax.Array) -> jax.Array:
-    """Two arrays: the small entries of ``x``, and the large ones times ``2**-exponent``.
+    """Return the small entries of ``x``, and the large ones times ``2**-exponent``.
 
-    Entries that are not finite are replaced by hashes in [1, 2). Equal numbers could cancel in a
-    sum whose true terms do not.
+    Hashes in [1, 2) replace entries that are not finite, because equal numbers could cancel.
     """
     bits = mixed_bits(jnp.arange(x.size, dtype=jnp.uint32))
     unit = jnp.asarray(2.0**-24, jnp.float32)
@@ -82,10 +80,9 @@ def _split_by_magnitude(exponent: int, x: jax.Array) -> jax.Array:
 
 @jax.custom_batching.custom_vmap
 def _anywhere(condition: jax.Array) -> jax.Array:
-    """Whether the condition holds anywhere under ``vmap`` and on any device of ``shard_map``.
+    """Return whether the condition holds for any copy of ``vmap`` and any device of ``shard_map``.
 
-    All copies and devices then take the same branch. A condition that differs between copies would
-    make ``vmap`` run both branches.
+    All copies and devices then take the same branch; otherwise ``vmap`` would run both.
     """
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if not axes:

@@ -1,4 +1,4 @@
-"""A solver that begins anew at every outer step."""
+"""Restart a solver at every outer step."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,32 +17,28 @@ class RestartedState(NamedTuple):
 
     start: Pytree  # like w: where every run begins
     report: AdjointReport | None = None  # the solver's, on the last adjoint
-    number: jax.Array | None = None  # [], int: runs done before, if each has a key of its own
+    number: jax.Array | None = None  # [], int: runs done before, if each has its own key
 
 
 def restarted(
-    solver: LowerSolver,
-    start: Callable[..., Pytree] | None = None,
-    *,
-    key: jax.Array | None = None,
+    solver: LowerSolver, start: Callable[..., Pytree] | None = None, *, key: jax.Array | None = None
 ) -> LowerSolver:
-    """``solver``, begun anew from the first ``w`` at every outer step.
+    """Restart ``solver`` from the first ``w`` at every outer step.
 
-    A search otherwise goes on from the last weights (warm start), so that what it returns depends
-    on its path. Restarted, ``w`` is the fixed algorithm ``A(alpha)`` of the papers, and the search
-    minimises a well-defined function of ``alpha``. The ``w`` given to ``run`` is ignored; the
-    derivative with respect to the starting point is that of the ``w`` given to ``init``.
+    Without it a search continues from the last weights (warm start), so its result depends on its
+    path. With it ``w`` is the fixed algorithm ``A(alpha)`` of the papers, and the search minimizes
+    a well-defined function of ``alpha``. The ``w`` given to ``run`` is ignored. The derivative in
+    the starting point is that in the ``w`` given to ``init``.
 
     Parameters
     ----------
     solver : LowerSolver
     start : ``start(alpha, w) -> w``, or ``start(key, alpha, w) -> w`` with a ``key``; optional
-        Where every run begins, from ``alpha`` and the first ``w``: a learned initialisation, as in
-        MAML (Finn, Abbeel & Levine 2017). Its derivative counts where all steps are differentiated.
+        The start of every run, from ``alpha`` and the first ``w``: a learned initialization, as in
+        MAML (Finn, Abbeel & Levine 2017). Its derivative counts if all steps are differentiated.
     key : jax.Array, optional
         A PRNG key. Every outer step passes a new key, derived from this one and the number of the
-        step, to ``start``: a fresh random start. The state counts the steps, so that a resumed
-        search draws the same starts.
+        step, to ``start``. The state counts the steps, so a resumed search draws the same starts.
 
     Returns
     -------
@@ -51,8 +47,8 @@ def restarted(
     Raises
     ------
     ValueError
-        If ``solver`` is no lower solver, ``start`` no function, or ``key`` no PRNG key or without a
-        ``start``; when it runs, if ``start`` returns weights of other shapes than the first ones.
+        If ``solver`` is not a lower solver, ``start`` not a function, or ``key`` not a PRNG key or
+        without a ``start``. At run time, if ``start`` returns weights of other shapes.
 
     Examples
     --------
@@ -62,13 +58,6 @@ def restarted(
     >>> state = solver.init(jnp.zeros(1))
     >>> solver.run(lower, jnp.ones(1), jnp.full(1, 99.0), state, None)[0]
     Array([0.5], dtype=float...)
-
-    MAML: ``alpha`` is where the task's own steps begin.
-
-    >>> learned = restarted(unrolled(0.5, steps=1), start=lambda alpha, w: alpha)
-    >>> to_one = lambda w, alpha, batch: 0.5 * jnp.sum((w - 1) ** 2)
-    >>> learned.run(to_one, jnp.full(1, 3.0), None, state, None)[0]
-    Array([2.], dtype=float...)
 
     A random start at every outer step:
 
@@ -107,11 +96,10 @@ def restarted(
             state = state._replace(number=state.number + 1)
         return w, with_report(state, report_of(last) if solver.reports else None)
 
-    # With a key, every step has a value of its own, which alpha alone does not determine.
-    alone = key is None
-    return solver._replace(init=init, run=run, init_at=None, of_alpha=alone, inner=None)
+    # With a key, the step's number determines the solution too, not alpha alone.
+    return solver._replace(init=init, run=run, init_at=None, of_alpha=key is None, inner=None)
 
 
 def start_of(state: Pytree, w: Pytree) -> Pytree:
-    """Where a run begins that is given ``state`` and ``w``."""
+    """Return the start of a run with ``state`` and ``w``."""
     return state.start if isinstance(state, RestartedState) else w

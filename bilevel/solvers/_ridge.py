@@ -1,4 +1,4 @@
-"""Ridge regression on features, in closed form."""
+"""Solve ridge regression on features in closed form."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from bilevel.internal.checks import check_dense, common_dtype, describe, functio
 def ridge(
     features: Callable[[Pytree, jax.Array], jax.Array], penalty: Callable[[Pytree], jax.Array]
 ) -> LowerSolver:
-    """Ridge regression on features in closed form.
+    """Solve ridge regression on features in closed form.
 
         w(alpha) = argmin_w 1/2 |Phi w - y|^2 + 1/2 penalty |w|^2,    Phi = features(alpha, x)
 
@@ -21,29 +21,28 @@ def ridge(
     features : ``features(alpha, x) -> [n, p]``
     penalty : ``penalty(alpha) -> scalar >= 0``
         Or a vector [p], one penalty per weight. 0 is the ridgeless limit: least squares for
-        n >= p, and the minimum-norm interpolant for n < p (full rank needed in both).
+        n >= p, and the minimum-norm interpolant for n < p. Both need full rank.
 
     Returns
     -------
     LowerSolver
         For batches ``(x, y)`` with ``y`` [n] or [n, c]; ``w`` is [p] or [p, c]. Features and labels
-        may be whole numbers. Primal (p x p) when n >= p or the penalty is a vector, else dual
-        (n x n). It does not call the problem's ``lower``, which should be the loss above up to a
-        positive factor: the hypergradient's ``error_estimate`` checks the closed form against it.
-        In the ridgeless limit with n < p that Hessian is singular and the estimate is infinite,
-        though the gradient is right.
+        may be integers. Primal (p x p) if n >= p or the penalty is a vector, else dual (n x n). It
+        does not call the problem's ``lower``, which should be the loss above up to a positive
+        factor: the hypergradient's ``error_estimate`` checks this. In the ridgeless limit with
+        n < p that Hessian is singular and the estimate is infinite, though the gradient is right.
 
     Raises
     ------
     ValueError
-        If an argument is no function; later, if the features are not a matrix with one row per
-        label, or ``w0`` has another shape than the solution.
+        If an argument is not a function. At run time, if the features are not a matrix with one row
+        per label, or ``w0`` has another shape than the solution.
 
     Notes
     -----
-    One factorisation; its derivative reuses it. The ridgeless predictor does not change when the
-    features are scaled, so its hypergradient satisfies ``alpha . grad = 0`` for features linear in
-    alpha (a free test). Oymak et al. 2021, Definition 2.
+    Cost: one factorization, which its derivative reuses. The ridgeless predictor does not change
+    when the features are scaled, so for features linear in alpha its hypergradient satisfies
+    ``alpha . grad = 0``. Oymak et al. 2021, Definition 2.
 
     Examples
     --------
@@ -78,8 +77,8 @@ def ridge(
 
 
 def _cast_like(w: Pytree, weights: jax.Array) -> jax.Array:
-    """``weights`` in the dtype of ``w``, from which a search goes on, if it is of its shape."""
-    if w is None:  # run alone, where nothing goes on from it
+    """Return ``weights`` in the dtype of ``w``; raise if the shapes differ."""
+    if w is None:  # the solver runs alone
         return weights
     shape = jnp.shape(w) if hasattr(w, "dtype") else describe(w)
     if shape != weights.shape:
@@ -91,7 +90,7 @@ def _cast_like(w: Pytree, weights: jax.Array) -> jax.Array:
 
 
 def _promote_to_floating(w: Pytree, phi: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Features and labels in one floating type: whole numbers have no derivatives."""
+    """Return features and labels in one floating dtype; integers would lose the derivative."""
     dtype = common_dtype(*jax.tree.leaves(w), phi, y)
     if not jnp.issubdtype(dtype, jnp.floating):
         dtype = jnp.result_type(float)
@@ -101,8 +100,8 @@ def _promote_to_floating(w: Pytree, phi: jax.Array, y: jax.Array) -> tuple[jax.A
 def _solve_penalized_gram(a: jax.Array, decay: jax.Array, b: jax.Array) -> jax.Array:
     """Solve ``(a a' + diag(decay)) x = b`` by Cholesky, for ``decay`` scalar or vector.
 
-    Differentiated as a linear solve with ``a`` and ``a'`` applied in turn: cheaper than through the
-    factorisation, whose m x m cotangent never exists.
+    It is differentiated as a linear solve with ``a`` and ``a'`` applied in turn. This avoids the
+    m x m cotangent of the factorization.
     """
     per_row = decay if decay.ndim == 0 or b.ndim == 1 else decay[:, None]
     matrix = a @ a.T + jnp.diag(jnp.broadcast_to(decay, a.shape[:1]))

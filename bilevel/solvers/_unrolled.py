@@ -1,4 +1,4 @@
-"""The optimizer's own steps, differentiated."""
+"""Differentiate the optimizer's own steps."""
 
 import functools
 import math
@@ -30,9 +30,8 @@ from bilevel.solvers._optimizer import is_steep, with_limits
 from ntk.internal.compile_cache import fresh
 from ntk.internal.sharding import match_varying_axes
 
-_SHARE = 1 / 8  # of the device's memory, for the carries of all steps: beyond, blocks run twice
-
-_SAFE = 2  # steps of slope 1 / eps, 1e8, whose product with others is in the range of float32
+_SHARE = 1 / 8  # of the device's memory for the carries of all steps; beyond, blocks run twice
+_SAFE = 2  # number of steps of slope 1 / eps = 1e8 that cannot overflow float32
 
 
 def unrolled(
@@ -43,52 +42,51 @@ def unrolled(
     batches: Callable[[jax.Array, Pytree], Pytree] | None = None,
     average: Callable[[Pytree], jax.Array] | None = None,
 ) -> LowerSolver:
-    """``steps`` optimizer steps, differentiated through.
+    """Run ``steps`` optimizer steps and differentiate through them.
 
     Parameters
     ----------
     optimizer : optax.GradientTransformation, float, or function
-        Any optax optimizer whose update is differentiable; a float is plain gradient descent with
-        that step size, which may be traced. A function ``alpha -> optimizer`` makes rates, momenta
-        and schedules hyperparameters; what it returns may not change in kind with ``alpha``.
+        Any optax optimizer with a differentiable update. A float is the step size of plain gradient
+        descent and may be traced. A function ``alpha -> optimizer`` makes rates, momenta and
+        schedules hyperparameters; the kind of optimizer may not depend on ``alpha``.
     steps : int
         Number of steps T.
     backprop : int, optional
-        How many of the last steps to differentiate: all by default. ``steps=1, backprop=1`` is
+        Number of last steps to differentiate; all by default. ``steps=1, backprop=1`` is
         second-order DARTS, ``backprop=0`` first-order DARTS (Liu, Simonyan & Yang 2019).
     batches : ``batches(key, data) -> batch``, optional
-        Every step draws a batch of its own, with a key of its own: :func:`bilevel.minibatches`, or
-        one that hands the key on to a loss with dropout. The solver is then given ``(key, data)``
-        as its batch; :func:`bilevel.search` does so by itself.
+        Every step draws its own batch with its own key: :func:`bilevel.minibatches`, or a function
+        that passes the key to a loss with dropout. The solver then takes ``(key, data)`` as its
+        batch, which :func:`bilevel.search` provides.
     average : ``average(alpha) -> weights [T]``, optional
-        The solution is ``sum_t weights_t w_t`` over the iterates after each step: averaging, or,
-        with weights that depend on ``alpha``, when to stop. By default it is the last one. With
-        ``backprop=K`` the weights of the first T - K iterates have no derivative either.
+        The solution is ``sum_t weights_t w_t`` over the iterates after each step. Weights that
+        depend on ``alpha`` learn when to stop. By default it is the last iterate. With
+        ``backprop=K`` the weights of the first T - K iterates are not differentiated either.
 
     Returns
     -------
     LowerSolver
         Its state is the optimizer's. The derivative with respect to the starting point is exact
-        when every step is differentiated, and zero when ``backprop < steps``.
+        if every step is differentiated, and zero if ``backprop < steps``.
 
     Raises
     ------
     ValueError
-        If ``steps`` is under 1, or ``backprop`` is not in 0..steps; when it runs, if a function of
+        If ``steps`` is under 1, or ``backprop`` is not in 0..steps. At run time, if a function of
         ``alpha`` returns no optimizer, or no weights [T].
 
     Notes
     -----
-    Time: T lower gradients, and about 2 T for the derivative (mixed mode: one forward derivative of
-    each gradient). Memory in reverse mode: one copy of ``w`` and of the optimizer's state per step,
-    and of the gradient if the optimizer's update is not linear in it. If these exceed an eighth of
-    the device's memory: 2 sqrt(T) copies, and T lower gradients more, because blocks of sqrt(T)
-    steps run a second time on the same batches. Under ``vmap`` one copy of the problem is counted.
-    The activations inside a step are never stored.
+    Time: T lower gradients, and about 2 T for the derivative (mixed mode). Memory in reverse mode:
+    one copy of ``w`` and of the optimizer's state per step, and of the gradient if the update is
+    not linear in it. If these exceed an eighth of the device's memory: 2 sqrt(T) copies, and T more
+    lower gradients, because blocks of sqrt(T) steps run twice on the same batches. Under ``vmap``
+    one copy of the problem is counted. The activations inside a step are never stored.
 
     Custom derivative rules in the loss (``jax.custom_jvp``, ``jax.custom_vjp``) need not be true
     derivatives: gradient reversal and straight-through estimators get the exact derivative of the
-    steps. A ``custom_vjp`` rule of your own costs mixed mode's saving.
+    steps. Your own ``custom_vjp`` rule loses the saving of mixed mode.
 
     References
     ----------
@@ -102,14 +100,6 @@ def unrolled(
     >>> run = lambda alpha: solver.run(lower, alpha, w, solver.init(w), None)[0]
     >>> run(jnp.ones(1)), jax.jacobian(run)(jnp.ones(1))
     (Array([0.75], dtype=float...), Array([[0.75]], dtype=float...))
-
-    The rate as a hyperparameter: 1 - (1 - rate)^2, and its derivative.
-
-    >>> to_one = lambda w, alpha, batch: 0.5 * jnp.sum((w - 1) ** 2)
-    >>> solver = unrolled(lambda alpha: optax.sgd(alpha), steps=2)
-    >>> run = lambda rate: solver.run(to_one, rate, w, solver.start(rate, w), None)[0][0]
-    >>> jax.value_and_grad(run)(0.5)
-    (Array(0.75, dtype=float...), Array(1., dtype=float...))
     """
     steps = integer("steps", steps, 1)
     last = steps if backprop is None else backprop
@@ -156,7 +146,8 @@ def unrolled(
             # A loss can be NaN with finite gradients: a hinge passes none on.
             w = _nan_unless_loss_finite(optax.apply_updates(w, updates), value)
             if average is not None:
-                total = _add_iterate(total, _averaging_weights(average, alpha, steps)[number], w)
+                weight = _averaging_weights(average, alpha, steps)[number]
+                total = jax.tree.map(lambda t, x: t + weight.astype(x.dtype) * x, total, w)
             number = None if number is None else number + 1
             return w, variables, state, number, total
 
@@ -186,7 +177,7 @@ def unrolled(
 
 
 def _rule(optimizer: Any) -> tuple[Callable, Callable, Callable | None]:
-    """The optimizer as a function of alpha, and ``init`` and ``init_at`` of its solver."""
+    """Return the optimizer as a function of alpha, and ``init`` and ``init_at`` of its solver."""
     if not _is_function_of_alpha(optimizer):
         rule = _transformation(optimizer)
         return lambda alpha: rule, lambda w: rule.init(params_of(w)), None
@@ -201,10 +192,10 @@ def _rule(optimizer: Any) -> tuple[Callable, Callable, Callable | None]:
 
 
 def _optimizer_at(make: Any, alpha: Pytree) -> optax.GradientTransformationExtraArgs:
-    """The optimizer at ``alpha``."""
+    """Return the optimizer at ``alpha``."""
     try:
         made = make(alpha)
-    except TypeError:  # a schedule, given a tree where it takes a number
+    except TypeError:  # a schedule takes a number, and alpha may be a tree
         if not (getattr(make, "__module__", "") or "").startswith("optax"):
             raise
         made = make
@@ -218,7 +209,7 @@ def _optimizer_at(make: Any, alpha: Pytree) -> optax.GradientTransformationExtra
 
 
 def _is_function_of_alpha(optimizer: Any) -> bool:
-    """Whether it is a function of a user's own; optax's lack their brackets."""
+    """Return whether it is a user's function of alpha, and not an uncalled factory of optax."""
     ours = getattr(optimizer, "__module__", "") or ""
     return (
         callable(optimizer)
@@ -228,7 +219,7 @@ def _is_function_of_alpha(optimizer: Any) -> bool:
 
 
 def _transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
-    """A number stands for plain gradient descent with that step size."""
+    """Return the optimizer; a number is the step size of plain gradient descent."""
     if isinstance(optimizer, int | float | np.generic | np.ndarray | jax.Array):
         optimizer = optax.sgd(optimizer)
     return gradient_transformation("optimizer", optimizer)
@@ -241,36 +232,32 @@ def _averaging_weights(average: Callable, alpha: Pytree, steps: int) -> jax.Arra
     return weights
 
 
-def _add_iterate(total: Pytree, weight: jax.Array, w: Pytree) -> Pytree:
-    return jax.tree.map(lambda t, x: t + weight.astype(x.dtype) * x, total, w)
-
-
 def one_step(
     optimizer: optax.GradientTransformation | float | Callable[[Pytree], Any],
     *,
     radius: float | None = None,
 ) -> LowerSolver:
-    r"""One optimizer step and its derivative in ``alpha``, for large networks: second-order DARTS.
+    r"""Take one optimizer step with its derivative in ``alpha``: second-order DARTS, at any scale.
 
         w' = w - xi g(w, alpha),    g = grad_w lower,    v = (dw'/dg)^T (cotangent of w')
         (dg/d alpha)^T v  =  grad_alpha (v . grad_w lower(w, alpha))
                           ~  (grad_alpha lower(w + e v) - grad_alpha lower(w - e v)) / 2e
 
-    The first form is exact, reverse mode over one forward derivative; the second is the paper's
-    central difference, Eq. (8), taken if there is a ``radius``: e = radius / \|v\|. It is wrong by
-    O(radius^2), and by roundings of the order of 1 / radius.
+    The first form is exact, reverse mode over one forward derivative. The second is the paper's
+    central difference, Eq. (8), used if ``radius`` is given: e = radius / \|v\|. Its error is
+    O(radius^2), plus roundoff of the order of 1 / radius.
 
-    ``unrolled(optimizer, 1)`` has the same numbers, to rounding, and about the same time and memory
+    ``unrolled(optimizer, 1)`` has the same numbers, up to roundoff, about the same time and memory
     (mixed mode), and derivatives of any order and in the starting point.
 
     Parameters
     ----------
     optimizer : optax.GradientTransformation, float, or function
-        A float is plain gradient descent with that step size, a function ``alpha -> optimizer``
-        makes rates hyperparameters, as for :func:`bilevel.unrolled`.
+        A float is the step size of plain gradient descent. A function ``alpha -> optimizer``
+        makes rates hyperparameters, as in :func:`bilevel.unrolled`.
     radius : float, optional
-        How far from ``w``, in the 2-norm, the gradients of the central difference are taken; the
-        paper has 0.01. By default the derivative is exact.
+        Distance from ``w``, in the 2-norm, of the central difference; 0.01 in the paper. By default
+        the derivative is exact.
 
     Returns
     -------
@@ -281,11 +268,11 @@ def one_step(
     Raises
     ------
     ValueError
-        If ``radius`` is not positive; when it runs, if the optimizer searches along a line.
+        If ``radius`` is not positive; at run time, if the optimizer uses a line search.
 
     Notes
     -----
-    Memory: 3 copies of ``w``, and what one lower gradient in ``alpha`` takes, exactly twice that.
+    Memory: 3 copies of ``w``, and that of one lower gradient in ``alpha`` (twice that if exact).
 
     References
     ----------
@@ -321,14 +308,11 @@ def one_step(
             updates, state = with_limits(update, alpha, slope, state, w, value)
             return nan_unless_finite(optax.apply_updates(w, updates), value), state
 
-        @jax.custom_vjp
-        def step(outer, w, state, batch):
-            value, slope = jax.value_and_grad(loss)(w, outer, batch)
-            return moved(outer[0], slope, w, state, value)
-
         def forward(outer, w, state, batch):
             value, slope = jax.value_and_grad(loss)(w, outer, batch)
             return moved(outer[0], slope, w, state, value), (value, slope, outer, w, state, batch)
+
+        step = jax.custom_vjp(lambda *args: forward(*args)[0])
 
         def backward(residuals, cotangents):
             value, slope, outer, w, state, batch = residuals
@@ -368,10 +352,10 @@ def _no_line_search(w: Pytree) -> jax.Array:
 def _central_difference(
     radius: float, loss: Callable, w: Pytree, alpha: Pytree, v: Pytree
 ) -> Pytree:
-    """The same by a central difference."""
+    """Return ``grad_alpha (v . grad_w loss)`` by a central difference."""
     norm = optax.tree.norm(v)
     e = radius / jnp.where(norm > 0, norm, 1)
-    # A loop, so that both ends are one program.
+    # With a loop, XLA compiles the gradient once.
     ends = jax.lax.map(
         lambda e: jax.grad(loss, 1)(narrow(optax.tree.add_scale(w, e, v), w), alpha),
         jnp.stack([e, -e]),
@@ -380,7 +364,7 @@ def _central_difference(
 
 
 def _repeat_scanned(step: Callable, carry: Pytree, times: int) -> Pytree:
-    if times == 0:  # a loop that is never entered would still be traced, and differentiated
+    if times == 0:  # JAX would trace and differentiate a loop without iterations
         return carry
     return jax.lax.scan(
         lambda c, _: (step(c), None), match_varying_axes(step, carry), length=times
@@ -388,20 +372,20 @@ def _repeat_scanned(step: Callable, carry: Pytree, times: int) -> Pytree:
 
 
 def _repeat_checkpointed(step: Callable, carry: Pytree, times: int, slope_name: str) -> Pytree:
-    """``times`` steps, whose reverse pass keeps all carries; 2 sqrt(times) if memory is short.
+    """Run ``times`` steps; the reverse pass keeps all carries, or 2 sqrt(times) if memory is short.
 
-    The reverse pass computes again what it needs from inside a step, except ``slope_name``.
+    It recomputes the inside of a step, except ``slope_name``.
     """
     carry = match_varying_axes(step, carry)
     # No common-subexpression barrier is needed inside a scan (jax.checkpoint's documentation).
     policy = jax.checkpoint_policies.save_only_these_names(slope_name)
     step = jax.checkpoint(step, prevent_cse=False, policy=policy)
-    # Of a step, its gradient is kept too if the optimizer's derivative needs it.
+    # The gradient of a step is kept too if the optimizer's derivative needs it.
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((carry, carry[0])))
     if times * size <= _SHARE * memory.total_memory():
         return _repeat_scanned(step, carry, times)
-    # Blocks, then a last one of up to the same length that is kept: the reverse pass begins there,
-    # and its memory is that of the others' second runs. Together at most 2 sqrt(times) carries.
+    # Blocks, then a shorter or equal rest that is kept, because the reverse pass begins there.
+    # The second runs of blocks reuse its memory: at most 2 sqrt(times) carries together.
     length = math.isqrt(times - 1) + 1
     blocks = (times - 1) // length
     block = jax.checkpoint(
@@ -411,7 +395,7 @@ def _repeat_checkpointed(step: Callable, carry: Pytree, times: int, slope_name: 
 
 
 def _nan_unless_loss_finite(w: Pytree, value: jax.Array) -> Pytree:
-    """``w``, NaN if the loss is not finite. The reverse pass needs no loss for this."""
+    """Return ``w``, NaN if the loss is not finite. The reverse pass needs no loss for this."""
     mark = jax.lax.stop_gradient(jnp.where(jnp.isfinite(value), 0, jnp.nan))
     # Subtracting a zero leaves even the sign of a zero.
     return jax.tree.map(lambda x: x - mark.astype(x.dtype), w)

@@ -1,8 +1,8 @@
 """Inverse-Hessian-vector products: how an implicit hypergradient solves ``H q = v``.
 
 Every factory here returns an ``Inverse``: ``(hvp, b, x0, point) -> x``. Only ``cg``, ``dense`` and
-``gram`` (where the Gauss-Newton Hessian is the Hessian) solve the system; ``neumann``, ``nystrom``
-and ``scale`` approximate, each with a bias that ``info.error_estimate`` shows.
+``gram`` (if the Gauss-Newton Hessian is the Hessian) solve the system. ``neumann``, ``nystrom``
+and ``scale`` approximate; ``info.error_estimate`` shows their bias.
 
 ===========  ========================================  ====================  =================
 inverse      solves                                    Hessian products      memory (p weights)
@@ -42,13 +42,13 @@ from bilevel.internal.precision import coarsest_eps, narrow, widen
 from ntk.internal.jaxprs import operation_names
 from ntk.internal.sharding import match_varying_axes, pcast_varying, varying
 
-_UNSOLVED = 0.5  # a relative residual above which a solve has failed
-_DIVERGED = 1.0  # the same for a truncated series, whose residual may only not exceed the first
-_INEXACT = 1e-2  # one above which a direction without positive curvature is to blame
+_UNSOLVED = 0.5  # relative residual above which a solve has failed
+_DIVERGED = 1.0  # the same for a truncated series
+_INEXACT = 1e-2  # relative residual above which nonpositive curvature is reported
 
 
 class Outcome(NamedTuple):
-    """How an inverse solved ``H x = b``; all scalars.
+    """The outcome of a solve of ``H x = b``; all scalars.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class Outcome(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ReportingInverse:
-    """An ``Inverse`` that can also say how it went."""
+    """An ``Inverse`` that can also report its outcome."""
 
     solve: Callable[[LinearMap, Pytree, Pytree, Point], tuple[Pytree, Outcome]]
 
@@ -78,36 +78,32 @@ class ReportingInverse:
 def solve_and_report(
     inverse: Inverse, hvp: LinearMap, b: Pytree, x0: Pytree, point: Point
 ) -> tuple[Pytree, Outcome]:
-    """``inverse(hvp, b, x0, point)``, and its outcome: zeros if the inverse reports none."""
+    """Return ``inverse(hvp, b, x0, point)`` and its outcome: zeros if the inverse reports none."""
     if isinstance(inverse, ReportingInverse):
         return inverse.solve(hvp, b, x0, point)
     return inverse(hvp, b, x0, point), Outcome()
 
 
 def _outcome(b: Pytree, residual: jax.Array, limit: float, **diagnostics: jax.Array) -> Outcome:
-    """The outcome of a solve whose residual has this 2-norm; it failed above the limit."""
+    """Return the outcome of a solve with this 2-norm of the residual; above the limit it failed."""
     size = optax.tree.norm(b)
     relative = residual / jnp.where(size > 0, size, 1)
     numbers = {name: jnp.asarray(x, relative.dtype) for name, x in diagnostics.items()}
     return Outcome(relative, (relative > limit).astype(relative.dtype), **numbers)
 
 
-def _damped_hvp(hvp: LinearMap, damping) -> LinearMap:
-    return lambda v: optax.tree.add_scale(hvp(v), damping, v)
-
-
 def cg(steps: int = 500, tol: float | None = None, damping: float = 0.0) -> Inverse:
-    """Conjugate gradients on ``(H + damping I) x = b``: the default, for positive definite ``H``.
+    """Solve ``(H + damping I) x = b`` by conjugate gradients, for positive definite ``H``.
 
     Parameters
     ----------
     steps : int
-        Most iterations, one Hessian product each.
+        Maximum number of iterations, one Hessian product each.
     tol : float, optional
-        Relative residual ``|b - H x| / |b|`` at which to stop; 1e-10 in float64 and ten roundings
-        in float32, one rounding of the weights in narrower types by default.
+        Relative residual ``|b - H x| / |b|`` at which to stop. Default: 1e-10 in float64, ten units
+        of roundoff in float32, and one unit of the weights' roundoff in narrower types.
     damping : float
-        Added to the Hessian's diagonal; a bias, and a cure for a singular one.
+        Added to the Hessian's diagonal. It makes a singular Hessian invertible, with a bias.
 
     Raises
     ------
@@ -128,10 +124,13 @@ def cg(steps: int = 500, tol: float | None = None, damping: float = 0.0) -> Inve
     def inverse(hvp, b, x0, point):
         relative = tol
         if tol is None:
-            # The products' rounding is the weights', which may be coarser than that of `b`.
+            # Products have the weights' roundoff, which may be coarser than that of `b`.
             relative = max(default_tolerance(b), coarsest_eps(b if point is None else point.w))
         threshold = relative * optax.tree.norm(b)
-        damped = _damped_hvp(hvp, damping)
+
+        def damped(v):
+            return optax.tree.add_scale(hvp(v), damping, v)
+
         solved = solve_conjugate_gradients(damped, b, x0, steps=steps, threshold=threshold)
         stopped = ~solved.positive & (solved.residual > _INEXACT * optax.tree.norm(b))
         diagnostics = {"indefinite": stopped, "curvature": solved.curvature}
@@ -141,11 +140,11 @@ def cg(steps: int = 500, tol: float | None = None, damping: float = 0.0) -> Inve
 
 
 def neumann(terms: int, step_size: float) -> Inverse:
-    """Truncated Neumann series ``x = eta sum_{k < terms} (I - eta H)^k b``.
+    """Sum the truncated Neumann series ``x = eta sum_{k < terms} (I - eta H)^k b``.
 
-    Identical to back-propagating through the last ``terms`` gradient steps of size ``step_size``
-    taken at a stationary ``w`` (Lorraine, Vicol & Duvenaud 2020): an approximation whose bias
-    shrinks as ``(1 - eta mu)^terms``. Ignores the warm start, which would break that identity.
+    It equals back-propagation through the last ``terms`` gradient steps of size ``step_size`` at a
+    stationary ``w`` (Lorraine, Vicol & Duvenaud 2020). Its bias shrinks as ``(1 - eta mu)^terms``.
+    It ignores the warm start, which would break this identity.
 
     Raises
     ------
@@ -174,8 +173,7 @@ def neumann(terms: int, step_size: float) -> Inverse:
             return start, Outcome()
         first = start, optax.tree.norm(start)
         (x, moved), _ = jax.lax.scan(again, first, length=terms - 1)
-        # The last term's size is the step size times the residual before it. A series that
-        # converges has it below that of the first.
+        # The last term is the step size times the residual before it.
         size = moved / jnp.where(step_size > 0, step_size, 1)
         return x, _outcome(b, size, _DIVERGED)
 
@@ -183,7 +181,7 @@ def neumann(terms: int, step_size: float) -> Inverse:
 
 
 def scale(step_size: float) -> Inverse:
-    """``x = step_size * b``: the identity in place of the inverse Hessian.
+    """Use ``x = step_size * b``: the identity replaces the inverse Hessian.
 
     With the learning rate as ``step_size`` this is second-order DARTS' one-step approximation
     (Liu, Simonyan & Yang 2019, Eq. 7) at a stationary point. Approximate; costs nothing.
@@ -203,9 +201,9 @@ def scale(step_size: float) -> Inverse:
 
 
 def dense(damping: float = 0.0) -> Inverse:
-    """The Hessian as a p x p matrix, factorised once: exact, for up to a few thousand weights.
+    """Factorize the p x p Hessian once: exact, for up to a few thousand weights.
 
-    LU rather than Cholesky, so that a saddle's indefinite Hessian has its inverse too.
+    It uses LU instead of Cholesky, so that the indefinite Hessian of a saddle has its inverse too.
 
     Raises
     ------
@@ -225,10 +223,10 @@ def dense(damping: float = 0.0) -> Inverse:
         factor = jax.scipy.linalg.lu_factor(matrix)
         x = jax.scipy.linalg.lu_solve(factor, flat)
         size = jnp.linalg.norm(matrix)
-        # Rounding alone leaves a residual of this size, which says nothing if H is singular.
+        # Roundoff alone leaves a residual of this size.
         rounding = jnp.finfo(flat.dtype).eps * size * jnp.linalg.norm(x)
         residual = jnp.maximum(jnp.linalg.norm(flat - matrix @ x), rounding)
-        # Anything over infinity is 0, as if that were the solution.
+        # A number divided by infinity is 0, which would look like a solution.
         x = nan_unless_finite(unravel(x), matrix)
         return x, _outcome(b, residual, _UNSOLVED, curvature=size)
 
@@ -236,7 +234,7 @@ def dense(damping: float = 0.0) -> Inverse:
 
 
 def hessian_matrix(hvp: LinearMap, like: Pytree) -> jax.Array:
-    """``H`` as a [p, p] array, symmetrised, in the order of ``ravel_pytree(like)``."""
+    """Return ``H`` as a [p, p] array, symmetrized, in the order of ``ravel_pytree(like)``."""
     flat, unravel = ravel_pytree(like)
     basis = pcast_varying(jnp.eye(flat.size, dtype=flat.dtype), varying(like))
     columns = row_products(lambda v: ravel_pytree(hvp(unravel(v)))[0], basis)
@@ -246,8 +244,8 @@ def hessian_matrix(hvp: LinearMap, like: Pytree) -> jax.Array:
 def row_products(linear: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
     """Return ``linear`` of each row, as rows.
 
-    XLA on CPUs lays out a batch of Fourier transforms as the decomposition of its results asks for,
-    and then refuses to run it (``RET_CHECK ... fft_thunk``). One long array has one layout only.
+    XLA on CPUs refuses a batch of Fourier transforms in the layout that a following decomposition
+    asks for (``RET_CHECK ... fft_thunk``). One long array has one layout only.
     """
     results = jax.vmap(linear)(rows)
     if "fft" not in operation_names(jax.make_jaxpr(linear)(rows[0])):
@@ -256,25 +254,25 @@ def row_products(linear: Callable[[jax.Array], jax.Array], rows: jax.Array) -> j
 
 
 def nystrom(rank: int, damping: float, *, key: chex.PRNGKey | None = None) -> Inverse:
-    """Randomised Nystrom approximation ``(H_rank + damping I)^-1 b``.
+    """Use the randomized Nystrom approximation ``(H_rank + damping I)^-1 b``.
 
     A rank-``rank`` sketch of a positive semidefinite Hessian, inverted by Woodbury's formula
     (Hataya & Yamada 2023; numerically stable form of Frangella, Tropp & Udell 2023, Alg. 2.1).
-    Exact up to the damping when the rank of ``H`` is at most ``rank``.
+    It is exact up to the damping if the rank of ``H`` is at most ``rank``.
 
     Parameters
     ----------
     rank : int
-        Sketch size: as many Hessian products, two copies of ``w`` each. Cut to p when larger.
+        Sketch size: this many Hessian products, two copies of ``w`` each. At most p is used.
     damping : float
-        Positive: what the inverse is in the directions the sketch does not see, 1 / damping.
+        Positive. The inverse is 1 / damping in directions outside the sketch.
     key : jax.Array, optional
         Seed of the Gaussian sketch, ``jax.random.key(0)`` by default.
 
     Raises
     ------
     ValueError
-        If ``rank`` is under 1, ``damping`` not positive and finite, or ``key`` no PRNG key.
+        If ``rank`` is under 1, ``damping`` not positive and finite, or ``key`` not a PRNG key.
 
     Examples
     --------
@@ -293,7 +291,7 @@ def nystrom(rank: int, damping: float, *, key: chex.PRNGKey | None = None) -> In
         omega = jax.random.normal(seed, (flat.size, min(rank, flat.size)), flat.dtype)
         omega = pcast_varying(jnp.linalg.qr(omega)[0], varying(b))
         sketch = row_products(lambda v: ravel_pytree(hvp(unravel(v)))[0], omega.T).T
-        # The shift keeps the Cholesky factorisation safe for a singular H; it is taken off again.
+        # The shift keeps the Cholesky factorization safe for a singular H. We subtract it below.
         shift = jnp.sqrt(flat.size) * jnp.finfo(flat.dtype).eps * jnp.linalg.norm(sketch)
         shifted = sketch + shift * omega
         factor = jnp.linalg.cholesky(omega.T @ shifted, symmetrize_input=True)
@@ -316,26 +314,26 @@ def gram(
     *,
     damping: float | Callable[[Pytree], jax.Array] = 0.0,
 ) -> Inverse:
-    """Function space: solve with the n x n Gram matrix of the Jacobian, for n << p.
+    """Solve in function space, with the n x n Gram matrix of the Jacobian, for n << p.
 
     For ``lower(w) = loss(outputs(w), batch) + damping/2 |w|^2`` the Gauss-Newton Hessian is
     ``J'SJ + damping I`` with ``J = d outputs / dw`` [n, p], ``S = d^2 loss / d outputs^2``, and
 
         x = (b - J' S (damping I + K S)^-1 J b) / damping,    K = J J'  (the empirical NTK),
 
-    exact for models linear in ``w`` and at interpolation; the minimum-norm limit is
+    exact for models linear in ``w`` and at interpolation. The minimum-norm limit is
     ``x = J' K^-1 S^-1 K^-1 J b``, the pseudo-inverse.
 
     Parameters
     ----------
     outputs : ``outputs(w, alpha, batch) -> array``
-        All predictions of the batch; its size is the n above.
+        All predictions of the batch; n is its size.
     loss : ``loss(outputs, batch) -> scalar``
         The data term of ``lower``; half the summed squared error to ``batch[1]`` by default.
     damping : float or ``damping(alpha) -> scalar``
-        The weight decay that ``lower`` contains. 0 is the minimum-norm limit: the part of the
-        solution's motion that lies in the null space of ``J`` is not seen there, so prefer a
-        small weight decay, in ``lower`` and here, where that part matters.
+        The weight decay that ``lower`` contains. 0 is the minimum-norm limit, which misses the
+        motion of the solution in the null space of ``J``. If that part matters, use a small weight
+        decay, in ``lower`` and here.
 
     Returns
     -------
@@ -344,7 +342,7 @@ def gram(
     Raises
     ------
     ValueError
-        If ``outputs`` is no function, or ``damping`` negative.
+        If ``outputs`` is not a function, or ``damping`` is negative.
 
     Notes
     -----
@@ -373,8 +371,8 @@ def gram(
         def predict(v):
             return outputs(narrow(unravel_w(v), w), alpha, batch)
 
-        # J is never formed: rows of K are products with J' and J, so that where the batch lies on
-        # several devices none of them holds more than sqrt(n) rows at a time.
+        # J is never formed: rows of K are products with J' and J. So no device holds more than
+        # sqrt(n) rows at a time, also if the batch is sharded.
         predictions, push = jax.linearize(lambda v: predict(v).ravel(), start)
         pull = jax.linear_transpose(push, start)
         n = predictions.size

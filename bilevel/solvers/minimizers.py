@@ -1,11 +1,10 @@
-"""Forward solvers: they find ``w`` only; :func:`bilevel.implicit` gives it its derivative.
+"""Forward solvers: they find ``w`` only; :func:`bilevel.implicit` adds its derivative.
 
-``newton`` for smooth lower losses; ``lbfgs`` where Hessian products are expensive; ``solved`` where
-the user, or another library, solves the lower problem.
+``newton`` is for smooth lower losses, ``lbfgs`` for expensive Hessian products, and ``solved`` for
+lower problems that the user or another library solves.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +27,14 @@ from ntk.internal.sharding import varying, while_loop
 def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> LowerSolver:
     """Find a lower minimum by Newton's method with conjugate gradients and a line search.
 
-    For smooth lower losses. It is fastest if they are strongly convex. A quadratic loss (recognized
-    while tracing) takes one long step and short ones that reduce its rounding error. For other
-    losses the linear solves start loose and tighten with the gradient.
+    For smooth lower losses; fastest if they are strongly convex. A quadratic loss (recognized while
+    tracing) takes one long step and short ones that reduce its rounding error. For other losses the
+    linear solves start loose and tighten with the gradient.
 
-    A loss need not be convex, only bounded below. Where conjugate gradients meet negative
-    curvature, the step goes along that direction, which in the first iteration is the gradient.
-    The result is a stationary point, in practice a local minimum. A start where the gradient is
-    exactly 0 is stationary already: break its symmetry.
+    A loss need not be convex, only bounded below. If conjugate gradients meet negative curvature,
+    the step goes along that direction, which in the first iteration is the gradient. The result is
+    a stationary point, in practice a local minimum. A start with a gradient of exactly 0 is
+    stationary already: break its symmetry.
 
     Parameters
     ----------
@@ -81,7 +80,7 @@ def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> L
 def local_newton(steps: int, cg_steps: int) -> LowerSolver:
     """Return :func:`newton` without steps along negative curvature.
 
-    It stays in the region where it starts, or stops: it refines a solution and finds no other.
+    It refines a solution and finds no other: it stays in the region of its start, or stops.
     """
     return _make_newton(steps, None, cg_steps, leaves=False)
 
@@ -96,7 +95,7 @@ def _make_newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = Tr
         own, w, lower = w, widen(w), widened(lower, w)
         lower = hoist_constants(lower, w, alpha, batch)
         exact = is_quadratic(lower, w, alpha, batch)
-        # A quadratic loss that is flat or curves down has no minimum to go to.
+        # A flat or concave quadratic loss is unbounded below.
         bound = exact or not leaves
         lower, w, value, slope, scale, unit = _in_own_units(lower, w, alpha, batch)
         target = relative * scale
@@ -113,7 +112,7 @@ def _make_newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = Tr
             w, value, slope, size, moved, k, caution = carry
             _, hvp = hessian_operator(lower, w, alpha, batch)
             forcing = 0.0 if exact else jnp.minimum(0.1, jnp.sqrt(size / scale))
-            # At the target, what is left of the gradient hides soft directions under its rounding.
+            # At the target, the gradient's roundoff hides low-curvature directions.
             aim = jnp.maximum(0.5 * target, forcing * size)
             threshold = jnp.where(size > target, aim, min(1e-4, relative) * size)
             if not bound:
@@ -131,7 +130,7 @@ def _make_newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = Tr
             moved_after = _relative_change(w, w_after)
             slope_after = jax.grad(loss)(w_after)
             size_after = optax.tree.norm(slope_after)
-            # Rounding has the last word where neither the loss, the gradient nor the step shrinks.
+            # If neither the loss, the gradient nor the step shrinks, roundoff dominates.
             progress = (
                 (size_after < 0.5 * size)
                 | (value - after > _loss_roundoff(value))
@@ -156,35 +155,26 @@ def _make_newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = Tr
     return LowerSolver(init=lambda w: (), run=run)
 
 
-# After a step without progress the next one is more cautious: without the direction of negative
-# curvature and with a strict line search, then along the gradient.
+# After a step without progress the next one is more cautious: first without the direction of
+# negative curvature and with a strict line search, then along the gradient.
 _PLAIN, _STEEPEST, _STUCK = 1, 2, 3
 
 
-class _Scaled(NamedTuple):
-    """A lower problem in units of its own."""
+def _in_own_units(lower: Callable, w: Pytree, alpha: Pytree, batch: Pytree) -> tuple:
+    """Return ``(lower, w, value, slope, scale, unit)`` in units, powers of 2, near 1.
 
-    lower: Callable
-    w: Pytree
-    value: jax.Array  # of the loss at ``w``
-    slope: Pytree
-    scale: jax.Array  # |g| + |H w|
-    unit: jax.Array  # of the weights
-
-
-def _in_own_units(lower: Callable, w: Pytree, alpha: Pytree, batch: Pytree) -> _Scaled:
-    """``lower`` and ``w`` in units, powers of 2, in which weights and derivatives are near 1.
+    ``scale`` is ``|g| + |H w|``, and ``unit`` that of the weights.
 
     The squares of tiny or huge numbers leave the numbers' range, and line searches try steps of
-    sizes near 1. A power of 2 changes no rounding. The unit of the weights is 1 unless they, or the
-    way to the minimum from weights of 0, are larger or smaller than one rounding of 1.
+    sizes near 1. A power of 2 causes no rounding. The unit of the weights is 1 unless they, or the
+    distance to the minimum from weights of 0, are beyond 1 by more than one unit of roundoff.
     """
     slope, hvp = hessian_operator(lower, w, alpha, batch)
     bent = hvp(w)
     size = jnp.maximum(largest_magnitude(slope), largest_magnitude(bent))
     exponent, limits = _exponent(size), jnp.finfo(size.dtype)
-    # The way to the minimum is slope / curvature. The product is of a vector of the size 1 / slope,
-    # so that it is in range if the way is.
+    # The distance to the minimum is slope / curvature. We multiply the Hessian by a vector of
+    # size 1 / slope, so that the product is in range if the distance is.
     inverse = _power(-exponent, size)
     turned = hvp(optax.tree.scale(inverse, optax.tree.scale(inverse, slope)))
     way = -_exponent(largest_magnitude(turned))
@@ -202,18 +192,18 @@ def _in_own_units(lower: Callable, w: Pytree, alpha: Pytree, batch: Pytree) -> _
     w, slope = optax.tree.scale(_power(-length, size), w), optax.tree.scale(of_loss * unit, slope)
     bent = optax.tree.scale(of_loss * unit, bent)
     scale = optax.tree.norm(slope) + optax.tree.norm(bent)
-    return _Scaled(scaled, w, of_loss * value, slope, scale, unit)
+    return scaled, w, of_loss * value, slope, scale, unit
 
 
 def _power(exponent: jax.Array, like: jax.Array) -> jax.Array:
-    """2 to this exponent, or the nearest normal number."""
+    """Return 2 to this exponent, or the nearest normal number."""
     limits = jnp.finfo(like.dtype)
     exponent = jnp.clip(exponent, limits.minexp, limits.maxexp - 2)
     return jnp.ldexp(jnp.ones_like(like), exponent)
 
 
 def _exponent(size: jax.Array) -> jax.Array:
-    """That of the power of 2 next to ``size``; 0 where that is 0 or not finite."""
+    """Return the exponent of the power of 2 next to ``size``; 0 if ``size`` is 0 or not finite."""
     known = (size != 0) & jnp.isfinite(size)
     return jnp.frexp(jnp.where(known, size, 1))[1]
 
@@ -231,18 +221,17 @@ def _stationarity_tolerance(w: Pytree) -> float:
 def _direction(
     solved: ConjugateGradients, slope: Pytree, w: Pytree, caution: jax.Array
 ) -> tuple[jax.Array, Pytree]:
-    """Whether the loss curves up along the step of conjugate gradients, and the step to try.
+    """Return whether the loss curves up along the step of conjugate gradients, and the step to try.
 
-    Where they met negative curvature, the step is extended along that direction, as far as if its
-    curvature were positive. In the first iteration that direction is the gradient, which is also
-    taken where there is no step.
+    Along negative curvature the step is extended as far as if that curvature were positive. In the
+    first iteration that direction is the gradient, which also replaces a step of length 0.
     """
     newton = optax.tree.norm(solved.x) > 0
     extended = (caution < _PLAIN) & (optax.tree.norm(solved.downhill) > 0)
     length = 1 + optax.tree.norm(w)
     steepest = optax.tree.scale(length / optax.tree.norm(slope), slope)
     longer = optax.tree.add(solved.x, solved.downhill)
-    # Little curvature would make the step endless. The line search lets it grow where that pays.
+    # Small curvature would make the step too long. The line search can extend it again.
     size = optax.tree.norm(longer)
     longer = optax.tree.scale(jnp.minimum(1, 10 * length / jnp.where(size > 0, size, 1)), longer)
     direction = optax.tree.where(newton, solved.x, steepest)
@@ -258,22 +247,22 @@ def _line_search(
     convex: jax.Array,
     lenient: jax.Array,
 ) -> tuple[Pytree, jax.Array, jax.Array]:
-    """``w - t direction``, its loss, and whether ``t`` was found.
+    """Return ``w - t direction``, its loss, and whether ``t`` was found.
 
-    A ``convex`` step has its natural length: the first t = 1, 1/2, ... that lowers the loss. Others
-    have none: t grows, 1, 2, 4, ..., as long as the loss falls, or shrinks until it does. A
-    ``lenient`` search accepts a small increase where only a small decrease is predicted.
+    A ``convex`` step takes the first t = 1, 1/2, ... that lowers the loss. For other steps t
+    grows, 1, 2, 4, ..., as long as the loss falls, or shrinks until it does. A ``lenient``
+    search accepts a small increase if only a small decrease is predicted.
     """
     decrease = optax.tree.vdot(direction, slope)
 
-    def moved(t):  # a loss of wider numbers than the weights' does not widen them
+    def moved(t):  # a loss in a wider dtype does not widen the weights
         return optax.tree.add_scale(w, -t.astype(decrease.dtype), direction)
 
-    # A loss may be rounded far worse than its value says: sqrt(1 + r^2) - 1 is. So a decrease that
-    # is small is not looked for, and the gradient has to tell.
+    # A loss may have much more roundoff than its value suggests, e.g. sqrt(1 + r^2) - 1. So we do
+    # not require small decreases, and let the gradient decide.
     small = jnp.sqrt(jnp.finfo(value.dtype).eps) * jnp.abs(value)
     slack = jnp.where(lenient & (decrease < small), small, _loss_roundoff(value))
-    # Under the second length rounding hides the decrease.
+    # Below the length `hidden`, roundoff hides the decrease.
     hidden = 0.01 * _loss_roundoff(value) / jnp.where(decrease > 0, decrease, 1)
     shortest = jnp.where(convex, 1e-6, jnp.maximum(hidden, 1e-30))
 
@@ -286,7 +275,7 @@ def _line_search(
         t = jnp.where(grows, 2 * t, t / 2)
         trial = loss(moved(t))
         enough = trial <= value - 1e-4 * t * decrease + slack
-        # A decrease may be hidden at first.
+        # Roundoff may hide the first decreases.
         lower = (trial < best) | ((best == value) & (trial <= value))
         better = convex | (lower & jnp.isfinite(trial))
         best_t, best = jnp.where(better, t, best_t), jnp.where(better, trial, best)
@@ -309,18 +298,19 @@ def _loss_roundoff(value: jax.Array) -> jax.Array:
 
 
 def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> LowerSolver:
-    """L-BFGS with a strong-Wolfe line search (optax): finds ``w`` only, from gradients alone.
+    """Find a lower minimum by L-BFGS with a strong-Wolfe line search (optax), from gradients alone.
 
-    For smooth lower losses whose Hessian products are dear. Use it inside :func:`bilevel.implicit`.
+    For smooth lower losses with expensive Hessian products. Use it inside :func:`bilevel.implicit`.
 
     Parameters
     ----------
     steps : int
-        Most iterations.
+        Maximum number of iterations.
     tol : float, optional
-        As in :func:`newton`.
+        Iteration stops if ``|g|``, relative to ``|g| + |H w|`` at the start, is below ``tol``.
+        Default: 1e-9 in float64, and one unit of roundoff in narrower types.
     memory : int
-        Pairs of differences kept, two copies of ``w`` each.
+        Number of stored pairs of differences, two copies of ``w`` each.
 
     Returns
     -------
@@ -329,7 +319,7 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
     Raises
     ------
     ValueError
-        If ``steps`` or ``memory`` is under 1, or ``tol`` negative; when run with weights that vary
+        If ``steps`` or ``memory`` is under 1, or ``tol`` negative; at run time, if the weights vary
         over a mesh axis.
 
     Examples
@@ -358,7 +348,7 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
         promotion = jax.config.jax_numpy_dtype_promotion  # type: ignore[attr-defined]
 
         def loss(w):
-            with jax.numpy_dtype_promotion(promotion):  # optax calls it in another, below
+            with jax.numpy_dtype_promotion(promotion):  # optax calls it under "standard", below
                 return lower(w, alpha, batch)
 
         def unfinished(carry):
@@ -385,12 +375,12 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
 
 
 def solved(solve: Callable[[Pytree, Pytree, Pytree], Pytree] | None = None) -> LowerSolver:
-    """Already solved: the user hands in ``w*``. Use it inside :func:`bilevel.implicit`.
+    """Use a lower solution that the user computes. Use it inside :func:`bilevel.implicit`.
 
     Parameters
     ----------
     solve : ``solve(alpha, w, batch) -> w``, optional
-        Any traceable solver, another library's included. By default ``w0`` itself is the solution.
+        Any traceable solver, also of another library. By default ``w0`` itself is the solution.
 
     Returns
     -------
@@ -399,8 +389,8 @@ def solved(solve: Callable[[Pytree, Pytree, Pytree], Pytree] | None = None) -> L
     Raises
     ------
     ValueError
-        If ``solve`` is no function; when it runs, where it returns weights that are not of the
-        shapes of ``w0``.
+        If ``solve`` is not a function; at run time, if it returns weights of other shapes than
+        ``w0``.
 
     Examples
     --------
@@ -418,7 +408,7 @@ def solved(solve: Callable[[Pytree, Pytree, Pytree], Pytree] | None = None) -> L
     def run(lower, alpha, w, state, batch):
         solution = w if solve is None else like_start("solve", solve(alpha, w, batch), w)
         value, slope = jax.value_and_grad(lower)(solution, alpha, batch)
-        # Weights that are not finite say so themselves, and spoil a tilted loss.
+        # If weights are not finite, a tilted loss is not either; the weights show it already.
         known = jnp.isfinite(optax.tree.norm(solution))
         return nan_unless_finite(solution, jnp.where(known, value, 0), slope), state
 

@@ -1,7 +1,7 @@
 """Single-loop stochastic methods: weights, adjoint and hyperparameters move together, by batches.
 
-For data or weights too many for full passes; :func:`bilevel.search` runs them, the optimizer of
-``alpha`` being any of optax's. Each estimates the hypergradient from a batch or a few a step.
+Use them if data or weights are too large for full passes. :func:`bilevel.search` runs them with any
+optax optimizer of ``alpha``. Each step estimates the hypergradient from one or a few batches.
 
 ===========  =================================  ================================  ==============
 method       its direction                      memory beyond w and alpha         2nd derivatives
@@ -19,29 +19,16 @@ method       its direction                      memory beyond w and alpha       
 A SAGA or PAGE direction becomes exact at a solution, so constant rates converge.
 """
 
-from bilevel.stochastic._amigo import amigo
 from bilevel.stochastic._blocks import BatchedData as BatchedData
 from bilevel.stochastic._blocks import BatchSchedule as BatchSchedule
 from bilevel.stochastic._blocks import draw_batch_schedule as draw_batch_schedule
 from bilevel.stochastic._blocks import make_batched_data as make_batched_data
-from bilevel.stochastic._bome import bome
-from bilevel.stochastic._f2sa import f2sa
-from bilevel.stochastic._meha import meha
+from bilevel.stochastic._first_order import bome, f2sa, meha
 from bilevel.stochastic._oracles import full_direction as full_direction
 from bilevel.stochastic._oracles import tree_norm as tree_norm
 from bilevel.stochastic._paced import paced
 from bilevel.stochastic._saba import saba
-from bilevel.stochastic._soba import ma_soba, soba
+from bilevel.stochastic._soba import amigo, ma_soba, soba
 from bilevel.stochastic._spaba import spaba
 
-__all__ = [
-    "amigo",
-    "bome",
-    "f2sa",
-    "ma_soba",
-    "meha",
-    "paced",
-    "saba",
-    "soba",
-    "spaba",
-]
+__all__ = ["amigo", "bome", "f2sa", "ma_soba", "meha", "paced", "saba", "soba", "spaba"]

@@ -1,4 +1,4 @@
-"""Data in batches, estimates that are unbiased over them, and the order in which they come."""
+"""Cut data into batches, estimate without bias from them, and draw their order."""
 
 import dataclasses
 import functools
@@ -14,13 +14,13 @@ from bilevel.contracts import BatchIndices, Partition, Pytree
 from bilevel.internal.checks import count_rows, is_sparse
 from bilevel.internal.rows import sparse_rows
 
-_TOGETHER = 16  # batches that a pass through all rows takes at once, at most,
-_CACHE = 2**22  # and their bytes on a CPU: more come from slow memory, once for every derivative
+_TOGETHER = 16  # maximum number of batches that a pass through all rows takes at once
+_CACHE = 2**22  # maximum of their bytes on a CPU, so that they stay in the cache
 
 Oracle = Callable[[Pytree, float], tuple[Pytree, Pytree]]
-"""``oracle(batch, weight) -> (estimates, rest)``: the first those of ``weight`` times the loss.
+"""``oracle(batch, weight) -> (estimates, extras)``, with estimates of ``weight`` times the loss.
 
-The loss is what is weighted: estimates may be long, its derivatives start from one number.
+The weight multiplies the loss, because multiplying the long estimates would cost more.
 """
 
 
@@ -37,10 +37,9 @@ class BatchedData:
     tail: int
 
     def at(self, i: jax.Array | int, oracle: Oracle) -> tuple[Pytree, Pytree]:
-        """``oracle`` at batch ``i``, its estimates weighted: their mean over i is that of the rows.
+        """Return ``oracle`` at batch ``i``; the mean of its estimates over i is that of all rows.
 
-        The last batch has a program of its own size: clamped into the data, it would hold rows of
-        the batch before it.
+        The last batch has a program for its size: clamped into the data, it would repeat rows.
         """
         if self.count == 1:
             return oracle(self.rows, 1)
@@ -58,15 +57,15 @@ class BatchedData:
 
     @property
     def _total(self) -> int:
-        """Rows of all batches."""
+        """Return the rows of all batches."""
         return (self.count - 1) * self.size + (self.tail or self.size)
 
     def table(self, oracle: Oracle) -> Pytree:
-        """The weighted estimates of all batches, on a leading axis."""
+        """Return the weighted estimates of all batches, on a leading axis."""
         return jax.lax.map(lambda i: self.at(i, oracle)[0], jnp.arange(self.count))
 
     def mean(self, oracle: Oracle) -> Pytree:
-        """The mean of the estimates over all rows, many batches at a time: one wider program."""
+        """Return the mean of the estimates over all rows, many batches at a time."""
         if self.count == 1:
             return oracle(self.rows, 1)[0]
         total, length = self._total, self._wide()
@@ -87,7 +86,7 @@ class BatchedData:
         return jax.lax.fori_loop(0, whole, add, summed)
 
     def _wide(self) -> int:
-        """Rows that a pass takes at once."""
+        """Return the number of rows that a pass takes at once."""
         together = _TOGETHER
         if jax.default_backend() == "cpu":
             held = sum(x.nbytes for x in jax.tree.leaves(self.rows)) * self.size / self._total
@@ -105,12 +104,12 @@ def _slice_rows(rows: Pytree, start, length: int) -> Pytree:
 
 
 def make_batched_data(name: str, data: Pytree, batches: Partition | None) -> BatchedData:
-    """``data`` in the batches of a partition; None: all of it as one batch."""
+    """Return ``data`` in the batches of a partition; None makes all of it one batch."""
     if batches is None or not jax.tree.leaves(data):
         return BatchedData(data, 0, 1, 0)
     n = count_rows(name, data)
     size = min(batches.batch_size, n)
-    # Every row of a sparse matrix gets as many entries, while those of the longest are known.
+    # Every row of a sparse matrix is padded to the entries of the longest.
     data = jax.tree.map(
         lambda x: sparse_rows(x, jnp.arange(n)) if is_sparse(x) else jnp.asarray(x),
         data,
@@ -122,7 +121,7 @@ def make_batched_data(name: str, data: Pytree, batches: Partition | None) -> Bat
 class BatchSchedule(NamedTuple):
     """The batches of every step, drawn before the first: no random bits inside the loop.
 
-    Those of a step depend on the key and the step's number, not on how many steps there are.
+    A step's batches depend on the key and the step's number, and not on the number of steps.
     """
 
     train: jax.Array  # [steps * draws + 1], int32
@@ -130,14 +129,14 @@ class BatchSchedule(NamedTuple):
     uniforms: jax.Array  # [steps]
 
     def at(self, number: jax.Array, draws: tuple[int, int]) -> BatchIndices:
-        """Which batches step ``number`` takes."""
+        """Return the batches of step ``number``."""
 
-        def those(ids, per_step):
+        def batches_of(ids, per_step):
             here = jax.lax.dynamic_slice_in_dim(ids, number * per_step, per_step)
             return here, _entry(ids, (number + 1) * per_step)
 
-        train, next_train = those(self.train, draws[0])
-        valid, next_valid = those(self.valid, draws[1])
+        train, next_train = batches_of(self.train, draws[0])
+        valid, next_valid = batches_of(self.valid, draws[1])
         return BatchIndices(
             number, train, valid, next_train, next_valid, _entry(self.uniforms, number)
         )
@@ -151,7 +150,7 @@ def _entry(x: jax.Array, i: jax.Array) -> jax.Array:
 def draw_batch_schedule(
     key: Any, counts: tuple[int, int], steps: int, draws: tuple[int, int]
 ) -> BatchSchedule:
-    """Shuffled epochs of ``counts`` batches of train and valid; no key is needed for one batch."""
+    """Draw shuffled epochs of ``counts`` batches of train and valid. One batch needs no key."""
     lengths = [steps * per_step + 1 for per_step in draws]
     if key is None:
         train, valid = (jnp.zeros(length, jnp.int32) for length in lengths)
@@ -166,13 +165,13 @@ def draw_batch_schedule(
     return BatchSchedule(train, valid, (uniforms >> 8).astype(float) / 2.0**24)
 
 
-_BLOCK = 256  # random numbers that one key gives
+_BLOCK = 256  # random numbers per key
 
 
 def _streams(key: Any, lengths: tuple[int, ...]) -> list[jax.Array]:
-    """Streams of random bits, uint32: a longer one begins with the same numbers.
+    """Draw streams of random bits, uint32; a longer stream begins with the same numbers.
 
-    All by one program: that of a generator takes a third of a second to compile.
+    One program draws all of them, because each generator takes a third of a second to compile.
     """
     blocks = [-(-length // _BLOCK) for length in lengths]
     which = jnp.concatenate([jnp.full(n, i) for i, n in enumerate(blocks)])
@@ -186,11 +185,11 @@ def _streams(key: Any, lengths: tuple[int, ...]) -> list[jax.Array]:
 
 
 def _shuffled(bits: jax.Array) -> jax.Array:
-    """A permutation of the columns for each row of random bits."""
+    """Return a permutation of the columns for each row of random bits."""
     count = bits.shape[1]
-    if count > 2**12:  # of 32 bits 20 have to be left: what is equal in them stays in order
+    if count > 2**12:  # at least 20 of 32 bits must stay random, because ties keep their order
         return jnp.argsort(bits, 1).astype(jnp.int32)
-    # Numbers that end with their place: to sort them takes a twentieth of an argsort.
+    # The low bits hold the place. Sorting such numbers takes 1/20 of an argsort.
     mask = jnp.uint32(2 ** (count - 1).bit_length() - 1)
     places = jnp.arange(count, dtype=jnp.uint32)
     return (jnp.sort(bits & ~mask | places[None], 1) & mask).astype(jnp.int32)

@@ -1,10 +1,10 @@
-"""Steps of the weights and the adjoint that nobody has to choose: a metric, and measured curvature.
+"""Steps of the weights and the adjoint without a step size: a metric, and measured curvature.
 
-The lower Hessian H of a sample of the data gives a metric P, near its inverse: H decomposed up to
-512 weights, beyond that its largest eigenvalues only. In that metric batches are of about the same
-curvature in every direction; the largest of a few batches', l, is measured by power iterations, and
-steps are ``P / (2 l)``. Both are renewed at the ends of epochs 1, 3, 7, 15, ..., and l every fourth
-epoch. And wherever ``alpha`` has moved: a curvature of exp(alpha) triples where alpha grows by
+The lower Hessian H of a sample of the data gives a metric P near its inverse: H decomposed up to
+512 weights, and its largest eigenvalues beyond. In this metric, batches have about equal curvature
+in every direction. Power iterations measure the largest curvature l of a few batches, and steps are
+``P / (2 l)``. Both are renewed at the ends of epochs 1, 3, 7, 15, ..., and l every fourth epoch.
+They are also renewed after ``alpha`` has moved: a curvature of exp(alpha) triples if alpha grows by
 about 1, and steps of ``P / (2 l)`` are stable up to four times l.
 """
 
@@ -21,16 +21,16 @@ from bilevel.problem.problem import Problem, at_variables, hessian_operator
 from bilevel.solvers.inverses import row_products
 from bilevel.stochastic._blocks import BatchedData
 
-_RANK = 32  # of the Hessian's eigenvectors, where it is not decomposed
-_SPARE = 8  # more columns than that, for the last of them to be good
-_ROWS = 4  # of the sample, for each column: a covariance is then good to a factor of 4
+_RANK = 32  # number of the Hessian's eigenvectors, unless it is decomposed
+_SPARE = 8  # additional columns, for accurate last eigenvectors
+_ROWS = 4  # rows of the sample per column: the covariance is then accurate to a factor of 4
 _LEAST, _MOST = 8, 128  # batches in the sample
-_PROBES = 4  # batches whose curvature is measured
-_ITERATIONS = 8
+_PROBES = 4  # batches for the measurement of curvature
+_ITERATIONS = 8  # of the power method
 _FRACTION = 0.5  # of 1 / curvature
-_EPOCHS, _SHORTEST = 4, 100  # between two measurements of the length; steps of an epoch, at least
-_MOVED, _TURNED = 1.2, 3.0  # by alpha: for another length, for another basis where it is cheap
-_LOOKED = 16  # steps between two looks at alpha
+_EPOCHS, _SHORTEST = 4, 100  # between two measurements of the length; minimum steps of an epoch
+_MOVED, _TURNED = 1.2, 3.0  # changes of alpha that renew the length, and the basis if decomposed
+_LOOKED = 16  # steps between two checks of alpha
 
 
 class Metric(NamedTuple):
@@ -45,11 +45,11 @@ class Metric(NamedTuple):
     moved: Pytree  # alpha where the length was measured
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``P x`` of [..., p]."""
+        """Return ``P x`` of [..., p]."""
         return self.power(1.0, x) if self.matrix is None else x @ self.matrix
 
     def power(self, exponent: float, x: jax.Array) -> jax.Array:
-        """``P^exponent x`` of [..., p]."""
+        """Return ``P^exponent x`` of [..., p]."""
         along = x @ self.vectors
         outside = self.floor**-exponent
         factors = jnp.expand_dims(self.values**-exponent - outside, tuple(range(x.ndim - 1)))
@@ -57,7 +57,7 @@ class Metric(NamedTuple):
 
 
 def _products(problem: Problem, w: Pytree, alpha: Pytree, train: BatchedData):
-    """``(i, columns) -> H_i`` of batch i times the rows of [k, p]."""
+    """Return the function ``(i, rows [k, p]) -> H_i`` times the rows, for batch i."""
     flat, unravel = ravel_pytree(w)
     loss = at_variables(problem, None).lower
 
@@ -75,7 +75,7 @@ def _products(problem: Problem, w: Pytree, alpha: Pytree, train: BatchedData):
 
 
 def _estimate_metric(products, flat: jax.Array, alpha: Pytree, train: BatchedData) -> Metric:
-    """The metric without its length, from a sample of the batches that is always the same."""
+    """Return the metric without its length, from a fixed sample of the batches."""
     wide = min(flat.size, _RANK + _SPARE) if flat.size > DENSE_SIZE else flat.size
     sample = min(train.count, _MOST, max(_LEAST, -(-_ROWS * wide // max(1, train.size))))
     chosen = jnp.arange(sample) * train.count // sample
@@ -85,7 +85,7 @@ def _estimate_metric(products, flat: jax.Array, alpha: Pytree, train: BatchedDat
         return jax.lax.scan(add, jnp.zeros_like(columns), chosen)[0] / sample
 
     values, vectors = _leading(mean, flat, wide)
-    # Saddles go by the size of their curvature; what is lost in rounding is not divided by.
+    # Negative curvature counts by its size. Curvatures below roundoff are not divided by.
     values = jnp.abs(values)
     least = jnp.max(values) * 10 * jnp.finfo(flat.dtype).eps
     values = jnp.where(values > least, values, jnp.where(least > 0, least, 1))
@@ -99,19 +99,19 @@ def _estimate_metric(products, flat: jax.Array, alpha: Pytree, train: BatchedDat
 
 
 def _flatten_weights(w: Pytree) -> jax.Array:
-    """The weights in one row; of half precision, which is decomposed nowhere, in single."""
+    """Return the weights in one row, in single precision or better for the decomposition."""
     flat = ravel_pytree(w)[0]
     return flat.astype(at_least_float32(flat.dtype))
 
 
 def _largest_move(alpha: Pytree, before: Pytree) -> jax.Array:
-    """The furthest that any part of alpha has moved."""
+    """Return the largest change of any entry of alpha."""
     gaps = jax.tree.map(lambda x, y: jnp.max(jnp.abs(x - y)).astype(float), alpha, before)
     return jnp.max(jnp.stack(jax.tree.leaves(gaps)))
 
 
 def _leading(mean, flat: jax.Array, wide: int) -> tuple[jax.Array, jax.Array]:
-    """Eigenvalues and vectors of the mean: all of them, or the largest by subspace iteration."""
+    """Return eigenvalues and vectors of the mean: all, or the largest by subspace iteration."""
     if wide == flat.size:
         matrix = mean(jnp.eye(flat.size, dtype=flat.dtype))
         return jnp.linalg.eigh((matrix + matrix.T) / 2)
@@ -124,7 +124,7 @@ def _leading(mean, flat: jax.Array, wide: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _largest_curvature(products, metric: Metric, flat: jax.Array, count: int) -> jax.Array:
-    """The largest curvature of a few batches in the metric."""
+    """Return the largest curvature of a few batches in the metric."""
     probes = min(_PROBES, count)
     chosen = (jnp.arange(probes) * count + count // 2) // probes
 
@@ -144,7 +144,7 @@ def _largest_curvature(products, metric: Metric, flat: jax.Array, count: int) ->
 
 
 def unmeasured(problem: Problem, w: Pytree, alpha: Pytree, train: BatchedData) -> Metric:
-    """What the first step renews: to measure here too would compile it twice."""
+    """Return an empty metric; the first step renews it. Measuring here would compile twice."""
     products, flat = _products(problem, w, alpha, train), _flatten_weights(w)
     shapes = jax.eval_shape(lambda: _estimate_metric(products, flat, alpha, train))
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -153,7 +153,7 @@ def unmeasured(problem: Problem, w: Pytree, alpha: Pytree, train: BatchedData) -
 def renewed(
     old: Metric, number: jax.Array, problem: Problem, w: Pytree, alpha: Pytree, train: BatchedData
 ) -> Metric:
-    """The metric of step ``number``: a new one at the first, and now and then."""
+    """Return the metric of step ``number``: a new one at the first step, and at times after it."""
 
     def looked():
         epoch = number // train.count
@@ -180,7 +180,7 @@ def renewed(
 def metric_step(
     metric: Metric, pair: tuple[Pytree, Pytree], along: tuple[Pytree, Pytree], shorter: jax.Array
 ) -> tuple:
-    """``(w, v)`` after a step against the two directions, in the metric, ``shorter`` times it."""
+    """Return ``(w, v)`` after a step along the directions, scaled by the metric and ``shorter``."""
     directions = jnp.stack([ravel_pytree(d)[0] for d in along])
     steps = shorter * metric.length * metric(directions)
     unravel = ravel_pytree(pair[0])[1]

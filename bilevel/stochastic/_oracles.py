@@ -1,4 +1,4 @@
-"""The estimates that steps are made of, each from one batch and in one or two passes."""
+"""Estimate the directions of steps from batches."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,11 +25,11 @@ class Slopes(NamedTuple):
     """First derivatives of a loss at (w, alpha)."""
 
     w: Pytree
-    alpha: Pytree  # None of a loss that alpha does not enter: no zeros are made, nor added
+    alpha: Pytree  # None for a loss without alpha, which saves zeros
 
 
 class Directions(NamedTuple):
-    """Against these go ``w``, the adjoint ``v`` and ``alpha``."""
+    """The negative steps of ``w``, the adjoint ``v`` and ``alpha``."""
 
     w: Pytree
     v: Pytree
@@ -37,7 +37,7 @@ class Directions(NamedTuple):
 
 
 class Iterate(NamedTuple):
-    """Where derivatives are taken."""
+    """The point of the derivatives."""
 
     w: Pytree
     v: Pytree
@@ -45,7 +45,7 @@ class Iterate(NamedTuple):
 
 
 def lower_oracle(problem: Problem, point: Iterate) -> Oracle:
-    """Gives ``(Lower, (loss, aux))``: the products share a pass."""
+    """Return an oracle of ``(Lower, (loss, aux))``; its products share one pass."""
     loss = lower_loss(problem)
 
     def oracle(batch, weight):
@@ -62,7 +62,7 @@ def lower_oracle(problem: Problem, point: Iterate) -> Oracle:
 
 
 def slopes_oracle(loss: Callable, w: Pytree, alpha: Pytree) -> Oracle:
-    """Gives ``(Slopes, (loss, aux))`` of a loss that returns the pair."""
+    """Return an oracle of ``(Slopes, (loss, aux))`` for a loss that returns ``(loss, aux)``."""
 
     def oracle(batch, weight):
         slopes, loss_and_aux = jax.grad(weighted_loss(loss, weight), (0, 1), has_aux=True)(
@@ -74,7 +74,7 @@ def slopes_oracle(loss: Callable, w: Pytree, alpha: Pytree) -> Oracle:
 
 
 def outer_oracle(problem: Problem, point: Iterate) -> Oracle:
-    """Gives ``(Slopes, (loss, aux))`` of the outer loss."""
+    """Return an oracle of ``(Slopes, (loss, aux))`` of the outer loss."""
     loss, bare = split_losses(problem).outer, at_variables(problem, None).outer
 
     def oracle(batch, weight):
@@ -87,7 +87,7 @@ def outer_oracle(problem: Problem, point: Iterate) -> Oracle:
 
 
 def weighted_loss(loss: Callable, weight: float) -> Callable:
-    """``weight`` times a loss that returns ``(loss, aux)``, and that pair."""
+    """Return ``weight`` times a loss that returns ``(loss, aux)``, and that pair."""
 
     def scaled(w, alpha, batch):
         loss_and_aux = loss(w, alpha, batch)
@@ -97,22 +97,22 @@ def weighted_loss(loss: Callable, weight: float) -> Callable:
 
 
 def lower_loss(problem: Problem) -> Callable:
-    """The lower loss as a function that returns ``(loss, aux)``."""
+    """Return the lower loss as a function that returns ``(loss, aux)``."""
     lower = split_losses(problem).lower
     return lambda w, alpha, batch: lower(w, alpha, batch)[::2]
 
 
 def directions(lower: Lower, outer: Slopes) -> Directions:
-    """The single loop's directions: D_w, D_v and D_alpha of Dagreou et al. (2022)."""
+    """Return the single loop's directions: D_w, D_v and D_alpha of Dagreou et al. (2022)."""
     along = lower.cross if outer.alpha is None else optax.tree.add(outer.alpha, lower.cross)
     adjoint = jax.tree.map(lambda p, o: -(p + o), lower.product, outer.w)
     return Directions(lower.slope, adjoint, along)
 
 
 def at_both(oracle_at: Callable[[Any], Oracle], first: Any, second: Any) -> Oracle:
-    """One oracle at two points, on the same batch, as one wider program: its estimates as a pair.
+    """Return one oracle for two points on the same batch: a pair of estimates, from one program.
 
-    What comes beside the estimates is that of the second point.
+    The loss and aux are those of the second point.
     """
     stacked = jax.tree.map(lambda a, b: jnp.stack([a, b]), first, second)
 
@@ -125,7 +125,7 @@ def at_both(oracle_at: Callable[[Any], Oracle], first: Any, second: Any) -> Orac
 
 
 def metrics(problem: Problem, lower: tuple, outer: tuple, slope: Pytree, **more) -> dict[str, Any]:
-    """What a step reports: the losses on its batches, and the size of the lower direction."""
+    """Return the losses on a step's batches, and the size of the lower direction."""
     report = {"value": outer[0], "lower": lower[0], "noisy_stationarity": tree_norm(slope)}
     if getattr(problem, "has_aux", False):
         report["aux"] = {"lower": lower[1], "outer": outer[1]}
@@ -133,20 +133,20 @@ def metrics(problem: Problem, lower: tuple, outer: tuple, slope: Pytree, **more)
 
 
 def relative_adjoint_residual(directions: Directions, outer: Pytree) -> jax.Array:
-    """How far the adjoint is from solving its equation on these estimates, relative."""
+    """Return the relative residual of the adjoint's equation on these estimates."""
     size = tree_norm(outer)
     return tree_norm(directions.v) / jnp.where(size > 0, size, 1)
 
 
 def tree_norm(x: Pytree) -> jax.Array:
-    """By a product of vectors: XLA's sums of long ones take several times as long."""
+    """Return the 2-norm by a product of vectors, which XLA computes faster than a sum."""
     return jnp.sqrt(optax.tree.vdot(x, x))
 
 
 def full_direction(
     problem: Problem, w: Pytree, v: Pytree, alpha: Pytree, train: BatchedData, valid: BatchedData
 ) -> Pytree:
-    """The direction of ``alpha`` on all data, at an adjoint ``v``."""
+    """Return the direction of ``alpha`` on all data, at an adjoint ``v``."""
     point = Iterate(w, v, alpha)
     lower, outer = (
         train.mean(lower_oracle(problem, point)),

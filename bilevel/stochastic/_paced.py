@@ -1,4 +1,4 @@
-"""An optimizer of alpha that waits for the weights, and for the adjoint when it falls behind."""
+"""An optimizer of alpha that waits for the weights, and slows down if the adjoint lags."""
 
 from typing import NamedTuple
 
@@ -9,19 +9,19 @@ import optax
 from bilevel.contracts import Pytree
 from bilevel.internal.checks import common_dtype, gradient_transformation
 
-_UNIT = 50  # steps in which alpha moves by the rate, or as many as directions remember
-_SLOWING = 10  # of those, after which, and after ten times as many, it moves more slowly
-_PARTS = 8  # of a unit: how long sizes are averaged, and until the pace is halved
+_UNIT = 50  # minimum number of steps that together move alpha by the rate
+_SLOWING = 10  # units until the rate starts to fall
+_PARTS = 8  # parts of a unit; sizes are averaged over a part, and the pace is halved per part
 _LOST, _FOLLOWED = 0.3, 0.1  # residuals above which alpha slows down, below which it speeds up
-_GROWN, _FORGOTTEN = 2.0, 1.1  # of the gradient: growth that slows; of its least size, by part
+_GROWN, _FORGOTTEN = 2.0, 1.1  # growth of the gradient that slows; growth of its least size by part
 _SLOWEST = 2.0**-10
-_LONGEST = 2.0  # times 1 / curvature: a unit's steps together, where gradient descent is stable
-_KEPT = 0.9  # of the largest curvature, by the part
-_CALM = 0.1  # of the largest gradient: under it, Adam's steps fall with the gradient
+_LONGEST = 2.0  # times 1 / curvature: stability limit of gradient descent for a unit's steps
+_KEPT = 0.9  # factor of the largest curvature, per part
+_CALM = 0.1  # fraction of the largest gradient below which Adam's steps fall with the gradient
 
 
 class UpdateCurvature(NamedTuple):
-    """How fast the optimizer's update turns around as alpha moves: see :func:`_bent`."""
+    """How fast the optimizer's update changes as alpha moves: see :func:`_bent`."""
 
     largest: jax.Array  # []: change of the update, by the distance; slowly forgotten
     update: Pytree  # like alpha: the optimizer's, at the last measurement
@@ -44,20 +44,20 @@ class PacedState(NamedTuple):
 def paced(
     optimizer: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer of ``alpha`` for :func:`bilevel.spaba` and :func:`bilevel.saba` without steps.
+    """Pace an optimizer of ``alpha``, for :func:`spaba` and :func:`saba` without a step size.
 
-    ``alpha`` waits until weights and adjoint are near their solutions, by the adjoint's residual.
-    Then fifty steps together are one of the optimizer's, or as many as the directions take to
-    become exact again, if those are more: from one of SPABA's full passes to the next, an epoch of
-    SABA. Ten such units later it is less, as 1 / sqrt(1 + units / 10). Where the adjoint falls
-    behind, the pace is halved until it follows. The steps of a unit together are at most 2 /
-    curvature, so that alpha does not circle around its solution: how fast the optimizer's update
-    changes along alpha's movement is measured eight times in a unit.
+    ``alpha`` waits until weights and adjoint are near their solutions, measured by the adjoint's
+    residual. Then a unit of steps together is one step of the optimizer. A unit is fifty steps, or
+    the steps that the directions take to become exact again, if that is longer: from one of SPABA's
+    full passes to the next, or an epoch of SABA. After ten units the rate falls as
+    1 / sqrt(1 + units / 10). If the adjoint lags, the pace is halved until it follows. A unit moves
+    by at most 2 / curvature, so that alpha does not oscillate around its solution; the curvature is
+    the change of the optimizer's update along alpha's movement, measured eight times per unit.
 
     Parameters
     ----------
     optimizer : optax.GradientTransformation, optional
-        By default Adam with a rate of 2, whose steps become small with the gradient:
+        Default: Adam with a rate of 2 and steps that become small with the gradient, for
         hyperparameters that are logarithms or of the order of 1.
 
     Returns
@@ -68,27 +68,21 @@ def paced(
     Raises
     ------
     ValueError
-        For what is no optimizer; when called, by what is no single loop.
+        If ``optimizer`` is not an optimizer; in a search, if the solver is not a single loop.
 
     Notes
     -----
     A heuristic: no theorem covers it. The residual is |D_v| / |df/dw|, of variance-reduced
-    directions: above 0.3 the pace is halved, eight times in a unit, under 0.1 it grows by
-    a quarter, up to 1. SOBA's directions never have a small one. Memory: that of the optimizer and
-    two copies of ``alpha``.
+    directions. Above 0.3 the pace is halved, eight times per unit; under 0.1 it grows by a quarter,
+    up to 1. SOBA's directions never have a small residual. Memory: that of the optimizer and two
+    copies of ``alpha``.
 
     Examples
     --------
     >>> import bilevel
-    >>> problem = bilevel.Problem(
-    ...     lower=lambda w, alpha, batch: 0.5 * jnp.mean((w - alpha - batch) ** 2),
-    ...     outer=lambda w, alpha, batch: 0.5 * jnp.mean((w - batch) ** 2),
-    ... )
-    >>> x = jnp.linspace(-1.0, 1.0, 10)
-    >>> args = paced(), jnp.zeros(1), jnp.zeros(1), x, 2 + x
-    >>> result = bilevel.search(problem, bilevel.soba(0.1), *args, steps=500, diagnostics=False)
-    >>> result.alpha.round(1)
-    Array([2.], dtype=float...)
+    >>> state = bilevel.paced().init(jnp.zeros(1))
+    >>> state.pace, bool(state.going)
+    (Array(1., dtype=float...), False)
     """
     inner = gradient_transformation(
         "optimizer", _calm_adam(2.0) if optimizer is None else optimizer
@@ -99,7 +93,7 @@ def paced(
         begun = jnp.zeros((), int), jnp.zeros((), bool)
         zeros = optax.tree.zeros_like(alpha)
         bent = UpdateCurvature(0 * one, zeros, zeros)
-        # Not infinity: `jax_debug_infs` ends the search at one in its state.
+        # `jax_debug_infs` would raise at infinity.
         most = jnp.full_like(one, jnp.finfo(one.dtype).max)
         return PacedState(inner.init(alpha), one, one, 0 * one, most, bent, *begun)
 
@@ -160,10 +154,10 @@ class _CalmState(NamedTuple):
 
 
 def _calm_adam(rate: float, b1: float = 0.9, b2: float = 0.999) -> optax.GradientTransformation:
-    """Adam whose steps shrink near a solution, where the gradients are not noise but small.
+    """Return Adam with steps that shrink near a solution, where the gradients are small.
 
-    ``m / (sqrt(v) + calm sqrt(max v))``: where gradients fall under a part of the largest one, this
-    is gradient descent with momentum. Adam's own steps stay of one size there.
+    Steps are ``m / (sqrt(v) + calm sqrt(max v))``. For gradients below a fraction of the largest
+    one, this is gradient descent with momentum. Adam's own steps keep their size there.
     """
 
     def init(alpha):

@@ -1,4 +1,4 @@
-"""SABA: SOBA whose every estimate is SAGA's."""
+"""SABA: SOBA with SAGA's estimates."""
 
 from typing import NamedTuple
 
@@ -20,24 +20,24 @@ from bilevel.stochastic._oracles import (
 )
 from bilevel.stochastic._steps import Rate
 
-_LOST = 3.0  # an averaged residual: that of an adjoint of 0 is 1
-_SHORTER = 0.25
-_SHORTEST = 50  # steps to average over
+_LOST = 3.0  # averaged relative residual above which the adjoint restarts; an adjoint of 0 has 1
+_SHORTER = 0.25  # factor of the step's length at a restart
+_SHORTEST = 50  # minimum number of steps to average over
 
 
 class Saga(NamedTuple):
-    """The last estimates of each batch of one loss; 0 of those that have not come yet."""
+    """The last estimates of each batch of one loss; 0 for batches that were not drawn yet."""
 
     mean: Pytree  # of the table's rows
-    lost: Pytree  # what rounding left off the mean so far
+    lost: Pytree  # the accumulated rounding error of the mean
     row: Pytree  # the table's row of the next batch: see `_saga`
     table: Pytree  # [batches, ...]
 
 
 class AdjointMonitor(NamedTuple):
-    """Whether the adjoint is lost: see :func:`_monitor_adjoint`."""
+    """Whether the adjoint diverges: see :func:`_monitor_adjoint`."""
 
-    length: jax.Array  # [], in (0, 1]: what is left of the measured length of a step
+    length: jax.Array  # [], in (0, 1]: factor of the measured length of a step
     residual: jax.Array  # [], averaged over about an epoch
     begun: jax.Array  # [], int: the step an epoch after which the tables are full
 
@@ -62,18 +62,17 @@ def _table_row(table: Pytree, i) -> Pytree:
 
 
 def _saga(blocks: BatchedData, oracle: Oracle, saga: Saga, number, i, following):
-    """The estimate from batch ``i``, what came beside it, and the table with it.
+    """Return the estimate from batch ``i``, its loss and aux, and the table with it.
 
-    In the first epoch after a start it is the batch's own: the mean is not yet that of all rows.
-
-    The old row comes from the step before, which read it after it had written its own. Reading a
-    row before it is written, in one step, makes XLA copy the table.
+    In the first epoch after a start the estimate is the batch's own, because the mean does not
+    cover all rows yet. The previous step read the old row after writing its own. Reading a row
+    before writing it, in one step, makes XLA copy the table.
     """
     new, loss_and_aux = blocks.at(i, oracle)
     change = optax.tree.sub(new, saga.row)
     full = number >= blocks.count
     estimate = optax.tree.where(full, optax.tree.add(change, saga.mean), new)
-    # Compensated, after Kahan: in float32 the rounding of 100,000 sums would outweigh the mean.
+    # Kahan summation: in float32 the rounding of 100,000 sums would exceed the mean.
     due = optax.tree.add_scale(saga.lost, 1 / blocks.count, change)
     mean = optax.tree.add(saga.mean, due)
     lost = optax.tree.sub(due, optax.tree.sub(mean, saga.mean))
@@ -86,10 +85,10 @@ def _saga(blocks: BatchedData, oracle: Oracle, saga: Saga, number, i, following)
 def _monitor_adjoint(
     monitor: AdjointMonitor, residual: jax.Array, number: jax.Array, epoch: int
 ) -> tuple:
-    """The monitor after a step, and whether the adjoint was found lost: worse than 0.
+    """Return the monitor after a step, and whether the adjoint is lost: worse than 0.
 
-    Steps are as long as a few batches' curvature allows. Where others are steeper, the adjoint runs
-    away: then steps become shorter, and it begins again from 0 with tables that are filled anew.
+    Steps are as long as the curvature of a few batches allows. If other batches are steeper, the
+    adjoint diverges. Then steps become shorter, and it restarts from 0 with new tables.
     """
     since = max(epoch, _SHORTEST)
     average = monitor.residual + (residual - monitor.residual) / since
@@ -98,24 +97,24 @@ def _monitor_adjoint(
     monitor = AdjointMonitor(
         jnp.where(lost, _SHORTER, 1).astype(residual.dtype) * monitor.length,
         jnp.where(lost, 0, average),
-        # Two epochs of steps have every batch among them, one across an epoch's end may not.
+        # Two epochs of steps contain every batch; one epoch of steps across two may not.
         jnp.where(lost, number + 1 + epoch, monitor.begun),
     )
     return monitor, lost
 
 
 def saba(step_size: Rate | None = None) -> SingleLoop:
-    """SABA: :func:`bilevel.soba` with SAGA's estimates, new - what this batch gave last + mean.
+    """SABA: :func:`bilevel.soba` with SAGA's estimates (new - last of this batch + mean).
 
-    Of all five derivatives the last ones of each batch are in tables: the directions become exact
-    at a fixed point, and constant rates converge.
+    Tables hold the last five derivatives of each batch, so the directions become exact at a fixed
+    point, and constant rates converge.
 
     Parameters
     ----------
     step_size : positive number, or schedule ``steps done -> number``, optional
         Of ``w`` and ``v``; a third of 1 / L is safe, L the largest curvature of the lower loss on
-        any batch. By default steps are taken in a metric, from measured curvature; then ``alpha``
-        wants :func:`bilevel.paced`.
+        any batch. By default steps are taken in a metric, from measured curvature; then use
+        :func:`bilevel.paced` for ``alpha``.
 
     Returns
     -------
@@ -125,18 +124,19 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
     Raises
     ------
     ValueError
-        For a ``step_size`` that is not positive.
+        If ``step_size`` is not positive.
 
     Notes
     -----
-    A step: 3 lower oracles, 2 outer ones, from one batch of each loss. The first epoch's steps are
-    SOBA's, and fill the tables. Memory: for every batch of train 2 p + dim(alpha) numbers, of valid
-    p + dim(alpha); where that is too much there is :func:`bilevel.spaba`. (n + m)^(2/3) / eps
-    samples for E|dh|^2 <= eps, linear convergence under the Polyak-Lojasiewicz inequality. Nothing
-    is proved on a simplex or another set. Under ``vmap`` the tables are as many times larger.
+    Per step: 3 lower oracles and 2 outer ones, from one batch of each loss. The first epoch's steps
+    are SOBA's, and fill the tables. Memory: 2 p + dim(alpha) numbers per batch of train and
+    p + dim(alpha) per batch of valid; :func:`bilevel.spaba` needs less. It takes
+    (n + m)^(2/3) / eps samples for E|dh|^2 <= eps, with linear convergence under the
+    Polyak-Lojasiewicz inequality. Nothing is proved on a simplex or another set. Under ``vmap``
+    every copy has its tables.
 
-    Without a step size, an adjoint whose residual, averaged over an epoch, is three times that of 0
-    begins again from 0, with steps a quarter as long: rows with heavy tails need it.
+    Without a step size, an adjoint with an averaged residual of three times that of 0 restarts
+    from 0, with steps a quarter as long. Rows with heavy tails need this.
 
     References
     ----------
@@ -145,16 +145,9 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
 
     Examples
     --------
-    >>> import bilevel, jax, jax.numpy as jnp
-    >>> problem = bilevel.Problem(
-    ...     lower=lambda w, alpha, batch: 0.5 * jnp.mean((w - alpha - batch) ** 2),
-    ...     outer=lambda w, alpha, batch: 0.5 * jnp.mean((w - batch) ** 2),
-    ... )
-    >>> x = jnp.linspace(-1.0, 1.0, 10)
-    >>> options = {"steps": 300, "batches": bilevel.partition(4), "key": jax.random.key(0)}
-    >>> args = optax.sgd(0.1), jnp.zeros(1), jnp.zeros(1), x, 2 + x
-    >>> bilevel.search(problem, bilevel.saba(0.3), *args, **options).alpha.round(4)
-    Array([2.], dtype=float...)
+    >>> import bilevel
+    >>> bilevel.saba(0.3).draws
+    (1, 1)
     """
     if step_size is not None:
         steps.check_rate("step_size", step_size)

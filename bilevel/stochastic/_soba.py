@@ -1,26 +1,29 @@
-"""SOBA, and SOBA with averaged directions."""
+"""SOBA, SOBA with averaged directions, and AmIGO, which takes several inner steps."""
 
 from typing import NamedTuple
 
+import jax
 import optax
 
 from bilevel.contracts import Pytree, SingleLoop
-from bilevel.internal.checks import check_in_range
+from bilevel.internal.checks import check_in_range, integer
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._oracles import (
     Directions,
     Iterate,
     directions,
+    lower_loss,
     lower_oracle,
     metrics,
     outer_oracle,
     relative_adjoint_residual,
+    slopes_oracle,
 )
 from bilevel.stochastic._steps import Rate
 
 
 class SobaState(NamedTuple):
-    """State of :func:`soba`."""
+    """State of :func:`soba` and :func:`amigo`."""
 
     v: Pytree  # like w: the adjoint
 
@@ -33,7 +36,7 @@ class AveragedState(NamedTuple):
 
 
 def estimates(problem, alpha, w, v, indices, train, valid) -> tuple[Directions, dict]:
-    """The three directions from a batch each, and the metrics."""
+    """Return the three directions from a batch each, and the metrics."""
     point = Iterate(w, v, alpha)
     lower, below = train.at(indices.train[0], lower_oracle(problem, point))
     outer, above = valid.at(indices.valid[0], outer_oracle(problem, point))
@@ -62,14 +65,14 @@ def soba(step_size: Rate) -> SingleLoop:
     Raises
     ------
     ValueError
-        For a ``step_size`` that is not positive.
+        If ``step_size`` is not positive.
 
     Notes
     -----
-    A step: 3 lower oracles (a gradient, 2 products), 2 outer ones, a batch of each loss. Memory:
-    two copies of ``w`` beyond it, one of ``alpha``. With constant rates it stalls at the noise of
-    its directions; with rates t^-1/2, for both optimizers, E|dh|^2 falls under eps after about
-    eps^-2 samples where g is strongly convex. Nothing is proved on a simplex or another set.
+    Per step: 3 lower oracles (a gradient, 2 products) and 2 outer ones, on a batch of each loss.
+    Memory: two more copies of ``w`` and one of ``alpha``. With constant rates it stalls at the
+    noise of its directions. With rates t^-1/2, for both optimizers, E|dh|^2 falls below eps after
+    about eps^-2 samples if g is strongly convex. Nothing is proved on a simplex or another set.
 
     References
     ----------
@@ -103,12 +106,12 @@ def soba(step_size: Rate) -> SingleLoop:
 
 
 def ma_soba(step_size: Rate, average: float = 0.1) -> SingleLoop:
-    """SOBA whose direction for ``alpha`` is a moving average: ``h <- (1 - average) h + average D``.
+    """SOBA with an averaged direction of ``alpha``: ``h <- (1 - average) h + average D``.
 
     Parameters
     ----------
-    step_size : positive number, or schedule
-        As that of :func:`bilevel.soba`.
+    step_size : positive number, or schedule ``steps done -> number``
+        Under 1 / L, L the largest curvature of the lower loss on any batch.
     average : float
         The weight of the newest direction, in (0, 1]; 1 is :func:`bilevel.soba`.
 
@@ -120,13 +123,13 @@ def ma_soba(step_size: Rate, average: float = 0.1) -> SingleLoop:
     Raises
     ------
     ValueError
-        For a ``step_size`` that is not positive, or an ``average`` off (0, 1].
+        If ``step_size`` is not positive, or ``average`` is not in (0, 1].
 
     Notes
     -----
-    One more copy of ``alpha`` than SOBA. ``h`` starts at 0, so ``alpha`` begins slowly. The rate is
-    that of SOBA with steps of T^-1/2, under smoothness of first and second derivatives only.
-    Nothing is proved on a simplex or another set; an averaged direction is the better one there.
+    It needs one more copy of ``alpha`` than SOBA. ``h`` starts at 0, so ``alpha`` begins slowly.
+    The rate is that of SOBA with steps of T^-1/2, under smoothness of first and second derivatives
+    only. Nothing is proved on a simplex or another set; the averaged direction is better there.
 
     References
     ----------
@@ -153,3 +156,75 @@ def ma_soba(step_size: Rate, average: float = 0.1) -> SingleLoop:
         return direction, w, AveragedState(v, direction), report
 
     return SingleLoop(init, step, lambda state: state.v)
+
+
+def amigo(step_size: Rate, *, inner: int = 10) -> SingleLoop:
+    """AmIGO: ``inner`` warm-started SGD steps of ``w`` and of its adjoint per step of ``alpha``.
+
+    Parameters
+    ----------
+    step_size : positive number, or schedule ``steps of alpha done -> number``
+        Of ``w`` and of the adjoint: under 1 / L, L the largest curvature of the lower loss on any
+        batch.
+    inner : int
+        Steps of each, on new batches.
+
+    Returns
+    -------
+    SingleLoop
+        For :func:`bilevel.search`, with ``batches=bilevel.partition(...)``.
+
+    Raises
+    ------
+    ValueError
+        If ``step_size`` is not positive, or ``inner`` is under 1.
+
+    Notes
+    -----
+    Per step: 2 ``inner`` + 1 batches of train, for a gradient, a product or both, and one batch of
+    valid, for all outer gradients. Memory: that of SOBA. It takes eps^-2 samples for E|dh|^2 <= eps
+    with constant rates and large batches, if g is strongly convex. stocBiO is the same with an
+    adjoint that starts at 0. Nothing is proved on a simplex or another set.
+
+    References
+    ----------
+    Arbel & Mairal (2022), Amortized implicit differentiation for stochastic bilevel optimization,
+    Algorithm 1.
+
+    Examples
+    --------
+    >>> import bilevel
+    >>> bilevel.amigo(0.1, inner=5).draws
+    (11, 1)
+    """
+    rate = steps.check_rate("step_size", step_size)
+    inner = integer("inner", inner, 1)
+
+    def init(problem, alpha, w, indices, train, valid):
+        return SobaState(optax.tree.zeros_like(w))
+
+    def step(problem, alpha, w, state, indices, train, valid):
+        now = steps.rate_at(rate, indices.number)
+        loss = lower_loss(problem)
+
+        def descend(j, w):
+            slopes, _ = train.at(indices.train[j], slopes_oracle(loss, w, alpha))
+            return steps.against(w, slopes.w, now)
+
+        w = jax.lax.fori_loop(0, inner, descend, w)
+
+        outer, above = valid.at(indices.valid[0], outer_oracle(problem, Iterate(w, state.v, alpha)))
+
+        def solve(j, v):
+            point = Iterate(w, v, alpha)
+            lower, _ = train.at(indices.train[inner + j], lower_oracle(problem, point))
+            return steps.against(v, directions(lower, outer).v, now)
+
+        v = jax.lax.fori_loop(0, inner, solve, state.v)
+        lower, below = train.at(indices.train[-1], lower_oracle(problem, Iterate(w, v, alpha)))
+        step_directions = directions(lower, outer)
+        noisy = relative_adjoint_residual(step_directions, outer.w)
+        report = metrics(problem, below, above, step_directions.w, noisy_residual=noisy)
+        return step_directions.alpha, w, SobaState(v), report
+
+    return SingleLoop(init, step, lambda state: state.v, draws=(2 * inner + 1, 1))

@@ -26,9 +26,9 @@ from bilevel.stochastic._oracles import (
 from bilevel.stochastic._steps import Rate
 
 _STEPS = 1000  # from one full pass to the next
-_DRIFT = 0.3  # of the outer gradient: what steps may have added up to, wrongly, until a pass
-_LENGTHS = 0.25, 1.2  # factors of the steps' length, at most, after a pass
-_ERROR = 0.1  # of alpha's direction: what its sums may be wrong by, at a pass
+_DRIFT = 0.3  # allowed error of the summed adjoint direction at a pass, in outer gradients
+_LENGTHS = 0.25, 1.2  # limits of the factor of the steps' length after a pass
+_ERROR = 0.1  # allowed relative error of alpha's summed direction at a pass
 _TRUSTS, _LEAST_TRUST = (0.5, 1.05), 1 / 32  # factors after a pass, and the least trust
 
 
@@ -36,14 +36,14 @@ class SpabaState(NamedTuple):
     """State of :func:`spaba`."""
 
     v: Pytree  # like w: the adjoint
-    length: jax.Array  # [], in (0, 1]: what is left of the measured length of a step
-    trust: jax.Array  # [], in (0, 1]: what is taken of alpha's direction
-    stale: jax.Array  # [], bool: whether the next step takes all data, as the last are of no use
-    last: Tables  # where the last estimates were made, and they; the metric, if any
+    length: jax.Array  # [], in (0, 1]: factor of the measured length of a step
+    trust: jax.Array  # [], in (0, 1]: factor of alpha's direction
+    stale: jax.Array  # [], bool: whether the next step takes all data
+    last: Tables  # the last point and its estimates; the metric, if any
 
 
 def _full_pass_probability(train: BatchedData, valid: BatchedData) -> float:
-    """The chance of a full pass: as much work as the other steps do, or up to four times that."""
+    """Return the chance of a full pass: the work of the other steps, or up to four times that."""
     count = train.count + valid.count
     return max(2 / (2 + count), min(8 / (8 + count), 1 / _STEPS))
 
@@ -55,12 +55,12 @@ def _limit_directions(
     length: jax.Array,
     trust: jax.Array,
 ) -> tuple[Directions, Pytree, tuple[jax.Array, jax.Array]]:
-    """Exact directions, the adjoint, and the lengths of steps and of alpha's direction.
+    """Return exact directions, the adjoint, and the lengths of steps and of alpha's direction.
 
-    The estimates of the adjoint's residual are wrong by what has added up since the last pass: the
-    steps become shorter, until that is a part of the outer gradient. An adjoint whose residual is
-    larger than that of 0 begins again from there, where the products with it are known. Alpha's
-    direction is shortened until it, too, is right from one pass to the next.
+    The adjoint's residual estimates accumulate an error between passes. Steps become shorter until
+    it is a fraction of the outer gradient. An adjoint that is worse than 0 restarts from 0, where
+    its products are known. Alpha's direction is shortened until its sums, too, are right from one
+    pass to the next.
     """
     lower, outer = exact_estimates
     _, exact, along = directions(lower, outer)
@@ -80,19 +80,19 @@ def _limit_directions(
 def spaba(step_size: Rate | None = None, *, probability: float | None = None) -> SingleLoop:
     """SPABA: :func:`bilevel.soba` with estimates by PAGE, without tables.
 
-    With ``probability`` a step takes all data; else what the last step had, plus the difference
-    between here and there on one batch.
+    With ``probability`` a step takes all data. Otherwise it adds to the last estimates the
+    difference between the two points on one batch.
 
     Parameters
     ----------
     step_size : positive number, or schedule ``steps done -> number``, optional
         Of ``w`` and ``v``; a third of 1 / L is safe, L the largest curvature of the lower loss on
-        any batch. By default steps are taken in a metric, from measured curvature; then ``alpha``
-        wants :func:`bilevel.paced`.
+        any batch. By default steps are taken in a metric, from measured curvature; then use
+        :func:`bilevel.paced` for ``alpha``.
     probability : float in [0, 1], optional
-        Of a full pass. By default 2 / (2 + n) for n batches of both losses: passes then cost about
-        as much as the other steps do together. Of many batches it is a pass in a thousand steps, up
-        to 8 / (8 + n): rows are cheaper in passes, and ``alpha`` moves on meanwhile.
+        Probability of a full pass. Default for n batches of both losses: 2 / (2 + n), so passes
+        cost about as much as the other steps. For large n it is 1 / 1000, up to 8 / (8 + n): rows
+        are cheaper in passes, and ``alpha`` must not move long without one.
 
     Returns
     -------
@@ -102,22 +102,21 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
     Raises
     ------
     ValueError
-        For a ``step_size`` that is not positive, or a ``probability`` off [0, 1].
+        If ``step_size`` is not positive, or ``probability`` is not in [0, 1].
 
     Notes
     -----
-    A step: twice SOBA's oracles, at two points as one program; a full pass goes through the data
-    in wide batches. Memory: 6 copies of ``w`` and 3 of ``alpha`` beyond the two, and the metric.
-    Samples in order n^(1/2) / eps for E|dh|^2 <= eps, which is optimal (and the same for SRBA,
-    whose passes come at fixed times). The paper also clips ``v``; here it is not. Batches come in
-    shuffled epochs, its proof draws them independently; nothing is proved on a simplex or another
-    set. Under ``vmap`` over keys every step costs a full pass: loop over those.
+    Per step: twice SOBA's oracles, at two points as one program; a full pass goes through the data
+    in wide batches. Memory: 6 more copies of ``w``, 3 of ``alpha``, and the metric. It takes
+    n^(1/2) / eps samples in order for E|dh|^2 <= eps, which is optimal (and the same for SRBA, with
+    passes at fixed times). The paper also clips ``v``; we do not. Batches come in shuffled epochs;
+    the proof draws them independently. Nothing is proved on a simplex or another set. Under
+    ``vmap`` over keys every step costs a full pass: loop over those.
 
-    Without a step size, every pass compares the adjoint's residual with what has been added up
-    since the last one. Where they differ by more than 0.3 of the outer gradient, steps become
-    shorter, and an adjoint that is worse than 0 begins again from 0. If the sums of alpha's
-    direction are wrong by more than a tenth of it, alpha moves too fast for them: its direction
-    is shortened, to 1/32 at most.
+    Without a step size, every pass compares the adjoint's residual with the sum since the last one.
+    If they differ by more than 0.3 of the outer gradient, steps become shorter, and an adjoint that
+    is worse than 0 restarts from 0. If the sums of alpha's direction are wrong by more than a tenth
+    of it, alpha moves too fast for them: its direction is shortened, to 1/32 at least.
 
     References
     ----------
@@ -126,16 +125,9 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
 
     Examples
     --------
-    >>> import bilevel, jax.numpy as jnp
-    >>> problem = bilevel.Problem(
-    ...     lower=lambda w, alpha, batch: 0.5 * jnp.mean((w - alpha - batch) ** 2),
-    ...     outer=lambda w, alpha, batch: 0.5 * jnp.mean((w - batch) ** 2),
-    ... )
-    >>> x = jnp.linspace(-1.0, 1.0, 10)
-    >>> options = {"steps": 300, "batches": bilevel.partition(4), "key": jax.random.key(0)}
-    >>> args = optax.sgd(0.1), jnp.zeros(1), jnp.zeros(1), x, 2 + x
-    >>> bilevel.search(problem, bilevel.spaba(0.3), *args, **options).alpha.round(4)
-    Array([2.], dtype=float...)
+    >>> import bilevel
+    >>> bilevel.spaba(0.3, probability=0.1).draws
+    (1, 1)
     """
     if step_size is not None:
         steps.check_rate("step_size", step_size)

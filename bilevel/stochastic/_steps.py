@@ -16,19 +16,19 @@ Rate = float | jax.Array | Callable[[jax.Array], jax.Array]
 
 
 def check_rate(name: str, rate: Any) -> Any:
-    """Refuse what is neither a positive number nor a schedule."""
+    """Raise unless ``rate`` is a positive number or a schedule."""
     if not callable(rate):
         positive(name, rate)
     return rate
 
 
 def rate_at(rate: Rate, number: jax.Array) -> Any:
-    """The rate of a step."""
+    """Return the rate of a step."""
     return rate(number) if callable(rate) else rate
 
 
 def against(x: Pytree, direction: Pytree, rate: Any) -> Pytree:
-    """``x - rate * direction``, in the dtypes of ``x``."""
+    """Return ``x - rate * direction``, in the dtypes of ``x``."""
     return jax.tree.map(lambda x, d: (x - rate * d).astype(x.dtype), x, direction)
 
 
@@ -41,11 +41,11 @@ class Mover(NamedTuple):
 
 
 def mover(rate: Rate | None) -> Mover:
-    """By a rate; None: in a measured metric."""
+    """Return steps with this rate; None takes steps in a measured metric."""
     if rate is not None:
         fixed = rate
 
-        def by_rate(pair, along, state, number, *_, shorter):  # a rate is left as it is
+        def by_rate(pair, along, state, number, *_, shorter):
             return against(pair, along, rate_at(fixed, number)), state
 
         return Mover(lambda *_: (), by_rate)

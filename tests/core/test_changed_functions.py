@@ -1,4 +1,4 @@
-"""No result is that of a function as it was before it changed."""
+"""Results never come from an earlier version of a function that has changed."""
 
 import types
 
@@ -11,7 +11,6 @@ import pytest
 import bilevel
 import ntk
 from ntk import scores
-from ntk.empirical.kernels import gradient_norms
 from ntk.internal import compile_cache
 from ntk.internal.compile_cache import program
 
@@ -31,11 +30,11 @@ CHANGED = {"scale": 3.0, "shift": 1.0, "classes": 3}
 
 
 class Network:
-    """A plain object: what its methods compute depends on fields that anyone may set."""
+    """A plain object; its methods depend on mutable fields."""
 
     def __init__(self, settings):
         self.settings = settings
-        # One function object, which a cache could recognise, and methods, equal at every access.
+        # A cache could recognize one function object, and methods, which are equal at every access.
         self.function = lambda w, x: self.apply(w, x)
         self.problem = bilevel.Problem(self.lower, self.outer)
 
@@ -66,13 +65,11 @@ def gradient(net):
 COMPILED = {
     "empirical_kernel": lambda net: ntk.empirical_kernel(net.function, W, X),
     "empirical_kernel of a method": lambda net: ntk.empirical_kernel(net.apply, W, X),
-    "gradient_norms": lambda net: gradient_norms(net.apply, W, X),
     "kernel_vector_product": lambda net: ntk.kernel_vector_product(net.apply, W, X)(jnp.ones(4)),
     "search": searched,
     "hypergradient": gradient,
     "min_eigenvalue of a product": lambda net: ntk.min_eigenvalue(net.product, size=3),
     "naswot": lambda net: scores.naswot(None, net.function, WIDE, BATCH),
-    "snip": lambda net: scores.snip(None, net.function, W, BATCH),
 }
 
 
@@ -88,7 +85,7 @@ def test_a_function_that_changed_gives_what_a_new_one_gives(name):
     assert not np.array_equal(jax.tree.leaves(before)[0], jax.tree.leaves(after)[0])
 
 
-def test_a_kernels_product_is_that_of_the_network_it_was_made_of():
+def test_a_kernel_product_keeps_its_network():
     net = Network(settings())
     product = ntk.kernel_vector_product(net.apply, W, X)
     expected = ntk.kernel_vector_product(Network(settings()).apply, W, X)(jnp.ones(4))
@@ -96,16 +93,16 @@ def test_a_kernels_product_is_that_of_the_network_it_was_made_of():
     np.testing.assert_array_equal(product(jnp.ones(4)), expected)
 
 
-def test_the_same_program_is_compiled_once_whoever_asks_for_it():
-    kept = {n: ntk.empirical_kernel(lambda w, x, n=n: n * (x @ w), W, X) for n in (5.0, 6.0)}
+def test_equal_programs_are_compiled_once():
+    first = {n: ntk.empirical_kernel(lambda w, x, n=n: n * (x @ w), W, X) for n in (5.0, 6.0)}
     before = len(compile_cache._programs)
-    for n, expected in kept.items():
+    for n, expected in first.items():
         kernel = ntk.empirical_kernel(lambda w, x, n=n: n * (x @ w), W, X)
         np.testing.assert_array_equal(kernel, expected)
     assert len(compile_cache._programs) == before
 
 
-def test_arrays_that_are_closed_over_are_no_part_of_a_program():
+def test_closed_over_arrays_are_not_part_of_a_program():
     def of(c):
         return program(lambda x: x * c, X)
 
@@ -113,7 +110,7 @@ def test_arrays_that_are_closed_over_are_no_part_of_a_program():
     np.testing.assert_array_equal(of(2 * X)(X), 2 * X * X)
 
 
-def test_python_callbacks_are_not_taken_for_each_other():
+def test_python_callbacks_are_told_apart():
     def of(factor):
         shape = jax.ShapeDtypeStruct((), X.dtype)
         return lambda x: jax.pure_callback(lambda x: np.asarray(factor * x), shape, x)

@@ -1,10 +1,11 @@
-"""Claims about `bilevel.data`; those on the real files look in $BILEVEL_DATA, else they skip."""
+"""Tests of `bilevel.data`; those on the real files need $BILEVEL_DATA."""
 
 import csv
 import gc
 import gzip
 import hashlib
 import io
+import itertools
 import lzma
 import os
 import re
@@ -34,9 +35,6 @@ def real(name):
     return pytest.mark.skipif(not present, reason=f"BILEVEL_DATA holds no {name}")
 
 
-# Small datasets in the real formats.
-
-
 def idx(array):
     return struct.pack(f">{1 + array.ndim}I", 2048 + array.ndim, *array.shape) + array.tobytes()
 
@@ -60,7 +58,7 @@ REVIEWS = {
     f"aclImdb/{part}/{label}/{i}_{rating}.txt": f"{part} {label} {i}: {text}".encode()
     for part in ("train", "test")
     for label, rating in (("neg", 2), ("pos", 9))
-    for i, text in enumerate(TEXTS * 3)  # numbers of two digits: not in the order of their names
+    for i, text in enumerate(TEXTS * 3)  # numbers of two digits do not sort by name
 }
 UNLABELLED = {"aclImdb/train/unsup/0_0.txt": b"no label", "aclImdb/README": b"about"}
 
@@ -101,7 +99,7 @@ REMOTE |= {CIFAR_ARCHIVE: CIFAR_TAR, IMDB_ARCHIVE: IMDB_TAR}
 
 
 def sources(host):
-    """The table of sources with the digests of the small files, on another host."""
+    """Return the table of sources with the digests of the small files, on another host."""
 
     def source(file, files):
         return datasets.Source(f"{host}/{file}", digest(REMOTE[file]), files)
@@ -124,7 +122,7 @@ def write(folder, files, suffix=""):
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """Empty folders for $BILEVEL_DATA and the user cache, the small sources on a dead host."""
+    """Provide empty folders for $BILEVEL_DATA and the user cache, and a dead host."""
     monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "given"))
     monkeypatch.setattr(datasets.pooch, "os_cache", lambda project: tmp_path / "cache")
     monkeypatch.setattr(datasets, "BATCH_ROWS", 4)
@@ -135,7 +133,7 @@ def places(tmp_path, monkeypatch):
 
 @pytest.fixture
 def host(places, tmp_path, monkeypatch):
-    """A public host on this machine: the folder it serves and the paths asked for so far."""
+    """Serve a folder on this machine, and record the requested paths."""
     folder, asked = tmp_path / "host", []
 
     class Handler(SimpleHTTPRequestHandler):
@@ -152,7 +150,7 @@ def host(places, tmp_path, monkeypatch):
 
 
 def refusal(error, name, **options):
-    """The message of the refusal to load, which is one sentence."""
+    """Return the error message of loading, which is one sentence."""
     with pytest.raises(error) as caught:
         datasets.load(name, **options)
     message = str(caught.value)
@@ -164,9 +162,6 @@ def same(a, b):
     return a.classes == b.classes and all(
         x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(a[:4], b[:4], strict=True)
     )
-
-
-# What load returns.
 
 
 def test_digits_are_the_scikit_learn_digits_with_the_last_360_as_test():
@@ -257,30 +252,20 @@ def test_the_first_reviews_have_both_labels_although_the_file_is_sorted(places):
     assert set(imdb.y_train) == set(imdb.y_test) == {0, 1}
 
 
-# Damage: one sentence naming the file, what was expected and what came.
-
-
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_truncated_idx_file_is_refused(places, suffix):
-    write(places.given / "mnist", MNIST, suffix)
-    path = places.given / "mnist" / f"t10k-labels-idx1-ubyte{suffix}"
-    whole = path.read_bytes()
-    for length in (0, 3, 7, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        message = refusal(ValueError, "mnist")
-        assert str(path) in message and "expected" in message and "got" in message
-
-
-@pytest.mark.parametrize("position", [0, 20, -6], ids=["magic", "stream", "checksum"])
-@pytest.mark.parametrize("suffix", [".gz", ".xz"])
-def test_a_damaged_compressed_file_is_refused(places, suffix, position):
+def test_a_truncated_or_damaged_idx_file_is_refused(places, suffix):
     write(places.given / "mnist", MNIST, suffix)
     path = places.given / "mnist" / f"train-images-idx3-ubyte{suffix}"
-    content = bytearray(path.read_bytes())
-    content[position] ^= 255
-    path.write_bytes(content)
-    message = refusal(ValueError, "mnist")
-    assert str(path) in message and "expected" in message and "got" in message
+    whole = path.read_bytes()
+    damaged = [whole[:length] for length in (0, 3, 7, len(whole) // 2, len(whole) - 1)]
+    for position in (0, 20, -6):  # the magic number, the stream, the checksum
+        altered = bytearray(whole)
+        altered[position] ^= 255
+        damaged.append(bytes(altered))
+    for content in damaged:
+        path.write_bytes(content)
+        message = refusal(ValueError, "mnist")
+        assert str(path) in message and "expected" in message and "got" in message
 
 
 TRAIN_IMAGES, TEST_LABELS = "train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
@@ -294,11 +279,6 @@ DAMAGED = {
         MNIST | {TRAIN_IMAGES: ALTERED},
         (TRAIN_IMAGES, digest(MNIST[TRAIN_IMAGES])[4:], digest(ALTERED)[4:]),
     ),
-    "images for labels": (
-        "mnist",
-        MNIST | {"train-labels-idx1-ubyte": MNIST[TRAIN_IMAGES]},
-        ("train-labels-idx1-ubyte", "2049", "2051"),
-    ),
     "another length": ("mnist", MNIST | {TEST_LABELS: LONGER}, (TEST_LABELS, "208", "11")),
     "a short batch": (
         "cifar10",
@@ -309,11 +289,6 @@ DAMAGED = {
         "cifar10",
         {CIFAR_ARCHIVE: CIFAR_TAR[:-20]},
         (CIFAR_ARCHIVE, digest(CIFAR_TAR)[4:]),
-    ),
-    "an altered table": (
-        "imdb",
-        {"imdb_reviews.csv": TABLE.replace(b"plain", b"plane")},
-        ("imdb_reviews.csv",),
     ),
     "an altered review": (
         "imdb",
@@ -359,9 +334,6 @@ def test_more_rows_than_the_cifar_batches_there_is_refused_with_what_is_there(pl
     assert len(datasets.load("cifar10", train_size=12).y_train) == 12
 
 
-# Where load looks, and the download.
-
-
 def test_the_folder_named_by_bilevel_data_comes_before_the_cache(places, monkeypatch):
     write(places.given / "mnist", MNIST)
     write(places.cache / "mnist", {file: b"damaged" for file in MNIST})
@@ -383,18 +355,14 @@ def homeless(project):
 
 
 @pytest.mark.parametrize("cache", [homeless, lambda project: Path("~/.cache", project)])
-def test_a_user_without_a_home_has_the_folder_of_bilevel_data_alone(
-    places, host, tmp_path, monkeypatch, cache
-):
+def test_without_a_home_only_bilevel_data_is_searched(places, host, tmp_path, monkeypatch, cache):
     monkeypatch.setattr(datasets.pooch, "os_cache", cache)
     monkeypatch.chdir(tmp_path)
     message = refusal(FileNotFoundError, "mnist")
     assert f"expected its files in {places.given / 'mnist'}, got none" in message
-    write(places.given / "mnist", MNIST)
-    assert len(datasets.load("mnist").y_train) == 6
     monkeypatch.delenv("BILEVEL_DATA")
     assert "this user has no home" in refusal(FileNotFoundError, "mnist")
-    assert not host.asked and not Path("~").exists()  # a folder of that name
+    assert not host.asked and not Path("~").exists()
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "imdb"])
@@ -440,13 +408,10 @@ def test_an_unreachable_host_is_refused_with_where_to_put_the_file(places):
 
 def test_every_source_is_on_https_and_has_digests_so_that_no_download_goes_unchecked():
     pattern = re.compile(r"md5:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
-    for source in (source for each in datasets.SOURCES.values() for source in each):
+    for source in itertools.chain(*datasets.SOURCES.values()):
         assert source.files and source.url.startswith("https://")
         for value in (source.digest, *source.files.values()):
             assert pattern.fullmatch(value)
-
-
-# Stratified splits.
 
 
 def table(labels, parts):
@@ -470,7 +435,7 @@ def test_parts_have_their_sizes_and_are_disjoint_and_within_one_of_the_ideal(see
     assert np.abs(table(labels, parts) - ideal).max() < 1
 
 
-def test_a_key_gives_the_parts_it_has_always_given_and_another_key_others():
+def test_a_key_always_gives_the_same_parts():
     for key in jax.random.key(0), jax.random.PRNGKey(0):
         train, valid = datasets.stratified_split(key, [0, 1] * 5, (6, 2))
         assert (train.tolist(), valid.tolist()) == ([3, 7, 6, 4, 1, 0], [2, 5])
@@ -487,15 +452,6 @@ def test_no_class_and_no_sample_is_favoured():
     # Each entry is binomial with mean 100 and deviation below 10.
     for counts in drawn, of_class:
         assert counts.min() > 50 and counts.max() < 150
-
-
-def test_the_classes_are_mixed_within_a_part():
-    labels = np.repeat([0, 1], 100)
-    (part,) = datasets.stratified_split(jax.random.key(0), labels, (100,))
-    assert 10 < labels[part][:50].sum() < 40
-
-
-# The real files, held to the figures published for them.
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Weights that never get a gradient: reverse mode neither overflows nor multiplies inf by 0."""
+"""Reverse mode handles weights without a gradient: no overflow, and no inf times 0."""
 
 import jax
 import jax.numpy as jnp
@@ -52,15 +52,15 @@ OPTIMIZERS = {name: getattr(optax, name)(0.01) for name in NAMES.split()} | {
 }
 
 
-@pytest.mark.parametrize("name", ["adam", "clipped adam", "learned rate"])
+@pytest.mark.parametrize("name", ["adam", pytest.param("learned rate", marks=pytest.mark.slow)])
 def test_dead_units_under_weight_decay_leave_the_hypergradient_right(name):
     optimizer = OPTIMIZERS[name]
-    # Truth: forward mode, which multiplies 0 by slopes in the order of the steps.
+    # Truth: forward mode, which multiplies slopes by 0 in the order of the steps.
     assert_close(grad(optimizer, 12, "reverse"), grad(optimizer, 12, "forward"), f64=1e-4, f32=1e-4)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("steps", [5, 20, 100])
+@pytest.mark.parametrize("steps", [5, 100])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_dead_units_under_every_optimizer(name, steps):
     reverse, forward = (grad(OPTIMIZERS[name], steps, mode) for mode in ("reverse", "forward"))
@@ -74,7 +74,7 @@ def smallest(lower, steps=10):
     return bilevel.hypergradient(problem, solver, diagnostics=False)
 
 
-def test_only_weights_at_zero_of_which_one_copy_moves():
+def test_weights_at_zero_next_to_a_copy_that_moves():
     fn = smallest(lambda w, alpha, batch: jnp.exp(alpha) * jnp.sum(w**2))
     starts = jnp.stack([jnp.zeros(2), jnp.array([0.3, -0.2])])
     hyper = jax.jit(jax.vmap(fn, (None, 0, None, None)))(jnp.float32(0), starts, None, None)
@@ -82,7 +82,7 @@ def test_only_weights_at_zero_of_which_one_copy_moves():
 
 
 def test_an_overflow_that_matters_is_not_hidden():
-    """Alpha moves the gradient of 0: the derivative is out of float32's range."""
+    """Alpha moves the gradient of 0, so the derivative is out of float32's range."""
 
     def lower(w, alpha, batch):
         return jnp.sum(w**2) + alpha * jnp.sum(w)

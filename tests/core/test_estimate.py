@@ -1,4 +1,4 @@
-"""What a hypergradient says of its own error, held to errors that are known."""
+"""A hypergradient's error estimate, compared with known errors."""
 
 import functools
 import subprocess
@@ -27,11 +27,8 @@ def error(actual, expected):
     return np.linalg.norm(flatten(actual) - flatten(expected))
 
 
-# --------------------------------------------------------------------------- the calibration
-
-
 def implicit_after_descent(problem, step_size, steps):
-    """``implicit(unrolled(step_size, steps))`` for a traced number of steps: compiled once."""
+    """Return ``implicit(unrolled(step_size, steps))``, compiled once for all numbers of steps."""
 
     def descend(alpha, w, batch):
         def step(_, w):
@@ -43,7 +40,7 @@ def implicit_after_descent(problem, step_size, steps):
 
 
 def unrolled_descent(problem, step_size, steps, most=STEPS[-1]):
-    """``unrolled(step_size, steps)`` for a traced number of steps: the others have length 0."""
+    """Return ``unrolled(step_size, steps)`` for a traced number of steps; others have length 0."""
 
     def schedule(count):
         return jnp.where(count < steps, step_size, 0.0)
@@ -53,7 +50,7 @@ def unrolled_descent(problem, step_size, steps, most=STEPS[-1]):
 
 @functools.cache
 def compiled(kind, family):
-    """The hypergradient after a traced number of steps; both quadratics share one."""
+    """Return the hypergradient after a traced number of steps; both quadratics share one."""
     problem = (digits() if family is digits else quadratic("iid")).case.problem
     make = {"implicit": implicit_after_descent, "unrolled": unrolled_descent}[kind]
 
@@ -73,7 +70,7 @@ PROBLEMS = {
 
 @functools.cache
 def calibrate(kind, name, steps):
-    """The result, the error it made (truth: numpy, float64), and what counts as none at all."""
+    """Return the result, its error (truth: numpy, float64), and the error that counts as zero."""
     family, load = PROBLEMS[name]
     small, step_size, truth = load()
     result = compiled(kind, family)(step_size, steps, *small.args)
@@ -91,7 +88,7 @@ def over_all_calibrations(test):
 def test_error_estimate_is_within_a_third_and_ten_times_the_error(kind, name, steps):
     result, true_error, floor = calibrate(kind, name, steps)
     estimate = float(result.info.error_estimate)
-    # Below the floor both are the rounding of the hypergradient, and count as zero.
+    # Below the floor both numbers are rounding errors and count as zero.
     if max(true_error, estimate) > floor:
         assert true_error / 3 <= estimate <= 10 * true_error
 
@@ -112,12 +109,9 @@ def test_error_bound_holds_for_quadratics_and_is_infinite_for_others(kind, name,
         assert true_error - floor <= result.info.error_bound < np.inf
 
 
-# ------------------------------------------------------------------------------- the residuals
-
-
 @functools.cache
 def assessed(name, mode="reverse"):
-    """The logistic problem's hypergradient after few steps."""
+    """Return the logistic problem's hypergradient after few steps."""
     descent = bilevel.unrolled(0.1, 20)
     solver = {
         "unrolled": lambda: descent,
@@ -130,7 +124,7 @@ def assessed(name, mode="reverse"):
 
 @functools.cache
 def exact_gradient():
-    """The implicit hypergradient at the solution: other tests hold it to finite differences."""
+    """Return the implicit hypergradient at the solution, which other tests check."""
     return hypergradient(bilevel.implicit(), logistic(), diagnostics=False).grad
 
 
@@ -146,7 +140,7 @@ def test_stationarity_is_the_norm_of_the_lower_gradient(name):
 
 
 @pytest.mark.slow
-def test_linear_residual_is_that_of_the_adjoint_which_the_solver_used():
+def test_linear_residual_is_that_of_the_solvers_adjoint():
     small, result = logistic(), assessed("neumann")
     hessian = np.asarray(
         lower_hessian(small.problem.lower, result.w, small.alpha, small.train), float
@@ -161,7 +155,7 @@ def test_linear_residual_is_that_of_the_adjoint_which_the_solver_used():
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["neumann", "truncated", "unrolled", "implicit"])
-def test_approximate_hypergradients_know_their_bias(name):
+def test_the_estimate_contains_the_bias_of_approximations(name):
     result = assessed(name)
     true_error = error(result.grad, exact_gradient())
     assert true_error / 3 <= result.info.error_estimate <= 10 * true_error
@@ -173,7 +167,7 @@ def test_forward_mode_fills_info_too():
     assert_close(forward.stationarity, reverse.stationarity, f64=1e-9, f32=1e-3)
     assert_close(forward.error_estimate, reverse.error_estimate, f64=1e-2, f32=1e-2)
     assert forward.converged == reverse.converged
-    # No adjoint to read off: it is the independent solve's residual.
+    # Forward mode has no adjoint: this is the independent solve's residual.
     assert forward.linear_residual < tolerance(1e-9, 1e-4)
 
 
@@ -187,13 +181,13 @@ def test_info_is_the_same_under_vmap():
     alphas = jax.tree.map(lambda x: jnp.stack([0.7 * x, x]), small.alpha)
     info = jax.jit(fn)(alphas, *small.args[1:]).info
     expected = assessed("implicit").info
-    # The refinement of both goes on until the slower is done.
+    # Both are refined until the slower one is done.
     assert_close(info.stationarity[1], expected.stationarity, f64=1e-10, f32=1e-3)
     assert_close(info.error_estimate[1], expected.error_estimate, f64=1e-2, f32=1e-2)
 
 
 def many_ridges(rng, count, n, p, noise, low, high):
-    """``count`` problems in numbers that float32 holds, and their exact hypergradients."""
+    """Return ``count`` problems with numbers exact in float32, and their exact hypergradients."""
 
     def held(x):
         return np.asarray(x, np.float32).astype(np.float64)
@@ -219,8 +213,8 @@ def many_ridges(rng, count, n, p, noise, low, high):
 
 @pytest.mark.long
 @pytest.mark.parametrize("noise", [0.0, 1e-6])
-def test_an_outer_gradient_that_cancels_to_rounding_is_known_to(noise):
-    # In float32 the validation residuals keep one or two digits, or none. Old: 29 of 218 false.
+def test_the_estimate_holds_if_the_outer_gradient_cancels_to_rounding(noise):
+    # In float32 the validation residuals keep two digits or less.
     fn = jax.jit(jax.vmap(bilevel.hypergradient(soft_problem(), bilevel.implicit())))
     for seed, p in (1, 4), (2, 10):
         args, truth = many_ridges(np.random.default_rng(seed), 200, 4 * p, p, noise, -8, -4)
@@ -235,8 +229,8 @@ def test_an_outer_gradient_that_cancels_to_rounding_is_known_to(noise):
 
 
 @pytest.mark.long
-def test_many_hypergradients_at_once_never_stand_still():
-    # On two threads XLA hung here, two decompositions waiting for each other's (12 in 12 runs).
+def test_many_hypergradients_at_once_do_not_deadlock():
+    # On two threads, two unordered decompositions of XLA wait for each other.
     code = """
 import jax, jax.numpy as jnp, bilevel
 keys = jax.random.split(jax.random.key(0), 4)
@@ -254,7 +248,7 @@ for solver in bilevel.implicit(), bilevel.implicit(bilevel.newton(), bilevel.den
 
 
 @pytest.mark.long
-def test_diagnostics_do_not_stand_in_the_way_of_differentiation():
+def test_hypergradients_with_diagnostics_can_be_differentiated():
     small = logistic()
     fn = bilevel.hypergradient(small.problem, bilevel.implicit())
 
@@ -269,16 +263,6 @@ def test_diagnostics_do_not_stand_in_the_way_of_differentiation():
     grad, info = outer_grad(small.alpha)
     assert_close(grad, exact_gradient(), f64=1e-12, f32=1e-5)
     assert info.converged
-
-
-@pytest.mark.slow
-def test_diagnostics_can_be_left_out():
-    result = hypergradient(bilevel.unrolled(0.1, 20), logistic(), diagnostics=False)
-    assert result.info is None
-    assert_close(result.grad, assessed("unrolled").grad, f64=1e-13, f32=1e-5)
-
-
-# -------------------------------------------------------------------- where nothing can be known
 
 
 # A double well with a negative Hessian near w = 0, and a weight that is free.
@@ -303,7 +287,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", [pytest.param("indefinite", marks=pytest.mark.slow), "free"])
-def test_estimate_is_infinite_where_nothing_can_be_known(name):
+def test_estimate_is_infinite_if_nothing_is_known(name):
     small, implicit = UNKNOWN[name]
     for solver in (implicit, bilevel.unrolled(0.01, 3)):
         info = hypergradient(solver, small).info
@@ -313,7 +297,7 @@ def test_estimate_is_infinite_where_nothing_can_be_known(name):
 
 @pytest.mark.slow
 def test_error_bound_is_infinite_beyond_1024_weights_where_the_estimate_is_not():
-    # Quadratic: of fewer weights the bound is finite, as in the calibration.
+    # With fewer weights the bound of this quadratic is finite, as in the calibration.
     small = case(
         lambda w, alpha, batch: 0.5 * jnp.sum((1 + jnp.exp(alpha)) * w**2) - jnp.sum(w),
         lambda w, alpha, batch: jnp.sum(w**2),
@@ -326,11 +310,8 @@ def test_error_bound_is_infinite_beyond_1024_weights_where_the_estimate_is_not()
     assert np.isinf(result.info.error_bound)
 
 
-# ------------------------------------------------------------------------------- closed forms
-
-
 def ridge_on(scale_of_data, scale_of_decay):
-    """The mixed-features problem with a lower loss that may not be what ridge solves."""
+    """Return the mixed-features problem with a lower loss that may differ from ridge's."""
     small = least_squares()
 
     def lower(w, alpha, batch):
@@ -352,7 +333,7 @@ def test_ridge_is_found_exact_on_its_loss_up_to_a_positive_factor():
 
 
 @pytest.mark.slow
-def test_ridge_on_another_loss_is_found_out_independently():
+def test_the_estimate_detects_ridge_on_another_loss():
     small = ridge_on(1.0, 3.0)
     result = hypergradient(bilevel.ridge(mixed, decay), small)
     # Truth: the hypergradient of the loss that the problem states.
@@ -366,7 +347,7 @@ def test_ridge_on_another_loss_is_found_out_independently():
 
 @pytest.mark.slow
 def test_norms_that_overflow_never_count_as_converged():
-    """Gradient descent that diverged: infinity is not under 1 % of infinity."""
+    """Gradient descent diverged: infinity is not below 1 % of infinity."""
     problem = bilevel.Problem(
         lower=lambda w, alpha, batch: 0.5 * jnp.sum((w - 1) ** 2 + jnp.exp(alpha) * w**2),
         outer=lambda w, alpha, batch: 0.5 * jnp.sum(w**2),
@@ -395,8 +376,8 @@ def test_norms_that_underflow_are_no_estimate():
     assert none.converged and float(none.error_estimate) == 0
 
 
-def test_weights_of_a_coarse_type_are_named_and_kinks_are_not():
-    """Losses of bfloat16 weights are steps in float32, in which Newton's method cannot rest."""
+def test_the_reason_names_a_coarse_dtype_of_the_weights():
+    """In float32 a loss of bfloat16 weights is a step function, so Newton does not settle."""
 
     def lower(w, alpha, batch):
         return jnp.sum(jnp.cosh(w.astype(jnp.float32) - jnp.exp(alpha)))

@@ -1,10 +1,10 @@
-"""The packages under JAX's own flags, with functions that no cache has seen.
+"""Run the packages under JAX's flags, all that can be on together, with uncached functions.
 
-A call runs once under all flags that can be on together. An example of each kind is in the fast
-part. With `optax.adam` strict promotion fails inside optax, so searches take `optax.sgd`.
+Strict promotion fails inside `optax.adam`, so searches use `optax.sgd`.
 """
 
 import contextlib
+import functools
 import gc
 
 import jax
@@ -19,7 +19,6 @@ from problems import mean_squares, separate_penalties
 import bilevel
 import ntk
 from bilevel.linear import matrices, ridge_weights
-from bilevel.linear.models import svm_weights
 
 ROWS, WEIGHTS = 16, 8
 
@@ -85,17 +84,18 @@ def hypergradient(problem, solver, alpha, weights=WEIGHTS, **options):
     return fn(alpha, jnp.zeros(weights), rows(0, weights), rows(1, weights))
 
 
-def by_batches(solver):
-    return search(LOGISTIC, solver, batches=bilevel.minibatches(4), key=jax.random.key(0))
-
-
-def in_geometry(optimizer):
-    return search(MIXTURE, bilevel.unrolled(0.3, 2), jnp.full(3, 1 / 3), optimizer)
-
-
 def single(method, optimizer=None, **options):
     options |= {"batches": bilevel.partition(5), "key": jax.random.key(0)}
     return search(LOGISTIC, method, optimizer=optimizer, steps=8, **options)
+
+
+def logistic_search(make, **options):
+    return lambda: search(LOGISTIC, make(), **options)
+
+
+def simplex_search(make):
+    """Search on the simplex; ``make`` makes the optimizer of alpha."""
+    return lambda: search(MIXTURE, bilevel.unrolled(0.3, 2), jnp.full(3, 1 / 3), make())
 
 
 def sparse_rows(seed):
@@ -103,58 +103,37 @@ def sparse_rows(seed):
     return BCSR.fromdense(jnp.where(x > 0, x, 0)), y
 
 
-SEARCHES = {
-    "unrolled": lambda: search(LOGISTIC, bilevel.unrolled(optax.sgd(0.3), 5)),
-    "a learned rate": lambda: search(
-        LOGISTIC, bilevel.unrolled(lambda alpha: optax.sgd(jnp.exp(alpha[0])), 5)
+DESCENT = functools.partial(bilevel.unrolled, 0.3, 5)
+DRAWS = {"batches": bilevel.minibatches(4), "key": jax.random.key(0)}
+METHODS = bilevel.ma_soba, bilevel.saba, bilevel.amigo, bilevel.bome, bilevel.f2sa, bilevel.meha
+SEARCHES = {method.__name__: lambda method=method: single(method(0.1)) for method in METHODS} | {
+    "unrolled": logistic_search(DESCENT),
+    "truncated": logistic_search(
+        lambda: bilevel.unrolled(optax.sgd(0.3, momentum=0.9), 5, backprop=2)
     ),
-    "truncated": lambda: search(
-        LOGISTIC, bilevel.unrolled(optax.sgd(0.3, momentum=0.9), 5, backprop=2)
-    ),
-    "implicit": lambda: search(LOGISTIC, bilevel.implicit(), diagnostics=True),
-    "lbfgs, dense": lambda: search(LOGISTIC, bilevel.implicit(bilevel.lbfgs(), bilevel.dense())),
-    "neumann": lambda: search(
-        LOGISTIC, bilevel.implicit(bilevel.unrolled(0.3, 5), bilevel.neumann(5, 0.3))
-    ),
-    "nystrom": lambda: search(
-        LOGISTIC, bilevel.implicit(bilevel.unrolled(0.3, 5), bilevel.nystrom(4, 1e-2))
-    ),
+    "implicit": logistic_search(bilevel.implicit, diagnostics=True),
+    "lbfgs, dense": logistic_search(lambda: bilevel.implicit(bilevel.lbfgs(), bilevel.dense())),
+    "nystrom": logistic_search(lambda: bilevel.implicit(DESCENT(), bilevel.nystrom(4, 1e-2))),
     "ridge": lambda: search(
         SQUARES,
         bilevel.ridge(lambda alpha, x: x, lambda alpha: ROWS * jnp.exp(alpha[0])),
         jnp.zeros(1),
         diagnostics=True,
     ),
-    "one_step": lambda: search(LOGISTIC, bilevel.one_step(optax.sgd(0.3))),
-    "distilled": lambda: search(LOGISTIC, bilevel.distilled(0.3, decay=0.5)),
-    "batches": lambda: by_batches(bilevel.unrolled(0.3, 3, batches=bilevel.minibatches(4))),
+    "one_step": logistic_search(lambda: bilevel.one_step(optax.sgd(0.3))),
+    "distilled": logistic_search(lambda: bilevel.distilled(0.3, decay=0.5)),
+    "batches": logistic_search(lambda: DESCENT(batches=bilevel.minibatches(4)), **DRAWS),
     "sparse batches": lambda: search(
-        SQUARES,
-        bilevel.unrolled(0.1, 2),
-        jnp.zeros(1),
-        batches=bilevel.minibatches(4),
-        key=jax.random.key(0),
-        data=sparse_rows,
+        SQUARES, bilevel.unrolled(0.1, 2), jnp.zeros(1), data=sparse_rows, **DRAWS
     ),
-    "a sparse history": lambda: search(
-        LOGISTIC, bilevel.unrolled(0.3, 2), steps=3, history=bilevel.History(every=2), chunk=1
+    "under jit": lambda: jax.jit(lambda alpha: search(LOGISTIC, DESCENT(), alpha).alpha)(
+        jnp.zeros(WEIGHTS)
     ),
-    "under jit": lambda: jax.jit(
-        lambda alpha: search(LOGISTIC, bilevel.unrolled(0.3, 2), alpha).alpha
-    )(jnp.zeros(WEIGHTS)),
-    "exponentiate": lambda: in_geometry(
-        optax.chain(bilevel.tangent(), optax.sgd(0.1), bilevel.exponentiate())
+    "exponentiate": simplex_search(
+        lambda: optax.chain(bilevel.tangent(), optax.sgd(0.1), bilevel.exponentiate())
     ),
-    "project": lambda: in_geometry(optax.chain(optax.sgd(0.1), bilevel.project())),
-    "softmax": lambda: in_geometry(bilevel.softmax(optax.sgd(0.1))),
-    "soba": lambda: single(bilevel.soba(0.1)),
-    "ma_soba": lambda: single(bilevel.ma_soba(0.1)),
-    "saba": lambda: single(bilevel.saba(0.1)),
+    "softmax": simplex_search(lambda: bilevel.softmax(optax.sgd(0.1))),
     "spaba and paced": lambda: single(bilevel.spaba(), bilevel.paced(), diagnostics=True),
-    "amigo": lambda: single(bilevel.amigo(0.1)),
-    "bome": lambda: single(bilevel.bome(0.1)),
-    "f2sa": lambda: single(bilevel.f2sa(0.1)),
-    "meha": lambda: single(bilevel.meha(0.1)),
     "info, 600 weights": lambda: hypergradient(
         SQUARES, bilevel.implicit(bilevel.unrolled(0.1, 5)), jnp.zeros(1), 600
     ),
@@ -173,7 +152,7 @@ SEARCHES = {
 def linear_models():
     x, y = rows()
     sparse = matrices.sparse(scipy.sparse.csr_array(np.asarray(x)))
-    return [(ridge_weights(a, y, 0.1), svm_weights(a, y)) for a in (x, sparse)]
+    return [ridge_weights(a, y, 0.1, method="cg") for a in (x, sparse)]
 
 
 def spectral():
@@ -271,35 +250,30 @@ def scores():
     return [getattr(ntk.scores, name)(jax.random.key(0), apply, params, batch) for name in names]
 
 
-OTHERS = (
-    linear_models,
-    spectral,
-    discrete_choices,
-    infinite_kernels,
-    mixtures_of_kernels,
-    networks,
-)
-OTHERS += (finite_kernels, operators, regressions, bounds, scores)
+OTHERS = linear_models, spectral, discrete_choices, infinite_kernels, mixtures_of_kernels, networks
+OTHERS += finite_kernels, operators, regressions, bounds, scores
 CALLS = {name.replace(" ", "_"): call for name, call in SEARCHES.items()}
 CALLS |= {call.__name__: call for call in OTHERS}
 FAST = "unrolled", "one_step", "ma_soba", "saba", "bome", "f2sa", "meha"
 FAST += "linear_models", "discrete_choices", "finite_kernels"
+LONG = "truncated", "lbfgs,_dense", "nystrom", "batches", "sparse_batches"
+LONG += "softmax", "amigo", "infinite_kernels", "networks", "operators", "scores", "forward_mode"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CALLS],
-)
+def marks(name):
+    return () if name in FAST else pytest.mark.long if name in LONG else pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CALLS])
 def test_a_call_passes_under_flags_of_jax(name):
     with together():
         jax.block_until_ready(CALLS[name]())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["implicit", "unrolled", "soba", "finite_kernels"])
+@pytest.mark.parametrize("name", ["implicit", "ma_soba", "finite_kernels"])
 def test_no_tracer_leaks(name):
-    # For each trace that is a part of a cycle, JAX collects all garbage: of a search, 60 times.
-    # Each takes as long as there are objects, of which nearly all are older than the call.
+    # JAX collects garbage 60 times per search. Without older objects this is fast.
     gc.collect()
     gc.freeze()
     try:
@@ -320,20 +294,20 @@ def lower_plus(term):
 
 
 @pytest.mark.slow
-def test_a_nan_of_ones_own_is_seen_inside_loops():
+def test_a_nan_in_the_users_loss_raises_inside_loops():
     problem = lower_plus(lambda w: jnp.sum(jnp.sqrt(w - 1)))
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
         search(problem, bilevel.unrolled(0.3, 2))
 
 
-def test_a_promotion_of_ones_own_is_seen():
+def test_a_promotion_in_the_users_loss_raises():
     problem = lower_plus(lambda w: jnp.sum((w - jnp.arange(WEIGHTS)) ** 2))
     with jax.numpy_dtype_promotion("strict"), pytest.raises(ValueError, match="promotion"):
         search(problem, bilevel.implicit(bilevel.lbfgs()))
 
 
 @pytest.mark.slow
-def test_without_an_estimate_the_largest_number_stands_for_infinity():
+def test_under_debug_infs_the_largest_number_stands_for_infinity():
     problem = bilevel.Problem(SUM.lower, lambda w, alpha, batch: w[0] ** 2)
     arguments = problem, bilevel.unrolled(0.01, 5), jnp.ones(1)
     with jax.debug_infs(True):

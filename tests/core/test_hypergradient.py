@@ -1,4 +1,4 @@
-"""Every solver's hypergradient: what holds for all of them, their modes, states and memory."""
+"""Every solver's hypergradient: common properties, modes, states and memory."""
 
 import functools
 
@@ -20,7 +20,7 @@ STEP_SIZE = 0.1
 
 
 def dense_newton(alpha, w, batch):
-    """A user's own solver for ``solved``: ten Newton steps with the whole Hessian."""
+    """Solve by ten Newton steps with the whole Hessian, as a user's solver for ``solved``."""
     flat, unravel = ravel_pytree(w)
 
     def loss(v):
@@ -33,7 +33,7 @@ def dense_newton(alpha, w, batch):
 
 
 def solvers():
-    tol = tolerance(1e-12, 1e-7)  # finite differences of the value amplify what is left
+    tol = tolerance(1e-12, 1e-7)  # finite differences of the value amplify errors
     newton, lbfgs, cg = bilevel.newton(tol=tol), bilevel.lbfgs(tol=tol), bilevel.cg()
     descent = bilevel.unrolled(STEP_SIZE, 600)
     gram = bilevel.gram(logits, logistic_loss, damping=decay)
@@ -53,7 +53,7 @@ def solvers():
 
 
 SOLVERS = solvers()
-# Solvers that share code with others are left out where compilation takes long.
+# Tests with long compilations omit solvers that share code with others.
 SHARED = ("momentum", "implicit lbfgs cg", "implicit unrolled dense", "implicit solved cg")
 DISTINCT = [name for name in SOLVERS if name not in SHARED]
 TYPICAL = ("gradient descent", "implicit newton cg", "ridge")
@@ -66,7 +66,7 @@ def case_of(name):
 
 
 def value_of(name):
-    """``alpha -> outer loss`` by the solver called ``name``."""
+    """Return ``alpha -> outer loss`` with the solver called ``name``."""
     case = case_of(name)
     fn = bilevel.hypergradient(case.problem, SOLVERS[name], diagnostics=False)
     return lambda alpha: fn(alpha, *case.args[1:]).value
@@ -74,9 +74,9 @@ def value_of(name):
 
 @functools.cache
 def compiled(name, mode="reverse"):
-    """The hypergradient, compiled once for all tests; it raises when it is traced again."""
+    """Return the compiled hypergradient, which raises when it is traced again."""
     fn = bilevel.hypergradient(case_of(name).problem, SOLVERS[name], mode=mode, diagnostics=False)
-    fn.__name__ = f"{name}, {mode}"  # chex tells functions apart by their names
+    fn.__name__ = f"{name}, {mode}"  # chex identifies functions by their names
     return jax.jit(chex.assert_max_traces(fn, n=1))
 
 
@@ -84,9 +84,6 @@ def other_alphas(case, count):
     flat, unravel = ravel_pytree(case.alpha)
     noise = np.random.default_rng(5).normal(size=(count, flat.size))
     return jax.vmap(unravel)(flat[None] + 0.1 * jnp.asarray(noise, flat.dtype))
-
-
-# --------------------------------------------------------------------- the derivative is right
 
 
 @every_solver
@@ -108,14 +105,11 @@ def test_truncated_hypergradient_is_that_of_the_last_steps_alone(backprop):
 
     # Truth: all of the last steps differentiated, from where the first ones arrive.
     @jax.jit
-    def both(w0):
+    def gradients(w0):
         middle = grad(20 - backprop, w0).w
         return grad(20, w0, backprop).grad, grad(backprop, middle).grad
 
-    assert_close(*both(case.w0), f64=1e-12, f32=1e-5)
-
-
-# ----------------------------------------------------------------- transformations commute with it
+    assert_close(*gradients(case.w0), f64=1e-12, f32=1e-5)
 
 
 @pytest.mark.slow
@@ -137,7 +131,7 @@ def test_vmap_over_alpha_equals_a_loop(name):
     for i in range(3):
         one = compiled(name)(jax.tree.map(lambda x, i=i: x[i], alphas), *case.args[1:])
         batched = jax.tree.map(lambda x, i=i: x[i], mapped)
-        # Truth: one at a time. Matrix products are summed in another order when they are batched.
+        # Truth: one at a time. Batched matrix products are summed in another order.
         assert_close((batched.value, batched.grad), (one.value, one.grad), f64=1e-10, f32=1e-4)
 
 
@@ -175,21 +169,6 @@ def test_hyperparameters_closed_over_have_the_same_hypergradient(name):
 
 
 @pytest.mark.slow
-def test_a_damping_that_is_differentiated_passes_as_a_constant():
-    case = logistic()
-
-    def fn(alpha, damping):
-        solver = bilevel.implicit(bilevel.newton(), bilevel.cg(damping=damping))
-        fn = bilevel.hypergradient(case.problem, solver, diagnostics=False)
-        return fn(alpha, *case.args[1:])
-
-    grad = jax.jit(jax.grad(lambda alpha: fn(alpha, decay(alpha)).value))(case.alpha)
-    # Truth: the number itself.
-    expected = jax.jit(fn)(case.alpha, decay(case.alpha)).grad
-    assert_close(grad, expected, f64=1e-12, f32=1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not jax.config.jax_enable_x64, reason="everything is float32 already")
 @pytest.mark.parametrize("name", [*TYPICAL, "adam", "implicit newton gram", "implicit lbfgs cg"])
 def test_float32_gives_the_same_hypergradient_in_float32(name):
@@ -209,9 +188,6 @@ def test_other_values_do_not_compile_again(name):
     assert before.value != after.value
 
 
-# ------------------------------------------------------------------------ second derivatives
-
-
 def reverse_over_reverse(value):
     return jax.jacrev(jax.grad(value))
 
@@ -224,10 +200,7 @@ def forward_over_forward(value):
 @pytest.mark.parametrize("forward", [bilevel.newton(), bilevel.lbfgs()], ids=["newton", "lbfgs"])
 @pytest.mark.parametrize("outer", [jax.grad, jax.jacfwd], ids=["reverse", "forward"])
 def test_second_derivatives_inside_loops_are_those_outside(forward, outer):
-    """JAX opens a loop's body there, and would lose the derivative of an implicit solution.
-
-    Truth: w^3 + w = alpha has w' = 1 / (3 w^2 + 1), and w'' = -6 w w'^3.
-    """
+    """Truth: w^3 + w = alpha has w' = 1 / (3 w^2 + 1), and w'' = -6 w w'^3."""
     problem = bilevel.Problem(
         lambda w, alpha, batch: w**4 / 4 + w**2 / 2 - alpha * w, lambda w, alpha, batch: w**2
     )
@@ -266,9 +239,6 @@ def test_hessian_of_the_value_function_matches_finite_differences(name, hessian)
     assert_close(matrix, expected, f64=1e-7, f32=5e-3)
 
 
-# ------------------------------------------------------------------------ the starting point
-
-
 def value_at(solver):
     case = logistic()
     fn = bilevel.hypergradient(case.problem, solver, diagnostics=False)
@@ -288,9 +258,6 @@ def test_unrolled_value_has_the_exact_derivative_in_the_starting_point():
     assert_close(jax.jit(jax.grad(value))(w0), expected)
 
 
-# ----------------------------------------------------------------------- states and warm starts
-
-
 def compiled_step(solver, case):
     return jax.jit(stateful_hypergradient(case.problem, solver, diagnostics=False))
 
@@ -305,25 +272,6 @@ def test_implicit_state_carries_the_adjoint():
     assert_close(state.adjoint, np.linalg.solve(np.asarray(hessian), np.asarray(force)))
 
 
-@pytest.mark.slow
-def test_adjoint_solve_is_the_one_that_starts_warm():
-    case = logistic()
-
-    def lazy(hvp, b, x0, point):
-        return optax.tree.zeros_like(b) if x0 is None else x0
-
-    solver = bilevel.implicit(bilevel.newton(steps=1), lazy)
-    given = jax.tree.map(jnp.ones_like, case.w0)
-    state = solver.init(case.w0)._replace(adjoint=given)
-    _, after = compiled_step(solver, case)(case.alpha, case.w0, state, *case.args[2:])
-    assert_close(after.adjoint, given, f64=1e-15, f32=1e-7)
-
-    def tangent(alpha):
-        return solver.run(case.problem.lower, alpha, case.w0, state, case.train)[0]
-
-    assert all(np.all(x == 0) for x in jax.tree.leaves(jax.jit(jax.jacfwd(tangent))(case.alpha)))
-
-
 def test_optimizer_state_continues_from_one_hypergradient_to_the_next():
     case = logistic()
     five, ten = (bilevel.unrolled(optax.sgd(0.05, momentum=0.9), n) for n in (5, 10))
@@ -335,24 +283,13 @@ def test_optimizer_state_continues_from_one_hypergradient_to_the_next():
     assert_close(second.w, expected.w, f64=1e-14, f32=1e-6)
 
 
-def test_restarted_solver_forgets_where_it_was():
-    case = logistic()
-    solver = bilevel.restarted(bilevel.unrolled(optax.sgd(0.05, momentum=0.9), 5))
-    step = compiled_step(solver, case)
-    first, state = step(case.alpha, case.w0, solver.init(case.w0), *case.args[2:])
-    second, _ = step(case.alpha, first.w, state, *case.args[2:])
-    chex.assert_trees_all_equal(first.w, second.w)
-
-
-# ------------------------------------------------------------------------------------- memory
-
 WEIGHTS = 1000
 COPY = 4 * WEIGHTS  # bytes of one float32 copy of w
 
 
 @functools.cache
 def temporary_bytes(kind, steps, mode="reverse"):
-    """Scratch memory of a compiled hypergradient: 1000 weights, 50 samples, three penalties."""
+    """Return the temporary memory of a compiled hypergradient: 1000 weights, 50 samples."""
 
     def lower(w, alpha, batch):
         x, y = batch
@@ -379,11 +316,11 @@ def test_reverse_mode_keeps_one_copy_of_the_weights_for_each_step():
 def test_reverse_mode_memory_grows_with_the_root_of_the_steps_if_memory_is_short(monkeypatch):
     monkeypatch.setattr(memory, "total_memory", lambda: 0)
     numbers = 2, 100, 1000, 10_000
-    two, few, some, many = (temporary_bytes.__wrapped__("unrolled", t) for t in numbers)
-    # The starts of sqrt(T) blocks, the steps of one block, and what one step needs.
-    for steps, used in ((100, few), (1000, some), (10_000, many)):
+    two, few, more, most = (temporary_bytes.__wrapped__("unrolled", t) for t in numbers)
+    # The starts of sqrt(T) blocks, the steps of one block, and the memory of one step.
+    for steps, used in ((100, few), (1000, more), (10_000, most)):
         assert used < (2 * steps**0.5 - 1) * COPY + two
-    assert many < 10**0.5 * some
+    assert most < 10**0.5 * more
 
 
 def test_forward_mode_memory_does_not_depend_on_the_steps():

@@ -1,4 +1,4 @@
-"""What a training loop has: rates and starts that are searched, a batch and a key for each step."""
+"""Features of a training loop: learned rates and starts, a batch and a key for each step."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def slope(w, batch):
 
 
 def of_parts(alpha):
-    """The schedule, and a rate for each part."""
+    """Return an optimizer with a learned schedule, and a rate for each part."""
 
     def schedule(step):
         return alpha["rate"] * jnp.exp(-alpha["decay"] * step)
@@ -67,7 +67,7 @@ def test_hyperparameters_of_the_optimizer_have_the_derivatives_of_a_loop(name, m
     value, grad = jax.value_and_grad(by_hand)(alpha)
     assert_close(hyper.value, value, f64=1e-12, f32=1e-5)
     assert_close(hyper.grad, grad, f64=1e-10, f32=1e-4)
-    # No loss depends on alpha: of this derivative the solution map knows nothing.
+    # No loss depends on alpha, so the solution map is constant.
     assert not hyper.info.converged and "only the solver does" in bilevel.explain(hyper.info)
 
 
@@ -89,7 +89,7 @@ def test_when_to_stop_is_a_hyperparameter():
 
 
 def assert_resumes(args, folder, *, steps=4, **options):
-    """A search that is interrupted half-way ends where the whole one does; return the whole."""
+    """Check that a resumed search ends like the whole one; return the whole."""
     options |= {"progress": False}
     whole = bilevel.search(*args, steps=steps, **options)
     bilevel.search(*args, steps=steps // 2, checkpoint=folder / "a", **options)
@@ -99,17 +99,14 @@ def assert_resumes(args, folder, *, steps=4, **options):
     return whole
 
 
-# ----------------------------------------------------------------------------- fresh batches
-
-
 def noisy(key, data):
-    """Four rows, and the key for a mask."""
+    """Return four rows, and the key for a mask."""
     rows = jax.random.randint(key, (4,), 0, len(data[1]))
     return data[0][rows], data[1][rows], key
 
 
 def dropped(w, alpha, batch):
-    """Squares with dropout of the inputs, and weights of a penalty."""
+    """Return squares with dropout of the inputs, and a penalty."""
     x, y, key = batch
     x = x * jax.random.bernoulli(jax.random.fold_in(key, 9), 0.5, x.shape) / 0.5
     return 0.5 * jnp.mean((x @ w - y) ** 2) + 0.5 * jnp.sum(jnp.exp(alpha) * w**2)
@@ -131,8 +128,8 @@ def by_hand(alpha, steps, key=KEY):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 @pytest.mark.parametrize("steps", [5, 150])
-def test_every_step_has_a_batch_and_a_key_of_its_own(mode, steps):
-    """Truth: the loop written out. 150 steps are run twice in reverse mode, on the same batches."""
+def test_every_step_has_its_own_batch_and_key(mode, steps):
+    """Truth: the loop written out. Reverse mode runs 150 steps twice, on the same batches."""
     solver = bilevel.unrolled(0.1, steps, batches=noisy)
     fn = jax.jit(bilevel.hypergradient(NOISY, solver, mode=mode, diagnostics=False))
     alpha = jnp.array([-1.0, -2.0, 0.5])
@@ -140,22 +137,6 @@ def test_every_step_has_a_batch_and_a_key_of_its_own(mode, steps):
     value, grad = jax.jit(jax.value_and_grad(lambda a: by_hand(a, steps)))(alpha)
     assert_close(hyper.value, value, f64=1e-12, f32=1e-5)
     assert_close(hyper.grad, grad, f64=1e-10, f32=1e-4)
-
-
-def test_batches_are_different_at_every_step_of_both_levels():
-    """The loss <w, row>, at rate 1: the weights count the rows."""
-    rows = jnp.eye(40)
-    problem = bilevel.Problem(
-        lambda w, alpha, batch: jnp.vdot(w, batch.sum(0)) + 0 * alpha,
-        lambda w, alpha, batch: alpha**2,
-    )
-    solver = bilevel.unrolled(1.0, 5, batches=bilevel.minibatches(1))
-    args = problem, solver, optax.sgd(0.1), jnp.array(1.0), jnp.zeros(40), rows, rows
-    counts = -np.asarray(bilevel.search(*args, steps=20, key=KEY, progress=False).w)
-    assert counts.sum() == 100
-    # 100 draws of 40 give 36.8 different rows (standard deviation 1.6); one batch for five steps
-    # would give 15.9.
-    assert np.count_nonzero(counts) > 28
 
 
 @pytest.mark.long
@@ -168,8 +149,6 @@ def test_a_search_with_batches_inside_resumes_bit_for_bit_and_maps(tmp_path):
     assert_close(mapped[0], whole.alpha, f64=1e-12, f32=1e-5)
     assert np.abs(mapped[1] - mapped[0]).max() > 1e-3
 
-
-# ----------------------------------------------------------------------------- any optax optimizer
 
 PENALISED = bilevel.Problem(
     lambda w, alpha, batch: loss(w, None, batch) + 0.5 * jnp.sum(jnp.exp(alpha) * w**2), loss
@@ -210,7 +189,7 @@ def test_optimizers_of_alpha_that_ask_for_the_loss_get_it(name):
 
 @pytest.mark.long
 def test_a_line_search_under_softmax_moves_logits():
-    """L-BFGS reaches the minimum; told the loss at logits for that at alpha, it would not."""
+    """L-BFGS reaches the minimum only if its loss function takes logits."""
     target = jnp.array([0.6, 0.3, 0.1])
     problem = bilevel.Problem(
         lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
@@ -224,22 +203,6 @@ def test_a_line_search_under_softmax_moves_logits():
     assert_close(result.alpha, target, f64=1e-5, f32=1e-3)
 
 
-@pytest.mark.long
-def test_accumulated_steps_below_are_steps_of_the_mean_gradient():
-    """MultiSteps over two equal gradients is one step: its derivative too."""
-    many, few = (
-        bilevel.hypergradient(PENALISED, solver, diagnostics=False)(START, W0, TRAIN, VALID).grad
-        for solver in (
-            bilevel.unrolled(optax.MultiSteps(optax.sgd(0.2), 2), 4),
-            bilevel.unrolled(0.2, 2),
-        )
-    )
-    assert_close(many, few, f64=1e-7, f32=1e-4)  # optax counts in float32
-
-
-# ----------------------------------------------------------------------------- auxiliary outputs
-
-
 def with_metrics(w, alpha, batch):
     x, y = batch
     residual = x @ w - y
@@ -247,7 +210,7 @@ def with_metrics(w, alpha, batch):
     return value, {"largest": jnp.abs(residual).max(), "rows": jnp.int32(len(y))}
 
 
-TOLD = bilevel.Problem(
+WITH_AUX = bilevel.Problem(
     with_metrics, lambda w, alpha, batch: (loss(w, None, batch), w), has_aux=True
 )
 SOLVERS = {
@@ -266,22 +229,22 @@ def test_auxiliary_outputs_come_out_and_change_nothing(name, mode):
         pytest.skip("reverse mode only")
     args = START, W0, TRAIN, VALID
     plain = bilevel.Problem(lambda *a: with_metrics(*a)[0], loss)
-    told, silent = (
+    hyper, without_aux = (
         jax.jit(bilevel.hypergradient(problem, SOLVERS[name], mode=mode))(*args)
-        for problem in (TOLD, plain)
+        for problem in (WITH_AUX, plain)
     )
-    assert silent.aux is None
-    jax.tree.map(np.testing.assert_array_equal, told[:4], silent[:4])
-    assert_close(told.aux["outer"], told.w, f64=1e-12, f32=1e-6)
-    largest = np.abs(X @ told.w - Y).max()
-    assert_close(told.aux["lower"]["largest"], largest, f64=1e-12, f32=1e-5)
-    assert told.aux["lower"]["rows"] == len(Y)
+    assert without_aux.aux is None
+    jax.tree.map(np.testing.assert_array_equal, hyper[:4], without_aux[:4])
+    assert_close(hyper.aux["outer"], hyper.w, f64=1e-12, f32=1e-6)
+    largest = np.abs(X @ hyper.w - Y).max()
+    assert_close(hyper.aux["lower"]["largest"], largest, f64=1e-12, f32=1e-5)
+    assert hyper.aux["lower"]["rows"] == len(Y)
 
 
 @pytest.mark.long
-def test_a_search_keeps_what_the_losses_tell(tmp_path):
+def test_a_search_keeps_auxiliary_outputs(tmp_path):
     rows = bilevel.minibatches(6)
-    args = TOLD, bilevel.implicit(), optax.adam(0.1), START, W0, TRAIN, VALID
+    args = WITH_AUX, bilevel.implicit(), optax.adam(0.1), START, W0, TRAIN, VALID
     options = {"batches": rows, "key": KEY, "progress": False}
     whole = assert_resumes(args, tmp_path, **options)
     aux = whole.history["aux"]
@@ -291,7 +254,7 @@ def test_a_search_keeps_what_the_losses_tell(tmp_path):
     assert list(few.history) == ["value"]
 
 
-def test_a_large_auxiliary_output_is_kept_where_it_is_asked_for():
+def test_a_large_auxiliary_output_is_kept_only_on_request():
     large = bilevel.Problem(
         lambda w, alpha, batch: (loss(w, None, batch) * alpha**2, None),
         lambda w, alpha, batch: (loss(w, None, batch), jnp.zeros(20_000)),
@@ -301,15 +264,12 @@ def test_a_large_auxiliary_output_is_kept_where_it_is_asked_for():
     with pytest.warns(UserWarning, match="history: aux's would take .* MiB and is left out"):
         result = bilevel.search(*args, steps=2, progress=False)
     assert "aux" not in result.history
-    kept = bilevel.search(*args, steps=2, history=["aux"], progress=False)
-    assert kept.history["aux"]["outer"].shape == (2, 20_000)
-
-
-# ----------------------------------------------------------------------------- variables
+    requested = bilevel.search(*args, steps=2, history=["aux"], progress=False)
+    assert requested.history["aux"]["outer"].shape == (2, 20_000)
 
 
 def normalised(w, alpha, batch):
-    """A layer on the batch's own mean; the running mean and a count of calls are variables."""
+    """Apply a layer on the batch's mean; the running mean and a count of calls are variables."""
     x, y, *_ = batch
     mean = x.mean(0)
     average = 0.9 * w.variables["mean"] + 0.1 * mean
@@ -318,7 +278,7 @@ def normalised(w, alpha, batch):
 
 
 def predicted(w, alpha, batch):
-    """By the running mean."""
+    """Predict with the running mean."""
     return loss(w.params, None, (batch[0] - w.variables["mean"], batch[1]))
 
 
@@ -373,12 +333,9 @@ def test_variables_and_auxiliary_outputs_go_together_and_side_by_side():
     value = normalised(alone.w, START, TRAIN)[0]
     assert_close(alone.aux["lower"]["value"], value, f64=1e-12, f32=1e-6)
     stacked = jax.tree.map(lambda a: jnp.stack([a, a]), (START, STATEFUL, TRAIN, VALID))
-    both = bilevel.hypergradient(bilevel.stack_problems(problem), solver)(*stacked)
-    assert_close(both.grad[1], alone.grad, f64=1e-11, f32=1e-5)
-    assert both.aux["outer"].tolist() == [4, 4]
-
-
-# ----------------------------------------------------------------------------- the search itself
+    stack = bilevel.hypergradient(bilevel.stack_problems(problem), solver)(*stacked)
+    assert_close(stack.grad[1], alone.grad, f64=1e-11, f32=1e-5)
+    assert stack.aux["outer"].tolist() == [4, 4]
 
 
 def test_a_callback_is_called_after_every_so_many_steps():
@@ -396,7 +353,7 @@ def test_a_callback_is_called_after_every_so_many_steps():
 
 @pytest.mark.long
 def test_both_batches_can_be_drawn_together():
-    """Rows of the same number below and above: the outer loss sees what the lower one learned."""
+    """Both losses get rows of the same number."""
     rows = jnp.arange(9.0)
 
     def together(key, train, valid):
@@ -414,7 +371,7 @@ def test_both_batches_can_be_drawn_together():
     apart = bilevel.minibatches(1)
     result = bilevel.search(*args, rows, 10 * rows, batches=apart, **options)
     assert result.history["value"].max() > 1
-    # Inner steps draw from what was drawn: five rows of one number, and a step of rate 1 to it.
+    # Inner steps draw from the outer draw: five rows of one number, and a step of rate 1 to it.
     many = bilevel.Problem(lambda w, a, b: 0.5 * jnp.mean((w - b) ** 2) + 0 * a, problem.outer)
     of_task = bilevel.jointly(
         lambda key, *data: (jnp.full(5, n := together(key, *data)[0]), 10 * n)
@@ -424,11 +381,8 @@ def test_both_batches_can_be_drawn_together():
     assert_close(result.history["value"], jnp.zeros(8), f64=1e-9, f32=1e-3)
 
 
-# ----------------------------------------------------------------------------- hypergradients of 0
-
-
-def test_an_alpha_that_the_first_state_would_hide():
-    """What inject_hyperparams keeps would stay that of the first alpha; begun anew, it is exact."""
+def test_restarted_inject_hyperparams_has_the_exact_derivative():
+    """Without the restart the state would keep the first alpha."""
     alpha = jnp.array(0.1)
     hidden = bilevel.unrolled(lambda a: optax.inject_hyperparams(optax.sgd)(learning_rate=a), 3)
     open_, anew = (

@@ -19,7 +19,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def system(seed, eigenvalues=None):
-    """A symmetric matrix with given eigenvalues (1 to 10 by default) and a right-hand side."""
+    """Return a symmetric matrix with given eigenvalues (default 1 to 10), and a right-hand side."""
     rng = np.random.default_rng(seed)
     q, _ = np.linalg.qr(rng.normal(size=(P, P)))
     eigenvalues = np.linspace(1, 10, P) if eigenvalues is None else np.asarray(eigenvalues)
@@ -28,13 +28,13 @@ def system(seed, eigenvalues=None):
 
 
 def split(v):
-    """The pytree that the vectors of these systems are: a dict with a matrix and a tuple."""
+    """Return a vector as a dict with a matrix and a tuple."""
     return {"m": v[:4].reshape(2, 2), "t": (v[4], v[5:])}
 
 
 @functools.cache
 def compiled(make, *args):
-    """``(matrix, b) -> x`` on pytrees, compiled once."""
+    """Return ``(matrix, b) -> x`` on pytrees, compiled once."""
     inverse = make(*args)
 
     @jax.jit
@@ -94,15 +94,6 @@ def compiled_cg(steps):
 
 
 @given(seed=seeds)
-def test_cg_takes_one_iteration_per_distinct_eigenvalue(seed):
-    matrix, b = system(seed, [1, 1, 2, 2, 2, 5])
-    solution = compiled_cg(50)(matrix, b, np.zeros(P), tolerance(1e-9, 1e-3))
-    # Truth: Hestenes & Stiefel (1952); fewer where b lacks a component.
-    assert solution.iterations <= 3
-    assert solution.residual <= tolerance(1e-9, 1e-3)
-
-
-@given(seed=seeds)
 def test_cg_residual_is_that_of_its_solution(seed):
     matrix, b = system(seed)
     solution = compiled_cg(3)(matrix, b, np.ones(P), 0.0)
@@ -110,14 +101,6 @@ def test_cg_residual_is_that_of_its_solution(seed):
     # Truth: b - H x in numpy.
     residual = np.linalg.norm(b - matrix @ np.asarray(solution.x, float))
     assert_close(solution.residual, residual, f32=1e-3)
-
-
-def test_cg_stops_at_once_where_the_start_is_good_enough():
-    matrix, b = system(1)
-    x0 = np.linalg.solve(matrix, b)
-    solution = compiled_cg(50)(matrix, b, x0, tolerance(1e-9, 1e-3))
-    assert solution.iterations == 0
-    assert_close(solution.x, x0, f64=0, f32=1e-7)
 
 
 def test_cg_of_zero_is_zero():
@@ -167,7 +150,7 @@ def weighted_squares(outputs, batch):
 
 
 def coupled(outputs, batch):
-    """Curvature that is no diagonal matrix: cross entropy of one softmax over all outputs."""
+    """Return cross entropy of one softmax over all outputs: its curvature is not diagonal."""
     return jax.nn.logsumexp(outputs) + 0.1 * jnp.sum(outputs**2)
 
 
@@ -238,7 +221,7 @@ def test_conjugate_gradients_do_not_underflow(scale):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, float])
-def test_cg_goes_on_to_the_rounding_of_its_residual_where_that_is_asked_for(dtype):
+def test_cg_with_threshold_0_reaches_roundoff(dtype):
     values = jnp.linspace(1, 3, 60, dtype=dtype)
     b = jnp.asarray(np.random.default_rng(0).normal(size=60), dtype)
     solved = solve_conjugate_gradients(lambda v: values * v, b, None, steps=60, threshold=0.0)

@@ -1,4 +1,4 @@
-"""Linear models on fixed features: ridge regression and the squared-hinge SVM."""
+"""Ridge regression on arrays, generated blocks and sparse features."""
 
 import functools
 
@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import scipy.sparse
 from helpers import assert_close, tolerance
-from sklearn.svm import LinearSVC
 
 from bilevel import linear
 from bilevel.linear import ridge_weights
 from bilevel.linear.matrices import Blocks, sparse
-from bilevel.linear.models import predict, svm_weights
+from bilevel.linear.models import predict
 
 SHAPES = {"tall": (31, 11), "wide": (11, 31)}
 MEMORY = 4 * 31 * 8 * 3  # blocks of a few rows or columns, which divide neither 11 nor 31
@@ -64,7 +63,7 @@ def test_ridge_is_the_normal_equations_whatever_the_method_and_form(form, method
 
 def test_residual_is_the_relative_gradient():
     phi, y = data("wide", outputs=2)
-    # A penalty that float32 loses beside the Gram matrix: the residual must own up to what is lost.
+    # float32 loses this penalty next to the Gram matrix, and the residual has to show it.
     for method in ("primal", "dual", "cg"):
         fit = ridge_weights(phi, y, 1e-6, method=method)
         w = np.asarray(fit.w, np.float64)
@@ -101,43 +100,6 @@ def test_vmap_over_penalties_is_one_by_one():
     assert_close(together, alone, f64=1e-12, f32=1e-5)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_svm_agrees_with_scikit_learn(form, shape):
-    phi, y = data(shape)
-    y = np.sign(y)
-    fit = svm_weights(FORMS[form](phi), y, 0.7, memory=MEMORY)
-    for column, w in zip(y.T, fit.w.T, strict=True):
-        svc = LinearSVC(C=0.7, fit_intercept=False, tol=1e-12, dual=False, max_iter=10**4)
-        assert_close(w, svc.fit(phi, column).coef_[0], f64=1e-5, f32=1e-3)
-    assert fit.residual < tolerance(2e-12, 1e-5)
-
-
-def test_svm_gradient_vanishes_on_badly_scaled_overlapping_classes():
-    rng = np.random.default_rng(1)
-    phi = rng.normal(size=(200, 20)) * np.logspace(-2, 2, 20)
-    y = np.sign(phi[:, 10] + rng.normal(size=200))
-    fit = svm_weights(phi, y, 10.0, tolerance=tolerance(1e-9, 1e-3))
-
-    def objective(w):
-        return 0.5 * w @ w + 10 * jnp.sum(jnp.maximum(0, 1 - y * (phi @ w)) ** 2)
-
-    # Source of truth: the derivative of the objective as it is usually written.
-    slope, start = jax.grad(objective)(fit.w), jax.grad(objective)(jnp.zeros(20))
-    assert jnp.linalg.norm(slope) < tolerance(1e-9, 2e-3) * jnp.linalg.norm(start)
-
-
-def test_svm_goes_on_while_its_gradient_grows():
-    # More features than rows and a large cost: rows come and go, and the objective falls for many
-    # steps before the gradient does. It ended at up to twice the least objective there.
-    for seed in range(12):
-        rng = np.random.default_rng(seed)
-        phi = rng.normal(size=(12, 40)) * (rng.random((12, 40)) < 0.6)
-        y = np.where(rng.random(12) < 0.5, -1.0, 1.0)
-        assert svm_weights(phi, y, 30.0).residual < tolerance(2e-12, 1e-5)
-
-
 def test_sparse_products_are_those_of_scipy():
     rng = np.random.default_rng(0)
     # Rows and columns of very unequal lengths, empty ones too.
@@ -159,7 +121,6 @@ def test_sparse_products_are_those_of_scipy():
 def test_features_of_zeros_have_zero_weights():
     for features in (jnp.zeros((4, 2)), sparse(scipy.sparse.csr_array((4, 2)))):
         assert not ridge_weights(features, jnp.ones(4), 1.0).w.any()
-        assert not svm_weights(features, jnp.ones(4)).w.any()
 
 
 @pytest.mark.parametrize("method", ["dual", "cg"])
@@ -204,8 +165,8 @@ def test_blocks_made_by_partial_compile_once():
 def test_a_traced_nan_is_not_passed_over(name):
     arguments = {"features": jnp.eye(3), "y": jnp.ones(3)}
     arguments[name] = arguments[name].at[0].set(jnp.nan)
-    for fit in (svm_weights, functools.partial(ridge_weights, penalty=1.0, method="cg")):
-        assert np.isnan(jax.jit(fit)(**arguments).w).all()
+    fit = functools.partial(ridge_weights, penalty=1.0, method="cg")
+    assert np.isnan(jax.jit(fit)(**arguments).w).all()
 
 
 def test_targets_whose_squares_vanish_are_fitted():

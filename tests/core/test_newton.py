@@ -1,4 +1,4 @@
-"""Forward solvers away from convexity: they reach stationary points of any smooth bounded loss."""
+"""Forward solvers without convexity: they reach stationary points of any smooth bounded loss."""
 
 import itertools
 
@@ -15,7 +15,7 @@ DTYPES = [np.float32] + [np.float64] * jax.config.jax_enable_x64
 
 
 def stationarity(lower, w, alpha, start):
-    """The gradient's norm relative to the stated scale, ``|g| + |H w|`` at the start."""
+    """Return the gradient's norm relative to the stated scale, ``|g| + |H w|`` at the start."""
 
     def slope(w):
         return jax.grad(lower)(w, alpha, None)
@@ -25,7 +25,7 @@ def stationarity(lower, w, alpha, start):
 
 
 def solve(lower, solver=None):
-    """``(w, stationarity, decrease of the loss)`` from a start, compiled."""
+    """Return ``(w, stationarity, decrease of the loss)`` from a start."""
     solver = bilevel.newton() if solver is None else solver
 
     def run(start, alpha=None):
@@ -37,7 +37,7 @@ def solve(lower, solver=None):
 
 
 def small_enough(left, dtype):
-    # The stated tolerance, 1e-9. In float32 the gradient's own rounding is the limit.
+    # The stated tolerance is 1e-9. In float32 the gradient's rounding is the limit.
     return left < (2e-9 if dtype == np.float64 else 1e-4)
 
 
@@ -46,27 +46,19 @@ def wells(w, alpha, batch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_a_start_of_negative_curvature_has_its_well_and_its_hypergradient(dtype, compiled):
+def test_a_start_of_negative_curvature_has_its_well_and_its_hypergradient(dtype):
     problem = bilevel.Problem(wells, lambda w, alpha, batch: jnp.sum((w - 2) ** 2))
-    fn = bilevel.hypergradient(problem, bilevel.implicit(), diagnostics=compiled)
-    hyper = (jax.jit(fn) if compiled else fn)(dtype(0), jnp.array(0.5, dtype), None, None)
+    fn = jax.jit(bilevel.hypergradient(problem, bilevel.implicit()))
+    hyper = fn(dtype(0), jnp.array(0.5, dtype), None, None)
     # w = exp(alpha / 2), so d (w - 2)^2 / d alpha = (w - 2) w.
     np.testing.assert_allclose(hyper.w, 1, rtol=1e-6)
     np.testing.assert_allclose(hyper.grad, -1, rtol=1e-6)
-    assert not compiled or hyper.info.converged
+    assert hyper.info.converged
 
 
 def test_a_point_of_gradient_0_is_stationary_and_stays():
     w = bilevel.newton().run(wells, 0.0, jnp.zeros(2), (), None)[0]
     np.testing.assert_array_equal(w, 0)
-
-
-def _eggholder(x, y):
-    def root(a):
-        return jnp.sin(jnp.sqrt(jnp.sqrt(a**2 + 1e-6)))
-
-    return -(y + 47) * root(y + x / 2 + 47) - x * root(x - y - 47)
 
 
 FUNCTIONS = {
@@ -79,7 +71,6 @@ FUNCTIONS = {
         ),
         0.5,
     ),
-    "eggholder": (_eggholder, 400),
     "camel": (lambda x, y: (4 - 2.1 * x**2 + x**4 / 3) * x**2 + x * y + 4 * (y**4 - y**2), 2),
     "log cosh": (lambda x, y: jnp.logaddexp(x, -x) + jnp.logaddexp(y - 3, 3 - y), 300),
     "root": (lambda x, y: jnp.sqrt(1 + x**2) + jnp.sqrt(1 + (y - 1) ** 2), 1e4),
@@ -126,9 +117,8 @@ ROWS = np.random.default_rng(0).normal(size=(30, 4))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [(3, 4, 1), (3, 6, 6, 1)], ids=["one layer", "two layers"])
-def test_newton_trains_networks_to_a_stationary_point(sizes, dtype):
-    lower, start = network(sizes, 0.01)
+def test_newton_trains_networks_to_a_stationary_point(dtype):
+    lower, start = network((3, 6, 6, 1), 0.01)
     starts = [jax.tree.map(lambda x: jnp.asarray(x, dtype), start(seed)) for seed in range(20)]
     starts = jax.tree.map(lambda *x: jnp.stack(x), *starts)
     _, left, lowered = jax.jit(jax.vmap(solve(lower)))(starts)
@@ -138,9 +128,8 @@ def test_newton_trains_networks_to_a_stationary_point(sizes, dtype):
 
 @pytest.mark.slow
 def test_a_network_has_the_hypergradient_of_its_weight_decay():
-    """Truth: central differences of the outer loss, whose lower solution is followed."""
-    sizes = (3, 4, 1)
-    lower, start = network(sizes, 0.0)
+    """Truth: central differences of the outer loss along the path of lower solutions."""
+    lower, start = network((3, 4, 1), 0.0)
 
     def decayed(w, alpha, batch):
         return lower(w, alpha, batch) + jnp.exp(alpha) * optax.tree.norm(w, squared=True)

@@ -1,9 +1,7 @@
-"""Lines of docs/peers.md for methods of other libraries, against the methods written out."""
+"""Methods of other libraries in docs/peers.md, compared with the methods written out."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from helpers import assert_close
 
 import bilevel
@@ -23,16 +21,8 @@ def above(w, alpha, batch=None):
 ALPHA = {"aim": jnp.array([0.5, 0.4]), "start": jnp.array([0.1, -0.6])}
 
 
-def iterates(alpha, slope):
-    w = alpha["start"]
-    for number in range(STEPS):
-        yield w
-        w = w - RATE * slope(w, alpha, number)
-    yield w
-
-
 def test_the_trajectory_is_cut_where_the_outer_loss_is_largest():
-    """IAPTT-GM (Liu et al. 2021): a start that is learned, and the worst of all iterates."""
+    """IAPTT-GM (Liu et al. 2021): a learned start, and the worst of all iterates."""
 
     def lower(w, alpha, batch):
         worst = jnp.maximum(w.variables, above(w.params, alpha, batch["valid"]))
@@ -50,8 +40,10 @@ def test_the_trajectory_is_cut_where_the_outer_loss_is_largest():
     hyper = bilevel.hypergradient(problem, solver, diagnostics=False)(ALPHA, w0, batch, None)
 
     def by_hand(alpha):
-        slope = lambda w, alpha, _: jax.grad(below)(w, alpha)  # noqa: E731
-        return jnp.stack([above(w, alpha) for w in iterates(alpha, slope)])
+        iterates = [alpha["start"]]
+        for _ in range(STEPS):
+            iterates.append(iterates[-1] - RATE * jax.grad(below)(iterates[-1], alpha))
+        return jnp.stack([above(w, alpha) for w in iterates])
 
     values = by_hand(ALPHA)
     worst = int(values.argmax())
@@ -59,35 +51,3 @@ def test_the_trajectory_is_cut_where_the_outer_loss_is_largest():
     assert_close(hyper.value, values[worst], f64=1e-12, f32=1e-6)
     grad = jax.grad(lambda alpha: by_hand(alpha)[worst])(ALPHA)
     assert_close(hyper.grad, grad, f64=1e-11, f32=1e-5)
-
-
-def test_descent_aggregated_with_a_weight_that_decays():
-    """BDA (Liu et al. 2020): each step descends mu_t outer + (1 - mu_t) lower, mu_t = mu / t."""
-    mu = 0.5
-
-    def mixed(w, alpha, number, batch=None):
-        share = mu / (number + 1.0)
-        return share * above(w, alpha, batch) + (1 - share) * below(w, alpha, batch)
-
-    problem = bilevel.Problem(
-        lambda w, alpha, batch: (mixed(w.params, alpha, w.variables), w.variables + 1),
-        lambda w, alpha, batch: above(w.params, alpha, batch),
-        stateful=True,
-    )
-    solver = bilevel.restarted(bilevel.unrolled(optax.sgd(RATE), STEPS))
-    start = bilevel.Stateful(ALPHA["start"], jnp.int32(0))
-    alpha = {"aim": ALPHA["aim"]}
-    result = bilevel.search(
-        *(problem, solver, optax.sgd(0.1), alpha, start, None, None), steps=2, progress=False
-    )
-
-    def by_hand(aim):
-        of = ALPHA | {"aim": aim}
-        slope = lambda w, alpha, number: jax.grad(mixed)(w, alpha, number)  # noqa: E731
-        return above(list(iterates(of, slope))[-1], of)
-
-    aim = alpha["aim"]
-    for _ in range(2):
-        aim = aim - 0.1 * jax.grad(by_hand)(aim)
-    assert_close(result.alpha["aim"], aim, f64=1e-11, f32=1e-5)
-    assert np.abs(aim - ALPHA["aim"]).max() > 1e-3

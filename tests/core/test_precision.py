@@ -84,7 +84,7 @@ def test_mixed_weights_have_the_float32_answer_within_bfloat16s_rounding(name):
 
 @pytest.mark.skipif(not jax.config.jax_enable_x64, reason="data of wider numbers than float32")
 def test_float32_weights_meet_data_and_losses_of_float64():
-    # Backtracking too, which a quadratic loss never asks for: log cosh from far away does.
+    # A quadratic loss never backtracks; log cosh from far away does.
     x, y = jnp.asarray(np.linalg.qr(np.random.default_rng(0).normal(size=(8, 3)))[0]), jnp.ones(8)
 
     def robust(w, alpha, batch):
@@ -108,7 +108,7 @@ def normal_equations(alpha, w, batch):
 
 
 ROWS = np.random.default_rng(0).normal(size=(8, 4))
-OF_DATA = {  # whose weights have the data's or alpha's type, not that of w0
+OF_DATA = {  # solvers with weights in the dtype of the data or of alpha
     "ridge": bilevel.ridge(of_scaled, lambda alpha: 0.1),
     "solved": bilevel.implicit(bilevel.solved(normal_equations)),
     "restarted": bilevel.restarted(bilevel.unrolled(0.01, 3), start=lambda alpha, w: alpha),
@@ -131,7 +131,7 @@ def search_from(w0, solver):
 @pytest.mark.long
 @pytest.mark.skipif(not jax.config.jax_enable_x64, reason="data of wider numbers than float32")
 @pytest.mark.parametrize("name", OF_DATA)
-def test_weights_that_a_solver_finds_in_wider_numbers_keep_the_type_of_w0(name):
+def test_weights_solved_in_a_wider_dtype_keep_the_dtype_of_w0(name):
     solver = OF_DATA[name]
     wide, narrow = (search_from(jnp.zeros(4, dtype), solver) for dtype in ("float64", "float32"))
     assert narrow.w.dtype == jnp.float32
@@ -139,7 +139,7 @@ def test_weights_that_a_solver_finds_in_wider_numbers_keep_the_type_of_w0(name):
 
 
 @pytest.mark.long
-def test_diagnostics_of_mixed_weights_make_no_claim_that_is_false():
+def test_diagnostics_of_mixed_weights_make_no_false_claim():
     alpha, w0, *batches = data(0)
     fn = jax.jit(bilevel.hypergradient(PROBLEM, bilevel.implicit()))
     result = fn(alpha, w0, *batches)

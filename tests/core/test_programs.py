@@ -16,7 +16,7 @@ KEY = jax.random.key(0)
 
 
 def bars(rows, wrong, seed):
-    """Images [rows, 6, 6, 1] of one bright half or the other; labels, of which some are flipped."""
+    """Return images [rows, 6, 6, 1] with one bright half, and labels with some flipped."""
     rng = np.random.default_rng(seed)
     y = rng.integers(0, 2, rows)
     bright = np.arange(6) // 3 == y[:, None]
@@ -25,15 +25,15 @@ def bars(rows, wrong, seed):
     return jnp.asarray(x, jnp.float32), jnp.asarray(np.where(flipped, 1 - y, y)), flipped
 
 
-def told_apart(alpha, wrong):
-    """The area under the curve of telling wrong labels from right ones by a low weight."""
+def area_under_curve(alpha, wrong):
+    """Score how well low weights identify wrong labels."""
     alpha = np.asarray(alpha)
     return np.mean(alpha[~wrong][:, None] > alpha[wrong])
 
 
 @pytest.mark.long
 def test_hyper_cleaning_in_nnx(tmp_path):
-    """Everything but parameters is a variable, keys of dropout too."""
+    """All state except parameters is a variable, also keys of dropout."""
 
     class Network(nnx.Module):
         def __init__(self, rngs):
@@ -46,7 +46,7 @@ def test_hyper_cleaning_in_nnx(tmp_path):
             x = nnx.relu(self.norm(self.conv(x)))
             return self.dense(self.drop(x.reshape(len(x), -1)))
 
-    graph, params, rest = nnx.split(Network(nnx.Rngs(0)), nnx.Param, ...)
+    graph, params, variables = nnx.split(Network(nnx.Rngs(0)), nnx.Param, ...)
 
     def lower(w, alpha, batch):
         x, y, number = batch
@@ -67,15 +67,15 @@ def test_hyper_cleaning_in_nnx(tmp_path):
         bilevel.Problem(lower, outer, stateful=True),
         bilevel.unrolled(optax.sgd(0.1, momentum=0.9), 4, batches=bilevel.minibatches(40)),
         optax.adam(0.2),
-        *(jnp.zeros(120), bilevel.Stateful(params, rest)),
+        *(jnp.zeros(120), bilevel.Stateful(params, variables)),
         *((x, y, jnp.arange(120)), bars(60, 0.0, seed=1)[:2]),
         key=KEY,
     )
     result = search(steps=40)
-    assert told_apart(result.alpha, wrong) > 0.75
+    assert area_under_curve(result.alpha, wrong) > 0.75
     model = nnx.merge(graph, result.w.params, result.w.variables)
     assert np.abs(model.norm.mean[...]).max() > 0.01
-    assert model.drop.rngs.count[...] == 160  # a mask of its own for every inner step
+    assert model.drop.rngs.count[...] == 160  # a new mask for every inner step
     search(steps=20, checkpoint=tmp_path / "a")
     again = search(steps=40, checkpoint=tmp_path / "a", resume=True)
     np.testing.assert_array_equal(again.alpha, result.alpha)
@@ -89,11 +89,11 @@ def test_a_learned_regulariser_in_equinox():
     sizes = {"width_size": 8, "depth": 1}
     model = equinox.nn.MLP(3, "scalar", **sizes, activation=jnp.tanh, key=keys[0])
     regulariser = equinox.nn.MLP(1, "scalar", **sizes, activation=jax.nn.softplus, key=keys[1])
-    w, rest = equinox.partition(model, equinox.is_inexact_array)
+    w, static = equinox.partition(model, equinox.is_inexact_array)
     alpha, rest_of_alpha = equinox.partition(regulariser, equinox.is_inexact_array)
 
     def error(w, batch):
-        return jnp.mean((jax.vmap(equinox.combine(w, rest))(batch[0]) - batch[1]) ** 2)
+        return jnp.mean((jax.vmap(equinox.combine(w, static))(batch[0]) - batch[1]) ** 2)
 
     def lower(w, alpha, batch):
         penalty = equinox.combine(alpha, rest_of_alpha)

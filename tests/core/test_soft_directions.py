@@ -1,4 +1,4 @@
-"""More weights than rows, hardly any penalty: the default solver itself gets these right."""
+"""With more weights than rows and hardly any penalty, the default solver itself is accurate."""
 
 import itertools
 
@@ -20,12 +20,12 @@ def test_the_default_solver_is_right_to_rounding_whatever_the_penalty(dtype):
         arguments, truth = soft(seed, log10)
         arguments = jax.tree.map(lambda a: jnp.asarray(a, dtype), arguments)
         actual = float(fn(*arguments).grad)
-        # The weights' own rounding, in directions in which the outer loss pulls with strength 1.
+        # The weights' rounding, in directions of an outer gradient of size 1.
         allowed = 100 * float(np.finfo(dtype).eps)
         np.testing.assert_allclose(actual, truth, rtol=1e-3, atol=allowed)
 
 
-def test_a_tiny_curvature_is_trusted_where_it_is_known_and_not_where_it_is_rounding():
+def test_a_tiny_curvature_is_trusted_unless_it_is_rounding():
     x = np.random.default_rng(1).normal(size=(5, 12)).astype(np.float32)
     free = np.linalg.svd(x)[2][-1].astype(np.float32)
     b = jnp.asarray(x[0] / 4 + free)
@@ -43,7 +43,6 @@ def test_a_tiny_curvature_is_trusted_where_it_is_known_and_not_where_it_is_round
 
 
 def test_a_singular_system_out_of_its_range_has_a_bounded_answer():
-    """As in implicit differentiation of a network: b has a part that no x can give."""
     solve = jax.jit(
         lambda x, b: solve_conjugate_gradients(
             lambda v: x.T @ (x @ v), b, None, steps=100, threshold=jnp.float32(1e-6)

@@ -12,7 +12,7 @@ from problems import mean_squares, separate_penalties
 
 import bilevel
 from bilevel.linear import ridge_weights
-from bilevel.linear.models import predict, svm_weights
+from bilevel.linear.models import predict
 from bilevel.outer_loop.batches import minibatches
 
 RNG = np.random.default_rng(0)
@@ -22,7 +22,7 @@ LABELS = jnp.asarray(np.sign(RNG.normal(size=30)))
 
 
 def with_padding_and_a_sum():
-    """A BCOO matrix with places outside, as JAX pads, and an entry in two parts."""
+    """Return a BCOO matrix with JAX's padding outside, and an entry in two parts."""
     padded = sparse.BCOO.fromdense(jnp.asarray(DENSE), nse=int((DENSE != 0).sum()) + 3)
     first = padded.indices[:1]
     data = jnp.concatenate([padded.data.at[0].set(padded.data[0] - 1), jnp.ones(1)])
@@ -50,7 +50,6 @@ def test_linear_models_take_sparse_features(name):
     matrix, dense = FORMATS[name](), jnp.asarray(DENSE)
     w = ridge_weights(dense, LABELS, 0.1).w
     assert_close(ridge_weights(matrix, LABELS, 0.1).w, w, f32=1e-4)
-    assert_close(svm_weights(matrix, LABELS, 0.1).w, svm_weights(dense, LABELS, 0.1).w, f32=1e-4)
     assert_close(predict(matrix, w), dense @ w)
 
 

@@ -1,4 +1,4 @@
-"""What truncation leaves out of a hypergradient, and what chance adds to it."""
+"""Truncation bias and standard errors of hypergradients of short trainings."""
 
 import jax
 import jax.numpy as jnp
@@ -69,16 +69,16 @@ def test_keys_are_split_with_the_rows():
         valid = jax.tree.map(lambda x: x[2 * i : 2 * i + 2], VALID)
         return fn(START, W0, (keys[i], train), valid).grad
 
-    each = np.stack([part(i) for i in range(4)])
-    assert_close(hyper.grad, each.mean(0), f64=1e-12, f32=1e-5)
-    error = each.std(0, ddof=1) / 2
+    grads = np.stack([part(i) for i in range(4)])
+    assert_close(hyper.grad, grads.mean(0), f64=1e-12, f32=1e-5)
+    error = grads.std(0, ddof=1) / 2
     assert_close(hyper.error, error, f64=1e-12, f32=1e-4)
-    relative = np.linalg.norm(error) / np.linalg.norm(each.mean(0))
+    relative = np.linalg.norm(error) / np.linalg.norm(grads.mean(0))
     assert_close(hyper.relative, relative, f64=1e-9, f32=1e-4)
 
 
 def test_a_rate_is_distilled_too():
-    """The second of two steps from w to w - r (w - 1), at decay 1/2: 1.5 times a step's slope."""
+    """At decay 1/2, the second step from w to w - r (w - 1) counts 1.5 times."""
     solver = bilevel.distilled(lambda alpha: optax.sgd(alpha), decay=0.5)
     to_one = bilevel.Problem(lambda w, a, b: 0.5 * (w - 1) ** 2, lambda w, a, b: w)
     init, step = bilevel.descent(to_one, solver, optax.sgd(0.0))
@@ -92,7 +92,7 @@ def test_a_rate_is_distilled_too():
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 def test_the_past_is_distilled_as_the_paper_says(mode):
-    """Lee et al. 2022, Eqs. (8), (13): the scale theta (1 - g^t) / (1 - g), and the mean w*."""
+    """Truth: Lee et al. 2022, Eqs. (8), (13)."""
     decay, scale = 0.7, 1.3
     solver = bilevel.distilled(optax.sgd(0.1, momentum=0.5), decay=decay, scale=scale)
     state = solver.init(W0)
@@ -127,8 +127,6 @@ def test_the_past_is_distilled_as_the_paper_says(mode):
 @pytest.mark.parametrize("differentiated", [False, True])
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 def test_every_step_updates_the_variables(mode, differentiated):
-    """Truth: the loop written out, with a new batch and running means at every step."""
-
     def lower(w, alpha, batch):
         x, y, *_ = batch
         mean = 0.9 * w.variables["mean"] + 0.1 * (jnp.exp(alpha) * x).mean(0) + 0.05 * w.params
@@ -171,8 +169,6 @@ def test_every_step_updates_the_variables(mode, differentiated):
 
 @pytest.mark.long
 def test_variables_at_a_solution_are_differentiated_too():
-    """The statistics that implicit() updates once: of all rows, weighed by alpha."""
-
     def lower(w, alpha, batch):
         x, y = batch
         value = 0.5 * jnp.mean((x @ w.params - y) ** 2) + 0.5 * jnp.sum(w.params**2)

@@ -1,4 +1,4 @@
-"""Every optimizer unrolled: derivatives where a gradient is exactly 0, and unchanged values."""
+"""Unroll every optimizer: correct derivatives at zero gradients, and unchanged values."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import bilevel
 EPS = 1e-2  # large, so that a difference quotient much finer than it can be formed
 STEPS = 6  # RAdam changes its formula at the fifth
 
-# A gradient of 0 that alpha moves: here these have a slope, 1 / eps in Adam's case.
+# If alpha moves a gradient of 0, these have a slope there, 1 / eps for Adam.
 SMOOTH = {
     "adabelief": optax.adabelief(0.05, eps=EPS),
     "adadelta": optax.adadelta(0.05, eps=EPS),
@@ -35,7 +35,7 @@ SMOOTH = {
     "sm3": optax.sm3(0.05),
     "yogi": optax.yogi(0.05, eps=EPS),
 }
-# These have a jump there, and slope 0 where alpha does not move the gradient.
+# These jump there. Their slope is 0 if alpha does not move the gradient.
 JUMPING = {
     "lamb": optax.lamb(0.05, eps=EPS),
     "lion": optax.lion(0.05),
@@ -65,7 +65,7 @@ def dead_and_alive(seed, moved):
 
 
 def quotient(value, alpha, *rest):
-    """Central differences with steps far under EPS, in float64."""
+    """Return central differences with steps far below EPS, in float64."""
     leaves, structure = jax.tree.flatten(alpha)
 
     def at(k, i, h):
@@ -143,7 +143,6 @@ SIGNED = {  # one step from zero weights; truth by hand: at w = 0 the branch for
 
 @pytest.mark.parametrize("name", SIGNED)
 def test_a_step_may_branch_on_the_sign_of_a_weight_or_a_gradient(name):
-    # The other branch's slope was taken: of the first one with the wrong sign.
     step, expected = SIGNED[name]
 
     def make(alpha):

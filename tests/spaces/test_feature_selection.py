@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from helpers import tolerance
 from sklearn.linear_model import Ridge
+from sklearn.svm import LinearSVC
 
 import bilevel
 from bilevel import baselines
-from bilevel.linear.matrices import sparse
-from bilevel.linear.models import predict, svm_weights
 from bilevel.spaces import features
 from bilevel.spaces.features.text import fold, hashed_counts, statistics, weigh
 
@@ -117,15 +116,16 @@ def text_parts():
 
 
 @pytest.mark.parametrize("weights", ["nb", "sif"])
-def test_texts_are_judged_as_our_own_svm_would(text_parts, weights):
+def test_texts_are_judged_by_scikit_learns_svm(text_parts, weights):
     problem = features.text_selection(*text_parts, cost=0.3)
     config = features.text_config(order=2, weights=weights, binary=True, preprocess="normalize")
     dimension = 2**16  # hardly a collision, wherever an n-gram's bin is
     bags = [fold(hashed_counts(x, config), dimension, True) for x, _ in text_parts]
     totals = statistics(bags[0], text_parts[0][1])
-    phis = [sparse(weigh(bag, config, totals)) for bag in bags]
-    w = svm_weights(phis[0], 2.0 * text_parts[0][1] - 1, 0.3).w
-    truth = [float(np.mean((predict(phis[i], w) > 0) != text_parts[i][1])) for i in (1, 2)]
+    phis = [weigh(bag, config, totals) for bag in bags]
+    svm = LinearSVC(C=0.3, fit_intercept=False, tol=1e-8, max_iter=10**5)
+    svm.fit(phis[0], text_parts[0][1])
+    truth = [float(np.mean(svm.predict(phis[i]) != text_parts[i][1])) for i in (1, 2)]
     assert problem.evaluate(None, config, dimension) == pytest.approx(truth)
 
 

@@ -1,4 +1,4 @@
-"""Single loops without a step size: the metric, the pace of alpha, and what they reach."""
+"""Single loops without a step size: the metric, the pace of alpha, and their convergence."""
 
 import functools
 
@@ -19,7 +19,7 @@ PARTITION = bilevel.partition(32)
 
 @functools.cache
 def family(condition, seed=0):
-    """``w*(alpha) = C alpha + w0`` whatever the curvature; losses, data, and |dh|^2 in numpy."""
+    """Return losses with ``w*(alpha) = C alpha + w0``, data, and |dh|^2 in numpy."""
     rng = np.random.default_rng(seed)
 
     def rows(spread):
@@ -44,7 +44,7 @@ def family(condition, seed=0):
 
 
 def know_only_leading(monkeypatch, spare):
-    """As if the problem were large."""
+    """Treat the problem as large."""
     monkeypatch.setattr(_metric, "DENSE_SIZE", P - 1)
     monkeypatch.setattr(_metric, "_RANK", 4)
     monkeypatch.setattr(_metric, "_SPARE", spare)
@@ -78,7 +78,7 @@ def test_the_metric_is_the_inverse_hessian_and_its_length_the_steepest_batchs(mo
     assert_close(root @ root, np.linalg.inv(hessian), f64=1e-8, f32=0.02)
     batches = x.reshape(-1, 32, P)
     steepest = [np.linalg.eigvalsh(root @ b.T @ b @ root / 32)[-1] for b in batches]
-    # Power iterations find it from below, in half of the batches.
+    # Power iterations find the largest from below, in half of the batches.
     assert 0.5 / max(steepest) <= metric.length * 1.001 < 0.5 / np.median(steepest) * 1.3
 
 
@@ -95,7 +95,7 @@ def test_a_large_problems_metric_knows_the_leading_directions(monkeypatch):
 
 
 def lengths(numbers, alpha):
-    """Of the metric after a step of each number, ``alpha`` having been 0; negative: not renewed."""
+    """Return the metric after steps of these numbers, from alpha 0; a negative length was kept."""
     problem, train, _, _ = family(10)
     data = make_batched_data("train", train, PARTITION)
     empty = _metric.unmeasured(problem, jnp.zeros(P), jnp.zeros(Q), data)
@@ -113,39 +113,16 @@ def test_the_metric_is_measured_first_and_at_the_ends_of_epochs_1_3_and_7():
     assert [n for n, metric in metrics.items() if metric.length > 0] == [0, 16, 48, 112]
 
 
-def test_the_length_is_measured_every_fourth_epoch_for_curvature_that_grows_with_alpha():
-    """With the length of epoch 15, spaba() diverged in epoch 28 of a logistic regression."""
-    metric = lengths([400], jnp.zeros(Q))[400]
-    assert float(metric.length) > 0 and not np.asarray(metric.matrix).any()
-
-
 @pytest.mark.parametrize(("moved", "another"), [(1.0, None), (1.5, "length"), (4.0, "basis")])
 def test_where_alpha_has_moved_the_metric_is_measured_anew(moved, another):
-    """With that of the start, spaba() diverged within 1 s of softmax regression."""
     metric = lengths([32], jnp.zeros(Q).at[1].set(-moved))[32]
     assert (metric.length > 0) == (another is not None)
     assert np.asarray(metric.matrix).any() == (another == "basis")
     assert float(metric.moved[1]) == (-moved if another else 0)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("condition", [10, 1e4])
-@pytest.mark.parametrize("method", [bilevel.saba, bilevel.spaba], ids=["saba", "spaba"])
-def test_nothing_is_tuned_and_conditioning_does_not_matter(method, condition):
-    problem, train, valid, slope = family(condition)
-    alpha = jnp.full(Q, -2.0)
-    result = bilevel.search(
-        *(problem, method(), bilevel.paced(), alpha, jnp.zeros(P), train, valid),
-        steps=3000,
-        batches=PARTITION,
-        key=jax.random.key(0),
-        history=(),
-    )
-    assert slope(result.alpha) < 1e-4 * slope(alpha)
-
-
 def distance(method, seed, **conditions):
-    """From alpha after 3,000 untuned steps to the minimizer in numpy."""
+    """Return the distance from alpha after 3,000 untuned steps to the minimizer in numpy."""
     problem, args, solved, _ = quadratics(seed, **conditions)
     options = {"steps": 3000, "batches": bilevel.partition(64), "key": jax.random.key(seed)}
     result = bilevel.search(problem, method(), bilevel.paced(), *args, **options, history=())
@@ -154,7 +131,6 @@ def distance(method, seed, **conditions):
 
 @pytest.mark.slow
 def test_the_untuned_default_converges_to_the_minimizer():
-    """It circled at distances of 0.02 to 0.2, since Adam's steps were too long near the end."""
     assert distance(bilevel.spaba, 0) < 1e-3
     assert distance(bilevel.saba, 1, condition=100.0) < 1e-3
 
@@ -164,7 +140,7 @@ def test_the_untuned_default_converges_to_the_minimizer():
 def test_the_untuned_default_converges_for_every_seed_and_condition(method):
     fresh = np.random.default_rng().integers(2**31, size=8).tolist()
     for seed in [*range(8), *fresh]:
-        conditions = {"condition": 10.0 ** (seed % 3), "mixed": 10.0 ** (seed % 2)}
+        conditions = {"condition": 10.0 ** (2 * (seed % 3)), "mixed": 10.0 ** (seed % 2)}
         assert distance(method, seed, **conditions) < 1e-3, (seed, conditions)
 
 
@@ -174,10 +150,7 @@ def test_the_untuned_default_converges_for_every_seed_and_condition(method):
     ids=["spaba", "spaba-leading", "saba"],
 )
 def test_the_adjoint_is_kept_where_few_rows_are_much_steeper(method, penalty, dense, monkeypatch):
-    """A weight for every label of rows with heavy tails. Truth: the whole Hessian's residual.
-
-    With steps as measured it ends at 3e8, at what is not finite, and at 21; that of 0 is 1.
-    """
+    """A weight for every label of rows with heavy tails. Truth: the whole Hessian's residual."""
     if not dense:
         know_only_leading(monkeypatch, spare=2)
     rng = np.random.default_rng(0)
@@ -186,15 +159,15 @@ def test_the_adjoint_is_kept_where_few_rows_are_much_steeper(method, penalty, de
         x = np.exp(rng.normal(size=(n, 1))) * rng.normal(size=(n, 40)) * np.logspace(0, -1, 40)
         return jnp.asarray(x), jnp.sign(x.sum(1) + rng.normal(size=n))
 
-    def each(w, x, y):
+    def losses(w, x, y):
         return jax.nn.softplus(-y * (x @ w))
 
     def lower(w, alpha, batch):
         x, y, index = batch
-        return jnp.mean(jax.nn.sigmoid(alpha[index]) * each(w, x, y)) + penalty * jnp.sum(w**2)
+        return jnp.mean(jax.nn.sigmoid(alpha[index]) * losses(w, x, y)) + penalty * jnp.sum(w**2)
 
     def outer(w, alpha, batch):
-        return jnp.mean(each(w, *batch))
+        return jnp.mean(losses(w, *batch))
 
     train, valid = (*rows(2000), jnp.arange(2000)), rows(500)
     result = bilevel.search(
@@ -211,41 +184,13 @@ def test_the_adjoint_is_kept_where_few_rows_are_much_steeper(method, penalty, de
     assert np.linalg.norm(residual) < np.linalg.norm(slope)
 
 
-@pytest.mark.long
-def test_geometries_come_after_the_pace_and_weights_may_be_trees():
-    """Truth: the outer loss prefers the first of two features, which is the signal."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(64, 2))
-    data = tuple(map(jnp.asarray, (x, x[:, 0] + 0.1 * rng.normal(size=64))))
-
-    def error(w, alpha, batch):
-        return jnp.mean((batch[0] @ (w["w"] * alpha["mix"]) - batch[1]) ** 2)
-
-    problem = bilevel.Problem(
-        lambda w, alpha, batch: error(w, alpha, batch) + 0.1 * jnp.sum(w["w"] ** 2), error
-    )
-    result = bilevel.search(
-        *(problem, bilevel.spaba(), optax.chain(bilevel.paced(), bilevel.exponentiate())),
-        *({"mix": jnp.full(2, 0.5)}, {"w": jnp.zeros(2)}, data, data),
-        steps=300,
-        batches=bilevel.partition(16),
-        key=jax.random.key(0),
-        history=(),
-    )
-    assert_close(result.alpha["mix"].sum(), 1.0, f64=1e-12, f32=1e-6)
-    assert result.alpha["mix"][0] > 0.9
-
-
-# ------------------------------------------------------------------------------------ the pace
-
-
-def told(optimizer, state, gradient=1.0, residual=0.0, memory=1):
+def updated(optimizer, state, gradient=1.0, residual=0.0, memory=1):
     return optimizer.update(jnp.array(gradient), state, residual=residual, memory=memory)
 
 
 def after(optimizer, steps, state=None, **what):
     state = optimizer.init(jnp.zeros(())) if state is None else state
-    run = jax.jit(lambda state: told(optimizer, state, **what))
+    run = jax.jit(lambda state: updated(optimizer, state, **what))
     for _ in range(steps):
         updates, state = run(state)
     return float(updates), state
@@ -263,21 +208,13 @@ def test_alpha_waits_for_the_adjoint_and_then_goes_at_a_rate_by_the_fifty_steps(
 
 
 def test_alphas_unit_is_how_long_directions_take_to_become_exact():
-    """With a unit of 100 steps and a pass in 1,000, 3 of 10 seeds of softmax regression diverged.
-
-    Truth: an epoch of the longer side; steps from one full pass to the next.
-    """
+    """Truth: an epoch of the longer side for SABA; steps between full passes for SPABA."""
     few, many = (BatchedData((), 1, count, 0) for count in (16, 10_000))
     assert bilevel.saba().memory(few, many) == 10_000
     np.testing.assert_allclose(bilevel.spaba().memory(few, few), 17)
     np.testing.assert_allclose(bilevel.spaba().memory(few, many), 10_024 / 8)
     np.testing.assert_allclose(bilevel.spaba(probability=0.25).memory(few, few), 4)
     assert bilevel.soba(0.1).memory(few, many) == 1
-
-
-def test_alpha_slows_down_as_one_over_the_root_of_the_steps():
-    optimizer = bilevel.paced(optax.sgd(0.5))
-    np.testing.assert_allclose(after(optimizer, 1507)[0], -0.5 / 50 / 2, rtol=1e-3)
 
 
 def test_where_the_adjoint_is_lost_the_pace_is_halved_and_comes_back():
@@ -291,29 +228,13 @@ def test_where_the_adjoint_is_lost_the_pace_is_halved_and_comes_back():
     assert after(optimizer, 1000, later, residual=1.0)[1].pace == 2**-10
 
 
-def test_where_the_gradient_grows_alpha_slows_down():
-    optimizer = bilevel.paced(optax.sgd(0.5))
-    _, state = after(optimizer, 100)
-    _, state = after(optimizer, 100, state, gradient=100.0)
-    assert state.pace < 0.1
-
-
-def test_steps_shrink_with_the_gradient_near_a_solution():
-    """Adam's own stay of one size. Truth: the formula, with one gradient 1 and then small ones."""
-    optimizer = bilevel.paced()
-    state = after(optimizer, 20)[1]
-    updates, state = after(optimizer, 9000, state, gradient=1e-6)
-    slowed = np.sqrt(1 + float(state.number - 1) / 500)
-    np.testing.assert_allclose(updates, -2 / 50 / slowed * 1e-6 / 0.1, rtol=0.05)
-
-
 def test_a_units_steps_are_at_most_two_over_the_curvature():
-    """Truth: gradient descent on 3 x^2 / 2 with a rate of 10 a unit; 2 / 3 remain of it."""
+    """Truth: gradient descent on 3 x^2 / 2 with a rate of 10 per unit, limited to 2 / 3."""
     optimizer = bilevel.paced(optax.sgd(10.0))
 
     @jax.jit
     def step(x, state):
-        updates, state = told(optimizer, state, gradient=3 * x)
+        updates, state = updated(optimizer, state, gradient=3 * x)
         return x + updates, updates, state
 
     x, state = jnp.ones(()), optimizer.init(jnp.ones(()))
@@ -324,7 +245,7 @@ def test_a_units_steps_are_at_most_two_over_the_curvature():
 
 @pytest.mark.parametrize("method", [bilevel.saba, bilevel.spaba], ids=["saba", "spaba"])
 def test_weights_of_half_precision_are_moved_in_a_metric_of_single(method):
-    """No eigenvalues are computed in half precision. Truth: the search in single precision."""
+    """Half precision has no eigenvalues. Truth: the search in single precision."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(64, 8)), rng.normal(size=64)
 

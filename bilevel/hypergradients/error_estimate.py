@@ -35,6 +35,7 @@ from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import Problem, hessian_operator
 from bilevel.problem.structure import is_quadratic
 from bilevel.solvers import detached
+from ntk.internal import summary
 
 TOLERANCE = 1e-2
 """A hypergradient counts as converged when its estimated error is under 1 % of its norm."""
@@ -72,6 +73,29 @@ class Info(NamedTuple):
     error_bound: jax.Array
     reason: jax.Array
     slope: jax.Array | None = None
+
+    def __repr__(self) -> str:
+        names = "stationarity", "linear_residual", "error_estimate", "error_bound", "slope"
+        rows = [(name, getattr(self, name)) for name in names]
+        lines = [(name, summary.number(x, ".2g")) for name, x in rows if x is not None]
+        return summary.table("Info", lines + error_rows(self)[-1:])
+
+
+def error_rows(info: Info, size: float | None = None) -> list[tuple[str, str]]:
+    """Return the lines on the error in the table of a hypergradient of norm ``size``."""
+    reason, error, converged = map(
+        summary.value, (info.reason, info.error_estimate, info.converged)
+    )
+    if reason is None or error is None or converged is None:
+        return [
+            ("error", summary.arrays(info.error_estimate)),
+            ("converged", summary.arrays(info.converged)),
+        ]
+    if reason:
+        return [("error", "no estimate"), ("converged", f"no: {REASONS[int(reason)]}")]
+    share = f", {100 * error / size:.2g} % of the norm" if size else ""
+    verdict = "yes" if converged else "no: the error is over 1 % of the norm"
+    return [("error", f"about {error:.2g}{share}"), ("converged", verdict)]
 
 
 REASONS = (

@@ -19,7 +19,7 @@ from jax.flatten_util import ravel_pytree
 
 from bilevel.contracts import LowerSolver, Pytree, Stateful
 from bilevel.hypergradients.curvature import PRODUCTS
-from bilevel.hypergradients.error_estimate import Info, assess, unmapped
+from bilevel.hypergradients.error_estimate import Info, assess, error_rows, unmapped
 from bilevel.internal.checks import (
     check_floating,
     check_in_range,
@@ -46,6 +46,7 @@ from bilevel.problem.structure import (
     with_rules,
 )
 from bilevel.solvers import RestartedState, detached, remember, report_of, start_of, with_report
+from ntk.internal import summary
 from ntk.internal.compile_cache import fresh
 from ntk.internal.sharding import pcast_varying, varying, with_automatic_axes
 
@@ -58,6 +59,16 @@ class HyperGradient(NamedTuple):
     w: Pytree  # the solver's solution
     info: Info  # accuracy; None with diagnostics=False
     aux: Pytree = None  # {"lower": ..., "outer": ...} of a Problem(has_aux=True)
+
+    def __repr__(self) -> str:
+        size, info = summary.norm(self.grad), self.info
+        rows = [("outer loss", summary.number(self.value)), ("grad", summary.arrays(self.grad))]
+        if size is not None:
+            rows[1] = "grad", f"norm {size:.4g}, {summary.arrays(self.grad)}"
+        rows += [("w", summary.arrays(self.w))]
+        if info is not None:
+            rows += error_rows(info, size)
+        return summary.table("HyperGradient", rows)
 
 
 def hypergradient(

@@ -12,6 +12,7 @@ from bilevel.contracts import DescentState, Pytree
 from bilevel.hypergradients.error_estimate import Info
 from bilevel.outer_loop import geometry
 from bilevel.outer_loop.report import SearchReport
+from ntk.internal import summary
 
 _MANY = 1024  # entries; for fewer, the exact check of finite values is as fast
 
@@ -34,6 +35,27 @@ class SearchResult:
     info: Info | None = None  # on a single loop's last direction, with diagnostics
     history_every: int = 1  # steps for each row of the history
     step_scale: jax.Array | float = 1.0  # alpha's steps relative to the optimizer's
+
+    def __repr__(self) -> str:
+        rows = [
+            ("steps", summary.number(self.state.step, ".0f")),
+            ("outer loss", _first_and_last(self.history.get("value"))),
+            ("|grad|", _first_and_last(self.history.get("grad_norm"))),
+            ("alpha", summary.arrays(self.alpha)),
+            ("w", summary.arrays(self.w)),
+            ("history", ", ".join(self.history) or "nothing"),
+            ("stopped", self.stopped or "after all steps"),
+        ]
+        return summary.table("SearchResult", rows)
+
+
+def _first_and_last(values: Any) -> str:
+    """Return the ends of a column of the history as text."""
+    if values is None:
+        return "not in the history"
+    if isinstance(values, jax.core.Tracer) or jax.numpy.ndim(values) != 1 or not len(values):
+        return summary.arrays(values)
+    return f"{summary.number(values[0])} -> {summary.number(values[-1])}"
 
 
 class NonFiniteError(FloatingPointError):

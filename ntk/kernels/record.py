@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import jax
 
+from ntk.internal import summary
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +24,12 @@ class Kernels:
     nngp: jax.Array
     ntk: jax.Array
     error: jax.Array | float = math.inf
+
+    def __repr__(self) -> str:
+        error = summary.largest(self.error)
+        rows = [("nngp", summary.arrays(self.nngp)), ("ntk", summary.arrays(self.ntk))]
+        text = summary.arrays(self.error) if error is None else f"at most {error:.2g} in each entry"
+        return summary.table("Kernels", [*rows, ("error", text)])
 
     def __iter__(self) -> Iterator[jax.Array]:
         return iter((self.nngp, self.ntk))

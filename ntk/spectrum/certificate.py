@@ -48,6 +48,7 @@ import scipy.linalg
 import scipy.optimize
 import scipy.sparse.linalg
 
+from ntk.internal import summary
 from ntk.internal.checks import check_finite, concrete, integer, numpy_array, real_number
 from ntk.kernels.functions import as_kernel_matrix, measured, mixed_blocks
 from ntk.kernels.record import Kernels
@@ -155,6 +156,15 @@ class Certificate(NamedTuple):
     argmin: np.ndarray  # [h], the point of the simplex where lambda_min is at most `upper`
     cells: int  # sub-simplices that cover the simplex, each verified to be above `lower`
     converged: bool  # whether upper - lower <= rtol |upper|
+
+    def __repr__(self) -> str:
+        rows = [
+            ("lambda_min", f"{self.lower:.6g} to {self.upper:.6g} (proved)"),
+            ("argmin", np.array2string(self.argmin, precision=4, threshold=8)),
+            ("cells", f"{self.cells:,}"),
+            ("converged", "yes" if self.converged else "no: the cells allowed are used up"),
+        ]
+        return summary.table("Certificate", rows)
 
 
 def certify_simplex(

@@ -1,0 +1,71 @@
+"""Results print as short tables, whatever their arrays are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import bilevel
+import ntk
+
+PROBLEM = bilevel.Problem(
+    lower=lambda w, alpha, batch: jnp.sum((w - alpha) ** 2),
+    outer=lambda w, alpha, batch: jnp.sum((w - 2.0) ** 2),
+)
+ALPHA = jnp.zeros(3)
+
+
+def hyper(alpha, solver=None):
+    fn = bilevel.hypergradient(PROBLEM, solver or bilevel.implicit())
+    return fn(alpha, jnp.zeros(3), None, None)
+
+
+def test_a_hypergradient_prints_its_value_norm_and_error():
+    text = repr(hyper(ALPHA))
+    assert "outer loss  12" in text and f"norm 6.928, {ALPHA.dtype}[3]" in text
+    assert "% of the norm" in text and text.endswith("converged   yes")
+
+
+def test_an_estimate_over_the_limit_and_a_missing_one_say_why():
+    one_step = repr(hyper(ALPHA, bilevel.unrolled(0.1, 1)))
+    assert one_step.endswith("no: the error is over 1 % of the norm")
+    saddle = bilevel.Problem(lambda w, a, b: jnp.sum((w - a) ** 3), PROBLEM.outer)
+    info = bilevel.hypergradient(saddle, bilevel.unrolled(0.1, 1))(
+        ALPHA, jnp.zeros(3), None, None
+    ).info
+    assert "error_estimate   inf" in repr(info) and "no: the lower Hessian" in repr(info)
+
+
+def test_traced_batched_and_deleted_arrays_print_as_dtype_and_shape():
+    seen = []
+    jax.jit(lambda alpha: seen.append(repr(hyper(alpha))))(ALPHA)
+    batched = jax.vmap(hyper)(jnp.zeros((2, 3)))
+    seen += [repr(batched), repr(batched.info)]
+    deleted = hyper(jnp.ones(3))
+    jax.tree.map(lambda x: x.delete(), deleted)
+    seen.append(repr(deleted))
+    name = ALPHA.dtype.name
+    assert f"outer loss  {name}[]" in seen[0] and f"error       {name}[2]" in seen[1]
+    assert f"error_estimate   {name}[2]" in seen[2] and "converged   bool[]" in seen[3]
+
+
+def test_a_search_prints_its_course():
+    arguments = PROBLEM, bilevel.implicit(), optax.sgd(0.1), ALPHA, jnp.zeros(3), None, None
+    result = bilevel.search(*arguments, steps=4, progress=False)
+    text = repr(result)
+    assert "steps       4\n  outer loss  12 -> " in text and "stopped     after all steps" in text
+    compiled = jax.jit(lambda a: bilevel.search(*arguments[:3], a, *arguments[4:], steps=4))
+    assert "outer loss  12 -> " in repr(compiled(ALPHA))
+    assert f"outer loss  {ALPHA.dtype}[2, 4]" in repr(jax.vmap(compiled)(jnp.zeros((2, 3))))
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_kernels_and_certificates_print_their_errors(batched):
+    x = jnp.eye(3)
+    kernel = lambda x: ntk.network_kernel(x, activations=[ntk.relu])  # noqa: E731
+    kernels = jax.vmap(kernel)(x[None]) if batched else kernel(x)
+    shape = "[1, 3, 3]" if batched else "[3, 3]"
+    assert f"nngp   {x.dtype}{shape}" in repr(kernels) and "at most" in repr(kernels)
+    certificate = ntk.certify_simplex(np.eye(3)[None, None])
+    assert "(proved)" in repr(certificate) and repr(certificate).endswith("converged   yes")

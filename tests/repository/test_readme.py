@@ -34,14 +34,16 @@ def test_every_page_with_examples_is_run_here():
 
 
 @pytest.mark.slow
-def test_the_first_example_runs_and_is_fifteen_lines_at_most(capsys):
-    assert len(examples("README.md")[0].splitlines()) <= 15
+def test_the_examples_of_the_readme_run_and_print_what_it_shows(capsys):
+    assert all(len(example.splitlines()) <= 20 for example in examples("README.md"))
     printed = run("README.md", capsys)
-    before, after = map(float, re.search(r"^(\S+) -> (\S+)$", printed, re.MULTILINE).groups())
+    before, after = map(float, re.search(r"loss (\S+) -> (\S+)$", printed, re.M).groups())
     assert after < before
-    true, estimate = map(float, re.findall(r"^(?:true error|error_estimate) +(\S+)", printed, re.M))
-    assert estimate == pytest.approx(true, rel=1e-3)
-    assert "converged False" in printed
+    assert re.search(r"converged +no: the error is over 1 % of the norm", printed)
+    assert float(re.search(r"accuracy of the mixture (\S+)", printed)[1]) > 0.6
+    assert "Genotype(normal=" in printed
+    bounds = re.findall(r"lambda_min >= (\S+)", printed)
+    assert len(bounds) == 2 and all(float(bound) > 1 for bound in bounds)
 
 
 @pytest.mark.long
@@ -69,6 +71,7 @@ def test_the_solver_and_the_inverse_of_contributing_are_right():
     "page",
     [
         "docs/index.md",
+        "docs/how_to.md",
         "docs/geometry.md",
         pytest.param("docs/solvers.md", marks=pytest.mark.long),
         pytest.param("docs/stochastic.md", marks=pytest.mark.long),

@@ -222,7 +222,7 @@ def _sharpened(products, values, vectors, rounding) -> _HessianFactors:
     count as free. The inverse is then that of the other directions.
     """
     p = len(values)
-    soft = values < 100 * rounding
+    soft = values <= 100 * rounding  # all of them if the Hessian is 0
     soft_block = soft[:, None] & soft[None]
     scaled = jnp.asarray(REROUNDING_FACTOR, values.dtype)
     # Separate products, so that their rounding differs.
@@ -241,8 +241,9 @@ def _sharpened(products, values, vectors, rounding) -> _HessianFactors:
     inner = sharp < 2 * p * scale
     definite = sharp[0] > _SURE * noise
     free = inner & ~definite & (jnp.abs(sharp) <= rounding)
-    flat = free.any() & (sharp[0] >= -rounding)
     stiff = inner & ~free
+    others = stiff.any() | ~soft.all()
+    flat = free.any() & others & (sharp[0] >= -rounding)
     inside = (turn * jnp.where(stiff, 1 / jnp.where(stiff, sharp, 1), 0)[None]) @ turn.T
     core = jnp.where(soft_block, inside, 0) + jnp.diag(jnp.where(soft, 0, 1 / values))
     lowest = jnp.min(jnp.where(stiff, sharp, jnp.inf))

@@ -93,7 +93,8 @@ def error_rows(info: Info, size: float | None = None) -> list[tuple[str, str]]:
         ]
     if reason:
         return [("error", "no estimate"), ("converged", f"no: {REASONS[int(reason)]}")]
-    share = f", {100 * error / size:.2g} % of the norm" if size else ""
+    percent = 100 * error / size if size else 0.0
+    share = f", {percent:{'.2g' if percent < 10 else ',.0f'}} % of the norm" if size else ""
     verdict = "yes" if converged else "no: the error is over 1 % of the norm"
     return [("error", f"about {error:.2g}{share}"), ("converged", verdict)]
 

@@ -533,14 +533,6 @@ def test_ctrl_c_in_the_oracle_loses_no_solve():
     assert len(trace.calls) == 1 and math.isnan(trace.test[0]) and trace.best >= 0
 
 
-def test_progress_is_shown_where_asked_for(capsys):
-    run = functools.partial(baselines.weight_sharing, KEY, [0.3, 0.2], noisy_selection(), 3)
-    run()
-    assert capsys.readouterr().err == ""
-    run(progress=True)
-    assert "weight sharing" in capsys.readouterr().err
-
-
 def test_the_last_resource_is_the_budget_however_large():
     for budget in (10**13, 2**41, 3 * 10**15):
         trace = baselines.successive_halving(KEY, [0.1, 0.2], lambda k, c, r: c, budget)

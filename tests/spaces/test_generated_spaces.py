@@ -13,11 +13,10 @@ import bilevel
 from bilevel import baselines, data
 from bilevel.contracts import Shared
 from bilevel.discretize.factors import factor_simplex
-from bilevel.spaces import darts, nasbench201
+from bilevel.spaces import darts
 from bilevel.spaces.darts import genotype as darts_genotypes
 
 key = jax.random.key(0)
-NASBENCH201 = nasbench201.nasbench201_space()
 
 
 @examples(5)
@@ -52,21 +51,6 @@ def test_condition_six_is_its_formula(seed, dtype):
     assert_near(verdict.D, D, rounding)
     assert int(verdict.argmax) == a.argmax()
     assert verdict.trust < 1 or L[a.argmax()] <= L.min() * (1 + 1e-6)
-
-
-@given(code=st.lists(integers(0, 4), min_size=6, max_size=6), cells=integers(1, 3))
-def test_a_cell_of_nas_bench_201_survives_every_form(code, cells):
-    number = int(np.polyval(code, 5))
-    cell = nasbench201.genotypes()[number]
-    np.testing.assert_array_equal(nasbench201.encode(cell), code)
-    assert nasbench201.genotype.parse_genotype(str(cell)) == cell
-    assert NASBENCH201.discretize(NASBENCH201.one_hot(cell)) == cell
-    edges = zip(nasbench201.genotype.EDGES, cell.operations, strict=True)
-    live = {edge for edge, operation in edges if operation != "none"}
-    paths = [(0, 3)], [(0, 1), (1, 3)], [(0, 2), (2, 3)], [(0, 1), (1, 2), (2, 3)]
-    layers = nasbench201.trainable_layers(cell, cells=cells)
-    assert layers > 0 and (layers == 8 or any(live.issuperset(path) for path in paths))
-    assert nasbench201.parameter_count(cell, cells=cells, channels=2) > 0
 
 
 @examples(5)

@@ -140,10 +140,10 @@ def te_nas(
 
     Notes
     -----
-    An infinite or NaN condition number counts as 1e5, and linear regions are counted one image at a
-    time, so that batch normalisation sees one image; so does their code. Their code has its own
-    weight variances; here ``init`` draws the weights. Time: ``repeats`` kernels and counts of
-    regions per remaining operation and round, on NAS-Bench-201 24 + 18 + 12, in one program.
+    The authors' code too counts an infinite or NaN condition number as 1e5, and linear regions one
+    image at a time, so that batch normalisation sees one image. It has its own weight variances;
+    here ``init`` draws the weights. Time: ``repeats`` kernels and counts of regions per remaining
+    operation and round, on NAS-Bench-201 24 + 18 + 12, in one program.
 
     Examples
     --------

@@ -18,7 +18,7 @@ def argmax(alpha: Pytree) -> Pytree:
     Raises
     ------
     ValueError
-        If a leaf has no entries or, not traced, has NaN.
+        If a leaf is empty or, not traced, has NaN.
 
     Examples
     --------
@@ -34,7 +34,7 @@ def top_k(alpha: Pytree, k: int) -> Pytree:
     Raises
     ------
     ValueError
-        If a leaf has no entries or, not traced, has NaN, or ``k`` is not from 1 to their number.
+        If a leaf is empty or, not traced, has NaN, or ``k`` is not from 1 to their number.
 
     Examples
     --------
@@ -58,7 +58,7 @@ def rank_by_alpha(alpha: Pytree) -> Pytree:
     Raises
     ------
     ValueError
-        If a leaf has no entries or, not traced, has NaN.
+        If a leaf is empty or, not traced, has NaN.
 
     Examples
     --------

@@ -23,7 +23,7 @@ def factor_simplex(alpha: chex.Array, i: int | chex.Array) -> jax.Array:
     # XLA multiplies by a reciprocal, and x (1 / x) need not be 1; for h = 2 gamma must be exact.
     gamma = others / total
     rounded = jnp.where((others == total) & (total > 0), 1, gamma)
-    return gamma + jax.lax.stop_gradient(rounded - gamma)  # a constant 1 has no derivative
+    return gamma + jax.lax.stop_gradient(rounded - gamma)  # the derivative of a constant 1 is 0
 
 
 def _on_simplex(alpha: jax.Array) -> jax.Array:

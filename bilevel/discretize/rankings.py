@@ -48,7 +48,7 @@ def rank_by_shared_weights(
     Raises
     ------
     ValueError
-        If ``evaluate`` is not a function, there are no choices, losses have another shape, or
+        If ``evaluate`` is not a function, ``choices`` is empty, losses have another shape, or
         ``confidence`` is outside (0, 1).
 
     Examples
@@ -153,7 +153,7 @@ def _agreement_intervals(key, a, b, confidence, resamples) -> Agreement:
 
     r = jnp.stack(_tau_and_rho(a, b))
     resampled = jax.lax.map(lambda p: _tau_and_rho(a[p], b[p]), picks, batch_size=50)
-    # Resamples that repeat one choice have no correlation.
+    # The correlation of resamples that repeat one choice is NaN.
     low, high = jnp.nanquantile(jnp.stack(resampled), levels, axis=1)
     # Half of the step from perfect agreement to the next best keeps z finite.
     near_one = 1 - jnp.array([2 / (m * (m - 1)), 6 / (m * (m * m - 1))])

@@ -1,4 +1,4 @@
-"""Methods of other libraries in docs/peers.md, compared with the methods written out."""
+"""Compare methods in docs/coming_from/gradhpo_boat.md with loops written out."""
 
 import jax
 import jax.numpy as jnp

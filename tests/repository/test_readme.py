@@ -19,6 +19,20 @@ def examples(page):
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
+def ours(page):
+    """Return the code in the second column of the tables that compare a library with ours."""
+    expressions, inside = [], False
+    for line in (ROOT / page).read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            inside = False
+        elif cells[1] in ("bilevel", "ntk"):
+            inside = True
+        elif inside:
+            expressions += re.findall(r"`([^`]+)`", cells[1])
+    return expressions
+
+
 def run(page, capsys):
     """The output of the page's examples, in one session."""
     session = {}
@@ -28,9 +42,20 @@ def run(page, capsys):
 
 
 def test_every_page_with_examples_is_run_here():
-    pages = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")]
+    paths = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/coming_from").glob("*.md")]
+    pages = [path.relative_to(ROOT).as_posix() for path in paths]
     source = pathlib.Path(__file__).read_text()
     assert [page for page in pages if examples(page) and f'"{page}"' not in source] == []
+
+
+def test_messages_of_the_troubleshooting_page_are_in_the_source():
+    paths = [path for package in ("bilevel", "ntk") for path in (ROOT / package).rglob("*.py")]
+    source = "\n".join(path.read_text() for path in paths)
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # literals over several lines
+    titles = re.findall(r"^## (.*)$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    messages = [message for title in titles for message in re.findall(r'"(.+?)"', title)]
+    assert len(messages) >= 10
+    assert [message for message in messages if message not in source] == []
 
 
 @pytest.mark.slow
@@ -71,6 +96,7 @@ def test_the_solver_and_the_inverse_of_contributing_are_right():
     "page",
     [
         "docs/index.md",
+        "docs/start.md",
         "docs/how_to.md",
         "docs/geometry.md",
         pytest.param("docs/solvers.md", marks=pytest.mark.long),
@@ -80,6 +106,28 @@ def test_the_solver_and_the_inverse_of_contributing_are_right():
 )
 def test_the_pages_of_the_core_run(page, capsys):
     assert run(page, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page",
+    [
+        "docs/coming_from/jaxopt.md",
+        "docs/coming_from/torchopt.md",
+        "docs/coming_from/neural_tangents.md",
+        "docs/coming_from/optuna.md",
+        "docs/coming_from/gradhpo_boat.md",
+    ],
+)
+def test_our_column_of_every_coming_from_page_runs(page):
+    """The page's example defines the names, and its tables have expressions of them."""
+    session = {}
+    for example in examples(page):
+        exec(compile(example, page, "exec"), session)
+    expressions = ours(page)
+    assert len(expressions) >= 10
+    for expression in expressions:
+        assert eval(expression, session) is not None
 
 
 @pytest.mark.long

@@ -30,8 +30,6 @@ from ntk.internal.checks import at_least_float32
 from ntk.internal.jaxprs import shape_and_dtype
 from ntk.internal.sharding import sharded
 
-# --- Gradients, and their Gram matrices -----------------------------------------------------------
-
 
 def plan_for_method(net: NetworkProgram, method: str) -> GradientPlan | None:
     """Return how the gradients are computed, or None for neural-tangents."""

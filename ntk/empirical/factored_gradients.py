@@ -37,9 +37,6 @@ from ntk.internal.jaxprs import shape_and_dtype
 _einsum = functools.partial(jnp.einsum, precision="highest")  # a GPU's default keeps 10 bits
 
 
-# --- Plan -----------------------------------------------------------------------------------------
-
-
 class GradientPlan(NamedTuple):
     """How each input of the program is handled. Static."""
 
@@ -92,9 +89,6 @@ def _filter_products(products: WeightProducts, allowed: set[int]) -> WeightProdu
         elif isinstance(here, WeightProduct) and leaves_of([here.weight]) <= allowed:
             filtered[place] = here
     return filtered
-
-
-# --- Per-sample factors of the gradient -----------------------------------------------------------
 
 
 class GradientFactors(NamedTuple):
@@ -190,9 +184,6 @@ def _flatten_dense_gradients(factors: GradientFactors) -> list[jax.Array]:
     return [
         g.reshape(*g.shape[:2], -1).astype(at_least_float32(g.dtype)) for g in factors.jacobians
     ]
-
-
-# --- Inner products -------------------------------------------------------------------------------
 
 
 class Letters(NamedTuple):

@@ -80,9 +80,6 @@ def whole_leaf(leaf: int, shape: Sequence[int]) -> Weight:
 WeightProducts = dict[int, Any]
 
 
-# --- Inlining -------------------------------------------------------------------------------------
-
-
 def inlined(program: ClosedJaxpr) -> tuple[Jaxpr, list]:
     """Return the program without calls and without unused operations, and its constants.
 
@@ -100,9 +97,6 @@ def inlined(program: ClosedJaxpr) -> tuple[Jaxpr, list]:
     )
     live = needed(flat.jaxpr, [True] * len(flat.jaxpr.outvars))
     return flat.jaxpr.replace(eqns=[eqn for eqn, _ in live]), flat.consts
-
-
-# --- Finding products -----------------------------------------------------------------------------
 
 
 def find_weight_products(
@@ -242,9 +236,6 @@ def overlap(first: tuple[int, Box], second: tuple[int, Box]) -> bool:
     return leaf == other and all(
         max(a, c) < min(b, d) for (a, b), (c, d) in zip(box, there, strict=True)
     )
-
-
-# --- Running --------------------------------------------------------------------------------------
 
 
 def run_with_additions(

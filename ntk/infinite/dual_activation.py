@@ -166,9 +166,6 @@ def _check_covariances(vx, vy, c) -> None:
         raise ValueError(f"c: expected at most sqrt(vx vy) in size, got {got}.")
 
 
-# ----------------------------------------------------------------------------- the correlation
-
-
 @custom_jvp
 def _standardised(vx, vy, c):
     """Return ``(sx, sy, p, q)``; p and q are exact to rounding of the arguments."""
@@ -214,9 +211,6 @@ def _split_bits(x):
     mask = jnp.array(-(2**bits), integer)
     high = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, integer) & mask, x.dtype)
     return high, x - high
-
-
-# ----------------------------------------------------------------------------- the expectation
 
 
 def _axis(a: Activation, b: Activation, rtol: float, scale) -> tuple[jax.Array, jax.Array]:

@@ -142,9 +142,6 @@ def equal_norms(x1: chex.Array, x2: chex.Array | None) -> bool:
     return bool(np.ptp(squares) <= 8 * np.finfo(squares.dtype).eps * squares.max())
 
 
-# ----------------------------------------------------------------------------- resolution
-
-
 class Resolution(NamedTuple):
     """The number of Hermite polynomials, and the largest width of a panel of nodes."""
 
@@ -185,9 +182,6 @@ def check_resolved(name: str, kernel: chex.Array) -> None:
             "with too large an error: nearly collinear inputs at too large a variance, an "
             "activation with too fine details, or errors that grow from layer to layer."
         )
-
-
-# ----------------------------------------------------------------------------- layers
 
 
 def expand_layer(

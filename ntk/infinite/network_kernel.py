@@ -212,9 +212,6 @@ def lemma1_kernel_as_printed(
     return kernels
 
 
-# ----------------------------------------------------------------------------- all pairs
-
-
 class _InputFeatures(NamedTuple):
     """The features of one set of inputs for its tiles; leading axis n, or 1 for equal norms."""
 

@@ -29,9 +29,6 @@ from ntk.internal.compile_cache import program
 Pytree = Any
 
 
-# --- Inside shard_map -----------------------------------------------------------------------------
-
-
 def varying(tree: Pytree) -> frozenset[str]:
     """Return the mesh axes over which any leaf, an array or its type, varies."""
     return frozenset().union(*(_varying_axes(x) for x in jax.tree.leaves(tree)))
@@ -81,9 +78,6 @@ def do_while(unfinished: Callable, step: Callable, start: Pytree) -> Pytree:
 def repeat_step(step: Callable[[Pytree], Pytree], start: Pytree, times: int) -> Pytree:
     """Return ``step(step(... start))``."""
     return jax.lax.fori_loop(0, times, lambda _, x: step(x), match_varying_axes(step, start))
-
-
-# --- Explicit axes --------------------------------------------------------------------------------
 
 
 def explicit_mesh(tree: Pytree) -> jax.sharding.AbstractMesh | None:
@@ -140,18 +134,18 @@ def without_explicit_axes(tree: Pytree) -> Pytree:
 
     Under ``jax.set_mesh``, where no other mesh is possible, they are copied to all devices.
     """
-    return jax.tree.map(_leaf_without_explicit_axes, tree)
 
+    def change(x):
+        mesh = explicit_mesh(x)
+        if mesh is None:
+            return x
+        if concrete(x) and not _in_explicit_mesh():
+            automatic = Mesh(x.sharding.mesh.devices, mesh.axis_names)
+            return jax.device_put(x, NamedSharding(automatic, x.sharding.spec))
+        mesh = x.sharding.mesh if concrete(x) else mesh
+        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
 
-def _leaf_without_explicit_axes(x):
-    mesh = explicit_mesh(x)
-    if mesh is None:
-        return x
-    if concrete(x) and not _in_explicit_mesh():
-        automatic = Mesh(x.sharding.mesh.devices, mesh.axis_names)
-        return jax.device_put(x, NamedSharding(automatic, x.sharding.spec))
-    mesh = x.sharding.mesh if concrete(x) else mesh
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
+    return jax.tree.map(change, tree)
 
 
 def shard_like(tree: Pytree, others: Pytree) -> Pytree:
@@ -163,9 +157,6 @@ def shard_like(tree: Pytree, others: Pytree) -> Pytree:
         return jax.sharding.reshard(x, shardings[x.shape]) if x.shape in shardings else x
 
     return jax.tree.map(place, tree)
-
-
-# --- Placing arrays -------------------------------------------------------------------------------
 
 
 def put_with_sharding(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -206,9 +197,6 @@ def keep_sharding(function: Callable, first: Pytree) -> Callable:
         return jax.lax.with_sharding_constraint(function(first, *args), shardings)
 
     return run
-
-
-# --- Rows over devices ----------------------------------------------------------------------------
 
 
 class RowSharding(NamedTuple):

@@ -151,9 +151,6 @@ def _check_solve_arguments(K, B, preconditioner, start, callback):
         function("callback", callback, "of a SolverState")
 
 
-# --- Steps ----------------------------------------------------------------------------------------
-
-
 def start_block_cg(P: Preconditioner, B: jax.Array) -> SolverState:
     """Return the state at X = 0."""
     Q, S, C = _orthonormal(B, solve(P, B))

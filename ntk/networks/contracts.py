@@ -120,7 +120,7 @@ class LayerStep:
         """Return the output of the finite network's layer, [n, ..., channels]."""
         raise NotImplementedError
 
-    # ------------------------------------------------------- of layers with weights or windows
+    # For layers with weights or windows.
 
     def pairs_of_data(
         self, numbers: Any, a: "LayerFeatures", b: "LayerFeatures", tile: "Tile"
@@ -144,7 +144,7 @@ class LayerStep:
         """Return how many numbers an input's patches take, if the layer is on the data."""
         return None
 
-    # ------------------------------------------------- of layers with functions or other layers
+    # For layers with functions or other layers.
 
     def visit(
         self, numbers: Any, before: Any, state: Any, full: bool, how: "Resolution"

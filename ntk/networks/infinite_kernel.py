@@ -199,7 +199,9 @@ def _kernels_at_lowest_level(plan: NetworkPlan, x1, x2, level: int) -> tuple[Ker
         a = _sites(now, x1, how)
         b = None if x2 is None else _sites(now, x2, how)
         noise = TABLE_NOISE if LEVELS[level].tables else 512
-        if level + 1 == len(LEVELS) or is_resolved(_expansions((a, b)), noise):
+        leaves = jax.tree.leaves((a, b), is_leaf=lambda leaf: isinstance(leaf, Expansion))
+        expansions = [leaf for leaf in leaves if isinstance(leaf, Expansion)]
+        if level + 1 == len(LEVELS) or is_resolved(expansions, noise):
             return _kernels_of_pairs(*_static(now), now.numbers, a, b), level
         level = _next_level(plan, [a] if b is None else [a, b], level, x1.dtype)
 
@@ -214,8 +216,3 @@ def _next_level(plan: NetworkPlan, sides, level: int, dtype) -> int:
         if not values or is_resolved(values, TABLE_NOISE):
             return above
     return above
-
-
-def _expansions(sites) -> list:
-    leaves = jax.tree.leaves(sites, is_leaf=lambda s: isinstance(s, Expansion))
-    return [leaf for leaf in leaves if isinstance(leaf, Expansion)]

@@ -112,9 +112,6 @@ class Then(nn.Module):
         return nn.Dense(self.outputs)(x.reshape(len(x), -1))
 
 
-# --- The kernel itself ----------------------------------------------------------------------------
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_methods_agree_for_one_and_for_two_sets_of_samples(method):
@@ -157,9 +154,6 @@ def test_kernel_has_the_precision_of_the_parameters():
     model, x = Perceptron(), jnp.ones((2, 3), jnp.float32)
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), setup(model, x))
     assert empirical_kernel(model.apply, params, x).dtype == jnp.float32
-
-
-# --- Layers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -234,22 +228,6 @@ def test_layers_have_the_kernel_of_the_jacobian(name):
     check(Then(layer), normal(1, 2, *shape), layered=layered)
 
 
-def test_functions_that_call_a_module_are_seen_through():
-    model, x = Perceptron(), normal(1, 3, 4)
-    params = setup(model, x)["params"]
-
-    def apply(params, x):
-        return model.apply({"params": params}, x)
-
-    assert layers_in_factors(apply, params, x) == 3
-    expected = brute_force(apply, params, x)["sum"]
-    for mapped in (jax.vmap, lambda f: lambda xs: jax.lax.map(f, xs)):
-        function = jax.jit(
-            lambda params, x, mapped=mapped: mapped(lambda x: apply(params, x[None])[0])(x)
-        )
-        assert_close(empirical_kernel(function, params, x), expected, f64=1e-12, f32=1e-4)
-
-
 def test_layers_that_compute_in_half_precision_are_near_the_jacobian():
     class Half(nn.Module):
         @nn.compact
@@ -263,9 +241,6 @@ def test_layers_that_compute_in_half_precision_are_near_the_jacobian():
     expected = empirical_kernel(model.apply, params, x, method="jacobian")
     assert got.dtype == expected.dtype  # and not bfloat16
     assert_close(got, expected, f64=0.03, f32=0.03)
-
-
-# --- Batches, transformations, devices ------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -374,9 +349,6 @@ def test_rows_are_divided_among_devices():
     assert float(error) < 1e-5
 
 
-# --- Products of the outputs ----------------------------------------------------------------------
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("size", [None, 2])
 def test_nngp_kernels_are_the_products_of_the_outputs_and_those_of_neural_tangents(size):
@@ -391,9 +363,6 @@ def test_nngp_kernels_are_the_products_of_the_outputs_and_those_of_neural_tangen
         assert_close(mean, peer, f64=1e-13, f32=1e-5)
         if other is None:
             assert (mean == mean.T).all() and (full == full.transpose(1, 0, 3, 2)).all()
-
-
-# --- Errors ---------------------------------------------------------------------------------------
 
 
 X = np.ones((3, 2))

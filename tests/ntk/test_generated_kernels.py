@@ -162,9 +162,6 @@ def test_lower_bounds_of_the_smallest_eigenvalue_are_below_it(seed, dtype, chose
         assert_at_most(value, spectrum[0], 200 * eps(dtype) * spectrum[-1])
 
 
-# ----------------------------------------------------------------------------- finite networks
-
-
 def network(params, x):
     return jnp.tanh(x @ params["a"]) @ params["b"]
 

@@ -28,9 +28,6 @@ def rows(n, d, seed=0):
     return np.random.default_rng(seed).standard_normal((n, d)) / np.sqrt(d)
 
 
-# --------------------------------------------------------------------------- reference values
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("activations", "skips", "nngp", "kernel"),
@@ -83,9 +80,6 @@ def test_networks_without_skips_agree_with_neural_tangents(names, variances):
     kernels = ntk.network_kernel(x, activations=list(ours), variances=variances)
     assert_close(kernels.nngp, expected.nngp, f64=1e-12, f32=1e-5)
     assert_close(kernels.ntk, expected.ntk, f64=1e-12, f32=1e-5)
-
-
-# --------------------------------------------------------------------------- finite networks
 
 
 def finite_kernel(key, x, width, activations, skips, variances):
@@ -143,9 +137,6 @@ def test_wide_networks_converge_to_the_kernel_like_one_over_root_width():
     printed = ntk.lemma1_kernel_as_printed(x, **options).ntk
     sampled = sample(keys, width, jnp.array([1.0, 2.0, 2.0, 2.0])).mean(0)
     assert float(jnp.abs(sampled - own).max()) < 0.3 * float(jnp.abs(sampled - printed).max())
-
-
-# --------------------------------------------------------------------------- derivatives
 
 
 @pytest.mark.long
@@ -229,9 +220,6 @@ def test_the_whole_spectrum_of_transformations_works():
 
     one_by_one = jnp.stack([kernel(a) for a in skips])
     assert_close(jax.jit(jax.vmap(kernel))(skips), one_by_one, f64=1e-13, f32=1e-5)
-
-
-# --------------------------------------------------------------------------- edges
 
 
 @pytest.mark.long
@@ -355,9 +343,6 @@ def test_memory_is_the_three_results_and_a_few_tiles():
     assert compiled.memory_analysis().temp_size_in_bytes < 3.5 * 4 * n * n
 
 
-# --------------------------------------------------------------------------- mixtures
-
-
 @pytest.mark.long
 def test_blocks_at_correlation_one_half_are_known():
     # The values come from an independent computation.
@@ -399,9 +384,6 @@ def test_mixture_blocks_are_differentiable_in_the_inputs():
     assert_close(jax.jit(jax.grad(total))(x), numeric, f64=1e-8, f32=2e-2)
 
 
-# --------------------------------------------------------------------------- Lemma 1 as printed
-
-
 @pytest.mark.long
 def test_lemma_1_is_right_without_skips():
     x = unit_rows(5, 3)
@@ -419,9 +401,6 @@ def test_lemma_1_as_printed_misses_the_skips_of_relu_networks():
         unit_rows(2, 3), activations=[ntk.relu] * 3, skips=[1.0, 1.0]
     )
     assert_close(jnp.diag(printed.ntk), [9.0, 9.0], f64=1e-12, f32=1e-5)
-
-
-# --------------------------------------------------------------------------- errors and caches
 
 
 @pytest.mark.long

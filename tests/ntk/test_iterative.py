@@ -47,9 +47,6 @@ def solution(penalty, y=Y):
     return np.linalg.solve(dense() + penalty * np.eye(N), y)
 
 
-# ----------------------------------------------------------------------------- partial Cholesky
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [1, 40, 130, N])
 def test_a_partial_factor_is_below_the_kernel_and_exact_at_its_pivots(rank):
@@ -93,9 +90,6 @@ def test_samples_of_a_preconditioner_have_its_covariance():
     draws = preconditioner.sample_with_covariance(P, KEY, 4000)
     covariance = jnp.diag(diagonal) + factor @ factor.T
     np.testing.assert_allclose(draws @ draws.T / 4000, covariance, atol=1.2)
-
-
-# ----------------------------------------------------------------------------- regression
 
 
 @pytest.mark.long
@@ -236,9 +230,6 @@ def test_stalled_iterations_end():
     assert fit.steps < 400 and (fit.relative > 1e-12).all() and (fit.relative < 1e-3).all()
 
 
-# ----------------------------------------------------------------------------- leave-one-out
-
-
 def left_out(penalty):
     inverse = np.linalg.inv(dense() + penalty * np.eye(N))
     return inverse @ Y / np.diag(inverse)[:, None]
@@ -268,9 +259,6 @@ def test_a_full_factor_leaves_no_standard_error():
     )
     assert float(jnp.max(estimate.standard_error)) < 1e-6
     np.testing.assert_allclose(estimate.residuals, left_out(0.1), atol=1e-6)
-
-
-# ----------------------------------------------------------------------------- smallest eigenvalue
 
 
 @pytest.mark.long
@@ -318,8 +306,6 @@ def test_the_probability_is_that_of_random_starts():
     assert fails <= 200 * failure
     assert missed_part(n, steps, 8, failure) < missed < missed_part(n, steps, 1, failure / 100)
 
-
-# ----------------------------------------------------------------------------- mistakes
 
 NEGATIVE = ntk.KernelOperator(lambda a, b: -a @ b.T, X)
 INDEFINITE = ntk.KernelOperator(lambda a, b: a[:, :1] @ b[:, 1:2].T + a[:, 1:2] @ b[:, :1].T, X)

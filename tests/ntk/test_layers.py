@@ -62,9 +62,6 @@ def check(apply, params, x, expected, f64=1e-12):
     assert_close(norms, np.diag(trace), f64=f64, f32=1e-4)
 
 
-# --- Functions ------------------------------------------------------------------------------------
-
-
 def matrices(*shapes):
     return {
         name: normal(i, *shape) for i, (name, shape) in enumerate(zip("abcd", shapes, strict=False))
@@ -145,6 +142,12 @@ FUNCTIONS = {
         lambda p, x: jax.checkpoint(lambda a, x: jnp.tanh(x @ a))(p["a"], x) @ p["b"],
         "a b",
         "23 32",
+    ),
+    "mapped by the caller": case(
+        lambda p, x: jax.vmap(lambda x: jnp.tanh(x @ p["a"]) @ p["b"])(x), "a b", "23 32"
+    ),
+    "looped by the caller": case(
+        lambda p, x: lax.map(lambda x: jnp.tanh(x @ p["a"]) @ p["b"], x), "a b", "23 32"
     ),
     "scaled by numbers": case(
         lambda p, x: jnp.tanh(x @ (p["a"] / jnp.sqrt(2.0))) @ (-0.5 * p["b"] / p["d"]),
@@ -259,8 +262,6 @@ def test_functions_have_the_kernel_of_the_jacobian(apply, params, x, names):
     check(apply, params, x, names)
 
 
-# --- Tables ---------------------------------------------------------------------------------------
-
 TOKENS = jnp.array([[0, 1, 2, 1], [4, 1, 1, 0], [3, 3, 3, 3]])
 LOOKUPS = {
     "take": lambda e, t: jnp.take(e, t, axis=0),
@@ -319,9 +320,6 @@ def test_tables_that_are_slices_of_a_loop_are_left_to_the_jacobian():
         return h.sum(1) @ p["w"]
 
     check(apply, params, TOKENS, "w")
-
-
-# --- Networks -------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -405,9 +403,6 @@ def test_nnx():
     check(jax.jit(apply), drawn(trained), SEQUENCES, names, f64=1e-8)
 
 
-# --- Several inputs and outputs -------------------------------------------------------------------
-
-
 @pytest.mark.long
 def test_samples_and_outputs_may_be_pytrees():
     params = matrices((2, 3), (3, 2))
@@ -437,9 +432,6 @@ def test_both_sets_of_samples_may_be_of_different_types():
     whole = jnp.array([[1, 2], [0, 3]])
     got = empirical_kernel(apply, params, whole, X)
     assert_close(got, empirical_kernel(apply, params, whole * 1.0, X), f64=1e-14, f32=1e-6)
-
-
-# --- Cost -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.long

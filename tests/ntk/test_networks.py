@@ -45,9 +45,6 @@ def myrtle_like(activation):
     )
 
 
-# ------------------------------------------------------------------------ other implementations
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("layers", "skips", "both"),
@@ -171,8 +168,6 @@ def test_a_pooled_network_equals_quadrature_at_every_pair_of_positions():
     np.testing.assert_allclose(kernels.ntk, nngp + 0.7 * tangent, rtol=1e-11)
 
 
-# --------------------------------------------------------------------------------- wide networks
-
 EVERYTHING = nets.serial(
     nets.conv(3, 2.0, 0.1),
     nets.act([ntk.relu, ntk.tanh], "first"),
@@ -217,9 +212,6 @@ def test_the_mean_kernel_of_wide_networks_tends_to_the_infinite_one(net, alpha):
         off = float(jnp.max(jnp.abs(jnp.mean(kernels, 0) - exact.ntk))) / scale
         assert off < 4 * spreads[-1] / 8 + 1 / width
     assert 1.5 < spreads[0] / spreads[1] < 2.8
-
-
-# ---------------------------------------------------------------------------------------- alpha
 
 
 @pytest.mark.long
@@ -281,9 +273,6 @@ def test_a_choice_of_one_is_that_one():
         kernels = net.kernel(images, alpha={"way": jnp.eye(2)[k]})
         expected = nets.serial(nets.conv(1), RELU, way, SMOOTH, head).kernel(images)
         assert_close(tuple(kernels), tuple(expected), f64=1e-13, f32=1e-5)
-
-
-# --------------------------------------------------------------------------------------- errors
 
 
 def with_duplicates(*shape):
@@ -352,17 +341,6 @@ def test_near_duplicates_keep_their_angle_through_convolutions_with_biases():
 
 
 @pytest.mark.long
-def test_equal_patches_of_one_image_have_no_error_in_float32():
-    flat = jnp.full((1, 6, 6, 2), 0.3, jnp.float32)
-    conv = nets.serial(nets.conv(3, 2.0, 0.3, padding="CIRCULAR"), RELU)
-    net = nets.serial(conv, conv, conv, nets.global_average_pool(), nets.dense())
-    # Every position is the same: the kernel of a dense network on one pixel.
-    one = nets.serial(nets.dense(2.0, 0.3), RELU)
-    expected = nets.serial(one, one, one, nets.dense()).kernel(flat[:, 0, 0]).ntk
-    assert_close(net.kernel(flat).ntk, expected, f64=2e-6, f32=2e-6)
-
-
-@pytest.mark.long
 @float64_only
 def test_zeros_have_kernels_of_zeros():
     net = nets.serial(nets.conv(3), RELU, nets.conv(3), SMOOTH, nets.flatten(), nets.dense())
@@ -401,9 +379,6 @@ def test_closed_formulas_are_within_their_error_of_the_series(activation, varian
     assert float(jnp.max(kernels.error[:4, :4] / scale[:4, :4])) < largest
 
 
-# ---------------------------------------------------------------------------- smooth activations
-
-
 @pytest.mark.long
 @float64_only
 def test_norms_beyond_the_table_are_expanded_one_by_one():
@@ -415,9 +390,6 @@ def test_norms_beyond_the_table_are_expanded_one_by_one():
     kernels = net.kernel(x)
     np.testing.assert_allclose(kernels.nngp, nngp, rtol=1e-10)
     np.testing.assert_allclose(kernels.ntk, nngp + 9 * (a * a + 2 * c**2) * c, rtol=1e-10)
-
-
-# ------------------------------------------------------------------------------- blocks and tiles
 
 
 @pytest.mark.long
@@ -460,9 +432,6 @@ def test_one_program_serves_all_activations_of_a_kind():
     before = infinite_kernel._kernels_of_pairs._cache_size()
     myrtle_like(ntk.swish).kernel(images), myrtle_like(ntk.leaky_relu(0.2)).kernel(images)
     assert infinite_kernel._kernels_of_pairs._cache_size() == before
-
-
-# ----------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.long

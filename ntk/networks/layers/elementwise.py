@@ -126,9 +126,6 @@ class _Elements(LayerStep):
         return evaluate_layer(self.activations, numbers, x)
 
 
-# ----------------------------------------------------------------------------- ReLU-like
-
-
 @dataclasses.dataclass(frozen=True)
 class _Kinked(LayerStep):
     """Activations that are linear on both sides of 0; numbers: (left, right) slopes."""
@@ -179,9 +176,6 @@ class _Kinked(LayerStep):
         excess = bend * sum_over_positions(off, tile.full, n1, n2) + worst * state.tangent_excess
         errors = jax.lax.stop_gradient((slack, floor, second, error, excess))
         return PairState(after, tangent, *errors)
-
-
-# ----------------------------------------------------------------------------- any others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,9 +281,6 @@ def _features_from_expansions(before: Moments, value: Expansion, slope: Expansio
     tangent = slope.norm**2 * before.tangent
     after = Moments(value.norm**2, tangent, value.mean, noise, mean_noise)
     return LayerFeatures(before, after, value, slope)
-
-
-# ----------------------------------------------------------------------------- erf and GELU
 
 
 @dataclasses.dataclass(frozen=True)

@@ -196,11 +196,10 @@ class _Sum(LayerStep):
 
     def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
         weights, inner = numbers
-        parts = []
-        for k, steps in enumerate(self.branches):
-            end = walk.apply_steps(steps, inner[k], x, finite)
-            parts.append(weights[k] * end)
-        return sum(parts)
+        ends = (
+            walk.apply_steps(s, n, x, finite) for s, n in zip(self.branches, inner, strict=True)
+        )
+        return sum(w * end for w, end in zip(weights, ends, strict=True))
 
     def pools(self) -> bool:
         return any(step.pools() for branch in self.branches for step in branch)

@@ -110,9 +110,6 @@ def _check_variances(weight_variance: Any, bias_variance: Any) -> None:
             raise ValueError(f"{name}: expected a nonnegative number or a name, got {value!r}.")
 
 
-# ----------------------------------------------------------------------------- descriptions
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Dense(Layer):
     weight_variance: Any
@@ -157,9 +154,6 @@ class _Convolution(_Dense):
             raise ValueError("conv: expected images or sequences, got inputs without positions.")
         windows = place_windows("conv", self.window, self.strides, self.padding, signal.shape)
         return self._linear(windows, values)
-
-
-# ----------------------------------------------------------------------------- steps
 
 
 @dataclasses.dataclass(frozen=True)

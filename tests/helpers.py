@@ -20,6 +20,7 @@ needs_scores = pytest.mark.skipif(
     not any(_GIVEN.glob("nasbench201_published_scores.csv*")),
     reason="BILEVEL_DATA holds no published scores",
 )
+float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="the claim is float64's")
 
 
 def flatten(tree):
@@ -38,6 +39,11 @@ def assert_close(actual, expected, *, f64=1e-9, f32=1e-3):
     assert actual.shape == expected.shape
     scale = np.max(np.abs(expected), initial=1e-30)
     np.testing.assert_allclose(actual / scale, expected / scale, rtol=0, atol=tolerance(f64, f32))
+
+
+def normal(seed, *shape):
+    """Draw a standard normal array."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
 
 
 def finite_differences(function, x):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, finite_differences, tolerance
+from helpers import assert_close, finite_differences, float64_only, tolerance
 
 import ntk
 from ntk.expectations import hermite as mehler
@@ -79,7 +79,6 @@ MPMATH = [
     ("identity", "tanh", 0.04, 1.0, 0.1, 0.06057055096021589),
     ("sigmoid'", "tanh'", 9.0, 16.0, -11.399999999999999, 0.03876342775537711),
 ]
-float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="arguments are float64's")
 
 
 def largest(jaxpr):

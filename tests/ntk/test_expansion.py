@@ -7,15 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, normal
 
 from ntk import empirical_kernel, taylor_expand
 from ntk.compat.load import neural_tangents
-
-
-def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
-
 
 PARAMS = {"w": normal(1, 2, 3), "v": normal(2, 3, 2)}
 MOVED = {"w": normal(3, 2, 3), "v": normal(4, 3, 2)}

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_close, finite_differences
+from helpers import assert_close, finite_differences, normal
 
 from ntk.compat.load import neural_tangents
 from ntk.empirical import factored_gradients, network_program
@@ -27,10 +27,6 @@ from ntk.empirical.kernels import (
 from ntk.internal import compile_cache
 
 KEY = jax.random.key(0)
-
-
-def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
 
 
 def setup(model, x, seed=1):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, finite_differences, tolerance
+from helpers import assert_close, finite_differences, float64_only, tolerance
 
 import ntk
 import ntk.scores
@@ -16,7 +16,6 @@ from ntk.infinite import input_pairs as pairs
 from ntk.infinite import layer_expansions, mixtures, network_kernel
 
 LEAKY = ntk.leaky_relu(0.1)
-float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="the claim is float64's")
 
 
 def unit_rows(n, d, seed=0):

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tolerance
+from helpers import float64_only, tolerance
 
 import ntk
 
-float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="the claim is float64's")
 LONG = pytest.mark.long
 both_types = pytest.mark.parametrize(
     "dtype", ["float32", pytest.param("float64", marks=float64_only)]

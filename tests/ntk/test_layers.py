@@ -8,15 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_close
+from helpers import assert_close, normal
 from jax import lax
 
 from ntk.empirical import factored_gradients, network_program
 from ntk.empirical.kernels import empirical_kernel, gradient_norms, kernel_vector_product
-
-
-def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
 
 
 def drawn(shapes, seed=1):

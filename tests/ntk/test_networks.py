@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, finite_differences
+from helpers import assert_close, finite_differences, float64_only, normal
 
 import ntk
 from ntk import networks as nets
@@ -18,7 +18,6 @@ from ntk.compat.load import neural_tangents
 from ntk.networks import infinite_kernel
 from ntk.networks.plan import plan_network
 
-float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="the claim is float64's")
 WEIGHTS = (2.0, 0.09)  # variances of weights and biases
 RELU, SMOOTH = nets.act(ntk.relu), nets.act(ntk.gelu)
 
@@ -32,10 +31,6 @@ def _forget_large_programs():
         gc.collect()
         if sys.platform == "linux":
             ctypes.CDLL(None).malloc_trim(0)
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape))
 
 
 def myrtle_like(activation):
@@ -55,7 +50,7 @@ def myrtle_like(activation):
     ids=["three", "mixed"],
 )
 def test_dense_networks_have_the_kernels_of_network_kernel(layers, skips, both):
-    x, y = normal(5, 7) / 2, normal(3, 7, seed=1) / 2
+    x, y = normal(0, 5, 7) / 2, normal(1, 3, 7) / 2
     first, *blocks = [nets.act(s) for s in layers]
     blocks = [nets.serial(nets.dense(2.0), block) for block in blocks]
     if skips:
@@ -126,7 +121,7 @@ def of_stax(name):
 def test_kernels_are_those_of_neural_tangents(activation, name):
     net, (_, _, theirs) = of_stax(activation)[name]
     shape = (7,) if name == "bias" else (4, 5, 3)
-    x, y = normal(3, *shape), normal(2, *shape, seed=1)
+    x, y = normal(0, 3, *shape), normal(1, 2, *shape)
     expected, kernels = theirs(x, y), net.kernel(x, y)
     for a, b in ((kernels.nngp, expected.nngp), (kernels.ntk, expected.ntk)):
         np.testing.assert_allclose(a, b, rtol=1e-10)
@@ -192,7 +187,7 @@ ALPHA = {"first": jnp.array([0.4, 0.7]), "gate": jnp.array(0.6)}
 )
 def test_the_mean_kernel_of_wide_networks_tends_to_the_infinite_one(net, alpha):
     # The bias falls like 1 / width, the spread of one network's kernel like 1 / sqrt(width).
-    images = normal(3, 4, 4, 2)
+    images = normal(0, 3, 4, 4, 2)
     exact = net.kernel(images, alpha=alpha)
     scale = float(jnp.max(exact.ntk))
     spreads = []
@@ -217,7 +212,7 @@ def test_the_mean_kernel_of_wide_networks_tends_to_the_infinite_one(net, alpha):
 @pytest.mark.long
 @float64_only
 def test_the_gradient_in_alpha_is_that_of_finite_differences():
-    images, weights = normal(2, 4, 4, 2), normal(2, 2, seed=3)
+    images, weights = normal(0, 2, 4, 4, 2), normal(3, 2, 2)
     net = nets.serial(
         nets.conv(3, 2.0, 0.1),
         nets.act([ntk.relu, ntk.tanh], "first"),
@@ -237,7 +232,7 @@ def test_the_gradient_in_alpha_is_that_of_finite_differences():
 @pytest.mark.long
 @float64_only
 def test_the_gradient_in_the_inputs_is_that_of_finite_differences():
-    x, y = normal(2, 3, 2), normal(1, 3, 2, seed=1)
+    x, y = normal(0, 2, 3, 2), normal(1, 1, 3, 2)
     net = nets.serial(nets.conv(2, 2.0, 0.1), RELU, nets.average_pool(2), nets.conv(1), SMOOTH)
     net = nets.serial(net, nets.flatten(), nets.dense())
     loss = lambda x: jnp.sum(net.kernel(x, y).ntk)  # noqa: E731
@@ -247,7 +242,7 @@ def test_the_gradient_in_the_inputs_is_that_of_finite_differences():
 
 @pytest.mark.long
 def test_jit_and_vmap_over_alpha_agree_with_one_at_a_time():
-    images = normal(2, 4, 4, 2)
+    images = normal(0, 2, 4, 4, 2)
     one = lambda alpha: EVERYTHING.kernel(images, alpha=alpha).ntk  # noqa: E731
     several = [ALPHA, EVERYTHING.start()]
     expected = jnp.stack([one(alpha) for alpha in several])
@@ -265,7 +260,7 @@ def test_the_search_space_of_a_network():
 
 @pytest.mark.long
 def test_a_choice_of_one_is_that_one():
-    images = normal(2, 4, 4, 2)
+    images = normal(0, 2, 4, 4, 2)
     head = nets.serial(nets.flatten(), nets.dense())
     ways = [nets.conv(1, 2.0), nets.serial(nets.conv(3), RELU, nets.conv(3))]
     net = nets.serial(nets.conv(1), RELU, nets.add(ways, "way"), SMOOTH, head)
@@ -344,7 +339,7 @@ def test_near_duplicates_keep_their_angle_through_convolutions_with_biases():
 @float64_only
 def test_zeros_have_kernels_of_zeros():
     net = nets.serial(nets.conv(3), RELU, nets.conv(3), SMOOTH, nets.flatten(), nets.dense())
-    kernels = net.kernel(jnp.zeros((1, 4, 4, 2)), normal(1, 4, 4, 2))
+    kernels = net.kernel(jnp.zeros((1, 4, 4, 2)), normal(0, 1, 4, 4, 2))
     assert float(jnp.max(jnp.abs(kernels.ntk))) == 0
     gradient = jax.grad(lambda x: jnp.sum(net.kernel(x).ntk))(jnp.zeros((1, 4, 4, 2)))
     assert bool(jnp.all(jnp.isfinite(gradient)))
@@ -352,7 +347,7 @@ def test_zeros_have_kernels_of_zeros():
 
 @pytest.mark.long
 def test_symmetric_kernels_are_exactly_symmetric_and_agree_with_two_arguments():
-    images = normal(3, 4, 4, 2)
+    images = normal(0, 3, 4, 4, 2)
     net = myrtle_like(ntk.tanh)
     kernels, both = net.kernel(images), net.kernel(images, images)
     assert bool(jnp.all(kernels.ntk == kernels.ntk.T))
@@ -395,7 +390,7 @@ def test_norms_beyond_the_table_are_expanded_one_by_one():
 @pytest.mark.long
 @pytest.mark.parametrize("activation", [ntk.relu, ntk.tanh])
 def test_blocks_and_tiles_do_not_matter(activation, monkeypatch):
-    x, y = normal(3, 4, 4, 2), normal(2, 4, 4, 2, seed=1)
+    x, y = normal(0, 3, 4, 4, 2), normal(1, 2, 4, 4, 2)
     net = myrtle_like(activation)
     expected = net.kernel(x), net.kernel(x, y)
     monkeypatch.setattr(infinite_kernel, "NUMBERS", 1)
@@ -410,7 +405,7 @@ def test_memory_of_the_pairs_is_that_of_the_results_and_of_a_tile():
     net = myrtle_like(ntk.relu)
     sizes = []
     for n in (32, 96):
-        x = normal(n, 8, 8, 2)
+        x = normal(0, n, 8, 8, 2)
         plan = plan_network(net, (8, 8), None, x.dtype)
         sites = jax.eval_shape(
             lambda x, plan=plan: infinite_kernel._sites(plan, x, infinite_kernel.LEVELS[0]), x
@@ -427,7 +422,7 @@ def test_memory_of_the_pairs_is_that_of_the_results_and_of_a_tile():
 
 @pytest.mark.long
 def test_one_program_serves_all_activations_of_a_kind():
-    images = normal(2, 4, 4, 2)
+    images = normal(0, 2, 4, 4, 2)
     myrtle_like(ntk.tanh).kernel(images), myrtle_like(ntk.relu).kernel(images)
     before = infinite_kernel._kernels_of_pairs._cache_size()
     myrtle_like(ntk.swish).kernel(images), myrtle_like(ntk.leaky_relu(0.2)).kernel(images)

@@ -5,9 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, normal
 
 import ntk
 from ntk import networks as nets
@@ -69,13 +68,9 @@ def normalize(gain=1.0):
     return nets.Network((Normalization(gain),))
 
 
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape))
-
-
 @pytest.mark.slow
 def test_its_kernel_is_the_closed_form():
-    x, y = normal(4, 3), normal(2, 3, seed=1)
+    x, y = normal(0, 4, 3), normal(1, 2, 3)
     below = nets.serial(nets.dense(2.0, 0.1), RELU)
     net = nets.serial(below, normalize("gain"), nets.dense(1.5, 0.2))
     assert net.names == {"gain": ()}
@@ -106,7 +101,7 @@ NET = nets.serial(
 
 @pytest.mark.long
 def test_the_mean_kernel_of_wide_networks_with_it_tends_to_the_infinite_one():
-    sequences, alpha = normal(3, 4, 2), {"gain": jnp.array(0.7)}
+    sequences, alpha = normal(0, 3, 4, 2), {"gain": jnp.array(0.7)}
     exact = NET.kernel(sequences, alpha=alpha).ntk
     module = NET.module(width=128)
 

@@ -182,13 +182,14 @@ class KernelOperator(Operator):
 
     Notes
     -----
-    ``K.shape`` is (n, n2) and ``K.dtype`` is that of the entries.
-    ``K @ v`` for v [n2] or [n2, q] computes each pair of inputs once: ``n^2 / 2`` entries if K is
-    symmetric. Memory: inputs, vectors and about ten tiles (of 2048 x 2048 in float32: 16 MB each).
-    It is one compiled program for a kernel, a shape and a sharding; the kernel must not depend on
-    state that changes. Differentiable as ``kernel`` is; reverse mode computes tiles again. Each of
-    P devices holds ``n / P`` rows, computes ``n^2 / (2 P)`` entries (``(n^2 + n^2 / P) / (2 P)``
-    for even P) and sends ``n / 2`` rows of x, v and K v for a product.
+    ``K.shape`` is (n, n2) and ``K.dtype`` is that of the entries. ``K @ v`` for v [n2] or [n2, q]
+    computes each pair of inputs once: ``n^2 / 2`` entries if K is symmetric. Memory: inputs,
+    vectors and about ten tiles (of 2048 x 2048 in float32: 16 MB each). It is one compiled program
+    for a kernel, a shape and a sharding. The kernel must not depend on state that changes.
+
+    Differentiable as ``kernel`` is; reverse mode computes tiles again. Each of P devices holds
+    ``n / P`` rows, computes ``n^2 / (2 P)`` entries (``(n^2 + n^2 / P) / (2 P)`` for even P) and
+    sends ``n / 2`` rows of x, v and K v for a product.
 
     Examples
     --------

@@ -10,8 +10,7 @@ So f is a short vector ``v(s) = (1, s T_0, s T_1, ..., s^d left, s^d right)`` in
 Gram matrices and Hermite coefficients are the table. Norms and bounds are quadratic forms in v. The
 terms of Mehler's series (:mod:`ntk.expectations.hermite`) are a product of v and the table,
 computed for one tile of pairs at a time. For an analytic f the g_j fall geometrically, and the last
-of them measure the truncation error. Activations with kinks elsewhere are
-expanded one by one.
+of them measure the truncation error. Activations with kinks elsewhere are expanded one by one.
 """
 
 import functools

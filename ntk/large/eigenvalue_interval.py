@@ -1,9 +1,9 @@
 """An interval for the smallest eigenvalue of a large kernel, by block Lanczos from random starts.
 
 Lanczos on K itself finds the upper end of the spectrum. The lower end is crowded, and takes
-thousands of products. So we precondition: with ``P = F F' + s I``, F a partial Cholesky factor and
-s the mean of the residual diagonal, the eigenvalues of ``P^-1 K`` are spread over a factor of some
-tens at most, and ``K >= mu P >= mu s I`` for the smallest of them, mu.
+thousands of products. So we precondition with ``P = F F' + s I``: F is a partial Cholesky factor,
+and s is the mean of the residual diagonal. The eigenvalues of ``P^-1 K`` are then spread over a
+factor of some tens at most. Let mu be the smallest of them; then ``K >= mu P >= mu s I``.
 
 - ``upper`` is a **certificate**, rounding aside: the Rayleigh quotient of a computed vector.
 - ``lower`` is ``s`` times a lower bound of mu that **holds with probability 1 - failure**, over the

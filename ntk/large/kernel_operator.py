@@ -188,8 +188,8 @@ class KernelOperator(Operator):
     for a kernel, a shape and a sharding. The kernel must not depend on state that changes.
 
     Differentiable as ``kernel`` is; reverse mode computes tiles again. Each of P devices holds
-    ``n / P`` rows, computes ``n^2 / (2 P)`` entries (``(n^2 + n^2 / P) / (2 P)`` for even P) and
-    sends ``n / 2`` rows of x, v and K v for a product.
+    ``n / P`` rows, and sends ``n / 2`` rows of x, v and K v for a product. It computes
+    ``n^2 / (2 P)`` entries, or ``(n^2 + n^2 / P) / (2 P)`` for even P.
 
     Examples
     --------

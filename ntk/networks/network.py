@@ -84,12 +84,14 @@ class Network:
         A smooth layer is tabulated once, for any data. A layer with kinks away from 0, or with
         standard deviations over 16, takes 1200 K multiply-adds for each position of each input.
 
-        Memory: the three results; blocks of inputs with 20 P numbers for each layer and input (2 K
-        P without a table) and three copies of the data's patches, up to about 2^26 numbers or one
-        input (if traced: all inputs, with P^2 numbers each before pooling); tiles of 2^18 pairs of
-        positions (2^16 on a CPU without pooling), or of the P^2 of two images, with about six such
-        arrays, and K numbers for each of a tile's positions (at most 512 per side, or those of an
-        image).
+        Memory: the three results, a block of inputs, and a tile of pairs.
+
+        - A block has 20 P numbers for each layer and input (2 K P without a table) and three copies
+          of the data's patches: about 2^26 numbers, or one input. If traced, all inputs are one
+          block, with P^2 numbers each before pooling.
+        - A tile has 2^18 pairs of positions (2^16 on a CPU without pooling), or the P^2 of two
+          images, in about six arrays. Each of its positions has K numbers, for at most 512
+          positions per side, or those of an image.
 
         Near-duplicates keep the relative accuracy of their angle through weights, biases, ReLU-like
         activations and sums of branches. After pooling, after a smooth activation and after sums of

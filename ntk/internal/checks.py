@@ -65,7 +65,7 @@ def check_dense(name: str, value: Any) -> None:
     """Raise ``ValueError`` for a sparse matrix: ``jnp.asarray`` would read JAX's row by row."""
     if is_sparse(value):
         kind = type(value).__name__
-        raise ValueError(f"{name}: expected a dense array, got a {kind}; its todense() makes one.")
+        raise ValueError(f"{name}: expected a dense array, got a {kind}: call todense().")
 
 
 def real_array(name: str, value: Any) -> jax.Array:

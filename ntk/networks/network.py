@@ -213,5 +213,5 @@ def serial(*networks: Network) -> Network:
 def check_network(value: Any) -> Network:
     """Return the value if it is a network, else raise ``ValueError``."""
     if not isinstance(value, Network):
-        raise ValueError(f"networks: expected what a combinator returns, got {describe(value)}.")
+        raise ValueError(f"networks: expected a network such as dense(), got {describe(value)}.")
     return value

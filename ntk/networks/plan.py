@@ -73,7 +73,7 @@ def check_choice(weights: Any, count: int) -> tuple[Any, ...] | str:
         return weights
     weights = tuple([1.0] * count if weights is None else weights)
     if len(weights) != count:
-        raise ValueError(f"weights: expected {count} of them, got {len(weights)}.")
+        raise ValueError(f"weights: expected {count} weights, got {len(weights)}.")
     return weights
 
 

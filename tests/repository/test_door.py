@@ -553,7 +553,7 @@ SOLVERS += value_errors(
     ),
     (
         lambda: bilevel.ridge(lambda a, x: x, never).run(LOWER, ALPHA, W0, (), (BCOO, ONES)),
-        r"features: expected a dense array, got a BCOO; its todense\(\)",
+        r"features: expected a dense array, got a BCOO: call todense\(\)",
     ),
 )
 OUTER_LOOP += value_errors(
@@ -1043,9 +1043,9 @@ NTK_NETWORKS = value_errors(
     (lambda: nets.dense(-1.0), "weight_variance: expected a nonnegative number"),
     (lambda: nets.dense(1.0, np.nan), "bias_variance: expected a nonnegative number"),
     (lambda: nets.act([]), "activations: expected at least one"),
-    (lambda: nets.act([ntk.relu], [1.0, 2.0]), "weights: expected 1 of them, got 2"),
+    (lambda: nets.act([ntk.relu], [1.0, 2.0]), "weights: expected 1 weights, got 2"),
     (lambda: nets.add([]), "branches: expected at least one network"),
-    (lambda: nets.serial(ntk.relu), "networks: expected what a combinator returns"),
+    (lambda: nets.serial(ntk.relu), "networks: expected a network such as dense()"),
     (lambda: nets.dense().module(width=0), "width: expected at least 1"),
     (lambda: nets.dense().module(width=8).init(KEY, ONES), "x: expected inputs"),
     (

@@ -95,8 +95,8 @@ class _Add(Layer):
         fresh = list(map(_has_weights, self.branches))
         if sum(not f for f in fresh) > 1 or (signal.raw and not all(fresh)):
             raise ValueError(
-                "add: expected a layer with weights in every branch but one (on the data: in every "
-                f"branch), got {sum(fresh)} of {len(fresh)}."
+                "add: expected a layer with weights in every branch except one (on the data: in "
+                f"every branch), got {sum(fresh)} of {len(fresh)}."
             )
         means = sum(not end.gaussian for end in ends) > 1
         end = Signal(ends[0].shape, all(e.gaussian for e in ends), flat=ends[0].flat)

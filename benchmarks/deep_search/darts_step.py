@@ -430,8 +430,8 @@ def ratio(row, other, key="seconds") -> tuple[float, float]:
     return x / y, x / y * math.hypot(dx / x, dy / y)
 
 
-HEAD = ["step", "bilevel, s", "PyTorch, s", "ratio", "processor's", "bilevel, MB (added)"]
-HEAD += ["PyTorch, MB (added)", "compilation, s", "its MB"]
+HEAD = ["step", "bilevel, s", "PyTorch, s", "ratio", "ratio of CPU time"]
+HEAD += ["bilevel, MB (added)", "PyTorch, MB (added)", "compilation, s", "compilation, MB"]
 
 
 def step_table(rows) -> str:

@@ -77,7 +77,7 @@ def report(rows: list[dict]) -> str:
         for r in sorted(rows, key=lambda r: (r["solver"], r["seed"]))
     ]
     inside = sum(1 / 3 <= r["ratio"] <= 10 for r in rows)
-    table = harness.table(["solver", "seed", "error", "estimate", "of a norm of", "ratio"], lines)
+    table = harness.table(["solver", "seed", "error", "estimate", "gradient norm", "ratio"], lines)
     return f"{table}\n\n{inside} of {len(rows)} ratios are in [1/3, 10]."
 
 

@@ -79,7 +79,7 @@ def _table(name: str):
             table(list(example_rows[0]), lines),
             f"python benchmarks/peers/gallery.py {name}",
         )
-        return f"{made}\n\n`{command}`: {total:,.0f} s of processor time."
+        return f"{made}\n\n`{command}`: {total:,.0f} s of CPU time."
 
     return of_rows
 

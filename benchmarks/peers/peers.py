@@ -301,7 +301,7 @@ def of_hypergradients(measurements):
         )
         for r in where(measurements, part="hypergradients")
     ]
-    head = "problem", "library", "CPU ms", "the first one, CPU s", "apart from ours"
+    head = "problem", "library", "CPU ms", "first call, CPU s", "difference from ours"
     return table(head, lines)
 
 
@@ -317,7 +317,7 @@ def until(part):
             for r in some
         ]
         target = f"CPU s until a loss of {some[0]['target']:.4f}" if some else "CPU s"
-        head = "method", "hyperparameters", target, "best loss", "steps or trials", "in all, CPU s"
+        head = "method", "hyperparameters", target, "best loss", "steps or trials", "total, CPU s"
         return table(head, lines)
 
     return of_rows

@@ -114,7 +114,8 @@ def report(lines: list[dict]) -> str:
                 shares = [share([right(line, by) for line in yes]) for by in ("loss", "error")]
                 label = f"{group}: {setting or 'all'}"
                 rows.append([label, rule, f"{len(yes)} of {len(some)}", *shares])
-    return harness.table(["setting", "rule", "says so", "right by loss", "right by error"], rows)
+    head = ["setting", "rule", 'says "discretize"', "right by loss", "right by error"]
+    return harness.table(head, rows)
 
 
 def share(outcomes: list[bool]) -> str:

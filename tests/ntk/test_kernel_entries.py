@@ -250,15 +250,9 @@ def test_a_step_between_the_nodes_is_nan_next_to_kinks(steep_first):
     assert np.isnan(traced.ntk).all() and not np.isfinite(traced.error).any()
 
 
-NAMES = [
-    pytest.param(name, marks=LONG) if name != "elu" else name
-    for name in ("elu", "soft_sign", "celu", "hard_swish")
-]
-
-
-@pytest.mark.slow
+@pytest.mark.long
 @both_types
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["elu", "soft_sign", "celu", "hard_swish"])
 @pytest.mark.parametrize("scale", [5.0, 50.0])
 def test_kinks_at_large_norms_use_the_series_if_their_pieces_cancel(name, scale, dtype):
     # Unscaled images have such norms.

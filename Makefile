@@ -1,5 +1,5 @@
-# Two commands: `make run` and `make test`. They need python3.11 (or newer), make and git: uv is taken
-# from the PATH or put in a private .uv/, and .venv/ is made from the committed lock, requirements.txt.
+# The two main commands are `make run` and `make test`. They need python3.11 (or newer), make and git.
+# uv is taken from the PATH or installed in .uv/. .venv/ has the versions of the lock, requirements.txt.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -11,7 +11,7 @@ VENV := .venv/.stamp
 DOCS := .venv-docs/.stamp
 UV := $(or $(shell command -v uv 2>/dev/null),.uv/bin/uv)
 PRIVATE_UV := $(filter .uv/bin/uv,$(UV))
-# The first of python3.11 and python3 that runs and is new enough, as an absolute path; else empty.
+# The absolute path of the first of python3.11 and python3 that runs and is new enough, or empty.
 PYTHON = $(shell for python in python3.11 python3; do $$python -c \
 	'import sys; sys.version_info >= (3, 11) or sys.exit(1); print(sys.executable)' \
 	2>/dev/null && break; done)
@@ -19,7 +19,7 @@ REQUIRE_PYTHON = @test -n "$(PYTHON)" || { \
 	echo "bilevel needs Python 3.11 or newer, and neither python3.11 nor python3 here is one." >&2; \
 	exit 1; }
 
-# Without timings in the files, so that a run that changes nothing leaves no diff.
+# The files contain no timings, so a run that changes nothing leaves no diff.
 define EXECUTE_NOTEBOOKS
 import os, sys, nbclient, nbformat
 for path in sys.argv[1:]:
@@ -46,7 +46,7 @@ run: $(VENV) ## the main job, `bilevel search` on digits; more flags through ARG
 test: $(VENV) ## the tests and the doctests; pytest's flags through ARGS
 	$(BIN)/python -m pytest $(ARGS)
 
-test-slow: $(VENV) ## the tests that it leaves out: those marked slow or long
+test-slow: $(VENV) ## the tests that `make test` skips: those marked slow or long
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 fuzz: $(VENV) ## 10,000 new examples of the generated tests, in hours; ARGS=tests/ntk for some of them
@@ -59,7 +59,7 @@ test-newest: $(PRIVATE_UV) ## tests of JAX's internals, README, commands on the 
 test-lowest: $(VENV) ## imports, README, files and commands on the lowest versions of all dependencies
 	UV=$(UV) .ci/lowest
 
-smoke: $(VENV) ## show that the benchmarks run, a few seconds each; ARGS=--all: also those untouched by the commit
+smoke: $(VENV) ## run the benchmarks for a few seconds each; ARGS=--all: also those untouched by the commit
 	$(BIN)/python tools/smoke.py $(ARGS)
 
 lint: $(VENV) ## style, formatting, docstrings, types, direction of imports
@@ -69,15 +69,15 @@ lint: $(VENV) ## style, formatting, docstrings, types, direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-format: $(VENV) ## rewrite the code in the house format
+format: $(VENV) ## format the code
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-lock: $(PRIVATE_UV) ## renew requirements.txt from pyproject.toml; ARGS=--upgrade for newer versions
+lock: $(PRIVATE_UV) ## update requirements.txt from pyproject.toml; ARGS=--upgrade for newer versions
 	$(UV) pip compile pyproject.toml --extra neural-tangents --group dev --universal --python-version 3.11 \
 		--fork-strategy fewest --generate-hashes --no-header --quiet -o requirements.txt $(ARGS)
 
-# In fast mode the notebooks are only checked: the full run's outputs stay in the files.
+# Fast mode only checks the notebooks. Their files keep the outputs of the full run.
 notebooks: $(VENV) ## execute the notebooks in place; BILEVEL_FAST=1: quickly, leaving the files alone
 	printf '%s\n' notebooks/*.ipynb | xargs -n 1 -P 2 $(BIN)/python -c "$$EXECUTE_NOTEBOOKS"
 
@@ -102,10 +102,10 @@ bench: $(VENV) ## the quick benchmarks: hypergradients, memory, kernels, feature
 	$(BIN)/python benchmarks/deep_search/darts_step.py --quick
 	$(BIN)/python benchmarks/train_free/nasbench201.py --quick
 
-tables: $(VENV) ## the measured tables in README.md and docs/, from benchmarks/results; ARGS=--check
+tables: $(VENV) ## write the measured tables in README.md and docs/ from benchmarks/results; ARGS=--check
 	$(BIN)/python tools/tables.py $(ARGS)
 
-accelerator: $(VENV) ## what is fast on an accelerator only, in 25 minutes; ARGS=--quick: tiny, on any device
+accelerator: $(VENV) ## benchmarks for an accelerator, 25 minutes; ARGS=--quick: tiny, on any device
 	$(BIN)/python benchmarks/scale/accelerator.py $(ARGS)
 
 clean: ## remove environments, caches and build outputs; keeps runs/
@@ -118,7 +118,7 @@ clean: ## remove environments, caches and build outputs; keeps runs/
 	"$(PYTHON)" -m venv .uv
 	.uv/bin/python -m pip install --quiet uv
 
-# hatchling, which builds the editable install, comes by build isolation.
+# Build isolation installs hatchling, which builds the editable install.
 $(VENV): requirements.txt pyproject.toml | $(PRIVATE_UV)
 	$(REQUIRE_PYTHON)
 	test -x $(BIN)/python || { rm -rf .venv && $(UV) venv --quiet --python "$(PYTHON)" .venv; }
@@ -126,7 +126,7 @@ $(VENV): requirements.txt pyproject.toml | $(PRIVATE_UV)
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
 	touch $@
 
-# Beside .venv, which has what the lock says and nothing else; of the same versions.
+# A separate environment with the same versions, because .venv has only the locked packages.
 $(DOCS): requirements.txt pyproject.toml | $(PRIVATE_UV)
 	$(REQUIRE_PYTHON)
 	test -x .venv-docs/bin/python || $(UV) venv --quiet --python "$(PYTHON)" .venv-docs

@@ -1,4 +1,4 @@
-"""How the tests run: in float64 (BILEVEL_X64=0: in float32), compiled quickly rather than well."""
+"""Set up the tests: float64 (BILEVEL_X64=0: float32), and programs that compile fast."""
 
 import ctypes
 import gc
@@ -6,9 +6,9 @@ import os
 import pathlib
 import sys
 
-# The tests compile hundreds of small programs and run them for milliseconds. Must come before JAX
-# starts; `XLA_FLAGS= make test` tests what users compile. XLA aborts on a flag it does not know:
-# these are for the versions that they were tried on.
+# The tests compile hundreds of small programs and run each for milliseconds. These flags must be
+# set before JAX starts. `XLA_FLAGS= make test` tests what users compile. XLA aborts on an unknown
+# flag, so the flags are set only for versions that we tested.
 from importlib.metadata import version
 
 if version("jaxlib").startswith(("0.10.", "0.11.", "0.12.")):
@@ -27,11 +27,11 @@ import pytest
 
 jax.config.update("jax_enable_x64", os.environ.get("BILEVEL_X64", "1") != "0")
 
-# Tracing makes many objects and little garbage: one collection in a hundred is enough.
+# Tracing creates many objects and little garbage: one collection in a hundred is enough.
 gc.set_threshold(70_000)
 
-# A second run finds what the first one compiled, and so do the commands that tests start. A folder
-# for each worker: JAX's cache reads what another process is still writing.
+# A second run reuses the programs that the first run compiled, and so do commands that tests start.
+# Each worker has a folder, because JAX's cache can read files that another process is writing.
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
 _PROGRAMS = pathlib.Path(__file__).parent / ".pytest_cache/programs" / _WORKER
 for _name, _value in {
@@ -42,17 +42,17 @@ for _name, _value in {
     jax.config.update(_name, _value)
     os.environ[_name.upper()] = str(_value)
 
-# Compilation makes the first example of a test slow; the same examples every time, everywhere.
+# The first example of a test is slow because of compilation. Examples are the same on every run.
 hypothesis.settings.register_profile(
     "bilevel", deadline=None, derandomize=True, database=None, max_examples=20
 )
-hypothesis.settings.register_profile(  # make fuzz: other examples every time
+hypothesis.settings.register_profile(  # make fuzz: new examples every time
     "fuzz", deadline=None, database=None, max_examples=55, print_blob=True
 )
 hypothesis.settings.load_profile("bilevel")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out those that are marked
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by their marks
 def pytest_collection_modifyitems(items):
     """Mark the tests that are long as slow too."""
     for item in items:
@@ -60,17 +60,17 @@ def pytest_collection_modifyitems(items):
             item.add_marker("slow")
 
 
-# A worker that is larger than this, in bytes, forgets what JAX keeps: doing so after every file
-# takes a quarter of the tests' time.
+# A worker that uses more bytes than this clears JAX's caches. Clearing after every file would take
+# a quarter of the tests' time.
 _LARGE = 1.2e9
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _forget_programs():
-    """Memory is given back between files.
+    """Give memory back to the system between files.
 
-    What compiled programs leave free lies between what stays; the C library is told to give it
-    back.
+    Memory freed by compiled programs is scattered between live objects, so we ask the C library to
+    return it.
     """
     yield
     if kept := sys.modules.get("ntk.internal.compile_cache"):

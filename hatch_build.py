@@ -1,7 +1,7 @@
-"""Build step: the README's relative links become absolute, for the page of a package index.
+"""Build step: make the README's relative links absolute, for the page of a package index.
 
 hatchling runs it (``tool.hatch.metadata.hooks.custom`` in pyproject.toml). The address is
-``urls.Repository`` there; without one the README stays unchanged.
+``urls.Repository`` there. Without an address the README stays unchanged.
 """
 
 import re
@@ -29,7 +29,7 @@ class ReadmeHook(MetadataHookInterface):
 def absolute(text: str, repository: str, root: Path) -> str:
     """Replace links to files under ``root`` by their addresses in the ``repository``.
 
-    Figures need the file itself (``/raw/``), other links the page that shows it (``/blob/``).
+    Images need the file itself (``/raw/``), other links the page that shows it (``/blob/``).
     """
 
     def link(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""How the documentation is built: ``make docs``. Nothing is fetched from the network."""
+"""Configuration of the documentation: ``make docs``. Nothing is fetched from the network."""
 
 import importlib.metadata
 import json
@@ -14,7 +14,7 @@ author = "The bilevel developers"
 copyright = author
 try:
     release = importlib.metadata.version("bilevel")
-except importlib.metadata.PackageNotFoundError:  # built from a checkout that is not installed
+except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
     release = ""
 
 extensions = [
@@ -29,20 +29,20 @@ extensions = [
 exclude_patterns = ["_build"]
 templates_path = []
 
-# Markdown and notebooks, which are shown with the outputs that are stored in them.
+# Markdown and notebooks. Notebooks are shown with their stored outputs.
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"
-nb_ipywidgets_js = {}  # else myst-nb would load them from the network
+nb_ipywidgets_js = {}  # otherwise myst-nb loads them from the network
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
-# Docstrings: numpydoc. A default value is shown as it is written.
+# Docstrings are in numpydoc format. A default value is shown as written in the source.
 napoleon_google_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 autosummary_generate = False
 autodoc_preserve_defaults = True
-autodoc_typehints = "none"  # the docstrings say types in words
+autodoc_typehints = "none"  # the docstrings state the types
 autodoc_member_order = "bysource"
 add_module_names = False
 
@@ -60,7 +60,7 @@ copybutton_prompt_is_regexp = True
 
 
 def _gallery():
-    """The notebooks, into docs/gallery, without the cells that are for Colab alone."""
+    """Copy the notebooks into docs/gallery, without the cells that are for Colab only."""
     folder = HERE / "gallery"
     folder.mkdir(exist_ok=True)
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
@@ -70,12 +70,12 @@ def _gallery():
         notebook["cells"] = [head, *cells]
         text = json.dumps(notebook).replace("](../docs/", "](../")
         copy = folder / path.name
-        if not copy.exists() or copy.read_text() != text:  # Sphinx looks at the time of change
+        if not copy.exists() or copy.read_text() != text:  # Sphinx compares modification times
             copy.write_text(text)
 
 
 def setup(app):
-    """Links to notebooks are good in the repository; here they lead to the gallery."""
+    """Redirect links to notebooks, which are correct in the repository, to the gallery."""
 
     def to_the_gallery(app, page, source):
         source[0] = source[0].replace("](../notebooks/", "](gallery/")

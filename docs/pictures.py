@@ -1,8 +1,8 @@
-"""Draws the pictures of docs/concepts.md and of the README: computed by the library, not sketched.
+"""Draw the figures of docs/concepts.md and of the README. The library computes all curves.
 
     python docs/pictures.py [name ...]
 
-writes docs/images/*.png, in a minute. The pictures are committed: run it when they have to change.
+writes docs/images/*.png, in a minute. The figures are committed. Run this script to change them.
 """
 
 import functools
@@ -33,13 +33,13 @@ TOY_ALPHAS = np.array([-1.5, 0.0, 1.5])
 @jax.jit
 @jax.vmap
 def toy(alpha):
-    """Outer loss, solution and hypergradient of the toy at every ``alpha``."""
+    """Return outer loss, solution and hypergradient of the toy problem at every ``alpha``."""
     fn = bilevel.hypergradient(TOY, bilevel.implicit(), diagnostics=False)
     return fn(alpha, jnp.ones_like(alpha), None, None)
 
 
 def two_levels():
-    """For each alpha the weights are trained; the outer loss judges what comes of it."""
+    """Draw the two levels: the weights trained for each alpha, and their outer loss."""
     _, (below, above) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
     w, alphas = np.linspace(-0.2, 2.4, 200), np.linspace(-3, 3, 61)
     below.set(xlabel="weight w", ylabel="lower loss", title="below: training, for three α")
@@ -59,7 +59,7 @@ def two_levels():
 
 
 def hypergradient():
-    """The slope of the outer loss along the curve of trained weights, not at a fixed weight."""
+    """Draw the slope of the outer loss along the trained weights, not at a fixed weight."""
     _, ax = plt.subplots(figsize=(6, 3.6), layout="constrained")
     alphas, w = np.linspace(-3, 3, 121), np.linspace(0, 2.1, 101)
     ax.grid(visible=False)
@@ -84,7 +84,7 @@ def hypergradient():
 
 
 def digits(rows=400):
-    """Odd against even digits: (train, valid) of standardised pixels and labels -1 or 1."""
+    """Load odd against even digits: (train, valid) of standardized pixels and labels -1 or 1."""
     data = bilevel.data.load("digits")
     x = jnp.asarray(data.x_train.reshape(-1, 64), float) - 0.3
     y = 1.0 - 2.0 * (jnp.asarray(data.y_train) % 2)
@@ -92,7 +92,7 @@ def digits(rows=400):
 
 
 def penalised_least_squares():
-    """Least squares with a penalty for each of 64 pixels: every solver is for it."""
+    """Return least squares with a penalty for each of 64 pixels: all solvers accept it."""
 
     def half_mean_square(w, batch):
         return 0.5 * jnp.mean((batch[0] @ w - batch[1]) ** 2)
@@ -106,10 +106,10 @@ def penalised_least_squares():
 
 
 def solvers():
-    """How wrong three hypergradients are after so many gradient steps."""
+    """Draw the error of three hypergradients against the number of gradient steps."""
     problem, (train, valid) = penalised_least_squares(), digits()
     alpha, w0 = jnp.full(64, -4.0), jnp.zeros(64)
-    # In the variables v = exp(alpha / 2) w it is ridge regression on scaled pixels.
+    # In the variables v = exp(alpha / 2) w, the problem is ridge regression on scaled pixels.
     scaled = bilevel.Problem(
         problem.lower,
         lambda v, alpha, batch: problem.outer(v * jnp.exp(-alpha / 2), alpha, batch),
@@ -144,7 +144,7 @@ def solvers():
 
 
 def estimates():
-    """What the hypergradient says of its own error, against its true error."""
+    """Draw the hypergradient's own error estimate against its true error."""
     train, valid = digits()
 
     def error(w, batch):
@@ -192,7 +192,7 @@ def estimates():
 
 
 def short_trainings():
-    """What truncation leaves out, and what chance in the batches adds: estimates and the truth."""
+    """Draw the errors by truncation and by random batches: estimates and true values."""
     problem, (train, valid) = penalised_least_squares(), digits()
     _, (left, right) = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
     biases = jax.jit(bilevel.truncation(problem, 0.15, 100))
@@ -236,7 +236,7 @@ def short_trainings():
 
 
 def geometry():
-    """Paths of three geometries to a minimum inside the simplex, and to one at an edge."""
+    """Draw paths of three geometries to a minimum inside the simplex, and to one at an edge."""
     optimizers = {
         "sgd, exponentiate()": optax.chain(optax.sgd(0.15), bilevel.exponentiate()),
         'tangent(), adam, project("simplex")': optax.chain(
@@ -249,7 +249,7 @@ def geometry():
     targets = {"minimum inside": [0.15, 0.25, 0.6], "minimum on an edge": [-0.2, 0.35, 0.85]}
     for ax, (title, target) in zip(axes, targets.items(), strict=True):
         target = jnp.array(target)
-        problem = bilevel.Problem(  # weights that are the mixture itself
+        problem = bilevel.Problem(  # the mixture itself is the weights
             lower=lambda w, alpha, _: 0.5 * jnp.sum((w - alpha) ** 2),
             outer=lambda w, alpha, target: jnp.sum(jnp.array([1.0, 4.0, 1.5]) * (w - target) ** 2),
         )
@@ -284,7 +284,7 @@ def geometry():
 
 
 def certificate():
-    """The smallest eigenvalue of a mixture's kernel, over all mixtures of three activations."""
+    """Draw the smallest eigenvalue of the kernel over all mixtures of three activations."""
     names = ("relu", "tanh", "swish")
     data = bilevel.data.load("digits")
     x = bilevel.spaces.unit_inputs(jnp.asarray(data.x_train[:60]))

@@ -1,12 +1,12 @@
-"""A regulariser of images, learned: the classical bilevel problem of imaging.
+"""Learn a regularizer for images: the classical bilevel problem of imaging.
 
     python denoising.py
 
-Denoising minimises 1/2 |u - noisy|^2 + sum_k exp(a_k) sum sqrt((f_k * u)^2 + e^2) over the image u:
-total variation where the filters f_k are differences, a field of experts (Roth & Black 2005) where
-they are learned. alpha has weights and filters; the outer loss is the squared error to the clean
-image (Kunisch & Pock 2013; Chen, Ranftl & Pock 2014). Beside it: total variation, its one weight
-from a grid.
+Denoising minimizes 1/2 |u - noisy|^2 + sum_k exp(a_k) sum sqrt((f_k * u)^2 + e^2) over the image u.
+If the filters f_k are finite differences, this is total variation. If they are learned, it is a
+field of experts (Roth & Black 2005). alpha holds the weights a_k and the filters. The outer loss is
+the squared error to the clean image (Kunisch & Pock 2013; Chen, Ranftl & Pock 2014). The baseline
+is total variation with one weight, chosen from a grid.
 """
 
 import jax
@@ -23,38 +23,38 @@ DIFFERENCES[0, 1, 1:], DIFFERENCES[1, 1:, 1] = (-1, 1), (-1, 1)
 
 
 def filtered(u, filters):
-    """Images [n, h, w] -> [n, k, h, w], mirrored at the edges."""
+    """Apply the filters to images [n, h, w], mirrored at the edges; return [n, k, h, w]."""
     size = filters.shape[-1] // 2
     padded = jnp.pad(u, ((0, 0), (size, size), (size, size)), mode="reflect")
     return jax.lax.conv(padded[:, None], filters[:, None], (1, 1), "VALID")
 
 
 def lower(u, alpha, noisy):
-    """What the denoised images minimise: strongly convex, so that implicit() is exact."""
+    """Return the objective of denoising. It is strongly convex, so implicit() is exact."""
     kinks = jnp.sqrt(filtered(u, alpha["filters"]) ** 2 + EDGE**2)
     weights = jnp.exp(alpha["weights"])[:, None, None]
     return 0.5 * jnp.sum((u - noisy) ** 2) + jnp.sum(weights * kinks)
 
 
 def outer(u, alpha, clean):
-    """The mean squared error."""
+    """Return the mean squared error."""
     return jnp.mean((u - clean) ** 2)
 
 
 def decibels(error):
-    """The peak signal-to-noise ratio."""
+    """Return the peak signal-to-noise ratio."""
     return float(-10 * jnp.log10(error))
 
 
 def cosines(size=5):
-    """The filters of the discrete cosine transform but the constant one, of norm 1: [24, 5, 5]."""
+    """Return the discrete cosine filters of norm 1, without the constant filter: [24, 5, 5]."""
     place = np.cos(np.pi * np.outer(np.arange(size), np.arange(size) + 0.5) / size)
     place /= np.linalg.norm(place, axis=1, keepdims=True)
     return np.einsum("ai,bj->abij", place, place).reshape(-1, size, size)[1:]
 
 
 def photographs(data, train, test, seed=0):
-    """Clean and noisy images, of two parts."""
+    """Return clean and noisy images for training and for testing."""
     dataset = bilevel.data.load(data, train_size=train, test_size=test)
     parts = (x.reshape(*x.shape[:3], -1).mean(-1) for x in (dataset.x_train, dataset.x_test))
     clean = [jnp.asarray(x, float) for x in parts]
@@ -65,7 +65,7 @@ def photographs(data, train, test, seed=0):
 
 
 def main(steps=100, data="cifar10", train=20, test=60):
-    """Every regulariser on test images: rows of decibels, and images to draw."""
+    """Compare all regularizers on test images. Return rows of decibels and the images to draw."""
     (clean, noisy), (clean_t, noisy_t) = photographs(data, train, test)
     problem = bilevel.Problem(lower, outer)
     solver = bilevel.implicit(bilevel.newton(), bilevel.cg())
@@ -101,7 +101,7 @@ def main(steps=100, data="cifar10", train=20, test=60):
 
 
 def picture(drawn, figure):
-    """Four test images, and the filters."""
+    """Draw four test images and the filters."""
     ((images, filters),) = drawn
     axes = figure.subplots(len(images), 10)
     for line, (name, four) in zip(axes, images.items(), strict=True):

@@ -2,11 +2,12 @@
 
     python few_shot.py
 
-Tasks to learn from are made of seven of Fashion-MNIST's classes: three of them, in any order, five
-images of each to learn and ten to be judged by. Tasks of the three others, pullovers, coats and
-shirts, judge the start that was learned. MAML (Finn, Abbeel & Levine 2017) differentiates five
-steps, iMAML (Rajeswaran et al. 2019) the solution of the task's loss with a penalty on the way from
-the start. Beside them: the same steps from a random start, and the class of the nearest mean image.
+Training tasks use seven of Fashion-MNIST's classes. Each task has three classes in random order,
+with five images per class to learn from and ten to evaluate on. The learned initialization is
+evaluated on tasks of the other three classes: pullovers, coats and shirts. MAML (Finn, Abbeel &
+Levine 2017) differentiates through five steps. iMAML (Rajeswaran et al. 2019) differentiates the
+solution of the task's loss with a penalty on the distance to the initialization. There are two
+baselines: the same steps from random weights, and the class of the nearest mean image.
 """
 
 import time
@@ -28,7 +29,7 @@ LABELS = [jnp.repeat(jnp.arange(WAYS), count) for count in (SHOTS, JUDGED)]
 
 
 def images(data, each):
-    """Images at half the resolution, by class: [10, each, pixels]."""
+    """Return images at half the resolution, by class: [10, each, pixels]."""
     dataset = bilevel.data.load(data, train_size=20 * each, test_size=1)
     side = round(dataset.x_train[0].size ** 0.5) // 2
     x = np.asarray(dataset.x_train, np.float32).reshape(-1, side, 2, side, 2).mean((2, 4))
@@ -37,7 +38,7 @@ def images(data, each):
 
 
 def tasks(key, kinds, count=TASKS):
-    """Many, of images by class: (images, labels) to learn, and to be judged by."""
+    """Draw tasks from images by class: pairs (images, labels) to learn from and to evaluate on."""
 
     def one(key):
         of_class, of_row = jax.random.split(key)
@@ -50,18 +51,18 @@ def tasks(key, kinds, count=TASKS):
 
 
 def each(w, alpha, batch):
-    """The sum of the tasks' losses, every task with weights of its own."""
+    """Return the sum of the tasks' losses. Every task has separate weights."""
     return jax.vmap(lambda w, b: cross_entropy(net.apply(w, b[0]), b[1]).mean())(w, batch).sum()
 
 
 def near(w, alpha, batch):
-    """iMAML's: not far from the start."""
+    """Add iMAML's penalty on the distance to the initialization."""
     away = optax.tree.norm(optax.tree.sub(w, alpha), squared=True)
     return each(w, alpha, batch) + 0.5 * PENALTY * away
 
 
 def ways():
-    """By name: the lower loss, and how a task is learned, from a copy of alpha."""
+    """Return, by name, the lower loss and the solver of a task, which starts at a copy of alpha."""
     held = optax.stateless(lambda updates, _: jax.lax.stop_gradient(updates))
     first = bilevel.unrolled(optax.chain(optax.sgd(RATE), held), STEPS)
     solved = bilevel.implicit(bilevel.unrolled(RATE, 4 * STEPS), bilevel.cg(steps=5))
@@ -72,7 +73,7 @@ def ways():
 
 
 def main(data="fashion-mnist", each_class=300, steps=400, judged=600):
-    """A row for each way, with the errors on tasks of the other classes; the course of each."""
+    """Train in every way. Return a row each, with errors on new classes, and loss curves."""
     kinds, other = images(data, each_class), np.isin(range(10), OTHERS)
     new, (queries, labels) = tasks(jax.random.key(7), kinds[other], judged)
     alpha, rows, courses = net.init(jax.random.key(0), kinds[0]), [], {}
@@ -108,7 +109,7 @@ def main(data="fashion-mnist", each_class=300, steps=400, judged=600):
 
 
 def picture(drawn, figure):
-    """The outer loss on the way, in means of twenty steps."""
+    """Draw the outer loss during training, in means of twenty steps."""
     ax = figure.subplots()
     for name, course in drawn[0].items():
         ax.plot(np.arange(20, len(course) + 1, 20), course.reshape(-1, 20).mean(1), label=name)

@@ -2,10 +2,10 @@
 
     python inducing_points.py
 
-alpha is a handful of images, with their targets. Ridge regression on them, with the exact tangent
-kernel of an infinitely wide network of one hidden layer, is the lower problem; its squared error on
-batches of the real data is the outer loss. Beside it: as many real images, drawn at random, and
-5,000 of them.
+alpha is a small set of images with their targets. The lower problem is ridge regression on them,
+with the exact tangent kernel of an infinitely wide network with one hidden layer. The outer loss is
+the squared error on batches of the real data. The baselines are the same number of real images,
+drawn at random, and 5,000 real images.
 """
 
 import jax
@@ -16,56 +16,56 @@ import optax
 import bilevel
 import ntk
 
-RIDGE = 1e-6  # over the kernel's mean diagonal entry
-X64 = True  # small eigenvalues
+RIDGE = 1e-6  # relative to the kernel's mean diagonal entry
+X64 = True  # for the small eigenvalues
 SIZES = {"each": 1, "steps": 2000}, {"each": 10, "steps": 1000}
 FULL = [{"data": data} | size for data in ("mnist", "cifar10") for size in SIZES]
 
 
 def kernel(x1, x2=None):
-    """Of one hidden layer of ReLUs, at rows of norm 1: [n1, n2]."""
+    """Return the tangent kernel of one hidden layer of ReLUs, for rows of norm 1: [n1, n2]."""
     return ntk.network_kernel(x1, x2, activations=[ntk.relu]).ntk
 
 
 def unit(x):
-    """Rows of norm 1."""
+    """Scale rows to norm 1."""
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
 def ridge(alpha):
-    """The kernel of alpha's images, and its small ridge: [m, m]."""
+    """Return the kernel of alpha's images plus its small ridge: [m, m]."""
     K = kernel(unit(alpha["images"]))
     return K + RIDGE * jnp.trace(K) / len(K) * jnp.eye(len(K))
 
 
 def lower(w, alpha, _):
-    """Ridge regression on the images of alpha, in its dual form."""
+    """Return the objective of ridge regression on the images of alpha, in its dual form."""
     return jnp.sum(w * (0.5 * ridge(alpha) @ w - alpha["targets"]))
 
 
 def solve(_, alpha, w, state, __):
-    """Its solution."""
+    """Solve the ridge regression directly."""
     return jax.scipy.linalg.solve(ridge(alpha), alpha["targets"], assume_a="pos"), state
 
 
 def outputs(w, alpha, x):
-    """At rows of norm 1, [n, pixels]: [n, 10]."""
+    """Predict targets [n, 10] for rows [n, pixels], scaled to norm 1."""
     return kernel(x, unit(alpha["images"])) @ w
 
 
 def outer(w, alpha, batch):
-    """The squared error on a batch of real rows."""
+    """Return the squared error on a batch of real rows."""
     x, y = batch
     return jnp.mean((outputs(w, alpha, x) - y) ** 2)
 
 
 def targets(labels):
-    """One-hot, minus their mean."""
+    """Return one-hot labels minus their mean."""
     return jnp.asarray(np.eye(10)[labels] - 0.1)
 
 
 def error(alpha, x, labels):
-    """Of ridge regression on alpha: the share of rows that are told wrong, 1,000 at a time."""
+    """Return the share of rows that ridge regression on alpha misclassifies, 1,000 at a time."""
     w, _ = solve(None, alpha, None, None, None)
     told = jax.jit(lambda x: outputs(w, alpha, x).argmax(-1))
     predicted = np.concatenate([told(x[i : i + 1000]) for i in range(0, len(x), 1000)])
@@ -73,7 +73,7 @@ def error(alpha, x, labels):
 
 
 def main(data="mnist", each=1, steps=2000, count=20_000, batch=500, whole=5000):
-    """Learn ``each`` images a class: a row of test errors, and images to draw."""
+    """Learn ``each`` images per class. Return a row of test errors and the images to draw."""
     dataset = bilevel.data.load(data, train_size=count)
     x, xt = (a.reshape(len(a), -1) for a in (dataset.x_train, dataset.x_test))
     y, yt = dataset.y_train, dataset.y_test
@@ -102,7 +102,7 @@ def main(data="mnist", each=1, steps=2000, count=20_000, batch=500, whole=5000):
 
 
 def picture(drawn, figure):
-    """Random images above, learned ones below; for each run two rows."""
+    """Draw random images above learned ones, in two rows for each run."""
     axes = figure.subplots(2 * len(drawn), 10)
     images = [ten for pair in drawn for ten in pair]
     for ten, line, label in zip(images, axes, ["random", "learned"] * len(drawn), strict=True):

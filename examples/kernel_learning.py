@@ -2,11 +2,12 @@
 
     python kernel_learning.py
 
-A network of one or two hidden layers is a kernel. alpha weighs its activations, says how much goes
-around the second layer, and has the variances and the ridge penalty. The lower problem is ridge
-regression with that kernel; the outer loss is its leave-one-out error, or minus its log marginal
-likelihood at the best scale (Rasmussen & Williams 2006, Eqs. 5.12 and 5.8), on the same rows. The
-kernel's smallest eigenvalue is certified on the way. Beside it: the best of a grid, by that loss.
+An infinitely wide network with one or two hidden layers is a kernel. alpha weighs its activations
+and the skip around the second layer, and holds the variances and the ridge penalty. The lower
+problem is ridge regression with that kernel. The outer loss, on the same rows, is the leave-one-out
+error, or minus the log marginal likelihood at the best scale (Rasmussen & Williams 2006, Eqs. 5.12
+and 5.8). The kernel's smallest eigenvalue is certified on the way. The baseline is the best of a
+grid by the same loss.
 """
 
 import itertools
@@ -22,29 +23,29 @@ import ntk
 from bilevel.spaces import kernel_function_space
 from ntk import networks as nets
 
-X64 = True  # small eigenvalues
+X64 = True  # for the small eigenvalues
 ACTIVATIONS = (ntk.relu, ntk.erf, ntk.gelu)
 FULL = [{"loss": "leave-one-out"}, {"loss": "marginal likelihood"}]
 
 
 def network(activations):
-    """A layer of as many parts as activations, and a second one that can be gone around."""
+    """Return a network with one branch per activation and a second layer that can be skipped."""
     parts = [nets.serial(nets.dense("weights", "biases"), nets.act(s)) for s in activations]
     layer = nets.add(parts, "activations")
     return nets.serial(layer, nets.add([nets.serial(), layer], "second"), nets.dense())
 
 
 def criterion(loss, W, y):
-    """The outer loss, of the inverse W of the kernel with its ridge."""
+    """Return the outer loss, given the inverse W of the kernel with its ridge."""
     w = W @ y
     if loss == "leave-one-out":
         return jnp.mean((w / jnp.diagonal(W)[:, None]) ** 2)
-    scale = jnp.mean(w * y)  # the kernel's factor that makes the likelihood largest
+    scale = jnp.mean(w * y)  # scale of the kernel that maximizes the likelihood
     return 0.5 * (jnp.log(2 * jnp.pi * jnp.e * scale) - jnp.linalg.slogdet(W)[1] / len(W))
 
 
 def load(data, train, test):
-    """Rows of norm sqrt(d) with targets; test rows with labels."""
+    """Load rows of norm sqrt(d) with targets, and test rows with labels."""
     dataset = bilevel.data.load(data, train_size=train, test_size=test)
     x, xt = (
         a.reshape(len(a), -1) - dataset.x_train.mean() for a in (dataset.x_train, dataset.x_test)
@@ -54,7 +55,7 @@ def load(data, train, test):
 
 
 def grid(activations):
-    """Names, and what they stand for, of networks of one activation and one depth."""
+    """Return names and parameters of networks with one activation and one depth."""
     kinds = zip([s.name for s in activations], jnp.eye(len(activations)), strict=True)
     for (name, kind), depth, w, b in itertools.product(kinds, (1, 2), (1.0, 2.0), (0.01, 0.1)):
         values = {"activations": kind, "second": jnp.eye(2)[depth - 1], "weights": w, "biases": b}
@@ -62,12 +63,12 @@ def grid(activations):
 
 
 def named(alpha):
-    """What the names stand for, of parameters that may be any numbers."""
+    """Return the network's constants by name, computed from unconstrained parameters."""
     return {k: jax.nn.softmax(v) if v.ndim else jnp.exp(v) for k, v in alpha.items()}
 
 
 def main(loss, data="mnist", train=200, test=2000, steps=50, activations=ACTIVATIONS):
-    """Search, and the grid: a row for each, and the course of the search."""
+    """Run the search and the grid. Return a row for each and the history of the search."""
     net, (x, y, xt, labels) = network(activations), load(data, train, test)
     matrix = jax.jit(lambda values, rows: net.kernel(rows, x, alpha=values).ntk)
     ridge, penalties = jnp.eye(train), jnp.geomspace(1e-4, 10, 16)
@@ -81,7 +82,7 @@ def main(loss, data="mnist", train=200, test=2000, steps=50, activations=ACTIVAT
     began = time.process_time()
     start = jax.tree.map(jnp.log, net.start() | {"weights": 1.5, "biases": 0.05})
     space = kernel_function_space(lambda a, x1, x2: net.kernel(x1, x2, alpha=named(a)), start)
-    # Ridge regression on the columns of the identity: W is the inverse.
+    # Ridge regression on the columns of the identity: the solution W is the inverse.
     problem = bilevel.Problem(space.problem.lower, lambda W, alpha, y: criterion(loss, W, y))
     rule = optax.adam(optax.cosine_decay_schedule(0.2, steps))
     data = space.start(), jnp.zeros_like(ridge), (space.inputs(x), ridge), y
@@ -107,7 +108,7 @@ def main(loss, data="mnist", train=200, test=2000, steps=50, activations=ACTIVAT
 
 
 def picture(drawn, figure):
-    """Of each run the outer loss, and the grid's best; the certified eigenvalues."""
+    """Draw the outer loss of each run, the grid's best loss, and the certified eigenvalues."""
     axes = figure.subplots(len(drawn), 2, squeeze=False)
     for (left, right), (loss, losses, best, at, bounds) in zip(axes, drawn, strict=True):
         left.plot(losses)

@@ -2,10 +2,10 @@
 
     python label_cleaning.py
 
-A convolutional network with batch normalisation and dropout learns images of which 40 % have a
-wrong label. Its training loss weighs row i by sigmoid(alpha_i); alpha descends the loss on a few
-clean rows, through five steps of the network, each with its minibatch and its key for dropout.
-Beside it: the same training with equal weights, on the clean rows, on the right labels alone.
+A convolutional network with batch normalization and dropout learns from images; 40 % of the labels
+are wrong. Its training loss weighs row i by sigmoid(alpha_i). alpha descends the loss on a few
+clean rows, through five training steps, each with its minibatch and its dropout key. The baselines
+train with equal weights, on the clean rows only, and on the correctly labeled rows only.
 """
 
 import time
@@ -21,13 +21,13 @@ from bilevel.nets import convolve_images, max_pooling
 
 
 class Network(nn.Module):
-    """Two layers of convolutions and a classifier."""
+    """Two convolutional layers and a classifier."""
 
     dropout: float = 0.3
 
     @nn.compact
     def __call__(self, x, train: bool):
-        """Images [n, height, width, 1] -> logits [n, 10]."""
+        """Map images [n, height, width, 1] to logits [n, 10]."""
         for channels in (8, 16):
             # XLA's own convolution takes twice the time on a CPU; the results are the same.
             ours = {"conv_general_dilated": lambda x, kernel, *_, **__: convolve_images(x, kernel)}
@@ -44,7 +44,7 @@ network, cross_entropy = Network(), optax.softmax_cross_entropy_with_integer_lab
 
 
 def lower(w, alpha, batch):
-    """The weighted loss of a minibatch, and the running averages after it."""
+    """Return the weighted loss of a minibatch, and the running averages after it."""
     (x, y, number), key = batch
     variables = {"params": w.params} | w.variables
     f, new = network.apply(variables, x, True, rngs={"dropout": key}, mutable=["batch_stats"])
@@ -52,23 +52,23 @@ def lower(w, alpha, batch):
 
 
 def logits(w, x):
-    """By the running averages."""
+    """Compute logits with the running averages."""
     return network.apply({"params": w.params} | w.variables, x, False)
 
 
 def outer(w, alpha, batch):
-    """The loss of clean rows."""
+    """Return the loss on clean rows."""
     return cross_entropy(logits(w, batch[0]), batch[1]).mean()
 
 
 def with_key(key, data):
-    """A minibatch, and a key."""
+    """Return a minibatch and a key."""
     keys = jax.random.split(key)
     return bilevel.minibatches(64)(keys[0], data), keys[1]
 
 
 def load(data, train, clean, test):
-    """Training rows with wrong labels and their numbers, clean rows, test rows; which are wrong."""
+    """Load training rows (with indices), clean rows and test rows, and which labels are wrong."""
     parts = bilevel.data.draw_splits(
         data, [jax.random.key(0)], train=train, valid=clean, test=test
     )[0]
@@ -81,13 +81,13 @@ def load(data, train, clean, test):
 
 
 def main(data="mnist", train=2000, clean=200, test=2000, steps=150, inner=5, baselines=True):
-    """A row for each training, with its processor time; the weights of wrong and right labels."""
+    """Return a row with CPU time for each training, and the weights of wrong and right labels."""
     noisy, some, (xt, yt), wrong = load(data, train, clean, test)
     rows, problem = [], bilevel.Problem(lower, outer, stateful=True)
     flags = {"batches": bilevel.minibatches(100), "steps": steps, "key": jax.random.key(2)}
 
     def trained(name, lower_rows, rule=HELD, backprop=0):
-        """By the same search; by default alpha is held, and nothing goes back."""
+        """Train with the same search; by default alpha is fixed and there is no backward pass."""
         began = time.process_time()
         made = network.init(jax.random.key(1), noisy[0][:1], False)
         start = jnp.zeros(train), bilevel.Stateful(made.pop("params"), made)
@@ -109,7 +109,7 @@ def main(data="mnist", train=2000, clean=200, test=2000, steps=150, inner=5, bas
 
 
 def picture(drawn, figure):
-    """The weights of right and of wrong labels."""
+    """Draw the weights of right and of wrong labels."""
     axes = figure.subplots(1, len(drawn), sharey=True, squeeze=False)[0]
     for ax, (name, weights, wrong) in zip(axes, drawn, strict=True):
         for some, label in ((~wrong, "right labels"), (wrong, "wrong labels")):

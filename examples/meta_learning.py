@@ -2,9 +2,10 @@
 
     python meta_learning.py
 
-A task is a sinusoid of its own amplitude and phase, seen at ten points. alpha is where the weights
-start; the lower level takes five steps on the ten points of each of 25 tasks, and the outer loss is
-the error at ten other points of the same tasks. Three ways to train alpha, judged on new tasks.
+A task is a sinusoid with a random amplitude and phase, observed at ten points. alpha is the
+initialization of the weights. The lower level takes five steps on the ten points of each of 25
+tasks. The outer loss is the error at ten other points of the same tasks. alpha is trained in three
+ways, which are compared on new tasks.
 """
 
 import jax
@@ -18,7 +19,7 @@ FULL = [{}]
 
 
 def network(w, x):
-    """Two hidden layers of 40 ReLUs, one number in and out."""
+    """Apply a network with two hidden layers of 40 ReLUs, and one input and one output."""
     x, (*hidden, last) = x[:, None], w
     for kernel, bias in hidden:
         x = jax.nn.relu(x @ kernel + bias)
@@ -26,14 +27,14 @@ def network(w, x):
 
 
 def initial(key):
-    """Half of He's scaling: at all of it steps of 0.01 diverge on some tasks."""
+    """Draw weights at half of He's scale: at the full scale some tasks diverge."""
     sizes, keys = (1, 40, 40, 1), jax.random.split(key, 3)
     of = zip(keys, sizes, sizes[1:], strict=False)
     return [(0.5 * (2 / m) ** 0.5 * jax.random.normal(k, (m, n)), jnp.zeros(n)) for k, m, n in of]
 
 
 def sinusoids(key, tasks=TASKS):
-    """Points of as many tasks to learn from, and others to be judged on: pairs [tasks, POINTS]."""
+    """Draw tasks: points to learn from and points to evaluate on, pairs [tasks, POINTS]."""
     keys = jax.random.split(key, 3)
     x = jax.random.uniform(keys[0], (2, tasks, POINTS), minval=-5.0, maxval=5.0)
     height = jax.random.uniform(keys[1], (tasks, 1), minval=0.1, maxval=5.0)
@@ -42,28 +43,28 @@ def sinusoids(key, tasks=TASKS):
 
 
 def error(w, batch):
-    """Of one task."""
+    """Return the error of one task."""
     return jnp.mean((network(w, batch[0]) - batch[1]) ** 2)
 
 
 def mean(w, alpha, batch):
-    """Of all tasks."""
+    """Return the mean error of all tasks."""
     return jax.vmap(error)(w, batch).mean()
 
 
 def each(w, alpha, batch):
-    """The sum over tasks, so that every task's steps are its own."""
+    """Return the sum over tasks, so that each task takes its steps independently."""
     return jax.vmap(error)(w, batch).sum()
 
 
 def copies(alpha, w):
-    """A start for every task."""
+    """Copy the initialization for every task."""
     return jax.tree.map(lambda a, x: jnp.broadcast_to(a, x.shape), alpha, w)
 
 
 def ways(names):
-    """By name, what the lower level does; None for all."""
-    # First order: a step's derivative in the weights before it is taken for 1.
+    """Return the lower solvers with these names; None returns all."""
+    # First order: the derivative of a step in the previous weights is replaced by 1.
     held = optax.stateless(lambda updates, _: jax.lax.stop_gradient(updates))
     first = bilevel.unrolled(optax.chain(optax.sgd(RATE), held), STEPS)
     solvers = {"MAML": bilevel.unrolled(RATE, STEPS), "MAML of first order": first}
@@ -72,7 +73,7 @@ def ways(names):
 
 
 def curve(alpha, tasks=600, steps=(0, 1, 5, 10)):
-    """The mean error of new tasks after so many steps on their ten points."""
+    """Return the mean error of new tasks after each number of steps on their ten points."""
     known, others = sinusoids(jax.random.key(7), tasks)
     w = jax.tree.map(lambda a: jnp.broadcast_to(a, (tasks, *a.shape)), alpha)
     losses = []
@@ -83,7 +84,7 @@ def curve(alpha, tasks=600, steps=(0, 1, 5, 10)):
 
 
 def main(steps=6000, names=None):
-    """Train alpha in every way, or in those named: a row for each, with the errors of new tasks."""
+    """Train alpha in all ways, or in those named. Return rows with the errors of new tasks."""
     start = initial(jax.random.key(0))
     w = jax.tree.map(lambda a: jnp.zeros((TASKS, *a.shape)), start)
     rows, alphas = [{"start": "random"} | curve(start)], {}
@@ -101,7 +102,7 @@ def main(steps=6000, names=None):
 
 
 def picture(drawn, figure):
-    """One new task: after 5 steps from each start."""
+    """Draw one new task, after 5 steps from each initialization."""
     (alphas,) = drawn
     known = jax.tree.map(lambda a: a[2], sinusoids(jax.random.key(7), 600)[0])
     x = jnp.linspace(-5, 5, 200)

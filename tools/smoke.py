@@ -4,14 +4,15 @@
     python tools/smoke.py --all                  # all scripts
     python tools/smoke.py kernels.py memory.py   # these
 
-A script fails if ``--smoke`` is missing, if its status is not 0, after 60 seconds on
-the clock, or if it takes more than 20 seconds of CPU time. The exit status is 1 if one failed.
+A script fails if it has no ``--smoke``, if its exit status is not 0, if it takes more than 60
+seconds of wall time, or if it takes more than 20 seconds of CPU time. The exit status is 1 if one
+script failed.
 
-A commit selects the scripts of ``benchmarks/`` and ``tools/`` that it changed, and those that
-import a module there that it changed; all of them, if it changed ``harness.py`` or this file. To
-these comes a quarter of the others, by its hash, so that four commits on average see each script
-once. Without a repository, or in a clone that does not have the commit before, all scripts are
-selected.
+A commit selects the scripts of ``benchmarks/`` and ``tools/`` that it changed, and the scripts that
+import a changed module of these folders. If it changed ``harness.py`` or this file, it selects all
+scripts. In addition, the commit's hash selects a quarter of the other scripts, so four commits on
+average run each script once. Without a repository, or in a clone without the previous commit, all
+scripts are selected.
 """
 
 import argparse
@@ -32,9 +33,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 FOLDERS = "benchmarks", "tools"
 WALL, CPU, LONG = 60.0, 20.0, 10.0  # seconds: limits of a script, and the mark "long"
-LAST = 15  # lines of a script that failed
+LAST = 15  # number of output lines shown of a failed script
 QUARTER = 4
-EVERYTHING = "benchmarks/harness.py", "tools/smoke.py"  # a change of these selects all scripts
+EVERYTHING = "benchmarks/harness.py", "tools/smoke.py"  # changes of these select all scripts
 
 
 class Ran(NamedTuple):
@@ -57,19 +58,19 @@ def tree(path: Path) -> ast.Module:
 
 @functools.cache
 def scripts() -> dict[str, Path]:
-    """The scripts of ``benchmarks/`` and ``tools/`` by their names, without this one."""
+    """Return the scripts of ``benchmarks/`` and ``tools/`` by name, without this one."""
     paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
     return {path.name: path for path in paths if path != Path(__file__) and is_script(path)}
 
 
 def is_script(path: Path) -> bool:
-    """Whether a file does something under ``if __name__ == "__main__":``."""
+    """Return whether a file has statements under ``if __name__ == "__main__":``."""
     tests = [ast.unparse(node.test) for node in tree(path).body if isinstance(node, ast.If)]
     return "__name__ == '__main__'" in tests
 
 
 def modules(path: Path) -> set[str]:
-    """The files of ``benchmarks/`` and ``tools/`` that a file imports, itself included."""
+    """Return the files of ``benchmarks/`` and ``tools/`` that a file imports, itself included."""
     seen: set[str] = set()
     queue = [path]
     while queue:
@@ -83,7 +84,7 @@ def modules(path: Path) -> set[str]:
 
 
 def imported(file: Path) -> set[str]:
-    """The modules that a file may import, inside functions too."""
+    """Return the modules that a file can import, including imports inside functions."""
     names = set()
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -92,7 +93,7 @@ def imported(file: Path) -> set[str]:
 
 
 def selected() -> tuple[list[str], str]:
-    """The scripts that the commit selects, and the reason."""
+    """Return the scripts that the commit selects, and the reason."""
     every = list(scripts())
     commit, changes = git("rev-parse", "HEAD"), git("diff", "--name-only", "HEAD~1", "--", *FOLDERS)
     if commit is None or changes is None:
@@ -107,12 +108,12 @@ def selected() -> tuple[list[str], str]:
 
 
 def quarter(name: str) -> int:
-    """The quarter that a script belongs to."""
+    """Return the quarter that a script belongs to."""
     return hashlib.sha256(name.encode()).digest()[0] % QUARTER
 
 
 def git(*arguments: str) -> str | None:
-    """The output of a git command, None if it fails or git is missing."""
+    """Return the output of a git command, or None if it fails or git is missing."""
     try:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
     except OSError:
@@ -124,7 +125,7 @@ def git(*arguments: str) -> str | None:
 
 
 def run(name: str) -> Ran:
-    """One script; its process and those that it started end with it."""
+    """Run one script. Its process and all child processes end with it."""
     began = time.monotonic()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -135,7 +136,7 @@ def run(name: str) -> Ran:
             start_new_session=True,
         )
         usage, status = waited(process.pid, began + WALL)
-        process.returncode = status  # it has been waited for
+        process.returncode = status  # `waited` has reaped it already
         output.seek(0)
         lines = output.read().decode(errors="replace").splitlines()
     wall, cpu = time.monotonic() - began, usage.ru_utime + usage.ru_stime
@@ -152,7 +153,7 @@ def run(name: str) -> Ran:
 
 
 def waited(pid: int, end: float) -> tuple[resource.struct_rusage, int | None]:
-    """The resources of a process and its children, and its status: None if it was killed."""
+    """Return the resources of a process and its children, and its status: None if it was killed."""
     while True:
         ended, status, usage = os.wait4(pid, os.WNOHANG)
         if ended:
@@ -164,7 +165,7 @@ def waited(pid: int, end: float) -> tuple[resource.struct_rusage, int | None]:
 
 
 def report(all_ran: list[Ran]) -> str:
-    """A line for each script, then the last lines of those that failed."""
+    """Return a line for each script, then the last lines of the failed scripts."""
     width = max(len(ran.script) for ran in all_ran)
     lines = [f"{'script':{width}}  wall, s  CPU, s"]
     for ran in all_ran:

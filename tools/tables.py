@@ -2,16 +2,16 @@
 
     python tools/tables.py            # rewrite them
     python tools/tables.py --check    # exit 1 if one differs from its results
-    python tools/tables.py --smoke    # the same of docs/stochastic.md alone
+    python tools/tables.py --smoke    # rewrite only those of docs/stochastic.md
 
-A table stands between two comments in the Markdown:
+Two comments in the Markdown enclose a table:
 
     <!-- table: theory/spectral.search_table -->
     <!-- end of table -->
 
-The first names a function of a module in `benchmarks/`, which gets the rows of
-`benchmarks/results/spectral.jsonl`. Behind it another results file may be named:
-`<!-- table: deep_search/darts_gap.count_table darts_gap_deep -->`.
+The first comment names a function of a module in `benchmarks/`. The function gets the rows of
+`benchmarks/results/spectral.jsonl`. Another results file can follow the name: `<!-- table:
+deep_search/darts_gap.count_table darts_gap_deep -->`.
 """
 
 import argparse
@@ -34,7 +34,7 @@ read = functools.cache(harness.read)
 
 
 def made(match: re.Match) -> str:
-    """The marked table, made again."""
+    """Return the marked table, computed again."""
     script, file = match["script"], match["file"] or match["script"]
     module = importlib.import_module(f"benchmarks.{match['folder']}.{script}")
     function = getattr(module, match["function"])

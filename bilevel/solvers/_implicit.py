@@ -162,7 +162,7 @@ def _stationary(
             return w, optax.tree.zeros_like(w)
 
         def slope_of(*values):
-            """The lower gradient at ``w``, of the arguments that are differentiated only."""
+            """Compute the lower gradient at ``w`` from the differentiated arguments only."""
             moved = iter(values)
             merged = [next(moved) if m else x for m, x in zip(moving, flat, strict=True)]
             alpha, batch, hoisted, *_ = jax.tree.unflatten(tree, merged)

@@ -1,14 +1,14 @@
-"""The directive ``public``: the entries of some public names of a module, after a table of them.
+"""The directive ``public``: a table of public names of a module, followed by their entries.
 
     ```{public} bilevel
     hypergradient
     search
     ```
 
-Without names it has all of ``__all__``.
+Without names, the directive lists all of ``__all__``.
 
-tests/repository/test_docs.py reads these lists, and fails for a public name that is in none. The
-directive ``scores`` does the same for the built-in scores, whose names and table it takes from
+tests/repository/test_docs.py reads these lists and fails if a public name is in none of them. The
+directive ``scores`` does the same for the built-in scores. It takes their names and table from
 their registry.
 """
 
@@ -31,13 +31,13 @@ API = pathlib.Path(__file__).parents[1] / "api"
 
 
 class Public(SphinxDirective):
-    """See above."""
+    """The directive ``public``: a table of names, then their entries."""
 
     required_arguments = 1
     has_content = True
 
     def run(self):
-        """The nodes, by the directives that Sphinx has."""
+        """Return the nodes, made by Sphinx's own directives."""
         module = self.arguments[0]
         names = "\n".join(self.content).split() or importlib.import_module(module).__all__
         table = [".. autosummary::", "", *(f"   {name}" for name in names), ""]
@@ -45,10 +45,10 @@ class Public(SphinxDirective):
 
 
 class Scores(SphinxDirective):
-    """A table of the built-in scores from their descriptions, then their entries."""
+    """The directive ``scores``: a table of the built-in scores, then their entries."""
 
     def run(self):
-        """The nodes, by the directives that Sphinx has."""
+        """Return the nodes, made by Sphinx's own directives."""
         names = builtin_score_names()
         rows = [("score", "formula", "better", "gradients", "batch norm")]
         for name in names:
@@ -64,7 +64,7 @@ class Scores(SphinxDirective):
 
 
 def _parsed_listing(directive, module, table, names):
-    """A table, and the entries of the ``names`` of a module."""
+    """Parse a table, followed by the entries of the ``names`` of a module."""
     listing = [".. currentmodule:: " + module, "", *table]
     for name in names:
         listing += _entry(name, getattr(importlib.import_module(module), name))
@@ -80,18 +80,18 @@ def _entry(name, thing):
 
 
 def _skip_fields(app, what, name, thing, skip, options):
-    """Fields of a named tuple are in its section of attributes."""
+    """Skip the fields of a named tuple: its section of attributes describes them."""
     return True if type(thing).__name__ == "_tuplegetter" else None
 
 
 def _no_docstring_of_the_type(app, what, name, thing, options, lines):
-    """A constant has no docstring of its own: Python shows its type's."""
+    """Clear the docstring of a constant. Python would show the docstring of its type."""
     if what == "data" and inspect.getdoc(thing) == inspect.getdoc(type(thing)):
         lines.clear()
 
 
 def _fields_told_in_comments(app, what, name, thing, options, lines):
-    """Of a record without a section of attributes: what the comments behind its fields say."""
+    """Describe a record's fields by their trailing comments, if it has no section of attributes."""
     fields = getattr(thing, "_fields", ()) or getattr(thing, "__dataclass_fields__", ())
     if what != "class" or not fields or "Attributes" in lines:
         return
@@ -108,7 +108,7 @@ def _fields_told_in_comments(app, what, name, thing, options, lines):
 
 @functools.cache
 def _listed():
-    """The classes that have an entry of their own."""
+    """Return the classes that have an entry in the API pages."""
     text = "\n".join(path.read_text() for path in API.glob("*.md"))
     listings = re.findall(r"```\{public\} (\S+)\n(.*?)```", text, re.DOTALL)
     names = [(module, name) for module, names in listings for name in names.split()]
@@ -116,7 +116,7 @@ def _listed():
 
 
 def _records(function):
-    """The classes of `bilevel` and `ntk` that a function returns and that have no entry."""
+    """Return the classes of `bilevel` and `ntk` that a function returns and that have no entry."""
     try:
         result = typing.get_type_hints(inspect.unwrap(function)).get("return")
     except (NameError, TypeError):
@@ -129,7 +129,7 @@ def _records(function):
 
 
 def _described_record(record):
-    """What a record says after its first line, its fields and its methods, as lines."""
+    """Return a record's text after the first line, its fields and its methods, as lines."""
     lines = inspect.getdoc(record).split("\n")[1:]
     _fields_told_in_comments(None, "class", None, record, None, lines)
     text, _, attributes = "\n".join(lines).partition("Attributes\n----------\n")
@@ -153,7 +153,7 @@ def _parameters(method):
 
 
 def _records_in_returns(app, what, name, thing, options, lines):
-    """In the section "Returns" of a function: the fields of a record without its own entry."""
+    """Insert the fields of records without an entry into the section "Returns" of a function."""
     if what != "function" or "Returns" not in lines:
         return
     start = lines.index("Returns") + 2
@@ -162,13 +162,13 @@ def _records_in_returns(app, what, name, thing, options, lines):
     while not lines[end - 1].strip():
         end -= 1
     added = [line for record in _records(thing) for line in ["", *_described_record(record)]]
-    if end == start + 1:  # a type without a description: its description begins at once
+    if end == start + 1:  # a type without a description: the record's description follows directly
         added = added[next((i for i, line in enumerate(added) if line), 0) :]
     lines[end:end] = [f"    {line}".rstrip() for line in [*added, ""]]
 
 
 def _formulas_as_written(app, what, name, thing, options, lines):
-    """An indented block under a paragraph is a formula: shown as it is written."""
+    """Show an indented block under a paragraph literally: it is a formula."""
     shown_lines, before = [], ""
     for line, last in zip(lines, ["", *lines], strict=False):
         starts = line.startswith("    ") and not last.strip()
@@ -181,7 +181,7 @@ def _formulas_as_written(app, what, name, thing, options, lines):
 
 
 def _elsewhere(app, env, node, content):
-    """A name that is documented in one place only, though not where the docstring looks for it."""
+    """Resolve a reference to a name that has a single entry, in whichever module."""
     last = node.get("reftarget", "").rpartition(".")[2]
     objects = env.domains["py"].objects
     matching = [name for name in objects if name.rpartition(".")[2] == last]
@@ -193,12 +193,12 @@ def _elsewhere(app, env, node, content):
 
 
 def _bar(inliner, match, lineno):
-    """A bar is text, of ``|x|``, and never the start of a substitution: no docstring has any."""
+    """Return a bar as text: docstrings contain ``|x|`` and no substitutions."""
     return match.string[: match.end()], [], match.string[match.end() :], []
 
 
 def setup(app):
-    """Register the directive, and what is done to docstrings."""
+    """Register the directives and the hooks for docstrings."""
     Inliner.dispatch = Inliner.dispatch | {"|": _bar}
     for field in PyObject.doc_field_types:
         if field.name == "variable":
@@ -208,7 +208,7 @@ def setup(app):
     app.connect("autodoc-skip-member", _skip_fields)
     app.connect("autodoc-process-docstring", _no_docstring_of_the_type)
     app.connect("missing-reference", _elsewhere)
-    # Before napoleon, which has 500.
+    # This runs before napoleon, which has priority 500.
     app.connect("autodoc-process-docstring", _fields_told_in_comments, priority=300)
     app.connect("autodoc-process-docstring", _records_in_returns, priority=350)
     app.connect("autodoc-process-docstring", _formulas_as_written, priority=400)

@@ -1,11 +1,11 @@
-"""Formulas as MathML, by docutils: nothing has to be loaded to show them."""
+"""Formulas as MathML, made by docutils. Readers need no script to show them."""
 
 import re
 
 from docutils.nodes import SkipNode
 from docutils.utils.math.latex2mathml import tex2mathml
 
-# Sizes of brackets, which docutils does not know and browsers choose for themselves.
+# Sizes of brackets. Docutils does not know these commands, and browsers choose sizes themselves.
 _SIZES = re.compile(r"\\[bB]igg?[lr]?(?![A-Za-z])")
 
 

@@ -1,4 +1,4 @@
-"""What `argmax_trust.py` and `search_error.py` share: the searches of `bilevel search`."""
+"""The searches of `bilevel search`, used by `argmax_trust.py` and `search_error.py`."""
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,13 @@ from bilevel.spaces import activation_space
 from bilevel.strategies.activation_search import ActivationTask, set_up
 
 NAMES = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")
-STEPS, INNER_STEPS = 20, 50  # of alpha, of the weights
+STEPS, INNER_STEPS = 20, 50  # steps of alpha and of the weights
 
 
 def task_of(
     data="digits", *, seeds=1, seed=0, outer="hinge", width=512, train=300, valid=300, test=2000
 ) -> ActivationTask:
-    """Rows and initial weights of its own for every seed."""
+    """Return a task with separate rows and initial weights for each seed."""
     space = activation_space(NAMES, width=width, classes=10, outer=outer)
     keys = [jax.random.split(key) for key in jax.random.split(jax.random.key(seed), seeds)]
     sizes = {"train": train, "valid": valid, "test": test}
@@ -26,7 +26,7 @@ def task_of(
 
 
 def search(task: ActivationTask, solver: LowerSolver, steps=STEPS) -> jax.Array:
-    """The alphas found [seeds, h], from the uniform one."""
+    """Return the alphas after a search from the uniform alpha: [seeds, h]."""
     seeds, h = len(task.w0), len(task.space.names)
     adam = optax.chain(bilevel.tangent(), optax.adam(0.3), bilevel.exponentiate())
     start = jnp.full((seeds, h), 1 / h), task.w0, task.train, task.valid

@@ -1,13 +1,13 @@
-"""What the benchmarks share: command line, results as JSON lines, times, memory, tables, pictures.
+"""Shared code of the benchmarks: command line, JSON results, times, memory, tables, figures.
 
-A benchmark is a script that has a question (its docstring), a measurement that makes rows (dicts)
-and ``report(rows)``, the Markdown made of them. Its results are lines of JSON in
-``results/NAME.jsonl``, most often with a first one on the :func:`environment`.
+A benchmark is a script with a question (its docstring), a measurement that returns rows (dicts) and
+``report(rows)``, which formats them as Markdown. The results are lines of JSON in
+``results/NAME.jsonl``. The first line is usually the :func:`environment`.
 
-Every script takes ``--smoke`` (it only shows that the script runs), ``--quick`` (small, without a
+Every script takes ``--smoke`` (only shows that the script runs), ``--quick`` (small, without a
 results file) and ``--table`` (prints the results files as Markdown).
 
-Nothing here imports JAX before it is needed: some scripts measure the memory of a process.
+This module imports JAX only when needed, because some scripts measure the memory of a process.
 """
 
 import argparse
@@ -156,7 +156,7 @@ def require(*peers: str) -> None:
 
 
 def installed() -> dict[str, str]:
-    """Versions by the lower-case names of distributions."""
+    """Return versions by the lower-case names of distributions."""
     return {d.name.lower(): d.version for d in importlib.metadata.distributions()}
 
 
@@ -206,7 +206,7 @@ def check_failed(rows: Iterable[Row]) -> None:
 
 
 def environment(*packages: str, **more: Any) -> Row:
-    """The first row: on what, with which versions, and when; ``device`` in ``more`` goes before."""
+    """Return the first row: device, versions and date. A ``device`` in ``more`` has priority."""
     installed_versions = installed()
     names = "bilevel", "jax", "jaxlib", "numpy", *packages
     versions = {name: installed_versions[name] for name in names if name in installed_versions}
@@ -216,7 +216,7 @@ def environment(*packages: str, **more: Any) -> Row:
 
 
 def device(kind: str | None = None) -> str:
-    """The name of JAX's device; for a CPU its model and the number of cores."""
+    """Return the name of JAX's device; for a CPU its model and the number of cores."""
     if kind is None:
         import jax
 
@@ -230,13 +230,13 @@ def processor() -> str:
 
 
 def named(path: Path | None, *parts: str) -> Path | None:
-    """The script's own results file with ``parts`` in its name; another file, or none, as it is."""
+    """Add ``parts`` to the name of the script's own results file. Other paths stay unchanged."""
     own = path is not None and path.parent == RESULTS
     return path.with_stem("_".join([path.stem, *parts])) if own else path
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file, none if there is none; a line that a kill cut short is passed over."""
+    """Return the rows of a file, or no rows if it does not exist. Skip a truncated line."""
     rows = []
     for line in path.read_text().splitlines() if path.is_file() else ():
         with contextlib.suppress(json.JSONDecodeError):
@@ -250,7 +250,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def append(path: Path | None, *rows: Row) -> None:
-    """Rows as they come: what the file holds already, a later run need not measure again."""
+    """Append each row when it is measured, so that a later run can skip them."""
     if path:
         path.parent.mkdir(exist_ok=True)
         with path.open("a") as file:
@@ -258,7 +258,7 @@ def append(path: Path | None, *rows: Row) -> None:
 
 
 def begun(path: Path | None, *packages: str, **more: Any) -> list[Row]:
-    """The rows of a file that a run goes on with; in a new one the :func:`environment`."""
+    """Return the rows of a file to be continued. A new file starts with the :func:`environment`."""
     rows = read(path) if path else []
     if not rows:
         rows.append(environment(*packages, **more))
@@ -267,13 +267,13 @@ def begun(path: Path | None, *packages: str, **more: Any) -> list[Row]:
 
 
 def same_sizes(rows: list[Row], sizes: Row, *, but: Iterable[str] = ()) -> bool:
-    """Whether the first row is of a run of these sizes; those named in ``but`` may differ."""
+    """Return whether the first row is of a run of these sizes, except for those in ``but``."""
     then, now = (json.loads(json.dumps(s)) for s in (rows[0]["sizes"], sizes))
     return all(then.get(name) == now.get(name) for name in {*then, *now} - {*but})
 
 
 def where(rows: Iterable[Row], **wanted: Any) -> list[Row]:
-    """Those that have all these values."""
+    """Return the rows that have all these values."""
     return [row for row in rows if wanted.items() <= row.items()]
 
 
@@ -281,7 +281,7 @@ def where(rows: Iterable[Row], **wanted: Any) -> list[Row]:
 
 
 def compiled(fn: Callable, *args: Any) -> tuple[Callable, float]:
-    """``fn``, jitted or not, compiled for such arguments, and the seconds that this took."""
+    """Compile ``fn``, jitted or not, for these arguments; return it and the seconds this took."""
     import jax
 
     start = time.perf_counter()
@@ -290,7 +290,7 @@ def compiled(fn: Callable, *args: Any) -> tuple[Callable, float]:
 
 
 def seconds(call: Callable[[], Any], rounds: int = 5) -> list[float]:
-    """The seconds of each call, after a first call that does not count."""
+    """Return the seconds of each call, after a warm-up call."""
     import jax
 
     jax.block_until_ready(call())
@@ -303,30 +303,30 @@ def seconds(call: Callable[[], Any], rounds: int = 5) -> list[float]:
 
 
 def device_peak() -> int | None:
-    """The most bytes in use, of a device that counts its own; a CPU does not."""
+    """Return the peak bytes in use on a device that counts them. CPUs do not."""
     import jax
 
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def resident_peak() -> float:
-    """The most memory that this process has had, in MB."""
+    """Return the peak memory of this process in MB."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
 
 
 def forget_peak() -> float:
-    """The compiler's memory back to the system; the peak from here on."""
+    """Return the compiler's memory to the system and reset the peak."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return resident_peak()
 
 
 def in_own_process(file: str, *request: Any, one_core: bool = False, **variables: str) -> list[Row]:
-    """The rows that a script's ``work(*request)`` makes in a separate process.
+    """Return the rows of a script's ``work(*request)``, run in a separate process.
 
-    If the process fails, a single row with the reason under "failed": running out of memory is a
-    result too.
+    If the process fails, return a single row with the reason under "failed": running out of memory
+    is a result too.
     """
     variables |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
     if one_core:
@@ -365,31 +365,31 @@ def table(head: Sequence[Any], lines: Iterable[Iterable[Any]]) -> str:
 
 
 def standard_error(x) -> Any:
-    """The standard error of the mean over the first axis."""
+    """Return the standard error of the mean over the first axis."""
     return np.std(x, axis=0, ddof=1) / np.sqrt(len(x))
 
 
 def spread(x, form: str = ".2f", scale: float = 1) -> str:
-    """Mean and standard error."""
+    """Format the mean and the standard error."""
     x = scale * np.asarray(x, float)
     return f"{np.mean(x):{form}} ± {standard_error(x):{form}}"
 
 
 def plus_minus(mean: float, error: float) -> str:
-    """With two digits of the error."""
+    """Format a mean and its error, with two digits of the error."""
     digits = max(0, 1 - math.floor(math.log10(error))) if error else 3
     return f"{mean:.{digits}f} ± {error:.{digits}f}"
 
 
 def judged(verdicts: Iterable[tuple[Any, str]]) -> str:
-    """A line for each pair of whether a claim holds (or another word) and what was measured."""
+    """Format a line for each pair of a verdict (a bool or a word) and the measurement."""
     words = {True: "yes", False: "**no**"}
     return "\n".join(f"- {words.get(holds, holds)}: {text}" for holds, text in verdicts)
 
 
 @contextlib.contextmanager
 def picture(path: Path, *grid: int, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """``plt.subplots(*grid, **options)`` to draw in, saved at the end."""
+    """Yield ``plt.subplots(*grid, **options)`` to draw in, and save the figure at the end."""
     import matplotlib
 
     matplotlib.use("Agg")

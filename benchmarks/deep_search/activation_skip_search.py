@@ -1,33 +1,39 @@
 """Which activations and skips does DARTS pick, and is it right?  (Zhu et al. 2022, Figure 1)
 
-The network of Eq. (1), L = 10 layers, on Fashion-MNIST. Each run draws its own rows and weights:
+The network of Eq. (1) has L = 10 layers and learns Fashion-MNIST. Each run draws rows and weights:
 
-1. the search: first-order DARTS on minibatches (`--second-order`: and second order, exact); the
-   paper reports the probability of each activation, and the weight of each skip, layer by layer;
-2. the truth: plain networks of one activation, with all skips and with none, those that the
-   searches find, and random ones, trained from scratch on the search's training half;
+1. the search: first-order DARTS on minibatches (`--second-order`: and second order, exact). The
+   paper reports the probability of each activation and the weight of each skip, layer by layer;
+2. the truth: networks trained from scratch on the search's training half. They have one activation
+   with all skips or none, or the architecture of a search, or a random one;
 3. the paper's explanation: the smallest eigenvalue of the NTK of the single-activation networks.
 
-The paper gives depth, width (1024), number of runs (5), the weights' variance 1/m and |x| = 1, says
-that activations and skips are searched "independently", and refers to DARTS for the rest. So the
-first search has DARTS's batches of 64, SGD at 0.025 with momentum 0.9, cosine decay to 0.001,
-gradients clipped at 5 and weight decay 3e-4. Alpha moves by Adam (beta 0.5 and 0.999, weight decay
-0.001 on the logits). Its rate times the number of steps is what it is in DARTS's 50 epochs of
-CIFAR-10: 6. So 2,000 steps are a tenth of DARTS's length at ten times its rate for alpha; "longer"
-has DARTS's length and rate. The first search moves activations and skips at every step; "in turn" a
-step each, with the other fixed, twice as far; "apart" by two searches, in each of which the other
-stays at its start. How long to search is not in the paper, and decides the outcome. The other
-searches (`READINGS`) change the inputs, or the weights to Lemma 1's (see `bilevel.spaces.skips`),
-with steps of their own scale and no decay, or the length; "longer" once more with ten times the
-decay, chosen after pilots, and once with the mixtures fitted to the training half too, so that
-nothing is gained by fitting less.
+The paper gives depth, width (1024), number of runs (5), the weights' variance 1/m and |x| = 1. It
+says that activations and skips are searched "independently", and refers to DARTS for other
+settings. So the first search has DARTS's batches of 64, SGD at 0.025 with momentum 0.9, cosine
+decay to 0.001, gradient clipping at 5 and weight decay 3e-4. Alpha moves by Adam (beta 0.5 and
+0.999, weight decay 0.001 on the logits). The product of its rate and the number of steps is 6, as
+in DARTS's 50 epochs of CIFAR-10.
 
-The truth is in the "he" initialisation, where all but one of these networks train (sigmoids without
-skips do not), by the same SGD, for one epoch, as in Algorithm 1; each takes the step size that is
-best on its run's validation half.
+The searches (`READINGS`) are:
 
-Every row is written as it ends, and what the results file holds is not measured again; a search
-that was cut short goes on from its checkpoint.
+- the first one moves activations and skips at every step. Its 2,000 steps are a tenth of DARTS's
+  length at ten times its rate for alpha;
+- "longer" has DARTS's length and rate. The paper does not state the length, which decides the
+  outcome;
+- "in turn" alternates steps of activations and of skips, with twice the rate;
+- "apart" runs two searches. In each, one of the two parts is fixed at its start;
+- others change the inputs, or use Lemma 1's weights (see `bilevel.spaces.skips`) with a suitable
+  step size and no decay;
+- "longer" is also run with ten times the decay, chosen after pilots, and with mixtures that are
+  fitted to the training half too, so that fitting less brings no advantage.
+
+The truth uses the "he" initialization, with which all but one of these networks train (sigmoids
+without skips do not). Training is by the same SGD for one epoch, as in Algorithm 1. Each network
+takes the step size with the best result on its run's validation half.
+
+Every row is written when it is complete, and rows in the results file are not measured again. An
+interrupted search resumes from its checkpoint.
 
     # width 128; 15 minutes of processor time
     python benchmarks/deep_search/activation_skip_search.py
@@ -65,17 +71,17 @@ TRIED = (0.025, 0.125, 0.625, 3.125)  # step sizes of plain networks
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """One way to do what the paper leaves open."""
+    """Settings of a search that the paper leaves open."""
 
     parametrization: str = "as_printed"
     step_size: float = 0.025
-    relative: bool = False  # step_size in 1/K, K the mean diagonal of the initial NTK
-    clip: float = 5.0  # relative: in sqrt(K), a single row's gradient
+    relative: bool = False  # step_size in units of 1/K, K the mean diagonal of the initial NTK
+    clip: float = 5.0  # if relative: in units of sqrt(K), a single row's gradient
     decay: float = 3e-4
     long: bool = False
-    unit: bool = True  # rows centred, of unit norm; else pixels of mean 0 and variance 1
-    held_out: bool = True  # else the mixtures are fitted to the training half too
-    moves: str = "jointly"  # activations and skips; or "in turn", a step each; or "apart"
+    unit: bool = True  # rows centered, of unit norm; else pixels of mean 0 and variance 1
+    held_out: bool = True  # if False, the mixtures are fitted to the training half too
+    moves: str = "jointly"  # or "in turn" (alternating), or "apart" (two searches)
 
 
 READINGS = {
@@ -101,7 +107,7 @@ class Sizes:
     depth: int = 10
     kernel_rows: int = 100
     data: str = "fashion-mnist"
-    long_runs: int | None = None  # None: as many as short ones
+    long_runs: int | None = None  # None: the same number as of short ones
     searches: tuple[str, ...] = tuple(READINGS)
 
 
@@ -129,7 +135,7 @@ load = functools.cache(bilevel.data.load)
 
 
 def parts_of(sizes, run, unit=True):
-    """Training, validation and test rows (x, labels)."""
+    """Return training, validation and test rows (x, labels)."""
     data, key = load(sizes.data), jax.random.fold_in(jax.random.key(0), run)
     train, valid = bilevel.data.stratified_split(key, data.y_train, (sizes.train, sizes.train))
     (test,) = bilevel.data.stratified_split(key, data.y_test, (sizes.test,))
@@ -149,7 +155,7 @@ def space_of(sizes, parametrization="he"):
 
 
 def sgd(step_size, steps, clip=5.0, decay=3e-4):
-    """DARTS's, for the weights."""
+    """Return DARTS's optimizer of the weights."""
     return optax.chain(
         optax.clip_by_global_norm(clip),
         optax.add_decayed_weights(decay),
@@ -174,11 +180,11 @@ def error(space, w, alpha, part):
 
 
 def optimizer_of_alpha(space, rate, moving):
-    """DARTS's Adam: on all of alpha, on its two parts in turn, or on the named one alone."""
+    """Return DARTS's Adam: for all of alpha, for its two parts in turn, or for the named part."""
     if moving == "jointly":
-        return rate  # the strategy's own
+        return rate  # the strategy's default
     if moving == "in turn":
-        rate = 2 * rate  # as far in half as many steps
+        rate = 2 * rate  # the same distance in half the steps
         turns = [lambda step, part=part: step % 2 == part for part in range(2)]
     else:
         turns = [lambda step, part=part: part == moving for part in space.sets]
@@ -188,7 +194,7 @@ def optimizer_of_alpha(space, rate, moving):
 
 
 def search(sizes, name, order, run, folder) -> dict:
-    """A row: one run's search, or two where the parts of alpha are searched apart."""
+    """Return a row: one run's search, or two searches for the parts of alpha."""
     reading = READINGS[name]
     space, steps = space_of(sizes, reading.parametrization), sizes.steps[reading.long]
     init_key, key = jax.random.split(jax.random.fold_in(jax.random.key(1), run))
@@ -204,7 +210,7 @@ def search(sizes, name, order, run, folder) -> dict:
             space, weight_optimizer=lower, alpha_optimizer=alpha, batch_size=BATCH, order=order
         )
         options = {"steps": steps, "key": key, "progress": False, "history": ()}
-        if folder:  # what is killed goes on from there
+        if folder:  # an interrupted search resumes from here
             where = folder / f"{name}, {moving}, order {order}, run {run}"
             options |= {"checkpoint": where, "resume": True}
             timed.append(steps - (checkpoint.latest(where) or 0))
@@ -229,7 +235,7 @@ def search(sizes, name, order, run, folder) -> dict:
 
 
 def supernet(space, w, alpha, train, valid, test):
-    """What of a row is about the weights that the search shared."""
+    """Return the fields of a row that describe the weights shared by the search."""
     losses = [jax.jit(space.problem.lower)(w, alpha, part) for part in (train, valid)]
     wrong = jax.jit(error, static_argnums=0)(space, w, alpha, test)
     return {"supernet": float(wrong), "losses": [float(loss) for loss in losses]}
@@ -237,7 +243,7 @@ def supernet(space, w, alpha, train, valid, test):
 
 @functools.partial(jax.jit, static_argnums=0)
 def trained_errors(sizes, corner, key, data, valid, test):
-    """[tried, 2]: validation and test errors from each step size; [tried]: test losses."""
+    """Return validation and test errors [tried, 2] and test losses [tried] by step size."""
     space, steps = space_of(sizes), sizes.epochs * (sizes.train // BATCH)
     init_key, key = jax.random.split(key)
     start = space.init(init_key, data)
@@ -252,9 +258,9 @@ def trained_errors(sizes, corner, key, data, valid, test):
 
 
 def network(sizes, name, architecture, run) -> dict:
-    """A row: the network trained from each step size; its test error and loss at the best one."""
+    """Return a row: the network's test error and loss at its best step size."""
     key, parts = jax.random.fold_in(jax.random.key(2), run), parts_of(sizes, run)
-    # As a corner of the supernet: one compilation for all architectures.
+    # A vertex of the supernet: one compilation serves all architectures.
     corner = space_of(sizes).one_hot(architecture)
     errors, losses = (np.asarray(a, float) for a in trained_errors(sizes, corner, key, *parts))
     best = errors[:, 0].argmin()
@@ -266,7 +272,7 @@ def network(sizes, name, architecture, run) -> dict:
 
 
 def kernel(sizes, architecture) -> dict:
-    """A row: the infinitely wide network's NTK on the first rows of the first run, in float64."""
+    """Return a row: the infinite network's NTK on the first rows of the first run, in float64."""
     x = np.asarray(parts_of(sizes, 0)[0][0][: sizes.kernel_rows], float)
     with jax.enable_x64(True):
         theta = np.asarray(space_of(sizes).kernel(architecture, x).ntk)
@@ -286,7 +292,7 @@ def found_architecture(sizes, row):
 
 
 def all_searches(sizes, names, orders, folder):
-    """What identifies a row, and how to measure it."""
+    """Return the keys of every search's row, and a function that measures it."""
     for name, order in itertools.product(names, orders):
         runs = sizes.long_runs if READINGS[name].long and sizes.long_runs else sizes.runs
         for run in range(runs):
@@ -296,7 +302,7 @@ def all_searches(sizes, names, orders, folder):
 
 
 def all_networks(sizes, rows):
-    """The same of the kernels, and of the networks that are trained from scratch."""
+    """Return the same for the kernels and for the networks that are trained from scratch."""
     to_train = [
         (f"found, {row['search']}", found_architecture(sizes, row), row["run"])
         for row in harness.where(rows, part="search")

@@ -1,6 +1,6 @@
-"""The report of `activation_skip_search.py`: findings graded, the truth beside them, the picture.
+"""The report of `activation_skip_search.py`: graded findings, true test errors, and the figure.
 
-A module of its own, so that making a table imports no search.
+It is a separate module so that making a table does not import the search.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ def positive(x):
 
 
 def grouped(rows, part, by, *columns):
-    """``name -> (array [runs, ...] of each column)``"""
+    """Return ``name -> (array [runs, ...] of each column)``."""
     rows = harness.where(rows, part=part)
     names = dict.fromkeys(r[by] for r in rows)
     return {n: [np.array([r[c] for r in rows if r[by] == n]) for c in columns] for n in names}
@@ -68,7 +68,7 @@ def graded(fully, partly) -> str:
 
 
 def differing(sizes, reading, steps) -> list[str]:
-    """The settings, other than the number of runs, that are not the paper's."""
+    """Return the settings, except the number of runs, that differ from the paper's."""
     moves = reading.get("moves", "jointly")
     rate = (2 if moves == "in turn" else 1) * TRAVEL / steps
     length = f"steps ({steps:,} for DARTS's {DARTS['steps']:,}), rate of alpha "
@@ -85,7 +85,7 @@ def differing(sizes, reading, steps) -> list[str]:
 
 
 def differences(sizes, reading, runs, steps=DARTS["steps"]) -> str:
-    """The differences of a search from the paper."""
+    """Return the differences of a search from the paper."""
     names = differing(sizes, reading, steps)
     if runs != PAPER["runs"]:
         names.append(f"runs ({runs} for {PAPER['runs']})")
@@ -93,9 +93,10 @@ def differences(sizes, reading, runs, steps=DARTS["steps"]) -> str:
 
 
 def findings(p, skips, papers=True) -> list[str]:
-    """Cells of the table: for each of the paper's findings the verdict, then its figures.
+    """Return cells of the table: for each of the paper's findings the verdict, then its figures.
 
-    ``papers`` says whether the setting is the paper's; if not, no finding is fully reproduced.
+    ``papers`` says whether the setting is the paper's. If it is not, no finding is fully
+    reproduced.
     """
     mean, layers = p.mean(axis=0), p.shape[1]
     papers = papers and len(p) >= FEWEST
@@ -129,7 +130,7 @@ def kendall(a, b) -> str:
 
 
 def repeated(rows):
-    """Search -> its rows, of those that two runs have ended of."""
+    """Return the rows by search, for searches with at least two complete runs."""
     searches = harness.where(rows, part="search")
     names = dict.fromkeys(r["search"] for r in searches)
     each = {name: harness.where(searches, search=name) for name in names}
@@ -141,7 +142,7 @@ def column(rows, name):
 
 
 def findings_of(sizes, rows) -> list[str]:
-    """The cells of :func:`findings` for the rows of one search."""
+    """Return the cells of :func:`findings` for the rows of one search."""
     papers = not differing(sizes, rows[0]["reading"], rows[0]["steps"])
     return findings(column(rows, "activations"), column(rows, "skips"), papers)
 
@@ -162,7 +163,7 @@ def search_table(rows) -> str:
 
 
 def verdict_table(rows) -> str:
-    """The grades alone: a row for each finding, a column for each search."""
+    """Return the grades only: a row for each finding, a column for each search."""
     by_search = repeated(rows)
     head = ["the paper's finding"]
     head += [f"{name}, {len(r)} runs of {r[0]['steps']:,} steps" for name, r in by_search.items()]
@@ -176,7 +177,7 @@ def verdict_table(rows) -> str:
 
 
 def truth_table(rows) -> str:
-    """Each activation's test error and loss, and scores beside it: searches', the kernel's."""
+    """Return each activation's test error and loss, with the searches' and the kernel's scores."""
     trained = grouped(rows, "network", "network", "test", "loss")
     kernels = grouped(rows, "kernel", "network", "λ_min", "mean diagonal")
     truth = {label: [trained[f"{a}, {label}"] for a in CANDIDATES] for label in SKIPS}
@@ -211,7 +212,7 @@ def others(rows) -> str:
 def report(rows) -> str:
     sizes = rows[0]["sizes"]
     devices = dict.fromkeys(row["device"] for row in harness.where(rows, part="environment"))
-    taken = [  # of searches that went through all their steps in one process
+    taken = [  # of searches that ran all steps in one process
         row["seconds"] / row.get("timed_steps", row["steps"])
         for row in harness.where(rows, part="search")
         if row.get("timed_steps", row["steps"]) >= row["steps"]

@@ -1,20 +1,22 @@
-"""Do validation errors tell test errors in a DARTS search?  (Oymak et al. 2021, Figures 1c and 3)
+"""Do validation errors predict test errors in DARTS?  (Oymak et al. 2021, Figures 1c and 3)
 
-First-order DARTS on CIFAR-10, with `--deep` on Fashion-MNIST, where few images suffice to learn: w
-moves by SGD on training batches, alpha by Adam on batches of n_V validation images. By epoch:
-errors of the supernet on training, validation and test images.
+The search is first-order DARTS on CIFAR-10. With `--deep` it is on Fashion-MNIST, where few images
+suffice to learn. w moves by SGD on training batches, alpha by Adam on batches of n_V validation
+images. After each epoch we record the supernet's errors on training, validation and test images.
 
-Every seed has its own images and initial weights, the same for each n_V, and the validation sets
-are nested. One more search per seed, the control, moves alpha on 1000 other images: its gap on
-the same n_V images is what they happen to be like, and what a search has beyond it, it overfitted.
+Every seed has separate images and initial weights, the same for each n_V. The validation sets are
+nested. One more search per seed, the control, moves alpha on 1000 other images. Its gap on the same
+n_V images is due to chance in these images. A search overfits by the part of its gap that exceeds
+the control's.
 
-The supernet normalises by batch, here as in the search: errors are those of networks that see 100
-images at a time. A smaller validation set is filled up with images that no search sees, so that
-all images are treated alike. Batches are drawn with replacement, an epoch is as many as hold the
-training images; no augmentation. Rates, clipping and weight decay are those of DARTS (Liu et al.
-2019); the paper names 10k training images, 50 epochs, SGD, 5 runs and n_V from 20 to 1000, no more.
+The supernet normalizes by batch, here and in the search, so errors are of networks that see 100
+images at a time. A smaller validation set is filled up with images that no search uses, so that all
+images are treated alike. Batches are drawn with replacement. An epoch has as many batches as are
+needed to cover the training images. There is no augmentation. Rates, clipping and weight decay are
+DARTS's (Liu et al. 2019). The paper gives only 10k training images, 50 epochs, SGD, 5 runs and n_V
+from 20 to 1000.
 
-Every search is a row, written as it ends; what the results file holds is not measured again.
+Every search is a row, written when it ends. Rows in the results file are not measured again.
 
     # one cell, three operations, 8 x 8 pixels, 256 images: 17 minutes of one core
     python benchmarks/deep_search/darts_gap.py
@@ -43,9 +45,9 @@ from bilevel import strategies
 from bilevel.spaces.darts import darts_space
 from bilevel.spaces.darts.operations import PRIMITIVES
 
-POOL = 1000  # validation images, and as many for the control
-CHUNK = 100  # images that are normalised together when errors are counted
-COLOURS = {  # mean and deviation of each
+POOL = 1000  # validation images, and the same number for the control
+CHUNK = 100  # images that are normalized together when errors are counted
+COLOURS = {  # mean and standard deviation of each
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "fashion-mnist": ((0.2860,), (0.3530,)),
     "random": ((0.5,), (0.2887,)),  # uniform, for --smoke
@@ -64,7 +66,7 @@ class Sizes:
     test: int = 2000
     counts: tuple[int, ...] = (20, 50, 100, 250, 500, 1000)  # n_V
     epochs: int = 50
-    look: int = 10  # epochs between two counts of errors
+    look: int = 10  # epochs between two error counts
     batch: int = 32
     seeds: int = 16
     weight_rate: float = 0.1
@@ -95,7 +97,7 @@ SIZES = {
 
 
 def images(sizes, seed):
-    """Training images, 2 POOL for validation, test images; as pairs (x, labels)."""
+    """Return training images, 2 POOL validation images and test images, as pairs (x, labels)."""
     if sizes.data == "random":
         rng = np.random.default_rng(seed)
         counts = sizes.train, 2 * POOL, sizes.test
@@ -111,7 +113,7 @@ def images(sizes, seed):
     (test,) = bilevel.data.stratified_split(keys[1], data.y_test, (sizes.test,))
 
     def prepared(x, y):
-        each = x.shape[1] // sizes.side  # pixels whose mean is one pixel
+        each = x.shape[1] // sizes.side  # side of a square that becomes one pixel
         x = x.reshape(len(x), sizes.side, each, sizes.side, each, len(mean)).mean((2, 4))
         return jnp.asarray((x - mean) / deviation, jnp.float32), jnp.asarray(y)
 
@@ -122,10 +124,11 @@ def images(sizes, seed):
 
 @functools.cache
 def programs(sizes):
-    """``start(key)``, ``advance(state, key, first, count, train, pool)``, ``errors(state, x, y)``.
+    """Return the functions ``start``, ``advance`` and ``errors``.
 
-    Compiled once for all seeds and n_V: validation images are those of ``pool`` from ``first`` on,
-    ``count`` of them, both of them numbers that the program reads.
+    Their signatures are ``start(key)``, ``advance(state, key, first, count, train, pool)`` and
+    ``errors(state, x, y)``. They are compiled once for all seeds and n_V: the ``count`` validation
+    images from ``first`` on in ``pool`` are used, and both numbers are traced.
     """
     space = darts_space(sizes.operations, cells=sizes.cells, channels=sizes.channels)
     schedule = optax.cosine_decay_schedule(sizes.weight_rate, sizes.steps, alpha=0.04)
@@ -152,7 +155,7 @@ def programs(sizes):
 
     @jax.jit
     def errors(state, x, y):
-        """[rows, 2]: wrong or not, and the cross-entropy."""
+        """Return [rows, 2]: 1 if misclassified, and the cross-entropy."""
 
         def chunk(batch):
             logits = space.apply(state.w, state.alpha, batch[0])
@@ -166,7 +169,7 @@ def programs(sizes):
 
 
 def run(sizes, seed, count, parts) -> dict:
-    """A search on ``count`` validation images, the control for 0; errors by epoch, [looks, ...]."""
+    """Search on ``count`` validation images (0: control); return errors by epoch, [looks, ...]."""
     train, pool, _ = parts
     start, advance, errors = programs(sizes)
     keys = jax.random.split(jax.random.key(seed), 1 + sizes.epochs // sizes.look)
@@ -188,7 +191,7 @@ def run(sizes, seed, count, parts) -> dict:
     for name, values in zip(("error", "loss"), np.moveaxis(looks, 2, 0), strict=True):
         row |= {f"train {name}": values[:, 0].tolist(), f"test {name}": values[:, 1].tolist()}
         row[f"valid {name}"] = values[:, 2:].tolist()  # of the first n images, for each n
-    kinds = sorted(state.alpha) if sizes.cells > 1 else ["reduce"]  # one cell is a reduction cell
+    kinds = sorted(state.alpha) if sizes.cells > 1 else ["reduce"]  # one is a reduction cell
 
     def means(kind):
         values = np.asarray(state.alpha[kind]).mean(axis=0)
@@ -199,32 +202,32 @@ def run(sizes, seed, count, parts) -> dict:
 
 
 def experiment(sizes, done=()):
-    """Rows of the runs that are not ``done``, pairs (seed, count), as they come."""
+    """Yield the rows of the runs (seed, count) that are not in ``done``."""
     workers = len(os.sched_getaffinity(0)) if jax.default_backend() == "cpu" else 1
     for seed in range(sizes.seeds):
         counts = [n for n in (0, *sizes.counts) if (seed, n) not in done]
         if counts:
             parts = images(sizes, seed)
-            yield run(sizes, seed, counts[0], parts)  # alone: the first one of all compiles
+            yield run(sizes, seed, counts[0], parts)  # separate, because it compiles
             with ThreadPoolExecutor(workers) as threads:
                 yield from threads.map(lambda n: run(sizes, seed, n, parts), counts[1:])  # noqa: B023
 
 
-# ------------------------------------------------------------------------------ what was seen
+# ----------------------------------------------------------------------------------- results
 
 
 def whole_seeds(rows) -> list[int]:
-    """Those of which every search has ended."""
+    """Return the rows of seeds with complete searches."""
     ended = {(r["seed"], r["count"]) for r in harness.where(rows, part="run")}
     counts = 0, *rows[0]["sizes"]["counts"]
     return sorted(s for s, n in ended if n == 0 and all((s, m) in ended for m in counts))
 
 
 def collect(rows):
-    """``curve(name)`` [seeds, runs, looks], the control first, and the gaps by ``gap(name)``.
+    """Return ``curve(name)`` [seeds, runs, looks], control first, and the gaps by ``gap(name)``.
 
-    ``gap``: test minus validation, [seeds, looks, counts], of each search and of the control on
-    the same validation images. Seeds that are not complete are left out.
+    ``gap`` is test minus validation, [seeds, looks, counts], of each search and of the control on
+    the same validation images. Incomplete seeds are left out.
     """
     counts, seeds = rows[0]["sizes"]["counts"], whole_seeds(rows)
     by = {(r["seed"], r["count"]): r for r in harness.where(rows, part="run")}
@@ -245,34 +248,34 @@ def spread(x, unit=1, digits=1) -> str:
 
 
 def beyond_noise(x, least=0.0):
-    """Whether the mean of ``x`` is above ``least`` by two standard errors."""
+    """Return whether the mean of ``x`` exceeds ``least`` by two standard errors."""
     return np.mean(x) - least > 2 * standard_error(x)
 
 
 def exponent(fit, gaps, counts) -> tuple[float, float]:
-    """``fit(gaps, counts)`` and its standard error, by leaving out one seed at a time."""
+    """Return ``fit(gaps, counts)`` and its standard error, by leaving out one seed at a time."""
     parts = [fit(np.delete(gaps, s, axis=0), counts) for s in range(len(gaps))]
     return fit(gaps, counts), np.sqrt((len(parts) - 1) * np.var(parts))
 
 
 def of_means(gaps, counts) -> float:
-    """p of c n^p, by least squares to the means weighted by their standard errors."""
+    """Return p of c n^p, by least squares on the means weighted by their standard errors."""
     error = standard_error(gaps) + 1e-12 if len(gaps) > 1 else 1.0
     powers = np.linspace(-2, 1, 601)
     curves = np.asarray(counts, float) ** powers[:, None] / error
     target = gaps.mean(axis=0) / error
-    # The best c of each p; what is left is smallest where the explained part is largest.
+    # The best c for each p. The residual is smallest if the explained part is largest.
     return powers[np.argmax((curves @ target) ** 2 / np.sum(curves**2, axis=1))]
 
 
 def of_sizes(gaps, counts) -> float:
-    """p of c n^p, by a line through the logarithms of the root mean squares."""
+    """Return p of c n^p, by a line through the logarithms of the root mean squares."""
     sizes = np.sqrt(np.mean(gaps**2, axis=0))
     return np.polyfit(np.log(counts), np.log(sizes), 1)[0]
 
 
 def verdicts(rows):
-    """Pairs of what the paper says, seen or not ("open": too noisy to tell), and what is seen."""
+    """Return pairs of a verdict on the paper's claim ("open": too noisy) and the measurement."""
     yield from on_tracking(rows)
     yield from on_overfitting(rows)
     for name in ("error", "loss"):
@@ -280,7 +283,7 @@ def verdicts(rows):
 
 
 def on_tracking(rows):
-    """Figure 1(c): training says nothing, validation says what the test does."""
+    """Judge Figure 1(c): training errors predict nothing, validation errors predict test errors."""
     sizes, (curve, gap) = rows[0]["sizes"], collect(rows)
     late = 100 * curve("train error")[:, :, int(0.6 * sizes["epochs"]) // sizes["look"] :]
     text = "training error 0 after 30 of 50 epochs: in the last two fifths at most "
@@ -293,10 +296,10 @@ def on_tracking(rows):
 
 
 def on_overfitting(rows):
-    """Figure 3: up to 100 images are overfitted to, more and more; the order of h is enough."""
+    """Judge Figure 3: the supernet overfits n_V <= 100 images, increasingly. Order h suffices."""
     sizes, (curve, gap) = rows[0]["sizes"], collect(rows)
     counts, h = np.array(sizes["counts"]), rows[0]["hyperparameters"]
-    over = 100 * np.subtract(*gap("error"))[:, -1]  # points
+    over = 100 * np.subtract(*gap("error"))[:, -1]  # percentage points
     for k, n in enumerate(counts):
         if n <= 100:
             text = f"n_V = {n}: overfitted: by {spread(over[:, k])} points (asked: 2 s.e.)"
@@ -305,7 +308,7 @@ def on_overfitting(rows):
     text = f"about h = {h} images are enough: at {counts[k]} overfitted by {spread(over[:, k])}"
     yield over[:, k].mean() < 2, text + " points (asked: 2)"
     test, small = 100 * curve("test error")[:, :, -1], counts <= 100
-    # The control and the last search both have 1000 images: their mean is the quieter reference.
+    # The control and the last search both have 1000 images. Their mean is a less noisy reference.
     worse = test[:, 1:][:, small].mean(axis=1) - test[:, [0, -1]].mean(axis=1)
     text = f"n_V <= 100 costs test error: {spread(worse, digits=2)} points against n_V = {POOL}"
     yield beyond_noise(worse), text + " (asked: 2 s.e.)"
@@ -318,7 +321,7 @@ def on_overfitting(rows):
 
 
 def on_rates(rows, name):
-    """Theorem 1: n_V^-1/2, a bound; too noisy with a standard error of 1/4 or more."""
+    """Judge Theorem 1's bound n_V^-1/2. A standard error of 1/4 or more is too noisy."""
     counts, (searched, control) = rows[0]["sizes"]["counts"], collect(rows)[1](name)
     p, error = exponent(of_means, (searched - control)[:, -1], counts)
     text = f"overfitted {name} like n_V^-1/2 or less: exponent {p:.2f} ± {error:.2f}"
@@ -335,7 +338,7 @@ COLUMNS = ("train", "valid", "test", "gap", "overfitted", "overfitted loss", "te
 
 
 def count_table(rows) -> str:
-    """A line for each n_V."""
+    """Return a line for each n_V."""
     curve, gap = collect(rows)
     train, test, loss, valid = (
         curve(name)[:, :, -1] for name in ("train error", "test error", "test loss", "valid error")

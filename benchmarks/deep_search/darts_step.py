@@ -1,34 +1,35 @@
 """What does a step of the DARTS search cost?  (Liu, Simonyan & Yang 2019, Algorithm 1)
 
-A step in w (SGD with momentum, on a training batch), the hypergradient of the 224 weights alpha (on
-a validation batch), and Adam on their logits:
+A step consists of a step in w (SGD with momentum, on a training batch), the hypergradient of the
+224 weights alpha (on a validation batch), and Adam on their logits:
 
-- of first order, at the new w, which is held fixed: `bilevel.unrolled(..., backprop=0)`;
-- of second order, through the step in w, exactly: `bilevel.one_step(...)`, which takes reverse mode
-  over one forward derivative; PyTorch differentiates its gradient once more.
+- first order, at the new w, which is held fixed: `bilevel.unrolled(..., backprop=0)`;
+- second order, through the step in w, exactly: `bilevel.one_step(...)`. It applies reverse mode to
+  one forward derivative. PyTorch differentiates its gradient once more.
 
-By `bilevel.spaces.darts`, compiled once, and by a plain PyTorch supernet of the same operations,
-written here, run as it stands. Both take from each step only what it needs: gradients in w on the
-training batch, in alpha on the other (the reference implementation takes all of them twice; its
-second order, a difference of gradients, is not here), no weight decay, no clipping. `none` costs
-neither anything. Images and labels are random numbers. `bilevel.search` adds the training loss at
-the new w for its history, one forward pass, not counted here.
+We compare `bilevel.spaces.darts`, compiled once, with a plain PyTorch supernet of the same
+operations, run without compilation. Both compute only the gradients that a step needs: in w on the
+training batch, in alpha on the other batch. (The reference implementation computes all gradients
+twice. Its second order, a difference of gradients, is not measured here.) There is no weight decay
+and no clipping. `none` costs nothing in either. Images and labels are random numbers.
+`bilevel.search` also computes the training loss at the new w for its history, which is one forward
+pass and is not counted here.
 
-One process at a time: PyTorch's does half of its steps before ours and half after. Beside the ratio
-of times is that of the processor's, which other work on the machine disturbs less. Memory is the
-largest resident set while steps run, and in brackets what steps add to what was there before the
-first: for ours, also what compilation leaves behind. (On a device of its own it is the largest
-allocation.) The two networks start from the same weights, PyTorch's: their losses there, and after
-a step, say that they are the same.
+One process runs at a time: PyTorch's takes half of its steps before ours and half after. The ratio
+of CPU times is shown next to the ratio of wall times, because other work on the machine disturbs it
+less. Memory is the largest resident set during the steps. In brackets is the memory that steps add
+to the memory before the first step; for ours it includes the remains of compilation. (On a device
+with a memory counter, it is the largest allocation.) The two networks start from PyTorch's weights.
+Their losses at the start and after a step show that they are equal.
 
-PyTorch is in the dependency group `peers`, for an environment of its own. `--peers` with no name
-behind it measures ours alone, and writes a results file only if `--results` names one.
+PyTorch is in the dependency group `peers`, for a separate environment. `--peers` without a name
+measures ours only, and writes a results file only if `--results` names one.
 
     python benchmarks/deep_search/darts_step.py    # 3 cells of 16 channels: 10 minutes on two cores
     # the published 8 cells of 16: half an hour, and 30 GB for PyTorch's second order
     python benchmarks/deep_search/darts_step.py --full
 
-`--dtype bfloat16`: activations in 16 bits, PyTorch's by autocast; for an accelerator.
+`--dtype bfloat16`: activations in 16 bits, in PyTorch by autocast; for an accelerator.
 """
 
 import dataclasses
@@ -46,14 +47,14 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import plus_minus
 
-# Each library is imported where it runs: one's memory is not the other's.
+# Each library is imported only in the process that runs it, so their memory is separate.
 
 ORDERS = {1: "first order", 2: "second order"}
 LIBRARIES = {"torch": "PyTorch", "bilevel": "bilevel"}
 RATE, MOMENTUM, ALPHA_RATE, BETAS = 0.025, 0.9, 3e-4, (0.5, 0.999)  # as published
 TIMES = "seconds", "processor_seconds"
 CLASSES, SEED = 10, 0
-OPERATIONS = (  # the order of alpha; here too, as each library is imported only where it runs
+OPERATIONS = (  # the order of alpha; repeated, as our library is not imported here
     *("none", "max_pool_3x3", "avg_pool_3x3", "skip_connect"),
     *("sep_conv_3x3", "sep_conv_5x5", "dil_conv_3x3", "dil_conv_5x5"),
 )
@@ -82,7 +83,7 @@ SIZES = {
 
 
 def batches(sizes):
-    """Training and validation batch, images [n, h, w, c] and labels [n]."""
+    """Return training and validation batch, images [n, h, w, c] and labels [n]."""
     rng, shape = np.random.default_rng(SEED), (sizes.batch, sizes.side, sizes.side, 3)
     return [
         (rng.normal(size=shape).astype(np.float32), rng.integers(CLASSES, size=sizes.batch))
@@ -94,7 +95,7 @@ def batches(sizes):
 
 
 def bilevel_steps(sizes, order, path):
-    """Ours: what is known before the first step; then a value and a norm for each step."""
+    """Yield facts that are known before our first step, then a value and a norm for each step."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -160,9 +161,9 @@ OUTSIDE = {
 
 
 def from_torch(arrays, like):
-    """PyTorch's weights, by the names of its modules, as ours: kernels [k, k, in, out], stacked.
+    """Convert PyTorch's weights, by module name, to ours: kernels [k, k, in, out], stacked.
 
-    Edges of a cell are stacked by what they have in common; how many there are says which.
+    Edges of a cell are stacked in groups. The size of a stack identifies its group.
     """
     import chex
     import jax
@@ -198,9 +199,10 @@ def from_torch(arrays, like):
 
 
 def torch_supernet(cells, channels, chosen):
-    """The supernet as PyTorch modules; called with {"normal", "reduce"} [14, operations], images.
+    """Return the supernet as a PyTorch module.
 
-    ``chosen``: names of operations, "none" first.
+    Its arguments are {"normal", "reduce"} [14, operations] and images. ``chosen``: names of
+    operations, "none" first.
     """
     import torch
     from torch import nn
@@ -296,7 +298,7 @@ def torch_supernet(cells, channels, chosen):
 
 
 def torch_steps(sizes, order, path):
-    """As :func:`bilevel_steps`; writes the first weights to ``path``."""
+    """Do the steps of :func:`bilevel_steps` in PyTorch, and write the first weights to ``path``."""
     import torch
     from torch.nn import functional as F
 
@@ -317,7 +319,7 @@ def torch_steps(sizes, order, path):
     logits = {kind: zeros.clone().requires_grad_() for kind in ("normal", "reduce")}
     in_w = torch.optim.SGD(w.values(), RATE, momentum=MOMENTUM)
     in_alpha = torch.optim.Adam(logits.values(), ALPHA_RATE, betas=BETAS)
-    # A network of two cells has no normal ones.
+    # A network of two cells has only reduction cells.
     grad = functools.partial(torch.autograd.grad, allow_unused=True, materialize_grads=True)
 
     def loss(w, alpha, batch, dtype=sizes.dtype):
@@ -368,7 +370,7 @@ def torch_steps(sizes, order, path):
 
 
 def work(library, order, sizes, rounds, path):
-    """One process: a step that warms up, then as many as there are ``rounds``; a row."""
+    """Run one warm-up step and ``rounds`` more steps in this process; return a row."""
     measured = {"bilevel": bilevel_steps, "torch": torch_steps}[library]
     steps = measured(Sizes(**sizes), order, Path(path))
     row = {"library": library, "order": order} | next(steps)
@@ -419,13 +421,13 @@ def find(rows, library, order) -> dict | None:
 
 
 def time_of(row, key="seconds") -> tuple[float, float]:
-    """Of a step, and its standard error over steps."""
+    """Return the time of a step, and its standard error over steps."""
     seconds = row[key]
     return statistics.mean(seconds), statistics.stdev(seconds) / len(seconds) ** 0.5
 
 
 def ratio(row, other, key="seconds") -> tuple[float, float]:
-    """Of two times, and its standard error."""
+    """Return the ratio of two times, and its standard error."""
     (x, dx), (y, dy) = time_of(row, key), time_of(other, key)
     return x / y, x / y * math.hypot(dx / x, dy / y)
 
@@ -435,7 +437,7 @@ HEAD += ["bilevel, MB (added)", "PyTorch, MB (added)", "compilation, s", "compil
 
 
 def step_table(rows) -> str:
-    """A line for each order."""
+    """Return a line for each order."""
     lines = []
     for order in rows[0]["sizes"].get("orders", ORDERS):
         ours, torch = (find(rows, library, order) for library in ("bilevel", "torch"))

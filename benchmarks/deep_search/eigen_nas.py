@@ -1,16 +1,16 @@
 """Does the NTK's smallest eigenvalue find good networks?  (Zhu et al. 2022, Algorithm 1, Eigen-NAS)
 
-The paper's own space: activations and skips of 10 layers, on Fashion-MNIST. Its Table 2 judges
-Eigen-NAS on NAS-Bench-201 only. Every run draws its rows, its weights, and a pool of architectures.
-Each way takes the first k of the pool by its score, trains them as Algorithm 1 does (one epoch of
-SGD, each at the step size that is best on validation rows) and ends at the one with the smallest
-validation error:
+The space is the paper's own: activations and skips of 10 layers, on Fashion-MNIST. The paper's
+Table 2 evaluates Eigen-NAS on NAS-Bench-201 only. Every run draws rows, weights, and a pool of
+architectures. Each method takes the first k of the pool by its score and trains them as Algorithm 1
+does (one epoch of SGD, with the step size that is best on validation rows). It returns the
+architecture with the smallest validation error:
 
-- "mean diagonal": (1/N) sum_i K_ii, what the paper computes as a bound of the smallest eigenvalue;
-- "smallest eigenvalue": of the exact kernel at infinite width, which the theory is about;
+- "mean diagonal": (1/N) sum_i K_ii, computed in the paper as a bound of the smallest eigenvalue;
+- "smallest eigenvalue": of the exact kernel at infinite width, the subject of the theory;
 - "random": the first k drawn, which costs the same trainings.
 
-The gain over random is paired: both on the same rows of the same run.
+The gain over random is paired: both methods use the same rows of the same run.
 
     python benchmarks/deep_search/eigen_nas.py    # width 128, 10 runs; 20 minutes of processor time
 """
@@ -27,12 +27,12 @@ SCORES = ("mean diagonal", "smallest eigenvalue", "random")
 
 
 def architectures(sizes, run, pool):
-    """The pool of a run; random_architecture is seeded by one number."""
+    """Return the pool of a run. The seed of random_architecture is one number."""
     return [zhu.random_architecture(sizes, 1_000_000 + 1000 * run + i) for i in range(pool)]
 
 
 def scores(sizes, run, architecture) -> dict:
-    """By the infinitely wide network's kernel on the run's first training rows, in float64."""
+    """Return scores by the infinite network's kernel on the first training rows, in float64."""
     x = np.asarray(zhu.parts_of(sizes, run)[0][0][: sizes.kernel_rows], float)
     with jax.enable_x64(True):
         K = np.asarray(zhu.space_of(sizes).kernel(architecture, x).ntk)
@@ -44,7 +44,7 @@ def smallest(K) -> float:
 
 
 def trained(sizes, run, number, architecture) -> dict:
-    """Validation and test error at the step size that is best on validation rows."""
+    """Return validation and test error at the step size that is best on validation rows."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(3), run), number)
     corner = zhu.space_of(sizes).one_hot(architecture)
     errors, _ = zhu.trained_errors(sizes, corner, key, *zhu.parts_of(sizes, run))
@@ -53,7 +53,7 @@ def trained(sizes, run, number, architecture) -> dict:
 
 
 def experiment(sizes, run, pool, kept):
-    """A row for each score: the network that its first ``kept`` end at."""
+    """Return a row for each score: the network chosen among its first ``kept``."""
     drawn = architectures(sizes, run, pool)
     pool_scores = [scores(sizes, run, a) for a in drawn]
     trainings: dict[int, dict] = {}
@@ -73,7 +73,7 @@ def experiment(sizes, run, pool, kept):
 
 
 def report(rows) -> str:
-    """Test errors and paired gains, in points."""
+    """Return test errors and paired gains, in percentage points."""
     of = {score: harness.where(rows, score=score) for score in SCORES}
     baseline, lines = np.array([row["test"] for row in of["random"]]), []
     for score, own in of.items():

@@ -1,14 +1,14 @@
 """How does the kernel's smallest eigenvalue change with depth?  (Zhu et al. 2022, Appendix F.4)
 
-Plain networks of one activation, L = 3 to 10 layers, with all skips and with none:
+Plain networks of one activation, L = 3 to 10 layers, with all skips or with none:
 
 1. `infinite`: the NTK of the infinitely wide network, exactly, in float64 (`ntk.network_kernel`);
-2. `finite`: of networks of the paper's width, 1024, drawn anew for each seed; one output.
+2. `finite`: the NTK of networks of the paper's width, 1024, drawn for each seed; one output.
 
-Both in Lemma 1's parametrization. The paper's main text states what its simulation was to verify,
-the conclusions from Theorem 1, and not on which inputs: here Fashion-MNIST's first rows, centred
-and of unit norm as the theorem has them. Its conclusions are about bounds of the eigenvalue (as
-printed they fail: docs/errata.md); here they are asked of the eigenvalue itself.
+Both are in Lemma 1's parametrization. The paper's simulation is meant to verify the conclusions
+from Theorem 1. The paper does not state its inputs. Here they are Fashion-MNIST's first rows,
+centered and of unit norm as the theorem assumes. The conclusions are about bounds of the
+eigenvalue, which fail as printed (docs/errata.md). Here we test them on the eigenvalue itself.
 
     python benchmarks/deep_search/eigenvalue_depth.py            # resumable
 """
@@ -67,7 +67,7 @@ def infinite(x, depth, architecture) -> dict:
 
 
 def plain(architecture, width):
-    """`space.apply` with a leaf for each matrix: their gradients are then kept in factors."""
+    """Return `space.apply` with a leaf per matrix, so that their gradients are kept as factors."""
     gain = math.sqrt(2 / width)
 
     def apply(w, x):
@@ -92,7 +92,7 @@ def finite(x, depth, architecture, width, seed) -> dict:
 
 
 def tasks(sizes):
-    """What identifies a row, and how to measure it."""
+    """Return the keys of every row, and a function that measures it."""
     x = inputs(sizes)
     for depth in sizes.depths:
         for activation in CANDIDATES:
@@ -107,7 +107,7 @@ def tasks(sizes):
 
 
 def values(rows, part, skips, scaled=False):
-    """[activations, depths] of λ_min, or of its ratio to the mean diagonal: means over seeds."""
+    """Return λ_min [activations, depths], or its ratio to the mean diagonal: means over seeds."""
     chosen = harness.where(rows, part=part, skips=skips)
     depths = sorted({row["depth"] for row in chosen})
 
@@ -120,7 +120,7 @@ def values(rows, part, skips, scaled=False):
 
 
 def draws(rows, part, skips):
-    """[seeds, activations, depths] of λ_min; infinite networks have one "seed"."""
+    """Return λ_min [seeds, activations, depths]. Infinite networks have one "seed"."""
     chosen = harness.where(rows, part=part, skips=skips)
     seeds = sorted({row.get("seed", 0) for row in chosen})
     each = ([row for row in chosen if row.get("seed", 0) == seed] for seed in seeds)
@@ -128,12 +128,12 @@ def draws(rows, part, skips):
 
 
 def clearly(x):
-    """Whether the mean over seeds is positive, by two standard errors if there are several."""
+    """Return whether the mean is positive; with several seeds, by two standard errors."""
     return x.mean(axis=0) > (2 * standard_error(x) if len(x) > 1 else 0)
 
 
 def findings(rows, part):
-    """Grade, conclusion, what is seen."""
+    """Return grades, conclusions and measurements."""
     plain, depths = values(rows, part, "no skips")
     without, skips = (draws(rows, part, label) for label in SKIPS)
     always = clearly(np.diff(skips)).all(axis=1)

@@ -1,19 +1,23 @@
 """Is exponentiated gradient sparser and faster than softmax with Adam?  (Li et al. 2021, GAEA)
 
 The claim is about stochastic supernets: plain exponentiated gradient on the simplices against
-DARTS, softmax with Adam and weight decay on logits, both of first order. Here on the supernet of
-NAS-Bench-201 with real images of CIFAR-10, weights by the same SGD for both. Each rate of alpha is
-tuned on seeds of its own: the smallest validation loss of the supernet, mean over the last tenth of
-the steps; the grid grows by a factor until the best rate is inside it. Then both are judged on ten
-more seeds, each with its own rows and initial weights, the same for both.
+DARTS, which is softmax with Adam and weight decay on logits. Both are of first order. Here the
+supernet is NAS-Bench-201's, on real images of CIFAR-10, and both train weights by the same SGD.
 
-Sparser: entropy of alpha, mean over the edges, as the search goes. Faster: the validation loss on
-the way. What the search ends at is looked up in the benchmark's table.
+Each rate of alpha is tuned on separate seeds: the best rate has the smallest mean validation loss
+of the supernet over the last tenth of the steps. The grid grows by a factor until the best rate is
+inside it. Then both methods are evaluated on ten more seeds. Each seed has separate rows and
+initial weights, which both methods share.
 
-It differs from the paper in size: one cell a stage, 8 channels, images of 16 x 16 pixels, 5,000 +
-5,000 images and 8 epochs, where the paper has 5 cells, 16 channels, 32 x 32, 25,000 + 25,000.
+Sparser means a smaller entropy of alpha (mean over the edges) during the search. Faster means a
+smaller validation loss during the search. The final architecture is looked up in the benchmark's
+table.
 
-    python benchmarks/deep_search/gaea.py           # an hour of one core; goes on where it was
+The sizes differ from the paper's: one cell a stage, 8 channels, images of 16 x 16 pixels, 5,000 +
+5,000 images and 8 epochs. The paper has 5 cells, 16 channels, 32 x 32 pixels and 25,000 + 25,000
+images.
+
+    python benchmarks/deep_search/gaea.py           # an hour of one core; resumable
 """
 
 import dataclasses
@@ -37,15 +41,15 @@ from bilevel.spaces.nasbench201.judging.standing import standing
 
 METHODS = {"exponentiated gradient": strategies.gaea, "softmax, Adam": strategies.darts}
 START = {"exponentiated gradient": (0.1, 0.3, 1.0), "softmax, Adam": (1e-3, 3e-3, 1e-2)}
-# In the authors' configurations for NAS-Bench-201.
+# These values are in the authors' configurations for NAS-Bench-201.
 DEFAULT = {"exponentiated gradient": 0.1, "softmax, Adam": 3e-4}
-LOOKS = 20  # on the way
+LOOKS = 20  # number of evaluations during a search
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     data: str = "cifar10"
-    rows: int = 5000  # for the weights, and as many for alpha
+    rows: int = 5000  # for the weights, and the same number for alpha
     pixels: int = 16
     channels: int = 8
     batch: int = 64
@@ -65,9 +69,9 @@ SIZES = {
 
 
 def searcher(sizes, method):
-    """``run(rate, key, train, valid)``: validation losses, entropies on the way, the last alpha.
+    """Return ``run(rate, key, train, valid)``: validation losses, entropies, and the last alpha.
 
-    One program for all rates and seeds.
+    One program serves all rates and seeds.
     """
     space = nasbench201_space(sizes.operations, cells=1, channels=sizes.channels)
     sgd = strategies.darts_sgd(optax.cosine_decay_schedule(0.025, sizes.steps))
@@ -92,7 +96,7 @@ def searcher(sizes, method):
 
 @functools.lru_cache(maxsize=3)
 def parts(sizes, seed):
-    """Rows of a seed, for the weights and for alpha."""
+    """Return the rows of a seed, for the weights and for alpha."""
     draw = jax.random.fold_in(jax.random.key(0), seed)
     count = {"train": sizes.rows, "valid": sizes.rows, "test": 1}
     ((train, valid, _),) = bilevel.data.draw_splits(sizes.data, [draw], **count)
@@ -115,13 +119,13 @@ def searched(sizes, method, run, rate, seed) -> dict:
 
 
 def final(row) -> float:
-    """The validation loss that rates are chosen by; one that is not finite is the worst."""
+    """Return the validation loss for choosing rates. A loss that is not finite is the worst."""
     loss = np.mean(row["valid_loss"][-max(1, LOOKS // 10) :])
     return float(loss) if np.isfinite(loss) else np.inf
 
 
 def best_rate(rows, method) -> tuple[float, bool]:
-    """The tuned rate, and whether others were tried on both of its sides."""
+    """Return the tuned rate, and whether rates on both sides of it were tried."""
     own = [row for row in rows if row.get("method") == method and row["seed"] >= 1000]
     rates = sorted({row["rate"] for row in own})
     means = [np.mean([final(row) for row in own if row["rate"] == rate]) for rate in rates]
@@ -130,7 +134,7 @@ def best_rate(rows, method) -> tuple[float, bool]:
 
 
 def experiment(sizes, rows, keep):
-    """All searches that are not among the rows: tuning and judging, then the usual rates."""
+    """Run all searches that are not among the rows: tuning and evaluation, then the usual rates."""
     programs = {}
 
     def done(method, rate, seeds):
@@ -153,13 +157,13 @@ def experiment(sizes, rows, keep):
 
 
 def of(rows, method, rate):
-    """The judged rows by seed."""
+    """Return the evaluation rows by seed."""
     own = [row for row in harness.where(rows, method=method, rate=rate) if row["seed"] < 1000]
     return sorted(own, key=lambda row: row["seed"])
 
 
 def report(rows) -> str:
-    """Both methods at their tuned and at usual rates, and paired differences."""
+    """Report both methods at their tuned and at usual rates, and paired differences."""
     table, lines, tuned, judged = load_table(), [], {}, {}
     for method in METHODS:
         if not any(row.get("method") == method for row in rows):
@@ -192,7 +196,7 @@ def _columns(entropy, loss):
 
 
 def verdict(which, mine, theirs) -> str:
-    """Paired by seed: softmax with Adam less exponentiated gradient."""
+    """Report, paired by seed, softmax with Adam minus exponentiated gradient."""
     pairs = zip(_columns(*theirs[:2]), _columns(*mine[:2]), strict=True)
     differences = [b - a for b, a in pairs] + [mine[2] - theirs[2]]
     words = ("entropy at 1/4", "entropy at the end", "loss at 1/4", "loss at the end", "accuracy")

@@ -1,21 +1,21 @@
 """Does weight sharing find good feature maps, and what does it save?  (Khodak et al. 2020)
 
-Ridge regression on random Fourier features of CIFAR-10, or a squared-hinge SVM on hashed n-grams of
-IMDb (smaller, three trials). Rows and the draw of the features are the same throughout, as the
-paper's split is; every trial has its own configurations, the same for all methods, and its own
-random choices.
+The problems are ridge regression on random Fourier features of CIFAR-10, and a squared-hinge SVM on
+hashed n-grams of IMDb (smaller, three trials). All trials use the same rows and the same draw of
+the features, as the paper uses one split. Every trial has separate configurations, which all
+methods share, and separate random choices.
 
 1. Figure 1: validation accuracy of 32 configurations with shared weights against standalone ones.
 2. Figures 2 and 3: retrained test error of the incumbent against solver calls, and against seconds.
-   The incumbent is trained again by itself, with all features, outside the clock. Beside the
-   paper's methods exponentiated gradient, as its released code has it, at the learning rate that
-   is best on configurations of their own (part "tuning"; with 4,096 features on all of CIFAR-10).
+   The incumbent is retrained alone, with all features, outside the clock. In addition to the
+   paper's methods we run exponentiated gradient as in its released code. Its learning rate is tuned
+   on separate configurations (part "tuning"; with 4,096 features on all of CIFAR-10).
 
-Seconds are wall time on all cores, without compilation: every program is run once before the first
-trial. Projections of rows and hashes of texts are in them: each method starts with none.
+Seconds are wall time on all cores, without compilation: every program runs once before the first
+trial. They include projections of rows and hashes of texts. Each method starts without cached ones.
 
-Each trial of each method is a row, written as it ends; what the results file holds is not measured
-again, and a method that was cut short goes on with the solves in its journal.
+Each trial of each method is a row, written when it ends. Rows in the results file are not measured
+again. An interrupted method resumes from the solves in its journal.
 
     # CIFAR-10, a quarter of an hour, two cores
     python benchmarks/feature_maps/feature_maps.py
@@ -54,7 +54,7 @@ class Sizes:
     configs: int = 256
     trials: int = 10
     evaluations: int = 16  # of random search
-    draws: int = 3  # of configurations, to tune exponentiated gradient on
+    draws: int = 3  # of configurations, to tune exponentiated gradient
 
 
 SIZES = {
@@ -63,15 +63,15 @@ SIZES = {
     "cifar10": Sizes(6000, 2000, 2000, 2048, (256, 1024, 2048)),
     "imdb": Sizes(3000, 1500, 1500, 2**16, (2**12, 2**16), configs=64, trials=3),
 }
-FULL = {  # the paper: 40,000 + 10,000 images and 100,000 features; IMDb as here
+FULL = {  # the paper has 40,000 + 10,000 images and 100,000 features; IMDb is the same
     "cifar10": Sizes(24_000, 6000, 10_000, 2**14, (2**10, 2**12, 2**14), draws=1),
     "imdb": Sizes(25_000, 12_500, 12_500, 2**18, (2**12, 2**15, 2**18), draws=1),
 }
-TUNED = {"cifar10": 2**12}  # features of the tuning, where all of them would take hours
-ROUNDS = 8  # of exponentiated gradient: as many solves as weight sharing makes of 256
+TUNED = {"cifar10": 2**12}  # features for tuning, if tuning with all of them takes hours
+ROUNDS = 8  # of exponentiated gradient: as many solves as weight sharing needs for 256
 CLOCK = "each method's own projections and hashes"
 
-RATES = 0.25, 1.0, 4.0, 16.0, 64.0  # of exponentiated gradient
+RATES = 0.25, 1.0, 4.0, 16.0, 64.0  # learning rates of exponentiated gradient
 METHODS = {
     "weight sharing": baselines.weight_sharing,
     "fast weight sharing": baselines.fast_weight_sharing,
@@ -83,7 +83,7 @@ METHODS = {
 
 
 def with_features(sizes, count):
-    """The same with so many features."""
+    """Return the same sizes with ``count`` features."""
     fewer = tuple(d for d in sizes.dimensions if d <= count)
     return dataclasses.replace(sizes, dimension=count, dimensions=fewer)
 
@@ -96,7 +96,8 @@ def parts_of(data, sizes, key):
         y = np.concatenate([loaded.y_train, loaded.y_test])
         rows = bilevel.data.stratified_split(key, y, (sizes.train, sizes.valid, sizes.test))
         return [(x[r], y[r]) for r in rows]
-    # IMDb's files have their rows in a random order already; CIFAR-10's first batches will do.
+    # IMDb's files have their rows in random order already. For CIFAR-10 the first batches are
+    # enough.
     size = -(-wanted // 10_000) * 10_000 if data == "cifar10" else None
     loaded = load(data, size)
     official = {"train": (loaded.x_train, loaded.y_train), "test": (loaded.x_test, loaded.y_test)}
@@ -118,7 +119,7 @@ def problem_of(data, sizes, key):
     parts = parts_of(data, sizes, split_key)
     if data == "imdb":
         return features.text_selection(*parts)
-    # Below, room for projections of all rows; where it is large, for the dual matrix [n, n].
+    # The smaller limit holds projections of all rows, the larger one the dual matrix [n, n].
     memory = 2**32 if sizes.train > 10_000 else 2**31
     return features.fourier_selection(feature_key, *parts, dimension=sizes.dimension, memory=memory)
 
@@ -132,9 +133,10 @@ def configs_of(data, key, count):
 
 
 def correlation(data, sizes, key, dimension, once) -> dict:
-    """Shared-weight and standalone validation accuracy: a row for a dimension.
+    """Return a row for a dimension: shared-weight and standalone validation accuracy.
 
-    ``once(identity, of) -> row``: what the results hold, or ``of()``, which they hold from then on.
+    ``once(identity, of)`` returns the row from the results, or computes it by ``of()`` and stores
+    it.
     """
     problem, configs = problem_of(data, sizes, key), configs_of(data, key, tables.COMPARED)
     uniform = np.full(tables.COMPARED, 1 / tables.COMPARED)
@@ -168,7 +170,7 @@ def options_of(name, sizes, rate) -> dict:
 
 
 def searched(data, sizes, problem, key, name, trial, rate, **recording):
-    """The trace of a method: a trial's configurations are the same for all of them."""
+    """Return the trace of a method. All methods share a trial's configurations."""
     trial_key = jax.random.fold_in(key, trial + 1)
     configs, own = configs_of(data, trial_key, sizes.configs), jax.random.fold_in(trial_key, 0)
     options = options_of(name, sizes, rate) | recording
@@ -176,13 +178,13 @@ def searched(data, sizes, problem, key, name, trial, rate, **recording):
 
 
 def search(data, sizes, key, name, trial, rate, journal, retrained) -> dict:
-    """A row; ``retrained(trial, index, config)``: the test error of a configuration by itself."""
-    problem = problem_of(data, sizes, key)  # anew: whoever projects or hashes pays for it
+    """Return a row; ``retrained(trial, index, config)`` is the test error of a configuration."""
+    problem = problem_of(data, sizes, key)  # each method pays for its hashes
     recording = {"journal": journal, "resume": True} if journal else {}
     trace = searched(data, sizes, problem, key, name, trial, rate, retrain_test=False, **recording)
     columns = "calls", "seconds", "resource", "valid"
     row = {column: np.asarray(getattr(trace, column)).tolist() for column in columns}
-    # What the method itself trained with all features has its test error already.
+    # The method trained these configurations with all features, so their test errors are known.
     row["test"] = [
         retrained(trial, i, trace.configs[i]) if i >= 0 and np.isnan(known) else known
         for i, known in zip(trace.incumbent.tolist(), trace.test.tolist(), strict=True)
@@ -193,7 +195,7 @@ def search(data, sizes, key, name, trial, rate, journal, retrained) -> dict:
 
 
 def tuning(data, sizes, key, rate, draw) -> dict:
-    """Of exponentiated gradient at a rate: the validation error of what it chose."""
+    """Tune exponentiated gradient: return the validation error of its choice at this rate."""
     fewer = min(sizes.dimension, TUNED.get(data, sizes.dimension))
     sizes = dataclasses.replace(sizes, dimension=fewer)
     problem, name = problem_of(data, sizes, key), "exponentiated gradient"
@@ -203,7 +205,7 @@ def tuning(data, sizes, key, rate, draw) -> dict:
 
 
 def warm_up(data, sizes, key) -> None:
-    """Compile what the searches run: each method's sizes are found on a problem without one."""
+    """Compile the searches' programs. A dummy problem records the sizes that methods use."""
     asked = set()
 
     def evaluate(key, config, resource):
@@ -227,7 +229,7 @@ def warm_up(data, sizes, key) -> None:
 
 
 def parsed():
-    """The flags, with the data of a run."""
+    """Return the flags, with the data of a run."""
     flags = harness.command_line(
         __file__,
         __doc__,
@@ -262,7 +264,7 @@ def main() -> None:
 
 
 def measured(data, sizes, key, path, rows) -> list[dict]:
-    """The rows of parts 1 and 2: those that there are, and the others as they come."""
+    """Return the rows of parts 1 and 2. Measure those that are missing."""
     about = {"data": data, "sizes": dataclasses.asdict(sizes), "clock": CLOCK}
     if not rows:
         rows = [harness.environment("scipy", "scikit-learn", **about)]
@@ -291,10 +293,10 @@ def measured(data, sizes, key, path, rows) -> list[dict]:
         for draw in range(sizes.draws)
     ]
 
-    judge = problem_of(data, sizes, key)  # of its own: no method uses the rows that it hashes
+    judge = problem_of(data, sizes, key)  # separate: no method can use the rows that it hashes
 
     def retrained(trial, index, config):
-        """Of a trial's configuration, whichever methods choose it."""
+        """Return the test error of a trial's configuration, shared by all methods."""
         identity = {"part": "oracle", "trial": trial, "index": index}
         row = once(identity, lambda: {"test": judge.evaluate(key, config, sizes.dimension).test})
         return row["test"]

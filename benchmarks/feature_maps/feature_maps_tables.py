@@ -1,6 +1,6 @@
-"""The report of `feature_maps.py`: methods compared, Figure 3's claim, alternatives, the picture.
+"""The report of `feature_maps.py`: methods compared, Figure 3's claim, alternatives, the figure.
 
-A module of its own, so that making a table solves nothing.
+It is a separate module so that making a table solves nothing.
 """
 
 import numpy as np
@@ -20,21 +20,21 @@ NAMES = (
 
 
 def tuned(rows) -> dict[float, float]:
-    """Rate of exponentiated gradient -> mean validation error of what it chose."""
+    """Return the mean validation error of exponentiated gradient's choice by its rate."""
     tuning = harness.where(rows, part="tuning")
     rates = sorted({row["rate"] for row in tuning})
     return {r: np.mean([row["valid"] for row in harness.where(tuning, rate=r)]) for r in rates}
 
 
 def best_rate(rows) -> float:
-    """The middle one of those that are best."""
+    """Return the middle one of the best rates."""
     errors = tuned(rows)
     best = [rate for rate, error in errors.items() if error == min(errors.values())]
     return best[len(best) // 2]
 
 
 def at(row, against, limit, column="test"):
-    """The value of a curve at ``limit``: NaN before its first point."""
+    """Return the value of a curve at ``limit``, or NaN before its first point."""
     reached = np.searchsorted(row[against], limit, "right")
     return row[column][reached - 1] if reached else np.nan
 
@@ -48,7 +48,7 @@ def of_method(rows, name):
 
 
 def paired(rows, *names):
-    """The rows of these methods, trial by trial: of those that all of them have ended."""
+    """Return the rows of these methods by trial, for trials that all of them have completed."""
     by_trial = [{row["trial"]: row for row in of_method(rows, name)} for name in names]
     return [
         tuple(of[trial] for of in by_trial)
@@ -58,7 +58,7 @@ def paired(rows, *names):
 
 
 def gaps(rows, rival) -> tuple[list[str], bool]:
-    """Fast weight sharing minus a rival, as cells of a table; whether it is ahead in time."""
+    """Return fast weight sharing minus a rival, as table cells, and whether it is ahead in time."""
     pairs = paired(rows, "fast weight sharing", rival)
     at_time = [f["test"][-1] - at(r, "seconds", f["seconds"][-1]) for f, r in pairs]
     known = [gap for gap in at_time if not np.isnan(gap)]
@@ -71,7 +71,7 @@ def gaps(rows, rival) -> tuple[list[str], bool]:
 
 
 def fast_table(rows) -> str:
-    """Figure 3's claim: fast weight sharing against three rivals."""
+    """Return a table of Figure 3's claim: fast weight sharing against three rivals."""
     lines = []
     for rival in ("random search", "successive halving", "Hyperband"):
         if len(paired(rows, "fast weight sharing", rival)) < 2:
@@ -90,7 +90,7 @@ def fast_table(rows) -> str:
 
 
 def verdicts(rows) -> str:
-    """What the paper says, and what was measured here."""
+    """Return the paper's claims and our measurements."""
     lines = []
     for row in sorted(harness.where(rows, part="correlation"), key=lambda r: r["dimension"]):
         lines.append(
@@ -137,7 +137,7 @@ def method_table(rows) -> str:
 
 
 def report(rows) -> str:
-    """The comparison of the methods, and the paper's claims on them."""
+    """Report the comparison of the methods and the paper's claims about them."""
     return "\n\n".join([title(rows), method_table(rows), fast_table(rows), verdicts(rows)])
 
 
@@ -165,7 +165,7 @@ def draw(rows, axes):
         if of_method(rows, name)
     }
     comparable = {n: c for n, c in curves.items() if n not in ("successive halving", "Hyperband")}
-    curves = comparable | curves  # the same colours in both
+    curves = comparable | curves  # the same colors in both
     plots.traces(comparable, "calls", axes[1]).get_legend().remove()  # one at the right is for both
     plots.traces(curves, "seconds", axes[2]).legend(loc="center left", bbox_to_anchor=(1, 0.5))
     axes[2].set_xlabel("seconds, without compilation")  # see `warm_up`

@@ -1,21 +1,21 @@
-"""Is what a hypergradient says of its own error true? Thousands of fresh random problems.
+"""Are a hypergradient's error estimates true? Thousands of new random problems.
 
-    # some 5,000 cases: an hour on two cores; goes on where FILE ends
+    # some 5,000 cases: an hour on two cores; resumes from FILE
     python benchmarks/hypergradients/calibration.py --seed 7 --results FILE
 
-Each case draws a problem of one of 19 families (more weights than rows and fewer, condition numbers
-from 1 to 1e10, convex and not), a solver, a number of inner steps from 1 to 3,000 and a precision.
-The truth is the hypergradient of the solution map in float64, by Newton's method and a dense solve,
-of the very numbers that the solver was given. Counted are
+Each case draws a problem from one of 19 families (more or fewer weights than rows, condition
+numbers from 1 to 1e10, convex or not), a solver, from 1 to 3,000 inner steps, and a precision. The
+truth is the hypergradient of the solution map in float64, by Newton's method and a dense solve,
+with exactly the numbers that the solver was given. We count
 
     false       converged, though the error is over 1 % of the hypergradient
     violated    an error bound under the error
     low, high   estimates under a third of the error, over ten times the error
     no claim    infinite estimates, where the Hessian is positive definite in its precision
 
-An error counts as none where it drowns in the rounding of the truth (its condition number times
-float64's rounding) or of the gradient itself. A positive definite Hessian "in its precision" has a
-smallest eigenvalue of over 100 roundings of the largest.
+An error counts as zero if it is below the roundoff of the truth (its condition number times
+float64's unit roundoff) or of the gradient. A Hessian is positive definite "in its precision" if
+its smallest eigenvalue exceeds 100 units of roundoff of the largest.
 """
 
 import functools
@@ -40,7 +40,7 @@ SMOKE = {"families": ["explicit"], "solvers": ["implicit", "descent, neumann"]}
 
 
 class Draw(NamedTuple):
-    """One problem: float64 numbers that float32 holds exactly."""
+    """One problem: float64 numbers that float32 represents exactly."""
 
     alpha: Any
     w0: Any
@@ -113,7 +113,7 @@ def rows(rng, n, p, exponent=0.0, targets="real"):
 
 
 def generalised(name, n, p, loss, low, high, targets="real", scale=1.0, tilt=False, each=False):
-    """A linear model with weight decay; its log, from log10 ``low`` to ``high``, is alpha."""
+    """Return a linear model with weight decay. alpha is its log, from log10 ``low`` to ``high``."""
 
     def draw(rng):
         exponent = rng.uniform(0, 5 / np.log10(p)) if tilt else 0.0
@@ -134,7 +134,7 @@ def generalised(name, n, p, loss, low, high, targets="real", scale=1.0, tilt=Fal
 
 
 def explicit(p=30):
-    """A quadratic form given as a matrix of condition 1 to 1e10."""
+    """Return a quadratic form given as a matrix with a condition number from 1 to 1e10."""
 
     def lower(w, alpha, batch):
         matrix, b = batch
@@ -150,7 +150,7 @@ def explicit(p=30):
 
 
 def mixture(n, p):
-    """Ridge regression on a mixture of three feature maps, and its penalty."""
+    """Return ridge regression on a mixture of three feature maps, with its penalty."""
 
     def mixed(w, alpha, batch):
         return jnp.einsum("i,inp,p->n", alpha["mix"], batch[0], w)
@@ -179,7 +179,7 @@ def mixture(n, p):
 
 
 def cleaning(n=60, p=10):
-    """A weight for each training row: logistic regression with few wrong labels."""
+    """Return logistic regression with few wrong labels and a weight for each training row."""
 
     def lower(w, alpha, batch):
         x, y = batch
@@ -233,7 +233,7 @@ def quartic(p=20):
 
 
 def perceptron(n=40, d=3, width=5):
-    """A small network with enough weight decay for isolated minima; not convex."""
+    """Return a small nonconvex network, with enough weight decay for isolated minima."""
 
     def f(w, x):
         return jnp.tanh(x @ w["in"]) @ w["out"]
@@ -258,7 +258,7 @@ def perceptron(n=40, d=3, width=5):
 
 
 def direct(n=40, p=10):
-    """The outer loss depends on alpha itself, too."""
+    """Return a problem with an outer loss that also depends on alpha directly."""
     family = generalised("direct", n, p, mean_square, -4, 0)
 
     def outer(w, alpha, batch):
@@ -268,7 +268,7 @@ def direct(n=40, p=10):
 
 
 def noiseless(n=40, p=10):
-    """Labels without noise: the outer gradient, and with it the hypergradient, is tiny."""
+    """Return noiseless labels: the outer gradient is tiny, and so is the hypergradient."""
     family = generalised("noiseless", n, p, mean_square, -8, -4)
 
     def draw(rng):
@@ -280,7 +280,7 @@ def noiseless(n=40, p=10):
 
 
 def kernel_machine(n=30):
-    """Kernel logistic regression in its dual weights; the width of the kernel is learned too."""
+    """Return kernel logistic regression in its dual weights. The kernel's width is learned too."""
 
     def gram(alpha, x, z):
         squared = jnp.sum((x[:, None] - z[None]) ** 2, -1)
@@ -330,7 +330,7 @@ FAMILIES = [
 
 
 def descended(step_size, steps):
-    """``steps`` gradient steps, a traced number of them: compiled once."""
+    """Take ``steps`` gradient steps. The number is traced, so one compilation serves all."""
 
     def solve(lower):
         def run(alpha, w, batch):
@@ -345,7 +345,7 @@ def descended(step_size, steps):
 
 
 def solvers(family: Family) -> dict[str, Callable]:
-    """By name: ``(step_size, steps) -> (solver, mode)``."""
+    """Return ``(step_size, steps) -> (solver, mode)`` by name."""
     lower = family.lower
 
     def after_descent(inverse):
@@ -358,7 +358,7 @@ def solvers(family: Family) -> dict[str, Callable]:
     def unrolled(mode="reverse", most=MOST_STEPS, backprop=None):
         def make(step_size, steps):
             rate = optax.sgd(lambda count: jnp.where(count < steps, step_size, 0.0))
-            if backprop:  # the last ones are those that move
+            if backprop:  # alpha moves only in the last steps
                 rate = optax.sgd(lambda count: jnp.where(count >= most - steps, step_size, 0.0))
             return bilevel.unrolled(rate, most, backprop=backprop), mode
 
@@ -404,13 +404,13 @@ def compiled(index: int, name: str) -> Callable:
 
 class Truth(NamedTuple):
     grad: jax.Array  # [dim alpha]
-    slope: jax.Array  # what is left of the lower gradient, relative to its terms
+    slope: jax.Array  # residual of the lower gradient, relative to its terms
     eigenvalues: jax.Array  # [p], of the Hessian at the solution
 
 
 @functools.cache
 def true_hypergradient(index: int) -> Callable:
-    """By damped Newton from ``w`` and dense solves, each refined, in float64."""
+    """Compute the truth by damped Newton from ``w`` and refined dense solves, in float64."""
     family = FAMILIES[index]
 
     @jax.jit
@@ -470,7 +470,7 @@ def true_hypergradient(index: int) -> Callable:
 
 @functools.cache
 def smoothness(index: int) -> Callable:
-    """The largest Hessian eigenvalue at ``w``: 1 / it is the step of the descents."""
+    """Return the largest Hessian eigenvalue at ``w``. The step of the descents is 1 over it."""
     family = FAMILIES[index]
 
     @jax.jit
@@ -517,7 +517,7 @@ def run_case(index: int, name: str, dtype: str, seed: int, number: int) -> dict[
     w = jax.tree.map(lambda x: np.asarray(x, np.float64), result.w)
     if not np.all(np.isfinite(flatten(w))) or not np.all(np.isfinite(grad)):
         return row | {"outcome": "diverged"}
-    # Where there are several minima, the one that the solver was at.
+    # If there are several minima, take the one that the solver was near.
     start = w if family.name == "network" else jax.tree.map(np.zeros_like, w)
     truth = true_hypergradient(index)(start, drawn.alpha, drawn.train, drawn.valid)
     eigenvalues = np.asarray(truth.eigenvalues)
@@ -533,14 +533,14 @@ def run_case(index: int, name: str, dtype: str, seed: int, number: int) -> dict[
 
 
 def judged(row: dict[str, Any]) -> dict[str, Any]:
-    """``row`` with its outcome."""
+    """Add the outcome to ``row``."""
     if row.get("outcome") == "diverged":
-        # Overflowed weights: a claim about them would be false.
+        # The weights overflowed: a claim about them is false.
         finite = np.isfinite(row["estimate"]) or row["converged"]
         return row | {"outcome": "false" if finite else "diverged"}
     eps = float(jnp.finfo(row["dtype"]).eps)
     if row["smallest"] <= 0 or row["residual"] > 1e-10:
-        # No minimum was found: there is no truth to hold the claim to.
+        # No minimum was found, so the claim cannot be checked.
         return row | {"outcome": "no truth"}
     floor = (30 * 2.2e-16 * min(row["condition"], 1e14) + 20 * eps) * row["truth"]
     error, estimate = row["error"], row["estimate"]
@@ -575,7 +575,7 @@ HEAD = ["", "cases", "converged", "false", "bound violated", "low", "high", "in 
 
 
 def cells(name: str, some: list[dict[str, Any]]) -> list[Any]:
-    """Of one line of a table: some cases, judged."""
+    """Return the cells of one table line: counts of the outcomes of these cases."""
     with_truth = [r for r in some if r["outcome"] not in ("diverged", "no truth")]
     finite = [r for r in with_truth if np.isfinite(r["estimate"])]
     definite = [r for r in with_truth if r["definite"]]
@@ -595,7 +595,7 @@ def cells(name: str, some: list[dict[str, Any]]) -> list[Any]:
 
 
 def report(rows: list[dict[str, Any]], by=("family", "solver", "dtype")) -> str:
-    """A line for each family, solver and precision, and one for all cases."""
+    """Return a line for each family, solver and precision, and one for all cases."""
     verdicts, lines = [judged(row) for row in rows], []
     for key in by:
         names = dict.fromkeys(r[key] for r in verdicts)
@@ -607,7 +607,7 @@ summary = functools.partial(report, by=("dtype",))
 
 
 def rounded(row):
-    """With five digits: thousands of rows lie in the repository."""
+    """Round to five digits, because the repository contains thousands of rows."""
     return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}
 
 
@@ -628,7 +628,7 @@ def main() -> None:
     chosen, wanted = flags.families, flags.solvers
     if flags.smoke:
         chosen, wanted = chosen or SMOKE["families"], wanted or SMOKE["solvers"]
-    # Cases of another seed are no part of what is committed: they go to a file that is named.
+    # Cases of another seed are not committed. They need a file name.
     path = None if flags.results == harness.RESULTS / "calibration.jsonl" else flags.results
     jax.config.update("jax_enable_x64", True)
     if flags.iterative:

@@ -1,17 +1,18 @@
-"""What does a hypergradient cost, and how right is it?
+"""What does a hypergradient cost, and how accurate is it?
 
 Ridge regression with one penalty per weight, n = m = 2000 samples, p = 500 weights:
 
     g(w, lam) = |X w - y|^2 / 2n + sum_j exp(lam_j) w_j^2 / 2,    f(w) = |Xv w - yv|^2 / 2m,
 
-and its hypergradient df/dlam, 500 numbers. `iid`: Gaussian features, condition number 6.2; `hard`:
-feature scales j^-1/2 and weak penalties, 558. The truth is the closed form in float64 numpy.
+and its hypergradient df/dlam, a vector of 500 values. `iid` has Gaussian features and condition
+number 6.2. `hard` has feature scales j^-1/2, weak penalties and condition number 558. The truth is
+the closed form in float64 numpy.
 
-Same work for everyone: 100 gradient steps from 0 with step 1/L. *implicit* adds conjugate gradients
-(tolerance 1e-10 in float64, 1e-6 in float32, at most 500 iterations), *unrolled* goes back through
-the steps, *closed form* factorises. One core, one thread (Linux only). The methods of a kind share
-a process and take turns in a random order, so that a ratio is one of neighbours in time: the median
-over rounds.
+All methods take 100 gradient steps from 0 with step size 1/L. *implicit* adds conjugate gradients
+(tolerance 1e-10 in float64, 1e-6 in float32, at most 500 iterations). *unrolled* differentiates
+through the steps. *closed form* factorizes. Runs use one core and one thread (Linux only). The
+methods of a kind share a process and take turns in random order, so a ratio compares neighbors in
+time. It is the median over rounds.
 
     python benchmarks/hypergradients/hypergradients.py    # against every peer: some five minutes
     python benchmarks/hypergradients/hypergradients.py --peers jaxopt  # one peer; no results file
@@ -189,7 +190,7 @@ def optimistix(kind, s):
     import optax
     import optimistix
 
-    # With 1e-6 in float32 it raises.
+    # It raises with 1e-6 in float32.
     cg = lineax.CG(rtol=s.tol if s.tol < 1e-6 else 1e-4, atol=0.0, max_steps=CG_STEPS)
     if kind == "closed form":
         return {}
@@ -211,7 +212,7 @@ def optimistix(kind, s):
 
 
 def torch_losses(s):
-    """``lower``, ``outer`` and ``descend`` in PyTorch; a decorator for functions of arrays."""
+    """Return ``lower``, ``outer``, ``descend`` in PyTorch, and a decorator for array functions."""
     import torch
 
     torch.set_num_threads(1)
@@ -305,7 +306,7 @@ EAGER = torch_by_hand, torchopt
 
 
 def measure(problem, dtype, kind, rounds, peers, sizes) -> list[dict]:
-    """All methods of one kind, in this process."""
+    """Measure all methods of one kind in this process."""
     globals().update(N=sizes[0], P=sizes[1])
     jax.config.update("jax_enable_x64", dtype == "float64")
     s = setup(problem, dtype)
@@ -316,7 +317,7 @@ def measure(problem, dtype, kind, rounds, peers, sizes) -> list[dict]:
             rows[name] = row | {"condition": round(float(s.spectrum[-1] / s.spectrum[0]), 1)}
             try:
                 row = compile_and_check(fn, s, on_device, library not in EAGER)
-            except Exception as error:  # the others are measured all the same
+            except Exception as error:  # the other methods are still measured
                 row = {"failed": f"{error} ".splitlines()[0]}
             calls[name] = row.pop("call", None)
             rows[name] |= row
@@ -357,7 +358,7 @@ def find(rows, *wanted) -> dict | None:
 
 
 def report(rows) -> str:
-    """Median time and relative error."""
+    """Report median times and relative errors."""
     rows = [r for r in rows[1:] if "condition" in r]
     cases = dict.fromkeys((r["problem"], r["condition"], r["dtype"]) for r in rows)
     lines = []

@@ -1,9 +1,10 @@
 """How does the memory of a hypergradient grow with the number T of lower steps?
 
-Logistic regression with p = 1000 weights on n = 1000 samples, one penalty for each of ten groups of
-weights, float32: a copy of the weights is 4 kB. The figures are XLA's temporaries of the compiled
-hypergradient; nothing is executed. `unrolled` keeps all T copies here, as `lax.scan` does: they fit
-into an eighth of the machine's memory. The results file is written when JAXopt is compared.
+The problem is logistic regression with p = 1000 weights on n = 1000 samples and one penalty for
+each of ten groups of weights, in float32. A copy of the weights is 4 kB. The figures are XLA's
+temporaries of the compiled hypergradient; nothing is executed. `unrolled` stores all T copies here,
+as `lax.scan` does, because they fit into an eighth of the machine's memory. The results file is
+written if JAXopt is compared.
 
     python benchmarks/hypergradients/memory.py            # under a minute
 """
@@ -83,7 +84,7 @@ def measure(numbers: tuple[int, ...], peers: list[str]) -> list[dict]:
 
 
 def growth(row) -> float:
-    """From T = 100 to the largest T, which is 10000 but with ``--smoke``."""
+    """Return the growth from T = 100 to the largest T, 10000 (smaller with ``--smoke``)."""
     return [*row["temp_bytes"].values()][-1] / row["temp_bytes"]["100"]
 
 

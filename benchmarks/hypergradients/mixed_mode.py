@@ -1,15 +1,15 @@
 """What does a hypergradient through the training of a transformer cost, by order of derivatives?
 
 A byte-level transformer (width 128, 4 heads, 64 positions, 32 texts of random bytes) takes T steps
-of gradient descent; alpha weighs the texts. Two sizes: 2 layers with T = 16, 8 layers with T = 4,
-with the layers in a Python loop and in a `lax.scan`. The hypergradient is taken by
-`bilevel.unrolled`, and by hand in JAX, where all steps keep their weights only:
+of gradient descent; alpha weighs the texts. There are two sizes: 2 layers with T = 16, and 8 layers
+with T = 4. The layers are in a Python loop or in a `lax.scan`. We take the hypergradient by
+`bilevel.unrolled`, and by hand in JAX, where every step stores only its weights:
 
 - reverse over reverse: `jax.checkpoint` around a step, JAX's own reverse pass;
 - forward over reverse: one forward derivative of the gradient (mixed mode, MixFlow-MG 2025);
 - reverse over forward: the gradient of a forward derivative of the loss.
 
-Times are CPU seconds of one core and one thread; methods take turns, and a ratio is the median over
+Times are CPU seconds of one core and one thread. Methods take turns, and a ratio is the median over
 rounds. Memory is XLA's temporaries.
 
     python benchmarks/hypergradients/mixed_mode.py            # ten minutes
@@ -110,7 +110,7 @@ def losses(sizes, scan):
 
 
 def by_hand(lower, outer, steps, order):
-    """``(alpha, w, train, valid) -> gradient``; the reverse pass of a step as ``order`` says."""
+    """Return ``(alpha, w, train, valid) -> gradient``, with the reverse pass given by ``order``."""
 
     def moved(w, alpha, train):
         slope = jax.grad(lower)(w, alpha, train)
@@ -164,7 +164,7 @@ def methods(lower, outer, steps):
 
 
 def measure(layers, steps, scan, size):
-    """All methods on one transformer, in this process."""
+    """Measure all methods on one transformer in this process."""
     sizes = SIZES[size]
     lower, outer = losses(sizes, scan)
     rng = np.random.default_rng(SEED)

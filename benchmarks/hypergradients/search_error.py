@@ -1,11 +1,11 @@
-"""Is what `bilevel search` says of its hypergradient's error true?
+"""Is the hypergradient error that `bilevel search` reports true?
 
     python benchmarks/hypergradients/search_error.py          # ten seeds, an hour on two cores
 
-At the alpha that the search finds, the command holds its hypergradient against that through four
-times as many training steps. The truth here is that of networks trained to the end: the same
-training in float64, for 2,000 steps. The ratio of the two errors, estimated over true, should be in
-[1/3, 10]. The error against 500 steps is recorded too: the truth itself still moves a little.
+At the last alpha of the search, the command compares its hypergradient with that through four times
+as many training steps. Here the truth is the hypergradient of fully trained networks: the same
+training in float64, for 2,000 steps. The ratio of estimated to true error should be in [1/3, 10].
+We also record the error compared with 500 steps, because the truth itself still changes a little.
 """
 
 import jax
@@ -22,7 +22,7 @@ from bilevel.strategies.activation_search import (
 )
 
 STEPS = (500, 2000)  # of the reference
-LONGER = 4  # the command's own reference: so many times the inner steps
+LONGER = 4  # the command's reference has this many times the inner steps
 
 
 def measured(
@@ -34,7 +34,7 @@ def measured(
     references: tuple[int, int] = STEPS,
     **smaller,
 ) -> dict:
-    """One search, its own estimate, and the truth."""
+    """Run one search; return its error estimate and the true error."""
     with jax.enable_x64(False):
         task = activation_searches.task_of(seed=seed, **smaller)
         way, longer = solver(task, inner_steps, kind), solver(task, LONGER * inner_steps)
@@ -64,7 +64,7 @@ def _wide(tree):
 
 
 def _truth(task, alpha, steps):
-    """The hypergradient of so many steps, and the training loss that is left."""
+    """Return the hypergradient after ``steps`` steps, and the training loss there."""
     hyper = seed_hypergradients(task, solver(task, steps), alpha)
     lower = bilevel.stack_problems(task.space.problem).lower
     return np.asarray(hyper.grad), float(lower(hyper.w, alpha, task.train))

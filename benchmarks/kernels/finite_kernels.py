@@ -1,13 +1,13 @@
-"""What does the tangent kernel of a network cost, whatever it is written with?
+"""What does the tangent kernel of a network cost, by the library that defines the network?
 
-One multilayer perceptron (256 -> 4 x 512 -> 1) as a linen module, as an nnx module, as a function
-in `jit`, and as matrices that are scanned over; two blocks of attention on 16 tokens; an embedding
-of 20,000 rows of 64 that 32 tokens of every sample read. The kernel of the summed outputs of
-N samples, float32; ours with gradients in factors ("ntk"), ours by per-sample Jacobians, and
-neural-tangents' implementations 1 and 2.
+There are three networks. A multilayer perceptron (256 -> 4 x 512 -> 1) is a linen module, an nnx
+module, a function in `jit`, or a scan over matrices. Two blocks of attention read 16 tokens. An
+embedding of 20,000 rows of 64 is read by 32 tokens of every sample. The kernel is of the summed
+outputs of N samples, in float32. We compare our gradients in factors ("ntk"), our per-sample
+Jacobians, and neural-tangents' implementations 1 and 2.
 
-Methods take turns in one process for every network, on one core; the memory is that of XLA's
-temporaries. An error is relative to the largest entry of the kernel by Jacobians.
+Methods take turns in one process for every network, on one core. Memory is XLA's temporaries. An
+error is relative to the largest entry of the kernel by Jacobians.
 
     python benchmarks/kernels/finite_kernels.py          # four minutes
 """
@@ -116,7 +116,7 @@ def in_scan(n):
 
 
 NETWORKS = {
-    # name: network and samples by their number, that number, and that of --quick and --smoke
+    # name: network, numbers of samples, and the number for --quick and --smoke
     "linen": (lambda n: linen(Perceptron(), vectors(n)), 100, 20),
     "nnx": (with_nnx, 100, 20),
     "function in jit": (in_jit, 100, 20),
@@ -142,7 +142,7 @@ def peer(apply, implementation):
 
 
 def measure(names: list[str], size: str, peers: list[str]):
-    """Rows of all methods for each of these networks."""
+    """Return rows of all methods for each of these networks."""
     for name in names:
         build, many, few = NETWORKS[name]
         n = {"smoke": 3, "quick": few, "default": many}[size]
@@ -162,7 +162,7 @@ def measured(name: str, build, n: int, peers: list[str], rounds: int):
     times: dict[str, list[float]] = {method: [] for method in methods}
     for _ in range(rounds):
         for method, run in compiled.items():
-            jax.block_until_ready(run(params, x))  # after another method memory is slow at first
+            jax.block_until_ready(run(params, x))  # memory is slow at first after another method
             start = time.perf_counter()
             jax.block_until_ready(run(params, x))
             times[method].append(time.perf_counter() - start)
@@ -183,7 +183,7 @@ def digits(x: float) -> str:
 
 
 def report(rows) -> str:
-    """Median seconds, how many times ours; memory; error."""
+    """Report median seconds, the ratio to ours, memory and error."""
     rows = rows[1:]
     methods = list(dict.fromkeys(r["method"] for r in rows))
     lines = []
@@ -204,7 +204,7 @@ def main() -> None:
     flags = harness.command_line(__file__, __doc__, report, work=measure, peers=(PEER,))
     about = {"device": f"{harness.processor()}, one core, one thread"}
     rows = [harness.environment("flax", PEER, **about, seed=SEED, rounds=ROUNDS)]
-    # A process for each network, but for --smoke, where starting processes would take longest.
+    # Each network has a process, except with --smoke, where starting processes takes longest.
     for names in [SMOKE] if flags.smoke else [[name] for name in NETWORKS]:
         measurements = harness.in_own_process(
             __file__, names, flags.size, flags.peers, one_core=True

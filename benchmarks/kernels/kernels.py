@@ -1,18 +1,20 @@
-"""What do neural tangent kernels and their smallest eigenvalues cost, and how right are they?
+"""What do neural tangent kernels and their smallest eigenvalues cost, and how accurate are they?
 
-*Empirical*: `J J'` of a ReLU network 256 -> 4 x 1024 -> 1, and of five convolutions on 3 x 32 x 32
-images, float32. *Infinite*: NNGP and NTK of ten layers (nine activations) on inputs of dimension
-64, float64. *Eigenvalue*: the smallest one of an infinite kernel, float64. *Simplex*: the bracket
-of the smallest eigenvalue over all mixtures of three activations, on 300 real digits.
+- *Empirical*: `J J'` of a ReLU network 256 -> 4 x 1024 -> 1, and of five convolutions on
+  3 x 32 x 32 images, float32.
+- *Infinite*: NNGP and NTK of ten layers (nine activations) on inputs of dimension 64, float64.
+- *Eigenvalue*: the smallest eigenvalue of an infinite kernel, float64.
+- *Simplex*: the bracket of the smallest eigenvalue over all mixtures of three activations, on 300
+  real digits.
 
-The truth: per-sample gradients in float64; the recursion of the network over `ntk.dual`, whose
-quadrature is not that of `ntk.network_kernel`; numpy's full spectrum. Kernels are compared at ten
-rows and columns, spread over the whole; an error is relative to `sqrt(K_ii K_jj)`.
+The truth is per-sample gradients in float64; the network's recursion over `ntk.dual`, with another
+quadrature than `ntk.network_kernel`; and numpy's full spectrum. Kernels are compared at ten rows
+and columns, spread over the whole. An error is relative to `sqrt(K_ii K_jj)`.
 
-One core, one thread (Linux only), beside an accelerator where JAX finds one. A process for every
-method, because of the peak of its memory, which is the whole process's; sizes ascend in it. The
-methods for eigenvalues share one. What would take over LIMIT seconds, or over half the memory, is
-skipped: *that* figure is extrapolated.
+Runs use one core and one thread (Linux only), and an accelerator if JAX finds one. Every method has
+a process, because peak memory is measured per process; sizes ascend in it. The methods for
+eigenvalues share one process. A measurement that would take over LIMIT seconds, or over half the
+memory, is skipped, and *that* figure is extrapolated.
 
     python benchmarks/kernels/kernels.py            # some eight minutes
     python benchmarks/kernels/kernels.py --peers    # without neural-tangents; no results file
@@ -46,14 +48,14 @@ PEER = "neural-tangents"
 
 class Problem(NamedTuple):
     dtype: str
-    data: Callable[[int], Any]  # size -> what the methods get
-    methods: dict[str, Callable]  # data -> a function without arguments, compiled; ours comes first
+    data: Callable[[int], Any]  # size -> input of the methods
+    methods: dict[str, Callable]  # data -> a compiled function without arguments; ours is first
     sizes: tuple[int, ...]
-    small: dict[str, tuple[int, ...]]  # of --quick, and of --smoke where it has the problem
+    small: dict[str, tuple[int, ...]]  # sizes for --quick, and for --smoke if it runs the problem
     accelerator: tuple[int, ...]
-    describe: Callable[[Any, Any], dict]  # (result, truth) -> what is to be said of it
+    describe: Callable[[Any, Any], dict]  # (result, truth) -> fields of the row
     truth: Callable = lambda data, rows: None  # the kernel at these rows and columns
-    flops: Callable[[int], float] | None = None  # of ours, where matrix products are most of it
+    flops: Callable[[int], float] | None = None  # of ours, if matrix products dominate
 
 
 def compiled(fn, *args):
@@ -61,7 +63,7 @@ def compiled(fn, *args):
 
 
 def warm(call):
-    """For functions that compile themselves."""
+    """Run a self-compiling function once, and return it."""
     jax.block_until_ready(call())
     return call
 
@@ -108,7 +110,7 @@ def ours_empirical(method):
 
 
 def gradients(apply, params, x):
-    """[n, number of parameters]"""
+    """Return per-sample gradients [n, number of parameters]."""
     one = jax.grad(lambda params, x: apply(params, x[None]).sum())
     per_sample = jax.vmap(one, in_axes=(None, 0))(params, x)
     return jnp.concatenate([g.reshape(len(x), -1) for g in jax.tree.leaves(per_sample)], axis=1)
@@ -145,7 +147,7 @@ def true_empirical(data, rows):
 
 
 def dense_flops(size) -> float:
-    """Of `(A A') o (B B')` in each layer, and a forward and a backward pass."""
+    """Return the flops of `(A A') o (B B')` in each layer, and of a forward and a backward pass."""
     layers = [(256, 1024), (1024, 1024), (1024, 1024), (1024, 1024), (1024, 1)]
     return sum(2 * size**2 * (m + n) + 4 * size * m * n for m, n in layers)
 
@@ -173,7 +175,7 @@ def ours_infinite(activation):
 def peer_infinite(activation):
     def build(x):
         stax = ntk.neural_tangents().stax
-        layers = [stax.Dense(1, W_std=math.sqrt(DIMENSION))]  # ours has no 1 / d in layer 1
+        layers = [stax.Dense(1, W_std=math.sqrt(DIMENSION))]  # cancels 1 / d, which ours omits
         for _ in range(DEPTH - 1):
             if activation is ntk.relu:
                 layers += [stax.Relu()]
@@ -193,7 +195,7 @@ def true_infinite(activation):
         t, c = jnp.zeros_like(s), 1.0
         for _ in range(DEPTH - 1):
             v = c * s.diagonal()
-            # The diagonal computed by two routes can exceed itself by a rounding.
+            # The diagonal, computed in two ways, can exceed itself by a rounding error.
             bound = jnp.sqrt(v[:, None] * v)
             moments = v[:, None], v, jnp.clip(c * s, -bound, bound)
             slopes = dual(activation.derivative, activation.derivative, *moments)
@@ -337,7 +339,7 @@ SMALL = {
 
 
 def measure(name, methods, run_size) -> list[dict]:
-    """Methods at all sizes of the problem, ascending, in this process."""
+    """Measure methods at all sizes of the problem, ascending, in this process."""
     problem, cpu = PROBLEMS[name], jax.default_backend() == "cpu"
     jax.config.update("jax_enable_x64", problem.dtype == "float64")
     sizes = problem.small.get(run_size) or (problem.sizes if cpu else problem.accelerator)
@@ -356,7 +358,7 @@ def measure(name, methods, run_size) -> list[dict]:
                 continue
             try:
                 result = time_calls(problem.methods[method], data, row, enough)
-            except Exception as error:  # the others are measured all the same
+            except Exception as error:  # the other methods are still measured
                 row["failed"] = f"{error} ".splitlines()[0]
                 continue
             if len(methods) == 1:
@@ -366,7 +368,7 @@ def measure(name, methods, run_size) -> list[dict]:
                 result = np.asarray(result)[np.ix_(at, at)]
             pending.append((row, result))
         del data
-    # At the end, since the truth takes memory.
+    # The truth takes memory, so it comes last.
     for size, group in itertools.groupby(pending, lambda pair: pair[0]["size"]):
         exact = problem.truth(problem.data(size), sample(size))
         for row, result in group:
@@ -378,7 +380,7 @@ def measure(name, methods, run_size) -> list[dict]:
 
 
 def sample(size) -> np.ndarray:
-    """The rows and columns that are compared."""
+    """Return the rows and columns that are compared."""
     return np.linspace(0, size - 1, SAMPLE).astype(int)
 
 
@@ -388,18 +390,18 @@ def time_calls(build, data, row, enough):
     row["compile_s"] = round(time.perf_counter() - start, 2)
     row["s"], row["cpu_s"] = [], []
     while not row["s"] or (sum(row["s"]) < enough and len(row["s"]) <= ROUNDS):
-        result = None  # else there were two results
+        result = None  # otherwise two results exist at once
         wall, cpu = time.perf_counter(), time.process_time()
         result = jax.block_until_ready(call())
         row["s"].append(round(time.perf_counter() - wall, 5))
         row["cpu_s"].append(round(time.process_time() - cpu, 5))
-    if len(row["s"]) > 2:  # the first one warmed up
+    if len(row["s"]) > 2:  # the first call is a warm-up
         row["s"], row["cpu_s"] = row["s"][1:], row["cpu_s"][1:]
     return result
 
 
 def too_much(earlier, size, with_memory) -> str | None:
-    """Why a method is not to be run at this size, judging by the last two."""
+    """Return the reason not to run a method at this size, predicted from the last two sizes."""
 
     def expected(of, power):
         last = earlier[-1]
@@ -419,27 +421,27 @@ def too_much(earlier, size, with_memory) -> str | None:
 
 
 def memory() -> int:
-    """Bytes there are, of the accelerator if JAX finds one."""
+    """Return the bytes of memory, of the accelerator if JAX finds one."""
     if stats := jax.devices()[0].memory_stats():
         return stats["bytes_limit"]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_memory() -> float:
-    """GB: of the accelerator, or of the whole process."""
+    """Return the peak memory in GB: of the accelerator, or of the whole process."""
     return (harness.device_peak() or 1e6 * harness.resident_peak()) / 1e9
 
 
 @functools.cache
 def matmul_rate(dtype, cpu) -> float:
-    """Flops per second, the best of five products of n x n matrices."""
+    """Return flops per second, the best of five products of n x n matrices."""
     n = 2048 if cpu else 8192
     a = jnp.ones((n, n), dtype)
     return 2 * n**3 / min(harness.seconds(compiled(jnp.matmul, a, a)))
 
 
 def run(name, run_size, peers) -> list[dict]:
-    """All methods of a problem."""
+    """Run all methods of a problem."""
     problem = PROBLEMS[name]
     methods = [m for m in problem.methods if PEER in peers or not m.startswith(PEER)]
     together = run_size in SMALL or name == "eigenvalue"
@@ -465,7 +467,7 @@ def run(name, run_size, peers) -> list[dict]:
 
 
 def seconds(row) -> float:
-    """What is compared: of eigenvalues the time of the processor."""
+    """Return the time to compare. For eigenvalues it is the CPU time."""
     return statistics.median(row["cpu_s" if row["problem"] == "eigenvalue" else "s"])
 
 
@@ -479,13 +481,13 @@ def key(row) -> tuple:
 
 
 def ratio(rows, row) -> float | None:
-    """Of a method's time to ours."""
+    """Return the ratio of a method's time to ours."""
     ours = find(rows, row["problem"], "ntk", row["size"])
     return seconds(row) / seconds(ours) if ours else None
 
 
 def report(rows) -> str:
-    """Median time, how many times ours, memory; the largest error."""
+    """Report median times, ratios to ours, memory, and the largest errors."""
     rows, tables = rows[1:], []
     for kind in dict.fromkeys(r["problem"].split(",")[0] for r in rows):
         chosen = [r for r in rows if r["problem"].split(",")[0] == kind]

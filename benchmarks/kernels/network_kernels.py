@@ -1,13 +1,15 @@
-"""What do exact kernels of convolutional and biased networks cost, and how right are they?
+"""What do exact kernels of convolutional and biased networks cost, and how accurate are they?
 
-Beside neural-tangents' stax, whose tanh is by quadrature of degree 25 (it has no other), both
-compiled, in turns: dense layers with biases (inputs of dimension 100), convolutions and flatten,
-convolutions and global average pooling (16 x 16 x 3), a residual network, and Myrtle-5 on CIFAR-10.
-float64; Myrtle-5 float32. Seconds are of the processor, one core, one thread; errors relative to
-the largest entry. Where the process ends, ours is run again without theirs, whose failure it is
-then: tanh with pooling, a segmentation fault on jaxlib 0.10.2. The truth: the same kernel of ours
-in float64, checked against neural-tangents' closed forms to 1e-10 and to quadrature in the tests;
-for float64 the difference of the two is shown, with our own bound.
+We compare with neural-tangents' stax. Its tanh uses quadrature of degree 25, the only tanh it has.
+Both are compiled and take turns. The networks are dense layers with biases (inputs of dimension
+100), convolutions and flatten, convolutions and global average pooling (16 x 16 x 3), a residual
+network, and Myrtle-5 on CIFAR-10. All are in float64, except Myrtle-5 in float32. Times are CPU
+seconds of one core and one thread. Errors are relative to the largest entry.
+
+If the process crashes, ours runs again without theirs, to show that theirs crashed. This happens
+for tanh with pooling: a segmentation fault on jaxlib 0.10.2. The truth is our kernel in float64.
+The tests check it against neural-tangents' closed forms to 1e-10, and against quadrature. For
+float64 the difference of the two is shown, with our own bound.
 
     python benchmarks/kernels/network_kernels.py               # some ten minutes
     python benchmarks/kernels/network_kernels.py --quick --peers neural-tangents   # with stax
@@ -28,7 +30,7 @@ WEIGHTS = (2.0, 0.01)  # variances of weights and biases
 STD = {"W_std": math.sqrt(WEIGHTS[0]), "b_std": math.sqrt(WEIGHTS[1])}
 ACTIVATIONS = ("relu", "erf", "gelu", "tanh")
 PEER = "neural-tangents"
-ENDS = "conv, pooling", "tanh"  # where theirs ends the process, which is a limit that we know
+ENDS = "conv, pooling", "tanh"  # theirs crashes the process here, a known limit
 
 
 def activation(name):
@@ -40,7 +42,7 @@ def activation(name):
 
 
 def layers(name):
-    """Pairs of ours and theirs."""
+    """Return pairs of our layer and theirs."""
     stax = ntk.neural_tangents().stax
     return {
         "act": activation(name),
@@ -104,7 +106,7 @@ def images(n):
 
 
 def compare(name, kind, quick, alone=False) -> dict:
-    """Both, three times in turns; or ours alone."""
+    """Measure both, three times in turns, or ours alone."""
     make, shape, small = NETWORKS[name]
     if quick or kind == "tanh":
         shape = (small, *shape[1:])
@@ -135,7 +137,7 @@ def in_turns(calls, x) -> dict:
 
 
 def work(part, *what):
-    """In a process of its own, on one core; the last of ``what`` is whether ours runs alone."""
+    """Run in a separate process on one core. The last of ``what`` is whether ours runs alone."""
     if part == "compare":
         jax.config.update("jax_enable_x64", True)
         yield compare(*what)
@@ -149,7 +151,7 @@ def work(part, *what):
         row = in_turns(calls, jnp.asarray(x, jnp.float32))
         yield row | {"network": "Myrtle-5, CIFAR-10", "activation": "relu", "n": n}
         return
-    # Stax's own ends in a segmentation fault in float64 here.
+    # Stax's own layer crashes with a segmentation fault in float64 here.
     rough = myrtle().kernel(jnp.asarray(x, jnp.float32))
     jax.config.update("jax_enable_x64", True)
     exact = myrtle().kernel(jnp.asarray(x, float)).ntk

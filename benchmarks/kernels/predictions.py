@@ -1,9 +1,10 @@
 """What do predictions with covariance cost, and do they agree with neural-tangents' ``predict``?
 
-The same kernels go to both, in float64, compiled, in turns; milliseconds of the processor, one
-core; differences of means and covariances over the largest entry. One kernel for every output: 400
-training inputs, 100 others, three outputs, ReLU and erf. A kernel for each pair of outputs (as of
-``outputs="full"``): 100 training inputs, 50 others, three outputs of 600 random features.
+Both get the same kernels, in float64, compiled, and take turns. Times are CPU milliseconds of one
+core. Differences of means and covariances are relative to the largest entry. With one kernel for
+all outputs there are 400 training inputs, 100 test inputs and three outputs, with ReLU and erf.
+With a kernel for each pair of outputs (as with ``outputs="full"``) there are 100 training inputs,
+50 test inputs, and three outputs of 600 random features.
 
     python benchmarks/kernels/predictions.py            # a minute
 """
@@ -24,7 +25,7 @@ TIMES = np.array([0.1, 1.0, 10.0])
 
 
 class Pair(NamedTuple):
-    """The names that ``predict`` looks for."""
+    """The attribute names that ``predict`` expects."""
 
     nngp: Any
     ntk: Any
@@ -50,7 +51,7 @@ def parts(kernels: Pair, y, n: int) -> Data:
 
 
 def shared(n: int, m: int) -> Data:
-    """One kernel for every output."""
+    """Return one kernel for all outputs."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((n + m, 10))
     kernels = ntk.network_kernel(x, activations=[ntk.relu, ntk.erf])
@@ -58,7 +59,7 @@ def shared(n: int, m: int) -> Data:
 
 
 def full(n: int, m: int) -> Data:
-    """A kernel for each pair of outputs."""
+    """Return a kernel for each pair of outputs."""
     rng = np.random.default_rng(0)
     features = rng.standard_normal((n + m, OUTPUTS, WEIGHTS)) / np.sqrt(WEIGHTS)
     scales = rng.uniform(0.5, 2, WEIGHTS)
@@ -70,7 +71,7 @@ def full(n: int, m: int) -> Data:
 
 
 def cases() -> dict[str, Both]:
-    """Ours and theirs, of a kernel that outputs share."""
+    """Return our cases and theirs for a kernel that all outputs share."""
 
     def gaussian(name, mode):
         def ours(d):
@@ -90,7 +91,7 @@ def cases() -> dict[str, Both]:
 
         def theirs(d):
             predict = ntk.neural_tangents().predict
-            # Their inputs are numbers of rows: their kernel function looks the kernels up.
+            # Their inputs are row indices: their kernel function looks the kernels up.
             whole = [
                 jnp.block([[a, b.T], [b, c]])
                 for a, b, c in zip(d.train, d.cross, d.prior, strict=True)
@@ -126,7 +127,7 @@ def cases() -> dict[str, Both]:
 
 
 def flow(each: bool) -> Both:
-    """Gradient flow of one network."""
+    """Return gradient flow of one network."""
     options = {"diag_reg": PENALTY, "diag_reg_absolute_scale": True}
     options |= {"trace_axes": ()} if each else {}
 
@@ -144,7 +145,7 @@ def flow(each: bool) -> Both:
 
 
 def cases_of_outputs() -> dict[str, Both]:
-    """Ours and theirs, of a kernel for each pair of outputs."""
+    """Return our cases and theirs for a kernel for each pair of outputs."""
 
     def theirs(mode):
         def call(d):
@@ -171,7 +172,7 @@ def cases_of_outputs() -> dict[str, Both]:
 
 
 def work(size: str, peers: list[str]) -> Iterator[harness.Row]:
-    """In a process of its own, on one core."""
+    """Run in a separate process on one core."""
     jax.config.update("jax_enable_x64", True)
     sizes = [(400, 100), (100, 50)] if size == "default" else [(40, 10), (10, 5)]
     groups = [(shared, cases, sizes[0]), (full, cases_of_outputs, sizes[1])]

@@ -1,12 +1,13 @@
 """When `bilevel search` says "discretise", is the network with the argmax alone as good as any?
 
-Four settings, twelve seeds each, and twelve others that the rule was chosen on (``tuning``). For
-every seed: the search; the network of every activation alone, trained from the same weights on the
-same rows; the rule's verdict by validation rows; and what the test rows say, by the search's outer
-loss and by error. The argmax is *right* if it is within noise of the best: no more than one
-standard error, of the paired difference on the test rows, above the activation that is best there.
+There are four settings with twelve seeds each, and twelve other seeds on which the rule was chosen
+(``tuning``). Every seed has the search; a network of every activation alone, trained from the same
+weights on the same rows; the rule's verdict by validation rows; and the result on the test rows, by
+the search's outer loss and by error. The argmax is *right* if it is within noise of the best. This
+means: at most one standard error (of the paired difference on the test rows) above the activation
+that is best there.
 
-    python benchmarks/theory/argmax_trust.py            # goes on where it was
+    python benchmarks/theory/argmax_trust.py            # resumable
 """
 
 import time
@@ -42,7 +43,7 @@ def measure(
     inner_steps: int = activation_searches.INNER_STEPS,
     **smaller,
 ) -> list[dict]:
-    """One line a seed: what the rules look at, and what the test rows say."""
+    """Return one line for each seed: the inputs of the rules, and the result on the test rows."""
     began = time.perf_counter()
     options = {"seeds": seeds, "seed": GROUPS[group]} | SETTINGS[setting] | smaller
     task = activation_searches.task_of(**options)
@@ -69,7 +70,7 @@ def measure(
 
 
 def against(table: np.ndarray, choice: int) -> dict[str, list]:
-    """Of losses [n, h + 1], the mixture's last: means, and differences from those of ``choice``."""
+    """Return mean losses of [n, h + 1] (the mixture is last), and differences from ``choice``."""
     gaps = table[:, [choice]] - table
     errors = gaps.std(axis=0, ddof=1) / len(table) ** 0.5
     columns = {"mean": table.mean(axis=0), "worse by": gaps.mean(axis=0), "error": errors}
@@ -80,13 +81,13 @@ def against(table: np.ndarray, choice: int) -> dict[str, list]:
 
 
 def within_noise(judged: dict[str, list], noise: float = 1.0) -> bool:
-    """No activation is better by more than the noise; the mixture, which is last, is left out."""
+    """Return whether no activation is better by more than the noise. The mixture is left out."""
     pairs = zip(judged["worse by"][:-1], judged["error"][:-1], strict=True)
     return all(gap <= noise * error + 1e-9 for gap, error in pairs)
 
 
 def right(line: dict, by: str) -> bool:
-    """Is the argmax within a standard error of the activation that is best on the test rows?"""
+    """Return whether the argmax is within a standard error of the best activation on test rows."""
     judged = line[f"test {by}"]
     best = int(np.argmin(judged["mean"][:-1]))
     return judged["worse by"][best] <= judged["error"][best] + 1e-9
@@ -103,7 +104,7 @@ RULES = {
 
 
 def report(lines: list[dict]) -> str:
-    """How often each rule says "discretise", and how often that is right."""
+    """Report how often each rule says "discretise", and how often it is right."""
     rows = []
     for group in GROUPS:
         own = harness.where(lines, group=group)

@@ -1,23 +1,24 @@
 """How fast does the validation risk approach the test risk, for all alpha at once?
 
 Oymak et al. 2021, Theorem 1, (2)-(4): the largest difference over alpha, of the risk and of its
-hypergradient, is at most sqrt(C (h_eff log(..) + tau) / n_V), and what selection on V loses is at
-most twice that.
+hypergradient, is at most sqrt(C (h_eff log(..) + tau) / n_V). Selection on V loses at most twice
+that.
 
 1. An instance with a known answer: f_a(x) = a.x, x ~ N(0, I), y = 0, squared loss, unit ball. The
-   largest difference is |S - I| (spectral norm, S the sample covariance), 2 sqrt(g) + g with
-   g = h / n_V as both grow; the hypergradient's is 2 |S - I|. (x is not bounded here, so that
-   Assumption 1 fails: the rate does not need it.)
-2. Activation search on digits and Fashion-MNIST, ten classes, 200 training rows: kernel regression
-   at infinite width, over mixture and penalty, and on digits a network of 64 units too, over the
-   mixture. The rows held out are the population, V is drawn from them with replacement: V is
-   i.i.d., and test risk and hypergradient are exact. The model of an alpha does not depend on V,
-   so all V share the losses [alphas, rows] and their derivatives. The loss is the squared one,
-   mean over the outputs: outputs are bounded, so it is bounded and Lipschitz as its derivative is
-   (Assumptions 2 and 2'). The suprema are over a dense sample of the set; gradient ascent from its
-   maximum, and half of the sample, tell what it misses; selection is among the sample.
+   largest difference is |S - I| (spectral norm, S the sample covariance), which is 2 sqrt(g) + g
+   with g = h / n_V as both grow. The hypergradient's is 2 |S - I|. (x is not bounded here, so
+   Assumption 1 fails. The rate does not need it.)
+2. Activation search on digits and Fashion-MNIST, ten classes, 200 training rows. The models are
+   kernel regression at infinite width, over mixture and penalty, and (on digits) a network of 64
+   units, over the mixture. The held-out rows are the population. V is drawn from them with
+   replacement, so V is i.i.d., and test risk and hypergradient are exact. The model of an alpha
+   does not depend on V, so all V share the losses [alphas, rows] and their derivatives. The loss is
+   the mean squared error over the outputs. Outputs are bounded, so the loss and its derivative are
+   bounded and Lipschitz (Assumptions 2 and 2'). The suprema are over a dense sample of the set.
+   Gradient ascent from its maximum, and half of the sample, show how much the sample misses.
+   Selection is among the sample.
 
-Only the part of a hypergradient within the simplex matters to a search: that is what is measured.
+Only the part of a hypergradient within the simplex matters to a search, so we measure this part.
 Intervals are standard errors over the draws of V.
 
     python benchmarks/theory/concentration.py            # five minutes on two cores
@@ -80,9 +81,9 @@ def parts_of(data, pool, key):
 
 
 def losses_of(data, width, pool, **steps):
-    """``losses(alpha, fixed) -> [rows]`` of the trained model on the population, and ``fixed``.
+    """Return ``losses(alpha, fixed)`` [rows] of trained models on the population, and ``fixed``.
 
-    alpha has the mixture and the logarithm of the penalty, scaled to [0, 1]; [h + 1].
+    alpha [h + 1] has the mixture, and the logarithm of the penalty scaled to [0, 1].
     """
     x, x_pool, y, y_pool = parts_of(data, pool, jax.random.key(0))
     space = activation_space(NAMES, width=width, classes=10, outer="squared")
@@ -107,7 +108,7 @@ def losses_of(data, width, pool, **steps):
 
 
 def alphas_of(count) -> np.ndarray:
-    """Of every face corners, centre and ``count`` points, Dirichlet(1/2); [alphas, h + 1]."""
+    """Return vertices, center and ``count`` Dirichlet(1/2) points of each face: [alphas, h + 1]."""
     rng, points = np.random.default_rng(0), []
     for h in FACES:
         drawn = np.concatenate([np.full((1, h), 1 / h), rng.dirichlet(np.full(h, 0.5), count)])
@@ -119,7 +120,7 @@ def alphas_of(count) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=0)
 def evaluate(losses, alphas, fixed):
-    """Losses [alphas, rows] and their derivatives within the set [alphas, rows, h + 1]."""
+    """Return losses [alphas, rows] and derivatives within the set [alphas, rows, h + 1]."""
 
     def one(alpha):
         def twice(alpha):
@@ -133,7 +134,7 @@ def evaluate(losses, alphas, fixed):
 
 @functools.partial(jax.jit, static_argnums=0)
 def ascend(losses, alphas, weights, fixed):
-    """The largest ``|weights . losses(alpha)|`` on gradient ascent from each alpha, projected."""
+    """Maximize ``|weights . losses(alpha)|`` by projected gradient ascent from each alpha."""
 
     def one(start):
         alpha, weights = start
@@ -181,13 +182,13 @@ def search(data, width, pool, *, count, draws, ascents, **steps) -> list[dict]:
 
 
 def tangential(slopes, axis):
-    """Without the part that leaves the simplex of all coordinates but the last."""
+    """Remove the part that leaves the simplex of all coordinates except the last."""
     mixture, penalty = np.split(slopes, [-1], axis)
     return np.concatenate([mixture - mixture.mean(axis, keepdims=True), penalty], axis)
 
 
 def differences(risk, gaps, rises) -> dict:
-    """The suprema over one face: of the risk, the hypergradient, and what selection on V loses."""
+    """Return the suprema over one face: of risk, hypergradient and the loss by selection on V."""
     inside = np.linalg.norm(tangential(rises, 1), axis=1)
     suprema = {"least risk": float(risk.min())}
     for name, sizes in ("risk", np.abs(gaps)), ("gradient", inside):
@@ -201,7 +202,7 @@ def differences(risk, gaps, rises) -> dict:
 
 
 def constants_of(alphas, values, slopes) -> dict:
-    """What the explicit bounds need, over the sample of alpha and the whole population."""
+    """Return the constants of the explicit bounds, over the sample of alpha and the population."""
     inside = tangential(slopes, 2)
     distances = np.linalg.norm(alphas[:, None] - alphas, axis=-1) + 9 * np.eye(len(alphas))
     distances[distances < 1e-3] = 9  # the same point on two faces
@@ -216,10 +217,10 @@ def constants_of(alphas, values, slopes) -> dict:
 
 
 def explicit(constants) -> dict:
-    """Functions of n_V: bounds with the constants measured, and with the proved constant L."""
+    """Return bounds as functions of n_V, with measured constants and with the proved L."""
     kernel, b, L = (constants[k] for k in ("kernel", "largest loss", "L"))
-    # |phi|^2 = E s'(z)^2 is at most 1, that of the identity. The squared loss, mean over outputs,
-    # changes by at most 2 sqrt(b) L.
+    # |phi|^2 = E s'(z)^2 is at most 1, its value for the identity. The squared loss, mean over
+    # outputs, changes by at most 2 sqrt(b) L.
     low, high = LOG_PENALTIES
     proved = bounds.feature_map_lipschitz(
         TRAIN, h=len(NAMES), B=1.0, y_norm=math.sqrt(TRAIN), lambda0=math.exp(low)
@@ -235,7 +236,7 @@ def explicit(constants) -> dict:
 
 
 def covering(kernel):
-    """Of the mixtures, and of the penalty where it is learned."""
+    """Return the covering number of the mixtures, and of the penalty if it is learned."""
     h = len(NAMES)
     dim, extent = (h, 1 / 4) if kernel else (h - 1, 0)
     return bounds.ball_covering(dim, math.sqrt(1 - 1 / h + extent))
@@ -257,7 +258,7 @@ def slope_bound(kernel, n, *, G, L):
 
 
 def exponent(rows, name, against=SIZES) -> tuple[float, float]:
-    """Slope of log(value) in log(against), weighted, and its standard error."""
+    """Return the weighted slope of log(value) in log(against), and its standard error."""
     y, error = (np.array([row[key] for row in rows]) for key in (name, f"{name} s.e."))
     y, error, x = y[y > 0], error[y > 0], np.log(against)[y > 0]
     if len(y) < 2:  # selection lost nothing
@@ -270,7 +271,7 @@ LABELS = {"risk": "risk", "gradient": "hypergradient", "excess": "loss by select
 
 
 def of_searches(rows):
-    """Pairs: what is constant in a search, and its rows."""
+    """Return pairs of the constants of a search and its rows."""
     for constants in where(rows, part="constants"):
         yield constants, where(rows, part="search", search=constants["search"])
 
@@ -301,7 +302,7 @@ def report(rows) -> str:
 
 
 def comparison(constants, rows) -> dict:
-    """What the largest gap is compared with: a column of the second table."""
+    """Return the value to compare with the largest gap: a column of the second table."""
     few, many = where(rows, h=FACES[0]), where(rows, h=FACES[-1])
     bound = explicit(constants)
 
@@ -371,7 +372,8 @@ def verdicts(rows):
         "small part of the gap: models near the best have nearly the same loss on every row, so "
         "that their order is known long before their risks are."
     )
-    # There one alpha has E |a'(S - I)a| = sqrt(2 / n) E |z| = 2 / sqrt(pi n), all 2 sqrt(h / n).
+    # A single alpha has E |a'(S - I)a| = sqrt(2 / n) E |z| = 2 / sqrt(pi n). All alphas together
+    # have 2 sqrt(h / n).
     price = math.sqrt(math.pi * FACES[-1])
     yield (
         "That the gap is uniform in alpha costs a small factor (second table, first rows), in "

@@ -7,12 +7,13 @@ shared weights. Li et al. (GAEA): exponentiated gradient is faster and sparser t
    the simplex, y = f_alpha. How often is argmax alpha best, with and without the condition?
 2. Searches among six activations on images, in a finite network and at infinite width: is argmax
    alpha best at the shared weights, and best of the networks trained for one activation each?
-3. The same searches by softmax, exponentiated gradient and projection, each under plain gradient
-   descent and under Adam: where they end, after how many steps, and how sparse alpha gets.
+3. The same searches by softmax, exponentiated gradient and projection, each with plain gradient
+   descent and with Adam: where do they end, after how many steps, and how sparse is alpha?
 
-Losses are squared errors, what is best is decided on test rows. Every lower problem starts anew, so
-all methods descend the same function of alpha. A method's learning rate is that of its grid with
-the least final validation loss, averaged over seeds used for nothing else.
+Losses are squared errors, and the best activation is decided on test rows. Every lower problem
+starts from the same weights, so all methods descend the same function of alpha. A method's learning
+rate is the one of its grid with the smallest final validation loss, averaged over seeds that are
+used for nothing else.
 
     python benchmarks/theory/discretization.py            # ten minutes on two cores
 """
@@ -48,7 +49,7 @@ class Sizes(NamedTuple):
     instances: int = 4000  # of each kind and each h = 2, ..., 6
     data: tuple[str, ...] = ("digits", "fashion-mnist")
     widths: tuple[float, ...] = (64, math.inf)
-    rows: int = 150  # for training; as many for validation
+    rows: int = 150  # for training, and the same number for validation
     test: int = 400
     inner_steps: int = 30
     steps: int = 30
@@ -67,13 +68,13 @@ def gaussian(rng, count, h):
 
 
 def correlated(rng, count, h):
-    """Correlations .9, scales apart by a factor e or so: much alike, as ReLU and its kin are."""
+    """Draw functions as similar as ReLU-like ones: correlation 0.9, scales apart by about e."""
     own, common = rng.normal(size=(count, h, h)), rng.normal(size=(count, h, 1))
     return (0.9**0.5 * common + 0.1**0.5 * own) * np.exp(rng.normal(size=(count, 1, h)) / 2)
 
 
 def activations(rng, count, h, width=16, n=64):
-    """Random activations on one random hidden layer, inputs on the unit sphere of R^8."""
+    """Draw random activations on one random hidden layer, with inputs on the unit sphere of R^8."""
     x, w = rng.normal(size=(count, n, 8)), rng.normal(size=(count, width, 8))
     z = x / np.linalg.norm(x, axis=-1, keepdims=True) @ np.swapaxes(w, 1, 2)
     signs = np.where(np.arange(width) % 2, 1, -1) / width**0.5
@@ -89,7 +90,7 @@ KINDS = {"Gaussian": gaussian, "correlated": correlated, "activations": activati
 @jax.vmap
 def judged(f, alpha):
     verdict = condition_six(f, alpha, f @ alpha)
-    holds = verdict.difference >= -1e-10 * verdict.D.max()  # D_1 = D_2 for h = 2, but for rounding
+    holds = verdict.difference >= -1e-10 * verdict.D.max()  # D_1 = D_2 for h = 2, up to rounding
     better, larger = verdict.L[:, None] < verdict.L, alpha[:, None] > alpha
     best, condition = verdict.argmax == jnp.argmin(verdict.L), holds[:, verdict.argmax].all()
     return {
@@ -104,7 +105,7 @@ def judged(f, alpha):
 
 
 def instances(kind: str, h: int, count: int) -> dict:
-    """Counts; the rows of an instance are its whole population, so nothing is undecided."""
+    """Return counts. The rows of an instance are its whole population, so every case is decided."""
     rng = np.random.default_rng(h)
     with jax.enable_x64(True):
         # Only F = E f f' matters: h rows are enough.
@@ -118,13 +119,13 @@ def instances(kind: str, h: int, count: int) -> dict:
 
 
 class Task(NamedTuple):
-    """A search; ``data`` has all that differs between seeds: w0, train, valid, test, ..."""
+    """A search; ``data`` has everything that differs between seeds: w0, train, valid, test, ..."""
 
     problem: bilevel.Problem
     solver: Callable  # data -> LowerSolver
     outputs: Callable  # (w, alpha, x) -> [n, h, classes], of each activation at the shared w
-    prepare: Callable  # (key, x of training rows) -> what data has beside the rows
-    inputs: Callable  # (x, x of training rows) -> what the losses take for x
+    prepare: Callable  # (key, x of training rows) -> fields of data in addition to the rows
+    inputs: Callable  # (x, x of training rows) -> inputs of the losses
 
 
 @functools.cache
@@ -146,10 +147,10 @@ def finite(width: int, inner_steps: int) -> Task:
 
 @functools.cache
 def infinite() -> Task:
-    """Ridge regression in the tangent features phi_alpha = sum_i alpha_i phi_i, penalty fixed.
+    """Return ridge regression in the tangent features phi_alpha = sum_i alpha_i phi_i.
 
-    Its shared weights are theta = sum_j alpha_j phi_j(X)'w, so that ``f_i(x) = phi_i(x)'theta =
-    sum_j alpha_j K_ij(x, X) w``.
+    The penalty is fixed. The shared weights are theta = sum_j alpha_j phi_j(X)'w, so that ``f_i(x)
+    = phi_i(x)'theta = sum_j alpha_j K_ij(x, X) w``.
     """
     space = activation_space(NAMES, width=math.inf, classes=10, outer="squared")
 
@@ -166,13 +167,13 @@ def infinite() -> Task:
 
 
 def small(images):
-    """Fashion-MNIST's in 7 x 7 pixels, about the 8 x 8 of digits."""
+    """Shrink Fashion-MNIST's images to 7 x 7 pixels, close to the 8 x 8 of digits."""
     n, side, _ = images.shape
     return images if side == 8 else images.reshape(n, 7, side // 7, 7, side // 7).mean((2, 4))
 
 
 def seeds_of(task: Task, name: str, sizes: Sizes, count: int, seed: int) -> dict:
-    """The data of ``count`` seeds, stacked."""
+    """Return the stacked data of ``count`` seeds."""
     keys = [jax.random.split(key) for key in jax.random.split(jax.random.key(seed), count)]
     counts = {"train": sizes.rows, "valid": sizes.rows, "test": sizes.test}
     drawn, of_seeds = bilevel.data.draw_splits(name, [rows for rows, _ in keys], **counts), []
@@ -191,7 +192,7 @@ def trained(task: Task, data: dict, alpha):
 
 
 def standalone(task: Task, data: dict):
-    """Test losses and errors [h] of networks trained for one activation each."""
+    """Return test losses and errors [h] of networks trained for one activation each."""
 
     def one(alpha):
         w, (x, y) = trained(task, data, alpha), data["test"]
@@ -203,7 +204,7 @@ def standalone(task: Task, data: dict):
 
 
 def examined(task: Task, data: dict, alpha):
-    """Each activation at the weights shared at ``alpha``, on the test rows."""
+    """Evaluate each activation at the weights shared at ``alpha``, on the test rows."""
     x, y = data["test"]
     verdict = condition_six(task.outputs(trained(task, data, alpha), alpha, x), alpha, y)
     wanted = "condition", "nearest", "trust", "L", "L_alpha", "realizability", "stationarity"
@@ -235,7 +236,7 @@ RATES = {  # at finite and at infinite width
 
 @functools.cache
 def compiled(fn: Callable, task: Task, seeds: int):
-    """``fn`` over the leading axis of its arguments, ``seeds`` at a time, as numpy arrays."""
+    """Map ``fn`` over the leading axis, ``seeds`` at a time; return numpy arrays."""
     run = jax.jit(jax.vmap(functools.partial(fn, task)))
 
     def all_of(*args):
@@ -248,14 +249,14 @@ def compiled(fn: Callable, task: Task, seeds: int):
 
 @functools.partial(jax.jit, static_argnums=0)
 def update(method: tuple[str, str], rate, grad, state, alpha):
-    """A step of the method; its first where ``state`` is None."""
+    """Take a step of the method. With ``state`` None it is the first step."""
     descent = GEOMETRIES[method[0]](OPTIMIZERS[method[1]](rate))
     change, state = descent.update(grad, descent.init(alpha) if state is None else state, alpha)
     return optax.apply_updates(alpha, change), state
 
 
 def descend(gradient: Callable, method: tuple[str, str], rate: float, data: dict, steps: int):
-    """Alphas [seeds, steps + 1, h] from the uniform one on, and the validation losses there."""
+    """Return alphas [seeds, steps + 1, h] from the uniform one on, and their validation losses."""
     alpha, state, path = jnp.tile(UNIFORM, (len(data["w0"]), 1)), None, []
     for _ in range(steps + 1):
         value, grad = gradient(data, alpha)
@@ -287,7 +288,7 @@ def searches(name: str, width: float, sizes: Sizes) -> list[dict]:
 
 
 def percent(hits, chosen=True) -> str:
-    """Share among the chosen; rows are independent, columns (methods) need not be."""
+    """Format the share among the chosen. Rows are independent, columns (methods) need not be."""
     chosen = np.broadcast_to(chosen, hits.shape)
     total, hits = chosen.sum(), hits & chosen
     share = hits.sum() / max(total, 1)
@@ -296,14 +297,14 @@ def percent(hits, chosen=True) -> str:
 
 
 class Found(NamedTuple):
-    """All searches: leading axes settings, seeds, methods."""
+    """All searches. The leading axes are settings, seeds and methods."""
 
     settings: list[tuple[str, str]]
-    rates: np.ndarray  # [settings, methods], as text
+    rates: np.ndarray  # [settings, methods], as strings
     x: dict[str, np.ndarray]
 
     def of(self, name, geometry, optimizer):
-        """[settings * seeds, ...]"""
+        """Return a field of these methods: [settings * seeds, ...]."""
         x = self.x[name][:, :, list(RATES).index((geometry, optimizer))]
         return x.reshape(-1, *x.shape[2:])
 
@@ -370,7 +371,7 @@ def instance_table(rows) -> str:
 
 
 def search_table(rows) -> str:
-    """Per setting, all methods."""
+    """Return a table of all methods by setting."""
     collection = collected(rows)
     x, ranked = collection.x, [k for k in collection.x if k.endswith("kendalltau")]
     head = [
@@ -391,7 +392,7 @@ def search_table(rows) -> str:
 
 
 def verdict_table(rows) -> str:
-    """By verdict, all settings."""
+    """Return a table of all settings by verdict."""
     x, lines = collected(rows).x, []
     for name in ("condition", "trust"):
         for value, word in ((1, "yes"), (0, "undecided"), (-1, "no")):

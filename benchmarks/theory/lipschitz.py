@@ -1,25 +1,27 @@
 """Does training move in proportion to the activation's parameter?  (Oymak et al. 2021, Figure 2)
 
-Networks with s_a = (1 - a) ReLU + a Sigmoid, trained at a and at a + da from the same initial
-weights with the same batches: |theta_a - theta_{a+da}| / da against the width k.
+Networks with s_a = (1 - a) ReLU + a Sigmoid are trained at a and at a + da, from the same initial
+weights with the same batches. We measure |theta_a - theta_{a+da}| / da against the width k.
 
-(a) shallow: f(x) = v' s_a(W x), W [k, 784] trained, v ~ N(0, 2/k) fixed;
-(b) deep: four layers of k, k/2, k/4, 1 units, all trained.
+(a) shallow: f(x) = v' s_a(W x), W [k, 784] trained, v ~ N(0, 2/k) fixed; (b) deep: four layers of
+k, k/2, k/4, 1 units, all trained.
 
-MNIST's digits 0 and 1, pixels in [0, 1], labels -1 and 1, mean of (f - y)^2 over batches of 128
-(the rest of an epoch is left out), weights ~ N(0, 2/fan_in) (He), no biases, SGD at 0.003 for 60
-epochs. Labels, pixels, the loss's factor, biases, v and what to do where a + da > 1 (here nothing)
-are not in the paper. Every a, uniform in [0, 1], has initial weights of its own.
+The data are MNIST's digits 0 and 1, with pixels in [0, 1] and labels -1 and 1. The loss is the mean
+of (f - y)^2 over batches of 128 (the remainder of an epoch is left out). Weights are ~ N(0,
+2/fan_in) (He), without biases. SGD runs at 0.003 for 60 epochs. The paper does not state the
+labels, the pixel range, the factor of the loss, biases, v, or the treatment of a + da > 1 (here
+none). Every a is uniform in [0, 1] and has separate initial weights.
 
-Beside it: the same quotient for the predictions on test images, largest over images (Assumption 1);
-at the smallest width all of it in float64, with a da so small that float32 would show its rounding
-and any algorithm its jumps; and with all images, also for labels 0 and 1.
+We also measure the same quotient for the predictions on test images, as the maximum over images
+(Assumption 1). At the smallest width everything is repeated in float64, with a da so small that
+roundoff in float32, or jumps of the algorithm, become visible. With all images we also use labels 0
+and 1.
 
-Pixels that are 0 in all images are dropped: their weights do not move, so this changes nothing.
+Pixels that are 0 in all images are dropped. Their weights do not move, so this changes nothing.
 
-All of the paper's widths and 20 a, on 1,536 of the 12,665 images. Every a is a row of its own,
-written as it ends; what the results file holds is not measured again. They come in blocks of five,
-each through all widths: a run that is cut short has fewer a, not fewer widths.
+The default has all of the paper's widths and 20 a, on 1,536 of the 12,665 images. Every a is a row,
+written when it ends, and rows in the results file are not measured again. The a come in blocks of
+five, each through all widths. So an interrupted run has fewer a, but all widths.
 
     python benchmarks/theory/lipschitz.py            # hours, most of them for the last width
     python benchmarks/theory/lipschitz.py --full     # with all images: eight times as long
@@ -41,12 +43,12 @@ from benchmarks.harness import standard_error
 from bilevel.theory.stability import lipschitz
 
 DELTAS = (0.005, 0.01, 0.03, 0.05, 0.07)
-TINY = 64 * float(np.finfo(np.float32).eps)  # shows rounding, where the algorithm has no jumps
+TINY = 64 * float(np.finfo(np.float32).eps)  # shows roundoff, if the algorithm is smooth
 BATCH, STEP_SIZE, PIXELS = 128, 0.003, 784
-BLOCK = 5  # a's
+BLOCK = 5  # number of a in a block
 NETWORKS = {"shallow": "(a) shallow, input layer trained", "deep": "(b) four layers"}
 WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096)
-AXES = {"shallow": 1.4, "deep": 3.0}  # where the paper's axes end
+AXES = {"shallow": 1.4, "deep": 3.0}  # ends of the paper's axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ SMALL = SIZES["smoke"], SIZES["quick"]
 
 
 def digits(name, images, labels):
-    """Training rows [n, d], their labels, test rows, and which pixels the d are."""
+    """Return training rows [n, d], their labels, test rows, and the indices of the d pixels."""
     data = bilevel.data.load(name)
 
     def rows(x, y, most):
@@ -82,7 +84,7 @@ def digits(name, images, labels):
 
 
 def draws(sizes, images):
-    """The a's, a key for each, and the rows of every batch, [steps, BATCH]."""
+    """Return the a's, a key for each, and the rows of every batch, [steps, BATCH]."""
     alpha_key, weight_key, order_key = jax.random.split(jax.random.key(0), 3)
     alphas = jax.random.uniform(alpha_key, (sizes.alphas,), jnp.float32)
     epochs = [
@@ -111,7 +113,7 @@ def predict(weights, alpha, x):
 
 
 def train(weights, alpha, trained, data, order):
-    """SGD on the first ``trained`` layers: their weights, and predictions on the test rows."""
+    """Train the first ``trained`` layers by SGD; return weights and predictions on test rows."""
     x, y, x_test = data
     fixed = weights[trained:]
 
@@ -132,7 +134,7 @@ def norms(difference):
 
 @functools.cache
 def compiled(network, width, sizes, labels, deltas, dtype):
-    """A function of a key and an a, which trains at that a and beside it; its compile time."""
+    """Compile ``(key, a) -> results`` of training at a and at a + da; return its time too."""
     x, y, x_test, used = digits(sizes.data, sizes.images, labels)
     _, _, order = draws(sizes, len(y))
     data, deltas = [jnp.asarray(part, dtype) for part in (x, y, x_test)], jnp.asarray(deltas, dtype)
@@ -152,10 +154,10 @@ def compiled(network, width, sizes, labels, deltas, dtype):
 def measure(
     network, width, sizes, index, *, labels=(-1, 1), deltas=DELTAS, dtype="float32"
 ) -> dict:
-    """A row: for the a of that index quotients [deltas] of the weights and of the predictions."""
+    """Return a row: quotients [deltas] of weights and predictions for the a of this index."""
     images = len(digits(sizes.data, sizes.images, labels)[1])
     alphas, keys, _ = draws(sizes, images)
-    # Full precision, also where a device would multiply in fewer bits: the differences cancel.
+    # Full precision on every device, because the differences cancel.
     with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("float32"):
         run, compilation = compiled(network, width, sizes, labels, deltas, dtype)
         start = time.perf_counter()
@@ -167,7 +169,7 @@ def measure(
 
 
 def tasks(sizes):
-    """What identifies each row, and the options that it is measured with; by part and by width."""
+    """Return the keys of every row and the options of its measurement, by part and by width."""
     smallest, whole = sizes.widths[0], dataclasses.replace(sizes, images=None)
     every = [
         ("figure", network, width, sizes, {}) for width in sizes.widths for network in NETWORKS
@@ -190,7 +192,7 @@ def tasks(sizes):
 
 
 def joined(rows):
-    """A row for each network of each part, with the values of all its a, of which it has two."""
+    """Return a row for each network of each part, with the values of all its a (at least two)."""
     by_network = {}
     for row in rows:
         if row["part"] != "environment":
@@ -207,14 +209,14 @@ def joined(rows):
 
 
 def common(figure):
-    """Of the widths that have a block of a: the a that all of them have."""
+    """Return the rows of widths with a complete block, restricted to their common a."""
     figure = [row for row in figure if len(row["a"]) >= min(BLOCK, len(figure[0]["a"]))]
     shared = set.intersection(*(set(row["a"]) for row in figure))
     return [only(shared, row) for row in figure]
 
 
 def only(shared, row):
-    """The row with those of its a that are among the ``shared``."""
+    """Restrict a row to those of its a that are among the ``shared``."""
     places = [i for i, a in enumerate(row["a"]) if a in shared]
     return row | {name: [row[name][i] for i in places] for name in ("a", "weights", "predictions")}
 
@@ -224,7 +226,7 @@ def spread(x) -> str:
 
 
 def verdicts(rows, network):
-    """Pairs of whether what the paper says or its axes show is seen, and what is."""
+    """Return pairs of a verdict on a claim of the paper or its axes, and the measurement."""
     of_network = functools.partial(harness.where, joined(rows), network=network)
     figure, end = common(of_network(part="figure")), AXES[network]
     quotients = np.array([r["weights"] for r in figure])  # [widths, alphas, deltas]
@@ -245,7 +247,7 @@ def verdicts(rows, network):
     yield np.mean(excess) > 0, text
     (wide,), (tiny,) = of_network(part="float64"), of_network(part="rounding")
     exact, narrow = np.array(wide["weights"]), np.mean(tiny["weights"])
-    both = set(wide["a"]) & set(figure[0]["a"])  # those that float32 and float64 have had
+    both = set(wide["a"]) & set(figure[0]["a"])  # those measured in float32 and in float64
     pair = (np.array(only(both, row)["weights"]) for row in (figure[0], wide))
     means = [np.mean(of_it[:, : len(DELTAS)], axis=0) for of_it in pair]
     off = np.max(np.abs(means[0] / means[1] - 1))
@@ -291,7 +293,7 @@ GRADES = {True: "reproduced in part", False: "not reproduced"}
 
 
 def verdict_lines(rows) -> str:
-    """The verdicts; with fewer images than the paper's no claim is reproduced in full."""
+    """Return the verdicts. With fewer images than the paper's no claim is fully reproduced."""
     return "\n\n".join(
         "\n".join(
             [f"{name}:", ""]
@@ -314,7 +316,7 @@ def draw(rows, axes):
         for j, delta in enumerate(DELTAS):
             mean = quotients[:, :, j].mean(axis=1)
             error = standard_error(quotients[:, :, j].T)
-            beside = np.array(widths) * 2 ** (0.05 * (j - 2))  # where their bars do not overlap
+            beside = np.array(widths) * 2 ** (0.05 * (j - 2))  # error bars must not overlap
             ax.errorbar(beside, mean, error, fmt="os^Dv"[j] + "-", label=f"Δα = {delta}")
         ax.axhline(AXES[network], color="grey", linewidth=0.8, linestyle="--")
         ax.set_xscale("log", base=2)

@@ -1,13 +1,14 @@
 """Is the mixture of feature maps found by one eigenvector?  (Oymak et al. 2021, Theorem 4)
 
 1. Phase diagram over (p/n, h/n): overlap (alpha*' alpha^)^2 and risk of the two-stage estimator,
-   simulated without tensors, beside the exact limits and the paper's bounds (11) and (12).
-2. Beyond the theorem: the same with whole tensors of Gaussian numbers, of signs, and of random ReLU
-   features (of one input for all maps; standardized, and so correlated), p = 2n.
-3. As the start of a search: validation loss and test error by outer step, from the uniform mixture,
-   from the paper's spectral alpha and from the whitened one (both from the training rows). Feature
-   maps: Theorem 4's model, 3 of 20 maps useful; then each map of a size of its own, from 1/10 to
-   10. Activations at infinite width on digits and Fashion-MNIST, 10 classes, squared loss. Float64.
+   simulated without tensors, compared with the exact limits and the paper's bounds (11) and (12).
+2. Beyond the theorem: the same with whole tensors of Gaussian values, of signs, and of random ReLU
+   features, p = 2n. All maps have ReLU features of one input, standardized, so they are correlated.
+3. Initialization of a search: validation loss and test error by outer step, from the uniform
+   mixture, from the paper's spectral alpha and from the whitened one (both from the training rows).
+   The feature maps are those of Theorem 4's model, 3 of 20 maps useful; then each map has a
+   different size, from 1/10 to 10. We also search activations at infinite width on digits and
+   Fashion-MNIST, 10 classes, squared loss. All in float64.
 
     python benchmarks/theory/spectral.py            # ten minutes on two cores
 """
@@ -36,7 +37,7 @@ STEPS, RATE = 60, 0.3  # the rate of `bilevel search`
 
 
 def moments(draws) -> list[float]:
-    """Mean and its standard error."""
+    """Return the mean and its standard error."""
     return [float(np.mean(draws)), float(harness.standard_error(draws))]
 
 
@@ -66,7 +67,7 @@ KINDS = {
 
 
 def trial(draw, n, p, h, key):
-    """[overlap, relative test error] of the paper's estimator, then of the whitened one."""
+    """Return [overlap, relative test error] of the paper's estimator, then of the whitened one."""
     keys = jax.random.split(key, 6)
     alpha, theta = (v / jnp.linalg.norm(v) for v in map(jax.random.normal, keys[:2], [(h,), (p,)]))
     parts = [draw(k, keys[2], (n, h, p)) for k in keys[3:]]
@@ -91,7 +92,7 @@ def beyond(n, runs, heights, kinds=tuple(KINDS)) -> list[dict]:
 
 
 def curves(space, features, error, train, valid, test):
-    """Validation loss and test error [3, 1 + steps] of searches from STARTS, and their ends."""
+    """Search from STARTS: return validation losses, test errors [3, 1 + steps], and last alphas."""
     start, w = space.start(), space.init(jax.random.key(0), train)
     plain, whitened = (spectral.spectral_alpha(features, train[1], whiten=w) for w in (False, True))
     nearest = spectral.simplex_start(whitened, spectral.noise_gram(features, train[1]))
@@ -155,7 +156,7 @@ def image_search(name, seeds, n=150, test=600):
     for parts in bilevel.data.draw_splits(name, keys, train=n, valid=n, test=test):
         x, x_valid, x_test = unit_inputs(*(rows.astype(float) for rows, _ in parts))
         y, y_valid = (sign_labels(labels, 10) for _, labels in parts[:2])
-        # In pieces of one shape, for one compilation.
+        # Pieces of equal shape need a single compilation.
         pieces = [space.blocks(x_test[k : k + n], x) for k in range(0, test, n)]
         held_out = jnp.concatenate(pieces, axis=2), jnp.asarray(parts[2][1])
         curves_of_seeds.append(
@@ -172,7 +173,7 @@ def search(seeds, images, *, tasks=2, rows=100) -> list[dict]:
     result_rows = []
     for task, run in runs.items():
         valid, test, mixtures = map(np.asarray, run())
-        # Steps after which it stays within 1 % of the best of the three final losses.
+        # Steps until the loss stays within 1 % of the best of the three final losses.
         near = valid <= 1.01 * valid[:, :, -1].min(axis=1)[:, None, None]
         steps = np.minimum(STEPS + 1 - np.cumprod(near[:, :, ::-1], axis=2).sum(2), STEPS)
         for i, start in enumerate(STARTS):
@@ -185,7 +186,7 @@ def search(seeds, images, *, tasks=2, rows=100) -> list[dict]:
 
 
 def shown(lines) -> list[list]:
-    """Pairs of a mean and its standard error as text."""
+    """Format pairs of a mean and its standard error."""
     return [["{:.3f} ± {:.3f}".format(*c) if isinstance(c, list) else c for c in x] for x in lines]
 
 

@@ -1,23 +1,23 @@
 """Which untrained score ranks all 15,625 networks of NAS-Bench-201 best?  (Dong & Yang 2020)
 
-Every network is scored at its initial weights on one batch of 32 images of CIFAR-10, and held
-against the benchmark's accuracies: no error of a sample is left, that of the batch and of one draw
-of the weights is. Beside the scores stand counts that look at nothing but the genotype.
+Every network is scored at its initial weights on one batch of 32 images of CIFAR-10, and compared
+with the benchmark's accuracies. The sample of networks adds no error, but the batch and the single
+draw of the weights do. The baselines are counts that use only the genotype.
 
-Scores of derivatives are those of a function, and 5,260 of the networks are different functions
-(`cell_formulas.canonical`): one network of each is scored, and the others have its score.
+Scores by derivatives depend only on the network's function, and there are 5,260 different functions
+(`cell_formulas.canonical`). One network of each is scored, and the others get its score.
 
-Sums of log ranks: on a random half of the networks parts are added one by one, at most four, while
-the mean tau of the three datasets grows by 0.002; the other half judges. This 20 times.
+Sums of log ranks are formed on a random half of the networks. Scores are added one by one, at most
+four, while the mean tau of the three datasets grows by 0.002. The other half evaluates the sum.
+This is done 20 times.
 
-Networks come in random order, so that a run that was cut short has judged a sample; the scores are
-kept (`results/all_networks*.npz`), and a second run goes on where the first one was. Scores that
-other code or another machine has kept can be judged, but not gone on with: to score anew, remove
-them.
+Networks come in random order, so an interrupted run has scored a sample. The scores are stored
+(`results/all_networks*.npz`), and a second run resumes. Stored scores by other code or another
+machine can be evaluated, but not continued. Remove them to score again.
 
     python benchmarks/train_free/all_networks.py          # naswot, synflow, ...: hours of one core
     python benchmarks/train_free/all_networks.py --only synflow l2_norm
-    python benchmarks/train_free/all_networks.py --kept   # judges what is kept, and scores nothing
+    python benchmarks/train_free/all_networks.py --kept   # evaluates stored scores only
 """
 
 import jax
@@ -36,7 +36,7 @@ from bilevel.spaces.nasbench201.judging.table import DATASETS
 from bilevel.spaces.nasbench201.judging.verdicts import BASELINES
 from bilevel.spaces.nasbench201.scoring import Scored
 
-OF_FUNCTIONS = "jacov", "grad_norm", "snip", "zico", "wrcor"  # what has no effect adds nothing
+OF_FUNCTIONS = "jacov", "grad_norm", "snip", "zico", "wrcor"  # operations without effect add 0
 COUNTS = "trainable layers", "multiply-adds", "conv edges"  # parameters rank as multiply-adds do
 FILES = {
     "all_networks.npz": ("synflow", "l2_norm", "naswot"),
@@ -47,11 +47,11 @@ SCORES = tuple(name for names in FILES.values() for name in names)
 PATHS = [3], [0, 4], [1, 5], [0, 2, 5]  # from the cell's input to its output, by places in EDGES
 HALVES, PARTS, GAIN = 20, 4, 0.002
 TESTS = [f"{dataset}-test" for dataset in DATASETS]
-PUBLISHED = (0.750, 0.753, 0.743)  # VKDNW with four others: the best untrained figures printed
+PUBLISHED = (0.750, 0.753, 0.743)  # VKDNW with four others: the best published untrained taus
 
 
 def task(size):
-    """Networks, weights, batch."""
+    """Return networks, weights and a batch."""
     small = size != "default"
     networks = all_networks(classes=10, **({"cells": 1, "channels": 4} if small else {}))
     count, key = 12 if small else 32, jax.random.key(0)
@@ -67,12 +67,12 @@ def task(size):
 
 
 def order(count=None) -> np.ndarray:
-    """Rows of the benchmark's table as they are scored, the first ``count``."""
+    """Return the first ``count`` rows of the benchmark's table in the order of scoring."""
     return np.random.RandomState(0).permutation(len(genotypes()))[:count]
 
 
 def places(name, rows) -> tuple[np.ndarray, np.ndarray]:
-    """Which of the rows a score is computed on; and for each row, which of these it has it from."""
+    """Return the rows to compute a score on, and for each row the place of its score in these."""
     if name not in OF_FUNCTIONS:
         return np.arange(len(rows)), np.arange(len(rows))
     first: dict[str, int] = {}
@@ -81,7 +81,7 @@ def places(name, rows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def scored(names, rows, score):
-    """Scores of the rows, larger is better, and seconds; by ``score(names, cells, file)``."""
+    """Return scores of the rows (larger is better) and seconds."""
     cells = encode([genotypes()[row] for row in rows])
     values, seconds = {}, {}
     for file, its in FILES.items():
@@ -95,7 +95,7 @@ def scored(names, rows, score):
 
 
 def computed(size):
-    """``score`` that resumes a file; small sizes use none."""
+    """Return a ``score`` that resumes from a file; small sizes use no file."""
     networks, w, batch = task(size)
 
     def score(names, cells, file):
@@ -106,13 +106,13 @@ def computed(size):
 
 
 def kept(names, cells, file) -> Scored:
-    """From the file alone, wherever its scores were computed."""
+    """Read scores from the file only, wherever they were computed."""
     arrays, notes = records.read_arrays(file)
     if not np.array_equal(arrays["genotypes"][: len(cells)], cells):
         raise SystemExit(f"{file}: expected the networks in the order of this script.")
     values, seconds = {}, {}
     for key, score in arrays.items():
-        program, _, name = key.partition("/")  # grad_norm and snip are of one, "gradient"
+        program, _, name = key.partition("/")  # grad_norm and snip share a program, "gradient"
         if name in names:
             values[name], seconds[name] = score, notes["seconds"][program] / len(score)
     for name in names:
@@ -122,7 +122,7 @@ def kept(names, cells, file) -> Scored:
 
 
 def without_inert() -> np.ndarray:
-    """Networks whose every operation other than "none" has an effect, [15625]."""
+    """Return for each network whether all operations except "none" have an effect, [15625]."""
     carries = encode(genotypes()) != PRIMITIVES.index("none")
     live = np.zeros_like(carries)
     for path in PATHS:
@@ -135,7 +135,7 @@ def taus(score, accuracies) -> list[float]:
 
 
 def chosen(scores, accuracies) -> list[str]:
-    """Parts that are added while the mean tau grows."""
+    """Add scores while the mean tau grows; return them."""
     parts, best = [], 0.0
     while len(parts) < PARTS:
         mean_taus = {
@@ -151,7 +151,7 @@ def chosen(scores, accuracies) -> list[str]:
 
 
 def halves(scores, accuracies, which):
-    """For each random half: the parts chosen on it, and their taus on the other."""
+    """Return for each random half the scores chosen on it, and their taus on the other half."""
     size = len(accuracies[0])
     for half in range(HALVES):
         mine = np.random.default_rng(half).permutation(size) < size // 2
@@ -162,7 +162,7 @@ def halves(scores, accuracies, which):
 
 
 def judged(rows, scores, seconds):
-    """Correlations of all scores and counts, on all networks and on those without inert parts."""
+    """Correlate all scores and counts, on all networks and on those without inert parts."""
     table, counts = load_table(), {}
     for name in COUNTS:
         counts[name] = np.array([BASELINES[name](genotypes()[row]) for row in rows], float)
@@ -179,7 +179,7 @@ def judged(rows, scores, seconds):
 
 
 def report(rows) -> str:
-    """Correlations, then what was chosen on halves."""
+    """Report correlations, then the choices on halves."""
     text = []
     kinds = {"all": "networks, all there are", "active": "networks without inert operations"}
     for which, what in kinds.items():
@@ -202,7 +202,7 @@ def report(rows) -> str:
 
 
 def of_halves(rows) -> str:
-    """The distribution over the halves."""
+    """Return the distribution over the halves."""
     all_taus = np.array([row["taus"] for row in rows])
     quantiles = np.quantile(all_taus, [0, 0.5, 1], axis=0)
     lines = [
@@ -232,7 +232,7 @@ def main() -> None:
     rows = order({"smoke": 10, "quick": 40, "default": None}[size])
     scores, seconds = scored(names, rows, kept if arguments.kept else computed(size))
     result_rows = [harness.environment(kept=arguments.kept), *judged(rows, scores, seconds)]
-    # The committed file has all scores: those of --only go to a file that is named, if at all.
+    # The committed file has all scores. A run with --only writes to a named file, or to none.
     own = arguments.results == harness.RESULTS / "all_networks.jsonl"
     harness.finish(result_rows, None if arguments.only and own else arguments.results, report)
 

@@ -1,4 +1,4 @@
-"""Which cells of NAS-Bench-201 are the same function: each cell's output as a formula.
+"""Find cells of NAS-Bench-201 that are the same function: write each cell's output as a formula.
 
 Reference: Dong & Yang, NAS-Bench-201, ICLR 2020.
 """
@@ -9,24 +9,24 @@ from bilevel.spaces.nasbench201.genotype import EDGES, SIZES, Genotype, live_edg
 
 
 def canonical(genotype: Genotype) -> str:
-    """The cell's output as a formula, the same for isomorphic cells and for no others.
+    """Return the cell's output as a formula, equal for isomorphic cells and for no others.
 
-    Skips are replaced by what they pass on, operations on zero or without effect on the output are
-    left out, and sums are sorted. A dead cell's formula is empty. Convolutions of the same kind
-    and input are numbered where a cell has several, as ``c#1(x) + c#2(x)`` and ``c#1(x) + c#1(x)``
-    differ: the second has one convolution, used twice.
+    Skips are replaced by their inputs. Operations on zero, or without effect on the output, are
+    left out, and sums are sorted. A dead cell's formula is empty. If a cell has several
+    convolutions of the same kind and input, they are numbered, because ``c#1(x) + c#2(x)`` and
+    ``c#1(x) + c#1(x)`` differ: the second has one convolution, used twice.
 
-    There are 5,260 formulas. The number in the literature, 6,466, comes from the same idea carried
-    out on texts: zeros stay in sums, so that ``0 + 0`` is not zero and ``x + 0`` not ``x``; a sum
-    within a sum is sorted as one text; and convolutions are not numbered.
+    There are 5,260 formulas. The number in the literature, 6,466, comes from the same idea on
+    strings: zeros stay in sums, so that ``0 + 0`` is not zero and ``x + 0`` not ``x``; a sum within
+    a sum is sorted as one string; and convolutions are not numbered.
 
     An operation on zero counts as zero, as in the literature. For a convolution this holds at
-    initialisation; in training, its batch normalisation's offset can make it another constant.
+    initialization; in training, the offset of its batch normalization can make it another constant.
 
     Raises
     ------
     ValueError
-        For what is no genotype.
+        If the argument is not a genotype.
 
     Examples
     --------
@@ -58,7 +58,7 @@ def canonical(genotype: Genotype) -> str:
 def _formula(
     genotype: Genotype, live: list[bool], numbers: dict[int, str]
 ) -> tuple[str, dict[int, str]]:
-    """The formula of node 3, and the terms that are convolutions, by edge."""
+    """Return the formula of node 3, and by edge the terms that are convolutions."""
     nodes: list[list[str]] = [["0"], [], [], []]
     terms = {}
     for edge, ((source, node), name) in enumerate(zip(EDGES, genotype.operations, strict=True)):

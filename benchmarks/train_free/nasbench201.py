@@ -1,26 +1,27 @@
 """What does a train-free score of a network of NAS-Bench-201 cost?  (Dong & Yang 2020)
 
-Networks drawn uniformly from all 15,625, at initialisation, each scored on the same batch:
+Networks are drawn uniformly from all 15,625, at initialization. Each is scored on the same batch:
 
-- by `ntk.scores` on `bilevel.spaces.nasbench201`, where the genotype is an argument: for each score
-  one compiled function, for all networks;
-- by plain PyTorch, run as it stands: a module for each genotype and the same definitions, written
-  here. Operations that `none` cuts off from the output are left out, as in ours; synflow is in
-  float64, as the original. Building the modules is not counted.
+- by `ntk.scores` on `bilevel.spaces.nasbench201`. The genotype is an argument, so each score has
+  one compiled function for all networks;
+- by plain PyTorch without compilation: a module for each genotype and the same definitions, written
+  here. Operations that `none` cuts off from the output are left out, as in ours. synflow is in
+  float64, as in the original. Building the modules is not counted.
 
-`logits` is the forward pass alone. Images and labels are random numbers. All networks take their
-weights from one set, ours, in both libraries: so the values have to agree, network by network. In
-float32 they do up to rounding, which now and then moves a gradient across the kink of a ReLU, and
-so the median over networks is judged; with `--dtype float64` the largest difference is.
+`logits` is the forward pass alone. Images and labels are random numbers. In both libraries all
+networks take their weights from one set, ours, so the values must agree, network by network. In
+float32 they agree up to roundoff, which sometimes moves a gradient across the kink of a ReLU.
+Therefore the median over networks is judged; with `--dtype float64` it is the largest difference.
 
-A process for each library and score, one at a time; PyTorch's does every other network before ours
-and the rest after. The ratio is of mean times over the networks that both have scored, its standard
-error that of paired differences; beside it the processor's, which other work disturbs less. A
-process stops at its limit of seconds: expensive scores have fewer networks. The first call compiles
-and is not counted. Memory is the largest resident set while networks are scored, and in brackets
-what that adds to what was there before (on a device of its own, the largest allocation).
+Each library and score has a process, and one runs at a time. PyTorch's scores every other network
+before ours, and the remaining ones after. The ratio is of mean times over the networks that both
+have scored, with the standard error of paired differences. The ratio of CPU times is shown too,
+because other work disturbs it less. A process stops at its limit of seconds, so expensive scores
+have fewer networks. The first call compiles and is not counted. Memory is the largest resident set
+during scoring. In brackets is its growth over the memory before (on a device with a memory counter,
+the largest allocation).
 
-PyTorch is in the dependency group `peers`, for an environment of its own; `--peers` measures ours
+PyTorch is in the dependency group `peers`, for a separate environment. `--peers` measures ours
 alone, without a results file.
 
     python benchmarks/train_free/nasbench201.py            # batch 32: up to an hour on two cores
@@ -28,9 +29,9 @@ alone, without a results file.
     # all 15,625, without a limit; for an accelerator
     python benchmarks/train_free/nasbench201.py --full
 
-`--scores naswot synflow`: these alone, in place of their rows in the results.
-`--batch-genotypes 64`: so many networks in one call (`jax.vmap`); for an accelerator.
-`--dtype float64`: to compare values; with `--quick --scores ...` in minutes.
+`--scores naswot synflow`: only these; they replace their rows in the results. `--batch-genotypes
+64`: this number of networks in one call (`jax.vmap`); for an accelerator. `--dtype float64`: to
+compare values; with `--quick --scores ...` in minutes.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import plus_minus
 
-# Each library is imported where it runs: one's memory is not the other's.
+# Each library is imported only in the process that runs it, so their memory is separate.
 
 LIBRARIES = {"torch": "PyTorch", "bilevel": "bilevel"}
 SCORES = ["logits", "naswot", "eigen_nas", "grad_norm", "snip", "synflow", "jacov", "te_nas"]
@@ -82,13 +83,13 @@ SMALL = {"smoke": SCORES[1:2], "quick": SCORES[:4]}
 
 
 def draw_genotypes(sizes):
-    """Indices of operations, [networks, 6]."""
+    """Return indices of operations, [networks, 6]."""
     places = np.random.default_rng(SEED).permutation(math.prod(SPACE))[: sizes.networks]
     return np.stack(np.unravel_index(places, SPACE), axis=1).astype(np.int32)
 
 
 def draw_batch(sizes):
-    """Images [n, h, w, c] and labels [n]."""
+    """Return images [n, h, w, c] and labels [n]."""
     rng, shape = np.random.default_rng(SEED), (sizes.batch, sizes.side, sizes.side, 3)
     return rng.normal(size=shape).astype(sizes.dtype), rng.integers(CLASSES, size=sizes.batch)
 
@@ -106,7 +107,7 @@ def our_networks(sizes):
 
 
 def draw_weights(sizes, path) -> None:
-    """Of all operations on all edges, by our names."""
+    """Draw weights of all operations on all edges, by our names."""
     import jax
     from flax.traverse_util import flatten_dict
 
@@ -115,7 +116,7 @@ def draw_weights(sizes, path) -> None:
 
 
 def bilevel_score(name, sizes, path):
-    """``prepare(genotypes) -> call``, ``call() -> values``; what to report; the allocation."""
+    """Return ``prepare(genotypes) -> call``, fields to report, and the allocation."""
     import jax
     from flax.traverse_util import unflatten_dict
 
@@ -124,7 +125,7 @@ def bilevel_score(name, sizes, path):
 
     jax.config.update("jax_enable_compilation_cache", False)
     jax.config.update("jax_enable_x64", sizes.dtype == "float64")
-    if name == "logits":  # to be compared to more digits than an accelerator's default has
+    if name == "logits":  # values are compared to more digits than accelerators have by default
         jax.config.update("jax_default_matmul_precision", "float32")
     networks = our_networks(sizes)
     w = {key: array.astype(sizes.dtype) for key, array in np.load(path).items()}
@@ -160,7 +161,7 @@ def bilevel_score(name, sizes, path):
 
 
 def torch_network(genotype, sizes, normalized=True):
-    """The network of a genotype, as PyTorch modules; their names are ours."""
+    """Return the network of a genotype as PyTorch modules with our names."""
     import torch
     from torch import nn
 
@@ -206,7 +207,7 @@ def torch_network(genotype, sizes, normalized=True):
         def forward(self, x):
             nodes = {0: x}
             for edge, source, node in self.ends:
-                if source not in nodes:  # nothing arrives there
+                if source not in nodes:  # its input is zero
                     nodes[source] = torch.zeros_like(x)
                 y = edge(nodes[source])
                 nodes[node] = nodes[node] + y if node in nodes else y
@@ -250,7 +251,7 @@ def torch_network(genotype, sizes, normalized=True):
 
 
 def copy_weights(network, arrays) -> None:
-    """Ours into PyTorch's: kernels [k, k, in, out] and [in, out]."""
+    """Copy our weights into PyTorch's: kernels [k, k, in, out] and [in, out]."""
     import torch
 
     for name, p in network.named_parameters():
@@ -265,7 +266,7 @@ def copy_weights(network, arrays) -> None:
 
 
 def torch_scores():
-    """The scores that `ntk.scores` defines, of a network, images [n, c, h, w] and labels."""
+    """Return the scores of `ntk.scores` for a network, images [n, c, h, w] and labels."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -349,7 +350,7 @@ def torch_scores():
 
 
 def torch_score(name, sizes, path):
-    """As :func:`bilevel_score`."""
+    """Return the same values as :func:`bilevel_score`, for PyTorch."""
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -377,9 +378,9 @@ def torch_score(name, sizes, path):
 
 
 def work(library, score, sizes, places, path) -> list[dict]:
-    """One process: a call to warm up, then one for each group of networks; a row.
+    """Run one warm-up call, then one call for each group of networks; return a row.
 
-    ``places``: start, stop and step among the genotypes drawn.
+    ``places``: start, stop and step among the drawn genotypes.
     """
     sizes = Sizes(**sizes)
     if library == "weights":
@@ -392,7 +393,7 @@ def work(library, score, sizes, places, path) -> list[dict]:
     groups = [places[k : k + together] for k in range(0, len(places), together)]
 
     def prepared(group):
-        return prepare(genotypes[np.resize(group, together)])  # the last one is filled up
+        return prepare(genotypes[np.resize(group, together)])  # the last group is filled up
 
     start = time.perf_counter()
     prepared(groups[0])()
@@ -450,7 +451,7 @@ def measure(sizes, scores, libraries) -> list[dict]:
 
 
 def summaries(by_library) -> list[dict]:
-    """The rows of a score with statistics for lists; PyTorch's also has what compares the two."""
+    """Replace lists in the rows of a score by statistics. PyTorch's row also has the comparison."""
     rows = [{key: row[key] for key in row if key not in RAW} for row in by_library.values()]
     for row, short in zip(by_library.values(), rows, strict=True):
         if "seconds" in row:
@@ -478,7 +479,7 @@ def value_at(row, place):
 
 
 def off(value, other, score) -> float:
-    """Relative difference; of logits, which cross 0, the largest absolute one."""
+    """Return the relative difference; for logits, which cross 0, the largest absolute one."""
     if np.array_equal(value, other):  # infinities too
         return 0.0
     error = np.abs(value - other) / (1 if score == "logits" else np.abs(other))
@@ -493,8 +494,8 @@ def statistics_of(values) -> dict:
 
 
 def ratio(ours, peer, both, key) -> tuple[float, float]:
-    """PyTorch's mean time over ours, and its standard error."""
-    if ours["together"] > 1:  # a time of its own no network has
+    """Return PyTorch's mean time over ours, and its standard error."""
+    if ours["together"] > 1:  # single networks are not timed
         x, y = (statistics_of(row[key]) for row in (peer, ours))
         value = x["mean"] / y["mean"]
         return value, value * math.hypot(x["error"] / x["mean"], y["error"] / y["mean"])
@@ -523,7 +524,7 @@ HEAD += ["largest difference"]
 
 
 def score_table(rows) -> str:
-    """A line for each score."""
+    """Return a line for each score."""
     lines = []
     for score in SCORES:
         ours, peer = both = [find(rows, library, score) for library in ("bilevel", "torch")]
@@ -557,7 +558,7 @@ def report(rows) -> str:
 
 
 def with_others(rows, path) -> list[dict]:
-    """The rows, and of scores that were not measured now those of the file."""
+    """Return the rows, and the file's rows for scores that were not measured now."""
     measured = {row["score"] for row in rows[1:]}
     old = harness.read(path) if measured != set(SCORES) else []
     if old and any(old[0][k] != rows[0][k] for k in ("device", "versions", "sizes")):

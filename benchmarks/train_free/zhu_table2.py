@@ -1,24 +1,25 @@
 """Which train-free method finds good networks of NAS-Bench-201?  (Zhu et al. 2022, Table 2)
 
-All methods of the table but NAS-RL (not run), five times each, on images of CIFAR-10; what a run
-ends at is looked up in the benchmark, on all three datasets.
+We run all methods of the table except NAS-RL, five times each, on images of CIFAR-10. The final
+network of a run is looked up in the benchmark, on all three datasets.
 
-- Scores, by the procedure of KNAS and Eigen-NAS: of 300 networks drawn with replacement the k of
-  best score are kept, and of them the one of best validation accuracy early in training (12 epochs;
-  theirs is epoch 20, which the public tables do not have). k = 20 and 5, and 1, where the score
-  alone decides. "eigen_nas" is the mean diagonal that the paper computes, "min_eigenvalue" what it
-  is to bound; "knas" is KNAS as its paper has it, "knas_released" by the loss's gradients as its
-  code has it. "no information" scores nothing: what the procedure itself is worth.
+- Scores, by the procedure of KNAS and Eigen-NAS: 300 networks are drawn with replacement. Among the
+  k networks with the best scores, the one with the best validation accuracy early in training wins.
+  "Early" is after 12 epochs; the authors use epoch 20, which the public tables do not contain. k is
+  20, 5 or 1; with k = 1 the score decides alone. "eigen_nas" is the mean diagonal that the paper
+  computes, "min_eigenvalue" the eigenvalue that it should bound. "knas" is KNAS as in its paper,
+  "knas_released" uses the loss's gradients as in its code. "no information" has a constant score,
+  which shows the value of the procedure itself.
 - TE-NAS prunes a supernet of the authors' size, one cell a stage and 3 channels, on 72 images, with
   3,000 crops (4 x 4; theirs 3 x 3) and 3 repeats.
 - NASI takes one step from 100 minibatches of 64 images, in one cell a stage (the benchmark's
-  network has five), 16 channels. What "T" and "4T" of the table stand for, the paper does not say.
-- DARTS, first order: the searches of `gaea.py`, at the usual rate, whose sizes are told there.
+  network has five), 16 channels. The paper does not explain "T" and "4T" of the table.
+- DARTS, first order: the searches of `gaea.py` at the usual rate. Their sizes are stated there.
 - ResNet: the cell of the benchmark's authors, looked up.
 
-Every repeat has images, weights and networks of its own.
+Every repeat has separate images, weights and networks.
 
-    python benchmarks/train_free/zhu_table2.py          # three to four hours of one core; goes on
+    python benchmarks/train_free/zhu_table2.py          # three to four hours of one core; resumable
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ SCORES = ("eigen_nas", "min_eigenvalue"), ("knas",), ("knas_released",), ("naswo
 MANY = 2000  # repeats with no information: they cost nothing
 KEPT = 20, 5, 1
 RESNET = "|nor_conv_3x3~0|+|none~0|nor_conv_3x3~1|+|skip_connect~0|none~1|skip_connect~2|"
-BESIDE = {  # which printed figure a method stands beside
+BESIDE = {  # the published figure to compare a method with
     ("eigen_nas", 20): "Eigen-NAS (k=20)",
     ("eigen_nas", 5): "Eigen-NAS (k=5)",
     ("knas", 20): "KNAS (k=20), in Zhu et al.",
@@ -88,7 +89,7 @@ load_once = functools.cache(load_table)
 
 
 def images(sizes, repeat, count):
-    """So many images of a repeat, and their labels."""
+    """Return ``count`` images of a repeat, and their labels."""
     key = jax.random.fold_in(jax.random.key(20), repeat)
     if sizes.data == "random":
         x = jax.random.normal(key, (count, sizes.pixels, sizes.pixels, 1))
@@ -103,7 +104,7 @@ def keys(repeat):
 
 
 def scores(sizes, repeat, names) -> list[dict]:
-    """Scores of the repeat's pool, a row for each."""
+    """Return scores of the repeat's pool, a row for each."""
     networks = all_networks(classes=10, cells=sizes.cells, channels=sizes.channels)
     batch = images(sizes, repeat, sizes.batch)
     w = jax.jit(lambda key: networks.init(key, batch[0].shape[1:]))(keys(repeat)[0])
@@ -128,7 +129,7 @@ def pruned(sizes, repeat) -> dict:
 
 
 def cropped(sizes, repeat, side):
-    """A window of every image, at a random place."""
+    """Cut a window at a random place from every image."""
     x, _ = images(sizes, repeat, sizes.crops)
     places = np.random.RandomState(repeat).randint(x.shape[1] - side + 1, size=(len(x), 2))
     return jnp.stack(
@@ -144,7 +145,7 @@ def stepped(sizes, repeat) -> dict:
 
 
 def experiment(sizes, rows, keep):
-    """What is not among the rows; a repeat of every method before the next repeat."""
+    """Measure the missing rows. Every method finishes a repeat before the next repeat starts."""
     for repeat in range(sizes.repeats):
         for names in sizes.scores:
             if not harness.where(rows, method=names[-1], repeat=repeat):
@@ -159,7 +160,7 @@ def experiment(sizes, rows, keep):
 
 
 def procedure(table, runs, k) -> dict[str, list[float]]:
-    """Test accuracies that it ends at, by dataset, for each repeat's scores."""
+    """Return test accuracies of the procedure, by dataset, for each repeat's scores."""
     figures = [
         paper_protocol(
             run["values"],
@@ -181,7 +182,7 @@ def looked_up(table, cells) -> dict[str, list[float]]:
 
 
 def report(rows) -> str:
-    """Test accuracies, mean and standard deviation over the repeats, beside the printed ones."""
+    """Report test accuracies, mean and standard deviation over repeats, and published ones."""
     table, lines = load_once(), []
 
     def add(label, runs, figures, key=None):
@@ -199,7 +200,7 @@ def report(rows) -> str:
             accuracies = procedure(table, harness.where(rows, method=name), k)
             add_found(f"{name}, k = {k}", accuracies, (name, k))
     everything = np.arange(len(table.genotypes))
-    for k in KEPT:  # a constant score: its ties are broken at random
+    for k in KEPT:  # a constant score: ties are broken at random
         nothing = paper_protocol(0.0 * everything, table, everything, k=k, repeats=MANY)
         figures = {dataset: f"{f.mean:.2f} ± {f.std:.2f}" for dataset, f in nothing.items()}
         add(f"no information, k = {k}", MANY, figures)
@@ -211,7 +212,7 @@ def report(rows) -> str:
 
 
 def darts_cells() -> list[str]:
-    """What the searches of `gaea.py` by softmax and Adam at the usual rate ended at."""
+    """Return the final cells of the `gaea.py` searches by softmax and Adam at the usual rate."""
     rows = harness.read(harness.RESULTS / "gaea.jsonl")
     method = "softmax, Adam"
     return [r["genotype"] for r in gaea.of(rows, method, gaea.DEFAULT[method])]

@@ -1,10 +1,10 @@
-"""The gallery: every example of examples/ run in full, its figures and its picture.
+"""The gallery: every example of examples/ run in full, with its results and figures.
 
     python benchmarks/peers/gallery.py NAME ...    # inducing_points, ...; by default all, an hour
 
-An example has ``FULL``, the flags of its full runs, ``main(**flags) -> rows, what to draw`` and
-``picture([what to draw of each run], figure)``. Rows go to ``results/gallery.jsonl``, in the place
-of those that it has of the example, and pictures to docs/images.
+An example has ``FULL``, the flags of its full runs, ``main(**flags) -> rows, data to draw`` and
+``picture([data to draw of each run], figure)``. Rows go to ``results/gallery.jsonl`` and replace
+the example's earlier rows. Figures go to docs/images.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from benchmarks.harness import environment, read, table, where, write
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs/images"
-SIZES = {  # of the pictures, inches
+SIZES = {  # of the figures, inches
     "inducing_points": (8, 7),
     "meta_learning": (8, 3.2),
     "few_shot": (6, 3.5),
@@ -38,7 +38,7 @@ def example(name: str):
 
 
 def run(name: str, runs: list[dict] | None = None, images: Path = IMAGES) -> list[dict]:
-    """The rows of all its full runs, or of ``runs``, with their CPU time, and the figure."""
+    """Return the rows of all its full runs, or of ``runs``, with CPU times, and draw the figure."""
     import jax
     from matplotlib.figure import Figure
     from PIL import Image
@@ -96,7 +96,7 @@ kernel_learning = _table("kernel_learning")
 
 
 def smoke() -> list[dict]:
-    """The rows of one tiny run. tests/repository/test_gallery.py runs every example."""
+    """Return the rows of one tiny run. tests/repository/test_gallery.py runs every example."""
     harness.compile_quickly()
     tiny = {"steps": 2, "names": ["MAML"]}
     with tempfile.TemporaryDirectory() as folder:

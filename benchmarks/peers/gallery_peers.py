@@ -1,15 +1,17 @@
-"""The gallery beside other packages: PyTorch, TorchOpt, scikit-image and scikit-learn.
+"""The gallery compared with other packages: PyTorch, TorchOpt, scikit-image and scikit-learn.
 
-    pip install torch torchopt scikit-image  # in an environment of its own, with this package
-                                             # (--peers with no name behind it: scikit-learn only)
+    pip install torch torchopt scikit-image  # in a separate environment, with this package
+                                             # (--peers without a name: scikit-learn only)
     python benchmarks/peers/gallery_peers.py       # ten minutes
 
-*Sinusoids* (`examples/meta_learning.py`): MAML by hand in PyTorch from the same start on tasks of
-the same distribution, judged by the same curve; a hypergradient of it and of TorchOpt's on the same
-tasks, in turns with ours. *Images* (`examples/denoising.py`): scikit-image's denoisers on the same
-noisy images, their parameters from grids on the same training images. *Reviews*
-(`examples/text_transformer.py`): logistic regression on the presence of the same words. *Kernels*
-(`examples/kernel_learning.py`): Gaussian processes by marginal likelihood on the same rows.
+- *Sinusoids* (`examples/meta_learning.py`): MAML by hand in PyTorch, from the same initialization
+  on tasks of the same distribution, evaluated by the same curve. Hypergradients of this code and of
+  TorchOpt on the same tasks take turns with ours.
+- *Images* (`examples/denoising.py`): scikit-image's denoisers on the same noisy images. Their
+  parameters come from grids on the same training images.
+- *Reviews* (`examples/text_transformer.py`): logistic regression on the presence of the same words.
+- *Kernels* (`examples/kernel_learning.py`): Gaussian processes by marginal likelihood on the same
+  rows.
 """
 
 import itertools
@@ -30,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 
 def sinusoids(steps, rounds, libraries):
-    """Rows of the libraries' hypergradients, and of PyTorch's training."""
+    """Return rows of the libraries' hypergradients, and of PyTorch's training."""
     import meta_learning as example
 
     from benchmarks.peers import peers
@@ -65,7 +67,7 @@ def sinusoids(steps, rounds, libraries):
 
 
 def images(data="cifar10", **sizes):
-    """Rows of scikit-image's denoisers."""
+    """Return rows of scikit-image's denoisers."""
     import denoising as example
     from skimage import restoration
 
@@ -99,14 +101,14 @@ def images(data="cifar10", **sizes):
 
 
 def reviews(*sizes):
-    """The example's reviews, three parts of (words, labels)."""
+    """Return the example's reviews, three parts of (words, labels)."""
     import text_transformer as example
 
     return example.reviews(*sizes)
 
 
 def random_reviews(*sizes):
-    """As many of random words, for --smoke."""
+    """Return the same number of random reviews, for --smoke."""
     import text_transformer as example
 
     rng = np.random.default_rng(0)
@@ -115,7 +117,7 @@ def random_reviews(*sizes):
 
 
 def texts(parts):
-    """Rows of logistic regression on words, its penalty by the loss on the clean reviews."""
+    """Return rows of logistic regression on words, with the penalty chosen on clean reviews."""
     import text_transformer as example
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import log_loss
@@ -131,7 +133,7 @@ def texts(parts):
     noisy = np.where(draw.random(len(y)) < np.asarray(example.ERRORS)[source], 1 - y, y)
     best = source == 0
     trainings = {
-        "the clean reviews": (xc[::2], yc[::2]),  # the penalty by the other half
+        "the clean reviews": (xc[::2], yc[::2]),  # the other half chooses the penalty
         "all sources": (x, noisy),
         "source 0": (x[best], noisy[best]),
         "source 0 and the clean reviews": (
@@ -149,7 +151,7 @@ def texts(parts):
 
 
 def kernels(data="mnist", train=200, test=2000):
-    """Rows of scikit-learn's Gaussian processes: minus log likelihoods per row and class."""
+    """Return rows of scikit-learn's Gaussian processes: minus log likelihoods per row and class."""
     import kernel_learning as example
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process import kernels as of
@@ -205,7 +207,7 @@ of_sinusoids, of_images, of_texts, of_kernels = map(
 
 
 def report(rows):
-    """The tables of the parts that were measured."""
+    """Report the tables of the measured parts."""
     tables = {"hypergradients": of_hypergradients, "sinusoids": of_sinusoids}
     tables |= {"images": of_images, "texts": of_texts, "kernels": of_kernels}
     parts = {row["part"] for row in rows}

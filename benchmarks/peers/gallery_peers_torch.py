@@ -1,7 +1,7 @@
 """MAML on sinusoids in PyTorch, for ``gallery_peers.py``: by hand, and with TorchOpt.
 
-Weights are those of the example: a list of (kernel, bias). Every task has a copy of them, so that
-layers are batched products.
+Weights are as in the example: a list of (kernel, bias). Every task has a copy of them, so layers
+are batched products.
 """
 
 import jax
@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 
 
 def error(w, batch):
-    """Of each task, for weights [tasks, ...]."""
+    """Return the error of each task, for weights [tasks, ...]."""
     x = batch[0][..., None]
     for i in range(0, len(w), 2):
         x = x @ w[i] + w[i + 1][:, None]
@@ -24,7 +24,7 @@ def error(w, batch):
 
 
 def adapted(start, batch, rate, steps, hand):
-    """The tasks' weights, of leaves without a task."""
+    """Return the tasks' weights after ``steps``, from leaves without a task axis."""
     tasks = len(batch[0])
     w = [a.expand(tasks, *a.shape) for a in start]
     if not hand:
@@ -47,7 +47,7 @@ def tensors(batch):
 
 
 def gradient(back, tasks, rate, steps, hand):
-    """``alpha -> hypergradient``; ``back`` makes weights of a vector."""
+    """Return ``alpha -> hypergradient``; ``back`` converts a vector to weights."""
     known, others = map(tensors, tasks)
 
     def value(alpha):
@@ -60,7 +60,7 @@ def gradient(back, tasks, rate, steps, hand):
 
 
 def trained(start, batches, rate, steps):
-    """Adam on the outer loss, a step for each of the batches of tasks."""
+    """Run Adam on the outer loss, one step for each batch of tasks."""
     leaves, structure = jax.tree.flatten(start)
     alpha = [torch.from_numpy(np.array(a)).requires_grad_() for a in leaves]
     rule = torch.optim.Adam(alpha, lr=1e-3)

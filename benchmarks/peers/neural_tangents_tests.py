@@ -1,17 +1,17 @@
 """Does neural-tangents pass its own tests as `ntk.neural_tangents()` imports it?
 
-The test files of a checkout of its repository (the tag v0.6.5 is the release), each in a process of
-its own, against the installed package on today's JAX. The tests were written for the JAX of 2024:
-what they themselves import of it and is gone, they are lent. They are many and slow: each file's
-tests are run in random order, always the same, for as long as `--seconds` allows. A test that takes
-longer than two minutes is not counted as run either.
+Each test file of a checkout of its repository (the tag v0.6.5 is the release) runs in a separate
+process, against the installed package on today's JAX. The tests were written for the JAX of 2024.
+Names that they import from JAX, and that JAX has removed, are put back. The tests are many and
+slow. Each file's tests run in a fixed random order, for as long as `--seconds` allows. A test that
+takes longer than two minutes does not count as run.
 
     python benchmarks/peers/neural_tangents_tests.py --checkout PATH    # forty minutes
     # one case each, a quarter
     python benchmarks/peers/neural_tangents_tests.py --checkout PATH --quick
 
-`NT_NUM_GENERATED_CASES` of the tests, how many cases are drawn from every grid of parameters, is
-`--cases`. Those of `tests/experimental` need TensorFlow, which stays out.
+`--cases` sets `NT_NUM_GENERATED_CASES` of the tests: how many cases are drawn from every grid of
+parameters. Tests in `tests/experimental` need TensorFlow and are left out.
 """
 
 import collections
@@ -27,15 +27,15 @@ from benchmarks import harness
 EACH = 120  # seconds for one test
 VARIABLES = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-    # The random numbers of that time: today those of a small shape begin those of a larger one, so
-    # that inputs are equal which the tests take for different.
+    # Use the random numbers of 2024. Today a small array is a prefix of a larger one, so inputs
+    # that the tests assume to be different are equal.
     "JAX_THREEFRY_PARTITIONABLE": "0",
 }
-OUTCOMES = "skipped", "passed", "too long", "failed"  # of a test with parts, the last one of these
+OUTCOMES = "skipped", "passed", "too long", "failed"  # the last one counts for a test's parts
 
 
 class Recorder:
-    """A plugin of pytest: a sample of the tests, and what came of each."""
+    """A plugin of pytest: a sample of the tests, and the outcome of each."""
 
     def __init__(self, seconds: float):
         self.end = time.monotonic() + seconds
@@ -76,7 +76,7 @@ class TooLong(Exception):
 
 
 def short(text: str) -> str:
-    """The exception's own line of pytest's account."""
+    """Return the exception's line of pytest's report."""
     lines = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
     return (lines or text.splitlines() or [""])[0][:200]
 
@@ -86,7 +86,7 @@ def too_long(number, frame):
 
 
 def work(checkout: str, name: str, seconds: float):
-    """One file of tests: how many of them did what."""
+    """Run one file of tests; return the number of each outcome."""
     import pytest
 
     sys.path.insert(0, checkout)
@@ -104,7 +104,7 @@ def work(checkout: str, name: str, seconds: float):
 
 
 def lend() -> None:
-    """Import neural-tangents, and put back into JAX what its tests import from there."""
+    """Import neural-tangents, and put back into JAX the names that its tests import from there."""
     import absl.flags
     import jax
 
@@ -166,7 +166,7 @@ def main() -> None:
 
 
 def stand_in(folder: Path) -> Path:
-    """A checkout with two tests, of which one is skipped."""
+    """Make a checkout with two tests. One is skipped."""
     tests = folder / "tests"
     tests.mkdir()
     (tests / "__init__.py").write_text("")
@@ -190,7 +190,7 @@ def test_nothing():
 
 
 def measured(flags) -> list[harness.Row]:
-    """A row for each file of tests."""
+    """Return a row for each file of tests."""
     cases, seconds = (1, 60.0) if flags.small else (flags.cases, flags.seconds)
     rows = [harness.environment("neural-tangents", cases=cases, limit=seconds)]
     for name in files(flags.checkout):

@@ -1,15 +1,16 @@
-"""The gallery's label cleaning, penalties and schedules, beside PyTorch, TorchOpt and Optuna.
+"""Label cleaning, penalties and schedules of the gallery, and PyTorch, TorchOpt and Optuna.
 
-    pip install torch torchopt optuna     # in an environment of its own, with this package
+    pip install torch torchopt optuna     # in a separate environment, with this package
     python benchmarks/peers/peers.py            # a quarter of an hour; one core: taskset -c 0
 
-*Hypergradients*: processor time of one, on the same batches, and how far it is from ours: labels
-(`examples/label_cleaning.py`, without dropout) through five steps of the network; penalties
-(`examples/word_penalties.py`) by the adjoint at the solution; schedules (`examples/schedules.py`)
-through all steps. By hand in PyTorch it is what `higher` did. The libraries take turns.
+*Hypergradients*: CPU time of one hypergradient on the same batches, and its distance from ours. The
+problems are labels (`examples/label_cleaning.py`, without dropout) through five steps of the
+network; penalties (`examples/word_penalties.py`) by the adjoint at the solution; and schedules
+(`examples/schedules.py`) through all steps. "By hand in PyTorch" is the algorithm of `higher`. The
+libraries take turns.
 
-*Until a loss*: processor time until a validation loss, compilation included. Optuna (TPE) is given
-our compiled training; for 2,000 labels it has no use.
+*Until a loss*: CPU time until a validation loss, compilation included. Optuna (TPE) uses our
+compiled training. It is not applied to the 2,000 labels.
 """
 
 import statistics
@@ -29,14 +30,14 @@ from benchmarks.harness import environment, table, where
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 PEERS = "torch", "torchopt", "optuna"
 RATE, MOMENTUM, TOL = 0.05, 0.9, 1e-3
-GRID = np.linspace(-10, 0, 11)  # of log penalties
+GRID = np.linspace(-10, 0, 11)  # log penalties
 
 
 # ----------------------------------------------------------------------------- hypergradients
 
 
 def labels(peers, train, steps):
-    """By library: ``alpha -> hypergradient``; and the alpha."""
+    """Return ``alpha -> hypergradient`` by library, and the alpha."""
     import label_cleaning as example
 
     data, clean, _, _ = example.load("mnist", train, 200, 10)
@@ -47,7 +48,7 @@ def labels(peers, train, steps):
     rule, key = optax.sgd(RATE, momentum=MOMENTUM), jax.random.key(2)
     solver = bilevel.unrolled(rule, steps, batches=example.with_key)
     fn = jax.jit(bilevel.hypergradient(problem, solver, diagnostics=False))
-    # What each of our steps draws, for the others.
+    # The random draws of each of our steps, for the other libraries.
     batches = [example.with_key(jax.random.fold_in(key, i), data)[0] for i in range(steps)]
     given = w, batches, clean, RATE, MOMENTUM
     ours = {"here": lambda alpha: fn(alpha, start, (key, data), clean).grad}
@@ -55,7 +56,7 @@ def labels(peers, train, steps):
 
 
 def theirs(peers, problem, *given):
-    """The functions of ``peers_torch.py`` for a problem, by library."""
+    """Return the functions of ``peers_torch.py`` for a problem, by library."""
     names = {"torch": ("PyTorch by hand", "by_hand"), "torchopt": ("TorchOpt", "torchopt")}
     asked = [names[peer] for peer in peers if peer in names]
     if not asked:
@@ -70,7 +71,7 @@ def penalties(peers, words, *sizes):
 
     train, valid, _ = example.reviews(words, *sizes, 10)
     problem = bilevel.Problem(example.lower, example.outer)
-    # Stopped, like PyTorch's, long before float32 is at its end.
+    # Stopped, as in PyTorch, long before the limit of float32.
     solver = bilevel.implicit(bilevel.lbfgs(200, tol=TOL), bilevel.cg(tol=TOL))
     w = {"words": jnp.zeros(words), "shift": jnp.zeros(())}
     fn = jax.jit(bilevel.hypergradient(problem, solver, diagnostics=False))
@@ -103,7 +104,7 @@ def schedules(peers, steps):
 
 
 def in_turns(part, alpha, gradients, rounds):
-    """A row for each library."""
+    """Return a row for each library."""
     first, by_library, times = {}, {}, {name: [] for name in gradients}
     for i in range(rounds + 1):
         for name, gradient in gradients.items():
@@ -125,7 +126,7 @@ def in_turns(part, alpha, gradients, rounds):
 
 
 def training(steps):
-    """Of examples/schedules.py: the problem, the solver, weights, and data with its key."""
+    """Return problem, solver, weights, and data with a key, as in examples/schedules.py."""
     import schedules as example
 
     sizes = {"train": 900, "valid": 400, "test": 497}
@@ -138,7 +139,7 @@ def training(steps):
 
 
 def descended(problem, solver, rule, alpha, w, train, valid, steps):
-    """Processor time and the best loss after every step of alpha, from the compilation on."""
+    """Return CPU time and best loss after every step of alpha, including compilation."""
     began, course, best = time.process_time(), [], np.inf
     init, step = bilevel.descent(problem, solver, rule)
     state, step = init(alpha, w), jax.jit(step)
@@ -150,7 +151,7 @@ def descended(problem, solver, rule, alpha, w, train, valid, steps):
 
 
 def optuna_course(suggest, value, trials, seconds=np.inf):
-    """The same of Optuna's trials, until one of the two is used up."""
+    """Return the same for Optuna's trials, until the trials or the seconds are used up."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -171,7 +172,7 @@ def optuna_course(suggest, value, trials, seconds=np.inf):
 
 
 def rows(part, courses, target, counts):
-    """A row for each course: when it was at the target, and where it ended."""
+    """Return a row for each course: when it reached the target, and its last loss."""
     for name, course in courses.items():
         at = next((s for s, value in course if value <= target), None)
         seconds, best = course[-1]
@@ -181,7 +182,7 @@ def rows(part, courses, target, counts):
 
 
 def cross_validated(train, valid):
-    """The course of scikit-learn's one penalty: its validation loss, once it is found."""
+    """Return the course of scikit-learn's single penalty: the validation loss at the end."""
     from sklearn.linear_model import LogisticRegressionCV
     from sklearn.metrics import log_loss
 
@@ -195,7 +196,7 @@ def cross_validated(train, valid):
 
 
 def plain(x):
-    """As SciPy's sparse matrix."""
+    """Convert to SciPy's sparse matrix."""
     import scipy.sparse
 
     if not hasattr(x, "indices"):
@@ -222,7 +223,7 @@ def until_penalties(peers, words, *sizes_and_steps):
         return descended(problem, solver, rule, alpha, w, train, valid, steps)
 
     def judged():
-        """What Optuna asks: the validation loss, solved from the last solution on."""
+        """Return Optuna's objective, the validation loss. Solves start from the last one."""
         solve = jax.jit(lambda a, w, data: solver.run(example.lower, a, w, solver.init(w), data)[0])
         judge, last = jax.jit(example.outer), [w]
 
@@ -327,7 +328,7 @@ of_penalties, of_schedules = until("penalties"), until("schedules")
 
 
 def report(measurements):
-    """The tables of the parts that were measured."""
+    """Report the tables of the measured parts."""
     parts = {"hypergradients": of_hypergradients, "penalties": of_penalties}
     parts |= {"schedules": of_schedules}
     return "\n\n".join(

@@ -1,8 +1,8 @@
 """The gallery's labels, penalties and schedules in PyTorch, for ``peers.py``.
 
-Of each problem a function of what `peers.py` has drawn gives ``alpha -> hypergradient``, by hand or
-with TorchOpt. By hand it is what `higher` did: parameters as values, gradients that keep their
-graph. Arrays in and out are numpy's.
+Each problem has a function of the data drawn by `peers.py`. It returns ``alpha -> hypergradient``,
+by hand or with TorchOpt. "By hand" is the algorithm of `higher`: parameters are passed as values,
+and gradients keep their graph. Inputs and outputs are numpy arrays.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ torch.set_num_threads(1)
 
 
 def tensors(arrays):
-    """Whole numbers as PyTorch wants them."""
+    """Convert arrays to tensors, with integers in PyTorch's type for labels."""
     wide = (np.array(a, np.int64 if np.issubdtype(a.dtype, np.integer) else None) for a in arrays)
     return [torch.from_numpy(a) for a in wide]
 
 
 def gradient_in(value_of, alpha):
-    """Of ``value_of(alpha)``, for an alpha of one array."""
+    """Differentiate ``value_of(alpha)`` for an alpha of one array."""
     alpha = torch.from_numpy(np.array(alpha)).requires_grad_()
     return torch.autograd.grad(value_of(alpha), alpha)[0].numpy()
 
@@ -32,7 +32,7 @@ def gradient_in(value_of, alpha):
 
 
 class Network(nn.Module):
-    """That of examples/label_cleaning.py, without its dropout."""
+    """The network of examples/label_cleaning.py, without its dropout."""
 
     def __init__(self, w):
         super().__init__()
@@ -97,14 +97,14 @@ def labels_torchopt(w, batches, clean, rate, momentum):
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A sparse one and its transpose: functorch leaves such a record alone."""
+    """A sparse matrix and its transpose. functorch does not convert this record."""
 
     x: torch.Tensor
     transpose: torch.Tensor
 
 
 class Product(torch.autograd.Function):
-    """Of a matrix and a vector: differentiable twice, by functorch too."""
+    """The product of a matrix and a vector. It is twice differentiable, also by functorch."""
 
     @staticmethod
     def forward(v, matrix):
@@ -120,7 +120,7 @@ class Product(torch.autograd.Function):
 
 
 def sparse(batch):
-    """Matrix and labels, of JAX's sparse matrix."""
+    """Convert JAX's sparse matrix and the labels."""
     at, values = (torch.from_numpy(np.array(a)) for a in (batch[0].indices, batch[0].data))
     x = torch.sparse_coo_tensor(at.T.long(), values, batch[0].shape)
     return Matrix(x.to_sparse_csr(), x.t().to_sparse_csr()), torch.from_numpy(np.array(batch[1]))
@@ -136,7 +136,7 @@ def penalised(words, shift, alpha, batch):
 
 
 def solved(alpha, batch):
-    """The weights, by PyTorch's L-BFGS from 0."""
+    """Return the weights, by PyTorch's L-BFGS from 0."""
     w = [torch.zeros(len(alpha)).requires_grad_(), torch.zeros(()).requires_grad_()]
     options = {"max_iter": 200, "tolerance_grad": 1e-6, "line_search_fn": "strong_wolfe"}
     optimizer = torch.optim.LBFGS(w, history_size=10, **options)
@@ -152,7 +152,7 @@ def solved(alpha, batch):
 
 
 def conjugate_gradients(product, b, tol):
-    """``x`` with ``product(x) = b``, lists of tensors."""
+    """Return ``x`` with ``product(x) = b``; both are lists of tensors."""
 
     def dot(u, v):
         return sum((a * b).sum() for a, b in zip(u, v, strict=True))
@@ -212,7 +212,7 @@ def penalties_torchopt(train, valid, tol):
 
 
 class Steps:
-    """What the two ways through the schedule's steps share."""
+    """Shared code of the two ways through the schedule's steps."""
 
     def __init__(self, w, batches, valid, knots):
         self.w, self.batches, self.valid = w, list(map(tensors, batches)), tensors(valid)
@@ -221,7 +221,7 @@ class Steps:
         self.share = torch.from_numpy((place - self.left).astype(np.float32))
 
     def rates(self, alpha):
-        """Of every step; ``alpha`` has the logarithms at the knots, then the momentum's logit."""
+        """Return every step's rate. ``alpha``: log rates at the knots, and the momentum's logit."""
         return torch.exp((1 - self.share) * alpha[self.left] + self.share * alpha[self.left + 1])
 
     def start(self):
@@ -253,7 +253,7 @@ def schedules_torchopt(*given):
 
     def value(alpha):
         rates, now = steps.rates(alpha), steps.start()
-        # A schedule, as its momentum starts anew in every optimizer that is made.
+        # The rates are a schedule of one optimizer, because a new optimizer resets the momentum.
         rule = torchopt.sgd(lr=lambda count: rates[int(count)], momentum=torch.sigmoid(alpha[-1]))
         state = rule.init(now)
         for batch in steps.batches:

@@ -43,7 +43,7 @@ from benchmarks.reliability import victims
 from benchmarks.reliability.nonfinite import nonfinite
 from benchmarks.reliability.victims import Outcome
 
-_PATIENCE = 900  # seconds for one run of a job, on a machine that does other things too
+_PATIENCE = 900  # seconds for one run of a job, on a machine that also does other work
 _JOBS = ("search", "baseline", "halving", "sharing", "rank", "bilevel search", "bilevel baseline")
 _OFTEN = (0.5, 0.2, 0.1, 0.1, 0.06, 0.02, 0.02)  # the last ones take longest
 
@@ -59,7 +59,7 @@ def _forks():
 
 @functools.cache
 def _temporary(name: str) -> Path:
-    """A folder that exists until this process ends."""
+    """Return a folder that exists until this process ends."""
     folder = tempfile.TemporaryDirectory(prefix=name)
     atexit.register(folder.cleanup)
     return Path(folder.name)
@@ -88,9 +88,9 @@ def _report(process, output: Path) -> dict[str, Any]:
 
 @functools.cache
 def _truth(job: str) -> tuple[dict[str, np.ndarray], float]:
-    """The results of the job without an attack, and the seconds of its process.
+    """Return the results of the job without an attack, and the seconds of its process.
 
-    The first run compiles; all later runs of this job read its programs.
+    The first run compiles. All later runs of this job read its programs.
     """
     for _ in range(2):
         with tempfile.TemporaryDirectory() as place:
@@ -231,7 +231,7 @@ def writers(seed: int, number: int) -> Outcome:
     return next((v for v in verdicts if v.verdict == "refused"), verdicts[0])
 
 
-ATTACKS = {  # the function; how many attacks at --smoke, at --quick and by default
+ATTACKS = {  # the function, and the number of attacks at --smoke, at --quick and by default
     "kills": (kills, 0, 2, 200),
     "flips": (flips, 0, 2, 300),
     "disks": (disks, 0, 2, 60),
@@ -242,7 +242,7 @@ FAILURES = "wrong", "raw"
 
 
 def report(rows: list[harness.Row]) -> str:
-    """The counts of each attack, and the failures, as Markdown."""
+    """Report the counts of each attack, and the failures, as Markdown."""
     rows = [row for row in rows if "attack" in row]  # the first one is the environment
     last = {(row["seed"], row["attack"], row["number"]): row for row in rows}.values()
     counts = {name: Counter(r["verdict"] for r in last if r["attack"] == name) for name in ATTACKS}
@@ -262,7 +262,7 @@ def _failed(row: harness.Row) -> bool:
 
 
 def attacked(name: str, seed: int, number: int) -> harness.Row:
-    """One attack and its outcome, as a row of the results."""
+    """Run one attack and return its outcome as a row of the results."""
     began = time.monotonic()
     verdict, attack, detail = ATTACKS[name][0](seed, number)
     row = {"attack": name, "seed": seed, "number": number, "verdict": verdict}

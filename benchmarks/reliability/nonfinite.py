@@ -1,7 +1,7 @@
 """NaN and infinity in every quantity of a search, at step 0 and later.
 
-The weights count the outer steps, so that a loss knows the step. A search has to stop at that step
-and name the quantity. Its state has to be that of a search without the mistake.
+The weights count the outer steps, so that a loss knows the step. A search must stop at that step
+and name the quantity. Its state must equal the state of a search without the mistake.
 """
 
 import functools
@@ -16,7 +16,7 @@ import bilevel
 from benchmarks.reliability.victims import Outcome, not_a_message, short
 
 _STEPS = 6
-_EXPECTED = {  # what may be named: the quantity itself, or the first one that it makes bad
+_EXPECTED = {  # quantities that may be named: the spoiled one, or the first that it spoils
     "outer loss": ("outer loss",),
     "lower loss": ("lower loss",),
     "hypergradient": ("hypergradient",),
@@ -28,7 +28,7 @@ _EXPECTED = {  # what may be named: the quantity itself, or the first one that i
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _spoiled(x, bad, number):
-    """``x``, whose derivative is ``number`` where ``bad``."""
+    """Return ``x`` with the derivative ``number`` where ``bad``."""
     return x
 
 

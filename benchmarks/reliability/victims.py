@@ -56,7 +56,7 @@ def not_a_message(error: BaseException) -> str:
 
 
 def short(error: BaseException) -> str:
-    """An exception in one short line."""
+    """Format an exception in one short line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
@@ -100,7 +100,7 @@ def search(folder: Path, steps: int = 25) -> Arrays:
 
 
 def baseline(folder: Path, method: str = "hyperband") -> Arrays:
-    """A baseline with a journal; errors depend on the solve's key."""
+    """Run a baseline with a journal. Errors depend on the solve's key."""
     import jax
 
     from bilevel import baselines
@@ -129,17 +129,17 @@ def baseline(folder: Path, method: str = "hyperband") -> Arrays:
 
 
 def halving(folder: Path) -> Arrays:
-    """As ``baseline``."""
+    """Run successive halving with a journal."""
     return baseline(folder, "successive_halving")
 
 
 def sharing(folder: Path) -> Arrays:
-    """As ``baseline``."""
+    """Run weight sharing with a journal."""
     return baseline(folder, "weight_sharing")
 
 
 def rank(folder: Path) -> Arrays:
-    """Train-free scores with a record of them, of ten more networks in each call."""
+    """Compute and record train-free scores of ten more networks in each call."""
     import jax
     import jax.numpy as jnp
 
@@ -166,13 +166,13 @@ def rank(folder: Path) -> Arrays:
 
 
 def command_search(folder: Path, steps: int = 4) -> Arrays:
-    """``bilevel search``, small. It records after its first chunk and at its end."""
+    """Run a small ``bilevel search``. It records after its first chunk and at its end."""
     small = f"--activations relu tanh --steps {steps} --inner-steps 3 --width 16"
     return _command(f"search {small} --train 20 --valid 20 --test 40", folder)
 
 
 def command_baseline(folder: Path) -> Arrays:
-    """``bilevel baseline``, small."""
+    """Run a small ``bilevel baseline``."""
     small = "--method fast-weight-sharing --configs 6 --dimension 32 --train 60 --valid 40"
     return _command(f"baseline {small}", folder)
 
@@ -216,7 +216,7 @@ def run(
     """Write a job's arrays, or its exception, to ``output``: the whole work of a process.
 
     Compiled programs are read from the folder ``programs`` if it exists; the first run makes it.
-    ``limit`` is the number of bytes that a file may have, as on a full disk.
+    ``limit`` is the maximum number of bytes of a file, as on a full disk.
     """
     import jax
 

@@ -1,15 +1,15 @@
-"""Everything that is fast on an accelerator only, measured in one command with a time limit.
+"""Benchmarks that need an accelerator, run by one command with a time limit.
 
-Parts, in order of value; each in a process of its own, which leaves one JSON line for every
-measurement as soon as it has it. What the results file holds for this device and this JAX is not
-measured again: the same command resumes. Failed measurements are recorded too, and are repeated.
+Parts run in order of value, each in a separate process, which writes one JSON line for every
+measurement when it is complete. Measurements in the results file for this device and this JAX are
+not repeated, so the same command resumes. Failed measurements are recorded too, and are repeated.
 
-    matmul           the rate of a matrix product: what the others are held against
+    matmul           the rate of a matrix product, the reference for the others
     hypergradient    unrolled and implicit hypergradients of a network, float32 and bfloat16
     empirical        kernels of finite networks, up to 20,000 images; share of the matmul rate
     infinite         kernels of infinite width, as large as the memory takes
-    sharded          an outer step with its rows over 1, 2, 4, ... of the devices there are
-    operator         products with kernels larger than memory, over all devices, and what they give:
+    sharded          an outer step with its rows over 1, 2, 4, ... of the available devices
+    operator         products with kernels larger than memory, over all devices, and their uses:
                      regression, leave-one-out errors, the smallest eigenvalue
     eigenvalue       smallest eigenvalue and certificate of a kernel of 20,000 rows
     genotypes        naswot, synflow and eigen_nas of all 15,625 networks of NAS-Bench-201
@@ -18,10 +18,10 @@ measured again: the same command resumes. Failed measurements are recorded too, 
     darts            the published DARTS search, for as long as the minutes allow
 
     python benchmarks/scale/accelerator.py            # 25 minutes; results/accelerator.jsonl
-    python benchmarks/scale/accelerator.py --minutes 60  # ... goes on with what is missing
+    python benchmarks/scale/accelerator.py --minutes 60  # ... runs the missing measurements
 
-A part that fails says so in one line, and the next begins; the exit status is 1 then. PyTorch is in
-the dependency group `peers`; `--peers` with no name behind it measures the step without PyTorch.
+A part that fails prints one line, and the next part begins. The exit status is then 1. PyTorch is
+in the dependency group `peers`. `--peers` without a name measures the step without PyTorch.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from benchmarks import harness
 HERE = Path(__file__).parents[1]
 SEED, ROUNDS = 0, 5
 
-Measurement = tuple[str, Callable[[], dict[str, Any]]]  # a name, and what measures it
+Measurement = tuple[str, Callable[[], dict[str, Any]]]  # a name, and a function that measures it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Run:
 
 
 def timed(function: Callable, *args: Any, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Seconds of compilation, and of the median call after a first one; the peak of memory."""
+    """Return seconds of compilation and of the median call after a warm-up, and peak memory."""
     compiled, seconds = harness.compiled(function, *args)
     return {"compile_s": seconds} | called(lambda: compiled(*args), rounds)
 
 
 def called(call: Callable[[], Any], rounds: int) -> dict[str, Any]:
-    """Seconds of the median call after a first one, and the peak of the device's memory."""
+    """Return the seconds of the median call after a warm-up, and the device's peak memory."""
     row: dict[str, Any] = {"seconds": statistics.median(harness.seconds(call, rounds))}
     if peak := harness.device_peak():
         row["peak_gb"] = peak / 1e9
@@ -89,7 +89,7 @@ def matmul(run: Run) -> Iterator[Measurement]:
 
 
 def hypergradient(run: Run) -> Iterator[Measurement]:
-    """A network with one hidden layer; alpha: the weights of its training rows."""
+    """Measure a network with one hidden layer; alpha has the weights of its training rows."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -137,7 +137,7 @@ def hypergradient(run: Run) -> Iterator[Measurement]:
     solvers = {
         f"unrolled, {steps} steps": bilevel.unrolled(sgd, steps),
         f"truncated, last {steps // 4}": bilevel.unrolled(sgd, steps, backprop=steps // 4),
-        # A fixed number of products: conjugate gradients stop where curvature is negative.
+        # Use a fixed number of products, because conjugate gradients stop at negative curvature.
         f"implicit, {steps} products": bilevel.implicit(
             bilevel.unrolled(sgd, steps), bilevel.neumann(steps, 0.1)
         ),
@@ -196,7 +196,7 @@ def infinite(run: Run) -> Iterator[Measurement]:
 
 
 def sharded(run: Run) -> Iterator[Measurement]:
-    """Hyper-cleaning, with a hyperparameter for each row: the step of scaling.py."""
+    """Measure hyper-cleaning with a hyperparameter for each row, the step of scaling.py."""
     import jax
 
     from benchmarks.scale.scaling import placed
@@ -292,7 +292,7 @@ def eigenvalue(run: Run) -> Iterator[Measurement]:
 
 
 def genotypes(run: Run) -> Iterator[Measurement]:
-    """Random images: what scores cost, not what they say."""
+    """Measure the cost of scores on random images; their values mean nothing."""
     import jax
 
     from bilevel.spaces.nasbench201 import all_networks, genotypes, score_networks
@@ -325,12 +325,12 @@ def skips(run: Run) -> Iterator[Measurement]:
 
 
 def darts(run: Run) -> Iterator[Measurement]:
-    """The command itself, with the published sizes; a longer session goes on with its run."""
+    """Run the command with the published sizes. A longer session resumes its run."""
     sizes = {"cells": 8, "channels": 16, "train": 25_000, "valid": 25_000, "steps": 19_550}
     if run.small:
         sizes = {"cells": 2, "channels": 2, "train": 40, "valid": 40, "steps": 2, "pixels": 8}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
-    if run.small:  # two candidates: what takes long here is compilation
+    if run.small:  # two candidates, because compilation dominates here
         flags += ["--data=digits", "--epochs=1", "--random=0", "--batch-size=16"]
         flags += ["--operations", "none", "skip_connect"]
     folder = Path(tempfile.mkdtemp()) if run.small else HERE.parent / "runs"
@@ -343,7 +343,7 @@ def darts(run: Run) -> Iterator[Measurement]:
         start = time.perf_counter()
         try:
             return command(*arguments, timeout=run.end - time.time())
-        except subprocess.TimeoutExpired:  # what it has done is kept, and a later session goes on
+        except subprocess.TimeoutExpired:  # its progress is on disk, and a later session resumes
             done = [int(p.stem) for p in out.rglob("search/*/*.npz") if p.stem.isdigit()]
             seconds = time.perf_counter() - start
             return {"unfinished": True, "seconds": seconds, "steps": max(done, default=0)}
@@ -352,12 +352,12 @@ def darts(run: Run) -> Iterator[Measurement]:
 
 
 def script(name: str, *flags: str) -> dict[str, Any]:
-    """Another benchmark of this folder."""
+    """Run another benchmark of this folder."""
     return command(str(HERE / name), *flags)
 
 
 def command(*arguments: str, timeout: float | None = None) -> dict[str, Any]:
-    """The seconds that a command takes, and the last of what it prints."""
+    """Return the seconds that a command takes, and its last output."""
     start = time.perf_counter()
     words = [sys.executable, "-W", "ignore", *arguments]
     done = subprocess.run(words, capture_output=True, text=True, timeout=timeout)
@@ -373,27 +373,27 @@ PARTS: dict[str, Callable[[Run], Iterator[Measurement]]] = {
         *(darts_step, skips, darts),
     )
 }
-SMOKE = "matmul", "darts_step"  # one that measures by itself, and one that starts another script
+SMOKE = "matmul", "darts_step"  # one measures by itself, one starts another script
 
 # --------------------------------------------------------------------------------------- the run
 
 
 def here() -> dict[str, str]:
-    """What a measurement is of: the device and JAX's version."""
+    """Return the device and JAX's version, which identify a measurement."""
     import jax
 
     return {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
 
 
 def latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last row of each measurement: a repeated one takes the place of what failed before."""
+    """Return the last row of each measurement. A repetition replaces a failure."""
     return list(
         {tuple(row[key] for key in ("part", "name", "device", "jax")): row for row in rows}.values()
     )
 
 
 def work(part: str, run: Run, out: Path) -> None:
-    """One process: the measurements of a part that ``out`` does not hold yet."""
+    """Run the measurements of a part that ``out`` does not contain yet; one process."""
     place = here()
     rows = [row for row in latest(harness.read(out)) if place.items() <= row.items()]
     known = {(r["part"], r["name"]) for r in rows if not {"unfinished", "failed"} & r.keys()}
@@ -402,7 +402,7 @@ def work(part: str, run: Run, out: Path) -> None:
             continue
         try:
             numbers = measure()
-        except Exception as error:  # the next may go well, and this one's failure is a result
+        except Exception as error:  # the failure is a result, and the next may succeed
             numbers = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
         row = {"part": part, "name": name, **numbers, **place}
         harness.append(out, row)
@@ -410,7 +410,7 @@ def work(part: str, run: Run, out: Path) -> None:
 
 
 def shown(row: dict[str, Any]) -> str:
-    """A measurement in a line."""
+    """Format a measurement in a line."""
     hidden = {"part", "name", "device", "jax", "output"}
     numbers = [
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
@@ -421,7 +421,7 @@ def shown(row: dict[str, Any]) -> str:
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """A table for every device and JAX, and what other benchmarks printed there."""
+    """Report a table for every device and JAX, and the output of other benchmarks there."""
     parts: list[str] = []
     for device, version in sorted({(r["device"], r["jax"]) for r in rows}):
         here = latest(harness.where(rows, device=device, jax=version))
@@ -440,7 +440,7 @@ def main() -> None:
         peers=("torch",),
         minutes={"type": float, "default": 25.0, "help": "for all parts together"},
         only={"nargs": "*", "choices": list(PARTS), "help": "these parts alone"},
-        part={"help": argparse.SUPPRESS},  # what a process of its own is told
+        part={"help": argparse.SUPPRESS},  # an argument of child processes
     )
     # PyTorch is compared with one part only, so every run writes to the script's own file.
     out = flags.results or harness.RESULTS / "accelerator.jsonl"
@@ -457,12 +457,12 @@ def main() -> None:
         if left <= 0:
             print(f"{part}: {over}", flush=True)
             break
-        # A device's memory is shared with the commands that a part starts.
+        # Commands that a part starts share the device's memory.
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         own = [sys.executable, __file__, "--part", part, "--out", str(out)]
         own += [*filter(None, [small]), "--peers", *flags.peers]
-        own += [f"--minutes={(left - 10) / 60}"]  # the part ends by itself, if it can
-        # In a session of its own, so that what it has started ends with it.
+        own += [f"--minutes={(left - 10) / 60}"]  # the part tries to end by itself
+        # Use a new session, so that child processes end with the part.
         with subprocess.Popen(own, env=environment, start_new_session=True) as process:
             try:
                 if status := process.wait(max(1, left)):

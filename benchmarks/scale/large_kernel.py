@@ -1,15 +1,16 @@
-"""Can a kernel of all 60,000 images of MNIST, 14 GB in float32, be regressed with in 4 GiB?
+"""Can we do regression in 4 GiB with a kernel of all 60,000 images of MNIST, 14 GB in float32?
 
-The tangent kernel of an infinitely wide ReLU network of three layers, on images of unit norm; ridge
-regression of the ten labels, one-hot less 1/10, by :func:`ntk.iterative_regression`: the kernel is
-computed in tiles, once for every pass of block conjugate gradients. A line tells of each pass, and
-what is needed to go on is kept after it: the same command goes on after a kill.
+The kernel is the tangent kernel of an infinitely wide ReLU network of three layers, on images of
+unit norm. The task is ridge regression on the ten labels, one-hot minus 1/10, by
+:func:`ntk.iterative_regression`. It computes the kernel in tiles, once for every pass of block
+conjugate gradients. Each pass prints a line and saves the solver's state, so the same command
+resumes after a kill.
 
     python benchmarks/scale/large_kernel.py                # 60,000 rows; results/large_kernel.jsonl
     python benchmarks/scale/large_kernel.py --rows 5000    # fewer; rows are added to the results
 
-Published, on the same images: about 1.2 % for the best Gaussian process of Lee et al. (2018),
-trained on 50,000 images, its depth and variances chosen on 10,000 more. Here the penalty alone was
+Published result on the same images: about 1.2 % for the best Gaussian process of Lee et al. (2018),
+trained on 50,000 images, with depth and variances chosen on 10,000 more. Here only the penalty was
 chosen, at 5,000 images, where 1e-4 to 0.03 give test errors of 3.85 to 3.92 %.
 """
 
@@ -35,10 +36,10 @@ FLAGS = {
 
 
 def kernel(x1, x2=None):
-    """``ntk.network_kernel`` of two ReLU layers, for float32 and inputs of unit norm.
+    """Compute ``ntk.network_kernel`` of two ReLU layers, for float32 and inputs of unit norm.
 
-    With one product for the angles instead of three, and no bound of the error: entries agree with
-    it to 1e-6 but for near-duplicates, whose angle is off by 4e-4. Four times as fast.
+    It takes one product for the angles instead of three, without an error bound, and is four times
+    as fast. Entries agree to 1e-6, except for near-duplicates, with angles off by 4e-4.
     """
     import jax.numpy as jnp
 
@@ -62,7 +63,7 @@ def unit(images):
 
 
 def deviation(x) -> float:
-    """The largest difference from ``ntk.network_kernel``, of entries beside the diagonal."""
+    """Return the largest difference from ``ntk.network_kernel`` in off-diagonal entries."""
     import ntk
 
     exact = ntk.network_kernel(x, activations=[ntk.relu, ntk.relu], variances=VARIANCES).ntk
@@ -71,7 +72,7 @@ def deviation(x) -> float:
 
 
 class Clock:
-    """Seconds on the wall and of all cores, earlier sittings included."""
+    """Wall seconds and CPU seconds of all cores, earlier sessions included."""
 
     def __init__(self, before=(0.0, 0.0)):
         self.before, self.start = before, self.now()
@@ -85,7 +86,7 @@ class Clock:
 
 
 class Kept:
-    """The solver's state on the disk, after every pass."""
+    """The solver's state on disk, saved after every pass."""
 
     def __init__(self, flags, settings):
         self.path, self.settings = RUNS / f"{settings['rows']}.npz", settings
@@ -111,7 +112,7 @@ class Kept:
     def save(self, state):
         from bilevel.runs import records
 
-        residual = float(state.residual.max())  # waits until it is there
+        residual = float(state.residual.max())  # waits until it is computed
         wall, cpu = self.clock.read()
         what = "residual" if state.computed else "residual (by the recurrence)"
         print(
@@ -182,14 +183,14 @@ def measure(flags) -> harness.Row:
 
 
 def certain(values, bound) -> float:
-    """The share of test images whose label no further step can change, by the error bound."""
+    """Return the share of test images with a label that the error bound makes final."""
     two = np.argsort(values, axis=1)[:, -2:]
     margin = np.diff(np.take_along_axis(values, two, 1))[:, 0]
     return float(np.mean(margin > np.take_along_axis(bound, two, 1).sum(1)))
 
 
 def multiply_adds(n, rank, d, steps, tests) -> float:
-    """In products of matrices: the passes, the factor and the preconditioner, and predictions."""
+    """Count multiply-adds in matrix products: passes, factor and preconditioner, predictions."""
     entries = n**2 / 2
     passes = steps * (entries * (d + 2 * 10) + 2 * n * rank * 10)
     return passes + n * rank * d + 2 * n * rank**2 + tests * n * (d + 10)
@@ -232,7 +233,7 @@ def report(rows: list[harness.Row]) -> str:
 
 
 def scale(rows: list[harness.Row]) -> str:
-    """The last regression of every size, in a table."""
+    """Return a table of the last regression of every size."""
     last = {row["rows"]: row for row in harness.where(rows, part="regression")}
     head = (
         "rows", "kernel, GB", "rank", "passes", "relative residual", "test error",

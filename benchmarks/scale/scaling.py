@@ -1,12 +1,13 @@
-"""How far does a search scale over devices, and what goes between them?
+"""How far does a search scale over devices, and how much data do they exchange?
 
-Hyper-cleaning: a softmax classifier of 784 inputs and 10 classes below, a weight for every training
-row above, `unrolled` with ten steps of gradient descent; rows are spread over the devices.
+The problem is hyper-cleaning: below, a softmax classifier with 784 inputs and 10 classes; above, a
+weight for every training row. The solver is `unrolled` with ten steps of gradient descent. Rows are
+sharded over the devices.
 
-1. counted: collective operations, their bytes, and products with the rows, per outer step, read off
-   the compiled program for 1 to 8 virtual devices, loops by their trip counts. Between devices go
-   sums of the size of the weights and scalars; the rows stay where they are, and so do the weights
-   of rows (`alpha`).
+1. counted: collective operations, their bytes, and products with the rows, per outer step. They are
+   read from the compiled program for 1 to 8 virtual devices, with loops multiplied by their trip
+   counts. Devices exchange sums of the size of the weights, and scalars. The rows and their weights
+   (`alpha`) are not sent.
 2. measured: seconds per outer step of one process and of two, with one core each, in turns.
    Strong: the same rows in all; weak: the same rows in each.
 
@@ -42,7 +43,7 @@ def problem():
         return optax.softmax_cross_entropy_with_integer_labels(x @ w, y)
 
     def lower(w, alpha, batch):
-        # Each row comes with its weight, so that both lie on one device.
+        # Each row and its weight are on the same device.
         x, y, row = batch
         weights = jax.nn.sigmoid(alpha) * row
         return jnp.mean(weights * losses(w, x, y)) + 1e-3 * jnp.sum(w**2)
@@ -60,7 +61,7 @@ def rows_of(n):
 
 
 def placed(n, devices=None):
-    """State and data of a step, rows over so many devices: by default all, of all processes."""
+    """Return state and data of a step, with rows sharded over ``devices`` (default: all)."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -94,9 +95,9 @@ _BYTES = {"f32": 4, "f64": 8, "s32": 4, "u32": 4, "pred": 1, "s64": 8, "bf16": 2
 
 
 def collectives(text):
-    """``[(kind, bytes, times)]`` of a compiled program, loops unrolled by their trip counts.
+    """Return ``[(kind, bytes, times)]`` of a compiled program, loops unrolled by their trip counts.
 
-    Of collective operations, and of matrix products.
+    The kinds are collective operations and matrix products.
     """
     bodies, name = {}, ""
     for line in text.splitlines():
@@ -125,7 +126,7 @@ def collectives(text):
 
 
 def counted(scaling, n, devices):
-    """What one outer step sends; in a process of its own, which has so many devices."""
+    """Return the traffic of one outer step, counted in a process with this number of devices."""
     import jax
 
     state, data, step = placed(n)
@@ -144,7 +145,8 @@ def counted(scaling, n, devices):
         "largest": max((size for _, size, _ in sums), default=0),
         "of_weights": sum(times for _, size, times in sums if size >= weights),
         "others": sorted({kind for kind, _, _ in sums} - {"all-reduce"}),
-        # Two a gradient: T gradients forwards, T again, two a Hessian product; the losses' own.
+        # Two per gradient: T gradients forward, T again, two per Hessian product; and those of the
+        # losses.
         "products": products,
         "operations": 2 * n * INPUTS * CLASSES * products,
         "read": 4 * n * INPUTS * products,
@@ -155,7 +157,7 @@ def counted(scaling, n, devices):
 
 
 def process(rank, processes, port, n):
-    """Seconds of an outer step, of this process among several."""
+    """Return the seconds of an outer step of this process among multiple processes."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     import jax
@@ -172,7 +174,7 @@ def process(rank, processes, port, n):
 
 
 def measured(processes, n):
-    """The slowest process's seconds; each has one core."""
+    """Return the slowest process's seconds; each has one core."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -200,7 +202,7 @@ def measured(processes, n):
 
 
 def report(rows) -> str:
-    """Tables of the counted, then of the measured rows."""
+    """Report tables of the counted rows, then of the measured rows."""
     counted, lines = harness.where(rows, what="counted"), []
     for r in counted:
         cells = r["scaling"], r["devices"], f"{r['rows']:,}", r["products"], r["sums"]
@@ -268,7 +270,7 @@ def main() -> None:
     cases = {(1, n): [], (2, n): [], (2, 2 * n): []}
     if arguments.smoke:
         cases = {(1, n): []}
-    for _ in range(rounds):  # in turns: what else the machine does meets all of them
+    for _ in range(rounds):  # in turns, so that other load affects all of them
         for case, seconds in cases.items():
             seconds.append(measured(*case))
     alone = min(cases[1, n])

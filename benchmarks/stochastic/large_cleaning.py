@@ -1,17 +1,18 @@
-"""A weight for each of 60,000 labels of MNIST and 30,000 of CIFAR-10, half of them drawn again.
+"""A weight for each of 60,000 labels of MNIST and 30,000 of CIFAR-10, half of them redrawn.
 
-Below MNIST's is softmax regression, with ``spaba()`` and ``paced()``, where nothing is chosen.
-Below CIFAR-10's is a small convolutional network, whose loss is not convex: the adjoint of SABA
-and SPABA would grow along every direction of negative curvature, so ``meha`` is taken, which asks
-for first derivatives only and ties its second copy of the weights to the first. Validation has
-half of the 10,000 test images, their other half is the test.
+For MNIST the lower problem is softmax regression, with ``spaba()`` and ``paced()``, without tuning.
+For CIFAR-10 it is a small convolutional network with a nonconvex loss. There the adjoint of SABA
+and SPABA would grow along every direction of negative curvature. So we use ``meha``, which needs
+only first derivatives and ties its second copy of the weights to the first. Half of the 10,000 test
+images are for validation, the other half is the test set.
 
-Beside it the same weights with no label cleaned, and with all wrong ones left out. MNIST's penalty
-of 0.2 is the public benchmark's. With 0.02 the lower problem is worse conditioned, and the
-adjoint's residual at the end is 0.06 instead of 0.0002. The learned weights still win back most of
-what the wrong labels cost. Every run is a process of its own, whose most memory
-is recorded, and what SABA's tables would have taken is computed. ``--smoke`` takes scikit-learn's
-digits, which need no download.
+The baselines train the same model with no label cleaned, and with all wrong labels left out.
+MNIST's penalty of 0.2 is the public benchmark's. With 0.02 the lower problem is worse conditioned,
+and the adjoint's residual at the end is 0.06 instead of 0.0002. The learned weights still recover
+most of the accuracy that the wrong labels cost.
+
+Every run is a separate process. We record its peak memory and compute the size of SABA's tables.
+``--smoke`` uses scikit-learn's digits, which need no download.
 """
 
 import itertools
@@ -25,7 +26,7 @@ import numpy as np
 from benchmarks import harness
 
 RUNS = {"mnist": 12_000, "cifar10": 3_000}  # steps, of 64 images each
-SMOKE = {"digits": (0.2,)}  # by data: penalties, of its softmax regression
+SMOKE = {"digits": (0.2,)}  # by data: penalties of the softmax regression
 ROWS = {"mnist": 60_000, "cifar10": 30_000}
 PENALTIES = {"mnist": (0.2, 0.02), "cifar10": (5e-4,)}
 LABELS = "learned", "as they are", "wrong ones left out"
@@ -38,7 +39,7 @@ TITLES = {
 
 
 def images_of(name: str, rows: int) -> dict[str, np.ndarray]:
-    """As bytes, a quarter of the memory: the loss scales them."""
+    """Return images as bytes, a quarter of the memory: the loss scales them."""
     import bilevel
 
     given = {"train_size": rows} if name != "digits" else {}
@@ -50,7 +51,7 @@ def images_of(name: str, rows: int) -> dict[str, np.ndarray]:
     x, y = x[order], y[order]
     wrong = rng.random(len(y)) < 0.5
     y[wrong] = rng.integers(0, 10, wrong.sum())
-    order = rng.permutation(len(dataset.y_test))  # MNIST's halves are of other writers
+    order = rng.permutation(len(dataset.y_test))  # MNIST's halves are of different writers
     held = as_bytes(dataset.x_test)[order], dataset.y_test[order].astype(np.int32)
     half = len(order) // 2
     return {
@@ -62,7 +63,7 @@ def images_of(name: str, rows: int) -> dict[str, np.ndarray]:
 
 
 def network(name: str, x: np.ndarray):
-    """``(initial weights, outputs(w, x))``."""
+    """Return ``(initial weights, outputs(w, x))``."""
     import jax
     import jax.numpy as jnp
 
@@ -81,7 +82,7 @@ def network(name: str, x: np.ndarray):
     ]
 
     def patches(h):
-        """[n, h/2, h/2, 9 c]: convolutions with two kernels at once are slow on CPUs."""
+        """Return patches [n, h/2, h/2, 9 c]: two kernels in one convolution are slow on CPUs."""
         side = h.shape[1]
         h = jnp.pad(h, ((0, 0), (0, 1), (0, 1), (0, 0)))
         cut = [h[:, i : i + side : 2, j : j + side : 2] for i in range(3) for j in range(3)]

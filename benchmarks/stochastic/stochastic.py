@@ -1,8 +1,8 @@
 """How fast are single-loop stochastic methods, and how far do they come in CPU seconds?
 
-The four problems of the field's public benchmark, benchopt/benchmark_bilevel, at its sizes
-(``stochastic_problems.py``), batches of 64. With ``--checkout PATH``, a copy of its repository, its
-own solver classes run beside ours on the same losses, rows and core (``stochastic_rivals.py``).
+The four problems are those of the field's public benchmark, benchopt/benchmark_bilevel, at its
+sizes (``stochastic_problems.py``), with batches of 64. With ``--checkout PATH``, a copy of its
+repository, its solver classes run on the same losses, rows and core (``stochastic_rivals.py``).
 
 Part ``time``: CPU time of a step, ours and theirs in turns. The time of our step is the difference
 between two searches of different lengths, divided by the number of steps between them. Each side
@@ -10,15 +10,16 @@ has two copies, because a program can take up to a tenth longer than its own cop
 where its data are in memory. The faster copy's median counts.
 
 Part ``course``: the score over CPU seconds. Our side is ``bilevel.search`` under ``jax.jit``, run
-from the start for each point of time. What a start costs is counted (tables, a metric, the order of
-the batches), compilation is not. Step sizes and seed are arguments of the programs, so a method
-compiles once for each length. Steps are tuned for every method alike: 0.3 seconds for each point of
-the published grid, five seconds for the best three, all with the first seed; the other seeds run at
-the best. Cleaning at 70 and 90 % takes the steps of 50 %. Ours without a step size are not tuned.
+from the start for each point of time. The cost of a start counts (tables, a metric, the order of
+the batches), compilation does not. Step sizes and seed are arguments of the programs, so a method
+compiles once for each length. Steps are tuned for every method in the same way, with the first
+seed: 0.3 seconds for each point of the published grid, then five seconds for the best three. The
+other seeds run at the best steps. Cleaning at 70 and 90 % takes the steps of 50 %. Our methods
+without a step size are not tuned.
 
-Every problem is a process of its own on one core, and every measurement a line in the results: a
-second run resumes where the first was stopped. Measurements that failed are not kept. ``--quick``
-runs on ijcnn1 with few rows, ``--smoke`` on a few quadratics with one method.
+Every problem is a separate process on one core, and every measurement is a line in the results. A
+second run resumes an interrupted one. Failed measurements are not stored. ``--quick`` runs on
+ijcnn1 with few rows, ``--smoke`` on a few quadratics with one method.
 
     python benchmarks/stochastic/stochastic.py --checkout PATH    # hours of one core
 """
@@ -38,7 +39,7 @@ from benchmarks.stochastic import stochastic_tables
 from benchmarks.stochastic.stochastic_tables import CLEANING, RIVAL, SIDES, UNTUNED
 
 MARKS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.5, 5.0)  # CPU seconds at which a point is scored
-SCREENED, FINALISTS = 0.3, 3  # CPU seconds for each point of a grid, and who gets all of them
+SCREENED, FINALISTS = 0.3, 3  # CPU seconds for each point of a grid, and number of finalists
 CHUNK = {
     "simulated": 16,
     "ijcnn1": 4096,
@@ -53,7 +54,7 @@ RACES = "ijcnn1", "cleaning", "covtype", "simulated"  # cleaning: all three
 
 @functools.cache
 def race_of(name: str):
-    """A race by its name; ``small`` is ijcnn1's with few rows, ``tiny`` a few quadratics."""
+    """Return a race by name; ``small`` is ijcnn1 with few rows, ``tiny`` a few quadratics."""
     from benchmarks.stochastic import stochastic_problems as problems
 
     if name == "tiny":
@@ -62,12 +63,12 @@ def race_of(name: str):
 
 
 def chunk_of(name: str, method: str) -> int:
-    """Steps of a chunk: some ten milliseconds."""
+    """Return the steps of a chunk, which takes some ten milliseconds."""
     return max(1, CHUNK.get(name, 64) // (8 if method in ("amigo", "f2sa") else 1))
 
 
 def method_of(name: str, step: Any, ratio: Any):
-    """Ours, and its optimizer of alpha, with the schedules of the public benchmark."""
+    """Return our method and its optimizer of alpha, with the public benchmark's schedules."""
     import optax
 
     import bilevel
@@ -97,7 +98,7 @@ class Ours:
         self.count = self._long_enough(count)
 
     def _long_enough(self, count: int) -> int:
-        """How many steps take four times as long as a start: shorter differences are noise."""
+        """Return how many steps take as long as four starts. Shorter differences are noise."""
         self.starting = self._least(1)
         self.step_seconds = max((self._least(1 + count) - self.starting) / count, 1e-7)
         return max(count, math.ceil(4 * self.starting / self.step_seconds))
@@ -106,7 +107,7 @@ class Ours:
         return min(self.run(steps, -1)[0] for _ in range(3))
 
     def program(self, steps: int, names: tuple[str, ...] = (), every: int = 1):
-        """The compiled search of so many steps, with a history of ``names``."""
+        """Return the compiled search of ``steps`` steps, with a history of ``names``."""
         import jax
 
         import bilevel
@@ -135,7 +136,7 @@ class Ours:
         return *arrays, jax.random.key(seed), tuple(map(jnp.float32, rates))
 
     def run(self, steps: int, seed: int, rates=(1e-3, 10.0), names=(), every=1):
-        """The CPU seconds of a search, and its result."""
+        """Return the CPU seconds of a search, and its result."""
         import jax
 
         program, given = self.program(steps, names, every), self._given(seed, rates)
@@ -145,20 +146,20 @@ class Ours:
         return time.process_time() - begun, result
 
     def at(self, race: Any) -> "Ours":
-        """On another race, of the same losses and shapes."""
+        """Return a copy for another race with the same losses and shapes."""
         self.race = race
         return self
 
     def within(self, seconds: float) -> int:
-        """How many steps a search can take in so many CPU seconds, its start included."""
+        """Return the number of steps of a search in these CPU seconds, its start included."""
         return max(1, round((seconds - self.starting) / self.step_seconds))
 
     def chunk(self) -> float:
-        """The CPU seconds of ``count`` steps, without a start."""
+        """Return the CPU seconds of ``count`` steps, without a start."""
         return self.run(1 + self.count, -1)[0] - self.run(1, -1)[0]
 
     def course(self, seed: int, step: float, ratio: float, marks: Sequence[float]) -> Iterator:
-        """CPU seconds, steps and point at each mark."""
+        """Return CPU seconds, steps and point at each mark."""
         for mark in marks:
             steps = self.within(mark)
             seconds, result = self.run(steps, seed, (step, ratio))
@@ -166,13 +167,13 @@ class Ours:
 
     @staticmethod
     def point(result: Any, steps: int):
-        """``(alpha, w)``; None if a search stopped early because something was not finite."""
+        """Return ``(alpha, w)``, or None if a search stopped at a value that is not finite."""
         whole = int(result.state.step) == steps
         return (np.array(result.alpha), np.array(result.w)) if whole else None
 
 
 def runner(side: str, folder: str, method: str, race: Any, count: int):
-    """Of ours, or of theirs, compiled and warm."""
+    """Return a compiled and warm runner of ours or of theirs."""
     if side == "ours":
         return Ours(method, race, count)
     from benchmarks.stochastic import stochastic_rivals as rivals
@@ -184,7 +185,7 @@ def runner(side: str, folder: str, method: str, race: Any, count: int):
 
 
 def work(part: str, *request: Any) -> Iterator[harness.Row]:
-    """In a process of its own."""
+    """Run a part in a separate process."""
     if part == "time":
         yield steps_in_turns(*request)
     else:
@@ -193,14 +194,14 @@ def work(part: str, *request: Any) -> Iterator[harness.Row]:
         for side, method in (name.split("/") for name in methods):
             if side == "ours" or folder:
                 campaign.method(folder, names, side, method, *numbers)
-        if not path:  # nothing else would keep them
+        if not path:  # nothing else would store them
             yield from campaign.rows
 
 
 def steps_in_turns(
     folder: str, name: str, method: str, copies_of_each: int, turns: int
 ) -> harness.Row:
-    """Microseconds of a step, ours and, where there is a checkout, theirs."""
+    """Measure microseconds of a step: ours and, with a checkout, theirs."""
     race, count = race_of(name), chunk_of(name, method)
     compared = folder and method in RIVAL
     order = ("ours", "theirs", "theirs", "ours") if compared else ("ours",) * copies_of_each
@@ -211,7 +212,7 @@ def steps_in_turns(
     for _ in range(turns):
         for _, made, spent in copies:
             spent.append(made.chunk() / made.count)
-        copies.append(copies.pop(0))  # another begins
+        copies.append(copies.pop(0))  # another copy begins
     best: dict[str, float] = {}
     for side, _, spent in copies:
         best[side] = min(best.get(side, math.inf), float(np.median(spent)))
@@ -219,7 +220,7 @@ def steps_in_turns(
 
 
 class Campaign:
-    """Measurements that are made once: what the results have is not measured again."""
+    """A set of measurements. Those in the results file are not measured again."""
 
     def __init__(self, path: Path | None):
         self.path, self.rows = path, harness.read(path) if path else []
@@ -235,7 +236,7 @@ class Campaign:
     def method(
         self, folder: str, names: list[str], side: str, method: str, seeds: int, seconds: float
     ) -> None:
-        """All courses of one method, on problems of which the first tunes its steps."""
+        """Run all courses of one method. The first problem tunes its steps."""
 
         @functools.cache
         def made(name):
@@ -261,7 +262,7 @@ class Campaign:
                 course(name, *best, seed)
 
     def screened(self, made, name, side, method, seconds) -> list[tuple[float, float]]:
-        """The best few points of the published grid."""
+        """Return the best few points of the published grid."""
         race = race_of(name)
         grid = [*itertools.product(map(float, race.steps), map(float, race.ratios))]
         key = {"part": "screen", "race": name, "side": side, "method": method}
@@ -277,7 +278,7 @@ class Campaign:
 
 
 def course_of(made, race, seed, step, ratio, seconds, marks=MARKS) -> harness.Row:
-    """The scores at the marks; fewer than there are marks, if something was not finite."""
+    """Return the scores at the marks, or at fewer marks if a value was not finite."""
     course: harness.Row = {"seconds": []}
     for spent, steps, point in made.course(seed, step, ratio, marks_until(seconds, marks)):
         course["steps"] = steps
@@ -293,12 +294,12 @@ def course_of(made, race, seed, step, ratio, seconds, marks=MARKS) -> harness.Ro
 
 
 def marks_until(seconds: float, marks: Sequence[float] = MARKS) -> list[float]:
-    """Those within ``seconds``; ``seconds`` itself, if it is before the first."""
+    """Return the marks within ``seconds``, or ``seconds`` itself if it is before the first."""
     return [mark for mark in marks if mark <= seconds] or [seconds]
 
 
 def optimum() -> harness.Row:
-    """The least outer loss of ijcnn1, by L-BFGS in float64."""
+    """Minimize the outer loss of ijcnn1 by L-BFGS in float64; return the minimum."""
     import scipy.optimize
 
     race = race_of("ijcnn1")

@@ -1,13 +1,14 @@
-"""From which size on do untuned stochastic methods beat full-batch ``implicit()``?
+"""At which size do untuned stochastic methods start to beat full-batch ``implicit()``?
 
-Logistic regression with a penalty for each weight, growing by its rows or by its weights. Seconds
-until the outer loss at the exact lower solution is within 1e-3, and within 1e-5, of its minimum:
-CPU time on one core without compilation, with all that a start costs. ``saba()`` and ``spaba()``
-take batches of 64 and ``paced()``; ``implicit()`` starts each solve from the last weights, with
-Adam at its best of three rates for each size. It is tuned, the others are not.
+The problem is logistic regression with a penalty for each weight, with a growing number of rows or
+of weights. We measure the seconds until the outer loss at the exact lower solution is within 1e-3,
+and within 1e-5, of its minimum. This is CPU time on one core, including the start but not
+compilation. ``saba()`` and ``spaba()`` take batches of 64 and ``paced()``. ``implicit()`` starts
+each solve from the last weights, with Adam at the best of three rates for each size. It is tuned,
+the others are not.
 
-A long search keeps the history of alpha. The first row from which on the loss stays under a bar is
-found by bisection, and the time is that of a search which ends there.
+A long search records the history of alpha. Bisection finds the first row after which the loss stays
+under a bar. The time is that of a search which ends there.
 
     python benchmarks/stochastic/stochastic_crossing.py            # half an hour of one core
 """
@@ -30,7 +31,7 @@ ROWS = 1000  # of a history, at most
 
 
 def problem_of(n: int, p: int):
-    """A race of ``n`` rows and half as many for validation."""
+    """Return a race with ``n`` training rows and half as many validation rows."""
     import jax
     import jax.numpy as jnp
 
@@ -74,7 +75,7 @@ def work(
 
 
 class Path:
-    """The alphas of a search that takes so many CPU seconds."""
+    """The alphas of a search that takes a given number of CPU seconds."""
 
     def __init__(self, made: stochastic.Ours, seconds: float, rate: float):
         self.made, self.rate = made, rate
@@ -87,7 +88,7 @@ class Path:
         self.alphas = np.array(result.history["alpha"])[: int(result.state.step) // self.every]
 
     def seconds_to(self, bar: float) -> float | None:
-        """The CPU seconds of a search that ends where the loss is under a bar to stay.
+        """Return the CPU seconds of a search that ends when the loss stays under the bar.
 
         None if the last alpha is not under it.
         """
@@ -101,7 +102,7 @@ class Path:
 
 
 def minimum(race, alphas) -> float:
-    """The least outer loss, by L-BFGS from the best of some alphas."""
+    """Minimize the outer loss, by L-BFGS from the best of these alphas; return the minimum."""
     import scipy.optimize
 
     start = min(alphas, key=lambda alpha: race.score(alpha, race.w)["value"])
@@ -113,7 +114,7 @@ def minimum(race, alphas) -> float:
 
 
 def report(rows: list[harness.Row]) -> str:
-    """A line for each size."""
+    """Report a line for each size."""
     lines = []
     for n, p in dict.fromkeys((row["n"], row["p"]) for row in rows if "n" in row):
         cells = []

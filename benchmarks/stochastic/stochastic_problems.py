@@ -1,9 +1,9 @@
 """The four problems of benchopt/benchmark_bilevel, at its sizes, for ``stochastic.py``.
 
-Where its data are not to be had from :func:`bilevel.data.load`, rows of the same number and shape
-stand in: logistic regression drawn at random for ijcnn1, projected Fashion-MNIST for covtype. MNIST
-is its own. Losses are means over the rows of a batch; weights and hyperparameters flat vectors, as
-its solvers want them.
+If :func:`bilevel.data.load` does not offer a data set, we use rows of the same number and shape:
+random logistic regression for ijcnn1, projected Fashion-MNIST for covtype. MNIST is the original.
+Losses are means over the rows of a batch. Weights and hyperparameters are flat vectors, as the
+benchmark's solvers require.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import bilevel
 
 
 class Race(NamedTuple):
-    """A problem, where it starts, and how a point of it is scored: the first score counts."""
+    """A problem, its start, and the score of a point. The first score counts."""
 
     name: str
     problem: bilevel.Problem
@@ -32,11 +32,11 @@ class Race(NamedTuple):
 
 
 def simulated(seed: int = 0, n: int = 1024, p: int = 100, condition: float = 10) -> Race:
-    """Quadratics with a matrix of rank one for every row, stored dense."""
+    """Return quadratics with a rank-one matrix for every row, stored dense."""
     rng = np.random.default_rng(seed)
 
     def half(dim):
-        """Rows whose second moment has a spectrum up to 1."""
+        """Draw rows with a second moment that has a spectrum up to 1."""
         basis = np.linalg.qr(rng.normal(size=(dim, dim)))[0]
         return (
             rng.normal(size=(n, dim))
@@ -76,7 +76,7 @@ def simulated(seed: int = 0, n: int = 1024, p: int = 100, condition: float = 10)
 
 
 def ijcnn1(seed: int = 0, rows: tuple[int, int] = (49_990, 91_701)) -> Race:
-    """Logistic regression with a penalty for each weight: 12 numbers and 10 indicators."""
+    """Return logistic regression with a penalty for each weight: 12 numbers and 10 indicators."""
     rng = np.random.default_rng(seed)
     truth = rng.normal(size=22)
 
@@ -111,7 +111,7 @@ class ValueAndSlope:
             self.data = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (train, valid))
 
     def both(self, alpha, w):
-        """The value and the slope."""
+        """Return the value and the slope."""
         with jax.enable_x64(True):
             hyper = self.compiled(*(jnp.asarray(x, jnp.float64) for x in (alpha, w)), *self.data)
             return float(hyper.value), np.array(hyper.grad)
@@ -122,7 +122,7 @@ class ValueAndSlope:
 
 
 def _softmax_loss(w, x, y):
-    """Cross-entropy of every row; ``w`` flat, ``y`` one-hot."""
+    """Return the cross-entropy of every row; ``w`` flat, ``y`` one-hot."""
     outputs = x @ w.reshape(x.shape[1], y.shape[1])
     return jax.nn.logsumexp(outputs, 1) - jnp.sum(y * outputs, 1)
 
@@ -133,7 +133,7 @@ def _error(w, x, y) -> float:
 
 
 def covtype(seed: int = 0, rows: tuple[int, int] = (371_847, 92_962)) -> Race:
-    """Softmax regression on 54 features and 7 classes, a penalty for each class."""
+    """Return softmax regression on 54 features and 7 classes, with a penalty for each class."""
     rng = np.random.default_rng(seed)
     dataset = bilevel.data.load("fashion-mnist")
     x = np.concatenate([dataset.x_train, dataset.x_test])
@@ -166,7 +166,7 @@ def covtype(seed: int = 0, rows: tuple[int, int] = (371_847, 92_962)) -> Race:
 def cleaning(
     corruption: float = 0.5, seed: int = 0, rows: tuple[int, int] = (20_000, 5000)
 ) -> Race:
-    """A weight for every label of MNIST, of which some are redrawn; softmax regression."""
+    """Return softmax regression on MNIST with some labels redrawn and a weight for every label."""
     rng = np.random.default_rng([seed, round(100 * corruption)])
     dataset = bilevel.data.load("mnist")
     x, y, x_test, y_test = dataset[:4]

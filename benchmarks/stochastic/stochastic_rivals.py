@@ -1,6 +1,6 @@
-"""The solvers of benchopt/benchmark_bilevel on our oracles: its own code, from a checkout of it.
+"""The solvers of benchopt/benchmark_bilevel on our oracles, with its own code from a checkout.
 
-benchopt itself is not needed: what its solver classes take from it is a base class.
+benchopt itself is not needed: its solver classes import only a base class from it.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ FILES = "benchmark_utils", "solvers"
 
 
 def checkout(path: str | Path) -> Path:
-    """Its files as they are now; of a bare repository those of HEAD, in a temporary folder."""
+    """Return the checkout's folder. For a bare repository, extract HEAD to a temporary one."""
     path = Path(path)
     if all((path / name).is_dir() for name in FILES):
         return path
@@ -36,7 +36,7 @@ def checkout(path: str | Path) -> Path:
 
 
 def solver_class(folder: Path, name: str) -> type:
-    """The class of ``solvers/NAME.py``."""
+    """Return the class of ``solvers/NAME.py``."""
     _stand_in()
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
@@ -47,7 +47,7 @@ def solver_class(folder: Path, name: str) -> type:
 
 
 def _stand_in() -> None:
-    """What the solvers import of benchopt."""
+    """Replace the modules of benchopt that the solvers import."""
     if "benchopt" in sys.modules:
         return
     package, criterion = (types.ModuleType(n) for n in ("benchopt", "benchopt.stopping_criterion"))
@@ -69,7 +69,7 @@ class Rival:
         given = {key: values[0] for key, values in kind.parameters.items()}
         for key, value in (given | {"eval_freq": count}).items():
             setattr(solver, key, value)
-        solver.run_once = lambda _: None  # a warm-up, that times nothing here
+        solver.run_once = lambda _: None  # a warm-up that is not needed here
         rows = [jax.tree.leaves(side)[0].shape[0] for side in (race.train, race.valid)]
         losses = _sliced(race.problem.lower, race.train), _sliced(race.problem.outer, race.valid)
         solver.set_objective(*losses, *rows, race.w, race.alpha)
@@ -82,7 +82,7 @@ class Rival:
                 self.chunk()
 
     def start(self, seed: int, step: float, ratio: float) -> float:
-        """Back to the start; the seconds that this took."""
+        """Go back to the start; return the seconds that this took."""
         solver, self.done = self.solver, 0
         solver.step_size, solver.outer_ratio = step, ratio
         keys = jax.random.split(jax.random.PRNGKey(seed), 2)  # as in its set_objective
@@ -93,7 +93,7 @@ class Rival:
         return time.process_time() - begun
 
     def chunk(self) -> float:
-        """So many more steps; the seconds."""
+        """Run one more chunk; return the seconds."""
         begun = time.process_time()
         if self.memory:
             memory, carry = self.carry
@@ -106,7 +106,7 @@ class Rival:
         return time.process_time() - begun
 
     def course(self, seed: int, step: float, ratio: float, marks: Sequence[float]) -> Iterator:
-        """CPU seconds, steps and point at each mark, in one run."""
+        """Return CPU seconds, steps and point at each mark, in one run."""
         spent, steps = self.start(seed, step, ratio), 0
         for mark in marks:
             while spent < mark:
@@ -115,14 +115,14 @@ class Rival:
             yield spent, steps, self.point()
 
     def point(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """``(alpha, w)``; None if they are not finite."""
+        """Return ``(alpha, w)``, or None if they are not finite."""
         carry = self.carry[1] if self.memory else self.carry
         alpha_and_w = np.array(carry["outer_var"]), np.array(carry["inner_var"])
         return alpha_and_w if all(np.isfinite(x).all() for x in alpha_and_w) else None
 
 
 def _sliced(loss, data):
-    """A loss as its solvers call it."""
+    """Return a loss with the signature that its solvers call."""
     data = jax.tree.map(jnp.asarray, data)
 
     @functools.partial(jax.jit, static_argnames="batch_size")

@@ -1,4 +1,4 @@
-"""The tables and the picture made of what ``stochastic.py`` has measured."""
+"""The tables and the figure of the measurements by ``stochastic.py``."""
 
 import math
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks import harness
 
-FIRST = "value", "slope", "error"  # the first of these that a row has is what counts
+FIRST = "value", "slope", "error"  # the first of these in a row counts
 RIVAL = {"soba": "soba", "saba": "saba", "spaba": "srba", "amigo": "amigo", "f2sa": "f2sa"}
 UNTUNED = "saba untuned", "spaba untuned"
 SIDES = {"ours": (*UNTUNED, *RIVAL, "ma_soba"), "theirs": tuple(RIVAL.values())}
@@ -23,18 +23,18 @@ PROBLEMS = {
 }
 EARLY, LATE = 3, -1  # of the marks: half a second, five seconds
 AIMS = {"ijcnn1": 3, "cleaning50": 25}  # times the benchmark's steps per second, of SABA
-SAME = 1.05  # measured rates this close are the same: two copies of one program differ by more
-TESTED = 10_000  # rows that cleaning's error is counted on
+SAME = 1.05  # closer rates count as equal: two copies of one program differ by more
+TESTED = 10_000  # rows for counting cleaning's error
 ROWS = {"covtype": 92_962, "cleaning50": TESTED}
 
 
 def scores(row: harness.Row) -> list[float]:
-    """At the marks that were reached."""
+    """Return the scores at the marks that were reached."""
     return next((row[name] for name in FIRST if name in row), [])
 
 
 def last(row: harness.Row) -> float:
-    """The score at the end; infinity where the course diverged."""
+    """Return the last score, or infinity if the course diverged."""
     return math.inf if row.get("diverged") or not scores(row) else scores(row)[-1]
 
 
@@ -42,7 +42,7 @@ def last(row: harness.Row) -> float:
 
 
 def at_best(rows: list[harness.Row], **key: str) -> list[harness.Row]:
-    """All seeds of one method's courses, at the steps that were best with the first."""
+    """Return all seeds of one method's courses, at the steps that were best with the first."""
     of = harness.where(rows, part="course", **key)
     first = harness.where(of, seed=0)
     if not first:
@@ -52,13 +52,13 @@ def at_best(rows: list[harness.Row], **key: str) -> list[harness.Row]:
 
 
 def least(rows: list[harness.Row], race: str) -> float:
-    """What scores are counted from: ijcnn1's minimum, else 0."""
+    """Return the value to subtract from scores: ijcnn1's minimum, else 0."""
     optima = harness.where(rows, part="optimum", race=race)
     return optima[0]["value"] if optima else 0.0
 
 
 def score(rows: list[harness.Row], mark: int, race: str, side: str, method: str) -> float:
-    """The median over the seeds, NaN without any; infinity where a seed diverged before."""
+    """Return the median over seeds: NaN without any, infinity for seeds that diverged before."""
     courses, below = at_best(rows, race=race, side=side, method=method), least(rows, race)
     count = max((len(row["seconds"]) for row in courses), default=0)
     mark = min(mark, count - 1)
@@ -70,13 +70,13 @@ def score(rows: list[harness.Row], mark: int, race: str, side: str, method: str)
 
 
 def cleaned(rows: list[harness.Row], **key: str) -> tuple[float, ...]:
-    """Test error and AUC at the end, medians over the seeds that did not diverge; else nothing."""
+    """Return final test error and AUC, medians over seeds that did not diverge, or nothing."""
     ran = [row for row in at_best(rows, **key) if not row.get("diverged")]
     return tuple(np.median([(row["error"][-1], row["auc"][-1]) for row in ran], 0)) if ran else ()
 
 
 def best_of_theirs(rows: list[harness.Row], race: str) -> tuple[str, float]:
-    """Which of their methods is best at the end, and its score."""
+    """Return their best method at the end, and its score."""
     by_method = {m: score(rows, LATE, race, "theirs", m) for m in RIVAL.values()}
     by_method = {m: s for m, s in by_method.items() if not math.isnan(s)} or {"none": math.nan}
     name = min(by_method, key=lambda m: by_method[m])
@@ -92,7 +92,7 @@ def races(rows: list[harness.Row], names: Iterable[str]) -> list[str]:
 
 
 def speed(rows: list[harness.Row]) -> str:
-    """CPU time of a step, ours and theirs in turns."""
+    """Return a table of CPU times of a step, ours and theirs in turns."""
     lines = []
     for row in (r for r in harness.where(rows, part="time") if "ours" in r):
         other = row.get("theirs")
@@ -108,7 +108,7 @@ def shown(value: float) -> str:
 
 
 def courses(rows: list[harness.Row]) -> str:
-    """Ours and theirs at half a second and at five, medians over the seeds."""
+    """Return a table of scores at half a second and at five, medians over the seeds."""
     names, lines = races(rows, PROBLEMS), []
     for side, methods in SIDES.items():
         for method in methods:
@@ -122,7 +122,7 @@ def courses(rows: list[harness.Row]) -> str:
 
 
 def cleaning(rows: list[harness.Row]) -> str:
-    """Test error and AUC after five seconds, by corruption."""
+    """Return a table of test error and AUC after five seconds, by corruption."""
     names, lines = races(rows, CLEANING), []
     for side, methods in SIDES.items():
         for method in methods:
@@ -139,7 +139,7 @@ def cleaning(rows: list[harness.Row]) -> str:
 
 
 def verdicts(rows: list[harness.Row]) -> str:
-    """Each aim, and what was measured."""
+    """Return each aim and its measurement."""
     aims = [*_speed_verdicts(rows), *_untuned_verdicts(rows), *_cleaning_verdicts(rows)]
     return harness.judged(aims)
 
@@ -174,7 +174,7 @@ def _untuned_verdicts(rows):
 
 
 def _level(error: float, bar: float, rows: int) -> bool | str:
-    """Whether an error is below the other; a string if they differ by a standard error at most."""
+    """Return whether an error is smaller, or a string if both agree within a standard error."""
     chance = math.sqrt(bar * (1 - bar) / rows)
     level = abs(error - bar) <= chance
     return f"level (standard error {chance:.4f})" if level else error < bar
@@ -202,7 +202,7 @@ def _cleaning_verdicts(rows):
 
 
 def report(rows: list[harness.Row]) -> str:
-    """The tables of what was measured, and the verdicts."""
+    """Report the tables of the measurements, and the verdicts."""
     parts = [speed] if harness.where(rows, part="time") else []
     parts += [courses] if races(rows, PROBLEMS) else []
     parts += [cleaning] if races(rows, CLEANING) else []
@@ -213,7 +213,7 @@ def report(rows: list[harness.Row]) -> str:
 
 
 def draw(rows: list[harness.Row], path: Path) -> None:
-    """The courses, median and quartiles over the seeds: both untuned, and the best of theirs."""
+    """Draw medians and quartiles over seeds of both untuned methods and the best of theirs."""
     from bilevel.plots.appearance import COLOURS
 
     names = races(rows, PROBLEMS)
@@ -229,7 +229,7 @@ def draw(rows: list[harness.Row], path: Path) -> None:
                     linestyle="-" if side == "ours" else "--", marker="os^Dv"[i], markersize=4,
                 )  # fmt: skip
             ax.set(xscale="log", yscale="log", xlabel="CPU seconds", title=PROBLEMS[race])
-        axes.flat[min(1, len(names) - 1)].legend(loc="lower left")  # where no course goes
+        axes.flat[min(1, len(names) - 1)].legend(loc="lower left")  # a panel corner without courses
 
 
 def _course(ax, rows, race, side, method, **look) -> None:

@@ -73,8 +73,8 @@ def _forget_programs():
     return it.
     """
     yield
-    if kept := sys.modules.get("ntk.internal.compile_cache"):
-        kept._programs.clear()
+    if compile_cache := sys.modules.get("ntk.internal.compile_cache"):
+        compile_cache._programs.clear()
     if _resident_bytes() < _LARGE:
         return
     jax.clear_caches()

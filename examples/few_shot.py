@@ -78,8 +78,8 @@ def main(data="fashion-mnist", each_class=300, steps=400, judged=600):
     new, (queries, labels) = tasks(jax.random.key(7), kinds[other], judged)
     alpha, rows, courses = net.init(jax.random.key(0), kinds[0]), [], {}
 
-    def row(name, told, began):
-        wrong = jnp.mean(told != labels, axis=1)
+    def row(name, predicted, began):
+        wrong = jnp.mean(predicted != labels, axis=1)
         entry = {"start": name, "seconds": began and round(time.process_time() - began, 1)}
         entry |= {"error": float(wrong.mean())}
         rows.append(entry | {"two standard errors": float(2 * jnp.std(wrong) / judged**0.5)})

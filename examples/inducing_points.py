@@ -67,8 +67,8 @@ def targets(labels):
 def error(alpha, x, labels):
     """Return the share of rows that ridge regression on alpha misclassifies, 1,000 at a time."""
     w, _ = solve(None, alpha, None, None, None)
-    told = jax.jit(lambda x: outputs(w, alpha, x).argmax(-1))
-    predicted = np.concatenate([told(x[i : i + 1000]) for i in range(0, len(x), 1000)])
+    classify = jax.jit(lambda x: outputs(w, alpha, x).argmax(-1))
+    predicted = np.concatenate([classify(x[i : i + 1000]) for i in range(0, len(x), 1000)])
     return float(np.mean(predicted != labels))
 
 

@@ -82,7 +82,7 @@ def load(data, train, clean, test):
 
 def main(data="mnist", train=2000, clean=200, test=2000, steps=150, inner=5, baselines=True):
     """Return a row with CPU time for each training, and the weights of wrong and right labels."""
-    noisy, some, (xt, yt), wrong = load(data, train, clean, test)
+    noisy, clean_rows, (xt, yt), wrong = load(data, train, clean, test)
     rows, problem = [], bilevel.Problem(lower, outer, stateful=True)
     flags = {"batches": bilevel.minibatches(100), "steps": steps, "key": jax.random.key(2)}
 
@@ -92,7 +92,7 @@ def main(data="mnist", train=2000, clean=200, test=2000, steps=150, inner=5, bas
         made = network.init(jax.random.key(1), noisy[0][:1], False)
         start = jnp.zeros(train), bilevel.Stateful(made.pop("params"), made)
         solver = bilevel.unrolled(SGD, inner, batches=with_key, backprop=backprop)
-        result = bilevel.search(problem, solver, rule, *start, lower_rows, some, **flags)
+        result = bilevel.search(problem, solver, rule, *start, lower_rows, clean_rows, **flags)
         row = {"data": data, "training": name, "seconds": round(time.process_time() - began, 1)}
         weights = np.asarray(jax.nn.sigmoid(result.alpha))
         told_apart = float(np.mean(weights[~wrong][:, None] > weights[wrong]))
@@ -102,7 +102,7 @@ def main(data="mnist", train=2000, clean=200, test=2000, steps=150, inner=5, bas
 
     if baselines:
         trained("all rows, equal weights", noisy)
-        trained("the clean rows alone", some)
+        trained("the clean rows alone", clean_rows)
         trained("the right labels alone", tuple(a[~wrong] for a in noisy))
     weights = trained("all rows, weights learned", noisy, optax.adam(0.1), None)
     return rows, (data, weights, wrong)

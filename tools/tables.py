@@ -2,7 +2,7 @@
 
     python tools/tables.py            # rewrite them
     python tools/tables.py --check    # exit 1 if one differs from its results
-    python tools/tables.py --smoke    # rewrite only those of docs/stochastic.md
+    python tools/tables.py --smoke    # check only those of docs/stochastic.md
 
 Two comments in the Markdown enclose a table:
 

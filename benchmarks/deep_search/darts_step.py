@@ -187,8 +187,10 @@ def from_torch(arrays, like):
             return np.stack([kernel(cell, f"edges.{k}", place) for k in rows])
         if operation == "FactorizedReduce_0":
             return kernel(cell, "before_last", ("even", "odd")[number])
-        both = "ReluConvNorm_1" in like[names[0]]
-        return kernel(cell, "before_last" if both and operation.endswith("0") else "last", "1")
+        two_convolutions = "ReluConvNorm_1" in like[names[0]]
+        return kernel(
+            cell, "before_last" if two_convolutions and operation.endswith("0") else "last", "1"
+        )
 
     converted = jax.tree_util.tree_map_with_path(convert, like)
     chex.assert_trees_all_equal_shapes(converted, like)
@@ -442,8 +444,8 @@ def step_table(rows) -> str:
     for order in rows[0]["sizes"].get("orders", ORDERS):
         ours, torch = (find(rows, library, order) for library in ("bilevel", "torch"))
         cells = [plus_minus(*time_of(row)) if row else "-" for row in (ours, torch)]
-        both = ours and torch
-        cells += [plus_minus(*ratio(ours, torch, key)) if both else "-" for key in TIMES]
+        measured = ours and torch
+        cells += [plus_minus(*ratio(ours, torch, key)) if measured else "-" for key in TIMES]
         for row in (ours, torch):
             cells.append(f"{row['peak_mb']:.0f} ({row['added_mb']:.0f})" if row else "-")
         cells += [f"{ours[key]:.0f}" if ours else "-" for key in ("compile_s", "compile_peak_mb")]

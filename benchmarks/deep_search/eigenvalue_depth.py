@@ -149,12 +149,12 @@ def findings(rows, part):
     text = ", ".join(f"{a} {g:.2g}" for a, g in zip(CANDIDATES, growth, strict=True))
     claim = "without skips ReLU's stays (within 5 %), LeakyReLU's grows, the others' fall"
     yield graded(all(seen), sum(seen) > 2), claim, f"from first to last: times {text}"
-    both = np.stack([without, skips], axis=1)  # [seeds, 2, activations, depths]
-    leads = both[:, :, FAMILY, None] - np.delete(both, FAMILY, axis=2)[:, :, None]
+    lambda_min = np.stack([without, skips], axis=1)  # [seeds, 2, activations, depths]
+    leads = lambda_min[:, :, FAMILY, None] - np.delete(lambda_min, FAMILY, axis=2)[:, :, None]
     first = clearly(leads).all(axis=(1, 2))
     largest = (leads.mean(axis=0) > 0).all(axis=(1, 2))
     text = f"the two largest in {largest.sum()} of {largest.size} cases"
-    text += f", by two standard errors in {first.sum()}" * (len(both) > 1)
+    text += f", by two standard errors in {first.sum()}" * (len(lambda_min) > 1)
     yield graded(first.all(), first.mean() > 0.5), "ReLU's and LeakyReLU's are the largest", text
 
 

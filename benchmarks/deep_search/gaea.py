@@ -200,12 +200,12 @@ def verdict(which, mine, theirs) -> str:
     pairs = zip(_columns(*theirs[:2]), _columns(*mine[:2]), strict=True)
     differences = [b - a for b, a in pairs] + [mine[2] - theirs[2]]
     words = ("entropy at 1/4", "entropy at the end", "loss at 1/4", "loss at the end", "accuracy")
-    said = [
+    sentences = [
         f"{word} {plus_minus(d.mean(), float(standard_error(d)))}"
         for word, d in zip(words, differences, strict=True)
     ]
     return f"Gain of exponentiated gradient over softmax with Adam, paired by seed, {which}: " + (
-        ", ".join(said) + ". Entropies are at most 1.61."
+        ", ".join(sentences) + ". Entropies are at most 1.61."
     )
 
 

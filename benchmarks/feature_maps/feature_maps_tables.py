@@ -97,10 +97,10 @@ def verdicts(rows) -> str:
             f"shared and standalone accuracy, {row['dimension']} features, {COMPARED} "
             f"configurations: Pearson {row['pearson']:.2f}, Spearman {row['spearman']:.2f}"
         )
-    both = paired(rows, "weight sharing", "random search")
-    if len(both) > 1:
-        gap = [w["test"][-1] - at(r, "calls", w["calls"][-1]) for w, r in both]
-        calls = both[0][0]["calls"][-1]
+    pairs = paired(rows, "weight sharing", "random search")
+    if len(pairs) > 1:
+        gap = [w["test"][-1] - at(r, "calls", w["calls"][-1]) for w, r in pairs]
+        calls = pairs[0][0]["calls"][-1]
         lines.append(
             f"weight sharing minus random search after {calls} solves each: {spread(gap)} points"
         )

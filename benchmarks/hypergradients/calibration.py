@@ -574,18 +574,18 @@ def groups() -> list[tuple[int, str, str]]:
 HEAD = ["", "cases", "converged", "false", "bound violated", "low", "high", "in [1/3, 10]"]
 
 
-def cells(name: str, some: list[dict[str, Any]]) -> list[Any]:
+def cells(name: str, cases: list[dict[str, Any]]) -> list[Any]:
     """Return the cells of one table line: counts of the outcomes of these cases."""
-    with_truth = [r for r in some if r["outcome"] not in ("diverged", "no truth")]
+    with_truth = [r for r in cases if r["outcome"] not in ("diverged", "no truth")]
     finite = [r for r in with_truth if np.isfinite(r["estimate"])]
     definite = [r for r in with_truth if r["definite"]]
     count = {k: sum(r["outcome"] == k for r in finite) for k in ("right", "low", "high")}
     silent = sum(r["outcome"] == "no claim" for r in definite)
     return [
         name,
-        len(some),
+        len(cases),
         sum(r["converged"] for r in with_truth),
-        sum(r.get("false", r["outcome"] == "false") for r in some),
+        sum(r.get("false", r["outcome"] == "false") for r in cases),
         sum(r.get("violated", False) for r in with_truth),
         count["low"],
         count["high"],

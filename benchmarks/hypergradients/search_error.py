@@ -42,8 +42,8 @@ def measured(
         grad = seed_hypergradients(task, way, alpha).grad
         estimate = float(hypergradient_error(task, way, longer, alpha).error[0])
     with jax.enable_x64(True):
-        wide, *rest = _wide((alpha, *task[1:]))
-        truths = [_truth(ActivationTask(task.space, *rest), wide, n) for n in references]
+        wide, *others = _wide((alpha, *task[1:]))
+        truths = [_truth(ActivationTask(task.space, *others), wide, n) for n in references]
         errors = [float(jnp.linalg.norm(grad - truth)) for truth, _ in truths]
     print(np.asarray(grad)[0], *truths, sep="\n", flush=True)
     return {

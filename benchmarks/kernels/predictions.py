@@ -179,8 +179,8 @@ def work(size: str, peers: list[str]) -> Iterator[harness.Row]:
     for make, which, (n, m) in groups[: 1 if size == "smoke" else None]:
         data = make(n, m)
         for name, calls in which().items():
-            both = [jax.jit(call) for call in calls[: None if peers else 1]]
-            yield {"case": name, "n": n, "m": m} | compare(both, data)
+            compiled = [jax.jit(call) for call in calls[: None if peers else 1]]
+            yield {"case": name, "n": n, "m": m} | compare(compiled, data)
 
 
 def compare(calls, data: Data) -> harness.Row:

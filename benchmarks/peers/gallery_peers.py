@@ -186,11 +186,11 @@ def shown(value):
 
 def of_part(part):
     def of_rows(rows):
-        some = where(rows, part=part)
-        if not some:
+        rows_of_part = where(rows, part=part)
+        if not rows_of_part:
             return "No run yet."
-        names = [name for name in some[0] if name != "part"]
-        return table(names, ([shown(row[name]) for name in names] for row in some))
+        names = [name for name in rows_of_part[0] if name != "part"]
+        return table(names, ([shown(row[name]) for name in names] for row in rows_of_part))
 
     return of_rows
 

@@ -308,16 +308,18 @@ def of_hypergradients(measurements):
 
 def until(part):
     def of_rows(measurements):
-        some = where(measurements, part=part)
+        rows_of_part = where(measurements, part=part)
         lines = [
             (
                 *(r["method"], f"{r['hyperparameters']:,}"),
                 "not reached" if r["seconds to it"] is None else f"{r['seconds to it']:.0f}",
                 *(f"{r['best']:.4f}", r["steps or trials"], f"{r['seconds']:.0f}"),
             )
-            for r in some
+            for r in rows_of_part
         ]
-        target = f"CPU s until a loss of {some[0]['target']:.4f}" if some else "CPU s"
+        target = (
+            f"CPU s until a loss of {rows_of_part[0]['target']:.4f}" if rows_of_part else "CPU s"
+        )
         head = "method", "hyperparameters", target, "best loss", "steps or trials", "total, CPU s"
         return table(head, lines)
 

@@ -109,12 +109,12 @@ def report(lines: list[dict]) -> str:
     for group in GROUPS:
         own = harness.where(lines, group=group)
         for setting in (*SETTINGS, None):
-            some = [line for line in own if setting in (line["setting"], None)]
-            for rule, says in RULES.items() if some else ():
-                yes = [line for line in some if says(line)]
+            of_setting = [line for line in own if setting in (line["setting"], None)]
+            for rule, says in RULES.items() if of_setting else ():
+                yes = [line for line in of_setting if says(line)]
                 shares = [share([right(line, by) for line in yes]) for by in ("loss", "error")]
                 label = f"{group}: {setting or 'all'}"
-                rows.append([label, rule, f"{len(yes)} of {len(some)}", *shares])
+                rows.append([label, rule, f"{len(yes)} of {len(of_setting)}", *shares])
     head = ["setting", "rule", 'says "discretize"', "right by loss", "right by error"]
     return harness.table(head, rows)
 

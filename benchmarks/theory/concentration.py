@@ -297,8 +297,8 @@ def comparison_table(rows) -> str:
 
 
 def report(rows) -> str:
-    said = "\n".join(f"- {sentence}" for sentence in verdicts(rows))
-    return "\n\n".join([gap_table(rows), comparison_table(rows), said])
+    findings = "\n".join(f"- {sentence}" for sentence in verdicts(rows))
+    return "\n\n".join([gap_table(rows), comparison_table(rows), findings])
 
 
 def comparison(constants, rows) -> dict:
@@ -390,8 +390,8 @@ def picture(rows, path):
 def draw(rows, axes):
     known, risk, gradient, loss = axes.flat
     for h in (10, 40, 160):
-        kept = where(rows, part="exact", h=h)
-        points = zip(*((h / r["n"], r["risk"], r["risk s.e."]) for r in kept), strict=True)
+        exact = where(rows, part="exact", h=h)
+        points = zip(*((h / r["n"], r["risk"], r["risk s.e."]) for r in exact), strict=True)
         known.errorbar(*points, fmt="o", label=f"h = {h}", alpha=0.7)
     g = np.geomspace(1 / 80, 5)
     known.plot(g, 2 * np.sqrt(g) + g, "k", ls="-", label=r"$2\sqrt{g} + g$")

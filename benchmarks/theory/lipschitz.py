@@ -99,8 +99,8 @@ def initial(key, network, width, used):
     shapes = list(zip(outputs, (PIXELS, *outputs[:-1]), strict=True))
     keys = jax.random.split(key, len(shapes))
     normal = [jax.random.normal(k, s, jnp.float32) for k, s in zip(keys, shapes, strict=True)]
-    first, *rest = [math.sqrt(2 / w.shape[1]) * w for w in normal]
-    return [first[:, used], *rest]
+    first, *others = [math.sqrt(2 / w.shape[1]) * w for w in normal]
+    return [first[:, used], *others]
 
 
 def predict(weights, alpha, x):
@@ -247,8 +247,8 @@ def verdicts(rows, network):
     yield np.mean(excess) > 0, text
     (wide,), (tiny,) = of_network(part="float64"), of_network(part="rounding")
     exact, narrow = np.array(wide["weights"]), np.mean(tiny["weights"])
-    both = set(wide["a"]) & set(figure[0]["a"])  # those measured in float32 and in float64
-    pair = (np.array(only(both, row)["weights"]) for row in (figure[0], wide))
+    common_a = set(wide["a"]) & set(figure[0]["a"])  # those measured in float32 and in float64
+    pair = (np.array(only(common_a, row)["weights"]) for row in (figure[0], wide))
     means = [np.mean(of_it[:, : len(DELTAS)], axis=0) for of_it in pair]
     off = np.max(np.abs(means[0] / means[1] - 1))
     text = f"float64 moves the means at width {wide['width']} by {100 * off:.1g} %"

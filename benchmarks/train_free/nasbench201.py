@@ -461,11 +461,11 @@ def summaries(by_library) -> list[dict]:
             short["building_s"] = statistics.median(row["building_seconds"])
     ours, peer = (by_library.get(library, {}) for library in ("bilevel", "torch"))
     if "seconds" in ours and "seconds" in peer:
-        both = sorted(set(ours["places"]) & set(peer["places"]))
-        errors = [off(*(value_at(row, k) for row in (ours, peer)), ours["score"]) for k in both]
-        compared = {"pairs": len(both), "error": max(errors), "error_median": median(errors)}
+        shared = sorted(set(ours["places"]) & set(peer["places"]))
+        errors = [off(*(value_at(row, k) for row in (ours, peer)), ours["score"]) for k in shared]
+        compared = {"pairs": len(shared), "error": max(errors), "error_median": median(errors)}
         for key in TIMES:
-            compared[f"ratio_of_{key}"] = ratio(ours, peer, both, key)
+            compared[f"ratio_of_{key}"] = ratio(ours, peer, shared, key)
         rows[[row["library"] for row in rows].index("torch")] |= compared
     return rows
 
@@ -527,14 +527,14 @@ def score_table(rows) -> str:
     """Return a line for each score."""
     lines = []
     for score in SCORES:
-        ours, peer = both = [find(rows, library, score) for library in ("bilevel", "torch")]
-        if not any(both):
+        ours, peer = pair = [find(rows, library, score) for library in ("bilevel", "torch")]
+        if not any(pair):
             continue
-        cells = [score, " / ".join(str(row["networks"]) if row else "-" for row in both)]
-        cells += [time_of(row) if row else "-" for row in both]
+        cells = [score, " / ".join(str(row["networks"]) if row else "-" for row in pair)]
+        cells += [time_of(row) if row else "-" for row in pair]
         compared = peer is not None and "error" in peer
         cells += [plus_minus(*peer[f"ratio_of_{key}"]) if compared else "-" for key in TIMES]
-        cells += [f"{r['peak_mb']:.0f} ({r['added_mb']:.0f})" if r else "-" for r in both]
+        cells += [f"{r['peak_mb']:.0f} ({r['added_mb']:.0f})" if r else "-" for r in pair]
         cells.append(f"{ours['first_s']:.0f}" if ours else "-")
         cells.append(f"{peer['error']:.0e}" if compared else "-")
         lines.append(cells)

@@ -96,12 +96,12 @@ def _fields_told_in_comments(app, what, name, thing, options, lines):
     if what != "class" or not fields or "Attributes" in lines:
         return
     source = inspect.getsource(thing)
-    said = {
+    comments = {
         field: re.search(rf"^    {field}: .*#\s(.*)$", source, re.MULTILINE) for field in fields
     }
-    if any(said.values()):
+    if any(comments.values()):
         lines += ["", "Attributes", "----------"]
-        for field, comment in said.items():
+        for field, comment in comments.items():
             lines += [field, f"    {comment[1] if comment else ''}"]
         lines.append("")
 

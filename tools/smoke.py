@@ -4,7 +4,7 @@
     python tools/smoke.py --all                  # all scripts
     python tools/smoke.py kernels.py memory.py   # these
 
-A script fails if it has no ``--smoke``, if its exit status is not 0, if it takes more than 60
+A script fails if it has no ``--smoke`` or if its exit status is not 0. It also fails after 60
 seconds of wall time, or if it takes more than 20 seconds of CPU time. The exit status is 1 if one
 script failed.
 

@@ -25,8 +25,8 @@ The searches (`READINGS`) are:
 - "apart" runs two searches. In each, one of the two parts is fixed at its start;
 - others change the inputs, or use Lemma 1's weights (see `bilevel.spaces.skips`) with a suitable
   step size and no decay;
-- "longer" is also run with ten times the decay, chosen after pilots, and with mixtures that are
-  fitted to the training half too, so that fitting less brings no advantage.
+- two variants of "longer": one has ten times the decay, chosen after pilots. In the other, the
+  mixtures are fitted to the training half too, so that fitting less brings no advantage.
 
 The truth uses the "he" initialization, with which all but one of these networks train (sigmoids
 without skips do not). Training is by the same SGD for one epoch, as in Algorithm 1. Each network

@@ -1,7 +1,8 @@
 """What does a step of the DARTS search cost?  (Liu, Simonyan & Yang 2019, Algorithm 1)
 
-A step consists of a step in w (SGD with momentum, on a training batch), the hypergradient of the
-224 weights alpha (on a validation batch), and Adam on their logits:
+A step moves w by SGD with momentum on a training batch. Then it computes the hypergradient of the
+224 weights alpha on a validation batch, and applies Adam to their logits. There are two
+hypergradients:
 
 - first order, at the new w, which is held fixed: `bilevel.unrolled(..., backprop=0)`;
 - second order, through the step in w, exactly: `bilevel.one_step(...)`. It applies reverse mode to

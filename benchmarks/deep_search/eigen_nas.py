@@ -2,8 +2,8 @@
 
 The space is the paper's own: activations and skips of 10 layers, on Fashion-MNIST. The paper's
 Table 2 evaluates Eigen-NAS on NAS-Bench-201 only. Every run draws rows, weights, and a pool of
-architectures. Each method takes the first k of the pool by its score and trains them as Algorithm 1
-does (one epoch of SGD, with the step size that is best on validation rows). It returns the
+architectures. Each method takes the first k of the pool by its score. It trains them as in
+Algorithm 1: one epoch of SGD, with the step size that is best on validation rows. It returns the
 architecture with the smallest validation error:
 
 - "mean diagonal": (1/N) sum_i K_ii, computed in the paper as a bound of the smallest eigenvalue;

@@ -3,10 +3,10 @@
     # some 5,000 cases: an hour on two cores; resumes from FILE
     python benchmarks/hypergradients/calibration.py --seed 7 --results FILE
 
-Each case draws a problem from one of 19 families (more or fewer weights than rows, condition
-numbers from 1 to 1e10, convex or not), a solver, from 1 to 3,000 inner steps, and a precision. The
-truth is the hypergradient of the solution map in float64, by Newton's method and a dense solve,
-with exactly the numbers that the solver was given. We count
+Each case draws a problem, a solver, a number of inner steps from 1 to 3,000, and a precision. The
+problem is from one of 19 families: more or fewer weights than rows, condition numbers from 1 to
+1e10, convex or not. The truth is the hypergradient of the solution map in float64, by Newton's
+method and a dense solve. It uses exactly the numbers that the solver was given. We count
 
     false       converged, though the error is over 1 % of the hypergradient
     violated    an error bound under the error

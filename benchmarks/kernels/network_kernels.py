@@ -1,10 +1,10 @@
 """What do exact kernels of convolutional and biased networks cost, and how accurate are they?
 
 We compare with neural-tangents' stax. Its tanh uses quadrature of degree 25, the only tanh it has.
-Both are compiled and take turns. The networks are dense layers with biases (inputs of dimension
-100), convolutions and flatten, convolutions and global average pooling (16 x 16 x 3), a residual
-network, and Myrtle-5 on CIFAR-10. All are in float64, except Myrtle-5 in float32. Times are CPU
-seconds of one core and one thread. Errors are relative to the largest entry.
+Both are compiled and take turns. There are five networks: dense layers with biases (inputs of
+dimension 100), convolutions and flatten, convolutions and global average pooling (16 x 16 x 3), a
+residual network, and Myrtle-5 on CIFAR-10. Myrtle-5 is in float32, the others are in float64. Times
+are CPU seconds of one core and one thread. Errors are relative to the largest entry.
 
 If the process crashes, ours runs again without theirs, to show that theirs crashed. This happens
 for tanh with pooling: a segmentation fault on jaxlib 0.10.2. The truth is our kernel in float64.

@@ -47,7 +47,7 @@ def solver_class(folder: Path, name: str) -> type:
 
 
 def _stand_in() -> None:
-    """Replace the modules of benchopt that the solvers import."""
+    """Install stand-ins for the names that the solvers import from benchopt."""
     if "benchopt" in sys.modules:
         return
     package, criterion = (types.ModuleType(n) for n in ("benchopt", "benchopt.stopping_criterion"))

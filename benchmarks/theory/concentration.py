@@ -5,9 +5,9 @@ hypergradient, is at most sqrt(C (h_eff log(..) + tau) / n_V). Selection on V lo
 that.
 
 1. An instance with a known answer: f_a(x) = a.x, x ~ N(0, I), y = 0, squared loss, unit ball. The
-   largest difference is |S - I| (spectral norm, S the sample covariance), which is 2 sqrt(g) + g
-   with g = h / n_V as both grow. The hypergradient's is 2 |S - I|. (x is not bounded here, so
-   Assumption 1 fails. The rate does not need it.)
+   largest difference is |S - I| (spectral norm, S the sample covariance). It tends to
+   2 sqrt(g) + g with g = h / n_V as both grow. The hypergradient's is 2 |S - I|. (x is not bounded
+   here, so Assumption 1 fails. The rate does not need it.)
 2. Activation search on digits and Fashion-MNIST, ten classes, 200 training rows. The models are
    kernel regression at infinite width, over mixture and penalty, and (on digits) a network of 64
    units, over the mixture. The held-out rows are the population. V is drawn from them with

@@ -1,16 +1,17 @@
 """Does training move in proportion to the activation's parameter?  (Oymak et al. 2021, Figure 2)
 
-Networks with s_a = (1 - a) ReLU + a Sigmoid are trained at a and at a + da, from the same initial
-weights with the same batches. We measure |theta_a - theta_{a+da}| / da against the width k.
+Networks with s_a = (1 - a) ReLU + a Sigmoid are trained at a and at a + da. Both start from the
+same initial weights and use the same batches. We measure |theta_a - theta_{a+da}| / da against the
+width k.
 
-(a) shallow: f(x) = v' s_a(W x), W [k, 784] trained, v ~ N(0, 2/k) fixed; (b) deep: four layers of
-k, k/2, k/4, 1 units, all trained.
+(a) shallow: f(x) = v' s_a(W x), W [k, 784] trained, v ~ N(0, 2/k) fixed;
+(b) deep: four layers of k, k/2, k/4, 1 units, all trained.
 
 The data are MNIST's digits 0 and 1, with pixels in [0, 1] and labels -1 and 1. The loss is the mean
-of (f - y)^2 over batches of 128 (the remainder of an epoch is left out). Weights are ~ N(0,
-2/fan_in) (He), without biases. SGD runs at 0.003 for 60 epochs. The paper does not state the
-labels, the pixel range, the factor of the loss, biases, v, or the treatment of a + da > 1 (here
-none). Every a is uniform in [0, 1] and has separate initial weights.
+of (f - y)^2 over batches of 128 (the remainder of an epoch is left out). Weights are drawn from
+N(0, 2/fan_in) (He), without biases. SGD runs at 0.003 for 60 epochs. The paper does not state the
+labels, the pixel range, the factor of the loss, the biases, or v. It does not say how it treats
+a + da > 1 (here without change). Every a is uniform in [0, 1] and has separate initial weights.
 
 We also measure the same quotient for the predictions on test images, as the maximum over images
 (Assumption 1). At the smallest width everything is repeated in float64, with a da so small that

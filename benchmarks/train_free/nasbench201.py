@@ -29,9 +29,9 @@ alone, without a results file.
     # all 15,625, without a limit; for an accelerator
     python benchmarks/train_free/nasbench201.py --full
 
-`--scores naswot synflow`: only these; they replace their rows in the results. `--batch-genotypes
-64`: this number of networks in one call (`jax.vmap`); for an accelerator. `--dtype float64`: to
-compare values; with `--quick --scores ...` in minutes.
+- `--scores naswot synflow`: only these; they replace their rows in the results.
+- `--batch-genotypes 64`: this number of networks in one call (`jax.vmap`); for an accelerator.
+- `--dtype float64`: to compare values; with `--quick --scores ...` in minutes.
 """
 
 import dataclasses

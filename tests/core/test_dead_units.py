@@ -52,6 +52,7 @@ OPTIMIZERS = {name: getattr(optax, name)(0.01) for name in NAMES.split()} | {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["adam", pytest.param("learned rate", marks=pytest.mark.slow)])
 def test_dead_units_under_weight_decay_leave_the_hypergradient_right(name):
     optimizer = OPTIMIZERS[name]

@@ -258,6 +258,7 @@ FAST = "unrolled", "one_step", "ma_soba", "saba", "bome", "f2sa", "meha"
 FAST += "linear_models", "discrete_choices", "finite_kernels"
 LONG = "truncated", "lbfgs,_dense", "nystrom", "batches", "sparse_batches"
 LONG += "softmax", "amigo", "infinite_kernels", "networks", "operators", "scores", "forward_mode"
+LONG += "spaba_and_paced", "exponentiate", "distilled", "truncation", "a_sparse_history"
 
 
 def marks(name):

@@ -28,6 +28,7 @@ CONVOLUTIONS = {
 OTHERS, LONG = ("fftconvolve", "dct"), pytest.mark.long
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fft", *(pytest.param(n, marks=LONG) for n in OTHERS)])
 def test_a_hessian_of_fourier_transforms_is_decomposed(name):
     convolve, w0 = CONVOLUTIONS[name], jnp.zeros(12)
@@ -90,6 +91,7 @@ IMPLICIT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["newton", "unrolled"])
 def test_a_rule_that_calls_its_function_has_second_derivatives(name):
     own = bilevel.hypergradient(with_cosh(lambda x: (exp(x) + exp(-x)) / 2), IMPLICIT[name])

@@ -126,7 +126,7 @@ def test_newton_trains_networks_to_a_stationary_point(dtype):
     assert (lowered > 0.1).all()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_network_has_the_hypergradient_of_its_weight_decay():
     """Truth: central differences of the outer loss along the path of lower solutions."""
     lower, start = network((3, 4, 1), 0.0)

@@ -57,7 +57,7 @@ def test_bfloat16_below_and_float32_masters(solver):
     assert 0 < away < 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_error_names_the_leaf_the_optimizer_and_a_remedy():
     """Adafactor's slope is 1e15 at a gradient of 0; Prodigy's first step there is 0 / 0."""
 

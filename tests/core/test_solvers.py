@@ -345,6 +345,7 @@ RATES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RATES)
 def test_one_step_learns_rates_as_unrolled_does(name):
     problem = bilevel.Problem(

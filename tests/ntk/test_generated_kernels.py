@@ -148,8 +148,8 @@ def test_a_mixtures_kernel_is_the_sum_over_pairs(seed, dtype, pair):
     assert_near(K, expected, 1e-2)
 
 
+@pytest.mark.long
 @quadrature
-@pytest.mark.slow
 @examples(4)
 @given(seed=seeds, dtype=dtypes, chosen=layers)
 def test_lower_bounds_of_the_smallest_eigenvalue_are_below_it(seed, dtype, chosen):

@@ -173,7 +173,7 @@ def test_relu_networks_have_derivatives_at_duplicate_opposite_and_zero_inputs():
     assert_close(gradient, finite_differences(jax.jit(total), at), f64=1e-8, f32=2e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @float64_only
 def test_second_derivatives_are_those_of_a_quadratic_form_where_a_weight_is_0():
     """The jvp of a grad must use our derivative rules; the kernel is quadratic in the weights."""

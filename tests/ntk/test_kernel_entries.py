@@ -208,7 +208,7 @@ PEAK = ntk.activation(lambda z: jnp.exp(-(z**2) / 2))
 ROW = np.array([[1.0, 2.0]]) / np.sqrt(5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @both_types
 @pytest.mark.parametrize(
     ("activation", "norm"),
@@ -268,7 +268,7 @@ def test_kinks_at_large_norms_use_the_series_if_their_pieces_cancel(name, scale,
         assert float(kernels.error[i, j]) < 0.02 * float(kernels.ntk[0, 0])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @both_types
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=LONG) for seed in (1, 2, 3))])
 def test_steep_functions_of_nearly_equal_rows_are_within_their_error(seed, dtype):

@@ -71,6 +71,7 @@ def test_infinite_networks():
     np.testing.assert_allclose(product, kernel(x).nngp @ v, rtol=1e-12)
 
 
+@pytest.mark.long
 def test_columns_have_the_exact_diagonal():
     # As a pair of inputs, an input and itself would have a rounded angle, and so NaN entries.
     layers = [ntk.tanh, {ntk.relu: 0.4, ntk.erf: 0.5}]

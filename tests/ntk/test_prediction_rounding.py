@@ -31,6 +31,7 @@ def predict(function, x, penalty, double):
         ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("penalty", [0.0, 1e-3])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("function", [ntk.posterior, ntk.ensemble])

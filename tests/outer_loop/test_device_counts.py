@@ -48,7 +48,7 @@ def alpha_on(devices, kind, steps, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.long)])
 def test_a_search_resumes_on_one_two_and_four_devices(kind, tmp_path):
     for steps, devices in enumerate((1, 2, 4, 1), 1):
         resumed = alpha_on(devices, kind, steps, tmp_path / "resumed")

@@ -195,6 +195,7 @@ def test_shorter_steps_end_on_the_set(kind):
     np.testing.assert_array_equal(divergence.shortened(old, new, scale).alpha, new.alpha)
 
 
+@pytest.mark.long
 def test_searches_in_two_precisions_follow_each_other():
     problem = bilevel.Problem(
         lambda w, alpha, batch: (

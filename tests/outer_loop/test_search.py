@@ -217,7 +217,7 @@ def test_a_start_of_weak_dtype_compiles_once():
     assert len(compile_cache._programs) == before + 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_diagnostics_enter_the_history():
     history = run(steps=2, diagnostics=True).history
     assert {*bilevel.Info._fields} - {"slope"} <= set(history)
@@ -262,7 +262,7 @@ def weighted_mean(size, dtype=jnp.float32):
     return problem, solver, optax.sgd(0.1), jnp.ones(size, dtype), jnp.zeros((), dtype), x, x
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_without_alphas_history_does_not_grow_with_steps_times_its_size():
     """Truth: XLA's memory analysis of the compiled search."""
     size = 5000
@@ -282,7 +282,7 @@ def test_memory_without_alphas_history_does_not_grow_with_steps_times_its_size()
     assert bytes_held(1000) - bytes_held(10) > 990 * 4 * size
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_history_of_a_large_alpha_requires_its_name():
     small, large = weighted_mean(16_384), weighted_mean(16_385)
     run = functools.partial(bilevel.search, steps=2, progress=False)
@@ -313,6 +313,7 @@ def test_a_search_stopped_and_resumed_is_an_uninterrupted_one(tmp_path):
     assert_identical(noisy(steps=9, checkpoint=tmp_path, resume=True), noisy(steps=9))
 
 
+@pytest.mark.long
 def test_a_finished_search_resumes_to_itself_and_can_be_prolonged(tmp_path):
     noisy(steps=3, checkpoint=tmp_path)
     assert_identical(noisy(steps=3, checkpoint=tmp_path, resume=True), noisy(steps=3))

@@ -227,7 +227,7 @@ def on_eight_devices():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("axes", ["automatic", "explicit"])
 def test_rows_over_devices_give_the_hypergradient_of_one_device(axes):
     assert on_eight_devices()[axes]["hypergradients"] < 1e-10

@@ -299,6 +299,7 @@ def test_the_predicted_change_is_the_gradient_times_the_step():
     np.testing.assert_allclose(result.report.actual, history["actual"].sum(), rtol=1e-5)
 
 
+@pytest.mark.long
 def test_nothing_is_predicted_if_the_value_depends_on_more_than_alpha():
     for solver, options in (
         (bilevel.unrolled(0.1, 3), {}),
@@ -327,6 +328,7 @@ def test_a_decrease_that_the_gradient_does_not_predict_is_reported():
     assert len(messages) == 1 and "not its slope" in messages[0]
 
 
+@pytest.mark.long
 def test_the_difference_is_the_slope_over_a_step():
     def value(alpha, train, valid):
         w = jnp.linalg.solve(

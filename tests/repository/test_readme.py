@@ -96,7 +96,7 @@ def test_the_solver_and_the_inverse_of_contributing_are_right():
     "page",
     [
         "docs/index.md",
-        "docs/start.md",
+        pytest.param("docs/start.md", marks=pytest.mark.long),
         "docs/how_to.md",
         "docs/geometry.md",
         pytest.param("docs/solvers.md", marks=pytest.mark.long),
@@ -108,7 +108,7 @@ def test_the_pages_of_the_core_run(page, capsys):
     assert run(page, capsys)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "page",
     [

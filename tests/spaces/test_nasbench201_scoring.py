@@ -125,7 +125,7 @@ def test_a_damaged_file_of_scores_is_refused_and_a_full_disk_costs_only_the_file
     assert not file.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_function_is_a_score_by_its_name():
     def spread(key, apply, params, batch):
         noise = 0.1 * jax.random.normal(key, batch[0].shape)

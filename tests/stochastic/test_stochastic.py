@@ -395,6 +395,7 @@ def test_a_loss_outside_the_history_is_neither_computed_nor_checked():
         bilevel.search(*args, steps=3, progress=False, history=("lower",))
 
 
+@pytest.mark.long
 def test_the_estimate_at_the_end_is_near_the_truth_for_a_logistic_regression():
     """The data have ijcnn1's shape: 22 features, ten of them one-hot. Truth: Newton in numpy."""
     rng = np.random.default_rng(1)

@@ -144,6 +144,7 @@ def test_the_untuned_default_converges_for_every_seed_and_condition(method):
         assert distance(method, seed, **conditions) < 1e-3, (seed, conditions)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "penalty", "dense"),
     [(bilevel.spaba, 1e-2, True), (bilevel.spaba, 1e-3, False), (bilevel.saba, 1e-2, True)],
@@ -243,6 +244,7 @@ def test_a_units_steps_are_at_most_two_over_the_curvature():
     np.testing.assert_allclose(updates / (3 * (x - updates)), -2 / 3 / 50, rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", [bilevel.saba, bilevel.spaba], ids=["saba", "spaba"])
 def test_weights_of_half_precision_are_moved_in_a_metric_of_single(method):
     """Half precision has no eigenvalues. Truth: the search in single precision."""

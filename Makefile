@@ -56,7 +56,7 @@ fuzz: $(VENV) ## 10,000 new examples of the generated tests, in hours; ARGS=test
 test-newest: $(PRIVATE_UV) ## tests of JAX's internals, README, commands on the newest JAX and Python here
 	UV=$(UV) .ci/newest
 
-test-lowest: $(VENV) ## imports, README, files and commands on the lowest versions of all dependencies
+test-lowest: $(VENV) ## imports, files and commands on the lowest versions of all dependencies
 	UV=$(UV) .ci/lowest
 
 smoke: $(VENV) ## run the benchmarks for a few seconds each; ARGS=--all: also those untouched by the commit

@@ -181,7 +181,7 @@ TOY = bilevel.Problem(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @examples(3)
 @given(seed=seeds, dtype=dtypes, rate=st.floats(0.05, 0.9), steps=st.integers(1, 4))
 def test_truncations_and_standard_errors_are_geometric_series(seed, dtype, rate, steps):

@@ -114,6 +114,7 @@ def test_false_derivative_rules_give_the_derivative_of_the_steps(name, place, op
     assert_close(fn(ALPHA, W, None, None).grad, truth, f64=1e-12, f32=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "solver"),
     [("custom_vjp_clipped", bilevel.unrolled(0.1, 3)), ("custom_jvp_half", bilevel.implicit())],

@@ -115,7 +115,7 @@ def network(sizes, decay):
 ROWS = np.random.default_rng(0).normal(size=(30, 4))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_newton_trains_networks_to_a_stationary_point(dtype):
     lower, start = network((3, 6, 6, 1), 0.01)

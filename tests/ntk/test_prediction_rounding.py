@@ -82,6 +82,7 @@ def flow(x, y, t, *, double, penalty=0.0, get="nngp", cross=True, activation=ntk
         return np.asarray(ntk.gradient_flow(K, y, t, cross=between, penalty=penalty))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("seed", "get"), [(1, "ntk"), (2, "nngp"), (3, "ntk"), (5, "nngp")])
 def test_a_flow_in_float32_is_right_to_a_tenth_or_refused(seed, get):
     x, refused = inputs(seed), 0

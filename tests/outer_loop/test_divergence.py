@@ -103,7 +103,7 @@ def test_a_healthy_search_takes_the_steps_of_descent(optimizer):
     assert result.step_scale == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_divergent_search_is_the_same_when_resumed_and_under_jit_and_vmap(tmp_path):
     def run(steps, **options):
         with pytest.warns(UserWarning, match="alpha diverged"):

@@ -225,7 +225,7 @@ def two(tmp_path_factory):
     return folder, *(json.loads(out.partition("ANSWERS")[2]) for out, _, _ in report)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_search_as_one(two, namespace):
     folder, first, second = two
     own = "rows", "rows again", "raises"

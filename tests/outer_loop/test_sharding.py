@@ -233,7 +233,7 @@ def test_rows_over_devices_give_the_hypergradient_of_one_device(axes):
     assert on_eight_devices()[axes]["hypergradients"] < 1e-10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("axes", ["automatic", "explicit"])
 @pytest.mark.parametrize("spread", ["rows", "weights"])
 def test_a_search_goes_on_from_its_checkpoint_where_its_arrays_lie(axes, spread):

@@ -107,7 +107,7 @@ def test_more_genotypes_and_scores_are_added_to_a_file(tmp_path, monkeypatch):
     np.testing.assert_equal(scores(CELLS[:4], file=file)["naswot"], expected()["naswot"][:4])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_damaged_file_of_scores_is_refused_and_a_full_disk_costs_only_the_file(tmp_path):
     file, random = tmp_path / "scores.npz", np.random.default_rng(0)
     scores(**CHEAP, file=file)

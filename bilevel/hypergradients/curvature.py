@@ -49,11 +49,12 @@ class Curvature(NamedTuple):
     free: jax.Array | None  # [p, p], basis of the free directions (curvature 0 up to rounding)
     flat: jax.Array  # [], bool: positive definite except in free directions, which solves omit
     floor: jax.Array | None  # [], proved lower bound of the eigenvalues, if the Hessian is formed
+    batch: Callable  # maps a function of Hessian products over a leading axis
 
 
 def is_small(like: Pytree, quadratic: bool) -> bool:
     """Return whether :func:`curvature` should form the Hessian."""
-    return sum(x.size for x in jax.tree.leaves(like)) <= DENSE_SIZE * (2 if quadratic else 1)
+    return optax.tree.size(like) <= DENSE_SIZE * (2 if quadratic else 1)
 
 
 def curvature(hvp: LinearMap, like: Pytree, products: int, dense: bool) -> Curvature:
@@ -65,12 +66,12 @@ def curvature(hvp: LinearMap, like: Pytree, products: int, dense: bool) -> Curva
     return _formed(hvp, like) if dense else _iterated(hvp, like, products)
 
 
-def batching(hvp: LinearMap, like: Pytree) -> Callable:
+def _batching(hvp: LinearMap, like: Pytree) -> Callable:
     """Return ``jax.vmap``, or a loop in its place if there are too many weights.
 
     XLA on CPUs refuses batches of Fourier transforms in some layouts, so these take a loop too.
     """
-    few = sum(x.size for x in jax.tree.leaves(like)) <= _TOGETHER
+    few = optax.tree.size(like) <= _TOGETHER
     if few and "fft" not in operation_names(jax.make_jaxpr(hvp)(like)):
         return jax.vmap
     return lambda function: lambda *stacked: jax.lax.map(lambda x: function(*x), stacked)
@@ -137,7 +138,8 @@ def _formed(hvp: LinearMap, like: Pytree) -> Curvature:
     smallest = jnp.where(clear, _inverse_bound(matrix, inverse), factors.smallest)
     floor = smallest - flat.size * eps * jnp.linalg.norm(matrix)
     _, _, _, lowest, definite, free, flat = factors
-    return Curvature(solve, lowest, highest / lowest, definite, free, flat, floor)
+    batch = _batching(hvp, like)
+    return Curvature(solve, lowest, highest / lowest, definite, free, flat, floor, batch)
 
 
 def _inverted(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -271,11 +273,12 @@ def _iterated(hvp: LinearMap, like: Pytree, products: int) -> Curvature:
         left = optax.tree.norm(optax.tree.sub(b, product))
         return bend, (left <= 2 * threshold) & (bend > 0), solved.curvature
 
-    bends, definite, highest = batching(hvp, like)(look)(jnp.arange(_PROBES))
+    batch = _batching(hvp, like)
+    bends, definite, highest = batch(look)(jnp.arange(_PROBES))
     lowest, definite = jnp.min(bends), definite.all()
 
     def solve(b, aim):
         return solve_conjugate_gradients(hvp, b, None, steps=products, threshold=aim).x
 
     condition = jnp.max(highest) / jnp.where(lowest > 0, lowest, 1)
-    return Curvature(solve, lowest, condition, definite, None, definite & False, None)
+    return Curvature(solve, lowest, condition, definite, None, definite & False, None, batch)

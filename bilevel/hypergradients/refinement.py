@@ -14,7 +14,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from bilevel.contracts import Pytree
-from bilevel.hypergradients.curvature import batching, curvature
+from bilevel.hypergradients.curvature import curvature
 from bilevel.internal.precision import uniform_hash
 from bilevel.problem.problem import hessian_operator, mixed_product
 from bilevel.solvers.minimizers import local_newton
@@ -106,7 +106,6 @@ def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) ->
     relative = jnp.minimum(100 * rounding, 0.1)
     count = _SAMPLES if dense else _COSTLY_SAMPLES
     shifts = _shifts(near, system.free, count) if dense else None
-    batch = batching(hessian_operator(fixed.lower, near, alpha, train)[1], near)
 
     def once(now, number):
         """Evaluate the residuals, and take Newton steps of w and q if the steps still shrink."""
@@ -129,7 +128,7 @@ def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) ->
         done = (now.rounds >= _REFINEMENTS) | ~(shrink.any() | now.moved)
         if not dense:
             aims = jnp.maximum(1e-3 * sizes[:2], 5e-3 * sizes[5:7] * system.lowest)
-            step = batch(system.solve)(rhs, jnp.where(done, 2 * sizes[:2], aims))
+            step = system.batch(system.solve)(rhs, jnp.where(done, 2 * sizes[:2], aims))
         w_step, q_step = (jax.tree.map(lambda x, i=i: x[i], step) for i in range(2))
         # Newton's steps often end on the same rounding of the minimum from every start. The jitter
         # draws another one, which is equally good and shows the spread.
@@ -162,7 +161,7 @@ def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) ->
         last = while_loop(lambda now: ~now.done, lambda now: once(now, number), _Iterate(*start))
         return last, combine(problem, last.w, last.q, alpha, train, valid)
 
-    iterates, (grads, magnitudes) = batch(sample)(jnp.arange(count, dtype=jnp.uint32))
+    iterates, (grads, magnitudes) = system.batch(sample)(jnp.arange(count, dtype=jnp.uint32))
     first = jax.tree.map(lambda x: x[0], iterates)
     definite, leak = system.definite, jnp.zeros_like(magnitudes[0])
     if dense:

@@ -37,25 +37,16 @@ class SearchResult:
     step_scale: jax.Array | float = 1.0  # alpha's steps relative to the optimizer's
 
     def __repr__(self) -> str:
+        columns = ("outer loss", "value"), ("|grad|", "grad_norm")
         rows = [
             ("steps", summary.number(self.state.step, ".0f")),
-            ("outer loss", _first_and_last(self.history.get("value"))),
-            ("|grad|", _first_and_last(self.history.get("grad_norm"))),
+            *((label, summary.ends(self.history[k])) for label, k in columns if k in self.history),
             ("alpha", summary.arrays(self.alpha)),
             ("w", summary.arrays(self.w)),
             ("history", ", ".join(self.history) or "nothing"),
             ("stopped", self.stopped or "after all steps"),
         ]
         return summary.table("SearchResult", rows)
-
-
-def _first_and_last(values: Any) -> str:
-    """Return the ends of a column of the history as text."""
-    if values is None:
-        return "not in the history"
-    if isinstance(values, jax.core.Tracer) or jax.numpy.ndim(values) != 1 or not len(values):
-        return summary.arrays(values)
-    return f"{summary.number(values[0])} -> {summary.number(values[-1])}"
 
 
 class NonFiniteError(FloatingPointError):

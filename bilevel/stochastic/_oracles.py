@@ -132,10 +132,13 @@ def metrics(problem: Problem, lower: tuple, outer: tuple, slope: Pytree, **more)
     return report | more
 
 
-def relative_adjoint_residual(directions: Directions, outer: Pytree) -> jax.Array:
-    """Return the relative residual of the adjoint's equation on these estimates."""
-    size = tree_norm(outer)
-    return tree_norm(directions.v) / jnp.where(size > 0, size, 1)
+def adjoint_metrics(
+    problem: Problem, lower: tuple, outer: tuple, directions: Directions, force: Pytree
+) -> dict[str, Any]:
+    """Return :func:`metrics`, and the relative residual of ``H v = force`` on these estimates."""
+    size = tree_norm(force)
+    noisy = tree_norm(directions.v) / jnp.where(size > 0, size, 1)
+    return metrics(problem, lower, outer, directions.w, noisy_residual=noisy)
 
 
 def tree_norm(x: Pytree) -> jax.Array:

@@ -12,11 +12,10 @@ from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._blocks import BatchedData, Oracle
 from bilevel.stochastic._oracles import (
     Iterate,
+    adjoint_metrics,
     directions,
     lower_oracle,
-    metrics,
     outer_oracle,
-    relative_adjoint_residual,
 )
 from bilevel.stochastic._steps import Rate
 
@@ -175,14 +174,14 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
         )
         step_directions = directions(lower, outer)
         around = indices.number, problem, w, alpha, train
-        noisy, monitor = relative_adjoint_residual(step_directions, outer.w), state.monitor
+        report = adjoint_metrics(problem, below, above, step_directions, outer.w)
+        noisy, monitor = report["noisy_residual"], state.monitor
         (w, v), mover_state = mover.move(
             (w, state.v), step_directions[:2], mover_state, *around, shorter=monitor.length
         )
         if step_size is None:
             monitor, lost = _monitor_adjoint(monitor, noisy, indices.number, memory(train, valid))
             v = optax.tree.where(lost, optax.tree.zeros_like(v), v)
-        report = metrics(problem, below, above, step_directions.w, noisy_residual=noisy)
         return (
             step_directions.alpha,
             w,

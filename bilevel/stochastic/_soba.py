@@ -11,12 +11,11 @@ from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._oracles import (
     Directions,
     Iterate,
+    adjoint_metrics,
     directions,
     lower_loss,
     lower_oracle,
-    metrics,
     outer_oracle,
-    relative_adjoint_residual,
     slopes_oracle,
 )
 from bilevel.stochastic._steps import Rate
@@ -41,8 +40,7 @@ def estimates(problem, alpha, w, v, indices, train, valid) -> tuple[Directions, 
     lower, below = train.at(indices.train[0], lower_oracle(problem, point))
     outer, above = valid.at(indices.valid[0], outer_oracle(problem, point))
     step_directions = directions(lower, outer)
-    noisy = relative_adjoint_residual(step_directions, outer.w)
-    return step_directions, metrics(problem, below, above, step_directions.w, noisy_residual=noisy)
+    return step_directions, adjoint_metrics(problem, below, above, step_directions, outer.w)
 
 
 def soba(step_size: Rate) -> SingleLoop:
@@ -223,8 +221,7 @@ def amigo(step_size: Rate, *, inner: int = 10) -> SingleLoop:
         v = jax.lax.fori_loop(0, inner, solve, state.v)
         lower, below = train.at(indices.train[-1], lower_oracle(problem, Iterate(w, v, alpha)))
         step_directions = directions(lower, outer)
-        noisy = relative_adjoint_residual(step_directions, outer.w)
-        report = metrics(problem, below, above, step_directions.w, noisy_residual=noisy)
+        report = adjoint_metrics(problem, below, above, step_directions, outer.w)
         return step_directions.alpha, w, SobaState(v), report
 
     return SingleLoop(init, step, lambda state: state.v, draws=(2 * inner + 1, 1))

@@ -15,12 +15,11 @@ from bilevel.stochastic._oracles import (
     Iterate,
     Lower,
     Slopes,
+    adjoint_metrics,
     at_both,
     directions,
     lower_oracle,
-    metrics,
     outer_oracle,
-    relative_adjoint_residual,
     tree_norm,
 )
 from bilevel.stochastic._steps import Rate
@@ -187,13 +186,7 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
         pair, mover_state = mover.move(
             (w, v), step_directions[:2], mover_state, *around, shorter=length
         )
-        report = metrics(
-            problem,
-            below,
-            above,
-            step_directions.w,
-            noisy_residual=relative_adjoint_residual(step_directions, outer.w),
-        )
+        report = adjoint_metrics(problem, below, above, step_directions, outer.w)
         last = Tables((point._replace(v=v), step_directions, mover_state))
         stale = jnp.zeros_like(state.stale)
         along = optax.tree.scale(trust, step_directions.alpha)

@@ -121,6 +121,10 @@ def _row_axis(eqn: JaxprEqn) -> int | None:
     return cut[0] if len(cut) == 1 and sizes[cut[0]] == 1 else None
 
 
+def _row_lookup(axis: int, length: int, outputs: Callable, keep: Callable) -> Product:
+    return Product(("rows", axis), keep, lambda rows: rows, outputs, length)
+
+
 def _gather(eqn: JaxprEqn, operand: int) -> Product | None:
     numbers, axis = eqn.params["dimension_numbers"], _row_axis(eqn)
     mode = getattr(eqn.params["mode"], "name", "")
@@ -148,7 +152,7 @@ def _gather(eqn: JaxprEqn, operand: int) -> Product | None:
         count = math.prod(y.shape[d] for d in positions)
         return y.transpose(*positions, *offsets).reshape(count, 1, -1)
 
-    return Product(("rows", axis), keep, lambda rows: rows, outputs, length)
+    return _row_lookup(axis, length, outputs, keep)
 
 
 def _slice(eqn: JaxprEqn, operand: int) -> Product | None:
@@ -167,4 +171,4 @@ def _slice(eqn: JaxprEqn, operand: int) -> Product | None:
     def outputs(y):
         return y.reshape(1, 1, -1)
 
-    return Product(("rows", axis), keep, lambda rows: rows, outputs, length)
+    return _row_lookup(axis, length, outputs, keep)

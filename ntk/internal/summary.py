@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from ntk.internal.checks import concrete
+
 _READ = 2**20  # entries up to which an array is read for a table
 
 
@@ -50,8 +52,16 @@ def largest(x: Any) -> float | None:
     return float(np.max(x)) if _readable(x) and np.size(x) else None
 
 
+def ends(x: Any) -> str:
+    """Return the first and the last value of a vector as text; its dtype and shape otherwise."""
+    if not _readable(x) or np.ndim(x) != 1 or not np.size(x):
+        return arrays(x)
+    values = np.asarray(x)  # indexing an array on a device would compile a program
+    return f"{number(values[0])} -> {number(values[-1])}"
+
+
 def _readable(x: Any) -> bool:
-    if isinstance(x, jax.core.Tracer) or np.size(x) > _READ:
+    if not concrete(x) or np.size(x) > _READ:
         return False
     if isinstance(x, jax.Array):
         number = x.dtype == bool or jax.numpy.issubdtype(x.dtype, np.number)

@@ -9,6 +9,7 @@ public names.
 import functools
 import math
 import operator
+from collections.abc import Callable
 
 import chex
 import jax
@@ -158,7 +159,7 @@ def eigen_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> 
     10.0
     """
     apply, params, x, _ = check_score_arguments(apply, params, batch)
-    gradient = jax.grad(lambda p, xi: jnp.sum(apply(p, xi[None])))
+    gradient = _sample_gradient(apply)
     return jnp.mean(for_each(lambda xi: jnp.sum(ravel_pytree(gradient(params, xi))[0] ** 2), x))
 
 
@@ -292,9 +293,14 @@ def log_traces(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) ->
     return kernel_scores(key, apply, params, batch)["log_traces"]
 
 
+def _sample_gradient(apply: Apply) -> Callable[[Pytree, jax.Array], Pytree]:
+    """Return the gradient of one sample's summed logits, as a function of params and sample."""
+    return jax.grad(lambda p, xi: jnp.sum(apply(p, xi[None])))
+
+
 def _sample_gradients(apply: Apply, params: Pytree, x: jax.Array) -> Pytree:
     """Return leaves [n, size]: the gradient of each sample's summed logits."""
-    gradient = jax.grad(lambda p, xi: jnp.sum(apply(p, xi[None])))
+    gradient = _sample_gradient(apply)
     return for_each(lambda xi: jax.tree.map(jnp.ravel, gradient(params, xi)), x)
 
 

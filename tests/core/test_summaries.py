@@ -54,6 +54,8 @@ def test_a_search_prints_its_course():
     result = bilevel.search(*arguments, steps=4, progress=False)
     text = repr(result)
     assert "steps       4\n  outer loss  12 -> " in text and "stopped     after all steps" in text
+    result.history["value"].delete()
+    assert f"outer loss  {ALPHA.dtype}[4]" in repr(result)
     compiled = jax.jit(lambda a: bilevel.search(*arguments[:3], a, *arguments[4:], steps=4))
     assert "outer loss  12 -> " in repr(compiled(ALPHA))
     assert f"outer loss  {ALPHA.dtype}[2, 4]" in repr(jax.vmap(compiled)(jnp.zeros((2, 3))))

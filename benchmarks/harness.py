@@ -245,16 +245,28 @@ def read(path: Path) -> list[Row]:
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """Replace the rows of a file. The first one gets the commit."""
+    path.unlink(missing_ok=True)
+    append(path, *rows)
 
 
 def append(path: Path | None, *rows: Row) -> None:
-    """Append each row when it is measured, so that a later run can skip them."""
-    if path:
+    """Append each row when it is measured, so that a later run can skip them.
+
+    The first row of a file gets the commit of its code: see :mod:`benchmarks.age`.
+    """
+    if path and rows:
         path.parent.mkdir(exist_ok=True)
+        first = {} if path.is_file() else {"commit": commit()}
         with path.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.writelines(json.dumps(row) + "\n" for row in (rows[0] | first, *rows[1:]))
+
+
+def commit() -> str | None:
+    """Return the commit of the code, or None outside a clone of the repository."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    run = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True)
+    return run.stdout.strip() or None
 
 
 def begun(path: Path | None, *packages: str, **more: Any) -> list[Row]:

@@ -1,6 +1,6 @@
 """Write the measured tables in README.md and docs/ from the results files; `make tables`.
 
-    python tools/tables.py            # rewrite them
+    python tools/tables.py            # rewrite them, then print the age of each results file
     python tools/tables.py --check    # exit 1 if one differs from its results
     python tools/tables.py --smoke    # check only those of docs/stochastic.md
 
@@ -21,7 +21,7 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks import harness
+from benchmarks import age, harness
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(
@@ -68,6 +68,8 @@ def main() -> int:
         print(f"{len(MARKED.findall(text))} tables are as their results.")
     if differ:
         print(f"{'other than their results' if flags.check else 'written'}: {', '.join(differ)}")
+    if not (flags.check or flags.files):
+        age.print_ages()
     return int(flags.check and bool(differ))
 
 

@@ -65,6 +65,17 @@ from bilevel.spaces.skips import CANDIDATES, SkipArchitecture
 from bilevel.strategies.optimizers import logits
 from ntk.empirical.kernels import gradient_norms
 
+MEASURES = (
+    "bilevel/spaces/skips.py",
+    "bilevel/spaces/activations.py",
+    "bilevel/strategies/methods.py",
+    "bilevel/strategies/strategy.py",
+    "bilevel/strategies/optimizers.py",
+    "bilevel/outer_loop/descent.py",
+    "bilevel/solvers/_unrolled.py",
+    "bilevel/nets/training.py",
+)
+
 BATCH, TRAVEL = 64, tables.TRAVEL
 TRIED = (0.025, 0.125, 0.625, 3.125)  # step sizes of plain networks
 

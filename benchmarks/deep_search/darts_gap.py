@@ -45,6 +45,16 @@ from bilevel import strategies
 from bilevel.spaces.darts import darts_space
 from bilevel.spaces.darts.operations import PRIMITIVES
 
+MEASURES = (
+    "bilevel/spaces/darts",
+    "bilevel/strategies/methods.py",
+    "bilevel/strategies/strategy.py",
+    "bilevel/strategies/optimizers.py",
+    "bilevel/outer_loop/descent.py",
+    "bilevel/solvers/_unrolled.py",
+    "bilevel/nets/training.py",
+)
+
 POOL = 1000  # validation images, and the same number for the control
 CHUNK = 100  # images that are normalized together when errors are counted
 COLOURS = {  # mean and standard deviation of each

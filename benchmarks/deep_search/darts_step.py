@@ -48,6 +48,15 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import plus_minus
 
+MEASURES = (
+    "bilevel/spaces/darts",
+    "bilevel/nets/convolution.py",
+    "bilevel/strategies/methods.py",
+    "bilevel/outer_loop/descent.py",
+    "bilevel/solvers/_unrolled.py",
+    "bilevel/solvers/_mixed_mode.py",
+)
+
 # Each library is imported only in the process that runs it, so their memory is separate.
 
 ORDERS = {1: "first order", 2: "second order"}

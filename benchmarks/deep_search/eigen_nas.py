@@ -22,6 +22,13 @@ from benchmarks import harness
 from benchmarks.deep_search import activation_skip_search as zhu
 from benchmarks.harness import plus_minus, standard_error
 
+MEASURES = (
+    "bilevel/spaces/skips.py",
+    "bilevel/spaces/activations.py",
+    "bilevel/nets/training.py",
+    "ntk/empirical/kernels.py",
+)
+
 RUNS, POOL, KEPT = 10, 60, 5
 SCORES = ("mean diagonal", "smallest eigenvalue", "random")
 

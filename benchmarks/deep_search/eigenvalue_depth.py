@@ -29,6 +29,8 @@ from bilevel.spaces import skip_space, unit_inputs
 from bilevel.spaces.activations import ACTIVATIONS
 from bilevel.spaces.skips import CANDIDATES, SkipArchitecture
 
+MEASURES = ("bilevel/spaces/skips.py", "ntk/infinite", "ntk/expectations", "ntk/empirical")
+
 MARKERS = dict(zip(CANDIDATES, "os^Dv", strict=True))
 
 

@@ -39,6 +39,16 @@ from bilevel.spaces.nasbench201.genotype import PRIMITIVES, parse_genotype
 from bilevel.spaces.nasbench201.judging import load_table
 from bilevel.spaces.nasbench201.judging.standing import standing
 
+MEASURES = (
+    "bilevel/spaces/nasbench201/supernet.py",
+    "bilevel/spaces/nasbench201/network.py",
+    "bilevel/nets/convolution.py",
+    "bilevel/strategies/methods.py",
+    "bilevel/strategies/strategy.py",
+    "bilevel/strategies/optimizers.py",
+    "bilevel/outer_loop/geometry.py",
+)
+
 METHODS = {"exponentiated gradient": strategies.gaea, "softmax, Adam": strategies.darts}
 START = {"exponentiated gradient": (0.1, 0.3, 1.0), "softmax, Adam": (1e-3, 3e-3, 1e-2)}
 # These values are in the authors' configurations for NAS-Bench-201.

@@ -43,6 +43,8 @@ from bilevel import baselines
 from bilevel.contracts import Shared
 from bilevel.spaces import features
 
+MEASURES = ("bilevel/spaces/features", "bilevel/baselines")
+
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:

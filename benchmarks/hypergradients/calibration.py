@@ -35,6 +35,8 @@ import bilevel
 import bilevel.hypergradients.curvature
 from benchmarks import harness
 
+MEASURES = ("bilevel/hypergradients", "bilevel/solvers")
+
 MOST_STEPS = 3000
 SMOKE = {"families": ["explicit"], "solvers": ["implicit", "descent, neumann"]}
 

@@ -35,6 +35,8 @@ from jax.scipy.linalg import cho_factor, cho_solve
 import bilevel
 from benchmarks import harness
 
+MEASURES = ("bilevel/hypergradients", "bilevel/solvers", "bilevel/problem")
+
 CASES = [("iid", "float64"), ("iid", "float32"), ("hard", "float64"), ("hard", "float32")]
 KINDS = ("implicit", "unrolled", "closed form")
 N, P, STEPS, CG_STEPS, SEED = 2000, 500, 100, 500, 0

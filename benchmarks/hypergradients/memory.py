@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import bilevel
 from benchmarks import harness
 
+MEASURES = ("bilevel/hypergradients", "bilevel/solvers", "bilevel/problem")
+
 STEPS = (10, 100, 1000, 10000)
 SMOKE = (100, 400)
 N, P, GROUPS, STEP_SIZE = 1000, 1000, 10, 0.1

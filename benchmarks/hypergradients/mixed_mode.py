@@ -27,6 +27,12 @@ import optax
 import bilevel
 from benchmarks import harness
 
+MEASURES = (
+    "bilevel/solvers/_mixed_mode.py",
+    "bilevel/solvers/_unrolled.py",
+    "bilevel/hypergradients/hypergradient.py",
+)
+
 
 class Sizes(NamedTuple):
     width: int = 128

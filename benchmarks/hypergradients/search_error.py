@@ -21,6 +21,13 @@ from bilevel.strategies.activation_search import (
     solver,
 )
 
+MEASURES = (
+    "bilevel/strategies/activation_search.py",
+    "bilevel/spaces/activations.py",
+    "bilevel/solvers/_unrolled.py",
+    "bilevel/outer_loop",
+)
+
 STEPS = (500, 2000)  # of the reference
 LONGER = 4  # the command's reference has this many times the inner steps
 

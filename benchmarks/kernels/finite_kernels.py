@@ -26,6 +26,8 @@ from jax import lax
 import ntk
 from benchmarks import harness
 
+MEASURES = ("ntk/empirical", "ntk/regression/kernel_regression.py", "ntk/scores/kernel_based.py")
+
 PEER, ROUNDS, SEED = "neural-tangents", 7, 0
 WIDTH, DEPTH, INPUTS = 512, 4, 256
 ROWS, TOKENS = 20000, 32

@@ -41,6 +41,8 @@ from ntk.infinite.dual_activation import dual
 from ntk.spectrum.certificate import certified_min_eigenvalue, certify_simplex
 from ntk.spectrum.eigenvalues import min_eigenvalue
 
+MEASURES = ("ntk/infinite", "ntk/expectations", "ntk/empirical", "ntk/spectrum")
+
 LIMIT, ENOUGH, ROUNDS, SEED = 75, 10, 7, 0  # seconds, seconds, calls
 DEPTH, DIMENSION, SAMPLE = 10, 64, 10
 PEER = "neural-tangents"

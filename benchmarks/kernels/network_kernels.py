@@ -26,6 +26,8 @@ import ntk
 from benchmarks import harness
 from ntk import networks as nets
 
+MEASURES = ("ntk/networks", "ntk/expectations")
+
 WEIGHTS = (2.0, 0.01)  # variances of weights and biases
 STD = {"W_std": math.sqrt(WEIGHTS[0]), "b_std": math.sqrt(WEIGHTS[1])}
 ACTIVATIONS = ("relu", "erf", "gelu", "tanh")

@@ -20,6 +20,8 @@ import numpy as np
 import ntk
 from benchmarks import harness
 
+MEASURES = ("ntk/regression", "ntk/networks", "ntk/large")
+
 PENALTY, OUTPUTS, WEIGHTS = 0.1, 3, 600
 TIMES = np.array([0.1, 1.0, 10.0])
 

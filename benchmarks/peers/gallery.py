@@ -17,6 +17,8 @@ from pathlib import Path
 from benchmarks import harness
 from benchmarks.harness import environment, read, table, where, write
 
+MEASURES = ("examples",)
+
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs/images"
 SIZES = {  # of the figures, inches

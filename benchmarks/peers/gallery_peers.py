@@ -28,6 +28,8 @@ import bilevel
 from benchmarks import harness
 from benchmarks.harness import environment, table, where
 
+MEASURES = ("bilevel/hypergradients", "bilevel/solvers")
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 

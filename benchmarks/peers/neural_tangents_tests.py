@@ -24,6 +24,8 @@ from pathlib import Path
 
 from benchmarks import harness
 
+MEASURES = ("ntk/compat",)
+
 EACH = 120  # seconds for one test
 VARIABLES = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",

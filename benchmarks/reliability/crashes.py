@@ -43,6 +43,8 @@ from benchmarks.reliability import victims
 from benchmarks.reliability.nonfinite import nonfinite
 from benchmarks.reliability.victims import Outcome
 
+MEASURES = ("bilevel/runs", "bilevel/outer_loop/search.py", "bilevel/outer_loop/search_chunks.py")
+
 _PATIENCE = 900  # seconds for one run of a job, on a machine that also does other work
 _JOBS = ("search", "baseline", "halving", "sharing", "rank", "bilevel search", "bilevel baseline")
 _OFTEN = (0.5, 0.2, 0.1, 0.1, 0.06, 0.02, 0.02)  # the last ones take longest

@@ -22,6 +22,8 @@ import numpy as np
 
 from benchmarks import harness
 
+MEASURES = ("ntk/large", "ntk/infinite", "ntk/expectations")
+
 RUNS = Path(__file__).parents[2] / "runs" / "large_kernel"
 VARIANCES = 1.0, 2.0, 2.0
 FLAGS = {

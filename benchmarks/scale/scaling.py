@@ -26,6 +26,14 @@ import numpy as np
 
 from benchmarks import harness
 
+MEASURES = (
+    "bilevel/outer_loop",
+    "bilevel/solvers",
+    "bilevel/hypergradients",
+    "bilevel/internal/processes.py",
+    "ntk/internal/sharding.py",
+)
+
 INPUTS, CLASSES, STEPS = 784, 10, 10
 ROWS = {"smoke": 160, "quick": 2_000, "default": 20_000}
 VIRTUAL = (1, 2, 4, 8)

@@ -25,6 +25,8 @@ import numpy as np
 
 from benchmarks import harness
 
+MEASURES = ("bilevel/stochastic",)
+
 RUNS = {"mnist": 12_000, "cifar10": 3_000}  # steps, of 64 images each
 SMOKE = {"digits": (0.2,)}  # by data: penalties of the softmax regression
 ROWS = {"mnist": 60_000, "cifar10": 30_000}

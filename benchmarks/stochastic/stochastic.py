@@ -38,6 +38,8 @@ from benchmarks import harness
 from benchmarks.stochastic import stochastic_tables
 from benchmarks.stochastic.stochastic_tables import CLEANING, RIVAL, SIDES, UNTUNED
 
+MEASURES = ("bilevel/stochastic", "bilevel/outer_loop/single_loop.py")
+
 MARKS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.5, 5.0)  # CPU seconds at which a point is scored
 SCREENED, FINALISTS = 0.3, 3  # CPU seconds for each point of a grid, and number of finalists
 CHUNK = {

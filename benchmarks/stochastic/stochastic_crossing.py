@@ -22,6 +22,8 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.stochastic import stochastic
 
+MEASURES = ("bilevel/stochastic", "bilevel/outer_loop/single_loop.py")
+
 SIZES = ((2_000, 20), (20_000, 20), (200_000, 20), (1_000_000, 20), (20_000, 100))
 SMALL = ((500, 5),)
 RATES = (0.1, 0.3, 1.0)

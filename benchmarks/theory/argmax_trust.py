@@ -20,6 +20,13 @@ from benchmarks import activation_searches, harness
 from bilevel.spaces.activations import losses_by_row
 from bilevel.strategies.activation_search import solver, train_weights
 
+MEASURES = (
+    "bilevel/strategies/activation_search.py",
+    "bilevel/spaces/activations.py",
+    "bilevel/discretize/judgement.py",
+    "bilevel/solvers/_unrolled.py",
+)
+
 SETTINGS = {
     "digits, hinge": {"data": "digits", "width": 128},
     "digits, 100 rows, logistic": {

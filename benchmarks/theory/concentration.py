@@ -40,6 +40,13 @@ from bilevel.outer_loop.geometry import project_simplex
 from bilevel.spaces import activation_space, unit_inputs
 from bilevel.spaces.activations import sign_labels
 
+MEASURES = (
+    "bilevel/theory/bounds/oymak.py",
+    "bilevel/theory/bounds/covering.py",
+    "bilevel/spaces/activations.py",
+    "bilevel/outer_loop/geometry.py",
+)
+
 NAMES = ("relu", "swish", "tanh", "sigmoid", "identity")
 FACES = (2, 3, 5)  # h: mixtures of the first h
 SIZES = (20, 50, 100, 200, 500, 1000)  # n_V

@@ -41,6 +41,8 @@ from bilevel.spaces import activation_space, unit_inputs
 from bilevel.spaces.activations import ACTIVATIONS
 from bilevel.spaces.targets import predict_labels, sign_labels
 
+MEASURES = ("bilevel/discretize", "bilevel/spaces/activations.py", "bilevel/spaces/targets.py")
+
 NAMES = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")
 UNIFORM, PENALTY = np.full(len(NAMES), 1 / len(NAMES), np.float32), 0.01
 

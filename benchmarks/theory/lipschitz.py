@@ -43,6 +43,8 @@ from benchmarks import harness
 from benchmarks.harness import standard_error
 from bilevel.theory.stability import lipschitz
 
+MEASURES = ("bilevel/theory/stability.py",)
+
 DELTAS = (0.005, 0.01, 0.03, 0.05, 0.07)
 TINY = 64 * float(np.finfo(np.float32).eps)  # shows roundoff, if the algorithm is smooth
 BATCH, STEP_SIZE, PIXELS = 128, 0.003, 784

@@ -29,6 +29,8 @@ from bilevel.spaces.activations import sign_labels
 from bilevel.spaces.features import feature_space
 from bilevel.theory.bounds import oymak_theorem4_as_printed
 
+MEASURES = ("bilevel/theory/spectral", "bilevel/spaces/features")
+
 P = (0.5, 2, 4, 8, 16)
 H = (0.01, 0.03, 0.1, 0.3, 0.6, 1.2)
 ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")

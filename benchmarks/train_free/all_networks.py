@@ -36,6 +36,8 @@ from bilevel.spaces.nasbench201.judging.table import DATASETS
 from bilevel.spaces.nasbench201.judging.verdicts import BASELINES
 from bilevel.spaces.nasbench201.scoring import Scored
 
+MEASURES = ("ntk/scores", "bilevel/spaces/nasbench201")
+
 OF_FUNCTIONS = "jacov", "grad_norm", "snip", "zico", "wrcor"  # operations without effect add 0
 COUNTS = "trainable layers", "multiply-adds", "conv edges"  # parameters rank as multiply-adds do
 FILES = {

@@ -49,6 +49,8 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import plus_minus
 
+MEASURES = ("ntk/scores", "bilevel/spaces/nasbench201")
+
 # Each library is imported only in the process that runs it, so their memory is separate.
 
 LIBRARIES = {"torch": "PyTorch", "bilevel": "bilevel"}

@@ -42,6 +42,8 @@ from bilevel.spaces.nasbench201.judging.standing import standing
 from bilevel.spaces.nasbench201.judging.table import DATASETS
 from bilevel.spaces.nasbench201.judging.verdicts import paper_protocol
 
+MEASURES = ("ntk/scores", "bilevel/spaces/nasbench201", "bilevel/strategies/train_free.py")
+
 SCORES = ("eigen_nas", "min_eigenvalue"), ("knas",), ("knas_released",), ("naswot",)
 MANY = 2000  # repeats with no information: they cost nothing
 KEPT = 20, 5, 1

@@ -207,8 +207,9 @@ def flags(harness, monkeypatch, *words, **options):
 
 def test_a_run_without_failures_ends_as_usual(harness, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
+    own = {"commit": harness.commit()}
     harness.finish([HEAD, ROW], path, lambda rows: f"{len(rows)} rows")
-    assert capsys.readouterr().out == "2 rows\n" and harness.read(path) == [HEAD, ROW]
+    assert capsys.readouterr().out == "2 rows\n" and harness.read(path) == [HEAD | own, ROW]
 
 
 def test_a_failed_row_is_reported_and_ends_with_status_1(harness, tmp_path, capsys):
@@ -261,3 +262,25 @@ def test_sizes_by_their_flags(harness, monkeypatch):
     ):
         parsed = flags(harness, monkeypatch, *words, full=True)
         assert (parsed.size, parsed.small, parsed.results is None) == (size, small, small)
+
+
+# ----------------------------------------------------------------------------- the age of results
+
+RESULTS = sorted(ROOT.glob("benchmarks/results/*.jsonl"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_results_hold_their_commit_and_their_benchmark_lists_what_it_measures(path):
+    from benchmarks import age
+
+    first = json.loads(path.read_text().partition("\n")[0])
+    assert re.fullmatch("[0-9a-f]{7,}", first["commit"])
+    assert age.measured_modules(age.script_of(path.stem))
+
+
+def test_only_code_makes_results_old():
+    from benchmarks.age import _code
+
+    code = '"""Doc."""\nimport jax\n\n\ndef f(x):\n    """Return."""\n    return x + 1  # why\n'
+    prose = '"""Other."""\nfrom jax import numpy\n\n\ndef f(x):\n    return x + 1\n'
+    assert _code(code) == _code(prose) != _code(prose.replace("1", "2"))

@@ -1,0 +1,126 @@
+"""Tell which results are older than the code that they measure.
+
+    python -m benchmarks.age            # a line for each results file
+    python -m benchmarks.age memory     # only of these files, with the names of changed modules
+
+The first row of a results file holds the commit of its run. A benchmark lists the files and folders
+that it measures in ``MEASURES``. A module has changed if its syntax tree differs from the one at
+the commit, without docstrings, comments and imports. Renamed files are followed. A run of more than
+six hours may hold ``"older code": true`` in its first row: its results need not be of today's code.
+"""
+
+import ast
+import functools
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from benchmarks import harness
+
+ROOT = Path(__file__).parents[1]
+_SAME_FILE = "30%"  # of the lines: a file with as many is a renamed one
+
+
+def git(*arguments: str, given: str = "") -> str:
+    """Return what git prints."""
+    run = subprocess.run(
+        ["git", *arguments], cwd=ROOT, input=given, capture_output=True, text=True, check=True
+    )
+    return run.stdout
+
+
+def script_of(name: str) -> Path:
+    """Return the benchmark that wrote the results file ``name``."""
+    scripts = [p for p in ROOT.glob("benchmarks/*/*.py") if f"{name}_".startswith(f"{p.stem}_")]
+    return max(scripts, key=lambda path: len(path.stem))
+
+
+def measured_modules(script: Path) -> list[str]:
+    """Return the modules in the files and folders that ``MEASURES`` of a script lists."""
+    for statement in ast.parse(script.read_text()).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "MEASURES":
+            return [path for entry in ast.literal_eval(statement.value) for path in _files(entry)]
+    raise ValueError(f"{script.name}: expected a tuple of paths MEASURES, got none.")
+
+
+def _files(entry: str) -> Iterator[str]:
+    files = [ROOT / entry] if entry.endswith(".py") else sorted((ROOT / entry).rglob("*.py"))
+    if not files or not files[0].is_file():
+        raise ValueError(f"MEASURES: expected files or folders of Python files, got {entry!r}.")
+    return (str(path.relative_to(ROOT)) for path in files if path.name != "__init__.py")
+
+
+def changed_modules(commit: str, modules: Iterable[str]) -> list[str]:
+    """Return the modules whose code differs from the code at ``commit``."""
+    names = _names_at(commit)
+    earlier = {path: f"{commit}:{names.get(path, path)}" for path in modules}
+    sources = _contents(earlier.values())
+    return [
+        path
+        for path, then in earlier.items()
+        if sources[then] is None or _code(sources[then]) != _code((ROOT / path).read_text())
+    ]
+
+
+@functools.cache
+def _names_at(commit: str) -> dict[str, str]:
+    """Return the names at ``commit`` of the files that were renamed since."""
+    lines = git("diff", f"-M{_SAME_FILE}", "-l0", "--diff-filter=R", "--name-status", commit)
+    return {new: old for _, old, new in (line.split("\t") for line in lines.splitlines())}
+
+
+def _contents(objects: Iterable[str]) -> dict[str, str | None]:
+    """Return the texts of git's objects; None if one does not exist."""
+    names, texts = list(objects), {}
+    command = ["git", "cat-file", "--batch"]
+    run = subprocess.run(command, cwd=ROOT, input="\n".join(names).encode(), capture_output=True)
+    output = run.stdout
+    for name in names:
+        head, _, output = output.partition(b"\n")
+        size = int(head.split()[-1]) if head.split()[-1].isdigit() else None
+        texts[name] = None if size is None else output[:size].decode()
+        output = output if size is None else output[size + 1 :]
+    return texts
+
+
+@functools.cache
+def _code(source: str) -> str:
+    """Return the syntax tree without docstrings and imports."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [s for s in body if not _is_prose_or_import(s)]  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def _is_prose_or_import(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return isinstance(statement.value.value, str)
+    return isinstance(statement, ast.Import | ast.ImportFrom)
+
+
+def describe_age(path: Path) -> tuple[str, list[str]]:
+    """Return a line about a results file, and the modules that have changed since."""
+    first = harness.read(path)[0]
+    commit = first["commit"]
+    changed = changed_modules(commit, measured_modules(script_of(path.stem)))
+    when = git("log", "-1", "--format=%as", commit).strip()
+    age = "today's code"
+    if changed:
+        age = "older code, a long run" if first.get("older code") else "STALE"
+        age += f": {len(changed)} of its modules changed"
+    return f"{path.stem}: {when}, {commit}: {age}", changed
+
+
+def print_ages(*names: str) -> None:
+    """Print the age of all results files; with ``names``, of these, and their changed modules."""
+    for path in sorted(harness.RESULTS.glob("*.jsonl")):
+        if path.stem in names or not names:
+            line, changed = describe_age(path)
+            print(line, *(changed if names else ()), sep="\n  ")
+
+
+if __name__ == "__main__":
+    print_ages(*sys.argv[1:])

@@ -32,31 +32,31 @@ def verdict_entries(task: ActivationTask, verdict: ArgmaxVerdict) -> dict[str, A
 
 
 def describe_advice(result: dict[str, Any]) -> str:
-    """Say whether to take the argmax alone or keep the mixture."""
+    """Say whether to use the argmax alone or keep the mixture."""
     argmax, names, outer = result["argmax"], result["names"], f"{result['config']['outer']} loss"
     seeds, yes = len(argmax["choice"]), sum(argmax["discretise"])
-    basis = f"by {outer} and by error on {argmax['valid_rows']} validation rows"
+    rows = f"{argmax['valid_rows']} validation rows"
     if seeds > 1:
         return (
-            f"argmax: discretise in {yes} of {seeds} seeds, where it is as good as any activation "
-            f"retrained alone, {basis}; keep the mixture in {seeds - yes}"
+            f"argmax of α: use it alone in {yes} of {seeds} seeds, keep the mixture in "
+            f"{seeds - yes} (alone, if retrained it is as good as every other activation, by "
+            f"{outer} and by error on {rows})"
         )
     loss, error = ({k: v[0] for k, v in argmax["by"][by].items()} for by in ("loss", "error"))
     percent = dict(zip(names, (f"{100 * e:.1f} %" for e in error["alone"]), strict=True))
     choice, mixture = argmax["choice"][0], f"{100 * error['mixture']:.1f} %"
     if yes:
         return (
-            f"argmax {choice}: discretise; retrained alone it has {percent[choice]}, as good as "
-            f"any of {len(names)} {basis} (the mixture has {mixture})"
+            f"argmax of α: use {choice} alone; retrained it has {percent[choice]} error on {rows}, "
+            f"as good as every other activation by {outer} and by error (mixture: {mixture})"
         )
     by, at_fault, other = (outer, loss, error) if not loss["as_good"] else ("error", error, loss)
-    rank = "last" if at_fault["rank"] == len(names) else f"number {at_fault['rank']}"
-    unlike = f"; by {'error' if by == outer else outer} it is as good as any"
+    second = "error" if by == outer else outer
+    also = f", although as good as the first by {second}" if other["as_good"] else ""
     return (
-        f"argmax {choice}: keep the mixture ({mixture}): retrained alone, {choice} has "
-        f"{percent[choice]}, {rank} of {len(names)} by {by}; {at_fault['best']} is best by it, "
-        f"{percent[at_fault['best']]}{unlike if other['as_good'] else ''} "
-        f"({argmax['valid_rows']} validation rows)"
+        f"argmax of α: keep the mixture ({mixture} error on {rows}); {choice} retrained alone has "
+        f"{percent[choice]} and is number {at_fault['rank']} of {len(names)} by {by}{also}; the "
+        f"first by {by} is {at_fault['best']} ({percent[at_fault['best']]})"
     )
 
 
@@ -65,8 +65,9 @@ def theory(argmax: dict[str, Any]) -> str:
     seeds, condition = len(argmax["choice"]), argmax["condition_six"]
     words = {1: "holds", -1: "fails", 0: "is undecided"}
     verdict = words[condition[0]] if seeds == 1 else f"holds in {condition.count(1)} of {seeds}"
-    off = f"α stationary to {100 * max(argmax['stationarity']):.2g} % of its loss"
+    stationarity = 100 * max(argmax["stationarity"])
     return (
-        f"at the shared weights Condition 6 {verdict} (squared loss, 95 %, {argmax['test_rows']} "
-        f"test rows), {off}{' or better' if seeds > 1 else ''}"
+        f"Condition 6 of Roberts et al., under which the argmax is the best at the shared weights: "
+        f"{verdict} (95 % confidence, squared loss, {argmax['test_rows']} test rows); α is "
+        f"stationary to {stationarity:.2g} % of this loss{' or less' if seeds > 1 else ''}"
     )

@@ -176,16 +176,31 @@ def _baseline_title(result: dict[str, Any]) -> str:
 
 def _print_baseline(result: dict[str, Any], folder: pathlib.Path) -> None:
     screen, title = report.screen(), f"{_baseline_title(result)}; errors in %"
-    table = report.result_table(title, "method", "solves", "s", "valid", "test")
+    table = report.result_table(title, "method", "test", "valid", "solves", "seconds")
     table.add_column("configuration found")
     for name, row in result["methods"].items():
-        known = [row[part] for part in ("valid", "test")]
+        known = [row[part] for part in ("test", "valid")]
         errors = ["-" if error is None else f"{100 * error:.1f}" for error in known]
-        table.add_row(name, str(row["calls"]), f"{row['seconds']:.1f}", *errors, row["found"])
+        table.add_row(name, *errors, str(row["calls"]), f"{row['seconds']:.1f}", row["found"])
     screen.print(table)
     screen.print(
-        "valid: validation error by the method's scores (with shared weights if it shares them); "
-        "test: error of the\nconfiguration found, trained separately with all features (not in "
-        "the time); s: seconds with compilation"
+        "test: error of the configuration found, trained separately with all features (not in the "
+        "seconds); valid: validation error by the method's own scores, with shared weights if it "
+        "shares them; solves: trainings; seconds include compilation"
     )
-    screen.print(f"all {result['seconds']:.0f} s; results in {folder}")
+    times = f"{result['seconds']:.0f} s"
+    report.print_end(screen, _result_sentence(result), folder, "baseline.png", times)
+
+
+def _result_sentence(result: dict[str, Any]) -> str:
+    known = {n: row for n, row in result["methods"].items() if row["test"] is not None}
+    if not known:
+        return "there is one configuration only, so no method had a choice."
+    best = min(known, key=lambda name: (known[name]["test"], known[name]["seconds"]))
+    found, error = known[best]["found"], known[best]["test"]
+    sentence = f"{best} has the smallest test error, {100 * error:.1f} %, with {found}"
+    if "random-search" in known and best != "random-search":
+        other = known["random-search"]["test"]
+        verdict = report.compare_errors(np.array([error]), np.array([other]), result["rows"][2])
+        sentence += f"; random-search has {100 * other:.1f} %: {verdict}"
+    return f"{sentence}."

@@ -212,9 +212,8 @@ def _print_certificate(result: dict[str, Any], folder: pathlib.Path) -> None:
     lower = report.format_lower_bound(simplex["lower"], 7)
     upper = report.format_upper_bound(simplex["upper"], 7)
     screen.print(
-        f"over the simplex, min λ_min(K_α) is in [{lower}, {upper}]: "
-        f"relative gap {gap:.1e}, {simplex['cells']} cells",
-        markup=False,
+        f"minimum of λ_min(K_α) over the simplex: in [{lower}, {upper}], relative gap {gap:.1e} "
+        f"(proved on {simplex['cells']} cells)"
     )
     if not simplex["converged"]:
         screen.print(
@@ -222,9 +221,13 @@ def _print_certificate(result: dict[str, Any], folder: pathlib.Path) -> None:
             "or needs too many cells."
         )
     screen.print("worst mixture: " + report.mixture(simplex["argmin"], result["names"]))
-    how = "measured, not proved" if config["kernel"] else "as their computation says"
+    how = "measured, not proved" if config["kernel"] else "estimated with the entries"
     screen.print(f"kernel entries are exact to {result['entry_error']:.0e}, {how}")
     seconds = result["seconds"]
-    screen.print(
-        f"simplex {seconds['simplex']:.1f} s, all {seconds['all']:.0f} s; results in {folder}"
-    )
+    times = f"{seconds['all']:.0f} s, of which simplex {seconds['simplex']:.1f} s"
+    names = ", ".join(result["names"])
+    mixtures = "every mixture of " * (len(result["names"]) > 1) + names
+    sentence = f"λ_min ≥ {lower} for {mixtures} on these {config['rows']} rows."
+    if not simplex["lower"] > 0:
+        sentence = f"no positive lower bound of λ_min for {mixtures} on these rows ({lower})."
+    report.print_end(screen, sentence, folder, "spectrum.png", times)

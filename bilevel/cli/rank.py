@@ -293,29 +293,54 @@ def _print_ranking(result: dict[str, Any], folder: pathlib.Path) -> None:
             f"{100 * chosen['train_error']:.1f} % training error, "
             f"{chosen['parameters']:,} parameters"
         )
-    screen.print(f"{result['seconds']:.0f} s; results in {folder}")
+    times = f"{result['seconds']:.0f} s"
+    report.print_end(screen, _result_sentence(result), folder, "ranking.png", times)
+
+
+def _result_sentence(result: dict[str, Any]) -> str:
+    count, chosen = result["networks"], result["chosen"]
+    if "judged" not in result:
+        return f"{chosen['score']} chose {chosen['genotype']} among {count} networks."
+    taus = {line["score"]: line["cifar10_test_tau"] for line in result["judged"]}
+    finite = {name: tau for name, tau in taus.items() if not math.isnan(tau)}
+    scores = [name for name in finite if name not in BASELINES]
+    simple = [name for name in finite if name in BASELINES]
+    if not scores:
+        return f"no score has a rank correlation on these {count} networks."
+    best = max(scores, key=lambda name: finite[name])
+    # The variance of tau is at most 2 (1 - tau^2) / n (Kendall 1938).
+    error = math.sqrt(2 * (1 - finite[best] ** 2) / count)
+    sentence = (
+        f"{best} ranks {count} networks best, with Kendall's tau {finite[best]:.2f} to the test "
+        f"accuracy on CIFAR-10 (standard error at most {error:.2f})"
+    )
+    if simple:
+        rival = max(simple, key=lambda name: finite[name])
+        sentence += f"; the best baseline, {rival}, has {finite[rival]:.2f}"
+    return f"{sentence}."
 
 
 def _print_judged(screen: Any, result: dict[str, Any]) -> None:
     config, count = result["config"], result["networks"]
     sets = ("cifar10_valid", *(f"{d}_test" for d in DATASETS))
     table = report.result_table(
-        f"{count} networks scored on {config['batch_size']} rows of {config['data']}: "
-        "rank correlation with accuracy in the benchmark, tau / rho",
+        f"{count} networks scored on {config['batch_size']} rows of {config['data']}: correlation "
+        "with the benchmark's accuracies,\nKendall's tau / Spearman's rho",
         "score",
         *("CIFAR-10 valid.", *DATASETS.values()),
     )
-    for line in result["judged"]:
+    scores = sum(line["score"] not in BASELINES for line in result["judged"])
+    for number, line in enumerate(result["judged"], 1):  # baselines of the genotype are last
         cells = [f"{line[f'{s}_tau']:.3f} / {line[f'{s}_rho']:.3f}" for s in sets]
-        table.add_row(line["score"], *cells)
+        table.add_row(line["score"], *cells, end_section=number == scores)
     screen.print(table)
-    ceilings = ", ".join(
-        f"{name} {c['between_two_runs']:.3f} and {c['with_the_mean']:.3f}"
+    ceilings = "; ".join(
+        f"{name} {c['between_two_runs']:.3f}, {c['with_the_mean']:.3f}"
         for name, c in result["seed_ceiling"].items()
     )
     screen.print(
-        "upper limits of tau, because training is random (all 15,625 networks): between two runs, "
-        f"and of a perfect score with the mean of runs: {ceilings}"
+        "highest possible tau, because training is random (all 15,625 networks), for one run and "
+        f"for the mean of runs: {ceilings}"
     )
     title = (
         f"test accuracy (%) of the best score's network, and gain of the best of k = {config['k']} "

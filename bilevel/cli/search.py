@@ -46,11 +46,11 @@ _JOINT_EPOCHS = 10  # joint training takes as many times the inner steps of one 
 _LONGER = 4  # the hypergradient is compared with that of 4 times the inner steps
 
 _COLUMNS = {
-    "train_error": "train",
-    "valid_error": "valid",
     "test_error": "test",
-    "train_loss": "train loss",
+    "valid_error": "valid",
+    "train_error": "train",
     "valid_loss": "valid loss",
+    "train_loss": "train loss",
     "certified_min_eigenvalue": "λ_min ≥",
 }
 
@@ -316,8 +316,15 @@ def _print_search(result: dict[str, Any], folder: pathlib.Path) -> None:
         table.add_row(marked, *cells, end_section=name in ("search", result["names"][-1]))
     console = report.screen()
     console.print(table)
+    console.print(
+        "* the single activation with the smallest test error; λ_min ≥: certified lower bound for "
+        f"the infinite-width kernel of the training rows, whose entries are exact to "
+        f"{result['entry_error']:.0e}"
+    )
     mixture = report.mixture(np.mean(result["alpha"], axis=0), result["names"])
     console.print(f"α found: {mixture}" + (" (mean over seeds)" if seeds > 1 else ""))
+    console.print(argmax_advice.describe_advice(result))
+    console.print(argmax_advice.theory(result["argmax"]))
     norm, off = (np.asarray(result["hypergradient"][k]) for k in ("norm", "error"))
     relative = np.divide(off, norm, out=np.zeros_like(off), where=off > 0)
     console.print(
@@ -326,22 +333,18 @@ def _print_search(result: dict[str, Any], folder: pathlib.Path) -> None:
     )
     if "predicted_ratio" in result:
         console.print(
-            f"change of the validation loss: {result['predicted_ratio']:.2g} times the prediction "
-            "of the hypergradients"
+            "the validation loss changed by the hypergradients' prediction times "
+            f"{result['predicted_ratio']:.2g} (1 would be exact)"
         )
-    console.print(argmax_advice.describe_advice(result))
-    console.print(argmax_advice.theory(result["argmax"]))
-    gap, error = result["gap"]
-    spread = f" ± {100 * error:.2f}" if seeds > 1 else ""
-    console.print(
-        f"* best single activation; test error of the search minus this one: "
-        f"{100 * gap:+.2f}{spread}"
-    )
-    console.print(
-        "λ_min ≥: certified lower bound for the infinite-width kernel of the training rows; its "
-        f"entries are exact to {result['entry_error']:.0e}"
-    )
     seconds = result["seconds"]
-    console.print(
-        f"search {seconds['search']:.0f} s, all {seconds['all']:.0f} s; results in {folder}"
+    times = f"{seconds['all']:.0f} s, of which search {seconds['search']:.0f} s"
+    report.print_end(console, _result_sentence(result), folder, "search.png", times)
+
+
+def _result_sentence(result: dict[str, Any]) -> str:
+    best, rows = result["best_single"], result["argmax"]["test_rows"]
+    ours, single = (np.array(result["scores"][k]["test_error"]) for k in ("search", best))
+    return (
+        f"test error {100 * ours.mean():.1f} % with the search, {100 * single.mean():.1f} % with "
+        f"{best}, the best single activation: {report.compare_errors(ours, single, rows)}."
     )

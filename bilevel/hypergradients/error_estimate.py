@@ -102,8 +102,8 @@ def error_rows(info: Info, size: float | None = None) -> list[tuple[str, str]]:
 REASONS = (
     "",
     "a weight, a loss or a derivative is not finite",
-    "the lower Hessian is not found positive definite: a saddle, directions in which the weights "
-    "are free, curvature lost in rounding, or more Hessian products needed than were allowed",
+    "the lower Hessian is not found positive definite, which is usual for neural networks (a "
+    "saddle, weights that the loss leaves free, rounding, or too few Hessian products)",
     "Newton's steps from these weights do not come to rest: kinks, a minimum far away, or a custom "
     "derivative rule in the lower loss that is not its derivative",
     "the losses do not depend on alpha, only the solver does: their solution map is constant",
@@ -129,7 +129,7 @@ def explain(info: Info | None) -> str:
     ... )
     >>> fn = jax.jit(bilevel.hypergradient(problem, bilevel.unrolled(0.1, 1)))
     >>> explain(fn(1.0, 1.0, None, None).info)
-    'no estimate of the error: the lower Hessian is not found positive definite: ...'
+    'no estimate of the error: the lower Hessian is not found positive definite, ...'
     """
     if info is None:
         return "no estimate of the error: diagnostics were not asked for"

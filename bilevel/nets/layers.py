@@ -117,4 +117,5 @@ def pixel_means(x: jax.Array) -> jax.Array:
 
 def cast_images(x: chex.Array, dtype: Any) -> jax.Array:
     """Return images in ``dtype``, by default their own or float32."""
+    x = jnp.asarray(x)  # numpy's float64 becomes JAX's own dtype
     return x.astype(at_least_float32(x.dtype) if dtype is None else dtype)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 from helpers import documented_keys
 
 import bilevel
@@ -122,7 +123,10 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars, monk
             if alone[choice] <= alone[other]:
                 assert argmax["by"][by]["as_good"][s] and argmax["by"][by]["rank"][s] == 1
     yes = sum(argmax["discretise"])
-    assert f"argmax: discretise in {yes} of 2 seeds" in printed.replace("\n", " ")
+    printed = " ".join(printed.split())
+    assert f"argmax of α: use it alone in {yes} of 2 seeds" in printed
+    assert "the best single activation: " in printed
+    assert f"figure: {tmp_path / 'run' / 'search.png'}" in printed
     for scores in result["scores"].values():
         value, bound = scores["min_eigenvalue"], scores["certified_min_eigenvalue"]
         assert len(value) == 2
@@ -144,19 +148,36 @@ def test_eigenvalues_are_of_float64_without_a_warning_where_the_rest_is_float32(
     assert abs(value - 0.5) < 1e-12  # E s'(u)^2 x'x, orthogonal inputs
 
 
+def test_the_difference_of_two_errors_has_students_interval_or_that_of_the_rows():
+    ours, baseline = np.array([0.10, 0.12, 0.11]), np.array([0.13, 0.14, 0.15])
+    low, high = scipy.stats.ttest_rel(ours, baseline).confidence_interval(0.95)
+    assert report.compare_errors(ours, baseline, 500) == (
+        f"clearly better (-3.0 points, 95 % interval {100 * low:+.1f} to {100 * high:+.1f}, from 3 "
+        "seeds)"
+    )
+    # Agresti and Caffo add a success and a failure to both samples: 1 and 11 of 12 here.
+    width = 100 * 1.96 * (2 * 1 / 12 * 11 / 12 / 12) ** 0.5
+    assert report.compare_errors(np.array([1.0]), np.array([0.0]), 10) == (
+        f"clearly worse (+100.0 points, 95 % interval {1000 / 12 - width:+.1f} to "
+        f"{1000 / 12 + width:+.1f}, from 10 test rows)"
+    )
+    # Equal differences of few seeds are not proof, so the rows give the interval.
+    assert "no clear difference" in report.compare_errors(ours + 0.001, ours, 500)
+
+
 @pytest.mark.parametrize(
     ("as_good", "verdict"),
     [
         (
             (True, True),
-            "argmax sigmoid: discretise; retrained alone it has 3.5 %, as good as any of 3 by "
-            "hinge loss and by error on 300 validation rows (the mixture has 2.5 %)",
+            "argmax of α: use sigmoid alone; retrained it has 3.5 % error on 300 validation rows, "
+            "as good as every other activation by hinge loss and by error (mixture: 2.5 %)",
         ),
         (
             (True, False),
-            "argmax sigmoid: keep the mixture (2.5 %): retrained alone, sigmoid has 3.5 %, number "
-            "2 of 3 by error; relu is best by it, 2.7 %; by hinge loss it is as good as any (300 "
-            "validation rows)",
+            "argmax of α: keep the mixture (2.5 % error on 300 validation rows); sigmoid retrained "
+            "alone has 3.5 % and is number 2 of 3 by error, although as good as the first by hinge "
+            "loss; the first by error is relu (2.7 %)",
         ),
     ],
 )

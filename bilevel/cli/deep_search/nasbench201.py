@@ -67,11 +67,9 @@ class _NasBench201Run(DeepSearchRun):
         others = {k: heading for k, heading in others.items() if k in benchmark["cifar10"]}
         others["optimum"] = "optimum"
         drawn = report.result_table(
-            report.table_title(config).replace("errors", "test accuracies of the networks"),
+            f"test accuracies in % of networks found on {config['data']}",
             "data set",
             *("search", "rank of 15,625", *others.values()),
-            caption="accuracies are the benchmark's, of networks trained for 200 epochs on "
-            f"CIFAR-10, CIFAR-100 and ImageNet16-120; the search saw {config['data']}",
         )
         for name, label in DATASETS.items():
             scores = benchmark[name]
@@ -80,10 +78,21 @@ class _NasBench201Run(DeepSearchRun):
             drawn.add_row(label, *cells, *(f"{scores[k]:.2f}" for k in others))
         return drawn
 
+    def result_sentence(self, result: dict[str, Any]) -> str:
+        scores, budget = result["benchmark"]["cifar10"], int(result["budget"])
+        rank, accuracy = (np.mean(scores[k]) for k in ("rank", "accuracy"))
+        rivals = {"a random network": "random", f"the best of {budget} random": "best_of_random"}
+        others = [f"{n} {scores[k]:.2f} %" for n, k in rivals.items() if k in scores]
+        return (
+            f"the network found has {accuracy:.2f} % test accuracy on CIFAR-10, rank {rank:,.0f} "
+            f"of 15,625; expected for {', for '.join(others)}; optimum {scores['optimum']:.2f} %."
+        )
+
     def notes(self, result: dict[str, Any]) -> list[str]:
         skips, supernet = np.array(result["skips"]), result["scores"]["supernet"]
         errors = [report.cell(100 * np.array(supernet[name]), ".1f") for name in ERRORS]
         return [
+            "accuracies are the benchmark's, of networks trained for 200 epochs on each data set",
             f"skip_connect on {report.cell(skips, '.3g')} of {len(EDGES)} edges",
             "supernet's own errors in %: train {}, valid {}, test {}".format(*errors),
             f"in each search's multiply-adds {result['budget']:.2g} random networks could be "

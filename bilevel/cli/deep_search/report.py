@@ -14,7 +14,7 @@ from bilevel.plots import plots
 from bilevel.spaces import Space
 
 ERRORS = {"train_error": "train", "valid_error": "valid", "test_error": "test"}
-"""Keys of results, and headings of tables."""
+"""Keys of results, and headings of tables, which show them in reverse order."""
 
 
 class SeedResult(NamedTuple):
@@ -95,10 +95,11 @@ def network_table(
 
     A rule is drawn below the rows that ``ends`` names.
     """
-    headings = *ERRORS.values(), *(heading for heading, _ in columns.values())
+    errors = dict(reversed(ERRORS.items()))  # the test error decides, so it is first
+    headings = *errors.values(), *(heading for heading, _ in columns.values())
     drawn = report.result_table(report.table_title(result["config"]), "network", *headings)
     for name, scores in result["scores"].items():
-        cells = [report.cell(100 * np.asarray(scores[c]), ".1f") for c in ERRORS]
+        cells = [report.cell(100 * np.asarray(scores[c]), ".1f") for c in errors]
         for key, (_, form) in columns.items():
             cells.append(report.cell(np.asarray(scores[key]), form) if key in scores else "")
         star = " *" * (name == result.get("best_single"))
@@ -106,8 +107,25 @@ def network_table(
     return drawn
 
 
-def show(result: dict[str, Any], folder: pathlib.Path, drawn: Any, notes: list[str]) -> None:
-    """Print the table, the architectures found, notes, and the time."""
+def compare_with_random(scores: dict[str, dict[str, list[float]]], test_rows: int) -> str:
+    """Compare the network found with random ones, in one sentence."""
+    name, baseline = (
+        next((n for n in scores if n.endswith(group)), "")
+        for group in (("search", "eigen-nas"), ("random",))
+    )
+    ours = np.array(scores[name]["test_error"])
+    sentence = f"test error {100 * ours.mean():.1f} % with {name}"
+    if baseline:
+        theirs = np.array(scores[baseline]["test_error"])
+        verdict = report.compare_errors(ours, theirs, test_rows)
+        sentence += f", {100 * theirs.mean():.1f} % with {baseline}: {verdict}"
+    return f"{sentence}."
+
+
+def show(
+    result: dict[str, Any], folder: pathlib.Path, drawn: Any, notes: list[str], sentence: str
+) -> None:
+    """Print the table, the architectures found, notes, the result, and the paths."""
     console, seeds = report.screen(), result["config"]["seeds"]
     console.print(drawn)
     for seed, architecture in enumerate(result["architectures"]):
@@ -127,7 +145,7 @@ def show(result: dict[str, Any], folder: pathlib.Path, drawn: Any, notes: list[s
     for note in notes:
         console.print(note)
     seconds = result["seconds"]
-    console.print(
-        f"{result['config']['strategy']} {seconds['search']:.0f} s, all {seconds['all']:.0f} s; "
-        f"results in {folder}"
+    times = (
+        f"{seconds['all']:.0f} s, of which {result['config']['strategy']} {seconds['search']:.0f} s"
     )
+    report.print_end(console, sentence, folder, "search.png", times)

@@ -131,6 +131,10 @@ class DeepSearchRun:
         """Return the lines below the table."""
         raise NotImplementedError
 
+    def result_sentence(self, result: dict[str, Any]) -> str:
+        """Return the result in one sentence: the search compared with its baseline."""
+        return deep_report.compare_with_random(result["scores"], len(self.parts[0][2][1]))
+
     # ------------------------------------------------------------------------- the run
 
     def run(self) -> dict[str, Any]:
@@ -145,7 +149,8 @@ class DeepSearchRun:
                 self.bars.enter("data")
                 self.parts = self._draw_splits()
                 result = self.result()
-            deep_report.show(result, self.folder, self.table(result), self.notes(result))
+            drawn, notes = self.table(result), self.notes(result)
+            deep_report.show(result, self.folder, drawn, notes, self.result_sentence(result))
         return result
 
     def result(self) -> dict[str, Any]:

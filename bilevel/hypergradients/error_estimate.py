@@ -36,6 +36,7 @@ from bilevel.problem.problem import Problem, hessian_operator
 from bilevel.problem.structure import is_quadratic
 from bilevel.solvers import detached
 from ntk.internal import summary
+from ntk.internal.products import has_coarse_products
 
 TOLERANCE = 1e-2
 """A hypergradient counts as converged when its estimated error is under 1 % of its norm."""
@@ -113,6 +114,8 @@ REASONS = (
     "loss (custom_jvp, custom_vjp) is not its derivative, so the gradient is not one of any loss",
     "the weights' type (bfloat16, float16) is too coarse: its rounding hides Newton's last steps; "
     "pass weights in float32",
+    "the lower loss asks for matrix products in TF32 or bfloat16: their rounding hides Newton's "
+    "last steps; ask for the precision 'highest', or for none",
 )
 """Reasons for an infinite estimate, indexed by ``Info.reason``."""
 
@@ -171,7 +174,9 @@ def assess(
         adjoint = widen(adjoint)
     problem = Problem(widened(problem.lower, w), widened(problem.outer, w))
     check, w = functools.partial(_assess_widened, problem, products, coarsest_eps(w)), widen(w)
-    return detached(check, w, alpha, train, valid, grad, adjoint)
+    # The refined hypergradient must not have the rounding whose effect it shows.
+    with jax.default_matmul_precision("highest"):
+        return detached(check, w, alpha, train, valid, grad, adjoint)
 
 
 def _assess_widened(problem, products, coarse, w, alpha, train, valid, grad, adjoint) -> Info:
@@ -198,13 +203,16 @@ def _assess_widened(problem, products, coarse, w, alpha, train, valid, grad, adj
     settled = refined.settled & jnp.isfinite(estimate)
     lost = _squares_lost(refined.magnitude, (grad, better))
     asymmetric = jnp.array(False)
-    if exact_order(jax.make_jaxpr(problem.lower)(w, alpha, train)) != FORWARD_OVER_REVERSE:
+    program = jax.make_jaxpr(problem.lower)(w, alpha, train)
+    if exact_order(program) != FORWARD_OVER_REVERSE:
         asymmetric = ~is_symmetric(hvp, w)
     # Losses round the weights to their dtype, so Newton's steps end at that rounding.
     narrower = coarse > jnp.finfo(change.dtype).eps
     rounded = ~settled & narrower & (refined.last_step <= 10 * coarse)
-    wrong = ~finite, asymmetric, ~refined.definite, rounded, ~settled, lost
-    reason = jnp.select(wrong, [1, 7, 2, 8, 3, 6], 0).astype(jnp.int8)
+    # Products of TF32 have 10 bits, and products of bfloat16 have 7.
+    multiplied = ~settled & has_coarse_products(program) & (refined.last_step <= 10 * 2.0**-8)
+    wrong = ~finite, asymmetric, ~refined.definite, rounded, multiplied, ~settled, lost
+    reason = jnp.select(wrong, [1, 7, 2, 8, 9, 3, 6], 0).astype(jnp.int8)
     estimate = jnp.where(reason == 0, estimate, unbounded(estimate))
 
     if adjoint is None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.internal.checks import check_finite, common_dtype, concrete, is_sparse, real_array
+from ntk.internal.products import matmul
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("rows", "columns"), meta_fields=("shape",))
@@ -148,16 +149,16 @@ def sweep(
         f = features.by_row.product(w, n)
         return f, features.by_column.product(residual(f, *data), d)
     if not isinstance(features, Blocks):
-        f = features @ w
-        return f, features.T @ residual(f, *data)
+        f = matmul(features, w)
+        return f, matmul(features.T, residual(f, *data))
     n, d = features.shape
     starts, size = block_starts(n, d, w.dtype, memory)
 
     def add(total, block):
         start, *data = block
         phi = features.rows(start, size)
-        f = phi @ w
-        return total + phi.T @ residual(f, *data), f
+        f = matmul(phi, w)
+        return total + matmul(phi.T, residual(f, *data)), f
 
     blocks = (starts, *(split_rows(a, len(starts), size) for a in data))
     width = jax.eval_shape(residual, jnp.zeros((n, w.shape[1]), w.dtype), *data).shape[1]
@@ -171,9 +172,9 @@ def features_product(features: Features, w: jax.Array, memory: int) -> jax.Array
     if isinstance(features, Sparse):
         return features.by_row.product(w, n)
     if not isinstance(features, Blocks):
-        return features @ w
+        return matmul(features, w)
     starts, size = block_starts(n, d, w.dtype, memory)
-    f = jax.lax.map(lambda start: features.rows(start, size) @ w, starts)
+    f = jax.lax.map(lambda start: matmul(features.rows(start, size), w), starts)
     return f.reshape(-1, w.shape[1])[:n]
 
 

@@ -32,6 +32,7 @@ from bilevel.linear.matrices import (
     split_rows,
     sweep,
 )
+from ntk.internal.products import matmul
 
 _NEWTON_STEPS = 100  # maximum number of steps
 _CG_STEPS = 1000  # maximum number of iterations of one solve
@@ -146,14 +147,14 @@ def _compute_predictions(features, w, memory: int) -> jax.Array:
 def _solve_primal(features, y, penalty, memory):
     """Return ``(Phi'Phi + penalty I)^-1 Phi'y`` by Cholesky."""
     if not isinstance(features, Blocks):
-        return _solve_by_cholesky(_lower_gram(features), penalty, features.T @ y)
+        return _solve_by_cholesky(_lower_gram(features), penalty, matmul(features.T, y))
     n, d = features.shape
     starts, size = block_starts(n, d, y.dtype, memory)
 
     def add(sums, block):
         start, y = block
         phi = features.rows(start, size)
-        return (sums[0] + _lower_gram(phi), sums[1] + phi.T @ y), None
+        return (sums[0] + _lower_gram(phi), sums[1] + matmul(phi.T, y)), None
 
     zero = jnp.zeros((d, d), y.dtype), jnp.zeros((d, y.shape[1]), y.dtype)
     (gram, moment), _ = jax.lax.scan(add, zero, (starts, split_rows(y, len(starts), size)))
@@ -163,7 +164,7 @@ def _solve_primal(features, y, penalty, memory):
 def _solve_dual(features, y, penalty, memory):
     """Return ``Phi' (Phi Phi' + penalty I)^-1 y`` by Cholesky."""
     if not isinstance(features, Blocks):
-        return features.T @ _solve_by_cholesky(_lower_gram(features.T), penalty, y)
+        return matmul(features.T, _solve_by_cholesky(_lower_gram(features.T), penalty, y))
     n, d = features.shape
     starts, size = block_starts(d, n, y.dtype, memory)
 
@@ -172,7 +173,7 @@ def _solve_dual(features, y, penalty, memory):
 
     gram, _ = jax.lax.scan(add, jnp.zeros((n, n), y.dtype), starts)
     coefficients = _solve_by_cholesky(gram, penalty, y)
-    w = jax.lax.map(lambda start: features.columns(start, size).T @ coefficients, starts)
+    w = jax.lax.map(lambda start: matmul(features.columns(start, size).T, coefficients), starts)
     return w.reshape(-1, y.shape[1])[:d]
 
 
@@ -182,7 +183,7 @@ def _lower_gram(a: jax.Array) -> jax.Array:
     panels = jax.lax.optimization_barrier(jnp.array_split(a, min(_PANELS, a.shape[1]), axis=1))
     tiles = [
         [
-            p.T @ q if i >= j else jnp.zeros((p.shape[1], q.shape[1]), a.dtype)
+            matmul(p.T, q) if i >= j else jnp.zeros((p.shape[1], q.shape[1]), a.dtype)
             for j, q in enumerate(panels)
         ]
         for i, p in enumerate(panels)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from bilevel.contracts import LowerSolver, Pytree
 from bilevel.internal.checks import check_dense, common_dtype, describe, function, nan_unless_finite
+from ntk.internal.products import matmul
 
 
 def ridge(
@@ -68,9 +69,9 @@ def ridge(
         decay = jnp.asarray(penalty(alpha), phi.dtype)
         n, p = phi.shape
         if n >= p or decay.ndim == 1:
-            weights = _solve_penalized_gram(phi.T, decay, phi.T @ y)
+            weights = _solve_penalized_gram(phi.T, decay, matmul(phi.T, y))
         else:
-            weights = phi.T @ _solve_penalized_gram(phi, decay, y)
+            weights = matmul(phi.T, _solve_penalized_gram(phi, decay, y))
         return nan_unless_finite(_cast_like(w, weights), decay), state
 
     return LowerSolver(init=lambda w: (), run=run, closed_form=True, of_alpha=True)
@@ -104,10 +105,10 @@ def _solve_penalized_gram(a: jax.Array, decay: jax.Array, b: jax.Array) -> jax.A
     m x m cotangent of the factorization.
     """
     per_row = decay if decay.ndim == 0 or b.ndim == 1 else decay[:, None]
-    matrix = a @ a.T + jnp.diag(jnp.broadcast_to(decay, a.shape[:1]))
+    matrix = matmul(a, a.T) + jnp.diag(jnp.broadcast_to(decay, a.shape[:1]))
     factor = jax.scipy.linalg.cho_factor(jax.lax.stop_gradient(matrix), lower=True)
     return jax.lax.custom_linear_solve(
-        lambda v: a @ (a.T @ v) + per_row * v,
+        lambda v: matmul(a, matmul(a.T, v)) + per_row * v,
         b,
         solve=lambda _, b: jax.scipy.linalg.cho_solve(factor, b),
         symmetric=True,

@@ -40,6 +40,7 @@ from bilevel.internal.checks import (
 from bilevel.internal.conjugate_gradients import default_tolerance, solve_conjugate_gradients
 from bilevel.internal.precision import coarsest_eps, narrow, widen
 from ntk.internal.jaxprs import operation_names
+from ntk.internal.products import in_full_precision, matmul
 from ntk.internal.sharding import match_varying_axes, pcast_varying, varying
 
 _UNSOLVED = 0.5  # relative residual above which a solve has failed
@@ -225,7 +226,7 @@ def dense(damping: float = 0.0) -> Inverse:
         size = jnp.linalg.norm(matrix)
         # Roundoff alone leaves a residual of this size.
         rounding = jnp.finfo(flat.dtype).eps * size * jnp.linalg.norm(x)
-        residual = jnp.maximum(jnp.linalg.norm(flat - matrix @ x), rounding)
+        residual = jnp.maximum(jnp.linalg.norm(flat - matmul(matrix, x)), rounding)
         # A number divided by infinity is 0, which would look like a solution.
         x = nan_unless_finite(unravel(x), matrix)
         return x, _outcome(b, residual, _UNSOLVED, curvature=size)
@@ -242,13 +243,14 @@ def hessian_matrix(hvp: LinearMap, like: Pytree) -> jax.Array:
 
 
 def row_products(linear: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
-    """Return ``linear`` of each row, as rows.
+    """Return ``linear`` of each row, as rows, with all matrix products in full precision.
 
     XLA on CPUs refuses a batch of Fourier transforms in the layout that a following decomposition
     asks for (``RET_CHECK ... fft_thunk``). One long array has one layout only.
     """
-    results = jax.vmap(linear)(rows)
-    if "fft" not in operation_names(jax.make_jaxpr(linear)(rows[0])):
+    program = jax.make_jaxpr(linear)(rows[0])
+    results = jax.vmap(in_full_precision(program))(rows)
+    if "fft" not in operation_names(program):
         return results
     return jax.lax.optimization_barrier(results.ravel()).reshape(results.shape)
 
@@ -294,12 +296,13 @@ def nystrom(rank: int, damping: float, *, key: chex.PRNGKey | None = None) -> In
         # The shift keeps the Cholesky factorization safe for a singular H. We subtract it below.
         shift = jnp.sqrt(flat.size) * jnp.finfo(flat.dtype).eps * jnp.linalg.norm(sketch)
         shifted = sketch + shift * omega
-        factor = jnp.linalg.cholesky(omega.T @ shifted, symmetrize_input=True)
+        factor = jnp.linalg.cholesky(matmul(omega.T, shifted), symmetrize_input=True)
         root = jax.scipy.linalg.solve_triangular(factor, shifted.T, lower=True).T
         u, s, _ = jnp.linalg.svd(root, full_matrices=False)
         eigenvalues = jnp.maximum(s**2 - shift, 0)
-        inside = u.T @ flat
-        return unravel(u @ (inside / (eigenvalues + damping)) + (flat - u @ inside) / damping)
+        inside = matmul(u.T, flat)
+        outside = flat - matmul(u, inside)
+        return unravel(matmul(u, inside / (eigenvalues + damping)) + outside / damping)
 
     return inverse
 
@@ -377,15 +380,16 @@ def gram(
         pull = jax.linear_transpose(push, start)
         n = predictions.size
         rows = pcast_varying(jnp.eye(n, dtype=predictions.dtype), varying(predictions))
-        kernel = jax.lax.map(lambda e: push(pull(e)[0]), rows, batch_size=math.isqrt(n))
+        row = jax.make_jaxpr(lambda e: push(pull(e)[0]))(rows[0])
+        kernel = jax.lax.map(in_full_precision(row), rows, batch_size=math.isqrt(n))
         shape = jax.eval_shape(predict, start).shape
         curvature = jax.hessian(lambda f: loss(f.reshape(shape), batch))(predictions)
         projected = push(flat)
         damped = jnp.linalg.solve(
-            decay * jnp.eye(n, dtype=flat.dtype) + kernel @ curvature, projected
+            decay * jnp.eye(n, dtype=flat.dtype) + matmul(kernel, curvature), projected
         )
         if not concrete(decay) or decay > 0:
-            return unravel((flat - pull(curvature @ damped)[0]) / decay)
+            return unravel((flat - pull(matmul(curvature, damped))[0]) / decay)
         # With decay 0 `damped` is S^-1 K^-1 J b already.
         return unravel(pull(jnp.linalg.solve(kernel, damped))[0])
 

@@ -20,6 +20,7 @@ from bilevel.internal.checks import at_least_float32
 from bilevel.problem.problem import Problem, at_variables, hessian_operator
 from bilevel.solvers.inverses import row_products
 from bilevel.stochastic._blocks import BatchedData
+from ntk.internal.products import matmul
 
 _RANK = 32  # number of the Hessian's eigenvectors, unless it is decomposed
 _SPARE = 8  # additional columns, for accurate last eigenvectors
@@ -46,14 +47,14 @@ class Metric(NamedTuple):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return ``P x`` of [..., p]."""
-        return self.power(1.0, x) if self.matrix is None else x @ self.matrix
+        return self.power(1.0, x) if self.matrix is None else matmul(x, self.matrix)
 
     def power(self, exponent: float, x: jax.Array) -> jax.Array:
         """Return ``P^exponent x`` of [..., p]."""
-        along = x @ self.vectors
+        along = matmul(x, self.vectors)
         outside = self.floor**-exponent
         factors = jnp.expand_dims(self.values**-exponent - outside, tuple(range(x.ndim - 1)))
-        return outside * x + (along * factors) @ self.vectors.T
+        return outside * x + matmul(along * factors, self.vectors.T)
 
 
 def _products(problem: Problem, w: Pytree, alpha: Pytree, train: BatchedData):
@@ -118,9 +119,9 @@ def _leading(mean, flat: jax.Array, wide: int) -> tuple[jax.Array, jax.Array]:
     start = jax.random.normal(jax.random.key(0), (wide, flat.size), flat.dtype)
     basis = jnp.linalg.qr(mean(start).T)[0]
     image = mean(basis.T)
-    small = image @ basis
+    small = matmul(image, basis)
     values, rotation = jnp.linalg.eigh((small + small.T) / 2)
-    return values[_SPARE:], (basis @ rotation)[:, _SPARE:]
+    return values[_SPARE:], matmul(basis, rotation)[:, _SPARE:]
 
 
 def _largest_curvature(products, metric: Metric, flat: jax.Array, count: int) -> jax.Array:

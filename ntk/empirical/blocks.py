@@ -28,6 +28,7 @@ from ntk.internal.batched_rows import (
 )
 from ntk.internal.checks import at_least_float32
 from ntk.internal.jaxprs import shape_and_dtype
+from ntk.internal.products import einsum
 from ntk.internal.sharding import sharded
 
 
@@ -219,9 +220,8 @@ def nngp(net, outputs, batch_size, inputs, x1, x2):
 
     y1 = of(x1)
     y2 = y1 if x2 is None else of(x2)
-    product = functools.partial(jnp.einsum, precision="highest")
     if outputs == "full":
-        k = product("ai,bj->abij", y1, y2)
+        k = einsum("ai,bj->abij", y1, y2)
     else:
-        k = product("ai,bi->ab", y1, y2) / y1.shape[1]
+        k = einsum("ai,bi->ab", y1, y2) / y1.shape[1]
     return mirror_kernel(k) if x2 is None else k

@@ -8,7 +8,6 @@ Shapes: n samples, o outputs, q positions, g groups, i and j the inputs and outp
 per group.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -33,8 +32,7 @@ from ntk.empirical.weight_products import (
 )
 from ntk.internal.checks import at_least_float32
 from ntk.internal.jaxprs import shape_and_dtype
-
-_einsum = functools.partial(jnp.einsum, precision="highest")  # a GPU's default keeps 10 bits
+from ntk.internal.products import einsum
 
 
 class GradientPlan(NamedTuple):
@@ -209,7 +207,7 @@ def gram_of_factors(
     total: Any = 0.0  # takes the dtype of the first term
     b, m, out = letters
     for g1, g2 in zip(_flatten_dense_gradients(left), _flatten_dense_gradients(right), strict=True):
-        total += _einsum(f"aop,{b}{m}p->{out}", g1, g2)
+        total += einsum(f"aop,{b}{m}p->{out}", g1, g2)
     for first, second in zip(
         _gradient_blocks(plan, left), _gradient_blocks(plan, right), strict=True
     ):
@@ -248,10 +246,10 @@ def _by_pairs(letters: Letters, left: Block, right: Block):
         if left.rows:
             inputs = _row_inner_products(left.columns, right.columns, norms)
         else:
-            inputs = _einsum(f"apgi,{b}qgi->{pairs}", left.columns, right.columns)
+            inputs = einsum(f"apgi,{b}qgi->{pairs}", left.columns, right.columns)
         s1, s2 = left.sensitivities, right.sensitivities
-        outputs = _einsum(f"aopgj,{b}{m}qgj->{outer}", s1, s2)
-        return _einsum(f"{pairs},{outer}->{out}", inputs, outputs)
+        outputs = einsum(f"aopgj,{b}{m}qgj->{outer}", s1, s2)
+        return einsum(f"{pairs},{outer}->{out}", inputs, outputs)
 
     n, o, q, g, _ = left.sensitivities.shape
     others = 1 if norms else len(right.sensitivities)
@@ -288,7 +286,7 @@ def _by_gradients(letters: Letters, left: Block, right: Block):
 
     def contract(s1, s2):
         first, second = _expand_gradients(left, s1), _expand_gradients(right, s2)
-        return _einsum(f"aogij,{b}{m}gij->{out}", first, second)
+        return einsum(f"aogij,{b}{m}gij->{out}", first, second)
 
     if size == j:
         return contract(left.sensitivities, right.sensitivities)
@@ -307,7 +305,7 @@ def _by_gradients(letters: Letters, left: Block, right: Block):
 def _expand_gradients(block: Block, s):
     """Return all samples' and outputs' gradients, [n, o, g, i, j]."""
     if not block.rows:
-        return _einsum("npgi,nopgj->nogij", block.columns, s)
+        return einsum("npgi,nopgj->nogij", block.columns, s)
 
     def of_sample(rows, s):  # s: [o, p, 1, j]
         weighted = jnp.moveaxis(s[:, :, 0] * rows.value[:, None], 0, 1)

@@ -35,6 +35,7 @@ from ntk.expectations.gaussian import (
 from ntk.expectations.kinks import ORDERS
 from ntk.expectations.truncated_powers import truncated_powers
 from ntk.internal.derivative_rules import custom_jvp
+from ntk.internal.products import einsum, matmul
 
 _UNROLLED = 16  # Horner steps per pass over a tile of the kernel
 
@@ -97,7 +98,7 @@ def expand(
     power = jnp.where(odd, grid.z, 1)[None]
     ends = right + sides[:, 1:] * power, left + jnp.where(odd, -power, power) * sides[:, :1]
     square = ((grid.roots[None] * ends[0]) ** 2 + (grid.roots[None] * ends[1]) ** 2).sum(1)
-    mean = (ends[0] + ends[1]) @ grid.roots**2
+    mean = matmul(ends[0] + ends[1], grid.roots**2)
     own = jnp.zeros_like(scale)
     if pieces.place.shape[1]:
         own = _piece_products(pieces, pieces)
@@ -179,7 +180,7 @@ def _evaluate_pieces(pieces: Pieces, z: jax.Array) -> jax.Array:
 def _hermite_projections(right, left, grid: Grid) -> jax.Array:
     """Return ``E[f h_n]`` [n, K]; coefficients that vanish by symmetry are exactly 0."""
     roots = grid.roots[None]
-    pairs = ((right + left) * roots) @ grid.even, ((right - left) * roots) @ grid.odd
+    pairs = matmul((right + left) * roots, grid.even), matmul((right - left) * roots, grid.odd)
     return jnp.stack(pairs, axis=-1).reshape(len(right), -1)
 
 
@@ -223,7 +224,7 @@ def _piece_products(a: Pieces, b: Pieces) -> jax.Array:
         for j in range(b.place.shape[1]):
             opposite = jnp.where(a.side[:, i] * b.side[:, j] > 0, 0.0, 1.0).astype(total.dtype)
             powers = truncated_powers(ORDERS, a.place[:, i], b.place[:, j], opposite, 1 - opposite)
-            total += jnp.einsum("nk,kln,nl->n", a.weights[:, i], powers, b.weights[:, j])
+            total += einsum("nk,kln,nl->n", a.weights[:, i], powers, b.weights[:, j])
     return total
 
 
@@ -233,8 +234,8 @@ def _expansion_errors(right, left, sides, regular, kinked, own, pieces, norm, er
     over, terms = reciprocal(norm), regular.shape[1]
     e, o = (right + left) * grid.roots[None], (right - left) * grid.roots[None]
     remainder = (
-        e - 2 * regular[:, ::2] @ grid.even.T,
-        o - 2 * regular[:, 1::2] @ grid.odd.T,
+        e - 2 * matmul(regular[:, ::2], grid.even.T),
+        o - 2 * matmul(regular[:, 1::2], grid.odd.T),
     )
     # Beyond the last node, polynomials have at most 1 % of a kink's remainder.
     missed_regular = 1.01 * root(sum((part**2).sum(1) for part in remainder) / 2)
@@ -279,7 +280,7 @@ def _expansion_errors(right, left, sides, regular, kinked, own, pieces, norm, er
 def tails(values: jax.Array, grid: Grid) -> jax.Array:
     """Return squared norms [n] of the last Legendre coefficients of values [n, m] on each panel."""
     panels = values.reshape(len(values), -1, len(grid.last))
-    return (jnp.abs(panels @ grid.last).max(2) ** 2) @ grid.mass
+    return matmul(jnp.abs(matmul(panels, grid.last)).max(2) ** 2, grid.mass)
 
 
 @functools.cache

@@ -39,6 +39,7 @@ from ntk.infinite.layer_expansions import (
 )
 from ntk.internal.checks import common_dtype, concrete, float_array, nan_where, offending
 from ntk.internal.derivative_rules import custom_jvp
+from ntk.internal.products import matmul
 from ntk.internal.sharding import without_explicit_axes
 
 _TOLERANCE = 1e-14  # of the trapezoid rule, over sqrt(E a^2 E b^2): 50 roundoff units in float64
@@ -322,7 +323,7 @@ def _kinked_smooth(a, b, sx, sy, p, q):
     steep = jnp.where(rho >= 0, 1.0, -1.0).astype(sx.dtype)
 
     def half(fn):
-        return fn(t) @ weights
+        return matmul(fn(t), weights)
 
     if a.degree < 0:
         return jump * DENSITY * reciprocal(sx) * half(lambda z: b(sy * s * z) + b(-sy * s * z))
@@ -336,9 +337,9 @@ def _kinked_smooth(a, b, sx, sy, p, q):
     ahead, behind = b(steep * sy * z), b(-steep * sy * z)
     beyond = jax.scipy.special.ndtr(-y)
     if a.degree == 0:
-        edge = half(lambda z: b(steep * sy * z)) + ((behind - ahead) * beyond) @ local
+        edge = half(lambda z: b(steep * sy * z)) + matmul((behind - ahead) * beyond, local)
         return left * half(lambda z: b(sy * z) + b(-sy * z)) + jump * edge
     bump = DENSITY * jnp.exp(-(y**2) / 2) - y * beyond
     edge = jnp.abs(rho) * half(lambda z: z * b(steep * sy * z))
-    edge += s * ((ahead + behind) * bump) @ local
+    edge += s * matmul((ahead + behind) * bump, local)
     return sx * (left * rho * half(lambda z: z * (b(sy * z) - b(-sy * z))) + jump * edge)

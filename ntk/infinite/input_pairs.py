@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk.expectations.gaussian import reciprocal
+from ntk.internal.products import matmul
 
 TILE = 256  # rows and columns of a kernel that are computed at a time
 
@@ -39,10 +40,9 @@ def normalize_rows(x: chex.Array, norms: chex.Array) -> UnitRows:
 
 def half_chords(a: UnitRows, b: UnitRows) -> tuple[jax.Array, jax.Array]:
     """Return ``((1 - rho) / 2, (1 + rho) / 2)`` [n1, n2], both to full relative precision."""
-    product = functools.partial(jnp.matmul, precision="highest")
-    high = product(a.high, b.high.T)
+    high = matmul(a.high, b.high.T)
     one, other = jnp.concatenate([a.high, a.low], 1), jnp.concatenate([b.low, b.high + b.low], 1)
-    low = product(one, other.T)
+    low = matmul(one, other.T)
     squares_high = a.square_high[:, None] + b.square_high[None]
     squares_low = a.square_low[:, None] + b.square_low[None]
     apart = jnp.maximum((squares_high - 2 * high) + (squares_low - 2 * low), 0)

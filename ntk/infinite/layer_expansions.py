@@ -19,6 +19,7 @@ from ntk.expectations.gaussian import hermite_grid, reciprocal, root
 from ntk.expectations.hermite import Expansion, Function, expand, kinked_expansion, piece_norms
 from ntk.expectations.kinks import ORDERS
 from ntk.internal.checks import check_finite, concrete, float_array, real_array
+from ntk.internal.products import einsum
 from ntk.internal.sharding import without_explicit_axes
 
 Layer = tuple[Activation, ...]
@@ -219,7 +220,7 @@ def _sample_layer(layer: Layer, w, scale, z, kinks: tuple[float, ...]):
     for i in own:
         for place, jumps in layer[i].kinks:
             at[i, kinks.index(place)] = jumps
-    total = jnp.einsum("i,ijm->jm", w, jnp.asarray(at, scale.dtype))
+    total = einsum("i,ijm->jm", w, jnp.asarray(at, scale.dtype))
     if own and 0.0 in kinks:
         # If there are other kinks, the kink at 0 is handled like them.
         values = values + sides[0] * jnp.stack([jnp.stack([u, -u]), jnp.ones_like(values[0])])

@@ -42,6 +42,7 @@ from ntk.infinite.layer_expansions import (
     squared_norms,
 )
 from ntk.internal.checks import check_finite, concrete, describe, nan_where, real_array
+from ntk.internal.products import einsum
 
 
 def mixture_blocks(
@@ -145,7 +146,7 @@ def mixture_kernel(alpha: chex.Array, blocks: chex.Array) -> jax.Array:
             f"blocks: expected shape [{len(alpha)}, {len(alpha)}, n1, n2] as alpha has, "
             f"got {blocks.shape}."
         )
-    return jnp.einsum("i,ijnm,j->nm", alpha, blocks, alpha)
+    return einsum("i,ijnm,j->nm", alpha, blocks, alpha)
 
 
 def _blocks_and_slopes(layer: Layer, x1, x2, scale, how: Resolution):

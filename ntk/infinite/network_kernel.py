@@ -72,6 +72,7 @@ from ntk.infinite.layer_expansions import (
     squared_norms,
 )
 from ntk.internal.checks import concrete, nan_where
+from ntk.internal.products import matmul
 from ntk.kernels.record import Kernels
 
 
@@ -386,7 +387,7 @@ def _mean_product_error(a: LayerKernels, b: LayerKernels):
 
 
 def _lemma1(layers, x, weights, skips, how: Resolution) -> Kernels:
-    second = x @ x.T
+    second = matmul(x, x.T)
     forward, tangent = second, jnp.zeros_like(second)
     same = jnp.eye(len(x), dtype=bool)
     kinks = common_kinks(layers)

@@ -104,6 +104,28 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     return bodies
 
 
+def replace_equations(program: Any, rule: Callable[[JaxprEqn], JaxprEqn]) -> Any:
+    """Return the program with ``rule`` of every equation, also in its inner programs."""
+
+    def replace(value):
+        if isinstance(value, Jaxpr):
+            return value.replace(eqns=[rule(e.replace(params=inner(e.params))) for e in value.eqns])
+        if isinstance(value, ClosedJaxpr):
+            return value.replace(jaxpr=replace(value.jaxpr))
+        if isinstance(value, tuple | list) and any(map(_is_program, value)):
+            return type(value)(map(replace, value))
+        return value
+
+    def inner(params):
+        return {name: replace(value) for name, value in params.items()}
+
+    return replace(program)
+
+
+def _is_program(value: Any) -> bool:
+    return isinstance(value, Jaxpr | ClosedJaxpr)
+
+
 def all_equations(program: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
     """Yield the equations of a program, each followed by the equations of its inner programs."""
     for eqn in as_closed_jaxpr(program).jaxpr.eqns:

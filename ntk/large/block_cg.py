@@ -30,12 +30,12 @@ import jax.numpy as jnp
 
 from ntk.internal.checks import concrete, describe, function, integer, positive
 from ntk.internal.compile_cache import program
+from ntk.internal.products import matmul
 from ntk.large.kernel_operator import Operator
 from ntk.large.partial_cholesky import PartialCholesky
 from ntk.large.preconditioner import (
     Preconditioner,
     check_preconditioner,
-    precise_matmul,
     ridge_preconditioner,
     solve,
 )
@@ -185,14 +185,14 @@ def _recompute_residual(P, B, image, s: SolverState) -> SolverState:
 
 def _take_cg_step(P, B, image, s: SolverState) -> SolverState:
     energy, positive = _inverse(_inner(s.directions, image))
-    weights = s.weights + precise_matmul(s.directions, energy @ s.factor)
-    next_basis = s.basis - precise_matmul(image, energy)
+    weights = s.weights + matmul(s.directions, matmul(energy, s.factor))
+    next_basis = s.basis - matmul(image, energy)
     Q, Z, turn = _orthonormal(next_basis, solve(P, next_basis))
-    factor = turn @ s.factor
-    residual = jnp.where(positive, _relative_residual(precise_matmul(Q, factor), B), jnp.nan)
+    factor = matmul(turn, s.factor)
+    residual = jnp.where(positive, _relative_residual(matmul(Q, factor), B), jnp.nan)
     # The next true residual is compared with the last one.
     before = jnp.where(s.computed, jnp.max(s.residual), s.before)
-    directions, steps = Z + precise_matmul(s.directions, turn.T), s.steps + 1
+    directions, steps = Z + matmul(s.directions, turn.T), s.steps + 1
     return SolverState(weights, Q, directions, factor, steps, residual, jnp.array(False), before)
 
 
@@ -207,8 +207,8 @@ def _orthonormal(W, Z):
         significant = values > _eigenvalue_cutoff(values)
         root = jnp.sqrt(jnp.where(significant, values, 1))
         narrow = vectors * jnp.where(significant, 1 / root, 0)[None]
-        Q, Z = precise_matmul(Q, narrow), precise_matmul(Z, narrow)
-        C = (vectors * jnp.where(significant, root, 0)[None]).T @ C
+        Q, Z = matmul(Q, narrow), matmul(Z, narrow)
+        C = matmul((vectors * jnp.where(significant, root, 0)[None]).T, C)
     return Q, Z, C
 
 
@@ -218,7 +218,7 @@ def _inverse(T):
     significant = values > _eigenvalue_cutoff(values)
     positive = values[0] >= -100 * _eigenvalue_cutoff(values)
     inverse = jnp.where(significant, 1 / jnp.where(significant, values, 1), 0)
-    return (vectors * inverse[None]) @ vectors.T, positive
+    return matmul(vectors * inverse[None], vectors.T), positive
 
 
 def _eigenvalue_cutoff(values):
@@ -226,7 +226,7 @@ def _eigenvalue_cutoff(values):
 
 
 def _inner(a, b):
-    gram = precise_matmul(a.T, b)
+    gram = matmul(a.T, b)
     return (gram + gram.T) / 2
 
 

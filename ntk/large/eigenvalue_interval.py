@@ -30,13 +30,13 @@ import jax.numpy as jnp
 
 from ntk.internal.checks import integer, nan_unless, prng_key, real_number
 from ntk.internal.compile_cache import program
+from ntk.internal.products import matmul
 from ntk.large.kernel_operator import Operator
 from ntk.large.partial_cholesky import PartialCholesky, check_square_operator, semidefinite
 from ntk.large.preconditioner import (
     check_preconditioner,
     factor_and_residual,
     make_preconditioner,
-    precise_matmul,
     preconditioner_product,
     sample_with_covariance,
     solve,
@@ -134,7 +134,7 @@ def _interval(K, preconditioner, key, steps, block, missed) -> EigenvalueInterva
     level = P.diagonal[0]
     V, PV, T = _lanczos_basis(K, P, sample_with_covariance(P, key, block), steps)
     # Dropped vectors are 0; adding `far` makes their Ritz values the largest.
-    live = jnp.diagonal(precise_matmul(V.T, PV)) > 0.5
+    live = jnp.diagonal(matmul(V.T, PV)) > 0.5
     far = 2 * jnp.sum(jnp.abs(T)) + 1
     values = jnp.linalg.eigvalsh(T + jnp.diag(jnp.where(live, 0, far)))
     low = values[0]
@@ -143,7 +143,7 @@ def _interval(K, preconditioner, key, steps, block, missed) -> EigenvalueInterva
     share = min(missed, 0.999)
     lower = low - share / (1 - share) * (high / (1 - share) - low)
     lower = jnp.where(missed < 1, jnp.maximum(lower * level, 0), 0)
-    vector = precise_matmul(V, _least_combination(T, precise_matmul(V.T, V)))
+    vector = matmul(V, _least_combination(T, matmul(V.T, V)))
     vector = vector / jnp.linalg.norm(vector)
     upper = jnp.vdot(vector, K @ vector)
     # The proof of `lower` needs K >= 0, so a quotient below 0 by more than rounding gives NaN.
@@ -159,10 +159,10 @@ def _least_combination(T, G):
     sizes, turn = jnp.linalg.eigh(G)
     significant = sizes > 1e-3 * sizes[-1]
     turn = turn * jnp.where(significant, 1 / jnp.sqrt(jnp.where(significant, sizes, 1)), 0)[None]
-    inner = precise_matmul(turn.T, precise_matmul(T, turn))
+    inner = matmul(turn.T, matmul(T, turn))
     far = 2 * jnp.sum(jnp.abs(inner)) + 1
     _, vectors = jnp.linalg.eigh(inner + jnp.diag(jnp.where(significant, 0, far)))
-    return precise_matmul(turn, vectors[:, 0])
+    return matmul(turn, vectors[:, 0])
 
 
 def _lanczos_basis(K, P, start, steps):
@@ -173,12 +173,12 @@ def _lanczos_basis(K, P, start, steps):
     def step(carry, j):
         V, PV, T, v, size = carry
         for _ in range(2):  # the second time removes rounding errors of the first
-            v = _orthonormalize(P, v - precise_matmul(V, precise_matmul(PV.T, v)), size)
+            v = _orthonormalize(P, v - matmul(V, matmul(PV.T, v)), size)
             size = jnp.ones(b, v.dtype)
         image = (K @ v).astype(v.dtype)
         V = jax.lax.dynamic_update_slice(V, v, (0, j * b))
         PV = jax.lax.dynamic_update_slice(PV, preconditioner_product(P, v), (0, j * b))
-        T = jax.lax.dynamic_update_slice(T, precise_matmul(V.T, image), (0, j * b))
+        T = jax.lax.dynamic_update_slice(T, matmul(V.T, image), (0, j * b))
         following = solve(P, image)
         return (V, PV, T, following, jnp.sqrt(jnp.sum(image * following, axis=0))), None
 
@@ -197,9 +197,9 @@ def _orthonormalize(P, v, size):
     """
     eps = jnp.finfo(v.dtype).eps
     v = v / jnp.where(size > 0, size, 1)[None]
-    gram = precise_matmul(v.T, preconditioner_product(P, v))
+    gram = matmul(v.T, preconditioner_product(P, v))
     values, vectors = jnp.linalg.eigh((gram + gram.T) / 2)
     least = jnp.maximum((1000 * eps) ** 2, 10 * len(values) * eps * values[-1])
     significant = values > least
     scale = jnp.where(significant, 1 / jnp.sqrt(jnp.where(significant, values, 1)), 0)
-    return precise_matmul(v, vectors * scale[None])
+    return matmul(v, vectors * scale[None])

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from ntk.internal.checks import concrete, integer, nan_unless, prng_key
 from ntk.internal.compile_cache import program
+from ntk.internal.products import matmul
 from ntk.large.kernel_operator import Operator
 
 _BLOCK = 128  # pivots drawn at a time
@@ -108,7 +109,6 @@ def _factor_partially(K: Operator, rank: int, key) -> PartialCholesky:
     whole_diagonal = K.diagonal()
     dtype, largest = whole_diagonal.dtype, jnp.max(whole_diagonal)
     noise = size * jnp.finfo(dtype).eps * largest
-    product = jnp.matmul
 
     def draw(residual, i):
         # The largest values of log(weight) + Gumbel noise are a draw without replacement.
@@ -121,7 +121,7 @@ def _factor_partially(K: Operator, rank: int, key) -> PartialCholesky:
         pivots = draw(residual, i)
         good = (residual[pivots] > noise) & (i * size + jnp.arange(size) < rank)
         columns = K.columns(pivots).astype(dtype)
-        columns -= product(factor, factor[pivots].T, precision="highest")
+        columns -= matmul(factor, factor[pivots].T)
         columns = jnp.where(good, columns, 0)
         # Pivots without a significant residual get the identity, so that their columns stay 0.
         corner = jnp.where(good[:, None], columns[pivots], 0)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ntk.internal.checks import describe
+from ntk.internal.products import matmul
 from ntk.large.partial_cholesky import PartialCholesky
 
 _ROWS = 4096  # of the factor that are scaled at a time
@@ -24,11 +25,6 @@ class Preconditioner(NamedTuple):
     diagonal: jax.Array  # D [n], positive
     factor: jax.Array  # F [n, r]; r may be 0
     root: jax.Array  # R [r, r], lower triangular
-
-
-def precise_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return ``a @ b`` in full precision: the default of GPUs keeps 10 bits of the factors."""
-    return jnp.matmul(a, b, precision="highest")
 
 
 def check_preconditioner(preconditioner: PartialCholesky | None, n: int) -> None:
@@ -67,17 +63,17 @@ def make_preconditioner(factor, diagonal, largest) -> Preconditioner:
 def solve(P: Preconditioner, v: jax.Array) -> jax.Array:
     """Return ``P^-1 v`` for v [n, q]."""
     scaled = v / P.diagonal[:, None]
-    inner = precise_matmul(P.factor.T, scaled)
+    inner = matmul(P.factor.T, scaled)
     for transposed in (False, True):
         inner = jax.lax.linalg.triangular_solve(
             P.root, inner, left_side=True, lower=True, transpose_a=transposed
         )
-    return scaled - precise_matmul(P.factor, inner) / P.diagonal[:, None]
+    return scaled - matmul(P.factor, inner) / P.diagonal[:, None]
 
 
 def preconditioner_product(P: Preconditioner, v: jax.Array) -> jax.Array:
     """Return ``P v`` for v [n, q]."""
-    return P.diagonal[:, None] * v + precise_matmul(P.factor, precise_matmul(P.factor.T, v))
+    return P.diagonal[:, None] * v + matmul(P.factor, matmul(P.factor.T, v))
 
 
 def inverse_diagonal(P: Preconditioner) -> jax.Array:
@@ -99,7 +95,7 @@ def sample_with_covariance(P: Preconditioner, key, count: int) -> jax.Array:
     n, r = P.factor.shape
     inner = jax.random.normal(one, (r, count), P.diagonal.dtype)
     own = jax.random.normal(two, (n, count), P.diagonal.dtype)
-    return jnp.sqrt(P.diagonal)[:, None] * own + precise_matmul(P.factor, inner)
+    return jnp.sqrt(P.diagonal)[:, None] * own + matmul(P.factor, inner)
 
 
 def _weighted_gram(factor, diagonal) -> jax.Array:
@@ -112,6 +108,6 @@ def _weighted_gram(factor, diagonal) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(factor, start, size)
         weights = 1 / jax.lax.dynamic_slice_in_dim(diagonal, start, size)
         weights = jnp.where(start + jnp.arange(size) >= i * size, weights, 0)
-        return total + precise_matmul(rows.T, rows * weights[:, None])
+        return total + matmul(rows.T, rows * weights[:, None])
 
     return jax.lax.fori_loop(0, -(-n // size), add, jnp.zeros((r, r), factor.dtype))

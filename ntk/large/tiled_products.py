@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from ntk.internal.batched_rows import split_into_blocks
+from ntk.internal.products import matmul
 
 Tile = Callable[..., jax.Array]
 
@@ -126,7 +127,7 @@ def _mean_split_product(tile, v):
     the product in float32 about seven times smaller.
     """
     mean = lax.stop_gradient(jnp.mean(tile))  # the result does not depend on it
-    return jnp.matmul(tile - mean, v, precision="highest") + mean * _pairwise_sum(v)[None]
+    return matmul(tile - mean, v) + mean * _pairwise_sum(v)[None]
 
 
 def _pairwise_sum(v):

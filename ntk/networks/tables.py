@@ -23,6 +23,7 @@ import numpy as np
 from ntk.expectations.gaussian import Grid, hermite_grid, reciprocal, root
 from ntk.expectations.hermite import Expansion, Pieces, kink_series, tails
 from ntk.infinite.layer_expansions import Layer, Resolution, kinks_at_zero, sample_both_signs
+from ntk.internal.products import einsum, matmul
 
 END = 16.0  # the largest norm; beyond, the error is infinite
 _BEND = 0.25  # where x turns from linear to logarithmic
@@ -78,16 +79,16 @@ def _tabulate_function(values, sides, grid: Grid, degree: int) -> ActivationTabl
     chebyshev[0] /= 2
     start = values[:, -1:]
     over = jnp.asarray(1 / scales, dtype)[:, None]
-    rates = jnp.matmul(jnp.asarray(chebyshev, dtype), (values[:, :-1] - start) * over[None])
+    rates = matmul(jnp.asarray(chebyshev, dtype), (values[:, :-1] - start) * over[None])
     ends = jnp.concatenate([start, rates], 1)  # right and left [1 + size, m]
     roots = grid.roots[None]
     e, o = (ends[0] + ends[1]) * roots, (ends[0] - ends[1]) * roots
-    terms = jnp.stack([e @ grid.even, o @ grid.odd], -1).reshape(1 + size, -1)
+    terms = jnp.stack([matmul(e, grid.even), matmul(o, grid.odd)], -1).reshape(1 + size, -1)
     count = terms.shape[1]
     own = root(((values * roots[None]) ** 2).sum((0, 2)))
     at = root(tails(values[0], grid) + tails(values[1], grid)) * reciprocal(own)
     regular = _summed_gram(e, o) / 2
-    back = functools.partial(jnp.einsum, "ik,mk->im")  # no transpose of the large arrays
+    back = functools.partial(einsum, "ik,mk->im")  # no transpose of the large arrays
     missed_regular = (
         _summed_gram(e - 2 * back(terms[:, ::2], grid.even), o - 2 * back(terms[:, 1::2], grid.odd))
         / 2
@@ -117,13 +118,13 @@ def _tabulate_function(values, sides, grid: Grid, degree: int) -> ActivationTabl
         _summed_gram(slope),
         _summed_gram(stretch),
     )
-    return ActivationTable(terms, e @ grid.roots, *grams, sides, *jax.lax.stop_gradient(bounds))
+    return ActivationTable(
+        terms, matmul(e, grid.roots), *grams, sides, *jax.lax.stop_gradient(bounds)
+    )
 
 
 def _summed_gram(*parts) -> jax.Array:
-    return functools.reduce(
-        jnp.add, (jnp.matmul(part, part.T, precision="highest") for part in parts)
-    )
+    return functools.reduce(jnp.add, (matmul(part, part.T) for part in parts))
 
 
 def basis_vector(table: ActivationTable, scale: jax.Array, degree: int) -> jax.Array:
@@ -147,7 +148,7 @@ def basis_vector(table: ActivationTable, scale: jax.Array, degree: int) -> jax.A
 def evaluated(table: ActivationTable, scale: jax.Array, error: jax.Array, degree: int) -> Expansion:
     """Return the function at norms [N] with an ``error`` [N]: an expansion without its terms."""
     v = basis_vector(table, scale, degree)
-    mean, square = v @ table.mean, _form(v, table.gram)
+    mean, square = matmul(v, table.mean), _form(v, table.gram)
     norm = root(square)
     none = jnp.zeros((*norm.shape, 0), norm.dtype)
     sides = jnp.zeros((*norm.shape, 2), norm.dtype)
@@ -160,7 +161,7 @@ def evaluated(table: ActivationTable, scale: jax.Array, error: jax.Array, degree
 
 
 def _form(v, matrix) -> jax.Array:
-    return (jnp.matmul(v, matrix, precision="highest") * v).sum(-1)
+    return (matmul(v, matrix) * v).sum(-1)
 
 
 def _table_errors(table: ActivationTable, v, scale, norm, error, power, degree: int):
@@ -184,4 +185,4 @@ def table_coefficients(
 ) -> jax.Array:
     """Return Hermite coefficients of the regular part over the function's norms, [..., K]."""
     v = basis_vector(table, scale, degree) * jax.lax.stop_gradient(reciprocal(norm))[..., None]
-    return jnp.matmul(v, table.terms, precision="highest")
+    return matmul(v, table.terms)

@@ -38,6 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk.internal.checks import concrete, describe, float_array, nan_unless
+from ntk.internal.products import matmul
 from ntk.kernels.functions import kernel_matrix, kernel_record
 from ntk.kernels.symmetric import flatten_outputs, symmetric_matrix
 from ntk.regression.gradient_flow import check_times, flow, flows
@@ -175,7 +176,7 @@ def posterior(
     factor = cholesky(training.matrix, penalty)
     whitened = jax.scipy.linalg.solve_triangular(factor, cross.T, lower=True)
     columns = jax.scipy.linalg.solve_triangular(factor, training.columns, lower=True)
-    mean = (whitened.T @ columns).reshape(there)
+    mean = matmul(whitened.T, columns).reshape(there)
     back = jax.scipy.linalg.solve_triangular(
         factor, jnp.hstack([whitened, columns]), lower=True, trans="T"
     )
@@ -183,7 +184,7 @@ def posterior(
     size = jnp.sqrt(jnp.diagonal(training.matrix))
     reach = jnp.sqrt(jnp.diagonal(prior)) + _row_norms(rows * size[None])
     mean_error = reach[:, None] * _row_norms(weights.T * size[None])[None]
-    covariance = prior - whitened.T @ whitened
+    covariance = prior - matmul(whitened.T, whitened)
     return _prediction(mean, covariance, training, mean_error, reach**2)
 
 
@@ -314,10 +315,11 @@ def _trained_moments(T, cross_ntk, columns, K, cross, prior, t):
     size, of_T = (jnp.sqrt(jnp.diagonal(x))[None, None] for x in (K, T))
     moved = flows(T, jnp.hstack([cross_ntk.T, jax.lax.stop_gradient(columns)]), t)
     A = jnp.swapaxes(moved[..., :m], 1, 2)
-    once = A @ cross.T
-    covariance = prior[None] - once - jnp.swapaxes(once, 1, 2) + A @ K @ jnp.swapaxes(A, 1, 2)
+    once = matmul(A, cross.T)
+    covariance = prior[None] - once - jnp.swapaxes(once, 1, 2)
+    covariance += matmul(matmul(A, K), jnp.swapaxes(A, 1, 2))
     # An error of T changes A by (dcross - A dT) phi; phi is applied to these columns.
-    to = jax.lax.stop_gradient((K @ jnp.swapaxes(A, 1, 2), cross.T, T))
+    to = jax.lax.stop_gradient((matmul(K, jnp.swapaxes(A, 1, 2)), cross.T, T))
     through = jax.vmap(flow, (None, 0, 0))(to[2], to[0] - to[1][None], t)
     reach = jnp.max(of_T) + _row_norms(A * of_T)
     mean_error = reach[..., None] * _row_norms(jnp.swapaxes(moved[..., m:], 1, 2) * of_T)[:, None]
@@ -331,7 +333,7 @@ def _trained_moments(T, cross_ntk, columns, K, cross, prior, t):
         beyond[:, None, None] * mean_error,
         beyond[:, None] * variance_error,
     )
-    return A @ columns, covariance, mean_error, variance_error
+    return matmul(A, columns), covariance, mean_error, variance_error
 
 
 def _row_norms(rows):

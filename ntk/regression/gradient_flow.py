@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk.internal.checks import concrete, nan_unless, numpy_array, offending, real_array
+from ntk.internal.products import matmul
 from ntk.regression.targets import kernel_entry_error
 
 _ALLOWED = 0.1  # error relative to the targets: one correct digit
@@ -35,7 +36,7 @@ def check_times(t: Any, dtype: Any) -> jax.Array:
 def flow(K, r, t):
     """Return ``phi_t(K) r`` for r [n, outputs], by the eigenvalues of K."""
     values, V, rounding = _eigh(K)
-    return V @ (_phi(values, t, rounding)[:, None] * (V.T @ r))
+    return matmul(V, _phi(values, t, rounding)[:, None] * matmul(V.T, r))
 
 
 @flow.defjvp
@@ -45,13 +46,14 @@ def _(primals, tangents):
     (K, r, t), (dK, dr, dt) = primals, tangents
     values, V, rounding = _eigh(K)
     phi = _phi(values, t, rounding)[:, None]
-    inside = V.T @ r
-    slope = (_divided_differences(values, t, rounding) * (V.T @ dK @ V)) @ inside
+    inside = matmul(V.T, r)
+    turned = matmul(matmul(V.T, dK), V)
+    slope = matmul(_divided_differences(values, t, rounding) * turned, inside)
     in_time = jnp.where(
         values > 0, jnp.exp(-_zero_safe_product(t, values)), _rate_at_zero(t, rounding)
     )
-    slope += phi * (V.T @ dr) + dt * in_time[:, None] * inside
-    return V @ (phi * inside), V @ slope
+    slope += phi * matmul(V.T, dr) + dt * in_time[:, None] * inside
+    return matmul(V, phi * inside), matmul(V, slope)
 
 
 flows = jax.jit(jax.vmap(flow, in_axes=(None, None, 0)))
@@ -99,16 +101,16 @@ def _error(K, cross, r, t):
     scale = jnp.where(size > 0, size, 1)
     own = jnp.max(jnp.where(size[None] > 0, jnp.abs(rows) / scale[None], 0), axis=1)
     # If a row exceeds roundoff in a direction, the kernel is not singular there.
-    along, directions = rows @ V, size[:, None] * V
+    along, directions = matmul(rows, V), size[:, None] * V
     error, lengths = kernel_entry_error(K.dtype), jnp.linalg.norm(directions, axis=0)
     noise = error * own[:, None] * lengths[None]
     noise += rounding / top * jnp.linalg.norm(rows, axis=1, keepdims=True)
     seen = (jnp.abs(along) > noise).any(axis=0)
     eigenvalues, errors, seen = (x[None] for x in (values / top, error * lengths**2, seen))
     weights = _error_weights(eigenvalues, errors, seen, rounding / top, (t * top)[:, None])
-    through = jnp.sqrt(weights**2 @ (along**2).T)
+    through = jnp.sqrt(matmul(weights**2, (along**2).T))
     reach = jnp.max(own[None] + jnp.max(size) * through, axis=1)
-    at = directions @ (weights[..., None] * (V.T @ columns)[None])
+    at = matmul(directions, weights[..., None] * matmul(V.T, columns)[None])
     return error * reach * jnp.max(jnp.linalg.norm(at, axis=1), axis=-1)
 
 

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from ntk.internal.checks import real_array
+from ntk.internal.products import einsum, matmul
 from ntk.kernels.symmetric import flatten_outputs
 from ntk.regression.gradient_flow import check_times, refined
 from ntk.regression.targets import check_cross_kernel, check_training_set, cholesky, with_penalty
@@ -42,8 +43,8 @@ class KernelRegression(NamedTuple):
             expected = ", ".join(map(str, ["m", n, *2 * outputs * full]))
             raise ValueError(f"cross: expected shape [{expected}], as K has it, got {cross.shape}.")
         if cross.ndim != 4:
-            return cross @ self.weights
-        return (flatten_outputs(cross) @ self.weights.ravel()).reshape(len(cross), *outputs)
+            return matmul(cross, self.weights)
+        return matmul(flatten_outputs(cross), self.weights.ravel()).reshape(len(cross), *outputs)
 
     def leave_one_out(self) -> jax.Array:
         """Return the residuals ``y_i - f_-i(x_i)`` of fits without sample i, like y.
@@ -58,7 +59,7 @@ class KernelRegression(NamedTuple):
             diagonal = jnp.sum(inverse**2, axis=0)
             return self.weights / diagonal.reshape(-1, *[1] * (self.weights.ndim - 1))
         of_sample = inverse.reshape(-1, n, outputs)
-        blocks = jnp.einsum("kia,kib->iab", of_sample, of_sample)
+        blocks = einsum("kia,kib->iab", of_sample, of_sample)
         return jnp.linalg.solve(blocks, self.weights[..., None])[..., 0]
 
 
@@ -232,4 +233,4 @@ def gradient_flow(
             raise ValueError(f"{name}: expected a number or shape {expected}, got {start.shape}.")
     columns = training.columns - f0.reshape(training.columns.shape if f0.ndim else ())
     moved = refined(with_penalty(matrix, penalty), cross.astype(matrix.dtype), columns, t.ravel())
-    return cross_f0 + (cross @ moved).reshape(*t.shape, *there)
+    return cross_f0 + matmul(cross, moved).reshape(*t.shape, *there)

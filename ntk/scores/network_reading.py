@@ -19,6 +19,7 @@ from ntk.internal.checks import (
     real_array,
 )
 from ntk.internal.compile_cache import fresh, program
+from ntk.internal.products import matmul
 from ntk.scores.find_relus import is_relu, mark_relus
 from ntk.scores.find_weights import multiplied
 from ntk.scores.visit_operations import visit_chosen_operations
@@ -187,7 +188,7 @@ def for_each(function: Callable, xs: Pytree, batch_size: int | None = None) -> P
 def gram_of_rows(rows: chex.Array) -> jax.Array:
     """Return ``rows rows'`` in at least 32 bits."""
     dtype = at_least_float32(rows.dtype)
-    return jnp.matmul(rows, rows.T, precision="highest", preferred_element_type=dtype)
+    return matmul(rows, rows.T, preferred_element_type=dtype)
 
 
 def _longer(shape: tuple, other: tuple) -> list[int]:

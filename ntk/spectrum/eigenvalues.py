@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from ntk.internal.checks import concrete
 from ntk.internal.compile_cache import fresh
+from ntk.internal.products import matmul
 from ntk.kernels.functions import as_kernel_matrix
 from ntk.kernels.record import Kernels
 from ntk.kernels.symmetric import square_matrix, symmetric_matrix
@@ -175,7 +176,7 @@ def eigenvalues(K: chex.Array | Kernels | Callable[..., Any], *, x: Any = None) 
 
 
 def _matrix_product(v, K):
-    return K @ v
+    return matmul(K, v)
 
 
 def _differentiable_eigenpair(find, product, arrays) -> Eigenpair:
@@ -185,7 +186,7 @@ def _differentiable_eigenpair(find, product, arrays) -> Eigenpair:
 @functools.partial(jax.jit, static_argnums=0)
 def _rayleigh(product, vector, arrays) -> Eigenpair:
     image = product(vector, arrays)
-    value = jnp.vdot(vector, image)
+    value = matmul(vector, image)
     return Eigenpair(value, vector, _scaled_norm(image - value * vector))
 
 
@@ -198,7 +199,7 @@ _constant_eigenpair = jax.custom_jvp(_differentiable_eigenpair, nondiff_argnums=
 def _(find, product, primals, tangents):
     pair = _constant_eigenpair(find, product, *primals)
     _, slope = jax.jvp(
-        lambda arrays: jnp.vdot(pair.vector, product(pair.vector, arrays)), primals, tangents
+        lambda arrays: matmul(pair.vector, product(pair.vector, arrays)), primals, tangents
     )
     return pair, Eigenpair(slope, jnp.zeros_like(pair.vector), jnp.zeros_like(pair.residual))
 
@@ -342,10 +343,10 @@ def _cholesky_solver(L):
     def solve(v):
         done = jnp.zeros(0, v.dtype)
         for rows, inverse, left in down:
-            done = jnp.concatenate([done, inverse @ (v[rows] - left @ done)])
+            done = jnp.concatenate([done, matmul(inverse, v[rows] - matmul(left, done))])
         v, done = done, jnp.zeros(0, v.dtype)
         for rows, inverse, right in up:
-            done = jnp.concatenate([inverse @ (v[rows] - right @ done), done])
+            done = jnp.concatenate([matmul(inverse, v[rows] - matmul(right, done)), done])
         return done
 
     return solve
@@ -367,14 +368,14 @@ def _lanczos(matvec, start, enough, cycles: int) -> tuple[jax.Array, jax.Array, 
         V, T, v, _ = carry
         V = V.at[j].set(v)
         w = matvec(v)
-        h = V @ w  # T's column j, with the coupling to vectors from before a restart
+        h = matmul(V, w)  # T's column j, with the coupling to vectors from before a restart
         scale = _scaled_norm(w)
-        w = w - h @ V
+        w = w - matmul(h, V)
         # In an invariant subspace w is noise; a random direction leads to the other subspaces.
         exhausted = _scaled_norm(w) <= 10 * eps * scale
         w = jnp.where(exhausted, _random_vector(j + 1, n, dtype), w)
-        again = V @ w
-        w = w - again @ V
+        again = matmul(V, w)
+        w = w - matmul(again, V)
         length = _scaled_norm(w)
         h = h + jnp.where(exhausted, 0, again)
         T = T.at[:, j].set(h).at[j].set(h)
@@ -395,9 +396,9 @@ def _lanczos(matvec, start, enough, cycles: int) -> tuple[jax.Array, jax.Array, 
         theta, S = jnp.linalg.eigh(T + jnp.diag(jnp.where(place < filled, 0, low)))
         residual = beta * jnp.abs(S[filled - 1, -1])
         norm = jnp.max(jnp.where(theta > low / 2, jnp.abs(theta), 0))
-        best = S[:, -1] @ V
+        best = matmul(S[:, -1], V)
         full = filled == m
-        V = jnp.where(full, jnp.zeros_like(V).at[:keep].set(S[:, -keep:].T @ V), V)
+        V = jnp.where(full, jnp.zeros_like(V).at[:keep].set(matmul(S[:, -keep:].T, V)), V)
         T = jnp.where(full, jnp.zeros_like(T).at[:keep, :keep].set(jnp.diag(theta[-keep:])), T)
         basis_size = jnp.where(full, keep, filled)
         return (

@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from bilevel.cli.flags import commands, deep_searches, from_config_file, quick, rules
+from bilevel.cli.flags import commands, datasets, deep_searches, from_config_file, quick, rules
 from bilevel.cli.runtime import compilation_cache, interrupts, invocation
 from bilevel.runs.interrupts import deferred_terminations, terminate
 
@@ -63,7 +63,7 @@ def _exit_status(arguments: Sequence[str] | None) -> int:
     except OSError as error:
         file = f"{error.filename}: " if error.filename else ""
         return _print_error(f"{file}{error.strerror}." if error.strerror else str(error), 2)
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, FloatingPointError, ImportError) as error:
         return _print_error(str(error), 2)
     except RuntimeError as error:
         from bilevel.internal.processes import LostProcessError
@@ -92,7 +92,8 @@ def _run_command(arguments: Sequence[str]) -> None:
         config, output = parsed
         config.check()
         distributed = getattr(config, "distributed", False)
-        if not distributed:  # otherwise only the first process has the folder
+        # Otherwise only the first process has the folder, or sizes depend on the data.
+        if not (distributed or datasets.is_own(config.data)):
             from_config_file.check_directory(config)
         # All checks that do not need JAX are done here.
         if output.cache:

@@ -17,12 +17,11 @@ from bilevel import baselines
 from bilevel.baselines import Trace
 from bilevel.cli.flags import from_config_file
 from bilevel.cli.flags.commands import Baseline
-from bilevel.cli.flags.datasets import CLASSES
 from bilevel.cli.runtime import memory, report
+from bilevel.cli.runtime.data import Data, opened
 from bilevel.cli.runtime.devices import spread_over_devices
 from bilevel.cli.runtime.run_directory import run_directory
 from bilevel.contracts import Selection
-from bilevel.data import datasets
 from bilevel.plots import plots
 from bilevel.spaces import features
 from bilevel.spaces.features import fourier
@@ -41,15 +40,16 @@ _KEPT = 2**31  # bytes of projections that stay in memory; larger ones are compu
 def run_baseline(config: Baseline) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     methods = [*_METHODS] if config.method == "all" else [config.method]
+    config, data = opened(config, images=False)
     with (
-        memory.fitting(config, _arrays(config)),
-        run_directory(config, keeps="the solves so far are saved") as folder,
+        memory.fitting(config, _arrays(config, data)),
+        run_directory(config, data, keeps="the solves so far are saved") as folder,
     ):
         with report.phases(config.progress) as bars:
             began = time.perf_counter()
             bars.enter("data")
             row_key, data_key, config_key, key = jax.random.split(jax.random.key(config.seed), 4)
-            (parts,) = datasets.draw_splits(config.data, [row_key], **_row_counts(config))
+            (parts,) = data.draw([row_key], **_row_counts(config))
             problem, candidates = _problem_and_candidates(config, parts, data_key, config_key)
             traces = {}
             for name in methods:
@@ -57,6 +57,7 @@ def run_baseline(config: Baseline) -> dict[str, Any]:
                 traces[name] = _trace(config, name, folder, key, candidates, problem)
         result = {
             "config": from_config_file.flags_of(config),
+            "data": data.record(),
             "rows": [len(labels) for _, labels in parts],
             "dimension": config.size("dimension"),
             "methods": {name: _summarize_trace(trace) for name, trace in traces.items()},
@@ -73,7 +74,7 @@ def _row_counts(config: Baseline) -> dict[str, int]:
     return {name: config.size(name) for name in ("train", "valid", "test")}
 
 
-def _arrays(config: Baseline) -> memory.Parts:
+def _arrays(config: Baseline, data: Data) -> memory.Parts:
     """Return the weights, phases and configurations, and projections of rows in memory."""
     dimension, configs = config.size("dimension"), memory.shape(config.configs, 32)
     if config.data == "imdb":
@@ -81,7 +82,7 @@ def _arrays(config: Baseline) -> memory.Parts:
     rows, kinds = sum(_row_counts(config).values()), len(fourier.PREPROCESS) * len(fourier.KERNELS)
     projections = memory.shape(kinds, rows, dimension)
     return {
-        ("dimension",): memory.shape(dimension, CLASSES + 1),
+        ("dimension",): memory.shape(dimension, data.classes + 1),
         ("dimension", "train"): projections if memory.bytes_of(projections) <= _KEPT else None,
         ("configs",): configs,
     }

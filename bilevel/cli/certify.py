@@ -19,10 +19,10 @@ import numpy as np
 
 from bilevel.cli.flags import from_config_file
 from bilevel.cli.flags.commands import Certify
-from bilevel.cli.flags.import_function import called, takes
 from bilevel.cli.runtime import memory, report
+from bilevel.cli.runtime.data import Data, opened
 from bilevel.cli.runtime.run_directory import run_directory
-from bilevel.data import datasets
+from bilevel.internal.import_function import called, takes
 from bilevel.nets.images import unit_images
 from bilevel.plots import plots
 from bilevel.runs.progress import Phases
@@ -46,16 +46,17 @@ class KernelBlocks(NamedTuple):
 def run_certify(config: Certify) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     kernels = None if config.kernel is None else _import_kernels(config.kernel)
+    config, data = opened(config, images=False, labels=False)
     count = len(config.activations if kernels is None else kernels)
     blocks_shape = memory.shape(count, count, config.rows, config.rows, dtype="float64")
     with (
         memory.fitting(config, {("rows",): [blocks_shape] * 2}),  # values and errors
-        run_directory(config) as folder,
+        run_directory(config, data) as folder,
     ):
         with report.phases(config.progress) as bars:
             began = time.perf_counter()
             bars.enter("data")
-            rows = _distinct_training_rows(config.data, config.rows, config.seed)
+            rows = _distinct_training_rows(data, config.rows, config.seed)
             # In float64, without a change of the user's setting.
             with jax.enable_x64(True):
                 if kernels is None:
@@ -64,7 +65,8 @@ def run_certify(config: Certify) -> dict[str, Any]:
                     blocks = _of_functions(kernels, rows, config.pixels, bars)
             result, spectra = _certify_kernels(blocks, config.rtol, bars)
         result["seconds"]["all"] = time.perf_counter() - began
-        result = {"config": from_config_file.flags_of(config)} | result | report.origin()
+        about = {"config": from_config_file.flags_of(config), "data": data.record()}
+        result = about | result | report.origin()
         spectrum = {_array_name(name): values for name, values in spectra.items()}
         report.write_results(folder, result, {"x": blocks.x} | spectrum)
         _save_spectrum_figure(folder, result, spectra)
@@ -77,15 +79,9 @@ def _array_name(kernel: str) -> str:
     return f"spectrum_{kernel}".replace(" ", "_")
 
 
-def _distinct_training_rows(name: str, count: int, seed: int) -> np.ndarray:
+def _distinct_training_rows(data: Data, count: int, seed: int) -> np.ndarray:
     """Return distinct training rows [n, ...], with all classes in their proportions."""
-    # Read only the files of CIFAR-10 that hold the rows.
-    size = -(-count // datasets.BATCH_ROWS) * datasets.BATCH_ROWS if name == "cifar10" else None
-    data = datasets.load(name, train_size=size)
-    if count > len(data.x_train):
-        raise ValueError(f"rows: expected at most {len(data.x_train)}, got {count}.")
-    (rows,) = datasets.stratified_split(jax.random.key(seed), data.y_train, (count,))
-    x = data.x_train[rows]
+    x = data.training_rows(jax.random.key(seed), count)
     distinct = len(np.unique(x.reshape(count, -1), axis=0))
     if distinct < len(x):
         raise ValueError(
@@ -127,7 +123,7 @@ def _import_kernels(name: str) -> dict[str, Callable[..., Any]]:
 def _of_functions(
     kernels: dict[str, Callable[..., Any]], rows: np.ndarray, pixels: int | None, bars: Phases
 ) -> KernelBlocks:
-    (x,) = unit_images(rows, pixels=pixels)
+    (x,) = unit_images(rows, pixels=pixels) if rows.ndim > 2 else (unit_inputs(rows),)
     bars.enter("kernels")
     return KernelBlocks(tuple(kernels), np.asarray(x), *mixed_blocks(tuple(kernels.values()), x))
 

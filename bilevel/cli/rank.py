@@ -20,12 +20,12 @@ import optax
 from bilevel.cli.deep_search import networks, run
 from bilevel.cli.flags import from_config_file
 from bilevel.cli.flags.commands import Rank
-from bilevel.cli.flags.datasets import CLASSES, image_shape
-from bilevel.cli.flags.import_function import imported, takes
 from bilevel.cli.runtime import memory, report
+from bilevel.cli.runtime.data import Data, opened
 from bilevel.cli.runtime.devices import count_for, spread_over_devices
 from bilevel.cli.runtime.run_directory import run_directory
 from bilevel.data import datasets
+from bilevel.internal.import_function import imported, takes
 from bilevel.nets.images import crop_and_flip, unit_images
 from bilevel.plots import plots
 from bilevel.runs.progress import Phases, progress_bar
@@ -59,9 +59,10 @@ def run_rank(config: Rank) -> dict[str, Any]:
     functions = {name: imported("scores", name) for name in config.own_scores}
     for name, function in functions.items():
         takes("scores", name, function, 4)  # (key, apply, params, batch)
+    config, data = opened(config, images=True)
     with (
-        memory.fitting(config, _arrays(config)),
-        run_directory(config, keeps="the scores so far are saved") as folder,
+        memory.fitting(config, _arrays(config, data)),
+        run_directory(config, data, keeps="the scores so far are saved") as folder,
     ):
         with report.phases(config.progress) as bars:
             began = time.perf_counter()
@@ -72,9 +73,10 @@ def run_rank(config: Rank) -> dict[str, Any]:
             # the first networks of a larger one.
             permutation = np.random.RandomState(config.seed).permutation(len(genotypes()))
             rows = permutation[: config.count]
-            result, scored = _score_and_train(config, functions, rows, table, folder, bars)
+            result, scored = _score_and_train(config, data, functions, rows, table, folder, bars)
             result["seconds"] = time.perf_counter() - began
-        result = {"config": from_config_file.flags_of(config)} | result | report.origin()
+        about = {"config": from_config_file.flags_of(config), "data": data.record()}
+        result = about | result | report.origin()
         report.write_results(folder, result, {"rows": rows, **scored.values})
         if table is not None:
             _save_ranking_figure(folder, result, scored, table, rows)
@@ -82,13 +84,14 @@ def run_rank(config: Rank) -> dict[str, Any]:
         return result
 
 
-def _network_shape(config: Rank) -> dict[str, int]:
-    return {"classes": CLASSES, "cells": config.cells, "channels": config.channels}
+def _network_shape(config: Rank, data: Data) -> dict[str, int]:
+    return {"classes": data.classes, "cells": config.cells, "channels": config.channels}
 
 
-def _arrays(config: Rank) -> memory.Parts:
+def _arrays(config: Rank, data: Data) -> memory.Parts:
     """Return all weights, their gradient, and the arrays that a network's gradient keeps."""
-    networks, image = all_networks(**_network_shape(config)), image_shape(config)
+    networks = all_networks(**_network_shape(config, data))
+    image = data.image_shape(config.pixels)
     key = jax.eval_shape(jax.random.key, 0)
     w = jax.eval_shape(lambda key: networks.init(key, image), key)
     x, cell = memory.shape(config.batch_size, *image), encode(genotypes()[-1])
@@ -101,6 +104,7 @@ def _arrays(config: Rank) -> memory.Parts:
 
 def _score_and_train(
     config: Rank,
+    data: Data,
     functions: dict[str, Score],
     rows: np.ndarray,
     table: BenchmarkTable | None,
@@ -109,14 +113,15 @@ def _score_and_train(
 ) -> tuple[dict[str, Any], Scored]:
     unit = functools.partial(unit_images, pixels=config.pixels)
     sizes = {"train": config.train, "test": config.test}
-    (splits,) = datasets.draw_splits(config.data, [jax.random.key(config.seed)], valid=1, **sizes)
+    (splits,) = data.draw([jax.random.key(config.seed)], valid=1, **sizes)
     train, _, test = run.normalised(splits, unit)
     # The batch of the scores has all classes in their proportions.
     batch_key = jax.random.key(config.seed + 1)
     (chosen,) = datasets.stratified_split(batch_key, np.asarray(train[1]), (config.batch_size,))
     # Keys of the initial weights, of the training, and of user-defined scores.
     init_key, training_key, score_key = jax.random.split(jax.random.key(config.seed), 3)
-    candidates, cells = all_networks(**_network_shape(config)), [genotypes()[row] for row in rows]
+    candidates = all_networks(**_network_shape(config, data))
+    cells = [genotypes()[row] for row in rows]
     w = jax.jit(lambda key: candidates.init(key, train[0].shape[1:]))(init_key)
     bars.enter("scores")
     scored = score_networks(
@@ -147,7 +152,9 @@ def _score_and_train(
     result["chosen"] = {"genotype": str(best), "score": first}
     if config.epochs:
         bars.enter("training")
-        result["chosen"] |= _train_chosen_network(config, best, training_key, train, test, folder)
+        result["chosen"] |= _train_chosen_network(
+            config, data, best, training_key, train, test, folder
+        )
     return result, scored
 
 
@@ -208,6 +215,7 @@ def _published_agreement(scores: dict[str, np.ndarray], rows: np.ndarray) -> dic
 
 def _train_chosen_network(
     config: Rank,
+    data: Data,
     genotype: Genotype,
     key: jax.Array,
     train: run.Part,
@@ -215,7 +223,7 @@ def _train_chosen_network(
     folder: pathlib.Path,
 ) -> dict[str, Any]:
     """Train the chosen network from scratch like the benchmark; return its errors."""
-    shape, size = _network_shape(config), min(config.batch_size, config.train)
+    shape, size = _network_shape(config, data), min(config.batch_size, config.train)
     steps = config.epochs * (len(train[1]) // size)
     sgd = optax.chain(
         optax.add_decayed_weights(5e-4),

@@ -22,12 +22,11 @@ import bilevel
 from bilevel.cli import argmax_advice
 from bilevel.cli.flags import from_config_file
 from bilevel.cli.flags.commands import Search
-from bilevel.cli.flags.datasets import CLASSES, inputs
 from bilevel.cli.kernel_eigenvalue import hidden_layer_kernel, kernel_eigenvalue
 from bilevel.cli.runtime import memory, report
+from bilevel.cli.runtime.data import Data, opened
 from bilevel.cli.runtime.devices import count_for, here, spread_over_devices
 from bilevel.cli.runtime.run_directory import run_directory
-from bilevel.data import datasets
 from bilevel.nets.evaluation import wrong_rows
 from bilevel.plots import plots
 from bilevel.problem.problem import stack_problems
@@ -57,35 +56,39 @@ _COLUMNS = {
 
 def run_search(config: Search) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
+    config, data = opened(config, images=False)
     with (
-        memory.fitting(config, _arrays(config)),
-        run_directory(config, keeps="the search so far is saved") as folder,
+        memory.fitting(config, _arrays(config, data)),
+        run_directory(config, data, keeps="the search so far is saved") as folder,
     ):
         with report.phases(config.progress) as bars:
             bars.enter("data")
             began = time.perf_counter()
-            result, search_result = _search_and_compare(config, _task(config), folder, bars, began)
-        result = {"config": from_config_file.flags_of(config)} | result | report.origin()
+            task = _task(config, data)
+            result, search_result = _search_and_compare(config, task, folder, bars, began)
+        about = {"config": from_config_file.flags_of(config), "data": data.record()}
+        result = about | result | report.origin()
         _write_search(folder, result, search_result)
         _print_search(result, folder)
         return result
 
 
-def _arrays(config: Search) -> memory.Parts:
+def _arrays(config: Search, data: Data) -> memory.Parts:
     """Return the arrays alive together during the comparison with longer training."""
     copies, choices, n = config.seeds, len(config.activations), config.train
-    w = memory.shape(copies, config.width, inputs(config.data))
-    rows = memory.shape(copies, n, inputs(config.data)), memory.shape(copies, n, CLASSES)
+    outputs = (data.classes,) if data.classes > 2 else ()
+    w = memory.shape(copies, config.width, data.inputs)
+    rows = memory.shape(copies, n, data.inputs), memory.shape(copies, n, *outputs)
     alpha = memory.shape(copies, choices)
 
     def longer_training(alpha, w, curvatures, train):
-        task = ActivationTask(_space(config), w, curvatures, train, train, train)
+        task = ActivationTask(_space(config, data.classes), w, curvatures, train, train, train)
         way = solver(task, _LONGER * config.inner_steps, rate=config.weight_rate)
         lower = stack_problems(task.space.problem).lower
         return way.run(lower, alpha, w, way.init(w), train)[0]
 
     with jax.enable_x64(True):
-        x = memory.shape(n, inputs(config.data), dtype="float64")
+        x = memory.shape(n, data.inputs, dtype="float64")
         mixture = memory.shape(choices, dtype="float64")
         kernel = jax.eval_shape(lambda *a: hidden_layer_kernel(*a, config.activations), x, mixture)
     return {
@@ -98,22 +101,23 @@ def _arrays(config: Search) -> memory.Parts:
     }
 
 
-def _space(config: Search) -> ActivationSpace:
+def _space(config: Search, classes: int) -> ActivationSpace:
     space = activation_space(
-        config.activations, width=config.width, classes=CLASSES, outer=config.outer
+        config.activations, width=config.width, classes=classes, outer=config.outer
     )
     assert isinstance(space, ActivationSpace)  # the width is finite
     return space
 
 
-def _task(config: Search) -> ActivationTask:
+def _task(config: Search, data: Data) -> ActivationTask:
     """Return data and initial weights of all seeds, over the devices."""
     count_for(config.devices, config.seeds, "seeds")
     seeds = jax.random.split(jax.random.key(config.seed), config.seeds)
     keys = [jax.random.split(key) for key in seeds]  # of the rows, of the weights
     sizes = {"train": config.train, "valid": config.valid, "test": config.test}
-    rows = datasets.draw_splits(config.data, [of_rows for of_rows, _ in keys], **sizes)
-    task = set_up(_space(config), rows, [of_weights for _, of_weights in keys], classes=CLASSES)
+    rows = data.draw([of_rows for of_rows, _ in keys], **sizes)
+    space, weight_keys = _space(config, data.classes), [of_weights for _, of_weights in keys]
+    task = set_up(space, rows, weight_keys, classes=data.classes)
     # Curvatures stay on one device, because solvers use them as constants.
     w0, *parts = spread_over_devices(config.devices, config.seeds, "seeds", (task.w0, *task[3:]))
     return ActivationTask(task.space, w0, task.curvatures, *parts)

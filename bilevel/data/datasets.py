@@ -3,9 +3,10 @@
 import csv
 import io
 import math
+import os
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +15,6 @@ import chex
 import jax
 import numpy as np
 import pooch
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_flow
 
 from bilevel.data.files import (
     check_digest,
@@ -27,27 +26,22 @@ from bilevel.data.files import (
     read_file,
     user_cache,
 )
-from bilevel.internal.checks import integer, one_of, prng_key, sequence
+from bilevel.data.own import SOURCES as OWN_SOURCES
+from bilevel.data.own import Source as OwnSource
+from bilevel.data.own import load_own
+from bilevel.data.splits import Dataset, check_row_counts, draw_part, drawn, stratified_split
+from bilevel.internal.checks import integer, prng_key, sequence
 
 __all__ = [
     "Dataset",
     "check_digest",
+    "draw_part",
     "draw_splits",
     "find_file",
     "load",
     "read_file",
     "stratified_split",
 ]
-
-
-class Dataset(NamedTuple):
-    """Training and test rows of one dataset."""
-
-    x_train: np.ndarray  # [n, h, w] or [n, h, w, 3] float32 in [0, 1], or [n] str objects
-    y_train: np.ndarray  # [n] int32
-    x_test: np.ndarray
-    y_test: np.ndarray
-    classes: tuple[str, ...]  # label i is called classes[i]
 
 
 class Source(NamedTuple):
@@ -119,69 +113,121 @@ _THINGS = "airplane, automobile, bird, cat, deer, dog, frog, horse, ship, truck"
 
 
 def load(
-    name: str, *, train_size: int | None = None, test_size: int | None = None, download: bool = True
+    source: OwnSource,
+    key: chex.PRNGKey | None = None,
+    *,
+    train_size: int | None = None,
+    test_size: int | None = None,
+    download: bool = True,
 ) -> Dataset:
-    """Load a dataset as numpy arrays.
+    """Load a built-in dataset, or your own rows, as numpy arrays.
+
+    Own rows are arrays ``x``, ``y`` by name: the keys of a ``.npz`` file or of a dict. ``x_test``,
+    ``y_test``, ``x_valid`` and ``y_valid`` are optional; ``x_train`` and ``y_train`` mean ``x`` and
+    ``y``. Shapes of ``x``: ``[n, d]``, ``[n, h, w]`` or ``[n, h, w, c]`` with 1 or 3 channels.
+    ``y [n]`` are integers or strings (classes), or reals (regression).
 
     Parameters
     ----------
-    name : {"digits", "mnist", "fashion-mnist", "cifar10", "imdb"}
-        ``digits`` is not split officially: here its last 360 rows are the test rows.
+    source : str, path, callable or mapping
+        One of
+
+        - ``"digits"``, ``"mnist"``, ``"fashion-mnist"``, ``"cifar10"``, ``"imdb"``. ``digits`` is
+          not split officially: here its last 360 rows are the test rows;
+        - ``"FILE.npz"``, read without pickle;
+        - a folder of images of one size, ``CLASS/*.png`` or ``train/CLASS/*.png`` next to ``test/``
+          and ``valid/``; also ``.jpg``. It needs Pillow;
+        - ``"MODULE:FUNCTION"``, or a function without arguments: it returns a mapping;
+        - a mapping of arrays.
+    key : jax PRNG key, optional
+        Draws the test rows of own data without test rows: a fifth, with all classes in their
+        proportions. Default: ``jax.random.key(0)``.
     train_size, test_size : int, optional
-        Use only the first rows; by default all. The rows of ``imdb`` are first put in a fixed
-        random order. ``cifar10`` reads only the batches that contain the rows.
+        Use only the first rows of a built-in dataset; by default all. The rows of ``imdb`` are
+        first put in a fixed random order. ``cifar10`` reads only the batches that contain the rows.
     download : bool
         Whether to download files that neither ``$BILEVEL_DATA`` nor the user cache contains.
 
     Returns
     -------
     Dataset
-        Images are float32 in [0, 1], ``[n, h, w]`` or ``[n, h, w, 3]``; texts are ``str`` objects,
-        ``[n]``; labels are int32, ``[n]``.
+        Built-in images are float32 in [0, 1], ``[n, h, w]`` or ``[n, h, w, 3]``; texts are ``str``
+        objects, ``[n]``. Own rows keep their dtype and stay on the host. Labels are int32, ``[n]``,
+        and index ``classes``; real targets keep their values, and ``classes`` is empty.
 
     Raises
     ------
     FileNotFoundError
         If a file is missing or cannot be downloaded.
+    ImportError
+        If ``source`` is a folder and Pillow is missing.
     ValueError
-        If the name is unknown, a file is truncated or altered, or there are fewer rows.
+        If the source is unknown, a file is damaged, or there are fewer rows than the sizes. If own
+        arrays are missing, empty, not finite, of unequal lengths or unusable shapes, or have one
+        class, or labels without training rows.
+
+    Notes
+    -----
+    Memory: the arrays; twice as much while test rows are set aside. Memory maps stay memory maps
+    if the source has test rows. Use :func:`draw_splits` for rows scaled for training.
 
     Examples
     --------
     >>> digits = load("digits", train_size=1000)
     >>> digits.x_train.shape, digits.x_test.shape, digits.classes[3]
     ((1000, 8, 8), (360, 8, 8), '3')
+    >>> own = load({"x": np.eye(10), "y": ["cat", "dog"] * 5})
+    >>> own.x_train.shape, own.y_test, own.classes
+    ((8, 10), array([0, 1], dtype=int32), ('cat', 'dog'))
     """
-    one_of("name", name, _DATASETS)
+    if not (isinstance(source, str) and source in _DATASETS):
+        if not (callable(source) or isinstance(source, str | os.PathLike | Mapping)):
+            raise TypeError(
+                f"source: expected one of {', '.join(_DATASETS)}, {OWN_SOURCES}, a function or a "
+                f"mapping, got {source!r}."
+            )
+        if train_size is not None or test_size is not None:
+            raise ValueError("train_size, test_size: expected None for own rows; use draw_splits.")
+        key = jax.random.key(0) if key is None else key
+        prng_key("key", key)
+        return load_own(source, key)
     for argument, size in (("train_size", train_size), ("test_size", test_size)):
         if size is not None:
             integer(argument, size, 1)
-    read, classes = _DATASETS[name]
-    train, test = read(name, train_size, download)
-    x_train, y_train = _scaled_first_rows(f"{name}: train_size", train_size, *train)
-    x_test, y_test = _scaled_first_rows(f"{name}: test_size", test_size, *test)
+    read, classes = _DATASETS[source]
+    train, test = read(source, train_size, download)
+    x_train, y_train = _scaled_first_rows(f"{source}: train_size", train_size, *train)
+    x_test, y_test = _scaled_first_rows(f"{source}: test_size", test_size, *test)
     return Dataset(x_train, y_train, x_test, y_test, classes)
 
 
 def draw_splits(
-    name: str, keys: Sequence[chex.PRNGKey] | jax.Array, *, train: int, valid: int, test: int
+    source: str | Dataset,
+    keys: Sequence[chex.PRNGKey] | jax.Array,
+    *,
+    train: int,
+    valid: int,
+    test: int,
 ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """Draw training, validation and test rows of a dataset for every key.
 
-    ``train`` and ``valid`` rows are drawn from the official training rows, with all classes in
-    their proportions. The test rows are the first ``test`` official ones, or all if there are
-    fewer. For digits all three parts are drawn from all rows.
+    ``train`` and ``valid`` rows are drawn from the training rows, with all classes in their
+    proportions; own validation rows have priority. Test rows are the first ``test`` official ones,
+    or drawn from the test rows of a :class:`Dataset`; all if there are fewer. For digits all three
+    parts are drawn from all rows.
 
     Parameters
     ----------
-    name : str
-        A name of :func:`load`. CIFAR-10 reads only the files with ``train + valid`` rows.
+    source : str or Dataset
+        A built-in name of :func:`load`, or its result. CIFAR-10 reads only the files with
+        ``train + valid`` rows.
     keys : sequence of jax PRNG keys
     train, valid, test : int
 
     Returns
     -------
     list, for every key, of ``[(x_train, y_train), (x_valid, y_valid), (x_test, y_test)]``
+        Inputs are floating point. Bytes are divided by 255.
 
     Raises
     ------
@@ -199,20 +245,24 @@ def draw_splits(
     for argument, size in (("train", train), ("valid", valid), ("test", test)):
         integer(argument, size, 1)
     keys = _listed(keys)
-    if name == "digits":
-        data = load(name)
-        _check_row_counts(
-            train, valid, len(data.y_train) + len(data.y_test) - 1, " and one to test"
+    if isinstance(source, Dataset):
+        return [drawn(source, key, train, valid, test) for key in keys]
+    if source not in _DATASETS:
+        raise ValueError(
+            f"source: expected one of {', '.join(_DATASETS)}, or a Dataset of load, got {source!r}."
         )
+    if source == "digits":
+        data = load(source)
+        check_row_counts(train, valid, len(data.y_train) + len(data.y_test) - 1, " and one to test")
         x = np.concatenate([data.x_train, data.x_test])
         y = np.concatenate([data.y_train, data.y_test])
         three = train, valid, min(test, len(x) - train - valid)
         return [[(x[r], y[r]) for r in stratified_split(key, y, three)] for key in keys]
-    sizes: dict[str, Any] = {"test_size": min(test, _TEST_ROWS.get(name, test))}
-    if name == "cifar10":
+    sizes: dict[str, Any] = {"test_size": min(test, _TEST_ROWS.get(source, test))}
+    if source == "cifar10":
         sizes["train_size"] = min(-(-(train + valid) // BATCH_ROWS), 5) * BATCH_ROWS
-    data = load(name, **sizes)
-    _check_row_counts(train, valid, len(data.y_train))
+    data = load(source, **sizes)
+    check_row_counts(train, valid, len(data.y_train))
     rows = [stratified_split(key, data.y_train, (train, valid)) for key in keys]
     last = data.x_test, data.y_test
     return [[*((data.x_train[r], data.y_train[r]) for r in parts), last] for parts in rows]
@@ -228,89 +278,7 @@ def _listed(keys):
     return keys
 
 
-def _check_row_counts(train, valid, rows, beside=""):
-    if train + valid > rows:
-        raise ValueError(
-            f"train, valid: expected at most {rows} rows together{beside}, got {train + valid}."
-        )
-
-
 _TEST_ROWS = {"mnist": 10_000, "fashion-mnist": 10_000, "cifar10": 10_000, "imdb": 25_000}
-
-
-def stratified_split(
-    key: chex.PRNGKey, labels: chex.Array, sizes: Iterable[int]
-) -> tuple[np.ndarray, ...]:
-    """Split a labelled sample into disjoint stratified parts.
-
-    A part of n rows contains the floor or the ceiling of n N_c / N rows of class c, if N_c of the N
-    samples are of class c. The order within a part is random.
-
-    Parameters
-    ----------
-    key : jax PRNG key
-    labels : array, [N]
-    sizes : sequence of int
-        The size of each part: at least 1 each, at most N together.
-
-    Returns
-    -------
-    tuple of int arrays
-        The indices of each part, ``[sizes[p]]``.
-
-    Raises
-    ------
-    ValueError
-        If ``key`` is not a PRNG key, ``labels`` not a vector, a part empty, or the sizes add up to
-        more than N.
-
-    Examples
-    --------
-    >>> labels = np.repeat([0, 1], [60, 40])
-    >>> train, valid = stratified_split(jax.random.key(0), labels, (50, 10))
-    >>> np.bincount(labels[train]), np.bincount(labels[valid])
-    (array([30, 20]), array([6, 4]))
-    """
-    prng_key("key", key)
-    labels = np.asarray(labels)
-    if labels.ndim != 1:
-        raise ValueError(f"labels: expected a vector, got shape {labels.shape}.")
-    sizes = list(sizes) if isinstance(sizes, Iterable) else sizes
-    if not isinstance(sizes, list) or not sizes:
-        raise ValueError(f"sizes: expected at least one, got {sizes!r}.")
-    sizes = [integer(f"sizes[{i}]", size, 1) for i, size in enumerate(sizes)]
-    unassigned = len(labels) - sum(sizes)
-    if unassigned < 0:
-        raise ValueError(
-            f"sizes: expected at most the {len(labels)} samples together, got {sum(sizes)}."
-        )
-    seed = np.asarray(jax.random.key_data(key)).ravel()
-    # numpy may change the stream of default_rng, but not that of RandomState.
-    order = np.random.RandomState(seed).permutation(len(labels))
-    _, first, codes = np.unique(labels[order], return_index=True, return_inverse=True)
-    # Classes are numbered in random order, so that rounding does not favour the same ones.
-    codes = np.argsort(np.argsort(first))[codes]
-    quotas = _quotas(np.array([*sizes, unassigned]), np.bincount(codes))
-    owner = np.empty(len(labels), int)
-    parts = np.tile(np.arange(len(sizes) + 1), len(first))
-    owner[np.argsort(codes, kind="stable")] = np.repeat(parts, quotas.T.ravel())
-    return tuple(order[owner == part] for part in range(len(sizes)))
-
-
-def _quotas(sizes, counts):
-    """Return integers next to sizes x counts / N, with sizes as row and counts as column sums.
-
-    The ideal table is a fractional flow from parts to classes, so an integer one exists. A maximum
-    flow of the units above the floors finds it.
-    """
-    floors, remainders = np.divmod(np.outer(sizes, counts), counts.sum())
-    part, label = slice(1, len(sizes) + 1), slice(len(sizes) + 1, -1)
-    capacity = np.zeros((len(sizes) + len(counts) + 2,) * 2, np.int32)
-    capacity[0, part] = sizes - floors.sum(1)
-    capacity[part, label] = remainders > 0
-    capacity[label, -1] = counts - floors.sum(0)
-    flow = maximum_flow(csr_array(capacity), 0, len(capacity) - 1).flow.toarray()
-    return floors + flow[part, label]
 
 
 def _scaled_first_rows(what, size, x, y):

@@ -46,7 +46,7 @@ def unit_images(
         if images(name, a).shape[1:] != parts[0].shape[1:]:
             raise ValueError(f"{name}: expected images {parts[0].shape[1:]}, got {a.shape[1:]}.")
     parts = squarable(parts)
-    factor = _pooling_factor(parts[0].shape[1:3], pixels)
+    factor = pooling_factor(parts[0].shape[1:3], pixels)
     if factor > 1:
         parts = [_averaged(a, factor) for a in parts]
     mean = _channel_means(parts[0])
@@ -66,8 +66,8 @@ def _channel_means(x):
     return x.mean((1, 2)).mean(0)
 
 
-def _pooling_factor(sides: tuple[int, ...], pixels: int | None) -> int:
-    """Return the divisor of both sides."""
+def pooling_factor(sides: tuple[int, ...], pixels: int | None) -> int:
+    """Return the smallest divisor of both sides that leaves at most ``pixels`` of them."""
     if pixels is None:
         return 1
     pixels, longer, common = integer("pixels", pixels, 1), max(sides), math.gcd(*sides)
@@ -76,18 +76,13 @@ def _pooling_factor(sides: tuple[int, ...], pixels: int | None) -> int:
             f"pixels: expected at least {longer // common} for images of {sides[0]} x {sides[1]}, "
             f"whose sides have no larger factor in common than {common}, got {pixels}."
         )
-    return pooling(common, pixels * common // longer)
+    most = pixels * common // longer
+    return next(f for f in range(1, common + 1) if common % f == 0 and common // f <= most)
 
 
 def _averaged(x, factor):
     x = average_pooling(x, factor, stride=factor)
     return np.asarray(x) if concrete(x) else x
-
-
-def pooling(side: int, pixels: int | None) -> int:
-    """Return the smallest factor that divides ``side`` and leaves at most ``pixels`` of it."""
-    most = side if pixels is None else integer("pixels", pixels, 1)
-    return next(f for f in range(1, side + 1) if side % f == 0 and side // f <= most)
 
 
 def crop_and_flip(key: chex.PRNGKey, x: chex.Array, padding: int = 4) -> jax.Array:

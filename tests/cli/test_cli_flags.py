@@ -28,6 +28,7 @@ from bilevel.cli.deep_search import run
 from bilevel.cli.flags import commands, datasets, deep_searches, from_config_file, rules
 from bilevel.cli.runtime import interrupts, memory, run_directory
 from bilevel.data import load
+from bilevel.data.datasets import SOURCES
 from bilevel.spaces.activations import ACTIVATIONS
 from bilevel.spaces.darts import operations
 from bilevel.spaces.features.text import BINS
@@ -414,7 +415,7 @@ def choices(flags, name):
 def test_names_of_flags_are_those_of_the_library():
     assert choices(commands.Search, "solver") == SOLVERS
     assert set(choices(commands.Search, "outer")) == set(OUTER_LOSSES)
-    assert choices(commands.Search, "data") == tuple(datasets.SHAPES)
+    assert {*datasets.SHAPES, "imdb"} == {*datasets.ROWS} == {*SOURCES, "digits"}
     assert set(choices(commands.Baseline, "method")) == {"all", *baseline._METHODS}
     assert set(get_args(deep_searches.Strategy)) == set(run.STRATEGIES)
     assert set(commands.ACTIVATIONS) == set(ACTIVATIONS)

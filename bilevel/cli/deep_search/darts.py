@@ -16,9 +16,9 @@ import optax
 from bilevel.cli.deep_search import networks
 from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
 from bilevel.cli.deep_search.run import DeepSearchRun, keys
-from bilevel.cli.flags.datasets import CLASSES
 from bilevel.cli.flags.deep_searches import DartsSearch
 from bilevel.cli.runtime import memory, report
+from bilevel.cli.runtime.data import Data, opened
 from bilevel.nets.evaluation import Part
 from bilevel.spaces.darts import darts_network, darts_space, parse_genotype, plot_genotype
 from bilevel.spaces.darts.genotype import EDGES
@@ -30,7 +30,7 @@ _CELLS = {"normal": "normal", "reduce": "reduction"}
 
 def run_darts_search(config: DartsSearch) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
-    return _DartsRun(config).run()
+    return _DartsRun(*opened(config, images=True)).run()
 
 
 class _DartsRun(DeepSearchRun):
@@ -39,14 +39,14 @@ class _DartsRun(DeepSearchRun):
     weight_optimizer = staticmethod(darts_sgd)
     columns: ClassVar = {"skips": ("skips", ".3g"), "parameters": ("parameters", ",.0f")}
 
-    def __init__(self, config: DartsSearch):
+    def __init__(self, config: DartsSearch, data: Data):
         shape: dict[str, Any] = {"cells": config.cells, "channels": config.channels}
         common: dict[str, Any] = {
-            "classes": CLASSES,
+            "classes": data.classes,
             "dtype": jnp.bfloat16 if config.bfloat16 else None,
         }
         super().__init__(
-            config, darts_space(config.operations, remat=config.remat, **common, **shape)
+            config, data, darts_space(config.operations, remat=config.remat, **common, **shape)
         )
         final = {k: getattr(config, f"final_{k}") or size for k, size in shape.items()}
         self.network: Callable[..., Any] = functools.partial(

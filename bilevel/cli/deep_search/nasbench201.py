@@ -12,9 +12,9 @@ import numpy as np
 
 from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
 from bilevel.cli.deep_search.run import DeepSearchRun
-from bilevel.cli.flags.datasets import CLASSES
 from bilevel.cli.flags.deep_searches import NasBench201Search
 from bilevel.cli.runtime import report
+from bilevel.cli.runtime.data import Data, opened
 from bilevel.spaces.nasbench201 import nasbench201_space
 from bilevel.spaces.nasbench201.costs import supernet_cost
 from bilevel.spaces.nasbench201.genotype import EDGES
@@ -26,7 +26,7 @@ from bilevel.strategies import darts_sgd
 
 def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
-    return _NasBench201Run(config).run()
+    return _NasBench201Run(*opened(config, images=True)).run()
 
 
 class _NasBench201Run(DeepSearchRun):
@@ -34,7 +34,7 @@ class _NasBench201Run(DeepSearchRun):
     sizes = "cells", "channels"
     weight_optimizer = staticmethod(darts_sgd)
 
-    def __init__(self, config: NasBench201Search):
+    def __init__(self, config: NasBench201Search, data: Data):
         self.known = table.load_table()
         self.shape: dict[str, Any] = {"cells": config.cells, "channels": config.channels}
         options: dict[str, Any] = {
@@ -42,7 +42,9 @@ class _NasBench201Run(DeepSearchRun):
             "remat": config.remat,
         }
         super().__init__(
-            config, nasbench201_space(config.operations, classes=CLASSES, **options, **self.shape)
+            config,
+            data,
+            nasbench201_space(config.operations, classes=data.classes, **options, **self.shape),
         )
 
     def more(self, result: dict[str, Any], seed_results: list[SeedResult]) -> dict[str, Any]:

@@ -21,11 +21,10 @@ from bilevel import strategies
 from bilevel.cli.deep_search import report as deep_report
 from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
 from bilevel.cli.flags import from_config_file
-from bilevel.cli.flags.datasets import ROWS, image_shape
 from bilevel.cli.runtime import memory, report
+from bilevel.cli.runtime.data import Data
 from bilevel.cli.runtime.run_directory import run_directory
 from bilevel.contracts import Pytree
-from bilevel.data import datasets
 from bilevel.discretize import diagnostics
 from bilevel.nets import training
 from bilevel.nets.evaluation import Part, error_rates
@@ -86,15 +85,16 @@ class DeepSearchRun:
     parts: list[list[Part]]  # of every seed: training, validation, test rows
     strategy: Strategy
 
-    def __init__(self, config: Any, space: Space):
-        self.config, self.space, self.began = config, space, time.perf_counter()
+    def __init__(self, config: Any, data: Data, space: Space):
+        self.config, self.data, self.space = config, data, space
+        self.began = time.perf_counter()
 
     # ------------------------------------------------------------------------- a space's own
 
     @property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of an input."""
-        return image_shape(self.config)
+        return self.data.image_shape(self.config.pixels)
 
     def unit(self, *xs: Any) -> Any:
         """Return the inputs in the form of the space, normalised by the first of ``xs``."""
@@ -142,7 +142,7 @@ class DeepSearchRun:
         with (
             memory.fitting(self.config, *self.arrays()),
             run_directory(
-                self.config, keeps="searches and networks so far are saved"
+                self.config, self.data, keeps="searches and networks so far are saved"
             ) as self.folder,
         ):
             with report.phases(self.config.progress) as self.bars:
@@ -183,8 +183,7 @@ class DeepSearchRun:
         residuals = memory.kept_for_backward(
             lambda *arguments: lower(*arguments)[0], w, alpha, batch
         )
-        others, own = ROWS[config.data]
-        tests = min(config.test, own or others - config.train - config.valid)
+        tests = self.data.test_rows(config)
         rows = memory.shape(config.seeds, config.train + config.valid + tests, *self.row_shape)
         search = {
             ("seeds", *self.sizes): [w] * 3 * self.copies,  # with gradient and momentum
@@ -199,7 +198,7 @@ class DeepSearchRun:
         config = self.config
         draws = jax.random.split(jax.random.key(config.seed), config.seeds)
         sizes = {"train": config.train, "valid": config.valid, "test": config.test}
-        drawn = datasets.draw_splits(config.data, draws, **sizes)
+        drawn = self.data.draw(draws, **sizes)
         return [normalised(rows, self.unit) for rows in drawn]
 
     def _summary(self, seed_results: list[SeedResult], networks: "Scores") -> dict[str, Any]:
@@ -217,6 +216,7 @@ class DeepSearchRun:
         return {
             "space": self.name,
             "config": from_config_file.flags_of(self.config),
+            "data": self.data.record(),
             "names": list(space.names),
             "architectures": [str(space.discretize(f.alpha)) for f in seed_results],
             "alpha": [deep_report.nested_lists(f.alpha) for f in seed_results],

@@ -32,9 +32,9 @@ from bilevel.cli.deep_search.run import (
     keys,
 )
 from bilevel.cli.flags import from_config_file
-from bilevel.cli.flags.datasets import CLASSES, inputs
 from bilevel.cli.flags.deep_searches import SkipSearch
 from bilevel.cli.runtime import report
+from bilevel.cli.runtime.data import Data, opened
 from bilevel.contracts import Pytree
 from bilevel.nets.evaluation import Part, error_rates
 from bilevel.spaces.activations import unit_inputs
@@ -48,7 +48,7 @@ _KERNEL_ROWS = 100  # rows of the kernel for the smallest eigenvalue: a second f
 def run_skip_search(config: SkipSearch) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     run = _EigenNasRun if config.strategy == "eigen-nas" else _SkipRun
-    return run(config).run()
+    return run(*opened(config, images=False)).run()
 
 
 class _SkipRun(DeepSearchRun):
@@ -57,15 +57,15 @@ class _SkipRun(DeepSearchRun):
     columns: ClassVar = {"skips": ("skips", ".3g"), "min_eigenvalue": ("λ_min", ".3g")}
     space: SkipSpace
 
-    def __init__(self, config: SkipSearch):
+    def __init__(self, config: SkipSearch, data: Data):
         space = skip_space(
             config.activations,
             depth=config.depth,
             width=config.width,
-            classes=CLASSES,
+            classes=data.classes,
             parametrization=config.parametrization,
         )
-        super().__init__(config, _in_bfloat16(space) if config.bfloat16 else space)
+        super().__init__(config, data, _in_bfloat16(space) if config.bfloat16 else space)
         self.copies = config.seeds
         self.kernel_rows = min(_KERNEL_ROWS, config.train)
         layers, skips = (len(space.start()[k]) for k in ("activations", "skips"))
@@ -76,7 +76,7 @@ class _SkipRun(DeepSearchRun):
     @property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of an input."""
-        return (inputs(self.config.data),)
+        return (self.data.inputs,)
 
     def unit(self, *xs: Any) -> Any:
         """Return inputs of unit norm."""
@@ -230,6 +230,7 @@ class _EigenNasRun(_SkipRun):
         result = {
             "space": self.name,
             "config": from_config_file.flags_of(config),
+            "data": self.data.record(),
             "names": list(self.space.names),
             "architectures": [_best_by_validation(networks, seed) for seed in seeds],
             "scores": scores,

@@ -9,9 +9,8 @@ import pathlib
 from typing import Annotated, ClassVar, Literal
 
 from bilevel.cli.flags import rules
-from bilevel.cli.flags.datasets import check_rows
-from bilevel.cli.flags.import_function import check_module
-from bilevel.cli.flags.rules import names_function
+from bilevel.cli.flags.datasets import SOURCES, check_rows, check_source, exists
+from bilevel.internal.import_function import check_module, names_function
 from ntk.scores.registry import HOST_SCORES, builtin_score_names
 
 ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu", "erf", "identity")
@@ -23,7 +22,7 @@ NASBENCH201_OPERATIONS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3"
 SCORES = tuple(sorted((*builtin_score_names(), *HOST_SCORES)))
 BASELINES = ("parameters", "multiply-adds", "trainable layers", "conv edges")  # of scores
 Names = Annotated[tuple[str, ...], rules.Names(ACTIVATIONS)]
-Images = Literal["digits", "mnist", "fashion-mnist", "cifar10"]
+Data = Annotated[str, rules.Form(exists, SOURCES)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +47,9 @@ class Output:
 class Job(rules.Flags):
     """Flags of every job."""
 
-    data: Images = "digits"
-    """Dataset; digits ships with scikit-learn."""
+    data: Data = "digits"
+    """digits (ships with scikit-learn), mnist, fashion-mnist or cifar10; or your own rows: FILE.npz
+    with x and y, a folder with CLASS/*.png, or MODULE:FUNCTION, which returns x and y in a dict."""
     seed: rules.Seed = 0
     """Seed of all random numbers."""
     out: rules.Out = pathlib.Path("runs/job")
@@ -57,6 +57,11 @@ class Job(rules.Flags):
     progress: bool | None = None
     """Progress bar; by default in a terminal. Or --progress, --no-progress."""
     changeable: ClassVar[tuple[str, ...]] = ()  # flags that --resume may change
+
+    def check(self) -> None:
+        """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
+        super().check()
+        check_source(self.data)
 
 
 Devices = rules.Count | Literal["all"]
@@ -146,8 +151,10 @@ class Certify(Job):
 class Baseline(Resumable):
     """Choose a feature map by weight sharing, Hyperband, random search and the like."""
 
-    data: Images | Literal["imdb"] = "digits"  # type: ignore[assignment]
-    """Dataset; digits ships with scikit-learn."""
+    data: Data | Literal["imdb"] = "digits"
+    """digits (ships with scikit-learn), mnist, fashion-mnist, cifar10 or imdb; or your own rows:
+    FILE.npz with x and y, a folder with CLASS/*.png, or MODULE:FUNCTION, which returns x and y in a
+    dict."""
     out: rules.Out = pathlib.Path("runs/baseline")
     """Run directory; a number is appended if it exists."""
     method: Literal[
@@ -208,8 +215,10 @@ _Parts = Annotated[tuple[str, ...], rules.Names((*SCORES, *BASELINES), least=0, 
 class Rank(Resumable):
     """Rank the networks of NAS-Bench-201 by train-free scores, and judge the scores."""
 
-    data: Images = "cifar10"
-    """Dataset of the batch that networks are scored on; digits ships with scikit-learn."""
+    data: Data = "cifar10"
+    """Images of the batch that networks are scored on: digits (ships with scikit-learn), mnist,
+    fashion-mnist, cifar10, or your own: FILE.npz with x and y, a folder with CLASS/*.png, or
+    MODULE:FUNCTION, which returns x and y in a dict."""
     out: rules.Out = pathlib.Path("runs/rank")
     """Run directory; a number is appended if it exists."""
     scores: _Scores = _DEFAULT_SCORES

@@ -1,7 +1,8 @@
-"""Facts about a dataset before it is loaded. JAX is not imported."""
+"""Built-in datasets before they are loaded, and the form of ``--data``. JAX is not imported."""
 
-import math
-from typing import Any
+import os
+
+from bilevel.internal.import_function import check_module, names_function
 
 # Rows for training, and separate rows for the test. The test rows of digits are drawn from the
 # training rows.
@@ -19,27 +20,41 @@ SHAPES = {
     "cifar10": (32, 32, 3),
 }
 CLASSES = 10  # of all of these
+SOURCES = f"{', '.join(SHAPES)}, FILE.npz, a folder of images, or MODULE:FUNCTION"
+
+
+def is_own(data: str) -> bool:
+    """Return whether ``--data`` names rows of the user."""
+    return data not in ROWS
+
+
+def exists(data: str) -> bool:
+    """Return whether ``--data`` names images that are built in, or a source of own rows."""
+    if data.endswith(".npz"):
+        return os.path.isfile(data)
+    return data in SHAPES or os.path.isdir(data) or names_function(data)
+
+
+def check_source(data: str) -> None:
+    """Raise ``ValueError`` if ``--data`` is a MODULE:FUNCTION without its module."""
+    if is_own(data) and not data.endswith(".npz") and not os.path.isdir(data):
+        check_module("data", data)
 
 
 def check_rows(data: str, sizes: dict[str, int], reserved: int = 0) -> None:
-    """Raise if the training rows are too few for ``sizes``, by flag, and ``reserved`` more."""
-    total, own_test_rows = ROWS[data]
-    left = total - reserved - (0 if own_test_rows else 2)  # for the test, at the least
+    """Raise if the training rows are too few for ``sizes``, by flag, and ``reserved`` more.
+
+    Own rows are not loaded yet, and are checked later.
+    """
+    if not is_own(data):
+        total, own_test_rows = ROWS[data]
+        # For the test, at the least.
+        check_sum(data, sizes, total - reserved - (0 if own_test_rows else 2))
+
+
+def check_sum(data: str, sizes: dict[str, int], rows: int) -> None:
+    """Raise if ``sizes``, by flag, are more than ``rows`` together."""
     for name, size in sizes.items():
-        if size > left:
-            raise ValueError(f"{name}: expected at most {left} of the rows of {data}, got {size}.")
-        left -= size
-
-
-def inputs(data: str) -> int:
-    """Return how many values an image has."""
-    return math.prod(SHAPES[data])
-
-
-def image_shape(config: Any) -> tuple[int, int, int]:
-    """Return the shape (h, w, c) of the images that the flags ``data`` and ``pixels`` ask for."""
-    from bilevel.nets.images import pooling
-
-    side, _, channels = SHAPES[config.data]
-    side //= pooling(side, config.pixels)
-    return side, side, channels
+        if size > rows:
+            raise ValueError(f"{name}: expected at most {rows} of the rows of {data}, got {size}.")
+        rows -= size

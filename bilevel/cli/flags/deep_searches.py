@@ -13,7 +13,7 @@ from bilevel.cli.flags.commands import (
     Resumable,
 )
 from bilevel.cli.flags.datasets import check_rows
-from bilevel.cli.flags.import_function import check_module
+from bilevel.internal.import_function import check_module
 
 _DartsOperations = Annotated[tuple[str, ...], rules.Names(DARTS_OPERATIONS)]
 _NasBench201Operations = Annotated[tuple[str, ...], rules.Names(NASBENCH201_OPERATIONS)]

@@ -10,10 +10,11 @@ the conditions on several flags. The library checks the rest.
 import dataclasses
 import math
 import pathlib
-import re
 import types
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from bilevel.internal.import_function import names_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +63,6 @@ class Names:
             return None
         others = ", or MODULE:FUNCTION" if self.functions else ""
         return f"expected names among {', '.join(self.known)}{others}"
-
-
-def names_function(value: str) -> bool:
-    """Return whether ``value`` has the form MODULE:FUNCTION."""
-    return bool(re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value, re.ASCII))
 
 
 Count = Annotated[int, Range(1)]

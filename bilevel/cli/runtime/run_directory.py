@@ -8,17 +8,21 @@ from collections.abc import Iterator
 
 from bilevel.cli.flags import from_config_file, rules
 from bilevel.cli.flags.commands import Job, Resumable
+from bilevel.cli.runtime.data import FILE, Data, check_digest, save_digest
 from bilevel.cli.runtime.interrupts import Stopped
 from bilevel.internal.processes import broadcast_first_string, is_first_process
 from bilevel.runs import records
 
 
 @contextlib.contextmanager
-def run_directory(config: Job, *, keeps: str = "its results are saved") -> Iterator[pathlib.Path]:
+def run_directory(
+    config: Job, data: Data | None = None, *, keeps: str = "its results are saved"
+) -> Iterator[pathlib.Path]:
     """Yield the directory to write into; if a new run fails before its first result, remove it.
 
     A resumed run has the directory of the run with the same flags, apart from
-    ``config.changeable``. Ctrl-C raises :class:`Stopped` with the text ``keeps``.
+    ``config.changeable``, and the same data. Ctrl-C raises :class:`Stopped` with the text
+    ``keeps``.
     """
     resumable = isinstance(config, Resumable)
     resumed = isinstance(config, Resumable) and config.resume
@@ -27,8 +31,12 @@ def run_directory(config: Job, *, keeps: str = "its results are saved") -> Itera
     def own():
         from_config_file.check_directory(config)
         if resumed:
+            if data is not None:
+                check_digest(config.out, data)
             return str(config.out)
         made.extend(_new(config))
+        if data is not None:
+            save_digest(made[0], data)
         return str(made[0])
 
     folder = pathlib.Path(broadcast_first_string(own))
@@ -73,7 +81,8 @@ def _new(config: Job) -> list[pathlib.Path]:
 
 def _has_results(folder: pathlib.Path) -> bool:
     """Return whether a file holds more than flags, a lock or the header of a journal."""
-    files = [p for p in folder.rglob("*") if p.is_file() and p.name != from_config_file.CONFIG]
+    begun = from_config_file.CONFIG, FILE
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name not in begun]
     files = [path for path in files if path.name != "lock" and path.suffix != ".lock"]
     return any(
         path.read_bytes().count(b"\n") > 1 if path.suffix == ".jsonl" else path.stat().st_size > 0

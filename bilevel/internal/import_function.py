@@ -1,12 +1,18 @@
-"""User-defined functions, named MODULE:FUNCTION on the command line."""
+"""User-defined functions, named MODULE:FUNCTION. JAX is not imported."""
 
 import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
+
+
+def names_function(value: str) -> bool:
+    """Return whether ``value`` has the form MODULE:FUNCTION."""
+    return bool(re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value, re.ASCII))
 
 
 def check_module(flag: str, name: str) -> None:

@@ -1,0 +1,253 @@
+"""``--data`` of a run: facts about the rows, rows to draw, and the digest of the user's rows.
+
+Built-in datasets are known before they are read. The user's rows are read once, before the run has
+a directory, so that nothing is computed on wrong ones.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bilevel.cli.flags.commands import Job
+from bilevel.cli.flags.datasets import CLASSES, ROWS, SHAPES, check_sum, is_own
+from bilevel.cli.flags.quick import QUICK
+from bilevel.cli.runtime import report
+from bilevel.data import datasets
+from bilevel.nets.images import pooling_factor
+
+FILE = "data.json"  # in the run directory: the digest of own rows
+_SPLIT = 53  # folded into the key of --seed, so that the test rows have another random stream
+_CHUNK = 2**24  # bytes that are hashed at once
+_SIZES = "rows", "train", "valid", "test"  # flags that count rows
+_SHOWN = 5  # names of classes in the line of the data
+
+AnyJob = TypeVar("AnyJob", bound=Job)
+Rows = tuple[np.ndarray, np.ndarray]
+
+
+class Data(NamedTuple):
+    """The rows of a run. ``dataset`` and ``digest`` are None for built-in datasets."""
+
+    source: str
+    shape: tuple[int, ...]  # of a row: (h, w, c) of images, (d,) of vectors
+    classes: int  # 0 for real targets
+    dataset: datasets.Dataset | None = None
+    digest: str | None = None
+
+    @property
+    def inputs(self) -> int:
+        """The number of values in a row."""
+        return math.prod(self.shape)
+
+    def image_shape(self, pixels: int | None) -> tuple[int, int, int]:
+        """Return the shape (h, w, c) of images that are averaged down to ``pixels``."""
+        height, width, channels = self.shape
+        factor = pooling_factor((height, width), pixels)
+        return height // factor, width // factor, channels
+
+    def test_rows(self, config: Any) -> int:
+        """Return the number of test rows that ``--test`` means."""
+        if self.dataset is not None:
+            return min(config.test, len(self.dataset.y_test))
+        total, separate = ROWS[self.source]
+        return min(config.test, separate or total - config.train - config.valid)
+
+    def draw(
+        self, keys: Sequence[Any] | jax.Array, *, train: int, valid: int, test: int
+    ) -> list[list[Rows]]:
+        """Return training, validation and test rows for every key; own vectors standardized."""
+        splits = datasets.draw_splits(
+            self.source if self.dataset is None else self.dataset,
+            keys,
+            train=train,
+            valid=valid,
+            test=test,
+        )
+        return [self._prepared(parts) for parts in splits]
+
+    def _prepared(self, parts: list[Rows]) -> list[Rows]:
+        """Return rows in JAX's floating-point dtype; own vectors are standardized."""
+        if self.dataset is None:
+            return parts
+        parts = _standardized(parts) if len(self.shape) == 1 else parts
+        dtype = jnp.result_type(float)
+        return [(x.astype(min(x.dtype, dtype), copy=False), y) for x, y in parts]
+
+    def training_rows(self, key: jax.Array, count: int) -> np.ndarray:
+        """Return training rows [count, ...], with all classes in their proportions."""
+        dataset = self.dataset
+        if dataset is None:
+            size = None
+            if self.source == "cifar10":  # read only the files that hold the rows
+                size = -(-count // datasets.BATCH_ROWS) * datasets.BATCH_ROWS
+            dataset = datasets.load(self.source, train_size=size)
+        if count > (total := len(dataset.y_train)):
+            raise ValueError(f"rows: expected at most {total}, got {count}.")
+        return self._prepared(datasets.draw_part(dataset, key, "train", count))[0][0]
+
+    def record(self) -> dict[str, Any]:
+        """Return the entry ``data`` of ``result.json``."""
+        entry: dict[str, Any] = {"source": self.source, "digest": self.digest}
+        if self.dataset is None:
+            return entry
+        sizes = (self.dataset.y_train, self.dataset.y_valid, self.dataset.y_test)
+        return entry | {
+            "rows": [0 if y is None else len(y) for y in sizes],
+            "shape": list(self.shape),
+            "classes": list(self.dataset.classes),
+            "normalization": _normalization(self.shape, self.dataset.x_train.dtype),
+        }
+
+
+def _normalization(shape: tuple[int, ...], dtype: np.dtype) -> str:
+    if len(shape) == 1:
+        return "columns of mean 0 and variance 1 on the training rows"
+    return "bytes / 255" if dtype == np.uint8 else "none"
+
+
+def _standardized(parts: list[Rows]) -> list[Rows]:
+    """Return vectors with columns of mean 0 and variance 1 on the training rows."""
+    x = parts[0][0]
+    mean = x.mean(axis=0, dtype=np.float64)
+    deviation = x.std(axis=0, dtype=np.float64)
+    scale = np.where(x.max(axis=0) > x.min(axis=0), deviation, 1)
+    return [(((a - mean) / scale).astype(x.dtype), y) for a, y in parts]
+
+
+# ----------------------------------------------------------------------------- reading
+
+
+def opened(config: AnyJob, *, images: bool, labels: bool = True) -> tuple[AnyJob, Data]:
+    """Return the flags and the data of a run; default sizes shrink to the user's own rows.
+
+    Raises
+    ------
+    ValueError
+        If own rows are wrong, are not the ``images`` or class ``labels`` that the run needs, or are
+        fewer than the flags ask for.
+    """
+    if not is_own(config.data):
+        return config, Data(config.data, SHAPES.get(config.data, ()), CLASSES)
+    key = jax.random.fold_in(jax.random.key(config.seed), _SPLIT)
+    dataset = datasets.load(config.data, key)
+    shape = dataset.x_train.shape[1:]
+    if len(shape) == 2:
+        shape = (*shape, 1)
+    if images and len(shape) == 1:
+        raise ValueError(
+            f"data: expected images [n, h, w] or [n, h, w, c] for this command, got vectors "
+            f"{dataset.x_train.shape} in {config.data}."
+        )
+    if labels and not dataset.classes:
+        raise ValueError(
+            "data: expected class labels, integers or strings, for this command, got real targets "
+            f"in {config.data}."
+        )
+    config = _with_sizes(config, dataset)
+    data = Data(config.data, shape, len(dataset.classes), dataset, _digest(dataset))
+    report.screen().print(_description(config, data))
+    return config, data
+
+
+def _with_sizes(config: AnyJob, dataset: datasets.Dataset) -> AnyJob:
+    """Return the flags with default sizes that fit the rows of own data."""
+    rows, valid = len(dataset.y_train), dataset.y_valid
+    pools = [("rows", "train", "valid"), ()] if valid is None else [("rows", "train"), ("valid",)]
+    sizes: dict[str, Any] = {}
+    for pool, total in zip(pools, (rows, 0 if valid is None else len(valid)), strict=True):
+        wanted = {name: _size(config, name) for name in pool if hasattr(config, name)}
+        if "train" in wanted and "valid" not in wanted and valid is None:
+            total -= 1  # `bilevel rank` draws one validation row, and does not use it
+        sizes |= _shrunk(config, wanted, total)
+    if "batch_size" in vars(config):
+        least = min(size for name, size in sizes.items() if name != "rows")
+        sizes["batch_size"] = _shrunk(config, {"batch_size": _size(config, "batch_size")}, least)[
+            "batch_size"
+        ]
+    fitted = dataclasses.replace(config, **sizes)
+    fitted.check()
+    return fitted
+
+
+def _shrunk(config: Job, wanted: dict[str, int], total: int) -> dict[str, int]:
+    """Return sizes of at most ``total`` together; only those that the user has not given shrink."""
+    free = {name: size for name, size in wanted.items() if _is_default(config, name)}
+    left = total - (sum(wanted.values()) - sum(free.values()))
+    if sum(free.values()) > left >= len(free) > 0:
+        share = left / sum(free.values())
+        wanted = wanted | {name: max(1, int(share * size)) for name, size in free.items()}
+    check_sum(config.data, wanted, total)
+    return wanted
+
+
+def _size(config: Any, name: str) -> int:
+    return config.size(name) if hasattr(config, "size") else getattr(config, name)
+
+
+def _is_default(config: Job, name: str) -> bool:
+    kind = type(config)
+    return getattr(config, name) in (getattr(kind(), name), getattr(QUICK.get(kind, kind()), name))
+
+
+def _description(config: Any, data: Data) -> str:
+    """Return the line about own data: rows, classes, normalization and split."""
+    dataset = data.dataset
+    assert dataset is not None
+    kind = "vectors" if len(data.shape) == 1 else "images"
+    names = ", ".join(dataset.classes[:_SHOWN]) + (", ..." if data.classes > _SHOWN else "")
+    targets = f"{data.classes} classes ({names})" if data.classes else "real targets"
+    numbers = [f"{len(dataset.y_train):,} training", f"{len(dataset.y_test):,} test"]
+    if dataset.y_valid is not None:
+        numbers.insert(1, f"{len(dataset.y_valid):,} validation")
+    used = {name: _size(config, name) for name in _SIZES if hasattr(config, name)}
+    if "test" in used:
+        used["test"] = min(used["test"], len(dataset.y_test))
+    sizes = ", ".join(f"{size:,} {name}" for name, size in used.items())
+    return (
+        f"{data.source}: {', '.join(numbers)} {kind} of {' x '.join(map(str, data.shape))}, "
+        f"{targets}; normalization: {data.record()['normalization']}; this run takes {sizes}"
+    )
+
+
+def _digest(dataset: datasets.Dataset) -> str:
+    """Return a digest of the values of all rows and the names of the classes."""
+    state = hashlib.sha256(json.dumps(dataset.classes).encode())
+    for array in dataset:
+        if isinstance(array, np.ndarray):
+            state.update(f"{array.dtype.str}{array.shape}".encode())
+            rows = max(1, _CHUNK // max(1, array[:1].nbytes))
+            for start in range(0, len(array), rows):
+                state.update(np.ascontiguousarray(array[start : start + rows]).data)
+    return f"sha256:{state.hexdigest()}"
+
+
+# ----------------------------------------------------------------------------- the run directory
+
+
+def save_digest(folder: pathlib.Path, data: Data) -> None:
+    """Write the digest of own data into a new run directory."""
+    if data.digest is not None:
+        (folder / FILE).write_text(json.dumps(data.record(), indent=2) + "\n")
+
+
+def check_digest(folder: pathlib.Path, data: Data) -> None:
+    """Raise ``ValueError`` if the run in ``folder`` was of other data."""
+    if data.digest is None:
+        return
+    try:
+        before = json.loads((folder / FILE).read_bytes())["digest"]
+    except (OSError, ValueError, LookupError, TypeError):
+        before = "none"
+    if before != data.digest:
+        raise ValueError(
+            f"data: expected the rows of the run to resume, {before}, got {data.digest} in "
+            f"{data.source}."
+        )

@@ -1,0 +1,118 @@
+"""Read images from folders, one folder for each class."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_PARTS = {"train": "train", "valid": "valid", "val": "valid", "test": "test"}
+_SUFFIXES = ".png", ".jpg", ".jpeg"
+_OF_THE_SYSTEM = "thumbs.db", "desktop.ini"
+_GRAY = "1", "L"  # modes of Pillow
+
+
+def read_folder(folder: Path) -> dict[str, np.ndarray]:
+    """Return the images, uint8, and the names of their classes, by part.
+
+    The images are in ``CLASS/*.png``, or in ``train/CLASS/*.png`` next to ``test/`` and ``valid/``.
+    """
+    files = {part: _files_by_class(path) for part, path in _parts(folder).items()}
+    (height, width), mode = _common_size([file for part in files.values() for file, _ in part])
+    shape = (height, width) if mode == "L" else (height, width, 3)
+    arrays = {}
+    for part, own in files.items():
+        arrays[f"x_{part}"] = x = np.empty((len(own), *shape), np.uint8)
+        for i, (file, _) in enumerate(own):
+            x[i] = np.asarray(_opened(file, lambda image: image.convert(mode)))
+        arrays[f"y_{part}"] = np.array([name for _, name in own])
+    return arrays
+
+
+def _parts(folder: Path) -> dict[str, Path]:
+    """Return the folders of the parts; a ``train`` that contains images is a class."""
+    if not any(path.is_dir() for path in _entries(folder / "train")):
+        return {"train": folder}
+    entries = _entries(folder)
+    if other := [path for path in entries if path.name not in _PARTS]:
+        raise ValueError(
+            f"{folder}: expected only train, valid and test next to train, got {other[0].name!r}."
+        )
+    parts = {_PARTS[path.name]: path for path in entries}
+    if len(parts) < len(entries):
+        raise ValueError(f"{folder}: expected valid or val, got both.")
+    return parts
+
+
+def _files_by_class(folder: Path) -> list[tuple[Path, str]]:
+    """Return every image below ``folder`` with its class, in the order of their names."""
+    classes = _entries(folder)
+    if not classes:
+        raise ValueError(f"{folder}: expected folders CLASS/*.png, got an empty folder.")
+    files = []
+    for path in classes:
+        if not path.is_dir():
+            raise ValueError(f"{folder}: expected only folders CLASS/*.png, got {path.name!r}.")
+        own = _entries(path)
+        if not own:
+            raise ValueError(f"{path}: expected .png or .jpg images, got an empty folder.")
+        for file in own:
+            if file.suffix.lower() not in _SUFFIXES or file.is_dir():
+                raise ValueError(f"{path}: expected only .png and .jpg images, got {file.name!r}.")
+        files += [(file, path.name) for file in own]
+    return files
+
+
+def _entries(folder: Path) -> list[Path]:
+    """List a folder, if it is one, without the hidden files of operating systems."""
+    if not folder.is_dir():
+        return []
+    hidden = (".", "__")
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if not path.name.startswith(hidden) and path.name.lower() not in _OF_THE_SYSTEM
+    )
+
+
+def _common_size(files: list[Path]) -> tuple[tuple[int, int], str]:
+    """Return height and width of all images, and Pillow's mode that holds them all."""
+    sizes: dict[tuple[int, int], Path] = {}
+    gray = True
+    for file in files:
+        size, mode, transparent = _opened(
+            file, lambda image: (image.size, image.mode, image.has_transparency_data)
+        )
+        if transparent:
+            raise ValueError(
+                f"{file}: expected 1 or 3 channels, got an image with transparency (alpha); save "
+                "it without."
+            )
+        if mode[0] in "IF":
+            raise ValueError(f"{file}: expected 8 bits a channel, got Pillow's mode {mode}.")
+        sizes.setdefault(size, file)
+        if len(sizes) > 1:
+            (first, example), (other, _) = sizes.items()
+            raise ValueError(
+                f"{file}: expected {first[0]} x {first[1]} pixels as in {example}, got "
+                f"{other[0]} x {other[1]}; resize the images to one size."
+            )
+        gray = gray and mode in _GRAY
+    ((width, height),) = sizes
+    return (height, width), "L" if gray else "RGB"
+
+
+def _opened(file: Path, function: Any) -> Any:
+    """Return ``function`` of an image file."""
+    try:
+        from PIL import Image  # the extra `images`
+    except ImportError:
+        raise ImportError(
+            f"{file.parent}: expected Pillow to read images, got none; install it with "
+            "`pip install pillow`."
+        ) from None
+    try:
+        with Image.open(file) as image:
+            return function(image)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        reason = str(error).splitlines()[0].replace(f" {str(file)!r}", " the file")
+        raise ValueError(f"{file}: expected an image, got a damaged one ({reason}).") from None

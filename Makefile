@@ -105,7 +105,7 @@ bench: $(VENV) ## the quick benchmarks: hypergradients, memory, kernels, feature
 tables: $(VENV) ## write the measured tables in README.md and docs/ from benchmarks/results; ARGS=--check
 	$(BIN)/python tools/tables.py $(ARGS)
 
-accelerator: $(VENV) ## benchmarks for an accelerator, 25 minutes; ARGS=--quick: tiny, on any device
+accelerator: $(VENV) ## benchmarks for an accelerator, 9 minutes, resumable; ARGS=--quick: tiny, on any device
 	$(BIN)/python benchmarks/scale/accelerator.py $(ARGS)
 
 clean: ## remove environments, caches and build outputs; keeps runs/

@@ -218,7 +218,10 @@ def torch_losses(s):
     import torch
 
     torch.set_num_threads(1)
-    grad = torch.autograd.grad
+    grad, device = torch.autograd.grad, "cuda" if jax.default_backend() == "gpu" else "cpu"
+
+    def on_device(a):
+        return torch.from_numpy(a).to(device)
 
     def lower(w, lam, x, y):
         return 0.5 * torch.mean((x @ w - y) ** 2) + 0.5 * torch.sum(torch.exp(lam) * w**2)
@@ -234,8 +237,8 @@ def torch_losses(s):
 
     def from_numpy(fn):
         def run(lam, w, *batches):
-            lam, w = (torch.from_numpy(a).requires_grad_() for a in (lam, w))
-            return fn(lam, w, *jax.tree.map(torch.from_numpy, batches)).numpy()
+            lam, w = (on_device(a).requires_grad_() for a in (lam, w))
+            return fn(lam, w, *jax.tree.map(on_device, batches)).cpu().numpy()
 
         return run
 

@@ -1,24 +1,30 @@
 """Benchmarks that need an accelerator, run by one command with a time limit.
 
 Parts run in order of value, each in a separate process, which writes one JSON line for every
-measurement when it is complete. Measurements in the results file for this device and this JAX are
-not repeated, so the same command resumes. Failed measurements are recorded too, and are repeated.
+measurement when it is complete. A part ends after 90 seconds. Measurements in the results file for
+this device and this JAX are not repeated, so the same command resumes. Failed measurements are
+recorded too, and are repeated.
 
     matmul           the rate of a matrix product, the reference for the others
-    hypergradient    unrolled and implicit hypergradients of a network, float32 and bfloat16
+    precision        the error of hypergradients next to their time, for three precisions of matrix
+                     products, and of JAXopt, Optimistix and PyTorch
+    mixed_mode       hypergradients through the training of a transformer, by order of derivatives
+    curvature        Hessian products over gradients, of a ResNet-18 and of a small GPT
+    infinite         kernels of infinite width, as large as the memory takes; a plain recursion
     empirical        kernels of finite networks, up to 20,000 images; share of the matmul rate
-    infinite         kernels of infinite width, as large as the memory takes
-    sharded          an outer step with its rows over 1, 2, 4, ... of the available devices
+    hypergradient    unrolled and implicit hypergradients of a network, float32 and bfloat16
     operator         products with kernels larger than memory, over all devices, and their uses:
                      regression, leave-one-out errors, the smallest eigenvalue
-    eigenvalue       smallest eigenvalue and certificate of a kernel of 20,000 rows
     genotypes        naswot, synflow and eigen_nas of all 15,625 networks of NAS-Bench-201
     darts_step       a step of the published DARTS supernet, compared with PyTorch
+    eigenvalue       smallest eigenvalue and certificate of a kernel of 20,000 rows
+    sharded          an outer step with its rows over 1, 2, 4, ... of the available devices
     skips            activation and skip search at the paper's width
     darts            the published DARTS search, for as long as the minutes allow
 
-    python benchmarks/scale/accelerator.py            # 25 minutes; results/accelerator.jsonl
-    python benchmarks/scale/accelerator.py --minutes 60  # ... runs the missing measurements
+    python benchmarks/scale/accelerator.py            # 9 minutes; results/accelerator.jsonl
+    python benchmarks/scale/accelerator.py            # ... runs the missing measurements
+    python benchmarks/scale/accelerator.py --only darts --part-seconds 3000 --minutes 60
 
 A part that fails prints one line, and the next part begins. The exit status is then 1. PyTorch is
 in the dependency group `peers`. `--peers` without a name measures the step without PyTorch.
@@ -41,6 +47,15 @@ from benchmarks import harness
 
 HERE = Path(__file__).parents[1]
 SEED, ROUNDS = 0, 5
+MEASURES = (
+    "bilevel/hypergradients",
+    "bilevel/solvers",
+    "bilevel/spaces/darts",
+    "ntk/empirical",
+    "ntk/infinite",
+    "ntk/large",
+)
+PRECISIONS = {"TF32": "default", "highest": "highest", "bfloat16": "BF16_BF16_F32"}
 
 Measurement = tuple[str, Callable[[], dict[str, Any]]]  # a name, and a function that measures it
 
@@ -51,7 +66,7 @@ class Run:
 
     small: str  # "--smoke", "--quick", or empty for the sizes of an accelerator
     end: float  # time.time() when the minutes are over
-    peers: list[str]  # of darts_step
+    peers: list[str]  # of precision and darts_step
 
 
 def timed(function: Callable, *args: Any, rounds: int = ROUNDS) -> dict[str, Any]:
@@ -86,6 +101,137 @@ def matmul(run: Run) -> Iterator[Measurement]:
         *(("float32", "highest"), ("float32", "default"), ("bfloat16", "default")),
     ):
         yield f"{dtype}, precision {precision}", lambda d=dtype, p=precision: rate(d, p)
+
+
+def precision(run: Run) -> Iterator[Measurement]:
+    """Measure ridge regression with a penalty for each weight; the truth is in float64."""
+    import jax
+
+    from benchmarks.hypergradients import hypergradients as ridge
+
+    if run.small:
+        ridge.N, ridge.P = ridge.SMOKE
+    peers = {name: ridge.PEERS[name] for name in run.peers if name in ridge.PEERS}
+    # A CPU has no products of bfloat16 with float32 sums.
+    ours = {name: PRECISIONS[name] for name in PRECISIONS if name != "bfloat16" or not run.small}
+    names = {"iid": "condition 6", "hard": "condition 560"}
+
+    def measure(fn, case, level, is_jax):
+        with jax.default_matmul_precision(level):
+            row = ridge.compile_and_check(fn, case, jax.device_put(case.args), is_jax)
+            row |= called(row.pop("call"), ROUNDS)
+        return {name: value for name, value in row.items() if name != "ms"}
+
+    for problem in ("iid",) if run.small else ("iid", "hard"):
+        case = ridge.setup(problem, "float32")
+        for kind in ("implicit", "closed form"):
+            libraries = {"ours": ridge.ours, "by hand": ridge.jax_by_hand} | peers
+            for library, methods in libraries.items():
+                levels = ours if library == "ours" else {"highest": "highest"}
+                for name, fn in methods(kind, case).items():
+                    for level, value in levels.items():
+                        yield (
+                            f"{names[problem]}, {kind}: {name}, {level}",
+                            lambda f=fn, c=case, v=value, j=library != "torch": measure(f, c, v, j),
+                        )
+
+
+def mixed_mode(run: Run) -> Iterator[Measurement]:
+    import jax
+    import jax.numpy as jnp
+
+    from benchmarks.hypergradients import mixed_mode as transformer
+
+    sizes = transformer.Sizes(width=512, heads=8, length=128, texts=64)
+    if run.small:
+        sizes = transformer.SIZES["smoke"]
+
+    def measure(fn, layers):
+        shape = 2, 2, sizes.texts, sizes.length
+        batches = jax.random.randint(jax.random.key(SEED), shape, 0, sizes.bytes)
+        w = transformer.weights(sizes, layers, scan=True)
+        return timed(fn, jnp.zeros(sizes.texts), w, tuple(batches[0]), tuple(batches[1]), rounds=3)
+
+    for layers, steps in ((1, 2),) if run.small else ((2, 16), (8, 4)):
+        methods = transformer.methods(*transformer.losses(sizes, scan=True), steps)
+        for name, fn in methods.items():
+            yield (
+                f"{layers} layers in a scan, {steps} steps: {name}",
+                lambda f=fn, k=layers: measure(f, k),
+            )
+
+
+def curvature(run: Run) -> Iterator[Measurement]:
+    """Measure a Hessian-vector product next to a gradient. Implicit solvers take such products."""
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from benchmarks.hypergradients import mixed_mode as transformer
+
+    width, images, side = (4, 2, 8) if run.small else (64, 128, 32)
+
+    class Block(nn.Module):
+        channels: int
+        stride: int
+
+        @nn.compact
+        def __call__(self, x):
+            conv, norm = nn.Conv(self.channels, (3, 3), self.stride, use_bias=False), nn.BatchNorm
+            y = nn.relu(norm(use_running_average=False)(conv(x)))
+            y = norm(use_running_average=False)(nn.Conv(self.channels, (3, 3), use_bias=False)(y))
+            if x.shape != y.shape:
+                x = nn.Conv(self.channels, (1, 1), self.stride, use_bias=False)(x)
+                x = norm(use_running_average=False)(x)
+            return nn.relu(x + y)
+
+    class ResNet18(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Conv(width, (3, 3), use_bias=False)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=False)(x))
+            for stage in range(4):
+                for block in range(2):
+                    stride = 2 if stage and not block else 1
+                    x = Block(width * 2**stage, stride)(x)
+            return nn.Dense(10)(x.mean((1, 2)))
+
+    def resnet():
+        net, key = ResNet18(), jax.random.key(SEED)
+        x = jax.random.normal(key, (images, side, side, 3))
+        y = jax.random.randint(key, (images,), 0, 10)
+        variables = net.init(key, x)
+
+        def loss(w):
+            variables = {"params": w, "batch_stats": statistics_of_batch}
+            logits = net.apply(variables, x, mutable=["batch_stats"])[0]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+        statistics_of_batch = variables["batch_stats"]
+        return loss, variables["params"]
+
+    def gpt():
+        sizes = transformer.Sizes(width=384, heads=6, length=256, texts=16)
+        layers = 6
+        if run.small:
+            sizes, layers = transformer.SIZES["smoke"], 1
+        lower, _ = transformer.losses(sizes, scan=True)
+        shape = 2, sizes.texts, sizes.length
+        batch = tuple(jax.random.randint(jax.random.key(SEED), shape, 0, sizes.bytes))
+        alpha = jnp.zeros(sizes.texts)
+        return lambda w: lower(w, alpha, batch), transformer.weights(sizes, layers, scan=True)
+
+    def measure(made):
+        loss, w = made()
+        gradient = timed(jax.grad(loss), w)
+        product = timed(lambda w, v: jax.jvp(jax.grad(loss), (w,), (v,))[1], w, w)
+        row = {"weights": sum(leaf.size for leaf in jax.tree.leaves(w))}
+        row |= product | {"gradient_s": gradient["seconds"]}
+        return row | {"over_gradient": row["seconds"] / row["gradient_s"]}
+
+    yield "ResNet-18, 128 images of 32 x 32", lambda: measure(resnet)
+    yield "GPT of 6 layers of 384, 16 texts of 256 bytes", lambda: measure(gpt)
 
 
 def hypergradient(run: Run) -> Iterator[Measurement]:
@@ -182,10 +328,28 @@ def infinite(run: Run) -> Iterator[Measurement]:
 
     import ntk
 
-    def measure(n, activation):
+    def unit_rows(n):
         x = jax.random.normal(jax.random.key(SEED), (n, 100))
-        x = x / jnp.linalg.norm(x, axis=1, keepdims=True)
-        layers = [activation] * 3
+        return x / jnp.linalg.norm(x, axis=1, keepdims=True)
+
+    @jax.jit
+    def recursion(x):
+        """Return what a user would write: NNGP and NTK of three ReLU layers (Cho & Saul 2009)."""
+        nngp = ntk_ = jnp.matmul(x, x.T, precision="highest")
+        for _ in range(3):
+            angle = jnp.arccos(jnp.clip(nngp, -1, 1))  # the diagonal stays 1
+            slope = (jnp.pi - angle) / jnp.pi
+            nngp = (jnp.sin(angle) + (jnp.pi - angle) * nngp) / jnp.pi
+            ntk_ = nngp + ntk_ * slope
+        return nngp, ntk_
+
+    def by_recursion(n):
+        x = unit_rows(n)
+        row = called(lambda: recursion(x), 2)
+        return row | {"n": n, "pairs_per_s": n**2 / 2 / row["seconds"]}
+
+    def measure(n, activation):
+        x, layers = unit_rows(n), [activation] * 3
         row = called(lambda: tuple(ntk.network_kernel(x, activations=layers)), 2)
         error = ntk.network_kernel(x[:200], activations=layers).error.max()
         return row | {"n": n, "pairs_per_s": n**2 / 2 / row["seconds"], "error": float(error)}
@@ -193,6 +357,7 @@ def infinite(run: Run) -> Iterator[Measurement]:
     for n in (20,) if run.small else (1000, 5000, 20_000, 50_000):
         for activation in (ntk.relu, ntk.tanh):
             yield f"{activation.name}, N = {n}", lambda n=n, a=activation: measure(n, a)
+        yield f"relu by a plain recursion, N = {n}", lambda n=n: by_recursion(n)
 
 
 def sharded(run: Run) -> Iterator[Measurement]:
@@ -255,7 +420,7 @@ def operator(run: Run) -> Iterator[Measurement]:
         return row | {"peak_gb": (harness.device_peak() or 0) / 1e9}
 
     exact = functools.partial(ntk.network_kernel, activations=[ntk.relu, ntk.relu])
-    for n in (40,) if run.small else (60_000, 200_000):
+    for n in (40,) if run.small else (60_000, 500_000):
         for name, kernel in (("network_kernel", exact), ("two ReLU layers, lean", lean)):
             yield f"{name}, N = {n}", lambda n=n, k=kernel: product(k, n)
     n, rank, passes = (40, 8, 5) if run.small else (200_000, 4000, 20)
@@ -314,8 +479,9 @@ def genotypes(run: Run) -> Iterator[Measurement]:
 
 
 def darts_step(run: Run) -> Iterator[Measurement]:
-    flags = run.small or "--full", "--peers", *run.peers
-    name = "compared with PyTorch" if run.peers else "without PyTorch"
+    peers = [name for name in run.peers if name == "torch"]
+    flags = run.small or "--full", "--peers", *peers
+    name = "compared with PyTorch" if peers else "without PyTorch"
     yield name, lambda: script("deep_search/darts_step.py", *flags)
 
 
@@ -369,8 +535,8 @@ def command(*arguments: str, timeout: float | None = None) -> dict[str, Any]:
 PARTS: dict[str, Callable[[Run], Iterator[Measurement]]] = {
     part.__name__: part
     for part in (
-        *(matmul, hypergradient, empirical, infinite, sharded, operator, eigenvalue, genotypes),
-        *(darts_step, skips, darts),
+        *(matmul, precision, mixed_mode, curvature, infinite, empirical, hypergradient, operator),
+        *(genotypes, darts_step, eigenvalue, sharded, skips, darts),
     )
 }
 SMOKE = "matmul", "darts_step"  # one measures by itself, one starts another script
@@ -431,14 +597,43 @@ def report(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
+MEMORY_RATE = 3.0e12  # bytes a second of an H100, measured on 2026-11-26
+
+
+def gpu_table(rows: list[dict[str, Any]]) -> str:
+    """Report the H100's times next to the limit by the resource that each kernel needs most."""
+    rows = [row for row in latest(rows) if "H100" in row["device"] and "seconds" in row]
+    product = harness.where(rows, part="matmul", name="float32, precision highest")[0]["tflops"]
+    lines = []
+    for row in rows:
+        part, limit, resource = row["part"], None, "-"
+        if part == "infinite":  # two kernels and their errors
+            limit, resource = 12 * row["n"] ** 2 / MEMORY_RATE, "writing the results to memory"
+        elif part == "empirical":
+            limit = row["seconds"] * row["tflops"] / product
+            resource = "float32 matrix products"
+        elif part == "hypergradient":
+            resource = f"{row['of_lower_gradients']:.2f} lower gradients for each step"
+        elif part == "matmul":
+            resource = f"{row['tflops']:.0f} TFLOP/s"
+        times = f"{row['seconds'] / limit:,.0f}" if limit else "-"
+        peak = f"{row['peak_gb']:.2g} GB" if "peak_gb" in row else "-"
+        name = f"{part}: {row['name']}"
+        milliseconds = float(f"{1e3 * row['seconds']:.3g}")
+        lines.append([name, f"{milliseconds:,g} ms", peak, resource, times])
+    head = "measurement", "time", "peak memory", "limiting resource", "times its limit"
+    return harness.table(head, lines)
+
+
 def main() -> None:
     """Run the parts one after the other, each in a separate process."""
     flags = harness.command_line(
         __file__,
         __doc__,
         report,
-        peers=("torch",),
-        minutes={"type": float, "default": 25.0, "help": "for all parts together"},
+        peers=("jaxopt", "optimistix", "torch"),
+        minutes={"type": float, "default": 9.0, "help": "for all parts together"},
+        part_seconds={"type": float, "default": 90.0, "help": "for each part"},
         only={"nargs": "*", "choices": list(PARTS), "help": "these parts alone"},
         part={"help": argparse.SUPPRESS},  # an argument of child processes
     )
@@ -453,7 +648,7 @@ def main() -> None:
     end, before, failed = time.monotonic() + 60 * flags.minutes, len(harness.read(out)), []
     over = f"stopped, as the {flags.minutes:g} minutes are over."
     for part in flags.only or (SMOKE if flags.smoke else PARTS):
-        left = end - time.monotonic()
+        left = min(end - time.monotonic(), flags.part_seconds)
         if left <= 0:
             print(f"{part}: {over}", flush=True)
             break
@@ -469,8 +664,7 @@ def main() -> None:
                     failed.append({"part": part, "failed": f"its process ended with {status}"})
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                print(f"{part}: {over}", flush=True)
-                break
+                print(f"{part}: stopped after {left:.0f} s; a later call resumes.", flush=True)
     rows = harness.read(out)
     if not failed:
         harness.check_rows(rows)

@@ -1,10 +1,9 @@
-"""Writes the title and the first code cell of every notebook: where Colab gets it and bilevel from.
+"""Write the title and the first code cell of every notebook; the cell installs bilevel in Colab.
 
     python notebooks/first_cells.py
 
-The repository's address is set in one place, ``Repository`` among ``project.urls`` in
-pyproject.toml. While it is not there, nothing points at a repository: there is no badge, and the
-notebooks install bilevel from a wheel beside them.
+The address of the repository is ``Repository`` among ``project.urls`` in pyproject.toml. Without
+it the notebooks have no badge, and install bilevel from a wheel in their folder.
 """
 
 import tomllib
@@ -15,11 +14,11 @@ import nbformat
 HERE = Path(__file__).parent
 BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
 FROM_WHEEL = (
-    "Where bilevel is not installed, as in Colab, the next cell installs it from a wheel, "
-    "`bilevel-*.whl`, that has to be beside this notebook first (in Colab: among the files of the "
-    "session); `pip wheel --no-deps .` in the repository makes one."
+    "If bilevel is not installed, as in Colab, the next cell installs it from a wheel "
+    "`bilevel-*.whl`. Put the wheel into the folder of this notebook first (in Colab: into the "
+    "files of the session). `pip wheel --no-deps .` in the repository makes a wheel."
 )
-# Not bilevel[plots], which cannot be said of a pattern; neither needs TensorFlow.
+# pip does not accept extras after a pattern, so matplotlib has its own name.
 INSTALL = """import importlib.util
 
 if importlib.util.find_spec("bilevel") is None:
@@ -29,13 +28,13 @@ elif importlib.util.find_spec("matplotlib") is None:
 
 
 def repository() -> str | None:
-    """``https://github.com/owner/name``, or None while there is none."""
+    """Return ``https://github.com/owner/name``, or None if pyproject.toml has no address."""
     project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
     return project.get("urls", {}).get("Repository")
 
 
 def first_cells(title: str, file: str, repository: str | None) -> tuple[str, str]:
-    """The title's cell, of which `title` is the first line, and the code cell after it."""
+    """Return the text of the first cell, which begins with `title`, and of the code cell."""
     if repository is None:
         return f"{title}\n\n{FROM_WHEEL}", INSTALL.format(packages="matplotlib bilevel-*.whl")
     path = repository.removeprefix("https://github.com/")
@@ -45,7 +44,7 @@ def first_cells(title: str, file: str, repository: str | None) -> tuple[str, str
 
 
 def write(path: Path, repository: str | None) -> None:
-    """The first two cells of one notebook; the others, and all outputs, stay."""
+    """Write the first two cells of a notebook. The other cells and all outputs stay."""
     notebook = nbformat.read(path, as_version=4)
     head, install = notebook.cells[:2]
     title = head.source.partition("\n")[0]

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import json
 import pathlib
 import re
 import subprocess
@@ -39,7 +40,7 @@ HARD = re.compile("|".join(PHRASES))
 MOST = {"code": 20, "docs": 20, "tests": 40}
 PATTERNS = {
     "code": ["bilevel/*.py", "ntk/*.py"],
-    "docs": ["README.md", "CONTRIBUTING.md", "docs/*.md"],
+    "docs": ["README.md", "CONTRIBUTING.md", "docs/*.md", "notebooks/*.ipynb"],
     "tests": ["tests/*.py", "benchmarks/*.py", "examples/*.py"],
 }
 
@@ -60,6 +61,14 @@ def lines_of_markdown(source):
     return (line for line in text.splitlines() if not line.startswith(("|", "    ", "<!--")))
 
 
+def lines_of_notebook(source):
+    cells = (cell for cell in json.loads(source)["cells"] if cell["cell_type"] == "markdown")
+    return lines_of_markdown("\n\n".join("".join(cell["source"]) for cell in cells))
+
+
+LINES = {".md": lines_of_markdown, ".ipynb": lines_of_notebook, ".py": lines_of_code}
+
+
 @pytest.mark.parametrize("part", MOST)
 def test_the_prose_is_plain(part):
     listed = subprocess.run(
@@ -68,7 +77,7 @@ def test_the_prose_is_plain(part):
     hits, words = [], 0
     for name in listed.stdout.split():
         source = (ROOT / name).read_text()
-        for line in lines_of_markdown(source) if name.endswith(".md") else lines_of_code(source):
+        for line in LINES[pathlib.Path(name).suffix](source):
             words += len(line.split())
             hits += [f"{name}: {line.strip()}" for _ in HARD.finditer(line.strip())]
     assert 1e4 * len(hits) / words <= MOST[part], "\n".join(hits)

@@ -50,6 +50,7 @@ html_theme = "furo"
 html_title = "bilevel"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(HERE / "_ext" / "search_scores.js")
 html_math_renderer = "mathml"
 html_copy_source = False
 html_show_sphinx = False

@@ -49,22 +49,29 @@ class Info(NamedTuple):
 
     Attributes
     ----------
-    stationarity : 2-norm of the lower gradient at ``w``.
-    linear_residual : ``|H q - v| / |v|``, v = d outer / dw, for the adjoint ``q`` that the solver
-        used. The adjoint of an unrolled solver is the truncated Neumann sum that it computes.
-        Closed forms and forward mode expose no adjoint. Their residual is that of the independent
-        solve for the estimate, or infinite without one.
-    converged : bool, whether ``error_estimate`` is under 1 % of the hypergradient's norm. Its part
-        from rounding counts three times.
-    error_estimate : estimate of the 2-norm of ``grad - exact``, where ``exact`` is the
-        hypergradient of the solution map. Infinite if no estimate is possible.
-    error_bound : upper bound of the same norm, up to rounding. Finite for a lower loss that is
-        quadratic in ``w``, with a positive definite Hessian and at most 1024 weights.
-    reason : int8, the reason for an infinite estimate, or 0. :func:`explain` gives it in words.
-        With ``jax_debug_infs`` the dtype's largest number replaces infinity in all fields.
-    slope : central difference of the outer loss along the hypergradient, if
-        ``hypergradient(..., difference=step)`` asked for it, else None. It is close to the norm of
-        the hypergradient if that is the slope of the loss over such a step.
+    stationarity : float
+        2-norm of the lower gradient at ``w``.
+    linear_residual : float
+        ``|H q - v| / |v|`` with v = d outer / dw, for the adjoint ``q`` that the solver used. The
+        adjoint of an unrolled solver is the truncated Neumann sum that it computes. Closed forms
+        and forward mode expose no adjoint. Their residual is that of the independent solve for the
+        estimate, or infinite without one.
+    converged : bool
+        Whether ``error_estimate`` is under 1 % of the hypergradient's norm. Its part from rounding
+        counts three times.
+    error_estimate : float
+        Estimate of the 2-norm of ``grad - exact``, where ``exact`` is the hypergradient of the
+        solution map. Infinite if an estimate is impossible.
+    error_bound : float
+        Upper bound of the same norm, up to rounding. Finite for a lower loss that is quadratic in
+        ``w``, with a positive definite Hessian and at most 1024 weights.
+    reason : int8
+        The reason for an infinite estimate, or 0. :func:`explain` gives it in words. With
+        ``jax_debug_infs`` the dtype's largest number replaces infinity in all fields.
+    slope : float, optional
+        Central difference of the outer loss along the hypergradient, if
+        ``hypergradient(..., difference=step)`` asked for it. It is close to the norm of the
+        hypergradient if the loss is nearly linear over such a step.
     """
 
     stationarity: jax.Array

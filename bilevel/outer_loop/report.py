@@ -30,21 +30,31 @@ class SearchReport(NamedTuple):
 
     Attributes
     ----------
-    steps : int, the number of observed steps.
-    zero : steps with a hypergradient of exactly 0.
-    failed : steps with an adjoint that did not solve its linear system (:func:`bilevel.implicit`).
-    indefinite : steps with a direction without positive curvature in that solve.
-    moving : steps with weights that were not a stationary point of the lower loss
+    steps : int
+        Number of observed steps.
+    zero : Count
+        Steps with a hypergradient of exactly 0.
+    failed : Count
+        Steps with an adjoint that did not solve its linear system (:func:`bilevel.implicit`).
+    indefinite : Count
+        Steps with a direction without positive curvature in that solve.
+    moving : Count
+        Steps with weights that were not a stationary point of the lower loss
         (:func:`bilevel.implicit`): the lower gradient was over 0.1 % of ``|w|`` times the largest
         curvature.
-    predicted : sum of ``<hypergradient, change of alpha>`` over the steps. It is compared with
-        ``actual`` if full batches are used and the weights depend on ``alpha`` alone
+    predicted : float
+        Sum of ``<hypergradient, change of alpha>`` over the steps. It is compared with ``actual``
+        if full batches are used and the weights depend on ``alpha`` alone
         (:func:`bilevel.implicit`, :func:`bilevel.ridge`, :func:`bilevel.restarted`); else 0.
-    actual : sum of the changes of the outer loss over the same steps; else 0.
-    compared : int, the number of these steps.
-    value : the outer loss at the last of them; else 0.
-    spent : share of the outer steps with the inner optimizer's schedule below 1 % of its peak;
-        0 without a schedule.
+    actual : float
+        Sum of the changes of the outer loss over the same steps; else 0.
+    compared : int
+        Number of these steps.
+    value : float
+        Outer loss at the last of them; else 0.
+    spent : float
+        Share of the outer steps with the inner optimizer's schedule below 1 % of its peak; 0
+        without a schedule.
     """
 
     steps: jax.Array

@@ -26,12 +26,17 @@ class AdjointReport(NamedTuple):
 
     Attributes
     ----------
-    residual : ``|v - H q| / |v|``, v = d outer / dw.
-    failed : 1 if the adjoint ``q`` does not solve its system, else 0.
-    indefinite : 1 if a direction without positive curvature ended the solve, else 0.
-    stationarity : the lower gradient's norm at ``w``, relative to ``|w|`` times the largest
-        curvature that the solve has met; 0 if the inverse has met none.
-    moving : 1 if that is more than 0.1 %, or ten units of roundoff of the weights, else 0.
+    residual : float
+        ``|v - H q| / |v|`` with v = d outer / dw.
+    failed : int
+        1 if the adjoint ``q`` does not solve its system, else 0.
+    indefinite : int
+        1 if a direction without positive curvature ended the solve, else 0.
+    stationarity : float
+        Norm of the lower gradient at ``w``, relative to ``|w|`` times the largest curvature that
+        the solve has met; 0 if the inverse has met none.
+    moving : int
+        1 if the stationarity is over 0.1 %, or ten units of roundoff of the weights, else 0.
     """
 
     residual: jax.Array

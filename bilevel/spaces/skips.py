@@ -138,8 +138,8 @@ def skip_space(
 
     Parameters
     ----------
-    activations : sequence of names in ``bilevel.spaces.activations.ACTIVATIONS``, or of `ntk`'s
-        activations.
+    activations : sequence
+        Names in ``bilevel.spaces.activations.ACTIVATIONS``, or activations of :mod:`ntk`.
     depth : int
         L, at least 3: weight matrices, including the last one.
     width : int or math.inf

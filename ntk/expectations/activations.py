@@ -49,17 +49,22 @@ class Activation:
     Attributes
     ----------
     name : str
-    smooth : function, or None for a kinked one.
-    kink : (left, right), the values of a kinked one on both sides of 0, times ``|z|^degree``
-        with the sign of z: slopes for degree 1, values for degree 0. For degree -1 only a point
-        mass ``right - left`` at 0 is left.
-    degree : 1, 0 or -1; kinked only.
-    strip : distance of the nearest complex singularity of ``smooth`` from the real axis;
+    smooth : callable, optional
+        The function, or None for a kinked one.
+    kink : (left, right)
+        Values of a kinked one on both sides of 0, times ``|z|^degree`` with the sign of z: slopes
+        for degree 1, values for degree 0. For degree -1 only a point mass ``right - left`` at 0 is
+        left.
+    degree : {1, 0, -1}
+        For kinked functions only.
+    strip : float
+        Distance of the nearest complex singularity of ``smooth`` from the real axis.
         :func:`ntk.dual` chooses its nodes by it.
-    kinks : places where ``smooth`` is not smooth, each with the jumps (right minus left) of the
+    kinks : sequence
+        Places where ``smooth`` is not smooth, each with the jumps (right minus left) of the
         function and its first seven derivatives.
-    closed : ``(vx, vy, c, vx vy - c^2) -> E[s(u) s(u')]`` in closed form, if known, and the same
-    for
+    closed : callable, optional
+        ``(vx, vy, c, vx vy - c^2) -> E[s(u) s(u')]`` in closed form, if known, and the same for
         derivatives of s that lose digits by Price's theorem. The last argument would lose digits if
         computed from the others.
     """
@@ -211,8 +216,9 @@ def activation(
 
     Parameters
     ----------
-    fn : elementwise function, differentiable by JAX on each of its pieces. Pass the same object
-        each time: a new ``lambda`` is a different activation and is analysed again.
+    fn : callable
+        Elementwise function, differentiable by JAX on each of its pieces. Pass the same object each
+        time: a new ``lambda`` is a different activation and is analysed again.
     name : str, optional
     strip : float
         For :func:`ntk.dual` only: ``fn`` is assumed analytic in ``|Im z| < strip``. Too large a

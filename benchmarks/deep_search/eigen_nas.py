@@ -29,7 +29,7 @@ MEASURES = (
     "ntk/empirical/kernels.py",
 )
 
-RUNS, POOL, KEPT = 10, 60, 5
+RUNS, POOL, TOP_COUNT = 10, 60, 5
 SCORES = ("mean diagonal", "smallest eigenvalue", "random")
 
 
@@ -100,7 +100,7 @@ def report(rows) -> str:
 def main() -> None:
     arguments = harness.command_line(__file__, __doc__, report)
     sizes = zhu.SIZES[arguments.size]
-    counts = {"smoke": (2, 2, 1), "quick": (2, 6, 2), "default": (RUNS, POOL, KEPT)}
+    counts = {"smoke": (2, 2, 1), "quick": (2, 6, 2), "default": (RUNS, POOL, TOP_COUNT)}
     runs, pool, kept = counts[arguments.size]
     rows = harness.begun(arguments.results, "optax", pool=pool, kept=kept)
     for run in range(runs):

@@ -534,7 +534,7 @@ def run_case(index: int, name: str, dtype: str, seed: int, number: int) -> dict[
     }
 
 
-def judged(row: dict[str, Any]) -> dict[str, Any]:
+def verdict_of_case(row: dict[str, Any]) -> dict[str, Any]:
     """Add the outcome to ``row``."""
     if row.get("outcome") == "diverged":
         # The weights overflowed: a claim about them is false.
@@ -598,7 +598,7 @@ def cells(name: str, cases: list[dict[str, Any]]) -> list[Any]:
 
 def report(rows: list[dict[str, Any]], by=("family", "solver", "dtype")) -> str:
     """Return a line for each family, solver and precision, and one for all cases."""
-    verdicts, lines = [judged(row) for row in rows], []
+    verdicts, lines = [verdict_of_case(row) for row in rows], []
     for key in by:
         names = dict.fromkeys(r[key] for r in verdicts)
         lines += [cells(name, harness.where(verdicts, **{key: name})) for name in names]
@@ -654,7 +654,7 @@ def main() -> None:
 
     def whole(rows):
         lines = [report(rows)]
-        for r in map(judged, rows):
+        for r in map(verdict_of_case, rows):
             if r.get("false") or r.get("violated") or r["outcome"] in ("low", "false"):
                 lines.append(json.dumps(r))
         about = f"{time.time() - began:.0f} s, jax {jax.__version__}, {platform.machine()}"

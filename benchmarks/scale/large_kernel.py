@@ -87,7 +87,7 @@ class Clock:
         return [b + now - s for b, now, s in zip(self.before, self.now(), self.start, strict=True)]
 
 
-class Kept:
+class SavedState:
     """The solver's state on disk, saved after every pass."""
 
     def __init__(self, flags, settings):
@@ -144,12 +144,12 @@ def measure(flags) -> harness.Row:
     x, labels = unit(data.x_train[:rows]), np.asarray(data.y_train[:rows])
     K = ntk.KernelOperator(kernel, x, tile=flags.tile)
     y = np.eye(10, dtype=np.float32)[labels] - 0.1
-    kept = Kept(flags, settings)
-    start = kept.load()
+    saved = SavedState(flags, settings)
+    start = saved.load()
     print(f"{rows} rows: a factor of rank {rank} for the preconditioner", flush=True)
     partial = jax.block_until_ready(ntk.partial_cholesky(K, rank, key=jax.random.key(0)))
     print(
-        f"done, {kept.clock.read()[0]:.0f} s; "
+        f"done, {saved.clock.read()[0]:.0f} s; "
         f"it leaves {partial.residual_diagonal.mean():.3f} of 6",
         flush=True,
     )
@@ -160,11 +160,11 @@ def measure(flags) -> harness.Row:
         preconditioner=partial,
         tol=flags.tol,
         start=start,
-        callback=kept.save,
+        callback=saved.save,
     )
     new = K.at(unit(data.x_test))
     values = np.asarray(fit.predict(new))
-    wall, cpu = kept.clock.read()
+    wall, cpu = saved.clock.read()
     row = settings | {
         "part": "regression",
         "steps": int(fit.steps),
@@ -180,7 +180,7 @@ def measure(flags) -> harness.Row:
     }
     row |= leave_one_out(flags, K, fit, partial, labels)
     row |= smallest(flags, K, partial)
-    kept.forget()
+    saved.forget()
     return row
 
 

@@ -90,7 +90,7 @@ KINDS = {"Gaussian": gaussian, "correlated": correlated, "activations": activati
 
 @jax.jit
 @jax.vmap
-def judged(f, alpha):
+def compare_choices(f, alpha):
     verdict = condition_six(f, alpha, f @ alpha)
     holds = verdict.difference >= -1e-10 * verdict.D.max()  # D_1 = D_2 for h = 2, up to rounding
     better, larger = verdict.L[:, None] < verdict.L, alpha[:, None] > alpha
@@ -112,7 +112,7 @@ def instances(kind: str, h: int, count: int) -> dict:
     with jax.enable_x64(True):
         # Only F = E f f' matters: h rows are enough.
         f = np.linalg.qr(KINDS[kind](rng, count, h), mode="r")
-        outcomes = judged(f, rng.dirichlet(np.ones(h), count))
+        outcomes = compare_choices(f, rng.dirichlet(np.ones(h), count))
         counts = {name: int(x.sum()) for name, x in outcomes.items()}
     return {"part": "instances", "kind": kind, "h": h, "instances": count} | counts
 

@@ -163,7 +163,7 @@ def halves(scores, accuracies, which):
         yield {"what": "half", "networks": which, "half": half, "parts": parts, "taus": other_taus}
 
 
-def judged(rows, scores, seconds):
+def scores_and_cost(rows, scores, seconds):
     """Correlate all scores and counts, on all networks and on those without inert parts."""
     table, counts = load_table(), {}
     for name in COUNTS:
@@ -233,7 +233,10 @@ def main() -> None:
     names = arguments.only or {"smoke": SCORES[:1], "quick": SCORES[:4], "default": SCORES}[size]
     rows = order({"smoke": 10, "quick": 40, "default": None}[size])
     scores, seconds = scored(names, rows, kept if arguments.kept else computed(size))
-    result_rows = [harness.environment(kept=arguments.kept), *judged(rows, scores, seconds)]
+    result_rows = [
+        harness.environment(kept=arguments.kept),
+        *scores_and_cost(rows, scores, seconds),
+    ]
     # The committed file has all scores. A run with --only writes to a named file, or to none.
     own = arguments.results == harness.RESULTS / "all_networks.jsonl"
     harness.finish(result_rows, None if arguments.only and own else arguments.results, report)

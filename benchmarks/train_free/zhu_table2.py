@@ -46,9 +46,9 @@ MEASURES = ("ntk/scores", "bilevel/spaces/nasbench201", "bilevel/strategies/trai
 
 SCORES = ("eigen_nas", "min_eigenvalue"), ("knas",), ("knas_released",), ("naswot",)
 MANY = 2000  # repeats with no information: they cost nothing
-KEPT = 20, 5, 1
+TOP_COUNTS = 20, 5, 1
 RESNET = "|nor_conv_3x3~0|+|none~0|nor_conv_3x3~1|+|skip_connect~0|none~1|skip_connect~2|"
-BESIDE = {  # the published figure to compare a method with
+PUBLISHED = {  # the published figure to compare a method with
     ("eigen_nas", 20): "Eigen-NAS (k=20)",
     ("eigen_nas", 5): "Eigen-NAS (k=5)",
     ("knas", 20): "KNAS (k=20), in Zhu et al.",
@@ -188,7 +188,7 @@ def report(rows) -> str:
     table, lines = load_once(), []
 
     def add(label, runs, figures, key=None):
-        printed = PRINTED[BESIDE[key]] if key in BESIDE else ()
+        printed = PRINTED[PUBLISHED[key]] if key in PUBLISHED else ()
         shown = " / ".join(f"{mean:.2f}" for mean, _ in printed)
         lines.append((label, runs, *(figures[dataset] for dataset in DATASETS), shown))
 
@@ -198,11 +198,11 @@ def report(rows) -> str:
             add(label, runs, {k: deviation(v) for k, v in accuracies.items()}, key)
 
     for name in [name for names in SCORES for name in names]:
-        for k in KEPT:
+        for k in TOP_COUNTS:
             accuracies = procedure(table, harness.where(rows, method=name), k)
             add_found(f"{name}, k = {k}", accuracies, (name, k))
     everything = np.arange(len(table.genotypes))
-    for k in KEPT:  # a constant score: ties are broken at random
+    for k in TOP_COUNTS:  # a constant score: ties are broken at random
         nothing = paper_protocol(0.0 * everything, table, everything, k=k, repeats=MANY)
         figures = {dataset: f"{f.mean:.2f} ± {f.std:.2f}" for dataset, f in nothing.items()}
         add(f"no information, k = {k}", MANY, figures)

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import hashlib
 import os
 import pathlib
 import sys
@@ -52,12 +53,47 @@ hypothesis.settings.register_profile(  # make fuzz: new examples every time
 hypothesis.settings.load_profile("bilevel")
 
 
+# `.ci/run` runs one of these parts of the long tests.
+_PARTS = 30
+
+
+def pytest_addoption(parser):
+    """Add ``--long-part``."""
+    parser.addoption(
+        "--long-part",
+        metavar="HASH",
+        help=f'mark one of {_PARTS} parts of the long tests as "drawn": -m "not long or drawn"',
+    )
+
+
+def part_of(name):
+    """Return the number of the part that ``name``, a test or a commit, selects."""
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % _PARTS
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by their marks
-def pytest_collection_modifyitems(items):
-    """Mark the tests that are long as slow too."""
+def pytest_collection_modifyitems(config, items):
+    """Mark the tests that are long as slow too, and those of the chosen part as drawn."""
+    chosen = config.getoption("--long-part")
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker("slow")
+            if chosen and part_of(item.nodeid) == part_of(chosen):
+                item.add_marker("drawn")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Print the names of the drawn tests."""
+    if config.getoption("--long-part"):
+        reports = [
+            r for rs in terminalreporter.stats.values() for r in rs if hasattr(r, "keywords")
+        ]
+        drawn = {
+            r.nodeid: r.duration for r in reports if "drawn" in r.keywords and r.when == "call"
+        }
+        terminalreporter.section(f"long tests of this commit: {len(drawn)}")
+        for name, seconds in sorted(drawn.items()):
+            terminalreporter.line(f"{seconds:6.1f} s  {name}")
 
 
 # A worker that uses more bytes than this clears JAX's caches. Clearing after every file would take

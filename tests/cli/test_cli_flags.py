@@ -91,7 +91,7 @@ def may_be(hint, value):
 
 @pytest.mark.slow
 @every_command
-@hypothesis.settings(max_examples=200)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(data=st.data())
 def test_a_flag_is_refused_in_a_sentence_that_names_it_or_may_be_used(defaults, command, data):
     config = defaults[command]

@@ -254,11 +254,13 @@ OTHERS = linear_models, spectral, discrete_choices, infinite_kernels, mixtures_o
 OTHERS += finite_kernels, operators, regressions, bounds, scores
 CALLS = {name.replace(" ", "_"): call for name, call in SEARCHES.items()}
 CALLS |= {call.__name__: call for call in OTHERS}
-FAST = "unrolled", "one_step", "ma_soba", "saba", "bome", "f2sa", "meha"
+FAST = "unrolled", "one_step", "ma_soba"
 FAST += "linear_models", "discrete_choices", "finite_kernels"
 LONG = "truncated", "lbfgs,_dense", "nystrom", "batches", "sparse_batches"
 LONG += "softmax", "amigo", "infinite_kernels", "networks", "operators", "scores", "forward_mode"
-LONG += "spaba_and_paced", "exponentiate", "distilled", "truncation", "a_sparse_history"
+LONG += "spaba_and_paced", "exponentiate", "distilled", "truncation", "under_jit"
+LONG += "saba", "bome", "f2sa", "meha", "info,_600_weights", "info,_free_directions"
+LONG += "spectral", "mixtures_of_kernels", "regressions", "bounds"
 
 
 def marks(name):
@@ -272,7 +274,9 @@ def test_a_call_passes_under_flags_of_jax(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["implicit", "ma_soba", "finite_kernels"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("implicit", marks=pytest.mark.long), "ma_soba", "finite_kernels"]
+)
 def test_no_tracer_leaks(name):
     # JAX collects garbage 60 times per search. Without older objects this is fast.
     gc.collect()

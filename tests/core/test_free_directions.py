@@ -111,12 +111,18 @@ def compiled(name, solver, damping=0.0):
 
 
 @functools.cache
+def minimized(lower):
+    solver = bilevel.newton(tol=0.0)
+    return jax.jit(lambda alpha, w0, train: solver.run(lower, alpha, w0, (), train)[0])
+
+
+@functools.cache
 def truth(name, seed):
     """Return the hypergradient by numpy, with the pseudo-inverse of JAX's Hessian."""
     lower, outer, make = PROBLEMS[name]
     dtype = DTYPES[-1]
     alpha, w0, train, valid = cast(make(np.random.default_rng(seed)), dtype)
-    w = bilevel.newton(tol=0.0).run(lower, alpha, w0, (), train)[0]
+    w = minimized(lower)(alpha, w0, train)
     flat, unravel = jax.flatten_util.ravel_pytree(w)
 
     def slope(flat, alpha):
@@ -139,9 +145,9 @@ def truth(name, seed):
 
 
 def marked(name, solver, dtype):
-    """Run one solver per problem, in the widest dtype, outside of the long tests."""
-    usual = {"points": "unrolled", "classes": "short", "logits": "exact"}[name]
-    marks = pytest.mark.slow if solver == usual and dtype is DTYPES[-1] else pytest.mark.long
+    """Run one solver for two problems, in the widest dtype, outside of the long tests."""
+    usual = (name, solver) in (("classes", "short"), ("logits", "exact"))
+    marks = pytest.mark.slow if usual and dtype is DTYPES[-1] else pytest.mark.long
     return pytest.param(name, solver, dtype, marks=marks)
 
 
@@ -169,9 +175,13 @@ def test_free_directions_that_do_not_matter_leave_an_estimate(name, solver, dtyp
     assert known >= (2 if name == "logits" else 3 if solver == "short" else 4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(*of, marks=pytest.mark.slow if of[1] is DTYPES[-1] else pytest.mark.long)
+        for of in itertools.product(REFUSED, DTYPES)
+    ],
+)
 def test_free_directions_that_matter_have_no_estimate(name, dtype):
     args = cast(REFUSED[name][2](np.random.default_rng(0)), dtype)
     info = compiled(name, "exact")(*args).info

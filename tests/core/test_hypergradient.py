@@ -56,6 +56,7 @@ SOLVERS = solvers()
 # Tests with long compilations omit solvers that share code with others.
 SHARED = ("momentum", "implicit lbfgs cg", "implicit unrolled dense", "implicit solved cg")
 DISTINCT = [name for name in SOLVERS if name not in SHARED]
+ONCE = ("implicit newton dense", "implicit newton gram", "in blocks")  # one inverse in CI
 TYPICAL = ("gradient descent", "implicit newton cg", "ridge")
 every_solver = pytest.mark.parametrize("name", SOLVERS)
 distinct_solver = pytest.mark.parametrize("name", DISTINCT)
@@ -112,8 +113,13 @@ def test_truncated_hypergradient_is_that_of_the_last_steps_alone(backprop):
     assert_close(*gradients(case.w0), f64=1e-12, f32=1e-5)
 
 
-@pytest.mark.slow
-@distinct_solver
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in ONCE else pytest.mark.slow)
+        for name in DISTINCT
+    ],
+)
 def test_forward_mode_equals_reverse_mode(name):
     case = case_of(name)
     forward, reverse = (compiled(name, mode)(*case.args) for mode in ("forward", "reverse"))
@@ -196,9 +202,15 @@ def forward_over_forward(value):
     return jax.jacfwd(jax.jacfwd(value))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("forward", [bilevel.newton(), bilevel.lbfgs()], ids=["newton", "lbfgs"])
-@pytest.mark.parametrize("outer", [jax.grad, jax.jacfwd], ids=["reverse", "forward"])
+@pytest.mark.parametrize(
+    ("outer", "forward"),
+    [
+        pytest.param(jax.grad, bilevel.newton(), marks=pytest.mark.slow),
+        pytest.param(jax.jacfwd, bilevel.lbfgs(), marks=pytest.mark.slow),
+        pytest.param(jax.grad, bilevel.lbfgs(), marks=pytest.mark.long),
+        pytest.param(jax.jacfwd, bilevel.newton(), marks=pytest.mark.long),
+    ],
+)
 def test_second_derivatives_inside_loops_are_those_outside(forward, outer):
     """Truth: w^3 + w = alpha has w' = 1 / (3 w^2 + 1), and w'' = -6 w w'^3."""
     problem = bilevel.Problem(

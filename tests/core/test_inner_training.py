@@ -53,8 +53,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("mode", ["reverse", "forward"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("rate and momentum", "reverse"),
+        ("schedule and rates of parts", "forward"),
+        pytest.param("rate and momentum", "forward", marks=pytest.mark.long),
+        pytest.param("schedule and rates of parts", "reverse", marks=pytest.mark.long),
+    ],
+)
 def test_hyperparameters_of_the_optimizer_have_the_derivatives_of_a_loop(name, mode):
     optimizer, alpha = CASES[name]
     solver = bilevel.unrolled(optimizer, 7)
@@ -125,9 +132,15 @@ def by_hand(alpha, steps, key=KEY):
     return loss(w, None, VALID)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["reverse", "forward"])
-@pytest.mark.parametrize("steps", [5, 150])
+@pytest.mark.parametrize(
+    ("steps", "mode"),
+    [
+        pytest.param(5, "forward", marks=pytest.mark.slow),
+        pytest.param(150, "reverse", marks=pytest.mark.slow),
+        pytest.param(5, "reverse", marks=pytest.mark.long),
+        pytest.param(150, "forward", marks=pytest.mark.long),
+    ],
+)
 def test_every_step_has_its_own_batch_and_key(mode, steps):
     """Truth: the loop written out. Reverse mode runs 150 steps twice, on the same batches."""
     solver = bilevel.unrolled(0.1, steps, batches=noisy)

@@ -94,14 +94,18 @@ def losses(rule):
     return lower, lambda w, alpha, batch: jnp.sum(jnp.cosh(w))
 
 
-FALSE_RULES = "custom_vjp_clipped", "custom_jvp_straight_through"
-
-
 @pytest.mark.parametrize(
     ("name", "place", "optimizer"),
     [(name, "plain", "sgd") for name in RULES]
-    + [(name, place, "sgd") for name in FALSE_RULES for place in PLACES if place != "plain"]
-    + [(name, "plain", "adam") for name in FALSE_RULES],
+    + [("custom_vjp_clipped", place, "sgd") for place in PLACES if place != "plain"]
+    + [("custom_jvp_straight_through", place, "sgd") for place in ("scan", "cond")]
+    + [("custom_vjp_clipped", "plain", "adam")]
+    + [
+        pytest.param("custom_jvp_straight_through", place, rule, marks=pytest.mark.long)
+        for place, rule in zip(
+            ("jit", "checkpoint", "vmap", "plain"), ("sgd", "sgd", "sgd", "adam"), strict=True
+        )
+    ],
 )
 def test_false_derivative_rules_give_the_derivative_of_the_steps(name, place, optimizer):
     lower, outer = losses(PLACES[place](RULES[name]))

@@ -45,7 +45,9 @@ def wells(w, alpha, batch):
     return jnp.sum((w**2 - jnp.exp(alpha)) ** 2) / 4
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [*(pytest.param(d, marks=pytest.mark.long) for d in DTYPES[:-1]), DTYPES[-1]]
+)
 def test_a_start_of_negative_curvature_has_its_well_and_its_hypergradient(dtype):
     problem = bilevel.Problem(wells, lambda w, alpha, batch: jnp.sum((w - 2) ** 2))
     fn = jax.jit(bilevel.hypergradient(problem, bilevel.implicit()))

@@ -137,7 +137,7 @@ SOLVERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("name", [pytest.param("implicit", marks=pytest.mark.long), "spaba"])
 def test_solvers_and_optimizers_survive_cloudpickle(name):
     """They are records of closures, which pickle does not support."""
     optimizer = optax.chain(optax.sgd(0.1), bilevel.project("box"))

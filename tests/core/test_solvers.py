@@ -76,7 +76,7 @@ def test_one_step_is_one_unrolled_step_and_darts_difference_tends_to_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("radius", [None, 1e-3])
+@pytest.mark.parametrize("radius", [None, pytest.param(1e-3, marks=pytest.mark.long)])
 def test_one_step_of_an_optimizer_that_asks_for_the_loss_is_an_unrolled_one(radius):
     """Polyak's step depends on alpha through the loss's value too."""
 
@@ -133,8 +133,15 @@ QUANTISED = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize(
+    ("name", "loop"),
+    [
+        ("implicit", "scan in a checkpoint in a map"),
+        ("soba", "scan"),
+        pytest.param("implicit", "scan", marks=pytest.mark.long),
+        pytest.param("soba", "scan in a checkpoint in a map", marks=pytest.mark.long),
+    ],
+)
 def test_a_lower_loss_in_a_loop_keeps_the_derivatives_that_functions_have(name, loop):
     """Truth: the same loss without a loop."""
 

@@ -42,7 +42,8 @@ SLOW = "BCOO", "minibatches"
 
 
 def marked(names):
-    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in names]
+    marks = {name: pytest.mark.slow for name in SLOW} | {"minibatches inside": pytest.mark.long}
+    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 
 
 @pytest.mark.parametrize("name", marked(FORMATS))

@@ -1,5 +1,7 @@
 """Results print as short tables, whatever their arrays are."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +18,16 @@ PROBLEM = bilevel.Problem(
 ALPHA = jnp.zeros(3)
 
 
-def hyper(alpha, solver=None):
-    fn = jax.jit(bilevel.hypergradient(PROBLEM, solver or bilevel.implicit()))
-    return fn(alpha, jnp.zeros(3), None, None)
+@functools.cache
+def compiled(solver):
+    return jax.jit(bilevel.hypergradient(PROBLEM, solver))
+
+
+IMPLICIT = bilevel.implicit()
+
+
+def hyper(alpha, solver=IMPLICIT):
+    return compiled(solver)(alpha, jnp.zeros(3), None, None)
 
 
 def test_a_hypergradient_prints_its_value_norm_and_error():
@@ -38,7 +47,7 @@ def test_an_estimate_over_the_limit_and_a_missing_one_say_why():
 
 def test_traced_batched_and_deleted_arrays_print_as_dtype_and_shape():
     seen = []
-    jax.jit(lambda alpha: seen.append(repr(hyper(alpha))))(ALPHA)
+    jax.eval_shape(lambda alpha: seen.append(repr(hyper(alpha))), ALPHA)
     batched = jax.vmap(hyper)(jnp.zeros((2, 3)))
     seen += [repr(batched), repr(batched.info)]
     deleted = hyper(jnp.ones(3))
@@ -50,7 +59,7 @@ def test_traced_batched_and_deleted_arrays_print_as_dtype_and_shape():
 
 
 def test_a_search_prints_its_course():
-    arguments = PROBLEM, bilevel.implicit(), optax.sgd(0.1), ALPHA, jnp.zeros(3), None, None
+    arguments = PROBLEM, bilevel.unrolled(0.1, 3), optax.sgd(0.1), ALPHA, jnp.zeros(3), None, None
     result = bilevel.search(*arguments, steps=4, progress=False)
     text = repr(result)
     assert "steps       4\n  outer loss  12 -> " in text and "stopped     after all steps" in text

@@ -106,7 +106,7 @@ def recursion(chosen, x):
 
 @quadrature
 @pytest.mark.slow
-@examples(4)
+@examples(2)
 @given(seed=seeds, dtype=dtypes, chosen=layers)
 def test_a_network_kernel_is_the_recursion_of_expectations(seed, dtype, chosen):
     x = inputs(seed, dtype)
@@ -135,7 +135,7 @@ def test_any_activation_has_the_kernel_of_the_recursion_or_raises(seed, dtype, n
 
 @quadrature
 @pytest.mark.slow
-@examples(3)
+@examples(2)
 @given(seed=seeds, dtype=dtypes, pair=st.lists(names, min_size=2, max_size=2, unique=True))
 def test_a_mixtures_kernel_is_the_sum_over_pairs(seed, dtype, pair):
     x, alpha = inputs(seed, dtype), simplex_point(np.random.default_rng(seed), dtype, 2)
@@ -180,7 +180,7 @@ def jacobian(params, x):
 
 
 @pytest.mark.slow
-@examples(3)
+@examples(2)
 @given(seed=seeds, dtype=dtypes)
 def test_finite_kernels_are_products_of_jacobians(seed, dtype):
     rng = np.random.default_rng(seed)

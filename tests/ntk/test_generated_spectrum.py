@@ -98,7 +98,7 @@ def positive(rng, dtype, n, condition=3):
 
 
 @pytest.mark.slow
-@examples(6)
+@examples(3)
 @given(seed=seeds, dtype=dtypes, share=st.sampled_from([0.0, 0.1]), t=st.sampled_from([0, 0.1, 10]))
 def test_regression_and_gradient_flow_are_those_of_numpy(seed, dtype, share, t):
     rng = np.random.default_rng(seed)
@@ -119,7 +119,7 @@ def test_regression_and_gradient_flow_are_those_of_numpy(seed, dtype, share, t):
 
 
 @pytest.mark.slow
-@examples(5)
+@examples(3)
 @given(seed=seeds, dtype=dtypes, t=st.sampled_from([0.0, 0.1, 1.0, 10.0]))
 def test_posteriors_and_ensembles_are_the_formulas(seed, dtype, t):
     rng, n = np.random.default_rng(seed), 5
@@ -199,7 +199,7 @@ def iterative(x, y, penalty, tol):
 
 
 @pytest.mark.slow
-@examples(3)
+@examples(2)
 @given(seed=seeds, dtype=dtypes, penalty=st.floats(-2, 1).map(lambda t: 10**t))
 def test_methods_that_see_products_only_agree_with_the_matrix(seed, dtype, penalty):
     x, matrix, y = points(seed, dtype)

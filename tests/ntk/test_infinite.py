@@ -33,7 +33,7 @@ def rows(n, d, seed=0):
     [
         ([ntk.relu] * 3, [1.0, 1.0], 7.340684097418, 15.97730386979),
         ([ntk.tanh] * 2, [0.5], None, 2.8754751694),
-        ([ntk.tanh] * 2, [-1.0], None, 4.1635212587),
+        pytest.param([ntk.tanh] * 2, [-1.0], None, 4.1635212587, marks=pytest.mark.long),
     ],
 )
 def test_diagonals_are_the_values_of_an_independent_computation(activations, skips, nngp, kernel):
@@ -55,7 +55,7 @@ def test_all_skips_make_the_diagonal_grow_as_printed_in_the_errata():
     ("names", "variances"),
     [
         (("relu", "erf", "leaky"), (0.7, 2.0, 1.3, 1.0)),
-        (("identity", "gelu", "relu"), (0.5, 1.5, 2.5, 2.0)),
+        pytest.param(("identity", "gelu", "relu"), (0.5, 1.5, 2.5, 2.0), marks=pytest.mark.long),
     ],
 )
 def test_networks_without_skips_agree_with_neural_tangents(names, variances):

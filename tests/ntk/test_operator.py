@@ -28,8 +28,10 @@ def mlp(w, x):
 WEIGHTS = {"first": inputs(3, 5), "second": inputs(5, 2)}
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("n, tile", [(1, 4), (7, 3), (9, 3), (20, 64)])
+@pytest.mark.parametrize(
+    ("n", "tile", "dtype"),
+    [(1, 4, np.float64), (7, 3, np.float32), (9, 3, np.float64), (20, 64, np.float32)],
+)
 def test_products_are_those_of_the_matrix(n, tile, dtype):
     x, other, v = (inputs(*shape, dtype=dtype) for shape in ((n, 3), (5, 3), (n, 2)))
     K, matrix = ntk.KernelOperator(laplace, x, tile=tile), laplace(x, x)

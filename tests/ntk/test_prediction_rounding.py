@@ -101,7 +101,7 @@ def test_a_flow_in_float32_is_right_to_a_tenth_or_refused(seed, get):
     assert refused
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_flow_of_a_healthy_kernel_is_never_refused(seed):
     times, x = np.array(TIMES), inputs(seed)
     y = np.random.default_rng(seed).choice([-1.0, 1.0], len(TRAIN))

@@ -137,7 +137,7 @@ def test_a_kernel_without_a_cholesky_factor_is_an_error_or_nan_when_traced():
     assert_close(kernel_regression(indefinite, y, penalty=1.25).weights, [1 / 2.25, 1.0])
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.long)])
 def test_a_flow_is_bounded_where_the_kernel_is_singular_to_rounding(dtype):
     """With a repeated row, one eigenvalue is roundoff."""
     dtype = jax.dtypes.canonicalize_dtype(dtype)  # float32 unless JAX has float64

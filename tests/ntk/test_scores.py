@@ -518,7 +518,13 @@ class Averaged(nn.Module):
         return nn.Dense(2)(x)
 
 
-@pytest.mark.parametrize("name", ["eigen_nas", "knas_released", "log_traces"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "log_traces",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("eigen_nas", "knas_released")),
+    ],
+)
 def test_running_averages_are_no_weights(name):
     """Truth: the same score of "params" alone, the averages closed over."""
     model, x = Averaged(), jax.random.normal(jax.random.key(0), (4, 3))
@@ -579,7 +585,7 @@ def test_whole_numbers_among_the_parameters_are_no_matter():
         assert_close(score(kernel | {"count": jnp.arange(3)}, (x, y)), score(kernel, (x, y)))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.long)])
 def test_a_singular_kernel_of_16_bits_has_no_condition_number(dtype):
     y = jnp.array([0, 1, 0])
     for seed in range(3):

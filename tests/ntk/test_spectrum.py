@@ -418,7 +418,7 @@ def of_outputs(n=5, outputs=3, seed=0):
     return K, np.array([[K[i, j, a, b] for j, b in rows] for i, a in rows])
 
 
-@pytest.mark.parametrize(("n", "outputs"), [(3, 3), (33, 2)])
+@pytest.mark.parametrize(("n", "outputs"), [pytest.param(3, 3, marks=pytest.mark.long), (33, 2)])
 def test_a_kernel_of_several_outputs_has_the_eigenvalues_of_its_matrix(n, outputs):
     K, flat = of_outputs(n, outputs)
     values, vectors = np.linalg.eigh(flat)  # truth: numpy

@@ -116,7 +116,7 @@ def test_a_step_under_the_name_of_another_is_not_taken_for_it(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [0, 700])
+@pytest.mark.parametrize("limit", [pytest.param(0, marks=pytest.mark.long), 700])
 def test_a_full_disk_costs_the_checkpoint_and_not_the_search(
     limit, tmp_path, every_chunk, expected
 ):

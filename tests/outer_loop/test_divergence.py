@@ -82,7 +82,7 @@ def descended(optimizer, steps=60, **options):
 RATE = 2 / quadratics(0)[3][-1]  # the largest that is stable
 
 
-@pytest.mark.parametrize("factor", [1.3, 10.0])
+@pytest.mark.parametrize("factor", [1.3, pytest.param(10.0, marks=pytest.mark.long)])
 def test_descent_at_a_rate_over_two_by_the_curvature_converges(factor):
     solved = quadratics(0)[2]
     with pytest.warns(UserWarning, match=r"alpha diverged.*0\.\d+ times the optimizer's steps"):
@@ -91,7 +91,10 @@ def test_descent_at_a_rate_over_two_by_the_curvature_converges(factor):
     assert result.stopped == "" and int(result.state.step) == 200
 
 
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.5, momentum=0.9), optax.adam(0.1)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.sgd(0.5, momentum=0.9), pytest.param(optax.adam(0.1), marks=pytest.mark.long)],
+)
 def test_a_healthy_search_takes_the_steps_of_descent(optimizer):
     problem, args, _, _ = quadratics(0)
     result = descended(optimizer, 40)

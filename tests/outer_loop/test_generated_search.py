@@ -63,9 +63,15 @@ def draw(seed, dtype):
     return simplex_point(rng, dtype, 3), normal(rng, dtype, 3), *data
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("solver", "optimizer"),
+    [
+        pytest.param("implicit", "exponentiate", marks=pytest.mark.slow),
+        pytest.param("unrolled", "sgd", marks=pytest.mark.slow),
+        pytest.param("implicit", "sgd", marks=pytest.mark.long),
+        pytest.param("unrolled", "exponentiate", marks=pytest.mark.long),
+    ],
+)
 @examples(2)
 @given(seed=seeds, dtype=dtypes, chunk=st.sampled_from([None, 1, 3]))
 def test_a_search_takes_the_steps_of_the_formulas(solver, optimizer, seed, dtype, chunk):

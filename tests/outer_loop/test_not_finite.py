@@ -63,12 +63,21 @@ def planted(args, where, bad):
 PLACES = ("train x", "train y", "valid x", "valid y", "mix", "decay", "w0")
 
 
+def marks(long):
+    return pytest.mark.long if long else pytest.mark.slow
+
+
 FORWARD = ("unrolled adam", "newton cg", "solved scale")  # one of a kind
 
 
-@pytest.mark.slow
+# tests/repository/test_generated_nan.py covers these inverses too.
+LONG = ("newton dense", "newton neumann", "newton nystrom")
+
+
 @pytest.mark.parametrize(
-    ("name", "mode"), [(s, "reverse") for s in SOLVERS] + [(s, "forward") for s in FORWARD]
+    ("name", "mode"),
+    [pytest.param(s, "reverse", marks=marks(s in LONG)) for s in SOLVERS]
+    + [pytest.param(s, "forward", marks=marks(s == "newton cg")) for s in FORWARD],
 )
 def test_what_is_not_finite_makes_value_and_gradient_so(name, mode):
     small = least_squares(6, 3)

@@ -71,8 +71,13 @@ def assert_identical(a, b):
     jax.tree.map(np.testing.assert_array_equal, (a.state, a.history), (b.state, b.history))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("solver", [RIDGE, bilevel.implicit()], ids=["ridge", "implicit"])
+@pytest.mark.parametrize(
+    "solver",
+    [
+        pytest.param(RIDGE, id="ridge", marks=pytest.mark.long),
+        pytest.param(bilevel.implicit(), id="implicit", marks=pytest.mark.slow),
+    ],
+)
 def test_search_finds_the_minimum_over_the_simplex(solver):
     """Truth: the outer loss at every point of a grid of step 1/20, by the closed form."""
     optimizer = optax.chain(optax.sgd(5.0), bilevel.exponentiate())
@@ -201,11 +206,11 @@ def test_callbacks_and_checkpoints_compile_nothing_after_the_first(tmp_path, mon
             counts.append(len(compiled))
             alive.append(len(jax.live_arrays()))
 
-        noisy(steps=40, chunk=1, callback=callback, checkpoint=tmp_path, progress=True)
+        noisy(steps=12, chunk=1, callback=callback, checkpoint=tmp_path, progress=True)
         assert counts[0] > 0  # the listener works
         # The second call's carry comes from the first one's program.
-        assert counts[1:] == [counts[1]] * 39 and alive[1:] == [alive[1]] * 39
-        noisy(steps=40, chunk=1, checkpoint=tmp_path, resume=True)
+        assert counts[1:] == [counts[1]] * 11 and alive[1:] == [alive[1]] * 11
+        noisy(steps=12, chunk=1, checkpoint=tmp_path, resume=True)
         assert len(compiled) == counts[-1]
 
 
@@ -334,7 +339,11 @@ print("and on")
 
 
 @pytest.mark.parametrize(
-    ("number", "save_seconds", "saved"), [(signal.SIGKILL, 0.0, 2), (signal.SIGTERM, 1e6, 1)]
+    ("number", "save_seconds", "saved"),
+    [
+        (signal.SIGKILL, 0.0, 2),
+        pytest.param(signal.SIGTERM, 1e6, 1, marks=pytest.mark.long),
+    ],
 )
 def test_a_killed_search_resumes_exactly(tmp_path, number, save_seconds, saved):
     """SIGKILL and SIGTERM after the first checkpoints; SIGTERM saves the current state first."""

@@ -62,7 +62,12 @@ def run(problem, solver, alpha=None, w=None, *, steps=12, optimizer=None, data=(
 
 
 @pytest.mark.parametrize(
-    "inverse", [bilevel.cg(), bilevel.dense(), bilevel.neumann(20, 0.5)], ids=["cg", "dense", "sum"]
+    "inverse",
+    [
+        pytest.param(bilevel.cg(), id="cg"),
+        pytest.param(bilevel.dense(), id="dense", marks=pytest.mark.long),
+        pytest.param(bilevel.neumann(20, 0.5), id="sum", marks=pytest.mark.long),
+    ],
 )
 def test_an_adjoint_that_does_not_solve_its_system_is_reported(inverse):
     """More weights than rows and an l1 term: the Hessian is singular at the solution."""
@@ -80,7 +85,13 @@ def test_a_failed_adjoint_is_not_a_warm_start():
     assert float(optax.tree.norm(result.state.solver_state.adjoint)) == 0
 
 
-@pytest.mark.parametrize("wrap", [lambda s: s, bilevel.restarted], ids=["warm", "restarted"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(lambda s: s, id="warm"),
+        pytest.param(bilevel.restarted, id="restarted", marks=pytest.mark.long),
+    ],
+)
 def test_the_report_holds_the_residual_of_the_adjoint(wrap):
     """Truth: H q - v by numpy, after 5 steps of conjugate gradients."""
     solver = wrap(bilevel.implicit(bilevel.newton(), bilevel.cg(steps=5)))
@@ -100,22 +111,30 @@ def test_the_report_holds_the_residual_of_the_adjoint(wrap):
     assert bool(report.failed) == (expected > 0.5) and report.indefinite == 0
 
 
-def test_a_sound_search_reports_nothing():
-    for solver in (
+@pytest.mark.parametrize(
+    "solver",
+    [
         bilevel.implicit(),
-        bilevel.implicit(bilevel.lbfgs(), bilevel.dense()),
-        bilevel.implicit(bilevel.newton(), bilevel.neumann(200, 0.1)),
-        bilevel.restarted(bilevel.unrolled(0.1, 30)),
         bilevel.ridge(lambda alpha, x: x, lambda alpha: 20 * jnp.exp(alpha)),
-    ):
-        result, messages = run(RIDGE, solver, optimizer=optax.sgd(0.1))
-        report = result.report
-        assert not messages and report.messages() == ()
-        assert all(int(c.total) == 0 for c in (report.zero, report.failed, report.moving))
-        np.testing.assert_allclose(report.ratio, 1, atol=0.05)
+        bilevel.restarted(bilevel.unrolled(0.1, 30)),
+        pytest.param(bilevel.implicit(bilevel.lbfgs(), bilevel.dense()), marks=pytest.mark.long),
+        pytest.param(
+            bilevel.implicit(bilevel.newton(), bilevel.neumann(200, 0.1)), marks=pytest.mark.long
+        ),
+    ],
+)
+def test_a_sound_search_reports_nothing(solver):
+    result, messages = run(RIDGE, solver, optimizer=optax.sgd(0.1))
+    report = result.report
+    assert not messages and report.messages() == ()
+    assert all(int(c.total) == 0 for c in (report.zero, report.failed, report.moving))
+    np.testing.assert_allclose(report.ratio, 1, atol=0.05)
 
 
-@pytest.mark.parametrize("transform", [jax.jit, lambda f: jax.vmap(jax.jit(f))])
+@pytest.mark.parametrize(
+    "transform",
+    [pytest.param(jax.jit, marks=pytest.mark.long), lambda f: jax.vmap(jax.jit(f))],
+)
 def test_compiled_searches_set_the_fields(transform):
     solver = bilevel.implicit(bilevel.solved(proximal_gradient))
 
@@ -192,7 +211,10 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name",
+    ["cosine", *(pytest.param(n, marks=pytest.mark.long) for n in ("injected", "masked"))],
+)
 def test_an_inner_schedule_that_ends_with_the_first_outer_step_is_reported(name):
     rule = SCHEDULES[name]
     unrolled = bilevel.unrolled(rule, 10)
@@ -284,9 +306,10 @@ def test_the_program_is_read_once_for_all_leaves():
 
 
 def test_the_predicted_change_is_the_gradient_times_the_step():
-    result, _ = run(RIDGE, bilevel.implicit(), optimizer=optax.adam(0.01), steps=20)
+    solver = bilevel.ridge(lambda alpha, x: x, lambda alpha: 20 * jnp.exp(alpha))
+    result, _ = run(RIDGE, solver, optimizer=optax.adam(0.01), steps=20)
     history = result.history
-    fn = jax.jit(bilevel.hypergradient(RIDGE, bilevel.implicit(), diagnostics=False))
+    fn = jax.jit(bilevel.hypergradient(RIDGE, solver, diagnostics=False))
     alphas = [jnp.asarray(-2.0), *history["alpha"]]
     grads = [fn(alpha, jnp.zeros(40), TRAIN, VALID).grad for alpha in alphas[:-2]]
     expected = [
@@ -346,12 +369,17 @@ def test_the_difference_is_the_slope_over_a_step():
 
 
 def test_a_resumed_search_has_the_report_of_the_whole(tmp_path):
+    def solution(alpha, w, batch):
+        x, y = batch
+        return jnp.linalg.solve(x.T @ x / 20 + jnp.exp(alpha) * jnp.eye(40), x.T @ y / 20)
+
     def search(**options):
-        args = bilevel.implicit(), optax.adam(0.01), jnp.array(-2.0), jnp.zeros(40), TRAIN, VALID
-        return bilevel.search(RIDGE, *args, steps=20, **options)
+        solver = bilevel.implicit(bilevel.solved(solution))
+        args = solver, optax.adam(0.01), jnp.array(-2.0), jnp.zeros(40), TRAIN, VALID
+        return bilevel.search(RIDGE, *args, steps=21, chunk=7, **options)
 
     whole = search()
-    search(checkpoint=tmp_path, callback=lambda r: len(r.history["value"]) >= 7, every=7)
+    search(checkpoint=tmp_path, callback=lambda r: len(r.history["value"]) >= 7)
     resumed = search(checkpoint=tmp_path, resume=True)
     jax.tree.map(np.testing.assert_array_equal, whole.report, resumed.report)
     jax.tree.map(np.testing.assert_array_equal, whole.history, resumed.history)

@@ -50,8 +50,13 @@ def by_hand(steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [None, 2, 4])
-@pytest.mark.parametrize("every", [None, 3])
+@pytest.mark.parametrize(
+    ("every", "chunk"),
+    [
+        pytest.param(*pair, marks=() if pair in ((None, None), (3, 4)) else pytest.mark.long)
+        for pair in itertools.product([None, 3], [None, 2, 4])
+    ],
+)
 def test_a_stream_is_descent_on_its_batches(chunk, every):
     seen = []
     options = {} if every is None else {"callback": lambda r: seen.append(int(r.state.step))}

@@ -93,9 +93,15 @@ def test_fifty_steps_nearly_interpolate_for_every_alpha():
         assert error == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("outer", ["hinge", "logistic", "squared"])
-@pytest.mark.parametrize("classes", [2, 10])
+@pytest.mark.parametrize(
+    ("classes", "outer"),
+    [
+        *(pytest.param(2, outer, marks=pytest.mark.slow) for outer in ("hinge", "logistic")),
+        pytest.param(10, "squared", marks=pytest.mark.slow),
+        *(pytest.param(10, outer, marks=pytest.mark.long) for outer in ("hinge", "logistic")),
+        pytest.param(2, "squared", marks=pytest.mark.long),
+    ],
+)
 def test_the_search_hypergradient_is_the_derivative_of_the_whole_training(outer, classes):
     """Truth: finite differences of the validation loss after training, step size included."""
     if outer == "hinge" and not jax.config.jax_enable_x64:

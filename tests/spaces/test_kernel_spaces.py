@@ -271,7 +271,7 @@ def test_linearised_deep_features_are_regression_on_the_networks_gradient(classe
 def test_a_network_with_batch_statistics_has_no_linearised_features():
     space = nasbench201_space(["skip_connect", "nor_conv_1x1"], cells=1, channels=2, classes=2)
     x = jax.random.normal(KEYS[0], (3, 4, 4, 1))
-    linearised = linearized_space(space, space.init(KEYS[1], (x, None)))
+    linearised = linearized_space(space, jax.jit(space.init)(KEYS[1], (x, None)))
     with pytest.raises(ValueError, match="space: expected networks that see every row by itself"):
         linearised.inputs(x)
 

@@ -22,12 +22,10 @@ ROOT = Path(__file__).parents[1]
 _SAME_FILE = "30%"  # of the lines: a file with as many is a renamed one
 
 
-def git(*arguments: str, given: str = "") -> str:
-    """Return what git prints."""
-    run = subprocess.run(
-        ["git", *arguments], cwd=ROOT, input=given, capture_output=True, text=True, check=True
-    )
-    return run.stdout
+def git(*arguments: str, given: str = "") -> bytes:
+    """Return the output of git, with ``given`` as its input."""
+    command, text = ["git", *arguments], given.encode()
+    return subprocess.run(command, cwd=ROOT, input=text, capture_output=True, check=True).stdout
 
 
 def script_of(name: str) -> Path:
@@ -52,7 +50,7 @@ def _files(entry: str) -> Iterator[str]:
 
 
 def changed_modules(commit: str, modules: Iterable[str]) -> list[str]:
-    """Return the modules whose code differs from the code at ``commit``."""
+    """Return the modules with other code than at ``commit``."""
     names = _names_at(commit)
     earlier = {path: f"{commit}:{names.get(path, path)}" for path in modules}
     sources = _contents(earlier.values())
@@ -66,16 +64,14 @@ def changed_modules(commit: str, modules: Iterable[str]) -> list[str]:
 @functools.cache
 def _names_at(commit: str) -> dict[str, str]:
     """Return the names at ``commit`` of the files that were renamed since."""
-    lines = git("diff", f"-M{_SAME_FILE}", "-l0", "--diff-filter=R", "--name-status", commit)
-    return {new: old for _, old, new in (line.split("\t") for line in lines.splitlines())}
+    output = git("diff", f"-M{_SAME_FILE}", "-l0", "--diff-filter=R", "--name-status", commit)
+    return {new: old for _, old, new in (x.split("\t") for x in output.decode().splitlines())}
 
 
 def _contents(objects: Iterable[str]) -> dict[str, str | None]:
     """Return the texts of git's objects; None if one does not exist."""
     names, texts = list(objects), {}
-    command = ["git", "cat-file", "--batch"]
-    run = subprocess.run(command, cwd=ROOT, input="\n".join(names).encode(), capture_output=True)
-    output = run.stdout
+    output = git("cat-file", "--batch", given="\n".join(names))
     for name in names:
         head, _, output = output.partition(b"\n")
         size = int(head.split()[-1]) if head.split()[-1].isdigit() else None
@@ -106,7 +102,7 @@ def describe_age(path: Path) -> tuple[str, list[str]]:
     first = harness.read(path)[0]
     commit = first["commit"]
     changed = changed_modules(commit, measured_modules(script_of(path.stem)))
-    when = git("log", "-1", "--format=%as", commit).strip()
+    when = git("log", "-1", "--format=%as", commit).decode().strip()
     age = "today's code"
     if changed:
         age = "older code, a long run" if first.get("older code") else "STALE"

@@ -245,7 +245,7 @@ def read(path: Path) -> list[Row]:
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Replace the rows of a file. The first one gets the commit."""
+    """Replace the rows of a file. The first one gets the commit, unless it has one."""
     path.unlink(missing_ok=True)
     append(path, *rows)
 
@@ -258,8 +258,8 @@ def append(path: Path | None, *rows: Row) -> None:
     if path and rows:
         path.parent.mkdir(exist_ok=True)
         first = {} if path.is_file() else {"commit": commit()}
-        with path.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in (rows[0] | first, *rows[1:]))
+        with path.open("a") as file:  # rows that are written again keep their commit
+            file.writelines(json.dumps(row) + "\n" for row in (first | rows[0], *rows[1:]))
 
 
 def commit() -> str | None:

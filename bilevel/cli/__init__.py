@@ -63,7 +63,7 @@ def _exit_status(arguments: Sequence[str] | None) -> int:
     except OSError as error:
         file = f"{error.filename}: " if error.filename else ""
         return _print_error(f"{file}{error.strerror}." if error.strerror else str(error), 2)
-    except (ValueError, FloatingPointError, ImportError) as error:
+    except (ValueError, FloatingPointError) as error:
         return _print_error(str(error), 2)
     except RuntimeError as error:
         from bilevel.internal.processes import LostProcessError

@@ -132,12 +132,15 @@ def opened(config: AnyJob, *, images: bool, labels: bool = True) -> tuple[AnyJob
     ------
     ValueError
         If own rows are wrong, are not the ``images`` or class ``labels`` that the run needs, or are
-        fewer than the flags ask for.
+        fewer than the flags ask for. If images need Pillow, and it is missing.
     """
     if not is_own(config.data):
         return config, Data(config.data, SHAPES.get(config.data, ()), CLASSES)
     key = jax.random.fold_in(jax.random.key(config.seed), _SPLIT)
-    dataset = datasets.load(config.data, key)
+    try:
+        dataset = datasets.load(config.data, key)
+    except ImportError as error:  # without Pillow
+        raise ValueError(str(error)) from error
     shape = dataset.x_train.shape[1:]
     if len(shape) == 2:
         shape = (*shape, 1)

@@ -141,7 +141,7 @@ def test_a_dual_takes_no_more_memory_than_some_rows_of_its_grid(monkeypatch):
     assert largest(sizes.jaxpr) <= 2 * 200
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_smooth_pairs_nodes_follow_its_own_variance_traced_or_not():
     evaluated = []
 

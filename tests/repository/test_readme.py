@@ -33,12 +33,10 @@ def ours(page):
     return expressions
 
 
-def run(page, capsys, **changes):
-    """The output of the page's examples, in one session, after changes of their text."""
+def run(page, capsys):
+    """The output of the page's examples, in one session."""
     session = {}
     for example in examples(page):
-        for old, new in changes.items():
-            example = example.replace(old, new)
         exec(compile(example, page, "exec"), session)
     return capsys.readouterr().out
 
@@ -60,22 +58,14 @@ def test_messages_of_the_troubleshooting_page_are_in_the_source():
     assert [message for message in messages if message not in source] == []
 
 
-@pytest.mark.parametrize(
-    ("steps", "accuracy"),
-    [
-        pytest.param(10, 0.3, marks=pytest.mark.slow),
-        pytest.param(100, 0.6, marks=pytest.mark.long),
-    ],
-)
-def test_the_examples_of_the_readme_run_and_print_what_it_shows(steps, accuracy, capsys):
-    """With a short architecture search, and as they are."""
+@pytest.mark.slow
+def test_the_examples_of_the_readme_run_and_print_what_it_shows(capsys):
     assert all(len(example.splitlines()) <= 20 for example in examples("README.md"))
-    assert "steps=100," in "".join(examples("README.md"))
-    printed = run("README.md", capsys, **{"steps=100,": f"steps={steps},"})
+    printed = run("README.md", capsys)
     before, after = map(float, re.search(r"loss (\S+) -> (\S+)$", printed, re.M).groups())
     assert after < before
     assert re.search(r"converged +no: the error is over 1 % of the norm", printed)
-    assert float(re.search(r"accuracy of the mixture (\S+)", printed)[1]) > accuracy
+    assert float(re.search(r"accuracy of the mixture (\S+)", printed)[1]) > 0.6
     assert len(re.findall(r"\('\w+', [01234]\)", printed)) == 8
     bounds = re.findall(r"lambda_min >= (\S+)", printed)
     assert len(bounds) == 2 and all(float(bound) > 1 for bound in bounds)
@@ -108,7 +98,7 @@ def test_the_solver_and_the_inverse_of_contributing_are_right():
         "docs/index.md",
         pytest.param("docs/start.md", marks=pytest.mark.long),
         "docs/how_to.md",
-        pytest.param("docs/geometry.md", marks=pytest.mark.long),
+        "docs/geometry.md",
         pytest.param("docs/solvers.md", marks=pytest.mark.long),
         pytest.param("docs/stochastic.md", marks=pytest.mark.long),
         "docs/scaling.md",

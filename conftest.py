@@ -53,8 +53,7 @@ hypothesis.settings.register_profile(  # make fuzz: new examples every time
 hypothesis.settings.load_profile("bilevel")
 
 
-# `.ci/run` runs one of these parts of the long tests.
-_PARTS = 30
+_PARTS = 30  # of the long tests
 
 
 def pytest_addoption(parser):

@@ -8,7 +8,7 @@ from jax import lax
 from jax._src.interpreters import mlir
 from jax._src.lax import lax as lax_internals
 
-FULL = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+from ntk.internal.products import FULL
 
 
 @contextlib.contextmanager

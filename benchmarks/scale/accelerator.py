@@ -112,7 +112,7 @@ def precision(run: Run) -> Iterator[Measurement]:
     if run.small:
         ridge.N, ridge.P = ridge.SMOKE
     peers = {name: ridge.PEERS[name] for name in run.peers if name in ridge.PEERS}
-    # A CPU has no products of bfloat16 with float32 sums.
+    # CPUs do not multiply bfloat16 with float32 sums.
     ours = {name: PRECISIONS[name] for name in PRECISIONS if name != "bfloat16" or not run.small}
     names = {"iid": "condition 6", "hard": "condition 560"}
 
@@ -334,7 +334,7 @@ def infinite(run: Run) -> Iterator[Measurement]:
 
     @jax.jit
     def recursion(x):
-        """Return what a user would write: NNGP and NTK of three ReLU layers (Cho & Saul 2009)."""
+        """Return NNGP and NTK of three ReLU layers by a plain recursion (Cho & Saul 2009)."""
         nngp = ntk_ = jnp.matmul(x, x.T, precision="highest")
         for _ in range(3):
             angle = jnp.arccos(jnp.clip(nngp, -1, 1))  # the diagonal stays 1

@@ -181,7 +181,7 @@ def assess(
         adjoint = widen(adjoint)
     problem = Problem(widened(problem.lower, w), widened(problem.outer, w))
     check, w = functools.partial(_assess_widened, problem, products, coarsest_eps(w)), widen(w)
-    # The refined hypergradient must not have the rounding whose effect it shows.
+    # The refined hypergradient must be free of the rounding that it measures.
     with jax.default_matmul_precision("highest"):
         return detached(check, w, alpha, train, valid, grad, adjoint)
 

@@ -253,7 +253,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 def append(path: Path | None, *rows: Row) -> None:
     """Append each row when it is measured, so that a later run can skip them.
 
-    The first row of a file gets the commit of its code: see :mod:`benchmarks.age`.
+    The first row of a file gets the commit of its code: see ``tools/results_age.py``.
     """
     if path and rows:
         path.parent.mkdir(exist_ok=True)

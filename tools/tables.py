@@ -21,7 +21,8 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks import age, harness
+from benchmarks import harness
+from tools import results_age
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(
@@ -69,7 +70,7 @@ def main() -> int:
     if differ:
         print(f"{'other than their results' if flags.check else 'written'}: {', '.join(differ)}")
     if not (flags.check or flags.files):
-        age.print_ages()
+        results_age.print_ages()
     return int(flags.check and bool(differ))
 
 

@@ -271,15 +271,15 @@ RESULTS = sorted(ROOT.glob("benchmarks/results/*.jsonl"))
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_results_hold_their_commit_and_their_benchmark_lists_what_it_measures(path):
-    from benchmarks import age
+    from tools import results_age
 
     first = json.loads(path.read_text().partition("\n")[0])
     assert re.fullmatch("[0-9a-f]{7,}", first["commit"])
-    assert age.measured_modules(age.script_of(path.stem))
+    assert results_age.measured_modules(results_age.script_of(path.stem))
 
 
 def test_only_code_makes_results_old():
-    from benchmarks.age import _code
+    from tools.results_age import _code
 
     code = '"""Doc."""\nimport jax\n\n\ndef f(x):\n    """Return."""\n    return x + 1  # why\n'
     prose = '"""Other."""\nfrom jax import numpy\n\n\ndef f(x):\n    return x + 1\n'

@@ -1,7 +1,8 @@
 """Tell which results are older than the code that they measure.
 
-    python -m benchmarks.age            # a line for each results file
-    python -m benchmarks.age memory     # only of these files, with the names of changed modules
+    python tools/results_age.py            # a line for each results file
+    python tools/results_age.py memory     # only of these files, with the names of changed modules
+    python tools/results_age.py --smoke    # only checks the lists of modules, without git
 
 The first row of a results file holds the commit of its run. A benchmark lists the files and folders
 that it measures in ``MEASURES``. A module has changed if its syntax tree differs from the one at
@@ -9,10 +10,10 @@ the commit, without docstrings, comments and imports. Renamed files are followed
 six hours may hold ``"older code": true`` in its first row: its results need not be of today's code.
 """
 
+import argparse
 import ast
 import functools
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -118,5 +119,17 @@ def print_ages(*names: str) -> None:
             print(line, *(changed if names else ()), sep="\n  ")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="check the lists of modules, no more")
+    parser.add_argument("names", nargs="*", help="results files, by default all")
+    flags = parser.parse_args()
+    if not flags.smoke:
+        print_ages(*flags.names)
+        return
+    for path in sorted(harness.RESULTS.glob("*.jsonl")):
+        print(f"{path.stem}: measures {len(measured_modules(script_of(path.stem)))} modules")
+
+
 if __name__ == "__main__":
-    print_ages(*sys.argv[1:])
+    main()

@@ -204,11 +204,9 @@ def curvature(run: Run) -> Iterator[Measurement]:
         variables = net.init(key, x)
 
         def loss(w):
-            variables = {"params": w, "batch_stats": statistics_of_batch}
-            logits = net.apply(variables, x, mutable=["batch_stats"])[0]
+            logits = net.apply(variables | {"params": w}, x, mutable=["batch_stats"])[0]
             return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
-        statistics_of_batch = variables["batch_stats"]
         return loss, variables["params"]
 
     def gpt():

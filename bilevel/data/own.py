@@ -15,7 +15,7 @@ import numpy as np
 
 from bilevel.data.image_folders import read_folder
 from bilevel.data.splits import Dataset, strata, stratified_split
-from bilevel.internal.import_function import called, names_function
+from bilevel.internal.import_function import called, names_function, takes
 
 Source = str | os.PathLike[str] | Callable[[], Mapping[str, Any]] | Mapping[str, Any]
 Parts = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -64,7 +64,9 @@ def _arrays(source: Source) -> tuple[str, Mapping[str, Any]]:
     if isinstance(source, Mapping):
         return "source", source
     if callable(source):
-        name, arrays = getattr(source, "__name__", "source"), source()
+        name = getattr(source, "__name__", "source")
+        takes("source", name, source, 0)
+        arrays = source()
     else:
         name = os.fspath(source)
         path = Path(name)
@@ -109,16 +111,17 @@ def _check_keys(name: str, keys: Any) -> None:
 
 def _key(letter: str, part: str, arrays: Mapping[str, Any]) -> str:
     """Return the key as the user spelled it: x and x_train mean the same."""
-    return letter if part == "train" and letter in arrays else f"{letter}_{part}"
+    short = part == "train" and not {"x_train", "y_train"} & set(arrays)
+    return letter if short else f"{letter}_{part}"
 
 
 def _by_part(name: str, arrays: Mapping[str, Any]) -> Parts:
     _check_keys(name, arrays)
+    if {"x", "y"} & set(arrays) and {"x_train", "y_train"} & set(arrays):
+        raise ValueError(f"{name}: expected x and y, or x_train and y_train, got a mixture.")
     parts: Parts = {}
     for part in _PARTS:
         x, y = _key("x", part, arrays), _key("y", part, arrays)
-        if part == "train" and {"x", "y"} & set(arrays) and {"x_train", "y_train"} & set(arrays):
-            raise ValueError(f"{name}: expected x and y, or x_train and y_train, got a mixture.")
         given = [key for key in (x, y) if key in arrays]
         if given or part == "train":
             for key in (x, y):

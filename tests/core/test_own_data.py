@@ -116,3 +116,207 @@ def test_folders_may_be_gray_colour_palette_and_split(tmp_path):
     arrays = read_folder(path)
     assert arrays["x_train"].shape == (41, 4, 6, 3) and arrays["x_test"].shape == (40, 4, 6, 3)
     np.testing.assert_array_equal(arrays["x_train"][-31], PIXELS[0])
+
+
+# ----------------------------------------------------------------------------- wrong data
+
+X, Y = np.ones((10, 3), np.float32), [0, 1] * 5
+GRAY = np.ones((10, 4, 4), np.float32)
+TEST = {"x_test": X[:2], "y_test": [0, 1]}
+WRONG_ARRAYS = {
+    "y is missing": ({"x": X}, "expected the key y, got x"),
+    "x is missing": ({"y": Y}, "expected the key x, got y"),
+    "nothing": ({}, "expected the key x, got no keys"),
+    "a misspelled key": (
+        {"x": X, "y": Y, "x_tset": X},
+        "expected keys among x, y, .* got 'x_tset'",
+    ),
+    "test rows without labels": (
+        {"x": X, "y": Y, "x_test": X},
+        "expected the key y_test, got x, y",
+    ),
+    "two spellings": ({"x": X, "y": Y, "x_train": X, "y_train": Y}, "got a mixture"),
+    "unequal lengths": ({"x": X, "y": Y[:-1]}, "y: expected 10 labels, .* got 9"),
+    "NaN": ({"x": X * [1, 1, np.nan], "y": Y}, "x: expected finite numbers, .* in row 0"),
+    "infinity": (
+        {"x": X, "y": [1.0] * 9 + [np.inf]},
+        "y: expected finite numbers, got inf in row 9",
+    ),
+    "one class": ({"x": X, "y": [7] * 10}, "expected at least 2 classes, got only 7"),
+    "a class of one row": ({"x": X, "y": [*Y[:-1], 9]}, "at least 2 rows of every class, .* '9'"),
+    "an unknown class": (
+        {"x": X, "y": Y, "x_test": X[:2], "y_test": [0, 5]},
+        "y_test: expected the classes of the training rows, got '5'",
+    ),
+    "an unknown class of another sort": (
+        {"x": X, "y": Y, "x_test": X[:2], "y_test": ["a", "b"]},
+        "y_test: expected labels of dtype int64 as in training, got <U1",
+    ),
+    "reals instead of classes": (
+        {"x": X, "y": Y, "x_test": X[:2], "y_test": [0.0, 1.0]},
+        "y_test: expected labels of dtype int64 as in training, got float64",
+    ),
+    "labels in a column": ({"x": X, "y": np.zeros((10, 1))}, r"shape \[n\], .* got \(10, 1\)"),
+    "one-hot labels": ({"x": X, "y": np.eye(10)}, r"shape \[n\], .* got \(10, 10\)"),
+    "objects": (
+        {"x": X.astype(object), "y": Y},
+        "x: expected an array of numbers, got dtype object",
+    ),
+    "objects as labels": ({"x": X, "y": [{}] * 10}, "integers or strings .* got dtype object"),
+    "strings": ({"x": X.astype(str), "y": Y}, "x: expected an array of numbers, got dtype <U"),
+    "complex numbers": (
+        {"x": X * 1j, "y": Y},
+        "x: expected an array of numbers, got dtype complex",
+    ),
+    "no rows": ({"x": X[:0], "y": []}, r"expected at least one row .* got shape \(0, 3\)"),
+    "no columns": ({"x": X[:, :0], "y": Y}, r"expected at least one row .* got shape \(10, 0\)"),
+    "a vector": ({"x": X[:, 0], "y": Y}, r"x: expected shape \[n, d\], .* got \(10,\)"),
+    "videos": (
+        {"x": np.ones((10, 1, 2, 3, 4)), "y": Y},
+        r"expected shape .* got \(10, 1, 2, 3, 4\)",
+    ),
+    "alpha channel": ({"x": np.ones((10, 4, 4, 4)), "y": Y}, "1 or 3 channels, got shape"),
+    "channels first": ({"x": np.ones((10, 3, 4, 4)), "y": Y}, "1 or 3 channels, got shape"),
+    "test images of another size": (
+        {"x": GRAY, "y": Y, "x_test": GRAY[:2, :3], "y_test": [0, 1]},
+        r"x_test: expected rows of shape \(4, 4\) .* got \(3, 4\)",
+    ),
+    "test rows of another dtype": (
+        {"x": X.astype(np.uint8), "y": Y, **TEST},
+        "x_test: expected rows .* uint8 as in training, got .* float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ARRAYS)
+def test_wrong_arrays_raise_one_message(case):
+    arrays, message = WRONG_ARRAYS[case]
+    with pytest.raises(ValueError, match=message):
+        load(arrays)
+
+
+def text_file(folder):
+    (folder / "own.npz").write_text("x,y\n1,2\n")
+    return folder / "own.npz"
+
+
+def array_file(folder):
+    np.save(folder / "own.npy", X)
+    return (folder / "own.npy").rename(folder / "own.npz")
+
+
+def truncated_file(folder):
+    path = saved(folder, x=PIXELS, y=NAMES)
+    path.write_bytes(path.read_bytes()[:-200])
+    return path
+
+
+def damaged_file(folder):
+    path = saved(folder, x=PIXELS, y=NAMES)
+    content = bytearray(path.read_bytes())
+    content[500] ^= 255
+    path.write_bytes(content)
+    return path
+
+
+def pickled_file(folder):
+    return saved(folder, x=X, y=np.array(["a", 1] * 5, dtype=object))
+
+
+def empty_folder(folder):
+    return folder
+
+
+def class_without_images(folder):
+    path = drawn(folder)
+    (path / "ape").mkdir()
+    return path
+
+
+def images_without_class(folder):
+    return drawn(folder) / "cat"
+
+
+def picture_of_another_size(folder):
+    path = drawn(folder)
+    Image.fromarray(PIXELS[0, :3]).save(path / "dog" / "small.png")
+    return path
+
+
+def picture_that_is_text(folder):
+    path = drawn(folder)
+    (path / "dog" / "text.png").write_text("not a picture")
+    return path
+
+
+def truncated_picture(folder):
+    path = drawn(folder)
+    file = path / "dog" / "01.png"
+    file.write_bytes(file.read_bytes()[:60])
+    return path
+
+
+def picture_with_alpha(folder):
+    return drawn(folder, mode="RGBA")
+
+
+def picture_of_16_bits(folder):
+    path = drawn(folder)
+    Image.fromarray(np.ones((4, 6), np.uint16)).save(path / "dog" / "deep.png")
+    return path
+
+
+def another_file(folder):
+    path = drawn(folder)
+    (path / "dog" / "labels.csv").write_text("1,2")
+    return path
+
+
+def class_only_in_the_test(folder):
+    path = drawn(folder, ("train", "test"))
+    (path / "test" / "dog").rename(path / "test" / "emu")
+    return path
+
+
+def misspelled_part(folder):
+    path = drawn(folder, ("train", "test"))
+    (path / "test").rename(path / "tset")
+    return path
+
+
+WRONG_FILES = [
+    (lambda folder: folder / "missing.npz", "missing.npz: expected a file, got no such file"),
+    (
+        lambda folder: folder / "missing",
+        "source: expected a built-in name, FILE.npz, .* got '.*missing'",
+    ),
+    (text_file, "own.npz: expected a .npz file .* got another format"),
+    (array_file, "own.npz: expected a .npz file .* got another format"),
+    (truncated_file, "own.npz: expected a .npz file .* got another format"),
+    (damaged_file, "own.npz: expected an intact .npz file, got: "),
+    (pickled_file, "own.npz: expected arrays of numbers or strings, got dtype object"),
+    (empty_folder, r"expected folders CLASS/\*.png, got an empty folder"),
+    (class_without_images, "ape: expected .png or .jpg images, got an empty folder"),
+    (images_without_class, r"cat: expected only folders CLASS/\*.png, got '00.png'"),
+    (picture_of_another_size, "small.png: expected 6 x 4 pixels as in .* got 6 x 3"),
+    (picture_that_is_text, "text.png: expected an image, got a damaged one"),
+    (truncated_picture, "01.png: expected an image, got a damaged one"),
+    (picture_with_alpha, "00.png: expected 1 or 3 channels, got an image with transparency"),
+    (picture_of_16_bits, "deep.png: expected 8 bits a channel, got Pillow's mode I;16"),
+    (another_file, "dog: expected only .png and .jpg images, got 'labels.csv'"),
+    (class_only_in_the_test, "y_test: expected the classes of the training rows, got 'emu'"),
+    (misspelled_part, "expected only train, valid and test next to train, got 'tset'"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG_FILES)
+def test_wrong_files_raise_one_message(tmp_path, make, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        load(make(tmp_path))
+
+
+def test_without_pillow_there_is_one_message(tmp_path, monkeypatch):
+    path = drawn(tmp_path)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ImportError, match=r"expected Pillow to read images, got none; install"):
+        load(path)

@@ -35,9 +35,14 @@ def exists(data: str) -> bool:
     return data in SHAPES or os.path.isdir(data) or names_function(data)
 
 
+def is_function(data: str) -> bool:
+    """Return whether ``--data`` is MODULE:FUNCTION."""
+    return is_own(data) and not data.endswith(".npz") and not os.path.isdir(data)
+
+
 def check_source(data: str) -> None:
     """Raise ``ValueError`` if ``--data`` is a MODULE:FUNCTION without its module."""
-    if is_own(data) and not data.endswith(".npz") and not os.path.isdir(data):
+    if is_function(data):
         check_module("data", data)
 
 

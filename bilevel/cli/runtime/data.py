@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.cli.flags.commands import Job
-from bilevel.cli.flags.datasets import CLASSES, ROWS, SHAPES, check_sum, is_own
+from bilevel.cli.flags.datasets import CLASSES, ROWS, SHAPES, check_sum, is_function, is_own
 from bilevel.cli.flags.quick import QUICK
 from bilevel.cli.runtime import report
 from bilevel.data import datasets
+from bilevel.internal.import_function import imported
 from bilevel.nets.images import pooling_factor
 
 FILE = "data.json"  # in the run directory: the digest of own rows
@@ -78,8 +79,8 @@ class Data(NamedTuple):
         if self.dataset is None:
             return parts
         parts = _standardized(parts) if len(self.shape) == 1 else parts
-        dtype = jnp.result_type(float)
-        return [(x.astype(min(x.dtype, dtype), copy=False), y) for x, y in parts]
+        narrow = parts[0][0].dtype == np.float64 and jnp.result_type(float) == np.float32
+        return [(x.astype(np.float32) if narrow else x, y) for x, y in parts]
 
     def training_rows(self, key: jax.Array, count: int) -> np.ndarray:
         """Return training rows [count, ...], with all classes in their proportions."""
@@ -137,8 +138,10 @@ def opened(config: AnyJob, *, images: bool, labels: bool = True) -> tuple[AnyJob
     if not is_own(config.data):
         return config, Data(config.data, SHAPES.get(config.data, ()), CLASSES)
     key = jax.random.fold_in(jax.random.key(config.seed), _SPLIT)
+    function = is_function(config.data)
+    source = imported("data", config.data) if function else config.data
     try:
-        dataset = datasets.load(config.data, key)
+        dataset = datasets.load(source, key)
     except ImportError as error:  # without Pillow
         raise ValueError(str(error)) from error
     shape = dataset.x_train.shape[1:]

@@ -82,7 +82,7 @@ def test_own_vectors_are_standardized_on_the_training_rows():
     [
         ("search --data minst", "data: expected digits, mnist, .* got 'minst'"),
         ("search --data missing.npz", "data: expected digits, .* FILE.npz, .* got 'missing.npz'"),
-        ("search --data no_such:rows", "data: expected MODULE:FUNCTION, .* no module 'no_such'"),
+        ("search --data no_such:rows", "data: expected MODULE:FUNCTION, .*no module 'no_such'"),
         ("search --data json:rows", "data: expected MODULE:FUNCTION, got 'json:rows'"),
         ("search --data json:loads", "source: expected loads to be a function of 0 arguments"),
         ("search --data builtins:dict", "dict: expected the key x, got no keys"),
@@ -132,13 +132,13 @@ def test_a_run_on_own_rows_describes_them_and_stores_their_digest_alone(capsys):
     assert "data: expected the rows of the run to resume, sha256:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["--data reals.npz", "--data gray.npz", "--data images.npz"])
-def test_certify_takes_rows_of_any_kind(line):
-    assert main(["certify", *line.split(), "--rows", "8"]) == 0
+def test_certify_takes_vectors_with_real_targets():
+    assert main("certify --data reals.npz --rows 8 --activations relu".split()) == 0
 
 
 SMALL = "--steps 2 --train 20 --valid 20 --test 5 --no-progress"
 RUNS = [
+    "certify --rows 8",
     f"search {SMALL} --width 8 --inner-steps 2 --activations relu tanh",
     f"search-skips {SMALL} --epochs 1 --batch-size 10 --depth 3 --width 8 --activations relu tanh",
     f"search-darts {SMALL} --epochs 1 --batch-size 10 --cells 1 --channels 4 --random 0 "

@@ -133,7 +133,7 @@ def test_a_run_on_own_rows_describes_them_and_stores_their_digest_alone(capsys):
 
 
 def test_certify_takes_vectors_with_real_targets():
-    assert main("certify --data reals.npz --rows 8 --activations relu".split()) == 0
+    assert main(["certify", "--data", "reals.npz", "--rows", "8", "--activations", "relu"]) == 0
 
 
 SMALL = "--steps 2 --train 20 --valid 20 --test 5 --no-progress"

@@ -25,6 +25,7 @@ from .outer_loop.stream import stream
 from .problem.problem import Problem, stack_problems
 from .runs import checkpoint
 from .solvers import distilled, implicit, one_step, restarted, ridge, unrolled
+from .solvers.constrained import projected, proximal
 from .solvers.inverses import cg, dense, gram, neumann, nystrom, scale
 from .solvers.minimizers import lbfgs, newton, solved
 from .spaces.nasbench201 import judging
@@ -83,6 +84,8 @@ __all__ = [
     "partition",
     "plots",
     "project",
+    "projected",
+    "proximal",
     "rank_agreement",
     "rank_by_alpha",
     "rank_by_shared_weights",

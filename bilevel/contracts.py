@@ -30,6 +30,54 @@ class Inner(NamedTuple):
     steps: int  # updates of one run
 
 
+class Constraint(NamedTuple):
+    """A closed convex set, or a convex non-smooth term, by its proximal operator.
+
+    The operator is piecewise smooth. A code names a piece: the weights at a bound, the signs of the
+    weights, whether a ball is active. Codes are pytrees of booleans or small integers. A tie counts
+    as active. :mod:`bilevel.constraints` has the sets and terms.
+
+    Attributes
+    ----------
+    blank : ``blank(w) -> code``
+        Any code, with the shapes of all codes of these weights.
+    identify : ``identify(w, g, alpha, eta) -> code``
+        The piece of a gradient step ``w - eta g``.
+    prox : ``prox(code, z, alpha, eta) -> w``
+        The operator on this piece, differentiable in ``z`` and ``alpha``.
+    step : ``step(code, w, g, alpha, eta)``
+        ``prox(code, w - eta g) - w``, computed without cancellation.
+    tangent : ``tangent(code, w, alpha, v) -> v``, or None
+        The orthogonal projection on the tangent space of the active manifold. None if unknown.
+    curvature : ``curvature(code, w, g, alpha, v) -> K v``
+        The curvature of the manifold and of the term along it.
+    margins : ``margins(code, w, g, alpha) -> pytree``, or None
+        The distance of every decision of the code from its change: positive if the decision is
+        right, infinite if there is none, NaN if a multiplier is undetermined.
+    check : ``check(w, alpha) -> bool``
+        Whether the parameters are valid. Raises if they are known.
+    smooth : ``smooth(w, alpha) -> scalar``, or None
+        A smooth part of the term, which solvers add to the lower loss.
+    """
+
+    blank: Callable[..., Pytree]
+    identify: Callable[..., Pytree]
+    prox: Callable[..., Pytree]
+    step: Callable[..., Pytree]
+    tangent: Callable[..., Pytree] | None
+    curvature: Callable[..., Pytree]
+    margins: Callable[..., Pytree] | None
+    check: Callable[..., jax.Array]
+    smooth: Callable[..., jax.Array] | None = None
+
+    def completed(self, lower: Loss) -> Loss:
+        """Return the lower loss with the smooth part of the term."""
+        extra = self.smooth
+        if extra is None:
+            return lower
+        return lambda w, alpha, batch: lower(w, alpha, batch) + extra(w, alpha)
+
+
 class LowerSolver(NamedTuple):
     """A lower solver: a pair of pure functions, differentiable in ``alpha``.
 
@@ -61,6 +109,8 @@ class LowerSolver(NamedTuple):
         Whether the solution depends on ``alpha`` and the batch only, wherever ``run`` starts.
     inner : Inner, or None
         The optimizer of the steps of ``run``, if it has one.
+    constraint : Constraint, or None
+        The set or non-smooth term of the lower problem, if it has one.
     """
 
     init: Callable[[Pytree], Pytree]
@@ -73,6 +123,7 @@ class LowerSolver(NamedTuple):
     reports: bool = False
     of_alpha: bool = False
     inner: Inner | None = None
+    constraint: Constraint | None = None
 
     def start(self, alpha: Pytree, w: Pytree) -> Pytree:
         """Return the first state."""

@@ -123,6 +123,8 @@ REASONS = (
     "pass weights in float32",
     "the lower loss asks for matrix products in TF32 or bfloat16: their rounding hides Newton's "
     "last steps; ask for the precision 'highest', or for none",
+    "your own projection or proximal operator has no margins, so the active set is unknown",
+    "the lower problem has constraints or a non-smooth term: the error is not estimated there",
 )
 """Reasons for an infinite estimate, indexed by ``Info.reason``."""
 

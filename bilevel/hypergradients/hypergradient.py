@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from bilevel.contracts import LowerSolver, Pytree, Stateful
+from bilevel.contracts import Constraint, LowerSolver, Pytree, Stateful, params_of
+from bilevel.hypergradients.constrained_estimate import assess_constrained
 from bilevel.hypergradients.curvature import PRODUCTS
 from bilevel.hypergradients.error_estimate import Info, assess, error_rows, unmapped
 from bilevel.internal.checks import (
@@ -176,6 +177,7 @@ def hypergradient(
         check_not_empty("w0", params)
         check_floating("w0", params)
         alpha, w0 = jax.tree.map(jnp.asarray, (alpha, w0))
+        check_constraint(solver, alpha, w0)
 
         def run(alpha, w0, train, valid):
             result = step(alpha, w0, first_state(solver, alpha, w0), train, valid)[0]
@@ -217,6 +219,9 @@ def stateful_hypergradient(
         batch = solver.batch(train)
         params, variables = _split_variables(given, w0)
         problem, mapped = with_rules(given, w0, alpha, batch)
+        if solver.constraint is not None:
+            own = leaves_used_by(_prox_of(solver.constraint), params, alpha, None)
+            mapped = [x or y for x, y in zip(mapped, own, strict=True)]
         of_problem, solve = split_losses(problem), solution(problem, solver)
 
         def objective(alpha, tilt, report=None):
@@ -286,7 +291,12 @@ def stateful_hypergradient(
             stated = _damped_problem(at_variables(problem, variables), damping, centre)
             limit = min(products, PRODUCTS)
             with second_derivatives(own_rules):
-                info = assess(stated, weights, alpha, batch, valid, grad, adjoint, limit)
+                if solver.constraint is None:
+                    info = assess(stated, weights, alpha, batch, valid, grad, adjoint, limit)
+                else:
+                    info = assess_constrained(
+                        stated, solver.constraint, weights, alpha, batch, valid, grad, adjoint
+                    )
             if not any((*mapped, *direct)):
                 info = unmapped(info, 4)
             elif getattr(problem, "differentiated", False):
@@ -297,6 +307,22 @@ def stateful_hypergradient(
         return HyperGradient(value, grad, w, info, aux), state
 
     return step
+
+
+def check_constraint(solver: LowerSolver, alpha: Pytree, w: Pytree) -> None:
+    """Raise if known values of ``alpha`` make the constraint's parameters invalid."""
+    if getattr(solver, "constraint", None) is not None:
+        solver.constraint.check(params_of(w), alpha)  # type: ignore[union-attr]
+
+
+def _prox_of(constraint: Constraint) -> Callable:
+    """Return what the constraint computes of ``(w, alpha, batch)``."""
+
+    def of(w, alpha, batch):
+        smooth = 0.0 if constraint.smooth is None else constraint.smooth(w, alpha)
+        return constraint.prox(constraint.blank(w), w, alpha, 1.0), smooth
+
+    return of
 
 
 def solution(problem: Problem, solver: LowerSolver) -> Callable:

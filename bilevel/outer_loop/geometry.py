@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from bilevel.constraints import project_simplex
 from bilevel.contracts import Pytree
 from bilevel.internal.checks import (
     at_least_float32,
@@ -131,20 +132,6 @@ def project(
         return onto(optax.apply_updates(alpha, updates))
 
     return _landing_on(_Projected, move, lambda leaf: None)
-
-
-def project_simplex(point: chex.Array) -> jax.Array:
-    """Project the last axis of ``point`` onto the probability simplex, in the Euclidean norm."""
-    # Entries more than 1 under the largest project to 0, so clipping them changes nothing, and
-    # keeps the sums below exact for points of any size.
-    wide = _at_least_single_precision(_limit_magnitude(point))
-    wide = jnp.maximum(wide - jnp.max(wide, axis=-1, keepdims=True), -1)
-    # With k entries above 0, each loses (their sum - 1) / k; the largest of these is the loss.
-    count = jnp.arange(1, point.shape[-1] + 1, dtype=wide.dtype)
-    totals = jnp.cumsum(jnp.sort(wide, axis=-1, descending=True), axis=-1)
-    losses = (totals - 1) / jnp.broadcast_to(count, totals.shape)
-    projected = jnp.maximum(wide - jnp.max(losses, axis=-1, keepdims=True), 0)
-    return (projected / jnp.sum(projected, axis=-1, keepdims=True)).astype(point.dtype)
 
 
 class _Exponentiated(NamedTuple):

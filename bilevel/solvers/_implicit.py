@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import optax
 from jax.custom_derivatives import SymbolicZero
 
-from bilevel.contracts import Inverse, Loss, LowerSolver, Point, Pytree
+from bilevel.contracts import Constraint, Inverse, LinearMap, Loss, LowerSolver, Point, Pytree
 from bilevel.internal.checks import inverse_map, lower_solver, nan_unless_finite
 from bilevel.internal.custom_rules import linearize_custom_rules
 from bilevel.internal.precision import coarsest_eps, narrow, widen
 from bilevel.solvers._detached import detached
-from bilevel.solvers.inverses import Outcome, cg, solve_and_report
+from bilevel.solvers._manifold import System, fixed_point, manifold_system, smooth_system
+from bilevel.solvers.constrained import ProximalState
+from bilevel.solvers.inverses import Outcome, ReportingInverse, cg, solve_and_report
 from bilevel.solvers.minimizers import newton
 from ntk.internal.derivative_rules import custom_jvp
 
@@ -80,7 +82,8 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
     Raises
     ------
     ValueError
-        If ``forward`` is not a lower solver or draws batches, or ``inverse`` is not an inverse.
+        If ``forward`` is not a lower solver or draws batches, or ``inverse`` is not an inverse, or
+        it is :func:`bilevel.gram` for a constrained problem.
 
     Notes
     -----
@@ -89,6 +92,10 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
     stationarity, they are the derivatives of the nearby problem ``lower(w) - <residual, w>``, which
     ``w`` solves; ``info.error_estimate`` measures the difference. Cost per hypergradient: that of
     ``forward`` and one linear solve.
+
+    For :func:`bilevel.projected` and :func:`bilevel.proximal` the condition is the fixed point
+    ``w = prox(w - eta grad_w lower)`` at the active set of ``w``, so the linear system is that of
+    the free directions. The derivative in the parameters of the set or term is included.
 
     Examples
     --------
@@ -109,6 +116,12 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
             "the implicit function theorem needs all rows, or one batch that the search draws."
         )
 
+    if forward.constraint is not None and _is_gram(inverse):
+        raise ValueError(
+            "inverse: expected cg, dense, neumann, nystrom or scale for a constrained problem, "
+            "got gram, which does not know the active set."
+        )
+
     def init(w):
         return ImplicitState(forward.init(w), optax.tree.zeros_like(w), no_report(w))
 
@@ -120,10 +133,22 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
             return forward.run(lower, alpha, w, state, batch)
 
         w, forward_state = detached(solve, alpha, w, state.forward, batch)
-        w = _stationary(lower, inverse, w, alpha, batch, state.adjoint, state.report)
+        if forward.constraint is None:
+            condition = _stationary(lower, w, alpha, batch)
+        else:
+            condition = _constrained(forward.constraint, lower, forward_state, w, alpha, batch)
+        w = _with_derivative(condition, inverse, w, alpha, batch, state.adjoint, state.report)
         return w, ImplicitState(forward_state, state.adjoint, state.report)
 
-    return LowerSolver(init, run, init_at=init_at, reports=True, of_alpha=True, inner=forward.inner)
+    return LowerSolver(
+        init,
+        run,
+        init_at=init_at,
+        reports=True,
+        of_alpha=True,
+        inner=forward.inner,
+        constraint=forward.constraint,
+    )
 
 
 def no_report(w: Pytree) -> AdjointReport:
@@ -132,8 +157,79 @@ def no_report(w: Pytree) -> AdjointReport:
     return AdjointReport(*jnp.zeros((5,), dtype))
 
 
-def _stationary(
+class _Condition(NamedTuple):
+    """The equation of a solution, as functions of ``(w, alpha, batch, hoisted)``.
+
+    ``hoisted`` are the values that the equation closes over.
+    """
+
+    forcing: Callable  # its derivative in all but w changes the solution
+    linearize: Callable  # returns its residual and the system of these changes
+    hoisted: Pytree
+
+
+def _stationary(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> _Condition:
+    """Return the condition ``grad_w lower = 0``."""
+    slope, hoisted = jax.closure_convert(jax.grad(lower), w, alpha, batch)
+
+    def forcing(w, alpha, batch, hoisted):
+        return optax.tree.scale(-1, slope(w, alpha, batch, *hoisted))
+
+    def linearize(w, alpha, batch, hoisted):
+        residual, hvp = linearize_custom_rules(lambda w: slope(w, alpha, batch, *hoisted), w)
+        return residual, smooth_system(lambda v: widen(hvp(narrow(v, w))))
+
+    return _Condition(forcing, linearize, hoisted)
+
+
+def _constrained(
+    constraint: Constraint,
     lower: Loss,
+    state: ProximalState,
+    w: Pytree,
+    alpha: Pytree,
+    batch: Pytree,
+) -> _Condition:
+    """Return the condition ``w = prox(w - eta grad_w lower)`` for the active set in ``state``."""
+    code, eta = jax.lax.stop_gradient((state.code, state.step))
+    smooth = constraint.completed(lower)
+    slope, of_slope = jax.closure_convert(jax.grad(smooth), w, alpha, batch)
+    wide = widen(w)
+    # Parameters may be traced values that the constraint closes over.
+    prox, of_prox = jax.closure_convert(constraint.prox, code, wide, alpha, eta)
+    own = {"prox": (prox, of_prox)}
+    if constraint.tangent is not None:
+        own["tangent"] = jax.closure_convert(constraint.tangent, code, wide, alpha, wide)
+        own["curvature"] = jax.closure_convert(constraint.curvature, code, wide, wide, alpha, wide)
+    hoisted = of_slope, {name: values for name, (_, values) in own.items()}, code, eta
+
+    def converted(of_own):
+        """Return the constraint without closures."""
+
+        def bound(name):
+            return lambda *args: own[name][0](*args, *of_own[name])
+
+        return constraint._replace(**{name: bound(name) for name in own})
+
+    def forcing(w, alpha, batch, hoisted):
+        of_slope, of_own, code, eta = hoisted
+        g = widen(slope(w, alpha, batch, *of_slope))
+        return fixed_point(converted(of_own))(code, widen(w), g, alpha, eta)
+
+    def linearize(w, alpha, batch, hoisted):
+        of_slope, of_own, code, eta = hoisted
+        g, hvp = linearize_custom_rules(lambda w: slope(w, alpha, batch, *of_slope), w)
+        product = lambda v: widen(hvp(narrow(v, w)))  # noqa: E731
+        g, at, set_ = widen(g), widen(w), converted(of_own)
+        moved = fixed_point(set_)(code, at, g, alpha, eta)
+        residual = optax.tree.scale(1 / eta, optax.tree.sub(moved, at))
+        return residual, manifold_system(set_, product, code, at, g, alpha, eta)
+
+    return _Condition(forcing, linearize, hoisted)
+
+
+def _with_derivative(
+    condition: _Condition,
     inverse: Inverse,
     w: Pytree,
     alpha: Pytree,
@@ -141,7 +237,7 @@ def _stationary(
     start: Pytree,
     report: AdjointReport,
 ) -> Pytree:
-    """Return ``w`` with the derivative of the root of ``grad_w lower`` attached.
+    """Return ``w`` with the derivative of the solution of ``condition`` attached.
 
     The rule calls itself on the primal, so derivatives of every order use it, and a first
     derivative costs one linear solve.
@@ -149,8 +245,8 @@ def _stationary(
     A reverse pass can return cotangents only. So the solve's report is returned as the cotangent of
     ``report``: five more unknowns in the linear system, if a derivative in ``report`` is needed.
     """
-    slope, hoisted = jax.closure_convert(jax.grad(lower), w, alpha, batch)
-    solver, captured = _without_closure(inverse, slope, hoisted, w, alpha, batch)
+    hoisted = condition.hoisted
+    solver, captured = _without_closure(inverse, condition, w, alpha, batch)
 
     @custom_jvp
     def root(w, args):
@@ -166,19 +262,20 @@ def _stationary(
         if not any(moving):
             return w, optax.tree.zeros_like(w)
 
-        def slope_of(*values):
-            """Compute the lower gradient at ``w`` from the differentiated arguments only."""
+        def forcing_of(*values):
+            """Compute the forcing at ``w`` from the differentiated arguments only."""
             moved = iter(values)
             merged = [next(moved) if m else x for m, x in zip(moving, flat, strict=True)]
             alpha, batch, hoisted, *_ = jax.tree.unflatten(tree, merged)
-            return slope(w, alpha, batch, *hoisted)
+            return condition.forcing(w, alpha, batch, hoisted)
 
         def select(items):
             return tuple(x for m, x in zip(moving, items, strict=True) if m)
 
-        _, forcing = jax.jvp(slope_of, select(flat), select(flat_dots))
+        _, forcing = jax.jvp(forcing_of, select(flat), select(flat_dots))
+        forcing = widen(forcing)
         alpha, batch, hoisted, start, captured, _ = args
-        residual, hvp = linearize_custom_rules(lambda w: slope(w, alpha, batch, *hoisted), w)
+        residual, system = condition.linearize(w, alpha, batch, hoisted)
         point = Point(w, alpha, batch)
         solve = functools.partial(solver, hoisted=hoisted, captured=captured)
         report_dot = jax.tree.unflatten(tree, flat_dots)[-1]
@@ -186,24 +283,25 @@ def _stationary(
 
         def product(b):
             v, report_part = b
-            return widen(hvp(narrow(v, w))), report_part
+            return system.regular(v), report_part
 
         def solved(start):
             def run(product, b):
                 size = optax.tree.norm(widen(residual))
-                x, outcome = solve(lambda v: product((v, b[1]))[0], b[0], start, point)
+                x, outcome = solve(_seen_by(inverse, system), b[0], start, point)
                 return x, _report(outcome, size, w) if reports else ()
 
             return run
 
-        w_dot, _ = jax.lax.custom_linear_solve(
+        x, _ = jax.lax.custom_linear_solve(
             product,
-            (optax.tree.scale(-1, widen(forcing)), report_dot if reports else ()),
+            (system.before(forcing), report_dot if reports else ()),
             # Only the adjoint system resembles the one of the previous outer step.
             solve=solved(None),
-            transpose_solve=solved(widen(start)),
+            transpose_solve=solved(system.after(widen(start))),
             symmetric=True,
         )
+        w_dot = optax.tree.add(system.direct(forcing), system.after(x))
         return w, narrow(nan_unless_finite(w_dot, residual), w)
 
     return root(w, (alpha, batch, hoisted, start, captured, report))
@@ -218,8 +316,18 @@ def _report(outcome: Outcome, slope: jax.Array, w: Pytree) -> AdjointReport:
     return AdjointReport(*(jnp.asarray(x, slope.dtype) for x in numbers))
 
 
+def _is_gram(inverse: Inverse) -> bool:
+    return getattr(inverse, "__qualname__", "").startswith("gram.")
+
+
+def _seen_by(inverse: Inverse, system: System) -> LinearMap:
+    """Return the matrix of the system that ``inverse`` should get."""
+    of_range = isinstance(inverse, ReportingInverse) and inverse.of_range
+    return system.operator if of_range else system.regular
+
+
 def _without_closure(
-    inverse: Inverse, slope: Callable, hoisted: list, w: Pytree, alpha: Pytree, batch: Pytree
+    inverse: Inverse, condition: _Condition, w: Pytree, alpha: Pytree, batch: Pytree
 ) -> tuple[Callable, list]:
     """Return ``inverse`` as a function of the traced values it closes over, and these values.
 
@@ -235,12 +343,12 @@ def _without_closure(
         return converted(*point, hoisted, b, start, *captured)
 
     def solve(w, alpha, batch, hoisted, b, x0):
-        _, hvp = linearize_custom_rules(lambda w: slope(w, alpha, batch, *hoisted), w)
-        product = lambda v: widen(hvp(narrow(v, w)))  # noqa: E731
-        return solve_and_report(inverse, product, b, x0, Point(w, alpha, batch))
+        system = condition.linearize(w, alpha, batch, hoisted)[1]
+        return solve_and_report(inverse, _seen_by(inverse, system), b, x0, Point(w, alpha, batch))
 
     wide = widen(w)
-    converted, captured = jax.closure_convert(solve, w, alpha, batch, hoisted, wide, wide)
+    given = w, alpha, batch, condition.hoisted, wide, wide
+    converted, captured = jax.closure_convert(solve, *given)
     return (apply_captured if captured else apply), captured
 
 

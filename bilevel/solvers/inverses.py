@@ -70,6 +70,7 @@ class ReportingInverse:
     """An ``Inverse`` that can also report its outcome."""
 
     solve: Callable[[LinearMap, Pytree, Pytree, Point], tuple[Pytree, Outcome]]
+    of_range: bool = False  # it approximates the range of H, which should be small
 
     def __call__(self, hvp: LinearMap, b: Pytree, x0: Pytree, point: Point) -> Pytree:
         """Return the solution alone."""
@@ -302,9 +303,10 @@ def nystrom(rank: int, damping: float, *, key: chex.PRNGKey | None = None) -> In
         eigenvalues = jnp.maximum(s**2 - shift, 0)
         inside = matmul(u.T, flat)
         outside = flat - matmul(u, inside)
-        return unravel(matmul(u, inside / (eigenvalues + damping)) + outside / damping)
+        x = unravel(matmul(u, inside / (eigenvalues + damping)) + outside / damping)
+        return x, Outcome()
 
-    return inverse
+    return ReportingInverse(inverse, of_range=True)
 
 
 def _squared_error(outputs, batch):

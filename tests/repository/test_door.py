@@ -109,6 +109,10 @@ def search(
     return bilevel.search(*arguments, steps=steps, progress=False, **options)
 
 
+def constrained(forward):
+    return hypergradient(alpha=jnp.ones(2), solver=implicit(forward))
+
+
 def descent(solver=None, w0=W0):
     init, _ = bilevel.descent(PROBLEM, implicit() if solver is None else solver, SGD)
     return init(ALPHA, w0)
@@ -1305,7 +1309,77 @@ STOCHASTIC += value_errors(
     (lambda: bilevel.paced(0.1), "optimizer: expected an optax optimizer"),
 )
 
+CONSTRAINTS = [
+    (lambda: bilevel.projected("ball"), ValueError, r"projected: expected one of box, .*'ball'"),
+    (lambda: bilevel.projected("l1"), ValueError, r"projected: expected one of"),
+    (lambda: bilevel.projected("box", 1.0, 0.0), ValueError, r"high: expected bounds of at least"),
+    (lambda: bilevel.projected("box", np.nan, 0.0), ValueError, r"low: expected bounds that are"),
+    (lambda: bilevel.projected("box", 0, 1, 2), ValueError, r"projected: expected the parameters"),
+    (lambda: bilevel.projected("simplex", 0.0), ValueError, r"total: expected a positive number"),
+    (lambda: bilevel.projected("l2_ball", -1.0), ValueError, r"radius: expected a number of at"),
+    (lambda: bilevel.projected("l1_ball", "1"), ValueError, r"radius: expected numbers or a func"),
+    (
+        lambda: bilevel.projected("affine", np.ones((2, 3)), [1.0, 2.0]),
+        ValueError,
+        r"right: expected right-hand sides that some weights attain, got an empty set",
+    ),
+    (
+        lambda: constrained(bilevel.projected("affine", np.ones((2, 2)), lambda a: a * EYE[0, :2])),
+        ValueError,
+        r"right: expected right-hand sides that some weights attain",
+    ),
+    (
+        lambda: constrained(bilevel.projected("affine", np.ones(3), 1.0)),
+        ValueError,
+        r"matrix: expected 2 columns, one per weight, got 3",
+    ),
+    (lambda: bilevel.proximal("l1", -1.0), ValueError, r"weight: expected numbers of at least 0"),
+    (
+        lambda: constrained(bilevel.proximal("l1", lambda a: -a)),
+        ValueError,
+        r"weight: expected numbers of at least 0, got -1",
+    ),
+    (
+        lambda: constrained(bilevel.proximal("l1", np.ones(3))),
+        ValueError,
+        r"weight: expected a number or the shape \(2,\) of the weights, got shape \(3,\)",
+    ),
+    (
+        lambda: bilevel.proximal("group_l1", 1.0, groups=[[0, 1], [1]]),
+        ValueError,
+        r"groups: expected disjoint groups",
+    ),
+    (
+        lambda: constrained(bilevel.proximal("group_l1", 1.0, groups=[[0, 2]])),
+        ValueError,
+        r"groups: expected indices below 2, got 2",
+    ),
+    (
+        lambda: constrained(bilevel.projected(lambda w, alpha: w[:1])),
+        ValueError,
+        r"projected: expected a function that keeps shapes and dtypes",
+    ),
+    (
+        lambda: constrained(bilevel.proximal(lambda w, step, alpha: w.astype(jnp.bfloat16))),
+        ValueError,
+        r"proximal: expected a function that keeps shapes and dtypes",
+    ),
+    (
+        lambda: hypergradient(w0=jnp.zeros(()), solver=implicit(bilevel.projected("simplex"))),
+        ValueError,
+        r"w0: expected a simplex on the last axis of every leaf",
+    ),
+    (
+        lambda: implicit(bilevel.projected("box"), bilevel.gram(lambda w, a, b: w)),
+        ValueError,
+        r"inverse: expected cg, dense, neumann, nystrom or scale",
+    ),
+    (lambda: bilevel.projected(3.0), ValueError, r"parts: expected names such as"),
+]
+
+
 ROWS = {
+    "constraints": CONSTRAINTS,
     "hypergradients": HYPERGRADIENTS,
     "solvers": SOLVERS,
     "outer_loop": OUTER_LOOP,

@@ -1,0 +1,240 @@
+"""Bounds on every weight, alone or with one linear equation."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bilevel.constraints._members import (
+    check_at_once,
+    on_vector,
+    per_weight,
+    require,
+    scalar_parameter,
+)
+from bilevel.contracts import Constraint
+from bilevel.internal.checks import concrete
+
+
+def box(low: Any = -math.inf, high: Any = math.inf) -> Constraint:
+    """Require ``low <= w <= high`` for every weight.
+
+    Parameters
+    ----------
+    low, high : float, tree like ``w``, or function of alpha
+        Bounds; infinite for none.
+
+    Raises
+    ------
+    ValueError
+        If the bounds cross or are NaN. Under ``jax.jit``, bounds that depend on alpha and cross
+        make the weights NaN.
+
+    Examples
+    --------
+    >>> import bilevel
+    >>> lower = lambda w, alpha, batch: jnp.sum((w - alpha) ** 2)
+    >>> solver = bilevel.implicit(bilevel.projected("box", 0.0, 1.0))
+    >>> w, alpha = jnp.zeros(3), jnp.array([2.0, 0.5, -1.0])
+    >>> solver.run(lower, alpha, w, solver.init(w), None)[0]
+    Array([1. , 0.5, 0. ], dtype=float...)
+    """
+    _check_bounds(low, high)
+    return on_vector(
+        parameters=lambda w, alpha: (
+            per_weight("low", low, w, alpha),
+            per_weight("high", high, w, alpha),
+        ),
+        blank=lambda size: jnp.zeros(size, jnp.int8),
+        identify=_identify,
+        prox=lambda code, z, eta, low, high: _choose(code, low, high, z),
+        step=lambda code, w, g, eta, low, high: _choose(code, low - w, high - w, -eta * g),
+        tangent=lambda code, w, v, *_: jnp.where(code == 0, v, 0),
+        margins=_margins,
+        check=_ordered,
+    )
+
+
+def nonnegative() -> Constraint:
+    """Require nonnegative weights.
+
+    Examples
+    --------
+    >>> import bilevel
+    >>> lower = lambda w, alpha, batch: jnp.sum((w - alpha) ** 2)
+    >>> solver = bilevel.implicit(bilevel.projected("nonnegative"))
+    >>> w = jnp.zeros(2)
+    >>> solver.run(lower, jnp.array([2.0, -1.0]), w, solver.init(w), None)[0]
+    Array([2., 0.], dtype=float...)
+    """
+    return box(0.0)
+
+
+def box_equality(low: Any, high: Any, coefficients: Any = 1.0, total: Any = 0.0) -> Constraint:
+    """Require ``low <= w <= high`` and ``coefficients . w = total``: the dual of an SVM.
+
+    Parameters
+    ----------
+    low, high, coefficients : float, tree like ``w``, or function of alpha
+        Bounds may be infinite. For an SVM the coefficients are the labels, -1 or 1.
+    total : float, or ``total(alpha) -> scalar``
+
+    Raises
+    ------
+    ValueError
+        If the bounds cross or are NaN.
+
+    Notes
+    -----
+    The SVM's bias is the equation's multiplier. An outer loss that uses the bias has to compute it
+    from ``w`` and ``alpha``.
+
+    Examples
+    --------
+    >>> import bilevel
+    >>> lower = lambda w, alpha, batch: jnp.sum((w - alpha) ** 2)
+    >>> solver = bilevel.implicit(bilevel.projected("box_equality", 0.0, 1.0, total=1.5))
+    >>> w, alpha = jnp.zeros(3), jnp.array([2.0, 0.5, -1.0])
+    >>> solver.run(lower, alpha, w, solver.init(w), None)[0]
+    Array([1. , 0.5, 0. ], dtype=float...)
+    """
+    _check_bounds(low, high)
+
+    def parameters(w, alpha):
+        vectors = (("low", low), ("high", high), ("coefficients", coefficients))
+        return *(per_weight(n, x, w, alpha) for n, x in vectors), scalar_parameter(
+            "total", total, w, alpha
+        )
+
+    def at_bounds(code, z, low, high):
+        return jnp.where(code == 0, 0, _choose(code, low, high, z))
+
+    def square(code, y):
+        size = jnp.sum(jnp.where(code == 0, y**2, 0))
+        return jnp.where(size > 0, size, 1)
+
+    def mean(code, y, x):  # the part of x along y, on free weights
+        return jnp.sum(jnp.where(code == 0, y * x, 0)) / square(code, y)
+
+    def excess(code, z, low, high, y, total):
+        fixed = jnp.sum(jnp.where(code == 0, 0, y * at_bounds(code, z, low, high)))
+        free = jnp.sum(jnp.where(code == 0, y * z, 0))
+        return (free + fixed - total) / square(code, y)
+
+    def prox(code, z, eta, low, high, y, total):
+        return _choose(code, low, high, z - y * excess(code, z, low, high, y, total))
+
+    def step(code, w, g, eta, low, high, y, total):
+        away = excess(code, w, low, high, y, total)
+        along = -eta * (g - y * mean(code, y, g)) - y * away
+        return _choose(code, low - w, high - w, along)
+
+    def margins(code, w, g, low, high, y, total):
+        multiplier = -mean(code, y, g)
+        determined = jnp.any((code == 0) & (y != 0))
+        slope = g + jnp.where(y == 0, 0, jnp.where(determined, multiplier, jnp.nan) * y)
+        # One free weight alone is fixed by the equation, but it can still reach a bound.
+        return _margins(code, w, slope, low, high)
+
+    return on_vector(
+        parameters=parameters,
+        blank=lambda size: jnp.zeros(size, jnp.int8),
+        identify=_identify_with_equation,
+        prox=prox,
+        step=step,
+        tangent=lambda code, w, v, low, high, y, total: jnp.where(
+            code == 0, v - y * mean(code, y, v), 0
+        ),
+        margins=margins,
+        check=lambda low, high, y, total: _ordered(low, high) & _reachable(low, high, y, total),
+    )
+
+
+def _choose(code: jax.Array, low: jax.Array, high: jax.Array, free: jax.Array) -> jax.Array:
+    return jnp.where(code < 0, low, jnp.where(code > 0, high, free))
+
+
+def _identify(w, g, eta, low, high):
+    # The difference w - low keeps a small gradient that w - eta g would lose.
+    at_low, at_high = w - low <= eta * g, high - w <= -eta * g
+    return jnp.where(at_low, -1, jnp.where(at_high, 1, 0)).astype(jnp.int8)
+
+
+def _margins(code, w, g, low, high):
+    slack = jnp.where(code == 0, jnp.minimum(w - low, high - w), jnp.where(code < 0, g, -g))
+    return jnp.where(low == high, jnp.inf, slack)
+
+
+def _identify_with_equation(w, g, eta, low, high, y, total):
+    """Find the multiplier ``t`` with ``y . clip(z - t y) = total``: the sum falls in ``t``."""
+    z, moves = w - eta * g, y != 0
+    slope = jnp.where(moves, y, 1)
+    ends = jnp.stack([(z - low) / slope, (z - high) / slope])
+    inside = jnp.where((low < z) & (z < high), jnp.inf, -jnp.inf)
+    # Weight i is free for multipliers between first[i] and last[i].
+    first = jnp.where(moves, ends.min(0), -inside)
+    last = jnp.where(moves, ends.max(0), inside)
+    breaks = jnp.sort(jnp.concatenate([first, last]))
+    usable = jnp.isfinite(breaks)
+
+    def surplus(t):
+        return jnp.sum(jnp.where(moves, y * jnp.clip(z - t * y, low, high), 0)) - total
+
+    def halve(_, pair):
+        below, above = pair
+        middle = (below + above) // 2
+        break_ = jnp.where(usable[middle], breaks[middle], 0)
+        # Breaks of minus infinity come first: the sum is too large there.
+        high_sum = jnp.where(usable[middle], surplus(break_) >= 0, breaks[middle] < 0)
+        return jnp.where(high_sum, middle, below), jnp.where(high_sum, above, middle)
+
+    count = len(breaks)
+    start = jnp.zeros((), int) - 1, jnp.zeros((), int) + count
+    rounds = max(1, math.ceil(math.log2(count + 1)))
+    below, above = jax.lax.fori_loop(0, rounds, halve, start)
+    left = jnp.where(below >= 0, breaks[jnp.maximum(below, 0)], -jnp.inf)
+    right = jnp.where(above < count, breaks[jnp.minimum(above, count - 1)], jnp.inf)
+    free = (first <= left) & (last >= right) & (left < right)
+    # The bound at which a fixed weight is on this piece: z - t y for small or large t.
+    beyond = left >= last  # t is past the piece on which the weight is free
+    fixed = jnp.where(beyond == (y > 0), low, high)
+    size = jnp.sum(jnp.where(free, y**2, 0))
+    terms = jnp.where(moves, y * jnp.where(free, z, fixed), 0)
+    t = (jnp.sum(terms) - total) / jnp.where(size > 0, size, 1)
+    t = jnp.clip(jnp.where(size > 0, t, left), left, right)
+    stays = jnp.where(moves, (first < t) & (t < last), (low < z) & (z < high))
+    at_low = jnp.where(moves, (t >= last) == (y > 0), z <= low)
+    return jnp.where(stays, 0, jnp.where(at_low, -1, 1)).astype(jnp.int8)
+
+
+def _check_bounds(low: Any, high: Any) -> None:
+    for name, bound in (("low", low), ("high", high)):
+        check_at_once(name, bound, lambda x: ~np.isnan(x), "bounds that are not NaN")
+    if callable(low) or callable(high):
+        return
+    lows, highs = jax.tree.leaves(low), jax.tree.leaves(high)
+    count = max(len(lows), len(highs))
+    pairs = zip(*(x * count if len(x) == 1 else x for x in (lows, highs)), strict=False)
+    for a, b in pairs:
+        if concrete(a, b) and _same_shape(a, b):
+            require("high", np.asarray(a) <= np.asarray(b), "bounds of at least low", b)
+
+
+def _same_shape(a: Any, b: Any) -> bool:
+    """Return whether two bounds can be compared; others are reported with the weights."""
+    return not (np.ndim(a) and np.ndim(b)) or np.shape(a) == np.shape(b)
+
+
+def _ordered(low: jax.Array, high: jax.Array) -> jax.Array:
+    return require("high", low <= high, "bounds of at least low", high)
+
+
+def _reachable(low, high, y, total):
+    least = jnp.sum(jnp.where(y == 0, 0, jnp.minimum(y * low, y * high)))
+    most = jnp.sum(jnp.where(y == 0, 0, jnp.maximum(y * low, y * high)))
+    slack = 100 * jnp.finfo(low.dtype).eps * (jnp.abs(total) + jnp.abs(least) + jnp.abs(most))
+    slack = jnp.where(jnp.isfinite(slack), slack, 0)
+    expected = "a sum of the weights within their bounds"
+    return require("total", (least - slack <= total) & (total <= most + slack), expected, total)

@@ -1,0 +1,466 @@
+"""Forward solvers for constraints and non-smooth terms: proximal gradient, then Newton's method.
+
+The lower problem is ``min_w lower(w, alpha, batch)`` with ``w`` in a convex set, or plus a convex
+term. Accelerated proximal gradient steps with restart (O'Donoghue & Candes 2015) find the active
+set. Semi-smooth Newton steps on the active manifold then find the solution on it, and correct the
+set. If they do not make progress, further proximal gradient steps follow.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jax.flatten_util import ravel_pytree
+
+from bilevel import constraints
+from bilevel.contracts import Constraint, LowerSolver, Pytree
+from bilevel.internal.checks import check_at_least, describe, integer, nan_unless, nan_unless_finite
+from bilevel.internal.conjugate_gradients import solve_conjugate_gradients
+from bilevel.internal.precision import coarsest_eps, narrow, uniform_hash, widen, widened
+from bilevel.problem.hoist import hoist_constants
+from bilevel.problem.problem import hessian_operator
+from bilevel.problem.structure import is_quadratic
+from bilevel.solvers._manifold import fixed_point, manifold_system, same_code
+from ntk.internal.sharding import pcast_varying, varying, while_loop
+
+_POWERS = 15  # power iterations for the first step size
+_FIRST_STEPS = 50  # proximal gradient steps before Newton's method; each round doubles them
+_NEAR = 1e-3  # relative residual at which the first Newton step is tried; a tenth in each round
+_SAME = 5  # steps with the same code after which it is tried sooner
+_NEWTON_STEPS = 30
+_SETS = (
+    "box",
+    "nonnegative",
+    "simplex",
+    "l2_ball",
+    "l1_ball",
+    "affine",
+    "box_equality",
+)
+_TERMS = "l1", "elastic_net", "group_l1", "total_variation"
+
+
+class ProximalState(NamedTuple):
+    """State of :func:`projected` and :func:`proximal`."""
+
+    code: Pytree  # the active set of the last solution
+    step: jax.Array  # [], step size; 0 before the first run
+
+
+def projected(
+    onto: Any, *parameters: Any, steps: int = 5000, tol: float | None = None, **named: Any
+) -> LowerSolver:
+    """Find a lower minimum in a convex set. Use it inside :func:`bilevel.implicit`.
+
+    Parameters
+    ----------
+    onto : str, function or tree
+        The name of a set, or ``project(w, alpha) -> w``, your own Euclidean projection. A tree of
+        these has one set for each part of the weights: names, tuples of a name and its parameters
+        such as ``("box", 0.0, 1.0)``, functions, or None for free weights.
+
+        ===================  ===========================================
+        name                 parameters
+        ===================  ===========================================
+        ``"nonnegative"``
+        ``"box"``            ``low``, ``high``
+        ``"simplex"``        ``total``, 1 by default
+        ``"l2_ball"``        ``radius``
+        ``"l1_ball"``        ``radius``
+        ``"affine"``         ``matrix``, ``right``
+        ``"box_equality"``   ``low``, ``high``, ``coefficients``, ``total``
+        ===================  ===========================================
+    *parameters
+        Parameters of a named set: numbers, trees like ``w``, or functions of alpha.
+    steps : int
+        Maximum number of proximal gradient steps.
+    tol : float, optional
+        Iteration stops at this natural residual ``|w - prox(w - eta g)| / |w|``, with the gradient
+        ``g`` and ``eta`` the inverse of the largest curvature. By default it stops if Newton's last
+        step kept the active set and is below 1e-9 (one unit of roundoff in narrower types) of
+        ``|w|``, or if rounding hides any progress.
+    **named
+        Parameters by name.
+
+    Returns
+    -------
+    LowerSolver
+        It finds ``w`` only; :func:`bilevel.implicit` gives the derivative, also in the parameters
+        of the set. Its state carries the active set and the step size.
+
+    Raises
+    ------
+    ValueError
+        If the set is unknown, ``steps`` is under 1, ``tol`` is negative, or a parameter is invalid
+        (crossing bounds, a negative radius, an empty affine set).
+
+    Notes
+    -----
+    Memory: 12 copies of ``w``. No matrix of the size of the Hessian is formed.
+
+    Examples
+    --------
+    >>> import bilevel
+    >>> problem = bilevel.Problem(
+    ...     lower=lambda w, alpha, batch: jnp.sum((w - batch) ** 2),
+    ...     outer=lambda w, alpha, batch: jnp.sum(w**2),
+    ... )
+    >>> solver = bilevel.implicit(bilevel.projected("box", 0.0, lambda alpha: alpha))
+    >>> target = jnp.array([0.5, 3.0, -1.0])
+    >>> result = bilevel.hypergradient(problem, solver)(2.0, jnp.zeros(3), target, None)
+    >>> result.w, result.grad  # w = (0.5, alpha, 0)
+    (Array([0.5, 2. , 0. ], dtype=float...), Array(4., dtype=float...))
+    """
+    constraint = _named("projected", onto, _SETS, constraints.projection, parameters, named)
+    return _forward_solver(constraint, steps, tol)
+
+
+def proximal(
+    term: Any, *parameters: Any, steps: int = 5000, tol: float | None = None, **named: Any
+) -> LowerSolver:
+    """Find the minimum of the lower loss plus a convex non-smooth term.
+
+    Use it inside :func:`bilevel.implicit`.
+
+    Parameters
+    ----------
+    term : str, function or tree
+        The name of a term, or ``prox(w, step, alpha) -> w``, your own proximal operator. A tree of
+        these has one term for each part of the weights: names, tuples of a name and its parameters
+        such as ``("l1", 0.1)``, functions, or None for no term. Names of sets are allowed.
+
+        =====================  ==================================================
+        name                   parameters
+        =====================  ==================================================
+        ``"l1"``               ``weight``
+        ``"elastic_net"``      ``weight``, ``ridge``
+        ``"group_l1"``         ``weight`` [groups], ``groups=[[0, 1], [2, 3]]``
+        ``"total_variation"``  ``weight``
+        =====================  ==================================================
+    *parameters
+        Parameters of a named term: numbers, trees like ``w``, or functions of alpha.
+    steps : int
+        Maximum number of proximal gradient steps.
+    tol : float, optional
+        Iteration stops at this natural residual ``|w - prox(w - eta g)| / |w|``, with the gradient
+        ``g`` and ``eta`` the inverse of the largest curvature. By default it stops if Newton's last
+        step kept the active set and is below 1e-9 (one unit of roundoff in narrower types) of
+        ``|w|``, or if rounding hides any progress.
+    **named
+        Parameters by name.
+
+    Returns
+    -------
+    LowerSolver
+        It finds ``w`` only; :func:`bilevel.implicit` gives the derivative, also in the parameters
+        of the term. Its state carries the active set and the step size.
+
+    Raises
+    ------
+    ValueError
+        If the term is unknown, ``steps`` is under 1, ``tol`` is negative, or a parameter is
+        negative.
+
+    Notes
+    -----
+    Memory: 12 copies of ``w``. No matrix of the size of the Hessian is formed.
+
+    Examples
+    --------
+    >>> import bilevel
+    >>> problem = bilevel.Problem(
+    ...     lower=lambda w, alpha, batch: jnp.sum((w - batch) ** 2) / 2,
+    ...     outer=lambda w, alpha, batch: jnp.sum(w),
+    ... )
+    >>> solver = bilevel.implicit(bilevel.proximal("l1", lambda alpha: alpha))
+    >>> target = jnp.array([3.0, 0.5, 2.0])
+    >>> result = bilevel.hypergradient(problem, solver)(1.0, jnp.zeros(3), target, None)
+    >>> result.w, result.grad  # w = (3 - alpha, 0, 2 - alpha)
+    (Array([2., 0., 1.], dtype=float...), Array(-2., dtype=float...))
+    """
+    constraint = _named("proximal", term, _TERMS, constraints.prox, parameters, named)
+    return _forward_solver(constraint, steps, tol)
+
+
+def _named(name: str, value: Any, names: tuple, own: Callable, parameters: tuple, named: dict):
+    """Return the constraint with this name, function or tree."""
+    if isinstance(value, str):
+        if value not in names:
+            raise ValueError(f"{name}: expected one of {', '.join(names)}, got {value!r}.")
+        return _with_parameters(name, value, parameters, named)
+    if parameters or named:
+        raise ValueError(
+            f"{name}: expected parameters for a named {name} problem only, got some for "
+            f"{describe(value)}."
+        )
+    if isinstance(value, Constraint):
+        return value
+    if callable(value):
+        return own(value)
+
+    if _is_pair(value):
+        return _named(name, value[0], names, own, value[1:], {})
+
+    def part(x):
+        known = isinstance(x, str | Constraint) or _is_pair(x) or callable(x)
+        return _named(name, x, (*_SETS, *_TERMS), own, (), {}) if known else x
+
+    return constraints.product(jax.tree.map(part, value, is_leaf=_is_part))
+
+
+def _is_pair(value: Any) -> bool:
+    """Return whether ``value`` is a tuple of a name and its parameters."""
+    named = isinstance(value, tuple) and len(value) > 1 and isinstance(value[0], str)
+    return named and not (value[1] is None or isinstance(value[1], str | Constraint))
+
+
+def _is_part(value: Any) -> bool:
+    named = isinstance(value, str | Constraint) or _is_pair(value)
+    return value is None or named or callable(value)
+
+
+def _with_parameters(name: str, of: str, parameters: tuple, named: dict) -> Constraint:
+    make = getattr(constraints, of)
+    try:
+        return make(*parameters, **named)
+    except TypeError as error:
+        if "argument" not in str(error):
+            raise
+        raise ValueError(f"{name}: expected the parameters of {of!r}; {error}.") from None
+
+
+def _forward_solver(constraint: Constraint, steps: int, tol: float | None) -> LowerSolver:
+    steps = integer("steps", steps, 1)
+    if tol is not None:
+        check_at_least("tol", tol, 0)
+
+    def init(w):
+        wide = widen(w)
+        dtype = jnp.result_type(*jax.tree.leaves(wide))
+        return ProximalState(constraint.blank(wide), jnp.zeros((), dtype))
+
+    def run(lower, alpha, w, state, batch):
+        short = max(1e-9, coarsest_eps(w))  # relative length of a last Newton step
+        own, w = w, widen(w)
+        valid = constraint.check(w, alpha)
+        lower = widened(constraint.completed(lower), own)
+        lower = hoist_constants(lower, w, alpha, batch)
+        problem = _ProximalProblem(
+            constraint=constraint,
+            loss=lambda w: lower(w, alpha, batch),
+            hessian=lambda w: hessian_operator(lower, w, alpha, batch)[1],
+            alpha=alpha,
+            quadratic=is_quadratic(lower, w, alpha, batch),
+            short=short,
+            aim=-1.0 if tol is None else tol,
+        )
+        w, code, eta, size = problem.solve(w, state, steps)
+        w = nan_unless(valid, nan_unless_finite(w, size))
+        return narrow(w, own), ProximalState(code, eta)
+
+    return LowerSolver(init=init, run=run, constraint=constraint)
+
+
+class _Candidate(NamedTuple):
+    """Weights, and their step to the fixed point."""
+
+    w: Pytree
+    g: Pytree  # the lower gradient
+    code: Pytree
+    step: Pytree
+    size: jax.Array  # [], the step's length, relative to w
+
+
+class _ProximalProblem(NamedTuple):
+    """A lower problem at one alpha, without derivatives."""
+
+    constraint: Constraint
+    loss: Callable[[Pytree], jax.Array]
+    hessian: Callable[[Pytree], Callable]
+    alpha: Pytree
+    quadratic: bool
+    short: float  # Newton's steps below this share of the weights end the iteration
+    aim: chex.Numeric  # so does this residual
+
+    def solve(self, w, state, steps) -> tuple:
+        """Alternate between proximal gradient and Newton steps until these converge."""
+        eta = self.first_step_size(w)
+        warm = state.step > 0
+
+        def round_(carry):
+            w, code, eta, budget, near, used, _, _ = carry
+            aim = jnp.maximum(near, self.aim)
+            w, eta, count = self.accelerate(w, eta, jnp.minimum(budget, steps - used), aim)
+            point = self.at(w, eta)
+            # The last active set may fit better than the one that a single step shows.
+            first = warm & (used == 0)
+            code = optax.tree.where(first & (point.size > self.aim), code, point.code)
+            point, done = self.newton(self.at(w, eta, code), eta)
+            return (
+                *(point.w, point.code, eta, 2 * budget, near / 10),
+                *(used + jnp.maximum(count, 1), point.size, done),
+            )
+
+        def unfinished(carry):
+            *_, used, size, done = carry
+            return ~done & (used < steps) & ~jnp.isnan(size)
+
+        dtype = eta.dtype
+        zero, no = jnp.zeros((), int), jnp.array(False)
+        near, huge = jnp.asarray(_NEAR, dtype), jnp.asarray(jnp.finfo(dtype).max, dtype)
+        start = w, state.code, eta, zero + _FIRST_STEPS, near, zero, huge, no
+        w, _, eta, *_, size, _ = while_loop(unfinished, round_, start)
+        return w, self.at(w, eta).code, eta, size
+
+    def first_step_size(self, w) -> jax.Array:
+        """Return the inverse of the largest curvature, by power iterations."""
+        flat, unravel = ravel_pytree(w)
+        hvp = self.hessian(w)
+
+        def turn(_, carry):
+            v, _ = carry
+            v = ravel_pytree(hvp(unravel(v)))[0]
+            size = jnp.linalg.norm(v)
+            return v / jnp.where(size > 0, size, 1), size
+
+        v = pcast_varying(uniform_hash(0, flat), varying(w))
+        start = v / jnp.linalg.norm(v), jnp.zeros_like(v[0])
+        largest = jax.lax.fori_loop(0, _POWERS, turn, start)[1]
+        return 1 / jnp.where(largest > 0, largest, 1)
+
+    def at(self, w, eta, code=None) -> _Candidate:
+        """Return the point ``w``, with this code or its own."""
+        g = jax.grad(self.loss)(w)
+        if code is None:
+            code = self.constraint.identify(w, g, self.alpha, eta)
+        step = self.constraint.step(code, w, g, self.alpha, eta)
+        return _Candidate(w, g, code, step, _relative_norm(step, optax.tree.add(w, step)))
+
+    def accelerate(self, w, eta, budget, near) -> tuple:
+        """Take accelerated proximal gradient steps until the residual is below ``near``."""
+        eps = jnp.finfo(eta.dtype).eps
+
+        def unfinished(carry):
+            _, _, _, _, _, _, _, same, size, count = carry
+            settled = (size <= near) | ((same >= _SAME) & (size <= 30 * near))
+            return (count < budget) & ~settled & ~jnp.isnan(size)
+
+        def move(carry):
+            x, y, t, eta, y_last, g_last, code_last, same, _, count = carry
+            value, g = jax.value_and_grad(self.loss)(y)
+            # The curvature between two points shows a step size that is too large.
+            change, turn = optax.tree.sub(y, y_last), optax.tree.sub(g, g_last)
+            square = optax.tree.vdot(change, change)
+            clear = (count > 0) & (square > eps * optax.tree.vdot(y, y))
+            bend = optax.tree.vdot(change, turn) / jnp.where(square > 0, square, 1)
+            steep = clear & (bend * eta > 1.05)
+            eta = jnp.where(steep, 1 / jnp.where(steep, 1.05 * bend, 1), eta)
+            code = self.constraint.identify(y, g, self.alpha, eta)
+            after = fixed_point(self.constraint)(code, y, g, self.alpha, eta)
+            step = self.constraint.step(code, y, g, self.alpha, eta)
+            good = jnp.array(True)
+            if not self.quadratic:
+                model = optax.tree.vdot(g, step) + optax.tree.vdot(step, step) / (2 * eta)
+                slack = 10 * jnp.finfo(value.dtype).eps * jnp.abs(value)
+                good = self.loss(after) <= value + model + slack
+                good |= eta < eps * eps  # NaN everywhere: give up
+            uphill = optax.tree.vdot(step, optax.tree.sub(after, x)) < 0
+            restart = uphill | steep
+            t_after = jnp.where(restart, 1, (1 + jnp.sqrt(1 + 4 * t * t)) / 2)
+            momentum = jnp.where(restart, 0, (t - 1) / t_after)
+            y_after = optax.tree.add_scale(after, momentum, optax.tree.sub(after, x))
+            same = jnp.where(same_code(code, code_last), same + 1, 0)
+            moved = after, y_after, t_after, eta, y, g, code, same, _relative_norm(step, after)
+            retry = x, x, jnp.ones_like(t), eta / 2, y_last, g_last, code_last, same * 0
+            huge = jnp.full_like(t, jnp.finfo(t.dtype).max)
+            return *optax.tree.where(good, moved, (*retry, huge)), count + 1
+
+        point = self.at(w, eta)
+        one = jnp.ones_like(eta)
+        zero = jnp.zeros((), int)
+        huge = jnp.full_like(eta, jnp.finfo(eta.dtype).max)
+        start = w, w, one, eta, w, point.g, point.code, zero, huge, zero
+        x, _, _, eta, *_, count = while_loop(unfinished, move, start)
+        return x, eta, count
+
+    def newton(self, point, eta) -> tuple[_Candidate, jax.Array]:
+        """Take Newton steps on the active manifold while they make progress."""
+        eps = jnp.finfo(eta.dtype).eps
+
+        def unfinished(carry):
+            _, _, count, going, done = carry
+            return going & ~done & (count < _NEWTON_STEPS)
+
+        def move(carry):
+            point, moved, count, _, _ = carry
+            system = manifold_system(
+                *(self.constraint, self.hessian(point.w), point.code),
+                *(point.w, point.g, self.alpha, eta),
+            )
+            right = system.before(point.step)
+            forcing = jnp.clip(point.size, 10 * eps, 1e-2)
+            solved = solve_conjugate_gradients(
+                system.operator,
+                right,
+                None,
+                steps=_CG_STEPS,
+                threshold=forcing * optax.tree.norm(right),
+            )
+            change = optax.tree.add(system.direct(point.step), system.after(solved.x))
+            trial = self.at(optax.tree.add(point.w, change), eta)
+            # The step's own code is exact there, and the next one is known from its slope.
+            w = fixed_point(self.constraint)(trial.code, trial.w, trial.g, self.alpha, eta)
+            after = self.at(w, eta)
+            stays = same_code(point.code, trial.code) & same_code(point.code, after.code)
+            moved_after = _relative_norm(optax.tree.sub(w, point.w), w)
+            lowers = self.lowers(point, trial, after, eta)
+            progress = (after.size < 0.5 * point.size) | (stays & (moved_after < 0.5 * moved))
+            rounded = stays & (after.size <= 100 * eps)
+            done = (stays & (moved_after <= self.short)) | (rounded & ~progress)
+            done = (done | (after.size <= self.aim)) & lowers
+            progress &= lowers
+            better = progress | (done & (after.size <= point.size))
+            result = optax.tree.where(better, after, point)
+            return (
+                result,
+                jnp.where(better, moved_after, moved),
+                count + 1,
+                progress,
+                done,
+            )
+
+        zero, no = jnp.zeros((), int), jnp.array(False)
+        huge = jnp.full_like(eta, jnp.finfo(eta.dtype).max)
+        start = point, huge, zero, ~no, point.size <= self.aim
+        point, _, _, _, done = while_loop(unfinished, move, start)
+        return point, done
+
+    def lowers(self, before, trial, after, eta) -> jax.Array:
+        """Return whether the whole objective at ``after`` is not larger than at ``before``.
+
+        ``after`` is the proximal point of ``trial``, so ``u`` below is a subgradient of the
+        objective there, and ``F(after) - F(before) <= u . d`` less the curvature of the lower loss.
+        A singular reduced Hessian makes Newton's step huge; its residual alone may look small.
+        """
+        eps = jnp.finfo(eta.dtype).eps
+        way = optax.tree.sub(after.w, before.w)
+        pull = optax.tree.scale(1 / eta, optax.tree.sub(after.w, trial.w))
+        u = optax.tree.sub(optax.tree.sub(after.g, trial.g), pull)
+        bend = optax.tree.vdot(way, optax.tree.sub(after.g, before.g)) / 2
+        length = optax.tree.norm(way)
+        # The old point's rounding is allowed; that of a huge step must not hide an increase.
+        old = optax.tree.norm(before.g) + optax.tree.norm(before.w) / eta
+        new = optax.tree.norm(after.g) + (optax.tree.norm(after.w) + optax.tree.norm(trial.w)) / eta
+        slack = eps * length * (100 * old - 4 * new)
+        return optax.tree.vdot(u, way) <= bend + slack
+
+
+_CG_STEPS = 500  # Hessian products of one Newton step
+
+
+def _relative_norm(part: Pytree, whole: Pytree) -> jax.Array:
+    size = optax.tree.norm(whole)
+    return optax.tree.norm(part) / jnp.where(size > 0, size, 1)

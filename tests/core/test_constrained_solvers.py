@@ -1,0 +1,242 @@
+"""Solvers of constrained lower problems: the operators, the derivative in all modes, products."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import sklearn.datasets
+from helpers import assert_close, finite_differences, float64_only, normal
+
+import bilevel
+from bilevel import constraints
+
+H = jnp.array([[4.0, 1.0, 0.0], [1.0, 3.0, 1.0], [0.0, 1.0, 2.0]])
+TARGET = jnp.array([1.0, -1.0, 1.0])
+START = jnp.zeros(3)
+
+
+def lower(w, alpha, c):
+    return w @ H @ w / 2 - c @ w
+
+
+def outer(w, alpha, batch):
+    return jnp.sum((w - TARGET) ** 2) / 2
+
+
+PROBLEM = bilevel.Problem(lower, outer)
+LASSO = bilevel.proximal("l1", jnp.exp)
+C = jnp.array([4.0, -1.5, -1.2])
+ALPHA = jnp.array([0.0, -0.5, 0.3])
+# Section "lasso" of the table in tests/core/test_constraints.py: 40 digits, by enumeration.
+LASSO_GRADIENT = jnp.array([0.0640141703966, 0.0942930670039, 0.0])
+BALL = bilevel.projected("l2_ball", jnp.exp)
+
+
+def value(solver, alpha, c=C, w0=START):
+    return outer(solver.run(lower, alpha, w0, solver.start(alpha, w0), c)[0], alpha, None)
+
+
+@pytest.mark.parametrize(
+    "inverse",
+    [bilevel.cg(), bilevel.dense(), bilevel.neumann(300, 0.2), bilevel.nystrom(2, 1e-6)],
+    ids=["cg", "dense", "neumann", "nystrom"],
+)
+def test_every_inverse_gives_the_lasso_s_hypergradient(inverse):
+    solver = bilevel.implicit(LASSO, inverse)
+    gradient = jax.jit(jax.grad(functools.partial(value, solver)))(ALPHA)
+    assert_close(gradient, LASSO_GRADIENT, f64=1e-5, f32=1e-3)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [LASSO, pytest.param(BALL, marks=(pytest.mark.slow, pytest.mark.long))],
+    ids=["lasso", "ball"],
+)
+def test_jvp_vmap_and_second_derivatives_agree_with_finite_differences(forward):
+    solver = bilevel.implicit(forward)
+    alpha = ALPHA if forward is LASSO else jnp.array(-0.5)
+    run = functools.partial(value, solver)
+    first = jax.jit(jax.grad(run))
+    expected = finite_differences(jax.jit(run), alpha)
+    assert_close(first(alpha), expected, f64=1e-8, f32=3e-2)
+    direction = jnp.ones_like(alpha)
+    _, pushed = jax.jit(lambda a: jax.jvp(run, (a,), (direction,)))(alpha)
+    assert_close(pushed, np.sum(expected), f64=1e-8, f32=3e-2)
+    stacked = jax.jit(jax.vmap(first))(jnp.stack([alpha, alpha - 0.1]))
+    assert_close(stacked[1], first(alpha - 0.1), f64=1e-10, f32=1e-4)
+    second = jax.jit(jax.hessian(run))(alpha)
+    assert_close(second.ravel(), finite_differences(first, alpha).ravel(), f64=1e-7, f32=5e-2)
+
+
+def test_a_product_mixes_sets_terms_and_free_parts():
+    parts = {"bias": None, "mix": "simplex", "sparse": ("l1", lambda a: a)}
+    solver = bilevel.implicit(bilevel.proximal(parts))
+    w0 = {"bias": jnp.zeros(()), "mix": jnp.zeros(2), "sparse": jnp.zeros(2)}
+    y = jnp.array([2.0, 0.5])
+
+    def separable(w, alpha, batch):
+        squares = (w["bias"] - alpha) ** 2, (w["mix"] - y) ** 2, (w["sparse"] - y) ** 2
+        return sum(map(jnp.sum, squares)) / 2
+
+    problem = bilevel.Problem(separable, lambda w, a, b: w["bias"] * w["sparse"].sum())
+    result = jax.jit(bilevel.hypergradient(problem, solver))(1.0, w0, None, None)
+    assert_close(result.w, {"bias": 1.0, "mix": [1.0, 0.0], "sparse": [1.0, 0.0]}, f32=1e-5)
+    assert_close(result.grad, 0.0, f32=1e-5)  # alpha (2 - alpha) at alpha = 1
+
+
+def test_own_operators_agree_with_the_named_ones():
+    own = bilevel.proximal(
+        lambda w, step, alpha: jnp.sign(w) * jnp.maximum(jnp.abs(w) - step * jnp.exp(alpha), 0)
+    )
+    solver = bilevel.implicit(own)
+    result = jax.jit(bilevel.hypergradient(PROBLEM, solver))(ALPHA, START, C, None)
+    assert_close(result.grad, LASSO_GRADIENT, f64=1e-8, f32=1e-4)
+    assert np.isinf(result.info.error_estimate)
+    assert "your own projection" in bilevel.explain(result.info)
+    solver = bilevel.implicit(bilevel.projected(lambda w: jnp.clip(w, -0.5, 0.5)))
+    w = solver.run(lower, None, START, solver.init(START), C)[0]
+    named = bilevel.projected("box", -0.5, 0.5)
+    assert_close(w, named.run(lower, None, START, named.init(START), C)[0], f64=1e-8, f32=1e-5)
+
+
+def test_parameters_may_be_traced_values_that_the_solver_closes_over():
+    def loss(radius):
+        return value(bilevel.implicit(bilevel.projected("l2_ball", radius)), 0.0)
+
+    assert_close(jax.jit(jax.grad(loss))(0.6), finite_differences(jax.jit(loss), 0.6), f32=3e-2)
+
+
+def test_a_search_carries_the_active_set_and_lowers_the_outer_loss():
+    solver = bilevel.implicit(LASSO)
+    result = bilevel.search(
+        *(PROBLEM, solver, optax.sgd(0.3), ALPHA, START, C, C), steps=20, progress=False
+    )
+    assert result.history["value"][-1] < result.history["value"][0]
+    code = result.state.solver_state.forward.code
+    assert np.array_equal(code, np.sign(result.w))
+
+
+def test_bounds_that_cross_raise_or_give_nan_under_jit():
+    solver = bilevel.implicit(bilevel.projected("box", lambda a: a, 0.0))
+    fn = bilevel.hypergradient(PROBLEM, solver, diagnostics=False)
+    with pytest.raises(ValueError, match="high: expected bounds of at least low, got 0"):
+        fn(1.0, START, C, None)
+    result = jax.jit(fn)(1.0, START, C, None)
+    assert np.isnan(result.value)
+    assert np.isnan(result.grad)
+    assert np.isfinite(jax.jit(fn)(-1.0, START, C, None).grad)
+
+
+def test_the_box_with_an_equation_is_projected_as_by_bisection():
+    rng = np.random.default_rng(0)
+    project = jax.jit(_project_on_box_equality)
+    for kind in range(60):
+        z, low = rng.normal(size=6), -rng.exponential(size=6)
+        high = low + rng.exponential(size=6)
+        y = rng.choice([-1.0, 1.0, 2.0, 0.0], size=6)
+        y[0] = 1.0
+        inside = rng.uniform(low, high)
+        if kind % 3 == 0:
+            high[1] = np.inf
+        if kind % 3 == 1:
+            low[2] = -np.inf
+        below, above = -1e3, 1e3
+        for _ in range(100):
+            middle = (below + above) / 2
+            surplus = y @ np.clip(z - middle * y, low, high) - y @ inside
+            below, above = (middle, above) if surplus > 0 else (below, middle)
+        expected = np.clip(z - below * y, low, high)
+        w = project(*map(jnp.asarray, (z, low, high, y, y @ inside)))
+        assert_close(w, expected, f64=1e-10, f32=1e-4)
+
+
+def _project_on_box_equality(z, low, high, y, total):
+    set_ = constraints.box_equality(low, high, y, total)
+    return set_.prox(set_.identify(z, 0 * z, None, 1.0), z, None, 1.0)
+
+
+@float64_only
+def test_total_variation_solves_its_dual_problem():
+    term = constraints.total_variation(lambda alpha: alpha)
+
+    @jax.jit
+    def denoised(y, weight):
+        return term.prox(term.identify(y, 0 * y, weight, 1.0), y, weight, 1.0)
+
+    for seed in range(10):
+        y, weight = normal(seed, 12), 0.1 * (seed + 1)
+        w = denoised(y, weight)
+        dual, jumps = np.cumsum(y - w)[:-1], np.diff(w)
+        assert np.abs(dual).max() <= weight + 1e-12
+        np.testing.assert_allclose(dual[jumps != 0], -weight * np.sign(jumps[jumps != 0]))
+        assert abs(np.sum(y - w)) < 1e-12
+
+
+def test_a_step_equals_the_operator_s_and_stays_in_its_manifold():
+    sets = {
+        "box": constraints.box(-0.3, 0.4),
+        "box_equality": constraints.box_equality(-0.3, 0.4, jnp.array([1.0, -1.0, 1.0, 1.0]), 0.1),
+        "simplex": constraints.simplex(),
+        "l2_ball": constraints.l2_ball(0.5),
+        "l1_ball": constraints.l1_ball(0.5),
+        "affine": constraints.affine(np.array([[1.0, 2.0, 0.0, 1.0]]), 1.0),
+        "l1": constraints.l1(0.2),
+        "group_l1": constraints.group_l1(0.2, [[0, 1], [2, 3]]),
+        "total_variation": constraints.total_variation(0.2),
+    }
+    for name, part in sets.items():
+        w, g = 0.3 * normal(1, 4), normal(2, 4)
+        eta = jnp.asarray(0.5)
+        w = part.prox(part.identify(w, 0 * g, None, eta), w, None, eta)
+        code = part.identify(w, g, None, eta)
+        z = w - eta * g
+        after = part.prox(code, z, None, eta)
+        assert_close(part.step(code, w, g, None, eta), after - w, f64=1e-14, f32=1e-6)
+        inside = part.tangent(code, after, None, g)
+        assert_close(part.tangent(code, after, None, inside), inside, f64=1e-14, f32=1e-6)
+        if name not in ("l2_ball", "group_l1"):  # curved: the operator also shrinks
+            slope = jax.jvp(lambda z: part.prox(code, z, None, eta), (z,), (g,))[1]  # noqa: B023
+            assert_close(slope, inside, f64=1e-14, f32=1e-6)
+
+
+def test_a_warm_start_takes_few_steps():
+    forward = bilevel.projected("nonnegative", steps=1)
+    x, y = normal(3, 40, 20), normal(4, 40)
+
+    def squares(w, alpha, batch):
+        return jnp.sum((x @ w - y) ** 2) / 2 + alpha * jnp.sum(w)
+
+    w0 = jnp.zeros(20)
+    exact = bilevel.projected("nonnegative")
+    w, state = jax.jit(lambda: exact.run(squares, 1.0, w0, exact.init(w0), None))()
+    near, _ = jax.jit(lambda: forward.run(squares, 1.001, w, state, None))()
+    full, _ = jax.jit(lambda: exact.run(squares, 1.001, w0, exact.init(w0), None))()
+    assert_close(near, full, f64=1e-9, f32=1e-5)
+
+
+def test_equal_features_leave_the_weights_of_a_lasso_bounded():
+    """Products of features contain sex squared, a multiple of sex: Newton's steps are singular."""
+    data, target = sklearn.datasets.load_diabetes(return_X_y=True)
+    i, j = np.triu_indices(10)
+    x = np.concatenate([data, data[:, i] * data[:, j]], 1)
+    order = np.random.default_rng(1).permutation(442)
+    rows, others = order[:221], order[221:331]
+    x = jnp.asarray((x - x[rows].mean(0)) / x[rows].std(0))
+    y = jnp.asarray((target - target.mean()) / target.std())
+
+    def squares(w, alpha, batch):
+        return jnp.mean((x[batch] @ w - y[batch]) ** 2) / 2
+
+    alpha, w0 = jnp.full(65, np.log(0.02)), jnp.zeros(65)
+    problem, solver = bilevel.Problem(squares, squares), bilevel.implicit(LASSO)
+    result = bilevel.search(
+        *(problem, solver, optax.adam(0.05), alpha, w0, rows, others),
+        steps=40,
+        progress=False,
+        diagnostics=False,
+    )
+    assert float(abs(result.w).max()) < 1
+    assert result.history["value"][-1] < result.history["value"][0]

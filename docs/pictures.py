@@ -298,11 +298,42 @@ def certificate():
     ax.set_title(f"over all mixtures, proved: at least {bracket.lower:.3g}")
 
 
+def lasso_path():
+    """Draw a Lasso's weights and hypergradient by its penalty, with differences of the loss."""
+    from sklearn.datasets import load_diabetes
+
+    x, y = load_diabetes(return_X_y=True)
+    x, y = jnp.asarray(x / x.std(0)), jnp.asarray((y - y.mean()) / y.std())
+    train, valid = (x[:200], y[:200]), (x[200:], y[200:])
+
+    def loss(w, alpha, batch):
+        return 0.5 * jnp.mean((batch[0] @ w - batch[1]) ** 2)
+
+    solver = bilevel.implicit(bilevel.proximal("l1", jnp.exp))
+    fn = bilevel.hypergradient(bilevel.Problem(loss, loss), solver, diagnostics=False)
+    alphas = np.linspace(-6, -0.5, 221)
+    run = jax.jit(lambda alphas: jax.lax.map(lambda a: fn(a, jnp.zeros(10), train, valid), alphas))
+    path, step = run(alphas), 1e-4
+    slopes = (run(alphas + step).value - run(alphas - step).value) / (2 * step)
+    _, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+    left.plot(alphas, path.w, "-", color=BLUE)
+    right.plot(alphas, path.grad, color=BLUE, label="hypergradient")
+    right.plot(alphas[::5], slopes[::5], ".", color=ORANGE, label="central differences")
+    signs = np.sign(np.asarray(path.w))
+    for ax in (left, right):
+        ax.set_xlabel("log penalty α")
+        for i in np.flatnonzero(np.any(signs[1:] != signs[:-1], axis=1)):
+            ax.axvline((alphas[i] + alphas[i + 1]) / 2, color="0.8", linewidth=1, zorder=0)
+    left.set_ylabel("weights w*(α)")
+    right.set_ylabel("slope of the validation loss")
+    right.legend()
+
+
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
     IMAGES.mkdir(exist_ok=True)
     pictures = (two_levels, hypergradient, solvers, estimates, short_trainings, geometry)
-    pictures = (*pictures, certificate)
+    pictures = (*pictures, certificate, lasso_path)
     for draw in [p for p in pictures if p.__name__ in sys.argv[1:]] or pictures:
         with bilevel.plots.style():
             draw()

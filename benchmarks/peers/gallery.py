@@ -31,6 +31,8 @@ SIZES = {  # of the figures, inches
     "label_cleaning": (8, 3.2),
     "text_transformer": (6, 3.5),
     "kernel_learning": (8, 6),
+    "sparse_regression": (6, 3.5),
+    "support_vectors": (6, 5),
 }
 
 
@@ -95,6 +97,8 @@ word_penalties = _table("word_penalties")
 label_cleaning = _table("label_cleaning")
 text_transformer = _table("text_transformer")
 kernel_learning = _table("kernel_learning")
+sparse_regression = _table("sparse_regression")
+support_vectors = _table("support_vectors")
 
 
 def smoke() -> list[dict]:

@@ -82,6 +82,19 @@ def test_penalties_of_words_lower_the_validation_loss(example, monkeypatch):
 
 
 @pytest.mark.long
+def test_a_penalty_for_each_feature_lowers_the_validation_error(example):
+    rows = example("sparse_regression", steps=10, rate=0.05)
+    assert rows[1]["validation error"] < rows[0]["validation error"]
+
+
+@pytest.mark.long
+def test_the_penalty_and_the_widths_of_a_machine_are_learned(example):
+    first, later = (example("support_vectors", steps=steps, grid=2) for steps in (1, 6))
+    for i in (1, 2):
+        assert later[i]["validation loss"] < first[i]["validation loss"]
+
+
+@pytest.mark.long
 def test_weights_of_labels_tell_wrong_ones(example):
     """A network with batch normalisation and dropout, minibatches on both levels."""
     sizes = {"train": 600, "clean": 200, "test": 500, "baselines": False}

@@ -99,6 +99,7 @@ def test_the_solver_and_the_inverse_of_contributing_are_right():
         pytest.param("docs/start.md", marks=pytest.mark.long),
         "docs/how_to.md",
         "docs/geometry.md",
+        "docs/constraints.md",
         pytest.param("docs/solvers.md", marks=pytest.mark.long),
         pytest.param("docs/stochastic.md", marks=pytest.mark.long),
         "docs/scaling.md",

@@ -28,7 +28,7 @@ def affine(matrix: Any, right: Any) -> Constraint:
     ------
     ValueError
         If the set is empty, or shapes do not fit. Under ``jax.jit``, right-hand sides that depend
-        on alpha and leave the set empty make the weights NaN.
+        on alpha and leave the set empty give NaN weights.
 
     Notes
     -----

@@ -30,7 +30,7 @@ def box(low: Any = -math.inf, high: Any = math.inf) -> Constraint:
     ------
     ValueError
         If the bounds cross or are NaN. Under ``jax.jit``, bounds that depend on alpha and cross
-        make the weights NaN.
+        give NaN weights.
 
     Examples
     --------

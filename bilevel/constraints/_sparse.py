@@ -33,7 +33,7 @@ def l1(weight: Any = 1.0) -> Constraint:
     ------
     ValueError
         If an entry is negative or NaN. Under ``jax.jit``, entries that depend on alpha and are
-        negative make the weights NaN.
+        negative give NaN weights.
 
     Examples
     --------

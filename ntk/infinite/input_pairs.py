@@ -16,8 +16,7 @@ import numpy as np
 
 from ntk.expectations.gaussian import reciprocal
 from ntk.internal.products import matmul
-
-TILE = 256  # rows and columns of a kernel that are computed at a time
+from ntk.internal.tiles import CPU_TILE
 
 
 class UnitRows(NamedTuple):
@@ -55,17 +54,17 @@ def half_chords(a: UnitRows, b: UnitRows) -> tuple[jax.Array, jax.Array]:
     )  # type: ignore[return-value]
 
 
-def assemble(
-    tile: Callable[..., Any], n1: int, n2: int, *, symmetric: bool, size: int = TILE
-) -> Any:
+def assemble(tile: Callable[..., Any], n1: int, n2: int, *, symmetric: bool, size: int) -> Any:
     """Return arrays [n1, n2] from ``tile(i, j, size1, size2)``, a pytree of [size1, size2] blocks.
 
-    If ``symmetric``, only the upper triangle is computed. A side's last tile overlaps its neighbour
-    instead of being padded. ``size`` is the maximum number of rows and columns of a tile.
+    If ``symmetric``, only the upper triangle is computed, and the result is exactly symmetric. A
+    side's last tile overlaps its neighbour instead of being padded. ``size`` is the maximum number
+    of rows and columns of a tile.
     """
     size1, size2 = min(size, n1), min(size, n2)
     if (size1, size2) == (n1, n2):
-        return tile(0, 0, n1, n2)
+        whole = tile(0, 0, n1, n2)
+        return jax.tree.map(mirror_triangle, whole) if symmetric else whole
     starts1, starts2 = (
         np.minimum(np.arange(0, n, step), n - step) for n, step in ((n1, size1), (n2, size2))
     )
@@ -78,8 +77,11 @@ def assemble(
         blocks = compute(i, j)
 
         def put(total, block):
+            if not symmetric:
+                return jax.lax.dynamic_update_slice(total, block, (i, j))
+            block = _once(jax.lax.cond(i == j, mirror_triangle, lambda block: block, block))
             total = jax.lax.dynamic_update_slice(total, block, (i, j))
-            return jax.lax.dynamic_update_slice(total, block.T, (j, i)) if symmetric else total
+            return jax.lax.dynamic_update_slice(total, block.T, (j, i))
 
         return jax.tree.map(put, totals, blocks), None
 
@@ -94,20 +96,25 @@ def pad_rows(x: chex.Array | None) -> jax.Array | None:
     The padded length is a power of two up to one tile, and whole tiles beyond. Inputs of more than
     8 tiles are returned unchanged, because running takes longer than compiling there.
     """
-    if x is None or len(x) > 8 * TILE:
+    if x is None or len(x) > 8 * CPU_TILE:
         return x
-    rows = max(16, 1 << (len(x) - 1).bit_length()) if len(x) <= TILE else len(x) + -len(x) % TILE
+    n = len(x)
+    rows = max(16, 1 << (n - 1).bit_length()) if n <= CPU_TILE else n + -n % CPU_TILE
     return jnp.asarray(np.pad(np.asarray(x), ((0, rows - len(x)), (0, 0)), "edge"))
 
 
-@jax.jit
 def mirror_triangle(kernel: chex.Array) -> jax.Array:
     """Return the upper triangle of [..., n, n] on both sides.
 
-    It is compiled separately: fused with the kernel, the two sides may be rounded differently.
-    (XLA takes minutes to compile a choice by index, ``where(i <= j, ...)``.)
+    XLA takes minutes to compile a choice by index, ``where(i <= j, ...)``.
     """
+    kernel = _once(kernel)
     return jnp.triu(kernel) + jnp.swapaxes(jnp.triu(kernel, 1), -1, -2)
+
+
+def _once(block: chex.Array) -> jax.Array:
+    """Return the block, computed once. Computed for each side, the two may be rounded unequally."""
+    return jax.lax.optimization_barrier(block)
 
 
 def same_inputs(i: Any, j: Any, size1: int, size2: int) -> jax.Array:

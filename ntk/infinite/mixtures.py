@@ -43,6 +43,7 @@ from ntk.infinite.layer_expansions import (
 )
 from ntk.internal.checks import check_finite, concrete, describe, nan_where, real_array
 from ntk.internal.products import einsum
+from ntk.internal.tiles import device_tile_size
 
 
 def mixture_blocks(
@@ -214,7 +215,8 @@ def _blocks_with_errors(x1, x2, slopes1, slopes2, scale):
             dual = nan_where(bad, dual)
             return scale * covariance * dual, jax.lax.stop_gradient(total)
 
-        return assemble(tile, n1, n2, symmetric=False)
+        size = device_tile_size(max(n1, n2), 1, x1.dtype)
+        return assemble(tile, n1, n2, symmetric=False, size=size)
 
     pairs = [(i, j) for i in range(h) for j in range(h) if x2 is not None or i <= j]
     pair_blocks = jax.lax.map(lambda pair: block(*pair), jnp.asarray(pairs))

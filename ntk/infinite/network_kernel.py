@@ -48,7 +48,6 @@ from ntk.infinite.input_pairs import (
     UnitRows,
     assemble,
     half_chords,
-    mirror_triangle,
     normalize_rows,
     pad_rows,
     same_inputs,
@@ -73,6 +72,7 @@ from ntk.infinite.layer_expansions import (
 )
 from ntk.internal.checks import concrete, nan_where
 from ntk.internal.products import matmul
+from ntk.internal.tiles import device_tile_size
 from ntk.kernels.record import Kernels
 
 
@@ -150,17 +150,37 @@ def network_kernel(
     equal = equal_norms(x1, x2)
     goal = 1e4 * float(jnp.finfo(x1.dtype).eps)
     for how in RESOLUTIONS:
+        kernels = None  # frees the coarser kernels first
         kernels, rows = _kernels_and_features(layers, x1, x2, network, how, equal)
-        kernels = jax.tree.map(lambda k: k[:n1, :n2], kernels)
         if not concrete(kernels):  # a jit around the call can trace concrete inputs
-            return kernels
-        small = float(jnp.max(kernels.error / jnp.max(jnp.abs(kernels.ntk)))) <= goal
-        if small or is_resolved([f for r in rows for one in r for f in (one.value, one.slope)]):
+            return _first_entries(kernels, n1, n2)
+        error, largest, lost = map(float, _extremes(kernels, n1, n2))
+        expansions = [f for r in rows for one in r for f in (one.value, one.slope)]
+        if error <= goal * largest or is_resolved(expansions):
             break
-    check_resolved("x1", kernels.ntk)
-    if x2 is not None:
+    if lost:
+        check_resolved("x1", kernels.ntk[:n1, :n2])
+    return _first_entries(kernels, n1, n2)
+
+
+def _first_entries(kernels: Kernels, n1: int, n2: int) -> Kernels:
+    """Return [n1, n2] of padded kernels; a slice of the whole would be a copy."""
+    if kernels.ntk.shape == (n1, n2):
         return kernels
-    return jax.tree.map(mirror_triangle, kernels)
+    return jax.tree.map(lambda k: k[:n1, :n2], kernels)
+
+
+@jax.jit
+def _extremes(kernels: Kernels, n1: int, n2: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the largest error and NTK of the first [n1, n2], and whether an entry is NaN."""
+    rows, columns = (jnp.arange(n) for n in kernels.ntk.shape)
+    inside = (rows < n1)[:, None] & (columns < n2)[None]
+    lost = jnp.isnan(kernels.ntk)
+    return (
+        jnp.max(jnp.where(inside, kernels.error, 0)),
+        jnp.max(jnp.where(inside & ~lost, jnp.abs(kernels.ntk), 0)),
+        (inside & lost).any(),
+    )
 
 
 def lemma1_kernel_as_printed(
@@ -230,8 +250,10 @@ def _kernels_and_features(layers: Sequence[Layer], x1, x2, network, how: Resolut
     _, skips, variances = network
     homogeneous = [all(s.smooth is None for s in layer) for layer in layers]
     exact = jnp.asarray([all(homogeneous[: i + 1]) for i in range(len(layers))])
+    n = max(len(x1), len(x1 if x2 is None else x2))
+    size = device_tile_size(n, len(layers), x1.dtype)
     return _kernels_from_features(
-        x1, x2, rows[0], rows[-1], skips, variances, exact, equal=equal
+        x1, x2, rows[0], rows[-1], skips, variances, exact, equal=equal, size=size
     ), features
 
 
@@ -241,8 +263,10 @@ def _features_of_inputs(layers, x, network, how, equal) -> list[LayerKernels]:
     return propagate_features(layers, weights, skips, variances, squares, how)
 
 
-@functools.partial(jax.jit, static_argnames="equal")
-def _kernels_from_features(x1, x2, rows1, rows2, skips, variances, exact, *, equal) -> Kernels:
+@functools.partial(jax.jit, static_argnames=("equal", "size"))
+def _kernels_from_features(
+    x1, x2, rows1, rows2, skips, variances, exact, *, equal, size
+) -> Kernels:
     def prepare(x, rows):
         norms = root(squared_norms(x))
         norms = norms[:1] if equal else norms
@@ -257,7 +281,7 @@ def _kernels_from_features(x1, x2, rows1, rows2, skips, variances, exact, *, equ
         same = same_inputs(i, j, size1, size2) if x2 is None else None
         return _tile(a, b, same, skips, variances, exact)
 
-    return assemble(tile, n1, n2, symmetric=x2 is None)
+    return assemble(tile, n1, n2, symmetric=x2 is None, size=size)
 
 
 class _TileState(NamedTuple):

@@ -17,7 +17,7 @@ import numpy as np
 
 from ntk.expectations.gaussian import root
 from ntk.expectations.hermite import Expansion
-from ntk.infinite.input_pairs import TILE, assemble, mirror_triangle, same_inputs, take_rows
+from ntk.infinite.input_pairs import assemble, same_inputs, take_rows
 from ntk.infinite.layer_expansions import (
     RESOLUTIONS,
     TRACED,
@@ -27,6 +27,7 @@ from ntk.infinite.layer_expansions import (
 )
 from ntk.internal.checks import check_finite, concrete, float_array, nan_where
 from ntk.internal.sharding import without_explicit_axes
+from ntk.internal.tiles import CPU_TILE, device_tile_entries
 from ntk.kernels.record import Kernels
 from ntk.networks import walk
 from ntk.networks.moments import LayerFeatures, Raw
@@ -122,13 +123,15 @@ def _block(plan: NetworkPlan, x1, x2, level: Level) -> Kernels:
     plan, how = _plan_at_level(plan, level, x1.dtype), level.how
     a = _sites(plan, x1, how)
     b = None if x2 is None else _sites(plan, x2, how)
-    return _kernels_of_pairs(*_static(plan), plan.numbers, a, b)
+    return _kernels_of_pairs(*_static(plan, x1.dtype), plan.numbers, a, b)
 
 
-def _static(plan: NetworkPlan):
+def _static(plan: NetworkPlan, dtype):
     """Return the pairs' static arguments: the steps, and the number of inputs in a tile."""
     positions = walk.count_positions(plan.steps)
-    entries, most = CACHED if jax.default_backend() == "cpu" and not plan.full else (ENTRIES, TILE)
+    entries, most = (ENTRIES, CPU_TILE) if plan.full else CACHED
+    if jax.default_backend() != "cpu":
+        entries = most = device_tile_entries(dtype)
     size = math.isqrt(entries // (positions**2 if plan.full else positions))
     return walk.skeletons(plan.steps), plan.full, min(max(size, 1), most)
 
@@ -142,10 +145,7 @@ def _kernels_of_pairs(steps, full: bool, size: int, numbers, a, b) -> Kernels:
         left, right = take_rows(a, i, size1, n1), take_rows(a if b is None else b, j, size2, n2)
         same = same_inputs(i, j, size1, size2) if b is None else None
         state = walk.walk_pairs(steps, numbers, left, right, None, Tile(full, same))
-        kernels = _checked_kernels(left[-1].after, right[-1].after, state)
-        if b is not None:
-            return kernels
-        return jax.tree.map(lambda k: jnp.where(i == j, mirror_triangle(k), k), kernels)
+        return _checked_kernels(left[-1].after, right[-1].after, state)
 
     return assemble(tile, n1, n2, symmetric=b is None, size=size)
 
@@ -202,7 +202,7 @@ def _kernels_at_lowest_level(plan: NetworkPlan, x1, x2, level: int) -> tuple[Ker
         leaves = jax.tree.leaves((a, b), is_leaf=lambda leaf: isinstance(leaf, Expansion))
         expansions = [leaf for leaf in leaves if isinstance(leaf, Expansion)]
         if level + 1 == len(LEVELS) or is_resolved(expansions, noise):
-            return _kernels_of_pairs(*_static(now), now.numbers, a, b), level
+            return _kernels_of_pairs(*_static(now, x1.dtype), now.numbers, a, b), level
         level = _next_level(plan, [a] if b is None else [a, b], level, x1.dtype)
 
 

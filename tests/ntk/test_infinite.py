@@ -12,8 +12,7 @@ import ntk
 import ntk.scores
 from ntk import neural_tangents
 from ntk.bounds.constants import hermite_coefficients
-from ntk.infinite import input_pairs as pairs
-from ntk.infinite import layer_expansions, mixtures, network_kernel
+from ntk.infinite import layer_expansions, network_kernel
 
 LEAKY = ntk.leaky_relu(0.1)
 
@@ -279,31 +278,6 @@ def test_kernels_between_two_sets_are_blocks_of_the_joint_kernel():
 
 
 @pytest.mark.long
-def test_tiles_are_seams_that_do_not_show(monkeypatch):
-    x = rows(23, 4)
-    arguments = dict(activations=[ntk.relu, ntk.tanh], skips=[0.5])
-    whole = ntk.network_kernel(x, **arguments)
-    blocks = ntk.mixture_blocks(x, [ntk.relu, ntk.tanh])
-    for compiled in (network_kernel._kernels_from_features, mixtures._blocks_with_errors):
-        compiled.clear_cache()
-    monkeypatch.setattr(pairs, "TILE", 8)
-    tiled, cross = ntk.network_kernel(x, **arguments), ntk.network_kernel(x, x[:17], **arguments)
-    for a, b, c in zip(tiled, cross, whole, strict=True):
-        assert_close(a, c, f64=1e-13, f32=1e-5)
-        different = ~np.eye(23, 17, dtype=bool)
-        assert_close(b[different], c[:, :17][different], f64=1e-13, f32=1e-5)
-    tiled = ntk.mixture_blocks(x, [ntk.relu, ntk.tanh])
-    assert_close(tiled, blocks, f64=1e-13, f32=1e-5)
-
-    def total(skips):
-        return ntk.network_kernel(x, activations=[ntk.relu] * 2, skips=skips).ntk.sum()
-
-    at = jnp.array([0.5])
-    gradient = jax.jit(jax.grad(total))(at)
-    assert_close(gradient, finite_differences(jax.jit(total), at), f64=1e-8, f32=2e-2)
-
-
-@pytest.mark.long
 def test_equal_norms_are_only_a_shortcut():
     x = unit_rows(6, 4)
     nearly = x.copy()
@@ -323,23 +297,6 @@ def test_one_program_serves_every_skip_weight_and_input_of_a_depth():
             skips=[skip] * 3,
         )
     assert network_kernel._kernels_from_features._cache_size() == before + 1
-
-
-@pytest.mark.long
-def test_memory_is_the_three_results_and_a_few_tiles():
-    n = 2048
-    layers, *network = layer_expansions.parse_architecture([ntk.relu] * 9, None, None, jnp.float32)
-    x = jax.ShapeDtypeStruct((n, 16), jnp.float32)
-
-    def rows(x):
-        how = layer_expansions.RESOLUTIONS[0]
-        features = network_kernel._features_of_inputs(layers, x, network, how, True)
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *features)
-
-    exact = jax.ShapeDtypeStruct((9,), bool)
-    arguments = x, None, *[jax.eval_shape(rows, x)] * 2, *network[1:], exact
-    compiled = network_kernel._kernels_from_features.lower(*arguments, equal=True).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 3.5 * 4 * n * n
 
 
 @pytest.mark.long

@@ -417,7 +417,7 @@ def test_memory_of_the_pairs_is_that_of_the_results_and_of_a_tile():
             lambda x, plan=plan: infinite_kernel._sites(plan, x, infinite_kernel.LEVELS[0]), x
         )
         program = infinite_kernel._kernels_of_pairs.lower(
-            *infinite_kernel._static(plan), plan.numbers, sites, None
+            *infinite_kernel._static(plan, x.dtype), plan.numbers, sites, None
         )
         memory = program.compile().memory_analysis()
         own = 3 * n * n * x.dtype.itemsize

@@ -393,12 +393,6 @@ def plus_minus(mean: float, error: float) -> str:
     return f"{mean:.{digits}f} ± {error:.{digits}f}"
 
 
-def judged(verdicts: Iterable[tuple[Any, str]]) -> str:
-    """Format a line for each pair of a verdict (a bool or a word) and the measurement."""
-    words = {True: "yes", False: "**no**"}
-    return "\n".join(f"- {words.get(holds, holds)}: {text}" for holds, text in verdicts)
-
-
 @contextlib.contextmanager
 def picture(path: Path, *grid: int, **options: Any) -> Iterator[tuple[Any, Any]]:
     """Yield ``plt.subplots(*grid, **options)`` to draw in, and save the figure at the end."""

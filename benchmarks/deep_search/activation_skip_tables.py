@@ -7,19 +7,15 @@ import numpy as np
 import scipy.stats
 
 from benchmarks import harness
-from benchmarks.harness import spread, standard_error
+from benchmarks.harness import spread
+from benchmarks.verdicts import clearly, grade
 from bilevel.spaces.skips import CANDIDATES
 
 PAPER = {"width": 1024, "runs": 5}
 TRAVEL = 6.0  # rate of alpha times steps: 3e-4 times DARTS's 50 epochs of CIFAR-10
 DARTS = {"steps": 23_000, "rate": 3e-4}  # 50 epochs of 30,000 rows in batches of 64
-FEWEST = 3  # runs that "reproduced" needs
 SKIPS = {"no skips": False, "all skips": True}
 FAMILY = [CANDIDATES.index(name) for name in ("relu", "leaky_relu")]
-
-
-def positive(x):
-    return x.mean(axis=0) > 2 * standard_error(x)
 
 
 def grouped(rows, part, by, *columns):
@@ -36,19 +32,14 @@ FINDINGS = (
 )
 COLUMNS = (
     "search",
-    "differs from the paper's in",
     "runs, steps",
+    "differs from the paper ({paper})",
     "losses, training and validation",
-    "1.",
-    "both likeliest; by 2 s.e. (one of them is), layers of {layers}",
-    "their probability (0.40 at first)",
-    "2.",
-    "gap, first layer",
+    "1. both likeliest; by 2 s.e. (one of them), of {layers} layers",
+    "2. gap, first layer",
     "minus the largest other",
     "last layer (a tenth of the first minus it)",
-    "3.",
-    "skips over 1/2 (by 2 s.e.), of {skips}",
-    "mean weight (0.50 at first)",
+    "3. skips over 1/2 (by 2 s.e.), of {skips}",
     "supernet's test error, %",
 )
 CLAIMS = """The paper's findings, graded by means over runs:
@@ -59,24 +50,19 @@ CLAIMS = """The paper's findings, graded by means over runs:
    in any other, and in the last under a tenth of that (in part: larger in the first than the last);
 3. the skips are over 1/2 everywhere (in part: in more than half of the layers, or not clearly).
 
-"Reproduced" needs two standard errors of runs, paired, and at least three runs. A search that
-differs from the paper in more than the number of runs is reproduced in part at most."""
-
-
-def graded(fully, partly) -> str:
-    return "**reproduced**" if fully else "reproduced in part" if partly else "not reproduced"
+The rule of benchmarks/verdicts.py gives the verdicts, from differences paired by run. The search
+that differs from the paper in the fewest settings decides the verdict on a claim."""
 
 
 def differing(sizes, reading, steps) -> list[str]:
     """Return the settings, except the number of runs, that differ from the paper's."""
     moves = reading.get("moves", "jointly")
     rate = (2 if moves == "in turn" else 1) * TRAVEL / steps
-    length = f"steps ({steps:,} for DARTS's {DARTS['steps']:,}), rate of alpha "
-    length += f"({rate:.2g} for DARTS's {DARTS['rate']:.2g})"
     differences_by_name = {
-        f"width ({sizes['width']} for {PAPER['width']})": sizes["width"] != PAPER["width"],
-        "activations and skips at once": moves == "jointly",
-        length: steps != DARTS["steps"],
+        f"width {sizes['width']:,}": sizes["width"] != PAPER["width"],
+        "both at once": moves == "jointly",
+        f"{steps:,} steps": steps != DARTS["steps"],
+        f"rate {rate:.2g}": steps != DARTS["steps"],
         "inputs' scale": not reading["unit"],
         "weights' scale": reading["parametrization"] != "as_printed",
         "rows above": not reading["held_out"],
@@ -88,41 +74,40 @@ def differences(sizes, reading, runs, steps=DARTS["steps"]) -> str:
     """Return the differences of a search from the paper."""
     names = differing(sizes, reading, steps)
     if runs != PAPER["runs"]:
-        names.append(f"runs ({runs} for {PAPER['runs']})")
+        names.append(f"{runs} runs")
     return ", ".join(names) or "nothing that it says"
 
 
-def findings(p, skips, papers=True) -> list[str]:
-    """Return cells of the table: for each of the paper's findings the verdict, then its figures.
+def findings(p, skips, papers=True) -> tuple[list[str], list[str]]:
+    """Return the verdicts on the paper's findings, and the cells of their measurements.
 
-    ``papers`` says whether the setting is the paper's. If it is not, no finding is fully
-    reproduced.
+    ``papers`` says whether the setting is the paper's.
     """
     mean, layers = p.mean(axis=0), p.shape[1]
-    papers = papers and len(p) >= FEWEST
     likeliest = np.argsort(-mean, axis=-1, stable=True)
     one = np.isin(likeliest[:, 0], FAMILY).sum()
     both = np.isin(likeliest[:, :2], FAMILY).all(axis=-1).sum()
     leads = p[..., FAMILY, None] - np.delete(p, FAMILY, axis=-1)[..., None, :]
-    leading = positive(leads).all(axis=(-1, -2)).sum()
-    family = p[..., FAMILY].sum(axis=-1).mean(axis=-1)
+    leading = clearly(leads).all(axis=(-1, -2)).sum()
     gaps = np.ptp(p, axis=-1)  # [runs, layers]
     other = 1 + gaps.mean(axis=0)[1:].argmax()
     more = gaps[:, :1] - gaps
     below = 0.1 * gaps[:, 0] - gaps[:, -1]
-    wanted, clearly = (skips.mean(axis=0) > 0.5).sum(), positive(skips - 0.5).sum()
-    return [
-        graded(papers and leading == layers, one > layers / 2),
+    decided = clearly(more[:, other]) and clearly(below)
+    wanted, wide_open = (skips.mean(axis=0) > 0.5).sum(), clearly(skips - 0.5).sum()
+    held = (
+        (leading == layers, one > layers / 2),
+        (decided, clearly(more[:, -1])),
+        (wide_open == layers - 1, wanted > (layers - 1) / 2),
+    )
+    cells = [
         f"{both}; {leading} ({one})",
-        spread(family),
-        graded(papers and positive(more[:, other]) and positive(below), positive(more[:, -1])),
         spread(gaps[:, 0]),
         f"{spread(more[:, other])} (layer {other + 1})",
         f"{spread(gaps[:, -1])} ({spread(below, '.3f')})",
-        graded(papers and clearly == layers - 1, wanted > (layers - 1) / 2),
-        f"{wanted} ({clearly})",
-        spread(skips.mean(axis=-1)),
+        f"{wanted} ({wide_open})",
     ]
+    return [grade(fully, partly, papers_setting=papers) for fully, partly in held], cells
 
 
 def kendall(a, b) -> str:
@@ -141,13 +126,14 @@ def column(rows, name):
     return np.array([row[name] for row in rows])
 
 
-def findings_of(sizes, rows) -> list[str]:
-    """Return the cells of :func:`findings` for the rows of one search."""
+def findings_of(sizes, rows) -> tuple[list[str], list[str]]:
+    """Return :func:`findings` for the rows of one search."""
     papers = not differing(sizes, rows[0]["reading"], rows[0]["steps"])
     return findings(column(rows, "activations"), column(rows, "skips"), papers)
 
 
 def search_table(rows) -> str:
+    """Return the measurements of each search."""
     sizes = rows[0]["sizes"]
     lines = []
     for name, of_it in repeated(rows).items():
@@ -155,25 +141,31 @@ def search_table(rows) -> str:
         if "losses" in first:
             losses = ", ".join(spread(part) for part in column(of_it, "losses").T)
             wrong = spread(column(of_it, "supernet"), ".1f", 100)
-        own = [name, differences(sizes, first["reading"], len(of_it), first["steps"])]
-        own += [f"{len(of_it)}, {first['steps']:,}", losses]
-        lines.append([*own, *findings_of(sizes, of_it), wrong])
-    counts = {"layers": sizes["depth"] - 1, "skips": sizes["depth"] - 2}
-    return harness.table([name.format(**counts) for name in COLUMNS], lines)
+        differs = differences(sizes, first["reading"], len(of_it), first["steps"])
+        own = [name, f"{len(of_it)}, {first['steps']:,}", differs, losses]
+        lines.append([*own, *findings_of(sizes, of_it)[1], wrong])
+    paper = f"width {PAPER['width']:,}, {DARTS['steps']:,} steps, rate {DARTS['rate']}, "
+    paper += f"{PAPER['runs']} runs"
+    names = {"layers": sizes["depth"] - 1, "skips": sizes["depth"] - 2, "paper": paper}
+    return harness.table([name.format(**names) for name in COLUMNS], lines)
 
 
 def verdict_table(rows) -> str:
-    """Return the grades only: a row for each finding, a column for each search."""
-    by_search = repeated(rows)
-    head = ["the paper's finding"]
-    head += [f"{name}, {len(r)} runs of {r[0]['steps']:,} steps" for name, r in by_search.items()]
-    grades = [
-        findings_of(rows[0]["sizes"], r)[place] for place in (0, 3, 7) for r in by_search.values()
-    ]
-    lines = [
-        [name, *grades[i * len(by_search) :][: len(by_search)]] for i, name in enumerate(FINDINGS)
-    ]
-    return harness.table(head, lines)
+    """Return the verdicts: a row for each finding, a column for each search.
+
+    The search that is nearest to the paper comes first.
+    """
+    sizes, by_search = rows[0]["sizes"], repeated(rows)
+
+    def distance(of_it):
+        return len(differing(sizes, of_it[0]["reading"], of_it[0]["steps"]))
+
+    by_search = dict(sorted(by_search.items(), key=lambda item: distance(item[1])))
+    head = [f"{name}, {len(r)} runs of {r[0]['steps']:,} steps" for name, r in by_search.items()]
+    head[0] += " (nearest to the paper)"
+    columns = [findings_of(sizes, of_it)[0] for of_it in by_search.values()]
+    lines = zip(FINDINGS, *columns, strict=True)
+    return harness.table(["the paper's finding", *head], lines)
 
 
 def truth_table(rows) -> str:
@@ -222,6 +214,7 @@ def report(rows) -> str:
         f"L = {sizes['depth']}, m = {sizes['width']} (mean ± s.e.); {'; '.join(devices)}; "
         f"{np.median(taken) if taken else np.nan:.2g} s for a step of the search.",
         CLAIMS,
+        verdict_table(rows),
         search_table(rows),
     ]
     trained = {row["network"] for row in harness.where(rows, part="network")}

@@ -41,6 +41,7 @@ import bilevel
 import bilevel.data
 from benchmarks import harness
 from benchmarks.harness import standard_error
+from benchmarks.verdicts import clearly, grade
 from bilevel import strategies
 from bilevel.spaces.darts import darts_space
 from bilevel.spaces.darts.operations import PRIMITIVES
@@ -56,6 +57,7 @@ MEASURES = (
 )
 
 POOL = 1000  # validation images, and the same number for the control
+FEW, TRACKED = 100, 250  # n_V: overfitted up to the first, validation tracks test from the second
 CHUNK = 100  # images that are normalized together when errors are counted
 COLOURS = {  # mean and standard deviation of each
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
@@ -257,11 +259,6 @@ def spread(x, unit=1, digits=1) -> str:
     return harness.spread(x, f".{digits}f", unit)
 
 
-def beyond_noise(x, least=0.0):
-    """Return whether the mean of ``x`` exceeds ``least`` by two standard errors."""
-    return np.mean(x) - least > 2 * standard_error(x)
-
-
 def exponent(fit, gaps, counts) -> tuple[float, float]:
     """Return ``fit(gaps, counts)`` and its standard error, by leaving out one seed at a time."""
     parts = [fit(np.delete(gaps, s, axis=0), counts) for s in range(len(gaps))]
@@ -284,63 +281,91 @@ def of_sizes(gaps, counts) -> float:
     return np.polyfit(np.log(counts), np.log(sizes), 1)[0]
 
 
-def verdicts(rows):
-    """Return pairs of a verdict on the paper's claim ("open": too noisy) and the measurement."""
+def claims(rows):
+    """Yield the paper's claims, whether they hold here, and the measurements."""
     yield from on_tracking(rows)
     yield from on_overfitting(rows)
-    for name in ("error", "loss"):
-        yield from on_rates(rows, name)
+    yield on_rate(rows)
 
 
 def on_tracking(rows):
-    """Judge Figure 1(c): training errors predict nothing, validation errors predict test errors."""
+    """Yield Figure 1(c): training errors predict nothing, validation errors predict test errors."""
     sizes, (curve, gap) = rows[0]["sizes"], collect(rows)
-    late = 100 * curve("train error")[:, :, int(0.6 * sizes["epochs"]) // sizes["look"] :]
-    text = "training error 0 after 30 of 50 epochs: in the last two fifths at most "
-    yield late.mean() < 1, text + f"{late.max():.1f} %, mean {late.mean():.2f} % (asked: 1)"
-    for k, n in enumerate(sizes["counts"]):
-        if n >= 250:
-            last = 100 * gap("error")[0][:, -1, k]
-            text = f"n_V = {n}: validation tracks test: gap {spread(last)} points (asked: 2)"
-            yield abs(last.mean()) < 2, text
+    start = int(0.6 * sizes["epochs"])
+    late = 100 * curve("train error")[:, :, start // sizes["look"] :]
+    text = f"from epoch {start} on {late.mean():.2f} % on average, {late.max():.1f} % at most"
+    yield "training error says nothing: under 1 % (Figure 1c)", late.mean() < 1, text
+    gaps = {
+        n: 100 * gap("error")[0][:, -1, k] for k, n in enumerate(sizes["counts"]) if n >= TRACKED
+    }
+    holds = any(abs(points.mean()) < 2 for points in gaps.values())
+    text = ", ".join(f"{spread(points)} (n_V = {n})" for n, points in gaps.items())
+    yield "validation tracks test, within 2 points (Figure 3)", holds, f"gap {text}"
 
 
 def on_overfitting(rows):
-    """Judge Figure 3: the supernet overfits n_V <= 100 images, increasingly. Order h suffices."""
+    """Yield Figure 3: the supernet overfits n_V <= 100 images, increasingly. Order h suffices."""
     sizes, (curve, gap) = rows[0]["sizes"], collect(rows)
     counts, h = np.array(sizes["counts"]), rows[0]["hyperparameters"]
-    over = 100 * np.subtract(*gap("error"))[:, -1]  # percentage points
-    for k, n in enumerate(counts):
-        if n <= 100:
-            text = f"n_V = {n}: overfitted: by {spread(over[:, k])} points (asked: 2 s.e.)"
-            yield beyond_noise(over[:, k]), text
+    over, small = 100 * np.subtract(*gap("error"))[:, -1], counts <= FEW  # percentage points
+    text = ", ".join(f"{spread(over[:, k])} (n_V = {n})" for k, n in enumerate(counts[small]))
+    holds = clearly(over[:, small]).any()
+    yield f"up to {FEW} images are overfitted", holds, f"by {text} points"
     k = np.argmax(counts >= h)
-    text = f"about h = {h} images are enough: at {counts[k]} overfitted by {spread(over[:, k])}"
-    yield over[:, k].mean() < 2, text + " points (asked: 2)"
-    test, small = 100 * curve("test error")[:, :, -1], counts <= 100
+    text = f"overfitted by {spread(over[:, k])} points at n_V = {counts[k]}, h = {h}"
+    claim = "as many images as hyperparameters are enough: overfitted by under 2 points"
+    yield claim, over[:, k].mean() < 2, text
+    test = 100 * curve("test error")[:, :, -1]
     # The control and the last search both have 1000 images. Their mean is a less noisy reference.
     worse = test[:, 1:][:, small].mean(axis=1) - test[:, [0, -1]].mean(axis=1)
-    text = f"n_V <= 100 costs test error: {spread(worse, digits=2)} points against n_V = {POOL}"
-    yield beyond_noise(worse), text + " (asked: 2 s.e.)"
-    for name, unit, digits in (("error", 100, 1), ("loss", 1, 3)):
+    text = f"{spread(worse, digits=2)} points more than with {POOL:,} images"
+    yield f"up to {FEW} images cost test error", worse.mean() > 0, text
+    growth = {}
+    for name, unit in (("error", 100), ("loss", 1)):
         excess = unit * np.subtract(*gap(name))[:, :, small].mean(axis=2)
-        growth = spread(excess[:, -1] - excess[:, 1], digits=digits)
-        text = f"the gap widens, n_V <= 100: {name} by {growth} from epoch {sizes['look']} to "
-        seen = beyond_noise(excess[:, -1] - excess[:, 1])
-        yield seen, text + f"{sizes['epochs']} (asked: 2 s.e.)"
+        growth[name] = excess[:, -1] - excess[:, 1]
+    text = f"error by {spread(growth['error'])} points, loss by {spread(growth['loss'], digits=3)}"
+    holds = any(gain.mean() > 0 for gain in growth.values())
+    yield f"the gap widens from epoch {sizes['look']} to {sizes['epochs']}", holds, text
 
 
-def on_rates(rows, name):
-    """Judge Theorem 1's bound n_V^-1/2. A standard error of 1/4 or more is too noisy."""
-    counts, (searched, control) = rows[0]["sizes"]["counts"], collect(rows)[1](name)
-    p, error = exponent(of_means, (searched - control)[:, -1], counts)
-    text = f"overfitted {name} like n_V^-1/2 or less: exponent {p:.2f} ± {error:.2f}"
-    yield p + 0.5 < 2 * error if error < 0.25 else "open", text
-    p, error = exponent(of_sizes, searched[:, -1], counts)
-    text = f"root mean square gap in {name} like n_V^-1/2: exponent {p:.2f} ± {error:.2f}"
-    other = "{:.2f} ± {:.2f}".format(*exponent(of_sizes, control[:, -1], counts))
-    seen = abs(p + 0.5) < 2 * error if error < 0.25 else "open"
-    yield seen, text + f"; of a network that never saw them {other}"
+def on_rate(rows):
+    """Return Theorem 1's bound n_V^-1/2. A standard error of 1/4 or more is too noisy."""
+    counts, texts, seen = rows[0]["sizes"]["counts"], [], []
+    for name in ("error", "loss"):
+        searched, control = collect(rows)[1](name)
+        p, error = exponent(of_means, (searched - control)[:, -1], counts)
+        noisy = bool(error >= 0.25)
+        texts.append(f"{name} {p:.2f} ± {error:.2f}" + " (too noisy)" * noisy)
+        seen.append(not noisy and p + 0.5 < 2 * error)
+    claim = "overfitting falls at least like n_V^-1/2 (Theorem 1)"
+    return claim, any(seen), f"exponents {', '.join(texts)}"
+
+
+SUPERNETS = {
+    "darts_gap": "reduced supernet, h = 42",
+    "darts_gap_deep": "supernet that learns, h = 224 (`--deep`)",
+}
+
+
+def verdict_table(rows) -> str:
+    """Return a row for each claim. No setting is the paper's."""
+    return _table_of_verdicts({"here": rows})
+
+
+def claim_table(_) -> str:
+    """Return a row for each claim, a column for each supernet."""
+    files = {title: harness.RESULTS / f"{name}.jsonl" for name, title in SUPERNETS.items()}
+    return _table_of_verdicts({title: harness.read(path) for title, path in files.items()})
+
+
+def _table_of_verdicts(columns) -> str:
+    by_claim = {}
+    for rows in columns.values():
+        for claim, holds, text in claims(rows):
+            verdict = grade(False, holds, papers_setting=False)
+            by_claim.setdefault(claim, []).append(f"{verdict}: {text}")
+    return harness.table(["claim", *columns], [[name, *cells] for name, cells in by_claim.items()])
 
 
 NAMES = {"normal": "normal", "reduce": "reduction"}
@@ -381,7 +406,7 @@ def report(rows) -> str:
         f"{sizes['cells']}, channels: {sizes['channels']}, h = {rows[0]['hyperparameters']}; "
         f"{rows[0]['device']}: {seconds:.0f} s a search."
     )
-    return "\n\n".join([title, count_table(rows), harness.judged(verdicts(rows))])
+    return "\n\n".join([title, count_table(rows), verdict_table(rows)])
 
 
 def picture(rows, path):

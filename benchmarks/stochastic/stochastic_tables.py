@@ -139,9 +139,10 @@ def cleaning(rows: list[harness.Row]) -> str:
 
 
 def verdicts(rows: list[harness.Row]) -> str:
-    """Return each aim and its measurement."""
+    """Return a line for each aim: whether it is reached, and the measurement."""
     aims = [*_speed_verdicts(rows), *_untuned_verdicts(rows), *_cleaning_verdicts(rows)]
-    return harness.judged(aims)
+    words = {True: "yes", False: "**no**"}
+    return "\n".join(f"- {words.get(reached, reached)}: {text}" for reached, text in aims)
 
 
 def _speed_verdicts(rows):

@@ -1,11 +1,70 @@
-"""Grades in the benchmarks of the papers' experiments."""
+"""Verdicts on the papers' claims: one rule, and every page shows the verdicts of today's rows."""
+
+import pathlib
+import re
 
 import numpy as np
+import pytest
 
+from benchmarks import harness, verdicts
 from benchmarks.deep_search import activation_skip_tables
+from tools import tables
 
+ROOT = pathlib.Path(__file__).parents[2]
 RUNS, LAYERS = 3, 9
-GRADES = "**reproduced**", "reproduced in part", "not reproduced"
+GRADES = verdicts.REPRODUCED, verdicts.IN_PART, verdicts.NOT
+CLAIMS = [  # functions with verdicts; those of the feature maps are on two pages
+    "papers/claims.theory",
+    "papers/claims.feature_maps",
+    "papers/claims.learned_images",
+    "deep_search/activation_skip_tables.verdict_table",
+    "deep_search/darts_gap.claim_table",
+    "deep_search/eigenvalue_depth.verdict_table",
+    "theory/lipschitz.verdict_lines",
+]
+
+
+@pytest.mark.parametrize(
+    "gains, same, expected",
+    [
+        ([1.0, 1.1, 0.9], True, 0),  # beyond two standard errors
+        ([1.0, 1.1, 0.9], False, 1),  # at another setting
+        ([1.0, 1.1], True, 1),  # too few runs
+        ([1.0, 3.0, -1.0], True, 1),  # the claimed sign, within the noise
+        ([-1.0, -3.0, 1.0], True, 2),  # the other sign
+    ],
+)
+def test_the_rule(gains, same, expected):
+    gains = np.array(gains)
+    verdict = verdicts.grade(verdicts.clearly(gains), gains.mean() > 0, papers_setting=same)
+    assert verdict == GRADES[expected]
+
+
+def pages():
+    return {path: path.read_text() for path in sorted(ROOT.glob("docs/**/*.md"))}
+
+
+@pytest.mark.parametrize("function", CLAIMS)
+def test_verdicts_on_the_pages_follow_from_the_rows(function):
+    blocks = [
+        match
+        for text in pages().values()
+        for match in tables.MARKED.finditer(text)
+        if f"{match['folder']}/{match['script']}.{match['function']}" == function
+    ]
+    assert blocks
+    for block in blocks:
+        assert tables.made(block) == block[0]
+
+
+def test_pages_hold_no_other_verdicts():
+    for path, text in pages().items():
+        prose = tables.MARKED.sub("", text)
+        assert not re.search(r"\bnot reproduced\b|\breproduced:|: reproduced\b", prose), path
+        for block in tables.MARKED.finditer(text):
+            if "eproduced" in block["table"]:
+                name = f"{block['folder']}/{block['script']}.{block['function']}"
+                assert name in {*CLAIMS, "papers/claims.rule"}, path
 
 
 def as_in_the_paper():
@@ -17,14 +76,15 @@ def as_in_the_paper():
     return 0.2 + lead / 2 + noise, 0.9 + 0.01 * rng.normal(size=(RUNS, LAYERS - 1))
 
 
-def grades(p, skips):
-    cells = activation_skip_tables.findings(p, skips)
-    return [GRADES.index(cells[i]) for i in (0, 3, 7)]
+def grades(p, skips, papers=True):
+    of_findings, _ = activation_skip_tables.findings(p, skips, papers)
+    return [GRADES.index(verdict) for verdict in of_findings]
 
 
-def test_each_finding_is_graded_by_its_own_rule():
+def test_each_finding_has_its_own_verdict():
     p, skips = as_in_the_paper()
     assert grades(p, skips) == [0, 0, 0]
+    assert grades(p, skips, papers=False) == [1, 1, 1]
     other = p.copy()
     other[:, 4, 0], other[:, 4, 2] = p[:, 4, 2], p[:, 4, 0]  # a sigmoid in one layer
     assert grades(other, skips)[0] == 1
@@ -33,3 +93,9 @@ def test_each_finding_is_graded_by_its_own_rule():
     assert grades(p[:, ::-1], skips)[1] == 2
     assert grades(p, np.where(np.arange(LAYERS - 1) < 3, 0.2, skips))[2] == 1
     assert grades(p, 1 - skips)[2] == 2
+
+
+def test_the_search_nearest_to_the_paper_comes_first():
+    rows = harness.read(harness.RESULTS / "activation_skip_search_full.jsonl")
+    head = activation_skip_tables.verdict_table(rows).splitlines()[0]
+    assert "nearest to the paper" in head.split("|")[2]

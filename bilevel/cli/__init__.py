@@ -1,7 +1,8 @@
 """Command line: ``bilevel COMMAND``, or ``python -m bilevel COMMAND``; ``bilevel --version``.
 
 Searches: ``search`` (activations, the main job), ``search-skips``, ``search-darts``,
-``search-nasbench201``, ``search-own``. Others: ``certify``, ``baseline``, ``rank``.
+``search-nasbench201``, ``search-own``. After a search: ``train RUN``. Others: ``certify``,
+``baseline``, ``rank``.
 ``bilevel help COMMAND`` lists the flags of a command.
 """
 
@@ -29,6 +30,7 @@ _COMMANDS: dict[str, tuple[type[commands.Job], str]] = {
         "deep_search.nasbench201:run_nasbench201_search",
     ),
     "search-own": (deep_searches.OwnSearch, "deep_search.own_space:run_own_search"),
+    "train": (deep_searches.Train, "train:run_train"),
     "certify": (commands.Certify, "certify:run_certify"),
     "baseline": (commands.Baseline, "baseline:run_baseline"),
     "rank": (commands.Rank, "rank:run_rank"),
@@ -175,8 +177,9 @@ def parse_flags(arguments: Sequence[str]) -> Parsed | None:
 def _in_full(arguments: Sequence[str]) -> list[str]:
     """Return the command line in the form that the parser takes.
 
-    An empty line and ``help COMMAND`` request help, and ``--no-progress`` means ``--progress
-    False``. An unknown command or flag raises an error with the nearest one.
+    An empty line and ``help COMMAND`` request help, ``train RUN`` means ``train --run RUN``, and
+    ``--no-progress`` means ``--progress False``. An unknown command or flag raises an error with
+    the nearest one.
     """
     line = list(arguments) or ["--help"]
     if line[0] == "help":
@@ -189,6 +192,8 @@ def _in_full(arguments: Sequence[str]) -> list[str]:
             f"command: expected one of {', '.join(names)}, got {rules.shown(line[0])}"
             f"{_nearest(line[0], [*names, '--version', '--help'])}; see bilevel --help."
         )
+    if line[0] == "train" and len(line) > 1 and not line[1].startswith("-"):
+        line.insert(1, "--run")
     known = _flags(_COMMANDS[line[0]][0])
     full = line[:1]
     for word, following in zip(line[1:], [*line[2:], "--"], strict=False):

@@ -4,6 +4,7 @@ from .appearance import style
 from .plots import (
     alpha_path,
     error_estimates,
+    learning_curves,
     losses,
     ranking,
     simplex_min_eigenvalue,
@@ -14,6 +15,7 @@ from .plots import (
 __all__ = [
     "alpha_path",
     "error_estimates",
+    "learning_curves",
     "losses",
     "ranking",
     "simplex_min_eigenvalue",

@@ -12,6 +12,7 @@ __all__ = [
     "COLOURS",
     "alpha_path",
     "error_estimates",
+    "learning_curves",
     "losses",
     "ranking",
     "simplex_min_eigenvalue",
@@ -155,6 +156,42 @@ def losses(
         _whole_ticks(ax.xaxis)
     axes[0].tick_params(labelbottom=False)
     axes[-1].set_xlabel("outer step" + _mean_label(len(runs), "seeds"))
+    return axes
+
+
+@style()
+def learning_curves(curves: dict[str, dict[str, Any]], axes: Any = None) -> Any:
+    """Draw training losses and test errors over epochs, a line for each network; return the axes.
+
+    Parameters
+    ----------
+    curves : dict of str to {"losses", "errors"}, arrays [epochs] or [seeds, epochs]
+        From :func:`bilevel.nets.fit`, by network: mean and, shaded, standard error over seeds.
+        Epochs without an error (NaN) are left out.
+    axes : two matplotlib axes, optional
+
+    Examples
+    --------
+    >>> curves = {"search": {"losses": [2.0, 1.0, 0.5], "errors": [np.nan, 0.4, 0.2]}}
+    >>> loss, error = learning_curves(curves)
+    >>> error.lines[0].get_xdata(), error.get_ylabel()
+    (array([2, 3]), 'test error, %')
+    """
+    if axes is None:
+        axes = pyplot().subplots(1, 2, figsize=(8, 3.4), layout="constrained")[1]
+    seeds = 1
+    for i, (name, curve) in enumerate(curves.items()):
+        for ax, key, unit in zip(axes, ("losses", "errors"), (1, 100), strict=True):
+            values = unit * np.atleast_2d(np.asarray(curve[key], float))
+            shown = np.isfinite(values).all(axis=0)
+            _banded(ax, 1 + np.flatnonzero(shown), values[:, shown], label=name, **_line_style(i))
+            seeds = max(seeds, len(values))
+    axes[0].set(ylabel="training loss")
+    axes[1].set(ylabel="test error, %")
+    for ax in axes:
+        ax.set_xlabel("epoch" + _mean_label(seeds, "seeds"))
+        _whole_ticks(ax.xaxis)
+    axes[1].legend()
     return axes
 
 

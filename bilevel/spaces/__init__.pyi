@@ -6,6 +6,7 @@ from .kernels import kernel_function_space, kernel_mixture_space, network_space
 from .linearized import linearized_space
 from .skips import skip_space
 from .space import Space, on_simplices
+from .trained import load_network, network_at
 
 __all__ = [
     "Space",
@@ -15,7 +16,9 @@ __all__ = [
     "kernel_function_space",
     "kernel_mixture_space",
     "linearized_space",
+    "load_network",
     "nasbench201",
+    "network_at",
     "network_space",
     "on_simplices",
     "skip_space",

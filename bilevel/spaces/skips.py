@@ -75,6 +75,13 @@ class SkipArchitecture:
         return ", ".join(map(str.__add__, self.activations, marks))
 
 
+def parse_skip_architecture(text: str) -> SkipArchitecture:
+    """Return the architecture of ``str(architecture)``."""
+    layers = text.split(", ")
+    skips = tuple(layer.endswith("+skip") for layer in layers[1:])
+    return SkipArchitecture(tuple(layer.removesuffix("+skip") for layer in layers), skips)
+
+
 @dataclasses.dataclass(frozen=True)
 class SkipSpace(Space):
     """A search space of activations and skip connections; see :func:`skip_space`.

@@ -48,9 +48,13 @@ def arrays_of(seed_results: list[SeedResult]) -> dict[str, np.ndarray]:
     for seed, result in enumerate(seed_results):
         trees = {"alpha": result.alpha, "history": result.history}
         for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
-            name = "_".join(str(getattr(key, "key", key)) for key in path)
-            arrays[f"{name}_{seed}"] = np.asarray(leaf)
+            arrays[f"{name_in_arrays(path)}_{seed}"] = np.asarray(leaf)
     return arrays
+
+
+def name_in_arrays(path: tuple[Any, ...]) -> str:
+    """Return the name of a leaf in ``arrays.npz``."""
+    return "_".join(str(getattr(key, "key", key)) for key in path)
 
 
 class Heatmap(NamedTuple):

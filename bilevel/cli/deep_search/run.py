@@ -7,10 +7,9 @@ resumes in a search or in a network's training.
 
 import functools
 import pathlib
-import re
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ import optax
 
 from bilevel import strategies
 from bilevel.cli.deep_search import report as deep_report
+from bilevel.cli.deep_search.networks import NetworkToTrain, Scores, by_network, train_all
 from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
 from bilevel.cli.flags import from_config_file
 from bilevel.cli.runtime import memory, report
@@ -31,9 +31,7 @@ from bilevel.nets.evaluation import Part, error_rates
 from bilevel.nets.images import unit_images
 from bilevel.outer_loop.search_result import SearchResult
 from bilevel.problem.problem import split_losses
-from bilevel.runs import journal
-from bilevel.runs.fingerprint import fingerprint
-from bilevel.runs.progress import Phases, progress_bar
+from bilevel.runs.progress import Phases
 from bilevel.spaces import Space
 from bilevel.strategies import Strategy
 
@@ -58,14 +56,6 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
 }
 # The rate of alpha times the steps, for exponentiated gradient, and for DARTS's Adam on CIFAR-10.
 _GAEA_TRAVEL, _ADAM_TRAVEL = 100.0, 6.0
-
-
-class NetworkToTrain(NamedTuple):
-    """A network to be trained from scratch, for one seed."""
-
-    name: str
-    seed: int
-    architecture: Any
 
 
 class DeepSearchRun:
@@ -201,7 +191,7 @@ class DeepSearchRun:
         drawn = self.data.draw(draws, **sizes)
         return [normalised(rows, self.unit) for rows in drawn]
 
-    def _summary(self, seed_results: list[SeedResult], networks: "Scores") -> dict[str, Any]:
+    def _summary(self, seed_results: list[SeedResult], networks: Scores) -> dict[str, Any]:
         """Return the entries of ``result.json`` that all spaces have."""
         self.bars.enter("errors and curvature")
         space, size = self.space, self.config.batch_size
@@ -327,35 +317,9 @@ class DeepSearchRun:
     def train_networks(
         self, rows: list[NetworkToTrain], train: Callable[..., dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Return the scores of all networks. A resumed run reads finished ones from its journal.
-
-        ``train(row, checkpoint, show)`` returns a row's scores; ``show(epochs done, loss)``.
-        """
-        words = [re.sub(" at 0x[0-9a-f]+", "", str(row)) for row in rows]  # addresses change
-        header = {"version": 1, "networks": fingerprint(words)}
-        text, epochs = "{network}, seed {seed}  loss {loss:.3f}", self.config.epochs
+        """Return the scores of all networks; see :func:`train_all`."""
         self.bars.enter("training")
-        scores = []
-        with (
-            journal.opened(self.folder / "networks.jsonl", True, header) as known,
-            progress_bar(None, "training", len(rows) * epochs, text) as show,
-        ):
-            for i, row in enumerate(rows):
-
-                def shown(epoch, loss, done=i * epochs, row=row):
-                    values = {"network": row.name, "seed": row.seed, "loss": loss}
-                    show(done + epoch, lambda: values)
-
-                def timed(place=self.folder / "networks" / str(i), row=row, shown=shown):
-                    began = time.perf_counter()
-                    own = train(row, place, shown)
-                    seconds = time.perf_counter() - began
-                    about = {"network": row.name, "seed": row.seed}
-                    architecture = str(row.architecture)
-                    return about | {"architecture": architecture, **own, "seconds": seconds}
-
-                scores.append(known.cached(f"network {i}", timed))
-        return scores
+        return train_all(self.folder, rows, self.config.epochs, train)
 
     def corner_trainer(self) -> Callable[[jax.Array, Pytree, Pytree, Part], Pytree]:
         """Return ``(key, w0, corner, rows) -> w`` after SGD, one program for all architectures."""
@@ -388,38 +352,3 @@ def normalised(rows: list[Part], unit: Callable[..., Any]) -> list[Part]:
 def default_rate(space: Space, w: Pytree, alpha: Pytree, x: jax.Array) -> jax.Array:
     """Return the default first step size of the weights: 3 / (mean tangent kernel diagonal)."""
     return _RATE / diagnostics.kernel_diagonal(space.apply, w, alpha, x[:_SCALE_ROWS])
-
-
-Scores = dict[str, dict[str, list[float]]]
-"""A value for each seed, by network and column."""
-
-
-def by_network(rows: list[dict[str, Any]]) -> Scores:
-    """Return the columns of every network; for numbered ones, the best by validation and the means.
-
-    "random 1", "random 2" and so on of a seed become "best of 2 random" and "random".
-    """
-    scores, seeds = {}, 1 + max(row["seed"] for row in rows)
-    for name in dict.fromkeys(_group(row["network"]) for row in rows):
-        own = [row for row in rows if _group(row["network"]) == name]
-        if own[0]["network"] == name:
-            scores[name] = _score_columns(own)
-            continue
-        drawn = [[row for row in own if row["seed"] == s] for s in range(seeds)]
-        if (budget := len(drawn[0])) > 1:
-            best = [min(networks, key=lambda r: r["valid_error"]) for networks in drawn]
-            scores[f"best of {budget} {name}"] = _score_columns(best)
-        means = [_score_columns(networks) for networks in drawn]
-        scores[name] = {k: [float(np.mean(m[k])) for m in means] for k in means[0]}
-    return scores
-
-
-def _group(name: str) -> str:
-    """Return a network's name without its number."""
-    group, _, number = name.rpartition(" ")
-    return group if group and number.isdigit() else name
-
-
-def _score_columns(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
-    known = {k for row in rows for k, v in row.items() if isinstance(v, int | float)} - {"seed"}
-    return {k: [row[k] for row in rows] for k in rows[0] if k in known}

@@ -22,15 +22,9 @@ import numpy as np
 import ntk
 from bilevel import strategies
 from bilevel.cli.deep_search import report as deep_report
+from bilevel.cli.deep_search.networks import NetworkToTrain, Scores, by_network
 from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
-from bilevel.cli.deep_search.run import (
-    DeepSearchRun,
-    NetworkToTrain,
-    Scores,
-    by_network,
-    default_rate,
-    keys,
-)
+from bilevel.cli.deep_search.run import DeepSearchRun, default_rate, keys
 from bilevel.cli.flags import from_config_file
 from bilevel.cli.flags.deep_searches import SkipSearch
 from bilevel.cli.runtime import report

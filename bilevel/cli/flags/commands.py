@@ -61,7 +61,8 @@ class Job(rules.Flags):
     def check(self) -> None:
         """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
         super().check()
-        check_source(self.data)
+        if self.data is not None:  # of `bilevel train`: the data of the search
+            check_source(self.data)
 
 
 Devices = rules.Count | Literal["all"]

@@ -1,14 +1,16 @@
 """The flags of the searches with shared weights: see :mod:`bilevel.cli.flags.commands`."""
 
 import dataclasses
+import json
 import pathlib
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from bilevel.cli.flags import rules
 from bilevel.cli.flags.commands import (
     ACTIVATIONS,
     DARTS_OPERATIONS,
     NASBENCH201_OPERATIONS,
+    Data,
     Names,
     Resumable,
 )
@@ -174,3 +176,73 @@ class OwnSearch(DeepSearch):
         """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
         super().check()
         check_module("space", self.space)
+
+
+@dataclasses.dataclass(frozen=True)
+class Train(Resumable):
+    """Train the network that a search found, from scratch; as in bilevel train runs/search."""
+
+    run: rules.Out | None = None
+    """Run directory of the finished search. The flag's name may be left out, if it comes first."""
+    search: rules.CountOrNone | None = None
+    """Number of the search in RUN, from 0; by default the one of smallest validation error."""
+    data: Data | None = None  # type: ignore[assignment]
+    """Dataset or your own rows, as in the searches; by default those of RUN."""
+    out: rules.Out = pathlib.Path("runs/train")
+    """Run directory; a number is appended if it exists."""
+    seeds: rules.Count = 3
+    """Independent trainings: own initial weights, own order of the rows."""
+    epochs: rules.Epochs = 30
+    """Passes over the training rows."""
+    batch_size: rules.Size = 64
+    """Rows in a minibatch."""
+    weight_rate: rules.Rate | None = None
+    """Learning rate (SGD with momentum 0.9, cosine decay); by default 0.025 for networks of cells,
+    for others 3 over the mean diagonal entry of the tangent kernel at the start."""
+    train: rules.Sample | Literal["all"] | None = None
+    """Training rows, or all; by default as many as RUN had for training and validation."""
+    test: rules.Size = 2000
+    """Test rows at most."""
+    random: rules.CountOrNone = 20
+    """Architectures to draw for each seed. The nearest to the found one in number of weights is
+    trained for comparison; 0: none."""
+    single: bool = True
+    """Train the best single operation too, for networks of cells."""
+    cells: rules.Layers | None = None
+    """Cells, for networks of cells; by default as in RUN. DARTS has 20 on CIFAR-10."""
+    channels: rules.Channels | None = None
+    """Channels of the first cell, for networks of cells; by default as in RUN. DARTS has 36."""
+    crop_and_flip: bool = False
+    """Move and mirror training images."""
+    cutout: rules.CountOrNone = 0
+    """Side of the square cut out of training images, in pixels; 0: none."""
+
+    def check(self) -> None:
+        """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
+        super().check()
+        result = self.search_result()
+        searches = len(result["alpha"] if "alpha" in result else result["architectures"])
+        if self.search is not None:
+            self.check_at_most("search", searches - 1)
+        if isinstance(self.train, int):
+            self.check_at_most("batch_size", self.train, f"the {self.train} training rows")
+        cells = result.get("space") in ("darts", "nasbench201")
+        if not cells and (size := self.cells or self.channels):
+            flag = "cells" if self.cells else "channels"
+            raise ValueError(f"{flag}: expected a search of cells in {self.run}, got {size}.")
+
+    def search_result(self) -> dict[str, Any]:
+        """Return the content of ``result.json`` in RUN."""
+        if self.run is None:
+            raise ValueError("run: expected a finished search, as in bilevel train RUN, got none.")
+        try:
+            result = json.loads((self.run / "result.json").read_bytes())
+        except (OSError, ValueError):
+            result = None
+        if not isinstance(result, dict) or not {"alpha", "architectures"} & set(result):
+            got = "no result.json" if result is None else "a run of another command"
+            raise ValueError(
+                f"run: expected the directory of a finished search, got {rules.shown(self.run)} "
+                f"({got})."
+            )
+        return result

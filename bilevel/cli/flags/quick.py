@@ -4,7 +4,13 @@ import dataclasses
 from typing import Any
 
 from bilevel.cli.flags.commands import Baseline, Certify, Job, Rank, Search
-from bilevel.cli.flags.deep_searches import DartsSearch, NasBench201Search, OwnSearch, SkipSearch
+from bilevel.cli.flags.deep_searches import (
+    DartsSearch,
+    NasBench201Search,
+    OwnSearch,
+    SkipSearch,
+    Train,
+)
 
 QUICK: dict[type[Job], Job] = {
     Search: Search(steps=5, width=128, train=100, valid=100, test=500),
@@ -24,6 +30,7 @@ QUICK: dict[type[Job], Job] = {
         cells=1, channels=4, pixels=16, steps=100, batch_size=32, samples=20, test=1000
     ),
     OwnSearch: OwnSearch(steps=100, epochs=10, samples=20, test=1000, random=1),
+    Train: Train(seeds=2, epochs=5, test=500, random=5, single=False),
     Certify: Certify(rows=50),
     Baseline: Baseline(configs=8, dimension=128, train=200, valid=200, test=500),
     Rank: Rank(data="digits", networks=20, k=5, pool=10, cells=1, channels=4, pixels=16),

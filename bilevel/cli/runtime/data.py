@@ -137,11 +137,18 @@ def opened(config: AnyJob, *, images: bool, labels: bool = True) -> tuple[AnyJob
     """
     if not is_own(config.data):
         return config, Data(config.data, SHAPES.get(config.data, ()), CLASSES)
-    key = jax.random.fold_in(jax.random.key(config.seed), _SPLIT)
-    function = is_function(config.data)
-    source = imported("data", config.data) if function else config.data
+    data = own_data(config.data, config.seed, images=images, labels=labels)
+    assert data.dataset is not None
+    config = _with_sizes(config, data.dataset)
+    report.screen().print(_description(config, data))
+    return config, data
+
+
+def own_data(source: str, seed: int, *, images: bool, labels: bool) -> Data:
+    """Return the user's rows; ``seed`` draws the test rows. Raises as :func:`opened` does."""
+    key = jax.random.fold_in(jax.random.key(seed), _SPLIT)
     try:
-        dataset = datasets.load(source, key)
+        dataset = datasets.load(imported("data", source) if is_function(source) else source, key)
     except ImportError as error:  # without Pillow
         raise ValueError(str(error)) from error
     shape = dataset.x_train.shape[1:]
@@ -150,17 +157,14 @@ def opened(config: AnyJob, *, images: bool, labels: bool = True) -> tuple[AnyJob
     if images and len(shape) == 1:
         raise ValueError(
             f"data: expected images [n, h, w] or [n, h, w, c] for this command, got vectors "
-            f"{dataset.x_train.shape} in {config.data}."
+            f"{dataset.x_train.shape} in {source}."
         )
     if labels and not dataset.classes:
         raise ValueError(
             "data: expected class labels, integers or strings, for this command, got real targets "
-            f"in {config.data}."
+            f"in {source}."
         )
-    config = _with_sizes(config, dataset)
-    data = Data(config.data, shape, len(dataset.classes), dataset, _digest(dataset))
-    report.screen().print(_description(config, data))
-    return config, data
+    return Data(source, shape, len(dataset.classes), dataset, _digest(dataset))
 
 
 def _with_sizes(config: AnyJob, dataset: datasets.Dataset) -> AnyJob:

@@ -1,0 +1,273 @@
+"""``bilevel train RUN``: train the network that a search found, from scratch.
+
+For every seed, the run trains the architecture found, a random one of the same size, and for cells
+the best single operation. All seeds share their rows: those of the search for training, and test
+rows that the search has not seen. The single operation is chosen by one training of each on four
+fifths of the training rows, by the error on the last fifth.
+"""
+
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from bilevel.cli import found
+from bilevel.cli.deep_search.networks import (
+    NetworkToTrain,
+    augmentation,
+    by_network,
+    train_all,
+)
+from bilevel.cli.deep_search.report import compare_with_random
+from bilevel.cli.deep_search.run import default_rate
+from bilevel.cli.flags import from_config_file
+from bilevel.cli.flags.deep_searches import Train
+from bilevel.cli.runtime import memory, report
+from bilevel.cli.runtime.data import Data
+from bilevel.cli.runtime.run_directory import run_directory
+from bilevel.data import datasets
+from bilevel.nets.evaluation import Part
+from bilevel.nets.fitting import Fitted, fit
+from bilevel.nets.inputs import image_scale, row_scale, with_scale
+from bilevel.nets.training import TrainableNetwork
+from bilevel.plots import plots
+from bilevel.runs.fingerprint import digest
+from bilevel.runs.progress import Phases
+from bilevel.spaces.darts.supernet import weight_count
+from bilevel.spaces.rivals import random_of_same_size, single_operations
+from bilevel.spaces.trained import Blueprint, save_network
+from bilevel.strategies import darts_sgd
+
+_CELL_RATE = 0.025  # learning rate of networks of cells, as in DARTS
+_CURVES = "losses", "errors"
+
+
+def run_train(config: Train) -> dict[str, Any]:
+    """Run the job; print its table, write its run directory, return what `result.json` holds."""
+    data = found.open_data(config, config.search_result())
+    with run_directory(config, data, keeps="networks so far are saved") as folder:
+        with report.phases(config.progress) as bars:
+            bars.enter("data")
+            run = _TrainRun(config, data, folder, bars)
+            with memory.fitting(config, run.arrays()):
+                result = run.result()
+        _print_result(result, folder)
+    return result
+
+
+class _TrainRun:
+    def __init__(self, config: Train, data: Data, folder: pathlib.Path, bars: Phases):
+        self.config, self.data, self.folder, self.bars = config, data, folder, bars
+        self.began, self.searched = time.perf_counter(), config.search_result()
+        number = found.best_search(self.searched) if config.search is None else config.search
+        self.rows = found.draw_rows(config, self.searched, self.data, number)
+        classes = len(self.rows.classes)
+        self.found = found.read_found(config, self.searched, classes, number)
+        x, vectors = self.rows.train[0], self.found.blueprint.space in found.VECTORS
+        self.scale = row_scale(x) if vectors else image_scale(x, self.found.pixels)
+        self.programs: dict[str, tuple[TrainableNetwork, optax.GradientTransformation]] = {}
+        self.number = number
+
+    def arrays(self) -> memory.Parts:
+        """Return the shapes alive together when a network is trained."""
+        network, _ = self._program(self.found.blueprint)
+        key, shape = jax.eval_shape(jax.random.key, 0), self.rows.train[0].shape[1:]
+        w, averages = jax.eval_shape(lambda key: network.init(key, shape), key)
+        size = self.config.batch_size
+        batch = memory.shape(size, *shape), memory.shape(size, dtype="int32")
+        kept = memory.kept_for_backward(network.loss, w, averages, batch, key, has_aux=True)
+        return {("batch_size",): ([w] * 4, kept)}
+
+    def result(self) -> dict[str, Any]:
+        """Train all networks and write the run directory; return ``result.json``."""
+        config, blueprint = self.config, self.found.blueprint
+        rivals = self._single() if config.single else {}
+        self.bars.enter("training")
+        rows = self._train(self.folder, self._networks(rivals), self.rows.train, self.rows.test)
+        curves = {
+            name: {key: [row[key] for row in rows if row["network"] == name] for key in _CURVES}
+            for name in dict.fromkeys(row["network"] for row in rows)
+        }
+        files = [str(_file(self.folder, seed)) for seed in range(config.seeds)]
+        result = {
+            "config": from_config_file.flags_of(config),
+            "data": self.data.record(),
+            "classes": list(self.rows.classes),
+            "rows": {k: len(getattr(self.rows, k)[1]) for k in ("train", "test")},
+            "space": blueprint.space,
+            "search": self.number,
+            "architectures": [blueprint.architecture],
+            "mixture": self.found.mixture and self.found.mixture.architecture,
+            "scores": by_network(rows),
+            "curves": curves,
+            "files": files,
+            "seconds": {"network": float(np.mean([row["seconds"] for row in rows]))},
+            **report.origin(),
+        }
+        result["seconds"]["all"] = time.perf_counter() - self.began
+        arrays = {
+            f"{key}_{name.replace(' ', '_')}": np.array(values)
+            for name, curve in curves.items()
+            for key, values in curve.items()
+        }
+        report.write_results(self.folder, result, arrays)
+        report.save_figure(
+            self.folder / "learning.png",
+            (8, 3.6),
+            lambda figure: plots.learning_curves(curves, figure.subplots(1, 2)),
+        )
+        return result
+
+    # ------------------------------------------------------------------------- networks
+
+    def _networks(self, rivals: dict[str, Blueprint]) -> list[NetworkToTrain]:
+        """Return all networks, one kind after the other, so that seeds share a program."""
+        config, blueprint = self.config, self.found.blueprint
+        names, own, key = self.found.names, self.found.own, jax.random.key(config.seed)
+        seeds = range(config.seeds)
+        networks = [NetworkToTrain("search", seed, blueprint) for seed in seeds]
+        if self.found.mixture is not None:
+            networks += [NetworkToTrain("mixture", seed, self.found.mixture) for seed in seeds]
+        for seed in seeds if config.random else ():
+            draw = jax.random.fold_in(jax.random.fold_in(key, 1), seed)
+            drawn = random_of_same_size(draw, blueprint, names, config.random, own)
+            networks += [NetworkToTrain("random", seed, drawn)] if drawn else []
+        networks += [NetworkToTrain(k, seed, b) for k, b in rivals.items() for seed in seeds]
+        return networks
+
+    def _single(self) -> dict[str, Blueprint]:
+        """Return the single operation with the smallest error on a fifth of the training rows."""
+        singles = single_operations(self.found.blueprint, self.found.names)
+        if len(singles) > 1:
+            self.bars.enter("single operations")
+            x, y = self.rows.train
+            valid = max(1, len(y) // 5)
+            key = jax.random.fold_in(jax.random.key(self.config.seed), 2)
+            fitted, judged = datasets.stratified_split(key, y, (len(y) - valid, valid))
+            networks = [NetworkToTrain(name, 0, b) for name, b in singles.items()]
+            parts = (x[fitted], y[fitted]), (x[judged], y[judged])
+            rows = self._train(self.folder / "single", networks, *parts)
+            best = min(rows, key=lambda row: row["test_error"])["network"]
+            singles = {best: singles[best]}
+        return {f"only {name}": blueprint for name, blueprint in singles.items()}
+
+    def _train(
+        self, folder: pathlib.Path, networks: list[NetworkToTrain], train: Part, test: Part
+    ) -> list[dict[str, Any]]:
+        """Return the scores of all networks, from the journal in ``folder`` if it has them."""
+        config = self.config
+
+        def one(row, checkpoint, show):
+            network, optimizer = self._program(row.architecture)
+            fitted = fit(
+                jax.random.fold_in(jax.random.key(config.seed), 3 + row.seed),
+                network,
+                train,
+                test=test,
+                optimizer=optimizer,
+                epochs=config.epochs,
+                batch_size=config.batch_size,
+                checkpoint=checkpoint,
+                progress=False,
+                callback=show,
+            )
+            if row.name == "search":
+                self._save(row, fitted)
+            return {
+                "train_loss": float(fitted.losses[-1]),
+                "test_error": float(fitted.errors[-1]),
+                "parameters": weight_count(fitted.w),
+                **{key: getattr(fitted, key).tolist() for key in _CURVES},
+            }
+
+        return train_all(folder, networks, config.epochs, one, data=digest((train, test)))
+
+    def _program(
+        self, blueprint: Blueprint
+    ) -> tuple[TrainableNetwork, optax.GradientTransformation]:
+        """Return a network and its optimizer: the same for all seeds, which share a program."""
+        if str(blueprint) not in self.programs:
+            config = self.config
+            augment = augmentation(config.crop_and_flip, config.cutout)
+            network = with_scale(blueprint.network(self.found.own), self.scale, augment)
+            steps = config.epochs * (len(self.rows.train[1]) // config.batch_size)
+            if blueprint.space in found.CELLS:
+                rate: Any = config.weight_rate or _CELL_RATE
+                optimizer = darts_sgd(optax.cosine_decay_schedule(rate, steps))
+            else:
+                rate = config.weight_rate or self._default_rate(network)
+                optimizer = optax.sgd(optax.cosine_decay_schedule(rate, steps), momentum=0.9)
+            self.programs[str(blueprint)] = network, optimizer
+        return self.programs[str(blueprint)]
+
+    def _default_rate(self, network: TrainableNetwork) -> float:
+        x = self.rows.train[0]
+        w, averages = network.init(jax.random.key(self.config.seed), x.shape[1:])
+        return float(default_rate(network, w, averages, jnp.asarray(x[:32])))  # type: ignore[arg-type]
+
+    def _save(self, row: NetworkToTrain, fitted: Fitted) -> None:
+        """Save trained parameters, with all that predictions of new rows need."""
+        shape, classes = self.rows.train[0].shape[1:], self.rows.classes
+        where = _file(self.folder, row.seed)
+        parameters = fitted.w, fitted.averages
+        save_network(where, row.architecture, self.scale, shape, classes, *parameters)
+
+
+def _file(folder: pathlib.Path, seed: int) -> pathlib.Path:
+    return folder / f"network-{seed + 1}.npz"
+
+
+def _print_result(result: dict[str, Any], folder: pathlib.Path) -> None:
+    config, rows, console = result["config"], result["rows"], report.screen()
+    spread = f", mean ± s.e. of {config['seeds']} seeds" if config["seeds"] > 1 else ""
+    title = (
+        f"{result['data']['source']}: {rows['train']} training, {rows['test']} test rows; "
+        f"test errors in %{spread}"
+    )
+    table = report.result_table(title, "network", "test", "train loss", "parameters")
+    for name, scores in result["scores"].items():
+        cells = [report.cell(100 * np.array(scores["test_error"]), ".1f")]
+        cells.append(report.cell(np.array(scores["train_loss"]), ".3g"))
+        cells.append(report.cell(np.array(scores["parameters"]), ",.0f"))
+        table.add_row(name, *cells)
+    console.print(table)
+    console.print(f"search: {result['architectures'][0]}", soft_wrap=True)
+    if "mixture" in result["scores"]:
+        console.print(f"mixture: at the α found, {result['mixture']}")
+    if "random" in result["scores"]:
+        console.print(
+            f"random: of {config['random']} architectures drawn from the space, a new one for each "
+            "seed, the nearest in number of weights"
+        )
+    if any(name.startswith("only ") for name in result["scores"]):
+        console.print(
+            "only: the single operation on all edges that is best on a fifth of the training rows"
+        )
+    console.print("to predict in Python:")
+    for line in loading_lines(result):
+        console.print(f"    {line}", soft_wrap=True)
+    seconds = result["seconds"]
+    times = f"{seconds['all']:.0f} s, of which one network {seconds['network']:.0f} s"
+    sentence = compare_with_random(result["scores"], rows["test"])
+    report.print_end(console, sentence, folder, "learning.png", times)
+
+
+def loading_lines(result: dict[str, Any]) -> list[str]:
+    """Return the lines of Python that load the first network and predict test rows."""
+    path, space = result["files"][0], result["space"]
+    lines, own = ["import bilevel"], ""
+    if ":" in space:
+        module, _, function = space.partition(":")
+        lines.append(f"from {module} import {function}")
+        own = f", {function}({len(result['classes'])})"
+    return [
+        *lines,
+        f"network = bilevel.spaces.load_network({path!r}{own})",
+        f"images = bilevel.data.load({result['data']['source']!r}).x_test  # or new ones",
+        "labels = network.predict(images)",
+        "print([network.classes[label] for label in labels[:10]])",
+    ]

@@ -1,0 +1,245 @@
+"""The network of an architecture: built from a space, or from a file of trained parameters."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bilevel.contracts import Pytree
+from bilevel.internal.checks import describe
+from bilevel.nets.fitting import outputs_of
+from bilevel.nets.inputs import InputScale, with_scale
+from bilevel.nets.training import TrainableNetwork
+from bilevel.problem.problem import split_losses
+from bilevel.runs import records
+from bilevel.spaces.activations import ActivationSpace, activation_space
+from bilevel.spaces.darts import darts_network
+from bilevel.spaces.darts import parse_genotype as parse_darts
+from bilevel.spaces.nasbench201.genotype import parse_genotype as parse_nasbench201
+from bilevel.spaces.nasbench201.network import nasbench201_network
+from bilevel.spaces.skips import parse_skip_architecture, skip_space
+from bilevel.spaces.space import Space
+from bilevel.spaces.targets import sign_labels
+
+
+def network_at(space: Space, architecture: Any) -> TrainableNetwork:
+    """Make the network of an architecture of any space, to be trained by :func:`bilevel.nets.fit`.
+
+    Parameters
+    ----------
+    space : Space
+        Its lower loss takes batches ``(x, integer labels)``. The summed squared loss of
+        :func:`activation_space` becomes its mean over the batch.
+    architecture
+        An architecture of ``space.discretize``.
+
+    Raises
+    ------
+    ValueError
+        If ``space`` is not a Space, or ``architecture`` is not of this space.
+
+    Notes
+    -----
+    The network is ``space.apply`` at the vertex ``space.one_hot(architecture)``. The networks of
+    cells have batch normalisation with running averages instead: see
+    :func:`bilevel.spaces.darts.darts_network`.
+
+    Examples
+    --------
+    >>> space = activation_space(["relu", "tanh"], width=8)
+    >>> network = network_at(space, "tanh")
+    >>> w, _ = network.init(jax.random.key(0), (3,))
+    >>> network.apply(w, (), jnp.eye(3)).shape
+    (3,)
+    """
+    if not isinstance(space, Space):
+        raise ValueError(f"space: expected a bilevel.spaces.Space, got {describe(space)}.")
+    return mixture_network(space, space.one_hot(architecture))
+
+
+def mixture_network(space: Space, alpha: Pytree) -> TrainableNetwork:
+    """Return the network of a space at any ``alpha``."""
+
+    def init(key, shape):
+        return space.init(key, (jnp.zeros((1, *shape)), jnp.zeros(1, int))), ()
+
+    def apply(w, averages, x):
+        return space.apply(w, alpha, x)
+
+    def loss(w, averages, batch, key):
+        lower = split_losses(space.problem).lower
+        if not isinstance(space, ActivationSpace):
+            return lower(w, alpha, batch)[0], averages
+        x, labels = batch
+        outputs = jax.eval_shape(space.apply, w, alpha, x)
+        classes = outputs.shape[1] if outputs.ndim > 1 else 2
+        signs = sign_labels(labels, classes, outputs.dtype)
+        return lower(w, alpha, (x, signs))[0] / len(x), averages
+
+    return TrainableNetwork(init, apply, loss, space.predict)
+
+
+class Blueprint(NamedTuple):
+    """The definition of a network in JSON values."""
+
+    space: str  # a key of BUILDERS, or MODULE:FUNCTION
+    architecture: str
+    sizes: dict[str, Any]  # arguments of the space's function
+    alpha: list[Any] | None = None  # leaves, if the architecture alone does not define the network
+
+    def network(self, own: Space | None = None) -> TrainableNetwork:
+        """Build the network; a user-defined space has to be passed as ``own``."""
+        if self.space in BUILDERS:
+            return BUILDERS[self.space](self)
+        if not isinstance(own, Space):
+            raise ValueError(
+                f"space: expected the value of {self.space}, a bilevel.spaces.Space, got "
+                f"{describe(own)}."
+            )
+        return mixture_network(own, self._alpha(own))
+
+    def _alpha(self, space: Space) -> Pytree:
+        leaves, structure = jax.tree.flatten(space.start())
+        arrays = [jnp.asarray(a, like.dtype) for a, like in zip(self.alpha or [], leaves)]  # noqa: B905
+        if [a.shape for a in arrays] != [like.shape for like in leaves]:
+            raise ValueError(
+                f"space: expected alpha of shapes {[a.shape for a in arrays]}, as the run had, got "
+                f"{[like.shape for like in leaves]}; the space has changed."
+            )
+        return jax.tree.unflatten(structure, arrays)
+
+
+def _cell_network(
+    make: Callable[..., TrainableNetwork], parse: Callable[[str], Any]
+) -> Callable[[Blueprint], TrainableNetwork]:
+    def build(blueprint):
+        sizes = dict(blueprint.sizes)
+        dtype = jnp.bfloat16 if sizes.pop("bfloat16", False) else None
+        return make(parse(blueprint.architecture), dtype=dtype, **sizes)
+
+    return build
+
+
+def _activation_network(blueprint: Blueprint) -> TrainableNetwork:
+    space = activation_space(**blueprint.sizes)
+    assert isinstance(space, ActivationSpace)  # the width is finite
+    return mixture_network(space, blueprint._alpha(space))
+
+
+def _skip_network(blueprint: Blueprint) -> TrainableNetwork:
+    return network_at(
+        skip_space(**blueprint.sizes), parse_skip_architecture(blueprint.architecture)
+    )
+
+
+BUILDERS: dict[str, Callable[[Blueprint], TrainableNetwork]] = {
+    "activations": _activation_network,
+    "skips": _skip_network,
+    "darts": _cell_network(functools.partial(darts_network, auxiliary=False), parse_darts),
+    "nasbench201": _cell_network(nasbench201_network, parse_nasbench201),
+}
+"""Networks of the built-in spaces."""
+
+
+# ----------------------------------------------------------------------------- files
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedNetwork:
+    """A trained network with the normalisation of its inputs; see :func:`load_network`.
+
+    ``predict(x)`` returns the labels [n] of rows of any number, ``outputs(x)`` the network's
+    outputs. ``classes[label]`` is the name of a label, ``architecture`` the network's as text.
+    """
+
+    network: TrainableNetwork
+    w: Any
+    averages: Any
+    classes: tuple[str, ...]
+    architecture: str
+    shape: tuple[int, ...]
+
+    def outputs(self, x: chex.Array) -> np.ndarray:
+        """Return the outputs for rows like those of the training: the same shape and scale."""
+        if np.ndim(x) < 1 or np.shape(x)[1:] != self.shape or not len(x):
+            expected = ", ".join(["n", *map(str, self.shape)])
+            raise ValueError(f"x: expected rows [{expected}], got shape {np.shape(x)}.")
+        return outputs_of(self.network, self.w, self.averages, x)
+
+    def predict(self, x: chex.Array) -> np.ndarray:
+        """Return the labels of rows like those of the training."""
+        return np.asarray(self.network.predict(jnp.asarray(self.outputs(x))))
+
+
+def save_network(
+    path: pathlib.Path,
+    blueprint: Blueprint,
+    scale: InputScale,
+    shape: tuple[int, ...],
+    classes: tuple[str, ...],
+    w: Any,
+    averages: Any,
+) -> None:
+    """Write an ``.npz`` file without pickle that :func:`load_network` reads."""
+    arrays = {f"{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves((w, averages)))}
+    arrays |= {"mean": scale.mean, "deviation": scale.deviation}
+    notes: dict[str, Any] = {"blueprint": blueprint._asdict(), "shape": list(shape)}
+    notes |= {"factor": scale.factor, "unit": scale.unit}
+    records.write_arrays(path, arrays, notes | {"classes": list(classes)})
+
+
+def load_network(path: str | pathlib.Path, space: Space | None = None) -> TrainedNetwork:
+    """Load a network that ``bilevel train`` saved.
+
+    Parameters
+    ----------
+    path : path
+        ``network-1.npz`` of a run directory. No pickle is loaded, and no code is run.
+    space : Space, optional
+        The user-defined space of ``bilevel search-own``. Built-in spaces do not need it.
+
+    Returns
+    -------
+    TrainedNetwork
+        ``predict(x)`` returns integer labels of rows before normalisation;
+        ``outputs(x)``, ``classes``, ``w`` and ``averages``.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the file does not exist.
+    ValueError
+        If the file is damaged or of another kind, or ``space`` is missing or has changed.
+
+    Examples
+    --------
+    ::
+
+        network = bilevel.spaces.load_network("runs/train/network-1.npz")
+        labels = network.predict(images)
+    """
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"path: expected a file of bilevel train, got {path}.")
+    arrays, notes = records.read_arrays(path)
+    if not isinstance(notes, dict) or "blueprint" not in notes:
+        raise ValueError(f"path: expected a file of bilevel train, got another record, {path}.")
+    blueprint, shape = Blueprint(**notes["blueprint"]), tuple(notes["shape"])
+    scale = InputScale(arrays.pop("mean"), arrays.pop("deviation"), notes["factor"], notes["unit"])
+    network = with_scale(blueprint.network(space), scale)
+    like = jax.eval_shape(lambda key: network.init(key, shape), jax.random.key(0))
+    leaves, structure = jax.tree.flatten(like)
+    saved = [arrays[str(i)] for i in range(len(arrays))]
+    if [a.shape for a in saved] != [a.shape for a in leaves]:
+        raise ValueError(
+            f"path: expected parameters of {blueprint.architecture} in {path}, got other shapes."
+        )
+    w, averages = jax.tree.unflatten(structure, [jnp.asarray(a) for a in saved])
+    classes = tuple(notes["classes"])
+    return TrainedNetwork(network, w, averages, classes, blueprint.architecture, shape)

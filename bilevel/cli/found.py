@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from bilevel.cli.deep_search.report import name_in_arrays
+from bilevel.cli.deep_search.report import name_in_arrays, name_of_found
 from bilevel.cli.flags.datasets import CLASSES, ROWS, SHAPES, is_own
 from bilevel.cli.flags.deep_searches import Train
 from bilevel.cli.runtime import report
@@ -42,7 +42,7 @@ class Found(NamedTuple):
 def best_search(result: dict[str, Any]) -> int:
     """Return the number of the search with the smallest validation error of its network."""
     scores = result["scores"]
-    return int(np.argmin(scores.get("search", scores.get("supernet"))["valid_error"]))
+    return int(np.argmin(scores[name_of_found(scores) or "supernet"]["valid_error"]))
 
 
 def open_data(config: Train, result: dict[str, Any]) -> Data:
@@ -89,15 +89,15 @@ def draw_rows(config: Train, result: dict[str, Any], data: Data, number: int) ->
         raise ValueError(f"train: expected at most the {total} of {data.source}, got {count}.")
     train_key, test_key = jax.random.split(jax.random.key(config.seed))
     if data.dataset is not None:  # a folder's rows may be sorted by class
-        test = _drawn(test_key, test, min(config.test, len(test[1])))
-    return _checked(config, _drawn(train_key, train, count), test, loaded.classes)
+        test = _draw_rows_of(test_key, test, min(config.test, len(test[1])))
+    return _checked(config, _draw_rows_of(train_key, train, count), test, loaded.classes)
 
 
 def _joined(first: Part, second: Any) -> Part:
     return np.concatenate([first[0], second[0]]), np.concatenate([first[1], second[1]])
 
 
-def _drawn(key: jax.Array, part: Part, count: int) -> Part:
+def _draw_rows_of(key: jax.Array, part: Part, count: int) -> Part:
     """Return ``count`` rows with all classes in their proportions."""
     if count == len(part[1]):
         return part

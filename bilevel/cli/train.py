@@ -25,6 +25,7 @@ from bilevel.cli.deep_search.networks import (
 from bilevel.cli.deep_search.report import compare_with_random
 from bilevel.cli.deep_search.run import default_rate
 from bilevel.cli.flags import from_config_file
+from bilevel.cli.flags.datasets import ROWS
 from bilevel.cli.flags.deep_searches import Train
 from bilevel.cli.runtime import memory, report
 from bilevel.cli.runtime.data import Data
@@ -258,16 +259,22 @@ def _print_result(result: dict[str, Any], folder: pathlib.Path) -> None:
 
 def loading_lines(result: dict[str, Any]) -> list[str]:
     """Return the lines of Python that load the first network and predict test rows."""
-    path, space = result["files"][0], result["space"]
-    lines, own = ["import bilevel"], ""
+    path, space, data = result["files"][0], result["space"], result["data"]
+    lines, own, key = ["import bilevel"], "", ""
     if ":" in space:
         module, _, function = space.partition(":")
         lines.append(f"from {module} import {function}")
         own = f", {function}({len(result['classes'])})"
+    if data.get("seed"):
+        lines.insert(0, "import jax")
+        key = f", jax.random.key({data['seed']})"
+    # The run has drawn its test rows from all rows, if the dataset is not split officially.
+    whole = not ROWS.get(data["source"], (0, 1))[1]
+    note = "new ones: the run was trained on some of these" if whole else "new ones"
     return [
         *lines,
         f"network = bilevel.spaces.load_network({path!r}{own})",
-        f"images = bilevel.data.load({result['data']['source']!r}).x_test  # or new ones",
+        f"images = bilevel.data.load({data['source']!r}{key}).x_test  # or {note}",
         "labels = network.predict(images)",
         "print([network.classes[label] for label in labels[:10]])",
     ]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import chex
+import jax
 import numpy as np
 
 from bilevel.data.image_folders import read_folder
@@ -24,6 +25,7 @@ Parts = dict[str, tuple[np.ndarray, np.ndarray]]
 SOURCES = "FILE.npz, a folder of images by class, or MODULE:FUNCTION"
 _PARTS = "train", "valid", "test"
 _KEYS = ("x", "y", *(f"{letter}_{part}" for part in _PARTS for letter in "xy"))
+_SPLIT = 53  # folded into the key, so that the test rows have a random stream of their own
 _CHUNK = 2**24  # values that are checked for NaN at once
 
 
@@ -40,6 +42,7 @@ def load_own(source: Source, key: chex.PRNGKey) -> Dataset:
         size = max(1, round(len(y) / 5))
         if size == len(y):
             raise ValueError(f"y: expected at least 2 rows, to set test rows aside, got {len(y)}.")
+        key = jax.random.fold_in(key, _SPLIT)
         split = stratified_split(key, strata(y, classes), (len(y) - size, size))
         parts["train"], parts["test"] = ((np.asarray(x[rows]), y[rows]) for rows in split)
     return Dataset(*parts["train"], *parts["test"], classes, *parts.get("valid", (None, None)))

@@ -43,9 +43,9 @@ def image_scale(x: chex.Array, pixels: int | None = None) -> InputScale:
     if np.ndim(x) not in (3, 4) or np.size(x) == 0:
         raise ValueError(f"x: expected images [n, h, w] or [n, h, w, c], got {np.shape(x)}.")
     factor = pooling_factor(np.shape(x)[1:3], pixels)
-    sums = [_pooled(a, factor).mean((1, 2)).sum(0) for a in _chunks(x)]
+    sums = [_averaged_down(a, factor).mean((1, 2)).sum(0) for a in _chunks(x)]
     mean = np.sum(sums, axis=0) / len(x)
-    squares = [((_pooled(a, factor) - mean) ** 2).mean((1, 2)).sum(0) for a in _chunks(x)]
+    squares = [((_averaged_down(a, factor) - mean) ** 2).mean((1, 2)).sum(0) for a in _chunks(x)]
     deviation = np.sqrt(np.sum(squares, axis=0) / len(x))
     if not (deviation > 1e-12 * (1 + np.abs(mean))).all():  # NaN too
         raise ValueError(f"x: expected channels that vary, got deviations {deviation}.")
@@ -72,7 +72,7 @@ def _chunks(x: Any) -> Iterator[np.ndarray]:
         yield np.asarray(x[start : start + _CHUNK], np.float64)
 
 
-def _pooled(x: np.ndarray, factor: int) -> np.ndarray:
+def _averaged_down(x: np.ndarray, factor: int) -> np.ndarray:
     """Return images [n, h, w, c], averaged down."""
     n, h, w = x.shape[:3]
     blocks = x.reshape(n, h // factor, factor, w // factor, factor, -1)

@@ -194,7 +194,7 @@ def _check_step_and_label(
         other = "" if saved == label else "another label"
     if other:
         raise ValueError(
-            f"checkpoint: expected one of this very search in {directory}, got one of {other}."
+            f"checkpoint: expected one of this very run in {directory}, got one of {other}."
         )
 
 

@@ -28,7 +28,7 @@ def random_of_same_size(
     """
     size = weight_excess(found)
     others: list[Blueprint] = []
-    draw = _DRAWS.get(found.space, functools.partial(_own, own))
+    draw = _DRAWS.get(found.space, functools.partial(_draw_own, own))
     for i, k in enumerate(jax.random.split(key, max(draws, _MOST))):
         if i >= draws and others:
             break
@@ -77,7 +77,7 @@ def _edge_weights(genotype: darts.Genotype, cells: int, channels: int) -> Iterat
             yield _OPERATION_WEIGHTS[name](channels, reduced and source < 2)
 
 
-def _separable(size: int, times: int) -> Callable[[int, bool], int]:
+def _separable_weights(size: int, times: int) -> Callable[[int, bool], int]:
     # Depthwise and 1 x 1 convolution, scale and shift.
     return lambda c, strided: times * (size**2 * c + c**2 + 2 * c)
 
@@ -86,43 +86,43 @@ _OPERATION_WEIGHTS: dict[str, Callable[[int, bool], int]] = {
     "max_pool_3x3": lambda c, strided: 0,
     "avg_pool_3x3": lambda c, strided: 0,
     "skip_connect": lambda c, strided: strided * (c**2 + 2 * c),
-    "sep_conv_3x3": _separable(3, 2),
-    "sep_conv_5x5": _separable(5, 2),
-    "dil_conv_3x3": _separable(3, 1),
-    "dil_conv_5x5": _separable(5, 1),
+    "sep_conv_3x3": _separable_weights(3, 2),
+    "sep_conv_5x5": _separable_weights(5, 2),
+    "dil_conv_3x3": _separable_weights(3, 1),
+    "dil_conv_5x5": _separable_weights(5, 1),
 }
 
 
-def _activation(key, found, names):
+def _draw_activation(key, found, names):
     choice = on_simplices(names)
     alpha = choice.draw(key)
     return found._replace(architecture=choice.discretize(alpha), alpha=[alpha.tolist()])
 
 
-def _skips(key, found, names):
+def _draw_skips(key, found, names):
     space = skip_space(**found.sizes)
     return found._replace(architecture=str(space.discretize(space.draw(key))))
 
 
-def _darts(key, found, names):
+def _draw_darts(key, found, names):
     return found._replace(architecture=str(darts.genotype(darts.draw_corner(key, names), names)))
 
 
-def _nasbench201(key, found, names):
+def _draw_nasbench201(key, found, names):
     drawn = on_simplices(names, (len(nasbench201.EDGES),))
     cell = nasbench201.Genotype(drawn.discretize(drawn.draw(key)))
     return found._replace(architecture=str(cell))
 
 
 _DRAWS: dict[str, Callable[[jax.Array, Blueprint, tuple[str, ...]], Blueprint]] = {
-    "activations": _activation,
-    "skips": _skips,
-    "darts": _darts,
-    "nasbench201": _nasbench201,
+    "activations": _draw_activation,
+    "skips": _draw_skips,
+    "darts": _draw_darts,
+    "nasbench201": _draw_nasbench201,
 }
 
 
-def _own(own: Any, key: jax.Array, found: Blueprint, names: tuple[str, ...]) -> Blueprint:
+def _draw_own(own: Any, key: jax.Array, found: Blueprint, names: tuple[str, ...]) -> Blueprint:
     alpha = own.draw(key)
     leaves = [leaf.tolist() for leaf in jax.tree.leaves(alpha)]
     return found._replace(architecture=str(own.discretize(alpha)), alpha=leaves)

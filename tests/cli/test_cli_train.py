@@ -6,6 +6,7 @@ import os
 import pathlib
 import signal
 
+import jax
 import numpy as np
 import pytest
 from helpers import documented_keys
@@ -135,12 +136,19 @@ def test_own_rows_replace_those_of_the_search_and_are_recognized(tmp_path, capsy
     x = rng.normal(size=(100, 5)) * [1, 10, 100, 1, 0] + 3 * (y == "yes")[:, None]
     np.savez(file, x=x, y=y)
     line = ["train", str(run), "--data", str(file), "--out", str(out), *SMALL, "--random", "0"]
+    line += ["--seed", "1"]
     assert main(line) == 0
     trained = json.loads((out / "result.json").read_text())
     assert trained["rows"] == {"train": 80, "test": 20} and trained["classes"] == ["no", "yes"]
     assert np.mean(trained["scores"]["search"]["test_error"]) < 0.2
     network = bilevel.spaces.load_network(out / "network-1.npz")
     assert np.mean(np.array(network.classes)[network.predict(x)] == y) > 0.9
+    # The printed lines take the test rows of the run.
+    names = {}
+    exec("\n".join(train.loading_lines(trained)), names)
+    y_test = bilevel.data.load(file, jax.random.key(1)).y_test
+    error = np.mean(names["labels"] != y_test)
+    assert error == pytest.approx(trained["scores"]["search"]["test_error"][0])
     x[0] += 1
     np.savez(file, x=x, y=y)
     capsys.readouterr()

@@ -220,7 +220,7 @@ def test_a_checkpoint_of_another_search_is_refused_and_what_differs_is_named(cha
     name, value, words = CHANGES[change]
     with pytest.raises(ValueError, match=words) as caught:
         bilevel.search(**(SEARCH | {name: value}), checkpoint=saved, resume=True)
-    assert "checkpoint: expected one of this very search" in str(caught.value)
+    assert "checkpoint: expected one of this very run" in str(caught.value)
 
 
 # ----------------------------------------------------------------------------- contents

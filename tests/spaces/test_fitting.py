@@ -97,7 +97,7 @@ def test_a_training_stopped_after_an_epoch_or_within_one_ends_in_the_same_bits(
         fitted(checkpoint=tmp_path)
     assert checkpoint.latest(tmp_path) == stop
     for other in ({"epochs": 3}, {"batch_size": 4}, {"optimizer": 0.1}) if stop == 4 else ():
-        with pytest.raises(ValueError, match=r"checkpoint: expected one of this very"):
+        with pytest.raises(ValueError, match=r"checkpoint: expected one of this very run"):
             fitted(checkpoint=tmp_path, **other)
     assert len(done) == stop
     resumed = fitted(checkpoint=tmp_path)

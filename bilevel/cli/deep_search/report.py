@@ -111,12 +111,14 @@ def network_table(
     return drawn
 
 
+def name_of_found(scores: dict[str, Any]) -> str:
+    """Return the name of the network found by the search; "" if the search trained none."""
+    return next((name for name in scores if name.endswith(("search", "eigen-nas"))), "")
+
+
 def compare_with_random(scores: dict[str, dict[str, list[float]]], test_rows: int) -> str:
     """Compare the network found with random ones, in one sentence."""
-    name, baseline = (
-        next((n for n in scores if n.endswith(group)), "")
-        for group in (("search", "eigen-nas"), ("random",))
-    )
+    name, baseline = name_of_found(scores), next((n for n in scores if n.endswith("random")), "")
     ours = np.array(scores[name]["test_error"])
     sentence = f"test error {100 * ours.mean():.1f} % with {name}"
     if baseline:

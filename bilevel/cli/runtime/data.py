@@ -25,7 +25,6 @@ from bilevel.internal.import_function import imported
 from bilevel.nets.images import pooling_factor
 
 FILE = "data.json"  # in the run directory: the digest of own rows
-_SPLIT = 53  # folded into the key of --seed, so that the test rows have another random stream
 _CHUNK = 2**24  # bytes that are hashed at once
 _SIZES = "rows", "train", "valid", "test"  # flags that count rows
 _SHOWN = 5  # names of classes in the line of the data
@@ -42,6 +41,7 @@ class Data(NamedTuple):
     classes: int  # 0 for real targets
     dataset: datasets.Dataset | None = None
     digest: str | None = None
+    seed: int = 0  # draws the test rows of own data, if it has none
 
     @property
     def inputs(self) -> int:
@@ -101,6 +101,7 @@ class Data(NamedTuple):
             return entry
         sizes = (self.dataset.y_train, self.dataset.y_valid, self.dataset.y_test)
         return entry | {
+            "seed": self.seed,
             "rows": [0 if y is None else len(y) for y in sizes],
             "shape": list(self.shape),
             "classes": list(self.dataset.classes),
@@ -146,9 +147,9 @@ def opened(config: AnyJob, *, images: bool, labels: bool = True) -> tuple[AnyJob
 
 def own_data(source: str, seed: int, *, images: bool, labels: bool) -> Data:
     """Return the user's rows; ``seed`` draws the test rows. Raises as :func:`opened` does."""
-    key = jax.random.fold_in(jax.random.key(seed), _SPLIT)
     try:
-        dataset = datasets.load(imported("data", source) if is_function(source) else source, key)
+        own = imported("data", source) if is_function(source) else source
+        dataset = datasets.load(own, jax.random.key(seed))
     except ImportError as error:  # without Pillow
         raise ValueError(str(error)) from error
     shape = dataset.x_train.shape[1:]
@@ -164,7 +165,7 @@ def own_data(source: str, seed: int, *, images: bool, labels: bool) -> Data:
             "data: expected class labels, integers or strings, for this command, got real targets "
             f"in {source}."
         )
-    return Data(source, shape, len(dataset.classes), dataset, _digest(dataset))
+    return Data(source, shape, len(dataset.classes), dataset, _digest(dataset), seed)
 
 
 def _with_sizes(config: AnyJob, dataset: datasets.Dataset) -> AnyJob:

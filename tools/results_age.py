@@ -16,6 +16,7 @@ import functools
 import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks import harness
 
@@ -98,17 +99,35 @@ def _is_prose_or_import(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Import | ast.ImportFrom)
 
 
+class Age(NamedTuple):
+    """The commit of the rows of a results file, its date, and the modules that changed since."""
+
+    commit: str
+    date: str
+    changed: list[str]
+
+    def sentence(self) -> str:
+        """Return the sentence under a table of the documentation."""
+        older = ", older code" if self.changed else ""
+        return f"Measured on {self.date}, commit {self.commit}{older}."
+
+
+@functools.cache
+def age_of(path: Path, commit: str) -> Age:
+    """Return the age of rows of a results file that were measured at ``commit``."""
+    date = git("log", "-1", "--format=%as", commit).decode().strip()
+    return Age(commit, date, changed_modules(commit, measured_modules(script_of(path.stem))))
+
+
 def describe_age(path: Path) -> tuple[str, list[str]]:
     """Return a line about a results file, and the modules that have changed since."""
-    first = harness.read(path)[0]
-    commit = first["commit"]
-    changed = changed_modules(commit, measured_modules(script_of(path.stem)))
-    when = git("log", "-1", "--format=%as", commit).decode().strip()
+    commit, date, changed = age_of(path, harness.read(path)[0]["commit"])
     age = "today's code"
     if changed:
-        age = "older code, a long run" if first.get("older code") else "STALE"
+        long = harness.read(path)[0].get("older code")
+        age = "older code, a long run" if long else "STALE"
         age += f": {len(changed)} of its modules changed"
-    return f"{path.stem}: {when}, {commit}: {age}", changed
+    return f"{path.stem}: {date}, {commit}: {age}", changed
 
 
 def print_ages(*names: str) -> None:

@@ -12,6 +12,9 @@ Two comments in the Markdown enclose a table:
 The first comment names a function of a module in `benchmarks/`. The function gets the rows of
 `benchmarks/results/spectral.jsonl`. Another results file can follow the name: `<!-- table:
 deep_search/darts_gap.count_table darts_gap_deep -->`.
+
+The last line of a table is the date and the commit of its rows, and "older code" if a module that
+the script measures has changed since. `--check`, and runs on named files, only compare the commit.
 """
 
 import argparse
@@ -31,16 +34,32 @@ MARKED = re.compile(
     re.DOTALL,
 )
 
+AGE = re.compile(r"^Measured on .*, commit (\w+).*\.$", re.MULTILINE)
+
 read = functools.cache(harness.read)
 
 
-def made(match: re.Match) -> str:
-    """Return the marked table, computed again."""
+def made(match: re.Match, *, aged: bool = False) -> str:
+    """Return the marked table, computed again. With ``aged`` the age of its rows, too."""
     script, file = match["script"], match["file"] or match["script"]
     module = importlib.import_module(f"benchmarks.{match['folder']}.{script}")
     function = getattr(module, match["function"])
-    rows = read(harness.RESULTS / f"{file}.jsonl")
-    return f"{match[1]}\n{function(rows)}\n\n{match[7]}"
+    path = harness.RESULTS / f"{file}.jsonl"
+    rows = read(path)
+    parts = [f"{match[1]}\n{function(rows)}"]
+    own = [row for row in rows if row.get("part") == match["function"] and "commit" in row]
+    commit = (own or rows or [{}])[0].get("commit")  # of the part, or of the whole file
+    if commit and (age := age_line(path, commit, match["table"], aged=aged)):
+        parts.append(age)
+    return "\n\n".join([*parts, match[7]])
+
+
+def age_line(path: Path, commit: str, table: str, *, aged: bool) -> str:
+    """Return the line on the age of the rows; without ``aged`` that of the table if it agrees."""
+    if aged:
+        return results_age.age_of(path, commit).sentence()
+    line = AGE.search(table)
+    return line[0] if line and line[1] == commit else f"Measured at commit {commit}."
 
 
 def main() -> int:
@@ -54,10 +73,10 @@ def main() -> int:
         if flags.files:
             parser.error(f"--smoke: expected no files, got {len(flags.files)}.")
         flags.check, flags.files = True, [ROOT / "docs/stochastic.md"]
-    differ = []
+    differ, aged = [], not (flags.check or flags.files)
     for path in flags.files or [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
         text = path.read_text()
-        fresh = MARKED.sub(made, text)
+        fresh = MARKED.sub(functools.partial(made, aged=aged), text)
         if len(re.findall("^<!-- table:", text, re.MULTILINE)) != len(MARKED.findall(text)):
             sys.exit(f"{path.name}: expected each table's comments as in tools/tables.py.")
         if fresh == text:
@@ -69,7 +88,7 @@ def main() -> int:
         print(f"{len(MARKED.findall(text))} tables are as their results.")
     if differ:
         print(f"{'other than their results' if flags.check else 'written'}: {', '.join(differ)}")
-    if not (flags.check or flags.files):
+    if aged:
         results_age.print_ages()
     return int(flags.check and bool(differ))
 

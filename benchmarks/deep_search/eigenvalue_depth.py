@@ -184,6 +184,21 @@ def depth_table(rows) -> str:
     return harness.table(["λ_min", "activation", *(f"L = {d}" for d in every(rows))], lines)
 
 
+def growth_table(rows) -> str:
+    """Return λ_min of the infinite network at the first and the last depth, by activation."""
+    columns = {
+        f"{label}{', by the mean diagonal' * scaled}": values(rows, "infinite", label, scaled)[0]
+        for scaled in (False, True)
+        for label in SKIPS
+    }
+    lines = [
+        [activation, *(f"{mean[i, 0]:.2g} to {mean[i, -1]:.2g}" for mean in columns.values())]
+        for i, activation in enumerate(CANDIDATES)
+    ]
+    depths = every(rows)
+    return harness.table([f"λ_min, L = {depths[0]} to {depths[-1]}", *columns], lines)
+
+
 def every(rows):
     return rows[0]["sizes"]["depths"]
 

@@ -606,6 +606,7 @@ def report(rows: list[dict[str, Any]], by=("family", "solver", "dtype")) -> str:
 
 
 summary = functools.partial(report, by=("dtype",))
+by_solver = functools.partial(report, by=("solver",))
 
 
 def rounded(row):

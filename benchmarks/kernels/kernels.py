@@ -505,6 +505,22 @@ def report(rows) -> str:
     return "\n\n".join(tables)
 
 
+def summary(rows) -> str:
+    """Return a line for each problem and each other method, at the largest N that both ran."""
+    lines, methods = [], dict.fromkeys((r["problem"], r["method"]) for r in rows[1:])
+    for name, method in methods:
+        sizes = {r["size"] for r in rows[1:] if "s" in r and key(r)[:2] == (name, method)}
+        pairs = [(find(rows, name, "ntk", n), find(rows, name, method, n)) for n in sorted(sizes)]
+        if method.startswith("ntk") or not (pairs := [p for p in pairs if all(p)]):
+            continue
+        ours, theirs = pairs[-1]
+        cells = [f"{float(f'{seconds(row):.2g}'):g} s" for row in (ours, theirs)]
+        times = f"{float(f'{ratio(rows, theirs):.2g}'):g}"
+        lines.append([name, method, ours["size"], *cells, times, f"{theirs['error']:.0e}"])
+    head = "problem", "compared with", "N", "ours", "theirs", "times as fast", "their error"
+    return harness.table(head, lines)
+
+
 def cell(rows, row) -> str:
     text = f"{float(f'{seconds(row):.2g}'):g} s"
     if row["method"] != "ntk" and (times := ratio(rows, row)):

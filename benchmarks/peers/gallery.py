@@ -57,7 +57,8 @@ def run(name: str, runs: list[dict] | None = None, images: Path = IMAGES) -> lis
         after = resource.getrusage(resource.RUSAGE_SELF)
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         drawn.append(things)
-        rows.append({"part": name, "rows": example_rows, "cpu_seconds": round(seconds, 1)})
+        row = {"part": name, "commit": harness.commit(), "rows": example_rows}
+        rows.append(row | {"cpu_seconds": round(seconds, 1)})
     with plots.style():
         figure = Figure(SIZES[name], layout="constrained")
         module.picture(drawn, figure)

@@ -143,6 +143,12 @@ def report(rows: list[harness.Row]) -> str:
     return harness.table(head, [*lines, ["all", *(sums[key] for key in head[1:])]])
 
 
+def totals(rows: list[harness.Row]) -> str:
+    """Return the sums over all files."""
+    head, line, *_, last = report(rows).splitlines()
+    return "\n".join([head, line, last])
+
+
 def main() -> None:
     flags = harness.command_line(
         __file__,

@@ -110,12 +110,12 @@ RULES = {
 }
 
 
-def report(lines: list[dict]) -> str:
-    """Report how often each rule says "discretise", and how often it is right."""
+def report(lines: list[dict], settings=(*SETTINGS, None)) -> str:
+    """Report how often each rule says "discretize", and how often it is right; None: overall."""
     rows = []
     for group in GROUPS:
         own = harness.where(lines, group=group)
-        for setting in (*SETTINGS, None):
+        for setting in settings:
             of_setting = [line for line in own if setting in (line["setting"], None)]
             for rule, says in RULES.items() if of_setting else ():
                 yes = [line for line in of_setting if says(line)]
@@ -124,6 +124,11 @@ def report(lines: list[dict]) -> str:
                 rows.append([label, rule, f"{len(yes)} of {len(of_setting)}", *shares])
     head = ["setting", "rule", 'says "discretize"', "right by loss", "right by error"]
     return harness.table(head, rows)
+
+
+def totals(lines: list[dict]) -> str:
+    """Report over all settings."""
+    return report(lines, settings=(None,))
 
 
 def share(outcomes: list[bool]) -> str:

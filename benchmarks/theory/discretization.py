@@ -418,6 +418,19 @@ def geometry_table(rows) -> str:
     return harness.table([*head, "entropy", "entries over .01"], lines)
 
 
+def method_table(rows) -> str:
+    """Return means over the settings by method; standard errors over all searches."""
+    collection, lines = collected(rows), []
+    for method in RATES:
+        steps, entropy, entries, reached = (
+            collection.of(name, *method) for name in ("steps", "entropy", "entries", "reached")
+        )
+        cells = spread(steps, ".1f"), percent(reached), spread(entropy[:, -1])
+        lines.append([", ".join(method), *cells, spread(entries, ".1f")])
+    head = "method", "steps to 1 %", "reached, %", "entropy", "entries over 0.01"
+    return harness.table(head, lines)
+
+
 def verdicts(rows):
     collection = collected(rows)
     for optimizer in OPTIMIZERS:

@@ -28,10 +28,10 @@ Arguments of every method:
   uninterrupted run.
 - ``progress``: whether to draw a progress bar. Default: only in a terminal or a notebook.
 
-Every method raises, before the first solve, ``ValueError`` if ``key`` is not a PRNG key,
-``configs`` is empty, ``budget`` is under 1, or the journal is that of another problem, key, budget
-or choice of options. It raises ``FloatingPointError`` if no error of a solve is finite. Ctrl-C ends
-a method, which then returns the rows so far.
+Every method raises ``ValueError`` before the first solve if ``key`` is not a PRNG key, ``configs``
+is empty, or ``budget`` is under 1. It also raises it if the journal is from another problem, key,
+budget or choice of options. It raises ``FloatingPointError`` if no error of a solve is finite.
+Ctrl-C ends a method, which then returns the rows so far.
 
 Reference: Khodak, Li, Roberts, Balcan & Talwalkar (2020), "A Simple Setting for Understanding
 Neural Architecture Search with Weight-Sharing", section 2 and Appendix B.

@@ -1,8 +1,9 @@
 """Successive halving and Hyperband: train many configurations a little, and the better ones more.
 
-A race has rungs ``(n_i, r_i)``: the best ``n_i`` of the previous rung are trained afresh with
-resource ``r_i``, which grows by the factor ``eta`` while ``n_i`` falls by it. Configurations are
-compared within a rung only. The incumbent is the best on the highest resource so far.
+A race has rungs ``(n_i, r_i)``. The best ``n_i`` of the previous rung are trained afresh with
+resource ``r_i``. From rung to rung ``r_i`` grows by the factor ``eta``, and ``n_i`` falls by it.
+Configurations are compared within a rung only. The incumbent is the best on the highest resource so
+far.
 
 R -> ``budget``, r -> ``minimum``, eta -> ``eta``, n -> ``len(configs)``. References: Jamieson &
 Talwalkar (2016), Algorithm 1; Li et al. (2018), Algorithm 1.

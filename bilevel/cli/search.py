@@ -1,9 +1,14 @@
 """``bilevel search``: activation search on real data, compared with its alternatives.
 
-For every seed, one run computes: the search; the network retrained at the α found; one network for
-each single activation; and joint single-level training of weights and α on the training data alone.
-The run ends in a table, with the certified smallest eigenvalue of each kernel at infinite width,
-and leaves a run directory.
+For every seed, one run computes four results:
+
+- the search;
+- the network retrained at the α found;
+- one network for each single activation;
+- joint single-level training of weights and α on the training data alone.
+
+The run prints a table with the certified smallest eigenvalue of each kernel at infinite width, and
+writes a run directory.
 """
 
 import dataclasses

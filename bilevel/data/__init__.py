@@ -1,9 +1,9 @@
 """Real datasets as numpy arrays, every file checked before it is used; stratified splits.
 
-A dataset is looked for in ``$BILEVEL_DATA/<name>``, then in the user cache,
-``pooch.os_cache("bilevel")/<name>``, and is otherwise downloaded into that cache from its public
-host. A file may be plain, ``.gz`` or ``.xz``: the digest of its content is checked. Archives are
-read without unpacking, and nothing is ever unpickled.
+A dataset is read from ``$BILEVEL_DATA/<name>``, or from the user cache,
+``pooch.os_cache("bilevel")/<name>``. If it is in neither folder, it is downloaded into the cache
+from its public host. A file may be plain, ``.gz`` or ``.xz``: the digest of its content is checked.
+Archives are read without unpacking, and nothing is ever unpickled.
 
 =============  ===============  =======================================================
 name           train / test     files

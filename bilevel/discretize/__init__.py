@@ -1,8 +1,8 @@
 """Discretise a mixture: argmax, rankings, and conditions for the argmax to be the best choice.
 
-A search ends in alpha on the simplex and shared weights W*. Taking the choice of largest alpha_i is
-right if it minimises the loss of the single choices at W*; Roberts et al. give conditions for this.
-With ``f_alpha = sum_i alpha_i f_i`` and half the squared error as loss, for every alpha,
+A search ends in alpha on the simplex and shared weights W*. The choice of largest alpha_i is right
+if no other single choice has a smaller loss at W*. Roberts et al. give conditions for this. With
+``f_alpha = sum_i alpha_i f_i`` and half the squared error as loss, for every alpha,
 
     L_i = L_alpha + (1 - alpha_i)^2 D_i + s_i,
     D_i = 1/2 E |f_i - sum_k gamma^(i)_k f_k|^2,    gamma^(i) = alpha_{-i} / (1 - alpha_i),

@@ -1,9 +1,10 @@
 """Train networks from scratch: the last step after a search of an architecture.
 
-:func:`train` is the second half of Algorithm 1 of Zhu et al. 2022, for the network of any space:
-one pure function from initial weights to trained ones. :func:`from_scratch` is the training that
-DARTS and NAS-Bench-201 publish, epoch by epoch. Its network is a pair of pytrees, weights ``w`` and
-``averages``: batch normalisation learns scales and keeps running averages for predictions.
+:func:`train` is the second half of Algorithm 1 of Zhu et al. 2022. It works for the network of any
+space, and is one pure function from initial weights to trained weights. :func:`from_scratch` is the
+training that DARTS and NAS-Bench-201 publish, epoch by epoch. Its network is a pair of pytrees,
+weights ``w`` and ``averages``: batch normalisation learns scales and keeps running averages for
+predictions.
 """
 
 import functools

@@ -13,9 +13,9 @@
 
 The paper's alpha is ``alpha["mixture"]``, on the simplex, or ``alpha["kernel"]``. lambda =
 ``exp(alpha["log_penalty"])`` is learned too; 0 would be training to the end. w are dual
-coefficients, one per training row. The lower loss is the dual of ridge regression: it is better
-conditioned than the primal loss, and at its minimum equals minus
-``y'(K_alpha + lambda I)^-1 y / 2``, the papers' generalization term.
+coefficients, one per training row. The lower loss is the dual of ridge regression, which is better
+conditioned than the primal loss. Its minimum is minus ``y'(K_alpha + lambda I)^-1 y / 2``, the
+papers' generalization term.
 """
 
 import dataclasses

@@ -2,10 +2,10 @@
 
 neural-tangents 0.6.5, its last release, imports names that JAX has since moved or dropped, and an
 experimental module that needs TensorFlow. During its import, :func:`neural_tangents` adds the
-missing names to ``jax`` and an empty module for the experimental one; afterwards it removes both.
-neural-tangents keeps imported names under its own names. :mod:`ntk.compat.patches` replaces
-functions of JAX and SciPy that it calls later and that no longer exist. Tested on JAX 0.10, 0.11
-and 0.12; `benchmarks/peers/neural_tangents_tests.py` runs its own tests.
+missing names to ``jax``, and an empty module instead of the experimental one. It removes both
+afterwards, because neural-tangents keeps the imported names. Some functions of JAX and SciPy that
+neural-tangents calls later no longer exist: :mod:`ntk.compat.patches` replaces them. Tested on JAX
+0.10, 0.11 and 0.12; `benchmarks/peers/neural_tangents_tests.py` runs its own tests.
 """
 
 import contextlib

@@ -9,9 +9,12 @@ for the Hermite coefficients of r and k. The first term has a closed form
 (:mod:`ntk.expectations.truncated_powers`; arc-cosines if the only kink is at 0). So n1 x n2 pairs
 cost n1 + n2 sets of coefficients and a few multiply-adds per pair, for all norms and correlations.
 
-The error bound has four parts: the remainders of r and k after K polynomials, times ``|rho|^K``;
-the nodes' error, measured by the last Legendre coefficients of f on each panel; the error of rho,
-times the norms of f' and g'; and at jumps the modulus of continuity of the arc sine.
+The error bound has four parts:
+
+- the remainders of r and k after K polynomials, times ``|rho|^K``;
+- the nodes' error, measured by the last Legendre coefficients of f on each panel;
+- the error of rho, times the norms of f' and g';
+- at jumps, the modulus of continuity of the arc sine.
 
 Reference: Mehler (1866); Daniely, Frostig & Singer (2016), the dual of an activation.
 """

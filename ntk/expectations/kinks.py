@@ -1,10 +1,10 @@
 """Find the kinks of an elementwise function by bisection, and measure its jumps.
 
-A function of one variable is assumed to be *piecewise smooth*: its derivatives, which JAX computes
-on each piece, are bounded and can jump at finitely many places. :func:`find_kinks` searches for
-jumps of ``f``, ``f'`` and ``f''`` in about two thousand cells, narrow near 0 and wide far out. Each
-cell is bisected towards the part with the larger error of the trapezoid rule, until two
-neighbouring numbers remain. A smooth function does not jump between them.
+A function of one variable is assumed to be *piecewise smooth*: its derivatives are bounded, and can
+jump at finitely many places. JAX computes them on each piece. :func:`find_kinks` searches for jumps
+of ``f``, ``f'`` and ``f''`` in about two thousand cells, narrow near 0 and wide far out. Each cell
+is bisected towards the part with the larger error of the trapezoid rule, until two neighbouring
+numbers remain. A smooth function does not jump between them.
 """
 
 from collections.abc import Callable

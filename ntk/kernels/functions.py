@@ -12,7 +12,7 @@ Otherwise it is *measured*, relative to ``sqrt(K_ii K_jj)``, as the largest of
     d sqrt(eps64 / eps32)       d = |K64 - K32|, if d is above 64 eps32
 
 Formulas with ``arccos rho`` or ``sqrt(1 - rho^2)`` lose half their digits between nearly equal
-inputs, including an input and itself, and this can happen in one precision only. So an entry has at
+inputs, including an input and itself. This can happen in one precision only. So an entry has at
 least the error of all entries with smaller correlation ``K_ij / sqrt(K_ii K_jj)``. This is an
 estimate: a certificate is only as good as the estimate.
 """

@@ -1,7 +1,7 @@
 """A network on inputs of one shape: static steps, and their numbers as arrays.
 
-Steps are hashable and do not contain weights, so that one compiled program serves all networks of
-one structure: all ReLU-like activations are one step, all others another.
+Steps are hashable and do not contain weights. So one compiled program serves all networks of one
+structure. All ReLU-like activations are one step, and all others are another.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """The common run of all searches with shared weights, from the flags of a command to its table.
 
-For every seed: the search by a strategy; its architecture; and, unless the space has a table of
-accuracies, the network of this architecture trained from scratch next to others. An interrupted run
-resumes in a search or in a network's training.
+For every seed, a run searches by a strategy and discretizes. Then it trains the network of this
+architecture from scratch, next to others. If the space has a table of accuracies, it looks them up
+instead. An interrupted run resumes in a search or in a network's training.
 """
 
 import functools

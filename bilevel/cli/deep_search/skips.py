@@ -1,9 +1,12 @@
 """``bilevel search-skips``: search activations and skip connections (Zhu et al. 2022).
 
-All seeds are searched side by side. Then the run trains for every seed: the network of the
-architecture found; networks of one activation without skips; and as many random architectures as
-the gradients of the search could train. All are corners of the space, so that one compiled program
-trains all of them.
+All seeds are searched side by side. Then the run trains three kinds of networks for every seed:
+
+- the network of the architecture found;
+- networks of one activation without skips;
+- as many random architectures as the gradients of the search could train.
+
+All are vertices of the space, so one compiled program trains all of them.
 
 ``--strategy eigen-nas`` does not search. It ranks ``--samples`` random architectures for every seed
 by the smallest eigenvalue of their infinite kernel (Algorithm 1 there). It trains the best

@@ -14,9 +14,12 @@ Weights of a bin with totals ``P`` in the positive and ``Q`` in the negative cla
     sif  a T / (a T + P + Q),  T = sum(P + Q)                   Arora, Liang & Ma (2017)
 
 Search space of Khodak, Li, Balcan & Talwalkar (2020), appendix B.2.2, and of its released code.
-Deviations: every configuration has the same hash function; stop words are scikit-learn's rather
-than NLTK's; "treebank" stands for NLTK's tokenizer without its trained sentence splitter, and
-leaves quotation marks unchanged.
+Deviations from the paper:
+
+- Every configuration has the same hash function.
+- Stop words are scikit-learn's, not NLTK's.
+- "treebank" is NLTK's tokenizer without its trained sentence splitter. It leaves quotation marks
+  unchanged.
 """
 
 import functools

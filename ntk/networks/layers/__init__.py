@@ -12,6 +12,7 @@ combinator                 effect on features f, of width C
 ``residual``               ``branch(f) + skip shortcut(f)``, an ``add`` of two
 =========================  =======================================================================
 
-``fan_in`` is C times the size of the window. **A name may replace any weight**: then it is an
-entry of ``alpha``, which the kernel and the finite network take; equal names share their value.
+``fan_in`` is C times the size of the window. **A name may replace any weight.** The name is then an
+entry of ``alpha``, an argument of the kernel and of the finite network. Equal names share their
+value.
 """

@@ -19,6 +19,7 @@ from bilevel.internal.checks import (
     function,
     gradient_transformation,
     integer,
+    nan_unless,
     nan_unless_finite,
 )
 from bilevel.internal.precision import like_variables, narrow
@@ -27,6 +28,7 @@ from bilevel.problem.structure import depends_on_alpha
 from bilevel.solvers._detached import detached
 from bilevel.solvers._mixed_mode import value_and_gradient
 from bilevel.solvers._optimizer import is_steep, with_limits
+from bilevel.solvers._proximal_steps import proximal_steps, with_step_size
 from ntk.internal.compile_cache import fresh
 from ntk.internal.sharding import match_varying_axes
 
@@ -35,7 +37,7 @@ _SAFE = 2  # number of steps of slope 1 / eps = 1e8 that cannot overflow float32
 
 
 def unrolled(
-    optimizer: optax.GradientTransformation | float | Callable[[Pytree], Any],
+    optimizer: optax.GradientTransformation | float | LowerSolver | Callable[[Pytree], Any],
     steps: int,
     *,
     backprop: int | None = None,
@@ -46,10 +48,13 @@ def unrolled(
 
     Parameters
     ----------
-    optimizer : optax.GradientTransformation, float, or function
+    optimizer : optax.GradientTransformation, float, function, or LowerSolver
         Any optax optimizer with a differentiable update. A float is the step size of plain gradient
         descent and may be traced. A function ``alpha -> optimizer`` makes rates, momenta and
         schedules hyperparameters; the kind of optimizer may not depend on ``alpha``.
+        :func:`bilevel.projected` and :func:`bilevel.proximal` stand for plain projected or proximal
+        gradient steps. Their step size is the inverse of the largest curvature at the start. It is
+        halved if a step meets a larger curvature.
     steps : int
         Number of steps T.
     backprop : int, optional
@@ -73,8 +78,9 @@ def unrolled(
     Raises
     ------
     ValueError
-        If ``steps`` is under 1, or ``backprop`` is not in 0..steps. At run time, if a function of
-        ``alpha`` returns no optimizer, or no weights [T].
+        If ``steps`` is under 1, ``backprop`` is not in 0..steps, or ``batches`` is given with
+        projected or proximal steps. At run time, if a function of ``alpha`` returns no optimizer,
+        or no weights [T].
 
     Notes
     -----
@@ -107,17 +113,24 @@ def unrolled(
         raise ValueError(f"backprop: expected None or 0 to steps={steps}, got {backprop}.")
     if batches is not None:
         function("batches", batches, "(key, data) -> batch")
+    constraint = optimizer.constraint if isinstance(optimizer, LowerSolver) else None
+    if constraint is not None and batches is not None:
+        raise ValueError("batches: expected None with projected or proximal steps, got a function.")
     rule_at, init, init_at = _rule(optimizer)
 
     def run(lower, alpha, w, state, batch):
         stateful = isinstance(w, Stateful)
         w, variables = w if stateful else (w, None)
 
+        def completed(value, w, alpha):
+            smooth = None if constraint is None else constraint.smooth
+            return value if smooth is None else value + smooth(w, alpha)
+
         def loss(w, variables, alpha, batch):
             if not stateful:
-                return lower(w, alpha, batch), None
+                return completed(lower(w, alpha, batch), w, alpha), None
             value, after = lower(Stateful(w, variables), alpha, batch)
-            return value, like_variables(after, variables)
+            return completed(value, w, alpha), like_variables(after, variables)
 
         def step(carry, alpha, batch):
             w, variables, state, number, total = carry
@@ -137,12 +150,13 @@ def unrolled(
                 )
 
             value = jax.eval_shape(lambda w: loss(w, before, alpha, batch)[0], w)
-            steep = last > _SAFE and is_steep(update, w, state, w, value)
+            steep = constraint is None and last > _SAFE and is_steep(update, w, state, w, value)
             (value, variables), slope = value_and_gradient(
                 loss, w, before, alpha, batch, steep=steep
             )
             slope = checkpoint_name(slope, slope_name)
-            updates, state = with_limits(update, slope, state, w, value)
+            apply = update if constraint is not None else functools.partial(with_limits, update)
+            updates, state = apply(slope, state, w, value)
             # A loss can be NaN with finite gradients: a hinge passes none on.
             w = _nan_unless_loss_finite(optax.apply_updates(w, updates), value)
             if average is not None:
@@ -154,6 +168,10 @@ def unrolled(
         def first_steps(carry, alpha, batch):
             return _repeat_scanned(lambda c: step(c, alpha, batch), carry, steps - last)
 
+        if constraint is not None:
+            w = nan_unless(constraint.check(w, alpha), w)
+            given = w, variables, alpha, batch
+            state = with_step_size(state, lambda *args: loss(*args)[0], *given)
         slope_name = f"gradient of {id(run)}"  # not that of a solver inside the loss
         counted = batches is not None or average is not None
         total = None if average is None else optax.tree.zeros_like(w)
@@ -172,12 +190,16 @@ def unrolled(
         init_at=init_at,
         batches=batches,
         stateful=True,
-        inner=Inner(rule_at, steps),
+        inner=Inner(rule_at, steps) if constraint is None else None,
+        constraint=constraint,
     )
 
 
 def _rule(optimizer: Any) -> tuple[Callable, Callable, Callable | None]:
     """Return the optimizer as a function of alpha, and ``init`` and ``init_at`` of its solver."""
+    if isinstance(optimizer, LowerSolver) and optimizer.constraint is not None:
+        proximal = proximal_steps(optimizer.constraint)
+        return proximal, lambda w: proximal(None).init(params_of(w)), None
     if not _is_function_of_alpha(optimizer):
         rule = _transformation(optimizer)
         return lambda alpha: rule, lambda w: rule.init(params_of(w)), None

@@ -16,7 +16,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from bilevel import constraints
-from bilevel.contracts import Constraint, LowerSolver, Pytree
+from bilevel.contracts import Constraint, LinearMap, LowerSolver, Pytree
 from bilevel.internal.checks import check_at_least, describe, integer, nan_unless, nan_unless_finite
 from bilevel.internal.conjugate_gradients import solve_conjugate_gradients
 from bilevel.internal.precision import coarsest_eps, narrow, uniform_hash, widen, widened
@@ -264,6 +264,22 @@ def _forward_solver(constraint: Constraint, steps: int, tol: float | None) -> Lo
     return LowerSolver(init=init, run=run, constraint=constraint)
 
 
+def curvature_by_powers(hvp: LinearMap, w: Pytree) -> jax.Array:
+    """Return the largest eigenvalue of a Hessian by power iterations; 1 if it is 0."""
+    flat, unravel = ravel_pytree(w)
+
+    def turn(_, carry):
+        v, _ = carry
+        v = ravel_pytree(hvp(unravel(v)))[0]
+        size = jnp.linalg.norm(v)
+        return v / jnp.where(size > 0, size, 1), size
+
+    v = pcast_varying(uniform_hash(0, flat), varying(w))
+    start = v / jnp.linalg.norm(v), jnp.zeros_like(v[0])
+    largest = jax.lax.fori_loop(0, _POWERS, turn, start)[1]
+    return jnp.where(largest > 0, largest, 1)
+
+
 class _Candidate(NamedTuple):
     """Weights, and their step to the fixed point."""
 
@@ -287,7 +303,7 @@ class _ProximalProblem(NamedTuple):
 
     def solve(self, w, state, steps) -> tuple:
         """Alternate between proximal gradient and Newton steps until these converge."""
-        eta = self.first_step_size(w)
+        eta = 1 / curvature_by_powers(self.hessian(w), w)
         warm = state.step > 0
 
         def round_(carry):
@@ -314,22 +330,6 @@ class _ProximalProblem(NamedTuple):
         start = w, state.code, eta, zero + _FIRST_STEPS, near, zero, huge, no
         w, _, eta, *_, size, _ = while_loop(unfinished, round_, start)
         return w, self.at(w, eta).code, eta, size
-
-    def first_step_size(self, w) -> jax.Array:
-        """Return the inverse of the largest curvature, by power iterations."""
-        flat, unravel = ravel_pytree(w)
-        hvp = self.hessian(w)
-
-        def turn(_, carry):
-            v, _ = carry
-            v = ravel_pytree(hvp(unravel(v)))[0]
-            size = jnp.linalg.norm(v)
-            return v / jnp.where(size > 0, size, 1), size
-
-        v = pcast_varying(uniform_hash(0, flat), varying(w))
-        start = v / jnp.linalg.norm(v), jnp.zeros_like(v[0])
-        largest = jax.lax.fori_loop(0, _POWERS, turn, start)[1]
-        return 1 / jnp.where(largest > 0, largest, 1)
 
     def at(self, w, eta, code=None) -> _Candidate:
         """Return the point ``w``, with this code or its own."""

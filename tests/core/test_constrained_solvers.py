@@ -71,6 +71,46 @@ def test_jvp_vmap_and_second_derivatives_agree_with_finite_differences(forward):
     assert_close(second.ravel(), finite_differences(first, alpha).ravel(), f64=1e-7, f32=5e-2)
 
 
+@pytest.mark.parametrize("quadratic", [True, False])
+def test_unrolled_proximal_steps_converge_to_the_implicit_derivative(quadratic):
+    """The quartic loss is steeper away from the start, so the first step size is too long."""
+
+    def bent(w, alpha, c):
+        return lower(w, alpha, c) + (0 if quadratic else jnp.sum(w**4))
+
+    problem = bilevel.Problem(bent, outer)
+    exact = jax.jit(bilevel.hypergradient(problem, bilevel.implicit(LASSO), diagnostics=False))
+    exact = exact(ALPHA, START, C, None).grad
+
+    def loss(steps, alpha):
+        solver = bilevel.unrolled(LASSO, steps)
+        return outer(solver.run(bent, alpha, START, solver.start(alpha, START), C)[0], alpha, None)
+
+    few = jax.jit(functools.partial(loss, 3))
+    gradient = jax.jit(jax.grad(few))(ALPHA)
+    assert_close(gradient, finite_differences(few, ALPHA), f64=1e-7, f32=3e-2)
+    assert np.abs(gradient - exact).max() > 1e-3
+    many = functools.partial(loss, 60)
+    assert_close(jax.jit(jax.grad(many))(ALPHA), exact, f64=1e-9, f32=1e-4)
+    pushed = jax.jit(lambda a: jax.jvp(many, (a,), (jnp.ones(3),))[1])(ALPHA)
+    assert_close(pushed, exact.sum(), f64=1e-9, f32=1e-4)
+
+
+def test_unrolled_steps_stay_in_the_set_and_serve_as_a_forward_solver():
+    box = bilevel.projected("box", -0.3, lambda a: a)
+    forward = bilevel.unrolled(box, 60)
+    w, state = jax.jit(lambda a: forward.run(lower, a, START, forward.start(a, START), C))(0.5)
+    assert np.array_equal(state.code, [1, -1, -1])
+    assert_close(w, [0.5, -0.3, -0.3], f64=1e-15, f32=1e-6)
+    direct, through = (
+        jax.jit(jax.value_and_grad(functools.partial(value, bilevel.implicit(solver))))(0.5)
+        for solver in (box, forward)
+    )
+    assert_close(through, direct, f64=1e-9, f32=1e-5)
+    crossing = jax.jit(lambda a: forward.run(lower, a, START, forward.start(a, START), C)[0])(-1.0)
+    assert np.isnan(crossing).all()
+
+
 def test_a_product_mixes_sets_terms_and_free_parts():
     parts = {"bias": None, "mix": "simplex", "sparse": ("l1", lambda a: a)}
     solver = bilevel.implicit(bilevel.proximal(parts))

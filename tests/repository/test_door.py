@@ -233,6 +233,11 @@ HYPERGRADIENTS = value_errors(
 )
 SOLVERS = value_errors(
     (lambda: unrolled(0.1, 2.5), "steps: expected an integer, got 2.5"),
+    (
+        lambda: unrolled(bilevel.projected("nonnegative"), 2, batches=lambda key, data: data),
+        "batches: expected None with projected or proximal steps",
+    ),
+    (lambda: unrolled(bilevel.newton(), 2), "optimizer: expected .*, got .*LowerSolver"),
     (lambda: bilevel.newton(True), "steps: expected an integer, got True"),
     (lambda: bilevel.lbfgs(None), "steps: expected an integer, got None"),
     (lambda: bilevel.cg("2"), "steps: expected an integer, got '2'"),

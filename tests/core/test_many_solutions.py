@@ -1,0 +1,106 @@
+"""Least squares with more weights than rows: the three hypergradients of docs/constraints.md."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, normal, tolerance
+
+import bilevel
+
+ROWS, WEIGHTS, DAMPING = 4, 9, 0.3
+X, Y, TARGET, START = (
+    normal(0, ROWS, WEIGHTS),
+    normal(1, ROWS),
+    normal(2, WEIGHTS),
+    normal(3, WEIGHTS),
+)
+ALPHA = jnp.array([0.2, -0.4])
+
+
+def features(alpha):
+    """Scale the first half of the columns."""
+    return X * jnp.where(jnp.arange(WEIGHTS) < WEIGHTS // 2, jnp.exp(alpha[0]), 1)
+
+
+def residual(w, alpha, batch):
+    return features(alpha) @ w - batch * (1 + alpha[1])
+
+
+def lower(w, alpha, batch):
+    return jnp.sum(residual(w, alpha, batch) ** 2) / 2
+
+
+def outer(w, alpha, batch):
+    return jnp.sum((w - TARGET) ** 2) / 2
+
+
+PROBLEM = bilevel.Problem(lower, outer)
+STEPS = 1000
+
+
+def changes():
+    """Return the solution that is nearest to START, and its three derivatives, in float64."""
+    x, start = np.asarray(features(ALPHA), float), np.asarray(START, float)
+    scaled = np.arange(WEIGHTS) < WEIGHTS // 2
+    inverse = np.linalg.pinv(x)
+    w = start + inverse @ (np.asarray(Y, float) * (1 + float(ALPHA[1])) - x @ start)
+    turned = x * scaled  # dX / d alpha_0
+    forced = np.stack([-turned @ w, np.asarray(Y, float)], 1)
+    shortest = inverse @ forced
+    damped = np.linalg.solve(x.T @ x + DAMPING * np.eye(WEIGHTS), x.T @ forced)
+    along = (np.eye(WEIGHTS) - inverse @ x) @ turned.T @ inverse.T @ (w - start)
+    path = shortest + np.stack([along, 0 * along], 1)
+    return w, {"shortest": shortest, "damped": damped, "path": path}
+
+
+SOLVERS = {
+    "shortest": bilevel.implicit(
+        bilevel.newton(), bilevel.gram(residual, lambda r, _: jnp.sum(r**2) / 2)
+    ),
+    "damped": bilevel.implicit(bilevel.newton(), bilevel.cg(damping=DAMPING)),
+    "path": bilevel.unrolled(0.05, STEPS),
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_three_hypergradients_of_least_squares_with_many_solutions(name):
+    w, change = changes()
+    result = jax.jit(bilevel.hypergradient(PROBLEM, SOLVERS[name]))(ALPHA, START, Y, None)
+    assert_close(result.w, w, f64=1e-6, f32=1e-3)
+    expected = change[name].T @ (w - np.asarray(TARGET, float))
+    assert_close(result.grad, expected, f64=1e-6, f32=1e-3)
+    assert np.isinf(result.info.error_estimate)
+    others = [change[k].T @ (w - np.asarray(TARGET, float)) for k in change if k != name]
+    assert all(np.abs(expected - other).max() > 0.01 for other in others)
+
+
+def test_the_damped_hypergradient_tends_to_that_of_the_shortest_change():
+    w, change = changes()
+    damping = tolerance(1e-9, 1e-4)
+    solver = bilevel.implicit(bilevel.newton(), bilevel.cg(damping=damping))
+    result = jax.jit(bilevel.hypergradient(PROBLEM, solver, diagnostics=False))
+    gradient = result(ALPHA, START, Y, None).grad
+    expected = change["shortest"].T @ (w - np.asarray(TARGET, float))
+    assert_close(gradient, expected, f64=1e-6, f32=1e-2)
+
+
+def test_with_bounds_the_damped_hypergradient_is_that_of_the_free_weights():
+    forward = bilevel.unrolled(bilevel.projected("nonnegative"), STEPS)
+    start = jnp.abs(START)
+    y = X @ jnp.where(start < 0.8, 0, start)
+    problem = bilevel.Problem(lower, outer)
+    inverse = bilevel.cg(damping=DAMPING)
+    fn = bilevel.hypergradient(problem, bilevel.implicit(forward, inverse))
+    result = jax.jit(fn)(ALPHA, start, y, None)
+    w = np.asarray(result.w, float)
+    free = w > 0
+    assert ROWS < free.sum() < WEIGHTS
+    x = np.asarray(features(ALPHA), float)
+    scaled = np.arange(WEIGHTS) < WEIGHTS // 2
+    forced = np.stack([-(x * scaled) @ w, np.asarray(y, float)], 1)
+    x = x[:, free]
+    change = np.linalg.solve(x.T @ x + DAMPING * np.eye(free.sum()), x.T @ forced)
+    expected = change.T @ (w - np.asarray(TARGET, float))[free]
+    assert_close(result.grad, expected, f64=1e-5, f32=1e-2)
+    assert np.isinf(result.info.error_estimate)

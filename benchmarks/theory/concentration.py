@@ -328,12 +328,10 @@ def comparison(constants, rows) -> dict:
     near = [row["n"] for row in many if row["excess"] <= 0.01 * row["least risk"]]
     lost = max(row["excess"] / row["risk"] for row in many)
     needed = np.mean([(row["risk, 90 %"] / GAP) ** 2 * row["n"] for row in many])
-    whole = mean("gradient, all of it", "gradient")
     missed = [100 * mean(f"{name}, missed by half") for name in ("risk", "gradient")]
     return {
         f"gap / mean gap of the worst single alpha, h = {FACES[0]}, {FACES[-1]}": price("risk"),
         "the same of hypergradients": price("gradient"),
-        "whole hypergradients / their parts in the simplex": f"{whole:.2f}",
         "selection within 1 % of the least risk from n_V =": near[0] if near else "none",
         "loss by selection / gap, at most; (3) has 2": f"{lost:.2g}",
         f"n_V for a gap of {GAP} with probability 0.9": f"{needed:.0f}",
@@ -341,7 +339,6 @@ def comparison(constants, rows) -> dict:
         "the same, L measured": asked[1],
         "the same, L proved": asked[2] if constants["kernel"] else "-",
         "explicit bound / gap, L and variance measured": excess("variance", "risk"),
-        "explicit bound / gap, L measured": excess("measured", "risk"),
         "explicit bound / gap of hypergradients": excess("gradient", "gradient"),
         "alphas, draws of V": f"{constants['alphas']}, {constants['draws']}",
         "ascent adds to the gap, %": f"{100 * mean('added by ascent'):.1f}",

@@ -204,13 +204,14 @@ def exact_and_bounds(p, h) -> list[str]:
 
 
 def diagram_table(rows) -> str:
+    """Return the rows of p = 2n; the figure has all."""
     lines = []
     for r in harness.where(rows, part="diagram"):
         p, h = r["p"] / r["n"], r["h"] / r["n"]
-        if p in (2, 8):
+        if p == 2:
             a, b, c, d = exact_and_bounds(p, h)
-            lines.append([int(p), h, f"{p * h:.2g}", r["overlap"], a, b, r["risk"], c, d])
-    head = "p/n", "h/n", "ph/n²", "overlap", "exact", "(11) ≥", "risk", "exact", "(12) ≤"
+            lines.append([h, f"{p * h:.2g}", r["overlap"], a, b, r["risk"], c, d])
+    head = "p = 2n: h/n", "ph/n²", "overlap", "exact", "(11) ≥", "risk", "exact", "(12) ≤"
     return harness.table(head, shown(lines))
 
 

@@ -194,10 +194,13 @@ def report(rows) -> str:
             lines.append((method, name, len(own), *cells, accuracy))
     head = ("method", "rate", "seeds", "entropy at 1/4", "at the end", "valid. loss at 1/4")
     text = harness.table((*head, "at the end", "test accuracy of the cell, %"), lines)
+    gains = []
     for which, rates in {"both tuned": tuned, "both as usual": DEFAULT}.items():
         pair = [judged[it] for it in rates.items() if it in judged]
-        text += "\n\n" + verdict(which, *pair) if len(pair) == 2 else ""
-    return text
+        gains += [[which, *gain(*pair)]] if len(pair) == 2 else []
+    head = "gain of exponentiated gradient", "entropy at 1/4", "at the end", "loss at 1/4"
+    gains_table = harness.table((*head, "at the end", "accuracy"), gains) if gains else ""
+    return f"{text}\n\n{gains_table}".rstrip()
 
 
 def _columns(entropy, loss):
@@ -205,18 +208,11 @@ def _columns(entropy, loss):
     return entropy[:, quarter], entropy[:, -1], loss[:, quarter], loss[:, -1]
 
 
-def verdict(which, mine, theirs) -> str:
-    """Report, paired by seed, softmax with Adam minus exponentiated gradient."""
+def gain(mine, theirs) -> list[str]:
+    """Return the gains over softmax with Adam, paired by seed; positive ones if ours is better."""
     pairs = zip(_columns(*theirs[:2]), _columns(*mine[:2]), strict=True)
     differences = [b - a for b, a in pairs] + [mine[2] - theirs[2]]
-    words = ("entropy at 1/4", "entropy at the end", "loss at 1/4", "loss at the end", "accuracy")
-    sentences = [
-        f"{word} {plus_minus(d.mean(), float(standard_error(d)))}"
-        for word, d in zip(words, differences, strict=True)
-    ]
-    return f"Gain of exponentiated gradient over softmax with Adam, paired by seed, {which}: " + (
-        ", ".join(sentences) + ". Entropies are at most 1.61."
-    )
+    return [plus_minus(d.mean(), float(standard_error(d))) for d in differences]
 
 
 def main() -> None:

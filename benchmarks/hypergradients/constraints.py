@@ -381,20 +381,26 @@ def variation_family():
     return regression("total variation", minimizer, parameters, term, ("squared",), **options)
 
 
+@functools.cache
+def equations(p):
+    """Return the known matrix [p / 4, p] of the affine sets, exact in float32."""
+    rng = np.random.default_rng(p)
+    return np.round(64 * rng.normal(size=(max(1, p // 4), p))) / 64
+
+
 def affine_family():
     def minimizer(train, **options):
-        return bilevel.projected("affine", train[3], lambda a: a[2:], **options)
+        return bilevel.projected("affine", equations(train[0].shape[1]), lambda a: a[2:], **options)
 
     def parameters(rng, weights, slope):
-        matrix = rng.normal(size=(max(1, len(weights) // 4), len(weights)))
-        return matrix @ weights * rng.uniform(0.5, 1.5), [matrix]
+        return equations(len(weights)) @ weights * rng.uniform(0.5, 1.5), []
 
     def term(drawn):
         def right(alpha):
             jacobian = np.eye(len(alpha), dtype=alpha.dtype)[2:]
             return alpha[2:], jacobian
 
-        return exact.affine(drawn.train[3].astype(LONG), right)
+        return exact.affine(equations(drawn.train[0].shape[1]).astype(LONG), right)
 
     return regression("affine", minimizer, parameters, term, ("squared",))
 
@@ -606,7 +612,7 @@ def judged(row: dict[str, Any]) -> dict[str, Any]:
     if not regular:
         return out | {"outcome": "not regular"}
     size, error = row["truth"], row["error"]
-    floor = 20 * float(np.finfo(row["dtype"]).eps) * size
+    floor = 20 * float(np.finfo(row["dtype"]).eps) * size + 1e-300
     if not np.isfinite(error):
         return out | {"outcome": "false" if finite else "diverged", "false": finite}
     out["violated"] = bool(np.isfinite(row["bound"]) and error > row["bound"] + floor)

@@ -448,6 +448,8 @@ def near_a_kink(problem, alpha, start, direction, distance):
     for _ in range(8):
         if not abs(t) < 3:
             return None
-        slope = (margins(t + h)[i] - margins(t)[i]) / h
-        t = t - margins(t)[i] / slope
+        here, ahead = margins(t), margins(t + h)
+        if min(len(here), len(ahead)) <= i:  # a Newton step failed
+            return None
+        t = t - here[i] * h / (ahead[i] - here[i])
     return alpha + t * (1 - LONG(distance)) * direction

@@ -10,6 +10,7 @@ import optax
 from bilevel.constraints._members import on_vector, require, value_at
 from bilevel.contracts import Constraint, Pytree
 from bilevel.internal.checks import concrete, describe, offending
+from ntk.internal.products import matmul
 
 _RANK = 1e-12  # singular values below this share of the largest one count as 0
 
@@ -60,7 +61,7 @@ def affine(matrix: Any, right: Any) -> Constraint:
 
     def check(a, b, inverse):
         size = jnp.linalg.norm(b)
-        missed = jnp.linalg.norm(jnp.asarray(unreachable, b.dtype) @ b)
+        missed = jnp.linalg.norm(matmul(jnp.asarray(unreachable, b.dtype), b))
         eps = float(jnp.finfo(b.dtype).eps)
         expected = "right-hand sides that some weights attain (a set that is not empty)"
         return require("right", missed <= 1000 * eps * len(rows) * size, expected, missed)
@@ -89,11 +90,11 @@ def affine(matrix: Any, right: Any) -> Constraint:
         parameters=resolved,
         blank=lambda size: (),
         identify=lambda w, g, eta, *_: (),
-        prox=lambda code, z, eta, a, b, inverse: z - inverse @ (a @ z - b),
+        prox=lambda code, z, eta, a, b, inverse: z - matmul(inverse, matmul(a, z) - b),
         step=lambda code, w, g, eta, a, b, inverse: (
-            -eta * (g - inverse @ (a @ g)) - inverse @ (a @ w - b)
+            -eta * (g - matmul(inverse, matmul(a, g))) - matmul(inverse, matmul(a, w) - b)
         ),
-        tangent=lambda code, w, v, a, b, inverse: v - inverse @ (a @ v),
+        tangent=lambda code, w, v, a, b, inverse: v - matmul(inverse, matmul(a, v)),
         margins=lambda code, w, g, *_: (),
         check=check,
     )

@@ -12,6 +12,7 @@ from bilevel.constraints._members import (
 )
 from bilevel.constraints._simplex import above_threshold
 from bilevel.contracts import Constraint
+from ntk.internal.products import matmul
 
 _RADIUS = "a number of at least 0"
 
@@ -42,10 +43,10 @@ def l2_ball(radius: Any = 1.0) -> Constraint:
     def excess(w, g, eta, radius):
         """Return ``|z|^2 - radius^2`` of ``z = w - eta g``, without loss of a small gradient."""
         size = jnp.linalg.norm(w)
-        return (size - radius) * (size + radius) - 2 * eta * (w @ g) + eta**2 * (g @ g)
+        return (size - radius) * (size + radius) - 2 * eta * matmul(w, g) + eta**2 * matmul(g, g)
 
     def norm(active, z):
-        square = z @ z
+        square = matmul(z, z)
         return jnp.sqrt(jnp.where(active & (square > 0), square, 1))
 
     def step(active, w, g, eta, radius):
@@ -54,16 +55,17 @@ def l2_ball(radius: Any = 1.0) -> Constraint:
         return jnp.where(active, (shorter * w - eta * radius * g) / size, -eta * g)
 
     def multiplier(w, g):
-        return -(w @ g) / (w @ w)
+        return -matmul(w, g) / matmul(w, w)
 
     def tangent(active, w, v, radius):
-        return v - jnp.where(active, (w @ v) / norm(active, w) ** 2, 0) * w
+        return v - jnp.where(active, matmul(w, v) / norm(active, w) ** 2, 0) * w
 
     def margins(active, w, g, radius):
         return jnp.where(active, multiplier(w, g), radius - jnp.linalg.norm(w))
 
     def curvature(active, w, g, v, radius):
-        return jnp.where(active, -(w @ g) / norm(active, w) ** 2, 0) * tangent(active, w, v, radius)
+        bend = jnp.where(active, -matmul(w, g) / norm(active, w) ** 2, 0)
+        return bend * tangent(active, w, v, radius)
 
     return on_vector(
         parameters=lambda w, alpha: (scalar_parameter("radius", radius, w, alpha),),

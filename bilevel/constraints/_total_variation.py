@@ -80,13 +80,9 @@ def total_variation(weight: Any = 1.0) -> Constraint:
         return jnp.sign(jnp.diff(point)).astype(jnp.int8)
 
     def margins(jumps, w, g, weight):
-        # The dual variable of a pair is the sum of the slopes before it. It starts anew after each
-        # jump, where it is the weight times the sign.
-        slopes = g + weight * pull(jumps, w)
-        dual = jnp.cumsum(slopes)[:-1]
-        signs = jnp.concatenate([jnp.zeros(1, w.dtype), jumps.astype(w.dtype)])
-        start = signs[jax.lax.cummax(jnp.where(signs != 0, jnp.arange(len(signs)), 0))][:-1]
-        inside = weight - jnp.abs(dual + weight * start)
+        # The sum of the slopes before a pair is its dual variable: the weight times the sign of a
+        # jump, and anything between in a segment.
+        inside = weight - jnp.abs(jnp.cumsum(g)[:-1])
         slack = jnp.where(jumps != 0, jumps * jnp.diff(w), inside)
         return jnp.where(weight == 0, jnp.inf, slack)
 

@@ -1,4 +1,10 @@
-"""The accuracy of a hypergradient of a constrained lower problem."""
+"""The accuracy of a hypergradient of a constrained lower problem.
+
+The hypergradient is that of the solution's active set. The estimate is the distance to a refined
+hypergradient (:mod:`bilevel.hypergradients.constrained_refinement`), with an active set of its own.
+It is infinite if rounding could change the refined active set, because the derivative then differs
+from side to side.
+"""
 
 import functools
 
@@ -7,15 +13,20 @@ import jax.numpy as jnp
 import optax
 
 from bilevel.contracts import Constraint, Pytree
-from bilevel.hypergradients.error_estimate import Info
+from bilevel.hypergradients.constrained_refinement import refine_constrained
+from bilevel.hypergradients.curvature import PRODUCTS, is_small
+from bilevel.hypergradients.error_estimate import Estimate, Info, hidden_steps, is_asymmetric
 from bilevel.hypergradients.refinement import finite_or_zero, ratio_to_norm, unbounded
-from bilevel.internal.precision import widen, widened
+from bilevel.internal.precision import coarsest_eps, widen, widened
 from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import Problem, hessian_operator
+from bilevel.problem.structure import is_quadratic
 from bilevel.solvers import detached
 from bilevel.solvers._manifold import manifold_system
 
-_OWN_OPERATOR, _NOT_ESTIMATED = 10, 11  # in error_estimate.REASONS
+# In error_estimate.REASONS.
+_NOT_FINITE, _SQUARES, _ASYMMETRIC, _NARROW, _COARSE, _OWN_OPERATOR = 1, 6, 7, 8, 9, 10
+_NOT_SETTLED, _DEGENERATE, _UNDETERMINED, _FLAT = 11, 12, 13, 14
 
 
 def assess_constrained(
@@ -27,38 +38,67 @@ def assess_constrained(
     valid: Pytree,
     grad: Pytree,
     adjoint: Pytree | None,
+    products: int = PRODUCTS,
 ) -> Info:
-    """Return the residuals of a hypergradient; its error is not estimated."""
+    """Assess a hypergradient ``grad`` computed at ``w`` with ``adjoint`` (None: unknown).
+
+    Cost: a further run of the forward solver from ``w``, and the reduced Hessian and its inverse
+    up to 512 weights (1024 if the lower loss is quadratic). Beyond, some ten solves of at most
+    ``products`` Hessian products each. The result has no derivative.
+    """
     if adjoint is not None:
         adjoint = widen(adjoint)
     problem = Problem(widened(constraint.completed(problem.lower), w), widened(problem.outer, w))
-    check = functools.partial(_residuals, problem, constraint)
-    return detached(check, widen(w), alpha, train, valid, grad, adjoint)
+    check = functools.partial(_assess_active_set, problem, constraint, products, coarsest_eps(w))
+    # The refined hypergradient must be free of the rounding that it measures.
+    with jax.default_matmul_precision("highest"):
+        return detached(check, widen(w), alpha, train, valid, grad, adjoint)
 
 
-def _residuals(problem, constraint, w, alpha, train, valid, grad, adjoint) -> Info:
+def _assess_active_set(
+    problem, constraint, products, coarse, w, alpha, train, valid, grad, adjoint
+) -> Info:
     lower = hoist_constants(problem.lower, w, alpha, train)
     g, hvp = hessian_operator(lower, w, alpha, train)
     force = jax.grad(problem.outer)(w, alpha, valid)
-    turned = hvp(g)
-    curvature = ratio_to_norm(optax.tree.norm(turned), g)
+    curvature = ratio_to_norm(optax.tree.norm(hvp(g)), g)
     eta = 1 / jnp.where(curvature > 0, curvature, 1)
     code = constraint.identify(w, g, alpha, eta)
-    step = constraint.step(code, w, g, alpha, eta)
-    system = manifold_system(constraint, hvp, code, w, g, alpha, eta)
-    right = system.after(force)
+    stationarity = optax.tree.norm(constraint.step(code, w, g, alpha, eta)) / eta
     far = jnp.full_like(eta, unbounded(eta))
     residual = far
     if adjoint is not None:
-        known = jnp.isfinite(optax.tree.norm(adjoint))
+        system = manifold_system(constraint, hvp, code, w, g, alpha, eta)
+        right = system.after(force)
         error = optax.tree.sub(system.operator(finite_or_zero(adjoint)), right)
+        known = jnp.isfinite(optax.tree.norm(adjoint))
         residual = jnp.where(known, ratio_to_norm(optax.tree.norm(error), right), far)
-    reason = _OWN_OPERATOR if constraint.margins is None else _NOT_ESTIMATED
-    return Info(
-        stationarity=optax.tree.norm(step) / eta,
-        linear_residual=residual,
-        converged=jnp.array(False),
-        error_estimate=far,
-        error_bound=far,
-        reason=jnp.asarray(reason, jnp.int8),
+    if constraint.margins is None:
+        reason = jnp.asarray(_OWN_OPERATOR, jnp.int8)
+        return Info(stationarity, residual, jnp.array(False), far, far, reason)
+
+    refined = refine_constrained(
+        *(problem, constraint, w, adjoint, alpha, train, valid),
+        products=products,
+        dense=is_small(w, is_quadratic(lower, w, alpha, train)),
+    )
+    estimate = Estimate.of(grad, refined.grads, refined.magnitude)
+    finite = jnp.isfinite(stationarity + optax.tree.norm(force) + optax.tree.norm(grad))
+    settled = refined.settled & refined.right & jnp.isfinite(estimate.size)
+    program = jax.make_jaxpr(problem.lower)(w, alpha, train)
+    rounded, multiplied = hidden_steps(program, coarse, refined.last_step)
+    wrong = {
+        _NOT_FINITE: ~finite,
+        _ASYMMETRIC: is_asymmetric(program, hvp, w),
+        _UNDETERMINED: ~refined.determined,
+        _FLAT: ~refined.definite,
+        _NARROW: ~settled & rounded,
+        _COARSE: ~settled & multiplied,
+        _NOT_SETTLED: ~settled,
+        _DEGENERATE: ~refined.decided,
+        _SQUARES: estimate.lost,
+    }
+    reason = jnp.select(list(wrong.values()), list(wrong), 0).astype(jnp.int8)
+    return estimate.info(
+        stationarity, refined.linear_residual if adjoint is None else residual, reason
     )

@@ -14,12 +14,14 @@ the remaining residuals into a bound.
 import functools
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend import core
 from jax.flatten_util import ravel_pytree
 
-from bilevel.contracts import Pytree
+from bilevel.contracts import LinearMap, Pytree
 from bilevel.hypergradients.curvature import PRODUCTS, is_small, is_symmetric
 from bilevel.hypergradients.refinement import (
     NOISE,
@@ -124,7 +126,14 @@ REASONS = (
     "the lower loss asks for matrix products in TF32 or bfloat16: their rounding hides Newton's "
     "last steps; ask for the precision 'highest', or for none",
     "your own projection or proximal operator has no margins, so the active set is unknown",
-    "the lower problem has constraints or a non-smooth term: the error is not estimated there",
+    "the active set of the constraints or of the non-smooth term is not found from these weights: "
+    "give the forward solver more steps or a smaller tolerance, or scale the weights",
+    "nearly degenerate: rounding decides whether a constraint or a zero of the non-smooth term is "
+    "active, so the two sides may have different derivatives; move alpha, or use float64",
+    "an equality constraint has no free weight, so its multiplier is not determined (for an SVM, "
+    "its bias): loosen the bounds, or use a regularized bias",
+    "the lower loss has no curvature in a free direction of the active set, so the solution is not "
+    "unique: add a ridge, or use more rows",
 )
 """Reasons for an infinite estimate, indexed by ``Info.reason``."""
 
@@ -199,30 +208,16 @@ def _assess_widened(problem, products, coarse, w, alpha, train, valid, grad, adj
     dense = is_small(w, quadratic)
     given = quadratic, dense, w, alpha, train, valid, adjoint
     refined = refine(problem, fixed, products, *given)
-    better = jax.tree.map(lambda g: g.mean(0), refined.grads)
-    deviations = jax.tree.map(lambda g, mean: g - mean[None], refined.grads, better)
-    spread = optax.tree.norm(deviations) / jnp.sqrt(len(jax.tree.leaves(refined.grads)[0]) - 1)
-    change = optax.tree.norm(optax.tree.sub(grad, better))
-    # The rounding of two terms that may nearly cancel.
-    noise = NOISE * jnp.finfo(change.dtype).eps
-    hidden = noise * refined.magnitude
-    estimate = jnp.maximum(change, spread) + hidden + refined.leak
+    estimated = Estimate.of(grad, refined.grads, refined.magnitude, refined.leak)
     stationarity = optax.tree.norm(slope)
     finite = jnp.isfinite(stationarity + optax.tree.norm(force) + optax.tree.norm(grad))
-    settled = refined.settled & jnp.isfinite(estimate)
-    lost = _squares_lost(refined.magnitude, (grad, better))
-    asymmetric = jnp.array(False)
+    settled = refined.settled & jnp.isfinite(estimated.size)
     program = jax.make_jaxpr(problem.lower)(w, alpha, train)
-    if exact_order(program) != FORWARD_OVER_REVERSE:
-        asymmetric = ~is_symmetric(hvp, w)
-    # Losses round the weights to their dtype, so Newton's steps end at that rounding.
-    narrower = coarse > jnp.finfo(change.dtype).eps
-    rounded = ~settled & narrower & (refined.last_step <= 10 * coarse)
-    # Products of TF32 have 10 bits, and products of bfloat16 have 7.
-    multiplied = ~settled & has_coarse_products(program) & (refined.last_step <= 10 * 2.0**-8)
-    wrong = ~finite, asymmetric, ~refined.definite, rounded, multiplied, ~settled, lost
+    asymmetric = is_asymmetric(program, hvp, w)
+    rounded, multiplied = hidden_steps(program, coarse, refined.last_step)
+    restless = ~settled & rounded, ~settled & multiplied, ~settled
+    wrong = ~finite, asymmetric, ~refined.definite, *restless, estimated.lost
     reason = jnp.select(wrong, [1, 7, 2, 8, 9, 3, 6], 0).astype(jnp.int8)
-    estimate = jnp.where(reason == 0, estimate, unbounded(estimate))
 
     if adjoint is None:
         linear_residual = refined.linear_residual
@@ -231,23 +226,72 @@ def _assess_widened(problem, products, coarse, w, alpha, train, valid, grad, adj
         adjoint_residual = optax.tree.sub(hvp(finite_or_zero(adjoint)), force)
         ratio = ratio_to_norm(optax.tree.norm(adjoint_residual), force)
         linear_residual = jnp.where(known, ratio, unbounded(ratio))
-    bound = jnp.full_like(estimate, unbounded(estimate))
+    bound = jnp.full_like(estimated.size, unbounded(estimated.size))
     if quadratic and dense:
         bound = _quadratic_error_bound(problem, fixed, refined, alpha, train, valid, grad)
-    return Info(
-        stationarity=stationarity,
-        linear_residual=linear_residual,
-        # A few samples give the spread of rounding up to a factor of 2 or 3. Norms can overflow;
-        # an infinite estimate is not below 1 % of an infinite norm.
-        converged=(reason == 0) & (estimate + 2 * spread <= TOLERANCE * optax.tree.norm(grad)),
-        error_estimate=estimate,
-        error_bound=jnp.where(
-            (bound < unbounded(bound)) & ~lost & ~asymmetric,
-            (1 + noise) * bound + hidden,
-            unbounded(bound),
-        ),
-        reason=reason,
+    valid_bound = (bound < unbounded(bound)) & ~estimated.lost & ~asymmetric
+    return estimated.info(stationarity, linear_residual, reason)._replace(
+        error_bound=jnp.where(valid_bound, estimated.rounded(bound), unbounded(bound))
     )
+
+
+class Estimate(NamedTuple):
+    """The estimated error of a hypergradient, from samples of the refined one."""
+
+    size: jax.Array
+    spread: jax.Array  # of the samples
+    hidden: jax.Array  # rounding of terms that may nearly cancel, which the samples share
+    norm: jax.Array  # of the hypergradient
+    lost: jax.Array  # bool: squares underflow
+
+    @classmethod
+    def of(cls, grad: Pytree, samples: Pytree, magnitude: jax.Array, more: chex.Numeric = 0.0):
+        """Return the estimate; ``magnitude`` is the size of the terms, ``more`` is added."""
+        better = jax.tree.map(lambda g: g.mean(0), samples)
+        deviations = jax.tree.map(lambda g, mean: g - mean[None], samples, better)
+        spread = optax.tree.norm(deviations) / jnp.sqrt(len(jax.tree.leaves(samples)[0]) - 1)
+        change = optax.tree.norm(optax.tree.sub(grad, better))
+        hidden = NOISE * jnp.finfo(change.dtype).eps * magnitude
+        size = jnp.maximum(change, spread) + hidden + more
+        lost = _squares_lost(magnitude, (grad, better))
+        return cls(size, spread, hidden, optax.tree.norm(grad), lost)
+
+    def rounded(self, bound: jax.Array) -> jax.Array:
+        """Return a bound that includes rounding."""
+        return (1 + NOISE * jnp.finfo(bound.dtype).eps) * bound + self.hidden
+
+    def info(self, stationarity: jax.Array, linear_residual: jax.Array, reason: jax.Array) -> Info:
+        """Return the information on the hypergradient, without a bound."""
+        far = jnp.full_like(self.size, unbounded(self.size))
+        estimate = jnp.where(reason == 0, self.size, far)
+        return Info(
+            stationarity=stationarity,
+            linear_residual=linear_residual,
+            # A few samples give the spread of rounding up to a factor of 2 or 3. Norms can
+            # overflow; an infinite estimate is not below 1 % of an infinite norm.
+            converged=(reason == 0) & (estimate + 2 * self.spread <= TOLERANCE * self.norm),
+            error_estimate=estimate,
+            error_bound=far,
+            reason=reason,
+        )
+
+
+def is_asymmetric(program: core.ClosedJaxpr, hvp: LinearMap, w: Pytree) -> jax.Array:
+    """Return whether a custom rule of the lower loss makes its Hessian asymmetric."""
+    if exact_order(program) == FORWARD_OVER_REVERSE:
+        return jnp.array(False)
+    return ~is_symmetric(hvp, w)
+
+
+def hidden_steps(
+    program: core.ClosedJaxpr, coarse: float, last_step: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return whether rounding of the weights, and of coarse products, can hide Newton's steps."""
+    # Losses round the weights to their dtype, so Newton's steps end at that rounding.
+    narrower = coarse > jnp.finfo(last_step.dtype).eps
+    rounded = narrower & (last_step <= 10 * coarse)
+    # Products of TF32 have 10 bits, and products of bfloat16 have 7.
+    return rounded, has_coarse_products(program) & (last_step <= 10 * 2.0**-8)
 
 
 def _squares_lost(magnitude: jax.Array, grads: Pytree) -> jax.Array:

@@ -294,9 +294,8 @@ def stateful_hypergradient(
                 if solver.constraint is None:
                     info = assess(stated, weights, alpha, batch, valid, grad, adjoint, limit)
                 else:
-                    info = assess_constrained(
-                        stated, solver.constraint, weights, alpha, batch, valid, grad, adjoint
-                    )
+                    at = weights, alpha, batch, valid, grad, adjoint, limit
+                    info = assess_constrained(stated, solver.constraint, *at)
             if not any((*mapped, *direct)):
                 info = unmapped(info, 4)
             elif getattr(problem, "differentiated", False):
@@ -309,10 +308,10 @@ def stateful_hypergradient(
     return step
 
 
-def check_constraint(solver: LowerSolver, alpha: Pytree, w: Pytree) -> None:
+def check_constraint(solver: Any, alpha: Pytree, w: Pytree) -> None:
     """Raise if known values of ``alpha`` make the constraint's parameters invalid."""
     if getattr(solver, "constraint", None) is not None:
-        solver.constraint.check(params_of(w), alpha)  # type: ignore[union-attr]
+        solver.constraint.check(params_of(w), alpha)
 
 
 def _prox_of(constraint: Constraint) -> Callable:

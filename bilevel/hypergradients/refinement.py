@@ -132,7 +132,7 @@ def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) ->
         w_step, q_step = (jax.tree.map(lambda x, i=i: x[i], step) for i in range(2))
         # Newton's steps often end on the same rounding of the minimum from every start. The jitter
         # draws another one, which is equally good and shows the spread.
-        moved = _jitter(
+        moved = jitter(
             2 * count + number,
             optax.tree.sub(now.w, w_step),
             _JITTER * (number > 0).astype(rounding.dtype),
@@ -151,7 +151,7 @@ def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) ->
 
     def sample(number):
         moves = (number > 0).astype(rounding.dtype)
-        first_w, first_q = _jitter(2 * number, near, moves), _jitter(2 * number + 1, q, moves)
+        first_w, first_q = jitter(2 * number, near, moves), jitter(2 * number + 1, q, moves)
         if shifts is not None:
             shift = ravel_pytree(near)[1](moves * shifts[number])
             first_w = optax.tree.add(first_w, shift)
@@ -242,7 +242,7 @@ def _shifts(w, free, count):
     return size * ((drawn @ free) @ free.T)
 
 
-def _jitter(number, tree, roundings=1.0):
+def jitter(number, tree, roundings=1.0):
     """Return ``tree`` with its last digits drawn at random."""
     flat, unravel = ravel_pytree(tree)
 

@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from bilevel.contracts import DescentState, LowerSolver, Pytree, params_of
-from bilevel.hypergradients.hypergradient import first_state, solution, stateful_hypergradient
+from bilevel.hypergradients.hypergradient import (
+    check_constraint,
+    first_state,
+    solution,
+    stateful_hypergradient,
+)
 from bilevel.internal.checks import check_floating, gradient_transformation
 from bilevel.outer_loop import geometry
 from bilevel.problem.problem import Problem, split_losses
@@ -89,6 +94,7 @@ def noted_descent(
         check_floating("alpha", alpha)
         check_floating("w0", params_of(w))
         alpha, w = jax.tree.map(jnp.asarray, (alpha, w))
+        check_constraint(solver, alpha, w)
         state = optimizer.init(alpha)
         alpha = geometry.check_descends(optimizer, state, alpha)
         return DescentState(alpha, w, first_state(solver, alpha, w), state, jnp.zeros((), int))

@@ -131,8 +131,8 @@ _INDEFINITE = " (the lower Hessian is singular or not positive definite there)"
 _NOT_STATIONARY = (
     "the weights were not a stationary point of the lower loss in {} of {} outer steps. "
     "implicit(...) assumes one, so those hypergradients are wrong. Remedies: a forward solver that "
-    "converges (newton(), lbfgs(), more steps); unrolled(...) if there are constraints or kinks "
-    "such as an l1 term."
+    "converges (newton(), lbfgs(), more steps); projected(...) or proximal(...) if there are "
+    "constraints or kinks such as an l1 term."
 )
 _SPENT = (
     "the inner optimizer's schedule is below 1 % of its peak in {:.0%} of the outer steps: its "

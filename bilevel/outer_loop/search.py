@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from bilevel.contracts import LowerSolver, Partition, Pytree, SingleLoop, params_of
+from bilevel.hypergradients.hypergradient import check_constraint
 from bilevel.internal.checks import (
     check_data,
     check_floating,
@@ -280,6 +281,7 @@ def _check_search_arguments(
         check_floating(name, params_of(tree))
     for name, tree in (("alpha", alpha), ("w0", w0), ("train", train), ("valid", valid)):
         check_data(name, tree)
+    check_constraint(solver, alpha, w0)
 
 
 def _result_messages(

@@ -115,7 +115,7 @@ def projected(
     (Array([0.5, 2. , 0. ], dtype=float...), Array(4., dtype=float...))
     """
     constraint = _named("projected", onto, _SETS, constraints.projection, parameters, named)
-    return _forward_solver(constraint, steps, tol)
+    return forward_solver(constraint, steps, tol)
 
 
 def proximal(
@@ -182,7 +182,7 @@ def proximal(
     (Array([2., 0., 1.], dtype=float...), Array(-2., dtype=float...))
     """
     constraint = _named("proximal", term, _TERMS, constraints.prox, parameters, named)
-    return _forward_solver(constraint, steps, tol)
+    return forward_solver(constraint, steps, tol)
 
 
 def _named(name: str, value: Any, names: tuple, own: Callable, parameters: tuple, named: dict):
@@ -232,7 +232,8 @@ def _with_parameters(name: str, of: str, parameters: tuple, named: dict) -> Cons
         raise ValueError(f"{name}: expected the parameters of {of!r}; {error}.") from None
 
 
-def _forward_solver(constraint: Constraint, steps: int, tol: float | None) -> LowerSolver:
+def forward_solver(constraint: Constraint, steps: int, tol: float | None) -> LowerSolver:
+    """Return the forward solver of a constraint."""
     steps = integer("steps", steps, 1)
     if tol is not None:
         check_at_least("tol", tol, 0)

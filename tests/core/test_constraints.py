@@ -255,6 +255,8 @@ def test_known_values(name):
     assert_close(result.grad, np.array(case.grad), f64=1e-10, f32=1e-4)
     if case.value is not None:
         assert_close(result.value, case.value, f64=1e-10, f32=1e-5)
+    assert result.info.converged, bilevel.explain(result.info)
+    assert result.info.error_estimate < tolerance(1e-12, 1e-4)
 
 
 @float64_only
@@ -271,6 +273,64 @@ def test_a_tie_counts_as_active_and_has_no_estimate(name):
     assert_close(result.w, np.array(case.w), f64=1e-10, f32=1e-5)
     np.testing.assert_allclose(result.grad, case.grad, rtol=0, atol=tolerance(1e-9, 1e-5))
     assert np.isinf(result.info.error_estimate) and not result.info.converged
+    assert "nearly degenerate" in bilevel.explain(result.info)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_an_estimate_is_the_error_of_weights_with_another_active_set():
+    case = table()["Lasso"]
+    start = [0.5, -0.2, 0.1]  # one step does not make the last weight 0
+    rough = bilevel.proximal("l1", jnp.exp, steps=1, tol=1e3)
+    result = hypergradient(problem_of(case), rough, case.alpha, start)
+    error = np.linalg.norm(result.grad - np.array(case.grad))
+    assert error > 0.01 and not result.info.converged
+    assert_close(result.info.error_estimate, error, f64=1e-9, f32=1e-4)
+
+
+def flat_nonnegative():
+    """Return a problem whose two free weights have only their sum determined."""
+
+    def lower(w, alpha, _):
+        return 0.5 * (w[0] + w[1] - alpha[0]) ** 2
+
+    return lower, bilevel.projected("nonnegative"), "no curvature in a free direction"
+
+
+def machine_without_free_weights():
+    return (
+        svm(0.0)[0],
+        bilevel.projected("box_equality", 0.0, first, SVM_Y, 0.0),
+        "an equality constraint has no free weight",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("make", [flat_nonnegative, machine_without_free_weights])
+def test_a_missing_derivative_has_its_reason(make):
+    lower, minimizer, reason = make()
+    alpha, start = ([1.0], [0.2, 0.3]) if make is flat_nonnegative else ([-3.0, 0.0], np.zeros(4))
+    problem = bilevel.Problem(lower, lambda w, alpha, _: jnp.sum(w**2))
+    result = hypergradient(problem, minimizer, alpha, start)
+    assert np.isinf(result.info.error_estimate) and not result.info.converged
+    assert reason in bilevel.explain(result.info)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [1, 4])
+def test_the_dual_margins_of_total_variation(rank):
+    """Against the sum of slopes: the dual variable of a pair in a segment is at most the weight."""
+    term = bilevel.proximal("total_variation", lambda a: a).constraint
+    y = jnp.asarray([1.0, 1.2, 4.0, 3.5, 3.6, -1.0][: rank + 2])
+    code = term.identify(jnp.zeros_like(y), -y, 0.3, 1.0)
+    w = term.prox(code, y, 0.3, 1.0)
+    margins = term.margins(code, w, w - y, 0.3)
+    dual = np.cumsum(np.asarray(w - y))[:-1]
+    expected = np.where(code != 0, code * np.diff(w), 0.3 - np.abs(dual))
+    assert_close(margins, expected, f64=1e-12, f32=1e-5)
+    assert np.all(np.asarray(margins) > 0)
 
 
 @pytest.mark.slow

@@ -1345,6 +1345,16 @@ CONSTRAINTS = [
         r"weight: expected numbers of at least 0, got -1",
     ),
     (
+        lambda: search(solver=implicit(bilevel.proximal("l1", lambda a: -1 - 0 * a))),
+        ValueError,
+        r"weight: expected numbers of at least 0, got -1",
+    ),
+    (
+        lambda: descent(implicit(bilevel.projected("box", 1.0, lambda a: 0 * a))),
+        ValueError,
+        r"high: expected bounds of at least low, got 0",
+    ),
+    (
         lambda: constrained(bilevel.proximal("l1", np.ones(3))),
         ValueError,
         r"weight: expected a number or the shape \(2,\) of the weights, got shape \(3,\)",

@@ -271,10 +271,12 @@ def test_what_is_known_of_a_dataset_is_so():
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_the_parsers_refusal_is_one_sentence_in_any_terminal(encoding, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
-    with pytest.raises(ValueError, match=r"^Error parsing --seeds: .* '2.5'; see --help\.$"):
-        parse_flags(["search", "--seeds", "2.5"])
-    with pytest.raises(ValueError, match=r"^Unrecognized (options|arguments): word; see --help\.$"):
-        parse_flags(["search", "word"])
+    for line, message in [
+        (["search", "--seeds", "2.5"], r"^Error parsing --seeds: .* '2.5'; see --help\.$"),
+        (["search", "word"], r"^Unrecognized (options|arguments): word; see --help\.$"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            parse_flags(line)
 
 
 @every_command

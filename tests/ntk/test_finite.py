@@ -364,18 +364,6 @@ def test_nngp_kernels_are_the_products_of_the_outputs_and_those_of_neural_tangen
 X = np.ones((3, 2))
 
 
-def test_batch_statistics_raise():
-    class Normalised(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.BatchNorm(use_running_average=False)(nn.Dense(1)(x))
-
-    model = Normalised()
-    variables = jax.jit(model.init)(KEY, X)
-    with pytest.raises(ValueError, match=r"^apply: expected BatchNorm with use_running_average"):
-        empirical_kernel(model.apply, variables, X)
-
-
 @pytest.mark.long
 def test_batch_statistics_of_nnx_raise_and_averages_do_not():
     model = nnx.Sequential(

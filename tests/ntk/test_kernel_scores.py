@@ -79,8 +79,6 @@ def test_a_singular_kernel_has_defined_scores_and_none_that_ranks_first(dead):
     assert by_score["spectral_entropy"] <= 1e-4
 
 
-def test_an_indefinite_kernel_raises_or_gives_nan():
+def test_a_traced_indefinite_kernel_gives_nan():
     K = jnp.array([[1.0, 3.0], [3.0, 1.0]])
-    with pytest.raises(ValueError, match="K: expected a positive semidefinite matrix, got one"):
-        scores.of_kernel(K)
     assert jnp.isnan(jax.jit(scores.of_kernel)(K)["min_eigenvalue"])

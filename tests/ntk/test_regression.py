@@ -128,11 +128,9 @@ def test_regression_is_differentiable_in_the_kernel_and_maps_over_batches():
     assert_close(fits, np.stack([np.linalg.solve(k, y) for k in np.asarray(batch)]))
 
 
-def test_a_kernel_without_a_cholesky_factor_is_an_error_or_nan_when_traced():
+def test_a_traced_kernel_without_a_cholesky_factor_gives_nan():
     indefinite = jnp.diag(jnp.array([1.0, -0.25]))
     y = jnp.ones(2)
-    with pytest.raises(ValueError, match=r"K: expected a positive definite .* got .* -0\.25\."):
-        kernel_regression(indefinite, y)
     assert np.isnan(jax.jit(kernel_regression)(indefinite, y).weights).all()
     assert_close(kernel_regression(indefinite, y, penalty=1.25).weights, [1 / 2.25, 1.0])
 

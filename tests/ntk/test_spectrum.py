@@ -94,11 +94,6 @@ def test_products_are_differentiable_in_what_they_close_over():
     )
 
 
-def test_second_derivatives_are_refused_rather_than_wrong():
-    with pytest.raises(NotImplementedError, match="K: expected first derivatives only"):
-        jax.hessian(min_eigenvalue)(jnp.eye(2))
-
-
 def test_zero_and_nan_matrices():
     assert min_eigenvalue(np.zeros((90, 90))) == 0
     assert np.isnan(jax.jit(min_eigenvalue)(jnp.full((70, 70), jnp.nan)))
@@ -199,19 +194,19 @@ ON_THE_HOST = {"certified_min_eigenvalue", "certify_simplex"}
 def test_no_number_comes_of_a_matrix_that_is_not_symmetric(name):
     function, rng = TAKE_A_KERNEL[name], np.random.default_rng(0)
     for n, size in [(3, 1e-3), (5, 1e3)]:
-        K = planted(np.linspace(1, 3, n))
+        skew, broken = planted(np.linspace(1, 3, n)), np.eye(n)
         i, j = rng.choice(n, 2, replace=False)
-        K[i, j] += size
-        with pytest.raises(ValueError, match=r"expected (a )?symmetric .*that differ by"):
-            function(K)
-        K[i, j] = np.nan
-        with pytest.raises(ValueError, match="expected finite entries, got NaN"):
-            function(K)
-        for shape in [(n,), (n, n + 1), (0, 0), (1, n, n)]:
-            with pytest.raises(ValueError, match=r"expected .*shape"):
-                function(np.ones(shape))
-        with pytest.raises(ValueError, match="expected real numbers, got complex128"):
-            function(np.eye(n) * 1j)
+        skew[i, j] += size
+        broken[i, j] = np.nan
+        shapes = [(n,), (n, n + 1), (0, 0), (1, n, n)]
+        for K, message in [
+            (skew, r"expected (a )?symmetric .*that differ by"),
+            (broken, "expected finite entries, got NaN"),
+            *((np.ones(shape), r"expected .*shape") for shape in shapes),
+            (np.eye(n) * 1j, "expected real numbers, got complex128"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                function(K)
 
 
 @pytest.mark.long

@@ -282,12 +282,6 @@ def test_descent_refuses_both_and_under_jit_says_nan():
             both(jnp.array([0.5, 0.5]))
 
 
-def test_a_geometry_in_an_eager_loop_of_optax_refuses_an_alpha_off_its_set():
-    optimizer = optax.chain(optax.sgd(1.0), bilevel.exponentiate(), optax.clip(0.1))
-    with pytest.raises(ValueError, match=r"sums off by .* has to be the last of its chain\."):
-        descend(optimizer, jnp.array([0.2, 0.3, 0.5]), [jnp.array([3.0, 1.0, 2.0])] * 2)
-
-
 def test_partitions_and_wrappers_keep_what_is_known_of_the_set():
     parts = {
         "right": optax.chain(optax.sgd(0.1), bilevel.exponentiate()),
@@ -304,16 +298,6 @@ def test_partitions_and_wrappers_keep_what_is_known_of_the_set():
             zip(geometry.geometry_names(state), geometry.moved_on(state, alpha), strict=True)
         )
         assert moved_by_geometry == {"exponentiate": False, "project": expected}
-
-
-@pytest.mark.parametrize(
-    "optimizer", [bilevel.project(lambda a: a), bilevel.softmax(optax.sgd(1.0))]
-)
-def test_an_update_of_another_shape_raises(optimizer):
-    alpha = jnp.full((1, 1, 2), 0.5)
-    state = optimizer.init(alpha)
-    with pytest.raises(ValueError, match=r"updates: expected the shape \(1, 1, 2\) of alpha, got"):
-        optimizer.update(jnp.ones(2), state, alpha)
 
 
 @pytest.mark.long

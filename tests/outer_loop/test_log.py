@@ -133,11 +133,13 @@ def test_commands_log_what_their_bars_show(line, tmp_path, monkeypatch, capsys):
 def test_other_files_stay_unchanged(tmp_path):
     notes = tmp_path / "notes.txt"
     notes.write_text("hello\nimportant last line")
-    with pytest.raises(ValueError, match="path: expected lines of JSON, got another file"):
-        bilevel.log(notes, resume=True)
+    for path, options, message in [
+        (notes, {"resume": True}, "lines of JSON, got another file"),
+        (notes / "below", {}, "a file to write in, got"),
+    ]:
+        with pytest.raises(ValueError, match=f"path: expected {message}"):
+            bilevel.log(path, **options)
     assert notes.read_text() == "hello\nimportant last line"
-    with pytest.raises(ValueError, match="path: expected a file to write in, got"):
-        bilevel.log(notes / "below")
     whole = tmp_path / "whole.jsonl"
     whole.write_text('{"step": 3}')  # an editor's, without the last newline
     bilevel.log(whole, resume=True)

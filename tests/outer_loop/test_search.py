@@ -154,11 +154,6 @@ def test_a_search_with_traced_closure_equals_a_search_alone(of_rate):
             np.testing.assert_allclose(result.history["value"], alone.history["value"], rtol=1e-5)
 
 
-def test_a_callback_raises_if_closed_over_values_are_traced():
-    with pytest.raises(ValueError, match="progress, checkpoint, callback and a stream"):
-        jax.vmap(functools.partial(at_inner_rate, callback=print))(RATES)
-
-
 @pytest.mark.slow
 def test_stacked_searches_equal_separate_searches():
     starts = jnp.stack([UNIFORM, jnp.array([0.6, 0.2, 0.2])])
@@ -464,16 +459,17 @@ def test_ctrl_c_in_the_last_chunk_is_reported_after_the_last_callback():
     assert result.stopped == "interrupted after step 9" and seen == [3, 6, 9]
 
 
-def test_a_directory_with_a_checkpoint_is_not_overwritten(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 2}, "checkpoint: expected an empty directory or resume=True"),
+        ({"steps": 1, "resume": True}, "steps: expected at least the 2"),
+    ],
+)
+def test_a_checkpoint_is_not_overwritten_nor_shortened(tmp_path, options, message):
     noisy(steps=2, checkpoint=tmp_path)
-    with pytest.raises(ValueError, match=r"checkpoint: expected an empty directory or resume=True"):
-        noisy(steps=2, checkpoint=tmp_path)
-
-
-def test_a_checkpoint_with_more_steps_raises(tmp_path):
-    noisy(steps=2, checkpoint=tmp_path)
-    with pytest.raises(ValueError, match="steps: expected at least the 2"):
-        noisy(steps=1, checkpoint=tmp_path, resume=True)
+    with pytest.raises(ValueError, match=message):
+        noisy(checkpoint=tmp_path, **options)
 
 
 # ----------------------------------------------------------------------------- trouble

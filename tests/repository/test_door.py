@@ -29,10 +29,13 @@ from bilevel import (
     strategies,
     unrolled,
 )
+from bilevel.discretize import diagnostics
 from bilevel.linear import ridge_weights
 from bilevel.nets import images, training
+from bilevel.nets.evaluation import wrong_rows
 from bilevel.runs import checkpoint
-from bilevel.spaces import darts, features, nasbench201
+from bilevel.spaces import darts, features, nasbench201, targets
+from bilevel.spaces.activations import sign_labels
 from bilevel.spaces.nasbench201 import judging
 from ntk import networks as nets
 from ntk.large.iterative_regression import IterativeRegression
@@ -340,6 +343,62 @@ OUTER_LOOP = value_errors(
     (lambda: bilevel.project().init(UNIFORM * jnp.nan), "alpha: expected points of"),
     (lambda: bilevel.project("box").init(jnp.array([1.1])), r"box \[0, 1\]"),
     (lambda: bilevel.exponentiate().update(UNIFORM, optax.EmptyState()), "params: expected alpha"),
+)
+
+
+def two_updates(optimizer, alpha, gradient):
+    """Take two steps in an eager loop of optax."""
+    state = optimizer.init(alpha)
+    for _ in range(2):
+        updates, state = optimizer.update(gradient, state, alpha)
+        alpha = optax.apply_updates(alpha, updates)
+
+
+def traced_search(**options):
+    def run(rate):
+        return search(solver=unrolled(rate, 3), steps=3, **options).alpha
+
+    return jax.vmap(run)(jnp.array([0.1, 0.2]))
+
+
+def unused_leaves(mode):
+    def loss(w, alpha, batch):
+        return jnp.sum((w - alpha["mix"]) ** 2)
+
+    alpha = {"mix": jnp.ones(()), "mixture": jnp.ones(2), "decya": jnp.ones(())}
+    problem = bilevel.Problem(loss, loss)
+    return hypergradient(problem, alpha, solver=unrolled(0.1, 3), mode=mode)
+
+
+OUTER_LOOP += value_errors(
+    (
+        lambda: two_updates(
+            optax.chain(SGD, bilevel.exponentiate(), optax.clip(0.1)),
+            jnp.array([0.2, 0.3, 0.5]),
+            jnp.array([30.0, 10.0, 20.0]),
+        ),
+        r"sums off by .* has to be the last of its chain\.",
+    ),
+    *(
+        (
+            lambda optimizer=optimizer: optimizer.update(
+                ONES[:2], optimizer.init(UNIFORM[None, None]), UNIFORM[None, None]
+            ),
+            r"updates: expected the shape \(1, 1, 2\) of alpha, got",
+        )
+        for optimizer in (bilevel.project(lambda alpha: alpha), bilevel.softmax(SGD))
+    ),
+    (lambda: traced_search(callback=print), "progress, checkpoint, callback and a stream"),
+    (lambda: search(checkpoint=__file__), "checkpoint: expected a place to write in, got"),
+)
+HYPERGRADIENTS += value_errors(
+    *(
+        (
+            lambda mode=mode: unused_leaves(mode),
+            r"alpha\['decya'\], alpha\['mixture'\]: expected to enter",
+        )
+        for mode in ("reverse", "forward")
+    ),
 )
 RUNS = value_errors(
     (lambda: checkpoint.save("folder", 2.5, W0), "step: expected an integer"),
@@ -726,6 +785,87 @@ SPACES = value_errors(
     (lambda: features.text_selection(*[TEXTS] * 3, cost=0), "cost: expected a positive"),
 )
 SPACES += [(lambda: spaces.linearized_space(W0, W0), TypeError, "space: expected a")]
+
+
+def gaussian(alpha, x1, x2):
+    return jnp.exp(-jnp.sum((x1[:, None] - x2) ** 2, -1))
+
+
+def kernel_loss(level, y, batch_inputs=EYE, x=None):
+    """Call a loss of a space of one kernel, or its solver, with three training rows."""
+    space = spaces.kernel_function_space(gaussian, jnp.zeros(()), x=x)
+    alpha, w = space.start(), jnp.zeros(3)
+    inputs = batch_inputs if x is not None else space.inputs(batch_inputs, EYE)
+    if level == "solver":
+        return space.solver.run(space.problem.lower, alpha, w, (), (space.inputs(EYE), y))
+    return getattr(space.problem, level)(w, alpha, (inputs, y))
+
+
+def kernel_outputs(transform=lambda apply: apply):
+    space = spaces.kernel_function_space(gaussian, jnp.zeros(()))
+    return transform(space.apply)(jnp.ones(3), space.start(), EYE)
+
+
+def linearized(layer):
+    space = nasbench201.nasbench201_space([layer, "skip_connect"], cells=1, channels=2, classes=2)
+    x = jax.random.normal(KEY, (3, 4, 4, 1))
+    return spaces.linearized_space(space, space.init(KEY, (x, None))).inputs(x)
+
+
+SPACES += value_errors(
+    (lambda: sign_labels(ONES[:, None], 3), r"labels: expected one a row, shape \[n\], got shape"),
+    (
+        lambda: wrong_rows(targets.predict_labels, EYE, LABELS[:, None]),
+        r"labels: expected one a row, shape \(3,\), got shape",
+    ),
+    (
+        lambda: targets.predict_labels(jnp.ones((3, 1))),
+        r"f: expected outputs \[n\], or \[n, classes\]",
+    ),
+    (
+        lambda: spaces.network_space(nets.dense("variance")).one_hot({"width": 1.0}),
+        "architecture: expected",
+    ),
+    (lambda: kernel_loss("lower", ONES[:, None]), "y: expected one for each output, shape"),
+    (lambda: kernel_loss("outer", ONES[:1]), "y: expected one for each output, shape"),
+    (lambda: kernel_loss("solver", ONES[:1]), "y: expected 3 rows as in training, got shape"),
+    (
+        lambda: kernel_loss("lower", ONES, 2 * EYE, x=EYE),
+        "batch: expected the training inputs x",
+    ),
+    (
+        lambda: jax.jit(lambda x: kernel_loss("lower", jnp.ones(4), x, x=EYE))(jnp.ones((4, 3))),
+        "batch: expected the training inputs x",
+    ),
+    (lambda: kernel_outputs(), r"inputs: expected space.inputs\(rows, x\)"),
+    (lambda: kernel_outputs(jax.jit), r"inputs: expected space.inputs\(rows, x\)"),
+    (
+        lambda: linearized("nor_conv_1x1"),
+        "space: expected networks that see every row by itself",
+    ),
+    (
+        lambda: spaces.unit_inputs(EYE, jnp.full((1, 3), 1 / 3).at[0].set(EYE.mean(0))),
+        "x: expected rows that differ from their mean",
+    ),
+    # The sum of seven tenths divided by 7 is not 0.1.
+    (
+        lambda: spaces.unit_inputs(jnp.full((7, 3), 0.1, jnp.float32)),
+        "x: expected rows that differ from their mean",
+    ),
+    (
+        lambda: condition_six(np.ones((3, 10)), jnp.full(10, 0.11, jnp.bfloat16)),
+        "alpha: expected points of the simplex",
+    ),
+    *(
+        (
+            lambda size=size: diagnostics.alpha_curvature(
+                lambda w, alpha, batch: jnp.sum(jnp.sqrt(alpha)), "free"
+            )(None, jnp.zeros(size), None),
+            "alpha: expected a loss whose second derivatives are fin",
+        )
+        for size in (3, 40)
+    ),
+)
 NETS_AND_DATA = value_errors(
     (lambda: data.stratified_split(0, np.zeros(4, int), (2, 1)), NOT_A_KEY),
     (
@@ -776,6 +916,17 @@ NETS_AND_DATA = value_errors(
         lambda: bilevel.nets.unit_images(jnp.ones((5, 8, 12, 1)), pixels=2),
         "pixels: expected at least 3 for images of 8 x 12, whose",
     ),
+)
+TENTHS = np.full((5, 6, 6, 1), 0.1, np.float32)  # their mean is not 0.1
+NETS_AND_DATA += value_errors(
+    *(
+        (
+            lambda x=x, pixels=pixels: bilevel.nets.unit_images(x, pixels=pixels),
+            "x: expected channels that vary",
+        )
+        for x in (TENTHS, jnp.asarray(TENTHS))
+        for pixels in (None, 3)
+    )
 )
 STRATEGIES = value_errors(
     (lambda: strategies.darts(SKIPS, order=3, **RATES), "order: expected 1 or 2, got 3"),
@@ -1392,6 +1543,95 @@ CONSTRAINTS = [
     (lambda: bilevel.projected(3.0), ValueError, r"parts: expected names such as"),
 ]
 
+
+INDEFINITE = jnp.array([[1.0, 3.0], [3.0, 1.0]])
+
+
+class BatchStatistics(nn.Module):
+    """A layer whose outputs depend on the other rows of the batch."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.BatchNorm(use_running_average=False)(x)
+
+
+def deep_product(w, x):
+    for _ in range(12):
+        x = jax.nn.relu(x @ w)
+    return x
+
+
+NTK_KERNELS += value_errors(
+    (lambda: network_kernel(activations=[ntk.relu.derivative.derivative]), "expected functions of"),
+    (
+        lambda: empirical(BatchStatistics().apply, BatchStatistics().init(KEY, EYE)),
+        "^apply: expected BatchNorm with use_running_average",
+    ),
+)
+NTK_SPECTRUM_AND_BOUNDS += [
+    (
+        lambda: jax.hessian(ntk.min_eigenvalue)(EYE),
+        NotImplementedError,
+        "K: expected first derivatives only",
+    ),
+]
+NTK_REGRESSION_AND_LARGE += value_errors(
+    (
+        lambda: ntk.kernel_regression(jnp.diag(jnp.array([1.0, -0.25])), ONES[:2]),
+        r"K: expected a positive definite .* got .* -0\.25\.",
+    ),
+)
+
+
+def half_per_sample(w, x):
+    return jax.nn.relu((x @ w).reshape(-1, 2)).reshape(len(x), -1)
+
+
+def three_samples(w, x):
+    return jax.nn.relu(x @ w).reshape(3, 4)
+
+
+def by_number_of_samples(w, x):
+    x = jax.nn.relu(x @ w)
+    return x if len(x) == 3 else jnp.tanh(x)
+
+
+def guarded(x):
+    """Batch norm whose variance is kept nonnegative: its ``maximum`` is no activation."""
+    variance = (x**2).mean(1, keepdims=True) - x.mean(1, keepdims=True) ** 2
+    return x / jnp.sqrt(jnp.maximum(variance, 0) + 1e-3)
+
+
+NTK_SCORES += value_errors(
+    *(
+        (
+            lambda apply=apply: ntk_score("naswot", jnp.ones((3, 4)), apply=apply),
+            f"^apply: expected .*{message}",
+        )
+        for apply, message in (
+            (half_per_sample, "samples on an axis, got"),
+            (three_samples, "a function of any number of samples, got"),
+            (by_number_of_samples, "the same operations for any number of samples, got"),
+        )
+    ),
+    *(
+        (
+            lambda act=act: ntk_score("naswot", apply=lambda w, x: act(x @ w)),
+            "apply: expected logits that depend on a ReLU",
+        )
+        for act in (jax.nn.leaky_relu, jnp.abs, lambda x: jnp.maximum(x, -1), guarded)
+    ),
+    (lambda: ntk.scores.of_kernel(INDEFINITE), "K: expected a positive semidefinite matrix, got"),
+    (
+        lambda: ntk_score(
+            "synflow",
+            jnp.full((1, 1), 1e30, jnp.float32),
+            (jnp.ones((1, 1), jnp.float32), LABELS[:1]),
+            deep_product,
+        ),
+        "synflow sum is nonnegative and below 1e308, got inf",
+    ),
+)
 
 ROWS = {
     "constraints": CONSTRAINTS,

@@ -118,13 +118,9 @@ def test_the_search_hypergradient_is_the_derivative_of_the_whole_training(outer,
     assert_close(fn(alpha, w, train, valid).grad, truth, f64=f64, f32=3e-2)
 
 
-def test_unit_inputs_of_a_row_at_the_mean_raise():
-    with pytest.raises(ValueError, match="x: expected rows that differ from their mean"):
-        unit_inputs(jnp.eye(3), jnp.full((1, 3), 1 / 3, float).at[0].set(jnp.eye(3).mean(0)))
+def test_unit_inputs_of_rows_at_the_mean_are_nan_when_traced():
     assert np.isnan(jax.jit(unit_inputs)(jnp.ones((2, 3)))).all()
     tenths = jnp.full((7, 3), 0.1, jnp.float32)  # their sum divided by 7 is not 0.1
-    with pytest.raises(ValueError, match="x: expected rows that differ from their mean"):
-        unit_inputs(tenths)
     assert np.isnan(jax.jit(unit_inputs)(tenths)).all()
 
 

@@ -358,34 +358,34 @@ def test_the_journal_of_another_run_raises(tmp_path):
     run(KEY, configs, budget=9)
     run(KEY, configs, budget=9)
     other = [configs[0], {"kernel": "gauss", "gamma": 0.3}]
-    for arguments, name in [
-        ((jax.random.key(9), configs, 9), "key"),
-        ((KEY, configs, 8), "budget"),
-        ((KEY, other, 9), "configs"),
+    hyperband = functools.partial(baselines.hyperband, problem=problem, journal=path, resume=True)
+    for method, arguments, options, name in [
+        (run, (jax.random.key(9), configs), {"budget": 9}, "key"),
+        (run, (KEY, configs), {"budget": 8}, "budget"),
+        (run, (KEY, other), {"budget": 9}, "configs"),
+        (run, (KEY, configs), {"budget": 9, "evaluations": 1}, "options"),
+        (hyperband, (KEY, configs), {"budget": 9}, "method"),
     ]:
-        with pytest.raises(ValueError, match=rf"^journal: expected .* {name} .*, got .*\.$"):
-            run(*arguments[:2], budget=arguments[2])
-    with pytest.raises(ValueError, match="options"):
-        run(KEY, configs, budget=9, evaluations=1)
-    with pytest.raises(ValueError, match="method"):
-        baselines.hyperband(KEY, configs, problem, 9, journal=path, resume=True)
+        with pytest.raises(ValueError, match=rf"^journal: expected .*{name}.*, got .*\.$"):
+            method(*arguments, **options)
 
 
 def test_an_existing_journal_is_not_overwritten_nor_a_missing_one_resumed(tmp_path):
     path = tmp_path / "new" / "journal.jsonl"
     run = functools.partial(baselines.random_search, KEY, [1, 2], lambda k, c, r: c, 9)
     run(journal=path)
-    with pytest.raises(
-        ValueError, match=r"^journal: expected a new file or resume=True, got .*\.$"
-    ):
-        run(journal=path)
-    with pytest.raises(ValueError, match=r"^resume: expected a journal"):
-        run(resume=True)
-    for text in ("notes", "notes\nmore", "3\n", "{}\n{}\n"):
+    for text, options, message in [
+        (path.read_text(), {"journal": path}, r"^journal: expected a new file or resume=True, got"),
+        (path.read_text(), {"resume": True}, "^resume: expected a journal"),
+        *(
+            (foreign, {"journal": path, "resume": True}, r"^journal: expected .*, got .*\.$")
+            for foreign in ("notes", "notes\nmore", "3\n", "{}\n{}\n")
+        ),
+    ]:
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"^journal: expected .*, got .*\.$"):
-            run(journal=path, resume=True)
-        assert path.read_text() == text  # a foreign file stays
+        with pytest.raises(ValueError, match=message):
+            run(**options)
+        assert path.read_text() == text  # the file stays
 
 
 def test_a_flipped_bit_in_a_journal_is_solved_again_or_refused(tmp_path):

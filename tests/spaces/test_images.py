@@ -32,13 +32,10 @@ def test_bytes_are_images_too():
         np.testing.assert_allclose(ours, ones, rtol=1e-5, atol=1e-6)
 
 
-def test_a_channel_of_one_value_is_refused_whatever_its_rounding():
+def test_a_traced_channel_of_one_value_is_nan_whatever_its_rounding():
     x = np.random.default_rng(0).normal(size=(5, 6, 6, 2)).astype(np.float32)
     x[..., 1] = 0.1
     for pixels in (None, 3):
-        for of in np.asarray, jnp.asarray:
-            with pytest.raises(ValueError, match="x: expected channels that vary"):
-                unit_images(of(x), pixels=pixels)
         (traced,) = jax.jit(lambda x, pixels=pixels: unit_images(x, pixels=pixels))(x)
         assert np.isfinite(traced[..., 0]).all() and np.isnan(traced[..., 1]).all()
 

@@ -13,7 +13,6 @@ from helpers import assert_close
 from bilevel import strategies
 from bilevel.cli import main
 from bilevel.discretize import diagnostics
-from bilevel.nets.evaluation import wrong_rows
 from bilevel.spaces import Space, targets
 from bilevel.spaces.activations import activation_space, sign_labels
 from bilevel.spaces.darts import darts_space
@@ -161,16 +160,6 @@ def test_signs_are_one_versus_rest_and_predictions_undo_them(dtype):
         np.testing.assert_array_equal(sign(labels, 3), [[1, -1, -1], [-1, 1, -1], [1, -1, -1]])
         for classes in (2, 300):
             np.testing.assert_array_equal(targets.predict_labels(sign(labels, classes)), labels)
-
-
-def test_labels_in_a_column_raise():
-    column = LABELS[:, None]
-    with pytest.raises(ValueError, match=r"labels: expected one a row, shape \[n\], got shape"):
-        sign_labels(column, 3)
-    with pytest.raises(ValueError, match=r"labels: expected one a row, shape \(6,\), got shape"):
-        wrong_rows(targets.predict_labels, jax.nn.one_hot(LABELS, 3), column)
-    with pytest.raises(ValueError, match=r"f: expected outputs \[n\], or \[n, classes\]"):
-        targets.predict_labels(jnp.ones((3, 1)))
 
 
 def test_labels_of_bytes_and_of_halves():

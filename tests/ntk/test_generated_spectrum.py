@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from generated import assert_at_most, assert_near, dtypes, eps, examples, normal, seeds, wide
 from hypothesis import given
 
@@ -215,3 +216,66 @@ def test_methods_that_see_products_only_agree_with_the_matrix(seed, dtype, penal
     spectrum = np.linalg.eigvalsh(matrix)
     assert_at_most(interval.lower, spectrum[0], 1e3 * eps(dtype) * spectrum[-1])
     assert_at_most(spectrum[0], interval.upper, 1e3 * eps(dtype) * spectrum[-1])
+
+
+# ------------------------------------------------------------------------- pairs and polynomials
+
+
+@examples(5)
+@given(K=matrices)
+def test_the_smallest_eigenpair_has_the_residual_that_it_states(K):
+    pair = ntk.smallest_eigenpair(K)
+    matrix, vector = wide(K), wide(pair.vector)
+    rounding = 50 * eps(K.dtype) * (np.abs(matrix).max() + np.finfo(K.dtype).tiny)
+    assert_near(np.linalg.norm(vector), 1.0, 50 * eps(K.dtype))
+    residual = np.linalg.norm(matrix @ vector - float(pair.value) * vector)
+    assert_at_most(residual, float(pair.residual), rounding)
+    # Weyl: an eigenvalue lies within the residual. None is below the smallest one.
+    smallest = np.linalg.eigvalsh(matrix)[0]
+    assert_at_most(abs(float(pair.value) - smallest), 0.0, len(K) * rounding)
+
+
+@examples(5)
+@given(seed=seeds, dtype=dtypes, n=st.integers(1, 4), m=st.none() | st.integers(1, 4))
+def test_the_matrix_of_a_kernel_function_is_its_values(seed, dtype, n, m):
+    rng = np.random.default_rng(seed)
+    x1 = normal(rng, dtype, n, 3)
+    x2 = None if m is None else normal(rng, dtype, m, 3)
+    K = ntk.kernel_matrix(lambda a, b: jnp.exp(-jnp.sum((a[:, None] - b) ** 2, -1)), x1, x2)
+    a, b = wide((x1, x1 if x2 is None else x2))
+    assert_near(K, np.exp(-((a[:, None] - b) ** 2).sum(-1)), 50 * eps(dtype))
+
+
+@pytest.mark.slow
+@examples(3)
+@given(seed=seeds, dtype=dtypes, order=st.integers(0, 3))
+def test_a_polynomial_of_the_parameters_is_its_own_expansion(seed, dtype, order):
+    rng = np.random.default_rng(seed)
+    w0, w, x = (normal(rng, dtype, 3) for _ in range(3))
+
+    def apply(w, x):
+        return (w * x).sum() ** order
+
+    expanded = ntk.taylor_expand(apply, w0, order)(w, x)
+    assert_near(expanded, wide(w * x).sum() ** order, 1e3 * eps(dtype))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pair", [("relu", "relu"), ("tanh", "erf"), ("sigmoid", "tanh")])
+@examples(2)
+@given(vx=st.floats(0.1, 3), vy=st.floats(0.1, 3), rho=st.floats(-0.95, 0.95))
+def test_a_dual_is_the_expectation_over_normal_pairs(pair, vx, vy, rho):
+    """Truth: Gauss-Hermite nodes; the arc-cosine closed form for the ReLU."""
+    functions = {"tanh": np.tanh, "erf": scipy.special.erf, "sigmoid": scipy.special.expit}
+    c = rho * np.sqrt(vx * vy)
+    value = ntk.dual(*(getattr(ntk, name) for name in pair), vx, vy, c)
+    if pair[0] == "relu":
+        angle = np.arccos(rho)
+        expected = np.sqrt(vx * vy) * (np.sin(angle) + (np.pi - angle) * rho) / (2 * np.pi)
+    else:
+        nodes, weights = np.polynomial.hermite_e.hermegauss(100)
+        u = np.sqrt(vx) * nodes[:, None]
+        v = np.sqrt(vy) * (rho * nodes[:, None] + np.sqrt(1 - rho**2) * nodes)
+        products = functions[pair[0]](u) * functions[pair[1]](v)
+        expected = weights @ products @ weights / (2 * np.pi)
+    np.testing.assert_allclose(value, expected, atol=1e-5)

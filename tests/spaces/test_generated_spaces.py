@@ -1,20 +1,26 @@
 """Discretization, genotypes, data and baselines on generated inputs, compared with numpy."""
 
+import itertools
+
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 from generated import assert_near, dtypes, eps, examples, normal, seeds, simplex_point, wide
 from hypothesis import given
 from hypothesis.strategies import integers, sampled_from
 
 import bilevel
-from bilevel import baselines, data
+import ntk
+from bilevel import baselines, data, spaces
 from bilevel.contracts import Shared
 from bilevel.discretize.factors import factor_simplex
-from bilevel.spaces import darts
+from bilevel.spaces import darts, nasbench201
 from bilevel.spaces.darts import genotype as darts_genotypes
+from bilevel.spaces.nasbench201 import judging
+from ntk import networks
 
 key = jax.random.key(0)
 
@@ -127,3 +133,96 @@ def test_without_noise_a_baseline_finds_the_best_configuration(name, seed, count
     assert len(trace.calls) == len(trace.valid)
     if len(trace.valid):
         assert_near(trace.valid[-1], errors[trace.best], 1e-6)
+
+
+# ----------------------------------------------------------------------------- spaces
+
+SPACES = {
+    "on_simplices": lambda: spaces.on_simplices("abc", (3,)),
+    "activation_space": lambda: spaces.activation_space(["relu", "tanh"], width=4),
+    "kernel_mixture_space": lambda: spaces.kernel_mixture_space({"a": jnp.dot, "b": jnp.dot}),
+    "skip_space": lambda: spaces.skip_space(["relu", "tanh"], depth=4, width=4),
+    "darts_space": lambda: darts.darts_space(("skip_connect", "avg_pool_3x3"), cells=1, channels=2),
+    "nasbench201_space": lambda: nasbench201.nasbench201_space(cells=1, channels=2),
+    "network_space": lambda: spaces.network_space(
+        networks.serial(networks.dense("variance"), networks.act([ntk.relu, ntk.erf], "activation"))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPACES)
+@examples(3)
+@given(seed=seeds)
+def test_a_drawn_architecture_is_a_vertex_that_stands_for_it(name, seed):
+    space = SPACES[name]()
+    architecture = space.discretize(space.draw(jax.random.key(seed)))
+    vertex = space.one_hot(architecture)
+    # Only this space has numbers in its architectures.
+    expected = pytest.approx(architecture) if name == "network_space" else architecture
+    assert space.discretize(vertex) == expected
+    assert jax.tree.structure(vertex) == jax.tree.structure(space.start())
+    for a, b in zip(jax.tree.leaves(vertex), jax.tree.leaves(space.start()), strict=True):
+        assert a.shape == b.shape
+
+
+@examples(5)
+@given(place=integers(0, 5**6 - 1))
+def test_a_genotype_of_nasbench201_is_its_row_in_base_5(place):
+    cell = nasbench201.genotypes()[place]
+    (row,) = nasbench201.encode([cell])
+    assert int("".join(map(str, row)), 5) == place
+
+
+# ----------------------------------------------------------------------------- judging
+
+
+@examples(5)
+@given(seed=seeds, m=integers(5, 30), ties=st.booleans())
+def test_rank_agreement_is_that_of_scipy(seed, m, ties):
+    rng = np.random.default_rng(seed)
+    a, b = rng.normal(size=(2, m))
+    if ties:
+        a, b = np.round(a), np.round(b)
+    agreement = bilevel.rank_agreement(jax.random.key(seed), a, b, resamples=20)
+    assert_near(agreement.kendall, scipy.stats.kendalltau(a, b).statistic, 1e-6)
+    assert_near(agreement.spearman, scipy.stats.spearmanr(a, b).statistic, 1e-6)
+
+
+@examples(5)
+@given(seed=seeds, m=integers(1, 8), draw=st.data())
+def test_the_best_of_k_at_random_is_the_mean_over_all_subsets(seed, m, draw):
+    k = draw.draw(integers(1, m))
+    rng = np.random.default_rng(seed)
+    valid, test = rng.permutation(m) / 10, rng.normal(size=m)
+    subsets = list(itertools.combinations(range(m), k))
+    mean = np.mean([test[max(subset, key=lambda i: valid[i])] for subset in subsets])
+    assert_near(judging.best_of_k_random(valid, test, k), mean, 1e-12)
+    score = rng.permutation(m)
+    best = max(np.argsort(score)[-k:], key=lambda i: valid[i])
+    (selected,) = judging.best_of_k(score, valid, test, k, pool=m, draws=1)
+    assert selected == test[best]
+
+
+@examples(5)
+@given(seed=seeds, m=integers(1, 20))
+def test_the_sum_of_log_ranks_is_its_formula(seed, m):
+    scores = np.round(np.random.default_rng(seed).normal(size=(3, m)), 1)
+    expected = sum(np.log(scipy.stats.rankdata(score) / m) for score in scores)
+    assert_near(judging.sum_of_log_ranks(*scores), expected, 1e-12)
+
+
+@examples(2)
+@given(seed=seeds, size=integers(2, 6))
+def test_the_curvature_of_a_quadratic_is_its_largest_eigenvalue_along_the_simplex(seed, size):
+    rng = np.random.default_rng(seed)
+    half = rng.normal(size=(size, size))
+    H = half @ half.T
+    tangent = np.eye(size) - 1 / size
+    alpha = jnp.asarray(rng.dirichlet(np.ones(size)))
+
+    def loss(w, alpha, batch):
+        return 0.5 * alpha @ jnp.asarray(H) @ alpha
+
+    for sets, matrix in ("free", H), ("simplex", tangent @ H @ tangent):
+        curvature = bilevel.discretize.alpha_curvature(loss, sets)(None, alpha, None)
+        assert_near(curvature, np.linalg.eigvalsh(matrix)[-1], 2e-4)

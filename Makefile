@@ -62,12 +62,17 @@ test-lowest: $(VENV) ## imports, files and commands on the lowest versions of al
 smoke: $(VENV) ## run the benchmarks for a few seconds each; ARGS=--all: also those untouched by the commit
 	$(BIN)/python tools/smoke.py $(ARGS)
 
-lint: $(VENV) ## style, formatting, docstrings, types, direction of imports
+lint: lint-style lint-types ## style, formatting, docstrings, types, direction of imports
+
+.PHONY: lint-style lint-types
+lint-style: $(VENV)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	git ls-files 'bilevel/*.py' 'ntk/*.py' | xargs $(BIN)/python -m numpydoc lint
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+lint-types: $(VENV)
+	$(BIN)/mypy
 
 format: $(VENV) ## format the code
 	$(BIN)/ruff check --fix
@@ -78,8 +83,9 @@ lock: $(PRIVATE_UV) ## update requirements.txt from pyproject.toml; ARGS=--upgra
 		--fork-strategy fewest --generate-hashes --no-header --quiet -o requirements.txt $(ARGS)
 
 # Fast mode only checks the notebooks. Their files keep the outputs of the full run.
+NOTEBOOKS ?= notebooks/*.ipynb
 notebooks: $(VENV) ## execute the notebooks in place; BILEVEL_FAST=1: quickly, leaving the files alone
-	printf '%s\n' notebooks/*.ipynb | xargs -n 1 -P 2 $(BIN)/python -c "$$EXECUTE_NOTEBOOKS"
+	printf '%s\n' $(NOTEBOOKS) | xargs -n 1 -P 2 $(BIN)/python -c "$$EXECUTE_NOTEBOOKS"
 
 .PHONY: docs
 docs: $(DOCS) ## the documentation, into docs/_build/html; a warning is an error

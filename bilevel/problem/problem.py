@@ -58,7 +58,7 @@ class Problem:
     ...     residual = jnp.abs(w - batch)
     ...     return 0.5 * jnp.sum(residual**2 + alpha * w**2), residual.max()
     >>> problem = Problem(squares, squares, has_aux=True)
-    >>> fn = bilevel.hypergradient(problem, bilevel.implicit())
+    >>> fn = bilevel.hypergradient(problem, bilevel.implicit(), diagnostics=False)
     >>> fn(jnp.array(1.0), jnp.zeros(2), jnp.array([2.0, 4.0]), jnp.zeros(2)).aux
     {'lower': Array(2., dtype=float...), 'outer': Array(2., dtype=float...)}
     """

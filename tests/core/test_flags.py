@@ -260,7 +260,7 @@ LONG = "truncated", "lbfgs,_dense", "nystrom", "batches", "sparse_batches"
 LONG += "softmax", "amigo", "infinite_kernels", "networks", "operators", "scores", "forward_mode"
 LONG += "spaba_and_paced", "exponentiate", "distilled", "truncation", "under_jit"
 LONG += "saba", "bome", "f2sa", "meha", "info,_600_weights", "info,_free_directions"
-LONG += "spectral", "mixtures_of_kernels", "regressions", "bounds"
+LONG += "spectral", "mixtures_of_kernels", "regressions", "bounds", "ridge"
 
 
 def marks(name):

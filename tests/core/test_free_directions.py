@@ -145,8 +145,8 @@ def truth(name, seed):
 
 
 def marked(name, solver, dtype):
-    """Run one solver for two problems, in the widest dtype, outside of the long tests."""
-    usual = (name, solver) in (("classes", "short"), ("logits", "exact"))
+    """Run one solver for one problem, in the widest dtype, outside of the long tests."""
+    usual = (name, solver) == ("logits", "exact")
     marks = pytest.mark.slow if usual and dtype is DTYPES[-1] else pytest.mark.long
     return pytest.param(name, solver, dtype, marks=marks)
 
@@ -178,8 +178,14 @@ def test_free_directions_that_do_not_matter_leave_an_estimate(name, solver, dtyp
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        pytest.param(*of, marks=pytest.mark.slow if of[1] is DTYPES[-1] else pytest.mark.long)
-        for of in itertools.product(REFUSED, DTYPES)
+        pytest.param(
+            name,
+            dtype,
+            marks=pytest.mark.slow
+            if name in ("one logit", "drift") and dtype is DTYPES[-1]
+            else pytest.mark.long,
+        )
+        for name, dtype in itertools.product(REFUSED, DTYPES)
     ],
 )
 def test_free_directions_that_matter_have_no_estimate(name, dtype):

@@ -98,12 +98,13 @@ def losses(rule):
     ("name", "place", "optimizer"),
     [(name, "plain", "sgd") for name in RULES]
     + [("custom_vjp_clipped", place, "sgd") for place in PLACES if place != "plain"]
-    + [("custom_jvp_straight_through", place, "sgd") for place in ("scan", "cond")]
     + [("custom_vjp_clipped", "plain", "adam")]
     + [
         pytest.param("custom_jvp_straight_through", place, rule, marks=pytest.mark.long)
         for place, rule in zip(
-            ("jit", "checkpoint", "vmap", "plain"), ("sgd", "sgd", "sgd", "adam"), strict=True
+            ("jit", "checkpoint", "scan", "cond", "vmap", "plain"),
+            ("sgd",) * 5 + ("adam",),
+            strict=True,
         )
     ],
 )

@@ -83,8 +83,14 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FUNCTIONS)
+USUAL = "rosenbrock", "beale", "log cosh"  # a valley, one to infinity, and small curvature
+MARKED_FUNCTIONS = [
+    pytest.param(name, marks=pytest.mark.slow if name in USUAL else pytest.mark.long)
+    for name in FUNCTIONS
+]
+
+
+@pytest.mark.parametrize("name", MARKED_FUNCTIONS)
 def test_newton_reaches_a_stationary_point_of_the_classic_functions(name):
     dtype = DTYPES[-1]
     function, size = FUNCTIONS[name]
@@ -169,7 +175,7 @@ CURVES = {"cosh": jnp.cosh, "square": lambda v: v**2 * np.array([1.0, 3.0, 10.0]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("curve", ["cosh", pytest.param("square", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", SOLVERS)
 def test_forward_solvers_do_not_see_the_units_of_loss_and_weights(name, curve, dtype):
     run, target = of_size(CURVES[curve], SOLVERS[name])

@@ -134,7 +134,7 @@ def test_any_activation_has_the_kernel_of_the_recursion_or_raises(seed, dtype, n
 
 
 @quadrature
-@pytest.mark.slow
+@pytest.mark.long
 @examples(2)
 @given(seed=seeds, dtype=dtypes, pair=st.lists(names, min_size=2, max_size=2, unique=True))
 def test_a_mixtures_kernel_is_the_sum_over_pairs(seed, dtype, pair):

@@ -75,10 +75,10 @@ REFUSED = r"t: expected at most .* for this kernel in float32, got .*Add a penal
 def flow(x, y, t, *, double, penalty=0.0, get="nngp", cross=True, activation=ntk.erf):
     with jax.enable_x64(double):
         x, y = jnp.asarray(x, float), jnp.asarray(y, float)
-        kernel = functools.partial(ntk.network_kernel, activations=[activation] * 4)
-        rows, others = x[jnp.array(TRAIN)], x[jnp.array(TEST)]
-        K = getattr(kernel(rows), get)
-        between = getattr(kernel(others, rows), get) if cross else None
+        kernel = getattr(ntk.network_kernel(x, activations=[activation] * 4), get)
+        train, test = jnp.array(TRAIN), jnp.array(TEST)
+        K = kernel[train][:, train]
+        between = kernel[test][:, train] if cross else None
         return np.asarray(ntk.gradient_flow(K, y, t, cross=between, penalty=penalty))
 
 

@@ -13,7 +13,7 @@ from benchmarks.deep_search import gaea
 from benchmarks.feature_maps import feature_maps_tables
 from benchmarks.harness import Row, where
 from benchmarks.theory import concentration, lipschitz, spectral
-from benchmarks.verdicts import clearly, grade
+from benchmarks.verdicts import clearly, grade, grade_gains
 
 Claim = tuple[str, str, str]  # the claim, its verdict, the measurement
 HEAD = "claim", "verdict", "measured here"
@@ -174,8 +174,8 @@ def weight_sharing(rows: list[Row]) -> Iterator[Claim]:
 
 def _gain(points: list[float]) -> tuple[str, str]:
     """Return the verdict on a gain over all trials, and the gain in points of test error."""
-    verdict = grade(clearly(np.array(points)), np.mean(points) > 0, papers_setting=False)
-    return verdict, f"{feature_maps_tables.spread(points)} points"
+    text = f"{feature_maps_tables.spread(points)} points" if points else "no trials"
+    return grade_gains(points, papers_setting=False), text
 
 
 # ----------------------------------------------------------------------------- learned images

@@ -97,11 +97,11 @@ def rank_agreement(
     """Return Kendall's tau-b and Spearman's rho of two score vectors, both with ties.
 
     An interval covers the correlation over the population of the m choices. Each end is the wider
-    one of two intervals: percentiles of a bootstrap over choices, and Fisher's z with the variances
-    ``0.437 / (m - 4)`` for tau (Fieller, Hartley & Pearson 1957) and ``(1 + rho^2 / 2) / (m - 3)``
-    for rho (Bonett & Wright 2000). At m = 5 and a normal correlation of 0.9 the bootstrap's 95 %
-    intervals alone cover 72 %. Fisher's z covers 89 to 99 % of untied normal pairs, m = 5 to 30,
-    and needs 5 choices.
+    one of two intervals. The first has percentiles of a bootstrap over choices. The second is
+    Fisher's z, with the variance ``0.437 / (m - 4)`` for tau (Fieller, Hartley & Pearson 1957) and
+    ``(1 + rho^2 / 2) / (m - 3)`` for rho (Bonett & Wright 2000). At m = 5 and a normal correlation
+    of 0.9 the bootstrap's 95 % intervals alone cover 72 %. Fisher's z covers 89 to 99 % of untied
+    normal pairs, m = 5 to 30, and needs 5 choices.
 
     Parameters
     ----------

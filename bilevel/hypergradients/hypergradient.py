@@ -123,11 +123,15 @@ def hypergradient(
     Raises
     ------
     ValueError
-        If ``difference`` is not positive, or given without diagnostics. While tracing, if ``mode``
-        is unknown, a loss is not a floating scalar, a leaf of ``alpha`` enters neither the losses
-        nor the solver, no leaf of ``alpha`` is differentiated (``backprop=0`` and an outer loss
-        without ``alpha``), the outer loss uses the weights only through variables that are not
-        differentiated, or reverse mode meets a loop that ends by a test (a line search).
+        If ``difference`` is not positive, or given without diagnostics. The returned function
+        raises it while tracing:
+
+        - if ``mode`` is unknown, or a loss is not a floating scalar;
+        - if a leaf of ``alpha`` enters neither the losses nor the solver;
+        - if no leaf of ``alpha`` is differentiated, e.g. with ``backprop=0`` and an outer loss
+          without ``alpha``;
+        - if the outer loss uses the weights only through variables that are not differentiated;
+        - if reverse mode meets a loop that ends by a test, such as a line search.
 
     Warns
     -----

@@ -75,10 +75,10 @@ def lipschitz(
     length of the step as rounded; the quotient is NaN if this is 0.
 
     ``A(alpha + delta u) - A(alpha)`` cancels, and iterations can amplify the roundoff of the
-    outputs. To measure this for alphas of order one, take ``tiny = 64 * jnp.finfo(dtype).eps``: the
-    distances at ``deltas`` contain, in quadrature, about
-    ``lipschitz(algorithm, alphas, jnp.array([tiny])) * tiny / deltas``, which includes the
-    algorithm's own jumps.
+    outputs. To measure this for alphas of order one, take ``tiny = 64 * jnp.finfo(dtype).eps``.
+    The distances at ``deltas`` contain, in quadrature, about
+    ``lipschitz(algorithm, alphas, jnp.array([tiny])) * tiny / deltas``. This part also includes
+    jumps of the algorithm itself.
 
     Cost: m (k + 1) runs of the algorithm, one program; memory of ``batch_size`` (k + 1) runs.
 

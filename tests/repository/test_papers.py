@@ -12,7 +12,7 @@ from tools import tables
 
 ROOT = pathlib.Path(__file__).parents[2]
 RUNS, LAYERS = 3, 9
-GRADES = verdicts.REPRODUCED, verdicts.IN_PART, verdicts.NOT
+GRADES = verdicts.REPRODUCED, verdicts.IN_PART, verdicts.NOT, verdicts.NOT_TESTED
 CLAIMS = [  # functions with verdicts; those of the feature maps are on two pages
     "papers/claims.theory",
     "papers/claims.feature_maps",
@@ -32,12 +32,18 @@ CLAIMS = [  # functions with verdicts; those of the feature maps are on two page
         ([1.0, 1.1], True, 1),  # too few runs
         ([1.0, 3.0, -1.0], True, 1),  # the claimed sign, within the noise
         ([-1.0, -3.0, 1.0], True, 2),  # the other sign
+        ([0.0, 0.0, 0.0], True, 2),
+        ([1.0], True, 1),
+        ([], True, 3),
     ],
 )
 def test_the_rule(gains, same, expected):
-    gains = np.array(gains)
-    verdict = verdicts.grade(verdicts.clearly(gains), gains.mean() > 0, papers_setting=same)
-    assert verdict == GRADES[expected]
+    assert verdicts.grade_gains(gains, papers_setting=same) == GRADES[expected]
+
+
+def test_a_nan_has_no_verdict():
+    with pytest.raises(ValueError, match="gains: expected finite values"):
+        verdicts.grade_gains([1.0, np.nan, 2.0], papers_setting=True)
 
 
 def pages():

@@ -19,10 +19,13 @@ def standing(
 ) -> dict[str, dict[str, Any]]:
     """Return test accuracies and ranks of ``genotypes``, compared with random and best networks.
 
-    The result has a dict for each key of ``DATASETS``: ``accuracy`` and ``rank`` of every genotype
-    (1 is the best of all networks); ``random``, the mean, and ``optimum`` among the networks of
-    these ``operations``; for a ``budget`` above 1, ``best_of_random``: the expected accuracy of the
-    best of that many random networks by CIFAR-10 validation.
+    The result has a dict for each key of ``DATASETS``:
+
+    - ``accuracy`` and ``rank`` of every genotype; rank 1 is the best of all networks;
+    - ``random`` and ``optimum``, the mean and the largest accuracy of the networks of these
+      ``operations``;
+    - ``best_of_random``, for a ``budget`` above 1. It is the expected accuracy of the best of that
+      many random networks, chosen by CIFAR-10 validation.
     """
     rows = [genotype_row(genotype) for genotype in genotypes]
     others = np.array([set(operations) >= set(g.operations) for g in table.genotypes])

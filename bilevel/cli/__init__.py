@@ -111,6 +111,7 @@ def _run_command(arguments: Sequence[str]) -> None:
             table=first and not (output.quiet or output.json),
             progress=first and not output.quiet,
             record=record,
+            given=frozenset(_flag_names(arguments)),
         )
         downloads = _silent_downloads() if output.quiet else contextlib.nullcontext()
         with invocation.made(call), downloads:
@@ -216,6 +217,13 @@ def _flags(kind: type[commands.Job]) -> list[str]:
     switches = [name for name, hint in hints.items() if hint is bool]
     words = [*hints, *(f"no-{name}" for name in (*switches, "progress")), "help"]
     return [f"--{word.replace('_', '-')}" for word in words]
+
+
+def _flag_names(arguments: Iterable[str]) -> Iterator[str]:
+    """Yield the names of the flags in a line, as the configuration spells them."""
+    for word in arguments:
+        if word.startswith("--"):
+            yield word.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

@@ -347,6 +347,7 @@ def _print_search(result: dict[str, Any], folder: pathlib.Path) -> None:
         )
     seconds = result["seconds"]
     times = f"{seconds['all']:.0f} s, of which search {seconds['search']:.0f} s"
+    report.print_next(console, folder)
     report.print_end(console, _result_sentence(result), folder, "search.png", times)
 
 

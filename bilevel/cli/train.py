@@ -44,6 +44,8 @@ from bilevel.spaces.trained import Blueprint, save_network
 from bilevel.strategies import darts_sgd
 
 _CELL_RATE = 0.025  # learning rate of networks of cells, as in DARTS
+_EPOCHS, _STEPS = 30, 1000  # at least, by default
+_NEAR = 0.8  # of a constant prediction's error, and above: nothing was learned
 _CURVES = "losses", "errors"
 
 
@@ -72,6 +74,8 @@ class _TrainRun:
         self.scale = row_scale(x) if vectors else image_scale(x, self.found.pixels)
         self.programs: dict[str, tuple[TrainableNetwork, optax.GradientTransformation]] = {}
         self.number = number
+        self.per_epoch = len(self.rows.train[1]) // config.batch_size
+        self.epochs = config.epochs or max(_EPOCHS, -(-_STEPS // self.per_epoch))
 
     def arrays(self) -> memory.Parts:
         """Return the shapes alive together when a network is trained."""
@@ -99,6 +103,7 @@ class _TrainRun:
             "data": self.data.record(),
             "classes": list(self.rows.classes),
             "rows": {k: len(getattr(self.rows, k)[1]) for k in ("train", "test")},
+            "constant_error": self._constant_error(),
             "space": blueprint.space,
             "search": self.number,
             "architectures": [blueprint.architecture],
@@ -122,6 +127,11 @@ class _TrainRun:
             lambda figure: plots.learning_curves(curves, figure.subplots(1, 2)),
         )
         return result
+
+    def _constant_error(self) -> float:
+        """Return the test error of always predicting the most frequent training class."""
+        constant = np.bincount(self.rows.train[1]).argmax()
+        return float(np.mean(self.rows.test[1] != constant))
 
     # ------------------------------------------------------------------------- networks
 
@@ -170,7 +180,7 @@ class _TrainRun:
                 train,
                 test=test,
                 optimizer=optimizer,
-                epochs=config.epochs,
+                epochs=self.epochs,
                 batch_size=config.batch_size,
                 checkpoint=checkpoint,
                 progress=False,
@@ -185,7 +195,7 @@ class _TrainRun:
                 **{key: getattr(fitted, key).tolist() for key in _CURVES},
             }
 
-        return train_all(folder, networks, config.epochs, one, data=digest((train, test)))
+        return train_all(folder, networks, self.epochs, one, data=digest((train, test)))
 
     def _program(
         self, blueprint: Blueprint
@@ -195,7 +205,7 @@ class _TrainRun:
             config = self.config
             augment = augmentation(config.crop_and_flip, config.cutout)
             network = with_scale(blueprint.network(self.found.own), self.scale, augment)
-            steps = config.epochs * (len(self.rows.train[1]) // config.batch_size)
+            steps = self.epochs * self.per_epoch
             if blueprint.space in found.CELLS:
                 rate: Any = config.weight_rate or _CELL_RATE
                 optimizer = darts_sgd(optax.cosine_decay_schedule(rate, steps))
@@ -225,9 +235,10 @@ def _file(folder: pathlib.Path, seed: int) -> pathlib.Path:
 def _print_result(result: dict[str, Any], folder: pathlib.Path) -> None:
     config, rows, console = result["config"], result["rows"], report.screen()
     spread = f", mean ± s.e. of {config['seeds']} seeds" if config["seeds"] > 1 else ""
+    epochs = len(result["curves"]["search"]["losses"][0])
     title = (
-        f"{result['data']['source']}: {rows['train']} training, {rows['test']} test rows; "
-        f"test errors in %{spread}"
+        f"{result['data']['source']}: {rows['train']} training, {rows['test']} test rows, {epochs} "
+        f"epochs; test errors in %{spread}"
     )
     table = report.result_table(title, "network", "test", "train loss", "parameters")
     for name, scores in result["scores"].items():
@@ -247,6 +258,13 @@ def _print_result(result: dict[str, Any], folder: pathlib.Path) -> None:
     if any(name.startswith("only ") for name in result["scores"]):
         console.print(
             "only: the single operation on all edges that is best on a fifth of the training rows"
+        )
+    constant = result["constant_error"]
+    console.print(f"always the most frequent class: {100 * constant:.1f} % wrong")
+    if np.mean(result["scores"]["search"]["test_error"]) > _NEAR * constant:
+        console.print(
+            "The network is hardly better than a constant. Train longer (--epochs) or on more rows "
+            "(--train), or check the labels."
         )
     console.print("to predict in Python:")
     for line in loading_lines(result):

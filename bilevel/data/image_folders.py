@@ -8,7 +8,8 @@ import numpy as np
 _PARTS = {"train": "train", "valid": "valid", "val": "valid", "test": "test"}
 _SUFFIXES = ".png", ".jpg", ".jpeg"
 _OF_THE_SYSTEM = "thumbs.db", "desktop.ini"
-_GRAY = "1", "L"  # modes of Pillow
+_GRAY = "1", "L", "LA"  # modes of Pillow
+_ORIENTATION = 0x0112  # EXIF tag of cameras: how to turn the image
 
 
 def read_folder(folder: Path) -> dict[str, np.ndarray]:
@@ -80,7 +81,7 @@ def _common_size(files: list[Path]) -> tuple[tuple[int, int], str]:
     gray = True
     for file in files:
         size, mode, transparent = _opened(
-            file, lambda image: (image.size, image.mode, image.has_transparency_data)
+            file, lambda image: (image.size, image.mode, _is_transparent(image))
         )
         if transparent:
             raise ValueError(
@@ -101,10 +102,17 @@ def _common_size(files: list[Path]) -> tuple[tuple[int, int], str]:
     return (height, width), "L" if gray else "RGB"
 
 
+def _is_transparent(image: Any) -> bool:
+    """Return whether a pixel of an image of Pillow is not opaque."""
+    if not image.has_transparency_data:
+        return False
+    return image.convert("RGBA").getchannel("A").getextrema()[0] < 255
+
+
 def _opened(file: Path, function: Any) -> Any:
     """Return ``function`` of an image file."""
     try:
-        from PIL import Image  # the extra `images`
+        from PIL import Image, ImageOps  # the extra `images`
     except ImportError:
         raise ImportError(
             f"{file.parent}: expected Pillow to read images, got none; install it with "
@@ -112,7 +120,9 @@ def _opened(file: Path, function: Any) -> Any:
         ) from None
     try:
         with Image.open(file) as image:
-            return function(image)
+            # Without this condition a PNG would be decoded to look for the tag.
+            turned = "exif" in image.info and image.getexif().get(_ORIENTATION, 1) != 1
+            return function(ImageOps.exif_transpose(image) if turned else image)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        reason = str(error).splitlines()[0].replace(f" {str(file)!r}", " the file")
+        reason = str(error).splitlines()[0].replace(f" {str(file)!r}", "")
         raise ValueError(f"{file}: expected an image, got a damaged one ({reason}).") from None

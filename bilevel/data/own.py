@@ -31,25 +31,27 @@ _CHUNK = 2**24  # values that are checked for NaN at once
 
 def load_own(source: Source, key: chex.PRNGKey) -> Dataset:
     """Return the user's rows; if test rows are missing, set a fifth of the training rows aside."""
-    parts, classes = _read(source)
+    name, parts, classes = _read(source)
     x, y = parts["train"]
     if "test" not in parts:
         if classes and (counts := np.bincount(y)).min() < 2:
             raise ValueError(
-                f"y: expected at least 2 rows of every class, to set test rows aside, got 1 of "
-                f"{classes[int(np.argmin(counts))]!r}."
+                f"{name}: expected at least 2 rows of every class, to set test rows aside, got 1 "
+                f"of {classes[int(np.argmin(counts))]!r}."
             )
         size = max(1, round(len(y) / 5))
         if size == len(y):
-            raise ValueError(f"y: expected at least 2 rows, to set test rows aside, got {len(y)}.")
+            raise ValueError(
+                f"{name}: expected at least 2 rows, to set test rows aside, got {len(y)}."
+            )
         key = jax.random.fold_in(key, _SPLIT)
         split = stratified_split(key, strata(y, classes), (len(y) - size, size))
         parts["train"], parts["test"] = ((np.asarray(x[rows]), y[rows]) for rows in split)
     return Dataset(*parts["train"], *parts["test"], classes, *parts.get("valid", (None, None)))
 
 
-def _read(source: Source) -> tuple[Parts, tuple[str, ...]]:
-    """Return the rows of every part, and the names of the classes, () for real targets.
+def _read(source: Source) -> tuple[str, Parts, tuple[str, ...]]:
+    """Return the source's name, all parts, and the names of the classes, () for real targets.
 
     Inputs keep their dtype. Labels are int32, in the order of the sorted class names.
     """
@@ -59,7 +61,7 @@ def _read(source: Source) -> tuple[Parts, tuple[str, ...]]:
         _check_inputs(f"{name}: {_key('x', part, arrays)}", x)
         _check_labels(f"{name}: {_key('y', part, arrays)}", y, len(x))
     _check_alike(name, parts)
-    return _encoded(name, parts)
+    return name, *_encoded(name, parts)
 
 
 def _arrays(source: Source) -> tuple[str, Mapping[str, Any]]:

@@ -90,6 +90,10 @@ def test_own_vectors_are_standardized_on_the_training_rows():
             "search --data vectors.npz --train 50",
             "train: expected at most 48 .* vectors.npz, got 50",
         ),
+        (
+            "search-darts --data images.npz --train 500",  # the default, but given
+            "train: expected at most 48 .* images.npz, got 500",
+        ),
         ("search --data split.npz --valid 61", "valid: expected at most 60 .* got 61"),
         ("certify --data vectors.npz --rows 49", "rows: expected at most 48 .* got 49"),
         (

@@ -195,6 +195,21 @@ def test_wrong_arrays_raise_one_message(case):
         load(arrays)
 
 
+def test_opaque_images_are_read_and_images_of_cameras_are_turned(tmp_path):
+    upright = np.uint8(GENERATOR.integers(0, 256, (4, 6)))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: rotate by a quarter, clockwise
+    lying = Image.fromarray(np.rot90(upright).copy())
+    for name in ("a", "ö b"):
+        (tmp_path / name).mkdir()
+        lying.save(tmp_path / name / "lying.png", exif=exif)
+        Image.fromarray(upright).convert("LA").save(tmp_path / name / "opaque.png")
+        (tmp_path / name / ".DS_Store").write_bytes(b"1")
+    x = read_folder(tmp_path)["x_train"]
+    np.testing.assert_array_equal(x, [upright] * 4)
+    assert load(tmp_path).classes == ("a", "ö b")
+
+
 def text_file(folder):
     (folder / "own.npz").write_text("x,y\n1,2\n")
     return folder / "own.npz"
@@ -257,7 +272,10 @@ def truncated_picture(folder):
 
 
 def picture_with_alpha(folder):
-    return drawn(folder, mode="RGBA")
+    path = drawn(folder)
+    image = Image.fromarray(np.uint8([[[9, 9, 9, 254]] * 6] * 4))
+    image.save(path / "dog" / "00.png")
+    return path
 
 
 def picture_of_16_bits(folder):

@@ -98,6 +98,8 @@ def test_the_solver_and_the_inverse_of_contributing_are_right():
         "docs/index.md",
         pytest.param("docs/start.md", marks=pytest.mark.long),
         "docs/how_to.md",
+        # The notebook on own images runs the same functions.
+        pytest.param("docs/own_data.md", marks=(pytest.mark.slow, pytest.mark.long)),
         "docs/geometry.md",
         "docs/constraints.md",
         pytest.param("docs/solvers.md", marks=pytest.mark.long),

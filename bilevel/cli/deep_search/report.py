@@ -154,4 +154,5 @@ def show(
     times = (
         f"{seconds['all']:.0f} s, of which {result['config']['strategy']} {seconds['search']:.0f} s"
     )
+    report.print_next(console, folder)
     report.print_end(console, sentence, folder, "search.png", times)

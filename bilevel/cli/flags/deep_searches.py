@@ -192,8 +192,8 @@ class Train(Resumable):
     """Run directory; a number is appended if it exists."""
     seeds: rules.Count = 3
     """Independent trainings: own initial weights, own order of the rows."""
-    epochs: rules.Epochs = 30
-    """Passes over the training rows."""
+    epochs: rules.Epochs | None = None
+    """Passes over the training rows; by default 30, or more for at least 1,000 steps."""
     batch_size: rules.Size = 64
     """Rows in a minibatch."""
     weight_rate: rules.Rate | None = None

@@ -19,7 +19,7 @@ import numpy as np
 from bilevel.cli.flags.commands import Job
 from bilevel.cli.flags.datasets import CLASSES, ROWS, SHAPES, check_sum, is_function, is_own
 from bilevel.cli.flags.quick import QUICK
-from bilevel.cli.runtime import report
+from bilevel.cli.runtime import invocation, report
 from bilevel.data import datasets
 from bilevel.internal.import_function import imported
 from bilevel.nets.images import pooling_factor
@@ -141,7 +141,7 @@ def opened(config: AnyJob, *, images: bool, labels: bool = True) -> tuple[AnyJob
     data = own_data(config.data, config.seed, images=images, labels=labels)
     assert data.dataset is not None
     config = _with_sizes(config, data.dataset)
-    report.screen().print(_description(config, data))
+    report.screen().print(_description(config, data), soft_wrap=True)
     return config, data
 
 
@@ -205,6 +205,8 @@ def _size(config: Any, name: str) -> int:
 
 def _is_default(config: Job, name: str) -> bool:
     kind = type(config)
+    if name in invocation.current().given:
+        return False
     return getattr(config, name) in (getattr(kind(), name), getattr(QUICK.get(kind, kind()), name))
 
 

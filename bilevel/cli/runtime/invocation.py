@@ -15,13 +15,15 @@ from typing import Any
 class Call:
     """One call of a command. ``line`` is None when it is called from Python.
 
-    ``record`` receives the content of the progress bars, with or without bars.
+    ``given`` are the names of the flags in the line. ``record`` receives the content of the
+    progress bars, with or without bars.
     """
 
     line: str | None = None
     table: bool = True
     progress: bool = True
     record: Callable[[dict[str, Any]], None] | None = None
+    given: frozenset[str] = frozenset()
 
 
 _call: ContextVar[Call | None] = ContextVar("call", default=None)

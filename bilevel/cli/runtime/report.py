@@ -5,6 +5,7 @@ import decimal
 import importlib.util
 import json
 import pathlib
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -120,6 +121,12 @@ def compare_errors(ours: np.ndarray, baseline: np.ndarray, rows: int) -> str:
         f"{verdict} ({100 * differences.mean():+.1f} points, 95 % interval {low:+.1f} to "
         f"{high:+.1f}, from {basis})"
     )
+
+
+def print_next(console: Console, folder: pathlib.Path) -> None:
+    """Print the command that trains the network of a search."""
+    line = shlex.join(["bilevel", "train", str(folder)])
+    console.print(f"train and save the network: {line}", soft_wrap=True)
 
 
 def print_end(

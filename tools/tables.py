@@ -34,7 +34,7 @@ MARKED = re.compile(
     re.DOTALL,
 )
 
-AGE = re.compile(r"^Measured on .*, commit (\w+).*\.$", re.MULTILINE)
+AGE = re.compile(r"^Measured .*\bcommit (\w+).*\.$", re.MULTILINE)
 
 read = functools.cache(harness.read)
 

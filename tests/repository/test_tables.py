@@ -6,13 +6,27 @@ import sys
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "tools/tables.py"
+from benchmarks import harness
+from tools.tables import AGE, MARKED
+
+ROOT = pathlib.Path(__file__).parents[2]
+SCRIPT = ROOT / "tools/tables.py"
 TABLE = "<!-- table: hypergradients/memory.report -->\n{}<!-- end of table -->\n"
 
 
 def tables(*flags):
     # A separate process, because some benchmarks change the precision.
     return subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True)
+
+
+def test_tables_state_the_commit_of_their_rows():
+    for path in sorted(ROOT.glob("docs/*.md")):
+        for block in MARKED.finditer(path.read_text()):
+            rows = harness.read(harness.RESULTS / f"{block['file'] or block['script']}.jsonl")
+            if rows:
+                line = AGE.search(block["table"])
+                assert line, f"{path.name}, {block['function']}: run `make tables`"
+                assert line[1] in {row.get("commit") for row in rows}, path
 
 
 @pytest.mark.slow

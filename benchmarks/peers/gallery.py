@@ -33,6 +33,8 @@ SIZES = {  # of the figures, inches
     "kernel_learning": (8, 6),
     "sparse_regression": (6, 3.5),
     "support_vectors": (6, 5),
+    "mixtures": (6, 3.5),
+    "sparse_words": (6, 3.5),
 }
 
 
@@ -100,6 +102,8 @@ text_transformer = _table("text_transformer")
 kernel_learning = _table("kernel_learning")
 sparse_regression = _table("sparse_regression")
 support_vectors = _table("support_vectors")
+mixtures = _table("mixtures")
+sparse_words = _table("sparse_words")
 
 
 def smoke() -> list[dict]:

@@ -8,6 +8,8 @@ from helpers import assert_close, normal, tolerance
 
 import bilevel
 
+pytestmark = pytest.mark.slow
+
 ROWS, WEIGHTS, DAMPING = 4, 9, 0.3
 X, Y, TARGET, START = (
     normal(0, ROWS, WEIGHTS),

@@ -14,6 +14,8 @@ from helpers import assert_close, finite_differences, float64_only, normal, tole
 
 import bilevel
 
+pytestmark = pytest.mark.slow
+
 
 def hypergradient(lower, outer, forward, alpha, w0, data=None):
     problem = bilevel.Problem(lower, outer)

@@ -65,20 +65,37 @@ def test_total_variation_denoises_and_weights_of_filters_learn_to(example):
     )
 
 
+def reviews(words, *sizes):
+    """Draw counts that stand for reviews: the real ones are read in the full run."""
+    rng = np.random.default_rng(0)
+    truth = rng.normal(size=words) * (np.arange(words) < 5)
+    x = [(rng.random((n, words)) < 0.3).astype(float) for n in sizes]
+    return [(a, np.where(a @ truth + 0.5 * rng.normal(size=len(a)) > 0, 1.0, -1.0)) for a in x]
+
+
 @pytest.mark.long
 def test_penalties_of_words_lower_the_validation_loss(example, monkeypatch):
-    """On counts that stand for reviews: the real ones are read in the full run."""
     import word_penalties
-
-    def reviews(words, *sizes):
-        rng = np.random.default_rng(0)
-        truth = rng.normal(size=words) * (np.arange(words) < 5)
-        x = [(rng.random((n, words)) < 0.3).astype(float) for n in sizes]
-        return [(a, np.where(a @ truth + 0.5 * rng.normal(size=len(a)) > 0, 1.0, -1.0)) for a in x]
 
     monkeypatch.setattr(word_penalties, "reviews", reviews)
     rows = example("word_penalties", words=30, train=60, valid=60, test=60, steps=6)
     assert rows[-1]["validation loss"] < 0.98 * rows[0]["validation loss"]
+
+
+@pytest.mark.long
+def test_l1_penalties_of_words_lower_the_validation_loss(example, monkeypatch):
+    import sparse_words
+
+    monkeypatch.setattr(sparse_words, "reviews", reviews)
+    rows = example("sparse_words", words=30, train=60, valid=60, test=60, steps=6)
+    assert rows[-1]["validation loss"] < rows[0]["validation loss"]
+    assert rows[-1]["words used"] < 30
+
+
+@pytest.mark.long
+def test_weights_of_wavelengths_lower_the_error_of_mixtures(example):
+    rows = example("mixtures", steps=20, mixtures=10)
+    assert rows[-1]["training error"] < 0.8 * rows[0]["training error"]
 
 
 @pytest.mark.long

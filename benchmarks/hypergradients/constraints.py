@@ -32,6 +32,8 @@ from benchmarks import harness
 from benchmarks.hypergradients import constraints_truth as exact
 from benchmarks.hypergradients.constraints_truth import LONG
 
+MEASURES = ("bilevel/constraints", "bilevel/hypergradients", "bilevel/solvers")
+
 SIZES = 4, 12, 30, 300
 CASES = {4: 30, 12: 30, 30: 30, 300: 4}  # of each family and precision
 MOST_STEPS = 3000
@@ -652,17 +654,20 @@ def cells(name: str, cases: list[dict[str, Any]]) -> list[Any]:
     ]
 
 
-def report(rows: list[dict[str, Any]]) -> str:
+def report(rows: list[dict[str, Any]], by: tuple[str, ...] = ("family", "weights", "dtype")) -> str:
     """Return a line for each family, precision and size, and one for all cases."""
     verdicts = [judged(row) for row in rows if row.get("part") != "environment"]
     lines = []
-    for key in "family", "weights", "dtype":
+    for key in by:
         names = dict.fromkeys(r[key] for r in verdicts)
         unit = " weights" if key == "weights" else ""
         lines += [cells(f"{name}{unit}", harness.where(verdicts, **{key: name})) for name in names]
     for planted, name in ((False, "not planted"), (True, "planted")):
         lines.append(cells(name, harness.where(verdicts, planted=planted)))
     return harness.table(HEAD, [*lines, cells("**all**", verdicts)])
+
+
+summary = functools.partial(report, by=("dtype",))
 
 
 def rounded_row(row):

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -60,24 +59,6 @@ def match_varying_axes(step: Callable[[Pytree], Pytree], start: Pytree) -> Pytre
 def while_loop(unfinished: Callable, step: Callable, start: Pytree) -> Pytree:
     """Run :func:`jax.lax.while_loop` from a start that may vary less than its steps do."""
     return jax.lax.while_loop(unfinished, step, match_varying_axes(step, start))
-
-
-def do_while(unfinished: Callable, step: Callable, start: Pytree) -> Pytree:
-    """Run a step, then further steps while ``unfinished``; ``step`` is compiled once."""
-
-    def going(carry):
-        state, first = carry
-        return first | unfinished(state)
-
-    def once(carry):
-        return step(carry[0]), carry[1] & False  # `False` alone would not vary
-
-    return while_loop(going, once, (start, jnp.array(True)))[0]
-
-
-def repeat_step(step: Callable[[Pytree], Pytree], start: Pytree, times: int) -> Pytree:
-    """Return ``step(step(... start))``."""
-    return jax.lax.fori_loop(0, times, lambda _, x: step(x), match_varying_axes(step, start))
 
 
 def explicit_mesh(tree: Pytree) -> jax.sharding.AbstractMesh | None:

@@ -26,6 +26,8 @@ import scipy.sparse.linalg
 from benchmarks import harness
 from benchmarks.harness import table, where
 
+MEASURES = ("bilevel/constraints", "bilevel/solvers")
+
 PEERS = "jaxopt", "cvxpylayers", "sparho"
 TOLERANCES = [10.0**-k for k in range(2, 15)]
 BUDGET = 200  # CPU seconds for the series of tolerances

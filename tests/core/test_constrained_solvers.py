@@ -16,6 +16,7 @@ from bilevel import constraints
 H = jnp.array([[4.0, 1.0, 0.0], [1.0, 3.0, 1.0], [0.0, 1.0, 2.0]])
 TARGET = jnp.array([1.0, -1.0, 1.0])
 START = jnp.zeros(3)
+LONG = pytest.mark.slow, pytest.mark.long
 
 
 def lower(w, alpha, c):
@@ -41,7 +42,12 @@ def value(solver, alpha, c=C, w0=START):
 
 @pytest.mark.parametrize(
     "inverse",
-    [bilevel.cg(), bilevel.dense(), bilevel.neumann(300, 0.2), bilevel.nystrom(2, 1e-6)],
+    [
+        bilevel.cg(),
+        bilevel.dense(),
+        pytest.param(bilevel.neumann(300, 0.2), marks=LONG),
+        pytest.param(bilevel.nystrom(2, 1e-6), marks=LONG),
+    ],
     ids=["cg", "dense", "neumann", "nystrom"],
 )
 def test_every_inverse_gives_the_lasso_s_hypergradient(inverse):
@@ -52,7 +58,7 @@ def test_every_inverse_gives_the_lasso_s_hypergradient(inverse):
 
 @pytest.mark.parametrize(
     "forward",
-    [LASSO, pytest.param(BALL, marks=(pytest.mark.slow, pytest.mark.long))],
+    [LASSO, pytest.param(BALL, marks=LONG)],
     ids=["lasso", "ball"],
 )
 def test_jvp_vmap_and_second_derivatives_agree_with_finite_differences(forward):
@@ -71,7 +77,7 @@ def test_jvp_vmap_and_second_derivatives_agree_with_finite_differences(forward):
     assert_close(second.ravel(), finite_differences(first, alpha).ravel(), f64=1e-7, f32=5e-2)
 
 
-@pytest.mark.parametrize("quadratic", [True, False])
+@pytest.mark.parametrize("quadratic", [pytest.param(True, marks=LONG), False])
 def test_unrolled_proximal_steps_converge_to_the_implicit_derivative(quadratic):
     """The quartic loss is steeper away from the start, so the first step size is too long."""
 

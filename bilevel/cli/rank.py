@@ -7,6 +7,7 @@ CIFAR-100 and ImageNet16-120. With ``--epochs`` the network of the best score (b
 Eigen-NAS.
 """
 
+import dataclasses
 import functools
 import math
 import pathlib
@@ -20,7 +21,7 @@ import optax
 from bilevel.cli.deep_search import networks, run
 from bilevel.cli.flags import from_config_file
 from bilevel.cli.flags.commands import Rank
-from bilevel.cli.runtime import memory, report
+from bilevel.cli.runtime import invocation, memory, report
 from bilevel.cli.runtime.data import Data, opened
 from bilevel.cli.runtime.devices import count_for, spread_over_devices
 from bilevel.cli.runtime.run_directory import run_directory
@@ -60,6 +61,8 @@ def run_rank(config: Rank) -> dict[str, Any]:
     for name, function in functions.items():
         takes("scores", name, function, 4)  # (key, apply, params, batch)
     config, data = opened(config, images=True)
+    if data.dataset is not None and "judged" not in invocation.current().given:
+        config = dataclasses.replace(config, judged=False)  # the table is about other images
     with (
         memory.fitting(config, _arrays(config, data)),
         run_directory(config, data, keeps="the scores so far are saved") as folder,

@@ -160,5 +160,6 @@ RUNS = [
 def test_every_command_takes_two_classes_and_images_of_any_sides(monkeypatch, line, data):
     monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "examples")
     assert main([*line.split(), "--data", data, "--out", "run"]) == 0
-    entry = json.loads(pathlib.Path("run/result.json").read_text())["data"]
-    assert entry["shape"] == [6, 9, 3 if data == "images.npz" else 1]
+    result = json.loads(pathlib.Path("run/result.json").read_text())
+    assert result["data"]["shape"] == [6, 9, 3 if data == "images.npz" else 1]
+    assert "judged" not in result  # the benchmark's accuracies are about other images

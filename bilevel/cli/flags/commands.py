@@ -249,7 +249,8 @@ class Rank(Resumable):
     at_once: rules.Count = 1
     """Networks side by side in one program: 1 on a CPU, dozens on an accelerator."""
     judged: bool = True
-    """Whether to compare the scores with the accuracies in the benchmark's table."""
+    """Whether to compare the scores with the accuracies in the benchmark's table; on your own
+    images only if given."""
     epochs: Annotated[int, rules.Range(0, 10_000)] = 0
     """Passes over the training rows for training the chosen network; 0: no training."""
     train: rules.Sample = 500

@@ -1,9 +1,9 @@
 """The accuracy of a hypergradient of a constrained lower problem.
 
 The hypergradient is that of the solution's active set. The estimate is the distance to a refined
-hypergradient (:mod:`bilevel.hypergradients.constrained_refinement`), with an active set of its own.
-It is infinite if rounding could change the refined active set, because the derivative then differs
-from side to side.
+hypergradient (:mod:`bilevel.hypergradients.constrained_refinement`). The refined active set can
+differ. The estimate is infinite if rounding could change the refined set, because the derivative
+then differs from side to side.
 """
 
 import functools
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from bilevel.contracts import Constraint, Pytree
+from bilevel.hypergradients.constrained_bound import constrained_error_bound
 from bilevel.hypergradients.constrained_refinement import refine_constrained
 from bilevel.hypergradients.curvature import PRODUCTS, is_small
 from bilevel.hypergradients.error_estimate import Estimate, Info, hidden_steps, is_asymmetric
@@ -77,11 +78,10 @@ def _assess_active_set(
         reason = jnp.asarray(_OWN_OPERATOR, jnp.int8)
         return Info(stationarity, residual, jnp.array(False), far, far, reason)
 
-    refined = refine_constrained(
-        *(problem, constraint, w, adjoint, alpha, train, valid),
-        products=products,
-        dense=is_small(w, is_quadratic(lower, w, alpha, train)),
-    )
+    quadratic = is_quadratic(lower, w, alpha, train)
+    dense = is_small(w, quadratic)
+    given = problem, constraint, w, adjoint, alpha, train, valid
+    refined = refine_constrained(*given, products=products, dense=dense)
     estimate = Estimate.of(grad, refined.grads, refined.magnitude)
     finite = jnp.isfinite(stationarity + optax.tree.norm(force) + optax.tree.norm(grad))
     settled = refined.settled & refined.right & jnp.isfinite(estimate.size)
@@ -99,6 +99,9 @@ def _assess_active_set(
         _SQUARES: estimate.lost,
     }
     reason = jnp.select(list(wrong.values()), list(wrong), 0).astype(jnp.int8)
-    return estimate.info(
-        stationarity, refined.linear_residual if adjoint is None else residual, reason
-    )
+    bound = far
+    if quadratic and dense:
+        bound = constrained_error_bound(problem, constraint, refined, alpha, train, valid, grad)
+        bound = jnp.where(reason == 0, bound, far)
+    linear_residual = refined.linear_residual if adjoint is None else residual
+    return estimate.info(stationarity, linear_residual, reason, bound)

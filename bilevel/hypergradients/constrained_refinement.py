@@ -6,7 +6,8 @@ takes Newton steps on the active manifold. The spread of their hypergradients me
 spread of their margins shows whether rounding could change the active set.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,14 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from bilevel.contracts import Constraint, LinearMap, Loss, Pytree
-from bilevel.hypergradients.curvature import curvature
+from bilevel.hypergradients.curvature import Curvature, curvature
 from bilevel.hypergradients.refinement import finite_or_zero, jitter, ratio_to_norm
 from bilevel.internal.precision import uniform_hash
 from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import Problem, hessian_operator, mixed_product
 from bilevel.solvers._manifold import System, fixed_point, manifold_system
 from bilevel.solvers.constrained import forward_solver
+from ntk.internal.sharding import pcast_varying, varying
 
 _STEPS = 3000  # maximum number of proximal gradient steps towards the solution
 _SAMPLES = 8
@@ -35,6 +37,10 @@ _CLEAR = 10  # a margin is clear above this multiple of its scatter
 class RefinedSolution(NamedTuple):
     """Samples of the refined hypergradient, and the tests that it has passed."""
 
+    w: Pytree  # on the active manifold
+    adjoint: Pytree  # in its tangent space
+    code: Pytree  # the active set
+    eta: jax.Array  # the step size of its fixed point
     grads: Pytree  # like alpha, leading axis: samples of the refined hypergradient
     magnitude: jax.Array  # the size of its three terms
     linear_residual: jax.Array  # of the refined adjoint
@@ -44,6 +50,113 @@ class RefinedSolution(NamedTuple):
     right: jax.Array  # bool: no margin is clearly negative
     decided: jax.Array  # bool: all margins are clear
     last_step: jax.Array  # length of the last Newton step, relative to the weights
+    floor: jax.Array | None  # proved lower bound of the reduced eigenvalues, if these are formed
+
+
+class _Sample(NamedTuple):
+    """The refined solution and its hypergradient, from values with other last digits."""
+
+    w: Pytree  # on the active manifold
+    q: Pytree  # the adjoint, in the tangent space
+    grad: Pytree
+    magnitude: jax.Array  # the size of its three terms
+    margins: Pytree
+    steps: jax.Array  # [2], lengths of the last steps of w and q
+    sizes: jax.Array  # [2], norms of w and q
+    ways: jax.Array  # [2], distances from the given w and q
+    residual: jax.Array  # of the adjoint before its last step, relative
+
+
+class _Refinement(NamedTuple):
+    """A lower problem with its refined active set."""
+
+    problem: Problem
+    constraint: Constraint
+    train: Pytree
+    valid: Pytree
+    w: Pytree  # the given weights and adjoint
+    adjoint: Pytree
+    near: Pytree  # the refined weights
+    code: Pytree
+    eta: jax.Array
+    shake: jax.Array  # size of the weights and of a gradient step: their rounding moves margins
+
+    def system(self, lower: Loss, w: Pytree, alpha: Pytree) -> tuple[Pytree, LinearMap, System]:
+        """Return the gradient, Hessian products, and the system for changes of the solution."""
+        g, hvp = hessian_operator(lower, w, alpha, self.train)
+        given = self.code, w, g, alpha, self.eta
+        return g, hvp, manifold_system(self.constraint, hvp, *given)
+
+    def sample(self, number: jax.Array, alpha: Pytree, spectrum: Curvature) -> _Sample:
+        """Refine once more, from values with other last digits if ``number`` is not 0."""
+        moves = (number > 0).astype(self.eta.dtype)
+        alpha = _shaken(4 * number, alpha, 0.5 * moves)
+        lower = hoist_constants(self.problem.lower, self.near, alpha, self.train)
+        start = jitter(4 * number + 1, self.near, moves)
+        w, w_step = self.newton(lower, start, alpha, spectrum)
+        noise = _JITTER * moves
+        margins = self.margins(lower, 4 * number + 2, w, alpha, noise)
+        w = jitter(4 * number + 2, w, noise)
+        g = jax.grad(lower)(w, alpha, self.train)
+        # The outer loss may ask whether a weight is at its bound.
+        w = fixed_point(self.constraint)(self.code, w, g, alpha, self.eta)
+        g, hvp, system = self.system(lower, w, alpha)
+        force = jax.grad(self.problem.outer)(w, alpha, self.valid)
+        start = system.after(jitter(4 * number + 3, self.adjoint, moves))
+        q, q_step, residual = self.refined_adjoint(system, start, force, spectrum)
+        given = self.constraint, self.code, self.eta, w, g, hvp, q, force
+        grad, size = combine_terms(self.problem, *given, alpha, self.train, self.valid)
+        ways = optax.tree.sub(w, self.w), optax.tree.sub(q, self.adjoint)
+        return _Sample(
+            w=w,
+            q=q,
+            grad=grad,
+            magnitude=size,
+            margins=margins,
+            steps=jnp.stack([w_step, q_step]),
+            sizes=jnp.stack([*map(optax.tree.norm, (w, q))]),
+            ways=jnp.stack([*map(optax.tree.norm, ways)]),
+            residual=residual,
+        )
+
+    def newton(self, lower, w, alpha, spectrum) -> tuple[Pytree, jax.Array]:
+        """Take Newton steps on the manifold; return the weights and the length of the last."""
+        way = optax.tree.norm(optax.tree.sub(self.near, self.w))
+
+        def move(_, carry):
+            w, _ = carry
+            g, _, system = self.system(lower, w, alpha)
+            step = self.constraint.step(self.code, w, g, alpha, self.eta)
+            solved = _solve_step(spectrum, system.before(step), way, w)
+            change = optax.tree.add(system.direct(step), system.after(solved))
+            return optax.tree.add(w, change), optax.tree.norm(change)
+
+        rounds = 1 if spectrum.floor is None else _NEWTON_STEPS
+        return jax.lax.fori_loop(0, rounds, move, (w, jnp.zeros_like(self.eta)))
+
+    def refined_adjoint(self, system, q, force, spectrum) -> tuple[Pytree, jax.Array, jax.Array]:
+        """Return the adjoint, the length of its last step, and the residual before this step."""
+        right, zero = system.after(force), jnp.zeros_like(self.eta)
+
+        def move(_, carry):
+            q, _, _ = carry
+            left = optax.tree.sub(system.operator(q), right)
+            way = optax.tree.norm(optax.tree.sub(q, self.adjoint))
+            x = system.after(_solve_step(spectrum, left, way, q))
+            return optax.tree.sub(q, x), optax.tree.norm(x), optax.tree.norm(left)
+
+        rounds = 2 if spectrum.floor is None else _ADJOINT_STEPS
+        q, step, left = jax.lax.fori_loop(0, rounds, move, (q, zero, zero))
+        return q, step, ratio_to_norm(left, right)
+
+    def margins(self, lower, number, w, alpha, noise) -> Pytree:
+        """Return the margins near ``w``, moved by roundoff of the weights and of their slopes."""
+        flat, unravel = ravel_pytree(w)
+        size = noise * jnp.finfo(noise.dtype).eps * (jnp.abs(flat) + self.shake)
+        near = unravel(flat + size * uniform_hash(number, flat))
+        slopes = jax.grad(lower)(near, alpha, self.train)
+        assert self.constraint.margins is not None
+        return self.constraint.margins(self.code, near, slopes, alpha)
 
 
 def refine_constrained(
@@ -67,83 +180,60 @@ def refine_constrained(
     # The lower loss has the smooth part already.
     solver = forward_solver(constraint._replace(smooth=None), _STEPS, None)
     near, (code, eta) = solver.run(problem.lower, alpha, w, solver.init(w), train)
-
-    def system_at(lower: Loss, w: Pytree, alpha: Pytree) -> tuple[Pytree, Pytree, System]:
-        """Return the step to the fixed point, the gradient, and the system for changes of w."""
-        g, hvp = hessian_operator(lower, w, alpha, train)
-        step = constraint.step(code, w, g, alpha, eta)
-        return step, g, manifold_system(constraint, hvp, code, w, g, alpha, eta)
-
-    *_, system = system_at(hoist_constants(problem.lower, near, alpha, train), near, alpha)
+    given = problem, constraint, train, valid, w, start, near, code, eta
+    lower = hoist_constants(problem.lower, near, alpha, train)
+    g, _, system = _Refinement(*given, eta).system(lower, near, alpha)
+    refinement = _Refinement(*given, _root_mean_square(near) + eta * _root_mean_square(g))
     spectrum = curvature(_regular(system, near, eta), near, products, dense)
-    count = _SAMPLES if dense else _COSTLY_SAMPLES
-    eps = jnp.finfo(eta.dtype).eps
-    way = optax.tree.norm(optax.tree.sub(near, w))
+    numbers = jnp.arange(_SAMPLES if dense else _COSTLY_SAMPLES, dtype=jnp.uint32)
 
-    def solve(b: Pytree, least: jax.Array) -> Pytree:
-        """Solve to a thousandth, or to an error of ``least``."""
-        aim = jnp.maximum(1e-3 * optax.tree.norm(b), least * spectrum.lowest)
-        return spectrum.solve(b, aim)
+    def drawn():
+        return spectrum.batch(lambda n: refinement.sample(n, alpha, spectrum))(numbers)
 
-    def sample(number):
-        moves = (number > 0).astype(eta.dtype)
-        at = _shaken(4 * number, alpha, 0.5 * moves)
-        lower = hoist_constants(problem.lower, near, at, train)
-
-        def newton(_, carry):
-            own, _ = carry
-            step, _, system = system_at(lower, own, at)
-            least = jnp.maximum(5e-3 * way, eps * spectrum.condition * optax.tree.norm(own))
-            x = system.after(solve(system.before(step), least))
-            change = optax.tree.add(system.direct(step), x)
-            return optax.tree.add(own, change), optax.tree.norm(change)
-
-        moved = (jitter(4 * number + 1, near, moves), jnp.zeros_like(eta))
-        rounds = _NEWTON_STEPS if dense else 1
-        own, last = jax.lax.fori_loop(0, rounds, newton, moved)
-        margins = _margins_near(constraint, code, 4 * number + 2, own, lower, at, train, eta, moves)
-        own = jitter(4 * number + 2, own, _JITTER * moves)
-        _, g, _ = system_at(lower, own, at)
-        # The outer loss may ask whether a weight is at its bound.
-        own = fixed_point(constraint)(code, own, g, at, eta)
-        _, g, system = system_at(lower, own, at)
-        force = jax.grad(problem.outer)(own, at, valid)
-        right = system.after(force)
-
-        def refine(_, carry):
-            q, _, _ = carry
-            left = optax.tree.sub(system.operator(q), right)
-            least = 5e-3 * optax.tree.norm(optax.tree.sub(q, start))
-            rounding = eps * spectrum.condition * optax.tree.norm(q)
-            x = system.after(solve(left, jnp.maximum(least, rounding)))
-            return optax.tree.sub(q, x), optax.tree.norm(left), optax.tree.norm(x)
-
-        first = system.after(jitter(4 * number + 3, start, moves))
-        zero = jnp.zeros_like(eta)
-        rounds = _ADJOINT_STEPS if dense else 2
-        q, left, last_q = jax.lax.fori_loop(0, rounds, refine, (first, zero, zero))
-        grad, size = _combine_terms(problem, constraint, code, eta, own, q, force, at, train, valid)
-        steps = jnp.stack([last, last_q, optax.tree.norm(own), optax.tree.norm(q)])
-        gaps = optax.tree.sub(own, w), optax.tree.sub(q, start)
-        ways = jnp.stack([*map(optax.tree.norm, gaps)])
-        return grad, size, margins, steps, ways, ratio_to_norm(left, right)
-
-    numbers = jnp.arange(count, dtype=jnp.uint32)
-    grads, sizes, margins, steps, ways, residuals = spectrum.batch(sample)(numbers)
-    determined, right, decided = _judged(margins, eta)
-    relative = jnp.minimum(100 * eps * spectrum.condition, 0.1)
-    limits = jnp.maximum(0.01 * ways[0], relative * steps[0, 2:])
+    samples = drawn() if dense else _drawn_if(spectrum.definite, drawn, (w, start, train, valid))
+    first = jax.tree.map(lambda x: x[0], samples)
+    determined, right, decided = _judged(samples.margins, eta)
+    rounding = jnp.finfo(eta.dtype).eps * spectrum.condition
+    limits = jnp.maximum(0.01 * first.ways, jnp.minimum(100 * rounding, 0.1) * first.sizes)
     return RefinedSolution(
-        grads=grads,
-        magnitude=sizes[0],
-        linear_residual=residuals[0],
-        definite=spectrum.definite & (_CURVED * eps * spectrum.condition < 1),
-        settled=(steps[0, :2] <= limits).all(),
+        w=first.w,
+        adjoint=first.q,
+        code=code,
+        eta=eta,
+        grads=samples.grad,
+        magnitude=first.magnitude,
+        linear_residual=first.residual,
+        definite=spectrum.definite & (_CURVED * rounding < 1),
+        settled=(first.steps <= limits).all(),
         determined=determined,
         right=right,
         decided=decided,
-        last_step=steps[0, 0] / jnp.where(steps[0, 2] > 0, steps[0, 2], 1),
+        last_step=ratio_to_norm(first.steps[0], first.w),
+        floor=spectrum.floor,
     )
+
+
+def _drawn_if(definite: jax.Array, drawn: Callable, given: Pytree) -> Any:
+    """Return ``drawn()``, or zeros: without curvature the samples are not worth their solves."""
+    axes = varying(given)
+
+    def missing():
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(drawn))
+
+    return jax.lax.cond(
+        definite, lambda: pcast_varying(drawn(), axes), lambda: pcast_varying(missing(), axes)
+    )
+
+
+def _solve_step(spectrum: Curvature, b: Pytree, way: jax.Array, like: Pytree) -> Pytree:
+    """Solve for a step to a thousandth, to 0.5 % of the way so far, or to rounding."""
+    rounding = jnp.finfo(way.dtype).eps * spectrum.condition * optax.tree.norm(like)
+    least = jnp.maximum(5e-3 * way, rounding) * spectrum.lowest
+    return spectrum.solve(b, jnp.maximum(1e-3 * optax.tree.norm(b), least))
+
+
+def _root_mean_square(tree: Pytree) -> jax.Array:
+    return jnp.sqrt(jnp.mean(ravel_pytree(tree)[0] ** 2))
 
 
 def _shaken(number, alpha: Pytree, roundings: jax.Array) -> Pytree:
@@ -174,19 +264,8 @@ def _regular(system: System, like: Pytree, eta: jax.Array) -> LinearMap:
     return regular
 
 
-def _margins_near(constraint, code, number, w, lower, alpha, train, eta, moves) -> Pytree:
-    """Return the margins near ``w``, moved by roundoff of the weights and of a gradient step."""
-    g = jax.grad(lower)(w, alpha, train)
-    flat, unravel = ravel_pytree(w)
-    size = jnp.sqrt(jnp.mean(flat**2)) + eta * jnp.sqrt(jnp.mean(ravel_pytree(g)[0] ** 2))
-    noise = _JITTER * moves * jnp.finfo(eta.dtype).eps * (jnp.abs(flat) + size)
-    near = unravel(flat + noise * uniform_hash(number, flat))
-    return constraint.margins(code, near, jax.grad(lower)(near, alpha, train), alpha)
-
-
-def _combine_terms(problem, constraint, code, eta, w, q, force, alpha, train, valid):
+def combine_terms(problem, constraint, code, eta, w, g, hvp, q, force, alpha, train, valid):
     """Return the hypergradient at ``(w, q)`` with this active set, and the size of its terms."""
-    g, hvp = hessian_operator(problem.lower, w, alpha, train)
     z = optax.tree.add_scale(w, -eta, g)
     nu = optax.tree.sub(optax.tree.add_scale(force, 1 / eta, q), hvp(q))
     direct = jax.grad(problem.outer, 1)(w, alpha, valid)

@@ -228,11 +228,9 @@ def _assess_widened(problem, products, coarse, w, alpha, train, valid, grad, adj
         linear_residual = jnp.where(known, ratio, unbounded(ratio))
     bound = jnp.full_like(estimated.size, unbounded(estimated.size))
     if quadratic and dense:
-        bound = _quadratic_error_bound(problem, fixed, refined, alpha, train, valid, grad)
-    valid_bound = (bound < unbounded(bound)) & ~estimated.lost & ~asymmetric
-    return estimated.info(stationarity, linear_residual, reason)._replace(
-        error_bound=jnp.where(valid_bound, estimated.rounded(bound), unbounded(bound))
-    )
+        bound = _smooth_error_bound(problem, fixed, refined, alpha, train, valid, grad)
+    bound = jnp.where(asymmetric, unbounded(bound), bound)
+    return estimated.info(stationarity, linear_residual, reason, bound)
 
 
 class Estimate(NamedTuple):
@@ -256,12 +254,15 @@ class Estimate(NamedTuple):
         lost = _squares_lost(magnitude, (grad, better))
         return cls(size, spread, hidden, optax.tree.norm(grad), lost)
 
-    def rounded(self, bound: jax.Array) -> jax.Array:
-        """Return a bound that includes rounding."""
-        return (1 + NOISE * jnp.finfo(bound.dtype).eps) * bound + self.hidden
-
-    def info(self, stationarity: jax.Array, linear_residual: jax.Array, reason: jax.Array) -> Info:
-        """Return the information on the hypergradient, without a bound."""
+    def info(
+        self,
+        stationarity: jax.Array,
+        linear_residual: jax.Array,
+        reason: jax.Array,
+        bound: jax.Array,
+    ) -> Info:
+        """Return the information on the hypergradient; ``bound`` is without rounding."""
+        rounded = (1 + NOISE * jnp.finfo(bound.dtype).eps) * bound + self.hidden
         far = jnp.full_like(self.size, unbounded(self.size))
         estimate = jnp.where(reason == 0, self.size, far)
         return Info(
@@ -271,7 +272,7 @@ class Estimate(NamedTuple):
             # overflow; an infinite estimate is not below 1 % of an infinite norm.
             converged=(reason == 0) & (estimate + 2 * self.spread <= TOLERANCE * self.norm),
             error_estimate=estimate,
-            error_bound=far,
+            error_bound=jnp.where((bound < far) & ~self.lost, rounded, far),
             reason=reason,
         )
 
@@ -301,18 +302,10 @@ def _squares_lost(magnitude: jax.Array, grads: Pytree) -> jax.Array:
     return (magnitude < least) & jnp.any(ravel_pytree(grads)[0] != 0)
 
 
-def _quadratic_error_bound(problem, fixed, refined, alpha, train, valid, grad) -> jax.Array:
-    """Bound ``|grad - G*|`` by ``|grad - G+|`` and a bound of the refined ``G+``'s error.
-
-    With mu a lower bound of the Hessian's eigenvalues, |w - w*| <= |g| / mu for a quadratic, and
-
-        |G+ - G*| <= L |w - w*| + |B| |q - q*|,
-        |q - q*| <= (|H q - v| + |d^2_ww outer| |w - w*|) / mu,    L = |d_w (d_alpha outer - B'q)|,
-
-    all in Frobenius norms at the refined point. A factor of 2 covers products of two residuals.
-    """
+def _smooth_error_bound(problem, fixed, refined, alpha, train, valid, grad) -> jax.Array:
+    """Bound ``|grad - G*|`` by ``|grad - G+|`` and a bound of the refined ``G+``'s error."""
     flat, unravel = ravel_pytree(refined.w)
-    if flat.size * ravel_pytree(alpha)[0].size > _JACOBIAN_SIZE:
+    if is_large_jacobian(flat, alpha):
         return jnp.full((), unbounded(flat), flat.dtype)
 
     def force(w):
@@ -322,13 +315,40 @@ def _quadratic_error_bound(problem, fixed, refined, alpha, train, valid, grad) -
         w, q = map(unravel, pair)
         return ravel_pytree(combine(problem, w, q, alpha, train, valid)[0])[0]
 
-    mu = jnp.where(refined.floor > 0, refined.floor, 1)
-    change = optax.tree.norm(jax.tree.map(lambda g, best: g - best[0], grad, refined.grads))
-    w_error = refined.slope_norm / mu
-    turned = jnp.linalg.norm(jax.jacfwd(force)(flat)) * w_error
-    q_error = (refined.residual_norm + turned) / mu
     pair = jnp.stack([flat, ravel_pytree(refined.adjoint)[0]])
+    jacobians = jax.jacfwd(force)(flat), jax.jacfwd(combined)(pair)
+    residuals = refined.slope_norm, refined.residual_norm
+    return quadratic_error_bound(grad, refined.grads, jacobians, residuals, refined.floor)
+
+
+def is_large_jacobian(flat: jax.Array, alpha: Pytree) -> bool:
+    """Return whether a bound would need too much memory."""
+    return flat.size * ravel_pytree(alpha)[0].size > _JACOBIAN_SIZE
+
+
+def quadratic_error_bound(
+    grad: Pytree,
+    samples: Pytree,
+    jacobians: tuple[jax.Array, jax.Array],
+    residuals: tuple[jax.Array, jax.Array],
+    floor: jax.Array,
+) -> jax.Array:
+    """Bound ``|grad - G*|`` by ``|grad - G+|`` and a bound of the refined ``G+``'s error.
+
+    With mu a lower bound of the Hessian's eigenvalues, |w - w*| <= |g| / mu for a quadratic, and
+
+        |G+ - G*| <= L |w - w*| + |B| |q - q*|,
+        |q - q*| <= (|H q - v| + |d^2_ww outer| |w - w*|) / mu,    L = |d_w (d_alpha outer - B'q)|,
+
+    all in Frobenius norms at the refined point. A factor of 2 covers products of two residuals.
+    ``jacobians`` are those of v in w, and of G in (w, q): [d, 2, p]. ``residuals`` are |g| and
+    |H q - v|. ``floor`` is mu, and the first of ``samples`` is G+.
+    """
+    mu = jnp.where(floor > 0, floor, 1)
+    change = optax.tree.norm(jax.tree.map(lambda g, best: g - best[0], grad, samples))
+    w_error = residuals[0] / mu
+    q_error = (residuals[1] + jnp.linalg.norm(jacobians[0]) * w_error) / mu
     # B' is minus the derivative in q.
-    turning, cross = jnp.sqrt(jnp.sum(jax.jacfwd(combined)(pair) ** 2, (0, 2)))
+    turning, cross = jnp.sqrt(jnp.sum(jacobians[1] ** 2, (0, 2)))
     bound = change + 2 * (turning * w_error + cross * q_error)
-    return jnp.where(refined.floor > 0, bound, unbounded(bound))
+    return jnp.where(floor > 0, bound, unbounded(bound))

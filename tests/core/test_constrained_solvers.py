@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 import sklearn.datasets
-from helpers import assert_close, finite_differences, float64_only, normal
+from helpers import assert_close, finite_differences, float64_only, normal, tolerance
 
 import bilevel
 from bilevel import constraints
@@ -131,6 +131,7 @@ def test_a_product_mixes_sets_terms_and_free_parts():
     result = jax.jit(bilevel.hypergradient(problem, solver))(1.0, w0, None, None)
     assert_close(result.w, {"bias": 1.0, "mix": [1.0, 0.0], "sparse": [1.0, 0.0]}, f32=1e-5)
     assert_close(result.grad, 0.0, f32=1e-5)  # alpha (2 - alpha) at alpha = 1
+    assert result.info.error_estimate < tolerance(1e-13, 1e-5)
 
 
 def test_own_operators_agree_with_the_named_ones():

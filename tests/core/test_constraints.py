@@ -266,9 +266,13 @@ def mostly_slow(fast, names):
 
 @pytest.mark.parametrize("name", mostly_slow(["box", "l2 ball"], NAMES))
 def test_known_values_have_a_small_error(name):
-    info = solved(name, float, diagnostics=True).info
+    case, info = table()[name], solved(name, float, diagnostics=True).info
     assert info.converged, bilevel.explain(info)
     assert info.error_estimate < tolerance(1e-12, 1e-4)
+    linear = name not in ("l2 ball", "group l1")  # and quadratic
+    assert (info.error_bound < tolerance(1e-11, 1e-3)) == linear
+    error = np.linalg.norm(np.asarray(solved(name, float).grad) - case.grad)
+    assert error <= info.error_bound + tolerance(2e-10, 1e-4)  # the table has ten digits
 
 
 @float64_only

@@ -277,7 +277,8 @@ def _expansion_errors(right, left, sides, regular, kinked, own, pieces, norm, er
         noise = jnp.where((norm > 0) | (own == 0), noise, jnp.inf)
     jump = jnp.abs(pieces.weights[..., 0]).sum(1) + jnp.where(odd, 0, slant)
     missed = jnp.stack([missed_regular * over, missed_kinked * over], 1)
-    return noise, (size + root(own)) * over + 1, missed, steep * over, jump * over
+    sizes = size + root(own) + root((sides**2).sum(1) / 2)
+    return noise, sizes * over, missed, steep * over, jump * over
 
 
 def tails(values: jax.Array, grid: Grid) -> jax.Array:
@@ -309,21 +310,24 @@ def expectations(
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Return ``E[f(u) g(u')]`` of all pairs, [n1, n2], and a bound of its error, for each f and g.
 
-    All functions have their kinks at the same places. Values are finite for every error, so that no
-    entry affects another one or its derivatives.
+    Each f and g is the derivative of the one before. All functions share the places of their kinks.
+    Values are finite for every error, so that no entry affects another one or its derivatives.
     """
     kinked = _pairs_of_pieces([f.pieces for f in fs], [g.pieces for g in gs], pair)
     # Near 1 we compute rho from p and near -1 from q, because the other one has lost digits.
     rho = pair.q - pair.p
     near = jnp.where(pair.p < pair.q, 1 - 2 * pair.p, 2 * pair.q - 1)
     rho = rho + jax.lax.stop_gradient(near - rho)
-    values_and_errors = []
-    for f, g, degree, total in zip(fs, gs, degrees, kinked, strict=True):
+    values_and_errors: list[tuple[jax.Array, jax.Array]] = []
+    slope: jax.Array | float = 1.0
+    for f, g, degree, total in reversed([*zip(fs, gs, degrees, kinked, strict=True)]):
         # The expansions are divided by these norms, which count as constants.
         size = jax.lax.stop_gradient(f.norm[:, None] * g.norm[None])
         value = total + _sides(f.sides, g.sides, degree, pair.p, pair.q)
         value += _series(f, g, degree, rho)
-        values_and_errors.append((size * value, size * _pair_error_bound(f, g, pair)))
+        error = _pair_error_bound(f, g, pair, slope)
+        slope = jnp.minimum(jnp.abs(jax.lax.stop_gradient(value)) + error, 1)
+        values_and_errors.insert(0, (size * value, size * error))
     return values_and_errors
 
 
@@ -400,24 +404,34 @@ def _kink_part(f: Expansion, degree: int) -> jax.Array:
     return part + f.kinked if f.kinked.shape[1] else part
 
 
-def _pair_error_bound(f: Expansion, g: Expansion, pair: Pair) -> jax.Array:
-    """Return a bound of the error of ``E[f g]``, relative to both norms."""
+def _pair_error_bound(f: Expansion, g: Expansion, pair: Pair, slope: chex.Numeric) -> jax.Array:
+    """Return a bound of the error of ``E[f g]``, relative to both norms.
+
+    ``slope`` bounds ``|E[f' g']|``, relative to the norms of f' and g'.
+    """
     f, g, pair = jax.lax.stop_gradient((f, g, pair))
-    power = jnp.abs(pair.q - pair.p)
+    rho = power = jnp.abs(pair.q - pair.p)
     for _ in range(max(f.regular.shape[1], 1).bit_length() - 1):
         power = power * power
     (rf, kf), (rg, kg) = (f.missed[:, 0, None], f.missed[:, 1, None]), g.missed.T[:, None]
     eps = float(jnp.finfo(power.dtype).eps)
-    total = f.noise[:, None] + g.noise[None] + 4 * eps * f.size[:, None] * g.size[None]
+    total = f.noise[:, None] + g.noise[None]
+    # The sum and its product with both norms, and the closed form at a kink.
+    at_kink = (root((x.sides**2).sum(1)) for x in (f, g))
+    total += eps * (2.5 * f.size[:, None] * g.size[None] + jnp.multiply.outer(*at_kink))
     total += power * (rf * (rg + kg) + kf * rg)
-    # rho and every product of Horner's rule are rounded: 2 k roundings of rho^k.
-    total += 3 * eps * f.steep[:, None] * g.steep[None]
-    total += moves(f.jump[:, None] * g.jump[None]) * f.steep[:, None] * g.steep[None] * pair.error
+    # rho is rounded, and Horner's rule multiplies and adds: 3 k halves of a unit, or more if pieces
+    # and the other terms cancel.
+    horner = 3 if f.kinked.shape[1] else 1.5
+    total += horner * eps * rho * f.steep[:, None] * g.steep[None]
+    jump = f.jump[:, None] * g.jump[None]
+    change = moves(jump) * f.steep[:, None] * g.steep[None] * pair.error
+    total += jnp.where(jump > 0, change, change * slope)
     # asin(sqrt(p)) / pi moves no further than at p = 0, and by its slope elsewhere.
     inverse = reciprocal(jnp.sqrt(pair.p * pair.q))
     inverse = jnp.where(inverse > 0, inverse, 1 / float(jnp.finfo(inverse.dtype).tiny) ** 0.25)
     moved = jnp.minimum(pair.error * inverse / 3, 0.4 * jnp.sqrt(pair.error))
-    return total + f.jump[:, None] * g.jump[None] * moved
+    return total + jump * moved
 
 
 def moves(jump: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk.expectations.gaussian import reciprocal
+from ntk.expectations.gaussian import reciprocal, root
 from ntk.internal.products import matmul
 from ntk.internal.tiles import CPU_TILE
 
@@ -52,6 +52,18 @@ def half_chords(a: UnitRows, b: UnitRows) -> tuple[jax.Array, jax.Array]:
     return tuple(
         jnp.where(known, part / jnp.where(known, total, 1), 0.5) for part in (apart, along)
     )  # type: ignore[return-value]
+
+
+def half_chord_errors(a: UnitRows, b: UnitRows, p: chex.Array, q: chex.Array) -> jax.Array:
+    """Return a bound of the error of the smaller one of p and q, which the larger one shares.
+
+    Unit rows are rounded (``eps sqrt(pq)``), the quotient has three roundings, and the products of
+    the low parts are rounded as well.
+    """
+    eps = float(jnp.finfo(p.dtype).eps)
+    low = (root((rows.low**2).sum(1)) for rows in (a, b))
+    error = eps * (2.5 * jnp.sqrt(p * q) + jnp.add.outer(*low) + 4 * eps)
+    return jax.lax.stop_gradient(error)
 
 
 def assemble(tile: Callable[..., Any], n1: int, n2: int, *, symmetric: bool, size: int) -> Any:

@@ -256,7 +256,7 @@ def _expand_both(values, sides, places, jumps, scale, error, table):
     value, slope = (jax.tree.map(lambda x, i=i: x[i], expansions) for i in (0, 1))
     # The slope's norm bounds the steepness of a function, except at jumps.
     steep = slope.norm * scale * reciprocal(value.norm) * (1 + slope.noise)
-    steep = jnp.where(value.jump > 0, value.steep, jnp.minimum(value.steep, steep))
+    steep = jnp.where(value.jump > 0, value.steep, steep)
     value = value._replace(steep=jax.lax.stop_gradient(steep))
     unseen = _unseen(value, slope, values, probed[0], places, scale, table)
     return tuple(f._replace(noise=jnp.where(unseen, jnp.inf, f.noise)) for f in (value, slope))
@@ -351,13 +351,18 @@ def propagate_features(
     variances: chex.Array,
     squares: chex.Array,
     how: Resolution,
+    error: chex.Array | None = None,
 ) -> list[LayerKernels]:
-    """Apply the formulas of :mod:`ntk.infinite` to single inputs of squared norms [n]."""
+    """Apply the formulas of :mod:`ntk.infinite` to single inputs of squared norms [n].
+
+    ``error`` [n] is the relative error of the squared norms; by default rounding.
+    """
     kinks = common_kinks(layers)
-    eps = float(jnp.finfo(squares.dtype).eps)
     zeros = jnp.zeros_like(squares)
+    if error is None:
+        error = 8 * float(jnp.finfo(squares.dtype).eps) * jnp.ones_like(squares)
     # Second moment, T and mean of the features below; errors of the second moment and the mean.
-    state = squares, zeros, zeros, 8 * eps * jnp.ones_like(squares), zeros
+    state = squares, zeros, zeros, error, zeros
     # The skip of the first layer is 0.
     skips = jnp.concatenate([jnp.zeros_like(skips, shape=1), skips])
 
@@ -383,6 +388,27 @@ def propagate_features(
         state, kernels = one(state, x, layer)
         layer_kernels.append(kernels)
     return layer_kernels
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def rounded_features(layer_kernels: list[LayerKernels], dtype: Any) -> list[LayerKernels]:
+    """Return the features in a shorter dtype, with its rounding in their errors."""
+    eps = float(jnp.finfo(dtype).eps)
+
+    def rounded(f: Expansion) -> Expansion:
+        # Half a unit of roundoff of the norm, and of every coefficient.
+        return f._replace(noise=f.noise + eps / 2 * (1 + f.size))
+
+    layer_kernels = [
+        layer._replace(
+            value=rounded(layer.value),
+            slope=rounded(layer.slope),
+            below_error=layer.below_error + eps / 2 * jnp.abs(layer.below),
+            second_error=layer.second_error + eps,
+        )
+        for layer in layer_kernels
+    ]
+    return jax.tree.map(lambda x: x.astype(dtype), layer_kernels)
 
 
 @jax.jit

@@ -21,6 +21,7 @@ from ntk.expectations.gaussian import root
 from ntk.expectations.hermite import Pair, expectations, on_diagonal
 from ntk.infinite.input_pairs import (
     assemble,
+    half_chord_errors,
     half_chords,
     mirror_triangle,
     normalize_rows,
@@ -199,7 +200,7 @@ def _blocks_with_errors(x1, x2, slopes1, slopes2, scale):
                 # Entries with rho = 1 come from `on_diagonal`; here they need no terms.
                 same = same_inputs(r, c, size1, size2)
                 p, q = (jnp.where(same, 0.5, half) for half in (p, q))
-            error = jax.lax.stop_gradient(8 * eps * (jnp.sqrt(p * q) + eps**0.5 / 2))
+            error = half_chord_errors(ua, ub, p, q)
             ((dual, bound),) = expectations((f,), (g,), (0,), Pair(p, q, error))
             sizes = na[:, None] * nb[None]
             covariance = (q - p) * sizes

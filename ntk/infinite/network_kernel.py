@@ -20,8 +20,8 @@ alpha_l  ``skips``         L - 2 real weights a
 2        ``variances``     L numbers c, (1, 2, ..., 2) by default: Lemma 1's convention
 =======  ================  ================================================================
 
-Kernels come in tiles of 256 x 256: each tile runs through all layers while it is in the cache, so
-only the results have the size of the data squared.
+Kernels come in tiles, 256 x 256 on a CPU: each tile runs through all layers while it is in the
+cache, so only the results have the size of the data squared.
 
 **The error.** Every entry has a bound of its error through the layers: e_S of S, e_T of T and e_p
 of ``p = (1 - rho) / 2``. With the norms |s| and |s'| of each layer's functions at both inputs,
@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ntk.expectations.activations import Activation
 from ntk.expectations.gaussian import kinked_gap, reciprocal, root
@@ -47,6 +48,7 @@ from ntk.expectations.hermite import Pair, expectations
 from ntk.infinite.input_pairs import (
     UnitRows,
     assemble,
+    half_chord_errors,
     half_chords,
     normalize_rows,
     pad_rows,
@@ -68,6 +70,7 @@ from ntk.infinite.layer_expansions import (
     largest_error,
     parse_architecture,
     propagate_features,
+    rounded_features,
     squared_norms,
 )
 from ntk.internal.checks import concrete, nan_where
@@ -238,6 +241,7 @@ class _InputFeatures(NamedTuple):
 
     unit_rows: UnitRows
     norms: jax.Array
+    spread: jax.Array  # relative error of the norms if one stands for all
     layers: LayerKernels  # of all layers, [n, L - 1, ...]
 
 
@@ -258,9 +262,37 @@ def _kernels_and_features(layers: Sequence[Layer], x1, x2, network, how: Resolut
 
 
 def _features_of_inputs(layers, x, network, how, equal) -> list[LayerKernels]:
-    squares, (weights, skips, variances) = squared_norms(x), network
-    squares = squares[:1] if equal else squares
-    return propagate_features(layers, weights, skips, variances, squares, how)
+    # For one row float64 costs nothing, and its errors do not count next to float32's.
+    wide = equal and x.dtype == jnp.float32 and not common_kinks(layers)
+    # A jit around the call can trace concrete inputs, which `+ 0` shows.
+    if wide and concrete(x + 0, network):
+        with jax.enable_x64(True):
+            x, *network = jax.tree.map(lambda a: np.asarray(a, np.float64), (x, *network))
+            return rounded_features(_propagate(layers, x, network, how, equal), jnp.float32)
+    return _propagate(layers, x, network, how, equal)
+
+
+def _propagate(layers, x, network, how, equal) -> list[LayerKernels]:
+    weights, skips, variances = network
+    squares, error = _squares_and_errors(x, equal)
+    return propagate_features(layers, weights, skips, variances, squares, how, error)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _squares_and_errors(x, equal):
+    """Return squared norms and their relative errors, [n] or [1]."""
+    squares = squared_norms(x)
+    error = 8 * float(jnp.finfo(x.dtype).eps) + jnp.zeros_like(squares)
+    if equal:
+        # One row stands for all; their norms agree up to rounding of the inputs' dtype.
+        squares, error = squares[:1], error[:1] + _spread(squares)
+    return squares, error
+
+
+def _spread(sizes: jax.Array) -> jax.Array:
+    """Return the largest relative distance from the first size."""
+    spread = jnp.max(jnp.abs(sizes - sizes[0])) * reciprocal(sizes[0])
+    return jax.lax.stop_gradient(spread)
 
 
 @functools.partial(jax.jit, static_argnames=("equal", "size"))
@@ -269,8 +301,10 @@ def _kernels_from_features(
 ) -> Kernels:
     def prepare(x, rows):
         norms = root(squared_norms(x))
-        norms = norms[:1] if equal else norms
-        return _InputFeatures(normalize_rows(x, norms), norms, rows)
+        spread = jnp.zeros_like(norms)
+        if equal:
+            spread, norms = _spread(norms)[None], norms[:1]
+        return _InputFeatures(normalize_rows(x, norms), norms, spread, rows)
 
     rows = prepare(x1, rows1)
     columns = rows if x2 is None else prepare(x2, rows2)
@@ -306,14 +340,14 @@ def _tile(a: _InputFeatures, b: _InputFeatures, same, skips, variances, exact) -
     second = (q - p) * sizes
     if same is not None:
         second = jnp.where(same, sizes, second)
-    # Unit rows are rounded, and so are their low parts.
-    error = jax.lax.stop_gradient(8 * eps * (jnp.sqrt(p * q) + eps**0.5 / 2))
+    error = half_chord_errors(a.unit_rows, b.unit_rows, p, q)
+    spread = a.spread[:, None] + b.spread[None]
     state = _TileState(
         second,
         jnp.zeros_like(second),
         jnp.broadcast_to(sizes, p.shape),
         Pair(p, q, error),
-        jax.lax.stop_gradient(sizes) * (2 * error + 8 * eps),
+        jax.lax.stop_gradient(sizes) * (2 * error + 5 * eps + spread),
         jnp.zeros_like(second),
     )
     # The skip of the first layer is 0.
@@ -326,7 +360,7 @@ def _tile(a: _InputFeatures, b: _InputFeatures, same, skips, variances, exact) -
     state, _ = jax.lax.scan(step, state, (of_a, of_b, skips, variances[:-1], exact))
     last = variances[-1]
     nngp, ntk = last * state.second, last * (state.second + state.tangent)
-    total = state.second_error + state.tangent_error + 4 * eps * jnp.abs(ntk / last)
+    total = state.second_error + state.tangent_error + 2 * eps * jnp.abs(ntk / last)
     diagonals = (r.layers.second[:, -1] + r.layers.tangent[:, -1] for r in (a, b))
     left, right = map(root, diagonals)
     bad = ~(total <= largest_error(p.dtype) * left[:, None] * right[None])
@@ -376,22 +410,25 @@ def _layer_error_bounds(
     """Return error bounds of p, S and T after the layer."""
     eps = float(jnp.finfo(p.dtype).eps)
     below, tangent, sizes, pair, below_error, tangent_error = state
-    off = value_error + skip**2 * below_error + 4 * eps * roots
+    # Without a skip nothing is added.
+    off = value_error + skip**2 * below_error + eps * jnp.where(skip == 0, 1, 4) * roots
     off += jnp.abs(skip) * _mean_product_error(a, b)
     diagonal = a.second[:, None] * a.second_error[:, None]
     relative = (a.second_error[:, None] + b.second_error[None]) / 2
-    lost = 2 * pair.error * (a.slope.norm[:, None] * b.slope.norm[None] * scales + skip**2 * sizes)
+    slopes = jnp.abs(slope)
+    # The gap's derivative with p is twice the product of both slopes.
+    steep = jnp.minimum(slopes + slope_error, a.slope.norm[:, None] * b.slope.norm[None])
+    lost = 2 * pair.error * (steep * scales + skip**2 * sizes)
     error = jnp.where(
         exact,
         lost * reciprocal(2 * roots) + 8 * eps * p,
         (off * reciprocal(roots) + relative) / 2 + eps,
     )
-    slopes = jnp.abs(slope)
     tangent_error = (
         c * slopes * (below_error + tangent_error)
         + c * slope_error * (jnp.abs(below + tangent) + below_error + tangent_error)
         + skip**2 * tangent_error
-        + 4 * eps * (c * slopes * jnp.abs(below + tangent) + skip**2 * jnp.abs(tangent))
+        + 2 * eps * (c * slopes * jnp.abs(below + tangent) + skip**2 * jnp.abs(tangent))
     )
     if same is not None:
         off = jnp.where(same, diagonal, off)

@@ -109,7 +109,7 @@ def scalar_parameter(name: str, parameter: Any, w: Pytree, alpha: Pytree) -> jax
         or isinstance(value, dict | list | tuple)
         or jnp.ndim(value)
     ):
-        raise ValueError(f"{name}: expected one scalar_parameter, got {describe(value)}.")
+        raise ValueError(f"{name}: expected one number, got {describe(value)}.")
     return jnp.asarray(value, jnp.result_type(*jax.tree.leaves(w)))
 
 

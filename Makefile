@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow fuzz test-newest test-lowest smoke lint format lock notebooks bench tables accelerator clean
+.PHONY: help run test test-slow test-gpu fuzz test-newest test-lowest smoke lint format lock notebooks bench tables accelerator clean
 
 ARGS ?=
 BIN := .venv/bin
@@ -48,6 +48,18 @@ test: $(VENV) ## the tests and the doctests; pytest's flags through ARGS
 
 test-slow: $(VENV) ## the tests that `make test` skips: those marked slow or long
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# The tests that matter on a device: precision, kernels, solvers, searches, certificates.
+ON_DEVICE = $(addprefix tests/core/test_,accelerator_rounding.py precision.py linear.py \
+	hypergradient.py constrained_solvers.py) \
+	$(addprefix tests/ntk/test_,tiles.py kernel_rounding.py ntk_bounds.py finite.py operator.py) \
+	$(addprefix tests/outer_loop/test_,checkpoint.py search.py generated_search.py)
+# Searches resume bit for bit on a GPU only with deterministic operations and the same kernels.
+test-gpu: export XLA_FLAGS = --xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0
+test-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE = false
+test-gpu: $(VENV) ## the tests that matter on a GPU; fails without one
+	$(BIN)/python -c 'import jax; assert jax.default_backend() != "cpu", "no accelerator"'
+	$(BIN)/python -m pytest $(or $(ARGS),$(ON_DEVICE))
 
 fuzz: $(VENV) ## 10,000 new examples of the generated tests, in hours; ARGS=tests/ntk for some of them
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=fuzz \

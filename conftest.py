@@ -70,6 +70,18 @@ def part_of(name):
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % _PARTS
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Import test modules with the CPU as the default device.
+
+    Their arrays are not bound to it: the tests move them to the accelerator.
+    """
+    if jax.default_backend() == "cpu":
+        return (yield)
+    with jax.default_device(jax.devices("cpu")[0]):
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by their marks
 def pytest_collection_modifyitems(config, items):
     """Mark the tests that are long as slow too, and those of the chosen part as drawn."""

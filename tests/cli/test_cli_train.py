@@ -94,7 +94,9 @@ def test_a_training_that_was_interrupted_ends_in_the_same_bits(
         bilevel.spaces.load_network(run / "network-1.npz")
 
 
-@pytest.mark.parametrize("kind", ["activations", "skips", "nasbench201"])
+@pytest.mark.parametrize(
+    "kind", ["activations", "skips", pytest.param("nasbench201", marks=pytest.mark.long)]
+)
 def test_the_saved_network_has_the_test_error_of_the_table(kind, tmp_path, capsys):
     """Truth: the error of the predictions for the run's test rows, here the official ones."""
     if kind == "activations":

@@ -16,8 +16,14 @@ from bilevel.contracts import Constraint, Pytree
 from bilevel.hypergradients.constrained_bound import constrained_error_bound
 from bilevel.hypergradients.constrained_refinement import refine_constrained
 from bilevel.hypergradients.curvature import PRODUCTS, is_small
-from bilevel.hypergradients.error_estimate import Estimate, Info, hidden_steps, is_asymmetric
-from bilevel.hypergradients.refinement import finite_or_zero, ratio_to_norm, unbounded
+from bilevel.hypergradients.error_estimate import (
+    Estimate,
+    Info,
+    adjoint_residual,
+    hidden_steps,
+    is_asymmetric,
+)
+from bilevel.hypergradients.refinement import ratio_to_norm, unbounded
 from bilevel.internal.precision import coarsest_eps, widen, widened
 from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import Problem, hessian_operator
@@ -70,10 +76,7 @@ def _assess_active_set(
     residual = far
     if adjoint is not None:
         system = manifold_system(constraint, hvp, code, w, g, alpha, eta)
-        right = system.after(force)
-        error = optax.tree.sub(system.operator(finite_or_zero(adjoint)), right)
-        known = jnp.isfinite(optax.tree.norm(adjoint))
-        residual = jnp.where(known, ratio_to_norm(optax.tree.norm(error), right), far)
+        residual = adjoint_residual(system.operator, adjoint, system.after(force))
     if constraint.margins is None:
         reason = jnp.asarray(_OWN_OPERATOR, jnp.int8)
         return Info(stationarity, residual, jnp.array(False), far, far, reason)

@@ -222,15 +222,19 @@ def _assess_widened(problem, products, coarse, w, alpha, train, valid, grad, adj
     if adjoint is None:
         linear_residual = refined.linear_residual
     else:
-        known = jnp.isfinite(optax.tree.norm(adjoint))
-        adjoint_residual = optax.tree.sub(hvp(finite_or_zero(adjoint)), force)
-        ratio = ratio_to_norm(optax.tree.norm(adjoint_residual), force)
-        linear_residual = jnp.where(known, ratio, unbounded(ratio))
+        linear_residual = adjoint_residual(hvp, adjoint, force)
     bound = jnp.full_like(estimated.size, unbounded(estimated.size))
     if quadratic and dense:
         bound = _smooth_error_bound(problem, fixed, refined, alpha, train, valid, grad)
     bound = jnp.where(asymmetric, unbounded(bound), bound)
     return estimated.info(stationarity, linear_residual, reason, bound)
+
+
+def adjoint_residual(operator: LinearMap, adjoint: Pytree, right: Pytree) -> jax.Array:
+    """Return ``|operator(adjoint) - right| / |right|``, infinite if the adjoint is not finite."""
+    error = optax.tree.sub(operator(finite_or_zero(adjoint)), right)
+    ratio = ratio_to_norm(optax.tree.norm(error), right)
+    return jnp.where(jnp.isfinite(optax.tree.norm(adjoint)), ratio, unbounded(ratio))
 
 
 class Estimate(NamedTuple):

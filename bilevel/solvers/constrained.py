@@ -31,6 +31,7 @@ _FIRST_STEPS = 50  # proximal gradient steps before Newton's method; each round 
 _NEAR = 1e-3  # relative residual at which the first Newton step is tried; a tenth in each round
 _SAME = 5  # steps with the same code after which it is tried sooner
 _NEWTON_STEPS = 30
+_CG_STEPS = 500  # Hessian products of one Newton step
 _SETS = (
     "box",
     "nonnegative",
@@ -457,9 +458,6 @@ class _ProximalProblem(NamedTuple):
         new = optax.tree.norm(after.g) + (optax.tree.norm(after.w) + optax.tree.norm(trial.w)) / eta
         slack = eps * length * (100 * old - 4 * new)
         return optax.tree.vdot(u, way) <= bend + slack
-
-
-_CG_STEPS = 500  # Hessian products of one Newton step
 
 
 def _relative_norm(part: Pytree, whole: Pytree) -> jax.Array:

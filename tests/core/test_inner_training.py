@@ -247,7 +247,8 @@ def test_auxiliary_outputs_come_out_and_change_nothing(name, mode):
         for problem in (WITH_AUX, plain)
     )
     assert without_aux.aux is None
-    jax.tree.map(np.testing.assert_array_equal, hyper[:4], without_aux[:4])
+    # Two programs: XLA may round their sums differently in the last bit.
+    assert_close(hyper[:4], without_aux[:4], f64=1e-14, f32=1e-6)
     assert_close(hyper.aux["outer"], hyper.w, f64=1e-12, f32=1e-6)
     largest = np.abs(X @ hyper.w - Y).max()
     assert_close(hyper.aux["lower"]["largest"], largest, f64=1e-12, f32=1e-5)

@@ -80,16 +80,9 @@ def _common_size(files: list[Path]) -> tuple[tuple[int, int], str]:
     sizes: dict[tuple[int, int], Path] = {}
     gray = True
     for file in files:
-        size, mode, transparent = _opened(
-            file, lambda image: (image.size, image.mode, _is_transparent(image))
-        )
-        if transparent:
-            raise ValueError(
-                f"{file}: expected 1 or 3 channels, got an image with transparency (alpha); save "
-                "it without."
-            )
-        if mode[0] in "IF":
-            raise ValueError(f"{file}: expected 8 bits a channel, got Pillow's mode {mode}.")
+        size, mode, fault = _opened(file, lambda image: (image.size, image.mode, _fault(image)))
+        if fault:
+            raise ValueError(f"{file}: expected {fault}.")
         sizes.setdefault(size, file)
         if len(sizes) > 1:
             (first, example), (other, _) = sizes.items()
@@ -102,11 +95,15 @@ def _common_size(files: list[Path]) -> tuple[tuple[int, int], str]:
     return (height, width), "L" if gray else "RGB"
 
 
-def _is_transparent(image: Any) -> bool:
-    """Return whether a pixel of an image of Pillow is not opaque."""
-    if not image.has_transparency_data:
-        return False
-    return image.convert("RGBA").getchannel("A").getextrema()[0] < 255
+def _fault(image: Any) -> str:
+    """Return the expectation that an image of Pillow does not meet, or an empty string."""
+    # Cameras add a preview to MPO files, which are JPEG files otherwise.
+    if getattr(image, "is_animated", False) and image.format != "MPO":
+        return "one image, got an animation"
+    alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
+    if alpha and alpha.getextrema()[0] < 255:
+        return "1 or 3 channels, got an image with transparency (alpha); save it without"
+    return f"8 bits a channel, got Pillow's mode {image.mode}" if image.mode[0] in "IF" else ""
 
 
 def _opened(file: Path, function: Any) -> Any:
@@ -121,7 +118,8 @@ def _opened(file: Path, function: Any) -> Any:
     try:
         with Image.open(file) as image:
             # Without this condition a PNG would be decoded to look for the tag.
-            turned = "exif" in image.info and image.getexif().get(_ORIENTATION, 1) != 1
+            tagged = any("exif" in str(key) or "xmp" in str(key) for key in image.info)
+            turned = tagged and image.getexif().get(_ORIENTATION, 1) != 1
             return function(ImageOps.exif_transpose(image) if turned else image)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         reason = str(error).splitlines()[0].replace(f" {str(file)!r}", "")

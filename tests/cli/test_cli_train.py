@@ -143,6 +143,7 @@ def test_own_rows_replace_those_of_the_search_and_are_recognized(tmp_path, capsy
     trained = json.loads((out / "result.json").read_text())
     assert trained["rows"] == {"train": 80, "test": 20} and trained["classes"] == ["no", "yes"]
     assert np.mean(trained["scores"]["search"]["test_error"]) < 0.2
+    assert "hardly better than a constant" not in capsys.readouterr().out
     network = bilevel.spaces.load_network(out / "network-1.npz")
     assert np.mean(np.array(network.classes)[network.predict(x)] == y) > 0.9
     # The printed lines take the test rows of the run.
@@ -161,6 +162,23 @@ def test_own_rows_replace_those_of_the_search_and_are_recognized(tmp_path, capsy
     changed = write_run(tmp_path / "changed", config, result | {"data": {"digest": "sha256:0"}})
     assert main(["train", str(changed), "--out", str(out)]) == 2
     assert "data: expected the rows of the search, sha256:0, got" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("batch_size", "epochs"), [(20, 250), (2, 30)])
+def test_the_default_is_30_epochs_or_1000_steps_and_random_labels_give_a_warning(
+    batch_size, epochs, tmp_path, capsys
+):
+    config = deep_searches.SkipSearch(activations=("relu", "tanh"), depth=3, width=8, **TINY)
+    run = write_run(tmp_path / "run", config, {"space": "skips", "architectures": ["relu, relu"]})
+    rng, file = np.random.default_rng(0), tmp_path / "rows.npz"
+    np.savez(file, x=rng.normal(size=(100, 5)), y=rng.integers(0, 2, 100))
+    line = f"train {run} --data {file} --search 0 --batch-size {batch_size} --seeds 1 --random 0"
+    assert main([*line.split(), "--out", str(tmp_path / "out")]) == 0
+    trained = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert len(trained["curves"]["search"]["losses"][0]) == epochs  # 80 rows: 4 and 40 steps each
+    (error,) = trained["scores"]["search"]["test_error"]
+    assert error > 0.8 * trained["constant_error"]
+    assert "The network is hardly better than a constant." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Own rows: every source gives the same arrays, splits are stratified, wrong data are refused."""
 
+import struct
 import sys
 import types
+import zlib
 
 import jax
 import numpy as np
@@ -195,19 +197,106 @@ def test_wrong_arrays_raise_one_message(case):
         load(arrays)
 
 
-def test_opaque_images_are_read_and_images_of_cameras_are_turned(tmp_path):
-    upright = np.uint8(GENERATOR.integers(0, 256, (4, 6)))
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned: rotate by a quarter, clockwise
-    lying = Image.fromarray(np.rot90(upright).copy())
+def write_png_of_16_bits(path, pixels):
+    """Pillow does not write this format."""
+    height, width, channels = pixels.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    header = struct.pack(">IIBBBBB", width, height, 16, {3: 2, 4: 6}[channels], 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    content = b"\x89PNG\r\n\x1a\n"
+    for kind, data in chunks:
+        content += struct.pack(">I", len(data)) + kind + data
+        content += struct.pack(">I", zlib.crc32(kind + data))
+    path.write_bytes(content)
+
+
+GRADIENT = np.uint8(np.arange(24).reshape(4, 6, 1) * [10, 5, 2])
+DEEP = GENERATOR.integers(0, 2**16, (4, 6, 3))
+OPAQUE = np.concatenate([DEEP, np.full((4, 6, 1), 2**16 - 1)], axis=2)
+FORMATS = {
+    "color of 16 bits": (lambda path: write_png_of_16_bits(path, DEEP), DEEP >> 8),
+    "opaque color of 16 bits": (lambda path: write_png_of_16_bits(path, OPAQUE), DEEP >> 8),
+    "gray in a palette": (
+        lambda path: Image.fromarray(PIXELS[0, ..., 0]).convert("P").save(path),
+        PIXELS[0, ..., :1].repeat(3, axis=2),
+    ),
+    "two colors": (
+        lambda path: Image.fromarray(PIXELS[0, ..., 0] > 99).save(path),
+        255 * (PIXELS[0, ..., 0] > 99),
+    ),
+    "opaque gray": (
+        lambda path: Image.fromarray(PIXELS[0, ..., 0]).convert("LA").save(path),
+        PIXELS[0, ..., 0],
+    ),
+    "CMYK": (
+        lambda path: Image.fromarray(GRADIENT).convert("CMYK").save(path, "JPEG", quality=100),
+        GRADIENT,
+    ),
+    "the preview of a camera": (
+        lambda path: Image.fromarray(GRADIENT).save(
+            path,
+            "MPO",
+            quality=100,
+            subsampling=0,
+            save_all=True,
+            append_images=[Image.fromarray(PIXELS[0])],
+        ),
+        GRADIENT,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FORMATS)
+def test_images_of_every_format_have_the_right_pixels(case, tmp_path):
+    write, expected = FORMATS[case]
     for name in ("a", "ö b"):
         (tmp_path / name).mkdir()
-        lying.save(tmp_path / name / "lying.png", exif=exif)
-        Image.fromarray(upright).convert("LA").save(tmp_path / name / "opaque.png")
+        write(tmp_path / name / "1.png")
+        write(tmp_path / name / "2.png")
         (tmp_path / name / ".DS_Store").write_bytes(b"1")
-    x = read_folder(tmp_path)["x_train"]
-    np.testing.assert_array_equal(x, [upright] * 4)
     assert load(tmp_path).classes == ("a", "ö b")
+    x = read_folder(tmp_path)["x_train"]
+    lossy = case in ("CMYK", "the preview of a camera")
+    # JPEG at its best quality rounds colors by up to 3 of 255.
+    np.testing.assert_allclose(x.astype(int), [expected] * 4, atol=3 if lossy else 0)
+
+
+UPRIGHT = GENERATOR.integers(0, 256, (4, 6), dtype=np.uint8)
+# The image as the camera stored it, by the value of the tag.
+STORED = {
+    1: UPRIGHT,
+    2: UPRIGHT[:, ::-1],
+    3: UPRIGHT[::-1, ::-1],
+    4: UPRIGHT[::-1],
+    5: UPRIGHT.T,
+    6: np.rot90(UPRIGHT),
+    7: UPRIGHT[::-1, ::-1].T,
+    8: np.rot90(UPRIGHT, -1),
+}
+XMP = (
+    b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-'
+    b'syntax-ns#"><rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" '
+    b'tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>'
+)
+
+
+def test_images_of_cameras_are_turned(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for tag, stored in STORED.items():
+            exif = Image.Exif()
+            exif[0x0112] = tag
+            Image.fromarray(stored.copy()).save(tmp_path / name / f"{tag}.png", exif=exif)
+    x = read_folder(tmp_path)["x_train"]
+    np.testing.assert_array_equal(x, [UPRIGHT] * 16)
+    # Some programs write the tag as XMP only.
+    for name in ("a", "b"):
+        for path in (tmp_path / name).iterdir():
+            path.unlink()
+        image = Image.fromarray(np.rot90(GRADIENT[..., 0]).copy())
+        image.save(tmp_path / name / "1.jpg", quality=100, xmp=XMP)
+    x = read_folder(tmp_path)["x_train"].astype(int)
+    np.testing.assert_allclose(x, [GRADIENT[..., 0]] * 2, atol=3)
 
 
 def text_file(folder):
@@ -278,6 +367,20 @@ def picture_with_alpha(folder):
     return path
 
 
+def animation(folder, form):
+    path = drawn(folder)
+    first, second = (Image.fromarray(pixels) for pixels in PIXELS[:2])
+    place = path / "dog" / "moving.png"
+    first.save(place, form, save_all=True, append_images=[second])
+    return path
+
+
+def picture_with_a_transparent_color(folder):
+    path = drawn(folder)
+    Image.fromarray(PIXELS[0]).quantize(64).save(path / "dog" / "clear.png", transparency=3)
+    return path
+
+
 def picture_of_16_bits(folder):
     path = drawn(folder)
     Image.fromarray(np.ones((4, 6), np.uint16)).save(path / "dog" / "deep.png")
@@ -320,6 +423,12 @@ WRONG_FILES = [
     (picture_that_is_text, "text.png: expected an image, got a damaged one"),
     (truncated_picture, "01.png: expected an image, got a damaged one"),
     (picture_with_alpha, "00.png: expected 1 or 3 channels, got an image with transparency"),
+    (
+        picture_with_a_transparent_color,
+        "clear.png: expected 1 or 3 channels, got an image with transparency",
+    ),
+    (lambda folder: animation(folder, "PNG"), "moving.png: expected one image, got an animation"),
+    (lambda folder: animation(folder, "GIF"), "moving.png: expected one image, got an animation"),
     (picture_of_16_bits, "deep.png: expected 8 bits a channel, got Pillow's mode I;16"),
     (another_file, "dog: expected only .png and .jpg images, got 'labels.csv'"),
     (class_only_in_the_test, "y_test: expected the classes of the training rows, got 'emu'"),

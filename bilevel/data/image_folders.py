@@ -80,7 +80,9 @@ def _common_size(files: list[Path]) -> tuple[tuple[int, int], str]:
     sizes: dict[tuple[int, int], Path] = {}
     gray = True
     for file in files:
-        size, mode, fault = _opened(file, lambda image: (image.size, image.mode, _fault(image)))
+        size, mode, fault = _opened(
+            file, lambda image: (image.size, image.mode, _unmet_expectation(image))
+        )
         if fault:
             raise ValueError(f"{file}: expected {fault}.")
         sizes.setdefault(size, file)
@@ -95,7 +97,7 @@ def _common_size(files: list[Path]) -> tuple[tuple[int, int], str]:
     return (height, width), "L" if gray else "RGB"
 
 
-def _fault(image: Any) -> str:
+def _unmet_expectation(image: Any) -> str:
     """Return the expectation that an image of Pillow does not meet, or an empty string."""
     # Cameras add a preview to MPO files, which are JPEG files otherwise.
     if getattr(image, "is_animated", False) and image.format != "MPO":

@@ -85,7 +85,7 @@ def solver(
     if kind != "implicit":
         return descent
     damping: Any = _DAMPING * task.curvatures.max()
-    return implicit(descent, cg(steps=steps, damping=damping))
+    return implicit(descent, cg(damping=damping))
 
 
 def train_weights(task: ActivationTask, solver: LowerSolver, alpha: chex.Array) -> jax.Array:

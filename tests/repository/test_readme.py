@@ -48,6 +48,10 @@ def test_every_page_with_examples_is_run_here():
     assert [page for page in pages if examples(page) and f'"{page}"' not in source] == []
 
 
+def test_the_readme_has_at_most_150_lines():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
 def test_messages_of_the_troubleshooting_page_are_in_the_source():
     paths = [path for package in ("bilevel", "ntk") for path in (ROOT / package).rglob("*.py")]
     source = "\n".join(path.read_text() for path in paths)

@@ -19,21 +19,21 @@ from bilevel.cli.flags import commands, datasets, deep_searches, from_config_fil
 from bilevel.cli.runtime import compilation_cache, interrupts, invocation
 from bilevel.runs.interrupts import deferred_terminations, terminate
 
-# Flags of each command, with the module and the function that run it. Modules are imported when
+# Flags of each command, with the module and the class of its run. Modules are imported when
 # they run, so that help and mistakes do not wait for JAX.
 _COMMANDS: dict[str, tuple[type[commands.Job], str]] = {
-    "search": (commands.Search, "search:run_search"),
-    "search-skips": (deep_searches.SkipSearch, "deep_search.skips:run_skip_search"),
-    "search-darts": (deep_searches.DartsSearch, "deep_search.darts:run_darts_search"),
+    "search": (commands.Search, "search:_SearchRun"),
+    "search-skips": (deep_searches.SkipSearch, "deep_search.skips:skip_run"),
+    "search-darts": (deep_searches.DartsSearch, "deep_search.darts:_DartsRun"),
     "search-nasbench201": (
         deep_searches.NasBench201Search,
-        "deep_search.nasbench201:run_nasbench201_search",
+        "deep_search.nasbench201:_NasBench201Run",
     ),
-    "search-own": (deep_searches.OwnSearch, "deep_search.own_space:run_own_search"),
-    "train": (deep_searches.Train, "train:run_train"),
-    "certify": (commands.Certify, "certify:run_certify"),
-    "baseline": (commands.Baseline, "baseline:run_baseline"),
-    "rank": (commands.Rank, "rank:run_rank"),
+    "search-own": (deep_searches.OwnSearch, "deep_search.own_space:_OwnRun"),
+    "train": (deep_searches.Train, "train:_TrainRun"),
+    "certify": (commands.Certify, "certify:_CertifyRun"),
+    "baseline": (commands.Baseline, "baseline:_BaselineRun"),
+    "rank": (commands.Rank, "rank:_RankRun"),
 }
 Parsed = tuple[commands.Job, commands.Output]
 
@@ -115,7 +115,7 @@ def _run_command(arguments: Sequence[str]) -> None:
         )
         downloads = _silent_downloads() if output.quiet else contextlib.nullcontext()
         with invocation.made(call), downloads:
-            result = run(config)
+            result = run(config).run()
         if output.json and first:
             from bilevel.cli.runtime import report
 

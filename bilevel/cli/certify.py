@@ -8,24 +8,20 @@ lambda_min(K_alpha)``. For activations the minimum is usually not at a vertex.
 """
 
 import math
-import pathlib
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
 
-from bilevel.cli.flags import from_config_file
-from bilevel.cli.flags.commands import Certify
 from bilevel.cli.runtime import memory, report
-from bilevel.cli.runtime.data import Data, opened
-from bilevel.cli.runtime.run_directory import run_directory
+from bilevel.cli.runtime.command_run import CommandRun, Result
 from bilevel.internal.import_function import called, takes
 from bilevel.nets.images import unit_images
 from bilevel.plots import plots
-from bilevel.runs.progress import Phases
 from bilevel.spaces.activations import activation_space, unit_inputs
 from bilevel.spaces.kernels import KernelSpace
 from ntk.kernels.functions import mixed_blocks
@@ -34,70 +30,154 @@ from ntk.spectrum.certificate import certified_min_eigenvalue, certify_simplex
 _MIXTURES = "uniform mixture", "worst mixture"  # rows of the table, next to the kernels
 
 
-class KernelBlocks(NamedTuple):
-    """``K_alpha = sum_ij alpha_i alpha_j K_ij`` on some rows, in float64."""
+class _CertifyRun(CommandRun):
+    """Eigenvalues of ``K_alpha = sum_ij alpha_i alpha_j K_ij`` on some rows, in float64."""
 
-    names: tuple[str, ...]
-    x: np.ndarray  # [n, ...]
-    values: np.ndarray  # [h, h, n, n]
-    errors: np.ndarray  # [h, h, n, n], of the entries
+    labels = False
+    figure = "spectrum.png"
+    spectra: dict[str, np.ndarray]  # of all kernels in the table
 
+    def __init__(self, config: Any):
+        self.kernels = {} if config.kernel is None else _import_kernels(config.kernel)
+        self.names = tuple(self.kernels) or config.activations
+        super().__init__(config)
 
-def run_certify(config: Certify) -> dict[str, Any]:
-    """Run the job; print its table, write its run directory, return what `result.json` holds."""
-    kernels = None if config.kernel is None else _import_kernels(config.kernel)
-    config, data = opened(config, images=False, labels=False)
-    count = len(config.activations if kernels is None else kernels)
-    blocks_shape = memory.shape(count, count, config.rows, config.rows, dtype="float64")
-    with (
-        memory.fitting(config, {("rows",): [blocks_shape] * 2}),  # values and errors
-        run_directory(config, data) as folder,
-    ):
-        with report.phases(config.progress) as bars:
-            began = time.perf_counter()
-            bars.enter("data")
-            rows = _distinct_training_rows(data, config.rows, config.seed)
-            # In float64, without a change of the user's setting.
-            with jax.enable_x64(True):
-                if kernels is None:
-                    blocks = _of_activations(config.activations, rows, bars)
-                else:
-                    blocks = _of_functions(kernels, rows, config.pixels, bars)
-            result, spectra = _certify_kernels(blocks, config.rtol, bars)
-        result["seconds"]["all"] = time.perf_counter() - began
-        about = {"config": from_config_file.flags_of(config), "data": data.record()}
-        result = about | result | report.origin()
-        spectrum = {_array_name(name): values for name, values in spectra.items()}
-        report.write_results(folder, result, {"x": blocks.x} | spectrum)
-        _save_spectrum_figure(folder, result, spectra)
-        _print_certificate(result, folder)
-        return result
+    def arrays(self) -> list[memory.Parts]:
+        count, rows = len(self.names), self.config.rows
+        return [{("rows",): [memory.shape(count, count, rows, rows, dtype="float64")] * 2}]
+
+    def result(self) -> tuple[Result, dict[str, Any]]:
+        rows = self._distinct_training_rows()
+        # In float64, without a change of the user's setting.
+        with jax.enable_x64(True):
+            x, values, errors = self._blocks(rows)
+        result = self._certified(values, errors)
+        result["seconds"]["all"] = self.seconds()
+        spectra = {_array_name(name): values for name, values in self.spectra.items()}
+        return result, {"x": np.asarray(x)} | spectra
+
+    def _distinct_training_rows(self) -> np.ndarray:
+        """Return distinct training rows [n, ...], with all classes in their proportions."""
+        count = self.config.rows
+        x = self.data.training_rows(jax.random.key(self.config.seed), count)
+        distinct = len(np.unique(x.reshape(count, -1), axis=0))
+        if distinct < len(x):
+            raise ValueError(
+                f"data: expected distinct rows, got {distinct} different ones among {len(x)}: "
+                "the smallest eigenvalue of every kernel is 0."
+            )
+        return x
+
+    def _blocks(self, rows: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
+        """Return the inputs, the blocks ``K_ij`` [h, h, n, n], and the errors of their entries."""
+        if self.kernels:
+            images = rows.ndim > 2
+            (x,) = unit_images(rows, pixels=self.config.pixels) if images else (unit_inputs(rows),)
+            self.bars.enter("kernels")
+            return x, *mixed_blocks(tuple(self.kernels.values()), x)
+        space = activation_space(self.names, width=math.inf)
+        assert isinstance(space, KernelSpace)
+        x = unit_inputs(jnp.asarray(rows.reshape(len(rows), -1), float))
+        self.bars.enter("kernels")
+        values, errors = map(np.asarray, space.blocks(x, error=True))
+        return x, values, errors
+
+    def _certified(self, values: np.ndarray, error: np.ndarray) -> Result:
+        """Return bounds at each vertex and over the simplex."""
+        names = self.names
+        self.bars.enter("certificate over the simplex")
+        start = time.perf_counter()
+        certificate = certify_simplex(values, rtol=self.config.rtol, entry_error=error)
+        simplex_seconds = time.perf_counter() - start
+        self.bars.enter("spectra")
+        alphas = dict(zip(names, np.eye(len(names)), strict=True))
+        if len(names) > 1:
+            uniform = np.full(len(names), 1 / len(names))
+            alphas |= zip(_MIXTURES, (uniform, certificate.argmin), strict=True)
+        kernels = {name: np.einsum("i,ijnm,j->nm", a, values, a) for name, a in alphas.items()}
+        # The sum itself is rounded too; alpha is on the simplex.
+        noise = 1e-15 * len(values) ** 2 * np.abs(values).max()
+        errors = {
+            name: np.einsum("i,ijnm,j->nm", a, error, a) + noise for name, a in alphas.items()
+        }
+        self.spectra = {name: np.linalg.eigvalsh(kernel) for name, kernel in kernels.items()}
+        return {
+            "names": list(names),
+            "kernels": {
+                name: {
+                    "alpha": alphas[name].tolist(),
+                    "min_eigenvalue": float(self.spectra[name][0]),
+                    "certified_min_eigenvalue": certified_min_eigenvalue(kernel, errors[name]),
+                    "max_eigenvalue": float(self.spectra[name][-1]),
+                }
+                for name, kernel in kernels.items()
+            },
+            "simplex": {
+                "lower": certificate.lower,
+                "upper": certificate.upper,
+                "argmin": certificate.argmin.tolist(),
+                "cells": certificate.cells,
+                "converged": certificate.converged,
+            },
+            "entry_error": float(error.max()),
+            "seconds": {"simplex": simplex_seconds},
+        }
+
+    def save_figures(self, result: Result) -> None:
+        config = result["config"]
+
+        def draw(figure):
+            ax = plots.spectrum(self.spectra, figure.subplots())
+            ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+            rows = f"{config['data']}: {config['rows']} rows, seed {config['seed']}"
+            ax.set_title(f"{rows}; {_kernel_description(config)}")
+
+        report.save_figure(self.folder / self.figure, (7.5, 4), draw)
+
+    def show(self, console: Console, result: Result) -> tuple[str, str]:
+        config, simplex = result["config"], result["simplex"]
+        table = report.result_table(
+            f"{config['data']}, {config['rows']} rows: {_kernel_description(config)}",
+            "kernel" if config["kernel"] else "activation",
+            *("λ_min", "certified ≥", "λ_max", "λ_max / λ_min"),
+        )
+        for name, row in result["kernels"].items():
+            least, most = row["min_eigenvalue"], row["max_eigenvalue"]
+            ratio = f"{most / least:.3g}" if least > 0 else "∞"
+            bound = report.format_lower_bound(row["certified_min_eigenvalue"], 7)
+            last_vertex = name == result["names"][-1]
+            table.add_row(
+                name, f"{least:.7g}", bound, f"{most:.4g}", ratio, end_section=last_vertex
+            )
+        console.print(table)
+        gap = (simplex["upper"] - simplex["lower"]) / max(abs(simplex["upper"]), 1e-300)
+        lower = report.format_lower_bound(simplex["lower"], 7)
+        upper = report.format_upper_bound(simplex["upper"], 7)
+        console.print(
+            f"minimum of λ_min(K_α) over the simplex: in [{lower}, {upper}], relative gap "
+            f"{gap:.1e} (proved on {simplex['cells']} cells)"
+        )
+        if not simplex["converged"]:
+            console.print(
+                f"This is wider than --rtol {config['rtol']:g}: the minimum is too near 0 for "
+                "float64, or needs too many cells."
+            )
+        console.print("worst mixture: " + report.mixture(simplex["argmin"], result["names"]))
+        how = "measured, not proved" if config["kernel"] else "estimated with the entries"
+        console.print(f"kernel entries are exact to {result['entry_error']:.0e}, {how}")
+        seconds = result["seconds"]
+        times = f"{seconds['all']:.0f} s, of which simplex {seconds['simplex']:.1f} s"
+        names = ", ".join(result["names"])
+        mixtures = "every mixture of " * (len(result["names"]) > 1) + names
+        sentence = f"λ_min ≥ {lower} for {mixtures} on these {config['rows']} rows."
+        if not simplex["lower"] > 0:
+            sentence = f"no positive lower bound of λ_min for {mixtures} on these rows ({lower})."
+        return sentence, times
 
 
 def _array_name(kernel: str) -> str:
     """Return the name of the kernel's spectrum in ``arrays.npz``."""
     return f"spectrum_{kernel}".replace(" ", "_")
-
-
-def _distinct_training_rows(data: Data, count: int, seed: int) -> np.ndarray:
-    """Return distinct training rows [n, ...], with all classes in their proportions."""
-    x = data.training_rows(jax.random.key(seed), count)
-    distinct = len(np.unique(x.reshape(count, -1), axis=0))
-    if distinct < len(x):
-        raise ValueError(
-            f"data: expected distinct rows, got {distinct} different ones among {len(x)}: "
-            "the smallest eigenvalue of every kernel is 0."
-        )
-    return x
-
-
-def _of_activations(activations: tuple[str, ...], rows: np.ndarray, bars: Phases) -> KernelBlocks:
-    space = activation_space(activations, width=math.inf)
-    assert isinstance(space, KernelSpace)
-    x = unit_inputs(jnp.asarray(rows.reshape(len(rows), -1), float))
-    bars.enter("kernels")
-    values, errors = map(np.asarray, space.blocks(x, error=True))
-    return KernelBlocks(space.names, np.asarray(x), values, errors)
 
 
 def _import_kernels(name: str) -> dict[str, Callable[..., Any]]:
@@ -120,110 +200,5 @@ def _import_kernels(name: str) -> dict[str, Callable[..., Any]]:
     return dict(kernels)
 
 
-def _of_functions(
-    kernels: dict[str, Callable[..., Any]], rows: np.ndarray, pixels: int | None, bars: Phases
-) -> KernelBlocks:
-    (x,) = unit_images(rows, pixels=pixels) if rows.ndim > 2 else (unit_inputs(rows),)
-    bars.enter("kernels")
-    return KernelBlocks(tuple(kernels), np.asarray(x), *mixed_blocks(tuple(kernels.values()), x))
-
-
-def _certify_kernels(
-    blocks: KernelBlocks, rtol: float, bars: Phases
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the result, and the spectra of all kernels in its table."""
-    names, _, values, error = blocks
-    bars.enter("certificate over the simplex")
-    start = time.perf_counter()
-    certificate = certify_simplex(values, rtol=rtol, entry_error=error)
-    simplex_seconds = time.perf_counter() - start
-    bars.enter("spectra")
-    alphas = dict(zip(names, np.eye(len(names)), strict=True))
-    if len(names) > 1:
-        uniform = np.full(len(names), 1 / len(names))
-        alphas |= zip(_MIXTURES, (uniform, certificate.argmin), strict=True)
-    kernels = {name: np.einsum("i,ijnm,j->nm", a, values, a) for name, a in alphas.items()}
-    # The sum itself is rounded too; alpha is on the simplex.
-    noise = 1e-15 * len(values) ** 2 * np.abs(values).max()
-    errors = {name: np.einsum("i,ijnm,j->nm", a, error, a) + noise for name, a in alphas.items()}
-    spectra = {name: np.linalg.eigvalsh(kernel) for name, kernel in kernels.items()}
-    result = {
-        "names": list(names),
-        "kernels": {
-            name: {
-                "alpha": alphas[name].tolist(),
-                "min_eigenvalue": float(spectra[name][0]),
-                "certified_min_eigenvalue": certified_min_eigenvalue(kernel, errors[name]),
-                "max_eigenvalue": float(spectra[name][-1]),
-            }
-            for name, kernel in kernels.items()
-        },
-        "simplex": {
-            "lower": certificate.lower,
-            "upper": certificate.upper,
-            "argmin": certificate.argmin.tolist(),
-            "cells": certificate.cells,
-            "converged": certificate.converged,
-        },
-        "entry_error": float(error.max()),
-        "seconds": {"simplex": simplex_seconds},
-    }
-    return result, spectra
-
-
-def _save_spectrum_figure(
-    folder: pathlib.Path, result: dict[str, Any], spectra: dict[str, np.ndarray]
-) -> None:
-    config = result["config"]
-
-    def draw(figure):
-        ax = plots.spectrum(spectra, figure.subplots())
-        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-        rows = f"{config['data']}: {config['rows']} rows, seed {config['seed']}"
-        ax.set_title(f"{rows}; {_kernel_description(config)}")
-
-    report.save_figure(folder / "spectrum.png", (7.5, 4), draw)
-
-
 def _kernel_description(config: dict[str, Any]) -> str:
     return config["kernel"] or "tangent kernels at infinite width"
-
-
-def _print_certificate(result: dict[str, Any], folder: pathlib.Path) -> None:
-    screen = report.screen()
-    config, simplex = result["config"], result["simplex"]
-    table = report.result_table(
-        f"{config['data']}, {config['rows']} rows: {_kernel_description(config)}",
-        "kernel" if config["kernel"] else "activation",
-        *("λ_min", "certified ≥", "λ_max", "λ_max / λ_min"),
-    )
-    for name, row in result["kernels"].items():
-        least, most = row["min_eigenvalue"], row["max_eigenvalue"]
-        ratio = f"{most / least:.3g}" if least > 0 else "∞"
-        bound = report.format_lower_bound(row["certified_min_eigenvalue"], 7)
-        last_vertex = name == result["names"][-1]
-        table.add_row(name, f"{least:.7g}", bound, f"{most:.4g}", ratio, end_section=last_vertex)
-    screen.print(table)
-    gap = (simplex["upper"] - simplex["lower"]) / max(abs(simplex["upper"]), 1e-300)
-    lower = report.format_lower_bound(simplex["lower"], 7)
-    upper = report.format_upper_bound(simplex["upper"], 7)
-    screen.print(
-        f"minimum of λ_min(K_α) over the simplex: in [{lower}, {upper}], relative gap {gap:.1e} "
-        f"(proved on {simplex['cells']} cells)"
-    )
-    if not simplex["converged"]:
-        screen.print(
-            f"This is wider than --rtol {config['rtol']:g}: the minimum is too near 0 for float64, "
-            "or needs too many cells."
-        )
-    screen.print("worst mixture: " + report.mixture(simplex["argmin"], result["names"]))
-    how = "measured, not proved" if config["kernel"] else "estimated with the entries"
-    screen.print(f"kernel entries are exact to {result['entry_error']:.0e}, {how}")
-    seconds = result["seconds"]
-    times = f"{seconds['all']:.0f} s, of which simplex {seconds['simplex']:.1f} s"
-    names = ", ".join(result["names"])
-    mixtures = "every mixture of " * (len(result["names"]) > 1) + names
-    sentence = f"λ_min ≥ {lower} for {mixtures} on these {config['rows']} rows."
-    if not simplex["lower"] > 0:
-        sentence = f"no positive lower bound of λ_min for {mixtures} on these rows ({lower})."
-    report.print_end(screen, sentence, folder, "spectrum.png", times)

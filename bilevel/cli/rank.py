@@ -10,26 +10,23 @@ Eigen-NAS.
 import dataclasses
 import functools
 import math
-import pathlib
-import time
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+from rich.console import Console
 
 from bilevel.cli.deep_search import networks, run
-from bilevel.cli.flags import from_config_file
-from bilevel.cli.flags.commands import Rank
 from bilevel.cli.runtime import invocation, memory, report
-from bilevel.cli.runtime.data import Data, opened
+from bilevel.cli.runtime.command_run import CommandRun, Result
+from bilevel.cli.runtime.data import Data
 from bilevel.cli.runtime.devices import count_for, spread_over_devices
-from bilevel.cli.runtime.run_directory import run_directory
 from bilevel.data import datasets
 from bilevel.internal.import_function import imported, takes
 from bilevel.nets.images import crop_and_flip, unit_images
 from bilevel.plots import plots
-from bilevel.runs.progress import Phases, progress_bar
+from bilevel.runs.progress import progress_bar
 from bilevel.spaces.nasbench201 import all_networks, encode, genotypes, parameter_count
 from bilevel.spaces.nasbench201.genotype import Genotype
 from bilevel.spaces.nasbench201.judging.printed_accuracies import PRINTED
@@ -49,150 +46,205 @@ from bilevel.spaces.nasbench201.judging.verdicts import (
     sum_of_log_ranks,
 )
 from bilevel.spaces.nasbench201.network import nasbench201_network
-from bilevel.spaces.nasbench201.scoring import Score, Scored, score_networks
+from bilevel.spaces.nasbench201.scoring import Scored, score_networks
 from ntk.scores.registry import builtin_score_names, score_description
 
 _ALL = "sum of log ranks"
 
 
-def run_rank(config: Rank) -> dict[str, Any]:
-    """Run the job; print its tables, write its run directory, return what `result.json` holds."""
-    functions = {name: imported("scores", name) for name in config.own_scores}
-    for name, function in functions.items():
-        takes("scores", name, function, 4)  # (key, apply, params, batch)
-    config, data = opened(config, images=True)
-    if data.dataset is not None and "judged" not in invocation.current().given:
-        config = dataclasses.replace(config, judged=False)  # the table is about other images
-    with (
-        memory.fitting(config, _arrays(config, data)),
-        run_directory(config, data, keeps="the scores so far are saved") as folder,
-    ):
-        with report.phases(config.progress) as bars:
-            began = time.perf_counter()
-            bars.enter("data")
-            count_for(config.devices, config.at_once, "networks at once")
-            table = load_table() if config.judged else None
-            # The stream of RandomState is the same in all versions of numpy. A smaller count draws
-            # the first networks of a larger one.
-            permutation = np.random.RandomState(config.seed).permutation(len(genotypes()))
-            rows = permutation[: config.count]
-            result, scored = _score_and_train(config, data, functions, rows, table, folder, bars)
-            result["seconds"] = time.perf_counter() - began
-        about = {"config": from_config_file.flags_of(config), "data": data.record()}
-        result = about | result | report.origin()
-        report.write_results(folder, result, {"rows": rows, **scored.values})
-        if table is not None:
-            _save_ranking_figure(folder, result, scored, table, rows)
-        _print_ranking(result, folder)
-        return result
+class _RankRun(CommandRun):
+    """Scores of networks, their judgement, and the training of the best one."""
 
+    images = True
+    keeps = "the scores so far are saved"
+    figure = "ranking.png"
 
-def _network_shape(config: Rank, data: Data) -> dict[str, int]:
-    return {"classes": data.classes, "cells": config.cells, "channels": config.channels}
+    # Set when the run begins.
+    rows: np.ndarray  # of the networks in the benchmark's table
+    table: BenchmarkTable | None
+    scored: Scored
 
+    def __init__(self, config: Any):
+        self.functions = {name: imported("scores", name) for name in config.own_scores}
+        for name, function in self.functions.items():
+            takes("scores", name, function, 4)  # (key, apply, params, batch)
+        super().__init__(config)
+        self.shape = {name: getattr(config, name) for name in ("cells", "channels")}
+        self.shape["classes"] = self.data.classes
 
-def _arrays(config: Rank, data: Data) -> memory.Parts:
-    """Return all weights, their gradient, and the arrays that a network's gradient keeps."""
-    networks = all_networks(**_network_shape(config, data))
-    image = data.image_shape(config.pixels)
-    key = jax.eval_shape(jax.random.key, 0)
-    w = jax.eval_shape(lambda key: networks.init(key, image), key)
-    x, cell = memory.shape(config.batch_size, *image), encode(genotypes()[-1])
-    residuals = memory.kept_for_backward(lambda w, x: networks.apply(w, cell, x), w, x)
-    return {
-        ("cells", "channels"): [w, w],
-        ("at_once", "batch_size", "channels"): [residuals] * config.at_once,
-    }
+    def opened(self, config: Any) -> tuple[Any, Data]:
+        """Return the flags and the data; own images are not judged unless the user asks."""
+        config, data = super().opened(config)
+        if data.dataset is not None and "judged" not in invocation.current().given:
+            config = dataclasses.replace(config, judged=False)  # the table is about other images
+        return config, data
 
+    def arrays(self) -> list[memory.Parts]:
+        """Return all weights, their gradient, and the arrays that a network's gradient keeps."""
+        config, networks = self.config, all_networks(**self.shape)
+        image = self.data.image_shape(config.pixels)
+        key = jax.eval_shape(jax.random.key, 0)
+        w = jax.eval_shape(lambda key: networks.init(key, image), key)
+        x, cell = memory.shape(config.batch_size, *image), encode(genotypes()[-1])
+        residuals = memory.kept_for_backward(lambda w, x: networks.apply(w, cell, x), w, x)
+        flags = "at_once", "batch_size", "channels"
+        return [{("cells", "channels"): [w, w], flags: [residuals] * config.at_once}]
 
-def _score_and_train(
-    config: Rank,
-    data: Data,
-    functions: dict[str, Score],
-    rows: np.ndarray,
-    table: BenchmarkTable | None,
-    folder: pathlib.Path,
-    bars: Phases,
-) -> tuple[dict[str, Any], Scored]:
-    unit = functools.partial(unit_images, pixels=config.pixels)
-    sizes = {"train": config.train, "test": config.test}
-    (splits,) = data.draw([jax.random.key(config.seed)], valid=1, **sizes)
-    train, _, test = run.normalised(splits, unit)
-    # The batch of the scores has all classes in their proportions.
-    batch_key = jax.random.key(config.seed + 1)
-    (chosen,) = datasets.stratified_split(batch_key, np.asarray(train[1]), (config.batch_size,))
-    # Keys of the initial weights, of the training, and of user-defined scores.
-    init_key, training_key, score_key = jax.random.split(jax.random.key(config.seed), 3)
-    candidates = all_networks(**_network_shape(config, data))
-    cells = [genotypes()[row] for row in rows]
-    w = jax.jit(lambda key: candidates.init(key, train[0].shape[1:]))(init_key)
-    bars.enter("scores")
-    scored = score_networks(
-        config.score_names,
-        candidates,
-        w,
-        cells,
-        (train[0][chosen], train[1][chosen]),
-        at_once=config.at_once,
-        place=functools.partial(
-            spread_over_devices, config.devices, config.at_once, "networks at once"
-        ),
-        file=folder / "scores.npz",
-        functions=functions,
-        key=score_key,
-    )
-    result: dict[str, Any] = {
-        "networks": len(rows),
-        "seconds_per_network": scored.seconds,
-        "compile_seconds": scored.compile_seconds,
-    }
-    bars.enter("judging")
-    if table is not None:
-        result |= _judge_scores(config, scored, table, rows)
-    first = config.score_names[0]
-    score = scored.oriented()[first]
-    best = cells[int(np.argmax(np.where(np.isnan(score), -np.inf, score)))]
-    result["chosen"] = {"genotype": str(best), "score": first}
-    if config.epochs:
-        bars.enter("training")
-        result["chosen"] |= _train_chosen_network(
-            config, data, best, training_key, train, test, folder
+    def result(self) -> tuple[Result, dict[str, Any]]:
+        config = self.config
+        count_for(config.devices, config.at_once, "networks at once")
+        self.table = load_table() if config.judged else None
+        # The stream of RandomState is the same in all versions of numpy. A smaller count draws the
+        # first networks of a larger one.
+        permutation = np.random.RandomState(config.seed).permutation(len(genotypes()))
+        self.rows = permutation[: config.count]
+        unit = functools.partial(unit_images, pixels=config.pixels)
+        sizes = {"train": config.train, "test": config.test}
+        (splits,) = self.data.draw([jax.random.key(config.seed)], valid=1, **sizes)
+        train, _, test = run.normalised(splits, unit)
+        # The batch of the scores has all classes in their proportions.
+        batch_key = jax.random.key(config.seed + 1)
+        (chosen,) = datasets.stratified_split(batch_key, np.asarray(train[1]), (config.batch_size,))
+        # Keys of the initial weights, of the training, and of user-defined scores.
+        init_key, training_key, score_key = jax.random.split(jax.random.key(config.seed), 3)
+        candidates = all_networks(**self.shape)
+        cells = [genotypes()[row] for row in self.rows]
+        w = jax.jit(lambda key: candidates.init(key, train[0].shape[1:]))(init_key)
+        self.bars.enter("scores")
+        self.scored = scored = score_networks(
+            config.score_names,
+            candidates,
+            w,
+            cells,
+            (train[0][chosen], train[1][chosen]),
+            at_once=config.at_once,
+            place=functools.partial(
+                spread_over_devices, config.devices, config.at_once, "networks at once"
+            ),
+            file=self.folder / "scores.npz",
+            functions=self.functions,
+            key=score_key,
         )
-    return result, scored
+        result: Result = {
+            "networks": len(self.rows),
+            "seconds_per_network": scored.seconds,
+            "compile_seconds": scored.compile_seconds,
+        }
+        self.bars.enter("judging")
+        if self.table is not None:
+            result |= self._judge_scores(self.table, cells)
+        first = config.score_names[0]
+        score = scored.oriented()[first]
+        best = cells[int(np.argmax(np.where(np.isnan(score), -np.inf, score)))]
+        result["chosen"] = {"genotype": str(best), "score": first}
+        if config.epochs:
+            self.bars.enter("training")
+            result["chosen"] |= self._train_chosen_network(best, training_key, train, test)
+        result["seconds"] = self.seconds()
+        return result, {"rows": self.rows, **scored.values}
 
+    def _judge_scores(self, table: BenchmarkTable, cells: list[Genotype]) -> Result:
+        """Return correlations, choices, the papers' protocol, agreement with published scores."""
+        config, rows, scores = self.config, self.rows, self.scored.oriented()
+        parts = [
+            scores[name] if name in scores else np.array([*map(BASELINES[name], cells)])
+            for name in config.aggregate or scores
+        ]
+        if len(parts) > 1:
+            scores[_ALL] = sum_of_log_ranks(*parts)
+        pool = config.pool if config.pool < len(rows) else None
+        options: dict[str, Any] = {"k": config.k, "seed": config.seed}
+        protocol = {
+            name: paper_protocol(score, table, rows, pool=pool or len(rows), **options)
+            for name, score in scores.items()
+        }
+        ceilings = {}
+        for name in RUN_SETS:
+            ceiling = seed_ceiling(table, name)
+            between = float(np.mean(list(ceiling.pairs.values())))
+            ceilings[name] = {"between_two_runs": between, "with_the_mean": ceiling.ceiling}
+        return {
+            "judged": judge(scores, table, rows, pool=pool, **options),
+            "protocol": protocol,
+            "published": _published_agreement(scores, rows),
+            "seed_ceiling": ceilings,
+        }
 
-# ----------------------------------------------------------------------------- judging
+    def _train_chosen_network(
+        self, genotype: Genotype, key: jax.Array, train: run.Part, test: run.Part
+    ) -> dict[str, Any]:
+        """Train the chosen network from scratch like the benchmark; return its errors."""
+        config, size = self.config, min(self.config.batch_size, self.config.train)
+        steps = config.epochs * (len(train[1]) // size)
+        sgd = optax.chain(
+            optax.add_decayed_weights(5e-4),
+            optax.sgd(optax.cosine_decay_schedule(0.1, steps), momentum=0.9, nesterov=True),
+        )
+        with progress_bar(None, "training", config.epochs, "loss {loss:.3f}") as show:
+            _, errors = networks.fitted(
+                nasbench201_network(genotype, **self.shape),
+                key,
+                [train, test],
+                sgd=sgd,
+                epochs=config.epochs,
+                batch_size=size,
+                checkpoint=self.folder / "network" / "".join(map(str, encode(genotype))),
+                show=lambda epoch, loss: show(epoch, lambda: {"loss": loss}),
+                augment=crop_and_flip if config.data == "cifar10" else None,
+            )
+        return {
+            "parameters": parameter_count(genotype, **self.shape),
+            "train_error": errors[0],
+            "test_error": errors[1],
+        }
 
+    # ------------------------------------------------------------------------- the report
 
-def _judge_scores(
-    config: Rank, scored: Scored, table: BenchmarkTable, rows: np.ndarray
-) -> dict[str, Any]:
-    """Return correlations, choices, the papers' protocol, agreement with published scores."""
-    scores = scored.oriented()
-    cells = [genotypes()[row] for row in rows]
-    parts = [
-        scores[name] if name in scores else np.array([*map(BASELINES[name], cells)])
-        for name in config.aggregate or scores
-    ]
-    if len(parts) > 1:
-        scores[_ALL] = sum_of_log_ranks(*parts)
-    pool = config.pool if config.pool < len(rows) else None
-    options: dict[str, Any] = {"k": config.k, "seed": config.seed}
-    protocol = {
-        name: paper_protocol(score, table, rows, pool=pool or len(rows), **options)
-        for name, score in scores.items()
-    }
-    ceilings = {}
-    for name in RUN_SETS:
-        ceiling = seed_ceiling(table, name)
-        between = float(np.mean(list(ceiling.pairs.values())))
-        ceilings[name] = {"between_two_runs": between, "with_the_mean": ceiling.ceiling}
-    return {
-        "judged": judge(scores, table, rows, pool=pool, **options),
-        "protocol": protocol,
-        "published": _published_agreement(scores, rows),
-        "seed_ceiling": ceilings,
-    }
+    def save_figures(self, result: Result) -> None:
+        if self.table is None:
+            return
+        config, scored = result["config"], self.scored
+        accuracy = self.table.accuracy["cifar10-test"][self.rows]
+        names = list(scored.values)
+        columns = min(4, len(names))
+        lines = -(-len(names) // columns)
+
+        def draw(figure):
+            axes = figure.subplots(lines, columns, squeeze=False)
+            for ax in axes.flat[len(names) :]:
+                ax.set_axis_off()
+            for name, ax in zip(names, axes.flat, strict=False):
+                plots.ranking(scored.oriented()[name], accuracy, ax)
+                ax.set(title=name, ylabel="")
+            for ax in axes[:, 0]:
+                ax.set_ylabel("CIFAR-10 test accuracy (%)")
+            figure.suptitle(
+                f"{len(self.rows)} networks of NAS-Bench-201, scored on {config['batch_size']} "
+                f"rows of {config['data']}, seed {config['seed']}; triangles: lower than shown"
+            )
+
+        report.save_figure(self.folder / self.figure, (3.4 * columns, 0.4 + 3 * lines), draw)
+
+    def show(self, console: Console, result: Result) -> tuple[str, str]:
+        if "judged" in result:
+            _print_judged(console, result)
+        config, chosen = result["config"], result["chosen"]
+        for name, agreement in result.get("published", {}).items():
+            console.print(
+                f"{name}: Spearman's rho {agreement['rho']:.3f} with the published score, on "
+                f"{agreement['networks']} networks"
+            )
+        seconds = ", ".join(f"{k} {s:.2f}" for k, s in result["seconds_per_network"].items())
+        console.print(f"seconds per network on {result['device']}: {seconds}")
+        console.print(f"best by {chosen['score']}: {chosen['genotype']}", markup=False)
+        if "test_error" in chosen:
+            console.print(
+                f"trained for {config['epochs']} epochs on {config['train']} rows of "
+                f"{config['data']}: {100 * chosen['test_error']:.1f} % test error, "
+                f"{100 * chosen['train_error']:.1f} % training error, "
+                f"{chosen['parameters']:,} parameters"
+            )
+        return _result_sentence(result), f"{result['seconds']:.0f} s"
 
 
 def _published_agreement(scores: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, Any]:
@@ -211,101 +263,6 @@ def _published_agreement(scores: dict[str, np.ndarray], rows: np.ndarray) -> dic
             pair = correlations(scores[name][known], published[theirs][rows][known])
             agreement[name] = {"rho": pair.rho, "tau": pair.tau, "networks": int(known.sum())}
     return agreement
-
-
-# ----------------------------------------------------------------------------- Algorithm 1
-
-
-def _train_chosen_network(
-    config: Rank,
-    data: Data,
-    genotype: Genotype,
-    key: jax.Array,
-    train: run.Part,
-    test: run.Part,
-    folder: pathlib.Path,
-) -> dict[str, Any]:
-    """Train the chosen network from scratch like the benchmark; return its errors."""
-    shape, size = _network_shape(config, data), min(config.batch_size, config.train)
-    steps = config.epochs * (len(train[1]) // size)
-    sgd = optax.chain(
-        optax.add_decayed_weights(5e-4),
-        optax.sgd(optax.cosine_decay_schedule(0.1, steps), momentum=0.9, nesterov=True),
-    )
-    with progress_bar(None, "training", config.epochs, "loss {loss:.3f}") as show:
-        _, errors = networks.fitted(
-            nasbench201_network(genotype, **shape),
-            key,
-            [train, test],
-            sgd=sgd,
-            epochs=config.epochs,
-            batch_size=size,
-            checkpoint=folder / "network" / "".join(map(str, encode(genotype))),
-            show=lambda epoch, loss: show(epoch, lambda: {"loss": loss}),
-            augment=crop_and_flip if config.data == "cifar10" else None,
-        )
-    return {
-        "parameters": parameter_count(genotype, **shape),
-        "train_error": errors[0],
-        "test_error": errors[1],
-    }
-
-
-# ----------------------------------------------------------------------------- the screen
-
-
-def _save_ranking_figure(
-    folder: pathlib.Path,
-    result: dict[str, Any],
-    scored: Scored,
-    table: BenchmarkTable,
-    rows: np.ndarray,
-) -> None:
-    config = result["config"]
-    accuracy = table.accuracy["cifar10-test"][rows]
-    names = list(scored.values)
-    columns = min(4, len(names))
-    lines = -(-len(names) // columns)
-
-    def draw(figure):
-        axes = figure.subplots(lines, columns, squeeze=False)
-        for ax in axes.flat[len(names) :]:
-            ax.set_axis_off()
-        for name, ax in zip(names, axes.flat, strict=False):
-            plots.ranking(scored.oriented()[name], accuracy, ax)
-            ax.set(title=name, ylabel="")
-        for ax in axes[:, 0]:
-            ax.set_ylabel("CIFAR-10 test accuracy (%)")
-        figure.suptitle(
-            f"{len(rows)} networks of NAS-Bench-201, scored on {config['batch_size']} rows of "
-            f"{config['data']}, seed {config['seed']}; triangles: lower than shown"
-        )
-
-    report.save_figure(folder / "ranking.png", (3.4 * columns, 0.4 + 3 * lines), draw)
-
-
-def _print_ranking(result: dict[str, Any], folder: pathlib.Path) -> None:
-    screen = report.screen()
-    if "judged" in result:
-        _print_judged(screen, result)
-    config, chosen = result["config"], result["chosen"]
-    for name, agreement in result.get("published", {}).items():
-        screen.print(
-            f"{name}: Spearman's rho {agreement['rho']:.3f} with the published score, on "
-            f"{agreement['networks']} networks"
-        )
-    seconds = ", ".join(f"{k} {s:.2f}" for k, s in result["seconds_per_network"].items())
-    screen.print(f"seconds per network on {result['device']}: {seconds}")
-    screen.print(f"best by {chosen['score']}: {chosen['genotype']}", markup=False)
-    if "test_error" in chosen:
-        screen.print(
-            f"trained for {config['epochs']} epochs on {config['train']} rows of "
-            f"{config['data']}: {100 * chosen['test_error']:.1f} % test error, "
-            f"{100 * chosen['train_error']:.1f} % training error, "
-            f"{chosen['parameters']:,} parameters"
-        )
-    times = f"{result['seconds']:.0f} s"
-    report.print_end(screen, _result_sentence(result), folder, "ranking.png", times)
 
 
 def _result_sentence(result: dict[str, Any]) -> str:
@@ -331,7 +288,7 @@ def _result_sentence(result: dict[str, Any]) -> str:
     return f"{sentence}."
 
 
-def _print_judged(screen: Any, result: dict[str, Any]) -> None:
+def _print_judged(console: Console, result: dict[str, Any]) -> None:
     config, count = result["config"], result["networks"]
     sets = ("cifar10_valid", *(f"{d}_test" for d in DATASETS))
     table = report.result_table(
@@ -344,12 +301,12 @@ def _print_judged(screen: Any, result: dict[str, Any]) -> None:
     for number, line in enumerate(result["judged"], 1):  # baselines of the genotype are last
         cells = [f"{line[f'{s}_tau']:.3f} / {line[f'{s}_rho']:.3f}" for s in sets]
         table.add_row(line["score"], *cells, end_section=number == scores)
-    screen.print(table)
+    console.print(table)
     ceilings = "; ".join(
         f"{name} {c['between_two_runs']:.3f}, {c['with_the_mean']:.3f}"
         for name, c in result["seed_ceiling"].items()
     )
-    screen.print(
+    console.print(
         "highest possible tau, because training is random (all 15,625 networks), for one run and "
         f"for the mean of runs: {ceilings}"
     )
@@ -365,7 +322,7 @@ def _print_judged(screen: Any, result: dict[str, Any]) -> None:
         table.add_row(
             line["score"], *(f"{top:.2f}  {gain:+.2f} ± {e:.2f}" for top, gain, e in pairs)
         )
-    screen.print(table)
+    console.print(table)
     title = (
         f"test accuracy (%) by the protocol of KNAS and Eigen-NAS, k = {config['k']}, "
         "mean ± standard deviation; and as printed"
@@ -376,7 +333,7 @@ def _print_judged(screen: Any, result: dict[str, Any]) -> None:
     table.add_section()
     for name, printed in PRINTED.items():
         table.add_row(f"printed: {name}", *(_format_mean(*figure) for figure in printed))
-    screen.print(table)
+    console.print(table)
 
 
 def _format_mean(mean: float, deviation: float) -> str:

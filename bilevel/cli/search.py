@@ -13,8 +13,6 @@ writes a run directory.
 
 import dataclasses
 import functools
-import pathlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,16 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from rich.console import Console
 
 import bilevel
 from bilevel.cli import argmax_advice
-from bilevel.cli.flags import from_config_file
 from bilevel.cli.flags.commands import Search
 from bilevel.cli.kernel_eigenvalue import hidden_layer_kernel, kernel_eigenvalue
 from bilevel.cli.runtime import memory, report
-from bilevel.cli.runtime.data import Data, opened
+from bilevel.cli.runtime.command_run import CommandRun, Result
 from bilevel.cli.runtime.devices import count_for, here, spread_over_devices
-from bilevel.cli.runtime.run_directory import run_directory
 from bilevel.nets.evaluation import wrong_rows
 from bilevel.plots import plots
 from bilevel.problem.problem import stack_problems
@@ -59,73 +56,188 @@ _COLUMNS = {
 }
 
 
-def run_search(config: Search) -> dict[str, Any]:
-    """Run the job; print its table, write its run directory, return what `result.json` holds."""
-    config, data = opened(config, images=False)
-    with (
-        memory.fitting(config, _arrays(config, data)),
-        run_directory(config, data, keeps="the search so far is saved") as folder,
-    ):
-        with report.phases(config.progress) as bars:
-            bars.enter("data")
-            began = time.perf_counter()
-            task = _task(config, data)
-            result, search_result = _search_and_compare(config, task, folder, bars, began)
-        about = {"config": from_config_file.flags_of(config), "data": data.record()}
-        result = about | result | report.origin()
-        _write_search(folder, result, search_result)
-        _print_search(result, folder)
-        return result
+class _SearchRun(CommandRun):
+    """A search with its alternatives, for all seeds at once."""
 
+    keeps = "the search so far is saved"
+    search_result: bilevel.SearchResult
 
-def _arrays(config: Search, data: Data) -> memory.Parts:
-    """Return the arrays alive together during the comparison with longer training."""
-    copies, choices, n = config.seeds, len(config.activations), config.train
-    outputs = (data.classes,) if data.classes > 2 else ()
-    w = memory.shape(copies, config.width, data.inputs)
-    rows = memory.shape(copies, n, data.inputs), memory.shape(copies, n, *outputs)
-    alpha = memory.shape(copies, choices)
+    def arrays(self) -> list[memory.Parts]:
+        """Return the arrays alive together during the comparison with longer training."""
+        config = self.config
+        copies, choices, n = config.seeds, len(config.activations), config.train
+        inputs, classes = self.data.inputs, self.data.classes
+        w = memory.shape(copies, config.width, inputs)
+        outputs = (classes,) if classes > 2 else ()
+        rows = memory.shape(copies, n, inputs), memory.shape(copies, n, *outputs)
+        alpha = memory.shape(copies, choices)
 
-    def longer_training(alpha, w, curvatures, train):
-        task = ActivationTask(_space(config, data.classes), w, curvatures, train, train, train)
-        way = solver(task, _LONGER * config.inner_steps, rate=config.weight_rate)
-        lower = stack_problems(task.space.problem).lower
-        return way.run(lower, alpha, w, way.init(w), train)[0]
+        def longer_training(alpha, w, curvatures, train):
+            task = ActivationTask(self._space(), w, curvatures, train, train, train)
+            way = solver(task, _LONGER * config.inner_steps, rate=config.weight_rate)
+            lower = stack_problems(task.space.problem).lower
+            return way.run(lower, alpha, w, way.init(w), train)[0]
 
-    with jax.enable_x64(True):
-        x = memory.shape(n, data.inputs, dtype="float64")
-        mixture = memory.shape(choices, dtype="float64")
-        kernel = jax.eval_shape(lambda *a: hidden_layer_kernel(*a, config.activations), x, mixture)
-    return {
-        ("seeds", "width"): [w] * (3 + choices),  # of every network, the start, momentum
-        ("seeds", "width", "inner_steps"): memory.kept_for_backward(
-            longer_training, alpha, w, alpha, rows
-        ),
-        ("seeds", "steps"): [memory.shape(copies * config.steps, choices)],
-        ("train",): kernel,
-    }
+        with jax.enable_x64(True):
+            x = memory.shape(n, inputs, dtype="float64")
+            mixture = memory.shape(choices, dtype="float64")
+            kernel = jax.eval_shape(
+                lambda *a: hidden_layer_kernel(*a, config.activations), x, mixture
+            )
+        kept = memory.kept_for_backward(longer_training, alpha, w, alpha, rows)
+        shapes = {
+            ("seeds", "width"): [w] * (3 + choices),  # of every network, the start, momentum
+            ("seeds", "width", "inner_steps"): kept,
+            ("seeds", "steps"): [memory.shape(copies * config.steps, choices)],
+            ("train",): kernel,
+        }
+        return [shapes]
 
+    def _space(self) -> ActivationSpace:
+        config = self.config
+        space = activation_space(
+            config.activations, width=config.width, classes=self.data.classes, outer=config.outer
+        )
+        assert isinstance(space, ActivationSpace)  # the width is finite
+        return space
 
-def _space(config: Search, classes: int) -> ActivationSpace:
-    space = activation_space(
-        config.activations, width=config.width, classes=classes, outer=config.outer
-    )
-    assert isinstance(space, ActivationSpace)  # the width is finite
-    return space
+    def _task(self) -> ActivationTask:
+        """Return data and initial weights of all seeds, over the devices."""
+        config = self.config
+        count_for(config.devices, config.seeds, "seeds")
+        seeds = jax.random.split(jax.random.key(config.seed), config.seeds)
+        keys = [jax.random.split(key) for key in seeds]  # of the rows, of the weights
+        sizes = {"train": config.train, "valid": config.valid, "test": config.test}
+        rows = self.data.draw([of_rows for of_rows, _ in keys], **sizes)
+        space, weight_keys = self._space(), [of_weights for _, of_weights in keys]
+        task = set_up(space, rows, weight_keys, classes=self.data.classes)
+        # Curvatures stay on one device, because solvers use them as constants.
+        w0, *parts = spread_over_devices(
+            config.devices, config.seeds, "seeds", (task.w0, *task[3:])
+        )
+        return ActivationTask(task.space, w0, task.curvatures, *parts)
 
+    def result(self) -> tuple[Result, dict[str, Any]]:
+        config, task = self.config, self._task()
+        names, seeds = task.space.names, len(task.w0)
+        training = solver(task, config.inner_steps, config.solver, config.weight_rate)
+        # numpy makes constants of the host, so that no programs are compiled for them.
+        dtype = task.w0.dtype
+        uniform = jax.device_put(np.full((seeds, len(names)), 1 / len(names), dtype))
+        self.bars.enter("search")
+        search_result = bilevel.search(
+            stack_problems(_with_losses_as_aux(task.space.problem)),
+            training,
+            _optimizer(config.geometry, config.alpha_rate),
+            uniform,
+            task.w0,
+            task.train,
+            task.valid,
+            steps=config.steps,
+            progress=False,
+            callback=_loss_callback(self.bars, config.steps, seeds),
+            history=("alpha", "aux", "grad_norm", "lower", "value"),  # also a large alpha
+            checkpoint=self.folder / "checkpoint",
+            resume=config.resume,
+        )
+        if search_result.stopped:
+            raise KeyboardInterrupt(search_result.stopped)
+        searched = self.seconds()
+        search_result = dataclasses.replace(
+            search_result, alpha=here(search_result.alpha), w=here(search_result.w)
+        )
+        self.bars.enter("retraining")
+        vertices = np.eye(len(names), dtype=dtype)[:, None].repeat(seeds, axis=1)
+        alphas = dict(zip(("search", *names), (search_result.alpha, *vertices), strict=True))
+        show, networks = self.bars.loop(len(alphas), "{network}"), {}
+        for i, (name, alpha) in enumerate(alphas.items(), 1):
+            w = jax.block_until_ready(train_weights(task, training, alpha))
+            networks[name] = here(w), alpha
+            show(i, lambda name=name: {"network": name})  # type: ignore[misc]
+        self.bars.enter("joint training")
+        networks["joint training"] = here(_train_jointly(config, task, uniform, self.bars))
+        self.bars.enter("certificates")
+        task = ActivationTask(task.space, *here(tuple(task[1:])))
+        verdict = judge_argmax(
+            task, search_result.alpha, networks["search"][0], [networks[n] for n in names]
+        )
+        show, rows = self.bars.loop(len(networks), "{network}"), {}
+        for i, (name, network) in enumerate(networks.items(), 1):
+            rows[name] = _errors_and_eigenvalues(task, *network)
+            show(i, lambda name=name: {"network": name})  # type: ignore[misc]
+        result = _summarize_scores(names, np.asarray(search_result.alpha), rows)
+        result["seconds"] = {"search": searched, "all": self.seconds()}
+        self.bars.enter("error of the hypergradient")
+        longer = solver(task, _LONGER * config.inner_steps, rate=config.weight_rate)
+        gap = hypergradient_error(task, training, longer, search_result.alpha)
+        result["hypergradient"] = {name: x.tolist() for name, x in gap._asdict().items()}
+        result["argmax"] = argmax_advice.verdict_entries(task, verdict)
+        if search_result.report.compared:
+            result["predicted_ratio"] = float(search_result.report.ratio)
+        self.search_result = search_result
+        arrays = {"alpha": search_result.alpha, "w": search_result.w}
+        return result, arrays | {f"history_{k}": v for k, v in self._history().items()}
 
-def _task(config: Search, data: Data) -> ActivationTask:
-    """Return data and initial weights of all seeds, over the devices."""
-    count_for(config.devices, config.seeds, "seeds")
-    seeds = jax.random.split(jax.random.key(config.seed), config.seeds)
-    keys = [jax.random.split(key) for key in seeds]  # of the rows, of the weights
-    sizes = {"train": config.train, "valid": config.valid, "test": config.test}
-    rows = data.draw([of_rows for of_rows, _ in keys], **sizes)
-    space, weight_keys = _space(config, data.classes), [of_weights for _, of_weights in keys]
-    task = set_up(space, rows, weight_keys, classes=data.classes)
-    # Curvatures stay on one device, because solvers use them as constants.
-    w0, *parts = spread_over_devices(config.devices, config.seeds, "seeds", (task.w0, *task[3:]))
-    return ActivationTask(task.space, w0, task.curvatures, *parts)
+    def _history(self) -> dict[str, np.ndarray]:
+        """Return the history, with the losses of each seed [steps, seeds]."""
+        history = dict(self.search_result.history)
+        history |= {f"{name}_of_seeds": loss for name, loss in history.pop("aux").items()}
+        return jax.tree.map(np.asarray, history)
+
+    def save_figures(self, result: Result) -> None:
+        names, config, history = result["names"], result["config"], self._history()
+        losses = history["outer_of_seeds"].T, history["lower_of_seeds"].T
+        runs = [{"value": value, "lower": lower} for value, lower in zip(*losses, strict=True)]
+
+        def draw(figure):
+            axes = figure.subplot_mosaic(
+                [["alpha", "outer"], ["alpha", "lower"]], width_ratios=(5, 4)
+            )
+            uniform = np.full(len(names), 1 / len(names))
+            plots.alpha_path(history["alpha"], names, axes["alpha"], start=uniform)
+            outer, lower = plots.losses(runs, (axes["outer"], axes["lower"]))
+            outer.set_ylabel(f"validation loss\n({config['outer']})")
+            lower.set_ylabel("training loss\n(squared)")
+            figure.suptitle(report.figure_title(config))
+
+        report.save_figure(self.folder / self.figure, (11, 4.4), draw)
+
+    def show(self, console: Console, result: Result) -> tuple[str, str]:
+        config, seeds = result["config"], result["config"]["seeds"]
+        table = report.result_table(report.table_title(config), "network", *_COLUMNS.values())
+        for name, scores in result["scores"].items():
+            cells = [
+                report.cell(100 * np.asarray(scores[c]), ".1f") for c in _COLUMNS if "error" in c
+            ]
+            cells += [report.cell(np.asarray(scores[c]), ".3g") for c in _COLUMNS if "loss" in c]
+            cells += [report.format_lower_bound(np.mean(scores["certified_min_eigenvalue"]), 3)]
+            marked = name + (" *" if name == result["best_single"] else "")
+            table.add_row(marked, *cells, end_section=name in ("search", result["names"][-1]))
+        console.print(table)
+        console.print(
+            "* the single activation with the smallest test error; λ_min ≥: certified lower bound "
+            "for the infinite-width kernel of the training rows, whose entries are exact to "
+            f"{result['entry_error']:.0e}"
+        )
+        mixture = report.mixture(np.mean(result["alpha"], axis=0), result["names"])
+        console.print(f"α found: {mixture}" + (" (mean over seeds)" if seeds > 1 else ""))
+        console.print(argmax_advice.describe_advice(result))
+        console.print(argmax_advice.theory(result["argmax"]))
+        norm, off = (np.asarray(result["hypergradient"][k]) for k in ("norm", "error"))
+        relative = np.divide(off, norm, out=np.zeros_like(off), where=off > 0)
+        console.print(
+            f"hypergradient error at this α: {report.cell(100 * relative, '.0f')} % (compared with "
+            f"training {_LONGER} times as long)"
+        )
+        if "predicted_ratio" in result:
+            console.print(
+                "the validation loss changed by the hypergradients' prediction times "
+                f"{result['predicted_ratio']:.2g} (1 would be exact)"
+            )
+        seconds = result["seconds"]
+        times = f"{seconds['all']:.0f} s, of which search {seconds['search']:.0f} s"
+        report.print_next(console, self.folder)
+        return _result_sentence(result), times
 
 
 def _optimizer(geometry: str, rate: float) -> optax.GradientTransformation:
@@ -137,66 +249,6 @@ def _optimizer(geometry: str, rate: float) -> optax.GradientTransformation:
         slower = optax.scale(0.1)
         return optax.chain(bilevel.tangent(), adam, slower, bilevel.project("simplex"))
     return optax.chain(bilevel.tangent(), adam, bilevel.exponentiate())
-
-
-def _search_and_compare(
-    config: Search, task: ActivationTask, folder: pathlib.Path, bars: Phases, began: float
-) -> tuple[dict[str, Any], bilevel.SearchResult]:
-    names, seeds = task.space.names, len(task.w0)
-    training = solver(task, config.inner_steps, config.solver, config.weight_rate)
-    # numpy makes constants of the host, so that no programs are compiled for them.
-    dtype = task.w0.dtype
-    uniform = jax.device_put(np.full((seeds, len(names)), 1 / len(names), dtype))
-    bars.enter("search")
-    search_result = bilevel.search(
-        stack_problems(_with_losses_as_aux(task.space.problem)),
-        training,
-        _optimizer(config.geometry, config.alpha_rate),
-        uniform,
-        task.w0,
-        task.train,
-        task.valid,
-        steps=config.steps,
-        progress=False,
-        callback=_loss_callback(bars, config.steps, seeds),
-        history=("alpha", "aux", "grad_norm", "lower", "value"),  # also a large alpha
-        checkpoint=folder / "checkpoint",
-        resume=config.resume,
-    )
-    if search_result.stopped:
-        raise KeyboardInterrupt(search_result.stopped)
-    searched = time.perf_counter() - began
-    search_result = dataclasses.replace(
-        search_result, alpha=here(search_result.alpha), w=here(search_result.w)
-    )
-    bars.enter("retraining")
-    vertices = np.eye(len(names), dtype=dtype)[:, None].repeat(seeds, axis=1)
-    alphas = dict(zip(("search", *names), (search_result.alpha, *vertices), strict=True))
-    show, networks = bars.loop(len(alphas), "{network}"), {}
-    for i, (name, alpha) in enumerate(alphas.items(), 1):
-        networks[name] = here(jax.block_until_ready(train_weights(task, training, alpha))), alpha
-        show(i, lambda name=name: {"network": name})  # type: ignore[misc]
-    bars.enter("joint training")
-    networks["joint training"] = here(_train_jointly(config, task, uniform, bars))
-    bars.enter("certificates")
-    task = ActivationTask(task.space, *here(tuple(task[1:])))
-    verdict = judge_argmax(
-        task, search_result.alpha, networks["search"][0], [networks[n] for n in names]
-    )
-    show, rows = bars.loop(len(networks), "{network}"), {}
-    for i, (name, network) in enumerate(networks.items(), 1):
-        rows[name] = _errors_and_eigenvalues(task, *network)
-        show(i, lambda name=name: {"network": name})  # type: ignore[misc]
-    seconds = {"search": searched, "all": time.perf_counter() - began}
-    result = _summarize_scores(names, np.asarray(search_result.alpha), rows, seconds)
-    bars.enter("error of the hypergradient")
-    longer = solver(task, _LONGER * config.inner_steps, rate=config.weight_rate)
-    gap = hypergradient_error(task, training, longer, search_result.alpha)
-    result["hypergradient"] = {name: x.tolist() for name, x in gap._asdict().items()}
-    result["argmax"] = argmax_advice.verdict_entries(task, verdict)
-    if search_result.report.compared:
-        result["predicted_ratio"] = float(search_result.report.ratio)
-    return result, search_result
 
 
 def _with_losses_as_aux(problem: bilevel.Problem) -> bilevel.Problem:
@@ -270,10 +322,7 @@ def _errors_and_losses(
     return scores
 
 
-# ----------------------------------------------------------------------------- the report
-
-
-def _summarize_scores(names, alpha, rows, seconds) -> dict[str, Any]:
+def _summarize_scores(names, alpha, rows) -> dict[str, Any]:
     means = {name: float(rows[name]["test_error"].mean()) for name in names}
     best = min(means, key=lambda name: means[name])
     gap = rows["search"]["test_error"] - rows[best]["test_error"]
@@ -283,72 +332,8 @@ def _summarize_scores(names, alpha, rows, seconds) -> dict[str, Any]:
         "scores": {row: {k: v.tolist() for k, v in s.items()} for row, s in rows.items()},
         "best_single": best,
         "gap": [float(gap.mean()), report.standard_error_over_seeds(gap)],
-        "seconds": seconds,
         "entry_error": max(float(s["entry_error"].max()) for s in rows.values()),
     }
-
-
-def _write_search(folder, result, search_result) -> None:
-    names, config = result["names"], result["config"]
-    history = {k: np.asarray(v) for k, v in search_result.history.items() if k != "aux"}
-    losses = jax.tree.map(np.asarray, search_result.history["aux"])  # [steps, seeds]
-    history |= {f"{name}_of_seeds": values for name, values in losses.items()}
-    runs = [
-        {"value": value, "lower": lower}
-        for value, lower in zip(losses["outer"].T, losses["lower"].T, strict=True)
-    ]
-    arrays = {"alpha": search_result.alpha, "w": search_result.w}
-    report.write_results(
-        folder, result, arrays | {f"history_{name}": values for name, values in history.items()}
-    )
-
-    def draw(figure):
-        axes = figure.subplot_mosaic([["alpha", "outer"], ["alpha", "lower"]], width_ratios=(5, 4))
-        uniform = np.full(len(names), 1 / len(names))
-        plots.alpha_path(history["alpha"], names, axes["alpha"], start=uniform)
-        outer, lower = plots.losses(runs, (axes["outer"], axes["lower"]))
-        outer.set_ylabel(f"validation loss\n({config['outer']})")
-        lower.set_ylabel("training loss\n(squared)")
-        figure.suptitle(report.figure_title(config))
-
-    report.save_figure(folder / "search.png", (11, 4.4), draw)
-
-
-def _print_search(result: dict[str, Any], folder: pathlib.Path) -> None:
-    config, seeds = result["config"], result["config"]["seeds"]
-    table = report.result_table(report.table_title(config), "network", *_COLUMNS.values())
-    for name, scores in result["scores"].items():
-        cells = [report.cell(100 * np.asarray(scores[c]), ".1f") for c in _COLUMNS if "error" in c]
-        cells += [report.cell(np.asarray(scores[c]), ".3g") for c in _COLUMNS if "loss" in c]
-        cells += [report.format_lower_bound(np.mean(scores["certified_min_eigenvalue"]), 3)]
-        marked = name + (" *" if name == result["best_single"] else "")
-        table.add_row(marked, *cells, end_section=name in ("search", result["names"][-1]))
-    console = report.screen()
-    console.print(table)
-    console.print(
-        "* the single activation with the smallest test error; λ_min ≥: certified lower bound for "
-        f"the infinite-width kernel of the training rows, whose entries are exact to "
-        f"{result['entry_error']:.0e}"
-    )
-    mixture = report.mixture(np.mean(result["alpha"], axis=0), result["names"])
-    console.print(f"α found: {mixture}" + (" (mean over seeds)" if seeds > 1 else ""))
-    console.print(argmax_advice.describe_advice(result))
-    console.print(argmax_advice.theory(result["argmax"]))
-    norm, off = (np.asarray(result["hypergradient"][k]) for k in ("norm", "error"))
-    relative = np.divide(off, norm, out=np.zeros_like(off), where=off > 0)
-    console.print(
-        f"hypergradient error at this α: {report.cell(100 * relative, '.0f')} % (compared with "
-        f"training {_LONGER} times as long)"
-    )
-    if "predicted_ratio" in result:
-        console.print(
-            "the validation loss changed by the hypergradients' prediction times "
-            f"{result['predicted_ratio']:.2g} (1 would be exact)"
-        )
-    seconds = result["seconds"]
-    times = f"{seconds['all']:.0f} s, of which search {seconds['search']:.0f} s"
-    report.print_next(console, folder)
-    report.print_end(console, _result_sentence(result), folder, "search.png", times)
 
 
 def _result_sentence(result: dict[str, Any]) -> str:

@@ -7,13 +7,13 @@ fifths of the training rows, by the error on the last fifth.
 """
 
 import pathlib
-import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from rich.console import Console
 
 from bilevel.cli import found
 from bilevel.cli.deep_search.networks import (
@@ -24,12 +24,10 @@ from bilevel.cli.deep_search.networks import (
 )
 from bilevel.cli.deep_search.report import compare_with_random
 from bilevel.cli.deep_search.run import default_rate
-from bilevel.cli.flags import from_config_file
 from bilevel.cli.flags.datasets import ROWS
-from bilevel.cli.flags.deep_searches import Train
 from bilevel.cli.runtime import memory, report
+from bilevel.cli.runtime.command_run import CommandRun, Result
 from bilevel.cli.runtime.data import Data
-from bilevel.cli.runtime.run_directory import run_directory
 from bilevel.data import datasets
 from bilevel.nets.evaluation import Part
 from bilevel.nets.fitting import Fitted, fit
@@ -37,7 +35,6 @@ from bilevel.nets.inputs import image_scale, row_scale, with_scale
 from bilevel.nets.training import TrainableNetwork
 from bilevel.plots import plots
 from bilevel.runs.fingerprint import digest
-from bilevel.runs.progress import Phases
 from bilevel.spaces.darts.supernet import weight_count
 from bilevel.spaces.rivals import random_of_same_size, single_operations
 from bilevel.spaces.trained import Blueprint, save_network
@@ -49,35 +46,30 @@ _NEAR = 0.8  # of a constant prediction's error, and above: nothing was learned
 _CURVES = "losses", "errors"
 
 
-def run_train(config: Train) -> dict[str, Any]:
-    """Run the job; print its table, write its run directory, return what `result.json` holds."""
-    data = found.open_data(config, config.search_result())
-    with run_directory(config, data, keeps="networks so far are saved") as folder:
-        with report.phases(config.progress) as bars:
-            bars.enter("data")
-            run = _TrainRun(config, data, folder, bars)
-            with memory.fitting(config, run.arrays()):
-                result = run.result()
-        _print_result(result, folder)
-    return result
+class _TrainRun(CommandRun):
+    """Trainings of the network found and of its rivals."""
 
+    keeps = "networks so far are saved"
+    figure = "learning.png"
 
-class _TrainRun:
-    def __init__(self, config: Train, data: Data, folder: pathlib.Path, bars: Phases):
-        self.config, self.data, self.folder, self.bars = config, data, folder, bars
-        self.began, self.searched = time.perf_counter(), config.search_result()
-        number = found.best_search(self.searched) if config.search is None else config.search
-        self.rows = found.draw_rows(config, self.searched, self.data, number)
+    def opened(self, config: Any) -> tuple[Any, Data]:
+        """Return the flags and the data, by default those of the search."""
+        self.searched = config.search_result()
+        return config, found.open_data(config, self.searched)
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.number = found.best_search(self.searched) if config.search is None else config.search
+        self.rows = found.draw_rows(config, self.searched, self.data, self.number)
         classes = len(self.rows.classes)
-        self.found = found.read_found(config, self.searched, classes, number)
+        self.found = found.read_found(config, self.searched, classes, self.number)
         x, vectors = self.rows.train[0], self.found.blueprint.space in found.VECTORS
         self.scale = row_scale(x) if vectors else image_scale(x, self.found.pixels)
         self.programs: dict[str, tuple[TrainableNetwork, optax.GradientTransformation]] = {}
-        self.number = number
         self.per_epoch = len(self.rows.train[1]) // config.batch_size
         self.epochs = config.epochs or max(_EPOCHS, -(-_STEPS // self.per_epoch))
 
-    def arrays(self) -> memory.Parts:
+    def arrays(self) -> list[memory.Parts]:
         """Return the shapes alive together when a network is trained."""
         network, _ = self._program(self.found.blueprint)
         key, shape = jax.eval_shape(jax.random.key, 0), self.rows.train[0].shape[1:]
@@ -85,10 +77,9 @@ class _TrainRun:
         size = self.config.batch_size
         batch = memory.shape(size, *shape), memory.shape(size, dtype="int32")
         kept = memory.kept_for_backward(network.loss, w, averages, batch, key, has_aux=True)
-        return {("batch_size",): ([w] * 4, kept)}
+        return [{("batch_size",): ([w] * 4, kept)}]
 
-    def result(self) -> dict[str, Any]:
-        """Train all networks and write the run directory; return ``result.json``."""
+    def result(self) -> tuple[Result, dict[str, Any]]:
         config, blueprint = self.config, self.found.blueprint
         rivals = self._single() if config.single else {}
         self.bars.enter("training")
@@ -99,8 +90,6 @@ class _TrainRun:
         }
         files = [str(_file(self.folder, seed)) for seed in range(config.seeds)]
         result = {
-            "config": from_config_file.flags_of(config),
-            "data": self.data.record(),
             "classes": list(self.rows.classes),
             "rows": {k: len(getattr(self.rows, k)[1]) for k in ("train", "test")},
             "constant_error": self._constant_error(),
@@ -111,22 +100,62 @@ class _TrainRun:
             "scores": by_network(rows),
             "curves": curves,
             "files": files,
-            "seconds": {"network": float(np.mean([row["seconds"] for row in rows]))},
-            **report.origin(),
+            "seconds": {
+                "network": float(np.mean([row["seconds"] for row in rows])),
+                "all": self.seconds(),
+            },
         }
-        result["seconds"]["all"] = time.perf_counter() - self.began
         arrays = {
             f"{key}_{name.replace(' ', '_')}": np.array(values)
             for name, curve in curves.items()
             for key, values in curve.items()
         }
-        report.write_results(self.folder, result, arrays)
-        report.save_figure(
-            self.folder / "learning.png",
-            (8, 3.6),
-            lambda figure: plots.learning_curves(curves, figure.subplots(1, 2)),
+        return result, arrays
+
+    def save_figures(self, result: Result) -> None:
+        def draw(figure):
+            plots.learning_curves(result["curves"], figure.subplots(1, 2))
+
+        report.save_figure(self.folder / self.figure, (8, 3.6), draw)
+
+    def show(self, console: Console, result: Result) -> tuple[str, str]:
+        config, rows, scores = self.config, result["rows"], result["scores"]
+        spread = f", mean ± s.e. of {config.seeds} seeds" if config.seeds > 1 else ""
+        title = (
+            f"{self.data.source}: {rows['train']} training, {rows['test']} test rows, "
+            f"{self.epochs} epochs; test errors in %{spread}"
         )
-        return result
+        table = report.result_table(title, "network", "test", "train loss", "parameters")
+        for name, columns in scores.items():
+            cells = [report.cell(100 * np.array(columns["test_error"]), ".1f")]
+            cells.append(report.cell(np.array(columns["train_loss"]), ".3g"))
+            cells.append(report.cell(np.array(columns["parameters"]), ",.0f"))
+            table.add_row(name, *cells)
+        console.print(table)
+        console.print(f"search: {result['architectures'][0]}", soft_wrap=True)
+        if "mixture" in scores:
+            console.print(f"mixture: at the α found, {result['mixture']}")
+        if "random" in scores:
+            console.print(
+                f"random: of {config.random} architectures drawn from the space, a new one for "
+                "each seed, the nearest in number of weights"
+            )
+        if any(name.startswith("only ") for name in scores):
+            fifth = "best on a fifth of the training rows"
+            console.print(f"only: the single operation on all edges that is {fifth}")
+        constant = result["constant_error"]
+        console.print(f"always the most frequent class: {100 * constant:.1f} % wrong")
+        if np.mean(scores["search"]["test_error"]) > _NEAR * constant:
+            console.print(
+                "The network is hardly better than a constant. Train longer (--epochs) or on more "
+                "rows (--train), or check the labels."
+            )
+        console.print("to predict in Python:")
+        for line in loading_lines(result):
+            console.print(f"    {line}", soft_wrap=True)
+        seconds = result["seconds"]
+        times = f"{seconds['all']:.0f} s, of which one network {seconds['network']:.0f} s"
+        return compare_with_random(scores, rows["test"]), times
 
     def _constant_error(self) -> float:
         """Return the test error of always predicting the most frequent training class."""
@@ -230,49 +259,6 @@ class _TrainRun:
 
 def _file(folder: pathlib.Path, seed: int) -> pathlib.Path:
     return folder / f"network-{seed + 1}.npz"
-
-
-def _print_result(result: dict[str, Any], folder: pathlib.Path) -> None:
-    config, rows, console = result["config"], result["rows"], report.screen()
-    spread = f", mean ± s.e. of {config['seeds']} seeds" if config["seeds"] > 1 else ""
-    epochs = len(result["curves"]["search"]["losses"][0])
-    title = (
-        f"{result['data']['source']}: {rows['train']} training, {rows['test']} test rows, {epochs} "
-        f"epochs; test errors in %{spread}"
-    )
-    table = report.result_table(title, "network", "test", "train loss", "parameters")
-    for name, scores in result["scores"].items():
-        cells = [report.cell(100 * np.array(scores["test_error"]), ".1f")]
-        cells.append(report.cell(np.array(scores["train_loss"]), ".3g"))
-        cells.append(report.cell(np.array(scores["parameters"]), ",.0f"))
-        table.add_row(name, *cells)
-    console.print(table)
-    console.print(f"search: {result['architectures'][0]}", soft_wrap=True)
-    if "mixture" in result["scores"]:
-        console.print(f"mixture: at the α found, {result['mixture']}")
-    if "random" in result["scores"]:
-        console.print(
-            f"random: of {config['random']} architectures drawn from the space, a new one for each "
-            "seed, the nearest in number of weights"
-        )
-    if any(name.startswith("only ") for name in result["scores"]):
-        console.print(
-            "only: the single operation on all edges that is best on a fifth of the training rows"
-        )
-    constant = result["constant_error"]
-    console.print(f"always the most frequent class: {100 * constant:.1f} % wrong")
-    if np.mean(result["scores"]["search"]["test_error"]) > _NEAR * constant:
-        console.print(
-            "The network is hardly better than a constant. Train longer (--epochs) or on more rows "
-            "(--train), or check the labels."
-        )
-    console.print("to predict in Python:")
-    for line in loading_lines(result):
-        console.print(f"    {line}", soft_wrap=True)
-    seconds = result["seconds"]
-    times = f"{seconds['all']:.0f} s, of which one network {seconds['network']:.0f} s"
-    sentence = compare_with_random(result["scores"], rows["test"])
-    report.print_end(console, sentence, folder, "learning.png", times)
 
 
 def loading_lines(result: dict[str, Any]) -> list[str]:

@@ -16,10 +16,9 @@ import optax
 from bilevel.cli.deep_search import networks
 from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
 from bilevel.cli.deep_search.run import DeepSearchRun, keys
-from bilevel.cli.flags.deep_searches import DartsSearch
 from bilevel.cli.runtime import memory, report
-from bilevel.cli.runtime.data import Data, opened
 from bilevel.nets.evaluation import Part
+from bilevel.spaces import Space
 from bilevel.spaces.darts import darts_network, darts_space, parse_genotype, plot_genotype
 from bilevel.spaces.darts.genotype import EDGES
 from bilevel.spaces.darts.supernet import weight_count
@@ -28,30 +27,25 @@ from bilevel.strategies import darts_sgd
 _CELLS = {"normal": "normal", "reduce": "reduction"}
 
 
-def run_darts_search(config: DartsSearch) -> dict[str, Any]:
-    """Run the job; print its table, write its run directory, return what `result.json` holds."""
-    return _DartsRun(*opened(config, images=True)).run()
-
-
 class _DartsRun(DeepSearchRun):
+    """Cells of convolutions and poolings."""
+
     name = "darts"
     sizes = "cells", "channels"
     weight_optimizer = staticmethod(darts_sgd)
     columns: ClassVar = {"skips": ("skips", ".3g"), "parameters": ("parameters", ",.0f")}
 
-    def __init__(self, config: DartsSearch, data: Data):
-        shape: dict[str, Any] = {"cells": config.cells, "channels": config.channels}
-        common: dict[str, Any] = {
-            "classes": data.classes,
-            "dtype": jnp.bfloat16 if config.bfloat16 else None,
-        }
-        super().__init__(
-            config, data, darts_space(config.operations, remat=config.remat, **common, **shape)
-        )
+    def make_space(self) -> Space:
+        """Return the space of the supernet; set the sizes of networks trained from scratch."""
+        config = self.config
+        shape: dict[str, Any] = {name: getattr(config, name) for name in self.sizes}
         final = {k: getattr(config, f"final_{k}") or size for k, size in shape.items()}
+        dtype = jnp.bfloat16 if config.bfloat16 else None
+        common: dict[str, Any] = {"classes": self.data.classes, "dtype": dtype}
         self.network: Callable[..., Any] = functools.partial(
             darts_network, auxiliary=config.auxiliary, **common, **final
         )
+        return darts_space(config.operations, remat=config.remat, **common, **shape)
 
     def network_arrays(self, batch: Part) -> list[memory.Parts]:
         network, key = self.network(self.space.discretize(self.space.start())), batch[1]
@@ -109,6 +103,7 @@ class _DartsRun(DeepSearchRun):
         ]
 
     def save_figures(self, result: dict[str, Any]) -> None:
+        super().save_figures(result)
         first = ", first seed" if len(result["architectures"]) > 1 else ""
 
         def draw(figure):

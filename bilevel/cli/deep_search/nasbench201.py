@@ -12,9 +12,8 @@ import numpy as np
 
 from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
 from bilevel.cli.deep_search.run import DeepSearchRun
-from bilevel.cli.flags.deep_searches import NasBench201Search
 from bilevel.cli.runtime import report
-from bilevel.cli.runtime.data import Data, opened
+from bilevel.spaces import Space
 from bilevel.spaces.nasbench201 import nasbench201_space
 from bilevel.spaces.nasbench201.costs import supernet_cost
 from bilevel.spaces.nasbench201.genotype import EDGES
@@ -24,28 +23,20 @@ from bilevel.spaces.nasbench201.judging.table import DATASETS
 from bilevel.strategies import darts_sgd
 
 
-def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
-    """Run the job; print its table, write its run directory, return what `result.json` holds."""
-    return _NasBench201Run(*opened(config, images=True)).run()
-
-
 class _NasBench201Run(DeepSearchRun):
+    """The cell of NAS-Bench-201."""
+
     name = "nasbench201"
     sizes = "cells", "channels"
     weight_optimizer = staticmethod(darts_sgd)
 
-    def __init__(self, config: NasBench201Search, data: Data):
-        self.known = table.load_table()
-        self.shape: dict[str, Any] = {"cells": config.cells, "channels": config.channels}
-        options: dict[str, Any] = {
-            "dtype": jnp.bfloat16 if config.bfloat16 else None,
-            "remat": config.remat,
-        }
-        super().__init__(
-            config,
-            data,
-            nasbench201_space(config.operations, classes=data.classes, **options, **self.shape),
-        )
+    def make_space(self) -> Space:
+        """Return the space of the supernet; load the table of accuracies."""
+        config, self.known = self.config, table.load_table()
+        self.shape: dict[str, Any] = {name: getattr(config, name) for name in self.sizes}
+        dtype = jnp.bfloat16 if config.bfloat16 else None
+        options: dict[str, Any] = {"dtype": dtype, "remat": config.remat, **self.shape}
+        return nasbench201_space(config.operations, classes=self.data.classes, **options)
 
     def more(self, result: dict[str, Any], seed_results: list[SeedResult]) -> dict[str, Any]:
         config, names = self.config, self.space.names

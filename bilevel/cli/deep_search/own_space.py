@@ -12,8 +12,6 @@ import numpy as np
 
 from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
 from bilevel.cli.deep_search.run import DeepSearchRun, default_rate, keys
-from bilevel.cli.flags.deep_searches import OwnSearch
-from bilevel.cli.runtime.data import opened
 from bilevel.contracts import Pytree
 from bilevel.discretize import diagnostics
 from bilevel.internal.import_function import called
@@ -21,24 +19,20 @@ from bilevel.nets.evaluation import error_rates
 from bilevel.spaces import Space
 
 
-def run_own_search(config: OwnSearch) -> dict[str, Any]:
-    """Run the job; print its table, write its run directory, return what `result.json` holds."""
-    config, data = opened(config, images=True)
-    space = called("space", config.space, data.classes)
-    if not isinstance(space, Space):
-        kind = type(space).__name__
-        raise ValueError(
-            f"space: expected {config.space} to return a bilevel.spaces.Space, got a {kind}."
-        )
-    return _OwnRun(config, data, space).run()
-
-
 class _OwnRun(DeepSearchRun):
+    """A space of the user."""
+
     sizes = ("space",)
 
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.config.space
+    def make_space(self) -> Space:
+        self.name = self.config.space
+        space = called("space", self.name, self.data.classes)
+        if not isinstance(space, Space):
+            kind = type(space).__name__
+            raise ValueError(
+                f"space: expected {self.name} to return a bilevel.spaces.Space, got a {kind}."
+            )
+        return space
 
     def weight_rate(self) -> float:
         if self.config.weight_rate:

@@ -126,33 +126,3 @@ def compare_with_random(scores: dict[str, dict[str, list[float]]], test_rows: in
         verdict = report.compare_errors(ours, theirs, test_rows)
         sentence += f", {100 * theirs.mean():.1f} % with {baseline}: {verdict}"
     return f"{sentence}."
-
-
-def show(
-    result: dict[str, Any], folder: pathlib.Path, drawn: Any, notes: list[str], sentence: str
-) -> None:
-    """Print the table, the architectures found, notes, the result, and the paths."""
-    console, seeds = report.screen(), result["config"]["seeds"]
-    console.print(drawn)
-    for seed, architecture in enumerate(result["architectures"]):
-        named = f"seed {seed}: " if seeds > 1 else "found: "
-        console.print(named + architecture, soft_wrap=True)  # to be copied
-    if "curvature" in result:
-        entropy, curvature = (np.array(result[k]) for k in ("entropy", "curvature"))
-        console.print(
-            f"entropy of α, mean over simplices: {report.cell(entropy, '.2f')} (maximum "
-            f"{np.log(len(result['names'])):.2f})"
-        )
-        console.print(
-            "largest eigenvalue of the validation loss's Hessian in α, of one batch: "
-            f"{report.cell(curvature, '.3g')}"
-        )
-        console.print(result["known_error"])
-    for note in notes:
-        console.print(note)
-    seconds = result["seconds"]
-    times = (
-        f"{seconds['all']:.0f} s, of which {result['config']['strategy']} {seconds['search']:.0f} s"
-    )
-    report.print_next(console, folder)
-    report.print_end(console, sentence, folder, "search.png", times)

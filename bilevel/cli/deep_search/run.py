@@ -7,7 +7,6 @@ instead. An interrupted run resumes in a search or in a network's training.
 
 import functools
 import pathlib
-import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -15,15 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from rich.console import Console
 
 from bilevel import strategies
 from bilevel.cli.deep_search import report as deep_report
 from bilevel.cli.deep_search.networks import NetworkToTrain, Scores, by_network, train_all
 from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
-from bilevel.cli.flags import from_config_file
 from bilevel.cli.runtime import memory, report
-from bilevel.cli.runtime.data import Data
-from bilevel.cli.runtime.run_directory import run_directory
+from bilevel.cli.runtime.command_run import CommandRun, Result
 from bilevel.contracts import Pytree
 from bilevel.discretize import diagnostics
 from bilevel.nets import training
@@ -31,7 +29,6 @@ from bilevel.nets.evaluation import Part, error_rates
 from bilevel.nets.images import unit_images
 from bilevel.outer_loop.search_result import SearchResult
 from bilevel.problem.problem import split_losses
-from bilevel.runs.progress import Phases
 from bilevel.spaces import Space
 from bilevel.strategies import Strategy
 
@@ -58,9 +55,11 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
 _GAEA_TRAVEL, _ADAM_TRAVEL = 100.0, 6.0
 
 
-class DeepSearchRun:
+class DeepSearchRun(CommandRun):
     """A search with shared weights on images. Subclasses add the parts of one space."""
 
+    images = True
+    keeps = "searches and networks so far are saved"
     name: str  # of the space, in `result.json`
     sizes: tuple[str, ...]  # flags that set the number of weights
     columns: ClassVar[dict[str, tuple[str, str]]] = {}  # of the table: heading and format by key
@@ -70,16 +69,19 @@ class DeepSearchRun:
     )
 
     # Set when the run begins.
-    folder: pathlib.Path
-    bars: Phases
     parts: list[list[Part]]  # of every seed: training, validation, test rows
     strategy: Strategy
+    seed_results: list[SeedResult]
 
-    def __init__(self, config: Any, data: Data, space: Space):
-        self.config, self.data, self.space = config, data, space
-        self.began = time.perf_counter()
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.space: Space = self.make_space()
 
     # ------------------------------------------------------------------------- a space's own
+
+    def make_space(self) -> Space:
+        """Return the space of the flags and the data."""
+        raise NotImplementedError
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -110,9 +112,6 @@ class DeepSearchRun:
         """Return alpha of the first seed as tables."""
         raise NotImplementedError
 
-    def save_figures(self, result: dict[str, Any]) -> None:
-        """Save further figures."""
-
     def table(self, result: dict[str, Any]) -> Any:
         """Return the table for the screen."""
         return deep_report.network_table(result, self.columns, {"search", "random"})
@@ -127,38 +126,49 @@ class DeepSearchRun:
 
     # ------------------------------------------------------------------------- the run
 
-    def run(self) -> dict[str, Any]:
-        """Run the job; print its table, write its run directory, return ``result.json``."""
-        with (
-            memory.fitting(self.config, *self.arrays()),
-            run_directory(
-                self.config, self.data, keeps="searches and networks so far are saved"
-            ) as self.folder,
-        ):
-            with report.phases(self.config.progress) as self.bars:
-                self.bars.enter("data")
-                self.parts = self._draw_splits()
-                result = self.result()
-            drawn, notes = self.table(result), self.notes(result)
-            deep_report.show(result, self.folder, drawn, notes, self.result_sentence(result))
-        return result
-
-    def result(self) -> dict[str, Any]:
-        """Search, train, and write the run directory; return ``result.json``."""
-        seed_results = self.search()
-        searched = time.perf_counter() - self.began
+    def result(self) -> tuple[Result, dict[str, Any]]:
+        """Search, train, and return the entries that all spaces have."""
+        self.parts = self._draw_splits()
+        seed_results = self.seed_results = self.search()
+        searched = self.seconds()
         rows = self.train(seed_results)
         result = self._summary(seed_results, by_network(rows) if rows else {})
         result |= self.more(result, seed_results)
         result["seconds"] = {"search": searched}
         if rows:
             result["seconds"]["network"] = float(np.mean([row["seconds"] for row in rows]))
-        result["seconds"]["all"] = time.perf_counter() - self.began
-        report.write_results(self.folder, result, deep_report.arrays_of(seed_results))
-        heats = self.heatmaps(seed_results[0].alpha)
-        deep_report.save_search_figure(self.folder / "search.png", result, seed_results, heats)
-        self.save_figures(result)
-        return result
+        result["seconds"]["all"] = self.seconds()
+        return result, deep_report.arrays_of(seed_results)
+
+    def save_figures(self, result: Result) -> None:
+        """Save ``search.png``: the first seed's alpha, and the losses of all seeds."""
+        heats = self.heatmaps(self.seed_results[0].alpha)
+        path = self.folder / self.figure
+        deep_report.save_search_figure(path, result, self.seed_results, heats)
+
+    def show(self, console: Console, result: Result) -> tuple[str, str]:
+        """Print the table, the architectures found, and notes."""
+        console.print(self.table(result))
+        for seed, architecture in enumerate(result["architectures"]):
+            named = f"seed {seed}: " if self.config.seeds > 1 else "found: "
+            console.print(named + architecture, soft_wrap=True)  # to be copied
+        if "curvature" in result:
+            entropy, curvature = (np.array(result[k]) for k in ("entropy", "curvature"))
+            console.print(
+                f"entropy of α, mean over simplices: {report.cell(entropy, '.2f')} (maximum "
+                f"{np.log(len(result['names'])):.2f})"
+            )
+            console.print(
+                "largest eigenvalue of the validation loss's Hessian in α, of one batch: "
+                f"{report.cell(curvature, '.3g')}"
+            )
+            console.print(result["known_error"])
+        for note in self.notes(result):
+            console.print(note)
+        seconds = result["seconds"]
+        search = f"{self.config.strategy} {seconds['search']:.0f} s"
+        report.print_next(console, self.folder)
+        return self.result_sentence(result), f"{seconds['all']:.0f} s, of which {search}"
 
     def arrays(self) -> list[memory.Parts]:
         """Return the shapes alive together in the search, and in the training of a network."""
@@ -205,8 +215,6 @@ class DeepSearchRun:
         columns = dict(zip(ERRORS, np.transpose(supernet).tolist(), strict=True))
         return {
             "space": self.name,
-            "config": from_config_file.flags_of(self.config),
-            "data": self.data.record(),
             "names": list(space.names),
             "architectures": [str(space.discretize(f.alpha)) for f in seed_results],
             "alpha": [deep_report.nested_lists(f.alpha) for f in seed_results],
@@ -215,7 +223,6 @@ class DeepSearchRun:
             "curvature": curvatures,
             "alpha_rows": "training" if self.strategy.on_training_rows else "validation",
             "known_error": self.strategy.error,
-            **report.origin(),
         }
 
     # ------------------------------------------------------------------------- the search

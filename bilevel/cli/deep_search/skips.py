@@ -15,7 +15,6 @@ trained too: they differ only in the eigenvalue.
 """
 
 import dataclasses
-import time
 from typing import Any, ClassVar
 
 import jax
@@ -28,10 +27,7 @@ from bilevel.cli.deep_search import report as deep_report
 from bilevel.cli.deep_search.networks import NetworkToTrain, Scores, by_network
 from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
 from bilevel.cli.deep_search.run import DeepSearchRun, default_rate, keys
-from bilevel.cli.flags import from_config_file
-from bilevel.cli.flags.deep_searches import SkipSearch
-from bilevel.cli.runtime import report
-from bilevel.cli.runtime.data import Data, opened
+from bilevel.cli.runtime.command_run import Result
 from bilevel.contracts import Pytree
 from bilevel.nets.evaluation import Part, error_rates
 from bilevel.spaces.activations import unit_inputs
@@ -42,41 +38,35 @@ from bilevel.strategies.train_free import EigenNAS, eigen_nas
 _KERNEL_ROWS = 100  # rows of the kernel for the smallest eigenvalue: a second for ten networks
 
 
-def run_skip_search(config: SkipSearch) -> dict[str, Any]:
-    """Run the job; print its table, write its run directory, return what `result.json` holds."""
-    run = _EigenNasRun if config.strategy == "eigen-nas" else _SkipRun
-    return run(*opened(config, images=False)).run()
-
-
 class _SkipRun(DeepSearchRun):
+    """Activations and skip connections."""
+
+    images = False
     name = "skips"
     sizes = "width", "depth"
     columns: ClassVar = {"skips": ("skips", ".3g"), "min_eigenvalue": ("λ_min", ".3g")}
     space: SkipSpace
 
-    def __init__(self, config: SkipSearch, data: Data):
+    def make_space(self) -> SkipSpace:
+        """Return the space; set the networks of one activation without skips."""
+        config, self.copies = self.config, self.config.seeds
+        self.kernel_rows = min(_KERNEL_ROWS, config.train)
         space = skip_space(
             config.activations,
             depth=config.depth,
             width=config.width,
-            classes=data.classes,
+            classes=self.data.classes,
             parametrization=config.parametrization,
         )
-        super().__init__(config, data, _in_bfloat16(space) if config.bfloat16 else space)
-        self.copies = config.seeds
-        self.kernel_rows = min(_KERNEL_ROWS, config.train)
         layers, skips = (len(space.start()[k]) for k in ("activations", "skips"))
-        self.singles = {
-            s: SkipArchitecture((s,) * layers, (False,) * skips) for s in space.names
-        }  # networks of one activation without skips
+        self.singles = {s: SkipArchitecture((s,) * layers, (False,) * skips) for s in space.names}
+        return _in_bfloat16(space) if config.bfloat16 else space
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of an input."""
         return (self.data.inputs,)
 
     def unit(self, *xs: Any) -> Any:
-        """Return inputs of unit norm."""
         return unit_inputs(*xs)
 
     # ------------------------------------------------------------------------- the search
@@ -216,29 +206,29 @@ class _SkipRun(DeepSearchRun):
 
 
 class _EigenNasRun(_SkipRun):
-    def result(self) -> dict[str, Any]:
-        """Rank, train, and write the run directory; return ``result.json``."""
-        config, seeds = self.config, range(self.config.seeds)
+    """A ranking by the smallest eigenvalue, without a search."""
+
+    def result(self) -> tuple[Result, dict[str, Any]]:
+        self.parts, seeds = self._draw_splits(), range(self.config.seeds)
         self.bars.enter("eigenvalues")
         rankings = [self._ranking(seed) for seed in seeds]
-        ranked = time.perf_counter() - self.began
+        ranked = self.seconds()
         networks = self.train_corners(self._ranked_and_random_networks(rankings))
         scores = by_network(networks)
         result = {
             "space": self.name,
-            "config": from_config_file.flags_of(config),
-            "data": self.data.record(),
             "names": list(self.space.names),
             "architectures": [_best_by_validation(networks, seed) for seed in seeds],
             "scores": scores,
             "best_single": self.best_single(scores),
             "kernel_rows": self.kernel_rows,
-            "seconds": {"search": ranked, "all": time.perf_counter() - self.began},
-            **report.origin(),
+            "seconds": {"search": ranked, "all": self.seconds()},
         }
         eigenvalues = {f"eigenvalues_{seed}": f.eigenvalues for seed, f in enumerate(rankings)}
-        report.write_results(self.folder, result, eigenvalues)
-        return result
+        return result, eigenvalues
+
+    def save_figures(self, result: Result) -> None:
+        pass  # nothing was searched
 
     def _ranking(self, seed: int) -> EigenNAS:
         """Rank the pool by the kernel of the seed's first training rows, in float64."""
@@ -287,3 +277,8 @@ def _in_bfloat16(space: SkipSpace) -> SkipSpace:
         return space.apply(*half).astype(jnp.float32)
 
     return dataclasses.replace(space, apply=apply, problem=cross_entropy_problem(apply))
+
+
+def skip_run(config: Any) -> _SkipRun:
+    """Return the run of the strategy."""
+    return (_EigenNasRun if config.strategy == "eigen-nas" else _SkipRun)(config)

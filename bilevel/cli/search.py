@@ -20,12 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import scipy.linalg
 from rich.console import Console
 
 import bilevel
+import ntk
 from bilevel.cli import argmax_advice
 from bilevel.cli.flags.commands import Search
-from bilevel.cli.kernel_eigenvalue import hidden_layer_kernel, kernel_eigenvalue
 from bilevel.cli.runtime import memory, report
 from bilevel.cli.runtime.command_run import CommandRun, Result
 from bilevel.cli.runtime.devices import count_for, here, spread_over_devices
@@ -33,7 +34,7 @@ from bilevel.nets.evaluation import wrong_rows
 from bilevel.plots import plots
 from bilevel.problem.problem import stack_problems
 from bilevel.runs.progress import Phases
-from bilevel.spaces.activations import ActivationSpace, activation_space
+from bilevel.spaces.activations import ACTIVATIONS, ActivationSpace, activation_space
 from bilevel.strategies.activation_search import (
     ActivationTask,
     hypergradient_error,
@@ -42,6 +43,8 @@ from bilevel.strategies.activation_search import (
     solver,
     train_weights,
 )
+from ntk.expectations.activations import Activation
+from ntk.spectrum.certificate import certified_min_eigenvalue
 
 _JOINT_EPOCHS = 10  # joint training takes as many times the inner steps of one lower solve
 _LONGER = 4  # the hypergradient is compared with that of 4 times the inner steps
@@ -320,6 +323,36 @@ def _errors_and_losses(
     scores["train_loss"] = jax.vmap(space.problem.lower)(w, alpha, parts["train"])
     scores["valid_loss"] = jax.vmap(space.problem.outer)(w, alpha, parts["valid"])
     return scores
+
+
+def kernel_eigenvalue(x: Any, names: tuple[str, ...], alpha: Any) -> tuple[float, float, float]:
+    """Return the smallest eigenvalue of ``K_alpha``, its certified bound, and the entries' error.
+
+    This is the kernel of Oymak et al. 2021, section 4.2: the network has one hidden layer of
+    infinite width with trained weights and activation ``sum_i alpha_i s_i``. The inputs ``x`` are
+    unit vectors. The bound holds for all kernels within the error, so it is always in float64.
+    """
+    with jax.enable_x64(True):
+        x, alpha = (np.asarray(a, float) for a in (x, alpha))
+        kernel, error = map(np.asarray, hidden_layer_kernel(x, alpha, names))
+    (value,) = scipy.linalg.eigvalsh(kernel, subset_by_index=[0, 0])
+    return float(value), certified_min_eigenvalue(kernel, error), float(error.max())
+
+
+@functools.partial(jax.jit, static_argnames="names")
+def hidden_layer_kernel(x, alpha, names):
+    """Return the kernel and the errors of its entries.
+
+    One program serves all ``alpha``. A program of all pairs of activations compiles three times as
+    long.
+    """
+    layer: dict[Activation, Any] = {}
+    for name, weight in zip(names, alpha, strict=True):
+        layer[ACTIVATIONS[name]] = layer.get(ACTIVATIONS[name], 0.0) + weight
+    kernels = ntk.network_kernel(x, activations=[layer], variances=(1.0, 1.0))
+    # The NNGP is the part of the output weights; both kernels have the error.
+    kernel = kernels.ntk - kernels.nngp
+    return kernel, 2 * kernels.error
 
 
 def _summarize_scores(names, alpha, rows) -> dict[str, Any]:

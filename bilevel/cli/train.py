@@ -81,9 +81,9 @@ class _TrainRun(CommandRun):
 
     def result(self) -> tuple[Result, dict[str, Any]]:
         config, blueprint = self.config, self.found.blueprint
-        rivals = self._single() if config.single else {}
         self.bars.enter("training")
-        rows = self._train(self.folder, self._networks(rivals), self.rows.train, self.rows.test)
+        rows = self._train(self.folder, self._networks(), self.rows.train, self.rows.test)
+        rows += self._best_single() if config.single else []
         curves = {
             name: {key: [row[key] for row in rows if row["network"] == name] for key in _CURVES}
             for name in dict.fromkeys(row["network"] for row in rows)
@@ -164,8 +164,8 @@ class _TrainRun(CommandRun):
 
     # ------------------------------------------------------------------------- networks
 
-    def _networks(self, rivals: dict[str, Blueprint]) -> list[NetworkToTrain]:
-        """Return all networks, one kind after the other, so that seeds share a program."""
+    def _networks(self) -> list[NetworkToTrain]:
+        """Return the networks found, then random ones; seeds of one kind share a program."""
         config, blueprint = self.config, self.found.blueprint
         names, own, key = self.found.names, self.found.own, jax.random.key(config.seed)
         seeds = range(config.seeds)
@@ -176,15 +176,17 @@ class _TrainRun(CommandRun):
             draw = jax.random.fold_in(jax.random.fold_in(key, 1), seed)
             drawn = random_of_same_size(draw, blueprint, names, config.random, own)
             networks += [NetworkToTrain("random", seed, drawn)] if drawn else []
-        networks += [NetworkToTrain(k, seed, b) for k, b in rivals.items() for seed in seeds]
         return networks
 
-    def _single(self) -> dict[str, Blueprint]:
-        """Return the single operation with the smallest error on a fifth of the training rows."""
+    def _best_single(self) -> list[dict[str, Any]]:
+        """Return the scores of the single operation that is best on a fifth of the rows."""
         singles = single_operations(self.found.blueprint, self.found.names)
+        if not singles:
+            return []
+        x, y = self.rows.train
+        best = next(iter(singles))
         if len(singles) > 1:
             self.bars.enter("single operations")
-            x, y = self.rows.train
             valid = max(1, len(y) // 5)
             key = jax.random.fold_in(jax.random.key(self.config.seed), 2)
             fitted, judged = datasets.stratified_split(key, y, (len(y) - valid, valid))
@@ -192,8 +194,10 @@ class _TrainRun(CommandRun):
             parts = (x[fitted], y[fitted]), (x[judged], y[judged])
             rows = self._train(self.folder / "single", networks, *parts)
             best = min(rows, key=lambda row: row["test_error"])["network"]
-            singles = {best: singles[best]}
-        return {f"only {name}": blueprint for name, blueprint in singles.items()}
+        self.bars.enter("best single operation")
+        seeds = range(self.config.seeds)
+        networks = [NetworkToTrain(f"only {best}", seed, singles[best]) for seed in seeds]
+        return self._train(self.folder / "only", networks, (x, y), self.rows.test)
 
     def _train(
         self, folder: pathlib.Path, networks: list[NetworkToTrain], train: Part, test: Part

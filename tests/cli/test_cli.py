@@ -22,7 +22,6 @@ import ntk
 from bilevel.cli import main
 from bilevel.cli import search as commands
 from bilevel.cli.argmax_advice import describe_advice
-from bilevel.cli.kernel_eigenvalue import kernel_eigenvalue
 from bilevel.cli.runtime import report
 from bilevel.runs import progress
 from bilevel.strategies.activation_search import Gap
@@ -143,7 +142,7 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars, monk
 def test_eigenvalues_are_of_float64_without_a_warning_where_the_rest_is_float32():
     with jax.enable_x64(False):
         x = jnp.eye(3)
-        value, bound, error = kernel_eigenvalue(x, ("relu",), jnp.ones(1))
+        value, bound, error = commands.kernel_eigenvalue(x, ("relu",), jnp.ones(1))
     assert error < 1e-12 and 0 < value - bound < 1e-11
     assert abs(value - 0.5) < 1e-12  # E s'(u)^2 x'x, orthogonal inputs
 
@@ -265,7 +264,9 @@ def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsy
         )
     # Truth: the kernel of the mixture, computed by the recursion for networks instead of by pairs.
     for name in ("relu", "worst mixture"):
-        value, *_ = kernel_eigenvalue(arrays["x"], tuple(result["names"]), kernels[name]["alpha"])
+        value, *_ = commands.kernel_eigenvalue(
+            arrays["x"], tuple(result["names"]), kernels[name]["alpha"]
+        )
         np.testing.assert_allclose(value, kernels[name]["min_eigenvalue"], rtol=1e-9)
     assert (tmp_path / "run" / "spectrum.png").stat().st_size > 10_000
 

@@ -101,11 +101,22 @@ class SkipSearch(DeepSearch):
 
 
 @dataclasses.dataclass(frozen=True)
-class DartsSearch(DeepSearch):
-    """Search the cells of a convolutional network."""
+class CellSearch(DeepSearch):
+    """Flags of every search of cells."""
 
     steps: rules.Count = 300
     """Outer steps of the search."""
+    pixels: rules.Size | None = None
+    """Average images down to at most this side."""
+    weight_rate: rules.Rate = 0.025
+    """Learning rate of the weights (SGD with momentum 0.9, cosine decay, weight decay 3e-4,
+    gradients clipped at norm 5)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DartsSearch(CellSearch):
+    """Search the cells of a convolutional network."""
+
     operations: _DartsOperations = DARTS_OPERATIONS
     """Candidates on every edge."""
     cells: rules.Layers = 3
@@ -116,11 +127,6 @@ class DartsSearch(DeepSearch):
     """Cells of networks trained from scratch; by default as in the supernet; DARTS has 20."""
     final_channels: rules.Channels | None = None
     """Channels of the first cell of networks trained from scratch; DARTS has 36."""
-    pixels: rules.Size | None = None
-    """Average images down to at most this side."""
-    weight_rate: rules.Rate = 0.025
-    """Learning rate of the weights (SGD with momentum 0.9, cosine decay, weight decay 3e-4,
-    gradients clipped at norm 5)."""
     random: rules.CountOrNone = 2
     """Random genotypes to train next to the one found."""
     drop_path: Annotated[float, rules.Range(0, under=1)] = 0.0
@@ -137,11 +143,9 @@ class DartsSearch(DeepSearch):
 
 
 @dataclasses.dataclass(frozen=True)
-class NasBench201Search(DeepSearch):
+class NasBench201Search(CellSearch):
     """Search the cell of NAS-Bench-201, and look up the accuracy of its network."""
 
-    steps: rules.Count = 300
-    """Outer steps of the search."""
     epochs: rules.Epochs = 200
     """Passes over the training rows that training one network takes (the benchmark: 200), to say
     how many random networks could be trained in the time of the search."""
@@ -151,11 +155,6 @@ class NasBench201Search(DeepSearch):
     """Cells of each of the supernet's three stages."""
     channels: rules.Channels = 16
     """Channels of the first stage."""
-    pixels: rules.Size | None = None
-    """Average images down to at most this side."""
-    weight_rate: rules.Rate = 0.025
-    """Learning rate of the weights (SGD with momentum 0.9, cosine decay, weight decay 3e-4,
-    gradients clipped at norm 5)."""
     remat: bool = True
     """Save memory: compute each cell again in the backward pass."""
 

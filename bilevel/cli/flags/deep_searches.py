@@ -189,8 +189,9 @@ class Train(Resumable):
     """Dataset or your own rows, as in the searches; by default those of RUN."""
     out: rules.Out = pathlib.Path("runs/train")
     """Run directory; a number is appended if it exists."""
-    seeds: rules.Count = 3
-    """Independent trainings: own initial weights, own order of the rows."""
+    seeds: rules.Count = 1
+    """Independent trainings: own initial weights, own order of the rows. Take 3 or more for a
+    standard error."""
     epochs: rules.Epochs | None = None
     """Passes over the training rows; by default 30, or more for at least 1,000 steps."""
     batch_size: rules.Size = 64
@@ -206,7 +207,8 @@ class Train(Resumable):
     """Architectures to draw for each seed. The nearest to the found one in number of weights is
     trained for comparison; 0: none."""
     single: bool = True
-    """Train the best single operation too, for networks of cells."""
+    """Train the best single operation too, for networks of cells. To choose it, each candidate is
+    trained for a fifth of the epochs."""
     cells: rules.Layers | None = None
     """Cells, for networks of cells; by default as in RUN. DARTS has 20 on CIFAR-10."""
     channels: rules.Channels | None = None

@@ -30,7 +30,7 @@ QUICK: dict[type[Job], Job] = {
         cells=1, channels=4, pixels=16, steps=100, batch_size=32, samples=20, test=1000
     ),
     OwnSearch: OwnSearch(steps=100, epochs=10, samples=20, test=1000, random=1),
-    Train: Train(seeds=1, epochs=5, test=500, random=5, single=False),
+    Train: Train(epochs=5, test=500, random=5, single=False),
     Certify: Certify(rows=50),
     Baseline: Baseline(configs=8, dimension=128, train=200, valid=200, test=500),
     Rank: Rank(data="digits", networks=20, k=5, pool=10, cells=1, channels=4, pixels=16),

@@ -26,7 +26,8 @@ from bilevel.problem.structure import is_quadratic
 from bilevel.solvers._manifold import fixed_point, manifold_system, same_code
 from ntk.internal.sharding import pcast_varying, varying, while_loop
 
-_POWERS = 15  # power iterations for the first step size
+_POWERS = 15  # maximum number of power iterations for the first step size
+_GROWTH = 0.03  # they end if the curvature grows by less; a step that is too long is shortened
 _FIRST_STEPS = 50  # proximal gradient steps before Newton's method; each round doubles them
 _NEAR = 1e-3  # relative residual at which the first Newton step is tried; a tenth in each round
 _SAME = 5  # steps with the same code after which it is tried sooner
@@ -266,19 +267,28 @@ def forward_solver(constraint: Constraint, steps: int, tol: float | None) -> Low
     return LowerSolver(init=init, run=run, constraint=constraint)
 
 
-def curvature_by_powers(hvp: LinearMap, w: Pytree) -> jax.Array:
-    """Return the largest eigenvalue of a Hessian by power iterations; 1 if it is 0."""
+def curvature_by_powers(hvp: LinearMap, w: Pytree, growth: float = 0.0) -> jax.Array:
+    """Return the largest eigenvalue of a Hessian by power iterations; 1 if it is 0.
+
+    Iteration stops if the eigenvalue grows by less than this share.
+    """
     flat, unravel = ravel_pytree(w)
 
-    def turn(_, carry):
-        v, _ = carry
+    def unfinished(carry):
+        _, size, last, count = carry
+        return (count < _POWERS) & ((count == 0) | (size - last > growth * size))
+
+    def turn(carry):
+        v, last, _, count = carry
         v = ravel_pytree(hvp(unravel(v)))[0]
         size = jnp.linalg.norm(v)
-        return v / jnp.where(size > 0, size, 1), size
+        return v / jnp.where(size > 0, size, 1), size, last, count + 1
 
     v = pcast_varying(uniform_hash(0, flat), varying(w))
-    start = v / jnp.linalg.norm(v), jnp.zeros_like(v[0])
-    largest = jax.lax.fori_loop(0, _POWERS, turn, start)[1]
+    size = jnp.linalg.norm(v)
+    zero = jnp.zeros_like(size)
+    start = v / jnp.where(size > 0, size, 1), zero, zero, jnp.zeros((), int)
+    largest = while_loop(unfinished, turn, start)[1]
     return jnp.where(largest > 0, largest, 1)
 
 
@@ -305,20 +315,21 @@ class _ProximalProblem(NamedTuple):
 
     def solve(self, w, state, steps) -> tuple:
         """Alternate between proximal gradient and Newton steps until these converge."""
-        eta = 1 / curvature_by_powers(self.hessian(w), w)
+        eta = 1 / curvature_by_powers(self.hessian(w), w, _GROWTH)
         warm = state.step > 0
 
         def round_(carry):
-            w, code, eta, budget, near, used, _, _ = carry
+            (w, _, code), eta, budget, near, used, _, _ = carry
             aim = jnp.maximum(near, self.aim)
-            w, eta, count = self.accelerate(w, eta, jnp.minimum(budget, steps - used), aim)
+            budget_left = jnp.minimum(budget, steps - used)
+            w, eta, count = self.accelerate(w, code, eta, budget_left, aim)
             point = self.at(w, eta)
             # The last active set may fit better than the one that a single step shows.
             first = warm & (used == 0)
             code = optax.tree.where(first & (point.size > self.aim), code, point.code)
-            point, done = self.newton(self.at(w, eta, code), eta)
+            point, done = self.newton(self.of(w, point.g, code, eta), eta)
             return (
-                *(point.w, point.code, eta, 2 * budget, near / 10),
+                *((point.w, point.g, point.code), eta, 2 * budget, near / 10),
                 *(used + jnp.maximum(count, 1), point.size, done),
             )
 
@@ -329,19 +340,22 @@ class _ProximalProblem(NamedTuple):
         dtype = eta.dtype
         zero, no = jnp.zeros((), int), jnp.array(False)
         near, huge = jnp.asarray(_NEAR, dtype), jnp.asarray(jnp.finfo(dtype).max, dtype)
-        start = w, state.code, eta, zero + _FIRST_STEPS, near, zero, huge, no
-        w, _, eta, *_, size, _ = while_loop(unfinished, round_, start)
-        return w, self.at(w, eta).code, eta, size
+        at = w, optax.tree.zeros_like(w), state.code
+        start = at, eta, zero + _FIRST_STEPS, near, zero, huge, no
+        (w, g, _), eta, *_, size, _ = while_loop(unfinished, round_, start)
+        return w, self.constraint.identify(w, g, self.alpha, eta), eta, size
 
-    def at(self, w, eta, code=None) -> _Candidate:
-        """Return the point ``w``, with this code or its own."""
+    def at(self, w, eta) -> _Candidate:
+        """Return the point ``w`` with its own code."""
         g = jax.grad(self.loss)(w)
-        if code is None:
-            code = self.constraint.identify(w, g, self.alpha, eta)
+        return self.of(w, g, self.constraint.identify(w, g, self.alpha, eta), eta)
+
+    def of(self, w, g, code, eta) -> _Candidate:
+        """Return the point ``w`` with this gradient and code."""
         step = self.constraint.step(code, w, g, self.alpha, eta)
         return _Candidate(w, g, code, step, _relative_norm(step, optax.tree.add(w, step)))
 
-    def accelerate(self, w, eta, budget, near) -> tuple:
+    def accelerate(self, w, code, eta, budget, near) -> tuple:
         """Take accelerated proximal gradient steps until the residual is below ``near``."""
         eps = jnp.finfo(eta.dtype).eps
 
@@ -380,11 +394,10 @@ class _ProximalProblem(NamedTuple):
             huge = jnp.full_like(t, jnp.finfo(t.dtype).max)
             return *optax.tree.where(good, moved, (*retry, huge)), count + 1
 
-        point = self.at(w, eta)
         one = jnp.ones_like(eta)
         zero = jnp.zeros((), int)
         huge = jnp.full_like(eta, jnp.finfo(eta.dtype).max)
-        start = w, w, one, eta, w, point.g, point.code, zero, huge, zero
+        start = w, w, one, eta, w, w, code, zero, huge, zero  # no step has a last gradient yet
         x, _, _, eta, *_, count = while_loop(unfinished, move, start)
         return x, eta, count
 

@@ -110,30 +110,34 @@ def l1_ball(radius: Any = 1.0) -> Constraint:
         inside = active & (above_threshold(size, radius) > 0)
         return jnp.where(inside, jnp.sign(z), 0).astype(jnp.int8), active
 
+    def in_dtype(code, like):
+        signs, active = code
+        return signs.astype(like.dtype), active
+
     def count(signs):
-        return jnp.maximum(jnp.sum(signs != 0), 1)
+        return jnp.maximum(jnp.sum(jnp.abs(signs)), 1)
 
     def excess(signs, z, radius):
         return (jnp.sum(signs * z) - radius) / count(signs)
 
     def prox(code, z, eta, radius):
-        signs, active = code
+        signs, active = in_dtype(code, z)
         on_sphere = jnp.where(signs != 0, z - signs * excess(signs, z, radius), 0)
         return jnp.where(active, on_sphere, z)
 
     def step(code, w, g, eta, radius):
-        signs, active = code
+        signs, active = in_dtype(code, w)
         along = -eta * (g - signs * (jnp.sum(signs * g) / count(signs)))
         on_sphere = jnp.where(signs != 0, along - signs * excess(signs, w, radius), -w)
         return jnp.where(active, on_sphere, -eta * g)
 
     def tangent(code, w, v, radius):
-        signs, active = code
+        signs, active = in_dtype(code, v)
         along = v - signs * (jnp.sum(signs * v) / count(signs))
         return jnp.where(active, jnp.where(signs != 0, along, 0), v)
 
     def margins(code, w, g, radius):
-        signs, active = code
+        signs, active = in_dtype(code, w)
         multiplier = -jnp.sum(signs * g) / count(signs)
         slack = jnp.where(signs != 0, signs * w, multiplier - jnp.abs(g))
         # One weight alone has the whole radius: its size has no decision.

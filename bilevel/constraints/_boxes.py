@@ -232,8 +232,10 @@ def _ordered(low: jax.Array, high: jax.Array) -> jax.Array:
 
 
 def _reachable(low, high, y, total):
-    least = jnp.sum(jnp.where(y == 0, 0, jnp.minimum(y * low, y * high)))
-    most = jnp.sum(jnp.where(y == 0, 0, jnp.maximum(y * low, y * high)))
+    # A coefficient of 0 times an infinite bound would be NaN.
+    low, high = jnp.where(y == 0, 0, low), jnp.where(y == 0, 0, high)
+    least = jnp.sum(jnp.minimum(y * low, y * high))
+    most = jnp.sum(jnp.maximum(y * low, y * high))
     slack = 100 * jnp.finfo(low.dtype).eps * (jnp.abs(total) + jnp.abs(least) + jnp.abs(most))
     slack = jnp.where(jnp.isfinite(slack), slack, 0)
     expected = "a sum of the weights within their bounds"

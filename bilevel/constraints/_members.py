@@ -132,12 +132,13 @@ def check_at_once(name: str, parameter: Any, good: Callable, expected: str) -> N
     if callable(parameter):
         return
     for x in jax.tree.leaves(parameter):
-        try:
-            np.result_type(x) if concrete(x) else None
-            wrong = concrete(x) and not np.issubdtype(jnp.result_type(x), np.number)
-        except TypeError:
-            wrong = True
-        if wrong:
+        if not concrete(x):
+            continue
+        if not jnp.issubdtype(_dtype_or_key_type(x), jnp.number):
             raise ValueError(f"{name}: expected numbers or a function of alpha, got {describe(x)}.")
-        if concrete(x):
-            require(name, good(np.asarray(x)), expected, x)
+        require(name, good(np.asarray(x)), expected, x)
+
+
+def _dtype_or_key_type(x: Any) -> Any:
+    """Return the dtype of a value; keys have one that NumPy does not know."""
+    return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype

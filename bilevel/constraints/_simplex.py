@@ -44,7 +44,7 @@ def simplex(total: Any = 1.0) -> Constraint:
     Raises
     ------
     ValueError
-        If ``total`` is not positive, or a leaf is a scalar (at run time).
+        If ``total`` is not positive, or a leaf is a scalar or has an empty last axis (at run time).
 
     Examples
     --------
@@ -74,18 +74,13 @@ def simplex(total: Any = 1.0) -> Constraint:
     def prox(code, z, alpha, eta):
         size = of(z, alpha)
 
-        def on_leaf(s, z):
-            excess = (jnp.sum(jnp.where(s, z, 0), -1, keepdims=True) - size) / _support_size(s)
-            return jnp.where(s, z - excess, 0)
-
-        return leafwise(on_leaf, code, z)
+        return leafwise(lambda s, z: jnp.where(s, z - _mean(s, z, size), 0), code, z)
 
     def step(code, w, g, alpha, eta):
         size = of(w, alpha)
 
         def on_leaf(s, w, g):
-            excess = (jnp.sum(jnp.where(s, w, 0), -1, keepdims=True) - size) / _support_size(s)
-            return jnp.where(s, -eta * (g - _mean(s, g)) - excess, -w)
+            return jnp.where(s, -eta * (g - _mean(s, g)) - _mean(s, w, size), -w)
 
         return leafwise(on_leaf, code, w, g)
 
@@ -119,9 +114,10 @@ def simplex(total: Any = 1.0) -> Constraint:
 
 def _check_axes(w: Pytree) -> None:
     for x in jax.tree.leaves(w):
-        if jnp.ndim(x) == 0:
+        if jnp.ndim(x) == 0 or x.shape[-1] == 0:
             raise ValueError(
-                "w0: expected a simplex on the last axis of every leaf, got a scalar leaf."
+                "w0: expected a simplex on the last axis of every leaf, got a leaf of shape "
+                f"{jnp.shape(x)}."
             )
 
 
@@ -129,5 +125,7 @@ def _support_size(support: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.sum(support, -1, keepdims=True), 1)
 
 
-def _mean(support: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.where(support, x, 0), -1, keepdims=True) / _support_size(support)
+def _mean(support: jax.Array, x: jax.Array, total: chex.Numeric = 0.0) -> jax.Array:
+    """Return the mean of ``x`` on the support, after ``total`` is subtracted from the sum."""
+    excess = jnp.sum(jnp.where(support, x, 0), -1, keepdims=True) - total
+    return excess / _support_size(support).astype(x.dtype)

@@ -52,17 +52,20 @@ def l1(weight: Any = 1.0) -> Constraint:
         free = (weight == 0) & ~(up | down)
         return jnp.where(up | free, 1, jnp.where(down, -1, 0)).astype(jnp.int8)
 
+    def pull(signs, weight):
+        return signs.astype(weight.dtype) * weight
+
     def margins(signs, w, g, weight):
-        slack = jnp.where(signs != 0, signs * w, weight - jnp.abs(g))
+        slack = jnp.where(signs != 0, pull(signs, w), weight - jnp.abs(g))
         return jnp.where(weight == 0, jnp.inf, slack)
 
     return on_vector(
         parameters=lambda w, alpha: (per_weight("weight", weight, w, alpha),),
         blank=lambda size: jnp.zeros(size, jnp.int8),
         identify=identify,
-        prox=lambda signs, z, eta, weight: jnp.where(signs != 0, z - eta * signs * weight, 0),
+        prox=lambda signs, z, eta, weight: jnp.where(signs != 0, z - eta * pull(signs, weight), 0),
         step=lambda signs, w, g, eta, weight: jnp.where(
-            signs != 0, -eta * (g + signs * weight), -w
+            signs != 0, -eta * (g + pull(signs, weight)), -w
         ),
         tangent=lambda signs, w, v, weight: jnp.where(signs != 0, v, 0),
         margins=margins,

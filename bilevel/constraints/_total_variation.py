@@ -83,7 +83,7 @@ def total_variation(weight: Any = 1.0) -> Constraint:
         # The sum of the slopes before a pair is its dual variable: the weight times the sign of a
         # jump, and anything between in a segment.
         inside = weight - jnp.abs(jnp.cumsum(g)[:-1])
-        slack = jnp.where(jumps != 0, jumps * jnp.diff(w), inside)
+        slack = jnp.where(jumps != 0, jumps.astype(w.dtype) * jnp.diff(w), inside)
         return jnp.where(weight == 0, jnp.inf, slack)
 
     return on_vector(

@@ -20,7 +20,7 @@ from bilevel.hypergradients.refinement import finite_or_zero, jitter, ratio_to_n
 from bilevel.internal.precision import uniform_hash
 from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import Problem, hessian_operator, mixed_product
-from bilevel.solvers._manifold import System, fixed_point, manifold_system
+from bilevel.solvers._manifold import System, fixed_point, manifold_system, regularized
 from bilevel.solvers.constrained import forward_solver
 from ntk.internal.sharding import pcast_varying, varying
 
@@ -254,14 +254,7 @@ def _regular(system: System, like: Pytree, eta: jax.Array) -> LinearMap:
     b = system.after(unravel(uniform_hash(0, flat)))
     square = optax.tree.vdot(b, b)
     bend = optax.tree.vdot(b, system.operator(b)) / jnp.where(square > 0, square, 1)
-    sigma = jnp.where(bend > 0, bend, 1 / eta)
-
-    def regular(v):
-        inside = system.after(v)
-        outside = optax.tree.scale(sigma, optax.tree.sub(v, inside))
-        return optax.tree.add(system.operator(inside), outside)
-
-    return regular
+    return regularized(system.operator, system.after, jnp.where(bend > 0, bend, 1 / eta))
 
 
 def combine_terms(problem, constraint, code, eta, w, g, hvp, q, force, alpha, train, valid):
@@ -287,7 +280,7 @@ def _judged(margins: Pytree, like: jax.Array) -> tuple[jax.Array, jax.Array, jax
     values = jnp.concatenate(leaves, 1)
     margin = values[0]
     bounded = jnp.isfinite(margin)
-    scatter = jnp.max(jnp.abs(jnp.where(bounded, values - margin, 0)), axis=0)
+    scatter = jnp.max(jnp.abs(jnp.where(bounded[None], values - margin[None], 0)), axis=0)
     determined = ~jnp.isnan(margin).any()
     right = (~bounded | (margin > -_CLEAR * scatter)).all()
     decided = (~bounded | (margin > _CLEAR * scatter)).all()

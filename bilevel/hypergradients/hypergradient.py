@@ -123,8 +123,9 @@ def hypergradient(
     Raises
     ------
     ValueError
-        If ``difference`` is not positive, or given without diagnostics. The returned function
-        raises it while tracing:
+        If ``difference`` is not positive, or given without diagnostics, or ``solver`` is
+        :func:`bilevel.projected` or :func:`bilevel.proximal` alone. The returned function raises it
+        while tracing:
 
         - if ``mode`` is unknown, or a loss is not a floating scalar;
         - if a leaf of ``alpha`` enters neither the losses nor the solver;
@@ -215,6 +216,12 @@ def stateful_hypergradient(
         raise ValueError(f'mode: expected "reverse" or "forward", got {mode!r}.')
     check_losses("problem", problem)
     lower_solver("solver", solver)
+    alone = solver.constraint is not None and solver.gradients is None and not solver.reports
+    if alone and mode == "reverse":
+        raise ValueError(
+            "solver: expected implicit(projected(...)) or unrolled(projected(...), steps), got "
+            "projected(...) or proximal(...) alone, which find w without its derivative."
+        )
     given = problem
     if products is None:
         products = PRODUCTS if solver.gradients is None else max(4, solver.gradients // 8)

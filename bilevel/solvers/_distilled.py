@@ -108,7 +108,12 @@ def distilled(
         return w, DistilledState(rule, mean, total)
 
     return LowerSolver(
-        init, run, gradients=4, init_at=init_at if one.init_at else None, inner=one.inner
+        init,
+        run,
+        gradients=4,
+        init_at=init_at if one.init_at else None,
+        inner=one.inner,
+        constraint=one.constraint,
     )
 
 

@@ -83,7 +83,8 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
     ------
     ValueError
         If ``forward`` is not a lower solver or draws batches, or ``inverse`` is not an inverse, or
-        it is :func:`bilevel.gram` for a constrained problem.
+        it is :func:`bilevel.gram` for a constrained problem. At run time, if another solver hides
+        the active set of ``forward``.
 
     Notes
     -----
@@ -191,6 +192,11 @@ def _constrained(
     batch: Pytree,
 ) -> _Condition:
     """Return the condition ``w = prox(w - eta grad_w lower)`` for the active set in ``state``."""
+    if not isinstance(state, ProximalState):
+        raise ValueError(
+            "forward: expected projected(...) or proximal(...), alone or unrolled, got one inside "
+            "another solver, which hides the active set; restarted(implicit(...)) restarts it."
+        )
     code, eta = jax.lax.stop_gradient((state.code, state.step))
     smooth = constraint.completed(lower)
     slope, of_slope = jax.closure_convert(jax.grad(smooth), w, alpha, batch)

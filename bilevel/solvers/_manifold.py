@@ -65,10 +65,6 @@ def manifold_system(
         v = along(v)
         return along(optax.tree.add(hvp(v), bend(v)))
 
-    def regular(v):
-        outside = optax.tree.sub(v, along(v))
-        return optax.tree.add(operator(v), _over(outside, eta))
-
     def direct(r):
         return optax.tree.sub(r, along(r))
 
@@ -77,7 +73,17 @@ def manifold_system(
         pulled = optax.tree.sub(bend(inside), hvp(direct(r)))
         return along(optax.tree.add(_over(inside, eta), pulled))
 
-    return System(operator, regular, before, along, direct)
+    return System(operator, regularized(operator, along, 1 / eta), before, along, direct)
+
+
+def regularized(operator: LinearMap, along: LinearMap, outside: jax.Array) -> LinearMap:
+    """Return ``operator`` with the curvature ``outside`` in directions that ``along`` removes."""
+
+    def regular(v):
+        removed = optax.tree.sub(v, along(v))
+        return optax.tree.add(operator(v), optax.tree.scale(outside, removed))
+
+    return regular
 
 
 def _without_tangent(constraint, hvp, code, w, g, alpha, eta) -> System:

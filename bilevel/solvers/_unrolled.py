@@ -314,6 +314,11 @@ def one_step(
     """
     if radius is not None:
         check_in_range("radius", radius, 0, math.inf)
+    if isinstance(optimizer, LowerSolver):
+        raise ValueError(
+            "optimizer: expected an optax optimizer, a step size or a function of alpha, got a "
+            "lower solver; unrolled(projected(...), 1) takes one projected step."
+        )
     rule_at, init, init_at = _rule(optimizer)
 
     def run(lower, alpha, w, state, batch):

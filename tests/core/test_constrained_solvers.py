@@ -117,6 +117,39 @@ def test_unrolled_steps_stay_in_the_set_and_serve_as_a_forward_solver():
     assert np.isnan(crossing).all()
 
 
+@pytest.mark.slow
+def test_unrolled_steps_in_a_set_work_in_a_batch_in_a_search_and_with_variables():
+    box = bilevel.projected("box", -0.3, lambda a: a["high"])
+    solver, exact = bilevel.unrolled(box, 30), bilevel.implicit(box)
+    alphas = {"high": jnp.array([0.5, 0.2])}
+    batch = jax.vmap(jax.value_and_grad(functools.partial(value, solver)))
+    values, gradients = jax.jit(batch)(alphas)
+    single = jax.jit(jax.value_and_grad(functools.partial(value, exact)))
+    for i, high in enumerate(alphas["high"]):
+        expected, gradient = single({"high": high})
+        assert_close(values[i], expected, f64=1e-9, f32=1e-5)
+        assert_close(gradients["high"][i], gradient["high"], f64=1e-9, f32=1e-5)
+    start = {"high": alphas["high"][0]}
+    args = PROBLEM, solver, optax.sgd(0.3), start, START, C, C
+    history = bilevel.search(*args, steps=5, progress=False, diagnostics=True).history
+    assert history["value"][-1] < history["value"][0]
+    assert (history["error_estimate"] < tolerance(1e-9, 1e-4)).all()
+
+    def counting(w, alpha, c):
+        return lower(w.params, alpha, c), w.variables + 1
+
+    stateful = bilevel.Problem(counting, lambda w, *args: outer(w.params, *args), stateful=True)
+    w0 = bilevel.Stateful(START, jnp.zeros(()))
+    result = jax.jit(bilevel.hypergradient(stateful, solver))(start, w0, C, None)
+    assert_close(result.grad["high"], gradients["high"][0], f64=1e-9, f32=1e-5)
+    assert result.w.variables >= 30
+    assert result.info.error_estimate < tolerance(1e-9, 1e-4)
+    short = bilevel.distilled(box, decay=0.5)
+    result = jax.jit(bilevel.hypergradient(PROBLEM, short))(start, START, C, None)
+    error = abs(result.grad["high"] - gradients["high"][0])
+    assert abs(result.info.error_estimate - error) < tolerance(1e-9, 1e-4)
+
+
 def test_a_product_mixes_sets_terms_and_free_parts():
     parts = {"bias": None, "mix": "simplex", "sparse": ("l1", lambda a: a)}
     solver = bilevel.implicit(bilevel.proximal(parts))
@@ -132,6 +165,35 @@ def test_a_product_mixes_sets_terms_and_free_parts():
     assert_close(result.w, {"bias": 1.0, "mix": [1.0, 0.0], "sparse": [1.0, 0.0]}, f32=1e-5)
     assert_close(result.grad, 0.0, f32=1e-5)  # alpha (2 - alpha) at alpha = 1
     assert result.info.error_estimate < tolerance(1e-13, 1e-5)
+
+
+@pytest.mark.slow
+def test_every_set_and_term_is_traced_without_promotions():
+    def size(alpha):
+        return jnp.exp(alpha)
+
+    parts = {
+        "affine": ("affine", np.ones(3), size),
+        "box": ("box", -np.inf, size),
+        "elastic": ("elastic_net", size, size),
+        "equality": ("box_equality", -0.3, size, 1.0, 0.1),
+        "free": None,
+        "group": ("group_l1", size, [[0, 1]]),
+        "l1": ("l1", size),
+        "l1_ball": ("l1_ball", size),
+        "l2_ball": ("l2_ball", size),
+        "simplex": "simplex",
+        "variation": ("total_variation", size),
+    }
+
+    def squares(w, alpha, batch):
+        return sum(jnp.sum((part - 1) ** 2) for part in w.values()) / 2
+
+    problem = bilevel.Problem(squares, squares)
+    fn = bilevel.hypergradient(problem, bilevel.implicit(bilevel.proximal(parts)))
+    w0 = {name: jnp.zeros(3) for name in parts}
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.make_jaxpr(fn)(jnp.asarray(-1.0), w0, None, None)
 
 
 def test_own_operators_agree_with_the_named_ones():
@@ -175,6 +237,24 @@ def test_bounds_that_cross_raise_or_give_nan_under_jit():
     assert np.isnan(result.value)
     assert np.isnan(result.grad)
     assert np.isfinite(jax.jit(fn)(-1.0, START, C, None).grad)
+
+
+def test_solvers_that_hide_the_active_set_raise():
+    box = bilevel.projected("box", 0.0, lambda a: a)
+    fn = bilevel.hypergradient(PROBLEM, bilevel.implicit(bilevel.restarted(box)), diagnostics=False)
+    with pytest.raises(ValueError, match=r"forward: expected projected.*hides the active set"):
+        fn(1.0, START, C, None)
+    with pytest.raises(ValueError, match=r"optimizer: expected an optax optimizer.*lower solver"):
+        bilevel.one_step(box)
+    with pytest.raises(ValueError, match=r"solver: expected implicit.*without its derivative"):
+        bilevel.hypergradient(PROBLEM, box)
+
+
+@pytest.mark.parametrize("shape", [(), (3, 0)])
+def test_a_simplex_needs_a_last_axis_with_weights(shape):
+    fn = bilevel.hypergradient(PROBLEM, bilevel.implicit(bilevel.projected("simplex", jnp.exp)))
+    with pytest.raises(ValueError, match="w0: expected a simplex on the last axis of every leaf"):
+        fn(1.0, {"mix": jnp.zeros(2), "other": jnp.zeros(shape)}, C, None)
 
 
 def test_the_box_with_an_equation_is_projected_as_by_bisection():

@@ -143,6 +143,12 @@ SEARCHES = {method.__name__: lambda method=method: single(method(0.1)) for metho
     "forward mode": lambda: hypergradient(
         SQUARES, bilevel.unrolled(0.3, 3), jnp.zeros(1), mode="forward"
     ),
+    "info, l1": lambda: hypergradient(
+        SQUARES, bilevel.implicit(bilevel.proximal("l1", 0.1)), jnp.zeros(1)
+    ),
+    "steps in a box": logistic_search(
+        lambda: bilevel.unrolled(bilevel.projected("box", 0.0, 0.1), 5)
+    ),
     "truncation": lambda: bilevel.truncation(LOGISTIC, 0.3, 5)(
         jnp.full(WEIGHTS, -2.0), jnp.zeros(WEIGHTS), rows(0), rows(1)
     ),
@@ -260,6 +266,7 @@ LONG = "truncated", "lbfgs,_dense", "nystrom", "batches", "sparse_batches"
 LONG += "softmax", "amigo", "infinite_kernels", "networks", "operators", "scores", "forward_mode"
 LONG += "spaba_and_paced", "exponentiate", "distilled", "truncation", "under_jit"
 LONG += "saba", "bome", "f2sa", "meha", "info,_600_weights", "info,_free_directions"
+LONG += "info,_l1", "steps_in_a_box"
 LONG += "spectral", "mixtures_of_kernels", "regressions", "bounds", "ridge"
 
 

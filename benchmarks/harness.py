@@ -405,6 +405,7 @@ def picture(path: Path, *grid: int, **options: Any) -> Iterator[tuple[Any, Any]]
 
     with plots.style():
         figure, axes = plt.subplots(*grid, layout="constrained", **options)
+        figure.get_layout_engine().set(hspace=0.08)  # an axis label is not near the next title
         yield figure, axes
         figure.savefig(path, dpi=110)
         plt.close(figure)

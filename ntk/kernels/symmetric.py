@@ -71,12 +71,29 @@ def symmetric_matrix(K: Any, name: str = "K", *, stack: bool = False) -> jax.Arr
     if not concrete(K):
         half, known = _symmetrize(K, allowed)
         return nan_unless(known, half)
+    if _equals_transpose(K):
+        return K
     with jax.ensure_compile_time_eval():  # the caller may trace other arguments
         half, known = _symmetrize(K, allowed)
         valid = bool(known.all())
     if not valid:
         check_symmetric(np.asarray(K), allowed, name)  # raises the right message
     return half
+
+
+def _equals_transpose(K: jax.Array) -> bool:
+    """Return whether ``K`` is finite and equal to its transpose. False if it is not on one CPU.
+
+    Strips of rows fit into a cache. The comparison of whole matrices takes several times as long.
+    """
+    if K.ndim != 2 or [device.platform for device in K.devices()] != ["cpu"]:
+        return False
+    matrix, size = np.asarray(K), 128
+    for i in range(0, len(matrix), size):
+        rows = matrix[i : i + size, i:]
+        if not (np.isfinite(rows).all() and (rows == matrix[i:, i : i + size].T).all()):
+            return False
+    return True
 
 
 @functools.partial(jax.jit, static_argnums=1)

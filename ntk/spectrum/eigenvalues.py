@@ -3,7 +3,8 @@
 The smallest eigenvalue of a positive definite ``K`` is the largest one of ``K^-1``. Lanczos finds
 it in a few dozen steps, with one Cholesky factorisation ``K = L L'`` and two triangular solves per
 step. If eigenvalues crowd around the smallest, we use ``K - sigma I`` from just below it. For a
-kernel given as ``v -> K v`` we use Lanczos on ``-K``.
+kernel given as ``v -> K v`` we use Lanczos on ``-K``. Eager calls on a CPU do the same by LAPACK
+(:mod:`ntk.spectrum.on_host`), which takes less time and compiles nothing.
 
 In the code, lambda is the smallest eigenvalue of K and v its unit eigenvector. The rows of V are
 Lanczos' orthonormal basis, ``T = V A V'`` for ``A = K^-1`` or ``A = -K``, and theta is T's largest
@@ -27,14 +28,20 @@ from ntk.internal.products import matmul
 from ntk.kernels.functions import as_kernel_matrix
 from ntk.kernels.record import Kernels
 from ntk.kernels.symmetric import square_matrix, symmetric_matrix
+from ntk.spectrum.on_host import (
+    BASIS,
+    CYCLES,
+    SMALL,
+    STEP,
+    TRIES,
+    eigenvector_by_lapack,
+    host_matrix,
+)
+from ntk.spectrum.verified_cholesky import threads
 
 Product = Callable[[jax.Array], jax.Array]  # v [n] -> K v [n]
 
-_SMALL = 64  # up to this number of rows the full spectrum is cheapest
-_BASIS = 48  # vectors of a Lanczos basis; a restart keeps a third of them
-_STEP = 8  # vectors between convergence checks; a check costs a tenth of a step
 _RESTARTS = 300  # maximum number of restarts of Lanczos for products
-_CYCLES, _TRIES = 3, 10  # for matrices: maximum restarts per shift, and maximum shifts
 
 
 class Eigenpair(NamedTuple):
@@ -81,7 +88,8 @@ def min_eigenvalue(
     (float32: 1e-6) if several eigenvalues are that close to it. A matrix without a Cholesky factor
     (indefinite, or singular to rounding) is shifted, and the shift is subtracted from the result.
     Time: n^3 / 3 and about 50 to 150 times 2 n^2, two or three times that for crowded eigenvalues.
-    Memory: five more matrices. Eager sizes up to 6 % apart share a compiled program.
+    Eager calls on a CPU use LAPACK, compile nothing, and need one more matrix. Elsewhere, eager
+    sizes up to 6 % apart share a compiled program. Memory of a compiled program: five matrices.
 
     For products see :func:`smallest_eigenpair`; its residual shows whether Lanczos converged. An
     eager call compiles a product each time, so jit the caller.
@@ -211,11 +219,18 @@ def _(find, product, primals, tangents):
 
 def _eigenvector_of_matrix(K: jax.Array) -> jax.Array:
     n = len(K)
-    if not concrete(K) or n <= _SMALL:
+    if not concrete(K):
+        return _smallest_eigenvector(K)
+    matrix = host_matrix(K)
+    if matrix is not None:
+        with threads(n):
+            return jnp.asarray(eigenvector_by_lapack(matrix))
+    if n <= SMALL:
         return _smallest_eigenvector(K)
     # Similar sizes share a program, because compilation takes seconds.
     step = max(64, 1 << (n - 1).bit_length() >> 4)
-    return _smallest_eigenvector(_pad_with_eigenvalue(K, -n % step))[:n]
+    # Rows whose length is a power of two compete for the same lines of a cache.
+    return _smallest_eigenvector(_pad_with_eigenvalue(K, -n % step + 8))[:n]
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -229,7 +244,7 @@ def _pad_with_eigenvalue(K: jax.Array, rows: int) -> jax.Array:
 
 @jax.jit
 def _smallest_eigenvector(K: jax.Array) -> jax.Array:
-    if K.shape[0] <= _SMALL:
+    if K.shape[0] <= SMALL:
         return jnp.linalg.eigh(K, symmetrize_input=False)[1][:, 0]
     eps = jnp.finfo(K.dtype).eps
     norm = jnp.max(jnp.sum(jnp.abs(K), axis=1))
@@ -244,7 +259,7 @@ def _smallest_eigenvector(K: jax.Array) -> jax.Array:
 
     def unfinished(carry):
         _, theta, residual, shift, tries = carry
-        return (residual > enough(theta, shift)) & (tries < _TRIES)  # false for NaN
+        return (residual > enough(theta, shift)) & (tries < TRIES)  # false for NaN
 
     def nearer(carry):
         # Eigenvalues that are crowded relative to 0 are far apart relative to a close shift.
@@ -258,7 +273,7 @@ def _smallest_eigenvector(K: jax.Array) -> jax.Array:
             solve,
             vector + 0.1 * _random_vector(tries, len(K), K.dtype),
             lambda theta, _: enough(theta, shift),
-            _CYCLES,
+            CYCLES,
         )
         # One more step removes components of distant eigenvalues.
         vector = solve(vector)
@@ -296,7 +311,7 @@ def _random_vector(i, n: int, dtype) -> jax.Array:
 
 
 def _shifted_cholesky(K, value, distance, limit):
-    """Return the Cholesky factor of ``K + shift I``, |K| <= 1, and a shift near ``-value``.
+    """Return ``U`` of ``U' U = K + shift I``, |K| <= 1, and a shift near ``-value``.
 
     ``shift = distance - value`` for the first of growing distances that works, and at most
     ``limit``, which always works. The factor is NaN only if ``K`` has a NaN or an infinity.
@@ -306,7 +321,8 @@ def _shifted_cholesky(K, value, distance, limit):
     def cholesky(shift):
         diagonal = jnp.arange(len(K))
         shifted = K.at[diagonal, diagonal].add(shift)
-        return jax.lax.linalg.cholesky(shifted, symmetrize_input=False)
+        # LAPACK stores columns. With both transposes XLA need not rearrange K or the factor.
+        return jax.lax.linalg.cholesky(shifted.T, symmetrize_input=False).T
 
     def failed(carry):
         factor, shift, _ = carry
@@ -321,32 +337,31 @@ def _shifted_cholesky(K, value, distance, limit):
     return jax.lax.while_loop(failed, retry, (cholesky(shift), shift, distance))[:2]
 
 
-def _cholesky_solver(L):
-    """Return ``v -> (L L')^-1 v`` by matrix-vector products, 4 times as fast as triangular solves.
+def _cholesky_solver(U):
+    """Return ``v -> (U' U)^-1 v`` by matrix-vector products, 4 times as fast as triangular solves.
 
-    The diagonal blocks are inverted once. The strips left of them are stored as rows of L and as
-    rows of L', because a product with a transposed matrix is slow, and slices within a loop would
-    be copied at every step. Every strip is compiled; ten of them are nearly as fast as more.
+    The diagonal blocks are inverted once. The strips right of them are stored, because slices
+    within a loop would be copied at every step. Each strip serves both triangular solves. Every
+    strip is compiled; twelve of them are nearly as fast as more.
     """
-    n = L.shape[0]
-    size = max(256, -(-n // 10))
-    down: list[tuple] = []
-    up: list[tuple] = []
+    n = U.shape[0]
+    size = max(128, -(-n // 12))
+    strips = []
     for i in range(0, n, size):
         j = min(i + size, n)
         inverse = jax.lax.linalg.triangular_solve(
-            L[i:j, i:j], jnp.eye(j - i, dtype=L.dtype), left_side=True, lower=True
+            U[i:j, i:j], jnp.eye(j - i, dtype=U.dtype), left_side=True, lower=False
         )
-        down.append((slice(i, j), inverse, L[i:j, :i]))
-        up.insert(0, (slice(i, j), inverse.T, L[j:, i:j].T))
+        strips.append((j - i, inverse, U[i:j, j:]))
 
     def solve(v):
+        parts = []
+        for size, inverse, right in strips:
+            parts.append(matmul(v[:size], inverse))
+            v = v[size:] - matmul(parts[-1], right)
         done = jnp.zeros(0, v.dtype)
-        for rows, inverse, left in down:
-            done = jnp.concatenate([done, matmul(inverse, v[rows] - matmul(left, done))])
-        v, done = done, jnp.zeros(0, v.dtype)
-        for rows, inverse, right in up:
-            done = jnp.concatenate([matmul(inverse, v[rows] - matmul(right, done)), done])
+        for part, (_, inverse, right) in zip(reversed(parts), reversed(strips), strict=True):
+            done = jnp.concatenate([matmul(inverse, part - matmul(right, done)), done])
         return done
 
     return solve
@@ -359,7 +374,7 @@ def _lanczos(matvec, start, enough, cycles: int) -> tuple[jax.Array, jax.Array, 
     or after ``cycles`` restarts.
     """
     n, dtype = len(start), start.dtype
-    m = min(n, _BASIS)
+    m = min(n, BASIS)
     keep = max(m // 3, 1)
     eps = jnp.finfo(dtype).eps
     place = jnp.arange(m)
@@ -387,7 +402,7 @@ def _lanczos(matvec, start, enough, cycles: int) -> tuple[jax.Array, jax.Array, 
 
     def extend(carry):
         V, T, v, basis_size, cycle, *_ = carry
-        filled = jnp.minimum(basis_size + _STEP, m)
+        filled = jnp.minimum(basis_size + STEP, m)
         V, T, v, beta = jax.lax.fori_loop(
             basis_size, filled, expand, (V, T, v, jnp.zeros((), dtype))
         )

@@ -4,6 +4,7 @@
 of about 1.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -68,7 +69,12 @@ def norm_bound(e) -> float:
 
 def threads(n):
     """Limit BLAS to one thread for small matrices; with more, threads wait 50 times as long."""
-    return threadpoolctl.threadpool_limits(1 if n < 2000 else None, "blas")
+    return _loaded_libraries().limit(limits=1 if n < 2000 else None, user_api="blas")
+
+
+@functools.cache
+def _loaded_libraries():
+    return threadpoolctl.ThreadpoolController()  # a search through the process's libraries
 
 
 def down(x) -> float:

@@ -1,5 +1,7 @@
 """Smallest eigenvalues against numpy's full spectrum and planted ones; attacks on certificates."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,11 +38,17 @@ SPECTRA = {
 }
 
 
+traced = jax.jit(smallest_eigenpair)
+
+
 @pytest.mark.parametrize("name", SPECTRA)
-def test_min_eigenvalue_is_the_planted_one(name):
+@pytest.mark.parametrize("how", ["eager", "traced", "as on an accelerator"])
+def test_min_eigenvalue_is_the_planted_one(name, how, monkeypatch):
     values = SPECTRA[name]
     K = planted(values)
-    pair = smallest_eigenpair(K)
+    if how == "as on an accelerator":
+        monkeypatch.setattr(spectrum, "host_matrix", lambda K: None)
+    pair = (traced if how == "traced" else smallest_eigenpair)(K)
     error = abs(float(pair.value) - values.min())  # truth: planted
     assert error <= tolerance(1e-14, 1e-6) * np.abs(values).max()
     assert pair.residual <= tolerance(1e-9, 1e-5) * np.abs(values).max()
@@ -66,6 +74,16 @@ def test_a_product_and_the_residual_hold_at_any_scale(scale):
     for pair in (of_product(K), smallest_eigenpair(K)):
         assert_close(pair.value / scale, 1.0, f32=1e-5)
         assert pair.residual / scale <= tolerance(1e-9, 1e-3)
+
+
+@pytest.mark.parametrize("find", [smallest_eigenpair, traced])
+def test_eigenvalues_far_below_rounding_are_found_or_called_zero(find):
+    tiny = float(jnp.finfo(jnp.zeros(()).dtype).tiny)
+    for least in (1e-25, 4 * tiny, 0.0):
+        K = np.diag(np.r_[np.linspace(1, 2, 89), least])
+        pair = find(K)
+        assert abs(float(pair.value) - least) <= tolerance(1e-15, 1e-6)
+        assert abs(pair.vector[-1]) >= 1 - 1e-6
 
 
 @pytest.mark.parametrize("n", [6, 80])
@@ -96,6 +114,7 @@ def test_products_are_differentiable_in_what_they_close_over():
 
 def test_zero_and_nan_matrices():
     assert min_eigenvalue(np.zeros((90, 90))) == 0
+    assert traced(np.zeros((90, 90))).value == 0
     assert np.isnan(jax.jit(min_eigenvalue)(jnp.full((70, 70), jnp.nan)))
 
 
@@ -137,8 +156,10 @@ def test_random_spectra_have_the_smallest_eigenvalue_that_was_planted(kind, seed
     K, values = exactly_planted(kind, seed)
     for dtype in {jnp.dtype(jnp.float32), jnp.zeros(()).dtype}:
         eps, norm = float(jnp.finfo(dtype).eps), np.abs(values).max()
-        for scale in (2.0**-80, 1.0, 2.0**60):
-            pair = smallest_eigenpair(jnp.asarray(K * scale, dtype))
+        for scale, find in itertools.product(
+            (2.0**-80, 1.0, 2.0**60), (smallest_eigenpair, traced)
+        ):
+            pair = find(jnp.asarray(K * scale, dtype))
             error = abs(float(pair.value) / scale - values.min())  # truth: planted
             assert error <= 60 * eps * norm + 1e-11 * abs(values.min())
             assert float(pair.residual) / scale <= max(300 * eps, 3e-11) * norm

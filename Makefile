@@ -19,9 +19,10 @@ REQUIRE_PYTHON = @test -n "$(PYTHON)" || { \
 	echo "bilevel needs Python 3.11 or newer, and neither python3.11 nor python3 here is one." >&2; \
 	exit 1; }
 
-# The files contain no timings, so a run that changes nothing leaves no diff.
+# The files contain no timings, so a run that changes nothing leaves no diff. Each notebook has a
+# process of its own, and may not take more memory than Colab has.
 define EXECUTE_NOTEBOOKS
-import os, sys, nbclient, nbformat
+import os, resource, sys, nbclient, nbformat
 for path in sys.argv[1:]:
     print(path, flush=True)
     notebook = nbformat.read(path, as_version=4)
@@ -32,6 +33,11 @@ for path in sys.argv[1:]:
         coalesce_streams=True,
         resources={"metadata": {"path": os.path.dirname(path)}},
     ).execute()
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = unit * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e9
+    print(f"{path}: peak memory {peak:.1f} GB", flush=True)
+    if peak > 12.7:
+        sys.exit(f"{path}: expected at most 12.7 GB of memory, as in Colab")
     if os.environ.get("BILEVEL_FAST", "0") in ("", "0"):
         nbformat.write(notebook, path)
 endef

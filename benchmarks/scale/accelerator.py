@@ -537,6 +537,8 @@ PARTS: dict[str, Callable[[Run], Iterator[Measurement]]] = {
         *(genotypes, darts_step, eigenvalue, sharded, skips, darts),
     )
 }
+# Programs of many small operations: autotuning would take longer than it saves.
+UNTUNED = "infinite", "hypergradient", "sharded", "skips"
 SMOKE = "matmul", "darts_step"  # one measures by itself, one starts another script
 
 # --------------------------------------------------------------------------------------- the run
@@ -652,6 +654,8 @@ def main() -> None:
             break
         # Commands that a part starts share the device's memory.
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        if part in UNTUNED:
+            environment["XLA_FLAGS"] = harness.xla_flags("--xla_gpu_autotune_level=0")
         own = [sys.executable, __file__, "--part", part, "--out", str(out)]
         own += [*filter(None, [small]), "--peers", *flags.peers]
         own += [f"--minutes={(left - 10) / 60}"]  # the part tries to end by itself

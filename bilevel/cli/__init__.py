@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from bilevel.cli.flags import commands, datasets, deep_searches, from_config_file, quick, rules
-from bilevel.cli.runtime import compilation_cache, interrupts, invocation
+from bilevel.cli.runtime import autotuning, compilation_cache, interrupts, invocation
 from bilevel.runs.interrupts import deferred_terminations, terminate
 
 # Flags of each command, with the module and the class of its run. Modules are imported when
@@ -98,6 +98,7 @@ def _run_command(arguments: Sequence[str]) -> None:
         if not (distributed or datasets.is_own(config.data)):
             from_config_file.check_directory(config)
         # All checks that do not need JAX are done here.
+        autotuning.switch_off(arguments[0])
         if output.cache:
             compilation_cache.keep()
         first = not distributed or _join_processes()

@@ -9,6 +9,8 @@ import optax
 
 from bilevel.contracts import LinearMap, Pytree
 from bilevel.internal.checks import nan_unless_finite
+from bilevel.internal.packed import packing
+from ntk.internal.checks import at_least_float32
 from ntk.internal.sharding import while_loop
 
 REROUNDING_FACTOR = 1.37
@@ -39,8 +41,14 @@ def solve_conjugate_gradients(
     only if a second, differently rounded product confirms it, e.g. in directions that only a
     penalty bends. Hestenes & Stiefel (1952).
     """
-    x = optax.tree.zeros_like(b) if x0 is None else x0
-    r = b if x0 is None else optax.tree.sub(b, hvp(x0))
+    pack, unpack = packing(b)
+    b = pack(b)
+
+    def product(v):
+        return pack(hvp(unpack(v)))
+
+    x = optax.tree.zeros_like(b) if x0 is None else pack(x0)
+    r = b if x0 is None else optax.tree.sub(b, product(x))
     # The unit is the first residual, so that squares of tiny numbers do not underflow.
     unit = largest_magnitude(r)
     unit = jnp.where(unit == 0, 1, unit)
@@ -49,15 +57,26 @@ def solve_conjugate_gradients(
     eps = jnp.finfo(rr.dtype).eps
     floor = jnp.maximum((threshold / unit) ** 2, eps**4)
 
+    dtype = at_least_float32(rr.dtype)  # counts up to 2^24
+
+    def together(*scalars):
+        """Return one array of all scalars of an iteration, so that one operation writes them."""
+        return jnp.stack([x.astype(dtype) for x in scalars])
+
+    def apart(scalars):
+        *values, k, going = scalars
+        return *(x.astype(rr.dtype) for x in values), k, going > 0
+
     def unfinished(carry):
-        *_, rr, k, going = carry
+        *_, rr, k, going = apart(carry[-1])
         return (k < steps) & (rr > floor) & going
 
     def step(carry):
-        best, x, r, p, _, steepest, trusted, seen, rr, k, _ = carry
+        best, x, r, p, scalars = carry
+        _, steepest, trusted, seen, least, rr, k, _ = apart(scalars)
         again = seen > 0
         factor = jnp.where(again, REROUNDING_FACTOR, 1).astype(rr.dtype)
-        hp = optax.tree.scale(1 / factor, hvp(optax.tree.scale(factor, p)))
+        hp = optax.tree.scale(1 / factor, product(optax.tree.scale(factor, p)))
         pp = optax.tree.vdot(p, p)
         bend = optax.tree.vdot(p, hp) / pp
         steepest = jnp.maximum(steepest, jnp.abs(bend))
@@ -75,22 +94,24 @@ def solve_conjugate_gradients(
         p = optax.tree.where(moves, optax.tree.add_scale(r, rr_next / rr, p), p)
         look = ~moves & ~again & (bend > 0)
         seen = jnp.where(look, bend, 0)
-        least = rr_next < best[1]
-        best = optax.tree.where(least, (x, rr_next), best)
-        return best, x, r, p, bend, steepest, trusted, seen, rr_next, k + 1, moves | look
+        best = optax.tree.where(rr_next < least, x, best)
+        least = jnp.where(rr_next < least, rr_next, least)
+        scalars = bend, steepest, trusted, seen, least, rr_next, k + 1, moves | look
+        return best, x, r, p, together(*scalars)
 
-    zero = jnp.zeros_like(rr)
+    zero, one = jnp.zeros_like(rr), jnp.ones_like(rr)
     most = jnp.full_like(rr, jnp.finfo(rr.dtype).max)
-    start = (x, rr), x, r, r, zero, zero, most, zero, rr, jnp.zeros((), int), jnp.array(True)
-    best, x, _, p, bend, steepest, *_, rr_last, k, going = while_loop(unfinished, step, start)
+    scalars = together(zero, zero, most, zero, rr, rr, zero, one)
+    best, x, _, p, scalars = while_loop(unfinished, step, (x, x, r, r, scalars))
+    bend, steepest, *_, least, rr_last, k, going = apart(scalars)
     grown = ~going & (rr_last > rr) & jnp.isfinite(rr_last)
-    x, rr = optax.tree.where(grown, best, (x, rr_last))
+    x, rr = optax.tree.where(grown, (best, least), (x, rr_last))
     negative = ~going & (bend < -10 * eps * steepest)
     length = rr_last / jnp.where(negative, -bend * optax.tree.vdot(p, p), 1)
     downhill = optax.tree.scale(jnp.where(negative, length * unit, 0), p)
-    x = nan_unless_finite(x, rr)
+    x, downhill = unpack(nan_unless_finite(x, rr)), unpack(downhill)
     positive = going | (rr <= floor)
-    return ConjugateGradients(x, jnp.sqrt(rr) * unit, k, positive, steepest, downhill)
+    return ConjugateGradients(x, jnp.sqrt(rr) * unit, k.astype(int), positive, steepest, downhill)
 
 
 def largest_magnitude(tree: Pytree) -> jax.Array:

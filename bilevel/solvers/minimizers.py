@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.contracts import LowerSolver, Pytree
+from bilevel.contracts import Loss, LowerSolver, Pytree
 from bilevel.internal.checks import check_at_least, function, integer, nan_unless_finite
 from bilevel.internal.conjugate_gradients import (
     ConjugateGradients,
     largest_magnitude,
     solve_conjugate_gradients,
 )
+from bilevel.internal.packed import packing
 from bilevel.internal.precision import coarsest_eps, like_start, narrow, widen, widened
 from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import hessian_operator
@@ -97,6 +98,8 @@ def _make_newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = Tr
         exact = is_quadratic(lower, w, alpha, batch)
         # A flat or concave quadratic loss is unbounded below.
         bound = exact or not leaves
+        pack, unpack = packing(w)
+        w, lower = pack(w), _of_packed(lower, unpack)
         lower, w, value, slope, scale, unit = _in_own_units(lower, w, alpha, batch)
         target = relative * scale
 
@@ -149,10 +152,14 @@ def _make_newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = Tr
         zero = jnp.zeros((), int)
         start = w, value, slope, size, most, zero, zero
         w, value, _, size, *_ = while_loop(unfinished, step, start)
-        w = optax.tree.scale(unit, w)
+        w = unpack(optax.tree.scale(unit, w))
         return narrow(nan_unless_finite(w, value, size, target), own), state
 
     return LowerSolver(init=lambda w: (), run=run)
+
+
+def _of_packed(lower: Loss, unpack: Callable) -> Loss:
+    return lambda w, alpha, batch: lower(unpack(w), alpha, batch)
 
 
 # After a step without progress the next one is more cautious: first without the direction of

@@ -30,6 +30,7 @@ from ntk.internal.checks import at_least_float32
 from ntk.internal.jaxprs import shape_and_dtype
 from ntk.internal.products import einsum
 from ntk.internal.sharding import sharded
+from ntk.internal.tiles import assemble, device_gram_tile_size, take_rows
 
 
 def plan_for_method(net: NetworkProgram, method: str) -> GradientPlan | None:
@@ -73,15 +74,33 @@ def warn_about_memory(net: NetworkProgram, plan: GradientPlan | None, outputs: s
 
 
 def _factor_and_gram(
-    net: NetworkProgram, plan: GradientPlan | None, outputs: str
+    net: NetworkProgram, plan: GradientPlan | None, outputs: str, tiled: bool
 ) -> tuple[Callable, Callable]:
-    """Return ``factors(inputs, x)`` and ``gram(inputs, factors, factors)``."""
+    """Return ``factors(inputs, x)`` and ``gram(inputs, left, right)``.
+
+    ``right`` is None for an exactly symmetric kernel of ``left``. Results [n1, n2] are computed in
+    tiles if ``tiled``.
+    """
     if plan is None:
         return lambda inputs, x: x, _neural_tangents_gram(net, outputs)
     letters = factored_gradients.FULL if outputs == "full" else factored_gradients.TRACE
 
     def gram(inputs, left, right):
-        return factored_gradients.gram_of_factors(plan, letters, left, right)
+        symmetric, right = right is None, left if right is None else right
+        n1, n2 = length(left), length(right)
+        if outputs == "full" or not tiled:
+            whole = factored_gradients.gram_of_factors(plan, letters, left, right)
+            return mirror_kernel(whole) if symmetric else whole
+
+        def tile(i, j, size1, size2):
+            rows, columns = take_rows(left, i, size1, n1), take_rows(right, j, size2, n2)
+            return factored_gradients.gram_of_factors(plan, letters, rows, columns)
+
+        # Two products for each layer, one for each other parameter, their sum and its copies.
+        arrays = 2 * len(left.sensitivities) + len(left.jacobians) + 3
+        dtype = jnp.result_type(*jax.tree.leaves((left.sensitivities, left.jacobians)))
+        size = device_gram_tile_size(max(n1, n2), arrays, dtype)
+        return assemble(tile, n1, n2, symmetric=symmetric, size=size)
 
     return functools.partial(factored_gradients.factor_gradients, plan, outputs), gram
 
@@ -90,6 +109,8 @@ def _neural_tangents_gram(net: NetworkProgram, outputs: str):
     nt = load.neural_tangents()
 
     def gram(inputs, x1, x2):
+        symmetric, x2 = x2 is None, x1 if x2 is None else x2
+
         def batch(trained, x):
             merged = net.merged(inputs, trained)
             y = jax.vmap(functools.partial(net.outputs, merged))(x)
@@ -102,14 +123,17 @@ def _neural_tangents_gram(net: NetworkProgram, outputs: str):
             implementation=nt.NtkImplementation.NTK_VECTOR_PRODUCTS,
         )
         k = kernel(x1, x2, [inputs[i] for i in net.trained])
-        return k if outputs == "full" else jnp.einsum("abii->ab", k)
+        k = k if outputs == "full" else jnp.einsum("abii->ab", k)
+        return mirror_kernel(k) if symmetric else k
 
     return gram
 
 
 def blockwise_kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
     """Return the tangent kernel of ``x1`` and ``x2``, of ``x1`` with itself if ``x2`` is None."""
-    factors, gram = _factor_and_gram(net, plan, outputs)
+    # The compiler divides a whole product among the devices on which the caller has placed rows.
+    tiled = mesh is not None or len(jax.local_devices()) == 1
+    factors, gram = _factor_and_gram(net, plan, outputs, tiled)
     n1, n2 = length(x1), length(x1 if x2 is None else x2)
     devices = 1 if mesh is None else mesh.size
     blocks1 = split_into_blocks(x1, min(batch_size or n1, -(-n1 // devices)), devices)
@@ -138,7 +162,7 @@ def blockwise_kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
 
             if x2 is not None:
                 return map_leading_axis(entry, columns)
-            diagonal = gram(inputs, left, left)[None]
+            diagonal = gram(inputs, left, None)[None]
             if len(columns) == 1:
                 return diagonal
             return jnp.concatenate([diagonal, map_leading_axis(entry, columns[1:])])
@@ -149,9 +173,12 @@ def blockwise_kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
     kernel_blocks = run(inputs, blocks1, jnp.asarray(columns), blocks2)
     if x2 is not None:
         return join_blocks(kernel_blocks, n1, n2)
+    if t == 1:
+        return kernel_blocks[0, 0]
     row = np.arange(t)[:, None]
     mirrored = jnp.zeros((t, t, *kernel_blocks.shape[2:]), kernel_blocks.dtype)
     mirrored = mirrored.at[columns, row].set(jax.vmap(jax.vmap(transpose_kernel))(kernel_blocks))
+    # Each block at a distance t/2 was computed twice, and its copies may be rounded unequally.
     return mirror_kernel(join_blocks(mirrored.at[row, columns].set(kernel_blocks), n1, n1))
 
 

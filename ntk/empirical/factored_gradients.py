@@ -33,6 +33,7 @@ from ntk.empirical.weight_products import (
 from ntk.internal.checks import at_least_float32
 from ntk.internal.jaxprs import shape_and_dtype
 from ntk.internal.products import einsum
+from ntk.internal.tiles import device_chunk_entries
 
 
 class GradientPlan(NamedTuple):
@@ -194,8 +195,6 @@ class Letters(NamedTuple):
 
 FULL, TRACE, NORMS = Letters("b", "m", "abom"), Letters("b", "o", "ab"), Letters("a", "o", "a")
 
-_CHUNK = 2**22  # entries of pairs of positions, or of gradients, held at a time
-
 
 def gram_of_factors(
     plan: GradientPlan, letters: Letters, left: GradientFactors, right: GradientFactors
@@ -242,20 +241,26 @@ def _by_pairs(letters: Letters, left: Block, right: Block):
     pairs = "gapq" if norms else "gapbq"
     outer = "gaopbmq" if letters is FULL else pairs
 
+    n, o, q, g, _ = left.sensitivities.shape
+
     def contract(left: Block, right: Block):
         if left.rows:
             inputs = _row_inner_products(left.columns, right.columns, norms)
         else:
             inputs = einsum(f"apgi,{b}qgi->{pairs}", left.columns, right.columns)
         s1, s2 = left.sensitivities, right.sensitivities
+        if q == g == 1:
+            # A bias has the same sensitivities: the compiler multiplies them once for both.
+            outputs = einsum(f"aop,{b}{m}p->{out}", s1[:, :, 0, 0], s2[:, :, 0, 0])
+            inputs = inputs.reshape(outputs.shape[: len(out.rstrip("om"))])
+            return jnp.expand_dims(inputs, range(inputs.ndim, outputs.ndim)) * outputs
         outputs = einsum(f"aopgj,{b}{m}qgj->{outer}", s1, s2)
         return einsum(f"{pairs},{outer}->{out}", inputs, outputs)
 
-    n, o, q, g, _ = left.sensitivities.shape
     others = 1 if norms else len(right.sensitivities)
     entries = others * q**2 * g * (o**2 if letters is FULL else 1)
-    size = max(1, _CHUNK // max(1, entries))
-    if size >= n:
+    size = max(1, device_chunk_entries(left.sensitivities.dtype) // max(1, entries))
+    if size >= n or q == g == 1:
         return contract(left, right)
 
     def one(sample):
@@ -281,7 +286,8 @@ def _by_gradients(letters: Letters, left: Block, right: Block):
     j = left.sensitivities.shape[-1]
     entries = max(math.prod(x.sensitivities.shape[:2]) for x in (left, right)) * inputs
     entries *= left.sensitivities.shape[3]
-    fits = [c for c in range(1, j + 1) if j % c == 0 and (c == 1 or c * entries <= _CHUNK)]
+    most = device_chunk_entries(left.sensitivities.dtype)
+    fits = [c for c in range(1, j + 1) if j % c == 0 and (c == 1 or c * entries <= most)]
     size = max(fits, default=0)
 
     def contract(s1, s2):

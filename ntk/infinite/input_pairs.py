@@ -1,12 +1,10 @@
-"""All pairs of two sets of inputs: their angles, exactly, and arrays computed tile by tile.
+"""All pairs of two sets of inputs: their angles, exactly.
 
 An angle theta is stored as ``p = (1 - cos theta) / 2`` and ``q = (1 + cos theta) / 2``, both to
 full relative precision. Kernels with a kink have slopes of ``1 / theta``, so a rounded Gram matrix
 would lose half of the digits of near-duplicates.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -66,42 +64,6 @@ def half_chord_errors(a: UnitRows, b: UnitRows, p: chex.Array, q: chex.Array) ->
     return jax.lax.stop_gradient(error)
 
 
-def assemble(tile: Callable[..., Any], n1: int, n2: int, *, symmetric: bool, size: int) -> Any:
-    """Return arrays [n1, n2] from ``tile(i, j, size1, size2)``, a pytree of [size1, size2] blocks.
-
-    If ``symmetric``, only the upper triangle is computed, and the result is exactly symmetric. A
-    side's last tile overlaps its neighbour instead of being padded. ``size`` is the maximum number
-    of rows and columns of a tile.
-    """
-    size1, size2 = min(size, n1), min(size, n2)
-    if (size1, size2) == (n1, n2):
-        whole = tile(0, 0, n1, n2)
-        return jax.tree.map(mirror_triangle, whole) if symmetric else whole
-    starts1, starts2 = (
-        np.minimum(np.arange(0, n, step), n - step) for n, step in ((n1, size1), (n2, size2))
-    )
-    corners = [(i, j) for i in starts1 for j in starts2 if not symmetric or i <= j]
-    # Tiles are recomputed in reverse mode; otherwise every tile would store all its layers.
-    compute = jax.checkpoint(functools.partial(tile, size1=size1, size2=size2))
-
-    def step(totals, corner):
-        i, j = corner
-        blocks = compute(i, j)
-
-        def put(total, block):
-            if not symmetric:
-                return jax.lax.dynamic_update_slice(total, block, (i, j))
-            block = _once(jax.lax.cond(i == j, mirror_triangle, lambda block: block, block))
-            total = jax.lax.dynamic_update_slice(total, block, (i, j))
-            return jax.lax.dynamic_update_slice(total, block.T, (j, i))
-
-        return jax.tree.map(put, totals, blocks), None
-
-    shapes = jax.eval_shape(compute, 0, 0)
-    empty = jax.tree.map(lambda s: jnp.zeros((n1, n2), s.dtype), shapes)
-    return jax.lax.scan(step, empty, jnp.asarray(corners))[0]
-
-
 def pad_rows(x: chex.Array | None) -> jax.Array | None:
     """Return ``x`` [n, d] padded with copies of its last row, so that few shapes are compiled.
 
@@ -115,29 +77,6 @@ def pad_rows(x: chex.Array | None) -> jax.Array | None:
     return jnp.asarray(np.pad(np.asarray(x), ((0, rows - len(x)), (0, 0)), "edge"))
 
 
-def mirror_triangle(kernel: chex.Array) -> jax.Array:
-    """Return the upper triangle of [..., n, n] on both sides.
-
-    XLA takes minutes to compile a choice by index, ``where(i <= j, ...)``.
-    """
-    kernel = _once(kernel)
-    return jnp.triu(kernel) + jnp.swapaxes(jnp.triu(kernel, 1), -1, -2)
-
-
-def _once(block: chex.Array) -> jax.Array:
-    """Return the block, computed once. Computed for each side, the two may be rounded unequally."""
-    return jax.lax.optimization_barrier(block)
-
-
 def same_inputs(i: Any, j: Any, size1: int, size2: int) -> jax.Array:
     """Return [size1, size2]: whether an input meets itself, in the tile that begins at (i, j)."""
     return (i + jnp.arange(size1))[:, None] == (j + jnp.arange(size2))[None]
-
-
-def take_rows(rows: Any, start: int | jax.Array, size: int, n: int) -> Any:
-    """Return rows ``start .. start + size`` of every leaf with n of them."""
-    if size == n:
-        return rows
-    return jax.tree.map(
-        lambda x: jax.lax.dynamic_slice_in_dim(x, start, size) if x.shape[0] == n else x, rows
-    )

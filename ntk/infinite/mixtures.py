@@ -20,14 +20,11 @@ from ntk.expectations.activations import Activation, Function, in_a_network
 from ntk.expectations.gaussian import root
 from ntk.expectations.hermite import Pair, expectations, on_diagonal
 from ntk.infinite.input_pairs import (
-    assemble,
     half_chord_errors,
     half_chords,
-    mirror_triangle,
     normalize_rows,
     pad_rows,
     same_inputs,
-    take_rows,
 )
 from ntk.infinite.layer_expansions import (
     RESOLUTIONS,
@@ -44,7 +41,7 @@ from ntk.infinite.layer_expansions import (
 )
 from ntk.internal.checks import check_finite, concrete, describe, nan_where, real_array
 from ntk.internal.products import einsum
-from ntk.internal.tiles import device_tile_size
+from ntk.internal.tiles import assemble, device_tile_size, mirror_triangle, take_rows
 
 
 def mixture_blocks(

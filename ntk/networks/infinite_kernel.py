@@ -17,7 +17,7 @@ import numpy as np
 
 from ntk.expectations.gaussian import root
 from ntk.expectations.hermite import Expansion
-from ntk.infinite.input_pairs import assemble, same_inputs, take_rows
+from ntk.infinite.input_pairs import same_inputs
 from ntk.infinite.layer_expansions import (
     RESOLUTIONS,
     TRACED,
@@ -27,7 +27,7 @@ from ntk.infinite.layer_expansions import (
 )
 from ntk.internal.checks import check_finite, concrete, float_array, nan_where
 from ntk.internal.sharding import without_explicit_axes
-from ntk.internal.tiles import CPU_TILE, device_tile_entries
+from ntk.internal.tiles import CPU_TILE, assemble, device_tile_entries, take_rows
 from ntk.kernels.record import Kernels
 from ntk.networks import walk
 from ntk.networks.moments import LayerFeatures, Raw

@@ -36,6 +36,7 @@ import jax
 import jax.numpy as jnp
 
 from ntk.expectations.gaussian import reciprocal
+from ntk.internal.tiles import device_strip_entries
 from ntk.networks.moments import LayerFeatures, Moments, epsilon
 from ntk.networks.windows import as_pair_rows, outer
 
@@ -140,8 +141,6 @@ def angle_error(error, p) -> jax.Array:
     return jnp.minimum(slope, 0.4 * jnp.sqrt(error))
 
 
-STRIP = 2**15  # maximum number of entries of a strip, if the shape allows
-
 Arrays = Sequence[jax.Array]
 
 
@@ -157,7 +156,7 @@ def map_strips(
     """Return ``fn(entries, left, right, pairs)`` of broadcasting arrays, strip by strip of a tile.
 
     XLA does not fuse a loop with later operations. Fused, each later layer would compute all arc
-    cosines below it again. A strip also stays in the processor's cache.
+    cosines below it again. On a CPU a strip also stays in the cache.
 
     ``entries`` are [G, A, B] as in :mod:`ntk.networks.windows`; ``full`` is their layout.
     ``left`` and ``right`` are of single inputs, [n1, P] and [n2, P]; ``pairs`` are [n1, n2].
@@ -195,9 +194,10 @@ def _map_and_reshape(fn, arrays, shape) -> tuple[jax.Array, ...]:
 
 
 def count_loop_parts(length: int, per_entry: int) -> int:
-    """Return the fewest equal parts of an axis, each small enough for a strip.
+    """Return the fewest equal parts of an axis, each small enough for a strip if the axis allows.
 
     An entry has ``per_entry`` numbers. There are at least two parts, or the loop would vanish.
     """
     divisors = [k for k in range(2, length + 1) if length % k == 0] or [1]
-    return next((k for k in divisors if length // k * per_entry <= STRIP), divisors[-1])
+    most = device_strip_entries()
+    return next((k for k in divisors if length // k * per_entry <= most), divisors[-1])

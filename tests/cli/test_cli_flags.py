@@ -26,7 +26,7 @@ import pytest
 from bilevel.cli import baseline, main, parse_flags
 from bilevel.cli.deep_search import run
 from bilevel.cli.flags import commands, datasets, deep_searches, from_config_file, rules
-from bilevel.cli.runtime import interrupts, memory, run_directory
+from bilevel.cli.runtime import autotuning, interrupts, memory, run_directory
 from bilevel.data import load
 from bilevel.data.datasets import SOURCES
 from bilevel.spaces.activations import ACTIVATIONS
@@ -483,6 +483,23 @@ def test_a_run_that_was_resumed_with_more_leaves_the_flags_that_give_its_result(
     kept = json.loads((tmp_path / "run" / "config.json").read_text())
     assert kept == from_config_file.flags_of(dataclasses.replace(config, steps=5))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "cuda", "after"),
+    [
+        ("search", "", True, "--xla_gpu_autotune_level=0"),
+        ("search", "--xla_a=1", True, "--xla_a=1 --xla_gpu_autotune_level=0"),
+        ("search", "--xla_gpu_autotune_level=4", True, "--xla_gpu_autotune_level=4"),
+        ("search-darts", "", True, ""),
+        ("search", "", False, ""),
+    ],
+)
+def test_commands_of_small_programs_switch_autotuning_off(command, flags, cuda, after, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setattr(autotuning.importlib.util, "find_spec", lambda name: cuda or None)
+    autotuning.switch_off(command)
+    assert os.environ["XLA_FLAGS"] == after
 
 
 @pytest.mark.long

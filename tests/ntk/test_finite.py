@@ -15,7 +15,7 @@ from flax import nnx
 from helpers import assert_close, finite_differences, normal
 
 from ntk.compat.load import neural_tangents
-from ntk.empirical import factored_gradients, network_program
+from ntk.empirical import blocks, factored_gradients, network_program
 from ntk.empirical.kernels import (
     METHODS,
     OUTPUTS,
@@ -160,7 +160,7 @@ def test_patch_gram_explicit_gradients_and_their_chunks_agree(outputs, monkeypat
     expected = brute_force(model.apply, params, x)[outputs]
     for patches, chunk in ((True, 2**26), (True, 1), (False, 2**26), (False, 1)):
         monkeypatch.setattr(factored_gradients, "_pairs_are_cheaper", lambda *_, p=patches: p)
-        monkeypatch.setattr(factored_gradients, "_CHUNK", chunk)
+        monkeypatch.setattr(factored_gradients, "device_chunk_entries", lambda dtype, c=chunk: c)
 
         def apply(params, x):  # a new function for a new compilation
             return model.apply(params, x)
@@ -278,6 +278,27 @@ def test_derivatives_in_the_parameters_are_those_of_finite_differences():
     for size in (None, 2):
         got = jax.jit(jax.grad(loss(size, "layerwise")))(params)
         assert_close(got, expected, f64=1e-9, f32=3e-2)
+
+
+@pytest.mark.parametrize("outputs", ["sum", "trace"])
+def test_tiles_of_a_kernel_do_not_show(outputs, monkeypatch):
+    model, params, x1, x2 = perceptron()
+    expected = [brute_force(model.apply, params, x1, x)[outputs] for x in (None, x2)]
+    monkeypatch.setattr(blocks, "device_gram_tile_size", lambda n, arrays, dtype: min(2, n))
+    for x, truth in zip((None, x2), expected, strict=True):
+        got = empirical_kernel(lambda *a: model.apply(*a), params, x1, x, outputs=outputs)
+        assert_close(got, truth, f64=1e-12, f32=1e-4)
+        assert x is not None or bool((got == got.T).all())
+    weights = normal(3, 5, 5)
+
+    def total(a):
+        def apply(params, x):
+            return a * model.apply(params, x)
+
+        return jnp.sum(weights * empirical_kernel(apply, params, x1, outputs=outputs))
+
+    # The kernel of a f is a^2 K.
+    assert_close(jax.grad(total)(3.0), 6 * jnp.sum(weights * expected[0]), f64=1e-10, f32=1e-3)
 
 
 def test_kernel_maps_over_parameters():

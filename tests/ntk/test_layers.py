@@ -281,7 +281,7 @@ def test_tables_are_kept_as_rows(read, monkeypatch):
         return jnp.tanh(read(p["table"], t)).sum(1) @ p["w"]
 
     check(apply, params, TOKENS, "table w")
-    monkeypatch.setattr(factored_gradients, "_CHUNK", 1)
+    monkeypatch.setattr(factored_gradients, "device_chunk_entries", lambda dtype: 1)
     for pairs in (True, False):
         monkeypatch.setattr(factored_gradients, "_pairs_are_cheaper", lambda *_, p=pairs: p)
         check(apply, params, TOKENS, "table w")

@@ -15,7 +15,8 @@ from helpers import assert_close, finite_differences, float64_only, normal
 import ntk
 from ntk import networks as nets
 from ntk.compat.load import neural_tangents
-from ntk.networks import infinite_kernel
+from ntk.internal import tiles
+from ntk.networks import infinite_kernel, position_pairs
 from ntk.networks.plan import plan_network
 
 WEIGHTS = (2.0, 0.09)  # variances of weights and biases
@@ -404,6 +405,26 @@ def test_blocks_and_tiles_do_not_matter(activation, monkeypatch):
     kernels = net.kernel(x), net.kernel(x, y)
     for a, b in zip(kernels, expected, strict=True):
         assert_close(tuple(a), tuple(b), f64=1e-13, f32=1e-5)
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_strips_of_a_tile_do_not_matter(pooled, monkeypatch):
+    x = normal(0, 3, 4, 4, 2)
+    end = nets.global_average_pool() if pooled else nets.flatten()
+    net = nets.serial(nets.conv(3, 2.0), nets.act(ntk.relu), nets.conv(3), end, nets.dense())
+    expected = net.kernel(x)
+    for entries in (1, 2**30):  # the second is that of an accelerator: two strips
+        monkeypatch.setattr(position_pairs, "device_strip_entries", lambda n=entries: n)
+        infinite_kernel._kernels_of_pairs.clear_cache()
+        assert_close(tuple(net.kernel(x)), tuple(expected), f64=1e-13, f32=1e-5)
+    infinite_kernel._kernels_of_pairs.clear_cache()
+
+
+def test_strips_follow_the_device(monkeypatch):
+    assert position_pairs.count_loop_parts(1024, 119**2) == 512
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(tiles, "_memory", lambda: 60 * 10**9)
+    assert position_pairs.count_loop_parts(1024, 119**2) == 2
 
 
 @pytest.mark.long

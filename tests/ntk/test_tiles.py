@@ -10,8 +10,7 @@ from helpers import assert_close, finite_differences, normal
 
 import ntk
 from ntk.infinite import layer_expansions, mixtures, network_kernel
-from ntk.infinite.input_pairs import assemble
-from ntk.internal.tiles import CPU_TILE, tile_entries, tile_size
+from ntk.internal.tiles import CPU_TILE, assemble, gram_tile_size, tile_entries, tile_size
 
 CARD = 80 * 10**9
 
@@ -50,6 +49,16 @@ def test_a_processor_keeps_its_tiles():
 
 def test_a_device_that_is_full_takes_the_smallest_tiles():
     assert tile_size(10**9, "gpu", 50_000, 3, 4) == CPU_TILE
+
+
+def test_tiles_of_a_gram_matrix_take_a_part_of_the_result():
+    for n, arrays in itertools.product((5_000, 20_000, 100_000), (7, 12, 100)):
+        size = gram_tile_size(CARD, "gpu", n, arrays, 4)
+        held = 4 * arrays * size**2
+        # Tiles are rounded up to multiples of 128 rows.
+        assert held <= 1.3 * max(4 * n**2 / 6, CARD / 256) or size == CPU_TILE
+    assert gram_tile_size(CARD, "cpu", 5_000, 7, 4) == 1024
+    assert gram_tile_size(1, "gpu", 5_000, 7, 4) == CPU_TILE
 
 
 def test_tiles_of_positions_follow_the_memory():

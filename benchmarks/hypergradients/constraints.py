@@ -668,6 +668,7 @@ def report(rows: list[dict[str, Any]], by: tuple[str, ...] = ("family", "weights
 
 
 summary = functools.partial(report, by=("dtype",))
+by_size = functools.partial(report, by=("weights", "dtype"))
 
 
 def rounded_row(row):

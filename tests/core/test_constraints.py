@@ -304,6 +304,36 @@ def test_an_estimate_is_the_error_of_weights_with_another_active_set():
     assert_close(result.info.error_estimate, error, f64=1e-9, f32=1e-4)
 
 
+LARGE = {
+    "box": lambda **tol: bilevel.projected("box", lambda a: -jnp.exp(a), jnp.exp, **tol),
+    "l1": lambda **tol: bilevel.proximal("l1", lambda a: jnp.exp(a - 4), **tol),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("name", LARGE)
+def test_the_estimate_is_the_error_with_more_weights_than_a_formed_hessian(name):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(900, 600))
+    x, y = map(jnp.asarray, (x, np.sign(x[:, :20].sum(1) + rng.normal(size=900))))
+
+    def logistic(w, alpha, rows):
+        return jnp.mean(jax.nn.softplus(-y[rows] * (x[rows] @ w)))
+
+    problem = bilevel.Problem(lambda w, *args: logistic(w, *args) + 0.05 * jnp.sum(w**2), logistic)
+
+    def run(diagnostics, **tol):
+        solver = bilevel.implicit(LARGE[name](**tol))
+        fn = jax.jit(bilevel.hypergradient(problem, solver, diagnostics=diagnostics))
+        return fn(jnp.asarray(-2.0), jnp.zeros(600), np.arange(600), np.arange(600, 900))
+
+    rough = run(True, tol=3e-2)
+    error = abs(rough.grad - run(False).grad)
+    assert error > 1e-4 * abs(rough.grad), "the error is above rounding"
+    assert error / 3 <= rough.info.error_estimate <= 3 * error, bilevel.explain(rough.info)
+
+
 def flat_nonnegative():
     """Return a problem whose two free weights have only their sum determined."""
 

@@ -218,7 +218,7 @@ def experiment(sizes, rows, keep):
             if not harness.where(rows, method=names[-1], repeat=repeat):
                 keep(*scores(sizes, repeat, names))
         for name, search in SEARCHES.items():
-            wanted = sizes.pruned or name != "te_nas"
+            wanted = {"te_nas": sizes.pruned, "nasi_4t": sizes.steps > 1}.get(name, True)
             if wanted and not harness.where(rows, method=name, repeat=repeat):
                 keep(search(sizes, repeat))
     for name in REINFORCE:
@@ -309,7 +309,7 @@ def main() -> None:
         rows.extend(new)
         harness.append(arguments.results, *new)
         for row in new:
-            print(row["method"], row["repeat"], row.get("genotype", ""), flush=True)
+            print(row["method"], row.get("repeat", ""), row.get("genotype", ""), flush=True)
 
     experiment(sizes, rows, keep)
     harness.finish(rows, arguments.results, report, write_rows=False)

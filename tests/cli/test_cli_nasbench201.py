@@ -45,13 +45,13 @@ def test_a_search_ends_in_a_table_and_its_files(tmp_path, capsys, monkeypatch, k
     def curvature(loss, sets):  # the real one is tested on its own, and takes long to compile
         return lambda w, alpha, batch: float(abs(simplex_tangent(sets, alpha).sum(-1)).max())
 
-    monkeypatch.setattr("bilevel.discretize.alpha_curvature", curvature)
+    monkeypatch.setattr("bilevel.discretize.diagnostics.alpha_curvature", curvature)
     assert search(run, "--seeds", "2", "--strategy", "random") == 0
     result = json.loads((run / "result.json").read_text())
     assert set(result) <= documented_keys()
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     best = "best of 3 random"  # 4 x 40 / 50; without convolutions all networks cost the same
-    for text in ("CIFAR-100", best, "seed 1: |", "entropy", "Hessian", "the search saw digits"):
+    for text in ("CIFAR-100", best, "seed 1: |", "entropy", "Hessian", "networks found on digits"):
         assert text in printed
     for seed, (alpha, text) in enumerate(
         zip(result["alpha"], result["architectures"], strict=True)

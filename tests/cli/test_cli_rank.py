@@ -36,7 +36,7 @@ def test_a_sample_is_ranked_and_judged_and_more_networks_are_added(tmp_path, cap
     out = [*quick, "--out", str(tmp_path / "run")]
     assert main([*SMALL, *out]) == 0
     screen = capsys.readouterr().out
-    for text in ("ImageNet16-120", "conv edges", "Eigen-NAS (k=20)", "two runs"):
+    for text in ("ImageNet16-120", "conv edges", "Eigen-NAS (k=20)", "for the mean of runs"):
         assert text in screen
     before = json.loads((tmp_path / "run" / "result.json").read_text())
     assert set(before) <= documented_keys()

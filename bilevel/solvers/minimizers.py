@@ -99,12 +99,21 @@ def _make_newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = Tr
         # A flat or concave quadratic loss is unbounded below.
         bound = exact or not leaves
         pack, unpack = packing(w)
-        w, lower = pack(w), _of_packed(lower, unpack)
-        lower, w, value, slope, scale, unit = _in_own_units(lower, w, alpha, batch)
+        of_leaves, lower = lower, _of_packed(lower, unpack)
+        in_units, w, value, slope, scale, unit = _own_units(lower, pack(w), alpha, batch)
+        of_leaves, lower = in_units(of_leaves), in_units(lower)
         target = relative * scale
 
         def loss(w):
             return lower(w, alpha, batch)
+
+        def moved_loss(w, length, direction):
+            """Return the loss at ``w + length direction``.
+
+            The leaves move one by one, so that a device moves each one where it reads it.
+            """
+            moved = optax.tree.add_scale(unpack(w), length, unpack(direction))
+            return of_leaves(moved, alpha, batch)
 
         def unfinished(carry):
             *_, size, moved, k, caution = carry
@@ -128,7 +137,7 @@ def _make_newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = Tr
                 convex, direction = _direction(solved, slope, w, caution)
             lenient = convex & (caution < _PLAIN)
             w_after, after, lowered = _line_search(
-                loss, w, value, direction, slope, convex, lenient
+                moved_loss, w, value, direction, slope, convex, lenient
             )
             moved_after = _relative_change(w, w_after)
             slope_after = jax.grad(loss)(w_after)
@@ -167,10 +176,10 @@ def _of_packed(lower: Loss, unpack: Callable) -> Loss:
 _PLAIN, _STEEPEST, _STUCK = 1, 2, 3
 
 
-def _in_own_units(lower: Callable, w: Pytree, alpha: Pytree, batch: Pytree) -> tuple:
-    """Return ``(lower, w, value, slope, scale, unit)`` in units, powers of 2, near 1.
+def _own_units(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> tuple:
+    """Return ``(in_units, w, value, slope, scale, unit)`` in units, powers of 2, near 1.
 
-    ``scale`` is ``|g| + |H w|``, and ``unit`` that of the weights.
+    ``in_units`` converts a loss, ``scale`` is ``|g| + |H w|``, and ``unit`` that of the weights.
 
     The squares of tiny or huge numbers leave the numbers' range, and line searches try steps of
     sizes near 1. A power of 2 causes no rounding. The unit of the weights is 1 unless they, or the
@@ -193,13 +202,13 @@ def _in_own_units(lower: Callable, w: Pytree, alpha: Pytree, batch: Pytree) -> t
     unit = _power(length, size)
     of_loss = _power(jnp.minimum(-exponent - length, room), size)
 
-    def scaled(w, alpha, batch):
-        return of_loss * lower(optax.tree.scale(unit, w), alpha, batch)
+    def in_units(lower):
+        return lambda w, alpha, batch: of_loss * lower(optax.tree.scale(unit, w), alpha, batch)
 
     w, slope = optax.tree.scale(_power(-length, size), w), optax.tree.scale(of_loss * unit, slope)
     bent = optax.tree.scale(of_loss * unit, bent)
     scale = optax.tree.norm(slope) + optax.tree.norm(bent)
-    return scaled, w, of_loss * value, slope, scale, unit
+    return in_units, w, of_loss * value, slope, scale, unit
 
 
 def _power(exponent: jax.Array, like: jax.Array) -> jax.Array:
@@ -246,7 +255,7 @@ def _direction(
 
 
 def _line_search(
-    loss: Callable,
+    moved_loss: Callable,
     w: Pytree,
     value: jax.Array,
     direction: Pytree,
@@ -262,9 +271,6 @@ def _line_search(
     """
     decrease = optax.tree.vdot(direction, slope)
 
-    def moved(t):  # a loss in a wider dtype does not widen the weights
-        return optax.tree.add_scale(w, -t.astype(decrease.dtype), direction)
-
     # A loss may have much more roundoff than its value suggests, e.g. sqrt(1 + r^2) - 1. So we do
     # not require small decreases, and let the gradient decide.
     small = jnp.sqrt(jnp.finfo(value.dtype).eps) * jnp.abs(value)
@@ -273,30 +279,31 @@ def _line_search(
     hidden = 0.01 * _loss_roundoff(value) / jnp.where(decrease > 0, decrease, 1)
     shortest = jnp.where(convex, 1e-6, jnp.maximum(hidden, 1e-30))
 
-    def unfinished(carry):
-        *_, done = carry
-        return ~done
+    def together(*scalars):
+        """Return one array of all scalars of a trial, so that one operation writes them."""
+        return jnp.stack([x.astype(value.dtype) for x in scalars])
 
-    def step(carry):
-        t, best_t, best, grows, first, _, _ = carry
-        t = jnp.where(grows, 2 * t, t / 2)
-        trial = loss(moved(t))
+    def unfinished(scalars):
+        return scalars[-1] == 0
+
+    def step(scalars):
+        t, best_t, best, grows, *_ = scalars
+        # A loss in a wider dtype does not widen the weights.
+        trial = moved_loss(w, -t.astype(decrease.dtype), direction)
         enough = trial <= value - 1e-4 * t * decrease + slack
         # Roundoff may hide the first decreases.
         lower = (trial < best) | ((best == value) & (trial <= value))
         better = convex | (lower & jnp.isfinite(trial))
         best_t, best = jnp.where(better, t, best_t), jnp.where(better, trial, best)
-        grows = ~convex & jnp.where(first, enough & better, grows)
+        grows = ~convex & jnp.where(t == 1, enough & better, grows > 0)
         lowered = jnp.where(convex, enough, best_t > 0)
         ends = jnp.where(grows, ~better | (t > 1e9), (enough & better) | ~(t > shortest))
-        return t, best_t, best, grows, first & False, lowered, ends
+        return together(jnp.where(grows, 2 * t, t / 2), best_t, best, grows, lowered, ends)
 
-    two = jnp.full_like(value, 2)
-    no = two < 0
-    _, t, best, _, _, lowered, _ = while_loop(
-        unfinished, step, (two, 0 * two, value, no, ~no, no, no)
-    )
-    return moved(t), best, lowered
+    one = jnp.ones_like(value)
+    scalars = while_loop(unfinished, step, together(one, 0 * one, value, *3 * [0 * one]))
+    _, t, best, _, lowered, _ = scalars
+    return optax.tree.add_scale(w, -t.astype(decrease.dtype), direction), best, lowered > 0
 
 
 def _loss_roundoff(value: jax.Array) -> jax.Array:
@@ -349,7 +356,8 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
         relative = _stationarity_tolerance(w) if tol is None else tol
         own, w, lower = w, widen(w), widened(lower, w)
         lower = hoist_constants(lower, w, alpha, batch)
-        lower, w, value, slope, scale, unit = _in_own_units(lower, w, alpha, batch)
+        in_units, w, value, slope, scale, unit = _own_units(lower, w, alpha, batch)
+        lower = in_units(lower)
         target = relative * scale
 
         promotion = jax.config.jax_numpy_dtype_promotion  # type: ignore[attr-defined]

@@ -109,16 +109,18 @@ def test_an_iteration_of_conjugate_gradients_adds_few_operations(name):
     assert all_operations - users <= 20
 
 
-# The user's loss, its gradient and its linearization are included. Before: 51 and 12 operations.
-def test_an_iteration_of_newton_takes_few_operations():
-    lower, w, batch = problem("ridge")
+# The user's loss, its gradient and its linearization are included. The loops are the line search,
+# conjugate gradients and Newton's steps. Before 2026-11-28 the ridge problem took 12, 24 and 51.
+@pytest.mark.parametrize(("name", "limits"), [("ridge", (10, 24, 44)), ("network", (21, 48, 118))])
+def test_an_iteration_of_newton_takes_few_operations(name, limits):
+    lower, w, batch = problem(name)
     solver = bilevel.implicit()
 
     def run(alpha, w, batch):
         return solver.run(lower, alpha, w, solver.init(w), batch)[0]
 
-    search, gradients, newton = sorted(loops(compiled(run, jnp.float32(0), w, batch)))
-    assert search <= 12 and gradients <= 24 and newton <= 46
+    counts = sorted(loops(compiled(run, jnp.float32(0), w, batch)))
+    assert all(count <= limit for count, limit in zip(counts, limits, strict=True)), counts
 
 
 def test_packing_joins_small_leaves_of_one_dtype():

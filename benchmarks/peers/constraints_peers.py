@@ -44,6 +44,7 @@ LARGE = {
     "Lasso 10,000 x 30,000, dense": ("lasso", 10_000, 30_000, None, "float32"),
     "box 100,000": ("box", 20_000, 100_000, 5e-4, "float64"),
     "SVM 5,000": ("svm", 5000, 5000, None, "float64"),
+    "SVM 5,000, free bias": ("svm, free bias", 5000, 5000, None, "float64"),
 }
 
 
@@ -95,7 +96,7 @@ def draw_rows(rng, n, p, density, dtype):
 def large_setting(kind, n, p, density, dtype):
     """Return a large problem; the last half of the rows is for validation if there are few."""
     rng = np.random.default_rng(0)
-    if kind == "svm":
+    if "svm" in kind:
         x, xv = rng.normal(size=(n, 10)), rng.normal(size=(1000, 10))
         y, yv = (
             np.where(a[:, 0] * a[:, 1] + 0.3 * rng.normal(size=len(a)) > 0, 1.0, -1.0)
@@ -128,8 +129,9 @@ def losses(kind):
 
     from benchmarks.hypergradients import constraints
 
-    if kind == "svm":
-        family = next(f for f in constraints.FAMILIES if f.name == SMALL["SVM"])
+    if "svm" in kind:
+        name = SMALL["SVM"] if kind == "svm" else "SVM, equality bias"
+        family = next(f for f in constraints.FAMILIES if f.name == name)
         return family.lower, family.outer
     ridge = kind == "box"
 
@@ -246,28 +248,56 @@ def large_truth(s):
         return box_truth(
             s, lambda w: x.T @ (x @ w) / len(y) + ridge * w, x.T @ y / len(y), *sides, terms
         )
+    return machine_truth(s)
+
+
+def machine_truth(s):
+    """The active set of scikit-learn's machine, and one solve on it."""
+    from sklearn.svm import SVC
+
     (x, y, ridge), (xv, yv, *_) = s.train, s.valid
-    C, gamma = np.exp(s.alpha)
+    C, gamma, n = *np.exp(s.alpha), len(y)
+    constant = s.kind == "svm"  # the kernel k + 1 has no further bias
 
     def squares(a, b):
         return np.maximum((a**2).sum(1)[:, None] + (b**2).sum(1) - 2 * a @ b.T, 0)
 
     E, Ev = gamma * squares(x, x), gamma * squares(xv, x)
-    K = np.exp(-E)
-    Q, dQ = (y[:, None] * y) * (K + 1) + ridge * np.eye(len(y)), -(y[:, None] * y) * E * K
+    K, Kv = np.exp(-E), np.exp(-Ev)
+    signs = y[:, None] * y
+    Q, dQ = signs * (K + constant) + ridge * np.eye(n), -signs * E * K
 
-    def terms(w):
-        Kv = np.exp(-Ev)
-        slope = -yv / (1 + np.exp(yv * ((Kv + 1) @ (y * w)))) / len(yv)
-        v = y * ((Kv + 1).T @ slope)
-        direct = np.array([0, slope @ (-(Ev * Kv) @ (y * w))])
-        zero, upper = np.zeros(len(y)), np.full(len(y), C)
-        jacobians = np.stack([upper, zero], 1), np.zeros((len(y), 2))
-        return v, np.stack([zero, dQ @ w], 1), *jacobians, direct
+    def terms(w, free):
+        share = free / np.sum(free) * (not constant)  # the bias is a mean over free weights
+        bias = share @ (y * (1 - Q @ w))
+        slope = -yv / (1 + np.exp(yv * ((Kv + constant) @ (y * w) + bias))) / len(yv)
+        v = y * ((Kv + constant).T @ slope) - np.sum(slope) * (Q @ (share * y))
+        moved = -(Ev * Kv) @ (y * w) - (share * y) @ (dQ @ w)
+        upper, zero = np.full(n, C), np.zeros(n)
+        jacobians = np.stack([upper, zero], 1), np.zeros((n, 2))
+        return v, np.stack([zero, dQ @ w], 1), *jacobians, np.array([0, slope @ moved])
 
-    return box_truth(
-        s, lambda w: Q @ w, np.ones(len(y)), np.zeros(len(y)), np.full(len(y), C), terms
-    )
+    low, high, right = np.zeros(n), np.full(n, C), np.ones(n)
+    if constant:
+        return box_truth(s, lambda w: Q @ w, right, low, high, lambda w: terms(w, w > 0))
+    fit = SVC(C=C, kernel="precomputed", tol=1e-8).fit(signs * Q, y)
+    w = np.zeros(n)
+    w[fit.support_] = np.abs(fit.dual_coef_[0])
+    free, at_high = (w > 0) & (w < C), w >= C
+    rows = np.flatnonzero(free)
+    border = np.block([[Q[np.ix_(rows, rows)], y[rows, None]], [y[None, rows], np.zeros((1, 1))]])
+    fixed = high * at_high
+    solved = np.linalg.solve(border, np.append((right - Q @ fixed)[rows], -y @ fixed))
+    w = fixed.copy()
+    w[rows] = solved[:-1]
+    g = Q @ w - right + solved[-1] * y
+    inside = np.all((w[rows] > 0) & (w[rows] < C))
+    assert inside and np.all(g[at_high] < 0) and np.all(g[~free & ~at_high] > 0), "wrong active set"
+    v, mixed, in_high, _, direct = terms(w, free)
+    q, pair = np.zeros(n), np.linalg.solve(border, np.append(v[rows], 0))
+    q[rows] = pair[:-1]
+    nu = v - Q @ q - pair[-1] * y
+    return direct - mixed.T @ q + in_high.T @ (nu * at_high)
 
 
 # ----------------------------------------------------------------------------- the libraries
@@ -316,6 +346,9 @@ def here_large(kind):
         if kind == "box":
             bounds = (lambda a: -jnp.exp(a[1])), (lambda a: jnp.exp(a[1]))
             return bilevel.projected("box", *bounds, **options)
+        if kind == "svm, free bias":
+            C, y = (lambda a: jnp.exp(a[0])), train[1]
+            return bilevel.projected("box_equality", 0.0, C, y, 0.0, **options)
         return bilevel.projected("box", 0.0, lambda a: jnp.exp(a[0]), **options)
 
     return minimizer
@@ -327,6 +360,12 @@ def jaxopt_rule(name):
     from jaxopt import projection, prox
 
     exp = jnp.exp
+
+    def on_machine(w, parameters):  # JAXopt's sections need positive coefficients
+        C, y = parameters
+        bounds = jnp.minimum(0, C * y), jnp.maximum(0, C * y)
+        return y * projection.projection_box_section(y * w, (*bounds, jnp.ones_like(y), 0.0))
+
     return {
         "box": (lambda a, t: (t[3] + a[2], t[4] + a[3]), projection.projection_box),
         "non-negative": (lambda a, t: None, projection.projection_non_negative),
@@ -334,6 +373,7 @@ def jaxopt_rule(name):
         "Lasso": (lambda a, t: exp(a[2:]), prox.prox_lasso),
         "SVM": (lambda a, t: (0.0, exp(a[0])), projection.projection_box),
         "svm": (lambda a, t: (0.0, exp(a[0])), projection.projection_box),
+        "svm, free bias": (lambda a, t: (exp(a[0]), t[1]), on_machine),
         "lasso": (lambda a, t: exp(a[0]), prox.prox_lasso),
         "large box": (lambda a, t: (-exp(a[1]), exp(a[1])), projection.projection_box),
     }[name]
@@ -443,7 +483,7 @@ def prepared(name, weights, small):
         return setting, family.lower, family.outer, family.minimizer
     kind, n, p, density, dtype = LARGE[name]
     if small:
-        n, p = (max(n // 100, 20), max(p // 100, 40)) if kind != "svm" else (60, 60)
+        n, p = (max(n // 100, 20), max(p // 100, 40)) if "svm" not in kind else (60, 60)
         density = density and min(1.0, 100 * density)
     setting = large_setting(kind, n, p, density, dtype)
     return setting, *losses(kind), here_large(kind)

@@ -59,7 +59,8 @@ def constrained_error_bound(
         slopes = jax.grad(lower)(w, alpha, train)
         force = jax.grad(problem.outer)(w, alpha, valid)
         margins = of_active_set(code, w, slopes, alpha)
-        return along(ravel_pytree(force)[0]), ravel_pytree(margins)[0]
+        # A set without margins has an empty vector in another dtype.
+        return along(ravel_pytree(force)[0]), ravel_pytree(margins)[0].astype(flat.dtype)
 
     def combined(pair):
         w, q = unravel(flat + along(pair[0] - flat)), unravel(along(pair[1]))

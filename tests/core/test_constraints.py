@@ -575,3 +575,21 @@ def test_the_active_set_formula_is_a_difference_of_solutions(family):
     slope = (values[0] - values[1]) / 2e-7
     size = np.linalg.norm((known.grad * direction).astype(float))
     assert abs(slope - known.grad @ direction) <= 1e-7 * size
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@float64_only
+@pytest.mark.parametrize(
+    ("name", "dtype", "seed", "number"),
+    [
+        ("SVM, regularized bias", "float64", 6596173, 0),
+        ("SVM, regularized bias", "float64", 6596173, 24),
+        ("l1 ball", "float32", 101, 29),
+    ],
+)
+def test_a_bound_contains_the_rounding_of_the_refined_hypergradient(name, dtype, seed, number):
+    """The errors of these cases were above a bound that did not count the samples' spread."""
+    index = [family.name for family in families.FAMILIES].index(name)
+    row = families.run_case(index, 4, dtype, seed, number)
+    assert row["error"] <= row["bound"] < 10 * row["estimate"]

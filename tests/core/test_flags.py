@@ -143,9 +143,6 @@ SEARCHES = {method.__name__: lambda method=method: single(method(0.1)) for metho
     "forward mode": lambda: hypergradient(
         SQUARES, bilevel.unrolled(0.3, 3), jnp.zeros(1), mode="forward"
     ),
-    "info, l1": lambda: hypergradient(
-        SQUARES, bilevel.implicit(bilevel.proximal("l1", 0.1)), jnp.zeros(1)
-    ),
     "steps in a box": logistic_search(
         lambda: bilevel.unrolled(bilevel.projected("box", 0.0, 0.1), 5)
     ),
@@ -153,6 +150,42 @@ SEARCHES = {method.__name__: lambda method=method: single(method(0.1)) for metho
         jnp.full(WEIGHTS, -2.0), jnp.zeros(WEIGHTS), rows(0), rows(1)
     ),
 }
+
+
+def size(alpha):
+    return jnp.exp(alpha[0])
+
+
+PAIR = {"one": ("box", -jnp.inf, size), "other": "simplex"}
+CONSTRAINED = {
+    "affine": bilevel.projected("affine", np.ones((1, WEIGHTS)), jnp.exp),
+    "box": bilevel.projected("box", -np.inf, size),
+    "box_equality": bilevel.projected("box_equality", -0.3, np.inf, 1.0, size),
+    "elastic_net": bilevel.proximal("elastic_net", size, size),
+    "group_l1": bilevel.proximal("group_l1", size, [[0, 1], [2, 3]]),
+    "l1": bilevel.proximal("l1", size),
+    "l1_ball": bilevel.projected("l1_ball", size),
+    "l2_ball": bilevel.projected("l2_ball", size),
+    "own_prox": bilevel.proximal(lambda w, step, alpha: w / (1 + step * size(alpha))),
+    "own_set": bilevel.projected(lambda w, alpha: jnp.minimum(w, size(alpha))),
+    "product": bilevel.projected(PAIR),
+    "simplex": bilevel.projected("simplex", size),
+    "total_variation": bilevel.proximal("total_variation", size),
+}
+
+
+def constrained(name):
+    """Return a hypergradient with its estimate, for a quadratic loss and alpha = exp(-2)."""
+
+    def lower(w, alpha, batch):
+        w = jnp.concatenate([w["one"], w["other"]]) if name == "product" else w
+        return mean_squares(w, alpha, batch)
+
+    half = WEIGHTS // 2
+    w0 = {k: jnp.zeros(half) for k in PAIR} if name == "product" else jnp.zeros(WEIGHTS)
+    solver = bilevel.implicit(CONSTRAINED[name])
+    fn = jax.jit(bilevel.hypergradient(bilevel.Problem(lower, lower), solver, diagnostics=True))
+    return fn(jnp.full(1, -2.0), w0, rows(0), rows(1))
 
 
 def linear_models():
@@ -266,7 +299,7 @@ LONG = "truncated", "lbfgs,_dense", "nystrom", "batches", "sparse_batches"
 LONG += "softmax", "amigo", "infinite_kernels", "networks", "operators", "scores", "forward_mode"
 LONG += "spaba_and_paced", "exponentiate", "distilled", "truncation", "under_jit"
 LONG += "saba", "bome", "f2sa", "meha", "info,_600_weights", "info,_free_directions"
-LONG += "info,_l1", "steps_in_a_box"
+LONG += ("steps_in_a_box",)
 LONG += "spectral", "mixtures_of_kernels", "regressions", "bounds", "ridge"
 
 
@@ -280,19 +313,44 @@ def test_a_call_passes_under_flags_of_jax(name):
         jax.block_until_ready(CALLS[name]())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param("implicit", marks=pytest.mark.long), "ma_soba", "finite_kernels"]
-)
-def test_no_tracer_leaks(name):
+@pytest.mark.long
+@pytest.mark.parametrize("name", CONSTRAINED)
+def test_constrained_problems_pass_under_flags_and_keep_their_values(name):
+    """Infinity is allowed as a bound; an estimate of infinity becomes the largest number."""
+    with together():
+        result = constrained(name)
+    largest = np.finfo(result.info.error_estimate.dtype).max
+    assert (result.info.error_estimate == largest) == (int(result.info.reason) > 0)
+    assert (int(result.info.reason) == 10) == name.startswith("own")
+    np.testing.assert_array_equal(result.grad, constrained(name).grad)
+
+
+@contextlib.contextmanager
+def without_leaks():
     # JAX collects garbage 60 times per search. Without older objects this is fast.
     gc.collect()
     gc.freeze()
     try:
         with jax.checking_leaks():
-            CALLS[name]()
+            yield
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param("implicit", marks=pytest.mark.long), "ma_soba", "finite_kernels"]
+)
+def test_no_tracer_leaks(name):
+    with without_leaks():
+        CALLS[name]()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["box_equality", "group_l1", "product"])
+def test_constrained_problems_leak_no_tracers(name):
+    with without_leaks():
+        constrained(name)
 
 
 def test_a_search_runs_without_jit():

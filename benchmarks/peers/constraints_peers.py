@@ -616,11 +616,12 @@ def main():
         report,
         work=work,
         peers=PEERS,
-        problems={"nargs": "*", "help": "only those whose names contain one of these"},
+        problems={"nargs": "*", "help": "only these names, or those that contain one of these"},
     )
     names = [*SMALL, *LARGE] if not flags.smoke else ["Lasso", "box 100,000"]
     if flags.problems:
-        names = [name for name in names if any(part in name for part in flags.problems)]
+        partly = [name for name in names if any(part in name for part in flags.problems)]
+        names = [name for name in names if name in flags.problems] or partly
     weights = 20 if flags.small else 100
     rows = [harness.environment(*flags.peers, "cvxpy", "celer", "scikit-learn")]
     for name in names:

@@ -20,7 +20,7 @@ def test_fitted_weights_rank_like_the_sum_that_made_the_accuracies():
     accuracies = [np.exp(features @ np.arange(-3.0, 5.0))]
     w = all_networks.fitted_weights(features, accuracies, 0, 20_000)
     assert kendalltau(features @ w, accuracies[0]).statistic > 0.98
-    assert np.abs(w).sum() == np.float64(1)
+    assert abs(np.abs(w).sum() - 1) < 1e-15  # rounding depends on the machine
 
 
 def test_features_are_ranks_and_a_nan_ranks_last():

@@ -30,7 +30,7 @@ MEASURES = ("bilevel/constraints", "bilevel/solvers")
 
 PEERS = "jaxopt", "cvxpylayers", "sparho"
 TOLERANCES = [10.0**-k for k in range(2, 15)]
-BUDGET = 200  # CPU seconds for the series of tolerances
+BUDGET = 60  # CPU seconds for the series of tolerances
 SMALL = {
     "box": "box, moving bounds",
     "non-negative": "non-negative",

@@ -12,10 +12,14 @@ from jax.flatten_util import ravel_pytree
 
 from bilevel.contracts import Constraint, Pytree
 from bilevel.hypergradients.constrained_refinement import RefinedSolution, combine_terms
-from bilevel.hypergradients.error_estimate import is_large_jacobian, quadratic_error_bound
+from bilevel.hypergradients.error_estimate import (
+    is_large_jacobian,
+    quadratic_error_bound,
+    rounding_of_terms,
+)
 from bilevel.hypergradients.refinement import unbounded
 from bilevel.problem.hoist import hoist_constants
-from bilevel.problem.problem import Problem, hessian_operator
+from bilevel.problem.problem import Problem, hessian_operator, mixed_product
 from bilevel.problem.structure import leaves_used_by
 from bilevel.solvers._manifold import manifold_system
 
@@ -82,4 +86,16 @@ def constrained_error_bound(
     same = jnp.all(~jnp.isfinite(margins) | (margins > change))
     jacobians, residuals = (turning, jacobian), (slope, left)
     bound = quadratic_error_bound(grad, refined.grads, jacobians, residuals, floor)
+
+    # The contributions of weights at two bounds can cancel to many digits.
+    def moving_set(nu):
+        z = optax.tree.add_scale(w, -eta, g)
+        return jax.vjp(lambda alpha: constraint.prox(code, z, alpha, eta), alpha)[1](nu)[0]
+
+    def mixed(q):
+        return mixed_product(lambda w, a: problem.lower(w, a, train), w, alpha, q)
+
+    q = refined.adjoint
+    pulls_of_set = jax.grad(problem.outer)(w, alpha, valid), optax.tree.scale(1 / eta, q), hvp(q)
+    bound = bound + rounding_of_terms(moving_set, *pulls_of_set) + rounding_of_terms(mixed, q)
     return jnp.where(same, bound, unbounded(bound))

@@ -32,18 +32,21 @@ from bilevel.hypergradients.refinement import (
     unbounded,
 )
 from bilevel.internal.custom_rules import FORWARD_OVER_REVERSE, exact_order
-from bilevel.internal.precision import coarsest_eps, widen, widened
+from bilevel.internal.precision import coarsest_eps, uniform_hash, widen, widened
 from bilevel.problem.hoist import hoist_constants
-from bilevel.problem.problem import Problem, hessian_operator
+from bilevel.problem.problem import Problem, hessian_operator, mixed_product
 from bilevel.problem.structure import is_quadratic
 from bilevel.solvers import detached
 from ntk.internal import summary
 from ntk.internal.products import has_coarse_products
+from ntk.internal.sharding import pcast_varying, varying
 
 TOLERANCE = 1e-2
 """A hypergradient counts as converged when its estimated error is under 1 % of its norm."""
 
 _SPREADS = 3  # rounding of one sample, in spreads of a few samples
+_ROUNDINGS = 3  # rounding of a sum, in units of roundoff of its terms
+_DRAWS = 8  # random multiples of terms, which do not cancel
 _JACOBIAN_SIZE = 2**20  # entries up to which a Jacobian is formed for `error_bound`
 
 
@@ -66,9 +69,9 @@ class Info(NamedTuple):
         Estimate of the 2-norm of ``grad - exact``, where ``exact`` is the hypergradient of the
         solution map. Infinite if an estimate is impossible.
     error_bound : float
-        Upper bound of the same norm. Its part from rounding is three times the spread of samples.
-        Finite for a lower loss that is quadratic in ``w``, with a positive definite Hessian and at
-        most 1024 weights.
+        Upper bound of the same norm. Its part from rounding is measured: three times the spread of
+        samples, and a few units of roundoff of all terms. Finite for a lower loss that is quadratic
+        in ``w``, with a positive definite Hessian and at most 1024 weights.
     reason : int8
         The reason for an infinite estimate, or 0. :func:`explain` gives it in words. With
         ``jax_debug_infs`` the dtype's largest number replaces infinity in all fields.
@@ -326,7 +329,24 @@ def _smooth_error_bound(problem, fixed, refined, alpha, train, valid, grad) -> j
     pair = jnp.stack([flat, ravel_pytree(refined.adjoint)[0]])
     jacobians = jax.jacfwd(force)(flat), jax.jacfwd(combined)(pair)
     residuals = refined.slope_norm, refined.residual_norm
-    return quadratic_error_bound(grad, refined.grads, jacobians, residuals, refined.floor)
+    bound = quadratic_error_bound(grad, refined.grads, jacobians, residuals, refined.floor)
+
+    def mixed(q):
+        return mixed_product(lambda w, a: problem.lower(w, a, train), refined.w, alpha, q)
+
+    return bound + rounding_of_terms(mixed, refined.adjoint)
+
+
+def rounding_of_terms(pull: LinearMap, *parts: Pytree) -> jax.Array:
+    """Return the rounding of ``pull`` of the sum of ``parts``, also if its terms cancel.
+
+    Random multiples of the entries give the size of a sum without cancellation.
+    """
+    _, unravel = ravel_pytree(parts[0])
+    sizes = jnp.sum(jnp.stack([jnp.abs(ravel_pytree(x)[0]) for x in parts]), axis=0)
+    draws = pcast_varying(uniform_hash(jnp.arange(_DRAWS), sizes), varying(sizes))
+    norms = jax.lax.map(lambda draw: optax.tree.norm(pull(unravel(draw * sizes))), draws)
+    return _ROUNDINGS * jnp.finfo(sizes.dtype).eps * jnp.linalg.norm(norms) / _DRAWS**0.5
 
 
 def is_large_jacobian(flat: jax.Array, alpha: Pytree) -> bool:

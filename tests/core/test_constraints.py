@@ -586,10 +586,11 @@ def test_the_active_set_formula_is_a_difference_of_solutions(family):
         ("SVM, regularized bias", "float64", 6596173, 0),
         ("SVM, regularized bias", "float64", 6596173, 24),
         ("l1 ball", "float32", 101, 29),
+        ("SVM, regularized bias", "float32", 9259319, 32),  # two weights' terms cancel
     ],
 )
 def test_a_bound_contains_the_rounding_of_the_refined_hypergradient(name, dtype, seed, number):
-    """The errors of these cases were above a bound that did not count the samples' spread."""
+    """The errors of these cases were above a bound without the spread or the size of all terms."""
     index = [family.name for family in families.FAMILIES].index(name)
     row = families.run_case(index, 4, dtype, seed, number)
-    assert row["error"] <= row["bound"] < 10 * row["estimate"]
+    assert row["error"] <= row["bound"] < 0.01 * row["norm"] + 2 * row["estimate"]

@@ -81,14 +81,19 @@ def symmetric_matrix(K: Any, name: str = "K", *, stack: bool = False) -> jax.Arr
     return half
 
 
+def host_matrix(K: jax.Array) -> np.ndarray | None:
+    """Return a concrete ``K`` as a numpy array without a copy; None if it is not on one CPU."""
+    return np.asarray(K) if [d.platform for d in K.devices()] == ["cpu"] else None
+
+
 def _equals_transpose(K: jax.Array) -> bool:
     """Return whether ``K`` is finite and equal to its transpose. False if it is not on one CPU.
 
     Strips of rows fit into a cache. The comparison of whole matrices takes several times as long.
     """
-    if K.ndim != 2 or [device.platform for device in K.devices()] != ["cpu"]:
+    matrix, size = host_matrix(K), 128
+    if K.ndim != 2 or matrix is None:
         return False
-    matrix, size = np.asarray(K), 128
     for i in range(0, len(matrix), size):
         rows = matrix[i : i + size, i:]
         if not (np.isfinite(rows).all() and (rows == matrix[i:, i : i + size].T).all()):

@@ -27,16 +27,8 @@ from ntk.internal.compile_cache import fresh
 from ntk.internal.products import matmul
 from ntk.kernels.functions import as_kernel_matrix
 from ntk.kernels.record import Kernels
-from ntk.kernels.symmetric import square_matrix, symmetric_matrix
-from ntk.spectrum.on_host import (
-    BASIS,
-    CYCLES,
-    SMALL,
-    STEP,
-    TRIES,
-    eigenvector_by_lapack,
-    host_matrix,
-)
+from ntk.kernels.symmetric import host_matrix, square_matrix, symmetric_matrix
+from ntk.spectrum.on_host import BASIS, CYCLES, SMALL, STEP, TRIES, eigenvector_by_lapack
 from ntk.spectrum.verified_cholesky import threads
 
 Product = Callable[[jax.Array], jax.Array]  # v [n] -> K v [n]

@@ -7,7 +7,6 @@ place, and LAPACK's triangular solves of one vector are faster than XLA's produc
 
 from collections.abc import Callable
 
-import jax
 import numpy as np
 import scipy.linalg
 
@@ -17,11 +16,6 @@ STEP = 8  # vectors between convergence checks
 CYCLES, TRIES = 3, 10  # maximum restarts per shift, and maximum shifts
 
 _Solve = Callable[[np.ndarray], np.ndarray]
-
-
-def host_matrix(K: jax.Array) -> np.ndarray | None:
-    """Return a concrete ``K`` as a numpy array without a copy; None if it is not on one CPU."""
-    return np.asarray(K) if [d.platform for d in K.devices()] == ["cpu"] else None
 
 
 def eigenvector_by_lapack(K: np.ndarray) -> np.ndarray:

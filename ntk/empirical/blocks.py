@@ -29,7 +29,7 @@ from ntk.internal.batched_rows import (
 from ntk.internal.checks import at_least_float32
 from ntk.internal.jaxprs import shape_and_dtype
 from ntk.internal.products import einsum
-from ntk.internal.sharding import sharded
+from ntk.internal.sharding import match_varying_axes, sharded
 from ntk.internal.tiles import assemble, device_gram_tile_size, take_rows
 
 
@@ -134,19 +134,82 @@ def blockwise_kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
     # The compiler divides a whole product among the devices on which the caller has placed rows.
     tiled = mesh is not None or len(jax.local_devices()) == 1
     factors, gram = _factor_and_gram(net, plan, outputs, tiled)
+    # The derivative of a batched kernel forms each block again instead of storing all blocks.
+    again = jax.checkpoint if batch_size else lambda function: function
+    how = factors, gram, again, batch_size
+    if mesh is None:
+        return _kernel_on_one_device(*how, inputs, x1, x2)
+    return _kernel_on_mesh(*how, mesh, inputs, x1, x2)
+
+
+def _cyclic_columns(t: int, first: int) -> np.ndarray:
+    """Return the columns of each of t rows of blocks of a symmetric kernel, from ``first`` on.
+
+    Row i takes columns i .. i + t/2, cyclically. So every row has the same work, and each pair of
+    blocks is computed once (or twice at a distance t/2).
+    """
+    return (np.arange(t)[:, None] + np.arange(first, t // 2 + 1)) % t
+
+
+def _kernel_on_one_device(factors, gram, again, batch_size, inputs, x1, x2):
+    """Write every row of blocks into the kernel as soon as it is computed."""
+    symmetric, x2 = x2 is None, x1 if x2 is None else x2
+    n1, n2 = length(x1), length(x2)
+    size1, size2 = min(batch_size or n1, n1), min(batch_size or n2, n2)
+    if (size1, size2) == (n1, n2):
+        left = factors(inputs, x1)
+        return gram(inputs, left, None if symmetric else factors(inputs, x2))
+    # The last block overlaps its neighbour.
+    starts1, starts2 = (
+        np.minimum(np.arange(0, n, size), n - size) for n, size in ((n1, size1), (n2, size2))
+    )
+    t = len(starts1)
+    columns = starts2[_cyclic_columns(t, 1)] if symmetric else np.tile(starts2, (t, 1))
+
+    @again
+    def row(i, columns):
+        left = factors(inputs, take_rows(x1, i, size1, n1))
+
+        @again
+        def entry(j):
+            return gram(inputs, left, factors(inputs, take_rows(x2, j, size2, n2)))
+
+        return gram(inputs, left, None) if symmetric else None, map_leading_axis(entry, columns)
+
+    def write(kernel, block, i, j):
+        return lax.dynamic_update_slice(kernel, block, (i, j, *[0] * (block.ndim - 2)))
+
+    def step(kernel, corners):
+        i, columns = corners
+        diagonal, blocks = row(i, columns)
+
+        def put(kernel, block_and_column):
+            block, j = block_and_column
+            kernel = write(kernel, block, i, j)
+            return write(kernel, transpose_kernel(block), j, i) if symmetric else kernel, None
+
+        kernel, _ = lax.scan(put, kernel, (blocks, columns))
+        # If blocks overlap, the last one on the diagonal makes the kernel symmetric.
+        return write(kernel, diagonal, i, i) if symmetric else kernel, None
+
+    corners = jnp.asarray(starts1), jnp.asarray(columns)
+    first = jax.tree.map(lambda x: x[0], corners)
+    block = jax.eval_shape(row, *first)[1]
+    kernel = jnp.zeros((n1, n2, *block.shape[3:]), block.dtype)
+    kernel = match_varying_axes(lambda kernel: step(kernel, first)[0], kernel)
+    return lax.scan(step, kernel, corners)[0]
+
+
+def _kernel_on_mesh(factors, gram, again, batch_size, mesh, inputs, x1, x2):
+    """Divide the rows of blocks among the devices."""
     n1, n2 = length(x1), length(x1 if x2 is None else x2)
-    devices = 1 if mesh is None else mesh.size
-    blocks1 = split_into_blocks(x1, min(batch_size or n1, -(-n1 // devices)), devices)
+    blocks1 = split_into_blocks(x1, min(batch_size or n1, -(-n1 // mesh.size)), mesh.size)
     t = length(blocks1)
     if x2 is None:
-        # Row i of blocks takes columns i .. i + t/2, cyclically. So every row has the same work,
-        # and each pair of blocks is computed once (or twice at a distance t/2).
-        blocks2, columns = blocks1, (np.arange(t)[:, None] + np.arange(t // 2 + 1)) % t
+        blocks2, columns = blocks1, _cyclic_columns(t, 0)
     else:
         blocks2 = split_into_blocks(x2, min(batch_size or n2, n2))
         columns = np.tile(np.arange(length(blocks2)), (t, 1))
-    # The derivative of a batched kernel forms each block again instead of storing all blocks.
-    again = jax.checkpoint if batch_size else lambda function: function
 
     def rows(inputs, blocks1, columns, blocks2):
         @again
@@ -163,8 +226,6 @@ def blockwise_kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
             if x2 is not None:
                 return map_leading_axis(entry, columns)
             diagonal = gram(inputs, left, None)[None]
-            if len(columns) == 1:
-                return diagonal
             return jnp.concatenate([diagonal, map_leading_axis(entry, columns[1:])])
 
         return map_leading_axis(row, (blocks1, columns))
@@ -173,8 +234,6 @@ def blockwise_kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
     kernel_blocks = run(inputs, blocks1, jnp.asarray(columns), blocks2)
     if x2 is not None:
         return join_blocks(kernel_blocks, n1, n2)
-    if t == 1:
-        return kernel_blocks[0, 0]
     row = np.arange(t)[:, None]
     mirrored = jnp.zeros((t, t, *kernel_blocks.shape[2:]), kernel_blocks.dtype)
     mirrored = mirrored.at[columns, row].set(jax.vmap(jax.vmap(transpose_kernel))(kernel_blocks))

@@ -1,15 +1,19 @@
 """What does the tangent kernel of a network cost, by the library that defines the network?
 
-There are three networks. A multilayer perceptron (256 -> 4 x 512 -> 1) is a linen module, an nnx
+There are four networks. A multilayer perceptron (256 -> 4 x 512 -> 1) is a linen module, an nnx
 module, a function in `jit`, or a scan over matrices. Two blocks of attention read 16 tokens. An
-embedding of 20,000 rows of 64 is read by 32 tokens of every sample. The kernel is of the summed
-outputs of N samples, in float32. We compare our gradients in factors ("ntk"), our per-sample
-Jacobians, and neural-tangents' implementations 1 and 2.
+embedding of 20,000 rows of 64 is read by 32 tokens of every sample. Three convolutions of 3 x 3
+with 16, 32 and 32 channels, the last two with stride 2, read images of 32 x 32 x 3. The kernel is
+of the summed outputs of N samples, in float32. We compare our gradients in factors ("ntk"), our
+per-sample Jacobians, and neural-tangents' implementations 1 and 2.
 
 Methods take turns in one process for every network, on one core. Memory is XLA's temporaries. An
-error is relative to the largest entry of the kernel by Jacobians.
+error is relative to the largest entry of the kernel by Jacobians. FLOP are XLA's count of the
+compiled program, with the body of a loop once. For images a formula counts them too: a forward
+pass, a backward pass, the gradients of all samples, and their products.
 
-    python benchmarks/kernels/finite_kernels.py          # four minutes
+    python benchmarks/kernels/finite_kernels.py             # four minutes
+    python benchmarks/kernels/finite_kernels.py --images    # half a minute
 """
 
 import itertools
@@ -31,6 +35,9 @@ MEASURES = ("ntk/empirical", "ntk/regression/kernel_regression.py", "ntk/scores/
 PEER, ROUNDS, SEED = "neural-tangents", 7, 0
 WIDTH, DEPTH, INPUTS = 512, 4, 256
 ROWS, TOKENS = 20000, 32
+SIDE, CHANNELS = 32, ((16, 1), (32, 2), (32, 2))  # of images; channels and strides
+IMAGES = f"three convolutions, {SIDE} x {SIDE} x 3"
+PRODUCT = 1024  # rows of the matrices for the rate of products
 
 
 class Perceptron(nn.Module):
@@ -54,6 +61,24 @@ class Bag(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         return nn.Dense(1)(nn.relu(nn.Dense(64)(nn.Embed(ROWS, 64)(tokens).mean(1))))
+
+
+class Convolutions(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for channels, stride in CHANNELS:
+            x = nn.relu(nn.Conv(channels, (3, 3), stride)(x))
+        return nn.Dense(1)(x.mean((1, 2)))
+
+
+def flop_of_images(n):
+    """Return the FLOP of the kernel of ``Convolutions``, by the gradients of n images."""
+    forward, weights, first, side, inputs = 0, 0, 0, SIDE, 3
+    for channels, stride in CHANNELS:
+        side, matrix = side // stride, 9 * inputs * channels
+        forward, weights, inputs = forward + 2 * side**2 * matrix, weights + matrix, channels
+        first = first or forward  # no gradient of the images is needed
+    return n * (3 * forward - first) + 2 * n**2 * (weights + inputs)
 
 
 def key(i):
@@ -133,6 +158,11 @@ NETWORKS = {
         100,
         10,
     ),
+    IMAGES: (
+        lambda n: linen(Convolutions(), jax.random.normal(key(0), (n, SIDE, SIDE, 3))),
+        50,
+        10,
+    ),
 }
 SMOKE = ["linen", "nnx", "function in jit", "embedding"]
 
@@ -151,8 +181,21 @@ def measure(names: list[str], size: str, peers: list[str]):
         yield from measured(name, build, n, peers, rounds=ROUNDS if size == "default" else 3)
 
 
+def product_rate() -> float:
+    """Return FLOP per second of a product of float32 matrices."""
+    a = jax.random.normal(key(3), (PRODUCT, PRODUCT))
+    run = harness.compiled(lambda a: a @ a, a)[0]
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        jax.block_until_ready(run(a))
+        times.append(time.perf_counter() - start)
+    return 2 * PRODUCT**3 / min(times)
+
+
 def measured(name: str, build, n: int, peers: list[str], rounds: int):
     apply, params, x = build(n)
+    rate = product_rate()
     methods = {
         "ntk": lambda p, x: ntk.empirical_kernel(apply, p, x, method="layerwise"),
         "ntk, jacobian": lambda p, x: ntk.empirical_kernel(apply, p, x, method="jacobian"),
@@ -176,6 +219,9 @@ def measured(name: str, build, n: int, peers: list[str], rounds: int):
             "n": n,
             "s": times[method],
             "mb": run.memory_analysis().temp_size_in_bytes / 1e6,
+            "flop": run.cost_analysis()["flops"],
+            "formula": flop_of_images(n) if name == IMAGES else None,
+            "product_flop_per_s": rate,
             "error": float(np.abs(kernels[method] - exact).max() / np.abs(exact).max()),
         }
 
@@ -202,17 +248,42 @@ def report(rows) -> str:
     return harness.table(["network", *methods, "error"], lines)
 
 
+def shares(rows) -> str:
+    """Report counted FLOP and their share of the rate of products, for our methods."""
+    lines = []
+    for row in rows:
+        if "flop" not in row or row["method"].startswith(PEER):
+            continue
+        flop = row["formula"] or row["flop"]
+        share = flop / statistics.median(row["s"]) / row["product_flop_per_s"]
+        lines.append(
+            [
+                f"{row['network']}, N = {row['n']}: {row['method']}",
+                digits(row["flop"] / 1e9),
+                digits(row["formula"] / 1e9) if row["formula"] else "-",
+                f"{100 * share:.0f} %",
+            ]
+        )
+    head = "kernel", "GFLOP, counted", "by the formula", "share of the rate of products"
+    return harness.table(head, lines)
+
+
 def main() -> None:
-    flags = harness.command_line(__file__, __doc__, report, work=measure, peers=(PEER,))
+    images = {"action": "store_true", "help": "the images alone, into their own results file"}
+    flags = harness.command_line(
+        __file__, __doc__, report, work=measure, peers=(PEER,), images=images
+    )
+    results = harness.named(flags.results, "images") if flags.images else flags.results
     about = {"device": f"{harness.processor()}, one core, one thread"}
     rows = [harness.environment("flax", PEER, **about, seed=SEED, rounds=ROUNDS)]
     # Each network has a process, except with --smoke, where starting processes takes longest.
-    for names in [SMOKE] if flags.smoke else [[name] for name in NETWORKS]:
+    chosen = [IMAGES] if flags.images else NETWORKS
+    for names in [SMOKE] if flags.smoke else [[name] for name in chosen]:
         measurements = harness.in_own_process(
             __file__, names, flags.size, flags.peers, one_core=True
         )
         rows += [{"network": ", ".join(names)} | row for row in measurements]
-    harness.finish(rows, flags.results, report)
+    harness.finish(rows, results, report)
 
 
 if __name__ == "__main__":

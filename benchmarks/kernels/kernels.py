@@ -17,6 +17,7 @@ eigenvalues share one process. A measurement that would take over LIMIT seconds,
 memory, is skipped, and *that* figure is extrapolated.
 
     python benchmarks/kernels/kernels.py            # some eight minutes
+    python benchmarks/kernels/kernels.py --only eigenvalue
     python benchmarks/kernels/kernels.py --peers    # without neural-tangents; no results file
 """
 
@@ -531,13 +532,15 @@ def cell(rows, row) -> str:
 
 
 def main() -> None:
-    flags = harness.command_line(__file__, __doc__, report, work=measure, peers=(PEER,))
+    only = {"choices": PROBLEMS, "help": "measure this problem alone, into its own results file"}
+    flags = harness.command_line(__file__, __doc__, report, work=measure, peers=(PEER,), only=only)
+    results = harness.named(flags.results, flags.only) if flags.only else flags.results
     about = {"device": f"{harness.processor()}, one core, one thread"}
     rows = [harness.environment("flax", "scipy", PEER, **about, seed=SEED, rounds=ROUNDS)]
-    for name in SMALL.get(flags.size, PROBLEMS):
+    for name in [flags.only] if flags.only else SMALL.get(flags.size, PROBLEMS):
         rows += (new := run(name, flags.size, flags.peers))
         print(*new, sep="\n", flush=True)
-    harness.finish(rows, flags.results, report)
+    harness.finish(rows, results, report)
 
 
 if __name__ == "__main__":

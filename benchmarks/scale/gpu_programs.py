@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import bilevel
 import ntk
 from benchmarks import harness
+from benchmarks.kernels import finite_kernels
 from ntk import networks as nets
 
 MEASURES = (
@@ -283,6 +284,20 @@ def empirical(run: Compile, small: bool) -> Iterator[dict[str, Any]]:
     yield row_of(name, compiled, tiled=True)
 
 
+def images(run: Compile, small: bool) -> Iterator[dict[str, Any]]:
+    """Count a row of blocks of the kernel of a convolutional network, in blocks of images."""
+    net = finite_kernels.Convolutions()
+    n, block, side = (6, 2, 4) if small else (20_000, 1000, finite_kernels.SIDE)
+    params = jax.eval_shape(net.init, jax.random.key(0), jnp.zeros((1, side, side, 3)))
+
+    def kernel(params, x):
+        return ntk.empirical_kernel(net.apply, params, x, batch_size=block)
+
+    compiled = run(kernel, jax.tree.map(lambda x: shape(*x.shape), params), shape(n, side, side, 3))
+    name = f"empirical kernel, blocks of {block}: three convolutions, {side} x {side} x 3, N = {n}"
+    yield row_of(name, compiled, tiled=True)
+
+
 # ------------------------------------------------------------------------------------ reporting
 
 
@@ -334,9 +349,10 @@ def main() -> None:
     )
     if not flags.small and flags.plugin is None:
         flags.error("--plugin: expected the folder of the wheels, got none.")
+    target = {"compiled_for": "this CPU" if flags.plugin is None else "NVIDIA H100 80GB"}
+    rows = [harness.environment(**target)]  # before the card replaces JAX's devices
     run = for_the_host if flags.plugin is None else for_the_card(flags.plugin.resolve())
-    rows = [harness.environment()]
-    for part in (conjugate_gradients, infinite, convolutional, empirical):
+    for part in (conjugate_gradients, infinite, convolutional, empirical, images):
         rows += part(run, flags.small)
     harness.finish(rows, flags.results, report)
 

@@ -91,6 +91,49 @@ def test_second_derivatives_are_xlas_in_reverse_and_forward_over_reverse_and_und
     assert_close(second(convolve_images, x, kernels), second(xla, x, kernels))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("dtype", "channels"), [(np.float32, 3), (np.float32, 1), (float, 1)])
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
+def test_blocks_of_images_and_batches_of_either_argument_have_xlas_derivatives(
+    dtype, channels, axes, monkeypatch
+):
+    """Blocks hold two of five images, so the last block is smaller."""
+    monkeypatch.setattr("bilevel.nets.convolution._BLOCK_BYTES", 3 * 8 * 6 * 9 * channels * 8)
+    rng = np.random.default_rng(0)
+    shapes = (2, 5, 8, 6, channels), (2, 3, 3, channels, 4)
+    arguments = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    arguments = [a if axis == 0 else a[0] for a, axis in zip(arguments, axes, strict=True)]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def derivatives(conv, *arguments):
+        def loss(*arguments):
+            return jnp.sum(jnp.tanh(jax.vmap(conv, axes)(*arguments)))
+
+        gradient = jax.grad(loss, (0, 1))
+        _, product = jax.jvp(gradient, arguments, arguments)
+        return jax.jvp(loss, arguments, arguments), gradient(*arguments), product
+
+    jax.clear_caches()  # programs of other sizes of blocks
+    tol = 1e-4 if dtype == np.float32 else 1e-12
+    ours, plain = (derivatives(conv, *arguments) for conv in (convolve_images, xla))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tol, atol=tol), ours, plain)
+    assert jax.tree.leaves(ours)[0].dtype == dtype
+
+
+def test_hessian_products_and_gradients_run_only_canonical_convolutions():
+    """XLA's CPU code is ten times slower for kernels [.., outputs, inputs] or with reversals."""
+    x, kernel = arrays(3, 3, 4, 3)
+
+    def product(x, kernel):
+        gradient = jax.grad(lambda *xk: jnp.sum(jnp.tanh(convolve_images(*xk))), (0, 1))
+        return jax.jvp(gradient, (x, kernel), (x, kernel))
+
+    text = jax.jit(product).lower(x, kernel).compile().as_text()
+    lines = [line for line in text.splitlines() if " convolution(" in line]
+    assert lines
+    assert all("b01f_01io->b01f" in line and "rhs_reversal" not in line for line in lines)
+
+
 def test_other_devices_run_the_plain_convolution(monkeypatch):
     x, kernel = arrays(3, 1, 3, 3)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -669,7 +669,6 @@ def report(rows: list[dict[str, Any]], by: tuple[str, ...] = ("family", "weights
     return harness.table(HEAD, [*lines, cells("**all**", verdicts)])
 
 
-summary = functools.partial(report, by=("dtype",))
 by_size = functools.partial(report, by=("weights", "dtype"))
 
 

@@ -12,7 +12,8 @@ The array form is fast on a CPU:
   derivatives of the branches (``jax.custom_vjp``: no forward mode, but forward over reverse). JAX's
   own derivative would store the residuals of all branches.
 - The cells of a stage run in one loop over their stacked weights, and are compiled once.
-- For the backward pass a cell stores its input, and is recomputed.
+- For the backward pass a cell stores its input and its edges' outputs before the norms. The rest is
+  recomputed.
 - An operation without effect on the output (into ``none``) is not run.
 
 Under ``vmap`` over genotypes every branch is run, which is right on a GPU with small batches.
@@ -27,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.ad_checkpoint import checkpoint_name
 
 from bilevel.internal.checks import concrete
 from bilevel.nets.convolution import average_pooling, convolve_images
@@ -45,6 +47,8 @@ from bilevel.spaces.nasbench201.network import (
 )
 
 Pytree = Any
+
+_SAVED = "edge"  # the outputs that the backward pass does not recompute
 
 
 class Unnormalized(nn.Module):
@@ -92,10 +96,10 @@ def all_networks(
 
     Notes
     -----
-    Memory: 15 inputs of cells, and one cell's activations; ``w`` has 1.7 million weights, one
-    genotype 0.07 to 1.5. Time on two cores, for 32 images and a random genotype: 0.05 s for the
-    logits, 0.16 s for a gradient (``benchmarks/train_free/nasbench201.py``). Reference: Dong & Yang
-    (2020), section 2.
+    Memory: for every cell 7 arrays of its input's size, and one cell's activations. ``w`` has 1.7
+    million weights, one genotype 0.07 to 1.5. Time on two cores, for 32 images and a random
+    genotype: 0.05 s for the logits, 0.16 s for a gradient
+    (``benchmarks/train_free/nasbench201.py``). Reference: Dong & Yang (2020), section 2.
 
     Examples
     --------
@@ -188,13 +192,14 @@ def _cells(normalized: bool, which: jax.Array, weights: list[Pytree], x: jax.Arr
         return add_edges(lambda k, x: _edge(normalized, which[k], w[f"edge_{k}"], x), x), None
 
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
-    return jax.lax.scan(jax.checkpoint(cell, prevent_cse=False), x, stacked)[0]
+    saved = jax.checkpoint_policies.save_only_these_names(_SAVED)
+    return jax.lax.scan(jax.checkpoint(cell, prevent_cse=False, policy=saved), x, stacked)[0]
 
 
 def _edge(normalized: bool, operation: jax.Array, w: Pytree, x: jax.Array) -> jax.Array:
     """Apply the operation in two parts: the second's derivative needs the first's output."""
     kernels, norms = ({name: w[name][part] for name in SIZES} for part in ("conv", "norm"))
-    y = _switch(_LINEAR, operation, kernels, x)
+    y = checkpoint_name(_switch(_LINEAR, operation, kernels, x), _SAVED)
     return _switch(_NORMS, operation, norms, y) if normalized else y
 
 

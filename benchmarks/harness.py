@@ -96,7 +96,7 @@ def command_line(
             print(json.dumps(row), flush=True)
         sys.exit()
     if parsed.table:
-        paths = [parsed.results] if parsed.results else sorted(RESULTS.glob(f"{name}*.jsonl"))
+        paths = [parsed.results] if parsed.results else _results_of(name)
         if not any(path.is_file() for path in paths):
             sys.exit(f"--table: expected results of {name}.py, got none.")
         for path in paths:
@@ -117,6 +117,17 @@ def command_line(
         if own and {*parsed.peers} != {*peers}:
             parsed.results = None
     return parsed
+
+
+def _results_of(name: str) -> list[Path]:
+    """Return the results files of a script, without those of scripts with longer names."""
+    stems = {path.stem for path in Path(__file__).parent.glob("*/*.py")}
+    longer = tuple(f"{stem}_" for stem in stems if stem.startswith(f"{name}_"))
+    return [
+        path
+        for path in sorted(RESULTS.glob(f"{name}*.jsonl"))
+        if not f"{path.stem}_".startswith(longer)
+    ]
 
 
 def compile_quickly() -> None:

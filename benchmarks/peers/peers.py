@@ -27,7 +27,7 @@ import bilevel
 from benchmarks import harness
 from benchmarks.harness import environment, table, where
 
-MEASURES = ("bilevel/hypergradients", "bilevel/solvers")
+MEASURES = ("bilevel/hypergradients", "bilevel/solvers", "bilevel/nets/convolution.py")
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 PEERS = "torch", "torchopt", "optuna"

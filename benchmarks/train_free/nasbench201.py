@@ -49,7 +49,7 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import plus_minus
 
-MEASURES = ("ntk/scores", "bilevel/spaces/nasbench201")
+MEASURES = ("ntk/scores", "bilevel/spaces/nasbench201", "bilevel/nets/convolution.py")
 
 # Each library is imported only in the process that runs it, so their memory is separate.
 

@@ -253,6 +253,14 @@ def test_the_committed_results_are_those_with_all_peers(harness, monkeypatch):
     assert flags(harness, monkeypatch, *words, **options).results.name == "named.jsonl"
 
 
+def test_a_table_has_the_files_of_its_script_only(harness, monkeypatch):
+    tables = []
+    monkeypatch.setattr(sys, "argv", ["constraints.py", "--table"])
+    script = "benchmarks/hypergradients/constraints.py"  # next to it: constraints_peers.py
+    assert ended(harness.command_line, script, "Doc.", lambda rows: tables.append(rows[1]))[0] == 0
+    assert tables and all("family" in row for row in tables)
+
+
 def test_sizes_by_their_flags(harness, monkeypatch):
     for words, size, small in (
         (["--smoke"], "smoke", True),

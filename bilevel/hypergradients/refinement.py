@@ -18,7 +18,7 @@ from bilevel.hypergradients.curvature import curvature
 from bilevel.internal.precision import uniform_hash
 from bilevel.problem.problem import hessian_operator, mixed_product
 from bilevel.solvers.minimizers import local_newton
-from ntk.internal.sharding import pcast_varying, varying, while_loop
+from ntk.internal.sharding import match_varying_axes, pcast_varying, varying, while_loop
 
 NOISE = 10  # rounding error of a hypergradient, in roundoff of its terms (measured: 0.3 to 35)
 _NEWTON_STEPS = 20  # maximum number of steps towards the solution, if the loss is not quadratic
@@ -165,10 +165,14 @@ def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) ->
     first = jax.tree.map(lambda x: x[0], iterates)
     definite, leak = system.definite, jnp.zeros_like(magnitudes[0])
     if dense:
+
+        def unfelt(_):
+            return _unfelt(problem, fixed, system, first.w, alpha, train, valid)
+
+        otherwise = match_varying_axes(unfelt, (system.flat, leak))
+        axes = varying(otherwise)
         free, leak = jax.lax.cond(
-            system.flat,
-            lambda: _unfelt(problem, fixed, system, first.w, alpha, train, valid),
-            lambda: (system.flat, leak),
+            system.flat, lambda x: pcast_varying(unfelt(x), axes), lambda x: x, otherwise
         )
         definite = definite | free
     slope_norm, residual_norm, force_norm = first.norms

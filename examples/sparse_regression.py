@@ -74,7 +74,9 @@ def main(steps=100, grid=50, rate=0.05):
         print(rows[-1])
 
     began = time.process_time()
-    penalties, path, _ = lasso_path(*map(np.asarray, train), alphas=grid, eps=1e-3)
+    penalties, path, _ = lasso_path(
+        *map(np.asarray, train), alphas=grid, eps=1e-3, max_iter=100_000
+    )
     values = [float(outer(w, None, valid)) for w in path.T]
     best = int(np.argmin(values))
     row(f"Lasso, one of a grid of {grid}", jnp.asarray(path.T[best]), 1, began)

@@ -335,7 +335,7 @@ def test_a_command_over_two_processes_is_that_of_one(tmp_path):
     assert [code for _, _, code in ended] == [0, 0], ended
     # One process writes and prints.
     assert [path.name for path in tmp_path.iterdir()] == ["two"]
-    assert "results in" in ended[0][0] and "results in" not in ended[1][0]
+    assert "results: " in ended[0][0] and "results: " not in ended[1][0]
     alone(*search, "--out", str(tmp_path / "one"))
     one, two = (np.load(tmp_path / name / "arrays.npz") for name in ("one", "two"))
     np.testing.assert_allclose(two["alpha"], one["alpha"], atol=1e-5)  # of float32

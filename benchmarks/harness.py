@@ -121,13 +121,15 @@ def command_line(
 
 def _results_of(name: str) -> list[Path]:
     """Return the results files of a script, without those of scripts with longer names."""
-    stems = {path.stem for path in Path(__file__).parent.glob("*/*.py")}
-    longer = tuple(f"{stem}_" for stem in stems if stem.startswith(f"{name}_"))
-    return [
-        path
-        for path in sorted(RESULTS.glob(f"{name}*.jsonl"))
-        if not f"{path.stem}_".startswith(longer)
-    ]
+    paths = sorted(RESULTS.glob(f"{name}*.jsonl"))
+    return [path for path in paths if script_of(path.stem).stem == name]
+
+
+def script_of(results: str) -> Path:
+    """Return the benchmark that wrote the results file with this stem."""
+    scripts = Path(__file__).parent.glob("*/*.py")
+    starts = [path for path in scripts if f"{results}_".startswith(f"{path.stem}_")]
+    return max(starts, key=lambda path: len(path.stem))
 
 
 def compile_quickly() -> None:

@@ -30,12 +30,6 @@ def git(*arguments: str, given: str = "") -> bytes:
     return subprocess.run(command, cwd=ROOT, input=text, capture_output=True, check=True).stdout
 
 
-def script_of(name: str) -> Path:
-    """Return the benchmark that wrote the results file ``name``."""
-    scripts = [p for p in ROOT.glob("benchmarks/*/*.py") if f"{name}_".startswith(f"{p.stem}_")]
-    return max(scripts, key=lambda path: len(path.stem))
-
-
 def measured_modules(script: Path) -> list[str]:
     """Return the modules in the files and folders that ``MEASURES`` of a script lists."""
     for statement in ast.parse(script.read_text()).body:
@@ -116,7 +110,9 @@ class Age(NamedTuple):
 def age_of(path: Path, commit: str) -> Age:
     """Return the age of rows of a results file that were measured at ``commit``."""
     date = git("log", "-1", "--format=%as", commit).decode().strip()
-    return Age(commit, date, changed_modules(commit, measured_modules(script_of(path.stem))))
+    return Age(
+        commit, date, changed_modules(commit, measured_modules(harness.script_of(path.stem)))
+    )
 
 
 def describe_age(path: Path) -> tuple[str, list[str]]:
@@ -147,7 +143,9 @@ def main() -> None:
         print_ages(*flags.names)
         return
     for path in sorted(harness.RESULTS.glob("*.jsonl")):
-        print(f"{path.stem}: measures {len(measured_modules(script_of(path.stem)))} modules")
+        print(
+            f"{path.stem}: measures {len(measured_modules(harness.script_of(path.stem)))} modules"
+        )
 
 
 if __name__ == "__main__":

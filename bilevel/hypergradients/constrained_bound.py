@@ -15,11 +15,12 @@ from bilevel.hypergradients.constrained_refinement import RefinedSolution, combi
 from bilevel.hypergradients.error_estimate import (
     is_large_jacobian,
     quadratic_error_bound,
+    rounding_of_mixed,
     rounding_of_terms,
 )
 from bilevel.hypergradients.refinement import unbounded
 from bilevel.problem.hoist import hoist_constants
-from bilevel.problem.problem import Problem, hessian_operator, mixed_product
+from bilevel.problem.problem import Problem, hessian_operator
 from bilevel.problem.structure import leaves_used_by
 from bilevel.solvers._manifold import manifold_system
 
@@ -92,10 +93,8 @@ def constrained_error_bound(
         z = optax.tree.add_scale(w, -eta, g)
         return jax.vjp(lambda alpha: constraint.prox(code, z, alpha, eta), alpha)[1](nu)[0]
 
-    def mixed(q):
-        return mixed_product(lambda w, a: problem.lower(w, a, train), w, alpha, q)
-
     q = refined.adjoint
     pulls_of_set = jax.grad(problem.outer)(w, alpha, valid), optax.tree.scale(1 / eta, q), hvp(q)
-    bound = bound + rounding_of_terms(moving_set, *pulls_of_set) + rounding_of_terms(mixed, q)
+    bound += rounding_of_terms(moving_set, *pulls_of_set)
+    bound += rounding_of_mixed(problem, w, alpha, train, q)
     return jnp.where(same, bound, unbounded(bound))

@@ -330,11 +330,16 @@ def _smooth_error_bound(problem, fixed, refined, alpha, train, valid, grad) -> j
     jacobians = jax.jacfwd(force)(flat), jax.jacfwd(combined)(pair)
     residuals = refined.slope_norm, refined.residual_norm
     bound = quadratic_error_bound(grad, refined.grads, jacobians, residuals, refined.floor)
+    return bound + rounding_of_mixed(problem, refined.w, alpha, train, refined.adjoint)
+
+
+def rounding_of_mixed(problem, w, alpha, train, q) -> jax.Array:
+    """Return the rounding of the product of ``q`` with the mixed derivative, by its terms."""
 
     def mixed(q):
-        return mixed_product(lambda w, a: problem.lower(w, a, train), refined.w, alpha, q)
+        return mixed_product(lambda w, a: problem.lower(w, a, train), w, alpha, q)
 
-    return bound + rounding_of_terms(mixed, refined.adjoint)
+    return rounding_of_terms(mixed, q)
 
 
 def rounding_of_terms(pull: LinearMap, *parts: Pytree) -> jax.Array:

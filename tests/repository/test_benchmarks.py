@@ -278,12 +278,12 @@ RESULTS = sorted(ROOT.glob("benchmarks/results/*.jsonl"))
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_results_hold_their_commit_and_their_benchmark_lists_what_it_measures(path):
+def test_results_hold_their_commit_and_their_benchmark_lists_what_it_measures(harness, path):
     from tools import results_age
 
     first = json.loads(path.read_text().partition("\n")[0])
     assert re.fullmatch("[0-9a-f]{7,}", first["commit"])
-    assert results_age.measured_modules(results_age.script_of(path.stem))
+    assert results_age.measured_modules(harness.script_of(path.stem))
 
 
 def test_only_code_makes_results_old():

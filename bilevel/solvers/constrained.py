@@ -31,6 +31,7 @@ _GROWTH = 0.03  # they end if the curvature grows by less; a step that is too lo
 _FIRST_STEPS = 50  # proximal gradient steps before Newton's method; each round doubles them
 _NEAR = 1e-3  # relative residual at which the first Newton step is tried; a tenth in each round
 _MEMORY = 10  # steps within which the objective may rise
+_TIE = 4  # units of roundoff of the largest weight within which a tie counts as active
 _SAME = 10  # steps with the same code after which it is tried sooner
 _NEWTON_STEPS = 30
 _CG_STEPS = 500  # Hessian products of one Newton step, and at most twice a round's gradient steps
@@ -366,12 +367,34 @@ class _ProximalProblem(NamedTuple):
 
         dtype = eta.dtype
         zero, no = jnp.zeros((), int), jnp.array(False)
-        near, huge = jnp.asarray(_NEAR, dtype), jnp.finfo(dtype).max
+        near, huge = jnp.asarray(_NEAR, dtype), jnp.full_like(eta, jnp.finfo(dtype).max)
         levels = jnp.append(jnp.full(_MEMORY - 1, -huge / 2), jnp.zeros_like(eta))
-        pace = _Pace(eta, levels, jnp.full(3, huge), jnp.full_like(eta, 0.5))
+        pace = _Pace(eta, levels, jnp.stack([huge] * 3), jnp.full_like(eta, 0.5))
         start = self.at(w, eta), eta, pace, zero + _FIRST_STEPS, near, zero, no
         (w, g, *_, size), eta, *_ = while_loop(unfinished, round_, start)
-        return w, self.constraint.identify(w, g, self.alpha, eta), eta, size
+        return *self.with_ties(w, g, eta), eta, size
+
+    def with_ties(self, w, g, eta) -> tuple[Pytree, Pytree]:
+        """Return weights and their code, with constraints active that rounding alone releases."""
+        code = self.constraint.identify(w, g, self.alpha, eta)
+        tangent = self.constraint.tangent
+        if tangent is None:
+            return w, code
+        flat, unravel = ravel_pytree(w)
+        v = unravel(pcast_varying(uniform_hash(0, flat), varying(flat)))
+        rounding = _TIE * jnp.finfo(eta.dtype).eps * jnp.max(jnp.abs(flat)) / eta
+
+        def freedom(code):
+            along = tangent(code, w, self.alpha, v)
+            return optax.tree.vdot(along, along)
+
+        for push in (rounding, -rounding):
+            pushed = jax.tree.map(lambda x, push=push: x + push, g)
+            other = self.constraint.identify(w, pushed, self.alpha, eta)
+            tied = freedom(other) < freedom(code)
+            near = fixed_point(self.constraint)(other, w, g, self.alpha, eta)
+            w, code = optax.tree.where(tied, (near, other), (w, code))
+        return w, code
 
     def at(self, w, eta) -> _Candidate:
         """Return the point ``w`` with its own code."""
@@ -413,6 +436,7 @@ class _ProximalProblem(NamedTuple):
             clear = square > eps * whole
             curvature = jnp.where(clear, bend / jnp.where(square > 0, square, 1), 0)
             eta = jnp.where(curvature * eta > 1.05, 1 / (1.05 * curvature), eta)
+            value_after = value_after.astype(eta.dtype)
             distance = bend / 2
             if not self.quadratic:  # except for steps that change the loss by its rounding
                 known = value_after - value - optax.tree.vdot(g, d)
@@ -439,7 +463,9 @@ class _ProximalProblem(NamedTuple):
             return *optax.tree.where(good, moved, retry), count + 1
 
         zero = jnp.zeros((), int)
-        value = jnp.zeros_like(eta) if self.quadratic else self.loss(point.w)
+        value = jnp.zeros_like(eta)  # of use only if the loss is not quadratic
+        if not self.quadratic:
+            value = self.loss(point.w).astype(eta.dtype)
         start = point, value, eta, pace, zero, zero
         point, _, eta, pace, _, count = while_loop(unfinished, move, start)
         return point, eta, pace, count
@@ -464,7 +490,7 @@ class _ProximalProblem(NamedTuple):
                 system.operator,
                 right,
                 None,
-                steps=jnp.minimum(_CG_STEPS, products),
+                steps=jnp.minimum(_CG_STEPS, products).astype(eta.dtype),
                 threshold=forcing * optax.tree.norm(right),
             )
             change = optax.tree.add(system.direct(point.step), system.after(solved.x))

@@ -31,7 +31,7 @@ class ConjugateGradients(NamedTuple):
 
 
 def solve_conjugate_gradients(
-    hvp: LinearMap, b: Pytree, x0: Pytree | None, *, steps: int, threshold: chex.Array
+    hvp: LinearMap, b: Pytree, x0: Pytree | None, *, steps: chex.Numeric, threshold: chex.Array
 ) -> ConjugateGradients:
     """Solve ``H x = b`` until the residual's 2-norm is below ``threshold``.
 

@@ -302,6 +302,25 @@ def test_total_variation_solves_its_dual_problem():
         assert abs(np.sum(y - w)) < 1e-12
 
 
+def test_an_ill_conditioned_machine_takes_few_gradient_steps():
+    x = normal(0, 200, 5)
+    y = jnp.where(x[:, 0] * x[:, 1] > 0, 1.0, -1.0)
+    squares = jnp.sum((x[:, None] - x) ** 2, -1)
+    Q = (jnp.exp(-0.05 * squares) + 1) * y[:, None] * y + 1e-3 * jnp.eye(200)
+    values = jnp.linalg.eigvalsh(Q)
+    assert values[-1] > 1e4 * values[0]
+    # Accelerated steps with restart need more than 600 here.
+    minimizer = bilevel.projected("box", 0.0, 1.0, steps=300)
+
+    def lower(w, alpha, batch):
+        return 0.5 * w @ Q @ w - alpha * jnp.sum(w)
+
+    w, _ = minimizer.run(lower, 1.0, jnp.zeros(200), minimizer.init(jnp.zeros(200)), None)
+    slope = Q @ w - 1
+    residual = w - jnp.clip(w - slope / values[-1], 0, 1)
+    assert jnp.linalg.norm(residual) < tolerance(1e-12, 1e-4) * jnp.linalg.norm(w)
+
+
 def test_a_step_equals_the_operator_s_and_stays_in_its_manifold():
     sets = {
         "box": constraints.box(-0.3, 0.4),

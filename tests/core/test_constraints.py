@@ -292,6 +292,17 @@ def test_a_tie_counts_as_active_and_has_no_estimate(name):
     assert "nearly degenerate" in bilevel.explain(result.info)
 
 
+@pytest.mark.parametrize("name", DEGENERATE)
+def test_a_tie_counts_as_active_from_every_start(name):
+    case = table()[name]
+    solver = bilevel.implicit(case.minimizer)
+    fn = jax.jit(bilevel.hypergradient(problem_of(case), solver, diagnostics=False))
+    alpha = jnp.asarray(case.alpha, float)
+    for start in 3 * np.random.default_rng(0).normal(size=(20, 2)):
+        grad = fn(alpha, jnp.asarray(start, float), None, None).grad
+        np.testing.assert_allclose(grad, case.grad, rtol=0, atol=tolerance(1e-9, 1e-5))
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_an_estimate_is_the_error_of_weights_with_another_active_set():

@@ -108,13 +108,14 @@ def box(low, high, row=None):
     def prox(z, alpha, step):
         if row is None:
             return clipped(z, alpha)
-        reach = np.max(np.abs(z)) + np.max(np.abs(high(alpha)[0])) + 1
-        ends = [-reach, reach]
-        for _ in range(200):
+        bounds = low(alpha)[0], high(alpha)[0]
+        reach = np.max(np.abs(z)) + np.max(np.abs(bounds[1])) + 1
+        ends, middle = [-reach, reach], 0.0
+        while ends[0] < middle < ends[1]:
+            ends[int(row @ np.clip(z - middle * row, *bounds) <= 0)] = middle
             middle = (ends[0] + ends[1]) / 2
-            ends[int(row @ clipped(z - middle * row, alpha) <= 0)] = middle
-        free = (clipped(z - middle * row, alpha) == z - middle * row).astype(z.dtype)
-        w = clipped(z - middle * row, alpha)
+        w = np.clip(z - middle * row, *bounds)
+        free = (w == z - middle * row).astype(z.dtype)
         return w - free * row * (row @ w) / max(np.sum(free), 1)
 
     def identify(w, alpha):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
@@ -26,6 +27,7 @@ from bilevel.internal.checks import (
     check_in_range,
     check_losses,
     check_not_empty,
+    concrete,
     describe,
     lower_solver,
     nan_unless_finite,
@@ -176,6 +178,15 @@ def hypergradient(
         above, below = (value_at(narrow(end, alpha), *given) for end in ends)
         return (above - below) / (2 * difference)
 
+    def run(alpha, w0, train, valid):
+        result = step(alpha, w0, first_state(solver, alpha, w0), train, valid)[0]
+        if difference is None:
+            return result
+        measured_slope = detached(slope, result.grad, alpha, w0, train, valid)
+        return result._replace(info=result.info._replace(slope=measured_slope))
+
+    compiled = jax.jit(run)  # outside of it, each call would compile its loops again
+
     def fn(alpha, w0, train, valid):
         check_floating("alpha", alpha)
         params, _ = _split_variables(problem, w0)
@@ -183,16 +194,11 @@ def hypergradient(
         check_floating("w0", params)
         alpha, w0 = jax.tree.map(jnp.asarray, (alpha, w0))
         check_constraint(solver, alpha, w0)
-
-        def run(alpha, w0, train, valid):
-            result = step(alpha, w0, first_state(solver, alpha, w0), train, valid)[0]
-            if difference is None:
-                return result
-            measured_slope = detached(slope, result.grad, alpha, w0, train, valid)
-            return result._replace(info=result.info._replace(slope=measured_slope))
-
+        args = alpha, w0, train, valid
+        arrays = all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(args))
         like: Any = (None, alpha, w0, None, None)  # of a HyperGradient
-        return with_automatic_axes(run, (alpha, w0, train, valid), lambda: HyperGradient(*like))
+        function = compiled if arrays and concrete(args) else run
+        return with_automatic_axes(function, args, lambda: HyperGradient(*like))
 
     return fn
 

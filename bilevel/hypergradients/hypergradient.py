@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
@@ -27,7 +26,6 @@ from bilevel.internal.checks import (
     check_in_range,
     check_losses,
     check_not_empty,
-    concrete,
     describe,
     lower_solver,
     nan_unless_finite,
@@ -185,8 +183,6 @@ def hypergradient(
         measured_slope = detached(slope, result.grad, alpha, w0, train, valid)
         return result._replace(info=result.info._replace(slope=measured_slope))
 
-    compiled = jax.jit(run)  # outside of it, each call would compile its loops again
-
     def fn(alpha, w0, train, valid):
         check_floating("alpha", alpha)
         params, _ = _split_variables(problem, w0)
@@ -195,10 +191,8 @@ def hypergradient(
         alpha, w0 = jax.tree.map(jnp.asarray, (alpha, w0))
         check_constraint(solver, alpha, w0)
         args = alpha, w0, train, valid
-        arrays = all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(args))
         like: Any = (None, alpha, w0, None, None)  # of a HyperGradient
-        function = compiled if arrays and concrete(args) else run
-        return with_automatic_axes(function, args, lambda: HyperGradient(*like))
+        return with_automatic_axes(run, args, lambda: HyperGradient(*like), compiled=True)
 
     return fn
 

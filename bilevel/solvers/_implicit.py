@@ -253,6 +253,7 @@ def _with_derivative(
     """
     hoisted = condition.hoisted
     solver, captured = _without_closure(inverse, condition, w, alpha, batch)
+    condition = condition._replace(hoisted=None)  # the rule below gets them as arguments
 
     @custom_jvp
     def root(w, args):

@@ -76,15 +76,24 @@ def _in_explicit_mesh() -> bool:
 
 
 def with_automatic_axes(
-    function: Callable[..., Any], args: tuple[Any, ...], like: Callable[[], Pytree]
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    like: Callable[[], Pytree],
+    *,
+    compiled: bool = False,
 ) -> Pytree:
     """Return ``function(*args)``, computed with automatic axes on a mesh with explicit ones.
 
     Each result is sharded like its place in the tree ``like()``; None there means replicated.
     Without this, JAX raises an error even for the gradient of a mean over sharded rows.
+    ``compiled`` computes functions of known arrays as one program that later calls use again.
     """
     mesh = explicit_mesh(args)
     if mesh is None:
+        known = all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(args))
+        at_once = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+        if compiled and known and concrete(args) and not at_once:
+            return program(function, *args)(*args)
         return function(*args)
     out = jax.tree.map(_spec, like(), is_leaf=lambda x: x is None)
     run = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out)

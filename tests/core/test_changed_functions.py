@@ -102,6 +102,14 @@ def test_equal_programs_are_compiled_once():
     assert len(compile_cache._programs) == before
 
 
+def test_a_hypergradient_outside_of_jit_is_compiled_once():
+    first = gradient(Network(settings()))
+    before = len(compile_cache._programs)
+    again = gradient(Network(settings()))
+    assert len(compile_cache._programs) == before > 0
+    jax.tree.map(np.testing.assert_array_equal, again, first)
+
+
 def test_closed_over_arrays_are_not_part_of_a_program():
     def of(c):
         return program(lambda x: x * c, X)

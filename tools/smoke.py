@@ -10,7 +10,7 @@ script failed.
 
 A commit selects the scripts of ``benchmarks/`` and ``tools/`` that it changed, and the scripts that
 import a changed module of these folders. If it changed ``harness.py`` or this file, it selects all
-scripts. In addition, the commit's hash selects a quarter of the other scripts, so four commits on
+scripts. In addition, the commit's hash selects a sixth of the other scripts, so six commits on
 average run each script once. Without a repository, or in a clone without the previous commit, all
 scripts are selected.
 """
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = "benchmarks", "tools"
 WALL, CPU, LONG = 60.0, 20.0, 10.0  # seconds: limits of a script, and the mark "long"
 LAST = 15  # number of output lines shown of a failed script
-QUARTER = 4
+PARTS = 6
 EVERYTHING = "benchmarks/harness.py", "tools/smoke.py"  # changes of these select all scripts
 
 
@@ -103,14 +103,15 @@ def selected() -> tuple[list[str], str]:
     if changed & {*EVERYTHING}:
         return every, f"all scripts, as {', '.join(sorted(changed & {*EVERYTHING}))} changed"
     touched = [name for name in every if modules(scripts()[name]) & changed]
-    turn = int(commit.strip(), 16) % QUARTER
-    chosen = [name for name in every if name in touched or quarter(name) == turn]
-    return chosen, f"{len(touched)} that the commit changed, and quarter {turn} of the others"
+    turn = int(commit.strip(), 16) % PARTS
+    chosen = [name for name in every if name in touched or part(name) == turn]
+    reason = f"{len(touched)} that the commit changed, and part {turn} of {PARTS} of the others"
+    return chosen, reason
 
 
-def quarter(name: str) -> int:
-    """Return the quarter that a script belongs to."""
-    return hashlib.sha256(name.encode()).digest()[0] % QUARTER
+def part(name: str) -> int:
+    """Return the part that a script belongs to."""
+    return hashlib.sha256(name.encode()).digest()[0] % PARTS
 
 
 def git(*arguments: str) -> str | None:

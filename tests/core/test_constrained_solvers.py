@@ -117,7 +117,7 @@ def test_unrolled_steps_stay_in_the_set_and_serve_as_a_forward_solver():
     assert np.isnan(crossing).all()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_unrolled_steps_in_a_set_work_in_a_batch_in_a_search_and_with_variables():
     box = bilevel.projected("box", -0.3, lambda a: a["high"])
     solver, exact = bilevel.unrolled(box, 30), bilevel.implicit(box)
@@ -167,7 +167,7 @@ def test_a_product_mixes_sets_terms_and_free_parts():
     assert result.info.error_estimate < tolerance(1e-13, 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_set_and_term_is_traced_without_promotions():
     def size(alpha):
         return jnp.exp(alpha)

@@ -524,6 +524,7 @@ def lasso():
     return regression(), solver
 
 
+@pytest.mark.long
 def test_a_batch_of_problems_is_each_of_them():
     fn = bilevel.hypergradient(*lasso())
     alphas = jnp.stack([0.3 * jnp.arange(5.0) + shift for shift in (-1.0, 0.2, 1.5)])

@@ -246,7 +246,7 @@ def test_a_search_goes_on_from_its_checkpoint_where_its_arrays_lie(axes, spread)
     assert report["sharded"] == (spread == "weights")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_single_loop_follows_its_weights_over_devices():
     report = on_eight_devices()["single loop"]
     assert report["off"] < 1e-12

@@ -150,6 +150,7 @@ def test_a_file_of_other_images_or_genotypes_raises(tmp_path, other):
         scores(**(CHEAP | other), file=file)
 
 
+@pytest.mark.long
 def test_fewer_networks_leave_the_others_in_the_file(tmp_path):
     file = tmp_path / "scores"
     whole = score_networks(("l2_norm",), NETWORKS, W, CELLS, BATCH, file=file, progress=False)

@@ -173,6 +173,7 @@ def test_a_drawn_architecture_whose_loss_is_nan_is_not_the_best():
     assert best["activations"][0].tolist() == [0, 1] and best["skips"].tolist() == [0]
 
 
+@pytest.mark.long
 def test_gaea_on_training_rows_moves_both_on_one_batch_and_joint_does_not():
     """At rates of 0 both losses are one function at one point."""
     still = {"weight_optimizer": 1e-30, "alpha_optimizer": 1e-30, "batch_size": 3}

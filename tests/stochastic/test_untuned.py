@@ -129,7 +129,7 @@ def distance(method, seed, **conditions):
     return np.linalg.norm(np.asarray(result.alpha, np.float64) - solved)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_untuned_default_converges_to_the_minimizer():
     assert distance(bilevel.spaba, 0) < 1e-3
     assert distance(bilevel.saba, 1, condition=100.0) < 1e-3

@@ -322,6 +322,7 @@ def test_theorem_2_as_printed_is_false_for_random_labels_and_large_alpha():
     assert printed.value < 0.05
 
 
+@pytest.mark.long
 def test_theorem_2_says_something_where_rows_are_alike():
     """Truth: labels that depend on which of two directions x is near; the true risk is small."""
     rng = np.random.default_rng(0)

@@ -11,7 +11,8 @@ from bilevel.contracts import Constraint, Pytree
 from bilevel.problem.structure import is_quadratic
 from bilevel.solvers._detached import detached
 from bilevel.solvers._manifold import fixed_point
-from bilevel.solvers.constrained import ProximalState, curvature_by_powers
+from bilevel.solvers._proximal_newton import curvature_by_powers
+from bilevel.solvers.constrained import ProximalState
 
 
 def proximal_steps(constraint: Constraint) -> Callable[[Pytree], optax.GradientTransformation]:

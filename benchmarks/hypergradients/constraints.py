@@ -698,7 +698,7 @@ def main() -> None:
         sizes={"nargs": "*", "type": int, "help": "only these numbers of weights"},
     )
     if flags.smoke:
-        flags.families, flags.sizes = flags.families or ["Lasso"], flags.sizes or [4]
+        flags.families, flags.sizes = flags.families or ["elastic net"], flags.sizes or [4]
     if flags.quick:
         flags.sizes = flags.sizes or [4]
     harness.compile_quickly()

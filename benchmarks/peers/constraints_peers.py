@@ -535,7 +535,8 @@ def work(name, library, weights, small, truth):
         train, valid = arrays((setting.train, setting.valid), setting.dtype)
     if library == "here":
         runs["here"] = here(setting, lower, outer, minimizer, False)
-        runs["here, with estimate"] = here(setting, lower, outer, minimizer, True)
+        if not small:
+            runs["here, with estimate"] = here(setting, lower, outer, minimizer, True)
     elif library == "jaxopt":
         key = "large box" if setting.kind == "box" and name in LARGE else setting.kind
         step = 1 / largest_curvature(lower, setting, alpha, train)
@@ -630,7 +631,7 @@ def main():
         peers=PEERS,
         problems={"nargs": "*", "help": "only these names, or those that contain one of these"},
     )
-    names = [*SMALL, *LARGE] if not flags.smoke else ["Lasso", "box 100,000"]
+    names = [*SMALL, *LARGE] if not flags.smoke else ["Lasso"]
     if flags.problems:
         partly = [name for name in names if any(part in name for part in flags.problems)]
         names = [name for name in names if name in flags.problems] or partly

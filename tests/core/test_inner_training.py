@@ -366,6 +366,7 @@ def test_a_callback_is_called_after_every_so_many_steps():
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:search. the hypergradient was exactly 0")  # alpha stays at 0
 def test_both_batches_can_be_drawn_together():
     """Both losses get rows of the same number."""
     rows = jnp.arange(9.0)

@@ -70,21 +70,13 @@ def test_a_stream_is_descent_on_its_batches(chunk, every):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["function", "list"])
 def test_a_search_is_resumed_at_its_step(kind, tmp_path):
-    told = []
-
-    def from_step(step):
-        told.append(step)
-        return pairs(step)
-
-    source = from_step if kind == "function" else list(itertools.islice(pairs(), 9))
+    source = pairs if kind == "function" else list(itertools.islice(pairs(), 9))
     whole = search(batches=bilevel.stream(source), steps=9)
-    told.clear()
     kept = {"checkpoint": tmp_path / "a"}
     search(batches=bilevel.stream(source), steps=4, **kept)
     rest = search(batches=bilevel.stream(source), steps=9, resume=True, **kept)
     np.testing.assert_array_equal(rest.alpha, whole.alpha)
     np.testing.assert_array_equal(rest.history["value"], whole.history["value"])
-    assert told == ([0, 4] if kind == "function" else [])
     again = search(batches=bilevel.stream(source), steps=9, resume=True, **kept)
     np.testing.assert_array_equal(again.alpha, whole.alpha)
 

@@ -32,7 +32,7 @@ MEASURES = ("bilevel/constraints", "bilevel/solvers")
 PEERS = "jaxopt", "cvxpylayers", "sparho"
 TOLERANCES = [10.0**-k for k in range(2, 15)]
 BUDGET = 60  # CPU seconds for the series of tolerances
-SLOW = [1e-9, 1e-11]  # tolerances for the machines, whose calls take minutes and run once
+SLOW = [1e-9, 1e-11]  # tolerances for the machines: their calls take minutes and run once
 SMALL = {
     "box": "box, moving bounds",
     "non-negative": "non-negative",
@@ -396,10 +396,8 @@ def jaxopt(setting, lower, outer, name, solve, step):
 
     @jax.jit
     def run(tol, alpha, w0, train, valid):
-        inverse = functools.partial(
-            getattr(solvers, solve), tol=tol, maxiter=2000 if "svm" in name else 20_000
-        )
         most = 10_000 if "svm" in name else 100_000
+        inverse = functools.partial(getattr(solvers, solve), tol=tol, maxiter=most // 5)
         options = {"implicit_diff_solve": inverse, "maxiter": most, "stepsize": step}
         solver = ProximalGradient(lower, rule, tol=tol, **options)
 

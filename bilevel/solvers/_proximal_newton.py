@@ -70,7 +70,7 @@ class _Pace(NamedTuple):
     """Step sizes of the proximal gradient method, and earlier objectives."""
 
     length: jax.Array  # [], the next step size
-    levels: jax.Array  # [_MEMORY], bounds of the last objectives less the very last
+    levels: jax.Array  # [_MEMORY], bounds of the last objectives minus the very last
     short: jax.Array  # [3], short step sizes of the last steps
     share: jax.Array  # [], the short step size is used if it is below this share of the long one
 
@@ -288,7 +288,7 @@ class ProximalProblem(NamedTuple):
         """Return whether the whole objective at ``after`` is not larger than at ``before``.
 
         ``after`` is the proximal point of ``trial``, so ``u`` below is a subgradient of the
-        objective there, and ``F(after) - F(before) <= u . d`` less the curvature of the lower loss.
+        objective there, and ``F(after) - F(before) <= u . d`` minus the curvature of the loss.
         A singular reduced Hessian makes Newton's step huge; its residual alone may look small.
         """
         eps = jnp.finfo(eta.dtype).eps

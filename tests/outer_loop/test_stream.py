@@ -70,13 +70,23 @@ def test_a_stream_is_descent_on_its_batches(chunk, every):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["function", "list"])
 def test_a_search_is_resumed_at_its_step(kind, tmp_path):
-    source = pairs if kind == "function" else list(itertools.islice(pairs(), 9))
+    told = tmp_path / "told"  # a list would change the values that the function closes over
+    told.touch()
+
+    def from_step(step):
+        with told.open("a") as file:
+            file.write(f"{step} ")
+        return pairs(step)
+
+    source = from_step if kind == "function" else list(itertools.islice(pairs(), 9))
     whole = search(batches=bilevel.stream(source), steps=9)
+    told.write_text("")
     kept = {"checkpoint": tmp_path / "a"}
     search(batches=bilevel.stream(source), steps=4, **kept)
     rest = search(batches=bilevel.stream(source), steps=9, resume=True, **kept)
     np.testing.assert_array_equal(rest.alpha, whole.alpha)
     np.testing.assert_array_equal(rest.history["value"], whole.history["value"])
+    assert told.read_text().split() == (["0", "4"] if kind == "function" else [])
     again = search(batches=bilevel.stream(source), steps=9, resume=True, **kept)
     np.testing.assert_array_equal(again.alpha, whole.alpha)
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from bilevel.constraints._members import on_vector, require, value_at
-from bilevel.contracts import Constraint, Pytree
+from bilevel.contracts import Constraint
 from bilevel.internal.checks import concrete, describe, offending
 from ntk.internal.products import matmul
 
@@ -23,13 +23,7 @@ def affine(matrix: Any, right: Any) -> Constraint:
     matrix : array [m, p] or [p]
         Known values. Rows may be linearly dependent.
     right : array [m], or ``right(alpha) -> array [m]``
-        Right-hand sides.
-
-    Raises
-    ------
-    ValueError
-        If the set is empty, or shapes do not fit. Under ``jax.jit``, right-hand sides that depend
-        on alpha and leave the set empty give NaN weights.
+        Right-hand sides that some weights attain.
 
     Notes
     -----
@@ -53,9 +47,8 @@ def affine(matrix: Any, right: Any) -> Constraint:
     if rows.ndim != 2 or 0 in rows.shape:
         raise ValueError(f"matrix: expected an array [m, p], got shape {np.shape(matrix)}.")
     if not np.isfinite(rows).all():
-        raise ValueError(
-            f"matrix: expected finite numbers, got {offending(rows, np.isfinite(rows))}."
-        )
+        number = offending(rows, np.isfinite(rows))
+        raise ValueError(f"matrix: expected finite numbers, got {number}.")
     inverse = np.linalg.pinv(rows, rcond=_RANK)
     unreachable = np.eye(len(rows)) - rows @ inverse
 
@@ -83,8 +76,15 @@ def affine(matrix: Any, right: Any) -> Constraint:
             raise ValueError(
                 f"matrix: expected {leaves} columns, one per weight, got {rows.shape[1]}."
             )
-        b = _right(right, w, alpha, len(rows))
-        return jnp.asarray(rows, b.dtype), b, jnp.asarray(inverse, b.dtype)
+        value = value_at(right, alpha)
+        if jnp.shape(value) not in ((), (len(rows),)):
+            raise ValueError(
+                f"right: expected one number per row of the matrix, {len(rows)}, "
+                f"got shape {jnp.shape(value)}."
+            )
+        dtype = jnp.result_type(*jax.tree.leaves(w))
+        b = jnp.broadcast_to(jnp.asarray(value, dtype), (len(rows),))
+        return jnp.asarray(rows, dtype), b, jnp.asarray(inverse, dtype)
 
     return on_vector(
         parameters=resolved,
@@ -98,14 +98,3 @@ def affine(matrix: Any, right: Any) -> Constraint:
         margins=lambda code, w, g, *_: (),
         check=check,
     )
-
-
-def _right(right: Any, w: Pytree, alpha: Pytree, count: int) -> jax.Array:
-    value = value_at(right, alpha)
-    if jnp.shape(value) not in ((), (count,)):
-        raise ValueError(
-            f"right: expected one number per row of the matrix, {count}, "
-            f"got shape {jnp.shape(value)}."
-        )
-    dtype = jnp.result_type(*jax.tree.leaves(w))
-    return jnp.broadcast_to(jnp.asarray(value, dtype), (count,))

@@ -24,11 +24,6 @@ def l2_ball(radius: Any = 1.0) -> Constraint:
     ----------
     radius : float, or ``radius(alpha) -> scalar``
 
-    Raises
-    ------
-    ValueError
-        If the radius is negative or NaN.
-
     Examples
     --------
     >>> import bilevel
@@ -54,14 +49,12 @@ def l2_ball(radius: Any = 1.0) -> Constraint:
         shorter = -excess(w, g, eta, radius) / (radius + size)  # radius - |z|
         return jnp.where(active, (shorter * w - eta * radius * g) / size, -eta * g)
 
-    def multiplier(w, g):
-        return -matmul(w, g) / matmul(w, w)
-
     def tangent(active, w, v, radius):
         return v - jnp.where(active, matmul(w, v) / norm(active, w) ** 2, 0) * w
 
     def margins(active, w, g, radius):
-        return jnp.where(active, multiplier(w, g), radius - jnp.linalg.norm(w))
+        multiplier = -matmul(w, g) / matmul(w, w)
+        return jnp.where(active, multiplier, radius - jnp.linalg.norm(w))
 
     def curvature(active, w, g, v, radius):
         bend = jnp.where(active, -matmul(w, g) / norm(active, w) ** 2, 0)
@@ -86,11 +79,6 @@ def l1_ball(radius: Any = 1.0) -> Constraint:
     Parameters
     ----------
     radius : float, or ``radius(alpha) -> scalar``
-
-    Raises
-    ------
-    ValueError
-        If the radius is negative or NaN.
 
     Examples
     --------

@@ -26,12 +26,6 @@ def box(low: Any = -math.inf, high: Any = math.inf) -> Constraint:
     low, high : float, tree like ``w``, or function of alpha
         Bounds; infinite for none.
 
-    Raises
-    ------
-    ValueError
-        If the bounds cross or are NaN. Under ``jax.jit``, bounds that depend on alpha and cross
-        give NaN weights.
-
     Examples
     --------
     >>> import bilevel
@@ -81,11 +75,6 @@ def box_equality(low: Any, high: Any, coefficients: Any = 1.0, total: Any = 0.0)
         Bounds may be infinite. For an SVM the coefficients are the labels, -1 or 1.
     total : float, or ``total(alpha) -> scalar``
 
-    Raises
-    ------
-    ValueError
-        If the bounds cross or are NaN.
-
     Notes
     -----
     The SVM's bias is the equation's multiplier. An outer loss that uses the bias has to compute it
@@ -104,12 +93,8 @@ def box_equality(low: Any, high: Any, coefficients: Any = 1.0, total: Any = 0.0)
 
     def parameters(w, alpha):
         vectors = (("low", low), ("high", high), ("coefficients", coefficients))
-        return *(per_weight(n, x, w, alpha) for n, x in vectors), scalar_parameter(
-            "total", total, w, alpha
-        )
-
-    def at_bounds(code, z, low, high):
-        return jnp.where(code == 0, 0, _choose(code, low, high, z))
+        sum_of_weights = scalar_parameter("total", total, w, alpha)
+        return *(per_weight(name, x, w, alpha) for name, x in vectors), sum_of_weights
 
     def square(code, y):
         size = jnp.sum(jnp.where(code == 0, y**2, 0))
@@ -119,7 +104,7 @@ def box_equality(low: Any, high: Any, coefficients: Any = 1.0, total: Any = 0.0)
         return jnp.sum(jnp.where(code == 0, y * x, 0)) / square(code, y)
 
     def excess(code, z, low, high, y, total):
-        fixed = jnp.sum(jnp.where(code == 0, 0, y * at_bounds(code, z, low, high)))
+        fixed = jnp.sum(jnp.where(code == 0, 0, y * _choose(code, low, high, z)))
         free = jnp.sum(jnp.where(code == 0, y * z, 0))
         return (free + fixed - total) / square(code, y)
 
@@ -218,13 +203,10 @@ def _check_bounds(low: Any, high: Any) -> None:
     count = max(len(lows), len(highs))
     pairs = zip(*(x * count if len(x) == 1 else x for x in (lows, highs)), strict=False)
     for a, b in pairs:
-        if concrete(a, b) and _same_shape(a, b):
+        # Bounds of different shapes are reported with the weights.
+        comparable = 0 in (np.ndim(a), np.ndim(b)) or np.shape(a) == np.shape(b)
+        if concrete(a, b) and comparable:
             require("high", np.asarray(a) <= np.asarray(b), "bounds of at least low", b)
-
-
-def _same_shape(a: Any, b: Any) -> bool:
-    """Return whether two bounds can be compared; others are reported with the weights."""
-    return not (np.ndim(a) and np.ndim(b)) or np.shape(a) == np.shape(b)
 
 
 def _ordered(low: jax.Array, high: jax.Array) -> jax.Array:

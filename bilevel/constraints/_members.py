@@ -24,7 +24,6 @@ def on_vector(
     margins: Callable,
     check: Callable[..., Any],
     curvature: Callable | None = None,
-    smooth: Callable | None = None,
 ) -> Constraint:
     """Return a constraint on all weights as one vector, from members that take the parameters last.
 
@@ -59,7 +58,6 @@ def on_vector(
             code, vector(w), vector(g), *parameters(w, alpha)
         ),
         check=lambda w, alpha: check(*parameters(w, alpha)),
-        smooth=smooth,
     )
 
 
@@ -73,9 +71,8 @@ def per_weight(name: str, parameter: Any, w: Pytree, alpha: Pytree) -> jax.Array
     value = value_at(parameter, alpha)
     leaves, structure = jax.tree.flatten(w)
     values, form = jax.tree.flatten(value)
-    alone = len(values) == 1 and values[0] is value
     if str(form) != str(structure):
-        if not alone or jnp.ndim(value):
+        if not _is_leaf(value) or jnp.ndim(value):
             raise ValueError(
                 f"{name}: expected a number or a tree like the weights, {structure}, "
                 f"got {describe(value)}."
@@ -94,6 +91,10 @@ def per_weight(name: str, parameter: Any, w: Pytree, alpha: Pytree) -> jax.Array
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
+def _is_leaf(value: Any) -> bool:
+    return jax.tree.structure(value) == jax.tree.structure(0)
+
+
 def _broadcasts(shape: tuple[int, ...], onto: tuple[int, ...]) -> bool:
     try:
         return np.broadcast_shapes(shape, onto) == onto
@@ -104,11 +105,7 @@ def _broadcasts(shape: tuple[int, ...], onto: tuple[int, ...]) -> bool:
 def scalar_parameter(name: str, parameter: Any, w: Pytree, alpha: Pytree) -> jax.Array:
     """Return a scalar parameter in the dtype of the weights."""
     value = value_at(parameter, alpha)
-    if (
-        len(jax.tree.leaves(value)) != 1
-        or isinstance(value, dict | list | tuple)
-        or jnp.ndim(value)
-    ):
+    if not _is_leaf(value) or jnp.ndim(value):
         raise ValueError(f"{name}: expected one number, got {describe(value)}.")
     return jnp.asarray(value, jnp.result_type(*jax.tree.leaves(w)))
 

@@ -20,11 +20,6 @@ def projection(project: Callable) -> Constraint:
     project : ``project(w, alpha) -> w``, or ``project(w) -> w``
         Differentiable by JAX.
 
-    Raises
-    ------
-    ValueError
-        If ``project`` is not a function; at run time, if it changes shapes or dtypes.
-
     Notes
     -----
     The active set is unknown, so ``info.error_estimate`` is infinite. ``cg`` and
@@ -40,9 +35,8 @@ def projection(project: Callable) -> Constraint:
     Array([1., 1.], dtype=float...)
     """
     function("projected", project, "project(w, alpha) -> w")
-    if _positional(project) == 1:
-        return _own("projected", lambda w, step, alpha: project(w))
-    return _own("projected", lambda w, step, alpha: project(w, alpha))
+    alone = _positional(project) == 1
+    return _own("projected", lambda w, _, alpha: project(w) if alone else project(w, alpha))
 
 
 def prox(operator: Callable) -> Constraint:
@@ -52,11 +46,6 @@ def prox(operator: Callable) -> Constraint:
     ----------
     operator : ``operator(w, step, alpha) -> w``
         ``argmin_x step * term(x, alpha) + |x - w|^2 / 2``, differentiable by JAX.
-
-    Raises
-    ------
-    ValueError
-        If ``operator`` is not a function; at run time, if it changes shapes or dtypes.
 
     Notes
     -----
@@ -123,13 +112,7 @@ def _shapes_of(tree: Pytree) -> str:
 
 
 def free() -> Constraint:
-    """Leave the weights free: no set and no term.
-
-    Examples
-    --------
-    >>> free().blank(jnp.zeros(3))
-    ()
-    """
+    """Leave the weights free: no set and no term."""
     return _own("free", lambda w, step, alpha: w)._replace(
         step=lambda code, w, g, alpha, eta: optax.tree.scale(-eta, g),
         tangent=lambda code, w, alpha, v: v,
@@ -145,11 +128,6 @@ def product(parts: Any) -> Constraint:
     parts : tree of :class:`bilevel.contracts.Constraint` or None
         A tree with the structure of ``w``, or of its upper levels. None leaves a part free.
 
-    Raises
-    ------
-    ValueError
-        If an entry is not a constraint; at run time, if the tree does not fit the weights.
-
     Examples
     --------
     >>> import bilevel
@@ -159,10 +137,9 @@ def product(parts: Any) -> Constraint:
     >>> solver.run(lower, None, w, solver.init(w), None)[0]["mix"]
     Array([0.5, 0.5], dtype=float...)
     """
-    leaves, structure = jax.tree.flatten(parts, is_leaf=_is_leaf_part)
-    upper: Any = structure
+    leaves, upper = jax.tree.flatten(parts, is_leaf=_is_part)
     for x in leaves:
-        if not (x is None or isinstance(x, Constraint)):
+        if not _is_part(x):
             raise ValueError(
                 f'parts: expected names such as "simplex", or ("box", 0.0, 1.0), got {describe(x)}.'
             )
@@ -177,23 +154,23 @@ def product(parts: Any) -> Constraint:
             got = jax.tree.structure(tree)
             raise ValueError(f"parts: expected a tree like the weights, {got}.") from None
 
-    def join(values):
-        return jax.tree.unflatten(upper, values)
+    def each(name, kinds, joined=True):
+        """Call a member of every part. ``kinds`` has a letter per argument.
 
-    def each(name, code, *args, trees, joined=True):
-        """Call a member of every part; the first arguments after the code are ``trees``."""
-        codes = [()] * len(sets) if code is None else [(k,) for k in code]
-        rows = zip(sets, codes, *map(split, args[:trees]), strict=True)
-        values = [getattr(s, name)(*k, *row, *args[trees:]) for s, k, *row in rows]
-        return join(values) if joined else values
+        A code (c) is a list over the parts, a tree (t) is split, and others (-) are passed on.
+        """
+        repeat = {"c": lambda x: x, "t": split, "-": lambda x: [x] * len(sets)}
 
-    def with_vector(name):
-        def applied(code, w, *args):
-            *middle, alpha, v = args
-            rows = zip(sets, code, *map(split, (w, *middle, v)), strict=True)
-            return join([getattr(s, name)(k, *row[:-1], alpha, row[-1]) for s, k, *row in rows])
+        def applied(*args):
+            columns = [repeat[kind](x) for kind, x in zip(kinds, args, strict=True)]
+            values = [getattr(s, name)(*row) for s, *row in zip(sets, *columns, strict=True)]
+            return jax.tree.unflatten(upper, values) if joined else values
 
         return applied
+
+    def check(w, alpha):
+        valid = each("check", "t-", joined=False)(w, alpha)
+        return jnp.stack([jnp.asarray(x) for x in valid]).all()
 
     def smooth(w, alpha):
         pairs = [(s.smooth, x) for s, x in zip(sets, split(w), strict=True)]
@@ -201,25 +178,17 @@ def product(parts: Any) -> Constraint:
 
     known = all(s.tangent is not None and s.margins is not None for s in sets)
     return Constraint(
-        blank=lambda w: [s.blank(x) for s, x in zip(sets, split(w), strict=True)],
-        identify=lambda w, g, alpha, eta: each(
-            "identify", None, w, g, alpha, eta, trees=2, joined=False
-        ),
-        prox=lambda code, z, alpha, eta: each("prox", code, z, alpha, eta, trees=1),
-        step=lambda code, w, g, alpha, eta: each("step", code, w, g, alpha, eta, trees=2),
-        tangent=with_vector("tangent") if known else None,
-        curvature=with_vector("curvature"),
-        margins=(
-            (lambda code, w, g, alpha: each("margins", code, w, g, alpha, trees=2, joined=False))
-            if known
-            else None
-        ),
-        check=lambda w, alpha: jnp.stack(
-            [jnp.asarray(s.check(x, alpha)) for s, x in zip(sets, split(w), strict=True)]
-        ).all(),
+        blank=each("blank", "t", joined=False),
+        identify=each("identify", "tt--", joined=False),
+        prox=each("prox", "ct--"),
+        step=each("step", "ctt--"),
+        tangent=each("tangent", "ct-t") if known else None,
+        curvature=each("curvature", "ctt-t"),
+        margins=each("margins", "ctt-", joined=False) if known else None,
+        check=check,
         smooth=smooth if any(s.smooth is not None for s in sets) else None,
     )
 
 
-def _is_leaf_part(value: Any) -> bool:
+def _is_part(value: Any) -> bool:
     return value is None or isinstance(value, Constraint)

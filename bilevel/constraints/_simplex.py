@@ -41,11 +41,6 @@ def simplex(total: Any = 1.0) -> Constraint:
     total : float, or ``total(alpha) -> scalar``
         The sum, positive.
 
-    Raises
-    ------
-    ValueError
-        If ``total`` is not positive, or a leaf is a scalar or has an empty last axis (at run time).
-
     Examples
     --------
     >>> import bilevel
@@ -57,9 +52,6 @@ def simplex(total: Any = 1.0) -> Constraint:
     """
     check_at_once("total", total, lambda x: x > 0, "a positive number")
 
-    def leafwise(function, *trees):
-        return jax.tree.map(function, *trees)
-
     def of(w, alpha):
         return scalar_parameter("total", total, w, alpha)
 
@@ -69,12 +61,11 @@ def simplex(total: Any = 1.0) -> Constraint:
 
     def identify(w, g, alpha, eta):
         size = of(w, alpha)
-        return leafwise(lambda w, g: above_threshold(w - eta * g, size) > 0, w, g)
+        return jax.tree.map(lambda w, g: above_threshold(w - eta * g, size) > 0, w, g)
 
     def prox(code, z, alpha, eta):
         size = of(z, alpha)
-
-        return leafwise(lambda s, z: jnp.where(s, z - _mean(s, z, size), 0), code, z)
+        return jax.tree.map(lambda s, z: jnp.where(s, z - _mean(s, z, size), 0), code, z)
 
     def step(code, w, g, alpha, eta):
         size = of(w, alpha)
@@ -82,10 +73,10 @@ def simplex(total: Any = 1.0) -> Constraint:
         def on_leaf(s, w, g):
             return jnp.where(s, -eta * (g - _mean(s, g)) - _mean(s, w, size), -w)
 
-        return leafwise(on_leaf, code, w, g)
+        return jax.tree.map(on_leaf, code, w, g)
 
     def tangent(code, w, alpha, v):
-        return leafwise(lambda s, v: jnp.where(s, v - _mean(s, v), 0), code, v)
+        return jax.tree.map(lambda s, v: jnp.where(s, v - _mean(s, v), 0), code, v)
 
     def margins(code, w, g, alpha):
         def on_leaf(s, w, g):
@@ -93,23 +84,17 @@ def simplex(total: Any = 1.0) -> Constraint:
             inside = jnp.where(_support_size(s) > 1, w, jnp.inf)
             return jnp.where(s, inside, g - _mean(s, g))
 
-        return leafwise(on_leaf, code, w, g)
+        return jax.tree.map(on_leaf, code, w, g)
 
     def check(w, alpha):
         _check_axes(w)
         size = of(w, alpha)
         return require("total", size > 0, "a positive number", size)
 
-    return Constraint(
-        blank,
-        identify,
-        prox,
-        step,
-        tangent,
-        curvature=lambda code, w, g, alpha, v: optax.tree.zeros_like(v),
-        margins=margins,
-        check=check,
-    )
+    def curvature(code, w, g, alpha, v):
+        return optax.tree.zeros_like(v)
+
+    return Constraint(blank, identify, prox, step, tangent, curvature, margins, check)
 
 
 def _check_axes(w: Pytree) -> None:

@@ -29,12 +29,6 @@ def l1(weight: Any = 1.0) -> Constraint:
     weight : float, tree like ``w``, or function of alpha
         Nonnegative; 0 for weights without this penalty, such as an intercept.
 
-    Raises
-    ------
-    ValueError
-        If an entry is negative or NaN. Under ``jax.jit``, entries that depend on alpha and are
-        negative give NaN weights.
-
     Examples
     --------
     >>> import bilevel
@@ -81,11 +75,6 @@ def elastic_net(weight: Any = 1.0, ridge: Any = 1.0) -> Constraint:
     weight, ridge : float, tree like ``w``, or function of alpha
         Nonnegative.
 
-    Raises
-    ------
-    ValueError
-        If an entry is negative or NaN.
-
     Examples
     --------
     >>> import bilevel
@@ -119,11 +108,6 @@ def group_l1(weight: Any, groups: Sequence[Sequence[int]]) -> Constraint:
     groups : sequence of sequences of int
         Disjoint groups of indices in the order of ``ravel_pytree``. Weights without a group have no
         penalty.
-
-    Raises
-    ------
-    ValueError
-        If a weight is negative or NaN, or groups overlap or leave the range of indices.
 
     Examples
     --------

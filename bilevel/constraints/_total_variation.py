@@ -27,11 +27,6 @@ def total_variation(weight: Any = 1.0) -> Constraint:
     weight : float, or ``weight(alpha) -> scalar``
         Nonnegative.
 
-    Raises
-    ------
-    ValueError
-        If the weight is negative or NaN.
-
     Notes
     -----
     The operator visits the weights one after another, about 1 us each. It is for thousands of

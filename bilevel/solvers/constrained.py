@@ -19,15 +19,7 @@ from bilevel.problem.problem import hessian_operator
 from bilevel.problem.structure import is_quadratic
 from bilevel.solvers._proximal_newton import ProximalProblem
 
-_SETS = (
-    "box",
-    "nonnegative",
-    "simplex",
-    "l2_ball",
-    "l1_ball",
-    "affine",
-    "box_equality",
-)
+_SETS = "box", "nonnegative", "simplex", "l2_ball", "l1_ball", "affine", "box_equality"
 _TERMS = "l1", "elastic_net", "group_l1", "total_variation"
 
 
@@ -82,8 +74,10 @@ def projected(
     Raises
     ------
     ValueError
-        If the set is unknown, ``steps`` is under 1, ``tol`` is negative, or a parameter is invalid
-        (crossing bounds, a negative radius, an empty affine set).
+        If the set is unknown, ``steps`` is under 1, ``tol`` is negative, or a parameter is invalid:
+        NaN, crossing bounds, a negative radius, an empty affine set, or shapes that do not fit the
+        weights. Under ``jax.jit``, invalid values that depend on alpha give NaN weights. At run
+        time, if your own projection changes shapes or dtypes.
 
     Notes
     -----
@@ -149,8 +143,10 @@ def proximal(
     Raises
     ------
     ValueError
-        If the term is unknown, ``steps`` is under 1, ``tol`` is negative, or a parameter is
-        negative.
+        If the term is unknown, ``steps`` is under 1, ``tol`` is negative, a parameter is negative
+        or NaN, or groups overlap or leave the range of indices. Under ``jax.jit``, invalid values
+        that depend on alpha give NaN weights. At run time, if your own operator changes shapes or
+        dtypes.
 
     Notes
     -----
@@ -188,13 +184,12 @@ def _named(name: str, value: Any, names: tuple, own: Callable, parameters: tuple
         return value
     if callable(value):
         return own(value)
-
     if _is_pair(value):
         return _named(name, value[0], names, own, value[1:], {})
 
     def part(x):
-        known = isinstance(x, str | Constraint) or _is_pair(x) or callable(x)
-        return _named(name, x, (*_SETS, *_TERMS), own, (), {}) if known else x
+        constrained = x is not None and _is_part(x)
+        return _named(name, x, (*_SETS, *_TERMS), own, (), {}) if constrained else x
 
     return constraints.product(jax.tree.map(part, value, is_leaf=_is_part))
 

@@ -11,29 +11,35 @@ import functools
 import jax
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 
 from bilevel.contracts import Constraint, Pytree
-from bilevel.hypergradients.constrained_bound import constrained_error_bound
-from bilevel.hypergradients.constrained_refinement import refine_constrained
+from bilevel.hypergradients.constrained_refinement import combine_terms, refine_constrained
 from bilevel.hypergradients.curvature import PRODUCTS, is_small
 from bilevel.hypergradients.error_estimate import (
     Estimate,
     Info,
     adjoint_residual,
+    assess,
     hidden_steps,
     is_asymmetric,
+    is_large_jacobian,
+    quadratic_error_bound,
+    rounding_of_mixed,
+    rounding_of_terms,
 )
-from bilevel.hypergradients.refinement import ratio_to_norm, unbounded
-from bilevel.internal.precision import coarsest_eps, widen, widened
+from bilevel.hypergradients.refinement import unbounded
 from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import Problem, hessian_operator
-from bilevel.problem.structure import is_quadratic
-from bilevel.solvers import detached
+from bilevel.problem.structure import is_quadratic, leaves_used_by
 from bilevel.solvers._manifold import manifold_system
+from bilevel.solvers.inverses import ratio_of_norms
 
 # In error_estimate.REASONS.
 _NOT_FINITE, _SQUARES, _ASYMMETRIC, _NARROW, _COARSE, _OWN_OPERATOR = 1, 6, 7, 8, 9, 10
 _NOT_SETTLED, _DEGENERATE, _UNDETERMINED, _FLAT = 11, 12, 13, 14
+
+_CLEAR = 10  # a margin keeps its sign above this multiple of its change to first order
 
 
 def assess_constrained(
@@ -53,22 +59,18 @@ def assess_constrained(
     up to 512 weights (1024 if the lower loss is quadratic). Beyond, some ten solves of at most
     ``products`` Hessian products each. The result has no derivative.
     """
-    if adjoint is not None:
-        adjoint = widen(adjoint)
-    problem = Problem(widened(constraint.completed(problem.lower), w), widened(problem.outer, w))
-    check = functools.partial(_assess_active_set, problem, constraint, products, coarsest_eps(w))
-    # The refined hypergradient must be free of the rounding that it measures.
-    with jax.default_matmul_precision("highest"):
-        return detached(check, widen(w), alpha, train, valid, grad, adjoint)
+    completed = Problem(constraint.completed(problem.lower), problem.outer)
+    check = functools.partial(_assess_active_set, constraint)
+    return assess(completed, w, alpha, train, valid, grad, adjoint, products, check)
 
 
 def _assess_active_set(
-    problem, constraint, products, coarse, w, alpha, train, valid, grad, adjoint
+    constraint, problem, products, coarse, w, alpha, train, valid, grad, adjoint
 ) -> Info:
     lower = hoist_constants(problem.lower, w, alpha, train)
     g, hvp = hessian_operator(lower, w, alpha, train)
     force = jax.grad(problem.outer)(w, alpha, valid)
-    curvature = ratio_to_norm(optax.tree.norm(hvp(g)), g)
+    curvature = ratio_of_norms(hvp(g), g)
     eta = 1 / jnp.where(curvature > 0, curvature, 1)
     code = constraint.identify(w, g, alpha, eta)
     stationarity = optax.tree.norm(constraint.step(code, w, g, alpha, eta)) / eta
@@ -104,7 +106,73 @@ def _assess_active_set(
     reason = jnp.select(list(wrong.values()), list(wrong), 0).astype(jnp.int8)
     bound = far
     if quadratic and dense:
-        bound = constrained_error_bound(problem, constraint, refined, alpha, train, valid, grad)
+        bound = _active_set_bound(problem, constraint, refined, alpha, train, valid, grad)
         bound = jnp.where(reason == 0, bound, far)
     linear_residual = refined.linear_residual if adjoint is None else residual
     return estimate.info(stationarity, linear_residual, reason, bound)
+
+
+def _active_set_bound(problem, constraint, refined, alpha, train, valid, grad) -> jax.Array:
+    """Bound ``|grad - G*|`` for a quadratic lower loss with linear constraints or terms.
+
+    The refined weights have a gradient ``g`` in the tangent space, so the solution of their active
+    set is at most ``|g| / mu`` away, with ``mu`` a lower bound of the reduced Hessian's
+    eigenvalues. If no margin can change its sign on the way, this active set is that of the exact
+    solution. Otherwise, and for curved manifolds (balls and groups), the bound is infinite.
+    """
+    w, code, eta, floor = refined.w, refined.code, refined.eta, refined.floor
+    lower = hoist_constants(problem.lower, w, alpha, train)
+    g, hvp = hessian_operator(lower, w, alpha, train)
+    system = manifold_system(constraint, hvp, code, w, g, alpha, eta)
+    flat, unravel = ravel_pytree(w)
+
+    def bend(_, v, __):
+        return constraint.curvature(code, w, g, alpha, v)
+
+    curved = any(leaves_used_by(bend, None, w, None))
+    if curved or is_large_jacobian(flat, alpha):
+        return jnp.full((), unbounded(flat), flat.dtype)
+
+    def along(v):
+        return ravel_pytree(system.after(unravel(v)))[0]
+
+    def pulls(v):
+        """Return the force and the margins at weights of the manifold."""
+        w = unravel(flat + along(v - flat))
+        slopes = jax.grad(lower)(w, alpha, train)
+        force = jax.grad(problem.outer)(w, alpha, valid)
+        margins = constraint.margins(code, w, slopes, alpha)
+        # A set without margins has an empty vector in another dtype.
+        return along(ravel_pytree(force)[0]), ravel_pytree(margins)[0].astype(flat.dtype)
+
+    def combined(pair):
+        w, q = unravel(flat + along(pair[0] - flat)), unravel(along(pair[1]))
+        slopes = jax.grad(lower)(w, alpha, train)
+        force = jax.grad(problem.outer)(w, alpha, valid)
+        given = problem, constraint, code, eta, w, slopes, hvp, q, force
+        return ravel_pytree(combine_terms(*given, alpha, train, valid)[0])[0]
+
+    pair = jnp.stack([flat, ravel_pytree(refined.adjoint)[0]])
+    force, margins = pulls(flat)
+    turning, moving = jax.jacfwd(pulls)(flat)
+    few = ravel_pytree(alpha)[0].size < flat.size
+    jacobian = (jax.jacrev if few else jax.jacfwd)(combined)(pair)
+    step = constraint.step(code, w, g, alpha, eta)
+    slope = optax.tree.norm(system.before(step)) + optax.tree.norm(system.direct(step)) / eta
+    left = jnp.linalg.norm(ravel_pytree(system.operator(refined.adjoint))[0] - force)
+    reach = slope / jnp.where(floor > 0, floor, 1)
+    change = _CLEAR * reach * jnp.linalg.norm(moving, axis=1)
+    same = jnp.all(~jnp.isfinite(margins) | (margins > change))
+    jacobians, residuals = (turning, jacobian), (slope, left)
+    bound = quadratic_error_bound(grad, refined.grads, jacobians, residuals, floor)
+
+    # The contributions of weights at two bounds can cancel to many digits.
+    def moving_set(nu):
+        z = optax.tree.add_scale(w, -eta, g)
+        return jax.vjp(lambda alpha: constraint.prox(code, z, alpha, eta), alpha)[1](nu)[0]
+
+    q = refined.adjoint
+    pulls_of_set = jax.grad(problem.outer)(w, alpha, valid), optax.tree.scale(1 / eta, q), hvp(q)
+    bound += rounding_of_terms(moving_set, *pulls_of_set)
+    bound += rounding_of_mixed(problem, w, alpha, train, q)
+    return jnp.where(same, bound, unbounded(bound))

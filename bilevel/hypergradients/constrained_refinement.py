@@ -16,12 +16,13 @@ from jax.flatten_util import ravel_pytree
 
 from bilevel.contracts import Constraint, LinearMap, Loss, Pytree
 from bilevel.hypergradients.curvature import Curvature, curvature
-from bilevel.hypergradients.refinement import finite_or_zero, jitter, ratio_to_norm
+from bilevel.hypergradients.refinement import finite_or_zero, jitter
 from bilevel.internal.precision import uniform_hash
 from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import Problem, hessian_operator, mixed_product
 from bilevel.solvers._manifold import System, fixed_point, manifold_system, regularized
 from bilevel.solvers.constrained import forward_solver
+from bilevel.solvers.inverses import ratio_to_norm
 from ntk.internal.sharding import pcast_varying, varying
 
 _STEPS = 3000  # maximum number of proximal gradient steps towards the solution
@@ -90,7 +91,7 @@ class _Refinement(NamedTuple):
     def sample(self, number: jax.Array, alpha: Pytree, spectrum: Curvature) -> _Sample:
         """Refine once more, from values with other last digits if ``number`` is not 0."""
         moves = (number > 0).astype(self.eta.dtype)
-        alpha = _shaken(4 * number, alpha, 0.5 * moves)
+        alpha = jitter(4 * number, alpha, 0.5 * moves, entrywise=True)
         lower = hoist_constants(self.problem.lower, self.near, alpha, self.train)
         start = jitter(4 * number + 1, self.near, moves)
         w, w_step = self.newton(lower, start, alpha, spectrum)
@@ -234,18 +235,6 @@ def _solve_step(spectrum: Curvature, b: Pytree, way: jax.Array, like: Pytree) ->
 
 def _root_mean_square(tree: Pytree) -> jax.Array:
     return jnp.sqrt(jnp.mean(ravel_pytree(tree)[0] ** 2))
-
-
-def _shaken(number, alpha: Pytree, roundings: jax.Array) -> Pytree:
-    """Return ``alpha`` moved by units of roundoff of each entry."""
-    flat, unravel = ravel_pytree(alpha)
-    noise = unravel(uniform_hash(number, flat))
-
-    def one(a, uniform):
-        size = roundings.astype(a.dtype) * jnp.finfo(a.dtype).eps * jnp.abs(a)
-        return a + size * uniform.astype(a.dtype)
-
-    return jax.tree.map(one, alpha, noise)
 
 
 def _regular(system: System, like: Pytree, eta: jax.Array) -> LinearMap:

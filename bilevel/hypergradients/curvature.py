@@ -106,11 +106,11 @@ class _HessianFactors(NamedTuple):
 
 
 def _formed(hvp: LinearMap, like: Pytree) -> Curvature:
-    flat, unravel = ravel_pytree(like)
+    flat, _ = ravel_pytree(like)
     eps = jnp.finfo(flat.dtype).eps
 
     def of_columns(columns):
-        return row_products(lambda v: ravel_pytree(hvp(unravel(v)))[0], columns.T).T
+        return row_products(hvp, like, columns.T).T
 
     matrix = hessian_matrix(hvp, like)
     inverse, positive = _inverted(matrix)

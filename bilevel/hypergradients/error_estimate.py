@@ -12,6 +12,7 @@ the remaining residuals into a bound.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
@@ -23,20 +24,14 @@ from jax.flatten_util import ravel_pytree
 
 from bilevel.contracts import LinearMap, Pytree
 from bilevel.hypergradients.curvature import PRODUCTS, is_small, is_symmetric
-from bilevel.hypergradients.refinement import (
-    NOISE,
-    combine,
-    finite_or_zero,
-    ratio_to_norm,
-    refine,
-    unbounded,
-)
+from bilevel.hypergradients.refinement import NOISE, combine, finite_or_zero, refine, unbounded
 from bilevel.internal.custom_rules import FORWARD_OVER_REVERSE, exact_order
 from bilevel.internal.precision import coarsest_eps, uniform_hash, widen, widened
 from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import Problem, hessian_operator, mixed_product
 from bilevel.problem.structure import is_quadratic
 from bilevel.solvers import detached
+from bilevel.solvers.inverses import ratio_of_norms
 from ntk.internal import summary
 from ntk.internal.products import has_coarse_products
 from ntk.internal.sharding import pcast_varying, varying
@@ -186,20 +181,22 @@ def assess(
     grad: Pytree,
     adjoint: Pytree | None,
     products: int = PRODUCTS,
+    check: Callable[..., Info] | None = None,
 ) -> Info:
     """Assess a hypergradient ``grad`` computed at ``w`` with ``adjoint`` (None: unknown).
 
     Cost: the Hessian and its inverse up to 512 weights (1024 if the lower loss is quadratic).
     Beyond, some three solves of at most ``products`` Hessian products each, or one solve if the
-    Hessian does not count as positive definite. The result has no derivative.
+    Hessian does not count as positive definite. The result has no derivative. ``check`` replaces
+    this assessment.
     """
     if adjoint is not None:
         adjoint = widen(adjoint)
     problem = Problem(widened(problem.lower, w), widened(problem.outer, w))
-    check, w = functools.partial(_assess_widened, problem, products, coarsest_eps(w)), widen(w)
+    check = functools.partial(check or _assess_widened, problem, products, coarsest_eps(w))
     # The refined hypergradient must be free of the rounding that it measures.
     with jax.default_matmul_precision("highest"):
-        return detached(check, w, alpha, train, valid, grad, adjoint)
+        return detached(check, widen(w), alpha, train, valid, grad, adjoint)
 
 
 def _assess_widened(problem, products, coarse, w, alpha, train, valid, grad, adjoint) -> Info:
@@ -224,9 +221,8 @@ def _assess_widened(problem, products, coarse, w, alpha, train, valid, grad, adj
     wrong = ~finite, asymmetric, ~refined.definite, *restless, estimated.lost
     reason = jnp.select(wrong, [1, 7, 2, 8, 9, 3, 6], 0).astype(jnp.int8)
 
-    if adjoint is None:
-        linear_residual = refined.linear_residual
-    else:
+    linear_residual = refined.linear_residual
+    if adjoint is not None:
         linear_residual = adjoint_residual(hvp, adjoint, force)
     bound = jnp.full_like(estimated.size, unbounded(estimated.size))
     if quadratic and dense:
@@ -238,7 +234,7 @@ def _assess_widened(problem, products, coarse, w, alpha, train, valid, grad, adj
 def adjoint_residual(operator: LinearMap, adjoint: Pytree, right: Pytree) -> jax.Array:
     """Return ``|operator(adjoint) - right| / |right|``, infinite if the adjoint is not finite."""
     error = optax.tree.sub(operator(finite_or_zero(adjoint)), right)
-    ratio = ratio_to_norm(optax.tree.norm(error), right)
+    ratio = ratio_of_norms(error, right)
     return jnp.where(jnp.isfinite(optax.tree.norm(adjoint)), ratio, unbounded(ratio))
 
 
@@ -260,7 +256,10 @@ class Estimate(NamedTuple):
         change = optax.tree.norm(optax.tree.sub(grad, better))
         hidden = NOISE * jnp.finfo(change.dtype).eps * magnitude
         size = jnp.maximum(change, spread) + hidden + more
-        lost = _squares_lost(magnitude, (grad, better))
+        # Squares underflow if a nonzero hypergradient has a norm of about 0.
+        limits = jnp.finfo(magnitude.dtype)
+        least = (float(limits.tiny) / float(limits.eps)) ** 0.5
+        lost = (magnitude < least) & jnp.any(ravel_pytree((grad, better))[0] != 0)
         return cls(size, spread, hidden, optax.tree.norm(grad), lost)
 
     def info(
@@ -304,13 +303,6 @@ def hidden_steps(
     rounded = narrower & (last_step <= 10 * coarse)
     # Products of TF32 have 10 bits, and products of bfloat16 have 7.
     return rounded, has_coarse_products(program) & (last_step <= 10 * 2.0**-8)
-
-
-def _squares_lost(magnitude: jax.Array, grads: Pytree) -> jax.Array:
-    """Return whether squares underflow: a nonzero hypergradient with a norm of about 0."""
-    limits = jnp.finfo(magnitude.dtype)
-    least = (float(limits.tiny) / float(limits.eps)) ** 0.5
-    return (magnitude < least) & jnp.any(ravel_pytree(grads)[0] != 0)
 
 
 def _smooth_error_bound(problem, fixed, refined, alpha, train, valid, grad) -> jax.Array:

@@ -7,6 +7,7 @@ unrolling. So every solver's adjoint can be checked, and reused as a warm start.
 """
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -97,8 +98,8 @@ def hypergradient(
     diagnostics : bool
         Whether to fill ``info``. Up to 512 weights (1,024 for a quadratic lower loss) the Hessian
         is formed and inverted; beyond, a few linear solves are made together, or a short one
-        where no claim can be made. Under ``jax.jit``
-        fields that the compiled function does not return cost nothing.
+        where no claim can be made. Under ``jax.jit`` fields that the compiled function does not
+        return cost nothing.
     damping : float
         ``info`` then refers to the solution map of ``lower + damping / 2 |w - w0|^2``; the
         hypergradient does not change. With more weights than labels and no weight decay ``lower``
@@ -278,9 +279,8 @@ def stateful_hypergradient(
         check = None if all(direct) or not any(used) else check_reached
         adjoint = None
         if mode == "forward":
-            value, (w, state, above), grad = _forward(
-                lambda alpha: objective(alpha, None), alpha, check
-            )
+            of_alpha = functools.partial(objective, tilt=None)
+            value, (w, state, above), grad = _forward(of_alpha, alpha, check)
         else:
             tilt = pcast_varying(optax.tree.zeros_like(params), axes)
             report = report_of(state) if solver.reports else None
@@ -302,10 +302,10 @@ def stateful_hypergradient(
             stated = _damped_problem(at_variables(problem, variables), damping, centre)
             limit = min(products, PRODUCTS)
             with second_derivatives(own_rules):
+                at = weights, alpha, batch, valid, grad, adjoint, limit
                 if solver.constraint is None:
-                    info = assess(stated, weights, alpha, batch, valid, grad, adjoint, limit)
+                    info = assess(stated, *at)
                 else:
-                    at = weights, alpha, batch, valid, grad, adjoint, limit
                     info = assess_constrained(stated, solver.constraint, *at)
             if not any((*mapped, *direct)):
                 info = unmapped(info, 4)
@@ -397,14 +397,13 @@ def check_variables(problem: Problem, w: Pytree, alpha: Pytree, valid: Pytree) -
         return
     outer = split_losses(problem).outer
 
-    def of_params(_, params, batch):
-        return outer(w._replace(params=params), alpha, batch)[0]
+    def reads(field):
+        def loss(_, value, batch):
+            return outer(w._replace(**{field: value}), alpha, batch)[0]
 
-    def of_variables(_, variables, batch):
-        return outer(w._replace(variables=variables), alpha, batch)[0]
+        return depends_on_alpha(loss, None, getattr(w, field), valid)
 
-    alone = not depends_on_alpha(of_params, None, w.params, valid)
-    if alone and depends_on_alpha(of_variables, None, w.variables, valid):
+    if not reads("params") and reads("variables"):
         raise ValueError(
             "outer: expected to depend on params, got a loss of variables alone, which are not "
             "differentiated: its hypergradient would be 0. For averages of the weights: "

@@ -17,6 +17,7 @@ from bilevel.contracts import Pytree
 from bilevel.hypergradients.curvature import curvature
 from bilevel.internal.precision import uniform_hash
 from bilevel.problem.problem import hessian_operator, mixed_product
+from bilevel.solvers.inverses import ratio_to_norm
 from bilevel.solvers.minimizers import local_newton
 from ntk.internal.sharding import match_varying_axes, pcast_varying, varying, while_loop
 
@@ -246,13 +247,13 @@ def _shifts(w, free, count):
     return size * ((drawn @ free) @ free.T)
 
 
-def jitter(number, tree, roundings=1.0):
-    """Return ``tree`` with its last digits drawn at random."""
+def jitter(number, tree, roundings=1.0, *, entrywise=False):
+    """Return ``tree`` with its last digits drawn at random; if ``entrywise``, zeros stay."""
     flat, unravel = ravel_pytree(tree)
 
     def one(x, uniform):
-        size = roundings * jnp.finfo(x.dtype).eps * (jnp.abs(x) + jnp.sqrt(jnp.mean(x**2)))
-        return x + (size * uniform).astype(x.dtype)
+        size = jnp.abs(x) if entrywise else jnp.abs(x) + jnp.sqrt(jnp.mean(x**2))
+        return x + (roundings * jnp.finfo(x.dtype).eps * size * uniform).astype(x.dtype)
 
     return jax.tree.map(one, tree, unravel(uniform_hash(number, flat)))
 
@@ -274,9 +275,3 @@ def unbounded(like: jax.Array) -> float:
 def finite_or_zero(tree: Pytree) -> Pytree:
     """Return ``tree`` with its values that are not finite replaced by 0."""
     return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), tree)
-
-
-def ratio_to_norm(size: jax.Array, whole: Pytree) -> jax.Array:
-    """Return ``size`` over the norm of ``whole``, or ``size`` if that norm is 0."""
-    norm = optax.tree.norm(whole)
-    return size / jnp.where(norm > 0, norm, 1)

@@ -10,11 +10,17 @@ import optax
 from jax.custom_derivatives import SymbolicZero
 
 from bilevel.contracts import Constraint, Inverse, LinearMap, Loss, LowerSolver, Point, Pytree
-from bilevel.internal.checks import inverse_map, lower_solver, nan_unless_finite
+from bilevel.internal.checks import (
+    at_least_float32,
+    inverse_map,
+    lower_solver,
+    nan_unless_finite,
+)
 from bilevel.internal.custom_rules import linearize_custom_rules
 from bilevel.internal.precision import coarsest_eps, narrow, widen
 from bilevel.solvers._detached import detached
 from bilevel.solvers._manifold import System, fixed_point, manifold_system, smooth_system
+from bilevel.solvers._mixed_mode import chosen, merged, moving_tangents
 from bilevel.solvers.constrained import ProximalState
 from bilevel.solvers.inverses import Outcome, ReportingInverse, cg, solve_and_report
 from bilevel.solvers.minimizers import newton
@@ -117,7 +123,8 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
             "the implicit function theorem needs all rows, or one batch that the search draws."
         )
 
-    if forward.constraint is not None and _is_gram(inverse):
+    is_gram = getattr(inverse, "__qualname__", "").startswith("gram.")
+    if forward.constraint is not None and is_gram:
         raise ValueError(
             "inverse: expected cg, dense, neumann, nystrom or scale for a constrained problem, "
             "got gram, which does not know the active set."
@@ -154,8 +161,7 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
 
 def no_report(w: Pytree) -> AdjointReport:
     """Return the report before the first solve."""
-    dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(widen(w))))
-    return AdjointReport(*jnp.zeros((5,), dtype))
+    return AdjointReport(*jnp.zeros((5,), at_least_float32(*jax.tree.leaves(w))))
 
 
 class _Condition(NamedTuple):
@@ -202,8 +208,7 @@ def _constrained(
     slope, of_slope = jax.closure_convert(jax.grad(smooth), w, alpha, batch)
     wide = widen(w)
     # Parameters may be traced values that the constraint closes over.
-    prox, of_prox = jax.closure_convert(constraint.prox, code, wide, alpha, eta)
-    own = {"prox": (prox, of_prox)}
+    own = {"prox": jax.closure_convert(constraint.prox, code, wide, alpha, eta)}
     if constraint.tangent is not None:
         own["tangent"] = jax.closure_convert(constraint.tangent, code, wide, alpha, wide)
         own["curvature"] = jax.closure_convert(constraint.curvature, code, wide, wide, alpha, wide)
@@ -264,28 +269,21 @@ def _with_derivative(
         w, args = primals
         w = root(w, args)
         flat, tree = jax.tree.flatten(args)
-        flat_dots = jax.tree.leaves(tangents[1], is_leaf=lambda t: isinstance(t, SymbolicZero))
-        moving = [not isinstance(t, SymbolicZero) for t in flat_dots]
-        if not any(moving):
+        moves, dots = moving_tangents(tangents[1])
+        if not dots:
             return w, optax.tree.zeros_like(w)
 
         def forcing_of(*values):
             """Compute the forcing at ``w`` from the differentiated arguments only."""
-            moved = iter(values)
-            merged = [next(moved) if m else x for m, x in zip(moving, flat, strict=True)]
-            alpha, batch, hoisted, *_ = jax.tree.unflatten(tree, merged)
+            alpha, batch, hoisted, *_ = jax.tree.unflatten(tree, merged(moves, values, flat))
             return condition.forcing(w, alpha, batch, hoisted)
 
-        def select(items):
-            return tuple(x for m, x in zip(moving, items, strict=True) if m)
-
-        _, forcing = jax.jvp(forcing_of, select(flat), select(flat_dots))
-        forcing = widen(forcing)
+        forcing = widen(jax.jvp(forcing_of, chosen(moves, flat), dots)[1])
         alpha, batch, hoisted, start, captured, _ = args
         residual, system = condition.linearize(w, alpha, batch, hoisted)
         point = Point(w, alpha, batch)
         solve = functools.partial(solver, hoisted=hoisted, captured=captured)
-        report_dot = jax.tree.unflatten(tree, flat_dots)[-1]
+        report_dot = tangents[1][-1]
         reports = not isinstance(report_dot[0], SymbolicZero)
 
         def product(b):
@@ -321,10 +319,6 @@ def _report(outcome: Outcome, slope: jax.Array, w: Pytree) -> AdjointReport:
     moving = stationarity > max(_STATIONARY, 10 * coarsest_eps(w))
     numbers = outcome.residual, outcome.failed, outcome.indefinite, stationarity, moving
     return AdjointReport(*(jnp.asarray(x, slope.dtype) for x in numbers))
-
-
-def _is_gram(inverse: Inverse) -> bool:
-    return getattr(inverse, "__qualname__", "").startswith("gram.")
 
 
 def _seen_by(inverse: Inverse, system: System) -> LinearMap:

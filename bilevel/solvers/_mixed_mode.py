@@ -56,18 +56,15 @@ def value_and_gradient(
     @functools.partial(mixed.defjvp, symbolic_zeros=True)
     def _(primals, tangents):
         (args,), (dots,) = primals, tangents
-        dots = jax.tree.leaves(dots, is_leaf=lambda dot: isinstance(dot, SymbolicZero))
+        moves, dots = moving_tangents(dots)
         outputs = mixed(args)
-        step = _Step(of, plain, args, [not isinstance(dot, SymbolicZero) for dot in dots])
-        dots = tuple(step.moving(dots))
+        step = _Step(of, plain, args, moves)
         if not dots:
-            return outputs, _tangents(
-                outputs, [jnp.zeros_like(x) for x in _inexact_leaves(outputs)]
-            )
+            return outputs, tangents_of(outputs, map(jnp.zeros_like, inexact_leaves(outputs)))
         pull = functools.partial(transposed, step)
         pull = functools.partial(guarded, pull) if steep else pull
         slope_dots = with_transpose(step.push, pull, step.flat, dots, jax.tree.leaves(outputs[1]))
-        return outputs, _tangents(outputs, [*step.push_outputs(dots), *slope_dots])
+        return outputs, tangents_of(outputs, [*step.push_outputs(dots), *slope_dots])
 
     return mixed(args)
 
@@ -104,7 +101,7 @@ def _empty_dependent_array(tree: Pytree) -> jax.Array:
         none = jnp.broadcast_to(jnp.real(x), (0, *jnp.shape(x)))
         return none.sum(tuple(range(1, none.ndim))).astype(jnp.float32)
 
-    return functools.reduce(jnp.add, map(one, _inexact_leaves(tree)))
+    return functools.reduce(jnp.add, map(one, inexact_leaves(tree)))
 
 
 def _plus(tree: Pytree, number: jax.Array) -> Pytree:
@@ -118,18 +115,14 @@ class _Step:
         self.of, self.plain, self.moves = of, plain, moves
         self.flat, self.tree = jax.tree.flatten(args)
         self.count = len(jax.tree.leaves(args[0]))  # of the weights' arrays, which come first
+        self.moving = chosen(moves, self.flat)
 
     def args(self, flat: list) -> Pytree:
         return jax.tree.unflatten(self.tree, flat)
 
-    def moving(self, flat: list) -> list:
-        """Return the arguments that move."""
-        return [x for x, moves in zip(flat, self.moves, strict=True) if moves]
-
     def merged(self, values: Iterable, flat: list) -> list:
         """Return ``flat`` with these values of the arguments that move."""
-        moved = iter(values)
-        return [next(moved) if m else x for m, x in zip(self.moves, flat, strict=True)]
+        return merged(self.moves, values, flat)
 
     def value(self, flat: list) -> jax.Array:
         return self.of(self.args(flat))[0]
@@ -141,15 +134,15 @@ class _Step:
             loss_and_gradient = self.plain(self.args(self.merged(values, self.flat)))
             return jax.tree.leaves(loss_and_gradient[1])
 
-        return jax.jvp(gradient, tuple(self.moving(self.flat)), dots)[1]
+        return jax.jvp(gradient, self.moving, dots)[1]
 
     def push_outputs(self, dots: tuple) -> list:
         """Return the forward derivative of the value and of the floating arrays in aux."""
 
         def outputs(*values):
-            return _inexact_leaves(self.of(self.args(self.merged(values, self.flat))))
+            return inexact_leaves(self.of(self.args(self.merged(values, self.flat))))
 
-        return jax.jvp(outputs, tuple(self.moving(self.flat)), dots)[1]
+        return jax.jvp(outputs, self.moving, dots)[1]
 
 
 def _forward_over_reverse(step: _Step, v: list) -> tuple:
@@ -157,9 +150,8 @@ def _forward_over_reverse(step: _Step, v: list) -> tuple:
 
     def gradient(w):
         flat = [*w, *step.flat[step.count :]]
-        value, pull = jax.vjp(
-            lambda *values: step.value(step.merged(values, flat)), *step.moving(flat)
-        )
+        moving = chosen(step.moves, flat)
+        value, pull = jax.vjp(lambda *values: step.value(step.merged(values, flat)), *moving)
         return pull(jnp.ones_like(value))
 
     return jax.jvp(gradient, (step.flat[: step.count],), (v,))[1]
@@ -173,23 +165,43 @@ def _reverse_over_forward(step: _Step, v: list) -> tuple:
         own, others = flat[: step.count], flat[step.count :]
         return jax.jvp(lambda w: step.value([*w, *others]), (own,), (v,))[1]
 
-    slope, pull = jax.vjp(along, *step.moving(step.flat))
+    slope, pull = jax.vjp(along, *step.moving)
     return pull(jnp.ones_like(slope))
 
 
-def _is_inexact(x: Any) -> bool:
+def chosen(flags: list[bool], items: Iterable) -> tuple:
+    """Return the items whose flag is set."""
+    return tuple(x for flag, x in zip(flags, items, strict=True) if flag)
+
+
+def merged(flags: list[bool], values: Iterable, items: Iterable) -> list:
+    """Return ``items`` with ``values`` in the places whose flag is set."""
+    moved = iter(values)
+    return [next(moved) if flag else x for flag, x in zip(flags, items, strict=True)]
+
+
+def moving_tangents(tangents: Pytree) -> tuple[list[bool], tuple]:
+    """Return whether each leaf of symbolic ``tangents`` moves, and the tangents of those."""
+    dots = jax.tree.leaves(tangents, is_leaf=lambda dot: isinstance(dot, SymbolicZero))
+    moves = [not isinstance(dot, SymbolicZero) for dot in dots]
+    return moves, chosen(moves, dots)
+
+
+def is_inexact(x: Any) -> bool:
+    """Return whether a value has a floating or complex dtype."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def _inexact_leaves(tree: Pytree) -> list:
-    return [x for x in jax.tree.leaves(tree) if _is_inexact(x)]
+def inexact_leaves(tree: Pytree) -> list:
+    """Return the leaves of a floating or complex dtype."""
+    return list(filter(is_inexact, jax.tree.leaves(tree)))
 
 
-def _tangents(outputs: Pytree, floating: list) -> Pytree:
+def tangents_of(outputs: Pytree, floating: Iterable) -> Pytree:
     """Return ``floating`` as tangents of the floating arrays, and empty tangents elsewhere."""
     moved = iter(floating)
 
     def one(x):
-        return next(moved) if _is_inexact(x) else np.zeros(jnp.shape(x), jax.dtypes.float0)
+        return next(moved) if is_inexact(x) else np.zeros(jnp.shape(x), jax.dtypes.float0)
 
     return jax.tree.map(one, outputs)

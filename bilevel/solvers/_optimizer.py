@@ -36,10 +36,17 @@ from jax.extend import core
 from bilevel.contracts import Pytree
 from bilevel.internal.checks import concrete
 from bilevel.solvers._detached import detached
-from bilevel.solvers._mixed_mode import with_transpose
+from bilevel.solvers._mixed_mode import (
+    chosen,
+    inexact_leaves,
+    is_inexact,
+    merged,
+    tangents_of,
+    with_transpose,
+)
 from bilevel.solvers._overflow import guarded
 from ntk.internal.compile_cache import fresh
-from ntk.internal.jaxprs import inner_jaxprs, interpret, operation_names
+from ntk.internal.jaxprs import bind, inner_jaxprs, interpret, operation_names
 
 
 def with_limits(update: Callable, *args: Pytree) -> Pytree:
@@ -50,10 +57,10 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
         return update(*args)
     structure = jax.tree.structure(shapes)
     traced = [not concrete(c) for c in closed.consts]
+    hoisted = chosen(traced, closed.consts)
 
     def constants(hoisted):
-        moving = iter(hoisted)
-        return [next(moving) if t else c for t, c in zip(traced, closed.consts, strict=True)]
+        return merged(traced, hoisted, closed.consts)
 
     def converted(args, hoisted):
         inputs = jax.tree.leaves(args)
@@ -83,7 +90,6 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
             return jax.jvp(values, primals, tangents)
         return _guarded_jvp(values, primals, tangents)
 
-    hoisted = [c for c, moves in zip(closed.consts, traced, strict=True) if moves]
     moving = [_is_floating(v.aval) for v in closed.jaxpr.invars]
     entrywise = not any(map(_is_floating, hoisted)) and _is_entrywise(closed, moving)
     # A transpose of all outputs would include loops without a reverse derivative.
@@ -97,17 +103,12 @@ def _guarded_jvp(function: Callable, primals: tuple, tangents: tuple) -> tuple:
     A norm or a learned rate would spread one weight's overflow to all others.
     """
     flat, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, primals))
-    moves = [_is_floating(x) for x in flat]
+    moves = list(map(is_inexact, flat))
+    moving = chosen(moves, flat)
+    dots = tuple(map(jnp.asarray, chosen(moves, jax.tree.leaves(tangents))))
 
     def floats(*values):
-        moved = iter(values)
-        merged = [next(moved) if m else x for m, x in zip(moves, flat, strict=True)]
-        outputs = jax.tree.leaves(function(*jax.tree.unflatten(tree, merged)))
-        return list(filter(_is_floating, outputs))
-
-    moving = tuple(filter(_is_floating, flat))
-    pairs = zip(jax.tree.leaves(tangents), moves, strict=True)
-    dots = tuple(jnp.asarray(dot) for dot, m in pairs if m)
+        return inexact_leaves(function(*jax.tree.unflatten(tree, merged(moves, values, flat))))
 
     def push(dots):
         return jax.jvp(floats, moving, dots)[1]
@@ -116,13 +117,9 @@ def _guarded_jvp(function: Callable, primals: tuple, tangents: tuple) -> tuple:
         return jax.vjp(floats, *moving)[1](v)
 
     outputs = function(*primals)
-    like = list(filter(_is_floating, jax.tree.leaves(outputs)))
-    output_dots = iter(with_transpose(push, functools.partial(guarded, pull), moving, dots, like))
-
-    def tangent(x):
-        return next(output_dots) if _is_floating(x) else np.zeros(jnp.shape(x), jax.dtypes.float0)
-
-    return outputs, jax.tree.map(tangent, outputs)
+    like, guarded_pull = inexact_leaves(outputs), functools.partial(guarded, pull)
+    output_dots = with_transpose(push, guarded_pull, moving, dots, like)
+    return outputs, tangents_of(outputs, output_dots)
 
 
 def _is_floating(x: Any) -> bool:
@@ -170,7 +167,7 @@ def _with_slope(moved: jax.Array, value: jax.Array, limit: "_Known") -> jax.Arra
 
     ``moved`` is 0 and has slope 1 in every floating input.
     """
-    if not jnp.issubdtype(value.dtype, jnp.inexact):
+    if not is_inexact(value):
         return value
     away = jax.lax.stop_gradient(limit.value) - limit.value
     # Subtracting a zero leaves even the sign of a zero.
@@ -200,8 +197,7 @@ class _Known(NamedTuple):
 
 def _evaluate_with_slopes(closed: core.ClosedJaxpr, inputs: list[_Known]) -> list[_Known]:
     """Return the program's outputs with the replacements."""
-    rule = functools.partial(_apply_with_slopes, closed.jaxpr.debug_info)
-    return interpret(closed, inputs, rule, constant=_known_constant)
+    return interpret(closed, inputs, _apply_with_slopes, constant=_known_constant)
 
 
 def _known_constant(value: Any) -> _Known:
@@ -209,24 +205,24 @@ def _known_constant(value: Any) -> _Known:
     return _Known(value, zero=literal and not np.any(value))
 
 
-def _apply_with_slopes(debug_info, equation: core.JaxprEqn, inputs: list[_Known]) -> list[_Known]:
+def _apply_with_slopes(equation: core.JaxprEqn, inputs: list[_Known]) -> list[_Known]:
     name, params = equation.primitive.name, equation.params
     values = [x.value for x in inputs]
     # Integers are counts of steps; values computed from them get no limit.
-    floating = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in values]
+    floating = [_is_floating(x) for x in values]
     inputs = [x._replace(own=x.own and real) for x, real in zip(inputs, floating, strict=True)]
     own, first = any(x.own for x in inputs), inputs[0] if inputs else _Known(None)
     if name in ("jit", "pjit"):
         return _evaluate_with_slopes(params["jaxpr"], inputs)
-    operation = _equation_function(equation, debug_info)
     if name in _RESHAPING:
         opened, unknown = first.opened, first.unknown
         if name != "convert_element_type":
             masks = opened, unknown
-            opened, unknown = [m if m is None else operation(m, *values[1:])[0] for m in masks]
-        return [first._replace(value=operation(*values)[0], opened=opened, unknown=unknown)]
+            moved = [m if m is None else bind(equation, [m, *values[1:]])[0] for m in masks]
+            opened, unknown = moved
+        return [first._replace(value=bind(equation, values)[0], opened=opened, unknown=unknown)]
     if name == "gt" and first.own and not first.given and inputs[1].zero:
-        return [_Known(operation(*values)[0], own, opened=values[0] >= 0)]
+        return [_Known(bind(equation, values)[0], own, opened=values[0] >= 0)]
     if name == "cond":
         branches = [_branch(closed, inputs[1:]) for closed in params["branches"]]
         outputs, unknown = jax.lax.switch(values[0], branches, *values[1:])
@@ -237,9 +233,9 @@ def _apply_with_slopes(debug_info, equation: core.JaxprEqn, inputs: list[_Known]
         shut = inputs[2].unknown
         opened = first.opened if shut is None else values[0] | (first.opened & ~shut)
         inputs[0] = first._replace(value=opened)
-        outputs = operation(opened, *values[1:])
+        outputs = bind(equation, [opened, *values[1:]])
     else:
-        outputs = operation(*values)
+        outputs = bind(equation, values)
     return [_Known(x, own, unknown=_unknown_slopes(name, inputs, x)) for x in outputs]
 
 
@@ -279,19 +275,6 @@ def _branch(closed: core.ClosedJaxpr, inputs: list[_Known]) -> Callable:
         return [x.value for x in outputs], [_mask(x) for x in outputs]
 
     return branch
-
-
-def _equation_function(equation: core.JaxprEqn, debug_info) -> Callable[..., list]:
-    """Return one equation as a function of its inputs."""
-    places = {v: i for i, v in enumerate(equation.invars) if isinstance(v, core.Var)}
-    parts = list(places), equation.outvars, [equation], equation.effects
-    program = core.Jaxpr((), *parts, debug_info.with_unknown_names())
-    run = core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))
-
-    def operation(*inputs):
-        return run(*(inputs[i] for i in places.values()))
-
-    return operation
 
 
 def _with_finite_slope(operation: Callable) -> Callable:

@@ -18,6 +18,7 @@ from bilevel.contracts import Constraint, LinearMap, Pytree
 from bilevel.internal.conjugate_gradients import solve_conjugate_gradients
 from bilevel.internal.precision import uniform_hash
 from bilevel.solvers._manifold import fixed_point, manifold_system, same_code
+from bilevel.solvers.inverses import ratio_of_norms
 from ntk.internal.sharding import pcast_varying, varying, while_loop
 
 _POWERS = 15  # maximum number of power iterations for the first step size
@@ -158,18 +159,15 @@ class ProximalProblem(NamedTuple):
             w, code = optax.tree.where(tied, (near, other), (w, code))
         return w, code
 
-    def at(self, w, eta) -> _Candidate:
-        """Return the point ``w`` with its own code."""
-        return self.at_with(w, jax.grad(self.loss)(w), eta)
-
-    def at_with(self, w, g, eta) -> _Candidate:
-        """Return the point ``w`` with this gradient and its own code."""
+    def at(self, w, eta, g=None) -> _Candidate:
+        """Return the point ``w`` with its own code; ``g`` is the gradient, if it is known."""
+        g = jax.grad(self.loss)(w) if g is None else g
         return self.of(w, g, self.constraint.identify(w, g, self.alpha, eta), eta)
 
     def of(self, w, g, code, eta) -> _Candidate:
         """Return the point ``w`` with this gradient and code."""
         step = self.constraint.step(code, w, g, self.alpha, eta)
-        return _Candidate(w, g, code, step, _relative_norm(step, optax.tree.add(w, step)))
+        return _Candidate(w, g, code, step, ratio_of_norms(step, optax.tree.add(w, step)))
 
     def descend(self, point, eta, pace, budget, near) -> tuple:
         """Take proximal gradient steps until the residual is below ``near``.
@@ -210,7 +208,7 @@ class ProximalProblem(NamedTuple):
             if self.quadratic:
                 good |= length <= eta
 
-            point_after = self.at_with(after, g_after, eta)
+            point_after = self.at(after, eta, g_after)
             pace_after = pace.after(square, bend, optax.tree.vdot(turn, turn), rise)
             length_after = jnp.clip(pace_after.length, eta, eta / jnp.sqrt(eps))
             same_after = jnp.where(same_code(point_after.code, point.code), same + 1, 0)
@@ -261,7 +259,7 @@ class ProximalProblem(NamedTuple):
             w = fixed_point(self.constraint)(trial.code, trial.w, trial.g, self.alpha, eta)
             after = self.at(w, eta)
             stays = same_code(point.code, trial.code) & same_code(point.code, after.code)
-            moved_after = _relative_norm(optax.tree.sub(w, point.w), w)
+            moved_after = ratio_of_norms(optax.tree.sub(w, point.w), w)
             lowers = self.lowers(point, trial, after, eta)
             progress = (after.size < 0.5 * point.size) | (stays & (moved_after < 0.5 * moved))
             rounded = stays & (after.size <= 100 * eps)
@@ -269,14 +267,8 @@ class ProximalProblem(NamedTuple):
             done = (done | (after.size <= self.aim)) & lowers
             progress &= lowers
             better = progress | (done & (after.size <= point.size))
-            result = optax.tree.where(better, after, point)
-            return (
-                result,
-                jnp.where(better, moved_after, moved),
-                count + 1,
-                progress,
-                done,
-            )
+            result = optax.tree.where(better, (after, moved_after), (point, moved))
+            return *result, count + 1, progress, done
 
         zero, no = jnp.zeros((), int), jnp.array(False)
         huge = jnp.full_like(eta, jnp.finfo(eta.dtype).max)
@@ -302,8 +294,3 @@ class ProximalProblem(NamedTuple):
         new = optax.tree.norm(after.g) + (optax.tree.norm(after.w) + optax.tree.norm(trial.w)) / eta
         slack = eps * length * (100 * old - 4 * new)
         return optax.tree.vdot(u, way) <= bend + slack
-
-
-def _relative_norm(part: Pytree, whole: Pytree) -> jax.Array:
-    size = optax.tree.norm(whole)
-    return optax.tree.norm(part) / jnp.where(size > 0, size, 1)

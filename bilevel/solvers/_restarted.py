@@ -40,10 +40,6 @@ def restarted(
         A PRNG key. Every outer step passes a new key, derived from this one and the number of the
         step, to ``start``. The state counts the steps, so a resumed search draws the same starts.
 
-    Returns
-    -------
-    LowerSolver
-
     Raises
     ------
     ValueError

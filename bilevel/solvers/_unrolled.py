@@ -122,15 +122,15 @@ def unrolled(
         stateful = isinstance(w, Stateful)
         w, variables = w if stateful else (w, None)
 
-        def completed(value, w, alpha):
-            smooth = None if constraint is None else constraint.smooth
-            return value if smooth is None else value + smooth(w, alpha)
+        smooth = None if constraint is None else constraint.smooth
 
         def loss(w, variables, alpha, batch):
-            if not stateful:
-                return completed(lower(w, alpha, batch), w, alpha), None
-            value, after = lower(Stateful(w, variables), alpha, batch)
-            return completed(value, w, alpha), like_variables(after, variables)
+            if stateful:
+                value, after = lower(Stateful(w, variables), alpha, batch)
+                after = like_variables(after, variables)
+            else:
+                value, after = lower(w, alpha, batch), None
+            return value if smooth is None else value + smooth(w, alpha), after
 
         def step(carry, alpha, batch):
             w, variables, state, number, total = carry
@@ -139,21 +139,17 @@ def unrolled(
                 batch = batches(jax.random.fold_in(key, number), data)
             before = variables
 
-            def update(slope, state, w, value):
-                return rule_at(alpha).update(
-                    slope,
-                    state,
-                    w,
-                    value=value,
-                    grad=slope,
-                    value_fn=lambda w: loss(w, before, alpha, batch)[0],
-                )
+            def value_of(w):
+                return loss(w, before, alpha, batch)[0]
 
-            value = jax.eval_shape(lambda w: loss(w, before, alpha, batch)[0], w)
+            def update(slope, state, w, value):
+                extra_args = {"value": value, "grad": slope, "value_fn": value_of}
+                return rule_at(alpha).update(slope, state, w, **extra_args)
+
+            value = jax.eval_shape(value_of, w)
             steep = constraint is None and last > _SAFE and is_steep(update, w, state, w, value)
-            (value, variables), slope = value_and_gradient(
-                loss, w, before, alpha, batch, steep=steep
-            )
+            given = w, before, alpha, batch
+            (value, variables), slope = value_and_gradient(loss, *given, steep=steep)
             slope = checkpoint_name(slope, slope_name)
             apply = update if constraint is not None else functools.partial(with_limits, update)
             updates, state = apply(slope, state, w, value)
@@ -201,15 +197,15 @@ def _rule(optimizer: Any) -> tuple[Callable, Callable, Callable | None]:
         proximal = proximal_steps(optimizer.constraint)
         return proximal, lambda w: proximal(None).init(params_of(w)), None
     if not _is_function_of_alpha(optimizer):
-        rule = _transformation(optimizer)
+        if isinstance(optimizer, int | float | np.generic | np.ndarray | jax.Array):
+            optimizer = optax.sgd(optimizer)
+        rule = gradient_transformation("optimizer", optimizer)
         return lambda alpha: rule, lambda w: rule.init(params_of(w)), None
 
     def init(w):
         raise ValueError("init: the optimizer depends on alpha; call solver.start(alpha, w).")
 
-    def rule_at(alpha):
-        return _optimizer_at(optimizer, alpha)
-
+    rule_at = functools.partial(_optimizer_at, optimizer)
     return rule_at, init, lambda alpha, w: rule_at(alpha).init(params_of(w))
 
 
@@ -218,7 +214,7 @@ def _optimizer_at(make: Any, alpha: Pytree) -> optax.GradientTransformationExtra
     try:
         made = make(alpha)
     except TypeError:  # a schedule takes a number, and alpha may be a tree
-        if not (getattr(make, "__module__", "") or "").startswith("optax"):
+        if not _is_of_optax(make):
             raise
         made = make
     if not isinstance(made, optax.GradientTransformation | optax.MultiSteps):
@@ -232,19 +228,13 @@ def _optimizer_at(make: Any, alpha: Pytree) -> optax.GradientTransformationExtra
 
 def _is_function_of_alpha(optimizer: Any) -> bool:
     """Return whether it is a user's function of alpha, and not an uncalled factory of optax."""
-    ours = getattr(optimizer, "__module__", "") or ""
-    return (
-        callable(optimizer)
-        and not isinstance(optimizer, optax.MultiSteps)
-        and (not ours.startswith("optax") or "<locals>" in optimizer.__qualname__)
-    )
+    if not callable(optimizer) or isinstance(optimizer, optax.MultiSteps):
+        return False
+    return not _is_of_optax(optimizer) or "<locals>" in optimizer.__qualname__
 
 
-def _transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer; a number is the step size of plain gradient descent."""
-    if isinstance(optimizer, int | float | np.generic | np.ndarray | jax.Array):
-        optimizer = optax.sgd(optimizer)
-    return gradient_transformation("optimizer", optimizer)
+def _is_of_optax(value: Any) -> bool:
+    return (getattr(value, "__module__", "") or "").startswith("optax")
 
 
 def _averaging_weights(average: Callable, alpha: Pytree, steps: int) -> jax.Array:

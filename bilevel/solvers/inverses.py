@@ -86,10 +86,20 @@ def solve_and_report(
     return inverse(hvp, b, x0, point), Outcome()
 
 
+def ratio_to_norm(size: jax.Array, whole: Pytree) -> jax.Array:
+    """Return ``size`` over the 2-norm of ``whole``, or ``size`` if that norm is 0."""
+    norm = optax.tree.norm(whole)
+    return size / jnp.where(norm > 0, norm, 1)
+
+
+def ratio_of_norms(part: Pytree, whole: Pytree) -> jax.Array:
+    """Return the norm of ``part`` over that of ``whole``, or alone if the latter is 0."""
+    return ratio_to_norm(optax.tree.norm(part), whole)
+
+
 def _outcome(b: Pytree, residual: jax.Array, limit: float, **diagnostics: jax.Array) -> Outcome:
     """Return the outcome of a solve with this 2-norm of the residual; above the limit it failed."""
-    size = optax.tree.norm(b)
-    relative = residual / jnp.where(size > 0, size, 1)
+    relative = ratio_to_norm(residual, b)
     numbers = {name: jnp.asarray(x, relative.dtype) for name, x in diagnostics.items()}
     return Outcome(relative, (relative > limit).astype(relative.dtype), **numbers)
 
@@ -237,19 +247,21 @@ def dense(damping: float = 0.0) -> Inverse:
 
 def hessian_matrix(hvp: LinearMap, like: Pytree) -> jax.Array:
     """Return ``H`` as a [p, p] array, symmetrized, in the order of ``ravel_pytree(like)``."""
-    flat, unravel = ravel_pytree(like)
+    flat, _ = ravel_pytree(like)
     basis = pcast_varying(jnp.eye(flat.size, dtype=flat.dtype), varying(like))
-    columns = row_products(lambda v: ravel_pytree(hvp(unravel(v)))[0], basis)
+    columns = row_products(hvp, like, basis)
     return (columns + columns.T) / 2
 
 
-def row_products(linear: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
-    """Return ``linear`` of each row, as rows, with all matrix products in full precision.
+def row_products(hvp: LinearMap, like: Pytree, rows: jax.Array) -> jax.Array:
+    """Return ``hvp`` of each row, as rows, with all matrix products in full precision.
 
+    A row has the order of ``ravel_pytree(like)``.
     XLA on CPUs refuses a batch of Fourier transforms in the layout that a following decomposition
     asks for (``RET_CHECK ... fft_thunk``). One long array has one layout only.
     """
-    program = jax.make_jaxpr(linear)(rows[0])
+    _, unravel = ravel_pytree(like)
+    program = jax.make_jaxpr(lambda v: ravel_pytree(hvp(unravel(v)))[0])(rows[0])
     results = jax.vmap(in_full_precision(program))(rows)
     if "fft" not in operation_names(program):
         return results
@@ -293,7 +305,7 @@ def nystrom(rank: int, damping: float, *, key: chex.PRNGKey | None = None) -> In
         seed = jax.random.key(0) if key is None else key
         omega = jax.random.normal(seed, (flat.size, min(rank, flat.size)), flat.dtype)
         omega = pcast_varying(jnp.linalg.qr(omega)[0], varying(b))
-        sketch = row_products(lambda v: ravel_pytree(hvp(unravel(v)))[0], omega.T).T
+        sketch = row_products(hvp, b, omega.T).T
         # The shift keeps the Cholesky factorization safe for a singular H. We subtract it below.
         shift = jnp.sqrt(flat.size) * jnp.finfo(flat.dtype).eps * jnp.linalg.norm(sketch)
         shifted = sketch + shift * omega
@@ -339,10 +351,6 @@ def gram(
         The weight decay that ``lower`` contains. 0 is the minimum-norm limit, which misses the
         motion of the solution in the null space of ``J``. If that part matters, use a small weight
         decay, in ``lower`` and here.
-
-    Returns
-    -------
-    Inverse
 
     Raises
     ------

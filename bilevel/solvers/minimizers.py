@@ -22,6 +22,7 @@ from bilevel.internal.precision import coarsest_eps, like_start, narrow, widen, 
 from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import hessian_operator
 from bilevel.problem.structure import is_quadratic
+from bilevel.solvers.inverses import ratio_of_norms
 from ntk.internal.sharding import varying, while_loop
 
 
@@ -94,14 +95,14 @@ def _make_newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = Tr
     def run(lower, alpha, w, state, batch):
         relative = _stationarity_tolerance(w) if tol is None else tol
         own, w, lower = w, widen(w), widened(lower, w)
-        lower = hoist_constants(lower, w, alpha, batch)
-        exact = is_quadratic(lower, w, alpha, batch)
+        of_leaves = hoist_constants(lower, w, alpha, batch)
+        exact = is_quadratic(of_leaves, w, alpha, batch)
         # A flat or concave quadratic loss is unbounded below.
         bound = exact or not leaves
         pack, unpack = packing(w)
-        of_leaves, lower = lower, _of_packed(lower, unpack)
-        in_units, w, value, slope, scale, unit = _own_units(lower, pack(w), alpha, batch)
-        of_leaves, lower = in_units(of_leaves), in_units(lower)
+        of_packed = lambda w, *rest: of_leaves(unpack(w), *rest)  # noqa: E731
+        in_units, w, value, slope, scale, unit = _own_units(of_packed, pack(w), alpha, batch)
+        lower_of_leaves, lower = in_units(of_leaves), in_units(of_packed)
         target = relative * scale
 
         def loss(w):
@@ -113,7 +114,7 @@ def _make_newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = Tr
             The leaves move one by one, so that a device moves each one where it reads it.
             """
             moved = optax.tree.add_scale(unpack(w), length, unpack(direction))
-            return of_leaves(moved, alpha, batch)
+            return lower_of_leaves(moved, alpha, batch)
 
         def unfinished(carry):
             *_, size, moved, k, caution = carry
@@ -139,7 +140,7 @@ def _make_newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = Tr
             w_after, after, lowered = _line_search(
                 moved_loss, w, value, direction, slope, convex, lenient
             )
-            moved_after = _relative_change(w, w_after)
+            moved_after = ratio_of_norms(optax.tree.sub(w_after, w), w_after)
             slope_after = jax.grad(loss)(w_after)
             size_after = optax.tree.norm(slope_after)
             # If neither the loss, the gradient nor the step shrinks, roundoff dominates.
@@ -165,10 +166,6 @@ def _make_newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = Tr
         return narrow(nan_unless_finite(w, value, size, target), own), state
 
     return LowerSolver(init=lambda w: (), run=run)
-
-
-def _of_packed(lower: Loss, unpack: Callable) -> Loss:
-    return lambda w, alpha, batch: lower(unpack(w), alpha, batch)
 
 
 # After a step without progress the next one is more cautious: first without the direction of
@@ -222,11 +219,6 @@ def _exponent(size: jax.Array) -> jax.Array:
     """Return the exponent of the power of 2 next to ``size``; 0 if ``size`` is 0 or not finite."""
     known = (size != 0) & jnp.isfinite(size)
     return jnp.frexp(jnp.where(known, size, 1))[1]
-
-
-def _relative_change(before: Pytree, after: Pytree) -> jax.Array:
-    size = optax.tree.norm(after)
-    return optax.tree.norm(optax.tree.sub(after, before)) / jnp.where(size > 0, size, 1)
 
 
 def _stationarity_tolerance(w: Pytree) -> float:
@@ -326,10 +318,6 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
     memory : int
         Number of stored pairs of differences, two copies of ``w`` each.
 
-    Returns
-    -------
-    LowerSolver
-
     Raises
     ------
     ValueError
@@ -396,10 +384,6 @@ def solved(solve: Callable[[Pytree, Pytree, Pytree], Pytree] | None = None) -> L
     ----------
     solve : ``solve(alpha, w, batch) -> w``, optional
         Any traceable solver, also of another library. By default ``w0`` itself is the solution.
-
-    Returns
-    -------
-    LowerSolver
 
     Raises
     ------

@@ -59,16 +59,13 @@ class Metric(NamedTuple):
 
 def _products(problem: Problem, w: Pytree, alpha: Pytree, train: BatchedData):
     """Return the function ``(i, rows [k, p]) -> H_i`` times the rows, for batch i."""
-    flat, unravel = ravel_pytree(w)
+    flat, _ = ravel_pytree(w)
     loss = at_variables(problem, None).lower
 
     def products(i, columns):
         def oracle(batch, weight):
             _, hvp = hessian_operator(loss, w, alpha, batch)
-            product = row_products(
-                lambda v: ravel_pytree(hvp(unravel(v)))[0], columns.astype(flat.dtype)
-            )
-            return weight * product, None
+            return weight * row_products(hvp, w, columns.astype(flat.dtype)), None
 
         return train.at(i, oracle)[0]
 

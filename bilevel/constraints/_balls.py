@@ -4,17 +4,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from bilevel.constraints._members import (
-    check_at_once,
-    on_vector,
-    require_nonnegative,
-    scalar_parameter,
-)
+from bilevel.constraints._members import nonnegative_scalar, on_vector
 from bilevel.constraints._simplex import above_threshold
 from bilevel.contracts import Constraint
 from ntk.internal.products import matmul
-
-_RADIUS = "a number of at least 0"
 
 
 def l2_ball(radius: Any = 1.0) -> Constraint:
@@ -33,7 +26,6 @@ def l2_ball(radius: Any = 1.0) -> Constraint:
     >>> solver.run(lower, 1.0, w, solver.init(w), None)[0].round(4)
     Array([0.6, 0.8], dtype=float...)
     """
-    check_at_once("radius", radius, lambda x: x >= 0, _RADIUS)
 
     def excess(w, g, eta, radius):
         """Return ``|z|^2 - radius^2`` of ``z = w - eta g``, without loss of a small gradient."""
@@ -61,7 +53,7 @@ def l2_ball(radius: Any = 1.0) -> Constraint:
         return bend * tangent(active, w, v, radius)
 
     return on_vector(
-        parameters=lambda w, alpha: (scalar_parameter("radius", radius, w, alpha),),
+        **nonnegative_scalar("radius", radius),
         blank=lambda size: jnp.zeros((), bool),
         identify=lambda w, g, eta, radius: excess(w, g, eta, radius) >= 0,
         prox=lambda active, z, eta, radius: jnp.where(active, radius / norm(active, z), 1) * z,
@@ -69,7 +61,6 @@ def l2_ball(radius: Any = 1.0) -> Constraint:
         tangent=tangent,
         curvature=curvature,
         margins=margins,
-        check=lambda radius: require_nonnegative("radius", radius),
     )
 
 
@@ -89,7 +80,6 @@ def l1_ball(radius: Any = 1.0) -> Constraint:
     >>> solver.run(lower, 1.0, w, solver.init(w), None)[0].round(4)
     Array([ 0.7, -0.3,  0. ], dtype=float...)
     """
-    check_at_once("radius", radius, lambda x: x >= 0, _RADIUS)
 
     def identify(w, g, eta, radius):
         z = w - eta * g
@@ -134,12 +124,11 @@ def l1_ball(radius: Any = 1.0) -> Constraint:
         return jnp.where(active, slack, jnp.inf), whole
 
     return on_vector(
-        parameters=lambda w, alpha: (scalar_parameter("radius", radius, w, alpha),),
+        **nonnegative_scalar("radius", radius),
         blank=lambda size: (jnp.zeros(size, jnp.int8), jnp.zeros((), bool)),
         identify=identify,
         prox=prox,
         step=step,
         tangent=tangent,
         margins=margins,
-        check=lambda radius: require_nonnegative("radius", radius),
     )

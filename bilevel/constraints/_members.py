@@ -1,5 +1,6 @@
 """Build constraints from functions of one vector, and resolve their parameters."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -131,11 +132,17 @@ def check_at_once(name: str, parameter: Any, good: Callable, expected: str) -> N
     for x in jax.tree.leaves(parameter):
         if not concrete(x):
             continue
-        if not jnp.issubdtype(_dtype_or_key_type(x), jnp.number):
+        # PRNG keys have a dtype that NumPy does not know.
+        dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+        if not jnp.issubdtype(dtype, jnp.number):
             raise ValueError(f"{name}: expected numbers or a function of alpha, got {describe(x)}.")
         require(name, good(np.asarray(x)), expected, x)
 
 
-def _dtype_or_key_type(x: Any) -> Any:
-    """Return the dtype of a value; keys have one that NumPy does not know."""
-    return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+def nonnegative_scalar(name: str, parameter: Any) -> dict[str, Callable]:
+    """Return ``parameters`` and ``check`` of a constraint with this parameter alone."""
+    check_at_once(name, parameter, lambda x: x >= 0, "a number of at least 0")
+    return {
+        "parameters": lambda w, alpha: (scalar_parameter(name, parameter, w, alpha),),
+        "check": functools.partial(require_nonnegative, name),
+    }

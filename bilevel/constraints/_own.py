@@ -20,11 +20,6 @@ def projection(project: Callable) -> Constraint:
     project : ``project(w, alpha) -> w``, or ``project(w) -> w``
         Differentiable by JAX.
 
-    Notes
-    -----
-    The active set is unknown, so ``info.error_estimate`` is infinite. ``cg`` and
-    ``neumann`` are its inverses; ``dense`` needs a known tangent space.
-
     Examples
     --------
     >>> import bilevel
@@ -46,11 +41,6 @@ def prox(operator: Callable) -> Constraint:
     ----------
     operator : ``operator(w, step, alpha) -> w``
         ``argmin_x step * term(x, alpha) + |x - w|^2 / 2``, differentiable by JAX.
-
-    Notes
-    -----
-    The active set is unknown, so ``info.error_estimate`` is infinite. ``cg`` and
-    ``neumann`` are its inverses; ``dense`` needs a known tangent space.
 
     Examples
     --------

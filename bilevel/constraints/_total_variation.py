@@ -9,12 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bilevel.constraints._members import (
-    check_at_once,
-    on_vector,
-    require_nonnegative,
-    scalar_parameter,
-)
+from bilevel.constraints._members import nonnegative_scalar, on_vector
 from bilevel.contracts import Constraint
 from ntk.internal.sharding import while_loop
 
@@ -46,7 +41,6 @@ def total_variation(weight: Any = 1.0) -> Constraint:
     >>> solver.run(lower, None, w, solver.init(w), y)[0]
     Array([1.5, 2. , 3.5, 3.5], dtype=float...)
     """
-    check_at_once("weight", weight, lambda x: x >= 0, "a number of at least 0")
 
     def segments(jumps):
         return jnp.concatenate([jnp.zeros(1, int), jnp.cumsum(jumps != 0)])
@@ -82,14 +76,13 @@ def total_variation(weight: Any = 1.0) -> Constraint:
         return jnp.where(weight == 0, jnp.inf, slack)
 
     return on_vector(
-        parameters=lambda w, alpha: (scalar_parameter("weight", weight, w, alpha),),
+        **nonnegative_scalar("weight", weight),
         blank=lambda size: jnp.zeros(size - 1, jnp.int8),
         identify=identify,
         prox=prox,
         step=step,
         tangent=lambda jumps, w, v, weight: mean(jumps, v),
         margins=margins,
-        check=lambda weight: require_nonnegative("weight", weight),
     )
 
 

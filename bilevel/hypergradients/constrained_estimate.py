@@ -6,21 +6,17 @@ differ. The estimate is infinite if rounding could change the refined set, becau
 then differs from side to side.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from bilevel.contracts import Constraint, Pytree
 from bilevel.hypergradients.constrained_refinement import combine_terms, refine_constrained
-from bilevel.hypergradients.curvature import PRODUCTS, is_small
+from bilevel.hypergradients.curvature import is_small
 from bilevel.hypergradients.error_estimate import (
     Estimate,
     Info,
     adjoint_residual,
-    assess,
     hidden_steps,
     is_asymmetric,
     is_large_jacobian,
@@ -30,7 +26,7 @@ from bilevel.hypergradients.error_estimate import (
 )
 from bilevel.hypergradients.refinement import unbounded
 from bilevel.problem.hoist import hoist_constants
-from bilevel.problem.problem import Problem, hessian_operator
+from bilevel.problem.problem import hessian_operator
 from bilevel.problem.structure import is_quadratic, leaves_used_by
 from bilevel.solvers._manifold import manifold_system
 from bilevel.solvers.inverses import ratio_of_norms
@@ -42,31 +38,15 @@ _NOT_SETTLED, _DEGENERATE, _UNDETERMINED, _FLAT = 11, 12, 13, 14
 _CLEAR = 10  # a margin keeps its sign above this multiple of its change to first order
 
 
-def assess_constrained(
-    problem: Problem,
-    constraint: Constraint,
-    w: Pytree,
-    alpha: Pytree,
-    train: Pytree,
-    valid: Pytree,
-    grad: Pytree,
-    adjoint: Pytree | None,
-    products: int = PRODUCTS,
+def assess_active_set(
+    constraint, problem, products, coarse, w, alpha, train, valid, grad, adjoint
 ) -> Info:
-    """Assess a hypergradient ``grad`` computed at ``w`` with ``adjoint`` (None: unknown).
+    """Assess a hypergradient of a constrained problem, as a ``check`` of :func:`assess`.
 
     Cost: a further run of the forward solver from ``w``, and the reduced Hessian and its inverse
     up to 512 weights (1024 if the lower loss is quadratic). Beyond, some ten solves of at most
-    ``products`` Hessian products each. The result has no derivative.
+    ``products`` Hessian products each. The lower loss contains the constraint's smooth part.
     """
-    completed = Problem(constraint.completed(problem.lower), problem.outer)
-    check = functools.partial(_assess_active_set, constraint)
-    return assess(completed, w, alpha, train, valid, grad, adjoint, products, check)
-
-
-def _assess_active_set(
-    constraint, problem, products, coarse, w, alpha, train, valid, grad, adjoint
-) -> Info:
     lower = hoist_constants(problem.lower, w, alpha, train)
     g, hvp = hessian_operator(lower, w, alpha, train)
     force = jax.grad(problem.outer)(w, alpha, valid)

@@ -19,7 +19,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from bilevel.contracts import Constraint, LowerSolver, Pytree, Stateful, params_of
-from bilevel.hypergradients.constrained_estimate import assess_constrained
+from bilevel.hypergradients.constrained_estimate import assess_active_set
 from bilevel.hypergradients.curvature import PRODUCTS
 from bilevel.hypergradients.error_estimate import Info, assess, error_rows, unmapped
 from bilevel.internal.checks import (
@@ -306,7 +306,9 @@ def stateful_hypergradient(
                 if solver.constraint is None:
                     info = assess(stated, *at)
                 else:
-                    info = assess_constrained(stated, solver.constraint, *at)
+                    completed = Problem(solver.constraint.completed(stated.lower), stated.outer)
+                    check_set = functools.partial(assess_active_set, solver.constraint)
+                    info = assess(completed, *at, check_set)
             if not any((*mapped, *direct)):
                 info = unmapped(info, 4)
             elif getattr(problem, "differentiated", False):

@@ -145,7 +145,7 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
             condition = _stationary(lower, w, alpha, batch)
         else:
             condition = _constrained(forward.constraint, lower, forward_state, w, alpha, batch)
-        w = _with_derivative(condition, inverse, w, alpha, batch, state.adjoint, state.report)
+        w = _with_derivative(condition, inverse, w, alpha, batch, state)
         return w, ImplicitState(forward_state, state.adjoint, state.report)
 
     return LowerSolver(
@@ -245,8 +245,7 @@ def _with_derivative(
     w: Pytree,
     alpha: Pytree,
     batch: Pytree,
-    start: Pytree,
-    report: AdjointReport,
+    state: ImplicitState,
 ) -> Pytree:
     """Return ``w`` with the derivative of the solution of ``condition`` attached.
 
@@ -254,7 +253,7 @@ def _with_derivative(
     derivative costs one linear solve.
 
     A reverse pass can return cotangents only. So the solve's report is returned as the cotangent of
-    ``report``: five more unknowns in the linear system, if a derivative in ``report`` is needed.
+    ``state.report``: five more unknowns in the linear system, if a derivative in it is needed.
     """
     hoisted = condition.hoisted
     solver, captured = _without_closure(inverse, condition, w, alpha, batch)
@@ -309,7 +308,7 @@ def _with_derivative(
         w_dot = optax.tree.add(system.direct(forcing), system.after(x))
         return w, narrow(nan_unless_finite(w_dot, residual), w)
 
-    return root(w, (alpha, batch, hoisted, start, captured, report))
+    return root(w, (alpha, batch, hoisted, state.adjoint, captured, state.report))
 
 
 def _report(outcome: Outcome, slope: jax.Array, w: Pytree) -> AdjointReport:

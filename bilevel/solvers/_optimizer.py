@@ -197,7 +197,9 @@ class _Known(NamedTuple):
 
 def _evaluate_with_slopes(closed: core.ClosedJaxpr, inputs: list[_Known]) -> list[_Known]:
     """Return the program's outputs with the replacements."""
-    return interpret(closed, inputs, _apply_with_slopes, constant=_known_constant)
+    return interpret(
+        closed, inputs, _apply_with_slopes, constant=_known_constant, enter=("jit", "pjit")
+    )
 
 
 def _known_constant(value: Any) -> _Known:
@@ -206,14 +208,12 @@ def _known_constant(value: Any) -> _Known:
 
 
 def _apply_with_slopes(equation: core.JaxprEqn, inputs: list[_Known]) -> list[_Known]:
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
     values = [x.value for x in inputs]
     # Integers are counts of steps; values computed from them get no limit.
     floating = [_is_floating(x) for x in values]
     inputs = [x._replace(own=x.own and real) for x, real in zip(inputs, floating, strict=True)]
     own, first = any(x.own for x in inputs), inputs[0] if inputs else _Known(None)
-    if name in ("jit", "pjit"):
-        return _evaluate_with_slopes(params["jaxpr"], inputs)
     if name in _RESHAPING:
         opened, unknown = first.opened, first.unknown
         if name != "convert_element_type":
@@ -224,7 +224,7 @@ def _apply_with_slopes(equation: core.JaxprEqn, inputs: list[_Known]) -> list[_K
     if name == "gt" and first.own and not first.given and inputs[1].zero:
         return [_Known(bind(equation, values)[0], own, opened=values[0] >= 0)]
     if name == "cond":
-        branches = [_branch(closed, inputs[1:]) for closed in params["branches"]]
+        branches = [_branch(closed, inputs[1:]) for closed in equation.params["branches"]]
         outputs, unknown = jax.lax.switch(values[0], branches, *values[1:])
         return [_Known(x, own, unknown=u) for x, u in zip(outputs, unknown, strict=True)]
     if floating[:1] == [True] and name in _REPLACEMENTS:

@@ -12,7 +12,7 @@ from bilevel.problem.structure import is_quadratic
 from bilevel.solvers._detached import detached
 from bilevel.solvers._manifold import fixed_point
 from bilevel.solvers._proximal_newton import curvature_by_powers
-from bilevel.solvers.constrained import ProximalState
+from bilevel.solvers.constrained import ProximalState, first_state
 
 
 def proximal_steps(constraint: Constraint) -> Callable[[Pytree], optax.GradientTransformation]:
@@ -31,11 +31,8 @@ def proximal_steps(constraint: Constraint) -> Callable[[Pytree], optax.GradientT
             after = fixed_point(constraint)(code, w, g, alpha, eta)
             return optax.tree.sub(after, w), ProximalState(code, eta)
 
+        init = functools.partial(first_state, constraint)
         return optax.GradientTransformationExtraArgs(init, update)
-
-    def init(w):
-        dtype = jnp.result_type(*jax.tree.leaves(w))
-        return ProximalState(constraint.blank(w), jnp.zeros((), dtype))
 
     return rule_at
 

@@ -81,7 +81,9 @@ def projected(
 
     Notes
     -----
-    Memory: 12 copies of ``w``. No matrix of the size of the Hessian is formed.
+    Memory: 12 copies of ``w``. No matrix of the size of the Hessian is formed. The active set of
+    your own projection is unknown: ``info.error_estimate`` is infinite, and the inverse should be
+    ``cg`` or ``neumann``.
 
     Examples
     --------
@@ -150,7 +152,9 @@ def proximal(
 
     Notes
     -----
-    Memory: 12 copies of ``w``. No matrix of the size of the Hessian is formed.
+    Memory: 12 copies of ``w``. No matrix of the size of the Hessian is formed. The active set of
+    your own operator is unknown: ``info.error_estimate`` is infinite, and the inverse should be
+    ``cg`` or ``neumann``.
 
     Examples
     --------
@@ -221,11 +225,6 @@ def forward_solver(constraint: Constraint, steps: int, tol: float | None) -> Low
     if tol is not None:
         check_at_least("tol", tol, 0)
 
-    def init(w):
-        wide = widen(w)
-        dtype = jnp.result_type(*jax.tree.leaves(wide))
-        return ProximalState(constraint.blank(wide), jnp.zeros((), dtype))
-
     def run(lower, alpha, w, state, batch):
         short = max(1e-9, coarsest_eps(w))  # relative length of a last Newton step
         own, w = w, widen(w)
@@ -245,4 +244,10 @@ def forward_solver(constraint: Constraint, steps: int, tol: float | None) -> Low
         w = nan_unless(valid, nan_unless_finite(w, size))
         return narrow(w, own), ProximalState(code, eta)
 
-    return LowerSolver(init=init, run=run, constraint=constraint)
+    return LowerSolver(lambda w: first_state(constraint, widen(w)), run, constraint=constraint)
+
+
+def first_state(constraint: Constraint, w: Pytree) -> ProximalState:
+    """Return the state before the first run."""
+    dtype = jnp.result_type(*jax.tree.leaves(w))
+    return ProximalState(constraint.blank(w), jnp.zeros((), dtype))

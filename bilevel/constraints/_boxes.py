@@ -25,15 +25,6 @@ def box(low: Any = -math.inf, high: Any = math.inf) -> Constraint:
     ----------
     low, high : float, tree like ``w``, or function of alpha
         Bounds; infinite for none.
-
-    Examples
-    --------
-    >>> import bilevel
-    >>> lower = lambda w, alpha, batch: jnp.sum((w - alpha) ** 2)
-    >>> solver = bilevel.implicit(bilevel.projected("box", 0.0, 1.0))
-    >>> w, alpha = jnp.zeros(3), jnp.array([2.0, 0.5, -1.0])
-    >>> solver.run(lower, alpha, w, solver.init(w), None)[0]
-    Array([1. , 0.5, 0. ], dtype=float...)
     """
     _check_bounds(low, high)
     return on_vector(
@@ -52,17 +43,7 @@ def box(low: Any = -math.inf, high: Any = math.inf) -> Constraint:
 
 
 def nonnegative() -> Constraint:
-    """Require nonnegative weights.
-
-    Examples
-    --------
-    >>> import bilevel
-    >>> lower = lambda w, alpha, batch: jnp.sum((w - alpha) ** 2)
-    >>> solver = bilevel.implicit(bilevel.projected("nonnegative"))
-    >>> w = jnp.zeros(2)
-    >>> solver.run(lower, jnp.array([2.0, -1.0]), w, solver.init(w), None)[0]
-    Array([2., 0.], dtype=float...)
-    """
+    """Require nonnegative weights."""
     return box(0.0)
 
 

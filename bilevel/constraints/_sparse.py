@@ -28,15 +28,6 @@ def l1(weight: Any = 1.0) -> Constraint:
     ----------
     weight : float, tree like ``w``, or function of alpha
         Nonnegative; 0 for weights without this penalty, such as an intercept.
-
-    Examples
-    --------
-    >>> import bilevel
-    >>> lower = lambda w, alpha, batch: jnp.sum((w - batch) ** 2) / 2
-    >>> solver = bilevel.implicit(bilevel.proximal("l1", jnp.exp))
-    >>> w = jnp.zeros(3)
-    >>> solver.run(lower, 0.0, w, solver.init(w), jnp.array([3.0, 0.5, -2.0]))[0]
-    Array([ 2.,  0., -1.], dtype=float...)
     """
     check_at_once("weight", weight, lambda x: x >= 0, _WEIGHTS)
 

@@ -247,13 +247,13 @@ def _shifts(w, free, count):
     return size * ((drawn @ free) @ free.T)
 
 
-def jitter(number, tree, roundings=1.0, *, entrywise=False):
+def jitter(number, tree, roundings, *, entrywise=False):
     """Return ``tree`` with its last digits drawn at random; if ``entrywise``, zeros stay."""
     flat, unravel = ravel_pytree(tree)
 
     def one(x, uniform):
         size = jnp.abs(x) if entrywise else jnp.abs(x) + jnp.sqrt(jnp.mean(x**2))
-        return x + (roundings * jnp.finfo(x.dtype).eps * size * uniform).astype(x.dtype)
+        return x + roundings.astype(x.dtype) * jnp.finfo(x.dtype).eps * size * uniform
 
     return jax.tree.map(one, tree, unravel(uniform_hash(number, flat)))
 

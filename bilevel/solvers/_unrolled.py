@@ -310,6 +310,7 @@ def one_step(
             "lower solver; unrolled(projected(...), 1) takes one projected step."
         )
     rule_at, init, init_at = _rule(optimizer)
+    of_outer = mixed_product if radius is None else functools.partial(_central_difference, radius)
 
     def run(lower, alpha, w, state, batch):
         lower, hoisted = jax.closure_convert(fresh(lower), w, alpha, batch)
@@ -339,9 +340,6 @@ def one_step(
 
             _, pull = jax.vjp(of_slope, slope, value, outer[0])
             v, of_value, of_alpha = pull(cotangents)
-            of_outer = (
-                mixed_product if radius is None else functools.partial(_central_difference, radius)
-            )
             outer_cotangent = of_outer(lambda w, outer: loss(w, outer, batch), w, outer, v)
             if depends_on_alpha(
                 lambda _, value, __: update(outer[0], slope, state, w, value), None, value, None

@@ -93,7 +93,8 @@ def per_weight(name: str, parameter: Any, w: Pytree, alpha: Pytree) -> jax.Array
 
 
 def _is_leaf(value: Any) -> bool:
-    return jax.tree.structure(value) == jax.tree.structure(0)
+    leaves = jax.tree.leaves(value)
+    return len(leaves) == 1 and leaves[0] is value
 
 
 def _broadcasts(shape: tuple[int, ...], onto: tuple[int, ...]) -> bool:

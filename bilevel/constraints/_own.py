@@ -127,7 +127,8 @@ def product(parts: Any) -> Constraint:
     >>> solver.run(lower, None, w, solver.init(w), None)[0]["mix"]
     Array([0.5, 0.5], dtype=float...)
     """
-    leaves, upper = jax.tree.flatten(parts, is_leaf=_is_part)
+    leaves, structure = jax.tree.flatten(parts, is_leaf=_is_part)
+    upper: Any = structure
     for x in leaves:
         if not _is_part(x):
             raise ValueError(

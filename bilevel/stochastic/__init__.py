@@ -1,7 +1,8 @@
 """Single-loop stochastic methods: weights, adjoint and hyperparameters move together, by batches.
 
-Use them if data or weights are too large for full passes. :func:`bilevel.search` runs them with any
-optax optimizer of ``alpha``. Each step estimates the hypergradient from one or a few batches.
+Use them if data or weights are too large for full passes. Each function returns a
+:class:`bilevel.SingleLoop`, for :func:`bilevel.search` with ``batches=bilevel.partition(...)`` and
+any optax optimizer of ``alpha``. Each step estimates the hypergradient from one or a few batches.
 
 ===========  =================================  ================================  ==============
 method       its direction                      memory beyond w and alpha         2nd derivatives

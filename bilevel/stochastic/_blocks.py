@@ -69,20 +69,18 @@ class BatchedData:
         if self.count == 1:
             return oracle(self.rows, 1)[0]
         total, length = self._total, self._wide()
+        whole, remainder = divmod(total, length)
 
         def part(start, length):
             return oracle(_slice_rows(self.rows, start, length), length / total)[0]
 
-        whole, remainder = divmod(total, length)
-        summed = part(total - remainder, remainder) if remainder else None
-
         def add(i, summed):
             return optax.tree.add(summed, part(i * length, length))
 
-        if summed is None:
-            summed = jax.tree.map(
-                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: part(0, length))
-            )
+        if remainder:
+            summed = part(total - remainder, remainder)
+        else:
+            summed = zeros_of_shape(lambda: part(0, length))
         return jax.lax.fori_loop(0, whole, add, summed)
 
     def _wide(self) -> int:
@@ -92,6 +90,11 @@ class BatchedData:
             held = sum(x.nbytes for x in jax.tree.leaves(self.rows)) * self.size / self._total
             together = max(1, min(_TOGETHER, int(_CACHE / max(held, 1))))
         return min(together * self.size, self._total)
+
+
+def zeros_of_shape(function: Callable[[], Pytree]) -> Pytree:
+    """Return zeros like the result of ``function``, which is not run."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function))
 
 
 def _slice_rows(rows: Pytree, start, length: int) -> Pytree:

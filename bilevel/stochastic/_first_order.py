@@ -11,11 +11,10 @@ from bilevel.internal.checks import check_in_range, integer, nonnegative, positi
 from bilevel.problem.problem import split_losses
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._oracles import Slopes, at_both, lower_loss, metrics, slopes_oracle
-from bilevel.stochastic._steps import Rate
 
 
 def f2sa(
-    step_size: Rate, penalty: float = 10.0, *, growth: float = 1 / 7, inner: int = 1
+    step_size: steps.Rate, penalty: float = 10.0, *, growth: float = 1 / 7, inner: int = 1
 ) -> SingleLoop:
     """F2SA: the hypergradient as a difference of two first-order problems, without products.
 
@@ -35,11 +34,6 @@ def f2sa(
         1/7 in the theory; 0 keeps the penalty constant.
     inner : int
         Steps of ``y`` and ``w`` per step of ``alpha``; each takes a batch of each loss.
-
-    Returns
-    -------
-    SingleLoop
-        For :func:`bilevel.search`, with ``batches=bilevel.partition(...)``.
 
     Raises
     ------
@@ -67,17 +61,13 @@ def f2sa(
     >>> bilevel.f2sa(0.5, inner=2).draws
     (2, 2)
     """
-    rate = steps.check_rate("step_size", step_size)
+    rate = steps.as_schedule("step_size", step_size)
     positive("penalty", penalty)
     nonnegative("growth", growth)
     inner = integer("inner", inner, 1)
 
-    def init(problem, alpha, w, indices, train, valid):
-        return jax.tree.map(jnp.copy, w)  # y
-
     def step(problem, alpha, w, y, indices, train, valid):
-        now = _grown(penalty, growth, indices.number)
-        c = steps.rate_at(rate, indices.number)
+        now, c = _grown(penalty, growth, indices.number), rate(indices.number)
         lower, outer = lower_loss(problem), split_losses(problem).outer
 
         def slopes(pair, j):
@@ -103,11 +93,11 @@ def f2sa(
         y, w = moved(pair, at_y, at_w, of_outer)
         return direction, w, y, report
 
-    return SingleLoop(init, step, draws=(inner, inner))
+    return SingleLoop(_copy_weights, step, draws=(inner, inner))
 
 
 def meha(
-    step_size: Rate, *, proximity: float = 10.0, penalty: float = 1.0, growth: float = 0.25
+    step_size: steps.Rate, *, proximity: float = 10.0, penalty: float = 1.0, growth: float = 0.25
 ) -> SingleLoop:
     """MEHA: gradient steps on a penalty for being above the lower loss's Moreau envelope.
 
@@ -127,11 +117,6 @@ def meha(
         c, at the first step.
     growth : float
         In [0, 1/2), the range of the theory.
-
-    Returns
-    -------
-    SingleLoop
-        For :func:`bilevel.search`, with ``batches=bilevel.partition(...)``.
 
     Raises
     ------
@@ -157,16 +142,12 @@ def meha(
     >>> bilevel.meha(0.3).draws
     (1, 1)
     """
-    rate = steps.check_rate("step_size", step_size)
+    rate = steps.as_schedule("step_size", step_size)
     positives(proximity=proximity, penalty=penalty)
     check_in_range("growth", growth, -1e-12, 0.5)
 
-    def init(problem, alpha, w, indices, train, valid):
-        return jax.tree.map(jnp.copy, w)  # theta
-
     def step(problem, alpha, w, theta, indices, train, valid):
-        c = _grown(penalty, growth, indices.number)
-        eta = steps.rate_at(rate, indices.number)
+        c, eta = _grown(penalty, growth, indices.number), rate(indices.number)
         lower, outer = lower_loss(problem), split_losses(problem).outer
         pair = at_both(lambda w: slopes_oracle(lower, w, alpha), theta, w)
         (at_theta, at_w), below = train.at(indices.train[0], pair)
@@ -179,7 +160,12 @@ def meha(
         theta = steps.against(theta, optax.tree.sub(at_theta.w, pull), eta)
         return direction, steps.against(w, along, eta), theta, report
 
-    return SingleLoop(init, step)
+    return SingleLoop(_copy_weights, step)
+
+
+def _copy_weights(problem, alpha, w, indices, train, valid):
+    """Return the first state: the second point ``y`` or ``theta``, which starts at ``w``."""
+    return jax.tree.map(jnp.copy, w)
 
 
 def _grown(penalty: float, growth: float, number: jax.Array) -> Any:
@@ -187,7 +173,7 @@ def _grown(penalty: float, growth: float, number: jax.Array) -> Any:
     return penalty * (1.0 + jnp.asarray(number, float)) ** growth
 
 
-def bome(step_size: Rate, *, inner: int = 10, control: float = 0.5) -> SingleLoop:
+def bome(step_size: steps.Rate, *, inner: int = 10, control: float = 0.5) -> SingleLoop:
     """BOME: descend the outer loss without increasing the lower loss's distance to its minimum.
 
         y = w after ``inner`` steps of the lower loss g at rate c,    q = g(w) - g(y),
@@ -207,11 +193,6 @@ def bome(step_size: Rate, *, inner: int = 10, control: float = 0.5) -> SingleLoo
         Steps to ``y``, all on one batch.
     control : float
         eta: 0 ignores q, 0.5 is the paper's value.
-
-    Returns
-    -------
-    SingleLoop
-        For :func:`bilevel.search`.
 
     Raises
     ------
@@ -235,15 +216,12 @@ def bome(step_size: Rate, *, inner: int = 10, control: float = 0.5) -> SingleLoo
     >>> bilevel.bome(0.1, inner=5).draws
     (1, 1)
     """
-    rate = steps.check_rate("step_size", step_size)
+    rate = steps.as_schedule("step_size", step_size)
     inner = integer("inner", inner, 1)
     nonnegative("control", control)
 
-    def init(problem, alpha, w, indices, train, valid):
-        return ()
-
     def step(problem, alpha, w, state, indices, train, valid):
-        c = steps.rate_at(rate, indices.number)
+        c = rate(indices.number)
         lower, outer = lower_loss(problem), split_losses(problem).outer
 
         def slopes(batch, weight):
@@ -265,4 +243,4 @@ def bome(step_size: Rate, *, inner: int = 10, control: float = 0.5) -> SingleLoo
         report = metrics(problem, below, above, at_w.w)
         return along.alpha, steps.against(w, along.w, c), state, report
 
-    return SingleLoop(init, step)
+    return SingleLoop(lambda *_: (), step)

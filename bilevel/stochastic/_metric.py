@@ -19,7 +19,7 @@ from bilevel.hypergradients.curvature import DENSE_SIZE
 from bilevel.internal.checks import at_least_float32
 from bilevel.problem.problem import Problem, at_variables, hessian_operator
 from bilevel.solvers.inverses import row_products
-from bilevel.stochastic._blocks import BatchedData
+from bilevel.stochastic._blocks import BatchedData, zeros_of_shape
 from ntk.internal.products import matmul
 
 _RANK = 32  # number of the Hessian's eigenvectors, unless it is decomposed
@@ -144,8 +144,7 @@ def _largest_curvature(products, metric: Metric, flat: jax.Array, count: int) ->
 def unmeasured(problem: Problem, w: Pytree, alpha: Pytree, train: BatchedData) -> Metric:
     """Return an empty metric; the first step renews it. Measuring here would compile twice."""
     products, flat = _products(problem, w, alpha, train), _flatten_weights(w)
-    shapes = jax.eval_shape(lambda: _estimate_metric(products, flat, alpha, train))
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return zeros_of_shape(lambda: _estimate_metric(products, flat, alpha, train))
 
 
 def renewed(
@@ -182,9 +181,9 @@ def metric_step(
     directions = jnp.stack([ravel_pytree(d)[0] for d in along])
     steps = shorter * metric.length * metric(directions)
     unravel = ravel_pytree(pair[0])[1]
-    return tuple(
-        jax.tree.map(
-            lambda a, b: (a - b).astype(a.dtype), x, unravel(step.astype(directions.dtype))
-        )
-        for x, step in zip(pair, steps, strict=True)
-    )
+
+    def moved(x, step):
+        move = unravel(step.astype(directions.dtype))
+        return jax.tree.map(lambda a, b: (a - b).astype(a.dtype), x, move)
+
+    return tuple(map(moved, pair, steps))

@@ -28,16 +28,8 @@ class Slopes(NamedTuple):
     alpha: Pytree  # None for a loss without alpha, which saves zeros
 
 
-class Directions(NamedTuple):
-    """The negative steps of ``w``, the adjoint ``v`` and ``alpha``."""
-
-    w: Pytree
-    v: Pytree
-    alpha: Pytree
-
-
 class Iterate(NamedTuple):
-    """The point of the derivatives."""
+    """Weights, adjoint and hyperparameters: a point, or the negative steps of a point."""
 
     w: Pytree
     v: Pytree
@@ -49,13 +41,10 @@ def lower_oracle(problem: Problem, point: Iterate) -> Oracle:
     loss = lower_loss(problem)
 
     def oracle(batch, weight):
-        def slope(w, alpha):
-            slope, loss_and_aux = jax.grad(weighted_loss(loss, weight), has_aux=True)(
-                w, alpha, batch
-            )
-            return slope, loss_and_aux
-
-        slope, pull, loss_and_aux = jax.vjp(slope, point.w, point.alpha, has_aux=True)
+        slope_at = jax.grad(weighted_loss(loss, weight), has_aux=True)
+        slope, pull, loss_and_aux = jax.vjp(
+            lambda w, alpha: slope_at(w, alpha, batch), point.w, point.alpha, has_aux=True
+        )
         return Lower(slope, *pull(optax.tree.scale(-1, point.v))), loss_and_aux
 
     return oracle
@@ -65,9 +54,8 @@ def slopes_oracle(loss: Callable, w: Pytree, alpha: Pytree) -> Oracle:
     """Return an oracle of ``(Slopes, (loss, aux))`` for a loss that returns ``(loss, aux)``."""
 
     def oracle(batch, weight):
-        slopes, loss_and_aux = jax.grad(weighted_loss(loss, weight), (0, 1), has_aux=True)(
-            w, alpha, batch
-        )
+        slopes_at = jax.grad(weighted_loss(loss, weight), (0, 1), has_aux=True)
+        slopes, loss_and_aux = slopes_at(w, alpha, batch)
         return Slopes(*slopes), loss_and_aux
 
     return oracle
@@ -102,11 +90,11 @@ def lower_loss(problem: Problem) -> Callable:
     return lambda w, alpha, batch: lower(w, alpha, batch)[::2]
 
 
-def directions(lower: Lower, outer: Slopes) -> Directions:
+def directions(lower: Lower, outer: Slopes) -> Iterate:
     """Return the single loop's directions: D_w, D_v and D_alpha of Dagreou et al. (2022)."""
     along = lower.cross if outer.alpha is None else optax.tree.add(outer.alpha, lower.cross)
     adjoint = jax.tree.map(lambda p, o: -(p + o), lower.product, outer.w)
-    return Directions(lower.slope, adjoint, along)
+    return Iterate(lower.slope, adjoint, along)
 
 
 def at_both(oracle_at: Callable[[Any], Oracle], first: Any, second: Any) -> Oracle:
@@ -118,8 +106,8 @@ def at_both(oracle_at: Callable[[Any], Oracle], first: Any, second: Any) -> Orac
 
     def oracle(batch, weight):
         estimates, loss_and_aux = jax.vmap(lambda point: oracle_at(point)(batch, weight))(stacked)
-        pick = lambda i, tree: jax.tree.map(lambda x: x[i], tree)  # noqa: E731
-        return (pick(0, estimates), pick(1, estimates)), pick(1, loss_and_aux)
+        at_first, at_second = (jax.tree.map(lambda x, i=i: x[i], estimates) for i in (0, 1))
+        return (at_first, at_second), jax.tree.map(lambda x: x[1], loss_and_aux)
 
     return oracle
 
@@ -133,7 +121,7 @@ def metrics(problem: Problem, lower: tuple, outer: tuple, slope: Pytree, **more)
 
 
 def adjoint_metrics(
-    problem: Problem, lower: tuple, outer: tuple, directions: Directions, force: Pytree
+    problem: Problem, lower: tuple, outer: tuple, directions: Iterate, force: Pytree
 ) -> dict[str, Any]:
     """Return :func:`metrics`, and the relative residual of ``H v = force`` on these estimates."""
     size = tree_norm(force)
@@ -146,13 +134,15 @@ def tree_norm(x: Pytree) -> jax.Array:
     return jnp.sqrt(optax.tree.vdot(x, x))
 
 
+def full_estimates(
+    problem: Problem, point: Iterate, train: BatchedData, valid: BatchedData
+) -> tuple[Lower, Slopes]:
+    """Return the derivatives of both losses on all data."""
+    return train.mean(lower_oracle(problem, point)), valid.mean(outer_oracle(problem, point))
+
+
 def full_direction(
     problem: Problem, w: Pytree, v: Pytree, alpha: Pytree, train: BatchedData, valid: BatchedData
 ) -> Pytree:
     """Return the direction of ``alpha`` on all data, at an adjoint ``v``."""
-    point = Iterate(w, v, alpha)
-    lower, outer = (
-        train.mean(lower_oracle(problem, point)),
-        valid.mean(outer_oracle(problem, point)),
-    )
-    return directions(lower, outer).alpha
+    return directions(*full_estimates(problem, Iterate(w, v, alpha), train, valid)).alpha

@@ -84,9 +84,8 @@ def paced(
     >>> state.pace, bool(state.going)
     (Array(1., dtype=float...), False)
     """
-    inner = gradient_transformation(
-        "optimizer", _calm_adam(2.0) if optimizer is None else optimizer
-    )
+    optimizer = _calm_adam(2.0) if optimizer is None else optimizer
+    inner = gradient_transformation("optimizer", optimizer)
 
     def init(alpha):
         one = jnp.ones((), common_dtype(*jax.tree.leaves(alpha)))
@@ -171,19 +170,18 @@ def _calm_adam(rate: float, b1: float = 0.9, b2: float = 0.999) -> optax.Gradien
         def averaged(old, new, b):
             return jax.tree.map(lambda o, n: (b * o + (1 - b) * n).astype(o.dtype), old, new)
 
-        mean = averaged(state.mean, gradient, b1)
-        square = averaged(state.square, jax.tree.map(jnp.square, gradient), b2)
-        unbiased = jax.tree.map(lambda x: x / (1 - b2**times), square)
-        largest = jax.tree.map(
-            lambda x, y: jnp.maximum(x, y).astype(x.dtype), state.largest, unbiased
-        )
+        def larger(old, new):
+            return jnp.maximum(old, new).astype(old.dtype)
 
         def step(m, v, top):
             size = jnp.sqrt(v) + _CALM * jnp.sqrt(top)
             return (-rate / (1 - b1**times) * m / jnp.where(size > 0, size, 1)).astype(m.dtype)
 
-        return jax.tree.map(step, mean, unbiased, largest), _CalmState(
-            mean, square, largest, number
-        )
+        mean = averaged(state.mean, gradient, b1)
+        square = averaged(state.square, jax.tree.map(jnp.square, gradient), b2)
+        unbiased = jax.tree.map(lambda x: x / (1 - b2**times), square)
+        largest = jax.tree.map(larger, state.largest, unbiased)
+        moves = jax.tree.map(step, mean, unbiased, largest)
+        return moves, _CalmState(mean, square, largest, number)
 
     return optax.GradientTransformation(init, update)

@@ -9,7 +9,7 @@ import optax
 from bilevel.contracts import Pytree, SingleLoop, Tables
 from bilevel.internal.checks import common_dtype
 from bilevel.stochastic import _steps as steps
-from bilevel.stochastic._blocks import BatchedData, Oracle
+from bilevel.stochastic._blocks import BatchedData, Oracle, zeros_of_shape
 from bilevel.stochastic._oracles import (
     Iterate,
     adjoint_metrics,
@@ -17,7 +17,6 @@ from bilevel.stochastic._oracles import (
     lower_oracle,
     outer_oracle,
 )
-from bilevel.stochastic._steps import Rate
 
 _LOST = 3.0  # averaged relative residual above which the adjoint restarts; an adjoint of 0 has 1
 _SHORTER = 0.25  # factor of the step's length at a restart
@@ -50,9 +49,8 @@ class SabaState(NamedTuple):
 
 
 def _empty_saga(blocks: BatchedData, oracle: Oracle) -> Saga:
-    shapes = jax.eval_shape(lambda: blocks.at(0, oracle)[0])
-    nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    table = jax.tree.map(lambda s: jnp.zeros((blocks.count, *s.shape), s.dtype), shapes)
+    nothing = zeros_of_shape(lambda: blocks.at(0, oracle)[0])
+    table = jax.tree.map(lambda x: jnp.zeros((blocks.count, *x.shape), x.dtype), nothing)
     return Saga(nothing, nothing, nothing, table)
 
 
@@ -81,9 +79,7 @@ def _saga(blocks: BatchedData, oracle: Oracle, saga: Saga, number, i, following)
     return estimate, loss_and_aux, Saga(mean, lost, _table_row(table, following), table)
 
 
-def _monitor_adjoint(
-    monitor: AdjointMonitor, residual: jax.Array, number: jax.Array, epoch: int
-) -> tuple:
+def _monitor_adjoint(monitor: AdjointMonitor, residual, number, epoch: int) -> tuple:
     """Return the monitor after a step, and whether the adjoint is lost: worse than 0.
 
     Steps are as long as the curvature of a few batches allows. If other batches are steeper, the
@@ -102,7 +98,7 @@ def _monitor_adjoint(
     return monitor, lost
 
 
-def saba(step_size: Rate | None = None) -> SingleLoop:
+def saba(step_size: steps.Rate | None = None) -> SingleLoop:
     """SABA: :func:`bilevel.soba` with SAGA's estimates (new - last of this batch + mean).
 
     Tables hold the last five derivatives of each batch, so the directions become exact at a fixed
@@ -114,11 +110,6 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
         Of ``w`` and ``v``; a third of 1 / L is safe, L the largest curvature of the lower loss on
         any batch. By default steps are taken in a metric, from measured curvature; then use
         :func:`bilevel.paced` for ``alpha``.
-
-    Returns
-    -------
-    SingleLoop
-        For :func:`bilevel.search`, with ``batches=bilevel.partition(...)``.
 
     Raises
     ------
@@ -148,8 +139,6 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
     >>> bilevel.saba(0.3).draws
     (1, 1)
     """
-    if step_size is not None:
-        steps.check_rate("step_size", step_size)
     mover = steps.mover(step_size)
 
     def init(problem, alpha, w, indices, train, valid):
@@ -175,19 +164,16 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
         step_directions = directions(lower, outer)
         around = indices.number, problem, w, alpha, train
         report = adjoint_metrics(problem, below, above, step_directions, outer.w)
-        noisy, monitor = report["noisy_residual"], state.monitor
+        monitor = state.monitor
         (w, v), mover_state = mover.move(
             (w, state.v), step_directions[:2], mover_state, *around, shorter=monitor.length
         )
         if step_size is None:
-            monitor, lost = _monitor_adjoint(monitor, noisy, indices.number, memory(train, valid))
+            residual, epoch = report["noisy_residual"], memory(train, valid)
+            monitor, lost = _monitor_adjoint(monitor, residual, indices.number, epoch)
             v = optax.tree.where(lost, optax.tree.zeros_like(v), v)
-        return (
-            step_directions.alpha,
-            w,
-            SabaState(v, monitor, Tables((of_train, of_valid, mover_state))),
-            report,
-        )
+        tables = Tables((of_train, of_valid, mover_state))
+        return step_directions.alpha, w, SabaState(v, monitor, tables), report
 
     def memory(train, valid):
         return max(train.count, valid.count)

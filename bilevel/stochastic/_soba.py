@@ -9,7 +9,6 @@ from bilevel.contracts import Pytree, SingleLoop
 from bilevel.internal.checks import check_in_range, integer
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._oracles import (
-    Directions,
     Iterate,
     adjoint_metrics,
     directions,
@@ -18,7 +17,6 @@ from bilevel.stochastic._oracles import (
     outer_oracle,
     slopes_oracle,
 )
-from bilevel.stochastic._steps import Rate
 
 
 class SobaState(NamedTuple):
@@ -34,7 +32,7 @@ class AveragedState(NamedTuple):
     direction: Pytree  # like alpha: the average
 
 
-def estimates(problem, alpha, w, v, indices, train, valid) -> tuple[Directions, dict]:
+def estimates(problem, alpha, w, v, indices, train, valid) -> tuple[Iterate, dict]:
     """Return the three directions from a batch each, and the metrics."""
     point = Iterate(w, v, alpha)
     lower, below = train.at(indices.train[0], lower_oracle(problem, point))
@@ -43,7 +41,7 @@ def estimates(problem, alpha, w, v, indices, train, valid) -> tuple[Directions, 
     return step_directions, adjoint_metrics(problem, below, above, step_directions, outer.w)
 
 
-def soba(step_size: Rate) -> SingleLoop:
+def soba(step_size: steps.Rate) -> SingleLoop:
     """SOBA: stochastic steps of ``w``, its adjoint ``v`` and ``alpha`` at once.
 
         D_w = dg/dw,  D_v = d2g/dw2 v - df/dw,  D_alpha = df/dalpha - d2g/dalpha dw v,
@@ -54,11 +52,6 @@ def soba(step_size: Rate) -> SingleLoop:
     ----------
     step_size : positive number, or schedule ``steps done -> number``
         Under 1 / L, L the largest curvature of the lower loss on any batch.
-
-    Returns
-    -------
-    SingleLoop
-        For :func:`bilevel.search`, with ``batches=bilevel.partition(...)``.
 
     Raises
     ------
@@ -90,20 +83,21 @@ def soba(step_size: Rate) -> SingleLoop:
     >>> bilevel.search(problem, bilevel.soba(0.3), *args, **options).alpha.round(0)
     Array([2.], dtype=float...)
     """
-    rate = steps.check_rate("step_size", step_size)
-
-    def init(problem, alpha, w, indices, train, valid):
-        return SobaState(optax.tree.zeros_like(w))
+    rate = steps.as_schedule("step_size", step_size)
 
     def step(problem, alpha, w, state, indices, train, valid):
         step_directions, report = estimates(problem, alpha, w, state.v, indices, train, valid)
-        w, v = steps.against((w, state.v), step_directions[:2], steps.rate_at(rate, indices.number))
+        w, v = steps.against((w, state.v), step_directions[:2], rate(indices.number))
         return step_directions.alpha, w, SobaState(v), report
 
-    return SingleLoop(init, step, lambda state: state.v)
+    return SingleLoop(_start_adjoint, step, lambda state: state.v)
 
 
-def ma_soba(step_size: Rate, average: float = 0.1) -> SingleLoop:
+def _start_adjoint(problem, alpha, w, indices, train, valid):
+    return SobaState(optax.tree.zeros_like(w))
+
+
+def ma_soba(step_size: steps.Rate, average: float = 0.1) -> SingleLoop:
     """SOBA with an averaged direction of ``alpha``: ``h <- (1 - average) h + average D``.
 
     Parameters
@@ -112,11 +106,6 @@ def ma_soba(step_size: Rate, average: float = 0.1) -> SingleLoop:
         Under 1 / L, L the largest curvature of the lower loss on any batch.
     average : float
         The weight of the newest direction, in (0, 1]; 1 is :func:`bilevel.soba`.
-
-    Returns
-    -------
-    SingleLoop
-        For :func:`bilevel.search`, with ``batches=bilevel.partition(...)``.
 
     Raises
     ------
@@ -140,7 +129,7 @@ def ma_soba(step_size: Rate, average: float = 0.1) -> SingleLoop:
     >>> bilevel.ma_soba(0.1, average=0.05).draws
     (1, 1)
     """
-    rate = steps.check_rate("step_size", step_size)
+    rate = steps.as_schedule("step_size", step_size)
     check_in_range("average", average, 0, 1 + 1e-12)
 
     def init(problem, alpha, w, indices, train, valid):
@@ -150,13 +139,13 @@ def ma_soba(step_size: Rate, average: float = 0.1) -> SingleLoop:
         step_directions, report = estimates(problem, alpha, w, state.v, indices, train, valid)
         change = optax.tree.sub(step_directions.alpha, state.direction)
         direction = steps.against(state.direction, change, -average)
-        w, v = steps.against((w, state.v), step_directions[:2], steps.rate_at(rate, indices.number))
+        w, v = steps.against((w, state.v), step_directions[:2], rate(indices.number))
         return direction, w, AveragedState(v, direction), report
 
     return SingleLoop(init, step, lambda state: state.v)
 
 
-def amigo(step_size: Rate, *, inner: int = 10) -> SingleLoop:
+def amigo(step_size: steps.Rate, *, inner: int = 10) -> SingleLoop:
     """AmIGO: ``inner`` warm-started SGD steps of ``w`` and of its adjoint per step of ``alpha``.
 
     Parameters
@@ -166,11 +155,6 @@ def amigo(step_size: Rate, *, inner: int = 10) -> SingleLoop:
         batch.
     inner : int
         Steps of each, on new batches.
-
-    Returns
-    -------
-    SingleLoop
-        For :func:`bilevel.search`, with ``batches=bilevel.partition(...)``.
 
     Raises
     ------
@@ -195,22 +179,17 @@ def amigo(step_size: Rate, *, inner: int = 10) -> SingleLoop:
     >>> bilevel.amigo(0.1, inner=5).draws
     (11, 1)
     """
-    rate = steps.check_rate("step_size", step_size)
+    rate = steps.as_schedule("step_size", step_size)
     inner = integer("inner", inner, 1)
 
-    def init(problem, alpha, w, indices, train, valid):
-        return SobaState(optax.tree.zeros_like(w))
-
     def step(problem, alpha, w, state, indices, train, valid):
-        now = steps.rate_at(rate, indices.number)
-        loss = lower_loss(problem)
+        now, loss = rate(indices.number), lower_loss(problem)
 
         def descend(j, w):
             slopes, _ = train.at(indices.train[j], slopes_oracle(loss, w, alpha))
             return steps.against(w, slopes.w, now)
 
         w = jax.lax.fori_loop(0, inner, descend, w)
-
         outer, above = valid.at(indices.valid[0], outer_oracle(problem, Iterate(w, state.v, alpha)))
 
         def solve(j, v):
@@ -224,4 +203,4 @@ def amigo(step_size: Rate, *, inner: int = 10) -> SingleLoop:
         report = adjoint_metrics(problem, below, above, step_directions, outer.w)
         return step_directions.alpha, w, SobaState(v), report
 
-    return SingleLoop(init, step, lambda state: state.v, draws=(2 * inner + 1, 1))
+    return SingleLoop(_start_adjoint, step, lambda state: state.v, draws=(2 * inner + 1, 1))

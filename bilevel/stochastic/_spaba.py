@@ -11,18 +11,17 @@ from bilevel.internal.checks import check_in_range, common_dtype
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._blocks import BatchedData
 from bilevel.stochastic._oracles import (
-    Directions,
     Iterate,
     Lower,
     Slopes,
     adjoint_metrics,
     at_both,
     directions,
+    full_estimates,
     lower_oracle,
     outer_oracle,
     tree_norm,
 )
-from bilevel.stochastic._steps import Rate
 
 _STEPS = 1000  # from one full pass to the next
 _DRIFT = 0.3  # allowed error of the summed adjoint direction at a pass, in outer gradients
@@ -48,12 +47,8 @@ def _full_pass_probability(train: BatchedData, valid: BatchedData) -> float:
 
 
 def _limit_directions(
-    summed: Directions,
-    exact_estimates: tuple[Lower, Slopes],
-    v: Pytree,
-    length: jax.Array,
-    trust: jax.Array,
-) -> tuple[Directions, Pytree, tuple[jax.Array, jax.Array]]:
+    summed: Iterate, exact_estimates: tuple[Lower, Slopes], v: Pytree, length, trust
+) -> tuple[Iterate, Pytree, tuple[jax.Array, jax.Array]]:
     """Return exact directions, the adjoint, and the lengths of steps and of alpha's direction.
 
     The adjoint's residual estimates accumulate an error between passes. Steps become shorter until
@@ -76,7 +71,7 @@ def _limit_directions(
     return directions(lower, outer), v, (jnp.minimum(factor * length, 1), trust)
 
 
-def spaba(step_size: Rate | None = None, *, probability: float | None = None) -> SingleLoop:
+def spaba(step_size: steps.Rate | None = None, *, probability: float | None = None) -> SingleLoop:
     """SPABA: :func:`bilevel.soba` with estimates by PAGE, without tables.
 
     With ``probability`` a step takes all data. Otherwise it adds to the last estimates the
@@ -92,11 +87,6 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
         Probability of a full pass. Default for n batches of both losses: 2 / (2 + n), so passes
         cost about as much as the other steps. For large n it is 1 / 1000, up to 8 / (8 + n): rows
         are cheaper in passes, and ``alpha`` must not move long without one.
-
-    Returns
-    -------
-    SingleLoop
-        For :func:`bilevel.search`, with ``batches=bilevel.partition(...)``.
 
     Raises
     ------
@@ -128,8 +118,6 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
     >>> bilevel.spaba(0.3, probability=0.1).draws
     (1, 1)
     """
-    if step_size is not None:
-        steps.check_rate("step_size", step_size)
     mover = steps.mover(step_size)
     if probability is not None:
         check_in_range("probability", probability, -1e-12, 1 + 1e-12)
@@ -137,21 +125,12 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
     def often(train, valid):
         return _full_pass_probability(train, valid) if probability is None else probability
 
-    def everywhere(problem, point, train: BatchedData, valid: BatchedData) -> tuple[Lower, Slopes]:
-        return train.mean(lower_oracle(problem, point)), valid.mean(outer_oracle(problem, point))
-
     def init(problem, alpha, w, indices, train, valid):
         point = Iterate(w, optax.tree.zeros_like(w), alpha)
-        step_directions = directions(*everywhere(problem, point, train, valid))
+        step_directions = directions(*full_estimates(problem, point, train, valid))
         length = jnp.ones((), common_dtype(*jax.tree.leaves(w)))
-        mover_state = mover.init(problem, w, alpha, train)
-        return SpabaState(
-            point.v,
-            length,
-            length,
-            jnp.zeros((), bool),
-            Tables((point, step_directions, mover_state)),
-        )
+        last = Tables((point, step_directions, mover.init(problem, w, alpha, train)))
+        return SpabaState(point.v, length, length, jnp.zeros((), bool), last)
 
     def step(problem, alpha, w, state, indices, train, valid):
         point = Iterate(w, state.v, alpha)
@@ -166,16 +145,16 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
         passing = (indices.uniform < often(train, valid)) | state.stale
 
         def exact():
-            return everywhere(problem, point, train, valid)
+            return full_estimates(problem, point, train, valid)
 
+        scales = length, trust = state.length, state.trust
         if step_size is not None:
-            v, length, trust = state.v, state.length, state.trust
+            v = state.v
             step_directions = jax.lax.cond(
                 passing, lambda: directions(*exact()), lambda: optax.tree.add(last, change)
             )
         else:
             summed = optax.tree.add(last, change)
-            scales = state.length, state.trust
             step_directions, v, judged = jax.lax.cond(
                 passing,
                 lambda: _limit_directions(summed, exact(), state.v, *scales),

@@ -7,24 +7,18 @@ import jax
 
 from bilevel.contracts import Pytree
 from bilevel.internal.checks import positive
-from bilevel.problem.problem import Problem
 from bilevel.stochastic import _metric
-from bilevel.stochastic._blocks import BatchedData
 
 Rate = float | jax.Array | Callable[[jax.Array], jax.Array]
 """A positive number, or a schedule: ``rate(steps done) -> number``, such as optax's."""
 
 
-def check_rate(name: str, rate: Any) -> Any:
-    """Raise unless ``rate`` is a positive number or a schedule."""
-    if not callable(rate):
-        positive(name, rate)
-    return rate
-
-
-def rate_at(rate: Rate, number: jax.Array) -> Any:
-    """Return the rate of a step."""
-    return rate(number) if callable(rate) else rate
+def as_schedule(name: str, rate: Rate) -> Callable[[jax.Array], Any]:
+    """Return ``rate`` as a schedule; raise unless it is one or a positive number."""
+    if callable(rate):
+        return rate
+    positive(name, rate)
+    return lambda number: rate
 
 
 def against(x: Pytree, direction: Pytree, rate: Any) -> Pytree:
@@ -40,20 +34,18 @@ class Mover(NamedTuple):
     move: Callable[..., tuple]
 
 
-def mover(rate: Rate | None) -> Mover:
-    """Return steps with this rate; None takes steps in a measured metric."""
-    if rate is not None:
-        fixed = rate
+def mover(step_size: Rate | None) -> Mover:
+    """Return steps of this size; None takes steps in a measured metric."""
+    if step_size is None:
+        return Mover(_metric.unmeasured, _step_in_metric)
+    rate = as_schedule("step_size", step_size)
 
-        def by_rate(pair, along, state, number, *_, shorter):
-            return against(pair, along, rate_at(fixed, number)), state
+    def step_by_rate(pair, along, state, number, *_, shorter):
+        return against(pair, along, rate(number)), state
 
-        return Mover(lambda *_: (), by_rate)
+    return Mover(lambda *_: (), step_by_rate)
 
-    def in_metric(
-        pair, along, state, number, problem: Problem, w, alpha, train: BatchedData, shorter
-    ):
-        state = _metric.renewed(state, number, problem, w, alpha, train)
-        return _metric.metric_step(state, pair, along, shorter), state
 
-    return Mover(_metric.unmeasured, in_metric)
+def _step_in_metric(pair, along, state, number, *problem_and_point, shorter):
+    state = _metric.renewed(state, number, *problem_and_point)
+    return _metric.metric_step(state, pair, along, shorter), state

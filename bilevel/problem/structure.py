@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
@@ -89,49 +89,16 @@ def _sources(program: core.ClosedJaxpr, inputs: list[int]) -> list[int]:
 
     A set is an integer with one bit per member, so one pass serves all members.
     """
-    inputs = _without_empty(program.jaxpr.invars, inputs)
-    return interpret(program, inputs, _equation_sources, constant=lambda _: 0, enter=_READ)
 
+    def union(_: core.JaxprEqn, sets: list[int]) -> int:
+        return functools.reduce(operator.or_, sets, 0)
 
-def _nothing_for_empty(rule: Callable) -> Callable:
-    """Return ``rule`` with 0 for arrays without entries."""
-
-    def facts(equation: core.JaxprEqn, inputs: list[int]) -> list[int]:
-        outputs = rule(equation, inputs) if any(inputs) else [0] * len(equation.outvars)
-        return _without_empty(equation.outvars, outputs)
-
-    return facts
-
-
-def _without_empty(variables: list[core.Var], facts: list[int]) -> list[int]:
-    shapes = (getattr(v.aval, "shape", ()) for v in variables)
-    return [0 if 0 in shape else x for shape, x in zip(shapes, facts, strict=True)]
-
-
-@_nothing_for_empty
-def _equation_sources(equation: core.JaxprEqn, inputs: list[int]) -> list[int]:
-    name, params, count = equation.primitive.name, equation.params, len(equation.outvars)
-    if name == "cond" and not inputs[0]:
-        branches = [_sources(branch, inputs[1:]) for branch in params["branches"]]
-        return [functools.reduce(operator.or_, sets) for sets in zip(*branches, strict=True)]
-    if name == "custom_linear_solve":
-        system = sum(params["const_lengths"])
-        if not any(inputs[:system]):
-            solve, constants = params["jaxprs"].solve, params["const_lengths"].solve
-            return _sources(solve, [0] * constants + inputs[system:])[:count]
-    if name == "scan":
-        body = functools.partial(_sources, params["jaxpr"])
-        return settle_carry(body, inputs, *scan_operands(equation), operator.or_)
-    return [functools.reduce(operator.or_, inputs, 0)] * count
-
-
-_OTHER = 2  # neither constant (0) nor affine (1)
+    enter = (*_CALLS, "custom_jvp_call", "custom_vjp_call")
+    return _facts(program, inputs, _Facts(union, operator.or_, lambda sets, read: read, enter))
 
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "shard_map")
-
-
-_READ = (*_CALLS, "custom_jvp_call", "custom_vjp_call")
+_OTHER = 2  # neither constant (0) nor affine (1)
 
 
 def _degrees(program: core.ClosedJaxpr, inputs: list[int], coarsest: float) -> list[int]:
@@ -139,33 +106,61 @@ def _degrees(program: core.ClosedJaxpr, inputs: list[int], coarsest: float) -> l
 
     A cast to a type with an eps above ``coarsest`` is rounding, and not linear.
     """
-    rule = _nothing_for_empty(functools.partial(_output_degrees, coarsest))
+
+    def solved(degrees: list[int], read: int) -> int:
+        # The solution is linear in the right-hand side, as far as its program reads it.
+        return max(degrees) if read else 0
+
+    result = functools.partial(_result_degree, coarsest)
+    return _facts(program, inputs, _Facts(result, max, solved, _CALLS))
+
+
+class _Facts(NamedTuple):
+    """How integers, facts about values, pass through a program. 0 says nothing about a value."""
+
+    result: Callable[[core.JaxprEqn, list[int]], int]  # of an operation, from facts of its inputs
+    join: Callable[[int, int], int]  # a fact that holds for both of two values
+    solved: Callable[[list[int], int], int]  # of a linear solve, from the one of its program
+    enter: tuple[str, ...]  # calls that are interpreted
+
+
+def _facts(program: core.ClosedJaxpr, inputs: list[int], kind: _Facts) -> list[int]:
+    """Return the facts about a program's outputs. Arrays without entries have 0."""
+
+    def rule(equation: core.JaxprEqn, facts: list[int]) -> list[int]:
+        outputs = (
+            _output_facts(equation, facts, kind) if any(facts) else [0] * len(equation.outvars)
+        )
+        return _without_empty(equation.outvars, outputs)
+
     inputs = _without_empty(program.jaxpr.invars, inputs)
-    return interpret(program, inputs, rule, constant=lambda _: 0, enter=_CALLS)
+    return interpret(program, inputs, rule, constant=lambda _: 0, enter=kind.enter)
 
 
-def _output_degrees(coarsest: float, equation: core.JaxprEqn, degrees: list[int]) -> list[int]:
-    """Return the degrees of one operation's results."""
-    name, params = equation.primitive.name, equation.params
-    count = len(equation.outvars)
+def _without_empty(variables: list[core.Var], facts: list[int]) -> list[int]:
+    shapes = (getattr(v.aval, "shape", ()) for v in variables)
+    return [0 if 0 in shape else x for shape, x in zip(shapes, facts, strict=True)]
+
+
+def _output_facts(equation: core.JaxprEqn, inputs: list[int], kind: _Facts) -> list[int]:
+    name, params, count = equation.primitive.name, equation.params, len(equation.outvars)
+    if name == "cond" and not inputs[0]:
+        branches = [_facts(branch, inputs[1:], kind) for branch in params["branches"]]
+        return [functools.reduce(kind.join, facts) for facts in zip(*branches, strict=True)]
     if name == "scan":
-        body = functools.partial(_degrees, params["jaxpr"], coarsest=coarsest)
-        return settle_carry(body, degrees, *scan_operands(equation), max)
+        body = functools.partial(_facts, params["jaxpr"], kind=kind)
+        return settle_carry(body, inputs, *scan_operands(equation), kind.join)
     if name == "custom_linear_solve":
         system = sum(params["const_lengths"])
-        if any(degrees[:system]):
-            return [_OTHER] * count
-        # The solution is linear in the right-hand side, as far as its program reads it.
-        solve, constants = params["jaxprs"].solve, params["const_lengths"].solve
-        read = _degrees(solve, [0] * constants + degrees[system:], coarsest)
-        return [max(degrees) if reads else 0 for reads in read[:count]]
-    if name == "cond" and degrees[0] == 0:
-        branches = [_degrees(branch, degrees[1:], coarsest) for branch in params["branches"]]
-        return [max(of_branches) for of_branches in zip(*branches, strict=True)]
-    return [_result_degree(equation, name, degrees, coarsest)] * count
+        if not any(inputs[:system]):
+            solve, constants = params["jaxprs"].solve, params["const_lengths"].solve
+            read = _facts(solve, [0] * constants + inputs[system:], kind)
+            return [kind.solved(inputs, fact) for fact in read[:count]]
+    return [kind.result(equation, inputs)] * count
 
 
-def _result_degree(equation: core.JaxprEqn, name: str, degrees: list[int], coarsest: float) -> int:
+def _result_degree(coarsest: float, equation: core.JaxprEqn, degrees: list[int]) -> int:
+    name = equation.primitive.name
     if name in _LINEAR:
         return max(degrees)
     if name in _PRODUCTS:
@@ -186,16 +181,12 @@ def _eps(dtype: Any) -> float:
 
 
 _PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
-
-
 _LINEAR = (
     *("add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "psum", "psum_invariant"),
     *("broadcast_in_dim", "reshape", "squeeze", "transpose", "rev", "slice", "split", "pad"),
     *("concatenate", "stack", "unstack", "copy", "pvary", "pcast", "sharding_constraint"),
     "optimization_barrier",
 )
-
-
 _LINEAR_IN = {
     "div": slice(0, 1),
     "select_n": slice(1, None),

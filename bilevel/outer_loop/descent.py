@@ -19,6 +19,7 @@ from bilevel.internal.checks import check_floating, gradient_transformation
 from bilevel.outer_loop import geometry
 from bilevel.problem.problem import Problem, split_losses
 from bilevel.problem.structure import outputs_reading
+from ntk.internal.compile_cache import program
 from ntk.internal.sharding import with_automatic_axes
 
 
@@ -135,6 +136,16 @@ def noted_descent(
         return DescentState(alpha, hyper.w, solver_state, optimizer_state, state.step + 1), metrics
 
     return init, step
+
+
+def automatic(function: Callable) -> Callable:
+    """Return ``function`` computed with automatic axes; its results are replicated."""
+    return lambda *args: with_automatic_axes(function, args, lambda: None)
+
+
+def run_once(function: Callable, *args: Any) -> Any:
+    """Return ``function(*args)``, computed with automatic axes as one compiled program."""
+    return program(automatic(function), *args)(*args)
 
 
 def hypergradient_leaves(

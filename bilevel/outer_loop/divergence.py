@@ -92,13 +92,12 @@ def check_divergence(
         windows = (number + 1) // window
         diverged, steady, seen = _judge_window(monitor, windows, window)
         diverged = diverged & (trouble == 0)  # a search that ended does not change
-        good = jax.lax.cond(
-            windows % _SAVED == 0, lambda: _where(steady, small, monitor.good), lambda: monitor.good
-        )
+        steady_or_last = functools.partial(where, steady, small, monitor.good)
+        good = jax.lax.cond(windows % _SAVED == 0, steady_or_last, lambda: monitor.good)
         back = functools.partial(_restore_good_state, monitor.good, small, number, restart)
         after = jax.lax.cond(diverged, back, lambda: small)
         gave_up = diverged & (seen.times > _MOST)
-        seen = _where(trouble == 0, seen._replace(good=()), monitor._replace(good=()))
+        seen = where(trouble == 0, seen._replace(good=()), monitor._replace(good=()))
         return seen._replace(good=good), after, jnp.where(gave_up, GAVE_UP, trouble)
 
     due = (number + 1) % window == 0
@@ -202,8 +201,13 @@ def messages(scale: Any) -> tuple[str, ...]:
     )
 
 
-def _where(condition: jax.Array, new: Pytree, old: Pytree) -> Pytree:
-    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
+def where(condition: jax.Array, new: Pytree, old: Pytree) -> Pytree:
+    """Return ``new`` where the condition holds, else ``old``. :class:`Tables` are always new."""
+
+    def choose(x, y):
+        return x if _is_tables(x) else jnp.where(condition, x, y)
+
+    return jax.tree.map(choose, new, old, is_leaf=_is_tables)
 
 
 def _is_tables(x: Any) -> bool:

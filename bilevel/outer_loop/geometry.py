@@ -134,16 +134,15 @@ def project(
     return _landing_on(_Projected, move, lambda leaf: None)
 
 
-class _Exponentiated(NamedTuple):
-    """State of :func:`exponentiate`."""
+# The `point` of each state is like alpha: where the geometry moved it to.
 
-    point: Pytree  # like alpha: where it moved to
+
+class _Exponentiated(NamedTuple):
+    point: Pytree
 
 
 class _Projected(NamedTuple):
-    """State of :func:`project`."""
-
-    point: Pytree  # like alpha: where it moved to
+    point: Pytree
 
 
 class SoftmaxState(NamedTuple):
@@ -151,7 +150,7 @@ class SoftmaxState(NamedTuple):
 
     logits: Pytree  # like alpha
     optimizer: optax.OptState  # of the logits
-    point: Pytree  # like alpha: where it moved to
+    point: Pytree
 
 
 def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -188,8 +187,7 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
         return SoftmaxState(logits, inner.init(logits), jax.tree.map(jnp.copy, alpha))
 
     def update(updates, state, params=None, *, shorten=None, **extra):
-        _require_params(params, check_simplex)
-        _check_update(updates, params)
+        _check_update(updates, params, check_simplex)
 
         def pull_back(logits, g):
             alpha = _softmax_in_float32(logits)
@@ -248,8 +246,7 @@ def _landing_on(kind: type, move: Callable, check: Callable) -> optax.GradientTr
         return kind(jax.tree.map(jnp.copy, params))
 
     def update(updates, state, params=None, *, shorten=None, **_):
-        _require_params(params, check)
-        _check_update(updates, params)
+        _check_update(updates, params, check)
         # b - a >= -a, also after rounding, so that a + (b - a) is never negative for a, b >= 0.
         updates = optax.tree.sub(move(params, _shorter(updates, shorten)), params)
         return updates, kind(optax.apply_updates(params, updates))
@@ -264,17 +261,14 @@ def _shorter(updates: Pytree, scale: jax.Array | None) -> Pytree:
     return jax.tree.map(lambda u: scale.astype(u.dtype) * u, updates)
 
 
-def _require_params(params, check: Callable) -> None:
+def _check_update(updates: Pytree, params: Pytree, check: Callable) -> None:
+    """Raise if alpha is missing or off its set, or has another shape, which would broadcast."""
     if params is None:
         raise ValueError("params: expected alpha as the third argument of update, got None.")
     try:
         jax.tree.map(check, params)
     except ValueError as error:
         raise ValueError(f"{error} A geometry has to be the last of its chain.") from None
-
-
-def _check_update(updates: Pytree, params: Pytree) -> None:
-    """Raise if an update and alpha have different shapes, which would broadcast silently."""
     for update, alpha in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
         if jnp.shape(update) != jnp.shape(alpha):
             raise ValueError(
@@ -346,9 +340,8 @@ def check_descends(
 
 def geometries(state: optax.OptState) -> list[Any]:
     """Return the states of the geometries in an optimizer's state."""
-    known = tuple(_NAMES)
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, known))
-    return [x for x in leaves if isinstance(x, known)]
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: type(x) in _NAMES)
+    return [x for x in leaves if type(x) in _NAMES]
 
 
 def paths(state: optax.OptState) -> set:
@@ -367,9 +360,7 @@ def moved_on(state: optax.OptState, alpha: Pytree) -> list[jax.Array]:
 
     Then ``alpha`` is not the point in the geometry's state. NaN does not count as a move.
     """
-    return [
-        _any_leaf(_differs_beyond_rounding, geometry.point, alpha) for geometry in geometries(state)
-    ]
+    return [_any_leaf(_differs_beyond_rounding, g.point, alpha) for g in geometries(state)]
 
 
 def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.Array]:
@@ -379,12 +370,8 @@ def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.
     the two steps points along g, the optimizer ascends. Terms that do not depend on the gradient,
     e.g. weight decay and noise, cancel in the difference. Steps of size 0 do not count as ascent.
     """
-    # In float32 at least, because half precision loses small steps.
-    start = jax.tree.map(
-        lambda a: _at_least_single_precision(jnp.full(a.shape, 1, a.dtype)) / _last_axis_size(a),
-        alpha,
-    )
-    slope = jax.tree.map(_trial_gradient, start)
+    pairs = jax.tree.map(_middle_and_slope, alpha)
+    start, slope = jax.tree.transpose(jax.tree.structure(alpha), None, pairs)
 
     def after(sign):
         g = jax.tree.map(lambda g: sign * g, slope)
@@ -399,10 +386,8 @@ def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.
         _, state = rule.update(g, rule.init(start), start, grad=g, **extra_args)
         return [geometry.point for geometry in geometries(state)]
 
-    return [
-        _any_leaf(_points_along, optax.tree.sub(with_it, against), slope)
-        for with_it, against in zip(after(1), after(-1), strict=True)
-    ]
+    gaps = map(optax.tree.sub, after(1), after(-1))
+    return [_any_leaf(_points_along, gap, slope) for gap in gaps]
 
 
 _compiled_ascends = jax.jit(ascends, static_argnums=0)
@@ -417,15 +402,13 @@ def _refused(message: str, names: list[str], wrong: list[jax.Array], alpha: Pytr
     return alpha
 
 
-def _trial_gradient(alpha: jax.Array) -> jax.Array:
-    """Return a gradient like ``alpha``, from -1 to 1 along the last axis."""
-    slope = jnp.linspace(-1, 1, _last_axis_size(alpha), dtype=alpha.dtype)
-    return jnp.broadcast_to(slope if alpha.ndim else slope[0], alpha.shape)
-
-
-def _last_axis_size(alpha: jax.Array) -> int:
-    """Return the number of entries on the last axis."""
-    return alpha.shape[-1] if alpha.ndim else 1
+def _middle_and_slope(alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the middle of the set, and a gradient there: -1 to 1 along the last axis."""
+    size = alpha.shape[-1] if alpha.ndim else 1
+    # In float32 at least, because half precision loses small steps.
+    middle = _at_least_single_precision(jnp.full(alpha.shape, 1, alpha.dtype)) / size
+    slope = jnp.linspace(-1, 1, size, dtype=middle.dtype)
+    return middle, jnp.broadcast_to(slope if alpha.ndim else slope[0], alpha.shape)
 
 
 def _differs_beyond_rounding(point: jax.Array, alpha: jax.Array) -> jax.Array:

@@ -108,15 +108,10 @@ def step_of(row: int, count: int, every: int) -> int:
     return min((row + 1) * every, count)
 
 
-def empty_history(row: Pytree, rows: int) -> Pytree:
-    """Return ``rows`` rows of zeros."""
-    return jax.tree.map(lambda x: jax.device_put(np.zeros((rows, *x.shape), x.dtype)), row)
-
-
-def missing_value(x: Any) -> jax.Array:
-    """Return the placeholder of a metric before the first step, which nothing reads."""
-    # Zeros, because `jax_debug_nans` would end the search at a NaN.
-    return jax.device_put(np.zeros(x.shape, x.dtype))
+def zeros_like(row: Pytree, *rows: int) -> Pytree:
+    """Return zeros like a row, or like ``rows`` rows, for the time before the first step."""
+    # No NaN, because `jax_debug_nans` would end the search.
+    return jax.tree.map(lambda x: jax.device_put(np.zeros((*rows, *x.shape), x.dtype)), row)
 
 
 def write_row(

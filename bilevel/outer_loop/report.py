@@ -39,9 +39,8 @@ class SearchReport(NamedTuple):
     indefinite : Count
         Steps with a direction without positive curvature in that solve.
     moving : Count
-        Steps with weights that were not a stationary point of the lower loss
-        (:func:`bilevel.implicit`): the lower gradient was over 0.1 % of ``|w|`` times the largest
-        curvature.
+        Steps with a lower gradient over 0.1 % of ``|w|`` times the largest curvature: the weights
+        were not a stationary point of the lower loss (:func:`bilevel.implicit`).
     predicted : float
         Sum of ``<hypergradient, change of alpha>`` over the steps. It is compared with ``actual``
         if full batches are used and the weights depend on ``alpha`` alone
@@ -101,7 +100,9 @@ class SearchReport(NamedTuple):
         steps = int(report.steps)
         lines = []
         if _happened_often(report.failed, steps) or _happened_often(report.indefinite, steps):
-            lines.append(_failed(report, steps))
+            indefinite = int(report.indefinite.total)
+            count = max(int(report.failed.total), indefinite)
+            lines.append(_FAILED.format(count, steps, _INDEFINITE if indefinite else ""))
         # The first runs of a solver that starts from the last weights may stop short.
         if steps >= _MANY and _happened_often(report.moving, steps):
             lines.append(_NOT_STATIONARY.format(int(report.moving.total), steps))
@@ -157,12 +158,6 @@ def _happened_often(count: Count, steps: int) -> bool:
     return steps > 0 and bool(many)
 
 
-def _failed(report: SearchReport, steps: int) -> str:
-    indefinite = int(report.indefinite.total)
-    count = max(int(report.failed.total), indefinite)
-    return _FAILED.format(count, steps, _INDEFINITE if indefinite else "")
-
-
 def _mispredicted(report: SearchReport) -> list[str]:
     """Return a message if the loss decreased without prediction, or failed to decrease."""
     predicted, actual = float(report.predicted), float(report.actual)
@@ -173,8 +168,11 @@ def _mispredicted(report: SearchReport) -> list[str]:
     missing = predicted < 0 and actual >= 0
     if not (unforeseen or missing):
         return []
-    numbers = {"actual": actual, "predicted": predicted, "compared": int(report.compared)}
-    return [_UNPREDICTED.format(**numbers)]
+    compared = int(report.compared)
+    return [_UNPREDICTED.format(actual=actual, predicted=predicted, compared=compared)]
+
+
+_ADJOINT_EVENTS = "failed", "indefinite", "moving"
 
 
 class StepMonitor(NamedTuple):
@@ -194,10 +192,9 @@ def init_step_monitor(row: dict[str, Any], spent: jax.Array | None = None) -> St
     def number():
         return jax.device_put(np.zeros((), dtype))
 
-    events = ("zero", "failed", "indefinite", "moving")
     report = SearchReport(
         steps=count(),
-        **{name: Count(count(), count()) for name in events},
+        **{name: Count(count(), count()) for name in ("zero", *_ADJOINT_EVENTS)},
         predicted=number(),
         actual=number(),
         compared=count(),
@@ -216,14 +213,12 @@ def monitor_step(
     """
     report, metrics = monitor.report, dict(metrics)
     adjoint = report_of(state.solver_state)
-    counts: dict[str, Any] = {"zero": metrics["grad_norm"] == 0}
+    events: dict[str, Any] = {"zero": metrics["grad_norm"] == 0}
     if isinstance(adjoint, AdjointReport):
-        counts |= {
-            "failed": adjoint.failed > 0,
-            "indefinite": adjoint.indefinite > 0,
-            "moving": adjoint.moving > 0,
-        }
-    counts = {name: _count_event(getattr(report, name), seen) for name, seen in counts.items()}
+        events |= {name: getattr(adjoint, name) > 0 for name in _ADJOINT_EVENTS}
+    counts: dict[str, Any] = {
+        name: _count_event(getattr(report, name), seen) for name, seen in events.items()
+    }
     report = report._replace(steps=report.steps + 1, **counts)
     if "predicted" not in metrics:
         return monitor._replace(report=report), metrics

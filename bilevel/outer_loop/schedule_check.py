@@ -4,6 +4,7 @@ A schedule's count carries over from one outer step to the next. So a schedule f
 ends long before the search does.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import optax
 
 from bilevel.contracts import Inner, Pytree, params_of
 from bilevel.internal.checks import gradient_transformation
+from bilevel.outer_loop.descent import run_once
 
 _SCHEDULED = (  # optax's states with the count of a schedule; one of them is not public
     "ScaleByScheduleState",
@@ -23,20 +25,22 @@ _SCHEDULED = (  # optax's states with the count of a schedule; one of them is no
 _OUTER, _INNER = 16, 8  # steps at which a schedule is evaluated
 
 
-def has_schedule(solver: Any, alpha: Pytree, w: Pytree) -> bool:
-    """Return whether the solver's optimizer has a schedule that carries over to the next step."""
+def spent_share(solver: Any, alpha: Pytree, w: Pytree, steps: int) -> jax.Array | None:
+    """Return the share of ``steps`` outer steps with the inner schedule below 1 % of its peak.
+
+    A solver without a schedule that carries over to the next step gives None.
+    """
     inner = getattr(solver, "inner", None)
     if inner is None:
-        return False
+        return None
     state = jax.eval_shape(lambda alpha, w: inner.rule(alpha).init(params_of(w)), alpha, w)
-    return any(map(_is_scheduled, jax.tree.leaves(state, is_leaf=_is_scheduled)))
+    if not any(map(_is_scheduled, jax.tree.leaves(state, is_leaf=_is_scheduled))):
+        return None
+    return run_once(functools.partial(_share_below_peak, inner, steps), alpha, w)
 
 
-def spent_share(inner: Inner, alpha: Pytree, w: Pytree, steps: int) -> jax.Array:
-    """Return the share of ``steps`` outer steps with a schedule below 1 % of its peak.
-
-    The rate is the size of an update by ones, at 16 outer steps and 8 inner steps of each.
-    """
+def _share_below_peak(inner: Inner, steps: int, alpha: Pytree, w: Pytree) -> jax.Array:
+    """Compare rates, the sizes of updates by ones, at 16 outer steps and 8 inner steps of each."""
     optimizer = gradient_transformation("optimizer", inner.rule(alpha))
     w = params_of(w)
     state = optimizer.init(w)

@@ -28,7 +28,7 @@ from bilevel.internal.checks import (
 )
 from bilevel.internal.processes import report_lost_process
 from bilevel.outer_loop import divergence, single_loop
-from bilevel.outer_loop.descent import hypergradient_leaves
+from bilevel.outer_loop.descent import hypergradient_leaves, run_once
 from bilevel.outer_loop.history import History, as_history
 from bilevel.outer_loop.search_chunks import resumed_carry, run_chunks
 from bilevel.outer_loop.search_fingerprint import search_programs, search_values
@@ -38,8 +38,7 @@ from bilevel.outer_loop.stream import Stream, feeding
 from bilevel.problem.problem import Problem, at_variables
 from bilevel.runs.checkpoint import saving
 from bilevel.runs.fingerprint import check_same
-from ntk.internal.compile_cache import program
-from ntk.internal.sharding import on_mesh, replicate_like, with_automatic_axes
+from ntk.internal.sharding import on_mesh, replicate_like
 
 _TRACED = (
     "progress, checkpoint, callback and a stream: expected none of them under jit or vmap, got one."
@@ -151,8 +150,7 @@ def search(
     ``implicit`` communicates ``(G + H) |w|``, with G gradients and H Hessian products. Under
     ``jax.distributed`` all processes call with equal arguments, or arrays over all devices.
 
-    Memory beyond the state: ``steps`` rows of the history. A callback gets a copy of the rows so
-    far.
+    Memory beyond the state: the rows of the history, and their copy for a callback.
 
     Examples
     --------
@@ -169,16 +167,13 @@ def search(
     >>> result.alpha, result.history["value"]
     (Array([0.875], dtype=float...), Array([1. , 0.25 , 0.0625], dtype=float...))
     """
-    arrays = alpha, w0, train, valid, key
-    named = dict(zip(("alpha", "w0", "train", "valid", "key"), arrays, strict=True))
-    traced = not concrete(arrays)
+    named = {"alpha": alpha, "w0": w0, "train": train, "valid": valid, "key": key}
+    traced = not concrete(named)
     setup = SearchSetup(problem, solver, optimizer, batches, diagnostics, as_history(history))
     if not traced:
         present = checkpoint is not None, callback is not None
         _check_processes(setup, named, (steps, every, chunk, resume, str(setup.history), present))
-    _check_search_arguments(
-        solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics
-    )
+    _check_search_arguments(setup, named, steps, resume, checkpoint, callback, every, chunk)
     on_host = progress, isinstance(batches, Stream), checkpoint is not None, callback is not None
     if traced and any(on_host):
         raise ValueError(_TRACED)
@@ -216,10 +211,8 @@ def search(
 def _compiled(setup: SearchSetup, carry: Carry, data: Pytree, steps: int) -> SearchResult:
     """Take all steps in the caller's program."""
     carry = setup.advance(carry, data, steps)
-    state = carry.state
-    info, every = setup.info(state, data), setup.history.every
-    report, scale = carry.monitor.report, carry.divergence.scale
-    return SearchResult(state.alpha, state.w, carry.history, state, "", report, info, every, scale)
+    parts = carry.state, carry.history, carry.monitor.report, carry.divergence.scale
+    return setup.result(*parts, info=setup.info(carry.state, data))
 
 
 def _check_processes(setup: SearchSetup, named: dict[str, Any], options: tuple) -> None:
@@ -240,16 +233,14 @@ def _warn(messages: Sequence[str]) -> None:
         warnings.warn("search: " + "\nsearch: ".join(messages), stacklevel=3)
 
 
-def _check_search_arguments(
-    solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics
-) -> None:
+def _check_search_arguments(setup, named, steps, resume, checkpoint, callback, every, chunk):
     """Raise ``ValueError`` if an argument is wrong, or does not fit the others."""
-    alpha, w0, train, valid, key = arrays
+    solver, batches, key = setup.solver, setup.batches, named["key"]
     integer("steps", steps, 1)
     if chunk is not None:
         integer("chunk", chunk, 1)
     streamed = isinstance(batches, Stream)
-    if streamed and (train is not None or valid is not None):
+    if streamed and (named["train"] is not None or named["valid"] is not None):
         raise ValueError("train, valid: expected None next to a stream of both, got data.")
     if batches is not None and not streamed:
         function("batches", batches, "(key, data) -> batch")
@@ -258,7 +249,7 @@ def _check_search_arguments(
             "batches: expected bilevel.partition(batch_size) for a single-loop method, got a "
             "sampler of other batches."
         )
-    if diagnostics and isinstance(solver, SingleLoop) and solver.adjoint is None:
+    if setup.diagnostics and isinstance(solver, SingleLoop) and solver.adjoint is None:
         raise ValueError(
             "diagnostics: expected False for a method without an adjoint, got True; "
             "hypergradient(problem, implicit()) at the result has an error estimate."
@@ -276,12 +267,12 @@ def _check_search_arguments(
         raise ValueError("key: expected a PRNG key to sample batches with, got None.")
     if key is not None:
         prng_key("key", key)
-    for name, tree in (("alpha", alpha), ("w0", w0)):
-        check_not_empty(name, tree)
-        check_floating(name, params_of(tree))
-    for name, tree in (("alpha", alpha), ("w0", w0), ("train", train), ("valid", valid)):
-        check_data(name, tree)
-    check_constraint(solver, alpha, w0)
+    for name in ("alpha", "w0"):
+        check_not_empty(name, named[name])
+        check_floating(name, params_of(named[name]))
+    for name in ("alpha", "w0", "train", "valid"):
+        check_data(name, named[name])
+    check_constraint(solver, named["alpha"], named["w0"])
 
 
 def _result_messages(
@@ -303,22 +294,17 @@ def _at_minimum(setup: SearchSetup, result: SearchResult, data: Pytree) -> bool:
     A single loop's direction can be 0 at a solution. A constant alpha needs no gradient.
     """
     optimizer = gradient_transformation("optimizer", setup.optimizer)
-    if isinstance(setup.solver, SingleLoop) or not any(
-        hypergradient_leaves(optimizer, result.state)
-    ):
+    moved = hypergradient_leaves(optimizer, result.state)
+    if isinstance(setup.solver, SingleLoop) or not any(moved):
         return True
     if setup.batches is not None or result.report.zero.last == result.report.steps:
         return False  # a hypergradient that was always 0 is reported in any case
 
-    def slope(w, alpha, valid):
+    def stationary(w, alpha, valid):
         stateful = getattr(setup.problem, "stateful", False)
         outer = at_variables(setup.problem, w.variables if stateful else None).outer
         value, slope = jax.value_and_grad(outer)(params_of(w), alpha, valid)
         size = optax.tree.norm(slope) * jnp.maximum(optax.tree.norm(params_of(w)), 1)
         return size <= 1e-6 * jnp.abs(value)
 
-    def run(*args):
-        return with_automatic_axes(slope, args, lambda: None)
-
-    args = result.w, result.alpha, data[1]
-    return bool(program(run, *args)(*args))
+    return bool(run_once(stationary, result.w, result.alpha, data[1]))

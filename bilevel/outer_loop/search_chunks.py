@@ -41,11 +41,10 @@ def run_chunks(
     done, count, stopped = int(carry.state.step), chunk or 1, ""
     advance = program(keep_sharding(setup.advance, carry), carry, feed.first, 1, donate=(0,))
     text = "outer {value:.4g}  lower {lower:.4g}"
+    bar = progress if processes.is_first_process() else False
     with (
         held_signals(terminations=saver.directory is not None) as came,
-        progress_bar(
-            progress if processes.is_first_process() else False, "search", steps, text
-        ) as show,
+        progress_bar(bar, "search", steps, text) as show,
     ):
         while done < steps:
             began = time.perf_counter()
@@ -113,11 +112,9 @@ def _make_result(setup: SearchSetup, carry: Carry, stopped: str) -> SearchResult
     state = jax.tree.map(lambda x: jnp.array(x, copy=True), carry.state)
     rows = search_history.truncate(carry.history, setup.rows(int(state.step)))
     parts = rows, carry.monitor.report, carry.divergence.scale
-    rows, report, scale = jax.device_put(
-        jax.tree.map(lambda x: np.copy(processes.to_numpy(x)), parts)
-    )
-    every = setup.history.every
-    return SearchResult(state.alpha, state.w, rows, state, stopped, report, None, every, scale)
+    copies = jax.tree.map(lambda x: np.copy(processes.to_numpy(x)), parts)
+    rows, report, scale = jax.device_put(copies)
+    return setup.result(state, rows, report, scale, stopped)
 
 
 def _checkpoint_contents(setup: SearchSetup, carry: Carry) -> Pytree:
@@ -134,9 +131,7 @@ def resumed_carry(setup: SearchSetup, saver: Saver, carry: Carry, steps: int) ->
         return carry
     # The checkpoint has no rows of later steps.
     rows = setup.rows(done)
-    like = jax.tree.map(
-        lambda h: jax.ShapeDtypeStruct((rows, *h.shape[1:]), h.dtype), carry.history
-    )
+    like = search_history.truncate(carry.history, rows)
     seen = carry.monitor, carry.divergence
     state, saved_history, seen = saver.restore((carry.state, like, seen))
 

@@ -45,7 +45,10 @@ def search_programs(setup: Any, state: Pytree, data: tuple, traced: tuple) -> di
     step, calls = traced
     args = shapes((state, state.step, canonical(setup, data)))
     types = [(x.shape, x.dtype) for x in jax.tree.leaves(args)]
-    if [(v.aval.shape, v.aval.dtype) for v in step.jaxpr.invars] != types or _on_a_mesh(step):
+    arguments = [v.aval for v in step.jaxpr.invars]
+    # JAX reshards constants on a mesh.
+    on_a_mesh = any(not x.sharding.mesh.empty for x in arguments)
+    if [(x.shape, x.dtype) for x in arguments] != types or on_a_mesh:
         problem, calls = recorded(setup.problem)
         step = jax.make_jaxpr(fresh(setup._replace(problem=problem).step))(*args)
     losses = {"lower loss": setup.problem.lower, "outer loss": setup.problem.outer}
@@ -54,10 +57,8 @@ def search_programs(setup: Any, state: Pytree, data: tuple, traced: tuple) -> di
     programs["optimizer"] = _digest(optimizer, shapes(state.alpha))
     if not isinstance(setup.batches, Stream | Partition | None):
         train, valid, key = shapes(data)
-        if isinstance(setup.batches, Joint):
-            programs["batches"] = _digest(setup.batches.sample, key, train, valid)
-        else:
-            programs["batches"] = _digest(setup.batches, key, valid)
+        sides = (train, valid) if isinstance(setup.batches, Joint) else (valid,)
+        programs["batches"] = _digest(setup.batches, key, *sides)
     programs["solver"] = program_digest(step)
     return {name: programs[name] for name in PARTS if name in programs}
 
@@ -107,8 +108,3 @@ def _optimizer_step(optimizer: Any, alpha: Pytree) -> Pytree:
     state, value = optimizer.init(alpha), jnp.zeros(())
     more = {"value": value, "value_fn": lambda _: value, "residual": 0.0, "memory": 1}
     return state, optimizer.update(alpha, state, alpha, grad=alpha, **more)
-
-
-def _on_a_mesh(program: Any) -> bool:
-    """Return whether an argument of the program is on a mesh, where JAX reshards constants."""
-    return any(not v.aval.sharding.mesh.empty for v in program.jaxpr.invars)

@@ -23,11 +23,12 @@ from bilevel.outer_loop.divergence import (
     observed,
     shortened,
     shortening,
+    where,
 )
 from bilevel.outer_loop.report import StepMonitor, init_step_monitor, monitor_step
-from bilevel.outer_loop.schedule_check import has_schedule, spent_share
+from bilevel.outer_loop.schedule_check import spent_share
 from bilevel.outer_loop.search_fingerprint import recorded
-from bilevel.outer_loop.search_result import is_tree_finite
+from bilevel.outer_loop.search_result import SearchResult, is_tree_finite
 from bilevel.outer_loop.stream import Stream, of_step
 from bilevel.problem.problem import Problem
 from ntk.internal.compile_cache import fresh
@@ -82,36 +83,22 @@ class SearchSetup(NamedTuple):
         noted = functools.partial(self._replace(problem=problem).step, note=notes.append)
         trace = jax.make_jaxpr(fresh(noted), return_shape=True)
         closed, (after, metrics) = trace(state, state.step, data)
-        spent = self.spent(alpha, w0, steps)
-        monitor = init_step_monitor(metrics, spent)
+        monitor = init_step_monitor(metrics, spent_share(self.solver, alpha, w0, steps))
         _, metrics = jax.eval_shape(monitor_step, monitor, after, metrics)
         names, rows = self.history.names, self.rows(steps)
         row = search_history.select_metrics(names, metrics | {"alpha": state.alpha}, rows)
-        history = search_history.empty_history(row, rows)
+        history = search_history.zeros_like(row, rows)
         shown = {*SHOWN}
         if isinstance(self.solver, SingleLoop) and names is not None:
             shown &= {*names}  # steps do not compute the other losses
         last_names = shown if self.history.every == 1 else (shown | {*row}) - {"alpha"}
-        last = jax.tree.map(
-            search_history.missing_value, {k: metrics[k] for k in sorted(last_names)}
-        )
+        last = search_history.zeros_like({k: metrics[k] for k in sorted(last_names)})
         divergence = init_divergence_monitor(state)
         carry = Carry(state, history, last, jnp.zeros((), int), monitor, divergence)
         traced = (closed, calls) if concrete((carry, closed.consts)) else None
         if traced:
             notes += monitor.report.messages()
         return carry, traced, list(dict.fromkeys(notes))
-
-    def spent(self, alpha, w0, steps) -> jax.Array | None:
-        """Return the share of the search without steps of the inner optimizer's schedule."""
-        if not has_schedule(self.solver, alpha, w0):
-            return None
-
-        def share(alpha, w0):
-            return spent_share(self.solver.inner, alpha, w0, steps)
-
-        run = jax.jit(fresh(lambda *args: with_automatic_axes(share, args, lambda: None)))
-        return run(alpha, w0)
 
     def rows(self, steps: int) -> int:
         """Return the number of rows in the history of ``steps`` steps."""
@@ -122,17 +109,18 @@ class SearchSetup(NamedTuple):
 
         ``number`` is the state's step, but the same in all copies under vmap.
         """
-        step = functools.partial(self._step, note=note)
-        return with_automatic_axes(step, (state, number, data, scale), lambda: (state, None))
 
-    def _step(self, state, number, data, scale, note):
-        if scale is None:
-            return self._taken(state, number, data, note)
-        optimizer = shortening(self.optimizer, scale)
-        new, metrics = self._replace(optimizer=optimizer)._taken(state, number, data, note)
-        return shortened(state, new, scale), metrics
+        def shortened_step(state, number, data, scale):
+            if scale is None:
+                return self._step(state, number, data, note)
+            setup = self._replace(optimizer=shortening(self.optimizer, scale))
+            new, metrics = setup._step(state, number, data, note)
+            return shortened(state, new, scale), metrics
 
-    def _taken(self, state, number, data, note):
+        args = state, number, data, scale
+        return with_automatic_axes(shortened_step, args, lambda: (state, None))
+
+    def _step(self, state, number, data, note):
         if isinstance(self.solver, SingleLoop):
             return single_loop.single_loop_step(*self[:3], state, number, data)
         train, valid, key = of_step(data, state.step)
@@ -167,9 +155,7 @@ class SearchSetup(NamedTuple):
                 history, row, before, number, old.step, good, self.history.every
             )
             shown = {k: metrics[k] for k in last}
-            state, last, monitor = single_loop.either(
-                good, (new, shown, seen), (old, last, monitor)
-            )
+            state, last, monitor = where(good, (new, shown, seen), (old, last, monitor))
             divergence = observed(divergence, metrics["grad_norm"], metrics["value"], good)
             window = NOISY if isinstance(self.solver, SingleLoop) else EXACT
             restart = functools.partial(self.restart, data)
@@ -189,6 +175,11 @@ class SearchSetup(NamedTuple):
         if not isinstance(self.solver, SingleLoop):
             return state
         return self.solver.restart(state, number, *data[:2])
+
+    def result(self, state, rows, report, scale, stopped="", info=None) -> SearchResult:
+        """Return the result of a search that ended in ``state``."""
+        every = self.history.every
+        return SearchResult(state.alpha, state.w, rows, state, stopped, report, info, every, scale)
 
     def info(self, state: DescentState, data: Pytree) -> Info | None:
         """Return the error estimate of a single loop's last direction."""

@@ -49,6 +49,11 @@ class SearchResult:
         return summary.table("SearchResult", rows)
 
 
+def _reduce_without_init(error: Exception) -> tuple[Any, ...]:
+    """Pickle and copy an error without its constructor, which takes other arguments."""
+    return copyreg.__newobj__, (type(error), *error.args), error.__dict__  # type: ignore[attr-defined]
+
+
 class NonFiniteError(FloatingPointError):
     """A search met a NaN or an infinity: ``step``, ``quantity``, and the ``result`` before."""
 
@@ -59,8 +64,7 @@ class NonFiniteError(FloatingPointError):
         )
         self.step, self.quantity, self.result = step, quantity, result
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _without_init(self)
+    __reduce__ = _reduce_without_init
 
 
 class MisplacedError(ValueError):
@@ -70,13 +74,7 @@ class MisplacedError(ValueError):
         super().__init__(f"{geometry.MISPLACED.format(name)} It was seen at outer step {step}.")
         self.step, self.result = step, result
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _without_init(self)
-
-
-def _without_init(error: Exception) -> tuple:
-    """Pickle and copy an error without its constructor, which takes other arguments."""
-    return copyreg.__newobj__, (type(error), *error.args), error.__dict__  # type: ignore[attr-defined]
+    __reduce__ = _reduce_without_init
 
 
 def is_tree_finite(tree: Pytree) -> jax.Array:
@@ -101,7 +99,9 @@ def explain_nonfinite(state: Any, new: Any, quantity: str, single_loop: bool = F
             "smaller step_size of the solver may keep it in the numbers' range."
         )
     if quantity == "hypergradient" and not weights:
-        names = sorted({type(x).__name__ for x in _optimizer_records(state.solver_state)})
+        records = jax.tree.leaves(state.solver_state, is_leaf=_is_record)
+        # Records without entries belong to optax's parts without a state.
+        names = sorted({type(x).__name__ for x in records if _is_record(x) and x})
         rules = f" ({', '.join(names)})" if names else ""
         return (
             f"weights and losses are finite, a derivative of the lower solver{rules} or of a loss "
@@ -132,10 +132,5 @@ def bad_leaves(name: str, tree: Pytree) -> str:
     return ", ".join(paths[:3]) + more
 
 
-def _optimizer_records(state: Pytree) -> list:
-    """Return the states of optax's parts, without empty ones."""
-
-    def record(x):
-        return isinstance(x, tuple) and hasattr(x, "_fields")
-
-    return [x for x in jax.tree.leaves(state, is_leaf=record) if record(x) and len(x)]
+def _is_record(x: Any) -> bool:
+    return isinstance(x, tuple) and hasattr(x, "_fields")

@@ -1,6 +1,5 @@
 """Steps of a search by a single-loop method (:mod:`bilevel.stochastic`)."""
 
-import functools
 import warnings
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel.contracts import DescentState, Pytree, SingleLoop, Tables
+from bilevel.contracts import DescentState, Pytree, SingleLoop
 from bilevel.hypergradients.error_estimate import Info, assess
 from bilevel.internal.checks import (
     check_floating,
@@ -18,13 +17,9 @@ from bilevel.internal.checks import (
     nan_unless_finite,
 )
 from bilevel.outer_loop import geometry
-from bilevel.outer_loop.descent import leaves_moved
+from bilevel.outer_loop.descent import automatic, leaves_moved, run_once
 from bilevel.problem.problem import Problem, at_variables
-from bilevel.problem.structure import (
-    check_depends_on_alpha,
-    leaves_used_by,
-    with_rules,
-)
+from bilevel.problem.structure import check_depends_on_alpha, leaves_used_by, with_rules
 from bilevel.stochastic import (
     BatchedData,
     BatchSchedule,
@@ -33,8 +28,7 @@ from bilevel.stochastic import (
     make_batched_data,
     tree_norm,
 )
-from ntk.internal.compile_cache import fresh, program
-from ntk.internal.sharding import shard_like, with_automatic_axes
+from ntk.internal.sharding import shard_like
 
 Data = tuple[BatchedData, BatchedData, BatchSchedule]
 
@@ -66,43 +60,25 @@ def init_single_loop(
     alpha, w = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), (alpha, w))
     train, valid, order = data
     bare = at_variables(problem, None)
-    for loss, side in ((bare.lower, train), (bare.outer, valid)):
-        value = functools.partial(with_automatic_axes, loss, like=lambda: None)
-        # Traced once, so that a wrong loss raises here.
-        jax.eval_shape(fresh(lambda *args: value(args)), w, alpha, side.rows)  # noqa: B023
+    # Traced here, so that a wrong loss raises before the optimizer does.
+    enters = [
+        leaves_used_by(automatic(loss), w, alpha, side.rows)
+        for loss, side in ((bare.lower, train), (bare.outer, valid))
+    ]
     optimizer = gradient_transformation("optimizer", optimizer)
     state = optimizer.init(alpha)
     alpha = geometry.check_descends(optimizer, state, alpha)
-    _check_moved_leaves(problem, optimizer, state, alpha, w, (train.rows, valid.rows))
+    moved = leaves_moved(optimizer, state, alpha, value=0.0, residual=0.0, memory=1)
+    needed = [moves and not any(used) for moves, *used in zip(moved, *enters, strict=True)]
+    check_depends_on_alpha(alpha, needed)
 
     def begin(alpha, w, order, train, valid):
         first = order.at(jnp.zeros((), int), method.draws)
         with_own_rules, _ = with_rules(problem, w, alpha, train.rows)
         return method.init(with_own_rules, alpha, w, first, train, valid)
 
-    def run(*args):
-        return with_automatic_axes(begin, args, lambda: None)
-
-    args = alpha, w, order, train, valid
-    inner = shard_like(program(run, *args)(*args), w)
+    inner = shard_like(run_once(begin, alpha, w, order, train, valid), w)
     return DescentState(alpha, w, inner, state, jnp.zeros((), int))
-
-
-def _check_moved_leaves(problem, optimizer, state, alpha, w, rows) -> None:
-    """Raise if the optimizer moves a leaf of ``alpha`` that neither loss depends on."""
-
-    def read(loss, rows):
-        def value(*args):
-            return with_automatic_axes(loss, args, lambda: None)
-
-        return leaves_used_by(value, w, alpha, rows)
-
-    bare = at_variables(problem, None)
-    lower, outer = map(read, (bare.lower, bare.outer), rows)
-    used = leaves_moved(optimizer, state, alpha, value=0.0, residual=0.0, memory=1)
-    check_depends_on_alpha(
-        alpha, [use and not (x or y) for use, x, y in zip(used, lower, outer, strict=True)]
-    )
 
 
 def single_loop_step(
@@ -138,16 +114,6 @@ def single_loop_step(
     return new_state, metrics | {"grad_norm": size}
 
 
-def either(good: jax.Array, new: Pytree, old: Pytree) -> Pytree:
-    """Return ``new`` if ``good``, else ``old``. :class:`Tables` are always new."""
-    return jax.tree.map(
-        lambda x, y: x if isinstance(x, Tables) else jnp.where(good, x, y),
-        new,
-        old,
-        is_leaf=lambda x: isinstance(x, Tables),
-    )
-
-
 _WORTHLESS = 100.0  # a residual above this is not caused by noise of batches
 
 
@@ -167,16 +133,12 @@ def info(problem: Problem, method: SingleLoop, state: DescentState, data: Data) 
     """Return the error estimate of the method's last direction, recomputed on all data."""
     assert method.adjoint is not None
     train, valid, _ = data
-    adjoint = method.adjoint(state.solver_state)
 
-    def of(w, adjoint, alpha, train, valid):
+    def estimate(w, adjoint, alpha, train, valid):
         with_own_rules, _ = with_rules(problem, w, alpha, train.rows)
         grad = full_direction(with_own_rules, w, adjoint, alpha, train, valid)
         args = at_variables(with_own_rules, None), w, alpha, train.rows, valid.rows
         return assess(*args, grad, adjoint)
 
-    def run(*args):
-        return with_automatic_axes(of, args, lambda: None)
-
-    args = state.w, adjoint, state.alpha, train, valid
-    return program(run, *args)(*args)
+    adjoint = method.adjoint(state.solver_state)
+    return run_once(estimate, state.w, adjoint, state.alpha, train, valid)

@@ -1,8 +1,4 @@
-"""Batches from an iterator, for data larger than memory.
-
-While the steps of a chunk run, a thread reads the batches of the next chunk, stacks them and sends
-them to the device. At most two chunks are in memory.
-"""
+"""Batches from an iterator, for data larger than memory."""
 
 import contextlib
 import dataclasses
@@ -89,8 +85,7 @@ def stream(source: Pairs | Callable[[int], Pairs]) -> Stream:
     next chunk and sends it to the device, so that two are in memory. A solver that draws batches
     itself (``unrolled(..., batches=...)``) draws them from the first part of the pair.
 
-    With multiple processes, every process reads the same pairs. If the pairs differ, the search
-    ends in all processes.
+    With multiple processes, every process reads the same pairs, or the search ends in all of them.
 
     Examples
     --------
@@ -198,8 +193,8 @@ class _Streaming(Feed):
         batch_pairs = list(itertools.islice(self._pairs, min(self._size, left)))
         if not batch_pairs:
             return (), 0, ""
-        for i, pair in enumerate(batch_pairs):
-            self._check(pair, step + i)
+        for number, pair in enumerate(batch_pairs, step):
+            self._check(pair, number)
         # The last pair fills up the chunk, so that all chunks have one shape and one program.
         full = batch_pairs + [batch_pairs[-1]] * (self._size - len(batch_pairs))
         pairs = jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *map(tuple, full))

@@ -28,12 +28,14 @@ class RunOptions(TypedDict, total=False):
 
 
 class _SolveRecord(NamedTuple):
+    """A row of the :class:`Trace`, with the seconds of its solve alone."""
+
     round: int
     resource: int
     seconds: float
     candidates: np.ndarray
     errors: np.ndarray
-    incumbent: int  # -1: none yet
+    incumbent: int
     valid: float
     test: float
 
@@ -156,30 +158,21 @@ class Recorder:
     def trace(self) -> Trace:
         """Return the rows so far, in columns."""
         # A single configuration needs no solve to be the best.
-        best = 0 if len(self.configs) == 1 else -1
-        if self._rows:
-            best = self._rows[-1].incumbent
+        unsolved = 0 if len(self.configs) == 1 else -1
+        best = self._rows[-1].incumbent if self._rows else unsolved
         if best < 0 and not self._stopped:
             raise FloatingPointError(
                 "problem: expected a finite validation error, "
                 f"got none in {len(self._rows)} solves."
             )
         columns = list(zip(*self._rows, strict=True)) or [()] * len(_SolveRecord._fields)
-        rounds, resources, seconds, candidates, errors, incumbents, valid, test = columns
-        return Trace(
-            self.configs,
-            best,
-            np.array(rounds, int),
-            np.array(resources, int),
-            np.arange(1, len(rounds) + 1),
-            np.cumsum(np.array(seconds, float)),
-            list(candidates),
-            list(errors),
-            np.array(incumbents, int),
-            np.array(valid, float),
-            np.array(test, float),
-            self._stopped,
-        )
+        rows: dict[str, Any] = dict(zip(_SolveRecord._fields, map(list, columns), strict=True))
+        integers = {k: np.array(rows[k], int) for k in ("round", "resource", "incumbent")}
+        reals = {k: np.array(rows[k], float) for k in ("seconds", "valid", "test")}
+        reals["seconds"] = np.cumsum(reals["seconds"])
+        calls = np.arange(1, len(self._rows) + 1)
+        rows |= integers | reals
+        return Trace(self.configs, best, calls=calls, stopped=self._stopped, **rows)
 
     @property
     def _number(self) -> int:

@@ -89,7 +89,7 @@ def exponentiated_gradient(
     n = len(log.configs)
     everyone, log_theta = np.arange(n), np.full(n, -np.log(n))
     latest = np.full(n, np.nan)  # last error of each configuration
-    means: list[float] = []  # unbiased estimates of <theta, e>, one for each round
+    means: list[np.floating] = []  # unbiased estimates of <theta, e>, one for each round
     calls = rounds if n > 1 else 0
     with log.run(calls):
         for round in range(calls):
@@ -97,7 +97,8 @@ def exponentiated_gradient(
             offset = float(np.mean(means)) if baseline and means else 0.0
             log_theta = log_theta - rate * _estimate_gradient(log_theta, shared, offset)
             log_theta = log_theta - logsumexp(log_theta)
-            means.append(_mean_error(shared))
+            scored = ~np.isnan(shared.errors)
+            means.append(np.average(shared.errors[scored], weights=shared.counts[scored]))
             latest = np.where(shared.counts > 0, shared.errors, latest)
             incumbent = int(np.argmax(np.where(np.isnan(latest), -np.inf, log_theta)))
             log.note(incumbent, latest[incumbent])
@@ -113,9 +114,3 @@ def _estimate_gradient(log_theta: np.ndarray, shared: Shared, baseline: float) -
     gradient = np.zeros(len(counts))
     gradient[seen] = np.where(np.isnan(errors[seen]), np.inf, (errors[seen] - baseline) * weights)
     return gradient
-
-
-def _mean_error(shared: Shared) -> float:
-    """Return the mean error over all rows with a scored configuration."""
-    scored = ~np.isnan(shared.errors)
-    return float(np.average(shared.errors[scored], weights=shared.counts[scored]))

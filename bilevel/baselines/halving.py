@@ -1,12 +1,8 @@
 """Successive halving and Hyperband: train many configurations a little, and the better ones more.
 
-A race has rungs ``(n_i, r_i)``. The best ``n_i`` of the previous rung are trained afresh with
-resource ``r_i``. From rung to rung ``r_i`` grows by the factor ``eta``, and ``n_i`` falls by it.
-Configurations are compared within a rung only. The incumbent is the best on the highest resource so
-far.
-
-R -> ``budget``, r -> ``minimum``, eta -> ``eta``, n -> ``len(configs)``. References: Jamieson &
-Talwalkar (2016), Algorithm 1; Li et al. (2018), Algorithm 1.
+A race has rungs. The best configurations of the previous rung are trained afresh, with ``eta``
+times the resource, and are compared with each other only. The incumbent is the best on the highest
+resource so far.
 """
 
 import math
@@ -68,9 +64,6 @@ def successive_halving(
     >>> trace = successive_halving(jax.random.key(0), [.5, .2, .9, .3], evaluate, 100)
     >>> trace.best, trace.resource
     (1, array([ 25,  25,  25,  25,  50,  50, 100]))
-
-    Reference: Jamieson & Talwalkar (2016), Algorithm 1, with ``eta`` for 2 and ``ceil`` for
-    ``floor``. Cost: at most ``n eta / (eta - 1) + log n`` solves; each rung costs about the same.
     """
     options = {"eta": eta, "minimum": minimum}
     log = Recorder("successive_halving", key, configs, problem, budget, options, **run_options)

@@ -46,8 +46,6 @@ def random_search(
     >>> trace = random_search(jax.random.key(0), [5, 2, 9], lambda key, c, resource: c / 10, 100)
     >>> trace.best, trace.calls, float(trace.valid[-1])
     (1, array([1, 2, 3]), 0.2)
-
-    Reference: Bergstra & Bengio (2012). Cost: ``evaluations`` solves at ``budget``.
     """
     options = {"evaluations": evaluations}
     log = Recorder("random_search", key, configs, problem, budget, options, **run_options)

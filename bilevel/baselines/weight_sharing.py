@@ -5,9 +5,7 @@ weights w_t are fitted to the training rows so featurized, and all configuration
 Configuration c scores the mean validation error over its cell, ``V_c = {x in V : c_x = c}``.
 
 C -> ``configs``, d -> ``budget``, s_c, |V_c| -> the errors and counts of ``share``, R -> the number
-of rounds. Reference: Khodak et al. (2020), Algorithm 1 and Appendix B.1.
-
-The paper's algorithm fails in three ways, so this one deviates:
+of rounds. The paper's algorithm fails in three ways, so this one deviates:
 
 - An empty cell scores 0/0, which makes the median NaN and keeps no configuration. Here
   configurations are ordered by error, then index, with NaN and empty cells last.
@@ -63,8 +61,6 @@ def weight_sharing(
     >>> trace = weight_sharing(jax.random.key(0), [.5, .2, .9, .3, .4], problem, 100)
     >>> trace.best, [c.tolist() for c in trace.candidates]
     (1, [[0, 1, 2, 3, 4], [1, 3, 4], [1, 3]])
-
-    Reference: Khodak et al. (2020), Algorithm 1; the module says where it is corrected.
     """
     return _halve("weight_sharing", key, configs, problem, budget, 1.0, run_options)
 

@@ -7,9 +7,8 @@ import os
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
@@ -32,16 +31,7 @@ from bilevel.data.own import load_own
 from bilevel.data.splits import Dataset, check_row_counts, draw_part, drawn, stratified_split
 from bilevel.internal.checks import integer, prng_key, sequence
 
-__all__ = [
-    "Dataset",
-    "check_digest",
-    "draw_part",
-    "draw_splits",
-    "find_file",
-    "load",
-    "read_file",
-    "stratified_split",
-]
+__all__ = ["Dataset", "draw_part", "draw_splits", "load", "stratified_split"]
 
 
 class Source(NamedTuple):
@@ -258,10 +248,10 @@ def draw_splits(
         y = np.concatenate([data.y_train, data.y_test])
         three = train, valid, min(test, len(x) - train - valid)
         return [[(x[r], y[r]) for r in stratified_split(key, y, three)] for key in keys]
-    sizes: dict[str, Any] = {"test_size": min(test, _TEST_ROWS.get(source, test))}
+    test_rows, train_size = 25_000 if source == "imdb" else 10_000, None
     if source == "cifar10":
-        sizes["train_size"] = min(-(-(train + valid) // BATCH_ROWS), 5) * BATCH_ROWS
-    data = load(source, **sizes)
+        train_size = min(-(-(train + valid) // BATCH_ROWS), 5) * BATCH_ROWS
+    data = load(source, train_size=train_size, test_size=min(test, test_rows))
     check_row_counts(train, valid, len(data.y_train))
     rows = [stratified_split(key, data.y_train, (train, valid)) for key in keys]
     last = data.x_test, data.y_test
@@ -276,9 +266,6 @@ def _listed(keys):
     for i, key in enumerate(keys):
         prng_key(f"keys[{i}]", key)
     return keys
-
-
-_TEST_ROWS = {"mnist": 10_000, "fashion-mnist": 10_000, "cifar10": 10_000, "imdb": 25_000}
 
 
 def _scaled_first_rows(what, size, x, y):
@@ -303,16 +290,14 @@ def _read_digits(name, train_size, download):
 def _read_idx(name, train_size, download):
     folder = _folder(name, download)
     files = [item for source in SOURCES[name] for item in source.files.items()]
-    arrays = []
-    for file, digest in files:
-        path, content = read_file(folder, file)
-        arrays.append(_idx_array(path, content, digest))
+    arrays = [_idx_array(folder, file, digest) for file, digest in files]
     return arrays[:2], arrays[2:]
 
 
-def _idx_array(path, content, digest):
+def _idx_array(folder, file, digest):
     """Return the array of an idx file: magic 2048 + rank, the dimensions, then unsigned bytes."""
-    rank = 3 if "idx3" in path.name else 1
+    path, content = read_file(folder, file)
+    rank = 3 if "idx3" in file else 1
     start = 4 + 4 * rank
     magic, *shape = struct.unpack(f">{1 + rank}I", content[:start].ljust(start, b"\0"))
     if magic != 2048 + rank:
@@ -331,9 +316,8 @@ def _read_cifar10(name, train_size, download):
     total = BATCH_ROWS * len(batches)
     wanted = min(total, train_size or total)
     archive = find_file(folder, source.file)
-    held = BATCH_ROWS * sum(
-        1 for _ in takewhile(lambda b: archive or find_file(folder, b), batches)
-    )
+    missing = (i for i, batch in enumerate(batches) if not (archive or find_file(folder, batch)))
+    held = BATCH_ROWS * next(missing, len(batches))
     if 0 < held < wanted:
         raise ValueError(
             f"{folder}: expected {wanted:,} training rows, got {held:,} of {total:,}: ask for at "
@@ -385,7 +369,6 @@ def _imdb_csv(path, digest):
     pattern = r"(train|test)/(neg|pos)/(\d+)_(\d+)\.txt$"
     rows = []
     for name, text in members(path, digest, pattern):
-        # `members` yields names that match only.
         part, label, number, rating = re.findall(pattern, name)[0]
         rows.append((part, int(label == "pos"), rating, int(number), text.decode(errors="replace")))
     rows.sort(key=lambda row: (row[0] == "test", row[1], row[3]))

@@ -8,8 +8,9 @@ import os
 import re
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 def user_cache() -> Path | None:
@@ -35,17 +36,13 @@ def in_words(folders: list[Path]) -> str:
     return " or ".join(map(str, folders)) or "$BILEVEL_DATA, as this user has no home"
 
 
+_DECOMPRESS: dict[str, Any] = {"": bytes, ".gz": gzip.decompress, ".xz": lzma.decompress}
+
+
 def find_file(folder: Path, *files: str) -> Path | None:
     """Return the path of the first of ``files`` in ``folder`` (plain, .gz or .xz), or None."""
     paths = (folder / f"{file}{suffix}" for file in files for suffix in _DECOMPRESS)
     return next((path for path in paths if path.exists()), None)
-
-
-_DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes,
-    ".gz": gzip.decompress,
-    ".xz": lzma.decompress,
-}
 
 
 def read_file(folder: Path, file: str) -> tuple[Path, bytes]:

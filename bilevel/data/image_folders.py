@@ -65,19 +65,14 @@ def _files_by_class(folder: Path) -> list[tuple[Path, str]]:
 
 def _entries(folder: Path) -> list[Path]:
     """List a folder, if it is one, without the hidden files of operating systems."""
-    if not folder.is_dir():
-        return []
-    hidden = (".", "__")
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if not path.name.startswith(hidden) and path.name.lower() not in _OF_THE_SYSTEM
-    )
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    shown = [path for path in paths if not path.name.startswith((".", "__"))]
+    return [path for path in shown if path.name.lower() not in _OF_THE_SYSTEM]
 
 
 def _common_size(files: list[Path]) -> tuple[tuple[int, int], str]:
     """Return height and width of all images, and Pillow's mode that holds them all."""
-    sizes: dict[tuple[int, int], Path] = {}
+    width, height = _opened(files[0], lambda image: image.size)
     gray = True
     for file in files:
         size, mode, fault = _opened(
@@ -85,15 +80,12 @@ def _common_size(files: list[Path]) -> tuple[tuple[int, int], str]:
         )
         if fault:
             raise ValueError(f"{file}: expected {fault}.")
-        sizes.setdefault(size, file)
-        if len(sizes) > 1:
-            (first, example), (other, _) = sizes.items()
+        if size != (width, height):
             raise ValueError(
-                f"{file}: expected {first[0]} x {first[1]} pixels as in {example}, got "
-                f"{other[0]} x {other[1]}; resize the images to one size."
+                f"{file}: expected {width} x {height} pixels as in {files[0]}, got "
+                f"{size[0]} x {size[1]}; resize the images to one size."
             )
         gray = gray and mode in _GRAY
-    ((width, height),) = sizes
     return (height, width), "L" if gray else "RGB"
 
 

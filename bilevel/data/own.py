@@ -34,16 +34,13 @@ def load_own(source: Source, key: chex.PRNGKey) -> Dataset:
     name, parts, classes = _read(source)
     x, y = parts["train"]
     if "test" not in parts:
-        if classes and (counts := np.bincount(y)).min() < 2:
-            raise ValueError(
-                f"{name}: expected at least 2 rows of every class, to set test rows aside, got 1 "
-                f"of {classes[int(np.argmin(counts))]!r}."
-            )
+        enough = "at least 2 rows{}, to set test rows aside"
+        if classes:
+            counts = np.bincount(y)
+            rare = classes[int(np.argmin(counts))]
+            _require(counts.min() > 1, name, enough.format(" of every class"), f"1 of {rare!r}")
         size = max(1, round(len(y) / 5))
-        if size == len(y):
-            raise ValueError(
-                f"{name}: expected at least 2 rows, to set test rows aside, got {len(y)}."
-            )
+        _require(size < len(y), name, enough.format(""), len(y))
         key = jax.random.fold_in(key, _SPLIT)
         split = stratified_split(key, strata(y, classes), (len(y) - size, size))
         parts["train"], parts["test"] = ((np.asarray(x[rows]), y[rows]) for rows in split)
@@ -92,8 +89,8 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
     """Return all arrays of a file; nothing is unpickled."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: expected a file, got no such file.")
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path}: expected a .npz file of numpy.savez, got another format.")
+    is_zip = zipfile.is_zipfile(path)
+    _require(is_zip, str(path), "a .npz file of numpy.savez", "another format")
     try:
         with np.load(path, allow_pickle=False) as file:
             _check_keys(str(path), file.files)
@@ -110,8 +107,8 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def _check_keys(name: str, keys: Any) -> None:
-    if unknown := [key for key in keys if key not in _KEYS]:
-        raise ValueError(f"{name}: expected keys among {', '.join(_KEYS)}, got {unknown[0]!r}.")
+    for key in keys:
+        _require(key in _KEYS, name, f"keys among {', '.join(_KEYS)}", repr(key))
 
 
 def _key(letter: str, part: str, arrays: Mapping[str, Any]) -> str:
@@ -122,17 +119,15 @@ def _key(letter: str, part: str, arrays: Mapping[str, Any]) -> str:
 
 def _by_part(name: str, arrays: Mapping[str, Any]) -> Parts:
     _check_keys(name, arrays)
-    if {"x", "y"} & set(arrays) and {"x_train", "y_train"} & set(arrays):
-        raise ValueError(f"{name}: expected x and y, or x_train and y_train, got a mixture.")
+    mixed = {"x", "y"} & set(arrays) and {"x_train", "y_train"} & set(arrays)
+    _require(not mixed, name, "x and y, or x_train and y_train", "a mixture")
     parts: Parts = {}
     for part in _PARTS:
         x, y = _key("x", part, arrays), _key("y", part, arrays)
-        given = [key for key in (x, y) if key in arrays]
-        if given or part == "train":
+        if part == "train" or {x, y} & set(arrays):
             for key in (x, y):
-                if key not in arrays:
-                    keys = ", ".join(map(str, arrays)) or "no keys"
-                    raise ValueError(f"{name}: expected the key {key}, got {keys}.")
+                keys = ", ".join(map(str, arrays)) or "no keys"
+                _require(key in arrays, name, f"the key {key}", keys)
             parts[part] = np.asanyarray(arrays[x]), _label_array(arrays[y])
     return parts
 
@@ -144,57 +139,46 @@ def _label_array(y: Any) -> np.ndarray:
     return y.astype(str) if texts else y
 
 
+def _require(condition: Any, name: str, expected: str, got: Any) -> None:
+    if not condition:
+        raise ValueError(f"{name}: expected {expected}, got {got}.")
+
+
 def _check_inputs(name: str, x: np.ndarray) -> None:
-    if x.dtype.kind not in "buif":
-        raise ValueError(f"{name}: expected an array of numbers, got dtype {x.dtype}.")
-    if x.ndim not in (2, 3, 4):
-        raise ValueError(
-            f"{name}: expected shape [n, d], [n, h, w] or [n, h, w, c], got {x.shape}."
-        )
-    if x.size == 0:
-        raise ValueError(f"{name}: expected at least one row and value, got shape {x.shape}.")
-    if x.ndim == 4 and x.shape[-1] not in (1, 3):
-        raise ValueError(
-            f"{name}: expected images [n, h, w, c] with 1 or 3 channels, got shape {x.shape}."
-        )
+    images = "images [n, h, w, c] with 1 or 3 channels"
+    shape = f"shape {x.shape}"
+    _require(x.dtype.kind in "buif", name, "an array of numbers", f"dtype {x.dtype}")
+    _require(x.ndim in (2, 3, 4), name, "shape [n, d], [n, h, w] or [n, h, w, c]", x.shape)
+    _require(x.size > 0, name, "at least one row and value", shape)
+    _require(x.ndim < 4 or x.shape[-1] in (1, 3), name, images, shape)
     rows = max(1, _CHUNK // x[0].size)
     for start in range(0, len(x), rows) if x.dtype.kind == "f" else ():
-        finite = np.isfinite(x[start : start + rows]).reshape(len(x[start : start + rows]), -1)
-        if not finite.all():
-            row = start + int(np.argmin(finite.all(axis=1)))
-            raise ValueError(f"{name}: expected finite numbers, got NaN or infinity in row {row}.")
+        finite = np.isfinite(x[start : start + rows]).all(axis=tuple(range(1, x.ndim)))
+        row = start + int(np.argmin(finite))
+        _require(finite.all(), name, "finite numbers", f"NaN or infinity in row {row}")
 
 
 def _check_labels(name: str, y: np.ndarray, rows: int) -> None:
-    if y.dtype.kind not in "buifU":
-        raise ValueError(
-            f"{name}: expected integers or strings (classes), or reals (regression), got dtype "
-            f"{y.dtype}."
-        )
-    if y.ndim != 1:
-        raise ValueError(f"{name}: expected shape [n], one label a row, got {y.shape}.")
-    if len(y) != rows:
-        raise ValueError(f"{name}: expected {rows} labels, one for each row of x, got {len(y)}.")
-    if y.dtype.kind == "f" and not np.isfinite(y).all():
+    kinds = "integers or strings (classes), or reals (regression)"
+    _require(y.dtype.kind in "buifU", name, kinds, f"dtype {y.dtype}")
+    _require(y.ndim == 1, name, "shape [n], one label a row", y.shape)
+    _require(len(y) == rows, name, f"{rows} labels, one for each row of x", len(y))
+    if y.dtype.kind == "f":
         row = int(np.argmin(np.isfinite(y)))
-        raise ValueError(f"{name}: expected finite numbers, got {y[row]} in row {row}.")
+        _require(np.isfinite(y[row]), name, "finite numbers", f"{y[row]} in row {row}")
 
 
 def _check_alike(name: str, parts: Parts) -> None:
     """Raise if a part's rows or labels are of another kind than the training rows."""
     x, y = parts["train"]
     for part, (x_other, y_other) in parts.items():
-        if (x_other.shape[1:], x_other.dtype) != (x.shape[1:], x.dtype):
-            raise ValueError(
-                f"{name}: x_{part}: expected rows of shape {x.shape[1:]} and dtype {x.dtype} as in "
-                f"training, got {x_other.shape[1:]} and {x_other.dtype}."
-            )
+        alike = (x_other.shape[1:], x_other.dtype) == (x.shape[1:], x.dtype)
+        expected = f"rows of shape {x.shape[1:]} and dtype {x.dtype} as in training"
+        got = f"{x_other.shape[1:]} and {x_other.dtype}"
+        _require(alike, f"{name}: x_{part}", expected, got)
         kinds = [{"b": "i", "u": "i"}.get(a.dtype.kind, a.dtype.kind) for a in (y, y_other)]
-        if kinds[0] != kinds[1]:
-            raise ValueError(
-                f"{name}: y_{part}: expected labels of dtype {y.dtype} as in training, got "
-                f"{y_other.dtype}."
-            )
+        expected = f"labels of dtype {y.dtype} as in training"
+        _require(kinds[0] == kinds[1], f"{name}: y_{part}", expected, y_other.dtype)
 
 
 def _encoded(name: str, parts: Parts) -> tuple[Parts, tuple[str, ...]]:
@@ -203,15 +187,12 @@ def _encoded(name: str, parts: Parts) -> tuple[Parts, tuple[str, ...]]:
     if labels.dtype.kind == "f":
         return parts, ()
     classes = np.unique(labels)
-    if len(classes) < 2:
-        raise ValueError(f"{name}: expected at least 2 classes, got only {classes[0]}.")
+    _require(len(classes) > 1, name, "at least 2 classes", f"only {classes[0]}")
     encoded = {}
     for part, (x, y) in parts.items():
         codes = np.minimum(np.searchsorted(classes, y), len(classes) - 1)
-        if not (known := classes[codes] == y).all():
-            raise ValueError(
-                f"{name}: y_{part}: expected the classes of the training rows, got "
-                f"{str(y[~known][0])!r}."
-            )
+        unknown = y[classes[codes] != y]
+        got = repr(str(unknown[0])) if len(unknown) else ""
+        _require(not got, f"{name}: y_{part}", "the classes of the training rows", got)
         encoded[part] = x, codes.astype(np.int32)
     return encoded, tuple(map(str, classes))

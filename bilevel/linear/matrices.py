@@ -83,16 +83,12 @@ class Sparse:
 Features = jax.Array | Blocks | Sparse
 
 
-def sparse(matrix: Any) -> Sparse:
-    """Return a sparse matrix of SciPy or JAX as features.
+def sparse(matrix: Any, name: str = "matrix") -> Sparse:
+    """Return a sparse matrix of SciPy or JAX as features. Messages call it ``name``.
 
     The number of entries is rounded up to 2 leading bits, so matrices of similar size share a
     compilation.
     """
-    return _make_sparse("matrix", matrix)
-
-
-def _make_sparse(name: str, matrix) -> Sparse:
     rows = _as_csr(name, matrix)
     check_finite(name, rows.data, "entries")
     return Sparse(rows.shape, _padded_entries(rows), _padded_entries(rows.T.tocsr()))
@@ -209,7 +205,7 @@ def dtype_of(features: Features) -> Any:
 def checked_features(features: Any) -> Features:
     """Return ``features`` as floating-point numbers; raise unless they are a matrix."""
     if is_sparse(features):
-        features = _make_sparse("features", features)
+        features = sparse(features, "features")
     if not isinstance(features, Blocks | Sparse):
         features = real_array("features", features)
         if not jnp.issubdtype(features.dtype, jnp.floating):

@@ -1,13 +1,7 @@
 """Ridge regression on features that need not fit into memory.
 
 This is the inner solver of feature-map selection: features are given and only their weights are
-learned (Khodak et al. 2020, section 2). With features ``Phi`` [n, d], targets ``y`` [n] or [n, c]
-and weights ``w`` [d] or [d, c] it minimizes
-
-    1/2 |Phi w - y|^2 + 1/2 penalty |w|^2.
-
-``Phi`` is an array, a sparse matrix of SciPy or JAX, or :class:`bilevel.linear.matrices.Blocks`,
-which generates a few rows or columns at a time. Every fit reports its accuracy: ``residual``.
+learned (Khodak et al. 2020, section 2).
 """
 
 from functools import partial
@@ -60,6 +54,7 @@ def ridge_weights(
     Parameters
     ----------
     features : array [n, d], sparse matrix of SciPy or JAX, or bilevel.linear.matrices.Blocks
+        ``Phi``; Blocks generate a few rows or columns at a time.
     y : array [n] or [n, c]
     penalty : scalar >= 0
         0 gives least squares for n >= d, and the interpolant of least norm for n < d. Both need
@@ -94,7 +89,12 @@ def ridge_weights(
     >>> ridge_weights(jnp.array([[1.0], [2.0]]), jnp.array([1.0, 3.0]), 2.0).w
     Array([1.], dtype=float...)
     """
-    features, y = _check_features_and_targets(features, y)
+    features, y = checked_features(features), real_array("y", y)
+    if y.ndim not in (1, 2) or len(y) != features.shape[0] or y.size == 0:
+        raise ValueError(f"y: expected {features.shape[0]} rows, got shape {y.shape}.")
+    for name, a in (("features", features), ("y", y)):
+        if isinstance(a, jax.Array):
+            check_finite(name, a)
     known = concrete(real_number("penalty", penalty))
     if known and not 0 <= penalty < np.inf:
         raise ValueError(f"penalty: expected a finite number >= 0, got {penalty}.")
@@ -242,10 +242,10 @@ def _newton_cg(features, y, penalty, memory):
 def _cg_by_column(product, b, relative):
     """Solve for each column of ``b`` until its residual is below ``relative * |b|``."""
 
-    def solve(b, aim):
-        def one(v):
-            return product(v[:, None])[:, 0]
+    def one(v):
+        return product(v[:, None])[:, 0]
 
+    def solve(b, aim):
         return solve_conjugate_gradients(one, b, None, steps=_CG_STEPS, threshold=aim).x
 
     aims = relative * jnp.linalg.norm(b, axis=0)
@@ -256,13 +256,3 @@ def _relative_norm(gradient, start):
     """Return ``|gradient| / |start|`` by column; 0 if both are 0."""
     norm, scale = jnp.linalg.norm(gradient, axis=0), jnp.linalg.norm(start, axis=0)
     return norm / jnp.where((scale == 0) & (norm == 0), 1, scale)
-
-
-def _check_features_and_targets(features, y) -> tuple[Features, jax.Array]:
-    features, y = checked_features(features), real_array("y", y)
-    if y.ndim not in (1, 2) or len(y) != features.shape[0] or y.size == 0:
-        raise ValueError(f"y: expected {features.shape[0]} rows, got shape {y.shape}.")
-    for name, a in (("features", features), ("y", y)):
-        if isinstance(a, jax.Array):
-            check_finite(name, a)
-    return features, y

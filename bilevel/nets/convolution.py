@@ -264,11 +264,12 @@ def _depthwise_derivative(window, primals, tangents):
         def weighted(image, everywhere):
             return _weighted_sum(_shifted(image, window, unit), everywhere)
 
+        body = jax.checkpoint(weighted, prevent_cse=False)  # reverse mode stores only x
         # The weights broadcast to all pixels: their gradients are then sums over examples alone.
         everywhere = [jnp.broadcast_to(d, out) for d in dk.reshape(-1, channels)]
         everywhere = [d.reshape(out[0], out[1] * unit, -1) for d in everywhere]
-        y = _map_images(weighted, x.reshape(n, height, width * unit, -1), everywhere)
-        return y.reshape(n, *out)
+        rows = x.reshape(n, height, width * unit, -1)
+        return lax.map(lambda image: body(image, everywhere), rows).reshape(n, *out)
 
     return _with_tangent(_depthwise(x, kernel, window), (along_x, along_kernel), tangents)
 
@@ -292,12 +293,6 @@ def _with_tangent(y, maps, tangents):
     pairs = zip(maps, tangents, strict=True)
     parts = [along(t) for along, t in pairs if not isinstance(t, SymbolicZero)]
     return y, functools.reduce(operator.add, parts) if parts else jnp.zeros_like(y)
-
-
-def _map_images(bilinear, x, linear):
-    """Return ``bilinear(image, linear)`` for every image; reverse mode stores only ``x``."""
-    body = jax.checkpoint(bilinear, prevent_cse=False)
-    return lax.map(lambda image: body(image, linear), x)
 
 
 def _weighted_sum(arrays, weights):

@@ -1,8 +1,7 @@
 """Means over whole data sets, batch by batch, through one compiled program.
 
-All batches have one size, so that every part uses one program. A part's last batch is its last
-rows, weighted by the number of rows that are not in the batch before. If the size divides the part,
-the result is the mean. Otherwise the last batch's mean stands for that of its new rows.
+All batches have one size. A part's last batch is its last rows, weighted by the number of rows that
+are not in the batch before. If the size does not divide the part, its mean stands for these rows.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,6 @@
 """Train a network on rows that stay on the host: batches go to the device one by one.
 
 :func:`fit` trains like :func:`bilevel.nets.from_scratch`, for data larger than the device's memory.
-An interrupted training that runs again ends in the same bits as an uninterrupted one.
 """
 
 import functools
@@ -19,7 +18,7 @@ from bilevel.internal.checks import integer, one_a_row, positive, prng_key
 from bilevel.internal.rows import check_batch_size
 from bilevel.nets.evaluation import Part, wrong_rows
 from bilevel.nets.training import TrainableNetwork, TrainingState
-from bilevel.runs.checkpoint import Saver, saving
+from bilevel.runs.checkpoint import saving
 from bilevel.runs.fingerprint import fingerprint
 from bilevel.runs.interrupts import held_signals
 from bilevel.runs.progress import progress_bar
@@ -70,7 +69,7 @@ def fit(
         Each epoch leaves out the n modulo ``batch_size`` rows that its order puts last.
     checkpoint : path, optional
         Directory of checkpoints, every 30 seconds and at Ctrl-C or SIGTERM. A call with the same
-        arguments resumes from the last one.
+        arguments resumes from the last one, and ends in the same bits as an uninterrupted one.
     progress : bool, optional
         Whether to show a progress bar. Default: in a terminal.
     callback : ``callback(epochs_done, loss)``, optional
@@ -109,9 +108,10 @@ def fit(
     data = _on_host("train", train)
     judged = None if test is None else _on_host("test", test)
     per_epoch = n // batch_size
+    steps = epochs * per_epoch
     if not isinstance(optimizer, optax.GradientTransformation):
-        rate = float(positive("optimizer", optimizer))
-        optimizer = _sgd(rate, epochs * per_epoch)
+        schedule = optax.cosine_decay_schedule(float(positive("optimizer", optimizer)), steps)
+        optimizer = optax.sgd(schedule, momentum=0.9)
     init_key, order_key, loss_key = jax.random.split(key, 3)
     start = functools.partial(_start, network, optimizer, epochs, data[0].shape[1:])
     text = "loss {loss:.3f}"
@@ -124,8 +124,11 @@ def fit(
             parts = {"network": network, "key": key, "train": data, "test": judged}
             parts |= {"optimizer": optimizer, "sizes": (epochs, batch_size)}
             saver.belong_to(fingerprint(parts))
-        carry, errors, done = _restored(saver, start, init_key, epochs)
-        for i in range(done, epochs * per_epoch):
+        carry, errors, done = jax.jit(start)(init_key), np.full(epochs, np.nan), saver.step or 0
+        if done:
+            carry, errors = saver.restore((carry, errors))
+            carry, errors = jax.tree.map(jnp.asarray, carry), np.array(errors)
+        for i in range(done, steps):
             epoch, batch = divmod(i, per_epoch)
             if batch == 0 or i == done:
                 order = np.asarray(jax.random.permutation(jax.random.fold_in(order_key, epoch), n))
@@ -140,7 +143,7 @@ def fit(
                 if callback is not None:
                     callback(epoch + 1, loss)
             ended = came()
-            last = bool(ended) or i + 1 == epochs * per_epoch
+            last = bool(ended) or i + 1 == steps
             saver.save(i + 1, lambda carry=carry: (carry, errors), last=last)  # type: ignore[misc]
             if ended:
                 raise KeyboardInterrupt(f"{ended} in epoch {epoch + 1}")
@@ -148,11 +151,9 @@ def fit(
     return Fitted(state.w, state.averages, np.asarray(losses), errors)
 
 
-def outputs_of(
-    network: TrainableNetwork, w: Any, averages: Any, x: Any, batch_size: int = _TEST_BATCH
-) -> np.ndarray:
+def outputs_of(network: TrainableNetwork, w: Any, averages: Any, x: Any) -> np.ndarray:
     """Return the network's outputs for all rows, through one compiled program."""
-    size = min(batch_size, len(x))
+    size = min(_TEST_BATCH, len(x))
     parts = []
     for start in range(0, len(x), size):
         batch = np.asarray(x[start : start + size])
@@ -160,10 +161,6 @@ def outputs_of(
         padded = np.pad(batch, padding, mode="edge")
         parts.append(np.asarray(_outputs(network, w, averages, padded))[: len(batch)])
     return np.concatenate(parts)
-
-
-def _sgd(rate: float, steps: int) -> optax.GradientTransformation:
-    return optax.sgd(optax.cosine_decay_schedule(rate, steps), momentum=0.9)
 
 
 def _on_host(name: str, rows: Any) -> Part:
@@ -184,17 +181,6 @@ def _start(network, optimizer, epochs, shape, key):
     w, averages = network.init(key, shape)
     losses = jnp.zeros(epochs, jnp.result_type(float))
     return TrainingState(w, averages, optimizer.init(w)), losses
-
-
-def _restored(
-    saver: Saver, start: Callable[[jax.Array], Any], key: jax.Array, epochs: int
-) -> tuple[Any, np.ndarray, int]:
-    """Return state, errors and number of steps of the newest checkpoint, or of the start."""
-    carry, errors = jax.jit(start)(key), np.full(epochs, np.nan)
-    if saver.step is None:
-        return carry, errors, 0
-    carry, errors = saver.restore((carry, errors))
-    return jax.tree.map(jnp.asarray, carry), np.array(errors), saver.step
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)

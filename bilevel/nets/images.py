@@ -61,8 +61,8 @@ def unit_images(
 
 
 def _channel_means(x):
-    # Image by image: a float32 sum over all pixels, which numpy adds one after another, would lose
-    # digits (25,000 images of CIFAR-10: variances of 1.06).
+    # Image by image, because a float32 sum over all pixels would lose digits (25,000 images of
+    # CIFAR-10: variances of 1.06).
     return x.mean((1, 2)).mean(0)
 
 

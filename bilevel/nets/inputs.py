@@ -3,7 +3,7 @@
 The rows can stay bytes or a memory map, and a trained network takes new rows without preparation.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -43,10 +43,9 @@ def image_scale(x: chex.Array, pixels: int | None = None) -> InputScale:
     if np.ndim(x) not in (3, 4) or np.size(x) == 0:
         raise ValueError(f"x: expected images [n, h, w] or [n, h, w, c], got {np.shape(x)}.")
     factor = pooling_factor(np.shape(x)[1:3], pixels)
-    sums = [_averaged_down(a, factor).mean((1, 2)).sum(0) for a in _chunks(x)]
-    mean = np.sum(sums, axis=0) / len(x)
-    squares = [((_averaged_down(a, factor) - mean) ** 2).mean((1, 2)).sum(0) for a in _chunks(x)]
-    deviation = np.sqrt(np.sum(squares, axis=0) / len(x))
+    mean = _mean(x, lambda a: _averaged_down(a, factor).mean((1, 2)))
+    variance = _mean(x, lambda a: ((_averaged_down(a, factor) - mean) ** 2).mean((1, 2)))
+    deviation = np.sqrt(variance)
     if not (deviation > 1e-12 * (1 + np.abs(mean))).all():  # NaN too
         raise ValueError(f"x: expected channels that vary, got deviations {deviation}.")
     return InputScale(mean, deviation, factor)
@@ -57,19 +56,19 @@ def row_scale(x: chex.Array) -> InputScale:
 
     Vectors [n, d] are standardized before; columns of one value only are not divided.
     """
-    sums = [a.reshape(len(a), -1).sum(0) for a in _chunks(x)]
-    mean = np.sum(sums, axis=0) / len(x)
+    mean = _mean(x, lambda a: a.reshape(len(a), -1))
     deviation = np.ones_like(mean)
     if np.ndim(x) == 2:
-        squares = [((a - mean) ** 2).sum(0) for a in _chunks(x)]
-        deviation = np.sqrt(np.sum(squares, axis=0) / len(x))
+        deviation = np.sqrt(_mean(x, lambda a: (a - mean) ** 2))
         deviation = np.where(deviation > 1e-12 * (1 + np.abs(mean)), deviation, 1)
     return InputScale(mean, deviation, unit=True)
 
 
-def _chunks(x: Any) -> Iterator[np.ndarray]:
-    for start in range(0, len(x), _CHUNK):
-        yield np.asarray(x[start : start + _CHUNK], np.float64)
+def _mean(x: Any, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return the mean over rows of ``function(x)``, computed in float64 and chunk by chunk."""
+    starts = range(0, len(x), _CHUNK)
+    chunks = (np.asarray(x[start : start + _CHUNK], np.float64) for start in starts)
+    return np.sum([function(chunk).sum(0) for chunk in chunks], axis=0) / len(x)
 
 
 def _averaged_down(x: np.ndarray, factor: int) -> np.ndarray:

@@ -1,10 +1,7 @@
 """Train networks from scratch: the last step after a search of an architecture.
 
-:func:`train` is the second half of Algorithm 1 of Zhu et al. 2022. It works for the network of any
-space, and is one pure function from initial weights to trained weights. :func:`from_scratch` is the
-training that DARTS and NAS-Bench-201 publish, epoch by epoch. Its network is a pair of pytrees,
-weights ``w`` and ``averages``: batch normalisation learns scales and keeps running averages for
-predictions.
+:func:`train` is the second half of Algorithm 1 of Zhu et al. 2022, for the network of any space.
+:func:`from_scratch` is the training that DARTS and NAS-Bench-201 publish, epoch by epoch.
 """
 
 import functools
@@ -26,11 +23,15 @@ from bilevel.runs.interrupts import held_signals
 
 
 class Trained(NamedTuple):
-    """Result of :func:`train`."""
+    """Result of :func:`train`: weights ``last`` and ``uniform``, and the ``losses`` [steps].
 
-    last: Pytree  # like w: after the last step
-    uniform: Pytree  # like w: before a step drawn uniformly, Algorithm 1's output
-    losses: jax.Array  # [steps], of each batch before its step
+    ``last`` is after the last step. ``uniform``, the output of Algorithm 1, is before a step drawn
+    uniformly. A loss is that of a batch before its step.
+    """
+
+    last: Pytree
+    uniform: Pytree
+    losses: jax.Array
 
 
 def train(
@@ -63,12 +64,6 @@ def train(
     epochs, batch_size : int
         Default: one pass over single rows, as printed. Each epoch leaves out the N modulo
         ``batch_size`` rows that its order puts last.
-
-    Returns
-    -------
-    Trained
-        ``last`` and ``uniform``, like ``w``: after the last step, and before a uniformly drawn
-        step. ``losses`` [steps]: of each batch before its step.
 
     Raises
     ------

@@ -8,19 +8,6 @@ import numpy as np
 from bilevel.internal.checks import one_of
 from bilevel.plots.appearance import COLOURS, DASHES, MARKERS, pyplot, style
 
-__all__ = [
-    "COLOURS",
-    "alpha_path",
-    "error_estimates",
-    "learning_curves",
-    "losses",
-    "ranking",
-    "simplex_min_eigenvalue",
-    "spectrum",
-    "style",
-    "traces",
-]
-
 
 def _axes_or_new(ax: Any) -> Any:
     return ax if ax is not None else pyplot().subplots(figsize=(6, 3.5), layout="constrained")[1]

@@ -282,13 +282,37 @@ def commit() -> str | None:
     return run.stdout.strip() or None
 
 
+def keep(path: Path | None, rows: list[Row], *new: Row) -> None:
+    """Add new rows to the rows of a run and to its file."""
+    rows += new
+    append(path, *new)
+
+
 def begun(path: Path | None, *packages: str, **more: Any) -> list[Row]:
     """Return the rows of a file to be continued. A new file starts with the :func:`environment`."""
     rows = read(path) if path else []
     if not rows:
-        rows.append(environment(*packages, **more))
-        append(path, *rows)
+        keep(path, rows, environment(*packages, **more))
     return rows
+
+
+def measure_missing(
+    path: Path | None,
+    rows: list[Row],
+    tasks: Iterable[tuple[Row, Callable[[], Row]]],
+    show: Callable[[Row], Any] | None = None,
+) -> None:
+    """Measure the tasks without a row. A task is the keys of its row and a measurement."""
+    for identity, measure in tasks:
+        if not where(rows, **identity):
+            keep(path, rows, identity | measure())
+            if show:
+                print(show(rows[-1]), flush=True)
+
+
+def rounded(row: Row) -> Row:
+    """Round to five digits, because the repository contains thousands of rows."""
+    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}
 
 
 def same_sizes(rows: list[Row], sizes: Row, *, but: Iterable[str] = ()) -> bool:
@@ -324,6 +348,27 @@ def seconds(call: Callable[[], Any], rounds: int = 5) -> list[float]:
         start = time.perf_counter()
         jax.block_until_ready(call())
         durations.append(time.perf_counter() - start)
+    return durations
+
+
+def in_turns(
+    calls: dict[str, Callable[[], Any]],
+    rounds: int,
+    clock: Callable[[], float] = time.process_time,
+    *,
+    warm: bool = False,
+) -> dict[str, list[float]]:
+    """Return the seconds of each call by name. The calls take turns; ``warm`` calls twice."""
+    import jax
+
+    durations: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            if warm:
+                jax.block_until_ready(call())
+            start = clock()
+            jax.block_until_ready(call())
+            durations[name].append(clock() - start)
     return durations
 
 
@@ -404,6 +449,19 @@ def plus_minus(mean: float, error: float) -> str:
     """Format a mean and its error, with two digits of the error."""
     digits = max(0, 1 - math.floor(math.log10(error))) if error else 3
     return f"{mean:.{digits}f} ± {error:.{digits}f}"
+
+
+def figure(*grid: int, **options: Any) -> Callable:
+    """Turn ``draw(rows, axes)`` into ``picture(rows, path)`` for a grid of axes."""
+
+    def decorate(draw):
+        def saved(rows: list[Row], path: Path) -> None:
+            with picture(path, *grid, **options) as (_, axes):
+                draw(rows, axes)
+
+        return saved
+
+    return decorate
 
 
 @contextlib.contextmanager

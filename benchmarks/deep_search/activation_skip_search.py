@@ -347,15 +347,11 @@ def main() -> None:
     rows = harness.read(flags.results) if flags.results else []
 
     def measure(tasks):
-        for identity, of in tasks:
-            if not harness.where(rows, **identity):
-                rows.append(identity | of())
-                harness.append(flags.results, rows[-1])
+        harness.measure_missing(flags.results, rows, tasks)
 
     here = harness.environment("optax", seed=0, sizes=dataclasses.asdict(sizes))
     if not harness.where(rows, part="environment", device=here["device"]):
-        rows.append(here)
-        harness.append(flags.results, here)
+        harness.keep(flags.results, rows, here)
     names = [flags.only] if flags.only else sizes.searches
     measure(all_searches(sizes, names, (1, 2) if flags.second_order else (1,), folder))
     if flags.smoke:

@@ -259,13 +259,13 @@ def spread(x, unit=1, digits=1) -> str:
     return harness.spread(x, f".{digits}f", unit)
 
 
-def exponent(fit, gaps, counts) -> tuple[float, float]:
-    """Return ``fit(gaps, counts)`` and its standard error, by leaving out one seed at a time."""
-    parts = [fit(np.delete(gaps, s, axis=0), counts) for s in range(len(gaps))]
-    return fit(gaps, counts), np.sqrt((len(parts) - 1) * np.var(parts))
+def exponent(gaps, counts) -> tuple[float, float]:
+    """Return p of c n^p and its standard error, by leaving out one seed at a time."""
+    parts = [fitted_power(np.delete(gaps, s, axis=0), counts) for s in range(len(gaps))]
+    return fitted_power(gaps, counts), np.sqrt((len(parts) - 1) * np.var(parts))
 
 
-def of_means(gaps, counts) -> float:
+def fitted_power(gaps, counts) -> float:
     """Return p of c n^p, by least squares on the means weighted by their standard errors."""
     error = standard_error(gaps) + 1e-12 if len(gaps) > 1 else 1.0
     powers = np.linspace(-2, 1, 601)
@@ -273,12 +273,6 @@ def of_means(gaps, counts) -> float:
     target = gaps.mean(axis=0) / error
     # The best c for each p. The residual is smallest if the explained part is largest.
     return powers[np.argmax((curves @ target) ** 2 / np.sum(curves**2, axis=1))]
-
-
-def of_sizes(gaps, counts) -> float:
-    """Return p of c n^p, by a line through the logarithms of the root mean squares."""
-    sizes = np.sqrt(np.mean(gaps**2, axis=0))
-    return np.polyfit(np.log(counts), np.log(sizes), 1)[0]
 
 
 def claims(rows):
@@ -334,7 +328,7 @@ def on_rate(rows):
     counts, texts, seen = rows[0]["sizes"]["counts"], [], []
     for name in ("error", "loss"):
         searched, control = collect(rows)[1](name)
-        p, error = exponent(of_means, (searched - control)[:, -1], counts)
+        p, error = exponent((searched - control)[:, -1], counts)
         noisy = bool(error >= 0.25)
         texts.append(f"{name} {p:.2f} ± {error:.2f}" + " (too noisy)" * noisy)
         seen.append(not noisy and p + 0.5 < 2 * error)
@@ -409,12 +403,8 @@ def report(rows) -> str:
     return "\n\n".join([title, count_table(rows), verdict_table(rows)])
 
 
-def picture(rows, path):
-    with harness.picture(path, 1, 3, figsize=(15, 4.4)) as (_, axes):
-        draw(rows, axes)
-
-
-def draw(rows, axes):
+@harness.figure(1, 3, figsize=(15, 4.4))
+def picture(rows, axes):
     sizes, (curve, gap) = rows[0]["sizes"], collect(rows)
     counts, look, epochs = np.array(sizes["counts"]), sizes["look"], sizes["epochs"]
     seen, control = gap("error")
@@ -448,7 +438,7 @@ def draw(rows, axes):
     )
     losses = np.subtract(*gap("loss"))[:, -1]
     axes[2].errorbar(counts, losses.mean(0), standard_error(losses), fmt="ko", label="mean ± s.e.")
-    p, error = exponent(of_means, losses, counts)
+    p, error = exponent(losses, counts)
     for power, style, name in ((p, "k-", f"fitted: {p:.2f} ± {error:.2f}"), (-0.5, "C5--", "-1/2")):
         shape, weight = counts**power, 1 / standard_error(losses) ** 2
         scale = np.sum(weight * shape * losses.mean(0)) / np.sum(weight * shape**2)
@@ -477,8 +467,7 @@ def main() -> None:
         sys.exit(f"{path}: expected rows of these sizes; move the file away.")
     done = {(r["seed"], r["count"]) for r in rows[1:]}
     for row in experiment(sizes, done):
-        rows.append(row)
-        harness.append(path, row)
+        harness.keep(path, rows, row)
     harness.finish(rows, path, report, picture, write_rows=False)
 
 

@@ -106,9 +106,7 @@ def main() -> None:
     for run in range(runs):
         if len(harness.where(rows, run=run)) == len(SCORES):
             continue
-        own = list(experiment(sizes, run, pool, kept))
-        rows += own
-        harness.append(arguments.results, *own)
+        harness.keep(arguments.results, rows, *experiment(sizes, run, pool, kept))
     harness.finish(rows, arguments.results, report, write_rows=False)
 
 

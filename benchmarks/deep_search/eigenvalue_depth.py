@@ -102,10 +102,24 @@ def tasks(sizes):
                 row = {"depth": depth, "activation": activation, "skips": label}
                 skips = (skip,) * (depth - 2)
                 single = SkipArchitecture((activation,) * (depth - 1), skips)
-                yield {"part": "infinite"} | row, infinite, (x, depth, single)
+                yield {"part": "infinite"} | row, timed(infinite, x, depth, single)
                 for seed in range(sizes.seeds * (depth in sizes.drawn)):
-                    arguments = x, depth, single, sizes.width, seed
-                    yield {"part": "finite", "seed": seed} | row, finite, arguments
+                    measure = timed(finite, x, depth, single, sizes.width, seed)
+                    yield {"part": "finite", "seed": seed} | row, measure
+
+
+def timed(measure, *arguments):
+    """Return a function that measures a row and its seconds."""
+
+    def run() -> dict:
+        start = time.perf_counter()
+        return measure(*arguments) | {"seconds": time.perf_counter() - start}
+
+    return run
+
+
+def show(row) -> str:
+    return " ".join(map(str, (row["part"], row["depth"], row["activation"], row["λ_min"])))
 
 
 def values(rows, part, skips, scaled=False):
@@ -171,19 +185,6 @@ def verdict_table(rows) -> str:
     return harness.table(["width", "the paper's conclusion", "of λ_min itself", "seen"], lines)
 
 
-def depth_table(rows) -> str:
-    lines = []
-    for part, scaled in (("infinite", False), ("infinite", True), ("finite", False)):
-        for label in SKIPS:
-            means, depths = values(rows, part, label, scaled)
-            cells = dict(zip(depths, means.T, strict=True))
-            name = f"{part}, {label}" + " (of the mean diagonal)" * scaled
-            for i, activation in enumerate(CANDIDATES):
-                row = [f"{cells[d][i]:.2g}" if d in cells else "-" for d in every(rows)]
-                lines.append([name, activation, *row])
-    return harness.table(["λ_min", "activation", *(f"L = {d}" for d in every(rows))], lines)
-
-
 def growth_table(rows) -> str:
     """Return λ_min of the infinite network at the first and the last depth, by activation."""
     columns = {
@@ -211,36 +212,29 @@ def report(rows) -> str:
             f"{sizes['seeds']} seeds; {head['device']}, "
             f"{sum(row.get('seconds', 0) for row in rows):.0f} s.",
             verdict_table(rows),
-            depth_table(rows),
+            growth_table(rows),
         ]
     )
 
 
-def picture(rows, path):
-    with harness.picture(path, 1, 2, figsize=(11, 4.4)) as (_, axes):
-        for ax, label in zip(axes, SKIPS, strict=True):
-            means, depths = values(rows, "infinite", label)
-            drawn, at = values(rows, "finite", label)
-            for i, activation in enumerate(CANDIDATES):
-                (line,) = ax.plot(depths, means[i], label=activation)
-                ax.plot(at, drawn[i], MARKERS[activation], color=line.get_color())
-            ax.set(title=label, xlabel="layers L", yscale="log")
-        axes[0].set_ylabel("smallest eigenvalue of the NTK")
-        axes[0].legend(title="line: infinite width; mark: 1024")
+@harness.figure(1, 2, figsize=(11, 4.4))
+def picture(rows, axes):
+    for ax, label in zip(axes, SKIPS, strict=True):
+        means, depths = values(rows, "infinite", label)
+        drawn, at = values(rows, "finite", label)
+        for i, activation in enumerate(CANDIDATES):
+            (line,) = ax.plot(depths, means[i], label=activation)
+            ax.plot(at, drawn[i], MARKERS[activation], color=line.get_color())
+        ax.set(title=label, xlabel="layers L", yscale="log")
+    axes[0].set_ylabel("smallest eigenvalue of the NTK")
+    axes[0].legend(title="line: infinite width; mark: 1024")
 
 
 def main() -> None:
     flags = harness.command_line(__file__, __doc__, report)
     sizes = SIZES[flags.size]
     rows = harness.begun(flags.results, seed=0, sizes=dataclasses.asdict(sizes))
-    for identity, measure, arguments in tasks(sizes):
-        if harness.where(rows, **identity):
-            continue
-        start = time.perf_counter()
-        row = identity | measure(*arguments)
-        rows.append(row | {"seconds": time.perf_counter() - start})
-        harness.append(flags.results, rows[-1])
-        print(*identity.values(), f"{row['λ_min']:.3g}", flush=True)
+    harness.measure_missing(flags.results, rows, tasks(sizes), show)
     harness.finish(rows, flags.results, report, picture, write_rows=False)
 
 

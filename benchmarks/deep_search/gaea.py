@@ -221,8 +221,7 @@ def main() -> None:
     rows = harness.begun(arguments.results, "optax", **dataclasses.asdict(sizes))
 
     def keep(row):
-        rows.append(row)
-        harness.append(arguments.results, row)
+        harness.keep(arguments.results, rows, row)
         print(
             f"{row['method']}  rate {row['rate']:g}  seed {row['seed']}  loss {final(row):.3f}  "
             f"entropy {row['entropy'][-1]:.2f}  {row['genotype']}",

@@ -269,21 +269,15 @@ def measured(data, sizes, key, path, rows) -> list[dict]:
     """Return the rows of parts 1 and 2. Measure those that are missing."""
     about = {"data": data, "sizes": dataclasses.asdict(sizes), "clock": CLOCK}
     if not rows:
-        rows = [harness.environment("scipy", "scikit-learn", **about)]
-        harness.append(path, *rows)
+        harness.keep(path, rows, harness.environment("scipy", "scikit-learn", **about))
     elif (
         not harness.same_sizes(rows, about["sizes"], but=("trials",))
         or rows[0].get("clock") != CLOCK
     ):
         sys.exit(f"{path}: expected rows of these sizes and this clock; move the file away.")
 
-    def keep(row):
-        rows.append(row)
-        harness.append(path, row)
-
     def once(identity, of):
-        if not harness.where(rows, **identity):
-            keep(identity | of())
+        harness.measure_missing(path, rows, [(identity, of)])
         return harness.where(rows, **identity)[0]
 
     tasks = [
@@ -322,8 +316,7 @@ def measured(data, sizes, key, path, rows) -> list[dict]:
     left = [(identity, of) for identity, of in tasks if not harness.where(rows, **identity)]
     if any(identity["part"] == "search" for identity, _ in left):
         warm_up(data, sizes, key)
-    for identity, of in left:
-        keep(identity | of())
+    harness.measure_missing(path, rows, left)
     return rows
 
 

@@ -141,16 +141,12 @@ def report(rows) -> str:
     return "\n\n".join([title(rows), method_table(rows), fast_table(rows), verdicts(rows)])
 
 
-def picture(rows, path):
-    with harness.picture(path, 1, 3, figsize=(16, 4.5)) as (figure, axes):
-        draw(rows, axes)
-        about = "shared against standalone; retrained test error of the incumbent"
-        figure.suptitle(f"{rows[0]['data']}: {about}")
-
-
-def draw(rows, axes):
+@harness.figure(1, 3, figsize=(16, 4.5))
+def picture(rows, axes):
     from types import SimpleNamespace
 
+    about = "shared against standalone; retrained test error of the incumbent"
+    axes[0].figure.suptitle(f"{rows[0]['data']}: {about}")
     for row in sorted(harness.where(rows, part="correlation"), key=lambda r: r["dimension"]):
         label = f"{row['dimension']} features, Spearman {row['spearman']:.2f}"
         axes[0].plot(row["shared"], row["standalone"], "o", label=label, alpha=0.7)

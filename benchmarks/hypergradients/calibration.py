@@ -158,9 +158,8 @@ def mixture(n, p):
         return jnp.einsum("i,inp,p->n", alpha["mix"], batch[0], w)
 
     def lower(w, alpha, batch):
-        return mean_square(mixed(w, alpha, batch), batch) + 0.5 * jnp.exp(alpha["log"]) * jnp.sum(
-            w**2
-        )
+        decay = 0.5 * jnp.exp(alpha["log"]) * jnp.sum(w**2)
+        return mean_square(mixed(w, alpha, batch), batch) + decay
 
     def draw(rng):
         def sample():
@@ -196,18 +195,18 @@ def cleaning(n=60, p=10):
     return Family("cleaning", lower, on_rows(mean_logistic), draw)
 
 
+def decays(alpha, first, second):
+    return jnp.exp(alpha[0]) * jnp.sum(first**2) + jnp.exp(alpha[1]) * jnp.sum(second**2)
+
+
 def softmax_regression(n=60, d=8, c=3):
     def losses(w, batch):
         logits = batch[0] @ w["kernel"] + w["bias"]
-        return jnp.mean(
-            optax.softmax_cross_entropy_with_integer_labels(logits, batch[1].astype(int))
-        )
+        labels = batch[1].astype(int)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
     def lower(w, alpha, batch):
-        decay = jnp.exp(alpha[0]) * jnp.sum(w["kernel"] ** 2) + jnp.exp(alpha[1]) * jnp.sum(
-            w["bias"] ** 2
-        )
-        return losses(w, batch) + 0.5 * decay
+        return losses(w, batch) + 0.5 * decays(alpha, w["kernel"], w["bias"])
 
     def draw(rng):
         truth = rng.normal(size=(d, c))
@@ -241,9 +240,7 @@ def perceptron(n=40, d=3, width=5):
         return jnp.tanh(x @ w["in"]) @ w["out"]
 
     def lower(w, alpha, batch):
-        decay = jnp.exp(alpha[0]) * jnp.sum(w["in"] ** 2) + jnp.exp(alpha[1]) * jnp.sum(
-            w["out"] ** 2
-        )
+        decay = decays(alpha, w["in"], w["out"])
         return 0.5 * jnp.mean((f(w, batch[0]) - batch[1]) ** 2) + 0.5 * decay
 
     def draw(rng):
@@ -609,11 +606,6 @@ summary = functools.partial(report, by=("dtype",))
 by_solver = functools.partial(report, by=("solver",))
 
 
-def rounded(row):
-    """Round to five digits, because the repository contains thousands of rows."""
-    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}
-
-
 def main() -> None:
     flags = harness.command_line(
         __file__,
@@ -647,7 +639,7 @@ def main() -> None:
             continue
         for number in range(cases):
             key = family, name, dtype, flags.seed, number
-            row = done.get(key) or rounded(run_case(index, name, dtype, flags.seed, number))
+            row = done.get(key) or harness.rounded(run_case(index, name, dtype, flags.seed, number))
             rows.append(row)
             if key not in done:
                 harness.append(path, row)

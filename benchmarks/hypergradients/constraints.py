@@ -672,11 +672,6 @@ def report(rows: list[dict[str, Any]], by: tuple[str, ...] = ("family", "weights
 by_size = functools.partial(report, by=("weights", "dtype"))
 
 
-def rounded_row(row):
-    """Round to five digits, because the repository contains thousands of rows."""
-    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}
-
-
 def groups(flags):
     """Yield index, weights and precision of the requested programs."""
     for index, family in enumerate(FAMILIES):
@@ -712,7 +707,7 @@ def main() -> None:
         cases = 1 if flags.small else CASES[p] if flags.cases is None else flags.cases
         for number in range(cases):
             key = FAMILIES[index].name, p, dtype, flags.seed, number
-            row = done.get(key) or rounded_row(run_case(index, p, dtype, flags.seed, number))
+            row = done.get(key) or harness.rounded(run_case(index, p, dtype, flags.seed, number))
             rows.append(row)
             if key not in done:
                 harness.append(path, row)

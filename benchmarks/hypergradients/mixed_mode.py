@@ -15,8 +15,8 @@ rounds. Memory is XLA's temporaries.
     python benchmarks/hypergradients/mixed_mode.py            # ten minutes
 """
 
+import functools
 import statistics
-import time
 from typing import NamedTuple
 
 import jax
@@ -187,7 +187,6 @@ def measure(layers, steps, scan, size):
             **{"layers": layers, "steps": steps, "scan": scan, "method": name},
             "compile_s": round(seconds, 1),
             "temp_bytes": programs[name].memory_analysis().temp_size_in_bytes,
-            "seconds": [],
         }
     gradients = {name: np.asarray(program(*args)) for name, program in programs.items()}  # warms up
     truth = gradients[TODAY]
@@ -195,11 +194,9 @@ def measure(layers, steps, scan, size):
         rows[name]["difference"] = float(np.abs(grad - truth).max() / np.abs(truth).max())
         if not rows[name]["difference"] < 1e-3:
             rows[name]["failed"] = "its hypergradient is not that of reverse over reverse"
-    for _ in range(sizes.rounds):
-        for name, program in programs.items():
-            began = time.process_time()
-            jax.block_until_ready(program(*args))
-            rows[name]["seconds"].append(round(time.process_time() - began, 4))
+    calls = {name: functools.partial(program, *args) for name, program in programs.items()}
+    for name, seconds in harness.in_turns(calls, sizes.rounds).items():
+        rows[name]["seconds"] = [round(s, 4) for s in seconds]
     return list(rows.values())
 
 

@@ -8,6 +8,8 @@ training in float64, for 2,000 steps. The ratio of estimated to true error shoul
 We also record the error compared with 500 steps, because the truth itself still changes a little.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,12 +107,12 @@ def main() -> None:
         harness.finish(rows, flags.results, report)
         return
     rows = harness.read(flags.results)
-    for kind in flags.solvers:
-        for seed in range(flags.seeds):
-            if not harness.where(rows, solver=kind, seed=seed):
-                rows.append(measured(seed, kind))
-                harness.append(flags.results, rows[-1])
-                print(rows[-1], flush=True)
+    tasks = (
+        ({"solver": kind, "seed": seed}, functools.partial(measured, seed, kind))
+        for kind in flags.solvers
+        for seed in range(flags.seeds)
+    )
+    harness.measure_missing(flags.results, rows, tasks, str)
     harness.finish(rows, flags.results, report, write_rows=False)
 
 

@@ -16,6 +16,7 @@ pass, a backward pass, the gradients of all samples, and their products.
     python benchmarks/kernels/finite_kernels.py --images    # half a minute
 """
 
+import functools
 import itertools
 import statistics
 import time
@@ -89,8 +90,16 @@ def linen(model, x):
     return model.apply, jax.jit(model.init)(key(1), x[:1]), x
 
 
+def normal(*shape):
+    return jax.random.normal(key(0), shape)
+
+
 def vectors(n):
-    return jax.random.normal(key(0), (n, INPUTS))
+    return normal(n, INPUTS)
+
+
+def tokens(n):
+    return jax.random.randint(key(0), (n, TOKENS), 0, ROWS)
 
 
 def with_nnx(n):
@@ -143,26 +152,14 @@ def in_scan(n):
 
 
 NETWORKS = {
-    # name: network, numbers of samples, and the number for --quick and --smoke
+    # name: network, number of samples, and the number for --quick
     "linen": (lambda n: linen(Perceptron(), vectors(n)), 100, 20),
     "nnx": (with_nnx, 100, 20),
     "function in jit": (in_jit, 100, 20),
     "layers in scan": (in_scan, 100, 20),
-    "attention": (
-        lambda n: linen(Attention(), jax.random.normal(key(0), (n, 16, 64))),
-        50,
-        10,
-    ),
-    "embedding": (
-        lambda n: linen(Bag(), jax.random.randint(key(0), (n, TOKENS), 0, ROWS)),
-        100,
-        10,
-    ),
-    IMAGES: (
-        lambda n: linen(Convolutions(), jax.random.normal(key(0), (n, SIDE, SIDE, 3))),
-        50,
-        10,
-    ),
+    "attention": (lambda n: linen(Attention(), normal(n, 16, 64)), 50, 10),
+    "embedding": (lambda n: linen(Bag(), tokens(n)), 100, 10),
+    IMAGES: (lambda n: linen(Convolutions(), normal(n, SIDE, SIDE, 3)), 50, 10),
 }
 SMOKE = ["linen", "nnx", "function in jit", "embedding"]
 
@@ -185,11 +182,7 @@ def product_rate() -> float:
     """Return FLOP per second of a product of float32 matrices."""
     a = jax.random.normal(key(3), (PRODUCT, PRODUCT))
     run = harness.compiled(lambda a: a @ a, a)[0]
-    times = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        jax.block_until_ready(run(a))
-        times.append(time.perf_counter() - start)
+    times = harness.seconds(lambda: run(a), ROUNDS)
     return 2 * PRODUCT**3 / min(times)
 
 
@@ -204,20 +197,13 @@ def measured(name: str, build, n: int, peers: list[str], rounds: int):
         methods |= {f"{PEER} {i}": peer(apply, i) for i in (1, 2)}
     compiled = {method: harness.compiled(fn, params, x)[0] for method, fn in methods.items()}
     kernels = {method: np.asarray(run(params, x)) for method, run in compiled.items()}
-    times: dict[str, list[float]] = {method: [] for method in methods}
-    for _ in range(rounds):
-        for method, run in compiled.items():
-            jax.block_until_ready(run(params, x))  # memory is slow at first after another method
-            start = time.perf_counter()
-            jax.block_until_ready(run(params, x))
-            times[method].append(time.perf_counter() - start)
+    calls = {method: functools.partial(run, params, x) for method, run in compiled.items()}
+    # Memory is slow at first after another method.
+    times = harness.in_turns(calls, rounds, time.perf_counter, warm=True)
     exact = kernels["ntk, jacobian"]
     for method, run in compiled.items():
         yield {
-            "network": name,
-            "method": method,
-            "n": n,
-            "s": times[method],
+            **{"network": name, "method": method, "n": n, "s": times[method]},
             "mb": run.memory_analysis().temp_size_in_bytes / 1e6,
             "flop": run.cost_analysis()["flops"],
             "formula": flop_of_images(n) if name == IMAGES else None,

@@ -15,6 +15,7 @@ float64 the difference of the two is shown, with our own bound.
     python benchmarks/kernels/network_kernels.py --quick --peers neural-tangents   # with stax
 """
 
+import functools
 import math
 import time
 
@@ -65,23 +66,15 @@ def residual(name):
     stax = ntk.neural_tangents().stax
     start, branch, end = (serial(name, w) for w in ("conv", "act conv act conv", "act gap dense"))
     block = stax.serial(stax.FanOut(2), stax.parallel(branch[1], stax.Identity()), stax.FanInSum())
-    return nets.serial(start[0], nets.residual(branch[0]), end[0]), stax.serial(
-        start[1], block, end[1]
-    )
+    ours = nets.serial(start[0], nets.residual(branch[0]), end[0])
+    return ours, stax.serial(start[1], block, end[1])
 
 
+FLAT, POOLED = "flatten dense", "gap dense"
 NETWORKS = {
     "dense, biases": (lambda name: serial(name, "dense act " * 4 + "dense"), (1000, 100), 100),
-    "conv, flatten": (
-        lambda name: serial(name, "conv act " * 3 + "flatten dense"),
-        (128, 16, 16, 3),
-        16,
-    ),
-    "conv, pooling": (
-        lambda name: serial(name, "conv act " * 2 + "gap dense"),
-        (8, 16, 16, 3),
-        3,
-    ),
+    "conv, flatten": (lambda name: serial(name, "conv act " * 3 + FLAT), (128, 16, 16, 3), 16),
+    "conv, pooling": (lambda name: serial(name, "conv act " * 2 + POOLED), (8, 16, 16, 3), 3),
     "residual": (residual, (6, 12, 12, 3), 3),
 }
 
@@ -120,18 +113,14 @@ def compare(name, kind, quick, alone=False) -> dict:
 
 def in_turns(calls, x) -> dict:
     row = {"dtype": str(x.dtype), "part": "comparison"}
-    kernels, seconds = [], tuple([] for _ in calls)
+    kernels = []
     for call in calls:
         start = time.perf_counter()
         kernels.append(jax.block_until_ready(call(x)))
         row.setdefault("first_s", []).append(round(time.perf_counter() - start, 2))
-    for _ in range(3):
-        for call, times in zip(calls, seconds, strict=True):
-            start = time.process_time()
-            jax.block_until_ready(call(x))
-            times.append(round(time.process_time() - start, 5))
+    bound = (functools.partial(call, x) for call in calls)
+    row |= harness.in_turns(dict(zip(("ours_s", "theirs_s"), bound, strict=False)), 3)
     scale = float(jnp.max(jnp.abs(kernels[0].ntk)))
-    row |= dict(zip(("ours_s", "theirs_s"), seconds, strict=False))
     if len(kernels) > 1:
         row["difference"] = float(jnp.max(jnp.abs(kernels[0].ntk - kernels[1].ntk))) / scale
     row["bound"] = float(jnp.max(kernels[0].error)) / scale
@@ -187,13 +176,7 @@ def report(rows) -> str:
 
 
 def main() -> None:
-    flags = harness.command_line(
-        __file__,
-        __doc__,
-        report,
-        work=work,
-        peers=(PEER,),
-    )
+    flags = harness.command_line(__file__, __doc__, report, work=work, peers=(PEER,))
     rows, alone = [harness.environment(PEER)], not flags.peers
     cases = [("compare", name, kind, flags.small) for name in NETWORKS for kind in ACTIVATIONS]
     if flags.small:

@@ -9,7 +9,7 @@ With a kernel for each pair of outputs (as with ``outputs="full"``) there are 10
     python benchmarks/kernels/predictions.py            # a minute
 """
 
-import time
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -72,56 +72,61 @@ def full(n: int, m: int) -> Data:
     return parts(Pair(*kernels), rng.standard_normal((n, OUTPUTS)), n)
 
 
+def gaussian(mode: str, **options) -> Callable[[Data], Any]:
+    """Return their inference with a Gaussian process: ``mode`` is theirs."""
+
+    def theirs(d):
+        predict = ntk.neural_tangents().predict
+        peer = predict.gp_inference(d.train, d.y, PENALTY, diag_reg_absolute_scale=True, **options)
+        return tuple(peer(mode, d.cross, d.prior))
+
+    return theirs
+
+
+def posterior(name: str) -> Callable[[Data], Any]:
+    def ours(d):
+        K, k, prior = (getattr(kernels, name) for kernels in (d.train, d.cross, d.prior))
+        return tuple(ntk.posterior(K, d.y, k, prior, penalty=PENALTY))
+
+    return ours
+
+
+def our_ensemble(t) -> Callable[[Data], Any]:
+    def ours(d):
+        return tuple(ntk.ensemble(d.train, d.y, d.cross, d.prior.nngp, t=t, penalty=PENALTY))
+
+    return ours
+
+
+def ensemble(t) -> Both:
+    def theirs(d):
+        predict = ntk.neural_tangents().predict
+        # Their inputs are row indices: their kernel function looks the kernels up.
+        whole = [
+            jnp.block([[a, b.T], [b, c]]) for a, b, c in zip(d.train, d.cross, d.prior, strict=True)
+        ]
+
+        def kernel(x1, x2, get, **_):
+            x2 = x1 if x2 is None else x2
+            kernels = Pair(*(K[x1[:, 0]][:, x2[:, 0]] for K in whole))
+            return getattr(kernels, get) if isinstance(get, str) else kernels
+
+        rows, n = jnp.arange(len(whole[0]))[:, None], len(d.y)
+        options = {"diag_reg": PENALTY, "diag_reg_absolute_scale": True}
+        peer = predict.gradient_descent_mse_ensemble(
+            kernel, rows[:n], d.y, learning_rate=d.y.size, **options
+        )
+        times = None if t is jnp.inf else jnp.asarray(t)
+        return tuple(peer(times, rows[n:], "ntk", compute_cov=True))
+
+    return our_ensemble(t), theirs
+
+
 def cases() -> dict[str, Both]:
     """Return our cases and theirs for a kernel that all outputs share."""
-
-    def gaussian(name, mode):
-        def ours(d):
-            K, k, prior = (getattr(kernels, name) for kernels in (d.train, d.cross, d.prior))
-            return tuple(ntk.posterior(K, d.y, k, prior, penalty=PENALTY))
-
-        def theirs(d):
-            predict = ntk.neural_tangents().predict
-            peer = predict.gp_inference(d.train, d.y, PENALTY, diag_reg_absolute_scale=True)
-            return tuple(peer(mode, d.cross, d.prior))
-
-        return ours, theirs
-
-    def ensemble(t):
-        def ours(d):
-            return tuple(ntk.ensemble(d.train, d.y, d.cross, d.prior.nngp, t=t, penalty=PENALTY))
-
-        def theirs(d):
-            predict = ntk.neural_tangents().predict
-            # Their inputs are row indices: their kernel function looks the kernels up.
-            whole = [
-                jnp.block([[a, b.T], [b, c]])
-                for a, b, c in zip(d.train, d.cross, d.prior, strict=True)
-            ]
-
-            def kernel(x1, x2, get, **_):
-                x2 = x1 if x2 is None else x2
-                kernels = Pair(*(K[x1[:, 0]][:, x2[:, 0]] for K in whole))
-                return getattr(kernels, get) if isinstance(get, str) else kernels
-
-            rows = jnp.arange(len(whole[0]))[:, None]
-            n = len(d.y)
-            peer = predict.gradient_descent_mse_ensemble(
-                kernel,
-                rows[:n],
-                d.y,
-                learning_rate=d.y.size,
-                diag_reg=PENALTY,
-                diag_reg_absolute_scale=True,
-            )
-            limit = t is jnp.inf
-            return tuple(peer(None if limit else jnp.asarray(t), rows[n:], "ntk", compute_cov=True))
-
-        return ours, theirs
-
     return {
-        "posterior, NNGP": gaussian("nngp", "nngp"),
-        "posterior, NTK": gaussian("ntk", "ntkgp"),
+        "posterior, NNGP": (posterior("nngp"), gaussian("nngp")),
+        "posterior, NTK": (posterior("ntk"), gaussian("ntkgp")),
         "ensemble, three times": ensemble(TIMES),
         "ensemble, limit": ensemble(jnp.inf),
         "one network, three times": flow(False),
@@ -148,27 +153,9 @@ def flow(each: bool) -> Both:
 
 def cases_of_outputs() -> dict[str, Both]:
     """Return our cases and theirs for a kernel for each pair of outputs."""
-
-    def theirs(mode):
-        def call(d):
-            predict = ntk.neural_tangents().predict
-            peer = predict.gp_inference(
-                d.train, d.y, PENALTY, diag_reg_absolute_scale=True, trace_axes=()
-            )
-            return tuple(peer(mode, d.cross, d.prior))
-
-        return call
-
-    def posterior(d):
-        prediction = ntk.posterior(d.train.nngp, d.y, d.cross.nngp, d.prior.nngp, penalty=PENALTY)
-        return tuple(prediction)
-
-    def limit(d):
-        return tuple(ntk.ensemble(d.train, d.y, d.cross, d.prior.nngp, penalty=PENALTY))
-
     return {
-        "full: posterior, NNGP": (posterior, theirs("nngp")),
-        "full: ensemble, limit": (limit, theirs("ntk")),
+        "full: posterior, NNGP": (posterior("nngp"), gaussian("nngp", trace_axes=())),
+        "full: ensemble, limit": (our_ensemble(jnp.inf), gaussian("ntk", trace_axes=())),
         "full: one network, three times": flow(True),
     }
 
@@ -187,16 +174,13 @@ def work(size: str, peers: list[str]) -> Iterator[harness.Row]:
 
 def compare(calls, data: Data) -> harness.Row:
     results = [jax.block_until_ready(call(data)) for call in calls]
-    seconds: list[list[float]] = [[] for _ in calls]
-    for _ in range(5):
-        for call, times in zip(calls, seconds, strict=True):
-            start = time.process_time()
-            jax.block_until_ready(call(data))
-            times.append(time.process_time() - start)
-    if len(calls) == 1:
-        return {"ours_s": seconds[0]}
-    off = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), *results)
-    return {"ours_s": seconds[0], "theirs_s": seconds[1], "difference": max(jax.tree.leaves(off))}
+    names = ("ours_s", "theirs_s")[: len(calls)]
+    bound = (functools.partial(call, data) for call in calls)
+    row: harness.Row = dict(harness.in_turns(dict(zip(names, bound, strict=True)), 5))
+    if len(calls) > 1:
+        off = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), *results)
+        row["difference"] = max(jax.tree.leaves(off))
+    return row
 
 
 def report(rows) -> str:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import torch
 
-from benchmarks.peers.peers_torch import gradient_in
+from benchmarks.peers.peers_torch import gradient_in, tensors
 
 torch.set_num_threads(1)
 
@@ -40,10 +40,6 @@ def adapted(start, batch, rate, steps, hand):
             updates, state = rule.update(slopes, state, inplace=False)
             w = list(torchopt.apply_updates(tuple(w), updates, inplace=False))
     return w
-
-
-def tensors(batch):
-    return [torch.from_numpy(np.array(a)) for a in batch]
 
 
 def gradient(back, tasks, rate, steps, hand):

@@ -13,6 +13,7 @@ libraries take turns.
 compiled training. It is not applied to the 2,000 labels.
 """
 
+import functools
 import statistics
 import sys
 import time
@@ -107,16 +108,13 @@ def schedules(peers, steps):
 
 def in_turns(part, alpha, gradients, rounds):
     """Return a row for each library."""
-    first, by_library, times = {}, {}, {name: [] for name in gradients}
-    for i in range(rounds + 1):
-        for name, gradient in gradients.items():
-            began = time.process_time()
-            by_library[name] = np.asarray(gradient(alpha))
-            seconds = time.process_time() - began
-            if i:
-                times[name].append(seconds)
-            else:
-                first[name] = seconds
+    first, by_library = {}, {}
+    for name, gradient in gradients.items():
+        began = time.process_time()
+        by_library[name] = np.asarray(gradient(alpha))
+        first[name] = time.process_time() - began
+    calls = {name: functools.partial(gradient, alpha) for name, gradient in gradients.items()}
+    times = harness.in_turns(calls, rounds)
     ours = by_library["here"]
     for name, each in times.items():
         apart = np.linalg.norm(by_library[name] - ours) / np.linalg.norm(ours)
@@ -280,11 +278,8 @@ def until_schedules(peers, steps, outer):
         rate = trial.suggest_float("rate", 0.01, 2, log=True)
         return example.start(rate, trial.suggest_float("momentum", 0.01, 0.95), shape)
 
-    courses = {
-        "here, knots": descended(
-            *(problem, solver, optax.adam(0.1), example.start(), w, data, valid, outer)
-        ),
-    }
+    given = problem, solver, optax.adam(0.1), example.start(), w, data, valid, outer
+    courses = {"here, knots": descended(*given)}
     if "optuna" in peers:
         courses["Optuna, knots"] = optuna_course(knots, judged(), 4 * outer)
         courses["Optuna, shapes"] = optuna_course(shapes, judged(), 4 * outer)
@@ -310,18 +305,16 @@ def of_hypergradients(measurements):
 
 def until(part):
     def of_rows(measurements):
-        rows_of_part = where(measurements, part=part)
+        own = where(measurements, part=part)
         lines = [
             (
                 *(r["method"], f"{r['hyperparameters']:,}"),
                 "not reached" if r["seconds to it"] is None else f"{r['seconds to it']:.0f}",
                 *(f"{r['best']:.4f}", r["steps or trials"], f"{r['seconds']:.0f}"),
             )
-            for r in rows_of_part
+            for r in own
         ]
-        target = (
-            f"CPU s until a loss of {rows_of_part[0]['target']:.4f}" if rows_of_part else "CPU s"
-        )
+        target = f"CPU s until a loss of {own[0]['target']:.4f}" if own else "CPU s"
         head = "method", "hyperparameters", target, "best loss", "steps or trials", "total, CPU s"
         return table(head, lines)
 

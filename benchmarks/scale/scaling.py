@@ -231,33 +231,33 @@ def report(rows) -> str:
     return "\n\n".join(text)
 
 
-def picture(rows, path):
-    with harness.picture(path, 1, 2, figsize=(9, 3.8)) as (_, axes):
-        for scaling in ("strong", "weak"):
-            of_scaling = harness.where(rows, what="counted", scaling=scaling)
-            size = [r["bytes"] / 1e6 for r in of_scaling]
-            mark = {"marker": "o", "ms": 9, "mfc": "none"} if scaling == "weak" else {"marker": "."}
-            axes[0].plot([r["devices"] for r in of_scaling], size, ls="", label=scaling, **mark)
-            of_scaling = harness.where(rows, what="measured", scaling=scaling)
-            axes[1].plot(
-                [r["processes"] for r in of_scaling],
-                [r["seconds"] for r in of_scaling],
-                "o-",
-                label=scaling,
-            )
-        one = harness.where(rows, what="measured")[0]["seconds"]
-        axes[1].plot([1, 2], [one, one / 2], "k:", lw=1, label="ideal")
-        axes[1].plot([1, 2], [one, one], "k:", lw=1)
-        titles = "Counted: MB sent in an outer step", "Measured: seconds of an outer step"
-        for ax, title in zip(axes, titles, strict=True):
-            ax.set(title=title, xscale="log", xlabel="devices")
-            ax.legend()
-        axes[1].set(xlabel="processes, one core each", xlim=(0.9, 2.2))
-        for ax, ticks in ((axes[0], VIRTUAL), (axes[1], (1, 2))):
-            ax.set_xticks(ticks, ticks)
-            ax.minorticks_off()
-        axes[0].set_ylim(0, 1.3)
-        axes[1].set_ylim(0)
+@harness.figure(1, 2, figsize=(9, 3.8))
+def picture(rows, axes):
+    for scaling in ("strong", "weak"):
+        of_scaling = harness.where(rows, what="counted", scaling=scaling)
+        size = [r["bytes"] / 1e6 for r in of_scaling]
+        mark = {"marker": "o", "ms": 9, "mfc": "none"} if scaling == "weak" else {"marker": "."}
+        axes[0].plot([r["devices"] for r in of_scaling], size, ls="", label=scaling, **mark)
+        of_scaling = harness.where(rows, what="measured", scaling=scaling)
+        axes[1].plot(
+            [r["processes"] for r in of_scaling],
+            [r["seconds"] for r in of_scaling],
+            "o-",
+            label=scaling,
+        )
+    one = harness.where(rows, what="measured")[0]["seconds"]
+    axes[1].plot([1, 2], [one, one / 2], "k:", lw=1, label="ideal")
+    axes[1].plot([1, 2], [one, one], "k:", lw=1)
+    titles = "Counted: MB sent in an outer step", "Measured: seconds of an outer step"
+    for ax, title in zip(axes, titles, strict=True):
+        ax.set(title=title, xscale="log", xlabel="devices")
+        ax.legend()
+    axes[1].set(xlabel="processes, one core each", xlim=(0.9, 2.2))
+    for ax, ticks in ((axes[0], VIRTUAL), (axes[1], (1, 2))):
+        ax.set_xticks(ticks, ticks)
+        ax.minorticks_off()
+    axes[0].set_ylim(0, 1.3)
+    axes[1].set_ylim(0)
 
 
 def main() -> None:

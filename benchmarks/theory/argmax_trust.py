@@ -161,9 +161,7 @@ def main() -> None:
     done = harness.read(flags.results)
     for setting, block in BLOCKS:
         if not harness.where(done, setting=setting, block=block):
-            lines = measure(setting, block)
-            harness.append(flags.results, *lines)
-            done += lines
+            harness.keep(flags.results, done, *measure(setting, block))
             print(setting, block, flush=True)
     harness.finish(done, flags.results, report, write_rows=False)
 

@@ -386,12 +386,8 @@ def verdicts(rows):
     )
 
 
-def picture(rows, path):
-    with harness.picture(path, 2, 2, figsize=(11, 8.5)) as (_, axes):
-        draw(rows, axes)
-
-
-def draw(rows, axes):
+@harness.figure(2, 2, figsize=(11, 8.5))
+def picture(rows, axes):
     known, risk, gradient, loss = axes.flat
     for h in (10, 40, 160):
         exact = where(rows, part="exact", h=h)

@@ -404,20 +404,6 @@ def verdict_table(rows) -> str:
     return harness.table(["verdict", "searches", *(f"argmax {k}, %" for k in ASKED)], lines)
 
 
-def geometry_table(rows) -> str:
-    collection = collected(rows)
-    head = ["data, width, method", "rate", "validation loss", "steps to 1 %", "reached, %"]
-    lines = []
-    for i, setting in enumerate(collection.settings):
-        for j, method in enumerate(RATES):
-            x = {k: v[i, :, j] for k, v in collection.x.items()}
-            line = [", ".join((*setting, *method)), collection.rates[i, j]]
-            line += [spread(x["values"][:, -1], ".4f"), spread(x["steps"], ".1f")]
-            line += [percent(x["reached"]), spread(x["entropy"][:, -1])]
-            lines.append([*line, spread(x["entries"], ".1f")])
-    return harness.table([*head, "entropy", "entries over .01"], lines)
-
-
 def method_table(rows) -> str:
     """Return means over the settings by method; standard errors over all searches."""
     collection, lines = collected(rows), []
@@ -457,12 +443,9 @@ def verdicts(rows):
             )
 
 
-def picture(rows, path) -> None:
-    with harness.picture(path, 2, 2, figsize=(12, 8)) as (_, axes):
-        draw(rows, collected(rows), axes)
-
-
-def draw(rows, collection: Found, axes) -> None:
+@harness.figure(2, 2, figsize=(12, 8))
+def picture(rows, axes) -> None:
+    collection = collected(rows)
     for i, kind in enumerate(KINDS):
         mine = [r for r in rows if r.get("kind") == kind and r["h"] > 2]  # h = 2: it always holds
         h, n, hits = np.array(
@@ -503,7 +486,7 @@ def draw(rows, collection: Found, axes) -> None:
 
 
 def report(rows) -> str:
-    tables = instance_table, search_table, verdict_table, geometry_table
+    tables = instance_table, search_table, verdict_table, method_table
     parts = [make(rows) for make in tables]
     return "\n\n".join([*parts, "\n".join(f"- {line}" for line in verdicts(rows))])
 

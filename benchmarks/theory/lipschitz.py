@@ -195,6 +195,11 @@ def tasks(sizes):
                 yield row, functools.partial(measure, network, width, of, index, **options)
 
 
+def show(row) -> str:
+    names = "part", "network", "width", "index", "dtype", "weights"
+    return " ".join(str(row[name]) for name in names)
+
+
 def joined(rows):
     """Return a row for each network of each part, with the values of all its a (at least two)."""
     by_network = {}
@@ -308,12 +313,8 @@ def verdict_lines(rows) -> str:
     )
 
 
-def picture(rows, path):
-    with harness.picture(path, 1, 2, figsize=(11, 4.2)) as (_, axes):
-        draw(rows, axes)
-
-
-def draw(rows, axes):
+@harness.figure(1, 2, figsize=(11, 4.2))
+def picture(rows, axes):
     for ax, (network, name) in zip(axes, NETWORKS.items(), strict=True):
         of_network = common(harness.where(joined(rows), part="figure", network=network))
         widths = [r["width"] for r in of_network]
@@ -339,14 +340,8 @@ def main() -> None:
     rows = harness.read(flags.results) if flags.results else []
     here = harness.environment(seed=0, sizes=dataclasses.asdict(sizes))
     if not harness.where(rows, part="environment", device=here["device"]):
-        rows.append(here)
-        harness.append(flags.results, here)
-    for identity, of in tasks(sizes):
-        if harness.where(rows, **identity):
-            continue
-        rows.append(identity | of())
-        harness.append(flags.results, rows[-1])
-        print(*identity.values(), *(f"{q:.3f}" for q in rows[-1]["weights"]), flush=True)
+        harness.keep(flags.results, rows, here)
+    harness.measure_missing(flags.results, rows, tasks(sizes), show)
     harness.finish(rows, flags.results, report, picture, write_rows=False)
 
 

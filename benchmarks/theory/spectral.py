@@ -245,12 +245,8 @@ def report(rows) -> str:
     return "\n\n".join([f"{rows[0]['device']}; ± one standard error.", *parts])
 
 
-def picture(rows, path):
-    with harness.picture(path, 2, 4, figsize=(17, 8)) as (_, axes):
-        draw(rows, axes)
-
-
-def draw(rows, axes):
+@harness.figure(2, 4, figsize=(17, 8))
+def picture(rows, axes):
     cells = harness.where(rows, part="diagram")
     maps = {
         "simulated": np.array([r["overlap"][0] for r in cells]).reshape(len(P), len(H)).T,

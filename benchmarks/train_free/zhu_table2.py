@@ -306,8 +306,7 @@ def main() -> None:
     rows = harness.begun(arguments.results, **dataclasses.asdict(sizes))
 
     def keep(*new):
-        rows.extend(new)
-        harness.append(arguments.results, *new)
+        harness.keep(arguments.results, rows, *new)
         for row in new:
             print(row["method"], row.get("repeat", ""), row.get("genotype", ""), flush=True)
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from ntk.expectations.activations import Activation
 from ntk.internal.checks import concrete
-from ntk.kernels.symmetric import symmetric_matrix
 
 Mixture = Activation | Mapping[Activation, Any]
 """One activation, or ``{activation: weight}`` for a weighted sum."""
@@ -103,8 +102,3 @@ def _digits(x) -> str:
     if not concrete(x):
         return str(x)
     return f"{float(x):.6g}" if jnp.ndim(x) == 0 else f"{x}"  # of a vmap
-
-
-def check_kernel(K: Any, *, stack: bool = False) -> jax.Array:
-    """Return ``K`` as a finite symmetric matrix of floats; a traced one that is not becomes NaN."""
-    return symmetric_matrix(K, stack=stack)

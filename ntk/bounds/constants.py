@@ -6,21 +6,26 @@ and beta_3, upper and lower values of ``2 E[s'(u)^2]``.
 
 import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ntk.bounds.bound import Mixture
-from ntk.expectations.gaussian import gaussian_mean, hermite
+from ntk.expectations.gaussian import gaussian_mean
+from ntk.expectations.hermite import coefficients
 from ntk.infinite.layer_expansions import (
+    TRACED,
     Layer,
+    LayerKernels,
+    Resolution,
     evaluate_layer,
     kink_places,
     layer_derivative,
     parse_architecture,
+    propagate_features,
 )
 from ntk.internal.checks import concrete, real_number
 
@@ -36,10 +41,18 @@ class Betas(NamedTuple):
 
 
 def hermite_coefficients(activation: Mixture, *, terms: int = 32) -> jax.Array:
-    """Return ``mu_k = E[s(z) h_k(z)]`` [terms], h_k orthonormal Hermite polynomials; even terms."""
-    (layer,), (weights,), _, _ = parse_architecture([activation], None, None)
-    value = functools.partial(evaluate_layer, layer, weights)
-    return hermite(value, jnp.ones(()), terms, kink_places(layer))
+    """Return ``mu_k = E[s(z) h_k(z)]`` [terms], h_k orthonormal Hermite polynomials."""
+    how = TRACED._replace(terms=max(terms, TRACED.terms))
+    (layer,) = unit_features([activation], None, how)
+    return coefficients(layer.value, 1, terms)[0]
+
+
+def unit_features(
+    activations: Sequence[Mixture], skips: Any, how: Resolution = TRACED
+) -> list[LayerKernels]:
+    """Return the layers of a network, with variances (1, 2, ..., 2), on an input of norm 1."""
+    layers, weights, skips, variances = parse_architecture(activations, skips, None)
+    return propagate_features(layers, weights, skips, variances, jnp.ones(1), how)
 
 
 def table1(activation: Mixture, t: float = math.inf) -> Betas:

@@ -1,17 +1,11 @@
 """Bounds of a neural tangent kernel's smallest eigenvalue that hold, without open constants.
 
 For K, the NTK of an infinitely wide network (:mod:`ntk.infinite` has the recursion of S, D, mu),
-with ``B_{L-1} = c_L 1 1'`` and ``B_{l-1} = (c_l D_l + a_{l-1}^2) o B_l``, o entry by entry:
-
-    diagonal    lambda_min(K) <= min_i K_ii <= tr K / N <= |K|_F / sqrt(N)
-    Schur       lambda_min(K) >= c_L lambda_min(S_{L-1}) + sum_l lambda_min(c_l S_{l-1} o D_l o B_l)
-    Hermite     lambda_min(K) >= B_1 sum_{k>0} (k + 1) a_k^2 lambda_min(rho^{ok})
-
-The last two use Schur (1911): ``lambda_min(A o B) >= lambda_min(A) min_i B_ii`` for positive
+with ``B_{L-1} = c_L 1 1'`` and ``B_{l-1} = (c_l D_l + a_{l-1}^2) o B_l``, o entry by entry. The
+lower bounds use Schur (1911): ``lambda_min(A o B) >= lambda_min(A) min_i B_ii`` for positive
 semidefinite A and B.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -21,24 +15,20 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk.bounds.bound import Bound, Mixture, check_kernel, holds, lower_bound, upper_bound
-from ntk.expectations.gaussian import hermite
-from ntk.expectations.hermite import Pair, expectations
+from ntk.bounds.bound import Bound, Mixture, holds, lower_bound, upper_bound
+from ntk.expectations.hermite import coefficients
 from ntk.infinite.layer_expansions import (
     RESOLUTIONS,
     TRACED,
     check_input_pair,
     check_resolved,
-    evaluate_layer,
+    duals_of_rows,
     is_resolved,
-    kink_places,
-    largest_error,
-    layer_derivative,
     parse_architecture,
     propagate_features,
 )
-from ntk.internal.checks import concrete
-from ntk.kernels.symmetric import square_matrix
+from ntk.internal.checks import concrete, integer
+from ntk.kernels.symmetric import square_matrix, symmetric_matrix
 from ntk.spectrum.eigenvalues import min_eigenvalue
 
 
@@ -70,7 +60,7 @@ def diagonal_upper_bound(K: chex.Array) -> Bound:
     >>> bound.value, bound.terms["tr K / N"]
     (Array(1., dtype=float...), Array(2., dtype=float...))
     """
-    diagonal = jnp.diag(check_kernel(square_matrix(K)))
+    diagonal = jnp.diag(symmetric_matrix(square_matrix(K)))
     terms = {"smallest diagonal entry": diagonal.min(), "tr K / N": diagonal.mean()}
     return upper_bound(diagonal.min(), terms)
 
@@ -96,7 +86,7 @@ def frobenius_upper_bound(K: chex.Array) -> Bound:
     >>> frobenius_upper_bound(jnp.eye(4)).value
     Array(1., dtype=float...)
     """
-    K = check_kernel(square_matrix(K))
+    K = symmetric_matrix(square_matrix(K))
     norm = jnp.linalg.norm(K)
     terms = {"|K|_F": norm, "tr K / N": jnp.trace(K) / len(K)}
     return upper_bound(norm / math.sqrt(len(K)), terms)
@@ -235,15 +225,14 @@ def hermite_lower_bound(
             f"x: expected rows of equal norm, not 0, got squares from {squares.min()} to "
             f"{squares.max()}."
         )
-    features = propagate_features(layers, weights, skips, variances, squares[:1], TRACED)
+    if integer("terms", terms, 2) % 2:
+        raise ValueError(f"terms: expected an even number, got {terms}.")
+    how = TRACED._replace(terms=max(terms, TRACED.terms))
+    features = propagate_features(layers, weights, skips, variances, squares[:1], how)
     first, above = features[0], variances[-1]
     for c, a, one in zip(variances[1:-1], skips, features[1:], strict=True):
         above = above * (c * one.slope.norm[0] ** 2 + a**2)
-    kinks = kink_places(layers[0])
-    a, b = (
-        hermite(functools.partial(evaluate_layer, f, weights[0]), first.scale[0], terms, kinks)
-        for f in (layers[0], layer_derivative(layers[0]))
-    )
+    a, b = coefficients(first.value, 1, terms)[0], coefficients(first.slope, 0, terms)[0]
     # We do not use (k + 1) a_k^2, because the kernel's slope omits the point mass at a jump.
     parts = a**2 + first.scale[0] ** 2 * jnp.pad(b[:-1], (1, 0)) ** 2
     slope = first.slope.norm[0] ** 2
@@ -281,23 +270,10 @@ def _recursion(x, layers, skips, variances):
         below, scale = second_moments[-1], one.scale
         size = scale[:, None] * scale[None]
         rho = variances[i] * below / jnp.where(size > 0, size, 1)
-        # The diagonal is known. In the series its correlation of 1 would need all terms.
-        p = jnp.where(same, 0.5, jnp.clip((1 - rho) / 2, 0, 1))
-        value_and_slope = (one.value, one.slope)
-        pair = Pair(p, 1 - p, jnp.full_like(p, jnp.finfo(p.dtype).eps))
-        value, slope = (
-            jnp.where(
-                error <= largest_error(p.dtype) * f.norm[:, None] * f.norm[None], entry, jnp.nan
-            )
-            for f, (entry, error) in zip(
-                value_and_slope,
-                expectations(value_and_slope, value_and_slope, (1, 0), pair),
-                strict=True,
-            )
-        )
+        value, slope = duals_of_rows((one.value, one.slope), rho, float(jnp.finfo(rho.dtype).eps))
         a = skips[i - 1] if i else 0.0
         cross = one.value.mean[:, None] * one.below[None]
         second = value + a * (cross + cross.T) + a**2 * below
         second_moments.append(jnp.where(same, one.second[:, None], second))
-        slopes.append(jnp.where(same, one.slope.norm[:, None] ** 2, slope))
+        slopes.append(slope)
     return second_moments, slopes

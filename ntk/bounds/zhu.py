@@ -18,12 +18,12 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk.bounds.bound import Bound, Bracket, Mixture, check_kernel, holds, lower_bound, upper_bound
-from ntk.bounds.constants import activation_lipschitz, hermite_coefficients, table1
+from ntk.bounds.bound import Bound, Bracket, Mixture, holds, lower_bound, upper_bound
+from ntk.bounds.constants import activation_lipschitz, hermite_coefficients, table1, unit_features
 from ntk.expectations.activations import Activation
-from ntk.infinite.layer_expansions import TRACED, parse_architecture, propagate_features
+from ntk.infinite.layer_expansions import parse_architecture
 from ntk.internal.checks import positive, real_array, real_number
-from ntk.kernels.symmetric import square_matrix
+from ntk.kernels.symmetric import square_matrix, symmetric_matrix
 from ntk.spectrum.eigenvalues import min_eigenvalue
 
 _SETTING = (("inputs of norm 1, isotropic", None), ("N >= Omega(d^4)", None))
@@ -57,7 +57,7 @@ def eigen_nas_as_printed(K: chex.Array, d: int) -> Bound:
     >>> dict(eigen_nas_as_printed(jnp.eye(10), 3072).assumptions)["N >= d"]
     False
     """
-    K = check_kernel(square_matrix(K))
+    K = symmetric_matrix(square_matrix(K))
     d = positive("d", d)
     score, norm = jnp.trace(K) / d, jnp.linalg.norm(K)
     terms = {"tr K / d": score, "|K|_F": norm, "tr K / N": jnp.trace(K) / len(K)}
@@ -94,10 +94,8 @@ def zhu_variance_as_printed(
     >>> float(bound.value), round(float(bound.terms["exact"]), 2)
     (48.0, 60.31)
     """
-    layers, weights, skips, variances = parse_architecture(activations, skips, None)
-    t = jnp.asarray(_printed_variance(activations))
-    features = propagate_features(layers, weights, skips, variances, jnp.ones(1), TRACED)
-    exact = jnp.stack([one.scale[0] for one in features]).max() ** 2
+    scales = [layer.scale[0] for layer in unit_features(activations, skips)]
+    t, exact = jnp.asarray(_printed_variance(activations)), jnp.stack(scales).max() ** 2
     return Bound(
         "variance of the pre-activations <= value",
         value=t,
@@ -328,7 +326,11 @@ def zhu_theorem3(
     >>> round(float(bound.terms["eigenvalue term"]), 3), bool(bound.vacuous)
     (16.0, True)
     """
-    K, y, smallest = _regression(K, y)
+    K = symmetric_matrix(K)
+    y = real_array("y", y).astype(K.dtype)
+    if y.shape != K.shape[:1]:
+        raise ValueError(f"y: expected shape [{len(K)}] as K has rows, got {y.shape}.")
+    smallest = min_eigenvalue(K)
     if label_aware:
         factor = jax.scipy.linalg.cho_factor(K, lower=True)
         name, energy = "label term", y @ jax.scipy.linalg.cho_solve(factor, y)
@@ -399,18 +401,9 @@ def _zhu_constants(n, d, activations, skips, C):
 
 def _unit_diagonal(activations, skips) -> jax.Array:
     """Return K_ii of the exact kernel for |x| = 1."""
-    layers, weights, skips, variances = parse_architecture(activations, skips, None)
-    last = propagate_features(layers, weights, skips, variances, jnp.ones(1), TRACED)[-1]
-    return variances[-1] * (last.second + last.tangent)[0]
+    last = unit_features(activations, skips)[-1]
+    return 2 * (last.second + last.tangent)[0]
 
 
 def _product_of_factors(factors: Sequence[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.multiply, factors, jnp.ones(()))
-
-
-def _regression(K, y) -> tuple[jax.Array, jax.Array, jax.Array]:
-    K = check_kernel(K)
-    y = real_array("y", y).astype(K.dtype)
-    if y.shape != K.shape[:1]:
-        raise ValueError(f"y: expected shape [{len(K)}] as K has rows, got {y.shape}.")
-    return K, y, min_eigenvalue(K)

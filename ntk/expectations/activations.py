@@ -133,9 +133,7 @@ class Activation:
 
 
 # Cached, so that derivatives of equal activations are equal.
-@functools.cache
-def _differentiated(fn: Function) -> Function:
-    return elementwise_derivative(fn)
+_differentiated = functools.cache(elementwise_derivative)
 
 
 @functools.cache

@@ -20,7 +20,6 @@ import numpy as np
 from ntk.expectations.activations import Activation
 from ntk.expectations.arcsine import arc_polynomials, horner
 from ntk.expectations.truncated_powers import DENSITY
-from ntk.internal.checks import integer
 from ntk.internal.derivative_rules import custom_jvp
 
 _END = 13.0  # integrals over N(0, 1) end here, at a density of 8e-38
@@ -64,9 +63,9 @@ def hermite_grid(terms: int, width: float = 0.5) -> Grid:
     return Grid(z, roots, even.T, odd.T, last, density.sum(1))
 
 
-def _panel_nodes(scale: jax.Array, places: tuple[float, ...], width: float = 0.5):
+def _panel_nodes(scale: jax.Array, places: tuple[float, ...]):
     """Return nodes on the whole line and weights, [..., m]; panels end at ``places / scale``."""
-    edges: Any = panels(width)
+    edges: Any = panels()
     edges = jnp.asarray(np.concatenate([-edges[:0:-1], edges]), scale.dtype)
     edges = jnp.broadcast_to(edges, (*scale.shape, len(edges)))
     if places:
@@ -93,44 +92,9 @@ def gaussian_mean(
     return (fn(scale[..., None] * z) * weights).sum(-1)
 
 
-def hermite(
-    fn: Callable[[jax.Array], jax.Array],
-    scale: chex.Array,
-    terms: int,
-    places: tuple[float, ...] = (),
-) -> jax.Array:
-    """Return ``a_k = E[fn(scale z) h_k(z)]``, [..., terms], of an elementwise function.
-
-    h_k are the orthonormal Hermite polynomials, so ``E[fn(scale z)^2] = sum_k a_k^2``. Even and odd
-    parts are separate, so coefficients that vanish by symmetry are exactly 0. ``terms`` is even;
-    ``places`` lists the points where fn is not smooth, except 0.
-    """
-    if integer("terms", terms, 2) % 2:
-        raise ValueError(f"terms: expected an even number, got {terms}.")
-    scale = jnp.asarray(scale)
-    z, weights = _panel_nodes(scale, (*places, *(-t for t in places)), 16 / max(32, terms**0.5))
-    right = (z > 0).astype(z.dtype)
-    even, odd = fn(scale[..., None] * z), fn(-scale[..., None] * z)
-    even, odd = (even + odd) * right, (even - odd) * right
-
-    def coefficient(k, part, h):
-        return (part * weights * h).sum(-1)
-
-    def step(carry, k):
-        before, now = carry
-        part = jnp.where(k % 2 == 0, even, odd)
-        following = (z * now - jnp.sqrt(k) * before) / jnp.sqrt(k + 1)
-        return (now, following), coefficient(k, part, now)
-
-    # The density underflows at nodes where the polynomials overflow.
-    start = (jnp.zeros_like(z), jnp.where(weights > 0, 1.0, 0.0).astype(z.dtype))
-    coefficients = jax.lax.scan(step, start, jnp.arange(terms).astype(scale.dtype))[1]
-    return jnp.moveaxis(coefficients, 0, -1)
-
-
 @functools.cache
-def kink_coefficients(degree: int, terms: int) -> np.ndarray:
-    """Hermite coefficients [terms] of relu (degree 1), step (0) or the point mass at 0 (-1)."""
+def kink_series(degree: int, terms: int) -> tuple[np.ndarray, float]:
+    """Return Hermite coefficients of relu (degree 1) or step (0), and the norm of the remainder."""
     at_zero = np.zeros(terms)
     at_zero[0] = 1
     for k in range(2, terms, 2):
@@ -140,7 +104,7 @@ def kink_coefficients(degree: int, terms: int) -> np.ndarray:
     for first in (0.5, DENSITY)[: degree + 1]:
         higher = coefficients[:-1] / np.sqrt(np.arange(1, terms))
         coefficients = np.concatenate([[first], higher])
-    return coefficients
+    return coefficients, float(np.sqrt(max(0.5 - np.sum(coefficients**2), 0)))
 
 
 @custom_jvp
@@ -170,23 +134,16 @@ def _arc_cosines_jvp(primals, tangents):
 
 
 def kinked_pair(
-    f: Activation,
-    g: Activation,
-    jumps: Any,
-    sx: jax.Array,
-    sy: jax.Array,
-    p: jax.Array,
-    q: jax.Array,
+    f: Activation, g: Activation, sx: jax.Array, sy: jax.Array, p: jax.Array, q: jax.Array
 ) -> jax.Array:
     """Return ``E[f(u) g(u')]`` for kinked f and g; elementwise in sx, sy, p, q.
 
-    ``jumps``: ((left, right) of f, of g), which replace the fields ``kink`` and can be traced. With
-    ``f = left z^d + (right - left) relu^(1 - d)`` it is a sum of four terms. Two point masses at
-    the correlations 1 and -1 would give infinity; the value is 0, the slope of a step's dual.
+    With ``f = left z^d + (right - left) relu^(1 - d)`` it is a sum of four terms. Two point masses
+    at the correlations 1 and -1 would give infinity; the value is 0, the slope of a step's dual.
     """
     if f.degree < g.degree:
-        return kinked_pair(g, f, jumps[::-1], sy, sx, p, q)
-    (lf, rf), (lg, rg) = jumps
+        return kinked_pair(g, f, sy, sx, p, q)
+    (lf, rf), (lg, rg) = f.kink, g.kink
     jf, jg = rf - lf, rg - lg
     rho = q - p
     step, relu, _ = arc_cosines(p, q)

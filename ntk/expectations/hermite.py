@@ -31,7 +31,7 @@ from ntk.expectations.gaussian import (
     DENSITY,
     Grid,
     arc_cosines,
-    kink_coefficients,
+    kink_series,
     reciprocal,
     root,
 )
@@ -287,13 +287,6 @@ def tails(values: jax.Array, grid: Grid) -> jax.Array:
     return matmul(jnp.abs(matmul(panels, grid.last)).max(2) ** 2, grid.mass)
 
 
-@functools.cache
-def kink_series(degree: int, terms: int) -> tuple[np.ndarray, float]:
-    """Return Hermite coefficients of relu (degree 1) or step (0), and the norm of the remainder."""
-    series = kink_coefficients(degree, terms)
-    return series, float(np.sqrt(max(0.5 - np.sum(series**2), 0)))
-
-
 # ----------------------------------------------------------------------------- all pairs
 
 
@@ -341,7 +334,7 @@ def on_diagonal(f: Expansion, g: Expansion, equal: chex.Array) -> tuple[jax.Arra
     value = (lf * lg + rf * rg) / 2 + _piece_products(f.pieces, g.pieces)
     bound = f.noise + g.noise + 4 * float(jnp.finfo(size.dtype).eps) * f.size * g.size
     if f.regular.shape[1]:
-        kinks_f, kinks_g = _kink_part(f, 0), _kink_part(g, 0)
+        kinks_f, kinks_g = (_kink_part(h, 0, h.regular.shape[1]) for h in (f, g))
         value += (f.regular * (g.regular + kinks_g) + kinks_f * g.regular).sum(1)
         regular = jnp.where(equal, 0, f.missed[:, 0] * g.missed[:, 0])
         bound += regular + f.missed[:, 0] * g.missed[:, 1] + f.missed[:, 1] * g.missed[:, 0]
@@ -392,16 +385,25 @@ def _series(f: Expansion, g: Expansion, degree: int, rho):
     """Return ``sum_n (r_n (r'_n + k'_n) + k_n r'_n) rho^n``."""
     if not f.regular.shape[1]:
         return jnp.zeros_like(rho)
-    kinks_f, kinks_g = _kink_part(f, degree), _kink_part(g, degree)
+    terms = f.regular.shape[1]
+    kinks_f, kinks_g = _kink_part(f, degree, terms), _kink_part(g, degree, terms)
     total = polynomial(f.regular.T, (g.regular + kinks_g).T, rho)
     return total + polynomial(kinks_f.T, g.regular.T, rho)
 
 
-def _kink_part(f: Expansion, degree: int) -> jax.Array:
-    series = jnp.asarray(kink_series(degree, f.regular.shape[1])[0], f.norm.dtype)
+def coefficients(f: Expansion, degree: int, terms: int) -> jax.Array:
+    """Return the Hermite coefficients ``E f(u) h_k(z)`` [n, terms] of the function itself."""
+    total = _kink_part(f, degree, terms)
+    if f.regular.shape[1]:
+        total += f.regular[:, :terms]
+    return jax.lax.stop_gradient(f.norm)[:, None] * total
+
+
+def _kink_part(f: Expansion, degree: int, terms: int) -> jax.Array:
+    series = jnp.asarray(kink_series(degree, terms)[0], f.norm.dtype)
     part = (f.sides[:, 1:] - f.sides[:, :1]) * series[None]
     part = part.at[:, degree].add(f.sides[:, 0])
-    return part + f.kinked if f.kinked.shape[1] else part
+    return part + f.kinked[:, :terms] if f.kinked.shape[1] else part
 
 
 def _pair_error_bound(f: Expansion, g: Expansion, pair: Pair, slope: chex.Numeric) -> jax.Array:
@@ -441,9 +443,6 @@ def moves(jump: jax.Array) -> jax.Array:
     the slopes are known.
     """
     return jnp.where(jump > 0, 3, 2.1).astype(jump.dtype)
-
-
-# ----------------------------------------------------------------------------- the polynomial
 
 
 @custom_jvp

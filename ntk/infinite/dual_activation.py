@@ -106,12 +106,11 @@ def dual(
     sx, sy, p, q = _standardised(vx, vy, c)
     if a == b and a.closed:
         return a.closed[0](vx, vy, c, 4 * vx * vy * p * q)
+    flat = [x.ravel() for x in (sx, sy, p, q)]
     if a.kinks or b.kinks:
-        flat = (x.ravel() for x in (sx, sy, p, q))
         return _piecewise(a, b, *flat).reshape(vx.shape)
     rtol = max(_TOLERANCE, float(jnp.finfo(dtype).eps))
     if a.smooth is None or b.smooth is None:
-        flat = (x.ravel() for x in (sx, sy, p, q))
         return _expectation(a, b, rtol, *flat).reshape(vx.shape)
     vx, vy, sx, sy, p, q = without_explicit_axes((vx, vy, sx, sy, p, q))
     # The number of nodes follows the variance, so entries that will be NaN get variance 0.
@@ -232,7 +231,7 @@ def _axis(a: Activation, b: Activation, rtol: float, scale) -> tuple[jax.Array, 
 def _expectation(a: Activation, b: Activation, rtol: float, sx, sy, p, q):
     """Return ``E[a(u) b(u')]`` [n], from standard deviations and correlations [n]."""
     if a.smooth is None and b.smooth is None:
-        return kinked_pair(a, b, (a.kink, b.kink), sx, sy, p, q)
+        return kinked_pair(a, b, sx, sy, p, q)
     if b.smooth is None:
         return _expectation(b, a, rtol, sy, sx, p, q)
     if a.smooth is None:

@@ -16,9 +16,17 @@ import numpy as np
 
 from ntk.expectations.activations import Activation, in_a_network, relu
 from ntk.expectations.gaussian import hermite_grid, reciprocal, root
-from ntk.expectations.hermite import Expansion, Function, expand, kinked_expansion, piece_norms
+from ntk.expectations.hermite import (
+    Expansion,
+    Function,
+    Pair,
+    expand,
+    expectations,
+    kinked_expansion,
+    piece_norms,
+)
 from ntk.expectations.kinks import ORDERS
-from ntk.internal.checks import check_finite, concrete, float_array, real_array
+from ntk.internal.checks import check_finite, concrete, float_array, nan_where, real_array
 from ntk.internal.products import einsum
 from ntk.internal.sharding import without_explicit_axes
 
@@ -328,6 +336,24 @@ def common_kinks(layers: Sequence[Layer]) -> Kinks:
     if any(s.smooth is None for s in activations) and places:
         places.add(0.0)
     return tuple(sorted(places))
+
+
+def duals_of_rows(
+    expansions: tuple[Expansion, ...], rho: jax.Array, error: float
+) -> list[jax.Array]:
+    """Return ``E f(u) f(u')`` [n, n] of a function and its slope, at correlations of one set.
+
+    ``error`` is that of ``(1 - rho) / 2``. Entries with too large an error are NaN.
+    """
+    same = jnp.eye(len(rho), dtype=bool)
+    # The diagonal is known. In the series its correlation of 1 would need all terms.
+    p = jnp.where(same, 0.5, jnp.clip((1 - rho) / 2, 0, 1))
+    pairs = expectations(expansions, expansions, (1, 0), Pair(p, 1 - p, jnp.full_like(p, error)))
+    duals = []
+    for f, (value, off) in zip(expansions, pairs, strict=True):
+        bad = ~(off <= largest_error(value.dtype) * f.norm[:, None] * f.norm[None])
+        duals.append(jnp.where(same, f.norm[:, None] ** 2, nan_where(bad, value)))
+    return duals
 
 
 class LayerKernels(NamedTuple):

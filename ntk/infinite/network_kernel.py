@@ -62,6 +62,7 @@ from ntk.infinite.layer_expansions import (
     check_input_pair,
     check_resolved,
     common_kinks,
+    duals_of_rows,
     equal_norms,
     expand_layer,
     is_resolved,
@@ -453,20 +454,13 @@ def _mean_product_error(a: LayerKernels, b: LayerKernels):
 def _lemma1(layers, x, weights, skips, how: Resolution) -> Kernels:
     second = matmul(x, x.T)
     forward, tangent = second, jnp.zeros_like(second)
-    same = jnp.eye(len(x), dtype=bool)
     kinks = common_kinks(layers)
     for i, layer in enumerate(layers):
         scale = root(jnp.diag(second))
         rho = second * reciprocal(scale[:, None] * scale[None])
-        p = jnp.where(same, 0.5, jnp.clip((1 - rho) / 2, 0, 1))
         none = jnp.zeros_like(scale)
         expansions = expand_layer(layer, weights[i], scale, none, kinks, how)
-        pairs = expectations(expansions, expansions, (1, 0), Pair(p, 1 - p, jnp.zeros_like(p)))
-        products = []
-        for f, (value, error) in zip(expansions, pairs, strict=True):
-            bad = ~(error <= largest_error(value.dtype) * f.norm[:, None] * f.norm[None])
-            products.append(2 * jnp.where(same, f.norm[:, None] ** 2, nan_where(bad, value)))
-        g, g_dot = products
+        g, g_dot = (2 * dual for dual in duals_of_rows(expansions, rho, 0.0))
         alpha = skips[i - 1] if i else 0.0
         tangent = forward * g_dot + tangent * (g_dot + alpha)
         forward = g

@@ -118,7 +118,12 @@ def mixed_blocks(
 
     On the simplex ``sum_i alpha_i k_i = sum_ij alpha_i alpha_j (k_i + k_j) / 2``.
     """
-    measurements = [measured(kernel, x, entry_error) for kernel in check_kernel_functions(kernels)]
+    kernels = sequence("kernels", kernels, "kernel functions")
+    if not kernels:
+        raise ValueError("kernels: expected at least one function, got none.")
+    for kernel in kernels:
+        function("kernels", kernel, "(x1, x2) -> [n1, n2]")
+    measurements = [measured(kernel, x, entry_error) for kernel in kernels]
     values = np.stack([K for K, _ in measurements])
     error = np.asarray(measurements[0][1])
     if error.shape not in ((), values.shape[1:]) or not (error >= 0).all():
@@ -183,12 +188,9 @@ def _call_kernel(kernel: KernelFunction, x1, x2, get: str | None):
     parameters = _parameters(kernel)
     if x2 is not None:
         x2 = without_explicit_axes(real_array("x2", x2))
-    elif parameters and _takes_one(parameters):
-        x2 = None
-    else:
+    elif not _takes_one(parameters):
         x2 = x1
-    one = get is not None and parameters and "get" in parameters
-    options = {"get": get} if one else {}
+    options = {"get": get} if get is not None and "get" in parameters else {}
     output = kernel(x1, x2, **options)
     shape = len(x1), len(x1 if x2 is None else x2)
     value = _field_or_array(output, get or "ntk")
@@ -201,7 +203,7 @@ def _parameters(kernel: KernelFunction):
     try:
         return inspect.signature(kernel).parameters
     except (TypeError, ValueError):  # functions written in C
-        return None
+        return {}
 
 
 def _takes_one(parameters) -> bool:
@@ -213,13 +215,3 @@ def _takes_one(parameters) -> bool:
 
 def _field_or_array(output: Any, get: str) -> Any:
     return getattr(output, get, output)
-
-
-def check_kernel_functions(kernels: Any) -> tuple[KernelFunction, ...]:
-    """Return kernel functions as a tuple, at least one."""
-    kernels = sequence("kernels", kernels, "kernel functions")
-    if not kernels:
-        raise ValueError("kernels: expected at least one function, got none.")
-    for kernel in kernels:
-        function("kernels", kernel, "(x1, x2) -> [n1, n2]")
-    return kernels

@@ -69,7 +69,8 @@ def exact_kernels(
     x1, x2 = _check_network_inputs(x1, x2)
     plan = plan_network(network, x1.shape[1:-1], alpha, x1.dtype)
     if not concrete(x1 + 0, x2, plan.numbers):  # `+ 0` also detects a jit around concrete inputs
-        return _block(plan, x1, x2, Level(TRACED))
+        plan, a, b = _at_level(plan, Level(TRACED), x1, x2)
+        return _kernels_of_pairs(*_static(plan, x1.dtype), plan.numbers, a, b)
     kernels = _kernels_by_block(plan, x1, x2)
     if bool(np.isnan(kernels.ntk).any()):
         raise FloatingPointError(
@@ -119,11 +120,11 @@ def _sites(plan: NetworkPlan, x: jax.Array, how: Resolution) -> list[LayerFeatur
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
-def _block(plan: NetworkPlan, x1, x2, level: Level) -> Kernels:
-    plan, how = _plan_at_level(plan, level, x1.dtype), level.how
-    a = _sites(plan, x1, how)
-    b = None if x2 is None else _sites(plan, x2, how)
-    return _kernels_of_pairs(*_static(plan, x1.dtype), plan.numbers, a, b)
+def _at_level(plan: NetworkPlan, level: Level, x1, x2):
+    """Return the plan at a level, and its layers on both sets of inputs; None without ``x2``."""
+    plan = _plan_at_level(plan, level, x1.dtype)
+    a, b = (None if x is None else _sites(plan, x, level.how) for x in (x1, x2))
+    return plan, a, b
 
 
 def _static(plan: NetworkPlan, dtype):
@@ -194,10 +195,7 @@ def _kernels_by_block(plan: NetworkPlan, x1, x2) -> Kernels:
 def _kernels_at_lowest_level(plan: NetworkPlan, x1, x2, level: int) -> tuple[Kernels, int]:
     """Return the kernels at the lowest level that resolves them, and that level."""
     while True:
-        how = LEVELS[level].how
-        now = _plan_at_level(plan, LEVELS[level], x1.dtype)
-        a = _sites(now, x1, how)
-        b = None if x2 is None else _sites(now, x2, how)
+        now, a, b = _at_level(plan, LEVELS[level], x1, x2)
         noise = TABLE_NOISE if LEVELS[level].tables else 512
         leaves = jax.tree.leaves((a, b), is_leaf=lambda leaf: isinstance(leaf, Expansion))
         expansions = [leaf for leaf in leaves if isinstance(leaf, Expansion)]

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk.expectations.gaussian import Grid, hermite_grid, reciprocal, root
-from ntk.expectations.hermite import Expansion, Pieces, kink_series, tails
+from ntk.expectations.gaussian import Grid, hermite_grid, kink_series, reciprocal, root
+from ntk.expectations.hermite import Expansion, Pieces, tails
 from ntk.infinite.layer_expansions import Layer, Resolution, kinks_at_zero, sample_both_signs
 from ntk.internal.products import einsum, matmul
 
@@ -150,14 +150,20 @@ def evaluated(table: ActivationTable, scale: jax.Array, error: jax.Array, degree
     v = basis_vector(table, scale, degree)
     mean, square = matmul(v, table.mean), _form(v, table.gram)
     norm = root(square)
-    none = jnp.zeros((*norm.shape, 0), norm.dtype)
     sides = jnp.zeros((*norm.shape, 2), norm.dtype)
     power = scale if degree else jnp.ones_like(scale)
     if len(table.sides):
         unit = jax.lax.stop_gradient(reciprocal(norm))
         sides = jnp.stack([(power * unit) * side for side in table.sides], -1)
-    errors = jax.lax.stop_gradient(_table_errors(table, v, scale, norm, error, power, degree))
-    return Expansion(norm, mean, none, sides, Pieces(none, none, none[..., None]), none, *errors)
+    errors = _table_errors(table, v, scale, norm, error, power, degree)
+    return without_terms(norm, mean, sides, errors)
+
+
+def without_terms(norm: jax.Array, mean: jax.Array, sides: jax.Array, errors: Any) -> Expansion:
+    """Return an expansion of no terms, with the last five fields from ``errors``."""
+    none = jnp.zeros((*norm.shape, 0), norm.dtype)
+    pieces = Pieces(none, none, none[..., None])
+    return Expansion(norm, mean, none, sides, pieces, none, *jax.lax.stop_gradient(errors))
 
 
 def _form(v, matrix) -> jax.Array:

@@ -22,19 +22,17 @@ Steps = Sequence[LayerStep]
 class Diagonal(LayerStep):
     """Drop all pairs except equal positions. Plans insert it."""
 
-    def features(self, numbers: Any, before: Raw | Moments) -> LayerFeatures:
+    def features(self, numbers, before):
         """Return the features unchanged."""
         return LayerFeatures(before, before)
 
-    def pairs(
-        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
-    ) -> PairState:
+    def pairs(self, numbers, a, b, state, tile):
         """Go from the full layout to the diagonal one."""
         n1, n2 = state.slack.shape
         p, tangent = (equal_positions(x, n1, n2) for x in (state.p, state.tangent))
         return state._replace(p=p, tangent=tangent)
 
-    def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
+    def apply(self, numbers, x, finite):
         """Return ``x``: this step matters for pairs only."""
         return x
 

@@ -44,12 +44,6 @@ def test_diagonals_are_the_values_of_an_independent_computation(activations, ski
 
 
 @pytest.mark.slow
-def test_all_skips_make_the_diagonal_grow_as_printed_in_the_errata():
-    kernels = ntk.network_kernel(unit_rows(3, 4), activations=[ntk.relu] * 9, skips=[1.0] * 8)
-    assert float(kernels.ntk[0, 0]) == pytest.approx(9049.6, rel=5e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "variances"),
     [
@@ -348,15 +342,6 @@ def test_lemma_1_is_right_without_skips():
     exact = ntk.network_kernel(x, activations=activations)
     assert_close(printed.ntk, exact.ntk, f64=1e-9, f32=1e-4)
     assert_close(printed.nngp, exact.nngp, f64=1e-9, f32=1e-4)
-
-
-@pytest.mark.long
-def test_lemma_1_as_printed_misses_the_skips_of_relu_networks():
-    # Printed: 9. Truth: 15.977.
-    printed = ntk.lemma1_kernel_as_printed(
-        unit_rows(2, 3), activations=[ntk.relu] * 3, skips=[1.0, 1.0]
-    )
-    assert_close(jnp.diag(printed.ntk), [9.0, 9.0], f64=1e-12, f32=1e-5)
 
 
 @pytest.mark.long

@@ -24,8 +24,9 @@ import jax.numpy as jnp
 from bilevel.internal.checks import count, nonnegative, positives, real_array, real_number
 from bilevel.theory.bounds._terms import UNIT_LOSS, confidence, end_to_end, log_product
 from ntk.bounds import Bound
-from ntk.bounds.bound import check_kernel, holds
+from ntk.bounds.bound import holds
 from ntk.expectations.activations import Activation, erf, gelu, sigmoid, swish, tanh
+from ntk.kernels.symmetric import symmetric_matrix
 from ntk.regression.kernel_regression import excess_risk_term
 
 
@@ -273,7 +274,7 @@ def oymak_theorem3(
 
 def _family(K: Any, y: Any) -> tuple[jax.Array, jax.Array]:
     """Return the kernels as [m, n, n] and the labels [n], checked."""
-    K = check_kernel(K, stack=True)
+    K = symmetric_matrix(K, stack=True)
     y = real_array("y", y).astype(K.dtype)
     if y.shape != K.shape[-1:]:
         raise ValueError(f"y: expected shape [{K.shape[-1]}] as K has rows, got {y.shape}.")

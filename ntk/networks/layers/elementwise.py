@@ -6,7 +6,7 @@ all others are expanded, by tables if possible.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -15,10 +15,9 @@ import numpy as np
 
 from ntk.expectations.activations import Activation, erf, gelu, in_a_network
 from ntk.expectations.gaussian import DENSITY, arc_cosines, reciprocal, root
-from ntk.expectations.hermite import Expansion, Pieces
+from ntk.expectations.hermite import Expansion
 from ntk.infinite.layer_expansions import (
     TRACED,
-    Resolution,
     common_kinks,
     evaluate_layer,
     expand_layer,
@@ -27,19 +26,16 @@ from ntk.infinite.layer_expansions import (
 from ntk.internal.checks import concrete, sequence
 from ntk.networks import tables
 from ntk.networks.contracts import (
-    FiniteLayer,
     Layer,
     LayerStep,
     Planned,
-    Signal,
     compiled_features,
 )
 from ntk.networks.moments import LayerFeatures, Moments, epsilon
 from ntk.networks.network import Network
-from ntk.networks.plan import Values, check_choice
+from ntk.networks.plan import check_choice
 from ntk.networks.position_pairs import (
     PairState,
-    Tile,
     angle_error,
     map_state_strips,
     met_in_strip,
@@ -95,7 +91,7 @@ class _Elementwise(Layer):
 
     combinator: ClassVar[str] = "act"
 
-    def plan(self, signal: Signal, values: Values) -> Planned:
+    def plan(self, signal, values):
         if not signal.gaussian:
             raise ValueError(
                 "act: expected a layer with weights between it and the last act, got none."
@@ -112,7 +108,7 @@ class _Elementwise(Layer):
             return _Closed(self.activations[0]), weights[0]
         return _Smooth(self.activations), weights
 
-    def entries(self) -> list[tuple[Any, tuple[str, ...]]]:
+    def entries(self):
         return [(self.weights, tuple(s.name for s in self.activations))]
 
 
@@ -122,7 +118,7 @@ class _Elements(LayerStep):
 
     activations: tuple[Activation, ...]
 
-    def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
+    def apply(self, numbers, x, finite):
         return evaluate_layer(self.activations, numbers, x)
 
 
@@ -130,7 +126,7 @@ class _Elements(LayerStep):
 class _Kinked(LayerStep):
     """Activations that are linear on both sides of 0; numbers: (left, right) slopes."""
 
-    def features(self, numbers: Any, before: Moments) -> LayerFeatures:
+    def features(self, numbers, before):
         left, right = numbers
         power = (left**2 + right**2) / 2
         mean = (right - left) * DENSITY * before.norm
@@ -140,9 +136,7 @@ class _Kinked(LayerStep):
             before, Moments(power * before.square, power * before.tangent, mean, noise, mean_noise)
         )
 
-    def pairs(
-        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
-    ) -> PairState:
+    def pairs(self, numbers, a, b, state, tile):
         left, right = numbers
         power, bend = (left**2 + right**2) / 2, (right - left) ** 2
         over = reciprocal(power)
@@ -180,14 +174,11 @@ class _Kinked(LayerStep):
 
 @dataclasses.dataclass(frozen=True)
 class _Smooth(LayerStep):
-    """Other activations; numbers: their weights. The activations are None in a skeleton."""
+    """Other activations, none in a skeleton; numbers: their weights."""
 
-    activations: tuple[Activation, ...] | None
+    activations: tuple[Activation, ...]
 
-    def visit(
-        self, numbers: Any, before: Moments, state: Any, full: bool, how: Resolution
-    ) -> LayerFeatures:
-        assert self.activations is not None
+    def visit(self, numbers, before, state, full, how):
         n, positions = before.square.shape
         layer = self.activations
         error = jnp.repeat(before.noise, positions)
@@ -198,34 +189,29 @@ class _Smooth(LayerStep):
             before, *jax.tree.map(lambda x: x.reshape(n, positions, *x.shape[1:]), expansions)
         )
 
-    def pairs(
-        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
-    ) -> PairState:
-        assert a.value is not None
+    def pairs(self, numbers, a, b, state, tile):
         terms = a.value.regular.shape[2]
         return state_after_duals(duals_by_position, a, b, state, tile, terms)
 
-    def values_per_input(self, positions: int) -> int:
+    def values_per_input(self, positions):
         """Return the numbers in an expansion at a usual resolution."""
         return 600 * positions
 
-    def skeleton(self) -> "_Smooth":
-        return _Smooth(None)
+    def skeleton(self):
+        return _Smooth(())
 
-    def tabulate(self, numbers: Any, how: Resolution, dtype: Any) -> tuple[LayerStep, Any]:
+    def tabulate(self, numbers, how, dtype):
         """Return tables, unless there is a kink away from 0."""
         layer = self.activations
-        assert layer is not None
         if any(s.kinks for s in layer):
             return self, numbers
-        kinked = any(s.smooth is None for s in layer)
         if concrete(numbers + 0):
             activation_tables = _shared_tables(
                 layer, tuple(np.asarray(numbers).tolist()), how, dtype
             )
         else:
             activation_tables = tables.tabulate_layer(layer, numbers, how, dtype)
-        return _Tabulated(kinked), activation_tables
+        return _Tabulated(), activation_tables
 
 
 @functools.lru_cache(maxsize=16)
@@ -238,16 +224,12 @@ def _shared_tables(activations, weights, how, dtype):
 class _Tabulated(LayerStep):
     """A ``Smooth`` with no kink except at 0; numbers: tables of it and of its slope."""
 
-    kinked: bool
-
-    def visit(
-        self, numbers: Any, before: Moments, state: Any, full: bool, how: Resolution
-    ) -> LayerFeatures:
+    def visit(self, numbers, before, state, full, how):
         """Run :meth:`features` without terms, so that one program serves any number of them."""
         numbers = [t._replace(terms=t.terms[:, :0]) for t in numbers]
         return compiled_features(self, numbers, before)
 
-    def features(self, numbers: Any, before: Moments) -> LayerFeatures:
+    def features(self, numbers, before):
         """Evaluate tables at every norm, some images at a time to bound memory."""
 
         def one(x):
@@ -259,15 +241,12 @@ class _Tabulated(LayerStep):
         expansions = jax.lax.map(one, (before.norm, before.noise), batch_size=batch)
         return _features_from_expansions(before, *expansions)
 
-    def pairs(
-        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
-    ) -> PairState:
+    def pairs(self, numbers, a, b, state, tile):
         how = functools.partial(by_tables, numbers)
         return state_after_duals(how, a, b, state, tile, numbers[0].terms.shape[1])
 
-    def table_values(self, numbers: Any, site: LayerFeatures) -> Iterator[Expansion]:
+    def table_values(self, numbers, site):
         again = self.visit(numbers, site.before, None, False, TRACED)
-        assert again.value is not None and again.slope is not None
         yield again.value
         yield again.slope
 
@@ -289,7 +268,7 @@ class _Closed(LayerStep):
 
     activation: Activation
 
-    def features(self, numbers: Any, before: Moments) -> LayerFeatures:
+    def features(self, numbers, before):
         """Evaluate the formulas. Derivatives are at most 1.13, u times second ones at most 0.83."""
         v, size = before.square, jnp.abs(numbers)
         s, slope = self.activation, self.activation.derivative
@@ -303,9 +282,9 @@ class _Closed(LayerStep):
             over = reciprocal(norms[k])
             noise = 16 * eps + error / 2 * moves[k] * over
             steep = root(v) * norms[k + 1] * over
-            expansions.append(
-                _expansion_without_terms(size * norms[k], numbers * mean, noise, steep)
-            )
+            zero, two = jnp.zeros_like(v), jnp.zeros((*v.shape, 2), v.dtype)
+            errors = noise, zero + 1, two, steep, zero
+            expansions.append(tables.without_terms(size * norms[k], numbers * mean, two, errors))
         value, slopes = expansions
         after = Moments(
             value.norm**2,
@@ -316,11 +295,8 @@ class _Closed(LayerStep):
         )
         return LayerFeatures(before, after, value, slopes)
 
-    def pairs(
-        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
-    ) -> PairState:
+    def pairs(self, numbers, a, b, state, tile):
         """Compute :func:`state_after_duals` in one pass."""
-        assert a.value is not None and b.value is not None
         formulas = [s.closed[0] for s in (self.activation, self.activation.derivative)]
         sides: list[Any] = [
             (s.before.square, s.before.norm, reciprocal(s.after.norm)) for s in (a, b)
@@ -341,17 +317,7 @@ class _Closed(LayerStep):
             return jnp.where(met, 0, after), tangent * jnp.where(met, left[3] * right[3], slope)
 
         if tile.same is not None:
-            assert a.slope is not None and b.slope is not None
             slopes = a.slope.norm, b.slope.norm
             sides = [(*side, norm) for side, norm in zip(sides, slopes, strict=True)]
         after, tangent = map_state_strips(one, state, tile, *sides)
         return state_after_smooth(after, tangent, a, b, state, None, 0)
-
-
-def _expansion_without_terms(norm, mean, noise, steep) -> Expansion:
-    """Return an expansion of no terms, for the errors of a closed formula."""
-    none, zero = jnp.zeros((*norm.shape, 0), norm.dtype), jnp.zeros_like(norm)
-    two = jnp.zeros((*norm.shape, 2), norm.dtype)
-    pieces = Pieces(none, none, none[..., None])
-    noise, steep = jax.lax.stop_gradient((noise, steep))
-    return Expansion(norm, mean, none, two, pieces, none, noise, zero + 1, two, steep, zero)

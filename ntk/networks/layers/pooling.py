@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from ntk.expectations.gaussian import reciprocal, root
-from ntk.infinite.layer_expansions import Resolution
-from ntk.networks.contracts import FiniteLayer, Layer, LayerStep, Planned, Signal
+from ntk.networks.contracts import Layer, LayerStep, Planned
 from ntk.networks.moments import LayerFeatures, Moments, Raw, epsilon
 from ntk.networks.network import Network
-from ntk.networks.plan import Values
-from ntk.networks.position_pairs import PairState, Tile, state_of_moments
+from ntk.networks.position_pairs import state_of_moments
 from ntk.networks.windows import (
     Window,
     Windows,
@@ -81,7 +79,7 @@ class _AveragePool(Layer):
 
     combinator: ClassVar[str] = "average_pool"
 
-    def plan(self, signal: Signal, values: Values) -> Planned:
+    def plan(self, signal, values):
         if not signal.shape:
             raise ValueError("average_pool: expected images or sequences, got no positions.")
         windows = place_windows("average_pool", self.window, self.strides, "VALID", signal.shape)
@@ -95,14 +93,10 @@ class _Average(LayerStep):
 
     windows: Windows
 
-    def visit(
-        self, numbers: Any, before: Raw | Moments, state: Any, full: bool, how: Resolution
-    ) -> LayerFeatures:
+    def visit(self, numbers, before, state, full, how):
         return _pool_features(self, before, state)
 
-    def pairs(
-        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
-    ) -> PairState:
+    def pairs(self, numbers, a, b, state, tile):
         windows = self.windows
         n1, n2 = state.slack.shape
         size = windows.size**2
@@ -114,15 +108,15 @@ class _Average(LayerStep):
         excess = shares(windows) ** 2 * state.tangent_excess
         return state_of_moments(second, tangent, (error, tangent_error, excess), a, b, tile)
 
-    def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
+    def apply(self, numbers, x, finite):
         import flax.linen as nn
 
         return nn.avg_pool(x, self.windows.window, self.windows.strides, "VALID")
 
-    def pools(self) -> bool:
+    def pools(self):
         return True
 
-    def position_counts(self) -> tuple[int, ...]:
+    def position_counts(self):
         return self.windows.position_counts()
 
 
@@ -167,19 +161,17 @@ def _pool_features(step: _Average, before: Raw | Moments, state: Any) -> LayerFe
 class _Flatten(Layer, LayerStep):
     combinator: ClassVar[str] = "flatten"
 
-    def plan(self, signal: Signal, values: Values) -> Planned:
+    def plan(self, signal, values):
         return Planned(self, (), signal._replace(shape=(), flat=True))
 
-    def features(self, numbers: Any, before: Raw | Moments) -> LayerFeatures:
+    def features(self, numbers, before):
         if isinstance(before, Raw):
             return LayerFeatures(before, Raw(before.x.reshape(len(before.x), 1, -1)))
         square, tangent, mean = (x.mean(1, keepdims=True) for x in before[:3])
         noise = before.noise + 8 * epsilon(square)
         return LayerFeatures(before, Moments(square, tangent, mean, noise, before.mean_noise))
 
-    def pairs(
-        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
-    ) -> PairState:
+    def pairs(self, numbers, a, b, state, tile):
         n1, n2 = state.slack.shape
         p, tangent = state.p, state.tangent
         if tile.full:
@@ -191,5 +183,5 @@ class _Flatten(Layer, LayerStep):
         errors = error, state.tangent_error + 8 * eps, state.tangent_excess / len(p)
         return state_of_moments(second, tangent, errors, a, b, tile)
 
-    def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
+    def apply(self, numbers, x, finite):
         return x.reshape(len(x), -1)

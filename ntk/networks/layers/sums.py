@@ -2,24 +2,21 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from ntk.expectations.gaussian import reciprocal, root
-from ntk.expectations.hermite import Expansion
-from ntk.infinite.layer_expansions import Resolution
 from ntk.internal.checks import sequence
 from ntk.networks import walk
-from ntk.networks.contracts import FiniteLayer, Layer, LayerStep, Planned, Signal
-from ntk.networks.moments import LayerFeatures, Moments, Raw, epsilon
+from ntk.networks.contracts import Layer, LayerStep, Planned, Signal
+from ntk.networks.moments import LayerFeatures, Moments, epsilon
 from ntk.networks.network import Network, check_network, serial
-from ntk.networks.plan import Values, check_choice, plan_layers
+from ntk.networks.plan import check_choice, plan_layers
 from ntk.networks.position_pairs import (
     PairState,
-    Tile,
     norm_half_chords,
     norm_noise,
     state_of_moments,
@@ -85,7 +82,7 @@ class _Add(Layer):
 
     combinator: ClassVar[str] = "add"
 
-    def plan(self, signal: Signal, values: Values) -> Planned:
+    def plan(self, signal, values):
         plans = [plan_layers(network, signal, values) for network in self.branches]
         branches = tuple(tuple(steps) for steps, _, _ in plans)
         numbers, ends = [number for _, number, _ in plans], [end for _, _, end in plans]
@@ -102,13 +99,13 @@ class _Add(Layer):
         end = Signal(ends[0].shape, all(e.gaussian for e in ends), flat=ends[0].flat)
         return Planned(_Sum(branches, means), (values.weights(self.weights), numbers), end)
 
-    def entries(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
+    def entries(self):
         yield self.weights, tuple(str(k) for k in range(len(self.branches)))
         for branch in self.branches:
             for layer in branch.layers:
                 yield from layer.entries()
 
-    def has_weights(self) -> bool:
+    def has_weights(self):
         return all(map(_has_weights, self.branches))
 
 
@@ -125,9 +122,7 @@ class _Sum(LayerStep):
 
     weighted: ClassVar[bool] = True
 
-    def visit(
-        self, numbers: Any, before: Raw | Moments, state: Any, full: bool, how: Resolution
-    ) -> LayerFeatures:
+    def visit(self, numbers, before, state, full, how):
         weights, inner = numbers
         branches = [
             walk.walk_features(s, n, before, state, full, how)
@@ -137,21 +132,16 @@ class _Sum(LayerStep):
         site = _sum_features(self.skeleton(), weights, before, ends)
         return site._replace(branches=tuple(branches))
 
-    def pairs_of_data(
-        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, tile: Tile
-    ) -> PairState:
+    def pairs_of_data(self, numbers, a, b, tile):
         return self.pairs(numbers, a, b, None, tile)
 
-    def pairs(
-        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState | None, tile: Tile
-    ) -> PairState:
+    def pairs(self, numbers, a, b, state, tile):
         """Combine the branches' angles; if means count, their second moments."""
         weights, inner = numbers
-        ends: list[PairState] = []
-        for k, steps in enumerate(self.branches):
-            end = walk.walk_pairs(steps, inner[k], a.branches[k], b.branches[k], state, tile)
-            assert end is not None  # every branch on the data has weights
-            ends.append(end)
+        ends: list[Any] = [
+            walk.walk_pairs(steps, inner[k], a.branches[k], b.branches[k], state, tile)
+            for k, steps in enumerate(self.branches)
+        ]
         tops = [
             [(s.branches[k][-1].after if s.branches[k] else s.before) for k in range(len(ends))]
             for s in (a, b)
@@ -194,31 +184,31 @@ class _Sum(LayerStep):
         floor = floor + 4 * eps**1.5 + noise**2
         return PairState(p, tangent, slack, floor, second_error, tangent_error, excess)
 
-    def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
+    def apply(self, numbers, x, finite):
         weights, inner = numbers
         ends = (
             walk.apply_steps(s, n, x, finite) for s, n in zip(self.branches, inner, strict=True)
         )
         return sum(w * end for w, end in zip(weights, ends, strict=True))
 
-    def pools(self) -> bool:
+    def pools(self):
         return any(step.pools() for branch in self.branches for step in branch)
 
-    def position_counts(self) -> tuple[int, ...]:
+    def position_counts(self):
         steps = [step for branch in self.branches for step in branch]
         return (1, *(count for step in steps for count in step.position_counts()))
 
-    def values_per_input(self, positions: int) -> int:
+    def values_per_input(self, positions):
         inner = sum(walk.count_values(branch, positions) for branch in self.branches)
         return inner + super().values_per_input(positions)
 
-    def patch_values(self, channels: int) -> int:
+    def patch_values(self, channels):
         return sum(walk.count_patch_values(branch, channels) for branch in self.branches)
 
-    def skeleton(self) -> "_Sum":
+    def skeleton(self):
         return dataclasses.replace(self, branches=tuple(map(walk.skeletons, self.branches)))
 
-    def tabulate(self, numbers: Any, how: Resolution, dtype: Any) -> tuple["_Sum", Any]:
+    def tabulate(self, numbers, how, dtype):
         weights, inner = numbers
         parts = [
             walk.tabulate_steps(s, n, how, dtype) for s, n in zip(self.branches, inner, strict=True)
@@ -226,7 +216,7 @@ class _Sum(LayerStep):
         step = dataclasses.replace(self, branches=tuple(s for s, _ in parts))
         return step, (weights, [n for _, n in parts])
 
-    def table_values(self, numbers: Any, site: LayerFeatures) -> Iterator[Expansion]:
+    def table_values(self, numbers, site):
         for branch, inner, own in zip(self.branches, numbers[1], site.branches, strict=True):
             yield from walk.table_values(branch, inner, own)
 

@@ -11,7 +11,7 @@ import numpy as np
 from ntk.expectations.gaussian import reciprocal, root
 from ntk.infinite.input_pairs import half_chords, normalize_rows
 from ntk.infinite.layer_expansions import squared_norms
-from ntk.networks.contracts import FiniteLayer, Layer, LayerStep, Planned, Signal
+from ntk.networks.contracts import Layer, LayerStep, Planned, Signal
 from ntk.networks.moments import LayerFeatures, Moments, Raw, epsilon
 from ntk.networks.network import Network
 from ntk.networks.plan import Values
@@ -118,7 +118,7 @@ class _Dense(Layer):
     combinator: ClassVar[str] = "dense"
     after_flatten: ClassVar[bool] = True
 
-    def plan(self, signal: Signal, values: Values) -> Planned:
+    def plan(self, signal, values):
         if math.prod(signal.shape) > 1:
             raise ValueError(
                 f"dense: expected flatten or pooling before it, got shape {signal.shape}."
@@ -133,10 +133,10 @@ class _Dense(Layer):
         none = isinstance(self.bias_variance, int | float) and self.bias_variance == 0
         return Planned(_Linear(windows, not none), numbers, Signal(windows.after, True))
 
-    def entries(self) -> list[tuple[Any, None]]:
+    def entries(self):
         return [((self.weight_variance, self.bias_variance), None)]
 
-    def has_weights(self) -> bool:
+    def has_weights(self):
         return True
 
 
@@ -149,7 +149,7 @@ class _Convolution(_Dense):
     combinator: ClassVar[str] = "conv"
     after_flatten: ClassVar[bool] = False
 
-    def plan(self, signal: Signal, values: Values) -> Planned:
+    def plan(self, signal, values):
         if not signal.shape:
             raise ValueError("conv: expected images or sequences, got inputs without positions.")
         windows = place_windows("conv", self.window, self.strides, self.padding, signal.shape)
@@ -166,7 +166,7 @@ class _Linear(LayerStep):
     weighted: ClassVar[bool] = True
     makes_outputs: ClassVar[bool] = True
 
-    def features(self, numbers: Any, before: Raw | Moments) -> LayerFeatures:
+    def features(self, numbers, before):
         """Sum second moments and tangents over windows; on the data, take its patches."""
         weight, bias = numbers
         windows = self.windows
@@ -198,9 +198,7 @@ class _Linear(LayerStep):
             patches = jnp.concatenate([patches, root(bias) * ones], 2)
         return patches
 
-    def pairs_of_data(
-        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, tile: Tile
-    ) -> PairState:
+    def pairs_of_data(self, numbers, a, b, tile):
         p = zero_where_same(_patch_half_chords(a, b, tile), tile)
         sizes = outer(a.after.norm, b.after.norm, tile.full)
         none = jnp.zeros((len(a.after.square), len(b.after.square)), p.dtype)
@@ -209,9 +207,7 @@ class _Linear(LayerStep):
         tangent = sizes * (1 - 2 * p)
         return PairState(p, tangent, slack, floor, none + 24 * eps, none + 24 * eps, none)
 
-    def pairs(
-        self, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
-    ) -> PairState:
+    def pairs(self, numbers, a, b, state, tile):
         """Return the angle of vectors of norms with angles, and windows' means of the tangents."""
         windows, (weight, bias) = self.windows, numbers
         n1, n2 = state.slack.shape
@@ -240,10 +236,10 @@ class _Linear(LayerStep):
         excess = jax.lax.stop_gradient(weight * shares(windows) * state.tangent_excess)
         return PairState(p, tangent, slack, floor, second, error, excess)
 
-    def apply(self, numbers: Any, x: jax.Array, finite: FiniteLayer) -> jax.Array:
+    def apply(self, numbers, x, finite):
         windows, (weight_variance, bias_variance) = self.windows, numbers
         channels, features = x.shape[-1], finite.features
-        shapes: dict[str, tuple[int, ...]] = {"kernel": (*windows.window, channels, features)}
+        shapes = {"kernel": (*windows.window, channels, features)}
         if self.bias:
             shapes["bias"] = (features,)
         weights = finite.weights(x.dtype, **shapes)
@@ -257,10 +253,10 @@ class _Linear(LayerStep):
             out = out + jnp.sqrt(bias_variance) * weights["bias"]
         return out
 
-    def position_counts(self) -> tuple[int, ...]:
+    def position_counts(self):
         return self.windows.position_counts()
 
-    def patch_values(self, channels: int) -> int:
+    def patch_values(self, channels):
         """Return the size of three copies of the patches."""
         return 3 * math.prod(self.windows.after) * self.windows.size * channels
 

@@ -231,7 +231,8 @@ def _sample_layer(layer: Layer, w, scale, z, kinks: tuple[float, ...]):
     total = einsum("i,ijm->jm", w, jnp.asarray(at, scale.dtype))
     if own and 0.0 in kinks:
         # If there are other kinks, the kink at 0 is handled like them.
-        values = values + sides[0] * jnp.stack([jnp.stack([u, -u]), jnp.ones_like(values[0])])
+        linear = jnp.stack([jnp.stack([u, -u]), jnp.ones_like(values[0])])
+        values = values + sides[::-1, None, None] * linear
         total = total.at[kinks.index(0.0), 1].add(sides[1] - sides[0])
         sides = jnp.zeros_like(sides)
     return values, sides, jnp.asarray(kinks, scale.dtype), total

@@ -345,6 +345,15 @@ def test_lemma_1_is_right_without_skips():
 
 
 @pytest.mark.long
+def test_lemma_1_as_printed_misses_the_skips_of_relu_networks():
+    # Printed: 9. Truth: 15.977.
+    printed = ntk.lemma1_kernel_as_printed(
+        unit_rows(2, 3), activations=[ntk.relu] * 3, skips=[1.0, 1.0]
+    )
+    assert_close(jnp.diag(printed.ntk), [9.0, 9.0], f64=1e-12, f32=1e-5)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("variance", [9.0, 100.0, 900.0])
 def test_blocks_at_large_variances_are_the_duals_or_nan_never_wrong(variance, traced):

@@ -102,6 +102,18 @@ def test_any_kinks_are_found_and_their_kernels_are_right_to_the_stated_error(nam
     assert abs(kernel[2] - apart) < tolerance(1e-10 if name == "soft sign" else 1e-12, 1e-4) * same
 
 
+@pytest.mark.long
+def test_a_relu_and_a_function_with_kinks_have_the_kernel_of_their_sum():
+    # Truth: the sum as one function.
+    x = jnp.array([[1.3, 0.0], [0.6, 0.5]])
+    whole = ntk.activation(lambda z: 0.5 * jax.nn.leaky_relu(z, 0.1) - 0.7 * jax.nn.hard_tanh(z))
+    parts = {ntk.leaky_relu(0.1): 0.5, COMPILED["hard tanh"]: -0.7}
+    kernels, expected = (ntk.network_kernel(x, activations=[s]) for s in (parts, whole))
+    off = np.abs(np.asarray(kernels.ntk - expected.ntk))
+    assert (off <= kernels.error + expected.error).all()
+    assert off.max() < tolerance(1e-11, 1e-4)
+
+
 HARD = {
     "sine of 30 z": (lambda z: jnp.sin(30 * z), 1.5),
     "sine at norm 100": (jnp.sin, 100.0),

@@ -210,7 +210,9 @@ def test_the_mean_kernel_of_wide_networks_tends_to_the_infinite_one(net, alpha):
     assert 1.5 < spreads[0] / spreads[1] < 2.8
 
 
-def loss_of_alpha(alpha):
+@pytest.mark.long
+@float64_only
+def test_the_gradient_in_alpha_is_that_of_finite_differences():
     images, weights = normal(0, 2, 4, 4, 2), normal(3, 2, 2)
     net = nets.serial(
         nets.conv(3, 2.0, 0.1),
@@ -219,24 +221,24 @@ def loss_of_alpha(alpha):
         nets.global_average_pool(),
         nets.dense(1.0, 0.2),
     )
-    kernels = net.kernel(images, alpha=alpha)
-    return jnp.sum(weights * kernels.ntk) + kernels.nngp[0, 1]
 
+    def loss(alpha):
+        kernels = net.kernel(images, alpha=alpha)
+        return jnp.sum(weights * kernels.ntk) + kernels.nngp[0, 1]
 
-def loss_of_inputs(x):
-    net = nets.serial(nets.conv(2, 2.0, 0.1), RELU, nets.average_pool(2), nets.conv(1), SMOOTH)
-    net = nets.serial(net, nets.flatten(), nets.dense())
-    return jnp.sum(net.kernel(x, normal(1, 1, 3, 2)).ntk)
+    expected = finite_differences(jax.jit(lambda a: loss(a)[None]), ALPHA)
+    assert_close(jax.jit(jax.grad(loss))(ALPHA), expected, f64=1e-6)
 
 
 @pytest.mark.long
 @float64_only
-@pytest.mark.parametrize(
-    ("loss", "at"), [(loss_of_alpha, ALPHA), (loss_of_inputs, normal(0, 2, 3, 2))]
-)
-def test_gradients_are_those_of_finite_differences(loss, at):
-    expected = finite_differences(jax.jit(lambda x: loss(x)[None]), at)
-    assert_close(jax.jit(jax.grad(loss))(at), expected, f64=1e-6)
+def test_the_gradient_in_the_inputs_is_that_of_finite_differences():
+    x, y = normal(0, 2, 3, 2), normal(1, 1, 3, 2)
+    net = nets.serial(nets.conv(2, 2.0, 0.1), RELU, nets.average_pool(2), nets.conv(1), SMOOTH)
+    net = nets.serial(net, nets.flatten(), nets.dense())
+    loss = lambda x: jnp.sum(net.kernel(x, y).ntk)  # noqa: E731
+    expected = finite_differences(jax.jit(lambda x: loss(x)[None]), x)
+    assert_close(jax.jit(jax.grad(loss))(x), expected, f64=1e-6)
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """Checkpoints: no damage, full disk, second writer or other search passes unnoticed."""
 
 import contextlib
+import re
 import shutil
 import tempfile
 
@@ -13,17 +14,7 @@ import pytest
 from generated import examples, seeds
 from helpers import no_room
 from hypothesis import given
-from test_search import (
-    MOMENTUM,
-    PROBLEM,
-    SIMPLEX,
-    TRAIN,
-    UNIFORM,
-    W0,
-    assert_identical,
-    noisy,
-    rows,
-)
+from test_search import MOMENTUM, PROBLEM, SIMPLEX, START, TRAIN, W0, assert_identical, noisy, rows
 
 import bilevel
 from bilevel.outer_loop import search
@@ -46,10 +37,6 @@ def every_chunk(monkeypatch):
 def six(**options):
     """Always of six steps, so that it is compiled once; in chunks of three."""
     return noisy(steps=6, chunk=3, **options)
-
-
-def after_three(result):
-    return len(result.history["value"]) == 3
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +67,8 @@ def test_a_flipped_bit_in_any_byte_of_a_record_changes_nothing_in_silence(tmp_pa
 
 
 @pytest.mark.long
-def test_flipped_bits_never_change_what_a_resumed_search_returns(tmp_path, every_chunk, expected):
+@pytest.mark.usefixtures("every_chunk")
+def test_flipped_bits_never_change_what_a_resumed_search_returns(tmp_path, expected):
     """A flip in the newest step gives a warning and the same result."""
     six(checkpoint=tmp_path / "whole")
     assert checkpoint.steps(tmp_path / "whole") == [6, 3]
@@ -97,16 +85,15 @@ def test_flipped_bits_never_change_what_a_resumed_search_returns(tmp_path, every
 
 
 @pytest.mark.slow
-def test_when_all_steps_are_damaged_one_sentence_says_what_to_do(tmp_path, every_chunk):
+@pytest.mark.usefixtures("every_chunk")
+def test_when_all_steps_are_damaged_one_sentence_says_what_to_do(tmp_path):
     six(checkpoint=tmp_path)
     for path in tmp_path.glob("*.npz"):
         flip(path, 1000)
-    with (
-        pytest.warns(UserWarning, match="is damaged"),
-        pytest.raises(records.DamagedError, match=r"got damaged ones only; remove .*\.$") as caught,
-    ):
+    message = rf"in {re.escape(str(tmp_path))}, got damaged ones only; remove .*\.$"
+    warned = pytest.warns(UserWarning, match="is damaged")
+    with warned, pytest.raises(records.DamagedError, match=message):
         six(checkpoint=tmp_path, resume=True)
-    assert str(tmp_path) in str(caught.value)
 
 
 def test_a_step_under_the_name_of_another_is_not_taken_for_it(tmp_path):
@@ -120,15 +107,12 @@ def test_a_step_under_the_name_of_another_is_not_taken_for_it(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("every_chunk")
 @pytest.mark.parametrize("limit", [pytest.param(0, marks=pytest.mark.long), 700])
-def test_a_full_disk_costs_the_checkpoint_and_not_the_search(
-    limit, tmp_path, every_chunk, expected
-):
-    six(checkpoint=tmp_path, callback=after_three)
-    with (
-        no_room(limit),
-        pytest.warns(UserWarning, match=r"checkpoint: .* could not be written \(File too large\)"),
-    ):
+def test_a_full_disk_costs_the_checkpoint_and_not_the_search(limit, tmp_path, expected):
+    six(checkpoint=tmp_path, callback=lambda result: len(result.history["value"]) == 3)
+    message = r"checkpoint: .* could not be written \(File too large\)"
+    with no_room(limit), pytest.warns(UserWarning, match=message):
         assert_identical(six(checkpoint=tmp_path, resume=True), expected)
     assert checkpoint.latest(tmp_path) == 3  # the one from before is whole
     assert not list(tmp_path.glob("*.part"))
@@ -162,20 +146,15 @@ def rows_of_four(key, data):
     return jax.tree.map(lambda x: x[chosen], data)
 
 
-def problem_scaled_by(factor):
-    return bilevel.Problem(PROBLEM.lower, scaled(PROBLEM.outer, factor))
+def problem_scaled_by(lower, outer):
+    return bilevel.Problem(scaled(PROBLEM.lower, lower), scaled(PROBLEM.outer, outer))
 
 
-ONE, TWICE = scaled(PROBLEM.outer, 1.0), scaled(PROBLEM.lower, 2.0)
-VALID = TRAIN  # any rows will do
-SEARCH = {
-    "problem": problem_scaled_by(1.0),
+SEARCH = START | {
+    "problem": problem_scaled_by(1.0, 1.0),
     "solver": MOMENTUM,
     "optimizer": SIMPLEX,
-    "alpha": UNIFORM,
-    "w0": W0,
-    "train": TRAIN,
-    "valid": VALID,
+    "valid": TRAIN,  # any rows will do
     "batches": rows,
     "key": jax.random.key(0),
     "steps": 2,
@@ -183,12 +162,8 @@ SEARCH = {
 }
 ADAM = optax.chain(bilevel.tangent(), optax.adam(0.2), bilevel.exponentiate())
 CHANGES = {
-    "problem's constant": ("problem", problem_scaled_by(2.0), "another outer loss"),
-    "lower loss": (
-        "problem",
-        bilevel.Problem(scaled(PROBLEM.lower, 2.0), ONE),
-        "another lower loss",
-    ),
+    "problem's constant": ("problem", problem_scaled_by(1.0, 2.0), "another outer loss"),
+    "lower loss": ("problem", problem_scaled_by(2.0, 1.0), "another lower loss"),
     "solver": ("solver", bilevel.implicit(), "another solver"),
     "solver's steps": ("solver", bilevel.unrolled(optax.sgd(0.005, 0.9), 9), "another solver"),
     "learning rate": ("optimizer", ADAM, "another optimizer"),
@@ -199,8 +174,8 @@ CHANGES = {
     "w0": ("w0", W0 + 1, "another w0"),
     "data": ("train", (TRAIN[0], TRAIN[1] + 1), r"another train \(train\.1 differs\)"),
     "shape": ("train", (TRAIN[0].reshape(80, 2), TRAIN[1]), r"was .*\[40, 4\], is .*\[80, 2\]"),
-    "dtype": ("valid", jax.tree.map(lambda x: x.view("i4"), VALID), "another valid"),
-    "structure": ("valid", list(VALID), "another valid"),
+    "dtype": ("valid", jax.tree.map(lambda x: x.view("i4"), TRAIN), "another valid"),
+    "structure": ("valid", list(TRAIN), "another valid"),
     "diagnostics": ("diagnostics", True, "another diagnostics"),
 }
 
@@ -230,22 +205,14 @@ def test_python_objects_are_refused(tmp_path):
     assert not (tmp_path / "x.npz").exists()
 
 
-def test_every_kind_of_array_comes_back_as_it_was(tmp_path):
-    tree = {
-        "half": jnp.arange(3, dtype=jnp.bfloat16),
-        "small": jnp.ones((), jnp.float8_e4m3fn),
-        "key": jax.random.split(jax.random.key(0), 2),
-        "none": jnp.zeros((0, 3)),
-        "flags": np.array([True, False]),
-        "number": 3,
-    }
+def test_keys_and_numbers_come_back_as_they_were(tmp_path):
+    """The generated test below restores arrays of all other kinds."""
+    tree = {"key": jax.random.split(jax.random.key(0), 2), "number": 3}
     checkpoint.save(tmp_path, 0, tree)
     restored = checkpoint.restore(tmp_path, tree)
     assert jax.random.key_impl(restored["key"]) == jax.random.key_impl(tree["key"])
-    for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(restored), strict=True):
-        assert np.shape(old) == np.shape(new)
-        assert jnp.asarray(new).dtype == jnp.asarray(old).dtype
-        assert fingerprint(jnp.asarray(new)) == fingerprint(jnp.asarray(old))
+    assert fingerprint(restored["key"]) == fingerprint(tree["key"])
+    assert restored["number"] == 3 and np.shape(restored["number"]) == ()
 
 
 @pytest.mark.parametrize(
@@ -274,7 +241,7 @@ def test_the_step_saved_last_is_the_newest(tmp_path):
 
 # ----------------------------------------------------------------------------- generated
 
-LEAVES = ("float16", "bfloat16", "float32", "int8", "uint32", "bool", "complex64")
+LEAVES = ("float16", "bfloat16", "float8_e4m3fn", "float32", "int8", "uint32", "bool", "complex64")
 trees = st.dictionaries(
     st.text("ab.[]/'é ", min_size=1, max_size=4),
     st.tuples(st.sampled_from(LEAVES), st.lists(st.integers(0, 3), max_size=3)),

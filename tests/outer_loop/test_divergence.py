@@ -14,18 +14,9 @@ import bilevel
 from bilevel.contracts import DescentState
 from bilevel.outer_loop import divergence
 
-METHODS = {
-    "soba": bilevel.soba(0.1),
-    "ma_soba": bilevel.ma_soba(0.1),
-    "saba": bilevel.saba(),
-    "saba-0.1": bilevel.saba(0.1),
-    "spaba": bilevel.spaba(),
-    "spaba-0.1": bilevel.spaba(0.1),
-    "amigo": bilevel.amigo(0.1),
-    "f2sa": bilevel.f2sa(0.1),
-    "meha": bilevel.meha(0.1),
-    "bome": bilevel.bome(0.1),
-}
+NAMES = "soba", "ma_soba", "saba", "spaba", "amigo", "f2sa", "meha", "bome"
+METHODS = {f"{name}-0.1": getattr(bilevel, name)(0.1) for name in NAMES}
+METHODS |= {"saba": bilevel.saba(), "spaba": bilevel.spaba()}
 
 
 def searched(method, rate, seed=0, steps=4000, **conditions):

@@ -76,13 +76,9 @@ def draw(seed, dtype):
 @given(seed=seeds, dtype=dtypes, chunk=st.sampled_from([None, 1, 3]))
 def test_a_search_takes_the_steps_of_the_formulas(solver, optimizer, seed, dtype, chunk):
     arguments = draw(seed, dtype)
-    result = bilevel.search(
-        *(PROBLEM, SOLVERS[solver], OPTIMIZERS[optimizer]),
-        *arguments,
-        steps=STEPS,
-        chunk=chunk,
-        progress=False,
-    )
+    methods = SOLVERS[solver], OPTIMIZERS[optimizer]
+    options = {"steps": STEPS, "chunk": chunk, "progress": False}
+    result = bilevel.search(PROBLEM, *methods, *arguments, **options)
     alphas, values = by_hand(solver, optimizer, *wide(arguments))
     assert not result.stopped
     assert_near(result.history["alpha"], alphas, 3e3 * eps(dtype))

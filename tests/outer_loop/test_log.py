@@ -114,10 +114,9 @@ def test_a_resumed_command_logs_no_step_of_a_phase_twice(tmp_path):
 )
 def test_commands_log_what_their_bars_show(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    flags = "--activations", "relu", "tanh", "--log", "log", "--quiet"
     for _ in range(2):
-        assert (
-            main([*line.split(), "--activations", "relu", "tanh", "--log", "log", "--quiet"]) == 0
-        )
+        assert main([*line.split(), *flags]) == 0
     rows = lines(tmp_path / "log")
     command = line.split()[0]
     assert {row["command"] for row in rows} == {command}

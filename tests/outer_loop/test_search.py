@@ -60,9 +60,8 @@ def rows(key, data):
     return jax.tree.map(lambda x: x[chosen], data)
 
 
-run = functools.partial(
-    bilevel.search, PROBLEM, MOMENTUM, SIMPLEX, UNIFORM, W0, TRAIN, VALID, progress=False
-)
+START = {"alpha": UNIFORM, "w0": W0, "train": TRAIN, "valid": VALID}
+run = functools.partial(bilevel.search, PROBLEM, MOMENTUM, SIMPLEX, **START, progress=False)
 noisy = functools.partial(run, batches=rows, key=jax.random.key(7))
 
 
@@ -81,9 +80,7 @@ def assert_identical(a, b):
 def test_search_finds_the_minimum_over_the_simplex(solver):
     """Truth: the outer loss at every point of a grid of step 1/20, by the closed form."""
     optimizer = optax.chain(optax.sgd(5.0), bilevel.exponentiate())
-    result = bilevel.search(
-        PROBLEM, solver, optimizer, UNIFORM, W0, TRAIN, VALID, steps=300, progress=False
-    )
+    result = bilevel.search(PROBLEM, solver, optimizer, **START, steps=300, progress=False)
     i, j = (x.ravel() for x in np.mgrid[:21, :21])
     grid = jnp.asarray(np.stack([i, j, 20 - i - j], -1)[i + j <= 20] / 20, UNIFORM.dtype)
 
@@ -107,47 +104,41 @@ def test_the_whole_search_runs_under_jit_and_vmap():
     @jax.jit
     @jax.vmap
     def many(key, alpha):
-        args = (PROBLEM, MOMENTUM, SIMPLEX, alpha, W0, TRAIN, VALID)
-        return bilevel.search(*args, steps=5, batches=rows, key=key)
+        return noisy(alpha=alpha, steps=5, key=key)
 
     result = many(keys, starts)
     for i in range(2):
-        one = bilevel.search(
-            *(PROBLEM, MOMENTUM, SIMPLEX, starts[i], W0, TRAIN, VALID),
-            steps=5,
-            batches=rows,
-            key=keys[i],
-            progress=False,
-        )
+        one = noisy(alpha=starts[i], steps=5, key=keys[i])
         np.testing.assert_allclose(result.alpha[i], one.alpha, rtol=1e-3)
         np.testing.assert_allclose(result.history["value"][i], one.history["value"], rtol=1e-3)
 
 
-RATES = jnp.array([0.1, 0.2])
-ZEROS, ONES = jnp.zeros(2), jnp.ones(2)
 SHIFTS = bilevel.Problem(
     lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha - batch) ** 2),
     lambda w, alpha, batch: jnp.sum((w - batch) ** 2),
 )
 
 
-def at_inner_rate(rate, **options):
-    solver = bilevel.unrolled(rate, 3)
-    args = SHIFTS, solver, optax.sgd(0.1), ZEROS, ZEROS, ZEROS, ONES
-    return bilevel.search(*args, steps=3, **options)
+def shifted(solver, optimizer):
+    zeros = jnp.zeros(2)
+    return bilevel.search(SHIFTS, solver, optimizer, zeros, zeros, zeros, jnp.ones(2), steps=3)
+
+
+def at_inner_rate(rate):
+    return shifted(bilevel.unrolled(rate, 3), optax.sgd(0.1))
 
 
 def at_outer_rate(rate):
     optimizer = optax.chain(optax.sgd(rate), bilevel.project("box"))
-    args = SHIFTS, bilevel.unrolled(0.1, 3), optimizer, ZEROS, ZEROS, ZEROS, ONES
-    return bilevel.search(*args, steps=3)
+    return shifted(bilevel.unrolled(0.1, 3), optimizer)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("of_rate", [at_inner_rate, at_outer_rate])
 def test_a_search_with_traced_closure_equals_a_search_alone(of_rate):
-    together = jax.vmap(of_rate)(RATES)
-    for i, rate in enumerate(RATES):
+    rates = jnp.array([0.1, 0.2])
+    together = jax.vmap(of_rate)(rates)
+    for i, rate in enumerate(rates):
         for result in (jax.tree.map(lambda x, i=i: x[i], together), jax.jit(of_rate)(rate)):
             alone = of_rate(rate)
             np.testing.assert_allclose(result.alpha, alone.alpha, rtol=1e-5)
@@ -161,8 +152,7 @@ def test_stacked_searches_equal_separate_searches():
     both = bilevel.search(
         bilevel.stack_problems(PROBLEM), MOMENTUM, SIMPLEX, starts, *twice, steps=5, progress=False
     )
-    args = (PROBLEM, MOMENTUM, SIMPLEX, starts[1], W0, TRAIN, VALID)
-    alone = bilevel.search(*args, steps=5, progress=False)
+    alone = run(alpha=starts[1], steps=5)
     np.testing.assert_allclose(both.alpha[1], alone.alpha, rtol=1e-4)
 
 
@@ -212,8 +202,8 @@ def test_callbacks_and_checkpoints_compile_nothing_after_the_first(tmp_path, mon
 def test_a_start_of_weak_dtype_compiles_once():
     assert UNIFORM.weak_type
     before = len(compile_cache._programs)
-    args = (PROBLEM, bilevel.unrolled(0.01, 2), SIMPLEX, UNIFORM, W0, TRAIN, VALID)
-    bilevel.search(*args, steps=4, chunk=2, progress=False)
+    solver = bilevel.unrolled(0.01, 2)
+    bilevel.search(PROBLEM, solver, SIMPLEX, **START, steps=4, chunk=2, progress=False)
     assert len(compile_cache._programs) == before + 1
 
 
@@ -242,10 +232,7 @@ def test_selected_history_equals_part_of_full_history(names, tmp_path):
     @jax.jit
     @jax.vmap
     def traced(alpha):
-        args = (PROBLEM, MOMENTUM, SIMPLEX, alpha, W0, TRAIN, VALID)
-        return bilevel.search(
-            *args, steps=6, batches=rows, key=jax.random.key(7), history=names
-        ).history
+        return thin(alpha=alpha).history
 
     for name, x in traced(UNIFORM[None]).items():
         np.testing.assert_allclose(x[0], whole.history[name], rtol=1e-3)
@@ -267,11 +254,11 @@ def test_memory_without_alphas_history_does_not_grow_with_steps_times_its_size()
     """Truth: XLA's memory analysis of the compiled search."""
     size = 5000
 
-    def bytes_held(steps, **options):
-        problem, solver, optimizer, alpha, *rest = weighted_mean(size)
+    *methods, alpha, w, train, valid = weighted_mean(size)
 
+    def bytes_held(steps, **options):
         def run(alpha):
-            return bilevel.search(problem, solver, optimizer, alpha, *rest, steps=steps, **options)
+            return bilevel.search(*methods, alpha, w, train, valid, steps=steps, **options)
 
         memory = jax.jit(run).lower(alpha).compile().memory_analysis()
         return memory.temp_size_in_bytes + memory.output_size_in_bytes
@@ -294,7 +281,7 @@ def test_history_of_a_large_alpha_requires_its_name():
 
 def test_search_does_not_donate_its_inputs():
     alpha, w = jnp.array(UNIFORM), jnp.ones(2)
-    bilevel.search(PROBLEM, MOMENTUM, SIMPLEX, alpha, w, TRAIN, VALID, steps=2, progress=False)
+    run(alpha=alpha, w0=w, steps=2)
     np.testing.assert_array_equal(alpha, UNIFORM)  # would raise if the buffer had been donated
     np.testing.assert_array_equal(w, 1.0)
 
@@ -335,10 +322,7 @@ print("and on")
 
 @pytest.mark.parametrize(
     ("number", "save_seconds", "saved"),
-    [
-        (signal.SIGKILL, 0.0, 2),
-        pytest.param(signal.SIGTERM, 1e6, 1, marks=pytest.mark.long),
-    ],
+    [(signal.SIGKILL, 0.0, 2), pytest.param(signal.SIGTERM, 1e6, 1, marks=pytest.mark.long)],
 )
 def test_a_killed_search_resumes_exactly(tmp_path, number, save_seconds, saved):
     """SIGKILL and SIGTERM after the first checkpoints; SIGTERM saves the current state first."""
@@ -372,11 +356,11 @@ def test_a_killed_search_resumes_exactly(tmp_path, number, save_seconds, saved):
 
 
 @pytest.fixture
-def sigterm():
-    """The SIGTERMs of the program's handler, each with the value of ``look`` at that moment."""
-    received, look = [], []
-    before = signal.signal(signal.SIGTERM, lambda *_: received.append(look[0]() if look else None))
-    yield received, look
+def received(tmp_path):
+    """The SIGTERMs of the program's handler, each as the newest checkpoint at that moment."""
+    steps = []
+    before = signal.signal(signal.SIGTERM, lambda *_: steps.append(checkpoint.latest(tmp_path)))
+    yield steps
     signal.signal(signal.SIGTERM, before)
 
 
@@ -384,9 +368,11 @@ def terminate(result=None):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_sigterm_reaches_the_programs_own_handler_after_the_checkpoint(tmp_path, sigterm):
-    received, look = sigterm
-    look.append(lambda: checkpoint.latest(tmp_path))
+def interrupt(result=None):
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_sigterm_reaches_the_programs_own_handler_after_the_checkpoint(tmp_path, received):
     handler = signal.getsignal(signal.SIGTERM)
     result = noisy(steps=9, chunk=3, callback=terminate, checkpoint=tmp_path)
     assert received == [6] and result.stopped == "terminated after step 6"
@@ -394,9 +380,7 @@ def test_sigterm_reaches_the_programs_own_handler_after_the_checkpoint(tmp_path,
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_a_second_sigterm_is_not_held_back(tmp_path, sigterm):
-    received, _ = sigterm
-
+def test_a_second_sigterm_is_not_held_back(tmp_path, received):
     def twice(result):
         terminate()
         assert not received
@@ -406,25 +390,18 @@ def test_a_second_sigterm_is_not_held_back(tmp_path, sigterm):
     noisy(steps=9, chunk=3, callback=twice, checkpoint=tmp_path)
 
 
-def test_sigterm_is_held_only_for_a_checkpoint_and_only_if_it_would_do_something(tmp_path, sigterm):
-    received, look = sigterm
-    steps = []
-    look.append(lambda: steps[-1])
-
+def test_sigterm_is_held_only_for_a_checkpoint_and_only_if_it_has_a_handler(tmp_path, received):
     def callback(result):
-        steps.append(int(result.state.step))
         terminate()
+        assert len(received) == int(result.state.step) // 3  # at once
 
     assert not noisy(steps=6, chunk=3, callback=callback).stopped
-    assert received == [3, 6]  # at once
     ignored = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     assert not noisy(steps=6, chunk=3, callback=terminate, checkpoint=tmp_path).stopped
     signal.signal(signal.SIGTERM, ignored)
 
 
-def test_sigterm_during_a_search_that_fails_is_not_lost(tmp_path, sigterm):
-    received, _ = sigterm
-
+def test_sigterm_during_a_search_that_fails_is_not_lost(tmp_path, received):
     def callback(result):
         terminate()
         raise RuntimeError("of the callback")
@@ -435,9 +412,6 @@ def test_sigterm_during_a_search_that_fails_is_not_lost(tmp_path, sigterm):
 
 
 def test_ctrl_c_returns_the_result_so_far(tmp_path):
-    def interrupt(result):
-        os.kill(os.getpid(), signal.SIGINT)
-
     before = signal.getsignal(signal.SIGINT)
     result = noisy(steps=9, chunk=3, callback=interrupt, checkpoint=tmp_path)
     # The signal of the first callback is seen after the second chunk.
@@ -450,12 +424,12 @@ def test_ctrl_c_returns_the_result_so_far(tmp_path):
 def test_ctrl_c_in_the_last_chunk_is_reported_after_the_last_callback():
     seen = []
 
-    def interrupt(result):
+    def callback(result):
         seen.append(int(result.state.step))
         if seen[-1] == 6:
-            os.kill(os.getpid(), signal.SIGINT)
+            interrupt()
 
-    result = noisy(steps=9, chunk=3, callback=interrupt)
+    result = noisy(steps=9, chunk=3, callback=callback)
     assert result.stopped == "interrupted after step 9" and seen == [3, 6, 9]
 
 
@@ -525,11 +499,10 @@ def test_a_nan_stops_the_search_with_step_quantity_and_last_good_state(quantity,
     problem, solver, update = exploding(quantity)
     optimizer = optax.GradientTransformation(lambda params: jnp.asarray(float(step)), update)
     args = (problem, solver, optimizer, jnp.zeros(1), jnp.zeros(2), float(step), float(step))
-    options = {"steps": 5, "progress": False}
-    hosted = {"checkpoint": tmp_path, "callback": lambda result: False}
-    for extra in ({}, {"chunk": 2}, hosted | {"chunk": 1}, hosted | {"chunk": 1, "resume": True}):
+    hosted = {"chunk": 1, "checkpoint": tmp_path, "callback": lambda result: False}
+    for options in ({}, {"chunk": 2}, hosted, hosted | {"resume": True}):
         with pytest.raises(bilevel.NonFiniteError, match=f"{quantity}: expected finite") as caught:
-            bilevel.search(*args, **options, **extra)
+            bilevel.search(*args, steps=5, progress=False, **options)
         assert (caught.value.step, caught.value.quantity) == (step, quantity)
         result = caught.value.result
         # Truth: one step of size 1 after the other, from 0.

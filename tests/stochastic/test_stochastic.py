@@ -76,38 +76,30 @@ def squared_slope(alpha):
     return np.sum(solution(alpha)[2] ** 2)
 
 
-search = functools.partial(
-    bilevel.search, PROBLEM, alpha=ALPHA, w0=W, train=TRAIN, valid=VALID, progress=False
-)
+START = {"alpha": ALPHA, "w0": W, "train": TRAIN, "valid": VALID, "progress": False}
+search = functools.partial(bilevel.search, PROBLEM, **START)
 noisy = functools.partial(
     search, optimizer=optax.sgd(0.05), batches=PARTITION, key=jax.random.key(5)
 )
 
 
-def walk(method, order, steps, *, at=None, begun=None, move=0.0, partition=PARTITION):
-    """Return directions of ``steps`` steps; ``alpha`` moves by ``move``, or stays frozen ``at``."""
+def walk(method, order, steps, *, move, partition=PARTITION):
+    """Return the directions of ``steps`` steps and their points; ``alpha`` moves by ``move``."""
     train, valid = cut(partition)
-    alpha, w, v = at if at is not None else (ALPHA, W, jnp.zeros_like(W))
-    start = begun if begun is not None else (alpha, w)
 
     @jax.jit
     def run(order, train, valid):
         first = order.at(jnp.zeros((), int), method.draws)
-        state = method.init(PROBLEM, *start, first, train, valid)
-        if at is not None:
-            state = state._replace(v=v)
+        state = method.init(PROBLEM, ALPHA, W, first, train, valid)
 
         def body(carry, number):
             alpha, w, state = carry
             indices = order.at(number, method.draws)
             args = (PROBLEM, alpha, w, state, indices, train, valid)
             direction, w_new, new, _ = method.step(*args)
-            if at is not None:
-                w_new, new = w, new._replace(v=v)
-            out = direction, (alpha, w, state.v)
-            return (alpha - move * direction, w_new, new), out
+            return (alpha - move * direction, w_new, new), (direction, (alpha, w, state.v))
 
-        return jax.lax.scan(body, (alpha, w, state), jnp.arange(steps))[1]
+        return jax.lax.scan(body, (ALPHA, W, state), jnp.arange(steps))[1]
 
     return run(order, train, valid)
 
@@ -132,11 +124,9 @@ def test_estimates_are_unbiased_with_a_shorter_last_batch():
 def test_an_epoch_takes_each_batch_once_and_longer_searches_begin_alike():
     order = draw_batch_schedule(jax.random.key(0), (5, 3), 15, (2, 1))
     assert order.train.shape == (31,) and order.valid.shape == (16,)
-    for epoch in order.train[:30].reshape(6, 5).tolist():
-        assert sorted(epoch) == list(range(5))
-    for epoch in order.valid[:15].reshape(5, 3).tolist():
-        assert sorted(epoch) == list(range(3))
-    assert len({tuple(e) for e in order.train[:30].reshape(6, 5).tolist()}) > 1
+    for ids, count in ((order.train, 5), (order.valid, 3)):
+        epochs = np.asarray(ids[:-1]).reshape(-1, count)
+        assert (np.sort(epochs) == np.arange(count)).all() and len(np.unique(epochs, axis=0)) > 1
     longer = draw_batch_schedule(jax.random.key(0), (5, 3), 150, (2, 1))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[: len(a)]), order, longer)
     uniforms = draw_batch_schedule(jax.random.key(0), (5, 3), 20_000, (1, 1)).uniforms
@@ -151,21 +141,6 @@ def test_all_orders_of_three_batches_are_equally_likely_and_many_batches_are_shu
     many = np.asarray(order.valid)
     np.testing.assert_array_equal(np.sort(many), np.arange(2**16 + 1))
     assert abs(np.corrcoef(many, np.arange(2**16 + 1))[0, 1]) < 0.02
-
-
-@pytest.mark.slow
-def test_at_a_frozen_point_an_epoch_makes_directions_exact():
-    v = jnp.arange(1.0, P + 1)
-    at = ALPHA, W, v
-    exact = full_direction(PROBLEM, W, v, ALPHA, *cut())
-    count = max(side.count for side in cut())
-    actual = walk(METHODS["saba"], order_of(20), 20, at=at, begun=(1 - ALPHA, 2 - W))[0]
-    spread = np.abs(actual[count:] - exact).max()
-    assert spread < tolerance(1e-14, 1e-5) < np.abs(actual[:3] - exact).max()
-    never = walk(bilevel.spaba(0.1, probability=0.0), order_of(20), 20, at=at, begun=(ALPHA, W))[0]
-    assert np.abs(never - never[0]).max() < tolerance(1e-14, 1e-5)
-    always = walk(bilevel.spaba(0.1, probability=1.0), order_of(20), 20, at=at)[0]
-    assert np.abs(always - exact).max() < tolerance(1e-14, 1e-5)
 
 
 @pytest.mark.long
@@ -278,23 +253,15 @@ def test_saba_reads_table_rows_ahead_without_changing_sagas_directions():
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["saba", "spaba", "f2sa"])
 def test_resumed_in_mid_epoch_it_is_the_same_search(name, tmp_path):
-    run = functools.partial(noisy, METHODS[name], steps=17)
-    whole = run(history=bilevel.History(every=3))
-    run(
-        checkpoint=tmp_path,
-        chunk=4,
-        callback=lambda result: result.state.step >= 8,
-        history=bilevel.History(every=3),
-    )
+    run = functools.partial(noisy, METHODS[name], steps=17, history=bilevel.History(every=3))
+    whole = run()
+    run(checkpoint=tmp_path, chunk=4, callback=lambda result: result.state.step >= 8)
     assert checkpoint.latest(tmp_path) == 8
-    resumed = run(checkpoint=tmp_path, resume=True, history=bilevel.History(every=3))
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        (whole.state, whole.history),
-        (resumed.state, resumed.history),
-    )
+    resumed = run(checkpoint=tmp_path, resume=True)
+    jax.tree.map(np.testing.assert_array_equal, whole.state, resumed.state)
+    jax.tree.map(np.testing.assert_array_equal, whole.history, resumed.history)
     last = [2, 5, 8, 11, 14, 16]  # the last step of each three, and the last of all
-    every = run().history
+    every = run(history=None).history
     for key, values in whole.history.items():
         assert_close(values, every[key][np.array(last)], f64=1e-12)
 
@@ -303,12 +270,7 @@ def test_resumed_in_mid_epoch_it_is_the_same_search(name, tmp_path):
 def test_seeds_run_together_as_they_would_alone():
     keys = jax.random.split(jax.random.key(1), 2)
 
-    @jax.jit
-    @jax.vmap
-    def many(key):
-        return search(METHODS["saba"], optax.sgd(0.05), batches=PARTITION, key=key, steps=15)
-
-    result = many(keys)
+    result = jax.jit(jax.vmap(lambda key: noisy(METHODS["saba"], key=key, steps=15)))(keys)
     for i in range(2):
         alone = noisy(METHODS["saba"], key=keys[i], steps=15)
         assert_close(result.alpha[i], alone.alpha)
@@ -318,30 +280,24 @@ def test_seeds_run_together_as_they_would_alone():
 
 @pytest.mark.long
 def test_a_nan_leaves_the_last_good_point():
-
     def broken(w, alpha, batch):
         return outer(w, alpha, batch) * jnp.where(alpha[0] > -3, 1.0, jnp.nan)
 
-    problem = bilevel.Problem(lower, broken)
-    args = problem, METHODS["saba"], optax.sgd(1.0), ALPHA, W, TRAIN, VALID
-    options = {"steps": 60, "batches": PARTITION, "key": jax.random.key(7)}
+    methods = bilevel.Problem(lower, broken), METHODS["saba"], optax.sgd(1.0)
+    options = START | {"steps": 60, "batches": PARTITION, "key": jax.random.key(7)}
+    fourth = {"history": bilevel.History(every=4)}
     with pytest.raises(bilevel.NonFiniteError) as caught:
-        bilevel.search(*args, **options, progress=False, history=bilevel.History(every=4))
+        bilevel.search(*methods, **options, **fourth)
     step, result = caught.value.step, caught.value.result
-    good = bilevel.search(*args, **(options | {"steps": step}), progress=False)
+    good = bilevel.search(*methods, **(options | {"steps": step}))
     assert 2 < step < 60 and step % 4
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        (result.alpha, result.w, result.state.solver_state.v),
-        (good.alpha, good.w, good.state.solver_state.v),
-    )
+    ends = [(r.alpha, r.w, r.state.solver_state.v) for r in (result, good)]
+    jax.tree.map(np.testing.assert_array_equal, *ends)
     np.testing.assert_array_equal(result.history["alpha"][-1], good.alpha)
     np.testing.assert_array_equal(result.history["value"][-1], good.history["value"][-1])
 
     def traced(alpha):
-        return bilevel.search(
-            *args[:3], alpha, *args[4:], **options, history=bilevel.History(every=4)
-        )
+        return bilevel.search(*methods, **(options | {"alpha": alpha}), **fourth)
 
     frozen = jax.jit(traced)(ALPHA)
     assert frozen.state.step == step
@@ -359,9 +315,9 @@ def test_an_adjoint_that_is_not_finite_is_seen_at_once():
         return lower(w, alpha, batch) + 1e-3 * jnp.abs(t) ** 1.5
 
     problem = bilevel.Problem(kinked, lambda w, alpha, batch: outer(w, alpha, batch) + alpha[0])
-    args = problem, METHODS["soba"], optax.sgd(0.3), jnp.ones(Q), W, TRAIN, VALID
+    options = START | {"alpha": jnp.ones(Q), "steps": 200, "history": ()}
     with pytest.raises(bilevel.NonFiniteError) as caught:
-        bilevel.search(*args, steps=200, progress=False, history=())
+        bilevel.search(problem, METHODS["soba"], optax.sgd(0.3), **options)
     result = caught.value.result
     assert caught.value.quantity == "hypergradient" and result.alpha[0] <= 0
     assert np.isfinite(result.state.solver_state.v).all()
@@ -388,11 +344,10 @@ def test_a_loss_outside_the_history_is_neither_computed_nor_checked():
     problem = bilevel.Problem(
         lambda w, alpha, batch: lower(w, alpha, batch) + jax.lax.stop_gradient(jnp.nan), outer
     )
-    args = problem, METHODS["soba"], optax.sgd(0.05), ALPHA, W, TRAIN, VALID
-    result = bilevel.search(*args, steps=3, progress=False, history=("value",))
-    assert np.isfinite(result.history["value"]).all()
+    run = functools.partial(bilevel.search, problem, METHODS["soba"], optax.sgd(0.05), **START)
+    assert np.isfinite(run(steps=3, history=("value",)).history["value"]).all()
     with pytest.raises(bilevel.NonFiniteError, match="lower loss"):
-        bilevel.search(*args, steps=3, progress=False, history=("lower",))
+        run(steps=3, history=("lower",))
 
 
 @pytest.mark.long

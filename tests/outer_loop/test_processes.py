@@ -42,9 +42,10 @@ def lower(w, alpha, batch):
 problem = bilevel.Problem(lower, outer)
 
 
-def search(data, steps, **options):
-    args = problem, bilevel.unrolled(0.1, 3), optax.adam(0.1), jnp.zeros(4), jnp.zeros(4)
-    return bilevel.search(*args, data, data, steps=steps, chunk=1, **options)
+def search(data, steps, alpha=None, problem=problem, **options):
+    alpha = jnp.zeros(4) if alpha is None else alpha
+    args = problem, bilevel.unrolled(0.1, 3), optax.adam(0.1), alpha, jnp.zeros(4)
+    return bilevel.search(*args, data, data, steps=steps, **({"chunk": 1} | options))
 
 
 def weighted(w, alpha, batch):
@@ -55,9 +56,7 @@ def weighted(w, alpha, batch):
 
 def weights_of_rows(data, alpha, steps, **options):
     problem = bilevel.Problem(weighted, outer)
-    args = problem, bilevel.unrolled(0.1, 3), optax.adam(0.1), alpha, jnp.zeros(4)
-    options = {"history": ("value",), "chunk": 1} | options
-    return bilevel.search(*args, data, data, steps=steps, **options)
+    return search(data, steps, alpha, problem, history=("value",), **options)
 
 
 def pairs(step):
@@ -67,9 +66,7 @@ def pairs(step):
 
 
 def streamed(source):
-    args = problem, bilevel.unrolled(0.1, 3), optax.adam(0.1), jnp.zeros(4), jnp.zeros(4)
-    batches = bilevel.stream(source)
-    return bilevel.search(*args, None, None, batches=batches, steps=4, chunk=2).alpha
+    return search(None, 4, batches=bilevel.stream(source), chunk=2).alpha
 """
 
 PROCESS = (
@@ -88,14 +85,18 @@ def mine(a):
     return jax.make_array_from_process_local_data(NamedSharding(mesh, P("d")), half)
 
 
+def signal_after(steps, number):
+    # A callback that sends the second process a signal.
+    def callback(result):
+        if rank == 1 and len(result.history["value"]) == steps:
+            os.kill(os.getpid(), number)
+
+    return callback
+
+
 data, answers = (mine(x), mine(y)), {}
 if task == "die":
-
-    def die(result):
-        if rank == 1 and len(result.history["value"]) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    search(data, 50, checkpoint=folder, callback=die)
+    search(data, 50, checkpoint=folder, callback=signal_after(3, signal.SIGKILL))
 whole = search(data, 6)
 search(data, 3, checkpoint=folder)
 again = search(data, 6, checkpoint=folder, resume=True)
@@ -104,22 +105,10 @@ answers["again"] = np.asarray(again.alpha).tolist()
 answers["print"] = bilevel.runs.fingerprint.fingerprint(data)
 
 
-def interrupt(result):
-    if rank == 1 and len(result.history["value"]) == 2:
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-answers["stopped"] = search(data, 50, callback=interrupt).stopped
-
-
-def terminate(result):
-    if rank == 1 and len(result.history["value"]) == 2:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
+answers["stopped"] = search(data, 50, callback=signal_after(2, signal.SIGINT)).stopped
 received = []
 signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-options = {"checkpoint": folder + "/terminated", "callback": terminate}
+options = {"checkpoint": folder + "/terminated", "callback": signal_after(2, signal.SIGTERM)}
 answers["terminated"] = search(data, 50, **options).stopped, len(received)
 enough = lambda result: rank == 1 and len(result.history["value"]) == 4
 answers["ended"] = search(data, 50, callback=enough).stopped
@@ -187,15 +176,18 @@ print("ANSWERS", json.dumps(answers), flush=True)
 )
 
 
-def in_two_processes(folder, task, seconds=120):
-    """The output of both processes, and their exit codes."""
+def free_port():
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+        return str(free.getsockname()[1])
+
+
+def in_two_processes(arguments_of, environment_of=lambda rank: {}):
+    """The output of two Python processes, and their exit codes."""
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(rank), port, str(folder), task],
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            [sys.executable, *arguments_of(rank)],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment_of(rank),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -203,10 +195,15 @@ def in_two_processes(folder, task, seconds=120):
         for rank in range(2)
     ]
     try:
-        return [(*p.communicate(timeout=seconds), p.returncode) for p in started]
+        return [(*p.communicate(timeout=120), p.returncode) for p in started]
     finally:
         for process in started:
             process.kill()
+
+
+def program_in_two_processes(folder, task):
+    port = free_port()
+    return in_two_processes(lambda rank: ["-c", PROCESS, str(rank), port, str(folder), task])
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +217,7 @@ def namespace():
 def two(tmp_path_factory):
     """A folder, and the answers of two processes that worked there."""
     folder = tmp_path_factory.mktemp("two") / "run"
-    report = in_two_processes(folder, "agree")
+    report = program_in_two_processes(folder, "agree")
     assert [code for _, _, code in report] == [0, 0], report[0][1] + report[1][1]
     return folder, *(json.loads(out.partition("ANSWERS")[2]) for out, _, _ in report)
 
@@ -287,7 +284,7 @@ def test_what_no_process_has_all_of_is_written_and_read_by_parts(two, namespace)
 @pytest.mark.long
 def test_when_a_process_is_killed_the_other_ends_and_the_checkpoint_is_whole(tmp_path, namespace):
     began = time.monotonic()
-    (_, error, code), (_, _, killed) = in_two_processes(tmp_path / "run", "die")
+    (_, error, code), (_, _, killed) = program_in_two_processes(tmp_path / "run", "die")
     assert killed == -signal.SIGKILL and code != 0
     assert time.monotonic() - began < 100  # mostly compilation
     assert "LostProcessError: search: another of the 2 processes ended" in error
@@ -298,28 +295,12 @@ def test_when_a_process_is_killed_the_other_ends_and_the_checkpoint_is_whole(tmp
 
 def command_in_two_processes(*args):
     """The output of a ``bilevel`` command in two processes, started as SLURM starts them."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "bilevel", *args, "--distributed"],
-            env=os.environ
-            | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "0", "JAX_COORDINATOR_ADDRESS": address}
-            | slurm
-            | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        return [(*p.communicate(timeout=120), p.returncode) for p in started]
-    finally:
-        for process in started:
-            process.kill()
+    common = {"JAX_ENABLE_X64": "0", "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}"}
+    common |= {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    return in_two_processes(
+        lambda rank: ["-m", "bilevel", *args, "--distributed"],
+        lambda rank: common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+    )
 
 
 def alone(*args):

@@ -15,8 +15,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from bilevel.cli.flags import commands, datasets, deep_searches, from_config_file, quick, rules
-from bilevel.cli.runtime import autotuning, compilation_cache, interrupts, invocation
+from bilevel.cli.flags import commands, datasets, deep_searches, from_config_file, rules
+from bilevel.cli.runtime import interrupts, invocation, jax_settings
 from bilevel.runs.interrupts import deferred_terminations, terminate
 
 # Flags of each command, with the module and the class of its run. Modules are imported when
@@ -98,10 +98,14 @@ def _run_command(arguments: Sequence[str]) -> None:
         if not (distributed or datasets.is_own(config.data)):
             from_config_file.check_directory(config)
         # All checks that do not need JAX are done here.
-        autotuning.switch_off(arguments[0])
+        jax_settings.switch_autotuning_off(arguments[0])
         if output.cache:
-            compilation_cache.keep()
-        first = not distributed or _join_processes()
+            jax_settings.keep_programs()
+        first = True
+        if distributed:
+            from bilevel.cli.runtime.devices import join
+
+            first = join()
         module, _, name = _COMMANDS[arguments[0]][1].partition(":")
         run = getattr(importlib.import_module(f"bilevel.cli.{module}"), name)
         record, resume = None, getattr(config, "resume", False)
@@ -112,7 +116,11 @@ def _run_command(arguments: Sequence[str]) -> None:
             table=first and not (output.quiet or output.json),
             progress=first and not output.quiet,
             record=record,
-            given=frozenset(_flag_names(arguments)),
+            given=frozenset(
+                word.removeprefix("--").partition("=")[0].replace("-", "_")
+                for word in arguments
+                if word.startswith("--")
+            ),
         )
         downloads = _silent_downloads() if output.quiet else contextlib.nullcontext()
         with invocation.made(call), downloads:
@@ -130,24 +138,16 @@ def _silent_downloads() -> Iterator[None]:
 
     import pooch
 
+    # A filter, because this logger is not registered: setLevel would not clear its cached levels.
     def warns(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.WARNING
 
-    # A filter, because this logger is not registered: setLevel would not clear its cached levels.
-    pooch.get_logger().addFilter(warns)
+    logger = pooch.get_logger()
+    logger.addFilter(warns)
     try:
         yield
     finally:
-        pooch.get_logger().removeFilter(warns)
-
-
-def _join_processes() -> bool:
-    """Meet the other processes; return whether this is the first of them."""
-    from bilevel.cli.runtime import devices
-    from bilevel.internal.processes import is_first_process
-
-    devices.join()
-    return is_first_process()
+        logger.removeFilter(warns)
 
 
 def parse_flags(arguments: Sequence[str]) -> Parsed | None:
@@ -172,7 +172,7 @@ def parse_flags(arguments: Sequence[str]) -> Parsed | None:
     # Parse again: these two flags set the defaults of the others.
     kind = type(config)
     start = from_config_file.values(output.config, kind) if output.config else {}
-    start |= quick.sizes(kind) if output.quick else {}
+    start |= kind.quick if output.quick else {}
     return _parsed(arguments, defaults | {arguments[0]: kind(**start)})
 
 
@@ -218,13 +218,6 @@ def _flags(kind: type[commands.Job]) -> list[str]:
     switches = [name for name, hint in hints.items() if hint is bool]
     words = [*hints, *(f"no-{name}" for name in (*switches, "progress")), "help"]
     return [f"--{word.replace('_', '-')}" for word in words]
-
-
-def _flag_names(arguments: Iterable[str]) -> Iterator[str]:
-    """Yield the names of the flags in a line, as the configuration spells them."""
-    for word in arguments:
-        if word.startswith("--"):
-            yield word.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

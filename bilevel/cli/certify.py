@@ -113,11 +113,8 @@ class _CertifyRun(CommandRun):
                 for name, kernel in kernels.items()
             },
             "simplex": {
-                "lower": certificate.lower,
-                "upper": certificate.upper,
+                **{k: getattr(certificate, k) for k in ("lower", "upper", "cells", "converged")},
                 "argmin": certificate.argmin.tolist(),
-                "cells": certificate.cells,
-                "converged": certificate.converged,
             },
             "entry_error": float(error.max()),
             "seconds": {"simplex": simplex_seconds},

@@ -129,12 +129,8 @@ def read_found(config: Train, result: dict[str, Any], classes: int, number: int)
         architecture = result["architectures"][number]
     elif space == "activations":
         sizes |= {k: before[k] for k in ("activations", "width")}
-        names, weights = (
-            result["names"],
-            finite_weights(
-                "alpha", np.array(result["alpha"][number], float), (len(result["names"]),)
-            ),
-        )
+        names, weights = result["names"], np.array(result["alpha"][number], float)
+        weights = finite_weights("alpha", weights, (len(names),))
         architecture = names[int(weights.argmax())]
         alpha = [np.eye(len(names))[weights.argmax()].tolist()]
         mixture = Blueprint(space, report.mixture(weights, names), sizes, [weights.tolist()])

@@ -49,13 +49,13 @@ from ntk.spectrum.certificate import certified_min_eigenvalue
 _JOINT_EPOCHS = 10  # joint training takes as many times the inner steps of one lower solve
 _LONGER = 4  # the hypergradient is compared with that of 4 times the inner steps
 
-_COLUMNS = {
-    "test_error": "test",
-    "valid_error": "valid",
-    "train_error": "train",
-    "valid_loss": "valid loss",
-    "train_loss": "train loss",
-    "certified_min_eigenvalue": "λ_min ≥",
+_COLUMNS: report.Columns = {
+    "test_error": ("test", ".1f"),
+    "valid_error": ("valid", ".1f"),
+    "train_error": ("train", ".1f"),
+    "valid_loss": ("valid loss", ".3g"),
+    "train_loss": ("train loss", ".3g"),
+    "certified_min_eigenvalue": ("λ_min ≥", lambda x: report.format_lower_bound(x.mean(), 3)),
 }
 
 
@@ -207,15 +207,9 @@ class _SearchRun(CommandRun):
 
     def show(self, console: Console, result: Result) -> tuple[str, str]:
         config, seeds = result["config"], result["config"]["seeds"]
-        table = report.result_table(report.table_title(config), "network", *_COLUMNS.values())
-        for name, scores in result["scores"].items():
-            cells = [
-                report.cell(100 * np.asarray(scores[c]), ".1f") for c in _COLUMNS if "error" in c
-            ]
-            cells += [report.cell(np.asarray(scores[c]), ".3g") for c in _COLUMNS if "loss" in c]
-            cells += [report.format_lower_bound(np.mean(scores["certified_min_eigenvalue"]), 3)]
-            marked = name + (" *" if name == result["best_single"] else "")
-            table.add_row(marked, *cells, end_section=name in ("search", result["names"][-1]))
+        title, ends = report.table_title(config), ("search", result["names"][-1])
+        best = result["best_single"]
+        table = report.score_table(title, result["scores"], _COLUMNS, ends=ends, starred=best)
         console.print(table)
         console.print(
             "* the single activation with the smallest test error; λ_min ≥: certified lower bound "

@@ -45,6 +45,11 @@ _EPOCHS, _STEPS = 30, 1000  # at least, by default
 _SHORTER = 5  # single operations are compared after this fraction of the epochs: they are many
 _NEAR = 0.8  # of a constant prediction's error, and above: nothing was learned
 _CURVES = "losses", "errors"
+_COLUMNS: report.Columns = {
+    "test_error": ("test", ".1f"),
+    "train_loss": ("train loss", ".3g"),
+    "parameters": ("parameters", ",.0f"),
+}
 
 
 class _TrainRun(CommandRun):
@@ -127,13 +132,7 @@ class _TrainRun(CommandRun):
             f"{self.data.source}: {rows['train']} training, {rows['test']} test rows, "
             f"{self.epochs} epochs; test errors in %{spread}"
         )
-        table = report.result_table(title, "network", "test", "train loss", "parameters")
-        for name, columns in scores.items():
-            cells = [report.cell(100 * np.array(columns["test_error"]), ".1f")]
-            cells.append(report.cell(np.array(columns["train_loss"]), ".3g"))
-            cells.append(report.cell(np.array(columns["parameters"]), ",.0f"))
-            table.add_row(name, *cells)
-        console.print(table)
+        console.print(report.score_table(title, scores, _COLUMNS))
         console.print(f"search: {result['architectures'][0]}", soft_wrap=True)
         if "mixture" in scores:
             console.print(f"mixture: at the α found, {result['mixture']}")

@@ -39,23 +39,17 @@ class Journal:
         """Return the record called ``name``. Compute and write it if it is missing."""
         if name not in self.records:
             record = compute()
-            self.write({"name": name, **record})
+            if self.file is not None:
+                self.write(self.file, _encode_record({"name": name, **record}, self.head))
             self.records[name] = record
         return self.records[name]
 
-    def write(self, record: Record) -> None:
+    def write(self, file: BinaryIO, line: bytes) -> None:
         """Write the waiting lines and this one, as far as the disk has room."""
-        if self.file is not None:
-            self.waiting.append(_encode_record(record, self.head))
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the waiting lines, as far as the disk has room."""
-        if self.file is None:
-            return
-        with store.warn_if_disk_full(f"journal: a line of {self.file.name}"):
+        self.waiting.append(line)
+        with store.warn_if_disk_full(f"journal: a line of {file.name}"):
             while self.waiting:
-                store.append_whole(self.file, self.waiting[0])
+                store.append_whole(file, self.waiting[0])
                 del self.waiting[0]
 
 
@@ -108,8 +102,7 @@ def _resumable(file: BinaryIO, header: Record) -> Journal:
     if not lines and _encode_record(header).startswith(first):  # not even the header was finished
         file.truncate(0)
         journal = Journal(file, _encode_record(header))
-        journal.waiting.append(journal.head)
-        journal.flush()
+        journal.write(file, journal.head)
         return journal
     _check_header(_decode_record(first) if lines else None, header, file.name)
     *lines, unfinished = lines

@@ -489,11 +489,6 @@ def test_the_rows_of_a_baseline_are_spread_over_devices(tmp_path):
     np.testing.assert_allclose(two["random_search_valid"], one["random_search_valid"], atol=0.04)
 
 
-def test_devices_that_are_not_there_are_named(tmp_path, capsys):
-    assert search(tmp_path / "run", "--devices", "2") == 2
-    assert "devices: expected at most the 1 that JAX finds, got 2." in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("line", "copies"),
     [(("search", "--seeds", "3"), "3 seeds"), (("rank", "--at-once", "3"), "3 networks at once")],

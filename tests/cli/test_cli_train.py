@@ -20,6 +20,8 @@ from bilevel.nets import fitting
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = "--seeds", "2", "--epochs", "3", "--batch-size", "20", "--test", "100", "--random", "2"
 TINY = {"train": 40, "valid": 40, "test": 50, "steps": 3}
+SKIPS = deep_searches.SkipSearch(activations=("relu", "tanh"), depth=3, width=8, **TINY)
+FOUND = {"space": "skips", "architectures": ["relu, relu", "tanh, relu+skip"]}
 
 
 def saved(folder):
@@ -103,8 +105,7 @@ def test_the_saved_network_has_the_test_error_of_the_table(kind, tmp_path, capsy
         result = {"alpha": [[0.7, 0.3], [0.4, 0.6]], "names": ["relu", "tanh"]}
         config = Search(activations=("relu", "tanh"), width=16, seeds=2, **TINY)
     elif kind == "skips":
-        config = deep_searches.SkipSearch(activations=("relu", "tanh"), depth=3, width=8, **TINY)
-        result = {"space": "skips", "architectures": ["relu, relu", "tanh, relu+skip"]}
+        config, result = SKIPS, FOUND
     else:
         config = deep_searches.NasBench201Search(cells=1, channels=2, pixels=14, **TINY)
         edges = "|avg_pool_3x3~0|+|none~0|skip_connect~1|+|none~0|none~1|skip_connect~2|"
@@ -130,9 +131,7 @@ def test_the_saved_network_has_the_test_error_of_the_table(kind, tmp_path, capsy
 
 
 def test_own_rows_replace_those_of_the_search_and_are_recognized(tmp_path, capsys):
-    config = deep_searches.SkipSearch(activations=("relu", "tanh"), depth=3, width=8, **TINY)
-    result = {"space": "skips", "architectures": ["relu, relu", "tanh, relu+skip"]}
-    run, out = write_run(tmp_path / "run", config, result), tmp_path / "out"
+    run, out = write_run(tmp_path / "run", SKIPS, FOUND), tmp_path / "out"
     rng, file = np.random.default_rng(0), tmp_path / "rows.npz"
     y = np.array(["no", "yes"])[rng.integers(0, 2, 100)]
     x = rng.normal(size=(100, 5)) * [1, 10, 100, 1, 0] + 3 * (y == "yes")[:, None]
@@ -158,8 +157,8 @@ def test_own_rows_replace_those_of_the_search_and_are_recognized(tmp_path, capsy
     assert main([*line, "--resume"]) == 2
     assert "data: expected the rows of the run to resume, sha256:" in capsys.readouterr().err
     # The rows of a search must be those that it had.
-    config = dataclasses.replace(config, data=str(file))
-    changed = write_run(tmp_path / "changed", config, result | {"data": {"digest": "sha256:0"}})
+    config = dataclasses.replace(SKIPS, data=str(file))
+    changed = write_run(tmp_path / "changed", config, FOUND | {"data": {"digest": "sha256:0"}})
     assert main(["train", str(changed), "--out", str(out)]) == 2
     assert "data: expected the rows of the search, sha256:0, got" in capsys.readouterr().err
 
@@ -168,8 +167,7 @@ def test_own_rows_replace_those_of_the_search_and_are_recognized(tmp_path, capsy
 def test_the_default_is_30_epochs_or_1000_steps_and_random_labels_give_a_warning(
     batch_size, epochs, tmp_path, capsys
 ):
-    config = deep_searches.SkipSearch(activations=("relu", "tanh"), depth=3, width=8, **TINY)
-    run = write_run(tmp_path / "run", config, {"space": "skips", "architectures": ["relu, relu"]})
+    run = write_run(tmp_path / "run", SKIPS, FOUND)
     rng, file = np.random.default_rng(0), tmp_path / "rows.npz"
     np.savez(file, x=rng.normal(size=(100, 5)), y=rng.integers(0, 2, 100))
     line = f"train {run} --data {file} --search 0 --batch-size {batch_size} --seeds 1 --random 0"
@@ -196,8 +194,7 @@ def test_the_default_is_30_epochs_or_1000_steps_and_random_labels_give_a_warning
 )
 def test_a_wrong_run_or_flag_is_one_message(line, sentence, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    config = deep_searches.SkipSearch(activations=("relu", "tanh"), depth=3, width=8, **TINY)
-    write_run(tmp_path / "run", config, {"space": "skips", "architectures": ["relu, relu"] * 2})
+    write_run(tmp_path / "run", SKIPS, FOUND)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "result.json").write_text('{"kernels": {}}')
     before = sorted(tmp_path.rglob("*"))

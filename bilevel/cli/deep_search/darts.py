@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from bilevel.cli.deep_search import networks
-from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
+from bilevel.cli.deep_search.report import ERRORS, Heatmap
 from bilevel.cli.deep_search.run import DeepSearchRun, keys
 from bilevel.cli.runtime import memory, report
 from bilevel.nets.evaluation import Part
@@ -56,7 +56,7 @@ class _DartsRun(DeepSearchRun):
         sizes = tuple(f"final_{name}" for name in self.sizes)
         return [{sizes: [w] * 3, ("batch_size", *sizes): residuals}]
 
-    def train(self, seed_results: list[SeedResult]) -> list[dict[str, Any]]:
+    def train(self, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return scores of the networks of the genotypes found, and of ``--random`` others."""
         config, random = self.config, self.config.random
         seed_keys = [keys(config.seed, s)[3] for s in range(len(self.parts))]
@@ -75,7 +75,6 @@ class _DartsRun(DeepSearchRun):
         )
 
         def train(row, checkpoint, show):
-            """Train from the newest checkpoint."""
             network, key = self.network(row.architecture), orders[row.seed]
             state, errors = fit(
                 network, key, self.parts[row.seed], checkpoint=checkpoint, show=show
@@ -86,7 +85,7 @@ class _DartsRun(DeepSearchRun):
                 "parameters": weight_count(state.w),
             }
 
-        return self.train_networks(self.networks(seed_results, {}, drawn), train)
+        return self.train_networks(found, drawn, train)
 
     def heatmaps(self, alpha: Any) -> list[Heatmap]:
         edges = [f"{i} → {j}" for i, j in EDGES]

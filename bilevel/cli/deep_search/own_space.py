@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
+from bilevel.cli.deep_search.report import ERRORS, Heatmap
 from bilevel.cli.deep_search.run import DeepSearchRun, default_rate, keys
 from bilevel.contracts import Pytree
 from bilevel.discretize import diagnostics
@@ -41,7 +41,7 @@ class _OwnRun(DeepSearchRun):
         w = jax.jit(self.space.init)(keys(self.config.seed, 0)[1], train)
         return float(default_rate(self.space, w, self.space.start(), train[0]))
 
-    def train(self, seed_results: list[SeedResult]) -> list[dict[str, Any]]:
+    def train(self, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return scores of the networks of the corners found, and of ``--random`` others."""
         config, space = self.config, self.space
         init, rates, fit = jax.jit(space.init), error_rates(space), self.corner_trainer()
@@ -58,7 +58,7 @@ class _OwnRun(DeepSearchRun):
             show(config.epochs, float("nan"))
             return dict(zip(ERRORS, rates(w, corner, own, config.batch_size), strict=True))
 
-        return self.train_networks(self.networks(seed_results, {}, drawn), train)
+        return self.train_networks(found, drawn, train)
 
     def heatmaps(self, alpha: Pytree) -> list[Heatmap]:
         """Return a table for each leaf of alpha on simplices, with a row for each simplex."""

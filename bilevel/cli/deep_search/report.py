@@ -95,20 +95,11 @@ def save_search_figure(
 def network_table(
     result: dict[str, Any], columns: dict[str, tuple[str, str]], ends: set[str]
 ) -> Any:
-    """Return a table of the errors of all networks, and of ``columns``: heading and format by key.
-
-    A rule is drawn below the rows that ``ends`` names.
-    """
-    errors = dict(reversed(ERRORS.items()))  # the test error decides, so it is first
-    headings = *errors.values(), *(heading for heading, _ in columns.values())
-    drawn = report.result_table(report.table_title(result["config"]), "network", *headings)
-    for name, scores in result["scores"].items():
-        cells = [report.cell(100 * np.asarray(scores[c]), ".1f") for c in errors]
-        for key, (_, form) in columns.items():
-            cells.append(report.cell(np.asarray(scores[key]), form) if key in scores else "")
-        star = " *" * (name == result.get("best_single"))
-        drawn.add_row(name + star, *cells, end_section=name in ends)
-    return drawn
+    """Return a table of the errors of all networks, and of ``columns``: see ``score_table``."""
+    # The test error decides, so it is first.
+    errors = {key: (heading, ".1f") for key, heading in reversed(ERRORS.items())}
+    title, best = report.table_title(result["config"]), result.get("best_single")
+    return report.score_table(title, result["scores"], errors | columns, ends=ends, starred=best)
 
 
 def name_of_found(scores: dict[str, Any]) -> str:

@@ -75,6 +75,7 @@ class DeepSearchRun(CommandRun):
 
     def __init__(self, config: Any):
         super().__init__(config)
+        self.singles: dict[str, Any] = {}  # architectures of one operation, to compare with
         self.space: Space = self.make_space()
 
     # ------------------------------------------------------------------------- a space's own
@@ -100,8 +101,8 @@ class DeepSearchRun(CommandRun):
         """Return the shapes alive together in training from scratch, if the space adds any."""
         return []
 
-    def train(self, seed_results: list[SeedResult]) -> list[dict[str, Any]]:
-        """Return scores of networks trained from scratch, one by one."""
+    def train(self, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return scores of networks trained from scratch: those ``found`` by seed, and others."""
         return []
 
     def more(self, result: dict[str, Any], seed_results: list[SeedResult]) -> dict[str, Any]:
@@ -131,7 +132,7 @@ class DeepSearchRun(CommandRun):
         self.parts = self._draw_splits()
         seed_results = self.seed_results = self.search()
         searched = self.seconds()
-        rows = self.train(seed_results)
+        rows = self.train([{"search": self.space.discretize(f.alpha)} for f in seed_results])
         result = self._summary(seed_results, by_network(rows) if rows else {})
         result |= self.more(result, seed_results)
         result["seconds"] = {"search": searched}
@@ -310,22 +311,19 @@ class DeepSearchRun(CommandRun):
 
     # ------------------------------------------------------------------------- the networks
 
-    def networks(
-        self, seed_results: list[SeedResult], singles: dict[str, Any], drawn: list[list[Pytree]]
-    ) -> list[NetworkToTrain]:
-        """Return for each seed the search's architecture, the ``singles``, and those ``drawn``."""
-        discretize, rows = self.space.discretize, []
-        for seed, (seed_result, corners) in enumerate(zip(seed_results, drawn, strict=True)):
-            named = {"search": discretize(seed_result.alpha), **singles}
-            named |= {f"random {i}": discretize(alpha) for i, alpha in enumerate(corners, 1)}
-            rows += [NetworkToTrain(name, seed, network) for name, network in named.items()]
-        return rows
-
     def train_networks(
-        self, rows: list[NetworkToTrain], train: Callable[..., dict[str, Any]]
+        self,
+        found: list[dict[str, Any]],
+        drawn: list[list[Pytree]],
+        train: Callable[..., dict[str, Any]],
     ) -> list[dict[str, Any]]:
-        """Return the scores of all networks; see :func:`train_all`."""
+        """Return the scores of each seed's architectures: ``found``, singles, and ``drawn``."""
         self.bars.enter("training")
+        rows = []
+        for seed, (own, corners) in enumerate(zip(found, drawn, strict=True)):
+            random = {f"random {i}": self.space.discretize(a) for i, a in enumerate(corners, 1)}
+            named = own | self.singles | random
+            rows += [NetworkToTrain(name, seed, network) for name, network in named.items()]
         return train_all(self.folder, rows, self.config.epochs, train)
 
     def corner_trainer(self) -> Callable[[jax.Array, Pytree, Pytree, Part], Pytree]:

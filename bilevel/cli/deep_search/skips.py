@@ -24,7 +24,7 @@ import numpy as np
 import ntk
 from bilevel import strategies
 from bilevel.cli.deep_search import report as deep_report
-from bilevel.cli.deep_search.networks import NetworkToTrain, Scores, by_network
+from bilevel.cli.deep_search.networks import Scores, by_network
 from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
 from bilevel.cli.deep_search.run import DeepSearchRun, default_rate, keys
 from bilevel.cli.runtime.command_run import Result
@@ -101,7 +101,6 @@ class _SkipRun(DeepSearchRun):
         return [of_seed(i) for i in range(seeds)]
 
     def _initial_weights(self, key: jax.Array, train: Part) -> Pytree:
-        """Return fresh weights of all seeds, on a leading axis."""
         return jax.jit(jax.vmap(self.space.init))(jax.random.split(key, self.copies), train)
 
     def _mean_rate(self, w: Pytree, train: Part) -> float:
@@ -115,29 +114,23 @@ class _SkipRun(DeepSearchRun):
 
     # ------------------------------------------------------------------------- the networks
 
-    def train(self, seed_results: list[SeedResult]) -> list[dict[str, Any]]:
+    def train(self, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         config = self.config
         batches = config.epochs * (config.train // config.batch_size)
         # The number of networks that the gradients of the search could train.
         budget = 1 + round(config.steps * self.strategy.gradients / batches)
-        return self.train_corners(
-            self.networks(seed_results, self.singles, self.draw_corners(budget))
-        )
+        return self.train_corners(found, budget)
 
-    def _training_keys(self) -> jax.Array:
-        """Return the keys of random architectures, initial weights, and the order of the rows."""
-        return jax.random.split(jax.random.fold_in(jax.random.key(self.config.seed), 1), 3)
+    def train_corners(self, found: list[dict[str, Any]], budget: int) -> list[dict[str, Any]]:
+        """Return scores of networks, also of ``budget`` random ones for each seed.
 
-    def draw_corners(self, budget: int) -> list[list[Pytree]]:
-        """Draw ``budget`` random corners of the space for each seed."""
-        own = jax.random.split(self._training_keys()[0], budget)
-        draws = [jax.random.split(key, self.copies) for key in own]
-        return [[self.space.draw(of_all[s]) for of_all in draws] for s in range(self.copies)]
-
-    def train_corners(self, rows: list[NetworkToTrain]) -> list[dict[str, Any]]:
-        """Return scores of all rows' networks, trained; with eigenvalues if they are not random."""
+        Networks that are not random have an eigenvalue too.
+        """
         config, space = self.config, self.space
-        _, weight_key, order_key = self._training_keys()
+        key = jax.random.fold_in(jax.random.key(config.seed), 1)
+        draw_key, weight_key, order_key = jax.random.split(key, 3)
+        draws = [jax.random.split(k, self.copies) for k in jax.random.split(draw_key, budget)]
+        drawn = [[space.draw(of_all[s]) for of_all in draws] for s in range(self.copies)]
         train = jax.tree.map(lambda *a: jnp.stack(a), *(of_seed[0] for of_seed in self.parts))
         w0 = self._initial_weights(weight_key, train)
         orders = jax.random.split(order_key, self.copies)
@@ -154,7 +147,7 @@ class _SkipRun(DeepSearchRun):
             show(config.epochs, float("nan"))
             return scores
 
-        return self.train_networks(rows, of_row)
+        return self.train_networks(found, drawn, of_row)
 
     def _min_eigenvalue(self, corner: Pytree, x: jax.Array) -> float:
         """Return the smallest eigenvalue of the NTK at infinite width, in float64."""
@@ -166,7 +159,6 @@ class _SkipRun(DeepSearchRun):
             return float(ntk.min_eigenvalue(self.space.kernel(corner, x).ntk))
 
     def best_single(self, scores: Scores) -> str:
-        """Return the activation with the smallest validation error without skips."""
         return min(self.space.names, key=lambda name: np.mean(scores[name]["valid_error"]))
 
     # ------------------------------------------------------------------------- the report
@@ -213,7 +205,10 @@ class _EigenNasRun(_SkipRun):
         self.bars.enter("eigenvalues")
         rankings = [self._ranking(seed) for seed in seeds]
         ranked = self.seconds()
-        networks = self.train_corners(self._ranked_and_random_networks(rankings))
+        ranked_by_seed = [
+            {f"eigen-nas {i}": a for i, a in enumerate(best.architectures, 1)} for best in rankings
+        ]
+        networks = self.train_corners(ranked_by_seed, self.config.kept)
         scores = by_network(networks)
         result = {
             "space": self.name,
@@ -237,20 +232,6 @@ class _EigenNasRun(_SkipRun):
         with jax.enable_x64(True):
             x = jnp.asarray(np.asarray(x), float)
             return eigen_nas(draw, self.space, x, pool=config.samples, keep=config.kept)
-
-    def _ranked_and_random_networks(self, rankings: list[EigenNAS]) -> list[NetworkToTrain]:
-        """Return for each seed the best of the pool, single activations and random networks."""
-        rows = []
-        for seed, (best, corners) in enumerate(
-            zip(rankings, self.draw_corners(self.config.kept), strict=True)
-        ):
-            drawn = [self.space.discretize(alpha) for alpha in corners]
-            named = {
-                f"eigen-nas {i}": a for i, a in enumerate(best.architectures, 1)
-            } | self.singles
-            named |= {f"random {i}": a for i, a in enumerate(drawn, 1)}
-            rows += [NetworkToTrain(name, seed, network) for name, network in named.items()]
-        return rows
 
     def notes(self, result: dict[str, Any]) -> list[str]:
         kept, samples = self.config.kept, self.config.samples

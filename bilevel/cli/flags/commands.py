@@ -6,7 +6,7 @@ come from their registry, which is light.
 
 import dataclasses
 import pathlib
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from bilevel.cli.flags import rules
 from bilevel.cli.flags.datasets import SOURCES, check_rows, check_source, exists
@@ -21,8 +21,8 @@ DARTS_OPERATIONS = (
 NASBENCH201_OPERATIONS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 SCORES = tuple(sorted((*builtin_score_names(), *HOST_SCORES)))
 BASELINES = ("parameters", "multiply-adds", "trainable layers", "conv edges")  # of scores
-Names = Annotated[tuple[str, ...], rules.Names(ACTIVATIONS)]
-Data = Annotated[str, rules.Form(exists, SOURCES)]
+Names = Annotated[tuple[str, ...], rules.names(ACTIVATIONS)]
+Data = Annotated[str, rules.form(exists, SOURCES)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +57,10 @@ class Job(rules.Flags):
     progress: bool | None = None
     """Progress bar; by default in a terminal. Or --progress, --no-progress."""
     changeable: ClassVar[tuple[str, ...]] = ()  # flags that --resume may change
+    quick: ClassVar[dict[str, Any]] = {}  # sizes of --quick: no download
 
-    def check(self) -> None:
-        """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
-        super().check()
+    def _check_together(self) -> None:
+        super()._check_together()
         if self.data is not None:  # of `bilevel train`: the data of the search
             check_source(self.data)
 
@@ -81,7 +81,6 @@ class Search(Resumable):
     """Search the activation of a one-hidden-layer network, and compare with every baseline."""
 
     out: rules.Out = pathlib.Path("runs/search")
-    """Run directory; a number is appended if it exists."""
     activations: Names = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")
     """Candidates."""
     geometry: Literal["exponentiate", "project", "softmax"] = "exponentiate"
@@ -98,7 +97,7 @@ class Search(Resumable):
     """One of multiple processes, each started with this line: use the devices of all."""
     steps: rules.Count = 20
     """Outer steps."""
-    inner_steps: Annotated[int, rules.Range(1, 10**7)] = 50
+    inner_steps: Annotated[int, rules.between(1, 10**7)] = 50
     """Gradient steps of the weights in each outer step."""
     width: rules.Size = 512
     """Hidden units."""
@@ -113,11 +112,11 @@ class Search(Resumable):
     curvature of the training loss, for each network."""
     alpha_rate: rules.Rate = 0.3
     """Learning rate of α (Adam)."""
-    changeable: ClassVar[tuple[str, ...]] = ("steps", "devices", "distributed")
+    changeable: ClassVar = "steps", "devices", "distributed"
+    quick: ClassVar = {"steps": 5, "width": 128, "train": 100, "valid": 100, "test": 500}
 
-    def check(self) -> None:
-        """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
-        super().check()
+    def _check_together(self) -> None:
+        super()._check_together()
         check_rows(self.data, {"train": self.train, "valid": self.valid})
 
 
@@ -126,7 +125,6 @@ class Certify(Job):
     """Certify the smallest eigenvalue of the kernel over all mixtures of activations."""
 
     out: rules.Out = pathlib.Path("runs/certify")
-    """Run directory; a number is appended if it exists."""
     activations: Names = ("relu", "tanh", "swish")
     """Candidates: the vertices of the simplex."""
     kernel: rules.Importable | None = None
@@ -136,12 +134,12 @@ class Certify(Job):
     """Average images down to at most this side, for --kernel."""
     rows: rules.Sample = 300
     """Training rows, drawn with all classes in their proportions."""
-    rtol: Annotated[float, rules.Range(1e-9, 0.5)] = 1e-3
+    rtol: Annotated[float, rules.between(1e-9, 0.5)] = 1e-3
     """Relative gap between the two ends of the bracket."""
+    quick: ClassVar = {"rows": 50}
 
-    def check(self) -> None:
-        """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
-        super().check()
+    def _check_together(self) -> None:
+        super()._check_together()
         if self.kernel is not None:
             check_module("kernel", self.kernel)
         if self.pixels is not None and self.kernel is None:
@@ -157,7 +155,6 @@ class Baseline(Resumable):
     FILE.npz with x and y, a folder with CLASS/*.png, or MODULE:FUNCTION, which returns x and y in a
     dict."""
     out: rules.Out = pathlib.Path("runs/baseline")
-    """Run directory; a number is appended if it exists."""
     method: Literal[
         "all",
         "weight-sharing",
@@ -170,7 +167,7 @@ class Baseline(Resumable):
     """Random search evaluates every configuration."""
     configs: rules.Count = 32
     """Configurations to choose among, drawn at random; 256 in the paper."""
-    dimension: Annotated[int, rules.Range(1, 2**30)] | None = None
+    dimension: Annotated[int, rules.between(1, 2**30)] | None = None
     """Features of a full evaluation; 512 for digits, 1024 for images, 16384 for texts."""
     train: rules.Size | None = None
     """Training rows; 700 for digits, else 2000."""
@@ -182,11 +179,11 @@ class Baseline(Resumable):
     """Weight λ of the penalty in λ |w|² + Σ loss."""
     devices: Devices = 1
     """Devices that the rows are spread over, a divisor of their number; or all. Images only."""
-    changeable: ClassVar[tuple[str, ...]] = ("devices",)
+    changeable: ClassVar = ("devices",)
+    quick: ClassVar = {"configs": 8, "dimension": 128, "train": 200, "valid": 200, "test": 500}
 
-    def check(self) -> None:
-        """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
-        super().check()
+    def _check_together(self) -> None:
+        super()._check_together()
         check_rows(self.data, {name: self.size(name) for name in ("train", "valid")})
         if self.data == "imdb" and self.devices != 1:
             raise ValueError(
@@ -208,8 +205,8 @@ _SIZES = {
 
 TOTAL = 15_625  # networks in the benchmark
 _DEFAULT_SCORES = ("eigen_nas", "min_eigenvalue", "naswot", "synflow")
-_Scores = Annotated[tuple[str, ...], rules.Names((*SCORES, "all"), functions=True)]
-_Parts = Annotated[tuple[str, ...], rules.Names((*SCORES, *BASELINES), least=0, functions=True)]
+_Scores = Annotated[tuple[str, ...], rules.names((*SCORES, "all"), functions=True)]
+_Parts = Annotated[tuple[str, ...], rules.names((*SCORES, *BASELINES), least=0, functions=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,20 +218,19 @@ class Rank(Resumable):
     fashion-mnist, cifar10, or your own: FILE.npz with x and y, a folder with CLASS/*.png, or
     MODULE:FUNCTION, which returns x and y in a dict."""
     out: rules.Out = pathlib.Path("runs/rank")
-    """Run directory; a number is appended if it exists."""
     scores: _Scores = _DEFAULT_SCORES
     """Names in ntk.scores, or 'all' for every one of them; MODULE:FUNCTION for a score of your own,
     score(key, apply, params, batch), larger is better."""
     aggregate: _Parts = ()
     """Scores and baselines whose log ranks are added up, as one more score; by default all
     scores."""
-    networks: Annotated[int, rules.Range(2, TOTAL)] | Literal["all"] = 200
+    networks: Annotated[int, rules.between(2, TOTAL)] | Literal["all"] = 200
     """How many networks to draw, or all 15,625."""
     k: rules.Count = 20
     """Number of networks with the best scores whose validation accuracy is looked up."""
     pool: rules.Count = 300
     """Number of networks that these k are chosen from; many pools of this size are drawn."""
-    batch_size: Annotated[int, rules.Range(2)] = 32
+    batch_size: Annotated[int, rules.between(2)] = 32
     """Rows in the batch."""
     cells: rules.Layers = 5
     """Cells of each of the three stages; the benchmark has 5."""
@@ -251,20 +247,23 @@ class Rank(Resumable):
     judged: bool = True
     """Whether to compare the scores with the accuracies in the benchmark's table; on your own
     images only if given."""
-    epochs: Annotated[int, rules.Range(0, 10_000)] = 0
+    epochs: Annotated[int, rules.between(0, 10_000)] = 0
     """Passes over the training rows for training the chosen network; 0: no training."""
     train: rules.Sample = 500
     """Training rows of that network; the batch of the scores is drawn from them."""
     test: rules.Size = 1000
     """Test rows at most."""
-    changeable: ClassVar[tuple[str, ...]] = (
+    changeable: ClassVar = (
         *("networks", "scores", "aggregate", "k", "pool"),
         *("devices", "at_once", "distributed"),
     )
+    quick: ClassVar = {
+        **{"data": "digits", "networks": 20, "k": 5, "pool": 10},
+        **{"cells": 1, "channels": 4, "pixels": 16},
+    }
 
-    def check(self) -> None:
-        """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
-        super().check()
+    def _check_together(self) -> None:
+        super()._check_together()
         check_rows(self.data, {"train": self.train}, reserved=1)
         for name in self.own_scores:
             check_module("scores", name)

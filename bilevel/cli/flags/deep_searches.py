@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import pathlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from bilevel.cli.flags import rules
 from bilevel.cli.flags.commands import (
@@ -17,8 +17,8 @@ from bilevel.cli.flags.commands import (
 from bilevel.cli.flags.datasets import check_rows
 from bilevel.internal.import_function import check_module
 
-_DartsOperations = Annotated[tuple[str, ...], rules.Names(DARTS_OPERATIONS)]
-_NasBench201Operations = Annotated[tuple[str, ...], rules.Names(NASBENCH201_OPERATIONS)]
+_DartsOperations = Annotated[tuple[str, ...], rules.names(DARTS_OPERATIONS)]
+_NasBench201Operations = Annotated[tuple[str, ...], rules.names(NASBENCH201_OPERATIONS)]
 
 
 Strategy = Literal[
@@ -38,7 +38,6 @@ class DeepSearch(Resumable):
     """Flags of every search with shared weights."""
 
     out: rules.Out = pathlib.Path("runs/search")
-    """Run directory; a number is appended if it exists."""
     strategy: Strategy = "darts-first"
     """DARTS of first order, of second order, exactly or by its paper's finite difference;
     exponentiated gradient, on validation or on training batches; random search with weight
@@ -67,9 +66,8 @@ class DeepSearch(Resumable):
     bfloat16: bool = False
     """Activations in bfloat16; weights and losses do not change."""
 
-    def check(self) -> None:
-        """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
-        super().check()
+    def _check_together(self) -> None:
+        super()._check_together()
         check_rows(self.data, {"train": self.train, "valid": self.valid})
         least = min(self.train, self.valid)
         self.check_at_most("batch_size", least, f"the {least} rows of a split")
@@ -86,16 +84,19 @@ class SkipSearch(DeepSearch):
     """Architectures that eigen-nas trains, next to as many random ones."""
     activations: Names = ACTIVATIONS[:5]
     """Candidates of every layer."""
-    depth: Annotated[int, rules.Range(3, 1000)] = 5
+    depth: Annotated[int, rules.between(3, 1000)] = 5
     """Layers of weights, the last one included."""
     width: rules.Size = 64
     """Hidden units of a layer."""
     parametrization: Literal["ntk", "as_printed", "he"] = "ntk"
     """Initialisation: of the paper's theory, of its Algorithm 1, or He's."""
+    quick: ClassVar = {
+        **{"depth": 4, "width": 32, "steps": 200, "epochs": 10},
+        **{"samples": 50, "test": 1000},
+    }
 
-    def check(self) -> None:
-        """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
-        super().check()
+    def _check_together(self) -> None:
+        super()._check_together()
         if self.strategy == "eigen-nas":
             self.check_at_most("kept", self.samples, f"the {self.samples} samples")
 
@@ -105,7 +106,6 @@ class CellSearch(DeepSearch):
     """Flags of every search of cells."""
 
     steps: rules.Count = 300
-    """Outer steps of the search."""
     pixels: rules.Size | None = None
     """Average images down to at most this side."""
     weight_rate: rules.Rate = 0.025
@@ -129,7 +129,7 @@ class DartsSearch(CellSearch):
     """Channels of the first cell of networks trained from scratch; DARTS has 36."""
     random: rules.CountOrNone = 2
     """Random genotypes to train next to the one found."""
-    drop_path: Annotated[float, rules.Range(0, under=1)] = 0.0
+    drop_path: Annotated[float, rules.between(0, under=1)] = 0.0
     """Probability of dropping a path, rising linearly from 0 to this while a network is trained
     from scratch; DARTS has 0.2."""
     cutout: rules.CountOrNone = 0
@@ -140,6 +140,11 @@ class DartsSearch(CellSearch):
     """A second classifier in training from scratch, as DARTS has; images of 29 pixels or more."""
     remat: bool = True
     """Save memory: compute each edge again in the backward pass."""
+    quick: ClassVar = {
+        "operations": ("none", "max_pool_3x3", "skip_connect", "sep_conv_3x3"),
+        **{"channels": 4, "pixels": 16, "steps": 100, "epochs": 10, "batch_size": 32},
+        **{"samples": 20, "test": 1000, "random": 1},
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +162,10 @@ class NasBench201Search(CellSearch):
     """Channels of the first stage."""
     remat: bool = True
     """Save memory: compute each cell again in the backward pass."""
+    quick: ClassVar = {
+        **{"cells": 1, "channels": 4, "pixels": 16, "steps": 100, "batch_size": 32},
+        **{"samples": 20, "test": 1000},
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,10 +179,10 @@ class OwnSearch(DeepSearch):
     """Average images down to at most this side."""
     random: rules.CountOrNone = 2
     """Random architectures to train next to the one found."""
+    quick: ClassVar = {"steps": 100, "epochs": 10, "samples": 20, "test": 1000, "random": 1}
 
-    def check(self) -> None:
-        """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
-        super().check()
+    def _check_together(self) -> None:
+        super()._check_together()
         check_module("space", self.space)
 
 
@@ -188,7 +197,6 @@ class Train(Resumable):
     data: Data | None = None  # type: ignore[assignment]
     """Dataset or your own rows, as in the searches; by default those of RUN."""
     out: rules.Out = pathlib.Path("runs/train")
-    """Run directory; a number is appended if it exists."""
     seeds: rules.Count = 1
     """Independent trainings: own initial weights, own order of the rows. Take 3 or more for a
     standard error."""
@@ -218,10 +226,10 @@ class Train(Resumable):
     """Move and mirror training images."""
     cutout: rules.CountOrNone = 0
     """Side of the square cut out of training images, in pixels; 0: none."""
+    quick: ClassVar = {"epochs": 5, "test": 500, "random": 5, "single": False}
 
-    def check(self) -> None:
-        """Raise ``ValueError`` if a flag is wrong, before anything is loaded."""
-        super().check()
+    def _check_together(self) -> None:
+        super()._check_together()
         result = self.search_result()
         searches = len(result["alpha"] if "alpha" in result else result["architectures"])
         if self.search is not None:

@@ -17,10 +17,9 @@ def flags_of(config: rules.Flags) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
-def dump(config: rules.Flags | dict[str, Any]) -> str:
+def dump(flags: dict[str, Any]) -> str:
     """Return the text of ``config.json``."""
-    values = config if isinstance(config, dict) else flags_of(config)
-    return json.dumps(values, indent=2) + "\n"
+    return json.dumps(flags, indent=2) + "\n"
 
 
 def read(path: pathlib.Path, flag: str) -> dict[str, Any]:

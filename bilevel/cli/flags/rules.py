@@ -1,10 +1,11 @@
 """The types of the flags with their ranges, checked before JAX is imported.
 
-    steps: Count = 20            # Count = Annotated[int, Range(1)]
+    steps: Count = 20            # Count = Annotated[int, between(1)]
     pixels: Size | None = None
 
-The flags of a command are a frozen dataclass that extends :class:`Flags`. Its method ``check`` adds
-the conditions on several flags. The library checks the rest.
+The flags of a command are a frozen dataclass that extends :class:`Flags`. A rule is called with a
+value and returns its expectation as text, or None if the value is right. The library checks the
+rest.
 """
 
 import dataclasses
@@ -16,66 +17,56 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from bilevel.internal.import_function import names_function
 
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """A number from ``least`` to ``most``, or under ``under``."""
-
-    least: float
-    most: float = 10**8  # commands multiply counts, and the product has to fit in 32 bits
-    under: float = math.inf
-
-    def fault(self, value: float) -> str | None:
-        """Return the expectation as text, or None if ``value`` is right."""
-        if not value >= self.least:  # NaN too
-            return f"expected at least {self.least}"
-        if value > self.most:
-            return f"expected at most {self.most}"
-        return f"expected under {self.under}" if value >= self.under else None
+Rule = Callable[[Any], str | None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """A value for which ``accepts`` returns True."""
+def between(least: float, most: float = 10**8, under: float = math.inf) -> Rule:
+    """Accept a number from ``least`` to ``most``, or under ``under``.
 
-    accepts: Callable[[Any], bool]
-    expected: str
+    Commands multiply counts, and the product has to fit in 32 bits: hence the default of ``most``.
+    """
 
-    def fault(self, value: Any) -> str | None:
-        """Return the expectation as text, or None if ``value`` is right."""
-        return None if self.accepts(value) else f"expected {self.expected}"
+    def rule(value):
+        if not value >= least:  # NaN too
+            return f"expected at least {least}"
+        if value > most:
+            return f"expected at most {most}"
+        return f"expected under {under}" if value >= under else None
+
+    return rule
 
 
-@dataclasses.dataclass(frozen=True)
-class Names:
-    """Different names among those ``known``; with ``functions`` also MODULE:FUNCTION."""
+def form(accepts: Callable[[Any], bool], expected: str) -> Rule:
+    """Accept a value for which ``accepts`` returns True."""
+    return lambda value: None if accepts(value) else f"expected {expected}"
 
-    known: tuple[str, ...]
-    least: int = 1
-    functions: bool = False
 
-    def fault(self, value: tuple[str, ...]) -> str | None:
-        """Return the expectation as text, or None if ``value`` is right."""
+def names(known: tuple[str, ...], least: int = 1, functions: bool = False) -> Rule:
+    """Accept different names among those ``known``; with ``functions`` also MODULE:FUNCTION."""
+    others = ", or MODULE:FUNCTION" if functions else ""
+
+    def rule(value):
         if len(set(value)) < len(value):
             return "expected different names"
-        names = {name for name in value if not (self.functions and names_function(name))}
-        if len(value) >= self.least and names <= set(self.known):
+        unknown = {name for name in value if not (functions and names_function(name))} - set(known)
+        if len(value) >= least and not unknown:
             return None
-        others = ", or MODULE:FUNCTION" if self.functions else ""
-        return f"expected names among {', '.join(self.known)}{others}"
+        return f"expected names among {', '.join(known)}{others}"
+
+    return rule
 
 
-Count = Annotated[int, Range(1)]
-CountOrNone = Annotated[int, Range(0)]  # 0 switches it off
-Size = Annotated[int, Range(1, 10**9)]  # the memory sets the limit
-Channels = Annotated[int, Range(1, 10**6)]  # so that their squares can be counted
-Sample = Annotated[int, Range(2, 10**9)]  # the variance of one row is 0
-Layers = Annotated[int, Range(1, 1000)]  # each layer is traced by itself, which takes time
-Epochs = Annotated[int, Range(1, 10_000)]
-Seed = Annotated[int, Range(0, 2**32 - 1)]  # seeds that both JAX and numpy take
-Rate = Annotated[float, Range(1e-12, 1e6)]  # not 0 in float32
-Out = Annotated[pathlib.Path, Form(lambda path: str(path).isprintable(), "printable characters")]
-Importable = Annotated[str, Form(names_function, "MODULE:FUNCTION, as in my_module:my_space")]
+Count = Annotated[int, between(1)]
+CountOrNone = Annotated[int, between(0)]  # 0 switches it off
+Size = Annotated[int, between(1, 10**9)]  # the memory sets the limit
+Channels = Annotated[int, between(1, 10**6)]  # so that their squares can be counted
+Sample = Annotated[int, between(2, 10**9)]  # the variance of one row is 0
+Layers = Annotated[int, between(1, 1000)]  # each layer is traced by itself, which takes time
+Epochs = Annotated[int, between(1, 10_000)]
+Seed = Annotated[int, between(0, 2**32 - 1)]  # seeds that both JAX and numpy take
+Rate = Annotated[float, between(1e-12, 1e6)]  # not 0 in float32
+Out = Annotated[pathlib.Path, form(lambda path: str(path).isprintable(), "printable characters")]
+Importable = Annotated[str, form(names_function, "MODULE:FUNCTION, as in my_module:my_space")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +79,10 @@ class Flags:
             value = getattr(self, name)
             if expected := fault(hint, value):
                 raise ValueError(f"{name}: {expected}, got {shown(value)}.")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Raise a ValueError if flags do not fit each other; subclasses call it first."""
 
     def check_at_most(self, name: str, most: int, of: str = "") -> None:
         """Raise a ValueError if the flag ``name`` is larger than ``most``."""
@@ -101,33 +96,33 @@ def hints(flags: type) -> dict[str, Any]:
     return {field.name: resolved[field.name] for field in dataclasses.fields(flags)}
 
 
+_KINDS: dict[Any, tuple[type | tuple[type, ...], str]] = {
+    int: (int, "an integer"),
+    float: ((int, float), "a number"),
+    bool: (bool, "true or false"),
+    str: (str, "a string"),
+    pathlib.Path: (pathlib.Path, "a path"),
+    type(None): (type(None), "none"),
+}
+
+
 def fault(hint: Any, value: Any) -> str | None:
     """Return the expectation of the type ``hint``, or None if ``value`` is right."""
     options = get_args(hint)
     if get_origin(hint) is Annotated:
-        kind, *ranges = options
-        return fault(kind, value) or next(filter(None, (r.fault(value) for r in ranges)), None)
+        kind, *rules = options
+        return fault(kind, value) or next(filter(None, (rule(value) for rule in rules)), None)
     if get_origin(hint) in (Union, types.UnionType):
         faults = [fault(option, value) for option in options]
         return None if None in faults else faults[0]
     if get_origin(hint) is Literal:
         return None if value in options else f"expected one of {', '.join(options)}"
     if get_origin(hint) is tuple:
-        names = isinstance(value, tuple) and all(isinstance(name, str) for name in value)
-        return None if names else "expected names"
+        strings = isinstance(value, tuple) and all(isinstance(name, str) for name in value)
+        return None if strings else "expected names"
     kinds, expected = _KINDS[hint]
     wrong = not isinstance(value, kinds) or (isinstance(value, bool) and hint is not bool)
     return f"expected {expected}" if wrong else None
-
-
-_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
-    int: ((int,), "an integer"),
-    float: ((int, float), "a number"),
-    bool: ((bool,), "true or false"),
-    str: ((str,), "a string"),
-    pathlib.Path: ((pathlib.Path,), "a path"),
-    type(None): ((type(None),), "none"),
-}
 
 
 def shown(value: Any) -> str:
@@ -136,8 +131,8 @@ def shown(value: Any) -> str:
         return "none"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**20:
         return f"about 10^{math.log10(abs(value)):.0f}"
-    if isinstance(value, tuple) and (names := " ".join(map(str, value))).isprintable():
-        text = names
+    if isinstance(value, tuple) and (words := " ".join(map(str, value))).isprintable():
+        text = words
     else:
         text = repr(str(value) if isinstance(value, pathlib.Path) else value)
     return text if len(text) <= 80 else f"{text[:60]}... of {len(str(value))} characters"

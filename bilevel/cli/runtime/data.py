@@ -18,7 +18,6 @@ import numpy as np
 
 from bilevel.cli.flags.commands import Job
 from bilevel.cli.flags.datasets import CLASSES, ROWS, SHAPES, check_sum, is_function, is_own
-from bilevel.cli.flags.quick import QUICK
 from bilevel.cli.runtime import invocation, report
 from bilevel.data import datasets
 from bilevel.internal.import_function import imported
@@ -204,10 +203,9 @@ def _size(config: Any, name: str) -> int:
 
 
 def _is_default(config: Job, name: str) -> bool:
-    kind = type(config)
-    if name in invocation.current().given:
-        return False
-    return getattr(config, name) in (getattr(kind(), name), getattr(QUICK.get(kind, kind()), name))
+    kind, value = type(config), getattr(config, name)
+    defaults = getattr(kind, name), kind.quick.get(name)
+    return name not in invocation.current().given and value in defaults
 
 
 def _description(config: Any, data: Data) -> str:

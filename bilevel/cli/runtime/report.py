@@ -6,7 +6,7 @@ import importlib.util
 import json
 import pathlib
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import scipy.special
 from rich.console import Console
+from rich.table import Table
 
 from bilevel.cli.runtime import invocation
 from bilevel.internal.processes import is_first_process
@@ -196,11 +197,39 @@ def _rounded(x: float, digits: int, rounding: str) -> str:
     return f"{context.create_decimal_from_float(float(x)):.{digits}g}"
 
 
-def result_table(title: str, first: str, *headings: str, **options: Any) -> Any:
-    """Return a table to print, with a left column ``first`` and right-aligned columns."""
-    from rich.table import Table
+Columns = Mapping[str, tuple[str, str | Callable[[np.ndarray], str]]]
+"""The columns of a table by key: heading, and format of a value or of all seeds' values."""
 
-    table = Table(title=title, **options)
+
+def score_table(
+    title: str,
+    scores: Mapping[str, Any],
+    columns: Columns,
+    *,
+    ends: Collection[str] = (),
+    starred: str | None = None,
+) -> Any:
+    """Return a table of ``scores``, by network and key, with errors in %; a missing one is blank.
+
+    A rule is drawn below the networks in ``ends``.
+    """
+
+    def text(row, key, form):
+        if key not in row:
+            return ""
+        values = np.asarray(row[key]) * (100 if key.endswith("_error") else 1)
+        return form(values) if callable(form) else cell(values, form)
+
+    table = result_table(title, "network", *(heading for heading, _ in columns.values()))
+    for name, row in scores.items():
+        cells = [text(row, key, form) for key, (_, form) in columns.items()]
+        table.add_row(name + " *" * (name == starred), *cells, end_section=name in ends)
+    return table
+
+
+def result_table(title: str, first: str, *headings: str) -> Any:
+    """Return a table to print, with a left column ``first`` and right-aligned columns."""
+    table = Table(title=title)
     table.add_column(first, no_wrap=True)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)

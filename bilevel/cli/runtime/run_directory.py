@@ -69,7 +69,8 @@ def _new(config: Job) -> list[pathlib.Path]:
                 folder.mkdir()
                 break
         made.insert(0, folder)
-        (folder / from_config_file.CONFIG).write_text(from_config_file.dump(config))
+        text = from_config_file.dump(from_config_file.flags_of(config))
+        (folder / from_config_file.CONFIG).write_text(text)
     except OSError as error:
         _remove(made)
         raise ValueError(

@@ -81,7 +81,6 @@ class _BaselineRun(CommandRun):
     def _problem_and_candidates(
         self, parts: list[Any], data_key: jax.Array, config_key: jax.Array
     ) -> tuple[Selection, list[Any]]:
-        """Return the selection problem, and the configurations."""
         config = self.config
         if config.data == "imdb":
             # lambda |w|^2 + sum = 2 lambda (1/2 |w|^2 + C sum)
@@ -99,7 +98,6 @@ class _BaselineRun(CommandRun):
         return problem, features.sample_fourier(config_key, config.configs)
 
     def _trace(self, name: str, key: jax.Array, candidates: list[Any], problem: Selection) -> Trace:
-        """Run the search of one method."""
         dimension = self.config.size("dimension")
         halves = name in ("successive-halving", "hyperband")
         options: dict[str, Any] = {"minimum": max(1, dimension // 64)} if halves else {}

@@ -9,7 +9,7 @@ from bilevel.cli.deep_search.report import name_in_arrays, name_of_found
 from bilevel.cli.flags.datasets import CLASSES, ROWS, SHAPES, is_own
 from bilevel.cli.flags.deep_searches import Train
 from bilevel.cli.runtime import report
-from bilevel.cli.runtime.data import Data, own_data
+from bilevel.cli.runtime.data import Data, load_builtin, own_data
 from bilevel.data import datasets
 from bilevel.internal.import_function import called
 from bilevel.nets.evaluation import Part
@@ -76,10 +76,8 @@ def draw_rows(config: Train, result: dict[str, Any], data: Data, number: int) ->
         sizes = {name: before[name] for name in ("train", "valid", "test")}
         ((train, valid, test),) = datasets.draw_splits(data.source, [draws[number]], **sizes)
         return _checked(config, _joined(train, valid), test, datasets.load(data.source).classes)
-    size = None
-    if data.source == "cifar10" and config.train != "all":  # read only the files with the rows
-        size = datasets.BATCH_ROWS * -(-(config.train or default) // datasets.BATCH_ROWS)
-    loaded = data.dataset or datasets.load(data.source, train_size=size)
+    wanted = None if config.train == "all" else config.train or default
+    loaded = data.dataset or load_builtin(data.source, wanted)
     train, test = (loaded.x_train, loaded.y_train), (loaded.x_test, loaded.y_test)
     if loaded.x_valid is not None:
         train = _joined(train, (loaded.x_valid, loaded.y_valid))

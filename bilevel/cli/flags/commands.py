@@ -9,7 +9,7 @@ import pathlib
 from typing import Annotated, Any, ClassVar, Literal
 
 from bilevel.cli.flags import rules
-from bilevel.cli.flags.datasets import SOURCES, check_rows, check_source, exists
+from bilevel.cli.flags.datasets import SOURCES, check_rows, exists, is_function
 from bilevel.internal.import_function import check_module, names_function
 from ntk.scores.registry import HOST_SCORES, builtin_score_names
 
@@ -59,10 +59,15 @@ class Job(rules.Flags):
     changeable: ClassVar[tuple[str, ...]] = ()  # flags that --resume may change
     quick: ClassVar[dict[str, Any]] = {}  # sizes of --quick: no download
 
+    def size(self, name: str) -> int:
+        """Return the flag ``name``, which counts rows."""
+        return getattr(self, name)
+
     def _check_together(self) -> None:
         super()._check_together()
-        if self.data is not None:  # of `bilevel train`: the data of the search
-            check_source(self.data)
+        # None: `bilevel train` takes the data of the search.
+        if self.data is not None and is_function(self.data):
+            check_module("data", self.data)
 
 
 Devices = rules.Count | Literal["all"]

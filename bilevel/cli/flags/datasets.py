@@ -2,7 +2,7 @@
 
 import os
 
-from bilevel.internal.import_function import check_module, names_function
+from bilevel.internal.import_function import names_function
 
 # Rows for training, and separate rows for the test. The test rows of digits are drawn from the
 # training rows.
@@ -38,12 +38,6 @@ def exists(data: str) -> bool:
 def is_function(data: str) -> bool:
     """Return whether ``--data`` is MODULE:FUNCTION."""
     return is_own(data) and not data.endswith(".npz") and not os.path.isdir(data)
-
-
-def check_source(data: str) -> None:
-    """Raise ``ValueError`` if ``--data`` is a MODULE:FUNCTION without its module."""
-    if is_function(data):
-        check_module("data", data)
 
 
 def check_rows(data: str, sizes: dict[str, int], reserved: int = 0) -> None:

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 from rich.console import Console
 
 from bilevel.cli.flags import from_config_file
-from bilevel.cli.runtime import memory, report
+from bilevel.cli.runtime import invocation, memory, report
 from bilevel.cli.runtime.data import Data, opened
 from bilevel.cli.runtime.run_directory import run_directory
-from bilevel.runs.progress import Phases
+from bilevel.runs.progress import Phases, phases
 
 Result = dict[str, Any]
 """The content of ``result.json``."""
@@ -57,11 +57,13 @@ class CommandRun:
 
     def run(self) -> Result:
         """Run the job; print its table, write its run directory, return ``result.json``."""
+        call = invocation.current()
+        progress = self.config.progress if call.progress else False
         with (
             memory.fitting(self.config, *self.arrays()),
             run_directory(self.config, self.data, keeps=self.keeps) as self.folder,
         ):
-            with report.phases(self.config.progress) as self.bars:
+            with phases(progress, call.record) as self.bars:
                 self.bars.enter("data")
                 result, arrays = self.result()
             about = {

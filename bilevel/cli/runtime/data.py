@@ -83,12 +83,7 @@ class Data(NamedTuple):
 
     def training_rows(self, key: jax.Array, count: int) -> np.ndarray:
         """Return training rows [count, ...], with all classes in their proportions."""
-        dataset = self.dataset
-        if dataset is None:
-            size = None
-            if self.source == "cifar10":  # read only the files that hold the rows
-                size = -(-count // datasets.BATCH_ROWS) * datasets.BATCH_ROWS
-            dataset = datasets.load(self.source, train_size=size)
+        dataset = self.dataset or load_builtin(self.source, count)
         if count > (total := len(dataset.y_train)):
             raise ValueError(f"rows: expected at most {total}, got {count}.")
         return self._prepared(datasets.draw_part(dataset, key, "train", count))[0][0]
@@ -104,14 +99,13 @@ class Data(NamedTuple):
             "rows": [0 if y is None else len(y) for y in sizes],
             "shape": list(self.shape),
             "classes": list(self.dataset.classes),
-            "normalization": _normalization(self.shape, self.dataset.x_train.dtype),
+            "normalization": self._normalization(self.dataset.x_train.dtype),
         }
 
-
-def _normalization(shape: tuple[int, ...], dtype: np.dtype) -> str:
-    if len(shape) == 1:
-        return "columns of mean 0 and variance 1 on the training rows"
-    return "bytes / 255" if dtype == np.uint8 else "none"
+    def _normalization(self, dtype: np.dtype) -> str:
+        if len(self.shape) == 1:
+            return "columns of mean 0 and variance 1 on the training rows"
+        return "bytes / 255" if dtype == np.uint8 else "none"
 
 
 def _standardized(parts: list[Rows]) -> list[Rows]:
@@ -144,6 +138,14 @@ def opened(config: AnyJob, *, images: bool, labels: bool = True) -> tuple[AnyJob
     return config, data
 
 
+def load_builtin(source: str, count: int | None) -> datasets.Dataset:
+    """Load a built-in dataset, but of cifar10 only the files with ``count`` training rows."""
+    size = None
+    if source == "cifar10" and count is not None:
+        size = -(-count // datasets.BATCH_ROWS) * datasets.BATCH_ROWS
+    return datasets.load(source, train_size=size)
+
+
 def own_data(source: str, seed: int, *, images: bool, labels: bool) -> Data:
     """Return the user's rows; ``seed`` draws the test rows. Raises as :func:`opened` does."""
     try:
@@ -173,15 +175,13 @@ def _with_sizes(config: AnyJob, dataset: datasets.Dataset) -> AnyJob:
     pools = [("rows", "train", "valid"), ()] if valid is None else [("rows", "train"), ("valid",)]
     sizes: dict[str, Any] = {}
     for pool, total in zip(pools, (rows, 0 if valid is None else len(valid)), strict=True):
-        wanted = {name: _size(config, name) for name in pool if hasattr(config, name)}
+        wanted = {name: config.size(name) for name in pool if hasattr(config, name)}
         if "train" in wanted and "valid" not in wanted and valid is None:
             total -= 1  # `bilevel rank` draws one validation row, and does not use it
         sizes |= _shrunk(config, wanted, total)
     if "batch_size" in vars(config):
         least = min(size for name, size in sizes.items() if name != "rows")
-        sizes["batch_size"] = _shrunk(config, {"batch_size": _size(config, "batch_size")}, least)[
-            "batch_size"
-        ]
+        sizes |= _shrunk(config, {"batch_size": config.size("batch_size")}, least)
     fitted = dataclasses.replace(config, **sizes)
     fitted.check()
     return fitted
@@ -196,10 +196,6 @@ def _shrunk(config: Job, wanted: dict[str, int], total: int) -> dict[str, int]:
         wanted = wanted | {name: max(1, int(share * size)) for name, size in free.items()}
     check_sum(config.data, wanted, total)
     return wanted
-
-
-def _size(config: Any, name: str) -> int:
-    return config.size(name) if hasattr(config, "size") else getattr(config, name)
 
 
 def _is_default(config: Job, name: str) -> bool:
@@ -218,7 +214,7 @@ def _description(config: Any, data: Data) -> str:
     numbers = [f"{len(dataset.y_train):,} training", f"{len(dataset.y_test):,} test"]
     if dataset.y_valid is not None:
         numbers.insert(1, f"{len(dataset.y_valid):,} validation")
-    used = {name: _size(config, name) for name in _SIZES if hasattr(config, name)}
+    used = {name: config.size(name) for name in _SIZES if hasattr(config, name)}
     if "test" in used:
         used["test"] = min(used["test"], len(dataset.y_test))
     sizes = ", ".join(f"{size:,} {name}" for name, size in used.items())

@@ -7,7 +7,6 @@ import json
 import pathlib
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -21,8 +20,6 @@ from bilevel.internal.processes import is_first_process
 from bilevel.outer_loop.metrics_log import without_nan
 from bilevel.plots import appearance
 from bilevel.runs import records
-from bilevel.runs.progress import Phases
-from bilevel.runs.progress import phases as progress_phases
 
 
 def origin() -> dict[str, Any]:
@@ -34,12 +31,6 @@ def origin() -> dict[str, Any]:
         "jax": jax.__version__,
         "device": str(jax.devices()[0].device_kind),
     }
-
-
-def phases(progress: bool | None) -> AbstractContextManager[Phases]:
-    """Return the progress bars of a run, one for each phase."""
-    call = invocation.current()
-    return progress_phases(progress if call.progress else False, call.record)
 
 
 def write_results(folder: pathlib.Path, result: dict[str, Any], arrays: dict[str, Any]) -> None:

@@ -118,7 +118,7 @@ class Search(Resumable):
     alpha_rate: rules.Rate = 0.3
     """Learning rate of α (Adam)."""
     changeable: ClassVar = "steps", "devices", "distributed"
-    quick: ClassVar = {"steps": 5, "width": 128, "train": 100, "valid": 100, "test": 500}
+    quick: ClassVar = dict(steps=5, width=128, train=100, valid=100, test=500)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -141,7 +141,7 @@ class Certify(Job):
     """Training rows, drawn with all classes in their proportions."""
     rtol: Annotated[float, rules.between(1e-9, 0.5)] = 1e-3
     """Relative gap between the two ends of the bracket."""
-    quick: ClassVar = {"rows": 50}
+    quick: ClassVar = dict(rows=50)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -185,7 +185,7 @@ class Baseline(Resumable):
     devices: Devices = 1
     """Devices that the rows are spread over, a divisor of their number; or all. Images only."""
     changeable: ClassVar = ("devices",)
-    quick: ClassVar = {"configs": 8, "dimension": 128, "train": 200, "valid": 200, "test": 500}
+    quick: ClassVar = dict(configs=8, dimension=128, train=200, valid=200, test=500)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -262,10 +262,7 @@ class Rank(Resumable):
         *("networks", "scores", "aggregate", "k", "pool"),
         *("devices", "at_once", "distributed"),
     )
-    quick: ClassVar = {
-        **{"data": "digits", "networks": 20, "k": 5, "pool": 10},
-        **{"cells": 1, "channels": 4, "pixels": 16},
-    }
+    quick: ClassVar = dict(data="digits", networks=20, k=5, pool=10, cells=1, channels=4, pixels=16)
 
     def _check_together(self) -> None:
         super()._check_together()

@@ -90,10 +90,7 @@ class SkipSearch(DeepSearch):
     """Hidden units of a layer."""
     parametrization: Literal["ntk", "as_printed", "he"] = "ntk"
     """Initialisation: of the paper's theory, of its Algorithm 1, or He's."""
-    quick: ClassVar = {
-        **{"depth": 4, "width": 32, "steps": 200, "epochs": 10},
-        **{"samples": 50, "test": 1000},
-    }
+    quick: ClassVar = dict(depth=4, width=32, steps=200, epochs=10, samples=50, test=1000)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -140,11 +137,17 @@ class DartsSearch(CellSearch):
     """A second classifier in training from scratch, as DARTS has; images of 29 pixels or more."""
     remat: bool = True
     """Save memory: compute each edge again in the backward pass."""
-    quick: ClassVar = {
-        "operations": ("none", "max_pool_3x3", "skip_connect", "sep_conv_3x3"),
-        **{"channels": 4, "pixels": 16, "steps": 100, "epochs": 10, "batch_size": 32},
-        **{"samples": 20, "test": 1000, "random": 1},
-    }
+    quick: ClassVar = dict(
+        operations=("none", "max_pool_3x3", "skip_connect", "sep_conv_3x3"),
+        channels=4,
+        pixels=16,
+        steps=100,
+        epochs=10,
+        batch_size=32,
+        samples=20,
+        test=1000,
+        random=1,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,10 +165,9 @@ class NasBench201Search(CellSearch):
     """Channels of the first stage."""
     remat: bool = True
     """Save memory: compute each cell again in the backward pass."""
-    quick: ClassVar = {
-        **{"cells": 1, "channels": 4, "pixels": 16, "steps": 100, "batch_size": 32},
-        **{"samples": 20, "test": 1000},
-    }
+    quick: ClassVar = dict(
+        cells=1, channels=4, pixels=16, steps=100, batch_size=32, samples=20, test=1000
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +181,7 @@ class OwnSearch(DeepSearch):
     """Average images down to at most this side."""
     random: rules.CountOrNone = 2
     """Random architectures to train next to the one found."""
-    quick: ClassVar = {"steps": 100, "epochs": 10, "samples": 20, "test": 1000, "random": 1}
+    quick: ClassVar = dict(steps=100, epochs=10, samples=20, test=1000, random=1)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -226,7 +228,7 @@ class Train(Resumable):
     """Move and mirror training images."""
     cutout: rules.CountOrNone = 0
     """Side of the square cut out of training images, in pixels; 0: none."""
-    quick: ClassVar = {"epochs": 5, "test": 500, "random": 5, "single": False}
+    quick: ClassVar = dict(epochs=5, test=500, random=5, single=False)
 
     def _check_together(self) -> None:
         super()._check_together()

@@ -434,49 +434,42 @@ def test_baseline_handles_one_configuration(tmp_path, capsys):
     assert "weight-sharing" in capsys.readouterr().out
 
 
-def on_two_devices(*args):
-    """The command's exit code and output on two devices."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
-    return subprocess.run(
-        [sys.executable, "-m", "bilevel", *args],
-        env=os.environ | {"XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-    )
+def arrays_of(folder, *args, devices=()):
+    """The arrays of a run; with ``devices``, in another process that has two of them."""
+    line = [*args, "--out", str(folder), *devices]
+    if devices:
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+        environment = os.environ | {"XLA_FLAGS": flags}
+        command = [sys.executable, "-m", "bilevel", *line]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    else:
+        with jax.enable_x64(False):  # as the other process computes
+            assert main(line) == 0
+    return loaded(folder / "arrays.npz")
 
 
 @pytest.mark.long
 def test_seeds_and_networks_are_spread_over_devices(tmp_path):
-    def run(name, *args, devices=()):
-        out = "--out", str(tmp_path / name)
-        if devices:
-            done = on_two_devices(*args, *out, *devices)
-            assert done.returncode == 0, done.stderr
-        else:
-            with jax.enable_x64(False):  # as the other process computes
-                assert main([*args, *out]) == 0
-        return loaded(tmp_path / name / "arrays.npz")
-
     seeds = "search", *SMALL, *CLOSED, "--seeds", "2"
-    one, two = run("one", *seeds), run("two", *seeds, devices=("--devices", "all"))
+    one = arrays_of(tmp_path / "one", *seeds)
+    two = arrays_of(tmp_path / "two", *seeds, devices=("--devices", "all"))
     np.testing.assert_allclose(two["alpha"], one["alpha"], atol=1e-4)  # of float32
     rank = ("rank", "--data", "digits", "--scores", "naswot", "--networks", "5", "--k", "2")
     rank += ("--batch-size", "8", "--cells", "1", "--channels", "2", "--train", "32")
     # A run on one device scores two of the five networks.
-    run("a", *(arg if arg != "5" else "2" for arg in rank))
-    two = run("a", *rank, "--resume", devices=("--at-once", "2", "--devices", "2"))
-    np.testing.assert_allclose(two["naswot"], run("b", *rank)["naswot"], rtol=1e-5)
+    arrays_of(tmp_path / "a", *(arg if arg != "5" else "2" for arg in rank))
+    devices = "--at-once", "2", "--devices", "2"
+    two = arrays_of(tmp_path / "a", *rank, "--resume", devices=devices)
+    np.testing.assert_allclose(two["naswot"], arrays_of(tmp_path / "b", *rank)["naswot"], rtol=1e-5)
 
 
 @pytest.mark.long
 def test_the_rows_of_a_baseline_are_spread_over_devices(tmp_path):
     sizes = "--train", "60", "--valid", "30", "--test", "30", "--dimension", "16", "--configs", "2"
     args = "baseline", "--method", "random-search", *sizes
-    done = on_two_devices(*args, "--out", str(tmp_path / "two"), "--devices", "all")
-    assert done.returncode == 0, done.stderr
-    with jax.enable_x64(False):  # as the other process computes
-        assert main([*args, "--out", str(tmp_path / "one")]) == 0
-    one, two = (loaded(tmp_path / name / "arrays.npz") for name in ("one", "two"))
+    one = arrays_of(tmp_path / "one", *args)
+    two = arrays_of(tmp_path / "two", *args, devices=("--devices", "all"))
     np.testing.assert_allclose(two["random_search_valid"], one["random_search_valid"], atol=0.04)
 
 

@@ -143,13 +143,9 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("line", "sentence"), MISTAKES)
-def test_no_mistake_leaves_a_directory(tmp_path, monkeypatch, capsys, line, sentence):
-    monkeypatch.chdir(tmp_path)
+def test_no_mistake_leaves_a_directory(tmp_path, mistake, line, sentence):
     (tmp_path / "FILE").touch()
-    assert main(line.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"bilevel: {sentence}") and error.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
+    assert mistake(line).startswith(sentence)
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"certify"}))
@@ -431,28 +427,21 @@ def test_names_of_flags_are_those_of_the_library():
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "sentence"),
+    ("text", "sentence"),
     [
-        ('{"rowz": 3}', "certify", "config: expected the flags of a run of this command and space"),
-        ('{"rows": "3"}', "certify", "config: rows in 'FILE': expected an integer, got '3'."),
-        ('{"out": 3}', "certify", "config: out in 'FILE': expected a path, got 3."),
-        ('{"activations": "relu"}', "certify", "config: activations in 'FILE': expected names,"),
-        ("[]", "search", "config: expected the flags of a run in 'FILE', as a JSON object, got a"),
+        ('{"rowz": 3}', "config: expected the flags of a run of this command and space"),
+        ('{"rows": "3"}', "config: rows in 'FILE': expected an integer, got '3'."),
+        ('{"out": 3}', "config: out in 'FILE': expected a path, got 3."),
+        ('{"activations": "relu"}', "config: activations in 'FILE': expected names,"),
+        ("[]", "config: expected the flags of a run in 'FILE', as a JSON object, got a"),
     ],
 )
-def test_a_config_that_is_not_the_commands_is_refused(
-    tmp_path, monkeypatch, capsys, text, line, sentence
-):
-    monkeypatch.chdir(tmp_path)
+def test_a_config_that_is_not_the_commands_is_refused(tmp_path, mistake, text, sentence):
     (tmp_path / "FILE").write_text(text)
-    assert main([*line.split(), "--config", "FILE"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"bilevel: {sentence}") and error.count("\n") == 1
-    assert main(["certify", "--config"]) == 2
-    assert "--config" in capsys.readouterr().err
-    assert main(["certify", "--config", "nothing"]) == 2
-    assert capsys.readouterr().err.endswith("'nothing', as a JSON object, got no such file.\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
+    assert mistake("certify --config FILE").startswith(sentence)
+    assert "--config" in mistake("certify --config")
+    missing = mistake("certify --config nothing")
+    assert missing.endswith("'nothing', as a JSON object, got no such file.")
 
 
 def test_a_run_that_was_resumed_with_more_leaves_the_flags_that_give_its_result(defaults, tmp_path):

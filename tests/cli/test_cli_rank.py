@@ -160,11 +160,9 @@ def test_scores_of_ones_own_are_ranked_with_builtin_ones_and_resumed(own_scores,
     ],
 )
 def test_mistakes_in_scores_of_ones_own_are_one_sentence(
-    own_scores, capsys, monkeypatch, scores, message
+    own_scores, mistake, monkeypatch, scores, message
 ):
     """None of them is scored, nor a score before it."""
     monkeypatch.setattr(scoring, "_score_in_chunks", None)
-    assert main([*SMALL, "--scores", *scores, "--out", "run"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and not pathlib.Path("run").exists()
+    error = mistake([*SMALL, "--scores", *scores, "--out", "run"])
     assert re.search(f"scores: .*{message}", error), error

@@ -4,8 +4,11 @@
 """
 
 import contextlib
+import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -15,12 +18,27 @@ import optax
 import pytest
 from jax.flatten_util import ravel_pytree
 
+import bilevel
+
 _GIVEN = Path(os.environ.get("BILEVEL_DATA") or "nowhere") / "nasbench201"
 needs_scores = pytest.mark.skipif(
     not any(_GIVEN.glob("nasbench201_published_scores.csv*")),
     reason="BILEVEL_DATA holds no published scores",
 )
 float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="the claim is float64's")
+
+
+DTYPES = [np.float32, np.float64] if jax.config.jax_enable_x64 else [np.float32]
+
+
+def long_except(usual, values):
+    """Return the values of a parametrized test, with the mark ``long`` on all but the usual ones.
+
+    Each value is one parameter, or a tuple of parameters.
+    """
+    parameters = [value if isinstance(value, tuple) else (value,) for value in values]
+    marks = [() if value in usual else pytest.mark.long for value in values]
+    return [pytest.param(*p, marks=m) for p, m in zip(parameters, marks, strict=True)]
 
 
 def flatten(tree):
@@ -68,6 +86,22 @@ def finite_differences(function, x):
     return np.squeeze(np.stack(columns, -1))
 
 
+def hypergradient(problem, solver, *args, diagnostics=False, **options):
+    """Compile a hypergradient and return its result at ``args``."""
+    fn = bilevel.hypergradient(problem, solver, diagnostics=diagnostics, **options)
+    return jax.jit(fn)(*args)
+
+
+def assert_resumes(args, folder, *, steps=4, **options):
+    """Check that a resumed search ends like the whole one; return the whole."""
+    whole = bilevel.search(*args, steps=steps, **options)
+    bilevel.search(*args, steps=steps // 2, checkpoint=folder / "a", **options)
+    resumed = bilevel.search(*args, steps=steps, checkpoint=folder / "a", resume=True, **options)
+    for part in ("alpha", "w", "history"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(resumed, part), getattr(whole, part))
+    return whole
+
+
 def lower_hessian(lower, w, alpha, batch):
     """``d^2 lower / dw^2`` as a [p, p] array, by JAX's dense second derivative."""
 
@@ -104,6 +138,21 @@ def documented_keys():
     return {key for line in table.splitlines() for key in re.findall("`(.*?)`", line.split("|")[1])}
 
 
+def run(*command, **options):
+    """Run a command and return what it prints; ``python`` is this interpreter."""
+    command = [sys.executable if word == "python" else str(word) for word in command]
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def on_devices(count, program):
+    """Return the last line that a program prints when JAX takes the CPU for several devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    printed = run("python", "-c", program, env=os.environ | {"XLA_FLAGS": flags})
+    return json.loads(printed.splitlines()[-1])
+
+
 @contextlib.contextmanager
 def no_room(limit):
     """Files longer than ``limit`` bytes cannot be written: the system refuses.
@@ -129,8 +178,6 @@ def trial(rate):
 
     It is here because a new process imports the module of its task.
     """
-    import bilevel
-
     problem = bilevel.Problem(
         lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
         lambda w, alpha, batch: jnp.sum((w - batch) ** 2),

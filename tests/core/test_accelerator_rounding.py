@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from accelerators import rounded_products
-from helpers import float64_only
+from helpers import cast, float64_only
 
 import bilevel
 import ntk
@@ -24,22 +24,19 @@ def linear_loss(w, alpha, batch):
 LINEAR = bilevel.Problem(linear_loss, lambda w, a, b: jnp.mean((b[0] @ w - b[1]) ** 2))
 
 
-def solvers():
-    return {
-        "ridge": bilevel.ridge(lambda alpha, x: x, jnp.exp),
-        "dense": bilevel.implicit(bilevel.newton(), bilevel.dense()),
-        "nystrom": bilevel.implicit(bilevel.newton(), bilevel.nystrom(12, 1.0)),
-        "gram": bilevel.implicit(
-            bilevel.newton(), bilevel.gram(lambda w, a, b: b[0] @ w, damping=jnp.exp)
-        ),
-    }
+GRAM = bilevel.gram(lambda w, a, b: b[0] @ w, damping=jnp.exp)
+SOLVERS = {
+    "ridge": bilevel.ridge(lambda alpha, x: x, jnp.exp),
+    "dense": bilevel.implicit(bilevel.newton(), bilevel.dense()),
+    "nystrom": bilevel.implicit(bilevel.newton(), bilevel.nystrom(12, 1.0)),
+    "gram": bilevel.implicit(bilevel.newton(), GRAM),
+}
 
 
 def hypergradient(problem, solver, alpha, w, dtype, *, y=Y, **options):
     """Return the hypergradient at arguments of a dtype."""
-    cast = functools.partial(jax.tree.map, lambda x: jnp.asarray(x, dtype))
-    batch = cast((X, y)), cast((X + 0.1, y))
-    return jax.jit(bilevel.hypergradient(problem, solver, **options))(cast(alpha), cast(w), *batch)
+    args = cast((alpha, w, (X, y), (X + 0.1, y)), dtype)
+    return jax.jit(bilevel.hypergradient(problem, solver, **options))(*args)
 
 
 def ridge_hypergradient(damping):
@@ -53,7 +50,7 @@ def ridge_hypergradient(damping):
 def test_linear_algebra_of_solvers_is_not_rounded():
     run = functools.partial(hypergradient, LINEAR, alpha=1.0, w=np.zeros(12), diagnostics=False)
     with rounded_products(7):
-        for name, solver in solvers().items():
+        for name, solver in SOLVERS.items():
             grad = float(run(solver, dtype=jnp.float32).grad)
             exact = ridge_hypergradient(1.0 if name == "nystrom" else 0.0)
             assert abs(grad - exact) < 1e-5 * abs(exact), name
@@ -72,8 +69,7 @@ TAUGHT = np.tanh(X @ WEIGHTS["a"]) @ WEIGHTS["b"] + 0.1 * Y
 
 @float64_only
 def test_the_estimate_contains_the_rounding_of_the_losses():
-    solver = bilevel.implicit(bilevel.newton(), bilevel.dense())
-    run = functools.partial(hypergradient, NETWORK, solver, -5.0, WEIGHTS, y=TAUGHT)
+    run = functools.partial(hypergradient, NETWORK, SOLVERS["dense"], -5.0, WEIGHTS, y=TAUGHT)
     exact = float(run(jnp.float64).grad)
     with rounded_products(7):
         hyper = run(jnp.float32)
@@ -82,14 +78,12 @@ def test_the_estimate_contains_the_rounding_of_the_losses():
     assert error / 3 <= estimate <= 10 * error
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_loss_that_asks_for_coarse_products_is_named():
     coarse = functools.partial(network_loss, precision="tensorfloat32")
     problem = bilevel.Problem(coarse, coarse)
-    solver = bilevel.implicit(bilevel.newton(), bilevel.dense())
     with rounded_products(5):
-        hyper = hypergradient(problem, solver, -5.0, WEIGHTS, jnp.float32, y=TAUGHT)
+        hyper = hypergradient(problem, SOLVERS["dense"], -5.0, WEIGHTS, jnp.float32, y=TAUGHT)
     assert "TF32" in REASONS[int(hyper.info.reason)]
 
 

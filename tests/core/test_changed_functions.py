@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import normal
 
 import bilevel
 import ntk
@@ -14,9 +15,7 @@ from ntk import scores
 from ntk.internal import compile_cache
 from ntk.internal.compile_cache import program
 
-rng = np.random.default_rng(0)
-W, X = jnp.asarray(rng.normal(size=(3, 3))), jnp.asarray(rng.normal(size=(4, 3)))
-WIDE = jnp.asarray(np.random.default_rng(1).normal(size=(3, 8)))
+W, X, WIDE = normal(0, 3, 3), normal(1, 4, 3), normal(2, 3, 8)
 BATCH = X, jnp.array([0, 1, 0, 1])
 POINT = jnp.ones(2), jnp.zeros(2), jnp.full(2, 0.5), jnp.full(2, 0.5)
 OPTIMIZER, UNROLLED = optax.sgd(0.1), bilevel.unrolled(0.05, 3)
@@ -53,7 +52,7 @@ class Network:
 
 
 def searched(net):
-    result = bilevel.search(net.problem, UNROLLED, OPTIMIZER, *POINT, steps=2, progress=False)
+    result = bilevel.search(net.problem, UNROLLED, OPTIMIZER, *POINT, steps=2)
     return result.alpha, result.history["value"]
 
 

@@ -4,18 +4,23 @@ Times are noisy, counts are not. A count above its number means lost speed: find
 you raise the number. A count below it is progress: lower the number.
 """
 
+import itertools
 import re
 from collections.abc import Iterator
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import cast
 from problems import mean_squares, separate_penalties
 
 import bilevel
 import ntk
+from bilevel.internal.conjugate_gradients import solve_conjugate_gradients
+from bilevel.internal.packed import packing
 
 ROWS, WEIGHTS, STEPS = 40, 12, 20
 
@@ -88,9 +93,8 @@ PROBLEM = bilevel.Problem(separate_penalties, mean_squares)
 
 def arguments():
     rng = np.random.default_rng(0)
-    batch = lambda: (rng.normal(size=(ROWS, WEIGHTS)), rng.normal(size=ROWS))  # noqa: E731
-    args = np.zeros(WEIGHTS), np.zeros(WEIGHTS), batch(), batch()
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), args)
+    batches = [(rng.normal(size=(ROWS, WEIGHTS)), rng.normal(size=ROWS)) for _ in range(2)]
+    return cast((np.zeros(WEIGHTS), np.zeros(WEIGHTS), *batches), jnp.float32)
 
 
 def hypergradient(solver, estimate=False):
@@ -107,10 +111,6 @@ def implicit(inverse):
     return hypergradient(bilevel.implicit(bilevel.unrolled(0.1, STEPS), inverse))
 
 
-def unrolled(steps):
-    return hypergradient(bilevel.unrolled(0.1, steps))
-
-
 def nngp(*args):
     return ntk.network_kernel(args[2][0], activations=[ntk.relu, ntk.relu]).ntk
 
@@ -121,31 +121,23 @@ def jacobian_kernel(*args):
     return ntk.empirical_kernel(apply, params, args[2][0])
 
 
+GRAM = bilevel.gram(lambda w, alpha, batch: batch[0] @ w, damping=1.0)
+RIDGE = bilevel.ridge(lambda alpha, x: x * jnp.exp(-alpha / 2), lambda alpha: 1.0)
 # Forward, a gradient step takes 2 products (X w, X' r); backward, its mixed derivative takes 2 more
 # (X v, X' X v). The outer gradient takes 2. Names: products and bytes of temporaries.
 CALLS = {
-    "unrolled, 5 steps": (lambda: unrolled(5), 4 * 5 + 2, 1408),
-    "unrolled, 20 steps": (lambda: unrolled(20), 4 * 20 + 2, 2112),
+    "unrolled, 5 steps": (lambda: hypergradient(bilevel.unrolled(0.1, 5)), 4 * 5 + 2, 1408),
+    "unrolled, 20 steps": (lambda: hypergradient(bilevel.unrolled(0.1, 20)), 4 * 20 + 2, 2112),
     # 20 steps and the outer gradient take 42 products; the inverse takes the others.
     "implicit, cg": (lambda: implicit(bilevel.cg(10)), 42 + 6, 1976),
     "implicit, neumann": (lambda: implicit(bilevel.neumann(10, 0.1)), 42 + 20, 1136),
     "implicit, dense": (lambda: implicit(bilevel.dense()), 42 + 4, 2992),
     "implicit, nystrom": (lambda: implicit(bilevel.nystrom(5, 1e-3)), 42 + 8, 2304),
-    "implicit, gram": (
-        lambda: implicit(bilevel.gram(lambda w, alpha, batch: batch[0] @ w, damping=1.0)),
-        42 + 20,
-        20656,
-    ),
+    "implicit, gram": (lambda: implicit(GRAM), 42 + 20, 20656),
     # The last 12 products and 968 bytes are for free directions; 10 of 12 run if there are any. The
     # rounding of terms in the bound takes 576 bytes.
     "info": (lambda: hypergradient(bilevel.unrolled(0.1, STEPS), True), 82 + 217 + 12, 10952),
-    "ridge": (
-        lambda: hypergradient(
-            bilevel.ridge(lambda alpha, x: x * jnp.exp(-alpha / 2), lambda alpha: 1.0)
-        ),
-        6,
-        3216,
-    ),
+    "ridge": (lambda: hypergradient(RIDGE), 6, 3216),
     "network_kernel": (lambda: nngp, 2, 120416),
     "empirical_kernel": (lambda: jacobian_kernel, 5, 21440),
 }
@@ -165,12 +157,123 @@ def test_a_reference_call_stays_within_its_products_bytes_and_programs(name):
 
 def test_a_search_makes_one_large_program_however_many_steps_it_takes():
     def search(steps):
-        solver = bilevel.unrolled(0.1, 5)
-        options = {"steps": steps, "progress": False}
-        return bilevel.search(PROBLEM, solver, optax.sgd(0.1), *arguments(), **options).alpha
+        args = PROBLEM, bilevel.unrolled(0.1, 5), optax.sgd(0.1), *arguments()
+        return bilevel.search(*args, steps=steps).alpha
 
     # The first search of a process also compiles copies of arrays and the like.
     assert programs(lambda: search(3)) <= 16
     # The search, and a history with a column of losses and one of alpha.
     assert programs(lambda: search(7)) <= 3
     assert programs(lambda: search(70)) <= 3
+
+
+# ----------------------------------------------------------------------------- operations in loops
+
+# These take no time of their own, or contain other operations that are counted.
+FREE = (
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota"),
+    *("while", "call", "conditional"),
+)
+
+
+def operation(line):
+    return re.search(r"[\s)\]}]([a-z][\w\-]*)\(", line.partition(" = ")[2])[1]
+
+
+def loops(program):
+    """Return the number of operations in each loop's body, the loops inside it apart."""
+    parts, _ = computations(program.as_text())
+    bodies = [
+        re.search(r"body=%?([\w.\-]+)", line)[1]
+        for lines in parts.values()
+        for line in lines
+        if " = " in line and operation(line) == "while"
+    ]
+
+    def count(name):
+        lines = [line for line in parts[name] if " = " in line]
+        called = [line for line in lines if operation(line) == "call"]
+        return sum(operation(line) not in FREE for line in lines) + sum(
+            count(re.search(r"to_apply=%?([\w.\-]+)", line)[1]) for line in called
+        )
+
+    return [count(name) for name in bodies]
+
+
+def compiled(function, *args):
+    return jax.jit(function).lower(*args).compile()
+
+
+def weights(sizes):
+    return [
+        (jnp.ones((a, b), jnp.float32), jnp.zeros(b, jnp.float32))
+        for a, b in itertools.pairwise(sizes)
+    ]
+
+
+def ridge(w, alpha, batch):
+    x, y = batch
+    return jnp.mean((x @ w - y) ** 2) + jnp.exp(alpha) * w @ w
+
+
+def network(w, alpha, batch):
+    x, y = batch
+    for matrix, bias in w:
+        x = jnp.tanh(x @ matrix + bias)
+    return jnp.mean((x - y) ** 2) + jnp.exp(alpha) * sum(jnp.sum(a**2) for a in jax.tree.leaves(w))
+
+
+def problem(name):
+    rows = jnp.ones((200, 50), jnp.float32)
+    if name == "ridge":
+        return ridge, jnp.zeros(50, jnp.float32), (rows, rows[:, 0])
+    return network, weights([50, 20, 20, 5]), (rows, rows[:, :5])
+
+
+def hessian(lower, w, alpha, batch):
+    return jax.linearize(lambda w: jax.grad(lower)(w, alpha, batch), w)[1]
+
+
+# On 2026-11-28 they added 19 and 18 operations. The ridge problem added 27 before, and the network,
+# whose leaves were apart, 61.
+@pytest.mark.parametrize("name", ["ridge", "network"])
+def test_an_iteration_of_conjugate_gradients_adds_few_operations(name):
+    lower, w, batch = problem(name)
+    alpha = jnp.zeros((), jnp.float32)
+
+    def products(w, alpha, batch, v):
+        hvp = hessian(lower, w, alpha, batch)
+        return jax.lax.while_loop(lambda v: jax.tree.leaves(v)[0].sum() < 1, hvp, v)
+
+    def solve(w, alpha, batch, v):
+        hvp = hessian(lower, w, alpha, batch)
+        return solve_conjugate_gradients(hvp, v, None, steps=9, threshold=alpha)
+
+    (users,) = loops(compiled(products, w, alpha, batch, w))
+    (all_operations,) = loops(compiled(solve, w, alpha, batch, w))
+    assert all_operations - users <= 20
+
+
+# The user's loss, its gradient and its linearization are included. The loops are the line search,
+# conjugate gradients and Newton's steps. Before 2026-11-28 the ridge problem took 12, 24 and 51.
+@pytest.mark.parametrize(("name", "limits"), [("ridge", (10, 24, 44)), ("network", (21, 48, 118))])
+def test_an_iteration_of_newton_takes_few_operations(name, limits):
+    lower, w, batch = problem(name)
+    solver = bilevel.implicit()
+
+    def run(alpha, w, batch):
+        return solver.run(lower, alpha, w, solver.init(w), batch)[0]
+
+    counts = sorted(loops(compiled(run, jnp.float32(0), w, batch)))
+    assert all(count <= limit for count, limit in zip(counts, limits, strict=True)), counts
+
+
+def test_packing_joins_small_leaves_of_one_dtype():
+    tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(2**17), "c": jnp.array(7.0)}
+    pack, unpack = packing(tree)
+    packed = pack(tree)
+    assert [leaf.shape for leaf in packed] == [(7,), (2**17,)]
+    chex.assert_trees_all_equal(unpack(packed), tree)
+    mixed = {"a": jnp.ones(2), "b": jnp.ones(2, jnp.bfloat16)}
+    pack, unpack = packing(mixed)
+    chex.assert_trees_all_equal(unpack(pack(mixed)), mixed)

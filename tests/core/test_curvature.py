@@ -1,61 +1,51 @@
 """Claims of hypergradients at soft directions, saddles and kinks, and what their checks cost."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import flatten, tolerance
-from problems import case, soft, soft_problem
+from helpers import flatten, hypergradient, lower_hessian, tolerance
+from problems import case, mean_squares, soft, soft_problem
 from sklearn.linear_model import Lasso
 
 import bilevel
 from bilevel.hypergradients import curvature as curvatures
 from bilevel.hypergradients.curvature import curvature
+from bilevel.internal.conjugate_gradients import solve_conjugate_gradients
 
 # ------------------------------------------------------- more weights than rows, little decay
 
 PROBLEM = soft_problem()
 
 
-def descended(alpha, w, batch):
-    """Few steps: the soft directions keep what the start had there."""
-    step_size, *batch = batch
-    return jax.lax.fori_loop(
-        0, 30, lambda _, w: w - step_size * jax.grad(PROBLEM.lower)(w, alpha, batch), w
-    )
-
-
 SOLVERS = {
     "implicit": bilevel.implicit(),
-    "after descent": bilevel.implicit(
-        bilevel.solved(lambda alpha, w, batch: descended(alpha, w, (0.1, *batch)))
-    ),
+    "after descent": bilevel.implicit(bilevel.unrolled(0.1, 30)),
     "unrolled": bilevel.unrolled(0.1, 30),
 }
 PRODUCTS = 1000  # more than the few of an unrolled solver's own cost
 
 
-@functools.cache
-def compiled(name, dense):
-    assert (curvatures.DENSE_SIZE > 0) == dense
-    return jax.jit(bilevel.hypergradient(PROBLEM, SOLVERS[name], products=PRODUCTS))
+@pytest.fixture(params=[True, False], ids=["decomposed", "iterated"])
+def dense(request, monkeypatch):
+    """Whether Hessians are decomposed; otherwise, their products are iterated."""
+    if not request.param:
+        monkeypatch.setattr(curvatures, "DENSE_SIZE", 0)
+    return request.param
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dense", [True, False], ids=["decomposed", "iterated"])
 @pytest.mark.parametrize("name", SOLVERS)
-def test_no_claim_is_false_where_soft_directions_hide_under_a_small_residual(
-    name, dense, monkeypatch
-):
-    if not dense:
-        monkeypatch.setattr(curvatures, "DENSE_SIZE", 0)
+def test_no_claim_is_false_where_soft_directions_hide_under_a_small_residual(name, dense):
+    fn = jax.jit(bilevel.hypergradient(PROBLEM, SOLVERS[name], products=PRODUCTS))
     rows = []
     for seed in range(12):
         args, truth = soft(seed)
-        result = compiled(name, dense)(*jax.tree.map(jnp.asarray, args))
+        result = fn(*jax.tree.map(jnp.asarray, args))
         rows.append((float(result.grad), truth, result.info.error_estimate, result.info.converged))
     grad, truth, estimate, converged = map(np.array, zip(*rows, strict=True))
     error = np.abs(grad - truth)
@@ -71,6 +61,51 @@ def test_no_claim_is_false_where_soft_directions_hide_under_a_small_residual(
         assert np.mean(error < 0.01 * np.abs(truth)) >= tolerance(0.5, 0.2)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_default_solver_is_right_to_rounding_whatever_the_penalty(dtype):
+    fn = jax.jit(bilevel.hypergradient(soft_problem(), bilevel.implicit(), diagnostics=False))
+    for seed, log10 in itertools.product(range(4), (-2, -4, -5, -6, -7, -8)):
+        arguments, truth = soft(seed, log10)
+        arguments = jax.tree.map(lambda a: jnp.asarray(a, dtype), arguments)
+        actual = float(fn(*arguments).grad)
+        # The weights' rounding, in directions of an outer gradient of size 1.
+        allowed = 100 * float(np.finfo(dtype).eps)
+        np.testing.assert_allclose(actual, truth, rtol=1e-3, atol=allowed)
+
+
+def test_a_tiny_curvature_is_trusted_unless_it_is_rounding():
+    x = np.random.default_rng(1).normal(size=(5, 12)).astype(np.float32)
+    free = np.linalg.svd(x)[2][-1].astype(np.float32)
+    b = jnp.asarray(x[0] / 4 + free)
+
+    def solve(penalty):
+        def hvp(v):
+            return x.T @ (x @ v) + penalty * v
+
+        return solve_conjugate_gradients(hvp, b, None, steps=100, threshold=jnp.float32(1e-6)).x
+
+    exact = np.linalg.solve(x.T.astype(float) @ x + 1e-8 * np.eye(12), np.asarray(b, float))
+    off = np.linalg.norm(np.asarray(solve(np.float32(1e-8)), float) - exact)
+    assert off < 0.01 * np.linalg.norm(exact)
+    assert float(jnp.linalg.norm(solve(np.float32(0)))) < 10  # 1e7 and more along rounding
+
+
+def test_a_singular_system_out_of_its_range_has_a_bounded_answer():
+    solve = jax.jit(
+        lambda x, b: solve_conjugate_gradients(
+            lambda v: x.T @ (x @ v), b, None, steps=100, threshold=jnp.float32(1e-6)
+        )
+    )
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        x, b = rng.normal(size=(5, 12)), rng.normal(size=12)
+        solution = solve(x.astype(np.float32), b.astype(np.float32))
+        left = b - x.T @ (x @ np.asarray(solution.x, float))
+        assert np.linalg.norm(left) <= 1.001 * np.linalg.norm(b)
+        np.testing.assert_allclose(float(solution.residual), np.linalg.norm(left), rtol=0.01)
+
+
 # --------------------------------------------------------------------------- saddles and kinks
 
 
@@ -82,50 +117,36 @@ def decayed_loss(w, a, b):
     return network_loss(w, a, b) + 0.5 * jnp.exp(a) * optax.tree.norm(w, squared=True)
 
 
-def network(kind):
+def network(size):
     x = np.random.default_rng(0).normal(size=(30, 3))
     y = np.tanh(x[:, 0])
-    size = {"zero": 0.0, "symmetric": 0.3}[kind]
     # All units alike: the gradient keeps them alike, and cannot leave the saddle.
     w = {"in": np.full((3, 4), size), "out": np.full(4, size)}
     return case(decayed_loss, network_loss, -6.0, w, (x, y), (x, y))
 
 
-@functools.cache
-def at_saddle(dense):
-    assert (curvatures.DENSE_SIZE > 0) == dense
-    problem = bilevel.Problem(decayed_loss, network_loss)
-    return jax.jit(bilevel.hypergradient(problem, bilevel.implicit(bilevel.lbfgs())))
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("dense", [True, False], ids=["decomposed", "iterated"])
-@pytest.mark.parametrize("kind", ["zero", "symmetric"])
-def test_a_saddle_is_never_called_converged(kind, dense, monkeypatch):
-    if not dense:
-        monkeypatch.setattr(curvatures, "DENSE_SIZE", 0)
-    small = network(kind)
-    result = at_saddle(dense)(*small.args)
-    flat, unravel = jax.flatten_util.ravel_pytree(result.w)
-    hessian = jax.hessian(lambda w: small.problem.lower(unravel(w), small.alpha, small.train))(flat)
-    assert np.linalg.eigvalsh(hessian)[0] < -1e-3  # a saddle
-    assert result.info.stationarity < 1e-2  # and nearly stationary
-    assert not result.info.converged
-    assert np.isinf(result.info.error_estimate)
-    assert "not found positive definite" in bilevel.explain(result.info)
+def test_a_saddle_is_never_called_converged(dense):
+    problem = bilevel.Problem(decayed_loss, network_loss)
+    fn = jax.jit(bilevel.hypergradient(problem, bilevel.implicit(bilevel.lbfgs())))
+    for size in (0.0, 0.3):
+        small = network(size)
+        result = fn(*small.args)
+        hessian = lower_hessian(decayed_loss, result.w, small.alpha, small.train)
+        assert np.linalg.eigvalsh(hessian)[0] < -1e-3  # a saddle
+        assert result.info.stationarity < 1e-2  # and nearly stationary
+        assert not result.info.converged
+        assert np.isinf(result.info.error_estimate)
+        assert "not found positive definite" in bilevel.explain(result.info)
 
 
 def lasso_loss(w, a, b):
-    return squared_error(w, a, b) + jnp.exp(a) * jnp.sum(jnp.abs(w))
-
-
-def squared_error(w, a, b):
-    return 0.5 * jnp.mean((b[0] @ w - b[1]) ** 2)
+    return mean_squares(w, a, b) + jnp.exp(a) * jnp.sum(jnp.abs(w))
 
 
 @functools.cache
 def lasso_hypergradients():
-    problem = bilevel.Problem(lasso_loss, squared_error)
+    problem = bilevel.Problem(lasso_loss, mean_squares)
     solvers = bilevel.implicit(), bilevel.unrolled(0.1, 50)
     return [jax.jit(bilevel.hypergradient(problem, solver)) for solver in solvers]
 
@@ -138,11 +159,9 @@ def test_lasso_gets_no_bound_and_no_false_claim(seed):
     w = rng.normal(size=8) * (rng.random(8) < 0.5)
     small = case(
         lasso_loss,
-        squared_error,
-        -2.0,
-        rng.normal(size=8),
-        (x, x @ w + 0.1 * rng.normal(size=40)),
-        (xv, xv @ w),
+        mean_squares,
+        *(-2.0, rng.normal(size=8)),
+        *((x, x @ w + 0.1 * rng.normal(size=40)), (xv, xv @ w)),
     )
     lasso = Lasso(np.exp(-2.0), fit_intercept=False, tol=1e-13, max_iter=10**5)
     solution = lasso.fit(*map(np.asarray, small.train)).coef_
@@ -152,8 +171,8 @@ def test_lasso_gets_no_bound_and_no_false_claim(seed):
     hessian = x[:, active].T @ x[:, active] / 40
     force = (xv.T @ (xv @ solution - small.valid[1]) / 40)[active]
     truth = -np.exp(small.alpha) * np.sign(solution[active]) @ np.linalg.solve(hessian, force)
-    for hypergradient in lasso_hypergradients():
-        result = hypergradient(*small.args)
+    for fn in lasso_hypergradients():
+        result = fn(*small.args)
         error = abs(float(result.grad) - truth)
         assert np.isinf(result.info.error_bound)
         assert not result.info.converged or error < 0.01 * abs(truth)
@@ -167,22 +186,16 @@ def test_lasso_gets_no_bound_and_no_false_claim(seed):
 def test_damped_info_speaks_of_the_solution_nearest_to_the_start():
     rng = np.random.default_rng(0)
     x, xv = rng.normal(size=(2, 6, 20))
-    small = case(
-        lambda w, a, b: 0.5 * jnp.sum((b[0] @ (jnp.exp(a) * w) - b[1]) ** 2),
-        lambda w, a, b: 0.5 * jnp.sum((b[0] @ (jnp.exp(a) * w) - b[1]) ** 2),
-        0.1 * rng.normal(size=20),
-        rng.normal(size=20),
-        (x, rng.normal(size=6)),
-        (xv, rng.normal(size=6)),
-    )
-    solver = bilevel.unrolled(0.01, 20)
-    fn = jax.jit(bilevel.hypergradient(small.problem, solver))
-    assert np.isinf(fn(*small.args).info.error_estimate)  # the solutions are many
-    fn = jax.jit(bilevel.hypergradient(small.problem, solver, damping=0.01))
-    result = fn(*small.args)
+    draws = 0.1 * rng.normal(size=20), rng.normal(size=20), rng.normal(size=6), rng.normal(size=6)
 
-    def damped(w, a, b):
-        return small.problem.lower(w, a, b) + 0.005 * jnp.sum((w - small.w0) ** 2)
+    def squares(w, a, b):
+        return 0.5 * jnp.sum((b[0] @ (jnp.exp(a) * w) - b[1]) ** 2)
+
+    small = case(squares, squares, *draws[:2], (x, draws[2]), (xv, draws[3]))
+    given = small.problem, bilevel.unrolled(0.01, 20), *small.args
+    result = hypergradient(*given, diagnostics=True)
+    assert np.isinf(result.info.error_estimate)  # the solutions are many
+    result = hypergradient(*given, diagnostics=True, damping=0.01)
 
     def value(alpha):
         # Truth: the minimiser in closed form, differentiated by JAX.

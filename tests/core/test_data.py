@@ -177,11 +177,11 @@ def test_digits_are_the_scikit_learn_digits_with_the_last_360_as_test():
 def test_idx_files_are_read_however_they_are_compressed(places, suffix):
     write(places.given / "mnist", MNIST, suffix)
     mnist = datasets.load("mnist")
-    np.testing.assert_array_equal(np.rint(mnist.x_train * 255), IMAGES[:6])
-    np.testing.assert_array_equal(np.rint(mnist.x_test * 255), IMAGES[6:])
-    np.testing.assert_array_equal(mnist.y_train, LABELS[:6])
-    np.testing.assert_array_equal(mnist.y_test, LABELS[6:])
-    assert mnist.x_train.dtype == np.float32 and mnist.y_train.dtype == np.int32
+    x, y = np.concatenate([mnist.x_train, mnist.x_test]), np.r_[mnist.y_train, mnist.y_test]
+    np.testing.assert_array_equal(np.rint(x * 255), IMAGES)
+    np.testing.assert_array_equal(y, LABELS)
+    assert len(mnist.x_train) == len(mnist.y_train) == 6
+    assert x.dtype == np.float32 and y.dtype == np.int32
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -226,19 +226,13 @@ def test_every_form_of_a_dataset_holds_the_same_rows(places, monkeypatch, name, 
     assert same(datasets.load(name), expected)
 
 
-def write_all(places):
-    for name, files in PLAIN.items():
-        write(places.given / name, files)
-
-
 @pytest.mark.parametrize("name", ["digits", "mnist", "cifar10", "imdb"])
 def test_smaller_sizes_keep_the_first_rows_and_larger_ones_are_refused(places, name):
-    write_all(places)
+    write(places.given / name, PLAIN.get(name, {}))
     whole, few = datasets.load(name), datasets.load(name, train_size=5, test_size=2)
-    first = {
-        field: getattr(whole, field)[: 5 if "train" in field else 2] for field in whole._fields[:4]
-    }
-    assert same(few, whole._replace(**first))
+    parts = {name: getattr(whole, name)[:5] for name in ("x_train", "y_train")}
+    parts |= {name: getattr(whole, name)[:2] for name in ("x_test", "y_test")}
+    assert same(few, whole._replace(**parts))
     rows = len(whole.y_train)
     message = refusal(ValueError, name, train_size=rows + 1)
     assert str(rows) in message and str(rows + 1) in message
@@ -247,7 +241,7 @@ def test_smaller_sizes_keep_the_first_rows_and_larger_ones_are_refused(places, n
 
 
 def test_the_first_reviews_have_both_labels_although_the_file_is_sorted(places):
-    write_all(places)
+    write(places.given / "imdb", PLAIN["imdb"])
     imdb = datasets.load("imdb", train_size=8, test_size=8)
     assert set(imdb.y_train) == set(imdb.y_test) == {0, 1}
 
@@ -272,35 +266,23 @@ TRAIN_IMAGES, TEST_LABELS = "train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
 BATCH = "test_batch.bin"
 ALTERED = MNIST[TRAIN_IMAGES][:-1] + bytes([MNIST[TRAIN_IMAGES][-1] ^ 1])
 LONGER = MNIST[TEST_LABELS][:7] + b"\xc8" + MNIST[TEST_LABELS][8:]
+SHORT, ARCHIVE = CIFAR[BATCH][:-1], {CIFAR_ARCHIVE: CIFAR_TAR[:-20]}
+REVIEW = {"aclImdb/test/pos/3_9.txt": b"another review"}
 # A dataset, its damaged files, and words of the message.
-DAMAGED = {
-    "an altered byte": (
-        "mnist",
-        MNIST | {TRAIN_IMAGES: ALTERED},
+DAMAGED = [
+    (
+        *("mnist", MNIST | {TRAIN_IMAGES: ALTERED}),
         (TRAIN_IMAGES, digest(MNIST[TRAIN_IMAGES])[4:], digest(ALTERED)[4:]),
     ),
-    "another length": ("mnist", MNIST | {TEST_LABELS: LONGER}, (TEST_LABELS, "208", "11")),
-    "a short batch": (
-        "cifar10",
-        CIFAR | {BATCH: CIFAR[BATCH][:-1]},
-        (BATCH, str(len(CIFAR[BATCH])), "got 12291"),
-    ),
-    "a short archive": (
-        "cifar10",
-        {CIFAR_ARCHIVE: CIFAR_TAR[:-20]},
-        (CIFAR_ARCHIVE, digest(CIFAR_TAR)[4:]),
-    ),
-    "an altered review": (
-        "imdb",
-        REVIEWS | {"aclImdb/test/pos/3_9.txt": b"another review"},
-        ("aclImdb", digest(TABLE, "sha256")[7:]),
-    ),
-}
+    ("mnist", MNIST | {TEST_LABELS: LONGER}, (TEST_LABELS, "208", "11")),
+    ("cifar10", CIFAR | {BATCH: SHORT}, (BATCH, str(len(CIFAR[BATCH])), "got 12291")),
+    ("cifar10", ARCHIVE, (CIFAR_ARCHIVE, digest(CIFAR_TAR)[4:])),
+    ("imdb", REVIEWS | REVIEW, ("aclImdb", digest(TABLE, "sha256")[7:])),
+]
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_damaged_files_are_refused_with_what_was_expected(places, damage):
-    name, files, words = DAMAGED[damage]
+@pytest.mark.parametrize(("name", "files", "words"), DAMAGED)
+def test_damaged_files_are_refused_with_what_was_expected(places, name, files, words):
     write(places.given / name, files)
     message = refusal(ValueError, name)
     assert all(word in message for word in words), message
@@ -454,16 +436,15 @@ def test_no_class_and_no_sample_is_favoured():
         assert counts.min() > 50 and counts.max() < 150
 
 
+TRAIN = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+TEST = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mean", "deviation", "train", "test"),
     [
-        pytest.param(
-            *("mnist", 0.1307, 0.3081),
-            [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949],
-            [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009],
-            marks=real("mnist"),
-        ),
+        pytest.param(*("mnist", 0.1307, 0.3081, TRAIN, TEST), marks=real("mnist")),
         pytest.param(
             *("fashion-mnist", 0.2860, 0.3530, [6000] * 10, [1000] * 10),
             marks=real("fashion-mnist"),

@@ -1,26 +1,26 @@
 """A hypergradient's error estimate, compared with known errors."""
 
 import functools
-import subprocess
-import sys
+import itertools
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, flatten, lower_hessian, tolerance
+from helpers import assert_close, flatten, lower_hessian, run, tolerance
 from problems import case, decay, digits, least_squares, logistic, mixed, quadratic, soft_problem
 
 import bilevel
 
 EPS = float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).eps)
 STEPS = (3, 10, 30, 100, 300, 1000)
-SOLVERS = ("implicit", "unrolled")
 
 
-def hypergradient(solver, small, **options):
-    return jax.jit(bilevel.hypergradient(small.problem, solver, **options))(*small.args)
+def hypergradient(solver, small, diagnostics=True, **options):
+    options |= {"diagnostics": diagnostics}
+    return helpers.hypergradient(small.problem, solver, *small.args, **options)
 
 
 def error(actual, expected):
@@ -39,24 +39,23 @@ def implicit_after_descent(problem, step_size, steps):
     return bilevel.implicit(bilevel.solved(descend), bilevel.cg())
 
 
-def unrolled_descent(problem, step_size, steps, most=STEPS[-1]):
+def unrolled_descent(problem, step_size, steps):
     """Return ``unrolled(step_size, steps)`` for a traced number of steps; others have length 0."""
+    rates = optax.sgd(lambda count: jnp.where(count < steps, step_size, 0.0))
+    return bilevel.unrolled(rates, STEPS[-1])
 
-    def schedule(count):
-        return jnp.where(count < steps, step_size, 0.0)
 
-    return bilevel.unrolled(optax.sgd(schedule), most)
+SOLVERS = {"implicit": implicit_after_descent, "unrolled": unrolled_descent}
 
 
 @functools.cache
 def compiled(kind, family):
     """Return the hypergradient after a traced number of steps; both quadratics share one."""
     problem = (digits() if family is digits else quadratic("iid")).case.problem
-    make = {"implicit": implicit_after_descent, "unrolled": unrolled_descent}[kind]
 
     @jax.jit
     def run(step_size, steps, *args):
-        return bilevel.hypergradient(problem, make(problem, step_size, steps))(*args)
+        return bilevel.hypergradient(problem, SOLVERS[kind](problem, step_size, steps))(*args)
 
     return run
 
@@ -77,10 +76,9 @@ def calibrate(kind, name, steps):
     return result, error(result.grad, truth), 20 * EPS * np.linalg.norm(truth)
 
 
-def over_all_calibrations(test):
-    for name, values in ("kind", SOLVERS), ("name", PROBLEMS), ("steps", STEPS):
-        test = pytest.mark.parametrize(name, values)(test)
-    return test
+over_all_calibrations = pytest.mark.parametrize(
+    ("kind", "name", "steps"), list(itertools.product(SOLVERS, PROBLEMS, STEPS))
+)
 
 
 @pytest.mark.long
@@ -109,17 +107,19 @@ def test_error_bound_holds_for_quadratics_and_is_infinite_for_others(kind, name,
         assert true_error - floor <= result.info.error_bound < np.inf
 
 
+DESCENT = bilevel.unrolled(0.1, 20)
+SHORT = {
+    "unrolled": DESCENT,
+    "truncated": bilevel.unrolled(0.1, 20, backprop=3),
+    "implicit": bilevel.implicit(DESCENT),
+    "neumann": bilevel.implicit(DESCENT, bilevel.neumann(3, 0.1)),
+}
+
+
 @functools.cache
 def assessed(name, mode="reverse"):
     """Return the logistic problem's hypergradient after few steps."""
-    descent = bilevel.unrolled(0.1, 20)
-    solver = {
-        "unrolled": lambda: descent,
-        "truncated": lambda: bilevel.unrolled(0.1, 20, backprop=3),
-        "implicit": lambda: bilevel.implicit(descent),
-        "neumann": lambda: bilevel.implicit(descent, bilevel.neumann(3, 0.1)),
-    }[name]()
-    return hypergradient(solver, logistic(), mode=mode)
+    return hypergradient(SHORT[name], logistic(), mode=mode)
 
 
 @functools.cache
@@ -154,7 +154,7 @@ def test_linear_residual_is_that_of_the_solvers_adjoint():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["neumann", "truncated", "unrolled", "implicit"])
+@pytest.mark.parametrize("name", SHORT)
 def test_the_estimate_contains_the_bias_of_approximations(name):
     result = assessed(name)
     true_error = error(result.grad, exact_gradient())
@@ -174,10 +174,7 @@ def test_forward_mode_fills_info_too():
 @pytest.mark.long
 def test_info_is_the_same_under_vmap():
     small = logistic()
-    fn = jax.vmap(
-        bilevel.hypergradient(small.problem, bilevel.implicit(bilevel.unrolled(0.1, 20))),
-        (0, None, None, None),
-    )
+    fn = jax.vmap(bilevel.hypergradient(small.problem, SHORT["implicit"]), (0, None, None, None))
     alphas = jax.tree.map(lambda x: jnp.stack([0.7 * x, x]), small.alpha)
     info = jax.jit(fn)(alphas, *small.args[1:]).info
     expected = assessed("implicit").info
@@ -244,7 +241,7 @@ for solver in bilevel.implicit(), bilevel.implicit(bilevel.newton(), bilevel.den
     for _ in range(3):
         print(fn(-3.0, jnp.zeros((400, 40)), (x, y), (xv, yv)).info.converged.mean())
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+    run("python", "-c", code, timeout=200)
 
 
 @pytest.mark.long
@@ -252,15 +249,11 @@ def test_hypergradients_with_diagnostics_can_be_differentiated():
     small = logistic()
     fn = bilevel.hypergradient(small.problem, bilevel.implicit())
 
-    @jax.jit
-    def outer_grad(alpha):
-        def value(alpha):
-            result = fn(alpha, *small.args[1:])
-            return result.value, result.info
+    def value(alpha):
+        result = fn(alpha, *small.args[1:])
+        return result.value, result.info
 
-        return jax.grad(value, has_aux=True)(alpha)
-
-    grad, info = outer_grad(small.alpha)
+    grad, info = jax.jit(jax.grad(value, has_aux=True))(small.alpha)
     assert_close(grad, exact_gradient(), f64=1e-12, f32=1e-5)
     assert info.converged
 
@@ -341,8 +334,7 @@ def test_the_estimate_detects_ridge_on_another_loss():
     true_error = error(result.grad, exact)
     assert true_error > 0.1 * np.linalg.norm(flatten(exact))
     assert true_error / 3 <= result.info.error_estimate <= 10 * true_error
-    assert result.info.error_bound >= true_error
-    assert not result.info.converged
+    assert result.info.error_bound >= true_error and not result.info.converged
 
 
 @pytest.mark.slow
@@ -354,8 +346,8 @@ def test_norms_that_overflow_never_count_as_converged():
     )
     # Each step takes the error times -39: the hypergradient is of the size of w squared.
     solver = bilevel.implicit(bilevel.unrolled(20.0, 9), bilevel.dense())
-    fn = jax.jit(bilevel.hypergradient(problem, solver))
-    hyper = fn(jnp.ones(3, jnp.float32), jnp.zeros(3, jnp.float32), None, None)
+    start = jnp.ones(3, jnp.float32), jnp.zeros(3, jnp.float32), None, None
+    hyper = helpers.hypergradient(problem, solver, *start, diagnostics=True)
     assert jnp.isfinite(hyper.grad).all() and jnp.isinf(jnp.linalg.norm(hyper.grad))
     assert not hyper.info.converged and np.isinf(hyper.info.error_estimate)
     assert int(hyper.info.reason) == 1

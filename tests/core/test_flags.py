@@ -7,12 +7,14 @@ import contextlib
 import functools
 import gc
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import scipy.sparse
+from helpers import long_except
 from jax.experimental.sparse import BCSR
 from problems import mean_squares, separate_penalties
 
@@ -76,12 +78,12 @@ def search(problem, solver, alpha=None, optimizer=None, steps=2, data=rows, **op
     alpha = jnp.full(WEIGHTS, -2.0) if alpha is None else alpha
     optimizer = optax.sgd(0.1) if optimizer is None else optimizer
     args = alpha, jnp.zeros(WEIGHTS), data(0), data(1)
-    return bilevel.search(problem, solver, optimizer, *args, steps=steps, progress=False, **options)
+    return bilevel.search(problem, solver, optimizer, *args, steps=steps, **options)
 
 
 def hypergradient(problem, solver, alpha, weights=WEIGHTS, **options):
-    fn = jax.jit(bilevel.hypergradient(problem, solver, diagnostics=True, **options))
-    return fn(alpha, jnp.zeros(weights), rows(0, weights), rows(1, weights))
+    args = alpha, jnp.zeros(weights), rows(0, weights), rows(1, weights)
+    return helpers.hypergradient(problem, solver, *args, diagnostics=True, **options)
 
 
 def single(method, optimizer=None, **options):
@@ -156,7 +158,7 @@ def size(alpha):
     return jnp.exp(alpha[0])
 
 
-PAIR = {"one": ("box", -jnp.inf, size), "other": "simplex"}
+PARTS = {"box": ("box", -jnp.inf, size), "simplex": "simplex", "free": None}
 CONSTRAINED = {
     "affine": bilevel.projected("affine", np.ones((1, WEIGHTS)), jnp.exp),
     "box": bilevel.projected("box", -np.inf, size),
@@ -168,7 +170,7 @@ CONSTRAINED = {
     "l2_ball": bilevel.projected("l2_ball", size),
     "own_prox": bilevel.proximal(lambda w, step, alpha: w / (1 + step * size(alpha))),
     "own_set": bilevel.projected(lambda w, alpha: jnp.minimum(w, size(alpha))),
-    "product": bilevel.projected(PAIR),
+    "product": bilevel.projected(PARTS),
     "simplex": bilevel.projected("simplex", size),
     "total_variation": bilevel.proximal("total_variation", size),
 }
@@ -178,14 +180,14 @@ def constrained(name):
     """Return a hypergradient with its estimate, for a quadratic loss and alpha = exp(-2)."""
 
     def lower(w, alpha, batch):
-        w = jnp.concatenate([w["one"], w["other"]]) if name == "product" else w
+        w = jnp.concatenate([w[part] for part in PARTS]) if name == "product" else w
         return mean_squares(w, alpha, batch)
 
-    half = WEIGHTS // 2
-    w0 = {k: jnp.zeros(half) for k in PAIR} if name == "product" else jnp.zeros(WEIGHTS)
-    solver = bilevel.implicit(CONSTRAINED[name])
-    fn = jax.jit(bilevel.hypergradient(bilevel.Problem(lower, lower), solver, diagnostics=True))
-    return fn(jnp.full(1, -2.0), w0, rows(0), rows(1))
+    sizes = dict(zip(PARTS, (3, 3, 2), strict=True))
+    w0 = {k: jnp.zeros(n) for k, n in sizes.items()} if name == "product" else jnp.zeros(WEIGHTS)
+    problem, solver = bilevel.Problem(lower, lower), bilevel.implicit(CONSTRAINED[name])
+    args = jnp.full(1, -2.0), w0, rows(0), rows(1)
+    return helpers.hypergradient(problem, solver, *args, diagnostics=True)
 
 
 def linear_models():
@@ -295,19 +297,12 @@ CALLS = {name.replace(" ", "_"): call for name, call in SEARCHES.items()}
 CALLS |= {call.__name__: call for call in OTHERS}
 FAST = "unrolled", "one_step", "ma_soba"
 FAST += "linear_models", "discrete_choices", "finite_kernels"
-LONG = "truncated", "lbfgs,_dense", "nystrom", "batches", "sparse_batches"
-LONG += "softmax", "amigo", "infinite_kernels", "networks", "operators", "scores", "forward_mode"
-LONG += "spaba_and_paced", "exponentiate", "distilled", "truncation", "under_jit"
-LONG += "saba", "bome", "f2sa", "meha", "info,_600_weights", "info,_free_directions"
-LONG += ("steps_in_a_box",)
-LONG += "spectral", "mixtures_of_kernels", "regressions", "bounds", "ridge"
 
 
-def marks(name):
-    return () if name in FAST else pytest.mark.long if name in LONG else pytest.mark.slow
+SLOW = [pytest.param("implicit", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CALLS])
+@pytest.mark.parametrize("name", SLOW + long_except(FAST, sorted(CALLS.keys() - {"implicit"})))
 def test_a_call_passes_under_flags_of_jax(name):
     with together():
         jax.block_until_ready(CALLS[name]())

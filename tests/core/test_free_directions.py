@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import flatten
+from helpers import DTYPES, flatten, long_except
 
 import bilevel
-
-DTYPES = [np.float32] + [np.float64] * jax.config.jax_enable_x64
 
 
 def springs(w, alpha, batch):
@@ -103,11 +101,9 @@ def cast(args, dtype):
 
 
 @functools.cache
-def compiled(name, solver, damping=0.0):
+def compiled(name, solver):
     lower, outer, _ = (PROBLEMS | REFUSED)[name]
-    problem = bilevel.Problem(lower, outer)
-    fn = bilevel.hypergradient(problem, SOLVERS[solver], damping=damping)
-    return jax.jit(fn)
+    return jax.jit(bilevel.hypergradient(bilevel.Problem(lower, outer), SOLVERS[solver]))
 
 
 @functools.cache
@@ -144,16 +140,10 @@ def truth(name, seed):
     return -cross.T @ (vectors @ ((vectors.T @ force) / values))
 
 
-def marked(name, solver, dtype):
-    """Run one solver for one problem, in the widest dtype, outside of the long tests."""
-    usual = (name, solver) == ("logits", "exact")
-    marks = pytest.mark.slow if usual and dtype is DTYPES[-1] else pytest.mark.long
-    return pytest.param(name, solver, dtype, marks=marks)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "solver", "dtype"),
-    [marked(*of) for of in itertools.product(PROBLEMS, SOLVERS, DTYPES)],
+    long_except([("logits", "exact", DTYPES[-1])], [*itertools.product(PROBLEMS, SOLVERS, DTYPES)]),
 )
 def test_free_directions_that_do_not_matter_leave_an_estimate(name, solver, dtype):
     made, known = PROBLEMS[name][2], 0
@@ -175,18 +165,12 @@ def test_free_directions_that_do_not_matter_leave_an_estimate(name, solver, dtyp
     assert known >= (2 if name == "logits" else 3 if solver == "short" else 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        pytest.param(
-            name,
-            dtype,
-            marks=pytest.mark.slow
-            if name in ("one logit", "drift") and dtype is DTYPES[-1]
-            else pytest.mark.long,
-        )
-        for name, dtype in itertools.product(REFUSED, DTYPES)
-    ],
+    long_except(
+        [("one logit", DTYPES[-1]), ("drift", DTYPES[-1])], [*itertools.product(REFUSED, DTYPES)]
+    ),
 )
 def test_free_directions_that_matter_have_no_estimate(name, dtype):
     args = cast(REFUSED[name][2](np.random.default_rng(0)), dtype)

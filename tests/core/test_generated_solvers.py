@@ -134,22 +134,16 @@ def test_claims_of_a_hypergradient_are_true(name, seed, dtype, shape, mode):
 
 
 @functools.partial(jax.jit, static_argnames=("make", "mode"))
-def unrolled(make, mode, rate, *arguments):
+def trained(make, mode, rate, *arguments):
     solver = make(optax.sgd(rate))
     return bilevel.hypergradient(PROBLEM, solver, mode=mode, diagnostics=False)(*arguments)
 
 
-def restarted_steps(optimizer):
-    return bilevel.restarted(bilevel.unrolled(optimizer, 4))
-
-
-FOUR_STEPS = functools.partial(bilevel.unrolled, steps=4)
-ONE_DIFFERENCE = functools.partial(bilevel.one_step, radius=0.01)
 TRAININGS = [
-    (FOUR_STEPS, 4, 2e3),
-    (restarted_steps, 4, 2e3),
+    (functools.partial(bilevel.unrolled, steps=4), 4, 2e3),
+    (lambda optimizer: bilevel.restarted(bilevel.unrolled(optimizer, 4)), 4, 2e3),
     (bilevel.one_step, 1, 2e3),
-    (ONE_DIFFERENCE, 1, 2e7),
+    (functools.partial(bilevel.one_step, radius=0.01), 1, 2e7),
 ]
 
 
@@ -163,18 +157,15 @@ def test_derivatives_of_training_are_those_of_gradient_descent(
 ):
     arguments = ridge(seed, dtype, shape)
     rate = jnp.asarray(stable_rate(*arguments), dtype)
-    mode = "reverse" if steps == 1 else mode
-    result = unrolled(make, mode, rate, *arguments)
+    result = trained(make, "reverse" if steps == 1 else mode, rate, *arguments)
     value, grad = truth(*arguments, steps, float(rate))
     assert_near(result.grad, grad, rounding * eps(dtype))
     if steps > 1:
         assert_near(result.value, value, rounding * eps(dtype))
 
 
-#
 # A step at rate r takes w to w + r (alpha - w). The outer loss <mean of the batch, w> therefore
 # has the slope mean * (1 - (1 - r)^K) by the last K steps.
-
 TOY = bilevel.Problem(
     lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
     lambda w, alpha, batch: jnp.vdot(w, batch.mean(0)),

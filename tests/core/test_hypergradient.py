@@ -1,6 +1,7 @@
 """Every solver's hypergradient: common properties, modes, states and memory."""
 
 import functools
+import itertools
 
 import chex
 import jax
@@ -8,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, cast, finite_differences, lower_hessian, tolerance
+from helpers import (
+    assert_close,
+    cast,
+    finite_differences,
+    float64_only,
+    hypergradient,
+    long_except,
+    lower_hessian,
+    tolerance,
+)
 from jax.flatten_util import ravel_pytree
 from problems import decay, least_squares, logistic, logistic_loss, logits, mean_squares, mixed
 
@@ -32,11 +42,19 @@ def dense_newton(alpha, w, batch):
     return unravel(jax.lax.fori_loop(0, 10, step, flat))
 
 
-def solvers():
+def solvers(at=lambda alpha: alpha):
+    """Return solvers by name. Functions of alpha that they call read ``at(alpha)``."""
     tol = tolerance(1e-12, 1e-7)  # finite differences of the value amplify errors
     newton, lbfgs, cg = bilevel.newton(tol=tol), bilevel.lbfgs(tol=tol), bilevel.cg()
     descent = bilevel.unrolled(STEP_SIZE, 600)
-    gram = bilevel.gram(logits, logistic_loss, damping=decay)
+
+    def penalty(alpha):
+        return decay(at(alpha))
+
+    gram = bilevel.gram(
+        lambda w, alpha, batch: logits(w, at(alpha), batch), logistic_loss, damping=penalty
+    )
+    solved = bilevel.solved(lambda alpha, w, batch: dense_newton(at(alpha), w, batch))
     return {
         "gradient descent": bilevel.unrolled(STEP_SIZE, 20),
         "momentum": bilevel.unrolled(optax.sgd(0.05, momentum=0.9), 10),
@@ -47,8 +65,8 @@ def solvers():
         "implicit newton gram": bilevel.implicit(newton, gram),
         "implicit lbfgs cg": bilevel.implicit(lbfgs, cg),
         "implicit unrolled dense": bilevel.implicit(descent, bilevel.dense()),
-        "implicit solved cg": bilevel.implicit(bilevel.solved(dense_newton), cg),
-        "ridge": bilevel.ridge(mixed, decay),
+        "implicit solved cg": bilevel.implicit(solved, cg),
+        "ridge": bilevel.ridge(lambda alpha, x: mixed(at(alpha), x), penalty),
     }
 
 
@@ -58,25 +76,20 @@ SHARED = ("momentum", "implicit lbfgs cg", "implicit unrolled dense", "implicit 
 DISTINCT = [name for name in SOLVERS if name not in SHARED]
 ONCE = ("implicit newton dense", "implicit newton gram", "in blocks")  # one inverse in CI
 TYPICAL = ("gradient descent", "implicit newton cg", "ridge")
-every_solver = pytest.mark.parametrize("name", SOLVERS)
-distinct_solver = pytest.mark.parametrize("name", DISTINCT)
 
 
 def case_of(name):
     return least_squares() if name == "ridge" else logistic()
 
 
-def value_of(name):
-    """Return ``alpha -> outer loss`` with the solver called ``name``."""
-    case = case_of(name)
-    fn = bilevel.hypergradient(case.problem, SOLVERS[name], diagnostics=False)
-    return lambda alpha: fn(alpha, *case.args[1:]).value
+def hypergradient_of(name, mode="reverse"):
+    return bilevel.hypergradient(case_of(name).problem, SOLVERS[name], mode=mode, diagnostics=False)
 
 
 @functools.cache
 def compiled(name, mode="reverse"):
-    """Return the compiled hypergradient, which raises when it is traced again."""
-    fn = bilevel.hypergradient(case_of(name).problem, SOLVERS[name], mode=mode, diagnostics=False)
+    """Return the compiled hypergradient, which raises when other values trace it again."""
+    fn = hypergradient_of(name, mode)
     fn.__name__ = f"{name}, {mode}"  # chex identifies functions by their names
     return jax.jit(chex.assert_max_traces(fn, n=1))
 
@@ -87,7 +100,7 @@ def other_alphas(case, count):
     return jax.vmap(unravel)(flat[None] + 0.1 * jnp.asarray(noise, flat.dtype))
 
 
-@every_solver
+@pytest.mark.parametrize("name", SOLVERS)
 def test_hypergradient_matches_finite_differences_of_its_own_value(name):
     case, fn = case_of(name), compiled(name)
     # Truth: finite differences.
@@ -113,13 +126,8 @@ def test_truncated_hypergradient_is_that_of_the_last_steps_alone(backprop):
     assert_close(*gradients(case.w0), f64=1e-12, f32=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.long if name in ONCE else pytest.mark.slow)
-        for name in DISTINCT
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", long_except(set(DISTINCT) - set(ONCE), DISTINCT))
 def test_forward_mode_equals_reverse_mode(name):
     case = case_of(name)
     forward, reverse = (compiled(name, mode)(*case.args) for mode in ("forward", "reverse"))
@@ -129,11 +137,11 @@ def test_forward_mode_equals_reverse_mode(name):
 
 
 @pytest.mark.long
-@distinct_solver
+@pytest.mark.parametrize("name", DISTINCT)
 def test_vmap_over_alpha_equals_a_loop(name):
     case, alphas = case_of(name), other_alphas(case_of(name), 3)
-    fn = bilevel.hypergradient(case.problem, SOLVERS[name], diagnostics=False)
-    mapped = jax.jit(jax.vmap(fn, (0, None, None, None)))(alphas, *case.args[1:])
+    mapped = jax.jit(jax.vmap(hypergradient_of(name), (0, None, None, None)))
+    mapped = mapped(alphas, *case.args[1:])
     for i in range(3):
         one = compiled(name)(jax.tree.map(lambda x, i=i: x[i], alphas), *case.args[1:])
         batched = jax.tree.map(lambda x, i=i: x[i], mapped)
@@ -150,23 +158,8 @@ def test_hyperparameters_closed_over_have_the_same_hypergradient(name):
         def bind(loss):
             return lambda w, _, batch: loss(w, alpha, batch)
 
-        solver = SOLVERS[name]
-        if name == "ridge":
-            solver = bilevel.ridge(lambda _, x: mixed(alpha, x), lambda _: decay(alpha))
-        elif name == "implicit newton gram":
-            gram = bilevel.gram(
-                lambda w, _, batch: logits(w, alpha, batch),
-                logistic_loss,
-                damping=lambda _: decay(alpha),
-            )
-            solver = bilevel.implicit(bilevel.newton(), gram)
-        elif name == "implicit solved cg":
-
-            def solve(_, w, batch):
-                return dense_newton(alpha, w, batch)
-
-            solver = bilevel.implicit(bilevel.solved(solve))
         problem = bilevel.Problem(bind(case.problem.lower), bind(case.problem.outer))
+        solver = solvers(lambda _: alpha)[name]
         fn = bilevel.hypergradient(problem, solver, diagnostics=False)
         return fn((), *case.args[1:]).value
 
@@ -175,32 +168,19 @@ def test_hyperparameters_closed_over_have_the_same_hypergradient(name):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not jax.config.jax_enable_x64, reason="everything is float32 already")
+@float64_only
 @pytest.mark.parametrize(
     "name",
-    [
-        *("implicit newton cg", "ridge", "adam"),
-        *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in ("gradient descent", "implicit newton gram", "implicit lbfgs cg")
-        ),
-    ],
+    long_except(
+        ("implicit newton cg", "ridge", "adam"),
+        [*TYPICAL, "adam", "implicit newton gram", "implicit lbfgs cg"],
+    ),
 )
 def test_float32_gives_the_same_hypergradient_in_float32(name):
     case = case_of(name)
-    fn = bilevel.hypergradient(case.problem, SOLVERS[name], diagnostics=False)
-    result = jax.jit(fn)(*cast(case.args, jnp.float32))
+    result = hypergradient(case.problem, SOLVERS[name], *cast(case.args, jnp.float32))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(result))
     assert_close(result.grad, compiled(name)(*case.args).grad, f64=1e-4)  # truth: float64
-
-
-@every_solver
-def test_other_values_do_not_compile_again(name):
-    case = case_of(name)
-    before = compiled(name)(*case.args)
-    # `compiled` raises on a second trace.
-    after = compiled(name)(*jax.tree.map(lambda x: 0.9 * x, case.args))
-    assert before.value != after.value
 
 
 def reverse_over_reverse(value):
@@ -211,21 +191,21 @@ def forward_over_forward(value):
     return jax.jacfwd(jax.jacfwd(value))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("outer", "forward"),
-    [
-        pytest.param(jax.grad, bilevel.newton(), marks=pytest.mark.slow),
-        pytest.param(jax.jacfwd, bilevel.lbfgs(), marks=pytest.mark.slow),
-        pytest.param(jax.grad, bilevel.lbfgs(), marks=pytest.mark.long),
-        pytest.param(jax.jacfwd, bilevel.newton(), marks=pytest.mark.long),
-    ],
+    long_except(
+        [(jax.grad, "newton"), (jax.jacfwd, "lbfgs")],
+        [*itertools.product((jax.grad, jax.jacfwd), ("newton", "lbfgs"))],
+    ),
 )
 def test_second_derivatives_inside_loops_are_those_outside(forward, outer):
     """Truth: w^3 + w = alpha has w' = 1 / (3 w^2 + 1), and w'' = -6 w w'^3."""
     problem = bilevel.Problem(
         lambda w, alpha, batch: w**4 / 4 + w**2 / 2 - alpha * w, lambda w, alpha, batch: w**2
     )
-    solve = bilevel.hypergradient(problem, bilevel.implicit(forward), diagnostics=False)
+    solver = bilevel.implicit(getattr(bilevel, forward)())
+    solve = bilevel.hypergradient(problem, solver, diagnostics=False)
 
     def looped(alpha):
         values = jax.lax.map(lambda a: solve(a, jnp.zeros(()), None, None).value, alpha[None])
@@ -250,10 +230,9 @@ def test_second_derivatives_inside_loops_are_those_outside(forward, outer):
     ],
 )
 def test_hessian_of_the_value_function_matches_finite_differences(name, hessian):
-    case = case_of(name)
+    case, fn = case_of(name), hypergradient_of(name)
     flat, unravel = ravel_pytree(case.alpha)
-    value = value_of(name)
-    matrix = jax.jit(hessian(lambda a: value(unravel(a))))(flat)
+    matrix = jax.jit(hessian(lambda a: fn(unravel(a), *case.args[1:]).value))(flat)
     # Truth: finite differences of the hypergradient.
     grad = compiled(name)
     expected = finite_differences(lambda alpha: grad(alpha, *case.args[1:]).grad, case.alpha)

@@ -5,14 +5,20 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import scipy.sparse
 from helpers import assert_close, tolerance
+from jax.experimental.sparse import BCOO, BCSR
+from jax.tree_util import Partial
+from problems import mean_squares, separate_penalties
 
+import bilevel
 from bilevel import linear
 from bilevel.linear import ridge_weights
 from bilevel.linear.matrices import Blocks, sparse
 from bilevel.linear.models import predict
+from bilevel.outer_loop.batches import minibatches
 
 SHAPES = {"tall": (31, 11), "wide": (11, 31)}
 MEMORY = 4 * 31 * 8 * 3  # blocks of a few rows or columns, which divide neither 11 nor 31
@@ -27,16 +33,15 @@ def data(shape, outputs=3):
 def as_blocks(phi):
     n, d = phi.shape
     padded = jnp.pad(jnp.asarray(phi), ((0, n), (0, d)))
+    return Blocks((n, d), Partial(_rows, padded), Partial(_columns, padded))
 
-    def rows(padded, start, size):
-        return jax.lax.dynamic_slice(padded, (start, 0), (size, d))
 
-    def columns(padded, start, size):
-        return jax.lax.dynamic_slice(padded, (0, start), (n, size))
+def _rows(padded, start, size):
+    return jax.lax.dynamic_slice(padded, (start, 0), (size, padded.shape[1] // 2))
 
-    return Blocks(
-        (n, d), jax.tree_util.Partial(rows, padded), jax.tree_util.Partial(columns, padded)
-    )
+
+def _columns(padded, start, size):
+    return jax.lax.dynamic_slice(padded, (0, start), (padded.shape[0] // 2, size))
 
 
 FORMS = {
@@ -84,10 +89,8 @@ def test_without_penalty_ridge_is_the_least_squares_solution_of_least_norm(metho
 
 def test_auto_takes_cg_where_no_gram_matrix_fits():
     phi, y = data("tall")
-    auto, cg, primal = (
-        ridge_weights(phi, y, 0.5, method=m, memory=b)
-        for m, b in (("auto", 500), ("cg", 500), ("primal", 500))
-    )
+    methods = "auto", "cg", "primal"
+    auto, cg, primal = (ridge_weights(phi, y, 0.5, method=m, memory=500) for m in methods)
     assert jnp.array_equal(auto.w, cg.w)
     assert not jnp.array_equal(auto.w, primal.w)
 
@@ -143,20 +146,9 @@ def test_blocks_never_hold_the_features(method):
 
 def test_blocks_made_by_partial_compile_once():
     phi, y = data("tall")
-
-    def rows(padded, start, size):
-        return jax.lax.dynamic_slice(padded, (start, 0), (size, 11))
-
-    def columns(padded, start, size):
-        return padded[:31, :size]
-
-    def solve(scale):
-        padded = jnp.pad(scale * phi, ((0, 31), (0, 0)))
-        parts = (jax.tree_util.Partial(f, padded) for f in (rows, columns))
-        return ridge_weights(Blocks((31, 11), *parts), y, 0.5, method="primal").w
-
-    first, compiled = solve(1.0), linear.models._solve_ridge._cache_size()
-    second = solve(2.0)
+    solve = functools.partial(ridge_weights, y=y, penalty=0.5, method="primal")
+    first, compiled = solve(as_blocks(phi)).w, linear.models._solve_ridge._cache_size()
+    second = solve(as_blocks(2 * phi)).w
     assert linear.models._solve_ridge._cache_size() == compiled
     assert not jnp.array_equal(first, second)
 
@@ -173,3 +165,70 @@ def test_targets_whose_squares_vanish_are_fitted():
     y = 1e-25 * jnp.ones(3, jnp.float32)
     fit = ridge_weights(jnp.eye(3, dtype=jnp.float32), y, 1.0, method="cg")
     np.testing.assert_allclose(fit.w, 0.5 * y, rtol=1e-4)
+
+
+# ----------------------------------------------------------------------------- sparse matrices
+
+RNG = np.random.default_rng(0)
+DENSE = np.where(RNG.random((30, 6)) < 0.4, RNG.normal(size=(30, 6)), 0.0)
+DENSE[3] = 0
+LABELS = jnp.asarray(np.sign(RNG.normal(size=30)))
+
+
+def with_padding_and_a_sum():
+    """Return a BCOO matrix with JAX's padding outside, and an entry in two parts."""
+    padded = BCOO.fromdense(jnp.asarray(DENSE), nse=int((DENSE != 0).sum()) + 3)
+    first = padded.indices[:1]
+    data = jnp.concatenate([padded.data.at[0].set(padded.data[0] - 1), jnp.ones(1)])
+    return BCOO((data, jnp.concatenate([padded.indices, first])), shape=padded.shape)
+
+
+FORMATS = {
+    "BCOO": lambda: BCOO.fromdense(jnp.asarray(DENSE)),
+    "BCOO, padded": with_padding_and_a_sum,
+    "BCSR": lambda: BCSR.fromdense(jnp.asarray(DENSE)),
+    "csr": lambda: scipy.sparse.csr_array(DENSE),
+    "coo": lambda: scipy.sparse.coo_matrix(DENSE),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_linear_models_take_sparse_features(name):
+    matrix, dense = FORMATS[name](), jnp.asarray(DENSE)
+    w = ridge_weights(dense, LABELS, 0.1).w
+    assert_close(ridge_weights(matrix, LABELS, 0.1).w, w, f32=1e-4)
+    assert_close(predict(matrix, w), dense @ w)
+
+
+def search(x, solver, **options):
+    problem, batch = bilevel.Problem(separate_penalties, mean_squares), (x, LABELS)
+    args = optax.sgd(0.1), jnp.zeros(1), jnp.zeros(6), batch, batch
+    return bilevel.search(problem, solver, *args, steps=3, **options).alpha
+
+
+DRAWN = minibatches(8)
+
+
+@pytest.mark.parametrize(
+    ("solver", "batches"),
+    [
+        pytest.param(bilevel.unrolled(0.1, 2), DRAWN, marks=pytest.mark.slow),
+        pytest.param(bilevel.unrolled(0.1, 2, batches=DRAWN), DRAWN, marks=pytest.mark.long),
+        (bilevel.soba(0.1), bilevel.partition(8)),  # 30 rows: a smaller last batch
+    ],
+    ids=["minibatches", "minibatches inside", "partition"],
+)
+def test_batches_of_rows_of_bcsr_are_those_of_the_dense_matrix(solver, batches):
+    def run(x):
+        return search(x, solver, batches=batches, key=jax.random.key(0))
+
+    assert_close(run(FORMATS["BCSR"]()), run(jnp.asarray(DENSE)), f64=1e-7)
+
+
+@pytest.mark.slow
+def test_one_entry_a_row_is_not_mistaken_for_an_array_of_rows():
+    diagonal = np.diag(np.arange(1.0, 7.0))
+    for x in (BCSR.fromdense(diagonal), jnp.asarray(diagonal)):
+        rows, labels = minibatches(4)(jax.random.key(1), (x, jnp.arange(6)))
+        dense = rows.todense() if hasattr(rows, "todense") else rows
+        np.testing.assert_array_equal(dense, diagonal[labels])

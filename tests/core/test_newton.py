@@ -7,31 +7,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import tolerance
+from helpers import DTYPES, hypergradient, long_except, tolerance
 
 import bilevel
 
-DTYPES = [np.float32] + [np.float64] * jax.config.jax_enable_x64
 
-
-def stationarity(lower, w, alpha, start):
+def stationarity(lower, w, start):
     """Return the gradient's norm relative to the stated scale, ``|g| + |H w|`` at the start."""
 
     def slope(w):
-        return jax.grad(lower)(w, alpha, None)
+        return jax.grad(lower)(w, None, None)
 
     _, bent = jax.jvp(slope, (start,), (start,))
     return optax.tree.norm(slope(w)) / (optax.tree.norm(slope(start)) + optax.tree.norm(bent))
 
 
-def solve(lower, solver=None):
-    """Return ``(w, stationarity, decrease of the loss)`` from a start."""
-    solver = bilevel.newton() if solver is None else solver
+def solve(lower):
+    """Return ``(stationarity, decrease of the loss)`` from a start."""
 
-    def run(start, alpha=None):
-        w = solver.run(lower, alpha, start, (), None)[0]
-        lowered = lower(start, alpha, None) - lower(w, alpha, None)
-        return w, stationarity(lower, w, alpha, start), lowered
+    def run(start):
+        w = bilevel.newton().run(lower, None, start, (), None)[0]
+        return stationarity(lower, w, start), lower(start, None, None) - lower(w, None, None)
 
     return run
 
@@ -45,13 +41,11 @@ def wells(w, alpha, batch):
     return jnp.sum((w**2 - jnp.exp(alpha)) ** 2) / 4
 
 
-@pytest.mark.parametrize(
-    "dtype", [*(pytest.param(d, marks=pytest.mark.long) for d in DTYPES[:-1]), DTYPES[-1]]
-)
+@pytest.mark.parametrize("dtype", long_except(DTYPES[-1:], DTYPES))
 def test_a_start_of_negative_curvature_has_its_well_and_its_hypergradient(dtype):
     problem = bilevel.Problem(wells, lambda w, alpha, batch: jnp.sum((w - 2) ** 2))
-    fn = jax.jit(bilevel.hypergradient(problem, bilevel.implicit()))
-    hyper = fn(dtype(0), jnp.array(0.5, dtype), None, None)
+    start = dtype(0), jnp.array(0.5, dtype), None, None
+    hyper = hypergradient(problem, bilevel.implicit(), *start, diagnostics=True)
     # w = exp(alpha / 2), so d (w - 2)^2 / d alpha = (w - 2) w.
     np.testing.assert_allclose(hyper.w, 1, rtol=1e-6)
     np.testing.assert_allclose(hyper.grad, -1, rtol=1e-6)
@@ -84,19 +78,16 @@ FUNCTIONS = {
 
 
 USUAL = "rosenbrock", "beale", "log cosh"  # a valley, one to infinity, and small curvature
-MARKED_FUNCTIONS = [
-    pytest.param(name, marks=pytest.mark.slow if name in USUAL else pytest.mark.long)
-    for name in FUNCTIONS
-]
 
 
-@pytest.mark.parametrize("name", MARKED_FUNCTIONS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", long_except(USUAL, FUNCTIONS))
 def test_newton_reaches_a_stationary_point_of_the_classic_functions(name):
     dtype = DTYPES[-1]
     function, size = FUNCTIONS[name]
     starts = size * np.random.default_rng(0).uniform(-1, 1, size=(20, 2))
     run = jax.jit(jax.vmap(solve(lambda w, alpha, batch: function(w[0], w[1]))))
-    _, left, lowered = run(jnp.asarray(starts, dtype))
+    left, lowered = run(jnp.asarray(starts, dtype))
     assert small_enough(left, dtype).all()
     assert (lowered >= 0).all()
 
@@ -129,7 +120,7 @@ def test_newton_trains_networks_to_a_stationary_point(dtype):
     lower, start = network((3, 6, 6, 1), 0.01)
     starts = [jax.tree.map(lambda x: jnp.asarray(x, dtype), start(seed)) for seed in range(20)]
     starts = jax.tree.map(lambda *x: jnp.stack(x), *starts)
-    _, left, lowered = jax.jit(jax.vmap(solve(lower)))(starts)
+    left, lowered = jax.jit(jax.vmap(solve(lower)))(starts)
     assert small_enough(left, dtype).all()
     assert (lowered > 0.1).all()
 
@@ -175,7 +166,7 @@ CURVES = {"cosh": jnp.cosh, "square": lambda v: v**2 * np.array([1.0, 3.0, 10.0]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("curve", ["cosh", pytest.param("square", marks=pytest.mark.long)])
+@pytest.mark.parametrize("curve", long_except(["cosh"], CURVES))
 @pytest.mark.parametrize("name", SOLVERS)
 def test_forward_solvers_do_not_see_the_units_of_loss_and_weights(name, curve, dtype):
     run, target = of_size(CURVES[curve], SOLVERS[name])

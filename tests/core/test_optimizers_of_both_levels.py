@@ -1,10 +1,13 @@
 """Combine optax's partitions, masks and clipping on both levels, and bfloat16 in between."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import cast, hypergradient
 
 import bilevel
 
@@ -30,27 +33,25 @@ PROBLEM = bilevel.Problem(lower, lambda w, alpha, batch: loss(w, batch))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("solver", ["unrolled", "one_step", "implicit"])
-def test_bfloat16_below_and_float32_masters(solver):
+@pytest.mark.parametrize(
+    "way",
+    [
+        bilevel.unrolled(optax.adam(0.05), 20),
+        bilevel.one_step(0.1),
+        bilevel.implicit(bilevel.unrolled(0.2, 60), bilevel.cg(steps=6)),
+    ],
+    ids=["unrolled", "one_step", "implicit"],
+)
+def test_bfloat16_below_and_float32_masters(way):
     """Weights, alpha and hypergradient stay float32, and are right up to bfloat16's rounding."""
 
-    def half(tree):
-        return jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tree)
-
+    half = functools.partial(cast, dtype=jnp.bfloat16)
     mixed = bilevel.Problem(
         lambda w, alpha, batch: lower(half(w), half(alpha), half(batch)).astype(jnp.float32),
         lambda w, alpha, batch: loss(half(w), half(batch)).astype(jnp.float32),
     )
-    way = {
-        "unrolled": bilevel.unrolled(optax.adam(0.05), 20),
-        "one_step": bilevel.one_step(0.1),
-        "implicit": bilevel.implicit(bilevel.unrolled(0.2, 60), bilevel.cg(steps=6)),
-    }[solver]
-    single = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (ALPHA, W0, TRAIN, VALID))
-    hyper, exact = (
-        jax.jit(bilevel.hypergradient(problem, way, diagnostics=False))(*single)
-        for problem in (mixed, PROBLEM)
-    )
+    single = cast((ALPHA, W0, TRAIN, VALID), jnp.float32)
+    hyper, exact = (hypergradient(problem, way, *single) for problem in (mixed, PROBLEM))
     for x in jax.tree.leaves((hyper.grad, hyper.w, hyper.value)):
         assert x.dtype == jnp.float32
     away = optax.tree.norm(optax.tree.sub(hyper.grad, exact.grad)) / optax.tree.norm(exact.grad)
@@ -70,6 +71,6 @@ def test_an_error_names_the_leaf_the_optimizer_and_a_remedy():
         optax.adafactor(0.1): r"hypergradient: .*FactoredState.* in alpha\['a'\]: .*larger eps",
         optax.contrib.prodigy(0.1): r"lower loss: .*w\['seen'\] left the numbers' range; a smaller",
     }.items():
+        args = problem, bilevel.unrolled(rule, 3), optax.sgd(0.1), *single
         with pytest.raises(bilevel.NonFiniteError, match=message):
-            args = problem, bilevel.unrolled(rule, 3), optax.sgd(0.1), *single
-            bilevel.search(*args, steps=1, progress=False)
+            bilevel.search(*args, steps=1)

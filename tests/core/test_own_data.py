@@ -1,5 +1,6 @@
 """Own rows: every source gives the same arrays, splits are stratified, wrong data are refused."""
 
+import io
 import struct
 import sys
 import types
@@ -21,8 +22,9 @@ ARRAYS = {"x": PIXELS, "y": NAMES}
 
 
 def saved(folder, **arrays):
-    np.savez(folder / "own.npz", **arrays)
-    return folder / "own.npz"
+    path = folder / "own.npz"
+    np.savez(path, **arrays)
+    return path
 
 
 def drawn(folder, parts=("",), mode="RGB", suffix=".png"):
@@ -125,74 +127,50 @@ def test_folders_may_be_gray_colour_palette_and_split(tmp_path):
 X, Y = np.ones((10, 3), np.float32), [0, 1] * 5
 GRAY = np.ones((10, 4, 4), np.float32)
 TEST = {"x_test": X[:2], "y_test": [0, 1]}
-WRONG_ARRAYS = {
-    "y is missing": ({"x": X}, "expected the key y, got x"),
-    "x is missing": ({"y": Y}, "expected the key x, got y"),
-    "nothing": ({}, "expected the key x, got no keys"),
-    "a misspelled key": (
-        {"x": X, "y": Y, "x_tset": X},
-        "expected keys among x, y, .* got 'x_tset'",
-    ),
-    "test rows without labels": (
-        {"x": X, "y": Y, "x_test": X},
-        "expected the key y_test, got x, y",
-    ),
-    "two spellings": ({"x": X, "y": Y, "x_train": X, "y_train": Y}, "got a mixture"),
-    "unequal lengths": ({"x": X, "y": Y[:-1]}, "y: expected 10 labels, .* got 9"),
-    "NaN": ({"x": X * [1, 1, np.nan], "y": Y}, "x: expected finite numbers, .* in row 0"),
-    "infinity": (
-        {"x": X, "y": [1.0] * 9 + [np.inf]},
-        "y: expected finite numbers, got inf in row 9",
-    ),
-    "one class": ({"x": X, "y": [7] * 10}, "expected at least 2 classes, got only 7"),
-    "a class of one row": ({"x": X, "y": [*Y[:-1], 9]}, "at least 2 rows of every class, .* '9'"),
-    "an unknown class": (
-        {"x": X, "y": Y, "x_test": X[:2], "y_test": [0, 5]},
+LABELS = "y_test: expected labels of dtype int64 as in training, got"
+WRONG_ARRAYS = [
+    ({"x": X}, "expected the key y, got x"),
+    ({"y": Y}, "expected the key x, got y"),
+    ({}, "expected the key x, got no keys"),
+    ({"x": X, "y": Y, "x_tset": X}, "expected keys among x, y, .* got 'x_tset'"),
+    ({"x": X, "y": Y, "x_test": X}, "expected the key y_test, got x, y"),
+    ({"x": X, "y": Y, "x_train": X, "y_train": Y}, "got a mixture"),
+    ({"x": X, "y": Y[:-1]}, "y: expected 10 labels, .* got 9"),
+    ({"x": X * [1, 1, np.nan], "y": Y}, "x: expected finite numbers, .* in row 0"),
+    ({"x": X, "y": [1.0] * 9 + [np.inf]}, "y: expected finite numbers, got inf in row 9"),
+    ({"x": X, "y": [7] * 10}, "expected at least 2 classes, got only 7"),
+    ({"x": X, "y": [*Y[:-1], 9]}, "at least 2 rows of every class, .* '9'"),
+    (
+        {"x": X, "y": Y, **TEST, "y_test": [0, 5]},
         "y_test: expected the classes of the training rows, got '5'",
     ),
-    "an unknown class of another sort": (
-        {"x": X, "y": Y, "x_test": X[:2], "y_test": ["a", "b"]},
-        "y_test: expected labels of dtype int64 as in training, got <U1",
-    ),
-    "reals instead of classes": (
-        {"x": X, "y": Y, "x_test": X[:2], "y_test": [0.0, 1.0]},
-        "y_test: expected labels of dtype int64 as in training, got float64",
-    ),
-    "labels in a column": ({"x": X, "y": np.zeros((10, 1))}, r"shape \[n\], .* got \(10, 1\)"),
-    "one-hot labels": ({"x": X, "y": np.eye(10)}, r"shape \[n\], .* got \(10, 10\)"),
-    "objects": (
-        {"x": X.astype(object), "y": Y},
-        "x: expected an array of numbers, got dtype object",
-    ),
-    "objects as labels": ({"x": X, "y": [{}] * 10}, "integers or strings .* got dtype object"),
-    "strings": ({"x": X.astype(str), "y": Y}, "x: expected an array of numbers, got dtype <U"),
-    "complex numbers": (
-        {"x": X * 1j, "y": Y},
-        "x: expected an array of numbers, got dtype complex",
-    ),
-    "no rows": ({"x": X[:0], "y": []}, r"expected at least one row .* got shape \(0, 3\)"),
-    "no columns": ({"x": X[:, :0], "y": Y}, r"expected at least one row .* got shape \(10, 0\)"),
-    "a vector": ({"x": X[:, 0], "y": Y}, r"x: expected shape \[n, d\], .* got \(10,\)"),
-    "videos": (
-        {"x": np.ones((10, 1, 2, 3, 4)), "y": Y},
-        r"expected shape .* got \(10, 1, 2, 3, 4\)",
-    ),
-    "alpha channel": ({"x": np.ones((10, 4, 4, 4)), "y": Y}, "1 or 3 channels, got shape"),
-    "channels first": ({"x": np.ones((10, 3, 4, 4)), "y": Y}, "1 or 3 channels, got shape"),
-    "test images of another size": (
+    ({"x": X, "y": Y, **TEST, "y_test": ["a", "b"]}, f"{LABELS} <U1"),
+    ({"x": X, "y": Y, **TEST, "y_test": [0.0, 1.0]}, f"{LABELS} float64"),
+    ({"x": X, "y": np.zeros((10, 1))}, r"shape \[n\], .* got \(10, 1\)"),
+    ({"x": X, "y": np.eye(10)}, r"shape \[n\], .* got \(10, 10\)"),
+    ({"x": X.astype(object), "y": Y}, "x: expected an array of numbers, got dtype object"),
+    ({"x": X, "y": [{}] * 10}, "integers or strings .* got dtype object"),
+    ({"x": X.astype(str), "y": Y}, "x: expected an array of numbers, got dtype <U"),
+    ({"x": X * 1j, "y": Y}, "x: expected an array of numbers, got dtype complex"),
+    ({"x": X[:0], "y": []}, r"expected at least one row .* got shape \(0, 3\)"),
+    ({"x": X[:, :0], "y": Y}, r"expected at least one row .* got shape \(10, 0\)"),
+    ({"x": X[:, 0], "y": Y}, r"x: expected shape \[n, d\], .* got \(10,\)"),
+    ({"x": np.ones((10, 1, 2, 3, 4)), "y": Y}, r"expected shape .* got \(10, 1, 2, 3, 4\)"),
+    ({"x": np.ones((10, 4, 4, 4)), "y": Y}, "1 or 3 channels, got shape"),
+    ({"x": np.ones((10, 3, 4, 4)), "y": Y}, "1 or 3 channels, got shape"),
+    (
         {"x": GRAY, "y": Y, "x_test": GRAY[:2, :3], "y_test": [0, 1]},
         r"x_test: expected rows of shape \(4, 4\) .* got \(3, 4\)",
     ),
-    "test rows of another dtype": (
+    (
         {"x": X.astype(np.uint8), "y": Y, **TEST},
         "x_test: expected rows .* uint8 as in training, got .* float32",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("case", WRONG_ARRAYS)
-def test_wrong_arrays_raise_one_message(case):
-    arrays, message = WRONG_ARRAYS[case]
+@pytest.mark.parametrize(("arrays", "message"), WRONG_ARRAYS)
+def test_wrong_arrays_raise_one_message(arrays, message):
     with pytest.raises(ValueError, match=message):
         load(arrays)
 
@@ -299,147 +277,103 @@ def test_images_of_cameras_are_turned(tmp_path):
     np.testing.assert_allclose(x, [GRADIENT[..., 0]] * 2, atol=3)
 
 
-def text_file(folder):
-    (folder / "own.npz").write_text("x,y\n1,2\n")
-    return folder / "own.npz"
+# How a folder of arrays or images is damaged: each function returns the path to load.
 
 
-def array_file(folder):
-    np.save(folder / "own.npy", X)
-    return (folder / "own.npy").rename(folder / "own.npz")
+def archive(content):
+    """Write an archive, or other bytes under its name."""
+
+    def make(folder):
+        path = folder / "own.npz"
+        path.write_bytes(content)
+        return path
+
+    return make
 
 
-def truncated_file(folder):
-    path = saved(folder, x=PIXELS, y=NAMES)
-    path.write_bytes(path.read_bytes()[:-200])
-    return path
+def with_image(name, write, parts=("",)):
+    """Add or replace an image, or another file."""
+
+    def make(folder):
+        path = drawn(folder, parts)
+        write(path / name)
+        return path
+
+    return make
 
 
-def damaged_file(folder):
-    path = saved(folder, x=PIXELS, y=NAMES)
-    content = bytearray(path.read_bytes())
-    content[500] ^= 255
-    path.write_bytes(content)
-    return path
-
-
-def pickled_file(folder):
-    return saved(folder, x=X, y=np.array(["a", 1] * 5, dtype=object))
-
-
-def empty_folder(folder):
-    return folder
-
-
-def class_without_images(folder):
-    path = drawn(folder)
-    (path / "ape").mkdir()
-    return path
-
-
-def images_without_class(folder):
-    return drawn(folder) / "cat"
-
-
-def picture_of_another_size(folder):
-    path = drawn(folder)
-    Image.fromarray(PIXELS[0, :3]).save(path / "dog" / "small.png")
-    return path
-
-
-def picture_that_is_text(folder):
-    path = drawn(folder)
-    (path / "dog" / "text.png").write_text("not a picture")
-    return path
-
-
-def truncated_picture(folder):
-    path = drawn(folder)
-    file = path / "dog" / "01.png"
-    file.write_bytes(file.read_bytes()[:60])
-    return path
-
-
-def picture_with_alpha(folder):
-    path = drawn(folder)
-    image = Image.fromarray(np.uint8([[[9, 9, 9, 254]] * 6] * 4))
-    image.save(path / "dog" / "00.png")
-    return path
-
-
-def animation(folder, form):
-    path = drawn(folder)
+def animated(form):
     first, second = (Image.fromarray(pixels) for pixels in PIXELS[:2])
-    place = path / "dog" / "moving.png"
-    first.save(place, form, save_all=True, append_images=[second])
-    return path
+    options = {"save_all": True, "append_images": [second]}
+    return with_image("dog/moving.png", lambda path: first.save(path, form, **options))
 
 
-def picture_with_a_transparent_color(folder):
-    path = drawn(folder)
-    Image.fromarray(PIXELS[0]).quantize(64).save(path / "dog" / "clear.png", transparency=3)
-    return path
+def renamed(old, new):
+    return with_image(old, lambda path: path.rename(path.with_name(new)), ("train", "test"))
 
 
-def picture_of_16_bits(folder):
-    path = drawn(folder)
-    Image.fromarray(np.ones((4, 6), np.uint16)).save(path / "dog" / "deep.png")
-    return path
+def bytes_of(save, *args, **arrays):
+    buffer = io.BytesIO()
+    save(buffer, *args, **arrays)
+    return buffer.getvalue()
 
 
-def another_file(folder):
-    path = drawn(folder)
-    (path / "dog" / "labels.csv").write_text("1,2")
-    return path
-
-
-def class_only_in_the_test(folder):
-    path = drawn(folder, ("train", "test"))
-    (path / "test" / "dog").rename(path / "test" / "emu")
-    return path
-
-
-def misspelled_part(folder):
-    path = drawn(folder, ("train", "test"))
-    (path / "test").rename(path / "tset")
-    return path
-
-
-WRONG_FILES = [
-    (lambda folder: folder / "missing.npz", "missing.npz: expected a file, got no such file"),
-    (
-        lambda folder: folder / "missing",
-        "source: expected a built-in name, FILE.npz, .* got '.*missing'",
+CLEAR = np.uint8([[[9, 9, 9, 254]] * 6] * 4)
+INTACT = bytes_of(np.savez, **ARRAYS)
+FLIPPED = INTACT[:500] + bytes([INTACT[500] ^ 255]) + INTACT[501:]
+WRONG_FILES = {
+    "missing.npz: expected a file, got no such file": lambda folder: folder / "missing.npz",
+    "source: expected a built-in name, FILE.npz, .* got '.*missing'": lambda folder: (
+        folder / "missing"
     ),
-    (text_file, "own.npz: expected a .npz file .* got another format"),
-    (array_file, "own.npz: expected a .npz file .* got another format"),
-    (truncated_file, "own.npz: expected a .npz file .* got another format"),
-    (damaged_file, "own.npz: expected an intact .npz file, got: "),
-    (pickled_file, "own.npz: expected arrays of numbers or strings, got dtype object"),
-    (empty_folder, r"expected folders CLASS/\*.png, got an empty folder"),
-    (class_without_images, "ape: expected .png or .jpg images, got an empty folder"),
-    (images_without_class, r"cat: expected only folders CLASS/\*.png, got '00.png'"),
-    (picture_of_another_size, "small.png: expected 6 x 4 pixels as in .* got 6 x 3"),
-    (picture_that_is_text, "text.png: expected an image, got a damaged one"),
-    (truncated_picture, "01.png: expected an image, got a damaged one"),
-    (picture_with_alpha, "00.png: expected 1 or 3 channels, got an image with transparency"),
-    (
-        picture_with_a_transparent_color,
-        "clear.png: expected 1 or 3 channels, got an image with transparency",
+    "own.npz: expected a .npz file .* got another format": tuple(
+        archive(content) for content in (b"x,y\n1,2\n", bytes_of(np.save, X), INTACT[:-200])
     ),
-    (lambda folder: animation(folder, "PNG"), "moving.png: expected one image, got an animation"),
-    (lambda folder: animation(folder, "GIF"), "moving.png: expected one image, got an animation"),
-    (picture_of_16_bits, "deep.png: expected 8 bits a channel, got Pillow's mode I;16"),
-    (another_file, "dog: expected only .png and .jpg images, got 'labels.csv'"),
-    (class_only_in_the_test, "y_test: expected the classes of the training rows, got 'emu'"),
-    (misspelled_part, "expected only train, valid and test next to train, got 'tset'"),
-]
+    "own.npz: expected an intact .npz file, got: ": archive(FLIPPED),
+    "own.npz: expected arrays of numbers or strings, got dtype object": archive(
+        bytes_of(np.savez, x=X, y=np.array(["a", 1] * 5, dtype=object))
+    ),
+    r"expected folders CLASS/\*.png, got an empty folder": lambda folder: folder,
+    "ape: expected .png or .jpg images, got an empty folder": with_image(
+        "ape", lambda path: path.mkdir()
+    ),
+    r"cat: expected only folders CLASS/\*.png, got '00.png'": lambda folder: drawn(folder) / "cat",
+    "small.png: expected 6 x 4 pixels as in .* got 6 x 3": with_image(
+        "dog/small.png", Image.fromarray(PIXELS[0, :3]).save
+    ),
+    "text.png: expected an image, got a damaged one": with_image(
+        "dog/text.png", lambda path: path.write_text("not a picture")
+    ),
+    "01.png: expected an image, got a damaged one": with_image(
+        "dog/01.png", lambda path: path.write_bytes(path.read_bytes()[:60])
+    ),
+    "00.png: expected 1 or 3 channels, got an image with transparency": with_image(
+        "dog/00.png", Image.fromarray(CLEAR).save
+    ),
+    "clear.png: expected 1 or 3 channels, got an image with transparency": with_image(
+        "dog/clear.png",
+        lambda path: Image.fromarray(PIXELS[0]).quantize(64).save(path, transparency=3),
+    ),
+    "moving.png: expected one image, got an animation": (animated("PNG"), animated("GIF")),
+    "deep.png: expected 8 bits a channel, got Pillow's mode I;16": with_image(
+        "dog/deep.png", Image.fromarray(np.ones((4, 6), np.uint16)).save
+    ),
+    "dog: expected only .png and .jpg images, got 'labels.csv'": with_image(
+        "dog/labels.csv", lambda path: path.write_text("1,2")
+    ),
+    "y_test: expected the classes of the training rows, got 'emu'": renamed("test/dog", "emu"),
+    "expected only train, valid and test next to train, got 'tset'": renamed("test", "tset"),
+}
 
 
-@pytest.mark.parametrize(("make", "message"), WRONG_FILES)
-def test_wrong_files_raise_one_message(tmp_path, make, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        load(make(tmp_path))
+@pytest.mark.parametrize("message", WRONG_FILES)
+def test_wrong_files_raise_one_message(tmp_path, message):
+    makers = WRONG_FILES[message]
+    for i, make in enumerate(makers if isinstance(makers, tuple) else (makers,)):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            load(make(folder))
 
 
 def test_without_pillow_there_is_one_message(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, cast, flatten
+from helpers import assert_close, cast, flatten, float64_only, hypergradient
 
 import bilevel
 
@@ -82,7 +82,7 @@ def test_mixed_weights_have_the_float32_answer_within_bfloat16s_rounding(name):
             assert np.linalg.norm(of_mixed - expected) < 8 * ROUNDING * np.linalg.norm(expected)
 
 
-@pytest.mark.skipif(not jax.config.jax_enable_x64, reason="data of wider numbers than float32")
+@float64_only
 def test_float32_weights_meet_data_and_losses_of_float64():
     # A quadratic loss never backtracks; log cosh from far away does.
     x, y = jnp.asarray(np.linalg.qr(np.random.default_rng(0).normal(size=(8, 3)))[0]), jnp.ones(8)
@@ -122,14 +122,12 @@ def search_from(w0, solver):
 
     problem = bilevel.Problem(lower, lambda w, alpha, batch: jnp.mean((batch[0] @ w - 1) ** 2))
     data = jnp.asarray(ROWS), jnp.asarray(ROWS.sum(1))
-    optimizer = optax.sgd(0.01)
-    return bilevel.search(
-        *(problem, solver, optimizer, jnp.ones(4), w0, data, data), steps=2, progress=False
-    )
+    args = problem, solver, optax.sgd(0.01), jnp.ones(4), w0, data, data
+    return bilevel.search(*args, steps=2)
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not jax.config.jax_enable_x64, reason="data of wider numbers than float32")
+@float64_only
 @pytest.mark.parametrize("name", OF_DATA)
 def test_weights_solved_in_a_wider_dtype_keep_the_dtype_of_w0(name):
     solver = OF_DATA[name]
@@ -141,8 +139,8 @@ def test_weights_solved_in_a_wider_dtype_keep_the_dtype_of_w0(name):
 @pytest.mark.long
 def test_diagnostics_of_mixed_weights_make_no_false_claim():
     alpha, w0, *batches = data(0)
-    fn = jax.jit(bilevel.hypergradient(PROBLEM, bilevel.implicit()))
-    result = fn(alpha, w0, *batches)
+    args = PROBLEM, bilevel.implicit(), alpha, w0, *batches
+    result = hypergradient(*args, diagnostics=True)
     truth = compiled("newton cg")(alpha, cast(w0, jnp.float32), *batches)
     error = np.linalg.norm(flatten(result.grad) - flatten(truth.grad))
     assert error < 8 * ROUNDING * np.linalg.norm(flatten(truth.grad))

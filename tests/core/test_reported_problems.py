@@ -10,17 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, finite_differences, float64_only, normal, tolerance
+from helpers import (
+    assert_close,
+    finite_differences,
+    float64_only,
+    hypergradient,
+    normal,
+    tolerance,
+)
 
 import bilevel
 
 pytestmark = pytest.mark.slow
-
-
-def hypergradient(lower, outer, forward, alpha, w0, data=None):
-    problem = bilevel.Problem(lower, outer)
-    fn = bilevel.hypergradient(problem, bilevel.implicit(forward), diagnostics=False)
-    return jax.jit(fn)(alpha, w0, data, data)
 
 
 # ----------------------------------------------------------------------------- bug reports
@@ -54,11 +55,9 @@ def test_cvxpylayers_85_sparse_logistic_regression_passes_the_gradient_check():
     def loss(w, alpha, rows):
         return jnp.mean(jnp.logaddexp(0, -y[rows] * (x[rows] @ w)))
 
-    forward = bilevel.proximal("l1", jnp.exp)
+    solver = bilevel.implicit(bilevel.proximal("l1", jnp.exp))
     alpha, halves = jnp.array(-3.0), (jnp.arange(20), jnp.arange(20, 40))
-    fn = bilevel.hypergradient(
-        bilevel.Problem(loss, loss), bilevel.implicit(forward), diagnostics=False
-    )
+    fn = bilevel.hypergradient(bilevel.Problem(loss, loss), solver, diagnostics=False)
     run = jax.jit(lambda alpha: fn(alpha, jnp.zeros(12), *halves))
     assert 0 < np.sum(np.asarray(run(alpha).w) != 0) < 12
     assert_close(run(alpha).grad, finite_differences(lambda a: run(a).value, alpha), f64=1e-7)
@@ -79,48 +78,40 @@ def test_cvxpylayers_119_the_divergence_of_a_lasso_is_the_number_of_its_features
     assert_close(jnp.trace(x @ change), np.sum(np.asarray(w) != 0), f64=1e-9, f32=1e-4)
 
 
-def test_cvxpylayers_127_a_vertex_of_the_simplex_does_not_move():
-    """The lower loss is linear, so the derivative is 0: the report expected another one."""
-    returns, true = jnp.array([0.1, 0.2, -0.1]), jnp.array([-0.1, -0.1, 0.5])
-    result = hypergradient(
-        *(lambda w, alpha, _: -alpha @ w, lambda w, alpha, _: -true @ w),
-        *(bilevel.projected("simplex"), returns, jnp.full(3, 1 / 3)),
-    )
-    assert_close(result.w, [0, 1, 0], f32=1e-6)
-    assert np.array_equal(result.grad, np.zeros(3))
+RETURNS, TRUE_RETURNS = jnp.array([0.1, 0.2, -0.1]), jnp.array([-0.1, -0.1, 0.5])
+ENTROPY = jnp.array([0.4, -0.3])
+# The losses, the set, alpha, the start, the weights, the hypergradient and the tolerances.
+SMALL = {
+    # The lower loss is linear, so the derivative is 0: the report expected another one.
+    "cvxpylayers 127: a vertex of the simplex does not move": (
+        lambda w, alpha, _: -alpha @ w,
+        lambda w, alpha, _: -TRUE_RETURNS @ w,
+        *("simplex", RETURNS, jnp.full(3, 1 / 3), [0, 1, 0], np.zeros(3), 1e-9, 1e-6),
+    ),
+    "cvxpylayers 145: an entropy on the simplex gives the softmax": (
+        lambda w, alpha, _: jnp.sum(0.5 * w * jnp.log(w)) - alpha @ w,
+        lambda w, alpha, _: w[0],
+        *("simplex", ENTROPY, jnp.full(2, 0.5), jax.nn.softmax(ENTROPY / 0.5)),
+        *(jax.grad(lambda a: jax.nn.softmax(a / 0.5)[0])(ENTROPY), 1e-8, 1e-4),
+    ),
+    **{
+        f"cvxpy 1110: a bound stops the derivative, alpha = {alpha}": (
+            lambda w, p, _: (w - 2 * p) ** 2,
+            lambda w, p, _: w,
+            *("nonnegative", alpha, jnp.zeros(()), max(2 * alpha, 0.0), slope, 1e-9, 1e-5),
+        )
+        for alpha, slope in ((3.0, 2.0), (-1.0, 0.0))
+    },
+}
 
 
-def test_cvxpylayers_145_an_entropy_on_the_simplex_gives_the_softmax():
-    alpha = jnp.array([0.4, -0.3])
-
-    def lower(w, alpha, _):
-        return jnp.sum(0.5 * w * jnp.log(w)) - alpha @ w
-
-    result = hypergradient(
-        *(lower, lambda w, alpha, _: w[0], bilevel.projected("simplex"), alpha, jnp.full(2, 0.5))
-    )
-    first, slope = jax.value_and_grad(lambda a: jax.nn.softmax(a / 0.5)[0])(alpha)
-    assert_close((result.value, result.grad), (first, slope), f64=1e-8, f32=1e-4)
-
-
-def test_cvxpylayers_160_a_negative_parameter_gives_a_message():
-    forward = bilevel.proximal("l1", lambda alpha: alpha)
-    fn = bilevel.hypergradient(
-        bilevel.Problem(lambda w, a, _: jnp.sum((w - 1) ** 2), lambda w, a, _: jnp.sum(w)),
-        bilevel.implicit(forward),
-    )
-    with pytest.raises(ValueError, match="weight: expected numbers of at least 0, got -1"):
-        fn(-1.0, jnp.zeros(2), None, None)
-
-
-def test_cvxpy_1110_a_bound_stops_the_derivative():
-    def lower(w, p, _):
-        return (w - 2 * p) ** 2
-
-    for p, slope in ((3.0, 2.0), (-1.0, 0.0)):
-        forward = bilevel.projected("nonnegative")
-        result = hypergradient(lower, lambda w, p, _: w, forward, p, jnp.zeros(()))
-        assert_close(result.grad, slope, f32=1e-5)
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_problem_has_its_solution_and_hypergradient(name):
+    lower, outer, constraint, alpha, start, w, grad, f64, f32 = SMALL[name]
+    solver = bilevel.implicit(bilevel.projected(constraint))
+    result = hypergradient(bilevel.Problem(lower, outer), solver, alpha, start, None, None)
+    assert_close(result.w, w, f64=f64, f32=f32)
+    assert_close(result.grad, grad, f64=f64, f32=f32)
 
 
 def test_jaxopt_338_and_419_the_jacobian_of_a_projected_solution_in_both_modes():
@@ -149,8 +140,9 @@ def test_frank_wolfe_298_a_quadratic_on_the_simplex_has_the_value_of_three_other
     def loss(w, linear, _):
         return linear @ w + w @ square @ w
 
-    forward = bilevel.projected("simplex")
-    result = hypergradient(loss, loss, forward, linear, jnp.full(3, 1 / 3))
+    solver = bilevel.implicit(bilevel.projected("simplex"))
+    start = linear, jnp.full(3, 1 / 3), None, None
+    result = hypergradient(bilevel.Problem(loss, loss), solver, *start)
     assert -1e-5 < result.value + 3.1753396592447753 < 1e-6
     slope = linear + 2 * square @ result.w
     assert slope @ result.w - slope.min() < tolerance(1e-12, 1e-5)  # the duality gap
@@ -194,15 +186,17 @@ PAPERS = {
 }
 
 
+def of_paper(name):
+    lower, outer, bounds, _ = PAPERS[name]
+    forward = bilevel.projected("box", lambda x: bounds(x)[0], lambda x: bounds(x)[1])
+    return bilevel.Problem(lower, outer), bilevel.implicit(forward)
+
+
 @pytest.mark.parametrize("name", PAPERS)
 def test_problems_of_papers_have_their_solutions_and_slopes(name):
-    lower, outer, bounds, points = PAPERS[name]
-    forward = bilevel.projected("box", lambda x: bounds(x)[0], lambda x: bounds(x)[1])
-    fn = bilevel.hypergradient(
-        bilevel.Problem(lower, outer), bilevel.implicit(forward), diagnostics=False
-    )
+    fn = bilevel.hypergradient(*of_paper(name), diagnostics=False)
     run = jax.jit(lambda x: fn(x, jnp.zeros_like(x), None, None))
-    for x, w, slope in points:
+    for x, w, slope in PAPERS[name][3]:
         result = run(jnp.asarray(x))
         assert_close(result.w, w, f64=1e-9, f32=1e-5)
         assert np.abs(np.asarray(result.grad) - np.asarray(slope)).max() < 1e-3
@@ -216,16 +210,12 @@ def test_problems_of_papers_have_their_solutions_and_slopes(name):
     ],
 )
 def test_a_search_finds_the_best_known_value_of_bolib(name, start, best, value):
-    lower, outer, bounds, _ = PAPERS[name]
-    forward = bilevel.projected("box", lambda x: bounds(x)[0], lambda x: bounds(x)[1])
     rule = optax.chain(optax.sgd(0.02), bilevel.project(functools.partial(jnp.clip, min=1.0)))
     if start < 1:
         rule = optax.sgd(0.05)
     result = bilevel.search(
-        *(bilevel.Problem(lower, outer), bilevel.implicit(forward), rule),
-        *(jnp.asarray(start), jnp.zeros(()), None, None),
+        *(*of_paper(name), rule, jnp.asarray(start), jnp.zeros(()), None, None),
         steps=20 if start < 1 else 60,
-        progress=False,
         diagnostics=False,
     )
     assert abs(result.alpha - best) < 1e-3

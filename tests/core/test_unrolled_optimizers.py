@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, finite_differences, flatten, loop_of_steps
+from helpers import (
+    assert_close,
+    finite_differences,
+    flatten,
+    float64_only,
+    hypergradient,
+    loop_of_steps,
+)
 from problems import case
 
 import bilevel
@@ -97,8 +104,7 @@ def test_the_weights_are_the_optimizers_own_to_the_last_bit_or_two(name):
     assert np.isfinite(flatten(plain)).all()
     # Two programs, which XLA may round differently: RAdam's differ by one unit in the last place.
     assert_close(weights, plain, f64=5e-16, f32=3e-7)
-    fn = jax.jit(bilevel.hypergradient(small.problem, solver, diagnostics=False))
-    assert_close(fn(*small.args).w, plain, f64=1e-14, f32=1e-6)
+    assert_close(hypergradient(small.problem, solver, *small.args).w, plain, f64=1e-14, f32=1e-6)
 
 
 @pytest.mark.long
@@ -113,13 +119,12 @@ def test_second_derivatives_are_right_where_gradients_are_0():
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not jax.config.jax_enable_x64, reason="differences finer than float32")
+@float64_only
 @pytest.mark.parametrize("name", [*SMOOTH, *JUMPING])
 def test_hypergradient_is_the_difference_quotient_where_gradients_are_0(name):
-    optimizer = (SMOOTH | JUMPING)[name]
-    problem = bilevel.Problem(lower, outer)
-    solver = bilevel.unrolled(optimizer, STEPS)
-    fn = jax.jit(bilevel.hypergradient(problem, solver, diagnostics=False))
+    solver = bilevel.unrolled((SMOOTH | JUMPING)[name], STEPS)
+    fn = bilevel.hypergradient(bilevel.Problem(lower, outer), solver, diagnostics=False)
+    fn = jax.jit(fn)
     for seed in range(3):
         small = dead_and_alive(seed, 1.0 if name in SMOOTH else 0.0)
         if name in ("lion", "sign_sgd"):  # steps of one size: 0 wherever there is a derivative
@@ -150,11 +155,10 @@ def test_a_step_may_branch_on_the_sign_of_a_weight_or_a_gradient(name):
             lambda w: optax.EmptyState(), lambda g, s, w=None: (step(alpha, g, w), s)
         )
 
-    problem = bilevel.Problem(
-        lambda w, alpha, batch: -jnp.sum(w), lambda w, alpha, batch: jnp.sum(w)
-    )
-    hypergradient = bilevel.hypergradient(problem, bilevel.unrolled(make, 1), diagnostics=False)
-    assert_close(hypergradient(jnp.array(0.3), jnp.zeros(1), None, None).grad, expected, f32=1e-6)
+    problem = bilevel.Problem(lambda w, a, b: -jnp.sum(w), lambda w, a, b: jnp.sum(w))
+    start = jnp.array(0.3), jnp.zeros(1), None, None
+    hyper = hypergradient(problem, bilevel.unrolled(make, 1), *start)
+    assert_close(hyper.grad, expected, f32=1e-6)
 
 
 @pytest.mark.parametrize("at", [0, 2])
@@ -166,11 +170,11 @@ def test_a_learned_schedule_may_branch_on_the_count_of_steps(at):
         return optax.sgd(lambda n: jnp.where((n - at) / 4.0 > 0, after(n), alpha[1]))
 
     problem = bilevel.Problem(
-        lambda w, alpha, batch: 0.5 * jnp.sum((w - 1.0) ** 2), lambda w, alpha, batch: jnp.sum(w)
+        lambda w, a, b: 0.5 * jnp.sum((w - 1.0) ** 2), lambda w, a, b: jnp.sum(w)
     )
-    solver, alpha = bilevel.unrolled(make, 5), jnp.array([0.3, 0.1])
-    hypergradient = bilevel.hypergradient(problem, solver, diagnostics=False)
+    alpha = jnp.array([0.3, 0.1])
+    hyper = hypergradient(problem, bilevel.unrolled(make, 5), alpha, jnp.zeros(1), None, None)
     # Truth: w_5 - 1 is minus the product of 1 - rate over the steps.
     rates = lambda a: [a[1] if n <= at else a[0] * (1 - (n - at) / 4) for n in range(5)]  # noqa: E731
     expected = jax.grad(lambda a: 1 - jnp.prod(1 - jnp.stack(rates(a))))(alpha)
-    assert_close(hypergradient(alpha, jnp.zeros(1), None, None).grad, expected, f64=1e-14, f32=1e-6)
+    assert_close(hyper.grad, expected, f64=1e-14, f32=1e-6)

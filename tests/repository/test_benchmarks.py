@@ -5,6 +5,7 @@ and `ntk`, and every attribute of an imported name, is looked up in the modules 
 """
 
 import ast
+import contextlib
 import importlib
 import json
 import pathlib
@@ -30,90 +31,56 @@ def private(name):
 
 
 def lookup(owner, name):
-    """An attribute of an object, or a submodule that was not imported yet."""
-    try:
-        return getattr(owner, name)
-    except AttributeError:
-        if not isinstance(owner, types.ModuleType):
-            raise
-    try:
-        return importlib.import_module(f"{owner.__name__}.{name}")
-    except ModuleNotFoundError:
-        raise AttributeError(name) from None
+    """Return an attribute, or a submodule that was not imported yet, or None."""
+    if not hasattr(owner, name) and isinstance(owner, types.ModuleType):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(f"{owner.__name__}.{name}")
+    return getattr(owner, name, None)
 
 
-def fault(owner, name, path):
-    """Return why ``path``, which ends in ``name`` of ``owner``, may not be used, or None."""
-    if private(name):
-        return f"{path} is private"
-    try:
+def fault(path):
+    """Return why a program may not use a dotted path, or None. Other packages have no faults."""
+    first, *names = path.split(".")
+    if first not in ("bilevel", "ntk"):
+        return None
+    value, path = importlib.import_module(first), first
+    for name in names:
+        owner, path = value, f"{path}.{name}"
+        if private(name):
+            return f"{path} is private"
         value = lookup(owner, name)
-    except AttributeError:
-        return f"{path} does not exist"
-    public = getattr(owner, "__all__", None) if isinstance(owner, types.ModuleType) else None
-    submodule = isinstance(value, types.ModuleType) and value.__name__ == f"{owner.__name__}.{name}"
-    if public is not None and name not in public and not submodule and not name.endswith("__"):
-        return f"{path} is not in __all__ of {owner.__name__}"
+        if value is None and not hasattr(owner, name):
+            return f"{path} does not exist"
+        public = getattr(owner, "__all__", None) if isinstance(owner, types.ModuleType) else None
+        listed = public is None or name in public or name.endswith("__")
+        if not listed and getattr(value, "__name__", None) != f"{owner.__name__}.{name}":
+            return f"{path} is not in __all__ of {owner.__name__}"
     return None
 
 
-class Reader(ast.NodeVisitor):
-    """Collects ``(line, fault)`` of a program; ``scope``: the values of the imported names."""
-
-    def __init__(self):
-        self.scope, self.found = {}, []
-
-    def follow(self, node, value, path, names):
-        """The value at the end of a chain of attributes; None if a name is at fault."""
-        for name in names:
-            path = f"{path}.{name}"
-            if wrong := fault(value, name, path):
-                self.found.append((node.lineno, wrong))
-                return None
-            value = lookup(value, name)
-        return value
-
-    def package(self, node, path):
-        """A module by its dotted path, None if it is at fault or of another package."""
-        first, *others = path.split(".")
-        if first not in ("bilevel", "ntk"):
-            return None
-        return self.follow(node, importlib.import_module(first), first, others)
-
-    def visit_Import(self, node):
-        for alias in node.names:
-            value, first = self.package(node, alias.name), alias.name.split(".")[0]
-            if value is not None and alias.asname:
-                self.scope[alias.asname] = value, alias.name
-            elif value is not None:
-                self.scope[first] = importlib.import_module(first), first
-
-    def visit_ImportFrom(self, node):
-        module = None if node.level else self.package(node, node.module)
-        for alias in node.names if module is not None and node.names[0].name != "*" else ():
-            value = self.follow(node, module, node.module, [alias.name])
-            if value is not None:
-                self.scope[alias.asname or alias.name] = value, f"{node.module}.{alias.name}"
-
-    def visit_Attribute(self, node):
-        names, root = [], node
+def uses(tree):
+    """Yield the line and the dotted path of imports, and of attributes of imported names."""
+    scope = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                path = f"{module}{alias.name}".removesuffix(".*")
+                bound = alias.asname or alias.name.split(".")[0]
+                scope[bound] = path if alias.asname or module else bound
+                yield node.lineno, path
+    for node in ast.walk(tree):
+        root, names = node, []
         while isinstance(root, ast.Attribute):
-            names, root = [root.attr, *names], root.value
-        if isinstance(root, ast.Name) and root.id in self.scope:
-            self.follow(node, *self.scope[root.id], names)
-        else:
-            self.visit(root)
+            root, names = root.value, [root.attr, *names]
+        if names and isinstance(root, ast.Name) and root.id in scope:
+            yield node.lineno, ".".join([scope[root.id], *names])
 
 
 def faults(source):
     """Sorted ``(line, fault)`` of the names of `bilevel` and `ntk` in a program's text."""
-    reader, tree = Reader(), ast.parse(source)
-    # First the module's own imports: functions above them see them too.
-    for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            reader.visit(node)
-    reader.visit(tree)
-    return sorted(set(reader.found))
+    found = {(line, fault(path)) for line, path in uses(ast.parse(source))}
+    return sorted((line, wrong) for line, wrong in found if wrong)
 
 
 def blocks(path):
@@ -144,10 +111,7 @@ def all_faults(paths, read):
         ("from bilevel import no_such_name", "bilevel.no_such_name does not exist"),
         ("import bilevel.no_such_module", "bilevel.no_such_module does not exist"),
         ("import bilevel as b\nb.spaces.nothing", "bilevel.spaces.nothing does not exist"),
-        (
-            "def f():\n    return search.x\n\nfrom bilevel import search",
-            "bilevel.search.x does not exist",
-        ),
+        ("def f():\n    search.x\n\nfrom bilevel import search", "bilevel.search.x does not exist"),
         ("class A:\n    def f(self):\n        import ntk\n        ntk.x", "ntk.x does not exist"),
         ("from ntk.internal.checks import integer", "ntk.internal is private"),
         ("import bilevel\nbilevel.search._run = 1", "bilevel.search._run is private"),
@@ -205,22 +169,19 @@ def flags(harness, monkeypatch, *words, **options):
     return harness.command_line("nowhere/script.py", "A script.", str, **options)
 
 
-def test_a_run_without_failures_ends_as_usual(harness, tmp_path, capsys):
+def test_a_run_ends_as_usual_or_with_its_first_failed_row(harness, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     own = {"commit": harness.commit()}
     harness.finish([HEAD, ROW], path, lambda rows: f"{len(rows)} rows")
     assert capsys.readouterr().out == "2 rows\n" and harness.read(path) == [HEAD | own, ROW]
-
-
-def test_a_failed_row_is_reported_and_ends_with_status_1(harness, tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
-    status, message = ended(harness.finish, [HEAD, ROW, FAILED], path, lambda rows: "a report")
-    assert status == 1
-    assert message == "failed: 1 of the rows; the first, time, large: out of memory"
+    message = "failed: 1 of the rows; the first, time, large: out of memory"
+    assert ended(harness.finish, [HEAD, ROW, FAILED], path, lambda _: "a report") == (1, message)
     assert capsys.readouterr().out == "a report\n" and len(harness.read(path)) == 3
+    message = "rows: expected at least one measurement, got none."
+    assert ended(harness.finish, [HEAD], None, str) == (1, message)
 
 
-def test_a_process_that_fails_makes_a_failed_row(harness, tmp_path, capsys):
+def test_a_process_that_fails_makes_a_failed_row(harness, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("raise ImportError('no parameter_count')")
     rows = harness.in_own_process(str(script), "request")
@@ -228,20 +189,13 @@ def test_a_process_that_fails_makes_a_failed_row(harness, tmp_path, capsys):
     assert ended(harness.check_failed, rows)[0] == 1
 
 
-def test_a_run_without_rows_ends_with_status_1(harness):
-    message = "rows: expected at least one measurement, got none."
-    assert ended(harness.finish, [HEAD], None, str) == (1, message)
-
-
 def test_a_requested_peer_that_is_missing_ends_with_status_1(harness, monkeypatch):
     options = {"peers": ("numpy", "no-such-peer")}
-    status, message = ended(flags, harness, monkeypatch, **options)
-    assert status == 1 and message.startswith("peers: expected no-such-peer to be installed")
-    assert (
-        ended(flags, harness, monkeypatch, "--quick", "--peers", "no-such-peer", **options)[0] == 1
-    )
-    for words, peers in ((["--quick"], []), (["--smoke"], []), (["--peers"], [])):
-        assert flags(harness, monkeypatch, *words, **options).peers == peers
+    for words in ([], ["--quick", "--peers", "no-such-peer"]):
+        status, message = ended(flags, harness, monkeypatch, *words, **options)
+        assert status == 1 and message.startswith("peers: expected no-such-peer to be installed")
+    for word in ("--quick", "--smoke", "--peers"):
+        assert flags(harness, monkeypatch, word, **options).peers == []
     assert flags(harness, monkeypatch, "--peers", "numpy", **options).peers == ["numpy"]
 
 
@@ -262,12 +216,8 @@ def test_a_table_has_the_files_of_its_script_only(harness, monkeypatch):
 
 
 def test_sizes_by_their_flags(harness, monkeypatch):
-    for words, size, small in (
-        (["--smoke"], "smoke", True),
-        (["--quick"], "quick", True),
-        ([], "default", False),
-        (["--full"], "full", False),
-    ):
+    for size, small in ("smoke", True), ("quick", True), ("default", False), ("full", False):
+        words = [] if size == "default" else [f"--{size}"]
         parsed = flags(harness, monkeypatch, *words, full=True)
         assert (parsed.size, parsed.small, parsed.results is None) == (size, small, small)
 

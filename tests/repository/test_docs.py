@@ -1,9 +1,12 @@
-"""Every public name has an entry in the API reference, and every entry stands for a name."""
+"""Every public name has an entry in the API reference and types, and every entry has a name."""
 
 import importlib
+import inspect
 import pathlib
 import re
 import types
+
+import pytest
 
 import bilevel
 import ntk
@@ -65,3 +68,41 @@ def test_at_most_260_names_are_public():
 def test_no_name_has_two_entries():
     listed = entries()
     assert sorted({name for name in listed if listed.count(name) > 1}) == []
+
+
+CALLED = ("__call__", "__getstate__", "__setstate__", "__reduce__")
+
+
+def public_functions(package):
+    """The functions of the API reference, and the methods of its classes."""
+    for listed in entries():
+        module, _, name = listed.rpartition(".")
+        if module.split(".")[0] != package.__name__:
+            continue
+        value = getattr(importlib.import_module(module), name)
+        if inspect.isclass(value):
+            for method, function in vars(value).items():
+                public = method[0] != "_" or method in CALLED
+                # Without what flax, dataclasses and NamedTuple add.
+                own = getattr(function, "__module__", None) == value.__module__
+                if public and own and inspect.isfunction(function):
+                    yield f"{listed}.{method}", function
+        elif inspect.isfunction(inspect.unwrap(value)):
+            yield listed, value
+
+
+@pytest.mark.parametrize("package", [bilevel, ntk])
+def test_parameters_and_results_of_public_functions_have_types(package):
+    count, missing = 0, []
+    for name, function in public_functions(package):
+        signature = inspect.signature(function)
+        empty = [
+            p.name
+            for p in signature.parameters.values()
+            if p.annotation is p.empty and p.name != "self"
+        ]
+        if signature.return_annotation is signature.empty:
+            empty.append("return")
+        count += 1
+        missing += [f"{name}: {parameter}" for parameter in empty]
+    assert count > 50 and not missing, "\n".join(missing)

@@ -9,14 +9,12 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
 from test_docs import entries, thing
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "bilevel").rglob("*.py"), *(ROOT / "ntk").rglob("*.py")])
-CHECKS = {
-    "bilevel.internal.checks": "bilevel/internal/checks.py",
-    "ntk.internal.checks": "ntk/internal/checks.py",
-}
+CHECKS = "bilevel.internal.checks", "ntk.internal.checks"
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -43,8 +41,8 @@ def top_functions(path: Path) -> dict[str, ast.AST]:
 @cache
 def raising_checks() -> set[str]:
     """The checks of arguments that raise, directly or through each other."""
-    functions = top_functions(ROOT / CHECKS["ntk.internal.checks"])
-    functions |= top_functions(ROOT / CHECKS["bilevel.internal.checks"])
+    paths = (ROOT / f"{name.replace('.', '/')}.py" for name in CHECKS)
+    functions = {name: node for path in paths for name, node in top_functions(path).items()}
     raising = {name for name, node in functions.items() if raises(node)}
     while more := {name for name, f in functions.items() if calls(f) & raising} - raising:
         raising |= more
@@ -90,6 +88,7 @@ def called(node: Function | ast.ClassDef) -> list[Function]:
     return [n for n in methods if n.name in ("__init__", "__post_init__")]
 
 
+@cache
 def docstrings() -> list[tuple[str, str]]:
     """Every docstring, also of commands, and every text under a field of a class."""
     places = []
@@ -111,16 +110,15 @@ def test_public_functions_say_what_they_raise():
     assert not missing
 
 
-def test_docstrings_begin_with_what_they_describe():
-    assert not [place for place, text in docstrings() if text.lstrip().startswith("Of ")]
-
-
-def test_docstrings_have_sections_instead_of_pointers():
-    pointer = re.compile(r"^\s*(Parameters|Returns|Raises)\b.*:? as (in )?:\w+:", re.MULTILINE)
-    assert not [place for place, text in docstrings() if pointer.search(text)]
-
-
-def test_the_line_below_a_heading_is_a_line_of_its_own():
-    headings = "Parameters|Returns|Raises|Notes|References|Examples"
-    flattened = re.compile(rf"^\s*({headings}) -{{3,}}", re.MULTILINE)
-    assert not [place for place, text in docstrings() if flattened.search(text)]
+@pytest.mark.parametrize(
+    "fault",
+    [
+        r"\A\s*Of ",  # instead of the thing that it describes
+        r"^\s*(Parameters|Returns|Raises)\b.*:? as (in )?:\w+:",  # a pointer instead of a section
+        # The line below a heading is a line of its own.
+        r"^\s*(Parameters|Returns|Raises|Notes|References|Examples) -{3,}",
+    ],
+)
+def test_no_docstring_has_a_fault(fault):
+    pattern = re.compile(fault, re.MULTILINE)
+    assert not [place for place, text in docstrings() if pattern.search(text)]

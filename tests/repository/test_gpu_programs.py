@@ -2,17 +2,16 @@
 
 They need the wheels that ``benchmarks/scale/gpu_programs.py`` names, unpacked in a folder that
 ``BILEVEL_CUDA_PLUGIN`` names. Counts of programs for a CPU always run, in
-``tests/core/test_launches.py``, ``tests/ntk/test_tiles.py``, ``tests/ntk/test_networks.py`` and
+``tests/core/test_counts.py``, ``tests/ntk/test_tiles.py``, ``tests/ntk/test_networks.py`` and
 ``tests/ntk/test_finite.py``.
 """
 
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from helpers import run
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks/scale/gpu_programs.py"
 PLUGIN = os.environ.get("BILEVEL_CUDA_PLUGIN")
@@ -42,15 +41,12 @@ def within(count, limit):
     return limit is None or count <= limit
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.skipif(PLUGIN is None, reason="BILEVEL_CUDA_PLUGIN names no folder of JAX's plugin")
 def test_programs_for_a_card_launch_few_kernels(tmp_path):
     results, unset = tmp_path / "rows.jsonl", ("XLA_FLAGS", "JAX_ENABLE_X64")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
-    command = [sys.executable, SCRIPT, "--plugin", PLUGIN, "--results", results]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    run("python", SCRIPT, "--plugin", PLUGIN, "--results", results, env=environment)
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     rows = {row["program"]: row for row in rows if "program" in row}
     assert rows.keys() == {*BEYOND, *LOOPS, *KERNELS}

@@ -1,11 +1,10 @@
 """What `import bilevel` costs, and that names imported late are as good as those imported early."""
 
 import json
-import subprocess
-import sys
 from importlib import metadata
 
 import pytest
+from helpers import run
 
 import bilevel
 import ntk
@@ -30,15 +29,9 @@ print("no leak")
 """
 
 
-def printed(program: str) -> str:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def loaded(program: str) -> set[str]:
     program += "; import sys, json; print(json.dumps(sorted(sys.modules)))"
-    return set(json.loads(printed(program)))
+    return set(json.loads(run("python", "-c", program)))
 
 
 def test_the_packages_import_nothing_before_it_is_used():
@@ -64,7 +57,7 @@ def test_the_core_imports_no_more_than_jax_and_optax_do():
 
 
 def test_names_first_used_inside_a_trace_leak_no_tracer():
-    assert printed(TRACED) == "no leak\n"
+    assert run("python", "-c", TRACED) == "no leak\n"
 
 
 def test_every_public_name_is_there_and_listed():

@@ -3,10 +3,9 @@
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from helpers import run
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -49,17 +48,11 @@ print(json.dumps([bilevel.__file__, names, size, seconds, typed]))
 """
 
 
-def run(*command, **options):
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
     """The interpreter of a fresh environment with the wheel and what pip brings along."""
     place = tmp_path_factory.mktemp("install")
-    run(sys.executable, "-m", "venv", place / "venv")
+    run("python", "-m", "venv", place / "venv")
     python = place / "venv/bin/python"
     run(python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", place, ROOT)
     (wheel,) = place.glob("bilevel-*.whl")
@@ -106,4 +99,4 @@ def test_the_command_runs_in_it(python, tmp_path):
 def test_a_users_script_passes_the_type_checker(python, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     options = ["--python-executable", python, "--strict", "--cache-dir", tmp_path / "cache"]
-    run(sys.executable, "-m", "mypy", *options, "script.py", cwd=tmp_path)
+    run("python", "-m", "mypy", *options, "script.py", cwd=tmp_path)

@@ -3,9 +3,9 @@
 import pathlib
 import re
 
-import jax
 import jax.numpy as jnp
 import pytest
+from helpers import hypergradient
 
 import bilevel
 from bilevel.spaces.darts import parse_genotype
@@ -13,6 +13,11 @@ from bilevel.spaces.nasbench201 import genotypes
 from bilevel.spaces.nasbench201.genotype import parse_genotype as parse_cell
 
 ROOT = pathlib.Path(__file__).parents[2]
+
+
+COMING_FROM = sorted(
+    path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/coming_from").glob("*.md")
+)
 
 
 def examples(page):
@@ -33,17 +38,22 @@ def ours(page):
     return expressions
 
 
-def run(page, capsys):
-    """The output of the page's examples, in one session."""
+def session_of(page):
+    """Run the page's examples in one session; return its names."""
     session = {}
     for example in examples(page):
         exec(compile(example, page, "exec"), session)
+    return session
+
+
+def run(page, capsys):
+    """Return the output of the page's examples."""
+    session_of(page)
     return capsys.readouterr().out
 
 
 def test_every_page_with_examples_is_run_here():
-    paths = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/coming_from").glob("*.md")]
-    pages = [path.relative_to(ROOT).as_posix() for path in paths]
+    pages = [f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")]
     source = pathlib.Path(__file__).read_text()
     assert [page for page in pages if examples(page) and f'"{page}"' not in source] == []
 
@@ -77,20 +87,15 @@ def test_the_examples_of_the_readme_run_and_print_what_it_shows(capsys):
 
 @pytest.mark.long
 def test_the_solver_and_the_inverse_of_contributing_are_right():
-    session = {}
-    for example in examples("CONTRIBUTING.md"):
-        exec(compile(example, "CONTRIBUTING.md", "exec"), session)
+    session = session_of("CONTRIBUTING.md")
     problem = bilevel.Problem(
         lower=lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
         outer=lambda w, alpha, batch: jnp.sum((w - batch) ** 2),
     )
-    solvers = (
-        session["sign_descent"](0.1, 50),
-        bilevel.implicit(bilevel.newton(), session["richardson"](0.5, 60)),
-    )
-    for solver in solvers:
-        fn = jax.jit(bilevel.hypergradient(problem, solver))
-        hyper = fn(jnp.ones(2), jnp.zeros(2), None, jnp.full(2, 3.0))
+    richardson = bilevel.implicit(bilevel.newton(), session["richardson"](0.5, 60))
+    for solver in (session["sign_descent"](0.1, 50), richardson):
+        start = jnp.ones(2), jnp.zeros(2), None, jnp.full(2, 3.0)
+        hyper = hypergradient(problem, solver, *start, diagnostics=True)
         assert hyper.grad == pytest.approx([-4.0, -4.0], rel=1e-5)
         assert hyper.info.error_estimate < 1e-3
 
@@ -100,15 +105,15 @@ def test_the_solver_and_the_inverse_of_contributing_are_right():
     "page",
     [
         "docs/index.md",
-        pytest.param("docs/start.md", marks=pytest.mark.long),
         "docs/how_to.md",
-        # The notebook on own images runs the same functions.
-        pytest.param("docs/own_data.md", marks=(pytest.mark.slow, pytest.mark.long)),
         "docs/geometry.md",
         "docs/constraints.md",
-        pytest.param("docs/solvers.md", marks=pytest.mark.long),
-        pytest.param("docs/stochastic.md", marks=pytest.mark.long),
         "docs/scaling.md",
+    ]
+    + [
+        pytest.param(page, marks=pytest.mark.long)
+        # The notebook on own images runs the same functions as the page on own data.
+        for page in ("docs/start.md", "docs/own_data.md", "docs/solvers.md", "docs/stochastic.md")
     ],
 )
 def test_the_pages_of_the_core_run(page, capsys):
@@ -116,22 +121,10 @@ def test_the_pages_of_the_core_run(page, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "page",
-    [
-        "docs/coming_from/jaxopt.md",
-        "docs/coming_from/torchopt.md",
-        "docs/coming_from/neural_tangents.md",
-        "docs/coming_from/optuna.md",
-        "docs/coming_from/gradhpo_boat.md",
-    ],
-)
+@pytest.mark.parametrize("page", COMING_FROM)
 def test_our_column_of_every_coming_from_page_runs(page):
     """The page's example defines the names, and its tables have expressions of them."""
-    session = {}
-    for example in examples(page):
-        exec(compile(example, page, "exec"), session)
-    expressions = ours(page)
+    session, expressions = session_of(page), ours(page)
     assert len(expressions) >= 10
     for expression in expressions:
         assert eval(expression, session) is not None

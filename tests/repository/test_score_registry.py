@@ -3,10 +3,9 @@
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import pytest
+from helpers import run
 
 import ntk
 from bilevel.cli.flags import commands
@@ -51,12 +50,9 @@ def test_rank_accepts_a_new_score_after_its_file_and_the_stub(tmp_path):
         stub.write("\nfrom .new_family import logit_variance\n")
     line = "rank --data digits --networks 3 --k 2 --pool 2 --batch-size 4 --cells 1 --channels 2"
     line += " --pixels 4 --scores logit_variance --no-judged --json --no-cache"
-    done = subprocess.run(
-        [sys.executable, "-m", "bilevel", *line.split(), "--out", str(tmp_path / "run")],
+    printed = run(
+        *("python", "-m", "bilevel", *line.split(), "--out", tmp_path / "run"),
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert '"score": "logit_variance"' in done.stdout
+    assert '"score": "logit_variance"' in printed

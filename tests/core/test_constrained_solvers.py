@@ -270,33 +270,6 @@ def test_an_ill_conditioned_machine_takes_few_gradient_steps():
     assert jnp.linalg.norm(residual) < tolerance(1e-12, 1e-4) * jnp.linalg.norm(w)
 
 
-def test_a_step_equals_the_operator_s_and_stays_in_its_manifold():
-    sets = {
-        "box": constraints.box(-0.3, 0.4),
-        "box_equality": constraints.box_equality(-0.3, 0.4, jnp.array([1.0, -1.0, 1.0, 1.0]), 0.1),
-        "simplex": constraints.simplex(),
-        "l2_ball": constraints.l2_ball(0.5),
-        "l1_ball": constraints.l1_ball(0.5),
-        "affine": constraints.affine(np.array([[1.0, 2.0, 0.0, 1.0]]), 1.0),
-        "l1": constraints.l1(0.2),
-        "group_l1": constraints.group_l1(0.2, [[0, 1], [2, 3]]),
-        "total_variation": constraints.total_variation(0.2),
-    }
-    for name, part in sets.items():
-        w, g = 0.3 * normal(1, 4), normal(2, 4)
-        eta = jnp.asarray(0.5)
-        w = part.prox(part.identify(w, 0 * g, None, eta), w, None, eta)
-        code = part.identify(w, g, None, eta)
-        z = w - eta * g
-        after = part.prox(code, z, None, eta)
-        assert_close(part.step(code, w, g, None, eta), after - w, f64=1e-14, f32=1e-6)
-        inside = part.tangent(code, after, None, g)
-        assert_close(part.tangent(code, after, None, inside), inside, f64=1e-14, f32=1e-6)
-        if name not in ("l2_ball", "group_l1"):  # curved: the operator also shrinks
-            slope = jax.jvp(lambda z: part.prox(code, z, None, eta), (z,), (g,))[1]  # noqa: B023
-            assert_close(slope, inside, f64=1e-14, f32=1e-6)
-
-
 def test_a_warm_start_takes_few_steps():
     forward = bilevel.projected("nonnegative", steps=1)
     x, y = normal(3, 40, 20), normal(4, 40)

@@ -8,7 +8,6 @@ import itertools
 import re
 from collections.abc import Iterator
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +19,6 @@ from problems import mean_squares, separate_penalties
 import bilevel
 import ntk
 from bilevel.internal.conjugate_gradients import solve_conjugate_gradients
-from bilevel.internal.packed import packing
 
 ROWS, WEIGHTS, STEPS = 40, 12, 20
 
@@ -180,9 +178,9 @@ def operation(line):
     return re.search(r"[\s)\]}]([a-z][\w\-]*)\(", line.partition(" = ")[2])[1]
 
 
-def loops(program):
+def loops(function, *args):
     """Return the number of operations in each loop's body, the loops inside it apart."""
-    parts, _ = computations(program.as_text())
+    parts, _ = computations(jax.jit(function).lower(*args).compile().as_text())
     bodies = [
         re.search(r"body=%?([\w.\-]+)", line)[1]
         for lines in parts.values()
@@ -198,17 +196,6 @@ def loops(program):
         )
 
     return [count(name) for name in bodies]
-
-
-def compiled(function, *args):
-    return jax.jit(function).lower(*args).compile()
-
-
-def weights(sizes):
-    return [
-        (jnp.ones((a, b), jnp.float32), jnp.zeros(b, jnp.float32))
-        for a, b in itertools.pairwise(sizes)
-    ]
 
 
 def ridge(w, alpha, batch):
@@ -227,7 +214,8 @@ def problem(name):
     rows = jnp.ones((200, 50), jnp.float32)
     if name == "ridge":
         return ridge, jnp.zeros(50, jnp.float32), (rows, rows[:, 0])
-    return network, weights([50, 20, 20, 5]), (rows, rows[:, :5])
+    w = [(jnp.ones((a, b)), jnp.zeros(b)) for a, b in itertools.pairwise((50, 20, 20, 5))]
+    return network, cast(w, jnp.float32), (rows, rows[:, :5])
 
 
 def hessian(lower, w, alpha, batch):
@@ -249,8 +237,8 @@ def test_an_iteration_of_conjugate_gradients_adds_few_operations(name):
         hvp = hessian(lower, w, alpha, batch)
         return solve_conjugate_gradients(hvp, v, None, steps=9, threshold=alpha)
 
-    (users,) = loops(compiled(products, w, alpha, batch, w))
-    (all_operations,) = loops(compiled(solve, w, alpha, batch, w))
+    (users,) = loops(products, w, alpha, batch, w)
+    (all_operations,) = loops(solve, w, alpha, batch, w)
     assert all_operations - users <= 20
 
 
@@ -264,16 +252,5 @@ def test_an_iteration_of_newton_takes_few_operations(name, limits):
     def run(alpha, w, batch):
         return solver.run(lower, alpha, w, solver.init(w), batch)[0]
 
-    counts = sorted(loops(compiled(run, jnp.float32(0), w, batch)))
+    counts = sorted(loops(run, jnp.float32(0), w, batch))
     assert all(count <= limit for count, limit in zip(counts, limits, strict=True)), counts
-
-
-def test_packing_joins_small_leaves_of_one_dtype():
-    tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(2**17), "c": jnp.array(7.0)}
-    pack, unpack = packing(tree)
-    packed = pack(tree)
-    assert [leaf.shape for leaf in packed] == [(7,), (2**17,)]
-    chex.assert_trees_all_equal(unpack(packed), tree)
-    mixed = {"a": jnp.ones(2), "b": jnp.ones(2, jnp.bfloat16)}
-    pack, unpack = packing(mixed)
-    chex.assert_trees_all_equal(unpack(pack(mixed)), mixed)

@@ -1,4 +1,4 @@
-"""Programs outside the packages use names that exist and are public; the benchmarks' exit rules.
+"""Programs outside the packages use public names that exist; exit rules and short runs.
 
 mypy, ruff and the other tests do not read imports inside functions. Here every import of `bilevel`
 and `ntk`, and every attribute of an imported name, is looked up in the modules themselves.
@@ -10,10 +10,14 @@ import importlib
 import json
 import pathlib
 import re
+import subprocess
 import sys
 import types
 
+import numpy as np
 import pytest
+
+from benchmarks.reliability import crashes, nonfinite, victims
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = "benchmarks/**/*.py", "tools/*.py", "examples/*.py"
@@ -242,3 +246,57 @@ def test_only_code_makes_results_old():
     code = '"""Doc."""\nimport jax\n\n\ndef f(x):\n    """Return."""\n    return x + 1  # why\n'
     prose = '"""Other."""\nfrom jax import numpy\n\n\ndef f(x):\n    return x + 1\n'
     assert _code(code) == _code(prose) != _code(prose.replace("1", "2"))
+
+
+# ----------------------------------------------------------------------------- short runs
+
+
+def accelerator(*flags):
+    return subprocess.run(
+        [sys.executable, ROOT / "benchmarks/scale/accelerator.py", *flags],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_parts_for_which_there_is_no_time_are_said_to_be_stopped():
+    done = accelerator("--quick", "--only", "matmul", "--minutes", "0")
+    assert "matmul: stopped" in done.stdout
+    assert done.returncode == 1
+    assert done.stderr == "rows: expected at least one measurement, got none.\n"
+
+
+@pytest.mark.long
+def test_the_parts_run_to_their_end():
+    # `darts_step` and `skips` compile for two minutes; `make accelerator ARGS=--quick` runs them.
+    parts = "hypergradient", "empirical", "infinite", "sharded", "operator", "eigenvalue"
+    parts += "genotypes", "darts"
+    done = accelerator("--quick", "--only", *parts)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"\n| {part} |" in done.stdout for part in parts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(2))
+def test_a_search_stops_where_a_quantity_is_not_finite(number):
+    outcome = nonfinite.nonfinite(1, number)
+    assert outcome.verdict == "right", outcome
+
+
+@pytest.mark.filterwarnings("ignore:journal")  # of lines that are computed again
+def test_a_journal_with_a_flipped_bit_gives_the_exact_trace_or_is_refused(tmp_path):
+    rng = np.random.default_rng(1)
+    truth = victims.sharing(tmp_path / "whole")
+    lines = (tmp_path / "whole" / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    for i in range(8):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        (folder / "journal.jsonl").write_bytes(b"".join(lines[:3]))
+        flip = crashes.flipped(folder, rng)
+        try:
+            arrays = victims.sharing(folder)
+        except ValueError as error:
+            assert not victims.not_a_message(error), flip
+        else:
+            for name, expected in truth.items():
+                assert arrays[name].tobytes() == expected.tobytes(), flip

@@ -1310,7 +1310,7 @@ def rows():
     yield from OTHER_ERRORS
 
 
-@pytest.mark.parametrize(("call", "error", "message"), rows())
+@pytest.mark.parametrize(("call", "error", "message"), list(rows()))
 def test_a_wrong_argument_raises_one_message_that_names_it(call, error, message):
     with pytest.raises(error, match=pattern(message)) as raised:
         call()

@@ -1,5 +1,7 @@
-"""Files and folders of the packages stay small enough to read."""
+"""Files and folders of the packages stay small enough to read, and names explain themselves."""
 
+import ast
+import collections
 import pathlib
 
 import pytest
@@ -22,3 +24,51 @@ def test_no_folder_has_more_than_20_modules(package):
     folders = {path.parent for path in (ROOT / package).rglob("*.py")}
     modules = {str(folder.relative_to(ROOT)): len(list(folder.glob("*.py"))) for folder in folders}
     assert {folder: count for folder, count in modules.items() if count > 20} == {}
+
+
+FILES = sorted(p for package in ("bilevel", "ntk") for p in (ROOT / package).rglob("*.py"))
+
+VAGUE = 10  # functions that call a variable of theirs `found`, at most
+REPEATED = 30  # names of top-level functions and classes that are defined more than once, at most
+
+
+def binds(node: ast.AST, name: str) -> bool:
+    match node:
+        case ast.Name(id=bound, ctx=ast.Store()) | ast.arg(arg=bound):
+            return bound == name
+    return False
+
+
+def vague(tree: ast.AST, name: str, where: str = "") -> set[str]:
+    """The functions that bind ``name``, as a parameter or a variable."""
+    functions = {where} if binds(tree, name) else set()
+    for node in ast.iter_child_nodes(tree):
+        inner = where
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inner = f"{where}.{node.name}".lstrip(".")
+        functions |= vague(node, name, inner)
+    return functions
+
+
+def repeated(trees: list[ast.Module]) -> set[str]:
+    """The top-level functions and classes that are defined again, leading underscores ignored."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    counts = collections.Counter(
+        node.name.lstrip("_") for tree in trees for node in tree.body if isinstance(node, kinds)
+    )
+    return {name for name, count in counts.items() if count > 1}
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in FILES}
+
+
+def test_variables_say_what_they_hold_and_not_that_they_were_found(trees):
+    functions = [f"{path}: {f}" for path, tree in trees.items() for f in vague(tree, "found")]
+    assert len(functions) <= VAGUE, functions
+
+
+def test_few_names_are_defined_in_more_than_one_place(trees):
+    names = repeated(list(trees.values()))
+    assert len(names) <= REPEATED, sorted(names)

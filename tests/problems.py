@@ -90,7 +90,7 @@ def least_squares(n=12, p=4):
     return case(lower, outer, alpha, np.full(p, 0.1), sample(), sample())
 
 
-def mixed_ridge_in_numpy(case, *, ridgeless=False):
+def mixed_ridge_in_numpy(case):
     """Value and hypergradient of ``least_squares``: the closed form of the project's notes, 4(a).
 
     With M = Phi'Phi + lam I, th = M^-1 Phi'y, r = y - Phi th, rV = yV - Psi th, q = M^-1 Psi' rV:
@@ -98,7 +98,7 @@ def mixed_ridge_in_numpy(case, *, ridgeless=False):
     """
     (x, y), (xv, yv) = jax.tree.map(lambda a: np.asarray(a, np.float64), (case.train, case.valid))
     mix = np.asarray(case.alpha["mix"], np.float64)
-    lam = 0.0 if ridgeless else np.exp(float(case.alpha["log_decay"]))
+    lam = np.exp(float(case.alpha["log_decay"]))
     phi, psi = (np.einsum("i,nip->np", mix, a) for a in (x, xv))
     inverse = np.linalg.inv(phi.T @ phi + lam * np.eye(phi.shape[1]))
     th = inverse @ phi.T @ y

@@ -191,6 +191,8 @@ def write_png_of_16_bits(path, pixels):
 GRADIENT = np.uint8(np.arange(24).reshape(4, 6, 1) * [10, 5, 2])
 DEEP = GENERATOR.integers(0, 2**16, (4, 6, 3))
 OPAQUE = np.concatenate([DEEP, np.full((4, 6, 1), 2**16 - 1)], axis=2)
+PREVIEW = {"quality": 100, "subsampling": 0, "save_all": True}
+PREVIEW["append_images"] = [Image.fromarray(PIXELS[0])]
 FORMATS = {
     "color of 16 bits": (lambda path: write_png_of_16_bits(path, DEEP), DEEP >> 8),
     "opaque color of 16 bits": (lambda path: write_png_of_16_bits(path, OPAQUE), DEEP >> 8),
@@ -211,14 +213,7 @@ FORMATS = {
         GRADIENT,
     ),
     "the preview of a camera": (
-        lambda path: Image.fromarray(GRADIENT).save(
-            path,
-            "MPO",
-            quality=100,
-            subsampling=0,
-            save_all=True,
-            append_images=[Image.fromarray(PIXELS[0])],
-        ),
+        lambda path: Image.fromarray(GRADIENT).save(path, "MPO", **PREVIEW),
         GRADIENT,
     ),
 }

@@ -76,9 +76,8 @@ def test_a_learned_regulariser_in_equinox():
     """Both the model and the regulariser are modules, with activations among their leaves."""
     equinox = pytest.importorskip("equinox")
     keys = jax.random.split(KEY, 4)
-    sizes = {"width_size": 8, "depth": 1}
-    model = equinox.nn.MLP(3, "scalar", **sizes, activation=jnp.tanh, key=keys[0])
-    regulariser = equinox.nn.MLP(1, "scalar", **sizes, activation=jax.nn.softplus, key=keys[1])
+    model = equinox.nn.MLP(3, "scalar", 8, 1, activation=jnp.tanh, key=keys[0])
+    regulariser = equinox.nn.MLP(1, "scalar", 8, 1, activation=jax.nn.softplus, key=keys[1])
     w, static = equinox.partition(model, equinox.is_inexact_array)
     alpha, rest_of_alpha = equinox.partition(regulariser, equinox.is_inexact_array)
 
@@ -92,13 +91,10 @@ def test_a_learned_regulariser_in_equinox():
 
     x = jax.random.normal(keys[2], (60, 3))
     y = jnp.sin(x[:, 0]) + 0.5 * jax.random.normal(keys[3], (60,))
-    result = bilevel.search(
-        bilevel.Problem(lower, lambda w, alpha, batch: error(w, batch)),
-        bilevel.restarted(bilevel.unrolled(optax.adam(0.05), 20)),
-        optax.adam(0.1),
-        *(alpha, w, (x[:20], y[:20]), (x[20:], y[20:])),
-        steps=30,
-    )
+    problem = bilevel.Problem(lower, lambda w, alpha, batch: error(w, batch))
+    solver = bilevel.restarted(bilevel.unrolled(optax.adam(0.05), 20))
+    args = problem, solver, optax.adam(0.1), alpha, w, (x[:20], y[:20]), (x[20:], y[20:])
+    result = bilevel.search(*args, steps=30)
     assert result.history["value"][-1] < 0.95 * result.history["value"][0]
     whole = equinox.combine(result.alpha, rest_of_alpha)
     assert np.isfinite(whole(jnp.ones(1)))

@@ -43,7 +43,7 @@ from bilevel import (
 )
 from bilevel.discretize import diagnostics
 from bilevel.linear import ridge_weights
-from bilevel.nets import images, training
+from bilevel.nets import convolve_images, images, max_pooling, training, unit_images
 from bilevel.nets.evaluation import wrong_rows
 from bilevel.runs import checkpoint
 from bilevel.spaces import darts, features, nasbench201, targets
@@ -133,6 +133,11 @@ def search(
     return bilevel.search(*arguments, steps=steps, **options)
 
 
+def through(solver, problem=PROBLEM, **options):
+    """Return the hypergradient through a solver."""
+    return hypergradient(problem, solver=solver, **options)
+
+
 def losses(lower=LOWER, outer=OUTER, **kind):
     """Return the hypergradient of a problem of these losses."""
     return hypergradient(Problem(lower, outer, **kind))
@@ -146,7 +151,7 @@ def single_loop(solver=None, rows=ROWS_OF_TWO, **options):
 
 
 def constrained(forward):
-    return hypergradient(alpha=ALPHA, solver=implicit(forward))
+    return through(implicit(forward))
 
 
 def descent(solver=None, w0=W0):
@@ -420,7 +425,7 @@ CONSTRAINTS = {
         restarted(projected("box", 0.0, lambda a: a))
     ),
     r"optimizer: an optax optimizer.*lower solver": lambda: one_step(projected("box")),
-    r"solver: implicit.*without its derivative": lambda: hypergradient(solver=projected("box")),
+    r"solver: implicit.*without its derivative": lambda: through(projected("box")),
     r"inverse: cg, dense, neumann, nystrom or scale": lambda: implicit(
         projected("box"), bilevel.gram(lambda w, a, b: w)
     ),
@@ -437,7 +442,7 @@ HYPERGRADIENTS = {
     "w0: at least one array, got {}": lambda: hypergradient(w0={}),
     A_MODULE: lambda: hypergradient(w0=MODULE),
     r"optimizer: a function alpha -> optax optimizer, got a schedule; .* optax.sgd": lambda: (
-        hypergradient(solver=unrolled(SCHEDULE, 3), alpha={"x": ALPHA})
+        through(unrolled(SCHEDULE, 3), alpha={"x": ALPHA})
     ),
     "lower: " + AUX: lambda: losses(with_aux),
     "outer: " + AUX: lambda: losses(outer=with_aux),
@@ -445,30 +450,28 @@ HYPERGRADIENTS = {
         has_aux=True
     ),
     "lower: " + NO_RETURN: lambda: losses(without_return),
-    uncalled("solver", "implicit"): lambda: hypergradient(solver=implicit),
+    uncalled("solver", "implicit"): lambda: through(implicit),
     r"solver: restarted\(unrolled": stateful_hypergradient,
     "difference": lambda: hypergradient(difference=0.0),
     "mode: .*, got 'sideways'": lambda: hypergradient(mode="sideways"),
-    'mode: expected "reverse" for a solver': lambda: hypergradient(
-        solver=one_step(0.1), mode="forward"
-    ),
+    'mode: expected "reverse" for a solver': lambda: through(one_step(0.1), mode="forward"),
     r"lower: .*floating scalar.*\(2,\)": lambda: losses(lambda w, a, b: w),
     "outer: .*floating scalar.*int": lambda: losses(outer=lambda w, a, b: jnp.array(1)),
     "lower: a function .*, got None": lambda: Problem(None, OUTER),
     "differentiated: stateful=True": lambda: Problem(LOWER, OUTER, differentiated=True),
     r"lower: .*DirectAdjoint\(\).*f2sa": lambda: losses(lambda w, a, b: reverse_once(w - a).sum()),
     "alpha: a way to the outer loss": (
-        lambda: hypergradient(solver=unrolled(0.1, 5, backprop=0)),
+        lambda: through(unrolled(0.1, 5, backprop=0)),
         lambda: hypergradient(STOPPED),
     ),
     "alpha: to enter the lower loss, the outer loss": lambda: hypergradient(PLAIN),
     "w0: real floating arrays, got complex": lambda: hypergradient(w0=1j * W0),
     r"w0: a bilevel.Stateful\(params, variables\)": lambda: hypergradient(COUNTING),
-    "lower: variables.*of the form of w0's": lambda: hypergradient(
-        COUNTING, w0=STATEFUL, solver=unrolled(0.1, 1)
+    "lower: variables.*of the form of w0's": lambda: through(
+        unrolled(0.1, 1), COUNTING, w0=STATEFUL
     ),
-    "outer: .* params.*differentiated=True": lambda: hypergradient(
-        AT_VARIABLES, w0=STATEFUL, solver=unrolled(0.1, 1)
+    "outer: .* params.*differentiated=True": lambda: through(
+        unrolled(0.1, 1), AT_VARIABLES, w0=STATEFUL
     ),
     "fn: a function": lambda: bilevel.standard_error(PLAIN, 2),
     "parts: at least 2, got 1": lambda: bilevel.standard_error(never, 1),
@@ -515,33 +518,27 @@ SOLVERS = {
     NOT_A_KEY: lambda: bilevel.nystrom(1, 0.1, key=0),
     "backprop: .* steps=3, got 4": lambda: unrolled(0.1, 3, backprop=4),
     r"depends on alpha; call solver\.start": lambda: unrolled(of_rate, 2).init(W0),
-    r"average: 5 weights, got shape \(2,\)": lambda: hypergradient(
-        solver=unrolled(0.3, 5, average=jax.nn.softmax)
+    r"average: 5 weights, got shape \(2,\)": lambda: through(
+        unrolled(0.3, 5, average=jax.nn.softmax)
     ),
     "optimizer: .*takes further arguments": lambda: unrolled(optax.contrib.sam(SGD, SGD), 2),
     "optimizer: .*of the parameters alone, got optax.lookahead": lambda: one_step(
         optax.lookahead(SGD, 2, 0.5)
     ),
-    r"solver: .*line search.*implicit\(lbfgs\(\)\)": lambda: hypergradient(
-        solver=unrolled(optax.lbfgs(), 2), diagnostics=False
+    r"solver: .*line search.*implicit\(lbfgs\(\)\)": lambda: through(
+        unrolled(optax.lbfgs(), 2), diagnostics=False
     ),
-    "solver: an optimizer whose state at the start": lambda: hypergradient(
-        PLAIN, solver=unrolled(hidden_rate, 3)
+    "solver: an optimizer whose state at the start": lambda: through(
+        unrolled(hidden_rate, 3), PLAIN
     ),
     "radius: a positive number": lambda: one_step(0.1, radius=0.0),
     r"^init: .*solver.start\(alpha, w\)": lambda: one_step(of_rate).init(W0),
-    "one_step can differentiate, got a line search": lambda: hypergradient(
-        solver=one_step(optax.lbfgs())
-    ),
+    "one_step can differentiate, got a line search": lambda: through(one_step(optax.lbfgs())),
     "decay: at least 0 and under 1, got": lambda: bilevel.distilled(0.1, decay=1.0),
     "start: a function": lambda: restarted(unrolled(0.1, 1), key=KEY),
     "key: expected": lambda: restarted(unrolled(0.1, 1), never, key=3.0),
-    "start: weights of": lambda: hypergradient(
-        solver=restarted(implicit(), start=lambda a, w: EYE)
-    ),
-    "solve: weights of": lambda: hypergradient(
-        solver=implicit(bilevel.solved(lambda a, w, b: EYE))
-    ),
+    "start: weights of": lambda: through(restarted(implicit(), start=lambda a, w: EYE)),
+    "solve: weights of": lambda: through(implicit(bilevel.solved(lambda a, w, b: EYE))),
     "forward: a solver of one lower problem, got": lambda: implicit(DRAWING),
     "steps: at least 1, got 0": lambda: cg(0),
     "tol: at least 0, got -0.001": lambda: cg(tol=-1e-3),
@@ -869,32 +866,26 @@ NETS_AND_DATA = {
         "digits", KEY, train=100, valid=50, test=20
     ),
     "'minst'": lambda: data.load("minst"),
-    "kernel: expected": lambda: bilevel.nets.convolve_images(
-        jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 0))
-    ),
-    r"x: \[n, h, w, 2\] for a kernel": lambda: bilevel.nets.convolve_images(
+    "kernel: expected": lambda: convolve_images(jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 0))),
+    r"x: \[n, h, w, 2\] for a kernel": lambda: convolve_images(
         jnp.ones((1, 4, 4, 3)), jnp.ones((3, 3, 2, 4))
     ),
-    "x: images of at least 5 pixels a side, got": lambda: bilevel.nets.convolve_images(
+    "x: images of at least 5 pixels a side, got": lambda: convolve_images(
         IMAGES, jnp.ones((5, 5, 1, 1)), padding=0
     ),
-    r"x: images \[n, h, w, c\], got": lambda: bilevel.nets.max_pooling(jnp.ones((4, 4, 1)), 2),
-    "size: an integer, got 2.5": lambda: bilevel.nets.max_pooling(IMAGES, 2.5),
-    "padding: less than the window's 2 pixels, got 2": lambda: bilevel.nets.max_pooling(
-        IMAGES, 2, padding=2
-    ),
+    r"x: images \[n, h, w, c\], got": lambda: max_pooling(jnp.ones((4, 4, 1)), 2),
+    "size: an integer, got 2.5": lambda: max_pooling(IMAGES, 2.5),
+    "padding: less than the window's 2 pixels, got 2": lambda: max_pooling(IMAGES, 2, padding=2),
     "x: channels that vary": (
-        lambda: bilevel.nets.unit_images(jnp.ones((2, 4, 4, 1))),
+        lambda: unit_images(jnp.ones((2, 4, 4, 1))),
         *(
-            lambda x=x, pixels=pixels: bilevel.nets.unit_images(x, pixels=pixels)
+            lambda x=x, pixels=pixels: unit_images(x, pixels=pixels)
             for x in (TENTHS, jnp.asarray(TENTHS))
             for pixels in (None, 3)
         ),
     ),
-    r"others: images \(4, 4, 1\), got": lambda: bilevel.nets.unit_images(
-        IMAGES, jnp.ones((2, 4, 5, 1))
-    ),
-    "pixels: at least 3 for images of 8 x 12, whose": lambda: bilevel.nets.unit_images(
+    r"others: images \(4, 4, 1\), got": lambda: unit_images(IMAGES, jnp.ones((2, 4, 5, 1))),
+    "pixels: at least 3 for images of 8 x 12, whose": lambda: unit_images(
         jnp.ones((5, 8, 12, 1)), pixels=2
     ),
 }

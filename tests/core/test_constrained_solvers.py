@@ -8,14 +8,7 @@ import numpy as np
 import optax
 import pytest
 import sklearn.datasets
-from helpers import (
-    assert_close,
-    finite_differences,
-    float64_only,
-    hypergradient,
-    normal,
-    tolerance,
-)
+from helpers import assert_close, finite_differences, float64_only, hypergradient, normal, tolerance
 from test_constraints import H3, VALUES
 
 import bilevel

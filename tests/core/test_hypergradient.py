@@ -4,21 +4,13 @@ import functools
 import itertools
 
 import chex
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    assert_close,
-    cast,
-    finite_differences,
-    float64_only,
-    hypergradient,
-    long_except,
-    lower_hessian,
-    tolerance,
-)
+from helpers import assert_close, cast, finite_differences, hypergradient, long_except, tolerance
 from jax.flatten_util import ravel_pytree
 from problems import decay, least_squares, logistic, logistic_loss, logits, mean_squares, mixed
 
@@ -168,7 +160,7 @@ def test_hyperparameters_closed_over_have_the_same_hypergradient(name):
 
 
 @pytest.mark.slow
-@float64_only
+@helpers.float64_only
 @pytest.mark.parametrize(
     "name",
     long_except(
@@ -267,7 +259,7 @@ def test_implicit_state_carries_the_adjoint():
     step = compiled_step(solver, case)
     result, state = step(case.alpha, case.w0, solver.init(case.w0), *case.args[2:])
     force = jax.jit(jax.grad(case.problem.outer))(result.w, case.alpha, case.valid)
-    hessian = lower_hessian(case.problem.lower, result.w, case.alpha, case.train)
+    hessian = helpers.lower_hessian(case.problem.lower, result.w, case.alpha, case.train)
     # Truth: numpy's dense solve.
     assert_close(state.adjoint, np.linalg.solve(np.asarray(hessian), np.asarray(force)))
 

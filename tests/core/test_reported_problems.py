@@ -8,14 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    assert_close,
-    finite_differences,
-    float64_only,
-    hypergradient,
-    normal,
-    tolerance,
-)
+from helpers import assert_close, finite_differences, float64_only, hypergradient, normal, tolerance
 
 import bilevel
 

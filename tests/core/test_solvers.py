@@ -1,6 +1,7 @@
 """Lower solvers: identities between them, ridge's closed form, and the forward solvers."""
 
 import functools
+import itertools
 
 import helpers
 import hypothesis.strategies as st
@@ -9,15 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    assert_close,
-    assert_resumes,
-    cast,
-    finite_differences,
-    flatten,
-    lower_hessian,
-    tolerance,
-)
+from helpers import assert_close, cast, flatten, long_except, lower_hessian, tolerance
 from hypothesis import given
 from problems import case, decay, least_squares, logistic, mixed, mixed_ridge_in_numpy
 
@@ -142,17 +135,15 @@ QUANTISED = {
 
 @pytest.mark.parametrize(
     ("name", "loop"),
-    [
-        ("implicit", "scan in a checkpoint in a map"),
-        ("soba", "scan"),
-        pytest.param("implicit", "scan", marks=pytest.mark.long),
-        pytest.param("soba", "scan in a checkpoint in a map", marks=pytest.mark.long),
-    ],
+    long_except(
+        [("implicit", "scan in a checkpoint in a map"), ("soba", "scan")],
+        list(itertools.product(QUANTISED, LOOPS)),
+    ),
 )
 def test_a_lower_loss_in_a_loop_keeps_the_derivatives_that_functions_have(name, loop):
     """Truth: the same loss without a loop."""
 
-    def hypergradient_of(total):
+    def norms(total):
         problem = bilevel.Problem(
             lambda w, a, b: 0.5 * (total(w) - a) ** 2 + 0.05 * jnp.sum(w**2),
             lambda w, a, b: jnp.sum((w - b[0]) ** 2),
@@ -162,12 +153,8 @@ def test_a_lower_loss_in_a_loop_keeps_the_derivatives_that_functions_have(name, 
         run = bilevel.search(problem, QUANTISED[name], optax.sgd(0.01), *start, steps=3)
         return run.history["grad_norm"]
 
-    assert_close(
-        hypergradient_of(LOOPS[loop]),
-        hypergradient_of(lambda w: jnp.sum(rounded(w))),
-        f64=1e-12,
-        f32=1e-4,
-    )
+    expected = norms(lambda w: jnp.sum(rounded(w)))
+    assert_close(norms(LOOPS[loop]), expected, f64=1e-12, f32=1e-4)
 
 
 def test_step_size_can_be_learned():
@@ -179,7 +166,7 @@ def test_step_size_can_be_learned():
         return fn(*small.args).value
 
     x = np.log(0.05)
-    expected = finite_differences(jax.jit(value), x)  # truth: finite differences
+    expected = helpers.finite_differences(jax.jit(value), x)  # truth: finite differences
     assert_close(jax.jit(jax.grad(value))(x), expected, f32=1e-2)
 
 
@@ -373,7 +360,7 @@ def test_a_restarted_solver_draws_a_start_at_every_outer_step_and_resumes_bit_fo
 
     solver = bilevel.restarted(bilevel.unrolled(0.1, 2), drawn, key=key)
     args = problem, solver, optax.sgd(0.1), jnp.array(0.5), jnp.zeros(2), None, None
-    whole = assert_resumes(args, tmp_path)
+    whole = helpers.assert_resumes(args, tmp_path)
     alpha = 0.5
     for step in range(4):  # truth: two steps by hand from the start of each number
         w = 0.81 * drawn(jax.random.fold_in(key, step), None, jnp.zeros(2)) + 0.19 * alpha

@@ -1,18 +1,12 @@
 """Unroll every optimizer: correct derivatives at zero gradients, and unchanged values."""
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    assert_close,
-    finite_differences,
-    flatten,
-    float64_only,
-    hypergradient,
-    loop_of_steps,
-)
+from helpers import assert_close, flatten, float64_only, hypergradient, loop_of_steps
 from problems import case
 
 import bilevel
@@ -114,7 +108,7 @@ def test_second_derivatives_are_right_where_gradients_are_0():
     fn = bilevel.hypergradient(small.problem, solver, diagnostics=False)
     grad = jax.jit(lambda mix: fn(small.alpha | {"mix": mix}, *small.args[1:]).grad["mix"])
     # Truth: finite differences of the hypergradient.
-    expected = finite_differences(grad, mix)
+    expected = helpers.finite_differences(grad, mix)
     assert_close(jax.jit(jax.jacobian(grad))(mix), expected, f64=1e-8, f32=3e-2)
 
 

@@ -201,7 +201,12 @@ def test_bounds_that_cross_give_nan_under_jit():
 
 def test_the_box_with_an_equation_is_projected_as_by_bisection():
     rng = np.random.default_rng(0)
-    project = jax.jit(_project_on_box_equality)
+
+    @jax.jit
+    def project(z, low, high, y, total):
+        part = constraints.box_equality(low, high, y, total)
+        return part.prox(part.identify(z, 0 * z, None, 1.0), z, None, 1.0)
+
     for kind in range(60):
         z, low = rng.normal(size=6), -rng.exponential(size=6)
         high = low + rng.exponential(size=6)
@@ -220,11 +225,6 @@ def test_the_box_with_an_equation_is_projected_as_by_bisection():
         expected = np.clip(z - below * y, low, high)
         w = project(*map(jnp.asarray, (z, low, high, y, y @ inside)))
         assert_close(w, expected, f64=1e-10, f32=1e-4)
-
-
-def _project_on_box_equality(z, low, high, y, total):
-    set_ = constraints.box_equality(low, high, y, total)
-    return set_.prox(set_.identify(z, 0 * z, None, 1.0), z, None, 1.0)
 
 
 @float64_only

@@ -341,15 +341,6 @@ def test_a_larger_loss_changes_no_decision():
     assert np.array_equal(results[0].w == 0, results[1].w == 0) and np.any(results[0].w == 0)
 
 
-def smooth_problem():
-    problem = regression()
-
-    def decayed(w, a, batch):
-        return problem.lower(w, a, batch) + 0.5 * jnp.exp(a[0]) * w @ w
-
-    return bilevel.Problem(decayed, problem.outer)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "minimizer",
@@ -362,7 +353,12 @@ def smooth_problem():
     ids=["infinite box", "large l2 ball", "large l1 ball", "no l1 weight"],
 )
 def test_a_constraint_that_is_not_active_is_none(minimizer):
-    problem = smooth_problem()
+    plain = regression()
+
+    def decayed(w, a, batch):
+        return plain.lower(w, a, batch) + 0.5 * jnp.exp(a[0]) * w @ w
+
+    problem = bilevel.Problem(decayed, plain.outer)
     result, expected = (regressed(m, [0.5], problem) for m in (minimizer, bilevel.newton()))
     assert_close(result.grad, expected.grad, f64=1e-9, f32=1e-4)
 

@@ -19,14 +19,6 @@ def springs(w, alpha, batch):
     return jnp.mean((squares - jnp.exp(alpha[0]) * batch) ** 2 * jnp.exp(alpha[1] * batch))
 
 
-def spread(w, alpha, batch):
-    return jnp.sum((w - w.mean(0)) ** 2)
-
-
-def first_point(w, alpha, batch):
-    return jnp.sum(w[0])
-
-
 def cross_entropy(w, alpha, batch):
     x, y = batch
     logits = x @ w["matrix"] + w["shift"]
@@ -36,10 +28,6 @@ def cross_entropy(w, alpha, batch):
 def decayed(w, alpha, batch):
     """Penalize the matrix, and not the shifts, so a common shift is free."""
     return cross_entropy(w, alpha, batch) + jnp.sum(jnp.exp(alpha) * jnp.sum(w["matrix"] ** 2, 1))
-
-
-def sum_of_shifts(w, alpha, batch):
-    return jnp.sum(w["shift"] ** 2)
 
 
 def points(rng):
@@ -72,13 +60,13 @@ def divergence(w, alpha, batch):
 
 
 PROBLEMS = {
-    "points": (springs, spread, points),
+    "points": (springs, lambda w, alpha, batch: jnp.sum((w - w.mean(0)) ** 2), points),
     "classes": (decayed, cross_entropy, classes),
     "logits": (smoothed, divergence, logits),
 }
 REFUSED = {
-    "shift": (springs, first_point, points),
-    "shift of classes": (decayed, sum_of_shifts, classes),
+    "shift": (springs, lambda w, alpha, batch: jnp.sum(w[0]), points),
+    "shift of classes": (decayed, lambda w, alpha, batch: jnp.sum(w["shift"] ** 2), classes),
     "one logit": (smoothed, lambda w, alpha, batch: w[0], logits),
     "drift": (  # no minimum
         lambda w, alpha, batch: (w[0] - alpha[0]) ** 2 + 1e-3 * w[1],

@@ -96,10 +96,6 @@ def truth(alpha, w0, train, valid, steps=None, rate=0.0):
     return 0.5 * np.sum(residual**2), grad
 
 
-def stable_rate(alpha, w0, train, valid):
-    return 0.9 / float(np.linalg.norm(wide(train[0]), 2) ** 2 + np.exp(alpha.max()))
-
-
 shapes = st.sampled_from([(8, 3), (4, 9)])  # fewer weights than rows, and more
 SOLVERS = {
     "newton": bilevel.implicit,
@@ -156,7 +152,9 @@ def test_derivatives_of_training_are_those_of_gradient_descent(
     make, steps, rounding, seed, dtype, shape, mode
 ):
     arguments = ridge(seed, dtype, shape)
-    rate = jnp.asarray(stable_rate(*arguments), dtype)
+    alpha, _, train, _ = wide(arguments)
+    smoothness = np.linalg.norm(train[0], 2) ** 2 + np.exp(alpha.max())
+    rate = jnp.asarray(0.9 / smoothness, dtype)
     result = trained(make, "reverse" if steps == 1 else mode, rate, *arguments)
     value, grad = truth(*arguments, steps, float(rate))
     assert_near(result.grad, grad, rounding * eps(dtype))

@@ -24,15 +24,10 @@ def residual(w, alpha, batch):
     return features(alpha) @ w - batch * (1 + alpha[1])
 
 
-def lower(w, alpha, batch):
-    return jnp.sum(residual(w, alpha, batch) ** 2) / 2
-
-
-def outer(w, alpha, batch):
-    return jnp.sum((w - TARGET) ** 2) / 2
-
-
-PROBLEM = bilevel.Problem(lower, outer)
+PROBLEM = bilevel.Problem(
+    lambda w, alpha, batch: jnp.sum(residual(w, alpha, batch) ** 2) / 2,
+    lambda w, alpha, batch: jnp.sum((w - TARGET) ** 2) / 2,
+)
 STEPS = 1000
 
 

@@ -143,35 +143,23 @@ def test_frank_wolfe_298_a_quadratic_on_the_simplex_has_the_value_of_three_other
 # ----------------------------------------------------------------------------- papers
 
 
-def bard(x):
-    return jnp.maximum(0, 2 * x - 8), jnp.minimum(3 * x - 3, 7 - x)
-
-
-def clark_westerberg(x):
-    return (x + 2) / 2, jnp.minimum(2 * x + 1, (14 - x) / 2)
-
-
-def aiyoshi_shimizu(x):
-    return jnp.full(2, -10.0), jnp.minimum(20.0, (x - 10) / 2)
-
-
 PAPERS = {
     "Bard 1988, example 1": (
         lambda y, x, _: (y - 1) ** 2 - 1.5 * x * y,
         lambda y, x, _: (x - 5) ** 2 + (2 * y + 1) ** 2,
-        bard,
+        lambda x: (jnp.maximum(0, 2 * x - 8), jnp.minimum(3 * x - 3, 7 - x)),
         [(1.2, 0.6, 18.8), (2.0, 2.5, 12.0), (5.0, 2.0, -20.0)],
     ),
     "Clark & Westerberg 1990, example 1": (
         lambda y, x, _: (y - 5) ** 2,
         lambda y, x, _: (x - 3) ** 2 + (y - 2) ** 2,
-        clark_westerberg,
+        lambda x: ((x + 2) / 2, jnp.minimum(2 * x + 1, (14 - x) / 2)),
         [(0.5, 2.0, -5.0), (3.0, 5.0, 0.0), (6.0, 4.0, 4.0)],
     ),
     "Aiyoshi & Shimizu 1984, example 1": (
         lambda y, x, _: jnp.sum((y - x + 20) ** 2),
         lambda y, x, _: 2 * jnp.sum(x) - 3 * jnp.sum(y) - 60,
-        aiyoshi_shimizu,
+        lambda x: (jnp.full(2, -10.0), jnp.minimum(20.0, (x - 10) / 2)),
         [([25.0, 40.0], [5.0, 15.0], [-1.0, 0.5]), ([5.0, 28.0], [-10.0, 8.0], [2.0, -1.0])],
     ),
 }

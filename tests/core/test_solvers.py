@@ -25,15 +25,11 @@ def hypergradient(solver, small, **options):
     return helpers.hypergradient(small.problem, solver, *small.args, **options)
 
 
-def to_rounding():
-    return bilevel.newton(tol=0.0)
-
-
 @functools.cache
 def stationary():
     """Return the logistic problem, started at its solution."""
     small = logistic()
-    w = hypergradient(bilevel.implicit(to_rounding()), small).w
+    w = hypergradient(bilevel.implicit(bilevel.newton(tol=0.0)), small).w
     slope = jax.jit(jax.grad(small.problem.lower))(w, small.alpha, small.train)
     assert np.linalg.norm(flatten(slope)) < tolerance(1e-13, 1e-5)
     return small._replace(w0=w)
@@ -127,10 +123,7 @@ LOOPS = {
         jax.lax.map(jax.checkpoint(lambda x: jax.lax.map(rounded, x[None])[0]), w)
     ),
 }
-QUANTISED = {
-    "implicit": bilevel.implicit(bilevel.unrolled(0.1, 50)),
-    "soba": bilevel.soba(0.1),
-}
+QUANTISED = {"implicit": bilevel.implicit(bilevel.unrolled(0.1, 50)), "soba": bilevel.soba(0.1)}
 
 
 @pytest.mark.parametrize(

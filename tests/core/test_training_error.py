@@ -25,16 +25,11 @@ from test_inner_training import (
 
 import bilevel
 
-
-def of_rate(alpha):
-    return optax.adam(alpha["rate"])
-
-
 CASES = {
     "momentum": (PENALISED, optax.sgd(0.2, momentum=0.5), START, W0, TRAIN, None),
     "batches": (NOISY, 0.1, START, W0, (KEY, TRAIN), noisy),
     "variables": (NORMALISED, 0.1, START, STATEFUL, TRAIN, None),
-    "rate": (PLAIN, of_rate, {"rate": jnp.array(0.1)}, W0, TRAIN, None),
+    "rate": (PLAIN, lambda a: optax.adam(a["rate"]), {"rate": jnp.array(0.1)}, W0, TRAIN, None),
 }
 
 

@@ -63,10 +63,6 @@ def checks_imported(path: Path) -> frozenset[str]:
     return frozenset(known)
 
 
-def checks_called(path: Path, node: ast.AST) -> set[str]:
-    return calls(node) & checks_imported(path)
-
-
 def documented() -> list[tuple[str, Path, Function | ast.ClassDef]]:
     """Every name of the API reference: the name, its module's file, and its node there."""
     nodes_by_name = []
@@ -104,7 +100,7 @@ def test_public_functions_say_what_they_raise():
     missing = [
         place
         for place, path, node in documented()
-        if any(raises(part) or checks_called(path, part) for part in called(node))
+        if any(raises(part) or calls(part) & checks_imported(path) for part in called(node))
         and not re.search(r"^Raises\n-+$", ast.get_docstring(node) or "", re.MULTILINE)
     ]
     assert not missing

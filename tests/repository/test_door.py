@@ -481,9 +481,7 @@ HYPERGRADIENTS = {
     "steps: at least 1": lambda: bilevel.truncation(PLAIN, 0.1, 0),
     r"problem: a bilevel\.Problem": lambda: bilevel.truncation(never, 0.1, 2),
     r"lower: .* returns \(loss, variables\)": lambda: hypergradient(
-        Problem(one_of_two, one_of_two, stateful=True),
-        w0=STATEFUL,
-        solver=unrolled(0.1, 1),
+        Problem(one_of_two, one_of_two, stateful=True), w0=STATEFUL, solver=unrolled(0.1, 1)
     ),
     r"alpha\['decya'\], alpha\['mixture'\]: to enter": (
         lambda: unused_leaves("reverse"),
@@ -575,10 +573,7 @@ OUTER_LOOP = {
         lambda: minibatches(2)(0, jnp.ones(4)),
     ),
     r"batches: a function \(key, data\) -> batch, got 32": lambda: search(batches=32, key=KEY),
-    A_MODULE: (
-        lambda: search(w0=MODULE),
-        lambda: descent(w0=MODULE),
-    ),
+    A_MODULE: (lambda: search(w0=MODULE), lambda: descent(w0=MODULE)),
     r"w0\[0\]: floating arrays, got int.*; convert it": lambda: descent(w0=[jnp.ones(2, int)]),
     uncalled("solver", "unrolled"): lambda: descent(solver=unrolled),
     # An index beyond the shorter array would be its last row.
@@ -831,10 +826,7 @@ SPACES = {
         lambda: kernel_loss("lower", ONES, 2 * EYE, x=EYE),
         lambda: jax.jit(lambda x: kernel_loss("lower", jnp.ones(4), x, x=EYE))(jnp.ones((4, 3))),
     ),
-    r"inputs: space.inputs\(rows, x\)": (
-        lambda: kernel_outputs(),
-        lambda: kernel_outputs(jax.jit),
-    ),
+    r"inputs: space.inputs\(rows, x\)": (lambda: kernel_outputs(), lambda: kernel_outputs(jax.jit)),
     "space: networks that see every row by itself": lambda: linearized("nor_conv_1x1"),
     "x: rows that differ from their mean": (
         lambda: spaces.unit_inputs(EYE, jnp.full((1, 3), 1 / 3).at[0].set(EYE.mean(0))),
@@ -1016,10 +1008,7 @@ NTK_KERNELS = {
     "method: one of auto, layerwise, jacobian, neural_t": lambda: empirical(method="fast"),
     "outputs: one of sum, trace, full, got 'mean'": lambda: empirical(outputs="mean"),
     "batch_size: at least 1, got 0": lambda: empirical(batch_size=0),
-    "x1: samples": (
-        lambda: empirical(x1=1.0),
-        lambda: empirical(x1=EYE[:0]),
-    ),
+    "x1: samples": (lambda: empirical(x1=1.0), lambda: empirical(x1=EYE[:0])),
     "x1: expected": lambda: empirical(x1={}),
     "x1: as many samples in every array": lambda: empirical(x1={"a": EYE, "b": EYE[:2]}),
     "x1: finite numbers": lambda: empirical(x1=EYE * np.nan),
@@ -1157,10 +1146,7 @@ NTK_REGRESSION_AND_LARGE = {
         lambda: regression(ntk.KernelOperator(lambda a, b: -2 * a @ b.T, EYE)),
         lambda: posterior(jnp.ones((3, 3))),
     ),
-    r"y: shape \[3\]": (
-        lambda: regression(y=jnp.ones(2)),
-        lambda: posterior(y=jnp.ones(2)),
-    ),
+    r"y: shape \[3\]": (lambda: regression(y=jnp.ones(2)), lambda: posterior(y=jnp.ones(2))),
     "y: finite targets": lambda: regression(y=ONES * np.nan),
     "penalty: a nonnegative number": lambda: regression(penalty=-1.0),
     "tol: a positive number": lambda: regression(tol=0.0),
@@ -1228,8 +1214,7 @@ NTK_SCORES = {
     "parts: 2 or more, dividing the 3": lambda: ntk_score("zico", parts=2),
     "depend on a ReLU, got none": lambda: ntk_score("naswot", apply=lambda w, x: jnp.tanh(x @ w)),
     "apply: no ReLU inside `while`": lambda: ntk_score(
-        "naswot",
-        apply=lambda w, x: jax.lax.while_loop(lambda h: h.sum() > 9, jax.nn.relu, x @ w),
+        "naswot", apply=lambda w, x: jax.lax.while_loop(lambda h: h.sum() > 9, jax.nn.relu, x @ w)
     ),
     "y: 3 labels": lambda: ntk.scores.of_kernel(jnp.dot, jnp.arange(2), x=EYE),
     "y: labels below 3, the outputs of K": lambda: ntk.scores.of_kernel(

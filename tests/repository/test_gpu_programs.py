@@ -17,10 +17,7 @@ SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks/scale/gpu_programs.py"
 PLUGIN = os.environ.get("BILEVEL_CUDA_PLUGIN")
 
 # Launches of one iteration beyond the user's Hessian product.
-BEYOND = {
-    "conjugate gradients: ridge, 2000 x 500": 4,
-    "conjugate gradients: network, 6 leaves": 6,
-}
+BEYOND = {"conjugate gradients: ridge, 2000 x 500": 4, "conjugate gradients: network, 6 leaves": 6}
 # Launches of one iteration of each loop: Newton's steps, conjugate gradients, the line search, and
 # the conjugate gradients of the adjoint.
 LOOPS = {

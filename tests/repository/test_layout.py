@@ -50,15 +50,6 @@ def vague(tree: ast.AST, name: str, where: str = "") -> set[str]:
     return functions
 
 
-def repeated(trees: list[ast.Module]) -> set[str]:
-    """The top-level functions and classes that are defined again, leading underscores ignored."""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    counts = collections.Counter(
-        node.name.lstrip("_") for tree in trees for node in tree.body if isinstance(node, kinds)
-    )
-    return {name for name, count in counts.items() if count > 1}
-
-
 @pytest.fixture(scope="module")
 def trees() -> dict[str, ast.Module]:
     return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in FILES}
@@ -70,5 +61,13 @@ def test_variables_say_what_they_hold_and_not_that_they_were_found(trees):
 
 
 def test_few_names_are_defined_in_more_than_one_place(trees):
-    names = repeated(list(trees.values()))
-    assert len(names) <= REPEATED, sorted(names)
+    """Leading underscores are ignored."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    counts = collections.Counter(
+        node.name.lstrip("_")
+        for tree in trees.values()
+        for node in tree.body
+        if isinstance(node, kinds)
+    )
+    names = sorted(name for name, count in counts.items() if count > 1)
+    assert len(names) <= REPEATED, names

@@ -1,12 +1,13 @@
 """Networks of nnx and equinox as lower problems."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import assert_resumes
 
 import bilevel
 
@@ -22,6 +23,12 @@ def bars(rows, wrong, seed):
     x = rng.normal(size=(rows, 6, 6, 1)) + 0.7 * bright[:, :, None, None]
     flipped = rng.random(rows) < wrong
     return jnp.asarray(x, jnp.float32), jnp.asarray(np.where(flipped, 1 - y, y)), flipped
+
+
+def area_under_curve(alpha, wrong):
+    """Score how well low weights identify wrong labels."""
+    alpha = np.asarray(alpha)
+    return np.mean(alpha[~wrong][:, None] > alpha[wrong])
 
 
 @pytest.mark.long
@@ -55,20 +62,23 @@ def test_hyper_cleaning_in_nnx(tmp_path):
         return cross_entropy(model(x), y).mean()
 
     x, y, wrong = bars(120, 0.4, seed=0)
-    args = (
+    search = functools.partial(
+        bilevel.search,
         bilevel.Problem(lower, outer, stateful=True),
         bilevel.unrolled(optax.sgd(0.1, momentum=0.9), 4, batches=bilevel.minibatches(40)),
         optax.adam(0.2),
         *(jnp.zeros(120), bilevel.Stateful(params, variables)),
         *((x, y, jnp.arange(120)), bars(60, 0.0, seed=1)[:2]),
+        key=KEY,
     )
-    result = assert_resumes(args, tmp_path, steps=40, key=KEY)
-    # Low weights identify wrong labels: the area under the curve.
-    alpha = np.asarray(result.alpha)
-    assert np.mean(alpha[~wrong][:, None] > alpha[wrong]) > 0.75
+    result = search(steps=40)
+    assert area_under_curve(result.alpha, wrong) > 0.75
     model = nnx.merge(graph, result.w.params, result.w.variables)
     assert np.abs(model.norm.mean[...]).max() > 0.01
     assert model.drop.rngs.count[...] == 160  # a new mask for every inner step
+    search(steps=20, checkpoint=tmp_path / "a")
+    again = search(steps=40, checkpoint=tmp_path / "a", resume=True)
+    np.testing.assert_array_equal(again.alpha, result.alpha)
 
 
 @pytest.mark.long
@@ -76,8 +86,9 @@ def test_a_learned_regulariser_in_equinox():
     """Both the model and the regulariser are modules, with activations among their leaves."""
     equinox = pytest.importorskip("equinox")
     keys = jax.random.split(KEY, 4)
-    model = equinox.nn.MLP(3, "scalar", 8, 1, activation=jnp.tanh, key=keys[0])
-    regulariser = equinox.nn.MLP(1, "scalar", 8, 1, activation=jax.nn.softplus, key=keys[1])
+    sizes = {"width_size": 8, "depth": 1}
+    model = equinox.nn.MLP(3, "scalar", **sizes, activation=jnp.tanh, key=keys[0])
+    regulariser = equinox.nn.MLP(1, "scalar", **sizes, activation=jax.nn.softplus, key=keys[1])
     w, static = equinox.partition(model, equinox.is_inexact_array)
     alpha, rest_of_alpha = equinox.partition(regulariser, equinox.is_inexact_array)
 
@@ -91,10 +102,13 @@ def test_a_learned_regulariser_in_equinox():
 
     x = jax.random.normal(keys[2], (60, 3))
     y = jnp.sin(x[:, 0]) + 0.5 * jax.random.normal(keys[3], (60,))
-    problem = bilevel.Problem(lower, lambda w, alpha, batch: error(w, batch))
-    solver = bilevel.restarted(bilevel.unrolled(optax.adam(0.05), 20))
-    args = problem, solver, optax.adam(0.1), alpha, w, (x[:20], y[:20]), (x[20:], y[20:])
-    result = bilevel.search(*args, steps=30)
+    result = bilevel.search(
+        bilevel.Problem(lower, lambda w, alpha, batch: error(w, batch)),
+        bilevel.restarted(bilevel.unrolled(optax.adam(0.05), 20)),
+        optax.adam(0.1),
+        *(alpha, w, (x[:20], y[:20]), (x[20:], y[20:])),
+        steps=30,
+    )
     assert result.history["value"][-1] < 0.95 * result.history["value"][0]
     whole = equinox.combine(result.alpha, rest_of_alpha)
     assert np.isfinite(whole(jnp.ones(1)))

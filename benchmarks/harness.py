@@ -434,6 +434,12 @@ def table(head: Sequence[Any], lines: Iterable[Iterable[Any]]) -> str:
     return "\n".join([first, "|---" * len(head) + "|", *others])
 
 
+def table_of(rows: Sequence[Row]) -> str:
+    """Return a table with all values of the rows, which have the same names."""
+    lines = ([f"{v:.4g}" if isinstance(v, float) else v for v in row.values()] for row in rows)
+    return table(list(rows[0]), lines)
+
+
 def standard_error(x) -> Any:
     """Return the standard error of the mean over the first axis."""
     return np.std(x, axis=0, ddof=1) / np.sqrt(len(x))

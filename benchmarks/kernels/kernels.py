@@ -4,17 +4,15 @@
   3 x 32 x 32 images, float32.
 - *Infinite*: NNGP and NTK of ten layers (nine activations) on inputs of dimension 64, float64.
 - *Eigenvalue*: the smallest eigenvalue of an infinite kernel, float64.
-- *Simplex*: the bracket of the smallest eigenvalue over all mixtures of three activations, on 300
-  real digits.
 
 The truth is per-sample gradients in float64; the network's recursion over `ntk.dual`, with another
 quadrature than `ntk.network_kernel`; and numpy's full spectrum. Kernels are compared at ten rows
 and columns, spread over the whole. An error is relative to `sqrt(K_ii K_jj)`.
 
-Runs use one core and one thread (Linux only), and an accelerator if JAX finds one. Every method has
-a process, because peak memory is measured per process; sizes ascend in it. The methods for
-eigenvalues share one process. A measurement that would take over LIMIT seconds, or over half the
-memory, is skipped, and *that* figure is extrapolated.
+Runs use one core and one thread (Linux only). Every method has a process, because peak memory is
+measured per process; sizes ascend in it. The methods for eigenvalues share one process. A
+measurement that would take over LIMIT seconds, or over half the memory, is skipped, and *that*
+figure is extrapolated.
 
     python benchmarks/kernels/kernels.py            # some eight minutes
     python benchmarks/kernels/kernels.py --only eigenvalue
@@ -39,7 +37,7 @@ import ntk
 from benchmarks import harness
 from ntk.empirical.kernels import empirical_kernel
 from ntk.infinite.dual_activation import dual
-from ntk.spectrum.certificate import certified_min_eigenvalue, certify_simplex
+from ntk.spectrum.certificate import certified_min_eigenvalue
 from ntk.spectrum.eigenvalues import min_eigenvalue
 
 MEASURES = ("ntk/infinite", "ntk/expectations", "ntk/empirical", "ntk/spectrum")
@@ -55,10 +53,8 @@ class Problem(NamedTuple):
     methods: dict[str, Callable]  # data -> a compiled function without arguments; ours is first
     sizes: tuple[int, ...]
     small: dict[str, tuple[int, ...]]  # sizes for --quick, and for --smoke if it runs the problem
-    accelerator: tuple[int, ...]
     describe: Callable[[Any, Any], dict]  # (result, truth) -> fields of the row
     truth: Callable = lambda data, rows: None  # the kernel at these rows and columns
-    flops: Callable[[int], float] | None = None  # of ours, if matrix products dominate
 
 
 def compiled(fn, *args):
@@ -149,12 +145,6 @@ def true_empirical(data, rows):
         return jacobian @ jacobian.T
 
 
-def dense_flops(size) -> float:
-    """Return the flops of `(A A') o (B B')` in each layer, and of a forward and a backward pass."""
-    layers = [(256, 1024), (1024, 1024), (1024, 1024), (1024, 1024), (1024, 1)]
-    return sum(2 * size**2 * (m + n) + 4 * size * m * n for m, n in layers)
-
-
 # -------------------------------------------------------------------------- infinite kernels
 
 
@@ -217,7 +207,6 @@ def infinite(activation, norms, sizes) -> Problem:
         methods={"ntk": ours_infinite(activation), peer: peer_infinite(activation)},
         sizes=sizes,
         small={"quick": (500,)},
-        accelerator=(*sizes, 20000),
         describe=relative_error,
         truth=true_infinite(activation),
     )
@@ -257,22 +246,6 @@ EIGENVALUES = {
 }
 
 
-# ------------------------------------------------------------------------------- the simplex
-
-
-def digits(size):
-    import bilevel.data
-
-    x = bilevel.data.load("digits").x_train[:size].reshape(size, -1).astype(float)
-    x = jnp.asarray(x / np.linalg.norm(x, axis=1, keepdims=True))
-    return np.asarray(ntk.mixture_blocks(x, [ntk.relu, ntk.tanh, ntk.swish]))
-
-
-def describe_bracket(bracket, exact):
-    gap = (bracket.upper - bracket.lower) / abs(bracket.upper)
-    return {"gap": gap, "cells": bracket.cells, "converged": bracket.converged}
-
-
 # ------------------------------------------------------------------------------ the problems
 
 PROBLEMS = {
@@ -287,10 +260,8 @@ PROBLEMS = {
         },
         sizes=(100, 200, 500),
         small={"quick": (20,)},
-        accelerator=(200, 500, 1000, 5000, 20000),
         describe=relative_error,
         truth=true_empirical,
-        flops=dense_flops,
     ),
     "empirical, conv": Problem(
         dtype="float32",
@@ -302,7 +273,6 @@ PROBLEMS = {
         },
         sizes=(50, 100),
         small={"quick": (10,)},
-        accelerator=(50, 100, 500, 2000),
         describe=relative_error,
         truth=true_empirical,
     ),
@@ -318,22 +288,11 @@ PROBLEMS = {
         methods=EIGENVALUES,
         sizes=(1000, 2000, 4000),
         small={"quick": (500,), "smoke": (100,)},
-        accelerator=(1000, 2000, 4000, 20000),
         describe=lambda value, exact: {"value": float(value)},
-        flops=lambda size: size**3 / 3,
-    ),
-    "simplex": Problem(
-        dtype="float64",
-        data=digits,
-        methods={"ntk": on_host(certify_simplex)},
-        sizes=(300,),
-        small={"quick": (100,)},
-        accelerator=(300,),
-        describe=describe_bracket,
     ),
 }
 SMALL = {
-    "quick": ["empirical, dense", "infinite, tanh, unit norms", "eigenvalue", "simplex"],
+    "quick": ["empirical, dense", "infinite, tanh, unit norms", "eigenvalue"],
     "smoke": ["eigenvalue"],
 }
 
@@ -343,9 +302,9 @@ SMALL = {
 
 def measure(name, methods, run_size) -> list[dict]:
     """Measure methods at all sizes of the problem, ascending, in this process."""
-    problem, cpu = PROBLEMS[name], jax.default_backend() == "cpu"
+    problem = PROBLEMS[name]
     jax.config.update("jax_enable_x64", problem.dtype == "float64")
-    sizes = problem.small.get(run_size) or (problem.sizes if cpu else problem.accelerator)
+    sizes = problem.small.get(run_size) or problem.sizes
     enough = 1 if run_size in SMALL else ENOUGH
     rows, pending = [], []
     for size in sizes:
@@ -353,8 +312,6 @@ def measure(name, methods, run_size) -> list[dict]:
         for method in methods:
             row = {"problem": name, "method": method, "size": size, "dtype": problem.dtype}
             rows.append(row)
-            if not cpu:
-                row["accelerator"] = jax.devices()[0].device_kind
             earlier = [r for r in rows if r["method"] == method and "s" in r]
             if reason := too_much(earlier, size, len(methods) == 1):
                 row["skipped"] = reason
@@ -365,7 +322,7 @@ def measure(name, methods, run_size) -> list[dict]:
                 row["failed"] = f"{error} ".splitlines()[0]
                 continue
             if len(methods) == 1:
-                row["peak_gb"] = peak_memory()
+                row["peak_gb"] = harness.resident_peak() / 1e3
             at = sample(size)
             if getattr(result, "ndim", 0) == 2:
                 result = np.asarray(result)[np.ix_(at, at)]
@@ -376,9 +333,6 @@ def measure(name, methods, run_size) -> list[dict]:
         exact = problem.truth(problem.data(size), sample(size))
         for row, result in group:
             row |= problem.describe(result, exact)
-            if row["method"] == "ntk" and problem.flops:
-                rate = problem.flops(size) / statistics.median(row["s"])
-                row["share_of_matmul_rate"] = rate / matmul_rate(problem.dtype, cpu)
     return rows
 
 
@@ -417,30 +371,10 @@ def too_much(earlier, size, with_memory) -> str | None:
         return None
     if (seconds := expected(lambda r: statistics.median(r["s"]), 2)) > LIMIT:
         return f"about {seconds:.0f} s, extrapolated; the limit is {LIMIT} s"
-    most = memory() / 2e9
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2e9
     if with_memory and (size_gb := expected(lambda r: r["peak_gb"], 1)) > most:
         return f"about {size_gb:.0f} GB, extrapolated; the limit is {most:.0f} GB"
     return None
-
-
-def memory() -> int:
-    """Return the bytes of memory, of the accelerator if JAX finds one."""
-    if stats := jax.devices()[0].memory_stats():
-        return stats["bytes_limit"]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def peak_memory() -> float:
-    """Return the peak memory in GB: of the accelerator, or of the whole process."""
-    return (harness.device_peak() or 1e6 * harness.resident_peak()) / 1e9
-
-
-@functools.cache
-def matmul_rate(dtype, cpu) -> float:
-    """Return flops per second, the best of five products of n x n matrices."""
-    n = 2048 if cpu else 8192
-    a = jnp.ones((n, n), dtype)
-    return 2 * n**3 / min(harness.seconds(compiled(jnp.matmul, a, a)))
 
 
 def run(name, run_size, peers) -> list[dict]:
@@ -526,8 +460,6 @@ def cell(rows, row) -> str:
     text = f"{float(f'{seconds(row):.2g}'):g} s"
     if row["method"] != "ntk" and (times := ratio(rows, row)):
         text += f" ({float(f'{times:.2g}'):g}×)"
-    if row["problem"] == "simplex":
-        return f"{text}, relative gap {row['gap']:.1e}, {row['cells']} cells"
     return text + (f", {row['peak_gb']:.2f} GB" if "peak_gb" in row else "")
 
 

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import harness
-from benchmarks.harness import environment, read, table, where, write
+from benchmarks.harness import environment, read, where, write
 
 MEASURES = ("examples",)
 
@@ -70,10 +70,6 @@ def run(name: str, runs: list[dict] | None = None, images: Path = IMAGES) -> lis
     return rows
 
 
-def _shown(value) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def _table(name: str, published: dict | None = None):
     """Return a function of the rows that formats a part's table; ``published`` is a column."""
 
@@ -87,12 +83,8 @@ def _table(name: str, published: dict | None = None):
             columns = [{"learned, published": published[key]} for key in keys]
             example_rows = [r | more for r, more in zip(example_rows, columns, strict=True)]
         total = sum(run["cpu_seconds"] for run in runs)
-        lines = ([_shown(v) for v in row.values()] for row in example_rows)
-        made, command = (
-            table(list(example_rows[0]), lines),
-            f"python benchmarks/peers/gallery.py {name}",
-        )
-        return f"{made}\n\n`{command}`: {total:,.0f} s of CPU time."
+        command = f"python benchmarks/peers/gallery.py {name}"
+        return f"{harness.table_of(example_rows)}\n\n`{command}`: {total:,.0f} s of CPU time."
 
     return of_rows
 
@@ -108,10 +100,7 @@ word_penalties = _table("word_penalties")
 label_cleaning = _table("label_cleaning")
 text_transformer = _table("text_transformer")
 kernel_learning = _table("kernel_learning")
-sparse_regression = _table("sparse_regression")
-support_vectors = _table("support_vectors")
 mixtures = _table("mixtures")
-sparse_words = _table("sparse_words")
 
 
 def smoke() -> list[dict]:

@@ -26,7 +26,7 @@ import numpy as np
 
 import bilevel
 from benchmarks import harness
-from benchmarks.harness import environment, table, where
+from benchmarks.harness import environment, where
 
 MEASURES = ("bilevel/hypergradients", "bilevel/solvers", "bilevel/nets/convolution.py")
 
@@ -182,17 +182,12 @@ def kernels(data="mnist", train=200, test=2000):
 # ----------------------------------------------------------------------------- the report
 
 
-def shown(value):
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def of_part(part):
     def of_rows(rows):
         rows_of_part = where(rows, part=part)
         if not rows_of_part:
             return "No run yet."
-        names = [name for name in rows_of_part[0] if name != "part"]
-        return table(names, ([shown(row[name]) for name in names] for row in rows_of_part))
+        return harness.table_of([{k: row[k] for k in row if k != "part"} for row in rows_of_part])
 
     return of_rows
 

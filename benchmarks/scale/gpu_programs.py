@@ -301,11 +301,6 @@ def images(run: Compile, small: bool) -> Iterator[dict[str, Any]]:
 # ------------------------------------------------------------------------------------ reporting
 
 
-def report(rows: list[dict[str, Any]]) -> str:
-    """Report launches in loops, tiles and memory, of each commit in the file."""
-    return counts(rows)
-
-
 def counts(rows: list[dict[str, Any]]) -> str:
     """Report each program in the newest commit, with the oldest one in brackets."""
     rows = [row for row in rows if "program" in row]
@@ -328,14 +323,10 @@ def counts(rows: list[dict[str, Any]]) -> str:
         def peak(row):
             return f"{row['peak'] / row['input_and_result']:.2f}" if "tiles" in row else "-"
 
-        lines.append(
-            [
-                name,
-                both(lambda row: str(row.get("tiles", "-"))),
-                both(launches),
-                both(peak),
-            ]
-        )
+        def tiles(row):
+            return str(row.get("tiles", "-"))
+
+        lines.append([name, *map(both, (tiles, launches, peak))])
     head = "program", "tiles", "launches in its loops", "peak over inputs and results"
     return harness.table(head, lines)
 
@@ -344,7 +335,7 @@ def main() -> None:
     flags = harness.command_line(
         __file__,
         __doc__,
-        report,
+        counts,
         plugin={"type": Path, "help": "folder of the wheels; required without --smoke"},
     )
     if not flags.small and flags.plugin is None:
@@ -354,7 +345,7 @@ def main() -> None:
     run = for_the_host if flags.plugin is None else for_the_card(flags.plugin.resolve())
     for part in (conjugate_gradients, infinite, convolutional, empirical, images):
         rows += part(run, flags.small)
-    harness.finish(rows, flags.results, report)
+    harness.finish(rows, flags.results, counts)
 
 
 if __name__ == "__main__":

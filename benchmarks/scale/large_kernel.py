@@ -230,10 +230,6 @@ def smallest(flags, K, partial) -> harness.Row:
     return {"lower": float(interval.lower), "upper": float(interval.upper)}
 
 
-def report(rows: list[harness.Row]) -> str:
-    return scale(rows)
-
-
 def scale(rows: list[harness.Row]) -> str:
     """Return a table of the last regression of every size."""
     last = {row["rows"]: row for row in harness.where(rows, part="regression")}
@@ -257,13 +253,11 @@ def scale(rows: list[harness.Row]) -> str:
 
 
 def main():
-    flags = harness.command_line(__file__, __doc__, report, **FLAGS)
+    flags = harness.command_line(__file__, __doc__, scale, **FLAGS)
     row = measure(flags)
     print(row)
-    if flags.results and not flags.results.exists():
-        harness.append(flags.results, harness.environment())
-    harness.append(flags.results, row)
-    harness.finish([row], flags.results, report, write_rows=False)
+    harness.keep(flags.results, harness.begun(flags.results), row)
+    harness.finish([row], flags.results, scale, write_rows=False)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The tables and the figure of the measurements by ``stochastic.py``."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -109,32 +109,37 @@ def shown(value: float) -> str:
 
 def courses(rows: list[harness.Row]) -> str:
     """Return a table of scores at half a second and at five, medians over the seeds."""
-    names, lines = races(rows, PROBLEMS), []
-    for side, methods in SIDES.items():
-        for method in methods:
-            cells = []
-            for name in names:
-                key = {"race": name, "side": side, "method": method}
-                early, late = (shown(score(rows, mark, **key)) for mark in (EARLY, LATE))
-                cells.append(f"{early}; {late} ({len(at_best(rows, **key))})" if late else "")
-            lines.append((f"{method} ({'ours' if side == 'ours' else 'benchmark'})", *cells))
-    return harness.table(("method", *(PROBLEMS[name] for name in names)), lines)
+
+    def cell(**key):
+        early, late = (shown(score(rows, mark, **key)) for mark in (EARLY, LATE))
+        return f"{early}; {late} ({len(at_best(rows, **key))})" if late else ""
+
+    names = races(rows, PROBLEMS)
+    return by_method(names, [PROBLEMS[name] for name in names], cell)
 
 
 def cleaning(rows: list[harness.Row]) -> str:
     """Return a table of test error and AUC after five seconds, by corruption."""
-    names, lines = races(rows, CLEANING), []
-    for side, methods in SIDES.items():
-        for method in methods:
-            cells = []
-            for name in names:
-                key = {"race": name, "side": side, "method": method}
-                if ends := cleaned(rows, **key):
-                    cells.append(f"{100 * ends[0]:.1f}, {ends[1]:.3f}")
-                else:
-                    cells.append("diverged" * bool(at_best(rows, **key)))
-            lines.append((f"{method} ({'ours' if side == 'ours' else 'benchmark'})", *cells))
-    head = (f"{name[-2:]} %: error in %, AUC" for name in names)
+
+    def cell(**key):
+        if ends := cleaned(rows, **key):
+            return f"{100 * ends[0]:.1f}, {ends[1]:.3f}"
+        return "diverged" * bool(at_best(rows, **key))
+
+    names = races(rows, CLEANING)
+    return by_method(names, [f"{name[-2:]} %: error in %, AUC" for name in names], cell)
+
+
+def by_method(names: list[str], head: list[str], cell: Callable[..., str]) -> str:
+    """Return a table with a line for each method and ``cell(race, side, method)`` in it."""
+    lines = [
+        (
+            f"{method} ({'ours' if side == 'ours' else 'benchmark'})",
+            *(cell(race=name, side=side, method=method) for name in names),
+        )
+        for side, methods in SIDES.items()
+        for method in methods
+    ]
     return harness.table(("method", *head), lines)
 
 

@@ -357,32 +357,21 @@ def verdicts(rows):
     yield (
         f"Known answer, n_V >= 4 h: gap / sqrt(h / n_V) is {ratios.min():.2f} to "
         f"{ratios.max():.2f}, {near.min():.2f} to {near.max():.2f} times the limit; exponent of "
-        f"h / n_V {slope:.3f} ± {error:.3f} (the limit's: 0.53 to 0.60). The rate is that of (2) "
-        "and (4) without the logarithm; for n_V < h it is h / n_V: n_V >= h_eff is needed."
+        f"h / n_V {slope:.3f} ± {error:.3f} (the limit's: 0.53 to 0.60)."
     )
     ranges = {
         name: f"{min(s for s, _ in entries):.2f} to {max(s for s, _ in entries):.2f}"
         for name, entries in slopes.items()
     }
-    half = all(
-        abs(s + 0.5) < 0.03 + 3 * e for name in ("risk", "gradient") for s, e in slopes[name]
-    )
     yield (
         f"Searches: exponents of n_V {ranges['risk']} (risk), {ranges['gradient']} "
-        f"(hypergradient): the -1/2 of (2) and (4) is {'seen' if half else 'NOT seen'}."
-    )
-    yield (
-        f"What selection loses falls with exponent {ranges['excess']}, faster than (3), and is a "
-        "small part of the gap: models near the best have nearly the same loss on every row, so "
-        "that their order is known long before their risks are."
+        f"(hypergradient), {ranges['excess']} (loss by selection); (2) and (4) have -1/2."
     )
     # A single alpha has E |a'(S - I)a| = sqrt(2 / n) E |z| = 2 / sqrt(pi n). All alphas together
     # have 2 sqrt(h / n).
-    price = math.sqrt(math.pi * FACES[-1])
     yield (
-        "That the gap is uniform in alpha costs a small factor (second table, first rows), in "
-        f"the known answer sqrt(pi h), {price:.1f} for h = {FACES[-1]}: the models of all mixtures "
-        "err on the same rows, and h counts for less than in (2)."
+        "Known answer: uniformity in alpha costs a factor sqrt(pi h), "
+        f"{math.sqrt(math.pi * FACES[-1]):.1f} for h = {FACES[-1]}."
     )
 
 

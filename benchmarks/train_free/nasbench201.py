@@ -5,33 +5,23 @@ Networks are drawn uniformly from all 15,625, at initialization. Each is scored 
 - by `ntk.scores` on `bilevel.spaces.nasbench201`. The genotype is an argument, so each score has
   one compiled function for all networks;
 - by plain PyTorch without compilation: a module for each genotype and the same definitions, written
-  here. Operations that `none` cuts off from the output are left out, as in ours. synflow is in
-  float64, as in the original. Building the modules is not counted.
+  here. Operations that `none` cuts off from the output are left out, as in ours. Building the
+  modules is not counted.
 
 `logits` is the forward pass alone. Images and labels are random numbers. In both libraries all
 networks take their weights from one set, ours, so the values must agree, network by network. In
 float32 they agree up to roundoff, which sometimes moves a gradient across the kink of a ReLU.
-Therefore the median over networks is judged; with `--dtype float64` it is the largest difference.
+Therefore the rows also have the median over networks.
 
 Each library and score has a process, and one runs at a time. PyTorch's scores every other network
 before ours, and the remaining ones after. The ratio is of mean times over the networks that both
 have scored, with the standard error of paired differences. The ratio of CPU times is shown too,
 because other work disturbs it less. A process stops at its limit of seconds, so expensive scores
 have fewer networks. The first call compiles and is not counted. Memory is the largest resident set
-during scoring. In brackets is its growth over the memory before (on a device with a memory counter,
-the largest allocation).
-
-PyTorch is in the dependency group `peers`, for a separate environment. `--peers` measures ours
-alone, without a results file.
+during scoring. In brackets is its growth over the memory before.
 
     python benchmarks/train_free/nasbench201.py            # batch 32: up to an hour on two cores
-    python benchmarks/train_free/nasbench201.py --quick --peers torch  # with PyTorch
-    # all 15,625, without a limit; for an accelerator
-    python benchmarks/train_free/nasbench201.py --full
-
-- `--scores naswot synflow`: only these; they replace their rows in the results.
-- `--batch-genotypes 64`: this number of networks in one call (`jax.vmap`); for an accelerator.
-- `--dtype float64`: to compare values; with `--quick --scores ...` in minutes.
+    python benchmarks/train_free/nasbench201.py --scores snip  # replaces its rows in the results
 """
 
 import dataclasses
@@ -54,7 +44,7 @@ MEASURES = ("ntk/scores", "bilevel/spaces/nasbench201", "bilevel/nets/convolutio
 # Each library is imported only in the process that runs it, so their memory is separate.
 
 LIBRARIES = {"torch": "PyTorch", "bilevel": "bilevel"}
-SCORES = ["logits", "naswot", "eigen_nas", "grad_norm", "snip", "synflow", "jacov", "te_nas"]
+SCORES = ["logits", "naswot", "eigen_nas", "grad_norm", "snip"]
 TIMES = "seconds", "processor_seconds"
 CLASSES, SEED = 10, 0
 OPERATIONS = "none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3"
@@ -70,16 +60,13 @@ class Sizes:
     batch: int
     networks: int
     peers: int  # of these networks, by PyTorch
-    limit: float | None  # seconds, of a process
-    together: int = 1  # networks in a call of ours
-    dtype: str = "float32"
+    limit: float  # seconds, of a process
 
 
 SIZES = {
     "smoke": Sizes(1, 2, side=8, batch=4, networks=4, peers=2, limit=5),
     "quick": Sizes(1, 4, side=16, batch=8, networks=16, peers=8, limit=20),
     "default": Sizes(5, 16, side=32, batch=32, networks=500, peers=60, limit=240),
-    "full": Sizes(5, 16, side=32, batch=32, networks=math.prod(SPACE), peers=200, limit=None),
 }
 SMALL = {"smoke": SCORES[1:2], "quick": SCORES[:4]}
 
@@ -93,7 +80,7 @@ def draw_genotypes(sizes):
 def draw_batch(sizes):
     """Return images [n, h, w, c] and labels [n]."""
     rng, shape = np.random.default_rng(SEED), (sizes.batch, sizes.side, sizes.side, 3)
-    return rng.normal(size=shape).astype(sizes.dtype), rng.integers(CLASSES, size=sizes.batch)
+    return rng.normal(size=shape).astype(np.float32), rng.integers(CLASSES, size=sizes.batch)
 
 
 # ------------------------------------------------------------------------------------- ours
@@ -118,51 +105,41 @@ def draw_weights(sizes, path) -> None:
 
 
 def bilevel_score(name, sizes, path):
-    """Return ``prepare(genotypes) -> call``, fields to report, and the allocation."""
+    """Return ``prepare(genotype) -> call``, and fields to report."""
     import jax
     from flax.traverse_util import unflatten_dict
 
     import ntk
-    from ntk.scores.registry import score_description
 
     jax.config.update("jax_enable_compilation_cache", False)
-    jax.config.update("jax_enable_x64", sizes.dtype == "float64")
-    if name == "logits":  # values are compared to more digits than accelerators have by default
-        jax.config.update("jax_default_matmul_precision", "float32")
     networks = our_networks(sizes)
-    w = {key: array.astype(sizes.dtype) for key, array in np.load(path).items()}
-    w = jax.device_put(unflatten_dict(w, sep="/"))
+    w = jax.device_put(unflatten_dict(dict(np.load(path)), sep="/"))
     batch = jax.device_put(draw_batch(sizes))
 
-    unnormalized = name != "logits" and score_description(name).batch_norm == "removed"
-
+    @jax.jit
     def value(w, genotype, batch):
-        apply = networks.apply_unnormalized if unnormalized else networks.apply
         w = networks.select(w, genotype)
         if name == "logits":
-            return apply(w, genotype, batch[0])
+            return networks.apply(w, genotype, batch[0])
         score = getattr(ntk.scores, name)
-        return score(None, lambda w, x: apply(w, genotype, x), w, batch)
+        return score(None, lambda w, x: networks.apply(w, genotype, x), w, batch)
 
-    call = jax.jit(value if sizes.together == 1 else jax.vmap(value, in_axes=(None, 0, None)))
-    known = {"device": jax.devices()[0].device_kind, "platform": jax.default_backend()}
-    known["compilations"] = 0
+    known = {"device": jax.devices()[0].device_kind, "compilations": 0}
 
     def listen(event, seconds, **_):
         known["compilations"] += event == "/jax/core/compile/backend_compile_duration"
 
-    def prepare(genotypes):
-        argument = genotypes[0] if sizes.together == 1 else genotypes
-        return lambda: jax.device_get(call(w, argument, batch))
+    def prepare(genotype):
+        return lambda: jax.device_get(value(w, genotype, batch))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    return prepare, known, harness.device_peak
+    return prepare, known
 
 
 # ---------------------------------------------------------------------------------- PyTorch
 
 
-def torch_network(genotype, sizes, normalized=True):
+def torch_network(genotype, sizes):
     """Return the network of a genotype as PyTorch modules with our names."""
     import torch
     from torch import nn
@@ -171,7 +148,7 @@ def torch_network(genotype, sizes, normalized=True):
         return nn.Conv2d(inputs, outputs, size, stride, (size - 1) // 2, bias=False)
 
     def norm(c):
-        return nn.BatchNorm2d(c, track_running_stats=False) if normalized else nn.Identity()
+        return nn.BatchNorm2d(c, track_running_stats=False)
 
     class ReluConvNorm(nn.Module):
         def __init__(self, inputs, outputs, size, stride=1):
@@ -318,36 +295,7 @@ def torch_scores():
     def snip(network, x, y):
         return sum((p * g).abs().sum() for p, g in loss_gradient(network, x, y))
 
-    def synflow(network, x, y):
-        with torch.no_grad():
-            for p in network.parameters():
-                p.abs_()
-        weights = kernels(network)
-        slopes = grad(network(torch.ones_like(x[:1], dtype=torch.float64)).sum(), weights)
-        return sum((p * g).sum() for p, g in zip(weights, slopes, strict=True)).log()
-
-    def jacov(network, x, y):
-        x = x.clone().requires_grad_()
-        g = grad(network(x).sum(), [x])[0].flatten(1)
-        g = g - g.mean(1, keepdim=True)
-        norms = g.norm(dim=1, keepdim=True)
-        values = torch.linalg.svdvals(g / torch.where(norms > 0, norms, 1)) ** 2 + 1e-5
-        return -(values.log() + 1 / values).sum()
-
-    def te_nas(network, x, y):
-        weights = [p for name, p in network.named_parameters() if name.endswith("weight")]
-        outputs = network(x).sum(1)
-        rows = []
-        for output in outputs:
-            slopes = grad(output, weights, retain_graph=True)
-            rows.append(torch.cat([g.flatten() for g in slopes]))
-        gradients = torch.stack(rows)
-        values = torch.linalg.eigvalsh(gradients @ gradients.T)
-        smallest, largest = values[0], values[-1]
-        regular = smallest > len(x) * torch.finfo(values.dtype).eps * largest
-        return torch.where(regular, largest / smallest, torch.inf)
-
-    scores = logits, naswot, eigen_nas, grad_norm, snip, synflow, jacov, te_nas
+    scores = logits, naswot, eigen_nas, grad_norm, snip
     return {score.__name__: score for score in scores}
 
 
@@ -356,31 +304,25 @@ def torch_score(name, sizes, path):
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cudnn.allow_tf32 = name != "logits"
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     arrays, (x, y) = dict(np.load(path)), draw_batch(sizes)
-    x = torch.from_numpy(x).permute(0, 3, 1, 2).contiguous().to(device)
-    y = torch.from_numpy(y).to(device)
-    score = torch_scores()[name]
-    known = {"platform": {"cuda": "gpu"}.get(device, device), "building_seconds": []}
+    x, y = torch.from_numpy(x).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(y)
+    score, known = torch_scores()[name], {"building_seconds": []}
 
-    def prepare(genotypes):
+    def prepare(genotype):
         start = time.perf_counter()
-        network = torch_network(genotypes[0], sizes, normalized=name != "synflow")
+        network = torch_network(genotype, sizes)
         known["building_seconds"].append(time.perf_counter() - start)
         copy_weights(network, arrays)
-        network.to(device, torch.float64 if name == "synflow" else x.dtype)
-        return lambda: score(network, x, y).detach().cpu().numpy()  # waits for the device
+        return lambda: score(network, x, y).detach().numpy()
 
-    return prepare, known, lambda: torch.cuda.max_memory_allocated() if device == "cuda" else None
+    return prepare, known
 
 
 # --------------------------------------------------------------------------- the measurement
 
 
 def work(library, score, sizes, places, path) -> list[dict]:
-    """Run one warm-up call, then one call for each group of networks; return a row.
+    """Run one warm-up call, then one call for each network; return a row.
 
     ``places``: start, stop and step among the drawn genotypes.
     """
@@ -389,34 +331,26 @@ def work(library, score, sizes, places, path) -> list[dict]:
         draw_weights(sizes, path)
         return [{}]
     measured = {"bilevel": bilevel_score, "torch": torch_score}[library]
-    prepare, known, allocated = measured(score, sizes, path)
-    together = sizes.together if library == "bilevel" else 1
+    prepare, known = measured(score, sizes, path)
     genotypes, places = draw_genotypes(sizes), list(range(sizes.networks)[slice(*places)])
-    groups = [places[k : k + together] for k in range(0, len(places), together)]
-
-    def prepared(group):
-        return prepare(genotypes[np.resize(group, together)])  # the last group is filled up
-
     start = time.perf_counter()
-    prepared(groups[0])()
+    prepare(genotypes[places[0]])()
     row = {"library": library, "score": score, "first_s": time.perf_counter() - start}
     row["first_peak_mb"] = harness.resident_peak()
     before, values, seconds, processor = harness.forget_peak(), [], [], []
     start = time.perf_counter()
-    for group in groups:
-        call = prepared(group)
+    for place in places:
+        call = prepare(genotypes[place])
         begun, used = time.perf_counter(), time.process_time()
         result = call()
-        seconds.append((time.perf_counter() - begun) / together)
-        processor.append((time.process_time() - used) / together)
-        values += np.reshape(result, (together, -1)).astype(float)[: len(group)].tolist()
-        if sizes.limit and time.perf_counter() - start > sizes.limit and len(seconds) > 2:
+        seconds.append(time.perf_counter() - begun)
+        processor.append(time.process_time() - used)
+        values.append(np.ravel(result).astype(float).tolist())
+        if time.perf_counter() - start > sizes.limit and len(seconds) > 2:
             break
-    peak = harness.resident_peak()
-    row["peak_mb"], row["added_mb"] = peak, peak - before
-    if allocated() is not None:
-        row["peak_mb"] = row["added_mb"] = allocated() / 1e6
-    row |= known | {"together": together, "places": places[: len(values)], "values": values}
+    row["peak_mb"] = harness.resident_peak()
+    row["added_mb"] = row["peak_mb"] - before
+    row |= known | {"places": places[: len(values)], "values": values}
     return [row | {"seconds": seconds, "processor_seconds": processor}]
 
 
@@ -447,8 +381,6 @@ def measure(sizes, scores, libraries) -> list[dict]:
                         row[key] = max(by_library[library][key], row[key])
                 by_library[library] = row
             rows += summaries(by_library)
-    if len({row["platform"] for row in rows if "platform" in row}) > 1:
-        sys.exit("PyTorch and JAX run on different devices; install both for the same one.")
     return rows
 
 
@@ -497,10 +429,6 @@ def statistics_of(values) -> dict:
 
 def ratio(ours, peer, both, key) -> tuple[float, float]:
     """Return PyTorch's mean time over ours, and its standard error."""
-    if ours["together"] > 1:  # single networks are not timed
-        x, y = (statistics_of(row[key]) for row in (peer, ours))
-        value = x["mean"] / y["mean"]
-        return value, value * math.hypot(x["error"] / x["mean"], y["error"] / y["mean"])
     x, y = (np.array([row[key][row["places"].index(k)] for k in both]) for row in (peer, ours))
     value = x.mean() / y.mean()
     error = np.std(x - value * y, ddof=1) / len(both) ** 0.5 / y.mean()
@@ -544,11 +472,10 @@ def score_table(rows) -> str:
 
 
 def title(rows) -> str:
-    sizes = Sizes(**rows[0]["sizes"])
-    together = f", {sizes.together} networks in a call" * (sizes.together > 1)
+    sizes = rows[0]["sizes"]
     text = (
-        f"3 x {sizes.cells} cells, {sizes.channels} channels, images of {sizes.side} x "
-        f"{sizes.side}, batch {sizes.batch}, {sizes.dtype}{together}; {rows[0]['device']}; "
+        f"3 x {sizes['cells']} cells, {sizes['channels']} channels, images of {sizes['side']} x "
+        f"{sizes['side']}, batch {sizes['batch']}, float32; {rows[0]['device']}; "
         "seconds per network (mean ± s.e.)"
     )
     building = [row["building_s"] for row in rows if "building_s" in row]
@@ -563,7 +490,8 @@ def with_others(rows, path) -> list[dict]:
     """Return the rows, and the file's rows for scores that were not measured now."""
     measured = {row["score"] for row in rows[1:]}
     old = harness.read(path) if measured != set(SCORES) else []
-    if old and any(old[0][k] != rows[0][k] for k in ("device", "versions", "sizes")):
+    about = old and harness.same_sizes(old, rows[0]["sizes"], but=("together", "dtype"))
+    if old and not (about and all(old[0][k] == rows[0][k] for k in ("device", "versions"))):
         sys.exit(f"{path.name} is of another machine, versions or sizes: nothing was written.")
     others = (row for row in old[1:] if row["score"] not in measured)
     return [rows[0], *sorted([*rows[1:], *others], key=lambda row: SCORES.index(row["score"]))]
@@ -574,28 +502,18 @@ def main() -> None:
         __file__,
         __doc__,
         report,
-        full=True,
         work=work,
         peers=("torch",),
         scores={"nargs": "+", "choices": SCORES, "metavar": "SCORE", "help": "these alone"},
-        batch_genotypes={"type": int, "default": 1, "metavar": "B", "help": "in one call"},
-        dtype={"choices": ("float32", "float64"), "default": "float32"},
     )
-    if flags.batch_genotypes < 1:
-        flags.error(f"--batch-genotypes: expected at least 1, got {flags.batch_genotypes}.")
-    given = {"together": flags.batch_genotypes, "dtype": flags.dtype}
-    sizes = dataclasses.replace(SIZES[flags.size], **given)
+    sizes = SIZES[flags.size]
     libraries = [*flags.peers, "bilevel"]
     scores = flags.scores or SMALL.get(flags.size, SCORES)
     rows = measure(sizes, scores, libraries)
     kind = next((row["device"] for row in rows if "device" in row), "unknown")
     about = {"device": harness.device(kind), "seed": SEED, "sizes": dataclasses.asdict(sizes)}
     rows = [harness.environment("flax", "torch", **about), *rows]
-    accelerated = any(row.get("platform") not in (None, "cpu") for row in rows)
-    parts = ["gpu"] * accelerated + [f"batch{sizes.together}"] * (sizes.together > 1)
-    parts += [sizes.dtype] * (sizes.dtype != "float32")
     path = flags.results
-    path = harness.named(path, *parts)
     harness.finish(with_others(rows, path) if path else rows, path, report)
 
 

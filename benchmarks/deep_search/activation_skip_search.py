@@ -10,10 +10,8 @@ The network of Eq. (1) has L = 10 layers and learns Fashion-MNIST. Each run draw
 
 The paper gives depth, width (1024), number of runs (5), the weights' variance 1/m and |x| = 1. It
 says that activations and skips are searched "independently", and refers to DARTS for other
-settings. So the first search has DARTS's batches of 64, SGD at 0.025 with momentum 0.9, cosine
-decay to 0.001, gradient clipping at 5 and weight decay 3e-4. Alpha moves by Adam (beta 0.5 and
-0.999, weight decay 0.001 on the logits). The product of its rate and the number of steps is 6, as
-in DARTS's 50 epochs of CIFAR-10.
+settings. So searches have DARTS's batches, SGD, clipping and weight decay. Alpha moves by its Adam,
+at a rate whose product with the number of steps is 6, as in DARTS's 50 epochs of CIFAR-10.
 
 The searches (`READINGS`) are:
 
@@ -23,17 +21,14 @@ The searches (`READINGS`) are:
   outcome;
 - "in turn" alternates steps of activations and of skips, with twice the rate;
 - "apart" runs two searches. In each, one of the two parts is fixed at its start;
-- others change the inputs, or use Lemma 1's weights (see `bilevel.spaces.skips`) with a suitable
-  step size and no decay;
+- others change the inputs, or use Lemma 1's weights (see `bilevel.spaces.skips`);
 - two variants of "longer": one has ten times the decay, chosen after pilots. In the other, the
   mixtures are fitted to the training half too, so that fitting less brings no advantage.
 
 The truth uses the "he" initialization, with which all but one of these networks train (sigmoids
-without skips do not). Training is by the same SGD for one epoch, as in Algorithm 1. Each network
-takes the step size with the best result on its run's validation half.
-
-Every row is written when it is complete, and rows in the results file are not measured again. An
-interrupted search resumes from its checkpoint.
+without skips do not). Training is by the same SGD for one epoch, as in Algorithm 1, at the step
+size with the best result on the run's validation half. An interrupted search resumes from its
+checkpoint.
 
     # width 128; 15 minutes of processor time
     python benchmarks/deep_search/activation_skip_search.py

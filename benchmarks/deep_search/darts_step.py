@@ -9,22 +9,17 @@ hypergradients:
   one forward derivative. PyTorch differentiates its gradient once more.
 
 We compare `bilevel.spaces.darts`, compiled once, with a plain PyTorch supernet of the same
-operations, run without compilation. Both compute only the gradients that a step needs: in w on the
-training batch, in alpha on the other batch. (The reference implementation computes all gradients
-twice. Its second order, a difference of gradients, is not measured here.) There is no weight decay
-and no clipping. `none` costs nothing in either. Images and labels are random numbers.
-`bilevel.search` also computes the training loss at the new w for its history, which is one forward
-pass and is not counted here.
+operations, without compilation. Both compute only the gradients that a step needs. (The reference
+implementation computes all gradients twice. Its second order, a difference of gradients, is not
+measured.) There is no weight decay and no clipping. `none` costs nothing in either. Images and
+labels are random numbers. `bilevel.search` also computes the training loss at the new w for its
+history, which is not counted here.
 
 One process runs at a time: PyTorch's takes half of its steps before ours and half after. The ratio
-of CPU times is shown next to the ratio of wall times, because other work on the machine disturbs it
-less. Memory is the largest resident set during the steps. In brackets is the memory that steps add
-to the memory before the first step; for ours it includes the remains of compilation. (On a device
-with a memory counter, it is the largest allocation.) The two networks start from PyTorch's weights.
-Their losses at the start and after a step show that they are equal.
-
-PyTorch is in the dependency group `peers`, for a separate environment. `--peers` without a name
-measures ours only, and writes a results file only if `--results` names one.
+of CPU times is shown too, because other work disturbs it less. Memory is the largest resident set
+during the steps; in brackets is its growth since the first step. (On a device with a memory
+counter, both are the largest allocation.) The two networks start from PyTorch's weights, and their
+losses at the start and after a step agree.
 
     python benchmarks/deep_search/darts_step.py    # 3 cells of 16 channels: 10 minutes on two cores
     # the published 8 cells of 16: half an hour, and 30 GB for PyTorch's second order

@@ -14,8 +14,7 @@ methods share, and separate random choices.
 Seconds are wall time on all cores, without compilation: every program runs once before the first
 trial. They include projections of rows and hashes of texts. Each method starts without cached ones.
 
-Each trial of each method is a row, written when it ends. Rows in the results file are not measured
-again. An interrupted method resumes from the solves in its journal.
+Each trial of each method is a row. An interrupted method resumes from the solves in its journal.
 
     # CIFAR-10, a quarter of an hour, two cores
     python benchmarks/feature_maps/feature_maps.py
@@ -238,7 +237,6 @@ def parsed():
         tables.report,
         full=True,
         data={"choices": [name for name in SIZES if name != "smoke"], "help": "default: cifar10"},
-        trials={"type": int, "help": "default: 10; IMDb and digits 3"},
         features={"type": int, "help": "of a full evaluation, if not as usual; own results file"},
     )
     data = flags.data or ("digits" if flags.small else "cifar10")
@@ -246,8 +244,6 @@ def parsed():
         flags.error(f"--data: expected digits with --{flags.size}, got {data}")
     if flags.size == "full" and data not in FULL:
         flags.error(f"--data: expected {' or '.join(FULL)} with --full, got {data}")
-    if flags.trials is not None and flags.trials < 2:
-        flags.error(f"--trials: expected at least 2, got {flags.trials}")
     flags.data = data
     return flags
 
@@ -256,7 +252,6 @@ def main() -> None:
     flags = parsed()
     data, full = flags.data, flags.size == "full"
     sizes = SIZES["smoke"] if flags.smoke else (FULL if full else SIZES)[data]
-    sizes = dataclasses.replace(sizes, trials=flags.trials or sizes.trials)
     key, path = jax.random.key(0), harness.named(flags.results, data)
     if flags.features:
         sizes = with_features(sizes, flags.features)

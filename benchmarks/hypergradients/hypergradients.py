@@ -15,9 +15,6 @@ methods of a kind share a process and take turns in random order, so a ratio com
 time. It is the median over rounds.
 
     python benchmarks/hypergradients/hypergradients.py    # against every peer: some five minutes
-    python benchmarks/hypergradients/hypergradients.py --peers jaxopt  # one peer; no results file
-
-The results file is written when all peers ran.
 """
 
 import functools

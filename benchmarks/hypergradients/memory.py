@@ -3,8 +3,7 @@
 The problem is logistic regression with p = 1000 weights on n = 1000 samples and one penalty for
 each of ten groups of weights, in float32. A copy of the weights is 4 kB. The figures are XLA's
 temporaries of the compiled hypergradient; nothing is executed. `unrolled` stores all T copies here,
-as `lax.scan` does, because they fit into an eighth of the machine's memory. The results file is
-written if JAXopt is compared.
+as `lax.scan` does, because they fit into an eighth of the machine's memory.
 
     python benchmarks/hypergradients/memory.py            # under a minute
 """

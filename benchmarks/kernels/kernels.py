@@ -16,7 +16,6 @@ figure is extrapolated.
 
     python benchmarks/kernels/kernels.py            # some eight minutes
     python benchmarks/kernels/kernels.py --only eigenvalue
-    python benchmarks/kernels/kernels.py --peers    # without neural-tangents; no results file
 """
 
 import functools

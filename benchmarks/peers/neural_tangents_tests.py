@@ -158,7 +158,6 @@ def main() -> None:
         checkout={"type": Path, "help": "of google/neural-tangents"},
         seconds={"type": float, "default": 150.0, "help": "for each file"},
         cases={"type": int, "default": 4, "help": "drawn from every grid of parameters"},
-        only={"default": "", "help": "files with this in their names"},
     )
     if flags.small:
         harness.unused(flags, "seconds", "cases")
@@ -202,12 +201,11 @@ def measured(flags) -> list[harness.Row]:
     cases, seconds = (1, 60.0) if flags.small else (flags.cases, flags.seconds)
     rows = [harness.environment("neural-tangents", cases=cases, limit=seconds)]
     for name in files(flags.checkout):
-        if flags.only in name:
-            print(name, file=sys.stderr, flush=True)
-            variables = VARIABLES | {"NT_NUM_GENERATED_CASES": str(cases)}
-            request = str(flags.checkout.resolve()), name, seconds
-            outcomes = harness.in_own_process(__file__, *request, **variables)
-            rows += [{"file": name} | row for row in outcomes]
+        print(name, file=sys.stderr, flush=True)
+        variables = VARIABLES | {"NT_NUM_GENERATED_CASES": str(cases)}
+        request = str(flags.checkout.resolve()), name, seconds
+        outcomes = harness.in_own_process(__file__, *request, **variables)
+        rows += [{"file": name} | row for row in outcomes]
     return rows
 
 

@@ -60,6 +60,13 @@ def weighted(alpha, outputs, batch):
     return (torch.sigmoid(alpha[batch[2]]) * losses).mean()
 
 
+def momentum_step(loss, params, trace, rate, momentum):
+    """Return parameters and trace after a step of SGD, through which gradients flow."""
+    slopes = torch.autograd.grad(loss, list(params.values()), create_graph=True)
+    trace = {k: momentum * trace[k] + g for k, g in zip(params, slopes, strict=True)}
+    return {k: v - rate * trace[k] for k, v in params.items()}, trace
+
+
 def labels_by_hand(w, batches, clean, rate, momentum):
     batches, clean = list(map(tensors, batches)), tensors(clean)
 
@@ -69,9 +76,7 @@ def labels_by_hand(w, batches, clean, rate, momentum):
         trace = {k: torch.zeros_like(v) for k, v in params.items()}
         for batch in batches:
             loss = weighted(alpha, call(net, params, batch[0]), batch)
-            slopes = torch.autograd.grad(loss, list(params.values()), create_graph=True)
-            trace = {k: momentum * trace[k] + g for k, g in zip(params, slopes, strict=True)}
-            params = {k: v - rate * trace[k] for k, v in params.items()}
+            params, trace = momentum_step(loss, params, trace, rate, momentum)
         net.eval()
         return cross_entropy(call(net, params, clean[0]), clean[1])
 
@@ -239,10 +244,7 @@ def schedules_by_hand(*given):
         momentum, now = torch.sigmoid(alpha[-1]), steps.start()
         trace = {k: torch.zeros_like(v) for k, v in now.items()}
         for rate, batch in zip(steps.rates(alpha), steps.batches, strict=True):
-            loss = steps.loss(now, batch)
-            slopes = torch.autograd.grad(loss, list(now.values()), create_graph=True)
-            trace = {k: momentum * trace[k] + g for k, g in zip(now, slopes, strict=True)}
-            now = {k: v - rate * trace[k] for k, v in now.items()}
+            now, trace = momentum_step(steps.loss(now, batch), now, trace, rate, momentum)
         return steps.loss(now, steps.valid)
 
     return lambda alpha: gradient_in(value, alpha)

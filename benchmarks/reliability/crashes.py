@@ -15,17 +15,15 @@ nonfinite  a search with NaN or infinity in one quantity stops there (``nonfinit
 =========  =================================================================================
 
     python benchmarks/reliability/crashes.py          # all attacks: hours; the same line resumes
-    python benchmarks/reliability/crashes.py --quick  # two of each, without a results file
-    python benchmarks/reliability/crashes.py --smoke  # one writers' pair and one NaN
     python benchmarks/reliability/crashes.py --only kills
     python benchmarks/reliability/crashes.py --only kills --case 17  # one attack again
 
-The seed, the attack's name and its number determine an attack. Each result is appended to
-``results/crashes.jsonl``, and a run skips the attacks that the file has. The exit status is 1 if
-any attack failed.
+The seed, the attack's name and its number determine an attack. The exit status is
+1 if any attack failed.
 """
 
 import atexit
+import contextlib
 import functools
 import multiprocessing
 import shutil
@@ -74,6 +72,13 @@ def _start(job: str, folder: Path, output: Path, **options: Any):
     return process
 
 
+@contextlib.contextmanager
+def _place():
+    """Yield the folder of a run and the file of its output, in a temporary folder."""
+    with tempfile.TemporaryDirectory() as place:
+        yield Path(place) / "run", Path(place) / "output.npy"
+
+
 def _report(process, output: Path) -> dict[str, Any]:
     """Wait for a job's process and return its report."""
     process.join(_PATIENCE)
@@ -95,10 +100,9 @@ def _truth(job: str) -> tuple[dict[str, np.ndarray], float]:
     The first run compiles. All later runs of this job read its programs.
     """
     for _ in range(2):
-        with tempfile.TemporaryDirectory() as place:
+        with _place() as (folder, output):
             began = time.monotonic()
-            output = Path(place) / "truth.npy"
-            report = _report(_start(job, Path(place) / "run", output), output)
+            report = _report(_start(job, folder, output), output)
             seconds = time.monotonic() - began
         if "arrays" not in report:
             raise RuntimeError(f"{job} without an attack: {report['error']}")
@@ -130,8 +134,7 @@ def kills(seed: int, number: int, job: str | None = None) -> Outcome:
     job = job or str(rng.choice(_JOBS, p=_OFTEN))
     _, seconds = _truth(job)
     moments = rng.uniform(0.1, 1.05, int(rng.integers(1, 4))) * seconds
-    with tempfile.TemporaryDirectory() as place:
-        folder, output = Path(place) / "run", Path(place) / "output.npy"
+    with _place() as (folder, output):
         for moment in moments:
             process = _start(job, folder, output)
             process.join(moment)
@@ -177,13 +180,9 @@ def flipped(folder: Path, rng: np.random.Generator) -> str:
 def flips(seed: int, number: int, job: str | None = None) -> Outcome:
     """Flip one bit of one file of a record, then resume."""
     rng = np.random.default_rng([seed, 5, number])
-    job = job or str(
-        rng.choice(
-            ["search", "baseline", "sharing", "rank", "bilevel search"], p=[0.4, 0.2, 0.1, 0.2, 0.1]
-        )
-    )
-    with tempfile.TemporaryDirectory() as place:
-        folder, output = Path(place) / "run", Path(place) / "output.npy"
+    jobs = "search", "baseline", "sharing", "rank", "bilevel search"
+    job = job or str(rng.choice(jobs, p=(0.4, 0.2, 0.1, 0.2, 0.1)))
+    with _place() as (folder, output):
         shutil.copytree(_interrupted(job), folder)
         attack = f"{job}, {flipped(folder, rng)}"
         return _judged(_report(_start(job, folder, output), output), job, attack, refusal=True)
@@ -196,8 +195,7 @@ def disks(seed: int, number: int) -> Outcome:
     limit = int(10 ** rng.uniform(0, 4.3))
     attack = f"{job}, no file above {limit} bytes"
     _truth(job)
-    with tempfile.TemporaryDirectory() as place:
-        folder, output = Path(place) / "run", Path(place) / "output.npy"
+    with _place() as (folder, output):
         report = _report(_start(job, folder, output, limit=limit), output)
         if "arrays" not in report:
             if report["raw"] and not report["error"].startswith("OSError"):

@@ -1,9 +1,8 @@
 """Benchmarks that need an accelerator, run by one command with a time limit.
 
-Parts run in order of value, each in a separate process, which writes one JSON line for every
-measurement when it is complete. A part ends after 90 seconds. Measurements in the results file for
-this device and this JAX are not repeated, so the same command resumes. Failed measurements are
-recorded too, and are repeated.
+Parts run in order of value, each in a separate process of at most 90 seconds. Measurements in the
+results file for this device and this JAX are not repeated, except for failed ones, so the same
+command resumes.
 
     matmul           the rate of a matrix product, the reference for the others
     precision        the error of hypergradients next to their time, for three precisions of matrix
@@ -23,11 +22,9 @@ recorded too, and are repeated.
     darts            the published DARTS search, for as long as the minutes allow
 
     python benchmarks/scale/accelerator.py            # 9 minutes; results/accelerator.jsonl
-    python benchmarks/scale/accelerator.py            # ... runs the missing measurements
     python benchmarks/scale/accelerator.py --only darts --part-seconds 3000 --minutes 60
 
-A part that fails prints one line, and the next part begins. The exit status is then 1. PyTorch is
-in the dependency group `peers`. `--peers` without a name measures the step without PyTorch.
+A part that fails prints one line, and the next part begins. The exit status is then 1.
 """
 
 import argparse

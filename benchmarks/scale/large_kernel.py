@@ -9,9 +9,7 @@ resumes after a kill.
     python benchmarks/scale/large_kernel.py                # 60,000 rows; results/large_kernel.jsonl
     python benchmarks/scale/large_kernel.py --rows 5000    # fewer; rows are added to the results
 
-Published result on the same images: about 1.2 % for the best Gaussian process of Lee et al. (2018),
-trained on 50,000 images, with depth and variances chosen on 10,000 more. Here only the penalty was
-chosen, at 5,000 images, where 1e-4 to 0.03 give test errors of 3.85 to 3.92 %.
+Only the penalty was chosen, at 5,000 images, where 1e-4 to 0.03 give test errors of 3.85 to 3.92 %.
 """
 
 import resource

@@ -183,25 +183,15 @@ def report(rows: list[harness.Row]) -> str:
 
 
 def main() -> None:
-    flags = harness.command_line(
-        __file__,
-        __doc__,
-        report,
-        work=work,
-        data={"nargs": "+", "default": list(RUNS), "choices": list(RUNS)},
-        steps={"type": int, "default": 0, "help": "instead of the usual number"},
-    )
-    if flags.smoke:
-        harness.unused(flags, "data")
+    flags = harness.command_line(__file__, __doc__, report, work=work)
     rows = harness.begun(flags.results, "optax")
-    labels_of_run, default_steps, penalties, count = LABELS, RUNS, PENALTIES, ROWS
+    labels_of_run, steps_of_data, penalties, count = LABELS, RUNS, PENALTIES, ROWS
     if flags.small:
-        default_steps, count = dict.fromkeys(RUNS, 200), dict.fromkeys(RUNS, 2000)
+        steps_of_data, count = dict.fromkeys(RUNS, 200), dict.fromkeys(RUNS, 2000)
     if flags.smoke:
-        default_steps, count = dict.fromkeys(SMOKE, 20), dict.fromkeys(SMOKE, None)
+        steps_of_data, count = dict.fromkeys(SMOKE, 20), dict.fromkeys(SMOKE, None)
         penalties, labels_of_run = SMOKE, LABELS[:1]
-    for name in SMOKE if flags.smoke else flags.data:
-        steps = flags.steps or default_steps[name]
+    for name, steps in steps_of_data.items():
         for penalty, labels in itertools.product(penalties[name], labels_of_run):
             key = {"data": name, "labels": labels, "penalty": penalty, "steps": steps}
             if not harness.where(rows, **key):

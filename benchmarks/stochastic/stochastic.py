@@ -17,9 +17,9 @@ seed: 0.3 seconds for each point of the published grid, then five seconds for th
 other seeds run at the best steps. Cleaning at 70 and 90 % takes the steps of 50 %. Our methods
 without a step size are not tuned.
 
-Every problem is a separate process on one core, and every measurement is a line in the results. A
-second run resumes an interrupted one. Failed measurements are not stored. ``--quick`` runs on
-ijcnn1 with few rows, ``--smoke`` on a few quadratics with one method.
+Every problem is a separate process on one core, and every measurement is a line in the results,
+except for failed ones. A second run resumes an interrupted one. ``--quick`` runs on ijcnn1 with few
+rows, ``--smoke`` on a few quadratics with one method.
 
     python benchmarks/stochastic/stochastic.py --checkout PATH    # hours of one core
 """
@@ -42,14 +42,9 @@ MEASURES = ("bilevel/stochastic", "bilevel/outer_loop/single_loop.py")
 
 MARKS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.5, 5.0)  # CPU seconds at which a point is scored
 SCREENED, FINALISTS = 0.3, 3  # CPU seconds for each point of a grid, and number of finalists
-CHUNK = {
-    "simulated": 16,
-    "ijcnn1": 4096,
-    "covtype": 512,
-    "small": 256,
-    "tiny": 4096,
-}  # steps; else 64
-TURNS = 16
+# Steps of a chunk; 64 for other problems.
+CHUNK = {"simulated": 16, "ijcnn1": 4096, "covtype": 512, "small": 256, "tiny": 4096}
+TURNS, SEEDS = 16, 10
 METHODS = tuple(f"{side}/{m}" for side, methods in SIDES.items() for m in methods)
 RACES = "ijcnn1", "cleaning", "covtype", "simulated"  # cleaning: all three
 
@@ -319,40 +314,27 @@ def main() -> None:
         stochastic_tables.report,
         work=work,
         checkout={"default": "", "help": "a copy of benchopt/benchmark_bilevel"},
-        races={"nargs": "+", "default": RACES, "choices": RACES, "help": "which problems"},
-        methods={"nargs": "+", "default": METHODS, "choices": METHODS, "help": "which"},
-        seeds={"type": int, "default": 10},
-        seconds={"type": float, "default": MARKS[-1], "help": "CPU seconds of a course"},
-        part={"choices": ("time", "course", "both"), "default": "both"},
     )
     if flags.checkout and not Path(flags.checkout).is_dir():
         flags.error(f"--checkout: expected a copy of benchmark_bilevel, got {flags.checkout}.")
-    if flags.small:
-        harness.unused(flags, "races", "seeds", "seconds")
-    if flags.smoke:
-        harness.unused(flags, "methods")
     campaign = Campaign(flags.results)
     if flags.results and not campaign.rows:
         campaign.add(harness.environment("optax"))
     own = functools.partial(harness.in_own_process, __file__, one_core=True)
-    races, methods, copies, turns = flags.races, flags.methods, 2, TURNS
-    seeds, seconds = (1, 0.1) if flags.small else (flags.seeds, flags.seconds)
+    races, methods, copies, turns, seeds, seconds = RACES, METHODS, 2, TURNS, SEEDS, MARKS[-1]
     if flags.small:
-        races = ["small"]
+        races, seeds, seconds = ["small"], 1, 0.1
     if flags.smoke:  # in this process, which has compiled some of it already
         races, methods, copies, turns, seconds = ["tiny"], ["ours/soba"], 1, 2, 0.01
         own = lambda *request: list(work(*request))  # noqa: E731
     failed = []
     for race in races:
         names = CLEANING if race == "cleaning" else (race,)
-        timed = () if flags.part == "course" else SIDES["ours"]
-        for method in (m for m in timed if f"ours/{m}" in methods):
+        for method in (m for m in SIDES["ours"] if f"ours/{m}" in methods):
             key = {"part": "time", "race": names[0], "method": method}
             if not campaign.known(**key):
                 (row,) = own("time", flags.checkout, names[0], method, copies, turns)
                 (failed.append if "failed" in row else campaign.add)(key | row)
-        if flags.part == "time":
-            continue
         if race == "ijcnn1" and not campaign.known(part="optimum"):
             campaign.add({"part": "optimum", "race": race} | optimum())
         path = str(flags.results.absolute()) if flags.results else ""

@@ -20,9 +20,9 @@ and 1.
 
 Pixels that are 0 in all images are dropped. Their weights do not move, so this changes nothing.
 
-The default has all of the paper's widths and 20 a, on 1,536 of the 12,665 images. Every a is a row,
-written when it ends, and rows in the results file are not measured again. The a come in blocks of
-five, each through all widths. So an interrupted run has fewer a, but all widths.
+The default has all of the paper's widths and 20 a, on 1,536 of the 12,665 images. Every a is a row.
+The a come in blocks of five, each through all widths. So an interrupted run, which a second one
+resumes, has fewer a, but all widths.
 
     python benchmarks/theory/lipschitz.py            # hours, most of them for the last width
     python benchmarks/theory/lipschitz.py --full     # with all images: eight times as long

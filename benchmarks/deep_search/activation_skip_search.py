@@ -120,16 +120,7 @@ class Sizes:
 PAPERS = ("DARTS's settings", "in turn", "longer", "apart")
 SIZES = {
     "smoke": Sizes(
-        64,
-        20,
-        16,
-        steps=(2, 2),
-        epochs=1,
-        runs=2,
-        depth=3,
-        kernel_rows=8,
-        data="digits",
-        searches=PAPERS[:1],
+        64, 20, 16, (2, 2), 1, runs=2, depth=3, kernel_rows=8, data="digits", searches=PAPERS[:1]
     ),
     "quick": Sizes(600, 360, 64, steps=(150, 600), epochs=15, runs=2, depth=4, data="digits"),
     "default": Sizes(30_000, 10_000, 128, steps=(2000, 8000), epochs=1, runs=4),
@@ -317,10 +308,8 @@ def all_networks(sizes, rows):
     to_train += [("random", random_architecture(sizes, run), run) for run in runs]
     for activation, label in itertools.product(CANDIDATES, tables.SKIPS):
         skips = (tables.SKIPS[label],) * (sizes.depth - 2)
-        single, name = (
-            SkipArchitecture((activation,) * (sizes.depth - 1), skips),
-            f"{activation}, {label}",
-        )
+        single = SkipArchitecture((activation,) * (sizes.depth - 1), skips)
+        name = f"{activation}, {label}"
         yield {"part": "kernel", "network": name}, functools.partial(kernel, sizes, single)
         to_train += [(name, single, run) for run in runs]
     for name, architecture, run in to_train:

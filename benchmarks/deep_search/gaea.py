@@ -118,12 +118,8 @@ def searched(sizes, method, run, rate, seed) -> dict:
     losses, entropies, alpha = run(rate, jax.random.key(seed), *parts(sizes, seed))
     full = np.zeros((6, len(PRIMITIVES)))
     full[:, [PRIMITIVES.index(name) for name in sizes.operations]] = alpha
-    row = {
-        "method": method,
-        "rate": rate,
-        "seed": seed,
-        "genotype": str(nasbench201_space().discretize(full)),
-    }
+    genotype = nasbench201_space().discretize(full)
+    row = {"method": method, "rate": rate, "seed": seed, "genotype": str(genotype)}
     row |= {"valid_loss": np.asarray(losses, float).round(5).tolist()}
     return row | {"entropy": np.asarray(entropies, float).round(5).tolist()}
 
@@ -186,12 +182,9 @@ def report(rows) -> str:
             entropy, loss = (np.array([row[k] for row in own]) for k in ("entropy", "valid_loss"))
             at = standing(table, [parse_genotype(row["genotype"]) for row in own])["cifar10"]
             judged[method, rate] = entropy, loss, np.array(at["accuracy"])
-            cells = [
-                plus_minus(x.mean(), float(standard_error(x))) for x in _columns(entropy, loss)
-            ]
-            accuracy = plus_minus(np.mean(at["accuracy"]), float(standard_error(at["accuracy"])))
+            columns = *_columns(entropy, loss), np.array(at["accuracy"])
             name = f"{rate:g}" + (" (tuned)" if rate == best else " (usual)")
-            lines.append((method, name, len(own), *cells, accuracy))
+            lines.append((method, name, len(own), *map(_shown, columns)))
     head = ("method", "rate", "seeds", "entropy at 1/4", "at the end", "valid. loss at 1/4")
     text = harness.table((*head, "at the end", "test accuracy of the cell, %"), lines)
     gains = []
@@ -212,7 +205,11 @@ def gain(mine, theirs) -> list[str]:
     """Return the gains over softmax with Adam, paired by seed; positive ones if ours is better."""
     pairs = zip(_columns(*theirs[:2]), _columns(*mine[:2]), strict=True)
     differences = [b - a for b, a in pairs] + [mine[2] - theirs[2]]
-    return [plus_minus(d.mean(), float(standard_error(d))) for d in differences]
+    return [*map(_shown, differences)]
+
+
+def _shown(x) -> str:
+    return plus_minus(x.mean(), float(standard_error(x)))
 
 
 def main() -> None:

@@ -124,15 +124,9 @@ def generalised(name, n, p, loss, low, high, targets="real", scale=1.0, tilt=Fal
         alpha = np.full(p, decay) + 0.1 * rng.normal(size=p) if each else np.array(decay)
         return Draw(alpha, scale * rng.normal(size=p), train, valid)
 
-    return Family(
-        name,
-        with_decay(loss),
-        on_rows(mean_square if targets != "sign" else mean_logistic),
-        draw,
-        linear,
-        loss,
-        None if each else jnp.exp,
-    )
+    outer = on_rows(mean_square if targets != "sign" else mean_logistic)
+    damping = None if each else jnp.exp
+    return Family(name, with_decay(loss), outer, draw, linear, loss, damping)
 
 
 def explicit(p=30):
@@ -168,15 +162,13 @@ def mixture(n, p):
         alpha = {"mix": rng.dirichlet(np.ones(3)), "log": np.log(10.0) * rng.uniform(-6, 0)}
         return Draw(alpha, rng.normal(size=p), sample(), sample())
 
-    return Family(
-        f"mixture {n}x{p}",
-        lower,
-        lambda w, a, b: mean_square(mixed(w, a, b), b),
-        draw,
-        mixed,
-        mean_square,
-        lambda alpha: jnp.exp(alpha["log"]),
-    )
+    def outer(w, alpha, batch):
+        return mean_square(mixed(w, alpha, batch), batch)
+
+    def damping(alpha):
+        return jnp.exp(alpha["log"])
+
+    return Family(f"mixture {n}x{p}", lower, outer, draw, mixed, mean_square, damping)
 
 
 def cleaning(n=60, p=10):
@@ -633,9 +625,8 @@ def main() -> None:
     rows, began = [], time.time()
     for index, name, dtype in groups():
         family = FAMILIES[index].name
-        if chosen and not any(f in family for f in chosen):
-            continue
-        if wanted and name not in wanted:
+        of_family = not chosen or any(part in family for part in chosen)
+        if not of_family or (wanted and name not in wanted):
             continue
         for number in range(cases):
             key = family, name, dtype, flags.seed, number

@@ -247,7 +247,8 @@ def box_family():
 
             return bound
 
-        return exact.box(*(moved(drawn.train[3 + i].astype(LONG), 2 + i) for i in (0, 1)))
+        low, high = (x.astype(LONG) for x in drawn.train[3:5])
+        return exact.box(moved(low, 2), moved(high, 3))
 
     return regression("box, moving bounds", minimizer, parameters, term)
 
@@ -257,10 +258,10 @@ def nonnegative_family():
         p = drawn.train[0].shape[1]
 
         def bound(value):
-            return lambda alpha: (
-                np.full(p, value, alpha.dtype),
-                np.zeros((p, len(alpha)), alpha.dtype),
-            )
+            def constant(alpha):
+                return np.full(p, value, alpha.dtype), np.zeros((p, len(alpha)), alpha.dtype)
+
+            return constant
 
         return exact.box(bound(0), bound(np.inf))
 

@@ -118,9 +118,7 @@ def sparser() -> Iterator[Claim]:
 
     texts, holds = [], []
     for name, rates in {"the authors' rates": gaea.DEFAULT, "tuned rates": tuned}.items():
-        sparse, fast = (
-            gain(rates, column) for column in (("entropy", -1), ("valid_loss", quarter))
-        )
+        sparse, fast = (gain(rates, x) for x in (("entropy", -1), ("valid_loss", quarter)))
         holds.append(clearly(sparse) and clearly(fast))
         texts.append(
             f"{name}: entropy lower by {harness.spread(sparse, '.3f')}, "

@@ -104,10 +104,8 @@ def large_setting(kind, n, p, density, dtype):
             np.where(a[:, 0] * a[:, 1] + 0.3 * rng.normal(size=len(a)) > 0, 1.0, -1.0)
             for a in (x, xv)
         )
-        alpha = np.log([1.0, 0.05])
-        return Setting(
-            kind, alpha, (x, y, np.array(1e-3)), (xv, yv, x, y, np.array(1e-3)), n, dtype
-        )
+        alpha, ridge = np.log([1.0, 0.05]), np.array(1e-3)
+        return Setting(kind, alpha, (x, y, ridge), (xv, yv, x, y, ridge), n, dtype)
     valid = max(n // 5, 36)
     x, y = draw_rows(rng, n + valid, p, density, dtype)
     train, held = (x[:n], y[:n]), (x[n:], y[n:])
@@ -192,14 +190,8 @@ def box_truth(s, product, right, low, high, terms):
 
     options = {"maxiter": 20_000, "maxfun": 50_000, "ftol": 0, "gtol": 1e-9, "maxcor": 30}
     start = np.clip(np.zeros(p), low, high)
-    w = scipy.optimize.minimize(
-        objective,
-        start,
-        jac=True,
-        bounds=np.stack([low, high], 1),
-        method="L-BFGS-B",
-        options=options,
-    ).x
+    search = {"jac": True, "bounds": np.stack([low, high], 1), "method": "L-BFGS-B"}
+    w = scipy.optimize.minimize(objective, start, **search, options=options).x
     for _ in range(100):
         g = product(w) - right
         at_low, at_high = (w <= low) & (g > 0), (w >= high) & (g < 0)
@@ -236,20 +228,15 @@ def large_truth(s):
 
         def terms(w):
             v = xv.T @ (xv @ w - yv) / len(yv)
-            one = np.full(s.weights, bound)
-            zero = 0 * one
-            return (
-                v,
-                np.stack([ridge * w, zero], 1),
-                np.stack([zero, one], 1),
-                np.stack([zero, -one], 1),
-                np.zeros(2),
-            )
+            one, zero = np.full(s.weights, bound), np.zeros(s.weights)
+            in_ridge, in_bound = (np.stack(pair, 1) for pair in ((ridge * w, zero), (zero, one)))
+            return v, in_ridge, in_bound, -in_bound, np.zeros(2)
+
+        def product(w):
+            return x.T @ (x @ w) / len(y) + ridge * w
 
         sides = np.full(s.weights, -bound), np.full(s.weights, bound)
-        return box_truth(
-            s, lambda w: x.T @ (x @ w) / len(y) + ridge * w, x.T @ y / len(y), *sides, terms
-        )
+        return box_truth(s, product, x.T @ y / len(y), *sides, terms)
     return machine_truth(s)
 
 
@@ -459,11 +446,10 @@ def sparho(setting):
     from sparho.adapters.celer import CelerLasso
 
     (x, y), (xv, yv) = setting.train, setting.valid
-    stack = scipy.sparse.vstack if scipy.sparse.issparse(x) else np.concatenate
-    design = stack([x, xv])
-    design = (
-        scipy.sparse.csc_array(design) if scipy.sparse.issparse(x) else np.asfortranarray(design)
-    )
+    if scipy.sparse.issparse(x):
+        design = scipy.sparse.csc_array(scipy.sparse.vstack([x, xv]))
+    else:
+        design = np.asfortranarray(np.concatenate([x, xv]))
     rows = np.arange(len(y)), np.arange(len(y), len(y) + len(yv))
     problem = library.Problem(library.SquaredLoss(), library.L1(), design, np.append(y, yv))
     criterion, penalty = library.HeldOutMSE(*rows), float(np.exp(setting.alpha[0]))
@@ -504,8 +490,7 @@ def largest_curvature(lower, setting, alpha, train):
         slope = jax.grad(lower)
 
         def move(_, v):
-            hv = slope(v / jnp.linalg.norm(v), alpha, train) - slope(zero, alpha, train)
-            return hv
+            return slope(v / jnp.linalg.norm(v), alpha, train) - slope(zero, alpha, train)
 
         start = jax.random.normal(jax.random.key(0), zero.shape, zero.dtype)
         return jnp.linalg.norm(jax.lax.fori_loop(0, 100, move, start))
@@ -541,8 +526,7 @@ def work(name, library, weights, small, truth):
         for solve in ("solve_normal_cg", "solve_gmres"):
             runs[f"jaxopt, {solve}"] = jaxopt(setting, lower, outer, key, solve, step)
     elif library == "cvxpylayers":
-        drawn = setting._replace(train=setting.train)
-        runs["cvxpylayers"] = cvxpylayers(name, drawn, outer)
+        runs["cvxpylayers"] = cvxpylayers(name, setting, outer)
     for label, run in runs.items():
         yield from measured(name, label, run, (alpha, w0, train, valid), truth, targets, setting)
 
@@ -596,13 +580,9 @@ def timed(run, given, args):
 
 def libraries(name, peers):
     """Return the libraries that have this problem."""
-    names = ["here"]
-    names += ["jaxopt"] if "jaxopt" in peers else []
-    if "sparho" in peers and (name in LARGE and LARGE[name][0] == "lasso"):
-        names.append("sparho")
-    if "cvxpylayers" in peers and name in SMALL and name != "SVM":
-        names.append("cvxpylayers")
-    return names
+    lasso = name in LARGE and LARGE[name][0] == "lasso"
+    have = {"jaxopt": True, "sparho": lasso, "cvxpylayers": name in SMALL and name != "SVM"}
+    return ["here", *(peer for peer in have if peer in peers and have[peer])]
 
 
 def report(rows):

@@ -205,14 +205,7 @@ JOBS: dict[str, Callable[..., Arrays]] = {
 }
 
 
-def run(
-    job: str,
-    folder: Path,
-    output: Path,
-    programs: Path,
-    limit: int | None = None,
-    **options: Any,
-) -> None:
+def run(job: str, folder: Path, output: Path, programs: Path, limit=None, **options: Any) -> None:
     """Write a job's arrays, or its exception, to ``output``: the whole work of a process.
 
     Compiled programs are read from the folder ``programs`` if it exists; the first run makes it.

@@ -219,13 +219,10 @@ def report(rows) -> str:
     head = "scaling", "devices", "rows", "products", "sums", "of the weights' size", "bytes sent"
     text = ["Counted, from the compiled program of an outer step:"]
     text.append(harness.table((*head, "largest sum, bytes", "other collectives"), lines))
-    lines = [
-        (
-            *(r["scaling"], r["processes"], f"{r['rows']:,}"),
-            *(f"{r['seconds']:.3f}", f"{r['efficiency']:.2f}"),
-        )
-        for r in harness.where(rows, what="measured")
-    ]
+    lines = []
+    for r in harness.where(rows, what="measured"):
+        seconds = f"{r['seconds']:.3f}", f"{r['efficiency']:.2f}"
+        lines.append((r["scaling"], r["processes"], f"{r['rows']:,}", *seconds))
     text.append("Measured, one core a process, the fastest step:")
     text.append(harness.table(("scaling", "processes", "rows", "s a step", "efficiency"), lines))
     return "\n\n".join(text)

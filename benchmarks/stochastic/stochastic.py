@@ -296,15 +296,23 @@ def marks_until(seconds: float, marks: Sequence[float] = MARKS) -> list[float]:
 
 
 def optimum() -> harness.Row:
-    """Minimize the outer loss of ijcnn1 by L-BFGS in float64; return the minimum."""
+    """Return the minimum of the outer loss of ijcnn1."""
+    race = race_of("ijcnn1")
+    minimum = minimize(race, race.alpha, ftol=1e-15, gtol=1e-9, maxiter=200)
+    return {"value": float(minimum.fun), "slope": float(np.sum(minimum.jac**2))}
+
+
+def minimize(race: Any, alpha: Any, **options: Any):
+    """Minimize the outer loss of a race by L-BFGS in float64."""
     import scipy.optimize
 
-    race = race_of("ijcnn1")
-    minimum = scipy.optimize.minimize(
-        lambda alpha: race.score.both(alpha, race.w), np.array(race.alpha, float), jac=True,
-        method="L-BFGS-B", options={"ftol": 1e-15, "gtol": 1e-9, "maxiter": 200},
-    )  # fmt: skip
-    return {"value": float(minimum.fun), "slope": float(np.sum(minimum.jac**2))}
+    return scipy.optimize.minimize(
+        lambda alpha: race.score.both(alpha, race.w),
+        np.asarray(alpha, float),
+        jac=True,
+        method="L-BFGS-B",
+        options=options,
+    )
 
 
 def main() -> None:

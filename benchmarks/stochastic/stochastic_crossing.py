@@ -105,14 +105,8 @@ class Path:
 
 def minimum(race, alphas) -> float:
     """Minimize the outer loss, by L-BFGS from the best of these alphas; return the minimum."""
-    import scipy.optimize
-
     start = min(alphas, key=lambda alpha: race.score(alpha, race.w)["value"])
-    optimum = scipy.optimize.minimize(
-        lambda x: race.score.both(x, race.w), np.asarray(start, float), jac=True,
-        method="L-BFGS-B", options={"maxfun": 40, "ftol": 1e-13},
-    )  # fmt: skip
-    return float(optimum.fun)
+    return float(stochastic.minimize(race, start, maxfun=40, ftol=1e-13).fun)
 
 
 def report(rows: list[harness.Row]) -> str:
@@ -121,9 +115,8 @@ def report(rows: list[harness.Row]) -> str:
     for n, p in dict.fromkeys((row["n"], row["p"]) for row in rows if "n" in row):
         cells = []
         for method in ("implicit", *stochastic.UNTUNED):
-            of = [
-                r for r in harness.where(rows, n=n, p=p) if r.get("method", "").startswith(method)
-            ]
+            of_size = harness.where(rows, n=n, p=p)
+            of = [row for row in of_size if row.get("method", "").startswith(method)]
             for target in TARGETS:
                 times = [r[f"{target:.0e}"] for r in of if r[f"{target:.0e}"] is not None]
                 late = f"over {SECONDS:g}" if of else ""

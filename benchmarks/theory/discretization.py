@@ -19,6 +19,7 @@ used for nothing else.
 """
 
 import functools
+import itertools
 import json
 import math
 import time
@@ -376,13 +377,9 @@ def search_table(rows) -> str:
     """Return a table of all methods by setting."""
     collection = collected(rows)
     x, ranked = collection.x, [k for k in collection.x if k.endswith("kendalltau")]
-    head = [
-        "all methods",
-        *(f"argmax {k}, %" for k in ASKED),
-        f"{MORE}, %",
-        "argmax's excess loss, %",
-    ]
-    head += ["gap / loss, median", *(f"{k.removesuffix(', kendalltau')}: τ (ρ)" for k in ranked)]
+    head = ["all methods", *(f"argmax {k}, %" for k in ASKED), f"{MORE}, %"]
+    head += ["argmax's excess loss, %", "gap / loss, median"]
+    head += [f"{k.removesuffix(', kendalltau')}: τ (ρ)" for k in ranked]
     lines = []
     for i, setting in enumerate(collection.settings):
         line = [", ".join(setting), *(percent(x[k][i]) for k in (*ASKED, MORE))]
@@ -420,14 +417,9 @@ def method_table(rows) -> str:
 def verdicts(rows):
     collection = collected(rows)
     for optimizer in OPTIMIZERS:
-        for a, b in (
-            ("exponentiated", "softmax"),
-            ("exponentiated", "projection"),
-            ("softmax", "projection"),
-        ):
-            share = percent(
-                collection.of("picks", a, optimizer) != collection.of("picks", b, optimizer)
-            )
+        for a, b in itertools.combinations(("exponentiated", "softmax", "projection"), 2):
+            picks = (collection.of("picks", geometry, optimizer) for geometry in (a, b))
+            share = percent(np.not_equal(*picks))
             yield f"argmax of {a} and {b} differs, {optimizer}: {share} %"
     for ours, theirs in (("gradient", "gradient"), ("Adam", "Adam"), ("gradient", "Adam")):
         for claim, name, form in (("faster", "steps", ".1f"), ("sparser", "entropy", ".2f")):
@@ -448,12 +440,11 @@ def picture(rows, axes) -> None:
     collection = collected(rows)
     for i, kind in enumerate(KINDS):
         mine = [r for r in rows if r.get("kind") == kind and r["h"] > 2]  # h = 2: it always holds
-        h, n, hits = np.array(
-            [
-                (r["h"], r["instances"] - r["condition"], r["best"] - r["best, condition"])
-                for r in mine
-            ]
-        ).T
+        lines = [
+            (r["h"], r["instances"] - r["condition"], r["best"] - r["best, condition"])
+            for r in mine
+        ]
+        h, n, hits = np.array(lines).T
         share, error = hits / n, 196 * (hits / n * (1 - hits / n) / n) ** 0.5
         axes[0, 0].bar(
             h + 0.25 * (i - 1), 100 * share, 0.23, yerr=error, label=f"{kind}, Condition 6 fails"

@@ -257,12 +257,8 @@ def picture(rows, axes):
         ax.grid(False)
         ax.imshow(values, origin="lower", vmin=0, vmax=1, aspect="auto")
         ax.plot(edge, "--", color="white")
-        ax.set(
-            xlabel="p/n",
-            ylabel="h/n",
-            title=f"overlap, {title}; ph = n²",
-            ylim=(-0.5, len(H) - 0.5),
-        )
+        ax.set(xlabel="p/n", ylabel="h/n", title=f"overlap, {title}; ph = n²")
+        ax.set_ylim(-0.5, len(H) - 0.5)
         ax.set_xticks(range(len(P)), P)
         ax.set_yticks(range(len(H)), H)
         for (i, j), value in np.ndenumerate(values):

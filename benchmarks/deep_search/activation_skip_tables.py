@@ -42,16 +42,6 @@ COLUMNS = (
     "3. skips over 1/2 (by 2 s.e.), of {skips}",
     "supernet's test error, %",
 )
-CLAIMS = """The paper's findings, graded by means over runs:
-
-1. ReLU and LeakyReLU are the two likeliest in every layer (in part: one of them is the likeliest
-   in more than half of the layers);
-2. a run's gap is its largest probability less its smallest; it is larger in the first layer than
-   in any other, and in the last under a tenth of that (in part: larger in the first than the last);
-3. the skips are over 1/2 everywhere (in part: in more than half of the layers, or not clearly).
-
-The rule of benchmarks/verdicts.py gives the verdicts, from differences paired by run. The search
-that differs from the paper in the fewest settings decides the verdict on a claim."""
 
 
 def differing(sizes, reading, steps) -> list[str]:
@@ -81,7 +71,11 @@ def differences(sizes, reading, runs, steps=DARTS["steps"]) -> str:
 def findings(p, skips, papers=True) -> tuple[list[str], list[str]]:
     """Return the verdicts on the paper's findings, and the cells of their measurements.
 
-    ``papers`` says whether the setting is the paper's.
+    ``papers`` says whether the setting is the paper's. A run's gap is its largest probability less
+    its smallest one. Finding 1 holds in part if one of the two is the likeliest in more than half
+    of the layers. Finding 2: the gap is larger in the first layer than in any other, and in the
+    last under a tenth of that (in part: larger than in the last). Finding 3: skips are over 1/2
+    everywhere (in part: in more than half of the layers, or not clearly).
     """
     mean, layers = p.mean(axis=0), p.shape[1]
     likeliest = np.argsort(-mean, axis=-1, stable=True)
@@ -133,7 +127,6 @@ def findings_of(sizes, rows) -> tuple[list[str], list[str]]:
 
 
 def search_table(rows) -> str:
-    """Return the measurements of each search."""
     sizes = rows[0]["sizes"]
     lines = []
     for name, of_it in repeated(rows).items():
@@ -213,7 +206,6 @@ def report(rows) -> str:
         f"{sizes['data']}: {sizes['train']} + {sizes['train']} rows, {sizes['test']} test rows, "
         f"L = {sizes['depth']}, m = {sizes['width']} (mean ± s.e.); {'; '.join(devices)}; "
         f"{np.median(taken) if taken else np.nan:.2g} s for a step of the search.",
-        CLAIMS,
         verdict_table(rows),
         search_table(rows),
     ]

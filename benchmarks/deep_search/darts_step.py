@@ -434,7 +434,6 @@ def time_of(row, key="seconds") -> tuple[float, float]:
 
 
 def ratio(row, other, key="seconds") -> tuple[float, float]:
-    """Return the ratio of two times, and its standard error."""
     (x, dx), (y, dy) = time_of(row, key), time_of(other, key)
     return x / y, x / y * math.hypot(dx / x, dy / y)
 
@@ -444,7 +443,6 @@ HEAD += ["bilevel, MB (added)", "PyTorch, MB (added)", "compilation, s", "compil
 
 
 def step_table(rows) -> str:
-    """Return a line for each order."""
     lines = []
     for order in rows[0]["sizes"].get("orders", ORDERS):
         ours, torch = (find(rows, library, order) for library in ("bilevel", "torch"))

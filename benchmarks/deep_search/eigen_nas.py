@@ -33,21 +33,13 @@ RUNS, POOL, TOP_COUNT = 10, 60, 5
 SCORES = ("mean diagonal", "smallest eigenvalue", "random")
 
 
-def architectures(sizes, run, pool):
-    """Return the pool of a run. The seed of random_architecture is one number."""
-    return [zhu.random_architecture(sizes, 1_000_000 + 1000 * run + i) for i in range(pool)]
-
-
 def scores(sizes, run, architecture) -> dict:
     """Return scores by the infinite network's kernel on the first training rows, in float64."""
     x = np.asarray(zhu.parts_of(sizes, run)[0][0][: sizes.kernel_rows], float)
     with jax.enable_x64(True):
         K = np.asarray(zhu.space_of(sizes).kernel(architecture, x).ntk)
-    return {"mean diagonal": float(K.diagonal().mean()), "smallest eigenvalue": smallest(K)}
-
-
-def smallest(K) -> float:
-    return float(np.linalg.eigvalsh(K)[0])
+    smallest = float(np.linalg.eigvalsh(K)[0])
+    return {"mean diagonal": float(K.diagonal().mean()), "smallest eigenvalue": smallest}
 
 
 def trained(sizes, run, number, architecture) -> dict:
@@ -61,14 +53,15 @@ def trained(sizes, run, number, architecture) -> dict:
 
 def experiment(sizes, run, pool, kept):
     """Return a row for each score: the network chosen among its first ``kept``."""
-    drawn = architectures(sizes, run, pool)
+    # The seed of an architecture is one number.
+    seeds = range(1_000_000 + 1000 * run, 1_000_000 + 1000 * run + pool)
+    drawn = [zhu.random_architecture(sizes, seed) for seed in seeds]
     pool_scores = [scores(sizes, run, a) for a in drawn]
     trainings: dict[int, dict] = {}
     for score in SCORES:
-        if score == "random":
-            order = range(pool)
-        else:
-            order = sorted(range(pool), key=lambda i, s=score: -pool_scores[i][s])
+        order = list(range(pool))
+        if score != "random":
+            order.sort(key=lambda i, s=score: -pool_scores[i][s])
         for i in order[:kept]:
             if i not in trainings:
                 trainings[i] = trained(sizes, run, i, drawn[i])

@@ -137,7 +137,6 @@ def method_table(rows) -> str:
 
 
 def report(rows) -> str:
-    """Report the comparison of the methods and the paper's claims about them."""
     return "\n\n".join([title(rows), method_table(rows), fast_table(rows), verdicts(rows)])
 
 

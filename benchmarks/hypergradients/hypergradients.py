@@ -360,7 +360,6 @@ def find(rows, *wanted) -> dict | None:
 
 
 def report(rows) -> str:
-    """Report median times and relative errors."""
     rows = [r for r in rows[1:] if "condition" in r]
     cases = dict.fromkeys((r["problem"], r["condition"], r["dtype"]) for r in rows)
     lines = []

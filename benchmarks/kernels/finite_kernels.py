@@ -217,7 +217,6 @@ def digits(x: float) -> str:
 
 
 def report(rows) -> str:
-    """Report median seconds, the ratio to ours, memory and error."""
     rows = rows[1:]
     methods = list(dict.fromkeys(r["method"] for r in rows))
     lines = []

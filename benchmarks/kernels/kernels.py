@@ -377,7 +377,6 @@ def too_much(earlier, size, with_memory) -> str | None:
 
 
 def run(name, run_size, peers) -> list[dict]:
-    """Run all methods of a problem."""
     problem = PROBLEMS[name]
     methods = [m for m in problem.methods if PEER in peers or not m.startswith(PEER)]
     together = run_size in SMALL or name == "eigenvalue"
@@ -423,7 +422,6 @@ def ratio(rows, row) -> float | None:
 
 
 def report(rows) -> str:
-    """Report median times, ratios to ours, memory, and the largest errors."""
     rows, tables = rows[1:], []
     for kind in dict.fromkeys(r["problem"].split(",")[0] for r in rows):
         chosen = [r for r in rows if r["problem"].split(",")[0] == kind]

@@ -579,14 +579,12 @@ def timed(run, given, args):
 
 
 def libraries(name, peers):
-    """Return the libraries that have this problem."""
     lasso = name in LARGE and LARGE[name][0] == "lasso"
     have = {"jaxopt": True, "sparho": lasso, "cvxpylayers": name in SMALL and name != "SVM"}
     return ["here", *(peer for peer in have if peer in peers and have[peer])]
 
 
 def report(rows):
-    """Return a line for each problem and library."""
     lines = []
     for row in where(rows, part="time"):
         reached = row["error"] < row["target"]

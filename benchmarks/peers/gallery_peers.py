@@ -103,7 +103,6 @@ def images(data="cifar10", **sizes):
 
 
 def reviews(*sizes):
-    """Return the example's reviews, three parts of (words, labels)."""
     import text_transformer as example
 
     return example.reviews(*sizes)
@@ -204,7 +203,6 @@ of_sinusoids, of_images, of_texts, of_kernels = map(
 
 
 def report(rows):
-    """Report the tables of the measured parts."""
     tables = {"hypergradients": of_hypergradients, "sinusoids": of_sinusoids}
     tables |= {"images": of_images, "texts": of_texts, "kernels": of_kernels}
     parts = {row["part"] for row in rows}

@@ -325,7 +325,6 @@ of_penalties, of_schedules = until("penalties"), until("schedules")
 
 
 def report(measurements):
-    """Report the tables of the measured parts."""
     parts = {"hypergradients": of_hypergradients, "penalties": of_penalties}
     parts |= {"schedules": of_schedules}
     return "\n\n".join(

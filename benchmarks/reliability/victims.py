@@ -129,12 +129,10 @@ def baseline(folder: Path, method: str = "hyperband") -> Arrays:
 
 
 def halving(folder: Path) -> Arrays:
-    """Run successive halving with a journal."""
     return baseline(folder, "successive_halving")
 
 
 def sharing(folder: Path) -> Arrays:
-    """Run weight sharing with a journal."""
     return baseline(folder, "weight_sharing")
 
 

@@ -94,9 +94,8 @@ def matmul(run: Run) -> Iterator[Measurement]:
         row = timed(lambda a: jnp.matmul(a, a, precision=precision), a)
         return row | {"tflops": 2 * n**3 / row["seconds"] / 1e12}
 
-    for dtype, precision in (
-        *(("float32", "highest"), ("float32", "default"), ("bfloat16", "default")),
-    ):
+    pairs = ("float32", "highest"), ("float32", "default"), ("bfloat16", "default")
+    for dtype, precision in pairs:
         yield f"{dtype}, precision {precision}", lambda d=dtype, p=precision: rate(d, p)
 
 

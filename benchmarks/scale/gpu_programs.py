@@ -26,6 +26,7 @@ import bilevel
 import ntk
 from benchmarks import harness
 from benchmarks.kernels import finite_kernels
+from benchmarks.scale.scaling import computations
 from ntk import networks as nets
 
 MEASURES = (
@@ -125,17 +126,7 @@ def operation(line: str) -> str:
 
 def loops(text: str) -> list[dict[str, Any]]:
     """Return each loop's launches, and the loops inside it."""
-    parts: dict[str, list[str]] = {}
-    entry, name = "", ""
-    for line in text.splitlines():
-        if start := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
-            name = start[2]
-            parts[name] = []
-            entry = name if start[1] else entry
-        elif line.startswith("}"):
-            name = ""
-        elif name and " = " in line:
-            parts[name].append(line)
+    entry, parts = computations(text)
 
     def inside(name: str) -> dict[str, Any]:
         launches, nested = 0, []

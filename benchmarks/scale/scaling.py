@@ -102,18 +102,27 @@ _PRODUCTS = "dot"
 _BYTES = {"f32": 4, "f64": 8, "s32": 4, "u32": 4, "pred": 1, "s64": 8, "bf16": 2}
 
 
+def computations(text):
+    """Return the name of a compiled program's entry, and the lines of each computation by name."""
+    parts, entry, name = {}, "", ""
+    for line in text.splitlines():
+        if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
+            name = head[2]
+            parts[name] = []
+            entry = name if head[1] else entry
+        elif line.startswith("}"):
+            name = ""
+        elif name and " = " in line:
+            parts[name].append(line)
+    return entry, parts
+
+
 def collectives(text):
     """Return ``[(kind, bytes, times)]`` of a compiled program, loops unrolled by their trip counts.
 
     The kinds are collective operations and matrix products.
     """
-    bodies, name = {}, ""
-    for line in text.splitlines():
-        if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            name = "ENTRY" if head[1] else head[2]
-            bodies[name] = []
-        elif name:
-            bodies[name].append(line)
+    entry, bodies = computations(text)
 
     def visit(name, times):
         for line in bodies.get(name, []):
@@ -130,7 +139,7 @@ def collectives(text):
                 if "all-reduce" not in line:
                     yield from visit(called, times * (inner if "while(" in line else 1))
 
-    return list(visit("ENTRY", 1))
+    return list(visit(entry, 1))
 
 
 def counted(scaling, n, devices):
@@ -210,7 +219,6 @@ def measured(processes, n):
 
 
 def report(rows) -> str:
-    """Report tables of the counted rows, then of the measured rows."""
     counted, lines = harness.where(rows, what="counted"), []
     for r in counted:
         cells = r["scaling"], r["devices"], f"{r['rows']:,}", r["products"], r["sums"]

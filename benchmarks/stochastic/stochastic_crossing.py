@@ -34,10 +34,8 @@ ROWS = 1000  # of a history, at most
 
 def problem_of(n: int, p: int):
     """Return a race with ``n`` training rows and half as many validation rows."""
-    import jax
     import jax.numpy as jnp
 
-    import bilevel
     from benchmarks.stochastic import stochastic_problems as problems
 
     rng = np.random.default_rng(0)
@@ -48,13 +46,7 @@ def problem_of(n: int, p: int):
         y = np.where(rng.random(n) < 1 / (1 + np.exp(-shrink * x @ truth)), 1.0, -1.0)
         return x, y.astype(np.float32)
 
-    def error(w, batch):
-        return jnp.mean(jax.nn.softplus(-batch[1] * (batch[0] @ w)))
-
-    problem = bilevel.Problem(
-        lambda w, alpha, batch: error(w, batch) + 0.5 * jnp.sum(jnp.exp(alpha) * w**2),
-        lambda w, alpha, batch: error(w, batch),
-    )
+    problem = problems.logistic_problem()
     train, valid = side(n, 1.0), side(n // 2, 0.5)
     score = problems.ValueAndSlope(problem, train, valid)
     start = jnp.full(p, -2.0), jnp.zeros(p)
@@ -110,7 +102,6 @@ def minimum(race, alphas) -> float:
 
 
 def report(rows: list[harness.Row]) -> str:
-    """Report a line for each size."""
     lines = []
     for n, p in dict.fromkeys((row["n"], row["p"]) for row in rows if "n" in row):
         cells = []

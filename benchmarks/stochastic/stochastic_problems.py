@@ -85,20 +85,26 @@ def ijcnn1(seed: int = 0, rows: tuple[int, int] = (49_990, 91_701)) -> Race:
         y = np.where(rng.random(n) < 1 / (1 + np.exp(-shrink * x @ truth)), 1.0, -1.0)
         return x.astype(np.float32), y.astype(np.float32)
 
-    def data_loss(w, batch):
-        x, y = batch
-        return jnp.mean(jax.nn.softplus(-y * (x @ w)))
-
-    problem = bilevel.Problem(
-        lambda w, alpha, batch: data_loss(w, batch) + 0.5 * jnp.sum(jnp.exp(alpha) * w**2),
-        lambda w, alpha, batch: data_loss(w, batch),
-    )
+    problem = logistic_problem()
     train, valid = side(rows[0], 1.0), side(rows[1], 0.5)
     w, alpha = rng.normal(size=22), np.log(rng.uniform(size=22))
     start = (jnp.asarray(x, jnp.float32) for x in (alpha, w))
     steps, ratios = 2.0 ** np.arange(-4, 2), 10.0 ** np.arange(-2, 0.5, 0.5)
     scored = ValueAndSlope(problem, train, valid)
     return Race("ijcnn1", problem, *start, train, valid, scored, tuple(steps), tuple(ratios))
+
+
+def logistic_problem() -> bilevel.Problem:
+    """Return logistic regression with a penalty for each weight."""
+
+    def data_loss(w, batch):
+        x, y = batch
+        return jnp.mean(jax.nn.softplus(-y * (x @ w)))
+
+    return bilevel.Problem(
+        lambda w, alpha, batch: data_loss(w, batch) + 0.5 * jnp.sum(jnp.exp(alpha) * w**2),
+        lambda w, alpha, batch: data_loss(w, batch),
+    )
 
 
 class ValueAndSlope:

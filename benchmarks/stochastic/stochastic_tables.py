@@ -76,7 +76,6 @@ def cleaned(rows: list[harness.Row], **key: str) -> tuple[float, ...]:
 
 
 def best_of_theirs(rows: list[harness.Row], race: str) -> tuple[str, float]:
-    """Return their best method at the end, and its score."""
     by_method = {m: score(rows, LATE, race, "theirs", m) for m in RIVAL.values()}
     by_method = {m: s for m, s in by_method.items() if not math.isnan(s)} or {"none": math.nan}
     name = min(by_method, key=lambda m: by_method[m])
@@ -208,7 +207,6 @@ def _cleaning_verdicts(rows):
 
 
 def report(rows: list[harness.Row]) -> str:
-    """Report the tables of the measurements, and the verdicts."""
     parts = [speed] if harness.where(rows, part="time") else []
     parts += [courses] if races(rows, PROBLEMS) else []
     parts += [cleaning] if races(rows, CLEANING) else []

@@ -374,7 +374,6 @@ def instance_table(rows) -> str:
 
 
 def search_table(rows) -> str:
-    """Return a table of all methods by setting."""
     collection = collected(rows)
     x, ranked = collection.x, [k for k in collection.x if k.endswith("kendalltau")]
     head = ["all methods", *(f"argmax {k}, %" for k in ASKED), f"{MORE}, %"]
@@ -391,7 +390,6 @@ def search_table(rows) -> str:
 
 
 def verdict_table(rows) -> str:
-    """Return a table of all settings by verdict."""
     x, lines = collected(rows).x, []
     for name in ("condition", "trust"):
         for value, word in ((1, "yes"), (0, "undecided"), (-1, "no")):

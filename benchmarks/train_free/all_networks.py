@@ -66,7 +66,6 @@ PUBLISHED = (0.750, 0.753, 0.743)  # VKDNW with four others: the best published 
 
 
 def task(size):
-    """Return networks, weights and a batch."""
     small = size != "default"
     networks = all_networks(classes=10, **({"cells": 1, "channels": 4} if small else {}))
     count, key = 12 if small else 32, jax.random.key(0)
@@ -244,7 +243,6 @@ def weighted(scores, accuracies, which, draws, pairs):
 
 
 def of_weighted(rows) -> str:
-    """Return a table of the weighted sums."""
     lines = []
     groups = {(row["kind"], row["labels"]): [] for row in rows}
     for row in rows:
@@ -282,7 +280,6 @@ def scores_and_cost(rows, scores, seconds, draws=HALVES, pairs=PAIRS):
 
 
 def report(rows) -> str:
-    """Report correlations, then the choices on halves."""
     text = []
     kinds = {"all": "networks, all there are", "active": "networks without inert operations"}
     for which, what in kinds.items():

@@ -454,7 +454,6 @@ HEAD += ["largest difference"]
 
 
 def score_table(rows) -> str:
-    """Return a line for each score."""
     lines = []
     for score in SCORES:
         ours, peer = pair = [find(rows, library, score) for library in ("bilevel", "torch")]

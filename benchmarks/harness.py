@@ -326,6 +326,11 @@ def where(rows: Iterable[Row], **wanted: Any) -> list[Row]:
     return [row for row in rows if wanted.items() <= row.items()]
 
 
+def measured(rows: Iterable[Row], **wanted: Any) -> Row | None:
+    """Return the first row with these values that neither failed nor was skipped, or None."""
+    return next((r for r in where(rows, **wanted) if not {"failed", "skipped"} & r.keys()), None)
+
+
 # ----------------------------------------------------------------------------- times, memory
 
 

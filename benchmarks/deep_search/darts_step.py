@@ -422,11 +422,6 @@ def measure(sizes, libraries) -> list[dict]:
 # -------------------------------------------------------------------------------- the report
 
 
-def find(rows, library, order) -> dict | None:
-    matching = (r for r in rows if (r.get("library"), r.get("order")) == (library, order))
-    return next((r for r in matching if "seconds" in r), None)
-
-
 def time_of(row, key="seconds") -> tuple[float, float]:
     """Return the time of a step, and its standard error over steps."""
     seconds = row[key]
@@ -445,7 +440,8 @@ HEAD += ["bilevel, MB (added)", "PyTorch, MB (added)", "compilation, s", "compil
 def step_table(rows) -> str:
     lines = []
     for order in rows[0]["sizes"].get("orders", ORDERS):
-        ours, torch = (find(rows, library, order) for library in ("bilevel", "torch"))
+        of_order = harness.where(rows, order=order)
+        ours, torch = (harness.measured(of_order, library=x) for x in ("bilevel", "torch"))
         cells = [plus_minus(*time_of(row)) if row else "-" for row in (ours, torch)]
         measured = ours and torch
         cells += [plus_minus(*ratio(ours, torch, key)) if measured else "-" for key in TIMES]

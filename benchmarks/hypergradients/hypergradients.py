@@ -351,14 +351,6 @@ def compile_and_check(fn, s, on_device, is_jax) -> dict:
 # -------------------------------------------------------------------------------- the report
 
 
-def case(row) -> tuple[str, ...]:
-    return row["problem"], row["dtype"], row["kind"]
-
-
-def find(rows, *wanted) -> dict | None:
-    return next((r for r in rows if "ms" in r and (*case(r), r["method"]) == wanted), None)
-
-
 def report(rows) -> str:
     rows = [r for r in rows[1:] if "condition" in r]
     cases = dict.fromkeys((r["problem"], r["condition"], r["dtype"]) for r in rows)
@@ -366,7 +358,8 @@ def report(rows) -> str:
     for kind, method in dict.fromkeys((r["kind"], r["method"]) for r in rows):
         name, size, cells = f"{kind}: {method}", 0, []
         for problem, _, dtype in cases:
-            r = find(rows, problem, dtype, kind, method)
+            keys = {"problem": problem, "dtype": dtype, "kind": kind, "method": method}
+            r = harness.measured(rows, **keys)
             cells.append(
                 f"{statistics.median(r['ms']):.0f} ms, {r['error']:.1e}" if r else "raises"
             )

@@ -35,6 +35,7 @@ MEASURES = ("ntk/empirical", "ntk/regression/kernel_regression.py", "ntk/scores/
 
 PEER, ROUNDS, SEED = "neural-tangents", 7, 0
 WIDTH, DEPTH, INPUTS = 512, 4, 256
+LAYERS = list(itertools.pairwise((INPUTS, *[WIDTH] * DEPTH, 1)))
 ROWS, TOKENS = 20000, 32
 SIDE, CHANNELS = 32, ((16, 1), (32, 2), (32, 2))  # of images; channels and strides
 IMAGES = f"three convolutions, {SIDE} x {SIDE} x 3"
@@ -105,9 +106,7 @@ def tokens(n):
 def with_nnx(n):
     class Network(nnx.Module):
         def __init__(self, rngs):
-            sizes = [INPUTS, *[WIDTH] * DEPTH, 1]
-            pairs = itertools.pairwise(sizes)
-            self.layers = nnx.List(nnx.Linear(i, j, rngs=rngs) for i, j in pairs)
+            self.layers = nnx.List(nnx.Linear(i, j, rngs=rngs) for i, j in LAYERS)
 
         def __call__(self, x):
             for layer in self.layers[:-1]:
@@ -130,9 +129,7 @@ def in_jit(n):
         w, b = params[-1]
         return x @ w + b
 
-    sizes = [INPUTS, *[WIDTH] * DEPTH, 1]
-    pairs = itertools.pairwise(sizes)
-    return apply, [(scaled(i, j), jnp.zeros(j)) for i, j in pairs], vectors(n)
+    return apply, [(scaled(i, j), jnp.zeros(j)) for i, j in LAYERS], vectors(n)
 
 
 def in_scan(n):

@@ -407,12 +407,7 @@ def seconds(row) -> float:
 
 
 def find(rows, name, method, size) -> dict | None:
-    wanted = name, method, size
-    return next((r for r in rows if "s" in r and key(r) == wanted), None)
-
-
-def key(row) -> tuple:
-    return row["problem"], row["method"], row["size"]
+    return harness.measured(rows, problem=name, method=method, size=size)
 
 
 def ratio(rows, row) -> float | None:
@@ -441,7 +436,8 @@ def summary(rows) -> str:
     """Return a line for each problem and each other method, at the largest N that both ran."""
     lines, methods = [], dict.fromkeys((r["problem"], r["method"]) for r in rows[1:])
     for name, method in methods:
-        sizes = {r["size"] for r in rows[1:] if "s" in r and key(r)[:2] == (name, method)}
+        runs = harness.where(rows[1:], problem=name, method=method)
+        sizes = {r["size"] for r in runs if "s" in r}
         pairs = [(find(rows, name, "ntk", n), find(rows, name, method, n)) for n in sorted(sizes)]
         if method.startswith("ntk") or not (pairs := [p for p in pairs if all(p)]):
             continue

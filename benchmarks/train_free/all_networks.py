@@ -20,7 +20,6 @@ Networks come in random order, so an interrupted run has scored a sample. The sc
 machine can be evaluated, but not continued. Remove them to score again.
 
     python benchmarks/train_free/all_networks.py          # naswot, synflow, ...: hours of one core
-    python benchmarks/train_free/all_networks.py --only synflow l2_norm
     python benchmarks/train_free/all_networks.py --kept   # evaluates stored scores only
 """
 
@@ -324,24 +323,19 @@ def of_halves(rows) -> str:
 
 
 def main() -> None:
-    flags = {
-        "only": {"nargs": "+", "choices": SCORES, "help": "these scores alone"},
-        "kept": {"action": "store_true", "help": "judge the scores in the files; compute none"},
-    }
-    arguments = harness.command_line(__file__, __doc__, report, **flags)
-    size = arguments.size
-    names = arguments.only or {"smoke": SCORES[:1], "quick": SCORES[:4], "default": SCORES}[size]
+    kept_flag = {"action": "store_true", "help": "judge the scores in the files; compute none"}
+    flags = harness.command_line(__file__, __doc__, report, kept=kept_flag)
+    size = flags.size
+    names = {"smoke": SCORES[:1], "quick": SCORES[:4], "default": SCORES}[size]
     rows = order({"smoke": 10, "quick": 40, "default": None}[size])
-    scores, seconds = scored(names, rows, kept if arguments.kept else computed(size))
-    first = {"commit": SCORED, "older code": True} if arguments.kept else {}
-    smaller = (2, 500) if arguments.small else ()
+    scores, seconds = scored(names, rows, kept if flags.kept else computed(size))
+    first = {"commit": SCORED, "older code": True} if flags.kept else {}
+    smaller = (2, 500) if flags.small else ()
     result_rows = [
-        harness.environment(kept=arguments.kept) | first,
+        harness.environment(kept=flags.kept) | first,
         *scores_and_cost(rows, scores, seconds, *smaller),
     ]
-    # The committed file has all scores. A run with --only writes to a named file, or to none.
-    own = arguments.results == harness.RESULTS / "all_networks.jsonl"
-    harness.finish(result_rows, None if arguments.only and own else arguments.results, report)
+    harness.finish(result_rows, flags.results, report)
 
 
 if __name__ == "__main__":

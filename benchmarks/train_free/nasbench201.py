@@ -438,11 +438,6 @@ def ratio(ours, peer, both, key) -> tuple[float, float]:
 # -------------------------------------------------------------------------------- the report
 
 
-def find(rows, library, score) -> dict | None:
-    matching = (r for r in rows if (r.get("library"), r.get("score")) == (library, score))
-    return next((r for r in matching if "seconds" in r), None)
-
-
 def time_of(row) -> str:
     seconds = row["seconds"]
     return f"{plus_minus(seconds['mean'], seconds['error'])} ({seconds['median']:.3g})"
@@ -456,7 +451,9 @@ HEAD += ["largest difference"]
 def score_table(rows) -> str:
     lines = []
     for score in SCORES:
-        ours, peer = pair = [find(rows, library, score) for library in ("bilevel", "torch")]
+        ours, peer = pair = [
+            harness.measured(rows, library=library, score=score) for library in ("bilevel", "torch")
+        ]
         if not any(pair):
             continue
         cells = [score, " / ".join(str(row["networks"]) if row else "-" for row in pair)]

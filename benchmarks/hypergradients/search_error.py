@@ -30,13 +30,12 @@ MEASURES = (
     "bilevel/outer_loop",
 )
 
-STEPS = (500, 2000)  # of the reference
+STEPS, SEEDS = (500, 2000), 10  # steps of the reference
 LONGER = 4  # the command's reference has this many times the inner steps
 
 
 def measured(
     seed: int,
-    kind: str,
     *,
     steps: int = activation_searches.STEPS,
     inner_steps: int = activation_searches.INNER_STEPS,
@@ -46,7 +45,7 @@ def measured(
     """Run one search; return its error estimate and the true error."""
     with jax.enable_x64(False):
         task = activation_searches.task_of(seed=seed, **smaller)
-        way, longer = solver(task, inner_steps, kind), solver(task, LONGER * inner_steps)
+        way, longer = solver(task, inner_steps), solver(task, LONGER * inner_steps)
         alpha = activation_searches.search(task, way, steps)
         grad = seed_hypergradients(task, way, alpha).grad
         estimate = float(hypergradient_error(task, way, longer, alpha).error[0])
@@ -57,7 +56,7 @@ def measured(
     print(np.asarray(grad)[0], *truths, sep="\n", flush=True)
     return {
         "seed": seed,
-        "solver": kind,
+        "solver": "unrolled",
         "alpha": np.asarray(alpha)[0].tolist(),
         "estimate": estimate,
         "error": errors[-1],
@@ -91,27 +90,14 @@ def report(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    kinds = {
-        "nargs": "+",
-        "default": ["unrolled"],
-        "choices": ["unrolled", "truncated", "first-order"],
-    }
-    seeds = {"type": int, "default": 10}
-    flags = harness.command_line(__file__, __doc__, report, seeds=seeds, solvers=kinds)
+    flags = harness.command_line(__file__, __doc__, report)
     if flags.small:
-        harness.unused(flags, "seeds")
         smaller = {"width": 32, "train": 40, "valid": 40, "steps": 3, "inner_steps": 10}
         smaller |= {"references": (20,)} if flags.smoke else {}
-        kinds = ["first-order"] if flags.smoke else flags.solvers
-        rows = [measured(0, kind, **smaller) for kind in kinds]
-        harness.finish(rows, flags.results, report)
+        harness.finish([measured(0, **smaller)], flags.results, report)
         return
     rows = harness.read(flags.results)
-    tasks = (
-        ({"solver": kind, "seed": seed}, functools.partial(measured, seed, kind))
-        for kind in flags.solvers
-        for seed in range(flags.seeds)
-    )
+    tasks = [({"seed": seed}, functools.partial(measured, seed)) for seed in range(SEEDS)]
     harness.measure_missing(flags.results, rows, tasks, str)
     harness.finish(rows, flags.results, report, write_rows=False)
 

@@ -18,8 +18,8 @@ nonfinite  a search with NaN or infinity in one quantity stops there (``nonfinit
     python benchmarks/reliability/crashes.py --only kills
     python benchmarks/reliability/crashes.py --only kills --case 17  # one attack again
 
-The seed, the attack's name and its number determine an attack. The exit status is
-1 if any attack failed.
+The seed, the attack's name and its number determine an attack. The exit status is 1 if any attack
+failed.
 """
 
 import atexit

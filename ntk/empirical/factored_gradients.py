@@ -1,8 +1,7 @@
 """Gradients of single samples. Gradients of weight matrices, filters and tables stay in factors.
 
-A product ``y_p = W' a_p`` gives its weight the gradient ``sum_p a_p s_p'``. This module collects
-``a`` (inputs) and ``s`` (sensitivities) of every sample, and takes inner products of the gradients
-through them. ``ntk.empirical.kernels`` explains the idea.
+This module collects the inputs ``a`` and sensitivities ``s`` of every product and sample, and
+takes inner products of the gradients through them: :mod:`ntk.empirical.kernels`.
 
 Shapes: n samples, o outputs, q positions, g groups, i and j the inputs and outputs of a product
 per group.
@@ -178,11 +177,9 @@ def _merge_shared_steps(weight_product: WeightProduct, function: Callable, axes:
     return jax.tree.map(arrange, function(x))
 
 
-def _flatten_dense_gradients(factors: GradientFactors) -> list[jax.Array]:
-    """Return gradients [n, o, p] of the leaves in no product."""
-    return [
-        g.reshape(*g.shape[:2], -1).astype(at_least_float32(g.dtype)) for g in factors.jacobians
-    ]
+def _flat_jacobian(g: jax.Array) -> jax.Array:
+    """Return the gradient [n, o, p] of a leaf in no product."""
+    return g.reshape(*g.shape[:2], -1).astype(at_least_float32(g.dtype))
 
 
 class Letters(NamedTuple):
@@ -205,8 +202,8 @@ def gram_of_factors(
     """
     total: Any = 0.0  # takes the dtype of the first term
     b, m, out = letters
-    for g1, g2 in zip(_flatten_dense_gradients(left), _flatten_dense_gradients(right), strict=True):
-        total += einsum(f"aop,{b}{m}p->{out}", g1, g2)
+    for g1, g2 in zip(left.jacobians, right.jacobians, strict=True):
+        total += einsum(f"aop,{b}{m}p->{out}", _flat_jacobian(g1), _flat_jacobian(g2))
     for first, second in zip(
         _gradient_blocks(plan, left), _gradient_blocks(plan, right), strict=True
     ):

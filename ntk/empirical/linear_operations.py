@@ -1,8 +1,7 @@
 """Operations that are linear in a weight, with a gradient in factors.
 
-A layer ``y_p = W' a_p`` acts on the positions ``p`` of its input, and has the gradient
-``sum_p a_p s_p'`` with the sensitivities ``s_p`` of ``y_p``. This module defines ``a`` and ``y``
-for ``dot_general``, ``conv_general_dilated``, ``gather`` and ``dynamic_slice``.
+This module defines the a and y of a layer ``y_p = W' a_p`` (:mod:`ntk.empirical.kernels`) for
+``dot_general``, ``conv_general_dilated``, ``gather`` and ``dynamic_slice``.
 
 =============  =====================================================================
 ``columns``    a, [positions, groups, inputs per group]; for a table ``TableRows``
@@ -121,10 +120,6 @@ def _row_axis(eqn: JaxprEqn) -> int | None:
     return cut[0] if len(cut) == 1 and sizes[cut[0]] == 1 else None
 
 
-def _row_lookup(axis: int, length: int, outputs: Callable, keep: Callable) -> Product:
-    return Product(("rows", axis), keep, lambda rows: rows, outputs, length)
-
-
 def _gather(eqn: JaxprEqn, operand: int) -> Product | None:
     numbers, axis = eqn.params["dimension_numbers"], _row_axis(eqn)
     mode = getattr(eqn.params["mode"], "name", "")
@@ -134,10 +129,8 @@ def _gather(eqn: JaxprEqn, operand: int) -> Product | None:
     known = mode in ("CLIP", "PROMISE_IN_BOUNDS") or (mode == "FILL_OR_DROP" and alone)
     if not known or numbers.operand_batching_dims:
         return None
-    length, dtype = (
-        shape_and_dtype(eqn.invars[0]).shape[axis],
-        shape_and_dtype(eqn.outvars[0]).dtype,
-    )
+    length = shape_and_dtype(eqn.invars[0]).shape[axis]
+    dtype = shape_and_dtype(eqn.outvars[0]).dtype
     column, offsets = numbers.start_index_map.index(axis), numbers.offset_dims
 
     def keep(_, indices):
@@ -152,17 +145,15 @@ def _gather(eqn: JaxprEqn, operand: int) -> Product | None:
         count = math.prod(y.shape[d] for d in positions)
         return y.transpose(*positions, *offsets).reshape(count, 1, -1)
 
-    return _row_lookup(axis, length, outputs, keep)
+    return Product(("rows", axis), keep, lambda rows: rows, outputs, length)
 
 
 def _slice(eqn: JaxprEqn, operand: int) -> Product | None:
     axis = _row_axis(eqn)
     if operand != 0 or axis is None:
         return None
-    length, dtype = (
-        shape_and_dtype(eqn.invars[0]).shape[axis],
-        shape_and_dtype(eqn.outvars[0]).dtype,
-    )
+    length = shape_and_dtype(eqn.invars[0]).shape[axis]
+    dtype = shape_and_dtype(eqn.outvars[0]).dtype
 
     def keep(_, *starts):
         index = jnp.clip(starts[axis], 0, length - 1).reshape(1)
@@ -171,4 +162,4 @@ def _slice(eqn: JaxprEqn, operand: int) -> Product | None:
     def outputs(y):
         return y.reshape(1, 1, -1)
 
-    return _row_lookup(axis, length, outputs, keep)
+    return Product(("rows", axis), keep, lambda rows: rows, outputs, length)

@@ -124,6 +124,23 @@ def real_number(name: str, value: Any) -> Any:
     return x
 
 
+def nonnegative_number(name: str, value: Any) -> jax.Array:
+    """Return one number of at least 0. A traced negative number becomes NaN."""
+    number = real_number(name, value)
+    if concrete(number) and not number >= 0:
+        raise ValueError(f"{name}: expected a nonnegative number, got {value}.")
+    return jnp.where(number >= 0, number, jnp.nan)
+
+
+def regression_targets(y: Any, n: int) -> jax.Array:
+    """Return the finite targets ``y`` of ``n`` inputs, [n] or [n, outputs]."""
+    y = real_array("y", y)
+    if y.ndim not in (1, 2) or y.shape[0] != n or not y.size:
+        raise ValueError(f"y: expected shape [{n}] or [{n}, outputs], got {y.shape}.")
+    check_finite("y", y, "targets")
+    return y
+
+
 def positive(name: str, number: Any) -> Any:
     """Return ``number`` in floating point if it is positive and finite. Tracers pass.
 

@@ -72,34 +72,25 @@ def in_loops(function: Callable) -> Callable:
 
     def wrapped(*args):
         program, shapes = jax.make_jaxpr(fresh(function), return_shape=True)(*args)
-        outputs = interpret(program, jax.tree.leaves(args), _outside_loops)
+        outputs = interpret(program, jax.tree.leaves(args), _evaluate_equation)
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return wrapped
 
 
-def _outside_loops(eqn: JaxprEqn, values: list) -> list:
-    return _evaluate_equation(eqn, values, _outside_loops)
-
-
-def _inside_loops(eqn: JaxprEqn, values: list) -> list:
-    if eqn.primitive.name == _RULE:
-        return list(_hold_rule(eqn)(*values))
-    return _evaluate_equation(eqn, values, _inside_loops)
-
-
-def _evaluate_equation(eqn: JaxprEqn, values: list, rule: Callable) -> list:
-    """Return the equation's outputs; ``rule`` replaces the operations of its inner program."""
+def _evaluate_equation(eqn: JaxprEqn, values: list, inside: bool = False) -> list:
+    """Return the equation's outputs; ``inside`` a loop, derivative rules are protected."""
     name, params = eqn.primitive.name, eqn.params
-    if name == "scan":
-        rule = _inside_loops
-    lost = (may_be_lost(body, rule is _inside_loops) for body in inner_jaxprs(eqn))
+    if inside and name == _RULE:
+        return list(_hold_rule(eqn)(*values))
+    inside |= name == "scan"
+    lost = (may_be_lost(body, inside) for body in inner_jaxprs(eqn))
     if name not in ("scan", *_JITS, *_CHECKPOINTS) or not any(lost):
         return bind(eqn, values)
     (body,) = inner_jaxprs(eqn)
 
     def evaluate(*values):
-        return interpret(body, values, rule)
+        return interpret(body, values, functools.partial(_evaluate_equation, inside=inside))
 
     if name == "scan":
         return bind_scan(eqn, lambda values: evaluate(*values), values)

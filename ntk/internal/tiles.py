@@ -27,26 +27,11 @@ _LARGEST, _STEP = 8192, 128  # rows of a tile; tiles are multiples of the second
 
 
 def tile_size(memory: int, kind: str, n: int, layers: int, itemsize: int) -> int:
-    """Return the number of rows and columns of a tile of a kernel [n, n].
+    """Return the number of rows and columns of a tile of a kernel [n, n] of a network.
 
-    Parameters
-    ----------
-    memory : int
-        Bytes of the device; without effect on a CPU.
-    kind : str
-        Name of JAX's backend: "cpu", "gpu" or "tpu".
-    n : int
-        Rows or columns of the kernel, the larger number.
-    layers : int
-        Layers of the network, 1 or more.
-    itemsize : int
-        Bytes of a number.
-
-    Returns
-    -------
-    int
-        Tiles and results together take at most 1.5 times the results, or the results and a 64th of
-        the memory. Never more than n.
+    ``memory`` is in bytes, without effect on a CPU; ``kind`` is the name of JAX's backend. Tiles
+    and results together take at most 1.5 times the results, or the results and a 64th of the
+    memory.
     """
     if kind == "cpu":
         return min(CPU_TILE, n)

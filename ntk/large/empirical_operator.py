@@ -1,8 +1,4 @@
-"""The tangent kernel of a finite network as an operator: ``K v = J (J' v)``.
-
-J, the Jacobian of the n outputs in the weights, is never formed: ``J' v`` is one backward pass of
-all samples, ``J u`` one pass in forward mode.
-"""
+"""The tangent kernel of a finite network as an operator: ``K v = J (J' v)``, without J itself."""
 
 from typing import Any
 

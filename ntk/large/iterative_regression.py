@@ -29,12 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk.internal.checks import (
-    check_finite,
     common_dtype,
     concrete,
     float_array,
-    real_array,
-    real_number,
+    nonnegative_number,
+    regression_targets,
 )
 from ntk.internal.sharding import without_explicit_axes
 from ntk.large.block_cg import SolverState, solve_block_cg
@@ -81,11 +80,10 @@ class IterativeRegression(NamedTuple):
         ValueError
             If ``prior`` is not [m], or ``smallest`` is negative.
         """
-        prior, smallest = float_array("prior", prior), real_number("smallest", smallest)
+        prior = float_array("prior", prior)
         if prior.ndim != 1:
             raise ValueError(f"prior: expected shape [m], got {prior.shape}.")
-        if concrete(smallest) and not smallest >= 0:
-            raise ValueError(f"smallest: expected a nonnegative number, got {smallest}.")
+        smallest = nonnegative_number("smallest", smallest)
         size = jnp.sqrt(prior / (self.penalty + smallest))
         return jnp.multiply.outer(size, self.residual)
 
@@ -157,15 +155,8 @@ def iterative_regression(
     (Array([3.2353], dtype=float...), True)
     """
     check_square_operator("K", K)
-    y = real_array("y", y)
-    if y.ndim not in (1, 2) or y.shape[0] != K.shape[0] or not y.size:
-        n = K.shape[0]
-        raise ValueError(f"y: expected shape [{n}] or [{n}, outputs], got {y.shape}.")
-    check_finite("y", y, "targets")
-    given = real_number("penalty", penalty)
-    if concrete(given) and not given >= 0:
-        raise ValueError(f"penalty: expected a nonnegative number, got {penalty}.")
-    ridge = jnp.where(penalty >= 0, penalty, jnp.nan).astype(K.dtype)
+    y = regression_targets(y, K.shape[0])
+    ridge = nonnegative_number("penalty", penalty).astype(K.dtype)
     columns = without_explicit_axes(y.astype(common_dtype(y, K.dtype)).reshape(len(y), -1))
     done = solve_block_cg(K, columns, ridge, preconditioner, tol, steps, start, callback)
     residual, relative = (r.reshape(y.shape[1:]) for r in (done.residual, done.relative))

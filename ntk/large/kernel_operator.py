@@ -1,14 +1,9 @@
 """Kernels as operators: products ``K v`` of kernels that are larger than memory.
 
 A kernel of n inputs has n^2 entries, 14 GB for 60,000 inputs in float32; the inputs have n d.
-Conjugate gradients and Lanczos need only products. So entries are computed in tiles, multiplied and
-dropped: :class:`KernelOperator` for any kernel function, infinitely wide networks included. The
-kernel of a finite network, :class:`ntk.EmpiricalOperator`, needs no tiles: ``K v = J (J' v)``, J
-the Jacobian in the weights.
-
-Both have ``shape``, ``dtype``, ``K @ v``, ``diagonal()`` and ``columns(indices)``, and are pytrees:
-they pass through ``jit`` as arguments. With them: :func:`ntk.iterative_regression`,
-:func:`ntk.partial_cholesky`, :func:`ntk.leave_one_out_estimate`, :func:`ntk.eigenvalue_interval`.
+Conjugate gradients and Lanczos need only products. So :class:`KernelOperator` computes entries in
+tiles, multiplies and drops them. The kernel of a finite network, :class:`ntk.EmpiricalOperator`,
+needs no tiles. Both are pytrees: they pass through ``jit`` as arguments.
 """
 
 from typing import Any
@@ -74,7 +69,7 @@ class Operator:
         if v.ndim not in (1, 2) or v.shape[0] != rows or not v.size:
             raise ValueError(f"v: expected shape [{rows}] or [{rows}, columns], got {v.shape}.")
         v = without_explicit_axes(v.astype(common_dtype(v, self.dtype)))
-        product = self._run("product", v.reshape(rows, -1))
+        product = self._run("_product", v.reshape(rows, -1))
         return product.reshape(-1, *v.shape[1:])
 
     def columns(self, indices: chex.Array) -> jax.Array:
@@ -99,7 +94,7 @@ class Operator:
             if not good.all():
                 last, got = self.shape[1] - 1, offending(given, good)
                 raise ValueError(f"indices: expected integers from 0 to {last}, got {got}.")
-        return self._run("columns", without_explicit_axes(indices))
+        return self._run("_columns", without_explicit_axes(indices))
 
     def at(self, x: Any) -> Any:
         """Return the operator ``k(x, X)`` (m, n) of other inputs and those of the rows.
@@ -120,20 +115,17 @@ class Operator:
 
     def diagonal(self) -> jax.Array:
         """Return the diagonal ``k(x_i, x_i)`` [n] of the rows' inputs, even if ``x2`` is given."""
-        return self._run("diagonal")
+        return self._run("_diagonal")
 
-    def _run(self, what: str, *args):
-        """Run the method of that name with an underscore, compiled once for an operator."""
+    def _run(self, name: str, *args):
+        """Run the method of that name, compiled once for an operator."""
+        method = getattr(type(self), name)
         if not concrete(self, args):
-            return _method(what)(self, *args)
-        key = what, jax.sharding.get_abstract_mesh(), *map(jax.typeof, args)
+            return method(self, *args)
+        key = name, jax.sharding.get_abstract_mesh(), *map(jax.typeof, args)
         if key not in self._programs:
-            self._programs[key] = program(_method(what), self, *args)
+            self._programs[key] = program(method, self, *args)
         return self._programs[key](self, *args)
-
-
-def _method(what: str):
-    return lambda operator, *args: getattr(operator, f"_{what}")(*args)
 
 
 def pytree(cls: type["Operator"]) -> type:

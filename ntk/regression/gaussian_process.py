@@ -1,13 +1,8 @@
 """Gaussian predictions of infinitely wide networks: the posterior, or trained ensembles.
 
 An infinitely wide network at its initialisation is a Gaussian process with the NNGP kernel. Two
-distributions of its predictions, given targets y on the n training inputs X, have closed forms:
-
-- :func:`posterior`: Bayesian inference, with noise of variance `penalty` in the targets,
-  ``N(k(x, X) (K + penalty I)^-1 y,  k(x, x) - k(x, X) (K + penalty I)^-1 k(X, x))``;
-- :func:`ensemble`: networks from random initialisations, each trained by gradient flow up to time
-  t. A network that starts at f_0 ends at ``f_0(x) + A (y - f_0(X))`` with
-  ``A = T(x, X) phi_t(T + penalty I)``, T the NTK, as in :mod:`ntk.regression`; f_0 is Gaussian.
+distributions of its predictions, given targets, have closed forms: :func:`posterior` is Bayesian
+inference, and :func:`ensemble` holds networks that gradient flow trained from random weights.
 
 =======  ===================================================================================
 letter   meaning
@@ -281,17 +276,11 @@ def ensemble(
     cross_nngp = _bounded(cross_nngp, nngp, prior, "cross.nngp")
     t = check_times(t, training.matrix.dtype)
     penalised = with_penalty(training.matrix, penalty)
-    times_first = t.shape
     moments = _trained_moments(
         penalised, cross_ntk, training.columns, nngp, cross_nngp, prior, t.ravel()
     )
-    mean, *covariance_and_errors = (x.reshape(*times_first, *x.shape[1:]) for x in moments)
-    return _prediction(
-        mean.reshape(*times_first, *there),
-        covariance_and_errors[0],
-        training,
-        *covariance_and_errors[1:],
-    )
+    mean, covariance, *errors = (x.reshape(*t.shape, *x.shape[1:]) for x in moments)
+    return _prediction(mean.reshape(*t.shape, *there), covariance, training, *errors)
 
 
 def _is_function(name: str, K, cross, prior, x, at) -> bool:
@@ -328,12 +317,8 @@ def _trained_moments(T, cross_ntk, columns, K, cross, prior, t):
     # First order holds unless a direction is below the entries' errors.
     smallest = jnp.maximum(jnp.linalg.eigvalsh(to[2])[0], jnp.finfo(T.dtype).tiny)
     lost = kernel_entry_error(T.dtype) * jnp.max(of_T) ** 2 * jnp.minimum(t, 1 / smallest)
-    beyond = 1 / jnp.maximum(1 - lost, 0)
-    mean_error, variance_error = (
-        beyond[:, None, None] * mean_error,
-        beyond[:, None] * variance_error,
-    )
-    return matmul(A, columns), covariance, mean_error, variance_error
+    beyond = 1 / jnp.maximum(1 - lost, 0)[:, None]
+    return matmul(A, columns), covariance, beyond[..., None] * mean_error, beyond * variance_error
 
 
 def _row_norms(rows):

@@ -8,7 +8,6 @@ In the limit, or with weight decay ``penalty``, ``f(x) = k(x, X) (K + penalty I)
 Cholesky factorisation gives f, its leave-one-out residuals, and ``y'K^-1 y``. The flow needs one
 eigendecomposition. :mod:`ntk.regression.gaussian_process` bounds the error of the predictions.
 
-
 A kernel ``[n, n]`` holds for every output separately. If outputs have a kernel with each other,
 ``empirical_kernel(..., outputs="full")``, K is ``[n, n, outputs, outputs]``, cross is
 ``[m, n, outputs, outputs]``, and y is ``[n, outputs]``.

@@ -17,8 +17,9 @@ from ntk.internal.checks import (
     concrete,
     float_array,
     nan_unless,
+    nonnegative_number,
     real_array,
-    real_number,
+    regression_targets,
 )
 from ntk.internal.sharding import without_explicit_axes
 from ntk.kernels.functions import as_kernel_matrix as kernel
@@ -42,9 +43,7 @@ def check_training_set(K: Any, y: Any, name: str = "K", *, x: Any = None) -> Tra
     matrix = symmetric_matrix(square_matrix(K, name), name)
     if full and y.shape != (n, K.shape[3]):
         raise ValueError(f"y: expected shape [{n}, {K.shape[3]}], as {name} has it, got {y.shape}.")
-    if y.ndim not in (1, 2) or y.shape[0] != n or not y.size:
-        raise ValueError(f"y: expected shape [{n}] or [{n}, outputs], got {y.shape}.")
-    check_finite("y", y, "targets")
+    y = regression_targets(y, n)
     dtype = at_least_float32(matrix, y)
     columns = y.astype(dtype).reshape(len(matrix), -1)
     return TrainingSet(matrix.astype(dtype), columns, y.shape, full)
@@ -72,11 +71,8 @@ def as_kernel(matrix: jax.Array, outputs: int) -> jax.Array:
 
 def with_penalty(matrix: jax.Array, penalty: Any) -> jax.Array:
     """Return ``K + penalty I``; a traced negative penalty gives NaN."""
-    number = real_number("penalty", penalty)
-    if concrete(number) and not number >= 0:
-        raise ValueError(f"penalty: expected a nonnegative number, got {penalty}.")
-    penalty = jnp.where(penalty >= 0, penalty, jnp.nan).astype(matrix.dtype)
-    return matrix + penalty * jnp.eye(len(matrix), dtype=matrix.dtype)
+    number = nonnegative_number("penalty", penalty).astype(matrix.dtype)
+    return matrix + number * jnp.eye(len(matrix), dtype=matrix.dtype)
 
 
 def kernel_entry_error(dtype: Any) -> float:

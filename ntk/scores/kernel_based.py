@@ -7,6 +7,7 @@ public names.
 """
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -49,14 +50,18 @@ def kernel_scores(
     apply, params, x, y = check_score_arguments(apply, params, batch)
     classes = logits_like(apply, params, x).shape[1]
     gradients = _sample_gradients(apply, params, x)
-    K, size = _unit_gram(gradients)
+    # K itself can overflow.
+    size = _gradient_scale(gradients)
+    K, size = _sum_of_grams([g / size for g in gradients]), size.reshape(())
     scores = _scores_of_matrix(K, eigenvalues.eigenvalues(K), size, y, classes)
-    rows = [g / _gradient_scale(gradients, axis=1) for g in jax.tree.leaves(gradients)]
+    row_scale = _gradient_scale(gradients, axis=1)
+    cosines = _sum_of_grams([g / row_scale for g in gradients])
+    of_weights = itertools.compress(gradients, is_weight(apply, params, x))
     return {
         "kernel": K * size * size,
         **scores,
-        "cosine_min_eigenvalue": _min_eigenvalue_of_cosines(_sum_of_grams(rows)),
-        "log_traces": summed(_log_trace(g) for g in _weight_gradients(apply, params, x, gradients)),
+        "cosine_min_eigenvalue": _min_eigenvalue_of_cosines(cosines),
+        "log_traces": summed(map(_log_trace, of_weights)),
     }
 
 
@@ -298,33 +303,20 @@ def _sample_gradient(apply: Apply) -> Callable[[Pytree, jax.Array], Pytree]:
     return jax.grad(lambda p, xi: jnp.sum(apply(p, xi[None])))
 
 
-def _sample_gradients(apply: Apply, params: Pytree, x: jax.Array) -> Pytree:
-    """Return leaves [n, size]: the gradient of each sample's summed logits."""
+def _sample_gradients(apply: Apply, params: Pytree, x: jax.Array) -> list[jax.Array]:
+    """Return for each leaf [n, size]: the gradient of each sample's summed logits."""
     gradient = _sample_gradient(apply)
-    return for_each(lambda xi: jax.tree.map(jnp.ravel, gradient(params, xi)), x)
+    gradients = for_each(lambda xi: jax.tree.map(jnp.ravel, gradient(params, xi)), x)
+    return jax.tree.leaves(gradients)
 
 
-def _sum_of_grams(gradients: Pytree) -> jax.Array:
-    return functools.reduce(operator.add, map(gram_of_rows, jax.tree.leaves(gradients)))
+def _sum_of_grams(gradients: list[jax.Array]) -> jax.Array:
+    return functools.reduce(operator.add, map(gram_of_rows, gradients))
 
 
-def _unit_gram(gradients: Pytree) -> tuple[jax.Array, jax.Array]:
-    """Return ``K / size^2`` with entries of about 1, and the size; K itself can overflow."""
-    size = _gradient_scale(gradients)
-    return _sum_of_grams(jax.tree.map(lambda g: g / size, gradients)), size.reshape(())
-
-
-def _gradient_scale(gradients: Pytree, axis: int | None = None) -> jax.Array:
+def _gradient_scale(gradients: list[jax.Array], axis: int | None = None) -> jax.Array:
     """Return the largest entry of all leaves, or of every row (``axis=1``), as a power of two."""
-    return power_of_two_scale(jnp.concatenate(jax.tree.leaves(gradients), axis=1), axis=axis)
-
-
-def _weight_gradients(
-    apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree
-) -> list[jax.Array]:
-    """Return the gradients [n, size] in each of the weights."""
-    pairs = zip(is_weight(apply, params, x), jax.tree.leaves(gradients), strict=True)
-    return [g for chosen, g in pairs if chosen]
+    return power_of_two_scale(jnp.concatenate(gradients, axis=1), axis=axis)
 
 
 def _log_trace(g: jax.Array) -> jax.Array:

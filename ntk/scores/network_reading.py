@@ -1,5 +1,6 @@
 """Helpers of the scores: a network's weights, its loss, and the signs of its ReLUs."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -54,16 +55,15 @@ def check_score_arguments(
     if len(logits.shape) != 2 or logits.shape[0] != len(x):
         raise ValueError(f"apply: expected logits [{len(x)}, classes], got {logits.shape}.")
     classes = logits.shape[1]
-    if concrete(y):
-        labels = np.asarray(y)  # jnp's minimum would be traced under jit
-        if labels.min() < 0 or labels.max() >= classes:
-            raise ValueError(
-                f"batch: expected labels from 0 to {classes - 1}, "
-                f"got {labels.min()} to {labels.max()}."
-            )
-        return *_in_parameters(apply, params), x, y
     apply, params = _in_parameters(apply, params)
-    return apply, nan_unless(((y >= 0) & (y < classes)).all(), params), x, y
+    if not concrete(y):
+        return apply, nan_unless(((y >= 0) & (y < classes)).all(), params), x, y
+    labels = np.asarray(y)  # jnp's minimum would be traced under jit
+    if labels.min() < 0 or labels.max() >= classes:
+        raise ValueError(
+            f"batch: expected labels from 0 to {classes - 1}, got {labels.min()} to {labels.max()}."
+        )
+    return apply, params, x, y
 
 
 def _widen_to_float32(leaf: Any) -> Any:
@@ -140,7 +140,7 @@ def split_weights(
         merged = [next(replacements) if k else leaf for leaf, k in chosen]
         return jax.tree.unflatten(structure, merged)
 
-    return [leaf for leaf, k in zip(leaves, keep, strict=True) if k], rebuild
+    return list(itertools.compress(leaves, keep)), rebuild
 
 
 def mean_cross_entropy(logits: chex.Array, y: chex.Array) -> jax.Array:
@@ -198,28 +198,28 @@ def _longer(shape: tuple, other: tuple) -> list[int]:
 
 def sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
     """Return the number of ReLUs with the same sign for samples i and j: [n, n], float32."""
-    n = len(x)
 
     def count(eqn, other, inputs, outputs, total):
-        axis = samples_axis(eqn, other, n)
-        if axis is None:
-            return outputs, total
-        return outputs, total + _same_signs(inputs[0], axis)
+        axis = samples_axis(eqn, other, len(x))
+        return outputs, total if axis is None else total + _same_signs(inputs[0], axis)
 
-    start = jnp.zeros((n, n), jnp.float32)
+    start = jnp.zeros((len(x), len(x)), jnp.float32)
     return visit_chosen_operations(mark_relus(apply), is_relu, count, start, params, x, "ReLU")[1]
 
 
 def used_sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
     """Return :func:`sign_agreements` of only the ReLUs that the logits depend on."""
-    n = len(x)
+
+    def count_if_used(axis, u, g):
+        return jnp.where((g != 0).any(), _same_signs(u, axis), 0)
 
     def response(total):
         def probe(eqn, other, inputs, outputs, nothing):
-            axis = samples_axis(eqn, other, n)
-            if axis is None:
-                return outputs, nothing
-            return [_relu_with_count(axis, outputs[0], inputs[0], total)], nothing
+            axis = samples_axis(eqn, other, len(x))
+            if axis is not None:
+                count = partial(count_if_used, axis)
+                outputs = [with_statistic(count, outputs[0], inputs[0], total)]
+            return outputs, nothing
 
         logits, _ = visit_chosen_operations(
             mark_relus(apply), is_relu, probe, (), params, x, "ReLU"
@@ -227,7 +227,7 @@ def used_sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Arr
         # With random weights, derivatives do not cancel in the sum.
         return jnp.sum(logits * jax.random.normal(jax.random.key(0), logits.shape, logits.dtype))
 
-    return jax.grad(response)(jnp.zeros((n, n), jnp.float32))
+    return jax.grad(response)(jnp.zeros((len(x), len(x)), jnp.float32))
 
 
 def samples_axis(eqn, other, n: int) -> int | None:
@@ -251,16 +251,22 @@ def _same_signs(u: jax.Array, axis: int) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _relu_with_count(axis: int, out: jax.Array, u: jax.Array, total: jax.Array) -> jax.Array:
-    """Return ``out``, a ReLU of ``u``. If used, its count is the gradient in ``total``."""
+def with_statistic(statistic: Callable, out: jax.Array, about: Pytree, total: jax.Array):
+    """Return ``out``; the gradient in ``total`` is ``statistic(about, g)``.
+
+    ``g`` is the gradient in ``out``. The gradient in ``about`` is 0.
+    """
     return out
 
 
-def _counted_backward(axis, u, g):
-    return g, jnp.zeros_like(u), jnp.where((g != 0).any(), _same_signs(u, axis), 0)
+def _statistic_backward(statistic, about, g):
+    return g, jax.tree.map(jnp.zeros_like, about), statistic(about, g)
 
 
-_relu_with_count.defvjp(lambda axis, out, u, total: (out, u), _counted_backward)
+with_statistic.defvjp(
+    lambda statistic, out, about, total: (out, about),
+    _statistic_backward,
+)
 
 
 def distinct_patterns(agreements: chex.Array) -> jax.Array:
@@ -299,12 +305,23 @@ def layer_axes(eqn, other, n: int) -> tuple[int, tuple[int, ...]] | None:
 def layer_saliency(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -> jax.Array:
     """Return ``sum_c mean_n (sum_positions a * dL/da)^2 / 2`` over the outputs a of all layers."""
     axes_of_layers = []
+    dtype = logits_like(apply, params, x).dtype
+
+    def saliency(axes, a, g):
+        samples, channels = axes
+        per_channel = jnp.moveaxis(a * g, (samples, *channels), (0, *range(-len(channels), 0)))
+        size = math.prod(a.shape[c] for c in channels)
+        per_channel = per_channel.reshape(len(per_channel), -1, size).sum(1)
+        return (jnp.sum(jnp.mean(per_channel**2, axis=0)) / 2).astype(dtype)
 
     def loss(total):
         def probe(eqn, other, inputs, outputs, nothing):
             axes = layer_axes(eqn, other, len(x))
             axes_of_layers.append(axes)
-            return [saliency(axes, outputs[0], total) if axes else outputs[0]], nothing
+            if axes:
+                (a,) = outputs
+                outputs = [with_statistic(partial(saliency, axes), a, a, total)]
+            return outputs, nothing
 
         logits, _ = visit_chosen_operations(apply, is_layer, probe, (), params, x, "matrix product")
         if not any(axes_of_layers):
@@ -314,22 +331,4 @@ def layer_saliency(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -
             )
         return mean_cross_entropy(logits, y)
 
-    return jax.grad(loss)(jnp.zeros((), logits_like(apply, params, x).dtype))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def saliency(axes: tuple[int, tuple[int, ...]], a: chex.Array, total: chex.Array) -> jax.Array:
-    """Return ``a`` itself; its part of the Fisher score is the gradient in ``total``."""
-    return a
-
-
-def _saliency_backward(axes, residuals, g):
-    a, total = residuals
-    samples, channels = axes
-    per_channel = jnp.moveaxis(a * g, (samples, *channels), (0, *range(-len(channels), 0)))
-    size = math.prod(a.shape[c] for c in channels)
-    per_channel = per_channel.reshape(len(per_channel), -1, size).sum(1)
-    return g, (jnp.sum(jnp.mean(per_channel**2, axis=0)) / 2).astype(total.dtype)
-
-
-saliency.defvjp(lambda axes, a, total: (a, (a, total)), _saliency_backward)
+    return jax.grad(loss)(jnp.zeros((), dtype))

@@ -1,7 +1,5 @@
 """The score WRCor: correlations between samples at the ReLUs, of inputs and of gradients."""
 
-from functools import partial
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -16,6 +14,7 @@ from ntk.scores.network_reading import (
     gram_of_rows,
     mean_cross_entropy,
     samples_axis,
+    with_statistic,
 )
 from ntk.scores.registry import ScoreDescription
 from ntk.scores.visit_operations import visit_chosen_operations
@@ -75,7 +74,7 @@ def _response_correlations(
 
     def through(visit, total):
         return visit_chosen_operations(
-            network, _is_relu_or_layer_end, visit, total, params, x, "ReLU"
+            network, lambda eqn: _is_end(eqn) or is_relu(eqn), visit, total, params, x, "ReLU"
         )
 
     def count(eqn, other, inputs, outputs, counts):
@@ -100,12 +99,15 @@ def _response_correlations(
             axis = samples_axis(eqn, other, n)
             if axis is None:
                 return outputs, state
-            weight = jnp.exp2(layer - last)
-            K = K + weight * _absolute_correlations(inputs[0], axis)
-            return [_relu_with_correlations(axis, outputs[0], inputs[0], weight, total)], (
-                layer + int(every_relu),
-                K,
-            )
+            u, weight = inputs[0], jnp.exp2(layer - last)
+            K = K + weight * _absolute_correlations(u, axis)
+
+            def of_gradients(about, g):
+                u, weight = about
+                return weight * _absolute_correlations(jnp.where(u > 0, g, 0), axis)
+
+            output = with_statistic(of_gradients, outputs[0], (u, weight), total)
+            return [output], (layer + int(every_relu), K)
 
         logits, (_, K) = through(probe, (zero, nothing))
         return mean_cross_entropy(logits, y), K
@@ -116,10 +118,6 @@ def _response_correlations(
 
 def _is_end(eqn) -> bool:
     return eqn.primitive.name == "name" and eqn.params["name"] == "layer"
-
-
-def _is_relu_or_layer_end(eqn) -> bool:
-    return _is_end(eqn) or is_relu(eqn)
 
 
 def _absolute_correlations(u: jax.Array, axis: int) -> jax.Array:
@@ -134,23 +132,3 @@ def _absolute_correlations(u: jax.Array, axis: int) -> jax.Array:
     C = jnp.abs(gram_of_rows(centred / jnp.where(constant, 1, deviation))) / u.shape[1]
     C = jnp.where(constant.any(), 0, C).astype(float)
     return jnp.where(jnp.isnan(u).any(), jnp.nan, C)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _relu_with_correlations(
-    axis: int, out: jax.Array, u: jax.Array, weight: jax.Array, total: jax.Array
-):
-    """Return ``out``, a ReLU of ``u``; the gradient in ``total`` is the gradients' correlations."""
-    return out
-
-
-def _watched_backward(axis, residuals, g):
-    u, weight = residuals
-    in_input = jnp.where(u > 0, g, 0)
-    correlations = weight * _absolute_correlations(in_input, axis)
-    return g, jnp.zeros_like(u), jnp.zeros_like(weight), correlations
-
-
-_relu_with_correlations.defvjp(
-    lambda axis, out, u, weight, total: (out, (u, weight)), _watched_backward
-)

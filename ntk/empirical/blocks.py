@@ -25,6 +25,7 @@ from ntk.internal.batched_rows import (
     mirror_kernel,
     split_into_blocks,
     transpose_kernel,
+    zero_padded_blocks,
 )
 from ntk.internal.checks import at_least_float32
 from ntk.internal.jaxprs import shape_and_dtype
@@ -203,12 +204,12 @@ def _kernel_on_one_device(factors, gram, again, batch_size, inputs, x1, x2):
 def _kernel_on_mesh(factors, gram, again, batch_size, mesh, inputs, x1, x2):
     """Divide the rows of blocks among the devices."""
     n1, n2 = length(x1), length(x1 if x2 is None else x2)
-    blocks1 = split_into_blocks(x1, min(batch_size or n1, -(-n1 // mesh.size)), mesh.size)
+    blocks1 = split_into_blocks(x1, batch_size, mesh.size)
     t = length(blocks1)
     if x2 is None:
         blocks2, columns = blocks1, _cyclic_columns(t, 0)
     else:
-        blocks2 = split_into_blocks(x2, min(batch_size or n2, n2))
+        blocks2 = split_into_blocks(x2, batch_size)
         columns = np.tile(np.arange(length(blocks2)), (t, 1))
 
     def rows(inputs, blocks1, columns, blocks2):
@@ -243,8 +244,7 @@ def _kernel_on_mesh(factors, gram, again, batch_size, mesh, inputs, x1, x2):
 
 def norms(net, plan, outputs, batch_size, mesh, inputs, x):
     """Return the squared norms of the gradients at each sample: the kernel's diagonal."""
-    n, devices = length(x), 1 if mesh is None else mesh.size
-    blocks_of_x = split_into_blocks(x, min(batch_size or n, -(-n // devices)), devices)
+    blocks_of_x = split_into_blocks(x, batch_size, 1 if mesh is None else mesh.size)
 
     def rows(inputs, blocks):
         def of(block):
@@ -255,12 +255,12 @@ def norms(net, plan, outputs, batch_size, mesh, inputs, x):
 
         return map_leading_axis(of, blocks)
 
-    return sharded(rows, mesh, (P(), P("rows")), P("rows"))(inputs, blocks_of_x).reshape(-1)[:n]
+    run = sharded(rows, mesh, (P(), P("rows")), P("rows"))
+    return run(inputs, blocks_of_x).reshape(-1)[: length(x)]
 
 
 def blockwise_vector_product(net, batch_size, inputs, x, v, at=None):
     """Return ``J(at) J(x)' v``; ``at`` is x by default."""
-    n = length(x)
 
     def outputs(trained, block):
         y = jax.vmap(functools.partial(net.outputs, net.merged(inputs, trained)))(block)
@@ -270,10 +270,8 @@ def blockwise_vector_product(net, batch_size, inputs, x, v, at=None):
     out = jax.eval_shape(outputs, trained, x)
     if v.shape != out.shape:
         raise ValueError(f"v: expected the shape [n] or [n, o] = {list(out.shape)}, got {v.shape}.")
-    size = min(batch_size or n, n)
-    blocks_of_x, count = split_into_blocks(x, size), -(-n // size)
-    cotangents = jnp.concatenate([v, jnp.zeros((count * size - n, *v.shape[1:]), v.dtype)])
-    cotangents = cotangents.reshape(count, size, *v.shape[1:]).astype(out.dtype)
+    blocks_of_x = split_into_blocks(x, batch_size)
+    cotangents = zero_padded_blocks(v.astype(out.dtype), min(batch_size or len(v), len(v)))
 
     def pull(total, block_and_cotangent):
         block, cotangent = block_and_cotangent
@@ -281,7 +279,7 @@ def blockwise_vector_product(net, batch_size, inputs, x, v, at=None):
         return jax.tree.map(jnp.add, total, pullback(cotangent)[0]), None
 
     zeros = jax.tree.map(jnp.zeros_like, trained)
-    if count == 1:
+    if len(cotangents) == 1:
         only = jax.tree.map(lambda x: x[0], blocks_of_x)
         direction, _ = pull(zeros, (only, cotangents[0]))
     else:
@@ -290,17 +288,17 @@ def blockwise_vector_product(net, batch_size, inputs, x, v, at=None):
     def push(block):
         return jax.jvp(lambda trained: outputs(trained, block), (trained,), (direction,))[1]
 
-    m = n if at is None else length(at)
-    rows = blocks_of_x if at is None else split_into_blocks(at, min(batch_size or m, m))
-    return map_leading_axis(push, rows).reshape(-1, *v.shape[1:])[:m]
+    rows = blocks_of_x if at is None else split_into_blocks(at, batch_size)
+    products = map_leading_axis(push, rows).reshape(-1, *v.shape[1:])
+    return products[: length(x if at is None else at)]
 
 
 def nngp(net, outputs, batch_size, inputs, x1, x2):
     """Return the kernel of the outputs, without gradients."""
 
     def of(x):
-        cut = split_into_blocks(x, min(batch_size or length(x), length(x)))
-        y = map_leading_axis(jax.vmap(functools.partial(net.outputs, inputs)), cut)
+        rows = split_into_blocks(x, batch_size)
+        y = map_leading_axis(jax.vmap(functools.partial(net.outputs, inputs)), rows)
         y = y.reshape(-1, y.shape[-1])[: length(x)]
         return y.astype(at_least_float32(y.dtype))
 

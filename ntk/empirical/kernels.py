@@ -15,12 +15,7 @@ with one position ``(A A') o (B B')``: no gradient of the size of ``W`` is forme
 ``y_p`` in row ``t_p``, ``<a_p, a_q>`` is 1 if ``t_p = t_q``, otherwise 0. The method
 ``"layerwise"`` reads ``a`` and ``s`` off one backward pass per output. For many positions it forms
 the gradients from ``a`` and ``s`` if that is cheaper. It differentiates other parameters per
-sample.
-
-Layers are the products with a leaf of ``params`` in the program (jaxpr) that JAX traces of
-``apply``, in any library, through ``jit``, ``remat`` and ``scan``. The leaf may be reshaped,
-transposed, sliced, or multiplied by a number. It counts only if all its uses are such products and
-their gradients add up: ``ntk.empirical.weight_products`` and ``ntk.empirical.linear_operations``.
+sample. :mod:`ntk.empirical.weight_products` finds the layers in the program (jaxpr) of ``apply``.
 
 =============  =======================================================
 letter         name
@@ -31,9 +26,8 @@ s, B           sensitivities of its outputs, [n, o, positions, groups, outputs p
 K              the kernel, [n1, n2] or [n1, n2, o, o]
 =============  =======================================================
 
-Samples pass one at a time (under ``vmap``) and cannot interact: batch normalisation has to use its
-running averages. References: Jacot, Gabriel & Hongler (2018), the kernel; Novak, Sohl-Dickstein &
-Schoenholz, "Fast finite width neural tangent kernel" (ICML 2022), section 3, generic methods.
+References: Jacot, Gabriel & Hongler (2018), the kernel; Novak, Sohl-Dickstein & Schoenholz, "Fast
+finite width neural tangent kernel" (ICML 2022), section 3, generic methods.
 """
 
 import functools

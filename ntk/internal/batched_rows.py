@@ -21,9 +21,13 @@ def map_leading_axis(function, xs):
     return lax.map(function, xs)
 
 
-def split_into_blocks(x, size: int, multiple: int = 1):
-    """Return rows in blocks [blocks, size, ...], padded with copies of the first row."""
+def split_into_blocks(x, size: int | None, multiple: int = 1):
+    """Return rows in a ``multiple`` of blocks [blocks, size, ...], of ``size`` rows at the most.
+
+    The last block is padded with copies of the first row.
+    """
     n = length(x)
+    size = min(size or n, -(-n // multiple))
     count = -(-n // (size * multiple)) * multiple
 
     def cut(x):
@@ -31,6 +35,12 @@ def split_into_blocks(x, size: int, multiple: int = 1):
         return jnp.concatenate([x, filler]).reshape(count, size, *x.shape[1:])
 
     return jax.tree.map(cut, x)
+
+
+def zero_padded_blocks(v, size: int):
+    """Return ``v`` [n, ...] in blocks [blocks, size, ...], padded with zeros."""
+    padding = [(0, -len(v) % size), *((0, 0) for _ in v.shape[1:])]
+    return jnp.pad(v, padding).reshape(-1, size, *v.shape[1:])
 
 
 def transpose_kernel(k):

@@ -96,12 +96,8 @@ def as_closed_jaxpr(program: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """Return the programs among an equation's parameters: bodies of calls and loops, branches."""
-    bodies = []
-    for parameter in eqn.params.values():
-        for value in parameter if isinstance(parameter, tuple | list) else [parameter]:
-            if isinstance(value, Jaxpr | ClosedJaxpr):
-                bodies.append(as_closed_jaxpr(value))
-    return bodies
+    parameters = jax.tree.leaves(list(eqn.params.values()))
+    return [as_closed_jaxpr(p) for p in parameters if isinstance(p, Jaxpr | ClosedJaxpr)]
 
 
 def replace_equations(program: Any, rule: Callable[[JaxprEqn], JaxprEqn]) -> Any:
@@ -109,21 +105,13 @@ def replace_equations(program: Any, rule: Callable[[JaxprEqn], JaxprEqn]) -> Any
 
     def replace(value):
         if isinstance(value, Jaxpr):
-            return value.replace(eqns=[rule(e.replace(params=inner(e.params))) for e in value.eqns])
+            inner = [eqn.replace(params=jax.tree.map(replace, eqn.params)) for eqn in value.eqns]
+            return value.replace(eqns=list(map(rule, inner)))
         if isinstance(value, ClosedJaxpr):
             return value.replace(jaxpr=replace(value.jaxpr))
-        if isinstance(value, tuple | list) and any(map(_is_program, value)):
-            return type(value)(map(replace, value))
         return value
 
-    def inner(params):
-        return {name: replace(value) for name, value in params.items()}
-
     return replace(program)
-
-
-def _is_program(value: Any) -> bool:
-    return isinstance(value, Jaxpr | ClosedJaxpr)
 
 
 def all_equations(program: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:

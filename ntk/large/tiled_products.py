@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ntk.internal.batched_rows import split_into_blocks
+from ntk.internal.batched_rows import split_into_blocks, zero_padded_blocks
 from ntk.internal.products import matmul
 
 Tile = Callable[..., jax.Array]
@@ -31,7 +31,7 @@ def even(n: int, most: int) -> int:
 def symmetric_product(tile: Tile, x: jax.Array, v: jax.Array, most: int) -> jax.Array:
     """Return ``K v`` [n, q] of the kernel of x [n, ...] with itself."""
     size = even(len(x), most)
-    xs, vs = split_into_blocks(x, size), _zero_padded_blocks(v, size)
+    xs, vs = split_into_blocks(x, size), zero_padded_blocks(v, size)
     total = lax.map(lambda block: _mean_split_product(_again(tile)(block[0]), block[1]), (xs, vs))
     pairs = np.triu_indices(len(xs), 1)
     total, _ = _add_pair_products(tile, xs, xs, vs, vs, pairs, total)
@@ -41,7 +41,7 @@ def symmetric_product(tile: Tile, x: jax.Array, v: jax.Array, most: int) -> jax.
 def rectangular(tile: Tile, x1: jax.Array, x2: jax.Array, v: jax.Array, most: int) -> jax.Array:
     """Return ``K(x1, x2) v`` [n1, q]."""
     size1, size2 = even(len(x1), most), even(len(x2), most)
-    others, vs = split_into_blocks(x2, size2), _zero_padded_blocks(v, size2)
+    others, vs = split_into_blocks(x2, size2), zero_padded_blocks(v, size2)
 
     def row(rows):
         def add(total, block):
@@ -67,7 +67,7 @@ def tiled_diagonal(tile: Tile, x: jax.Array, most: int) -> jax.Array:
 def ring(tile: Tile, x: jax.Array, v: jax.Array, most: int, axis: str, devices: int) -> jax.Array:
     """Return this device's rows of ``K v`` in a ``shard_map``, for its rows of ``x`` and ``v``."""
     size = even(len(x), most)
-    xs, vs = split_into_blocks(x, size), _zero_padded_blocks(v, size)
+    xs, vs = split_into_blocks(x, size), zero_padded_blocks(v, size)
     total = symmetric_product(tile, x, v, most)
     every = np.divmod(np.arange(len(xs) ** 2), len(xs))
     nothing = jnp.zeros_like(vs)
@@ -136,12 +136,6 @@ def _pairwise_sum(v):
         v = jnp.pad(v, ((0, len(v) % 2), (0, 0)))
         v = v[::2] + v[1::2]
     return v[0]
-
-
-def _zero_padded_blocks(v, size: int):
-    """Return ``v`` [n, q] in blocks [blocks, size, q], padded with zeros."""
-    v = jnp.pad(v, ((0, -len(v) % size), (0, 0)))
-    return v.reshape(-1, size, v.shape[1])
 
 
 def _unblock_rows(of_blocks, total):

@@ -126,15 +126,12 @@ class _ReluMarking:
             known_args = inputs[: scan_operands(eqn)[0]]
 
         def marked(parameter):
-            if isinstance(parameter, tuple | list) and _has_programs(parameter):
-                made = getattr(parameter, "_make", type(parameter))  # of a named tuple
-                return made(map(marked, parameter))
             if not isinstance(parameter, ClosedJaxpr):
                 return parameter
             like = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in parameter.in_avals]
             return jax.make_jaxpr(lambda *args: self.within(parameter, known_args, args))(*like)
 
-        return {k: marked(p) for k, p in eqn.params.items()}
+        return jax.tree.map(marked, eqn.params)
 
     def within(self, program: ClosedJaxpr, known_args: list, args) -> list:
         """Return the program's outputs; facts about ``known_args``, the first ones, carry over."""
@@ -152,13 +149,6 @@ class _ReluMarking:
             if mask in own and id(x) in own
         }
         return inner.run(program, [*(own[id(x)] for x in known_args), *args[len(known_args) :]])
-
-
-def _has_programs(parameters) -> bool:
-    return any(
-        isinstance(p, ClosedJaxpr) or (isinstance(p, tuple | list) and _has_programs(p))
-        for p in parameters
-    )
 
 
 def _constant_value(x) -> float | None:

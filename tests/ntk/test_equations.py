@@ -11,7 +11,6 @@ from ntk.internal.jaxprs import (
     bind,
     inner_jaxprs,
     interpret,
-    needed,
     scan_operands,
     settle_carry,
 )
@@ -63,13 +62,6 @@ def test_a_program_without_constants_is_closed():
     assert len(inner_jaxprs(equation(jax.checkpoint(jnp.sin), x, name="remat2"))) == 1
 
 
-def test_an_equation_runs_again_with_other_parameters():
-    total = equation(lambda x: jnp.sum(x, axis=0), x * scale, name="reduce_sum")
-    assert bind(total, [x * scale])[0].tolist() == [0, 4, 8]
-    (rows,) = bind(total, [x * scale], {**total.params, "axes": (1,)})
-    assert rows.tolist() == [3, 3, 3, 3]
-
-
 def test_a_program_is_interpreted_with_facts_about_arrays():
     """Count the sines on the way from the input, through a call and a loop."""
 
@@ -94,12 +86,6 @@ def test_a_program_is_interpreted_with_facts_about_arrays():
     values = interpret(program, [jnp.ones((3, 3))], bind, enter=CALLS)
     expected = jax.tree.leaves(f(jnp.ones((3, 3))))
     assert all((a == b).all() for a, b in zip(values, expected, strict=True))
-
-
-def test_equations_behind_the_live_outputs():
-    program = jax.make_jaxpr(lambda x: (jnp.sin(x), jnp.cos(x) + 1))(scale)
-    names = [eqn.primitive.name for eqn, _ in needed(program.jaxpr, [False, True])]
-    assert names == ["cos", "add"]
 
 
 def test_nan_for_a_whole_result_and_for_single_entries():

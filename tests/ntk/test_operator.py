@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import finite_differences
+from helpers import finite_differences, flatten
 
 import ntk
 
@@ -28,21 +28,28 @@ def mlp(w, x):
 WEIGHTS = {"first": inputs(3, 5), "second": inputs(5, 2)}
 
 
+def assert_operates_as(K, matrix, other, cross, v, **tolerance):
+    """Compare the operator with its matrix, and ``K.at(other)`` with the matrix ``cross``."""
+    close, last = functools.partial(np.testing.assert_allclose, **tolerance), len(v) - 1
+    close(K @ v, matrix @ v)
+    close(K @ v[:, 0], matrix @ v[:, 0])
+    close(jax.jit(lambda K, v: K @ v)(K, v), matrix @ v)
+    close(K.diagonal(), jnp.diagonal(matrix))
+    close(K.columns(jnp.array([last, 0])), matrix[:, jnp.array([last, 0])])
+    close(K.at(other) @ v, cross @ v)
+    close(K.at(other).columns(jnp.array([last])), cross[:, last:])
+    assert K.shape == matrix.shape and K.at(other).shape == cross.shape
+    assert K.dtype == v.dtype
+
+
 @pytest.mark.parametrize(
     ("n", "tile", "dtype"),
     [(1, 4, np.float64), (7, 3, np.float32), (9, 3, np.float64), (20, 64, np.float32)],
 )
 def test_products_are_those_of_the_matrix(n, tile, dtype):
     x, other, v = (inputs(*shape, dtype=dtype) for shape in ((n, 3), (5, 3), (n, 2)))
-    K, matrix = ntk.KernelOperator(laplace, x, tile=tile), laplace(x, x)
-    close = functools.partial(np.testing.assert_allclose, atol=30 * np.finfo(dtype).eps)
-    close(K @ v, matrix @ v)
-    close(K @ v[:, 0], matrix @ v[:, 0])
-    close(K.diagonal(), jnp.diagonal(matrix))
-    close(K.columns(jnp.array([n - 1, 0])), matrix[:, jnp.array([n - 1, 0])])
-    close(K.at(other) @ v, laplace(other, x) @ v)
-    close(K.at(other).columns(jnp.array([n - 1])), laplace(other, x)[:, n - 1 :])
-    assert K.shape == (n, n) and K.at(other).shape == (5, n) and K.dtype == dtype
+    K, cross = ntk.KernelOperator(laplace, x, tile=tile), laplace(other, x)
+    assert_operates_as(K, laplace(x, x), other, cross, v, atol=30 * np.finfo(dtype).eps)
 
 
 def test_each_pair_of_tiles_is_computed_once():
@@ -86,13 +93,10 @@ def test_columns_have_the_exact_diagonal():
     assert jnp.isfinite(factor).all()
 
 
-def test_an_argument_of_jit_and_vmap():
+def test_products_under_vmap():
     x, v = inputs(7, 3), inputs(4, 7)
     K = ntk.KernelOperator(laplace, x, tile=3)
-    expected = v @ laplace(x, x)
-    np.testing.assert_allclose(jax.vmap(lambda v: K @ v)(v), expected, rtol=1e-13)
-    product = jax.jit(lambda K, v: K @ v)
-    np.testing.assert_allclose(product(K, v.T), expected.T, rtol=1e-13)
+    np.testing.assert_allclose(jax.vmap(lambda v: K @ v)(v), v @ laplace(x, x), rtol=1e-13)
 
 
 @pytest.mark.long
@@ -106,9 +110,7 @@ def test_derivatives_in_vectors_inputs_and_closed_over_values():
     at = jnp.array(0.7), x, v
     derivatives = jax.jit(jax.grad(value, (0, 1, 2)))(*at)
     expected = finite_differences(lambda at: value(*at), at)
-    np.testing.assert_allclose(
-        np.concatenate([np.ravel(g) for g in derivatives]), expected, atol=1e-9
-    )
+    np.testing.assert_allclose(flatten(derivatives), expected, atol=1e-9)
 
 
 @pytest.mark.long
@@ -117,14 +119,7 @@ def test_finite_networks(batch_size):
     x, other, v = inputs(9, 3), inputs(4, 3), inputs(9, 2)
     K = ntk.EmpiricalOperator(mlp, WEIGHTS, x, batch_size=batch_size)
     matrix, cross = (ntk.empirical_kernel(mlp, WEIGHTS, a, x) for a in (x, other))
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-11)
-    close(K @ v, matrix @ v)
-    close(K.diagonal(), jnp.diagonal(matrix))
-    close(K.columns(jnp.array([8, 2])), matrix[:, jnp.array([8, 2])])
-    close(K.at(other) @ v, cross @ v)
-    close(K.at(other).columns(jnp.array([8])), cross[:, 8:])
-    close(jax.jit(lambda K, v: K @ v)(K, v), matrix @ v)
-    assert K.shape == (9, 9) and K.dtype == v.dtype
+    assert_operates_as(K, matrix, other, cross, v, rtol=1e-11)
 
 
 def test_samples_may_be_pytrees():

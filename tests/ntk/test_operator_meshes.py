@@ -1,12 +1,9 @@
 """Test kernels of inputs with rows divided over devices against one device."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
 
 import pytest
+from helpers import on_devices
 
 PROGRAM = """
 import functools, json, re
@@ -98,16 +95,7 @@ print(json.dumps({
 
 @functools.cache
 def on_four_devices():
-    """Return the program's output, from a process with four CPU devices."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=os.environ | {"XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return on_devices(4, PROGRAM)
 
 
 @pytest.mark.long

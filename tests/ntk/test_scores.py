@@ -9,11 +9,12 @@ import numpy as np
 import optax
 import pytest
 from generated import examples, seeds
-from helpers import assert_close
+from helpers import assert_close, flatten
 from hypothesis import assume, example, given
 from jax.ad_checkpoint import checkpoint_name
 
-from ntk import scores
+from ntk import empirical_kernel, scores
+from ntk.scores.kernel_based import kernel_scores
 from ntk.scores.registry import builtin_score_names, score_description
 
 N, INPUTS, HIDDEN, CLASSES = 6, 9, 7, 3
@@ -79,9 +80,11 @@ class ByHand:
             lambda *leaves: np.mean(leaves, axis=0), *self.loss_gradients()[samples]
         )
 
-    def rows(self, leaves):
+    def kernel(self, leaves=jax.tree.leaves):
+        """The tangent kernel of the summed logits in these leaves."""
         gradients = [self.gradient(i, np.ones(CLASSES)) for i in range(len(self.x))]
-        return np.array([np.concatenate([leaf.ravel() for leaf in leaves(g)]) for g in gradients])
+        rows = np.array([flatten(leaves(g)) for g in gradients])
+        return rows @ rows.T
 
 
 def kernels(tree):
@@ -89,24 +92,46 @@ def kernels(tree):
 
 
 def by_hand_eigen_nas(net):
-    return np.mean([row @ row for row in net.rows(jax.tree.leaves)])
+    return np.trace(net.kernel()) / N
 
 
 def by_hand_min_eigenvalue(net):
-    rows = net.rows(jax.tree.leaves)
-    return np.linalg.eigvalsh(rows @ rows.T)[0]
+    return np.linalg.eigvalsh(net.kernel())[0]
 
 
-def by_hand_te_nas(net):
-    rows = net.rows(kernels)
-    values = np.linalg.eigvalsh(rows @ rows.T)
+def by_hand_cosine_min_eigenvalue(net):
+    K = net.kernel()
+    return np.linalg.eigvalsh(K / np.sqrt(np.outer(np.diag(K), np.diag(K))))[0]
+
+
+def by_hand_condition_number(net, leaves=jax.tree.leaves):
+    values = np.linalg.eigvalsh(net.kernel(leaves))
     return values[-1] / values[0]
 
 
+def by_hand_te_nas(net):
+    return by_hand_condition_number(net, kernels)
+
+
+def by_hand_spectral_entropy(net):
+    values = np.linalg.eigvalsh(net.kernel())
+    p = values / values.sum()
+    return -np.sum(p * np.log(p))
+
+
+def by_hand_label_energy(net):
+    targets = np.eye(CLASSES)[net.y]
+    targets = targets - targets.mean(0)
+    return -np.trace(targets.T @ np.linalg.solve(net.kernel(), targets))
+
+
+def by_hand_log_traces(net):
+    traces = [np.trace(net.kernel(lambda g, i=i: [kernels(g)[i]])) / N for i in (0, 1)]
+    return np.sum(np.log(traces))
+
+
 def by_hand_knas(net):
-    g = [
-        np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(g)]) for g in net.loss_gradients()
-    ]
+    g = [flatten(g) for g in net.loss_gradients()]
     return sum(u @ v for u in g for v in g) / N**2
 
 
@@ -204,13 +229,47 @@ def by_hand_l2_norm(net):
     return sum(np.sqrt(np.sum(w**2)) for w in kernels(net.p))
 
 
-ALL = [name for name in builtin_score_names() if f"by_hand_{name}" in globals()]
+OF_KERNEL = {
+    name for name in builtin_score_names() if score_description(name).together == "kernel_scores"
+}
+# The other scores of the kernel are read from `kernel_scores`.
+ALL = sorted({*builtin_score_names()} - OF_KERNEL | {"eigen_nas", "min_eigenvalue"})
 
 
-def test_every_score_has_a_reference_in_numpy():
-    """References of the kernel's scores are in test_kernel_scores.py."""
-    others = set(builtin_score_names()) - set(ALL)
-    assert all(score_description(name).together == "kernel_scores" for name in others)
+def test_scores_of_the_kernel_at_once_are_those_one_by_one():
+    params, batch = draw()
+    together = jax.jit(functools.partial(kernel_scores, None, apply))(params, batch)
+    assert set(together) == {"kernel", *OF_KERNEL}
+    expected = {name: globals()[f"by_hand_{name}"](ByHand(params, batch)) for name in OF_KERNEL}
+    for name in OF_KERNEL:
+        assert_close(together[name], expected[name], f64=1e-8)
+    for name in ("eigen_nas", "min_eigenvalue", "label_energy"):
+        assert_close(score(name, params, batch), expected[name], f64=1e-8)
+    assert_close(together["kernel"], empirical_kernel(apply, params, batch[0]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dead", ["network", "equal samples"])
+def test_a_singular_kernel_has_defined_scores_and_none_that_ranks_first(dead):
+    params, (x, y) = draw()
+    if dead == "network":
+        params = jax.tree.map(jnp.zeros_like, params)
+
+    def without_biases(p, x):
+        return jnp.tanh(x @ p["a"]["kernel"]) @ p["b"]["kernel"]
+
+    together = kernel_scores(None, without_biases, params, (jnp.ones_like(x), y))
+    assert not any(np.isnan(np.asarray(value)).any() for value in together.values())
+    # A zero eigenvalue is rounded relative to the kernel's trace.
+    least = 1e-6 * float(jnp.trace(together["kernel"]))
+    assert together["min_eigenvalue"] <= least and together["cosine_min_eigenvalue"] <= 1e-6
+    assert together["condition_number"] == np.inf and together["label_energy"] == -np.inf
+    assert together["spectral_entropy"] <= 1e-4
+
+
+def test_a_traced_indefinite_kernel_gives_nan():
+    K = jnp.array([[1.0, 3.0], [3.0, 1.0]])
+    assert jnp.isnan(jax.jit(scores.of_kernel)(K)["min_eigenvalue"])
 
 
 @pytest.mark.long

@@ -69,28 +69,32 @@ def test_traced_synflow_beyond_float64_is_nan():
     assert jnp.isnan(jax.jit(lambda p: scores.synflow(None, apply, p, batch))(params))
 
 
-# Squares of these gradients, of size 1e-26 or 1e22, leave the range of float32.
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        *(("condition_number", 1e-26), ("cosine_min_eigenvalue", 1e22), ("log_traces", 1e-26)),
-        *(("te_nas", 1e22), ("jacov", 1e-26), ("jacov", 1e22)),
-    ],
-)
-def test_scores_without_a_unit_see_gradients_of_any_size(name, size):
-    params = weights(2)
-    params[-1] = size * params[-1]
+def scaled(*sizes):
+    return [size * w for size, w in zip(sizes, weights(len(sizes) - 1), strict=True)]
+
+
+# Squares of these gradients, of size 1e-26 or 1e22, leave the range of float32. In the second row
+# two layers are small, so that all three gradients are. The others leave the range of float16.
+RANGES = {
+    **{(name, 1e-26): scaled(1, 1, 1e-26) for name in ("condition_number", "log_traces", "jacov")},
+    **{(name, 1e22): scaled(1, 1, 1e22) for name in ("cosine_min_eigenvalue", "te_nas", "jacov")},
+    **{(name, 1e-13): scaled(1e-13, 1e-13, 1) for name in ("grad_norm", "zico", "snip")},
+}
+SQUARED = "eigen_nas", "knas", "nasi", "grasp", "fisher", "l2_norm"
+
+
+@pytest.mark.parametrize(("name", "size"), RANGES)
+def test_scores_see_gradients_of_any_size(name, size):
+    params = RANGES[name, size]
     expected = in_float64(name, params, jnp.float32)
     np.testing.assert_allclose(score(name, params, jnp.float32), expected, rtol=2e-3)
 
 
-@pytest.mark.parametrize("name", ["grad_norm", "zico", "snip"])
-def test_scores_of_the_loss_see_small_gradients(name):
-    params = weights(2)
-    params[0] = 1e-13 * params[0]
-    params[1] = 1e-13 * params[1]  # of two layers, so that all three gradients are small
-    expected = in_float64(name, params, jnp.float32)
-    np.testing.assert_allclose(score(name, params, jnp.float32), expected, rtol=2e-3)
+@pytest.mark.parametrize("name", SQUARED)
+def test_numbers_of_16_bits_are_squared_in_32(name):
+    params = scaled(0.05, 30)
+    expected = in_float64(name, params, jnp.float16)
+    np.testing.assert_allclose(score(name, params, jnp.float16), expected, rtol=1e-3)
 
 
 def test_a_kernel_of_any_size_has_the_scores_of_its_multiple():
@@ -101,10 +105,3 @@ def test_a_kernel_of_any_size_has_the_scores_of_its_multiple():
         units = {"eigen_nas": size, "min_eigenvalue": size, "label_energy": 1 / size}
         for name, value in by_score.items():
             np.testing.assert_allclose(value, one[name] * units.get(name, 1), rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["eigen_nas", "knas", "nasi", "grasp", "fisher", "l2_norm"])
-def test_numbers_of_16_bits_are_squared_in_32(name):
-    params = [0.05 * weights(1)[0], 30 * weights(1)[1]]
-    expected = in_float64(name, params, jnp.float16)
-    np.testing.assert_allclose(score(name, params, jnp.float16), expected, rtol=1e-3)

@@ -21,10 +21,13 @@ def tiles(n, size):
     return side * (side + 1) // 2
 
 
-def test_a_large_card_takes_few_tiles():
+def test_a_large_card_takes_few_tiles_and_a_full_one_the_smallest():
     assert tiles(20_000, tile_size(CARD, "gpu", 20_000, 3, 4)) <= 20
     assert tiles(5_000, tile_size(CARD, "gpu", 5_000, 3, 4)) <= 6
     assert tile_size(CARD, "gpu", 1_000, 3, 4) == 1_000  # one tile
+    assert tile_size(10**9, "gpu", 50_000, 3, 4) == CPU_TILE
+    assert tile_entries(CARD, 4) > 1e7
+    assert tile_entries(1, 4) == CPU_TILE**2
 
 
 @pytest.mark.parametrize("kind", ["gpu", "tpu"])
@@ -47,10 +50,6 @@ def test_a_processor_keeps_its_tiles():
     assert tile_size(CARD, "cpu", 9, 3, 8) == 9
 
 
-def test_a_device_that_is_full_takes_the_smallest_tiles():
-    assert tile_size(10**9, "gpu", 50_000, 3, 4) == CPU_TILE
-
-
 def test_tiles_of_a_gram_matrix_take_a_part_of_the_result():
     for n, arrays in itertools.product((5_000, 20_000, 100_000), (7, 12, 100)):
         size = gram_tile_size(CARD, "gpu", n, arrays, 4)
@@ -59,11 +58,6 @@ def test_tiles_of_a_gram_matrix_take_a_part_of_the_result():
         assert held <= 1.3 * max(4 * n**2 / 6, CARD / 256) or size == CPU_TILE
     assert gram_tile_size(CARD, "cpu", 5_000, 7, 4) == 1024
     assert gram_tile_size(1, "gpu", 5_000, 7, 4) == CPU_TILE
-
-
-def test_tiles_of_positions_follow_the_memory():
-    assert tile_entries(CARD, 4) > 1e7
-    assert tile_entries(1, 4) == CPU_TILE**2
 
 
 def features(layers, x, network):

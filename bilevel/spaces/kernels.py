@@ -38,15 +38,22 @@ from bilevel.internal.checks import (
     one_of,
 )
 from bilevel.problem.problem import Problem
-from bilevel.spaces.space import Space
-from bilevel.spaces.targets import OUTER_LOSSES, like_outputs, mixture_and_penalty, predict_labels
+from bilevel.spaces.space import Kind, Space, extended
+from bilevel.spaces.targets import (
+    OUTER_LOSSES,
+    like_outputs,
+    mixture_and_penalty,
+    predict_labels,
+    validation_loss,
+    with_penalty,
+)
 from ntk import networks as nets
 from ntk.kernels.functions import measured
 
 
 def kernel_ridge(
     matrix: Callable[[Pytree, Any], jax.Array],
-    loss: Callable,
+    outer: str,
     training: Callable[[Pytree, Any], jax.Array] | None = None,
 ) -> dict[str, Any]:
     """Return fields of a space: ridge regression with the kernel ``matrix(alpha, inputs)``.
@@ -66,11 +73,6 @@ def kernel_ridge(
         image = training(alpha, inputs) @ w + jnp.exp(alpha["log_penalty"]) * w
         return jnp.vdot(w, 0.5 * image - like_outputs(image, y))
 
-    def outer(w, alpha, batch):
-        inputs, y = batch
-        f = apply(w, alpha, inputs)
-        return jnp.mean(loss(f, like_outputs(f, y)))
-
     def run(lower, alpha, w, state, batch):
         inputs, y = batch
         y, K = as_floating("y", y), training(alpha, inputs)
@@ -80,7 +82,7 @@ def kernel_ridge(
         return jax.scipy.linalg.solve(K + penalty, y, assume_a="pos"), state
 
     solver = LowerSolver(init=lambda w: (), run=run, closed_form=True, of_alpha=True)
-    problem = Problem(lower, outer)
+    problem = Problem(lower, validation_loss(apply, outer))
     return {"init": init, "apply": apply, "problem": problem, "solver": solver}
 
 
@@ -105,8 +107,7 @@ class KernelSpace(Space):
 def kernel_space(
     names: Sequence[str],
     activations: Sequence[Callable[[Any], jax.Array]],
-    loss: Callable[[jax.Array, jax.Array], jax.Array],
-    predict: Callable[[jax.Array], jax.Array],
+    outer: str,
     scale: float,
 ) -> KernelSpace:
     """Make a :class:`KernelSpace` of checked names and activations."""
@@ -121,8 +122,8 @@ def kernel_space(
     return KernelSpace(
         names=tuple(names),
         **mixture_and_penalty(names),
-        **kernel_ridge(matrix, loss),
-        predict=predict,
+        **kernel_ridge(matrix, outer),
+        predict=predict_labels,
         blocks=blocks,
     )
 
@@ -241,8 +242,7 @@ def kernel_function_space(
         return jnp.asarray(x), None if columns is None else jnp.asarray(columns)
 
     def of(kernel_alpha):
-        parts = jax.tree.map(jnp.asarray, kernel_alpha)
-        return {"kernel": parts, "log_penalty": jnp.log(jnp.asarray(0.1, jnp.result_type(float)))}
+        return with_penalty(kernel=jax.tree.map(jnp.asarray, kernel_alpha))
 
     def draw(key):
         leaves, structure = jax.tree.flatten(of(start)["kernel"])
@@ -272,10 +272,26 @@ def kernel_function_space(
         draw=draw,
         discretize=discretize,
         one_hot=of,
-        **kernel_ridge(matrix, OUTER_LOSSES[outer], training),
+        **kernel_ridge(matrix, outer, training),
         predict=predict_labels,
         inputs=inputs,
         certificates=certificates,
+    )
+
+
+def kernel_search(
+    space: Space, matrix: Callable[..., Any], outer: str, kind: type[Kind], **fields: Any
+) -> Kind:
+    """Make the search of ``matrix(alpha, x1, x2)`` over the architectures of a space."""
+    kernels = kernel_function_space(matrix, space.start(), sets=space.sets, outer=outer)
+    return extended(
+        kernels,
+        kind,
+        names=space.names,
+        draw=lambda key: kernels.one_hot(space.draw(key)),
+        discretize=lambda alpha: space.discretize(alpha["kernel"]),
+        one_hot=lambda architecture: kernels.one_hot(space.one_hot(architecture)),
+        **fields,
     )
 
 
@@ -365,9 +381,7 @@ def network_space(network: nets.Network, *, outer: str = "squared") -> NetworkSp
             coordinates[name] = jnp.log(value) if name in logarithms else jnp.asarray(value, float)
         return space.one_hot(coordinates)
 
-    fields = {f.name: getattr(space, f.name) for f in dataclasses.fields(space)}
-    fields |= {"discretize": discretize, "one_hot": one_hot, "values": values}
-    return NetworkSpace(**fields)
+    return extended(space, NetworkSpace, discretize=discretize, one_hot=one_hot, values=values)
 
 
 def _variances(network: nets.Network) -> Iterator[str]:
@@ -441,7 +455,7 @@ def kernel_mixture_space(
     return KernelFunctionSpace(
         names=tuple(kernels),
         **mixture_and_penalty(list(kernels)),
-        **kernel_ridge(matrix, OUTER_LOSSES[outer]),
+        **kernel_ridge(matrix, outer),
         predict=predict_labels,
         inputs=inputs,
         certificates=certificates,

@@ -7,17 +7,17 @@ This is the proxy for wide networks of any depth in section 5 of the extended ve
 in its dual, with the finite network's tangent kernel ``K_alpha = sum over parameters phi phi'``.
 """
 
-import dataclasses
 from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import ntk
 from bilevel.contracts import Pytree
 from bilevel.internal.checks import concrete
-from bilevel.spaces.kernels import KernelFunctionSpace, kernel_function_space
+from bilevel.spaces.kernels import KernelFunctionSpace, kernel_search
 from bilevel.spaces.space import Space
 
 
@@ -46,7 +46,7 @@ def linearized_space(space: Space, w: Pytree, *, outer: str = "squared") -> Kern
     Notes
     -----
     Time of a step: the gradients of n outputs and ``n^2`` times the weights; memory: n copies of
-    the weights. For infinite width use ``skip_space(width=math.inf)``.
+    the weights.
 
     Examples
     --------
@@ -73,7 +73,7 @@ def linearized_space(space: Space, w: Pytree, *, outer: str = "squared") -> Kern
         return ntk.empirical_kernel(apply, w, x1, x2, outputs="trace") / outputs
 
     def inputs(x, columns=None):
-        x, columns = kernel_space.inputs(x, columns)
+        x, columns = jnp.asarray(x), None if columns is None else jnp.asarray(columns)
         if concrete(x, w) and len(x) > 1:
             pair, alone = (space.apply(w, space.start(), part) for part in (x[:2], x[:1]))
             if not np.allclose(pair[:1], alone, rtol=1e-2, atol=1e-3 * np.abs(pair).max()):
@@ -83,12 +83,4 @@ def linearized_space(space: Space, w: Pytree, *, outer: str = "squared") -> Kern
                 )
         return x, columns
 
-    kernel_space = kernel_function_space(kernel, space.start(), sets=space.sets, outer=outer)
-    return dataclasses.replace(
-        kernel_space,
-        inputs=inputs,
-        names=space.names,
-        draw=lambda key: kernel_space.one_hot(space.draw(key)),
-        discretize=lambda alpha: space.discretize(alpha["kernel"]),
-        one_hot=lambda architecture: kernel_space.one_hot(space.one_hot(architecture)),
-    )
+    return kernel_search(space, kernel, outer, KernelFunctionSpace, inputs=inputs)

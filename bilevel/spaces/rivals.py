@@ -1,18 +1,20 @@
 """Networks to compare a found one with: random ones of its size, and those of one operation."""
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import chex
 import jax
 
+from bilevel.spaces.activations import activation_space
 from bilevel.spaces.darts import genotype as darts
 from bilevel.spaces.darts.operations import reductions
+from bilevel.spaces.darts.supernet import darts_space
 from bilevel.spaces.nasbench201 import genotype as nasbench201
 from bilevel.spaces.nasbench201.costs import parameter_count
+from bilevel.spaces.nasbench201.supernet import nasbench201_space
 from bilevel.spaces.skips import skip_space
-from bilevel.spaces.space import Space, on_simplices
+from bilevel.spaces.space import Space
 from bilevel.spaces.trained import Blueprint
 
 _MOST = 50  # draws, if all before equal the architecture found
@@ -28,11 +30,11 @@ def random_of_same_size(
     """
     size = weight_excess(found)
     others: list[Blueprint] = []
-    draw = _DRAWS.get(found.space, functools.partial(_draw_own, own))
+    space = _space_of(found, names, own)
     for i, k in enumerate(jax.random.split(key, max(draws, _MOST))):
         if i >= draws and others:
             break
-        drawn = draw(k, found, names)
+        drawn = _draw(k, found, space)
         if drawn.architecture != found.architecture:
             others.append(drawn)
     return min(others, key=lambda b: abs(weight_excess(b) - size), default=None)
@@ -74,55 +76,29 @@ def _edge_weights(genotype: darts.Genotype, cells: int, channels: int) -> Iterat
         reduced = cell in reductions(cells)
         channels *= 1 + reduced
         for name, source in genotype.reduce if reduced else genotype.normal:
-            yield _OPERATION_WEIGHTS[name](channels, reduced and source < 2)
+            yield _operation_weights(name, channels, reduced and source < 2)
 
 
-def _separable_weights(size: int, times: int) -> Callable[[int, bool], int]:
-    # Depthwise and 1 x 1 convolution, scale and shift.
-    return lambda c, strided: times * (size**2 * c + c**2 + 2 * c)
+def _operation_weights(name: str, channels: int, strided: bool) -> int:
+    pointwise = channels**2 + 2 * channels  # 1 x 1 convolution, scale and shift
+    if name == "skip_connect":
+        return strided * pointwise
+    layers = {"sep": 2, "dil": 1}.get(name[:3], 0)  # none in pooling
+    return layers * (int(name[-1]) ** 2 * channels + pointwise)
 
 
-_OPERATION_WEIGHTS: dict[str, Callable[[int, bool], int]] = {
-    "max_pool_3x3": lambda c, strided: 0,
-    "avg_pool_3x3": lambda c, strided: 0,
-    "skip_connect": lambda c, strided: strided * (c**2 + 2 * c),
-    "sep_conv_3x3": _separable_weights(3, 2),
-    "sep_conv_5x5": _separable_weights(5, 2),
-    "dil_conv_3x3": _separable_weights(3, 1),
-    "dil_conv_5x5": _separable_weights(5, 1),
-}
+def _space_of(found: Blueprint, names: tuple[str, ...], own: Space | None) -> Any:
+    """Return the space that the architecture was found in; ``own`` is a user-defined one."""
+    if found.space == "activations":
+        return activation_space(**found.sizes)
+    if found.space == "skips":
+        return skip_space(**found.sizes)
+    if found.space == "darts":
+        return darts_space(names)
+    return nasbench201_space(names) if found.space == "nasbench201" else own
 
 
-def _draw_activation(key, found, names):
-    choice = on_simplices(names)
-    alpha = choice.draw(key)
-    return found._replace(architecture=choice.discretize(alpha), alpha=[alpha.tolist()])
-
-
-def _draw_skips(key, found, names):
-    space = skip_space(**found.sizes)
-    return found._replace(architecture=str(space.discretize(space.draw(key))))
-
-
-def _draw_darts(key, found, names):
-    return found._replace(architecture=str(darts.genotype(darts.draw_corner(key, names), names)))
-
-
-def _draw_nasbench201(key, found, names):
-    drawn = on_simplices(names, (len(nasbench201.EDGES),))
-    cell = nasbench201.Genotype(drawn.discretize(drawn.draw(key)))
-    return found._replace(architecture=str(cell))
-
-
-_DRAWS: dict[str, Callable[[jax.Array, Blueprint, tuple[str, ...]], Blueprint]] = {
-    "activations": _draw_activation,
-    "skips": _draw_skips,
-    "darts": _draw_darts,
-    "nasbench201": _draw_nasbench201,
-}
-
-
-def _draw_own(own: Any, key: jax.Array, found: Blueprint, names: tuple[str, ...]) -> Blueprint:
-    alpha = own.draw(key)
-    leaves = [leaf.tolist() for leaf in jax.tree.leaves(alpha)]
-    return found._replace(architecture=str(own.discretize(alpha)), alpha=leaves)
+def _draw(key: jax.Array, found: Blueprint, space: Space) -> Blueprint:
+    alpha = space.draw(key)
+    leaves = found.alpha and [leaf.tolist() for leaf in jax.tree.leaves(alpha)]
+    return found._replace(architecture=str(space.discretize(alpha)), alpha=leaves)

@@ -46,11 +46,10 @@ import numpy as np
 
 import ntk
 from bilevel.internal.checks import check_finite, integer, one_of, sequence
-from bilevel.problem.problem import Problem
 from bilevel.spaces.activations import ACTIVATIONS
-from bilevel.spaces.kernels import KernelFunctionSpace, kernel_function_space
+from bilevel.spaces.kernels import KernelFunctionSpace, kernel_search
 from bilevel.spaces.space import Space, on_simplices
-from bilevel.spaces.targets import OUTER_LOSSES, label_losses, predict_labels
+from bilevel.spaces.targets import OUTER_LOSSES, cross_entropy_problem, predict_labels
 from ntk.expectations.activations import Activation
 
 Alpha = dict[str, jax.Array]
@@ -150,7 +149,7 @@ def skip_space(
     depth : int
         L, at least 3: weight matrices, including the last one.
     width : int or math.inf
-        m; ``math.inf`` for kernel ridge regression.
+        m; ``math.inf`` for kernel ridge regression (:class:`SkipKernelSpace`).
     classes : int
         2 for one output and the paper's logistic loss (of ``y f``, y = 2 label - 1). More for one
         output each and the softmax's cross-entropy, which generalises it.
@@ -159,10 +158,6 @@ def skip_space(
     outer : {"hinge", "logistic", "squared"}
         At infinite width, the outer loss of ``y f``; ``y`` from
         :func:`bilevel.spaces.targets.sign_labels`.
-
-    Returns
-    -------
-    SkipSpace, or for ``width=math.inf`` SkipKernelSpace
 
     Raises
     ------
@@ -173,7 +168,7 @@ def skip_space(
     Notes
     -----
     The hidden layers are one ``lax.scan``, so compile time does not grow with the depth. A plain
-    network is a loop over its layers. The size of ``w`` is ``m (inputs + (L-2) m + outputs)``.
+    network is a loop over its layers.
 
     At infinite width every step evaluates two kernels and their derivatives. More than seven layers
     need float64: in float32 the bound of their error makes entries NaN, and the search stops with a
@@ -243,10 +238,6 @@ def skip_space(
             raise ValueError(f"x: expected rows [n, {inputs}], got shape {jnp.shape(x)}.")
         return network.apply({"params": w}, alpha, x)
 
-    def loss(w, alpha, batch):
-        x, labels = batch
-        return jnp.mean(label_losses(apply(w, alpha, x), labels))
-
     def discretize(alpha):
         network.check(alpha)
         skips = np.asarray(alpha["skips"])
@@ -269,30 +260,22 @@ def skip_space(
             skips = alpha["skips"]
         return ntk.network_kernel(x, x2, activations=layers, skips=skips)
 
-    sets = {"activations": "simplex", "skips": "box"}
-    if infinite:
-        space = kernel_function_space(kernel, start(), sets=sets, outer=outer)
-        fields = {field.name: getattr(space, field.name) for field in dataclasses.fields(space)}
-        fields |= {
-            "names": names,
-            "draw": lambda key: space.one_hot(draw(key)),
-            "discretize": lambda alpha: discretize(alpha["kernel"]),
-            "one_hot": lambda architecture: space.one_hot(one_hot(architecture)),
-        }
-        return SkipKernelSpace(**fields, kernel=kernel)
-    return SkipSpace(
+    space = SkipSpace(
         names=names,
-        sets=sets,
+        sets={"activations": "simplex", "skips": "box"},
         start=start,
         init=init,
         apply=apply,
-        problem=Problem(loss, loss),
+        problem=cross_entropy_problem(apply),
         predict=predict_labels,
         draw=draw,
         discretize=discretize,
         one_hot=one_hot,
         kernel=kernel,
     )
+    if infinite:
+        return kernel_search(space, kernel, outer, SkipKernelSpace, kernel=kernel)
+    return space
 
 
 def _ntk_activation(a: str | Activation) -> Activation:

@@ -15,7 +15,7 @@ gradient descent (activations), the kernel of infinite width (skips).
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ import numpy as np
 from bilevel.contracts import Pytree
 from bilevel.internal.checks import numpy_array, prng_key
 from bilevel.problem.problem import Problem
+
+Kind = TypeVar("Kind", bound="Space")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +107,12 @@ def finite_weights(name: str, alpha: Any, shape: tuple[int, ...]) -> np.ndarray:
     if alpha.shape != shape or not np.isfinite(alpha).all():
         raise ValueError(f"{name}: expected {shape} finite weights, got {alpha.shape}.")
     return alpha
+
+
+def extended(space: Space, kind: type[Kind], **fields: Any) -> Kind:
+    """Return the space as a ``kind`` of space, with these fields added or replaced."""
+    own = {field.name: getattr(space, field.name) for field in dataclasses.fields(space)}
+    return kind(**own | fields)
 
 
 class Simplices(NamedTuple):

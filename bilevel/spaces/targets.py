@@ -52,9 +52,8 @@ def sign_labels(labels: chex.Array, classes: int, dtype: Any = float) -> jax.Arr
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _signs(labels: jax.Array, classes: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    if not jnp.issubdtype(labels.dtype, jnp.floating):
-        labels = labels.astype(int)  # in bytes, 2 * 0 - 1 is 255; bools cannot be rounded
-    known = (labels >= 0) & (labels < classes) & (labels == jnp.round(labels))
+    labels = _without_bytes(labels)
+    known = _known(labels, classes)
     if classes == 2:
         return jnp.where(known, (2 * labels - 1).astype(dtype), jnp.nan), known
     signs = 2 * jax.nn.one_hot(labels, classes, dtype=dtype) - 1
@@ -72,6 +71,19 @@ def like_outputs(f: jax.Array, y: chex.Array) -> jax.Array:
     return y if jnp.issubdtype(y.dtype, jnp.floating) else y.astype(f.dtype)
 
 
+def validation_loss(
+    apply: Callable[[Pytree, Pytree, Any], jax.Array], outer: str
+) -> Callable[..., jax.Array]:
+    """Return the mean of an outer loss over batches ``(x, y)``, with ``y`` like the outputs."""
+
+    def loss(w, alpha, batch):
+        x, y = batch
+        f = apply(w, alpha, x)
+        return jnp.mean(OUTER_LOSSES[outer](f, like_outputs(f, y)))
+
+    return loss
+
+
 def predict_labels(f: chex.Array) -> jax.Array:
     """Return integer labels [n]: the sign of ``f`` [n], the largest of ``f`` [n, classes]."""
     if f.ndim == 1:
@@ -87,16 +99,23 @@ def label_losses(f: chex.Array, labels: chex.Array) -> jax.Array:
     It is NaN, with its derivatives, for labels that are not 0 .. classes - 1.
     """
     one_a_row(labels, f.shape[:1])
-    labels = jnp.asarray(labels)
-    if not jnp.issubdtype(labels.dtype, jnp.floating):
-        labels = labels.astype(int)  # bytes would wrap
+    labels = _without_bytes(jnp.asarray(labels))
     if f.ndim == 1:
         losses, classes = optax.sigmoid_binary_cross_entropy(f, labels), 2
     else:
         losses = optax.softmax_cross_entropy_with_integer_labels(f, labels)
         classes = f.shape[-1]
-    known = (labels >= 0) & (labels < classes) & (labels == jnp.round(labels))
-    return losses * jnp.where(known, 1, jnp.nan).astype(f.dtype)
+    return losses * jnp.where(_known(labels, classes), 1, jnp.nan).astype(f.dtype)
+
+
+def _without_bytes(labels: jax.Array) -> jax.Array:
+    """Return labels as floats or ints: in bytes, 2 * 0 - 1 is 255; bools cannot be rounded."""
+    return labels if jnp.issubdtype(labels.dtype, jnp.floating) else labels.astype(int)
+
+
+def _known(labels: jax.Array, classes: int) -> jax.Array:
+    """Return whether each label is an integer from 0 to classes - 1."""
+    return (labels >= 0) & (labels < classes) & (labels == jnp.round(labels))
 
 
 def cross_entropy_problem(apply: Callable[[Pytree, Pytree, jax.Array], jax.Array]) -> Problem:
@@ -109,18 +128,19 @@ def cross_entropy_problem(apply: Callable[[Pytree, Pytree, jax.Array], jax.Array
     return Problem(loss, loss)
 
 
+def with_penalty(**alpha: Pytree) -> dict[str, Pytree]:
+    """Return ``alpha`` with the first "log_penalty" of ridge regressions, log 0.1."""
+    return alpha | {"log_penalty": jnp.log(jnp.asarray(0.1, jnp.result_type(float)))}
+
+
 def mixture_and_penalty(names: Sequence[str]) -> dict[str, Any]:
     """Return the fields of a :class:`Space` for alpha {"mixture": [h], "log_penalty"}."""
     choice = on_simplices(names)
 
-    def with_penalty(mixture):
-        log_penalty = jnp.log(jnp.asarray(0.1, jnp.result_type(float)))
-        return {"mixture": mixture, "log_penalty": log_penalty}
-
     return {
         "sets": {"mixture": "simplex", "log_penalty": "free"},
-        "start": lambda: with_penalty(choice.start()),
-        "draw": lambda key: with_penalty(choice.draw(key)),
+        "start": lambda: with_penalty(mixture=choice.start()),
+        "draw": lambda key: with_penalty(mixture=choice.draw(key)),
         "discretize": lambda alpha: choice.discretize(alpha["mixture"]),
-        "one_hot": lambda architecture: with_penalty(choice.one_hot(architecture)),
+        "one_hot": lambda name: with_penalty(mixture=choice.one_hot(name)),
     }

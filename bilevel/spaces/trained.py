@@ -31,6 +31,9 @@ from bilevel.spaces.targets import sign_labels
 def network_at(space: Space, architecture: Any) -> TrainableNetwork:
     """Make the network of an architecture of any space, to be trained by :func:`bilevel.nets.fit`.
 
+    It is ``space.apply`` at the vertex ``space.one_hot(architecture)``, without the running
+    averages of :func:`bilevel.spaces.darts.darts_network`.
+
     Parameters
     ----------
     space : Space
@@ -43,12 +46,6 @@ def network_at(space: Space, architecture: Any) -> TrainableNetwork:
     ------
     ValueError
         If ``space`` is not a Space, or ``architecture`` is not of this space.
-
-    Notes
-    -----
-    The network is ``space.apply`` at the vertex ``space.one_hot(architecture)``. The networks of
-    cells have batch normalisation with running averages instead: see
-    :func:`bilevel.spaces.darts.darts_network`.
 
     Examples
     --------
@@ -128,14 +125,12 @@ def _cell_network(
 
 def _activation_network(blueprint: Blueprint) -> TrainableNetwork:
     space = activation_space(**blueprint.sizes)
-    assert isinstance(space, ActivationSpace)  # the width is finite
     return mixture_network(space, blueprint._alpha(space))
 
 
 def _skip_network(blueprint: Blueprint) -> TrainableNetwork:
-    return network_at(
-        skip_space(**blueprint.sizes), parse_skip_architecture(blueprint.architecture)
-    )
+    space = skip_space(**blueprint.sizes)
+    return network_at(space, parse_skip_architecture(blueprint.architecture))
 
 
 BUILDERS: dict[str, Callable[[Blueprint], TrainableNetwork]] = {
@@ -166,7 +161,7 @@ class TrainedNetwork:
     shape: tuple[int, ...]
 
     def outputs(self, x: chex.Array) -> np.ndarray:
-        """Return the outputs for rows like those of the training: the same shape and scale."""
+        """Return the outputs for rows of the training's shape and scale."""
         if np.ndim(x) < 1 or np.shape(x)[1:] != self.shape or not len(x):
             expected = ", ".join(["n", *map(str, self.shape)])
             raise ValueError(f"x: expected rows [{expected}], got shape {np.shape(x)}.")

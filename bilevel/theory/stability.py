@@ -40,8 +40,9 @@ def lipschitz(
 ) -> jax.Array:
     """Return the normalised distances ``norm(A(alpha + delta u) - A(alpha)) / delta``.
 
-    Their maximum is a lower bound of A's Lipschitz constant. If A is Lipschitz only approximately
-    (ReLU: units that switch), they grow as ``delta`` shrinks.
+    Their maximum is a lower bound of A's Lipschitz constant (Oymak et al. 2021, Assumption 1,
+    section 7a and Figure 2). If A is Lipschitz only approximately (ReLU: units that switch), they
+    grow as ``delta`` shrinks.
 
     Parameters
     ----------
@@ -82,10 +83,6 @@ def lipschitz(
 
     Cost: m (k + 1) runs of the algorithm, one program; memory of ``batch_size`` (k + 1) runs.
 
-    References
-    ----------
-    Oymak et al. (2021), Assumption 1; section 7a and Figure 2.
-
     Examples
     --------
     Gradient descent on ``mu/2 theta^2 - M alpha theta``: the constant is ``M / mu``, here 4.
@@ -98,7 +95,9 @@ def lipschitz(
            [4., 4.]], dtype=float...)
     """
     function("algorithm", algorithm, "alpha -> weights")
-    deltas = _check_deltas(deltas)
+    deltas = real_array("deltas", positive("deltas", deltas))
+    if deltas.ndim != 1 or deltas.size == 0:
+        raise ValueError(f"deltas: expected shape [k] with k at least 1, got {deltas.shape}.")
     alphas = _points(alphas)
     units = _unit_directions(alphas, directions)
     if batch_size is not None:
@@ -133,13 +132,6 @@ def _signed(x: jax.Array) -> jax.Array:
 
 def _index_leaves(tree: Pytree, index: int | slice) -> Pytree:
     return jax.tree.map(lambda leaf: leaf[index], tree)
-
-
-def _check_deltas(deltas: jax.Array) -> jax.Array:
-    deltas = real_array("deltas", positive("deltas", deltas))
-    if deltas.ndim != 1 or deltas.size == 0:
-        raise ValueError(f"deltas: expected shape [k] with k at least 1, got {deltas.shape}.")
-    return deltas
 
 
 def _points(alphas: Pytree) -> Pytree:

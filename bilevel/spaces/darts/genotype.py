@@ -199,12 +199,11 @@ _LABELS = {0: "k−2", 1: "k−1", 2: "0", 3: "1", 4: "2", 5: "3"}
 def plot_genotype(genotype: Genotype, axes: Sequence[Any] | None = None) -> Sequence[Any]:
     """Draw both cells as graphs: an arrow for each edge, its colour and dashes the operation.
 
-    The result is the axes of the normal cell and of the reduction cell.
-
     Parameters
     ----------
     genotype : Genotype
     axes : two matplotlib axes, optional
+        Of the normal cell and of the reduction cell.
 
     Examples
     --------

@@ -156,8 +156,8 @@ def darts_space(
         Dtype of activations, by default the images'; ``jnp.bfloat16`` for mixed precision.
         Parameters are float32; batch statistics, the classifier and losses have at least float32.
     remat : bool
-        Whether to store only an edge's input for the backward pass and recompute the edge. On a CPU
-        that takes a sixth of the memory, and less time.
+        Whether the backward pass recomputes each edge from its input: a sixth of the memory, and
+        on a CPU less time.
 
     Raises
     ------
@@ -167,11 +167,8 @@ def darts_space(
 
     Notes
     -----
-    Liu, Simonyan & Yang (2019), section 2. Deviation: the classifier's bias starts at 0. Memory:
-    the 14 inputs of edges of every cell, without ``remat`` all activations. On two CPU cores a
-    search step takes two thirds of the time and a fifth of the memory of PyTorch's
-    (``benchmarks/deep_search/darts_step.py``). Compiling 3 cells takes 30 s for 4 operations, 45 s
-    for 8.
+    Liu, Simonyan & Yang (2019), section 2. Deviation: the classifier's bias starts at 0. Compiling
+    takes 15 s for each cell.
 
     Examples
     --------

@@ -182,9 +182,8 @@ def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
     Notes
     -----
     ``project`` costs one product [n, p] x [p, D] for a scalar configuration and two for one
-    configuration per row (and under vmap over configurations), plus p D random numbers each; memory
-    the p D numbers and the result. The random bits of feature j depend on the key and j alone;
-    features of different ``dimension`` and ``start`` agree up to rounding.
+    configuration per row, plus p D random numbers each. The random bits of feature j depend on the
+    key and j alone; features of different ``dimension`` and ``start`` agree up to rounding.
 
     Examples
     --------

@@ -21,7 +21,13 @@ from bilevel.internal.checks import as_floating, one_of, sequence
 from bilevel.problem.problem import Problem
 from bilevel.solvers import ridge
 from bilevel.spaces.space import Space, distinct, name_of
-from bilevel.spaces.targets import OUTER_LOSSES, like_outputs, mixture_and_penalty, predict_labels
+from bilevel.spaces.targets import (
+    OUTER_LOSSES,
+    like_outputs,
+    mixture_and_penalty,
+    predict_labels,
+    validation_loss,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +79,7 @@ def feature_space(
     -----
     Memory: h n p values for the blocks, n p for their mixture. Time of a hypergradient: h n p for
     the mixture and min(n, p)^2 max(n, p) for the solve. The paper's loss is twice the lower loss
-    here, with the same minimiser and lambda. Its ``phi_alpha(x_i) = sum_i alpha_i phi_1(x_i)``
-    (section 4.2) is a misprint.
+    here, with the same minimiser and lambda.
 
     Examples
     --------
@@ -128,17 +133,12 @@ def feature_space(
         error = f - like_outputs(f, y)
         return 0.5 * (jnp.vdot(error, error) + penalty(alpha) * jnp.vdot(w, w))
 
-    def validation(w, alpha, batch):
-        blocks, y = batch
-        f = apply(w, alpha, blocks)
-        return jnp.mean(OUTER_LOSSES[outer](f, like_outputs(f, y)))
-
     return FeatureSpace(
         names=names,
         **mixture_and_penalty(names),
         init=init,
         apply=apply,
-        problem=Problem(lower, validation),
+        problem=Problem(lower, validation_loss(apply, outer)),
         predict=predict_labels,
         blocks=blocks,
         solver=ridge(features, penalty),

@@ -239,10 +239,9 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
     Notes
     -----
     A naive-Bayes weight has the sign of the class in it, other weights do not. Shared weights w of
-    both kinds in the same bins could serve neither (on 3,000 reviews most had errors near 1/2), so
-    n-grams of one kind fall into the bins of unrelated n-grams of the other. The authors' released
-    code gives every configuration its own hash. Memory: up to 36 matrices of counts, of some 100
-    entries and 12 bytes each per text and order.
+    both kinds in the same bins could serve neither, so n-grams of one kind fall into the bins of
+    unrelated n-grams of the other. Memory: up to 36 matrices of counts, of some 100 entries and 12
+    bytes each per text and order.
 
     Examples
     --------

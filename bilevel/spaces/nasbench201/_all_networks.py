@@ -31,7 +31,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
 from bilevel.internal.checks import concrete
-from bilevel.nets.convolution import average_pooling, convolve_images
+from bilevel.nets.convolution import convolve_images
 from bilevel.nets.layers import cast_images, draw_parameters
 from bilevel.spaces.cells import check_images, check_sizes
 from bilevel.spaces.nasbench201.genotype import EDGES, PRIMITIVES, SIZES, Genotype, check_operations
@@ -43,6 +43,7 @@ from bilevel.spaces.nasbench201.network import (
     Shape,
     Stem,
     add_edges,
+    run_operation,
     standardize,
 )
 
@@ -96,10 +97,8 @@ def all_networks(
 
     Notes
     -----
-    Memory: for every cell 7 arrays of its input's size, and one cell's activations. ``w`` has 1.7
-    million weights, one genotype 0.07 to 1.5. Time on two cores, for 32 images and a random
-    genotype: 0.05 s for the logits, 0.16 s for a gradient
-    (``benchmarks/train_free/nasbench201.py``). Reference: Dong & Yang (2020), section 2.
+    Memory: for every cell 7 arrays of its input's size, and one cell's activations. Reference: Dong
+    & Yang (2020), section 2.
 
     Examples
     --------
@@ -227,35 +226,17 @@ def _switch_backward(branches, residuals, g):
 _switch.defvjp(_switch_forward, _switch_backward)
 
 
-def _convolution_branch(name: str) -> Callable:
-    def branch(kernels, x):
+def _apply_without_norm(name: str, kernels: Pytree, x: jax.Array) -> jax.Array:
+    if name == "none":
+        return jnp.zeros_like(x)
+    if name in SIZES:
         return convolve_images(nn.relu(x), kernels[name]["kernel"].astype(x.dtype))
-
-    return branch
-
-
-def _normalized(name: str) -> Callable:
-    def branch(norms, x):
-        return standardize().apply({"params": norms[name]}, x)
-
-    return branch
+    return run_operation(standardize, name, x)
 
 
-def _identity_branch(w, x):
-    return x
+def _apply_norm(name: str, norms: Pytree, x: jax.Array) -> Any:
+    return standardize().apply({"params": norms[name]}, x) if name in SIZES else x
 
 
-_LINEAR = (
-    lambda w, x: jnp.zeros_like(x),
-    _identity_branch,
-    _convolution_branch("nor_conv_1x1"),
-    _convolution_branch("nor_conv_3x3"),
-    lambda w, x: average_pooling(x, 3, padding=1),
-)
-_NORMS = (
-    _identity_branch,
-    _identity_branch,
-    _normalized("nor_conv_1x1"),
-    _normalized("nor_conv_3x3"),
-    _identity_branch,
-)
+_LINEAR = tuple(functools.partial(_apply_without_norm, name) for name in PRIMITIVES)
+_NORMS = tuple(functools.partial(_apply_norm, name) for name in PRIMITIVES)

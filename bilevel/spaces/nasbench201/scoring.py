@@ -4,8 +4,6 @@
 
 s is one of :mod:`ntk.scores`, or a user's function. All networks are scored on the same batch and
 with the same weights ``w``, each with its own part, so that scores differ by the networks only.
-Genotypes are scored one after another, or ``at_once`` in parallel. A file stores the scores, so
-that an interrupted run resumes.
 """
 
 import functools
@@ -88,18 +86,17 @@ def score_networks(
     at_once : int
         Number of genotypes in one program; 1 is right on a CPU.
     place : ``place(genotypes [at_once, 6]) -> the same``
-        Puts them on the scoring devices, e.g. a ``jax.device_put`` over a mesh. The mesh may be
-        multi-host; the first process then writes the file.
+        Puts them on the scoring devices, e.g. a ``jax.device_put`` over a mesh, also a multi-host
+        one.
     progress : bool, optional
         A progress bar; by default in a terminal.
     file : path, optional
         An ``.npz`` that stores the scores, during the run and at the end. Its scores are not
         computed again, if it was made with the same networks, ``w`` and ``batch``, and the same
-        first genotypes. It has a CRC-32. If the disk is full, a warning is given and the run
-        continues without the file.
+        first genotypes. If the disk is full, the run warns and continues without the file.
     functions : dict of ``score(key, apply, params, batch) -> scalar``, optional
-        User's scores by name; JAX must be able to trace them. Larger is better. A file identifies
-        them by name; scores of a changed function are computed again.
+        User's scores by name; JAX must be able to trace them. Larger is better. Scores of a changed
+        function are computed again.
     key : jax.Array, optional
         The ``key`` of the user's scores, the same for all networks; by default of seed 0.
 
@@ -112,8 +109,7 @@ def score_networks(
     Notes
     -----
     ``certified_min_eigenvalue`` is certified for the kernel in float32. ``knas_released`` takes the
-    first leaves of ``w``, even those of other networks. Time:
-    ``benchmarks/train_free/nasbench201.py``.
+    first leaves of ``w``, even those of other networks.
 
     Examples
     --------
@@ -141,13 +137,12 @@ def score_networks(
     with alone, progress_bar(progress, "scores", m * len(programs), "{score}") as show:
         store = _ScoreStore(file, cells, made_from, versions)
         for i, (label, program) in enumerate(programs.items()):
-            shown = functools.partial(_show_progress, show, i * m, label)
+
+            def shown(done, before=i * m, label=label):
+                show(before + done, lambda: {"score": label})
+
             _score_in_chunks(label, program, store, w, cells, batch, at_once, place, shown)
     return store.scored(names)
-
-
-def _show_progress(show: Callable, before: int, label: str, done: int) -> None:
-    show(before + done, lambda: {"score": label})
 
 
 def _check_scoring(names, functions, genotypes, batch, at_once):
@@ -269,10 +264,7 @@ def _score_in_chunks(label, program, store, w, cells, batch, at_once, place, sho
 
 
 class _ScoreStore:
-    """Scores so far, by program and name, for the first genotypes; in a file, if there is one.
-
-    The file may have more genotypes than ``count``.
-    """
+    """Scores so far, by program and name, for the first genotypes; in a file, if there is one."""
 
     def __init__(
         self,
@@ -323,7 +315,6 @@ class _ScoreStore:
         self.versions = before | self.versions
 
     def done(self, label: str) -> int:
-        """Return the number of genotypes that a program has scored."""
         own = (chunks for key, chunks in self.arrays.items() if key.startswith(f"{label}/"))
         return min((sum(map(len, chunks)) for chunks in own), default=0)
 
@@ -336,7 +327,6 @@ class _ScoreStore:
         return self.done(label)
 
     def save(self) -> None:
-        """Write the file; on a full disk give a warning and continue."""
         self.arrays = {key: [np.concatenate(chunks)] for key, chunks in self.arrays.items()}
         self.saved = time.perf_counter()
         if self.file is None or not is_first_process():

@@ -94,7 +94,7 @@ def nasbench201_space(
         Dtype of activations, by default the images'; ``jnp.bfloat16`` for mixed precision.
         Parameters are float32; batch statistics, the classifier and losses have at least float32.
     remat : bool
-        Whether to store only a cell's input for the backward pass and recompute the cell.
+        Whether the backward pass recomputes each cell from its input, to store less.
 
     Raises
     ------
@@ -105,8 +105,7 @@ def nasbench201_space(
     Notes
     -----
     Dong & Yang (2020), section 2; section 5 for searches with shared weights. Deviation: the
-    classifier's bias starts at 0. Memory: the inputs of all cells and the activations of one,
-    without ``remat`` all activations. Each stage compiles one edge for all cells.
+    classifier's bias starts at 0.
 
     Examples
     --------

@@ -1,18 +1,8 @@
 """Generalization bounds of architecture search with a train-validation split.
 
 Every function returns a :class:`Bound`: a value with its terms, assumptions and open constants.
-:func:`sample_size` inverts any of them. ``docs/theory.md`` has the proofs with every constant.
-Bounds of eigenvalues of tangent kernels are in :mod:`ntk.bounds`.
-
-======================  ============================================================================
-``convergence``         proved, with every constant: risk and hypergradient, for all alpha
-``covering``            covering numbers of sets of alphas, effective dimension
-``feature_maps``        Lipschitz constants of predictors in their feature map
-``oymak``               the theorems of Oymak et al. 2021, corrected or as printed
-``oymak_kernels``       two of these theorems: bounds of the risk by y'K^-1 y
-``khodak``              excess risk after selection on validation data, Khodak et al. 2020
-``khodak_corollaries``  its corollaries, for linear models and finitely many choices
-======================  ============================================================================
+:func:`sample_size` inverts any of them. ``docs/theory.md`` has a table of all functions, and the
+proofs with every constant. Bounds of eigenvalues of tangent kernels are in :mod:`ntk.bounds`.
 """
 
 from bilevel.theory.bounds._sample_size import sample_size

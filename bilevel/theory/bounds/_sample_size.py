@@ -1,5 +1,6 @@
 """Invert a bound: find the number of validation rows that it needs."""
 
+import bisect
 from collections.abc import Callable
 
 from bilevel.internal.checks import function, positive
@@ -44,7 +45,4 @@ def sample_size(gap: float, bound: Callable[[float], Bound]) -> int:
         if rows == _CAP:
             raise ValueError(f"gap: expected a value that up to {_CAP:.0e} rows reach, got {gap}.")
         below, rows = rows, min(2 * rows, _CAP)
-    while rows - below > 1:
-        middle = (below + rows) // 2
-        below, rows = (below, middle) if reached(middle) else (middle, rows)
-    return rows
+    return bisect.bisect_left(range(rows), True, lo=below + 1, key=reached)

@@ -81,8 +81,6 @@ def ball_covering(dim: int, R: float) -> Covering:
 
         log N(eps) <= dim log(1 + 2 R / eps),    and 0 for eps >= R
 
-    The proof uses the volume of disjoint balls of radius eps / 2.
-
     Parameters
     ----------
     dim : int
@@ -115,8 +113,7 @@ def simplex_covering(h: int, *, copies: int = 1) -> Covering:
         log N(eps) <= log C(h + k - 1, k),    k = ceil(min(sqrt(h) / (2 eps), (1 - 1/h) / eps^2))
 
     The centres are the points with coordinates that are multiples of 1 / k. From
-    eps = sqrt(1 - 1/h) on, the barycentre is enough. For small eps the count is about
-    (1.4 / (sqrt(h) eps))^(h - 1), compared with (2 / eps)^(h - 1) for the ball.
+    eps = sqrt(1 - 1/h) on, the barycentre is enough.
 
     Parameters
     ----------
@@ -187,18 +184,12 @@ def sparse_covering(h: int, s: int, R: float) -> Covering:
 def finite_covering(points: chex.Array) -> Covering:
     """Return a covering of finitely many alphas, by farthest-first traversal.
 
-    The farthest point becomes the next centre, until all points are within eps of a centre. The
-    count is at most the covering number at ``eps / 2``, because the centres are more than eps apart
-    (Gonzalez 1985, "Clustering to minimize the maximum intercluster distance").
+    The count is at most the covering number at ``eps / 2``, because the centres are more than eps
+    apart (Gonzalez 1985, "Clustering to minimize the maximum intercluster distance").
 
     Parameters
     ----------
     points : array [m, h]
-
-    Returns
-    -------
-    Covering
-        Time m^2 h once, memory m h; then m for each radius.
 
     Raises
     ------

@@ -80,9 +80,6 @@ def khodak_theorem_a2(
         l_D(w, c) - min l_D <= epsilon* + B sqrt(log(1/delta) / (2 |V|))
             + inf_epsilon 2 L epsilon + B sqrt((Lambda(epsilon) + log(1/delta)) / (2 |V|))
 
-    The printed theorem, :func:`khodak_theorem_a2_as_printed`, has 3 epsilon and no L, and twice the
-    last radical.
-
     Parameters
     ----------
     entropy : array_like
@@ -137,9 +134,7 @@ def khodak_theorem_a2_as_printed(
     Counterexample: all functions into [-e, e], covered by the zero function, so that Lambda(e) = 0.
     The loss ``(e - y f) / (2 e)`` is in [0, 1], L = 1 / (2 e). The solution e y on V, -e y
     elsewhere, has excess risk 1, and the value is ``3 e + O(1 / sqrt |V|)``. The theorem is true
-    for 2 L <= 3 and for finite C at epsilon = 0; ``assumptions`` reports this. Its Theorem A.1
-    inverted is another expression: ``3 max(epsilon, B sqrt(2 (Lambda + log(2/delta)) / |V|))``,
-    0.446 in the example.
+    for 2 L <= 3 and for finite C at epsilon = 0; ``assumptions`` reports this.
 
     Parameters
     ----------

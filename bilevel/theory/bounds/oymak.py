@@ -98,11 +98,6 @@ def oymak_theorem1(
     delta, C : scalar
         C is the theorem's constant, without a default.
 
-    Returns
-    -------
-    OymakTheorem1
-        ``risk, selection, hypergradient``, each a :class:`Bound`.
-
     Raises
     ------
     ValueError
@@ -325,11 +320,6 @@ def oymak_theorem4_as_printed(p_over_n: Any, h_over_n: Any, *, c: Any) -> OymakT
         p_bar > 1, h_bar < 1.
     c : scalar
         The "sufficiently small constant" of (12).
-
-    Returns
-    -------
-    OymakTheorem4
-        ``correlation, risk``, each a :class:`Bound`.
 
     Raises
     ------

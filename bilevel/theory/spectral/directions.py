@@ -22,6 +22,8 @@ from ntk.kernels.symmetric import symmetric_matrix
 def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = False) -> jax.Array:
     """Return the spectral estimate of the mixture: ``sum_i y_i X_i``'s top left singular vector.
 
+    Oymak et al. 2021, section 5, step 1, and Theorem 4.
+
     Parameters
     ----------
     features : array [n, h, p], bilevel.theory.spectral.columns.Columns, or array [h, h, n, n]
@@ -56,16 +58,10 @@ def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = Fal
     sign; :func:`simplex_start` projects it to the simplex.
 
     Dependence across columns is not undone. The ratio measures the share of a kernel's trace that
-    is aligned with the labels, and ignores how ridge regression uses the rest. For one-vs-rest
-    labels of 150 digits it chooses GELU, a good choice; without the labels' means, the worst of six
-    activations.
+    is aligned with the labels, and ignores how ridge regression uses the rest.
 
     Time: c n h p, and h^2 (c p + h); whitened n h^2 p more; with kernels c h^2 n^2. Memory:
     h (n + c) b for blocks of b columns, h p (n + c) for an array.
-
-    References
-    ----------
-    Oymak et al. 2021, section 5, step 1, and Theorem 4.
 
     Examples
     --------

@@ -16,8 +16,6 @@ imagenet16-test
 
 and ``cifar100-valtest``, ``imagenet16-valtest`` both halves together.
 
-References
-----------
 Dong & Yang, NAS-Bench-201, ICLR 2020; Dong, Liu, Musial & Gabrys, NATS-Bench, TPAMI 2021.
 """
 
@@ -138,9 +136,8 @@ def published_scores(dataset: str = "cifar10") -> dict[str, np.ndarray]:
     graph features, 2024.
     """
     prefix = f"{dataset}_"
-    columns = _by_genotype(PUBLISHED)
-    own = {name: scores for name, scores in columns.items() if name.startswith(prefix)}
-    return {name.removeprefix(prefix): scores for name, scores in own.items()}
+    columns = _by_genotype(PUBLISHED).items()
+    return {k.removeprefix(prefix): scores for k, scores in columns if k.startswith(prefix)}
 
 
 def cifar10_split() -> tuple[np.ndarray, np.ndarray]:

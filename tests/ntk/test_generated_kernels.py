@@ -125,7 +125,7 @@ def test_any_activation_has_the_kernel_of_the_recursion_or_raises(seed, dtype, n
     x = x / jnp.maximum(1, jnp.linalg.norm(x, axis=1, keepdims=True))
     try:
         K = ntk.network_kernel(x, activations=[ntk.activation(FUNCTIONS[name])]).ntk
-    except ValueError:
+    except (ValueError, FloatingPointError):
         return
     # Inputs below a kink have a tiny kernel, and quadrature resolves a kink to one node.
     expected = recursion([name], x)

@@ -31,28 +31,28 @@ _CHUNK = 2**24  # values that are checked for NaN at once
 
 def load_own(source: Source, key: chex.PRNGKey) -> Dataset:
     """Return the user's rows; if test rows are missing, set a fifth of the training rows aside."""
-    name, parts, classes = _read(source)
+    name, parts, classes = _parts_of(source)
     x, y = parts["train"]
     if "test" not in parts:
         enough = "at least 2 rows{}, to set test rows aside"
         if classes:
             counts = np.bincount(y)
             rare = classes[int(np.argmin(counts))]
-            _require(counts.min() > 1, name, enough.format(" of every class"), f"1 of {rare!r}")
+            _expect(counts.min() > 1, name, enough.format(" of every class"), f"1 of {rare!r}")
         size = max(1, round(len(y) / 5))
-        _require(size < len(y), name, enough.format(""), len(y))
+        _expect(size < len(y), name, enough.format(""), len(y))
         key = jax.random.fold_in(key, _SPLIT)
         split = stratified_split(key, strata(y, classes), (len(y) - size, size))
         parts["train"], parts["test"] = ((np.asarray(x[rows]), y[rows]) for rows in split)
     return Dataset(*parts["train"], *parts["test"], classes, *parts.get("valid", (None, None)))
 
 
-def _read(source: Source) -> tuple[str, Parts, tuple[str, ...]]:
+def _parts_of(source: Source) -> tuple[str, Parts, tuple[str, ...]]:
     """Return the source's name, all parts, and the names of the classes, () for real targets.
 
     Inputs keep their dtype. Labels are int32, in the order of the sorted class names.
     """
-    name, arrays = _arrays(source)
+    name, arrays = _named_arrays(source)
     parts = _by_part(name, arrays)
     for part, (x, y) in parts.items():
         _check_inputs(f"{name}: {_key('x', part, arrays)}", x)
@@ -61,7 +61,7 @@ def _read(source: Source) -> tuple[str, Parts, tuple[str, ...]]:
     return name, *_encoded(name, parts)
 
 
-def _arrays(source: Source) -> tuple[str, Mapping[str, Any]]:
+def _named_arrays(source: Source) -> tuple[str, Mapping[str, Any]]:
     """Return the name of a source for messages, and its arrays by key."""
     if isinstance(source, Mapping):
         return "source", source
@@ -90,7 +90,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
     if not path.exists():
         raise FileNotFoundError(f"{path}: expected a file, got no such file.")
     is_zip = zipfile.is_zipfile(path)
-    _require(is_zip, str(path), "a .npz file of numpy.savez", "another format")
+    _expect(is_zip, str(path), "a .npz file of numpy.savez", "another format")
     try:
         with np.load(path, allow_pickle=False) as file:
             _check_keys(str(path), file.files)
@@ -108,7 +108,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
 
 def _check_keys(name: str, keys: Any) -> None:
     for key in keys:
-        _require(key in _KEYS, name, f"keys among {', '.join(_KEYS)}", repr(key))
+        _expect(key in _KEYS, name, f"keys among {', '.join(_KEYS)}", repr(key))
 
 
 def _key(letter: str, part: str, arrays: Mapping[str, Any]) -> str:
@@ -120,14 +120,14 @@ def _key(letter: str, part: str, arrays: Mapping[str, Any]) -> str:
 def _by_part(name: str, arrays: Mapping[str, Any]) -> Parts:
     _check_keys(name, arrays)
     mixed = {"x", "y"} & set(arrays) and {"x_train", "y_train"} & set(arrays)
-    _require(not mixed, name, "x and y, or x_train and y_train", "a mixture")
+    _expect(not mixed, name, "x and y, or x_train and y_train", "a mixture")
     parts: Parts = {}
     for part in _PARTS:
         x, y = _key("x", part, arrays), _key("y", part, arrays)
         if part == "train" or {x, y} & set(arrays):
             for key in (x, y):
                 keys = ", ".join(map(str, arrays)) or "no keys"
-                _require(key in arrays, name, f"the key {key}", keys)
+                _expect(key in arrays, name, f"the key {key}", keys)
             parts[part] = np.asanyarray(arrays[x]), _label_array(arrays[y])
     return parts
 
@@ -139,7 +139,7 @@ def _label_array(y: Any) -> np.ndarray:
     return y.astype(str) if texts else y
 
 
-def _require(condition: Any, name: str, expected: str, got: Any) -> None:
+def _expect(condition: Any, name: str, expected: str, got: Any) -> None:
     if not condition:
         raise ValueError(f"{name}: expected {expected}, got {got}.")
 
@@ -147,25 +147,25 @@ def _require(condition: Any, name: str, expected: str, got: Any) -> None:
 def _check_inputs(name: str, x: np.ndarray) -> None:
     images = "images [n, h, w, c] with 1 or 3 channels"
     shape = f"shape {x.shape}"
-    _require(x.dtype.kind in "buif", name, "an array of numbers", f"dtype {x.dtype}")
-    _require(x.ndim in (2, 3, 4), name, "shape [n, d], [n, h, w] or [n, h, w, c]", x.shape)
-    _require(x.size > 0, name, "at least one row and value", shape)
-    _require(x.ndim < 4 or x.shape[-1] in (1, 3), name, images, shape)
+    _expect(x.dtype.kind in "buif", name, "an array of numbers", f"dtype {x.dtype}")
+    _expect(x.ndim in (2, 3, 4), name, "shape [n, d], [n, h, w] or [n, h, w, c]", x.shape)
+    _expect(x.size > 0, name, "at least one row and value", shape)
+    _expect(x.ndim < 4 or x.shape[-1] in (1, 3), name, images, shape)
     rows = max(1, _CHUNK // x[0].size)
     for start in range(0, len(x), rows) if x.dtype.kind == "f" else ():
         finite = np.isfinite(x[start : start + rows]).all(axis=tuple(range(1, x.ndim)))
         row = start + int(np.argmin(finite))
-        _require(finite.all(), name, "finite numbers", f"NaN or infinity in row {row}")
+        _expect(finite.all(), name, "finite numbers", f"NaN or infinity in row {row}")
 
 
 def _check_labels(name: str, y: np.ndarray, rows: int) -> None:
     kinds = "integers or strings (classes), or reals (regression)"
-    _require(y.dtype.kind in "buifU", name, kinds, f"dtype {y.dtype}")
-    _require(y.ndim == 1, name, "shape [n], one label a row", y.shape)
-    _require(len(y) == rows, name, f"{rows} labels, one for each row of x", len(y))
+    _expect(y.dtype.kind in "buifU", name, kinds, f"dtype {y.dtype}")
+    _expect(y.ndim == 1, name, "shape [n], one label a row", y.shape)
+    _expect(len(y) == rows, name, f"{rows} labels, one for each row of x", len(y))
     if y.dtype.kind == "f":
         row = int(np.argmin(np.isfinite(y)))
-        _require(np.isfinite(y[row]), name, "finite numbers", f"{y[row]} in row {row}")
+        _expect(np.isfinite(y[row]), name, "finite numbers", f"{y[row]} in row {row}")
 
 
 def _check_alike(name: str, parts: Parts) -> None:
@@ -175,10 +175,10 @@ def _check_alike(name: str, parts: Parts) -> None:
         alike = (x_other.shape[1:], x_other.dtype) == (x.shape[1:], x.dtype)
         expected = f"rows of shape {x.shape[1:]} and dtype {x.dtype} as in training"
         got = f"{x_other.shape[1:]} and {x_other.dtype}"
-        _require(alike, f"{name}: x_{part}", expected, got)
+        _expect(alike, f"{name}: x_{part}", expected, got)
         kinds = [{"b": "i", "u": "i"}.get(a.dtype.kind, a.dtype.kind) for a in (y, y_other)]
         expected = f"labels of dtype {y.dtype} as in training"
-        _require(kinds[0] == kinds[1], f"{name}: y_{part}", expected, y_other.dtype)
+        _expect(kinds[0] == kinds[1], f"{name}: y_{part}", expected, y_other.dtype)
 
 
 def _encoded(name: str, parts: Parts) -> tuple[Parts, tuple[str, ...]]:
@@ -187,12 +187,12 @@ def _encoded(name: str, parts: Parts) -> tuple[Parts, tuple[str, ...]]:
     if labels.dtype.kind == "f":
         return parts, ()
     classes = np.unique(labels)
-    _require(len(classes) > 1, name, "at least 2 classes", f"only {classes[0]}")
+    _expect(len(classes) > 1, name, "at least 2 classes", f"only {classes[0]}")
     encoded = {}
     for part, (x, y) in parts.items():
         codes = np.minimum(np.searchsorted(classes, y), len(classes) - 1)
         unknown = y[classes[codes] != y]
         got = repr(str(unknown[0])) if len(unknown) else ""
-        _require(not got, f"{name}: y_{part}", "the classes of the training rows", got)
+        _expect(not got, f"{name}: y_{part}", "the classes of the training rows", got)
         encoded[part] = x, codes.astype(np.int32)
     return encoded, tuple(map(str, classes))

@@ -27,7 +27,7 @@ def write_own_shards(step: pathlib.Path, arrays: Mapping[str, jax.Array]) -> lis
         for shard in x.addressable_shards:
             if shard.replica_id == 0:
                 key = f"{name}.{len(own)}"
-                own[key], places[key] = np.asarray(shard.data), _box(shard.index, x.shape)
+                own[key], places[key] = np.asarray(shard.data), _ranges(shard.index, x.shape)
 
     def written():
         path = shard_file(step, jax.process_index())
@@ -68,7 +68,7 @@ def read_sharded_array(step: pathlib.Path, count: int, name: str, like: Any) -> 
     ]
 
     def part(index):
-        target = _box(index, like.shape)
+        target = _ranges(index, like.shape)
         block, filled = np.empty([b - a for a, b in target], like.dtype), 0
         for path, key, box in pieces:
             overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(target, box, strict=True)]
@@ -85,7 +85,7 @@ def read_sharded_array(step: pathlib.Path, count: int, name: str, like: Any) -> 
     return part((slice(None),) * len(like.shape))
 
 
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+def _ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
     return [cut.indices(n)[:2] for cut, n in zip(index, shape, strict=True)]
 
 

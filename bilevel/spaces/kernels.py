@@ -41,11 +41,11 @@ from bilevel.problem.problem import Problem
 from bilevel.spaces.space import Kind, Space, extended
 from bilevel.spaces.targets import (
     OUTER_LOSSES,
+    beside_penalty,
     like_outputs,
     mixture_and_penalty,
     predict_labels,
     validation_loss,
-    with_penalty,
 )
 from ntk import networks as nets
 from ntk.kernels.functions import measured
@@ -242,7 +242,7 @@ def kernel_function_space(
         return jnp.asarray(x), None if columns is None else jnp.asarray(columns)
 
     def of(kernel_alpha):
-        return with_penalty(kernel=jax.tree.map(jnp.asarray, kernel_alpha))
+        return beside_penalty(kernel=jax.tree.map(jnp.asarray, kernel_alpha))
 
     def draw(key):
         leaves, structure = jax.tree.flatten(of(start)["kernel"])

@@ -98,7 +98,7 @@ def _space_of(found: Blueprint, names: tuple[str, ...], own: Space | None) -> An
     return nasbench201_space(names) if found.space == "nasbench201" else own
 
 
-def _draw(key: jax.Array, found: Blueprint, space: Space) -> Blueprint:
+def _draw(key: jax.Array, like: Blueprint, space: Space) -> Blueprint:
     alpha = space.draw(key)
-    leaves = found.alpha and [leaf.tolist() for leaf in jax.tree.leaves(alpha)]
-    return found._replace(architecture=str(space.discretize(alpha)), alpha=leaves)
+    leaves = like.alpha and [leaf.tolist() for leaf in jax.tree.leaves(alpha)]
+    return like._replace(architecture=str(space.discretize(alpha)), alpha=leaves)

@@ -128,7 +128,7 @@ def cross_entropy_problem(apply: Callable[[Pytree, Pytree, jax.Array], jax.Array
     return Problem(loss, loss)
 
 
-def with_penalty(**alpha: Pytree) -> dict[str, Pytree]:
+def beside_penalty(**alpha: Pytree) -> dict[str, Pytree]:
     """Return ``alpha`` with the first "log_penalty" of ridge regressions, log 0.1."""
     return alpha | {"log_penalty": jnp.log(jnp.asarray(0.1, jnp.result_type(float)))}
 
@@ -139,8 +139,8 @@ def mixture_and_penalty(names: Sequence[str]) -> dict[str, Any]:
 
     return {
         "sets": {"mixture": "simplex", "log_penalty": "free"},
-        "start": lambda: with_penalty(mixture=choice.start()),
-        "draw": lambda key: with_penalty(mixture=choice.draw(key)),
+        "start": lambda: beside_penalty(mixture=choice.start()),
+        "draw": lambda key: beside_penalty(mixture=choice.draw(key)),
         "discretize": lambda alpha: choice.discretize(alpha["mixture"]),
-        "one_hot": lambda name: with_penalty(mixture=choice.one_hot(name)),
+        "one_hot": lambda name: beside_penalty(mixture=choice.one_hot(name)),
     }

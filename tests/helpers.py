@@ -61,7 +61,7 @@ def assert_close(actual, expected, *, f64=1e-9, f32=1e-3):
 
 def normal(seed, *shape):
     """Draw a standard normal array."""
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
+    return np.random.default_rng(seed).normal(size=shape).astype(DTYPES[-1])
 
 
 def finite_differences(function, x):

@@ -118,7 +118,7 @@ def require(name: str, good: Any, expected: str, value: Any) -> jax.Array:
         values = np.broadcast_to(np.asarray(value, np.float64), np.shape(good))
         worst = values[~np.asarray(good)].flat[0]
         raise ValueError(f"{name}: expected {expected}, got {worst:.6g}.")
-    return jnp.all(good)
+    return good.all()
 
 
 def require_nonnegative(name: str, value: jax.Array) -> jax.Array:

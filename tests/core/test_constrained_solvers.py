@@ -14,8 +14,8 @@ from test_constraints import H3, VALUES
 import bilevel
 from bilevel import constraints
 
-TARGET = jnp.array([1.0, -1.0, 1.0])
-START = jnp.zeros(3)
+TARGET = np.array([1.0, -1.0, 1.0])
+START = np.zeros(3)
 LONG = pytest.mark.long
 
 
@@ -29,9 +29,9 @@ def outer(w, alpha, batch):
 
 PROBLEM = bilevel.Problem(lower, outer)
 LASSO = bilevel.proximal("l1", jnp.exp)
-C = jnp.array([4.0, -1.5, -1.2])
-ALPHA = jnp.array([0.0, -0.5, 0.3])
-LASSO_GRADIENT = jnp.array(VALUES["Lasso"][2])
+C = np.array([4.0, -1.5, -1.2])
+ALPHA = np.array([0.0, -0.5, 0.3])
+LASSO_GRADIENT = np.array(VALUES["Lasso"][2])
 BALL = bilevel.projected("l2_ball", jnp.exp)
 
 

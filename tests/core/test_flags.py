@@ -75,6 +75,8 @@ SUM = bilevel.Problem(
 
 
 def search(problem, solver, alpha=None, optimizer=None, steps=2, data=rows, **options):
+    if "batches" in options:
+        options["key"] = jax.random.key(0)
     alpha = jnp.full(WEIGHTS, -2.0) if alpha is None else alpha
     optimizer = optax.sgd(0.1) if optimizer is None else optimizer
     args = alpha, jnp.zeros(WEIGHTS), data(0), data(1)
@@ -87,8 +89,8 @@ def hypergradient(problem, solver, alpha, weights=WEIGHTS, **options):
 
 
 def single(method, optimizer=None, **options):
-    options |= {"batches": bilevel.partition(5), "key": jax.random.key(0)}
-    return search(LOGISTIC, method, optimizer=optimizer, steps=8, **options)
+    batches = bilevel.partition(5)
+    return search(LOGISTIC, method, optimizer=optimizer, steps=8, batches=batches, **options)
 
 
 def logistic_search(make, **options):
@@ -105,8 +107,7 @@ def sparse_rows(seed):
     return BCSR.fromdense(jnp.where(x > 0, x, 0)), y
 
 
-DESCENT = functools.partial(bilevel.unrolled, 0.3, 5)
-DRAWS = {"batches": bilevel.minibatches(4), "key": jax.random.key(0)}
+DESCENT, DRAWS = functools.partial(bilevel.unrolled, 0.3, 5), bilevel.minibatches(4)
 METHODS = bilevel.ma_soba, bilevel.saba, bilevel.amigo, bilevel.bome, bilevel.f2sa, bilevel.meha
 SEARCHES = {method.__name__: lambda method=method: single(method(0.1)) for method in METHODS} | {
     "unrolled": logistic_search(DESCENT),
@@ -124,9 +125,9 @@ SEARCHES = {method.__name__: lambda method=method: single(method(0.1)) for metho
     ),
     "one_step": logistic_search(lambda: bilevel.one_step(optax.sgd(0.3))),
     "distilled": logistic_search(lambda: bilevel.distilled(0.3, decay=0.5)),
-    "batches": logistic_search(lambda: DESCENT(batches=bilevel.minibatches(4)), **DRAWS),
+    "batches": logistic_search(lambda: DESCENT(batches=DRAWS), batches=DRAWS),
     "sparse batches": lambda: search(
-        SQUARES, bilevel.unrolled(0.1, 2), jnp.zeros(1), data=sparse_rows, **DRAWS
+        SQUARES, bilevel.unrolled(0.1, 2), jnp.zeros(1), data=sparse_rows, batches=DRAWS
     ),
     "under jit": lambda: jax.jit(lambda alpha: search(LOGISTIC, DESCENT(), alpha).alpha)(
         jnp.zeros(WEIGHTS)

@@ -5,17 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, assert_resumes, hypergradient, loop_of_steps, tolerance
+from helpers import assert_close, assert_resumes, hypergradient, loop_of_steps, normal, tolerance
 from problems import mean_squares as loss
 from problems import separate_penalties
 
 import bilevel
 
-X = jnp.asarray(np.random.default_rng(0).normal(size=(12, 3)))
-Y = jnp.asarray(np.random.default_rng(1).normal(size=12))
-XV = jnp.asarray(np.random.default_rng(2).normal(size=(8, 3)))
-YV = jnp.asarray(np.random.default_rng(3).normal(size=8))
-TRAIN, VALID, W0 = (X, Y), (XV, YV), jnp.array([0.3, -0.2, 0.1])
+X, Y, XV, YV = normal(0, 12, 3), normal(1, 12), normal(2, 8, 3), normal(3, 8)
+TRAIN, VALID, W0 = (X, Y), (XV, YV), np.array([0.3, -0.2, 0.1])
 
 
 PLAIN = bilevel.Problem(loss, loss)
@@ -37,10 +34,10 @@ def with_momentum(alpha):
 
 
 CASES = {
-    "rate and momentum": (with_momentum, {"rate": jnp.array(0.2), "momentum": jnp.array(0.5)}),
+    "rate and momentum": (with_momentum, {"rate": np.array(0.2), "momentum": np.array(0.5)}),
     "schedule and rates of parts": (
         of_parts,
-        {"rate": jnp.array(0.3), "decay": jnp.array(0.2), "first": jnp.array(1.5)},
+        {"rate": np.array(0.3), "decay": np.array(0.2), "first": np.array(1.5)},
     ),
 }
 
@@ -85,7 +82,7 @@ def test_when_to_stop_is_a_hyperparameter():
 def noisy(key, data):
     """Return four rows, and the key for a mask."""
     rows = jax.random.randint(key, (4,), 0, len(data[1]))
-    return data[0][rows], data[1][rows], key
+    return *(jnp.asarray(part)[rows] for part in data), key
 
 
 def dropped(w, alpha, batch):
@@ -96,12 +93,15 @@ def dropped(w, alpha, batch):
 
 
 NOISY = bilevel.Problem(dropped, loss)
-KEY = jax.random.key(4)
 
 
-def by_hand(alpha, steps, key=KEY):
+def key():
+    return jax.random.key(4)
+
+
+def by_hand(alpha, steps):
     def step(w, number):
-        batch = noisy(jax.random.fold_in(key, number), TRAIN)
+        batch = noisy(jax.random.fold_in(key(), number), TRAIN)
         return w - 0.1 * jax.grad(dropped)(w, alpha, batch), None
 
     w, _ = jax.lax.scan(step, W0, jnp.arange(steps))
@@ -121,7 +121,7 @@ def test_every_step_has_its_own_batch_and_key(mode, steps):
     """Truth: the loop written out. Reverse mode runs 150 steps twice, on the same batches."""
     solver = bilevel.unrolled(0.1, steps, batches=noisy)
     alpha = jnp.array([-1.0, -2.0, 0.5])
-    hyper = hypergradient(NOISY, solver, alpha, W0, (KEY, TRAIN), VALID, mode=mode)
+    hyper = hypergradient(NOISY, solver, alpha, W0, (key(), TRAIN), VALID, mode=mode)
     value, grad = jax.jit(jax.value_and_grad(lambda a: by_hand(a, steps)))(alpha)
     assert_close(hyper.value, value, f64=1e-12, f32=1e-5)
     assert_close(hyper.grad, grad, f64=1e-10, f32=1e-4)
@@ -131,15 +131,15 @@ def test_every_step_has_its_own_batch_and_key(mode, steps):
 def test_a_search_with_batches_inside_resumes_bit_for_bit_and_maps(tmp_path):
     solver = bilevel.unrolled(optax.adam(0.05), 4, batches=noisy)
     args = NOISY, solver, optax.adam(0.1), jnp.zeros(3), W0, TRAIN, VALID
-    whole = assert_resumes(args, tmp_path, steps=7, key=KEY)
-    keys = jnp.stack([KEY, jax.random.key(5)])
+    whole = assert_resumes(args, tmp_path, steps=7, key=key())
+    keys = jnp.stack([key(), jax.random.key(5)])
     mapped = jax.jit(jax.vmap(lambda key: bilevel.search(*args, steps=7, key=key).alpha))(keys)
     assert_close(mapped[0], whole.alpha, f64=1e-12, f32=1e-5)
     assert np.abs(mapped[1] - mapped[0]).max() > 1e-3
 
 
 PENALISED = bilevel.Problem(separate_penalties, loss)
-START = jnp.array([-1.0, 0.0, 0.5])
+START = np.array([-1.0, 0.0, 0.5])
 
 
 def value(alpha):
@@ -229,7 +229,7 @@ def test_auxiliary_outputs_come_out_and_change_nothing(name, mode):
 def test_a_search_keeps_auxiliary_outputs(tmp_path):
     rows = bilevel.minibatches(6)
     args = WITH_AUX, bilevel.implicit(), optax.adam(0.1), START, W0, TRAIN, VALID
-    options = {"batches": rows, "key": KEY}
+    options = {"batches": rows, "key": key()}
     whole = assert_resumes(args, tmp_path, **options)
     aux = whole.history["aux"]
     assert aux["lower"]["largest"].shape == (4,) and aux["outer"].shape == (4, 3)
@@ -267,7 +267,7 @@ def predicted(w, alpha, batch):
 
 
 NORMALISED = bilevel.Problem(normalised, predicted, stateful=True)
-VARIABLES = {"mean": jnp.zeros(3), "count": jnp.int32(0)}
+VARIABLES = {"mean": np.zeros(3), "count": np.int32(0)}
 STATEFUL = bilevel.Stateful(W0, VARIABLES)
 
 
@@ -297,7 +297,7 @@ ON_BATCHES = bilevel.unrolled(optax.adam(0.05), 3, batches=noisy)
 )
 def test_a_search_carries_variables_and_resumes_bit_for_bit(solver, calls, tmp_path):
     args = NORMALISED, solver, optax.adam(0.1), START, STATEFUL, TRAIN, VALID
-    assert assert_resumes(args, tmp_path, key=KEY).w.variables["count"] == calls
+    assert assert_resumes(args, tmp_path, key=key()).w.variables["count"] == calls
 
 
 @pytest.mark.long
@@ -349,7 +349,7 @@ def test_both_batches_can_be_drawn_together():
         lambda w, alpha, batch: jnp.sum((10 * w - batch) ** 2) + alpha**2,
     )
     args = problem, bilevel.implicit(), optax.sgd(0.0), jnp.array(0.0), jnp.zeros(())
-    options = {"steps": 8, "key": KEY}
+    options = {"steps": 8, "key": key()}
     result = bilevel.search(*args, rows, 10 * rows, batches=bilevel.jointly(together), **options)
     assert_close(result.history["value"], jnp.zeros(8), f64=1e-9, f32=1e-3)
     apart = bilevel.minibatches(1)

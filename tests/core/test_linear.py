@@ -172,7 +172,7 @@ def test_targets_whose_squares_vanish_are_fitted():
 RNG = np.random.default_rng(0)
 DENSE = np.where(RNG.random((30, 6)) < 0.4, RNG.normal(size=(30, 6)), 0.0)
 DENSE[3] = 0
-LABELS = jnp.asarray(np.sign(RNG.normal(size=30)))
+LABELS = np.sign(RNG.normal(size=30))
 
 
 def with_padding_and_a_sum():

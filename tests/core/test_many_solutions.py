@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 ROWS, WEIGHTS, DAMPING = 4, 9, 0.3
 X, Y = normal(0, ROWS, WEIGHTS), normal(1, ROWS)
 TARGET, START = normal(2, WEIGHTS), normal(3, WEIGHTS)
-ALPHA = jnp.array([0.2, -0.4])
+ALPHA = np.array([0.2, -0.4])
 
 
 def features(alpha):

@@ -82,8 +82,8 @@ PLACES = {
     "vmap": lambda rule: lambda x: jax.vmap(rule)(x[None])[0],
 }
 OPTIMIZERS = {"sgd": optax.sgd(0.2), "adam": optax.adam(0.2)}
-W = jnp.array([0.7, -0.4, 0.9])
-ALPHA = jnp.array([0.6, 1.1, 0.8])
+W = np.array([0.7, -0.4, 0.9])
+ALPHA = np.array([0.6, 1.1, 0.8])
 
 
 def losses(rule):

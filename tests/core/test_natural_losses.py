@@ -64,7 +64,7 @@ def with_cosh(cosh):
     )
 
 
-START = jnp.array(0.7), jnp.full(2, 0.3), None, None
+START = np.array(0.7), np.full(2, 0.3), None, None
 IMPLICIT = {
     "newton": bilevel.implicit(),
     "dense": bilevel.implicit(bilevel.newton(), bilevel.dense()),

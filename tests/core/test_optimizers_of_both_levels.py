@@ -15,8 +15,8 @@ RNG = np.random.default_rng(0)
 X, XV = RNG.normal(size=(2, 10, 3))
 Y, YV = RNG.normal(size=(2, 10))
 TRAIN, VALID = (X, Y), (XV, YV)
-W0 = {"slope": jnp.array([0.3, -0.2, 0.1]), "shift": jnp.array(0.2)}
-ALPHA = {"penalty": jnp.array([-1.0, 0.0, 0.5]), "scale": jnp.array(0.3)}
+W0 = {"slope": np.array([0.3, -0.2, 0.1]), "shift": np.array(0.2)}
+ALPHA = {"penalty": np.array([-1.0, 0.0, 0.5]), "scale": np.array(0.3)}
 
 
 def loss(w, batch):

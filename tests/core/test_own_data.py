@@ -14,7 +14,6 @@ from bilevel.data import draw_splits, load
 from bilevel.data.image_folders import read_folder
 
 Image = pytest.importorskip("PIL.Image")
-KEY = jax.random.key(0)
 GENERATOR = np.random.default_rng(0)
 PIXELS = GENERATOR.integers(0, 256, (40, 4, 6, 3), dtype=np.uint8)
 NAMES = np.array(["cat", "dog", "eel", "fox"] * 10)
@@ -47,7 +46,7 @@ def test_every_source_gives_the_same_rows(tmp_path, monkeypatch):
     for source in others:
         for ours, theirs in zip(whole, load(source), strict=True):
             np.testing.assert_array_equal(ours, theirs)
-    np.testing.assert_array_equal(whole.y_test, load(path, KEY).y_test)
+    np.testing.assert_array_equal(whole.y_test, load(path, jax.random.key(0)).y_test)
     assert (load(path, jax.random.key(1)).x_test != whole.x_test).any()
     # A folder has its images class by class.
     order = np.argsort(NAMES, kind="stable")
@@ -58,7 +57,7 @@ def test_every_source_gives_the_same_rows(tmp_path, monkeypatch):
 
 def test_a_fifth_is_set_aside_in_proportion_and_every_row_is_used_once():
     y = np.repeat([3, 5, 9], [100, 50, 10])
-    data = load({"x": np.arange(160)[:, None], "y": y}, KEY)
+    data = load({"x": np.arange(160)[:, None], "y": y}, jax.random.key(0))
     assert [*np.bincount(data.y_test)] == [20, 10, 2] and data.classes == ("3", "5", "9")
     both = np.concatenate([data.x_train, data.x_test]).ravel()
     assert sorted(both) == [*range(160)]
@@ -73,13 +72,13 @@ def test_parts_that_are_given_stay_and_validation_rows_are_drawn_from_theirs(tmp
     data = load(saved(tmp_path, **arrays))
     for part in parts:
         np.testing.assert_array_equal(getattr(data, f"x_{part}"), arrays[f"x_{part}"])
-    (splits,) = draw_splits(data, [KEY], train=8, valid=12, test=100)
+    (splits,) = draw_splits(data, [jax.random.key(0)], train=8, valid=12, test=100)
     for (x, y), part, size in zip(splits, parts, (8, 12, 8), strict=True):
         assert x.dtype == np.float32 and len(x) == len(y) == size
         rows = {row.tobytes() for row in arrays[f"x_{part}"]}
         assert {np.rint(255 * row).astype(np.uint8).tobytes() for row in x} <= rows
     with pytest.raises(ValueError, match=r"at most 12 rows .* got 13"):
-        draw_splits(data, [KEY], train=8, valid=13, test=1)
+        draw_splits(data, [jax.random.key(0)], train=8, valid=13, test=1)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +91,14 @@ def test_parts_that_are_given_stay_and_validation_rows_are_drawn_from_theirs(tmp
 def test_rows_keep_their_dtype_until_they_are_drawn(dtype, expected):
     x = np.arange(20).reshape(10, 2).astype(dtype)
     data = load({"x": x, "y": [0, 1] * 5})
-    (((drawn_rows, _), *_),) = draw_splits(data, [KEY], train=4, valid=4, test=1)
+    (((drawn_rows, _), *_),) = draw_splits(data, [jax.random.key(0)], train=4, valid=4, test=1)
     assert data.x_train.dtype == dtype and drawn_rows.dtype == expected
 
 
 def test_real_targets_have_no_classes():
     data = load({"x": PIXELS, "y": np.arange(40) / 7})
     assert data.classes == () and data.y_test.dtype == float and len(data.y_test) == 8
-    (splits,) = draw_splits(data, [KEY], train=20, valid=12, test=9)
+    (splits,) = draw_splits(data, [jax.random.key(0)], train=20, valid=12, test=9)
     assert [len(y) for _, y in splits] == [20, 12, 8]
 
 

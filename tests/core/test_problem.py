@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from helpers import assert_close, hypergradient, tolerance
@@ -10,9 +11,9 @@ from problems import least_squares
 import bilevel
 from bilevel.problem.structure import is_quadratic
 
-W = {"a": jnp.arange(1.0, 4.0), "b": (jnp.ones((2, 3)),)}
-ALPHA = {"log_decay": jnp.array(0.3), "scale": jnp.ones(3)}
-X, Y = jnp.linspace(-1.0, 1.0, 15).reshape(5, 3), jnp.linspace(0.0, 1.0, 5)
+W = {"a": np.arange(1.0, 4.0), "b": (np.ones((2, 3)),)}
+ALPHA = {"log_decay": np.array(0.3), "scale": np.ones(3)}
+X, Y = np.linspace(-1.0, 1.0, 15).reshape(5, 3), np.linspace(0.0, 1.0, 5)
 
 
 def residual(w, alpha):

@@ -12,7 +12,6 @@ from flax import nnx
 import bilevel
 
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
-KEY = jax.random.key(0)
 
 
 def bars(rows, wrong, seed):
@@ -69,7 +68,7 @@ def test_hyper_cleaning_in_nnx(tmp_path):
         optax.adam(0.2),
         *(jnp.zeros(120), bilevel.Stateful(params, variables)),
         *((x, y, jnp.arange(120)), bars(60, 0.0, seed=1)[:2]),
-        key=KEY,
+        key=jax.random.key(0),
     )
     result = search(steps=40)
     assert area_under_curve(result.alpha, wrong) > 0.75
@@ -85,7 +84,7 @@ def test_hyper_cleaning_in_nnx(tmp_path):
 def test_a_learned_regulariser_in_equinox():
     """Both the model and the regulariser are modules, with activations among their leaves."""
     equinox = pytest.importorskip("equinox")
-    keys = jax.random.split(KEY, 4)
+    keys = jax.random.split(jax.random.key(0), 4)
     sizes = {"width_size": 8, "depth": 1}
     model = equinox.nn.MLP(3, "scalar", **sizes, activation=jnp.tanh, key=keys[0])
     regulariser = equinox.nn.MLP(1, "scalar", **sizes, activation=jax.nn.softplus, key=keys[1])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import hypergradient
+from helpers import DTYPES, hypergradient
 
 import bilevel
 import ntk
@@ -14,8 +14,8 @@ PROBLEM = bilevel.Problem(
     lower=lambda w, alpha, batch: jnp.sum((w - alpha) ** 2),
     outer=lambda w, alpha, batch: jnp.sum((w - 2.0) ** 2),
 )
-ALPHA = jnp.zeros(3)
-START = ALPHA, jnp.zeros(3), None, None
+ALPHA = np.zeros(3, DTYPES[-1])
+START = ALPHA, np.zeros(3), None, None
 
 
 COMPILED = jax.jit(bilevel.hypergradient(PROBLEM, bilevel.implicit()))

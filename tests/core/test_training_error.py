@@ -7,7 +7,6 @@ import optax
 import pytest
 from helpers import assert_close, hypergradient, tolerance
 from test_inner_training import (
-    KEY,
     NOISY,
     NORMALISED,
     PENALISED,
@@ -20,6 +19,7 @@ from test_inner_training import (
     W0,
     X,
     Y,
+    key,
     noisy,
 )
 
@@ -27,9 +27,9 @@ import bilevel
 
 CASES = {
     "momentum": (PENALISED, optax.sgd(0.2, momentum=0.5), START, W0, TRAIN, None),
-    "batches": (NOISY, 0.1, START, W0, (KEY, TRAIN), noisy),
+    "batches": (NOISY, 0.1, START, W0, TRAIN, noisy),
     "variables": (NORMALISED, 0.1, START, STATEFUL, TRAIN, None),
-    "rate": (PLAIN, lambda a: optax.adam(a["rate"]), {"rate": jnp.array(0.1)}, W0, TRAIN, None),
+    "rate": (PLAIN, lambda a: optax.adam(a["rate"]), {"rate": np.array(0.1)}, W0, TRAIN, None),
 }
 
 
@@ -37,6 +37,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_all_truncations_at_once_are_those_one_by_one(name):
     problem, optimizer, alpha, w0, train, batches = CASES[name]
+    train = (key(), train) if batches else train
     fn = jax.jit(bilevel.truncation(problem, optimizer, 4, batches=batches))
     truncations = fn(alpha, w0, train, VALID)
     # Without a differentiated step all are 0, because the outer loss does not read alpha. There
@@ -58,10 +59,10 @@ def test_all_truncations_at_once_are_those_one_by_one(name):
 @pytest.mark.long
 def test_keys_are_split_with_the_rows():
     fn = bilevel.hypergradient(NOISY, bilevel.unrolled(0.1, 3, batches=noisy), diagnostics=False)
-    hyper = jax.jit(bilevel.standard_error(fn, 4))(START, W0, (KEY, TRAIN), VALID)
+    hyper = jax.jit(bilevel.standard_error(fn, 4))(START, W0, (key(), TRAIN), VALID)
     train, valid = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), (TRAIN, VALID))
     parts = jax.jit(jax.vmap(fn, (None, None, 0, 0)))
-    grads = np.asarray(parts(START, W0, (jax.random.split(KEY, 4), train), valid).grad)
+    grads = np.asarray(parts(START, W0, (jax.random.split(key(), 4), train), valid).grad)
     assert_close(hyper.grad, grads.mean(0), f64=1e-12, f32=1e-5)
     error = grads.std(0, ddof=1) / 2
     assert_close(hyper.error, error, f64=1e-12, f32=1e-4)
@@ -128,7 +129,7 @@ def test_every_step_updates_the_variables(mode, differentiated):
 
     problem = bilevel.Problem(lower, outer, stateful=True, differentiated=differentiated)
     solver = bilevel.unrolled(optax.sgd(0.1, momentum=0.5), 6, batches=noisy)
-    given = problem, solver, START, STATEFUL, (KEY, TRAIN), VALID
+    given = problem, solver, START, STATEFUL, (key(), TRAIN), VALID
     hyper = hypergradient(*given, mode=mode, diagnostics=True)
 
     def loss(params, variables, alpha, batch):
@@ -137,7 +138,7 @@ def test_every_step_updates_the_variables(mode, differentiated):
     def by_hand(alpha):
         w, m, variables = W0, jnp.zeros(3), VARIABLES
         for number in range(6):
-            batch = noisy(jax.random.fold_in(KEY, number), TRAIN)
+            batch = noisy(jax.random.fold_in(key(), number), TRAIN)
             g, variables = jax.grad(loss, has_aux=True)(w, variables, alpha, batch)
             if not differentiated:
                 variables = jax.lax.stop_gradient(variables)
@@ -190,7 +191,7 @@ def test_errors_of_a_hypergradient_that_is_nothing_are_infinite():
 
 # ---------------------------------- the methods in docs/coming_from/gradhpo_boat.md, written out
 
-CURVATURES = jnp.array([1.0, 3.0])
+CURVATURES = np.array([1.0, 3.0])
 STEPS, RATE = 6, 0.55  # the second weight overshoots: the outer loss rises and falls
 
 
@@ -202,7 +203,7 @@ def above(w, alpha, batch=None):
     return jnp.sum(jnp.cosh(w - jnp.array([0.2, -0.1])))
 
 
-AIM_AND_START = {"aim": jnp.array([0.5, 0.4]), "start": jnp.array([0.1, -0.6])}
+AIM_AND_START = {"aim": np.array([0.5, 0.4]), "start": np.array([0.1, -0.6])}
 
 
 def test_the_trajectory_is_cut_where_the_outer_loss_is_largest():

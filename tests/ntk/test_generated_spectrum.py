@@ -14,7 +14,6 @@ from hypothesis import given
 import ntk
 
 KINDS = ("definite", "singular", "indefinite", "clustered")
-key = jax.random.key(0)
 
 
 def symmetric(seed, dtype, kind, n):
@@ -192,7 +191,7 @@ def test_products_of_operators_are_those_of_their_matrices(seed, dtype, tile):
 
 @functools.partial(jax.jit, static_argnames="tol")
 def iterative(x, y, penalty, tol):
-    K = ntk.KernelOperator(laplace, x, tile=4)
+    K, key = ntk.KernelOperator(laplace, x, tile=4), jax.random.key(0)
     factor = ntk.partial_cholesky(K, 4, key=key)
     fit = ntk.iterative_regression(K, y, penalty=penalty, tol=tol, steps=100)
     interval = ntk.eigenvalue_interval(K, key=key, steps=2, block=1, failure=1e-3)

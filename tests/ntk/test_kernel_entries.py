@@ -31,7 +31,6 @@ PIECEWISE = {
     "hard sigmoid": (jax.nn.hard_sigmoid, [-3.0, 3.0]),
     "clip": (lambda z: jnp.clip(z, -0.3, 0.7), [-0.3, 0.7]),
 }
-COMPILED = {name: ntk.activation(fn) for name, (fn, _) in PIECEWISE.items()}
 
 
 def panels(kinks, width=1.5):
@@ -84,7 +83,8 @@ def one_layer(s, kinks, sx, sy, rho, width=1.5):
 @pytest.mark.long
 @pytest.mark.parametrize("name", PIECEWISE)
 def test_any_kinks_are_found_and_their_kernels_are_right_to_the_stated_error(name):
-    (_, kinks), s = PIECEWISE[name], COMPILED[name]
+    fn, kinks = PIECEWISE[name]
+    s = ntk.activation(fn)
     assert [t for t, _ in s.kinks] == kinks
     a, b = np.array([1.0, 0.0]), np.array([np.cos(ANGLE), np.sin(ANGLE)])
     x = np.stack([SCALES[0] * a, SCALES[1] * b])
@@ -107,7 +107,7 @@ def test_a_relu_and_a_function_with_kinks_have_the_kernel_of_their_sum():
     # Truth: the sum as one function.
     x = jnp.array([[1.3, 0.0], [0.6, 0.5]])
     whole = ntk.activation(lambda z: 0.5 * jax.nn.leaky_relu(z, 0.1) - 0.7 * jax.nn.hard_tanh(z))
-    parts = {ntk.leaky_relu(0.1): 0.5, COMPILED["hard tanh"]: -0.7}
+    parts = {ntk.leaky_relu(0.1): 0.5, ntk.activation(jax.nn.hard_tanh): -0.7}
     kernels, expected = (ntk.network_kernel(x, activations=[s]) for s in (parts, whole))
     off = np.abs(np.asarray(kernels.ntk - expected.ntk))
     assert (off <= kernels.error + expected.error).all()
@@ -215,26 +215,24 @@ def test_three_kinks_close_together_are_found_and_leaky_relus_recognised_by_all_
     assert [t for t, _ in sly.kinks] == [0.0, 1.4, 1.5, 1.6]
 
 
-STEP = ntk.activation(lambda z: jnp.tanh(1e6 * (z - 1)))
-PEAK = ntk.activation(lambda z: jnp.exp(-(z**2) / 2))
 ROW = np.array([[1.0, 2.0]]) / np.sqrt(5)
+
+# Activations with the norms of their inputs.
+FINE = {
+    "step": (lambda z: jnp.tanh(1e6 * (z - 1)), 1.0),
+    "peak": (lambda z: jnp.exp(-(z**2) / 2), 1e12),
+    "tanh": (ntk.tanh, 1e12),
+}
 
 
 @pytest.mark.long
 @both_types
-@pytest.mark.parametrize(
-    ("activation", "norm"),
-    [
-        pytest.param(STEP, 1.0, marks=LONG),
-        pytest.param(PEAK, 1e12, marks=LONG),
-        (ntk.tanh, 1e12),
-    ],
-    ids=str,
-)
-def test_details_between_all_nodes_raise_and_are_nan_when_traced(activation, norm, dtype):
+@pytest.mark.parametrize("name", FINE)
+def test_details_between_all_nodes_raise_and_are_nan_when_traced(name, dtype):
     # Truth: E s'^2 is about 4/3 of the steepness times the density there: 3e5, 8e11, 5e11. At the
     # nodes all three look flat.
-    x = jnp.asarray(norm * ROW, dtype)
+    fn, norm = FINE[name]
+    x, activation = jnp.asarray(norm * ROW, dtype), ntk.activation(fn)
     options = {"activations": [activation], "variances": [1.0, 1.0]}
     for kernel in (
         lambda: ntk.network_kernel(x, **options),
@@ -258,7 +256,7 @@ def test_large_norms_with_resolved_steps_have_their_kernels(dtype):
 @pytest.mark.long
 @pytest.mark.parametrize("steep_first", [True, False])
 def test_a_step_between_the_nodes_is_nan_next_to_kinks(steep_first):
-    layers = [STEP, ntk.activation(jax.nn.relu6)]
+    layers = [ntk.activation(FINE["step"][0]), ntk.activation(jax.nn.relu6)]
     options = {"activations": layers if steep_first else layers[::-1], "variances": [1.0] * 3}
     traced = jax.jit(lambda x: ntk.network_kernel(x, **options))(jnp.asarray(ROW))
     assert np.isnan(traced.ntk).all() and not np.isfinite(traced.error).any()

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import float64_only
+from helpers import float64_only, normal
 
 import ntk
 from bilevel.spaces.kernels import kernel_function_space
 from ntk.kernels.functions import measured
 from ntk.spectrum.eigenvalues import smallest_eigenpair
 
-ROWS = jax.random.normal(jax.random.key(0), (12, 5))
+ROWS = normal(0, 12, 5)
 
 
 def stax_relu(depth=2):
@@ -47,25 +47,26 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_stands_for_its_matrix(name):
     kernel, matrix = FUNCTIONS[name]
-    K = matrix(ROWS)
-    assert ntk.min_eigenvalue(kernel, x=ROWS) == ntk.min_eigenvalue(K)
-    assert (ntk.eigenvalues(kernel, x=ROWS) == ntk.eigenvalues(K)).all()
-    pair, same = smallest_eigenpair(kernel, x=ROWS), smallest_eigenpair(K)
+    rows = jnp.asarray(ROWS)
+    K = matrix(rows)
+    assert ntk.min_eigenvalue(kernel, x=rows) == ntk.min_eigenvalue(K)
+    assert (ntk.eigenvalues(kernel, x=rows) == ntk.eigenvalues(K)).all()
+    pair, same = smallest_eigenpair(kernel, x=rows), smallest_eigenpair(K)
     assert (pair.vector == same.vector).all()
-    by_score = ntk.scores.of_kernel(kernel, jnp.arange(12) % 3, x=ROWS)
+    by_score = ntk.scores.of_kernel(kernel, jnp.arange(12) % 3, x=rows)
     assert by_score == ntk.scores.of_kernel(K, jnp.arange(12) % 3)
     y = jnp.sin(jnp.arange(12.0))
-    fits = [ntk.kernel_regression(a, y, x=b).weights for a, b in ((kernel, ROWS), (K, None))]
+    fits = [ntk.kernel_regression(a, y, x=b).weights for a, b in ((kernel, rows), (K, None))]
     assert (fits[0] == fits[1]).all()
-    risk = ntk.excess_risk_term(kernel, y, x=ROWS)
+    risk = ntk.excess_risk_term(kernel, y, x=rows)
     assert risk == ntk.excess_risk_term(K, y)
-    assert (ntk.gradient_flow(kernel, y, 2.0, x=ROWS) == ntk.gradient_flow(K, y, 2.0)).all()
-    bound = ntk.certified_min_eigenvalue(kernel, x=ROWS)
+    assert (ntk.gradient_flow(kernel, y, 2.0, x=rows) == ntk.gradient_flow(K, y, 2.0)).all()
+    bound = ntk.certified_min_eigenvalue(kernel, x=rows)
     value = float(ntk.min_eigenvalue(K))
     # stax loses half of its digits on the diagonal.
     assert value - (1e-6 if name == "stax" else 1e-12) * float(K.max()) < bound < value
-    whole = ntk.certify_simplex([kernel, gaussian], x=ROWS)
-    assert whole.converged and whole.lower <= min(value, ntk.min_eigenvalue(gaussian, x=ROWS))
+    whole = ntk.certify_simplex([kernel, gaussian], x=rows)
+    assert whole.converged and whole.lower <= min(value, ntk.min_eigenvalue(gaussian, x=rows))
 
 
 @pytest.mark.long
@@ -102,7 +103,7 @@ def duplicates():
 @pytest.mark.parametrize("rows", ["random", "near-duplicates"])
 def test_measured_errors_cover_those_of_formulas_with_arccos(rows):
     """Truth: our kernels, with a far smaller error; stax loses half its digits near duplicates."""
-    x = np.asarray(ROWS) if rows == "random" else duplicates()
+    x = ROWS if rows == "random" else duplicates()
     truth = ntk.network_kernel(x, activations=[ntk.relu] * 2, variances=(2, 2, 2))
     K, error = measured(stax_relu(), x)
     off = np.abs(5 * K - truth.ntk)
@@ -134,9 +135,9 @@ def test_what_is_computed_in_float32_has_errors_of_float32():
 
 def test_certificates_are_in_float64_whatever_the_users_precision():
     with jax.enable_x64(False):
-        low = ntk.certified_min_eigenvalue(gaussian, x=np.asarray(ROWS))
+        low = ntk.certified_min_eigenvalue(gaussian, x=ROWS)
         assert not jax.config.jax_enable_x64
-    assert low == ntk.certified_min_eigenvalue(gaussian, x=np.asarray(ROWS))
+    assert low == ntk.certified_min_eigenvalue(gaussian, x=ROWS)
 
 
 def test_certifying_gives_no_warning_about_the_precision_that_we_choose(recwarn):
@@ -148,7 +149,7 @@ def test_certifying_gives_no_warning_about_the_precision_that_we_choose(recwarn)
         lambda a, b: a @ np.asarray(matrix) @ b.T,
         lambda a, b: a @ b.T + jnp.zeros((len(a), len(b)), jnp.float64),
     ]
-    rows, own = np.asarray(ROWS[:4], np.float64), np.asarray(matrix)
+    rows, own = ROWS[:4].astype(np.float64), np.asarray(matrix)
     for function, middle in zip(functions, (own @ own, own, own, np.eye(5)), strict=True):
         K = rows @ middle @ rows.T
         smallest = np.linalg.eigvalsh(K)[0]  # truth: numpy

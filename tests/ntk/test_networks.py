@@ -174,7 +174,7 @@ EVERYTHING = nets.serial(
     nets.global_average_pool(),
     nets.dense(1.0, 0.2),
 )
-ALPHA = {"first": jnp.array([0.4, 0.7]), "gate": jnp.array(0.6)}
+ALPHA = {"first": np.array([0.4, 0.7]), "gate": np.array(0.6)}
 
 
 @pytest.mark.long

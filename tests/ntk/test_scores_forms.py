@@ -10,9 +10,9 @@ from ntk import scores
 
 N = CLASSES = 6  # samples, features, width and classes: all the same
 rng = np.random.default_rng(0)
-W1, W2, W3 = (jnp.asarray(rng.normal(size=(N, N))) for _ in range(3))
-B1, B2 = (jnp.asarray(0.3 * rng.normal(size=N)) for _ in range(2))
-X, Y = jnp.asarray(rng.normal(size=(N, N))), jnp.arange(N)
+W1, W2, W3 = (rng.normal(size=(N, N)) for _ in range(3))
+B1, B2 = (0.3 * rng.normal(size=N) for _ in range(2))
+X, Y = rng.normal(size=(N, N)), np.arange(N)
 
 RELUS = {
     "jax.nn.relu": jax.nn.relu,
@@ -161,7 +161,7 @@ NETWORKS = {
     "biases [1, w]": (haiku_style, {"linear": {"w": W1, "b": B1[None]}, "linear_1": LAST}),
     "layers [l, ...]": (
         stacked_style,
-        {"linear": {"w": jnp.stack([W1, W3]), "b": jnp.stack([B1, B2])}, "linear_1": LAST},
+        {"linear": {"w": np.stack([W1, W3]), "b": np.stack([B1, B2])}, "linear_1": LAST},
     ),
     "low rank": (low_rank_style, {"linear": {"u": W1, "v": W3, "b": B1[None]}, "linear_1": LAST}),
     "one input": (

@@ -5,6 +5,7 @@ has to match. Rows stand in the order of the packages.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -58,13 +59,13 @@ PROBLEM = Problem(
     outer=lambda w, alpha, batch: jnp.sum(w**2),
 )
 LOWER, OUTER = PROBLEM.lower, PROBLEM.outer
-W0, ALPHA, SGD, KEY = jnp.zeros(2), jnp.ones(2), optax.sgd(0.1), jax.random.key(0)
-UNIFORM = jnp.array([0.5, 0.5])
+W0, ALPHA, SGD = np.zeros(2), np.ones(2), optax.sgd(0.1)
+KEY = np.zeros(2, np.uint32)  # the old style: NumPy has no typed keys
+UNIFORM = np.array([0.5, 0.5])
 LABEL = "label: expected an int or a dict from str to str, got"
 SCHEDULE = optax.cosine_decay_schedule(0.1, 10)
 SELECTION = baselines.Selection(lambda *a: 0.0, lambda *a: None)
-ONE_SOLVE = baselines.random_search(KEY, [1], lambda *_: 0.5, 1)
-IMAGES = jnp.arange(16.0).reshape(1, 4, 4, 1)
+IMAGES = np.arange(16.0).reshape(1, 4, 4, 1)
 SKIPS = bilevel.spaces.skip_space(["relu", "tanh"], depth=3, width=4)
 RATES = {"weight_optimizer": 0.1, "alpha_optimizer": 0.1, "batch_size": 2}
 NOT_A_KEY = r"key: expected a PRNG key such as jax.random.key\(0\), got"
@@ -81,7 +82,7 @@ class Module:
     activation: Callable
 
 
-MODULE = Module(jnp.zeros(2), jax.nn.relu)
+MODULE = Module(np.zeros(2), jax.nn.relu)
 A_MODULE = r"w0\.activation: expected floating arrays, got the function .*; keep the arrays in w0"
 
 
@@ -143,7 +144,7 @@ def losses(lower=LOWER, outer=OUTER, **kind):
     return hypergradient(Problem(lower, outer, **kind))
 
 
-ROWS_OF_TWO = jnp.ones((4, 2))
+ROWS_OF_TWO = np.ones((4, 2))
 
 
 def single_loop(solver=None, rows=ROWS_OF_TWO, **options):
@@ -165,12 +166,12 @@ def stateful_hypergradient():
     return hypergradient(problem, w0=w0, solver=restarted(implicit()))
 
 
-EYE, ONES, RELU = jnp.eye(3), jnp.ones(3), nets.act(ntk.relu)
+EYE, ONES, RELU = np.eye(3), np.ones(3), nets.act(ntk.relu)
 FLAT = nets.serial(nets.flatten(), nets.dense())
-TWO = jnp.einsum("ij,ab->ijab", EYE, jnp.eye(2))  # a kernel of two outputs
-ONE_BLOCK, LABELS = np.ones((1, 1, 1, 1)), jnp.arange(3)
-OPERATOR = ntk.KernelOperator(lambda a, b: a @ b.T, EYE)
-FIT = IterativeRegression(ONES, jnp.array(0.0), jnp.array(0.0), jnp.array(1), 0.1)
+TWO = np.einsum("ij,ab->ijab", EYE, np.eye(2))  # a kernel of two outputs
+ONE_BLOCK, LABELS = np.ones((1, 1, 1, 1)), np.arange(3)
+operator = functools.partial(ntk.KernelOperator, lambda a, b: a @ b.T, EYE)
+FIT = IterativeRegression(ONES, np.array(0.0), np.array(0.0), np.array(1), 0.1)
 
 
 def pattern(message):
@@ -207,7 +208,8 @@ def layers(*parts, shape=(2, 4), **options):
     return nets.serial(*parts).kernel(jnp.ones(shape), **options)
 
 
-def regression(K=OPERATOR, y=ONES, penalty=1.0, **options):
+def regression(K=None, y=ONES, penalty=1.0, **options):
+    K = operator() if K is None else K
     return ntk.iterative_regression(K, y, penalty=penalty, **options)
 
 
@@ -221,9 +223,8 @@ def ensemble(train=None, y=ONES, cross=None, prior=EYE, **options):
 
 
 SKIP_SPACE = spaces.skip_space(depth=3, width=2, classes=2)
-SKIP_W = SKIP_SPACE.init(KEY, (jnp.ones((1, 2)), None))
 CELL = nasbench201.genotypes()[-1]
-FOURIER = features.fourier_features(KEY, jnp.ones((2, 3)))
+fourier = functools.partial(features.fourier_features, KEY, np.ones((2, 3)))
 GENOTYPE = "Genotype(normal=[{0}], normal_concat=range(2, 6), reduce=[{0}], reduce_concat=[2, 3])"
 GENOTYPE = GENOTYPE.format("('skip_connect', 0), ('skip_connect', 1), " * 4)
 PART = np.eye(4, dtype=np.float32), np.array([0, 0, 1, 1])
@@ -279,9 +280,9 @@ AT_VARIABLES = Problem(
     stateful=True,
 )
 STOPPED = Problem(lambda w, a, b: LOWER(w, jax.lax.stop_gradient(a), b), OUTER)
-STATEFUL = bilevel.Stateful(W0, jnp.zeros(2))
+STATEFUL = bilevel.Stateful(W0, np.zeros(2))
 DRAWING = unrolled(0.1, 2, batches=lambda key, data: data)
-BCOO, BCSR = sparse.BCOO.fromdense(EYE), sparse.BCSR.fromdense(EYE)
+bcoo, bcsr = (functools.partial(kind.fromdense, EYE) for kind in (sparse.BCOO, sparse.BCSR))
 
 
 def of_rate(alpha):
@@ -324,7 +325,7 @@ def one_of_two(w, alpha, batch):
     return OUTER(w.params, alpha, batch)
 
 
-INDEFINITE = jnp.array([[1.0, 3.0], [3.0, 1.0]])
+INDEFINITE = np.array([[1.0, 3.0], [3.0, 1.0]])
 
 
 class BatchStatistics(nn.Module):
@@ -554,7 +555,7 @@ SOLVERS = {
     ).run(LOWER, ALPHA, W0, (), (None, W0)),
     r"features: a dense array, got a BCOO: call todense\(\)": lambda: bilevel.ridge(
         lambda a, x: x, never
-    ).run(LOWER, ALPHA, W0, (), (BCOO, ONES)),
+    ).run(LOWER, ALPHA, W0, (), (bcoo(), ONES)),
 }
 OUTER_LOOP = {
     "steps": lambda: search(steps=0),
@@ -617,7 +618,7 @@ OUTER_LOOP = {
     "train: arrays, got a csr_array; .*BCSR.from_scipy_sparse": lambda: search(
         rows=scipy.sparse.eye_array(2).tocsr()
     ),
-    "expected dense arrays or BCSR matrices": lambda: minibatches(2)(KEY, BCOO),
+    "expected dense arrays or BCSR matrices": lambda: minibatches(2)(KEY, bcoo()),
     r"updates: the shape \(1, 1, 2\) of alpha, got": (
         lambda: mismatched_update(bilevel.project(lambda alpha: alpha)),
         lambda: mismatched_update(bilevel.softmax(SGD)),
@@ -690,7 +691,7 @@ LINEAR_AND_BASELINES = {
         "weight_sharing", shared(np.zeros(3), np.ones(3))
     ),
     "against: one of calls, seconds, got 'time'": lambda: bilevel.plots.traces(
-        {"one": ONE_SOLVE}, "time"
+        {"one": baselines.random_search(KEY, [1], lambda *_: 0.5, 1)}, "time"
     ),
     "methods: a solve .* got none for one": lambda: bilevel.plots.traces(
         {"one": baseline("weight_sharing", SELECTION, [1], 1)}
@@ -702,11 +703,11 @@ LINEAR_AND_BASELINES = {
     "penalty: a finite .* >= 0, got -1.0": lambda: ridge_weights(EYE, ONES, -1.0),
     "method: .* dual, cg .*'qr'": lambda: ridge_weights(EYE, ONES, 1.0, method="qr"),
     "method: one of auto, cg for Sparse features, got 'dual'": lambda: ridge_weights(
-        BCSR, ONES, 1.0, method="dual"
+        bcsr(), ONES, 1.0, method="dual"
     ),
     "features: .*known entries, got a traced one": lambda: jax.jit(
         lambda x: ridge_weights(x, ONES, 0.1)
-    )(BCOO),
+    )(bcoo()),
 }
 SPACES = {
     "maps: a sequence of": lambda: features.feature_space(None),
@@ -743,7 +744,9 @@ SPACES = {
         width=math.inf, parametrization="he"
     ),
     "outer: expected": lambda: spaces.skip_space(outer="hinge"),
-    r"x: rows \[n, 2\], got": lambda: SKIP_SPACE.apply(SKIP_W, SKIP_SPACE.start(), W0),
+    r"x: rows \[n, 2\], got": lambda: SKIP_SPACE.apply(
+        SKIP_SPACE.init(KEY, (np.ones((1, 2)), None)), SKIP_SPACE.start(), W0
+    ),
     r"skips of shapes \(\(2, 5\), \(1,\)\), got": lambda: SKIP_SPACE.discretize(
         SKIP_SPACE.start() | {"skips": jnp.ones(3)}
     ),
@@ -793,8 +796,8 @@ SPACES = {
     "gamma: a positive number": lambda: features.fourier_config(gamma=0),
     "gammas: an interval": lambda: features.sample_fourier(KEY, 1, gammas=(1, 0.1)),
     "x_train: a matrix, got": lambda: features.fourier_features(KEY, W0),
-    "dimension: at least 1": lambda: FOURIER.apply(None, jnp.ones((2, 3)), 0),
-    "x: rows of length 3, got shape": lambda: FOURIER.apply(
+    "dimension: at least 1": lambda: fourier().apply(None, jnp.ones((2, 3)), 0),
+    "x: rows of length 3, got shape": lambda: fourier().apply(
         features.fourier_config(), jnp.ones((2, 2)), 5
     ),
     "order: one of 1, 2, 3, got 4": lambda: features.text_config(order=4),
@@ -871,8 +874,8 @@ NETS_AND_DATA = {
     "x: channels that vary": (
         lambda: unit_images(jnp.ones((2, 4, 4, 1))),
         *(
-            lambda x=x, pixels=pixels: unit_images(x, pixels=pixels)
-            for x in (TENTHS, jnp.asarray(TENTHS))
+            lambda array=array, pixels=pixels: unit_images(array(TENTHS), pixels=pixels)
+            for array in (np.asarray, jnp.asarray)
             for pixels in (None, 3)
         ),
     ),
@@ -1114,7 +1117,7 @@ NTK_SPECTRUM_AND_BOUNDS = {
     "t: a positive variance, got 0.0.": lambda: ntk.bounds.table1(ntk.relu, 0.0),
     "K: a square matrix": lambda: ntk.bounds.diagonal_upper_bound(EYE[:2]),
     "d: a positive number, got 0.": lambda: ntk.bounds.eigen_nas_as_printed(EYE, 0),
-    "x: rows of equal norm": lambda: hermite(EYE * ONES.at[0].set(2)),
+    "x: rows of equal norm": lambda: hermite(EYE * [2, 1, 1]),
     "x: rows of equal norm, not 0": lambda: hermite(0 * EYE),
     "terms: an even number": lambda: hermite(terms=3),
     "C: a positive number, got -1.0.": lambda: ntk.bounds.zhu_theorem1_as_printed(
@@ -1134,14 +1137,14 @@ NTK_REGRESSION_AND_LARGE = {
     "x2: finite": lambda: ntk.KernelOperator(jnp.dot, EYE, EYE * np.nan),
     "get: one of ntk, nngp": lambda: ntk.KernelOperator(jnp.dot, EYE, get="both"),
     "tile: at least 1": lambda: ntk.KernelOperator(jnp.dot, EYE, tile=0),
-    r"v: shape \[3\]": lambda: OPERATOR @ jnp.ones(4),
-    "v: real numbers": lambda: OPERATOR @ (1j * ONES),
-    "indices: integers": lambda: OPERATOR.columns(jnp.ones(2)),
-    "indices: integers from 0 to 2, got 3": lambda: OPERATOR.columns(jnp.array([0, 3])),
+    r"v: shape \[3\]": lambda: operator() @ jnp.ones(4),
+    "v: real numbers": lambda: operator() @ (1j * ONES),
+    "indices: integers": lambda: operator().columns(jnp.ones(2)),
+    "indices: integers from 0 to 2, got 3": lambda: operator().columns(jnp.array([0, 3])),
     "batch_size: at least 1": lambda: ntk.EmpiricalOperator(jnp.dot, EYE, EYE, batch_size=0),
     "params: finite": lambda: ntk.EmpiricalOperator(jnp.dot, EYE * np.nan, EYE),
     "K: a KernelOperator": lambda: regression(EYE),
-    "K: as many rows": lambda: regression(OPERATOR.at(EYE[:2])),
+    "K: as many rows": lambda: regression(operator().at(EYE[:2])),
     "K: a positive definite": (
         lambda: regression(ntk.KernelOperator(lambda a, b: -2 * a @ b.T, EYE)),
         lambda: posterior(jnp.ones((3, 3))),
@@ -1159,16 +1162,16 @@ NTK_REGRESSION_AND_LARGE = {
     "callback: a function": lambda: regression(callback=1),
     r"prior: shape \[m\]": lambda: FIT.error_bound(EYE),
     "smallest: a nonnegative number": lambda: FIT.error_bound(jnp.ones(2), smallest=-1.0),
-    NOT_A_KEY: lambda: ntk.partial_cholesky(OPERATOR, 1, key=0),
-    "rank: at least 1": lambda: ntk.partial_cholesky(OPERATOR, 0, key=KEY),
-    "rank: at most the 3 rows": lambda: ntk.partial_cholesky(OPERATOR, 4, key=KEY),
-    "fit: an IterativeRegression": lambda: ntk.leave_one_out_estimate(OPERATOR, 1, key=KEY),
+    NOT_A_KEY: lambda: ntk.partial_cholesky(operator(), 1, key=0),
+    "rank: at least 1": lambda: ntk.partial_cholesky(operator(), 0, key=KEY),
+    "rank: at most the 3 rows": lambda: ntk.partial_cholesky(operator(), 4, key=KEY),
+    "fit: an IterativeRegression": lambda: ntk.leave_one_out_estimate(operator(), 1, key=KEY),
     "fit: 3 weights": lambda: ntk.leave_one_out_estimate(
-        OPERATOR.at(EYE), FIT._replace(weights=W0), key=KEY
+        operator().at(EYE), FIT._replace(weights=W0), key=KEY
     ),
-    "steps: steps times block at most": lambda: ntk.eigenvalue_interval(OPERATOR, key=KEY),
+    "steps: steps times block at most": lambda: ntk.eigenvalue_interval(operator(), key=KEY),
     "failure: expected": lambda: ntk.eigenvalue_interval(
-        OPERATOR, key=KEY, steps=2, block=1, failure=1.5
+        operator(), key=KEY, steps=2, block=1, failure=1.5
     ),
     "K: a square matrix": lambda: ntk.kernel_regression(EYE[:2], ONES),
     "y: real numbers, got complex": lambda: ntk.kernel_regression(EYE, ONES * 1j),

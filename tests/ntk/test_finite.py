@@ -24,12 +24,10 @@ from ntk.empirical.kernels import (
 from ntk.internal import compile_cache
 from ntk.internal.batched_rows import transpose_kernel
 
-KEY = jax.random.key(0)
-
 
 def setup(model, x, seed=1):
     """Draw variables in the tests' precision, none near zero."""
-    shapes = jax.eval_shape(model.init, KEY, x)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
     rng = np.random.default_rng(seed)
 
     def draw(leaf):
@@ -230,7 +228,7 @@ def test_layers_that_compute_in_half_precision_are_near_the_jacobian():
             return nn.Dense(1, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)(x)
 
     model, x = Half(), normal(1, 3, 4)
-    params = jax.jit(model.init)(KEY, x)
+    params = jax.jit(model.init)(jax.random.key(0), x)
     got = empirical_kernel(model.apply, params, x)
     expected = empirical_kernel(model.apply, params, x, method="jacobian")
     assert got.dtype == expected.dtype  # and not bfloat16

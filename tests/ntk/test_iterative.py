@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import finite_differences, flatten
+from helpers import finite_differences, flatten, long_except
 
 import ntk
 from ntk.large import preconditioner
@@ -15,7 +15,7 @@ from ntk.large.eigenvalue_interval import missed_part
 
 rng = np.random.default_rng(0)
 N = 150
-KEY = jax.random.key(0)
+key = functools.partial(jax.random.key, 0)
 
 
 def laplace(a, b):
@@ -36,7 +36,7 @@ def operator(kernel=laplace, dtype=np.float64):
 
 @functools.cache
 def factor(rank, kernel=laplace):
-    return ntk.partial_cholesky(operator(kernel), rank, key=KEY)
+    return ntk.partial_cholesky(operator(kernel), rank, key=key())
 
 
 def dense(kernel=laplace):
@@ -65,7 +65,7 @@ def test_a_partial_factor_is_nearly_the_best_of_half_its_rank():
 
 def test_beyond_the_rank_of_a_kernel_a_factor_is_zero():
     K = ntk.KernelOperator(lambda a, b: a @ b.T, jnp.asarray(X))
-    factorization = ntk.partial_cholesky(K, 20, key=KEY)
+    factorization = ntk.partial_cholesky(K, 20, key=key())
     np.testing.assert_allclose(factorization.factor @ factorization.factor.T, X @ X.T, atol=1e-9)
     assert (jnp.abs(factorization.factor).max(0) > 1e-3).sum() == 4
 
@@ -87,7 +87,7 @@ def test_a_preconditioner_with_more_rows_than_a_block_is_inverted():
 def test_samples_of_a_preconditioner_have_its_covariance():
     factor, diagonal = jnp.asarray(rng.normal(size=(50, 3))), jnp.ones(50)
     P = preconditioner.make_preconditioner(factor, diagonal, 1.0)
-    draws = preconditioner.sample_with_covariance(P, KEY, 4000)
+    draws = preconditioner.sample_with_covariance(P, key(), 4000)
     covariance = jnp.diag(diagonal) + factor @ factor.T
     np.testing.assert_allclose(draws @ draws.T / 4000, covariance, atol=1.2)
 
@@ -96,7 +96,7 @@ def test_samples_of_a_preconditioner_have_its_covariance():
 @pytest.mark.parametrize("dtype, tol", [(np.float64, 1e-11), (np.float32, 1e-5)])
 @pytest.mark.parametrize("rank", [None, 40])
 def test_weights_are_the_solution(rank, dtype, tol):
-    partial = rank and ntk.partial_cholesky(operator(dtype=dtype), rank, key=KEY)
+    partial = rank and ntk.partial_cholesky(operator(dtype=dtype), rank, key=key())
     y = jnp.asarray(Y, dtype)
     fit = ntk.iterative_regression(
         operator(dtype=dtype), y, penalty=0.1, preconditioner=partial, tol=tol
@@ -144,7 +144,7 @@ def test_a_factor_saves_steps_and_so_do_several_columns():
 def test_units_do_not_matter_in_float32(size, of_y):
     x, y = jnp.asarray(X[:40], np.float32), jnp.asarray(Y[:40], np.float32)
     K = ntk.KernelOperator(lambda a, b: size * laplace(a, b), x, tile=16)
-    partial = ntk.partial_cholesky(K, 10, key=KEY)
+    partial = ntk.partial_cholesky(K, 10, key=key())
     fit = ntk.iterative_regression(
         K, of_y * y, penalty=0.1 * size, preconditioner=partial, tol=1e-5
     )
@@ -233,7 +233,7 @@ def test_leave_one_out_residuals_are_off_by_their_standard_errors(rank):
         ntk.iterative_regression, operator(), Y, penalty=0.1, preconditioner=partial
     )
     estimate = ntk.leave_one_out_estimate(
-        operator(), run(tol=1e-10), key=KEY, probes=64, preconditioner=partial, tol=1e-6
+        operator(), run(tol=1e-10), key=key(), probes=64, preconditioner=partial, tol=1e-6
     )
     off = (estimate.residuals - left_out(0.1)) / estimate.standard_error
     # The errors of the 150 estimates are correlated.
@@ -245,7 +245,7 @@ def test_leave_one_out_residuals_are_off_by_their_standard_errors(rank):
 def test_a_full_factor_leaves_no_standard_error():
     fit = ntk.iterative_regression(operator(), Y, penalty=0.1, tol=1e-10)
     estimate = ntk.leave_one_out_estimate(
-        operator(), fit, key=KEY, probes=4, preconditioner=factor(N), tol=1e-9
+        operator(), fit, key=key(), probes=4, preconditioner=factor(N), tol=1e-9
     )
     assert float(jnp.max(estimate.standard_error)) < 1e-6
     np.testing.assert_allclose(estimate.residuals, left_out(0.1), atol=1e-6)
@@ -256,7 +256,7 @@ def test_a_full_factor_leaves_no_standard_error():
 @pytest.mark.parametrize("rank, steps", [(None, 10), (None, 30), (60, 15), (60, 35)])
 def test_the_interval_has_the_smallest_eigenvalue(rank, steps, dtype):
     K = operator(dtype=dtype)
-    partial = rank and ntk.partial_cholesky(K, rank, key=KEY)
+    partial = rank and ntk.partial_cholesky(K, rank, key=key())
     truth = np.linalg.eigvalsh(dense())[0]
     for seed in range(3):
         bracket = ntk.eigenvalue_interval(
@@ -276,7 +276,7 @@ def test_a_lower_end_is_not_fooled_by_one_small_eigenvalue_apart():
     root = jnp.asarray(basis * np.sqrt(values))
     K = ntk.KernelOperator(lambda a, b: a @ b.T, root)
     for steps in (2, 5, 20):
-        bracket = ntk.eigenvalue_interval(K, key=KEY, steps=steps, block=2)
+        bracket = ntk.eigenvalue_interval(K, key=key(), steps=steps, block=2)
         assert bracket.lower <= 1e-3 * (1 + 1e-9) and bracket.upper >= 1e-3 * (1 - 1e-9)
 
 
@@ -297,25 +297,21 @@ def test_the_probability_is_that_of_random_starts():
     assert missed_part(n, steps, 8, failure) < missed < missed_part(n, steps, 1, failure / 100)
 
 
-NEGATIVE = ntk.KernelOperator(lambda a, b: -a @ b.T, X)
-INDEFINITE = ntk.KernelOperator(lambda a, b: a[:, :1] @ b[:, 1:2].T + a[:, 1:2] @ b[:, :1].T, X)
-UNKNOWN = ntk.KernelOperator(lambda a, b: jnp.where(a @ b.T > 2, jnp.nan, a @ b.T), X)
+WRONG = {
+    "-": lambda a, b: -a @ b.T,
+    "+-": lambda a, b: a[:, :1] @ b[:, 1:2].T + a[:, 1:2] @ b[:, :1].T,
+    "NaN": lambda a, b: jnp.where(a @ b.T > 2, jnp.nan, a @ b.T),
+}
 
 
-@pytest.mark.parametrize(
-    "K",
-    [
-        pytest.param(NEGATIVE, id="-", marks=pytest.mark.long),
-        pytest.param(INDEFINITE, id="+-"),
-        pytest.param(UNKNOWN, id="NaN"),
-    ],
-)
-def test_kernels_that_are_not_positive_semidefinite_raise(K):
+@pytest.mark.parametrize("name", long_except(["+-", "NaN"], WRONG))
+def test_kernels_that_are_not_positive_semidefinite_raise(name):
+    K = ntk.KernelOperator(WRONG[name], X)
     message = "K: expected a positive semidefinite kernel with finite entries"
     for call in (
-        functools.partial(ntk.partial_cholesky, K, N, key=KEY),
-        functools.partial(ntk.eigenvalue_interval, K, key=KEY, steps=9, block=2),
+        functools.partial(ntk.partial_cholesky, K, N, key=key()),
+        functools.partial(ntk.eigenvalue_interval, K, key=key(), steps=9, block=2),
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    assert jnp.isnan(jax.jit(lambda: ntk.partial_cholesky(K, N, key=KEY).factor)()).any()
+    assert jnp.isnan(jax.jit(lambda: ntk.partial_cholesky(K, N, key=key()).factor)()).any()

@@ -30,7 +30,10 @@ def network(a, b=None):
     return ntk.network_kernel(a, b, activations=[ntk.erf, ntk.relu])
 
 
-TRAIN, CROSS, PRIOR = network(X[:N]), network(X[N:], X[:N]), network(X[N:]).nngp
+@functools.cache
+def given():
+    return network(X[:N]), Y, network(X[N:], X[:N]), network(X[N:]).nngp
+
 
 # A linear network of two outputs, f = F w with w ~ N(0, S) at time 0: its NNGP is F S F' and its
 # NTK is F F'. The outputs share weights.
@@ -75,17 +78,17 @@ def test_ensembles_are_those_of_neural_tangents(y, penalty):
         kernels = network(a, b)
         return getattr(kernels, get) if isinstance(get, str) else Pair(kernels.nngp, kernels.ntk)
 
-    columns = jnp.asarray(y).reshape(N, -1)
+    (train, _, cross, prior), columns = given(), jnp.asarray(y).reshape(N, -1)
     options = {"diag_reg": penalty, "diag_reg_absolute_scale": True}
     peer = ntk.neural_tangents().predict.gradient_descent_mse_ensemble(
         kernel_fn, jnp.asarray(X[:N]), columns, learning_rate=columns.size, **options
     )
-    prediction = ntk.ensemble(TRAIN, y, CROSS, PRIOR, t=TIMES[:3], penalty=penalty)
+    prediction = ntk.ensemble(train, y, cross, prior, t=TIMES[:3], penalty=penalty)
     truth = peer(jnp.asarray(TIMES[:3]), jnp.asarray(X[N:]), ("ntk",), compute_cov=True).ntk
     assert prediction.mean.shape == (3, M, *y.shape[1:])
     assert prediction.covariance.shape == (3, M, M)
     assert_close(tuple(prediction), tuple(truth), f64=1e-11)
-    limit = ntk.ensemble(TRAIN, y, CROSS, PRIOR, penalty=penalty)
+    limit = ntk.ensemble(train, y, cross, prior, penalty=penalty)
     truth = peer(None, jnp.asarray(X[N:]), ("ntk",), compute_cov=True).ntk
     assert_close(tuple(limit), tuple(truth), f64=1e-11)
 
@@ -102,7 +105,7 @@ def test_ensembles_are_linear_networks_whose_weights_are_trained():
         assert_close([f[i] for f in prediction], list(trained(t)), f64=1e-10)
     variances = np.einsum("tiiaa->tia", prediction.covariance)
     assert_close(prediction.std() ** 2, variances)
-    alone = ntk.ensemble(TRAIN, Y, CROSS, PRIOR)
+    alone = ntk.ensemble(*given())
     assert alone.std().shape == (M,)
     assert_close(alone.std() ** 2, np.diag(alone.covariance))
 
@@ -115,7 +118,7 @@ def test_a_kernel_function_stands_for_its_matrices():
         expected = ntk.posterior(K, y, cross, prior, penalty=0.2)
         assert_close(tuple(prediction), tuple(expected), f64=1e-13, f32=1e-5)
     prediction = ntk.ensemble(network, y, **places, t=TIMES[:3])
-    expected = ntk.ensemble(TRAIN, y, CROSS, PRIOR, t=TIMES[:3])
+    expected = ntk.ensemble(*given(), t=TIMES[:3])
     assert_close(tuple(prediction), tuple(expected), f64=1e-13, f32=1e-5)
 
 
@@ -179,37 +182,37 @@ def test_independent_outputs_are_the_same_in_either_form():
     def several(K):
         return jnp.einsum("ij,ab->ijab", K, jnp.eye(OUT))
 
-    full = [Pair(several(k.nngp), several(k.ntk)) for k in (TRAIN, CROSS)]
-    one, other = (
-        ntk.ensemble(TRAIN, Y, CROSS, PRIOR),
-        ntk.ensemble(full[0], Y, full[1], several(PRIOR)),
-    )
+    train, _, cross, prior = given()
+    full = [Pair(several(k.nngp), several(k.ntk)) for k in (train, cross)]
+    one, other = ntk.ensemble(*given()), ntk.ensemble(full[0], Y, full[1], several(prior))
     assert_close(tuple(other), (one.mean, several(one.covariance)))
-    one = ntk.posterior(TRAIN.nngp, Y, CROSS.nngp, PRIOR, penalty=0.1)
-    other = ntk.posterior(full[0].nngp, Y, full[1].nngp, several(PRIOR), penalty=0.1)
+    one = ntk.posterior(train.nngp, Y, cross.nngp, prior, penalty=0.1)
+    other = ntk.posterior(full[0].nngp, Y, full[1].nngp, several(prior), penalty=0.1)
     assert_close(tuple(other), (one.mean, several(one.covariance)))
-    fits = ntk.kernel_regression(TRAIN.ntk, Y), ntk.kernel_regression(full[0].ntk, Y)
+    fits = ntk.kernel_regression(train.ntk, Y), ntk.kernel_regression(full[0].ntk, Y)
     assert_close(fits[0].weights, fits[1].weights)
     assert_close(fits[0].leave_one_out(), fits[1].leave_one_out())
-    assert_close(fits[0].predict(CROSS.ntk), fits[1].predict(full[1].ntk))
+    assert_close(fits[0].predict(cross.ntk), fits[1].predict(full[1].ntk))
 
 
 # --------------------------------------------------------------------------------------- properties
 
 
 def test_on_the_training_inputs_variance_ends():
-    prediction = ntk.ensemble(TRAIN, Y, TRAIN, TRAIN.nngp, t=TIMES)
+    train, _, cross, prior = given()
+    K = train.nngp
+    prediction = ntk.ensemble(train, Y, train, K, t=TIMES)
     assert_close(prediction.mean[-1], Y, f32=1e-2)
-    assert_close(prediction.covariance[0], TRAIN.nngp)
+    assert_close(prediction.covariance[0], K)
     assert (np.abs(prediction.covariance[-1]) < tolerance(1e-12, 1e-3)).all()
-    exact = ntk.posterior(TRAIN.nngp, Y, TRAIN.nngp, TRAIN.nngp)
+    exact = ntk.posterior(K, Y, K, K)
     assert (np.abs(exact.covariance) < tolerance(1e-12, 1e-3)).all()
-    noisy = ntk.posterior(TRAIN.nngp, Y, TRAIN.nngp, TRAIN.nngp, penalty=0.1)
-    truth = 0.1 * TRAIN.nngp @ np.linalg.inv(TRAIN.nngp + 0.1 * np.eye(N))
+    noisy = ntk.posterior(K, Y, K, K, penalty=0.1)
+    truth = 0.1 * K @ np.linalg.inv(K + 0.1 * np.eye(N))
     assert_close(noisy.covariance, truth)
-    last_layer = [ntk.Kernels(nngp=k.nngp, ntk=k.nngp) for k in (TRAIN, CROSS)]
-    limit = ntk.ensemble(last_layer[0], Y, last_layer[1], PRIOR)
-    assert_close(tuple(limit), tuple(ntk.posterior(TRAIN.nngp, Y, CROSS.nngp, PRIOR)))
+    last_layer = [ntk.Kernels(nngp=k.nngp, ntk=k.nngp) for k in (train, cross)]
+    limit = ntk.ensemble(last_layer[0], Y, last_layer[1], prior)
+    assert_close(tuple(limit), tuple(ntk.posterior(K, Y, cross.nngp, prior)))
 
 
 @pytest.mark.long
@@ -270,24 +273,26 @@ def test_a_variance_rounded_below_zero_is_a_deviation_of_zero_with_a_finite_slop
 
 
 def test_variances_alone_come_row_by_row_under_vmap():
-    def one(k, v):
-        return ntk.posterior(TRAIN.nngp, Y, k[None], v[None, None], penalty=0.1)
+    train, _, cross, prior = given()
 
-    prediction = jax.jit(jax.vmap(one))(CROSS.nngp, jnp.diag(PRIOR))
-    truth = ntk.posterior(TRAIN.nngp, Y, CROSS.nngp, PRIOR, penalty=0.1)
+    def one(k, v):
+        return ntk.posterior(train.nngp, Y, k[None], v[None, None], penalty=0.1)
+
+    prediction = jax.jit(jax.vmap(one))(cross.nngp, jnp.diag(prior))
+    truth = ntk.posterior(train.nngp, Y, cross.nngp, prior, penalty=0.1)
     assert_close(prediction.covariance.ravel(), np.diag(truth.covariance))
     assert_close(prediction.mean[:, 0], truth.mean)
 
 
 @pytest.mark.long
 def test_single_precision_stays_single():
-    train, cross, y, prior = cast((TRAIN, CROSS, Y, PRIOR), jnp.float32)
+    train, y, cross, prior = cast(given(), jnp.float32)
     for prediction in (
         ntk.ensemble(train, y, cross, prior, t=1.0),
         ntk.posterior(train.nngp, y, cross.nngp, prior, penalty=0.1),
     ):
         assert {x.dtype for x in prediction} == {jnp.dtype("float32")}
-    truth = ntk.ensemble(TRAIN, Y, CROSS, PRIOR, t=1.0)
+    truth = ntk.ensemble(*given(), t=1.0)
     np.testing.assert_allclose(
         ntk.ensemble(train, y, cross, prior, t=1.0).covariance, truth.covariance, atol=1e-5
     )
@@ -297,19 +302,21 @@ def test_single_precision_stays_single():
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
 def test_kernels_of_any_scale_are_predicted_with(scale):
     # In float32 the product of two variances of 1e-25 is 0, and of 1e25 infinite.
-    train, cross, y, prior = cast((TRAIN.nngp, CROSS.nngp, Y, PRIOR), jnp.float32)
+    kernels = given()[0].nngp, Y, given()[2].nngp, given()[3]
+    train, y, cross, prior = cast(kernels, jnp.float32)
     prediction = ntk.posterior(train * scale, y, cross * scale, prior * scale, penalty=0.1 * scale)
-    truth = ntk.posterior(TRAIN.nngp, Y, CROSS.nngp, PRIOR, penalty=0.1)
+    truth = ntk.posterior(*kernels, penalty=0.1)
     assert_close(
         (prediction.mean, prediction.covariance / scale), tuple(truth), f64=1e-4
     )  # single precision
 
 
 def test_what_cannot_be_refused_under_a_trace_is_nan():
-    negative = jax.jit(ntk.ensemble)(TRAIN, Y, CROSS, PRIOR, t=-1.0)
-    larger = jax.jit(ntk.posterior)(TRAIN.nngp, Y, 3 * CROSS.nngp, PRIOR)
-    less = jax.jit(ntk.posterior)(TRAIN.nngp, Y, CROSS.nngp, PRIOR, penalty=-1.0)
-    flow = jax.jit(ntk.gradient_flow)(TRAIN.ntk, Y, -1.0)
+    train, _, cross, prior = given()
+    negative = jax.jit(ntk.ensemble)(*given(), t=-1.0)
+    larger = jax.jit(ntk.posterior)(train.nngp, Y, 3 * cross.nngp, prior)
+    less = jax.jit(ntk.posterior)(train.nngp, Y, cross.nngp, prior, penalty=-1.0)
+    flow = jax.jit(ntk.gradient_flow)(train.ntk, Y, -1.0)
     unknown = jax.jit(ntk.gradient_flow)(jnp.full((1, 1), jnp.nan), Y[:1], 1.0, cross=jnp.eye(1))
     for array in (*negative, *larger, *less, flow, unknown):
         assert np.isnan(array).all()

@@ -60,7 +60,7 @@ PROBLEM = Problem(
 )
 LOWER, OUTER = PROBLEM.lower, PROBLEM.outer
 W0, ALPHA, SGD = np.zeros(2), np.ones(2), optax.sgd(0.1)
-KEY = np.zeros(2, np.uint32)  # the old style: NumPy has no typed keys
+KEY = np.zeros(2, np.uint32)  # the old style, because NumPy has no typed keys
 UNIFORM = np.array([0.5, 0.5])
 LABEL = "label: expected an int or a dict from str to str, got"
 SCHEDULE = optax.cosine_decay_schedule(0.1, 10)
@@ -699,7 +699,7 @@ LINEAR_AND_BASELINES = {
     r"y: 3 rows, got shape \(4,\)": lambda: ridge_weights(EYE, jnp.ones(4), 1.0),
     r"features: a matrix .* shape \(3,\)": lambda: ridge_weights(ONES, ONES, 1.0),
     "features: finite numbers": lambda: ridge_weights(EYE * np.nan, ONES, 1.0),
-    "y: finite numbers, got NaN or inf": lambda: ridge_weights(EYE, ONES / 0, 1.0),
+    "y: finite numbers, got NaN or inf": lambda: ridge_weights(EYE, ONES * np.inf, 1.0),
     "penalty: a finite .* >= 0, got -1.0": lambda: ridge_weights(EYE, ONES, -1.0),
     "method: .* dual, cg .*'qr'": lambda: ridge_weights(EYE, ONES, 1.0, method="qr"),
     "method: one of auto, cg for Sparse features, got 'dual'": lambda: ridge_weights(
@@ -858,7 +858,7 @@ NETS_AND_DATA = {
         "digits", [KEY], train=1000, valid=797, test=20
     ),
     "keys: a sequence of PRNG keys, got one": lambda: data.draw_splits(
-        "digits", KEY, train=100, valid=50, test=20
+        "digits", jax.random.key(0), train=100, valid=50, test=20
     ),
     "'minst'": lambda: data.load("minst"),
     "kernel: expected": lambda: convolve_images(jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 0))),

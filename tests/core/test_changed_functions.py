@@ -15,7 +15,7 @@ from ntk import scores
 from ntk.internal import compile_cache
 from ntk.internal.compile_cache import program
 
-W, X, WIDE = normal(0, 3, 3), normal(1, 4, 3), normal(2, 3, 8)
+W, X, WIDE = normal(0, 3, 3), normal(1, 4, 3), normal(2, 3, 16)
 BATCH = X, np.array([0, 1, 0, 1])
 POINT = np.ones(2), np.zeros(2), np.full(2, 0.5), np.full(2, 0.5)
 OPTIMIZER, UNROLLED = optax.sgd(0.1), bilevel.unrolled(0.05, 3)

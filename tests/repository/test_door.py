@@ -60,7 +60,7 @@ PROBLEM = Problem(
 )
 LOWER, OUTER = PROBLEM.lower, PROBLEM.outer
 W0, ALPHA, SGD = np.zeros(2), np.ones(2), optax.sgd(0.1)
-KEY = np.zeros(2, np.uint32)  # the old style, because NumPy has no typed keys
+KEY = np.zeros(2, np.uint32)  # the old style: typed keys start a device
 UNIFORM = np.array([0.5, 0.5])
 LABEL = "label: expected an int or a dict from str to str, got"
 SCHEDULE = optax.cosine_decay_schedule(0.1, 10)

@@ -161,7 +161,8 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
 
 def no_report(w: Pytree) -> AdjointReport:
     """Return the report before the first solve."""
-    return AdjointReport(*jnp.zeros((5,), at_least_float32(*jax.tree.leaves(w))))
+    dtypes = (x.dtype for x in jax.tree.leaves(widen(w)))  # a weak float64 would give float32
+    return AdjointReport(*jnp.zeros((5,), at_least_float32(*dtypes)))
 
 
 class _Condition(NamedTuple):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from bilevel.contracts import SingleLoop
-from bilevel.internal.checks import check_in_range, integer, nonnegative, positive, positives
+from bilevel.internal.checks import check_at_least, check_in_range, integer, positive, positives
 from bilevel.problem.problem import split_losses
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._oracles import Slopes, at_both, lower_loss, metrics, slopes_oracle
@@ -63,7 +63,7 @@ def f2sa(
     """
     rate = steps.as_schedule("step_size", step_size)
     positive("penalty", penalty)
-    nonnegative("growth", growth)
+    check_at_least("growth", growth, 0)
     inner = integer("inner", inner, 1)
 
     def step(problem, alpha, w, y, indices, train, valid):
@@ -218,7 +218,7 @@ def bome(step_size: steps.Rate, *, inner: int = 10, control: float = 0.5) -> Sin
     """
     rate = steps.as_schedule("step_size", step_size)
     inner = integer("inner", inner, 1)
-    nonnegative("control", control)
+    check_at_least("control", control, 0)
 
     def step(problem, alpha, w, state, indices, train, valid):
         c = rate(indices.number)

@@ -14,7 +14,7 @@ import pytest
 from generated import examples, seeds
 from helpers import no_room
 from hypothesis import given
-from test_search import MOMENTUM, PROBLEM, SIMPLEX, START, TRAIN, W0, assert_identical, noisy, rows
+from test_search import MOMENTUM, assert_identical, noisy, regression, rows
 
 import bilevel
 from bilevel.outer_loop import search
@@ -147,52 +147,53 @@ def rows_of_four(key, data):
 
 
 def problem_scaled_by(lower, outer):
-    return bilevel.Problem(scaled(PROBLEM.lower, lower), scaled(PROBLEM.outer, outer))
+    problem = regression()["problem"]
+    return bilevel.Problem(scaled(problem.lower, lower), scaled(problem.outer, outer))
 
 
-SEARCH = START | {
-    "problem": problem_scaled_by(1.0, 1.0),
-    "solver": MOMENTUM,
-    "optimizer": SIMPLEX,
-    "valid": TRAIN,  # any rows will do
-    "batches": rows,
-    "key": jax.random.key(0),
-    "steps": 2,
-    "progress": False,
-}
 ADAM = optax.chain(bilevel.tangent(), optax.adam(0.2), bilevel.exponentiate())
-CHANGES = {
-    "problem's constant": ("problem", problem_scaled_by(1.0, 2.0), "another outer loss"),
-    "lower loss": ("problem", problem_scaled_by(2.0, 1.0), "another lower loss"),
-    "solver": ("solver", bilevel.implicit(), "another solver"),
-    "solver's steps": ("solver", bilevel.unrolled(optax.sgd(0.005, 0.9), 9), "another solver"),
-    "learning rate": ("optimizer", ADAM, "another optimizer"),
-    "optimizer": ("optimizer", optax.sgd(0.1), "another optimizer"),
-    "batches": ("batches", rows_of_four, "another batches"),
-    "key": ("key", jax.random.key(1), "another key"),
-    "alpha": ("alpha", jnp.array([0.5, 0.25, 0.25]), "another alpha"),
-    "w0": ("w0", W0 + 1, "another w0"),
-    "data": ("train", (TRAIN[0], TRAIN[1] + 1), r"another train \(train\.1 differs\)"),
-    "shape": ("train", (TRAIN[0].reshape(80, 2), TRAIN[1]), r"was .*\[40, 4\], is .*\[80, 2\]"),
-    "dtype": ("valid", jax.tree.map(lambda x: x.view("i4"), TRAIN), "another valid"),
-    "structure": ("valid", list(TRAIN), "another valid"),
-    "diagnostics": ("diagnostics", True, "another diagnostics"),
+NINE_STEPS = bilevel.unrolled(optax.sgd(0.005, 0.9), 9)
+CHANGES = {  # the argument, its new value as a function of the old one, the message
+    "problem's constant": ("problem", lambda _: problem_scaled_by(1.0, 2.0), "another outer loss"),
+    "lower loss": ("problem", lambda _: problem_scaled_by(2.0, 1.0), "another lower loss"),
+    "solver": ("solver", lambda _: bilevel.implicit(), "another solver"),
+    "solver's steps": ("solver", lambda _: NINE_STEPS, "another solver"),
+    "learning rate": ("optimizer", lambda _: ADAM, "another optimizer"),
+    "optimizer": ("optimizer", lambda _: optax.sgd(0.1), "another optimizer"),
+    "batches": ("batches", lambda _: rows_of_four, "another batches"),
+    "key": ("key", lambda _: jax.random.key(1), "another key"),
+    "alpha": ("alpha", lambda _: jnp.array([0.5, 0.25, 0.25]), "another alpha"),
+    "w0": ("w0", lambda w: w + 1, "another w0"),
+    "data": ("train", lambda d: (d[0], d[1] + 1), r"another train \(train\.1 differs\)"),
+    "shape": ("train", lambda d: (d[0].reshape(80, 2), d[1]), r"was .*\[40, 4\], is .*\[80, 2\]"),
+    "dtype": ("valid", lambda d: jax.tree.map(lambda x: x.view("i4"), d), "another valid"),
+    "structure": ("valid", list, "another valid"),
+    "diagnostics": ("diagnostics", lambda _: True, "another diagnostics"),
 }
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
-    bilevel.search(**SEARCH, checkpoint=folder)
-    return folder
+    arguments = regression() | {
+        "problem": problem_scaled_by(1.0, 1.0),
+        "solver": MOMENTUM,
+        "valid": regression()["train"],  # any rows will do
+        "batches": rows,
+        "key": jax.random.key(0),
+        "steps": 2,
+        "checkpoint": tmp_path_factory.mktemp("saved"),
+    }
+    bilevel.search(**arguments)
+    return arguments
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_checkpoint_of_another_search_is_refused_and_what_differs_is_named(change, saved):
-    name, value, words = CHANGES[change]
+    name, changed, words = CHANGES[change]
+    other = saved | {name: changed(saved.get(name))}
     with pytest.raises(ValueError, match=words) as caught:
-        bilevel.search(**(SEARCH | {name: value}), checkpoint=saved, resume=True)
+        bilevel.search(**other, resume=True)
     assert "checkpoint: expected one of this very run" in str(caught.value)
 
 

@@ -26,7 +26,7 @@ PROBLEM = bilevel.Problem(
 )
 search = functools.partial(
     bilevel.search,
-    *(PROBLEM, bilevel.unrolled(0.5, 1), optax.sgd(0.25), {"a": jnp.zeros(2)}, jnp.zeros(2)),
+    *(PROBLEM, bilevel.unrolled(0.5, 1), optax.sgd(0.25), {"a": np.zeros(2)}, np.zeros(2)),
     *(None, None),
     progress=False,
 )

@@ -22,11 +22,13 @@ from bilevel.runs import checkpoint
 from ntk.internal import compile_cache
 
 SIMPLEX = optax.chain(bilevel.tangent(), optax.adam(0.1), bilevel.exponentiate())
+MOMENTUM = bilevel.unrolled(optax.sgd(0.005, 0.9), 8)
 
 
-def regression(key, n=80, h=3, p=2):
-    """Ridge on a mixture of feature maps; the second one made the labels."""
-    keys = jax.random.split(key, 4)
+@functools.cache
+def regression(n=80, h=3, p=2):
+    """Arguments of a search: ridge on a mixture of feature maps; the second made the labels."""
+    keys = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], (n, 4))
     maps = jax.random.normal(keys[1], (h, 4, p))
     y = jnp.tanh(x @ maps[1]) @ jax.random.normal(keys[2], (p,))
@@ -42,16 +44,17 @@ def regression(key, n=80, h=3, p=2):
         x, y = batch
         return jnp.mean((features(alpha, x) @ w - y) ** 2)
 
-    problem = bilevel.Problem(lower, outer)
     half = n // 2
-    return problem, features, (x[:half], y[:half]), (x[half:], y[half:])
-
-
-PROBLEM, FEATURES, TRAIN, VALID = regression(jax.random.key(0))
-RIDGE = bilevel.ridge(FEATURES, lambda alpha: 0.1)
-MOMENTUM = bilevel.unrolled(optax.sgd(0.005, 0.9), 8)
-UNIFORM = jnp.full(3, 1 / 3)
-W0 = jnp.zeros(2)
+    return {
+        "problem": bilevel.Problem(lower, outer),
+        "solver": bilevel.ridge(features, lambda alpha: 0.1),
+        "optimizer": SIMPLEX,
+        "alpha": jnp.full(h, 1 / h),
+        "w0": jnp.zeros(p),
+        "train": (x[:half], y[:half]),
+        "valid": (x[half:], y[half:]),
+        "progress": False,
+    }
 
 
 def rows(key, data):
@@ -60,9 +63,12 @@ def rows(key, data):
     return jax.tree.map(lambda x: x[chosen], data)
 
 
-START = {"alpha": UNIFORM, "w0": W0, "train": TRAIN, "valid": VALID}
-run = functools.partial(bilevel.search, PROBLEM, MOMENTUM, SIMPLEX, **START, progress=False)
-noisy = functools.partial(run, batches=rows, key=jax.random.key(7))
+def run(**options):
+    return bilevel.search(**(regression() | {"solver": MOMENTUM} | options))
+
+
+def noisy(**options):
+    return run(**({"batches": rows, "key": jax.random.key(7)} | options))
 
 
 def assert_identical(a, b):
@@ -71,24 +77,27 @@ def assert_identical(a, b):
 
 
 @pytest.mark.parametrize(
-    "solver",
+    "name",
     [
-        pytest.param(RIDGE, id="ridge", marks=pytest.mark.long),
-        pytest.param(bilevel.implicit(), id="implicit", marks=pytest.mark.slow),
+        pytest.param("ridge", marks=pytest.mark.long),
+        pytest.param("implicit", marks=pytest.mark.slow),
     ],
 )
-def test_search_finds_the_minimum_over_the_simplex(solver):
+def test_search_finds_the_minimum_over_the_simplex(name):
     """Truth: the outer loss at every point of a grid of step 1/20, by the closed form."""
+    start = regression()
+    problem, ridge, alpha, w0 = (start[key] for key in ("problem", "solver", "alpha", "w0"))
+    solver = ridge if name == "ridge" else bilevel.implicit()
     optimizer = optax.chain(optax.sgd(5.0), bilevel.exponentiate())
-    result = bilevel.search(PROBLEM, solver, optimizer, **START, steps=300, progress=False)
+    result = run(solver=solver, optimizer=optimizer, steps=300)
     i, j = (x.ravel() for x in np.mgrid[:21, :21])
-    grid = jnp.asarray(np.stack([i, j, 20 - i - j], -1)[i + j <= 20] / 20, UNIFORM.dtype)
+    grid = jnp.asarray(np.stack([i, j, 20 - i - j], -1)[i + j <= 20] / 20, alpha.dtype)
 
     @jax.jit
     @jax.vmap
     def value(alpha):
-        w, _ = RIDGE.run(PROBLEM.lower, alpha, W0, (), TRAIN)
-        return PROBLEM.outer(w, alpha, VALID)
+        w, _ = ridge.run(problem.lower, alpha, w0, (), start["train"])
+        return problem.outer(w, alpha, start["valid"])
 
     assert value(result.alpha[None])[0] < 1.001 * value(grid).min()
     assert result.history["value"][0] > 1.5 * result.history["value"][-1]
@@ -99,7 +108,7 @@ def test_search_finds_the_minimum_over_the_simplex(solver):
 @pytest.mark.long
 def test_the_whole_search_runs_under_jit_and_vmap():
     keys = jax.random.split(jax.random.key(3), 2)
-    starts = jnp.stack([UNIFORM, jnp.array([0.6, 0.2, 0.2])])
+    starts = jnp.stack([regression()["alpha"], jnp.array([0.6, 0.2, 0.2])])
 
     @jax.jit
     @jax.vmap
@@ -147,11 +156,11 @@ def test_a_search_with_traced_closure_equals_a_search_alone(of_rate):
 
 @pytest.mark.slow
 def test_stacked_searches_equal_separate_searches():
-    starts = jnp.stack([UNIFORM, jnp.array([0.6, 0.2, 0.2])])
-    twice = jax.tree.map(lambda x: jnp.stack([x, x]), (W0, TRAIN, VALID))
-    both = bilevel.search(
-        bilevel.stack_problems(PROBLEM), MOMENTUM, SIMPLEX, starts, *twice, steps=5, progress=False
-    )
+    starts = jnp.stack([regression()["alpha"], jnp.array([0.6, 0.2, 0.2])])
+    data = {name: regression()[name] for name in ("w0", "train", "valid")}
+    twice = jax.tree.map(lambda x: jnp.stack([x, x]), data)
+    problem = bilevel.stack_problems(regression()["problem"])
+    both = run(problem=problem, alpha=starts, **twice, steps=5)
     alone = run(alpha=starts[1], steps=5)
     np.testing.assert_allclose(both.alpha[1], alone.alpha, rtol=1e-4)
 
@@ -200,10 +209,9 @@ def test_callbacks_and_checkpoints_compile_nothing_after_the_first(tmp_path, mon
 
 
 def test_a_start_of_weak_dtype_compiles_once():
-    assert UNIFORM.weak_type
+    assert regression()["alpha"].weak_type
     before = len(compile_cache._programs)
-    solver = bilevel.unrolled(0.01, 2)
-    bilevel.search(PROBLEM, solver, SIMPLEX, **START, steps=4, chunk=2, progress=False)
+    run(solver=bilevel.unrolled(0.01, 2), steps=4, chunk=2)
     assert len(compile_cache._programs) == before + 1
 
 
@@ -234,7 +242,7 @@ def test_selected_history_equals_part_of_full_history(names, tmp_path):
     def traced(alpha):
         return thin(alpha=alpha).history
 
-    for name, x in traced(UNIFORM[None]).items():
+    for name, x in traced(regression()["alpha"][None]).items():
         np.testing.assert_allclose(x[0], whole.history[name], rtol=1e-3)
 
 
@@ -280,9 +288,9 @@ def test_history_of_a_large_alpha_requires_its_name():
 
 
 def test_search_does_not_donate_its_inputs():
-    alpha, w = jnp.array(UNIFORM), jnp.ones(2)
+    alpha, w = jnp.array(regression()["alpha"]), jnp.ones(2)
     run(alpha=alpha, w0=w, steps=2)
-    np.testing.assert_array_equal(alpha, UNIFORM)  # would raise if the buffer had been donated
+    np.testing.assert_array_equal(alpha, regression()["alpha"])  # raises if the buffer was donated
     np.testing.assert_array_equal(w, 1.0)
 
 

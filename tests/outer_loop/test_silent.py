@@ -17,7 +17,7 @@ from bilevel.solvers import report_of
 
 def rows(seed, n, p):
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.normal(size=(n, p))), jnp.asarray(rng.normal(size=n))
+    return rng.normal(size=(n, p)), rng.normal(size=n)
 
 
 def squares(w, batch):
@@ -232,7 +232,7 @@ def test_a_schedule_as_long_as_the_search_is_not_reported():
 # ------------------------------------------------------------------------- leaf by leaf
 
 
-ALPHA = {"decay": jnp.asarray(0.1), "mix": jnp.asarray(1.0), "rate": jnp.asarray(0.1)}
+ALPHA = {"decay": np.array(0.1), "mix": np.array(1.0), "rate": np.array(0.1)}
 LEAVES = bilevel.Problem(
     lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha["mix"]) ** 2) + alpha["decay"] * jnp.sum(w**2),
     lambda w, alpha, batch: jnp.sum((w - 2) ** 2) + 0.1 * alpha["mix"] ** 2,

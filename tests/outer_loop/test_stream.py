@@ -26,7 +26,7 @@ PROBLEM = bilevel.Problem(
     lambda w, alpha, batch: loss(w, alpha, batch) + jnp.sum(jnp.exp(alpha) * w**2), loss
 )
 SOLVER = bilevel.unrolled(optax.adam(0.1), 2)
-START = SOLVER, optax.adam(0.1), jnp.zeros(3), jnp.ones(3), None, None
+START = SOLVER, optax.adam(0.1), np.zeros(3), np.ones(3), None, None
 search = functools.partial(bilevel.search, PROBLEM, *START, progress=False)
 
 

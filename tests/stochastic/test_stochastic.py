@@ -24,12 +24,12 @@ from bilevel.stochastic._oracles import Iterate, directions, lower_oracle, outer
 N, M, P, Q = 45, 38, 4, 3  # rows of train and valid, weights, hyperparameters
 BATCH = 7  # divides neither
 RNG = np.random.default_rng(0)
-DTYPE = jnp.zeros(()).dtype
+DTYPE = jnp.result_type(float)
 
 
 def _rows(n):
     x, z, y = RNG.normal(size=(n, P)), RNG.normal(size=(n, Q)), RNG.normal(size=n)
-    return tuple(jnp.asarray(a, DTYPE) for a in (x, z, y))
+    return tuple(np.asarray(a, DTYPE) for a in (x, z, y))
 
 
 def lower(w, alpha, batch):
@@ -44,7 +44,7 @@ def outer(w, alpha, batch):
 
 PROBLEM = bilevel.Problem(lower, outer)
 TRAIN, VALID = _rows(N), _rows(M)
-ALPHA, W = jnp.asarray(RNG.normal(size=Q), DTYPE), jnp.asarray(RNG.normal(size=P), DTYPE)
+ALPHA, W = np.asarray(RNG.normal(size=Q), DTYPE), np.asarray(RNG.normal(size=P), DTYPE)
 PARTITION = bilevel.partition(BATCH)
 METHODS = {
     "soba": bilevel.soba(0.1),
@@ -78,9 +78,11 @@ def squared_slope(alpha):
 
 START = {"alpha": ALPHA, "w0": W, "train": TRAIN, "valid": VALID, "progress": False}
 search = functools.partial(bilevel.search, PROBLEM, **START)
-noisy = functools.partial(
-    search, optimizer=optax.sgd(0.05), batches=PARTITION, key=jax.random.key(5)
-)
+
+
+def noisy(method, **options):
+    usual = {"optimizer": optax.sgd(0.05), "batches": PARTITION, "key": jax.random.key(5)}
+    return search(method, **(usual | options))
 
 
 def walk(method, order, steps, *, move, partition=PARTITION):

@@ -19,7 +19,7 @@ from bilevel.baselines import Selection
 from bilevel.contracts import Evaluation, Shared
 from bilevel.runs import records
 
-KEY = jax.random.key(3)
+key = functools.partial(jax.random.key, 3)
 SHARING = [baselines.weight_sharing, baselines.fast_weight_sharing]
 SHARING += [baselines.exponentiated_gradient]
 ALONE = [baselines.random_search, baselines.successive_halving, baselines.hyperband]
@@ -64,7 +64,7 @@ def assert_identical(a, b):
 @pytest.mark.parametrize("method", SHARING[:2])
 def test_weight_sharing_takes_the_ceiling_of_log2_rounds_and_leaves_one(method, n, rounds):
     errors = np.random.default_rng(n).permutation(n) / n
-    trace = method(KEY, range(n), exact_selection(errors), 1000)
+    trace = method(key(), range(n), exact_selection(errors), 1000)
     sizes = [len(c) for c in trace.candidates]
     expected = [n]
     while expected[-1] > 1:
@@ -75,7 +75,7 @@ def test_weight_sharing_takes_the_ceiling_of_log2_rounds_and_leaves_one(method, 
 
 def test_weight_sharing_keeps_the_better_half_of_each_round():
     """Truth: sorting the errors that the trace itself reports."""
-    trace = baselines.weight_sharing(KEY, np.linspace(0.1, 0.9, 37), noisy_selection(), 10)
+    trace = baselines.weight_sharing(key(), np.linspace(0.1, 0.9, 37), noisy_selection(), 10)
     steps = zip(trace.candidates, trace.errors, trace.candidates[1:], strict=False)
     for candidates, errors, survivors in steps:
         order = sorted(range(len(errors)), key=lambda i: (errors[i], candidates[i]))
@@ -95,7 +95,7 @@ def test_weight_sharing_keeps_the_better_half_of_each_round():
 )
 def test_fast_weight_sharing_grows_by_the_factor_given(n, options, expected):
     selection = exact_selection(np.arange(n))
-    trace = baselines.fast_weight_sharing(KEY, range(n), selection, expected[-1], **options)
+    trace = baselines.fast_weight_sharing(key(), range(n), selection, expected[-1], **options)
     assert trace.resource.tolist() == expected
 
 
@@ -113,7 +113,7 @@ def test_fast_weight_sharing_grows_by_the_factor_given(n, options, expected):
 )
 def test_successive_halving_climbs_the_rungs(n, budget, options, rungs):
     """Truth: ceil(n / eta^i) at ceil(budget / eta^(s - i)), by hand."""
-    trace = baselines.successive_halving(KEY, np.arange(n), lambda k, c, r: c, budget, **options)
+    trace = baselines.successive_halving(key(), np.arange(n), lambda k, c, r: c, budget, **options)
     assert trace.resource.tolist() == [r for size, r in rungs for _ in range(size)]
     assert trace.round.tolist() == [i for i, (size, _) in enumerate(rungs) for _ in range(size)]
     assert trace.best == 0
@@ -128,7 +128,7 @@ def test_hyperband_races_the_brackets_of_its_algorithm():
         [(8, 27), (2, 81)],
         [(5, 81)],
     ]
-    trace = baselines.hyperband(KEY, np.arange(100), lambda k, c, r: c, 81)
+    trace = baselines.hyperband(key(), np.arange(100), lambda k, c, r: c, 81)
     rungs = [rung for bracket in brackets for rung in bracket]
     assert trace.resource.tolist() == [r for size, r in rungs for _ in range(size)]
     assert len(trace.calls) == 206
@@ -137,25 +137,25 @@ def test_hyperband_races_the_brackets_of_its_algorithm():
 
 
 def test_hyperband_makes_do_with_few_configurations():
-    trace = baselines.hyperband(KEY, [0.2, 0.1], lambda k, c, r: c, 9)
+    trace = baselines.hyperband(key(), [0.2, 0.1], lambda k, c, r: c, 9)
     assert trace.resource.tolist() == [1, 1, 3, 9, 3, 3, 9, 9, 9]
     assert trace.best == 1
 
 
 def test_random_search_trains_each_configuration_once_in_a_random_order():
     run = functools.partial(baselines.random_search, configs=range(20), budget=7)
-    trace = run(KEY, problem=lambda k, c, r: c)
+    trace = run(key(), problem=lambda k, c, r: c)
     order = np.concatenate(trace.candidates)
     assert sorted(order) == list(range(20)) and order.tolist() != list(range(20))
     assert set(trace.resource) == {7}
     np.testing.assert_array_equal(trace.incumbent, np.minimum.accumulate(order))
-    assert len(run(KEY, problem=lambda k, c, r: c, evaluations=4).calls) == 4
+    assert len(run(key(), problem=lambda k, c, r: c, evaluations=4).calls) == 4
 
 
 @pytest.mark.parametrize("method", ALONE)
 def test_the_incumbent_is_the_best_on_the_highest_resource_so_far(method):
     """Truth: brute force over the trace's own rows."""
-    trace = method(KEY, np.linspace(0, 1, 9), noisy_selection(noise=3.0), 9)
+    trace = method(key(), np.linspace(0, 1, 9), noisy_selection(noise=3.0), 9)
     seen = []
     for resource, (index,), (error,), incumbent, valid in zip(
         trace.resource, trace.candidates, trace.errors, trace.incumbent, trace.valid, strict=True
@@ -168,7 +168,7 @@ def test_the_incumbent_is_the_best_on_the_highest_resource_so_far(method):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("n", [4, 256])
 def test_ties_go_to_the_lower_index(method, n):
-    trace = method(KEY, range(n), exact_selection(np.full(n, 0.1)), 4, retrain_test=False)
+    trace = method(key(), range(n), exact_selection(np.full(n, 0.1)), 4, retrain_test=False)
     at_the_top = trace.resource == trace.resource.max()
     finalists = [c for c, top in zip(trace.candidates, at_the_top, strict=True) if top]
     assert trace.best == min(np.concatenate(finalists))
@@ -179,7 +179,7 @@ def test_ties_go_to_the_lower_index(method, n):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_an_error_that_is_not_finite_never_ranks_first(method, bad):
     selection = exact_selection([bad, bad, 0.7, bad, 0.8])
-    trace = method(KEY, range(5), selection, 4, retrain_test=False)
+    trace = method(key(), range(5), selection, 4, retrain_test=False)
     assert trace.best == 2
     seen = trace.incumbent >= 0
     assert np.isfinite(trace.valid[seen]).all() and np.isnan(trace.valid[~seen]).all()
@@ -192,7 +192,7 @@ def test_empty_cells_rank_last(method):
     """Configuration 0 would be the best, but no validation row was drawn for it."""
     selection = exact_selection([0.0, 0.3, 0.2, 0.4], counts=[0, 5, 5, 5])
     options = {"rounds": 1} if method is baselines.exponentiated_gradient else {}
-    trace = method(KEY, range(4), selection, 1, retrain_test=False, **options)
+    trace = method(key(), range(4), selection, 1, retrain_test=False, **options)
     assert trace.best == 2
     assert math.isnan(trace.errors[0][0])
 
@@ -200,7 +200,7 @@ def test_empty_cells_rank_last(method):
 @pytest.mark.parametrize("method, calls", list(zip(METHODS, [1, 1, 3, 0, 0, 0], strict=True)))
 def test_one_configuration_is_the_best(method, calls):
     selection = exact_selection([0.5])
-    trace = method(KEY, [0], selection, 4, retrain_test=False)
+    trace = method(key(), [0], selection, 4, retrain_test=False)
     assert trace.best == 0 and len(trace.calls) == calls and trace.stopped == ""
 
 
@@ -217,7 +217,7 @@ def test_exponentiated_gradient_follows_its_formula():
 
         selection = exact._replace(share=share)
         trace = baselines.exponentiated_gradient(
-            KEY, range(4), selection, 1, rounds=4, rate=0.3, baseline=baseline, retrain_test=False
+            key(), range(4), selection, 1, rounds=4, rate=0.3, baseline=baseline, retrain_test=False
         )
         theta, mean = np.full(4, 1 / 4), 0.0
         for t in range(4):
@@ -234,7 +234,7 @@ def test_exponentiated_gradient_follows_its_formula():
 def test_exponentiated_gradient_survives_probabilities_that_underflow():
     selection = exact_selection(np.linspace(1, 2, 5), counts=[0, 10**6, 1, 1, 10**6])
     trace = baselines.exponentiated_gradient(
-        KEY, range(5), selection, 1, rounds=2, rate=100.0, retrain_test=False
+        key(), range(5), selection, 1, rounds=2, rate=100.0, retrain_test=False
     )
     assert trace.best in range(1, 5)
 
@@ -249,12 +249,12 @@ def test_the_oracle_trains_each_incumbent_once_alone_and_in_full(method):
         asked.append((float(config), resource))
         return noisy.evaluate(key, config, resource)
 
-    trace = method(KEY, configs, Selection(evaluate, noisy.share), 9)
+    trace = method(key(), configs, Selection(evaluate, noisy.share), 9)
     np.testing.assert_allclose(trace.test, configs[trace.incumbent] + 100)
     solves = 0 if method in SHARING else len(trace.calls)
     retrained = len(asked) - solves
     assert retrained <= len(set(trace.incumbent))
-    method(KEY, configs, Selection(evaluate, noisy.share), 9, retrain_test=False)
+    method(key(), configs, Selection(evaluate, noisy.share), 9, retrain_test=False)
     assert len(asked) == retrained + 2 * solves
     if method is baselines.random_search:
         assert retrained == 0  # every evaluation was at full budget already
@@ -275,7 +275,7 @@ def test_seconds_are_those_of_the_solves_and_not_of_the_retraining(monkeypatch):
         return slow
 
     slow = Selection(wait(noisy.evaluate, 100.0), wait(noisy.share, 1.0))
-    trace = baselines.weight_sharing(KEY, np.linspace(0, 1, 8), slow, 5, progress=False)
+    trace = baselines.weight_sharing(key(), np.linspace(0, 1, 8), slow, 5, progress=False)
     assert trace.seconds.tolist() == [1, 2, 3] and now[0] >= 103
 
 
@@ -292,7 +292,7 @@ def test_the_same_key_gives_the_same_trace_and_each_solve_has_its_own(method):
         return noting
 
     selection = Selection(note(noisy.evaluate), note(noisy.share))
-    one, two = (method(KEY, np.linspace(0, 1, 8), selection, 9) for _ in range(2))
+    one, two = (method(key(), np.linspace(0, 1, 8), selection, 9) for _ in range(2))
     half = len(keys) // 2
     assert keys[:half] == keys[half:] and len(set(keys[:half])) == half
     assert_identical(one._replace(seconds=None), two._replace(seconds=None))
@@ -323,7 +323,7 @@ def dying(selection, after, exception=Killed):
 def test_a_run_killed_at_any_solve_resumes_to_the_same_trace(method, tmp_path):
     """Killed at every solve in turn; once more from the journal alone, clock included."""
     configs = np.linspace(0.1, 0.9, 6)
-    run = functools.partial(method, KEY, configs, budget=9)
+    run = functools.partial(method, key(), configs, budget=9)
     whole = run(problem=noisy_selection())
     path = tmp_path / "journal.jsonl"
     for _ in range(100):
@@ -338,7 +338,7 @@ def test_a_run_killed_at_any_solve_resumes_to_the_same_trace(method, tmp_path):
 
 
 def test_a_last_line_cut_short_is_solved_again(tmp_path):
-    run = functools.partial(baselines.weight_sharing, KEY, np.linspace(0, 1, 8), budget=9)
+    run = functools.partial(baselines.weight_sharing, key(), np.linspace(0, 1, 8), budget=9)
     path = tmp_path / "journal.jsonl"
     whole = run(problem=noisy_selection(), journal=path)
     text = path.read_bytes()
@@ -355,16 +355,16 @@ def test_the_journal_of_another_run_raises(tmp_path):
     configs = [{"kernel": "laplace", "gamma": 0.1}, {"kernel": "gauss", "gamma": 0.2}]
     problem = Selection(lambda k, c, r: c["gamma"], noisy_selection().share)
     run = functools.partial(baselines.random_search, problem=problem, journal=path, resume=True)
-    run(KEY, configs, budget=9)
-    run(KEY, configs, budget=9)
+    run(key(), configs, budget=9)
+    run(key(), configs, budget=9)
     other = [configs[0], {"kernel": "gauss", "gamma": 0.3}]
     hyperband = functools.partial(baselines.hyperband, problem=problem, journal=path, resume=True)
     for method, arguments, options, name in [
         (run, (jax.random.key(9), configs), {"budget": 9}, "key"),
-        (run, (KEY, configs), {"budget": 8}, "budget"),
-        (run, (KEY, other), {"budget": 9}, "configs"),
-        (run, (KEY, configs), {"budget": 9, "evaluations": 1}, "options"),
-        (hyperband, (KEY, configs), {"budget": 9}, "method"),
+        (run, (key(), configs), {"budget": 8}, "budget"),
+        (run, (key(), other), {"budget": 9}, "configs"),
+        (run, (key(), configs), {"budget": 9, "evaluations": 1}, "options"),
+        (hyperband, (key(), configs), {"budget": 9}, "method"),
     ]:
         with pytest.raises(ValueError, match=rf"^journal: expected .*{name}.*, got .*\.$"):
             method(*arguments, **options)
@@ -372,7 +372,7 @@ def test_the_journal_of_another_run_raises(tmp_path):
 
 def test_an_existing_journal_is_not_overwritten_nor_a_missing_one_resumed(tmp_path):
     path = tmp_path / "new" / "journal.jsonl"
-    run = functools.partial(baselines.random_search, KEY, [1, 2], lambda k, c, r: c, 9)
+    run = functools.partial(baselines.random_search, key(), [1, 2], lambda k, c, r: c, 9)
     run(journal=path)
     for text, options, message in [
         (path.read_text(), {"journal": path}, r"^journal: expected a new file or resume=True, got"),
@@ -390,7 +390,7 @@ def test_an_existing_journal_is_not_overwritten_nor_a_missing_one_resumed(tmp_pa
 
 def test_a_flipped_bit_in_a_journal_is_solved_again_or_refused(tmp_path):
     """A flip in any byte gives the same trace or an error, never another trace."""
-    run = functools.partial(baselines.hyperband, KEY, np.linspace(0, 1, 6), budget=9)
+    run = functools.partial(baselines.hyperband, key(), np.linspace(0, 1, 6), budget=9)
     path, random = tmp_path / "journal.jsonl", np.random.default_rng(0)
     whole = run(problem=noisy_selection(), journal=path)._replace(seconds=None)
     text, outcomes = path.read_bytes(), []
@@ -450,7 +450,7 @@ def test_the_journal_of_another_problem_raises(tmp_path):
         return lambda key, config, resource: config + offset
 
     path = tmp_path / "journal.jsonl"
-    run = functools.partial(baselines.random_search, KEY, [1, 2], budget=1, journal=path)
+    run = functools.partial(baselines.random_search, key(), [1, 2], budget=1, journal=path)
     run(problem=shifted_by(0.5))
     run(problem=shifted_by(0.5), resume=True)  # another function object
     with pytest.raises(ValueError, match=r"^journal: .* \(offset was 0\.5, is 0\.25\) in .*\.$"):
@@ -460,7 +460,7 @@ def test_the_journal_of_another_problem_raises(tmp_path):
 @pytest.mark.parametrize("full_at", ["in the header", "half way"])
 def test_a_full_disk_costs_the_journals_lines_and_not_the_run(tmp_path, full_at):
     path = tmp_path / "journal.jsonl"
-    run = functools.partial(baselines.hyperband, KEY, np.linspace(0, 1, 6), noisy_selection(), 9)
+    run = functools.partial(baselines.hyperband, key(), np.linspace(0, 1, 6), noisy_selection(), 9)
     whole = run()._replace(seconds=None)
     run(journal=path)
     header, *lines = path.read_bytes().splitlines()
@@ -481,7 +481,7 @@ def test_a_full_disk_costs_the_journals_lines_and_not_the_run(tmp_path, full_at)
 
 def test_lines_that_found_no_room_are_written_once_there_is_some(tmp_path, monkeypatch):
     path = tmp_path / "journal.jsonl"
-    run = functools.partial(baselines.random_search, KEY, [3, 1, 2], noisy_selection(), 1)
+    run = functools.partial(baselines.random_search, key(), [3, 1, 2], noisy_selection(), 1)
     whole = run(journal=path)
     left_alone = path.read_bytes().splitlines()
     path.unlink()
@@ -502,21 +502,22 @@ def test_lines_that_found_no_room_are_written_once_there_is_some(tmp_path, monke
 def test_a_journal_that_another_run_writes_raises(tmp_path):
     path = tmp_path / "journal.jsonl"
 
-    def second(key, config, res):
+    def second(k, config, res):
         with pytest.raises(ValueError, match=r"^journal: .* which is in use\.$"):
-            baselines.random_search(KEY, [1, 2], second, 1, journal=path, resume=True)
+            baselines.random_search(key(), [1, 2], second, 1, journal=path, resume=True)
         return 0.5
 
-    baselines.random_search(KEY, [1, 2], second, 1, journal=path)
+    baselines.random_search(key(), [1, 2], second, 1, journal=path)
     with pytest.raises(ValueError, match=r"^journal: expected a file to write in, got .*\.$"):
-        baselines.random_search(KEY, [1, 2], second, 1, journal=tmp_path, resume=True)
+        baselines.random_search(key(), [1, 2], second, 1, journal=tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("after", [0, 2])
 def test_ctrl_c_returns_the_trace_so_far(method, after, tmp_path):
     path = tmp_path / "journal.jsonl"
-    run = functools.partial(method, KEY, np.linspace(0, 1, 8), budget=9, journal=path, resume=True)
+    options = {"budget": 9, "journal": path, "resume": True}
+    run = functools.partial(method, key(), np.linspace(0, 1, 8), **options)
     trace = run(problem=dying(noisy_selection(), after, KeyboardInterrupt))
     assert trace.stopped.startswith("interrupted after solve")
     assert len(trace.valid) == len(trace.test) == len(trace.errors) <= after
@@ -529,11 +530,11 @@ def test_ctrl_c_in_the_oracle_loses_no_solve():
         raise KeyboardInterrupt
 
     selection = noisy_selection()._replace(evaluate=evaluate)
-    trace = baselines.weight_sharing(KEY, np.linspace(0, 1, 8), selection, 9)
+    trace = baselines.weight_sharing(key(), np.linspace(0, 1, 8), selection, 9)
     assert len(trace.calls) == 1 and math.isnan(trace.test[0]) and trace.best >= 0
 
 
 def test_the_last_resource_is_the_budget_however_large():
     for budget in (10**13, 2**41, 3 * 10**15):
-        trace = baselines.successive_halving(KEY, [0.1, 0.2], lambda k, c, r: c, budget)
+        trace = baselines.successive_halving(key(), [0.1, 0.2], lambda k, c, r: c, budget)
         assert trace.resource[-1] == budget

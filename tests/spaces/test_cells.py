@@ -6,21 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, batch, finite_differences
+from helpers import assert_close, batch, finite_differences, normal
 
 import bilevel
 from bilevel.spaces.darts import darts_space
 from bilevel.spaces.nasbench201 import nasbench201_space
 
-KEY = jax.random.key(0)
+key = functools.partial(jax.random.key, 0)
 SPACES = {
     "darts": functools.partial(darts_space, classes=3, cells=1, channels=2),
     "nasbench201": functools.partial(nasbench201_space, classes=3, cells=1, channels=2),
 }
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape)
 
 
 @pytest.mark.long
@@ -28,12 +24,12 @@ def normal(*shape, seed=0):
     ("name", "operation"), [("darts", "max_pool_3x3"), ("nasbench201", "nor_conv_1x1")]
 )
 def test_the_supernet_is_the_same_without_remat_and_close_in_bfloat16(name, operation):
-    x, labels = jnp.asarray(normal(4, 8, 8, 1), jnp.float32), jnp.array([0, 1, 2, 0])
+    x, labels = jnp.asarray(normal(0, 4, 8, 8, 1), jnp.float32), jnp.array([0, 1, 2, 0])
     plain, stored, half = (
         SPACES[name](("none", "skip_connect", operation), **options)
         for options in ({}, {"remat": False}, {"dtype": jnp.bfloat16})
     )
-    w, alpha = plain.init(KEY, batch(1, 8, 8, 1)), plain.start()
+    w, alpha = plain.init(key(), batch(1, 8, 8, 1)), plain.start()
     assert {leaf.dtype for leaf in jax.tree.leaves(w)} == {np.dtype("float32")}
 
     def gradients(space):
@@ -60,8 +56,8 @@ def test_hypergradients_of_the_supernet_are_finite_differences(name, operation, 
     if jnp.zeros(()).dtype != jnp.float64:
         pytest.skip("finite differences want float64")
     space = SPACES[name](("none", "skip_connect", operation))
-    w = jax.tree.map(lambda a: a.astype(float), space.init(KEY, batch(1, side, side, 1)))
-    x, labels = jnp.asarray(normal(2, 6, side, side, 1)), jnp.arange(6) % 3
+    w = jax.tree.map(lambda a: a.astype(float), space.init(key(), batch(1, side, side, 1)))
+    x, labels = normal(0, 2, 6, side, side, 1), jnp.arange(6) % 3
     train, valid = ((part, labels) for part in x)
     rng = np.random.default_rng(3)
     alpha = jax.tree.map(lambda a: jnp.asarray(rng.dirichlet(np.ones(3), len(a))), space.start())

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, batch
+from helpers import assert_close, batch, normal
 
 from bilevel.nets.images import crop_and_flip, cutout
 from bilevel.nets.layers import Standardize, draw_parameters
@@ -27,7 +27,7 @@ from bilevel.spaces.darts.network import Cell
 from bilevel.spaces.darts.operations import PRIMITIVES, run_operation
 from bilevel.spaces.darts.supernet import MixedCell, weight_count
 
-KEY = jax.random.key(0)
+key = functools.partial(jax.random.key, 0)
 SKIPS = Genotype(
     normal=(("skip_connect", 0), ("skip_connect", 1)) * 4,
     normal_concat=(2, 3, 4, 5),
@@ -36,14 +36,10 @@ SKIPS = Genotype(
 )
 
 
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape)
-
-
 def draw(module, *args):
     """Parameters of ``module``, in the tests' precision."""
-    shapes = jax.eval_shape(module.init, KEY, *args).get("params", {})
-    return {"params": draw_parameters(KEY, shapes) if shapes else {}}
+    shapes = jax.eval_shape(module.init, key(), *args).get("params", {})
+    return {"params": draw_parameters(key(), shapes) if shapes else {}}
 
 
 def relu(x):
@@ -132,7 +128,7 @@ REFERENCE = {
     ],
 )
 def test_each_operation_is_its_definition_in_numpy(name, stride):
-    x, norms = normal(3, 7, 6, 4), {"norm": Standardize, "pool_norm": Standardize}
+    x, norms = np.asarray(normal(0, 3, 7, 6, 4)), {"norm": Standardize, "pool_norm": Standardize}
     run = functools.partial(run_operation, channels=4, stride=stride, **norms)
     edge, alpha = MixedOperation((name,), run), jnp.ones(1)
     variables = draw(edge, jnp.asarray(x), alpha)
@@ -146,7 +142,7 @@ def test_each_operation_is_its_definition_in_numpy(name, stride):
 def test_a_mixed_cell_adds_weighted_operations_over_all_edges(stride):
     """Edge by edge in numpy: node j is the sum over i < j; strides only at the two inputs."""
     names = ("none", "skip_connect", "dil_conv_3x3")
-    before_last, last = normal(2, 8, 8, 3), normal(2, 4, 4, 5, seed=1)
+    before_last, last = normal(0, 2, 8, 8, 3), normal(1, 2, 4, 4, 5)
     alpha = np.random.default_rng(2).dirichlet(np.ones(3), 14)
     cell = MixedCell(names, 4, stride, True, True)
     variables = draw(cell, before_last, last, alpha)
@@ -196,9 +192,9 @@ def test_published_weight_counts():
     """
     assert supernet_size(8, 16, 10) == 1_930_618
     space, network = darts_space(cells=3, channels=4), darts_network(DARTS_V2)
-    w = jax.eval_shape(lambda key: space.init(key, batch(1, 32, 32, 3)), KEY)
+    w = jax.eval_shape(lambda key: space.init(key, batch(1, 32, 32, 3)), key())
     assert weight_count(w) == supernet_size(3, 4, 10)
-    w, _ = jax.eval_shape(lambda key: network.init(key, (32, 32, 3)), KEY)
+    w, _ = jax.eval_shape(lambda key: network.init(key, (32, 32, 3)), key())
     assert weight_count(w) == 3_349_342
     everything = sum(leaf.size for leaf in jax.tree.leaves(w))
     head = 576 * 128 + 2 * 128 + 2 * 2 * 128 * 768 + 2 * 768 + 769 * 10
@@ -227,7 +223,7 @@ def test_genotype_keeps_the_two_best_edges_of_each_node_without_none():
 
 def test_drawn_vertices_are_uniform_genotypes():
     names = ("none", "skip_connect", "dil_conv_3x3")
-    drawn = jax.vmap(lambda key: draw_corner(key, names))(jax.random.split(KEY, 2000))
+    drawn = jax.vmap(lambda key: draw_corner(key, names))(jax.random.split(key(), 2000))
     for cell in drawn.values():
         corners = np.asarray(cell)
         assert set(np.unique(corners)) == {0, 1}
@@ -272,7 +268,7 @@ def test_a_drawn_genotype_has_an_arrow_for_each_edge():
 
 
 def test_drop_path_leaves_identities_alone_and_drops_every_other_edge():
-    x = jnp.asarray(normal(2, 4, 4, 3))
+    x = normal(0, 2, 4, 4, 3)
     for stride in (1, 2):
         identity, zeros = (
             Cell(SKIPS, 4, stride, False, Standardize, drop)
@@ -287,10 +283,10 @@ def test_drop_path_leaves_identities_alone_and_drops_every_other_edge():
 def test_the_network_trains_on_batch_statistics_and_predicts_with_running_averages():
     """One layer of averages by hand: 0.9 of the old, 0.1 of the batch's."""
     network = darts_network(SKIPS, classes=3, cells=1, channels=2, auxiliary=False)
-    w, averages = network.init(KEY, (4, 4, 1))
-    x, labels = jnp.asarray(normal(6, 4, 4, 1), jnp.float32), jnp.array([0, 1, 2] * 2)
+    w, averages = network.init(key(), (4, 4, 1))
+    x, labels = jnp.asarray(normal(0, 6, 4, 4, 1), jnp.float32), jnp.array([0, 1, 2] * 2)
     loss = jax.jit(network.loss)
-    value, new = loss(w, averages, (x, labels), KEY, 0.0)
+    value, new = loss(w, averages, (x, labels), key(), 0.0)
     stem = depthwise(np.repeat(x, 6, -1).astype(float), np.asarray(w["Conv_0"]["kernel"]), 1)
     stem_averages = new["BatchNorm_0"]
     assert_close(stem_averages["mean"], 0.1 * stem.mean((0, 1, 2)), f64=1e-5)
@@ -299,22 +295,22 @@ def test_the_network_trains_on_batch_statistics_and_predicts_with_running_averag
     logits = jax.jit(network.apply)(w, settled, x)
     entropy = jax.nn.logsumexp(logits, axis=1) - logits[jnp.arange(6), labels]
     assert_close(entropy.mean(), value, f64=1e-4)
-    assert loss(w, averages, (x, labels), KEY, 0.5)[0] != value
+    assert loss(w, averages, (x, labels), key(), 0.5)[0] != value
 
 
 @pytest.mark.long
 def test_the_auxiliary_classifiers_loss_counts_two_fifths():
     """Without weights it predicts its biases: closed form. 0.4 as in the reference."""
     network = darts_network(SKIPS, classes=3, cells=3, channels=2)
-    w, averages = network.init(KEY, (32, 32, 1))
-    rows = jnp.asarray(normal(3, 32, 32, 1), jnp.float32), jnp.array([0, 1, 1])
+    w, averages = network.init(key(), (32, 32, 1))
+    rows = jnp.asarray(normal(0, 3, 32, 32, 1), jnp.float32), jnp.array([0, 1, 1])
     head = w["auxiliary"]["Dense_0"]
 
     @jax.jit
     def loss(bias):
         dense = {"kernel": 0 * head["kernel"], "bias": bias}
         weights = w | {"auxiliary": w["auxiliary"] | {"Dense_0": dense}}
-        return network.loss(weights, averages, rows, KEY)[0]
+        return network.loss(weights, averages, rows, key())[0]
 
     bias = jnp.array([1.0, -2.0, 0.5], jnp.float32)
     entropy = jax.nn.logsumexp(bias) - bias[rows[1]].mean()
@@ -326,10 +322,10 @@ def test_an_epoch_is_each_row_once_by_the_optimizer():
     """With a step size of 0 the mean loss is that of the batches; weights stay, averages move."""
     network = darts_network(SKIPS, classes=3, cells=1, channels=2, auxiliary=False)
     init, epoch = from_scratch(network, optax.sgd(0.0), batch_size=6)
-    state = init(KEY, (4, 4, 1))
-    x, labels = jnp.asarray(normal(6, 4, 4, 1), jnp.float32), jnp.array([0, 1, 2] * 2)
-    after, loss = jax.jit(epoch)(KEY, state, (x, labels))
-    value, averages = jax.jit(network.loss)(state.w, state.averages, (x, labels), KEY)
+    state = init(key(), (4, 4, 1))
+    x, labels = jnp.asarray(normal(0, 6, 4, 4, 1), jnp.float32), jnp.array([0, 1, 2] * 2)
+    after, loss = jax.jit(epoch)(key(), state, (x, labels))
+    value, averages = jax.jit(network.loss)(state.w, state.averages, (x, labels), key())
     assert_close(loss, value, f64=1e-5)  # one batch: every row once, in whatever order
     assert_close(after.averages, averages, f64=1e-5)
     jax.tree.map(np.testing.assert_array_equal, after.w, state.w)
@@ -337,7 +333,7 @@ def test_an_epoch_is_each_row_once_by_the_optimizer():
 
 def test_crops_are_the_image_moved_and_mirrored():
     image = np.arange(1.0, 31.0).reshape(5, 6, 1)
-    moved = np.asarray(crop_and_flip(KEY, jnp.asarray(np.stack([image] * 200)), padding=1))
+    moved = np.asarray(crop_and_flip(key(), jnp.asarray(np.stack([image] * 200)), padding=1))
     padded = np.pad(image, [(1, 1), (1, 1), (0, 0)])
     views = [padded[a : a + 5, b : b + 6] for a in range(3) for b in range(3)]
     views += [view[:, ::-1] for view in views]
@@ -346,7 +342,7 @@ def test_crops_are_the_image_moved_and_mirrored():
 
 
 def test_cutout_is_one_square_cut_off_at_the_borders():
-    x = np.asarray(cutout(KEY, jnp.ones((200, 8, 10, 2)), size=4))
+    x = np.asarray(cutout(key(), jnp.ones((200, 8, 10, 2)), size=4))
     hidden = x[..., 0] == 0
     np.testing.assert_array_equal(x[..., 0], x[..., 1])
     rows, columns = hidden.any(2).sum(1), hidden.any(1).sum(1)

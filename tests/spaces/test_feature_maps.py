@@ -1,5 +1,6 @@
 """Claims about the feature maps of `bilevel.spaces.features`: Fourier features and n-grams."""
 
+import functools
 import itertools
 
 import jax
@@ -21,22 +22,24 @@ from bilevel.spaces.features import (
 from bilevel.spaces.features.fourier import KERNELS, PREPROCESS, FourierConfig
 from bilevel.spaces.features.text import _TOKENIZERS, BINS, fold, hashed_counts, statistics, weigh
 
-KEY = jax.random.key(3)
-X = jax.random.normal(jax.random.key(0), (7, 4)) * jnp.array([1.0, 5.0, 0.1, 2.0])
-X = X.at[:, 2].set(0.1).at[4].set(0)  # a column that is constant but for a row of zeros
+X = np.random.default_rng(0).normal(size=(7, 4)) * [1.0, 5.0, 0.1, 2.0]
+X[:, 2], X[4] = 0.1, 0  # a column that is constant but for a row of zeros
 
 
 def features_of(x_train):
     """The map with its functions compiled once per shape, whatever the configuration."""
-    features = fourier_features(KEY, x_train)
+    features = fourier_features(jax.random.key(3), x_train)
     apply, project = (jax.jit(f, static_argnums=(2, 3)) for f in features[:2])
     return features._replace(apply=apply, project=project)
 
 
-FEATURES = features_of(X)
-TRACED_START = jax.jit(fourier_features(KEY, X).project, static_argnums=2)
-ALL = [fourier_config(p, k, 0.3) for p, k in itertools.product(PREPROCESS, KERNELS)]
-STACKED = jax.tree.map(lambda *leaves: jnp.stack(leaves), *ALL)
+@functools.cache
+def fitted():
+    return features_of(X)
+
+
+def all_configs():
+    return [fourier_config(p, k, 0.3) for p, k in itertools.product(PREPROCESS, KERNELS)]
 
 
 def distances(x):
@@ -57,7 +60,7 @@ def test_products_of_features_are_the_kernel_up_to_their_exact_standard_deviatio
         "laplace": lambda t: np.exp(-gamma * t * manhattan),
         "laplace_isotropic": lambda t: np.exp(-gamma * t * euclidean),
     }[kernel]
-    phi = FEATURES.apply(fourier_config("none", kernel, gamma), x, dimension)
+    phi = fitted().apply(fourier_config("none", kernel, gamma), x, dimension)
     error = np.asarray(phi @ phi.T / dimension) - closed_form(1)
     deviation = np.sqrt(((1 + closed_form(2)) / 2 - closed_form(1) ** 2 + 0.5) / dimension)
     assert np.all(np.abs(error) < 5 * deviation)
@@ -73,13 +76,13 @@ def test_products_of_features_are_the_kernel_up_to_their_exact_standard_deviatio
 def test_features_of_sixteen_bits_are_those_of_thirty_two(kernel, dtype):
     """The transforms are infinite at the ends of the interval."""
     x, config = jnp.zeros((1, 4), dtype), fourier_config("none", kernel)
-    features_of_sixteen = FEATURES.apply(config, x, 2000)
+    features_of_sixteen = fitted().apply(config, x, 2000)
     assert features_of_sixteen.dtype == dtype and bool(jnp.isfinite(features_of_sixteen).all())
-    whole = FEATURES.apply(config, x.astype(jnp.float32), 2000)
+    whole = fitted().apply(config, x.astype(jnp.float32), 2000)
     # A phase up to 2 pi is rounded, and so is its cosine.
     np.testing.assert_allclose(features_of_sixteen, whole, atol=10 * float(jnp.finfo(dtype).eps))
     if dtype == jnp.bfloat16:  # Cauchy's draws exceed float16
-        draws = FEATURES.project(config, jnp.eye(4, dtype=dtype), 20_000)
+        draws = fitted().project(config, jnp.eye(4, dtype=dtype), 20_000)
         assert not bool(jnp.isnan(draws).any())
 
 
@@ -89,14 +92,15 @@ def test_features_of_sixteen_bits_are_those_of_thirty_two(kernel, dtype):
 def test_draws_are_the_same_in_every_dimension_and_block(kernel, start):
     # The rows of the identity project onto the draws themselves.
     def draws(dimension, start=0):
-        return np.asarray(FEATURES.project(fourier_config("none", kernel), eye, dimension, start))
+        return np.asarray(fitted().project(fourier_config("none", kernel), eye, dimension, start))
 
     eye, rtol = jnp.eye(4), tolerance(1e-13, 1e-5)
     whole = draws(1024)
     for dimension in (1, 300):
         part = draws(dimension, start)
         np.testing.assert_allclose(part, whole[:, start : start + dimension], rtol=rtol)
-    part = TRACED_START(fourier_config("none", kernel), eye, 300, start)
+    traced_start = jax.jit(fourier_features(jax.random.key(3), X).project, static_argnums=2)
+    part = traced_start(fourier_config("none", kernel), eye, 300, start)
     np.testing.assert_allclose(part, whole[:, start : start + 300], rtol=rtol)
     assert len(np.unique(whole)) > 0.99 * whole.size
 
@@ -104,21 +108,22 @@ def test_draws_are_the_same_in_every_dimension_and_block(kernel, start):
 @pytest.mark.long
 def test_one_configuration_per_row_equals_applying_them_row_by_row():
     indices = np.array([11, 0, 4, 7, 2, 5, 9])
-    rows = jax.tree.map(lambda leaf: leaf[indices], STACKED)
-    one_by_one = [FEATURES.apply(ALL[i], X, 40)[r] for r, i in enumerate(indices)]
-    assert_close(FEATURES.apply(rows, X, 40), jnp.stack(one_by_one), f64=1e-11)
+    configs = all_configs()
+    rows = jax.tree.map(lambda *leaves: jnp.stack(leaves)[indices], *configs)
+    one_by_one = [fitted().apply(configs[i], X, 40)[r] for r, i in enumerate(indices)]
+    assert_close(fitted().apply(rows, X, 40), jnp.stack(one_by_one), f64=1e-11)
 
 
 @pytest.mark.long
 def test_all_configurations_see_the_same_directions_and_phases():
     # Truth: z and z / |z_0| point the same way, and the features of 0 are sqrt(2) cos(b).
     gaussian, isotropic = (
-        np.asarray(FEATURES.project(fourier_config("none", kernel), X[:1], 300))
+        np.asarray(fitted().project(fourier_config("none", kernel), X[:1], 300))
         for kernel in ("gaussian", "laplace_isotropic")
     )
     assert np.all(gaussian / isotropic > 0)
     zero = jnp.zeros((1, 4))
-    phases = [FEATURES.apply(fourier_config("none", kernel), zero, 300) for kernel in KERNELS]
+    phases = [fitted().apply(fourier_config("none", kernel), zero, 300) for kernel in KERNELS]
     assert_close(phases[1], phases[0])
     assert_close(phases[2], phases[0])
 
@@ -171,10 +176,12 @@ def test_rows_whose_squares_leave_float32_have_a_direction_too(size):
 
 @pytest.mark.long
 def test_derivatives_in_gamma_and_x_are_those_of_finite_differences():
+    apply = fitted().apply
+
     @jax.jit
     def loss(log_gamma, x, kernel):
         config = FourierConfig(jnp.array(2), kernel, jnp.exp(log_gamma))  # unit rows
-        return jnp.sum(FEATURES.apply(config, x, 5) ** 3)
+        return jnp.sum(apply(config, x, 5) ** 3)
 
     slopes = jax.jit(jax.grad(loss, argnums=(0, 1)))
     gamma, x = jnp.array(-3.0), X[:2]
@@ -188,20 +195,20 @@ def test_derivatives_in_gamma_and_x_are_those_of_finite_differences():
 
 def test_the_derivative_at_a_row_of_zeros_is_finite():
     config = fourier_config("unit")
-    slope = jax.grad(lambda x: jnp.sum(FEATURES.apply(config, x, 40)))(jnp.zeros((7, 4)))
+    slope = jax.grad(lambda x: jnp.sum(fitted().apply(config, x, 40)))(jnp.zeros((7, 4)))
     assert np.all(np.isfinite(slope))
 
 
 def test_float32_rows_have_float32_features_equal_to_those_in_float64():
     low = features_of(X.astype("float32"))
-    for config in ALL:
+    for config in all_configs():
         phi = low.apply(config, X.astype("float32"), 40)
         assert phi.dtype == jnp.float32
-        assert_close(phi, FEATURES.apply(config, X, 40), f64=2e-3, f32=1e-6)
+        assert_close(phi, fitted().apply(config, X, 40), f64=2e-3, f32=1e-6)
 
 
 def test_sampled_configurations_fill_the_search_space():
-    configs = sample_fourier(KEY, 100)
+    configs = sample_fourier(jax.random.key(3), 100)
     assert {(int(c.preprocess), int(c.kernel)) for c in configs} == set(
         itertools.product(range(4), range(2))
     )
@@ -209,9 +216,9 @@ def test_sampled_configurations_fill_the_search_space():
     exponents = np.log10([float(c.gamma) for c in configs])
     assert exponents.min() >= -5 and exponents.max() <= 1
     assert abs(exponents.mean() + 2) < 4 * np.sqrt(3 / 100)
-    only = sample_fourier(KEY, 5, kernels=["laplace_isotropic"], gammas=(0.5, 0.5))
+    only = sample_fourier(jax.random.key(3), 5, kernels=["laplace_isotropic"], gammas=(0.5, 0.5))
     assert all(KERNELS[int(c.kernel)] == "laplace_isotropic" for c in only)
-    assert sample_fourier(KEY, 0) == []
+    assert sample_fourier(jax.random.key(3), 0) == []
 
 
 DOCUMENT = "The well-made film, isn't it?"
@@ -319,7 +326,7 @@ def test_preprocessing_of_weighted_rows_by_hand_with_an_empty_row(preprocess, ro
 
 def test_empty_documents_are_rows_of_zeros_in_every_configuration():
     texts, labels = ["", " \n", "...", "the", "fine film"], np.array([0, 1, 0, 1, 1])
-    for config in sample_text(KEY, 12):
+    for config in sample_text(jax.random.key(3), 12):
         bags = fold(hashed_counts(texts, config), 64, config.binary)
         weighted = weigh(bags, config, statistics(bags, labels)).toarray()
         assert np.all(np.isfinite(weighted))
@@ -327,8 +334,8 @@ def test_empty_documents_are_rows_of_zeros_in_every_configuration():
 
 
 def test_sampled_text_configurations_are_valid_reproducible_and_varied():
-    configs = sample_text(KEY, 100)
-    assert configs == sample_text(KEY, 100)
+    configs = sample_text(jax.random.key(3), 100)
+    assert configs == sample_text(jax.random.key(3), 100)
     assert all(text_config(**config._asdict()) == config for config in configs)
     assert len({config.hashing for config in configs}) > 25
     assert {config.weights for config in configs} == {"nb", "sif"}

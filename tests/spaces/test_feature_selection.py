@@ -1,5 +1,7 @@
 """Problems of choosing a feature map, compared with scikit-learn and features made row by row."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from bilevel import baselines
 from bilevel.spaces import features
 from bilevel.spaces.features.text import fold, hashed_counts, statistics, weigh
 
-KEY = jax.random.key(3)
+key = functools.partial(jax.random.key, 3)
 DIMENSION = 96
 
 
@@ -44,9 +46,9 @@ def fitted(phi, labels):
 @pytest.mark.long
 @pytest.mark.parametrize("resource", [32, DIMENSION])
 def test_a_configuration_is_judged_as_scikit_learn_would(parts, configs, resource):
-    problem = features.fourier_selection(KEY, *parts, dimension=DIMENSION)
+    problem = features.fourier_selection(key(), *parts, dimension=DIMENSION)
     xs, labels = flat(parts), [y for _, y in parts]
-    apply = jax.jit(features.fourier_features(KEY, xs[0]).apply, static_argnums=2)
+    apply = jax.jit(features.fourier_features(key(), xs[0]).apply, static_argnums=2)
     for config in configs:
         phis = [np.asarray(apply(config, x, resource)) / np.sqrt(resource) for x in xs]
         model = fitted(phis[0], labels[0])
@@ -61,14 +63,14 @@ def test_a_configuration_is_judged_as_scikit_learn_would(parts, configs, resourc
 
 @pytest.mark.long
 def test_shared_weights_are_fitted_to_rows_under_configurations_of_their_own(parts, configs):
-    problem = features.fourier_selection(KEY, *parts, dimension=DIMENSION)
+    problem = features.fourier_selection(key(), *parts, dimension=DIMENSION)
     (train, valid, _), labels = flat(parts), [y for _, y in parts]
     probabilities = np.array([0.4, 0.1, 0.1, 0.4, 0.0])
-    shared = problem.share(KEY, configs, probabilities, DIMENSION)
+    shared = problem.share(key(), configs, probabilities, DIMENSION)
     # The truth: the same draw of cells, features row by row.
-    seed = np.asarray(jax.random.key_data(KEY)).ravel()
+    seed = np.asarray(jax.random.key_data(key())).ravel()
     cells = np.random.RandomState(seed).choice(5, 160, p=probabilities)
-    apply = jax.jit(features.fourier_features(KEY, train).apply, static_argnums=2)
+    apply = jax.jit(features.fourier_features(key(), train).apply, static_argnums=2)
 
     def phi(x, cells):
         rows = [apply(configs[c], row[None], DIMENSION) for c, row in zip(cells, x, strict=True)]
@@ -85,7 +87,7 @@ def test_shared_weights_are_fitted_to_rows_under_configurations_of_their_own(par
         np.bincount(cells[80:], wrong, minlength=5)[:4],
         atol=tolerance(1e-9, 1.1),
     )
-    whole = problem.share(KEY, configs, probabilities, DIMENSION, whole=True)
+    whole = problem.share(key(), configs, probabilities, DIMENSION, whole=True)
     truth = [errors_of(model, phi(valid, np.full(80, c)), labels[1]) for c in range(5)]
     np.testing.assert_allclose(whole.errors, truth, atol=tolerance(1e-12, 0.0126))
 
@@ -93,12 +95,12 @@ def test_shared_weights_are_fitted_to_rows_under_configurations_of_their_own(par
 @pytest.mark.long
 def test_features_made_in_blocks_are_those_that_are_kept(parts, configs):
     problems = [
-        features.fourier_selection(KEY, *parts, dimension=DIMENSION, memory=memory)
+        features.fourier_selection(key(), *parts, dimension=DIMENSION, memory=memory)
         for memory in (2**31, 225_000)  # some 70 rows a block
     ]
     # More features than rows, so in columns; then fewer, in rows. A row may be within rounding of
     # another class, in the smallest cell.
-    shared = [p.share(KEY, configs, np.full(5, 0.2), DIMENSION).errors for p in problems]
+    shared = [p.share(key(), configs, np.full(5, 0.2), DIMENSION).errors for p in problems]
     np.testing.assert_allclose(*shared, atol=tolerance(1e-12, 0.1))
     alone = [p.evaluate(None, configs[0], 32) for p in problems]
     np.testing.assert_allclose(*alone, atol=tolerance(1e-12, 0.0126))
@@ -133,7 +135,7 @@ def test_naive_bayes_and_other_weights_learn_side_by_side(text_parts):
     # The two kinds have separate bins, so that shared weights can serve both.
     problem = features.text_selection(*text_parts)
     configs = [features.text_config(weights=weights) for weights in ("nb", "none")]
-    shared = problem.share(KEY, configs, np.full(2, 0.5), 2**16, whole=True)
+    shared = problem.share(key(), configs, np.full(2, 0.5), 2**16, whole=True)
     np.testing.assert_array_equal(shared.errors, [0, 0])
 
 
@@ -141,10 +143,10 @@ def test_texts_under_several_configurations_share_weights(text_parts):
     problem = features.text_selection(*text_parts)
     candidates = features.sample_text(jax.random.key(0), 6)
     # More configurations than validation rows: some cells are empty.
-    shared = problem.share(KEY, candidates, np.full(6, 1 / 6), 256)
+    shared = problem.share(key(), candidates, np.full(6, 1 / 6), 256)
     assert shared.counts.sum() == 4
     np.testing.assert_array_equal(np.isnan(shared.errors), shared.counts == 0)
-    trace = baselines.fast_weight_sharing(KEY, candidates, problem, 256)
+    trace = baselines.fast_weight_sharing(key(), candidates, problem, 256)
     assert trace.resource.tolist() == [128, 182, 256]
 
 
@@ -152,13 +154,13 @@ def test_texts_under_several_configurations_share_weights(text_parts):
 def test_a_class_missing_from_training_is_never_predicted_and_the_rest_works(parts, configs):
     (x, y), (x_valid, y_valid), test = parts
     kept = (x[y != 3], y[y != 3])
-    whole = features.fourier_selection(KEY, *parts, dimension=64)
-    problem = features.fourier_selection(KEY, kept, parts[1], test, dimension=64)
+    whole = features.fourier_selection(key(), *parts, dimension=64)
+    problem = features.fourier_selection(key(), kept, parts[1], test, dimension=64)
     error, missing = problem.evaluate(None, configs[0], 64).valid, np.mean(y_valid == 3)
     assert missing <= error < whole.evaluate(None, configs[0], 64).valid + missing + 0.1
     # With a tiny bandwidth outputs are noise, and every class may be the largest.
     problem = features.fourier_selection(
-        KEY, kept, (x_valid, np.full(80, 3)), (x_valid, np.full(80, 4)), dimension=64
+        key(), kept, (x_valid, np.full(80, 3)), (x_valid, np.full(80, 4)), dimension=64
     )
     error = problem.evaluate(None, features.fourier_config(gamma=100.0), 64)
     assert error.valid == 1 and error.test < 1
@@ -167,20 +169,20 @@ def test_a_class_missing_from_training_is_never_predicted_and_the_rest_works(par
 @pytest.mark.long
 def test_labels_may_be_strings(parts, configs):
     others = [(x, np.array(list("qwertyuiop"))[y]) for x, y in parts]
-    problems = (features.fourier_selection(KEY, *p, dimension=32) for p in (parts, others))
+    problems = (features.fourier_selection(key(), *p, dimension=32) for p in (parts, others))
     one, other = (problem.evaluate(None, configs[0], 32) for problem in problems)
     assert one == pytest.approx(other, abs=tolerance(1e-12, 0.0126))
     single = [(x[y == 3], y[y == 3]) for x, y in parts]
-    problem = features.fourier_selection(KEY, *single, dimension=32)
+    problem = features.fourier_selection(key(), *single, dimension=32)
     assert problem.evaluate(None, configs[0], 32) == (0, 0)
 
 
 def test_a_map_that_is_not_finite_has_nan_errors(parts, configs):
     """Rather than that of the class which NaN is taken for."""
-    problem = features.fourier_selection(KEY, *parts, dimension=32)
+    problem = features.fourier_selection(key(), *parts, dimension=32)
     bad = configs[0]._replace(gamma=np.nan)
     assert np.isnan(problem.evaluate(None, bad, 32)).all()
-    trace = baselines.random_search(KEY, [bad, configs[1]], problem, 32)
+    trace = baselines.random_search(key(), [bad, configs[1]], problem, 32)
     assert trace.best == 1
 
 

@@ -22,8 +22,6 @@ from bilevel.spaces.darts import genotype as darts_genotypes
 from bilevel.spaces.nasbench201 import judging
 from ntk import networks
 
-key = jax.random.key(0)
-
 
 @examples(5)
 @given(seed=seeds, dtype=dtypes, k=integers(1, 4), i=integers(0, 3))

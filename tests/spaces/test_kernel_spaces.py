@@ -13,16 +13,16 @@ from helpers import assert_close
 
 import bilevel
 import ntk
-from bilevel.spaces.activations import activation_space, unit_inputs
+from bilevel.spaces.activations import activation_space
 from bilevel.spaces.kernels import kernel_function_space, kernel_mixture_space, network_space
 from bilevel.spaces.linearized import linearized_space
 from bilevel.spaces.skips import skip_space
 from ntk import networks as nets
 
-KEYS = jax.random.split(jax.random.key(0), 4)
-X, XV = (unit_inputs(jax.random.normal(key, (n, 4))) for key, n in zip(KEYS, (14, 9), strict=False))
+RNG = np.random.default_rng(0)
+X, XV = (x / np.linalg.norm(x, axis=1)[:, None] for x in (RNG.normal(size=(n, 4)) for n in (14, 9)))
 KINKED = ntk.leaky_relu(0.2)  # closed forms, which compile soon
-Y, YV = jnp.sign(X[:, 0] * X[:, 1]), jnp.sign(XV[:, 0] * XV[:, 1])
+Y, YV = np.sign(X[:, 0] * X[:, 1]), np.sign(XV[:, 0] * XV[:, 1])
 
 
 def batches(space):
@@ -48,7 +48,7 @@ def network(alpha, x1, x2=None):
     )
 
 
-NETWORK = {"mixture": jnp.array([0.4, 0.6]), "skip": jnp.array(0.3)}
+NETWORK = {"mixture": np.array([0.4, 0.6]), "skip": np.array(0.3)}
 SETS = {"mixture": "simplex", "skip": "box"}
 
 
@@ -83,7 +83,7 @@ def test_hypergradients_are_finite_differences(name):
     alpha, (train, valid) = space.start(), batches(space)
     cheap = name not in ("a network's parameters", "a described network")  # they compile for long
     fn = jax.jit(bilevel.hypergradient(space.problem, space.solver, diagnostics=cheap))
-    hyper = fn(alpha, space.init(KEYS[2], train), train, valid)
+    hyper = fn(alpha, space.init(jax.random.key(2), train), train, valid)
     assert not cheap or (bool(hyper.info.converged) and hyper.info.error_bound < 1e-8)
     value = value_of(space)
     np.testing.assert_allclose(hyper.value, value(alpha), rtol=1e-12)
@@ -109,7 +109,7 @@ def test_a_described_network_is_a_space_whose_architectures_are_networks():
     architecture = {"variance": 2.0, "activation": "leaky_relu(0.2)", "skip": -0.5}
     corner = space.one_hot(architecture)
     assert space.discretize(corner) == pytest.approx(architecture)
-    assert set(space.discretize(space.draw(KEYS[3]))) == set(architecture)
+    assert set(space.discretize(space.draw(jax.random.key(3)))) == set(architecture)
     first = nets.dense(2.0), nets.act(KINKED)
     block = nets.residual(nets.serial(nets.dense(), nets.act(ntk.relu)), skip=-0.5)
     one = nets.serial(*first, block, nets.dense(1.0, 0.1)).kernel(X)
@@ -152,7 +152,7 @@ def test_a_search_ends_at_a_kernel_and_its_certificates_hold_all_the_way():
         outer="hinge",
     )
     train, valid = batches(space)
-    start = space.start(), space.init(KEYS[2], train)
+    start = space.start(), space.init(jax.random.key(2), train)
     simplex = optax.chain(bilevel.tangent(), optax.adam(0.3), bilevel.exponentiate())
     optimizer = bilevel.strategies.on_sets(space.sets, simplex=simplex, other=optax.adam(0.1))
     result = bilevel.search(
@@ -171,7 +171,7 @@ def test_a_search_ends_at_a_kernel_and_its_certificates_hold_all_the_way():
 @pytest.mark.parametrize(
     "space",
     [
-        kernel_function_space(lambda alpha, a, b: alpha + a @ b.T, jnp.ones(())),
+        kernel_function_space(lambda alpha, a, b: alpha + a @ b.T, np.ones(())),
         kernel_mixture_space({"linear": linear}),
     ],
 )
@@ -192,7 +192,7 @@ def test_integer_targets_are_numbers():
     def slope(dtype):
         train, valid = (inputs, y.astype(dtype)), (columns, yv.astype(dtype))
         step = bilevel.hypergradient(space.problem, space.solver, diagnostics=False)
-        return step(alpha, space.init(KEYS[0], train), train, valid).grad["log_penalty"]
+        return step(alpha, space.init(jax.random.key(0), train), train, valid).grad["log_penalty"]
 
     for dtype in (int, np.uint8, bool):
         assert_close(slope(dtype), slope(float))
@@ -200,7 +200,7 @@ def test_integer_targets_are_numbers():
 
 def test_draws_and_vertices_are_in_their_sets():
     space = SPACES["a network's parameters"]()
-    drawn = [space.draw(key)["kernel"] for key in jax.random.split(KEYS[3], 20)]
+    drawn = [space.draw(key)["kernel"] for key in jax.random.split(jax.random.key(3), 20)]
     corners = {tuple(d["mixture"].tolist()) for d in drawn}
     assert corners == {(1.0, 0.0), (0.0, 1.0)}
     assert all(0 <= d["skip"] <= 1 for d in drawn) and len({float(d["skip"]) for d in drawn}) == 20
@@ -227,7 +227,7 @@ def test_the_example_of_convolutional_networks_ends_at_a_certified_kernel(monkey
 def test_linearised_deep_features_are_regression_on_the_networks_gradient(classes):
     """Truth: the Jacobian written out, its regression, and the derivative of that."""
     deep = skip_space(["relu", "tanh"], depth=3, width=6, classes=classes)
-    w = deep.init(KEYS[2], (X, Y))
+    w = deep.init(jax.random.key(2), (X, Y))
     space = linearized_space(deep, w)
     y, yv = (t if classes == 2 else jnp.stack([t, -t, t], 1) for t in (Y, YV))
     train, valid = (space.inputs(X), y), (space.inputs(XV, X), yv)
@@ -246,22 +246,22 @@ def test_linearised_deep_features_are_regression_on_the_networks_gradient(classe
         return jnp.mean((1 - yv * (k @ dual)) ** 2)
 
     hyper = bilevel.hypergradient(space.problem, space.solver, diagnostics=False)
-    result = jax.jit(hyper)(alpha, space.init(KEYS[3], train), train, valid)
+    result = jax.jit(hyper)(alpha, space.init(jax.random.key(3), train), train, valid)
     assert_close(result.value, value(alpha), f64=1e-12, f32=1e-4)
     assert_close(result.grad, jax.grad(value)(alpha), f64=1e-10, f32=1e-3)
-    drawn = space.draw(KEYS[0])
+    drawn = space.draw(jax.random.key(0))
     assert space.discretize(drawn) == deep.discretize(drawn["kernel"])
 
 
 @pytest.mark.parametrize(("rows", "valid"), [(9, 9), (2, 3)])
 def test_a_space_with_training_inputs_takes_batches_as_the_contract_says(rows, valid):
     """The result is that of pairs of inputs, also for equal numbers of rows."""
-    x, y, xv, yv = X[:rows], Y[:rows], XV[:valid], YV[:valid]
+    x, y, xv, yv = map(jnp.asarray, (X[:rows], Y[:rows], XV[:valid], YV[:valid]))
     pairs = kernel_function_space(gaussian, jnp.zeros(()))
     space = kernel_function_space(gaussian, jnp.zeros(()), x=np.asarray(x))
     train, test = (pairs.inputs(x), y), (pairs.inputs(xv, x), yv)
-    alpha, w = space.start(), space.init(KEYS[0], (x, y))
-    np.testing.assert_array_equal(w, pairs.init(KEYS[0], train))
+    alpha, w = space.start(), space.init(jax.random.key(0), (x, y))
+    np.testing.assert_array_equal(w, pairs.init(jax.random.key(0), train))
     step, of_pairs = (
         jax.jit(bilevel.hypergradient(s.problem, s.solver, diagnostics=False))
         for s in (space, pairs)
@@ -286,7 +286,7 @@ def test_a_space_with_training_inputs_takes_batches_as_the_contract_says(rows, v
 
 def test_traced_rows_that_are_not_the_training_inputs_give_nan():
     """Shapes do not show the mistake, because the numbers of rows are equal."""
-    x, y = X[:9], Y[:9]
+    x, y = jnp.asarray(X[:9]), Y[:9]
     pairs = kernel_function_space(gaussian, jnp.zeros(()))
     space = kernel_function_space(gaussian, jnp.zeros(()), x=x)
     alpha, w = pairs.start(), jnp.ones(9)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, batch
+from helpers import assert_close, batch, normal
 from jax.flatten_util import ravel_pytree
 
 import ntk
@@ -23,10 +23,10 @@ from bilevel.spaces.nasbench201._all_networks import _edge
 from bilevel.spaces.nasbench201.genotype import EDGES, PRIMITIVES, Genotype, parse_genotype
 from bilevel.spaces.nasbench201.network import Edge, nasbench201_network
 
-KEY = jax.random.key(0)
+key = functools.partial(jax.random.key, 0)
 NETWORKS = all_networks(classes=3, cells=1, channels=2)
-X = jax.random.normal(jax.random.key(1), (4, 8, 8, 3))
-Y = jnp.array([0, 1, 2, 1])
+X = np.random.default_rng(1).normal(size=(4, 8, 8, 3)).astype(jnp.result_type(float))
+Y = np.array([0, 1, 2, 1])
 ALL = "|avg_pool_3x3~0|+|nor_conv_3x3~0|nor_conv_1x1~1|+|skip_connect~0|none~1|nor_conv_3x3~2|"
 CELLS = {
     "every operation": ALL,
@@ -40,9 +40,9 @@ GENOTYPES = {name: parse_genotype(text) for name, text in CELLS.items()}
 @functools.cache
 def weights():
     """With scales and biases that are not 1 and 0."""
-    w = NETWORKS.init(KEY, X.shape[1:])
+    w = NETWORKS.init(key(), X.shape[1:])
     flat, unravel = ravel_pytree(w)
-    moved = unravel(flat + 0.1 * jax.random.normal(KEY, flat.shape, flat.dtype))
+    moved = unravel(flat + 0.1 * jax.random.normal(key(), flat.shape, flat.dtype))
     return jax.tree.map(lambda leaf: leaf.astype(X.dtype), moved)
 
 
@@ -125,7 +125,7 @@ def test_both_forms_and_their_gradients_are_those_of_the_network_by_hand(name):
 def test_an_edges_hessian_vector_product_is_the_operations(name):
     """Forward over reverse, through the derivative rule of the switch."""
     w = weights()["cell_0"]["edge_0"]
-    x = jax.random.normal(KEY, (3, 4, 4, 2), X.dtype)
+    x = jax.random.normal(key(), (3, 4, 4, 2), X.dtype)
     v = jax.tree.map(jnp.ones_like, (w, x))
 
     def product(edge):
@@ -159,7 +159,7 @@ def test_a_score_of_layers_is_the_same_for_both_forms():
 def test_parameters_of_the_published_network_are_counted_exactly():
     for genotype in GENOTYPES.values():
         network = nasbench201_network(genotype)
-        w, _ = jax.eval_shape(lambda network=network: network.init(KEY, (32, 32, 3)))
+        w, _ = jax.eval_shape(lambda network=network: network.init(key(), (32, 32, 3)))
         assert sum(leaf.size for leaf in jax.tree.leaves(w)) == parameter_count(genotype)
 
 
@@ -178,18 +178,14 @@ def test_the_training_network_has_the_loss_of_the_shared_network():
     genotype = GENOTYPES["every operation"]
     network = nasbench201_network(genotype, classes=3, cells=1, channels=2)
     own = NETWORKS.select(weights(), genotype)
-    _, averages = network.init(KEY, X.shape[1:])
-    value, new = network.loss(own, averages, (X, Y), KEY)
+    _, averages = network.init(key(), X.shape[1:])
+    value, new = network.loss(own, averages, (X, Y), key())
     assert_close(value, loss(NETWORKS.apply(own, genotype, X)))
     stem = jax.lax.conv_general_dilated(
         X, own["stem"]["conv"]["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
     # Averages are float32, whatever the images are.
     assert_close(new["stem"]["norm"]["mean"], 0.1 * stem.mean((0, 1, 2)), f64=1e-6)
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape)
 
 
 def weights_of_networks(w, template):
@@ -217,20 +213,20 @@ def weights_of_networks(w, template):
 def test_at_a_corner_the_supernet_is_the_genotypes_network():
     size = {"classes": 4, "cells": 2, "channels": 2}
     space, networks = nasbench201_space(**size), all_networks(**size)
-    w = space.init(KEY, batch(1, 8, 8, 1))
-    w = jax.tree.map(lambda p: p + 0.1 * normal(*p.shape, seed=p.size), w)
-    x = jnp.asarray(normal(3, 8, 8, 1))
-    named = weights_of_networks(w, jax.eval_shape(lambda: networks.init(KEY, (8, 8, 1))))
+    w = space.init(key(), batch(1, 8, 8, 1))
+    w = jax.tree.map(lambda p: p + 0.1 * normal(p.size, *p.shape), w)
+    x = normal(0, 3, 8, 8, 1)
+    named = weights_of_networks(w, jax.eval_shape(lambda: networks.init(key(), (8, 8, 1))))
     supernet, network = jax.jit(space.apply), jax.jit(networks.apply)
     mixed = [Genotype(PRIMITIVES[:0:-1] + PRIMITIVES[:2]), Genotype((*PRIMITIVES, "none"))]
-    for actual in (*mixed, space.discretize(space.draw(KEY)), genotypes()[0]):
+    for actual in (*mixed, space.discretize(space.draw(key())), genotypes()[0]):
         logits = supernet(w, jnp.asarray(space.one_hot(actual)), x)
         assert_close(logits, network(named, encode(actual), x), f64=1e-6)
 
 
 def test_parameters_are_the_genotypes_of_all_convolutions_without_norms():
     """Counted from the genotypes' own parameter counts, which include norms."""
-    w = jax.eval_shape(lambda: nasbench201_space().init(KEY, batch(1, 32, 32, 3)))
+    w = jax.eval_shape(lambda: nasbench201_space().init(key(), batch(1, 32, 32, 3)))
     outside, *convolutions = (
         parameter_count(Genotype((name,) * 6)) for name in ("none", "nor_conv_1x1", "nor_conv_3x3")
     )
@@ -242,7 +238,7 @@ def test_parameters_are_the_genotypes_of_all_convolutions_without_norms():
 def test_drawn_vertices_are_uniform_genotypes():
     names = ("avg_pool_3x3", "none", "nor_conv_1x1")
     space = nasbench201_space(names)
-    drawn = np.asarray(jax.vmap(space.draw)(jax.random.split(KEY, 3000)))
+    drawn = np.asarray(jax.vmap(space.draw)(jax.random.split(key(), 3000)))
     np.testing.assert_array_equal(drawn.sum(-1), 1)
     # Truth: a third each; 4 standard errors of 3000 draws.
     np.testing.assert_allclose(drawn.mean(0), 1 / 3, atol=4 * (2 / 9 / 3000) ** 0.5)

@@ -14,15 +14,23 @@ from bilevel.spaces.nasbench201.scoring import score_networks
 
 NETWORKS = all_networks(classes=3, cells=1, channels=2)
 CELLS = [genotypes()[i] for i in (3117, 8411, 15_000, 10_002, 14_444)]
-X = jax.random.normal(jax.random.key(1), (3, 4, 4, 1))
-BATCH = X, jnp.array([0, 1, 2])
-W = NETWORKS.init(jax.random.key(0), X.shape[1:])
+X = np.random.default_rng(1).normal(size=(3, 4, 4, 1))
+BATCH = X, np.array([0, 1, 2])
 NAMES = ("l2_norm", "naswot")
 CHEAP = {"cells": CELLS[:2], "names": ("l2_norm",)}
 
 
-def scores(cells=CELLS, names=NAMES, batch=BATCH, **options):
-    return score_networks(names, NETWORKS, W, cells, batch, progress=False, **options).values
+@functools.cache
+def weights():
+    return NETWORKS.init(jax.random.key(0), X.shape[1:])
+
+
+def scored(cells=CELLS, names=NAMES, batch=BATCH, **options):
+    return score_networks(names, NETWORKS, weights(), cells, batch, progress=False, **options)
+
+
+def scores(*arguments, **options):
+    return scored(*arguments, **options).values
 
 
 def alone(name, genotype) -> float:
@@ -32,7 +40,7 @@ def alone(name, genotype) -> float:
         return NETWORKS.apply(w, genotype, x)
 
     score = functools.partial(getattr(ntk.scores, name), None, apply)
-    return float(jax.jit(score)(NETWORKS.select(W, genotype), BATCH))
+    return float(jax.jit(score)(NETWORKS.select(weights(), genotype), BATCH))
 
 
 @functools.cache
@@ -50,9 +58,9 @@ def test_scores_are_those_of_each_network_by_itself():
 
 @pytest.mark.long
 def test_scores_of_one_gradient_are_one_program_and_each_its_own():
-    scored = score_networks(("snip", "grad_norm"), NETWORKS, W, CELLS, BATCH, progress=False)
-    assert scored.seconds["snip"] == scored.seconds["grad_norm"]
-    for name, values in scored.values.items():
+    both = scored(names=("snip", "grad_norm"))
+    assert both.seconds["snip"] == both.seconds["grad_norm"]
+    for name, values in both.values.items():
         np.testing.assert_allclose(values, scores(names=(name,))[name], rtol=1e-5)
         np.testing.assert_allclose(values[1], alone(name, CELLS[1]), rtol=1e-5)
 
@@ -153,10 +161,10 @@ def test_a_file_of_other_images_or_genotypes_raises(tmp_path, other):
 @pytest.mark.long
 def test_fewer_networks_leave_the_others_in_the_file(tmp_path):
     file = tmp_path / "scores"
-    whole = score_networks(("l2_norm",), NETWORKS, W, CELLS, BATCH, file=file, progress=False)
-    some = score_networks(NAMES, NETWORKS, W, CELLS[:2], BATCH, file=file, progress=False)
+    whole = scored(names=("l2_norm",), file=file)
+    some = scored(CELLS[:2], file=file)
     assert some.seconds["l2_norm"] == whole.seconds["l2_norm"]
     assert len(some.values["l2_norm"]) == len(some.values["naswot"]) == 2
-    again = score_networks(NAMES, NETWORKS, W, CELLS, BATCH, file=file, progress=False)
+    again = scored(file=file)
     assert again.seconds["l2_norm"] == whole.seconds["l2_norm"]  # nothing was computed again
     np.testing.assert_array_equal(again.values["l2_norm"], whole.values["l2_norm"])

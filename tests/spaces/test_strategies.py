@@ -18,20 +18,24 @@ from bilevel.spaces.skips import skip_space
 from bilevel.strategies.optimizers import exponentiated, logits
 from bilevel.strategies.train_free import eigen_nas, nasi, te_nas
 
-KEY = jax.random.key(0)
+key = functools.partial(jax.random.key, 0)
+searched = functools.partial(strategies.run, progress=False)
 SPACE = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
-ROWS = [(x, jnp.arange(12) % 2) for x in jax.random.normal(KEY, (2, 12, 3))]
-W0 = SPACE.init(jax.random.key(1), ROWS[0])
+ROWS = [(x, np.arange(12) % 2) for x in np.random.default_rng(0).normal(size=(2, 12, 3))]
 RATE = 0.1
 SAME = {"weight_optimizer": RATE, "batch_size": 12}
 WITH_ALPHA = SAME | {"alpha_optimizer": 0.2}
 
 
+@functools.cache
+def weights():
+    return SPACE.init(jax.random.key(1), ROWS[0])
+
+
 def first_step(strategy, steps=1):
     """The state after steps on all rows instead of batches."""
     whole = strategy._replace(batches=lambda key, data: data)
-    options = {"steps": steps, "key": KEY, "progress": False}
-    return strategies.run(whole, SPACE.start(), W0, *ROWS, **options)
+    return searched(whole, SPACE.start(), weights(), *ROWS, steps=steps, key=key())
 
 
 def by_hand(optimizer, slope):
@@ -50,7 +54,7 @@ MIRROR = optimizer_of(exponentiated(0.2), optax.sgd(0.2))
 
 def after(alpha, steps=1):
     """The weights after gradient steps on the training rows, written out."""
-    w = W0
+    w = weights()
     for _ in range(steps):
         g = jax.grad(SPACE.problem.lower)(w, alpha, ROWS[0])
         w = jax.tree.map(lambda a, b: a - RATE * b, w, g)
@@ -123,7 +127,7 @@ def test_weight_sharing_trains_architectures_drawn_anew_for_every_batch():
     space = dataclasses.replace(SPACE, problem=bilevel.Problem(loss, loss))
     plan = strategies.weight_sharing(space, weight_optimizer=1.0, batch_size=12)
     w0 = jnp.zeros((2, 2))
-    result = strategies.run(plan, SPACE.start(), w0, *ROWS, steps=steps, key=KEY, progress=False)
+    result = searched(plan, SPACE.start(), w0, *ROWS, steps=steps, key=key())
     counts = -np.asarray(result.w)
     np.testing.assert_array_equal(counts.sum(-1), [steps, steps])
     # Each of the two layers draws its activation uniformly: 5 standard deviations of a binomial.
@@ -148,19 +152,20 @@ def test_alpha_stays_on_its_sets_and_shared_weights_alone_leave_it():
         assert_close(mixtures.sum(-1), np.ones(2), f32=1e-5)
         assert bool((mixtures >= 0).all() and (skips >= 0).all() and (skips <= 1).all())
     plan = strategies.weight_sharing(SPACE, **SAME)
-    result = strategies.run(plan, SPACE.start(), W0, *ROWS, steps=4, key=KEY, progress=False)
+    result = searched(plan, SPACE.start(), weights(), *ROWS, steps=4, key=key())
     jax.tree.map(np.testing.assert_array_equal, result.alpha, SPACE.start())
-    assert bool((result.w["first"] != W0["first"]).any()) and plan.draws
+    assert bool((result.w["first"] != weights()["first"]).any()) and plan.draws
 
 
 @pytest.mark.slow
 def test_the_best_drawn_architecture_is_brute_forces():
     options = {"samples": 5, "batch_size": 12}
-    best = jax.jit(lambda w, rows: strategies.best_drawn(KEY, SPACE, w, rows, **options))
-    drawn = [SPACE.draw(k) for k in jax.random.split(KEY, 5)]
+    best = jax.jit(lambda w, rows: strategies.best_drawn(key(), SPACE, w, rows, **options))
+    drawn = [SPACE.draw(k) for k in jax.random.split(key(), 5)]
     loss = jax.jit(SPACE.problem.outer)
-    losses = [float(loss(W0, alpha, ROWS[1])) for alpha in drawn]
-    jax.tree.map(np.testing.assert_array_equal, best(W0, ROWS[1]), drawn[int(np.argmin(losses))])
+    losses = [float(loss(weights(), alpha, ROWS[1])) for alpha in drawn]
+    expected = drawn[int(np.argmin(losses))]
+    jax.tree.map(np.testing.assert_array_equal, best(weights(), ROWS[1]), expected)
 
 
 def test_a_drawn_architecture_whose_loss_is_nan_is_not_the_best():
@@ -169,7 +174,7 @@ def test_a_drawn_architecture_whose_loss_is_nan_is_not_the_best():
         return jnp.where(relu_first, jnp.nan, alpha["skips"].sum())
 
     space = dataclasses.replace(SPACE, problem=bilevel.Problem(SPACE.problem.lower, outer))
-    best = strategies.best_drawn(KEY, space, W0, ROWS[1], samples=20, batch_size=12)
+    best = strategies.best_drawn(key(), space, weights(), ROWS[1], samples=20, batch_size=12)
     assert best["activations"][0].tolist() == [0, 1] and best["skips"].tolist() == [0]
 
 
@@ -179,7 +184,7 @@ def test_gaea_on_training_rows_moves_both_on_one_batch_and_joint_does_not():
     still = {"weight_optimizer": 1e-30, "alpha_optimizer": 1e-30, "batch_size": 3}
 
     def losses(plan):
-        result = strategies.run(plan, SPACE.start(), W0, *ROWS, steps=4, key=KEY, progress=False)
+        result = searched(plan, SPACE.start(), weights(), *ROWS, steps=4, key=key())
         return result.history["lower"], result.history["value"]
 
     single = strategies.gaea(SPACE, on_training_rows=True, **still)
@@ -188,7 +193,7 @@ def test_gaea_on_training_rows_moves_both_on_one_batch_and_joint_does_not():
     assert np.abs(below - above).max() > 1e-3
     copies = strategies.stack_strategies(single, 2)
     rows = jax.tree.map(lambda a: jnp.stack([a, a]), ROWS[0])
-    below, above = copies.batches(KEY, rows, rows)
+    below, above = copies.batches(key(), rows, rows)
     assert below[0].shape == (2, 3, 3)
     jax.tree.map(np.testing.assert_array_equal, below, above)
 
@@ -203,7 +208,7 @@ def test_strategies_on_training_rows_take_stateful_problems(make):
     problem = bilevel.Problem(loss, lambda *a: loss(*a)[0], stateful=True)
     plan = make(problem, weight_optimizer=0.1, alpha_optimizer=0.1, batch_size=2)
     start, rows = (jnp.full(2, 0.5), bilevel.Stateful(jnp.ones(2), jnp.zeros(()))), jnp.ones((4, 1))
-    result = strategies.run(plan, *start, rows, rows, steps=3, key=KEY, progress=False)
+    result = searched(plan, *start, rows, rows, steps=3, key=key())
     assert float(result.w.variables) == 3
 
 
@@ -212,15 +217,15 @@ def test_stacked_copies_equal_separate_searches():
     """Truth: the same strategy on each copy's data and batches, one after the other."""
     copies = 2
     data = [jax.tree.map(lambda a, b: jnp.stack([a, b]), *ROWS) for _ in range(2)]
-    w = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), W0)
+    w = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), weights())
     alpha = jax.tree.map(lambda a: jnp.stack([a] * copies), SPACE.start())
     plan = strategies.darts(SPACE, order=2, **WITH_ALPHA)
     stacked = strategies.stack_strategies(plan, copies)._replace(batches=lambda key, data: data)
-    result = strategies.run(stacked, alpha, w, *data, steps=2, key=KEY, progress=False)
+    result = searched(stacked, alpha, w, *data, steps=2, key=key())
     alone = plan._replace(batches=lambda key, data: data)
     for i in range(copies):
         start, *parts = jax.tree.map(lambda a: a[i], (w, *data))  # noqa: B023
-        one = strategies.run(alone, SPACE.start(), start, *parts, steps=2, key=KEY, progress=False)
+        one = searched(alone, SPACE.start(), start, *parts, steps=2, key=key())
         ours = jax.tree.map(lambda a: a[i], result.alpha)  # noqa: B023
         assert_close(ours, one.alpha, f64=1e-10, f32=1e-5)
 
@@ -238,13 +243,13 @@ def test_weight_sharing_takes_losses_with_auxiliary_output(stateful):
     plain = SPACE.problem
     outer = (lambda w, a, b: plain.outer(w.params, a, b)) if stateful else paired(plain.outer)
     problem = bilevel.Problem(paired(plain.lower), outer, has_aux=not stateful, stateful=stateful)
-    space, w = dataclasses.replace(SPACE, problem=problem), SPACE.init(KEY, ROWS[0])
+    space, w = dataclasses.replace(SPACE, problem=problem), SPACE.init(key(), ROWS[0])
 
     def run(space, w):
         plan = strategies.weight_sharing(space, weight_optimizer=RATE, batch_size=4)
-        result = strategies.run(plan, SPACE.start(), w, *ROWS, steps=2, key=KEY, progress=False)
+        result = searched(plan, SPACE.start(), w, *ROWS, steps=2, key=key())
         rows = {"samples": 3, "batch_size": 12}
-        return strategies.best_drawn(KEY, space, result.w, ROWS[1], **rows)
+        return strategies.best_drawn(key(), space, result.w, ROWS[1], **rows)
 
     start = bilevel.Stateful(w, jnp.zeros(())) if stateful else w
     jax.tree.map(np.testing.assert_array_equal, run(space, start), run(SPACE, w))

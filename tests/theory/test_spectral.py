@@ -34,7 +34,7 @@ KERNELS = np.einsum("nip,mjp->ijnm", X, X)
 def streamed(x, size=4):
     """The same features in blocks of columns, the last one filled up with zeros."""
     count = -(-x.shape[2] // size)
-    x = jnp.asarray(np.pad(x, ((0, 0), (0, 0), (0, count * size - x.shape[2]))), float)
+    x = np.pad(x, ((0, 0), (0, 0), (0, count * size - x.shape[2])))
     return Columns(lambda j: jax.lax.dynamic_slice_in_dim(x, j * size, size, axis=2), count)
 
 

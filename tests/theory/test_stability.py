@@ -9,7 +9,7 @@ from helpers import assert_close, tolerance
 import bilevel
 from bilevel.theory.stability import lipschitz
 
-DELTAS = jnp.array([0.5, 0.03])
+DELTAS = np.array([0.5, 0.03])
 
 
 def unit(x):

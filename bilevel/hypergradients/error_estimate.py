@@ -40,6 +40,7 @@ TOLERANCE = 1e-2
 """A hypergradient counts as converged when its estimated error is under 1 % of its norm."""
 
 _SPREADS = 3  # rounding of one sample, in spreads of a few samples
+_SHARED = 2  # safety factor: samples can share rounding, as that of a kernel's entries
 _ROUNDINGS = 3  # rounding of a sum, in units of roundoff of its terms
 _DRAWS = 8  # random multiples of terms, which do not cancel
 _JACOBIAN_SIZE = 2**20  # entries up to which a Jacobian is formed for `error_bound`
@@ -64,8 +65,8 @@ class Info(NamedTuple):
         Estimate of the 2-norm of ``grad - exact``, where ``exact`` is the hypergradient of the
         solution map. Infinite if an estimate is impossible.
     error_bound : float
-        Upper bound of the same norm. Its part from rounding is measured: three times the spread of
-        samples, and a few units of roundoff of all terms. Finite for a lower loss that is quadratic
+        Upper bound of the same norm. Its part from rounding is measured: six times the spread of
+        samples, and some units of roundoff of all terms. Finite for a lower loss that is quadratic
         in ``w``, with a positive definite Hessian and at most 1024 weights.
     reason : int8
         The reason for an infinite estimate, or 0. :func:`explain` gives it in words. With
@@ -271,7 +272,7 @@ class Estimate(NamedTuple):
     ) -> Info:
         """Return the information on the hypergradient; ``bound`` is without rounding."""
         # The refined hypergradient in the bound is one sample: rounding moves it like the others.
-        rounding = self.hidden + _SPREADS * self.spread
+        rounding = _SHARED * (self.hidden + _SPREADS * self.spread)
         rounded = (1 + NOISE * jnp.finfo(bound.dtype).eps) * bound + rounding
         far = jnp.full_like(self.size, unbounded(self.size))
         estimate = jnp.where(reason == 0, self.size, far)

@@ -25,6 +25,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import hypothesis
 import jax
 import pytest
+from jax._src.xla_bridge import backends_are_initialized
 
 jax.config.update("jax_enable_x64", os.environ.get("BILEVEL_X64", "1") != "0")
 
@@ -71,15 +72,14 @@ def part_of(name):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection():
-    """Import test modules with the CPU as the default device.
-
-    Their arrays are not bound to it: the tests move them to the accelerator.
-    """
-    if jax.default_backend() == "cpu":
-        return (yield)
-    with jax.default_device(jax.devices("cpu")[0]):
-        return (yield)
+def pytest_make_collect_report(collector):
+    """Report a test module that starts a device when it is imported, for example by an array."""
+    started = backends_are_initialized()
+    report = yield
+    if isinstance(collector, pytest.Module) and not started and backends_are_initialized():
+        report.outcome = "failed"
+        report.longrepr = f"{collector.nodeid}: expected no computation at import, got one."
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by their marks

@@ -171,9 +171,9 @@ def test_own_operators_agree_with_the_named_ones():
     assert np.isinf(result.info.error_estimate)
     assert "your own projection" in bilevel.explain(result.info)
     solver = bilevel.implicit(bilevel.projected(lambda w: jnp.clip(w, -0.5, 0.5)))
-    w = solver.run(lower, None, START, solver.init(START), C)[0]
-    named = bilevel.projected("box", -0.5, 0.5)
-    assert_close(w, named.run(lower, None, START, named.init(START), C)[0], f64=1e-8, f32=1e-5)
+    named, w0 = bilevel.projected("box", -0.5, 0.5), jnp.asarray(START)
+    w, expected = (s.run(lower, None, w0, s.init(w0), C)[0] for s in (solver, named))
+    assert_close(w, expected, f64=1e-8, f32=1e-5)
 
 
 def test_parameters_may_be_traced_values_that_the_solver_closes_over():

@@ -41,7 +41,7 @@ def test_cvxpylayers_67_and_70_an_l1_ball_passes_the_gradient_check_and_sums_add
 
 @float64_only
 def test_cvxpylayers_85_sparse_logistic_regression_passes_the_gradient_check():
-    x, truth = normal(3, 40, 12), jnp.arange(12) < 3
+    x, truth = jnp.asarray(normal(3, 40, 12)), jnp.arange(12) < 3
     y = jnp.sign(x @ truth + normal(4, 40))
 
     def loss(w, alpha, rows):

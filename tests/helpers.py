@@ -139,7 +139,7 @@ def documented_keys():
 
 
 def run(*command, **options):
-    """Run a command and return what it prints; ``python`` is this interpreter."""
+    """Run a command and return its output; ``python`` is this interpreter."""
     command = [sys.executable if word == "python" else str(word) for word in command]
     done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,8 +10,8 @@ The network of Eq. (1) has L = 10 layers and learns Fashion-MNIST. Each run draw
 
 The paper gives depth, width (1024), number of runs (5), the weights' variance 1/m and |x| = 1. It
 says that activations and skips are searched "independently", and refers to DARTS for other
-settings. So searches have DARTS's batches, SGD, clipping and weight decay. Alpha moves by its Adam,
-at a rate whose product with the number of steps is 6, as in DARTS's 50 epochs of CIFAR-10.
+settings. So searches have DARTS's batches, SGD, clipping and weight decay. Alpha moves by its Adam:
+the rate times the number of steps is 6, as in DARTS's 50 epochs of CIFAR-10.
 
 The searches (`READINGS`) are:
 

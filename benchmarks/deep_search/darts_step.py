@@ -11,7 +11,7 @@ hypergradients:
 We compare `bilevel.spaces.darts`, compiled once, with a plain PyTorch supernet of the same
 operations, without compilation. Both compute only the gradients that a step needs. (The reference
 implementation computes all gradients twice. Its second order, a difference of gradients, is not
-measured.) There is no weight decay and no clipping. `none` costs nothing in either. Images and
+measured.) Neither has weight decay or clipping. `none` costs nothing in either. Images and
 labels are random numbers. `bilevel.search` also computes the training loss at the new w for its
 history, which is not counted here.
 

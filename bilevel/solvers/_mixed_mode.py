@@ -170,12 +170,12 @@ def _reverse_over_forward(step: _Step, v: list) -> tuple:
 
 
 def chosen(flags: list[bool], items: Iterable) -> tuple:
-    """Return the items whose flag is set."""
+    """Return the items with a flag that is set."""
     return tuple(x for flag, x in zip(flags, items, strict=True) if flag)
 
 
 def merged(flags: list[bool], values: Iterable, items: Iterable) -> list:
-    """Return ``items`` with ``values`` in the places whose flag is set."""
+    """Return ``items`` with ``values`` in the places with a flag that is set."""
     moved = iter(values)
     return [next(moved) if flag else x for flag, x in zip(flags, items, strict=True)]
 

@@ -167,7 +167,7 @@ def test_a_search_makes_one_large_program_however_many_steps_it_takes():
 
 # ----------------------------------------------------------------------------- operations in loops
 
-# These take no time of their own, or contain other operations that are counted.
+# These take no time, or contain other operations that are counted.
 FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota"),
     *("while", "call", "conditional"),
@@ -222,8 +222,8 @@ def hessian(lower, w, alpha, batch):
     return jax.linearize(lambda w: jax.grad(lower)(w, alpha, batch), w)[1]
 
 
-# On 2026-11-28 they added 19 and 18 operations. The ridge problem added 27 before, and the network,
-# whose leaves were apart, 61.
+# On 2026-11-28 they added 19 and 18 operations. The ridge problem added 27 before. The network
+# added 61, because its leaves were apart.
 @pytest.mark.parametrize("name", ["ridge", "network"])
 def test_an_iteration_of_conjugate_gradients_adds_few_operations(name):
     lower, w, batch = problem(name)

@@ -203,7 +203,7 @@ def plot_genotype(genotype: Genotype, axes: Sequence[Any] | None = None) -> Sequ
     ----------
     genotype : Genotype
     axes : two matplotlib axes, optional
-        Of the normal cell and of the reduction cell.
+        For the normal cell and the reduction cell.
 
     Examples
     --------

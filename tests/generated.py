@@ -7,10 +7,11 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers import DTYPES
 from hypothesis import settings
 
 seeds = st.integers(0, 2**32 - 1)
-dtypes = st.sampled_from([np.float32, np.float64] if jax.config.jax_enable_x64 else [np.float32])
+dtypes = st.sampled_from(DTYPES)
 
 
 def examples(few):

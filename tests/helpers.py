@@ -60,7 +60,7 @@ def assert_close(actual, expected, *, f64=1e-9, f32=1e-3):
 
 
 def normal(seed, *shape):
-    """Draw a standard normal array."""
+    """Draw a standard normal NumPy array in the tests' precision."""
     return np.random.default_rng(seed).normal(size=shape).astype(DTYPES[-1])
 
 

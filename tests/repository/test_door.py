@@ -329,7 +329,7 @@ INDEFINITE = np.array([[1.0, 3.0], [3.0, 1.0]])
 
 
 class BatchStatistics(nn.Module):
-    """A layer whose outputs depend on the other rows of the batch."""
+    """A layer with outputs that depend on the other rows of the batch."""
 
     @nn.compact
     def __call__(self, x):
@@ -356,7 +356,7 @@ def by_number_of_samples(w, x):
 
 
 def guarded(x):
-    """Batch norm whose variance is kept nonnegative: its ``maximum`` is no activation."""
+    """Batch norm that keeps its variance nonnegative: ``maximum`` does not count as activation."""
     variance = (x**2).mean(1, keepdims=True) - x.mean(1, keepdims=True) ** 2
     return x / jnp.sqrt(jnp.maximum(variance, 0) + 1e-3)
 

@@ -23,7 +23,7 @@ from bilevel.spaces.features.fourier import KERNELS, PREPROCESS, FourierConfig
 from bilevel.spaces.features.text import _TOKENIZERS, BINS, fold, hashed_counts, statistics, weigh
 
 X = np.random.default_rng(0).normal(size=(7, 4)) * [1.0, 5.0, 0.1, 2.0]
-X[:, 2], X[4] = 0.1, 0  # a column that is constant but for a row of zeros
+X[:, 2], X[4] = 0.1, 0  # a constant column, and a row of zeros
 
 
 def features_of(x_train):

@@ -57,7 +57,8 @@ class Job(rules.Flags):
     progress: bool | None = None
     """Progress bar; by default in a terminal. Or --progress, --no-progress."""
     changeable: ClassVar[tuple[str, ...]] = ()  # flags that --resume may change
-    quick: ClassVar[dict[str, Any]] = {}  # sizes of --quick: no download
+    # Sizes of --quick: no download. Old versions of tyro make a flag of a plain ClassVar.
+    quick: ClassVar[dict[str, Any]] = {}
 
     def size(self, name: str) -> int:
         """Return the flag ``name``, which counts rows."""
@@ -117,8 +118,8 @@ class Search(Resumable):
     curvature of the training loss, for each network."""
     alpha_rate: rules.Rate = 0.3
     """Learning rate of α (Adam)."""
-    changeable: ClassVar = "steps", "devices", "distributed"
-    quick: ClassVar = dict(steps=5, width=128, train=100, valid=100, test=500)
+    changeable: ClassVar[tuple[str, ...]] = "steps", "devices", "distributed"
+    quick: ClassVar[dict[str, Any]] = dict(steps=5, width=128, train=100, valid=100, test=500)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -141,7 +142,7 @@ class Certify(Job):
     """Training rows, drawn with all classes in their proportions."""
     rtol: Annotated[float, rules.between(1e-9, 0.5)] = 1e-3
     """Relative gap between the two ends of the bracket."""
-    quick: ClassVar = dict(rows=50)
+    quick: ClassVar[dict[str, Any]] = dict(rows=50)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -184,8 +185,8 @@ class Baseline(Resumable):
     """Weight λ of the penalty in λ |w|² + Σ loss."""
     devices: Devices = 1
     """Devices that the rows are spread over, a divisor of their number; or all. Images only."""
-    changeable: ClassVar = ("devices",)
-    quick: ClassVar = dict(configs=8, dimension=128, train=200, valid=200, test=500)
+    changeable: ClassVar[tuple[str, ...]] = ("devices",)
+    quick: ClassVar[dict[str, Any]] = dict(configs=8, dimension=128, train=200, valid=200, test=500)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -258,11 +259,13 @@ class Rank(Resumable):
     """Training rows of that network; the batch of the scores is drawn from them."""
     test: rules.Size = 1000
     """Test rows at most."""
-    changeable: ClassVar = (
+    changeable: ClassVar[tuple[str, ...]] = (
         *("networks", "scores", "aggregate", "k", "pool"),
         *("devices", "at_once", "distributed"),
     )
-    quick: ClassVar = dict(data="digits", networks=20, k=5, pool=10, cells=1, channels=4, pixels=16)
+    quick: ClassVar[dict[str, Any]] = dict(
+        data="digits", networks=20, k=5, pool=10, cells=1, channels=4, pixels=16
+    )
 
     def _check_together(self) -> None:
         super()._check_together()

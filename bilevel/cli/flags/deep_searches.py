@@ -90,7 +90,9 @@ class SkipSearch(DeepSearch):
     """Hidden units of a layer."""
     parametrization: Literal["ntk", "as_printed", "he"] = "ntk"
     """Initialisation: of the paper's theory, of its Algorithm 1, or He's."""
-    quick: ClassVar = dict(depth=4, width=32, steps=200, epochs=10, samples=50, test=1000)
+    quick: ClassVar[dict[str, Any]] = dict(
+        depth=4, width=32, steps=200, epochs=10, samples=50, test=1000
+    )
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -137,7 +139,7 @@ class DartsSearch(CellSearch):
     """A second classifier in training from scratch, as DARTS has; images of 29 pixels or more."""
     remat: bool = True
     """Save memory: compute each edge again in the backward pass."""
-    quick: ClassVar = dict(
+    quick: ClassVar[dict[str, Any]] = dict(
         operations=("none", "max_pool_3x3", "skip_connect", "sep_conv_3x3"),
         channels=4,
         pixels=16,
@@ -165,7 +167,7 @@ class NasBench201Search(CellSearch):
     """Channels of the first stage."""
     remat: bool = True
     """Save memory: compute each cell again in the backward pass."""
-    quick: ClassVar = dict(
+    quick: ClassVar[dict[str, Any]] = dict(
         cells=1, channels=4, pixels=16, steps=100, batch_size=32, samples=20, test=1000
     )
 
@@ -181,7 +183,7 @@ class OwnSearch(DeepSearch):
     """Average images down to at most this side."""
     random: rules.CountOrNone = 2
     """Random architectures to train next to the one found."""
-    quick: ClassVar = dict(steps=100, epochs=10, samples=20, test=1000, random=1)
+    quick: ClassVar[dict[str, Any]] = dict(steps=100, epochs=10, samples=20, test=1000, random=1)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -228,7 +230,7 @@ class Train(Resumable):
     """Move and mirror training images."""
     cutout: rules.CountOrNone = 0
     """Side of the square cut out of training images, in pixels; 0: none."""
-    quick: ClassVar = dict(epochs=5, test=500, random=5, single=False)
+    quick: ClassVar[dict[str, Any]] = dict(epochs=5, test=500, random=5, single=False)
 
     def _check_together(self) -> None:
         super()._check_together()

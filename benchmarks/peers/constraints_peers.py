@@ -350,11 +350,6 @@ def jaxopt_rule(name):
 
     exp = jnp.exp
 
-    def on_machine(w, parameters):  # JAXopt's sections need positive coefficients
-        C, y = parameters
-        bounds = jnp.minimum(0, C * y), jnp.maximum(0, C * y)
-        return y * projection.projection_box_section(y * w, (*bounds, jnp.ones_like(y), 0.0))
-
     return {
         "box": (lambda a, t: (t[3] + a[2], t[4] + a[3]), projection.projection_box),
         "non-negative": (lambda a, t: None, projection.projection_non_negative),
@@ -362,7 +357,6 @@ def jaxopt_rule(name):
         "Lasso": (lambda a, t: exp(a[2:]), prox.prox_lasso),
         "SVM": (lambda a, t: (0.0, exp(a[0])), projection.projection_box),
         "svm": (lambda a, t: (0.0, exp(a[0])), projection.projection_box),
-        "svm, free bias": (lambda a, t: (exp(a[0]), t[1]), on_machine),
         "lasso": (lambda a, t: exp(a[0]), prox.prox_lasso),
         "large box": (lambda a, t: (-exp(a[1]), exp(a[1])), projection.projection_box),
     }[name]
@@ -579,8 +573,12 @@ def timed(run, given, args):
 
 
 def libraries(name, peers):
-    lasso = name in LARGE and LARGE[name][0] == "lasso"
-    have = {"jaxopt": True, "sparho": lasso, "cvxpylayers": name in SMALL and name != "SVM"}
+    kind = LARGE[name][0] if name in LARGE else ""
+    have = {
+        "jaxopt": kind != "svm, free bias",  # JAX cannot transpose the derivative of its projection
+        "sparho": kind == "lasso",
+        "cvxpylayers": name in SMALL and name != "SVM",
+    }
     return ["here", *(peer for peer in have if peer in peers and have[peer])]
 
 

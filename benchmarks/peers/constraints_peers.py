@@ -154,7 +154,8 @@ def lasso_truth(s):
     from sklearn.linear_model import Lasso
 
     (x, y), (xv, yv), a = s.train, s.valid, np.exp(s.alpha[0])
-    fit = Lasso(a, fit_intercept=False, tol=1e-9, max_iter=100_000)
+    tol = 1e-9 if s.dtype == "float64" else 1e-6  # rounding keeps the gap above the first one
+    fit = Lasso(a, fit_intercept=False, tol=tol, max_iter=100_000)
     coefficients = fit.fit(scipy.sparse.csc_array(x) if scipy.sparse.issparse(x) else x, y).coef_
     support = np.flatnonzero(coefficients)
     for _ in range(50):

@@ -41,7 +41,7 @@ def main(words=30_000, train=20_000, valid=5000, test=25_000, steps=15, grid=6):
     line = jnp.stack([jnp.ones(words), bayes - bayes.mean(), count - count.mean()], 1)
     zero, rows = {"words": jnp.zeros(words), "shift": jnp.zeros(())}, []
     term = {"words": ("l1", lambda alpha: jnp.exp(line @ alpha)), "shift": None}
-    forward = bilevel.proximal(term, tol=1e-4)
+    forward = bilevel.proximal(term, tol=1e-5)
     solver = bilevel.implicit(forward, bilevel.cg(tol=1e-3))
     run = jax.jit(lambda alpha, w, state, data: forward.run(loss, alpha, w, state, data))
 

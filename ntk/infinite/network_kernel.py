@@ -34,8 +34,6 @@ coarse nodes. Coefficients and nodes are added until the bound is as small as ro
 """
 
 import functools
-import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -43,6 +41,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 
 from ntk.expectations.activations import Activation
 from ntk.expectations.gaussian import kinked_gap, reciprocal, root
@@ -384,19 +383,9 @@ def _tile(a: _InputFeatures, b: _InputFeatures, same, skips, variances, exact) -
 
 def _packed_layers(layers: LayerKernels) -> tuple[jax.Array, Callable[[jax.Array], LayerKernels]]:
     """Return features [n, L - 1, ...] as one array [L - 1, k, n], and the features of a slice."""
-    leaves = jax.tree.leaves(layers)
-    structure: Any = jax.tree.structure(layers)
-    shapes = [x.shape[2:] for x in leaves]
-    ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
-
-    def unpack(packed):
-        parts = jnp.split(packed, ends[:-1])
-        n = packed.shape[1]
-        parts = [jnp.moveaxis(x.reshape(*s, n), -1, 0) for x, s in zip(parts, shapes, strict=True)]
-        return structure.unflatten(parts)
-
-    rows = [x.reshape(*x.shape[:2], math.prod(s)) for x, s in zip(leaves, shapes, strict=True)]
-    return jnp.concatenate(rows, 2).transpose(1, 2, 0), unpack
+    _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0, 0], layers))
+    of_inputs = jax.vmap(lambda x: ravel_pytree(x)[0], out_axes=1)
+    return jax.vmap(of_inputs, in_axes=1)(layers), jax.vmap(unravel, in_axes=1)
 
 
 def _layer(

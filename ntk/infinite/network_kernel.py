@@ -34,6 +34,7 @@ coarse nodes. Coefficients and nodes are added until the bound is as small as ro
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -357,21 +358,21 @@ def _tile(a: _InputFeatures, b: _InputFeatures, same, skips, variances, exact) -
     )
     # The skip of the first layer is 0.
     skips = jnp.concatenate([jnp.zeros(1, skips.dtype), skips])
-    (of_a, unpack_a), (of_b, unpack_b) = _packed_layers(a.layers), _packed_layers(b.layers)
-    # The features come from the step before. XLA would slice the scanned arrays for every entry of
-    # the tile, which takes three times as long on a CPU.
-    carried = of_a[0], of_b[0]
-    following = [jnp.roll(x, -1, 0) for x in (of_a, of_b)]
+    # A step gets the features with few entries from the step before. XLA would slice the scanned
+    # arrays for every entry of the tile, which takes three times as long on a CPU.
+    (few_a, unpack_a), (few_b, unpack_b) = _split_layers(a.layers), _split_layers(b.layers)
+    many = [[jnp.swapaxes(x, 0, 1) for x in _wide(r.layers)] for r in (a, b)]
+    following = [jnp.roll(x, -1, 0) for x in (few_a, few_b)]
 
     def step(carry, x):
-        state, features_a, features_b = carry
-        *following, skip, c, exact = x
-        layer = unpack_a(features_a), unpack_b(features_b), skip, c, exact
-        return (_layer(state, *layer, same=same), *following), None
+        state, few_a, few_b = carry
+        (many_a, many_b), next_a, next_b, skip, c, exact = x
+        layer = unpack_a(few_a, many_a), unpack_b(few_b, many_b), skip, c, exact
+        return (_layer(state, *layer, same=same), next_a, next_b), None
 
-    carry, _ = jax.lax.scan(step, (state, *carried), (*following, skips, variances[:-1], exact))
-    state = carry[0]
-    last = variances[-1]
+    layers = many, *following, skips, variances[:-1], exact
+    carry, _ = jax.lax.scan(step, (state, few_a[0], few_b[0]), layers)
+    last, state = variances[-1], carry[0]
     nngp, ntk = last * state.second, last * (state.second + state.tangent)
     total = state.second_error + state.tangent_error + 2 * eps * jnp.abs(ntk / last)
     diagonals = (r.layers.second[:, -1] + r.layers.tangent[:, -1] for r in (a, b))
@@ -381,11 +382,26 @@ def _tile(a: _InputFeatures, b: _InputFeatures, same, skips, variances, exact) -
     return Kernels(nan_where(bad, nngp), nan_where(bad, ntk), error)
 
 
-def _packed_layers(layers: LayerKernels) -> tuple[jax.Array, Callable[[jax.Array], LayerKernels]]:
-    """Return features [n, L - 1, ...] as one array [L - 1, k, n], and the features of a slice."""
-    _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0, 0], layers))
+_FEW = 8  # entries for an input
+
+
+def _wide(layers: LayerKernels) -> list[jax.Array]:
+    """Return the features [n, L - 1, k] with many entries, the coefficients of expansions."""
+    return [x for x in jax.tree.leaves(layers) if math.prod(x.shape[2:]) > _FEW]
+
+
+def _split_layers(layers: LayerKernels) -> tuple[jax.Array, Callable[..., LayerKernels]]:
+    """Return features with few entries, [L - 1, k, n], and a function of a slice and the others."""
+    leaves, structure = jax.tree.leaves(layers), jax.tree.structure(layers)
+    few = [None if math.prod(x.shape[2:]) > _FEW else x for x in leaves]
+    _, unravel = ravel_pytree([None if x is None else x[0, 0] for x in few])
     of_inputs = jax.vmap(lambda x: ravel_pytree(x)[0], out_axes=1)
-    return jax.vmap(of_inputs, in_axes=1)(layers), jax.vmap(unravel, in_axes=1)
+
+    def unpack(packed, many):
+        many, parts = iter(many), jax.vmap(unravel, in_axes=1)(packed)
+        return jax.tree.unflatten(structure, [next(many) if x is None else x for x in parts])
+
+    return jax.vmap(of_inputs, in_axes=1)(few), unpack
 
 
 def _layer(

@@ -136,7 +136,9 @@ CALLS = {
     # rounding of terms in the bound takes 576 bytes.
     "info": (lambda: hypergradient(bilevel.unrolled(0.1, STEPS), True), 82 + 217 + 12, 10952),
     "ridge": (lambda: hypergradient(RIDGE), 6, 3216),
-    "network_kernel": (lambda: nngp, 2, 120416),
+    # 16,640 bytes are features that the loop over layers carries, 26 numbers for an input. They
+    # make ReLU kernels three times as fast, and take 2 % of the bytes of 1,000 inputs.
+    "network_kernel": (lambda: nngp, 2, 145120),
     "empirical_kernel": (lambda: jacobian_kernel, 5, 21440),
 }
 

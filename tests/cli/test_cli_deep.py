@@ -77,7 +77,7 @@ def test_a_search_interrupted_and_resumed_ends_in_a_table_and_its_files(
     assert (run / "search.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sigterm_saves_the_search_says_how_to_resume_and_then_ends_the_process(
     tmp_path, capsys, monkeypatch
 ):

@@ -9,7 +9,7 @@ import signal
 import jax
 import numpy as np
 import pytest
-from helpers import documented_keys
+from helpers import documented_keys, long_except
 
 import bilevel
 from bilevel.cli import main, train
@@ -50,6 +50,7 @@ def searched(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.mark.long
 def test_a_training_that_was_interrupted_ends_in_the_same_bits(
     searched, tmp_path, capsys, monkeypatch
 ):
@@ -97,7 +98,7 @@ def test_a_training_that_was_interrupted_ends_in_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    "kind", ["activations", "skips", pytest.param("nasbench201", marks=pytest.mark.long)]
+    "kind", long_except(("activations",), ["activations", "skips", "nasbench201"])
 )
 def test_the_saved_network_has_the_test_error_of_the_table(kind, tmp_path, capsys):
     """Truth: the error of the predictions for the run's test rows, here the official ones."""
@@ -130,6 +131,7 @@ def test_the_saved_network_has_the_test_error_of_the_table(kind, tmp_path, capsy
         network.predict(np.zeros((3, 8, 8)))
 
 
+@pytest.mark.long
 def test_own_rows_replace_those_of_the_search_and_are_recognized(tmp_path, capsys):
     run, out = write_run(tmp_path / "run", SKIPS, FOUND), tmp_path / "out"
     rng, file = np.random.default_rng(0), tmp_path / "rows.npz"
@@ -163,6 +165,7 @@ def test_own_rows_replace_those_of_the_search_and_are_recognized(tmp_path, capsy
     assert "data: expected the rows of the search, sha256:0, got" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("batch_size", "epochs"), [(20, 250), (2, 30)])
 def test_the_default_is_30_epochs_or_1000_steps_and_random_labels_give_a_warning(
     batch_size, epochs, tmp_path, capsys

@@ -67,6 +67,7 @@ WEIGHTS = {"a": np.random.default_rng(2).normal(size=(12, 2)) / 4, "b": np.array
 TAUGHT = np.tanh(X @ WEIGHTS["a"]) @ WEIGHTS["b"] + 0.1 * Y
 
 
+@pytest.mark.long
 @float64_only
 def test_the_estimate_contains_the_rounding_of_the_losses():
     run = functools.partial(hypergradient, NETWORK, SOLVERS["dense"], -5.0, WEIGHTS, y=TAUGHT)

@@ -72,7 +72,8 @@ def test_jvp_vmap_and_second_derivatives_agree_with_finite_differences(forward):
     assert_close(second.ravel(), finite_differences(first, alpha).ravel(), f64=1e-7, f32=5e-2)
 
 
-@pytest.mark.parametrize("quadratic", [pytest.param(True, marks=LONG), False])
+@pytest.mark.long
+@pytest.mark.parametrize("quadratic", [True, False])
 def test_unrolled_proximal_steps_converge_to_the_implicit_derivative(quadratic):
     """The quartic loss is steeper away from the start, so the first step size is too long."""
 
@@ -144,6 +145,7 @@ def test_unrolled_steps_in_a_set_work_in_a_batch_in_a_search_and_with_variables(
     assert abs(result.info.error_estimate - error) < tolerance(1e-9, 1e-4)
 
 
+@pytest.mark.long
 def test_a_product_mixes_sets_terms_and_free_parts():
     parts = {"bias": None, "mix": "simplex", "sparse": ("l1", lambda a: a)}
     solver = bilevel.implicit(bilevel.proximal(parts))

@@ -188,7 +188,10 @@ def solved(name, dtype=float, diagnostics=False):
 # ----------------------------------------------------------------------------- known values
 
 
-@pytest.mark.parametrize("name", NAMES)
+USUAL = "box", "simplex", "l1 ball", "affine", "Lasso", "elastic net", "SVM, equality"
+
+
+@pytest.mark.parametrize("name", long_except(USUAL, NAMES))
 def test_known_values(name):
     (_, w, grad), result = VALUES[name], solved(name)
     assert_close(result.w, np.array(w), f64=1e-10, f32=1e-5)
@@ -197,7 +200,7 @@ def test_known_values(name):
         assert_close(result.value, OUTER_LOSSES[name], f64=1e-10, f32=1e-5)
 
 
-@pytest.mark.parametrize("name", long_except(("box", "l2 ball"), NAMES))
+@pytest.mark.parametrize("name", long_except(("l2 ball",), NAMES))
 def test_known_values_have_a_small_error(name):
     info = solved(name, diagnostics=True).info
     assert info.converged, bilevel.explain(info)
@@ -209,14 +212,14 @@ def test_known_values_have_a_small_error(name):
 
 
 @float64_only
-@pytest.mark.parametrize("name", ["box", "l2 ball", "group l1"])
+@pytest.mark.parametrize("name", long_except(("box",), ["box", "l2 ball", "group l1"]))
 def test_known_values_in_float32_with_x64_enabled(name):
     result = solved(name, "float32")
     assert result.grad.dtype == result.w.dtype == jnp.float32
     np.testing.assert_allclose(result.grad, VALUES[name][2], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", DEGENERATE)
+@pytest.mark.parametrize("name", long_except(DEGENERATE[1:], DEGENERATE))
 def test_a_tie_counts_as_active_from_every_start_and_has_no_estimate(name):
     (alpha, w, grad), result = VALUES[name], solved(name, diagnostics=True)
     assert_close(result.w, np.array(w), f64=1e-10, f32=1e-5)

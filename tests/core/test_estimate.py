@@ -161,7 +161,7 @@ def test_the_estimate_contains_the_bias_of_approximations(name):
     assert true_error / 3 <= result.info.error_estimate <= 10 * true_error
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_forward_mode_fills_info_too():
     reverse, forward = assessed("unrolled").info, assessed("unrolled", "forward").info
     assert_close(forward.stationarity, reverse.stationarity, f64=1e-9, f32=1e-3)
@@ -368,6 +368,7 @@ def test_norms_that_underflow_are_no_estimate():
     assert none.converged and float(none.error_estimate) == 0
 
 
+@pytest.mark.long
 def test_the_reason_names_a_coarse_dtype_of_the_weights():
     """In float32 a loss of bfloat16 weights is a step function, so Newton does not settle."""
 

@@ -271,7 +271,7 @@ VARIABLES = {"mean": np.zeros(3), "count": np.int32(0)}
 STATEFUL = bilevel.Stateful(W0, VARIABLES)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_solvers_that_hold_variables_fixed_update_them_at_their_solution():
     given = NORMALISED, bilevel.implicit(), START, STATEFUL, TRAIN, VALID
     hyper = hypergradient(*given, diagnostics=True)

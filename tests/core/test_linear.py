@@ -225,7 +225,7 @@ def test_batches_of_rows_of_bcsr_are_those_of_the_dense_matrix(solver, batches):
     assert_close(run(FORMATS["BCSR"]()), run(jnp.asarray(DENSE)), f64=1e-7)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_entry_a_row_is_not_mistaken_for_an_array_of_rows():
     diagonal = np.diag(np.arange(1.0, 7.0))
     for x in (BCSR.fromdense(diagonal), jnp.asarray(diagonal)):

@@ -84,6 +84,7 @@ def test_the_damped_hypergradient_tends_to_that_of_the_shortest_change():
     assert_close(gradient, expected, f64=1e-6, f32=1e-2)
 
 
+@pytest.mark.long
 def test_with_bounds_the_damped_hypergradient_is_that_of_the_free_weights():
     forward = bilevel.unrolled(bilevel.projected("nonnegative"), STEPS)
     start = jnp.abs(START)

@@ -167,7 +167,7 @@ def test_records_of_functions_survive_cloudpickle(make):
         assert_equal(values(form(record)), values(record))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_diverging_trial_does_not_end_a_process_pool():
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:

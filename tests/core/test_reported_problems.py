@@ -186,6 +186,7 @@ def test_problems_of_papers_have_their_solutions_and_slopes(name):
 OVER_ONE = optax.chain(optax.sgd(0.02), bilevel.project(lambda x: jnp.clip(x, min=1.0)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "start", "rule", "steps", "best", "value"),
     [

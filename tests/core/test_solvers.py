@@ -71,8 +71,8 @@ def test_one_step_is_one_unrolled_step_and_darts_difference_tends_to_it():
     assert_close(residuals[1], residuals[0], f64=1e-9)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("radius", [None, pytest.param(1e-3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("radius", [None, 1e-3])
 def test_one_step_of_an_optimizer_that_asks_for_the_loss_is_an_unrolled_one(radius):
     """Polyak's step depends on alpha through the loss's value too."""
 
@@ -302,6 +302,7 @@ def test_newton_takes_one_step_on_a_quadratic():
     assert_close(w, minimum_in_numpy(small), f64=1e-7, f32=1e-4)  # truth: numpy
 
 
+@pytest.mark.long
 def test_newton_takes_the_steps_it_is_allowed():
     """Truth: Newton's own steps in one dimension, where CG and the line search change nothing."""
 
@@ -344,6 +345,7 @@ def drawn(key, alpha, w):
     return jax.random.normal(key, w.shape)
 
 
+@pytest.mark.long
 def test_a_restarted_solver_draws_a_start_at_every_outer_step_and_resumes_bit_for_bit(tmp_path):
     key = jax.random.key(3)
     problem = bilevel.Problem(

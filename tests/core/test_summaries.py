@@ -31,6 +31,7 @@ def test_a_hypergradient_prints_its_value_norm_and_error():
     assert "% of the norm" in text and text.endswith("converged   yes")
 
 
+@pytest.mark.long
 def test_an_estimate_over_the_limit_and_a_missing_one_say_why():
     saddle = bilevel.Problem(lambda w, a, b: jnp.sum((w - a) ** 3), PROBLEM.outer)
     one_step, at_saddle = (

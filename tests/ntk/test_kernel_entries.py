@@ -244,6 +244,7 @@ def test_details_between_all_nodes_raise_and_are_nan_when_traced(name, dtype):
     assert np.isnan(traced.ntk).all() and not np.isfinite(traced.error).any()
 
 
+@pytest.mark.long
 @both_types
 def test_large_norms_with_resolved_steps_have_their_kernels(dtype):
     # Truth: E tanh'(u)^2 tends to (4/3) / (scale sqrt(2 pi)), and E tanh^2 to 1.
@@ -301,6 +302,7 @@ def test_steep_functions_of_nearly_equal_rows_are_within_their_error(seed, dtype
         assert abs(float(activation.ntk[i, j]) - truth) <= float(activation.error[i, j])
 
 
+@pytest.mark.long
 @float64_only
 def test_elu_at_a_norm_of_1e12_is_a_relu():
     # The curvature at 0, times 1e24 on both sides, must not cancel.

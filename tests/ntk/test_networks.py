@@ -407,6 +407,7 @@ def test_blocks_and_tiles_do_not_matter(activation, monkeypatch):
         assert_close(tuple(a), tuple(b), f64=1e-13, f32=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pooled", [True, False])
 def test_strips_of_a_tile_do_not_matter(pooled, monkeypatch):
     x = normal(0, 3, 4, 4, 2)

@@ -96,7 +96,7 @@ def test_ensembles_are_those_of_neural_tangents(y, penalty):
 # --------------------------------------------------------------------- weights as the truth
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ensembles_are_linear_networks_whose_weights_are_trained():
     prediction = ntk.ensemble(*FULL, t=TIMES)
     assert prediction.mean.shape == (4, M, OUT)

@@ -101,7 +101,8 @@ def test_a_flow_in_float32_is_right_to_a_tenth_or_refused(seed, get):
     assert refused
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_flow_of_a_healthy_kernel_is_never_refused(seed):
     times, x = np.array(TIMES), inputs(seed)
     y = np.random.default_rng(seed).choice([-1.0, 1.0], len(TRAIN))
@@ -120,6 +121,7 @@ def test_a_flow_of_a_kernel_of_lower_rank_is_never_refused():
     np.testing.assert_allclose(outputs[-1], x @ np.linalg.lstsq(x, y)[0], atol=1e-3)
 
 
+@pytest.mark.long
 def test_a_late_time_names_the_latest_one_and_is_nan_if_traced():
     x = jnp.linspace(-3, 3, 8, dtype=jnp.float32)[:, None]
     K = ntk.network_kernel(x, activations=[ntk.erf] * 4).nngp.astype(jnp.float32)

@@ -644,7 +644,8 @@ def test_whole_numbers_among_the_parameters_are_no_matter():
         assert_close(score(kernel | {"count": jnp.arange(3)}, (x, y)), score(kernel, (x, y)))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_a_singular_kernel_of_16_bits_has_no_condition_number(dtype):
     y = jnp.array([0, 1, 0])
     for seed in range(3):

@@ -253,6 +253,7 @@ def test_a_single_loop_follows_its_weights_over_devices():
     assert report["specs"] == [["d"]]
 
 
+@pytest.mark.long
 def test_batches_of_rows_over_devices_are_those_of_one():
     off_by_state = on_eight_devices()["batches of rows"]
     assert set(off_by_state) == {"SabaState", "SpabaState"}

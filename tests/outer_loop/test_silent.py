@@ -204,10 +204,8 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["cosine", *(pytest.param(n, marks=pytest.mark.long) for n in ("injected", "masked"))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_an_inner_schedule_that_ends_with_the_first_outer_step_is_reported(name):
     rule = SCHEDULES[name]
     unrolled = bilevel.unrolled(rule, 10)
@@ -220,6 +218,7 @@ def test_an_inner_schedule_that_ends_with_the_first_outer_step_is_reported(name)
         assert restarted.report.spent == 0 and not messages
 
 
+@pytest.mark.long
 def test_a_schedule_as_long_as_the_search_is_not_reported():
     for rate in (
         optax.warmup_cosine_decay_schedule(0.0, 0.1, 20, 90),
@@ -342,6 +341,7 @@ def test_the_difference_is_the_slope_over_a_step():
     np.testing.assert_allclose(hyper.info.slope, slope, rtol=tolerance(1e-7, 1e-3))
 
 
+@pytest.mark.long
 def test_a_resumed_search_has_the_report_of_the_whole(tmp_path):
     solver = bilevel.implicit(bilevel.solved(lambda alpha, w, batch: closed_form(alpha, batch)))
 

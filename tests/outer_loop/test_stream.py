@@ -88,6 +88,7 @@ def test_a_search_is_resumed_at_its_step(kind, tmp_path):
     np.testing.assert_array_equal(again.alpha, whole.alpha)
 
 
+@pytest.mark.long
 def test_another_source_or_one_that_has_begun_is_not_resumed(tmp_path):
     def scaled(factor):
         def from_step(step):
@@ -142,6 +143,7 @@ def test_the_next_chunk_is_read_while_one_runs_and_no_more():
     assert seen == [6, 9, 12, 12]
 
 
+@pytest.mark.long
 def test_batches_that_end_long_after_a_checkpoint_end_the_search(tmp_path):
     """The last step's checkpoint is written when the end is seen, not before."""
     source = list(itertools.islice(pairs(), 5))

@@ -60,7 +60,7 @@ def python(tmp_path_factory):
     return python
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_plain_pip_brings_no_tensorflow_and_what_it_brings_is_small_and_quick(python, capsys):
     writing = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     run(python, "-c", FACTS, cwd=python.parent, env=writing)  # of the bytecode that it imports
@@ -88,7 +88,7 @@ print(json.dumps([found[k] for k in ("License-Expression", "Description-Content-
     assert text.strip() == (ROOT / "README.md").read_text().strip()  # without an address
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_runs_in_it(python, tmp_path):
     command = python.with_name("bilevel")
     run(command, "certify", "--rows", "4", "--out", tmp_path / "run", cwd=tmp_path)

@@ -101,7 +101,7 @@ def search(**options):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_progress_in_a_notebook_is_one_text_that_updates():
     """Without ipywidgets, which rich would ask for in a warning above an empty box."""
     cells = [

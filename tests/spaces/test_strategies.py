@@ -230,6 +230,7 @@ def test_stacked_copies_equal_separate_searches():
         assert_close(ours, one.alpha, f64=1e-10, f32=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stateful", [False, True])
 def test_weight_sharing_takes_losses_with_auxiliary_output(stateful):
     def paired(loss):

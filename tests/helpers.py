@@ -41,6 +41,12 @@ def long_except(usual, values):
     return [pytest.param(*p, marks=m) for p, m in zip(parameters, marks, strict=True)]
 
 
+def arrays_in(path):
+    """Return the arrays of a ``.npz`` file."""
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
+
+
 def flatten(tree):
     """All entries as one float64 numpy vector, in the order of ``ravel_pytree``."""
     return np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(tree)])

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 
 import jax
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from helpers import documented_keys
+from helpers import arrays_in, documented_keys, run
 
 import bilevel
 import ntk
@@ -32,42 +31,38 @@ SMALL = (
 )
 
 
-def loaded(path):
-    with np.load(path, allow_pickle=False) as arrays:
-        return dict(arrays)
-
-
 # Their kernels have closed forms, which compile quickly.
 CLOSED = ("--activations", "relu", "leaky_relu")
+
+
+def result_of(folder):
+    return json.loads((folder / "result.json").read_text())
 
 
 def search(folder, *flags):
     return main(["search", "--out", str(folder), *SMALL, *flags])
 
 
-class Bars:
-    """Records the bars of a run."""
-
-    def __init__(self, monkeypatch):
-        self.shown = []  # (phase, done, total, text)
-        monkeypatch.setattr(progress, "_bars", self._recorded)
-
-    @contextlib.contextmanager
-    def _recorded(self, shown):
-        yield (lambda *values: self.shown.append(values)) if shown else None
-
-    def check(self, phases):
-        """One bar for each phase, which is never set back; the last one is full in the end."""
-        assert [*dict.fromkeys(phase for phase, *_ in self.shown)] == phases
-        for phase in phases:
-            done = [done / total for name, done, total, _ in self.shown if name == phase]
-            assert done == sorted(done) and done[0] == 0
-        assert self.shown[-1][1:3] == (1, 1)
-
-
 @pytest.fixture
 def bars(monkeypatch):
-    return Bars(monkeypatch)
+    """Records the bars of a run: ``(phase, done, total, text)``."""
+    shown = []
+
+    @contextlib.contextmanager
+    def recorded(visible):
+        yield (lambda *values: shown.append(values)) if visible else None
+
+    monkeypatch.setattr(progress, "_bars", recorded)
+    return shown
+
+
+def check_bars(shown, phases):
+    """One bar for each phase, which is never set back; the last one is full in the end."""
+    assert [*dict.fromkeys(phase for phase, *_ in shown)] == phases
+    for phase in phases:
+        done = [done / total for name, done, total, _ in shown if name == phase]
+        assert done == sorted(done) and done[0] == 0
+    assert shown[-1][1:3] == (1, 1)
 
 
 def test_each_phase_of_a_run_has_one_bar_that_its_loop_fills(bars):
@@ -82,12 +77,12 @@ def test_each_phase_of_a_run_has_one_bar_that_its_loop_fills(bars):
         with progress.progress_bar(False, "silent", 6, "") as show:
             show(3, lambda: pytest.fail("looked at what is not shown"))
         raise KeyboardInterrupt
-    assert bars.shown == [("first", 0, 1, ""), ("second", 0, 1, ""), ("second", 2, 6, "loss 0.2")]
+    assert bars == [("first", 0, 1, ""), ("second", 0, 1, ""), ("second", 2, 6, "loss 0.2")]
     with progress.phases(None) as run:  # no terminal
         run.enter("first")
         with progress.progress_bar(True, "loop", 6, "") as show:
             show(3, lambda: pytest.fail("looked at what is not shown"))
-    assert len(bars.shown) == 3
+    assert len(bars) == 3
 
 
 def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars, monkeypatch):
@@ -95,12 +90,12 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars, monk
     monkeypatch.setattr("bilevel.hypergradients.hypergradient.assess", None)
     assert search(tmp_path / "run", "--seeds", "2", "--progress", "True") == 0
     phases = ["data", "search", "retraining", "joint training", "certificates"]
-    bars.check([*phases, "error of the hypergradient"])
-    said = [text for phase, done, _, text in bars.shown if (phase, done) == ("search", 3)]
+    check_bars(bars, [*phases, "error of the hypergradient"])
+    said = [text for phase, done, _, text in bars if (phase, done) == ("search", 3)]
     printed = capsys.readouterr().out
     for row in ("search", "relu", "tanh", "joint training", "α found:", "mean ± s.e. of 2 seeds"):
         assert row in printed
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = result_of(tmp_path / "run")
     assert set(result) <= documented_keys()
     alpha = np.array(result["alpha"])
     assert alpha.shape == (2, 2)
@@ -131,7 +126,7 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars, monk
         assert len(value) == 2
         np.testing.assert_array_less(bound, value)
         np.testing.assert_allclose(bound, value, rtol=1e-6)
-    arrays = loaded(tmp_path / "run" / "arrays.npz")
+    arrays = arrays_in(tmp_path / "run" / "arrays.npz")
     losses = (arrays[f"history_{name}"][-1] / 2 for name in ("lower", "value"))  # of two seeds
     assert said == ["train {:.4g}  valid {:.4g}".format(*losses)]
     assert arrays["history_alpha"].shape == (3, 2, 2)
@@ -168,12 +163,12 @@ def test_the_difference_of_two_errors_has_students_interval_or_that_of_the_rows(
     ("as_good", "verdict"),
     [
         (
-            (True, True),
+            True,
             "argmax of α: use sigmoid alone; retrained it has 3.5 % error on 300 validation rows, "
             "as good as every other activation by hinge loss and by error (mixture: 2.5 %)",
         ),
         (
-            (True, False),
+            False,
             "argmax of α: keep the mixture (2.5 % error on 300 validation rows); sigmoid retrained "
             "alone has 3.5 % and is number 2 of 3 by error, although as good as the first by hinge "
             "loss; the first by error is relu (2.7 %)",
@@ -181,19 +176,13 @@ def test_the_difference_of_two_errors_has_students_interval_or_that_of_the_rows(
     ],
 )
 def test_the_verdict_on_the_argmax_is_one_sentence(as_good, verdict):
-    by_loss = {"as_good": [as_good[0]], "rank": [3], "best": ["swish"]}
-    by_error = {"as_good": [as_good[1]], "rank": [2], "best": ["relu"]}
+    by_loss = {"as_good": [True], "rank": [3], "best": ["swish"]}
+    by_error = {"as_good": [as_good], "rank": [2], "best": ["relu"]}
     by_error |= {"alone": [[0.027, 0.035, 0.026]], "mixture": [0.025]}
-    argmax = {
-        "choice": ["sigmoid"],
-        "discretise": [all(as_good)],
-        "by": {"loss": by_loss, "error": by_error},
-        "valid_rows": 300,
-    }
-    names = ["relu", "sigmoid", "swish"]
-    assert (
-        describe_advice({"argmax": argmax, "names": names, "config": {"outer": "hinge"}}) == verdict
-    )
+    argmax = {"choice": ["sigmoid"], "discretise": [as_good], "valid_rows": 300}
+    argmax["by"] = {"loss": by_loss, "error": by_error}
+    result = {"argmax": argmax, "names": ["relu", "sigmoid", "swish"], "config": {"outer": "hinge"}}
+    assert describe_advice(result) == verdict
 
 
 @pytest.mark.long
@@ -216,17 +205,13 @@ def test_a_run_resumed_with_more_steps_is_one_long_run_in_its_own_directory(
         commands, "_train_jointly", lambda config, task, alpha, bars: (task.w0, alpha)
     )
     search(tmp_path / "run", *CLOSED)
-    assert (
-        "hypergradient error at this α: 50 % (compared with training 4 times"
-        in capsys.readouterr().out
-    )
+    error = "hypergradient error at this α: 50 % (compared with training 4 times"
+    assert error in capsys.readouterr().out
     assert search(tmp_path / "run", *CLOSED, "--resume", "--seed", "5") == 2
     assert "seed: expected 0 as in the run to resume, got 5" in capsys.readouterr().err
     search(tmp_path / "run", *CLOSED, "--steps", "5")
     assert search(tmp_path / "run", *CLOSED, "--resume", "--steps", "5") == 0
-    resumed, long = (
-        json.loads((tmp_path / name / "result.json").read_text()) for name in ("run", "run-2")
-    )
+    resumed, long = result_of(tmp_path / "run"), result_of(tmp_path / "run-2")
     assert resumed["alpha"] == long["alpha"] and resumed["scores"] == long["scores"]
 
 
@@ -243,7 +228,7 @@ def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsy
     printed = capsys.readouterr().out
     for text in ("over the simplex", "worst mixture", "certified ≥", "exact to ", "cells"):
         assert text in printed
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = result_of(tmp_path / "run")
     assert set(result) <= documented_keys()
     simplex, kernels = result["simplex"], result["kernels"]
     assert simplex["converged"]
@@ -251,18 +236,16 @@ def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsy
     for kernel in kernels.values():
         assert simplex["lower"] <= kernel["min_eigenvalue"]
         assert kernel["certified_min_eigenvalue"] <= kernel["min_eigenvalue"]
-    arrays = loaded(tmp_path / "run" / "arrays.npz")
+    arrays = arrays_in(tmp_path / "run" / "arrays.npz")
     for name, kernel in kernels.items():
         spectrum = arrays[f"spectrum_{name}".replace(" ", "_")]
         assert spectrum.shape == (40,)
-        np.testing.assert_allclose(
-            spectrum[[0, -1]], [kernel[f"{m}_eigenvalue"] for m in ("min", "max")]
-        )
+        ends = [kernel["min_eigenvalue"], kernel["max_eigenvalue"]]
+        np.testing.assert_allclose(spectrum[[0, -1]], ends)
     # Truth: the kernel of the mixture, computed by the recursion for networks instead of by pairs.
     for name in ("relu", "worst mixture"):
-        value, *_ = commands.kernel_eigenvalue(
-            arrays["x"], tuple(result["names"]), kernels[name]["alpha"]
-        )
+        network = tuple(result["names"]), kernels[name]["alpha"]
+        value, *_ = commands.kernel_eigenvalue(arrays["x"], *network)
         np.testing.assert_allclose(value, kernels[name]["min_eigenvalue"], rtol=1e-9)
     assert (tmp_path / "run" / "spectrum.png").stat().st_size > 10_000
 
@@ -298,8 +281,7 @@ def test_certify_takes_kernels_of_the_users_own(own_kernels, tmp_path, capsys):
     assert main(["certify", "--out", str(tmp_path / "run"), *flags]) == 0
     printed = capsys.readouterr().out
     assert "own_kernels:both" in printed and "measured, not proved" in printed
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    x = loaded(tmp_path / "run" / "arrays.npz")["x"]
+    result, x = result_of(tmp_path / "run"), arrays_in(tmp_path / "run" / "arrays.npz")["x"]
     assert x.shape == (30, 4, 4, 1) and result["names"] == ["gaussian", "cubic"]
     own = importlib.import_module("own_kernels")
     for name in result["names"]:
@@ -349,7 +331,7 @@ def test_a_run_says_how_it_was_made_and_its_config_gives_it_again(tmp_path, caps
     config = str(tmp_path / "first" / "config.json")
     assert main(["certify", "--config", config, "--out", second, "--quiet"]) == 0
     assert capsys.readouterr() == ("", "")
-    again = json.loads((tmp_path / "second" / "result.json").read_text())
+    again = result_of(tmp_path / "second")
     for name in ("kernels", "simplex", "names", "entry_error"):
         assert again[name] == result[name]
     assert main(["certify", "--config", config, "--rows", "1", "--quiet"]) == 2
@@ -393,9 +375,9 @@ def baseline(folder, *flags):
 def test_baseline_compares_all_methods_in_one_table(tmp_path, capsys, bars):
     assert baseline(tmp_path / "run", "--progress", "True") == 0
     methods = ["weight-sharing", "fast-weight-sharing", "successive-halving", "hyperband"]
-    bars.check(["data", *methods, "exponentiated-gradient", "random-search"])
+    check_bars(bars, ["data", *methods, "exponentiated-gradient", "random-search"])
     printed = capsys.readouterr().out
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = result_of(tmp_path / "run")
     assert set(result) <= documented_keys()
     assert result["rows"] == [120, 80, 1597]
     assert len(result["methods"]) == 6
@@ -407,24 +389,8 @@ def test_baseline_compares_all_methods_in_one_table(tmp_path, capsys, bars):
     assert all(row["test"] == tests[row["best"]] for row in result["methods"].values())
     assert result["methods"]["random-search"]["calls"] == 6
     assert result["methods"]["weight-sharing"]["calls"] == 3
-    arrays = loaded(tmp_path / "run" / "arrays.npz")
-    assert arrays["weight_sharing_calls"].tolist() == [1, 2, 3]
+    assert arrays_in(tmp_path / "run" / "arrays.npz")["weight_sharing_calls"].tolist() == [1, 2, 3]
     assert (tmp_path / "run" / "baseline.png").stat().st_size > 10_000
-
-
-@pytest.mark.long
-def test_baseline_resumes_from_its_journal_to_the_same_result(tmp_path, capsys):
-    flags = ("--method", "fast-weight-sharing")
-    assert baseline(tmp_path / "run", *flags) == 0
-    before = json.loads((tmp_path / "run" / "result.json").read_text())["methods"]
-    journal = tmp_path / "run" / "fast-weight-sharing.jsonl"
-    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:2]))
-    assert baseline(tmp_path / "run", *flags, "--resume", "--penalty", "2") == 2
-    assert "penalty: expected 0.5 as in the run to resume, got 2.0" in capsys.readouterr().err
-    assert baseline(tmp_path / "run", *flags, "--resume") == 0
-    after = json.loads((tmp_path / "run" / "result.json").read_text())["methods"]
-    for name, row in before.items():
-        assert {**row, "seconds": 0} == {**after[name], "seconds": 0}
 
 
 @pytest.mark.slow
@@ -438,22 +404,24 @@ def arrays_of(folder, *args, devices=()):
     line = [*args, "--out", str(folder), *devices]
     if devices:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
-        environment = os.environ | {"XLA_FLAGS": flags}
-        command = [sys.executable, "-m", "bilevel", *line]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        run("python", "-m", "bilevel", *line, env=os.environ | {"XLA_FLAGS": flags})
     else:
         with jax.enable_x64(False):  # as the other process computes
             assert main(line) == 0
-    return loaded(folder / "arrays.npz")
+    return arrays_in(folder / "arrays.npz")
 
 
 @pytest.mark.long
-def test_seeds_and_networks_are_spread_over_devices(tmp_path):
+def test_seeds_rows_and_networks_are_spread_over_devices(tmp_path):
     seeds = "search", *SMALL, *CLOSED, "--seeds", "2"
     one = arrays_of(tmp_path / "one", *seeds)
     two = arrays_of(tmp_path / "two", *seeds, devices=("--devices", "all"))
     np.testing.assert_allclose(two["alpha"], one["alpha"], atol=1e-4)  # of float32
+    sizes = "--train", "60", "--valid", "30", "--test", "30", "--dimension", "16", "--configs", "2"
+    rows = "baseline", "--method", "random-search", *sizes
+    one = arrays_of(tmp_path / "three", *rows)
+    two = arrays_of(tmp_path / "four", *rows, devices=("--devices", "all"))
+    np.testing.assert_allclose(two["random_search_valid"], one["random_search_valid"], atol=0.04)
     rank = ("rank", "--data", "digits", "--scores", "naswot", "--networks", "5", "--k", "2")
     rank += ("--batch-size", "8", "--cells", "1", "--channels", "2", "--train", "32")
     # A run on one device scores two of the five networks.
@@ -461,15 +429,6 @@ def test_seeds_and_networks_are_spread_over_devices(tmp_path):
     devices = "--at-once", "2", "--devices", "2"
     two = arrays_of(tmp_path / "a", *rank, "--resume", devices=devices)
     np.testing.assert_allclose(two["naswot"], arrays_of(tmp_path / "b", *rank)["naswot"], rtol=1e-5)
-
-
-@pytest.mark.long
-def test_the_rows_of_a_baseline_are_spread_over_devices(tmp_path):
-    sizes = "--train", "60", "--valid", "30", "--test", "30", "--dimension", "16", "--configs", "2"
-    args = "baseline", "--method", "random-search", *sizes
-    one = arrays_of(tmp_path / "one", *args)
-    two = arrays_of(tmp_path / "two", *args, devices=("--devices", "all"))
-    np.testing.assert_allclose(two["random_search_valid"], one["random_search_valid"], atol=0.04)
 
 
 @pytest.mark.parametrize(

@@ -109,20 +109,26 @@ def test_data_that_a_command_cannot_use_gives_one_message(mistake, monkeypatch, 
 def test_a_run_on_own_rows_describes_them_and_stores_their_digest_alone(capsys):
     line = "baseline --configs 2 --dimension 8 --method random-search --out run --data vectors.npz"
     assert main(line.split()) == 0
+    result = json.loads(pathlib.Path("run/result.json").read_text())
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.startswith(
         "vectors.npz: 48 training, 12 test vectors of 5, 3 classes (ant, bee, cow); normalization: "
         "columns of mean 0 and variance 1 on the training rows; this run takes 32 train, 16 valid, "
         "12 test"
     )
-    entry = json.loads(pathlib.Path("run/result.json").read_text())["data"]
+    entry = result["data"]
     assert entry == json.loads(pathlib.Path("run", cli_data.FILE).read_text())
     assert entry["rows"] == [48, 0, 12] and entry["classes"] == ["ant", "bee", "cow"]
     assert not [path for path in pathlib.Path("run").rglob("*") if "vectors" in path.name]
-    # The same rows resume, other ones do not.
+    # The same rows resume, also from a part of the journal; other ones do not.
+    journal = pathlib.Path("run/random-search.jsonl")
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:2]))
     assert main([*line.split(), "--resume"]) == 0
+    resumed = json.loads(pathlib.Path("run/result.json").read_text())
+    for method in (*result["methods"].values(), *resumed["methods"].values()):
+        del method["seconds"]
+    assert resumed["methods"] == result["methods"]
     np.savez("vectors.npz", x=VECTORS + 1, y=LABELS)
-    capsys.readouterr()
     assert main([*line.split(), "--resume"]) == 2
     assert "data: expected the rows of the run to resume, sha256:" in capsys.readouterr().err
 

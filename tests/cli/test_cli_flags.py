@@ -11,13 +11,13 @@ import pathlib
 import platform
 import re
 import signal
-import subprocess
 import sys
 import time
 import types
 from importlib import metadata
 from typing import Annotated, Literal, Union, get_args, get_origin
 
+import helpers
 import hypothesis
 import hypothesis.strategies as st
 import pooch
@@ -163,19 +163,20 @@ def test_a_run_is_resumed_with_the_flags_it_had_and_no_others(defaults, command,
         if name not in defaults[command].changeable
         if value != good[name] or isinstance(value, bool) != isinstance(good[name], bool)
     ]
+    resumed = dataclasses.replace(defaults[command], out=tmp_path, resume=True)
     for text in wrong:
         (tmp_path / "config.json").write_text(text)
-        with (
-            pytest.raises(ValueError) as raised,
-            run_directory.run_directory(
-                dataclasses.replace(defaults[command], out=tmp_path, resume=True)
-            ),
-        ):
+        with pytest.raises(ValueError) as raised, run_directory.run_directory(resumed):
             pytest.fail(f"went on with {text}")
         assert str(raised.value).count("\n") == 0 and len(str(raised.value)) < 500
-    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
-    assert main([*COMMANDS[command], *out]) == 2
-    assert capsys.readouterr().err.startswith("bilevel: out: expected the flags of a run in ")
+    other = "out: expected a run of this command and space, got one whose flags differ in"
+    for text, message in [
+        (b"\xff\xfe", "out: expected the flags of a run in "),
+        (b'{"no_flag": 0}', f"{other} '{min(good)}'.\n"),
+    ]:
+        (tmp_path / "config.json").write_bytes(text)
+        assert main([*COMMANDS[command], *out]) == 2
+        assert capsys.readouterr().err.startswith(f"bilevel: {message}")
 
 
 def test_a_run_that_fails_before_its_first_result_is_removed_with_what_was_made_for_it(
@@ -183,19 +184,14 @@ def test_a_run_that_fails_before_its_first_result_is_removed_with_what_was_made_
 ):
     config = dataclasses.replace(defaults["baseline"], out=tmp_path / "new" / "run")
     for error in (ValueError, MemoryError, KeyboardInterrupt):
-        with (
-            pytest.raises(run_directory.Stopped if error is KeyboardInterrupt else error) as raised,
-            run_directory.run_directory(config) as folder,
-        ):
+        shown = interrupts.Stopped if error is KeyboardInterrupt else error
+        with pytest.raises(shown) as raised, run_directory.run_directory(config) as folder:
             (folder / "method.jsonl").write_text("a header\n")
             (folder / "checkpoint").mkdir()
             raise error
     assert str(raised.value) == "interrupted; nothing is saved"
     assert not list(tmp_path.iterdir())
-    with (
-        pytest.raises(run_directory.Stopped) as raised,
-        run_directory.run_directory(config) as folder,
-    ):
+    with pytest.raises(shown) as raised, run_directory.run_directory(config) as folder:
         (folder / "method.jsonl").write_text("a header\na solve\n")
         raise KeyboardInterrupt
     kept = "interrupted; its results are saved; resume with --resume --out"
@@ -220,10 +216,7 @@ def test_ctrl_c_is_one_sentence_and_exits_with_130(command, tmp_path, monkeypatc
     monkeypatch.setattr("bilevel.data.datasets.load", interrupted)
     line = [*COMMANDS[command], "--out", str(run), "--progress", "True"]
     assert main([*line, "--quiet"]) == 130
-    assert capsys.readouterr() == (
-        "",
-        "bilevel: interrupted in phase 'data'; nothing is saved\n",
-    )
+    assert capsys.readouterr() == ("", "bilevel: interrupted in phase 'data'; nothing is saved\n")
     assert not run.exists()
     left.append("solves.jsonl")
     assert main([*line, "--json"]) == 130
@@ -256,13 +249,6 @@ def test_ctrl_c_during_a_garbage_collection_is_not_lost(capfd):
         gc.callbacks.remove(callback)
         gc.enable()
     assert seen and not capfd.readouterr().err
-
-
-def test_what_is_known_of_a_dataset_is_so():
-    data = load("digits")
-    assert datasets.ROWS["digits"] == (len(data.x_train) + len(data.x_test), 0)
-    assert datasets.SHAPES["digits"] == (*data.x_train.shape[1:], 1)
-    assert len(data.classes) == datasets.CLASSES
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
@@ -397,10 +383,7 @@ def test_help_mistakes_and_the_version_do_not_wait_for_jax(tmp_path):
     (tmp_path / "FILE").touch()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text('{"seed": 3}')
-    command = [sys.executable, "-c", ANSWERED, json.dumps(LINES)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    output = done.stdout
+    output = helpers.run("python", "-c", ANSWERED, json.dumps(LINES), cwd=tmp_path)
     assert "--inner-steps" in output
     match = re.match(r"bilevel (\S+), jax (\S+), jaxlib (\S+), Python (\S+)\n", output)
     versions = (metadata.version(name) for name in ("bilevel", "jax", "jaxlib"))
@@ -411,7 +394,7 @@ def choices(flags, name):
     return get_args(rules.hints(flags)[name])
 
 
-def test_names_of_flags_are_those_of_the_library():
+def test_names_and_sizes_of_flags_are_those_of_the_library():
     assert choices(commands.Search, "solver") == SOLVERS
     assert set(choices(commands.Search, "outer")) == set(OUTER_LOSSES)
     assert {*datasets.SHAPES, "imdb"} == {*datasets.ROWS} == {*SOURCES, "digits"}
@@ -424,6 +407,10 @@ def test_names_of_flags_are_those_of_the_library():
     assert (tuple(SCORES), tuple(BASELINES)) == (commands.SCORES, commands.BASELINES)
     dimension = rules.hints(commands.Baseline)["dimension"]
     assert not rules.fault(dimension, BINS) and rules.fault(dimension, BINS + 1)
+    data = load("digits")
+    assert datasets.ROWS["digits"] == (len(data.x_train) + len(data.x_test), 0)
+    assert datasets.SHAPES["digits"] == (*data.x_train.shape[1:], 1)
+    assert len(data.classes) == datasets.CLASSES
 
 
 @pytest.mark.parametrize(
@@ -446,18 +433,18 @@ def test_a_config_that_is_not_the_commands_is_refused(tmp_path, mistake, text, s
 
 def test_a_run_that_was_resumed_with_more_leaves_the_flags_that_give_its_result(defaults, tmp_path):
     config = dataclasses.replace(defaults["search"], out=tmp_path / "run", steps=3)
-    with run_directory.run_directory(config):
+    with run_directory.run_directory(config) as folder:
         pass
     more = dataclasses.replace(config, steps=5, resume=True)
     with pytest.raises(ValueError), run_directory.run_directory(more):
         raise ValueError
-    kept = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert kept == from_config_file.flags_of(config)
+    (file,) = folder.iterdir()
+    assert json.loads(file.read_text()) == from_config_file.flags_of(config)
     with run_directory.run_directory(more):
         pass
-    kept = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert kept == from_config_file.flags_of(dataclasses.replace(config, steps=5))
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
+    saved = from_config_file.flags_of(dataclasses.replace(config, steps=5))
+    assert json.loads(file.read_text()) == saved
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
 
 
 @pytest.mark.parametrize(
@@ -500,9 +487,9 @@ print(jax.config.values["jax_compilation_cache_dir"], pathlib.Path("~").exists()
 def test_programs_are_kept_for_the_next_command_if_they_can_be(tmp_path, user, own, folder):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache")} | own
-    command = [sys.executable, "-c", PROGRAMS.format(user=user)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.endswith(f"{folder} False\n"), done.stderr
+    program = PROGRAMS.format(user=user)
+    printed = helpers.run("python", "-c", program, env=environment, cwd=tmp_path)
+    assert printed.endswith(f"{folder} False\n")
     if folder:
         assert [path.name for path in tmp_path.iterdir()] == folder.split("/")[:1]
         assert list((tmp_path / folder).glob("jit_*"))

@@ -9,7 +9,7 @@ import signal
 import jax
 import numpy as np
 import pytest
-from helpers import documented_keys, long_except
+from helpers import arrays_in, documented_keys, long_except
 
 import bilevel
 from bilevel.cli import main, train
@@ -22,11 +22,6 @@ SMALL = "--seeds", "2", "--epochs", "3", "--batch-size", "20", "--test", "100", 
 TINY = {"train": 40, "valid": 40, "test": 50, "steps": 3}
 SKIPS = deep_searches.SkipSearch(activations=("relu", "tanh"), depth=3, width=8, **TINY)
 FOUND = {"space": "skips", "architectures": ["relu, relu", "tanh, relu+skip"]}
-
-
-def saved(folder):
-    with np.load(folder / "network-1.npz", allow_pickle=False) as file:
-        return dict(file)
 
 
 def write_run(folder, config, result):
@@ -79,8 +74,9 @@ def test_a_training_that_was_interrupted_ends_in_the_same_bits(
     assert "journal: expected that of a run with data " in capsys.readouterr().err
     (run / "config.json").write_text(json.dumps(config))
     assert main([*line, str(run), "--resume"]) == 0
-    for name, value in saved(whole).items():
-        np.testing.assert_array_equal(saved(run)[name], value)
+    resumed = arrays_in(run / "network-1.npz")
+    for name, value in arrays_in(whole / "network-1.npz").items():
+        np.testing.assert_array_equal(resumed[name], value)
     results = [json.loads((folder / "result.json").read_text()) for folder in (whole, run)]
     assert results[0]["curves"] == results[1]["curves"]
     assert set(results[0]) <= documented_keys()
@@ -155,7 +151,6 @@ def test_own_rows_replace_those_of_the_search_and_are_recognized(tmp_path, capsy
     assert error == pytest.approx(trained["scores"]["search"]["test_error"][0])
     x[0] += 1
     np.savez(file, x=x, y=y)
-    capsys.readouterr()
     assert main([*line, "--resume"]) == 2
     assert "data: expected the rows of the run to resume, sha256:" in capsys.readouterr().err
     # The rows of a search must be those that it had.

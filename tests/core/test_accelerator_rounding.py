@@ -22,8 +22,6 @@ def linear_loss(w, alpha, batch):
 
 
 LINEAR = bilevel.Problem(linear_loss, lambda w, a, b: jnp.mean((b[0] @ w - b[1]) ** 2))
-
-
 GRAM = bilevel.gram(lambda w, a, b: b[0] @ w, damping=jnp.exp)
 SOLVERS = {
     "ridge": bilevel.ridge(lambda alpha, x: x, jnp.exp),

@@ -33,22 +33,15 @@ C = np.array([4.0, -1.5, -1.2])
 ALPHA = np.array([0.0, -0.5, 0.3])
 LASSO_GRADIENT = np.array(VALUES["Lasso"][2])
 BALL = bilevel.projected("l2_ball", jnp.exp)
+OTHERS = bilevel.neumann(300, 0.2), bilevel.nystrom(2, 1e-6)
+INVERSES = [bilevel.cg(), bilevel.dense(), *(pytest.param(x, marks=LONG) for x in OTHERS)]
 
 
 def value(solver, alpha, c=C, w0=START):
     return outer(solver.run(lower, alpha, w0, solver.start(alpha, w0), c)[0], alpha, None)
 
 
-@pytest.mark.parametrize(
-    "inverse",
-    [
-        bilevel.cg(),
-        bilevel.dense(),
-        pytest.param(bilevel.neumann(300, 0.2), marks=LONG),
-        pytest.param(bilevel.nystrom(2, 1e-6), marks=LONG),
-    ],
-    ids=["cg", "dense", "neumann", "nystrom"],
-)
+@pytest.mark.parametrize("inverse", INVERSES, ids=["cg", "dense", "neumann", "nystrom"])
 def test_every_inverse_gives_the_lasso_s_hypergradient(inverse):
     solver = bilevel.implicit(LASSO, inverse)
     gradient = jax.jit(jax.grad(functools.partial(value, solver)))(ALPHA)

@@ -17,11 +17,7 @@ from bilevel.hypergradients import curvature as curvatures
 from bilevel.hypergradients.curvature import curvature
 from bilevel.internal.conjugate_gradients import solve_conjugate_gradients
 
-# ------------------------------------------------------- more weights than rows, little decay
-
 PROBLEM = soft_problem()
-
-
 SOLVERS = {
     "implicit": bilevel.implicit(),
     "after descent": bilevel.implicit(bilevel.unrolled(0.1, 30)),
@@ -106,9 +102,6 @@ def test_a_singular_system_out_of_its_range_has_a_bounded_answer():
         np.testing.assert_allclose(float(solution.residual), np.linalg.norm(left), rtol=0.01)
 
 
-# --------------------------------------------------------------------------- saddles and kinks
-
-
 def network_loss(w, a, b):
     return jnp.mean((jnp.tanh(b[0] @ w["in"]) @ w["out"] - b[1]) ** 2)
 
@@ -117,20 +110,16 @@ def decayed_loss(w, a, b):
     return network_loss(w, a, b) + 0.5 * jnp.exp(a) * optax.tree.norm(w, squared=True)
 
 
-def network(size):
-    x = np.random.default_rng(0).normal(size=(30, 3))
-    y = np.tanh(x[:, 0])
-    # All units alike: the gradient keeps them alike, and cannot leave the saddle.
-    w = {"in": np.full((3, 4), size), "out": np.full(4, size)}
-    return case(decayed_loss, network_loss, -6.0, w, (x, y), (x, y))
-
-
 @pytest.mark.long
 def test_a_saddle_is_never_called_converged(dense):
+    x = np.random.default_rng(0).normal(size=(30, 3))
+    data = x, np.tanh(x[:, 0])
     problem = bilevel.Problem(decayed_loss, network_loss)
     fn = jax.jit(bilevel.hypergradient(problem, bilevel.implicit(bilevel.lbfgs())))
     for size in (0.0, 0.3):
-        small = network(size)
+        # All units alike: the gradient keeps them alike, and cannot leave the saddle.
+        w = {"in": np.full((3, 4), size), "out": np.full(4, size)}
+        small = case(decayed_loss, network_loss, -6.0, w, data, data)
         result = fn(*small.args)
         hessian = lower_hessian(decayed_loss, result.w, small.alpha, small.train)
         assert np.linalg.eigvalsh(hessian)[0] < -1e-3  # a saddle
@@ -157,12 +146,8 @@ def test_lasso_gets_no_bound_and_no_false_claim(seed):
     rng = np.random.default_rng(seed)
     x, xv = rng.normal(size=(2, 40, 8))
     w = rng.normal(size=8) * (rng.random(8) < 0.5)
-    small = case(
-        lasso_loss,
-        mean_squares,
-        *(-2.0, rng.normal(size=8)),
-        *((x, x @ w + 0.1 * rng.normal(size=40)), (xv, xv @ w)),
-    )
+    drawn = rng.normal(size=8), (x, x @ w + 0.1 * rng.normal(size=40)), (xv, xv @ w)
+    small = case(lasso_loss, mean_squares, -2.0, *drawn)
     lasso = Lasso(np.exp(-2.0), fit_intercept=False, tol=1e-13, max_iter=10**5)
     solution = lasso.fit(*map(np.asarray, small.train)).coef_
     active = solution != 0
@@ -177,9 +162,6 @@ def test_lasso_gets_no_bound_and_no_false_claim(seed):
         assert np.isinf(result.info.error_bound)
         assert not result.info.converged or error < 0.01 * abs(truth)
         assert result.info.error_estimate > error / 3
-
-
-# ---------------------------------------------------------------------- damping, and what it costs
 
 
 @pytest.mark.long
@@ -219,9 +201,8 @@ def test_an_indefinite_hessian_is_given_up_after_the_products_allowed():
 
     for allowed in (5, 12):
         calls.clear()
-        definite = jax.jit(lambda b, n=allowed: curvature(hvp, b, n, False).definite)(
-            jnp.ones(2000)
-        )
+        run = jax.jit(lambda b, n=allowed: curvature(hvp, b, n, False).definite)
+        definite = run(jnp.ones(2000))
         jax.effects_barrier()
         assert not definite
         assert len(calls) <= 3 * (allowed + 3)  # three probes
@@ -233,10 +214,8 @@ def test_the_smallest_curvature_is_found_to_a_factor(size):
     # Beyond, the products allowed do not suffice for so many different eigenvalues.
     for condition in (1.0, 1e2, tolerance(1e6, 1e4) if size == 40 else 1e4):
         spectrum = jnp.asarray(np.geomspace(1 / condition, 1, size))
-        estimate = jax.jit(
-            lambda b, s=spectrum: curvature(lambda v: s * v, b, 1000, size == 40)[1:4]
-        )(jnp.ones(size))
-        lowest, ratio, definite = estimate
+        run = jax.jit(lambda b, s=spectrum: curvature(lambda v: s * v, b, 1000, size == 40)[1:4])
+        lowest, ratio, definite = run(jnp.ones(size))
         assert definite
         assert 0.9 < lowest * condition < 12
         assert condition / 20 < ratio < 2 * condition

@@ -433,20 +433,17 @@ def test_no_class_and_no_sample_is_favoured():
 
 TRAIN = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 TEST = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+# The mean, the standard deviation, and the numbers of samples of each class.
+PUBLISHED = {
+    "mnist": (0.1307, 0.3081, TRAIN, TEST),
+    "fashion-mnist": (0.2860, 0.3530, [6000] * 10, [1000] * 10),
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "mean", "deviation", "train", "test"),
-    [
-        pytest.param(*("mnist", 0.1307, 0.3081, TRAIN, TEST), marks=real("mnist")),
-        pytest.param(
-            *("fashion-mnist", 0.2860, 0.3530, [6000] * 10, [1000] * 10),
-            marks=real("fashion-mnist"),
-        ),
-    ],
-)
-def test_real_idx_sets_have_their_published_statistics(name, mean, deviation, train, test):
+@pytest.mark.parametrize("name", [pytest.param(name, marks=real(name)) for name in PUBLISHED])
+def test_real_idx_sets_have_their_published_statistics(name):
+    mean, deviation, train, test = PUBLISHED[name]
     loaded = datasets.load(name, download=False)
     assert loaded.x_train.shape == (60_000, 28, 28) and loaded.x_test.shape == (10_000, 28, 28)
     assert np.bincount(loaded.y_train).tolist() == train

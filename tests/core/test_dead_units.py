@@ -65,9 +65,9 @@ def test_dead_units_leave_the_hypergradient_right(name, steps, tolerance):
     assert_close(reverse, forward, f64=tolerance, f32=tolerance)
 
 
-def smallest(lower, steps=10):
+def smallest(lower):
     problem = bilevel.Problem(lower, lambda w, alpha, batch: jnp.sum(w + 1) ** 2)
-    solver = bilevel.unrolled(optax.adam(0.01), steps)
+    solver = bilevel.unrolled(optax.adam(0.01), 10)
     return bilevel.hypergradient(problem, solver, diagnostics=False)
 
 
@@ -80,12 +80,8 @@ def test_weights_at_zero_next_to_a_copy_that_moves():
 
 def test_an_overflow_that_matters_is_not_hidden():
     """Alpha moves the gradient of 0, so the derivative is out of float32's range."""
-
-    def lower(w, alpha, batch):
-        return jnp.sum(w**2) + alpha * jnp.sum(w)
-
-    w0 = jnp.zeros(2, jnp.float32)
-    hyper = smallest(lower)(jnp.float32(0), w0, None, None)
+    fn = smallest(lambda w, alpha, batch: jnp.sum(w**2) + alpha * jnp.sum(w))
+    hyper = fn(jnp.float32(0), jnp.zeros(2, jnp.float32), None, None)
     assert not np.isfinite(hyper.grad)
 
 

@@ -240,12 +240,8 @@ def network():
 def finite_kernels():
     apply, params = network()
     x, _ = rows()
-    nngp = ntk.empirical_nngp(apply, params, x)
-    return (
-        ntk.empirical_kernel(apply, params, x),
-        nngp,
-        ntk.taylor_expand(apply, params, 1)(params, x),
-    )
+    expanded = ntk.taylor_expand(apply, params, 1)(params, x)
+    return ntk.empirical_kernel(apply, params, x), ntk.empirical_nngp(apply, params, x), expanded
 
 
 def operators():
@@ -298,8 +294,6 @@ CALLS = {name.replace(" ", "_"): call for name, call in SEARCHES.items()}
 CALLS |= {call.__name__: call for call in OTHERS}
 FAST = "unrolled", "one_step", "ma_soba"
 FAST += "linear_models", "discrete_choices", "finite_kernels"
-
-
 SLOW = [pytest.param("implicit", marks=pytest.mark.slow)]
 
 

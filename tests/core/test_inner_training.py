@@ -1,4 +1,4 @@
-"""Features of a training loop: learned rates and starts, a batch and a key for each step."""
+"""Features of training loops: learned rates, a batch and a key for each step, and their errors."""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,6 @@ import bilevel
 
 X, Y, XV, YV = normal(0, 12, 3), normal(1, 12), normal(2, 8, 3), normal(3, 8)
 TRAIN, VALID, W0 = (X, Y), (XV, YV), np.array([0.3, -0.2, 0.1])
-
-
 PLAIN = bilevel.Problem(loss, loss)
 
 
@@ -33,25 +31,15 @@ def with_momentum(alpha):
     return optax.sgd(alpha["rate"], momentum=alpha["momentum"])
 
 
-CASES = {
-    "rate and momentum": (with_momentum, {"rate": np.array(0.2), "momentum": np.array(0.5)}),
-    "schedule and rates of parts": (
-        of_parts,
-        {"rate": np.array(0.3), "decay": np.array(0.2), "first": np.array(1.5)},
-    ),
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "mode"),
+    ("mode", "optimizer", "alpha"),
     [
-        *(("rate and momentum", "reverse"), ("schedule and rates of parts", "forward")),
-        pytest.param("rate and momentum", "forward", marks=pytest.mark.long),
-        pytest.param("schedule and rates of parts", "reverse", marks=pytest.mark.long),
+        ("reverse", with_momentum, {"rate": 0.2, "momentum": 0.5}),
+        ("forward", of_parts, {"rate": 0.3, "decay": 0.2, "first": 1.5}),
     ],
 )
-def test_hyperparameters_of_the_optimizer_have_the_derivatives_of_a_loop(name, mode):
-    optimizer, alpha = CASES[name]
+def test_hyperparameters_of_the_optimizer_have_the_derivatives_of_a_loop(mode, optimizer, alpha):
+    alpha = jax.tree.map(np.array, alpha)
     given = PLAIN, bilevel.unrolled(optimizer, 7), alpha, W0, TRAIN, VALID
     hyper = hypergradient(*given, mode=mode, diagnostics=True)
 
@@ -61,7 +49,6 @@ def test_hyperparameters_of_the_optimizer_have_the_derivatives_of_a_loop(name, m
     value, grad = jax.value_and_grad(by_hand)(alpha)
     assert_close(hyper.value, value, f64=1e-12, f32=1e-5)
     assert_close(hyper.grad, grad, f64=1e-10, f32=1e-4)
-    # No loss depends on alpha, so the solution map is constant.
     assert not hyper.info.converged and "only the solver does" in bilevel.explain(hyper.info)
 
 
@@ -89,7 +76,7 @@ def dropped(w, alpha, batch):
     """Return squares with dropout of the inputs, and a penalty."""
     x, y, key = batch
     x = x * jax.random.bernoulli(jax.random.fold_in(key, 9), 0.5, x.shape) / 0.5
-    return 0.5 * jnp.mean((x @ w - y) ** 2) + 0.5 * jnp.sum(jnp.exp(alpha) * w**2)
+    return separate_penalties(w, alpha, (x, y))
 
 
 NOISY = bilevel.Problem(dropped, loss)
@@ -109,14 +96,7 @@ def by_hand(alpha, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("steps", "mode"),
-    [
-        *((5, "forward"), (150, "reverse")),
-        pytest.param(5, "reverse", marks=pytest.mark.long),
-        pytest.param(150, "forward", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("steps", "mode"), [(5, "forward"), (150, "reverse")])
 def test_every_step_has_its_own_batch_and_key(mode, steps):
     """Truth: the loop written out. Reverse mode runs 150 steps twice, on the same batches."""
     solver = bilevel.unrolled(0.1, steps, batches=noisy)
@@ -127,10 +107,12 @@ def test_every_step_has_its_own_batch_and_key(mode, steps):
     assert_close(hyper.grad, grad, f64=1e-10, f32=1e-4)
 
 
+ON_BATCHES = bilevel.unrolled(optax.adam(0.05), 4, batches=noisy)
+
+
 @pytest.mark.long
 def test_a_search_with_batches_inside_resumes_bit_for_bit_and_maps(tmp_path):
-    solver = bilevel.unrolled(optax.adam(0.05), 4, batches=noisy)
-    args = NOISY, solver, optax.adam(0.1), jnp.zeros(3), W0, TRAIN, VALID
+    args = NOISY, ON_BATCHES, optax.adam(0.1), jnp.zeros(3), W0, TRAIN, VALID
     whole = assert_resumes(args, tmp_path, steps=7, key=key())
     keys = jnp.stack([key(), jax.random.key(5)])
     mapped = jax.jit(jax.vmap(lambda key: bilevel.search(*args, steps=7, key=key).alpha))(keys)
@@ -140,13 +122,6 @@ def test_a_search_with_batches_inside_resumes_bit_for_bit_and_maps(tmp_path):
 
 PENALISED = bilevel.Problem(separate_penalties, loss)
 START = np.array([-1.0, 0.0, 0.5])
-
-
-def value(alpha):
-    w = jnp.linalg.solve(X.T @ X / len(Y) + jnp.diag(jnp.exp(alpha)), X.T @ Y / len(Y))
-    return loss(w, None, VALID)
-
-
 ABOVE = {
     "lbfgs": optax.lbfgs(),
     "Polyak": optax.polyak_sgd(f_min=0.0),
@@ -159,9 +134,14 @@ ABOVE = {
 @pytest.mark.parametrize("name", ABOVE)
 def test_optimizers_of_alpha_that_ask_for_the_loss_get_it(name):
     """Truth: the same optimizer on the closed form of the outer loss."""
-    args = PENALISED, bilevel.implicit(), ABOVE[name], START, W0, TRAIN, VALID
-    result = bilevel.search(*args, steps=6)
+
+    def value(alpha):
+        w = jnp.linalg.solve(X.T @ X / len(Y) + jnp.diag(jnp.exp(alpha)), X.T @ Y / len(Y))
+        return loss(w, None, VALID)
+
     rule = ABOVE[name]
+    args = PENALISED, bilevel.implicit(), rule, START, W0, TRAIN, VALID
+    result = bilevel.search(*args, steps=6)
     rule = rule.gradient_transformation() if isinstance(rule, optax.MultiSteps) else rule
     rule, alpha = optax.with_extra_args_support(rule), START
     state = rule.init(alpha)
@@ -217,8 +197,7 @@ def test_auxiliary_outputs_come_out_and_change_nothing(name, mode):
         for problem in (WITH_AUX, PENALISED)
     )
     assert without_aux.aux is None
-    # Two programs: XLA may round their sums differently in the last bit.
-    assert_close(hyper[:4], without_aux[:4], f64=1e-14, f32=1e-6)
+    assert_close(hyper[:4], without_aux[:4], f64=1e-14, f32=1e-6)  # XLA may round them apart
     assert_close(hyper.aux["outer"], hyper.w, f64=1e-12, f32=1e-6)
     largest = np.abs(X @ hyper.w - Y).max()
     assert_close(hyper.aux["lower"]["largest"], largest, f64=1e-12, f32=1e-5)
@@ -256,9 +235,8 @@ def normalised(w, alpha, batch):
     """Apply a layer on the batch's mean; the running mean and a count of calls are variables."""
     x, y, *_ = batch
     mean = x.mean(0)
-    average = 0.9 * w.variables["mean"] + 0.1 * mean
-    value = separate_penalties(w.params, alpha, (x - mean, y))
-    return value, {"mean": average, "count": w.variables["count"] + 1}
+    variables = {"mean": 0.9 * w.variables["mean"] + 0.1 * mean, "count": w.variables["count"] + 1}
+    return separate_penalties(w.params, alpha, (x - mean, y)), variables
 
 
 def predicted(w, alpha, batch):
@@ -287,13 +265,10 @@ def test_solvers_that_hold_variables_fixed_update_them_at_their_solution():
     assert hyper.info.converged and hyper.w.variables["count"] == 1
 
 
-ON_BATCHES = bilevel.unrolled(optax.adam(0.05), 3, batches=noisy)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("solver", "calls"),
-    [(ON_BATCHES, 12), (bilevel.implicit(), 4), (bilevel.restarted(ON_BATCHES), 3)],
+    [(ON_BATCHES, 16), (bilevel.implicit(), 4), (bilevel.restarted(ON_BATCHES), 4)],
 )
 def test_a_search_carries_variables_and_resumes_bit_for_bit(solver, calls, tmp_path):
     args = NORMALISED, solver, optax.adam(0.1), START, STATEFUL, TRAIN, VALID
@@ -374,3 +349,229 @@ def test_restarted_inject_hyperparams_has_the_exact_derivative():
         for solver in (bilevel.unrolled(lambda a: optax.sgd(a), 3), bilevel.restarted(hidden))
     )
     assert_close(anew, open_, f64=1e-7, f32=1e-5)
+
+
+@pytest.mark.parametrize("name", ["unrolled", "distilled", "restarted", "implicit"])
+def test_variables_keep_the_types_that_they_began_with(name):
+    def changing(w, alpha, batch):
+        """Keep a running mean in half precision, as a layer may compute it."""
+        mean = (0.5 * w.variables["mean"]).astype(jnp.float16)
+        loss = 0.5 * jnp.sum((w.params - alpha) ** 2)
+        return loss, {"mean": mean, "count": w.variables["count"] + 1}
+
+    problem = bilevel.Problem(changing, lambda w, a, b: jnp.sum(w.params**2), stateful=True)
+    w0 = bilevel.Stateful(jnp.ones(2), {"mean": jnp.ones(2), "count": jnp.zeros((), int)})
+    solver = (SOLVERS | {"distilled": bilevel.distilled(0.1, decay=0.5)})[name]
+    args = problem, solver, optax.sgd(0.1), jnp.array(0.3), w0, None, None
+    variables = bilevel.search(*args, steps=2).w.variables
+    assert variables["mean"].dtype == jnp.ones(2).dtype
+    calls = {"unrolled": 10, "restarted": 5}.get(name, 2)  # a restarted run begins at the start
+    np.testing.assert_allclose(variables["mean"], 0.5**calls, rtol=1e-3)
+
+
+# --------------------------------------------------- truncation bias and standard errors
+
+CASES = {
+    "momentum": (PENALISED, optax.sgd(0.2, momentum=0.5), START, W0, TRAIN, None),
+    "batches": (NOISY, 0.1, START, W0, TRAIN, noisy),
+    "variables": (NORMALISED, 0.1, START, STATEFUL, TRAIN, None),
+    "rate": (PLAIN, lambda a: optax.adam(a["rate"]), {"rate": np.array(0.1)}, W0, TRAIN, None),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_all_truncations_at_once_are_those_one_by_one(name):
+    problem, optimizer, alpha, w0, train, batches = CASES[name]
+    train = (key(), train) if batches else train
+    fn = jax.jit(bilevel.truncation(problem, optimizer, 4, batches=batches))
+    truncations = fn(alpha, w0, train, VALID)
+    # Without a differentiated step all are 0, because the outer loss does not read alpha. There
+    # `hypergradient` raises.
+    assert all((grads[0] == 0).all() for grads in jax.tree.leaves(truncations.grads))
+    for k in range(1, 5):
+        solver = bilevel.unrolled(optimizer, 4, backprop=k, batches=batches)
+        expected = hypergradient(problem, solver, alpha, w0, train, VALID)
+        here, whole = (jax.tree.map(lambda g: g[i], truncations.grads) for i in (k, -1))  # noqa: B023
+        scale = optax.tree.norm(whole)
+        difference = optax.tree.norm(optax.tree.sub(here, expected.grad))
+        assert difference < tolerance(1e-11, 1e-4) * scale
+        bias = optax.tree.norm(optax.tree.sub(here, whole)) / scale
+        assert_close(truncations.bias[k], bias, f64=1e-10, f32=1e-4)
+        assert_close(truncations.value, expected.value, f64=1e-12, f32=1e-5)
+    assert truncations.bias[-1] == 0 and truncations.bias[0] > 0.01
+
+
+@pytest.mark.long
+def test_keys_are_split_with_the_rows():
+    fn = bilevel.hypergradient(NOISY, bilevel.unrolled(0.1, 3, batches=noisy), diagnostics=False)
+    hyper = jax.jit(bilevel.standard_error(fn, 4))(START, W0, (key(), TRAIN), VALID)
+    train, valid = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), (TRAIN, VALID))
+    parts = jax.jit(jax.vmap(fn, (None, None, 0, 0)))
+    grads = np.asarray(parts(START, W0, (jax.random.split(key(), 4), train), valid).grad)
+    assert_close(hyper.grad, grads.mean(0), f64=1e-12, f32=1e-5)
+    error = grads.std(0, ddof=1) / 2
+    assert_close(hyper.error, error, f64=1e-12, f32=1e-4)
+    relative = np.linalg.norm(error) / np.linalg.norm(grads.mean(0))
+    assert_close(hyper.relative, relative, f64=1e-9, f32=1e-4)
+
+
+def test_a_rate_is_distilled_too():
+    """At decay 1/2, the second step from w to w - r (w - 1) counts 1.5 times."""
+    solver = bilevel.distilled(lambda alpha: optax.sgd(alpha), decay=0.5)
+    to_one = bilevel.Problem(lambda w, a, b: 0.5 * (w - 1) ** 2, lambda w, a, b: w)
+    init, step = bilevel.descent(to_one, solver, optax.sgd(0.0))
+    state = init(jnp.array(0.5), jnp.array(0.0))
+    for _ in range(2):
+        state, metrics = step(state, (None, None))
+    mean = (0.5 * 0.0 + 0.5) / 1.5  # of the weights before each step, 0 and 1/2
+    assert_close(metrics["grad_norm"], 1.5 * (1 - mean), f64=1e-12, f32=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+def test_the_past_is_distilled_as_the_paper_says(mode):
+    """Truth: Lee et al. 2022, Eqs. (8), (13)."""
+    decay, scale = 0.7, 1.3
+    solver = bilevel.distilled(optax.sgd(0.1, momentum=0.5), decay=decay, scale=scale)
+    state = solver.init(W0)
+    w, mean, m = W0, W0, jnp.zeros(3)
+    derivative = {"reverse": jax.jacrev, "forward": jax.jacfwd}[mode]
+
+    def stepped(alpha, w, m):
+        m = 0.5 * m + jax.grad(PENALISED.lower)(w, alpha, TRAIN)
+        return w - 0.1 * m, m
+
+    def trained(alpha, w, state):
+        w, state = solver.run(PENALISED.lower, alpha, w, state, TRAIN)
+        return PENALISED.outer(w, alpha, VALID), (w, state)
+
+    for t in range(1, 6):
+        share = (decay - decay**t) / (1 - decay**t)
+        mean = share * mean + (1 - share) * w
+        new, new_m = stepped(START, w, m)
+        away = jax.grad(PENALISED.outer)(new, START, VALID)
+        slope = away @ jax.jacrev(stepped)(START, mean, m)[0]
+        grad, (w, state) = derivative(trained, has_aux=True)(START, w, state)
+        m = new_m
+        assert_close(w, new, f64=1e-12, f32=1e-6)
+        expected = scale * (1 - decay**t) / (1 - decay) * slope
+        assert_close(grad, expected, f64=1e-10, f32=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+def test_every_step_updates_the_variables(mode, differentiated):
+    def lower(w, alpha, batch):
+        x, y, *_ = batch
+        mean = 0.9 * w.variables["mean"] + 0.1 * (jnp.exp(alpha) * x).mean(0) + 0.05 * w.params
+        value = 0.5 * jnp.mean(((x - mean) @ w.params - y) ** 2)
+        return value, {"mean": mean, "count": w.variables["count"] + 1}
+
+    def outer(w, alpha, batch):
+        x, y = batch
+        return 0.5 * jnp.mean(((x - w.variables["mean"]) @ w.params - y) ** 2)
+
+    problem = bilevel.Problem(lower, outer, stateful=True, differentiated=differentiated)
+    solver = bilevel.unrolled(optax.sgd(0.1, momentum=0.5), 6, batches=noisy)
+    given = problem, solver, START, STATEFUL, (key(), TRAIN), VALID
+    hyper = hypergradient(*given, mode=mode, diagnostics=True)
+
+    def loss(params, variables, alpha, batch):
+        return lower(bilevel.Stateful(params, variables), alpha, batch)
+
+    def by_hand(alpha):
+        w, m, variables = W0, jnp.zeros(3), VARIABLES
+        for number in range(6):
+            batch = noisy(jax.random.fold_in(key(), number), TRAIN)
+            g, variables = jax.grad(loss, has_aux=True)(w, variables, alpha, batch)
+            if not differentiated:
+                variables = jax.lax.stop_gradient(variables)
+            m = 0.5 * m + g
+            w = w - 0.1 * m
+        end = bilevel.Stateful(w, variables)
+        return outer(end, alpha, VALID), end
+
+    (value, end), grad = jax.value_and_grad(by_hand, has_aux=True)(START)
+    assert_close(hyper.value, value, f64=1e-12, f32=1e-5)
+    assert_close(hyper.grad, grad, f64=1e-10, f32=1e-4)
+    assert_close(hyper.w.params, end.params, f64=1e-12, f32=1e-5)
+    assert_close(hyper.w.variables["mean"], end.variables["mean"], f64=1e-12, f32=1e-5)
+    assert hyper.w.variables["count"] == 6
+    assert ("pass through variables" in bilevel.explain(hyper.info)) == differentiated
+
+
+@pytest.mark.long
+def test_variables_at_a_solution_are_differentiated_too():
+    def lower(w, alpha, batch):
+        x, y = batch
+        value = 0.5 * jnp.mean((x @ w.params - y) ** 2) + 0.5 * jnp.sum(w.params**2)
+        return value, alpha * x.mean(0) * w.params
+
+    def outer(w, alpha, batch):
+        return jnp.sum((w.variables - 1.0) ** 2)
+
+    problem = bilevel.Problem(lower, outer, stateful=True, differentiated=True)
+    start = START, bilevel.Stateful(W0, jnp.zeros(3)), TRAIN, VALID
+    hyper = hypergradient(problem, bilevel.implicit(), *start)
+    w = jnp.linalg.solve(X.T @ X / len(Y) + jnp.eye(3), X.T @ Y / len(Y))
+    expected = jax.grad(lambda a: jnp.sum((a * X.mean(0) * w - 1.0) ** 2))(START)
+    assert_close(hyper.grad, expected, f64=1e-8, f32=1e-4)
+
+
+@pytest.mark.long
+def test_errors_of_a_hypergradient_that_is_nothing_are_infinite():
+    problem = bilevel.Problem(
+        lower=lambda w, alpha, batch: 0.5 * (w - alpha) ** 2,
+        outer=lambda w, alpha, batch: jnp.mean(batch) * (w - 0.75 * alpha),
+    )
+    start, one = (jnp.zeros(()), jnp.zeros(())), jnp.ones(2)
+    # Two steps half the way: 1/4 + 1/2 - 3/4.
+    bias = bilevel.truncation(problem, 0.5, 2)(*start, None, one).bias
+    assert bias.tolist() == [np.inf, np.inf, 0]
+    spread = bilevel.standard_error(bilevel.hypergradient(problem, bilevel.unrolled(0.5, 1)), 2)
+    assert spread(*start, None, jnp.array([-1.0, 1.0])).relative == np.inf
+    assert spread(*start, None, jnp.zeros(2)).relative == 0
+
+
+# ---------------------------------- the methods in docs/coming_from/gradhpo_boat.md, written out
+
+STEPS, RATE = 6, 0.55  # the second weight overshoots: the outer loss rises and falls
+AIM_AND_START = {"aim": np.array([0.5, 0.4]), "start": np.array([0.1, -0.6])}
+
+
+def test_the_trajectory_is_cut_where_the_outer_loss_is_largest():
+    """IAPTT-GM (Liu et al. 2021): a learned start, and the worst of all iterates."""
+
+    def below(w, alpha):
+        return 0.5 * jnp.sum(np.array([1.0, 3.0]) * (w - alpha["aim"]) ** 2)
+
+    def above(w):
+        return jnp.sum(jnp.cosh(w - jnp.array([0.2, -0.1])))
+
+    def lower(w, alpha, batch):
+        return below(w.params, alpha), outer(w, alpha, batch)
+
+    def outer(w, alpha, batch):
+        return jnp.maximum(w.variables, above(w.params))
+
+    problem = bilevel.Problem(lower, outer, stateful=True, differentiated=True)
+    solver = bilevel.restarted(
+        bilevel.unrolled(RATE, STEPS), start=lambda alpha, w: w._replace(params=alpha["start"])
+    )
+    w0 = bilevel.Stateful(jnp.zeros(2), jnp.array(0.0))  # no loss is under 0
+    hyper = hypergradient(problem, solver, AIM_AND_START, w0, None, None)
+
+    def by_hand(alpha):
+        iterates = [alpha["start"]]
+        for _ in range(STEPS):
+            iterates.append(iterates[-1] - RATE * jax.grad(below)(iterates[-1], alpha))
+        return jnp.stack([above(w) for w in iterates])
+
+    values = by_hand(AIM_AND_START)
+    worst = int(values.argmax())
+    assert 0 < worst < STEPS  # neither the start nor the end
+    assert_close(hyper.value, values[worst], f64=1e-12, f32=1e-6)
+    grad = jax.grad(lambda alpha: by_hand(alpha)[worst])(AIM_AND_START)
+    assert_close(hyper.grad, grad, f64=1e-11, f32=1e-5)

@@ -70,7 +70,6 @@ def test_neumann_is_the_truncated_series(seed):
     matrix, b = system(seed)
     x = compiled(bilevel.neumann, 3, 0.05)(matrix, b)
     factor = np.eye(P) - 0.05 * matrix
-    # Truth: the sum, term by term.
     expected = 0.05 * (b + factor @ b + factor @ factor @ b)
     assert_close(x, expected, f64=1e-13, f32=1e-5)
     assert_close(compiled(bilevel.scale, 0.3)(matrix, b), 0.3 * b, f64=1e-15, f32=1e-6)
@@ -82,30 +81,22 @@ def test_dense_inverts_an_indefinite_hessian(seed):
     assert_close(compiled(bilevel.dense)(matrix, b), np.linalg.solve(matrix, b), f32=1e-4)
 
 
-@functools.cache
-def compiled_cg(steps):
-    @jax.jit
-    def solve(matrix, b, x0, threshold):
-        return solve_conjugate_gradients(
-            lambda v: matrix @ v, b, x0, steps=steps, threshold=threshold
-        )
-
-    return solve
+@jax.jit
+def three_steps_of_cg(matrix, b, x0):
+    return solve_conjugate_gradients(lambda v: matrix @ v, b, x0, steps=3, threshold=0.0)
 
 
 @given(seed=seeds)
 def test_cg_residual_is_that_of_its_solution(seed):
     matrix, b = system(seed)
-    solution = compiled_cg(3)(matrix, b, np.ones(P), 0.0)
+    solution = three_steps_of_cg(matrix, b, np.ones(P))
     assert solution.iterations == 3
-    # Truth: b - H x in numpy.
     residual = np.linalg.norm(b - matrix @ np.asarray(solution.x, float))
     assert_close(solution.residual, residual, f32=1e-3)
 
 
 @pytest.mark.long
 def test_cg_stops_at_negative_curvature_and_the_linear_residual_shows_it():
-    # A saddle: curvature 1 along w[0], -1 along w[1].
     curvature = jnp.array([1.0, -1.0])
     problem = bilevel.Problem(
         lambda w, alpha, batch: 0.5 * jnp.sum(curvature * (w - alpha) ** 2),
@@ -179,7 +170,6 @@ def compiled_gram(loss, damping):
 def test_gram_solves_the_damped_gauss_newton_system(loss, damping, seed):
     x, y, w, b = overparameterised(seed)
     actual, matrix = compiled_gram(loss, damping)(x, y, w, b)
-    # Truth: numpy's p x p solve; 0.3 either way.
     assert_close(actual, np.linalg.solve(np.asarray(matrix, float) + 0.3 * np.eye(8), b), f32=1e-4)
 
 
@@ -187,7 +177,6 @@ def test_gram_solves_the_damped_gauss_newton_system(loss, damping, seed):
 def test_gram_without_damping_is_the_pseudo_inverse(loss):
     x, y, w, b = overparameterised(0)
     actual, matrix = compiled_gram(loss, 0.0)(x, y, w, b)
-    # Truth: numpy's pseudo-inverse.
     assert_close(actual, np.linalg.pinv(np.asarray(matrix, float), rcond=1e-6) @ b, f32=1e-3)
 
 
@@ -213,3 +202,36 @@ def test_cg_with_threshold_0_reaches_roundoff(dtype):
     eps = jnp.finfo(b.dtype).eps
     assert jnp.linalg.norm(b - values * solved.x) < 50 * eps * jnp.linalg.norm(b)
     assert solved.residual < 1e-3 * eps * jnp.linalg.norm(b)
+
+
+RNG = np.random.default_rng(0)
+BLUR, SIGNAL = RNG.normal(size=5), RNG.normal(size=12)
+CONVOLUTIONS = {
+    "fft": lambda w: jnp.fft.irfft(jnp.fft.rfft(w) * jnp.fft.rfft(BLUR, 12), 12),
+    "fftconvolve": lambda w: jax.scipy.signal.fftconvolve(w, jnp.asarray(BLUR), mode="same"),
+    "dct": lambda w: jax.scipy.fft.dct(w),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_hessian_of_fourier_transforms_is_decomposed(name):
+    convolve, w0 = CONVOLUTIONS[name], jnp.zeros(12)
+    matrix = np.asarray(jax.jacobian(convolve)(w0), float)
+
+    def lower(w, alpha, batch):
+        return 0.5 * jnp.sum((convolve(w) - SIGNAL) ** 2) + 0.5 * jnp.exp(alpha) * jnp.sum(w**2)
+
+    def exact(alpha):  # truth: ridge regression on the transform's matrix
+        normal = matrix.T @ matrix + jnp.exp(alpha) * jnp.eye(12)
+        return jnp.sum((jnp.linalg.solve(normal, matrix.T @ SIGNAL) - 0.1) ** 2)
+
+    expected = jax.grad(exact)(0.5)
+    solver = bilevel.implicit(bilevel.newton(), bilevel.dense())
+    problem = bilevel.Problem(lower, lambda w, alpha, batch: jnp.sum((w - 0.1) ** 2))
+    fn = bilevel.hypergradient(problem, solver)
+    hyper = jax.jit(fn)(jnp.array(0.5), w0, None, None)
+    assert_close(hyper.grad, expected, f64=1e-9, f32=1e-3)
+    assert hyper.info.converged
+    mapped = jax.vmap(fn, (0, 0, None, None))(jnp.full(2, 0.5), jnp.stack([w0, w0]), None, None)
+    assert_close(mapped.grad[1], expected, f64=1e-9, f32=1e-3)

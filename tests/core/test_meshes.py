@@ -67,8 +67,7 @@ def gram_figures():
     gathered = re.findall(r"= (\\S+) all-gather", compiled.as_text())
     sizes = [int(np.prod([int(k) for k in re.search(r"\\[([\\d,]*)\\]", g)[1].split(",") if k]))
              for g in gathered]
-    jacobian = jnp.tanh(x @ w)
-    jacobian = (1 - jacobian**2)[:, None] * x
+    jacobian = (1 - jnp.tanh(x @ w) ** 2)[:, None] * x
     truth = jnp.linalg.solve(jacobian.T @ jacobian + 0.1 * jnp.eye(p), b)
     return {
         "gathered": max(sizes, default=0) / (n * p),

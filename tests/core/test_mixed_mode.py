@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_close, finite_differences, hypergradient, loop_of_steps
+from problems import reverse_once
 
 import bilevel
 import ntk
@@ -21,21 +22,11 @@ from bilevel.spaces import darts
 STEPS = 4
 
 
-@jax.custom_vjp
-def reversed_vjp(x):
-    """Reverse the gradient: the derivative of the rule itself is not reversed."""
-    return x
-
-
-reversed_vjp.defvjp(lambda x: (x, None), lambda _, slope: (-slope,))
-
-
-@jax.custom_vjp
-def clipped(x):
-    return x
-
-
-clipped.defvjp(lambda x: (x, None), lambda _, slope: (jnp.tanh(slope),))
+def identity(rule):
+    """Return the identity with a function of the slope as its derivative."""
+    function = jax.custom_vjp(lambda x: x)
+    function.defvjp(lambda x: (x, None), lambda _, slope: (rule(slope),))
+    return function
 
 
 @jax.custom_jvp
@@ -65,8 +56,8 @@ rounded = jax.custom_jvp(jnp.rint)
 rounded.defjvps(lambda dx, rounded, x: jnp.exp(-x) * dx)
 
 RULES = {
-    "custom_vjp_reversed": reversed_vjp,
-    "custom_vjp_clipped": clipped,
+    "custom_vjp_reversed": identity(jnp.negative),
+    "custom_vjp_clipped": identity(jnp.tanh),
     "custom_jvp_straight_through": straight_through,
     "custom_jvp_half": lambda x: half(x, jnp.flip(x)),
     "custom_jvp_of_jax": rounded,
@@ -106,8 +97,7 @@ def losses(rule):
 )
 def test_false_derivative_rules_give_the_derivative_of_the_steps(name, place, optimizer):
     lower, outer = losses(PLACES[place](RULES[name]))
-    # JAX loses rules in loops, in the second derivative. So the truth is computed without loops.
-    alone, rule = losses(RULES[name])[0], OPTIMIZERS[optimizer]
+    alone, rule = losses(RULES[name])[0], OPTIMIZERS[optimizer]  # without loops, which lose rules
     end = lambda alpha: loop_of_steps(alone, rule, W, alpha, None, STEPS)  # noqa: E731
     truth = jax.grad(lambda alpha: outer(end(alpha), alpha, None))(ALPHA)
     problem, solver = bilevel.Problem(lower, outer), bilevel.unrolled(rule, STEPS)
@@ -166,12 +156,6 @@ def test_a_rule_that_is_an_object_or_partial_is_a_user_s():
         assert order(function, 1.0) == "reverse over forward"
 
 
-def network(w, alpha, batch):
-    x, y = batch
-    hidden = jax.nn.softmax(x @ w["in"]) + jax.nn.gelu(x @ w["in"])
-    return jnp.mean((hidden @ w["out"] - y) ** 2) + jnp.exp(alpha) * jnp.sum(w["in"] ** 2)
-
-
 @pytest.mark.long
 def test_the_batch_the_start_and_values_closed_over_are_differentiated():
     rng, solver = np.random.default_rng(0), bilevel.unrolled(0.1, 3)
@@ -181,7 +165,50 @@ def test_the_batch_the_start_and_values_closed_over_are_differentiated():
 
     def value(theta):
         batch, w, alpha = theta
-        lower = lambda w, _, batch: network(w, alpha, batch)  # noqa: E731
+
+        def lower(w, _, batch):
+            hidden = jax.nn.softmax(batch[0] @ w["in"]) + jax.nn.gelu(batch[0] @ w["in"])
+            fit = jnp.mean((hidden @ w["out"] - batch[1]) ** 2)
+            return fit + jnp.exp(alpha) * jnp.sum(w["in"] ** 2)
+
         return jnp.sum(solver.run(lower, None, w, solver.init(w), batch)[0]["out"] ** 3)
 
     assert_close(jax.grad(value)(theta), finite_differences(value, theta), f64=1e-8, f32=5e-2)
+
+
+@jax.custom_vjp
+def exp(x):
+    """Compute exp with the natural rule, which calls exp and lacks a forward derivative."""
+    return jnp.exp(x)
+
+
+exp.defvjp(lambda x: (exp(x),) * 2, lambda y, cotangent: (cotangent * y,))
+
+
+def with_cosh(cosh):
+    return bilevel.Problem(
+        lambda w, alpha, batch: jnp.sum(cosh(w - alpha) + 0.5 * w**2),
+        lambda w, alpha, batch: jnp.sum((w - 2) ** 2),
+    )
+
+
+START = np.array(0.7), np.full(2, 0.3), None, None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("solver", [bilevel.implicit(), bilevel.unrolled(0.1, 3)])
+def test_a_rule_that_calls_its_function_has_second_derivatives(solver):
+    hyper, expected = (
+        hypergradient(with_cosh(cosh), solver, *START, diagnostics=True)
+        for cosh in (lambda x: (exp(x) + exp(-x)) / 2, jnp.cosh)
+    )
+    assert_close(hyper.grad, expected.grad, f64=1e-6, f32=1e-4)
+    assert bool(hyper.info.converged) == bool(expected.info.converged)
+
+
+def test_f2sa_needs_no_second_derivatives():
+    alpha, expected = (
+        bilevel.search(*(with_cosh(cosh), bilevel.f2sa(0.1), optax.sgd(0.1), *START), steps=3).alpha
+        for cosh in (reverse_once, jnp.cosh)
+    )
+    assert_close(alpha, expected, f64=1e-12, f32=1e-5)

@@ -117,9 +117,6 @@ def test_every_record_survives(kind):
         assert [getattr(again, name) for name in names] == list(names), form
 
 
-X = np.random.default_rng(0).normal(size=(5, 3))
-
-
 def test_named_activations_are_one_object_in_a_process():
     """Kernels know the closed forms of these objects only."""
     for form in FORMS.values():
@@ -142,6 +139,9 @@ def test_solvers_and_optimizers_survive_cloudpickle(make):
     expected = searched(pair)
     for form in COPIES.values():
         assert_equal(searched(form(pair)), expected)
+
+
+X = np.random.default_rng(0).normal(size=(5, 3))
 
 
 def network():

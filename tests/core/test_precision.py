@@ -75,7 +75,6 @@ def test_mixed_weights_have_the_float32_answer_within_bfloat16s_rounding(name):
         alpha, w0, *batches = data(seed)
         mixed = compiled(name)(alpha, w0, *batches)
         assert jax.tree.map(lambda x: x.dtype, mixed.w) == jax.tree.map(lambda x: x.dtype, w0)
-        # Truth: the same with all weights in float32.
         truth = compiled(in_float32)(alpha, cast(w0, jnp.float32), *batches)
         for of_mixed, expected in zip(mixed[:3], truth[:3], strict=True):
             of_mixed, expected = flatten(of_mixed), flatten(expected)
@@ -107,7 +106,6 @@ def normal_equations(alpha, w, batch):
     return jnp.linalg.solve(phi.T @ phi + 0.1 * jnp.eye(4), phi.T @ batch[1])
 
 
-ROWS = np.random.default_rng(0).normal(size=(8, 4))
 OF_DATA = {  # solvers with weights in the dtype of the data or of alpha
     "ridge": bilevel.ridge(of_scaled, lambda alpha: 0.1),
     "solved": bilevel.implicit(bilevel.solved(normal_equations)),
@@ -115,23 +113,21 @@ OF_DATA = {  # solvers with weights in the dtype of the data or of alpha
 }
 
 
-def search_from(w0, solver):
+@pytest.mark.long
+@float64_only
+@pytest.mark.parametrize("name", OF_DATA)
+def test_weights_solved_in_a_wider_dtype_keep_the_dtype_of_w0(name):
     def lower(w, alpha, batch):
         residual = of_scaled(alpha, batch[0]) @ w - batch[1]
         return 0.5 * jnp.sum(residual**2) + 0.05 * jnp.sum(w**2)
 
     problem = bilevel.Problem(lower, lambda w, alpha, batch: jnp.mean((batch[0] @ w - 1) ** 2))
-    data = jnp.asarray(ROWS), jnp.asarray(ROWS.sum(1))
-    args = problem, solver, optax.sgd(0.01), jnp.ones(4), w0, data, data
-    return bilevel.search(*args, steps=2)
-
-
-@pytest.mark.long
-@float64_only
-@pytest.mark.parametrize("name", OF_DATA)
-def test_weights_solved_in_a_wider_dtype_keep_the_dtype_of_w0(name):
-    solver = OF_DATA[name]
-    wide, narrow = (search_from(jnp.zeros(4, dtype), solver) for dtype in ("float64", "float32"))
+    rows = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)))
+    args, data = (problem, OF_DATA[name], optax.sgd(0.01), jnp.ones(4)), (rows, rows.sum(1))
+    wide, narrow = (
+        bilevel.search(*args, jnp.zeros(4, dtype), data, data, steps=2)
+        for dtype in ("float64", "float32")
+    )
     assert narrow.w.dtype == jnp.float32
     assert_close(narrow.alpha, wide.alpha, f64=1e-5)  # truth: all in float64
 
@@ -141,7 +137,45 @@ def test_diagnostics_of_mixed_weights_make_no_false_claim():
     alpha, w0, *batches = data(0)
     args = PROBLEM, bilevel.implicit(), alpha, w0, *batches
     result = hypergradient(*args, diagnostics=True)
-    truth = compiled("newton cg")(alpha, cast(w0, jnp.float32), *batches)
-    error = np.linalg.norm(flatten(result.grad) - flatten(truth.grad))
-    assert error < 8 * ROUNDING * np.linalg.norm(flatten(truth.grad))
+    truth = flatten(compiled("newton cg")(alpha, cast(w0, jnp.float32), *batches).grad)
+    error = np.linalg.norm(flatten(result.grad) - truth)
+    assert error < 8 * ROUNDING * np.linalg.norm(truth)
     assert error < 3 * result.info.error_estimate
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "way",
+    [
+        bilevel.unrolled(optax.adam(0.05), 20),
+        bilevel.one_step(0.1),
+        bilevel.implicit(bilevel.unrolled(0.2, 60), bilevel.cg(steps=6)),
+    ],
+    ids=["unrolled", "one_step", "implicit"],
+)
+def test_bfloat16_below_and_float32_masters(way):
+    """Weights, alpha and hypergradient stay float32, and are right up to bfloat16's rounding."""
+    rng = np.random.default_rng(0)
+    rows = zip(rng.normal(size=(2, 10, 3)), rng.normal(size=(2, 10)), strict=True)
+    w0 = {"slope": np.array([0.3, -0.2, 0.1]), "shift": np.array(0.2)}
+    alpha = {"penalty": np.array([-1.0, 0.0, 0.5]), "scale": np.array(0.3)}
+
+    def loss(w, batch):
+        return 0.5 * jnp.mean((batch[0] @ w["slope"] + w["shift"] - batch[1]) ** 2)
+
+    def lower(w, alpha, batch):
+        penalty = jnp.sum(jnp.exp(alpha["penalty"]) * w["slope"] ** 2)
+        return jnp.exp(alpha["scale"]) * loss(w, batch) + 0.5 * penalty
+
+    half = functools.partial(cast, dtype=jnp.bfloat16)
+    mixed = bilevel.Problem(
+        lambda w, alpha, batch: lower(half(w), half(alpha), half(batch)).astype(jnp.float32),
+        lambda w, alpha, batch: loss(half(w), half(batch)).astype(jnp.float32),
+    )
+    single = cast((alpha, w0, *rows), jnp.float32)
+    whole = bilevel.Problem(lower, lambda w, alpha, batch: loss(w, batch))
+    hyper, exact = (hypergradient(problem, way, *single) for problem in (mixed, whole))
+    for x in jax.tree.leaves((hyper.grad, hyper.w, hyper.value)):
+        assert x.dtype == jnp.float32
+    away = optax.tree.norm(optax.tree.sub(hyper.grad, exact.grad)) / optax.tree.norm(exact.grad)
+    assert 0 < away < 0.05

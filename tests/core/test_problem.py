@@ -60,9 +60,7 @@ NOT_QUADRATIC = {
         (w["a"] + jax.lax.stop_gradient(jnp.round(w["a"]) - w["a"])) ** 2
     ),
     "a stopped gradient": lambda w, alpha: jnp.sum(w["a"] * jax.lax.stop_gradient(w["a"])),
-    "a product over a loop": lambda w, alpha: jax.lax.scan(lambda c, x: (c * x, None), 1.0, w["a"])[
-        0
-    ],
+    "a product over a loop": lambda w, a: jax.lax.scan(lambda c, x: (c * x, None), 1.0, w["a"])[0],
 }
 
 
@@ -114,7 +112,6 @@ def test_stacked_problems_equal_separate_ones(solver):
     separate = [alone(*args) for args in copies]
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *copies)
     result = hypergradient(bilevel.stack_problems(small.problem), solver, *stacked)
-    # Truth: each alone.
     assert_close(result.value, sum(r.value for r in separate), f32=1e-5)
     expected = jax.tree.map(lambda *xs: jnp.stack(xs), *((r.grad, r.w) for r in separate))
     assert_close((result.grad, result.w), expected, f32=1e-4)

@@ -15,7 +15,6 @@ import bilevel
 
 pytestmark = pytest.mark.slow
 
-
 # ----------------------------------------------------------------------------- bug reports
 
 
@@ -143,7 +142,6 @@ def test_frank_wolfe_298_a_quadratic_on_the_simplex_has_the_value_of_three_other
 
 
 # ----------------------------------------------------------------------------- papers
-
 
 PAPERS = {
     "Bard 1988, example 1": (

@@ -16,8 +16,6 @@ PROBLEM = bilevel.Problem(
 )
 ALPHA = np.zeros(3, DTYPES[-1])
 START = ALPHA, np.zeros(3), None, None
-
-
 COMPILED = jax.jit(bilevel.hypergradient(PROBLEM, bilevel.implicit()))
 
 

@@ -96,7 +96,6 @@ def test_the_weights_are_the_optimizers_own_to_the_last_bit_or_two(name):
 
     weights, plain = run(*small.args[:3]), loop(*small.args[:3])  # truth: without this package
     assert np.isfinite(flatten(plain)).all()
-    # Two programs, which XLA may round differently: RAdam's differ by one unit in the last place.
     assert_close(weights, plain, f64=5e-16, f32=3e-7)
     assert_close(hypergradient(small.problem, solver, *small.args).w, plain, f64=1e-14, f32=1e-6)
 
@@ -107,7 +106,6 @@ def test_second_derivatives_are_right_where_gradients_are_0():
     solver, mix = bilevel.unrolled(SMOOTH["adam"], STEPS), small.alpha["mix"]
     fn = bilevel.hypergradient(small.problem, solver, diagnostics=False)
     grad = jax.jit(lambda mix: fn(small.alpha | {"mix": mix}, *small.args[1:]).grad["mix"])
-    # Truth: finite differences of the hypergradient.
     expected = helpers.finite_differences(grad, mix)
     assert_close(jax.jit(jax.jacobian(grad))(mix), expected, f64=1e-8, f32=3e-2)
 
@@ -117,8 +115,7 @@ def test_second_derivatives_are_right_where_gradients_are_0():
 @pytest.mark.parametrize("name", [*SMOOTH, *JUMPING])
 def test_hypergradient_is_the_difference_quotient_where_gradients_are_0(name):
     solver = bilevel.unrolled((SMOOTH | JUMPING)[name], STEPS)
-    fn = bilevel.hypergradient(bilevel.Problem(lower, outer), solver, diagnostics=False)
-    fn = jax.jit(fn)
+    fn = jax.jit(bilevel.hypergradient(bilevel.Problem(lower, outer), solver, diagnostics=False))
     for seed in range(3):
         small = dead_and_alive(seed, 1.0 if name in SMOOTH else 0.0)
         if name in ("lion", "sign_sgd"):  # steps of one size: 0 wherever there is a derivative
@@ -126,7 +123,6 @@ def test_hypergradient_is_the_difference_quotient_where_gradients_are_0(name):
                 fn(*small.args)
             return
         result = fn(*small.args)
-        # Truth: central differences of the value, float64.
         expected = quotient(lambda *args: fn(*args).value, *small.args)
         assert np.isfinite(expected).all()
         rounding = 1e-8 / max(np.max(np.abs(expected)), 1e-6)  # of the differences
@@ -172,3 +168,21 @@ def test_a_learned_schedule_may_branch_on_the_count_of_steps(at):
     rates = lambda a: [a[1] if n <= at else a[0] * (1 - (n - at) / 4) for n in range(5)]  # noqa: E731
     expected = jax.grad(lambda a: 1 - jnp.prod(1 - jnp.stack(rates(a))))(alpha)
     assert_close(hyper.grad, expected, f64=1e-14, f32=1e-6)
+
+
+@pytest.mark.long
+def test_an_error_names_the_leaf_the_optimizer_and_a_remedy():
+    """Adafactor's slope is 1e15 at a gradient of 0; Prodigy's first step there is 0 / 0."""
+
+    def flat(w, alpha, batch):
+        return 0.5 * jnp.sum((w["seen"] - 1.0 - (alpha["a"] - jnp.float32(0.1))) ** 2)
+
+    problem = bilevel.Problem(flat, lambda w, alpha, batch: jnp.sum(w["seen"] ** 2))
+    single = {"a": jnp.float32(0.1)}, {"seen": jnp.ones(2, jnp.float32)}, None, None
+    for rule, message in {
+        optax.adafactor(0.1): r"hypergradient: .*FactoredState.* in alpha\['a'\]: .*larger eps",
+        optax.contrib.prodigy(0.1): r"lower loss: .*w\['seen'\] left the numbers' range; a smaller",
+    }.items():
+        args = problem, bilevel.unrolled(rule, 3), optax.sgd(0.1), *single
+        with pytest.raises(bilevel.NonFiniteError, match=message):
+            bilevel.search(*args, steps=1)

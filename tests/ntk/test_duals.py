@@ -29,16 +29,8 @@ def expectations(f, g, terms, wf, wg, sx, sy, p, q):
     return jnp.stack([value for value, _ in pairs])
 
 
-ACTIVATIONS = (
-    ntk.relu,
-    ntk.leaky_relu(0.1),
-    ntk.sigmoid,
-    ntk.tanh,
-    ntk.swish,
-    ntk.gelu,
-    ntk.erf,
-    ntk.identity,
-)
+SMOOTH = (ntk.sigmoid, ntk.tanh, ntk.swish, ntk.gelu, ntk.erf)
+ACTIVATIONS = (ntk.relu, ntk.leaky_relu(0.1), *SMOOTH, ntk.identity)
 NAMED = {s.name: s for s in ACTIVATIONS} | {s.derivative.name: s.derivative for s in ACTIVATIONS}
 NAMED["gelu''"] = ntk.gelu.derivative.derivative
 PAIRS = pytest.mark.parametrize(
@@ -99,19 +91,17 @@ def test_duals_are_mpmaths_to_1e_12_of_themselves(a, b, vx, vy, c, value):
 @pytest.mark.parametrize("angle", [1e-9, 1e-6, 1e-3, 1.0, np.pi - 1e-3, np.pi - 1e-6])
 def test_arc_cosines_are_exact_relative_to_themselves_at_every_angle(angle):
     # Truth: Taylor series of the closed forms near 0 and pi, else the closed forms.
-    near = min(angle, np.pi - angle)
+    t = min(angle, np.pi - angle)
     p, q = np.sin(angle / 2) ** 2, np.sin((np.pi - angle) / 2) ** 2
     step, relu, gap = (float(x) for x in arc_cosines(jnp.array(p), jnp.array(q)))
-    t = near
     if t < 0.01:
         gap_angle = t**3 / 6 * (1 - t**2 / 20 * (1 - t**2 / 42))
         tilt = t**2 / 2 * (1 - t**2 / 12 * (1 - t**2 / 30))  # 1 - cos t
-        small = ((gap_angle + tilt * (np.pi - t)) if angle < 1 else (tilt * t - gap_angle)) / (
-            2 * np.pi
-        )
+        small = gap_angle + tilt * (np.pi - t) if angle < 1 else tilt * t - gap_angle
+        small /= 2 * np.pi
     else:
         small = 0.5 - (np.sin(t) + (np.pi - t) * np.cos(t)) / (2 * np.pi)
-    expected = (np.pi - angle) / (2 * np.pi) if angle < 2 else near / (2 * np.pi)
+    expected = (np.pi - angle) / (2 * np.pi) if angle < 2 else t / (2 * np.pi)
     assert abs(step / expected - 1) < 1e-14
     assert abs((gap if angle < 2 else relu) / small - 1) < 1e-13
     assert abs(relu + gap - 0.5) < 1e-16 * 2
@@ -119,11 +109,9 @@ def test_arc_cosines_are_exact_relative_to_themselves_at_every_angle(angle):
 
 def test_arc_polynomials_keep_their_length_where_the_last_coefficient_rounds_to_zero(monkeypatch):
     # numpy 2.5 fits a last coefficient of 0.
-    fit = np.polynomial.chebyshev.chebfit
-    full = arc_polynomials.__wrapped__(8)
-    monkeypatch.setattr(
-        np.polynomial.chebyshev, "chebfit", lambda *args: fit(*args) * (np.arange(21) < 20)
-    )
+    module = np.polynomial.chebyshev
+    fit, full = module.chebfit, arc_polynomials.__wrapped__(8)
+    monkeypatch.setattr(module, "chebfit", lambda *args: fit(*args) * (np.arange(21) < 20))
     short = arc_polynomials.__wrapped__(8)
     assert_close(short[:, :-1], full[:, :-1], f64=1e-8, f32=1e-8)
     assert np.all(short[:, -1] == 0)
@@ -131,13 +119,12 @@ def test_arc_polynomials_keep_their_length_where_the_last_coefficient_rounds_to_
 
 def test_a_dual_takes_no_more_memory_than_some_rows_of_its_grid(monkeypatch):
     # Truth: the whole grid at once, which takes 94 GB at a variance of 1e6.
-    at_once = float(ntk.dual(ntk.tanh, ntk.swish, 4.0, 3.0, 1.0))
+    dual = functools.partial(ntk.dual, ntk.tanh, ntk.swish, 4.0, 3.0)
+    at_once = float(dual(1.0))
     monkeypatch.setattr(dual_activation, "_BLOCK", 200)
     jax.clear_caches()
-    assert abs(float(ntk.dual(ntk.tanh, ntk.swish, 4.0, 3.0, 1.0)) / at_once - 1) < tolerance(
-        1e-13, 1e-5
-    )
-    sizes = jax.make_jaxpr(lambda c: ntk.dual(ntk.tanh, ntk.swish, 4.0, 3.0, c))(1.0)
+    assert abs(float(dual(1.0)) / at_once - 1) < tolerance(1e-13, 1e-5)
+    sizes = jax.make_jaxpr(dual)(1.0)
     assert largest(sizes.jaxpr) <= 2 * 200
 
 
@@ -181,9 +168,8 @@ def test_mehlers_series_is_the_dual_at_any_variance_and_correlation(a, b):
         size = float(jnp.sqrt(ntk.dual(f, f, vx, vx, vx) * ntk.dual(g, g, vy, vy, vy)))
         pointwise = ntk.dual(f, g, vx, vy, rho * np.sqrt(vx * vy))
         sx, sy = jnp.sqrt(jnp.array([vx])), jnp.sqrt(jnp.array([vy]))
-        series = expectations(
-            (a,), (b,), 1024, one, one, sx, sy, (1 - rho)[None] / 2, (1 + rho)[None] / 2
-        )[order]
+        p, q = (1 - rho)[None] / 2, (1 + rho)[None] / 2
+        series = expectations((a,), (b,), 1024, one, one, sx, sy, p, q)[order]
         # float32 rounds rho = 1 - 1e-6 to 1 - 1.2e-6, which moves a step by 1e-3.
         assert float(jnp.abs(series - pointwise).max()) < tolerance(2e-12, 1e-3) * size
 
@@ -214,9 +200,8 @@ def test_all_derivatives_are_finite_differences(a, b, order):
 @pytest.mark.long
 def test_a_variance_of_zero_gives_the_value_at_zero_and_no_nan():
     for a in ACTIVATIONS:
-        value, grads = jax.jit(
-            jax.value_and_grad(lambda v, a=a: ntk.dual(a, ntk.tanh, *v, max_variance=1.0))
-        )(jnp.array([0.0, 1.0, 0.0]))
+        dual = jax.value_and_grad(lambda v, a=a: ntk.dual(a, ntk.tanh, *v, max_variance=1.0))
+        value, grads = jax.jit(dual)(jnp.array([0.0, 1.0, 0.0]))
         assert float(value) == pytest.approx(0.0, abs=1e-12)
         assert bool(jnp.isfinite(grads).all())
     assert float(ntk.dual(jnp.cos, jnp.cos, 0.0, 0.0, 0.0)) == pytest.approx(1.0, rel=1e-6)

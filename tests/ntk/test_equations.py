@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 
 from ntk.internal.checks import nan_unless, nan_where
-from ntk.internal.jaxprs import (
-    CALLS,
-    as_closed_jaxpr,
-    bind,
-    inner_jaxprs,
-    interpret,
-    scan_operands,
-    settle_carry,
-)
+from ntk.internal.jaxprs import CALLS, bind, inner_jaxprs, interpret, scan_operands, settle_carry
 
 
 def equation(f, *args, name):
@@ -47,21 +39,6 @@ def test_operands_of_a_scan(body, init, xs, expected):
         lambda init, xs: jax.lax.scan(body, init, xs, length=4), init, xs, name="scan"
     )
     assert scan_operands(actual) == expected
-
-
-def test_programs_of_branches_run():
-    branches = inner_jaxprs(
-        equation(lambda x: jax.lax.cond(x[0] > 1, jnp.sin, jnp.cos, x), scale, name="cond")
-    )
-    no, yes = (jax.core.eval_jaxpr(b.jaxpr, b.consts, scale)[0] for b in branches)
-    assert no.tolist() == jnp.cos(scale).tolist()
-    assert yes.tolist() == jnp.sin(scale).tolist()
-
-
-def test_a_program_without_constants_is_closed():
-    inner = equation(jax.checkpoint(jnp.sin), x, name="remat2").params["jaxpr"]
-    assert as_closed_jaxpr(inner).consts == []
-    assert len(inner_jaxprs(equation(jax.checkpoint(jnp.sin), x, name="remat2"))) == 1
 
 
 def test_a_program_is_interpreted_with_facts_about_arrays():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_close, finite_differences, normal, on_devices
+from helpers import assert_close, finite_differences, long_except, normal, on_devices
 
 from ntk.compat.load import neural_tangents
 from ntk.empirical import blocks, factored_gradients, network_program
@@ -21,7 +21,6 @@ from ntk.empirical.kernels import (
     gradient_norms,
     kernel_vector_product,
 )
-from ntk.internal import compile_cache
 from ntk.internal.batched_rows import transpose_kernel
 
 
@@ -51,27 +50,6 @@ def brute_force(apply, params, x1, x2=None):
     j2 = j1 if x2 is None else np.asarray(jacobian(apply, params, x2))
     full = np.einsum("aip,bjp->abij", j1, j2)
     return {"sum": full.sum((2, 3)), "trace": np.einsum("abii->ab", full), "full": full}
-
-
-def check(model, x, *, layered, outputs="sum"):
-    """Compare the layerwise kernel with brute force, and count the leaves kept in factors."""
-    params = setup(model, x)
-
-    def of_params(params, x):
-        return model.apply({"params": params}, x)
-
-    expected = brute_force(of_params, params["params"], x)[outputs]
-    got = empirical_kernel(model.apply, params, x, outputs=outputs)
-    assert_close(got, expected, f64=1e-12, f32=1e-4)
-    assert layers_in_factors(of_params, params["params"], x) == layered
-
-
-def layers_in_factors(apply, params, x):
-    return len(
-        factored_gradients.plan_gradients(
-            network_program.trace_network(apply, params, x), factored=True
-        ).layered
-    )
 
 
 class Perceptron(nn.Module):
@@ -131,10 +109,8 @@ def test_kernel_is_exactly_symmetric():
 
 
 def test_outputs_without_an_axis_are_one_output():
-    full = empirical_kernel(
-        lambda w, x: jnp.tanh(x @ w), normal(1, 3), normal(3, 4, 3), outputs="full"
-    )
-    assert full.shape == (4, 4, 1, 1)
+    apply, w, x = (lambda w, x: jnp.tanh(x @ w)), normal(1, 3), normal(3, 4, 3)
+    assert empirical_kernel(apply, w, x, outputs="full").shape == (4, 4, 1, 1)
 
 
 def test_kernel_of_outputs_that_ignore_the_parameters_is_zero():
@@ -189,14 +165,8 @@ def test_batch_normalisation_on_running_averages():
 
 LAYERS = {
     # layer, input shape without samples
-    "groups, explicit padding": (
-        nn.Conv(4, (3, 3), padding=((2, 0), (0, 1)), feature_group_count=2),
-        (5, 4, 4),
-    ),
-    "circular, dilated": (
-        nn.Conv(2, (3, 3), padding="CIRCULAR", kernel_dilation=(1, 2)),
-        (5, 4, 2),
-    ),
+    "groups": (nn.Conv(4, (3, 3), padding=((2, 0), (0, 1)), feature_group_count=2), (5, 4, 4)),
+    "circular": (nn.Conv(2, (3, 3), padding="CIRCULAR", kernel_dilation=(1, 2)), (5, 4, 2)),
     "strides": (nn.Conv(2, (2, 3), strides=(2, 1), padding="VALID"), (5, 4, 2)),
     "depthwise": (nn.Conv(4, (3, 3), strides=2, feature_group_count=4), (5, 4, 4)),
     "spaced input": (nn.Conv(2, (3, 3), input_dilation=2, padding=1), (3, 2, 2)),
@@ -208,16 +178,23 @@ LAYERS = {
     "several axes": (nn.DenseGeneral((2, 3), axis=(1, 2)), (2, 2)),
     "weight normalisation": (nn.WeightNorm(nn.Dense(3)), (2,)),
 }
-FAST = list(LAYERS)[:2]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.long) for n in LAYERS]
-)
+@pytest.mark.parametrize("name", long_except(["groups", "circular"], LAYERS))
 def test_layers_have_the_kernel_of_the_jacobian(name):
+    """Also count the weights that are kept in factors."""
     layer, shape = LAYERS[name]
-    layered = 1 if name == "weight normalisation" else 2
-    check(Then(layer), normal(1, 2, *shape), layered=layered)
+    model, x = Then(layer), normal(1, 2, *shape)
+    params = setup(model, x)
+
+    def of_params(params, x):
+        return model.apply({"params": params}, x)
+
+    expected = brute_force(of_params, params["params"], x)["sum"]
+    assert_close(empirical_kernel(model.apply, params, x), expected, f64=1e-12, f32=1e-4)
+    net = network_program.trace_network(of_params, params["params"], x)
+    plan = factored_gradients.plan_gradients(net, factored=True)
+    assert len(plan.layered) == (1 if name == "weight normalisation" else 2)
 
 
 def test_layers_that_compute_in_half_precision_are_near_the_jacobian():
@@ -265,25 +242,19 @@ def test_derivatives_in_the_parameters_are_those_of_finite_differences():
     model, x = Perceptron(), normal(1, 3, 2)
     params, weights = setup(model, x), normal(2, 3, 3)
 
-    def loss(size, method):
-        def value(params):
-            k = empirical_kernel(model.apply, params, x, batch_size=size, method=method)
-            return jnp.sum(weights * k)
+    def loss(params, **options):
+        return jnp.sum(weights * empirical_kernel(model.apply, params, x, **options))
 
-        return value
-
-    expected = finite_differences(jax.jit(loss(None, "jacobian")), params)
+    expected = finite_differences(jax.jit(functools.partial(loss, method="jacobian")), params)
     for size in (None, 2):
-        got = jax.jit(jax.grad(loss(size, "layerwise")))(params)
+        value = functools.partial(loss, batch_size=size, method="layerwise")
+        got = jax.jit(jax.grad(value))(params)
         assert_close(got, expected, f64=1e-9, f32=3e-2)
 
 
 def test_a_batched_kernel_takes_little_memory_beyond_its_result():
-    def apply(params, x):
-        return jnp.tanh(x @ params)
-
     def kernel(params, x):
-        return empirical_kernel(apply, params, x, batch_size=90)
+        return empirical_kernel(lambda w, x: jnp.tanh(x @ w), params, x, batch_size=90)
 
     n = 1000  # the last block overlaps its neighbour
     arguments = jnp.ones((4, 3), jnp.float32), jax.ShapeDtypeStruct((n, 4), jnp.float32)
@@ -319,17 +290,6 @@ def test_kernel_maps_over_parameters():
     got = jax.vmap(lambda p: empirical_kernel(model.apply, p, x, batch_size=2))(stacked)
     expected = np.stack([brute_force(model.apply, p, x)["sum"] for p in several])
     assert_close(got, expected, f64=1e-12, f32=1e-4)
-
-
-def test_second_call_with_the_same_apply_compiles_nothing():
-    def apply(w, x):
-        return x @ w
-
-    x = normal(1, 3, 2)
-    empirical_kernel(apply, normal(2, 2), x)
-    seen = len(compile_cache._programs)
-    empirical_kernel(apply, normal(3, 2), x)
-    assert len(compile_cache._programs) == seen
 
 
 @pytest.mark.slow
@@ -378,14 +338,10 @@ def test_nngp_kernels_are_the_products_of_the_outputs_and_those_of_neural_tangen
             assert (mean == mean.T).all() and (full == full.transpose(1, 0, 3, 2)).all()
 
 
-X = np.ones((3, 2))
-
-
 @pytest.mark.long
 def test_batch_statistics_of_nnx_raise_and_averages_do_not():
-    model = nnx.Sequential(
-        nnx.Linear(X.shape[1], 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(1))
-    )
+    x, rngs = np.ones((3, 2)), nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Linear(2, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs))
     original = nnx.BatchNorm.__call__
     for mode in (model.train, model.eval):
         mode()
@@ -393,12 +349,12 @@ def test_batch_statistics_of_nnx_raise_and_averages_do_not():
         apply = lambda p, x, graph=graph, rest=rest: nnx.merge(graph, p, rest)(x)  # noqa: E731
         if mode == model.train:
             with pytest.raises(ValueError, match=r"^apply: expected BatchNorm with use_running_av"):
-                empirical_kernel(apply, params, X)
+                empirical_kernel(apply, params, x)
         else:
             # Untrained averages are 0 and 1.
-            kernel = empirical_kernel(apply, params, X)
-            jacobian = jax.jacobian(lambda p, apply=apply: apply(p, X).sum(1))(params)
-            flat = jnp.concatenate([j.reshape(len(X), -1) for j in jax.tree.leaves(jacobian)], 1)
+            kernel = empirical_kernel(apply, params, x)
+            jacobian = jax.jacobian(lambda p, apply=apply: apply(p, x).sum(1))(params)
+            flat = jnp.concatenate([j.reshape(len(x), -1) for j in jax.tree.leaves(jacobian)], 1)
             # flax computes some sums in float32.
             assert_close(kernel, flat @ flat.T, f64=1e-6, f32=1e-4)
         assert nnx.BatchNorm.__call__ is original

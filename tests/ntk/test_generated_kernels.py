@@ -145,6 +145,7 @@ def test_a_mixtures_kernel_is_the_sum_over_pairs(seed, dtype, pair):
         v = X[i] @ X[i], X[j] @ X[j], X[i] @ X[j]
         pairs = np.array([[expectation(f, g, *v) for g in slopes] for f in slopes])
         expected[i, j] = v[2] * (wide(alpha) @ pairs @ wide(alpha))
+    assert K.dtype == dtype
     assert_near(K, expected, 1e-2)
 
 

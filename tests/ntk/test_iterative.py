@@ -16,6 +16,7 @@ from ntk.large.eigenvalue_interval import missed_part
 rng = np.random.default_rng(0)
 N = 150
 key = functools.partial(jax.random.key, 0)
+fitted = ntk.iterative_regression
 
 
 def laplace(a, b):
@@ -98,17 +99,14 @@ def test_samples_of_a_preconditioner_have_its_covariance():
 def test_weights_are_the_solution(rank, dtype, tol):
     partial = rank and ntk.partial_cholesky(operator(dtype=dtype), rank, key=key())
     y = jnp.asarray(Y, dtype)
-    fit = ntk.iterative_regression(
-        operator(dtype=dtype), y, penalty=0.1, preconditioner=partial, tol=tol
-    )
+    fit = fitted(operator(dtype=dtype), y, penalty=0.1, preconditioner=partial, tol=tol)
     truth = solution(0.1)
     assert fit.weights.dtype == dtype
     np.testing.assert_allclose(fit.weights, truth, atol=50 * tol * np.abs(truth).max())
     left = Y - (dense() + 0.1 * np.eye(N)) @ np.asarray(fit.weights, np.float64)
     assert (fit.relative <= tol).all()
     if dtype == np.float64:
-        rounding = 4 * N * np.finfo(float).eps
-        expected = np.linalg.norm(left, axis=0)
+        expected, rounding = np.linalg.norm(left, axis=0), 4 * N * np.finfo(float).eps
         np.testing.assert_allclose(fit.residual, expected, rtol=1e-3, atol=rounding)
     cross = operator(dtype=dtype).at(NEW)
     np.testing.assert_allclose(fit.predict(cross), laplace(NEW, X) @ truth, atol=1e3 * tol)
@@ -118,7 +116,7 @@ def test_weights_are_the_solution(rank, dtype, tol):
 @pytest.mark.parametrize("steps", [3, 15])
 def test_predictions_are_off_by_less_than_the_bound(steps, smallest):
     penalty = 0.02
-    fit = ntk.iterative_regression(operator(), Y, penalty=penalty, tol=1e-12, steps=steps)
+    fit = fitted(operator(), Y, penalty=penalty, tol=1e-12, steps=steps)
     cross = operator().at(NEW)
     off = np.abs(fit.predict(cross) - laplace(NEW, X) @ solution(penalty))
     if smallest == "known":
@@ -132,7 +130,7 @@ def test_predictions_are_off_by_less_than_the_bound(steps, smallest):
 
 @pytest.mark.long
 def test_a_factor_saves_steps_and_so_do_several_columns():
-    run = functools.partial(ntk.iterative_regression, operator(), penalty=0.01, tol=1e-8)
+    run = functools.partial(fitted, operator(), penalty=0.01, tol=1e-8)
     many = np.random.default_rng(1).normal(size=(N, 10))
     plain, helped = run(Y), run(Y, preconditioner=factor(40))
     assert helped.steps < 0.7 * plain.steps
@@ -145,9 +143,7 @@ def test_units_do_not_matter_in_float32(size, of_y):
     x, y = jnp.asarray(X[:40], np.float32), jnp.asarray(Y[:40], np.float32)
     K = ntk.KernelOperator(lambda a, b: size * laplace(a, b), x, tile=16)
     partial = ntk.partial_cholesky(K, 10, key=key())
-    fit = ntk.iterative_regression(
-        K, of_y * y, penalty=0.1 * size, preconditioner=partial, tol=1e-5
-    )
+    fit = fitted(K, of_y * y, penalty=0.1 * size, preconditioner=partial, tol=1e-5)
     truth = np.linalg.solve(dense()[:40, :40] + 0.1 * np.eye(40), Y[:40])
     np.testing.assert_allclose(fit.weights * size / of_y, truth, atol=1e-4)
 
@@ -156,7 +152,7 @@ def test_units_do_not_matter_in_float32(size, of_y):
 def test_columns_that_depend_on_each_other_or_are_zero():
     y = np.stack([Y[:, 0], Y[:, 1], -Y[:, 0] - Y[:, 1], 0 * Y[:, 0], 1e-9 * Y[:, 0]], 1)
     y = np.concatenate([y, Y[:, :1] + 1e-5 * Y[:, 2:]], 1)
-    fit = ntk.iterative_regression(operator(), y, penalty=0.1, tol=1e-9)
+    fit = fitted(operator(), y, penalty=0.1, tol=1e-9)
     assert (fit.relative <= 1e-9).all()
     np.testing.assert_allclose(fit.weights, solution(0.1, y), atol=1e-7)
     np.testing.assert_allclose(fit.weights[:, 4], 1e-9 * fit.weights[:, 0], atol=1e-16)
@@ -182,7 +178,7 @@ def test_an_interrupted_fit_resumes_to_the_same_bits():
 @pytest.mark.long
 def test_in_jit_and_vmap():
     def weights(K, y, penalty):
-        return ntk.iterative_regression(K, y, penalty=penalty, tol=1e-10).weights
+        return fitted(K, y, penalty=penalty, tol=1e-10).weights
 
     penalties = jnp.array([0.1, 1.0])
     weights_by_penalty = jax.jit(jax.vmap(weights, (None, None, 0)))(operator(), Y, penalties)
@@ -197,7 +193,7 @@ def test_derivatives_in_targets_penalty_and_kernel():
 
     def value(y, penalty, scale):
         K = ntk.KernelOperator(lambda a, b: scale * laplace(a, b), x, tile=5)
-        return u @ ntk.iterative_regression(K, y, penalty=penalty, tol=1e-12).weights
+        return u @ fitted(K, y, penalty=penalty, tol=1e-12).weights
 
     at = jnp.asarray(Y[:12, 0]), jnp.array(0.3), jnp.array(1.5)
     derivatives = jax.jit(jax.grad(value, (0, 1, 2)))(*at)
@@ -207,16 +203,14 @@ def test_derivatives_in_targets_penalty_and_kernel():
 
 def test_few_steps_end_with_the_true_residual():
     states = []
-    fit = ntk.iterative_regression(
-        operator(), Y, penalty=0.1, tol=1e-12, steps=4, callback=states.append
-    )
+    fit = fitted(operator(), Y, penalty=0.1, tol=1e-12, steps=4, callback=states.append)
     left = Y - (dense() + 0.1 * np.eye(N)) @ fit.weights
     assert fit.steps == 4 and [bool(s.computed) for s in states] == [False, False, False, True]
     np.testing.assert_allclose(fit.residual, np.linalg.norm(left, axis=0), rtol=1e-10)
 
 
 def test_stalled_iterations_end():
-    fit = ntk.iterative_regression(operator(dtype=np.float32), Y.astype(np.float32), tol=1e-12)
+    fit = fitted(operator(dtype=np.float32), Y.astype(np.float32), tol=1e-12)
     assert fit.steps < 400 and (fit.relative > 1e-12).all() and (fit.relative < 1e-3).all()
 
 
@@ -243,7 +237,7 @@ def test_leave_one_out_residuals_are_off_by_their_standard_errors(rank):
 
 @pytest.mark.long
 def test_a_full_factor_leaves_no_standard_error():
-    fit = ntk.iterative_regression(operator(), Y, penalty=0.1, tol=1e-10)
+    fit = fitted(operator(), Y, penalty=0.1, tol=1e-10)
     estimate = ntk.leave_one_out_estimate(
         operator(), fit, key=key(), probes=4, preconditioner=factor(N), tol=1e-9
     )

@@ -59,9 +59,7 @@ def check(apply, params, x, expected, f64=1e-12):
 
 
 def matrices(*shapes):
-    return {
-        name: normal(i, *shape) for i, (name, shape) in enumerate(zip("abcd", shapes, strict=False))
-    }
+    return {"abcd"[i]: normal(i, *shape) for i, shape in enumerate(shapes)}
 
 
 @jax.custom_jvp
@@ -75,179 +73,138 @@ def _(primals, tangents):  # deliberately not the derivative
     return x @ w, 2 * (x @ dw) + dx @ w
 
 
-def recurrent(p, x):
+def recurrent(x, a, b, c):
     def step(h, x):
-        h = jnp.tanh(x @ p["a"] + h @ p["b"])
+        h = jnp.tanh(x @ a + h @ b)
         return h, h
 
     h, _ = lax.scan(step, jnp.zeros((len(x), 3), x.dtype), jnp.swapaxes(x, 0, 1))
-    return h @ p["c"]
+    return h @ c
 
 
-def stacked(p, x):
-    def step(x, w):
-        return jnp.tanh(x @ w), None
-
-    return lax.scan(step, x, p["a"])[0]
-
-
-def scanned_twice(p, x, scaled=lambda w: w):
+def scanned_twice(x, a, b, scaled):
     """Scan over layers, and for each of them over time."""
 
     def over_time(h, w):
         def step(h, _):
-            return jnp.tanh(h @ scaled(w) @ p["b"]), None
+            return jnp.tanh(h @ scaled(w) @ b), None
 
         w = scaled(w)
         return lax.scan(step, h, None, length=2)[0], None
 
-    return lax.scan(over_time, x, p["a"], reverse=True)[0]
+    return lax.scan(over_time, x, a, reverse=True)[0]
 
 
-def emitted(p, x):
+def emitted(x, a):
     def step(x, w):
         return jnp.tanh(x @ w), -w
 
-    x, again = lax.scan(step, x, p["a"])
+    x, again = lax.scan(step, x, a)
     return x * jnp.sin(again).sum()
 
 
-def channels_first(p, x):
+def channels_first(x, a):
     """Use the layout of images and filters in PyTorch and equinox."""
     x = x.reshape(-1, 2, 3, 2)
     options = {"window_strides": (2, 1), "padding": ((1, 0), (0, 1)), "feature_group_count": 2}
-    x = lax.conv_general_dilated(x, p["a"], **options)
+    x = lax.conv_general_dilated(x, a, **options)
     return jnp.tanh(x).reshape(len(x), -1)[:, :3]
 
 
-SEQUENCES = normal(9, 3, 4, 2)
+SERIES = normal(9, 3, 4, 2)
 IMAGES = normal(7, 3, 2, 3, 2)
 X = normal(8, 3, 2)
 
 
-def case(apply, names, shapes, x=X):
+def case(function, names, shapes, x=X):
     shapes = [tuple(int(d) for d in shape if d != "_") for shape in shapes.split()]
-    return apply, matrices(*shapes), x, names
+    return (lambda weights, x: function(x, **weights)), matrices(*shapes), x, names
 
 
 FUNCTIONS = {
-    # network; weights in factors; shapes of a, b, c, d with a digit for each axis
-    "two layers": case(lambda p, x: jnp.tanh(x @ p["a"] + p["c"]) @ p["b"], "a b", "23 32 3"),
-    "weight on the left": case(lambda p, x: (p["b"] @ jnp.tanh(p["a"] @ x.T)).T, "a b", "32 23"),
+    # function of x and weights; those in factors; shapes of a, b, c, d with a digit for each axis
+    "two layers": case(lambda x, a, b, c: jnp.tanh(x @ a + c) @ b, "a b", "23 32 3"),
+    "weight on the left": case(lambda x, a, b: (b @ jnp.tanh(a @ x.T)).T, "a b", "32 23"),
     "checkpointed": case(
-        lambda p, x: jax.checkpoint(lambda a, x: jnp.tanh(x @ a))(p["a"], x) @ p["b"],
-        "a b",
-        "23 32",
+        lambda x, a, b: jax.checkpoint(lambda a, x: jnp.tanh(x @ a))(a, x) @ b, "a b", "23 32"
     ),
-    "mapped by the caller": case(
-        lambda p, x: jax.vmap(lambda x: jnp.tanh(x @ p["a"]) @ p["b"])(x), "a b", "23 32"
-    ),
-    "looped by the caller": case(
-        lambda p, x: lax.map(lambda x: jnp.tanh(x @ p["a"]) @ p["b"], x), "a b", "23 32"
-    ),
+    "mapped": case(lambda x, a, b: jax.vmap(lambda x: jnp.tanh(x @ a) @ b)(x), "a b", "23 32"),
+    "looped": case(lambda x, a, b: lax.map(lambda x: jnp.tanh(x @ a) @ b, x), "a b", "23 32"),
     "scaled by numbers": case(
-        lambda p, x: jnp.tanh(x @ (p["a"] / jnp.sqrt(2.0))) @ (-0.5 * p["b"] / p["d"]),
+        lambda x, a, b, c, d: jnp.tanh(x @ (a / jnp.sqrt(2.0))) @ (-0.5 * b / d),
         "a b",
         "23 32 1 11",
     ),
     "scaled by the sample": case(
-        lambda p, x: jnp.tanh(x @ (p["a"] * x[0, 0])) @ p["b"], "a b", "23 32", x=X[:1]
+        lambda x, a, b: jnp.tanh(x @ (a * x[0, 0])) @ b, "a b", "23 32", x=X[:1]
     ),
-    "rearranged": case(
-        lambda p, x: jnp.tanh(x @ p["a"].T[::-1]) @ p["b"].reshape(3, 2), "a b", "32 23"
-    ),
-    "normalised": case(lambda p, x: x @ (p["a"] / jnp.linalg.norm(p["a"])), "", "23"),
-    "divided by": case(lambda p, x: x @ (1 / p["a"]), "", "23"),
-    "masked": case(lambda p, x: x @ (p["a"] * jnp.eye(2, 3)), "", "23"),
-    "its own number": case(lambda p, x: jnp.sin(x * p["a"] * p["a"]), "", "1"),
+    "rearranged": case(lambda x, a, b: jnp.tanh(x @ a.T[::-1]) @ b.reshape(3, 2), "a b", "32 23"),
+    "normalised": case(lambda x, a: x @ (a / jnp.linalg.norm(a)), "", "23"),
+    "divided by": case(lambda x, a: x @ (1 / a), "", "23"),
+    "masked": case(lambda x, a: x @ (a * jnp.eye(2, 3)), "", "23"),
+    "its own number": case(lambda x, a: jnp.sin(x * a * a), "", "1"),
     "a number that is a weight": case(
-        lambda p, x: jnp.tanh(x[:, :1] @ p["a"]) @ (p["b"] * p["a"]), "b", "11 12"
+        lambda x, a, b: jnp.tanh(x[:, :1] @ a) @ (b * a), "b", "11 12"
     ),
     "used twice, times numbers": case(
-        lambda p, x: jnp.tanh(jnp.tanh(x @ (3 * p["a"])) @ (p["a"] / 2)), "a", "22"
+        lambda x, a: jnp.tanh(jnp.tanh(x @ (3 * a)) @ (a / 2)), "a", "22"
     ),
-    "used on inputs of two shapes": case(
-        lambda p, x: jnp.tanh(x @ p["a"]).sum(1) @ p["a"], "a", "22", x=SEQUENCES
-    ),
-    "tied": case(lambda p, x: jnp.tanh(x @ p["a"]) @ p["a"].T, "", "23"),
-    "a product of weights": case(lambda p, x: jnp.tanh(x @ (p["a"] @ p["b"])), "b", "21 13"),
-    "learned inputs": case(
-        lambda p, x: x @ (jnp.tanh(p["a"] @ p["b"]) @ p["c"]), "b c", "23 33 32"
-    ),
+    "inputs of two shapes": case(lambda x, a: jnp.tanh(x @ a).sum(1) @ a, "a", "22", x=SERIES),
+    "tied": case(lambda x, a: jnp.tanh(x @ a) @ a.T, "", "23"),
+    "a product of weights": case(lambda x, a, b: jnp.tanh(x @ (a @ b)), "b", "21 13"),
+    "learned inputs": case(lambda x, a, b, c: x @ (jnp.tanh(a @ b) @ c), "b c", "23 33 32"),
     "a number times a repeated number": case(
-        lambda p, x: x @ lax.mul(p["a"], jnp.broadcast_to(x[0, 0], (2, 2))) @ p["b"],
-        "b",
-        "_ 22",
-        x=X[:1],
+        lambda x, a, b: x @ lax.mul(a, jnp.broadcast_to(x[0, 0], (2, 2))) @ b, "b", "_ 22", x=X[:1]
     ),
-    "no inputs": case(
-        lambda p, x: jnp.zeros((1, 0)) @ p["a"] + x @ p["b"], "a b", "02 22", x=X[:1]
+    "no inputs": case(lambda x, a, b: jnp.zeros((1, 0)) @ a + x @ b, "a b", "02 22", x=X[:1]),
+    "no steps": case(
+        lambda x, a, b, c: recurrent(x[:, :0], a, b, c), "a b c", "23 33 32", x=SERIES
     ),
-    "no steps": case(lambda p, x: recurrent(p, x[:, :0]), "a b c", "23 33 32", x=SEQUENCES),
-    "pieces": case(
-        lambda p, x: jnp.tanh(x @ p["a"][0]) @ p["a"][1] @ p["b"][:2] @ p["b"][2:], "a b", "222 42"
-    ),
-    "pieces that overlap": case(lambda p, x: jnp.tanh(x @ p["a"][:2]) @ p["a"][1:], "", "32"),
-    "every other row": case(lambda p, x: jnp.tanh(x @ p["a"][::2]), "", "42"),
-    "split": case(
-        lambda p, x: sum(jnp.tanh(x @ w) for w in jnp.split(p["a"], 3, axis=1)), "a", "26"
-    ),
-    "joined": case(
-        lambda p, x: jnp.tanh(x @ jnp.concatenate([p["a"], p["b"].T], 1)), "a b", "23 32"
-    ),
-    "joined with itself": case(
-        lambda p, x: jnp.tanh(x @ jnp.concatenate([p["a"], p["a"]], 1)), "", "23"
-    ),
+    "pieces": case(lambda x, a, b: jnp.tanh(x @ a[0]) @ a[1] @ b[:2] @ b[2:], "a b", "222 42"),
+    "pieces that overlap": case(lambda x, a: jnp.tanh(x @ a[:2]) @ a[1:], "", "32"),
+    "every other row": case(lambda x, a: jnp.tanh(x @ a[::2]), "", "42"),
+    "split": case(lambda x, a: sum(jnp.tanh(x @ w) for w in jnp.split(a, 3, axis=1)), "a", "26"),
+    "joined": case(lambda x, a, b: jnp.tanh(x @ jnp.concatenate([a, b.T], 1)), "a b", "23 32"),
+    "joined with itself": case(lambda x, a: jnp.tanh(x @ jnp.concatenate([a, a], 1)), "", "23"),
     "a piece joined with one that is used": case(
-        lambda p, x: (
-            (x @ jnp.concatenate([p["a"][:, :1], p["b"]], 1)) @ jnp.sin(p["b"])
-            + jnp.tanh(x @ p["a"][:, 1:])
+        lambda x, a, b: (
+            (x @ jnp.concatenate([a[:, :1], b], 1)) @ jnp.sin(b) + jnp.tanh(x @ a[:, 1:])
         ),
         "",
         "22 21",
     ),
-    "a rule of its own": case(lambda p, x: jnp.tanh(doubled(p["a"], x)) @ p["b"], "b", "23 32"),
-    "a stopped gradient": case(lambda p, x: x @ lax.stop_gradient(p["a"]) @ p["b"], "b", "23 32"),
+    "a rule of its own": case(lambda x, a, b: jnp.tanh(doubled(a, x)) @ b, "b", "23 32"),
+    "a stopped gradient": case(lambda x, a, b: x @ lax.stop_gradient(a) @ b, "b", "23 32"),
     "a branch": case(
-        lambda p, x: lax.cond(x[0, 0] > 0, lambda: x @ p["a"], lambda: 2 * x @ p["a"]) @ p["b"],
+        lambda x, a, b: lax.cond(x[0, 0] > 0, lambda: x @ a, lambda: 2 * x @ a) @ b,
         "b",
         "23 32",
         x=X[:1],
     ),
-    "unused": case(lambda p, x: x @ p["a"], "a", "23 23"),
-    "an output": case(lambda p, x: x @ p["a"] + p["a"][:1, 0], "", "23"),
-    "recurrent": case(recurrent, "a b c", "23 33 32", x=SEQUENCES),
+    "unused": case(lambda x, a, b: x @ a, "a", "23 23"),
+    "an output": case(lambda x, a: x @ a + a[:1, 0], "", "23"),
+    "recurrent": case(recurrent, "a b c", "23 33 32", x=SERIES),
     "put out by a loop": case(emitted, "", "322"),
     "channels first": case(channels_first, "a", "4122", x=IMAGES),
     "slices of a loop, and all of it": case(
-        lambda p, x: lax.scan(
-            lambda h, w: (jnp.tanh(h @ p["a"]) * (h @ w)[:, None], None), x, p["a"]
-        )[0],
+        lambda x, a: lax.scan(lambda h, w: (jnp.tanh(h @ a) * (h @ w)[:, None], None), x, a)[0],
         "",
         "22",
     ),
-    "loops in loops": case(scanned_twice, "a b", "324 42"),
     "carried": case(
-        lambda p, x: lax.fori_loop(0, 2, lambda _, c: (c[0] @ c[1], c[1].T), (x, p["a"]))[0],
-        "",
-        "22",
+        lambda x, a: lax.fori_loop(0, 2, lambda _, c: (c[0] @ c[1], c[1].T), (x, a))[0], "", "22"
     ),
     "scaled in front of a loop, in it, and in a loop in it": case(
-        lambda p, x: scanned_twice({"a": p["a"] / 3, "b": p["b"] * p["c"]}, x, lambda w: 0.7 * w),
-        "a b",
-        "324 42 _",
+        lambda x, a, b, c: scanned_twice(x, a / 3, b * c, lambda w: 0.7 * w), "a b", "324 42 _"
     ),
     "batches of matrices": case(
-        lambda p, x: jnp.tanh(jnp.einsum("npi,pij->npj", x, p["a"])).sum(1) @ p["b"],
+        lambda x, a, b: jnp.tanh(jnp.einsum("npi,pij->npj", x, a)).sum(1) @ b,
         "a b",
         "423 32",
-        x=SEQUENCES,
+        x=SERIES,
     ),
-    "several contracted axes, in another order": case(
-        lambda p, x: jnp.tanh(jnp.einsum("npi,ijp->nj", x, p["a"])) @ p["b"],
-        "a b",
-        "234 32",
-        x=SEQUENCES,
+    "several contracted axes": case(
+        lambda x, a, b: jnp.tanh(jnp.einsum("npi,ijp->nj", x, a)) @ b, "a b", "234 32", x=SERIES
     ),
 }
 
@@ -259,6 +216,7 @@ def test_functions_have_the_kernel_of_the_jacobian(apply, params, x, names):
 
 
 TOKENS = np.array([[0, 1, 2, 1], [4, 1, 1, 0], [3, 3, 3, 3]])
+TABLE = {"table": normal(1, 5, 3), "w": normal(2, 3, 2)}
 LOOKUPS = {
     "take": lambda e, t: jnp.take(e, t, axis=0),
     "take, beyond the end": lambda e, t: jnp.nan_to_num(jnp.take(e, 2 * t, axis=0)),
@@ -275,36 +233,30 @@ LOOKUPS = {
 @pytest.mark.long
 @pytest.mark.parametrize("read", LOOKUPS.values(), ids=LOOKUPS.keys())
 def test_tables_are_kept_as_rows(read, monkeypatch):
-    params = {"table": normal(1, 5, 3), "w": normal(2, 3, 2)}
-
     def apply(p, t):
         return jnp.tanh(read(p["table"], t)).sum(1) @ p["w"]
 
-    check(apply, params, TOKENS, "table w")
+    check(apply, TABLE, TOKENS, "table w")
     monkeypatch.setattr(factored_gradients, "device_chunk_entries", lambda dtype: 1)
     for pairs in (True, False):
         monkeypatch.setattr(factored_gradients, "_pairs_are_cheaper", lambda *_, p=pairs: p)
-        check(apply, params, TOKENS, "table w")
+        check(apply, TABLE, TOKENS, "table w")
 
 
 def test_weights_may_be_cast():
     # Only the Jacobian's sensitivities are rounded by the cast.
-    params = {"table": normal(1, 5, 3), "w": normal(2, 3, 2)}
-
     def apply(p, t):
         half = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), p)
         return jnp.tanh(half["table"][t]).sum(1).astype(float) @ half["w"].astype(float)
 
-    check(apply, params, TOKENS, "table w", f64=1e-6)
+    check(apply, TABLE, TOKENS, "table w", f64=1e-6)
 
 
 def test_table_read_in_two_places_is_one_table():
-    params = {"table": normal(1, 5, 3), "w": normal(2, 3, 2)}
-
     def apply(p, t):
         return (jnp.tanh(p["table"][t[:, 0]]) * p["table"][t[:, 1:]].sum(1)) @ p["w"]
 
-    check(apply, params, TOKENS, "table w")
+    check(apply, TABLE, TOKENS, "table w")
 
 
 def test_tables_that_are_slices_of_a_loop_are_left_to_the_jacobian():
@@ -358,7 +310,7 @@ LINEN = {
     ),
     "lstm, joined": (
         Steps(nn.OptimizedLSTMCell),
-        SEQUENCES,
+        SERIES,
         "params/Dense_0/kernel"
         + "".join(f" params/OptimizedLSTMCell_0/{a}{b}/kernel" for a in "ih" for b in "figo"),
     ),
@@ -396,7 +348,7 @@ def test_nnx():
     names = "conv/kernel cell/cell/dense_i/kernel cell/cell/dense_h/kernel out/kernel" + attention
     names = " ".join(f"{name}/value" for name in names.split())
     # The softmax of nnx computes in float32.
-    check(jax.jit(apply), drawn(trained), SEQUENCES, names, f64=1e-8)
+    check(jax.jit(apply), drawn(trained), SERIES, names, f64=1e-8)
 
 
 @pytest.mark.long

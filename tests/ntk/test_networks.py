@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, finite_differences, float64_only, normal
+from helpers import assert_close, finite_differences, float64_only, long_except, normal
 
 import ntk
 from ntk import networks as nets
@@ -36,9 +36,8 @@ def _forget_large_programs():
 
 def myrtle_like(activation):
     conv = nets.serial(nets.conv(3, 2.0), nets.act(activation))
-    return nets.serial(
-        conv, nets.average_pool(2), conv, nets.global_average_pool(), nets.dense(1.0, 0.1)
-    )
+    end = nets.global_average_pool(), nets.dense(1.0, 0.1)
+    return nets.serial(conv, nets.average_pool(2), conv, *end)
 
 
 @pytest.mark.long
@@ -65,21 +64,15 @@ def test_dense_networks_have_the_kernels_of_network_kernel(layers, skips, both):
 def of_stax(name):
     """Return pairs of a network and the same network in stax."""
     stax = neural_tangents().stax
-    s, t = {
-        "relu": (ntk.relu, stax.Relu()),
-        "erf": (ntk.erf, stax.Erf()),
-        "gelu": (ntk.gelu, stax.Gelu()),
-    }[name]
-    act, std = nets.act(s), {"W_std": math.sqrt(WEIGHTS[0]), "b_std": math.sqrt(WEIGHTS[1])}
+    layer = {"relu": stax.Relu, "erf": stax.Erf, "gelu": stax.Gelu}[name]()
+    std = {"W_std": math.sqrt(WEIGHTS[0]), "b_std": math.sqrt(WEIGHTS[1])}
 
     def conv(*window, strides=1, padding="SAME"):
-        size = len(window)
-        return nets.conv(window, *WEIGHTS, strides=strides, padding=padding), stax.Conv(
-            1, window, strides=(strides,) * size, padding=padding, **std
-        )
+        ours = nets.conv(window, *WEIGHTS, strides=strides, padding=padding)
+        return ours, stax.Conv(1, window, strides=(strides,) * 2, padding=padding, **std)
 
     dense = nets.dense(*WEIGHTS), stax.Dense(1, **std)
-    act, flat = (act, t), (nets.flatten(), stax.Flatten())
+    act, flat = (nets.act(getattr(ntk, name)), layer), (nets.flatten(), stax.Flatten())
     gap = nets.global_average_pool(), stax.GlobalAvgPool()
     pool = nets.average_pool(2), stax.AvgPool((2, 2), strides=(2, 2))
 
@@ -89,25 +82,19 @@ def of_stax(name):
 
     def residual(branch, shortcut):
         parallel = stax.parallel(branch[1], stax.Identity() if shortcut is None else shortcut[1])
-        return nets.residual(branch[0], shortcut=shortcut and shortcut[0]), stax.serial(
-            stax.FanOut(2), parallel, stax.FanInSum()
-        )
+        theirs = stax.serial(stax.FanOut(2), parallel, stax.FanInSum())
+        return nets.residual(branch[0], shortcut=shortcut and shortcut[0]), theirs
 
-    same, small = conv(3, 3), conv(3, 3, strides=2)
+    same, small, circular = conv(3, 3), conv(3, 3, strides=2), conv(3, 3, padding="CIRCULAR")
+    blocks = (
+        residual(serial(act, same, act, same), None),
+        residual(serial(act, small), conv(1, 1, strides=2)),
+    )
     return {
         "bias": serial(dense, act, dense, act, dense),
-        "padding": serial(
-            conv(3, 3, padding="CIRCULAR"), act, conv(3, 2, padding="VALID"), act, flat, dense
-        ),
+        "padding": serial(circular, act, conv(3, 2, padding="VALID"), act, flat, dense),
         "pool": serial(same, act, pool, same, act, flat, dense),
-        "residual": serial(
-            same,
-            residual(serial(act, same, act, same), None),
-            residual(serial(act, small), conv(1, 1, strides=2)),
-            act,
-            gap,
-            dense,
-        ),
+        "residual": serial(same, *blocks, act, gap, dense),
     }
 
 
@@ -146,9 +133,8 @@ def integral(f, g, covariance):
 def test_a_pooled_network_equals_quadrature_at_every_pair_of_positions():
     # By hand: windows of a sequence of 3, zeros outside, tanh, the mean, dense.
     x = np.random.default_rng(0).standard_normal((2, 3, 2))
-    net = nets.serial(
-        nets.conv(2, 1.5, 0.2), nets.act(ntk.tanh), nets.global_average_pool(), nets.dense(0.7, 0.1)
-    )
+    end = nets.global_average_pool(), nets.dense(0.7, 0.1)
+    net = nets.serial(nets.conv(2, 1.5, 0.2), nets.act(ntk.tanh), *end)
     padded = np.pad(x, ((0, 0), (0, 1), (0, 0)))
     patches = [[padded[i, p : p + 2].ravel() for p in range(3)] for i in range(2)]
     second, tangent = np.zeros((2, 2)), np.zeros((2, 2))
@@ -191,7 +177,7 @@ def test_the_mean_kernel_of_wide_networks_tends_to_the_infinite_one(net, alpha):
     images = normal(0, 3, 4, 4, 2)
     exact = net.kernel(images, alpha=alpha)
     scale = float(jnp.max(exact.ntk))
-    spreads = []
+    spreads, keys = [], jax.random.split(jax.random.key(0), 64)
     for width in (16, 64):
         module = net.module(width=width, outputs=1)
 
@@ -200,9 +186,7 @@ def test_the_mean_kernel_of_wide_networks_tends_to_the_infinite_one(net, alpha):
             apply = lambda params, x: module.apply(params, x, alpha)  # noqa: E731
             return ntk.empirical_kernel(apply, params, images, method="jacobian")
 
-        kernels = jax.jit(lambda keys: jax.lax.map(one, keys))(
-            jax.random.split(jax.random.key(0), 64)
-        )
+        kernels = jax.jit(lambda keys: jax.lax.map(one, keys))(keys)
         spreads.append(float(jnp.max(jnp.std(kernels, 0))) / scale)
         # Four standard errors of 64 networks, and a bias of 1 / width.
         off = float(jnp.max(jnp.abs(jnp.mean(kernels, 0) - exact.ntk))) / scale
@@ -274,21 +258,14 @@ def test_a_choice_of_one_is_that_one():
 def with_duplicates(*shape):
     """Return inputs at distances 0, 1e-9 and 1e-4, zeros, and a constant."""
     x = np.random.default_rng(0).standard_normal((2, *shape))
-    near = [x[0], x[0] + 1e-9, x[0] * (1 + 1e-4), x[1], 0 * x[0], 0 * x[0] + 0.5]
-    return np.stack(near)
+    return np.stack([x[0], x[0] + 1e-9, x[0] * (1 + 1e-4), x[1], 0 * x[0], 0 * x[0] + 0.5])
 
 
 @pytest.mark.long
 @float64_only
 @pytest.mark.parametrize(
     ("activation", "pooled"),
-    [
-        (ntk.relu, False),
-        (ntk.relu, True),
-        (ntk.tanh, False),
-        (ntk.tanh, True),
-        (ntk.leaky_relu(-0.5), False),
-    ],
+    [*itertools.product((ntk.relu, ntk.tanh), (False, True)), (ntk.leaky_relu(-0.5), False)],
 )
 def test_float32_is_within_its_error_of_float64(activation, pooled):
     conv = nets.serial(nets.conv(3, 2.0, 0.01), nets.act(activation))
@@ -307,17 +284,12 @@ def test_float32_is_within_its_error_of_float64(activation, pooled):
     assert float(jnp.max(fine.error)) < 1e-6 * float(jnp.max(fine.ntk))
 
 
+VARIANCES = [(1e-12, ntk.gelu), (1e-4, ntk.erf), (1e3, ntk.gelu)]
+
+
 @pytest.mark.slow
 @float64_only
-@pytest.mark.parametrize(
-    ("variance", "activation"),
-    [
-        (1e-12, ntk.gelu),
-        pytest.param(1e-4, ntk.erf, marks=pytest.mark.long),
-        pytest.param(1e3, ntk.gelu, marks=pytest.mark.long),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("variance, activation", long_except(VARIANCES[:1], VARIANCES), ids=repr)
 def test_closed_formulas_keep_their_digits_at_any_variance(activation, variance):
     net = nets.serial(nets.dense(variance), nets.act(activation), nets.dense())
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
@@ -431,16 +403,13 @@ def test_strips_follow_the_device(monkeypatch):
 @pytest.mark.long
 def test_memory_of_the_pairs_is_that_of_the_results_and_of_a_tile():
     net = myrtle_like(ntk.relu)
-    sizes = []
+    sizes, level = [], infinite_kernel.LEVELS[0]
     for n in (32, 96):
         x = normal(0, n, 8, 8, 2)
         plan = plan_network(net, (8, 8), None, x.dtype)
-        sites = jax.eval_shape(
-            lambda x, plan=plan: infinite_kernel._sites(plan, x, infinite_kernel.LEVELS[0]), x
-        )
-        program = infinite_kernel._kernels_of_pairs.lower(
-            *infinite_kernel._static(plan, x.dtype), plan.numbers, sites, None
-        )
+        static = infinite_kernel._static(plan, x.dtype)
+        sites = jax.eval_shape(lambda x, p=plan: infinite_kernel._sites(p, x, level), x)
+        program = infinite_kernel._kernels_of_pairs.lower(*static, plan.numbers, sites, None)
         memory = program.compile().memory_analysis()
         own = 3 * n * n * x.dtype.itemsize
         sizes.append(memory.temp_size_in_bytes - 2 * own)  # a scan stores its results twice

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from generated import examples, seeds
-from helpers import assert_close, flatten
+from helpers import assert_close, flatten, long_except
 from hypothesis import assume, example, given
 from jax.ad_checkpoint import checkpoint_name
 
@@ -27,23 +27,17 @@ def apply(params, x):
 
 def draw(seed=0, bias=0.3):
     rng = np.random.default_rng(seed)
-    params = {
-        "a": {"kernel": rng.normal(size=(INPUTS, HIDDEN)), "bias": bias * rng.normal(size=HIDDEN)},
-        "b": {
-            "kernel": rng.normal(size=(HIDDEN, CLASSES)),
-            "bias": bias * rng.normal(size=CLASSES),
-        },
-    }
-    x = rng.normal(size=(N, INPUTS))
-    return jax.tree.map(jnp.asarray, params), (jnp.asarray(x), jnp.array([0, 1, 2, 0, 1, 2]))
+
+    def layer(*shape):
+        kernel, shift = rng.normal(size=shape), rng.normal(size=shape[1])
+        return {"kernel": jnp.asarray(kernel), "bias": jnp.asarray(bias * shift)}
+
+    params = {"a": layer(INPUTS, HIDDEN), "b": layer(HIDDEN, CLASSES)}
+    return params, (jnp.asarray(rng.normal(size=(N, INPUTS))), jnp.array([0, 1, 2, 0, 1, 2]))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def score(name, params, batch, apply=apply, **options):
-    return eager(name, params, batch, apply, **options)
-
-
-def eager(name, params, batch, apply=apply, **options):
     return getattr(scores, name)(None, apply, params, batch, **options)
 
 
@@ -76,9 +70,8 @@ class ByHand:
         return [self.gradient(i, self.residual(i)) for i in range(len(self.x))]
 
     def mean_gradient(self, samples=slice(None)):
-        return jax.tree.map(
-            lambda *leaves: np.mean(leaves, axis=0), *self.loss_gradients()[samples]
-        )
+        gradients = self.loss_gradients()[samples]
+        return jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *gradients)
 
     def kernel(self, leaves=jax.tree.leaves):
         """The tangent kernel of the summed logits in these leaves."""
@@ -328,15 +321,12 @@ def test_wrcor_weighs_layers_by_powers_of_two_which_end_where_they_are_named():
         return x, seen
 
     def loss(shifts):
-        return optax.softmax_cross_entropy_with_integer_labels(
-            network(W, x, (), shifts)[0], y
-        ).mean()
+        logits, _ = network(W, x, (), shifts)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
     down = jax.grad(loss)([jnp.zeros((4, 16))] * 3)
-    correlations = [
-        abs(np.corrcoef(a)) + abs(np.corrcoef(b))
-        for a, b in zip(network(W, x)[1], down, strict=True)
-    ]
+    pairs = zip(network(W, x)[1], down, strict=True)
+    correlations = [abs(np.corrcoef(a)) + abs(np.corrcoef(b)) for a, b in pairs]
     for ends, layers in {(): (0, 1, 2), (1,): (0, 0, 1), (0, 2): (0, 1, 1)}.items():
         K = sum(2.0**layer * matrix for layer, matrix in zip(layers, correlations, strict=True))
         value = score("wrcor", W, (x, y), lambda W, x, ends=ends: network(W, x, ends)[0])
@@ -347,23 +337,21 @@ def test_wrcor_leaves_out_what_has_no_correlations_and_sees_small_gradients():
     params, (x, y) = draw(bias=0.0)
     z = [ByHand(params, (x, y)).forward(row)[0] for row in np.asarray(x)]
 
-    def after(factor):
-        return {**params, "b": jax.tree.map(lambda leaf: factor * leaf, params["b"])}
+    def of_multiple(factor):
+        last = jax.tree.map(lambda leaf: factor * leaf, params["b"])
+        return score("wrcor", {**params, "b": last}, (x, y))
 
     # Logits near 0 have the softmax's residuals at 0, whatever the factor.
-    assert_close(
-        score("wrcor", after(1e-25), (x, y)), score("wrcor", after(1e-7), (x, y)), f64=1e-5
-    )
+    assert_close(of_multiple(1e-25), of_multiple(1e-7), f64=1e-5)
     alone = np.linalg.slogdet(abs(np.corrcoef(z)))[1]  # no gradient at the ReLU
-    assert_close(score("wrcor", after(0.0), (x, y)), alone)
+    assert_close(of_multiple(0.0), alone)
     assert score("wrcor", params, (x.at[1].set(x[0]), y.at[1].set(y[0]))) == -np.inf
 
 
 def test_jacov_keeps_eigenvalues_below_float32s_rounding():
     gains = jnp.array([[1.0, 1.001], [1.001, 1.0], [1.0, 1.002]])
-    value = score(
-        "jacov", jnp.eye(2), (jnp.eye(3), jnp.array([0, 1, 0])), lambda w, x: x @ gains @ w
-    )
+    batch = jnp.eye(3), jnp.array([0, 1, 0])
+    value = score("jacov", jnp.eye(2), batch, lambda w, x: x @ gains @ w)
     # All inputs share the gradient (2.001, 2.001, 2.002) summed over logits: eigenvalues 3, 0, 0.
     expected = -(np.log(3 + 1e-5) + 1 / (3 + 1e-5) + 2 * (np.log(1e-5) + 1e5))
     assert_close(value, expected, f32=1e-4)
@@ -379,9 +367,6 @@ def test_a_dead_network_never_scores_nan(name):
         assert value == -np.inf
     if name == "te_nas":
         assert value == np.inf
-
-
-# Convolutions, batch normalisation, and networks with structure.
 
 
 class Convolutions(nn.Module):
@@ -412,23 +397,17 @@ def test_te_nas_differentiates_through_the_batchs_statistics(images):
     # Against the dense Jacobian of the whole batch, kernels and scales only.
     params, batch = images
     jacobian = jax.jit(jax.jacrev(lambda p: convolutions(p, batch[0]).sum(1)))(params)
-    rows = np.concatenate(
-        [
-            np.asarray(leaf, np.float64).reshape(4, -1)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(jacobian)
-            if path[-1].key in ("kernel", "scale")
-        ],
-        axis=1,
-    )
+    leaves = jax.tree_util.tree_leaves_with_path(jacobian)
+    chosen = [leaf for path, leaf in leaves if path[-1].key in ("kernel", "scale")]
+    rows = np.concatenate([np.asarray(x, np.float64).reshape(4, -1) for x in chosen], axis=1)
     values = np.linalg.eigvalsh(rows @ rows.T)
     assert_close(score("te_nas", params, batch, convolutions), values[-1] / values[0], f64=1e-7)
 
 
 def test_eigen_nas_takes_the_statistics_of_each_sample_alone(images):
     params, (x, y) = images
-    alone = [
-        score("eigen_nas", params, (x[i : i + 1], y[i : i + 1]), convolutions) for i in range(4)
-    ]
+    samples = [(x[i : i + 1], y[i : i + 1]) for i in range(4)]
+    alone = [score("eigen_nas", params, sample, convolutions) for sample in samples]
     assert_close(score("eigen_nas", params, (x, y), convolutions), jnp.mean(jnp.stack(alone)))
 
 
@@ -473,7 +452,6 @@ def branch(index, w, x):
 
 
 FORMS = {
-    "jit": lambda layers, x: jax.jit(plain)(layers, x),
     "remat": lambda layers, x: jax.checkpoint(plain)(layers, x),
     "vmap": lambda layers, x: jax.vmap(plain, (None, 0))(layers, x),
     "scan": lambda layers, x: jax.lax.scan(lambda h, w: (jax.nn.relu(h @ w), None), x, layers)[0],
@@ -482,9 +460,7 @@ FORMS = {
     )[1][-1],
     "custom rule": lambda layers, x: ruled(layers[1], ruled(layers[0], x)),
     "switch": lambda layers, x: branch(1, layers[1], branch(jnp.array(1), layers[0], x)),
-    "with an idle branch": lambda layers, x: branch(
-        jnp.array(0), layers[0], plain(layers, x)
-    ),
+    "with an idle branch": lambda layers, x: branch(jnp.array(0), layers[0], plain(layers, x)),
     "with a dropped output": lambda layers, x: jax.jit(
         lambda layers, x: (plain(layers, x), jax.nn.relu(x))
     )(layers, x)[0],
@@ -512,13 +488,14 @@ def test_one_compiled_score_follows_a_genotype_given_as_an_array():
 
         return jnp.stack([score(name, layers, batch, network) for name in ("naswot", "fisher")])
 
+    def concrete(layers, x):
+        return jax.nn.relu(plain(layers, x))
+
     rows = genotype_scores(jnp.array([[1, 1], [0, 1]]))
     for genotype, row in zip([[0, 1], [1]], rows, strict=True):
         chosen = layers[jnp.array(genotype)]
-        concrete = lambda layers, x: jax.nn.relu(plain(layers, x))  # noqa: E731
-        assert_close(
-            row, jnp.stack([score(n, chosen, batch, concrete) for n in ("naswot", "fisher")])
-        )
+        expected = [score(name, chosen, batch, concrete) for name in ("naswot", "fisher")]
+        assert_close(row, jnp.stack(expected))
 
 
 MAPPED = ["eigen_nas", "label_energy", "knas", "knas_released", "te_nas", "zico"]
@@ -578,11 +555,7 @@ class Averaged(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "log_traces",
-        *(pytest.param(n, marks=pytest.mark.long) for n in ("eigen_nas", "knas_released")),
-    ],
+    "name", long_except(["log_traces"], ["log_traces", "eigen_nas", "knas_released"])
 )
 def test_running_averages_are_no_weights(name):
     """Truth: the same score of "params" alone, the averages closed over."""

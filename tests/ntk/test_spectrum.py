@@ -7,14 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
-from helpers import assert_close, finite_differences, tolerance
+from helpers import assert_close, finite_differences, float64_only, tolerance
 
 import ntk
 from ntk.spectrum import eigenvalues as spectrum
 from ntk.spectrum.certificate import certified_min_eigenvalue, certify_simplex
 from ntk.spectrum.eigenvalues import eigenvalues, min_eigenvalue, smallest_eigenpair
-
-X64 = jax.config.jax_enable_x64
 
 
 def planted(values, seed=0):
@@ -36,8 +34,6 @@ SPECTRA = {
     "small": np.linspace(0.1, 1, 5),
     "one entry": np.array([3.0]),
 }
-
-
 traced = jax.jit(smallest_eigenpair)
 
 
@@ -106,10 +102,8 @@ def test_products_are_differentiable_in_what_they_close_over():
     truth = finite_differences(lambda t: np.linalg.eigvalsh(A + t * B)[0], np.array(0.3))
     for function in (of_matrix, of_product):
         assert_close(jax.jit(jax.grad(function))(0.3), truth, f64=1e-7, f32=1e-2)
-    assert_close(
-        jax.vmap(of_matrix)(jnp.array([0.1, 0.2])),
-        [np.linalg.eigvalsh(A + t * B)[0] for t in (0.1, 0.2)],
-    )
+    values = [np.linalg.eigvalsh(A + t * B)[0] for t in (0.1, 0.2)]
+    assert_close(jax.vmap(of_matrix)(jnp.array([0.1, 0.2])), values)
 
 
 def test_zero_and_nan_matrices():
@@ -118,42 +112,28 @@ def test_zero_and_nan_matrices():
     assert np.isnan(jax.jit(min_eigenvalue)(jnp.full((70, 70), jnp.nan)))
 
 
-def crowded(kind, rng, n):
-    """Return integers [n] with a feature of kernels' spectra, in random order."""
-    big = 2**38  # so that sums of n of them are exact in float64
-    values = {
-        "clustered": lambda: big + rng.integers(0, 2 ** rng.integers(1, 30), n),
-        "clustered below": lambda: np.r_[
-            big + rng.integers(0, 2**12, n // 2), rng.integers(2 * big, 9 * big, n - n // 2)
-        ],
-        "repeated": lambda: rng.choice(rng.integers(1, big, 3), n),
-        "rank-deficient": lambda: rng.integers(1, big, n) * (rng.uniform(size=n) < 0.4),
-        "graded": lambda: 2 ** rng.integers(0, 38, n),
-        "indefinite": lambda: rng.integers(-big, big, n),
-        "negative, clustered": lambda: -big + rng.integers(0, 2**12, n),
-    }[kind]()
-    return rng.permutation(values)
-
-
-KINDS = [
-    *("clustered", "clustered below", "repeated", "rank-deficient", "graded", "indefinite"),
-    "negative, clustered",
-]
-HADAMARD = scipy.linalg.hadamard(128)
-
-
-def exactly_planted(kind, seed):
-    """An integer matrix H diag(d) H' of float64, without any rounding, and its eigenvalues."""
-    values = crowded(kind, np.random.default_rng(seed), 128)
-    K = (HADAMARD * values) @ HADAMARD.T
-    return K.astype(float), values * 128.0
+BIG = 2**38  # so that sums of n integers of this size are exact in float64
+CROWDED = {  # n integers with a feature of kernels' spectra
+    "clustered": lambda rng, n: BIG + rng.integers(0, 2 ** rng.integers(1, 30), n),
+    "clustered below": lambda rng, n: np.r_[
+        BIG + rng.integers(0, 2**12, n // 2), rng.integers(2 * BIG, 9 * BIG, n - n // 2)
+    ],
+    "repeated": lambda rng, n: rng.choice(rng.integers(1, BIG, 3), n),
+    "rank-deficient": lambda rng, n: rng.integers(1, BIG, n) * (rng.uniform(size=n) < 0.4),
+    "graded": lambda rng, n: 2 ** rng.integers(0, 38, n),
+    "indefinite": lambda rng, n: rng.integers(-BIG, BIG, n),
+    "negative, clustered": lambda rng, n: -BIG + rng.integers(0, 2**12, n),
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CROWDED)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_spectra_have_the_smallest_eigenvalue_that_was_planted(kind, seed):
-    K, values = exactly_planted(kind, seed)
+    rng, hadamard = np.random.default_rng(seed), scipy.linalg.hadamard(128)
+    values = rng.permutation(CROWDED[kind](rng, 128))
+    K = ((hadamard * values) @ hadamard.T).astype(float)  # integers, so without any rounding
+    values = values * 128.0
     for dtype in {jnp.dtype(jnp.float32), jnp.zeros(()).dtype}:
         eps, norm = float(jnp.finfo(dtype).eps), np.abs(values).max()
         for scale, find in itertools.product(
@@ -183,15 +163,13 @@ def test_crowded_eigenvalues_take_a_bounded_number_of_solves(kind, monkeypatch):
         return counted
 
     monkeypatch.setattr(spectrum, "_cholesky_solver", counting)
-    n = 300
-    K = planted(crowded(kind, np.random.default_rng(0), n) / 2**38)
+    rng = np.random.default_rng(0)
+    K = planted(rng.permutation(CROWDED[kind](rng, 300)) / BIG)
     traced_anew = jax.jit(lambda K: spectrum._smallest_eigenvector.__wrapped__(K))
     jax.block_until_ready(traced_anew(jnp.asarray(K)))
     jax.effects_barrier()
     assert 48 <= len(solves) <= 500
 
-
-# Matrices that are not symmetric raise, or give NaN if traced.
 
 TAKE_A_KERNEL = {
     "min_eigenvalue": min_eigenvalue,
@@ -293,9 +271,6 @@ def test_the_bound_covers_every_matrix_within_the_entry_error():
     assert attained == pytest.approx(1 - n * e, rel=1e-8) and attained <= 1 - n * e
 
 
-# The simplex.
-
-
 def mixtures(phi):
     """Blocks ``Phi_i Phi_j'`` [h, h, n, n] of feature maps [h, n, p]."""
     return np.einsum("iap,jbp->ijab", phi, phi)
@@ -376,7 +351,7 @@ def test_the_entry_error_widens_the_bracket_by_its_norm():
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not X64, reason="the reference values are of float64 kernels")
+@float64_only
 def test_mixtures_of_activations_have_the_reference_brackets():
     x = np.random.default_rng(0).normal(size=(50, 10))
     x /= np.linalg.norm(x, axis=1, keepdims=True)
@@ -390,18 +365,6 @@ def test_mixtures_of_activations_have_the_reference_brackets():
         bracket = certify_simplex(all_three[np.ix_(chosen, chosen)])
         assert bracket.converged and bracket.lower <= upper and lower <= bracket.upper
         assert bracket.cells <= cells
-
-
-@pytest.mark.long
-def test_the_certificate_of_a_network_knows_its_kernels_error():
-    """Truth: the same kernels and their error as separate arguments."""
-    x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
-    kernels = ntk.network_kernel(x, activations=[ntk.relu])
-    assert float(kernels.error.min()) > 0
-    own = ntk.certified_min_eigenvalue(kernels)
-    assert own == ntk.certified_min_eigenvalue(kernels.ntk, kernels.error)
-    assert own < ntk.certified_min_eigenvalue(kernels.ntk)
-    assert own < ntk.certified_min_eigenvalue(kernels, 0.0)
 
 
 @pytest.mark.long
@@ -458,6 +421,7 @@ def test_a_kernel_of_several_outputs_has_the_certificate_and_scores_of_its_matri
     assert certified_min_eigenvalue(K, error) == certified_min_eigenvalue(flat, of_flat)
     record = ntk.Kernels(K, jnp.asarray(K), jnp.asarray(error))
     assert certified_min_eigenvalue(record) == certified_min_eigenvalue(flat, of_flat)
+    assert certified_min_eigenvalue(record, 0.0) == certified_min_eigenvalue(K)
     scores, truth = ntk.scores.of_kernel(K), ntk.scores.of_kernel(flat)
     assert scores.keys() == truth.keys()
     jax.tree.map(np.testing.assert_array_equal, scores, truth)

@@ -21,13 +21,15 @@ def tiles(n, size):
     return side * (side + 1) // 2
 
 
-def test_a_large_card_takes_few_tiles_and_a_full_one_the_smallest():
+def test_a_large_card_takes_few_tiles_and_a_full_one_or_a_processor_the_smallest():
     assert tiles(20_000, tile_size(CARD, "gpu", 20_000, 3, 4)) <= 20
     assert tiles(5_000, tile_size(CARD, "gpu", 5_000, 3, 4)) <= 6
     assert tile_size(CARD, "gpu", 1_000, 3, 4) == 1_000  # one tile
     assert tile_size(10**9, "gpu", 50_000, 3, 4) == CPU_TILE
     assert tile_entries(CARD, 4) > 1e7
     assert tile_entries(1, 4) == CPU_TILE**2
+    assert {tile_size(memory, "cpu", 5000, 3, 8) for memory in (1, CARD)} == {CPU_TILE}
+    assert tile_size(CARD, "cpu", 9, 3, 8) == 9
 
 
 @pytest.mark.parametrize("kind", ["gpu", "tpu"])
@@ -45,11 +47,6 @@ def test_tiles_and_results_fit(kind, layers):
         assert held <= memory
 
 
-def test_a_processor_keeps_its_tiles():
-    assert {tile_size(memory, "cpu", 5000, 3, 8) for memory in (1, CARD)} == {CPU_TILE}
-    assert tile_size(CARD, "cpu", 9, 3, 8) == 9
-
-
 def test_tiles_of_a_gram_matrix_take_a_part_of_the_result():
     for n, arrays in itertools.product((5_000, 20_000, 100_000), (7, 12, 100)):
         size = gram_tile_size(CARD, "gpu", n, arrays, 4)
@@ -60,19 +57,19 @@ def test_tiles_of_a_gram_matrix_take_a_part_of_the_result():
     assert gram_tile_size(1, "gpu", 5_000, 7, 4) == CPU_TILE
 
 
-def features(layers, x, network):
-    how = layer_expansions.RESOLUTIONS[0]
-    rows = network_kernel._features_of_inputs(layers, x, network, how, True)
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *rows)
-
-
 def compiled_kernel(n, size, activation, depth):
     """The compiled program of a float32 kernel [n, n] in tiles of this size."""
     layers, *network = layer_expansions.parse_architecture(
         [activation] * depth, None, None, jnp.float32
     )
     x = jax.ShapeDtypeStruct((n, 16), jnp.float32)
-    rows = jax.eval_shape(lambda x: features(layers, x, network), x)
+
+    def features(x):
+        how = layer_expansions.RESOLUTIONS[0]
+        rows = network_kernel._features_of_inputs(layers, x, network, how, True)
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *rows)
+
+    rows = jax.eval_shape(features, x)
     exact = jax.ShapeDtypeStruct((depth,), bool)
     lowered = network_kernel._kernels_from_features.lower(
         x, None, rows, rows, *network[1:], exact, equal=True, size=size
@@ -87,13 +84,9 @@ def test_memory_of_tiles_is_within_the_count(activation):
     assert memory.temp_size_in_bytes <= (16 + 6 * depth) * 4 * size**2
 
 
-def fusions(compiled):
-    """The fused computations that one pass over a tile and its layers runs, without the series."""
-    return compiled.as_text().count(" fusion(")
-
-
 def test_a_layer_is_a_few_passes():
-    counts = [fusions(compiled_kernel(512, 256, ntk.relu, depth)) for depth in (2, 5)]
+    programs = [compiled_kernel(512, 256, ntk.relu, depth).as_text() for depth in (2, 5)]
+    counts = [program.count(" fusion(") for program in programs]
     assert counts[0] == counts[1] <= 90  # 86 on 2026-11-28: layers share their passes
 
 
@@ -103,7 +96,6 @@ def small_tiles(monkeypatch, size):
     mixtures._blocks_with_errors.clear_cache()
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_tiles_are_seams_that_do_not_show(monkeypatch, dtype):
@@ -119,7 +111,6 @@ def test_tiles_are_seams_that_do_not_show(monkeypatch, dtype):
         assert_close(b[different], c[:, :17][different], f64=1e-5, f32=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_tiles_have_the_same_derivative(monkeypatch):
     x = normal(0, 23, 4)

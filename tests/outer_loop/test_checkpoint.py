@@ -14,7 +14,7 @@ import pytest
 from generated import examples, seeds
 from helpers import no_room
 from hypothesis import given
-from test_search import MOMENTUM, assert_identical, noisy, regression, rows
+from test_search import MOMENTUM, ROWS, assert_identical, noisy, regression
 
 import bilevel
 from bilevel.outer_loop import search
@@ -42,9 +42,6 @@ def six(**options):
 @pytest.fixture(scope="module")
 def expected():
     return six()
-
-
-# ----------------------------------------------------------------------------- damage
 
 
 def test_a_flipped_bit_in_any_byte_of_a_record_changes_nothing_in_silence(tmp_path):
@@ -103,16 +100,12 @@ def test_a_step_under_the_name_of_another_is_not_taken_for_it(tmp_path):
         checkpoint.restore(tmp_path, {"x": np.ones(2)})
 
 
-# ----------------------------------------------------------------------------- the disk
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("every_chunk")
-@pytest.mark.parametrize("limit", [pytest.param(0, marks=pytest.mark.long), 700])
-def test_a_full_disk_costs_the_checkpoint_and_not_the_search(limit, tmp_path, expected):
+def test_a_full_disk_costs_the_checkpoint_and_not_the_search(tmp_path, expected):
     six(checkpoint=tmp_path, callback=lambda result: len(result.history["value"]) == 3)
     message = r"checkpoint: .* could not be written \(File too large\)"
-    with no_room(limit), pytest.warns(UserWarning, match=message):
+    with no_room(700), pytest.warns(UserWarning, match=message):
         assert_identical(six(checkpoint=tmp_path, resume=True), expected)
     assert checkpoint.latest(tmp_path) == 3  # the one from before is whole
     assert not list(tmp_path.glob("*.part"))
@@ -134,33 +127,15 @@ def test_a_second_writer_is_refused_while_the_first_one_runs(tmp_path):
     six(checkpoint=tmp_path, resume=True)
 
 
-# ----------------------------------------------------------------------------- another search
+def scaled_by(factor):
+    old = regression()["problem"]
+    return bilevel.Problem(old.lower, lambda w, alpha, batch: factor * old.outer(w, alpha, batch))
 
 
-def scaled(loss, factor):
-    return lambda w, alpha, batch: factor * loss(w, alpha, batch)
-
-
-def rows_of_four(key, data):
-    chosen = jax.random.choice(key, len(data[1]), (4,))
-    return jax.tree.map(lambda x: x[chosen], data)
-
-
-def problem_scaled_by(lower, outer):
-    problem = regression()["problem"]
-    return bilevel.Problem(scaled(problem.lower, lower), scaled(problem.outer, outer))
-
-
-ADAM = optax.chain(bilevel.tangent(), optax.adam(0.2), bilevel.exponentiate())
-NINE_STEPS = bilevel.unrolled(optax.sgd(0.005, 0.9), 9)
 CHANGES = {  # the argument, its new value as a function of the old one, the message
-    "problem's constant": ("problem", lambda _: problem_scaled_by(1.0, 2.0), "another outer loss"),
-    "lower loss": ("problem", lambda _: problem_scaled_by(2.0, 1.0), "another lower loss"),
+    "problem's constant": ("problem", lambda _: scaled_by(2.0), "another outer loss"),
     "solver": ("solver", lambda _: bilevel.implicit(), "another solver"),
-    "solver's steps": ("solver", lambda _: NINE_STEPS, "another solver"),
-    "learning rate": ("optimizer", lambda _: ADAM, "another optimizer"),
     "optimizer": ("optimizer", lambda _: optax.sgd(0.1), "another optimizer"),
-    "batches": ("batches", lambda _: rows_of_four, "another batches"),
     "key": ("key", lambda _: jax.random.key(1), "another key"),
     "alpha": ("alpha", lambda _: jnp.array([0.5, 0.25, 0.25]), "another alpha"),
     "w0": ("w0", lambda w: w + 1, "another w0"),
@@ -175,10 +150,10 @@ CHANGES = {  # the argument, its new value as a function of the old one, the mes
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     arguments = regression() | {
-        "problem": problem_scaled_by(1.0, 1.0),
+        "problem": scaled_by(1.0),
         "solver": MOMENTUM,
         "valid": regression()["train"],  # any rows will do
-        "batches": rows,
+        "batches": ROWS,
         "key": jax.random.key(0),
         "steps": 2,
         "checkpoint": tmp_path_factory.mktemp("saved"),
@@ -195,9 +170,6 @@ def test_a_checkpoint_of_another_search_is_refused_and_what_differs_is_named(cha
     with pytest.raises(ValueError, match=words) as caught:
         bilevel.search(**other, resume=True)
     assert "checkpoint: expected one of this very run" in str(caught.value)
-
-
-# ----------------------------------------------------------------------------- contents
 
 
 def test_python_objects_are_refused(tmp_path):
@@ -239,8 +211,6 @@ def test_the_step_saved_last_is_the_newest(tmp_path):
     checkpoint.save(tmp_path, 2, np.full(2, 20))
     assert checkpoint.restore(tmp_path, np.zeros(2, int))[0] == 20
 
-
-# ----------------------------------------------------------------------------- generated
 
 LEAVES = ("float16", "bfloat16", "float8_e4m3fn", "float32", "int8", "uint32", "bool", "complex64")
 trees = st.dictionaries(

@@ -1,56 +1,43 @@
 """A search resumes on another number of devices than it began on, with the same fingerprint."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import on_devices
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from problems import mean_squares, separate_penalties
 
 import bilevel
-
-
-def outer(w, alpha, batch):
-    return jnp.mean((batch[0] @ w - batch[1]) ** 2)
-
-
-def lower(w, alpha, batch):
-    return outer(w, alpha, batch) + jnp.sum(jnp.exp(alpha) * w**2)
 
 
 def searched(kind, steps, folder, devices=1):
     mesh = jax.make_mesh((devices,), ("d",), axis_types=(getattr(AxisType, kind),))
     rng = np.random.default_rng(0)
     rows = [jax.device_put(rng.normal(size=s), NamedSharding(mesh, P("d"))) for s in ((8, 2), (8,))]
-    start = jnp.zeros(2), jnp.zeros(2), rows, rows
-    result = bilevel.search(
-        *(bilevel.Problem(lower, outer), bilevel.unrolled(0.1, 3), optax.adam(0.1), *start),
-        **{"steps": steps, "checkpoint": folder, "resume": True, "progress": False},
-    )
+    problem = bilevel.Problem(separate_penalties, mean_squares)
+    args = problem, bilevel.unrolled(0.1, 3), optax.adam(0.1), jnp.zeros(2), jnp.zeros(2)
+    options = {"steps": steps, "checkpoint": folder, "resume": True, "progress": False}
+    result = bilevel.search(*args, rows, rows, **options)
     return np.asarray(result.alpha).tolist()
 
 
 def search_on(devices, *arguments):
     """Run the search in a process with more devices."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    folders = pathlib.Path(__file__).parents[:3]  # this file, its helpers, the packages
-    environment = os.environ | {
-        "XLA_FLAGS": flags,
-        "PYTHONPATH": os.pathsep.join(map(str, folders)),
-        "JAX_ENABLE_X64": str(int(jax.config.jax_enable_x64)),
-    }
-    call = f"searched(*{arguments!r}, devices={devices})"
-    program = f"from test_device_counts import searched; print({call})"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    folders = [str(f) for f in pathlib.Path(__file__).parents[:3]]  # from this file to the packages
+    program = f"""
+import sys
+sys.path[:0] = {folders}
+import jax
+jax.config.update("jax_enable_x64", {jax.config.jax_enable_x64})
+from test_device_counts import searched
+print(searched(*{arguments}, devices={devices}))
+"""
+    on_devices(devices, program)
 
 
 @pytest.mark.slow

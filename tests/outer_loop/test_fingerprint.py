@@ -10,7 +10,6 @@ import operator
 import os
 import random
 import re
-import subprocess
 import sys
 import types
 
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import run
 
 from bilevel.runs.fingerprint import describe_difference, fingerprint
 
@@ -67,10 +67,14 @@ OTHER_PROCESS = (
 )
 
 
-def label_of(text):
+def names_of(script):
     names = {"__name__": "__main__"}
-    exec(compile(text, "script.py", "exec"), names)
-    return names["label"]()
+    exec(compile(script, "script.py", "exec"), names)
+    return names
+
+
+def label_of(script):
+    return names_of(script)["label"]()
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +86,7 @@ def test_another_process_with_another_hash_seed_has_the_same_fingerprint(label):
     """The same script with a comment and a docstring more; a script twice in one process."""
     x64 = str(int(jax.config.jax_enable_x64))
     environment = os.environ | {"PYTHONHASHSEED": "1", "JAX_ENABLE_X64": x64}
-    command = [sys.executable, "-c", "# new\n\n" + OTHER_PROCESS]
-    other = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+    other = run("python", "-c", "# new\n\n" + OTHER_PROCESS, env=environment)
     assert json.loads(other) == label == label_of(SEARCH)
 
 
@@ -92,15 +95,12 @@ def test_another_process_with_another_hash_seed_has_the_same_fingerprint(label):
     [
         ("PENALTY = 0.1", "PENALTY = 0.2", "lower loss"),  # a global of a function of a function
         ("np.arange(2000.0)", "np.arange(2000.0)[::-1] ** 2", "lower loss"),
-        ("w**2", "w**4", "lower loss"),
         ("nn.relu", "nn.gelu", "lower loss"),
         ("scale=2.0", "scale=3.0", "lower loss"),
         ("sum(w - alpha)", "sum(alpha - w)", "outer loss"),
         ("lbfgs()", "newton()", "solver"),
         ("lbfgs()", "lbfgs(steps=7)", "solver"),
-        ("nystrom(3, 0.1)", "nystrom(3, 0.2)", "solver"),
         ("rate = [0.1]", "rate = [0.2]", "optimizer"),
-        ("schedule(rate[0], 9)", "schedule(rate[0], 8)", "optimizer"),
         ("adamw", "adam", "optimizer"),
         ('project("box")', "exponentiate()", "optimizer"),
         ("(2,), 0, 3", "(3,), 0, 3", "batches"),
@@ -122,32 +122,25 @@ def test_programs_of_another_jax_are_not_compared_but_arrays_are(label):
     assert describe_difference(then, changed).startswith("another train")
 
 
-def callback_to(power):
-    def lower(w, alpha, batch):
-        kind = jax.ShapeDtypeStruct((), jnp.result_type(float))
-        weight = jax.pure_callback(lambda: np.asarray(2.0**power, kind.dtype), kind)
-        return jax.lax.stop_gradient(weight) * jnp.sum((w - alpha) ** 2)
-
-    return lower
-
-
 def test_functions_of_callbacks_count(tmp_path):
     import bilevel
 
-    def run(power, **options):
-        problem = bilevel.Problem(callback_to(power), lambda w, alpha, batch: jnp.sum(w**2))
+    def searched(power, **options):
+        def lower(w, alpha, batch):
+            kind = jax.ShapeDtypeStruct((), jnp.result_type(float))
+            weight = jax.pure_callback(lambda: np.asarray(2.0**power, kind.dtype), kind)
+            return jax.lax.stop_gradient(weight) * jnp.sum((w - alpha) ** 2)
+
+        problem = bilevel.Problem(lower, lambda w, alpha, batch: jnp.sum(w**2))
         start = jnp.ones(2), jnp.zeros(2), None, None
         solver, optimizer = bilevel.unrolled(0.1, 2), optax.sgd(0.1)
         options |= {"steps": 2, "checkpoint": tmp_path, "progress": False}
         return bilevel.search(problem, solver, optimizer, *start, **options)
 
-    run(1)
-    run(1, resume=True)
+    searched(1)
+    searched(1, resume=True)
     with pytest.raises(ValueError, match="another lower loss"):
-        run(2, resume=True)
-
-
-# ----------------------------------------------------------------------------- values
+        searched(2, resume=True)
 
 
 FLAGS = """
@@ -199,10 +192,8 @@ parts = {"evaluate": (lower, {"ridge", "lasso"})}
 """
 
 
-def of_script(text):
-    names = {"__name__": "__main__"}
-    exec(compile(text, "script.py", "exec"), names)
-    return fingerprint(names["parts"])
+def of_script(script):
+    return fingerprint(names_of(script)["parts"])
 
 
 @pytest.mark.parametrize(

@@ -24,26 +24,23 @@ from hypothesis import given
 
 import bilevel
 
-# ----------------------------------------------------------------------------- search
-
-
 PROBLEM = bilevel.Problem(
     lambda w, a, x: 0.5 * jnp.sum((w - x * a) ** 2) + 0.05 * jnp.sum(w**2),
     lambda w, a, x: 0.5 * jnp.sum((w - x) ** 2),
 )
-SOLVERS = {"unrolled": bilevel.unrolled(0.3, 3), "implicit": bilevel.implicit(bilevel.newton(3))}
-OPTIMIZERS = {
-    "exponentiate": optax.chain(optax.sgd(0.2), bilevel.exponentiate()),
-    "sgd": optax.sgd(0.2),
+EXPONENTIATED = optax.chain(optax.sgd(0.2), bilevel.exponentiate())
+METHODS = {
+    "implicit": (bilevel.implicit(bilevel.newton(3)), EXPONENTIATED),
+    "unrolled": (bilevel.unrolled(0.3, 3), optax.sgd(0.2)),
 }
 STEPS = 4
 
 
-def by_hand(solver, optimizer, alpha, w, x, v):
+def by_hand(name, alpha, w, x, v):
     """Alphas and outer losses of every step."""
     alphas, values = [], []
     for _ in range(STEPS):
-        if solver == "implicit":
+        if name == "implicit":
             w, slope = x * alpha / 1.1, x / 1.1
         else:
             slope = np.zeros_like(w)
@@ -51,42 +48,27 @@ def by_hand(solver, optimizer, alpha, w, x, v):
                 w, slope = w - 0.3 * (1.1 * w - x * alpha), slope - 0.3 * (1.1 * slope - x)
         values.append(0.5 * np.sum((w - v) ** 2))
         step = -0.2 * slope * (w - v)
-        alpha = alpha + step if optimizer == "sgd" else scipy.special.softmax(np.log(alpha) + step)
+        alpha = alpha + step if name == "unrolled" else scipy.special.softmax(np.log(alpha) + step)
         alphas.append(alpha)
     return np.array(alphas), np.array(values)
 
 
-def draw(seed, dtype):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+@examples(2)
+@given(seed=seeds, dtype=dtypes, chunk=st.sampled_from([None, 1, 3]))
+def test_a_search_takes_the_steps_of_the_formulas(name, seed, dtype, chunk):
     rng = np.random.default_rng(seed)
     scale = 10 ** rng.uniform(-2, 0.5)
     data = [normal(rng, dtype, 3, scale=scale) for _ in range(2)]
-    return simplex_point(rng, dtype, 3), normal(rng, dtype, 3), *data
-
-
-@pytest.mark.parametrize(
-    ("solver", "optimizer"),
-    [
-        pytest.param("implicit", "exponentiate", marks=pytest.mark.slow),
-        pytest.param("unrolled", "sgd", marks=pytest.mark.slow),
-        pytest.param("implicit", "sgd", marks=pytest.mark.long),
-        pytest.param("unrolled", "exponentiate", marks=pytest.mark.long),
-    ],
-)
-@examples(2)
-@given(seed=seeds, dtype=dtypes, chunk=st.sampled_from([None, 1, 3]))
-def test_a_search_takes_the_steps_of_the_formulas(solver, optimizer, seed, dtype, chunk):
-    arguments = draw(seed, dtype)
-    methods = SOLVERS[solver], OPTIMIZERS[optimizer]
+    arguments = simplex_point(rng, dtype, 3), normal(rng, dtype, 3), *data
     options = {"steps": STEPS, "chunk": chunk, "progress": False}
-    result = bilevel.search(PROBLEM, *methods, *arguments, **options)
-    alphas, values = by_hand(solver, optimizer, *wide(arguments))
+    result = bilevel.search(PROBLEM, *METHODS[name], *arguments, **options)
+    alphas, values = by_hand(name, *wide(arguments))
     assert not result.stopped
     assert_near(result.history["alpha"], alphas, 3e3 * eps(dtype))
     assert_near(result.history["value"], values, 3e3 * eps(dtype))
     assert_near(result.alpha, alphas[-1], 3e3 * eps(dtype))
-
-
-# ----------------------------------------------------------------------------- geometry
 
 
 def project(points):

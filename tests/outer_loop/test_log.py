@@ -104,14 +104,11 @@ def test_a_resumed_command_logs_no_step_of_a_phase_twice(tmp_path):
     assert log([1, 2], resume=False) == [1, 2, 3, 4, 1, 2]  # another run, in the same file
 
 
+SEARCH = "search --steps 2 --inner-steps 2 --width 16 --train 30 --valid 30 --test 30"
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "line",
-    [
-        "certify --rows 6",
-        "search --steps 2 --inner-steps 2 --width 16 --train 30 --valid 30 --test 30",
-    ],
-)
+@pytest.mark.parametrize("line", ["certify --rows 6", SEARCH])
 def test_commands_log_what_their_bars_show(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     flags = "--activations", "relu", "tanh", "--log", "log", "--quiet"

@@ -32,12 +32,6 @@ def axes(rows=1):
         return figures.Figure().subplots(rows)
 
 
-def band(ax):
-    """Lower and upper end of the first band, at each of its points."""
-    x, y = ax.collections[0].get_paths()[0].vertices.T
-    return [(y[x == at].min(), y[x == at].max()) for at in np.unique(x)]
-
-
 @pytest.mark.parametrize("name", PICTURES)
 def test_every_axis_has_a_name_and_matplotlibs_settings_are_left_alone(name):
     before = dict(matplotlib.rcParams)
@@ -73,7 +67,9 @@ def test_seeds_have_their_mean_and_standard_error():
     mean, error = alpha[..., 0].mean(1), alpha[..., 0].std(1, ddof=1) / np.sqrt(3)
     np.testing.assert_allclose(ax.lines[0].get_ydata()[1:], mean)
     ends = np.transpose([mean - error, mean + error])
-    np.testing.assert_allclose(band(ax), [(0.5, 0.5), *ends])
+    x, y = ax.collections[0].get_paths()[0].vertices.T
+    band = [(y[x == at].min(), y[x == at].max()) for at in np.unique(x)]
+    np.testing.assert_allclose(band, [(0.5, 0.5), *ends])
     assert ax.get_ylabel() == "α, mean ± s.e. of 3 seeds"
     assert not plots.alpha_path(alpha[:, :1], ax=axes()).collections
 

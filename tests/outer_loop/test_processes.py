@@ -184,16 +184,12 @@ def free_port():
 
 def in_two_processes(arguments_of, environment_of=lambda rank: {}):
     """The output of two Python processes, and their exit codes."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, *arguments_of(rank)],
-            env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment_of(rank),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    started, pipe = [], subprocess.PIPE
+    for rank in range(2):
+        command = [sys.executable, *arguments_of(rank)]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environment_of(rank)
+        options = {"env": environment, "stdout": pipe, "stderr": pipe, "text": True}
+        started.append(subprocess.Popen(command, **options))
     try:
         return [(*p.communicate(timeout=120), p.returncode) for p in started]
     finally:
@@ -225,10 +221,9 @@ def two(tmp_path_factory):
 @pytest.mark.long
 def test_two_processes_search_as_one(two, namespace):
     folder, first, second = two
-    own = "rows", "rows again", "raises"
-    assert {k: first[k] for k in first if k not in own} == {
-        k: second[k] for k in second if k not in own
-    }
+    shared = first.keys() - {"rows", "rows again", "raises"}
+    assert first.keys() == second.keys()
+    assert all(first[name] == second[name] for name in shared)
     # Resumed by as many processes: to the last bit.
     assert first["again"] == first["alpha"]
     data = namespace["x"], namespace["y"]
@@ -355,10 +350,8 @@ def test_a_fingerprint_does_not_depend_on_how_an_array_is_cut(shape, dtype):
     everything = (slice(None),) * x.ndim
     whole = _sum_of_entries([(x, everything)], shape)
     for axis, n in enumerate(shape):
-        cuts = [
-            (*everything[:axis], cut, *everything[axis + 1 :])
-            for cut in (slice(0, n // 2), slice(n // 2, n))
-        ]
+        halves = slice(0, n // 2), slice(n // 2, n)
+        cuts = [(*everything[:axis], half, *everything[axis + 1 :]) for half in halves]
         assert _sum_of_entries([(x[cut], cut) for cut in cuts], shape) == whole
     # Every entry counts, and its place.
     third = np.arange(x.size).reshape(shape) == 3

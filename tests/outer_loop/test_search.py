@@ -1,6 +1,5 @@
 """Descent and search: the loop finds known optima, resumes exactly, and fails clearly."""
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -23,6 +22,7 @@ from ntk.internal import compile_cache
 
 SIMPLEX = optax.chain(bilevel.tangent(), optax.adam(0.1), bilevel.exponentiate())
 MOMENTUM = bilevel.unrolled(optax.sgd(0.005, 0.9), 8)
+ROWS = bilevel.minibatches(8)
 
 
 @functools.cache
@@ -57,18 +57,12 @@ def regression(n=80, h=3, p=2):
     }
 
 
-def rows(key, data):
-    """A minibatch of eight."""
-    chosen = jax.random.choice(key, len(data[1]), (8,))
-    return jax.tree.map(lambda x: x[chosen], data)
-
-
 def run(**options):
     return bilevel.search(**(regression() | {"solver": MOMENTUM} | options))
 
 
 def noisy(**options):
-    return run(**({"batches": rows, "key": jax.random.key(7)} | options))
+    return run(**({"batches": ROWS, "key": jax.random.key(7)} | options))
 
 
 def assert_identical(a, b):
@@ -76,20 +70,13 @@ def assert_identical(a, b):
     jax.tree.map(np.testing.assert_array_equal, (a.state, a.history), (b.state, b.history))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("ridge", marks=pytest.mark.long),
-        pytest.param("implicit", marks=pytest.mark.slow),
-    ],
-)
-def test_search_finds_the_minimum_over_the_simplex(name):
+@pytest.mark.slow
+def test_search_finds_the_minimum_over_the_simplex():
     """Truth: the outer loss at every point of a grid of step 1/20, by the closed form."""
     start = regression()
     problem, ridge, alpha, w0 = (start[key] for key in ("problem", "solver", "alpha", "w0"))
-    solver = ridge if name == "ridge" else bilevel.implicit()
     optimizer = optax.chain(optax.sgd(5.0), bilevel.exponentiate())
-    result = run(solver=solver, optimizer=optimizer, steps=300)
+    result = run(solver=bilevel.implicit(), optimizer=optimizer, steps=300)
     i, j = (x.ravel() for x in np.mgrid[:21, :21])
     grid = jnp.asarray(np.stack([i, j, 20 - i - j], -1)[i + j <= 20] / 20, alpha.dtype)
 
@@ -122,29 +109,18 @@ def test_the_whole_search_runs_under_jit_and_vmap():
         np.testing.assert_allclose(result.history["value"][i], one.history["value"], rtol=1e-3)
 
 
-SHIFTS = bilevel.Problem(
-    lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha - batch) ** 2),
-    lambda w, alpha, batch: jnp.sum((w - batch) ** 2),
-)
-
-
-def shifted(solver, optimizer):
-    zeros = jnp.zeros(2)
-    return bilevel.search(SHIFTS, solver, optimizer, zeros, zeros, zeros, jnp.ones(2), steps=3)
-
-
-def at_inner_rate(rate):
-    return shifted(bilevel.unrolled(rate, 3), optax.sgd(0.1))
-
-
-def at_outer_rate(rate):
-    optimizer = optax.chain(optax.sgd(rate), bilevel.project("box"))
-    return shifted(bilevel.unrolled(0.1, 3), optimizer)
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("of_rate", [at_inner_rate, at_outer_rate])
-def test_a_search_with_traced_closure_equals_a_search_alone(of_rate):
+def test_a_search_with_traced_closure_equals_a_search_alone():
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha - batch) ** 2),
+        lambda w, alpha, batch: jnp.sum((w - batch) ** 2),
+    )
+
+    def of_rate(rate):
+        methods = bilevel.unrolled(rate, 3), optax.chain(optax.sgd(rate), bilevel.project("box"))
+        zeros = jnp.zeros(2)
+        return bilevel.search(problem, *methods, zeros, zeros, zeros, jnp.ones(2), steps=3)
+
     rates = jnp.array([0.1, 0.2])
     together = jax.vmap(of_rate)(rates)
     for i, rate in enumerate(rates):
@@ -167,13 +143,13 @@ def test_stacked_searches_equal_separate_searches():
 
 def test_a_second_search_compiles_nothing():
     noisy(steps=6)
-    compiled = len(compile_cache._programs)
+    before = len(compile_cache._programs)
     noisy(steps=6, key=jax.random.key(8), chunk=4)
-    assert len(compile_cache._programs) == compiled
+    assert len(compile_cache._programs) == before
 
 
-@contextlib.contextmanager
-def compilations():
+@pytest.fixture
+def compiled():
     """A list that grows by one with every program that is compiled."""
     durations = []
 
@@ -182,30 +158,27 @@ def compilations():
             durations.append(duration)
 
     jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        yield durations
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
+    yield durations
+    jax.monitoring.unregister_event_duration_listener(note)
 
 
 @pytest.mark.slow
-def test_callbacks_and_checkpoints_compile_nothing_after_the_first(tmp_path, monkeypatch):
+def test_callbacks_and_checkpoints_compile_nothing_after_the_first(tmp_path, monkeypatch, compiled):
     """The number of live arrays is constant too."""
     monkeypatch.setattr(search, "_SAVE_SECONDS", 0.0)
     counts, alive = [], []
-    with compilations() as compiled:
 
-        def callback(result):
-            assert len(result.history["value"]) == len(counts) + 1
-            counts.append(len(compiled))
-            alive.append(len(jax.live_arrays()))
+    def callback(result):
+        assert len(result.history["value"]) == len(counts) + 1
+        counts.append(len(compiled))
+        alive.append(len(jax.live_arrays()))
 
-        noisy(steps=12, chunk=1, callback=callback, checkpoint=tmp_path, progress=True)
-        assert counts[0] > 0  # the listener works
-        # The second call's carry comes from the first one's program.
-        assert counts[1:] == [counts[1]] * 11 and alive[1:] == [alive[1]] * 11
-        noisy(steps=12, chunk=1, checkpoint=tmp_path, resume=True)
-        assert len(compiled) == counts[-1]
+    noisy(steps=12, chunk=1, callback=callback, checkpoint=tmp_path, progress=True)
+    assert counts[0] > 0  # the listener works
+    # The second call's carry comes from the first one's program.
+    assert counts[1:] == [counts[1]] * 11 and alive[1:] == [alive[1]] * 11
+    noisy(steps=12, chunk=1, checkpoint=tmp_path, resume=True)
+    assert len(compiled) == counts[-1]
 
 
 def test_a_start_of_weak_dtype_compiles_once():
@@ -294,9 +267,6 @@ def test_search_does_not_donate_its_inputs():
     np.testing.assert_array_equal(w, 1.0)
 
 
-# ----------------------------------------------------------------------------- stop and resume
-
-
 @pytest.mark.slow
 def test_a_search_stopped_and_resumed_is_an_uninterrupted_one(tmp_path):
     def stop_at_four(result):
@@ -306,13 +276,6 @@ def test_a_search_stopped_and_resumed_is_an_uninterrupted_one(tmp_path):
     assert first.stopped == "ended by the callback after step 4"
     assert first.history["alpha"].shape == (4, 3)
     assert_identical(noisy(steps=9, checkpoint=tmp_path, resume=True), noisy(steps=9))
-
-
-@pytest.mark.long
-def test_a_finished_search_resumes_to_itself_and_can_be_prolonged(tmp_path):
-    noisy(steps=3, checkpoint=tmp_path)
-    assert_identical(noisy(steps=3, checkpoint=tmp_path, resume=True), noisy(steps=3))
-    assert_identical(noisy(steps=5, checkpoint=tmp_path, resume=True), noisy(steps=5))
 
 
 KILLED = """
@@ -341,12 +304,8 @@ def test_a_killed_search_resumes_exactly(tmp_path, number, save_seconds, saved):
         "PYTHONUNBUFFERED": "",
     }
     folder = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(folder), str(save_seconds)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", KILLED, str(folder), str(save_seconds)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     patience = time.monotonic() + 120
     while time.monotonic() < patience and process.poll() is None:
         if len(checkpoint.steps(folder)) >= saved:
@@ -441,20 +400,19 @@ def test_ctrl_c_in_the_last_chunk_is_reported_after_the_last_callback():
     assert result.stopped == "interrupted after step 9" and seen == [3, 6, 9]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"steps": 2}, "checkpoint: expected an empty directory or resume=True"),
-        ({"steps": 1, "resume": True}, "steps: expected at least the 2"),
-    ],
-)
-def test_a_checkpoint_is_not_overwritten_nor_shortened(tmp_path, options, message):
+@pytest.mark.long
+def test_a_finished_search_resumes_to_itself_and_can_be_prolonged(tmp_path):
+    noisy(steps=3, checkpoint=tmp_path)
+    assert_identical(noisy(steps=3, checkpoint=tmp_path, resume=True), noisy(steps=3))
+    assert_identical(noisy(steps=5, checkpoint=tmp_path, resume=True), noisy(steps=5))
+
+
+def test_a_checkpoint_is_not_overwritten_nor_shortened(tmp_path):
     noisy(steps=2, checkpoint=tmp_path)
-    with pytest.raises(ValueError, match=message):
-        noisy(checkpoint=tmp_path, **options)
-
-
-# ----------------------------------------------------------------------------- trouble
+    with pytest.raises(ValueError, match="checkpoint: expected an empty directory or resume=True"):
+        noisy(steps=2, checkpoint=tmp_path)
+    with pytest.raises(ValueError, match="steps: expected at least the 2"):
+        noisy(steps=1, checkpoint=tmp_path, resume=True)
 
 
 @jax.custom_jvp
@@ -539,13 +497,15 @@ def test_under_jit_a_nan_freezes_the_last_good_state():
     problem, solver, _ = exploding("outer loss")
 
     @jax.jit
-    def last(alpha):
+    def frozen(alpha):
         args = (problem, solver, optax.sgd(1.0), alpha, jnp.zeros(2))
-        return bilevel.search(*args, 3.0, 3.0, steps=8).state
+        return bilevel.search(*args, 3.0, 3.0, steps=8, history=bilevel.History(every=2))
 
-    state = last(jnp.zeros(1))
-    assert state.step == 3
-    np.testing.assert_allclose(state.alpha, 3.0)
+    result = frozen(jnp.zeros(1))
+    assert result.state.step == 3
+    np.testing.assert_allclose(result.state.alpha, 3.0)
+    # Truth: the values of steps 2 and 3, the last good one, and no more.
+    np.testing.assert_allclose(result.history["value"], [-1.0, -2.0, 0.0, 0.0])
 
 
 def test_progress_shows_the_losses_on_standard_error_if_requested(capsys):

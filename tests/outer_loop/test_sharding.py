@@ -1,18 +1,15 @@
 """Rows, weights and copies over eight devices: one device's results, and sums alone between."""
 
 import functools
-import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from helpers import on_devices
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 PROGRAM = """
-import functools, json, logging, re, sys, tempfile
+import functools, json, logging, re, tempfile
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import bilevel
@@ -50,6 +47,14 @@ def placed(mesh, spec, *arrays):
     return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, spec, strict=True)]
 
 
+def rows_over(mesh):
+    return placed(mesh, (P("d"), P("d")), x, y)
+
+
+def columns_over(mesh):
+    return placed(mesh, (P(None, "d"), P()), x, y)
+
+
 def off(a, b):
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return max(float(np.max(np.abs(np.asarray(u) - np.asarray(v)))) for u, v in pairs)
@@ -62,8 +67,7 @@ def on_one_device(name):
 
 
 def hypergradients(mesh, names):
-    rows = placed(mesh, (P("d"), P("d")), x, y)
-    errors = []
+    rows, errors = rows_over(mesh), []
     for name in names:
         fn, truth = on_one_device(name)
         errors.append(off(fn(*start, rows, rows)[:3], truth))
@@ -80,37 +84,33 @@ class Count(logging.Handler):
             compiled.append(1)
 
 
-unrolled_search = functools.partial(
-    bilevel.search, problem, bilevel.unrolled(0.1, 5), optax.adam(0.1)
-)
+unrolled_search = functools.partial(bilevel.search, problem, solvers["unrolled"], optax.adam(0.1))
 
 
 def searches(mesh, spread):
     # Six steps in one go on one device; three and three, from a checkpoint, on eight.
     if spread == "rows":
-        data, (alpha, w) = placed(mesh, (P("d"), P("d")), x, y), start
+        data, (alpha, w) = rows_over(mesh), start
     else:
-        data = placed(mesh, (P(None, "d"), P()), x, y)
+        data = columns_over(mesh)
         alpha, w = placed(mesh, (P("d"), P("d")), start[0], start[1]["a"])
         w = {"a": w}
     truth = unrolled_search(*start, alone, alone, steps=6)
     with tempfile.TemporaryDirectory() as folder:
-        options = {"checkpoint": folder}
-        unrolled_search(alpha, w, data, data, steps=3, **options)
+        unrolled_search(alpha, w, data, data, steps=3, checkpoint=folder)
         compiled.clear()
-        options |= {"resume": True, "chunk": 1}
+        options = {"checkpoint": folder, "resume": True, "chunk": 1}
         found = unrolled_search(alpha, w, data, data, steps=6, **options)
-    kept = found.w["a"].sharding.spec
     return {
         "off": max(off(found.alpha, truth.alpha), off(found.history, truth.history)),
         "programs": len(compiled),
-        "sharded": "d" in kept,
+        "sharded": "d" in found.w["a"].sharding.spec,
     }
 
 
 def single_loop(mesh):
     # Weights over devices: what the method keeps beside them lies as they do.
-    data = placed(mesh, (P(None, "d"), P()), x, y)
+    data = columns_over(mesh)
     w = {"a": placed(mesh, (P("d"),), start[1]["a"])[0]}
     run = lambda *args: bilevel.search(problem, bilevel.soba(0.05), optax.sgd(0.1), *args, steps=3)
     found, truth = run(start[0], w, data, data), run(*start, alone, alone)
@@ -121,7 +121,7 @@ def single_loop(mesh):
 
 def batches_of_rows(mesh):
     # Rows over devices, in batches: of SABA's tables, SPABA's passes, and the metric.
-    rows = placed(mesh, (P("d"), P("d")), x, y)
+    rows = rows_over(mesh)
     options = dict(steps=20, batches=bilevel.partition(16), key=jax.random.key(0))
     found = {}
     for method, optimizer in (
@@ -139,9 +139,8 @@ def copies(mesh):
     # Eight problems side by side, one on each device: nothing goes between them.
     xs, ys = rng.normal(size=(8, n, p)), rng.normal(size=(8, n))
     many, w = jnp.zeros((8, p)), {"a": jnp.zeros((8, p))}
-    init, step = bilevel.descent(
-        bilevel.stack_problems(problem), bilevel.unrolled(0.1, 5), optax.adam(0.1)
-    )
+    many_problems = bilevel.stack_problems(problem)
+    init, step = bilevel.descent(many_problems, solvers["unrolled"], optax.adam(0.1))
     one = jax.jit(step)(init(many, w), ((xs, ys), (xs, ys)))[0]
     there = placed(mesh, (P("d"), P("d")), xs, ys)
     state = jax.tree.map(
@@ -169,14 +168,16 @@ def largest(program):
     return {"largest": max(sizes.values(), default=0), "others": others}
 
 
+def outer_step(mesh, problem, solver):
+    rows = rows_over(mesh)
+    init, step = bilevel.descent(problem, solvers[solver], optax.adam(0.1))
+    state = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(mesh, P())), init(*start))
+    return jax.jit(step).lower(state, (rows, rows)).compile()
+
+
 def between(mesh):
-    rows = placed(mesh, (P("d"), P("d")), x, y)
-    found = {}
-    for name in ("implicit", "unrolled"):
-        init, step = bilevel.descent(problem, solvers[name], optax.adam(0.1))
-        state = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(mesh, P())), init(*start))
-        found[name] = largest(jax.jit(step).lower(state, (rows, rows)).compile())
-    return found
+    names = "implicit", "unrolled"
+    return {name: largest(outer_step(mesh, problem, name)) for name in names}
 
 
 def sent(mesh):
@@ -184,13 +185,9 @@ def sent(mesh):
     def features(w, alpha, batch):
         return outer(w, 0, (batch[0] * alpha, batch[1])) + jnp.sum(w["a"] ** 2)
 
-    rows = placed(mesh, (P("d"), P("d")), x, y)
     found = []
     for loss in (lower, features):
-        solver = bilevel.unrolled(0.1, 5)
-        init, step = bilevel.descent(bilevel.Problem(loss, outer), solver, optax.adam(0.1))
-        state = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(mesh, P())), init(*start))
-        text = jax.jit(step).lower(state, (rows, rows)).compile().as_text()
+        text = outer_step(mesh, bilevel.Problem(loss, outer), "unrolled").as_text()
         found.append(sum(b * times for kind, b, times in collectives(text) if kind != "dot"))
     return found
 
@@ -201,7 +198,7 @@ jax.config.update("jax_log_compiles", True)
 logger = logging.getLogger("jax")
 logger.addHandler(Count())
 logger.propagate = False
-if sys.argv[1] == "methods":
+if part == "methods":
     answers = {"between": between(automatic), "sent": sent(automatic), "copies": copies(automatic)}
     answers["single loop"] = single_loop(explicit)
     answers["batches of rows"] = batches_of_rows(explicit)
@@ -219,15 +216,8 @@ print(json.dumps(answers))
 @functools.cache
 def on_eight_devices(part="methods"):
     """Return one part of the program's answers, from a process with eight CPU devices."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, part],
-        env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    begin = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\npart = {part!r}\n"
+    return on_devices(8, begin + PROGRAM)
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import tolerance
+from problems import mean_squares, soft_problem
 
 import bilevel
 from bilevel.problem.structure import leaves_used_by
@@ -20,17 +21,10 @@ def rows(seed, n, p):
     return rng.normal(size=(n, p)), rng.normal(size=n)
 
 
-def squares(w, batch):
-    return 0.5 * jnp.mean((batch[0] @ w - batch[1]) ** 2)
-
-
-RIDGE = bilevel.Problem(
-    lambda w, alpha, batch: squares(w, batch) + 0.5 * jnp.exp(alpha) * jnp.sum(w**2),
-    lambda w, alpha, batch: squares(w, batch),
-)
+RIDGE = soft_problem()
 LASSO = bilevel.Problem(
-    lambda w, alpha, batch: squares(w, batch) + jnp.exp(alpha) * jnp.sum(jnp.abs(w)),
-    lambda w, alpha, batch: squares(w, batch),
+    lambda w, alpha, batch: mean_squares(w, alpha, batch) + jnp.exp(alpha) * jnp.sum(jnp.abs(w)),
+    mean_squares,
 )
 PARABOLA = bilevel.Problem(
     lambda w, alpha, batch: jnp.sum((w - alpha) ** 2), lambda w, alpha, batch: jnp.sum((w - 2) ** 2)
@@ -67,20 +61,9 @@ def run(problem, solver, alpha=None, w=None, *, steps=12, optimizer=None, data=(
     return result, [str(w.message) for w in caught if w.category is UserWarning]
 
 
-# ------------------------------------------------------------------------- a failed adjoint
-
-
-@pytest.mark.parametrize(
-    "inverse",
-    [
-        pytest.param(bilevel.cg(), id="cg"),
-        pytest.param(bilevel.dense(), id="dense", marks=pytest.mark.long),
-        pytest.param(bilevel.neumann(20, 0.5), id="sum", marks=pytest.mark.long),
-    ],
-)
-def test_an_adjoint_that_does_not_solve_its_system_is_reported(inverse):
+def test_an_adjoint_that_does_not_solve_its_system_is_reported():
     """More weights than rows and an l1 term: the Hessian is singular at the solution."""
-    solver = bilevel.implicit(bilevel.solved(proximal_gradient), inverse)
+    solver = bilevel.implicit(bilevel.solved(proximal_gradient), bilevel.cg())
     # The gradient can be 1e15, so alpha takes tiny steps.
     result, messages = run(LASSO, solver, optimizer=optax.sgd(1e-30))
     assert int(result.report.failed.total) == int(result.report.steps) == 12
@@ -104,9 +87,8 @@ def test_the_report_holds_the_residual_of_the_adjoint(wrap):
     w = np.linalg.solve(hessian, x.T @ y / 20)
     force = xv.T @ (xv @ w - yv) / 20
     # Conjugate gradients from 0 minimise q' H q / 2 - v' q over a Krylov space.
-    basis = np.linalg.qr(
-        np.stack([np.linalg.matrix_power(hessian, k) @ force for k in range(5)], 1)
-    )[0]
+    krylov = np.stack([np.linalg.matrix_power(hessian, k) @ force for k in range(5)], 1)
+    basis = np.linalg.qr(krylov)[0]
     q = basis @ np.linalg.solve(basis.T @ hessian @ basis, basis.T @ force)
     expected = np.linalg.norm(hessian @ q - force) / np.linalg.norm(force)
     report = report_of(result.state.solver_state)
@@ -115,16 +97,7 @@ def test_the_report_holds_the_residual_of_the_adjoint(wrap):
 
 
 @pytest.mark.parametrize(
-    "solver",
-    [
-        bilevel.implicit(),
-        CLOSED_FORM,
-        bilevel.restarted(bilevel.unrolled(0.1, 30)),
-        pytest.param(bilevel.implicit(bilevel.lbfgs(), bilevel.dense()), marks=pytest.mark.long),
-        pytest.param(
-            bilevel.implicit(bilevel.newton(), bilevel.neumann(200, 0.1)), marks=pytest.mark.long
-        ),
-    ],
+    "solver", [bilevel.implicit(), CLOSED_FORM, bilevel.restarted(bilevel.unrolled(0.1, 30))]
 )
 def test_a_sound_search_reports_nothing(solver):
     result, messages = run(RIDGE, solver, optimizer=optax.sgd(0.1))
@@ -134,24 +107,20 @@ def test_a_sound_search_reports_nothing(solver):
     np.testing.assert_allclose(report.ratio, 1, atol=0.05)
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [pytest.param(jax.jit, marks=pytest.mark.long), lambda f: jax.vmap(jax.jit(f))],
-)
-def test_compiled_searches_set_the_fields(transform):
+def test_compiled_searches_set_the_fields():
     solver = bilevel.implicit(bilevel.solved(proximal_gradient))
 
+    @jax.vmap
+    @jax.jit
     def report(alpha):
         w, optimizer = jnp.zeros(40), optax.sgd(1e-30)
         return bilevel.search(LASSO, solver, optimizer, alpha, w, TRAIN, VALID, steps=3).report
 
-    alpha = jnp.full((2,) if transform is not jax.jit else (), -2.0)
-    reported = transform(report)(alpha)
+    reported = report(jnp.full(2, -2.0))
     assert (np.asarray(reported.failed.total) == 3).all()
-    if transform is not jax.jit:
-        with pytest.raises(ValueError, match="got 2 side by side"):
-            reported.messages()
-        reported = jax.tree.map(lambda x: x[0], reported)
+    with pytest.raises(ValueError, match="got 2 side by side"):
+        reported.messages()
+    reported = jax.tree.map(lambda x: x[0], reported)
     assert "was not solved in 3 of 3" in reported.messages()[0]
 
 
@@ -177,9 +146,6 @@ def test_a_saddle_is_reported():
     assert len(messages) == 1 and "not positive definite" in messages[0]
 
 
-# ------------------------------------------------------------------------- a gradient of 0
-
-
 def test_a_gradient_that_is_exactly_0_is_reported():
     dead = bilevel.Problem(
         lambda w, alpha, batch: jnp.sum(jax.nn.relu(w) * alpha),
@@ -191,9 +157,8 @@ def test_a_gradient_that_is_exactly_0_is_reported():
 
 
 def test_a_gradient_of_0_at_the_optimum_is_not_reported():
-    result, messages = run(
-        PARABOLA, bilevel.implicit(), jnp.array(0.0), jnp.ones(1), optimizer=optax.sgd(0.5)
-    )
+    start = jnp.array(0.0), jnp.ones(1)
+    result, messages = run(PARABOLA, bilevel.implicit(), *start, optimizer=optax.sgd(0.5))
     assert int(result.report.zero.last) == 11 and not messages
 
 
@@ -228,15 +193,13 @@ def test_a_schedule_as_long_as_the_search_is_not_reported():
         assert result.report.spent < 0.5 and not messages
 
 
-# ------------------------------------------------------------------------- leaf by leaf
-
-
 ALPHA = {"decay": np.array(0.1), "mix": np.array(1.0), "rate": np.array(0.1)}
 LEAVES = bilevel.Problem(
     lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha["mix"]) ** 2) + alpha["decay"] * jnp.sum(w**2),
     lambda w, alpha, batch: jnp.sum((w - 2) ** 2) + 0.1 * alpha["mix"] ** 2,
 )
 RATED = bilevel.unrolled(lambda alpha: optax.sgd(alpha["rate"]), 9)
+DIRECT = bilevel.unrolled(lambda alpha: optax.sgd(alpha["rate"]), 5, backprop=0)
 
 
 def messages_of(solver, **options):
@@ -249,13 +212,7 @@ def test_a_constant_leaf_may_be_unused():
     assert not messages_of(bilevel.unrolled(0.1, 5), optimizer=optax.partition(rules, labels))
 
 
-@pytest.mark.parametrize(
-    ("solver", "leaf"),
-    [
-        (bilevel.implicit(RATED), "rate"),
-        (bilevel.unrolled(lambda alpha: optax.sgd(alpha["rate"]), 5, backprop=0), "decay"),
-    ],
-)
+@pytest.mark.parametrize(("solver", "leaf"), [(bilevel.implicit(RATED), "rate"), (DIRECT, "decay")])
 def test_a_leaf_that_the_derivative_misses_gives_one_warning(solver, leaf):
     messages = messages_of(solver)
     assert len(messages) == 1 and f"alpha['{leaf}']" in messages[0] and "unrolled" in messages[0]
@@ -283,19 +240,13 @@ def test_the_program_is_read_once_for_all_leaves():
     assert leaves_used_by(loss, jnp.asarray(1.0), alpha, None) == [bool(m) for m in masks]
 
 
-# ------------------------------------------------------------------------- predicted changes
-
-
 def test_the_predicted_change_is_the_gradient_times_the_step():
     result, _ = run(RIDGE, CLOSED_FORM, optimizer=optax.adam(0.01), steps=20)
     history = result.history
     fn = jax.jit(bilevel.hypergradient(RIDGE, CLOSED_FORM, diagnostics=False))
     alphas = [jnp.asarray(-2.0), *history["alpha"]]
     grads = [fn(alpha, jnp.zeros(40), TRAIN, VALID).grad for alpha in alphas[:-2]]
-    expected = [
-        0,
-        *(float(g) * float(b - a) for g, a, b in zip(grads, alphas, alphas[1:], strict=False)),
-    ]
+    expected = [0, *(np.asarray(grads) * np.diff(alphas)[:-1])]
     rtol = tolerance(1e-8, 1e-3)
     np.testing.assert_allclose(history["predicted"], expected, rtol=rtol, atol=1e-7)
     np.testing.assert_allclose(history["actual"][1:], np.diff(history["value"]), atol=1e-7)
@@ -322,10 +273,8 @@ def test_a_decrease_that_the_gradient_does_not_predict_is_reported():
     staircase = bilevel.Problem(
         lambda w, alpha, batch: 0.5 * (w - stairs(alpha)) ** 2, lambda w, alpha, batch: w + 10
     )
-    start, optimizer = jnp.array(0.0), optax.sign_sgd(0.01)
-    result, messages = run(
-        staircase, bilevel.implicit(), start, start, optimizer=optimizer, steps=60
-    )
+    args = staircase, bilevel.implicit(), jnp.array(0.0), jnp.array(0.0)
+    result, messages = run(*args, optimizer=optax.sign_sgd(0.01), steps=60)
     assert float(result.report.ratio) < 0.1
     assert len(messages) == 1 and "not its slope" in messages[0]
 
@@ -336,7 +285,7 @@ def test_the_difference_is_the_slope_over_a_step():
     fn = bilevel.hypergradient(RIDGE, bilevel.implicit(), difference=h)
     hyper = jax.jit(fn)(alpha, jnp.zeros(40), TRAIN, VALID)
     sign = jnp.sign(hyper.grad)
-    ends = [squares(closed_form(alpha + s * sign * h, TRAIN), VALID) for s in (1, -1)]
+    ends = [mean_squares(closed_form(alpha + s * sign * h, TRAIN), None, VALID) for s in (1, -1)]
     slope = (ends[0] - ends[1]) / (2 * h)
     np.testing.assert_allclose(hyper.info.slope, slope, rtol=tolerance(1e-7, 1e-3))
 

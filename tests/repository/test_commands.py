@@ -79,9 +79,6 @@ print(json.dumps(answers))
 """
 
 
-# ----------------------------------------------------------------------------- finding them
-
-
 def commands_in(text):
     """The commands of Markdown or a docstring: in lines of a block and in spans of code."""
     text = re.sub(r"\\\n\s*", " ", text)
@@ -90,15 +87,10 @@ def commands_in(text):
     spans = re.findall(r"(`{1,2})(?!`)(.+?)\1(?!`)", text, re.S)
     indented = re.findall(r"^(?: {4}|\t)(.*)", text, re.M)
     for line in (*fenced, *indented, *(" ".join(span.split()) for _, span in spans)):
-        match = START.match(line.strip())
-        if match and not names_another_script(match["command"]):
-            yield line.strip()[match.start("command") :]
-
-
-def names_another_script(start):
-    """Whether it is ``SCRIPT.py --flag`` with a script that is not in ``SCRIPTS``."""
-    script = start.strip()
-    return script.endswith(".py") and " " not in script and script not in SCRIPTS
+        if match := START.match(line.strip()):
+            start = match["command"].strip()
+            if not start.endswith(".py") or " " in start or start in SCRIPTS:
+                yield line.strip()[match.start("command") :]
 
 
 def words_of(command):
@@ -143,21 +135,6 @@ def documented():
         for command in commands_in(text)
     ]
     return list(dict.fromkeys(pairs))
-
-
-# ----------------------------------------------------------------------------- asking parsers
-
-
-def refused(pairs, sort):
-    """The parsers' messages for the commands of a sort that they refuse."""
-    chosen = [(place, command) for place, command in pairs if sort_of(command) == sort]
-    ask, _ = ASK[sort]
-    asked = ask([words_of(command) for _, command in chosen])
-    return [
-        f"{place}: {command}: {answer}"
-        for (place, command), answer in zip(chosen, asked, strict=True)
-        if answer
-    ], len(chosen)
 
 
 def sort_of(command):
@@ -212,7 +189,7 @@ def ask_examples(commands):
     return ["" if there else "expected a script without flags" for there in existing]
 
 
-# How the commands of a sort are asked, and how many there are at least.
+# How parsers are asked about the commands of a sort, and how many there are at least.
 ASK = {
     "benchmarks": (ask_benchmarks, 60),
     "bilevel": (ask_bilevel, 40),
@@ -221,14 +198,13 @@ ASK = {
 }
 
 
-@pytest.fixture(autouse=True)
-def without_files(monkeypatch):
-    """A documented configuration file is not there."""
-    monkeypatch.setattr(from_config_file, "values", lambda path, kind: {})
-
-
 @pytest.mark.parametrize("sort", ASK)
-def test_a_documented_command_is_accepted(sort):
-    messages, count = refused(documented(), sort)
-    assert not messages, "\n".join(messages)
-    assert count >= ASK[sort][1]
+def test_a_documented_command_is_accepted(sort, monkeypatch):
+    # A documented configuration file is not there.
+    monkeypatch.setattr(from_config_file, "values", lambda path, kind: {})
+    ask, least = ASK[sort]
+    chosen = [(place, command) for place, command in documented() if sort_of(command) == sort]
+    assert len(chosen) >= least
+    answers = ask([words_of(command) for _, command in chosen])
+    refused = [(*pair, answer) for pair, answer in zip(chosen, answers, strict=True) if answer]
+    assert not refused, "\n".join(map(": ".join, refused))

@@ -87,12 +87,12 @@ def called(node: Function | ast.ClassDef) -> list[Function]:
 @cache
 def docstrings() -> list[tuple[str, str]]:
     """Every docstring, also of commands, and every text under a field of a class."""
-    places = []
-    for path in SOURCES:
-        for n in ast.walk(parsed(path)):
-            if isinstance(n, ast.Expr) and isinstance(text := getattr(n.value, "value", None), str):
-                places.append((f"{path.relative_to(ROOT).as_posix()}:{n.lineno}", text))
-    return places
+    return [
+        (f"{path.relative_to(ROOT).as_posix()}:{n.lineno}", text)
+        for path in SOURCES
+        for n in ast.walk(parsed(path))
+        if isinstance(n, ast.Expr) and isinstance(text := getattr(n.value, "value", None), str)
+    ]
 
 
 def test_public_functions_say_what_they_raise():

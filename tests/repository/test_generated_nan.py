@@ -24,6 +24,7 @@ rng = np.random.default_rng(0)
 x, y, v = (rng.normal(size=shape) for shape in ((6, 3), (6,), (3,)))
 alpha, K, H = np.array([0.2, 0.3, 0.5]), x @ x.T + np.eye(6), x.T @ x + np.eye(3)
 labels, images = np.array([0, 1, 0, 1, 1, 0]), rng.normal(size=(2, 4, 4, 1))
+radii = np.array([0.1, 0.5])
 params = {"a": rng.normal(size=(3, 4)), "b": rng.normal(size=(4, 2))}
 PROBLEM = bilevel.Problem(
     lambda w, alpha, x: 0.5 * jnp.sum((w - x * alpha) ** 2) + 0.05 * jnp.sum(w**2),
@@ -76,12 +77,9 @@ CALLS = {
     "ridge_weights": (lambda features, y: linear.ridge_weights(features, y, 0.1), (x, y)),
     "spectral_alpha": (spectral.spectral_alpha, (x[:, :, None] * v, y)),
     "simplex_start": (spectral.simplex_start, (v,)),
-    "ball_covering": (bounds.ball_covering(3, 1.0), (np.array([0.1, 0.5]),)),
-    "simplex_covering": (bounds.simplex_covering(3), (np.array([0.1, 0.5]),)),
-    "finite_covering": (
-        lambda points, radii: bounds.finite_covering(points)(radii),
-        (x, np.array([0.1, 0.5])),
-    ),
+    "ball_covering": (bounds.ball_covering(3, 1.0), (radii,)),
+    "simplex_covering": (bounds.simplex_covering(3), (radii,)),
+    "finite_covering": (lambda points, radii: bounds.finite_covering(points)(radii), (x, radii)),
     "version_entropy": (bounds.version_entropy, (np.ones((2, 3)),)),
     "effective_dimension": (
         lambda logs: bounds.effective_dimension(logs, jnp.full(3, 0.5), C_bar=2.0),

@@ -34,19 +34,10 @@ def loaded(program: str) -> set[str]:
     return set(json.loads(run("python", "-c", program)))
 
 
-def test_the_packages_import_nothing_before_it_is_used():
-    assert loaded("import bilevel, ntk").isdisjoint({"jax", "numpy", "scipy", "flax"})
-
-
-def test_versions_are_those_of_the_distribution_and_import_nothing():
+def test_the_packages_and_their_versions_import_nothing():
     assert bilevel.__version__ == ntk.__version__ == metadata.version("bilevel")
     program = "import bilevel, ntk; bilevel.__version__, ntk.__version__"
-    assert loaded(program).isdisjoint({"jax", "numpy"})
-
-
-def test_a_name_that_does_not_exist_raises_attribute_error():
-    for package in (bilevel, ntk):
-        assert not hasattr(package, "__nothing__") and not hasattr(package, "nothing")
+    assert loaded(program).isdisjoint({"jax", "numpy", "scipy", "flax"})
 
 
 @pytest.mark.slow
@@ -60,7 +51,8 @@ def test_names_first_used_inside_a_trace_leak_no_tracer():
     assert run("python", "-c", TRACED) == "no leak\n"
 
 
-def test_every_public_name_is_there_and_listed():
+def test_every_public_name_is_there_and_listed_and_another_raises_attribute_error():
     for package in (bilevel, ntk):
+        assert not hasattr(package, "__nothing__") and not hasattr(package, "nothing")
         assert set(package.__all__) <= set(dir(package))
         assert all(getattr(package, name) is not None for name in package.__all__)

@@ -5,10 +5,10 @@ import io
 import json
 import pathlib
 import re
-import subprocess
 import tokenize
 
 import pytest
+from helpers import run
 
 ROOT = pathlib.Path(__file__).parents[2]
 START = r"(?:^|(?<=[.:;!?] ))"
@@ -71,11 +71,8 @@ LINES = {".md": lines_of_markdown, ".ipynb": lines_of_notebook, ".py": lines_of_
 
 @pytest.mark.parametrize("part", MOST)
 def test_the_prose_is_plain(part):
-    listed = subprocess.run(
-        ["git", "ls-files", *PATTERNS[part]], cwd=ROOT, capture_output=True, text=True, check=True
-    )
     hits, words = [], 0
-    for name in listed.stdout.split():
+    for name in run("git", "ls-files", *PATTERNS[part], cwd=ROOT).split():
         source = (ROOT / name).read_text()
         for line in LINES[pathlib.Path(name).suffix](source):
             words += len(line.split())

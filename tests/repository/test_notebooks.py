@@ -37,12 +37,6 @@ def test_first_cells_are_up_to_date_and_the_rest_is_left_alone(path, tmp_path):
     assert copy.read_bytes() == path.read_bytes()
 
 
-def test_without_a_repository_nothing_points_at_one():
-    head, install = first_cells.first_cells("# A title", "x.ipynb", None)
-    assert head.startswith("# A title\n\n") and "wheel" in head
-    assert "http" not in head + install and "bilevel-*.whl" in install
-
-
 def test_every_address_of_the_repository_is_the_one_that_is_set():
     notebook_by_address = {}
     for path in (*NOTEBOOKS, *ROOT.glob("*.*"), *(ROOT / "docs").glob("*.md")):
@@ -50,19 +44,23 @@ def test_every_address_of_the_repository_is_the_one_that_is_set():
             for address in re.findall(r"github(?:\.com)?/[\w.<>-]+/bilevel\b", path.read_text()):
                 notebook_by_address[address.partition("/")[2]] = path.name
     repository = first_cells.repository() or ""
-    assert set(notebook_by_address) <= {repository.removeprefix("https://github.com/")}, (
-        notebook_by_address
-    )
+    named = {repository.removeprefix("https://github.com/")}
+    assert set(notebook_by_address) <= named, notebook_by_address
 
 
 @pytest.mark.parametrize("missing", [(), ("bilevel",), ("matplotlib",)])
 @pytest.mark.parametrize("address", [None, NAMED])
-def test_the_first_code_cell_installs_what_is_missing(missing, address, monkeypatch):
+def test_the_first_cells_install_what_is_missing_from_the_given_place(
+    missing, address, monkeypatch
+):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in missing else find(name)
     )
-    _, cell = first_cells.first_cells("# A title", "x.ipynb", address)
+    head, cell = first_cells.first_cells("# A title", "x.ipynb", address)
+    if address is None:
+        assert head.startswith("# A title\n\n") and "wheel" in head
+        assert "http" not in head + cell and "bilevel-*.whl" in cell
     installed = []
     exec(re.sub("%pip install -q (.*)", r"installed.append('\1')", cell), {"installed": installed})
     bilevel = "matplotlib bilevel-*.whl" if address is None else f'"bilevel[plots] @ git+{NAMED}"'

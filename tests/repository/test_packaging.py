@@ -17,34 +17,29 @@ ADDRESS = "https://example.org/owner/name"
 
 
 @pytest.fixture
-def build_step(monkeypatch):
-    """``hatch_build.py``, which needs nothing of hatchling but the class that it extends."""
-
-    class Interface:
-        root = str(ROOT)
-
+def readme(monkeypatch):
+    """The text by ``hatch_build.py``, which needs of hatchling only the class that it extends."""
     module = types.ModuleType("hatchling.metadata.plugin.interface")
-    module.MetadataHookInterface = Interface
+    module.MetadataHookInterface = type("Interface", (), {"root": str(ROOT)})
     monkeypatch.setitem(sys.modules, module.__name__, module)
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
     step = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(step)
-    return step
+
+    def text(**metadata):
+        step.ReadmeHook().update(metadata)
+        assert metadata["readme"]["content-type"] == "text/markdown"
+        return metadata["readme"]["text"]
+
+    return text
 
 
-def readme(step, **metadata):
-    step.ReadmeHook().update(metadata)
-    assert metadata["readme"]["content-type"] == "text/markdown"
-    return metadata["readme"]["text"]
-
-
-def test_every_link_of_the_readme_is_absolute_once_there_is_an_address(build_step):
+def test_every_link_of_the_readme_is_absolute_once_there_is_an_address(readme):
     text = (ROOT / "README.md").read_text()
-    plain, built = readme(build_step), readme(build_step, urls={"Repository": ADDRESS + "/"})
-    assert plain == text
-    relative = re.findall(
-        r"(!?)\[[^\]]*\]\((?!https?:)([^)\s]+)\)", re.sub(r"(?s)```.*?```", "", text)
-    )
+    built = readme(urls={"Repository": ADDRESS + "/"})
+    assert readme() == text
+    prose = re.sub(r"(?s)```.*?```", "", text)
+    relative = re.findall(r"(!?)\[[^\]]*\]\((?!https?:)([^)\s]+)\)", prose)
     assert len(relative) > 20
     for figure, target in relative:
         assert f"]({ADDRESS}/{'raw' if figure else 'blob'}/main/{target})" in built

@@ -5,7 +5,7 @@ import re
 
 import jax.numpy as jnp
 import pytest
-from helpers import hypergradient
+from helpers import hypergradient, long_except
 
 import bilevel
 from bilevel.spaces.darts import parse_genotype
@@ -13,8 +13,10 @@ from bilevel.spaces.nasbench201 import genotypes
 from bilevel.spaces.nasbench201.genotype import parse_genotype as parse_cell
 
 ROOT = pathlib.Path(__file__).parents[2]
-
-
+CORE = "docs/index.md", "docs/how_to.md", "docs/geometry.md", "docs/constraints.md"
+CORE += ("docs/scaling.md",)
+# The notebook on own images runs the same functions as the page on own data.
+LONG = "docs/start.md", "docs/own_data.md", "docs/solvers.md", "docs/stochastic.md"
 COMING_FROM = sorted(
     path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/coming_from").glob("*.md")
 )
@@ -101,21 +103,7 @@ def test_the_solver_and_the_inverse_of_contributing_are_right():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page",
-    [
-        "docs/index.md",
-        "docs/how_to.md",
-        "docs/geometry.md",
-        "docs/constraints.md",
-        "docs/scaling.md",
-    ]
-    + [
-        pytest.param(page, marks=pytest.mark.long)
-        # The notebook on own images runs the same functions as the page on own data.
-        for page in ("docs/start.md", "docs/own_data.md", "docs/solvers.md", "docs/stochastic.md")
-    ],
-)
+@pytest.mark.parametrize("page", long_except(CORE, [*CORE, *LONG]))
 def test_the_pages_of_the_core_run(page, capsys):
     assert run(page, capsys)
 

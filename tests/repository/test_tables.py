@@ -109,8 +109,6 @@ def test_the_search_nearest_to_the_paper_comes_first():
     assert "nearest to the paper" in head.split("|")[2]
 
 
-# ----------------------------------------------------------------------------- measured tables
-
 SCRIPT = ROOT / "tools/tables.py"
 TABLE = "<!-- table: hypergradients/memory.report -->\n{}<!-- end of table -->\n"
 

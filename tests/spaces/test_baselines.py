@@ -71,10 +71,10 @@ def test_weight_sharing_takes_the_ceiling_of_log2_rounds_and_leaves_one(method, 
         expected.append((expected[-1] + 1) // 2)
     assert len(trace.calls) == rounds and sizes == expected[:-1]
     assert trace.best == np.argmin(errors)
+    np.testing.assert_array_equal(trace.valid, errors[trace.incumbent])
 
 
 def test_weight_sharing_keeps_the_better_half_of_each_round():
-    """Truth: sorting the errors that the trace itself reports."""
     trace = baselines.weight_sharing(key(), np.linspace(0.1, 0.9, 37), noisy_selection(), 10)
     steps = zip(trace.candidates, trace.errors, trace.candidates[1:], strict=False)
     for candidates, errors, survivors in steps:
@@ -134,9 +134,7 @@ def test_hyperband_races_the_brackets_of_its_algorithm():
     assert len(trace.calls) == 206
     drawn = np.concatenate(trace.candidates)[trace.round == 5]
     assert len(set(drawn)) == 34
-
-
-def test_hyperband_makes_do_with_few_configurations():
+    # It makes do with few configurations.
     trace = baselines.hyperband(key(), [0.2, 0.1], lambda k, c, r: c, 9)
     assert trace.resource.tolist() == [1, 1, 3, 9, 3, 3, 9, 9, 9]
     assert trace.best == 1
@@ -154,7 +152,6 @@ def test_random_search_trains_each_configuration_once_in_a_random_order():
 
 @pytest.mark.parametrize("method", ALONE)
 def test_the_incumbent_is_the_best_on_the_highest_resource_so_far(method):
-    """Truth: brute force over the trace's own rows."""
     trace = method(key(), np.linspace(0, 1, 9), noisy_selection(noise=3.0), 9)
     seen = []
     for resource, (index,), (error,), incumbent, valid in zip(
@@ -300,6 +297,11 @@ def test_the_same_key_gives_the_same_trace_and_each_solve_has_its_own(method):
     assert any((a != b).any() for a, b in zip(one.errors, other.errors, strict=True))
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "journal.jsonl"
+
+
 class Killed(Exception):
     pass
 
@@ -320,12 +322,11 @@ def dying(selection, after, exception=Killed):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_killed_at_any_solve_resumes_to_the_same_trace(method, tmp_path):
+def test_a_run_killed_at_any_solve_resumes_to_the_same_trace(method, path):
     """Killed at every solve in turn; once more from the journal alone, clock included."""
     configs = np.linspace(0.1, 0.9, 6)
     run = functools.partial(method, key(), configs, budget=9)
     whole = run(problem=noisy_selection())
-    path = tmp_path / "journal.jsonl"
     for _ in range(100):
         try:
             trace = run(problem=dying(noisy_selection(), 1), journal=path, resume=True)
@@ -337,9 +338,8 @@ def test_a_run_killed_at_any_solve_resumes_to_the_same_trace(method, tmp_path):
     assert_identical(trace, replayed)
 
 
-def test_a_last_line_cut_short_is_solved_again(tmp_path):
+def test_a_last_line_cut_short_is_solved_again(path):
     run = functools.partial(baselines.weight_sharing, key(), np.linspace(0, 1, 8), budget=9)
-    path = tmp_path / "journal.jsonl"
     whole = run(problem=noisy_selection(), journal=path)
     text = path.read_bytes()
     for length in (len(text) - 1, len(text) - 30, 20, 0):
@@ -350,8 +350,7 @@ def test_a_last_line_cut_short_is_solved_again(tmp_path):
         assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
-def test_the_journal_of_another_run_raises(tmp_path):
-    path = tmp_path / "journal.jsonl"
+def test_the_journal_of_another_run_raises(path):
     configs = [{"kernel": "laplace", "gamma": 0.1}, {"kernel": "gauss", "gamma": 0.2}]
     problem = Selection(lambda k, c, r: c["gamma"], noisy_selection().share)
     run = functools.partial(baselines.random_search, problem=problem, journal=path, resume=True)
@@ -389,7 +388,6 @@ def test_an_existing_journal_is_not_overwritten_nor_a_missing_one_resumed(tmp_pa
 
 
 def test_a_flipped_bit_in_a_journal_is_solved_again_or_refused(tmp_path):
-    """A flip in any byte gives the same trace or an error, never another trace."""
     run = functools.partial(baselines.hyperband, key(), np.linspace(0, 1, 6), budget=9)
     path, random = tmp_path / "journal.jsonl", np.random.default_rng(0)
     whole = run(problem=noisy_selection(), journal=path)._replace(seconds=None)
@@ -428,12 +426,11 @@ def test_lines_of_another_journal_are_solved_again(tmp_path):
         assert_identical(whole, trace._replace(seconds=None))
 
 
-def test_a_journal_is_of_one_precision_and_one_generator(tmp_path):
+def test_a_journal_is_of_one_precision_and_one_generator(path):
     def run(key, **recording):
         problem = noisy_selection()
         return baselines.random_search(key, [0.1, 0.2], problem, np.array(9), **recording)
 
-    path = tmp_path / "journal.jsonl"
     run(jax.random.key(0, impl="rbg"), journal=path)
     with pytest.raises(ValueError, match="with generator unsafe_rbg, got rbg"):
         run(jax.random.key(0, impl="unsafe_rbg"), journal=path, resume=True)
@@ -445,11 +442,10 @@ def test_a_journal_is_of_one_precision_and_one_generator(tmp_path):
         run(jax.random.key(0, impl="rbg"), journal=path, resume=True)
 
 
-def test_the_journal_of_another_problem_raises(tmp_path):
+def test_the_journal_of_another_problem_raises(path):
     def shifted_by(offset):
         return lambda key, config, resource: config + offset
 
-    path = tmp_path / "journal.jsonl"
     run = functools.partial(baselines.random_search, key(), [1, 2], budget=1, journal=path)
     run(problem=shifted_by(0.5))
     run(problem=shifted_by(0.5), resume=True)  # another function object
@@ -458,8 +454,7 @@ def test_the_journal_of_another_problem_raises(tmp_path):
 
 
 @pytest.mark.parametrize("full_at", ["in the header", "half way"])
-def test_a_full_disk_costs_the_journals_lines_and_not_the_run(tmp_path, full_at):
-    path = tmp_path / "journal.jsonl"
+def test_a_full_disk_costs_the_journals_lines_and_not_the_run(path, full_at):
     run = functools.partial(baselines.hyperband, key(), np.linspace(0, 1, 6), noisy_selection(), 9)
     whole = run()._replace(seconds=None)
     run(journal=path)
@@ -479,8 +474,7 @@ def test_a_full_disk_costs_the_journals_lines_and_not_the_run(tmp_path, full_at)
     assert_identical(whole, run(journal=path, resume=True)._replace(seconds=None))
 
 
-def test_lines_that_found_no_room_are_written_once_there_is_some(tmp_path, monkeypatch):
-    path = tmp_path / "journal.jsonl"
+def test_lines_that_found_no_room_are_written_once_there_is_some(path, monkeypatch):
     run = functools.partial(baselines.random_search, key(), [3, 1, 2], noisy_selection(), 1)
     whole = run(journal=path)
     left_alone = path.read_bytes().splitlines()
@@ -499,8 +493,7 @@ def test_lines_that_found_no_room_are_written_once_there_is_some(tmp_path, monke
     assert lines[0] == left_alone[0] and len(lines) == len(left_alone)
 
 
-def test_a_journal_that_another_run_writes_raises(tmp_path):
-    path = tmp_path / "journal.jsonl"
+def test_a_journal_that_another_run_writes_raises(path, tmp_path):
 
     def second(k, config, res):
         with pytest.raises(ValueError, match=r"^journal: .* which is in use\.$"):
@@ -514,8 +507,7 @@ def test_a_journal_that_another_run_writes_raises(tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("after", [0, 2])
-def test_ctrl_c_returns_the_trace_so_far(method, after, tmp_path):
-    path = tmp_path / "journal.jsonl"
+def test_ctrl_c_returns_the_trace_so_far(method, after, path):
     options = {"budget": 9, "journal": path, "resume": True}
     run = functools.partial(method, key(), np.linspace(0, 1, 8), **options)
     trace = run(problem=dying(noisy_selection(), after, KeyboardInterrupt))

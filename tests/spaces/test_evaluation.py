@@ -28,7 +28,6 @@ def test_means_over_batches_are_means_over_rows(rows):
 
 @pytest.mark.parametrize("size", [1, 3, 8, 100])
 def test_every_row_counts_once_in_an_error_rate(size):
-    """Truth: numpy, on parts that the batch size does not divide."""
     rng = np.random.default_rng(0)
     parts = [(rng.normal(size=(n, 2)), rng.integers(0, 2, n)) for n in (11, 20, 7)]
 

@@ -12,13 +12,8 @@ from scipy.sparse import csr_array
 from sklearn.feature_extraction import FeatureHasher
 from sklearn.preprocessing import MinMaxScaler, StandardScaler, normalize
 
-from bilevel.spaces.features import (
-    fourier_config,
-    fourier_features,
-    sample_fourier,
-    sample_text,
-    text_config,
-)
+from bilevel import spaces
+from bilevel.spaces.features import fourier_config, fourier_features, text_config
 from bilevel.spaces.features.fourier import KERNELS, PREPROCESS, FourierConfig
 from bilevel.spaces.features.text import _TOKENIZERS, BINS, fold, hashed_counts, statistics, weigh
 
@@ -43,7 +38,6 @@ def all_configs():
 
 
 def distances(x):
-    """2-norm and 1-norm of the differences of the rows."""
     difference = np.asarray(x, float)[:, None] - np.asarray(x, float)[None]
     return np.sqrt((difference**2).sum(-1)), np.abs(difference).sum(-1)
 
@@ -208,7 +202,7 @@ def test_float32_rows_have_float32_features_equal_to_those_in_float64():
 
 
 def test_sampled_configurations_fill_the_search_space():
-    configs = sample_fourier(jax.random.key(3), 100)
+    configs = spaces.features.sample_fourier(jax.random.key(3), 100)
     assert {(int(c.preprocess), int(c.kernel)) for c in configs} == set(
         itertools.product(range(4), range(2))
     )
@@ -216,9 +210,10 @@ def test_sampled_configurations_fill_the_search_space():
     exponents = np.log10([float(c.gamma) for c in configs])
     assert exponents.min() >= -5 and exponents.max() <= 1
     assert abs(exponents.mean() + 2) < 4 * np.sqrt(3 / 100)
-    only = sample_fourier(jax.random.key(3), 5, kernels=["laplace_isotropic"], gammas=(0.5, 0.5))
+    options = {"kernels": ["laplace_isotropic"], "gammas": (0.5, 0.5)}
+    only = spaces.features.sample_fourier(jax.random.key(3), 5, **options)
     assert all(KERNELS[int(c.kernel)] == "laplace_isotropic" for c in only)
-    assert sample_fourier(jax.random.key(3), 0) == []
+    assert spaces.features.sample_fourier(jax.random.key(3), 0) == []
 
 
 DOCUMENT = "The well-made film, isn't it?"
@@ -326,7 +321,7 @@ def test_preprocessing_of_weighted_rows_by_hand_with_an_empty_row(preprocess, ro
 
 def test_empty_documents_are_rows_of_zeros_in_every_configuration():
     texts, labels = ["", " \n", "...", "the", "fine film"], np.array([0, 1, 0, 1, 1])
-    for config in sample_text(jax.random.key(3), 12):
+    for config in spaces.features.sample_text(jax.random.key(3), 12):
         bags = fold(hashed_counts(texts, config), 64, config.binary)
         weighted = weigh(bags, config, statistics(bags, labels)).toarray()
         assert np.all(np.isfinite(weighted))
@@ -334,8 +329,8 @@ def test_empty_documents_are_rows_of_zeros_in_every_configuration():
 
 
 def test_sampled_text_configurations_are_valid_reproducible_and_varied():
-    configs = sample_text(jax.random.key(3), 100)
-    assert configs == sample_text(jax.random.key(3), 100)
+    configs = spaces.features.sample_text(jax.random.key(3), 100)
+    assert configs == spaces.features.sample_text(jax.random.key(3), 100)
     assert all(text_config(**config._asdict()) == config for config in configs)
     assert len({config.hashing for config in configs}) > 25
     assert {config.weights for config in configs} == {"nb", "sif"}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, finite_differences, flatten, tolerance
+from helpers import assert_close, finite_differences, flatten, hypergradient, tolerance
 
 import bilevel
 from bilevel.spaces.activations import unit_inputs
@@ -14,7 +14,7 @@ from bilevel.spaces.features.mixture import feature_space
 from bilevel.spaces.targets import sign_labels
 
 # (rows, features, penalty): F, dF/dmixture, dF/dlog_penalty, by a separate program in float64 from
-# the same draws as `draw` (MATH.md 4a).
+# the same draws as `draw`.
 REFERENCES = {
     (20, 8, 0.1): (
         2.880811016935,
@@ -39,23 +39,15 @@ def draw(rows, p, rows_valid=15, h=3):
     return [(jnp.asarray(b), jnp.asarray(t)) for b, t in ((phi, y), (psi, y_valid))]
 
 
-def space_of(h, outer="squared"):
-    return feature_space([jnp.sin] * h, outer=outer)
-
-
-def hypergradient(space, solver, alpha, train, valid, **options):
-    w = space.init(jax.random.key(0), train)
-    return jax.jit(bilevel.hypergradient(space.problem, solver, **options))(alpha, w, train, valid)
-
-
 @pytest.mark.parametrize("setting", REFERENCES, ids=["primal", "dual", "ridgeless"])
 def test_the_hypergradient_is_the_closed_form(setting):
     """Truth: reference values, and the formula if Phi' Phi is regular."""
     rows, p, penalty = setting
     train, valid = draw(rows, p)
-    space = space_of(3)
+    space = feature_space([jnp.sin] * 3, outer="squared")
     alpha = {"mixture": MIXTURE, "log_penalty": jnp.log(jnp.array(penalty))}
-    hyper = hypergradient(space, space.solver, alpha, train, valid, diagnostics=False)
+    w = space.init(jax.random.key(0), train)
+    hyper = hypergradient(space.problem, space.solver, alpha, w, train, valid)
     value, mixture, log_penalty = REFERENCES[setting]
     assert_close(hyper.value, value, f64=1e-11)
     assert_close(hyper.grad["mixture"], mixture, f64=1e-11)
@@ -68,7 +60,7 @@ def test_the_hypergradient_is_the_closed_form(setting):
 
 
 def closed_form(penalty, phis, y, psis, y_valid):
-    """MATH.md 4a: ``-(2/n) [r_V' Psi_i w + q' Phi_i' r - (Phi q)' Phi_i w]``, q = M^-1 Psi' r_V."""
+    """``-(2/n) [r_V' Psi_i w + q' Phi_i' r - (Phi q)' Phi_i w]``, q = M^-1 Psi' r_V."""
     phis, y, psis, y_valid = (np.asarray(a, float) for a in (phis, y, psis, y_valid))
     phi, psi = (np.einsum("i,inp->np", np.asarray(MIXTURE, float), b) for b in (phis, psis))
     matrix = phi.T @ phi + penalty * np.eye(phi.shape[1])
@@ -86,10 +78,11 @@ def closed_form(penalty, phis, y, psis, y_valid):
 def test_implicit_differentiation_of_the_lower_loss_gives_the_same():
     """Truth: the closed form, which never calls the lower loss."""
     train, valid = draw(10, 30)
-    space = space_of(3)
+    space = feature_space([jnp.sin] * 3, outer="squared")
     alpha = {"mixture": MIXTURE, "log_penalty": jnp.log(jnp.array(0.1))}
+    w = space.init(jax.random.key(0), train)
     hyper, by_cg = (
-        hypergradient(space, solver, alpha, train, valid)
+        hypergradient(space.problem, solver, alpha, w, train, valid, diagnostics=True)
         for solver in (space.solver, bilevel.implicit())
     )
     assert_close(by_cg.w, hyper.w, f64=1e-9, f32=1e-2)
@@ -101,7 +94,6 @@ def test_implicit_differentiation_of_the_lower_loss_gives_the_same():
 
 @functools.cache
 def digits(classes):
-    """Training and validation rows of real digits, with their labels."""
     images, labels, *_ = bilevel.data.load("digits", train_size=600)
     keep = labels < classes
     x, labels = images[keep][:200].reshape(-1, 64), labels[keep][:200]
@@ -130,7 +122,6 @@ def fourier_search(classes, outer):
 @pytest.mark.long
 @pytest.mark.parametrize(("classes", "outer"), [(2, "hinge"), (10, "logistic")])
 def test_the_hypergradient_is_that_of_the_refitted_validation_loss(classes, outer):
-    """Truth: finite differences in the mixture and the penalty."""
     if outer == "hinge" and not jax.config.jax_enable_x64:
         pytest.skip("a difference in float32 needs a step so wide that it straddles the kinks")
     space, train, valid = fourier_search(classes, outer)

@@ -45,16 +45,9 @@ def test_the_steps_are_those_of_a_loop():
     """Truth: the same batches in a loop of gradient steps without a program."""
     network, (x, y), key = linear(), rows(), jax.random.key(3)
     seen = []
-    fitted = fit(
-        key,
-        network,
-        (x, y),
-        test=(x, y),
-        optimizer=optax.sgd(0.05),
-        epochs=2,
-        batch_size=5,
-        callback=lambda epoch, loss: seen.append((epoch, loss)),
-    )
+    options = {"optimizer": optax.sgd(0.05), "epochs": 2, "batch_size": 5}
+    options["callback"] = lambda epoch, loss: seen.append((epoch, loss))
+    fitted = fit(key, network, (x, y), test=(x, y), **options)
     init_key, order_key, loss_key = jax.random.split(key, 3)
     w, averages = network.init(init_key, (3,))
     losses = []
@@ -135,7 +128,6 @@ def test_the_scales_are_those_of_the_functions_of_arrays():
 
 
 def test_weights_of_darts_networks_differ_as_counted():
-    """Truth: the shapes of both networks' weights."""
     sizes = {"classes": 3, "cells": 3, "channels": 4}
     networks = [
         Blueprint("darts", str(genotype(draw_corner(key))), sizes)

@@ -47,18 +47,8 @@ def test_both_sides_are_made_smaller_by_one_factor_or_the_images_refused():
     assert unit_images(x[:, :7])[0].shape == (5, 7, 12, 1)
 
 
-def test_fewer_epochs_than_in_the_checkpoint_raise(tmp_path):
-    network = darts_network(DARTS_V2, cells=1, channels=2, auxiliary=False)
-    program = from_scratch(network, optax.sgd(0.1), batch_size=2)
-    data = jnp.ones((2, 4, 4, 1)), jnp.zeros(2, int)
-    options = {"checkpoint": tmp_path, "options": lambda epoch: (0.0,)}
-    run_epochs(program, jax.random.key(0), data, epochs=2, **options)
-    with pytest.raises(ValueError, match="epochs: expected at least the 2 that the checkpoint"):
-        run_epochs(program, jax.random.key(0), data, epochs=1, **options)
-
-
 @pytest.mark.slow
-def test_sigterm_saves_a_training_after_the_current_epoch(tmp_path):
+def test_sigterm_saves_a_training_after_the_current_epoch_and_fewer_epochs_then_raise(tmp_path):
     network = darts_network(DARTS_V2, cells=1, channels=2, auxiliary=False)
     program = from_scratch(network, optax.sgd(0.1), batch_size=2)
     data = jnp.ones((4, 4, 4, 1)), jnp.array([0, 1, 0, 1])
@@ -80,6 +70,8 @@ def test_sigterm_saves_a_training_after_the_current_epoch(tmp_path):
     assert received == [1]
     resumed, whole = run(checkpoint=tmp_path / "a"), run(checkpoint=tmp_path / "b")
     jax.tree.map(np.testing.assert_array_equal, resumed, whole)
+    with pytest.raises(ValueError, match="epochs: expected at least the 4 that the checkpoint"):
+        run(epochs=3, checkpoint=tmp_path / "b")
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e20])

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close
+from helpers import assert_close, finite_differences, flatten, hypergradient
 
 import bilevel
 import ntk
-from bilevel.spaces.activations import activation_space
 from bilevel.spaces.kernels import kernel_function_space, kernel_mixture_space, network_space
 from bilevel.spaces.linearized import linearized_space
 from bilevel.spaces.skips import skip_space
@@ -87,20 +86,8 @@ def test_hypergradients_are_finite_differences(name):
     assert not cheap or (bool(hyper.info.converged) and hyper.info.error_bound < 1e-8)
     value = value_of(space)
     np.testing.assert_allclose(hyper.value, value(alpha), rtol=1e-12)
-    leaves, structure = jax.tree.flatten(alpha)
-    for i, leaf in enumerate(leaves):
-        for place in np.ndindex(leaf.shape):
-
-            def moved(h, i=i, place=place, leaf=leaf):
-                new = [*leaves]
-                new[i] = leaf.at[place].add(h)
-                return value(jax.tree.unflatten(structure, new))
-
-            # Fourth order: two steps.
-            near, far = (moved(h) - moved(-h) for h in (1e-3, 2e-3))
-            difference = (8 * near - far) / 12e-3
-            slope = jax.tree.leaves(hyper.grad)[i][place]
-            np.testing.assert_allclose(slope, difference, rtol=1e-6, atol=1e-9)
+    slopes = finite_differences(lambda a: value(jax.tree.map(jnp.asarray, a)), alpha)
+    np.testing.assert_allclose(flatten(hyper.grad), slopes, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.long
@@ -120,29 +107,6 @@ def test_a_described_network_is_a_space_whose_architectures_are_networks():
     path = jax.tree.map(lambda leaf: leaf[None], corner)
     certified = space.certificates(path, X)
     assert 0 < certified[0] <= float(ntk.min_eigenvalue(one.ntk))
-
-
-@pytest.mark.long
-def test_a_mixture_of_activations_as_a_function_is_the_space_of_blocks():
-    """Truth: ``activation_space`` at infinite width, which has the blocks of the same kernels."""
-    blocks = activation_space(["relu", "leaky_relu"], width=jnp.inf, outer="squared")
-
-    def kernel(alpha, x1, x2=None):
-        return ntk.mixture_kernel(
-            alpha, ntk.mixture_blocks(x1, [ntk.relu, ntk.leaky_relu(0.1)], x2=x2)
-        )
-
-    space = kernel_function_space(kernel, jnp.array([0.3, 0.7]), sets="simplex")
-    alpha = {"mixture": jnp.array([0.3, 0.7]), "log_penalty": space.start()["log_penalty"]}
-    train, valid = (blocks.blocks(X), Y), (blocks.blocks(XV, X), YV)
-
-    def step(s, *arguments):
-        return bilevel.hypergradient(s.problem, s.solver, diagnostics=False)(*arguments)
-
-    truth = step(blocks, alpha, 0 * Y, train, valid)
-    hyper = step(space, space.start(), 0 * Y, *batches(space))
-    np.testing.assert_allclose(hyper.value, truth.value, rtol=1e-10)
-    np.testing.assert_allclose(hyper.grad["kernel"], truth.grad["mixture"], rtol=1e-8)
 
 
 @pytest.mark.long
@@ -166,21 +130,6 @@ def test_a_search_ends_at_a_kernel_and_its_certificates_hold_all_the_way():
     # 14 rows of 4 dimensions: a linear kernel alone is singular.
     (singular,) = space.certificates({"mixture": jnp.array([[0.0, 1.0]])}, X)
     assert -1e-10 < singular <= 1e-15
-
-
-@pytest.mark.parametrize(
-    "space",
-    [
-        kernel_function_space(lambda alpha, a, b: alpha + a @ b.T, np.ones(())),
-        kernel_mixture_space({"linear": linear}),
-    ],
-)
-def test_the_squared_loss_of_real_targets_is_their_mean_squared_error(space):
-    (inputs, _), (columns, _) = batches(space)
-    y, yv, alpha = 3 * X[:, 0] + 0.5, 3 * XV[:, 0] + 0.5, space.start()
-    w, _ = space.solver.run(space.problem.lower, alpha, jnp.zeros_like(y), (), (inputs, y))
-    errors = space.apply(w, alpha, columns) - yv
-    assert_close(space.problem.outer(w, alpha, (columns, yv)), jnp.mean(errors**2))
 
 
 @pytest.mark.long
@@ -262,15 +211,11 @@ def test_a_space_with_training_inputs_takes_batches_as_the_contract_says(rows, v
     train, test = (pairs.inputs(x), y), (pairs.inputs(xv, x), yv)
     alpha, w = space.start(), space.init(jax.random.key(0), (x, y))
     np.testing.assert_array_equal(w, pairs.init(jax.random.key(0), train))
-    step, of_pairs = (
-        jax.jit(bilevel.hypergradient(s.problem, s.solver, diagnostics=False))
-        for s in (space, pairs)
-    )
     pairings = (space, (x, y)), (pairs, train)
-    truth = of_pairs(alpha, w, train, test)
+    truth = hypergradient(pairs.problem, pairs.solver, alpha, w, train, test)
     K = np.asarray(gaussian(0.0, x, x)) + 0.1 * np.eye(rows)
     weights = np.linalg.solve(K, y)  # truth: numpy
-    hyper = step(alpha, w, (x, y), (xv, yv))
+    hyper = hypergradient(space.problem, space.solver, alpha, w, (x, y), (xv, yv))
     assert_close(hyper.w, weights, f32=1e-3)
     assert_close(hyper.value, truth.value, f32=1e-4)
     assert_close(hyper.grad, truth.grad, f32=1e-3)

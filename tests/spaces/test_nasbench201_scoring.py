@@ -33,9 +33,7 @@ def scores(*arguments, **options):
     return scored(*arguments, **options).values
 
 
-def alone(name, genotype) -> float:
-    """The score of one network by itself."""
-
+def alone(name, genotype):
     def apply(w, x):
         return NETWORKS.apply(w, genotype, x)
 
@@ -49,9 +47,11 @@ def expected():
 
 
 @pytest.mark.long
-def test_scores_are_those_of_each_network_by_itself():
+def test_scores_are_those_of_each_network_by_itself_and_equal_several_at_once():
     assert np.isfinite(expected()["naswot"]).any()
+    together = scores(at_once=4)  # the second chunk is filled up
     for name, values in expected().items():
+        np.testing.assert_allclose(together[name], values, rtol=1e-5)
         for genotype, value in zip(CELLS[:2], values[:2], strict=True):
             np.testing.assert_allclose(value, alone(name, genotype), rtol=1e-5)  # float32 weights
 
@@ -80,13 +80,6 @@ def test_a_second_call_compiles_nothing():
 
 
 @pytest.mark.long
-def test_scores_at_once_equal_scores_one_by_one():
-    together = scores(at_once=4)  # the second chunk is filled up
-    for name, values in expected().items():
-        np.testing.assert_allclose(together[name], values, rtol=1e-5)
-
-
-@pytest.mark.long
 def test_an_interrupted_run_resumes_to_the_same_scores(tmp_path, monkeypatch):
     file = tmp_path / "scores.npz"
     monkeypatch.setattr(scoring, "_SAVE_SECONDS", 0.0)
@@ -104,15 +97,6 @@ def test_an_interrupted_run_resumes_to_the_same_scores(tmp_path, monkeypatch):
     resumed = scores(names=("l2_norm",), file=file)
     assert len(calls) == len(CELLS) + 1  # none was scored twice
     np.testing.assert_equal(resumed["l2_norm"], expected()["l2_norm"])
-
-
-@pytest.mark.long
-def test_more_genotypes_and_scores_are_added_to_a_file(tmp_path, monkeypatch):
-    file = tmp_path / "scores.npz"
-    scores(CELLS[:4], ("l2_norm",), file=file)
-    np.testing.assert_equal(scores(file=file), expected())
-    monkeypatch.setattr(scoring, "_score_programs", lambda *_: {})  # nothing is left to compute
-    np.testing.assert_equal(scores(CELLS[:4], file=file)["naswot"], expected()["naswot"][:4])
 
 
 @pytest.mark.long
@@ -159,7 +143,9 @@ def test_a_file_of_other_images_or_genotypes_raises(tmp_path, other):
 
 
 @pytest.mark.long
-def test_fewer_networks_leave_the_others_in_the_file(tmp_path):
+def test_networks_and_scores_are_added_to_a_file_and_fewer_leave_the_others_in_it(
+    tmp_path, monkeypatch
+):
     file = tmp_path / "scores"
     whole = scored(names=("l2_norm",), file=file)
     some = scored(CELLS[:2], file=file)
@@ -167,4 +153,6 @@ def test_fewer_networks_leave_the_others_in_the_file(tmp_path):
     assert len(some.values["l2_norm"]) == len(some.values["naswot"]) == 2
     again = scored(file=file)
     assert again.seconds["l2_norm"] == whole.seconds["l2_norm"]  # nothing was computed again
-    np.testing.assert_array_equal(again.values["l2_norm"], whole.values["l2_norm"])
+    np.testing.assert_equal(again.values, expected())
+    monkeypatch.setattr(scoring, "_score_programs", lambda *_: {})  # nothing is left to compute
+    np.testing.assert_equal(scores(CELLS[:4], file=file)["naswot"], expected()["naswot"][:4])

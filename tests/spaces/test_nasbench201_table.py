@@ -16,14 +16,7 @@ import pytest
 
 from bilevel.spaces.nasbench201 import genotypes, parameter_count
 from bilevel.spaces.nasbench201.judging import table as module
-from bilevel.spaces.nasbench201.judging.table import (
-    RUN_SETS,
-    SETS,
-    cifar10_split,
-    genotype_row,
-    load_table,
-    published_scores,
-)
+from bilevel.spaces.nasbench201.judging.table import RUN_SETS, SETS, load_table
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
 
@@ -116,7 +109,7 @@ def test_the_user_cache_comes_second(small, monkeypatch, tmp_path):
 
 def test_scores_that_are_not_there_are_named_with_both_places_and_their_source(places, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"published_scores\.csv: expected it") as error:
-        published_scores()
+        module.published_scores()
     for text in (
         str(tmp_path / "data" / "nasbench201"),
         str(tmp_path / "cache" / "bilevel" / "nasbench201"),
@@ -178,7 +171,7 @@ def test_the_best_networks_are_the_published_ones(table):
 
 def test_each_genotype_is_in_its_row(table):
     assert table.genotypes == genotypes()
-    assert [genotype_row(g) for g in genotypes()[::500]] == list(range(0, 15_625, 500))
+    assert [module.genotype_row(g) for g in genotypes()[::500]] == list(range(0, 15_625, 500))
     assert sorted(table.official_index) == list(range(15_625))
 
 
@@ -198,7 +191,7 @@ def test_parameters_are_those_that_the_benchmark_records_but_for_150_networks():
 
 
 def test_the_split_is_two_halves_of_the_training_images():
-    train, valid = cifar10_split()
+    train, valid = module.cifar10_split()
     assert train.shape == valid.shape == (25_000,)
     np.testing.assert_array_equal(np.sort(np.concatenate([train, valid])), np.arange(50_000))
     assert train[0] == 0 and valid[0] == 1

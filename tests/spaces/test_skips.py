@@ -40,13 +40,6 @@ def rows():
     return jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)))
 
 
-@pytest.fixture(scope="module")
-def signs():
-    """Training and validation batches; the class is the sign of one input."""
-    x = np.random.default_rng(0).normal(size=(2, 80, 3))
-    return [(jnp.asarray(part), jnp.asarray(part[:, 0] > 0, int)) for part in x]
-
-
 def random_alpha(depth, h):
     draw = np.random.default_rng(depth)
     alpha = {"activations": draw.dirichlet(np.ones(h), depth - 1), "skips": draw.random(depth - 2)}
@@ -70,7 +63,6 @@ def test_unknown_labels_give_nan_losses_and_gradients(classes, label):
 def test_supernet_and_plain_network_are_the_formula_on_the_same_weights(
     parametrization, deviation, gain, rows
 ):
-    """Truth: numpy."""
     space = skip_space(depth=5, width=40, classes=3, parametrization=parametrization)
     w = space.init(jax.random.key(0), batch(1, 3))
     shapes = {"first": (3, 40), "hidden": (3, 40, 40), "last": (40, 3)}
@@ -186,11 +178,13 @@ def test_the_uniform_iterate_is_uniform_over_where_the_steps_begin():
 
 
 @pytest.mark.slow
-def test_plain_networks_learn_and_stay_float32_whatever_the_default(signs):
+def test_plain_networks_learn_and_stay_float32_whatever_the_default():
+    """The class is the sign of one input."""
     space = skip_space(["relu", "swish"], depth=4, width=16, classes=2)
     architecture = SkipArchitecture(("relu", "swish", "relu"), (True, False))
     w = cast(space.init(jax.random.key(0), batch(1, 3)), jnp.float32)
-    data, (x, labels) = [(jnp.asarray(x, jnp.float32), labels) for x, labels in signs]
+    parts = jnp.asarray(np.random.default_rng(0).normal(size=(2, 80, 3)), jnp.float32)
+    data, (x, labels) = [(part, jnp.asarray(part[:, 0] > 0, int)) for part in parts]
     options = dict(optimizer=optax.sgd(0.05, momentum=0.9), epochs=10, batch_size=8)
     trained = train(jax.random.key(1), space.problem.lower, architecture, w, data, **options)
     assert {leaf.dtype for leaf in jax.tree.leaves(trained)} == {jnp.dtype("float32")}

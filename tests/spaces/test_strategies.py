@@ -214,7 +214,6 @@ def test_strategies_on_training_rows_take_stateful_problems(make):
 
 @pytest.mark.long
 def test_stacked_copies_equal_separate_searches():
-    """Truth: the same strategy on each copy's data and batches, one after the other."""
     copies = 2
     data = [jax.tree.map(lambda a, b: jnp.stack([a, b]), *ROWS) for _ in range(2)]
     w = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), weights())

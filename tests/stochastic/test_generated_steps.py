@@ -85,9 +85,8 @@ def test_a_single_loop_takes_the_steps_of_its_formula(name, seed, dtype):
     scale = 10 ** rng.uniform(-1, 0.3)
     arguments = [normal(rng, dtype, 3, scale=scale) for _ in range(4)]
     method, formula, copies = METHODS[name]
-    result = bilevel.search(
-        PROBLEM, method, optax.sgd(OUTER), *arguments, steps=STEPS, progress=False
-    )
+    methods, options = (method, optax.sgd(OUTER)), {"steps": STEPS, "progress": False}
+    result = bilevel.search(PROBLEM, *methods, *arguments, **options)
     alpha, w, x, t = wide(arguments)
     other, alphas = w if copies else np.zeros_like(w), []
     for step in range(STEPS):
@@ -95,7 +94,5 @@ def test_a_single_loop_takes_the_steps_of_its_formula(name, seed, dtype):
         alpha = alpha - OUTER * direction
         alphas.append(alpha)
     # Terms may cancel, so the largest sets the rounding error.
-    size = 1 + np.abs(alphas).max()
-    np.testing.assert_allclose(
-        wide(result.history["alpha"]) / size, np.array(alphas) / size, atol=1e4 * eps(dtype)
-    )
+    size, actual = 1 + np.abs(alphas).max(), wide(result.history["alpha"])
+    np.testing.assert_allclose(actual / size, np.array(alphas) / size, atol=1e4 * eps(dtype))

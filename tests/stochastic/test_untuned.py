@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_close
-from problems import quadratics
+from problems import mean_squares, quadratics
 
 import bilevel
 from bilevel.stochastic import BatchedData, _metric, make_batched_data
@@ -30,10 +30,8 @@ def family(condition, seed=0):
     mixing = rng.normal(size=(P, Q)) / np.sqrt(Q)
     x, xv = rows(condition), rows(10)
     train, valid = (x, 0.3 * rng.normal(size=N)), (xv, xv @ rng.normal(size=P))
-    problem = bilevel.Problem(
-        lambda w, a, batch: 0.5 * jnp.mean((batch[0] @ (w - mixing @ a) - batch[1]) ** 2),
-        lambda w, a, batch: 0.5 * jnp.mean((batch[0] @ w - batch[1]) ** 2),
-    )
+    lower = lambda w, a, batch: mean_squares(w - mixing @ a, a, batch)  # noqa: E731
+    problem = bilevel.Problem(lower, mean_squares)
     offset = np.linalg.solve(x.T @ x, x.T @ train[1])
 
     def slope(alpha):
@@ -84,9 +82,8 @@ def test_a_large_problems_metric_knows_the_leading_directions(monkeypatch):
     values, vectors = np.linalg.eigh(x.T @ x / N)
     top, bottom = vectors[:, -2:], vectors[:, :2]
     assert metric.vectors.shape == (P, 4)
-    np.testing.assert_allclose(
-        np.diag(top.T @ matrix(metric, 1.0) @ top) * values[-2:], 1, rtol=0.05
-    )
+    steep = np.diag(top.T @ matrix(metric, 1.0) @ top) * values[-2:]
+    np.testing.assert_allclose(steep, 1, rtol=0.05)
     soft = np.diag(bottom.T @ matrix(metric, 1.0) @ bottom) * float(metric.floor)
     np.testing.assert_allclose(soft, 1, rtol=0.05)
 
@@ -113,21 +110,17 @@ def test_where_alpha_has_moved_the_metric_is_measured_anew(moved, another):
     assert float(metric.moved[1]) == (-moved if another else 0)
 
 
-def distance(method, seed, **conditions):
-    """Return the distance from alpha after 3,000 untuned steps to the minimizer in numpy."""
-    problem, args, solved, _ = quadratics(seed, **conditions)
-    options = {"steps": 3000, "batches": bilevel.partition(64), "key": jax.random.key(seed)}
-    result = bilevel.search(problem, method(), bilevel.paced(), *args, **options, history=())
-    return np.linalg.norm(np.asarray(result.alpha, np.float64) - solved)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("method", [bilevel.saba, bilevel.spaba], ids=["saba", "spaba"])
 def test_the_untuned_default_converges_for_every_seed_and_condition(method):
     fresh = np.random.default_rng().integers(2**31, size=8).tolist()
     for seed in [*range(8), *fresh]:
         conditions = {"condition": 10.0 ** (2 * (seed % 3)), "mixed": 10.0 ** (seed % 2)}
-        assert distance(method, seed, **conditions) < 1e-3, (seed, conditions)
+        problem, args, solved, _ = quadratics(seed, **conditions)
+        options = {"steps": 3000, "batches": bilevel.partition(64), "key": jax.random.key(seed)}
+        result = bilevel.search(problem, method(), bilevel.paced(), *args, **options, history=())
+        distance = np.linalg.norm(np.asarray(result.alpha, np.float64) - solved)
+        assert distance < 1e-3, (seed, conditions)
 
 
 @pytest.mark.long
@@ -157,14 +150,9 @@ def test_the_adjoint_is_kept_where_few_rows_are_much_steeper(method, penalty, de
         return jnp.mean(losses(w, *batch))
 
     train, valid = (*rows(2000), jnp.arange(2000)), rows(500)
-    result = bilevel.search(
-        *(bilevel.Problem(lower, outer), method(), bilevel.paced()),
-        *(jnp.zeros(2000), jnp.zeros(40), train, valid),
-        steps=6000,
-        batches=bilevel.partition(4),
-        key=jax.random.key(0),
-        history=(),
-    )
+    args = bilevel.Problem(lower, outer), method(), bilevel.paced(), jnp.zeros(2000), jnp.zeros(40)
+    options = {"steps": 6000, "batches": bilevel.partition(4), "key": jax.random.key(0)}
+    result = bilevel.search(*args, train, valid, **options, history=())
     hessian = jax.hessian(lower)(result.w, result.alpha, train)
     slope = jax.grad(outer)(result.w, result.alpha, valid)
     residual = hessian @ result.state.solver_state.v - slope

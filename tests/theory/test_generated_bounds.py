@@ -27,9 +27,6 @@ def vector(low, high, count=3):
     return values.map(np.array)
 
 
-# ----------------------------------------------------------------------------- coverings
-
-
 @examples(5)
 @given(dtype=dtypes, dim=integers(1, 30), R=size(-3, 3), shares=vector(-4, -0.01))
 def test_the_covering_of_a_ball(dtype, dim, R, shares):
@@ -59,9 +56,6 @@ def test_the_covering_of_simplices(h, copies, shares):
     )  # a ceiling may be off by one
     assert_at_most(np.asarray(lower) * (1 - 1e-3) - 1e-3, logs)
     assert_at_most(logs, np.asarray(upper) * 1.05 + 1e-3 + copies)
-
-
-# ----------------------------------------------------------------------------- proved here
 
 
 def best(value):
@@ -121,9 +115,6 @@ def test_the_constants_of_feature_maps(n, h, B, y, lambda0, R):
     assert_near(constants.penalty, R * math.sqrt(B) * t / lambda0, 1e-5)
 
 
-# ----------------------------------------------------------------------------- the papers
-
-
 @examples(5)
 @given(n=rows, h_eff=size(0, 3), C_bar=size(0, 2), L=size(), Gamma=size(-1, 1), tau=st.floats(1, 9))
 def test_the_theorems_of_oymak(n, h_eff, C_bar, L, Gamma, tau):
@@ -174,17 +165,12 @@ def test_the_theorems_of_khodak(entropy, n, m, delta, B, exponents, excess, lips
     assert_near(a4.value, training + theorem(2 * lipschitz, half, half), 1e-4)
 
 
-# ----------------------------------------------------------------------------- spectral estimators
-
-
 @examples(5)
 @given(seed=seeds, dtype=dtypes, columns=st.sampled_from([(), (2,)]))
 def test_the_gram_matrices_of_labels_and_noise_at_any_scale(seed, dtype, columns):
     rng = np.random.default_rng(seed)
-    X, y = (
-        normal(rng, dtype, 6, 3, 4, scale=10 ** rng.uniform(-3, 3)),
-        normal(rng, dtype, 6, *columns),
-    )
+    X = normal(rng, dtype, 6, 3, 4, scale=10 ** rng.uniform(-3, 3))
+    y = normal(rng, dtype, 6, *columns)
     features, labels = wide(X), wide(y).reshape(6, -1)
     noise = np.einsum("nhp,n,ngp->hg", features, (labels**2).sum(1), features)
     assert_near(spectral.noise_gram(X, y), noise, 1e3 * eps(dtype))

@@ -8,21 +8,9 @@ import numpy as np
 import pytest
 from helpers import assert_close, finite_differences, tolerance
 
-from bilevel.theory.bounds import (
-    khodak_corollary_a1,
-    khodak_corollary_a2,
-    khodak_corollary_a3,
-    khodak_theorem_3_1_as_printed,
-    khodak_theorem_a2,
-    khodak_theorem_a2_as_printed,
-    sample_size,
-    version_entropy,
-)
+from bilevel import bounds
 
-THEOREMS = [khodak_theorem_a2, khodak_theorem_a2_as_printed, khodak_theorem_3_1_as_printed]
-
-
-# --- the proved theorem, in simulation ---
+PRINTED = [bounds.khodak_theorem_a2_as_printed, bounds.khodak_theorem_3_1_as_printed]
 
 
 def validation_losses(risks, rows, trials):
@@ -34,7 +22,7 @@ def test_the_entropy_term_covers_all_configurations_and_is_not_much_too_large():
     """Truth: 256 fair coins. A third less would fail more often than the claimed delta."""
     rows, delta = 100, 0.3
     gaps = 0.5 - validation_losses(np.full(256, 0.5), rows, trials=4000).min(axis=1)
-    term = khodak_theorem_a2(math.log(256), rows, delta=delta).terms["entropy"]
+    term = bounds.khodak_theorem_a2(math.log(256), rows, delta=delta).terms["entropy"]
     assert 0 < np.mean(gaps > term) < delta
     assert np.mean(gaps > 2 / 3 * term) > delta
 
@@ -46,7 +34,7 @@ def test_the_excess_risk_of_the_selected_configuration_is_below_the_bound(rows, 
     risks = 0.5 + spread * np.linspace(-0.5, 0.5, 64)
     losses = validation_losses(risks, rows, trials=1000)
     excess = risks[losses.argmin(axis=1)] - risks.min()
-    bound = khodak_theorem_a2(math.log(64), rows, delta=0.1)
+    bound = bounds.khodak_theorem_a2(math.log(64), rows, delta=0.1)
     assert np.mean(excess > bound.value) <= 1 - bound.probability
     assert excess.mean() > 0
 
@@ -63,28 +51,25 @@ def test_the_printed_theorems_fail_for_a_loss_of_large_slope():
     assert loss(e * labels[0], labels[0]) == 0
     excess = loss(selected, labels[1]) - loss(best, labels[1])
     assert excess == 1
-    for printed in THEOREMS[1:]:
+    for printed in PRINTED:
         bound = printed(0.0, rows, epsilon=e)
         assert bound.value < 0.2 < excess
         assert dict(bound.assumptions)["epsilon = 0, or the loss is 3/2-Lipschitz"] is None
-    bound = khodak_theorem_a2(0.0, rows, epsilon=e, lipschitz=1 / (2 * e))
+    bound = bounds.khodak_theorem_a2(0.0, rows, epsilon=e, lipschitz=1 / (2 * e))
     assert excess <= bound.value
     assert bound.vacuous
 
 
 def test_the_printed_theorems_are_safe_for_finitely_many_functions():
-    for printed in THEOREMS[1:]:
+    for printed in PRINTED:
         held = dict(printed(math.log(8), 100).assumptions)
         assert held["epsilon = 0, or the loss is 3/2-Lipschitz"]
-
-
-# --- entropy, radius, rows ---
 
 
 def test_version_entropy_counts_the_covers_of_a_union():
     """Truth: constants in [0, 1] and [3, 5] have 2 and 4 balls of radius 1/4 (1 and 2 of 1/2)."""
     logs = jnp.log(jnp.array([[2.0, 4.0], [1.0, 2.0]]))
-    assert_close(version_entropy(logs), np.log([6, 3]), f32=1e-6)
+    assert_close(bounds.version_entropy(logs), np.log([6, 3]), f32=1e-6)
 
 
 def test_sample_size_solves_theorem_a2_for_the_rows():
@@ -93,7 +78,8 @@ def test_sample_size_solves_theorem_a2_for_the_rows():
     """
     entropy, epsilon = np.array([9.0, 6.0, 5.0]), np.array([0.01, 0.02, 0.1])
     options = {"delta": 0.01, "B": 2.0, "epsilon": epsilon, "lipschitz": 0.4}
-    rows = sample_size(0.07, jax.jit(lambda n: khodak_theorem_a2(entropy, n, **options)))
+    bound = jax.jit(lambda n: bounds.khodak_theorem_a2(entropy, n, **options))
+    rows = bounds.sample_size(0.07, bound)
     roots = math.sqrt(math.log(100)) + np.sqrt(entropy + math.log(100))
     exact = (2 * roots / np.maximum(0.07 - 0.8 * epsilon, 1e-9)) ** 2 / 2
     assert abs(rows - math.ceil(exact.min())) <= tolerance(0, 1e-5) * rows
@@ -103,13 +89,10 @@ def test_a_bound_is_differentiable_and_compiles():
     """Truth: finite differences in entropy, excess and B."""
 
     def value(x):
-        return khodak_theorem_a2(x[0], 100, excess=x[1], B=x[2]).value
+        return bounds.khodak_theorem_a2(x[0], 100, excess=x[1], B=x[2]).value
 
     x = jnp.array([3.0, 0.1, 1.5])
     assert_close(jax.jit(jax.grad(value))(x), finite_differences(value, x), f64=1e-8, f32=1e-2)
-
-
-# --- corollaries ---
 
 
 def hinge_solution(penalty, norm):
@@ -124,7 +107,7 @@ def test_corollary_a1_needs_another_lambda_than_the_printed_one():
     for n in (10**4, 10**6, 10**8):
         printed = math.sqrt(math.log(20) / n)
         norm = printed**-0.5
-        bound = khodak_corollary_a1(norm, n, delta=0.05, C=1.0)
+        bound = bounds.khodak_corollary_a1(norm, n, delta=0.05, C=1.0)
         excess = 1 - hinge_solution(printed, norm) / norm
         assert abs(excess - 0.5) < 1e-4
         assert excess <= bound.terms["rate at the printed lambda"]
@@ -138,17 +121,18 @@ def test_corollary_a1_needs_another_lambda_than_the_printed_one():
 def test_corollaries_a2_and_a3_are_rates():
     """Truth: sums of inverse roots; log(1 / delta) = 4, log(257 / delta) = 9.549076 (|C| = 256)."""
     delta = math.exp(-4)
-    bound = khodak_corollary_a2(math.sqrt(8), 900, 400, 256, delta=delta, C=2.0)
+    bound = bounds.khodak_corollary_a2(math.sqrt(8), 900, 400, 256, delta=delta, C=2.0)
     assert_close(bound.value, 2 * (0.2 + math.sqrt(9.549076) / 20), f64=1e-7, f32=1e-6)
-    assert_close(bound.terms["training"], khodak_corollary_a1(8**0.5, 900, delta=delta, C=1).value)
+    training = bounds.khodak_corollary_a1(8**0.5, 900, delta=delta, C=1).value
+    assert_close(bound.terms["training"], training)
     assert bound.unspecified
-    bound = khodak_corollary_a3(900, 400, 256, delta=delta, C=2.0)
+    bound = bounds.khodak_corollary_a3(900, 400, 256, delta=delta, C=2.0)
     assert_close(bound.value, 2 * (16 / 30 + math.sqrt(9.549076) / 20), f64=1e-7, f32=1e-6)
     assert_close(bound.terms["lambda, for sums"], 30.0)
     assert bound.vacuous
 
 
 def test_a_bound_of_a_vmap_is_printed():
-    bounds = jax.vmap(lambda n: khodak_theorem_a2(math.log(256), n))(jnp.array([100, 1000]))
-    assert "value = [0.329" in str(bounds)
-    assert "assumes loss in [0, B]: not checked" in str(bounds)
+    both = jax.vmap(lambda n: bounds.khodak_theorem_a2(math.log(256), n))(jnp.array([100, 1000]))
+    assert "value = [0.329" in str(both)
+    assert "assumes loss in [0, B]: not checked" in str(both)

@@ -15,14 +15,7 @@ import scipy.optimize
 import scipy.stats
 from helpers import assert_close, finite_differences, tolerance
 
-from bilevel.theory.spectral import (
-    noise_gram,
-    simplex_start,
-    spectral_alpha,
-    spectral_estimator,
-    spectral_limits,
-    spectral_sample,
-)
+from bilevel import spectral
 from bilevel.theory.spectral.columns import Columns
 
 N, H, P = 7, 4, 10
@@ -38,7 +31,7 @@ def streamed(x, size=4):
     return Columns(lambda j: jax.lax.dynamic_slice_in_dim(x, j * size, size, axis=2), count)
 
 
-WHITENED = jax.jit(partial(spectral_alpha, whiten=True))
+WHITENED = jax.jit(partial(spectral.spectral_alpha, whiten=True))
 FEATURES = {"dense": X, "streamed": streamed(X), "kernels": KERNELS}
 
 
@@ -46,14 +39,11 @@ def positive(alpha):
     return alpha * np.sign(alpha.sum())
 
 
-# ------------------------------------------------------------------------ the first stage
-
-
 @pytest.mark.parametrize(("form", "labels"), [("dense", Y[:, 0]), ("streamed", Y), ("kernels", Y)])
 def test_alpha_is_the_top_left_singular_vector_whatever_the_form_of_the_features(form, labels):
     """Truth: numpy's singular value decomposition of the M of all outputs, side by side."""
     m = np.einsum("nhp,nc->hcp", X, labels.reshape(N, -1)).reshape(H, -1)
-    alpha = jax.jit(spectral_alpha)(FEATURES[form], labels)
+    alpha = jax.jit(spectral.spectral_alpha)(FEATURES[form], labels)
     assert_close(alpha, positive(np.linalg.svd(m)[0][:, 0]), f64=1e-12, f32=1e-4)
 
 
@@ -67,7 +57,7 @@ def test_whitened_alpha_solves_the_generalized_eigenproblem(form):
 
     signs = np.array(list(itertools.product([1, -1], repeat=N)))
     noise = np.mean([gram(s[:, None] * Y) for s in signs], axis=0)
-    assert_close(noise_gram(FEATURES[form], Y), noise, f64=1e-12, f32=1e-5)
+    assert_close(spectral.noise_gram(FEATURES[form], Y), noise, f64=1e-12, f32=1e-5)
     top = scipy.linalg.eigh(gram(Y), noise)[1][:, -1]
     alpha = WHITENED(FEATURES[form], Y)
     assert_close(alpha, positive(top / np.linalg.norm(top)), f64=1e-6, f32=1e-2)
@@ -83,7 +73,7 @@ def test_whitening_undoes_sizes_and_correlations_of_the_feature_maps():
     y = x[:, 2, 0] + 0.3 * rng.standard_normal(100)
     mix = np.array([[20.0, 0, 0], [0, 1, 0.9], [0, 0, 0.5]])
     mixed = np.einsum("gh,nhp->ngp", mix, x)
-    plain, whitened = (np.array(f(mixed, y)) for f in (jax.jit(spectral_alpha), WHITENED))
+    plain, whitened = (np.array(f(mixed, y)) for f in (jax.jit(spectral.spectral_alpha), WHITENED))
     assert plain[0] > 0.95
     back = mix.T @ whitened
     expected = np.array(WHITENED(x, y))
@@ -106,7 +96,7 @@ def test_alpha_is_differentiable_though_other_eigenvalues_are_equal():
     x = jnp.asarray(X[:, :, :2], float)
 
     def alpha(y):
-        return spectral_alpha(x, y, whiten=True)
+        return spectral.spectral_alpha(x, y, whiten=True)
 
     y = jnp.asarray(Y[:, 0], float)
     numbers = finite_differences(jax.jit(alpha), y)
@@ -119,23 +109,18 @@ def test_memory_is_that_of_one_block():
     features = Columns(
         lambda j: jax.random.normal(jax.random.fold_in(key, j), (N, H, 2000), jnp.float32), 1000
     )
-    program = jax.jit(spectral_alpha, static_argnames="whiten")
+    program = jax.jit(spectral.spectral_alpha, static_argnames="whiten")
     lowered = program.lower(features, Y.astype(np.float32), whiten=True)
     block = 4 * N * H * 2000
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 10 * block
 
 
-# ------------------------------------------------------------------- the start of a search
-
-
 def test_the_start_without_noise_is_the_positive_part():
     """Truth: closed form; the sign of alpha does not matter, and no entry is 0."""
     alpha = jnp.array([-0.6, 0.1, -0.2])
-    assert_close(simplex_start(alpha, uniform=0.0), [0.75, 0, 0.25], f32=1e-6)
-    assert_close(simplex_start(-alpha, uniform=0.4), [0.45 + 2 / 15, 2 / 15, 0.15 + 2 / 15])
-
-
-# ------------------------------------------------------------------------ the second stage
+    assert_close(spectral.simplex_start(alpha, uniform=0.0), [0.75, 0, 0.25], f32=1e-6)
+    expected = [0.45 + 2 / 15, 2 / 15, 0.15 + 2 / 15]
+    assert_close(spectral.simplex_start(-alpha, uniform=0.4), expected)
 
 
 @pytest.mark.parametrize(("p", "form"), [(5, np.asarray), (40, streamed)])
@@ -147,7 +132,7 @@ def test_the_weights_are_least_squares_or_of_least_norm(p, form):
 
     @jax.jit
     def run(train, valid, new):
-        estimate = spectral_estimator((train, y), (valid, y_valid))
+        estimate = spectral.spectral_estimator((train, y), (valid, y_valid))
         return estimate.alpha, estimate.predict(train, new)
 
     alpha, predictions = run(form(train), form(valid), form(new))
@@ -156,13 +141,10 @@ def test_the_weights_are_least_squares_or_of_least_norm(p, form):
     assert_close(predictions, expected, f64=1e-8, f32=1e-2)
 
 
-# ------------------------------------------------------------------------------ the theory
-
-
 def test_limits_at_the_reference_values():
     """MATH, section 5, and its formula of the excess risk."""
     P, H = np.array([1.5, 2, 4, 8]), np.array([0.01, 0.05, 0.1, 0.02])
-    limits = jax.jit(spectral_limits)(P, H)
+    limits = jax.jit(spectral.spectral_limits)(P, H)
     rho2 = [0.975247524752, 0.857142857143, 0.545454545455, 0.823529411765]
     risk = [0.399339933993, 0.714285714286, 1.015151515152, 0.922268907563]
     assert_close(limits.correlation_squared, rho2, f64=1e-11, f32=1e-6)
@@ -170,15 +152,16 @@ def test_limits_at_the_reference_values():
     excess = H * (1 + P) * (2 * P - 1) / ((1 + H) * P * (P - 1))
     assert_close(limits.excess, excess, f64=1e-13, f32=1e-6)
     at = jnp.array([2.0, 0.2])
-    slope = jax.grad(lambda at: spectral_limits(*at).risk)
-    numbers = finite_differences(jax.jit(lambda at: spectral_limits(*at).risk), at)
+    slope = jax.grad(lambda at: spectral.spectral_limits(*at).risk)
+    numbers = finite_differences(jax.jit(lambda at: spectral.spectral_limits(*at).risk), at)
     assert_close(jax.jit(slope)(at), numbers, f64=1e-8, f32=1e-2)
 
 
 def test_limits_at_their_edges():
     """Below the threshold p h = n^2 the overlap is positive; p = n is infinite, unless h = 0."""
-    assert all(jnp.isnan(x) for x in jax.jit(spectral_limits)(-2.0, 0.1)[:4])
-    at = spectral_limits(np.array([2, 2, 1, 1, 0.5]), np.array([0.499, 0.501, 0.1, 0, 0.2]))
+    assert all(jnp.isnan(x) for x in jax.jit(spectral.spectral_limits)(-2.0, 0.1)[:4])
+    P, H = np.array([2, 2, 1, 1, 0.5]), np.array([0.499, 0.501, 0.1, 0, 0.2])
+    at = spectral.spectral_limits(P, H)
     assert at.recovers.tolist() == [True, False, True, True, True]
     assert at.correlation_squared[0] > 0 == at.correlation_squared[1]
     assert at.risk[2] == np.inf and at.risk[3] == 0
@@ -188,7 +171,7 @@ def test_limits_at_their_edges():
 def test_the_papers_constants_64_and_200_are_2_and_2_25():
     """(11) and (12) hold on a grid with room to spare: truth is 2 P H and 2.25 H / (1 - 1/P)."""
     P, H = np.meshgrid(1 + np.logspace(-3, 3, 200), np.logspace(-6, -0.01, 200))
-    limits = spectral_limits(P, H)
+    limits = spectral.spectral_limits(P, H)
     lost = np.array(1 - limits.correlation_squared) / np.minimum(P * H, 0.5)
     assert lost.max() <= 2 + tolerance(1e-9, 1e-1)  # cancellation where P H is 1e-6
     learned = np.array(limits.recovers)
@@ -201,8 +184,8 @@ def test_the_papers_constants_64_and_200_are_2_and_2_25():
 def test_simulated_overlap_and_risk_approach_the_limits(p, h):
     """Truth: the exact asymptotics, within 4 standard errors and O(1/n)."""
     n, keys = 100, jax.random.split(jax.random.key(0), 50)
-    draws = jax.jit(jax.vmap(lambda key: spectral_sample(key, n, p, h)))(keys)
-    limits = spectral_limits(p / n, h / n)
+    draws = jax.jit(jax.vmap(lambda key: spectral.spectral_sample(key, n, p, h)))(keys)
+    limits = spectral.spectral_limits(p / n, h / n)
     for name in ("correlation_squared", "risk"):
         simulated = np.array(getattr(draws, name))
         error = simulated.std(ddof=1) / len(keys) ** 0.5
@@ -217,24 +200,22 @@ def test_the_estimator_on_whole_tensors_is_distributed_as_the_fast_sample():
     alpha, theta = (v / np.linalg.norm(v) for v in (np.arange(1.0, h + 1), np.ones(p)))
     train, valid = rng.standard_normal((2, runs, n, h, p))
     labels = [np.einsum("h,knhp,p->kn", alpha, x, theta) for x in (train, valid)]
-    estimator = jax.jit(jax.vmap(spectral_estimator))((train, labels[0]), (valid, labels[1]))
+    sides = (train, labels[0]), (valid, labels[1])
+    estimator = jax.jit(jax.vmap(spectral.spectral_estimator))(*sides)
     rho = np.array(estimator.alpha) @ alpha
     weights = np.einsum("kh,knhp,kn->kp", estimator.alpha, train, estimator.dual)
     risk = 1 - 2 * rho * (weights @ theta) + (weights**2).sum(1)  # |alpha theta' - its estimate|^2
     keys = jax.random.split(jax.random.key(0), runs)
-    draws = jax.jit(jax.vmap(lambda key: spectral_sample(key, n, p, h)))(keys)
+    draws = jax.jit(jax.vmap(lambda key: spectral.spectral_sample(key, n, p, h)))(keys)
     assert scipy.stats.ks_2samp(rho**2, draws.correlation_squared).pvalue > 0.01
     assert scipy.stats.ks_2samp(risk, draws.risk).pvalue > 0.01
 
 
-# ------------------------------------------------------------------------------ the inputs
-
-
 def test_the_direction_has_no_unit():
     x, y = X.astype(np.float32), np.asarray(X[:, 1, 0], np.float32)
-    alpha = spectral_alpha(1e-12 * x, np.float32(1e-12) * y)
-    np.testing.assert_allclose(alpha, spectral_alpha(x, y), atol=1e-4)
-    assert jnp.isnan(jax.jit(spectral_alpha)(x, 0 * y)).all()
-    start = simplex_start(jnp.array([-1e-25, -3e-25], jnp.float32), uniform=0.0)
+    alpha = spectral.spectral_alpha(1e-12 * x, np.float32(1e-12) * y)
+    np.testing.assert_allclose(alpha, spectral.spectral_alpha(x, y), atol=1e-4)
+    assert jnp.isnan(jax.jit(spectral.spectral_alpha)(x, 0 * y)).all()
+    start = spectral.simplex_start(jnp.array([-1e-25, -3e-25], jnp.float32), uniform=0.0)
     np.testing.assert_allclose(start, [0.25, 0.75], rtol=1e-5)
-    assert jnp.isfinite(simplex_start(jnp.array([-0.6, -0.8]), jnp.zeros((2, 2)))).all()
+    assert jnp.isfinite(spectral.simplex_start(jnp.array([-0.6, -0.8]), jnp.zeros((2, 2)))).all()

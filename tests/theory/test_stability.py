@@ -16,28 +16,16 @@ def unit(x):
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
-def recorded(algorithm):
-    """``algorithm``, and the list of points that it will have been run at."""
-    seen = []
-
-    def run(alpha):
-        jax.debug.callback(lambda a: seen.append(np.asarray(a)), alpha)
-        return algorithm(alpha)
-
-    return run, seen
-
-
 def test_a_linear_algorithm_has_the_length_of_its_image_of_the_direction_at_every_delta():
     rng = np.random.default_rng(0)
     # A(alpha) = (P alpha, Q alpha) moves by exactly delta (P u, Q u).
     p, q = rng.normal(size=(4, 3)), rng.normal(size=(2, 3))
     alphas, directions = rng.normal(size=(2, 5, 3))
-    quotients = lipschitz(
-        lambda a: {"p": jnp.asarray(p) @ a, "q": jnp.asarray(q) @ a},
-        alphas,
-        DELTAS,
-        directions=directions,
-    )
+
+    def algorithm(alpha):
+        return {"p": jnp.asarray(p) @ alpha, "q": jnp.asarray(q) @ alpha}
+
+    quotients = lipschitz(algorithm, alphas, DELTAS, directions=directions)
     expected = np.linalg.norm(unit(directions) @ np.concatenate([p, q]).T, axis=1)
     assert quotients.shape == (5, 2)
     assert_close(quotients, np.stack([expected, expected], 1), f64=1e-12, f32=1e-4)
@@ -47,28 +35,29 @@ def test_directions_are_of_unit_length_over_all_leaves_and_may_be_one_for_all_al
     rng = np.random.default_rng(0)
     alphas = {"mix": rng.normal(size=(3, 2)), "log_penalty": rng.normal(size=3)}
     # u = (1, 2, -2) / 3 in (mix, log_penalty), and A weighs its coordinates by 1, 2, 4.
-    quotients = lipschitz(
-        lambda a: (a["mix"] * jnp.array([1.0, 2.0]), 4 * a["log_penalty"]),
-        alphas,
-        [0.1],
-        directions={"mix": np.array([1, 2]), "log_penalty": -2.0},
-    )
+    algorithm = lambda a: (a["mix"] * jnp.array([1.0, 2.0]), 4 * a["log_penalty"])  # noqa: E731
+    directions = {"mix": np.array([1, 2]), "log_penalty": -2.0}
+    quotients = lipschitz(algorithm, alphas, [0.1], directions=directions)
     assert_close(quotients, np.full((3, 1), np.sqrt(1 + 16 + 64) / 3), f64=1e-12, f32=1e-5)
 
 
 def test_each_alpha_is_run_once_and_steps_towards_a_vertex_stay_on_the_simplex():
-    run, seen = recorded(lambda a: a)
+    seen = []
+
+    def recorded(alpha):
+        jax.debug.callback(lambda a: seen.append(np.asarray(a)), alpha)
+        return alpha
+
     alphas = np.array([[0.2, 0.3, 0.5], [0.6, 0.1, 0.3]])
     deltas = np.array([0.1, 0.2, 0.4])
     vertex = np.array([1.0, 0.0, 0.0])
-    lipschitz(run, alphas, deltas, directions=vertex - alphas)
+    lipschitz(recorded, alphas, deltas, directions=vertex - alphas)
     jax.effects_barrier()
     steps = np.concatenate([[0], deltas])[:, None]
     expected = np.concatenate([a + steps * unit(vertex - a) for a in alphas])
     assert len(seen) == 2 * (1 + 3)
-    assert_close(
-        np.array(sorted(map(tuple, seen))), np.array(sorted(map(tuple, expected))), f32=1e-6
-    )
+    in_order, expected = (np.array(sorted(map(tuple, points))) for points in (seen, expected))
+    assert_close(in_order, expected, f32=1e-6)
     np.testing.assert_allclose(np.sum(seen, axis=1), 1, rtol=0, atol=tolerance(1e-14, 1e-6))
     assert np.min(seen) >= 0
 

@@ -13,13 +13,11 @@ import sys
 from importlib.metadata import version
 
 if version("jaxlib").startswith(("0.10.", "0.11.", "0.12.")):
-    _flags = (
+    os.environ.setdefault(
+        "XLA_FLAGS",
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-        " --xla_cpu_parallel_codegen_split_count=1"  # not 32 modules for each program
+        + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
     )
-    if version("jaxlib").startswith("0.10."):
-        _flags += " --xla_cpu_use_fusion_emitters=false"
-    os.environ.setdefault("XLA_FLAGS", _flags)
 
 # Two workers with two LAPACK threads each wait for each other: one small test took 194 s, not 28.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -239,8 +239,15 @@ def test_an_estimate_is_the_error_of_weights_with_another_active_set():
     assert_close(result.info.error_estimate, error, f64=1e-9, f32=1e-4)
 
 
+LARGE = {
+    "box": lambda **tol: projected("box", lambda a: -jnp.exp(a), jnp.exp, **tol),
+    "l1": lambda **tol: proximal("l1", lambda a: jnp.exp(a - 4), **tol),
+}
+
+
 @pytest.mark.long
-def test_the_estimate_is_the_error_with_more_weights_than_a_formed_hessian():
+@pytest.mark.parametrize("name", LARGE)
+def test_the_estimate_is_the_error_with_more_weights_than_a_formed_hessian(name):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(900, 600))
     x, y = map(jnp.asarray, (x, np.sign(x[:, :20].sum(1) + rng.normal(size=900))))
@@ -251,7 +258,7 @@ def test_the_estimate_is_the_error_with_more_weights_than_a_formed_hessian():
     problem = bilevel.Problem(lambda w, *args: logistic(w, *args) + 0.05 * jnp.sum(w**2), logistic)
 
     def run(diagnostics, **tol):
-        solver = bilevel.implicit(proximal("l1", lambda a: jnp.exp(a - 4), **tol))
+        solver = bilevel.implicit(LARGE[name](**tol))
         given = jnp.asarray(-2.0), jnp.zeros(600), np.arange(600), np.arange(600, 900)
         return hypergradient(problem, solver, *given, diagnostics=diagnostics)
 

@@ -257,14 +257,32 @@ def test_hypergradients_with_diagnostics_can_be_differentiated():
     assert info.converged
 
 
-def test_estimate_is_infinite_if_nothing_is_known():
-    free = case(
-        lambda w, alpha, batch: 0.5 * (w[0] - alpha) ** 2,
-        lambda w, alpha, batch: w[0] + w[1],
-        *(1.0, np.zeros(2), (), ()),
-    )
-    for solver in (bilevel.implicit(), bilevel.unrolled(0.01, 3)):
-        info = hypergradient(solver, free).info
+# A double well with a negative Hessian near w = 0, and a weight that is free.
+UNKNOWN = {
+    "indefinite": (
+        (
+            lambda w, alpha, batch: jnp.sum(w**4 / 4 - w**2 / 2 - alpha * w),
+            lambda w, alpha, batch: jnp.sum((w - 2) ** 2),
+            *(np.array([0.01, 0.02]), np.array([0.05, 1.0]), (), ()),
+        ),
+        bilevel.implicit(bilevel.unrolled(0.01, 3)),
+    ),
+    "free": (
+        (
+            lambda w, alpha, batch: 0.5 * (w[0] - alpha) ** 2,
+            lambda w, alpha, batch: w[0] + w[1],
+            *(1.0, np.zeros(2), (), ()),
+        ),
+        bilevel.implicit(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param("indefinite", marks=pytest.mark.slow), "free"])
+def test_estimate_is_infinite_if_nothing_is_known(name):
+    parts, implicit = UNKNOWN[name]
+    for solver in (implicit, bilevel.unrolled(0.01, 3)):
+        info = hypergradient(solver, case(*parts)).info
         assert np.isinf(info.error_estimate) and np.isinf(info.error_bound)
         assert not info.converged
 

@@ -174,6 +174,10 @@ def test_independent_outputs_are_the_same_in_either_form():
     one = ntk.posterior(train.nngp, Y, cross.nngp, prior, penalty=0.1)
     other = ntk.posterior(full[0].nngp, Y, full[1].nngp, several(prior), penalty=0.1)
     assert_close(tuple(other), (one.mean, several(one.covariance)))
+    fits = ntk.kernel_regression(train.ntk, Y), ntk.kernel_regression(full[0].ntk, Y)
+    assert_close(fits[0].weights, fits[1].weights)
+    assert_close(fits[0].leave_one_out(), fits[1].leave_one_out())
+    assert_close(fits[0].predict(cross.ntk), fits[1].predict(full[1].ntk))
 
 
 def test_on_the_training_inputs_variance_ends():

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from scipy.stats import kendalltau
 
+from benchmarks.reliability import crashes, nonfinite, victims
 from benchmarks.train_free import all_networks, zhu_table2
 from bilevel.spaces.nasbench201.genotype import PRIMITIVES, encode, genotypes
 
@@ -91,10 +92,8 @@ def faults(source):
 
 
 def blocks(path):
-    """The Python of a program, or of a page or a notebook without the notebook's own commands."""
+    """The Python of a page or a notebook, one session, without the notebook's own commands."""
     text = path.read_text()
-    if path.suffix == ".py":
-        return text
     if path.suffix == ".ipynb":
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
         parts = ["".join(cell["source"]) for cell in cells]
@@ -104,6 +103,14 @@ def blocks(path):
 
 def users(*patterns):
     return sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+
+
+def all_faults(paths, read):
+    return [
+        f"{path.relative_to(ROOT)}:{line}: {wrong}"
+        for path in paths
+        for line, wrong in faults(read(path))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -132,11 +139,16 @@ def test_names_in_pages_and_notebooks_are_found(tmp_path):
     assert [w for _, w in faults(blocks(notebook))] == ["ntk.nothing does not exist"]
 
 
-def test_programs_pages_and_notebooks_use_names_that_exist_and_are_public():
-    programs, pages = users(*PROGRAMS), users(*PAGES, "notebooks/*.ipynb")
-    assert len(programs) > 60 and sum("bilevel" in blocks(path) for path in pages) > 15
-    wrong = {path: faults(blocks(path)) for path in (*programs, *pages)}
-    assert {path: lines for path, lines in wrong.items() if lines} == {}
+def test_programs_use_names_that_exist_and_are_public():
+    programs = users(*PROGRAMS)
+    assert len(programs) > 60
+    assert all_faults(programs, pathlib.Path.read_text) == []
+
+
+def test_pages_and_notebooks_use_names_that_exist_and_are_public():
+    pages = users(*PAGES, "notebooks/*.ipynb")
+    assert sum("bilevel" in blocks(path) for path in pages) > 15
+    assert all_faults(pages, blocks) == []
 
 
 # ----------------------------------------------------------------------------- exit rules
@@ -244,8 +256,11 @@ def test_only_code_makes_results_old():
 
 
 def accelerator(*flags):
-    command = [sys.executable, ROOT / "benchmarks/scale/accelerator.py", *flags]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, ROOT / "benchmarks/scale/accelerator.py", *flags],
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_parts_for_which_there_is_no_time_are_said_to_be_stopped():
@@ -263,6 +278,32 @@ def test_the_parts_run_to_their_end():
     done = accelerator("--quick", "--only", *parts)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"\n| {part} |" in done.stdout for part in parts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(2))
+def test_a_search_stops_where_a_quantity_is_not_finite(number):
+    outcome = nonfinite.nonfinite(1, number)
+    assert outcome.verdict == "right", outcome
+
+
+@pytest.mark.filterwarnings("ignore:journal")  # of lines that are computed again
+def test_a_journal_with_a_flipped_bit_gives_the_exact_trace_or_is_refused(tmp_path):
+    rng = np.random.default_rng(1)
+    truth = victims.sharing(tmp_path / "whole")
+    lines = (tmp_path / "whole" / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    for i in range(8):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        (folder / "journal.jsonl").write_bytes(b"".join(lines[:3]))
+        flip = crashes.flipped(folder, rng)
+        try:
+            arrays = victims.sharing(folder)
+        except ValueError as error:
+            assert not victims.not_a_message(error), flip
+        else:
+            for name, expected in truth.items():
+                assert arrays[name].tobytes() == expected.tobytes(), flip
 
 
 # ----------------------------------------------------------------------------- train-free scores

@@ -20,16 +20,14 @@ from bilevel.theory.bounds.covering import (
 )
 from bilevel.theory.bounds.feature_maps import feature_map_lipschitz
 from bilevel.theory.bounds.khodak import (
-    khodak_theorem_3_1_as_printed,
-    khodak_theorem_a2,
-    khodak_theorem_a2_as_printed,
-    version_entropy,
-)
-from bilevel.theory.bounds.khodak_corollaries import (
     khodak_corollary_a1,
     khodak_corollary_a2,
     khodak_corollary_a3,
     khodak_corollary_a4,
+    khodak_theorem_3_1_as_printed,
+    khodak_theorem_a2,
+    khodak_theorem_a2_as_printed,
+    version_entropy,
 )
 from bilevel.theory.bounds.oymak import (
     oymak_h_bar,

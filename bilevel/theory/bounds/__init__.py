@@ -5,9 +5,9 @@ Every function returns a :class:`Bound`: a value with its terms, assumptions and
 proofs with every constant. Bounds of eigenvalues of tangent kernels are in :mod:`ntk.bounds`.
 """
 
-from bilevel.theory.bounds._sample_size import sample_size
 from bilevel.theory.bounds.convergence import (
     hypergradient_convergence,
+    sample_size,
     selection_risk,
     uniform_convergence,
 )
@@ -18,7 +18,6 @@ from bilevel.theory.bounds.covering import (
     simplex_covering,
     sparse_covering,
 )
-from bilevel.theory.bounds.feature_maps import feature_map_lipschitz
 from bilevel.theory.bounds.khodak import (
     khodak_corollary_a1,
     khodak_corollary_a2,
@@ -30,6 +29,7 @@ from bilevel.theory.bounds.khodak import (
     version_entropy,
 )
 from bilevel.theory.bounds.oymak import (
+    feature_map_lipschitz,
     oymak_h_bar,
     oymak_lemma1,
     oymak_lemma2,

@@ -15,17 +15,19 @@ Reference: Oymak, Li & Soltanolkotabi (2021), "Generalization Guarantees for Neu
 Search with Train-Validation Split", Theorem 1, for sub-exponential losses.
 """
 
+import bisect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from bilevel.internal.checks import function, nonnegative, positives
+from bilevel.internal.checks import function, nonnegative, positive, positives
 from bilevel.theory.bounds._terms import confidence
 from bilevel.theory.bounds.covering import Covering
 from ntk.bounds import Bound
 
+_CAP = 10**15  # rows; every integer up to it is exact in float64
 _SAMPLE = ("validation rows are i.i.d. and independent of the training", None)
 _VARIANCE = ("the variance of the loss is at most the given one for all alpha", None)
 _FAMILY = (
@@ -58,7 +60,7 @@ def uniform_convergence(
     Parameters
     ----------
     n_valid : scalar
-        n_V.
+        n_V, the number of validation rows.
     covering : function
         ``radii [m] -> log N [m]``, of the set Delta.
     L, Gamma, b : scalar
@@ -131,17 +133,10 @@ def selection_risk(
 
     Parameters
     ----------
-    n_valid : scalar
-        n_V, the number of validation rows.
-    covering : function
-        ``radii [m] -> log N [m]``, of the set Delta.
-    L, Gamma, b : scalar
-        Lipschitz constants of ``alpha -> f_alpha`` and of the loss, and the largest loss.
-    variance : scalar, optional
-        An upper bound of the variance of the loss, the same for every f_alpha.
-    tau, delta : scalar
-        tau is above log 2: the bound holds with probability ``1 - 2 exp(-tau)``. The selected alpha
-        has ``L_V(f_selected) <= min L_V + delta``.
+    n_valid, covering, L, Gamma, b, variance, tau
+        See :func:`uniform_convergence`; the probability is the same.
+    delta : scalar
+        The selected alpha has ``L_V(f_selected) <= min L_V + delta``.
 
     Raises
     ------
@@ -188,10 +183,8 @@ def hypergradient_convergence(
 
     Parameters
     ----------
-    n_valid : scalar
-        n_V, the number of validation rows.
-    covering : function
-        ``radii [m] -> log N [m]``, of the set Delta.
+    n_valid, covering
+        See :func:`uniform_convergence`.
     G, L : scalar
         Under the paper's assumptions Gamma R and 2 Gamma R L: alpha -> f_alpha is L-Lipschitz, its
         gradient at most R and R L-Lipschitz, the loss and its derivative Gamma-Lipschitz.
@@ -234,6 +227,43 @@ def hypergradient_convergence(
         ),
         probability=chance,
     )
+
+
+def sample_size(gap: float, bound: Callable[[float], Bound]) -> int:
+    """Return the smallest number of validation rows for which a bound is at most ``gap``.
+
+    Parameters
+    ----------
+    gap : float
+    bound : function
+        ``n_valid -> Bound``, with ``n_valid`` a float; not traced. It must fall with the number of
+        rows. Doubling, then bisection, call it about ``2 log2(rows)`` times. Its ``assumptions``
+        can need more rows.
+
+    Raises
+    ------
+    ValueError
+        If ``gap`` is not positive or not reached by 10^15 rows, or ``bound`` is not a function.
+
+    Examples
+    --------
+    >>> import math
+    >>> from bilevel.theory.bounds import khodak_theorem_a2
+    >>> sample_size(0.1, lambda n: khodak_theorem_a2(math.log(256), n))
+    1083
+    """
+    positive("gap", gap)
+    function("bound", bound, "n_valid -> Bound")
+
+    def reached(rows: int) -> bool:
+        return float(bound(float(rows)).value) <= gap  # as Python floats: no rounding of gap
+
+    below, rows = 0, 1
+    while not reached(rows):
+        if rows == _CAP:
+            raise ValueError(f"gap: expected a value that up to {_CAP:.0e} rows reach, got {gap}.")
+        below, rows = rows, min(2 * rows, _CAP)
+    return bisect.bisect_left(range(rows), True, lo=below + 1, key=reached)
 
 
 def _uniform(

@@ -41,10 +41,8 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
 
     Parameters
     ----------
-    log_covering_numbers : array [m]
-        log N at the radii.
-    radii : array [m]
-        In (0, C_bar].
+    log_covering_numbers, radii : array [m]
+        log N at the radii, which are in (0, C_bar].
     C_bar : float
         For a ball, h_eff is at most the dimension with C_bar = 3 R.
 
@@ -117,11 +115,10 @@ def simplex_covering(h: int, *, copies: int = 1) -> Covering:
 
     Parameters
     ----------
-    h : int
-        Number of vertices.
-    copies : int
-        Number of simplices in a product, e.g. one for each edge or layer. N(eps) is at most the
-        number of one simplex at ``eps / sqrt(copies)``, to the power of ``copies``.
+    h, copies : int
+        Number of vertices; number of simplices in a product, e.g. one for each edge or layer.
+        N(eps) is at most the number of one simplex at ``eps / sqrt(copies)``, to the power of
+        ``copies``.
 
     Raises
     ------
@@ -155,10 +152,8 @@ def sparse_covering(h: int, s: int, R: float) -> Covering:
 
     Parameters
     ----------
-    h, s : int
-        Number of entries, and the largest number of nonzero entries.
-    R : float
-        Largest Euclidean norm.
+    h, s, R : int, int, float
+        Number of entries, largest number of nonzero entries, largest Euclidean norm.
 
     Raises
     ------

@@ -2,7 +2,6 @@
 
 Each theorem hides an absolute constant: the caller supplies ``C``, and ``Bound.unspecified`` lists
 its parts. :mod:`bilevel.theory.bounds.convergence` has bounds without open constants.
-Theorems 2 and 3, on kernels, are in :mod:`bilevel.theory.bounds.oymak_kernels`.
 
     n_T, n_V          rows for training, for validation
     h, h_eff, C_bar   dimension of alpha; :func:`effective_dimension` of Delta and its radius
@@ -15,6 +14,7 @@ Reference: Oymak, Li & Soltanolkotabi (2021), "Generalization Guarantees for Neu
 Search with Train-Validation Split".
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,18 @@ from bilevel.theory.bounds._terms import (
 )
 from ntk.bounds import Bound
 from ntk.bounds.bound import holds
+
+
+class FeatureMapLipschitz(NamedTuple):
+    """Result of :func:`feature_map_lipschitz`."""
+
+    alpha: jax.Array  # [], for alpha in l2 norm, at fixed lambda
+    penalty: jax.Array  # [], for lambda, at fixed alpha
+
+    @property
+    def joint(self) -> jax.Array:
+        """For (alpha, lambda) in l2 norm."""
+        return jnp.hypot(self.alpha, self.penalty)
 
 
 class OymakTheorem1(NamedTuple):
@@ -83,16 +95,13 @@ def oymak_theorem1(
         sup_alpha |grad L_V - grad L|_2 <= sqrt(C (h + h_bar + tau) / n_V)                      (4)
 
     These are rates: C contains the sub-exponential norm of the loss.
-    :mod:`bilevel.theory.bounds.convergence` has every constant, for bounded losses.
 
     Parameters
     ----------
-    n_valid : scalar
-        n_V.
+    n_valid, h : scalar, int
+        n_V; the dimension of alpha.
     h_bar : scalar
         From :func:`oymak_h_bar`, or :func:`oymak_lemma1`.
-    h : int
-        Dimension of alpha.
     tau : float
         Above log 2: each of (2) with (3), and (4), holds with probability ``1 - 2 exp(-tau)``.
     delta, C : scalar
@@ -165,13 +174,10 @@ def oymak_proposition1(
 
     Parameters
     ----------
-    n_train, n_valid : scalar
-        n_T, n_V.
-    risk : array_like [...]
-        ``L(f_alpha^D)``, risk after training on the distribution, for some alphas.
-    complexity : array_like [...]
-        ``C_alpha`` of the trained class, for the same alphas.
-    h_eff : scalar
+    n_train, n_valid, h_eff : scalar
+    risk, complexity : array_like [...]
+        ``L(f_alpha^D)``, the risk after training on the distribution, and ``C_alpha`` of the
+        trained class, for the same alphas.
     t : float
         Above log 3; the probability is ``1 - 3 exp(-t)``.
     delta, C : scalar
@@ -217,10 +223,8 @@ def oymak_lemma1(n_train: Any, *, h: int, B: Any, lambda0: Any, R: Any = 1.0) ->
 
     Parameters
     ----------
-    n_train : scalar
-        n_T.
-    h : int
-        Number of feature maps.
+    n_train, h : scalar, int
+        n_T; the number of feature maps.
     B, lambda0, R : scalar
         lambda0: smallest penalty + inf over alpha of the smallest eigenvalue of ``Phi Phi'``.
 
@@ -241,6 +245,64 @@ def oymak_lemma1(n_train: Any, *, h: int, B: Any, lambda0: Any, R: Any = 1.0) ->
     inside = log_product((20.0, 1), (R, 3), (B, 1), (n_train, 2), (lambda0, -2))
     inside += jnp.logaddexp(0.0, log_product((B, 1), (n_train, 1)))
     return (h + 1) * jnp.maximum(inside, 0.0)
+
+
+def feature_map_lipschitz(
+    n_train: Any, *, h: int, B: Any, y_norm: Any, lambda0: Any, R: Any = 1.0
+) -> FeatureMapLipschitz:
+    """Return sup-norm Lipschitz constants of ``alpha -> f_alpha`` and ``lambda -> f_alpha``.
+
+    Ridge regression selects feature maps phi_i by alpha (Definition 2, Scenario 1):
+
+        f(x) = theta'phi_alpha(x),    phi_alpha = sum_i alpha_i phi_i,
+        theta = argmin |y - Phi theta|^2 + lambda |theta|^2 = Phi'(Phi Phi' + lambda I)^-1 y
+
+        t = |y| min(1 / sqrt(lambda0), R sqrt(n_T B) / lambda0)            bounds |theta|
+        L_alpha = sqrt(h B) (t + R |y| sqrt(2 n_T B) / lambda0)
+        L_lambda = R sqrt(B) t / lambda0
+
+    The product rule with norms of each factor, as behind Lemma 1 of the paper, gives terms of order
+    ``n_T^1.5 / lambda0^2`` instead of ``sqrt(n_T) / lambda0``.
+
+    Parameters
+    ----------
+    n_train, h : scalar, int
+        n_T, the number of training rows; the number of feature maps.
+    B, R : scalar
+        ``|phi_i(x)|^2 <= B`` for all maps and all x; ``|alpha|_1 <= R``: 1 on the simplex.
+    y_norm : scalar
+        ``|y|_2``: at most ``sqrt(n_T)`` for labels in [-1, 1].
+    lambda0 : scalar
+        ``Phi Phi' + lambda I >= lambda0 I`` for all alpha and lambda: the smallest penalty. For
+        n_T <= p, add a lower bound of the smallest eigenvalue, e.g. of :func:`ntk.certify_simplex`.
+
+    Returns
+    -------
+    FeatureMapLipschitz
+        For a search over log lambda, multiply ``penalty`` by the largest lambda.
+
+    Raises
+    ------
+    ValueError
+        If a number is not positive.
+
+    Examples
+    --------
+    >>> L = feature_map_lipschitz(100, h=3, B=1.0, y_norm=10.0, lambda0=0.1)
+    >>> round(float(L.alpha), 1)  # the `L` of `uniform_convergence`
+    2504.3
+    """
+    count("h", h)
+    n_train, B, y_norm, lambda0, R = positives(
+        n_train=n_train, B=B, y_norm=y_norm, lambda0=lambda0, R=R
+    )
+    features = jnp.sqrt(n_train * B)
+    theta = y_norm * jnp.minimum(1 / jnp.sqrt(lambda0), R * features / lambda0)
+    moved = math.sqrt(2) * features * y_norm / lambda0
+    return FeatureMapLipschitz(
+        alpha=jnp.sqrt(h * B) * (theta + R * moved),
+        penalty=R * jnp.sqrt(B) * theta / lambda0,
+    )
 
 
 def oymak_lemma2(mu: Any, *, cross: Any = None, smoothness: Any = None) -> jax.Array:
@@ -270,12 +332,10 @@ def oymak_lemma2(mu: Any, *, cross: Any = None, smoothness: Any = None) -> jax.A
     """
     if (cross is None) == (smoothness is None):
         raise ValueError(f"cross: expected either it or smoothness, got {cross} and {smoothness}.")
-    (mu,) = positives(mu=mu)
-    if cross is not None:
-        (cross,) = positives(cross=cross)
-        return jnp.asarray(cross / mu)
-    (smoothness,) = positives(smoothness=smoothness)
-    return jnp.sqrt(smoothness / mu)
+    if cross is None:
+        return oymak_lemma2_as_printed(mu, smoothness)  # the same formula
+    mu, cross = positives(mu=mu, cross=cross)
+    return jnp.asarray(cross / mu)
 
 
 def oymak_lemma2_as_printed(mu: Any, smoothness: Any) -> jax.Array:

@@ -6,10 +6,7 @@ Selection on validation data attains the smallest of these bounds, up to a rate 
     L(f_selected) <= min_alpha 2 Gamma R sqrt(B y'K_alpha^-1 y / n_T) + C sqrt(.. / n_V) + delta
 
 The minimum over a few kernels of Delta is never below the minimum over Delta, so the bound holds.
-Symbols are those of :mod:`bilevel.theory.bounds.oymak`; K_alpha = ``Phi_alpha Phi_alpha'`` of n_T
-rows.
-
-Reference: Oymak, Li & Soltanolkotabi (2021), sections 4.1 and 4.2.
+:mod:`bilevel.theory.bounds.oymak` has the symbols and the reference (sections 4.1 and 4.2 there).
 """
 
 import dataclasses
@@ -60,16 +57,12 @@ def oymak_theorem2(
     K : array [..., n_T, n_T]
         ``Phi_alpha Phi_alpha'`` for one alpha or several of Delta.
     y : array [n_T]
-    n_valid : scalar
-        n_V.
-    h : int
-        Number of feature maps.
+    n_valid, h : scalar, int
+        n_V; the number of feature maps.
     B, lambda0, R, Gamma : scalar
         lambda0 holds on all of Delta; :func:`ntk.certify_simplex` finds a lower bound.
-    tau : float
-        Above log 4.
-    p0 : float
-        Probability that lambda0 fails.
+    tau, p0 : float
+        tau is above log 4; p0 is the probability that lambda0 fails.
     delta, C : scalar
 
     Returns
@@ -134,12 +127,8 @@ def oymak_theorem2_as_printed(
 
     Parameters
     ----------
-    K, y : arrays [..., n_T, n_T] and [n_T]
-        ``Phi_alpha Phi_alpha'`` for one alpha or several of Delta; labels of the training rows.
-    n_valid, R : scalar
-        n_V, the number of validation rows; ``|alpha|_1 <= R``.
-    **options
-        The other arguments of :func:`oymak_theorem2`, by name.
+    K, y, n_valid, R, **options
+        See :func:`oymak_theorem2`.
 
     Raises
     ------
@@ -192,20 +181,16 @@ def oymak_theorem3(
         K_bar = K_alpha / c_0 for one alpha or several, such as :func:`ntk.mixture_kernel`'s.
     y : array [n_T]
         Labels, +-1.
-    n_valid : scalar
-        n_V.
-    h : int
-        Number of activations.
+    n_valid, h : scalar, int
+        n_V; the number of activations.
     B : scalar
         Bounds |sigma'| and |sigma''| of all of them.
     activations : sequence of Activation, optional
         Activations of :mod:`ntk`, to check that sigma'' exists. For other functions only the kinks
         are checked.
-    t : float
-    epsilon : scalar
-        Additional error for finite width and training time.
-    delta, C : scalar
-        C contains the logarithms in O~(h).
+    t, epsilon, delta, C : scalar
+        epsilon is the additional error for finite width and training time. C contains the
+        logarithms in O~(h).
 
     Returns
     -------

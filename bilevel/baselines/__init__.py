@@ -37,11 +37,13 @@ Reference: Khodak, Li, Roberts, Balcan & Talwalkar (2020), "A Simple Setting for
 Neural Architecture Search with Weight-Sharing", section 2 and Appendix B.
 """
 
-from bilevel.baselines.exponentiated import exponentiated_gradient
-from bilevel.baselines.halving import hyperband, successive_halving
-from bilevel.baselines.random_search import random_search
-from bilevel.baselines.trace import Trace
-from bilevel.baselines.weight_sharing import fast_weight_sharing, weight_sharing
+from bilevel.baselines._recorder import Trace
+from bilevel.baselines.one_by_one import hyperband, random_search, successive_halving
+from bilevel.baselines.shared_weights import (
+    exponentiated_gradient,
+    fast_weight_sharing,
+    weight_sharing,
+)
 from bilevel.contracts import Selection
 
 __all__ = [

@@ -1,24 +1,68 @@
-"""Successive halving and Hyperband: train many configurations a little, and the better ones more.
+"""Methods that train every configuration alone: random search, successive halving and Hyperband.
 
-A race has rungs. The best configurations of the previous rung are trained afresh, with ``eta``
-times the resource, and are compared with each other only. The incumbent is the best on the highest
-resource so far.
+A race of halving has rungs. The best configurations of the previous rung are trained afresh, with
+``eta`` times the resource, and are compared with each other only. The incumbent is the best on the
+highest resource so far.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import chex
 import jax
 import numpy as np
 
-from bilevel.baselines._recorder import Recorder, RunOptions
-from bilevel.baselines._schedule import ceil, floor, ranked, resources
-from bilevel.baselines.trace import Trace
+from bilevel.baselines._recorder import Recorder, RunOptions, Trace
 from bilevel.internal.checks import integer, real_number
 
 _Rungs = list[tuple[int, int]]  # (configurations, resource)
+
+
+def random_search(
+    key: chex.PRNGKey,
+    configs: Sequence[Any],
+    problem: Any,
+    budget: int,
+    *,
+    evaluations: int | None = None,
+    **run_options: Unpack[RunOptions],
+) -> Trace:
+    """Train configurations in a random order without replacement; keep the lowest error.
+
+    Parameters
+    ----------
+    key, configs, problem, budget, **run_options
+        See :mod:`bilevel.baselines`. Every evaluation has the resource ``budget``.
+    evaluations : int, optional
+        Number of configurations to train. Default: all.
+
+    Raises
+    ------
+    ValueError
+        If ``evaluations`` is out of range.
+
+    Notes
+    -----
+    Bergstra & Bengio (2012). Cost: ``evaluations`` solves at ``budget``.
+
+    Examples
+    --------
+    >>> trace = random_search(jax.random.key(0), [5, 2, 9], lambda key, c, resource: c / 10, 100)
+    >>> trace.best, trace.calls, float(trace.valid[-1])
+    (1, array([1, 2, 3]), 0.2)
+    """
+    options = {"evaluations": evaluations}
+    log = Recorder("random_search", key, configs, problem, budget, options, **run_options)
+    n = len(log.configs)
+    count = n if evaluations is None else integer("evaluations", evaluations, 1)
+    if count > n:
+        raise ValueError(f"evaluations: expected 1 to {n}, got {evaluations}.")
+    order = np.asarray(jax.random.permutation(log.draws, n))[:count]
+    with log.run(count):
+        for round, index in enumerate(order):
+            log.evaluate(round, index, log.budget)
+    return log.trace()
 
 
 def successive_halving(
@@ -39,14 +83,10 @@ def successive_halving(
 
     Parameters
     ----------
-    key, configs, problem, budget
+    key, configs, problem, budget, **run_options
         See :mod:`bilevel.baselines`. ``budget`` is the resource of the last rung.
-    eta : float
-        Growth factor, over 1.
-    minimum : int
-        Least resource.
-    **run_options
-        See :mod:`bilevel.baselines`.
+    eta, minimum : float, int
+        Growth factor, over 1; least resource.
 
     Raises
     ------
@@ -70,7 +110,7 @@ def successive_halving(
     levels = _levels(log.budget, minimum, eta)
     n = len(log.configs)
     last = min(levels, math.ceil(math.log(n) / math.log(eta) - 1e-9))
-    sizes = [ceil(n * float(eta) ** -i) for i in range(last + 1)]
+    sizes = [_rounded(math.ceil, n * float(eta) ** -i) for i in range(last + 1)]
     rungs = list(zip(sizes, resources(log.budget, eta, last + 1), strict=True))
     with log.run(sum(sizes)):
         _race(log, 0, np.arange(n), rungs)
@@ -96,15 +136,11 @@ def hyperband(
 
     Parameters
     ----------
-    key, configs, problem, budget
+    key, configs, problem, budget, **run_options
         See :mod:`bilevel.baselines`. Each bracket draws from ``configs`` without replacement: all,
         if they are fewer than its ``n``. ``budget`` is R, the resource of the last rungs.
-    eta : float
-        Growth factor, over 1.
-    minimum : int
-        r: least resource.
-    **run_options
-        See :mod:`bilevel.baselines`.
+    eta, minimum : float, int
+        Growth factor, over 1; r, the least resource.
 
     Raises
     ------
@@ -138,8 +174,8 @@ def hyperband(
 
 
 def _bracket(n: int, s: int, s_max: int, budget: int, eta: float) -> _Rungs:
-    n = min(n, ceil((s_max + 1) * float(eta) ** s / (s + 1)))
-    sizes = [max(1, floor(n * float(eta) ** -i)) for i in range(s + 1)]
+    n = min(n, _rounded(math.ceil, (s_max + 1) * float(eta) ** s / (s + 1)))
+    sizes = [max(1, _rounded(math.floor, n * float(eta) ** -i)) for i in range(s + 1)]
     return list(zip(sizes, resources(budget, eta, s + 1), strict=True))
 
 
@@ -157,3 +193,22 @@ def _levels(budget: int, minimum: int, eta: float) -> int:
     if not integer("minimum", minimum, 1) <= budget:
         raise ValueError(f"minimum: expected 1 to {budget}, got {minimum}.")
     return math.floor(math.log(budget / minimum) / math.log(eta) + 1e-9)
+
+
+def ranked(candidates: np.ndarray, errors: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Return the candidates by rising error, then rising index, with NaN last."""
+    return candidates[np.lexsort((candidates, errors))]
+
+
+def resources(budget: int, growth: float, rounds: int) -> list[int]:
+    """Return ``ceil(budget * growth^(t - rounds))`` for t = 1 ... rounds, ending in ``budget``."""
+    budgets = [
+        _rounded(math.ceil, budget * float(growth) ** (t - rounds)) for t in range(1, rounds + 1)
+    ]
+    return [*budgets[:-1], budget] if budgets else []
+
+
+def _rounded(to_integer: Callable[[float], int], x: float) -> int:
+    """Round ``x`` by ``math.ceil`` or ``math.floor``, up to rounding errors of ``x``."""
+    nearest = round(x)
+    return nearest if abs(x - nearest) <= 1e-12 * abs(x) else to_integer(x)

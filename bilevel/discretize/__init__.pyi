@@ -1,9 +1,8 @@
 # Public names of `bilevel.discretize` and their modules, imported on first use.
 
-from .choices import argmax, rank_by_alpha, top_k
 from .conditions import condition_six
 from .diagnostics import alpha_curvature, entropy
-from .rankings import rank_agreement, rank_by_shared_weights
+from .rankings import argmax, rank_agreement, rank_by_alpha, rank_by_shared_weights, top_k
 
 __all__ = [
     "alpha_curvature",

@@ -13,8 +13,15 @@ from bilevel.discretize._intervals import (
     quantile,
     standard_error_over_rows,
 )
-from bilevel.discretize.factors import factor_simplex
-from bilevel.internal.checks import check_finite, float_array, real_array, simplex
+from bilevel.internal.checks import (
+    at_least_float32,
+    check_finite,
+    float_array,
+    nan_where,
+    real_array,
+    simplex,
+    simplex_slack,
+)
 
 
 class ConditionSix(NamedTuple):
@@ -161,6 +168,27 @@ def _condition_six_on_rows(outputs, alpha, targets, confidence) -> ConditionSix:
     )
 
 
+def factor_simplex(alpha: chex.Array, i: int | chex.Array) -> jax.Array:
+    """Return ``gamma`` in ``alpha = alpha_i e_i + (1 - alpha_i) gamma`` (Lemma 5).
+
+    ``alpha`` is [..., h]. ``gamma = alpha_{-i} / (1 - alpha_i)`` has a 0 at vertex i. It is NaN off
+    the simplex, for ``alpha_i = 1``, and for ``i`` out of range.
+    """
+    alpha = jnp.asarray(alpha)
+    mass = alpha.astype(at_least_float32(alpha.dtype)).sum(-1, keepdims=True)
+    near = jnp.abs(mass - 1) <= simplex_slack(alpha.dtype)
+    alpha = nan_where(~((alpha >= 0).all(-1, keepdims=True) & near), alpha)
+    h = alpha.shape[-1]
+    others = jnp.where(jnp.arange(h) == i, 0, alpha)
+    others = nan_where((i < 0) | (i >= h), others)
+    # The sum is 1 - alpha_i without its cancellation near a vertex.
+    total = jnp.sum(others, axis=-1, keepdims=True)
+    # XLA multiplies by a reciprocal, and x (1 / x) need not be 1; for h = 2 gamma must be exact.
+    gamma = others / total
+    rounded = jnp.where((others == total) & (total > 0), 1, gamma)
+    return gamma + jax.lax.stop_gradient(rounded - gamma)  # the derivative of a constant 1 is 0
+
+
 def _verdict(difference: jax.Array, half_width: jax.Array) -> jax.Array:
     """Return whether ``difference >= 0``: 1, -1, or 0 if undecided or NaN."""
     yes, no = difference - half_width >= 0, difference + half_width < 0
@@ -186,7 +214,8 @@ def _aligned(outputs: Any, alpha: Any, targets: Any) -> tuple:
     simplex("alpha", given)
     if given.dtype.itemsize < 4:  # in 16 bits the sum is only near 1
         alpha = alpha / alpha.sum()
-    if targets is not None and targets.shape != (n, *o):
-        raise ValueError(f"targets: expected shape {(n, *o)}, got {targets.shape}.")
-    targets = None if targets is None else targets.reshape(n, -1)
+    if targets is not None:
+        if targets.shape != (n, *o):
+            raise ValueError(f"targets: expected shape {(n, *o)}, got {targets.shape}.")
+        targets = targets.reshape(n, -1)
     return outputs.reshape(n, h, -1), alpha, targets

@@ -28,24 +28,20 @@ def entropy(alpha: chex.Array) -> jax.Array:
 
 
 def simplices(sets: Pytree, alpha: Pytree) -> list[jax.Array]:
-    """List the leaves of ``alpha`` that are on simplices."""
-    words = jax.tree.leaves(_set_of_each_leaf(sets, alpha))
-    pairs = zip(words, jax.tree.leaves(alpha), strict=True)
-    return [leaf for word, leaf in pairs if word == "simplex"]
+    """List the leaves of ``alpha`` that are on simplices; ``sets`` can be a prefix of ``alpha``."""
+    parts = jax.tree.map(lambda word, part: part if word == "simplex" else None, sets, alpha)
+    return jax.tree.leaves(parts)
 
 
 def simplex_tangent(sets: Pytree, direction: Pytree) -> Pytree:
     """Return the part of a direction of ``alpha`` that stays in the planes of its simplices."""
 
-    def along(word, v):
-        return v - v.mean(axis=-1, keepdims=True) if word == "simplex" else v
+    def along(word, part):
+        if word != "simplex":
+            return part
+        return jax.tree.map(lambda v: v - v.mean(axis=-1, keepdims=True), part)
 
-    return jax.tree.map(along, _set_of_each_leaf(sets, direction), direction)
-
-
-def _set_of_each_leaf(sets: Pytree, like: Pytree) -> Pytree:
-    """Return a word for every leaf: ``sets`` is like ``like``, or a prefix of it."""
-    return jax.tree.map(lambda word, part: jax.tree.map(lambda _: word, part), sets, like)
+    return jax.tree.map(along, sets, direction)
 
 
 _DENSE = 16  # largest size of alpha with a dense Hessian

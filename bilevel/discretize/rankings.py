@@ -1,4 +1,7 @@
-"""Rankings of discrete choices, and the agreement of two rankings."""
+"""Discrete choices from alpha, their rankings, and the agreement of two rankings.
+
+Simplices are the last axis of a leaf of alpha. NaN counts as the largest entry of a traced alpha.
+"""
 
 import functools
 from collections.abc import Callable
@@ -18,6 +21,66 @@ from bilevel.discretize._intervals import (
     standard_error_over_rows,
 )
 from bilevel.internal.checks import as_floating, concrete, function, integer, prng_key, real_array
+
+
+def argmax(alpha: Pytree) -> Pytree:
+    """Return the index of the largest entry of every simplex (last axis), the first of equal ones.
+
+    Raises
+    ------
+    ValueError
+        If a leaf is empty or, not traced, has NaN.
+
+    Examples
+    --------
+    >>> argmax({"edge": jnp.array([[0.2, 0.8], [0.5, 0.5]])})
+    {'edge': Array([1, 0], dtype=int...)}
+    """
+    return jax.tree.map(lambda a: jnp.argmax(_check_alpha(a), axis=-1), alpha)
+
+
+def top_k(alpha: Pytree, k: int) -> Pytree:
+    """Return the indices [..., k] of the k largest entries of every simplex, best first.
+
+    Raises
+    ------
+    ValueError
+        If a leaf is empty or, not traced, has NaN, or ``k`` is not from 1 to their number.
+
+    Examples
+    --------
+    >>> top_k(jnp.array([0.2, 0.5, 0.3]), 2)
+    Array([1, 2], dtype=int...)
+    """
+    k = integer("k", k, 1)
+
+    def largest(a):
+        a = _check_alpha(a)
+        if k > a.shape[-1]:
+            raise ValueError(f"k: expected 1 to {a.shape[-1]}, got {k}.")
+        return jax.lax.top_k(a, k)[1]
+
+    return jax.tree.map(largest, alpha)
+
+
+def rank_by_alpha(alpha: Pytree) -> Pytree:
+    """Return the indices [..., h] of every simplex, largest entry first, equal ones in their order.
+
+    Raises
+    ------
+    ValueError
+        If a leaf is empty or, not traced, has NaN.
+
+    Examples
+    --------
+    >>> rank_by_alpha(jnp.array([0.2, 0.5, 0.3]))
+    Array([1, 2, 0], dtype=int...)
+    """
+
+    def descending(a):  # negation fails for bools and wraps for bytes
+        return jnp.argsort(_check_alpha(a), axis=-1, stable=True, descending=True)
+
+    return jax.tree.map(descending, alpha)
 
 
 class Ranking(NamedTuple):
@@ -70,8 +133,7 @@ def rank_by_shared_weights(
             "evaluate: expected a scalar or the losses of at least 2 rows, "
             f"got shape {losses.shape[1:]}."
         )
-    means = losses.mean(axis=1)
-    error = standard_error_over_rows(losses.T)
+    means, error = losses.mean(axis=1), standard_error_over_rows(losses.T)
     difference, spread = pairwise(losses.T)
     half_width = quantile(confidence, losses.shape[1]) * spread
     return Ranking(jnp.argsort(means), means, error, difference, half_width)
@@ -109,8 +171,7 @@ def rank_agreement(
         For the bootstrap.
     a, b : arrays [m]
         Scores of the same choices, e.g. alpha and minus the loss.
-    confidence : float
-    resamples : int
+    confidence, resamples : float, int
         Time: ``resamples m^2``.
 
     Returns
@@ -138,9 +199,8 @@ def rank_agreement(
         raise ValueError(
             f"a, b: expected two vectors of one length, at least 2, got {a.shape} and {b.shape}."
         )
-    for name, x in (("a", a), ("b", b)):
-        if concrete(x) and bool(jnp.isnan(x).any()):
-            raise ValueError(f"{name}: expected numbers, got NaN.")
+    _check_no_nan("a", a)
+    _check_no_nan("b", b)
     return _agreement_intervals(key, a, b, confidence, resamples)
 
 
@@ -180,3 +240,16 @@ def _tau_and_rho(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     # The number below minus the number above is twice the mean rank, centred.
     return cosine(x, y), cosine(x.sum(axis=1), y.sum(axis=1))
+
+
+def _check_alpha(alpha: Any) -> jax.Array:
+    alpha = real_array("alpha", alpha)
+    if alpha.ndim == 0 or alpha.size == 0:
+        raise ValueError(f"alpha: expected entries on the last axis, got shape {alpha.shape}.")
+    _check_no_nan("alpha", alpha)
+    return alpha
+
+
+def _check_no_nan(name: str, x: jax.Array) -> None:
+    if concrete(x) and bool(jnp.isnan(x).any()):
+        raise ValueError(f"{name}: expected numbers, got NaN.")

@@ -71,7 +71,7 @@ def darts(
         raise ValueError(f"order: expected 1 or 2, got {order!r}.")
     if radius is not None and order == 1:
         raise ValueError(f"radius: expected None with order 1, got {radius}.")
-    strategy = _first_order(space, weight_optimizer, _adam(space, alpha_optimizer), batch_size)
+    strategy = _first_order(space, weight_optimizer, alpha_optimizer, batch_size)
     if order == 1:
         return strategy
     exactly = "" if radius is None else ", by a finite difference"
@@ -94,11 +94,10 @@ def gaea(
 
     Parameters
     ----------
-    space, weight_optimizer
+    space, weight_optimizer, batch_size
         See :func:`darts`.
     alpha_optimizer : float, optax.Schedule or optax.GradientTransformation
         A rate or schedule is that of exponentiated gradient.
-    batch_size : int
     on_training_rows : bool
         Use the paper's single-level version, on the batch of the weights' step.
 
@@ -109,16 +108,14 @@ def gaea(
 
     Examples
     --------
-    >>> from bilevel.strategies import darts_sgd
     >>> from bilevel.spaces.darts import darts_space
-    >>> weights = darts_sgd(0.025)
-    >>> space = darts_space(cells=1)
-    >>> plan = gaea(space, weight_optimizer=weights, alpha_optimizer=0.1, batch_size=32)
+    >>> plan = gaea(darts_space(cells=1), weight_optimizer=0.1, alpha_optimizer=0.1, batch_size=32)
     >>> plan.gradients, plan.on_training_rows
     (2, False)
     """
-    optimizer = _optimizer_on_sets(space, alpha_optimizer, exponentiated, optax.sgd)
-    strategy = _first_order(space, weight_optimizer, optimizer, batch_size)
+    strategy = _first_order(
+        space, weight_optimizer, alpha_optimizer, batch_size, simplex=exponentiated, other=optax.sgd
+    )
     if not on_training_rows:
         return strategy
 
@@ -158,9 +155,7 @@ def joint(
     >>> plan.on_training_rows
     True
     """
-    return _on_training_rows(
-        _first_order(space, weight_optimizer, _adam(space, alpha_optimizer), batch_size)
-    )
+    return _on_training_rows(_first_order(space, weight_optimizer, alpha_optimizer, batch_size))
 
 
 def unrolled(
@@ -193,7 +188,7 @@ def unrolled(
     16
     """
     steps = integer("steps", steps, 1)
-    strategy = _first_order(space, weight_optimizer, _adam(space, alpha_optimizer), batch_size)
+    strategy = _first_order(space, weight_optimizer, alpha_optimizer, batch_size)
     return strategy._replace(
         solver=unrolled_solver(weight_optimizer, steps, backprop=steps),
         gradients=3 * steps + 1,
@@ -250,14 +245,27 @@ def weight_sharing(
     )
 
 
+def _adam(rate: Rate) -> Optimizer:
+    return optax.adam(rate, b1=0.5)
+
+
 def _first_order(
     space: Space | Problem,
     weight_optimizer: Optimizer | float,
-    optimizer: Optimizer,
+    alpha_optimizer: Optimizer | Rate,
     batch_size: int,
+    *,
+    simplex: Callable[[Rate], Optimizer] = logits,
+    other: Callable[[Rate], Optimizer] = _adam,
 ) -> Strategy:
+    """Return a first-order strategy; a rate means ``simplex`` and ``other`` on the space's sets."""
+    problem, sets = (space.problem, space.sets) if isinstance(space, Space) else (space, "simplex")
+    if isinstance(alpha_optimizer, optax.GradientTransformation):
+        optimizer = alpha_optimizer
+    else:
+        optimizer = on_sets(sets, simplex=simplex(alpha_optimizer), other=other(alpha_optimizer))
     return Strategy(
-        space.problem if isinstance(space, Space) else space,
+        problem,
         unrolled_solver(weight_optimizer, 1, backprop=0),
         optimizer,
         minibatches(batch_size),
@@ -267,23 +275,6 @@ def _first_order(
     )
 
 
-def _adam(space: Space | Problem, alpha_optimizer: Optimizer | Rate) -> Optimizer:
-    return _optimizer_on_sets(space, alpha_optimizer, logits, lambda rate: optax.adam(rate, b1=0.5))
-
-
-def _optimizer_on_sets(
-    space: Space | Problem,
-    alpha_optimizer: Optimizer | Rate,
-    simplex: Callable[[Rate], Optimizer],
-    other: Callable[[Rate], Optimizer],
-) -> Optimizer:
-    """Return ``alpha_optimizer``, or for a rate the strategy's optimizers on the space's sets."""
-    if isinstance(alpha_optimizer, optax.GradientTransformation):
-        return alpha_optimizer
-    sets = space.sets if isinstance(space, Space) else "simplex"
-    return on_sets(sets, simplex=simplex(alpha_optimizer), other=other(alpha_optimizer))
-
-
 def _on_training_rows(strategy: Strategy) -> Strategy:
     lower, has_aux = split_losses(strategy.problem).lower, strategy.problem.has_aux
 
@@ -291,9 +282,8 @@ def _on_training_rows(strategy: Strategy) -> Strategy:
         loss, _, aux = lower(w, alpha, batch)  # without the updated variables
         return (loss, aux) if has_aux else loss
 
-    problem = dataclasses.replace(strategy.problem, outer=outer)
     return strategy._replace(
-        problem=problem,
+        problem=dataclasses.replace(strategy.problem, outer=outer),
         on_training_rows=True,
         error="no hypergradient: α descends the training loss",
     )

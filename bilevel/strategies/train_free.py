@@ -33,6 +33,9 @@ from bilevel.outer_loop.batches import minibatches
 from bilevel.spaces.skips import SkipArchitecture, SkipSpace
 from bilevel.spaces.space import Space
 
+_SINGULAR = 1e5  # the condition number of a numerically singular kernel
+_DIGITS = 3  # significant digits of the ranked changes
+
 
 class EigenNAS(NamedTuple):
     """Result of :func:`eigen_nas`."""
@@ -84,8 +87,8 @@ def eigen_nas(
         raise ValueError(f"keep: expected at most the pool's {pool}, got {keep}.")
     corners = [space.draw(k) for k in jax.random.split(key, pool)]
     drawn = {space.discretize(corner): corner for corner in corners}  # without repetitions
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *drawn.values())
-    stacked = jax.tree.map(lambda a: a.astype(jnp.result_type(x)), stacked)
+    dtype = jnp.result_type(x)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves).astype(dtype), *drawn.values())
 
     @jax.jit
     def eigenvalues(corners, x):
@@ -97,8 +100,7 @@ def eigen_nas(
             f"x: expected rows whose kernels are finite, got some of "
             f"{len(smallest)} that are not; deep networks need float64."
         )
-    best = np.argsort(-smallest, kind="stable")[:keep]
-    architectures = list(drawn)
+    best, architectures = np.argsort(-smallest, kind="stable")[:keep], list(drawn)
     return EigenNAS(tuple(architectures[i] for i in best), smallest[best])
 
 
@@ -122,10 +124,9 @@ def te_nas(
     Parameters
     ----------
     key : jax.Array
-    space : Space
-        ``alpha`` [edges, operations] on simplices.
-    thin : Space
-        The same architectures in a network of few channels, for the regions.
+    space, thin : Space
+        ``alpha`` [edges, operations] on simplices. ``thin`` has the same architectures in a network
+        of few channels, for the regions.
     batch : (x, labels)
         For the kernel; the labels are not used.
     crops : [m, ...]
@@ -153,13 +154,9 @@ def te_nas(
     >>> def apply(w, alpha, x):  # one edge; alpha [1, 2]
     ...     return sum(a * f(x) for a, f in zip(alpha[0], operations.values())) @ w
     >>> space = Space(
-    ...     tuple(operations),
-    ...     "simplex",
-    ...     **on_simplices(tuple(operations), (1,))._asdict(),
-    ...     init=lambda key, batch: jax.random.normal(key, (4, 3)),
-    ...     apply=apply,
-    ...     problem=cross_entropy_problem(apply),
-    ...     predict=predict_labels,
+    ...     tuple(operations), "simplex", **on_simplices(tuple(operations), (1,))._asdict(),
+    ...     init=lambda key, batch: jax.random.normal(key, (4, 3)), apply=apply,
+    ...     problem=cross_entropy_problem(apply), predict=predict_labels,
     ... )
     >>> x = jax.random.normal(jax.random.key(0), (3, 4))
     >>> te_nas(jax.random.key(1), space, space, (x, jnp.arange(3)), x, repeats=1)
@@ -200,10 +197,6 @@ def te_nas(
             of_edge = [i for i, (e, _) in enumerate(places) if e == edge]
             left[places[min(of_edge, key=lambda i: ranks[i])]] = False
     return space.discretize(_shared(left))
-
-
-_SINGULAR = 1e5  # the condition number of a numerically singular kernel
-_DIGITS = 3  # significant digits of the ranked changes
 
 
 def _one_choice_per_row(space: Space, name: str) -> tuple[int, ...]:
@@ -300,13 +293,12 @@ def nasi(
     score = functools.partial(ntk.scores.nasi, None, penalty=penalty, threshold=threshold)
 
     def value(logits, key, batch):
-        leaves, tree = jax.tree.flatten(logits)
-        noise = [
-            jax.random.gumbel(k, leaf.shape, leaf.dtype)
-            for k, leaf in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
-        ]
-        alpha = [jax.nn.softmax(a + g) for a, g in zip(leaves, noise, strict=True)]
-        alpha = jax.tree.unflatten(tree, alpha)
+        def perturbed(leaf, key):
+            return jax.nn.softmax(leaf + jax.random.gumbel(key, leaf.shape, leaf.dtype))
+
+        tree = jax.tree.structure(logits)
+        keys = jax.tree.unflatten(tree, jax.random.split(key, tree.num_leaves))
+        alpha = jax.tree.map(perturbed, logits, keys)
         return score(lambda w, x: space.apply(w, alpha, x), w, batch)
 
     def step(carry, key):

@@ -11,7 +11,7 @@ from helpers import assert_close, tolerance
 
 import bilevel
 from bilevel.discretize import condition_six, diagnostics, rank_agreement, rank_by_shared_weights
-from bilevel.discretize.factors import factor_simplex
+from bilevel.discretize.conditions import factor_simplex
 from bilevel.discretize.judgement import judge_choice
 
 every = jax.jit(jax.vmap(condition_six))

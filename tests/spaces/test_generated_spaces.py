@@ -16,7 +16,7 @@ import bilevel
 import ntk
 from bilevel import baselines, data, spaces
 from bilevel.contracts import Shared
-from bilevel.discretize.factors import factor_simplex
+from bilevel.discretize.conditions import factor_simplex
 from bilevel.spaces import darts, nasbench201
 from bilevel.spaces.darts import genotype as darts_genotypes
 from bilevel.spaces.nasbench201 import judging

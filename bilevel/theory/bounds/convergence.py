@@ -105,7 +105,7 @@ def uniform_convergence(
         covering,
         2 * Gamma * L,
         deviation,
-        scale=b,
+        b,
         assumptions=_FAMILY if spread is None else (*_FAMILY, _VARIANCE),
         probability=chance,
     )
@@ -219,7 +219,7 @@ def hypergradient_convergence(
         covering,
         2 * L,
         deviation,
-        scale=2 * G,
+        2 * G,
         assumptions=(
             ("hypergradients of single rows are at most G", None),
             ("hypergradients of single rows are L-Lipschitz in alpha", None),
@@ -267,14 +267,7 @@ def sample_size(gap: float, bound: Callable[[float], Bound]) -> int:
 
 
 def _uniform(
-    claim: str,
-    covering: Covering,
-    slope: jax.Array,
-    deviation: Callable[[jax.Array], jax.Array],
-    *,
-    scale: jax.Array,
-    assumptions: tuple,
-    probability: float,
+    claim: str, covering: Covering, slope: Any, deviation: Callable, scale: Any, **details: Any
 ) -> Bound:
     """Return ``min_eps slope eps + deviation(log N(eps))``; vacuous from ``scale`` on."""
     function("covering", covering, "radii -> log N(radii)")
@@ -293,14 +286,8 @@ def _uniform(
     logs = covering(epsilon[None])[0]
     parts = {"cover": slope * epsilon, "deviation": deviation(logs)}
     total = parts["cover"] + parts["deviation"]
-    return Bound(
-        claim,
-        value=total,
-        terms=parts | {"log N": logs, "epsilon": epsilon},
-        vacuous=~(total < scale),
-        assumptions=assumptions,
-        probability=probability,
-    )
+    terms = parts | {"log N": logs, "epsilon": epsilon}
+    return Bound(claim, total, terms, vacuous=~(total < scale), **details)
 
 
 def _minimise(function: Callable[[jax.Array], jax.Array], low: float, high: float) -> jax.Array:

@@ -25,8 +25,12 @@ Search with Train-Validation Split", section 5. In its definition of V, ``X~_i``
 ``y~_i``, and the unit vectors of Theorem 4 are alpha* and theta*.
 """
 
-from bilevel.theory.spectral.directions import noise_gram, simplex_start, spectral_alpha
-from bilevel.theory.spectral.estimator import spectral_estimator
+from bilevel.theory.spectral.estimator import (
+    noise_gram,
+    simplex_start,
+    spectral_alpha,
+    spectral_estimator,
+)
 from bilevel.theory.spectral.limits import spectral_limits, spectral_sample
 
 __all__ = [

@@ -14,7 +14,7 @@ from bilevel.internal.checks import (
     positive,
     prng_key,
 )
-from bilevel.theory.spectral.directions import top_eigenvector
+from bilevel.theory.spectral.estimator import top_eigenvector
 
 
 class SpectralLimits(NamedTuple):
@@ -90,8 +90,8 @@ def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
     under = lost / jnp.where(P < 1, 1 - P, 1)
     excess = jnp.where(P > 1, over, jnp.where(P < 1, under, jnp.where(lost > 0, jnp.inf, 0)))
     bad = ~((P > 0) & (H >= 0))  # traced values were not checked
-    masked = [nan_where(bad, x) for x in (1 - lost, optimal + excess, optimal, excess)]
-    return SpectralLimits(masked[0], masked[1], masked[2], masked[3], recovers)
+    numbers = 1 - lost, optimal + excess, optimal, excess
+    return SpectralLimits(*(nan_where(bad, x) for x in numbers), recovers)
 
 
 class SpectralSample(NamedTuple):
@@ -110,9 +110,8 @@ def spectral_sample(key: chex.PRNGKey, n: int, p: int, h: int) -> SpectralSample
     Parameters
     ----------
     key : jax PRNG key
-    n : int
-        Rows in V, and in T.
-    p, h : int
+    n, p, h : int
+        n is the number of rows in V, and in T.
 
     Raises
     ------

@@ -1,12 +1,9 @@
 """Measure the Lipschitz constant of a training algorithm in its hyperparameters.
 
-    |A(alpha + delta u) - A(alpha)| / delta,    |u|_2 = 1
-
 Generalization after a search over alpha needs an algorithm A that is Lipschitz in alpha, at least
 approximately. The bound grows only with the logarithm of the constant L (Oymak, Li,
 Soltanolkotabi, Generalization Guarantees for Neural Architecture Search with Train-Validation
-Split, ICML 2021, Theorem 1, Assumption 1). A returns the trained weights (Figure 2) or the
-predictions on given inputs (Assumption 1).
+Split, ICML 2021, Theorem 1, Assumption 1).
 """
 
 from collections.abc import Callable
@@ -40,9 +37,9 @@ def lipschitz(
 ) -> jax.Array:
     """Return the normalised distances ``norm(A(alpha + delta u) - A(alpha)) / delta``.
 
-    Their maximum is a lower bound of A's Lipschitz constant (Oymak et al. 2021, Assumption 1,
-    section 7a and Figure 2). If A is Lipschitz only approximately (ReLU: units that switch), they
-    grow as ``delta`` shrinks.
+    Their maximum is a lower bound of A's Lipschitz constant (Oymak et al. 2021, Assumption 1 for
+    predictions, section 7a and Figure 2 for weights). If A is Lipschitz only approximately (ReLU:
+    units that switch), they grow as ``delta`` shrinks.
 
     Parameters
     ----------

@@ -158,8 +158,8 @@ def selection_risk(
     value = gap.value + best + delta
     return Bound(
         "L(f_selected) - min L(f_alpha) <= value",
-        value=value,
-        terms={"gap": gap.value, "best alpha": best, "2 gap + delta": 2 * gap.value + delta},
+        value,
+        {"gap": gap.value, "best alpha": best, "2 gap + delta": 2 * gap.value + delta},
         vacuous=~(value < b),
         assumptions=(*gap.assumptions, ("the validation risk is within delta of its least", None)),
         probability=gap.probability,
@@ -189,12 +189,7 @@ def hypergradient_convergence(
         Under the paper's assumptions Gamma R and 2 Gamma R L: alpha -> f_alpha is L-Lipschitz, its
         gradient at most R and R L-Lipschitz, the loss and its derivative Gamma-Lipschitz.
     tau : float
-        Positive.
-
-    Returns
-    -------
-    Bound
-        Vacuous from 2 G on. Holds with probability ``1 - exp(-tau)``.
+        Positive. The bound holds with probability ``1 - exp(-tau)``; it is vacuous from 2 G on.
 
     Raises
     ------

@@ -80,6 +80,8 @@ def khodak_theorem_a2(
         l_D(w, c) - min l_D <= epsilon* + B sqrt(log(1/delta) / (2 |V|))
             + inf_epsilon 2 L epsilon + B sqrt((Lambda(epsilon) + log(1/delta)) / (2 |V|))
 
+    The bound is vacuous from B on. ``terms`` contain the epsilon taken.
+
     Parameters
     ----------
     entropy : array_like
@@ -92,11 +94,6 @@ def khodak_theorem_a2(
         L; not needed for ``epsilon = 0``.
     excess : scalar
         epsilon*, of the best configuration's weights trained on T; 0 leaves it out.
-
-    Returns
-    -------
-    Bound
-        Vacuous from B on. ``terms`` contain the epsilon taken.
 
     Raises
     ------
@@ -321,10 +318,9 @@ def khodak_corollary_a3(
         ("O(sqrt(|T|) log(sqrt(|T|) / delta)) features", None),
     )
     claim = "l_D(w, c) - min_c min_{H_c} l_D <= value"
-    hidden = ("constant of the number of features",)
-    return _rate_bound(
-        C, train + valid, terms, delta, claim=claim, assumptions=needs, unspecified=hidden
-    )
+    bound = _rate_bound(C, train + valid, terms, delta, claim=claim, assumptions=needs)
+    hidden = (*bound.unspecified, "constant of the number of features")
+    return dataclasses.replace(bound, unspecified=hidden)
 
 
 def khodak_corollary_a4(
@@ -352,14 +348,9 @@ def khodak_corollary_a4(
     entropy, n_valid, B, epsilon, lipschitz
         See :func:`khodak_theorem_a2`.
     n_train, delta : float
-        |T|; delta is in (0, 1/4).
+        |T|; delta is in (0, 1/4). The bound holds with probability ``1 - 4 delta``.
     excess : scalar
         epsilon*, of the generalization error; 0 leaves it out.
-
-    Returns
-    -------
-    Bound
-        Vacuous from B on. Holds with probability ``1 - 4 delta``.
 
     Raises
     ------
@@ -422,16 +413,15 @@ def _as_printed(factors, *arguments) -> Bound:
     return dataclasses.replace(bound, assumptions=(*bound.assumptions, flat))
 
 
-def _rate_bound(C, rate, terms, delta, *, assumptions, claim=_CLAIM, unspecified=()) -> Bound:
-    C = one_positive("C", C)
-    value = C * rate
+def _rate_bound(C, rate, terms, delta, *, assumptions, claim=_CLAIM) -> Bound:
+    value = one_positive("C", C) * rate
     return Bound(
         claim,
-        value=value,
-        terms=terms,
+        value,
+        terms,
         vacuous=~(value < 1),
         assumptions=(*assumptions, ("loss in [0, 1], else C is larger", None)),
-        unspecified=("C, supplied: constant of O", *unspecified),
+        unspecified=("C, supplied: constant of O",),
         probability=f"1 - O({delta:g})",
     )
 

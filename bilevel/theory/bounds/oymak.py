@@ -62,11 +62,8 @@ class OymakTheorem4(NamedTuple):
 def oymak_h_bar(n_valid: Any, *, h_eff: Any, C_bar: Any, L: Any, Gamma: Any = 1.0) -> jax.Array:
     """Return Theorem 1's ``h_bar = h_eff log(C_bar L Gamma n_V / h_eff)``; 0 if this is negative.
 
-    It is log N(eps) at ``eps = h_eff / (L Gamma n_V)``; this eps must be at most C_bar.
-
-    Parameters
-    ----------
-    n_valid, h_eff, C_bar, L, Gamma : scalar
+    It is log N(eps) at ``eps = h_eff / (L Gamma n_V)``; this eps must be at most C_bar. All
+    arguments are scalars.
 
     Raises
     ------
@@ -98,10 +95,8 @@ def oymak_theorem1(
 
     Parameters
     ----------
-    n_valid, h : scalar, int
-        n_V; the dimension of alpha.
-    h_bar : scalar
-        From :func:`oymak_h_bar`, or :func:`oymak_lemma1`.
+    n_valid, h_bar, h : scalar, scalar, int
+        n_V; from :func:`oymak_h_bar` or :func:`oymak_lemma1`; the dimension of alpha.
     tau : float
         Above log 2: each of (2) with (3), and (4), holds with probability ``1 - 2 exp(-tau)``.
     delta, C : scalar
@@ -133,11 +128,11 @@ def oymak_theorem1(
     smooth = ("the gradients of f_alpha and of the loss are so too", None)
     most = ("n_V >= h + h_bar + tau", holds(n_valid >= h + h_bar + tau))
 
-    def bound(claim, value, terms, *assumptions):
+    def bound(claim, value, *assumptions, **terms):
         return Bound(
             claim,
-            value=value,
-            terms={"h_bar": h_bar} | terms,
+            value,
+            {"h_bar": h_bar} | terms,
             vacuous=~(value < 1),
             assumptions=setting + assumptions,
             unspecified=("C, supplied: with the sub-exponential norm",),
@@ -146,9 +141,9 @@ def oymak_theorem1(
 
     claim = "L(f_selected) - min L(f_alpha) <= value"
     return OymakTheorem1(
-        bound("sup |L(f_alpha) - L_V(f_alpha)| <= value", gap, {}, enough),
-        bound(claim, 2 * gap + delta, {"gap": gap, "delta": delta}, enough),
-        bound("sup |grad L_V - grad L|_2 <= value", gradient, {}, most, smooth),
+        bound("sup |L(f_alpha) - L_V(f_alpha)| <= value", gap, enough),
+        bound(claim, 2 * gap + delta, enough, gap=gap, delta=delta),
+        bound("sup |grad L_V - grad L|_2 <= value", gradient, most, smooth),
     )
 
 
@@ -343,12 +338,7 @@ def oymak_lemma2_as_printed(mu: Any, smoothness: Any) -> jax.Array:
 
     ``L(alpha, theta) = mu theta^2 / 2 - M alpha theta`` is linear in alpha, and ``theta_alpha = (M
     / mu) alpha``. With the smoothness of the cross term M the value is ``sqrt(M / mu)`` instead: 2
-    against 4 for M = 1, mu = 1/4. See :func:`oymak_lemma2`.
-
-    Parameters
-    ----------
-    mu, smoothness : scalar
-        The paper calls the smoothness L_bar.
+    against 4 for M = 1, mu = 1/4. See :func:`oymak_lemma2`. The paper calls the smoothness L_bar.
 
     Raises
     ------
@@ -376,10 +366,8 @@ def oymak_theorem4_as_printed(p_over_n: Any, h_over_n: Any, *, c: Any) -> OymakT
 
     Parameters
     ----------
-    p_over_n, h_over_n : scalar
-        p_bar > 1, h_bar < 1.
-    c : scalar
-        The "sufficiently small constant" of (12).
+    p_over_n, h_over_n, c : scalar
+        p_bar > 1, h_bar < 1, and the "sufficiently small constant" of (12).
 
     Raises
     ------
@@ -394,8 +382,7 @@ def oymak_theorem4_as_printed(p_over_n: Any, h_over_n: Any, *, c: Any) -> OymakT
     """
     p, h, c = map(jnp.asarray, positives(p_over_n=p_over_n, h_over_n=h_over_n, c=c))
     product, known = p * h, 1 - 1 / p
-    least = 1 - 64 * product
-    search = 200 * h / known
+    least, search = 1 - 64 * product, 200 * h / known
     setting = (
         ("p > n", holds(p > 1)),
         ("h < n", holds(h < 1)),
@@ -404,15 +391,15 @@ def oymak_theorem4_as_printed(p_over_n: Any, h_over_n: Any, *, c: Any) -> OymakT
     return OymakTheorem4(
         Bound(
             "lim rho^2 >= value",
-            value=least,
-            terms={"ph / n^2": product},
+            least,
+            {"ph / n^2": product},
             vacuous=~(least > 0),
             assumptions=(*setting, ("ph / n^2 <= 1/6", holds(product <= 1 / 6))),
         ),
         Bound(
             "lim L(alpha, theta) <= value",
-            value=known + search,
-            terms={"risk(alpha*)": known, "estimating alpha*": search},
+            known + search,
+            {"risk(alpha*)": known, "estimating alpha*": search},
             vacuous=~(known + search < 1),
             assumptions=(*setting, ("ph / n^2 <= c", holds(product <= c))),
             unspecified=("c, supplied: sufficiently small",),

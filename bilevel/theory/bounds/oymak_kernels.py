@@ -62,13 +62,9 @@ def oymak_theorem2(
     B, lambda0, R, Gamma : scalar
         lambda0 holds on all of Delta; :func:`ntk.certify_simplex` finds a lower bound.
     tau, p0 : float
-        tau is above log 4; p0 is the probability that lambda0 fails.
+        tau is above log 4; p0 is the probability that lambda0 fails. The bound holds with
+        probability ``1 - 4 exp(-tau) - p0``.
     delta, C : scalar
-
-    Returns
-    -------
-    Bound
-        Probability ``1 - 4 exp(-tau) - p0``.
 
     Raises
     ------
@@ -94,12 +90,11 @@ def oymak_theorem2(
     log_M = log_product((30.0, 1), (R, 4), (B, 2), (lambda0, -2), (Gamma, 1))
     log_M += log_product((len(y) + n_valid, 1), (y @ y, 1))
     dimension = h * jnp.maximum(log_M, 0.0)
-    terms = {
-        "training": 2 * Gamma * R * jnp.sqrt(B) * energy,
-        "validation": C * jnp.sqrt((dimension + tau) / n_valid),
-    }
     return end_to_end(
-        terms,
+        {
+            "training": 2 * Gamma * R * jnp.sqrt(B) * energy,
+            "validation": C * jnp.sqrt((dimension + tau) / n_valid),
+        },
         delta,
         assumptions=(
             ("K_alpha is positive definite for the alphas given", definite),
@@ -146,12 +141,9 @@ def oymak_theorem2_as_printed(
     bound = oymak_theorem2(K, y, n_valid, R=R, **options)
     terms = bound.terms | {"training": bound.terms["training"] / R}
     value = sum(terms.values(), jnp.zeros(()))
+    needs = (*bound.assumptions, ("R <= 1", holds(R <= 1)))
     return dataclasses.replace(
-        bound,
-        value=value,
-        terms=terms,
-        vacuous=~(value < 1),
-        assumptions=(*bound.assumptions, ("R <= 1", holds(R <= 1))),
+        bound, value=value, terms=terms, vacuous=~(value < 1), assumptions=needs
     )
 
 
@@ -173,7 +165,8 @@ def oymak_theorem3(
         L_01(f_selected) <= min_alpha 2 B sqrt(y'K_bar_alpha^-1 y / n_T)
                             + C sqrt((h + t) / n_V) + epsilon + delta
 
-    This is Theorem 3. The first term is explicit, the second a rate.
+    This is Theorem 3, with probability ``1 - 4 (exp(-t) + n_T^-3 + exp(-10 h))``. The first term is
+    explicit, the second a rate.
 
     Parameters
     ----------
@@ -183,19 +176,12 @@ def oymak_theorem3(
         Labels, +-1.
     n_valid, h : scalar, int
         n_V; the number of activations.
-    B : scalar
-        Bounds |sigma'| and |sigma''| of all of them.
     activations : sequence of Activation, optional
         Activations of :mod:`ntk`, to check that sigma'' exists. For other functions only the kinks
         are checked.
-    t, epsilon, delta, C : scalar
-        epsilon is the additional error for finite width and training time. C contains the
-        logarithms in O~(h).
-
-    Returns
-    -------
-    Bound
-        Probability ``1 - 4 (exp(-t) + n_T^-3 + exp(-10 h))``.
+    B, t, epsilon, delta, C : scalar
+        B bounds |sigma'| and |sigma''| of all activations. epsilon is the additional error for
+        finite width and training time. C contains the logarithms in O~(h).
 
     Raises
     ------

@@ -144,8 +144,8 @@ class Recorder:
         if not math.isnan(error) and (self._leader is None or rank < self._leader):
             self._leader = rank
         _, valid, incumbent = self._leader or (0, math.nan, -1)
-        solved = (round, resource, record["seconds"], np.array([index]), np.array([error]))
-        self._append(_SolveRecord(*solved, incumbent, valid, math.nan))
+        self._pending = (round, resource, record["seconds"], np.array([index]), np.array([error]))
+        self.note(incumbent, valid)
         return error
 
     def share(
@@ -172,8 +172,13 @@ class Recorder:
         return Shared(errors, counts)
 
     def note(self, incumbent: int, valid: float) -> None:
-        """Close a shared solve's row with the method's choice after it."""
-        self._append(_SolveRecord(*self._pending, int(incumbent), float(valid), math.nan))
+        """Write the row of a solve, with the best configuration after it."""
+        row = _SolveRecord(*self._pending, int(incumbent), float(valid), math.nan)
+        # Append before retraining for the test error, so that Ctrl-C loses no solve.
+        self._rows.append(row)
+        if row.incumbent >= 0:
+            self._rows[-1] = row._replace(test=self._test(row.incumbent))
+        self._show(len(self._rows), lambda: {"valid": row.valid})
 
     def trace(self) -> Trace:
         """Return the rows so far, in columns."""
@@ -185,14 +190,14 @@ class Recorder:
                 "problem: expected a finite validation error, "
                 f"got none in {len(self._rows)} solves."
             )
-        columns = list(zip(*self._rows, strict=True)) or [()] * len(_SolveRecord._fields)
-        rows: dict[str, Any] = dict(zip(_SolveRecord._fields, map(list, columns), strict=True))
-        integers = {k: np.array(rows[k], int) for k in ("round", "resource", "incumbent")}
-        reals = {k: np.array(rows[k], float) for k in ("seconds", "valid", "test")}
-        reals["seconds"] = np.cumsum(reals["seconds"])
+        columns: dict[str, Any] = {
+            name: [getattr(row, name) for row in self._rows] for name in _SolveRecord._fields
+        }
+        columns |= {k: np.array(columns[k], int) for k in ("round", "resource", "incumbent")}
+        columns |= {k: np.array(columns[k], float) for k in ("seconds", "valid", "test")}
+        columns["seconds"] = np.cumsum(columns["seconds"])
         calls = np.arange(1, len(self._rows) + 1)
-        rows |= integers | reals
-        return Trace(self.configs, best, calls=calls, stopped=self._stopped, **rows)
+        return Trace(self.configs, best, calls=calls, stopped=self._stopped, **columns)
 
     @property
     def _number(self) -> int:
@@ -208,13 +213,6 @@ class Recorder:
             return record | {"seconds": seconds}
 
         return self._journal.cached(f"solve {self._number}", timed)
-
-    def _append(self, row: _SolveRecord) -> None:
-        # Append before retraining for the test error, so that Ctrl-C loses no solve.
-        self._rows.append(row)
-        if row.incumbent >= 0:
-            self._rows[-1] = row._replace(test=self._test(row.incumbent))
-        self._show(len(self._rows), lambda: {"valid": row.valid})
 
     def _test(self, index: int) -> float:
         if index in self._tests or not self._retrain_test:

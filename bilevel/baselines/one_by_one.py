@@ -30,6 +30,8 @@ def random_search(
 ) -> Trace:
     """Train configurations in a random order without replacement; keep the lowest error.
 
+    Bergstra & Bengio (2012). Cost: ``evaluations`` solves at ``budget``.
+
     Parameters
     ----------
     key, configs, problem, budget, **run_options
@@ -41,10 +43,6 @@ def random_search(
     ------
     ValueError
         If ``evaluations`` is out of range.
-
-    Notes
-    -----
-    Bergstra & Bengio (2012). Cost: ``evaluations`` solves at ``budget``.
 
     Examples
     --------
@@ -79,7 +77,9 @@ def successive_halving(
 
     Rung ``i`` of ``s + 1``: ``ceil(n eta^-i)`` configurations at ``ceil(budget eta^(i - s))``.
     ``s`` is the smallest that leaves one, or the largest that keeps the first rung at ``minimum``.
-    The trace has one row per evaluation; ``round`` is the rung.
+    The trace has one row per evaluation; ``round`` is the rung. This is Algorithm 1 of Jamieson &
+    Talwalkar (2016), with ``eta`` for 2 and ``ceil`` for ``floor``. Cost: at most
+    ``n eta / (eta - 1) + log n`` solves; each rung costs about the same.
 
     Parameters
     ----------
@@ -92,11 +92,6 @@ def successive_halving(
     ------
     ValueError
         If ``eta`` or ``minimum`` is out of range.
-
-    Notes
-    -----
-    Jamieson & Talwalkar (2016), Algorithm 1, with ``eta`` for 2 and ``ceil`` for ``floor``. Cost:
-    at most ``n eta / (eta - 1) + log n`` solves; each rung costs about the same.
 
     Examples
     --------

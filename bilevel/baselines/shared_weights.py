@@ -78,7 +78,9 @@ def fast_weight_sharing(
 ) -> Trace:
     """Halve the configurations by shared weights, with a resource that grows from round to round.
 
-    The resource of round t is ``d_t = ceil(d growth^(t - R))`` for the R rounds ``t = 1 ... R``.
+    The resource of round t is ``d_t = ceil(d growth^(t - R))`` for the R rounds ``t = 1 ... R``, as
+    in Khodak et al. (2020), Appendix B.1. The authors' code stops at ``d / growth``, and only the
+    final refit uses d.
 
     Parameters
     ----------
@@ -91,11 +93,6 @@ def fast_weight_sharing(
     ------
     ValueError
         If the problem has no ``share``, or ``growth`` is under 1 or not finite.
-
-    Notes
-    -----
-    Khodak et al. (2020), Appendix B.1. Their text reaches d at the last round. The authors' code
-    stops at ``d / growth``, and only the final refit uses d.
 
     Examples
     --------
@@ -147,9 +144,9 @@ def exponentiated_gradient(
 
         g_c = (e_c - b) |V_c| / (|V| theta_c),    theta <- theta exp(-eta g) / Z,
 
-    with g_c = 0 for an empty cell. E[g_c] = e_c - b for every c and theta. In the trace,
-    the incumbent is the configuration of the largest theta after the step, among those with an
-    error so far. ``valid`` is the last error of its cell.
+    with g_c = 0 for an empty cell. E[g_c] = e_c - b for every c and theta. In the trace, the
+    incumbent is the configuration of the largest theta after the step, among those with an error so
+    far. ``valid`` is the last error of its cell.
 
     Parameters
     ----------

@@ -158,6 +158,7 @@ def rank_agreement(
 ) -> Agreement:
     """Return Kendall's tau-b and Spearman's rho of two score vectors, both with ties.
 
+    Both are NaN if all scores of one vector are equal.
     An interval covers the correlation over the population of the m choices. Each end is the wider
     one of two intervals. The first has percentiles of a bootstrap over choices. The second is
     Fisher's z, with the variance ``0.437 / (m - 4)`` for tau (Fieller, Hartley & Pearson 1957) and
@@ -173,11 +174,6 @@ def rank_agreement(
         Scores of the same choices, e.g. alpha and minus the loss.
     confidence, resamples : float, int
         Time: ``resamples m^2``.
-
-    Returns
-    -------
-    Agreement
-        NaN if all scores of one vector are equal.
 
     Raises
     ------

@@ -56,8 +56,7 @@ def set_up(
 ) -> ActivationTask:
     """Return unit inputs, labels of +-1 and initial weights for every seed.
 
-    ``rows`` has for every seed the three parts ``(x, labels from 0)`` of
-    :func:`bilevel.data.draw_splits`; ``keys`` draw the initial weights.
+    ``rows`` has for every seed the three parts ``(x, labels from 0)``; ``keys`` draw the weights.
     """
     parts, weights = [], []
     for key, of_seed in zip(keys, rows, strict=True):
@@ -119,9 +118,8 @@ def hypergradient_error(
     """Return the distance of each seed's hypergradient to that of longer training.
 
     With more weights than labels the lower Hessian is singular, so ``info`` cannot estimate the
-    error. Training that interpolates converges, and so does its hypergradient. With four times the
-    steps the ratio of this estimate to the true error was within [1/3, 10]
-    (``benchmarks/hypergradients/search_error.py``).
+    error. With four times the steps the ratio of this estimate to the true error was within
+    [1/3, 10] (``benchmarks/hypergradients/search_error.py``).
     """
     ours, better = (seed_hypergradients(task, way, alpha).grad for way in (solver, longer))
     norm, error = (np.linalg.norm(x, axis=-1) for x in (better, ours - better))

@@ -55,17 +55,12 @@ def darts(
 
     Examples
     --------
-    >>> from bilevel.strategies import run
-    >>> import jax.numpy as jnp
-    >>> from bilevel.spaces.activations import activation_space
-    >>> space = activation_space(["relu", "tanh"], width=8)
-    >>> data = jnp.eye(4), jnp.array([1.0, -1.0, 1.0, -1.0])
-    >>> w = jax.jit(space.init)(jax.random.key(0), data)
-    >>> plan = darts(space, weight_optimizer=0.1, alpha_optimizer=0.1, batch_size=2)
-    >>> key = jax.random.key(1)
-    >>> result = run(plan, space.start(), w, data, data, steps=3, key=key, progress=False)
-    >>> result.history["value"].shape, result.alpha.shape
-    ((3,), (2,))
+    :func:`run` has an example of a search.
+
+    >>> from bilevel.spaces.darts import darts_space
+    >>> plan = darts(darts_space(cells=1), weight_optimizer=0.1, alpha_optimizer=0.1, batch_size=32)
+    >>> plan.gradients
+    2
     """
     if order not in (1, 2):
         raise ValueError(f"order: expected 1 or 2, got {order!r}.")

@@ -22,9 +22,8 @@ class Strategy(NamedTuple):
 
     Attributes
     ----------
-    problem : Problem
-    solver : LowerSolver
-    optimizer : optax.GradientTransformation, of ``alpha``.
+    problem, solver, optimizer
+        ``optimizer`` is that of ``alpha``.
     batches : ``batches(key, data) -> batch``, or of :func:`bilevel.jointly`
     on_training_rows : bool
         Whether ``alpha`` descends on training rows too. Validation rows are then not used.
@@ -53,9 +52,8 @@ def run(
 
     Parameters
     ----------
-    strategy : Strategy
-    alpha, w, train, valid
-        ``space.start()``, ``space.init(key, train)``, and the data.
+    strategy, alpha, w, train, valid
+        The strategy, ``space.start()``, ``space.init(key, train)``, and the data.
     **options
         Other options of :func:`bilevel.search`: ``steps`` and ``key`` are required.
 
@@ -137,10 +135,8 @@ def best_drawn(
 
     Parameters
     ----------
-    key : jax.Array
-    space : Space
-    w : pytree
-        Shared weights.
+    key, space, w : jax.Array, Space, pytree
+        ``w`` are the shared weights.
     rows : (inputs [n, ...], labels [n])
         The validation set, in batches of ``batch_size``.
     samples, batch_size : int

@@ -52,7 +52,7 @@ def eigen_nas(
     They have the largest ``lambda_min`` of the exact NTK on the rows ``x``, the subject of the
     paper's Theorem 3. Its Algorithm 1 computes the mean diagonal entry instead
     (:func:`ntk.scores.eigen_nas`). The next step is to train the architectures and choose among
-    them by validation error.
+    them by validation error. Time: ``pool`` kernels and their eigenvalues, in one program.
 
     Parameters
     ----------
@@ -67,10 +67,6 @@ def eigen_nas(
     ------
     ValueError
         If ``pool`` or ``keep`` is under 1, ``keep`` is above ``pool``, or a kernel is not finite.
-
-    Notes
-    -----
-    Time: ``pool`` kernels and their eigenvalues, in one program.
 
     Examples
     --------
@@ -127,10 +123,9 @@ def te_nas(
     space, thin : Space
         ``alpha`` [edges, operations] on simplices. ``thin`` has the same architectures in a network
         of few channels, for the regions.
-    batch : (x, labels)
-        For the kernel; the labels are not used.
-    crops : [m, ...]
-        Small inputs of ``thin``; the authors take 3,000 of 3 x 3 pixels.
+    batch, crops : (x, labels), [m, ...]
+        Inputs for the kernel; the labels are not used. Small inputs of ``thin``; the authors take
+        3,000 of 3 x 3 pixels.
     repeats : int
         Number of weight draws over which the changes are averaged.
 
@@ -185,17 +180,16 @@ def te_nas(
         return ntk.scores.regions(None, one_by_one, w, (crops, labels), unused=False)
 
     left = np.array([[name != "none" for name in space.names]] * shape[0])
-    while (left.sum(1) > 1).any():
-        places = [(e, o) for e, o in np.argwhere(left) if left[e].sum() > 1]
+    while (several := left.sum(1) > 1).any():
+        places = np.nonzero(left & several[:, None])
         key, *keys = jax.random.split(key, 1 + repeats)
         falls, grows = (
             np.mean([_changes(score, k, left, places) for k in keys], axis=0)
             for score in (condition, regions)
         )
-        ranks = _ranks(-falls) + _ranks(grows)
-        for edge in {e for e, _ in places}:
-            of_edge = [i for i, (e, _) in enumerate(places) if e == edge]
-            left[places[min(of_edge, key=lambda i: ranks[i])]] = False
+        ranks = np.full(left.shape, np.inf)
+        ranks[places] = _ranks(-falls) + _ranks(grows)
+        left[several, ranks.argmin(1)[several]] = False
     return space.discretize(_shared(left))
 
 
@@ -216,14 +210,14 @@ def _shared(left: np.ndarray) -> jax.Array:
     return jnp.asarray(left / left.sum(1, keepdims=True), jnp.result_type(float))
 
 
-def _changes(score, key: jax.Array, left: np.ndarray, places: list) -> list[float]:
+def _changes(score, key: jax.Array, left: np.ndarray, places: tuple) -> list[float]:
     """Return the relative fall of the score without each operation, on the same weights."""
 
     def at(gates):
         return float(score(key, _shared(gates)))
 
     before, changes = at(left), []
-    for place in places:
+    for place in zip(*places, strict=True):
         without = left.copy()
         without[place] = False
         changes.append((before - at(without)) / before)
@@ -252,7 +246,7 @@ def nasi(
 
     ``G_t`` is the gradient in the logits, at 0, of :func:`ntk.scores.nasi` on a minibatch, at the
     mixture ``softmax(logits + Gumbel noise)`` and fixed initial weights. The temperature of the
-    Gumbel softmax is 1.
+    Gumbel softmax is 1. Time: ``steps`` second derivatives of the loss.
 
     Parameters
     ----------
@@ -269,10 +263,6 @@ def nasi(
     ------
     ValueError
         If part of ``alpha`` is not on simplices, ``steps`` is under 1, or a gradient is not finite.
-
-    Notes
-    -----
-    Time: ``steps`` second derivatives of the loss.
 
     Examples
     --------

@@ -35,7 +35,7 @@ def lipschitz(
     norm: Callable[[Pytree], jax.Array] = optax.tree.norm,
     batch_size: int | None = None,
 ) -> jax.Array:
-    """Return the normalised distances ``norm(A(alpha + delta u) - A(alpha)) / delta``.
+    """Return the normalised distances ``norm(A(alpha + delta u) - A(alpha)) / delta``, [m, k].
 
     Their maximum is a lower bound of A's Lipschitz constant (Oymak et al. 2021, Assumption 1 for
     predictions, section 7a and Figure 2 for weights). If A is Lipschitz only approximately (ReLU:
@@ -52,14 +52,11 @@ def lipschitz(
         ``alphas`` [m] only. On simplices, ``point - alphas`` moves towards ``point`` and stays
         on them while delta is at most the distance.
     norm : ``norm(difference) -> array``
-        Applied to a difference of outputs; the 2-norm over all leaves by default. It can return
-        several values. Assumption 1 needs the sup norm over the inputs of predictions.
+        Applied to a difference of outputs; the 2-norm over all leaves by default. If it returns
+        several values, the result has more axes. Assumption 1 needs the sup norm over the inputs of
+        predictions.
     batch_size : int, optional
         Number of alphas that run at a time, each with its k neighbours; by default all.
-
-    Returns
-    -------
-    array [m, k], followed by the axes of ``norm``'s output if it has any
 
     Raises
     ------

@@ -62,20 +62,14 @@ def uniform_convergence(
     n_valid : scalar
         n_V, the number of validation rows.
     covering : function
-        ``radii [m] -> log N [m]``, of the set Delta.
+        ``radii [m] -> log N [m]``, of the set Delta. ``terms`` has log N at the radius eps taken.
     L, Gamma, b : scalar
         The bound grows with log L. :func:`feature_map_lipschitz` gives L for feature maps.
     variance : scalar, optional
         An upper bound of the loss's variance over rows, for every f_alpha. Most losses are far
         below b, so the variance makes the bound useful.
     tau : float
-        Above log 2.
-
-    Returns
-    -------
-    Bound
-        Vacuous from b on. Holds with probability ``1 - 2 exp(-tau)``. ``terms``: the two parts,
-        log N and eps.
+        Above log 2. The bound holds with probability ``1 - 2 exp(-tau)``; it is vacuous from b on.
 
     Raises
     ------

@@ -37,7 +37,8 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
         h_eff = max_eps log N(eps) / log(C_bar / eps)
 
     The paper (Definition 1) requires the inequality at *all* eps > 0. This is impossible: N >= 1,
-    and the right side is below 1 for eps > C_bar. Here eps <= C_bar.
+    and the right side is below 1 for eps > C_bar. Here eps <= C_bar. The value is infinite if
+    N(C_bar) > 1.
 
     Parameters
     ----------
@@ -45,11 +46,6 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
         log N at the radii, which are in (0, C_bar].
     C_bar : float
         For a ball, h_eff is at most the dimension with C_bar = 3 R.
-
-    Returns
-    -------
-    scalar array
-        Infinite if N(C_bar) > 1.
 
     Raises
     ------

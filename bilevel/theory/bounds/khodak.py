@@ -199,7 +199,8 @@ def khodak_corollary_a1(w_norm: Any, n_train: Any, *, delta: float = 0.05, C: fl
     |T|)`` only (Sridharan, Shalev-Shwartz & Srebro 2008). Counterexample: x = 1/W, y = 1, the hinge
     loss and ``W^2 = 1 / lambda``. w* = W is perfect, the solution has risk 1/2 for every |T|, and
     the rate falls as ``|T|^(-1/4)``. The lambda in ``terms``, divided by ``sqrt(|w*|^2 + 1)``,
-    gives the rate.
+    gives the rate. It is for the objective ``lambda |w|^2 + sum_T l``; the corollary's own is for
+    the mean over T.
 
     Parameters
     ----------
@@ -208,12 +209,6 @@ def khodak_corollary_a1(w_norm: Any, n_train: Any, *, delta: float = 0.05, C: fl
     delta, C : float
         delta is in (0, 1/3). C is the constant in O; it contains the loss's Lipschitz constant and
         the norm of the features.
-
-    Returns
-    -------
-    Bound
-        ``terms``: lambda for the objective ``lambda |w|^2 + sum_T l`` (the corollary's own is for
-        the mean over T), and the rate at the printed lambda.
 
     Raises
     ------
@@ -285,7 +280,8 @@ def khodak_corollary_a3(
 
     Square loss, ``O(sqrt(|T|) log(sqrt(|T|) / delta))`` features, and the printed lambda ``1 /
     sqrt(|T|)`` for the mean over T. It follows from Rudi & Rosasco (2017), Theorem 1, with the
-    logarithm of ``18 / delta``; for delta under 1/3 C absorbs the difference.
+    logarithm of ``18 / delta``; for delta under 1/3 C absorbs the difference. ``terms`` has
+    ``sqrt(|T|)``, lambda for the sum over T.
 
     Parameters
     ----------
@@ -293,11 +289,6 @@ def khodak_corollary_a3(
         |T|, |V| and |C|.
     delta, C : float
         delta is in (0, 1/3), C the constant in O.
-
-    Returns
-    -------
-    Bound
-        ``terms``: the two rates, and lambda for the sum over T, ``sqrt(|T|)``.
 
     Raises
     ------

@@ -257,7 +257,8 @@ def feature_map_lipschitz(
         L_lambda = R sqrt(B) t / lambda0
 
     The product rule with norms of each factor, as behind Lemma 1 of the paper, gives terms of order
-    ``n_T^1.5 / lambda0^2`` instead of ``sqrt(n_T) / lambda0``.
+    ``n_T^1.5 / lambda0^2`` instead of ``sqrt(n_T) / lambda0``. For a search over log lambda,
+    multiply ``penalty`` by the largest lambda.
 
     Parameters
     ----------
@@ -270,11 +271,6 @@ def feature_map_lipschitz(
     lambda0 : scalar
         ``Phi Phi' + lambda I >= lambda0 I`` for all alpha and lambda: the smallest penalty. For
         n_T <= p, add a lower bound of the smallest eigenvalue, e.g. of :func:`ntk.certify_simplex`.
-
-    Returns
-    -------
-    FeatureMapLipschitz
-        For a search over log lambda, multiply ``penalty`` by the largest lambda.
 
     Raises
     ------

@@ -23,9 +23,11 @@ from ntk.kernels.symmetric import symmetric_matrix
 
 
 def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = False) -> jax.Array:
-    """Return the spectral estimate of the mixture: ``sum_i y_i X_i``'s top left singular vector.
+    """Return the spectral estimate [h] of the mixture: the top left singular vector of M.
 
-    Oymak et al. 2021, section 5, step 1, and Theorem 4.
+    ``M = sum_i y_i X_i`` (Oymak et al. 2021, section 5, step 1, and Theorem 4). The estimate has
+    unit norm and a nonnegative sum (the sign is arbitrary). It is differentiable if the top
+    eigenvalue is simple.
 
     Parameters
     ----------
@@ -35,12 +37,6 @@ def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = Fal
         The mean is not subtracted: a mean that labels and features share counts as signal.
     whiten : bool
         Divide by :func:`noise_gram`: see Notes. False is the paper's estimator.
-
-    Returns
-    -------
-    array [h]
-        Unit norm, with a nonnegative sum (the sign is arbitrary). Differentiable if the top
-        eigenvalue is simple.
 
     Raises
     ------
@@ -171,9 +167,10 @@ def simplex_start(
 
     Without ``noise`` N is the identity, and negative entries become 0. With ``noise``, distances
     are between predictions: for activations that are alike, large entries of opposite sign are a
-    small difference. The uniform part is for the search: exponentiated gradient would never leave
-    an entry of 0. From ``uniform / h`` an entry needs about ``log(h / uniform)`` over the learning
-    rate steps to return.
+    small difference. This takes 200 sweeps of coordinate descent, h^2 operations each. For nearly
+    equal directions the angle is right to about 1e-3; entries can be less accurate. The uniform
+    part is for the search: exponentiated gradient would never leave an entry of 0. From ``uniform /
+    h`` an entry needs about ``log(h / uniform)`` over the learning rate steps to return.
 
     Parameters
     ----------
@@ -188,11 +185,6 @@ def simplex_start(
     ------
     ValueError
         If shapes do not fit, ``uniform`` is out of range, or ``alpha`` is zero or not finite.
-
-    Notes
-    -----
-    With ``noise``: 200 sweeps of coordinate descent, h^2 operations each. For nearly equal
-    directions the angle is then right to about 1e-3; the entries can be less accurate.
 
     Examples
     --------

@@ -36,15 +36,12 @@ def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
         risk  = rho^2 (1 - 1/P) + (1 - rho^2) / (1 - 1/P)   for P > 1
                 (1 - rho^2) / (1 - P)                        for P < 1
 
+    ``risk`` and ``excess`` are infinite for p = n, as for least squares, unless h_over_n is 0.
+
     Parameters
     ----------
     p_over_n, h_over_n : array_like
         Positive (h_over_n may be 0); broadcast with each other.
-
-    Returns
-    -------
-    SpectralLimits
-        ``risk`` and ``excess`` are infinite for p = n, as for least squares, unless h_over_n is 0.
 
     Raises
     ------
@@ -54,17 +51,14 @@ def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
     Notes
     -----
     Given y, M is a rank-1 perturbation of size ``sqrt(n/p)`` of a Gaussian matrix of variance 1/p;
-    its top left singular vector is known in the limit. T is independent of alpha^, so that the
-    second stage is least squares with noise of variance ``1 - rho^2``.
+    its top left singular vector is known in the limit (Benaych-Georges & Nadakuditi 2012, "The
+    singular values and vectors of low rank perturbations of large rectangular random matrices",
+    Theorem 2.9). T is independent of alpha^, so that the second stage is least squares with noise
+    of variance ``1 - rho^2``.
 
     ``p h = n^2`` is the sharp threshold, which the paper found "necessary" up to a constant. Its
     constants are large: ``1 - rho^2 <= 2 P H`` instead of 64 in (11), and the excess risk is at
     most ``2.25 H / (1 - 1/P)`` instead of 200 in (12). Finite sizes have larger correlations.
-
-    References
-    ----------
-    Oymak et al. 2021, Theorem 4; Benaych-Georges & Nadakuditi (2012), "The singular values and
-    vectors of low rank perturbations of large rectangular random matrices", Theorem 2.9.
 
     Examples
     --------

@@ -47,19 +47,6 @@ class Trace(NamedTuple):
     stopped: str = ""  # "" after a complete run, else the reason of the early end
 
 
-class _SolveRecord(NamedTuple):
-    """A row of the :class:`Trace`, with the seconds of its solve alone."""
-
-    round: int
-    resource: int
-    seconds: float
-    candidates: np.ndarray
-    errors: np.ndarray
-    incumbent: int
-    valid: float
-    test: float
-
-
 class Recorder:
     """Run a method's solves and write its trace.
 
@@ -100,7 +87,7 @@ class Recorder:
         self.draws, self._retrain_key = jax.random.split(jax.random.fold_in(key, 0))
         self._retrain_test = selection if retrain_test is None else retrain_test
         self._path, self._resume, self._progress = journal, resume, progress
-        self._rows: list[_SolveRecord] = []
+        self._rows: list[dict[str, Any]] = []  # of the trace, with the seconds of one solve each
         self._tests: dict[int, float] = {}  # of models trained alone at the full budget
         self._leader: tuple[int, float, int] | None = None  # (-resource, error, index)
         self._stopped = ""
@@ -144,7 +131,8 @@ class Recorder:
         if not math.isnan(error) and (self._leader is None or rank < self._leader):
             self._leader = rank
         _, valid, incumbent = self._leader or (0, math.nan, -1)
-        self._pending = (round, resource, record["seconds"], np.array([index]), np.array([error]))
+        self._pending = {"round": round, "resource": resource, "seconds": record["seconds"]}
+        self._pending |= {"candidates": np.array([index]), "errors": np.array([error])}
         self.note(incumbent, valid)
         return error
 
@@ -168,33 +156,36 @@ class Recorder:
                 f"share: expected a finite error in at least one cell at solve {self._number}, "
                 f"got none in {k} cells, {np.sum(counts == 0)} of them empty."
             )
-        self._pending = (round, resource, record["seconds"], candidates, errors)
+        self._pending = {"round": round, "resource": resource, "seconds": record["seconds"]}
+        self._pending |= {"candidates": candidates, "errors": errors}
         return Shared(errors, counts)
 
     def note(self, incumbent: int, valid: float) -> None:
         """Write the row of a solve, with the best configuration after it."""
-        row = _SolveRecord(*self._pending, int(incumbent), float(valid), math.nan)
+        row = self._pending | {"incumbent": int(incumbent), "valid": float(valid), "test": math.nan}
         # Append before retraining for the test error, so that Ctrl-C loses no solve.
         self._rows.append(row)
-        if row.incumbent >= 0:
-            self._rows[-1] = row._replace(test=self._test(row.incumbent))
-        self._show(len(self._rows), lambda: {"valid": row.valid})
+        if incumbent >= 0:
+            row["test"] = self._test(row["incumbent"])
+        self._show(len(self._rows), lambda: {"valid": row["valid"]})
 
     def trace(self) -> Trace:
         """Return the rows so far, in columns."""
         # A single configuration needs no solve to be the best.
         unsolved = 0 if len(self.configs) == 1 else -1
-        best = self._rows[-1].incumbent if self._rows else unsolved
+        best = self._rows[-1]["incumbent"] if self._rows else unsolved
         if best < 0 and not self._stopped:
             raise FloatingPointError(
                 "problem: expected a finite validation error, "
                 f"got none in {len(self._rows)} solves."
             )
-        columns: dict[str, Any] = {
-            name: [getattr(row, name) for row in self._rows] for name in _SolveRecord._fields
-        }
-        columns |= {k: np.array(columns[k], int) for k in ("round", "resource", "incumbent")}
-        columns |= {k: np.array(columns[k], float) for k in ("seconds", "valid", "test")}
+
+        def column(name):
+            return [row[name] for row in self._rows]
+
+        columns: dict[str, Any] = {k: column(k) for k in ("candidates", "errors")}
+        columns |= {k: np.array(column(k), int) for k in ("round", "resource", "incumbent")}
+        columns |= {k: np.array(column(k), float) for k in ("seconds", "valid", "test")}
         columns["seconds"] = np.cumsum(columns["seconds"])
         calls = np.arange(1, len(self._rows) + 1)
         return Trace(self.configs, best, calls=calls, stopped=self._stopped, **columns)

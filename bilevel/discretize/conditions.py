@@ -57,6 +57,7 @@ def condition_six(
 ) -> ConditionSix:
     """Test on rows whether ``argmax(alpha)`` is the best choice at the shared weights.
 
+    This is Condition 6 of Roberts, Liang & Sala, with Theorem 7; see :mod:`bilevel.discretize`.
     ``D_i - D_j`` is the mean over rows of ``1/2 |f_i - f_gamma(i)|^2 - 1/2 |f_j - f_gamma(j)|^2``,
     so its interval is that of a mean (Student's t; simultaneous ones by Bonferroni).
 
@@ -99,8 +100,6 @@ def condition_six(
       ``condition`` is 1; each pair with a is undecided.
     - L is at the *shared* weights; the paper does not treat choices that are retrained one by one.
     - Memory: ``outputs`` a few times. Time: ``n h^2 o``.
-
-    Reference: Roberts, Liang & Sala, Condition 6, Theorem 7.
 
     Examples
     --------

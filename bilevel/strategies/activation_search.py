@@ -1,11 +1,5 @@
 """Search activations on real data for several seeds at once: the parts of ``bilevel search``.
 
-    rows = data.draw_splits("digits", keys, train=300, valid=300, test=400)
-    task = set_up(activation_space(names, width=512, classes=10), rows, keys, classes=10)
-    training = solver(task, 50)
-    result = bilevel.search(stack_problems(task.space.problem), training, optimizer, ...)
-    verdict = judge_argmax(task, result.alpha, result.w, networks)
-
 Every array has a leading axis of seeds. Each seed has its own rows and initial weights.
 """
 
@@ -144,15 +138,18 @@ def judge_argmax(
 
     ``w`` [seeds, width, inputs] was trained at ``alpha`` [seeds, h]. ``singles`` has a pair
     ``(w, alpha)`` for each activation alone; a diverged network counts as worse than any other. The
-    validation rows judge, since only ``alpha`` was fitted to them. Condition 6 of Roberts et al. is
-    evaluated at the shared weights, where choices of small outputs look better than they are.
+    validation rows judge, since only ``alpha`` was fitted to them. At the shared weights of
+    Condition 6, choices of small outputs look better than they are.
     """
     space, choices = task.space, np.asarray(alpha).argmax(axis=1)
     networks = (*singles, (w, alpha))
     by_row = [losses_by_row(space, *network, task.valid) for network in networks]
     by, mixture = {}, {}
     for name in ("loss", "error"):
-        *alone, mixed = [_replace_diverged(losses[name]) for losses in by_row]
+        *alone, mixed = [
+            np.nan_to_num(np.asarray(losses[name]), nan=_DIVERGED, posinf=_DIVERGED)
+            for losses in by_row
+        ]
         verdicts = [
             judge_choice(np.stack(losses, axis=1), choice)
             for *losses, choice in zip(*alone, choices, strict=True)
@@ -164,10 +161,6 @@ def judge_argmax(
     assert theory.stationarity is not None and theory.L_alpha is not None
     stationarity = theory.stationarity / theory.L_alpha
     return ArgmaxVerdict(choices, discretise, by, mixture, theory, stationarity)
-
-
-def _replace_diverged(losses: jax.Array) -> np.ndarray:
-    return np.nan_to_num(np.asarray(losses), nan=_DIVERGED, posinf=_DIVERGED)
 
 
 @functools.partial(jax.jit, static_argnums=0)

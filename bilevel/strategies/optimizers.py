@@ -42,10 +42,9 @@ def on_sets(sets: Pytree, *, simplex: Optimizer, other: Optimizer) -> Optimizer:
     Parameters
     ----------
     sets : pytree of {"simplex", "box", "free"}
-    simplex : optax.GradientTransformation
-        An optimizer that stays on simplices.
-    other : optax.GradientTransformation
-        Any optimizer; leaves in the box are projected onto it here.
+    simplex, other : optax.GradientTransformation
+        ``simplex`` stays on simplices. ``other`` is any optimizer; leaves in the box are projected
+        onto it here.
 
     Raises
     ------

@@ -76,17 +76,9 @@ def run(
     >>> result.history["value"].shape
     (2,)
     """
-    return search(
-        strategy.problem,
-        strategy.solver,
-        strategy.optimizer,
-        alpha,
-        w,
-        train,
-        train if strategy.on_training_rows else valid,
-        batches=strategy.batches,
-        **options,
-    )
+    method = strategy.problem, strategy.solver, strategy.optimizer
+    rows = train, train if strategy.on_training_rows else valid
+    return search(*method, alpha, w, *rows, batches=strategy.batches, **options)
 
 
 def stack_strategies(strategy: Strategy, copies: int) -> Strategy:

@@ -11,8 +11,7 @@ Each of at most two events fails with probability ``exp(-tau)``. Every radius ep
 the best of about 500 radii between ``exp(-30)`` and 1, in units of the radius at which the cover
 alone costs b.
 
-Reference: Oymak, Li & Soltanolkotabi (2021), "Generalization Guarantees for Neural Architecture
-Search with Train-Validation Split", Theorem 1, for sub-exponential losses.
+Reference: Theorem 1 of Oymak et al. (2021), which is for sub-exponential losses.
 """
 
 import bisect

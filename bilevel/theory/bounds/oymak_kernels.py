@@ -198,10 +198,8 @@ def oymak_theorem3(
     Examples
     --------
     >>> from ntk import relu, tanh
-    >>> bound = oymak_theorem3(
-    ...     jnp.ones((64, 64)) + 0.1 * jnp.eye(64), jnp.ones(64), 1000,
-    ...     h=2, B=1.0, activations=[relu, tanh], t=5.0, C=1.0,
-    ... )
+    >>> K, y = jnp.ones((64, 64)) + 0.1 * jnp.eye(64), jnp.ones(64)
+    >>> bound = oymak_theorem3(K, y, 1000, h=2, B=1.0, activations=[relu, tanh], t=5.0, C=1.0)
     >>> round(float(bound.terms["training"]), 4)
     0.2498
     >>> [name for name, held in bound.assumptions if held is False]

@@ -129,6 +129,11 @@ def hyperband(
     ``i`` has ``floor(n eta^-i)`` of them at ``R eta^(i - s)``, rounded up. The trace has one row
     per evaluation; ``round`` counts the rungs of all brackets.
 
+    This is Algorithm 1 of Li et al. (2018). Each of the ``s_max + 1`` brackets costs about
+    ``(s_max + 1) R``. At R = 81, eta = 3 the formula gives brackets of 81, 34, 15, 8 and 5
+    configurations, 206 evaluations. Widely copied code rounds ``(s_max + 1) / (s + 1)`` down first:
+    81, 27, 9, 6, 5.
+
     Parameters
     ----------
     key, configs, problem, budget, **run_options
@@ -141,12 +146,6 @@ def hyperband(
     ------
     ValueError
         If ``eta`` or ``minimum`` is out of range.
-
-    Notes
-    -----
-    Li et al. (2018), Algorithm 1. Each of the ``s_max + 1`` brackets costs about ``(s_max + 1) R``.
-    At R = 81, eta = 3 the formula gives brackets of 81, 34, 15, 8 and 5 configurations, 206
-    evaluations. Widely copied code rounds ``(s_max + 1) / (s + 1)`` down first: 81, 27, 9, 6, 5.
 
     Examples
     --------
@@ -192,7 +191,7 @@ def _levels(budget: int, minimum: int, eta: float) -> int:
 
 def ranked(candidates: np.ndarray, errors: Sequence[float] | np.ndarray) -> np.ndarray:
     """Return the candidates by rising error, then rising index, with NaN last."""
-    return candidates[np.lexsort((candidates, errors))]
+    return candidates[np.lexsort((candidates, np.asarray(errors)))]
 
 
 def resources(budget: int, growth: float, rounds: int) -> list[int]:

@@ -148,6 +148,12 @@ def exponentiated_gradient(
     incumbent is the configuration of the largest theta after the step, among those with an error so
     far. ``valid`` is the last error of its cell.
 
+    Deviations from the code released with Khodak et al. (2020), https://github.com/mkhodak/
+    weight-sharing (``hyper.py --grad``): logarithms of theta, which do not underflow; a true
+    running mean as the baseline (``baseline_avg`` divides the sum by the round's number at every
+    round); a configuration without a score cannot be the incumbent; a NaN error in a nonempty cell
+    sets the weight to 0. Cost: ``rounds`` solves at ``budget``.
+
     Parameters
     ----------
     key, configs, problem, budget, **run_options
@@ -161,14 +167,6 @@ def exponentiated_gradient(
     ------
     ValueError
         If ``rounds`` is under 1, ``rate`` is not positive, or the problem has no ``share``.
-
-    Notes
-    -----
-    Deviations from the code released with Khodak et al. (2020), https://github.com/mkhodak/
-    weight-sharing (``hyper.py --grad``): logarithms of theta, which do not underflow; a true
-    running mean as the baseline (``baseline_avg`` divides the sum by the round's number at every
-    round); a configuration without a score cannot be the incumbent; a NaN error in a nonempty cell
-    sets the weight to 0. Cost: ``rounds`` solves at ``budget``.
 
     Examples
     --------

@@ -7,7 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.discretize._intervals import (
+from bilevel.discretize.judgement import (
     check_confidence,
     pairwise,
     quantile,
@@ -69,6 +69,11 @@ def condition_six(
     of ``alpha_j = 0`` nearer than the argmax leaves ``nearest`` undecided, since outputs do not
     show s_j.
 
+    With targets, two fields measure the assumptions, in units of the loss. ``realizability`` is 0
+    under the paper's Assumption 3. ``stationarity`` bounds by how much moving alpha could lower the
+    mixture's loss at these weights; it is 0 where alpha minimises it. ``slack + slack_half_width <
+    0`` anywhere rejects that.
+
     Parameters
     ----------
     outputs : array [n, h] or [n, h, o]
@@ -78,14 +83,6 @@ def condition_six(
         On the simplex.
     targets : array [n] or [n, o], optional
     confidence : float
-
-    Returns
-    -------
-    ConditionSix
-        With targets, two fields measure the assumptions, in units of the loss. ``realizability`` is
-        0 under the paper's Assumption 3. ``stationarity`` bounds by how much moving alpha could
-        lower the mixture's loss at these weights; it is 0 where alpha minimises it.
-        ``slack + slack_half_width < 0`` anywhere rejects that.
 
     Raises
     ------

@@ -14,7 +14,7 @@ import numpy as np
 import scipy.special
 
 from bilevel.contracts import Pytree
-from bilevel.discretize._intervals import (
+from bilevel.discretize.judgement import (
     check_confidence,
     pairwise,
     quantile,

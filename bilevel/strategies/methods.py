@@ -1,7 +1,6 @@
 """DARTS, GAEA, joint training, K unrolled steps and weight sharing as strategies."""
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import optax
@@ -109,7 +108,7 @@ def gaea(
     (2, False)
     """
     strategy = _first_order(
-        space, weight_optimizer, alpha_optimizer, batch_size, simplex=exponentiated, other=optax.sgd
+        space, weight_optimizer, alpha_optimizer, batch_size, exponentiated, optax.sgd
     )
     if not on_training_rows:
         return strategy
@@ -245,13 +244,7 @@ def _adam(rate: Rate) -> Optimizer:
 
 
 def _first_order(
-    space: Space | Problem,
-    weight_optimizer: Optimizer | float,
-    alpha_optimizer: Optimizer | Rate,
-    batch_size: int,
-    *,
-    simplex: Callable[[Rate], Optimizer] = logits,
-    other: Callable[[Rate], Optimizer] = _adam,
+    space, weight_optimizer, alpha_optimizer, batch_size, simplex=logits, other=_adam
 ) -> Strategy:
     """Return a first-order strategy; a rate means ``simplex`` and ``other`` on the space's sets."""
     problem, sets = (space.problem, space.sets) if isinstance(space, Space) else (space, "simplex")

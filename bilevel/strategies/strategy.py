@@ -64,7 +64,6 @@ def run(
 
     Examples
     --------
-    >>> import jax.numpy as jnp
     >>> from bilevel.spaces import skip_space
     >>> from bilevel.strategies import gaea
     >>> space = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
@@ -95,7 +94,6 @@ def stack_strategies(strategy: Strategy, copies: int) -> Strategy:
     Examples
     --------
     >>> from bilevel.strategies import darts
-    >>> import jax.numpy as jnp
     >>> from bilevel.spaces.activations import activation_space
     >>> space = activation_space(["relu", "tanh"], width=8)
     >>> data = jnp.stack([jnp.eye(4)] * 2), jnp.ones((2, 4))
@@ -140,7 +138,6 @@ def best_drawn(
 
     Examples
     --------
-    >>> import jax.numpy as jnp
     >>> from bilevel.spaces.activations import activation_space
     >>> space = activation_space(["relu", "tanh"], width=8)
     >>> rows = jnp.eye(4), jnp.array([1.0, -1.0, 1.0, -1.0])

@@ -56,8 +56,7 @@ def eigen_nas(
 
     Parameters
     ----------
-    key : jax.Array
-    space : SkipSpace
+    key, space : jax.Array, SkipSpace
     x : [n, inputs]
         In float64 for more than seven layers: see :func:`bilevel.spaces.skip_space`.
     pool, keep : int
@@ -119,15 +118,14 @@ def te_nas(
 
     Parameters
     ----------
-    key : jax.Array
+    key, repeats : jax.Array, int
+        Number of weight draws over which the changes are averaged.
     space, thin : Space
         ``alpha`` [edges, operations] on simplices. ``thin`` has the same architectures in a network
         of few channels, for the regions.
     batch, crops : (x, labels), [m, ...]
         Inputs for the kernel; the labels are not used. Small inputs of ``thin``; the authors take
         3,000 of 3 x 3 pixels.
-    repeats : int
-        Number of weight draws over which the changes are averaged.
 
     Raises
     ------
@@ -250,8 +248,7 @@ def nasi(
 
     Parameters
     ----------
-    key : jax.Array
-    space : Space
+    key, space : jax.Array, Space
         All of ``alpha`` on simplices.
     rows : (x, labels)
     steps, batch_size : int
@@ -286,8 +283,8 @@ def nasi(
         def perturbed(leaf, key):
             return jax.nn.softmax(leaf + jax.random.gumbel(key, leaf.shape, leaf.dtype))
 
-        tree = jax.tree.structure(logits)
-        keys = jax.tree.unflatten(tree, jax.random.split(key, tree.num_leaves))
+        leaves, tree = jax.tree.flatten(logits)
+        keys = jax.tree.unflatten(tree, jax.random.split(key, len(leaves)))
         alpha = jax.tree.map(perturbed, logits, keys)
         return score(lambda w, x: space.apply(w, alpha, x), w, batch)
 

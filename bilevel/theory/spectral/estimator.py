@@ -258,19 +258,16 @@ def spectral_estimator(
 
         alpha = spectral_alpha(valid),   theta = argmin |theta|  of  min |Phi_alpha theta - y|
 
+    The result has ``dual = (Phi_alpha Phi_alpha')^+ y`` (pseudo-inverse): least squares for p < n,
+    the interpolation of least norm for p > n. Its ``predict(train_features, new_features)`` gives
+    the predictions of new rows.
+
     Parameters
     ----------
     train, valid : (features [n, h, p] or ``Columns``, labels [n] or [n, c])
         Independent of each other; n may differ.
     whiten : bool
         Whether :func:`spectral_alpha` divides by :func:`noise_gram`.
-
-    Returns
-    -------
-    SpectralEstimate
-        ``dual = (Phi_alpha Phi_alpha')^+ y`` (pseudo-inverse): least squares for p < n, the
-        interpolation of least norm for p > n. ``predict(train_features, new_features)`` gives
-        the predictions of new rows.
 
     Raises
     ------

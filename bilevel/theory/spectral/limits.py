@@ -84,8 +84,8 @@ def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
     under = lost / jnp.where(P < 1, 1 - P, 1)
     excess = jnp.where(P > 1, over, jnp.where(P < 1, under, jnp.where(lost > 0, jnp.inf, 0)))
     bad = ~((P > 0) & (H >= 0))  # traced values were not checked
-    numbers = 1 - lost, optimal + excess, optimal, excess
-    return SpectralLimits(*(nan_where(bad, x) for x in numbers), recovers)
+    masked = [nan_where(bad, x) for x in (1 - lost, optimal + excess, optimal, excess)]
+    return SpectralLimits(masked[0], masked[1], masked[2], masked[3], recovers)
 
 
 class SpectralSample(NamedTuple):

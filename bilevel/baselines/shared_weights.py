@@ -31,6 +31,14 @@ def weight_sharing(
     Every round fits the weights w_t that the remaining configurations share, and keeps the half
     with the smaller validation errors over their cells.
 
+    Khodak et al. (2020), Algorithm 1, with C = ``configs``, d = ``budget``, and s_c and |V_c| the
+    errors and counts of ``share``. The paper's algorithm fails in three ways, so this one deviates:
+
+    - An empty cell scores 0/0, which makes the median NaN and keeps no configuration. Here
+      configurations are ordered by error, then index, with NaN and empty cells last.
+    - Ties with the median, common in 0-1 error, keep more than half. Here ``ceil(n / 2)`` are kept.
+    - log2 |C| need not be an integer. Here ``ceil(log2 |C|)`` rounds leave exactly one.
+
     Parameters
     ----------
     key, configs, problem, budget, **run_options
@@ -42,16 +50,6 @@ def weight_sharing(
     ------
     ValueError
         If the problem has no ``share``.
-
-    Notes
-    -----
-    Khodak et al. (2020), Algorithm 1, with C = ``configs``, d = ``budget``, and s_c and |V_c| the
-    errors and counts of ``share``. The paper's algorithm fails in three ways, so this one deviates:
-
-    - An empty cell scores 0/0, which makes the median NaN and keeps no configuration. Here
-      configurations are ordered by error, then index, with NaN and empty cells last.
-    - Ties with the median, common in 0-1 error, keep more than half. Here ``ceil(n / 2)`` are kept.
-    - log2 |C| need not be an integer. Here ``ceil(log2 |C|)`` rounds leave exactly one.
 
     Examples
     --------

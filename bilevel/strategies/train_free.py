@@ -116,6 +116,11 @@ def te_nas(
     with the smallest sum of ranks. Operations called "none" go before the first round, as in the
     authors' code. The remaining operations of an edge share its weight equally.
 
+    The authors' code too counts an infinite or NaN condition number as 1e5, and linear regions one
+    image at a time, so that batch normalisation sees one image. It has its own weight variances;
+    here ``init`` draws the weights. Time: ``repeats`` kernels and counts of regions per remaining
+    operation and round, on NAS-Bench-201 24 + 18 + 12, in one program.
+
     Parameters
     ----------
     key, repeats : jax.Array, int
@@ -131,13 +136,6 @@ def te_nas(
     ------
     ValueError
         If ``alpha`` is not one array [edges, operations] on simplices, the same in both spaces.
-
-    Notes
-    -----
-    The authors' code too counts an infinite or NaN condition number as 1e5, and linear regions one
-    image at a time, so that batch normalisation sees one image. It has its own weight variances;
-    here ``init`` draws the weights. Time: ``repeats`` kernels and counts of regions per remaining
-    operation and round, on NAS-Bench-201 24 + 18 + 12, in one program.
 
     Examples
     --------

@@ -262,6 +262,10 @@ def spectral_estimator(
     the interpolation of least norm for p > n. Its ``predict(train_features, new_features)`` gives
     the predictions of new rows.
 
+    Time: n h p and n^2 p for the kernel, O(n^3) for its pseudo-inverse. Memory: n h b and n^2. The
+    kernel has the squared condition number of ``Phi_alpha``: near p = n float32 is not enough.
+    :func:`spectral_limits` has its risk in the limit (Oymak et al. 2021, section 5 and Theorem 4).
+
     Parameters
     ----------
     train, valid : (features [n, h, p] or ``Columns``, labels [n] or [n, c])
@@ -273,12 +277,6 @@ def spectral_estimator(
     ------
     ValueError
         If shapes do not fit, an argument is empty, or concrete values are not finite.
-
-    Notes
-    -----
-    Time: n h p and n^2 p for the kernel, O(n^3) for its pseudo-inverse. Memory: n h b and n^2. The
-    kernel has the squared condition number of ``Phi_alpha``: near p = n float32 is not enough.
-    :func:`spectral_limits` has its risk in the limit (Oymak et al. 2021, section 5 and Theorem 4).
 
     Examples
     --------

@@ -42,7 +42,7 @@ from benchmarks.harness import standard_error
 from benchmarks.verdicts import clearly, grade
 from bilevel import strategies
 from bilevel.spaces.darts import darts_space
-from bilevel.spaces.darts.operations import PRIMITIVES
+from bilevel.spaces.darts.genotype import PRIMITIVES
 
 MEASURES = (
     "bilevel/spaces/darts",

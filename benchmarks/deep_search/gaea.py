@@ -37,7 +37,7 @@ from bilevel.nets import unit_images
 from bilevel.spaces.nasbench201 import nasbench201_space
 from bilevel.spaces.nasbench201.genotype import PRIMITIVES, parse_genotype
 from bilevel.spaces.nasbench201.judging import load_table
-from bilevel.spaces.nasbench201.judging.standing import standing
+from bilevel.spaces.nasbench201.judging.verdicts import standing
 
 MEASURES = (
     "bilevel/spaces/nasbench201/supernet.py",

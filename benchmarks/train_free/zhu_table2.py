@@ -43,10 +43,8 @@ from bilevel.nets import unit_images
 from bilevel.spaces.nasbench201 import all_networks, encode, nasbench201_space, score_networks
 from bilevel.spaces.nasbench201.genotype import EDGES, PRIMITIVES, parse_genotype
 from bilevel.spaces.nasbench201.judging import load_table
-from bilevel.spaces.nasbench201.judging.printed_accuracies import PRINTED
-from bilevel.spaces.nasbench201.judging.standing import standing
 from bilevel.spaces.nasbench201.judging.table import DATASETS
-from bilevel.spaces.nasbench201.judging.verdicts import paper_protocol
+from bilevel.spaces.nasbench201.judging.verdicts import PRINTED, paper_protocol, standing
 
 MEASURES = ("ntk/scores", "bilevel/spaces/nasbench201", "bilevel/strategies/train_free.py")
 

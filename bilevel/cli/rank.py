@@ -29,7 +29,6 @@ from bilevel.plots import plots
 from bilevel.runs.progress import progress_bar
 from bilevel.spaces.nasbench201 import all_networks, encode, genotypes, parameter_count
 from bilevel.spaces.nasbench201.genotype import Genotype
-from bilevel.spaces.nasbench201.judging.printed_accuracies import PRINTED
 from bilevel.spaces.nasbench201.judging.table import (
     DATASETS,
     RUN_SETS,
@@ -39,6 +38,7 @@ from bilevel.spaces.nasbench201.judging.table import (
 )
 from bilevel.spaces.nasbench201.judging.verdicts import (
     BASELINES,
+    PRINTED,
     correlations,
     judge,
     paper_protocol,

@@ -8,7 +8,7 @@ import jax
 
 from bilevel.spaces.activations import activation_space
 from bilevel.spaces.darts import genotype as darts
-from bilevel.spaces.darts.operations import reductions
+from bilevel.spaces.darts.network import reductions
 from bilevel.spaces.darts.supernet import darts_space
 from bilevel.spaces.nasbench201 import genotype as nasbench201
 from bilevel.spaces.nasbench201.costs import parameter_count

@@ -30,7 +30,7 @@ from bilevel.cli.runtime import interrupts, jax_settings, memory, run_directory
 from bilevel.data import load
 from bilevel.data.datasets import SOURCES
 from bilevel.spaces.activations import ACTIVATIONS
-from bilevel.spaces.darts import operations
+from bilevel.spaces.darts import genotype as darts
 from bilevel.spaces.features.text import BINS
 from bilevel.spaces.nasbench201 import genotype
 from bilevel.spaces.nasbench201.judging.verdicts import BASELINES
@@ -402,7 +402,7 @@ def test_names_and_sizes_of_flags_are_those_of_the_library():
     assert set(get_args(deep_searches.Strategy)) == set(run.STRATEGIES)
     assert set(commands.ACTIVATIONS) == set(ACTIVATIONS)
     assert deep_searches.SkipSearch().activations == CANDIDATES
-    assert commands.DARTS_OPERATIONS == operations.PRIMITIVES
+    assert commands.DARTS_OPERATIONS == darts.PRIMITIVES
     assert commands.NASBENCH201_OPERATIONS == genotype.PRIMITIVES
     assert (tuple(SCORES), tuple(BASELINES)) == (commands.SCORES, commands.BASELINES)
     dimension = rules.hints(commands.Baseline)["dimension"]

@@ -14,7 +14,7 @@ from bilevel.spaces.nasbench201 import encode, genotypes
 from bilevel.spaces.nasbench201.costs import supernet_cost
 from bilevel.spaces.nasbench201.genotype import parse_genotype
 from bilevel.spaces.nasbench201.judging import table
-from bilevel.spaces.nasbench201.judging.standing import standing
+from bilevel.spaces.nasbench201.judging.verdicts import standing
 
 # Without a convolution on the edges: they are what takes long to compile.
 SMALL = (

@@ -15,9 +15,16 @@ from bilevel.nets.training import from_scratch
 from bilevel.spaces.cells import MixedOperation
 from bilevel.spaces.darts import darts_network, darts_space, parse_genotype, plot_genotype
 from bilevel.spaces.darts import genotype as genotypes
-from bilevel.spaces.darts.genotype import DARTS_V1, DARTS_V2, EDGES, Genotype, draw_corner, genotype
-from bilevel.spaces.darts.network import Cell
-from bilevel.spaces.darts.operations import PRIMITIVES, run_operation
+from bilevel.spaces.darts.genotype import (
+    DARTS_V1,
+    DARTS_V2,
+    EDGES,
+    PRIMITIVES,
+    Genotype,
+    draw_corner,
+    genotype,
+)
+from bilevel.spaces.darts.network import Cell, run_operation
 from bilevel.spaces.darts.supernet import MixedCell, weight_count
 
 key = functools.partial(jax.random.key, 0)

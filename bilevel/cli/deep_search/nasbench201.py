@@ -18,8 +18,8 @@ from bilevel.spaces.nasbench201 import nasbench201_space
 from bilevel.spaces.nasbench201.costs import supernet_cost
 from bilevel.spaces.nasbench201.genotype import EDGES
 from bilevel.spaces.nasbench201.judging import table
-from bilevel.spaces.nasbench201.judging.standing import standing
 from bilevel.spaces.nasbench201.judging.table import DATASETS
+from bilevel.spaces.nasbench201.judging.verdicts import standing
 from bilevel.strategies import darts_sgd
 
 

@@ -18,8 +18,19 @@ import numpy as np
 from bilevel.internal.checks import describe, one_of, prng_key
 from bilevel.plots.appearance import COLOURS, DASHES, pyplot, style
 from bilevel.spaces.cells import edges_by_node
-from bilevel.spaces.darts.operations import PRIMITIVES
 from bilevel.spaces.space import finite_weights
+
+PRIMITIVES = (
+    "none",
+    "max_pool_3x3",
+    "avg_pool_3x3",
+    "skip_connect",
+    "sep_conv_3x3",
+    "sep_conv_5x5",
+    "dil_conv_3x3",
+    "dil_conv_5x5",
+)
+"""The candidates, in the order of ``alpha``."""
 
 NODES = (2, 3, 4, 5)
 EDGES = edges_by_node(NODES)

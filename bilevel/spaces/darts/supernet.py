@@ -23,14 +23,8 @@ import numpy as np
 from bilevel.nets.convolution import materialized
 from bilevel.nets.layers import Conv, Standardize, cast_images, pixel_means
 from bilevel.spaces.cells import MixedOperation, candidate_names, check_sizes, supernet_space
-from bilevel.spaces.darts.genotype import EDGES, NODES, draw_corner, genotype, one_hot
-from bilevel.spaces.darts.operations import (
-    PRIMITIVES,
-    FactorizedReduce,
-    ReluConvNorm,
-    reductions,
-    run_operation,
-)
+from bilevel.spaces.darts.genotype import EDGES, NODES, PRIMITIVES, draw_corner, genotype, one_hot
+from bilevel.spaces.darts.network import FactorizedReduce, ReluConvNorm, reductions, run_operation
 from bilevel.spaces.space import Space, on_simplices
 
 

@@ -8,7 +8,7 @@ images, the best of all 15,625 has 94.37 %. So a ranking is judged by
 2. :func:`top_one`: the network that it ranks first, without training any;
 3. :func:`best_of_k` minus :func:`best_of_k_random`, the same without a score;
 4. the same figures of ``BASELINES``, which use no weights and no images;
-5. :func:`paper_protocol`, next to the papers' figures, ``printed_accuracies.PRINTED``.
+5. :func:`paper_protocol`, next to the papers' figures, ``PRINTED``.
 
 A larger score is better. NaN ranks last, tied, below ``-inf``. Ties are broken at random in every
 choice. Compare only figures for the same networks: without the 6,180 networks with ineffective
@@ -20,7 +20,7 @@ AZ-NAS, CVPR 2024, for :func:`sum_of_log_ranks`.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,8 +29,8 @@ from scipy.stats import kendalltau, rankdata, spearmanr
 from bilevel.internal.checks import integer, numpy_array
 from bilevel.spaces.nasbench201 import parameter_count, trainable_layers
 from bilevel.spaces.nasbench201.costs import conv_edges, multiply_adds
-from bilevel.spaces.nasbench201.genotype import Genotype
-from bilevel.spaces.nasbench201.judging.table import DATASETS, BenchmarkTable
+from bilevel.spaces.nasbench201.genotype import PRIMITIVES, Genotype
+from bilevel.spaces.nasbench201.judging.table import DATASETS, BenchmarkTable, genotype_row
 
 BASELINES: dict[str, Callable[[Genotype], float]] = {
     "parameters": parameter_count,
@@ -40,6 +40,25 @@ BASELINES: dict[str, Callable[[Genotype], float]] = {
 }
 """Scores that :func:`judge` always adds. The first two rank all networks equally, because a 3 x 3
 convolution outweighs six of 1 x 1 in both."""
+
+PRINTED = {
+    # Zhu et al. (2022), Table 2, with their note that the figures of NASWOT, TE-NAS and KNAS are
+    # from those papers.
+    "ResNet": ((93.97, math.nan), (70.86, math.nan), (42.63, math.nan)),
+    "NAS-RL": ((92.83, math.nan), (70.71, math.nan), (44.10, math.nan)),
+    "DARTS": ((88.32, math.nan), (67.34, math.nan), (33.04, math.nan)),
+    "NASWOT": ((92.96, math.nan), (70.03, math.nan), (44.43, math.nan)),
+    "TE-NAS": ((93.90, math.nan), (71.24, math.nan), (42.38, math.nan)),
+    "KNAS (k=20), in Zhu et al.": ((93.38, math.nan), (70.78, math.nan), (44.63, math.nan)),
+    "NASI (T)": ((93.08, 0.24), (69.51, 0.59), (40.87, 0.85)),
+    "NASI (4T)": ((93.55, 0.10), (71.20, 0.14), (44.84, 1.41)),
+    "Eigen-NAS (k=20)": ((93.46, 0.01), (71.42, 0.63), (45.54, 0.04)),
+    "Eigen-NAS (k=5)": ((93.43, 0.08), (69.92, 1.82), (45.53, 0.06)),
+    # Xu et al. (2021), whose figures for k = 20 are not those cited above.
+    "KNAS (k=20)": ((93.05, math.nan), (68.91, math.nan), (34.11, math.nan)),
+    "KNAS (k=40)": ((93.43, math.nan), (71.05, math.nan), (45.05, math.nan)),
+}
+"""Printed test accuracies: (mean, standard deviation) of each of ``DATASETS``, NaN if not given."""
 
 
 def _rank_places(score: Any) -> np.ndarray:
@@ -366,3 +385,38 @@ def judge(
             line[f"{dataset}_gain_error"] = spread / math.sqrt(draws)
         report.append(line)
     return report
+
+
+def standing(
+    table: BenchmarkTable,
+    genotypes: Sequence[Genotype],
+    *,
+    operations: Sequence[str] = PRIMITIVES,
+    budget: int = 1,
+) -> dict[str, dict[str, Any]]:
+    """Return test accuracies and ranks of ``genotypes``, compared with random and best networks.
+
+    The result has a dict for each key of ``DATASETS``:
+
+    - ``accuracy`` and ``rank`` of every genotype; rank 1 is the best of all networks;
+    - ``random`` and ``optimum``, the mean and the largest accuracy of the networks of these
+      ``operations``;
+    - ``best_of_random``, for a ``budget`` above 1. It is the expected accuracy of the best of that
+      many random networks, chosen by CIFAR-10 validation.
+    """
+    rows = [genotype_row(genotype) for genotype in genotypes]
+    others = np.array([set(operations) >= set(g.operations) for g in table.genotypes])
+    budget = min(budget, others.sum())
+    standings = {}
+    for name in DATASETS:
+        test = table.accuracy[f"{name}-test"]
+        standings[name] = {
+            "accuracy": test[rows].tolist(),
+            "rank": [int(1 + np.sum(test > test[row])) for row in rows],
+            "random": float(test[others].mean()),
+            "optimum": float(test[others].max()),
+        }
+        if budget > 1:
+            valid = table.accuracy["cifar10-valid"][others]
+            standings[name]["best_of_random"] = best_of_k_random(valid, test[others], budget)
+    return standings

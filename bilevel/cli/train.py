@@ -36,8 +36,7 @@ from bilevel.nets.training import TrainableNetwork
 from bilevel.plots import plots
 from bilevel.runs.fingerprint import digest
 from bilevel.spaces.darts.supernet import weight_count
-from bilevel.spaces.rivals import random_of_same_size, single_operations
-from bilevel.spaces.trained import Blueprint, save_network
+from bilevel.spaces.trained import Blueprint, random_of_same_size, save_network, single_operations
 from bilevel.strategies import darts_sgd
 
 _CELL_RATE = 0.025  # learning rate of networks of cells, as in DARTS

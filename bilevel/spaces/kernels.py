@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import ntk
 from bilevel.contracts import LowerSolver, Pytree
@@ -56,10 +57,7 @@ def kernel_ridge(
     outer: str,
     training: Callable[[Pytree, Any], jax.Array] | None = None,
 ) -> dict[str, Any]:
-    """Return fields of a space: ridge regression with the kernel ``matrix(alpha, inputs)``.
-
-    ``training(alpha, inputs)`` [n, n] is the kernel of the training rows. Default: ``matrix``.
-    """
+    """Return fields of a space; ``training(alpha, inputs)`` is the kernel of the training rows."""
     training = training or matrix
 
     def init(key, batch):
@@ -82,8 +80,8 @@ def kernel_ridge(
         return jax.scipy.linalg.solve(K + penalty, y, assume_a="pos"), state
 
     solver = LowerSolver(init=lambda w: (), run=run, closed_form=True, of_alpha=True)
-    problem = Problem(lower, validation_loss(apply, outer))
-    return {"init": init, "apply": apply, "problem": problem, "solver": solver}
+    fields = {"init": init, "apply": apply, "solver": solver, "predict": predict_labels}
+    return fields | {"problem": Problem(lower, validation_loss(apply, outer))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +108,7 @@ def kernel_space(
     outer: str,
     scale: float,
 ) -> KernelSpace:
-    """Make a :class:`KernelSpace` of checked names and activations."""
+    """Make a space of checked names and activations."""
     functions = tuple(ntk.activation(s) for s in activations)
 
     def blocks(x, columns=None, *, error=False):
@@ -123,7 +121,6 @@ def kernel_space(
         names=tuple(names),
         **mixture_and_penalty(names),
         **kernel_ridge(matrix, outer),
-        predict=predict_labels,
         blocks=blocks,
     )
 
@@ -236,7 +233,16 @@ def kernel_function_space(
         if isinstance(inputs, tuple):
             return of_rows(alpha, *inputs)
         K = of_rows(alpha, inputs)
-        return K if own is None else nan_unless(_are_training_rows(jnp.asarray(inputs), own), K)
+        if own is None:
+            return K
+        rows = jnp.asarray(inputs)
+        same = jnp.array_equal(rows, own)  # False for other shapes
+        if rows.shape != own.shape or (concrete(same) and not same):
+            raise ValueError(
+                "batch: expected the training inputs x of kernel_function_space, got other rows "
+                f"of shape {rows.shape}. Weights belong to the training inputs."
+            )
+        return nan_unless(same, K)
 
     def inputs(x, columns=None):
         return jnp.asarray(x), None if columns is None else jnp.asarray(columns)
@@ -245,17 +251,14 @@ def kernel_function_space(
         return beside_penalty(kernel=jax.tree.map(jnp.asarray, kernel_alpha))
 
     def draw(key):
-        leaves, structure = jax.tree.flatten(of(start)["kernel"])
-        keys = jax.random.split(key, len(leaves))
-        drawn = map(_draw_leaf, keys, _sets_of_leaves(sets, start), leaves)
-        return of(jax.tree.unflatten(structure, drawn))
+        first = of(start)["kernel"]
+        keys = optax.tree.split_key_like(key, first)
+        return of(jax.tree.map(_draw_leaf, keys, jax.tree.broadcast(sets, first), first))
 
     def discretize(alpha):
         check_finite("alpha", alpha["kernel"])
-        leaves, structure = jax.tree.flatten(alpha["kernel"])
-        pairs = zip(_sets_of_leaves(sets, start), leaves, strict=True)
-        corners = [_vertex_at_largest(leaf) if word == "simplex" else leaf for word, leaf in pairs]
-        return jax.tree.unflatten(structure, map(np.asarray, corners))
+        words = jax.tree.broadcast(sets, alpha["kernel"])
+        return jax.tree.map(np.asarray, jax.tree.map(_vertex, words, alpha["kernel"]))
 
     def certificates(alphas, x, entry_error=None):
         def certified(step):
@@ -273,7 +276,6 @@ def kernel_function_space(
         discretize=discretize,
         one_hot=of,
         **kernel_ridge(matrix, outer, training),
-        predict=predict_labels,
         inputs=inputs,
         certificates=certificates,
     )
@@ -293,17 +295,6 @@ def kernel_search(
         one_hot=lambda architecture: kernels.one_hot(space.one_hot(architecture)),
         **fields,
     )
-
-
-def _are_training_rows(rows: jax.Array, x: jax.Array) -> jax.Array:
-    """Return whether training rows are the inputs ``x`` of the space; traced rows do not raise."""
-    same = jnp.array_equal(rows, x)  # False for other shapes
-    if rows.shape != x.shape or (concrete(same) and not same):
-        raise ValueError(
-            "batch: expected the training inputs x of kernel_function_space, got other rows "
-            f"of shape {rows.shape}. Weights belong to the training inputs."
-        )
-    return same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -456,25 +447,19 @@ def kernel_mixture_space(
         names=tuple(kernels),
         **mixture_and_penalty(list(kernels)),
         **kernel_ridge(matrix, outer),
-        predict=predict_labels,
         inputs=inputs,
         certificates=certificates,
     )
 
 
-def _sets_of_leaves(sets: Pytree, start: Pytree) -> list[str]:
-    """Return the word of every leaf."""
-    if isinstance(sets, str):
-        return [sets] * len(jax.tree.leaves(start))
-    return jax.tree.leaves(sets)
-
-
 def _draw_leaf(key: jax.Array, word: str, leaf: jax.Array) -> jax.Array:
-    if word == "simplex":
-        return _vertex_at_largest(jax.random.uniform(key, leaf.shape, leaf.dtype))
-    return jax.random.uniform(key, leaf.shape, leaf.dtype) if word == "box" else leaf
+    if word not in ("simplex", "box"):
+        return leaf
+    return _vertex(word, jax.random.uniform(key, leaf.shape, leaf.dtype))
 
 
-def _vertex_at_largest(alpha: jax.Array) -> jax.Array:
-    """Return the vertex of every simplex at its largest entry."""
-    return jax.nn.one_hot(jnp.argmax(alpha, -1), alpha.shape[-1], dtype=alpha.dtype)
+def _vertex(word: str, leaf: jax.Array) -> jax.Array:
+    """Return the vertex of every simplex at its largest entry; other leaves are unchanged."""
+    if word != "simplex":
+        return leaf
+    return jax.nn.one_hot(jnp.argmax(leaf, -1), leaf.shape[-1], dtype=leaf.dtype)

@@ -1,9 +1,12 @@
-"""The network of an architecture: built from a space, or from a file of trained parameters."""
+"""The network of an architecture: built from a space, or from a file of trained parameters.
+
+Others to compare it with are random ones of its size, and those of one operation.
+"""
 
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import chex
@@ -19,9 +22,11 @@ from bilevel.nets.training import TrainableNetwork
 from bilevel.problem.problem import split_losses
 from bilevel.runs import records
 from bilevel.spaces.activations import ActivationSpace, activation_space
-from bilevel.spaces.darts import darts_network
-from bilevel.spaces.darts import parse_genotype as parse_darts
-from bilevel.spaces.nasbench201.genotype import parse_genotype as parse_nasbench201
+from bilevel.spaces.darts import darts_network, darts_space
+from bilevel.spaces.darts import genotype as darts_cells
+from bilevel.spaces.darts.network import reductions
+from bilevel.spaces.nasbench201 import genotype as nasbench201_cells
+from bilevel.spaces.nasbench201 import nasbench201_space, parameter_count
 from bilevel.spaces.nasbench201.network import nasbench201_network
 from bilevel.spaces.skips import parse_skip_architecture, skip_space
 from bilevel.spaces.space import Space
@@ -136,8 +141,10 @@ def _skip_network(blueprint: Blueprint) -> TrainableNetwork:
 BUILDERS: dict[str, Callable[[Blueprint], TrainableNetwork]] = {
     "activations": _activation_network,
     "skips": _skip_network,
-    "darts": _cell_network(functools.partial(darts_network, auxiliary=False), parse_darts),
-    "nasbench201": _cell_network(nasbench201_network, parse_nasbench201),
+    "darts": _cell_network(
+        functools.partial(darts_network, auxiliary=False), darts_cells.parse_genotype
+    ),
+    "nasbench201": _cell_network(nasbench201_network, nasbench201_cells.parse_genotype),
 }
 """Networks of the built-in spaces."""
 
@@ -238,3 +245,87 @@ def load_network(path: str | pathlib.Path, space: Space | None = None) -> Traine
     w, averages = jax.tree.unflatten(structure, [jnp.asarray(a) for a in saved])
     classes = tuple(notes["classes"])
     return TrainedNetwork(network, w, averages, classes, blueprint.architecture, shape)
+
+
+# ------------------------------------------------------------ networks to compare with
+
+_MOST = 50  # draws, if all before equal the architecture found
+
+
+def random_of_same_size(
+    key: chex.PRNGKey, found: Blueprint, names: tuple[str, ...], draws: int, own: Space | None
+) -> Blueprint | None:
+    """Return the drawn architecture with the number of weights nearest to that of the found one.
+
+    ``names`` are the candidates. The found architecture itself does not count. The result is None
+    if the space has one architecture only. Only networks of cells differ in size.
+    """
+    size, space = weight_excess(found), _space_of(found, names, own)
+    others: list[Blueprint] = []
+    for i, k in enumerate(jax.random.split(key, max(draws, _MOST))):
+        if i >= draws and others:
+            break
+        alpha = space.draw(k)
+        leaves = found.alpha and [leaf.tolist() for leaf in jax.tree.leaves(alpha)]
+        drawn = found._replace(architecture=str(space.discretize(alpha)), alpha=leaves)
+        if drawn.architecture != found.architecture:
+            others.append(drawn)
+    return min(others, key=lambda b: abs(weight_excess(b) - size), default=None)
+
+
+def single_operations(found: Blueprint, names: tuple[str, ...]) -> dict[str, Blueprint]:
+    """Return the networks of cells with one operation on all edges; nothing for other spaces.
+
+    In a DARTS cell every node takes both inputs of the cell.
+    """
+    if found.space not in ("darts", "nasbench201"):
+        return {}
+
+    def cell(name):
+        if found.space == "nasbench201":
+            return nasbench201_cells.Genotype((name,) * len(nasbench201_cells.EDGES))
+        pairs = ((name, 0), (name, 1)) * len(darts_cells.NODES)
+        return darts_cells.Genotype(pairs, darts_cells.NODES, pairs, darts_cells.NODES)
+
+    singles = {name: str(cell(name)) for name in names if name != "none"}
+    return {k: found._replace(architecture=v) for k, v in singles.items()}
+
+
+def weight_excess(blueprint: Blueprint) -> int:
+    """Count the weights of a network of cells, up to a constant; 0 for other spaces."""
+    sizes = {k: blueprint.sizes.get(k) for k in ("cells", "channels")}
+    if blueprint.space == "nasbench201":
+        cell = nasbench201_cells.parse_genotype(blueprint.architecture)
+        return parameter_count(cell, **sizes)  # type: ignore[arg-type]
+    if blueprint.space == "darts":
+        genotype = darts_cells.parse_genotype(blueprint.architecture)
+        return sum(_edge_weights(genotype, **sizes))  # type: ignore[arg-type]
+    return 0
+
+
+def _edge_weights(genotype: darts_cells.Genotype, cells: int, channels: int) -> Iterator[int]:
+    """Yield the weights of every edge of a DARTS network."""
+    for cell in range(cells):
+        reduced = cell in reductions(cells)
+        channels *= 1 + reduced
+        for name, source in genotype.reduce if reduced else genotype.normal:
+            yield _operation_weights(name, channels, reduced and source < 2)
+
+
+def _operation_weights(name: str, channels: int, strided: bool) -> int:
+    pointwise = channels**2 + 2 * channels  # 1 x 1 convolution, scale and shift
+    if name == "skip_connect":
+        return strided * pointwise
+    layers = {"sep": 2, "dil": 1}.get(name[:3], 0)  # none in pooling
+    return layers * (int(name[-1]) ** 2 * channels + pointwise)
+
+
+def _space_of(found: Blueprint, names: tuple[str, ...], own: Space | None) -> Any:
+    """Return the space that the architecture was found in; ``own`` is a user-defined one."""
+    if found.space == "activations":
+        return activation_space(**found.sizes)
+    if found.space == "skips":
+        return skip_space(**found.sizes)
+    if found.space == "darts":
+        return darts_space(names)
+    return nasbench201_space(names) if found.space == "nasbench201" else own

@@ -15,8 +15,7 @@ from bilevel.runs import checkpoint
 from bilevel.spaces import unit_inputs
 from bilevel.spaces.darts.genotype import draw_corner, genotype
 from bilevel.spaces.darts.supernet import weight_count
-from bilevel.spaces.rivals import random_of_same_size, single_operations, weight_excess
-from bilevel.spaces.trained import Blueprint
+from bilevel.spaces.trained import Blueprint, random_of_same_size, single_operations, weight_excess
 
 
 def linear():

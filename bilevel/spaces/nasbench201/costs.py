@@ -1,7 +1,6 @@
 """Costs of a genotype's network (weights, multiply-adds, layers) and of a supernet."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from bilevel.internal.checks import integer
 from bilevel.spaces.nasbench201.genotype import (
@@ -14,33 +13,25 @@ from bilevel.spaces.nasbench201.genotype import (
 )
 
 
-class _Convolutions(NamedTuple):
-    """A number of equal convolutions."""
-
-    number: int
-    kernel: int
-    inputs: int
-    outputs: int
-    side: int  # of the output image
-    normalized: bool = True
-
-
 def _convolutions(
     genotype: Genotype, channels: int, cells: int, pixels: int
-) -> Iterator[_Convolutions]:
-    """Yield all convolutions of the network, including dead operations."""
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield numbers of equal convolutions with their weights, normalised channels, output's side.
+
+    Operations without effect on the output are included.
+    """
     check_operations(genotype)
-    for name, value in (("channels", channels), ("cells", cells)):
-        integer(name, value, 1)
-    yield _Convolutions(1, 3, 3, channels, pixels)
+    integer("channels", channels, 1)
+    integer("cells", cells, 1)
+    yield 1, 9 * 3 * channels, channels, pixels
     for stage in range(3):
         c, side = channels << stage, pixels >> stage
         if stage:
-            yield _Convolutions(1, 3, c // 2, c, side)
-            yield _Convolutions(1, 3, c, c, side)
-            yield _Convolutions(1, 1, c // 2, c, side, normalized=False)
-        for name, kernel in SIZES.items():
-            yield _Convolutions(cells * genotype.operations.count(name), kernel, c, c, side)
+            yield 1, 9 * (c // 2) * c, c, side
+            yield 1, 9 * c * c, c, side
+            yield 1, c // 2 * c, 0, side
+        for name, size in SIZES.items():
+            yield cells * genotype.operations.count(name), size**2 * c * c, c, side
 
 
 def parameter_count(
@@ -71,11 +62,9 @@ def parameter_count(
     >>> parameter_count(genotypes()[0]), parameter_count(genotypes()[3])
     (73306, 316346)
     """
-    total = 8 * channels + (4 * channels + 1) * classes  # the last normalisation, the classifier
-    for layer in _convolutions(genotype, channels, cells, 4):
-        weights = layer.kernel**2 * layer.inputs * layer.outputs
-        total += layer.number * (weights + 2 * layer.outputs * layer.normalized)
-    return total
+    last_norm, classifier = 8 * channels, (4 * channels + 1) * classes
+    layers = _convolutions(genotype, channels, cells, 4)
+    return sum((n * (weights + 2 * c) for n, weights, c, _ in layers), last_norm + classifier)
 
 
 def multiply_adds(
@@ -86,11 +75,8 @@ def multiply_adds(
     By default ``7,783,040 + 35,389,440 n_3 + 3,932,160 n_1``. As in the benchmark, padding counts
     like pixels, and operations without effect on the output are included.
     """
-    total = 4 * channels * classes
-    for layer in _convolutions(genotype, channels, cells, pixels):
-        weights = layer.kernel**2 * layer.inputs * layer.outputs
-        total += layer.number * weights * layer.side**2
-    return total
+    layers = _convolutions(genotype, channels, cells, pixels)
+    return sum((n * weights * side**2 for n, weights, _, side in layers), 4 * channels * classes)
 
 
 def trainable_layers(genotype: Genotype, *, cells: int = 5) -> int:

@@ -142,10 +142,7 @@ def activation_space(
 
 
 def _finite_space(
-    names: tuple[str, ...],
-    functions: tuple[Elementwise, ...],
-    outer: str,
-    outputs: jax.Array,
+    names: tuple[str, ...], functions: tuple[Elementwise, ...], outer: str, outputs: jax.Array
 ) -> ActivationSpace:
     width, columns = outputs.shape
 
@@ -221,7 +218,7 @@ def _largest_gauss_newton_eigenvalue(
 ) -> jax.Array:
     """Return the largest eigenvalue of ``J'J``, J = df/dw, within 10 % from below.
 
-    This suffices: Nesterov's steps with momentum 0.9 are stable up to 36 % above 1 / lambda_max.
+    Nesterov's steps with momentum 0.9 are stable up to 36 % above 1 / lambda_max.
     """
     _, push = jax.linearize(f, w)
     pull = jax.linear_transpose(push, w)
@@ -238,8 +235,7 @@ def _largest_gauss_newton_eigenvalue(
 def _step_size(alpha: jax.Array, curvatures: jax.Array) -> jax.Array:
     """Return ``1 / (sum_i alpha_i sqrt(lambda_i))^2``, at most 1 / lambda_max of the mixture.
 
-    The singular values of mixed features are at most the mixture of singular values. The result has
-    the axes of ``w``, with ones, so that each copy of ``stack_problems`` gets its own.
+    The axes of ``w``, with ones, give each copy of ``stack_problems`` its own.
     """
     return 1 / jnp.sum(alpha * jnp.sqrt(curvatures), axis=-1)[..., None, None] ** 2
 
@@ -248,9 +244,9 @@ def _step_size(alpha: jax.Array, curvatures: jax.Array) -> jax.Array:
 def losses_by_row(
     space: ActivationSpace, w: chex.Array, alpha: chex.Array, batch: tuple[chex.Array, chex.Array]
 ) -> dict[str, jax.Array]:
-    """Return the outer loss of every row, and 1 if its label is wrong: {"loss", "error"}.
+    """Return {"loss", "error"} [seeds, n]: the outer loss of every row, and 1 for a wrong label.
 
-    Both are [seeds, n]; all arguments lead with the seeds. Outputs that are not finite are wrong.
+    All arguments lead with the seeds. Outputs that are not finite are wrong.
     """
 
     def of_one_row(w, alpha, x, y):
@@ -277,7 +273,11 @@ def unit_inputs(x: chex.Array, *others: jax.Array) -> jax.Array | tuple[jax.Arra
     >>> unit_inputs(jnp.array([[0.0, 0.0], [2.0, 0.0]]))
     Array([[-1., 0.], [ 1., 0.]], dtype=float...)
     """
-    unit, nonzero = _centred_unit_rows([_checked_inputs(a) for a in (x, *others)])
+    arrays = [float_array("x", a) for a in (x, *others)]
+    for a in arrays:
+        if a.ndim == 0 or a.size == 0:
+            raise ValueError(f"x: expected inputs [n, ...] with n at least 1, got shape {a.shape}.")
+    unit, nonzero = _centred_unit_rows(arrays)
     if concrete(nonzero) and not nonzero:
         raise ValueError("x: expected rows that differ from their mean, got one that does not.")
     return unit if others else unit[0]
@@ -287,21 +287,9 @@ def unit_inputs(x: chex.Array, *others: jax.Array) -> jax.Array | tuple[jax.Arra
 def _centred_unit_rows(parts: list[jax.Array]) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Return unit rows of every part, and whether all rows differ from the mean."""
     flat = squarable([a.reshape(len(a), -1) for a in parts])
-    mean = _column_means(flat[0])
+    low = flat[0].min(axis=0)  # the mean of equal values could differ from them by rounding
+    mean = jnp.where(low == flat[0].max(axis=0), low, flat[0].mean(axis=0))
     centred = [a - mean[None] for a in flat]
     norms = [jnp.linalg.norm(a, axis=1, keepdims=True) for a in centred]
     unit = tuple(a / norm for a, norm in zip(centred, norms, strict=True))
     return unit, jnp.stack([norm.all() for norm in norms]).all()
-
-
-def _column_means(x: jax.Array) -> jax.Array:
-    """Return the mean of every column, without rounding for equal values."""
-    low = x.min(axis=0)
-    return jnp.where(low == x.max(axis=0), low, x.mean(axis=0))
-
-
-def _checked_inputs(x: jax.Array) -> jax.Array:
-    x = float_array("x", x)
-    if x.ndim == 0 or x.size == 0:
-        raise ValueError(f"x: expected inputs [n, ...] with n at least 1, got shape {x.shape}.")
-    return x

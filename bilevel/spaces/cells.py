@@ -58,6 +58,11 @@ def check_images(shape: tuple[int, ...], halvings: int) -> None:
         )
 
 
+def even_sides(x: jax.Array, mode: str = "constant") -> jax.Array:
+    """Pad images [n, h, w, c] at the end of odd sides; published ones have even sides."""
+    return jnp.pad(x, [(0, 0), (0, x.shape[1] % 2), (0, x.shape[2] % 2), (0, 0)], mode=mode)
+
+
 class MixedOperation(nn.Module):
     """The weighted sum of all operations on an edge.
 

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from bilevel.nets.convolution import average_pooling, max_pooling
 from bilevel.nets.layers import Conv, Norm, batch_norm, cast_images, pixel_means
 from bilevel.nets.training import TrainableNetwork
-from bilevel.spaces.cells import check_sizes, trainable_network
+from bilevel.spaces.cells import check_sizes, even_sides, trainable_network
 from bilevel.spaces.darts.genotype import NODES, Genotype, check_genotype
 
 
@@ -66,10 +66,9 @@ class FactorizedReduce(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map [n, h, w, c] to [n, ceil(h / 2), ceil(w / 2), channels]."""
         x = nn.relu(x)
-        odd = [(0, 0), (0, x.shape[1] % 2), (0, x.shape[2] % 2), (0, 0)]
         half = self.channels // 2
         even = Conv(half, stride=2)(x)
-        shifted = Conv(self.channels - half, stride=2)(jnp.pad(x, odd)[:, 1:, 1:])
+        shifted = Conv(self.channels - half, stride=2)(even_sides(x)[:, 1:, 1:])
         return self.norm()(jnp.concatenate([even, shifted], axis=-1))
 
 

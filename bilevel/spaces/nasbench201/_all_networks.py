@@ -30,6 +30,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
+from bilevel.contracts import Pytree
 from bilevel.internal.checks import concrete
 from bilevel.nets.convolution import convolve_images
 from bilevel.nets.layers import cast_images, draw_parameters
@@ -47,18 +48,7 @@ from bilevel.spaces.nasbench201.network import (
     standardize,
 )
 
-Pytree = Any
-
 _SAVED = "edge"  # the outputs that the backward pass does not recompute
-
-
-class Unnormalized(nn.Module):
-    """The identity instead of a norm, for :func:`ntk.scores.synflow`."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Return ``x``."""
-        return x
 
 
 class AllNetworks(NamedTuple):
@@ -155,7 +145,8 @@ def all_networks(
 
         return jax.tree_util.tree_map_with_path(zero_unless_chosen, w)
 
-    return AllNetworks(init, apply, functools.partial(apply, norm=Unnormalized), select)
+    apply_unnormalized = functools.partial(apply, norm=lambda name: lambda x: x)
+    return AllNetworks(init, apply, apply_unnormalized, select)
 
 
 def _indices(genotype: Any) -> jax.Array:

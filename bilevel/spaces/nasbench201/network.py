@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from bilevel.nets.convolution import average_pooling
 from bilevel.nets.layers import Conv, Standardize, batch_norm, cast_images, pixel_means
 from bilevel.nets.training import TrainableNetwork
-from bilevel.spaces.cells import check_sizes, trainable_network
+from bilevel.spaces.cells import check_sizes, even_sides, trainable_network
 from bilevel.spaces.nasbench201.genotype import EDGES, SIZES, Genotype, check_operations
 
 Norm = Callable[..., nn.Module]
@@ -115,13 +115,8 @@ class Reduction(nn.Module):
         channels = 2 * x.shape[-1]
         y = ConvolutionBlock(channels, 3, self.norm, 2, name="first")(x)
         y = ConvolutionBlock(channels, 3, self.norm, name="second")(y)
-        pooled = average_pooling(jnp.pad(x, _to_even(x), mode="edge"), 2, stride=2)
+        pooled = average_pooling(even_sides(x, mode="edge"), 2, stride=2)
         return checkpoint_name(y + Conv(channels, name="shortcut")(pooled), "layer")
-
-
-def _to_even(x: jax.Array) -> list[tuple[int, int]]:
-    """Return padding that repeats an odd side's last pixels; published images have even sides."""
-    return [(0, 0), (0, x.shape[1] % 2), (0, x.shape[2] % 2), (0, 0)]
 
 
 class Head(nn.Module):

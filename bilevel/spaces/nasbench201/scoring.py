@@ -128,7 +128,13 @@ def score_networks(
     programs = _score_programs(names, functions, networks, key)
     own = {name: functions[name] for name in names if name in functions}
     for name in own:
-        _check_traceable(name, programs[name], w, cells[0], batch)
+        try:  # without computing
+            jax.eval_shape(programs[name], w, cells[0], batch)
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"scores: expected {name} to be a function that JAX can trace, got: {reason}"
+            ) from error
     versions = {name: digest({"score": score, "key": key}) for name, score in own.items()}
     m = len(cells)
     alone: AbstractContextManager = nullcontext()
@@ -208,29 +214,14 @@ def _evaluate_score(label, score, apply, select, w, genotype, batch) -> dict[str
 
 def _real_scalar(name: str, score: Score, *arguments: Any) -> jax.Array:
     """Evaluate a user's score; raise ``ValueError`` if it is not a real scalar."""
-    value = score(*arguments)
+    value, real = score(*arguments), (np.floating, np.integer, np.bool_)
     if not isinstance(value, jax.Array | np.ndarray | np.generic | float | int):
         got = f"a {type(value).__name__}"
-    elif jnp.shape(value) or not _is_real(jnp.result_type(value)):
+    elif jnp.shape(value) or not any(jnp.issubdtype(jnp.result_type(value), r) for r in real):
         got = f"{jnp.result_type(value)}{list(jnp.shape(value))}"
     else:
         return jnp.asarray(value)
     raise ValueError(f"scores: expected {name} to return a real scalar, got {got}.")
-
-
-def _is_real(dtype: Any) -> bool:
-    return any(jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer, np.bool_))
-
-
-def _check_traceable(name: str, program: Callable, *arguments: Any) -> None:
-    """Trace the program of a user's score without computing; raise if JAX cannot."""
-    try:
-        jax.eval_shape(program, *arguments)
-    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"scores: expected {name} to be a function that JAX can trace, got: {reason}"
-        ) from error
 
 
 def _score_in_chunks(label, program, store, w, cells, batch, at_once, place, shown) -> None:
@@ -264,7 +255,7 @@ def _score_in_chunks(label, program, store, w, cells, batch, at_once, place, sho
 
 
 class _ScoreStore:
-    """Scores so far, by program and name, for the first genotypes; in a file, if there is one."""
+    """Scores of the first genotypes so far, by program and name; in a file, if there is one."""
 
     def __init__(
         self,
@@ -350,12 +341,10 @@ class _ScoreStore:
             compiling[name] = self.compile_seconds.get(label, 0.0)
             if name in HOST_SCORES:
                 kernels = np.concatenate(self.arrays[f"{label}/kernel"])[: self.count]
-                values[name] = np.array([_certified_or_nan(K) for K in kernels])
+                values[name] = np.full(len(kernels), np.nan)
+                for i in np.flatnonzero(np.isfinite(kernels).all(axis=(1, 2))):
+                    values[name][i] = certified_min_eigenvalue(kernels[i])
             else:
                 rows = np.concatenate(self.arrays[f"{label}/{name}"])[: self.count]
                 values[name] = rows.astype(np.float64)
         return Scored(values, seconds, compiling)
-
-
-def _certified_or_nan(K: np.ndarray) -> float:
-    return certified_min_eigenvalue(K) if np.isfinite(K).all() else np.nan

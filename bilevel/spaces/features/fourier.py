@@ -92,11 +92,8 @@ def fourier_config(
     laplace, γ = 0.5, unit
     """
     check_in_range("gamma", gamma, 0, math.inf)
-    return FourierConfig(
-        jnp.asarray(_index("preprocess", preprocess, PREPROCESS)),
-        jnp.asarray(_index("kernel", kernel, KERNELS)),
-        jnp.asarray(gamma, float),
-    )
+    index = _index("preprocess", preprocess, PREPROCESS), _index("kernel", kernel, KERNELS)
+    return FourierConfig(*map(jnp.asarray, index), jnp.asarray(gamma, float))
 
 
 def sample_fourier(
@@ -265,17 +262,12 @@ def _standard_cauchy(v):
     return jnp.where(near_end, 1 / jnp.where(near_end, tangent, 1), tangent)
 
 
-def _angle(v):
-    return math.pi * (v + 1)
-
-
 # The four streams of random numbers, by number for `fold_in`, and their maps of v ~ U(-1, 1).
 _DIRECTIONS, _CAUCHY, _RADII, _PHASES = range(4)
-_TRANSFORMS = (_standard_normal, _standard_cauchy, _standard_normal, _angle)
+_TRANSFORMS = (_standard_normal, _standard_cauchy, _standard_normal, lambda v: math.pi * (v + 1))
 
 
 def _part(dimension, start):
-    """Return both, if they are a valid part of the sequence."""
     if concrete(start):
         start = integer("start", start, 0)
     return integer("dimension", dimension, 1), start

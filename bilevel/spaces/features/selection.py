@@ -3,11 +3,10 @@
     min over c of  l_V(w_c, c),    w_c = argmin_w  lambda |w|^2 + sum_T l(<w, phi_c(x)>, y)
 
 c is a :class:`FourierConfig` (images) or :class:`TextConfig` (texts), phi_c a map to ``resource``
-features. lambda, 1/2 in the paper, is fixed. The loss is squared, to one-vs-rest targets +-1
-(images), or the squared hinge (texts). The shared w* is one solve with a configuration per row.
-Scores are 0-1 errors. All configurations share one draw of the random features (one hash for
-texts), and fewer features are the first ones of more. So a shared weight always belongs to the same
-feature, up to the configuration.
+features. The loss is squared, to one-vs-rest targets +-1 (images), or the squared hinge (texts).
+The shared w* is one solve with a configuration per row. Scores are 0-1 errors. All configurations
+share one draw of the random features (one hash for texts), and fewer features are the first ones of
+more. So a shared weight always belongs to the same feature, up to the configuration.
 """
 
 import functools
@@ -97,13 +96,10 @@ def fourier_selection(
     targets = sign_labels(jnp.asarray(codes), max(2, len(classes)), dtype)
     source = key, x[: sizes[0]]
     kinds = len(fourier.PREPROCESS) * len(fourier.KERNELS)
-    fits = kinds * len(x) * dimension * x.dtype.itemsize <= memory
-    made = (
-        _ridge_from_projections(source, x, dimension)
-        if fits
-        else _ridge_from_blocks(source, x, memory)
-    )
-    ridge, outputs = made
+    if kinds * len(x) * dimension * x.dtype.itemsize <= memory:
+        ridge, outputs = _ridge_from_projections(source, x, dimension)
+    else:
+        ridge, outputs = _ridge_from_blocks(source, x, memory)
 
     def stacked(configs, cells, resource):
         if not 1 <= resource <= dimension:
@@ -354,9 +350,8 @@ def _stacked(*parts: Part) -> tuple[np.ndarray, np.ndarray, list[int]]:
 def _selection(
     fit: Callable[..., Any], wrong: Callable[..., np.ndarray], sizes: Sequence[int]
 ) -> Selection:
-    """Make the problem of choosing a configuration from a function that fits and one that judges.
+    """Make the problem of ``fit(configs, cells, rows, resource) -> model``.
 
-    ``fit(configs, cells, rows, resource) -> model``.
     ``wrong(model, configs, cells, rows, resource)`` returns whether each row is wrong, NaN for
     outputs that are not finite. ``rows`` is a slice of all rows; ``cells`` has the index of each
     row's configuration.
@@ -365,13 +360,12 @@ def _selection(
     train, valid, test = (slice(*ends[i : i + 2].tolist()) for i in range(3))
 
     def evaluate(key, config, resource):
-        """``key`` is not used: the features are drawn with the problem's own key."""
-        same = [np.zeros(size, int) for size in sizes]
-        model = fit([config], same[0], train, resource)
-        return Evaluation(
-            float(wrong(model, [config], same[1], valid, resource).mean()),
-            float(wrong(model, [config], same[2], test, resource).mean()),
-        )
+        # `key` is not used: the features are drawn with the problem's own key.
+        cells = [np.zeros(size, int) for size in sizes]
+        model = fit([config], cells[0], train, resource)
+        parts = zip(cells[1:], (valid, test), strict=True)
+        errors = (wrong(model, [config], own, rows, resource).mean() for own, rows in parts)
+        return Evaluation(*map(float, errors))
 
     def share(key, configs, probabilities, resource, *, whole=False):
         k, (n, m, _) = len(configs), sizes

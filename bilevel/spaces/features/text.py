@@ -52,9 +52,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 """The values of each field of :class:`TextConfig` except ``smoothing``, a positive number."""
 
-HASHING = "tokenizer", "stop_words", "lowercase", "order"
-"""The fields used by :func:`hashed_counts`."""
-
 
 class TextConfig(NamedTuple):
     """One configuration; :func:`text_config` makes one with checked fields."""
@@ -84,15 +81,15 @@ class TextConfig(NamedTuple):
 
     @property
     def hashing(self) -> tuple[Any, ...]:
-        """Return the fields of ``HASHING``: the key of a cache of :func:`hashed_counts`."""
-        return tuple(getattr(self, name) for name in HASHING)
+        """Return the fields that :func:`hashed_counts` uses."""
+        return self[:4]
 
 
 class TextStatistics(NamedTuple):
-    """Totals of the training rows, bin by bin; see :func:`statistics`."""
+    """Totals [d] of the training rows in the classes; see :func:`statistics`."""
 
-    negative: np.ndarray  # [d], Q
-    positive: np.ndarray  # [d], P
+    negative: np.ndarray  # Q
+    positive: np.ndarray  # P
 
 
 def text_config(**fields: Any) -> TextConfig:
@@ -128,8 +125,7 @@ def text_config(**fields: Any) -> TextConfig:
 def sample_text(key: chex.PRNGKey, count: int) -> list[TextConfig]:
     """Draw configurations from the search space of Khodak et al.'s released code.
 
-    All choices are uniform, ``weights`` naive Bayes or SIF, ``smoothing`` log-uniform in [1e-5,
-    10].
+    Choices are uniform, ``weights`` naive Bayes or SIF, ``smoothing`` log-uniform in [1e-5, 10].
 
     Raises
     ------
@@ -158,8 +154,7 @@ def sample_text(key: chex.PRNGKey, count: int) -> list[TextConfig]:
 def hashed_counts(texts: Sequence[str], config: TextConfig) -> csr_array:
     """Return counts [n, BINS] of each document's n-grams, sparse float32: slow, once per corpus.
 
-    The counts depend on ``config.hashing`` only. An n-gram is its tokens joined by spaces, its bin
-    scikit-learn's 32-bit MurmurHash3.
+    An n-gram is its tokens joined by spaces, its bin scikit-learn's 32-bit MurmurHash3.
     """
     for i, document in enumerate(texts):
         if not isinstance(document, str):
@@ -196,10 +191,7 @@ def statistics(bags: csr_array, labels: np.ndarray) -> TextStatistics:
 
 
 def weigh(bags: csr_array, config: TextConfig, totals: TextStatistics) -> csr_array:
-    """Return weighted and scaled features [n, d] of ``bags``, sparse float64.
-
-    ``totals`` are those of the training rows.
-    """
+    """Return weighted and scaled features [n, d], sparse float64; ``totals`` of training rows."""
     weighted = bags.astype(np.float64)  # a copy
     row_sums = weighted.sum(axis=1)
     weighted.data *= _bin_weights(weighted.indices, config, totals)
@@ -214,7 +206,7 @@ def weigh(bags: csr_array, config: TextConfig, totals: TextStatistics) -> csr_ar
 
 def _bin_weights(bins, config, totals):
     """Return the weights of the listed bins only."""
-    a, negative, positive = config.smoothing, totals.negative, totals.positive
+    a, (negative, positive) = config.smoothing, totals
     if config.weights == "nb":
         smoothed = a * len(positive)
         p = (positive[bins] + a) / (positive.sum() + smoothed)
@@ -229,7 +221,6 @@ def _bin_weights(bins, config, totals):
 
 @functools.cache
 def _stop_words() -> frozenset[str]:
-    """Return the words to remove before lowercasing."""
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
     return ENGLISH_STOP_WORDS | {word.capitalize() for word in ENGLISH_STOP_WORDS}
@@ -289,7 +280,6 @@ _TREEBANK = re.compile(
 
 
 def _split_as_treebank(text: str) -> list[str]:
-    """Return words, contractions (``did n't``), numbers, abbreviations, other characters."""
     for word in ("n't", "N'T"):
         text = text.replace(word, " " + word)
     return _TREEBANK.findall(_CONTRACTION.sub(" '", text))

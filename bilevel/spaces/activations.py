@@ -138,20 +138,14 @@ def activation_space(
         return kernel_space(names, functions, outer, output_scale)
     patterns = _sign_patterns(width, classes)
     scale = np.sqrt(np.asarray(output_scale / len(patterns), jnp.result_type(float)))
-    return _finite_space(names, functions, outer, jax.device_put(patterns * scale))
-
-
-def _finite_space(
-    names: tuple[str, ...], functions: tuple[Elementwise, ...], outer: str, outputs: jax.Array
-) -> ActivationSpace:
-    width, columns = outputs.shape
+    outputs = jax.device_put(patterns * scale)
 
     def init(key, batch):
-        return jax.random.normal(key, (width, batch[0].shape[-1]))
+        return jax.random.normal(key, (len(patterns), batch[0].shape[-1]))
 
     def forward(function, w, x):
         f = function(x @ w.T) @ outputs.astype(w.dtype)
-        return f[:, 0] if columns == 1 else f
+        return f[:, 0] if patterns.shape[1] == 1 else f
 
     def apply(w, alpha, x):
         def mixture(z):

@@ -26,7 +26,7 @@ from bilevel.spaces.darts import darts_network, darts_space
 from bilevel.spaces.darts import genotype as darts_cells
 from bilevel.spaces.darts.network import reductions
 from bilevel.spaces.nasbench201 import genotype as nasbench201_cells
-from bilevel.spaces.nasbench201 import nasbench201_space, parameter_count
+from bilevel.spaces.nasbench201 import nasbench201_space
 from bilevel.spaces.nasbench201.network import nasbench201_network
 from bilevel.spaces.skips import parse_skip_architecture, skip_space
 from bilevel.spaces.space import Space
@@ -296,7 +296,7 @@ def weight_excess(blueprint: Blueprint) -> int:
     sizes = {k: blueprint.sizes.get(k) for k in ("cells", "channels")}
     if blueprint.space == "nasbench201":
         cell = nasbench201_cells.parse_genotype(blueprint.architecture)
-        return parameter_count(cell, **sizes)  # type: ignore[arg-type]
+        return nasbench201_cells.parameter_count(cell, **sizes)  # type: ignore[arg-type]
     if blueprint.space == "darts":
         genotype = darts_cells.parse_genotype(blueprint.architecture)
         return sum(_edge_weights(genotype, **sizes))  # type: ignore[arg-type]

@@ -11,8 +11,7 @@ from bilevel.cli import main
 from bilevel.cli.deep_search.run import DeepSearchRun
 from bilevel.discretize.diagnostics import simplex_tangent
 from bilevel.spaces.nasbench201 import encode, genotypes
-from bilevel.spaces.nasbench201.costs import supernet_cost
-from bilevel.spaces.nasbench201.genotype import parse_genotype
+from bilevel.spaces.nasbench201.genotype import parse_genotype, supernet_cost
 from bilevel.spaces.nasbench201.judging import table
 from bilevel.spaces.nasbench201.judging.verdicts import standing
 

@@ -7,8 +7,13 @@ import pytest
 
 from benchmarks.train_free.cell_formulas import canonical
 from bilevel.spaces.nasbench201 import encode, genotypes, parameter_count, trainable_layers
-from bilevel.spaces.nasbench201.costs import conv_edges, multiply_adds
-from bilevel.spaces.nasbench201.genotype import EDGES, live_edges, parse_genotype
+from bilevel.spaces.nasbench201.genotype import (
+    EDGES,
+    conv_edges,
+    live_edges,
+    multiply_adds,
+    parse_genotype,
+)
 
 RESNET = (
     "|nor_conv_3x3~0|+|none~0|nor_conv_3x3~1|+|skip_connect~0|none~1|skip_connect~2|"  # the paper's

@@ -14,8 +14,13 @@ import ntk
 from bilevel.nets.layers import Standardize
 from bilevel.spaces.nasbench201 import all_networks, encode, genotypes, nasbench201_space
 from bilevel.spaces.nasbench201._all_networks import _edge
-from bilevel.spaces.nasbench201.costs import parameter_count
-from bilevel.spaces.nasbench201.genotype import EDGES, PRIMITIVES, Genotype, parse_genotype
+from bilevel.spaces.nasbench201.genotype import (
+    EDGES,
+    PRIMITIVES,
+    Genotype,
+    parameter_count,
+    parse_genotype,
+)
 from bilevel.spaces.nasbench201.network import Edge, nasbench201_network
 
 key = functools.partial(jax.random.key, 0)

@@ -15,8 +15,7 @@ from bilevel.cli.deep_search.run import DeepSearchRun
 from bilevel.cli.runtime import report
 from bilevel.spaces import Space
 from bilevel.spaces.nasbench201 import nasbench201_space
-from bilevel.spaces.nasbench201.costs import supernet_cost
-from bilevel.spaces.nasbench201.genotype import EDGES
+from bilevel.spaces.nasbench201.genotype import EDGES, supernet_cost
 from bilevel.spaces.nasbench201.judging import table
 from bilevel.spaces.nasbench201.judging.table import DATASETS
 from bilevel.spaces.nasbench201.judging.verdicts import standing

@@ -59,8 +59,8 @@ class Genotype(NamedTuple):
 def genotype(alpha: Any, operations: Sequence[str] = PRIMITIVES) -> Genotype:
     """Return the cells of ``alpha`` {"normal": [14, h], "reduce": [14, h]}.
 
-    An edge's value is the largest weight on it of an operation other than ``none``. Each node keeps
-    its two edges of largest value, in that order, equal ones by source (Liu et al., sec. 2.4).
+    Each node keeps the two edges with the largest weights of operations other than ``none``, in
+    that order, equal ones by source (Liu et al., sec. 2.4).
     """
     cells = [_best_edges(alpha[cell], operations, cell) for cell in ("normal", "reduce")]
     return Genotype(cells[0], NODES, cells[1], NODES)
@@ -233,17 +233,13 @@ def plot_genotype(genotype: Genotype, axes: Sequence[Any] | None = None) -> Sequ
 def _draw_cell(ax: Any, pairs: Pairs, concat: Sequence[int]) -> None:
     def arrow(tail, head, bend=0.0, **style):
         look = {"arrowstyle": "-|>", "shrinkA": 13, "shrinkB": 13, **style}
-        look["connectionstyle"] = f"arc3,rad={bend}"
-        ax.annotate("", head, tail, arrowprops=look)
+        ax.annotate("", head, tail, arrowprops={**look, "connectionstyle": f"arc3,rad={bend}"})
 
     for node in concat:
         arrow(_PLACES[node], _OUTPUT, color="0.8", linewidth=1)
-    drawn: dict[tuple[int, int], int] = {}
     for k, (name, source) in enumerate(pairs):
-        node = NODES[k // 2]
-        parallel = drawn.get((source, node), 0)
-        drawn[source, node] = parallel + 1
-        arrow(_PLACES[source], _PLACES[node], 0.2 * parallel, **_operation_style(name))
+        bend = 0.2 if k % 2 and source == pairs[k - 1][1] else 0.0  # two edges from one node
+        arrow(_PLACES[source], _PLACES[NODES[k // 2]], bend, **_operation_style(name))
     circle = {"boxstyle": "circle,pad=0.35", "facecolor": "white", "edgecolor": "0.3"}
     for node, place in itertools.chain(_PLACES.items(), [(-1, _OUTPUT)]):
         ax.text(*place, _LABELS.get(node, "k"), ha="center", va="center", bbox=circle)

@@ -2,8 +2,7 @@
 
 from . import judging
 from ._all_networks import all_networks
-from .costs import parameter_count, trainable_layers
-from .genotype import encode, genotypes
+from .genotype import encode, genotypes, parameter_count, trainable_layers
 from .scoring import score_networks
 from .supernet import nasbench201_space
 

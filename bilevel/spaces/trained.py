@@ -90,23 +90,26 @@ def mixture_network(space: Space, alpha: Pytree) -> TrainableNetwork:
 class Blueprint(NamedTuple):
     """The definition of a network in JSON values."""
 
-    space: str  # a key of BUILDERS, or MODULE:FUNCTION
+    space: str  # "activations", "skips", "darts", "nasbench201" or MODULE:FUNCTION
     architecture: str
     sizes: dict[str, Any]  # arguments of the space's function
     alpha: list[Any] | None = None  # leaves, if the architecture alone does not define the network
 
     def network(self, own: Space | None = None) -> TrainableNetwork:
         """Build the network; a user-defined space has to be passed as ``own``."""
-        if self.space in BUILDERS:
-            return BUILDERS[self.space](self)
-        if not isinstance(own, Space):
+        if self.space in _CELL_NETWORKS:
+            make, parse = _CELL_NETWORKS[self.space]
+            sizes = dict(self.sizes)
+            dtype = jnp.bfloat16 if sizes.pop("bfloat16", False) else None
+            return make(parse(self.architecture), dtype=dtype, **sizes)
+        if self.space == "skips":
+            return network_at(skip_space(**self.sizes), parse_skip_architecture(self.architecture))
+        space = activation_space(**self.sizes) if self.space == "activations" else own
+        if not isinstance(space, Space):
             raise ValueError(
                 f"space: expected the value of {self.space}, a bilevel.spaces.Space, got "
-                f"{describe(own)}."
+                f"{describe(space)}."
             )
-        return mixture_network(own, self._alpha(own))
-
-    def _alpha(self, space: Space) -> Pytree:
         leaves, structure = jax.tree.flatten(space.start())
         arrays = [jnp.asarray(a, like.dtype) for a, like in zip(self.alpha or [], leaves)]  # noqa: B905
         if [a.shape for a in arrays] != [like.shape for like in leaves]:
@@ -114,42 +117,13 @@ class Blueprint(NamedTuple):
                 f"space: expected alpha of shapes {[a.shape for a in arrays]}, as the run had, got "
                 f"{[like.shape for like in leaves]}; the space has changed."
             )
-        return jax.tree.unflatten(structure, arrays)
+        return mixture_network(space, jax.tree.unflatten(structure, arrays))
 
 
-def _cell_network(
-    make: Callable[..., TrainableNetwork], parse: Callable[[str], Any]
-) -> Callable[[Blueprint], TrainableNetwork]:
-    def build(blueprint):
-        sizes = dict(blueprint.sizes)
-        dtype = jnp.bfloat16 if sizes.pop("bfloat16", False) else None
-        return make(parse(blueprint.architecture), dtype=dtype, **sizes)
-
-    return build
-
-
-def _activation_network(blueprint: Blueprint) -> TrainableNetwork:
-    space = activation_space(**blueprint.sizes)
-    return mixture_network(space, blueprint._alpha(space))
-
-
-def _skip_network(blueprint: Blueprint) -> TrainableNetwork:
-    space = skip_space(**blueprint.sizes)
-    return network_at(space, parse_skip_architecture(blueprint.architecture))
-
-
-BUILDERS: dict[str, Callable[[Blueprint], TrainableNetwork]] = {
-    "activations": _activation_network,
-    "skips": _skip_network,
-    "darts": _cell_network(
-        functools.partial(darts_network, auxiliary=False), darts_cells.parse_genotype
-    ),
-    "nasbench201": _cell_network(nasbench201_network, nasbench201_cells.parse_genotype),
+_CELL_NETWORKS: dict[str, tuple[Callable[..., TrainableNetwork], Callable[[str], Any]]] = {
+    "darts": (functools.partial(darts_network, auxiliary=False), darts_cells.parse_genotype),
+    "nasbench201": (nasbench201_network, nasbench201_cells.parse_genotype),
 }
-"""Networks of the built-in spaces."""
-
-
-# ----------------------------------------------------------------------------- files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,8 +220,6 @@ def load_network(path: str | pathlib.Path, space: Space | None = None) -> Traine
     classes = tuple(notes["classes"])
     return TrainedNetwork(network, w, averages, classes, blueprint.architecture, shape)
 
-
-# ------------------------------------------------------------ networks to compare with
 
 _MOST = 50  # draws, if all before equal the architecture found
 

@@ -214,19 +214,15 @@ def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
         x = preprocess(jnp.asarray(config.preprocess), x)
         kernel = jnp.asarray(config.kernel)
 
-        def on(shape, stream):
-            return _draw_stream(key, stream, shape, start, dimension, x.dtype)
+        def along(stream):
+            return x @ _draw_stream(key, stream, (p,), start, dimension, x.dtype)
 
-        def along(directions):
-            return lambda: x @ on((p,), directions)
-
-        gaussian, cauchy = along(_DIRECTIONS), along(_CAUCHY)
-        is_laplace = kernel == _LAPLACE
+        laplace = kernel == _LAPLACE
         if kernel.ndim == 0:
-            projection = jax.lax.cond(is_laplace, cauchy, gaussian)
+            projection = jax.lax.cond(laplace, lambda: along(_CAUCHY), lambda: along(_DIRECTIONS))
         else:
-            projection = jnp.where(is_laplace[:, None], cauchy(), gaussian())
-        radius = jnp.abs(on((), _RADII))
+            projection = jnp.where(laplace[:, None], along(_CAUCHY), along(_DIRECTIONS))
+        radius = jnp.abs(_draw_stream(key, _RADII, (), start, dimension, x.dtype))
         isotropic = jnp.reshape(kernel == _ISOTROPIC, (-1, 1))
         return projection / jnp.where(isotropic, radius[None], 1)
 

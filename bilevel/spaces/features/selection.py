@@ -253,15 +253,13 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
     parts = ((np.asarray(texts, object), labels) for texts, labels in (train, valid, test))
     texts, labels, sizes = _stacked(*parts)
     check_in_range("cost", cost, 0, math.inf)
-    n = sizes[0]
-    if set(labels[:n].tolist()) != {0, 1}:
-        raise ValueError(
-            f"train: expected labels 0 and 1, both, got {sorted(set(labels[:n].tolist()))}."
-        )
+    known, *others = (set(part.tolist()) for part in np.split(labels, np.cumsum(sizes)[:2]))
+    if known != {0, 1}:
+        raise ValueError(f"train: expected labels 0 and 1, both, got {sorted(known)}.")
     # Guesses are 0 or 1, so rows with other labels, e.g. -1, would all be wrong.
-    for name, part in zip(("valid", "test"), np.split(labels, np.cumsum(sizes))[1:3], strict=True):
-        if not set(part.tolist()) <= {0, 1}:
-            got = sorted(set(part.tolist()))
+    for name, part in zip(("valid", "test"), others, strict=True):
+        if not part <= {0, 1}:
+            got = sorted(part)
             raise ValueError(f"{name}: expected labels 0 and 1, as in training, got {got}.")
     hashed = functools.lru_cache(maxsize=None)(lambda hashing: _Counts(texts, hashing))
 

@@ -105,19 +105,16 @@ def encode(genotypes: Genotype | Iterable[Genotype]) -> np.ndarray:
 def live_edges(genotype: Genotype) -> list[bool]:
     """Return whether each edge is on a path without ``none`` from node 0 to node 3."""
     check_operations(genotype)
-    carries = [name != "none" for name in genotype.operations]
+    names = zip(EDGES, genotype.operations, strict=True)
+    carrying = [edge for edge, name in names if name != "none"]
     reached, used = {0}, {3}
-    for (source, node), carried in zip(EDGES, carries, strict=True):
-        if carried and source in reached:
+    for source, node in carrying:
+        if source in reached:
             reached.add(node)
-    # Backwards, every edge out of a node comes before those into it.
-    for (source, node), carried in zip(EDGES[::-1], carries[::-1], strict=True):
-        if carried and node in used:
+    for source, node in reversed(carrying):  # every edge out of a node comes before those into it
+        if node in used:
             used.add(source)
-    return [
-        carried and source in reached and node in used
-        for (source, node), carried in zip(EDGES, carries, strict=True)
-    ]
+    return [edge in carrying and edge[0] in reached and edge[1] in used for edge in EDGES]
 
 
 def _convolutions(

@@ -24,7 +24,6 @@ from bilevel.spaces.nasbench201.network import (
     STAGES,
     Head,
     Reduction,
-    Shape,
     Stem,
     run_operation,
     standardize,
@@ -51,16 +50,6 @@ def mixed_cell(
     nodes = jnp.zeros((1 + STAGES, *x.shape), x.dtype).at[0].set(x)
     # EDGES is sorted by node: all edges into a node come before the edges out of it.
     return jax.lax.scan(edge, nodes, (*np.array(EDGES).T, w, alpha))[0][-1]
-
-
-def _named_layers(operations: tuple[str, ...], shape: Shape) -> dict[str, nn.Module]:
-    """Return the network's layers in order, by the names of the weights."""
-    layers: dict[str, nn.Module] = {"stem": Stem(shape.channels, standardize)}
-    for stage in range(STAGES):
-        if stage:
-            layers[f"reduction_{stage}"] = Reduction(standardize)
-        layers[f"cells_{stage}"] = mixed_edge(operations)
-    return layers | {"head": Head(shape.classes, standardize)}
 
 
 def _repeated(repeats: tuple[int, ...], leaf: Any) -> jax.ShapeDtypeStruct:
@@ -119,8 +108,14 @@ def nasbench201_space(
     """
     names = candidate_names(operations, PRIMITIVES)
     check_sizes(classes, cells, channels)
-    layers = _named_layers(names, Shape(classes, cells, channels))
     choices = on_simplices(names, (len(EDGES),))
+    # In order, by the names of the weights.
+    layers: dict[str, nn.Module] = {"stem": Stem(channels, standardize)}
+    for stage in range(STAGES):
+        if stage:
+            layers[f"reduction_{stage}"] = Reduction(standardize)
+        layers[f"cells_{stage}"] = mixed_edge(names)
+    layers["head"] = Head(classes, standardize)
 
     def shapes(key, x):
         weights = {}

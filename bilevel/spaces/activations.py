@@ -32,15 +32,7 @@ import optax
 
 import ntk
 from bilevel.contracts import LowerSolver
-from bilevel.internal.checks import (
-    check_in_range,
-    concrete,
-    float_array,
-    integer,
-    one_of,
-    real_number,
-    sequence,
-)
+from bilevel.internal import checks
 from bilevel.internal.precision import squarable
 from bilevel.nets.evaluation import wrong_rows
 from bilevel.problem.problem import Problem
@@ -127,12 +119,12 @@ def activation_space(
     :func:`bilevel.spaces.features.feature_space`, with ``train = space.blocks(x), y`` and
     ``valid = space.blocks(x_valid, x), y_valid``.
     """
-    activations = sequence("activations", activations)
+    activations = checks.sequence("activations", activations)
     functions = tuple(_elementwise_activation(a) for a in activations)
     if not functions:
         raise ValueError("activations: expected at least one name or function, got none.")
-    one_of("outer", outer, OUTER_LOSSES)
-    check_in_range("output_scale", output_scale, 0, math.inf)
+    checks.one_of("outer", outer, OUTER_LOSSES)
+    checks.check_in_range("output_scale", output_scale, 0, math.inf)
     names = distinct([a if isinstance(a, str) else name_of(a) for a in activations])
     if width == math.inf:
         return kernel_space(names, functions, outer, output_scale)
@@ -196,10 +188,10 @@ def _elementwise_activation(a: str | Elementwise) -> Elementwise:
 
 def _sign_patterns(width: float, classes: int) -> np.ndarray:
     """Return [width, outputs] of +-1: balanced columns, mutually orthogonal (Walsh functions)."""
-    classes = integer("classes", classes, 2)
+    classes = checks.integer("classes", classes, 2)
     outputs = 1 if classes == 2 else classes
     period = 1 << outputs.bit_length()
-    if real_number("width", width) < period or width % period:
+    if checks.real_number("width", width) < period or width % period:
         raise ValueError(
             f"width: expected a multiple of {period} for {classes} classes, got {width}."
         )
@@ -267,12 +259,12 @@ def unit_inputs(x: chex.Array, *others: jax.Array) -> jax.Array | tuple[jax.Arra
     >>> unit_inputs(jnp.array([[0.0, 0.0], [2.0, 0.0]]))
     Array([[-1., 0.], [ 1., 0.]], dtype=float...)
     """
-    arrays = [float_array("x", a) for a in (x, *others)]
+    arrays = [checks.float_array("x", a) for a in (x, *others)]
     for a in arrays:
         if a.ndim == 0 or a.size == 0:
             raise ValueError(f"x: expected inputs [n, ...] with n at least 1, got shape {a.shape}.")
     unit, nonzero = _centred_unit_rows(arrays)
-    if concrete(nonzero) and not nonzero:
+    if checks.concrete(nonzero) and not nonzero:
         raise ValueError("x: expected rows that differ from their mean, got one that does not.")
     return unit if others else unit[0]
 

@@ -30,14 +30,7 @@ import optax
 
 import ntk
 from bilevel.contracts import LowerSolver, Pytree
-from bilevel.internal.checks import (
-    as_floating,
-    check_finite,
-    concrete,
-    function,
-    nan_unless,
-    one_of,
-)
+from bilevel.internal import checks
 from bilevel.problem.problem import Problem
 from bilevel.spaces.space import Kind, Space, extended
 from bilevel.spaces.targets import (
@@ -61,7 +54,7 @@ def kernel_ridge(
     training = training or matrix
 
     def init(key, batch):
-        return jnp.zeros_like(as_floating("y", batch[1]))
+        return jnp.zeros_like(checks.as_floating("y", batch[1]))
 
     def apply(w, alpha, inputs):
         return matrix(alpha, inputs) @ w
@@ -73,7 +66,7 @@ def kernel_ridge(
 
     def run(lower, alpha, w, state, batch):
         inputs, y = batch
-        y, K = as_floating("y", y), training(alpha, inputs)
+        y, K = checks.as_floating("y", y), training(alpha, inputs)
         if y.shape[:1] != K.shape[:1]:
             raise ValueError(f"y: expected {len(K)} rows as in training, got shape {y.shape}.")
         penalty = jnp.exp(alpha["log_penalty"]) * jnp.eye(len(y), dtype=y.dtype)
@@ -212,8 +205,8 @@ def kernel_function_space(
 
         space.certificates(result.history["alpha"], x)
     """
-    function("kernel", kernel, "(alpha, x1, x2) -> [n1, n2]")
-    one_of("outer", outer, OUTER_LOSSES)
+    checks.function("kernel", kernel, "(alpha, x1, x2) -> [n1, n2]")
+    checks.one_of("outer", outer, OUTER_LOSSES)
     own = None if x is None else jnp.asarray(x)
 
     def of_rows(alpha, x, columns=None):
@@ -237,12 +230,12 @@ def kernel_function_space(
             return K
         rows = jnp.asarray(inputs)
         same = jnp.array_equal(rows, own)  # False for other shapes
-        if rows.shape != own.shape or (concrete(same) and not same):
+        if rows.shape != own.shape or (checks.concrete(same) and not same):
             raise ValueError(
                 "batch: expected the training inputs x of kernel_function_space, got other rows "
                 f"of shape {rows.shape}. Weights belong to the training inputs."
             )
-        return nan_unless(same, K)
+        return checks.nan_unless(same, K)
 
     def inputs(x, columns=None):
         return jnp.asarray(x), None if columns is None else jnp.asarray(columns)
@@ -256,7 +249,7 @@ def kernel_function_space(
         return of(jax.tree.map(_draw_leaf, keys, jax.tree.broadcast(sets, first), first))
 
     def discretize(alpha):
-        check_finite("alpha", alpha["kernel"])
+        checks.check_finite("alpha", alpha["kernel"])
         words = jax.tree.broadcast(sets, alpha["kernel"])
         return jax.tree.map(np.asarray, jax.tree.map(_vertex, words, alpha["kernel"]))
 
@@ -355,7 +348,7 @@ def network_space(network: nets.Network, *, outer: str = "squared") -> NetworkSp
     space = kernel_function_space(kernel, start, sets=sets, outer=outer)
 
     def discretize(alpha):
-        check_finite("alpha", alpha["kernel"])
+        checks.check_finite("alpha", alpha["kernel"])
         return {
             name: choices[name][int(np.argmax(value))] if choices[name] else float(value)
             for name, value in values(alpha).items()
@@ -367,7 +360,7 @@ def network_space(network: nets.Network, *, outer: str = "squared") -> NetworkSp
         coordinates = {}
         for name, value in architecture.items():
             if choices[name]:
-                one_of(f"architecture: {name}", value, choices[name])
+                checks.one_of(f"architecture: {name}", value, choices[name])
                 value = jax.nn.one_hot(choices[name].index(value), len(choices[name]), dtype=float)
             coordinates[name] = jnp.log(value) if name in logarithms else jnp.asarray(value, float)
         return space.one_hot(coordinates)
@@ -421,8 +414,8 @@ def kernel_mixture_space(
     if not isinstance(kernels, Mapping) or not kernels:
         raise ValueError(f"kernels: expected functions by name, got {kernels!r}.")
     for name, kernel in kernels.items():
-        function(f"kernels[{name!r}]", kernel, "(x1, x2) -> [n1, n2]")
-    one_of("outer", outer, OUTER_LOSSES)
+        checks.function(f"kernels[{name!r}]", kernel, "(x1, x2) -> [n1, n2]")
+    checks.one_of("outer", outer, OUTER_LOSSES)
     functions = tuple(kernels.values())
 
     def inputs(x, columns=None):

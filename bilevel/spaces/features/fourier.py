@@ -27,16 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.internal.checks import (
-    as_floating,
-    at_least_float32,
-    check_finite,
-    check_in_range,
-    concrete,
-    integer,
-    one_of,
-    prng_key,
-)
+from bilevel.internal import checks
 
 PREPROCESS = ("none", "minmax", "unit", "standardize")
 """``t_c``: nothing, columns to [0, 1], rows to unit 2-norm, columns to mean 0 and variance 1."""
@@ -57,7 +48,7 @@ class FourierConfig(NamedTuple):
 
     def __str__(self) -> str:
         """Describe one configuration in a few words; several or traced ones give the fields."""
-        if not concrete(self) or np.size(self.gamma) > 1:
+        if not checks.concrete(self) or np.size(self.gamma) > 1:
             return repr(self)
         preprocess, kernel = PREPROCESS[int(self.preprocess)], KERNELS[int(self.kernel)]
         return f"{kernel}, γ = {float(self.gamma):.2g}, {preprocess}"
@@ -91,7 +82,7 @@ def fourier_config(
     >>> print(fourier_config("unit", "laplace", 0.5))
     laplace, γ = 0.5, unit
     """
-    check_in_range("gamma", gamma, 0, math.inf)
+    checks.check_in_range("gamma", gamma, 0, math.inf)
     index = _index("preprocess", preprocess, PREPROCESS), _index("kernel", kernel, KERNELS)
     return FourierConfig(*map(jnp.asarray, index), jnp.asarray(gamma, float))
 
@@ -132,8 +123,8 @@ def sample_fourier(
     >>> apply(stacked, jnp.eye(4), dimension=16).shape
     (4, 16)
     """
-    prng_key("key", key)
-    count = integer("count", count, 0)
+    checks.prng_key("key", key)
+    count = checks.integer("count", count, 0)
     if not kernels:
         raise ValueError("kernels: expected at least one kernel, got none.")
     allowed = jnp.array([_index("kernels", kernel, KERNELS) for kernel in kernels])
@@ -191,11 +182,11 @@ def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
     >>> [round(k, 1) for k in (phi[0] @ phi.T / 20_000).tolist()]  # 1 and exp(-0.5)
     [1.0, 0.6]
     """
-    prng_key("key", key)
+    checks.prng_key("key", key)
     x_train = _check_matrix("x_train", x_train)
     if x_train.size == 0:
         raise ValueError(f"x_train: expected a matrix with entries, got shape {x_train.shape}.")
-    check_finite("x_train", x_train, "entries")
+    checks.check_finite("x_train", x_train, "entries")
     p = x_train.shape[1]
     shifts, scales = _column_statistics(x_train)
 
@@ -264,9 +255,9 @@ _TRANSFORMS = (_standard_normal, _standard_cauchy, _standard_normal, lambda v: m
 
 
 def _part(dimension, start):
-    if concrete(start):
-        start = integer("start", start, 0)
-    return integer("dimension", dimension, 1), start
+    if checks.concrete(start):
+        start = checks.integer("start", start, 0)
+    return checks.integer("dimension", dimension, 1), start
 
 
 def _draw_stream(key, stream, shape, start, dimension, dtype):
@@ -274,7 +265,7 @@ def _draw_stream(key, stream, shape, start, dimension, dtype):
 
     Every block of ``_BLOCK`` entries has its own key.
     """
-    if not concrete(start):
+    if not checks.concrete(start):
         count = 1 + math.ceil((dimension - 1) / _BLOCK)  # enough for every start in a block
     else:
         count = math.ceil((start % _BLOCK + dimension) / _BLOCK)
@@ -289,7 +280,7 @@ def _draw_stream(key, stream, shape, start, dimension, dtype):
     part = jax.lax.dynamic_slice_in_dim(entries, start % _BLOCK, dimension, axis=-1)
     # In 16 bits values near the interval's ends would become the ends, and their transforms NaN.
     # The name `float` would be a weak type and give way to float32.
-    wide = at_least_float32(jnp.result_type(dtype))
+    wide = checks.at_least_float32(jnp.result_type(dtype))
     return _TRANSFORMS[stream](part.astype(wide)).astype(dtype)
 
 
@@ -322,7 +313,7 @@ def _unsquarable(x):
 
 
 def _check_matrix(name, x, columns=None):
-    x = as_floating(name, x)
+    x = checks.as_floating(name, x)
     if x.ndim != 2 or columns not in (None, x.shape[1]):
         rows = "a matrix" if columns is None else f"rows of length {columns}"
         raise ValueError(f"{name}: expected {rows}, got shape {x.shape}.")
@@ -330,5 +321,5 @@ def _check_matrix(name, x, columns=None):
 
 
 def _index(argument, name, names):
-    one_of(argument, name, names)
+    checks.one_of(argument, name, names)
     return names.index(name)

@@ -22,14 +22,7 @@ from scipy import sparse as scipy_sparse
 
 from bilevel import linear
 from bilevel.contracts import Evaluation, Selection, Shared
-from bilevel.internal.checks import (
-    at_least_float32,
-    check_finite,
-    check_in_range,
-    integer,
-    prng_key,
-    real_number,
-)
+from bilevel.internal import checks
 from bilevel.linear.matrices import Blocks
 from bilevel.linear.models import predict
 from bilevel.spaces.features import fourier, text
@@ -84,13 +77,13 @@ def fourier_selection(
     >>> problem.evaluate(key, fourier.fourier_config(gamma=1.0), 8)
     Evaluation(valid=0.0, test=0.0)
     """
-    prng_key("key", key)
-    dimension = integer("dimension", dimension, 1)
+    checks.prng_key("key", key)
+    dimension = checks.integer("dimension", dimension, 1)
     images, labels, sizes = _stacked(train, valid, test)
-    check_finite("train, valid, test", images, "rows")
-    if not 0 <= real_number("penalty", penalty) < math.inf:
+    checks.check_finite("train, valid, test", images, "rows")
+    if not 0 <= checks.real_number("penalty", penalty) < math.inf:
         raise ValueError(f"penalty: expected a finite number >= 0, got {penalty}.")
-    dtype = at_least_float32(images.dtype)
+    dtype = checks.at_least_float32(images.dtype)
     x = place(jnp.asarray(images.reshape(len(images), -1), dtype))
     classes, codes = np.unique(labels[: sizes[0]], return_inverse=True)
     targets = sign_labels(jnp.asarray(codes), max(2, len(classes)), dtype)
@@ -252,7 +245,7 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
     # numpy would pad strings to the length of the longest.
     parts = ((np.asarray(texts, object), labels) for texts, labels in (train, valid, test))
     texts, labels, sizes = _stacked(*parts)
-    check_in_range("cost", cost, 0, math.inf)
+    checks.check_in_range("cost", cost, 0, math.inf)
     known, *others = (set(part.tolist()) for part in np.split(labels, np.cumsum(sizes)[:2]))
     if known != {0, 1}:
         raise ValueError(f"train: expected labels 0 and 1, both, got {sorted(known)}.")

@@ -115,9 +115,8 @@ def activation_space(
     >>> space.apply(w, jnp.array([0.5, 0.5]), x).shape
     (3,)
 
-    For a search at infinite width see the example of
-    :func:`bilevel.spaces.features.feature_space`, with ``train = space.blocks(x), y`` and
-    ``valid = space.blocks(x_valid, x), y_valid``.
+    At infinite width a search is that of :func:`bilevel.spaces.features.feature_space`, with
+    ``train = space.blocks(x), y`` and ``valid = space.blocks(x_valid, x), y_valid``.
     """
     activations = checks.sequence("activations", activations)
     functions = tuple(_elementwise_activation(a) for a in activations)

@@ -64,10 +64,7 @@ def even_sides(x: jax.Array, mode: str = "constant") -> jax.Array:
 
 
 class MixedOperation(nn.Module):
-    """The weighted sum of all operations on an edge.
-
-    ``run(name, x)`` applies an operation other than "none"; its modules become parts of this one.
-    """
+    """The weighted sum of all operations on an edge; ``run(name, x)`` applies all except "none"."""
 
     operations: tuple[str, ...]
     run: Callable[[str, jax.Array], jax.Array]
@@ -117,9 +114,8 @@ def supernet_space(
 def trainable_network(module: Callable[[bool], nn.Module], halvings: int) -> TrainableNetwork:
     """Make a genotype's network, to be trained from scratch.
 
-    ``module(train)`` maps images, and in training the options of the loss, to a tuple of logits. A
-    second entry belongs to an auxiliary classifier. Random numbers come from the stream "drop_path"
-    only.
+    ``module(train)`` maps images, and in training the options of the loss, to a tuple of logits; a
+    second entry belongs to an auxiliary classifier. Its stream of random numbers is "drop_path".
     """
 
     def init(key, image):

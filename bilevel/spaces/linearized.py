@@ -7,9 +7,6 @@ This is the proxy for wide networks of any depth in section 5 of the extended ve
 in its dual, with the finite network's tangent kernel ``K_alpha = sum over parameters phi phi'``.
 """
 
-from typing import Any
-
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,8 +42,7 @@ def linearized_space(space: Space, w: Pytree, *, outer: str = "squared") -> Kern
 
     Notes
     -----
-    Time of a step: the gradients of n outputs and ``n^2`` times the weights; memory: n copies of
-    the weights.
+    Time of a step: n gradients and ``n^2`` times the weights; memory: n copies of the weights.
 
     Examples
     --------
@@ -64,12 +60,12 @@ def linearized_space(space: Space, w: Pytree, *, outer: str = "squared") -> Kern
     if not isinstance(space, Space):
         raise TypeError(f"space: expected a bilevel.spaces.Space, got a {type(space).__name__}.")
 
-    def kernel(alpha: Pytree, x1: chex.Array, x2: chex.Array | None = None) -> jax.Array:
+    def kernel(alpha, x1, x2=None):
         def apply(w, x):
             f = space.apply(w, alpha, x)
             return f[:, None] if f.ndim == 1 else f
 
-        outputs: Any = jax.eval_shape(apply, w, x1).shape[1]
+        outputs = jax.eval_shape(apply, w, x1).shape[1]
         return ntk.empirical_kernel(apply, w, x1, x2, outputs="trace") / outputs
 
     def inputs(x, columns=None):

@@ -61,10 +61,7 @@ CANDIDATES = ("relu", "leaky_relu", "sigmoid", "tanh", "swish")
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class SkipArchitecture:
-    """One activation per layer, with or without a skip connection around it.
-
-    Static to JAX: a function compiles anew for each architecture.
-    """
+    """One activation per layer, with or without a skip connection around it; static to JAX."""
 
     activations: tuple[str, ...]
     skips: tuple[bool, ...]
@@ -167,13 +164,10 @@ def skip_space(
 
     Notes
     -----
-    The hidden layers are one ``lax.scan``, so compile time does not grow with the depth. A plain
-    network is a loop over its layers.
-
-    At infinite width every step evaluates two kernels and their derivatives. More than seven layers
-    need float64: in float32 the bound of their error makes entries NaN, and the search stops with a
-    message. Use ``bilevel.hypergradient(..., diagnostics=False)``: second derivatives of a kernel
-    take minutes.
+    At finite width compile time does not grow with the depth. At infinite width every step
+    evaluates two kernels and their derivatives. More than seven layers need float64: in float32 the
+    bound of their error makes entries NaN, and the search stops with a message. Use
+    ``bilevel.hypergradient(..., diagnostics=False)``: second derivatives of a kernel take minutes.
 
     Examples
     --------
@@ -202,8 +196,8 @@ def skip_space(
     if not 0 < len(functions) == len(set(functions)) == len(set(names)):
         got = ", ".join(names) or "none"
         raise ValueError(f"activations: expected at least one, each once, got {got}.")
-    for name, value, least in (("depth", depth, 3), ("classes", classes, 2)):
-        integer(name, value, least)
+    integer("depth", depth, 3)
+    integer("classes", classes, 2)
     one_of("parametrization", parametrization, _SCALES)
     infinite = width == math.inf
     if infinite and parametrization != "ntk":
@@ -352,8 +346,8 @@ class _SkipNetwork(nn.Module):
 
     def check(self, alpha: Alpha | SkipArchitecture) -> None:
         """Raise unless ``alpha`` belongs to this network."""
-        shapes: tuple[tuple[int, ...], tuple[int, ...]]
-        expected: tuple[tuple[int, ...], tuple[int, ...]] = (self.depth - 1,), (self.depth - 2,)
+        shapes: Any
+        expected: Any = (self.depth - 1,), (self.depth - 2,)
         if isinstance(alpha, SkipArchitecture):
             unknown = set(alpha.activations) - set(self.activations)
             if unknown:

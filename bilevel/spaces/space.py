@@ -6,10 +6,7 @@
     )
     architecture = space.discretize(result.alpha)
 
-Strategies (:mod:`bilevel.strategies`), diagnostics and the command
-``bilevel search-own --space MODULE:FUNCTION`` take any such record. Some spaces have further
-fields: a closed-form ``solver`` with its ``blocks`` (feature maps, kernels), a step size for
-gradient descent (activations), the kernel of infinite width (skips).
+Strategies, diagnostics and ``bilevel search-own --space MODULE:FUNCTION`` take any such record.
 """
 
 import dataclasses

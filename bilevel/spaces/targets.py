@@ -114,7 +114,6 @@ def _without_bytes(labels: jax.Array) -> jax.Array:
 
 
 def _known(labels: jax.Array, classes: int) -> jax.Array:
-    """Return whether each label is an integer from 0 to classes - 1."""
     return (labels >= 0) & (labels < classes) & (labels == jnp.round(labels))
 
 

@@ -6,8 +6,7 @@ cell's inputs are the outputs of the two cells before it. The paper's alpha are 
 is the geometry :func:`bilevel.softmax`. Both losses are the mean cross-entropy; the optimizer adds
 weight decay.
 
-The edges of a cell are a loop over one compiled program (``nn.scan``), so that a cell compiles one
-edge instead of 14, and a reduction cell two.
+The edges of a cell are a loop (``nn.scan``): a cell compiles one edge, a reduction cell two.
 """
 
 import functools

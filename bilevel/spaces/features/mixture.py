@@ -38,8 +38,8 @@ class FeatureSpace(Space):
     classes], at first 0. Batches are ``(blocks, y)``, outputs like y: [n], or [n, classes]. An
     architecture is a map's name; its vertex has the penalty of the start.
 
-    ``blocks(x) -> [h, n, p]`` has every map of every row. ``solver`` is the closed form: one
-    Cholesky factorisation, min(n, p)^3 / 3.
+    ``blocks(x) -> [h, n, p]`` has every map of every row. ``solver`` is :func:`bilevel.ridge`, one
+    Cholesky factorisation, min(n, p)^3 / 3; :func:`bilevel.implicit` fits ``problem`` as well.
     """
 
     blocks: Callable[[jax.Array], jax.Array]
@@ -61,13 +61,8 @@ def feature_space(
     names : sequence of str, optional
         Default: the functions' own.
     outer : {"squared", "hinge", "logistic"}
-        The validation loss, mean over the targets. "squared" is ``(f - y)^2`` and takes any real
-        targets; the others are losses of the margin ``y f``, y = +-1.
-
-    Returns
-    -------
-    FeatureSpace
-        ``solver`` is :func:`bilevel.ridge`; :func:`bilevel.implicit` fits ``problem`` as well.
+        The validation loss, mean over the targets: ``(f - y)^2`` of any real targets, or a loss of
+        the margin ``y f``, y = +-1.
 
     Raises
     ------

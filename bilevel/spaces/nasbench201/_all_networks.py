@@ -4,17 +4,14 @@
 
 A genotype is a :class:`Genotype`, known when tracing, or an array of six indices of operations
 (:func:`encode`). With arrays, one compiled program serves all networks, with the same results.
-Batch normalisation uses the batch's own statistics.
-
-The array form is fast on a CPU:
+Batch normalisation uses the batch's own statistics. The array form is fast on a CPU:
 
 - An edge is ``lax.switch`` over the operations. Its derivative is another ``switch``, over the
   derivatives of the branches (``jax.custom_vjp``: no forward mode, but forward over reverse). JAX's
   own derivative would store the residuals of all branches.
 - The cells of a stage run in one loop over their stacked weights, and are compiled once.
-- For the backward pass a cell stores its input and its edges' outputs before the norms. The rest is
-  recomputed.
-- An operation without effect on the output (into ``none``) is not run.
+- A cell stores its input and its edges' outputs before the norms; the backward pass recomputes the
+  rest. An operation without effect on the output is not run.
 
 Under ``vmap`` over genotypes every branch is run, which is right on a GPU with small batches.
 """

@@ -4,8 +4,7 @@
 
 Published: 3 x 5 cells of one genotype and c = 16, trained for 200 epochs by SGD with Nesterov's
 momentum 0.9, rate 0.1 with a cosine to 0, weight decay 5e-4, images shifted and mirrored. Weights
-are named by place: ``w["cell_3"]["edge_2"]["nor_conv_3x3"]["conv"]["kernel"]``, edges in the order
-of :data:`EDGES`. A genotype's ``w`` has the weights of its own operations only.
+are named by place: ``w["cell_3"]["edge_2"]["nor_conv_3x3"]["conv"]["kernel"]``.
 """
 
 import functools

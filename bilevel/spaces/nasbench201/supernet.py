@@ -1,9 +1,8 @@
 """The supernet of NAS-Bench-201: every edge mixes the five operations, on shared weights.
 
-It is the genotype's network with the cell :func:`mixed_cell`. All cells share one ``alpha`` [6, 5],
-each has its own weights. As in the benchmark's own weight-sharing searches, an operation's norm
-uses the batch's statistics and has no scale or shift, which could undo the weight of the operation.
-Both losses are the mean cross-entropy; the optimizer adds weight decay.
+All cells share one ``alpha`` [6, 5], each has its own weights. As in the benchmark's own searches,
+an operation's norm uses the batch's statistics and has no scale or shift, which could undo the
+weight of the operation. Both losses are the mean cross-entropy; the optimizer adds weight decay.
 """
 
 import functools

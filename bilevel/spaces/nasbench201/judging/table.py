@@ -127,13 +127,12 @@ def genotype_row(genotype: Genotype) -> int:
 
 
 def published_scores(dataset: str = "cifar10") -> dict[str, np.ndarray]:
-    """Return train-free scores that others computed, to compare rank correlations with.
+    """Return {name: float64 [15625]}, train-free scores that others computed.
 
-    {name: float64 [15625]}. Rows are those of the table, NaN for 6,180 networks with an operation
-    without effect. ``flops`` and ``params`` are in millions, ``synflow`` is a logarithm. Larger is
-    better, except for ``plain``. ``tools/convert_published_scores.py`` makes the file from the
-    public collection of Kadlecová et al., Surprisingly strong performance prediction with neural
-    graph features, 2024.
+    NaN for 6,180 networks with an operation without effect. ``flops`` and ``params`` are in
+    millions, ``synflow`` is a logarithm. Larger is better, except for ``plain``. The collection is
+    that of Kadlecová et al., Surprisingly strong performance prediction with neural graph features,
+    2024; ``tools/convert_published_scores.py`` makes the file.
     """
     prefix = f"{dataset}_"
     columns = _by_genotype(PUBLISHED).items()
@@ -141,9 +140,9 @@ def published_scores(dataset: str = "cifar10") -> dict[str, np.ndarray]:
 
 
 def cifar10_split() -> tuple[np.ndarray, np.ndarray]:
-    """Return the benchmark's training and validation halves of the 50,000 CIFAR-10 images.
+    """Return the benchmark's training and validation halves of CIFAR-10: increasing int64 [25000].
 
-    They are two increasing int64 arrays [25000] of indices in the official order.
+    They are indices in the official order.
     """
     columns = _read_columns(SPLIT, ["index", "split"])
     index, split = np.array(columns["index"], np.int64), np.array(columns["split"])

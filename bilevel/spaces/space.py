@@ -122,19 +122,10 @@ class Simplices(NamedTuple):
 
 
 def on_simplices(names: Sequence[str], shape: tuple[int, ...] = ()) -> Simplices:
-    """Make fields of a space with one choice among ``names`` per entry of ``shape``.
+    """Make ``start, draw, discretize, one_hot`` of a space with choices among ``names``.
 
-    Parameters
-    ----------
-    names : sequence of h different str
-    shape : tuple of int
-        () for one choice, (n,) for n of them.
-
-    Returns
-    -------
-    Simplices
-        ``start, draw, discretize, one_hot`` of a :class:`Space`. An architecture is a name for
-        ``shape`` (), and otherwise a tuple of names.
+    There is one choice for ``shape`` (), and an architecture is a name. For ``shape`` (n,), there
+    are n of them, and it is a tuple of names.
 
     Raises
     ------

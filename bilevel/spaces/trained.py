@@ -128,11 +128,7 @@ _CELL_NETWORKS: dict[str, tuple[Callable[..., TrainableNetwork], Callable[[str],
 
 @dataclasses.dataclass(frozen=True)
 class TrainedNetwork:
-    """A trained network with the normalisation of its inputs; see :func:`load_network`.
-
-    ``predict(x)`` returns the labels [n] of rows of any number, ``outputs(x)`` the network's
-    outputs. ``classes[label]`` is the name of a label, ``architecture`` the network's as text.
-    """
+    """A trained network with the normalisation of its inputs; see :func:`load_network`."""
 
     network: TrainableNetwork
     w: Any
@@ -183,8 +179,9 @@ def load_network(path: str | pathlib.Path, space: Space | None = None) -> Traine
     Returns
     -------
     TrainedNetwork
-        ``predict(x)`` returns integer labels of rows before normalisation;
-        ``outputs(x)``, ``classes``, ``w`` and ``averages``.
+        Its ``predict(x)`` returns integer labels [n] of rows before normalisation, ``outputs(x)``
+        the network's outputs. ``classes[label]`` is the name of a label. Further fields: ``w``,
+        ``averages``, ``network``, ``architecture``.
 
     Raises
     ------

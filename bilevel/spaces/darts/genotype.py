@@ -210,11 +210,7 @@ _LABELS = {0: "k−2", 1: "k−1", 2: "0", 3: "1", 4: "2", 5: "3"}
 def plot_genotype(genotype: Genotype, axes: Sequence[Any] | None = None) -> Sequence[Any]:
     """Draw both cells as graphs: an arrow for each edge, its colour and dashes the operation.
 
-    Parameters
-    ----------
-    genotype : Genotype
-    axes : two matplotlib axes, optional
-        For the normal cell and the reduction cell.
+    ``axes`` are two of matplotlib, for the normal cell and the reduction cell.
 
     Examples
     --------

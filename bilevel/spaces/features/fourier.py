@@ -96,15 +96,8 @@ def sample_fourier(
 ) -> list[FourierConfig]:
     """Draw configurations: preprocessing and kernel uniform, ``gamma`` log-uniform.
 
-    The defaults are the search space of Khodak et al.'s released code.
-
-    Parameters
-    ----------
-    key : jax.Array
-    count : int
-    kernels : sequence of names in ``KERNELS``
-    gammas : (float, float)
-        Smallest and largest bandwidth.
+    ``kernels`` are names in ``KERNELS``, ``gammas`` the smallest and the largest bandwidth. The
+    defaults are the search space of Khodak et al.'s released code.
 
     Raises
     ------

@@ -93,12 +93,7 @@ class TextStatistics(NamedTuple):
 
 
 def text_config(**fields: Any) -> TextConfig:
-    """Make a configuration with checked fields.
-
-    Parameters
-    ----------
-    **fields
-        The fields of :class:`TextConfig`, by name.
+    """Make a configuration with checked fields of :class:`TextConfig`, by name.
 
     Raises
     ------

@@ -109,11 +109,7 @@ class Correlations(NamedTuple):
 
 
 def correlations(score: Any, accuracy: Any) -> Correlations:
-    """Return Kendall's tau-b and Spearman's rho; NaN for a constant score or accuracy.
-
-    Parameters
-    ----------
-    score, accuracy : [m]
+    """Return Kendall's tau-b and Spearman's rho of vectors [m]; NaN if one of them is constant.
 
     Raises
     ------
@@ -244,13 +240,9 @@ def _sure_and_tied(
 def best_of_k_random(valid: Any, test: Any, k: int) -> float:
     """Return the expected test accuracy of the best by validation among k random networks.
 
-    Of m networks, the i-th from below is the best of k drawn without replacement with probability
-    ``C(i-1, k-1) / C(m, k)``. Networks of equal validation accuracy share their probability.
-
-    Parameters
-    ----------
-    valid, test : [m]
-    k : int
+    The i-th from below of m networks, by ``valid`` [m], is the best of k drawn without replacement
+    with probability ``C(i-1, k-1) / C(m, k)``. Networks of equal validation accuracy share their
+    probability.
 
     Raises
     ------
@@ -315,14 +307,10 @@ def paper_protocol(
 
 
 def sum_of_log_ranks(*scores: Any) -> np.ndarray:
-    """Combine scores: ``sum log(rank / m)`` over scores, at most 0, with rank m the best.
+    """Combine scores [m]: ``sum log(rank / m)`` over scores, at most 0, with rank m the best.
 
     A bad rank counts more than a good one. Ties share their mean rank (Lee & Ham, AZ-NAS:
     Assembling zero-cost proxies for network architecture search, CVPR 2024).
-
-    Parameters
-    ----------
-    *scores : array [m]
 
     Raises
     ------

@@ -316,11 +316,8 @@ class _SkipNetwork(nn.Module):
         self.check(alpha)
         first, hidden, last = self.weights(x.shape[1])
         _, gain = _SCALES[self.parametrization](self.width)
-        if isinstance(alpha, SkipArchitecture):
-            f = self.plain(alpha, x @ first, hidden, gain)
-        else:
-            f = self.mixed(alpha, x @ first, hidden, gain)
-        f = gain * f @ last
+        run: Any = self.plain if isinstance(alpha, SkipArchitecture) else self.mixed
+        f = gain * run(alpha, x @ first, hidden, gain) @ last
         return f[:, 0] if self.outputs == 1 else f
 
     def mixed(self, alpha: Alpha, u: jax.Array, hidden: jax.Array, gain: float) -> jax.Array:

@@ -108,8 +108,7 @@ def finite_weights(name: str, alpha: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 def extended(space: Space, kind: type[Kind], **fields: Any) -> Kind:
     """Return the space as a ``kind`` of space, with these fields added or replaced."""
-    own = {field.name: getattr(space, field.name) for field in dataclasses.fields(space)}
-    return kind(**own | fields)
+    return kind(**vars(space) | fields)
 
 
 class Simplices(NamedTuple):

@@ -113,16 +113,11 @@ def run_operation(
     if name in _POOLS:
         x = _POOLS[name](x, 3, stride=stride, padding=1)
         return x if pool_norm is None else pool_norm()(x)
-    return _CONVOLUTIONS[name](channels, stride, norm)(x)
+    return _CONVOLUTIONS[name[:3]](channels, stride, norm, size=int(name[-1]))(x)
 
 
 _POOLS = {"max_pool_3x3": max_pooling, "avg_pool_3x3": average_pooling}
-_CONVOLUTIONS: dict[str, Callable[..., nn.Module]] = {
-    "sep_conv_3x3": functools.partial(SeparableConv, size=3),
-    "sep_conv_5x5": functools.partial(SeparableConv, size=5),
-    "dil_conv_3x3": functools.partial(DilatedConv, size=3),
-    "dil_conv_5x5": functools.partial(DilatedConv, size=5),
-}
+_CONVOLUTIONS: dict[str, Callable[..., nn.Module]] = {"sep": SeparableConv, "dil": DilatedConv}
 
 
 def reductions(cells: int) -> set[int]:

@@ -38,7 +38,6 @@ from bilevel.spaces.nasbench201.network import (
     Head,
     NasBench201Network,
     Reduction,
-    Shape,
     Stem,
     add_edges,
     run_operation,
@@ -98,11 +97,11 @@ def all_networks(
     [(2, 10), (2, 10)]
     """
     check_sizes(classes, cells, channels)
-    shape = Shape(classes, cells, channels)
+    sizes = classes, cells, channels
 
     def own(genotype, image):
         images = jax.ShapeDtypeStruct((1, *image), jnp.float32)
-        network = NasBench201Network(genotype, shape, standardize)
+        network = NasBench201Network(genotype, *sizes, standardize)
         return flatten_dict(jax.eval_shape(network.init, jax.random.key(0), images)["params"])
 
     def init(key, image):
@@ -116,13 +115,13 @@ def all_networks(
         check_images(x.shape, STAGES - 1)
         if isinstance(genotype, Genotype):
             check_operations(genotype)
-            return NasBench201Network(genotype, shape, norm, dtype).apply({"params": w}, x)[0]
+            return NasBench201Network(genotype, *sizes, norm, dtype).apply({"params": w}, x)[0]
         which = _reaching(_indices(genotype))
         x = Stem(channels, norm).apply({"params": w["stem"]}, cast_images(x, dtype))
         for stage in range(STAGES):
             if stage:
                 x = Reduction(norm).apply({"params": w[f"reduction_{stage}"]}, x)
-            weights = [w[f"cell_{i}"] for i in shape.stage(stage)]
+            weights = [w[f"cell_{i}"] for i in range(stage * cells, (stage + 1) * cells)]
             x = _cells(norm is standardize, which, weights, x)
         return Head(classes, norm).apply({"params": w["head"]}, x)
 

@@ -9,7 +9,7 @@ are named by place: ``w["cell_3"]["edge_2"]["nor_conv_3x3"]["conv"]["kernel"]``.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -135,32 +135,22 @@ class NasBench201Network(nn.Module):
     """The whole network, from images to logits."""
 
     genotype: Genotype
-    shape: "Shape"
+    classes: int
+    cells: int  # of a stage
+    channels: int  # of the first stage
     norm: Norm
     dtype: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array]:
         """Map images [n, h, w, c] to (logits [n, classes],)."""
-        x = Stem(self.shape.channels, self.norm, name="stem")(cast_images(x, self.dtype))
+        x = Stem(self.channels, self.norm, name="stem")(cast_images(x, self.dtype))
         for stage in range(STAGES):
             if stage:
                 x = Reduction(self.norm, name=f"reduction_{stage}")(x)
-            for cell in self.shape.stage(stage):
+            for cell in range(stage * self.cells, (stage + 1) * self.cells):
                 x = GenotypeCell(self.genotype, self.norm, name=f"cell_{cell}")(x)
-        return (Head(self.shape.classes, self.norm, name="head")(x),)
-
-
-class Shape(NamedTuple):
-    """The sizes that all genotypes share."""
-
-    classes: int
-    cells: int  # of a stage
-    channels: int  # of the first stage
-
-    def stage(self, stage: int) -> range:
-        """Return the numbers of a stage's cells."""
-        return range(stage * self.cells, (stage + 1) * self.cells)
+        return (Head(self.classes, self.norm, name="head")(x),)
 
 
 def nasbench201_network(
@@ -175,9 +165,9 @@ def nasbench201_network(
     """
     check_operations(genotype)
     check_sizes(classes, cells, channels)
-    shape = Shape(classes, cells, channels)
 
     def module(train):
-        return NasBench201Network(genotype, shape, batch_norm(train, dtype), dtype)
+        norm = batch_norm(train, dtype)
+        return NasBench201Network(genotype, classes, cells, channels, norm, dtype)
 
     return trainable_network(module, STAGES - 1)

@@ -67,11 +67,8 @@ PRINTED = {
 
 
 def _rank_places(score: Any) -> np.ndarray:
-    """Return the order of a score as integers: equal for ties, 0 for NaN."""
-    score = np.asarray(score, np.float64)
-    places, ranked = np.zeros(score.shape, np.int64), ~np.isnan(score)
-    places[ranked] = 1 + np.unique(score[ranked], return_inverse=True)[1]
-    return places
+    """Return the rank of each value of a score: equal for ties, 0 for NaN."""
+    return np.nan_to_num(rankdata(score, "dense", nan_policy="omit"))
 
 
 def _as_float64(name: str, value: Any) -> np.ndarray:

@@ -13,7 +13,6 @@ from jax.flatten_util import ravel_pytree
 import ntk
 from bilevel.nets.layers import Standardize
 from bilevel.spaces.nasbench201 import all_networks, encode, genotypes, nasbench201_space
-from bilevel.spaces.nasbench201._all_networks import _edge
 from bilevel.spaces.nasbench201.genotype import (
     EDGES,
     PRIMITIVES,
@@ -21,7 +20,7 @@ from bilevel.spaces.nasbench201.genotype import (
     parameter_count,
     parse_genotype,
 )
-from bilevel.spaces.nasbench201.network import Edge, nasbench201_network
+from bilevel.spaces.nasbench201.network import Edge, _edge, nasbench201_network
 
 key = functools.partial(jax.random.key, 0)
 NETWORKS = all_networks(classes=3, cells=1, channels=2)

@@ -1,8 +1,8 @@
 # Public names of `bilevel.spaces.nasbench201` and their modules, imported on first use.
 
 from . import judging
-from ._all_networks import all_networks
 from .genotype import encode, genotypes, parameter_count, trainable_layers
+from .network import all_networks
 from .scoring import score_networks
 from .supernet import nasbench201_space
 

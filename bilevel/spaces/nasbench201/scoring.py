@@ -23,8 +23,8 @@ from bilevel.internal.processes import is_first_process, to_numpy
 from bilevel.runs import records
 from bilevel.runs.fingerprint import describe_difference, digest, fingerprint
 from bilevel.runs.progress import progress_bar
-from bilevel.spaces.nasbench201._all_networks import AllNetworks
 from bilevel.spaces.nasbench201.genotype import PRIMITIVES, encode
+from bilevel.spaces.nasbench201.network import AllNetworks
 from ntk import scores as ntk_scores
 from ntk.internal import compile_cache
 from ntk.internal.sharding import replicate_like

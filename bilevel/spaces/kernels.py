@@ -32,15 +32,8 @@ import ntk
 from bilevel.contracts import LowerSolver, Pytree
 from bilevel.internal import checks
 from bilevel.problem.problem import Problem
+from bilevel.spaces import targets
 from bilevel.spaces.space import Kind, Space, extended
-from bilevel.spaces.targets import (
-    OUTER_LOSSES,
-    beside_penalty,
-    like_outputs,
-    mixture_and_penalty,
-    predict_labels,
-    validation_loss,
-)
 from ntk import networks as nets
 from ntk.kernels.functions import measured
 
@@ -62,7 +55,7 @@ def kernel_ridge(
     def lower(w, alpha, batch):
         inputs, y = batch
         image = training(alpha, inputs) @ w + jnp.exp(alpha["log_penalty"]) * w
-        return jnp.vdot(w, 0.5 * image - like_outputs(image, y))
+        return jnp.vdot(w, 0.5 * image - targets.like_outputs(image, y))
 
     def run(lower, alpha, w, state, batch):
         inputs, y = batch
@@ -73,8 +66,8 @@ def kernel_ridge(
         return jax.scipy.linalg.solve(K + penalty, y, assume_a="pos"), state
 
     solver = LowerSolver(init=lambda w: (), run=run, closed_form=True, of_alpha=True)
-    fields = {"init": init, "apply": apply, "solver": solver, "predict": predict_labels}
-    return fields | {"problem": Problem(lower, validation_loss(apply, outer))}
+    fields = {"init": init, "apply": apply, "solver": solver, "predict": targets.predict_labels}
+    return fields | {"problem": Problem(lower, targets.validation_loss(apply, outer))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +105,7 @@ def kernel_space(
 
     return KernelSpace(
         names=tuple(names),
-        **mixture_and_penalty(names),
+        **targets.mixture_and_penalty(names),
         **kernel_ridge(matrix, outer),
         blocks=blocks,
     )
@@ -206,7 +199,7 @@ def kernel_function_space(
         space.certificates(result.history["alpha"], x)
     """
     checks.function("kernel", kernel, "(alpha, x1, x2) -> [n1, n2]")
-    checks.one_of("outer", outer, OUTER_LOSSES)
+    checks.one_of("outer", outer, targets.OUTER_LOSSES)
     own = None if x is None else jnp.asarray(x)
 
     def of_rows(alpha, x, columns=None):
@@ -241,7 +234,7 @@ def kernel_function_space(
         return jnp.asarray(x), None if columns is None else jnp.asarray(columns)
 
     def of(kernel_alpha):
-        return beside_penalty(kernel=jax.tree.map(jnp.asarray, kernel_alpha))
+        return targets.beside_penalty(kernel=jax.tree.map(jnp.asarray, kernel_alpha))
 
     def draw(key):
         first = of(start)["kernel"]
@@ -415,7 +408,7 @@ def kernel_mixture_space(
         raise ValueError(f"kernels: expected functions by name, got {kernels!r}.")
     for name, kernel in kernels.items():
         checks.function(f"kernels[{name!r}]", kernel, "(x1, x2) -> [n1, n2]")
-    checks.one_of("outer", outer, OUTER_LOSSES)
+    checks.one_of("outer", outer, targets.OUTER_LOSSES)
     functions = tuple(kernels.values())
 
     def inputs(x, columns=None):
@@ -438,7 +431,7 @@ def kernel_mixture_space(
 
     return KernelFunctionSpace(
         names=tuple(kernels),
-        **mixture_and_penalty(list(kernels)),
+        **targets.mixture_and_penalty(list(kernels)),
         **kernel_ridge(matrix, outer),
         inputs=inputs,
         certificates=certificates,

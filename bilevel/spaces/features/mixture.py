@@ -20,14 +20,8 @@ from bilevel.contracts import LowerSolver
 from bilevel.internal.checks import as_floating, one_of, sequence
 from bilevel.problem.problem import Problem
 from bilevel.solvers import ridge
+from bilevel.spaces import targets
 from bilevel.spaces.space import Space, distinct, name_of
-from bilevel.spaces.targets import (
-    OUTER_LOSSES,
-    like_outputs,
-    mixture_and_penalty,
-    predict_labels,
-    validation_loss,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +94,7 @@ def feature_space(
     names = distinct([name_of(phi) for phi in maps]) if names is None else tuple(names)
     if len(names) != len(maps):
         raise ValueError(f"names: expected {len(maps)}, one per map, got {len(names)}.")
-    one_of("outer", outer, OUTER_LOSSES)
+    one_of("outer", outer, targets.OUTER_LOSSES)
 
     def blocks(x):
         features = [phi(x) for phi in maps]
@@ -125,16 +119,16 @@ def feature_space(
     def lower(w, alpha, batch):
         blocks, y = batch
         f = apply(w, alpha, blocks)
-        error = f - like_outputs(f, y)
+        error = f - targets.like_outputs(f, y)
         return 0.5 * (jnp.vdot(error, error) + penalty(alpha) * jnp.vdot(w, w))
 
     return FeatureSpace(
         names=names,
-        **mixture_and_penalty(names),
+        **targets.mixture_and_penalty(names),
         init=init,
         apply=apply,
-        problem=Problem(lower, validation_loss(apply, outer)),
-        predict=predict_labels,
+        problem=Problem(lower, targets.validation_loss(apply, outer)),
+        predict=targets.predict_labels,
         blocks=blocks,
         solver=ridge(features, penalty),
     )

@@ -28,21 +28,15 @@ from bilevel.spaces.nasbench201.network import AllNetworks
 from ntk import scores as ntk_scores
 from ntk.internal import compile_cache
 from ntk.internal.sharding import replicate_like
-from ntk.scores.registry import (
-    HOST_SCORES,
-    ScoreDescription,
-    builtin_score_names,
-    score_description,
-    score_program,
-)
+from ntk.scores import registry
 from ntk.spectrum.certificate import certified_min_eigenvalue
 
-SCORES = tuple(sorted((*builtin_score_names(), *HOST_SCORES)))
+SCORES = tuple(sorted((*registry.builtin_score_names(), *registry.HOST_SCORES)))
 """The built-in scores: those of :mod:`ntk.scores`, and ``certified_min_eigenvalue``."""
 
 Score = Callable[[chex.PRNGKey, Callable, Any, tuple], jax.Array]
 
-_OTHER_SCORE = ScoreDescription("unknown", gradients="unknown", batch_norm="joint")
+_OTHER_SCORE = registry.ScoreDescription("unknown", gradients="unknown", batch_norm="joint")
 _SAVE_SECONDS = 20.0  # between two writings of the scores
 
 
@@ -188,7 +182,7 @@ def _score_programs(
         if name in functions:
             score = functools.partial(_real_scalar, name, functions[name], key)
         else:
-            score = functools.partial(score_program(label), None)
+            score = functools.partial(registry.score_program(label), None)
         normalized = _description(name).batch_norm != "removed"
         apply = networks.apply if normalized else networks.apply_unnormalized
         programs[label] = functools.partial(_evaluate_score, label, score, apply, networks.select)
@@ -197,11 +191,13 @@ def _score_programs(
 
 def _program_label(name: str) -> str:
     """Return the name of the function that computes a score, alone or with others."""
-    return HOST_SCORES.get(name) or _description(name).together or name
+    return registry.HOST_SCORES.get(name) or _description(name).together or name
 
 
-def _description(name: str) -> ScoreDescription:
-    return score_description(name) if name in builtin_score_names() else _OTHER_SCORE
+def _description(name: str) -> registry.ScoreDescription:
+    if name in registry.builtin_score_names():
+        return registry.score_description(name)
+    return _OTHER_SCORE
 
 
 def _evaluate_score(label, score, apply, select, w, genotype, batch) -> dict[str, jax.Array]:
@@ -339,7 +335,7 @@ class _ScoreStore:
             count = self.done(label)
             seconds[name] = self.seconds[label] / count
             compiling[name] = self.compile_seconds.get(label, 0.0)
-            if name in HOST_SCORES:
+            if name in registry.HOST_SCORES:
                 kernels = np.concatenate(self.arrays[f"{label}/kernel"])[: self.count]
                 values[name] = np.full(len(kernels), np.nan)
                 for i in np.flatnonzero(np.isfinite(kernels).all(axis=(1, 2))):

@@ -18,21 +18,15 @@ import numpy as np
 from bilevel.contracts import Pytree
 from bilevel.nets.layers import Standardize, cast_images
 from bilevel.spaces.cells import MixedOperation, candidate_names, check_sizes, supernet_space
+from bilevel.spaces.nasbench201 import network
 from bilevel.spaces.nasbench201.genotype import EDGES, PRIMITIVES, Genotype, check_operations
-from bilevel.spaces.nasbench201.network import (
-    STAGES,
-    Head,
-    Reduction,
-    Stem,
-    run_operation,
-    standardize,
-)
+from bilevel.spaces.nasbench201.network import STAGES, standardize
 from bilevel.spaces.space import Space, on_simplices
 
 
 def mixed_edge(operations: tuple[str, ...]) -> MixedOperation:
     """Make the operations on one edge; their norms have no scale or shift."""
-    return MixedOperation(operations, functools.partial(run_operation, Standardize))
+    return MixedOperation(operations, functools.partial(network.run_operation, Standardize))
 
 
 def mixed_cell(
@@ -109,12 +103,12 @@ def nasbench201_space(
     check_sizes(classes, cells, channels)
     choices = on_simplices(names, (len(EDGES),))
     # In order, by the names of the weights.
-    layers: dict[str, nn.Module] = {"stem": Stem(channels, standardize)}
+    layers: dict[str, nn.Module] = {"stem": network.Stem(channels, standardize)}
     for stage in range(STAGES):
         if stage:
-            layers[f"reduction_{stage}"] = Reduction(standardize)
+            layers[f"reduction_{stage}"] = network.Reduction(standardize)
         layers[f"cells_{stage}"] = mixed_edge(names)
-    layers["head"] = Head(classes, standardize)
+    layers["head"] = network.Head(classes, standardize)
 
     def shapes(key, x):
         weights = {}

@@ -27,14 +27,8 @@ import numpy as np
 
 from bilevel.data import files
 from bilevel.data.files import data_folders, in_words
-from bilevel.spaces.nasbench201.genotype import (
-    EDGES,
-    PRIMITIVES,
-    Genotype,
-    encode,
-    genotypes,
-    parse_genotype,
-)
+from bilevel.spaces.nasbench201 import encode, genotypes
+from bilevel.spaces.nasbench201.genotype import EDGES, PRIMITIVES, Genotype, parse_genotype
 
 DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet16": "ImageNet16-120"}
 """The data sets of the benchmark, and their usual names."""

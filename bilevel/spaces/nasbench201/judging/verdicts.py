@@ -27,14 +27,8 @@ import numpy as np
 from scipy.stats import kendalltau, rankdata, spearmanr
 
 from bilevel.internal.checks import integer, numpy_array
-from bilevel.spaces.nasbench201.genotype import (
-    PRIMITIVES,
-    Genotype,
-    conv_edges,
-    multiply_adds,
-    parameter_count,
-    trainable_layers,
-)
+from bilevel.spaces.nasbench201 import parameter_count, trainable_layers
+from bilevel.spaces.nasbench201.genotype import PRIMITIVES, Genotype, conv_edges, multiply_adds
 from bilevel.spaces.nasbench201.judging.table import DATASETS, BenchmarkTable, genotype_row
 
 BASELINES: dict[str, Callable[[Genotype], float]] = {

@@ -44,7 +44,7 @@ class MixedEdge(nn.Module):
         x = materialized((nodes if inputs is None else inputs)[source], alpha[0])
         # Inside a loop, XLA does not merge the recomputation with the original.
         mixed = nn.remat(MixedOperation, prevent_cse=False) if self.remat else MixedOperation
-        norms = {"norm": Standardize, "pool_norm": Standardize}
+        norms: dict[str, Any] = {"norm": Standardize, "pool_norm": Standardize}
         run = functools.partial(run_operation, channels=self.channels, stride=self.stride, **norms)
         y = mixed(self.operations, run, name="operations")(x, alpha)
         return (inputs, nodes.at[node].add(materialized(y, alpha[0]))), None

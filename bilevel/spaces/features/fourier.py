@@ -83,8 +83,9 @@ def fourier_config(
     laplace, γ = 0.5, unit
     """
     checks.check_in_range("gamma", gamma, 0, math.inf)
-    index = _index("preprocess", preprocess, PREPROCESS), _index("kernel", kernel, KERNELS)
-    return FourierConfig(*map(jnp.asarray, index), jnp.asarray(gamma, float))
+    preprocess_index = jnp.asarray(_index("preprocess", preprocess, PREPROCESS))
+    kernel_index = jnp.asarray(_index("kernel", kernel, KERNELS))
+    return FourierConfig(preprocess_index, kernel_index, jnp.asarray(gamma, float))
 
 
 def sample_fourier(

@@ -1,7 +1,4 @@
-"""Train a network on rows that stay on the host: batches go to the device one by one.
-
-:func:`fit` trains like :func:`bilevel.nets.from_scratch`, for data larger than the device's memory.
-"""
+"""Train networks on rows that stay on the host, for data larger than the device's memory."""
 
 import functools
 import pathlib
@@ -17,7 +14,7 @@ import optax
 from bilevel.internal.checks import integer, one_a_row, positive, prng_key
 from bilevel.internal.rows import check_batch_size
 from bilevel.nets.evaluation import Part, wrong_rows
-from bilevel.nets.training import TrainableNetwork, TrainingState
+from bilevel.nets.training import TrainableNetwork, from_scratch, training_step
 from bilevel.runs.checkpoint import saving
 from bilevel.runs.fingerprint import fingerprint
 from bilevel.runs.interrupts import held_signals
@@ -113,12 +110,15 @@ def fit(
         schedule = optax.cosine_decay_schedule(float(positive("optimizer", optimizer)), steps)
         optimizer = optax.sgd(schedule, momentum=0.9)
     init_key, order_key, loss_key = jax.random.split(key, 3)
-    start = functools.partial(_start, network, optimizer, epochs, data[0].shape[1:])
-    text = "loss {loss:.3f}"
+    init, _ = from_scratch(network, optimizer, batch_size=batch_size)
+
+    def start(key):
+        return init(key, data[0].shape[1:]), jnp.zeros(epochs, jnp.result_type(float))
+
     with (
         held_signals(terminations=checkpoint is not None) as came,
         saving(checkpoint, seconds=_SAVE_SECONDS) as saver,
-        progress_bar(progress, "training", epochs, text) as show,
+        progress_bar(progress, "training", epochs, "loss {loss:.3f}") as show,
     ):
         if saver.directory is not None:
             parts = {"network": network, "key": key, "train": data, "test": judged}
@@ -176,21 +176,11 @@ def _on_host(name: str, rows: Any) -> Part:
     return x, labels.astype(np.int32)
 
 
-def _start(network, optimizer, epochs, shape, key):
-    """Return the state before the first step, and the losses so far."""
-    w, averages = network.init(key, shape)
-    losses = jnp.zeros(epochs, jnp.result_type(float))
-    return TrainingState(w, averages, optimizer.init(w)), losses
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _step(network, optimizer, carry, key, x, labels, epoch, weight):
     """Return the state after a batch, and the losses with ``weight`` times that of the batch."""
     state, losses = carry
-    slope = jax.value_and_grad(network.loss, has_aux=True)
-    (loss, averages), g = slope(state.w, state.averages, (x, labels), key)
-    updates, inner = optimizer.update(g, state.optimizer, state.w)
-    state = TrainingState(optax.apply_updates(state.w, updates), averages, inner)
+    state, loss = training_step(network, optimizer, state, (x, labels), key)
     return state, losses.at[epoch].add((weight * loss).astype(losses.dtype))
 
 

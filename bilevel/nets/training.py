@@ -23,15 +23,11 @@ from bilevel.runs.interrupts import held_signals
 
 
 class Trained(NamedTuple):
-    """Result of :func:`train`: weights ``last`` and ``uniform``, and the ``losses`` [steps].
+    """Result of :func:`train`."""
 
-    ``last`` is after the last step. ``uniform``, the output of Algorithm 1, is before a step drawn
-    uniformly. A loss is that of a batch before its step.
-    """
-
-    last: Pytree
-    uniform: Pytree
-    losses: jax.Array
+    last: Pytree  # weights after the last step
+    uniform: Pytree  # weights before a step drawn uniformly: the output of Algorithm 1
+    losses: jax.Array  # [steps], of each batch before its step
 
 
 def train(
@@ -68,8 +64,7 @@ def train(
     Raises
     ------
     ValueError
-        If an argument is of another kind, ``batch_size`` is not from 1 to N, or ``epochs`` is under
-        1.
+        If an argument is of another kind, ``epochs`` < 1, or ``batch_size`` is not from 1 to N.
 
     Notes
     -----
@@ -133,6 +128,14 @@ class TrainingState(NamedTuple):
     optimizer: Any
 
 
+def training_step(network, optimizer, state, batch, key, *options):
+    """Return the state after a step on a batch, and the loss before it."""
+    slope = jax.value_and_grad(network.loss, has_aux=True)
+    (loss, averages), g = slope(state.w, state.averages, batch, key, *options)
+    updates, inner = optimizer.update(g, state.optimizer, state.w)
+    return TrainingState(optax.apply_updates(state.w, updates), averages, inner), loss
+
+
 def from_scratch(
     network: TrainableNetwork,
     optimizer: optax.GradientTransformation,
@@ -188,7 +191,6 @@ def from_scratch(
         order_key, augment_key, drop_key = jax.random.split(key, 3)
         steps = n // batch_size
         order = jax.random.permutation(order_key, n)[: steps * batch_size]
-        slope = jax.value_and_grad(network.loss, has_aux=True)
 
         def step(state, batch):
             i, rows = batch
@@ -197,9 +199,7 @@ def from_scratch(
                 images = augment(jax.random.fold_in(augment_key, i), images)
             batch = images, labels[rows]
             key = jax.random.fold_in(drop_key, i)
-            (loss, averages), g = slope(state.w, state.averages, batch, key, *options)
-            updates, inner = optimizer.update(g, state.optimizer, state.w)
-            return TrainingState(optax.apply_updates(state.w, updates), averages, inner), loss
+            return training_step(network, optimizer, state, batch, key, *options)
 
         batches = jnp.arange(steps), order.reshape(steps, batch_size)
         state, losses = jax.lax.scan(step, state, batches)

@@ -1,10 +1,8 @@
-"""Load neural-tangents on today's JAX: the only module that imports it.
+"""Load neural-tangents 0.6.5, its last release, on today's JAX: the only module that imports it.
 
-neural-tangents 0.6.5, its last release, imports names that JAX has since moved or dropped, and an
-experimental module that needs TensorFlow. During its import, :func:`neural_tangents` adds the
-missing names to ``jax``, and an empty module instead of the experimental one. It removes both
-afterwards, because neural-tangents keeps the imported names. Some functions of JAX and SciPy that
-neural-tangents calls later no longer exist: :mod:`ntk.compat.patches` replaces them. Tested on JAX
+It imports names that JAX has since moved or dropped, and an experimental module that needs
+TensorFlow. During its import, ``jax`` has the missing names, and an empty module replaces the
+experimental one. :mod:`ntk.compat.patches` replaces functions that it calls later. Tested on JAX
 0.10, 0.11 and 0.12; `benchmarks/peers/neural_tangents_tests.py` runs its own tests.
 """
 

@@ -1,34 +1,23 @@
 """Replacements for functions of neural-tangents that need removed parts of JAX or SciPy.
 
 Its structured derivatives (implementation 3, and ``AUTO``, which tries every implementation) walk
-backwards through the linear program of a network's tangents, one equation at a time. In 2023 this
-program and its transposition came from JAX's internals. Here :func:`jax.linearize` and
-:func:`jax.make_jaxpr` give the program, and :func:`jax.linear_transpose` transposes an equation.
-neural-tangents' rules for structure are unchanged.
+backwards through the linear program of a network's tangents, one equation at a time. JAX's
+internals gave this program and its transposition in 2023; public functions of JAX do so here.
 """
 
 import contextlib
 import types
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
 from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Literal
 from jax.interpreters.ad import UndefinedPrimal, Zero, is_undefined_primal
 
 from ntk.internal.checks import concrete
-
-
-class _JaxprView(NamedTuple):
-    """The attributes of a jaxpr that neural-tangents reads."""
-
-    constvars: list
-    invars: list
-    outvars: list
-    eqns: list
 
 
 def apply_patches(module: types.ModuleType) -> None:
@@ -52,11 +41,9 @@ def apply_patches(module: types.ModuleType) -> None:
 
 
 def _outside_of_traces(decompose):
-    """Compute decompositions that are cached between calls eagerly, unless the kernel is traced.
+    """Compute decompositions that are cached between calls eagerly, unless the kernel is traced."""
 
-    neural-tangents used ``jax.core.eval_context``, which no longer accepts traced kernels.
-    """
-
+    # neural-tangents used jax.core.eval_context, which no longer accepts traced kernels.
     def decomposed(K, *options):
         traced = not concrete(K, options)
         with contextlib.nullcontext() if traced else jax.ensure_compile_time_eval():
@@ -104,17 +91,16 @@ def _pullbacks(empirical):
     return primals_out_and_pullback
 
 
-def _linear_program(fn, primals) -> tuple[Any, _JaxprView, list]:
-    """Return ``fn(*primals)``, the program from tangents to its tangents, and its constants."""
+def _linear_program(fn, primals) -> tuple[Any, types.SimpleNamespace, list]:
+    """Return ``fn(*primals)``, the program from tangents to its tangents, and its constants.
+
+    The program has the equations that tangents enter; results of the others become constants.
+    """
     with jax.disable_jit():  # calls of compiled functions inside, equation by equation
         out, push_forward = jax.linearize(fn, *primals)
         closed = jax.make_jaxpr(push_forward)(*jax.tree.map(jnp.zeros_like, primals))
-    return out, *_without_known(closed.jaxpr, closed.consts)
-
-
-def _without_known(jaxpr: Jaxpr, constants) -> tuple[_JaxprView, list]:
-    """Return the equations that tangents enter; results of the others become constants."""
-    known = dict(zip(jaxpr.constvars, constants, strict=True))
+    jaxpr = closed.jaxpr
+    known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     linear = []
     for eqn in jaxpr.eqns:
         if all(isinstance(v, Literal) or v in known for v in eqn.invars):
@@ -129,8 +115,11 @@ def _without_known(jaxpr: Jaxpr, constants) -> tuple[_JaxprView, list]:
                 "implementation: expected 1 or 2 for a network with a step that has several "
                 f"results ({eqn.primitive}), got structured derivatives (3, or 0, which tries all)."
             )
-    program = _JaxprView(list(known), list(jaxpr.invars), list(jaxpr.outvars), linear)
-    return program, list(known.values())
+    # The attributes of a jaxpr that neural-tangents reads.
+    program = types.SimpleNamespace(
+        constvars=list(known), invars=list(jaxpr.invars), outvars=list(jaxpr.outvars), eqns=linear
+    )
+    return out, program, list(known.values())
 
 
 def _value_or_shape(known, v):

@@ -77,10 +77,9 @@ def warn_about_memory(net: NetworkProgram, plan: GradientPlan | None, outputs: s
 def _factor_and_gram(
     net: NetworkProgram, plan: GradientPlan | None, outputs: str, tiled: bool
 ) -> tuple[Callable, Callable]:
-    """Return ``factors(inputs, x)`` and ``gram(inputs, left, right)``.
+    """Return ``factors(inputs, x)`` and ``gram(inputs, left, right)``, in tiles if ``tiled``.
 
-    ``right`` is None for an exactly symmetric kernel of ``left``. Results [n1, n2] are computed in
-    tiles if ``tiled``.
+    ``right`` is None for an exactly symmetric kernel of ``left``.
     """
     if plan is None:
         return lambda inputs, x: x, _neural_tangents_gram(net, outputs)
@@ -108,6 +107,7 @@ def _factor_and_gram(
 
 def _neural_tangents_gram(net: NetworkProgram, outputs: str):
     nt = load.neural_tangents()
+    method = nt.NtkImplementation.NTK_VECTOR_PRODUCTS
 
     def gram(inputs, x1, x2):
         symmetric, x2 = x2 is None, x1 if x2 is None else x2
@@ -117,12 +117,7 @@ def _neural_tangents_gram(net: NetworkProgram, outputs: str):
             y = jax.vmap(functools.partial(net.outputs, merged))(x)
             return y.sum(1, keepdims=True) if outputs == "sum" else y
 
-        kernel = nt.empirical_ntk_fn(
-            batch,
-            trace_axes=(),
-            vmap_axes=0,
-            implementation=nt.NtkImplementation.NTK_VECTOR_PRODUCTS,
-        )
+        kernel = nt.empirical_ntk_fn(batch, trace_axes=(), vmap_axes=0, implementation=method)
         k = kernel(x1, x2, [inputs[i] for i in net.trained])
         k = k if outputs == "full" else jnp.einsum("abii->ab", k)
         return mirror_kernel(k) if symmetric else k
@@ -220,9 +215,8 @@ def _kernel_on_mesh(factors, gram, again, batch_size, mesh, inputs, x1, x2):
 
             @again
             def entry(column):
-                return gram(
-                    inputs, left, factors(inputs, jax.tree.map(lambda x: x[column], blocks2))
-                )
+                other = jax.tree.map(lambda x: x[column], blocks2)
+                return gram(inputs, left, factors(inputs, other))
 
             if x2 is not None:
                 return map_leading_axis(entry, columns)

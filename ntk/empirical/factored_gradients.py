@@ -1,10 +1,7 @@
-"""Gradients of single samples. Gradients of weight matrices, filters and tables stay in factors.
+"""Gradients of single samples, with those of matrices, filters and tables in factors.
 
-This module collects the inputs ``a`` and sensitivities ``s`` of every product and sample, and
-takes inner products of the gradients through them: :mod:`ntk.empirical.kernels`.
-
-Shapes: n samples, o outputs, q positions, g groups, i and j the inputs and outputs of a product
-per group.
+Notation and method: :mod:`ntk.empirical.kernels`. Shapes: n samples, o outputs, q positions, g
+groups, i and j the inputs and outputs of a product per group.
 """
 
 import itertools

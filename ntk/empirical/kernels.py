@@ -25,9 +25,6 @@ a, A           a layer's inputs: ``columns``, [n, positions, groups, inputs per 
 s, B           sensitivities of its outputs, [n, o, positions, groups, outputs per group]
 K              the kernel, [n1, n2] or [n1, n2, o, o]
 =============  =======================================================
-
-References: Jacot, Gabriel & Hongler (2018), the kernel; Novak, Sohl-Dickstein & Schoenholz, "Fast
-finite width neural tangent kernel" (ICML 2022), section 3, generic methods.
 """
 
 import functools
@@ -40,9 +37,9 @@ import numpy as np
 
 from ntk.empirical import blocks
 from ntk.empirical.factored_gradients import plan_gradients
-from ntk.empirical.network_program import Apply, NetworkProgram, trace_network
+from ntk.empirical.network_program import Apply, NetworkProgram, array_dtype, trace_network
 from ntk.internal.batched_rows import length
-from ntk.internal.checks import check_finite, describe, float_array, integer, one_of, real_array
+from ntk.internal.checks import check_finite, float_array, integer, one_of, real_array
 from ntk.internal.compile_cache import program
 from ntk.internal.sharding import mesh_for, without_explicit_axes
 
@@ -52,10 +49,7 @@ OUTPUTS = "sum", "trace", "full"
 
 def _check_finite_arrays(name: str, tree):
     for leaf in jax.tree.leaves(tree):
-        try:
-            jnp.result_type(leaf)
-        except TypeError:
-            raise ValueError(f"{name}: expected arrays, got {describe(leaf)}.") from None
+        array_dtype(name, leaf)  # raises for leaves that are not arrays
         check_finite(name, leaf)
 
 
@@ -155,7 +149,8 @@ def empirical_kernel(
     layers, O(N w + N²) memory; a layer of q positions q² times as much, or N² times its weights,
     whichever is cheaper. ``"jacobian"``: N(F + oB) + O(N² o W), memory N o W. In batches of b,
     memory is that of 2b samples, and the N(F + oB) is paid N/2b times (N/b with ``x2``). Methods:
-    Novak, Sohl-Dickstein & Schoenholz (ICML 2022), section 3; kernel: Jacot et al. (2018).
+    Novak, Sohl-Dickstein & Schoenholz, "Fast finite width neural tangent kernel" (ICML 2022),
+    section 3; kernel: Jacot, Gabriel & Hongler (2018).
 
     The rows are divided over all local devices, unless the caller has placed an array
     (``jax.device_put``) or traces this function.
@@ -188,12 +183,7 @@ def empirical_kernel(
 
 
 def gradient_norms(
-    apply: Apply,
-    params: Any,
-    x: Any,
-    *,
-    outputs: str = "sum",
-    batch_size: int | None = None,
+    apply: Apply, params: Any, x: Any, *, outputs: str = "sum", batch_size: int | None = None
 ) -> jax.Array:
     """Return squared gradient norms ``|∇_θ f(x_a)|²`` [n]: the diagonal of the kernel.
 
@@ -225,13 +215,8 @@ def empirical_nngp(
 
     Parameters
     ----------
-    apply : callable
-        ``apply(params, x) -> [n, o]`` or ``[n]``, as for :func:`empirical_kernel`.
-    params : pytree
-    x1 : array, [n1, ...], or pytree of such arrays
-        Samples.
-    x2 : like ``x1``, optional
-        Samples of the columns. Default: ``x1``, with an exactly symmetric result.
+    apply, params, x1, x2
+        See :func:`empirical_kernel`.
     outputs : {"mean", "full"}
         ``"mean"`` over the outputs, [n1, n2], or ``"full"``: all products ``f_i(x) f_j(x')``,
         [n1, n2, o, o].
@@ -270,11 +255,8 @@ def kernel_vector_product(
 
     Parameters
     ----------
-    apply : callable
-        ``apply(params, x) -> [n, o]`` or ``[n]``, sample by sample.
-    params : pytree
-    x : array, [n, ...], or pytree of such arrays
-        Samples.
+    apply, params, x
+        See :func:`empirical_kernel`; ``x`` are samples [n, ...].
     batch_size : int, optional
         Samples handled at a time; all by default.
 

@@ -67,12 +67,16 @@ def trace_network(apply: Apply, params, x) -> NetworkProgram:
     jaxpr, consts = inlined(jax.make_jaxpr(forward)(leaves, sample))
     count = len(consts)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
-    return NetworkProgram(
-        jaxpr,
-        [*consts, *leaves],
-        [count + i for i in trained],
-        [names[i] for i in trained],
-    )
+    places = [count + i for i in trained]
+    return NetworkProgram(jaxpr, [*consts, *leaves], places, [names[i] for i in trained])
+
+
+def array_dtype(name: str, leaf: Any) -> Any:
+    """Return the dtype of an array; raise ``ValueError`` for anything else."""
+    try:
+        return jnp.result_type(leaf)
+    except TypeError:
+        raise ValueError(f"{name}: expected arrays, got {checks.describe(leaf)}.") from None
 
 
 def _output_row(y) -> jax.Array:

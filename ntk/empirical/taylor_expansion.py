@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ntk.empirical.network_program import Apply
-from ntk.internal.checks import describe, function, integer
+from ntk.empirical.network_program import Apply, array_dtype
+from ntk.internal.checks import function, integer
 
 
 def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
@@ -95,10 +95,7 @@ def _directional_derivatives(f, order: int, start: list, step: list) -> list:
 
 
 def _is_float(leaf) -> bool:
-    try:
-        dtype = jnp.result_type(leaf)
-    except TypeError:
-        raise ValueError(f"params: expected arrays, got {describe(leaf)}.") from None
+    dtype = array_dtype("params", leaf)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise ValueError(f"params: expected real numbers, got {dtype}.")
     return bool(jnp.issubdtype(dtype, jnp.floating))

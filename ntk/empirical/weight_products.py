@@ -1,9 +1,9 @@
-"""The uses of weights in a network: products with them, found in its program.
+"""Find the products with weights in a network's program.
 
 A weight is followed from the inputs of the program, into calls and loops, to the products of
-:mod:`ntk.empirical.linear_operations`. On the way its entries may be rearranged (reshape,
-transpose, slice, concatenate, cast), or all multiplied by one number. A weight with any other use
-is differentiated per sample, including weights that enter a function with its own derivative rule.
+:mod:`ntk.empirical.linear_operations`. On the way its entries may be rearranged, or all multiplied
+by one number. A weight with any other use is differentiated per sample, including weights that
+enter a function with its own derivative rule.
 
 A loop repeats its products. If all steps share a weight, the steps are further positions. If a
 weight is scanned over, every step has another weight.
@@ -58,7 +58,7 @@ class Weight(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WeightProduct:
-    """A product with a weight."""
+    """A product with a weight; a leaf of pytrees."""
 
     weight: Weight
     product: Product
@@ -75,8 +75,7 @@ def whole_leaf(leaf: int, shape: Sequence[int]) -> Weight:
     return Weight(((leaf, tuple((0, length) for length in shape)),))
 
 
-# The products of a program, by the number of the equation: a WeightProduct, or for a loop the
-# products of its body. A pytree with WeightProducts as leaves.
+# By the number of the equation: a WeightProduct, or for a loop the products of its body.
 WeightProducts = dict[int, Any]
 
 
@@ -104,8 +103,7 @@ def find_weight_products(
 ) -> tuple[WeightProducts, set[int]]:
     """Return the products with weights in an :func:`inlined` program, and leaves with other uses.
 
-    ``weights`` holds a weight or None for each input. ``steps`` are the lengths of the loops around
-    the program.
+    ``weights`` are weights or None by input, and ``steps`` the lengths of the loops around.
     """
     single: dict[Var, Any] = {}  # variables that repeat the one entry of another
     products: WeightProducts = {}
@@ -128,10 +126,12 @@ def find_weight_products(
             return nothing
         # The larger weight stays in factors: the other choice would store it for every sample.
         weighted = [i for i, w in enumerate(mine) if w]
-        largest = max(weighted, key=[shape_and_dtype(v).size for v in eqn.invars].__getitem__)
-        weight_product = _weight_product(eqn, largest, mine[largest], steps)
-        if weight_product is not None:
-            products[place] = weight_product
+        largest = max(weighted, key=lambda i: shape_and_dtype(eqn.invars[i]).size)
+        weight, product = mine[largest], product_with_operand(eqn, largest)
+        if product and not (product.rows and any(weight.loops)):
+            one = shape_and_dtype(eqn.outvars[0])
+            shape = jax.ShapeDtypeStruct((*steps, *one.shape), one.dtype)
+            products[place] = WeightProduct(weight, product, shape)
             elsewhere.update(leaves_of(mine[i] for i in weighted if i != largest))
             return nothing
         outputs, lost = _rearranged(eqn, mine, number)
@@ -162,16 +162,6 @@ def _find_in_loop(eqn: JaxprEqn, mine: list, steps: tuple[int, ...]):
     return products, elsewhere | leaves_of(lost)
 
 
-def _weight_product(
-    eqn: JaxprEqn, operand: int, weight: Weight, steps: tuple[int, ...]
-) -> WeightProduct | None:
-    product = product_with_operand(eqn, operand)
-    if product is None or (product.rows and any(weight.loops)):
-        return None
-    one = shape_and_dtype(eqn.outvars[0])
-    return WeightProduct(weight, product, jax.ShapeDtypeStruct((*steps, *one.shape), one.dtype))
-
-
 def _rearranged(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list]:
     """Return the outputs as weights, or None; and the weights that the operation uses up."""
     name, options = eqn.primitive.name, eqn.params
@@ -194,7 +184,7 @@ def _rearranged(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list
 
 
 def _scaled(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list]:
-    """Return the product of a weight and any number, a variable of one entry."""
+    """Return the weight times a variable of one entry."""
     power = 1 if eqn.primitive.name == "mul" else -1
     for operand in (0, 1) if power == 1 else (0,):
         weight, other = mine[operand], number(eqn.invars[1 - operand])
@@ -243,8 +233,8 @@ def run_with_additions(
 ) -> tuple[list, Any]:
     """Return the outputs if every product gets an addition, and the products' operands.
 
-    ``jaxpr`` is an :func:`inlined` program, ``inputs`` are its constants and inputs, and
-    ``additions`` is arranged as ``products``. ``depth`` counts the loops around the program.
+    ``inputs`` are the constants and inputs of an :func:`inlined` program, ``additions`` are
+    arranged as ``products``, and ``depth`` counts the loops around the program.
     """
     values: dict[Var, Any] = {}  # the operands so far
     product_inputs: dict[int, Any] = {}

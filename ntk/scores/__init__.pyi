@@ -24,8 +24,7 @@ from .kernel_based import (
     spectral_entropy,
     te_nas,
 )
-from .relu_patterns import naswot, regions
-from .response_correlation import wrcor
+from .relu_based import naswot, regions, wrcor
 
 __all__ = [
     "condition_number",

@@ -1,6 +1,7 @@
 """Train-free scores by gradients of the loss and of the inputs, and by the size of the weights."""
 
 import functools
+import math
 
 import chex
 import jax
@@ -15,16 +16,19 @@ from ntk.scores.network_reading import (
     Pytree,
     check_score_arguments,
     for_each,
+    growing_axes,
     inner_product,
-    layer_saliency,
     logits_like,
+    mean_cross_entropy,
     mean_loss,
     overflow_safe_norm,
     power_of_two_scale,
     split_weights,
     summed,
+    with_statistic,
 )
 from ntk.scores.registry import ScoreDescription
+from ntk.scores.visit_operations import visit_chosen_operations
 
 _joint_score = functools.partial(ScoreDescription, gradients="1", batch_norm="joint")
 
@@ -216,7 +220,59 @@ def fisher(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax
     1.0
     """
     apply, params, x, y = check_score_arguments(apply, params, batch)
-    return layer_saliency(apply, params, x, y)
+    axes_of_layers = []
+    dtype = logits_like(apply, params, x).dtype
+
+    def saliency(axes, a, g):
+        samples, channels = axes
+        per_channel = jnp.moveaxis(a * g, (samples, *channels), (0, *range(-len(channels), 0)))
+        size = math.prod(a.shape[c] for c in channels)
+        per_channel = per_channel.reshape(len(per_channel), -1, size).sum(1)
+        return (jnp.sum(jnp.mean(per_channel**2, axis=0)) / 2).astype(dtype)
+
+    def loss(total):
+        def probe(eqn, other, inputs, outputs, nothing):
+            axes = _layer_axes(eqn, other, len(x))
+            axes_of_layers.append(axes)
+            if axes:
+                (a,) = outputs
+                outputs = [with_statistic(functools.partial(saliency, axes), a, a, total)]
+            return outputs, nothing
+
+        logits, _ = visit_chosen_operations(
+            apply, _is_layer, probe, (), params, x, "matrix product"
+        )
+        if not any(axes_of_layers):
+            raise ValueError(
+                f"apply: expected a layer with the {len(x)} samples on an axis of its output, "
+                "got none."
+            )
+        return mean_cross_entropy(logits, y)
+
+    return jax.grad(loss)(jnp.zeros((), dtype))
+
+
+def _is_layer(eqn) -> bool:
+    """Return whether this is a convolution, or a product without batch axes."""
+    name, numbers = eqn.primitive.name, eqn.params.get("dimension_numbers")
+    return name == "conv_general_dilated" or (name == "dot_general" and not any(numbers[1]))
+
+
+def _layer_axes(eqn, other, n: int) -> tuple[int, tuple[int, ...]] | None:
+    """Return the axes of samples and channels in a layer's output; None for other products.
+
+    The channels of ``x @ w`` are the axes of the operand that does not grow with the batch.
+    """
+    shape, grown = (e.outvars[0].aval.shape for e in (eqn, other))
+    axes = growing_axes(shape, grown)
+    if len(axes) != 1 or (shape[axes[0]], grown[axes[0]]) != (n, n + 1):
+        return None
+    numbers = eqn.params["dimension_numbers"]
+    if eqn.primitive.name == "conv_general_dilated":
+        return axes[0], (numbers.out_spec[1],)
+    left, right = (v.aval.ndim - len(c) for v, c in zip(eqn.invars, numbers[0], strict=True))
+    channels = range(left, left + right) if axes[0] < left else range(left)
+    return (axes[0], tuple(channels)) if channels else None
 
 
 @ScoreDescription(

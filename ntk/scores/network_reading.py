@@ -1,7 +1,6 @@
-"""Helpers of the scores: a network's weights, its loss, and the signs of its ReLUs."""
+"""Helpers of the scores: checked arguments, a network's weights and its loss."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ntk.internal.checks import (
     at_least_float32,
@@ -20,23 +20,21 @@ from ntk.internal.checks import (
     real_array,
 )
 from ntk.internal.compile_cache import fresh, program
+from ntk.internal.jaxprs import inner_jaxprs, interpret, scan_operands, settle_carry
 from ntk.internal.products import matmul
-from ntk.scores.find_relus import is_relu, mark_relus
-from ntk.scores.find_weights import multiplied
-from ntk.scores.visit_operations import visit_chosen_operations
 
 Pytree = Any
 Apply = Callable[[Pytree, jax.Array], jax.Array]
 Batch = tuple[jax.Array, jax.Array]
+Leaves = frozenset[int] | None  # leaves that a value depends on; None: it depends on the input
+
+_PRODUCTS = {"dot_general", "conv_general_dilated", "gather"}
 
 
 def check_score_arguments(
     apply: Apply, params: Pytree, batch: Batch
 ) -> tuple[Apply, Pytree, jax.Array, jax.Array]:
-    """Return ``(apply, params, x, y)`` if the batch and its logits fit a score.
-
-    The first two take the trained part: the collection "params" of flax, or all of ``params``.
-    """
+    """Return checked arguments, with ``params`` of only the trained part (flax: "params")."""
     function("apply", apply, "(params, x) -> logits")
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ValueError(f"batch: expected a pair (x, y), got {type(batch).__name__}.")
@@ -85,7 +83,7 @@ def is_weight(apply: Apply, params: Pytree, x: chex.Array, *more: str) -> list[b
     names = [_leaf_name(path) for path, _ in paths]
     if "kernel" in names:
         return [name in ("kernel", *more) for name in names]
-    weights = multiplied(apply, params, x)
+    weights = _multiplied_leaves(apply, params, x)
     keep = [i in weights and jnp.ndim(leaf) >= 2 for i, (_, leaf) in enumerate(paths)]
     if not any(keep):
         raise ValueError(
@@ -93,6 +91,52 @@ def is_weight(apply: Apply, params: Pytree, x: chex.Array, *more: str) -> list[b
             "product, got none."
         )
     return [k or name in more for k, name in zip(keep, names, strict=True)]
+
+
+def _multiplied_leaves(apply: Callable, params: Any, x: chex.Array) -> set[int]:
+    """Return the indices of the leaves of ``params`` that multiply functions of the input.
+
+    A bias can have two axes, and a network a single input, so shapes do not distinguish the two. A
+    weight enters a matrix product, a convolution or a table look-up with data on the other side,
+    alone or combined with other leaves (scaled, normalised, low-rank product).
+    """
+    weights: set[int] = set()
+
+    def follow(program: ClosedJaxpr, inputs: list[Leaves]) -> list[Leaves]:
+        return interpret(program, inputs, rule, constant=lambda _: frozenset())
+
+    def rule(eqn: JaxprEqn, sources: list[Leaves]) -> list[Leaves]:
+        name = eqn.primitive.name
+        if name in _PRODUCTS and None in sources:
+            weights.update(*(s or () for s in (sources[:1] if name == "gather" else sources)))
+        if name == "while":
+            body, sources = eqn.params["body_jaxpr"], sources[eqn.params["cond_nconsts"] :]
+            constants = eqn.params["body_nconsts"]
+            return follow_loop(body, sources, constants, len(sources) - constants)
+        if name == "scan":
+            return follow_loop(eqn.params["jaxpr"], sources, *scan_operands(eqn))
+        if name == "cond":
+            branches = [follow(branch, sources[1:]) for branch in eqn.params["branches"]]
+            return [_union([sources[0], *leaves]) for leaves in zip(*branches, strict=True)]
+        for inner in inner_jaxprs(eqn):
+            if len(inner.jaxpr.invars) == len(sources):
+                return follow(inner, sources)
+        return [_union(sources)] * len(eqn.outvars)
+
+    def follow_loop(body, sources, constants, carried):
+        def follow_body(facts):
+            return follow(body, facts)
+
+        return settle_carry(follow_body, sources, constants, carried, lambda *pair: _union(pair))
+
+    leaves = [frozenset([i]) for i in range(len(jax.tree.leaves(params)))]
+    follow(jax.make_jaxpr(fresh(apply))(params, x), [*leaves, None])
+    return weights
+
+
+def _union(sources: Iterable[Leaves]) -> Leaves:
+    sources = list(sources)
+    return None if None in sources else frozenset().union(*sources)  # type: ignore[arg-type]
 
 
 def _leaf_name(path: tuple) -> str:
@@ -191,71 +235,14 @@ def gram_of_rows(rows: chex.Array) -> jax.Array:
     return matmul(rows, rows.T, preferred_element_type=dtype)
 
 
-def _longer(shape: tuple, other: tuple) -> list[int]:
+def growing_axes(shape: tuple, other: tuple) -> list[int]:
     """Return the axes that grow with the number of samples."""
     return [i for i, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b]
 
 
-def sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
-    """Return the number of ReLUs with the same sign for samples i and j: [n, n], float32."""
-
-    def count(eqn, other, inputs, outputs, total):
-        axis = samples_axis(eqn, other, len(x))
-        return outputs, total if axis is None else total + _same_signs(inputs[0], axis)
-
-    start = jnp.zeros((len(x), len(x)), jnp.float32)
-    return visit_chosen_operations(mark_relus(apply), is_relu, count, start, params, x, "ReLU")[1]
-
-
-def used_sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
-    """Return :func:`sign_agreements` of only the ReLUs that the logits depend on."""
-
-    def count_if_used(axis, u, g):
-        return jnp.where((g != 0).any(), _same_signs(u, axis), 0)
-
-    def response(total):
-        def probe(eqn, other, inputs, outputs, nothing):
-            axis = samples_axis(eqn, other, len(x))
-            if axis is not None:
-                count = partial(count_if_used, axis)
-                outputs = [with_statistic(count, outputs[0], inputs[0], total)]
-            return outputs, nothing
-
-        logits, _ = visit_chosen_operations(
-            mark_relus(apply), is_relu, probe, (), params, x, "ReLU"
-        )
-        # With random weights, derivatives do not cancel in the sum.
-        return jnp.sum(logits * jax.random.normal(jax.random.key(0), logits.shape, logits.dtype))
-
-    return jax.grad(response)(jnp.zeros((len(x), len(x)), jnp.float32))
-
-
-def samples_axis(eqn, other, n: int) -> int | None:
-    """Return the axis of the samples in a ReLU's input; None for one of weights or statistics."""
-    shape, grown = (e.invars[0].aval.shape for e in (eqn, other))
-    axes = _longer(shape, grown)
-    if not axes:
-        return None
-    if len(axes) > 1 or (shape[axes[0]], grown[axes[0]]) != (n, n + 1):
-        raise ValueError(
-            f"apply: expected ReLU inputs with the {n} samples on an axis, got the shape {shape}."
-        )
-    return axes[0]
-
-
-def _same_signs(u: jax.Array, axis: int) -> jax.Array:
-    u = jnp.moveaxis(u, axis, 0).reshape(u.shape[axis], -1)
-    signs = jnp.where(u > 0, 1, -1).astype(jnp.float32)
-    signs = jnp.where(jnp.isnan(u), jnp.nan, signs)
-    return (signs.shape[1] + gram_of_rows(signs)) / 2
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def with_statistic(statistic: Callable, out: jax.Array, about: Pytree, total: jax.Array):
-    """Return ``out``; the gradient in ``total`` is ``statistic(about, g)``.
-
-    ``g`` is the gradient in ``out``. The gradient in ``about`` is 0.
-    """
+    """Return ``out``; the gradient in ``total`` is ``statistic(about, gradient in out)``."""
     return out
 
 
@@ -263,72 +250,4 @@ def _statistic_backward(statistic, about, g):
     return g, jax.tree.map(jnp.zeros_like, about), statistic(about, g)
 
 
-with_statistic.defvjp(
-    lambda statistic, out, about, total: (out, about),
-    _statistic_backward,
-)
-
-
-def distinct_patterns(agreements: chex.Array) -> jax.Array:
-    """Return the number of different patterns, a float; NaN if a pattern has a NaN.
-
-    ``agreements``: how many units any two patterns have in common.
-    """
-    same = agreements == agreements[0, 0]  # a pattern agrees with itself everywhere
-    count = jnp.sum(~jnp.any(jnp.tril(same, -1), axis=1)).astype(agreements.dtype)
-    return jnp.where(jnp.isnan(agreements).any(), jnp.nan, count)
-
-
-def is_layer(eqn) -> bool:
-    """Return whether this is a convolution, or a product without batch axes."""
-    name, numbers = eqn.primitive.name, eqn.params.get("dimension_numbers")
-    return name == "conv_general_dilated" or (name == "dot_general" and not any(numbers[1]))
-
-
-def layer_axes(eqn, other, n: int) -> tuple[int, tuple[int, ...]] | None:
-    """Return the axes of samples and channels in a layer's output; None for other products.
-
-    The channels of ``x @ w`` are the axes of the operand that does not grow with the batch.
-    """
-    shape, grown = (e.outvars[0].aval.shape for e in (eqn, other))
-    axes = _longer(shape, grown)
-    if len(axes) != 1 or (shape[axes[0]], grown[axes[0]]) != (n, n + 1):
-        return None
-    numbers = eqn.params["dimension_numbers"]
-    if eqn.primitive.name == "conv_general_dilated":
-        return axes[0], (numbers.out_spec[1],)
-    left, right = (v.aval.ndim - len(c) for v, c in zip(eqn.invars, numbers[0], strict=True))
-    channels = range(left, left + right) if axes[0] < left else range(left)
-    return (axes[0], tuple(channels)) if channels else None
-
-
-def layer_saliency(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -> jax.Array:
-    """Return ``sum_c mean_n (sum_positions a * dL/da)^2 / 2`` over the outputs a of all layers."""
-    axes_of_layers = []
-    dtype = logits_like(apply, params, x).dtype
-
-    def saliency(axes, a, g):
-        samples, channels = axes
-        per_channel = jnp.moveaxis(a * g, (samples, *channels), (0, *range(-len(channels), 0)))
-        size = math.prod(a.shape[c] for c in channels)
-        per_channel = per_channel.reshape(len(per_channel), -1, size).sum(1)
-        return (jnp.sum(jnp.mean(per_channel**2, axis=0)) / 2).astype(dtype)
-
-    def loss(total):
-        def probe(eqn, other, inputs, outputs, nothing):
-            axes = layer_axes(eqn, other, len(x))
-            axes_of_layers.append(axes)
-            if axes:
-                (a,) = outputs
-                outputs = [with_statistic(partial(saliency, axes), a, a, total)]
-            return outputs, nothing
-
-        logits, _ = visit_chosen_operations(apply, is_layer, probe, (), params, x, "matrix product")
-        if not any(axes_of_layers):
-            raise ValueError(
-                f"apply: expected a layer with the {len(x)} samples on an axis of its output, "
-                "got none."
-            )
-        return mean_cross_entropy(logits, y)
-
-    return jax.grad(loss)(jnp.zeros((), dtype))
+with_statistic.defvjp(lambda statistic, out, about, total: (out, about), _statistic_backward)

@@ -1,8 +1,7 @@
 """The registry of the built-in scores: their names, and a description of each.
 
-A description is the decorator of the score's function. ``bilevel rank`` and the documentation read
-names and descriptions from here, so no other file lists the scores. This module does not import
-JAX, because the command line needs the names first.
+``bilevel rank`` and the documentation read them from here, so no other file lists the scores. This
+module does not import JAX, because the command line needs the names first.
 """
 
 import sys
@@ -10,9 +9,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-# Public functions of `ntk.scores` that are not scores.
-_OTHER_FUNCTIONS = ("of_kernel",)
 
 HOST_SCORES = {"certified_min_eigenvalue": "kernel_scores"}
 """Scores that ``bilevel rank`` computes on the host, and the function that returns the kernel."""
@@ -44,7 +40,7 @@ def builtin_score_names() -> tuple[str, ...]:
     """Return the names of the scores in ``ntk.scores``, in alphabetical order."""
     from ntk import scores
 
-    return tuple(sorted(set(scores.__all__) - set(_OTHER_FUNCTIONS)))
+    return tuple(sorted(set(scores.__all__) - {"of_kernel"}))
 
 
 def score_description(score: str | Callable[..., Any]) -> ScoreDescription:

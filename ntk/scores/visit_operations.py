@@ -1,7 +1,6 @@
 """Evaluate a network with a visit at chosen operations, such as its ReLUs.
 
-The network is traced once to a jaxpr, which is then evaluated equation by equation, as in JAX's
-guide to jaxpr interpreters. Only equations that the outputs depend on are evaluated. Loops
+The network's jaxpr is evaluated equation by equation, as far as the outputs depend on it. Loops
 (``scan``) and branches (``cond``, ``switch``) are entered. The total of the visits is carried
 through them, and only the branch taken adds to it. A call without a chosen operation is unchanged
 and keeps its derivative rule. A call that is entered loses its custom derivative rule.
@@ -64,45 +63,34 @@ def visit_chosen_operations(
     def evaluate(eqn: JaxprEqn, other: JaxprEqn, used: list[bool], inputs: list, total):
         if is_chosen(eqn):
             return visit(eqn, other, inputs, bind(eqn, inputs), total)
-        inside = [
-            (inner, reference, alive)
-            for (inner, alive), (reference, _) in zip(
-                _live_inner_jaxprs(eqn, used), _live_inner_jaxprs(other, used), strict=True
-            )
-        ]
+        pairs = zip(_live_inner_jaxprs(eqn, used), inner_jaxprs(other), strict=True)
+        inside = [(inner, reference, alive) for (inner, alive), reference in pairs]
         if not any(_reaches(is_chosen, inner.jaxpr, alive) for inner, _, alive in inside):
             return bind(eqn, inputs), total
         name = eqn.primitive.name
         if name in CALLS:
-            inner, reference, alive = inside[0]
-            return run(inner, reference, alive, inputs, total)
+            return run(*inside[0], inputs, total)
         if name == "cond":
-            # Without checkpoints a derivative would store the residuals of all branches.
-            branches = [
-                jax.checkpoint(
-                    lambda total, *operands, inner=inner, reference=reference, alive=alive: run(
-                        inner, reference, alive, operands, total
-                    ),
-                    prevent_cse=False,
-                )
-                for inner, reference, alive in inside
-            ]
+            branches = [branch(*programs) for programs in inside]
             return jax.lax.switch(inputs[0], branches, total, *inputs[1:])
         if name == "scan":
-            return scan(eqn, *inside[0], inputs, total)
+            return scan(eqn, inside[0], inputs, total)
         raise ValueError(f"apply: expected no {what} inside `{name}`, got one.")
 
-    def scan(eqn: JaxprEqn, inner: ClosedJaxpr, reference, live: list[bool], inputs: list, total):
-        constants, carried = scan_operands(eqn)
-        consts, state, xs = (
-            inputs[:constants],
-            inputs[constants : constants + carried],
-            inputs[constants + carried :],
+    def branch(*programs):
+        # Without checkpoints a derivative would store the residuals of all branches.
+        return jax.checkpoint(
+            lambda total, *operands: run(*programs, operands, total), prevent_cse=False
         )
+
+    def scan(eqn: JaxprEqn, programs: tuple, inputs: list, total):
+        constants, carried = scan_operands(eqn)
+        consts, inputs = inputs[:constants], inputs[constants:]
+        state, xs = inputs[:carried], inputs[carried:]
 
         def body(carry, x):
             state, total = carry
-            outputs, total = run(inner, reference, live, [*consts, *state, *x], total)
+            outputs, total = run(*programs, [*consts, *state, *x], total)
             return (outputs[:carried], total), outputs[carried:]
 
         options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
@@ -126,14 +114,11 @@ def _paired(needed: list, others: list) -> list:
 
 def _reaches(is_chosen, jaxpr: Jaxpr, live: list[bool]) -> bool:
     """Return whether a live output depends on a chosen operation."""
-    return any(
-        is_chosen(eqn)
-        or any(
-            _reaches(is_chosen, inner.jaxpr, alive)
-            for inner, alive in _live_inner_jaxprs(eqn, used)
-        )
-        for eqn, used in needed(jaxpr, live)
-    )
+    for eqn, used in needed(jaxpr, live):
+        inside = _live_inner_jaxprs(eqn, used)
+        if is_chosen(eqn) or any(_reaches(is_chosen, inner.jaxpr, a) for inner, a in inside):
+            return True
+    return False
 
 
 def _live_inner_jaxprs(eqn: JaxprEqn, used: list[bool]) -> list[tuple[ClosedJaxpr, list[bool]]]:

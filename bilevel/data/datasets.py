@@ -234,7 +234,11 @@ def draw_splits(
     """
     for argument, size in (("train", train), ("valid", valid), ("test", test)):
         integer(argument, size, 1)
-    keys = _listed(keys)
+    if getattr(keys, "shape", None) == ():
+        raise ValueError("keys: expected a sequence of PRNG keys, got one.")
+    keys = sequence("keys", keys, "a sequence of PRNG keys")
+    for i, key in enumerate(keys):
+        prng_key(f"keys[{i}]", key)
     if isinstance(source, Dataset):
         return [drawn(source, key, train, valid, test) for key in keys]
     if source not in _DATASETS:
@@ -243,29 +247,19 @@ def draw_splits(
         )
     if source == "digits":
         data = load(source)
-        check_row_counts(train, valid, len(data.y_train) + len(data.y_test) - 1, " and one to test")
         x = np.concatenate([data.x_train, data.x_test])
         y = np.concatenate([data.y_train, data.y_test])
-        three = train, valid, min(test, len(x) - train - valid)
-        return [[(x[r], y[r]) for r in stratified_split(key, y, three)] for key in keys]
+        check_row_counts(train, valid, len(y) - 1, " and one to test")
+        data = data._replace(x_train=x, y_train=y)
+        sizes = train, valid, min(test, len(y) - train - valid)
+        return [draw_part(data, key, "train", *sizes) for key in keys]
     test_rows, train_size = 25_000 if source == "imdb" else 10_000, None
     if source == "cifar10":
         train_size = min(-(-(train + valid) // BATCH_ROWS), 5) * BATCH_ROWS
     data = load(source, train_size=train_size, test_size=min(test, test_rows))
     check_row_counts(train, valid, len(data.y_train))
-    rows = [stratified_split(key, data.y_train, (train, valid)) for key in keys]
     last = data.x_test, data.y_test
-    return [[*((data.x_train[r], data.y_train[r]) for r in parts), last] for parts in rows]
-
-
-def _listed(keys):
-    """Return the keys of a sequence of keys."""
-    if getattr(keys, "shape", None) == ():
-        raise ValueError("keys: expected a sequence of PRNG keys, got one.")
-    keys = sequence("keys", keys, "a sequence of PRNG keys")
-    for i, key in enumerate(keys):
-        prng_key(f"keys[{i}]", key)
-    return keys
+    return [[*draw_part(data, key, "train", train, valid), last] for key in keys]
 
 
 def _scaled_first_rows(what, size, x, y):
@@ -358,7 +352,7 @@ def _read_imdb(name, train_size, download):
 
 
 def _imdb_part(rows):
-    """Return texts and labels of the rows in a fixed random order."""
+    """Return texts and labels, in a fixed random order."""
     rows = [rows[i] for i in np.random.RandomState(0).permutation(len(rows))]
     _, labels, _, _, texts = zip(*rows, strict=True)
     return np.array(texts, dtype=object), np.array(labels, dtype=np.int32)

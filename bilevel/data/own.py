@@ -1,7 +1,4 @@
-"""The user's own rows, from a ``.npz`` file, a folder of images or a function; and their checks.
-
-Every mistake in the data raises one message that starts with the name of the source.
-"""
+"""The user's own rows, from a ``.npz`` file, a folder of images or a function; and their checks."""
 
 import os
 import zipfile
@@ -19,8 +16,7 @@ from bilevel.data.splits import Dataset, strata, stratified_split
 from bilevel.internal.import_function import called, names_function, takes
 
 Source = str | os.PathLike[str] | Callable[[], Mapping[str, Any]] | Mapping[str, Any]
-Parts = dict[str, tuple[np.ndarray, np.ndarray]]
-"""Inputs and labels of "train" and, if they are given, "valid" and "test"."""
+Parts = dict[str, tuple[np.ndarray, np.ndarray]]  # "train", "valid", "test": inputs and labels
 
 SOURCES = "FILE.npz, a folder of images by class, or MODULE:FUNCTION"
 _PARTS = "train", "valid", "test"
@@ -31,7 +27,13 @@ _CHUNK = 2**24  # values that are checked for NaN at once
 
 def load_own(source: Source, key: chex.PRNGKey) -> Dataset:
     """Return the user's rows; if test rows are missing, set a fifth of the training rows aside."""
-    name, parts, classes = _parts_of(source)
+    name, arrays = _named_arrays(source)
+    parts = _by_part(name, arrays)
+    for part, (x, y) in parts.items():
+        _check_inputs(f"{name}: {_key('x', part, arrays)}", x)
+        _check_labels(f"{name}: {_key('y', part, arrays)}", y, len(x))
+    _check_alike(name, parts)
+    parts, classes = _encoded(name, parts)
     x, y = parts["train"]
     if "test" not in parts:
         enough = "at least 2 rows{}, to set test rows aside"
@@ -45,20 +47,6 @@ def load_own(source: Source, key: chex.PRNGKey) -> Dataset:
         split = stratified_split(key, strata(y, classes), (len(y) - size, size))
         parts["train"], parts["test"] = ((np.asarray(x[rows]), y[rows]) for rows in split)
     return Dataset(*parts["train"], *parts["test"], classes, *parts.get("valid", (None, None)))
-
-
-def _parts_of(source: Source) -> tuple[str, Parts, tuple[str, ...]]:
-    """Return the source's name, all parts, and the names of the classes, () for real targets.
-
-    Inputs keep their dtype. Labels are int32, in the order of the sorted class names.
-    """
-    name, arrays = _named_arrays(source)
-    parts = _by_part(name, arrays)
-    for part, (x, y) in parts.items():
-        _check_inputs(f"{name}: {_key('x', part, arrays)}", x)
-        _check_labels(f"{name}: {_key('y', part, arrays)}", y, len(x))
-    _check_alike(name, parts)
-    return name, *_encoded(name, parts)
 
 
 def _named_arrays(source: Source) -> tuple[str, Mapping[str, Any]]:
@@ -89,8 +77,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
     """Return all arrays of a file; nothing is unpickled."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: expected a file, got no such file.")
-    is_zip = zipfile.is_zipfile(path)
-    _expect(is_zip, str(path), "a .npz file of numpy.savez", "another format")
+    _expect(zipfile.is_zipfile(path), str(path), "a .npz file of numpy.savez", "another format")
     try:
         with np.load(path, allow_pickle=False) as file:
             _check_keys(str(path), file.files)
@@ -182,7 +169,7 @@ def _check_alike(name: str, parts: Parts) -> None:
 
 
 def _encoded(name: str, parts: Parts) -> tuple[Parts, tuple[str, ...]]:
-    """Return the parts with labels 0, 1, ..., and the names of the classes."""
+    """Return the parts with labels 0, 1, ..., and the class names, () for real targets."""
     labels = parts["train"][1]
     if labels.dtype.kind == "f":
         return parts, ()

@@ -141,6 +141,6 @@ def _floating(x):
     """Return bytes in [0, 1], and other integers as floating-point numbers without rounding."""
     if x.dtype == np.uint8:
         return x / np.float32(255)
-    if x.dtype.kind == "f":
+    if x.dtype.kind in "fO":  # texts are objects
         return x if x.itemsize in (4, 8) else x.astype(np.float32)
     return x.astype(np.float32 if x.itemsize < 4 else np.float64)

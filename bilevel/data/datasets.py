@@ -15,19 +15,7 @@ import jax
 import numpy as np
 import pooch
 
-from bilevel.data.files import (
-    check_digest,
-    check_length,
-    data_folders,
-    find_file,
-    in_words,
-    members,
-    read_file,
-    user_cache,
-)
-from bilevel.data.own import SOURCES as OWN_SOURCES
-from bilevel.data.own import Source as OwnSource
-from bilevel.data.own import load_own
+from bilevel.data import files, own
 from bilevel.data.splits import Dataset, check_row_counts, draw_part, drawn, stratified_split
 from bilevel.internal.checks import integer, prng_key, sequence
 
@@ -103,7 +91,7 @@ _THINGS = "airplane, automobile, bird, cat, deer, dog, frog, horse, ship, truck"
 
 
 def load(
-    source: OwnSource,
+    source: own.Source,
     key: chex.PRNGKey | None = None,
     *,
     train_size: int | None = None,
@@ -173,14 +161,14 @@ def load(
     if not (isinstance(source, str) and source in _DATASETS):
         if not (callable(source) or isinstance(source, str | os.PathLike | Mapping)):
             raise TypeError(
-                f"source: expected one of {', '.join(_DATASETS)}, {OWN_SOURCES}, a function or a "
+                f"source: expected one of {', '.join(_DATASETS)}, {own.SOURCES}, a function or a "
                 f"mapping, got {source!r}."
             )
         if train_size is not None or test_size is not None:
             raise ValueError("train_size, test_size: expected None for own rows; use draw_splits.")
         key = jax.random.key(0) if key is None else key
         prng_key("key", key)
-        return load_own(source, key)
+        return own.load_own(source, key)
     for argument, size in (("train_size", train_size), ("test_size", test_size)):
         if size is not None:
             integer(argument, size, 1)
@@ -209,8 +197,8 @@ def draw_splits(
     Parameters
     ----------
     source : str or Dataset
-        A built-in name of :func:`load`, or its result. CIFAR-10 reads only the files with
-        ``train + valid`` rows.
+        A built-in name or result of :func:`load`. CIFAR-10 reads only the files with ``train +
+        valid`` rows.
     keys : sequence of jax PRNG keys
     train, valid, test : int
 
@@ -232,7 +220,7 @@ def draw_splits(
     >>> [(x.shape, y.shape) for x, y in parts]
     [((100, 8, 8), (100,)), ((50, 8, 8), (50,)), ((20, 8, 8), (20,))]
     """
-    for argument, size in (("train", train), ("valid", valid), ("test", test)):
+    for argument, size in {"train": train, "valid": valid, "test": test}.items():
         integer(argument, size, 1)
     if getattr(keys, "shape", None) == ():
         raise ValueError("keys: expected a sequence of PRNG keys, got one.")
@@ -283,21 +271,21 @@ def _read_digits(name, train_size, download):
 
 def _read_idx(name, train_size, download):
     folder = _folder(name, download)
-    files = [item for source in SOURCES[name] for item in source.files.items()]
-    arrays = [_idx_array(folder, file, digest) for file, digest in files]
+    digests = [item for source in SOURCES[name] for item in source.files.items()]
+    arrays = [_idx_array(folder, file, digest) for file, digest in digests]
     return arrays[:2], arrays[2:]
 
 
 def _idx_array(folder, file, digest):
     """Return the array of an idx file: magic 2048 + rank, the dimensions, then unsigned bytes."""
-    path, content = read_file(folder, file)
+    path, content = files.read_file(folder, file)
     rank = 3 if "idx3" in file else 1
     start = 4 + 4 * rank
     magic, *shape = struct.unpack(f">{1 + rank}I", content[:start].ljust(start, b"\0"))
     if magic != 2048 + rank:
         raise ValueError(f"{path}: expected idx magic {2048 + rank}, got {magic}")
-    check_length(path, content, start + math.prod(shape), f"the shape {shape} in its header")
-    check_digest(path, content, digest)
+    files.check_length(path, content, start + math.prod(shape), f"the shape {shape} in its header")
+    files.check_digest(path, content, digest)
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
@@ -309,9 +297,9 @@ def _read_cifar10(name, train_size, download):
     *batches, test_batch = source.files
     total = BATCH_ROWS * len(batches)
     wanted = min(total, train_size or total)
-    archive = find_file(folder, source.file)
-    missing = (i for i, batch in enumerate(batches) if not (archive or find_file(folder, batch)))
-    held = BATCH_ROWS * next(missing, len(batches))
+    archive = files.find_file(folder, source.file)
+    missing = (i for i, batch in enumerate(batches) if not files.find_file(folder, batch))
+    held = BATCH_ROWS * (len(batches) if archive else next(missing, len(batches)))
     if 0 < held < wanted:
         raise ValueError(
             f"{folder}: expected {wanted:,} training rows, got {held:,} of {total:,}: ask for at "
@@ -319,11 +307,11 @@ def _read_cifar10(name, train_size, download):
         )
     packed = {}
     if archive:
-        for member, content in members(archive, source.digest, r"_batch.*\.bin$"):
+        for member, content in files.members(archive, source.digest, r"_batch.*\.bin$"):
             packed[Path(member).name] = archive / member, content
     parts = []
     for file in (*batches[: math.ceil(wanted / BATCH_ROWS)], test_batch):
-        path, content = packed.get(file) or read_file(folder, file)
+        path, content = packed.get(file) or files.read_file(folder, file)
         parts.append(_cifar_batch(path, content, source.files[file]))
     *train, test = parts
     return [np.concatenate(arrays) for arrays in zip(*train, strict=True)], test
@@ -331,8 +319,8 @@ def _read_cifar10(name, train_size, download):
 
 def _cifar_batch(path, content, digest):
     """Return images and labels of a batch; a record is a label and three 32 x 32 planes, RGB."""
-    check_length(path, content, BATCH_ROWS * 3073, f"{BATCH_ROWS} records of 3073")
-    check_digest(path, content, digest)
+    files.check_length(path, content, BATCH_ROWS * 3073, f"{BATCH_ROWS} records of 3073")
+    files.check_digest(path, content, digest)
     records = np.frombuffer(content, np.uint8).reshape(-1, 3073)
     images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return np.ascontiguousarray(images), records[:, 0]
@@ -340,13 +328,13 @@ def _cifar_batch(path, content, digest):
 
 def _read_imdb(name, train_size, download):
     folder, (source,) = _folder(name, download), SOURCES[name]
-    path = find_file(folder, *source.files, source.file)
+    path = files.find_file(folder, *source.files, source.file)
     assert path is not None  # _folder has seen it
     if path.name.startswith("imdb_reviews.csv"):
-        _, content = read_file(folder, "imdb_reviews.csv")
+        _, content = files.read_file(folder, "imdb_reviews.csv")
     else:
         content = _imdb_csv(path, source.digest)
-    check_digest(path, content, source.files["imdb_reviews.csv"])
+    files.check_digest(path, content, source.files["imdb_reviews.csv"])
     rows = list(csv.reader(io.StringIO(content.decode(), newline="")))
     return [_imdb_part([row for row in rows if row[0] == part]) for part in ("train", "test")]
 
@@ -362,7 +350,7 @@ def _imdb_csv(path, digest):
     """Return the reviews of the official folder or archive as the content of imdb_reviews.csv."""
     pattern = r"(train|test)/(neg|pos)/(\d+)_(\d+)\.txt$"
     rows = []
-    for name, text in members(path, digest, pattern):
+    for name, text in files.members(path, digest, pattern):
         part, label, number, rating = re.findall(pattern, name)[0]
         rows.append((part, int(label == "pos"), rating, int(number), text.decode(errors="replace")))
     rows.sort(key=lambda row: (row[0] == "test", row[1], row[3]))
@@ -383,10 +371,10 @@ _DATASETS = {
 
 def _folder(name, download):
     """Return the first folder with files of a dataset; if needed, download them into the cache."""
-    folders, root = data_folders(name), user_cache()
+    folders, root = files.data_folders(name), files.user_cache()
     cache = root and root / name
     missing = {
-        folder: [s for s in SOURCES[name] if not find_file(folder, s.file, *s.files)]
+        folder: [s for s in SOURCES[name] if not files.find_file(folder, s.file, *s.files)]
         for folder in folders
     }
     chosen = next((f for f in folders if len(missing[f]) < len(SOURCES[name])), None)
@@ -395,7 +383,8 @@ def _folder(name, download):
             _download(source, cache)
         return cache
     if chosen is None:
-        raise FileNotFoundError(f"{name}: expected its files in {in_words(folders)}, got none")
+        searched = files.in_words(folders)
+        raise FileNotFoundError(f"{name}: expected its files in {searched}, got none")
     return chosen
 
 

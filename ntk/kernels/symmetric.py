@@ -1,11 +1,9 @@
 """Check kernel matrices: square, finite, and symmetric up to rounding.
 
-Eigenvalue routines read one triangle, and a Rayleigh quotient the symmetric part. For a matrix that
-is not symmetric they return meaningless values without an error.
-
-The two halves of a kernel can be rounded differently. Sums of p products in two orders differ by
-about ``sqrt(p) eps``, so 1000 eps covers a million weights. Products with [n, n] matrices differ by
-less than ``n eps``. Larger differences are not roundoff.
+Eigenvalue routines read one triangle: of a matrix that is not symmetric they return meaningless
+values. The two halves of a kernel can be rounded differently. Sums of p products in two orders
+differ by about ``sqrt(p) eps``, so 1000 eps covers a million weights. Products with [n, n] matrices
+differ by less than ``n eps``. Larger differences are not roundoff.
 """
 
 import functools
@@ -15,14 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk.internal.checks import (
-    at_least_float32,
-    check_finite,
-    concrete,
-    float_array,
-    nan_unless,
-    real_array,
-)
+from ntk.internal import checks
 
 
 def flatten_outputs(K: Any) -> Any:
@@ -38,7 +29,7 @@ def square_matrix(K: Any, name: str = "K") -> Any:
 
     Row ``i o + a`` belongs to input i and output a.
     """
-    K = K if isinstance(K, np.ndarray) else real_array(name, K)
+    K = K if isinstance(K, np.ndarray) else checks.real_array(name, K)
     shape = K.shape
     if len(shape) not in (2, 4) or shape[0] != shape[1] or shape[-1] != shape[-2] or not K.size:
         raise ValueError(
@@ -53,7 +44,7 @@ def allowed_asymmetry(dtype: Any, n: int) -> float:
     if not jnp.issubdtype(dtype, jnp.floating):
         return 0.0  # integers are exact
     # 16-bit values are summed in 32 bits, and rounded once.
-    summed = jnp.finfo(at_least_float32(dtype)).eps
+    summed = jnp.finfo(checks.at_least_float32(dtype)).eps
     return 2 * float(jnp.finfo(dtype).eps) + max(1000, n) * float(summed)
 
 
@@ -62,15 +53,15 @@ def symmetric_matrix(K: Any, name: str = "K", *, stack: bool = False) -> jax.Arr
 
     A traced matrix that is not finite and symmetric becomes NaN, its derivative too.
     """
-    K = real_array(name, K)
+    K = checks.real_array(name, K)
     if K.ndim < 2 or (K.ndim > 2 and not stack) or K.shape[-1] != K.shape[-2] or not K.size:
         expected = "square matrices [..., n, n]" if stack else "a square matrix"
         raise ValueError(f"{name}: expected {expected}, got shape {K.shape}.")
     allowed = allowed_asymmetry(K.dtype, K.shape[-1])
-    K = float_array(name, K)
-    if not concrete(K):
+    K = checks.float_array(name, K)
+    if not checks.concrete(K):
         half, known = _symmetrize(K, allowed)
-        return nan_unless(known, half)
+        return checks.nan_unless(known, half)
     if _equals_transpose(K):
         return K
     with jax.ensure_compile_time_eval():  # the caller may trace other arguments
@@ -87,11 +78,8 @@ def host_matrix(K: jax.Array) -> np.ndarray | None:
 
 
 def _equals_transpose(K: jax.Array) -> bool:
-    """Return whether ``K`` is finite and equal to its transpose. False if it is not on one CPU.
-
-    Strips of rows fit into a cache. The comparison of whole matrices takes several times as long.
-    """
-    matrix, size = host_matrix(K), 128
+    """Return whether ``K`` is finite and equal to its transpose. False if it is not on one CPU."""
+    matrix, size = host_matrix(K), 128  # strips of rows fit into a cache: several times as fast
     if K.ndim != 2 or matrix is None:
         return False
     for i in range(0, len(matrix), size):
@@ -112,7 +100,7 @@ def _symmetrize(K: jax.Array, allowed: float) -> tuple[jax.Array, jax.Array]:
 
 def check_symmetric(K: np.ndarray, allowed: float, name: str) -> None:
     """Raise ValueError unless ``K`` [..., n, n] is finite and symmetric up to ``allowed``."""
-    check_finite(name, K, "entries")
+    checks.check_finite(name, K, "entries")
     off, largest = _half_asymmetry(np, K)
     if (off > allowed * largest).any():
         *which, _, _ = np.unravel_index(np.argmax(off - allowed * largest), off.shape)

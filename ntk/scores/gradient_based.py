@@ -78,8 +78,8 @@ def knas_released(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch)
     Examples
     --------
     >>> x, y = jnp.ones((4, 50)), jnp.array([0, 1, 0, 1])
-    >>> score = knas_released(None, lambda w, x: x @ w, jnp.zeros((50, 2)), (x, y))
-    >>> float(score)  # 50 entries, 4 samples: 50 <(-.5, .5), (-.5, .5)> / 4^2
+    >>> # 50 entries, 4 samples: 50 <(-.5, .5), (-.5, .5)> / 4^2
+    >>> float(knas_released(None, lambda w, x: x @ w, jnp.zeros((50, 2)), (x, y)))
     1.5625
     """
     apply, params, x, y = check_score_arguments(apply, params, batch)
@@ -296,9 +296,8 @@ def zico(
     Examples
     --------
     >>> x, y = jnp.array([[2.0], [6.0]]), jnp.array([0, 0])  # gradients -1, 1 and -3, 3
-    >>> score = zico(None, lambda w, x: x @ w, jnp.zeros((1, 2)), (x, y))
-    >>> bool(jnp.isclose(score, jnp.log(4.0)))
-    True
+    >>> zico(None, lambda w, x: x @ w, jnp.zeros((1, 2)), (x, y))  # log 4
+    Array(1.3863, dtype=float...)
     """
     apply, params, x, y = check_score_arguments(apply, params, batch)
     if integer("parts", parts, 0) < 2 or len(x) % parts:
@@ -337,9 +336,8 @@ def jacov(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.
 
     Examples
     --------
-    >>> x, y = jnp.array([[1.0, -1.0], [-1.0, 1.0]]), jnp.array([0, 1])
-    >>> score = jacov(None, lambda w, x: jnp.abs(x) @ w, jnp.ones((2, 2)), (x, y))
-    >>> round(float(score))  # the two are perfectly anticorrelated: eigenvalues 0 and 2
+    >>> x, y = jnp.array([[1.0, -1.0], [-1.0, 1.0]]), jnp.array([0, 1])  # eigenvalues 0 and 2
+    >>> round(float(jacov(None, lambda w, x: jnp.abs(x) @ w, jnp.ones((2, 2)), (x, y))))
     -99990
     """
     apply, params, x, _ = check_score_arguments(apply, params, batch)
@@ -380,9 +378,8 @@ def synflow(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> ja
     Examples
     --------
     >>> x, y = jnp.zeros((1, 2)), jnp.array([0])
-    >>> score = synflow(None, lambda w, x: x @ w, jnp.array([[1.0, -2.0], [3.0, 4.0]]), (x, y))
-    >>> bool(jnp.isclose(score, jnp.log(10.0)))
-    True
+    >>> synflow(None, lambda w, x: x @ w, jnp.array([[1.0, -2.0], [3.0, 4.0]]), (x, y))  # log 10
+    Array(2.3026, dtype=float...)
     """
     apply, params, x, _ = check_score_arguments(apply, params, batch)
     dtype = logits_like(apply, params, x).dtype

@@ -198,8 +198,7 @@ def cosine_min_eigenvalue(
     Examples
     --------
     >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
-    >>> score = cosine_min_eigenvalue(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
-    >>> round(float(score), 4)
+    >>> round(float(cosine_min_eigenvalue(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 4)
     1.0
     """
     return kernel_scores(key, apply, params, batch)["cosine_min_eigenvalue"]
@@ -260,9 +259,8 @@ def spectral_entropy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Bat
     Examples
     --------
     >>> x, y = jnp.array([[1.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
-    >>> score = spectral_entropy(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
-    >>> bool(jnp.isclose(score, jnp.log(2.0)))
-    True
+    >>> spectral_entropy(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))  # log 2
+    Array(0.6931, dtype=float...)
     """
     return kernel_scores(key, apply, params, batch)["spectral_entropy"]
 
@@ -277,8 +275,8 @@ def label_energy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) 
     Examples
     --------
     >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
-    >>> score = label_energy(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
-    >>> round(float(score), 4)  # two classes, indicators +-1/2: -2 (1/18 + 1/2) / 4
+    >>> # two classes, indicators +-1/2: -2 (1/18 + 1/2) / 4
+    >>> round(float(label_energy(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 4)
     -0.2778
     """
     return kernel_scores(key, apply, params, batch)["label_energy"]
@@ -291,9 +289,8 @@ def log_traces(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) ->
     Examples
     --------
     >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
-    >>> score = log_traces(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
-    >>> bool(jnp.isclose(score, jnp.log(10.0)))
-    True
+    >>> log_traces(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))  # log 10
+    Array(2.3026, dtype=float...)
     """
     return kernel_scores(key, apply, params, batch)["log_traces"]
 

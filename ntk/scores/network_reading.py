@@ -11,14 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from ntk.internal.checks import (
-    at_least_float32,
-    check_finite,
-    concrete,
-    function,
-    nan_unless,
-    real_array,
-)
+from ntk.internal import checks
 from ntk.internal.compile_cache import fresh, program
 from ntk.internal.jaxprs import inner_jaxprs, interpret, scan_operands, settle_carry
 from ntk.internal.products import matmul
@@ -35,10 +28,10 @@ def check_score_arguments(
     apply: Apply, params: Pytree, batch: Batch
 ) -> tuple[Apply, Pytree, jax.Array, jax.Array]:
     """Return checked arguments, with ``params`` of only the trained part (flax: "params")."""
-    function("apply", apply, "(params, x) -> logits")
+    checks.function("apply", apply, "(params, x) -> logits")
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ValueError(f"batch: expected a pair (x, y), got {type(batch).__name__}.")
-    x, y = (real_array("batch", part) for part in batch)
+    x, y = (checks.real_array("batch", part) for part in batch)
     if not x.size or not x.ndim:
         raise ValueError(f"batch: expected inputs [n, ...] with n at least 1, got {x.shape}.")
     if y.shape != x.shape[:1] or not jnp.issubdtype(y.dtype, jnp.integer):
@@ -46,7 +39,7 @@ def check_score_arguments(
             f"batch: expected {len(x)} integer labels, got {y.dtype} of the shape {y.shape}."
         )
     for name, tree in ("params", params), ("batch", x):
-        check_finite(name, jax.tree.map(partial(real_array, name), tree))
+        checks.check_finite(name, jax.tree.map(partial(checks.real_array, name), tree))
     # Squares of gradients overflow in 16 bits.
     params, x = jax.tree.map(_widen_to_float32, (params, x))
     logits = logits_like(apply, params, x)
@@ -54,8 +47,8 @@ def check_score_arguments(
         raise ValueError(f"apply: expected logits [{len(x)}, classes], got {logits.shape}.")
     classes = logits.shape[1]
     apply, params = _in_parameters(apply, params)
-    if not concrete(y):
-        return apply, nan_unless(((y >= 0) & (y < classes)).all(), params), x, y
+    if not checks.concrete(y):
+        return apply, checks.nan_unless(((y >= 0) & (y < classes)).all(), params), x, y
     labels = np.asarray(y)  # jnp's minimum would be traced under jit
     if labels.min() < 0 or labels.max() >= classes:
         raise ValueError(
@@ -231,7 +224,7 @@ def for_each(function: Callable, xs: Pytree, batch_size: int | None = None) -> P
 
 def gram_of_rows(rows: chex.Array) -> jax.Array:
     """Return ``rows rows'`` in at least 32 bits."""
-    dtype = at_least_float32(rows.dtype)
+    dtype = checks.at_least_float32(rows.dtype)
     return matmul(rows, rows.T, preferred_element_type=dtype)
 
 

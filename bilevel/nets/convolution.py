@@ -10,18 +10,14 @@ altogether. A convolution is linear in ``x`` and in ``k``. So its derivative con
 maps, of dx and of dk, and reverse mode runs their transposes. Here the maps and their transposes
 are fast programs. Dense convolutions are a primitive, because JAX's own transpose would be slow:
 
-==================  ==============================================  =============================
-map                 written as                                      its transpose
-==================  ==============================================  =============================
-dx, depthwise       each pixel is added to the outputs it reaches   weighted sum of shifted copies
-                                                                    of dy
-dx, dense           XLA's convolution                               XLA's convolution of dy with
-                                                                    the turned kernel
-dk, depthwise       one example at a time, with the weights         elementwise sum over examples,
-                    broadcast to all pixels                         then one sum over pixels
-dk, dense           XLA's convolution                               transposed dy times the patches
-                                                                    of x, a few images at a time
-==================  ==============================================  =============================
+=============  ===========================================  ========================================
+map            written as                                   its transpose
+=============  ===========================================  ========================================
+dx, depthwise  pixels, added to the outputs they reach      weighted sum of shifted copies of dy
+dx, dense      XLA's convolution                            XLA's, of dy with the turned kernel
+dk, depthwise  example by example, weights at all pixels    sum over examples, then over pixels
+dk, dense      XLA's convolution                            dy' times patches of x, in small batches
+=============  ===========================================  ========================================
 
 Forward mode, higher derivatives and vmap work, which a ``jax.custom_vjp`` would forbid. The
 backward pass recomputes shifted copies and patches. Other devices use XLA's convolution.
@@ -221,16 +217,13 @@ batching.primitive_batchers[_bilinear_p] = _batched_bilinear
 
 
 def _patch_convolution(x, kernel, window):
-    """Compute the dense convolution by products with the patches of a few images at a time.
-
-    Reverse mode stores only ``x``. The patches are on the right of the gradient's product.
-    """
+    """Compute the dense convolution by products with the patches of a few images at a time."""
 
     def convolved(images, flat):
         patches = jnp.concatenate(_shifted(images, window), -1)
         return patches.reshape(-1, patches.shape[-1]) @ flat.T
 
-    body = jax.checkpoint(convolved, prevent_cse=False)
+    body = jax.checkpoint(convolved, prevent_cse=False)  # reverse mode stores only x
     shape = len(x), *map(window.positions, x.shape[1:3]), kernel.shape[-1]
     flat = kernel.reshape(-1, kernel.shape[-1]).T
     image_bytes = math.prod(shape[1:3]) * flat.shape[1] * x.dtype.itemsize
@@ -304,11 +297,7 @@ def _weighted_sum(arrays, weights):
 
 
 def _shifted(x, window, unit=1):
-    """Return the size^2 shifted views [..., h', w', c] of ``x`` [..., h, w, c] under the window.
-
-    ``unit`` is the number of entries per pixel along a row, of images [..., h, w unit, c] (stride
-    1).
-    """
+    """Return the size^2 shifted views [..., h', w', c] of ``x`` [..., h, w unit, c] (stride 1)."""
     *batch, height, width, channels = x.shape
     rows, columns = window.positions(height), window.positions(width // unit) * unit
     p, s, step = window.padding, window.stride, window.dilation
@@ -360,8 +349,7 @@ def max_pooling(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0) 
            [7., 8.]], dtype=float...)
     """
     x = as_floating("x", images("x", x))
-    window = _make_window(x, size, stride, 1, padding)
-    return _separable(jnp.maximum, -jnp.inf, x, window)
+    return _separable(jnp.maximum, -jnp.inf, x, _make_window(x, size, stride, 1, padding))
 
 
 def average_pooling(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0) -> jax.Array:

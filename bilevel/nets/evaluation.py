@@ -48,10 +48,7 @@ def in_batches(parts: Sequence[Part], size: int) -> Batches:
 
 
 def over_batches(mean: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return ``f(w, other, batches) -> [parts]`` of ``mean(w, other, batch)``, a mean over rows.
-
-    It needs the memory of one batch.
-    """
+    """Return ``f(w, other, batches) -> [parts]`` of ``mean(w, other, batch)``, a mean over rows."""
 
     def of_all(w, other, batches):
         means = jax.lax.map(lambda batch: mean(w, other, batch), batches.rows)
@@ -74,8 +71,7 @@ def wrong_rows(
 def error_rates(model: Any) -> Callable[[Pytree, Pytree, Sequence[Part], int], list[float]]:
     """Return ``rates(w, other, parts, batch_size)``: each part's share of wrong rows.
 
-    ``model`` is a Space, with ``alpha`` as ``other``, or a TrainableNetwork, with its running
-    averages. Every row counts once. The program is compiled once.
+    ``model`` is a Space, with ``alpha`` as ``other``, or a TrainableNetwork, with its averages.
     """
 
     @jax.jit

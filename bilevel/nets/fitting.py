@@ -153,8 +153,7 @@ def fit(
 
 def outputs_of(network: TrainableNetwork, w: Any, averages: Any, x: Any) -> np.ndarray:
     """Return the network's outputs for all rows, through one compiled program."""
-    size = min(_TEST_BATCH, len(x))
-    parts = []
+    size, parts = min(_TEST_BATCH, len(x)), []
     for start in range(0, len(x), size):
         batch = np.asarray(x[start : start + size])
         padding = [(0, size - len(batch))] + [(0, 0)] * (batch.ndim - 1)

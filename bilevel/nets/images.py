@@ -48,7 +48,8 @@ def unit_images(
     parts = squarable(parts)
     factor = pooling_factor(parts[0].shape[1:3], pixels)
     if factor > 1:
-        parts = [_averaged(a, factor) for a in parts]
+        averaged = (average_pooling(a, factor, stride=factor) for a in parts)
+        parts = [np.asarray(a) if concrete(a) else a for a in averaged]
     mean = _channel_means(parts[0])
     # The mean of equal values can differ from them by rounding.
     varies = parts[0].max((0, 1, 2)) > parts[0].min((0, 1, 2))
@@ -61,8 +62,7 @@ def unit_images(
 
 
 def _channel_means(x):
-    # Image by image, because a float32 sum over all pixels would lose digits (25,000 images of
-    # CIFAR-10: variances of 1.06).
+    # A float32 sum over all pixels would lose digits (25,000 images of CIFAR-10: variances of 1.06)
     return x.mean((1, 2)).mean(0)
 
 
@@ -80,16 +80,8 @@ def pooling_factor(sides: tuple[int, ...], pixels: int | None) -> int:
     return next(f for f in range(1, common + 1) if common % f == 0 and common // f <= most)
 
 
-def _averaged(x, factor):
-    x = average_pooling(x, factor, stride=factor)
-    return np.asarray(x) if concrete(x) else x
-
-
 def crop_and_flip(key: chex.PRNGKey, x: chex.Array, padding: int = 4) -> jax.Array:
-    """Shift images by up to ``padding`` pixels, filling with zeros, and mirror half of them.
-
-    Images [n, h, w, c] are normalised: 0 is the mean.
-    """
+    """Shift images [n, h, w, c] by up to ``padding`` pixels, filling with 0, and mirror half."""
     prng_key("key", key)
     x, padding = images("x", x), integer("padding", padding, 0)
     move_key, flip_key = jax.random.split(key)

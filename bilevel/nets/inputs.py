@@ -1,7 +1,4 @@
-"""Normalisation as part of a network: statistics of the training rows, applied batch by batch.
-
-The rows can stay bytes or a memory map, and a trained network takes new rows without preparation.
-"""
+"""Normalisation as part of a network, so that rows can stay bytes or a memory map."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
 """Parts of convolutional networks: convolution, batch normalisation, initial weights.
 
-``norm()`` makes a normalisation layer. Supernets and train-free scores use :class:`Standardize`,
-with the batch's own statistics. Networks trained from scratch use ``flax.linen.BatchNorm``.
+Supernets and train-free scores use :class:`Standardize`, with the batch's own statistics. Networks
+trained from scratch use ``flax.linen.BatchNorm``.
 """
 
 import functools
@@ -51,12 +51,9 @@ class Conv(nn.Module):
 
 
 class Standardize(nn.Module):
-    """Batch normalisation by the batch's own statistics, in float32 or wider; no state.
+    """Batch normalisation by the batch's own statistics, in float32 or wider; no state."""
 
-    ``affine`` adds the learned scale and shift.
-    """
-
-    affine: bool = False
+    affine: bool = False  # adds the learned scale and shift
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -74,10 +71,9 @@ class Standardize(nn.Module):
 
 
 def draw_parameters(key: chex.PRNGKey, shapes: Any) -> Any:
-    """Draw parameters for the ``shapes`` of a network: kernels from U(-1, 1) / sqrt(fan-in).
+    """Draw kernels from U(-1, 1) / sqrt(fan-in), as the references do; scales are 1, biases 0.
 
-    The distribution is the reference implementation's. Scales are 1, biases 0. The network is not
-    run, because compiling it would take time.
+    The network is not run, because compiling it would take time.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     bounds = [_initial_bound(*leaf) for leaf in leaves]

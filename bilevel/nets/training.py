@@ -224,9 +224,8 @@ def run_epochs(
     """Run all epochs of :func:`from_scratch`'s ``program``, from the newest checkpoint.
 
     An interrupted training that runs again ends in the same state as an uninterrupted one. SIGTERM
-    writes a checkpoint after the current epoch and then ends the process. ``key`` gives the initial
-    weights and every epoch's keys, ``options(epoch)`` the loss's options, and
-    ``callback(epochs_done, loss)`` sees the progress. Without epochs the last loss is NaN.
+    writes a checkpoint after the current epoch and then ends the process. ``options(epoch)`` are
+    those of the loss; ``callback(epochs_done, loss)``. Without epochs the last loss is NaN.
     """
     prng_key("key", key)
     epochs = integer("epochs", epochs, 0)

@@ -68,7 +68,8 @@ def kernel_matrix(
     Array([[1., 1.],
            [1., 2.]], dtype=float...)
     """
-    return _field_or_array(_call_kernel(kernel, x1, x2, get), get)
+    output = _call_kernel(kernel, x1, x2, get)
+    return getattr(output, get, output)
 
 
 def kernel_record(
@@ -87,10 +88,7 @@ def kernel_record(
 def measured(
     kernel: KernelFunction, x: Any, entry_error: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the matrix [n, n] in float64, and a bound or estimate of its entries' errors.
-
-    ``entry_error`` is by default the kernel's own, or measured (see the module).
-    """
+    """Return the matrix [n, n] in float64, and its entries' errors: given, its own, or measured."""
     x = np.asarray(x)
     output, K = _in_precision(kernel, x, True)
     if entry_error is not None:
@@ -101,14 +99,18 @@ def measured(
     size = np.maximum(root[:, None] * root, np.abs(K))
     over = 1 / np.where(size > 0, size, 1)
     # A function that always computes in float32 has float32's errors.
-    fine = float(np.finfo(np.result_type(_field_or_array(output, "ntk").dtype, np.float32)).eps)
+    dtype = getattr(output, "ntk", output).dtype
+    fine = float(np.finfo(np.result_type(dtype, np.float32)).eps)
     off = np.abs(K - _in_precision(kernel, x, False)[1]) * over
     error = np.where(off > _ROUNDINGS * _EPS32, off * np.sqrt(fine / _EPS32), _ROUNDINGS * fine)
     rng = np.random.default_rng(0)
     for _ in range(_DRAWS):
         moved = x * (1 + 4 * fine * rng.uniform(-1, 1, x.shape))
         error = np.maximum(error, 8 * np.abs(_in_precision(kernel, moved, True)[1] - K) * over)
-    return K, size * _increasing(error, K * over)
+    # The error of an entry is at least that of the entries of smaller correlation.
+    order = np.argsort(K * over, axis=None, kind="stable")
+    error.flat[order] = np.maximum.accumulate(error.flat[order])
+    return K, size * error
 
 
 def mixed_blocks(
@@ -136,21 +138,13 @@ def mixed_blocks(
     return blocks, off + 2.0**-52 * np.abs(blocks)  # plus the roundoff of the sum
 
 
-def _increasing(error: np.ndarray, correlation: np.ndarray) -> np.ndarray:
-    """Return for every entry the largest error at its correlation or a smaller one."""
-    order = np.argsort(correlation, axis=None, kind="stable")
-    largest = np.empty_like(error)
-    largest.flat[order] = np.maximum.accumulate(error.flat[order])
-    return largest
-
-
 def _in_precision(kernel: KernelFunction, x: np.ndarray, double: bool) -> tuple[Any, np.ndarray]:
     """Return the kernel's output, and its checked matrix as float64."""
     with jax.enable_x64(double), warnings.catch_warnings():
         if not double:  # we chose float32, so the caller cannot act on JAX's warning
             warnings.filterwarnings("ignore", "Explicitly requested dtype", UserWarning)
         output = _call_kernel(kernel, jnp.asarray(x, float), None, "ntk")
-        K = np.asarray(_field_or_array(output, "ntk"))
+        K = np.asarray(getattr(output, "ntk", output))
     if np.iscomplexobj(K):
         raise ValueError(f"K: expected a kernel function with real values, got {K.dtype}.")
     K = K.astype(np.float64)
@@ -159,21 +153,21 @@ def _in_precision(kernel: KernelFunction, x: np.ndarray, double: bool) -> tuple[
     return output, K
 
 
-def as_kernel_matrix(K: Any, x: Any, name: str = "K") -> Any:
+def as_kernel_matrix(K: Any, x: Any) -> Any:
     """Return ``K``, or the matrix of a kernel function or record at inputs ``x``."""
     if isinstance(K, Kernels):
         K = K.ntk
     if isinstance(K, list | tuple) and any(map(callable, K)):
         raise ValueError(
-            f"{name}: expected one kernel function, got {len(K)}; a sum of several is one: "
+            f"K: expected one kernel function, got {len(K)}; a sum of several is one: "
             "lambda x1, x2: sum(a * k(x1, x2) for a, k in zip(alpha, kernels))."
         )
     if callable(K):
         if x is None:
-            raise ValueError(f"x: expected the inputs of the kernel function {name}, got none.")
+            raise ValueError("x: expected the inputs of the kernel function K, got none.")
         return kernel_matrix(K, x)
     if x is not None:
-        raise ValueError(f"x: expected none with a matrix {name}, got {describe(x)}.")
+        raise ValueError(f"x: expected none with a matrix K, got {describe(x)}.")
     return K
 
 
@@ -193,7 +187,7 @@ def _call_kernel(kernel: KernelFunction, x1, x2, get: str | None):
     options = {"get": get} if get is not None and "get" in parameters else {}
     output = kernel(x1, x2, **options)
     shape = len(x1), len(x1 if x2 is None else x2)
-    value = _field_or_array(output, get or "ntk")
+    value = getattr(output, get or "ntk", output)
     if jnp.shape(value) != shape:
         raise ValueError(f"kernel: expected a matrix {shape}, got shape {jnp.shape(value)}.")
     return output
@@ -211,7 +205,3 @@ def _takes_one(parameters) -> bool:
     by_place = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     places = [p for p in parameters.values() if p.kind in by_place]
     return len(places) > 1 and places[1].default is None
-
-
-def _field_or_array(output: Any, get: str) -> Any:
-    return getattr(output, get, output)

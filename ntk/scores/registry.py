@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from ntk import scores
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 HOST_SCORES = {"certified_min_eigenvalue": "kernel_scores"}
@@ -38,29 +40,18 @@ class ScoreDescription(NamedTuple):
 
 def builtin_score_names() -> tuple[str, ...]:
     """Return the names of the scores in ``ntk.scores``, in alphabetical order."""
-    from ntk import scores
-
     return tuple(sorted(set(scores.__all__) - {"of_kernel"}))
 
 
 def score_description(score: str | Callable[..., Any]) -> ScoreDescription:
     """Return the description of a score, given as its name in ``ntk.scores`` or as a function."""
-    if isinstance(score, str):
-        from ntk import scores
-
-        score = getattr(scores, score)
-    return vars(score)["description"]
+    function = getattr(scores, score) if isinstance(score, str) else score
+    return vars(function)["description"]
 
 
 def score_program(name: str) -> Callable[..., Any]:
     """Return the score of that name, or the function of that name that returns several scores."""
-    from ntk import scores
-
     if name in scores.__all__:
         return getattr(scores, name)
-    modules = {
-        getattr(scores, score).__module__
-        for score in builtin_score_names()
-        if score_description(score).together == name
-    }
-    return getattr(sys.modules[modules.pop()], name)
+    score = next(s for s in builtin_score_names() if score_description(s).together == name)
+    return getattr(sys.modules[getattr(scores, score).__module__], name)

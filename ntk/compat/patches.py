@@ -72,19 +72,13 @@ def _pullbacks(empirical):
         tree = jax.tree.structure(primals)
         out, program, constants = _linear_program(fn, primals)
         unknown = [UndefinedPrimal(v.aval) for v in program.invars]
+        options = {"consts": constants, "primals_in": unknown, "mode": mode}
+        options |= {"_j_rules": j_rules, "_s_rules": s_rules, "_fwd": fwd}
 
         def pullback(*cotangents):
-            input_cotangents = empirical._backward_pass(
-                program,
-                mode=mode,
-                consts=constants,
-                primals_in=unknown,
-                cotangents_in=tuple(jax.tree.leaves(cotangents)),
-                _j_rules=j_rules,
-                _s_rules=s_rules,
-                _fwd=fwd,
-            )
-            return jax.tree.unflatten(tree, input_cotangents)
+            leaves = tuple(jax.tree.leaves(cotangents))
+            pulled = empirical._backward_pass(program, cotangents_in=leaves, **options)
+            return jax.tree.unflatten(tree, pulled)
 
         return out, pullback
 
@@ -142,7 +136,10 @@ def _transpose_equation(eqn, cotangent, *values) -> tuple:
         transposed = [Zero(aval) for aval in avals]
     else:
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-        forward = lambda *x: _apply_equation(eqn, values, dict(zip(unknown, x, strict=True)))  # noqa: E731
+
+        def forward(*x):
+            return _apply_equation(eqn, values, dict(zip(unknown, x, strict=True)))
+
         transposed = jax.linear_transpose(forward, *shapes)(cotangent)
     placed = dict(zip(unknown, transposed, strict=True))
     return tuple(placed.get(i) for i in range(len(values)))

@@ -139,11 +139,9 @@ def blockwise_kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
 
 
 def _cyclic_columns(t: int, first: int) -> np.ndarray:
-    """Return the columns of each of t rows of blocks of a symmetric kernel, from ``first`` on.
-
-    Row i takes columns i .. i + t/2, cyclically. So every row has the same work, and each pair of
-    blocks is computed once (or twice at a distance t/2).
-    """
+    """Return the columns of each of t rows of blocks of a symmetric kernel, from ``first`` on."""
+    # Row i takes columns i .. i + t/2, cyclically. So every row has the same work, and each pair of
+    # blocks is computed once (or twice at a distance t/2).
     return (np.arange(t)[:, None] + np.arange(first, t // 2 + 1)) % t
 
 

@@ -153,9 +153,9 @@ def _gradient_blocks(plan: GradientPlan, factors: GradientFactors) -> list[Block
 
 
 def _merge_shared_steps(weight_product: WeightProduct, function: Callable, axes: int, x):
-    """Return ``function`` of every sample and step; steps that share a weight become positions.
+    """Return ``function`` of every sample and step, after ``axes`` other axes.
 
-    Steps with different weights become groups. ``axes`` other axes come before those of the steps.
+    Steps that share a weight become positions, and steps with different weights become groups.
     """
     loops = weight_product.weight.loops
     for _ in range(axes + len(loops)):
@@ -210,11 +210,7 @@ def gram_of_factors(
 
 
 def _pairs_are_cheaper(letters: Letters, left: Block, right: Block) -> bool:
-    """Compare the estimated flops of the two ways to a layer's contribution.
-
-    An entry that is stored in memory counts as 16 flops: Gram matrices of all pairs of positions
-    make the first way impossible for large images.
-    """
+    """Compare estimated flops. An entry that is stored in memory counts as 16 of them."""
     n1, o, q, g, j = left.sensitivities.shape
     n2 = len(right.sensitivities)
     samples = n1 if letters is NORMS else n1 * n2

@@ -2,11 +2,6 @@
 
 This module defines the a and y of a layer ``y_p = W' a_p`` (:mod:`ntk.empirical.kernels`) for
 ``dot_general``, ``conv_general_dilated``, ``gather`` and ``dynamic_slice``.
-
-=============  =====================================================================
-``columns``    a, [positions, groups, inputs per group]; for a table ``TableRows``
-``outputs``    y, [positions, groups, outputs per group]
-=============  =====================================================================
 """
 
 import math
@@ -34,8 +29,8 @@ class Product(NamedTuple):
 
     layout: tuple  # equal for operations with the same layout of gradients
     keep: Callable[..., Any]  # the operation's operands -> the argument of columns
-    columns: Callable[[Any], Any]
-    outputs: Callable[[jax.Array], jax.Array]
+    columns: Callable[[Any], Any]  # a, [positions, groups, inputs per group], or TableRows
+    outputs: Callable[[jax.Array], jax.Array]  # y, [positions, groups, outputs per group]
     rows: int | None = None  # of a table
 
 
@@ -69,8 +64,7 @@ def _dot(eqn: JaxprEqn, operand: int) -> Product:
 
     def outputs(y):  # [batch, free of the first operand, free of the second one]
         if operand == 0:
-            y = y.reshape(size(batch), -1, size(free))
-            return y.transpose(2, 0, 1)
+            return y.reshape(size(batch), -1, size(free)).transpose(2, 0, 1)
         return jnp.swapaxes(y.reshape(size(batch), size(free), -1), 0, 1)
 
     layout = "dot", tuple(batched[operand]), own
@@ -159,7 +153,4 @@ def _slice(eqn: JaxprEqn, operand: int) -> Product | None:
         index = jnp.clip(starts[axis], 0, length - 1).reshape(1)
         return TableRows(index, jnp.ones(1, dtype))
 
-    def outputs(y):
-        return y.reshape(1, 1, -1)
-
-    return Product(("rows", axis), keep, lambda rows: rows, outputs, length)
+    return Product(("rows", axis), keep, lambda rows: rows, lambda y: y.reshape(1, 1, -1), length)

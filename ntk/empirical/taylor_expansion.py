@@ -42,9 +42,7 @@ def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
     Notes
     -----
     Forward mode within forward mode: up to ``2^order`` calls of ``apply``, which a compiler merges:
-    order 5 took three times as long as order 2. JAX's ``jet`` was slower at all orders and fails at
-    ReLUs. At a kink (ReLU at 0) the derivatives are those that JAX chooses.
-
+    order 5 took three times as long as order 2. At a kink (ReLU at 0) JAX chooses the derivatives.
     Sources: Lee et al. (2019), "Wide neural networks of any depth evolve as linear models"; Bai &
     Lee (2020), "Beyond linearization", for the second order.
 
@@ -86,6 +84,7 @@ def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
 
 def _directional_derivatives(f, order: int, start: list, step: list) -> list:
     """Return ``f`` at ``start``, and its derivatives along ``step`` there."""
+    # JAX's `jet` was slower at all orders, and fails at ReLUs.
     if order == 0:
         return [f(start)]
     lower, derivatives = jax.jvp(

@@ -17,20 +17,14 @@ HOST_SCORES = {"certified_min_eigenvalue": "kernel_scores"}
 
 
 class ScoreDescription(NamedTuple):
-    """Description of a built-in score; a decorator that attaches it to the score's function.
+    """Description of a built-in score; a decorator that attaches it to the score's function."""
 
-    ``formula`` is the text of a table's cell, and ``gradients`` the number of gradients.
-    ``batch_norm`` says how samples interact: "joint", "alone", "removed" or "unused". ``together``
-    names a function in the score's module that returns this score and others, by name, at the cost
-    of one. ``published`` is the name of the score in the table of published scores.
-    """
-
-    formula: str
-    gradients: str
-    batch_norm: str
+    formula: str  # the text of a table's cell
+    gradients: str  # the number of gradients
+    batch_norm: str  # how samples interact: "joint", "alone", "removed" or "unused"
     smaller_is_better: bool = False
-    together: str | None = None
-    published: str | None = None
+    together: str | None = None  # function of the module that returns this score among others
+    published: str | None = None  # name in the table of published scores
 
     def __call__(self, function: Function) -> Function:
         """Attach the description to ``function``."""

@@ -118,8 +118,8 @@ def load(
         - ``"MODULE:FUNCTION"``, or a function without arguments: it returns a mapping;
         - a mapping of arrays.
     key : jax PRNG key, optional
-        Draws the test rows of own data without test rows: a fifth, with all classes in their
-        proportions. Default: ``jax.random.key(0)``.
+        Draws a fifth of own rows for testing, stratified, if there are no test rows. Default:
+        ``jax.random.key(0)``.
     train_size, test_size : int, optional
         Use only the first rows of a built-in dataset; by default all. The rows of ``imdb`` are
         first put in a fixed random order. ``cifar10`` reads only the batches that contain the rows.
@@ -140,9 +140,8 @@ def load(
     ImportError
         If ``source`` is a folder and Pillow is missing.
     ValueError
-        If the source is unknown, a file is damaged, or there are fewer rows than the sizes. If own
-        arrays are missing, empty, not finite, of unequal lengths or unusable shapes, or have one
-        class, or labels without training rows.
+        If the source is unknown, a file is damaged, or rows are fewer than the sizes. If own arrays
+        are missing, empty, not finite, of other shapes, or have one class or unknown labels.
 
     Notes
     -----
@@ -189,16 +188,14 @@ def draw_splits(
 ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """Draw training, validation and test rows of a dataset for every key.
 
-    ``train`` and ``valid`` rows are drawn from the training rows, with all classes in their
-    proportions; own validation rows have priority. Test rows are the first ``test`` official ones,
-    or drawn from the test rows of a :class:`Dataset`; all if there are fewer. For digits all three
-    parts are drawn from all rows.
+    ``train`` and ``valid`` rows are drawn from the training rows, stratified; own validation rows
+    have priority. Test rows are the first ``test`` official ones, or drawn from the test rows of a
+    :class:`Dataset`; all if there are fewer. For digits all parts are drawn from all rows.
 
     Parameters
     ----------
     source : str or Dataset
-        A built-in name or result of :func:`load`. CIFAR-10 reads only the files with ``train +
-        valid`` rows.
+        A name or result of :func:`load`. CIFAR-10 reads only the files with ``train + valid`` rows.
     keys : sequence of jax PRNG keys
     train, valid, test : int
 

@@ -49,8 +49,7 @@ def stratified_split(
     Raises
     ------
     ValueError
-        If ``key`` is not a PRNG key, ``labels`` not a vector, a part empty, or the sizes add up to
-        more than N.
+        If ``key`` is not a PRNG key, ``labels`` not a vector, a part empty, or the sum above N.
 
     Examples
     --------
@@ -88,8 +87,7 @@ def stratified_split(
 def _quotas(sizes, counts):
     """Return integers next to sizes x counts / N, with sizes as row and counts as column sums.
 
-    The ideal table is a fractional flow from parts to classes, so an integer one exists. A maximum
-    flow of the units above the floors finds it.
+    The ideal table is a fractional flow, so a maximum flow of the units above the floors finds one.
     """
     floors, remainders = np.divmod(np.outer(sizes, counts), counts.sum())
     part, label = slice(1, len(sizes) + 1), slice(len(sizes) + 1, -1)

@@ -3,7 +3,7 @@
     y[n, i, j, o] = sum_{a, b, c} x[n, s i + d a - p, s j + d b - p, c] k[a, b, c, o]
 
 with k = ``kernel`` [size, size, channels / groups, outputs] and s, d, p = ``stride``, ``dilation``,
-``padding``, the same along both axes.
+``padding``.
 
 XLA's CPU code is slow for a convolution's gradient in its weights, and for depthwise convolutions
 altogether. A convolution is linear in ``x`` and in ``k``. So its derivative consists of two linear
@@ -270,10 +270,9 @@ def _depthwise_derivative(window, primals, tangents):
 def materialized(x: chex.Array, number: chex.Array) -> jax.Array:
     """Return ``x``; on a CPU, it and its cotangent are written to memory here.
 
-    XLA would otherwise fuse elementwise programs where that costs time: with an update in place,
-    which runs on one core, or several sums over windows with each other. It does not fuse across a
-    branch, so there is one here (``optimization_barrier`` is removed before XLA fuses). ``number``
-    is any scalar unknown at compile time.
+    XLA would otherwise fuse elementwise programs where that costs time: with an update in place on
+    one core, or sums over windows with each other. It does not fuse across a branch, so there is
+    one here (XLA removes barriers before). ``number`` is any scalar unknown at compile time.
     """
     if jax.default_backend() != "cpu":
         return x

@@ -21,8 +21,7 @@ def unit_images(
     ----------
     x, *others : arrays [n, h, w, c], or [n, h, w] of one channel
     pixels : int, optional
-        Average images down to at most this many pixels a side, by the smallest factor that divides
-        both sides.
+        Average images down to at most this many pixels a side, by the smallest factor of both.
 
     Returns
     -------
@@ -32,8 +31,7 @@ def unit_images(
     ------
     ValueError
         If an argument is not images, ``others`` differ from ``x`` in size or channels, ``pixels``
-        is under 1 or out of reach, or a channel has one value throughout ``x``. A traced channel
-        becomes NaN instead.
+        is out of reach, or a channel of ``x`` is constant. A traced channel becomes NaN instead.
 
     Examples
     --------

@@ -49,14 +49,12 @@ def image_scale(x: chex.Array, pixels: int | None = None) -> InputScale:
 
 
 def row_scale(x: chex.Array) -> InputScale:
-    """Return the scale of :func:`bilevel.spaces.unit_inputs` for rows [n, ...].
-
-    Vectors [n, d] are standardized before; columns of one value only are not divided.
-    """
+    """Return the scale of :func:`bilevel.spaces.unit_inputs` for rows, and standardize vectors."""
     mean = _mean(x, lambda a: a.reshape(len(a), -1))
     deviation = np.ones_like(mean)
     if np.ndim(x) == 2:
         deviation = np.sqrt(_mean(x, lambda a: (a - mean) ** 2))
+        # Columns of one value are not divided.
         deviation = np.where(deviation > 1e-12 * (1 + np.abs(mean)), deviation, 1)
     return InputScale(mean, deviation, unit=True)
 

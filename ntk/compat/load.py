@@ -63,15 +63,13 @@ def _placeholder(name: str, **contents) -> Iterator[types.ModuleType]:
 def neural_tangents() -> types.ModuleType:
     """Return the package neural-tangents 0.6.5, patched for today's JAX, without TensorFlow.
 
-    It is imported on the first call. Afterwards ``import neural_tangents as nt`` works in the same
-    process.
+    It is imported on the first call. Afterwards ``import neural_tangents`` works in this process.
 
     Returns
     -------
     module
         ``neural_tangents``: ``stax`` (infinite kernels), ``batch``, ``predict``, Monte Carlo and
-        empirical kernels of every implementation, without ``neural_tangents.experimental``. ``jax``
-        is unchanged.
+        empirical kernels, without ``neural_tangents.experimental``. ``jax`` is unchanged.
 
     Raises
     ------

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ntk.compat import load
 from ntk.empirical import factored_gradients
 from ntk.empirical.factored_gradients import GradientPlan
-from ntk.empirical.network_program import NetworkProgram
+from ntk.empirical.network_program import NetworkProgram, replaced
 from ntk.internal.batched_rows import (
     join_blocks,
     length,
@@ -113,7 +113,7 @@ def _neural_tangents_gram(net: NetworkProgram, outputs: str):
         symmetric, x2 = x2 is None, x1 if x2 is None else x2
 
         def batch(trained, x):
-            merged = net.merged(inputs, trained)
+            merged = replaced(inputs, net.trained, trained)
             y = jax.vmap(functools.partial(net.outputs, merged))(x)
             return y.sum(1, keepdims=True) if outputs == "sum" else y
 
@@ -255,7 +255,8 @@ def blockwise_vector_product(net, batch_size, inputs, x, v, at=None):
     """Return ``J(at) J(x)' v``; ``at`` is x by default."""
 
     def outputs(trained, block):
-        y = jax.vmap(functools.partial(net.outputs, net.merged(inputs, trained)))(block)
+        merged = replaced(inputs, net.trained, trained)
+        y = jax.vmap(functools.partial(net.outputs, merged))(block)
         return y.sum(1) if v.ndim == 1 else y
 
     trained = [inputs[i] for i in net.trained]

@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, Literal
 
 from ntk.empirical.linear_operations import TableRows
-from ntk.empirical.network_program import NetworkProgram
+from ntk.empirical.network_program import NetworkProgram, replaced
 from ntk.empirical.weight_products import (
     WeightProduct,
     WeightProducts,
@@ -100,11 +100,9 @@ def factor_gradients(plan: GradientPlan, outputs: str, inputs, x) -> GradientFac
 
     def sample(x):
         def perturbed(additions, leaves):
-            merged = list(inputs)
-            for i, leaf in zip(plan.jacobian_leaves, leaves, strict=True):
-                merged[i] = leaf
+            arguments = [*replaced(inputs, plan.jacobian_leaves, leaves), *jax.tree.leaves(x)]
             (y,), product_inputs = run_with_additions(
-                plan.jaxpr, [*merged, *jax.tree.leaves(x)], plan.products, additions
+                plan.jaxpr, arguments, plan.products, additions
             )
             return y, structure.flatten_up_to(product_inputs)
 

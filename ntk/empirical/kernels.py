@@ -120,12 +120,10 @@ def empirical_kernel(
         ``"layerwise"`` keeps the gradients of matrices, filters and tables in factors if they are
         used in products alone, and takes the per-sample Jacobian of other parameters.
         ``"jacobian"`` takes the Jacobian of all parameters. ``"auto"`` is ``"layerwise"`` if there
-        are such products, else ``"jacobian"``. ``"neural_tangents"`` is that package's
-        implementation 2.
+        are such products, else ``"jacobian"``. ``"neural_tangents"``: its implementation 2.
     outputs : {"sum", "trace", "full"}
         ``"sum"``: the kernel of the scalar ``Σ_i f_i``, ``Σ_ij K_ij``; for o = 1 it is *the*
-        kernel. ``"trace"``: ``Σ_i K_ii``. ``"full"``: all ``K_ij``, [n1, n2, o, o] instead of
-        [n1, n2].
+        kernel. ``"trace"``: ``Σ_i K_ii``. ``"full"``: all ``K_ij``, [n1, n2, o, o].
     batch_size : int, optional
         Rows and columns handled at a time; all by default.
 
@@ -139,8 +137,7 @@ def empirical_kernel(
     Warns
     -----
     UserWarning
-        If per-sample gradients take over 64 MB though the method is ``"auto"`` or ``"layerwise"``.
-        It names their parameters.
+        If per-sample gradients, except with ``"jacobian"``, take over 64 MB. It names the leaves.
 
     Notes
     -----
@@ -210,16 +207,14 @@ def empirical_nngp(
     """Compute the empirical NNGP kernel: products of the outputs of ``apply(params, x)``.
 
     ``K(x, x') = (1 / o) Σ_i f_i(x) f_i(x')``. For independent outputs of mean 0 it estimates their
-    covariance under the distribution of ``params``, the kernel of the Gaussian process at infinite
-    width.
+    covariance over ``params``, the kernel of the Gaussian process at infinite width.
 
     Parameters
     ----------
     apply, params, x1, x2
         See :func:`empirical_kernel`.
     outputs : {"mean", "full"}
-        ``"mean"`` over the outputs, [n1, n2], or ``"full"``: all products ``f_i(x) f_j(x')``,
-        [n1, n2, o, o].
+        ``"mean"`` over outputs, [n1, n2], or all ``f_i(x) f_j(x')``, [n1, n2, o, o].
     batch_size : int, optional
         Samples handled at a time; all by default.
 
@@ -274,8 +269,7 @@ def kernel_vector_product(
 
     Notes
     -----
-    About 5 forward passes of all samples; memory one copy of the parameters and the activations of
-    ``batch_size`` samples.
+    About 5 forward passes; memory: the parameters and the activations of ``batch_size`` samples.
 
     Examples
     --------

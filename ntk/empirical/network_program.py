@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -30,12 +30,11 @@ class NetworkProgram(NamedTuple):
         arguments = [*inputs[constants:], *jax.tree.leaves(x)]
         return jax.core.eval_jaxpr(self.jaxpr, inputs[:constants], *arguments)[0]
 
-    def merged(self, inputs, trained) -> list:
-        """Return ``inputs`` with other values of the trained leaves."""
-        merged = list(inputs)
-        for i, leaf in zip(self.trained, trained, strict=True):
-            merged[i] = leaf
-        return merged
+
+def replaced(values: list, places: list[int], others: Sequence) -> list:
+    """Return the values, with others in some places."""
+    by_place = dict(zip(places, others, strict=True))
+    return [by_place.get(i, value) for i, value in enumerate(values)]
 
 
 def trace_network(apply: Apply, params, x) -> NetworkProgram:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ntk.empirical.network_program import Apply, array_dtype
+from ntk.empirical.network_program import Apply, array_dtype, replaced
 from ntk.internal.checks import function, integer
 
 
@@ -64,10 +64,7 @@ def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
         step = [d.astype(leaf.dtype) for d, leaf in zip(step, start, strict=True)]
 
         def along(values):
-            merged = list(flat)
-            for i, value in zip(free, values, strict=True):
-                merged[i] = value
-            return apply(jax.tree.unflatten(structure, merged), x)
+            return apply(jax.tree.unflatten(structure, replaced(flat, free, values)), x)
 
         terms = _directional_derivatives(along, order, start, step)
         weights = [1 / math.factorial(i) for i in range(1, order + 1)]

@@ -46,13 +46,11 @@ def kernel_matrix(
 
     Parameters
     ----------
-    kernel : function
-        neural-tangents' ``kernel_fn``, ``functools.partial`` of :func:`ntk.network_kernel`, or any
-        ``k(x1, x2) -> [n1, n2]``.
+    kernel : ``kernel(x1, x2) -> [n1, n2]``
+        Also neural-tangents' ``kernel_fn``, or ``functools.partial`` of :func:`ntk.network_kernel`.
     x1 : array [n1, ...]
     x2 : array [n2, ...], optional
-        Default: ``x1``. A function with the default None for its second argument is then called
-        with one set of inputs.
+        Default: ``x1``, or None for a function with this default for its second argument.
     get : {"ntk", "nngp"}
         Field of a record.
 

@@ -11,8 +11,8 @@ Every score is a pure function ``score(key, apply, params, batch) -> scalar``, w
 ====================  ==========================================================================
 
 Every score raises ValueError if the batch is not such a pair, values are not finite, or logits have
-another shape. The documentation has a table of the scores, built from their descriptions
-(:mod:`ntk.scores.registry`). Larger is better unless a description says otherwise.
+another shape. The documentation has a table of the scores, from :mod:`ntk.scores.registry`. Larger
+is better unless a description says otherwise.
 
 Batch normalisation with batch statistics, ``apply = lambda p, x: model.apply(p, x,
 mutable=["batch_stats"])[0]`` for flax, makes samples interact. *Joint*: all samples pass through
@@ -29,8 +29,8 @@ No score is NaN for a dead network or equal samples: sums over gradients are 0, 
 
 References
 ----------
-Zhu, Liu, Chrysos & Cevher (2022), section 5.2; zero-cost-nas: Abdelfattah et al. (ICLR 2021).
-Each function has its own reference.
+Zhu, Liu, Chrysos & Cevher (2022), section 5.2; zero-cost-nas: Abdelfattah et al. (ICLR 2021); and
+those of each function.
 """
 
 import lazy_loader

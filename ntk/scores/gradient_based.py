@@ -38,8 +38,7 @@ def knas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.A
     """Return KNAS: ``(1/n^2) sum_ij <grad ell_i, grad ell_j> = |mean_i grad ell_i|^2``.
 
     ``ell_i`` is the cross-entropy of sample i alone; the gradient is in all of ``params``. Xu et
-    al. (ICML 2021), the mean of the Gram matrix. The released code computes another quantity:
-    :func:`knas_released`.
+    al. (ICML 2021), the mean of the Gram matrix. Their code differs: :func:`knas_released`.
 
     Examples
     --------
@@ -67,8 +66,7 @@ def knas_released(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch)
     Raises
     ------
     ValueError
-        If ``batch`` or ``params`` do not fit a score, the number of samples is odd, or no leaf of
-        ``params`` has 50 entries.
+        If the number of samples is odd, or no leaf of ``params`` has 50 entries.
 
     Notes
     -----
@@ -147,8 +145,7 @@ def grad_norm(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> 
 def snip(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """Return ``sum |w * dL/dw|`` over the weights: first-order changes of the loss without w.
 
-    Mean cross-entropy of the batch, jointly. Lee, Ajanthan & Torr (ICLR 2019), summed as in
-    zero-cost-nas.
+    Mean cross-entropy of the batch, jointly. Lee et al. (ICLR 2019), summed as in zero-cost-nas.
 
     Examples
     --------
@@ -284,9 +281,8 @@ def zico(
     """Return ZiCo: ``sum_l log sum_w mean|g_w| / std(g_w)`` over ``parts`` batches.
 
     The batch is cut into equal parts in its order; each part goes through jointly. g is the
-    gradient of a part's mean cross-entropy in the weights, std is without Bessel's correction.
-    Weights with constant gradient, and layers of only such weights, do not count. Li et al. (ICLR
-    2023).
+    gradient of a part's mean cross-entropy, std is without Bessel's correction. Weights with
+    constant gradient, and layers of only such weights, do not count. Li et al. (ICLR 2023).
 
     Raises
     ------
@@ -358,10 +354,8 @@ def synflow(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> ja
     """Return ``log sum w * dR/dw`` over the weights, at the absolute values of all ``params``.
 
     R is the sum of the logits at an input of ones. Only the shape of the batch is used, no data.
-    Tanaka et al. (NeurIPS 2020), summed as in zero-cost-nas, with NASLib's logarithm.
-
-    ``apply`` must not contain batch normalisation with batch statistics: this function cannot
-    remove it. Running averages are unchanged.
+    Tanaka et al. (NeurIPS 2020), summed as in zero-cost-nas, with NASLib's logarithm. ``apply``
+    must not contain batch normalisation with batch statistics; running averages are unchanged.
 
     Raises
     ------
@@ -370,10 +364,9 @@ def synflow(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> ja
 
     Notes
     -----
-    R grows exponentially with depth. Like the original, this computes in float64, for every type of
-    ``params``, also without JAX's x64 mode. R can reach 1e308, or 1e102 if an activation takes the
-    cube of its input. A network that casts to a smaller type (flax's ``dtype=``) overflows in that
-    type. The score is ``-inf`` if the sum is 0.
+    R grows exponentially with depth. Like the original, this always computes in float64, also
+    without JAX's x64 mode: R can reach 1e308, or 1e102 if an activation cubes its input. A network
+    that casts to a smaller type (flax's ``dtype=``) overflows in it. A sum of 0 gives ``-inf``.
 
     Examples
     --------

@@ -2,8 +2,7 @@
 
     K_ij = <grad f(x_i), grad f(x_j)> = sum_l K_l,    f the sum of the logits, l a leaf of params
 
-Every sample passes through the network alone, except in :func:`te_nas`. :mod:`ntk.scores` has the
-public names.
+Every sample passes through the network alone, except in :func:`te_nas`.
 """
 
 import functools
@@ -73,8 +72,7 @@ def of_kernel(
     Parameters
     ----------
     K : array [n, n] or [n, n, o, o], :class:`ntk.Kernels` or kernel function
-        Symmetric, up to rounding. A kernel of o outputs is the matrix ``[n o, n o]`` of all pairs
-        of an input and an output.
+        Symmetric, up to rounding. A kernel of o outputs is a matrix of pairs, ``[n o, n o]``.
     y : integer array [n], optional
         Labels from 0, known when tracing, for ``label_energy``; without labels it is left out.
         For a kernel of o outputs, labels are below o: output a fits the indicator of class a.

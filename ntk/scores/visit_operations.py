@@ -28,10 +28,9 @@ def visit_chosen_operations(
     """Return ``fn(params, x)``, and the ``total`` of the visits at chosen operations.
 
     ``visit(eqn, other, inputs, outputs, total) -> (outputs, total)`` can replace the outputs by
-    arrays like them, and add to the total of fixed shapes and types. ``other`` is the same
-    operation for one sample more: an axis of another length is the samples'. ``what`` names the
-    operations in errors. A chosen operation in a loop other than ``scan``, or none at all, raises
-    ``ValueError``.
+    arrays like them, and add to the total. ``other`` is the same operation for one sample more: an
+    axis of another length is the samples'. ``what`` names the operations in errors. A chosen
+    operation in a loop other than ``scan``, or none at all, raises ``ValueError``.
     """
     closed, shapes = jax.make_jaxpr(fresh(fn), return_shape=True)(params, x)
     longer = jax.ShapeDtypeStruct((len(x) + 1, *x.shape[1:]), x.dtype)

@@ -172,20 +172,9 @@ def _merge_shared_steps(weight_product: WeightProduct, function: Callable, axes:
     return jax.tree.map(arrange, function(x))
 
 
-def _flat_jacobian(g: jax.Array) -> jax.Array:
-    """Return the gradient [n, o, p] of a leaf in no product."""
-    return g.reshape(*g.shape[:2], -1).astype(at_least_float32(g.dtype))
-
-
-class Letters(NamedTuple):
-    """Letters of the second sample, of its outputs, and of the axes that are not summed."""
-
-    b: str
-    m: str
-    out: str
-
-
-FULL, TRACE, NORMS = Letters("b", "m", "abom"), Letters("b", "o", "ab"), Letters("a", "o", "a")
+# Letters of the second sample, of its outputs, and of the axes that are not summed.
+Letters = tuple[str, str, str]
+FULL, TRACE, NORMS = ("b", "m", "abom"), ("b", "o", "ab"), ("a", "o", "a")
 
 
 def gram_of_factors(
@@ -197,11 +186,11 @@ def gram_of_factors(
     """
     total: Any = 0.0  # takes the dtype of the first term
     b, m, out = letters
-    for g1, g2 in zip(left.jacobians, right.jacobians, strict=True):
-        total += einsum(f"aop,{b}{m}p->{out}", _flat_jacobian(g1), _flat_jacobian(g2))
-    for first, second in zip(
-        _gradient_blocks(plan, left), _gradient_blocks(plan, right), strict=True
-    ):
+    for pair in zip(left.jacobians, right.jacobians, strict=True):
+        flat = [g.reshape(*g.shape[:2], -1).astype(at_least_float32(g.dtype)) for g in pair]
+        total += einsum(f"aop,{b}{m}p->{out}", *flat)
+    blocks = (_gradient_blocks(plan, factors) for factors in (left, right))
+    for first, second in zip(*blocks, strict=True):
         way = _by_pairs if _pairs_are_cheaper(letters, first, second) else _by_gradients
         total += way(letters, first, second)
     return total
@@ -289,11 +278,9 @@ def _by_gradients(letters: Letters, left: Block, right: Block):
         return jnp.moveaxis(s.reshape(*s.shape[:-1], -1, size), -2, 0)
 
     start = jax.eval_shape(contract, left.sensitivities, right.sensitivities)
-    return lax.scan(
-        lambda total, s: (total + contract(*s), None),
-        jnp.zeros(start.shape, start.dtype),
-        (chunks(left.sensitivities), chunks(right.sensitivities)),
-    )[0]
+    zeros = jnp.zeros(start.shape, start.dtype)
+    steps = chunks(left.sensitivities), chunks(right.sensitivities)
+    return lax.scan(lambda total, s: (total + contract(*s), None), zeros, steps)[0]
 
 
 def _expand_gradients(block: Block, s):

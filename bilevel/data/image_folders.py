@@ -13,10 +13,7 @@ _ORIENTATION = 0x0112  # EXIF tag of cameras: how to turn the image
 
 
 def read_folder(folder: Path) -> dict[str, np.ndarray]:
-    """Return the images, uint8, and the names of their classes, by part.
-
-    The images are in ``CLASS/*.png``, or in ``train/CLASS/*.png`` next to ``test/`` and ``valid/``.
-    """
+    """Return the images in ``CLASS/*.png`` or ``PART/CLASS/*.png``, uint8, and classes, by part."""
     files = {part: _files_by_class(path) for part, path in _parts(folder).items()}
     (height, width), mode = _common_size([file for part in files.values() for file, _ in part])
     shape = (height, width) if mode == "L" else (height, width, 3)

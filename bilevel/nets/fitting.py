@@ -56,8 +56,7 @@ def fit(
     network : TrainableNetwork
         From :func:`bilevel.spaces.network_at`, :func:`bilevel.spaces.darts.darts_network`, or four
         functions; see :func:`bilevel.nets.from_scratch`.
-    train : pair of arrays, ``(x [n, ...], labels [n])``
-        Arrays or memory maps of numpy stay on the host.
+    train : pair ``(x [n, ...], labels [n])``; arrays or memory maps of numpy stay on the host
     test : pair of arrays, optional
         Rows for the test error: after the last epoch, and after at most 19 others.
     optimizer : optax.GradientTransformation or float
@@ -153,12 +152,13 @@ def fit(
 
 def outputs_of(network: TrainableNetwork, w: Any, averages: Any, x: Any) -> np.ndarray:
     """Return the network's outputs for all rows, through one compiled program."""
+    run = jax.jit(network.apply)  # compiled once for all calls
     size, parts = min(_TEST_BATCH, len(x)), []
     for start in range(0, len(x), size):
         batch = np.asarray(x[start : start + size])
         padding = [(0, size - len(batch))] + [(0, 0)] * (batch.ndim - 1)
         padded = np.pad(batch, padding, mode="edge")
-        parts.append(np.asarray(_outputs(network, w, averages, padded))[: len(batch)])
+        parts.append(np.asarray(run(w, averages, padded))[: len(batch)])
     return np.concatenate(parts)
 
 
@@ -181,11 +181,6 @@ def _step(network, optimizer, carry, key, x, labels, epoch, weight):
     state, losses = carry
     state, loss = training_step(network, optimizer, state, (x, labels), key)
     return state, losses.at[epoch].add((weight * loss).astype(losses.dtype))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _outputs(network, w, averages, x):
-    return network.apply(w, averages, x)
 
 
 def _error_at(epoch, epochs, network, state, test):

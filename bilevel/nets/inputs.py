@@ -105,10 +105,8 @@ def normalized(
 
     Parameters
     ----------
-    network : TrainableNetwork
-        A network of images [n, h, w, c] with channels of mean 0 and variance 1.
-    x : array [n, h, w, c] or [n, h, w]
-        Training images, of any scale.
+    network : TrainableNetwork of images [n, h, w, c] with channels of mean 0 and variance 1
+    x : array [n, h, w, c] or [n, h, w], training images of any scale
     pixels : int, optional
         Average images down to at most this many pixels a side; see :func:`unit_images`.
 

@@ -49,14 +49,11 @@ def train(
     ----------
     key : jax.Array
         For the order of the rows, a new one in each epoch, and for the uniform iterate.
-    lower : ``lower(w, architecture, batch) -> scalar``
-        ``problem.lower`` of the space.
-    architecture : pytree
-        A SkipArchitecture, or ``alpha`` to train the supernet's mixture.
+    lower : ``lower(w, architecture, batch) -> scalar``, ``problem.lower`` of the space
+    architecture : SkipArchitecture, or ``alpha`` to train the supernet's mixture
     w : pytree
     data : pytree of arrays with the same number of rows N
-    optimizer : optax.GradientTransformation or float
-        A float is SGD's step size gamma.
+    optimizer : optax.GradientTransformation, or SGD's step size gamma
     epochs, batch_size : int
         Default: one pass over single rows, as printed. Each epoch leaves out the N modulo
         ``batch_size`` rows that its order puts last.
@@ -154,8 +151,7 @@ def from_scratch(
     optimizer : optax.GradientTransformation
     batch_size : int
         An epoch leaves out the n modulo ``batch_size`` rows that its order puts last.
-    augment : ``augment(key, x) -> x``, optional
-        Changes a batch's images.
+    augment : ``augment(key, x) -> x`` of a batch's images, optional
 
     Returns
     -------

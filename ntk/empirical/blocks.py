@@ -69,7 +69,6 @@ def warn_about_memory(net: NetworkProgram, plan: GradientPlan | None, outputs: s
         f"params: the gradients of {', '.join(named)}{more} are formed sample by sample, "
         f"{total / 1e9:.2g} GB at a time, because these are not used in products alone; "
         "a smaller batch_size takes less memory.",
-        UserWarning,
         stacklevel=3,  # the caller of the kernel function
     )
 

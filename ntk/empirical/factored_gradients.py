@@ -180,10 +180,7 @@ FULL, TRACE, NORMS = ("b", "m", "abom"), ("b", "o", "ab"), ("a", "o", "a")
 def gram_of_factors(
     plan: GradientPlan, letters: Letters, left: GradientFactors, right: GradientFactors
 ):
-    """Return ``K`` between the samples of two sets of factors, [n1, n2] or [n1, n2, o, o].
-
-    With ``NORMS`` it is the diagonal, [n], of one set that is passed twice.
-    """
+    """Return ``K`` of two sets of samples, [n1, n2] or [n1, n2, o, o]; ``NORMS``: of pairs, [n]."""
     total: Any = 0.0  # takes the dtype of the first term
     b, m, out = letters
     for pair in zip(left.jacobians, right.jacobians, strict=True):

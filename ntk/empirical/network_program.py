@@ -113,8 +113,7 @@ def _nnx_without_batch_statistics():
     original = nnx.BatchNorm.__call__
 
     def call(self, x, use_running_average=None, **kwargs):
-        average = use_running_average
-        average = self.use_running_average if average is None else average
+        average = self.use_running_average if use_running_average is None else use_running_average
         if average is not None and not average:
             raise ValueError(_BATCH_STATISTICS)
         return original(self, x, use_running_average, **kwargs)

@@ -80,10 +80,7 @@ WeightProducts = dict[int, Any]
 
 
 def inlined(program: ClosedJaxpr) -> tuple[Jaxpr, list]:
-    """Return the program without calls and without unused operations, and its constants.
-
-    Calls of functions with their own derivative rules stay.
-    """
+    """Return the program without unused operations and calls in ``_ENTERED``, and its constants."""
 
     def rule(eqn, inputs):
         if eqn.primitive.name != "scan":

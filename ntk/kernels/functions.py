@@ -151,21 +151,21 @@ def _in_precision(kernel: KernelFunction, x: np.ndarray, double: bool) -> tuple[
     return output, K
 
 
-def as_kernel_matrix(K: Any, x: Any) -> Any:
+def as_kernel_matrix(K: Any, x: Any, name: str = "K") -> Any:
     """Return ``K``, or the matrix of a kernel function or record at inputs ``x``."""
     if isinstance(K, Kernels):
         K = K.ntk
     if isinstance(K, list | tuple) and any(map(callable, K)):
         raise ValueError(
-            f"K: expected one kernel function, got {len(K)}; a sum of several is one: "
+            f"{name}: expected one kernel function, got {len(K)}; a sum of several is one: "
             "lambda x1, x2: sum(a * k(x1, x2) for a, k in zip(alpha, kernels))."
         )
     if callable(K):
         if x is None:
-            raise ValueError("x: expected the inputs of the kernel function K, got none.")
+            raise ValueError(f"x: expected the inputs of the kernel function {name}, got none.")
         return kernel_matrix(K, x)
     if x is not None:
-        raise ValueError(f"x: expected none with a matrix K, got {describe(x)}.")
+        raise ValueError(f"x: expected none with a matrix {name}, got {describe(x)}.")
     return K
 
 
@@ -185,7 +185,7 @@ def _call_kernel(kernel: KernelFunction, x1, x2, get: str | None):
     options = {"get": get} if get is not None and "get" in parameters else {}
     output = kernel(x1, x2, **options)
     shape = len(x1), len(x1 if x2 is None else x2)
-    value = getattr(output, get or "ntk", output)
+    value: Any = getattr(output, get or "ntk", output)
     if jnp.shape(value) != shape:
         raise ValueError(f"kernel: expected a matrix {shape}, got shape {jnp.shape(value)}.")
     return output

@@ -169,7 +169,7 @@ def gradient_scores(
     }
 
 
-@ScoreDescription("``-sum w * (H grad L)``", gradients="2", batch_norm="joint", published="grasp")
+@_joint_score("``-sum w * (H grad L)``", gradients="2", published="grasp")
 def grasp(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """Return ``-sum w * (H g)``: the change of the gradient flow ``|g|^2`` without the weights.
 
@@ -272,9 +272,7 @@ def _layer_axes(eqn, other, n: int) -> tuple[int, tuple[int, ...]] | None:
     return (axes[0], tuple(channels)) if channels else None
 
 
-@ScoreDescription(
-    "``sum_l log sum_w mean|g| / std(g)``", gradients="one per part", batch_norm="joint"
-)
+@_joint_score("``sum_l log sum_w mean|g| / std(g)``", gradients="one per part")
 def zico(
     key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch, *, parts: int = 2
 ) -> jax.Array:

@@ -21,13 +21,10 @@ from ntk.scores.network_reading import (
 from ntk.scores.registry import ScoreDescription
 from ntk.scores.visit_operations import visit_chosen_operations
 
+_relu_score = partial(ScoreDescription, batch_norm="joint")
 
-@ScoreDescription(
-    "``log det`` of agreements of ReLU signs",
-    gradients="none",
-    batch_norm="joint",
-    published="nwot",
-)
+
+@_relu_score("``log det`` of agreements of ReLU signs", gradients="none", published="nwot")
 def naswot(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """Return NASWOT: ``log det K_H``; ``K_H[i, j]`` counts ReLUs where i and j agree in sign.
 
@@ -63,7 +60,7 @@ def naswot(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax
     return jnp.where(_distinct_patterns(agreements) < len(x), -jnp.inf, logdet)
 
 
-@ScoreDescription("number of distinct ReLU sign patterns", gradients="none", batch_norm="joint")
+@_relu_score("number of distinct ReLU sign patterns", gradients="none")
 def regions(
     key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch, *, unused: bool = True
 ) -> jax.Array:
@@ -146,7 +143,7 @@ def _samples_axis(eqn, other, n: int) -> int | None:
     return axes[0]
 
 
-@ScoreDescription("``log det`` of correlations at the ReLUs", gradients="1", batch_norm="joint")
+@_relu_score("``log det`` of correlations at the ReLUs", gradients="1")
 def wrcor(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """Return WRCor: ``log |det K|``, with ``K = sum_l 2^l sum_i |A_i| + |G_i|`` over the ReLUs.
 

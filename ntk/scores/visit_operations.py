@@ -73,23 +73,24 @@ def visit_chosen_operations(
             branches = [branch(*programs) for programs in inside]
             return jax.lax.switch(inputs[0], branches, total, *inputs[1:])
         if name == "scan":
-            return scan(eqn, inside[0], inputs, total)
+            return scan(eqn, *inside[0], inputs, total)
         raise ValueError(f"apply: expected no {what} inside `{name}`, got one.")
 
-    def branch(*programs):
-        # Without checkpoints a derivative would store the residuals of all branches.
-        return jax.checkpoint(
-            lambda total, *operands: run(*programs, operands, total), prevent_cse=False
-        )
+    def branch(inner: ClosedJaxpr, reference: ClosedJaxpr, live: list[bool]):
+        def run_branch(total, *operands):
+            return run(inner, reference, live, operands, total)
 
-    def scan(eqn: JaxprEqn, programs: tuple, inputs: list, total):
+        # Without checkpoints a derivative would store the residuals of all branches.
+        return jax.checkpoint(run_branch, prevent_cse=False)
+
+    def scan(eqn: JaxprEqn, inner: ClosedJaxpr, reference, live: list[bool], inputs: list, total):
         constants, carried = scan_operands(eqn)
         consts, inputs = inputs[:constants], inputs[constants:]
         state, xs = inputs[:carried], inputs[carried:]
 
         def body(carry, x):
             state, total = carry
-            outputs, total = run(*programs, [*consts, *state, *x], total)
+            outputs, total = run(inner, reference, live, [*consts, *state, *x], total)
             return (outputs[:carried], total), outputs[carried:]
 
         options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}

@@ -87,7 +87,7 @@ def stratified_split(
 def _quotas(sizes, counts):
     """Return integers next to sizes x counts / N, with sizes as row and counts as column sums.
 
-    The ideal table is a fractional flow, so a maximum flow of the units above the floors finds one.
+    The ideal table is a fractional flow, so a maximum flow above the floors finds an integer one.
     """
     floors, remainders = np.divmod(np.outer(sizes, counts), counts.sum())
     part, label = slice(1, len(sizes) + 1), slice(len(sizes) + 1, -1)

@@ -296,7 +296,7 @@ def _weighted_sum(arrays, weights):
 
 
 def _shifted(x, window, unit=1):
-    """Return the size^2 shifted views [..., h', w', c] of ``x`` [..., h, w unit, c] (stride 1)."""
+    """Return the size^2 shifted views of ``x`` [..., h, w unit, c]; units above 1 need stride 1."""
     *batch, height, width, channels = x.shape
     rows, columns = window.positions(height), window.positions(width // unit) * unit
     p, s, step = window.padding, window.stride, window.dilation

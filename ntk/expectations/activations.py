@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ntk.expectations.arcsine import arcsine
+from ntk.expectations.gaussian import arcsine
 from ntk.expectations.kinks import (
     ORDERS,
     Function,
@@ -118,17 +118,12 @@ class Activation:
         if self.smooth is None:
             left, right = (self.degree * value for value in self.kink)
             return Activation(f"z {self.name}'", kink=(left, right), degree=self.degree)
-        # (z s')^(m) = z s^(m+1) + m s^(m).
-        kinks = tuple(
-            (
-                t,
-                tuple(
-                    t * b + m * a
-                    for m, (a, b) in enumerate(zip(jumps, (*jumps[1:], 0.0), strict=True))
-                ),
-            )
-            for t, jumps in self.kinks
-        )
+
+        def euler_jumps(t, jumps):  # (z s')^(m) = z s^(m+1) + m s^(m)
+            pairs = zip(jumps, (*jumps[1:], 0.0), strict=True)
+            return tuple(t * higher + m * jump for m, (jump, higher) in enumerate(pairs))
+
+        kinks = tuple((t, euler_jumps(t, jumps)) for t, jumps in self.kinks)
         return Activation(f"z {self.name}'", _euler(self.smooth), strip=self.strip, kinks=kinks)
 
 
@@ -253,13 +248,12 @@ def activation(
     shape = jax.eval_shape(fn, jax.ShapeDtypeStruct((3,), float)).shape
     if shape != (3,):
         raise ValueError(f"fn: expected an elementwise function, got shape {shape} from (3,).")
-    sides, kink_jumps = _sides_and_kinks(
-        fn, None if kinks is None else tuple(sorted(map(float, kinks)))
-    )
+    given = None if kinks is None else tuple(sorted(map(float, kinks)))
+    sides, kink_jumps = _sides_and_kinks(fn, given)
     name = name or str(getattr(fn, "__name__", "activation"))
-    if sides is not None:
-        return Activation(name, kink=sides)
-    return Activation(name, fn, strip=strip, kinks=kink_jumps)
+    if sides is None:
+        return Activation(name, fn, strip=strip, kinks=kink_jumps)
+    return Activation(name, kink=sides)
 
 
 @functools.cache
@@ -303,8 +297,6 @@ sigmoid: Activation = Activation("sigmoid", lambda z: jnp.tanh(z / 2) / 2, strip
 tanh: Activation = Activation("tanh", jnp.tanh, strip=math.pi / 2)
 swish: Activation = Activation("swish", jax.nn.swish, strip=math.pi)
 gelu: Activation = Activation(
-    "gelu",
-    lambda z: jax.nn.gelu(z, approximate=False),
-    closed=(_gelu_dual, _gelu_slope_dual),
+    "gelu", lambda z: jax.nn.gelu(z, approximate=False), closed=(_gelu_dual, _gelu_slope_dual)
 )
 erf: Activation = Activation("erf", jax.lax.erf, closed=(_erf_dual,))

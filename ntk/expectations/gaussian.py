@@ -2,25 +2,26 @@
 
 A pair ``(u, u') = (sx z, sy z')`` has its correlation as ``p = (1 - rho) / 2`` and
 ``q = (1 + rho) / 2``. The angle between the inputs is ``theta = 2 atan2(sqrt p, sqrt q)``, exact
-even if rho rounds to 1. Panels end at 0, so that a kink there is harmless, and they shrink towards
-0 for large scales.
+even if rho rounds to 1. Inverse trigonometric functions are polynomials: XLA's take ten times
+longer. Panels end at 0, where a kink may be, and they shrink towards 0 for large scales.
 
 Reference: Cho & Saul (2009) for the kinked pairs; Daniely, Frostig & Singer (2016) for the duals.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk.expectations.activations import Activation
-from ntk.expectations.arcsine import arc_polynomials, horner
 from ntk.expectations.truncated_powers import DENSITY
 from ntk.internal.derivative_rules import custom_jvp
+
+if TYPE_CHECKING:
+    from ntk.expectations.activations import Activation
 
 _END = 13.0  # integrals over N(0, 1) end here, at a density of 8e-38
 
@@ -63,8 +64,14 @@ def hermite_grid(terms: int, width: float = 0.5) -> Grid:
     return Grid(z, roots, even.T, odd.T, last, density.sum(1))
 
 
-def _panel_nodes(scale: jax.Array, places: tuple[float, ...]):
-    """Return nodes on the whole line and weights, [..., m]; panels end at ``places / scale``."""
+def gaussian_mean(
+    fn: Callable[[jax.Array], jax.Array], scale: chex.Array, places: tuple[float, ...] = ()
+) -> jax.Array:
+    """Return ``E[fn(scale z)]``, z ~ N(0, 1), in the shape of ``scale``; fn is elementwise.
+
+    ``places`` lists the points where fn is not smooth, except 0.
+    """
+    scale = jnp.asarray(scale)
     edges: Any = panels()
     edges = jnp.asarray(np.concatenate([-edges[:0:-1], edges]), scale.dtype)
     edges = jnp.broadcast_to(edges, (*scale.shape, len(edges)))
@@ -77,18 +84,7 @@ def _panel_nodes(scale: jax.Array, places: tuple[float, ...]):
     nodes, weights = (x.reshape(*[1] * (half.ndim - 1), -1) for x in (nodes, weights))
     z = edges[..., :-1, None] + half * (nodes + 1)
     weights = half * weights * DENSITY * jnp.exp(-(z**2) / 2)
-    return z.reshape(*scale.shape, -1), weights.reshape(*scale.shape, -1)
-
-
-def gaussian_mean(
-    fn: Callable[[jax.Array], jax.Array], scale: chex.Array, places: tuple[float, ...] = ()
-) -> jax.Array:
-    """Return ``E[fn(scale z)]``, z ~ N(0, 1), in the shape of ``scale``; fn is elementwise.
-
-    ``places`` lists the points where fn is not smooth, except 0.
-    """
-    scale = jnp.asarray(scale)
-    z, weights = _panel_nodes(scale, places)
+    z, weights = (x.reshape(*scale.shape, -1) for x in (z, weights))
     return (fn(scale[..., None] * z) * weights).sum(-1)
 
 
@@ -107,12 +103,64 @@ def kink_series(degree: int, terms: int) -> tuple[np.ndarray, float]:
     return coefficients, float(np.sqrt(max(0.5 - np.sum(coefficients**2), 0)))
 
 
+@functools.cache
+def arc_polynomials(size: int) -> np.ndarray:
+    """Return coefficients [2, n] of two polynomials in 4 m - 1, lowest power first, m <= 1/2.
+
+    They interpolate ``asin(sqrt m) / sqrt m`` and ``(t - sin t) / m^1.5``, t = 2 asin(sqrt m), at n
+    Chebyshev points: 21 are exact to 1e-17, and 9, for numbers of ``size`` 4 bytes, to 1e-8.
+    """
+    count = 21 if size == 8 else 9
+    # Power series in m: of asin, and of t - sin t with sin t = 2 sqrt(m) sqrt(1 - m).
+    k = np.arange(60)
+    asin = np.cumprod(np.concatenate([[1.0], (2 * k[1:] - 1) / (2 * k[1:])])) / (2 * k + 1)
+    root = np.cumprod(np.concatenate([[1.0], (k[1:] - 1.5) / k[1:]]))  # of sqrt(1 - m)
+    gap = 2 * (asin - root)[1:]
+    points = np.polynomial.chebyshev.chebpts1(count)
+    m = (points + 1) / 4
+    values = [np.polynomial.polynomial.polyval(m, series) for series in (asin, gap)]
+    fits = [np.polynomial.chebyshev.chebfit(points, v, count - 1) for v in values]
+    powers = [np.polynomial.chebyshev.cheb2poly(fit) for fit in fits]
+    # numpy drops trailing zeros, and the last coefficient can round to 0.
+    return np.array([np.pad(p, (0, count - len(p))) for p in powers])
+
+
+def horner(coefficients: np.ndarray, x: jax.Array) -> jax.Array:
+    """Return the polynomial with these coefficients, lowest power first."""
+    total = jnp.full_like(x, coefficients[-1])
+    for c in coefficients[-2::-1].tolist():
+        total = total * x + c
+    return total
+
+
+@custom_jvp
+def arcsine(x: chex.Array, square: chex.Array) -> jax.Array:
+    """Return ``asin(x)`` to one unit of roundoff; its infinite slope at 1 and -1 counts as 0.
+
+    ``square`` is ``1 - x^2``, without cancellation. Near 1 and -1 it determines the angle:
+    ``asin(x) = pi / 2 - 2 asin(sqrt((1 - x) / 2))``.
+    """
+    size = jnp.abs(x)
+    middle = square >= 0.5
+    m = jnp.where(middle, x * x, square / (2 * (1 + size)))
+    angle = jnp.where(middle, size, jnp.sqrt(m))
+    angle = angle * horner(arc_polynomials(m.dtype.itemsize)[0], 4 * m - 1)
+    return jnp.sign(x) * jnp.where(middle, angle, jnp.pi / 2 - 2 * angle)
+
+
+@arcsine.defjvp
+def _arcsine_jvp(primals, tangents):
+    (x, square), (dx, _) = primals, tangents
+    steep = jnp.where(square > 0, jax.lax.rsqrt(jnp.where(square > 0, square, 1)), 0)
+    return arcsine(x, square), steep * dx
+
+
 @custom_jvp
 def arc_cosines(p: chex.Array, q: chex.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return ``(E[step step], E[relu relu], 1/2 - E[relu relu])`` of unit variances; elementwise.
 
-    Cho & Saul 2009, orders 0 and 1, with full relative precision at every angle. The infinite slope
-    of the first at rho = +-1 counts as 0.
+    Full relative precision at every angle. The infinite slope of the first at rho = +-1 counts
+    as 0.
     """
     near = p <= q
     m = jnp.minimum(p, q)
@@ -134,7 +182,7 @@ def _arc_cosines_jvp(primals, tangents):
 
 
 def kinked_pair(
-    f: Activation, g: Activation, sx: jax.Array, sy: jax.Array, p: jax.Array, q: jax.Array
+    f: "Activation", g: "Activation", sx: jax.Array, sy: jax.Array, p: jax.Array, q: jax.Array
 ) -> jax.Array:
     """Return ``E[f(u) g(u')]`` for kinked f and g; elementwise in sx, sy, p, q.
 

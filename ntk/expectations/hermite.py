@@ -9,12 +9,9 @@ for the Hermite coefficients of r and k. The first term has a closed form
 (:mod:`ntk.expectations.truncated_powers`; arc-cosines if the only kink is at 0). So n1 x n2 pairs
 cost n1 + n2 sets of coefficients and a few multiply-adds per pair, for all norms and correlations.
 
-The error bound has four parts:
-
-- the remainders of r and k after K polynomials, times ``|rho|^K``;
-- the nodes' error, measured by the last Legendre coefficients of f on each panel;
-- the error of rho, times the norms of f' and g';
-- at jumps, the modulus of continuity of the arc sine.
+The error bound has four parts: the remainders of r and k after K polynomials, times ``|rho|^K``;
+the nodes' error, from the last Legendre coefficients of f on each panel; the error of rho, times
+the norms of f' and g'; at jumps, the modulus of continuity of the arc sine.
 
 Reference: Mehler (1866); Daniely, Frostig & Singer (2016), the dual of an activation.
 """
@@ -27,14 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk.expectations.gaussian import (
-    DENSITY,
-    Grid,
-    arc_cosines,
-    kink_series,
-    reciprocal,
-    root,
-)
+from ntk.expectations.gaussian import DENSITY, Grid, arc_cosines, kink_series, reciprocal, root
 from ntk.expectations.kinks import ORDERS
 from ntk.expectations.truncated_powers import truncated_powers
 from ntk.internal.derivative_rules import custom_jvp
@@ -44,10 +34,7 @@ _UNROLLED = 16  # Horner steps per pass over a tile of the kernel
 
 
 class Pieces(NamedTuple):
-    """Truncated powers at the kinks, of ``+-(z - t)`` for t >= 0 or t < 0, so that they stay small.
-
-    ``sum_jm weights_jm (side_j z - place_j)_+^m / m!``
-    """
+    """Truncated powers at the kinks: ``sum_jm weights_jm (side_j z - place_j)_+^m / m!``."""
 
     place: jax.Array  # [n, kinks], |t|
     side: jax.Array  # [n, kinks], 1 or -1
@@ -95,7 +82,10 @@ def expand(
     sides, pieces = f.sides[None] * power, _pieces(f, scale)
     right = f.right - _evaluate_pieces(pieces, grid.z)
     left = f.left - _evaluate_pieces(pieces, -grid.z)
-    regular = _hermite_projections(right, left, grid)
+    # E[f h_n] [n, K]; coefficients that vanish by symmetry are exactly 0.
+    roots = grid.roots[None]
+    pairs = matmul((right + left) * roots, grid.even), matmul((right - left) * roots, grid.odd)
+    regular = jnp.stack(pairs, axis=-1).reshape(len(right), -1)
     kinked = _piece_coefficients(pieces, regular.shape[1])
     # Moments of r and the kink at 0 by quadrature on panels that end at 0; the pieces' exactly.
     power = jnp.where(odd, grid.z, 1)[None]
@@ -122,7 +112,7 @@ def kinked_expansion(
 ) -> Expansion:
     """Return the expansion of a function with only a kink at 0, in closed form, without a grid.
 
-    ``shape``: the numbers of coefficients and kinks of other layers; all of them are 0 here.
+    ``shape``: the numbers of coefficients and kinks of other layers, which are 0 here.
     """
     eps = float(jnp.finfo(scale.dtype).eps)
     sides = sides.reshape(-1, 2) * (scale if degree else jnp.ones_like(scale))[:, None]
@@ -178,13 +168,6 @@ def _evaluate_pieces(pieces: Pieces, z: jax.Array) -> jax.Array:
         value += pieces.weights[:, j, 0, None] * jnp.where(inside, 1, 0)
         total += value
     return total
-
-
-def _hermite_projections(right, left, grid: Grid) -> jax.Array:
-    """Return ``E[f h_n]`` [n, K]; coefficients that vanish by symmetry are exactly 0."""
-    roots = grid.roots[None]
-    pairs = matmul((right + left) * roots, grid.even), matmul((right - left) * roots, grid.odd)
-    return jnp.stack(pairs, axis=-1).reshape(len(right), -1)
 
 
 def _piece_coefficients(pieces: Pieces, terms: int) -> jax.Array:
@@ -287,9 +270,6 @@ def tails(values: jax.Array, grid: Grid) -> jax.Array:
     return matmul(jnp.abs(matmul(panels, grid.last)).max(2) ** 2, grid.mass)
 
 
-# ----------------------------------------------------------------------------- all pairs
-
-
 class Pair(NamedTuple):
     """All pairs of a tile, [n1, n2]."""
 
@@ -343,10 +323,7 @@ def on_diagonal(f: Expansion, g: Expansion, equal: chex.Array) -> tuple[jax.Arra
 
 
 def _sides(a, b, degree: int, p, q):
-    """Return ``E[f g]`` for kinks at 0, each ``left z^d + (right - left) k(z)``: four terms.
-
-    The kink k is a ReLU for degree d = 1, and its slope, a step, for d = 0.
-    """
+    """Return ``E[f g]`` for kinks at 0, each ``left z^d + (right - left) relu^(1 - d)``."""
     step, relu, _ = arc_cosines(p, q)
     (lf, rf), (lg, rg) = (a[:, 0, None], a[:, 1, None]), (b[None, :, 0], b[None, :, 1])
     jf, jg = rf - lf, rg - lg
@@ -407,10 +384,7 @@ def _kink_part(f: Expansion, degree: int, terms: int) -> jax.Array:
 
 
 def _pair_error_bound(f: Expansion, g: Expansion, pair: Pair, slope: chex.Numeric) -> jax.Array:
-    """Return a bound of the error of ``E[f g]``, relative to both norms.
-
-    ``slope`` bounds ``|E[f' g']|``, relative to the norms of f' and g'.
-    """
+    """Return a bound of the error of ``E[f g]`` over both norms; ``slope`` bounds ``E[f' g']``."""
     f, g, pair = jax.lax.stop_gradient((f, g, pair))
     rho = power = jnp.abs(pair.q - pair.p)
     for _ in range(max(f.regular.shape[1], 1).bit_length() - 1):
@@ -437,11 +411,8 @@ def _pair_error_bound(f: Expansion, g: Expansion, pair: Pair, slope: chex.Numeri
 
 
 def moves(jump: jax.Array) -> jax.Array:
-    """Return a bound of the change of ``E[f g]`` with p, over the norms of both slopes.
-
-    It follows from |d rho| = 2 |d p| and Cauchy-Schwarz. For functions with jumps only K terms of
-    the slopes are known.
-    """
+    """Return a bound of the change of ``E[f g]`` with p, over the norms of both slopes."""
+    # By |d rho| = 2 |d p| and Cauchy-Schwarz. With jumps only K terms of the slopes are known.
     return jnp.where(jump > 0, 3, 2.1).astype(jump.dtype)
 
 
@@ -460,10 +431,8 @@ def polynomial(a: chex.Array, b: chex.Array, rho: chex.Array) -> jax.Array:
 
     def block(i, total):
         start = (blocks - 1 - i) * _UNROLLED
-        left, right = (jax.lax.dynamic_slice_in_dim(x, start, _UNROLLED) for x in (a, b))
-        for k in reversed(range(_UNROLLED)):
-            total = total * rho + left[k][:, None] * right[k][None]
-        return total
+        pieces = (jax.lax.dynamic_slice_in_dim(x, start, _UNROLLED) for x in (a, b))
+        return _horner_steps(total, *pieces, rho)
 
     return jax.lax.fori_loop(0, blocks, block, jnp.zeros_like(rho))
 
@@ -490,10 +459,13 @@ def _polynomial_by_scan(a, b, rho):
     """Return :func:`polynomial` with all terms, in a loop that JAX can transpose."""
 
     def block(total, pieces):
-        left, right = pieces
-        for k in reversed(range(_UNROLLED)):
-            total = total * rho + left[k][:, None] * right[k][None]
-        return total, None
+        return _horner_steps(total, *pieces, rho), None
 
     blocks = [x.reshape(-1, _UNROLLED, x.shape[1]) for x in (a, b)]
     return jax.lax.scan(block, jnp.zeros_like(rho), tuple(blocks), reverse=True)[0]
+
+
+def _horner_steps(total, left, right, rho):
+    for k in reversed(range(_UNROLLED)):
+        total = total * rho + left[k][:, None] * right[k][None]
+    return total

@@ -1,10 +1,9 @@
 """Find the kinks of an elementwise function by bisection, and measure its jumps.
 
-A function of one variable is assumed to be *piecewise smooth*: its derivatives are bounded, and can
-jump at finitely many places. JAX computes them on each piece. :func:`find_kinks` searches for jumps
-of ``f``, ``f'`` and ``f''`` in about two thousand cells, narrow near 0 and wide far out. Each cell
-is bisected towards the part with the larger error of the trapezoid rule, until two neighbouring
-numbers remain. A smooth function does not jump between them.
+A function is assumed to be *piecewise smooth*: JAX's derivatives are bounded on each piece.
+:func:`find_kinks` searches for jumps of ``f``, ``f'`` and ``f''`` in about two thousand cells. Each
+cell is bisected towards the part with the larger error of the trapezoid rule, until two
+neighbouring numbers remain. A smooth function does not jump between them.
 """
 
 from collections.abc import Callable
@@ -43,11 +42,7 @@ def derivatives_in_float64(fn: Function, count: int) -> Callable[[np.ndarray], n
 
 
 def find_kinks(fn: Function) -> tuple[float, ...]:
-    """Return the places where ``fn``, its slope or its second derivative jumps, ascending.
-
-    Values that are not finite, slopes that differ from changes and too many jumps raise
-    ``ValueError``.
-    """
+    """Return the places where ``fn``, its slope or its second derivative jumps, ascending."""
     values = derivatives_in_float64(fn, 4)
     edges = probe_points()
     _check_elementwise(values, edges)
@@ -79,10 +74,9 @@ def jumps(fn: Function, places: tuple[float, ...]) -> tuple[Kink, ...]:
     sides = np.array([[_point_next_to(t, -1), _point_next_to(t, 1)] for t in places])
     values = derivatives_in_float64(fn, ORDERS)(sides.ravel()).reshape(ORDERS, -1, 2)
     size = np.abs(values).max(2)
-    known = derivatives_in_float64(fn, 3)(probe_points())
-    bounded = size[:3] <= 1e4 * (
-        1 + np.abs(known[:, np.abs(probe_points()) < 3]).max(1, keepdims=True)
-    )
+    near = probe_points()
+    known = np.abs(derivatives_in_float64(fn, 3)(near)[:, np.abs(near) < 3])
+    bounded = size[:3] <= 1e4 * (1 + known.max(1, keepdims=True))
     for t, good in zip(places, bounded.all(0) & np.isfinite(size).all(0), strict=True):
         if not good:
             raise ValueError(
@@ -123,8 +117,8 @@ def _check_elementwise(values, z) -> None:
         raise ValueError(
             "fn: expected an elementwise function, got values that depend on their neighbours."
         )
-    if not (np.isfinite(f) & np.isfinite(slopes)).all():
-        at = z[np.argmin(np.isfinite(f) & np.isfinite(slopes))]
+    if not (finite := np.isfinite(f) & np.isfinite(slopes)).all():
+        at = z[np.argmin(finite)]
         raise ValueError(
             f"fn: expected finite values and slopes on all of the line, got one that is not finite "
             f"at {at:.3g}."

@@ -80,7 +80,7 @@ def in_loops(function: Callable) -> Callable:
 
 def _evaluate_equation(eqn: JaxprEqn, values: list, inside: bool = False) -> list:
     """Return the equation's outputs; ``inside`` a loop, derivative rules are protected."""
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
     if inside and name == _RULE:
         return list(_hold_rule(eqn)(*values))
     inside |= name == "scan"
@@ -89,15 +89,15 @@ def _evaluate_equation(eqn: JaxprEqn, values: list, inside: bool = False) -> lis
         return bind(eqn, values)
     (body,) = inner_jaxprs(eqn)
 
-    def evaluate(*values):
+    def evaluate(values):
         return interpret(body, values, functools.partial(_evaluate_equation, inside=inside))
 
     if name == "scan":
-        return bind_scan(eqn, lambda values: evaluate(*values), values)
+        return bind_scan(eqn, evaluate, values)
     if name in _CHECKPOINTS:
-        options = {key: params[key] for key in ("prevent_cse", "policy")}
-        return jax.checkpoint(evaluate, **options)(*values)
-    return evaluate(*values)
+        options = {key: eqn.params[key] for key in ("prevent_cse", "policy")}
+        return jax.checkpoint(evaluate, **options)(values)
+    return evaluate(values)
 
 
 def _hold_rule(eqn: JaxprEqn) -> Callable:

@@ -1,10 +1,10 @@
 """Read and run JAX's programs (jaxprs). No other file knows the differences between JAX versions.
 
 Up to JAX 0.10 a program with its constants, ``ClosedJaxpr``, is a separate type. From 0.11 on it is
-the ``Jaxpr`` itself. The numbers of constant and carried operands of a scan have other names in
-each version, so they are derived from the shapes.
+the ``Jaxpr`` itself.
 """
 
+import operator
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
@@ -57,8 +57,8 @@ def settle_carry(
 ) -> list:
     """Read ``body`` until the facts about its carry are stable; return facts about its outputs.
 
-    ``facts`` are about the operands: ``constants``, then ``carried``, then scanned ones.
-    ``join(old, new)`` holds for both values of a fact, before and after a step.
+    ``facts`` are about the operands: constants, carried and scanned ones. ``join(old, new)`` holds
+    for both values of a fact, before and after a step.
     """
     while True:
         outputs = body(facts)
@@ -142,18 +142,16 @@ def needed(jaxpr: Jaxpr, live: list[bool]) -> list[tuple[JaxprEqn, list[bool]]]:
 
 
 def scan_operands(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return how many operands of a ``scan`` are constants, and how many are carried.
-
-    Scanned operands and stacked outputs have one axis more outside the body than inside.
-    """
+    """Return how many operands of a ``scan`` are constants, and how many are carried."""
     body = eqn.params["jaxpr"].jaxpr
 
-    def count_sliced(outer, inner):
-        axes = zip(map(_number_of_axes, outer), map(_number_of_axes, inner), strict=True)
-        return sum(outside > inside for outside, inside in axes)
+    def axes(variables):
+        return [len(getattr(variable.aval, "shape", ())) for variable in variables]
 
-    scanned = count_sliced(eqn.invars, body.invars)
-    stacked = count_sliced(eqn.outvars, body.outvars)
+    # The parameters' names differ between versions. Scanned operands and stacked outputs have one
+    # axis more outside the body than inside.
+    scanned = sum(map(operator.gt, axes(eqn.invars), axes(body.invars)))
+    stacked = sum(map(operator.gt, axes(eqn.outvars), axes(body.outvars)))
     carried = len(eqn.outvars) - stacked
     return len(eqn.invars) - scanned - carried, carried
 
@@ -162,10 +160,6 @@ def shape_and_dtype(variable: Var | Literal) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of a variable."""
     aval: Any = variable.aval
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-
-
-def _number_of_axes(variable: Var | Literal) -> int:
-    return len(getattr(variable.aval, "shape", ()))
 
 
 def bind(eqn: JaxprEqn, inputs: list, params: dict | None = None) -> list:

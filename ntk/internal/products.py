@@ -12,12 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from ntk.internal.jaxprs import (
-    all_equations,
-    as_closed_jaxpr,
-    replace_equations,
-    shape_and_dtype,
-)
+from ntk.internal.jaxprs import all_equations, as_closed_jaxpr, replace_equations, shape_and_dtype
 
 matmul = functools.partial(jnp.matmul, precision="highest")
 einsum = functools.partial(jnp.einsum, precision="highest")

@@ -14,9 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-CPU_TILE = 256
-"""Rows and columns of a tile on a CPU."""
-
+CPU_TILE = 256  # rows and columns of a tile on a CPU
 _RESULTS = 3  # arrays [n, n] that the caller gets
 _OWN, _LAYER = 16, 6  # arrays of a tile's size: for the tile, and for the derivative of a layer
 _POSITIONS = 64  # the same for networks of layers that mix positions
@@ -29,20 +27,20 @@ _LARGEST, _STEP = 8192, 128  # rows of a tile; tiles are multiples of the second
 def tile_size(memory: int, kind: str, n: int, layers: int, itemsize: int) -> int:
     """Return the number of rows and columns of a tile of a kernel [n, n] of a network.
 
-    ``memory`` is in bytes, without effect on a CPU; ``kind`` is the name of JAX's backend. Tiles
-    and results together take at most 1.5 times the results, or the results and a 64th of the
-    memory.
+    ``memory`` is in bytes; ``kind`` is the name of JAX's backend. Tiles and results together take
+    at most 1.5 times the results, or the results and a 64th of the memory.
     """
     if kind == "cpu":
         return min(CPU_TILE, n)
     results = _RESULTS * itemsize * n**2
-    budget = min(max(results // 2, memory // _SMALL), (memory - results) * 4 // 5)
-    return _equal_parts(n, math.isqrt(max(budget, 0) // (itemsize * (_OWN + _LAYER * layers))))
+    budget = max(results // 2, memory // _SMALL)
+    return _equal_parts(n, budget, memory - results, itemsize * (_OWN + _LAYER * layers))
 
 
-def _equal_parts(n: int, most: int) -> int:
-    """Return the size of nearly equal parts of n, of at most about ``most`` rows each."""
-    most = min(max(most, CPU_TILE), _LARGEST)
+def _equal_parts(n: int, budget: int, left: int, per_entry: int) -> int:
+    """Return the rows of nearly equal tiles in the budget, and in most of the memory ``left``."""
+    budget = max(min(budget, left * 4 // 5), 0)
+    most = min(max(math.isqrt(budget // per_entry), CPU_TILE), _LARGEST)
     if n <= most:
         return n
     equal = -(-n // -(-n // most))
@@ -50,23 +48,19 @@ def _equal_parts(n: int, most: int) -> int:
 
 
 def tile_entries(memory: int, itemsize: int) -> int:
-    """Return the entries of a tile on an accelerator if rows have many positions each.
-
-    The tile's arrays take at most a 16th of the memory.
-    """
+    """Return the entries of an accelerator's tile, in a 16th of its memory, for many positions."""
     return max(memory // 16 // (itemsize * _POSITIONS), CPU_TILE**2)
 
 
 def gram_tile_size(memory: int, kind: str, n: int, arrays: int, itemsize: int) -> int:
-    """Return the number of rows and columns of a tile of a Gram matrix [n, n], the only result.
+    """Return :func:`tile_size` for a Gram matrix [n, n], the only result.
 
     The tile's ``arrays`` take at most a sixth of the result, or a 256th of the memory.
     """
     if kind == "cpu":
         return min(_CPU_GRAM, n)
     result = itemsize * n**2
-    budget = min(max(result // 6, memory // 256), (memory - result) * 4 // 5)
-    return _equal_parts(n, math.isqrt(max(budget, 0) // (itemsize * arrays)))
+    return _equal_parts(n, max(result // 6, memory // 256), memory - result, itemsize * arrays)
 
 
 def device_gram_tile_size(n: int, arrays: int, dtype: np.dtype) -> int:
@@ -75,10 +69,7 @@ def device_gram_tile_size(n: int, arrays: int, dtype: np.dtype) -> int:
 
 
 def device_strip_entries() -> int:
-    """Return the entries of a tile that are computed together.
-
-    They fit the cache of a CPU. On an accelerator a whole tile does, and takes few operations.
-    """
+    """Return the entries of a tile that are computed together: they fit the cache of a CPU."""
     if jax.default_backend() == "cpu":
         return _CPU_STRIP
     return max(_CPU_STRIP, device_tile_entries(np.dtype("float32")))

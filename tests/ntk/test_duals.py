@@ -11,8 +11,7 @@ from helpers import assert_close, finite_differences, float64_only, tolerance
 import ntk
 from ntk.expectations import hermite as mehler
 from ntk.expectations.activations import Activation
-from ntk.expectations.arcsine import arc_polynomials
-from ntk.expectations.gaussian import arc_cosines
+from ntk.expectations.gaussian import arc_cosines, arc_polynomials
 from ntk.infinite import dual_activation, layer_expansions
 from ntk.internal.jaxprs import inner_jaxprs
 

@@ -25,12 +25,7 @@ from ntk.infinite.layer_expansions import (
 )
 from ntk.internal.checks import concrete, sequence
 from ntk.networks import tables
-from ntk.networks.contracts import (
-    Layer,
-    LayerStep,
-    Planned,
-    compiled_features,
-)
+from ntk.networks.contracts import Layer, LayerStep, Planned, compiled_features
 from ntk.networks.moments import LayerFeatures, Moments, epsilon
 from ntk.networks.network import Network
 from ntk.networks.plan import check_choice

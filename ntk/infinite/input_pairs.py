@@ -53,11 +53,8 @@ def half_chords(a: UnitRows, b: UnitRows) -> tuple[jax.Array, jax.Array]:
 
 
 def half_chord_errors(a: UnitRows, b: UnitRows, p: chex.Array, q: chex.Array) -> jax.Array:
-    """Return a bound of the error of the smaller one of p and q, which the larger one shares.
-
-    Unit rows are rounded (``eps sqrt(pq)``), the quotient has three roundings, and the products of
-    the low parts are rounded as well.
-    """
+    """Return a bound of the error of the smaller one of p and q, which the larger one shares."""
+    # Rounded are unit rows (`eps sqrt(pq)`), the quotient (three times) and the low products.
     eps = float(jnp.finfo(p.dtype).eps)
     low = (root((rows.low**2).sum(1)) for rows in (a, b))
     error = eps * (2.5 * jnp.sqrt(p * q) + jnp.add.outer(*low) + 4 * eps)
@@ -67,8 +64,7 @@ def half_chord_errors(a: UnitRows, b: UnitRows, p: chex.Array, q: chex.Array) ->
 def pad_rows(x: chex.Array | None) -> jax.Array | None:
     """Return ``x`` [n, d] padded with copies of its last row, so that few shapes are compiled.
 
-    The padded length is a power of two up to one tile, and whole tiles beyond. Inputs of more than
-    8 tiles are returned unchanged, because running takes longer than compiling there.
+    The padded length is a power of two up to one tile, and whole tiles beyond, up to 8.
     """
     if x is None or len(x) > 8 * CPU_TILE:
         return x

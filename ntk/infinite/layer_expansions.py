@@ -1,8 +1,7 @@
 """The layers of a network of Zhu et al. 2022, Eq. (1), on single inputs.
 
-The formulas are those of :mod:`ntk.infinite.network_kernel`, on the diagonal. Pairs of inputs need
-an expansion of every layer's activation at each input. It consists of arrays, so that one program
-serves all activations.
+Pairs of inputs need an expansion of every layer's activation at each input. It consists of arrays,
+so that one program serves all activations.
 """
 
 import functools
@@ -30,8 +29,7 @@ from ntk.internal.checks import check_finite, concrete, float_array, nan_where, 
 from ntk.internal.products import einsum
 from ntk.internal.sharding import without_explicit_axes
 
-Layer = tuple[Activation, ...]
-"""Activations to be summed with weights."""
+Layer = tuple[Activation, ...]  # to be summed with weights
 Kinks = tuple[float, ...] | None
 
 _KINKED = (Activation("left", kink=(1.0, 0.0)), relu)  # summed with the slopes on both sides
@@ -78,14 +76,11 @@ def parse_architecture(
             layer, w = _KINKED, jnp.stack(kinks_at_zero(layer, w))
         layers.append(layer)
         weights.append(w)
-    depth = len(layers) + 1
-    skips = _check_numbers(
-        "skips", [0.0] * (depth - 2) if skips is None else skips, depth - 2, dtype
-    )
-    default = [1.0] + [2.0] * (depth - 1)
-    variances = _check_numbers(
-        "variances", default if variances is None else variances, depth, dtype
-    )
+    count = len(layers)
+    skips = [0.0] * (count - 1) if skips is None else skips
+    skips = _check_numbers("skips", skips, count - 1, dtype)
+    variances = [1.0] + [2.0] * count if variances is None else variances
+    variances = _check_numbers("variances", variances, count + 1, dtype)
     if concrete(variances) and bool((np.asarray(variances) < 0).any()):
         raise ValueError(f"variances: expected nonnegative numbers, got {variances}.")
     return tuple(layers), weights, skips, variances
@@ -165,10 +160,7 @@ TRACED = Resolution(512, 0.25)
 
 
 def is_resolved(expansions: Sequence[Expansion], noise: float = 512) -> bool:
-    """Return whether finer expansions would gain nothing, at any correlation.
-
-    ``noise`` is the error that more terms cannot reduce, in units of roundoff.
-    """
+    """Return whether finer expansions gain nothing; ``noise`` [roundoff units] is unavoidable."""
     for f in expansions:
         eps = float(jnp.finfo(f.norm.dtype).eps)
         regular, kinked = np.asarray(f.missed).T
@@ -276,8 +268,7 @@ def _worthwhile(values, places, jumps, scale, table):
 
     A piece much larger than the function cancels, to ``eps |piece|^2 / |f|^2``. A kink of order m
     without a piece has an error of about ``|piece|^2 K^-(m + 1/2) / |f|^2``, which is worse for
-    jumps and corners. Pieces of higher orders cancel to 1e-10 at most, or 5e-5 in float32, where
-    eps allows orders 2 and 3. In float64 these orders only help together with the next one.
+    jumps and corners. In float64 orders 2 and 3 only help together with the next one.
     """
     norms = values * jnp.expand_dims(table.roots, (0, 1, 2))
     norms = jax.lax.stop_gradient(root((norms**2).sum((1, 3))))
@@ -326,10 +317,7 @@ def _cubic(ends, end, u):
 
 
 def common_kinks(layers: Sequence[Layer]) -> Kinks:
-    """Return all kinks outside the closed forms; None if all activations are closed.
-
-    All layers share them, so that one program serves all layers.
-    """
+    """Return all kinks outside the closed forms, of all layers; None if all are closed."""
     activations = [s for layer in layers for s in layer]
     if all(s.smooth is None for s in activations):
         return None
@@ -342,9 +330,9 @@ def common_kinks(layers: Sequence[Layer]) -> Kinks:
 def duals_of_rows(
     expansions: tuple[Expansion, ...], rho: jax.Array, error: float
 ) -> list[jax.Array]:
-    """Return ``E f(u) f(u')`` [n, n] of a function and its slope, at correlations of one set.
+    """Return ``E f(u) f(u')`` [n, n] of a function and its slope; NaN for too large an error.
 
-    ``error`` is that of ``(1 - rho) / 2``. Entries with too large an error are NaN.
+    ``error`` is that of ``(1 - rho) / 2``.
     """
     same = jnp.eye(len(rho), dtype=bool)
     # The diagonal is known. In the series its correlation of 1 would need all terms.
@@ -380,9 +368,9 @@ def propagate_features(
     how: Resolution,
     error: chex.Array | None = None,
 ) -> list[LayerKernels]:
-    """Apply the formulas of :mod:`ntk.infinite` to single inputs of squared norms [n].
+    """Apply the formulas of :mod:`ntk.infinite.network_kernel` to squared norms [n].
 
-    ``error`` [n] is the relative error of the squared norms; by default rounding.
+    ``error`` [n] is their relative error; by default rounding.
     """
     kinks = common_kinks(layers)
     zeros = jnp.zeros_like(squares)
@@ -399,10 +387,9 @@ def propagate_features(
         scale = root(c * second)
         value, slope = expand_layer(layer, w, scale, error, kinks, how)
         state = _propagate_layer(a, c, *state, value, slope)
-        second, tangent, *_ = state
-        return state, LayerKernels(
-            scale, below, second, tangent, value, slope, below_error, state[3]
-        )
+        second, tangent, _, error, _ = state
+        kernels = LayerKernels(scale, below, second, tangent, value, slope, below_error, error)
+        return state, kernels
 
     inputs = [(w, skips[i], variances[i]) for i, w in enumerate(weights)]
     if len(set(layers)) == 1 and not concrete(squares, weights, skips, variances):
@@ -426,16 +413,13 @@ def rounded_features(layer_kernels: list[LayerKernels], dtype: Any) -> list[Laye
         # Half a unit of roundoff of the norm, and of every coefficient.
         return f._replace(noise=f.noise + eps / 2 * (1 + f.size))
 
-    layer_kernels = [
-        layer._replace(
-            value=rounded(layer.value),
-            slope=rounded(layer.slope),
-            below_error=layer.below_error + eps / 2 * jnp.abs(layer.below),
-            second_error=layer.second_error + eps,
-        )
-        for layer in layer_kernels
-    ]
-    return jax.tree.map(lambda x: x.astype(dtype), layer_kernels)
+    def of_layer(layer: LayerKernels) -> LayerKernels:
+        value, slope = rounded(layer.value), rounded(layer.slope)
+        below_error = layer.below_error + eps / 2 * jnp.abs(layer.below)
+        errors = {"below_error": below_error, "second_error": layer.second_error + eps}
+        return layer._replace(value=value, slope=slope, **errors)
+
+    return jax.tree.map(lambda x: x.astype(dtype), list(map(of_layer, layer_kernels)))
 
 
 @jax.jit

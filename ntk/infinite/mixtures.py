@@ -140,11 +140,10 @@ def mixture_kernel(alpha: chex.Array, blocks: chex.Array) -> jax.Array:
     if alpha.ndim != 1:
         raise ValueError(f"alpha: expected an array [h], got shape {alpha.shape}.")
     check_finite("alpha", alpha, "weights")
-    if blocks.ndim != 4 or blocks.shape[:2] != (*alpha.shape, *alpha.shape):
-        raise ValueError(
-            f"blocks: expected shape [{len(alpha)}, {len(alpha)}, n1, n2] as alpha has, "
-            f"got {blocks.shape}."
-        )
+    h = len(alpha)
+    if blocks.ndim != 4 or blocks.shape[:2] != (h, h):
+        expected = f"[{h}, {h}, n1, n2] as alpha has"
+        raise ValueError(f"blocks: expected shape {expected}, got {blocks.shape}.")
     return einsum("i,ijnm,j->nm", alpha, blocks, alpha)
 
 
@@ -192,10 +191,9 @@ def _blocks_with_errors(x1, x2, slopes1, slopes2, scale):
             ub, nb, g = take(columns, c, size2, n2, j)
             p, q = half_chords(ua, ub)
             eps = float(jnp.finfo(p.dtype).eps)
-            same = None
-            if x2 is None:
+            same = same_inputs(r, c, size1, size2) if x2 is None else None
+            if same is not None:
                 # Entries with rho = 1 come from `on_diagonal`; here they need no terms.
-                same = same_inputs(r, c, size1, size2)
                 p, q = (jnp.where(same, 0.5, half) for half in (p, q))
             error = half_chord_errors(ua, ub, p, q)
             ((dual, bound),) = expectations((f,), (g,), (0,), Pair(p, q, error))
@@ -223,10 +221,8 @@ def _blocks_with_errors(x1, x2, slopes1, slopes2, scale):
 
     def symmetric(blocks):
         upper = dict(zip(pairs, blocks, strict=True))
-        flat = [
-            upper[i, j] if i <= j else upper[j, i].T
-            for i, j in itertools.product(range(h), repeat=2)
-        ]
+        every = itertools.product(range(h), repeat=2)
+        flat = [upper[i, j] if i <= j else upper[j, i].T for i, j in every]
         return jnp.stack(flat).reshape(h, h, n1, n1)
 
     return jax.tree.map(symmetric, pair_blocks)

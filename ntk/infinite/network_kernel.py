@@ -29,8 +29,8 @@ of ``p = (1 - rho) / 2``. With the norms |s| and |s'| of each layer's functions 
     e_S <- e_G + 2 |a| e_mu |mu| + a^2 e_S,    e_G = |d/drho E s s'| 2 e_p + ...
     e_T <- c |D| (e_S + e_T) + c e_D |S + T| + a^2 e_T,    e_p <- e_S / (2 sqrt(S_ii S_jj)) + ...
 
-(see :mod:`ntk.expectations.hermite`). The bounds include rounding, too few coefficients and too
-coarse nodes. Coefficients and nodes are added until the bound is as small as rounding, or stalls.
+They include rounding, too few coefficients and too coarse nodes (:mod:`ntk.expectations.hermite`).
+Coefficients and nodes are added until the bound is as small as rounding, or stalls.
 """
 
 import functools
@@ -124,14 +124,14 @@ def network_kernel(
     smooth activation. Unless traced, up to 256 inputs are padded to the next power of two, and up
     to 2048 to whole tiles.
 
-    Memory: the three results, a few tiles, and ``2 terms`` numbers for each layer and each input
-    with a distinct norm (usually 256 terms; none if all is ReLU-like). Time: ``2 terms``
-    multiply-adds per layer and pair, fewer if no correlation is near 1.
+    Memory: the three results, a few tiles, and ``2 terms`` numbers for each layer and distinct norm
+    (usually 256 terms; none if all is ReLU-like). Time: at most ``2 terms`` multiply-adds per layer
+    and pair.
 
-    Near-duplicates: angles down to 1e-9 have a relative error of 1e-11, from a Gram matrix in two
-    exact parts, also behind ReLU-like layers. A smooth layer loses angles under 1e-8 in rounding.
-    This matters only at a later kink. An input and its copy in ``x2`` can lose 3e-8 of an entry
-    after a smooth layer and two kinked ones. The error includes it.
+    Near-duplicates: angles down to 1e-9 have a relative error of 1e-11, also behind ReLU-like
+    layers. A smooth layer loses angles under 1e-8 in rounding, which matters only at a later kink.
+    An input and its copy in ``x2`` can lose 3e-8 of an entry after a smooth layer and two kinked
+    ones. The error includes it.
 
     Source: Zhu et al. 2022, Eq. (1). Their Lemma 1 drops the means and cross terms and is wrong
     with skips: :func:`lemma1_kernel_as_printed`.
@@ -247,18 +247,16 @@ class _InputFeatures(NamedTuple):
 
 
 def _kernels_and_features(layers: Sequence[Layer], x1, x2, network, how: Resolution, equal: bool):
-    features = [
-        _features_of_inputs(layers, x, network, how, equal) for x in (x1, x2) if x is not None
-    ]
+    inputs = [x for x in (x1, x2) if x is not None]
+    features = [_features_of_inputs(layers, x, network, how, equal) for x in inputs]
     rows = [_stack_layers(sites) for sites in features]
     _, skips, variances = network
     homogeneous = [all(s.smooth is None for s in layer) for layer in layers]
     exact = jnp.asarray([all(homogeneous[: i + 1]) for i in range(len(layers))])
-    n = max(len(x1), len(x1 if x2 is None else x2))
-    size = device_tile_size(n, len(layers), x1.dtype)
-    return _kernels_from_features(
-        x1, x2, rows[0], rows[-1], skips, variances, exact, equal=equal, size=size
-    ), features
+    size = device_tile_size(max(map(len, inputs)), len(layers), x1.dtype)
+    options = {"equal": equal, "size": size}
+    args = x1, x2, rows[0], rows[-1], skips, variances, exact
+    return _kernels_from_features(*args, **options), features
 
 
 @jax.jit
@@ -360,19 +358,19 @@ def _tile(a: _InputFeatures, b: _InputFeatures, same, skips, variances, exact) -
     skips = jnp.concatenate([jnp.zeros(1, skips.dtype), skips])
     # A step gets the features with few entries from the step before. XLA would slice the scanned
     # arrays for every entry of the tile, which takes three times as long on a CPU.
-    (few_a, unpack_a), (few_b, unpack_b) = _split_layers(a.layers), _split_layers(b.layers)
-    many = [[jnp.swapaxes(x, 0, 1) for x in _wide(r.layers)] for r in (a, b)]
+    (few_a, many_a, join_a), (few_b, many_b, join_b) = map(_split_layers, (a.layers, b.layers))
+    many = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (many_a, many_b))
     following = [jnp.roll(x, -1, 0) for x in (few_a, few_b)]
 
     def step(carry, x):
         state, few_a, few_b = carry
         (many_a, many_b), next_a, next_b, skip, c, exact = x
-        layer = unpack_a(few_a, many_a), unpack_b(few_b, many_b), skip, c, exact
+        layer = join_a(few_a, many_a), join_b(few_b, many_b), skip, c, exact
         return (_layer(state, *layer, same=same), next_a, next_b), None
 
     layers = many, *following, skips, variances[:-1], exact
-    carry, _ = jax.lax.scan(step, (state, few_a[0], few_b[0]), layers)
-    last, state = variances[-1], carry[0]
+    (state, *_), _ = jax.lax.scan(step, (state, few_a[0], few_b[0]), layers)
+    last = variances[-1]
     nngp, ntk = last * state.second, last * (state.second + state.tangent)
     total = state.second_error + state.tangent_error + 2 * eps * jnp.abs(ntk / last)
     diagonals = (r.layers.second[:, -1] + r.layers.tangent[:, -1] for r in (a, b))
@@ -385,23 +383,21 @@ def _tile(a: _InputFeatures, b: _InputFeatures, same, skips, variances, exact) -
 _FEW = 8  # entries for an input
 
 
-def _wide(layers: LayerKernels) -> list[jax.Array]:
-    """Return the features [n, L - 1, k] with many entries, the coefficients of expansions."""
-    return [x for x in jax.tree.leaves(layers) if math.prod(x.shape[2:]) > _FEW]
-
-
-def _split_layers(layers: LayerKernels) -> tuple[jax.Array, Callable[..., LayerKernels]]:
-    """Return features with few entries, [L - 1, k, n], and a function of a slice and the others."""
-    leaves, structure = jax.tree.leaves(layers), jax.tree.structure(layers)
-    few = [None if math.prod(x.shape[2:]) > _FEW else x for x in leaves]
-    _, unravel = ravel_pytree([None if x is None else x[0, 0] for x in few])
+def _split_layers(layers: LayerKernels) -> tuple[jax.Array, LayerKernels, Callable]:
+    """Return features with few entries, [L - 1, k, n], the others, and a function to join them."""
+    is_few = jax.tree.map(lambda x: math.prod(x.shape[2:]) <= _FEW, layers)
+    few = jax.tree.map(lambda x, keep: x if keep else None, layers, is_few)
+    many = jax.tree.map(lambda x, drop: None if drop else x, layers, is_few)
+    _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0, 0], few))
     of_inputs = jax.vmap(lambda x: ravel_pytree(x)[0], out_axes=1)
 
-    def unpack(packed, many):
-        many, parts = iter(many), jax.vmap(unravel, in_axes=1)(packed)
-        return jax.tree.unflatten(structure, [next(many) if x is None else x for x in parts])
+    def join(packed, many):
+        parts = jax.vmap(unravel, in_axes=1)(packed)
+        return jax.tree.map(
+            lambda x, y: y if x is None else x, parts, many, is_leaf=lambda x: x is None
+        )
 
-    return jax.vmap(of_inputs, in_axes=1)(few), unpack
+    return jax.vmap(of_inputs, in_axes=1)(few), many, join
 
 
 def _layer(
@@ -409,8 +405,8 @@ def _layer(
 ) -> _TileState:
     """Take one step of the module's recursion.
 
-    ``exact`` means that all layers so far scale with the input's norm. The correlation lost in this
-    layer then adds to the earlier loss, without the cancellation of ``1 - rho``.
+    ``exact`` means that all layers so far scale with the input's norm. The correlation lost here
+    then adds to the earlier loss, without the cancellation of ``1 - rho``.
     """
     below, tangent, sizes, pair, *_ = state
     (value, value_error), (slope, slope_error) = expectations(
@@ -424,7 +420,7 @@ def _layer(
         slope = jnp.where(same, a.slope.norm[:, None] ** 2, slope)
     roots = jnp.broadcast_to(root(a.second)[:, None] * root(b.second)[None], pair.p.shape)
     scales = a.scale[:, None] * b.scale[None]
-    # The slopes on both sides come from all inputs, because one input may be 0.
+    # One input may be 0, so the slopes on both sides come from all of them.
     norm = jax.lax.stop_gradient(a.value.norm)
     sides = (a.value.sides * norm[:, None]).sum(0) * reciprocal(a.scale.sum())
     lost = kinked_gap(sides, pair.p, pair.q) * scales + skip**2 * 2 * pair.p * sizes
@@ -432,10 +428,9 @@ def _layer(
     p = jnp.where(roots > 0, jnp.clip(p, 0, 1), 0.5)
     if same is not None:
         p = jnp.where(same, 0.5, p)
-    errors = _layer_error_bounds(
-        *jax.lax.stop_gradient((state, a, b, skip, c, exact, same)),
-        *jax.lax.stop_gradient((value_error, slope_error, slope, second, roots, scales, p)),
-    )
+    layer = state, a, b, skip, c, exact, same
+    values = value_error, slope_error, slope, second, roots, scales, p
+    errors = _layer_error_bounds(*jax.lax.stop_gradient((*layer, *values)))
     total = c * slope * (below + tangent) + skip**2 * tangent
     return _TileState(second, total, roots, Pair(p, 1 - p, errors[0]), *errors[1:])
 
@@ -477,10 +472,9 @@ def _mean_product_error(a: LayerKernels, b: LayerKernels):
     def product(x, dx, y, dy):
         return dx[:, None] * jnp.abs(y)[None] + jnp.abs(x)[:, None] * dy[None]
 
-    off = [f.value.norm * f.value.noise for f in (a, b)]
-    return product(a.value.mean, off[0], b.below, b.below_error) + product(
-        a.below, a.below_error, b.value.mean, off[1]
-    )
+    off, other = (f.value.norm * f.value.noise for f in (a, b))
+    error = product(a.value.mean, off, b.below, b.below_error)
+    return error + product(a.below, a.below_error, b.value.mean, other)
 
 
 def _lemma1(layers, x, weights, skips, how: Resolution) -> Kernels:

@@ -1,8 +1,7 @@
 """Exact kernels of an infinitely wide network, by blocks and tiles of pairs of inputs.
 
-The features of each block of inputs are computed first (:mod:`ntk.networks.moments`). The pairs of
-two blocks depend only on them, tile by tile (:mod:`ntk.networks.position_pairs`). So memory is that
-of two blocks, a tile, and the result.
+The features of each block of inputs come first (:mod:`ntk.networks.moments`). The pairs of two
+blocks depend only on them, tile by tile (:mod:`ntk.networks.position_pairs`).
 """
 
 import functools
@@ -123,13 +122,13 @@ def _sites(plan: NetworkPlan, x: jax.Array, how: Resolution) -> list[LayerFeatur
 def _at_level(plan: NetworkPlan, level: Level, x1, x2):
     """Return the plan at a level, and its layers on both sets of inputs; None without ``x2``."""
     plan = _plan_at_level(plan, level, x1.dtype)
-    a, b = (None if x is None else _sites(plan, x, level.how) for x in (x1, x2))
-    return plan, a, b
+    return plan, *(None if x is None else _sites(plan, x, level.how) for x in (x1, x2))
 
 
 def _static(plan: NetworkPlan, dtype):
     """Return the pairs' static arguments: the steps, and the number of inputs in a tile."""
-    positions = walk.count_positions(plan.steps)
+    counts = [count for step in plan.steps for count in step.position_counts()]
+    positions = max(counts, default=1)
     entries, most = (ENTRIES, CPU_TILE) if plan.full else CACHED
     if jax.default_backend() != "cpu":
         entries = most = device_tile_entries(dtype)
@@ -162,8 +161,7 @@ def _checked_kernels(a, b, state) -> Kernels:
     def judged(entries, *_):
         nngp, ntk, error, own = entries
         bad = ~(error <= largest_error(ntk.dtype) * own)
-        fields = (nan_where(bad, k) for k in (nngp, ntk))
-        return (*fields, jnp.where(bad, jnp.inf, error))
+        return nan_where(bad, nngp), nan_where(bad, ntk), jnp.where(bad, jnp.inf, error)
 
     entries = [x[None] for x in (nngp, ntk, error, own)]
     return Kernels(*(x[0] for x in map_strips(judged, entries, full=False)))
@@ -173,10 +171,10 @@ def _kernels_by_block(plan: NetworkPlan, x1, x2) -> Kernels:
     """Return the kernels of all pairs, block by block; without ``x2`` the upper triangle."""
     own = walk.count_values(plan.steps) + walk.count_patch_values(plan.steps, x1.shape[-1])
     size = max(1, NUMBERS // own)
-    starts1, starts2 = (range(0, len(x), size) for x in (x1, x1 if x2 is None else x2))
-    if len(starts1) == len(starts2) == 1:
-        return _kernels_at_lowest_level(plan, x1, x2, 0)[0]
     columns, level = x1 if x2 is None else x2, 0
+    starts1, starts2 = (range(0, len(x), size) for x in (x1, columns))
+    if len(starts1) == len(starts2) == 1:
+        return _kernels_at_lowest_level(plan, x1, x2, level)[0]
     result = [np.zeros((len(x1), len(columns)), x1.dtype) for _ in range(3)]
     for i in starts1:
         for j in starts2:

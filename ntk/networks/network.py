@@ -74,29 +74,26 @@ class Network:
         Notes
         -----
         Differentiable in ``alpha``, variances and inputs. Compiled once for every structure and
-        size: the program of the pairs is the same for all ReLU-like activations, and for all smooth
+        size, with one program of the pairs for all ReLU-like activations, and one for all smooth
         ones except erf and GELU, which have closed forms.
 
-        Time: an image with P positions has P^2 pairs of positions before pooling, and P equal ones
-        without pooling. Each costs about 100 flops for a ReLU-like layer. A smooth one costs up to
-        2 K multiply-adds, half of that if it is odd or even. The largest correlation of an image's
-        row sets the number of terms K: at most 1024, or 4096 for standard deviations over about 4.
-        A smooth layer is tabulated once, for any data. A layer with kinks away from 0, or with
-        standard deviations over 16, takes 1200 K multiply-adds for each position of each input.
+        Time: an image with P positions has P^2 pairs of positions before pooling, and P without
+        pooling. Each costs about 100 flops for a ReLU-like layer, and up to 2 K multiply-adds for a
+        smooth one (K if it is odd or even). The number of terms K grows with the largest
+        correlation: at most 1024, or 4096 for standard deviations over about 4. A smooth layer is
+        tabulated once. A layer with kinks away from 0, or with standard deviations over 16, takes
+        1200 K multiply-adds for each position of each input.
 
-        Memory: the three results, a block of inputs, and a tile of pairs.
-
-        - A block has 20 P numbers for each layer and input (2 K P without a table) and three copies
-          of the data's patches: about 2^26 numbers, or one input. If traced, all inputs are one
-          block, with P^2 numbers each before pooling.
-        - A tile has 2^18 pairs of positions (2^16 on a CPU without pooling), or the P^2 of two
-          images, in about six arrays. Each of its positions has K numbers, for at most 512
-          positions per side, or those of an image.
+        Memory: the three results, a block of inputs, and a tile of pairs. A block is about 2^26
+        numbers, or one input: 20 P for each layer and input (2 K P without a table), and three
+        copies of the data's patches. If traced, all inputs are one block, with P^2 numbers each
+        before pooling. A tile has about six arrays of 2^18 pairs of positions (2^16 on a CPU
+        without pooling), or of the P^2 of two images, and K numbers for each position.
 
         Near-duplicates keep the relative accuracy of their angle through weights, biases, ReLU-like
-        activations and sums of branches. After pooling, after a smooth activation and after sums of
-        two parts with means (as in Zhu et al. 2022) angles under 1e-8 are lost (3e-4 in float32).
-        This matters only at a later kink, and the error includes it.
+        activations and sums of branches. Pooling, smooth activations and sums of two parts with
+        means (as in Zhu et al. 2022) lose angles under 1e-8 (3e-4 in float32). This matters only at
+        a later kink, and the error includes it.
 
         Examples
         --------
@@ -114,9 +111,9 @@ class Network:
     def module(self, *, width: int, outputs: int = 1) -> "nn.Module":
         """Return the finite network of the same parametrization, in flax.
 
-        Its weights are standard normal; the network has the factors. With growing width, the mean
-        of its tangent kernel for each output tends to that of :meth:`kernel` like 1 / width, and a
-        single one like 1 / sqrt(width).
+        Its weights are standard normal; the network has the factors. The mean of its tangent kernel
+        for each output tends to that of :meth:`kernel` like 1 / width, a single one like
+        1 / sqrt(width).
 
         Parameters
         ----------
@@ -165,10 +162,8 @@ class Network:
         >>> nets.add([nets.conv(1), nets.conv(3)], "size").start()
         {'size': Array([0.5, 0.5], dtype=float...)}
         """
-        return {
-            name: jnp.full(len(choices) if choices else (), 1 / (len(choices) or 1), dtype=float)
-            for name, choices in self.names.items()
-        }
+        counts = {name: len(choices) for name, choices in self.names.items()}
+        return {name: jnp.full(h or (), 1 / (h or 1), dtype=float) for name, h in counts.items()}
 
 
 def _alpha_entries(network: Network) -> dict[str, tuple[str, ...] | None]:

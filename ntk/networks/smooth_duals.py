@@ -89,10 +89,7 @@ def _by_parity(a, b, rho) -> jax.Array:
 def state_after_duals(
     how, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile, terms: int
 ) -> PairState:
-    """Return the state after an activation with the duals ``how(a, b, p, full)``, and their slopes.
-
-    ``terms`` is the length of its series.
-    """
+    """Return the state after an activation with the duals ``how(a, b, p, full)`` of K ``terms``."""
     assert a.slope is not None and b.slope is not None
     same = same_positions(state.p, tile)
     # Entries of inputs with themselves are known, so a series needs no terms for them.
@@ -104,9 +101,8 @@ def state_after_duals(
     if same is not None:
         slopes = outer(a.slope.norm, b.slope.norm, tile.full)
         after, slope = jnp.where(same, 0, after), jnp.where(same, slopes, slope)
-    return state_after_smooth(
-        after, state.tangent * slope, a, b, state, _extreme_angles(p, state, tile), terms
-    )
+    ends = _extreme_angles(p, state, tile)
+    return state_after_smooth(after, state.tangent * slope, a, b, state, ends, terms)
 
 
 def state_after_smooth(
@@ -141,15 +137,12 @@ def _bound_dual_errors(fs, gs, state: PairState, ends, terms: int):
     """
     worst = state.slack + state.floor
     count = count_loop_parts(len(worst), worst.shape[1])
-    split = jax.tree.map(
-        lambda x: x.reshape(count, len(x) // count, *x.shape[1:]), (fs, worst, ends)
-    )
+    parts = fs, worst, ends
+    split = jax.tree.map(lambda x: x.reshape(count, len(x) // count, *x.shape[1:]), parts)
 
     def one(x):
-        fs, worst, ends = x
-        return tuple(
-            _dual_error_bound(f, g, worst, ends, terms) for f, g in zip(fs, gs, strict=True)
-        )
+        fs, *args = x
+        return tuple(_dual_error_bound(f, g, *args, terms) for f, g in zip(fs, gs, strict=True))
 
     bounds = jax.lax.map(one, jax.lax.stop_gradient(split))
     return (x.reshape(worst.shape) for x in bounds)

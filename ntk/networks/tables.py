@@ -89,10 +89,8 @@ def _tabulate_function(values, sides, grid: Grid, degree: int) -> ActivationTabl
     at = root(tails(values[0], grid) + tails(values[1], grid)) * reciprocal(own)
     regular = _summed_gram(e, o) / 2
     back = functools.partial(einsum, "ik,mk->im")  # no transpose of the large arrays
-    missed_regular = (
-        _summed_gram(e - 2 * back(terms[:, ::2], grid.even), o - 2 * back(terms[:, 1::2], grid.odd))
-        / 2
-    )
+    missed = e - 2 * back(terms[:, ::2], grid.even), o - 2 * back(terms[:, 1::2], grid.odd)
+    missed_regular = _summed_gram(*missed) / 2
     norms = root(jnp.diag(regular)[1:])
     total, jump = terms, 0.0
     if len(sides):
@@ -111,16 +109,10 @@ def _tabulate_function(values, sides, grid: Grid, degree: int) -> ActivationTabl
     eps = float(jnp.finfo(dtype).eps)
     rounding = eps * ((4 + jnp.arange(size, dtype=dtype)) * norms).sum()
     bounds = 4 * at.max(), norms[-4:].sum(), rounding, jnp.asarray(jump, dtype)
-    grams = (
-        _summed_gram(e, o) / 2,
-        regular,
-        missed_regular,
-        _summed_gram(slope),
-        _summed_gram(stretch),
-    )
-    return ActivationTable(
-        terms, matmul(e, grid.roots), *grams, sides, *jax.lax.stop_gradient(bounds)
-    )
+    derivatives = map(_summed_gram, (slope, stretch))
+    grams = _summed_gram(e, o) / 2, regular, missed_regular, *derivatives
+    mean = matmul(e, grid.roots)
+    return ActivationTable(terms, mean, *grams, sides, *jax.lax.stop_gradient(bounds))
 
 
 def _summed_gram(*parts) -> jax.Array:

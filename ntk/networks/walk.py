@@ -33,7 +33,7 @@ class Diagonal(LayerStep):
         return state._replace(p=p, tangent=tangent)
 
     def apply(self, numbers, x, finite):
-        """Return ``x``: this step matters for pairs only."""
+        """Return ``x`` unchanged."""
         return x
 
 
@@ -108,11 +108,6 @@ def table_values(steps: Steps, numbers: Any, sites: Sequence[LayerFeatures]) -> 
         yield from step.table_values(number, site)
 
 
-def count_positions(steps: Steps) -> int:
-    """Return the largest number of positions in a layer."""
-    return max((count for step in steps for count in step.position_counts()), default=1)
-
-
 def count_values(steps: Steps, positions: int = 1) -> int:
     """Return about how many numbers an input stores for all steps."""
     total = 0
@@ -124,8 +119,5 @@ def count_values(steps: Steps, positions: int = 1) -> int:
 
 def count_patch_values(steps: Steps, channels: int) -> int:
     """Return how many numbers an input's patches take."""
-    for step in steps:
-        values = step.patch_values(channels)
-        if values is not None:
-            return values
-    return 0
+    values = (step.patch_values(channels) for step in steps)
+    return next((value for value in values if value is not None), 0)

@@ -127,9 +127,8 @@ class _Kinked(LayerStep):
         mean = (right - left) * DENSITY * before.norm
         noise = before.noise + 16 * epsilon(mean)
         mean_noise = jax.lax.stop_gradient(jnp.abs(mean).max(1) * noise)
-        return LayerFeatures(
-            before, Moments(power * before.square, power * before.tangent, mean, noise, mean_noise)
-        )
+        square, tangent = power * before.square, power * before.tangent
+        return LayerFeatures(before, Moments(square, tangent, mean, noise, mean_noise))
 
     def pairs(self, numbers, a, b, state, tile):
         left, right = numbers
@@ -154,8 +153,7 @@ class _Kinked(LayerStep):
         monotone = left * right >= 0
         floor = state.floor + jnp.where(monotone, 0, state.slack)
         slack = jnp.where(monotone, state.slack, 0) + 8 * eps
-        # S moves by E f' f' <= power with S below, by |E f f - S E f' f'| <= 0.7 power with its
-        # norms.
+        # S moves by E f' f' <= power with S below, by |E f f - S E f' f'| <= 0.7 power with norms.
         second = 8 * eps + jnp.minimum(
             2 * (slack + floor) + norm_noise(a.after, b.after),
             state.second_error + 0.7 * norm_noise(a.before, b.before),
@@ -175,11 +173,9 @@ class _Smooth(LayerStep):
 
     def visit(self, numbers, before, state, full, how):
         n, positions = before.square.shape
-        layer = self.activations
-        error = jnp.repeat(before.noise, positions)
-        expansions = expand_layer(
-            layer, numbers, before.norm.ravel(), error, common_kinks([layer]), how
-        )
+        layer, error = self.activations, jnp.repeat(before.noise, positions)
+        kinks = common_kinks([layer])
+        expansions = expand_layer(layer, numbers, before.norm.ravel(), error, kinks, how)
         return _features_from_expansions(
             before, *jax.tree.map(lambda x: x.reshape(n, positions, *x.shape[1:]), expansions)
         )
@@ -200,13 +196,10 @@ class _Smooth(LayerStep):
         layer = self.activations
         if any(s.kinks for s in layer):
             return self, numbers
-        if concrete(numbers + 0):
-            activation_tables = _shared_tables(
-                layer, tuple(np.asarray(numbers).tolist()), how, dtype
-            )
-        else:
-            activation_tables = tables.tabulate_layer(layer, numbers, how, dtype)
-        return _Tabulated(), activation_tables
+        if not concrete(numbers + 0):
+            return _Tabulated(), tables.tabulate_layer(layer, numbers, how, dtype)
+        weights = tuple(np.asarray(numbers).tolist())
+        return _Tabulated(), _shared_tables(layer, weights, how, dtype)
 
 
 @functools.lru_cache(maxsize=16)
@@ -281,21 +274,15 @@ class _Closed(LayerStep):
             errors = noise, zero + 1, two, steep, zero
             expansions.append(tables.without_terms(size * norms[k], numbers * mean, two, errors))
         value, slopes = expansions
-        after = Moments(
-            value.norm**2,
-            slopes.norm**2 * before.tangent,
-            value.mean,
-            jax.lax.stop_gradient((2 * value.noise).max(1) + 4 * eps),
-            jax.lax.stop_gradient((value.norm * value.noise).max(1)),
-        )
+        square, tangent = value.norm**2, slopes.norm**2 * before.tangent
+        bounds = (2 * value.noise).max(1) + 4 * eps, (value.norm * value.noise).max(1)
+        after = Moments(square, tangent, value.mean, *jax.lax.stop_gradient(bounds))
         return LayerFeatures(before, after, value, slopes)
 
     def pairs(self, numbers, a, b, state, tile):
         """Compute :func:`state_after_duals` in one pass."""
         formulas = [s.closed[0] for s in (self.activation, self.activation.derivative)]
-        sides: list[Any] = [
-            (s.before.square, s.before.norm, reciprocal(s.after.norm)) for s in (a, b)
-        ]
+        sides = [[s.before.square, s.before.norm, reciprocal(s.after.norm)] for s in (a, b)]
 
         def one(entries, left, right, pairs):
             (p, tangent), (vx, sx, over_x), (vy, sy, over_y) = entries, left[:3], right[:3]
@@ -312,7 +299,6 @@ class _Closed(LayerStep):
             return jnp.where(met, 0, after), tangent * jnp.where(met, left[3] * right[3], slope)
 
         if tile.same is not None:
-            slopes = a.slope.norm, b.slope.norm
-            sides = [(*side, norm) for side, norm in zip(sides, slopes, strict=True)]
+            sides = [[*side, s.slope.norm] for side, s in zip(sides, (a, b), strict=True)]
         after, tangent = map_state_strips(one, state, tile, *sides)
         return state_after_smooth(after, tangent, a, b, state, None, 0)

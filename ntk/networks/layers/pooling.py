@@ -136,7 +136,7 @@ def _pool_features(step: _Average, before: Raw | Moments, state: Any) -> LayerFe
     norms = jax.vmap(lambda x: outer(x[None], x[None], True))(before.norm)
     means = [single(root(x), windows) / size for x in (before.square, before.tangent)]
     square, tangent = (
-        # Sums that cancel leave rounding. Results of that size count as completely wrong.
+        # Sums that cancel leave rounding, and results of that size count as completely wrong.
         jnp.maximum(with_itself(x), 4 * epsilon(x) * mean**2)
         for x, mean in zip((norms * (1 - 2 * state.p), state.tangent), means, strict=True)
     )
@@ -147,13 +147,8 @@ def _pool_features(step: _Average, before: Raw | Moments, state: Any) -> LayerFe
     eps = epsilon(square)
     worst = jnp.maximum(before.noise, state.second_error[:, 0, 0])
     noise = (worst + (4 + 2 * sum(windows.window)) * eps) * gain**2
-    after = Moments(
-        square,
-        tangent,
-        single(before.mean, windows) / size,
-        jax.lax.stop_gradient(noise),
-        before.mean_noise,
-    )
+    mean, noise = single(before.mean, windows) / size, jax.lax.stop_gradient(noise)
+    after = Moments(square, tangent, mean, noise, before.mean_noise)
     return LayerFeatures(before, after, gain=gain, tangent_gain=tangent_gain)
 
 

@@ -147,8 +147,8 @@ class _Sum(LayerStep):
             for s in (a, b)
         ]
         tangent, excess = (
-            _total(w**2 * t for w, t in zip(weights, ts, strict=True))
-            for ts in ([e.tangent for e in ends], [e.tangent_excess for e in ends])
+            _total(w**2 * getattr(end, name) for w, end in zip(weights, ends, strict=True))
+            for name in ("tangent", "tangent_excess")
         )
         sizes = [outer(top.norm, other.norm, tile.full) for top, other in zip(*tops, strict=True)]
         eps = epsilon(tangent)
@@ -156,9 +156,8 @@ class _Sum(LayerStep):
             _largest(getattr(end, name) for end in ends)
             for name in ("slack", "floor", "second_error", "tangent_error")
         )
-        second_error, tangent_error = (
-            e + (4 + len(ends)) * eps for e in (second_error, tangent_error)
-        )
+        rounding = (4 + len(ends)) * eps
+        second_error, tangent_error = second_error + rounding, tangent_error + rounding
         noise = _largest(norm_noise(*pair) for pair in zip(*tops, strict=True))
         if self.means:
             parts = zip(weights, sizes, ends, strict=True)
@@ -174,22 +173,19 @@ class _Sum(LayerStep):
         total = outer(a.after.norm, b.after.norm, tile.full)
         parts = zip(weights, sizes, ends, strict=True)
         p = _total(w**2 * s * e.p for w, s, e in parts) * reciprocal(total)
-        sides = [
+        sides = (
             jnp.stack([jnp.abs(w) * top.norm for w, top in zip(weights, side, strict=True)], 2)
             for side in tops
-        ]
-        p = p + norm_half_chords(sides[0], sides[1], a.after.norm, b.after.norm, tile.full)
+        )
+        p = p + norm_half_chords(*sides, a.after.norm, b.after.norm, tile.full)
         p = zero_where_same(jnp.where(total > 0, jnp.minimum(p, 1), 0.5), tile)
         slack = slack + 2 * noise + (20 + len(ends)) * eps
         floor = floor + 4 * eps**1.5 + noise**2
         return PairState(p, tangent, slack, floor, second_error, tangent_error, excess)
 
     def apply(self, numbers, x, finite):
-        weights, inner = numbers
-        ends = (
-            walk.apply_steps(s, n, x, finite) for s, n in zip(self.branches, inner, strict=True)
-        )
-        return sum(w * end for w, end in zip(weights, ends, strict=True))
+        branches = zip(*numbers, self.branches, strict=True)
+        return sum(w * walk.apply_steps(steps, n, x, finite) for w, n, steps in branches)
 
     def pools(self):
         return any(step.pools() for branch in self.branches for step in branch)
@@ -210,9 +206,8 @@ class _Sum(LayerStep):
 
     def tabulate(self, numbers, how, dtype):
         weights, inner = numbers
-        parts = [
-            walk.tabulate_steps(s, n, how, dtype) for s, n in zip(self.branches, inner, strict=True)
-        ]
+        branches = zip(self.branches, inner, strict=True)
+        parts = [walk.tabulate_steps(steps, n, how, dtype) for steps, n in branches]
         step = dataclasses.replace(self, branches=tuple(s for s, _ in parts))
         return step, (weights, [n for _, n in parts])
 

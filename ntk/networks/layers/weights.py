@@ -240,8 +240,7 @@ class _Linear(LayerStep):
         windows, (weight_variance, bias_variance) = self.windows, numbers
         channels, features = x.shape[-1], finite.features
         shapes = {"kernel": (*windows.window, channels, features)}
-        if self.bias:
-            shapes["bias"] = (features,)
+        shapes |= {"bias": (features,)} if self.bias else {}
         weights = finite.weights(x.dtype, **shapes)
         kernel = weights["kernel"]
         kernel = kernel * jnp.sqrt(weight_variance * features / kernel.size)

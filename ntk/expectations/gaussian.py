@@ -67,10 +67,7 @@ def hermite_grid(terms: int, width: float = 0.5) -> Grid:
 def gaussian_mean(
     fn: Callable[[jax.Array], jax.Array], scale: chex.Array, places: tuple[float, ...] = ()
 ) -> jax.Array:
-    """Return ``E[fn(scale z)]``, z ~ N(0, 1), in the shape of ``scale``; fn is elementwise.
-
-    ``places`` lists the points where fn is not smooth, except 0.
-    """
+    """Return ``E[fn(scale z)]``, z ~ N(0, 1), elementwise; ``fn`` may have kinks at 0 and ``places``."""
     scale = jnp.asarray(scale)
     edges: Any = panels()
     edges = jnp.asarray(np.concatenate([-edges[:0:-1], edges]), scale.dtype)
@@ -135,16 +132,13 @@ def horner(coefficients: np.ndarray, x: jax.Array) -> jax.Array:
 
 @custom_jvp
 def arcsine(x: chex.Array, square: chex.Array) -> jax.Array:
-    """Return ``asin(x)`` to one unit of roundoff; its infinite slope at 1 and -1 counts as 0.
-
-    ``square`` is ``1 - x^2``, without cancellation. Near 1 and -1 it determines the angle:
-    ``asin(x) = pi / 2 - 2 asin(sqrt((1 - x) / 2))``.
-    """
+    """Return ``asin(x)``; ``square`` is ``1 - x^2`` without cancellation, for x near 1 and -1."""
     size = jnp.abs(x)
     middle = square >= 0.5
     m = jnp.where(middle, x * x, square / (2 * (1 + size)))
     angle = jnp.where(middle, size, jnp.sqrt(m))
     angle = angle * horner(arc_polynomials(m.dtype.itemsize)[0], 4 * m - 1)
+    # Near 1 and -1, asin(x) = pi / 2 - 2 asin(sqrt((1 - x) / 2)).
     return jnp.sign(x) * jnp.where(middle, angle, jnp.pi / 2 - 2 * angle)
 
 
@@ -157,11 +151,7 @@ def _arcsine_jvp(primals, tangents):
 
 @custom_jvp
 def arc_cosines(p: chex.Array, q: chex.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return ``(E[step step], E[relu relu], 1/2 - E[relu relu])`` of unit variances; elementwise.
-
-    Full relative precision at every angle. The infinite slope of the first at rho = +-1 counts
-    as 0.
-    """
+    """Return ``(E[step step], E[relu relu], 1/2 - E[relu relu])`` of unit variances."""
     near = p <= q
     m = jnp.minimum(p, q)
     root = jnp.sqrt(m)
@@ -177,20 +167,17 @@ def _arc_cosines_jvp(primals, tangents):
     p, q = primals
     drho = tangents[1] - tangents[0]
     step, relu, gap = arc_cosines(p, q)
-    steep = reciprocal(4 * jnp.pi * root(p * q))
+    steep = reciprocal(4 * jnp.pi * root(p * q))  # 0 where it is infinite
     return (step, relu, gap), (steep * drho, step * drho, -step * drho)
 
 
 def kinked_pair(
     f: "Activation", g: "Activation", sx: jax.Array, sy: jax.Array, p: jax.Array, q: jax.Array
 ) -> jax.Array:
-    """Return ``E[f(u) g(u')]`` for kinked f and g; elementwise in sx, sy, p, q.
-
-    With ``f = left z^d + (right - left) relu^(1 - d)`` it is a sum of four terms. Two point masses
-    at the correlations 1 and -1 would give infinity; the value is 0, the slope of a step's dual.
-    """
+    """Return ``E[f(u) g(u')]`` for kinked f and g; elementwise in sx, sy, p, q."""
     if f.degree < g.degree:
         return kinked_pair(g, f, sy, sx, p, q)
+    # A sum of four terms, because f = left z^d + (right - left) relu^(1 - d).
     (lf, rf), (lg, rg) = f.kink, g.kink
     jf, jg = rf - lf, rg - lg
     rho = q - p
@@ -206,7 +193,9 @@ def kinked_pair(
             return DENSITY**2 * sx * reciprocal(sy) * 2 * jnp.sqrt(p * q) * jf * jg
         case 0, -1:
             return DENSITY * reciprocal(sy) * (lf + rf) / 2 * jg + 0 * p
-        case _:
+        case (
+            _
+        ):  # infinite at the correlations 1 and -1; the value is 0, as the slope of a step's dual
             return DENSITY**2 * jf * jg * reciprocal(sx * sy * 2 * jnp.sqrt(p * q))
 
 

@@ -74,11 +74,8 @@ class Function(NamedTuple):
 def expand(
     f: Function, scale: chex.Array, error: chex.Array, odd: chex.Array, grid: Grid
 ) -> Expansion:
-    """Return the expansion of f at standard deviations ``scale`` [n] with relative ``error`` [n].
-
-    ``odd``: whether the kink at 0 is of degree 1, an array.
-    """
-    power = jnp.where(odd, scale, 1)[:, None]
+    """Return the expansion of f at standard deviations ``scale`` [n] of relative ``error`` [n]."""
+    power = jnp.where(odd, scale, 1)[:, None]  # odd: the kink at 0 is of degree 1
     sides, pieces = f.sides[None] * power, _pieces(f, scale)
     right = f.right - _evaluate_pieces(pieces, grid.z)
     left = f.left - _evaluate_pieces(pieces, -grid.z)
@@ -110,10 +107,7 @@ def expand(
 def kinked_expansion(
     sides: chex.Array, scale: chex.Array, error: chex.Array, degree: int, shape: tuple[int, int]
 ) -> Expansion:
-    """Return the expansion of a function with only a kink at 0, in closed form, without a grid.
-
-    ``shape``: the numbers of coefficients and kinks of other layers, which are 0 here.
-    """
+    """Return the expansion of a kink at 0; ``shape``: numbers of other coefficients and kinks."""
     eps = float(jnp.finfo(scale.dtype).eps)
     sides = sides.reshape(-1, 2) * (scale if degree else jnp.ones_like(scale))[:, None]
     norm = root((sides**2).sum(1) / 2)
@@ -131,10 +125,7 @@ def kinked_expansion(
 
 
 def piece_norms(weights: jax.Array, place: jax.Array) -> jax.Array:
-    """Return upper bounds of the norms of truncated powers with weights [n, kinks, orders].
-
-    ``E[(z - t)_+^2m] <= exp(-t^2 / 2) E[z_+^2m] = exp(-t^2 / 2) (2m - 1)!! / 2`` for t >= 0.
-    """
+    """Bound norms of truncated powers: ``E[(z - t)_+^2m] <= exp(-t^2 / 2) E[z_+^2m]``, t >= 0."""
     order = np.arange(ORDERS)
     at_zero = np.sqrt(np.cumprod(np.maximum(2 * order - 1, 1)) / 2)
     at_zero = (at_zero / np.cumprod(np.maximum(order, 1))).astype(place.dtype)
@@ -305,10 +296,7 @@ def expectations(
 
 
 def on_diagonal(f: Expansion, g: Expansion, equal: chex.Array) -> tuple[jax.Array, jax.Array]:
-    """Return ``E[f(u) g(u)]`` [n] of two slopes at the same input, and a bound of its error.
-
-    ``equal``: whether they are the same function; its norm is more accurate than its series.
-    """
+    """Return ``E[f(u) g(u)]`` [n] of two slopes at the same input, and a bound of its error."""
     size = jax.lax.stop_gradient(f.norm * g.norm)
     (lf, rf), (lg, rg) = f.sides.T, g.sides.T
     value = (lf * lg + rf * rg) / 2 + _piece_products(f.pieces, g.pieces)
@@ -318,6 +306,7 @@ def on_diagonal(f: Expansion, g: Expansion, equal: chex.Array) -> tuple[jax.Arra
         value += (f.regular * (g.regular + kinks_g) + kinks_f * g.regular).sum(1)
         regular = jnp.where(equal, 0, f.missed[:, 0] * g.missed[:, 0])
         bound += regular + f.missed[:, 0] * g.missed[:, 1] + f.missed[:, 1] * g.missed[:, 0]
+    # The norm of one function is more accurate than its series.
     value = jnp.where(equal, f.norm * g.norm, size * value)
     return value, jax.lax.stop_gradient(size * bound)
 
@@ -418,10 +407,7 @@ def moves(jump: jax.Array) -> jax.Array:
 
 @custom_jvp
 def polynomial(a: chex.Array, b: chex.Array, rho: chex.Array) -> jax.Array:
-    """Return ``sum_k a_ki b_kj rho_ij^k`` [n1, n2], for a [K, n1] and b [K, n2].
-
-    The number of terms depends on the largest correlation.
-    """
+    """Return ``sum_k a_ki b_kj rho_ij^k`` [n1, n2] for a [K, n1], b [K, n2], to the largest rho."""
     sizes = jnp.abs(a).max(1) * jnp.abs(b).max(1)
     # NaN entries do not affect the number of terms.
     largest = jnp.max(jnp.where(jnp.isnan(rho), 0, jnp.abs(rho)), initial=0)

@@ -206,20 +206,6 @@ def _split_bits(x):
     return high, x - high
 
 
-def _axis(a: Activation, b: Activation, rtol: float, scale) -> tuple[jax.Array, jax.Array]:
-    """Return the spacing and number of the trapezoid's nodes per axis, for standard deviations.
-
-    The rule is exact to rtol if 2 pi / spacing is beyond the integrand's spectrum. To rtol, the
-    spectrum ends with the spectra of the Gaussian, of a and of b.
-    """
-    size = math.log(1 / rtol)
-    strip = min(a.strip, b.strip)
-    gaussian = math.sqrt(2 * size)
-    band = gaussian + scale * ((1.4 * gaussian + size / strip) * 1.1)
-    spacing = 2 * math.pi / band
-    return spacing, 2 * jnp.ceil((gaussian + 1.5) / spacing).astype(int) + 1
-
-
 @functools.partial(custom_jvp, nondiff_argnums=(0, 1, 2))
 def _expectation(a: Activation, b: Activation, rtol: float, sx, sy, p, q):
     """Return ``E[a(u) b(u')]`` [n], from standard deviations and correlations [n]."""
@@ -259,8 +245,13 @@ def _expectation_jvp(a, b, rtol, primals, tangents):
 
 def _smooth_dual(a, b, rtol, sx, sy, p, q):
     """Return ``E[a(u) b(u')]`` of a group of entries: each node grid in blocks, row after row."""
-    scale = jnp.maximum(sx, sy)
-    spacing, count = (x[:, None] for x in _axis(a, b, rtol, scale))
+    # The rule is exact to rtol if 2 pi / spacing is beyond the spectra of the Gaussian, a and b.
+    size = math.log(1 / rtol)
+    gaussian = math.sqrt(2 * size)
+    slope = (1.4 * gaussian + size / min(a.strip, b.strip)) * 1.1
+    spacing = 2 * math.pi / (gaussian + jnp.maximum(sx, sy) * slope)
+    count = 2 * jnp.ceil((gaussian + 1.5) / spacing).astype(int) + 1
+    spacing, count = spacing[:, None], count[:, None]
     sx, sy, along, across = (x[:, None] for x in (sx, sy, jnp.sqrt(q), jnp.sqrt(p)))
     steps, divisor = jnp.arange(_BLOCK)[None], count.astype(sx.dtype)
 
@@ -295,8 +286,7 @@ def _kinked_smooth(a, b, sx, sy, p, q):
 
         E[step(u) b] = E[b(sy z) Phi(y)],    E[relu(u) b] = sx E[b(sy z) s (y Phi(y) + phi(y))].
 
-    Both factors are a kink (y's positive part) plus a bump of width s / |rho|. The bump is
-    integrated on its own scale, however narrow.
+    Both factors are a kink (y's positive part) plus a bump of width s / |rho|, on its own scale.
     """
     left, right = a.kink
     jump = right - left

@@ -330,10 +330,7 @@ def common_kinks(layers: Sequence[Layer]) -> Kinks:
 def duals_of_rows(
     expansions: tuple[Expansion, ...], rho: jax.Array, error: float
 ) -> list[jax.Array]:
-    """Return ``E f(u) f(u')`` [n, n] of a function and its slope; NaN for too large an error.
-
-    ``error`` is that of ``(1 - rho) / 2``.
-    """
+    """Return ``E f(u) f(u')`` [n, n] of a function and its slope; ``error`` is of (1 - rho) / 2."""
     same = jnp.eye(len(rho), dtype=bool)
     # The diagonal is known. In the series its correlation of 1 would need all terms.
     p = jnp.where(same, 0.5, jnp.clip((1 - rho) / 2, 0, 1))
@@ -368,10 +365,7 @@ def propagate_features(
     how: Resolution,
     error: chex.Array | None = None,
 ) -> list[LayerKernels]:
-    """Apply the formulas of :mod:`ntk.infinite.network_kernel` to squared norms [n].
-
-    ``error`` [n] is their relative error; by default rounding.
-    """
+    """Apply the formulas of ``network_kernel`` to squared norms [n] of a relative ``error`` [n]."""
     kinks = common_kinks(layers)
     zeros = jnp.zeros_like(squares)
     if error is None:

@@ -22,10 +22,7 @@ def map_leading_axis(function, xs):
 
 
 def split_into_blocks(x, size: int | None, multiple: int = 1):
-    """Return rows in a ``multiple`` of blocks [blocks, size, ...], of ``size`` rows at the most.
-
-    The last block is padded with copies of the first row.
-    """
+    """Return a ``multiple`` of blocks [blocks, size, ...], padded with copies of the first row."""
     n = length(x)
     size = min(size or n, -(-n // multiple))
     count = -(-n // (size * multiple)) * multiple

@@ -46,12 +46,9 @@ def nan_unless(good: Any, tree: Any) -> Any:
 
 
 def nan_where(bad: Any, value: jax.Array) -> jax.Array:
-    """Return ``value``, but NaN where ``bad``.
-
-    Derivatives that depend on a bad entry are not finite. ``jnp.where`` would give them 0, which
-    looks right.
-    """
-    # Two factors of the largest finite number turn all values except 0 into infinity.
+    """Return ``value``, but NaN where ``bad``; derivatives that depend on these are not finite."""
+    # `jnp.where` would give derivatives of 0, which look right. Two factors of the largest finite
+    # number turn all values except 0 into infinity.
     huge = jnp.where(bad, jnp.finfo(value.dtype).max, 1).astype(value.dtype)
     return value * huge * huge + jnp.where(bad, jnp.nan, 0).astype(value.dtype)
 
@@ -142,15 +139,13 @@ def regression_targets(y: Any, n: int) -> jax.Array:
 
 
 def positive(name: str, number: Any) -> Any:
-    """Return ``number`` in floating point if it is positive and finite. Tracers pass.
-
-    Products of integers could leave the range of their dtype.
-    """
+    """Return ``number`` in floating point if it is positive and finite. Tracers pass."""
     value = numpy_array(name, number)
     if concrete(value):
         good = (value > 0) & (value < np.inf)
         if not good.all():
             raise ValueError(f"{name}: expected a positive number, got {offending(value, good)}.")
+    # Products of integers could leave the range of their dtype.
     if isinstance(number, float) or jnp.issubdtype(getattr(number, "dtype", int), jnp.floating):
         return number
     return float(value) if concrete(value) and not value.shape else value.astype(float)

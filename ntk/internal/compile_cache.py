@@ -24,10 +24,7 @@ def fresh(function: Callable) -> Callable:
 
 
 def program(function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Callable:
-    """Return ``function`` in its present state, compiled for the shapes and shardings of ``args``.
-
-    The program may overwrite the memory of the arguments with the numbers in ``donate``.
-    """
+    """Return ``function`` as it is now, compiled for ``args``; it may overwrite those in ``donate``."""
     closed, shapes = jax.make_jaxpr(fresh(function), return_shape=True)(*args)
     structure = jax.tree.structure(shapes)
 

@@ -55,11 +55,7 @@ def interpret(
 def settle_carry(
     body: Callable[[list], list], facts: list, constants: int, carried: int, join: Callable
 ) -> list:
-    """Read ``body`` until the facts about its carry are stable; return facts about its outputs.
-
-    ``facts`` are about the operands: constants, carried and scanned ones. ``join(old, new)`` holds
-    for both values of a fact, before and after a step.
-    """
+    """Return facts about the outputs of ``body`` once those about its carry, joined, are stable."""
     while True:
         outputs = body(facts)
         carry = facts[constants : constants + carried]

@@ -5,12 +5,10 @@ operation is an error if the sharding of its result is ambiguous. Our programs l
 the compiler, so they need *automatic* axes. :func:`with_automatic_axes` calls a function in this
 way, and its results get explicit shardings again. :func:`without_explicit_axes` changes arrays.
 
-Inside ``jax.shard_map`` the type of an array contains the mesh axes over which it varies. Loops
-start from constants or replicated weights, but their steps vary with the data. JAX sums the
-gradient in weights that do not vary over the devices. So weights become varying, over the axes of
-their loss, before they are differentiated or a loop starts: each device then solves a separate
-lower problem. A loss that sums over devices (``jax.lax.psum``) does not vary, and neither do its
-weights.
+Inside ``jax.shard_map`` the type of an array contains the mesh axes over which it varies. JAX sums
+the gradient in weights that do not vary. So weights become varying, over the axes of their loss,
+before they are differentiated or a loop starts: each device then solves a separate lower problem.
+A loss that sums over devices (``jax.lax.psum``) does not vary, and neither do its weights.
 """
 
 import math
@@ -163,11 +161,7 @@ def put_with_sharding(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def replicate_like(tree: Pytree, others: Pytree) -> Pytree:
-    """Replicate the uncommitted arrays of ``tree`` over the mesh of the ``others``.
-
-    A loop's arrays then have the same sharding before and after the first step, so that the step is
-    compiled once.
-    """
+    """Replicate the uncommitted arrays of ``tree``, a loop's start, over the mesh of ``others``."""
     shardings = [x.sharding for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
     meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding) and s.num_devices > 1]
     if not meshes:
@@ -227,13 +221,11 @@ def keeping_rows(x: Any) -> Any:
 
 
 def sharded(function: Callable, mesh: Mesh | None, in_specs: tuple, out_specs: Any) -> Callable:
-    """Return ``function`` of each device's part, or ``function`` itself without a mesh.
-
-    With ``check_vma``, JAX would sum sensitivities of perturbations that are equal on all devices.
-    """
+    """Return ``function`` of each device's part, or ``function`` itself without a mesh."""
     if mesh is None:
         return function
     options = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    # With `check_vma`, JAX would sum sensitivities of perturbations that are equal on all devices.
     return jax.shard_map(function, **options, check_vma=False)
 
 

@@ -53,10 +53,7 @@ def tile_entries(memory: int, itemsize: int) -> int:
 
 
 def gram_tile_size(memory: int, kind: str, n: int, arrays: int, itemsize: int) -> int:
-    """Return :func:`tile_size` for a Gram matrix [n, n], the only result.
-
-    The tile's ``arrays`` take at most a sixth of the result, or a 256th of the memory.
-    """
+    """Return :func:`tile_size` for a Gram matrix [n, n], with ``arrays`` of the tile's size."""
     if kind == "cpu":
         return min(_CPU_GRAM, n)
     result = itemsize * n**2
@@ -101,8 +98,7 @@ def assemble(tile: Callable[..., Any], n1: int, n2: int, *, symmetric: bool, siz
     """Return arrays [n1, n2] from ``tile(i, j, size1, size2)``, a pytree of [size1, size2] blocks.
 
     If ``symmetric``, only the upper triangle is computed, and the result is exactly symmetric. A
-    side's last tile overlaps its neighbour instead of being padded. ``size`` is the maximum number
-    of rows and columns of a tile.
+    side's last tile overlaps its neighbour. Tiles have at most ``size`` rows and columns.
     """
     size1, size2 = min(size, n1), min(size, n2)
     if (size1, size2) == (n1, n2):
@@ -134,11 +130,9 @@ def assemble(tile: Callable[..., Any], n1: int, n2: int, *, symmetric: bool, siz
 
 
 def mirror_triangle(kernel: chex.Array) -> jax.Array:
-    """Return the upper triangle of [..., n, n] on both sides.
-
-    XLA takes minutes to compile a choice by index, ``where(i <= j, ...)``.
-    """
+    """Return the upper triangle of [..., n, n] on both sides."""
     kernel = _once(kernel)
+    # XLA takes minutes to compile a choice by index, `where(i <= j, ...)`.
     return jnp.triu(kernel) + jnp.swapaxes(jnp.triu(kernel, 1), -1, -2)
 
 

@@ -93,10 +93,7 @@ def plan_network(
     *,
     finite: bool = False,
 ) -> NetworkPlan:
-    """Return the steps for inputs [n, *shape, channels], of a ``finite`` network or for kernels.
-
-    For kernels, ReLU-like activations become one pair of slopes.
-    """
+    """Return the steps for inputs [n, *shape, channels], of a ``finite`` network or for kernels."""
     values = read_alpha(network.names, alpha, dtype, finite)
     steps, numbers, end = plan_layers(network, Signal(shape, False, raw=True), values)
     if not end.gaussian or math.prod(end.shape) != 1:

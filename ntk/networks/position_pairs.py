@@ -133,10 +133,7 @@ def zero_where_same(p: jax.Array, tile: Tile) -> jax.Array:
 
 
 def angle_error(error, p) -> jax.Array:
-    """Bound the error of ``asin(sqrt p) / pi`` if p has this ``error``.
-
-    It is at most the error at p = 0, and the error by the slope ``1 / (2 pi sqrt(p (1 - p)))``.
-    """
+    """Bound the error of ``asin(sqrt p) / pi`` by the error at p = 0, and by the slope at p."""
     slope = error / 3 * jax.lax.rsqrt(jnp.maximum(p * (1 - p), jnp.finfo(p.dtype).tiny))
     return jnp.minimum(slope, 0.4 * jnp.sqrt(error))
 
@@ -156,10 +153,8 @@ def map_strips(
     """Return ``fn(entries, left, right, pairs)`` of broadcasting arrays, strip by strip of a tile.
 
     XLA does not fuse a loop with later operations. Fused, each later layer would compute all arc
-    cosines below it again. On a CPU a strip also stays in the cache.
-
-    ``entries`` are [G, A, B] as in :mod:`ntk.networks.windows`; ``full`` is their layout.
-    ``left`` and ``right`` are of single inputs, [n1, P] and [n2, P]; ``pairs`` are [n1, n2].
+    cosines below it again. ``entries`` are [G, A, B] in the layout of ``full``; ``left`` and
+    ``right`` are of single inputs, [n1, P] and [n2, P]; ``pairs`` are [n1, n2].
     """
     shape = entries[0].shape
     groups, a, b = shape
@@ -194,10 +189,7 @@ def _map_and_reshape(fn, arrays, shape) -> tuple[jax.Array, ...]:
 
 
 def count_loop_parts(length: int, per_entry: int) -> int:
-    """Return the fewest equal parts of an axis, each small enough for a strip if the axis allows.
-
-    An entry has ``per_entry`` numbers. There are at least two parts, or the loop would vanish.
-    """
+    """Return the fewest equal parts of an axis, at least two, each small enough for a strip."""
     divisors = [k for k in range(2, length + 1) if length % k == 0] or [1]
-    most = device_strip_entries()
+    most = device_strip_entries()  # may be exceeded if the axis has no such parts
     return next((k for k in divisors if length // k * per_entry <= most), divisors[-1])

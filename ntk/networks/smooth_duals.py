@@ -40,11 +40,9 @@ def duals_by_position(
 def by_tables(
     activation_tables: Any, a: LayerFeatures, b: LayerFeatures, p: jax.Array, full: bool
 ) -> list[jax.Array]:
-    """Return duals of tabulated functions, with terms for one position at a time.
-
-    In the full layout the rows come image after image: each image's largest correlation ends its
-    series, and strips of that size stay in the processor's cache.
-    """
+    """Return duals of tabulated functions, with terms for one position at a time."""
+    # In the full layout the rows come image after image: each image's largest correlation ends its
+    # series, and strips of that size stay in the processor's cache.
     strip = p.shape[1] // len(a.before.square) if full else p.shape[1]
 
     def one(x):
@@ -131,10 +129,7 @@ def _extreme_angles(p: jax.Array, state: PairState, tile: Tile) -> tuple[jax.Arr
 
 
 def _bound_dual_errors(fs, gs, state: PairState, ends, terms: int):
-    """Return :func:`_dual_error_bound` for each f and g, some rows at a time.
-
-    Without this loop XLA would fuse every later layer with all bounds below it, and repeat them.
-    """
+    """Return :func:`_dual_error_bound` for each f and g, some rows at a time."""
     worst = state.slack + state.floor
     count = count_loop_parts(len(worst), worst.shape[1])
     parts = fs, worst, ends
@@ -144,6 +139,7 @@ def _bound_dual_errors(fs, gs, state: PairState, ends, terms: int):
         fs, *args = x
         return tuple(_dual_error_bound(f, g, *args, terms) for f, g in zip(fs, gs, strict=True))
 
+    # Without this loop XLA would fuse every later layer with all bounds below it, and repeat them.
     bounds = jax.lax.map(one, jax.lax.stop_gradient(split))
     return (x.reshape(worst.shape) for x in bounds)
 

@@ -67,7 +67,7 @@ def hermite_grid(terms: int, width: float = 0.5) -> Grid:
 def gaussian_mean(
     fn: Callable[[jax.Array], jax.Array], scale: chex.Array, places: tuple[float, ...] = ()
 ) -> jax.Array:
-    """Return ``E[fn(scale z)]``, z ~ N(0, 1), elementwise; ``fn`` may have kinks at 0 and ``places``."""
+    """Return ``E[fn(scale z)]``, z ~ N(0, 1), elementwise; kinks may be at 0 and ``places``."""
     scale = jnp.asarray(scale)
     edges: Any = panels()
     edges = jnp.asarray(np.concatenate([-edges[:0:-1], edges]), scale.dtype)

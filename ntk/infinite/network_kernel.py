@@ -12,14 +12,6 @@ As the width grows, with S_0 = X X', T_0 = 0 and (u, u') ~ N(0, c_l S_{l-1}):
     T_l = D o c_l (S_{l-1} + T_{l-1}) + a^2 T_{l-1}
     NNGP = c_L S_{L-1},    NTK = c_L (S_{L-1} + T_{L-1})
 
-=======  ================  ================================================================
-paper    here              meaning
-=======  ================  ================================================================
-sigma_l  ``activations``   L - 1 of them, each one activation or a weighted sum
-alpha_l  ``skips``         L - 2 real weights a
-2        ``variances``     L numbers c, (1, 2, ..., 2) by default: Lemma 1's convention
-=======  ================  ================================================================
-
 Kernels come in tiles, 256 x 256 on a CPU: each tile runs through all layers while it is in the
 cache, so only the results have the size of the data squared.
 
@@ -99,9 +91,9 @@ def network_kernel(
     activations : L - 1 entries
         Each an activation (or any smooth function), or ``{activation: weight}`` for their sum.
     skips : L - 2 reals, optional
-        Weights of the skip connections; none by default.
+        Weights of the skip connections, the paper's alpha; none by default.
     variances : L nonnegative reals, optional
-        Default: (1, 2, ..., 2).
+        The numbers c. Default: (1, 2, ..., 2), the convention of Lemma 1.
 
     Raises
     ------
@@ -209,10 +201,8 @@ def lemma1_kernel_as_printed(
     Parameters
     ----------
     x : array [n, d]
-    activations : L - 1 entries
-        Each an activation (or any smooth function), or ``{activation: weight}`` for their sum.
-    skips : L - 2 reals, optional
-        Weights of the skip connections; none by default.
+    activations, skips : sequences
+        As in :func:`network_kernel`.
 
     Raises
     ------

@@ -1,20 +1,9 @@
 """The effect of every layer on single inputs: second moments, means and tangents at each position.
 
-With s2 the second moment of the features at a position, mu their mean and t the tangent kernel of
-an input with itself, as in :mod:`ntk.networks.position_pairs` for two inputs:
-
-========  ==============================  ==========  ==============================
-layer     s2                              mu          t
-========  ==============================  ==========  ==============================
-weights   c_w mean s2 + c_b               0           s2 + c_w mean t
-act       E s(u)^2, u ~ N(0, s2)          E s(u)      E s'(u)^2 t
-pool      mean of S over two positions    mean mu     mean of T over two positions
-flatten   mean s2                         mean mu     mean t
-add       sum w^2 s2 + 2 w w' mu mu'      sum w mu    sum w^2 t
-========  ==============================  ==========  ==============================
-
-Means are over the window or all positions. Errors are bounded per input: ``noise`` is the relative
-error of s2, and ``mean_noise`` the error of mu.
+The second moment s2 and the tangent kernel t of an input with itself are S and T of
+:mod:`ntk.networks.position_pairs` at equal inputs. The mean mu is 0 after weights and E s(u) after
+an activation. Pooling and ``flatten`` take its mean, and ``add`` is sum w mu. Errors are bounded
+per input: ``noise`` is the relative error of s2, and ``mean_noise`` the error of mu.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +22,7 @@ class Raw(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """The table's columns after a layer, and bounds of their errors."""
+    """The three after a layer, and bounds of their errors."""
 
     square: jax.Array  # [n, P], s2
     tangent: jax.Array  # [n, P], t

@@ -32,13 +32,11 @@ from ntk.networks.plan import check_choice
 from ntk.networks.position_pairs import (
     PairState,
     angle_error,
+    by_tables,
+    duals_by_position,
     map_state_strips,
     met_in_strip,
     norm_noise,
-)
-from ntk.networks.smooth_duals import (
-    by_tables,
-    duals_by_position,
     state_after_duals,
     state_after_smooth,
 )
@@ -275,8 +273,9 @@ class _Closed(LayerStep):
             expansions.append(tables.without_terms(size * norms[k], numbers * mean, two, errors))
         value, slopes = expansions
         square, tangent = value.norm**2, slopes.norm**2 * before.tangent
-        bounds = (2 * value.noise).max(1) + 4 * eps, (value.norm * value.noise).max(1)
-        after = Moments(square, tangent, value.mean, *jax.lax.stop_gradient(bounds))
+        noise = jax.lax.stop_gradient((2 * value.noise).max(1) + 4 * eps)
+        mean_noise = jax.lax.stop_gradient((value.norm * value.noise).max(1))
+        after = Moments(square, tangent, value.mean, noise, mean_noise)
         return LayerFeatures(before, after, value, slopes)
 
     def pairs(self, numbers, a, b, state, tile):

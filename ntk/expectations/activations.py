@@ -42,9 +42,7 @@ from ntk.internal.checks import concrete, real_number
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """An elementwise function with the data for its Gaussian expectations; it is callable.
-
-    Hashable, and equal to another with the same fields: a compiled kernel is made once for each.
+    """An elementwise function with the data for its Gaussian expectations; callable and hashable.
 
     Attributes
     ----------
@@ -52,9 +50,8 @@ class Activation:
     smooth : callable, optional
         The function, or None for a kinked one.
     kink : (left, right)
-        Values of a kinked one on both sides of 0, times ``|z|^degree`` with the sign of z: slopes
-        for degree 1, values for degree 0. For degree -1 only a point mass ``right - left`` at 0 is
-        left.
+        On both sides of 0, the slopes of a kinked one of degree 1, or the values for degree 0. For
+        degree -1 only a point mass ``right - left`` at 0 is left.
     degree : {1, 0, -1}
         For kinked functions only.
     strip : float
@@ -65,8 +62,7 @@ class Activation:
         function and its first seven derivatives.
     closed : callable, optional
         ``(vx, vy, c, vx vy - c^2) -> E[s(u) s(u')]`` in closed form, if known, and the same for
-        derivatives of s that lose digits by Price's theorem. The last argument would lose digits if
-        computed from the others.
+        derivatives of s that lose digits by Price's theorem.
     """
 
     name: str
@@ -108,9 +104,8 @@ class Activation:
         closed = self.closed[1:] or tuple(_differentiated_dual(dual) for dual in self.closed)
         # At a jump the slope is the one of each side, as in a network's gradient.
         kinks = tuple((t, (*jumps[1:], 0.0)) for t, jumps in self.kinks)
-        return Activation(
-            name, _differentiated(self.smooth), strip=self.strip, closed=closed, kinks=kinks
-        )
+        slope = _differentiated(self.smooth)
+        return Activation(name, slope, strip=self.strip, closed=closed, kinks=kinks)
 
     @property
     def euler(self) -> "Activation":
@@ -263,10 +258,8 @@ def _sides_and_kinks(fn: Function, given: tuple[float, ...] | None):
     if given is not None:
         missing = [t for t in places if not any(abs(t - k) <= 1e-9 * abs(t) for k in given)]
         if missing:
-            raise ValueError(
-                f"kinks: expected all places where fn jumps or bends, got {list(given)} without "
-                f"{missing[0]:g}."
-            )
+            got = f"{list(given)} without {missing[0]:g}"
+            raise ValueError(f"kinks: expected all places where fn jumps or bends, got {got}.")
         places = given
     sides = linear_sides(fn) if set(places) <= {0.0} else None
     return sides, () if sides is not None else jumps(fn, places)
@@ -296,7 +289,6 @@ identity: Activation = Activation("identity", kink=(1.0, 1.0))
 sigmoid: Activation = Activation("sigmoid", lambda z: jnp.tanh(z / 2) / 2, strip=math.pi)
 tanh: Activation = Activation("tanh", jnp.tanh, strip=math.pi / 2)
 swish: Activation = Activation("swish", jax.nn.swish, strip=math.pi)
-gelu: Activation = Activation(
-    "gelu", lambda z: jax.nn.gelu(z, approximate=False), closed=(_gelu_dual, _gelu_slope_dual)
-)
+_exact_gelu = functools.partial(jax.nn.gelu, approximate=False)
+gelu: Activation = Activation("gelu", _exact_gelu, closed=(_gelu_dual, _gelu_slope_dual))
 erf: Activation = Activation("erf", jax.lax.erf, closed=(_erf_dual,))

@@ -193,9 +193,7 @@ def kinked_pair(
             return DENSITY**2 * sx * reciprocal(sy) * 2 * jnp.sqrt(p * q) * jf * jg
         case 0, -1:
             return DENSITY * reciprocal(sy) * (lf + rf) / 2 * jg + 0 * p
-        case (
-            _
-        ):  # infinite at the correlations 1 and -1; the value is 0, as the slope of a step's dual
+        case _:  # infinite at correlations 1 and -1; the value is 0, as a step's dual has slope 0
             return DENSITY**2 * jf * jg * reciprocal(sx * sy * 2 * jnp.sqrt(p * q))
 
 

@@ -210,10 +210,8 @@ def _expansion_errors(right, left, sides, regular, kinked, own, pieces, norm, er
     eps = float(jnp.finfo(norm.dtype).eps)
     over, terms = reciprocal(norm), regular.shape[1]
     e, o = (right + left) * grid.roots[None], (right - left) * grid.roots[None]
-    remainder = (
-        e - 2 * matmul(regular[:, ::2], grid.even.T),
-        o - 2 * matmul(regular[:, 1::2], grid.odd.T),
-    )
+    halves = enumerate(((e, grid.even), (o, grid.odd)))
+    remainder = [x - 2 * matmul(regular[:, k::2], basis.T) for k, (x, basis) in halves]
     # Beyond the last node, polynomials have at most 1 % of a kink's remainder.
     missed_regular = 1.01 * root(sum((part**2).sum(1) for part in remainder) / 2)
     size = root(((e**2).sum(1) + (o**2).sum(1)) / 2)
@@ -234,11 +232,9 @@ def _expansion_errors(right, left, sides, regular, kinked, own, pieces, norm, er
     # z f'(z) in the same basis: z h_k is in that of h_(k-1) and h_(k+1).
     stretch = (order * slope).at[:, :-2].add(order[:, 1:-1] * slope[:, 2:])
     stretch = root((stretch**2).sum(1))
-    noise = (
-        4 * eps * (size + root(own) + norm)
-        + 2 * root(tails(right, grid) + tails(left, grid))
-        + error / 2 * stretch
-    )
+    noise = 4 * eps * (size + root(own) + norm)
+    noise += 2 * root(tails(right, grid) + tails(left, grid))
+    noise += error / 2 * stretch
     noise *= over
     if kinked.shape[1]:
         # The terms of the squared norm can cancel to 0, to roundoff, or to the remainder of the
@@ -332,10 +328,8 @@ def _pairs_of_pieces(a: list[Pieces], b: list[Pieces], pair: Pair) -> list[jax.A
         take = functools.partial(jax.lax.dynamic_index_in_dim, axis=1, keepdims=False)
         opposite = take(a[0].side, i)[:, None] * take(b[0].side, j)[None] < 0
         p, q = jnp.where(opposite, pair.q, pair.p), jnp.where(opposite, pair.p, pair.q)
-        h, k = (
-            jnp.broadcast_to(x, p.shape)
-            for x in (take(a[0].place, i)[:, None], take(b[0].place, j)[None])
-        )
+        thresholds = take(a[0].place, i)[:, None], take(b[0].place, j)[None]
+        h, k = (jnp.broadcast_to(x, p.shape) for x in thresholds)
         powers = truncated_powers(ORDERS, h, k, p, q)
         for t, (f, g) in enumerate(zip(a, b, strict=True)):
             wf, wg = take(f.weights, i), take(g.weights, j)
@@ -426,9 +420,8 @@ def polynomial(a: chex.Array, b: chex.Array, rho: chex.Array) -> jax.Array:
 @functools.partial(polynomial.defjvp, symbolic_zeros=True)
 def _polynomial_jvp(primals, tangents):
     a, b, rho = primals
-    da, db, drho = (
-        None if isinstance(t, jax.custom_derivatives.SymbolicZero) else t for t in tangents
-    )
+    zero = jax.custom_derivatives.SymbolicZero
+    da, db, drho = (None if isinstance(t, zero) else t for t in tangents)
     change = jnp.zeros_like(rho)
     if drho is not None:
         order = jnp.sqrt(jnp.arange(1, len(a))).astype(a.dtype)[:, None]

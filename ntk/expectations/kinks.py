@@ -59,10 +59,10 @@ def find_kinks(fn: Function) -> tuple[float, ...]:
         left, right = np.array([e for e in ends if e[0] < e[1]]).reshape(-1, 2).T
         places = sorted({*places, *new})
         if len(places) > _MOST:
+            got = ", ".join(f"{t:g}" for t in places[:3])
             raise ValueError(
-                f"fn: expected at most {_MOST} kinks and jumps, found more, at "
-                f"{', '.join(f'{t:g}' for t in places[:3])}, ...; a function with more has no "
-                "kernel here."
+                f"fn: expected at most {_MOST} kinks and jumps, found more, at {got}, ...; a "
+                "function with more has no kernel here."
             )
     return tuple(places)
 
@@ -79,10 +79,8 @@ def jumps(fn: Function, places: tuple[float, ...]) -> tuple[Kink, ...]:
     bounded = size[:3] <= 1e4 * (1 + known.max(1, keepdims=True))
     for t, good in zip(places, bounded.all(0) & np.isfinite(size).all(0), strict=True):
         if not good:
-            raise ValueError(
-                f"fn: expected bounded derivatives on both sides of its kinks, got one at {t:g} "
-                "without."
-            )
+            expected = "bounded derivatives on both sides of its kinks"
+            raise ValueError(f"fn: expected {expected}, got one at {t:g} without.")
     jump_sizes = values[..., 1] - values[..., 0]
     # The two sides are a distance apart, and a slope over this distance is not a jump.
     change = np.ptp(sides, axis=1) * np.concatenate([size[1:], 0 * size[:1]])
@@ -114,15 +112,12 @@ def probe_points() -> np.ndarray:
 def _check_elementwise(values, z) -> None:
     f, slopes = values(z)[:2]
     if not np.array_equal(values(z[::-1])[0], f[::-1], equal_nan=True):
-        raise ValueError(
-            "fn: expected an elementwise function, got values that depend on their neighbours."
-        )
+        got = "values that depend on their neighbours"
+        raise ValueError(f"fn: expected an elementwise function, got {got}.")
     if not (finite := np.isfinite(f) & np.isfinite(slopes)).all():
         at = z[np.argmin(finite)]
-        raise ValueError(
-            f"fn: expected finite values and slopes on all of the line, got one that is not finite "
-            f"at {at:.3g}."
-        )
+        expected = "finite values and slopes on all of the line"
+        raise ValueError(f"fn: expected {expected}, got one that is not finite at {at:.3g}.")
     # Custom slopes, as in straight-through estimators, have other kernels.
     h = 1e-5 * np.abs(z)
     change = (values(z + h)[0] - values(z - h)[0]) / (2 * h)
@@ -130,10 +125,10 @@ def _check_elementwise(values, z) -> None:
     wrong = np.abs(change - slopes) > allowed
     # A kink within h of a point of the grid is rare.
     if wrong.mean() > 0.01:
+        slope, rate, at = (x[wrong][0] for x in (slopes, change, z))
         raise ValueError(
             "fn: expected an elementwise function with its own derivative, got slope "
-            f"{slopes[wrong][0]:.3g} and changes by {change[wrong][0]:.3g}, at "
-            f"{z[wrong][0]:.3g}."
+            f"{slope:.3g} and changes by {rate:.3g}, at {at:.3g}."
         )
 
 

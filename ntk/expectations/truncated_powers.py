@@ -61,10 +61,8 @@ def _power_table(orders: int, h, k, p, q) -> jax.Array:
 
     corner = _orthant(h, k, p, sigma)
     _, first_row = jax.lax.scan(along, (at_k[0], corner), (at_h[:-1], counts))
-    start = (
-        jnp.concatenate([joint[None], at_h]),
-        jnp.concatenate([at_k[:1], corner[None], first_row]),
-    )
+    edge_row = jnp.concatenate([joint[None], at_h])
+    start = edge_row, jnp.concatenate([at_k[:1], corner[None], first_row])
 
     def down(carry, x):
         before, now = carry
@@ -106,9 +104,8 @@ def _owen(h, across, sigma):
     flat = h * sigma
     small = jnp.abs(across) <= flat
     # T(h, a) and T(a h, 1 / a) add up to an elementary function: integrate over a <= 1.
-    slope = jnp.where(
-        small, _bounded_ratio(jnp.abs(across), flat), _bounded_ratio(flat, jnp.abs(across))
-    )
+    below, above = _bounded_ratio(jnp.abs(across), flat), _bounded_ratio(flat, jnp.abs(across))
+    slope = jnp.where(small, below, above)
     far = jnp.minimum(_bounded_ratio(jnp.abs(across), sigma), 40.0)  # a h
     start = jnp.where(small, h, far)
 
@@ -131,9 +128,8 @@ def _upper(x):
 def _bounded_ratio(x, y):
     """Return ``x / y`` for y >= 0; 0 / 0 is 0, and other values stay finite."""
     largest = 1e300 if jnp.result_type(x).itemsize == 8 else 1e30
-    return jnp.clip(
-        x * _reciprocal_or_zero(y) + jnp.where(y > 0, 0, x * largest), -largest, largest
-    )
+    ratio = x * _reciprocal_or_zero(y) + jnp.where(y > 0, 0, x * largest)
+    return jnp.clip(ratio, -largest, largest)
 
 
 def _reciprocal_or_zero(x):

@@ -93,9 +93,8 @@ def dual(
     Array(0.384747, dtype=float...)
     """
     a, b = activation(a), activation(b)
-    vx, vy, c = jnp.broadcast_arrays(
-        float_array("vx", vx), float_array("vy", vy), float_array("c", c)
-    )
+    arrays = (float_array(name, x) for name, x in (("vx", vx), ("vy", vy), ("c", c)))
+    vx, vy, c = jnp.broadcast_arrays(*arrays)
     dtype = common_dtype(vx, vy, c)
     vx, vy, c = (x.astype(dtype) for x in (vx, vy, c))
     largest = 25.0
@@ -126,10 +125,8 @@ def _piecewise(a: Activation, b: Activation, sx, sy, p, q) -> jax.Array:
     kinks, one = common_kinks(layers), jnp.ones(1, p.dtype)
     error = jnp.full_like(p, float(jnp.finfo(p.dtype).eps))
     for how in RESOLUTIONS if concrete(sx, sy, p, q) else (TRACED,):
-        f, g = (
-            expand_layer(layer, one, s, error, kinks, how)[0]
-            for layer, s in zip(layers, (sx, sy), strict=True)
-        )
+        sides = zip(layers, (sx, sy), strict=True)
+        f, g = (expand_layer(layer, one, s, error, kinks, how)[0] for layer, s in sides)
         duals = _duals_by_entry(f, g, p, q)
         if not concrete(duals) or is_resolved([f, g]):
             break
@@ -221,9 +218,8 @@ def _expectation(a: Activation, b: Activation, rtol: float, sx, sy, p, q):
     order, n = jnp.argsort(jnp.maximum(sx, sy)), len(sx)
     groups = max(1, -(-n // _GROUP))
     size = -(-n // groups)
-    split = (
-        jnp.pad(x[order], (0, groups * size - n)).reshape(groups, size) for x in (sx, sy, p, q)
-    )
+    padding = 0, groups * size - n
+    split = (jnp.pad(x[order], padding).reshape(groups, size) for x in (sx, sy, p, q))
     one = functools.partial(_smooth_dual, a, b, rtol)
     values = jax.lax.map(lambda x: one(*x), tuple(split)).ravel()[:n]
     return jnp.zeros_like(values).at[order].set(values)
@@ -262,10 +258,8 @@ def _smooth_dual(a, b, rtol, sx, sy, p, q):
         beyond = jnp.floor((place + 0.5) / divisor)
         rows = row.astype(sx.dtype) + beyond
         inside = rows < divisor
-        z, w = (
-            jnp.where(inside, spacing * (k - (divisor - 1) / 2), 0)
-            for k in (rows, place - beyond * divisor)
-        )
+        nodes = rows, place - beyond * divisor
+        z, w = (jnp.where(inside, spacing * (k - (divisor - 1) / 2), 0) for k in nodes)
         density = jnp.where(inside, jnp.exp(-(z**2 + w**2) / 2), 0)
         u, v = along * z, across * w
         total = total + a(sx * (u + v)) * b(sy * (u - v)) * density

@@ -47,9 +47,8 @@ def half_chords(a: UnitRows, b: UnitRows) -> tuple[jax.Array, jax.Array]:
     # The angle of an input of norm 0 does not matter, because its covariances are 0.
     total = 2 * (squares_high + squares_low)  # apart + along
     known = total > 0.5
-    return tuple(
-        jnp.where(known, part / jnp.where(known, total, 1), 0.5) for part in (apart, along)
-    )  # type: ignore[return-value]
+    p, q = (jnp.where(known, x / jnp.where(known, total, 1), 0.5) for x in (apart, along))
+    return p, q
 
 
 def half_chord_errors(a: UnitRows, b: UnitRows, p: chex.Array, q: chex.Array) -> jax.Array:

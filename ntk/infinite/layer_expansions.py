@@ -99,9 +99,7 @@ def _check_numbers(name: str, values: Any, count: int, dtype: Any) -> jax.Array:
     return values
 
 
-def check_input_pair(
-    name: str, x: Any, name2: str = "", x2: Any = None
-) -> tuple[jax.Array, jax.Array | None]:
+def check_input_pair(name: str, x: Any, name2: str = "", x2: Any = None) -> tuple[jax.Array, Any]:
     """Return both sets of inputs as floating arrays [n, d] and [n2, d], checked; None stays."""
     x = _check_input_rows(name, x)
     if x2 is None:
@@ -276,9 +274,9 @@ def _worthwhile(values, places, jumps, scale, table):
     most = _CANCELLING[scale.dtype.itemsize]
     order = jnp.arange(ORDERS, dtype=scale.dtype)[None, None]
     power, place = scale[:, None, None] ** order, places[None] * reciprocal(scale)[:, None]
+    pairs = (jumps, norms[0]), (slopes, norms[1])
     fits, slope_fits = (
-        piece_norms(j[None] * power, place) <= most * norm[:, None, None]
-        for j, norm in ((jumps, norms[0]), (slopes, norms[1]))
+        piece_norms(j[None] * power, place) <= most * norm[:, None, None] for j, norm in pairs
     )
     fits = fits.at[..., 1:].min(slope_fits[..., :-1])
     if scale.dtype.itemsize == 8:
@@ -357,13 +355,7 @@ class LayerKernels(NamedTuple):
 
 
 def propagate_features(
-    layers: Sequence[Layer],
-    weights: Sequence[chex.Array],
-    skips: chex.Array,
-    variances: chex.Array,
-    squares: chex.Array,
-    how: Resolution,
-    error: chex.Array | None = None,
+    layers: Sequence[Layer], weights, skips, variances, squares, how: Resolution, error=None
 ) -> list[LayerKernels]:
     """Apply the formulas of ``network_kernel`` to squared norms [n] of a relative ``error`` [n]."""
     kinks = common_kinks(layers)
@@ -428,10 +420,6 @@ def _propagate_layer(a, c, second, tangent, below, error, below_error, value, sl
     own = 2 * value.noise + 2 * regular * kinked + 4 * eps * value.size**2
     lost = square * own + a**2 * second * error
     lost += 2 * jnp.abs(a) * (off * jnp.abs(below) + jnp.abs(mean) * below_error)
-    return (
-        above,
-        tangent,
-        mean + a * below,
-        jax.lax.stop_gradient(lost * reciprocal(above) + 4 * eps),
-        jax.lax.stop_gradient(off + jnp.abs(a) * below_error),
-    )
+    mean = mean + a * below
+    error = jax.lax.stop_gradient(lost * reciprocal(above) + 4 * eps)
+    return above, tangent, mean, error, jax.lax.stop_gradient(off + jnp.abs(a) * below_error)

@@ -172,11 +172,9 @@ def _extremes(kernels: Kernels, n1: int, n2: int) -> tuple[jax.Array, jax.Array,
     rows, columns = (jnp.arange(n) for n in kernels.ntk.shape)
     inside = (rows < n1)[:, None] & (columns < n2)[None]
     lost = jnp.isnan(kernels.ntk)
-    return (
-        jnp.max(jnp.where(inside, kernels.error, 0)),
-        jnp.max(jnp.where(inside & ~lost, jnp.abs(kernels.ntk), 0)),
-        (inside & lost).any(),
-    )
+    error = jnp.max(jnp.where(inside, kernels.error, 0))
+    largest = jnp.max(jnp.where(inside & ~lost, jnp.abs(kernels.ntk), 0))
+    return error, largest, (inside & lost).any()
 
 
 def lemma1_kernel_as_printed(
@@ -336,14 +334,10 @@ def _tile(a: _InputFeatures, b: _InputFeatures, same, skips, variances, exact) -
         second = jnp.where(same, sizes, second)
     error = half_chord_errors(a.unit_rows, b.unit_rows, p, q)
     spread = a.spread[:, None] + b.spread[None]
-    state = _TileState(
-        second,
-        jnp.zeros_like(second),
-        jnp.broadcast_to(sizes, p.shape),
-        Pair(p, q, error),
-        jax.lax.stop_gradient(sizes) * (2 * error + 5 * eps + spread),
-        jnp.zeros_like(second),
-    )
+    tangent, norms = jnp.zeros_like(second), jnp.broadcast_to(sizes, p.shape)
+    second_error = jax.lax.stop_gradient(sizes) * (2 * error + 5 * eps + spread)
+    none = jnp.zeros_like(second)
+    state = _TileState(second, tangent, norms, Pair(p, q, error), second_error, none)
     # The skip of the first layer is 0.
     skips = jnp.concatenate([jnp.zeros(1, skips.dtype), skips])
     # A step gets the features with few entries from the step before. XLA would slice the scanned
@@ -390,18 +384,15 @@ def _split_layers(layers: LayerKernels) -> tuple[jax.Array, LayerKernels, Callab
     return jax.vmap(of_inputs, in_axes=1)(few), many, join
 
 
-def _layer(
-    state: _TileState, a: LayerKernels, b: LayerKernels, skip, c, exact, *, same
-) -> _TileState:
+def _layer(state, a: LayerKernels, b: LayerKernels, skip, c, exact, *, same) -> _TileState:
     """Take one step of the module's recursion.
 
     ``exact`` means that all layers so far scale with the input's norm. The correlation lost here
     then adds to the earlier loss, without the cancellation of ``1 - rho``.
     """
     below, tangent, sizes, pair, *_ = state
-    (value, value_error), (slope, slope_error) = expectations(
-        (a.value, a.slope), (b.value, b.slope), (1, 0), pair
-    )
+    fs, gs = (a.value, a.slope), (b.value, b.slope)
+    (value, value_error), (slope, slope_error) = expectations(fs, gs, (1, 0), pair)
     cross = a.value.mean[:, None] * b.below[None] + a.below[:, None] * b.value.mean[None]
     second = value + skip * cross + skip**2 * below
     if same is not None:
@@ -419,14 +410,14 @@ def _layer(
     if same is not None:
         p = jnp.where(same, 0.5, p)
     layer = state, a, b, skip, c, exact, same
-    values = value_error, slope_error, slope, second, roots, scales, p
+    values = value_error, slope_error, slope, roots, scales, p
     errors = _layer_error_bounds(*jax.lax.stop_gradient((*layer, *values)))
     total = c * slope * (below + tangent) + skip**2 * tangent
     return _TileState(second, total, roots, Pair(p, 1 - p, errors[0]), *errors[1:])
 
 
 def _layer_error_bounds(
-    state, a, b, skip, c, exact, same, value_error, slope_error, slope, second, roots, scales, p
+    state, a, b, skip, c, exact, same, value_error, slope_error, slope, roots, scales, p
 ):
     """Return error bounds of p, S and T after the layer."""
     eps = float(jnp.finfo(p.dtype).eps)
@@ -440,11 +431,8 @@ def _layer_error_bounds(
     # The gap's derivative with p is twice the product of both slopes.
     steep = jnp.minimum(slopes + slope_error, a.slope.norm[:, None] * b.slope.norm[None])
     lost = 2 * pair.error * (steep * scales + skip**2 * sizes)
-    error = jnp.where(
-        exact,
-        lost * reciprocal(2 * roots) + 8 * eps * p,
-        (off * reciprocal(roots) + relative) / 2 + eps,
-    )
+    scaled = lost * reciprocal(2 * roots) + 8 * eps * p
+    error = jnp.where(exact, scaled, (off * reciprocal(roots) + relative) / 2 + eps)
     tangent_error = (
         c * slopes * (below_error + tangent_error)
         + c * slope_error * (jnp.abs(below + tangent) + below_error + tangent_error)

@@ -1,6 +1,5 @@
 """Activations for the kernels: linear on both sides of a kink at 0, or piecewise smooth.
 
-A kernel of infinite width needs Gaussian expectations of an activation ``s`` and its derivatives.
 A *kinked* activation is ``right z`` for z > 0 and ``left z`` for z < 0; its derivatives are a step
 and a point mass at 0. A *smooth* one is any function that is smooth except at listed ``kinks``; JAX
 differentiates it on each piece.
@@ -210,8 +209,7 @@ def activation(
     name : str, optional
     strip : float
         For :func:`ntk.dual` only: ``fn`` is assumed analytic in ``|Im z| < strip``. Too large a
-        value loses digits there, too small a value only costs time. Kernels measure their
-        resolution.
+        value loses digits there, too small a value only costs time.
     kinks : places where the function or one of its derivatives jumps, optional
         Default: search for up to 16 places. If given, nothing may jump elsewhere.
 
@@ -225,9 +223,8 @@ def activation(
     Notes
     -----
     Jumps of ``fn`` and its first two derivatives are searched in two thousand cells of ``|z| <
-    120``, to the last digit. Two kinks 1e-3 apart are detected; a spike narrower than the cells
-    (1/64 for ``|z| < 12``) can be missed. A function that is linear on both sides of 0, up to the
-    ends, gets the closed form of leaky ReLUs.
+    120``, to the last digit. A spike narrower than the cells (1/64 for ``|z| < 12``) can be missed.
+    A function that is linear on both sides of 0 gets the closed form of leaky ReLUs.
 
     Examples
     --------

@@ -7,10 +7,8 @@ For z, z' ~ N(0, 1) of correlation ``rho = q - p``, p + q = 1, and thresholds h,
     dI_mn/drho = I_{m-1,n-1},   dI_mn/dh = -I_{m-1,n},
     (m + 1) I_{m+1,n} = I_{m-1,n} + rho I_{m,n-1} - h I_mn    (Stein's lemma),
 
-so that all follow from ``I_00 = P(z > h, z' > k)``. Like p, it is exact relative to the angle even
-if the correlation rounds to 1.
-
-References: Owen (1956) for ``I_00``; Rosenbaum (1961) for the recursion.
+so that all follow from ``I_00 = P(z > h, z' > k)`` by Owen (1956), exact relative to the angle like
+p. Reference for the recursion: Rosenbaum (1961).
 """
 
 import functools

@@ -364,8 +364,7 @@ def propagate_features(
         error = 8 * float(jnp.finfo(squares.dtype).eps) * jnp.ones_like(squares)
     # Second moment, T and mean of the features below; errors of the second moment and the mean.
     state = squares, zeros, zeros, error, zeros
-    # The skip of the first layer is 0.
-    skips = jnp.concatenate([jnp.zeros_like(skips, shape=1), skips])
+    skips = jnp.concatenate([jnp.zeros_like(skips, shape=1), skips])  # 0 for the first layer
 
     def one(state, x, layer):
         w, a, c = x

@@ -338,8 +338,7 @@ def _tile(a: _InputFeatures, b: _InputFeatures, same, skips, variances, exact) -
     second_error = jax.lax.stop_gradient(sizes) * (2 * error + 5 * eps + spread)
     none = jnp.zeros_like(second)
     state = _TileState(second, tangent, norms, Pair(p, q, error), second_error, none)
-    # The skip of the first layer is 0.
-    skips = jnp.concatenate([jnp.zeros(1, skips.dtype), skips])
+    skips = jnp.concatenate([jnp.zeros(1, skips.dtype), skips])  # 0 for the first layer
     # A step gets the features with few entries from the step before. XLA would slice the scanned
     # arrays for every entry of the tile, which takes three times as long on a CPU.
     (few_a, many_a, join_a), (few_b, many_b, join_b) = map(_split_layers, (a.layers, b.layers))

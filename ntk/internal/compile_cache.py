@@ -1,9 +1,8 @@
 """Cache compiled programs by their content.
 
-``jax.jit`` caches a program by the identity of the Python function. A function can read a value
-that changes: a field of its object, a global, a list. It then gets the program of the earlier
-value. Here a function is traced at every call, which takes a fraction of XLA's time. XLA is skipped
-if the same program is known. Arrays that the function closes over may differ.
+``jax.jit`` caches a program by the identity of the Python function, which can read a value that
+changes: a field, a global, a list. Here a function is traced at every call, and XLA is skipped if
+the same program is known. Arrays that the function closes over may differ.
 """
 
 import collections

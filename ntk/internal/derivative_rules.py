@@ -1,9 +1,8 @@
 """Custom derivative rules that survive inside loops.
 
-When JAX differentiates the reverse pass of a loop (``lax.scan``, ``lax.map``) once more, it takes
-the body apart to move constant parts out of the loop. This opens functions with a
-``jax.custom_jvp`` rule, so their second derivatives ignore the rule: they are infinite where the
-rule has a limit, or 0 where a loop ended early. ``jax.checkpoint`` protects a function from this.
+When JAX differentiates the reverse pass of a loop (``lax.scan``, ``lax.map``) once more, it moves
+constant parts out of the body. This opens functions with a ``jax.custom_jvp`` rule, so their second
+derivatives ignore the rule. ``jax.checkpoint`` protects a function from this.
 """
 
 import functools

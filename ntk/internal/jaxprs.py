@@ -4,6 +4,7 @@ Up to JAX 0.10 a program with its constants, ``ClosedJaxpr``, is a separate type
 the ``Jaxpr`` itself.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
@@ -98,16 +99,13 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
 
 def replace_equations(program: Any, rule: Callable[[JaxprEqn], JaxprEqn]) -> Any:
     """Return the program with ``rule`` of every equation, also in its inner programs."""
-
-    def replace(value):
-        if isinstance(value, Jaxpr):
-            inner = [eqn.replace(params=jax.tree.map(replace, eqn.params)) for eqn in value.eqns]
-            return value.replace(eqns=list(map(rule, inner)))
-        if isinstance(value, ClosedJaxpr):
-            return value.replace(jaxpr=replace(value.jaxpr))
-        return value
-
-    return replace(program)
+    replace = functools.partial(replace_equations, rule=rule)
+    if isinstance(program, Jaxpr):
+        inner = [eqn.replace(params=jax.tree.map(replace, eqn.params)) for eqn in program.eqns]
+        return program.replace(eqns=list(map(rule, inner)))
+    if isinstance(program, ClosedJaxpr):
+        return program.replace(jaxpr=replace(program.jaxpr))
+    return program
 
 
 def all_equations(program: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
@@ -125,9 +123,8 @@ def operation_names(program: Jaxpr | ClosedJaxpr) -> set[str]:
 
 def needed(jaxpr: Jaxpr, live: list[bool]) -> list[tuple[JaxprEqn, list[bool]]]:
     """Return the equations behind the live outputs, and which of their outputs are used."""
-    wanted = {
-        v for v, a in zip(jaxpr.outvars, live, strict=True) if a and not isinstance(v, Literal)
-    }
+    outputs = zip(jaxpr.outvars, live, strict=True)
+    wanted = {v for v, used in outputs if used and not isinstance(v, Literal)}
     needed_equations = []
     for eqn in reversed(jaxpr.eqns):
         used = [v in wanted for v in eqn.outvars]

@@ -104,9 +104,8 @@ def assemble(tile: Callable[..., Any], n1: int, n2: int, *, symmetric: bool, siz
     if (size1, size2) == (n1, n2):
         whole = tile(0, 0, n1, n2)
         return jax.tree.map(mirror_triangle, whole) if symmetric else whole
-    starts1, starts2 = (
-        np.minimum(np.arange(0, n, step), n - step) for n, step in ((n1, size1), (n2, size2))
-    )
+    sides = (n1, size1), (n2, size2)
+    starts1, starts2 = (np.minimum(np.arange(0, n, step), n - step) for n, step in sides)
     corners = [(i, j) for i in starts1 for j in starts2 if not symmetric or i <= j]
     # Tiles are recomputed in reverse mode; otherwise every tile would store all its layers.
     compute = jax.checkpoint(functools.partial(tile, size1=size1, size2=size2))

@@ -1,8 +1,4 @@
-"""Infinitely wide networks of layers: one description for exact kernels and finite networks.
-
-Layers: :mod:`ntk.networks.layers`. A network is ``serial`` of them; its methods are ``kernel``,
-``module`` (flax) and ``start``, with ``names``: its search space.
-"""
+"""Infinitely wide networks of layers: one description for exact kernels and finite networks."""
 
 import lazy_loader
 

@@ -40,9 +40,8 @@ class Module(nn.Module):
         plan = plan_network(self.network, x.shape[1:-1], alpha, x.dtype, finite=True)
         last = max(i for i, step in enumerate(plan.steps) if step.weighted)
         if not plan.steps[last].makes_outputs:
-            raise ValueError(
-                "network: expected dense or conv to make the outputs, got add at the end."
-            )
+            expected = "dense or conv to make the outputs"
+            raise ValueError(f"network: expected {expected}, got add at the end.")
         for i, (step, numbers) in enumerate(zip(plan.steps, plan.numbers, strict=True)):
             x = step.apply(numbers, x, _Scope(self.outputs if i == last else self.width))
         return x.reshape(len(x), self.outputs)

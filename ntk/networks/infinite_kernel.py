@@ -58,11 +58,7 @@ LEVELS = (
 
 
 def exact_kernels(
-    network: "Network",
-    x1: chex.Array,
-    x2: chex.Array | None = None,
-    *,
-    alpha: Mapping[str, Any] | None = None,
+    network: "Network", x1: chex.Array, x2: chex.Array | None, alpha: Mapping[str, Any] | None
 ) -> Kernels:
     """Return the kernels as :meth:`ntk.networks.Network.kernel` does, with its errors."""
     x1, x2 = _check_network_inputs(x1, x2)
@@ -87,10 +83,8 @@ def _check_network_inputs(x1, x2):
             continue
         x = without_explicit_axes(float_array(name, x))
         if x.ndim not in (2, 3, 4) or 0 in x.shape:
-            raise ValueError(
-                f"{name}: expected a nonempty array [n, d], [n, length, channels] or "
-                f"[n, height, width, channels], got shape {x.shape}."
-            )
+            expected = "[n, d], [n, length, channels] or [n, height, width, channels]"
+            raise ValueError(f"{name}: expected a nonempty array {expected}, got shape {x.shape}.")
         check_finite(name, x, "entries")
         arrays.append(x)
     if x2 is None:
@@ -112,10 +106,9 @@ def _sites(plan: NetworkPlan, x: jax.Array, how: Resolution) -> list[LayerFeatur
     """Return all layers on single inputs [n, *shape, channels], a few inputs at a time."""
     x = x.reshape(len(x), -1, x.shape[-1])
     size = max(1, 16 * ENTRIES // x.shape[1] ** 2) if plan.full and concrete(x) else len(x)
-    parts = [
-        walk.walk_features(plan.steps, plan.numbers, Raw(x[i : i + size]), None, plan.full, how)
-        for i in range(0, len(x), size)
-    ]
+    blocks = (Raw(x[i : i + size]) for i in range(0, len(x), size))
+    walk_block = functools.partial(walk.walk_features, plan.steps, plan.numbers)
+    parts = [walk_block(block, None, plan.full, how) for block in blocks]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 

@@ -106,7 +106,7 @@ class Network:
         """
         from ntk.networks.infinite_kernel import exact_kernels
 
-        return exact_kernels(self, x1, x2, alpha=alpha)
+        return exact_kernels(self, x1, x2, alpha)
 
     def module(self, *, width: int, outputs: int = 1) -> "nn.Module":
         """Return the finite network of the same parametrization, in flax.

@@ -57,13 +57,11 @@ def read_alpha(
     for name, choices in names.items():
         if name not in alpha:
             raise ValueError(f"alpha: expected an entry {name!r}, got {sorted(alpha)}.")
-        alpha[name] = real_array(f"alpha: {name}", alpha[name]).astype(dtype)
-        if alpha[name].shape != ((len(choices),) if choices else ()):
-            raise ValueError(
-                f"alpha: {name}: expected {len(choices) or 'a'} number(s), got shape "
-                f"{alpha[name].shape}."
-            )
-        check_finite(f"alpha: {name}", alpha[name])
+        value = alpha[name] = real_array(f"alpha: {name}", alpha[name]).astype(dtype)
+        if value.shape != ((len(choices),) if choices else ()):
+            expected = f"{len(choices) or 'a'} number(s)"
+            raise ValueError(f"alpha: {name}: expected {expected}, got shape {value.shape}.")
+        check_finite(f"alpha: {name}", value)
     return Values(alpha, dtype, finite)
 
 
@@ -86,20 +84,15 @@ class NetworkPlan(NamedTuple):
 
 
 def plan_network(
-    network: "Network",
-    shape: Shape,
-    alpha: Mapping[str, Any] | None,
-    dtype: Any,
-    *,
-    finite: bool = False,
+    network: "Network", shape: Shape, alpha: Mapping[str, Any] | None, dtype: Any, *, finite=False
 ) -> NetworkPlan:
     """Return the steps for inputs [n, *shape, channels], of a ``finite`` network or for kernels."""
     values = read_alpha(network.names, alpha, dtype, finite)
     steps, numbers, end = plan_layers(network, Signal(shape, False, raw=True), values)
     if not end.gaussian or math.prod(end.shape) != 1:
+        got = f"{end.shape} positions" if end.gaussian else "no layer with weights at the end"
         raise ValueError(
-            "network: expected to end in dense, or in conv and pooling to one position, got "
-            + (f"{end.shape} positions." if end.gaussian else "no layer with weights at the end.")
+            f"network: expected to end in dense, or in conv and pooling to one position, got {got}."
         )
     last = max((i for i, step in enumerate(steps) if step.pools()), default=-1)
     if last >= 0:

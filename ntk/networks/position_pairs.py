@@ -39,7 +39,7 @@ from ntk.expectations.gaussian import reciprocal
 from ntk.expectations.hermite import Pair, expectations, moves, polynomial
 from ntk.internal.tiles import device_strip_entries
 from ntk.networks import tables
-from ntk.networks.moments import LayerFeatures, Moments, epsilon
+from ntk.networks.moments import Moments, epsilon
 from ntk.networks.windows import as_pair_rows, min_over_positions, outer
 
 
@@ -68,9 +68,8 @@ def norm_half_chords(va, vb, norms_a, norms_b, full: bool) -> jax.Array:
     for v, norms in ((va, norms_a), (vb, norms_b)):
         # A loop gives each entry's row the memory layout that the pairs need.
         over = reciprocal(norms)
-        units.append(
-            jax.lax.map(lambda x, over=over: as_pair_rows(x * over, full), jnp.moveaxis(v, 2, 0))
-        )
+        rows = jnp.moveaxis(v, 2, 0)
+        units.append(jax.lax.map(lambda x, over=over: as_pair_rows(x * over, full), rows))
     gaps = (a[:, :, None] - b[:, None, :] for a, b in zip(*units, strict=True))
     return functools.reduce(jnp.add, (gap * gap for gap in gaps)) / 4
 
@@ -80,11 +79,8 @@ def map_state_strips(fn, state: PairState, tile: Tile, left=(), right=(), pairs=
     if tile.same is not None:
         pairs = (*pairs, tile.same)
         if tile.full:
-            n1, n2 = state.slack.shape
-            of_each = (jnp.arange(k // n) for k, n in zip(state.p.shape[1:], (n1, n2), strict=True))
-            one, other = (
-                jnp.broadcast_to(x, (n, len(x))) for n, x in zip((n1, n2), of_each, strict=True)
-            )
+            sizes = zip(state.slack.shape, state.p.shape[1:], strict=True)
+            one, other = (jnp.broadcast_to(jnp.arange(k // n), (n, k // n)) for n, k in sizes)
             left, right = (*left, one), (*right, other)
     entries = (state.p, state.tangent)
     return map_strips(fn, entries, left=left, right=right, pairs=pairs, full=tile.full)
@@ -97,9 +93,7 @@ def met_in_strip(left, right, pairs) -> jax.Array:
     return same & (left[-1] == right[-1]) if whole else same
 
 
-def state_of_moments(
-    second, tangent, errors, a: LayerFeatures, b: LayerFeatures, tile: Tile
-) -> PairState:
+def state_of_moments(second, tangent, errors, a, b, tile: Tile) -> PairState:
     """Return the state with these S, T and last three errors."""
     sizes = outer(a.after.norm, b.after.norm, tile.full and second.shape[0] == 1)
     p = jnp.clip((1 - second * reciprocal(sizes)) / 2, 0, 1)
@@ -122,9 +116,9 @@ def same_positions(p: jax.Array, tile: Tile) -> jax.Array | None:
         return tile.same[None]
     positions = p.shape[1] // len(tile.same)
     row, column = (jnp.arange(n) for n in p.shape[1:])
-    images = (
-        tile.same[row // positions][:, column // positions] if tile.same.size > 1 else tile.same
-    )
+    images = tile.same
+    if images.size > 1:
+        images = images[row // positions][:, column // positions]
     return (images & (row[:, None] % positions == column[None] % positions))[None]
 
 
@@ -168,12 +162,10 @@ def map_strips(
         return _map_and_reshape(lambda x: fn(*x, pairs), (entries, left, right), shape)
     if not full:  # some inputs
         count = count_loop_parts(a, b)
-        rows = (
-            [x.reshape(count, -1, b) for x in (*entries, *pairs)],
-            [x.reshape(count, -1, 1) for x in left],
-        )
+        rows = [x.reshape(count, -1, b) for x in (*entries, *pairs)]
+        left = [x.reshape(count, -1, 1) for x in left]
         right, k = [x.reshape(1, b) for x in right], len(entries)
-        return _map_and_reshape(lambda x: fn(x[0][:k], x[1], right, x[0][k:]), rows, shape)
+        return _map_and_reshape(lambda x: fn(x[0][:k], x[1], right, x[0][k:]), (rows, left), shape)
     n1, n2 = (side[0].shape[0] if side else 0 for side in (left, right))
     if pairs:
         n1, n2 = pairs[0].shape
@@ -197,9 +189,7 @@ def count_loop_parts(length: int, per_entry: int) -> int:
     return next((k for k in divisors if length // k * per_entry <= most), divisors[-1])
 
 
-def duals_by_position(
-    a: LayerFeatures, b: LayerFeatures, p: jax.Array, full: bool
-) -> list[jax.Array]:
+def duals_by_position(a, b, p: jax.Array, full: bool) -> list[jax.Array]:
     """Return ``E s(u) s(u')`` of a smooth activation and of its slope, by series per position."""
 
     def one(x):
@@ -211,23 +201,22 @@ def duals_by_position(
     return jax.lax.map(one, (fs, gs, p))
 
 
-def by_tables(
-    activation_tables: Any, a: LayerFeatures, b: LayerFeatures, p: jax.Array, full: bool
-) -> list[jax.Array]:
+def by_tables(activation_tables: Any, a, b, p: jax.Array, full: bool) -> list[jax.Array]:
     """Return the same by a table for the layer, with terms for one position at a time."""
     # In the full layout the rows come image after image: each image's largest correlation ends its
     # series, and strips of that size stay in the processor's cache.
     strip = p.shape[1] // len(a.before.square) if full else p.shape[1]
 
-    def one(x):
-        (sa, fs), (sb, gs), p = x
-        fs, gs = (
-            tuple(
-                f._replace(regular=tables.table_coefficients(t, s, f.norm, 1 - k))
-                for k, (t, f) in enumerate(zip(activation_tables, expansions, strict=True))
-            )
-            for s, expansions in ((sa, fs), (sb, gs))
+    def with_terms(scale, expansions):
+        functions = enumerate(zip(activation_tables, expansions, strict=True))
+        return tuple(
+            f._replace(regular=tables.table_coefficients(table, scale, f.norm, 1 - k))
+            for k, (table, f) in functions
         )
+
+    def one(x):
+        *sides, p = x
+        fs, gs = (with_terms(*side) for side in sides)
 
         def rows_of(x):
             fs, p = x
@@ -245,10 +234,8 @@ def by_tables(
         split = jax.tree.map(lambda x: x.reshape(len(x) // strip, strip, *x.shape[1:]), (fs, p))
         return [x.reshape(p.shape) for x in jax.lax.map(rows_of, split)]
 
-    sides = [
-        jax.tree.map(lambda x: as_pair_rows(x, full), (s.before.norm, (s.value, s.slope)))
-        for s in (a, b)
-    ]
+    sides = [(s.before.norm, (s.value, s.slope)) for s in (a, b)]
+    sides = jax.tree.map(lambda x: as_pair_rows(x, full), sides)
     return jax.lax.map(one, (*sides, p))
 
 
@@ -258,11 +245,8 @@ def _by_parity(a, b, rho) -> jax.Array:
     return even + rho * odd
 
 
-def state_after_duals(
-    how, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile, terms: int
-) -> PairState:
+def state_after_duals(how, a, b, state: PairState, tile: Tile, terms: int) -> PairState:
     """Return the state after an activation with the duals ``how(a, b, p, full)`` of K ``terms``."""
-    assert a.slope is not None and b.slope is not None
     same = same_positions(state.p, tile)
     # Entries of inputs with themselves are known, so a series needs no terms for them.
     value, slope = how(a, b, state.p if same is None else jnp.where(same, 0.5, state.p), tile.full)
@@ -276,11 +260,8 @@ def state_after_duals(
     return state_after_smooth(after, tangent, a, b, state, ends, terms)
 
 
-def state_after_smooth(
-    after, tangent, a: LayerFeatures, b: LayerFeatures, state: PairState, ends, terms: int
-) -> PairState:
+def state_after_smooth(after, tangent, a, b, state: PairState, ends, terms: int) -> PairState:
     """Return the state, with its errors."""
-    assert a.slope is not None and b.slope is not None
     off, off_slope = _bound_dual_errors((a.value, a.slope), (b.value, b.slope), state, ends, terms)
     eps = epsilon(after)
     floor = jnp.minimum((off + norm_noise(a.after, b.after)) / 2 + 4 * eps, 1)

@@ -165,10 +165,8 @@ def _form(v, matrix) -> jax.Array:
 def _table_errors(table: ActivationTable, v, scale, norm, error, power, degree: int):
     """Return the last five fields of an expansion."""
     eps, over = float(jnp.finfo(norm.dtype).eps), reciprocal(norm)
-    size, missed_regular, steep, stretch = (
-        root(jnp.maximum(_form(v, m), 0))
-        for m in (table.regular, table.missed_regular, table.steep, table.stretch)
-    )
+    grams = table.regular, table.missed_regular, table.steep, table.stretch
+    size, missed_regular, steep, stretch = (root(jnp.maximum(_form(v, m), 0)) for m in grams)
     slant = power * jnp.abs(table.sides[1] - table.sides[0]) if len(table.sides) else 0 * norm
     off = scale * (table.tail + table.rounding) + table.nodes * size
     noise = 4 * eps * (size + norm) + off + (error / 2 + 4 * eps) * stretch

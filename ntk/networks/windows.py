@@ -77,9 +77,8 @@ def _value_per_axis(combinator: str, value: Any, shape: Shape) -> Shape:
     if isinstance(value, int):
         return (value,) * len(shape)
     if len(value) != len(shape):
-        raise ValueError(
-            f"{combinator}: expected one number for each of {len(shape)} axes, got {value}."
-        )
+        expected = f"one number for each of {len(shape)} axes"
+        raise ValueError(f"{combinator}: expected {expected}, got {value}.")
     return tuple(value)
 
 
@@ -125,10 +124,8 @@ def extract_patches(x: jax.Array, windows: Windows) -> jax.Array:
         x = _pad_axes(x, windows, i, (1 + i,))
     patches = []
     for offsets in itertools.product(*map(range, windows.window)):
-        index = [
-            slice(o, o + (count - 1) * stride + 1, stride)
-            for o, count, stride in zip(offsets, windows.after, windows.strides, strict=True)
-        ]
+        steps = zip(offsets, windows.after, windows.strides, strict=True)
+        index = [slice(o, o + (n - 1) * stride + 1, stride) for o, n, stride in steps]
         part = x[(slice(None), *index)]
         patches.append(part.reshape(len(x), -1, x.shape[-1]))
     return jnp.stack(patches, 2)

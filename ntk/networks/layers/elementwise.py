@@ -86,9 +86,8 @@ class _Elementwise(Layer):
 
     def plan(self, signal, values):
         if not signal.gaussian:
-            raise ValueError(
-                "act: expected a layer with weights between it and the last act, got none."
-            )
+            expected = "a layer with weights between it and the last act"
+            raise ValueError(f"act: expected {expected}, got none.")
         weights = values.weights(self.weights)
         return Planned(*self._step(weights, values.finite), signal._replace(gaussian=False))
 
@@ -152,10 +151,9 @@ class _Kinked(LayerStep):
         floor = state.floor + jnp.where(monotone, 0, state.slack)
         slack = jnp.where(monotone, state.slack, 0) + 8 * eps
         # S moves by E f' f' <= power with S below, by |E f f - S E f' f'| <= 0.7 power with norms.
-        second = 8 * eps + jnp.minimum(
-            2 * (slack + floor) + norm_noise(a.after, b.after),
-            state.second_error + 0.7 * norm_noise(a.before, b.before),
-        )
+        by_angle = 2 * (slack + floor) + norm_noise(a.after, b.after)
+        by_norm = state.second_error + 0.7 * norm_noise(a.before, b.before)
+        second = 8 * eps + jnp.minimum(by_angle, by_norm)
         worst = power + bend * jnp.sqrt(slack + floor)
         error = state.tangent_error * (1 + bend * over * jnp.sqrt(slack + floor)) + 16 * eps
         excess = bend * sum_over_positions(off, tile.full, n1, n2) + worst * state.tangent_excess
@@ -174,9 +172,8 @@ class _Smooth(LayerStep):
         layer, error = self.activations, jnp.repeat(before.noise, positions)
         kinks = common_kinks([layer])
         expansions = expand_layer(layer, numbers, before.norm.ravel(), error, kinks, how)
-        return _features_from_expansions(
-            before, *jax.tree.map(lambda x: x.reshape(n, positions, *x.shape[1:]), expansions)
-        )
+        shaped = jax.tree.map(lambda x: x.reshape(n, positions, *x.shape[1:]), expansions)
+        return _features_from_expansions(before, *shaped)
 
     def pairs(self, numbers, a, b, state, tile):
         terms = a.value.regular.shape[2]

@@ -135,15 +135,12 @@ def _pool_features(step: _Average, before: Raw | Moments, state: Any) -> LayerFe
 
     norms = jax.vmap(lambda x: outer(x[None], x[None], True))(before.norm)
     means = [single(root(x), windows) / size for x in (before.square, before.tangent)]
-    square, tangent = (
-        # Sums that cancel leave rounding, and results of that size count as completely wrong.
-        jnp.maximum(with_itself(x), 4 * epsilon(x) * mean**2)
-        for x, mean in zip((norms * (1 - 2 * state.p), state.tangent), means, strict=True)
-    )
-    gain, tangent_gain = (
-        jax.lax.stop_gradient((mean * reciprocal(root(x))).max(1))
-        for x, mean in zip((square, tangent), means, strict=True)
-    )
+    pairs = zip((norms * (1 - 2 * state.p), state.tangent), means, strict=True)
+    # Sums that cancel leave rounding, and results of that size count as completely wrong.
+    square, tangent = (jnp.maximum(with_itself(x), 4 * epsilon(x) * mean**2) for x, mean in pairs)
+    pairs = zip((square, tangent), means, strict=True)
+    ratios = (mean * reciprocal(root(x)) for x, mean in pairs)
+    gain, tangent_gain = (jax.lax.stop_gradient(ratio.max(1)) for ratio in ratios)
     eps = epsilon(square)
     worst = jnp.maximum(before.noise, state.second_error[:, 0, 0])
     noise = (worst + (4 + 2 * sum(windows.window)) * eps) * gain**2

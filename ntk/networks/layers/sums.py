@@ -91,10 +91,9 @@ class _Add(Layer):
             raise ValueError(f"add: expected branches of one shape, got shapes {shapes}.")
         fresh = list(map(_has_weights, self.branches))
         if sum(not f for f in fresh) > 1 or (signal.raw and not all(fresh)):
-            raise ValueError(
-                "add: expected a layer with weights in every branch except one (on the data: in "
-                f"every branch), got {sum(fresh)} of {len(fresh)}."
-            )
+            where = "every branch except one (on the data: in every branch)"
+            got = f"{sum(fresh)} of {len(fresh)}"
+            raise ValueError(f"add: expected a layer with weights in {where}, got {got}.")
         means = sum(not end.gaussian for end in ends) > 1
         end = Signal(ends[0].shape, all(e.gaussian for e in ends), flat=ends[0].flat)
         return Planned(_Sum(branches, means), (values.weights(self.weights), numbers), end)
@@ -124,10 +123,8 @@ class _Sum(LayerStep):
 
     def visit(self, numbers, before, state, full, how):
         weights, inner = numbers
-        branches = [
-            walk.walk_features(s, n, before, state, full, how)
-            for s, n in zip(self.branches, inner, strict=True)
-        ]
+        pairs = zip(self.branches, inner, strict=True)
+        branches = [walk.walk_features(s, n, before, state, full, how) for s, n in pairs]
         ends = [sites[-1].after if sites else before for sites in branches]
         site = _sum_features(self.skeleton(), weights, before, ends)
         return site._replace(branches=tuple(branches))
@@ -138,23 +135,18 @@ class _Sum(LayerStep):
     def pairs(self, numbers, a, b, state, tile):
         """Combine the branches' angles; if means count, their second moments."""
         weights, inner = numbers
-        ends: list[Any] = [
-            walk.walk_pairs(steps, inner[k], a.branches[k], b.branches[k], state, tile)
-            for k, steps in enumerate(self.branches)
-        ]
-        tops = [
-            [(s.branches[k][-1].after if s.branches[k] else s.before) for k in range(len(ends))]
-            for s in (a, b)
-        ]
+        parts = zip(self.branches, inner, a.branches, b.branches, strict=True)
+        ends: list[Any] = [walk.walk_pairs(*part, state, tile) for part in parts]
+        tops = [[(sites[-1].after if sites else s.before) for sites in s.branches] for s in (a, b)]
         tangent, excess = (
             _total(w**2 * getattr(end, name) for w, end in zip(weights, ends, strict=True))
             for name in ("tangent", "tangent_excess")
         )
         sizes = [outer(top.norm, other.norm, tile.full) for top, other in zip(*tops, strict=True)]
         eps = epsilon(tangent)
+        names = "slack", "floor", "second_error", "tangent_error"
         slack, floor, second_error, tangent_error = (
-            _largest(getattr(end, name) for end in ends)
-            for name in ("slack", "floor", "second_error", "tangent_error")
+            _largest(getattr(end, name) for end in ends) for name in names
         )
         rounding = (4 + len(ends)) * eps
         second_error, tangent_error = second_error + rounding, tangent_error + rounding

@@ -120,16 +120,13 @@ class _Dense(Layer):
 
     def plan(self, signal, values):
         if math.prod(signal.shape) > 1:
-            raise ValueError(
-                f"dense: expected flatten or pooling before it, got shape {signal.shape}."
-            )
+            expected = "flatten or pooling before it"
+            raise ValueError(f"dense: expected {expected}, got shape {signal.shape}.")
         return self._linear(NO_POSITIONS, values)
 
     def _linear(self, windows: Windows, values: Values) -> Planned:
-        numbers = tuple(
-            values.number(name, getattr(self, name), least=0)
-            for name in ("weight_variance", "bias_variance")
-        )
+        names = "weight_variance", "bias_variance"
+        numbers = tuple(values.number(name, getattr(self, name), least=0) for name in names)
         none = isinstance(self.bias_variance, int | float) and self.bias_variance == 0
         return Planned(_Linear(windows, not none), numbers, Signal(windows.after, True))
 
@@ -178,9 +175,8 @@ class _Linear(LayerStep):
             units = normalize_rows(patched.reshape(-1, patched.shape[2]), after.norm.ravel())
             shaped = jax.tree.map(lambda x: x.reshape(*square.shape, *x.shape[1:]), units)
             return LayerFeatures(before, after, units=shaped)
-        square, tangent = (
-            weight * single(x, windows) / windows.size for x in (before.square, before.tangent)
-        )
+        below = before.square, before.tangent
+        square, tangent = (weight * single(x, windows) / windows.size for x in below)
         square = square + bias
         noise = before.noise + (4 + sum(windows.window)) * epsilon(square)
         after = Moments(square, square + tangent, 0 * square, noise, 0 * noise)

@@ -173,13 +173,16 @@ def largest_error(dtype: Any) -> float:
     return 64 * float(jnp.finfo(dtype).eps) ** 0.5
 
 
-def check_resolved(name: str, kernel: chex.Array) -> None:
+_FINE = "an activation with too fine details"
+
+
+def check_resolved(name: str, kernel: chex.Array, rows="inputs", cause=_FINE) -> None:
     """Raise ``FloatingPointError`` for a NaN entry, the mark of too large an error."""
     if bool(np.isnan(kernel).any()):
         raise FloatingPointError(
             f"{name}: expected inputs whose kernel can be computed in {kernel.dtype}, got an entry "
-            "with too large an error: nearly collinear inputs at too large a variance, an "
-            "activation with too fine details, or errors that grow from layer to layer."
+            f"with too large an error: nearly collinear {rows} at too large a variance, {cause}, "
+            "or errors that grow from layer to layer."
         )
 
 

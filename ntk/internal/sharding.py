@@ -74,11 +74,7 @@ def _in_explicit_mesh() -> bool:
 
 
 def with_automatic_axes(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    like: Callable[[], Pytree],
-    *,
-    compiled: bool = False,
+    function: Callable, args: tuple, like: Callable[[], Pytree], *, compiled: bool = False
 ) -> Pytree:
     """Return ``function(*args)``, computed with automatic axes on a mesh with explicit ones.
 

@@ -7,9 +7,11 @@ A layer has two sides, which may be one class:
 * A :class:`LayerStep` is the computation. It is static and hashable (a frozen dataclass). Its
   methods get the numbers as arrays, so one compiled program serves all networks of one structure.
 
-A new layer is one file: its description, with :meth:`Layer.plan`, and :meth:`Layer.entries` if it
-has numbers or names; its step, with :meth:`LayerStep.features`, :meth:`LayerStep.pairs` and
-:meth:`LayerStep.apply`; and a function that returns ``Network((MyLayer(),))``.
+A new layer is one file:
+
+* its description, with :meth:`Layer.plan`, and :meth:`Layer.entries` if it has numbers or names;
+* its step, with :meth:`LayerStep.features`, :meth:`LayerStep.pairs` and :meth:`LayerStep.apply`;
+* a function that returns ``Network((MyLayer(),))``.
 
 The other methods have defaults for layers without weights that act on each position separately. A
 layer with weights asks for them in ``apply`` and has ``weighted = True``.

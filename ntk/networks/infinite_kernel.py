@@ -21,6 +21,7 @@ from ntk.infinite.layer_expansions import (
     RESOLUTIONS,
     TRACED,
     Resolution,
+    check_resolved,
     is_resolved,
     largest_error,
 )
@@ -67,12 +68,8 @@ def exact_kernels(
         plan, a, b = _at_level(plan, Level(TRACED), x1, x2)
         return _kernels_of_pairs(*_static(plan, x1.dtype), plan.numbers, a, b)
     kernels = _kernels_by_block(plan, x1, x2)
-    if bool(np.isnan(kernels.ntk).any()):
-        raise FloatingPointError(
-            f"x1: expected inputs whose kernel can be computed in {x1.dtype}, got an entry with "
-            "too large an error: nearly collinear patches at too large a variance, features that "
-            "cancel where they are pooled, or errors that grow from layer to layer."
-        )
+    cancelling = "features that cancel where they are pooled"
+    check_resolved("x1", kernels.ntk, "patches", cancelling)
     return kernels
 
 

@@ -29,7 +29,7 @@ such bounds, and every layer adds its rounding.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -134,18 +134,7 @@ def angle_error(error, p) -> jax.Array:
     return jnp.minimum(slope, 0.4 * jnp.sqrt(error))
 
 
-Arrays = Sequence[jax.Array]
-
-
-def map_strips(
-    fn: Callable[..., tuple[jax.Array, ...]],
-    entries: Arrays,
-    *,
-    left: Arrays = (),
-    right: Arrays = (),
-    pairs: Arrays = (),
-    full: bool,
-) -> tuple[jax.Array, ...]:
+def map_strips(fn: Callable, entries, *, left=(), right=(), pairs=(), full: bool) -> tuple:
     """Return ``fn(entries, left, right, pairs)`` of broadcasting arrays, strip by strip of a tile.
 
     XLA does not fuse a loop with later operations. Fused, each later layer would compute all arc

@@ -10,7 +10,7 @@ Reference: Cho & Saul (2009) for the kinked pairs; Daniely, Frostig & Singer (20
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -19,9 +19,6 @@ import numpy as np
 
 from ntk.expectations.truncated_powers import DENSITY
 from ntk.internal.derivative_rules import custom_jvp
-
-if TYPE_CHECKING:
-    from ntk.expectations.activations import Activation
 
 _END = 13.0  # integrals over N(0, 1) end here, at a density of 8e-38
 
@@ -171,10 +168,8 @@ def _arc_cosines_jvp(primals, tangents):
     return (step, relu, gap), (steep * drho, step * drho, -step * drho)
 
 
-def kinked_pair(
-    f: "Activation", g: "Activation", sx: jax.Array, sy: jax.Array, p: jax.Array, q: jax.Array
-) -> jax.Array:
-    """Return ``E[f(u) g(u')]`` for kinked f and g; elementwise in sx, sy, p, q."""
+def kinked_pair(f, g, sx, sy, p, q) -> jax.Array:
+    """Return ``E[f(u) g(u')]`` for kinked activations f and g; elementwise in sx, sy, p, q."""
     if f.degree < g.degree:
         return kinked_pair(g, f, sy, sx, p, q)
     # A sum of four terms, because f = left z^d + (right - left) relu^(1 - d).

@@ -71,9 +71,7 @@ class Function(NamedTuple):
     jumps: jax.Array  # [n, kinks, orders], of f and its derivatives, for the pieces
 
 
-def expand(
-    f: Function, scale: chex.Array, error: chex.Array, odd: chex.Array, grid: Grid
-) -> Expansion:
+def expand(f: Function, scale, error, odd, grid: Grid) -> Expansion:
     """Return the expansion of f at standard deviations ``scale`` [n] of relative ``error`` [n]."""
     power = jnp.where(odd, scale, 1)[:, None]  # odd: the kink at 0 is of degree 1
     sides, pieces = f.sides[None] * power, _pieces(f, scale)
@@ -104,9 +102,7 @@ def expand(
     return Expansion(norm, mean, regular * over, sides * over, pieces, kinked * over, *errors)
 
 
-def kinked_expansion(
-    sides: chex.Array, scale: chex.Array, error: chex.Array, degree: int, shape: tuple[int, int]
-) -> Expansion:
+def kinked_expansion(sides, scale, error, degree: int, shape: tuple[int, int]) -> Expansion:
     """Return the expansion of a kink at 0; ``shape``: numbers of other coefficients and kinks."""
     eps = float(jnp.finfo(scale.dtype).eps)
     sides = sides.reshape(-1, 2) * (scale if degree else jnp.ones_like(scale))[:, None]
@@ -412,7 +408,7 @@ def polynomial(a: chex.Array, b: chex.Array, rho: chex.Array) -> jax.Array:
     def block(i, total):
         start = (blocks - 1 - i) * _UNROLLED
         pieces = (jax.lax.dynamic_slice_in_dim(x, start, _UNROLLED) for x in (a, b))
-        return _horner_steps(total, *pieces, rho)
+        return _horner_steps(total, rho, *pieces)
 
     return jax.lax.fori_loop(0, blocks, block, jnp.zeros_like(rho))
 
@@ -438,13 +434,13 @@ def _polynomial_by_scan(a, b, rho):
     """Return :func:`polynomial` with all terms, in a loop that JAX can transpose."""
 
     def block(total, pieces):
-        return _horner_steps(total, *pieces, rho), None
+        return _horner_steps(total, rho, *pieces), None
 
     blocks = [x.reshape(-1, _UNROLLED, x.shape[1]) for x in (a, b)]
     return jax.lax.scan(block, jnp.zeros_like(rho), tuple(blocks), reverse=True)[0]
 
 
-def _horner_steps(total, left, right, rho):
+def _horner_steps(total, rho, left, right):
     for k in reversed(range(_UNROLLED)):
         total = total * rho + left[k][:, None] * right[k][None]
     return total

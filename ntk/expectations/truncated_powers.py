@@ -24,9 +24,7 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(20)
 
 
 @functools.partial(custom_jvp, nondiff_argnums=(0,))
-def truncated_powers(
-    orders: int, h: jax.Array, k: jax.Array, p: jax.Array, q: jax.Array
-) -> jax.Array:
+def truncated_powers(orders: int, h, k, p, q) -> jax.Array:
     """Return ``I_mn``, [orders, orders, ...]; the infinite slope of I_00 at p = 0 counts as 0."""
     return _power_table(orders, h, k, p, q)[1:, 1:]
 

@@ -328,9 +328,7 @@ def common_kinks(layers: Sequence[Layer]) -> Kinks:
     return tuple(sorted(places))
 
 
-def duals_of_rows(
-    expansions: tuple[Expansion, ...], rho: jax.Array, error: float
-) -> list[jax.Array]:
+def duals_of_rows(expansions: tuple[Expansion, ...], rho, error: float) -> list[jax.Array]:
     """Return ``E f(u) f(u')`` [n, n] of a function and its slope; ``error`` is of (1 - rho) / 2."""
     same = jnp.eye(len(rho), dtype=bool)
     # The diagonal is known. In the series its correlation of 1 would need all terms.

@@ -352,8 +352,8 @@ def _tile(a: _InputFeatures, b: _InputFeatures, same, skips, variances, exact) -
         return (_layer(state, *layer, same=same), next_a, next_b), None
 
     layers = many, *following, skips, variances[:-1], exact
-    (state, *_), _ = jax.lax.scan(step, (state, few_a[0], few_b[0]), layers)
-    last = variances[-1]
+    carry, _ = jax.lax.scan(step, (state, few_a[0], few_b[0]), layers)
+    last, state = variances[-1], carry[0]
     nngp, ntk = last * state.second, last * (state.second + state.tangent)
     total = state.second_error + state.tangent_error + 2 * eps * jnp.abs(ntk / last)
     diagonals = (r.layers.second[:, -1] + r.layers.tangent[:, -1] for r in (a, b))

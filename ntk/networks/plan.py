@@ -101,12 +101,9 @@ def plan_network(
     return NetworkPlan(tuple(steps), numbers, last >= 0)
 
 
-def plan_layers(
-    network: "Network", signal: Signal, values: Values
-) -> tuple[list[LayerStep], list[Any], Signal]:
+def plan_layers(network: "Network", signal: Signal, values: Values) -> tuple[list, list, Signal]:
     """Return steps, numbers, and facts about the features at the end."""
-    steps: list[LayerStep] = []
-    numbers: list[Any] = []
+    steps, numbers = [], []
     for layer in network.layers:
         if not isinstance(layer, Layer):
             raise ValueError(f"network: expected layers of ntk.networks, got {describe(layer)}.")

@@ -279,8 +279,9 @@ def _bound_dual_errors(fs, gs, state: PairState, ends, terms: int):
     split = jax.tree.map(lambda x: x.reshape(count, len(x) // count, *x.shape[1:]), parts)
 
     def one(x):
-        fs, *args = x
-        return tuple(_dual_error_bound(f, g, *args, terms) for f, g in zip(fs, gs, strict=True))
+        fs, worst, ends = x
+        pairs = zip(fs, gs, strict=True)
+        return tuple(_dual_error_bound(f, g, worst, ends, terms) for f, g in pairs)
 
     # Without this loop XLA would fuse every later layer with all bounds below it, and repeat them.
     bounds = jax.lax.map(one, jax.lax.stop_gradient(split))

@@ -47,9 +47,7 @@ class ActivationTable(NamedTuple):
     missed: jax.Array  # norm of a kink of jump 1 beyond K polynomials
 
 
-def tabulate_layer(
-    layer: Layer, weights: jax.Array, how: Resolution, dtype: Any
-) -> tuple[ActivationTable, ActivationTable]:
+def tabulate_layer(layer: Layer, weights, how: Resolution, dtype) -> tuple[ActivationTable, ...]:
     """Return tables of ``sum_i weights_i s_i`` and of its slope, with at most a kink at 0."""
     grid = jax.tree.map(lambda x: jnp.asarray(x, dtype), hermite_grid(*how))
     scales = jnp.asarray(np.append(_chebyshev_nodes(dtype)[1], 0), dtype)
@@ -109,8 +107,8 @@ def _tabulate_function(values, sides, grid: Grid, degree: int) -> ActivationTabl
     eps = float(jnp.finfo(dtype).eps)
     rounding = eps * ((4 + jnp.arange(size, dtype=dtype)) * norms).sum()
     bounds = 4 * at.max(), norms[-4:].sum(), rounding, jnp.asarray(jump, dtype)
-    derivatives = map(_summed_gram, (slope, stretch))
-    grams = _summed_gram(e, o) / 2, regular, missed_regular, *derivatives
+    gram = _summed_gram(e, o) / 2
+    grams = gram, regular, missed_regular, _summed_gram(slope), _summed_gram(stretch)
     mean = matmul(e, grid.roots)
     return ActivationTable(terms, mean, *grams, sides, *jax.lax.stop_gradient(bounds))
 
@@ -176,9 +174,7 @@ def _table_errors(table: ActivationTable, v, scale, norm, error, power, degree: 
     return noise * over, size * over + 1, missed, steep * over, jump
 
 
-def table_coefficients(
-    table: ActivationTable, scale: jax.Array, norm: jax.Array, degree: int
-) -> jax.Array:
+def table_coefficients(table: ActivationTable, scale, norm, degree: int) -> jax.Array:
     """Return Hermite coefficients of the regular part over the function's norms, [..., K]."""
     v = basis_vector(table, scale, degree) * jax.lax.stop_gradient(reciprocal(norm))[..., None]
     return matmul(v, table.terms)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ntk.expectations.hermite import Expansion
 from ntk.infinite.layer_expansions import Resolution
 from ntk.networks.contracts import FiniteLayer, LayerStep
-from ntk.networks.moments import LayerFeatures, Moments, Raw
+from ntk.networks.moments import LayerFeatures
 from ntk.networks.position_pairs import PairState, Tile
 from ntk.networks.windows import equal_positions
 
@@ -37,9 +37,7 @@ class Diagonal(LayerStep):
         return x
 
 
-def walk_features(
-    steps: Steps, numbers: Any, before: Raw | Moments, state: Any, full: bool, how: Resolution
-) -> list[LayerFeatures]:
+def walk_features(steps: Steps, numbers, before, state, full, how) -> list[LayerFeatures]:
     """Return the sites; ``state`` holds every input's pairs with itself, for pooling."""
     sites = []
     for i, (step, number) in enumerate(zip(steps, numbers, strict=True)):
@@ -65,9 +63,7 @@ def _pairs_with_itself(step, number, sites, state):
     return jax.lax.map(one, (sites, state))
 
 
-def walk_pairs(
-    steps: Steps, numbers: Any, a: Any, b: Any, state: PairState | None, tile: Tile
-) -> PairState | None:
+def walk_pairs(steps: Steps, numbers, a, b, state: PairState | None, tile: Tile) -> Any:
     """Return the state after all steps, from the sites of both sides; None on the data."""
     for step, number, left, right in zip(steps, numbers, a, b, strict=True):
         state = _step_pairs(step, number, left, right, state, tile)
@@ -94,9 +90,7 @@ def skeletons(steps: Steps) -> tuple[LayerStep, ...]:
     return tuple(step.skeleton() for step in steps)
 
 
-def tabulate_steps(
-    steps: Steps, numbers: Any, how: Resolution, dtype: Any
-) -> tuple[tuple[LayerStep, ...], list[Any]]:
+def tabulate_steps(steps: Steps, numbers, how: Resolution, dtype) -> tuple[tuple, list]:
     """Return steps and numbers with tables in them."""
     pairs = [s.tabulate(n, how, dtype) for s, n in zip(steps, numbers, strict=True)]
     return tuple(s for s, _ in pairs), [n for _, n in pairs]

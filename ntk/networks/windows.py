@@ -52,25 +52,22 @@ class Windows(NamedTuple):
 NO_POSITIONS = Windows((), (), (), (), (), False)
 
 
-def place_windows(
-    combinator: str, window: Any, strides: Any, padding: str, shape: Shape
-) -> Windows:
+def place_windows(combinator: str, window, strides, padding: str, shape: Shape) -> Windows:
     """Return windows on images of this shape; a window of None is the whole image."""
     window = _value_per_axis(combinator, shape if window is None else window, shape)
     strides = _value_per_axis(combinator, strides, shape)
     if padding == "VALID" and any(w > s for w, s in zip(window, shape, strict=True)):
         raise ValueError(f"{combinator}: expected a window of at most {shape}, got {window}.")
-    before, pads, after = [], [], []
+    pads, after = [], []
     for size, w, stride in zip(shape, window, strides, strict=True):
         out = (size - w) // stride + 1 if padding == "VALID" else -(-size // stride)
         pad = max((out - 1) * stride + w - size, 0) if padding != "VALID" else 0
         if padding == "CIRCULAR" and pad > size:
             raise ValueError(f"{combinator}: expected a window of at most {shape}, got {window}.")
-        before.append(size)
         after.append(out)
         pads.append((pad // 2, pad - pad // 2))
     wrap = padding == "CIRCULAR"
-    return Windows(tuple(before), tuple(after), window, strides, tuple(pads), wrap)
+    return Windows(tuple(shape), tuple(after), window, strides, tuple(pads), wrap)
 
 
 def _value_per_axis(combinator: str, value: Any, shape: Shape) -> Shape:

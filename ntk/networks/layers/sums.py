@@ -135,8 +135,8 @@ class _Sum(LayerStep):
     def pairs(self, numbers, a, b, state, tile):
         """Combine the branches' angles; if means count, their second moments."""
         weights, inner = numbers
-        parts = zip(self.branches, inner, a.branches, b.branches, strict=True)
-        ends: list[Any] = [walk.walk_pairs(*part, state, tile) for part in parts]
+        branches = zip(self.branches, inner, a.branches, b.branches, strict=True)
+        ends: list[Any] = [walk.walk_pairs(*branch, state, tile) for branch in branches]
         tops = [[(sites[-1].after if sites else s.before) for sites in s.branches] for s in (a, b)]
         tangent, excess = (
             _total(w**2 * getattr(end, name) for w, end in zip(weights, ends, strict=True))
@@ -165,11 +165,11 @@ class _Sum(LayerStep):
         total = outer(a.after.norm, b.after.norm, tile.full)
         parts = zip(weights, sizes, ends, strict=True)
         p = _total(w**2 * s * e.p for w, s, e in parts) * reciprocal(total)
-        sides = (
+        va, vb = (
             jnp.stack([jnp.abs(w) * top.norm for w, top in zip(weights, side, strict=True)], 2)
             for side in tops
         )
-        p = p + norm_half_chords(*sides, a.after.norm, b.after.norm, tile.full)
+        p = p + norm_half_chords(va, vb, a.after.norm, b.after.norm, tile.full)
         p = zero_where_same(jnp.where(total > 0, jnp.minimum(p, 1), 0.5), tile)
         slack = slack + 2 * noise + (20 + len(ends)) * eps
         floor = floor + 4 * eps**1.5 + noise**2

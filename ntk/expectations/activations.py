@@ -223,8 +223,9 @@ def activation(
     Notes
     -----
     Jumps of ``fn`` and its first two derivatives are searched in two thousand cells of ``|z| <
-    120``, to the last digit. A spike narrower than the cells (1/64 for ``|z| < 12``) can be missed.
-    A function that is linear on both sides of 0 gets the closed form of leaky ReLUs.
+    120``, to the last digit. Two kinks 1e-3 apart are detected; a spike narrower than the cells
+    (1/64 for ``|z| < 12``) can be missed. A function that is linear on both sides of 0, up to the
+    ends, gets the closed form of leaky ReLUs.
 
     Examples
     --------

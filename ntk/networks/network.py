@@ -88,7 +88,8 @@ class Network:
         numbers, or one input: 20 P for each layer and input (2 K P without a table), and three
         copies of the data's patches. If traced, all inputs are one block, with P^2 numbers each
         before pooling. A tile has about six arrays of 2^18 pairs of positions (2^16 on a CPU
-        without pooling), or of the P^2 of two images, and K numbers for each position.
+        without pooling), or of the P^2 of two images. It has K numbers for each position: at most
+        512 positions per side, or those of an image.
 
         Near-duplicates keep the relative accuracy of their angle through weights, biases, ReLU-like
         activations and sums of branches. Pooling, smooth activations and sums of two parts with

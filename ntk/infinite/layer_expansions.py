@@ -212,10 +212,7 @@ def _sample_layer(layer: Layer, w, scale, z, kinks: tuple[float, ...]):
     """Return values of s and s' at u and -u [2, 2, n, m], the kink at 0, and other kinks' jumps."""
     sides = jnp.stack(kinks_at_zero(layer, w))
     u = jnp.concatenate([scale[:, None] * z[None], _probes(scale)], axis=1)
-    values = jnp.zeros((2, 2, *u.shape), scale.dtype)
-    for i, s in enumerate(layer):
-        if s.smooth is not None:
-            values += w[i] * sample_both_signs(s, u)
+    values = sample_smooth_part(layer, w, u)
     at = np.zeros((len(layer), len(kinks), ORDERS))
     own = [i for i, s in enumerate(layer) if s.kinks]
     for i in own:
@@ -231,9 +228,17 @@ def _sample_layer(layer: Layer, w, scale, z, kinks: tuple[float, ...]):
     return values, sides, jnp.asarray(kinks, scale.dtype), total
 
 
+def sample_smooth_part(layer: Layer, w, u: jax.Array) -> jax.Array:
+    """Return the sum of the smooth activations, and its slope, at u and -u, [2, 2, ...]."""
+    values = jnp.zeros((2, 2, *u.shape), u.dtype)
+    for i, s in enumerate(layer):
+        if s.smooth is not None:
+            values += w[i] * _sample_both_signs(s, u)
+    return values
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def sample_both_signs(s: Activation, u: jax.Array) -> jax.Array:
-    """Return the values of s and of its slope at u and -u, [2, 2, ...]."""
+def _sample_both_signs(s: Activation, u: jax.Array) -> jax.Array:
     signed = jnp.stack([u, -u])
     return jnp.stack([s(signed), s.derivative(signed)])
 

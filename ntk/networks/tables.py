@@ -22,7 +22,7 @@ import numpy as np
 
 from ntk.expectations.gaussian import Grid, hermite_grid, kink_series, reciprocal, root
 from ntk.expectations.hermite import Expansion, Pieces, tails
-from ntk.infinite.layer_expansions import Layer, Resolution, kinks_at_zero, sample_both_signs
+from ntk.infinite.layer_expansions import Layer, Resolution, kinks_at_zero, sample_smooth_part
 from ntk.internal.products import einsum, matmul
 
 END = 16.0  # the largest norm; beyond, the error is infinite
@@ -52,10 +52,7 @@ def tabulate_layer(layer: Layer, weights, how: Resolution, dtype) -> tuple[Activ
     grid = jax.tree.map(lambda x: jnp.asarray(x, dtype), hermite_grid(*how))
     scales = jnp.asarray(np.append(_chebyshev_nodes(dtype)[1], 0), dtype)
     u = scales[:, None] * grid.z[None]
-    values = jnp.zeros((2, 2, *u.shape), dtype)  # of s and s', at u and -u
-    for i, s in enumerate(layer):
-        if s.smooth is not None:
-            values += weights[i] * sample_both_signs(s, u)
+    values = sample_smooth_part(layer, weights, u)  # of s and s', at u and -u
     sides = jnp.stack(kinks_at_zero(layer, weights))
     sides = sides if any(s.smooth is None for s in layer) else sides[:0]
     return tuple(_tabulate_function(values[k], sides, grid, 1 - k) for k in (0, 1))

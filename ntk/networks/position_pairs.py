@@ -223,8 +223,10 @@ def by_tables(activation_tables: Any, a, b, p: jax.Array, full: bool) -> list[ja
         split = jax.tree.map(lambda x: x.reshape(len(x) // strip, strip, *x.shape[1:]), (fs, p))
         return [x.reshape(p.shape) for x in jax.lax.map(rows_of, split)]
 
-    sides = [(s.before.norm, (s.value, s.slope)) for s in (a, b)]
-    sides = jax.tree.map(lambda x: as_pair_rows(x, full), sides)
+    sides = [
+        jax.tree.map(lambda x: as_pair_rows(x, full), (s.before.norm, (s.value, s.slope)))
+        for s in (a, b)
+    ]
     return jax.lax.map(one, (*sides, p))
 
 

@@ -188,7 +188,7 @@ def kinked_pair(f, g, sx, sy, p, q) -> jax.Array:
             return DENSITY**2 * sx * reciprocal(sy) * 2 * jnp.sqrt(p * q) * jf * jg
         case 0, -1:
             return DENSITY * reciprocal(sy) * (lf + rf) / 2 * jg + 0 * p
-        case _:  # infinite at correlations 1 and -1; the value is 0, as a step's dual has slope 0
+        case _:  # infinite at correlations 1 and -1, and 0 here, like the slope of a step's dual
             return DENSITY**2 * jf * jg * reciprocal(sx * sy * 2 * jnp.sqrt(p * q))
 
 

@@ -397,7 +397,7 @@ def moves(jump: jax.Array) -> jax.Array:
 
 @custom_jvp
 def polynomial(a: chex.Array, b: chex.Array, rho: chex.Array) -> jax.Array:
-    """Return ``sum_k a_ki b_kj rho_ij^k`` [n1, n2] for a [K, n1], b [K, n2], to the largest rho."""
+    """Return ``sum_k a_ki b_kj rho_ij^k`` [n1, n2], with the terms that the largest rho needs."""
     sizes = jnp.abs(a).max(1) * jnp.abs(b).max(1)
     # NaN entries do not affect the number of terms.
     largest = jnp.max(jnp.where(jnp.isnan(rho), 0, jnp.abs(rho)), initial=0)

@@ -23,7 +23,7 @@ def fresh(function: Callable) -> Callable:
 
 
 def program(function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Callable:
-    """Return ``function`` as it is now, compiled for ``args``; it may overwrite ``donate``."""
+    """Compile ``function`` as it is now for ``args``; it may overwrite those in ``donate``."""
     closed, shapes = jax.make_jaxpr(fresh(function), return_shape=True)(*args)
     structure = jax.tree.structure(shapes)
 

@@ -22,7 +22,7 @@ class Raw(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """The three after a layer, and bounds of their errors."""
+    """Second moments, tangents and means after a layer, and bounds of their errors."""
 
     square: jax.Array  # [n, P], s2
     tangent: jax.Array  # [n, P], t

@@ -191,7 +191,7 @@ def duals_by_position(a, b, p: jax.Array, full: bool) -> list[jax.Array]:
 
 
 def by_tables(activation_tables: Any, a, b, p: jax.Array, full: bool) -> list[jax.Array]:
-    """Return the same by a table for the layer, with terms for one position at a time."""
+    """Return :func:`duals_by_position` from a table for the layer, one position at a time."""
     # In the full layout the rows come image after image: each image's largest correlation ends its
     # series, and strips of that size stay in the processor's cache.
     strip = p.shape[1] // len(a.before.square) if full else p.shape[1]

@@ -56,7 +56,7 @@ def interpret(
 def settle_carry(
     body: Callable[[list], list], facts: list, constants: int, carried: int, join: Callable
 ) -> list:
-    """Return facts about the outputs of ``body`` when the joined facts about its carry are stable."""
+    """Return facts about the outputs of ``body`` once the joined facts of its carry are stable."""
     while True:
         outputs = body(facts)
         carry = facts[constants : constants + carried]

@@ -41,7 +41,7 @@ from benchmarks.reliability import victims
 from benchmarks.reliability.nonfinite import nonfinite
 from benchmarks.reliability.victims import Outcome
 
-MEASURES = ("bilevel/runs", "bilevel/outer_loop/search.py", "bilevel/outer_loop/search_chunks.py")
+MEASURES = ("bilevel/runs", "bilevel/outer_loop/search.py")
 
 _PATIENCE = 900  # seconds for one run of a job, on a machine that also does other work
 _JOBS = ("search", "baseline", "halving", "sharing", "rank", "bilevel search", "bilevel baseline")

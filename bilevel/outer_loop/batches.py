@@ -12,9 +12,9 @@ from bilevel.internal.rows import check_batch_size, taken
 def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
     """Return a sampler ``batches(key, data) -> batch`` that draws rows independently.
 
-    A row can be drawn twice: drawing distinct rows would sort a random value for every row of the
-    data at every step. Matrices of format BCSR (:mod:`jax.experimental.sparse`) stay sparse, but
-    inside a search their batches take as much memory as dense ones.
+    A row can be drawn twice: distinct rows would need a sort of all rows at every step. Matrices of
+    format BCSR (:mod:`jax.experimental.sparse`) stay sparse, but inside a search their batches take
+    as much memory as dense ones.
 
     Raises
     ------

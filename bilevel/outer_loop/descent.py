@@ -1,5 +1,6 @@
 """One outer step of descent in ``alpha``, as a pair of pure functions."""
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -37,10 +38,9 @@ def descent(
     problem, solver
         As in :func:`bilevel.hypergradient`.
     optimizer : optax.GradientTransformation
-        Optimizer of ``alpha``, including its geometry (:func:`bilevel.exponentiate`, ...). An
-        optimizer that takes ``value`` or ``value_fn`` (``optax.lbfgs``,
-        ``contrib.reduce_on_plateau``, Polyak's steps) receives them. ``value_fn(alpha)`` solves the
-        lower problem from the weights of the step.
+        Optimizer of ``alpha``, including its geometry (:func:`bilevel.exponentiate`, ...). It
+        receives ``value`` and ``value_fn`` if it takes them (``optax.lbfgs``, Polyak's steps);
+        ``value_fn(alpha)`` solves the lower problem from the weights of the step.
     diagnostics : bool
         Whether ``metrics`` also has the fields of :class:`bilevel.Info`, at their cost.
 
@@ -88,8 +88,7 @@ def noted_descent(
     optimizer = gradient_transformation("optimizer", optimizer)
     hypergradient = stateful_hypergradient(problem, solver, diagnostics=diagnostics, note=note)
     repeats = solver.of_alpha and solver.batches is None and not getattr(problem, "stateful", False)
-    losses = split_losses(problem)
-    solve = solution(problem, solver)
+    losses, solve = split_losses(problem), solution(problem, solver)
 
     def init(alpha, w):
         check_floating("alpha", alpha)
@@ -107,9 +106,8 @@ def noted_descent(
         train, valid = data
         args = state.alpha, state.w, state.solver_state, train, valid
         # An optimizer such as ``set_to_zero`` does not need the derivative of its leaves.
-        hyper, solver_state = hypergradient(
-            *args, wanted=lambda: hypergradient_leaves(optimizer, state)
-        )
+        wanted = functools.partial(leaves_moved, optimizer, state.optimizer_state, state.alpha)
+        hyper, solver_state = hypergradient(*args, wanted=wanted)
 
         def value_at(alpha):
             w, _ = solve(alpha, state.w, state.solver_state, train)
@@ -148,26 +146,14 @@ def run_once(function: Callable, *args: Any) -> Any:
     return program(automatic(function), *args)(*args)
 
 
-def hypergradient_leaves(
-    optimizer: optax.GradientTransformationExtraArgs, state: DescentState
-) -> list[bool]:
-    """Return for each leaf of ``alpha`` whether a step of descent uses its hypergradient."""
-    value = {"value": jnp.zeros(()), "value_fn": lambda _: jnp.zeros(())}
-    return leaves_moved(optimizer, state.optimizer_state, state.alpha, **value)
-
-
 def leaves_moved(
-    optimizer: optax.GradientTransformationExtraArgs,
-    optimizer_state: optax.OptState,
-    alpha: Pytree,
-    **extra: Any,
+    optimizer: optax.GradientTransformationExtraArgs, state: optax.OptState, alpha: Pytree
 ) -> list[bool]:
-    """Return for each leaf of ``alpha`` whether its update depends on the hypergradient.
-
-    ``extra`` holds further arguments of the optimizer's ``update``, with arbitrary values.
-    """
+    """Return for each leaf of ``alpha`` whether its update depends on the hypergradient."""
+    value = jnp.zeros(())  # further arguments of ``update``, with arbitrary values
+    extra_args = {"value": value, "value_fn": lambda _: value, "residual": 0.0, "memory": 1}
 
     def moved(g):
-        return optimizer.update(g, optimizer_state, alpha, grad=g, **extra)[0]
+        return optimizer.update(g, state, alpha, grad=g, **extra_args)[0]
 
     return outputs_reading(moved, alpha)

@@ -1,14 +1,10 @@
 """Detect early that a search diverges, and then shorten the steps of alpha.
 
 A search diverges if the direction of alpha and the outer loss both grow far beyond their values in
-the first half of the steps, and stay there. These cases do not count:
-
-- A transient at the start grows only like a low power of the steps.
-- An outlier does not stay.
-- An escape from a saddle lowers the loss.
-
-The checks compare means over windows of a few steps. If the search diverges, it resumes from the
-last good state, with steps of alpha a quarter as long. That state is stored without tables.
+the first half of the steps, and stay there. Three cases do not count: a transient at the start
+grows only like a low power of the steps, an outlier does not stay, and an escape from a saddle
+lowers the loss. The checks compare means over windows of a few steps. If the search diverges, it
+resumes from the last good state, with steps of alpha a quarter as long.
 """
 
 import functools
@@ -53,14 +49,11 @@ class DivergenceMonitor(NamedTuple):
 
 def init_divergence_monitor(state: DescentState) -> DivergenceMonitor:
     """Return the monitor of a search that begins in ``state``."""
-    one: Any = np.ones(())  # made by numpy, so that no programs are compiled
-    zero: Any = np.zeros((), int)
-    pairs: Any = np.zeros((3, 2))
-    monitor = DivergenceMonitor(
-        one, zero, pairs[0], zero, pairs[0], pairs, pairs[0, 0], _remove_tables(state), zero
-    )
+    zero, pairs = np.zeros((), int), np.zeros((3, 2))  # by numpy, so that no programs are compiled
+    start: Any = np.ones(()), zero, pairs[0], zero, pairs[0], pairs, pairs[0, 0]
     # Copies, since a search donates the buffers of its loop: none may be there twice.
-    return jax.tree.map(lambda x: jnp.array(x, copy=True), monitor)
+    copies = jax.tree.map(lambda x: jnp.array(x, copy=True), (*start, _remove_tables(state), zero))
+    return DivergenceMonitor(*copies)
 
 
 def observed(
@@ -86,7 +79,8 @@ def check_divergence(
     ``restart(solver_state, number)`` adapts an earlier solver state to the present step. ``number``
     is the same in all copies under vmap, so that nothing is computed between windows.
     """
-    tables = _tables(state.solver_state)
+    leaves = jax.tree.leaves(state.solver_state, is_leaf=_is_tables)
+    tables = [x for x in leaves if _is_tables(x)]
 
     def ended(monitor, small, trouble):
         windows = (number + 1) // window
@@ -212,10 +206,6 @@ def where(condition: jax.Array, new: Pytree, old: Pytree) -> Pytree:
 
 def _is_tables(x: Any) -> bool:
     return isinstance(x, Tables)
-
-
-def _tables(solver_state: Pytree) -> list:
-    return [x for x in jax.tree.leaves(solver_state, is_leaf=_is_tables) if _is_tables(x)]
 
 
 def _replace_tables(state: DescentState, tables: Iterable[Tables]) -> DescentState:

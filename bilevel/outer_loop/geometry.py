@@ -6,14 +6,6 @@ ends exactly on the set. ``optax.partition`` uses different geometries for diffe
 
 A geometry is the last transformation of a chain, after an optimizer that descends. Its state holds
 its new point, so that :func:`bilevel.descent` detects transformations after it.
-
-==================  =======================================  =======================================
-transformation      new alpha                                used by
-==================  =======================================  =======================================
-``exponentiate``    ``alpha exp(u) / sum(alpha exp(u))``     GAEA (Li et al. 2021); sparse alpha
-``project``         ``argmin_{a in set} |a - (alpha + u)|``  projected gradient; boxes, any set
-``softmax``         ``softmax(logits + u)``                  DARTS (Liu et al. 2019)
-==================  =======================================  =======================================
 """
 
 import functools
@@ -83,7 +75,7 @@ def exponentiate() -> optax.GradientTransformation:
 
     def move(alpha, update):
         support = alpha > 0
-        update = _at_least_single_precision(_limit_magnitude(update))
+        update = _limit_magnitude(update).astype(at_least_float32(update.dtype))
         # Shifting by the largest exponent in the support makes exp safe for updates of any size.
         shift = jnp.max(jnp.where(support, update, -jnp.inf), axis=-1, keepdims=True)
         weights = jnp.where(support, alpha * jnp.exp(jnp.where(support, update - shift, 0)), 0)
@@ -92,7 +84,7 @@ def exponentiate() -> optax.GradientTransformation:
         weights = jnp.where(jnp.isnan(update), jnp.nan, weights)  # also outside the support
         return (weights / jnp.sum(weights, axis=-1, keepdims=True)).astype(alpha.dtype)
 
-    return _landing_on(_Exponentiated, _leafwise(move), check_simplex)
+    return _landing_on(_Exponentiated, functools.partial(jax.tree.map, move), check_simplex)
 
 
 def project(
@@ -119,19 +111,18 @@ def project(
     >>> optax.apply_updates(alpha, updates)
     Array([0.4, 0.6], dtype=float...)
     """
-    if onto == "simplex":
+    if callable(onto):
         return _landing_on(
-            _Projected, _leafwise(lambda a, u: project_simplex(a + u)), check_simplex
+            _Projected, lambda alpha, u: onto(optax.apply_updates(alpha, u)), lambda leaf: None
         )
-    if onto == "box":
-        return _landing_on(_Projected, _leafwise(lambda a, u: jnp.clip(a + u, 0, 1)), check_box)
-    if not callable(onto):
+    if onto == "simplex":
+        nearest, check = project_simplex, check_simplex
+    elif onto == "box":
+        nearest, check = functools.partial(jnp.clip, min=0, max=1), check_box
+    else:
         raise ValueError(f'onto: expected "simplex", "box" or a callable, got {onto!r}.')
-
-    def move(alpha, updates):
-        return onto(optax.apply_updates(alpha, updates))
-
-    return _landing_on(_Projected, move, lambda leaf: None)
+    move = functools.partial(jax.tree.map, lambda a, u: nearest(a + u))
+    return _landing_on(_Projected, move, check)
 
 
 # The `point` of each state is like alpha: where the geometry moved it to.
@@ -225,17 +216,9 @@ def _limit_magnitude(x: jax.Array) -> jax.Array:
     return jnp.clip(x, -limit, limit)
 
 
-def _at_least_single_precision(x: jax.Array) -> jax.Array:
-    """Return ``x`` in float32 at least: half precision is too coarse for long sums."""
-    return x.astype(at_least_float32(x.dtype))
-
-
 def _softmax_in_float32(logits: jax.Array) -> jax.Array:
-    return jax.nn.softmax(_at_least_single_precision(logits)).astype(logits.dtype)
-
-
-def _leafwise(move: Callable) -> Callable:
-    return functools.partial(jax.tree.map, move)
+    # Half precision is too coarse for long sums.
+    return jax.nn.softmax(logits.astype(at_least_float32(logits.dtype))).astype(logits.dtype)
 
 
 def _landing_on(kind: type, move: Callable, check: Callable) -> optax.GradientTransformation:
@@ -303,9 +286,6 @@ def _check_entries(alpha: jax.Array) -> None:
         raise ValueError(f"alpha: expected entries, got none in the shape {jnp.shape(alpha)}.")
 
 
-# ----------------------------------------------------------------------------- misuse
-
-
 MISPLACED = (
     "optimizer: expected {}() as the last transformation, since it takes alpha onto its set, got "
     "another one after it that moves alpha on."
@@ -319,20 +299,14 @@ _NAMES = {_Exponentiated: "exponentiate", _Projected: "project", SoftmaxState: "
 
 
 def check_last(state: optax.OptState, alpha: Pytree) -> Pytree:
-    """Return ``alpha``; raise if a transformation moved it after its geometry in ``state``.
-
-    If ``alpha`` is traced, it becomes NaN instead.
-    """
+    """Return ``alpha``; raise if a transformation moved it after its geometry in ``state``."""
     return _refused(MISPLACED, geometry_names(state), moved_on(state, alpha), alpha)
 
 
 def check_descends(
     optimizer: optax.GradientTransformation, state: optax.OptState, alpha: Pytree
 ) -> Pytree:
-    """Return ``alpha``; raise if ``optimizer`` has a geometry and follows the gradient uphill.
-
-    If ``alpha`` is traced, it becomes NaN instead.
-    """
+    """Return ``alpha``; raise if ``optimizer`` has a geometry and follows the gradient uphill."""
     if not (names := geometry_names(state)):
         return alpha
     return _refused(_ASCENDING, names, _compiled_ascends(optimizer, alpha), alpha)
@@ -358,7 +332,7 @@ def geometry_names(state: optax.OptState) -> list[str]:
 def moved_on(state: optax.OptState, alpha: Pytree) -> list[jax.Array]:
     """Return for each geometry whether something moved ``alpha`` after it: a bool [].
 
-    Then ``alpha`` is not the point in the geometry's state. NaN does not count as a move.
+    NaN does not count as a move.
     """
     return [_any_leaf(_differs_beyond_rounding, g.point, alpha) for g in geometries(state)]
 
@@ -394,6 +368,7 @@ _compiled_ascends = jax.jit(ascends, static_argnums=0)
 
 
 def _refused(message: str, names: list[str], wrong: list[jax.Array], alpha: Pytree) -> Pytree:
+    """Raise if a geometry is ``wrong``; if that is traced, ``alpha`` becomes NaN instead."""
     for name, bad in zip(names, wrong, strict=True):
         if not concrete(bad):
             alpha = jax.tree.map(lambda a, bad=bad: jnp.where(bad, jnp.nan, a), alpha)
@@ -406,7 +381,7 @@ def _middle_and_slope(alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the middle of the set, and a gradient there: -1 to 1 along the last axis."""
     size = alpha.shape[-1] if alpha.ndim else 1
     # In float32 at least, because half precision loses small steps.
-    middle = _at_least_single_precision(jnp.full(alpha.shape, 1, alpha.dtype)) / size
+    middle = jnp.full(alpha.shape, 1, at_least_float32(alpha.dtype)) / size
     slope = jnp.linspace(-1, 1, size, dtype=middle.dtype)
     return middle, jnp.broadcast_to(slope if alpha.ndim else slope[0], alpha.shape)
 

@@ -25,8 +25,7 @@ class History:
     names : sequence of str, optional
         Names of metrics, and ``"alpha"``. Default: all, without an alpha or an aux over 64 KiB.
     every : int
-        Number of steps for each row of the history, which holds the metrics of the last of these
-        steps. Default: 1.
+        Number of steps for each row, which holds the metrics of the last of them. Default: 1.
 
     Raises
     ------
@@ -125,9 +124,8 @@ def write_row(
 ) -> dict[str, Any]:
     """Return ``history`` with the ``row`` of step ``number``, if the step is ``good``.
 
-    ``before`` is the row of the last good step. ``done`` counts the good steps, and is constant
-    after the first bad step. Nothing is read from the history, because XLA would copy it at every
-    step.
+    ``before`` is the row of the last good step, and ``done`` the number of good steps. Nothing is
+    read from the history, because XLA would copy it at every step.
     """
     place = number // every
     begun = (done > 0) & ((done - 1) // every == place)  # then the row holds ``before``

@@ -20,9 +20,9 @@ _SMALL = 16  # largest number of entries in an array that is written
 def log(path: str | os.PathLike[str], *, resume: bool = False) -> Callable[[Any], None]:
     """Return a ``callback`` for :func:`bilevel.search` that appends every step's metrics to a file.
 
-    Each row of the history is a line, ``{"step": 1, "value": ..., "lower": ..., "grad_norm":
-    ...}``. ``aux`` and ``alpha`` are named by their paths (``aux.outer.accuracy``). Arrays of up to
-    16 entries are lists; larger arrays are left out. Values that are not finite are ``null``.
+    Each row of the history is a line, ``{"step": 1, "value": ..., ...}``. ``aux`` and ``alpha`` are
+    named by their paths (``aux.outer.accuracy``). Arrays of up to 16 entries are lists; larger
+    arrays are left out. Values that are not finite are ``null``.
 
     Parameters
     ----------
@@ -89,11 +89,7 @@ def log(path: str | os.PathLike[str], *, resume: bool = False) -> Callable[[Any]
 
 
 class Lines:
-    """A file of JSON lines, each written whole. ``lines`` holds the lines of an existing file.
-
-    If ``path`` exists without ``resume``, cannot be written, or contains other text, the
-    constructor raises ``ValueError``.
-    """
+    """A file of JSON lines, each written whole. ``lines`` holds the lines of an existing file."""
 
     def __init__(self, name: str, path: str | os.PathLike[str], *, resume: bool):
         self._path = pathlib.Path(path)
@@ -122,10 +118,7 @@ class Lines:
 
 
 def _read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Return the lines, and remove an incomplete last line from the file.
-
-    If the file is not lines of JSON, the function raises ``ValueError`` and leaves it unchanged.
-    """
+    """Return the lines; remove an incomplete last one. Raise ``ValueError`` for other files."""
     with path.open("a+b") as file:
         file.seek(0)
         *whole, unfinished = file.read().split(b"\n")

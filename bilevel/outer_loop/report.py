@@ -1,15 +1,16 @@
-"""Counts of faulty steps in a search, so that no step fails in silence.
+"""Counts of faulty steps in a search. Outside ``jit`` and ``vmap`` they become one warning."""
 
-The compiled loop keeps the counts. Outside ``jit`` and ``vmap`` they become one warning.
-"""
-
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from bilevel.contracts import DescentState
+from bilevel.contracts import DescentState, Inner, Pytree, params_of
+from bilevel.internal.checks import gradient_transformation
+from bilevel.outer_loop.descent import run_once
 from bilevel.solvers import AdjointReport, report_of
 
 _MANY = 5  # steps at the end that count as many; a shorter search needs all steps
@@ -41,12 +42,11 @@ class SearchReport(NamedTuple):
     moving : Count
         Steps with a lower gradient over 0.1 % of ``|w|`` times the largest curvature: the weights
         were not a stationary point of the lower loss (:func:`bilevel.implicit`).
-    predicted : float
-        Sum of ``<hypergradient, change of alpha>`` over the steps. It is compared with ``actual``
-        if full batches are used and the weights depend on ``alpha`` alone
-        (:func:`bilevel.implicit`, :func:`bilevel.ridge`, :func:`bilevel.restarted`); else 0.
-    actual : float
-        Sum of the changes of the outer loss over the same steps; else 0.
+    predicted, actual : float
+        Sums of ``<hypergradient, change of alpha>``, and of the changes of the outer loss, over the
+        steps that are compared. Both are 0 unless batches are full and the weights depend on
+        ``alpha`` alone (:func:`bilevel.implicit`, :func:`bilevel.ridge`,
+        :func:`bilevel.restarted`).
     compared : int
         Number of these steps.
     value : float
@@ -182,26 +182,20 @@ class StepMonitor(NamedTuple):
     predicted: jax.Array  # [], change of the outer loss that the last step predicted; 0 before
 
 
-def init_step_monitor(row: dict[str, Any], spent: jax.Array | None = None) -> StepMonitor:
+def init_step_monitor(row: dict[str, Any], spent: jax.Array | None) -> StepMonitor:
     """Return a monitor without observations. ``row`` holds the shapes of a step's metrics."""
-    dtype = row["grad_norm"].dtype
+    integer, number = jnp.result_type(int), row["grad_norm"].dtype
 
-    def count():  # a new array each time, because the carry's buffers are donated
-        return jax.device_put(np.zeros((), jnp.result_type(int)))
-
-    def number():
+    def zero(dtype):  # a new array each time, because the carry's buffers are donated
         return jax.device_put(np.zeros((), dtype))
 
     report = SearchReport(
-        steps=count(),
-        **{name: Count(count(), count()) for name in ("zero", *_ADJOINT_EVENTS)},
-        predicted=number(),
-        actual=number(),
-        compared=count(),
-        value=number(),
-        spent=number() if spent is None else spent.astype(dtype),
+        **{name: zero(integer) for name in ("steps", "compared")},
+        **{name: Count(zero(integer), zero(integer)) for name in ("zero", *_ADJOINT_EVENTS)},
+        **{name: zero(number) for name in ("predicted", "actual", "value")},
+        spent=zero(number) if spent is None else spent.astype(number),
     )
-    return StepMonitor(report, number())
+    return StepMonitor(report, zero(number))
 
 
 def monitor_step(
@@ -239,3 +233,62 @@ def monitor_step(
 def _count_event(count: Count, happened: jax.Array) -> Count:
     total = jnp.where(happened, count.total + 1, count.total)
     return Count(total, jnp.where(happened, count.last + 1, 0))
+
+
+_SCHEDULED = (  # optax's states with the count of a schedule; one of them is not public
+    "ScaleByScheduleState",
+    "InjectHyperparamsState",
+    "InjectStatefulHyperparamsState",
+    "WrappedScheduleState",
+)
+_OUTER, _INNER = 16, 8  # steps at which a schedule is evaluated
+
+
+def spent_share(solver: Any, alpha: Pytree, w: Pytree, steps: int) -> jax.Array | None:
+    """Return the share of ``steps`` outer steps with the inner schedule below 1 % of its peak.
+
+    The schedule's count carries over from one outer step to the next, so a schedule for one lower
+    solve ends long before the search. A solver without a schedule gives None.
+    """
+    inner = getattr(solver, "inner", None)
+    if inner is None:
+        return None
+    state = jax.eval_shape(lambda alpha, w: inner.rule(alpha).init(params_of(w)), alpha, w)
+    if not any(map(_is_scheduled, jax.tree.leaves(state, is_leaf=_is_scheduled))):
+        return None
+    return run_once(functools.partial(_share_below_peak, inner, steps), alpha, w)
+
+
+def _share_below_peak(inner: Inner, steps: int, alpha: Pytree, w: Pytree) -> jax.Array:
+    """Compare rates, the sizes of updates by ones, at 16 outer steps and 8 inner steps of each."""
+    optimizer = gradient_transformation("optimizer", inner.rule(alpha))
+    w = params_of(w)
+    state = optimizer.init(w)
+    ones = optax.tree.ones_like(w)
+
+    def rate(count):
+        extra_args = {"value": jnp.ones(()), "grad": ones, "value_fn": lambda w: jnp.ones(())}
+        updates, _ = optimizer.update(ones, _at_count(state, count), w, **extra_args)
+        return optax.tree.norm(updates)
+
+    outer = np.unique(np.linspace(0, steps - 1, _OUTER).astype(int))
+    within = np.unique(np.linspace(0, inner.steps - 1, _INNER).astype(int))
+    counts = jnp.asarray(outer[:, None] * inner.steps + within)
+    rates = jax.lax.map(rate, counts.ravel()).reshape(counts.shape).max(1)
+    return jnp.mean(rates < 0.01 * rates.max())
+
+
+def _is_scheduled(x: Any) -> bool:
+    return type(x).__name__ in _SCHEDULED
+
+
+def _at_count(state: Pytree, count: jax.Array) -> Pytree:
+    """Return an optimizer's state with the counts of its schedules set to ``count``."""
+
+    def moved(x):
+        if not _is_scheduled(x):
+            return x
+        parts = {name: _at_count(part, count) for name, part in x._asdict().items()}
+        return type(x)(**parts | {"count": count.astype(jnp.result_type(x.count))})
+
+    return jax.tree.map(moved, state, is_leaf=_is_scheduled)

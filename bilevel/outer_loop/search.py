@@ -5,6 +5,8 @@ steps, with progress, checkpoints and Ctrl-C between them.
 """
 
 import dataclasses
+import functools
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,10 +14,12 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from bilevel.contracts import LowerSolver, Partition, Pytree, SingleLoop, params_of
 from bilevel.hypergradients.hypergradient import check_constraint
+from bilevel.internal import processes
 from bilevel.internal.checks import (
     check_data,
     check_floating,
@@ -26,23 +30,30 @@ from bilevel.internal.checks import (
     integer,
     prng_key,
 )
-from bilevel.internal.processes import report_lost_process
-from bilevel.outer_loop import divergence, single_loop
-from bilevel.outer_loop.descent import hypergradient_leaves, run_once
-from bilevel.outer_loop.history import History, as_history
-from bilevel.outer_loop.search_chunks import resumed_carry, run_chunks
+from bilevel.outer_loop import divergence, geometry, single_loop
+from bilevel.outer_loop.descent import leaves_moved, run_once
+from bilevel.outer_loop.history import History, as_history, truncate
 from bilevel.outer_loop.search_fingerprint import search_programs, search_values
-from bilevel.outer_loop.search_program import Carry, SearchSetup
-from bilevel.outer_loop.search_result import SearchResult
+from bilevel.outer_loop.search_program import QUANTITIES, SHOWN, Carry, SearchSetup
+from bilevel.outer_loop.search_result import (
+    MisplacedError,
+    NonFiniteError,
+    SearchResult,
+    explain_nonfinite,
+)
 from bilevel.outer_loop.stream import Stream, feeding
 from bilevel.problem.problem import Problem, at_variables
-from bilevel.runs.checkpoint import saving
+from bilevel.runs.checkpoint import Saver, saving
 from bilevel.runs.fingerprint import check_same
-from ntk.internal.sharding import on_mesh, replicate_like
+from bilevel.runs.interrupts import held_signals
+from bilevel.runs.progress import progress_bar
+from ntk.internal.compile_cache import fresh, program
+from ntk.internal.sharding import keep_sharding, on_mesh, replicate_like
 
 _TRACED = (
     "progress, checkpoint, callback and a stream: expected none of them under jit or vmap, got one."
 )
+_CHUNK_SECONDS = 0.5  # between two updates of the progress bar, and two checks for Ctrl-C
 _SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times the duration of writing one
 
 
@@ -170,20 +181,16 @@ def search(
     named = {"alpha": alpha, "w0": w0, "train": train, "valid": valid, "key": key}
     traced = not concrete(named)
     setup = SearchSetup(problem, solver, optimizer, batches, diagnostics, as_history(history))
+    present = checkpoint is not None, callback is not None
     if not traced:
-        present = checkpoint is not None, callback is not None
         _check_processes(setup, named, (steps, every, chunk, resume, str(setup.history), present))
     _check_search_arguments(setup, named, steps, resume, checkpoint, callback, every, chunk)
-    on_host = progress, isinstance(batches, Stream), checkpoint is not None, callback is not None
-    if traced and any(on_host):
+    on_host = any((progress, isinstance(batches, Stream), *present))
+    if traced and on_host:
         raise ValueError(_TRACED)
     data = setup.prepared((train, valid, key), steps)
-    if traced:
-        carry, _, notes = setup.start(alpha, w0, data, steps)
-        _warn(notes)
-        return _compiled(setup, carry, data, steps)
     with (
-        report_lost_process("search"),
+        processes.report_lost_process("search"),
         saving(checkpoint, resume=resume, seconds=_SAVE_SECONDS) as saver,
         feeding(batches, data, saver.step or 0, steps, every, chunk) as feed,
         on_mesh((alpha, w0, feed.first)),
@@ -193,26 +200,21 @@ def search(
         begin = alpha, w0, feed.first
         carry, step, notes = setup.start(*begin, steps)
         _warn(notes)
-        if step is None and any(on_host):
+        if step is None and on_host:
             raise ValueError(_TRACED)
-        if step is None:
-            return _compiled(setup, carry, data, steps)
+        if step is None or traced:  # all steps become a part of the caller's program
+            carry = setup.advance(carry, data, steps)
+            parts = carry.state, carry.history, carry.monitor.report, carry.divergence.scale
+            return setup.result(*parts, info=setup.info(carry.state, data))
         if checkpoint is not None:
             saver.belong_to(search_programs(setup, carry.state, feed.first, step))
         start_messages = carry.monitor.report.messages()
-        carry = resumed_carry(setup, saver, replicate_like(carry, begin), steps)
-        result = run_chunks(setup, carry, feed, steps, saver, progress, callback, every, chunk)
+        carry = _resumed_carry(setup, saver, replicate_like(carry, begin), steps)
+        result = _run_chunks(setup, carry, feed, steps, saver, progress, callback, every, chunk)
         if isinstance(solver, SingleLoop):
             single_loop.warn_if_lost(result.history)
         _warn(_result_messages(setup, result, data, start_messages))
         return dataclasses.replace(result, info=setup.info(result.state, data))
-
-
-def _compiled(setup: SearchSetup, carry: Carry, data: Pytree, steps: int) -> SearchResult:
-    """Take all steps in the caller's program."""
-    carry = setup.advance(carry, data, steps)
-    parts = carry.state, carry.history, carry.monitor.report, carry.divergence.scale
-    return setup.result(*parts, info=setup.info(carry.state, data))
 
 
 def _check_processes(setup: SearchSetup, named: dict[str, Any], options: tuple) -> None:
@@ -220,7 +222,7 @@ def _check_processes(setup: SearchSetup, named: dict[str, Any], options: tuple) 
     same = setup._replace(history=History())
     same = same._replace(batches=None) if isinstance(setup.batches, Stream) else same
     # Evaluated at once, even inside a jit that does not trace the arguments.
-    with report_lost_process("search"), jax.ensure_compile_time_eval():
+    with processes.report_lost_process("search"), jax.ensure_compile_time_eval():
         check_same(
             named
             | {"problem, solver, optimizer, batches": same}
@@ -275,6 +277,120 @@ def _check_search_arguments(setup, named, steps, resume, checkpoint, callback, e
     check_constraint(solver, named["alpha"], named["w0"])
 
 
+def _run_chunks(setup, carry, feed, steps, saver, progress, callback, every, chunk) -> SearchResult:
+    """Run chunks of steps until all are done, and the host's tasks between them."""
+    done, count, stopped = int(carry.state.step), chunk or 1, ""
+    advance = program(keep_sharding(setup.advance, carry), carry, feed.first, 1, donate=(0,))
+    text = "outer {value:.4g}  lower {lower:.4g}"
+    bar = progress if processes.is_first_process() else False
+    with (
+        held_signals(terminations=saver.directory is not None) as came,
+        progress_bar(bar, "search", steps, text) as show,
+    ):
+        while done < steps:
+            began = time.perf_counter()
+            left = steps - done if every is None else min(steps - done, every - done % every)
+            data, running = feed(done, processes.broadcast_first(min(count, left)))
+            if not running:
+                stopped = f"the batches ended after step {done}"
+                saver.save(done, functools.partial(_checkpoint_contents, setup, carry), last=True)
+                break
+            carry = jax.block_until_ready(advance(carry, data, running))
+            seconds = time.perf_counter() - began
+            ran, done = int(carry.state.step) - done, int(carry.state.step)
+            trouble = int(carry.trouble)
+            contents = functools.partial(_checkpoint_contents, setup, carry)
+            if done > 0:  # the initial state needs no checkpoint
+                saver.save(done, contents, last=bool(trouble) or done == steps)
+            if trouble == divergence.GAVE_UP:
+                stopped = f"alpha diverged after step {done}, with shorter steps too"
+                break
+            if trouble:
+                _raise(setup, trouble, carry, data)
+            show(done, functools.partial(_displayed_losses, carry.last))
+            interrupt = came()
+            due = done == steps or (not interrupt and (every is None or done % every == 0))
+            if callback is not None and due and _ended(callback, _make_result(setup, carry, "")):
+                stopped = f"ended by the callback after step {done}"
+            if interrupt:
+                stopped = f"{interrupt} after step {done}"
+            if stopped:
+                saver.save(done, contents, last=True)
+                break
+            # The first chunk includes compilation; later chunks double at most.
+            if chunk is None:
+                count = max(1, min(2 * ran, int(ran * _CHUNK_SECONDS / max(seconds, 1e-6))))
+    return _make_result(setup, carry, stopped)
+
+
+def _raise(setup: SearchSetup, trouble: int, carry: Carry, data: Pytree) -> None:
+    """Raise the trouble that :func:`first_trouble` saw; repeat the step to explain its cause."""
+    index, step = trouble - 1, int(carry.state.step)
+    result = _make_result(setup, carry, "not finite")
+    if index < len(QUANTITIES):
+        args = carry.state, carry.state.step, data, carry.divergence.scale
+        new, _ = jax.jit(fresh(setup.step))(*args)
+        quantity, is_single = QUANTITIES[index], isinstance(setup.solver, SingleLoop)
+        reason = explain_nonfinite(carry.state, new, quantity, is_single)
+        raise NonFiniteError(step, quantity, result, reason)
+    name = geometry.geometry_names(carry.state.optimizer_state)[index - len(QUANTITIES)]
+    raise MisplacedError(step, name, result)
+
+
+def _ended(callback: Callable, result: SearchResult) -> bool:
+    """Return whether the callback of any process ends the search; if one raises, all do."""
+    return processes.any_process(processes.all_or_none(lambda: callback(result)))
+
+
+def _displayed_losses(last: dict[str, Any]) -> dict[str, float]:
+    """Return the losses that the bar shows, NaN if no step computes them."""
+    return {name: float(last.get(name, np.nan)) for name in SHOWN}
+
+
+def _make_result(setup: SearchSetup, carry: Carry, stopped: str) -> SearchResult:
+    """Return the result so far. ``stopped`` is the reason for the end of the search."""
+    # Copies: the carry's own buffers are donated to the next chunk.
+    state = jax.tree.map(lambda x: jnp.array(x, copy=True), carry.state)
+    rows = truncate(carry.history, setup.rows(int(state.step)))
+    parts = rows, carry.monitor.report, carry.divergence.scale
+    copies = jax.tree.map(lambda x: np.copy(processes.to_numpy(x)), parts)
+    rows, report, scale = jax.device_put(copies)
+    return setup.result(state, rows, report, scale, stopped)
+
+
+def _checkpoint_contents(setup: SearchSetup, carry: Carry) -> Pytree:
+    """Return the contents of a checkpoint."""
+    rows = setup.rows(int(carry.state.step))
+    history = truncate(carry.history, rows)
+    return carry.state, history, (carry.monitor, carry.divergence)
+
+
+def _resumed_carry(setup: SearchSetup, saver: Saver, carry: Carry, steps: int) -> Carry:
+    """Return ``carry`` at the checkpoint's step, if there is a checkpoint."""
+    done = saver.done("steps", steps)
+    if done == 0:
+        return carry
+    # The checkpoint has no rows of later steps.
+    rows = setup.rows(done)
+    like = truncate(carry.history, rows)
+    seen = carry.monitor, carry.divergence
+    state, saved_history, seen = saver.restore((carry.state, like, seen))
+
+    def filled(x):
+        return np.concatenate([x, np.zeros((setup.rows(steps) - rows, *x.shape[1:]), x.dtype)])
+
+    history = jax.tree.map(filled, saved_history)
+    # The last step's row, which the history needs again if the next step is not finite.
+    last = carry.last | {
+        k: jax.tree.map(lambda h: h[-1], saved_history[k]) for k in carry.last if k in saved_history
+    }
+    like = carry.state, carry.history, carry.last, (carry.monitor, carry.divergence)
+    state, history, last, seen = jax.tree.map(
+        processes.put_like, (state, history, last, seen), like
+    )
+    return Carry(state, history, last, carry.trouble, *seen)
+
+
 def _result_messages(
     setup: SearchSetup, result: SearchResult, data: Pytree, known: Sequence[str]
 ) -> list[str]:
@@ -294,7 +410,7 @@ def _at_minimum(setup: SearchSetup, result: SearchResult, data: Pytree) -> bool:
     A single loop's direction can be 0 at a solution. A constant alpha needs no gradient.
     """
     optimizer = gradient_transformation("optimizer", setup.optimizer)
-    moved = hypergradient_leaves(optimizer, result.state)
+    moved = leaves_moved(optimizer, result.state.optimizer_state, result.state.alpha)
     if isinstance(setup.solver, SingleLoop) or not any(moved):
         return True
     if setup.batches is not None or result.report.zero.last == result.report.steps:

@@ -25,8 +25,7 @@ from bilevel.outer_loop.divergence import (
     shortening,
     where,
 )
-from bilevel.outer_loop.report import StepMonitor, init_step_monitor, monitor_step
-from bilevel.outer_loop.schedule_check import spent_share
+from bilevel.outer_loop.report import StepMonitor, init_step_monitor, monitor_step, spent_share
 from bilevel.outer_loop.search_fingerprint import recorded
 from bilevel.outer_loop.search_result import SearchResult, is_tree_finite
 from bilevel.outer_loop.stream import Stream, of_step
@@ -105,9 +104,9 @@ class SearchSetup(NamedTuple):
         return search_history.history_length(steps, self.history.every)
 
     def step(self, state, number, data, scale=None, note=lambda message: None):
-        """Take step ``number``, with ``scale`` times the optimizer's step of ``alpha``.
+        """Take step ``number``, which is the same in all copies under vmap.
 
-        ``number`` is the state's step, but the same in all copies under vmap.
+        The step of ``alpha`` is ``scale`` times the optimizer's.
         """
 
         def shortened_step(state, number, data, scale):

@@ -92,7 +92,7 @@ def is_tree_finite(tree: Pytree) -> jax.Array:
 
 def explain_nonfinite(state: Any, new: Any, quantity: str, single_loop: bool = False) -> str:
     """Explain the cause from the last good state and the state after it."""
-    weights, alphas = bad_leaves("w", new.w), bad_leaves("alpha", new.alpha)
+    weights, alphas = _bad_leaves("w", new.w), _bad_leaves("alpha", new.alpha)
     if quantity == "hypergradient" and not weights and single_loop:
         return (
             "weights and losses are finite, alpha's direction or the adjoint behind it is not; a "
@@ -121,7 +121,7 @@ def explain_nonfinite(state: Any, new: Any, quantity: str, single_loop: bool = F
     return "weights and alpha are finite."
 
 
-def bad_leaves(name: str, tree: Pytree) -> str:
+def _bad_leaves(name: str, tree: Pytree) -> str:
     """Return the paths of the first three leaves that are not finite."""
     paths = [
         f"{name}{jax.tree_util.keystr(path)}"

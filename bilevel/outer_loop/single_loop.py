@@ -54,7 +54,6 @@ def init_single_loop(
     check_losses("problem", problem)
     if getattr(problem, "stateful", False):
         raise ValueError("problem: expected one without variables for a single loop, got stateful.")
-    check_floating("alpha", alpha)
     check_floating("w0", w)
     # Strong dtypes, as a step returns them.
     alpha, w = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), (alpha, w))
@@ -68,7 +67,7 @@ def init_single_loop(
     optimizer = gradient_transformation("optimizer", optimizer)
     state = optimizer.init(alpha)
     alpha = geometry.check_descends(optimizer, state, alpha)
-    moved = leaves_moved(optimizer, state, alpha, value=0.0, residual=0.0, memory=1)
+    moved = leaves_moved(optimizer, state, alpha)
     needed = [moves and not any(used) for moves, *used in zip(moved, *enters, strict=True)]
     check_depends_on_alpha(alpha, needed)
 

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -45,10 +45,7 @@ class Stream:
         return itertools.islice(iter(self.source), step, None)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the fingerprint of the function's code and constants.
-
-        Files that it reads and positions of iterators are not part of the fingerprint.
-        """
+        """Return the fingerprint of the function's code and constants, not of files it reads."""
         if isinstance(self.source, types.FunctionType | functools.partial):
             parts = fingerprint({"batches": self.source}, small=True)
             return {path: part for path, part in parts.items() if path}
@@ -132,16 +129,13 @@ def of_step(data: tuple, step: jax.Array) -> tuple:
 
 
 class Feed:
-    """``data, count = feed(done, count)``: the data of the next steps, and the number of steps.
-
-    ``first`` is the data of the first steps. All chunks have its shapes.
-    """
+    """The data of a search's steps. ``first`` is the first data; later data have its shapes."""
 
     def __init__(self, data: tuple):
         self.first = data
 
     def __call__(self, done: int, count: int) -> tuple[tuple, int]:
-        """Return the data in memory, which is the same for all steps."""
+        """Return the data of the next steps, and the number of steps; here all data in memory."""
         return self.first, count
 
 
@@ -163,7 +157,7 @@ class _Streaming(Feed):
         size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(first))
         self._size = chunk or max(1, min(_STEPS, _BYTES // max(size, 1)))
         self._pairs = itertools.chain([] if ended else [first], pairs)
-        self._next = self._ahead(step)
+        self._next = pool.submit(self._read, step)
 
         def alike(x):  # needs no memory, because this would be a third chunk
             x = np.asarray(x)
@@ -176,11 +170,8 @@ class _Streaming(Feed):
         data, length, mark = all_or_none(self._next.result)
         check_same({"batches": mark})
         if length:
-            self._next = self._ahead(done + length)
+            self._next = self._pool.submit(self._read, done + length)
         return data, length
-
-    def _ahead(self, step: int) -> Future:
-        return self._pool.submit(self._read, step)
 
     def _read(self, step: int) -> tuple[tuple, int, str]:
         """Return the next chunk on the device, its number of steps, and its digest for processes.

@@ -5,7 +5,7 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -93,19 +93,13 @@ class Lines:
 
     def __init__(self, name: str, path: str | os.PathLike[str], *, resume: bool):
         self._path = pathlib.Path(path)
-        if self._path.exists() and not resume:
-            raise ValueError(
-                f"{name}: expected a new file or resume=True, got the existing {path}."
-            )
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self.lines = _read_lines(self._path)
-        except OSError as error:
-            raise ValueError(
-                f"{name}: expected a file to write in, got {path} ({error.strerror})."
-            ) from None
-        except ValueError:
-            raise ValueError(f"{name}: expected lines of JSON, got another file, {path}.") from None
+        with store.open_to_append(name, path, resume=resume) as file:
+            try:
+                self.lines = _read_lines(file)
+            except ValueError:
+                raise ValueError(
+                    f"{name}: expected lines of JSON, got another file, {path}."
+                ) from None
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> bool:
         """Append all records, or none of them if the disk is full, with a warning and False."""
@@ -117,22 +111,21 @@ class Lines:
         return False
 
 
-def _read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+def _read_lines(file: IO[bytes]) -> list[dict[str, Any]]:
     """Return the lines; remove an incomplete last one. Raise ``ValueError`` for other files."""
-    with path.open("a+b") as file:
-        file.seek(0)
-        *whole, unfinished = file.read().split(b"\n")
-        lines = [json.loads(line) for line in whole]
-        if not all(isinstance(line, dict) for line in lines):
-            raise ValueError
-        if unfinished:
-            try:
-                lines.append(json.loads(unfinished))
-                file.write(b"\n")
-            except ValueError:
-                if not lines and not unfinished.startswith(b"{"):
-                    raise
-                file.truncate(file.tell() - len(unfinished))
+    file.seek(0)
+    *whole, unfinished = file.read().split(b"\n")
+    lines = [json.loads(line) for line in whole]
+    if not all(isinstance(line, dict) for line in lines):
+        raise ValueError
+    if unfinished:
+        try:
+            lines.append(json.loads(unfinished))
+            file.write(b"\n")
+        except ValueError:
+            if not lines and not unfinished.startswith(b"{"):
+                raise
+            file.truncate(file.tell() - len(unfinished))
     return lines
 
 

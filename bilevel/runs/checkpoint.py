@@ -1,14 +1,16 @@
 """Save and restore a pytree of arrays, whole or not at all, with a CRC-32 of every array.
 
 A checkpoint directory holds numbered steps, each a record of :mod:`bilevel.runs.records`: the
-newest one, and the one before in case the newest is damaged. If multiple processes share an array,
-each writes its shards to a separate file. Any number of processes, on any devices, can read them.
+newest one, and the one before in case the newest is damaged. If multiple processes share arrays,
+process k writes its shards of step 12 to ``12-k.npz``, so that none needs memory for a whole array.
+After that, ``12.npz`` receives the checksums of these files, which makes the step valid. Any number
+of processes, on any devices, can read the shards.
 """
 
 import pathlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,7 +21,7 @@ import numpy as np
 from bilevel.contracts import Pytree
 from bilevel.internal import processes
 from bilevel.internal.checks import describe, integer
-from bilevel.runs import records, sharded_checkpoint
+from bilevel.runs import records
 from bilevel.runs.fingerprint import describe_difference
 
 __all__ = ["latest", "restore", "save"]
@@ -62,7 +64,7 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0)
     notes = {"step": step, "label": label, "leaves": _leaf_paths(tree)}
     shared = {name: x for name, x in arrays.items() if processes.is_sharded(x)}
     if shared:
-        notes["parts"] = sharded_checkpoint.write_own_shards(_step_file(directory, step), shared)
+        notes["parts"] = _write_own_shards(_step_file(directory, step), shared)
         notes["shared"] = {name: [x.dtype.name, list(x.shape)] for name, x in shared.items()}
     if not processes.is_first_process():
         return
@@ -72,7 +74,7 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0)
     existing = steps(directory)
     retained = [k for k in existing if k <= step][:_KEEP]
     for file in (_step_file(directory, k) for k in existing if k not in retained):
-        for path in (file, *sharded_checkpoint.shard_files(file)):  # shards alone do not count
+        for path in (file, *directory.glob(f"{file.stem}-*.npz")):  # shards alone do not count
             path.unlink(missing_ok=True)
 
 
@@ -105,7 +107,12 @@ def latest(directory: str | pathlib.Path) -> int | None:
     3
     """
     existing = steps(directory)
-    _check_seen(directory, existing)
+    seen = processes.gathered(np.int32(max(existing, default=-1))).tolist()
+    if len(set(seen)) > 1:
+        raise ValueError(
+            f"checkpoint: expected a directory that all processes see, got {directory}, where they "
+            f"see the steps {seen} (-1: none)."
+        )
     for step in existing:
         if not processes.any_process(not _is_intact_step(directory, step)):
             return step
@@ -121,21 +128,13 @@ def latest(directory: str | pathlib.Path) -> int | None:
 
 
 def _is_intact_step(directory: str | pathlib.Path, step: int) -> bool:
+    """Return whether the files of a step are undamaged; each process checks its share of shards."""
     file = _step_file(directory, step)
     if records.checksums(file) is None:
         return False
-    parts = records.read_notes(file).get("parts", [])
-    return sharded_checkpoint.are_shards_intact(file, parts)
-
-
-def _check_seen(directory: str | pathlib.Path, existing: list[int]) -> None:
-    """Raise ``ValueError`` if processes see different newest steps."""
-    seen = processes.gathered(np.int32(max(existing, default=-1))).tolist()
-    if len(set(seen)) > 1:
-        raise ValueError(
-            f"checkpoint: expected a directory that all processes see, got {directory}, where they "
-            f"see the steps {seen} (-1: none)."
-        )
+    stamps = records.read_notes(file).get("parts", [])
+    own = range(jax.process_index(), len(stamps), jax.process_count())
+    return all(str(records.checksums(_shard_file(file, k))) == stamps[k] for k in own)
 
 
 def restore(directory: str | pathlib.Path, like: Pytree, label: Any = 0) -> Pytree:
@@ -215,13 +214,15 @@ def _read_step(directory: str | pathlib.Path, step: int, like: Pytree) -> Pytree
             )
 
     def leaf(name, like):
-        raw = jax.random.key_data(like) if _is_key(like) else like
-        if name in shared:
-            _check_kind(directory, np.dtype(shared[name][0]), tuple(shared[name][1]), raw)
-            array = sharded_checkpoint.read_sharded_array(file, len(parts), name, raw)
-        else:
-            array = arrays[name]
-            _check_kind(directory, array.dtype, array.shape, raw)
+        raw, sharded = _raw(like), name in shared
+        dtype, shape = shared[name] if sharded else (arrays[name].dtype, arrays[name].shape)
+        expected = np.dtype(getattr(raw, "dtype", type(raw))), np.shape(raw)
+        if (np.dtype(dtype), tuple(shape)) != expected:
+            raise ValueError(
+                f"checkpoint: expected an array of {expected[0]}{list(expected[1])} in "
+                f"{directory}, got {dtype}{list(shape)}."
+            )
+        array = _read_sharded_array(file, len(parts), name, raw) if sharded else arrays[name]
         if not _is_key(like):
             return array
         return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(like))
@@ -309,9 +310,7 @@ def _step_file(directory: str | pathlib.Path, step: int) -> pathlib.Path:
 
 
 def _leaf_paths(tree: Pytree) -> list[str]:
-    """Return the path of each leaf."""
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [jax.tree_util.keystr(path) for path, _ in paths]
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _is_key(x: Any) -> bool:
@@ -322,13 +321,61 @@ def _raw(x: Any) -> Any:
     return jax.random.key_data(x) if _is_key(x) else x
 
 
-def _check_kind(
-    directory: str | pathlib.Path, dtype: np.dtype, shape: tuple[int, ...], like: Any
-) -> None:
-    """Raise ``ValueError`` if a saved array has another dtype or shape than ``like``."""
-    expected = np.dtype(getattr(like, "dtype", type(like))), np.shape(like)
-    if (dtype, shape) != expected:
-        raise ValueError(
-            f"checkpoint: expected an array of {expected[0]}{list(expected[1])} in {directory}, "
-            f"got {dtype}{list(shape)}."
-        )
+def _write_own_shards(step: pathlib.Path, arrays: Mapping[str, jax.Array]) -> list[str]:
+    """Write this process's shards of ``arrays``; return the checksums of all processes' files."""
+    own: dict[str, np.ndarray] = {}
+    places: dict[str, list] = {}
+    for name, x in arrays.items():
+        for shard in x.addressable_shards:
+            if shard.replica_id == 0:
+                key = f"{name}.{len(own)}"
+                own[key], places[key] = np.asarray(shard.data), _ranges(shard.index, x.shape)
+
+    def written():
+        path = _shard_file(step, jax.process_index())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        records.write_arrays(path, own, places)
+        return str(records.checksums(path))
+
+    return processes.gather_strings(written)
+
+
+def _shard_file(step: pathlib.Path, rank: int) -> pathlib.Path:
+    return step.with_name(f"{step.stem}-{rank}.npz")
+
+
+def _read_sharded_array(step: pathlib.Path, count: int, name: str, like: Any) -> Any:
+    """Return array ``name``, sharded like ``like``, from its shards in ``count`` files."""
+    pieces = [
+        (path, key, box)
+        for path in (_shard_file(step, rank) for rank in range(count))
+        for key, box in records.read_notes(path).items()
+        if key.rpartition(".")[0] == name
+    ]
+
+    def part(index):
+        target = _ranges(index, like.shape)
+        block, filled = np.empty([b - a for a, b in target], like.dtype), 0
+        for path, key, box in pieces:
+            overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(target, box, strict=True)]
+            if all(a < b for a, b in overlap):
+                piece = records.read_one(path, key)[_slices_within(overlap, box)]
+                block[_slices_within(overlap, target)] = piece
+                filled += piece.size
+        if filled != block.size:
+            raise records.DamagedError(
+                f"checkpoint: expected all of an array at {step}, got a part."
+            )
+        return block
+
+    if isinstance(like, jax.Array):
+        return jax.make_array_from_callback(like.shape, like.sharding, part)
+    return part((slice(None),) * len(like.shape))
+
+
+def _ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [cut.indices(n)[:2] for cut, n in zip(index, shape, strict=True)]
+
+
+def _slices_within(box: Sequence, outer: Sequence) -> tuple[slice, ...]:
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))

@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,7 +17,7 @@ _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 _deferred: ContextVar[list[int] | None] = ContextVar("deferred", default=None)
 
 
-@contextmanager
+@contextlib.contextmanager
 def held_signals(*, interrupts: bool = True, terminations: bool) -> Iterator[Callable[[], str]]:
     """Hold Ctrl-C, with ``interrupts``, and SIGTERM, with ``terminations``, until the block ends.
 
@@ -33,7 +32,10 @@ def held_signals(*, interrupts: bool = True, terminations: bool) -> Iterator[Cal
 
     def note(number, frame):
         if number in seen:
-            _redeliver_signal(number, usual)
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            signal.signal(number, usual[number])
+            signal.raise_signal(number)
         seen.append(number)
 
     def came():
@@ -75,15 +77,7 @@ def terminate() -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-def _redeliver_signal(number: int, usual: dict[int, Any]) -> None:
-    """Let a second signal through."""
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    signal.signal(number, usual[number])
-    signal.raise_signal(number)
-
-
-@contextmanager
+@contextlib.contextmanager
 def deferred_terminations() -> Iterator[list[int]]:
     """Within the block, a held SIGTERM that ``came()`` reported does not end the process.
 

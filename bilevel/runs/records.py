@@ -2,7 +2,7 @@
 
 A record is an ``.npz`` file. The CRC-32 that zip stores for every array detects flipped bits. A
 record is written under another name, flushed to the disk and renamed, so that a killed process
-leaves the previous record. Search checkpoints and the scores of ``bilevel rank`` are records.
+leaves the previous record.
 """
 
 import json
@@ -12,7 +12,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 
@@ -65,7 +65,26 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    _sync_directory(path.parent)
+    if fcntl is not None:  # flush the renaming to the disk
+        handle = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def open_to_append(name: str, path: str | os.PathLike[str], *, resume: bool) -> BinaryIO:
+    """Open an unbuffered file; raise ``ValueError`` if it exists without ``resume``."""
+    file = pathlib.Path(path)
+    if file.exists() and not resume:
+        raise ValueError(f"{name}: expected a new file or resume=True, got the existing {path}.")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file.open("a+b", buffering=0)
+    except OSError as error:
+        raise ValueError(
+            f"{name}: expected a file to write in, got {path} ({error.strerror})."
+        ) from error
 
 
 def append_whole(file: IO[bytes], content: bytes) -> None:
@@ -123,8 +142,7 @@ def locked(path: str | os.PathLike[str], name: str, *, directory: bool = True) -
     """Hold the lock on ``path``: a directory, made if needed, or a record.
 
     The system releases the lock when the process ends. Half-written files of killed processes are
-    removed. If another process holds the lock, or the path cannot be written, a ``ValueError``
-    names the argument ``name``.
+    removed. ``ValueError`` names the argument ``name``.
     """
     path = pathlib.Path(path)
     lock_file = path / "lock" if directory else path.with_name(path.name + ".lock")
@@ -166,14 +184,3 @@ def warn_if_disk_full(name: str) -> Iterator[None]:
             f"{name}: could not be written ({reason}); the run continues without it.",
             stacklevel=3,
         )
-
-
-def _sync_directory(directory: pathlib.Path) -> None:
-    """Flush a renaming to the disk, if the system can."""
-    if fcntl is None:
-        return
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,21 +1,24 @@
 """Solve symmetric systems by conjugate gradients and detect nonpositive curvature."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from bilevel.contracts import LinearMap, Pytree
 from bilevel.internal.checks import nan_unless_finite
-from bilevel.internal.packed import packing
+from bilevel.internal.precision import coarsest_eps
 from ntk.internal.checks import at_least_float32
-from ntk.internal.sharding import while_loop
+from ntk.internal.sharding import pcast_varying, varying, while_loop
 
 REROUNDING_FACTOR = 1.37
 """Not a power of 2, so that a product with a scaled vector is rounded differently."""
 
+_SMALL = 2**16  # entries up to which a leaf is joined: larger copies cost more than an operation
 _AGREED = 300  # a curvature is trusted above this multiple of its change under that factor
 
 
@@ -59,8 +62,7 @@ def solve_conjugate_gradients(
 
     dtype = at_least_float32(rr.dtype)  # counts up to 2^24
 
-    def together(*scalars):
-        """Return one array of all scalars of an iteration, so that one operation writes them."""
+    def together(*scalars):  # so that one operation writes all scalars of an iteration
         return jnp.stack([x.astype(dtype) for x in scalars])
 
     def apart(scalars):
@@ -114,6 +116,35 @@ def solve_conjugate_gradients(
     return ConjugateGradients(x, jnp.sqrt(rr) * unit, k.astype(int), positive, steepest, downhill)
 
 
+def packing(like: Pytree) -> tuple[Callable[[Pytree], Pytree], Callable[[Pytree], Pytree]]:
+    """Return ``pack``, which joins the small leaves of trees like this one, and its inverse.
+
+    A device starts every operation of a loop separately. Steps and inner products over one array
+    take one operation instead of one for each leaf. Leaves of several dtypes stay apart.
+    """
+    leaves, tree = jax.tree.flatten(like)
+    small = [x.size <= _SMALL for x in leaves]
+    if sum(small) < 2 or len({x.dtype for x in leaves}) > 1:
+        return lambda tree: tree, lambda packed: packed
+    shapes = [x.shape for x, joins in zip(leaves, small, strict=True) if joins]
+    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
+
+    def pack(tree):
+        leaves = jax.tree.leaves(tree)
+        joined = [x.ravel() for x, joins in zip(leaves, small, strict=True) if joins]
+        apart = [x for x, joins in zip(leaves, small, strict=True) if not joins]
+        return [jnp.concatenate(pcast_varying(joined, varying(joined))), *apart]
+
+    def unpack(packed):
+        joined, *apart = packed
+        pieces = jnp.split(joined, ends[:-1])
+        parts = iter([x.reshape(shape) for x, shape in zip(pieces, shapes, strict=True)])
+        rest = iter(apart)
+        return jax.tree.unflatten(tree, [next(parts if joins else rest) for joins in small])
+
+    return pack, unpack
+
+
 def largest_magnitude(tree: Pytree) -> jax.Array:
     """Return the largest absolute value; its square may be out of range."""
     return jnp.stack([jnp.max(jnp.abs(leaf), initial=0) for leaf in jax.tree.leaves(tree)]).max()
@@ -121,5 +152,4 @@ def largest_magnitude(tree: Pytree) -> jax.Array:
 
 def default_tolerance(tree: Pytree) -> float:
     """Return 1e-10 in float64, and ten units of roundoff in narrower types."""
-    eps = max(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(tree))
-    return max(1e-10, 10 * eps)
+    return max(1e-10, 10 * coarsest_eps(tree))

@@ -9,9 +9,8 @@ the gradient ``g = grad_w loss``. Three orders of differentiation give that prod
 
 J is a symmetric Hessian if all derivative rules in the loss are true derivatives. A user's
 ``jax.custom_jvp`` or ``jax.custom_vjp`` may not be one (gradient reversal, a straight-through
-estimator with its own slope, a clipped gradient). Then reverse over forward is exact with
-``custom_jvp``, and reverse over reverse with both. ``jax.lax.stop_gradient`` keeps J symmetric: it
-fixes a value in derivatives of all orders.
+estimator, a clipped gradient). Then reverse over forward is exact with ``custom_jvp``, and reverse
+over reverse with both. ``jax.lax.stop_gradient`` keeps J symmetric.
 """
 
 import contextlib
@@ -37,13 +36,9 @@ _CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 # (The rules of `bilevel/solvers` are not among them: they are true at exact solutions only.)
 _JAX = os.path.dirname(jax.__file__)
 _OURS = os.path.dirname(os.path.dirname(__file__))
-_TRUE = tuple(
-    os.path.join(folder, "")
-    for folder in (
-        *(_JAX, os.path.dirname(ntk.__file__)),
-        *(os.path.join(_OURS, "nets"), os.path.join(_OURS, "spaces")),
-    )
-)
+_NETS, _SPACES = os.path.join(_OURS, "nets"), os.path.join(_OURS, "spaces")
+_FOLDERS = _JAX, os.path.dirname(ntk.__file__), _NETS, _SPACES
+_TRUE = tuple(os.path.join(folder, "") for folder in _FOLDERS)
 # JAX's code for rules in general, which is behind every rule.
 _MACHINERY = tuple(
     os.path.join(_JAX, "_src", name)
@@ -66,8 +61,7 @@ def exact_order(program: ClosedJaxpr) -> str:
 def linearize_custom_rules(function: Callable, x: Any) -> tuple[Any, Callable]:
     """Return ``jax.linearize(function, x)``, also if its rules have reverse derivatives only.
 
-    If the rule of a ``custom_vjp`` calls the function itself, JAX finds only its reverse
-    derivative. Its transpose then replaces the forward derivative.
+    The transpose of the reverse derivative then replaces the forward derivative.
     """
     value, push = jax.linearize(function, x)
     if not operation_names(jax.make_jaxpr(push)(x)) & _NO_FORWARD_RULE:

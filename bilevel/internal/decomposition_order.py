@@ -1,9 +1,9 @@
 """Force the order of matrix decompositions, which XLA on CPUs does not keep.
 
 Under ``vmap`` a decomposition (Cholesky, LU, eigenvalues, a triangular solve) is one call for the
-whole batch. It distributes its parts over XLA's threads and waits on one of them. Two such calls at
-the same time on a machine with two threads wait for each other and deadlock. (Seen in jaxlib 0.10.2
-to 0.12.0.1 with two batched Cholesky decompositions of 400 x 40 x 40 in one program.)
+whole batch. It distributes its parts over XLA's threads and waits on one of them. On a machine with
+two threads, two such calls at the same time deadlock. (Seen in jaxlib 0.10.2 to 0.12.0.1 with two
+batched Cholesky decompositions of 400 x 40 x 40 in one program.)
 """
 
 import jax

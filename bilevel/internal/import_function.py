@@ -16,10 +16,7 @@ def names_function(value: str) -> bool:
 
 
 def check_module(flag: str, name: str) -> None:
-    """Raise ``ValueError`` if the module does not exist; nothing is imported.
-
-    A package's submodules are looked for when they are imported.
-    """
+    """Raise ``ValueError`` if the module does not exist; nothing is imported."""
     _add_working_directory()
     root = name.partition(":")[0].partition(".")[0]
     if root not in sys.modules and importlib.util.find_spec(root) is None:

@@ -7,10 +7,7 @@ _UNLIMITED = 1 << 60  # bytes, if nothing says how much memory there is
 
 
 def total_memory() -> int:
-    """Return the bytes of memory of the default device, used or not; 8 GiB if unknown.
-
-    All runs on one machine get the same number, and so compile the same programs.
-    """
+    """Return the bytes of memory of the default device, used or not; 8 GiB if unknown."""
     known = _of_accelerator() or min(_of_system("MemTotal"), *_of_groups())
     return known if known < _UNLIMITED else 2**33
 

@@ -1,8 +1,7 @@
 """Support weights of several dtypes: each leaf keeps its dtype, solvers compute in one.
 
-Inner products and step lengths are loop-carried scalars, so they need one dtype: the widest among
-the weights, and at least float32. Solvers widen the weights on entry, and the losses narrow them
-again.
+Scalars that a loop carries need one dtype: the widest among the weights, and at least float32.
+Solvers widen the weights on entry, and the losses narrow them again.
 """
 
 import math
@@ -42,10 +41,7 @@ def like_start(name: str, w: Pytree, like: Pytree) -> Pytree:
 
 
 def like_variables(variables: Pytree, like: Pytree) -> Pytree:
-    """Return variables of a loss in the dtypes of ``like``, the variables that it was given.
-
-    Otherwise loops over inner or outer steps would end with other types than they began with.
-    """
+    """Return variables of a loss in the dtypes of ``like``, the variables that it was given."""
     like = jax.tree.map(jnp.asarray, like)
     form = "lower: expected variables of the form of w0's"
     _check_form(variables, like, form, "lower: expected variables{}")
@@ -97,10 +93,7 @@ def mixed_bits(bits: jax.Array) -> jax.Array:
 
 
 def uniform_hash(numbers: chex.Numeric, like: jax.Array) -> jax.Array:
-    """Return a vector of mean 0 and variance 1 of ``like``'s size for each of the ``numbers``.
-
-    JAX's generators, better than this asks for, would take a third of a program's compilation.
-    """
+    """Return a vector of mean 0 and variance 1 of ``like``'s size for each of the ``numbers``."""
     seeds = jnp.asarray(numbers, jnp.uint32)[..., None] * jnp.uint32(0x9E3779B9)
     places = jnp.arange(like.size, dtype=jnp.uint32).reshape((1,) * (seeds.ndim - 1) + (-1,))
     bits = mixed_bits(places + seeds)

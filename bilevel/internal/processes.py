@@ -1,9 +1,8 @@
 """Coordinate several processes of one search: common decisions, and one writer.
 
-Under ``jax.distributed`` every process runs the same program, and arrays may be sharded over the
-devices of all of them. Decisions from one process's clock, keyboard or disk have to be shared
-first. Otherwise one process waits in a sum that the others never reach. In a single process these
-functions return their arguments.
+Under ``jax.distributed`` every process runs the same program. Decisions from one process's clock,
+keyboard or disk have to be shared first: otherwise one process waits in a sum that the others never
+reach. In a single process these functions return their arguments.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,8 +58,6 @@ def broadcast_first(number: int) -> int:
 
 def broadcast_first_string(compute: Callable[[], str]) -> str:
     """Return ``compute()`` of the first process, which alone calls it."""
-    if not is_multiprocess():
-        return compute()
     return gather_strings(lambda: compute() if is_first_process() else "")[0]
 
 

@@ -27,8 +27,11 @@ def sparse_rows(matrix: Any, drawn: jax.Array, width: int | None = None) -> Any:
             f"data: expected dense arrays or BCSR matrices [n, d], got a {type(matrix).__name__} "
             f"of shape {matrix.shape}; jax.experimental.sparse.BCSR.from_bcoo(matrix) makes one."
         )
-    if width is None:
-        width = row_width(matrix)
+    if width is None:  # the largest number of entries in a row, or a bound if traced
+        width = min(matrix.shape[1], matrix.nse)
+        if concrete(matrix.indptr):
+            width = int(np.diff(np.asarray(matrix.indptr)).max())
+        width = max(1, width)
     start = matrix.indptr[drawn]
     place = jnp.arange(width, dtype=start.dtype)[None]
     present = place < (matrix.indptr[drawn + 1] - start)[:, None]
@@ -36,13 +39,6 @@ def sparse_rows(matrix: Any, drawn: jax.Array, width: int | None = None) -> Any:
     value, column = (jnp.where(present, x[at], 0) for x in (matrix.data, matrix.indices))
     ends = width * jnp.arange(len(drawn) + 1, dtype=start.dtype)
     return type(matrix)((value.ravel(), column.ravel(), ends), shape=(len(drawn), matrix.shape[1]))
-
-
-def row_width(matrix: Any) -> int:
-    """Return the largest number of entries per row of a BCSR matrix, or a bound if traced."""
-    if concrete(matrix.indptr):
-        return max(1, int(np.diff(np.asarray(matrix.indptr)).max()))
-    return max(1, min(matrix.shape[1], matrix.nse))
 
 
 def check_batch_size(data: Pytree, batch_size: int) -> int:

@@ -15,9 +15,9 @@ from bilevel.internal.checks import check_at_least, function, integer, nan_unles
 from bilevel.internal.conjugate_gradients import (
     ConjugateGradients,
     largest_magnitude,
+    packing,
     solve_conjugate_gradients,
 )
-from bilevel.internal.packed import packing
 from bilevel.internal.precision import coarsest_eps, like_start, narrow, widen, widened
 from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import hessian_operator

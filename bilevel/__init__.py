@@ -1,9 +1,7 @@
-"""Differentiable bilevel optimization in JAX: flat public names.
+"""Differentiable bilevel optimization in JAX: flat public names, imported when first used.
 
 Read ``contracts`` first, then the packages ``problem``, ``solvers``, ``hypergradients`` and
-``outer_loop``.
-
-The names and their places: ``__init__.pyi``. They are imported when they are first used.
+``outer_loop``. The names and their places: ``__init__.pyi``.
 """
 
 import lazy_loader

@@ -189,10 +189,7 @@ class BatchIndices(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Parts of a method's state that a search never copies, because they are large.
-
-    After a step that is not finite, a search restores all parts of the state except these.
-    """
+    """Parts of a state that a search never copies or restores, because they are large."""
 
     content: Pytree
 

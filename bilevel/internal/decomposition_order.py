@@ -13,9 +13,7 @@ from bilevel.contracts import Pytree
 
 
 def after(before: Pytree, tree: Pytree) -> Pytree:
-    """Return ``tree``, computed after ``before``; NaN if ``before`` is not finite.
-
-    XLA may not drop ``0 * x``, because it is not 0 for every x. It drops barriers too early.
-    """
+    """Return ``tree``, computed after ``before``; NaN if ``before`` is not finite."""
+    # XLA may not drop `0 * x`, because it is not 0 for every x. It drops barriers too early.
     zero = sum(jnp.sum(0 * x) for x in jax.tree.leaves(before))
     return jax.tree.map(lambda x: x + jnp.asarray(zero).astype(x.dtype), tree)

@@ -32,10 +32,7 @@ def narrow(w: Pytree, like: Pytree) -> Pytree:
 
 
 def like_start(name: str, w: Pytree, like: Pytree) -> Pytree:
-    """Return ``w`` from a user's function in the dtypes of ``like``; raise for another structure.
-
-    Otherwise loops over inner or outer steps would end with other types than they began with.
-    """
+    """Return a user's ``w`` in the dtypes of ``like``; raise for another structure."""
     _check_form(w, like, f"{name}: expected a tree like w0", f"{name}{{}}: expected weights")
     return narrow(jax.tree.map(jnp.asarray, w), like)
 

@@ -1,8 +1,4 @@
-"""Feature matrices [n, d] as arrays, in generated blocks, or sparse.
-
-The functions give :mod:`bilevel.linear` the products ``v -> Phi v`` and ``r -> Phi' r``, both in
-one pass over the rows.
-"""
+"""Feature matrices [n, d] as arrays, in generated blocks, or sparse, and products with them."""
 
 import dataclasses
 from collections.abc import Callable

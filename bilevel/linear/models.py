@@ -1,7 +1,6 @@
 """Ridge regression on features that need not fit into memory.
 
-This is the inner solver of feature-map selection: features are given and only their weights are
-learned (Khodak et al. 2020, section 2).
+This is the inner solver of feature-map selection (Khodak et al. 2020, section 2).
 """
 
 from functools import partial

@@ -330,19 +330,15 @@ def geometry_names(state: optax.OptState) -> list[str]:
 
 
 def moved_on(state: optax.OptState, alpha: Pytree) -> list[jax.Array]:
-    """Return for each geometry whether something moved ``alpha`` after it: a bool [].
-
-    NaN does not count as a move.
-    """
+    """Return for each geometry whether ``alpha`` moved after it: a bool []. NaN is not a move."""
     return [_any_leaf(_differs_beyond_rounding, g.point, alpha) for g in geometries(state)]
 
 
 def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.Array]:
     """Return for each geometry whether a first step follows the gradient instead of descending.
 
-    Two trial gradients, g and -g, each give a step from the middle of the set. If the difference of
-    the two steps points along g, the optimizer ascends. Terms that do not depend on the gradient,
-    e.g. weight decay and noise, cancel in the difference. Steps of size 0 do not count as ascent.
+    Two trial gradients, g and -g, each give a step from the middle of the set. The optimizer
+    ascends if the difference of the steps points along g; weight decay and noise cancel in it.
     """
     pairs = jax.tree.map(_middle_and_slope, alpha)
     start, slope = jax.tree.transpose(jax.tree.structure(alpha), None, pairs)

@@ -201,10 +201,7 @@ def init_step_monitor(row: dict[str, Any], spent: jax.Array | None) -> StepMonit
 def monitor_step(
     monitor: StepMonitor, state: DescentState, metrics: dict[str, Any]
 ) -> tuple[StepMonitor, dict[str, Any]]:
-    """Observe a step; add ``actual`` to its metrics, and make ``predicted`` the prediction for it.
-
-    ``state`` is the state after the step. For the first step both values are 0.
-    """
+    """Observe a step that ended in ``state``; add ``actual`` and its prediction to its metrics."""
     report, metrics = monitor.report, dict(metrics)
     adjoint = report_of(state.solver_state)
     events: dict[str, Any] = {"zero": metrics["grad_norm"] == 0}

@@ -405,10 +405,7 @@ def _result_messages(
 
 
 def _at_minimum(setup: SearchSetup, result: SearchResult, data: Pytree) -> bool:
-    """Return whether a gradient of 0 is right: the outer loss is stationary in ``w`` at the end.
-
-    A single loop's direction can be 0 at a solution. A constant alpha needs no gradient.
-    """
+    """Return whether a gradient of 0 is right: the outer loss is stationary in ``w`` at the end."""
     optimizer = gradient_transformation("optimizer", setup.optimizer)
     moved = leaves_moved(optimizer, result.state.optimizer_state, result.state.alpha)
     if isinstance(setup.solver, SingleLoop) or not any(moved):

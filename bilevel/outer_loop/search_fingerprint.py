@@ -39,8 +39,7 @@ def recorded(problem: Problem) -> tuple[Problem, dict[str, tuple]]:
 def search_programs(setup: Any, state: Pytree, data: tuple, traced: tuple) -> dict[str, str]:
     """Return a digest of the program of each part, on one device.
 
-    ``traced`` is ``(program, calls)`` of a step on the arrays of this search. We use it if the
-    arrays have no mesh, and the shapes that every search of this kind has.
+    ``traced`` is ``(program, calls)`` of a step on the arrays of this search.
     """
     step, calls = traced
     args = shapes((state, state.step, canonical(setup, data)))

@@ -65,10 +65,7 @@ class SearchSetup(NamedTuple):
         return data
 
     def start(self, alpha, w0, data, steps) -> tuple[Carry, tuple | None, list[str]]:
-        """Return the first carry, the program of a step with its losses' arguments, and warnings.
-
-        The program is None if a step closes over traced values.
-        """
+        """Return the first carry, the program of a step with its losses' calls, and warnings."""
         if isinstance(self.solver, SingleLoop):
             state = single_loop.init_single_loop(*self[:3], alpha, w0, data)
         else:
@@ -94,6 +91,7 @@ class SearchSetup(NamedTuple):
         last = search_history.zeros_like({k: metrics[k] for k in sorted(last_names)})
         divergence = init_divergence_monitor(state)
         carry = Carry(state, history, last, jnp.zeros((), int), monitor, divergence)
+        # None if a step closes over traced values.
         traced = (closed, calls) if concrete((carry, closed.consts)) else None
         if traced:
             notes += monitor.report.messages()
@@ -104,11 +102,9 @@ class SearchSetup(NamedTuple):
         return search_history.history_length(steps, self.history.every)
 
     def step(self, state, number, data, scale=None, note=lambda message: None):
-        """Take step ``number``, which is the same in all copies under vmap.
+        """Take step ``number``, with ``scale`` times the optimizer's step of ``alpha``."""
 
-        The step of ``alpha`` is ``scale`` times the optimizer's.
-        """
-
+        # ``number`` is the state's step, but the same in all copies under vmap.
         def shortened_step(state, number, data, scale):
             if scale is None:
                 return self._step(state, number, data, note)
@@ -190,12 +186,10 @@ class SearchSetup(NamedTuple):
 def first_trouble(
     state: DescentState, losses: dict[str, jax.Array], grad_norm: jax.Array
 ) -> jax.Array:
-    """Return 0, or 1 + the index of the first quantity that is not finite.
-
-    The indices after those of :data:`QUANTITIES` belong to geometries after which alpha moved.
-    """
+    """Return 0, or 1 + the index of the first quantity that is not finite."""
     moved = geometry.moved_on(state.optimizer_state, state.alpha)
     watched = (losses.get("lower"), state.w, losses.get("value"), grad_norm)
     alpha = ~is_tree_finite(state.alpha) & ~jnp.stack([jnp.zeros((), bool), *moved]).any()
+    # The indices after those of QUANTITIES belong to geometries after which alpha moved.
     bad = jnp.stack([*(~is_tree_finite(x) for x in watched), alpha, *moved])
     return jnp.where(bad.any(), 1 + jnp.argmax(bad), 0).astype(int)

@@ -174,12 +174,9 @@ class _Streaming(Feed):
         return data, length
 
     def _read(self, step: int) -> tuple[tuple, int, str]:
-        """Return the next chunk on the device, its number of steps, and its digest for processes.
-
-        A chunk ends before a callback.
-        """
+        """Return the next chunk on the device, its number of steps, and a digest for processes."""
         left = self._steps - step
-        if self._every is not None:
+        if self._every is not None:  # a chunk ends before a callback
             left = min(left, self._every - step % self._every)
         batch_pairs = list(itertools.islice(self._pairs, min(self._size, left)))
         if not batch_pairs:

@@ -1,7 +1,6 @@
 """Figures of searches, error estimates and kernels; they need ``pip install matplotlib``.
 
-Every function draws on the given axes, or on new ones, and returns the axes. The context
-``style()`` sets the common style of the figures and gives their colours.
+Every function draws on the given axes, or on new ones, and returns the axes.
 """
 
 import lazy_loader

@@ -1,7 +1,4 @@
-"""Style of the figures: distinguishable colours, sizes, no unused frame.
-
-It applies to the figures drawn here only; matplotlib's own settings are restored.
-"""
+"""Style of the figures drawn here; matplotlib's own settings are restored."""
 
 import contextlib
 from collections.abc import Iterator

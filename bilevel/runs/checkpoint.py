@@ -173,10 +173,7 @@ def _encode_label(label: Any) -> int | dict[str, str]:
 def _check_step_and_label(
     directory: str | pathlib.Path, step: int, label: Any, *, partly: bool = False
 ) -> None:
-    """Raise if the step has another number than its file, or another label.
-
-    With ``partly``, only the parts of the fingerprint ``label`` are compared.
-    """
+    """Raise unless a step has its file's number and this label, or with ``partly`` its parts."""
     notes = records.read_notes(_step_file(directory, step))
     if notes["step"] != step:
         raise records.DamagedError(
@@ -242,10 +239,7 @@ class Saver:
         self._newest: int | None = None  # step that this run wrote last
 
     def belong_to(self, label: dict[str, str]) -> None:
-        """Add parts to the label of later steps; raise ``ValueError`` if ``step`` has other parts.
-
-        Cheap parts can come first: :meth:`restore` compares the whole label.
-        """
+        """Add parts to the label of later steps; raise ``ValueError`` if ``step`` has others."""
         self._label |= label
         if self.directory is not None and self.step is not None:
             _check_step_and_label(self.directory, self.step, self._label, partly=True)

@@ -106,8 +106,7 @@ def describe_difference(then: Mapping[str, str], now: Mapping[str, str]) -> str:
 def program_digest(program: ClosedJaxpr) -> str:
     """Return a string that is equal for equal programs, on any number of devices.
 
-    Names of functions, shardings and the functions of custom rules do not count, since the program
-    contains the rules that it uses. The Python functions of callbacks count like other values.
+    Names, shardings and the functions of custom rules do not count, but those of callbacks do.
     """
     return f"program {_hash(_Programs().closed(program).encode())} of JAX {jax.__version__}"
 
@@ -244,10 +243,7 @@ class _Walk:
                 yield name, self._as_used(f.__globals__[name])
 
     def _as_used(self, x: Any) -> Any:
-        """Return ``x``, or only the fields of a settings object whose names are in the code.
-
-        So a function that closes over all flags of a command does not change with unused flags.
-        """
+        """Return ``x``, or only the fields of a settings object whose names are in the code."""
         fields = x if isinstance(x, dict) else getattr(x, "__dict__", {})
         whole = isinstance(x, type | types.FunctionType | types.ModuleType)
         if self._complete or whole or not self._words & set(fields):
@@ -367,10 +363,7 @@ _BLOCK = 2**16  # entries mixed at a time, so that they fit in the processor's c
 
 
 def _sum_of_entries(parts: list[tuple[np.ndarray, tuple]], shape: tuple[int, ...]) -> int:
-    """Return the sum modulo 2^64 of all entries, each mixed with its index in the whole array.
-
-    The sum does not depend on the partition of the array, or on the number of processes.
-    """
+    """Return the sum modulo 2^64 of all entries, each mixed with its index in the whole array."""
     return sum(_sum_of_part(part, index, shape) for part, index in parts) % 2**64
 
 

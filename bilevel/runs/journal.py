@@ -23,10 +23,7 @@ _CHECK = b', "sha256": "'  # separates a line's record from its checksum
 
 
 class Journal:
-    """Results by name, each computed once, and written to a file if there is one.
-
-    Lines that do not fit on a full disk wait for the next line. The header always comes first.
-    """
+    """Results by name, each computed once, and written to a file if there is one."""
 
     def __init__(self, file: BinaryIO | None = None, head: bytes = b""):
         self.records: dict[str, Record] = {}

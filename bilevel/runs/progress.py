@@ -1,8 +1,4 @@
-"""Progress bars on standard error, by default only in a terminal; in notebooks, below the cell.
-
-A long loop has a bar (:func:`progress_bar`). Each phase of a command has one bar (:func:`phases`),
-which the loop of the phase fills.
-"""
+"""Progress bars on standard error, by default only in a terminal; in notebooks, below the cell."""
 
 import contextlib
 import io
@@ -20,10 +16,7 @@ Record = Callable[[dict[str, Any]], None]
 
 
 class Phases:
-    """The bars of a run. ``record`` receives a dict for each change, whether a bar is drawn or not.
-
-    ``draw(label, done, total, text)`` is None if no bar is drawn.
-    """
+    """The bars of a command's phases; ``record`` receives a dict for each change."""
 
     def __init__(self, draw: Callable[..., None] | None, record: Record | None = None):
         self._draw, self._record = draw, record

@@ -13,18 +13,8 @@ import numpy as np
 
 from bilevel.internal.checks import check_finite, concrete, nan_unless, real_array, real_number
 from bilevel.internal.conjugate_gradients import solve_conjugate_gradients
-from bilevel.linear.matrices import (
-    Blocks,
-    Features,
-    Sparse,
-    as_columns,
-    block_starts,
-    checked_features,
-    dtype_of,
-    features_product,
-    split_rows,
-    sweep,
-)
+from bilevel.linear import matrices
+from bilevel.linear.matrices import Blocks, Features, Sparse, sweep
 from ntk.internal.products import matmul
 
 _NEWTON_STEPS = 100  # maximum number of steps
@@ -88,7 +78,7 @@ def ridge_weights(
     >>> ridge_weights(jnp.array([[1.0], [2.0]]), jnp.array([1.0, 3.0]), 2.0).w
     Array([1.], dtype=float...)
     """
-    features, y = checked_features(features), real_array("y", y)
+    features, y = matrices.checked_features(features), real_array("y", y)
     if y.ndim not in (1, 2) or len(y) != features.shape[0] or y.size == 0:
         raise ValueError(f"y: expected {features.shape[0]} rows, got shape {y.shape}.")
     for name, a in (("features", features), ("y", y)):
@@ -105,7 +95,7 @@ def ridge_weights(
         )
     if method == "auto":
         n, d = features.shape
-        fits = 3 * min(n, d) ** 2 * dtype_of(features).itemsize <= memory
+        fits = 3 * min(n, d) ** 2 * matrices.dtype_of(features).itemsize <= memory
         direct = "primal" if d <= n else "dual"
         method = direct if fits and not isinstance(features, Sparse) else "cg"
     return _solve_ridge(features, y, penalty, method, memory)
@@ -113,7 +103,7 @@ def ridge_weights(
 
 def predict(features: Features, w: chex.Array, *, memory: int = 2**31) -> jax.Array:
     """Return predictions ``f = Phi w``."""
-    features, w = checked_features(features), real_array("w", w)
+    features, w = matrices.checked_features(features), real_array("w", w)
     if w.ndim not in (1, 2) or w.shape[0] != features.shape[1]:
         raise ValueError(f"w: expected {features.shape[1]} rows, got shape {w.shape}.")
     return _compute_predictions(features, w, memory)
@@ -121,7 +111,7 @@ def predict(features: Features, w: chex.Array, *, memory: int = 2**31) -> jax.Ar
 
 @partial(jax.jit, static_argnames=("method", "memory"))
 def _solve_ridge(features, y, penalty, method: str, memory: int) -> LinearFit:
-    targets = as_columns(y).astype(dtype_of(features))
+    targets = matrices.as_columns(y).astype(matrices.dtype_of(features))
     penalty = jnp.asarray(penalty, targets.dtype)
     if method == "cg":
         size = jnp.max(jnp.abs(targets))  # squares of small numbers underflow
@@ -140,7 +130,8 @@ def _solve_ridge(features, y, penalty, method: str, memory: int) -> LinearFit:
 
 @partial(jax.jit, static_argnames="memory")
 def _compute_predictions(features, w, memory: int) -> jax.Array:
-    return features_product(features, as_columns(w), memory).reshape(-1, *w.shape[1:])
+    f = matrices.features_product(features, matrices.as_columns(w), memory)
+    return f.reshape(-1, *w.shape[1:])
 
 
 def _solve_primal(features, y, penalty, memory):
@@ -148,7 +139,7 @@ def _solve_primal(features, y, penalty, memory):
     if not isinstance(features, Blocks):
         return _solve_by_cholesky(_lower_gram(features), penalty, matmul(features.T, y))
     n, d = features.shape
-    starts, size = block_starts(n, d, y.dtype, memory)
+    starts, size = matrices.block_starts(n, d, y.dtype, memory)
 
     def add(sums, block):
         start, y = block
@@ -156,7 +147,7 @@ def _solve_primal(features, y, penalty, memory):
         return (sums[0] + _lower_gram(phi), sums[1] + matmul(phi.T, y)), None
 
     zero = jnp.zeros((d, d), y.dtype), jnp.zeros((d, y.shape[1]), y.dtype)
-    (gram, moment), _ = jax.lax.scan(add, zero, (starts, split_rows(y, len(starts), size)))
+    (gram, moment), _ = jax.lax.scan(add, zero, (starts, matrices.split_rows(y, len(starts), size)))
     return _solve_by_cholesky(gram, penalty, moment)
 
 
@@ -165,7 +156,7 @@ def _solve_dual(features, y, penalty, memory):
     if not isinstance(features, Blocks):
         return matmul(features.T, _solve_by_cholesky(_lower_gram(features.T), penalty, y))
     n, d = features.shape
-    starts, size = block_starts(d, n, y.dtype, memory)
+    starts, size = matrices.block_starts(d, n, y.dtype, memory)
 
     def add(gram, start):
         return gram + _lower_gram(features.columns(start, size).T), None
@@ -180,14 +171,13 @@ def _lower_gram(a: jax.Array) -> jax.Array:
     """Return ``a'a``, with zeros for the tiles above the diagonal."""
     # Without copies of the panels, XLA slices `a` slowly for each product.
     panels = jax.lax.optimization_barrier(jnp.array_split(a, min(_PANELS, a.shape[1]), axis=1))
-    tiles = [
-        [
-            matmul(p.T, q) if i >= j else jnp.zeros((p.shape[1], q.shape[1]), a.dtype)
-            for j, q in enumerate(panels)
-        ]
-        for i, p in enumerate(panels)
-    ]
-    return jnp.block(tiles)
+
+    def tile(i, j):
+        p, q = panels[i], panels[j]
+        return matmul(p.T, q) if i >= j else jnp.zeros((p.shape[1], q.shape[1]), a.dtype)
+
+    sides = range(len(panels))
+    return jnp.block([[tile(i, j) for j in sides] for i in sides])
 
 
 def _solve_by_cholesky(gram, penalty, b):

@@ -20,13 +20,7 @@ import optax
 
 from bilevel.constraints import project_simplex
 from bilevel.contracts import Pytree
-from bilevel.internal.checks import (
-    at_least_float32,
-    check_floating,
-    concrete,
-    gradient_transformation,
-    simplex,
-)
+from bilevel.internal import checks
 
 
 def tangent() -> optax.GradientTransformation:
@@ -75,7 +69,7 @@ def exponentiate() -> optax.GradientTransformation:
 
     def move(alpha, update):
         support = alpha > 0
-        update = _limit_magnitude(update).astype(at_least_float32(update.dtype))
+        update = _limit_magnitude(update).astype(checks.at_least_float32(update.dtype))
         # Shifting by the largest exponent in the support makes exp safe for updates of any size.
         shift = jnp.max(jnp.where(support, update, -jnp.inf), axis=-1, keepdims=True)
         weights = jnp.where(support, alpha * jnp.exp(jnp.where(support, update - shift, 0)), 0)
@@ -168,7 +162,7 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
     >>> [round(a, 4) for a in optax.apply_updates(alpha, updates).tolist()]
     [0.8808, 0.1192]
     """
-    inner = gradient_transformation("optimizer", optimizer)
+    inner = checks.gradient_transformation("optimizer", optimizer)
 
     def init(alpha):
         jax.tree.map(check_simplex, alpha)
@@ -218,7 +212,7 @@ def _limit_magnitude(x: jax.Array) -> jax.Array:
 
 def _softmax_in_float32(logits: jax.Array) -> jax.Array:
     # Half precision is too coarse for long sums.
-    return jax.nn.softmax(logits.astype(at_least_float32(logits.dtype))).astype(logits.dtype)
+    return jax.nn.softmax(logits.astype(checks.at_least_float32(logits.dtype))).astype(logits.dtype)
 
 
 def _landing_on(kind: type, move: Callable, check: Callable) -> optax.GradientTransformation:
@@ -264,13 +258,13 @@ def check_simplex(alpha: chex.Array) -> None:
     if jnp.ndim(alpha) == 0:
         raise ValueError("alpha: expected a simplex on the last axis of every leaf, got a scalar.")
     _check_entries(alpha)
-    simplex("alpha", alpha)
+    checks.simplex("alpha", alpha)
 
 
 def check_box(alpha: chex.Array) -> None:
     """Raise if a concrete ``alpha`` has an entry outside [0, 1]."""
     _check_entries(alpha)
-    if not concrete(alpha):
+    if not checks.concrete(alpha):
         return
     values = np.asarray(alpha, dtype=np.float64)
     if not ((values >= 0) & (values <= 1)).all():
@@ -281,7 +275,7 @@ def check_box(alpha: chex.Array) -> None:
 
 
 def _check_entries(alpha: jax.Array) -> None:
-    check_floating("alpha", alpha)
+    checks.check_floating("alpha", alpha)
     if not jnp.size(alpha):
         raise ValueError(f"alpha: expected entries, got none in the shape {jnp.shape(alpha)}.")
 
@@ -366,7 +360,7 @@ _compiled_ascends = jax.jit(ascends, static_argnums=0)
 def _refused(message: str, names: list[str], wrong: list[jax.Array], alpha: Pytree) -> Pytree:
     """Raise if a geometry is ``wrong``; if that is traced, ``alpha`` becomes NaN instead."""
     for name, bad in zip(names, wrong, strict=True):
-        if not concrete(bad):
+        if not checks.concrete(bad):
             alpha = jax.tree.map(lambda a, bad=bad: jnp.where(bad, jnp.nan, a), alpha)
         elif bad:
             raise ValueError(message.format(name))
@@ -377,7 +371,7 @@ def _middle_and_slope(alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the middle of the set, and a gradient there: -1 to 1 along the last axis."""
     size = alpha.shape[-1] if alpha.ndim else 1
     # In float32 at least, because half precision loses small steps.
-    middle = jnp.full(alpha.shape, 1, at_least_float32(alpha.dtype)) / size
+    middle = jnp.full(alpha.shape, 1, checks.at_least_float32(alpha.dtype)) / size
     slope = jnp.linspace(-1, 1, size, dtype=middle.dtype)
     return middle, jnp.broadcast_to(slope if alpha.ndim else slope[0], alpha.shape)
 

@@ -19,17 +19,7 @@ import optax
 
 from bilevel.contracts import LowerSolver, Partition, Pytree, SingleLoop, params_of
 from bilevel.hypergradients.hypergradient import check_constraint
-from bilevel.internal import processes
-from bilevel.internal.checks import (
-    check_data,
-    check_floating,
-    check_not_empty,
-    concrete,
-    function,
-    gradient_transformation,
-    integer,
-    prng_key,
-)
+from bilevel.internal import checks, processes
 from bilevel.outer_loop import divergence, geometry, single_loop
 from bilevel.outer_loop.descent import leaves_moved, run_once
 from bilevel.outer_loop.history import History, as_history, truncate
@@ -179,7 +169,7 @@ def search(
     (Array([0.875], dtype=float...), Array([1. , 0.25 , 0.0625], dtype=float...))
     """
     named = {"alpha": alpha, "w0": w0, "train": train, "valid": valid, "key": key}
-    traced = not concrete(named)
+    traced = not checks.concrete(named)
     setup = SearchSetup(problem, solver, optimizer, batches, diagnostics, as_history(history))
     present = checkpoint is not None, callback is not None
     if not traced:
@@ -238,14 +228,14 @@ def _warn(messages: Sequence[str]) -> None:
 def _check_search_arguments(setup, named, steps, resume, checkpoint, callback, every, chunk):
     """Raise ``ValueError`` if an argument is wrong, or does not fit the others."""
     solver, batches, key = setup.solver, setup.batches, named["key"]
-    integer("steps", steps, 1)
+    checks.integer("steps", steps, 1)
     if chunk is not None:
-        integer("chunk", chunk, 1)
+        checks.integer("chunk", chunk, 1)
     streamed = isinstance(batches, Stream)
     if streamed and (named["train"] is not None or named["valid"] is not None):
         raise ValueError("train, valid: expected None next to a stream of both, got data.")
     if batches is not None and not streamed:
-        function("batches", batches, "(key, data) -> batch")
+        checks.function("batches", batches, "(key, data) -> batch")
     if isinstance(solver, SingleLoop) and not isinstance(batches, Partition | None):
         raise ValueError(
             "batches: expected bilevel.partition(batch_size) for a single-loop method, got a "
@@ -257,9 +247,9 @@ def _check_search_arguments(setup, named, steps, resume, checkpoint, callback, e
             "hypergradient(problem, implicit()) at the result has an error estimate."
         )
     if callback is not None:
-        function("callback", callback, "result -> bool")
+        checks.function("callback", callback, "result -> bool")
     if every is not None:
-        integer("every", every, 1)
+        checks.integer("every", every, 1)
         if callback is None:
             raise ValueError(f"every: expected a callback to call so often, got none and {every}.")
     if resume and checkpoint is None:
@@ -268,12 +258,12 @@ def _check_search_arguments(setup, named, steps, resume, checkpoint, callback, e
     if drawn and key is None:
         raise ValueError("key: expected a PRNG key to sample batches with, got None.")
     if key is not None:
-        prng_key("key", key)
+        checks.prng_key("key", key)
     for name in ("alpha", "w0"):
-        check_not_empty(name, named[name])
-        check_floating(name, params_of(named[name]))
+        checks.check_not_empty(name, named[name])
+        checks.check_floating(name, params_of(named[name]))
     for name in ("alpha", "w0", "train", "valid"):
-        check_data(name, named[name])
+        checks.check_data(name, named[name])
     check_constraint(solver, named["alpha"], named["w0"])
 
 
@@ -406,7 +396,7 @@ def _result_messages(
 
 def _at_minimum(setup: SearchSetup, result: SearchResult, data: Pytree) -> bool:
     """Return whether a gradient of 0 is right: the outer loss is stationary in ``w`` at the end."""
-    optimizer = gradient_transformation("optimizer", setup.optimizer)
+    optimizer = checks.gradient_transformation("optimizer", setup.optimizer)
     moved = leaves_moved(optimizer, result.state.optimizer_state, result.state.alpha)
     if isinstance(setup.solver, SingleLoop) or not any(moved):
         return True

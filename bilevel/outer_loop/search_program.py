@@ -11,20 +11,10 @@ import optax
 from bilevel.contracts import DescentState, Joint, Keyed, Pytree, SingleLoop
 from bilevel.hypergradients.error_estimate import Info
 from bilevel.internal.checks import concrete
-from bilevel.outer_loop import geometry, single_loop
+from bilevel.outer_loop import divergence, geometry, single_loop
 from bilevel.outer_loop import history as search_history
 from bilevel.outer_loop.descent import descent, noted_descent
-from bilevel.outer_loop.divergence import (
-    EXACT,
-    NOISY,
-    DivergenceMonitor,
-    check_divergence,
-    init_divergence_monitor,
-    observed,
-    shortened,
-    shortening,
-    where,
-)
+from bilevel.outer_loop.divergence import DivergenceMonitor
 from bilevel.outer_loop.report import StepMonitor, init_step_monitor, monitor_step, spent_share
 from bilevel.outer_loop.search_fingerprint import recorded
 from bilevel.outer_loop.search_result import SearchResult, is_tree_finite
@@ -89,8 +79,8 @@ class SearchSetup(NamedTuple):
             shown &= {*names}  # steps do not compute the other losses
         last_names = shown if self.history.every == 1 else (shown | {*row}) - {"alpha"}
         last = search_history.zeros_like({k: metrics[k] for k in sorted(last_names)})
-        divergence = init_divergence_monitor(state)
-        carry = Carry(state, history, last, jnp.zeros((), int), monitor, divergence)
+        growth = divergence.init_divergence_monitor(state)
+        carry = Carry(state, history, last, jnp.zeros((), int), monitor, growth)
         # None if a step closes over traced values.
         traced = (closed, calls) if concrete((carry, closed.consts)) else None
         if traced:
@@ -108,9 +98,9 @@ class SearchSetup(NamedTuple):
         def shortened_step(state, number, data, scale):
             if scale is None:
                 return self._step(state, number, data, note)
-            setup = self._replace(optimizer=shortening(self.optimizer, scale))
+            setup = self._replace(optimizer=divergence.shortening(self.optimizer, scale))
             new, metrics = setup._step(state, number, data, note)
-            return shortened(state, new, scale), metrics
+            return divergence.shortened(state, new, scale), metrics
 
         args = state, number, data, scale
         return with_automatic_axes(shortened_step, args, lambda: (state, None))
@@ -137,9 +127,9 @@ class SearchSetup(NamedTuple):
         """Take ``count`` steps. After a quantity stops being finite, steps change nothing."""
 
         def body(begun, data, i, carry):
-            old, history, last, trouble, monitor, divergence = carry
+            old, history, last, trouble, monitor, growth = carry
             number = begun + i
-            new, metrics = self.step(old, number, data, divergence.scale)
+            new, metrics = self.step(old, number, data, growth.scale)
             seen, metrics = monitor_step(monitor, new, metrics)
             losses = {k: metrics[k] for k in SHOWN if k in last}
             seen_trouble = first_trouble(new, losses, metrics["grad_norm"])
@@ -150,14 +140,14 @@ class SearchSetup(NamedTuple):
                 history, row, before, number, old.step, good, self.history.every
             )
             shown = {k: metrics[k] for k in last}
-            state, last, monitor = where(good, (new, shown, seen), (old, last, monitor))
-            divergence = observed(divergence, metrics["grad_norm"], metrics["value"], good)
-            window = NOISY if isinstance(self.solver, SingleLoop) else EXACT
+            state, last, monitor = divergence.where(good, (new, shown, seen), (old, last, monitor))
+            growth = divergence.observed(growth, metrics["grad_norm"], metrics["value"], good)
+            window = divergence.NOISY if isinstance(self.solver, SingleLoop) else divergence.EXACT
             restart = functools.partial(self.restart, data)
-            divergence, state, trouble = check_divergence(
-                divergence, state, number, trouble, restart, window
+            growth, state, trouble = divergence.check_divergence(
+                growth, state, number, trouble, restart, window
             )
-            return Carry(state, history, last, trouble, monitor, divergence)
+            return Carry(state, history, last, trouble, monitor, growth)
 
         def loop(carry, data, count):
             take = functools.partial(body, carry.state.step, data)

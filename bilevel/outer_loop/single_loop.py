@@ -8,38 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from bilevel import stochastic
 from bilevel.contracts import DescentState, Pytree, SingleLoop
 from bilevel.hypergradients.error_estimate import Info, assess
-from bilevel.internal.checks import (
-    check_floating,
-    check_losses,
-    gradient_transformation,
-    nan_unless_finite,
-)
+from bilevel.internal import checks
 from bilevel.outer_loop import geometry
 from bilevel.outer_loop.descent import automatic, leaves_moved, run_once
 from bilevel.problem.problem import Problem, at_variables
 from bilevel.problem.structure import check_depends_on_alpha, leaves_used_by, with_rules
-from bilevel.stochastic import (
-    BatchedData,
-    BatchSchedule,
-    draw_batch_schedule,
-    full_direction,
-    make_batched_data,
-    tree_norm,
-)
 from ntk.internal.sharding import shard_like
 
-Data = tuple[BatchedData, BatchedData, BatchSchedule]
+Data = tuple[stochastic.BatchedData, stochastic.BatchedData, stochastic.BatchSchedule]
 
 
 def prepared(method: SingleLoop, batches: Any, data: tuple, steps: int) -> Data:
     """Return ``(train, valid, key)`` in batches, with a schedule of the batches of each step."""
-    train, valid = (
-        make_batched_data(*side, batches) for side in (("train", data[0]), ("valid", data[1]))
-    )
+    sides = ("train", data[0]), ("valid", data[1])
+    train, valid = (stochastic.make_batched_data(*side, batches) for side in sides)
     key, counts = None if batches is None else data[2], (train.count, valid.count)
-    return train, valid, draw_batch_schedule(key, counts, steps, method.draws)
+    return train, valid, stochastic.draw_batch_schedule(key, counts, steps, method.draws)
 
 
 def init_single_loop(
@@ -51,10 +38,10 @@ def init_single_loop(
     data: Data,
 ) -> DescentState:
     """Return the first state; raise if the problem does not fit a single loop."""
-    check_losses("problem", problem)
+    checks.check_losses("problem", problem)
     if getattr(problem, "stateful", False):
         raise ValueError("problem: expected one without variables for a single loop, got stateful.")
-    check_floating("w0", w)
+    checks.check_floating("w0", w)
     # Strong dtypes, as a step returns them.
     alpha, w = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), (alpha, w))
     train, valid, order = data
@@ -64,7 +51,7 @@ def init_single_loop(
         leaves_used_by(automatic(loss), w, alpha, side.rows)
         for loss, side in ((bare.lower, train), (bare.outer, valid))
     ]
-    optimizer = gradient_transformation("optimizer", optimizer)
+    optimizer = checks.gradient_transformation("optimizer", optimizer)
     state = optimizer.init(alpha)
     alpha = geometry.check_descends(optimizer, state, alpha)
     moved = leaves_moved(optimizer, state, alpha)
@@ -96,10 +83,10 @@ def single_loop_step(
         problem, state.alpha, state.w, state.solver_state, indices, train, valid
     )
     # Products of vectors, because XLA's sums and comparisons take several times as long.
-    size = tree_norm(direction)
+    size = stochastic.tree_norm(direction)
     if method.adjoint is not None:  # the adjoint can be the first array that is not finite
-        size = nan_unless_finite(size, optax.tree.vdot(*(method.adjoint(inner),) * 2))
-    updates, optimizer_state = gradient_transformation("optimizer", optimizer).update(
+        size = checks.nan_unless_finite(size, optax.tree.vdot(*(method.adjoint(inner),) * 2))
+    updates, optimizer_state = checks.gradient_transformation("optimizer", optimizer).update(
         direction,
         state.optimizer_state,
         state.alpha,
@@ -135,7 +122,7 @@ def info(problem: Problem, method: SingleLoop, state: DescentState, data: Data) 
 
     def estimate(w, adjoint, alpha, train, valid):
         with_own_rules, _ = with_rules(problem, w, alpha, train.rows)
-        grad = full_direction(with_own_rules, w, adjoint, alpha, train, valid)
+        grad = stochastic.full_direction(with_own_rules, w, adjoint, alpha, train, valid)
         args = at_variables(with_own_rules, None), w, alpha, train.rows, valid.rows
         return assess(*args, grad, adjoint)
 

@@ -20,10 +20,6 @@ def _line_style(i: int, dashed: bool = True) -> dict[str, Any]:
     return {"color": COLOURS[place], "linestyle": dashes}
 
 
-def _marker(i: int) -> str:
-    return MARKERS[i % len(MARKERS)]
-
-
 def _whole_ticks(axis: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
@@ -75,24 +71,16 @@ def alpha_path(alpha: Any, names: Any = None, ax: Any = None, start: Any = None)
         alpha, steps = np.concatenate([first[None], alpha]), np.arange(len(alpha) + 1)
     lines = [_banded(ax, steps, alpha[..., i].T, **_line_style(i)) for i in range(alpha.shape[-1])]
     top = max(0.5, 1.05 * alpha.mean(axis=1).max())
-    ax.set(
-        xlabel="outer step", ylabel="α" + _mean_label(alpha.shape[1], "seeds"), ylim=(-0.02, top)
-    )
+    label = "α" + _mean_label(alpha.shape[1], "seeds")
+    ax.set(xlabel="outer step", ylabel=label, ylim=(-0.02, top))
     _whole_ticks(ax.xaxis)
     ax.margins(x=0.02)
     ends = [line.get_ydata()[-1] for line in lines]
-    for line, end, place, name in zip(
-        lines, ends, _spread_labels(ends, 0, top, 0.062 * top), names or [], strict=False
-    ):
-        ax.annotate(
-            name,
-            (steps[-1], end),
-            (1.04, place),
-            textcoords=ax.get_yaxis_transform(),
-            va="center",
-            fontsize=9,
-            arrowprops={"arrowstyle": "-", "color": line.get_color(), "relpos": (0, 0.5)},
-        )
+    places = _spread_labels(ends, 0, top, 0.062 * top)
+    look = {"textcoords": ax.get_yaxis_transform(), "va": "center", "fontsize": 9}
+    for line, end, place, name in zip(lines, ends, places, names or [], strict=False):
+        arrow = {"arrowstyle": "-", "color": line.get_color(), "relpos": (0, 0.5)}
+        ax.annotate(name, (steps[-1], end), (1.04, place), arrowprops=arrow, **look)
     return ax
 
 
@@ -112,8 +100,7 @@ def losses(
 ) -> Any:
     """Draw outer and lower loss along a search, one below the other; return the two axes.
 
-    A step's losses are at the alpha before the step, so the first is drawn at step 0. A loss that
-    changes tenfold has a log axis.
+    A step's losses are at the alpha before the step. A loss that changes tenfold has a log axis.
 
     Parameters
     ----------
@@ -130,8 +117,7 @@ def losses(
     ('outer (validation) loss', 'lower (training) loss', 'outer step')
     """
     if axes is None:
-        plt = pyplot()
-        axes = plt.subplots(2, 1, figsize=(6, 4.6), layout="constrained", sharex=True)[1]
+        axes = pyplot().subplots(2, 1, figsize=(6, 4.6), layout="constrained", sharex=True)[1]
     runs = [history] if isinstance(history, dict) else list(history)
     keys = {"value": "outer (validation) loss", "lower": "lower (training) loss"}
     for i, (ax, (key, label)) in enumerate(zip(axes, keys.items(), strict=True)):
@@ -207,10 +193,11 @@ def error_estimates(steps: Any, true: Any, estimates: dict[str, Any], ax: Any = 
     for i, (name, values) in enumerate(estimates.items()):
         if isinstance(true, dict):
             ax.plot(steps, true[name], label=f"{name}: true error", **_line_style(i))
-        look = _line_style(i) | {"linestyle": "", "marker": _marker(i), "fillstyle": "none"}
+        marker = MARKERS[i % len(MARKERS)]
+        look = _line_style(i) | {"linestyle": "", "marker": marker, "fillstyle": "none"}
         ax.plot(steps, values, label=f"{name}: estimate", markersize=7, **look)
-    ax.set(xlabel="inner steps", ylabel="norm of the hypergradient's error")
-    ax.set(xscale="log", yscale="log")
+    ax.set(xlabel="inner steps", xscale="log")
+    ax.set(ylabel="norm of the hypergradient's error", yscale="log")
     ax.legend()
     return ax
 
@@ -236,8 +223,8 @@ def spectrum(eigenvalues: dict[str, Any], ax: Any = None) -> Any:
         positive = np.where(values > 0, values, np.nan)
         # A few markers, shifted from kernel to kernel, because spectra are close together.
         every = max(1, len(values) // 6)
-        look = _line_style(i) | {"marker": _marker(i), "markevery": (i % every, every)}
-        ax.plot(np.arange(1, len(values) + 1), positive, label=name, **look)
+        markers = {"marker": MARKERS[i % len(MARKERS)], "markevery": (i % every, every)}
+        ax.plot(np.arange(1, len(values) + 1), positive, label=name, **_line_style(i), **markers)
     ax.set(xlabel="index, from the largest", ylabel="eigenvalue of the kernel", yscale="log")
     _whole_ticks(ax.xaxis)
     ax.legend()
@@ -293,8 +280,7 @@ def simplex_min_eigenvalue(
 def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> Any:
     """Draw the oracle test error of the incumbent during a search, a curve for each method.
 
-    Both axes are logarithmic. The error axis is linear if one error is 0, or all are nearly equal.
-    Later curves are narrower, so that equal ones remain visible.
+    Axes are logarithmic; that of errors is linear if one is 0, or all are nearly equal.
 
     Parameters
     ----------
@@ -334,7 +320,7 @@ def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> A
             for t, s in zip(trials, times, strict=True)
         ]
         look = _line_style(i, dashed=False) | {"linewidth": widths[i], "markeredgecolor": "white"}
-        look |= {"marker": _marker(i), "markevery": [0, -1], "markersize": 8}
+        look |= {"marker": MARKERS[i % len(MARKERS)], "markevery": [0, -1], "markersize": 8}
         _banded(ax, grid, tests, step=True, label=name, **look)
     count = max(map(len, curves.values()))
     ax.set(xlabel=labels[against], xscale="log")
@@ -356,28 +342,26 @@ def _log_percent(ax: Any) -> None:
         ratio = heights.max() / heights.min()
         lowest = max(ax.dataLim.y0, 0.6 * heights.min())  # a band may come near 0
         ax.set_ylim(lowest / ratio**0.06 / 1.01, ax.dataLim.y1 * ratio**0.06 * 1.01)
-        ax.yaxis.set_major_locator(LogLocator(subs=_subdivision(ratio)))
+        subdivisions = (ticks for limit, ticks in _SUBDIVISIONS.items() if ratio < limit)
+        ax.yaxis.set_major_locator(LogLocator(subs=next(subdivisions, (1,))))
         ax.yaxis.set_minor_formatter(NullFormatter())
     ax.yaxis.set_major_formatter(percent)
 
 
-def _subdivision(ratio: float) -> tuple[float, ...]:
-    """Return the multiples of powers of ten that have ticks: more for fewer decades."""
-    if ratio < 2:
-        return (1, 1.1, 1.2, 1.4, 1.6, 1.8, 2, 2.2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5, 6, 6.5, 7, 8, 9)
-    if ratio < 4:
-        return (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
-    if ratio < 15:
-        return (1, 1.5, 2, 3, 5, 7)
-    return (1, 2, 5) if ratio < 1000 else (1,)
+# The multiples of powers of ten that have ticks, by the largest ratio of heights.
+_SUBDIVISIONS = {
+    2: (1, 1.1, 1.2, 1.4, 1.6, 1.8, 2, 2.2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5, 6, 6.5, 7, 8, 9),
+    4: (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9),
+    15: (1, 1.5, 2, 3, 5, 7),
+    1000: (1, 2, 5),
+}
 
 
 @style()
 def ranking(score: Any, accuracy: Any, ax: Any = None) -> Any:
     """Draw accuracy over the rank of a score, best at the right, with Kendall's tau.
 
-    The lowest twentieth of accuracies, networks that learn nothing, is drawn at the lower edge as
-    triangles.
+    Triangles at the lower edge are the lowest twentieth of accuracies: networks that learn nothing.
 
     Parameters
     ----------

@@ -118,11 +118,8 @@ def noted_descent(
         updates, optimizer_state = optimizer.update(
             hyper.grad, state.optimizer_state, state.alpha, **extra_args
         )
-        metrics = {
-            "value": hyper.value,
-            "lower": losses.lower(hyper.w, state.alpha, solver.batch(train))[0],
-            "grad_norm": optax.tree.norm(hyper.grad),
-        }
+        lower = losses.lower(hyper.w, state.alpha, solver.batch(train))[0]
+        metrics = {"value": hyper.value, "lower": lower, "grad_norm": optax.tree.norm(hyper.grad)}
         if hyper.info is not None:
             metrics |= {k: x for k, x in hyper.info._asdict().items() if x is not None}
         if hyper.aux is not None:

@@ -135,10 +135,7 @@ def write_row(
         old = jnp.where(begun, x_before, jnp.zeros_like(x)) if every > 1 else jnp.zeros_like(x)
         return jax.lax.dynamic_update_index_in_dim(h, jnp.where(good, x, old), place, 0)
 
-    return {
-        name: jax.tree.map(write, h, row[name], before.get(name, row[name]))
-        for name, h in history.items()
-    }
+    return {k: jax.tree.map(write, h, row[k], before.get(k, row[k])) for k, h in history.items()}
 
 
 def truncate(history: Pytree, count: int) -> Pytree:

@@ -207,9 +207,7 @@ def monitor_step(
     events: dict[str, Any] = {"zero": metrics["grad_norm"] == 0}
     if isinstance(adjoint, AdjointReport):
         events |= {name: getattr(adjoint, name) > 0 for name in _ADJOINT_EVENTS}
-    counts: dict[str, Any] = {
-        name: _count_event(getattr(report, name), seen) for name, seen in events.items()
-    }
+    counts: Any = {k: _count_event(getattr(report, k), seen) for k, seen in events.items()}
     report = report._replace(steps=report.steps + 1, **counts)
     if "predicted" not in metrics:
         return monitor._replace(report=report), metrics

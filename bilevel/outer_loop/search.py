@@ -371,14 +371,11 @@ def _resumed_carry(setup: SearchSetup, saver: Saver, carry: Carry, steps: int) -
 
     history = jax.tree.map(filled, saved_history)
     # The last step's row, which the history needs again if the next step is not finite.
-    last = carry.last | {
-        k: jax.tree.map(lambda h: h[-1], saved_history[k]) for k in carry.last if k in saved_history
-    }
+    names = carry.last.keys() & saved_history.keys()
+    last = carry.last | {k: jax.tree.map(lambda h: h[-1], saved_history[k]) for k in names}
     like = carry.state, carry.history, carry.last, (carry.monitor, carry.divergence)
-    state, history, last, seen = jax.tree.map(
-        processes.put_like, (state, history, last, seen), like
-    )
-    return Carry(state, history, last, carry.trouble, *seen)
+    *parts, seen = jax.tree.map(processes.put_like, (state, history, last, seen), like)
+    return Carry(*parts, carry.trouble, *seen)
 
 
 def _result_messages(

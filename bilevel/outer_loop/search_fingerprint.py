@@ -29,9 +29,7 @@ def recorded(problem: Problem) -> tuple[Problem, dict[str, tuple]]:
 
         return call
 
-    lower, outer = (
-        recording(f"{name} loss", getattr(problem, name)) for name in ("lower", "outer")
-    )
+    lower, outer = (recording(f"{k} loss", getattr(problem, k)) for k in ("lower", "outer"))
     form = (getattr(problem, k, False) for k in ("has_aux", "stateful", "differentiated"))
     return Problem(lower, outer, *form), calls
 

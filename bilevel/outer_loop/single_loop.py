@@ -47,10 +47,8 @@ def init_single_loop(
     train, valid, order = data
     bare = at_variables(problem, None)
     # Traced here, so that a wrong loss raises before the optimizer does.
-    enters = [
-        leaves_used_by(automatic(loss), w, alpha, side.rows)
-        for loss, side in ((bare.lower, train), (bare.outer, valid))
-    ]
+    sides = (bare.lower, train), (bare.outer, valid)
+    enters = [leaves_used_by(automatic(loss), w, alpha, side.rows) for loss, side in sides]
     optimizer = checks.gradient_transformation("optimizer", optimizer)
     state = optimizer.init(alpha)
     alpha = geometry.check_descends(optimizer, state, alpha)

@@ -135,9 +135,8 @@ class _Programs:
 
             lines = [" ".join(map(atom, (*jaxpr.constvars, *jaxpr.invars)))]
             for eqn in jaxpr.eqns:
-                parameters = self._parameter(
-                    {k: v for k, v in eqn.params.items() if not _UNUSED.search(k)}
-                )
+                used = {k: v for k, v in eqn.params.items() if not _UNUSED.search(k)}
+                parameters = self._parameter(used)
                 inputs, outputs = (" ".join(map(atom, v)) for v in (eqn.invars, eqn.outvars))
                 lines.append(f"{outputs} = {eqn.primitive.name} {parameters} {inputs}")
                 if "callback" in eqn.primitive.name:

@@ -97,10 +97,8 @@ def _resumable(file: BinaryIO, header: Record) -> Journal:
     journal = Journal(file, first + b"\n")
     records = [_decode_record(line, journal.head) for line in lines]
     if None in records:
-        warnings.warn(
-            f"journal: {records.count(None)} damaged lines of {file.name} are solved again.",
-            stacklevel=5,
-        )
+        message = f"journal: {records.count(None)} damaged lines of {file.name} are solved again."
+        warnings.warn(message, stacklevel=5)
     journal.records = {record.pop("name"): record for record in records if record is not None}
     return journal
 

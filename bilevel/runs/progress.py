@@ -4,7 +4,7 @@ import contextlib
 import io
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -41,9 +41,7 @@ class Phases:
 
         return show
 
-    def _change(
-        self, done: int, total: int, text: str = "", values: Mapping[str, Any] | None = None
-    ) -> None:
+    def _change(self, done: int, total: int, text: str = "", values: Any = None) -> None:
         if self._record is not None:
             self._record({"phase": self.phase, "share": done / total, **(values or {})})
         if self._draw is not None:

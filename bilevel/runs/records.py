@@ -180,7 +180,5 @@ def warn_if_disk_full(name: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or error
-        warnings.warn(
-            f"{name}: could not be written ({reason}); the run continues without it.",
-            stacklevel=3,
-        )
+        message = f"{name}: could not be written ({reason}); the run continues without it."
+        warnings.warn(message, stacklevel=3)

@@ -77,13 +77,7 @@ def descent(
     return noted_descent(problem, solver, optimizer, diagnostics, warnings.warn)
 
 
-def noted_descent(
-    problem: Problem,
-    solver: LowerSolver,
-    optimizer: optax.GradientTransformation,
-    diagnostics: bool,
-    note: Callable[[str], None],
-) -> tuple[Callable, Callable]:
+def noted_descent(problem, solver, optimizer, diagnostics, note) -> tuple[Callable, Callable]:
     """Return the functions of :func:`descent`; warnings during tracing go to ``note``."""
     optimizer = gradient_transformation("optimizer", optimizer)
     hypergradient = stateful_hypergradient(problem, solver, diagnostics=diagnostics, note=note)

@@ -135,9 +135,7 @@ def _judge_window(
     return diverged, (done >= _SETTLED) & ~(diverged | beyond(_UNSURE)), seen
 
 
-def _restore_good_state(
-    good: Pytree, small: Pytree, number: jax.Array, restart: Callable
-) -> Pytree:
+def _restore_good_state(good, small, number, restart: Callable) -> Pytree:
     """Return the last good state; optimizer counts and the number of steps carry over."""
 
     def floats(old, new):

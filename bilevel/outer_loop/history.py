@@ -113,15 +113,7 @@ def zeros_like(row: Pytree, *rows: int) -> Pytree:
     return jax.tree.map(lambda x: jax.device_put(np.zeros((*rows, *x.shape), x.dtype)), row)
 
 
-def write_row(
-    history: dict[str, Any],
-    row: dict[str, Any],
-    before: dict[str, Any],
-    number: jax.Array,
-    done: jax.Array,
-    good: jax.Array,
-    every: int,
-) -> dict[str, Any]:
+def write_row(history, row, before, number, done, good, every: int) -> dict[str, Any]:
     """Return ``history`` with the ``row`` of step ``number``, if the step is ``good``.
 
     ``before`` is the row of the last good step, and ``done`` the number of good steps. Nothing is

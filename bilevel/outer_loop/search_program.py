@@ -57,7 +57,7 @@ class SearchSetup(NamedTuple):
     def start(self, alpha, w0, data, steps) -> tuple[Carry, tuple | None, list[str]]:
         """Return the first carry, the program of a step with its losses' calls, and warnings."""
         if isinstance(self.solver, SingleLoop):
-            state = single_loop.init_single_loop(*self[:3], alpha, w0, data)
+            state = single_loop.init_single_loop(self[:3], alpha, w0, data)
         else:
             state = descent(*self[:3])[0](alpha, w0)
         # Copies, because the loop donates its carry, the caller keeps the arrays, and a state can
@@ -107,7 +107,7 @@ class SearchSetup(NamedTuple):
 
     def _step(self, state, number, data, note):
         if isinstance(self.solver, SingleLoop):
-            return single_loop.single_loop_step(*self[:3], state, number, data)
+            return single_loop.single_loop_step(self[:3], state, number, data)
         train, valid, key = of_step(data, state.step)
         _, step = noted_descent(*self[:3], self.diagnostics, note)
         draw = None if isinstance(self.batches, Stream) else self.batches

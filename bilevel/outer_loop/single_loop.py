@@ -19,6 +19,7 @@ from bilevel.problem.structure import check_depends_on_alpha, leaves_used_by, wi
 from ntk.internal.sharding import shard_like
 
 Data = tuple[stochastic.BatchedData, stochastic.BatchedData, stochastic.BatchSchedule]
+Method = tuple[Problem, SingleLoop, optax.GradientTransformation]
 
 
 def prepared(method: SingleLoop, batches: Any, data: tuple, steps: int) -> Data:
@@ -29,15 +30,9 @@ def prepared(method: SingleLoop, batches: Any, data: tuple, steps: int) -> Data:
     return train, valid, stochastic.draw_batch_schedule(key, counts, steps, method.draws)
 
 
-def init_single_loop(
-    problem: Problem,
-    method: SingleLoop,
-    optimizer: optax.GradientTransformation,
-    alpha: Pytree,
-    w: Pytree,
-    data: Data,
-) -> DescentState:
+def init_single_loop(parts: Method, alpha: Pytree, w: Pytree, data: Data) -> DescentState:
     """Return the first state; raise if the problem does not fit a single loop."""
+    problem, method, optimizer = parts
     checks.check_losses("problem", problem)
     if getattr(problem, "stateful", False):
         raise ValueError("problem: expected one without variables for a single loop, got stateful.")
@@ -66,15 +61,10 @@ def init_single_loop(
 
 
 def single_loop_step(
-    problem: Problem,
-    method: SingleLoop,
-    optimizer: optax.GradientTransformation,
-    state: DescentState,
-    number: jax.Array,
-    data: Data,
+    parts: Method, state: DescentState, number: jax.Array, data: Data
 ) -> tuple[DescentState, dict[str, Any]]:
     """Take one step like :func:`bilevel.descent`, with losses and direction of its batches."""
-    train, valid, order = data
+    (problem, method, optimizer), (train, valid, order) = parts, data
     problem, _ = with_rules(problem, state.w, state.alpha, train.rows)
     indices = order.at(number, method.draws)
     direction, w, inner, metrics = method.step(
@@ -84,14 +74,10 @@ def single_loop_step(
     size = stochastic.tree_norm(direction)
     if method.adjoint is not None:  # the adjoint can be the first array that is not finite
         size = checks.nan_unless_finite(size, optax.tree.vdot(*(method.adjoint(inner),) * 2))
+    extra_args = {"residual": metrics.get("noisy_residual"), "memory": method.memory(train, valid)}
+    extra_args |= {"value": metrics["value"], "grad": direction}
     updates, optimizer_state = checks.gradient_transformation("optimizer", optimizer).update(
-        direction,
-        state.optimizer_state,
-        state.alpha,
-        value=metrics["value"],
-        grad=direction,
-        residual=metrics.get("noisy_residual"),
-        memory=method.memory(train, valid),
+        direction, state.optimizer_state, state.alpha, **extra_args
     )
     alpha = geometry.check_last(optimizer_state, optax.apply_updates(state.alpha, updates))
     new_state = DescentState(alpha, w, inner, optimizer_state, state.step + 1)

@@ -222,9 +222,7 @@ def _dtype_and_shape(x: Any) -> str:
 
 
 @contextlib.contextmanager
-def feeding(
-    batches: Any, data: tuple, step: int, steps: int, every: int | None, chunk: int | None
-) -> Iterator[Feed]:
+def feeding(batches, data, step, steps, every, chunk) -> Iterator[Feed]:
     """Yield the feed of the steps from ``step`` on: from memory, or from a stream."""
     if not isinstance(batches, Stream):
         yield Feed(data)

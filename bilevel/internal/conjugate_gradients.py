@@ -10,14 +10,11 @@ import numpy as np
 import optax
 
 from bilevel.contracts import LinearMap, Pytree
-from bilevel.internal.checks import nan_unless_finite
+from bilevel.internal.checks import at_least_float32, nan_unless_finite
 from bilevel.internal.precision import coarsest_eps
-from ntk.internal.checks import at_least_float32
 from ntk.internal.sharding import pcast_varying, varying, while_loop
 
-REROUNDING_FACTOR = 1.37
-"""Not a power of 2, so that a product with a scaled vector is rounded differently."""
-
+REROUNDING_FACTOR = 1.37  # no power of 2: a product with a scaled vector is rounded differently
 _SMALL = 2**16  # entries up to which a leaf is joined: larger copies cost more than an operation
 _AGREED = 300  # a curvature is trusted above this multiple of its change under that factor
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.contracts import Pytree
-from bilevel.internal.checks import concrete, count_rows, is_sparse
-from ntk.internal.checks import integer
+from bilevel.internal.checks import concrete, count_rows, integer, is_sparse
 
 
 def taken(data: Pytree, drawn: jax.Array) -> Pytree:

@@ -42,13 +42,10 @@ def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
 def partition(batch_size: int) -> Partition:
     """Return the ``batches`` of a single-loop method: every epoch visits the same batches.
 
-    Batch i has the rows from ``i * batch_size`` on, in the order of the data, so shuffle sorted
-    data once. An epoch visits each batch of ``train`` once, in a new random order; the order of
-    ``valid`` is drawn separately. If ``batch_size`` does not divide the number of rows, the last
-    batch is smaller and has a smaller weight, so that estimates stay unbiased. Data with fewer rows
-    are one batch.
-
-    The losses have to be means over the rows of a batch, plus terms of ``w`` and ``alpha``.
+    Batch i has the rows from ``i * batch_size`` on, so shuffle sorted data once. An epoch visits
+    each batch of ``train`` once, in a new random order; the order of ``valid`` is drawn separately.
+    The last batch can be smaller; its smaller weight keeps estimates unbiased. Data with fewer rows
+    are one batch. Losses have to be means over rows, plus terms of ``w`` and ``alpha``.
 
     Raises
     ------

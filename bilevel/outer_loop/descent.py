@@ -47,20 +47,18 @@ def descent(
     Returns
     -------
     init : ``init(alpha, w) -> DescentState``
-        It raises if a geometry comes without an optimizer that descends.
     step : ``step(state, (train, valid)) -> (state, metrics)``
         ``metrics`` has the scalars ``value`` (outer loss) and ``lower`` (lower loss) at the new
-        ``w`` and the old ``alpha``, and ``grad_norm``, the 2-norm of the hypergradient. It has
-        ``aux`` if the problem has it. If the weights depend on ``alpha`` alone
-        (:func:`bilevel.implicit`, :func:`bilevel.ridge`, :func:`bilevel.restarted`, without
-        batches), it has ``predicted``: the change of ``value`` that the hypergradient predicts for
-        this step. The step raises if a transformation moves alpha after its geometry.
+        ``w`` and the old ``alpha``, ``grad_norm``, the 2-norm of the hypergradient, and ``aux`` if
+        the problem has it. If the weights depend on ``alpha`` alone (:func:`bilevel.implicit`,
+        :func:`bilevel.ridge`, :func:`bilevel.restarted`, without batches), it has ``predicted``:
+        the change of ``value`` that the hypergradient predicts for this step.
 
     Raises
     ------
     ValueError
-        If ``init`` or ``step`` rejects the optimizer. If arrays are traced, alpha becomes NaN
-        instead.
+        In ``init``, if a geometry comes without an optimizer that descends. In ``step``, if a
+        transformation moves alpha after its geometry. A traced alpha becomes NaN instead.
 
     Examples
     --------

@@ -34,8 +34,7 @@ class History:
 
     Examples
     --------
-    >>> import bilevel
-    >>> import optax
+    >>> import bilevel, optax
     >>> problem = bilevel.Problem(
     ...     lower=lambda w, alpha, batch: 0.5 * (w - alpha) ** 2,
     ...     outer=lambda w, alpha, batch: (w - 1.0) ** 2,

@@ -35,9 +35,8 @@ def log(path: str | os.PathLike[str], *, resume: bool = False) -> Callable[[Any]
     Returns
     -------
     callback
-        ``search(..., callback=bilevel.log("run.jsonl"), every=100)`` writes the last 100 lines
-        every 100 steps. If the disk is full, lines are lost with a warning, and the run continues.
-        With multiple processes, the first one writes.
+        With ``every=100``, a search writes 100 lines at once. If the disk is full, lines are lost
+        with a warning, and the run continues. With multiple processes, the first one writes.
 
     Raises
     ------
@@ -46,10 +45,8 @@ def log(path: str | os.PathLike[str], *, resume: bool = False) -> Callable[[Any]
 
     Examples
     --------
-    >>> import tempfile
+    >>> import bilevel, optax, tempfile
     >>> import jax.numpy as jnp
-    >>> import optax
-    >>> import bilevel
     >>> problem = bilevel.Problem(
     ...     lower=lambda w, alpha, batch: 0.5 * (w - alpha) ** 2,
     ...     outer=lambda w, alpha, batch: (w - 1.0) ** 2,

@@ -47,13 +47,10 @@ class SearchReport(NamedTuple):
         steps that are compared. Both are 0 unless batches are full and the weights depend on
         ``alpha`` alone (:func:`bilevel.implicit`, :func:`bilevel.ridge`,
         :func:`bilevel.restarted`).
-    compared : int
-        Number of these steps.
-    value : float
-        Outer loss at the last of them; else 0.
+    compared, value : int, float
+        Number of these steps, and outer loss at the last of them; else 0.
     spent : float
-        Share of the outer steps with the inner optimizer's schedule below 1 % of its peak; 0
-        without a schedule.
+        Share of the outer steps with the inner schedule below 1 % of its peak; 0 without one.
     """
 
     steps: jax.Array

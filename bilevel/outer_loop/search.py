@@ -73,8 +73,8 @@ def search(
     Parameters
     ----------
     problem, solver, optimizer
-        The same as for :func:`descent`. The solver can also be a :class:`bilevel.SingleLoop`, which
-        moves ``w`` and ``alpha`` together (:func:`bilevel.saba`).
+        The same as for :func:`descent`. A :class:`bilevel.SingleLoop` is a solver that moves ``w``
+        and ``alpha`` together (:func:`bilevel.saba`).
     alpha, w0 : pytrees of floating arrays
         Start. The weights carry over from one outer step to the next.
     train, valid : pytrees of arrays
@@ -82,11 +82,11 @@ def search(
     steps : int
         Total number of outer steps, including those of a resumed checkpoint.
     batches : ``batches(key, data) -> batch``, optional
-        Samples a batch of ``train`` and one of ``valid`` at every step, inside the compiled loop.
-        If the solver draws batches of ``train`` itself (``unrolled(..., batches=...)``), it samples
-        ``valid`` only. :func:`bilevel.jointly` samples both at once; such a solver draws from the
-        first part. :func:`bilevel.stream` takes both from an iterator; ``train`` and ``valid`` are
-        then None. A single loop takes a :func:`bilevel.partition`, by default all data.
+        Samples a batch of ``train`` and one of ``valid`` at every step; of ``valid`` only if the
+        solver draws batches of ``train`` itself (``unrolled(..., batches=...)``).
+        :func:`bilevel.jointly` samples both at once; such a solver draws from the first part.
+        :func:`bilevel.stream` takes both from an iterator; ``train`` and ``valid`` are then None. A
+        single loop takes a :func:`bilevel.partition`, by default all data.
     key : jax.Array, optional
         Required if ``batches``, here or in the solver, draws.
     progress : bool, optional
@@ -115,10 +115,10 @@ def search(
     -------
     SearchResult
         ``alpha``, ``w``, ``history``, ``state``, ``stopped``, and the ``report`` on faulty steps.
-        Ctrl-C returns the result so far. SIGTERM writes the ``checkpoint``, if there is one, after
-        the current chunk and then ends the process. If alpha diverges, the search returns to an
-        earlier point with steps a quarter as long, and ``step_scale`` is less than 1. After eight
-        returns it ends, and ``stopped`` says so; under ``jit``, the state stops changing.
+        Ctrl-C returns the result so far. SIGTERM first writes the ``checkpoint``, if there is one.
+        If alpha diverges, the search returns to an earlier point with steps a quarter as long, and
+        ``step_scale`` is less than 1. After eight returns it ends, and ``stopped`` says so; under
+        ``jit``, the state stops changing.
 
     Raises
     ------
@@ -144,14 +144,13 @@ def search(
     Without ``progress``, ``checkpoint`` and ``callback``, a search works under ``jax.jit`` and
     ``jax.vmap``. Every call traces its arguments; calls with the same program compile once.
 
-    Arrays stay on their devices. If rows are sharded, every gradient in ``w`` and every Hessian
-    product is one sum over devices of the size of ``w``, and no row moves. An outer step of
-    ``unrolled(optimizer, T)`` communicates ``(3 T + 1) |w|`` bytes, with |w| those of the weights,
-    and about ``2 T`` scalars; ``T |alpha|`` more if rows depend on a replicated alpha. A step of
-    ``implicit`` communicates ``(G + H) |w|``, with G gradients and H Hessian products. Under
-    ``jax.distributed`` all processes call with equal arguments, or arrays over all devices.
-
-    Memory beyond the state: the rows of the history, and their copy for a callback.
+    Arrays stay on their devices. If rows are sharded, no row moves: every gradient in ``w`` and
+    every Hessian product is one sum over devices. An outer step of ``unrolled(optimizer, T)``
+    communicates ``(3 T + 1) |w|`` bytes, with |w| those of the weights, and about ``2 T`` scalars;
+    ``T |alpha|`` more if rows depend on a replicated alpha. A step of ``implicit`` communicates
+    ``(G + H) |w|``, with G gradients and H Hessian products. Under ``jax.distributed`` all
+    processes call with equal arguments, or arrays over all devices. Memory beyond the state: the
+    rows of the history, and their copy for a callback.
 
     Examples
     --------

@@ -56,16 +56,16 @@ def stream(source: Pairs | Callable[[int], Pairs]) -> Stream:
     Parameters
     ----------
     source : iterable of (train, valid), or ``source(step) -> iterable``
-        The pair of batches of each outer step: grain, ``tf.data``, a torch ``DataLoader``, any
-        iterable of pytrees that numpy can convert. A search that resumes at step k skips k pairs of
-        an iterable, and passes k to a function. If the function's code or constants changed, that
-        search raises ``ValueError``; the data that it reads are not compared.
+        The pair of batches of each outer step, all of the same shapes: grain, ``tf.data``, a torch
+        ``DataLoader``, any iterable of pytrees that numpy can convert. A search that resumes at
+        step k skips k pairs of an iterable, and passes k to a function. It raises ``ValueError`` if
+        the function's code or constants changed; the data that it reads are not compared.
 
     Returns
     -------
     batches
-        For ``search(..., None, None, batches=stream(source), steps=...)``. All pairs have the same
-        shapes. If the iterator ends before the steps, the search stops, and ``stopped`` says so.
+        For ``search(..., None, None, batches=stream(source), steps=...)``. If the iterator ends
+        before the steps, the search stops, and ``stopped`` says so.
 
     Raises
     ------
@@ -78,19 +78,15 @@ def stream(source: Pairs | Callable[[int], Pairs]) -> Stream:
     -----
     A chunk, by default 32 steps or 64 MiB, is one compiled loop. While it runs, a thread reads the
     next chunk and sends it to the device, so that two are in memory. A solver that draws batches
-    itself (``unrolled(..., batches=...)``) draws them from the first part of the pair.
-
-    With multiple processes, every process reads the same pairs, or the search ends in all of them.
+    itself draws them from the first part of the pair. With multiple processes, every process reads
+    the same pairs, or the search ends in all of them.
 
     Examples
     --------
-    >>> import bilevel
+    >>> import bilevel, itertools, optax
     >>> import jax.numpy as jnp
-    >>> import optax
     >>> def pairs(step):  # e.g. read from a file
-    ...     while True:
-    ...         yield np.full(4, step), np.full(2, 10.0 + step)
-    ...         step += 1
+    ...     return ((np.full(4, i), np.full(2, 10.0 + i)) for i in itertools.count(step))
     >>> problem = bilevel.Problem(
     ...     lower=lambda w, alpha, batch: 0.5 * jnp.mean((w - alpha - batch) ** 2),
     ...     outer=lambda w, alpha, batch: jnp.mean((w - batch) ** 2),

@@ -100,9 +100,6 @@ def describe_difference(then: Mapping[str, str], now: Mapping[str, str]) -> str:
     return ""
 
 
-# ----------------------------------------------------------------------------- programs
-
-
 def program_digest(program: ClosedJaxpr) -> str:
     """Return a string that is equal for equal programs, on any number of devices.
 
@@ -163,9 +160,6 @@ class _Programs:
 
 def _of_type(aval: Any) -> str:
     return f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "shape") else str(aval)
-
-
-# ----------------------------------------------------------------------------- values
 
 
 class _Walk:
@@ -334,9 +328,6 @@ def _qualified_name(x: Any) -> str:
     module = getattr(x, "__module__", None)
     name = str(getattr(x, "__qualname__", None) or getattr(x, "__name__", ""))
     return name if module in (None, "builtins", "__main__") else f"{module}.{name}"
-
-
-# ----------------------------------------------------------------------------- arrays
 
 
 def _of_array(x: Any) -> str:

@@ -20,11 +20,10 @@ import optax
 from bilevel.contracts import LowerSolver, Partition, Pytree, SingleLoop, params_of
 from bilevel.hypergradients.hypergradient import check_constraint
 from bilevel.internal import checks, processes
-from bilevel.outer_loop import divergence, geometry, single_loop
+from bilevel.outer_loop import divergence, geometry, search_program, single_loop
 from bilevel.outer_loop.descent import leaves_moved, run_once
 from bilevel.outer_loop.history import History, as_history, truncate
-from bilevel.outer_loop.search_fingerprint import search_programs, search_values
-from bilevel.outer_loop.search_program import QUANTITIES, SHOWN, Carry, SearchSetup
+from bilevel.outer_loop.search_program import Carry, SearchSetup
 from bilevel.outer_loop.search_result import (
     MisplacedError,
     NonFiniteError,
@@ -185,7 +184,7 @@ def search(
         on_mesh((alpha, w0, feed.first)),
     ):
         if checkpoint is not None:
-            saver.belong_to(search_values(setup, named))
+            saver.belong_to(search_program.search_values(setup, named))
         begin = alpha, w0, feed.first
         carry, step, notes = setup.start(*begin, steps)
         _warn(notes)
@@ -196,7 +195,7 @@ def search(
             parts = carry.state, carry.history, carry.monitor.report, carry.divergence.scale
             return setup.result(*parts, info=setup.info(carry.state, data))
         if checkpoint is not None:
-            saver.belong_to(search_programs(setup, carry.state, feed.first, step))
+            saver.belong_to(search_program.search_programs(setup, carry.state, feed.first, step))
         start_messages = carry.monitor.report.messages()
         carry = _resumed_carry(setup, saver, replicate_like(carry, begin), steps)
         result = _run_chunks(setup, carry, feed, steps, saver, progress, callback, every, chunk)
@@ -314,15 +313,15 @@ def _run_chunks(setup, carry, feed, steps, saver, progress, callback, every, chu
 
 def _raise(setup: SearchSetup, trouble: int, carry: Carry, data: Pytree) -> None:
     """Raise the trouble that :func:`first_trouble` saw; repeat the step to explain its cause."""
-    index, step = trouble - 1, int(carry.state.step)
+    index, step, quantities = trouble - 1, int(carry.state.step), search_program.QUANTITIES
     result = _make_result(setup, carry, "not finite")
-    if index < len(QUANTITIES):
+    if index < len(quantities):
         args = carry.state, carry.state.step, data, carry.divergence.scale
         new, _ = jax.jit(fresh(setup.step))(*args)
-        quantity, is_single = QUANTITIES[index], isinstance(setup.solver, SingleLoop)
-        reason = explain_nonfinite(carry.state, new, quantity, is_single)
-        raise NonFiniteError(step, quantity, result, reason)
-    name = geometry.geometry_names(carry.state.optimizer_state)[index - len(QUANTITIES)]
+        is_single = isinstance(setup.solver, SingleLoop)
+        reason = explain_nonfinite(carry.state, new, quantities[index], is_single)
+        raise NonFiniteError(step, quantities[index], result, reason)
+    name = geometry.geometry_names(carry.state.optimizer_state)[index - len(quantities)]
     raise MisplacedError(step, name, result)
 
 
@@ -333,7 +332,7 @@ def _ended(callback: Callable, result: SearchResult) -> bool:
 
 def _displayed_losses(last: dict[str, Any]) -> dict[str, float]:
     """Return the losses that the bar shows, NaN if no step computes them."""
-    return {name: float(last.get(name, np.nan)) for name in SHOWN}
+    return {name: float(last.get(name, np.nan)) for name in search_program.SHOWN}
 
 
 def _make_result(setup: SearchSetup, carry: Carry, stopped: str) -> SearchResult:

@@ -1,4 +1,4 @@
-"""The compiled part of a search: its state, its first state, and the loop over its steps."""
+"""The compiled part of a search: its first state, the loop over its steps, their fingerprint."""
 
 import functools
 from collections.abc import Callable
@@ -8,23 +8,25 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.contracts import DescentState, Joint, Keyed, Pytree, SingleLoop
+from bilevel.contracts import DescentState, Joint, Keyed, Partition, Pytree, SingleLoop
 from bilevel.hypergradients.error_estimate import Info
-from bilevel.internal.checks import concrete
+from bilevel.internal.checks import concrete, gradient_transformation
 from bilevel.outer_loop import divergence, geometry, single_loop
 from bilevel.outer_loop import history as search_history
 from bilevel.outer_loop.descent import descent, noted_descent
 from bilevel.outer_loop.divergence import DivergenceMonitor
 from bilevel.outer_loop.report import StepMonitor, init_step_monitor, monitor_step, spent_share
-from bilevel.outer_loop.search_fingerprint import recorded
 from bilevel.outer_loop.search_result import SearchResult, is_tree_finite
-from bilevel.outer_loop.stream import Stream, of_step
+from bilevel.outer_loop.stream import Chunk, Stream, of_step
 from bilevel.problem.problem import Problem
+from bilevel.runs.fingerprint import fingerprint, program_digest
 from ntk.internal.compile_cache import fresh
 from ntk.internal.sharding import with_automatic_axes
 
 QUANTITIES = ("lower loss", "weights", "outer loss", "hypergradient", "alpha")  # causes first
 SHOWN = "value", "lower"
+# Messages name the first part that differs: a part contains earlier parts, a step contains all.
+PARTS = "batches", "lower loss", "outer loss", "optimizer", "solver"
 
 
 class Carry(NamedTuple):
@@ -183,3 +185,92 @@ def first_trouble(
     # The indices after those of QUANTITIES belong to geometries after which alpha moved.
     bad = jnp.stack([*(~is_tree_finite(x) for x in watched), alpha, *moved])
     return jnp.where(bad.any(), 1 + jnp.argmax(bad), 0).astype(int)
+
+
+def recorded(problem: Problem) -> tuple[Problem, dict[str, tuple]]:
+    """Return the problem, and the argument shapes of the first call of each of its losses."""
+    calls: dict[str, tuple] = {}
+
+    def recording(name: str, loss: Callable) -> Callable:
+        def call(*args):
+            calls.setdefault(name, shapes(args))
+            return loss(*args)
+
+        return call
+
+    lower, outer = (recording(f"{k} loss", getattr(problem, k)) for k in ("lower", "outer"))
+    form = (getattr(problem, k, False) for k in ("has_aux", "stateful", "differentiated"))
+    return Problem(lower, outer, *form), calls
+
+
+def search_programs(setup: SearchSetup, state, data, traced: tuple) -> dict[str, str]:
+    """Return a digest of the program of each part, on one device.
+
+    ``traced`` is ``(program, calls)`` of a step on the arrays of this search.
+    """
+    step, calls = traced
+    args = shapes((state, state.step, canonical(setup, data)))
+    types = [(x.shape, x.dtype) for x in jax.tree.leaves(args)]
+    arguments = [v.aval for v in step.jaxpr.invars]
+    # JAX reshards constants on a mesh.
+    on_a_mesh = any(not x.sharding.mesh.empty for x in arguments)
+    if [(x.shape, x.dtype) for x in arguments] != types or on_a_mesh:
+        problem, calls = recorded(setup.problem)
+        step = jax.make_jaxpr(fresh(setup._replace(problem=problem).step))(*args)
+    losses = {"lower loss": setup.problem.lower, "outer loss": setup.problem.outer}
+    programs = {name: _digest(losses[name], *args) for name, args in calls.items()}
+    optimizer = functools.partial(_optimizer_step, setup.optimizer)
+    programs["optimizer"] = _digest(optimizer, shapes(state.alpha))
+    if not isinstance(setup.batches, Stream | Partition | None):
+        train, valid, key = shapes(data)
+        sides = (train, valid) if isinstance(setup.batches, Joint) else (valid,)
+        programs["batches"] = _digest(setup.batches, key, *sides)
+    programs["solver"] = program_digest(step)
+    return {name: programs[name] for name in PARTS if name in programs}
+
+
+def search_values(setup: SearchSetup, start: dict[str, Pytree]) -> dict[str, str]:
+    """Return the fingerprint of the arrays in ``start``, and of the options."""
+    options = {"diagnostics": setup.diagnostics, "history": str(setup.history)}
+    if isinstance(setup.batches, Partition):
+        options["batches"] = str(setup.batches)
+    streamed = setup.batches.fingerprint() if isinstance(setup.batches, Stream) else {}
+    return fingerprint(start | options) | streamed
+
+
+def canonical(setup: SearchSetup, data: tuple) -> tuple:
+    """Return a step's data in shapes that do not depend on the length of the search or chunk."""
+    chunk, *others = data
+    if isinstance(chunk, Chunk):
+        pairs = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), chunk.pairs
+        )
+        return (Chunk(chunk.first, pairs), *others)
+    if not isinstance(setup.solver, SingleLoop):
+        return data
+    train, valid, order = data
+    lengths = (*(1 + n for n in setup.solver.draws), 1)
+    same = (jax.ShapeDtypeStruct((n,), x.dtype) for n, x in zip(lengths, order, strict=True))
+    return train, valid, type(order)(*same)
+
+
+def shapes(tree: Pytree) -> Pytree:
+    """Return the tree with shapes and dtypes instead of arrays."""
+
+    def shape(x):
+        kind = x if hasattr(x, "dtype") else jax.typeof(x)
+        return jax.ShapeDtypeStruct(kind.shape, kind.dtype)
+
+    return jax.tree.map(shape, tree)
+
+
+def _digest(function: Callable, *args: Pytree) -> str:
+    return program_digest(jax.make_jaxpr(fresh(function))(*args))
+
+
+def _optimizer_step(optimizer: Any, alpha: Pytree) -> Pytree:
+    """Return the first state of the optimizer, and its step along ``alpha`` from there."""
+    optimizer = gradient_transformation("optimizer", optimizer)
+    state, value = optimizer.init(alpha), jnp.zeros(())
+    more = {"value": value, "value_fn": lambda _: value, "residual": 0.0, "memory": 1}
+    return state, optimizer.update(alpha, state, alpha, grad=alpha, **more)

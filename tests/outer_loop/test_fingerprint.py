@@ -27,8 +27,7 @@ import functools
 import jax, jax.numpy as jnp, numpy as np, optax
 import bilevel
 from bilevel.outer_loop.history import History
-from bilevel.outer_loop.search_fingerprint import search_programs, search_values
-from bilevel.outer_loop.search_program import SearchSetup
+from bilevel.outer_loop.search_program import SearchSetup, search_programs, search_values
 
 PENALTY = 0.1
 TABLE = np.arange(2000.0)  # long enough to be left out of a printed program

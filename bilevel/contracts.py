@@ -13,14 +13,9 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
-Pytree = Any
-"""A pytree of arrays. `chex.ArrayTree` excludes None, floats and user-defined classes."""
-
-Loss = Callable[[Pytree, Pytree, Pytree], jax.Array]
-"""``loss(w, alpha, batch) -> scalar``."""
-
-LinearMap = Callable[[Pytree], Pytree]
-"""``hvp(v) -> H v``: linear, symmetric, on pytrees shaped like ``w``."""
+Pytree = Any  # of arrays; `chex.ArrayTree` excludes None, floats and user-defined classes
+Loss = Callable[[Pytree, Pytree, Pytree], jax.Array]  # loss(w, alpha, batch) -> scalar
+LinearMap = Callable[[Pytree], Pytree]  # hvp(v) -> H v: linear, symmetric, on trees like w
 
 
 class Inner(NamedTuple):
@@ -84,27 +79,23 @@ class LowerSolver(NamedTuple):
     Attributes
     ----------
     init : ``init(w) -> state``
-        The state carries over between outer steps: optimizer momentum, or the last adjoint as the
-        warm start of the next linear solve.
+        The state carries over between outer steps: optimizer momentum, or the last adjoint.
     run : ``run(lower, alpha, w, state, batch) -> (w, state)``
         Solves the lower problem from ``w``.
     closed_form : bool
-        Whether ``run`` does not call ``lower``. Its adjoint then cannot be computed from a tilted
-        lower loss, so ``info`` solves for an adjoint independently.
+        Whether ``run`` does not call ``lower``, so that ``info`` solves for an adjoint itself.
     gradients : int, optional
-        Approximate number of lower gradients that one hypergradient takes. It limits the cost of
-        ``info``.
+        Approximate number of lower gradients of a hypergradient, which limits the cost of ``info``.
     init_at : ``init_at(alpha, w) -> state``, or None
         Replaces ``init`` if the state depends on ``alpha``.
     batches : ``batches(key, data) -> batch``, or None
         If given, ``run`` draws batches itself, and its ``batch`` argument is a :class:`Keyed`.
     stateful : bool
-        Whether ``run`` updates variables at every step, if it gets :class:`Stateful` weights and a
-        lower loss that returns ``(loss, variables)``. Other solvers run at fixed variables, which
-        are updated once, at the solution.
+        Whether ``run`` updates the variables of :class:`Stateful` weights at every step, from a
+        lower loss that returns ``(loss, variables)``. Other solvers update them once, at the
+        solution.
     reports : bool
-        Whether the state has a field ``report`` on the adjoint's linear solve
-        (:func:`bilevel.implicit`).
+        Whether the state has a ``report`` on the adjoint's linear solve (:func:`bilevel.implicit`).
     of_alpha : bool
         Whether the solution depends on ``alpha`` and the batch only, wherever ``run`` starts.
     inner : Inner, or None
@@ -159,7 +150,7 @@ class SingleLoop(NamedTuple):
         hypergradient; the optimizer moves ``alpha`` by it. ``metrics`` contain ``value`` and
         ``lower``, the two losses on the batch.
     adjoint : ``adjoint(state) -> v`` like ``w``, or None
-        The adjoint that the method keeps; None for methods without an adjoint.
+        The adjoint that the method keeps, if it has one.
     draws : tuple of two int
         Numbers of batches of ``train`` and of ``valid`` per step.
     memory : ``memory(train, valid) -> steps``
@@ -232,8 +223,7 @@ class Joint:
             raise ValueError(
                 f"sample: expected a function that returns a pair (train, valid), got {what}."
             )
-        train, valid = pair
-        return train, valid
+        return pair[0], pair[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,9 +248,9 @@ class Point(NamedTuple):
     batch: Pytree
 
 
+# inverse(hvp, b, x0, point) -> x with H x = b, exactly or approximately. It is linear in b up to
+# its tolerance, and may ignore the warm start x0.
 Inverse = Callable[[LinearMap, Pytree, Pytree, Point], Pytree]
-"""``inverse(hvp, b, x0, point) -> x`` with ``H x = b``, exactly or approximately. It is linear in
-``b`` up to its tolerance, and may ignore the warm start ``x0``."""
 
 
 class Evaluation(NamedTuple):
@@ -288,8 +278,8 @@ class Selection(NamedTuple):
     share : ``share(key, configs, probabilities [k], resource, *, whole=False)``, or None
         Trains one model, each row of the data under a configuration drawn at random. Returns a
         tuple of the configurations' validation errors [k] and numbers of rows [k]. Each error is a
-        mean over the validation rows that drew the configuration, or NaN without such rows. With
-        ``whole``, it is a mean over all rows.
+        mean over the validation rows that drew the configuration (NaN without such rows), or with
+        ``whole`` over all rows.
     """
 
     evaluate: Callable[..., Evaluation | float]

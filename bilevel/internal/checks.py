@@ -154,10 +154,7 @@ def check_floating(name: str, tree: Pytree) -> None:
 
 
 def nan_unless_finite(tree: Pytree, *witnesses: Pytree) -> Pytree:
-    """Return ``tree``, NaN everywhere if any number among the witnesses is not finite.
-
-    So a loop that ends at a NaN residual does not return its plausible iterate.
-    """
+    """Return ``tree``, NaN everywhere if any number among the witnesses is not finite."""
     finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(witnesses)]).all()
     return nan_unless(finite, tree)
 

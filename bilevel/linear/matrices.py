@@ -31,8 +31,7 @@ class Blocks:
     Notes
     -----
     Functions made by ``jax.tree_util.Partial`` pass their arrays as arguments, so solves with equal
-    shapes share one compilation. Other functions are compiled once per function object, together
-    with the arrays they close over.
+    shapes share one compilation. Other functions are compiled once per function object.
     """
 
     shape: tuple[int, int]
@@ -80,11 +79,7 @@ Features = jax.Array | Blocks | Sparse
 
 
 def sparse(matrix: Any, name: str = "matrix") -> Sparse:
-    """Return a sparse matrix of SciPy or JAX as features. Messages call it ``name``.
-
-    The number of entries is rounded up to 2 leading bits, so matrices of similar size share a
-    compilation.
-    """
+    """Return a sparse matrix of SciPy or JAX as features. Messages call it ``name``."""
     rows = _as_csr(name, matrix)
     check_finite(name, rows.data, "entries")
     return Sparse(rows.shape, _padded_entries(rows), _padded_entries(rows.T.tocsr()))
@@ -117,6 +112,7 @@ def _as_csr(name: str, matrix):
 
 
 def _padded_entries(matrix) -> _Entries:
+    # Rounded up to 2 leading bits, so that matrices of similar size share a compilation.
     step = 1 << max(matrix.nnz.bit_length() - 2, 0)
     padding = (0, max(-(-matrix.nnz // step) * step, 1) - matrix.nnz)
     rows = np.repeat(np.arange(matrix.shape[0], dtype=np.int32), np.diff(matrix.indptr))

@@ -186,13 +186,11 @@ def init_step_monitor(row: dict[str, Any], spent: jax.Array | None) -> StepMonit
     def zero(dtype):  # a new array each time, because the carry's buffers are donated
         return jax.device_put(np.zeros((), dtype))
 
-    report = SearchReport(
-        **{name: zero(integer) for name in ("steps", "compared")},
-        **{name: Count(zero(integer), zero(integer)) for name in ("zero", *_ADJOINT_EVENTS)},
-        **{name: zero(number) for name in ("predicted", "actual", "value")},
-        spent=zero(number) if spent is None else spent.astype(number),
-    )
-    return StepMonitor(report, zero(number))
+    parts: dict[str, Any] = {name: zero(integer) for name in ("steps", "compared")}
+    parts |= {name: Count(zero(integer), zero(integer)) for name in ("zero", *_ADJOINT_EVENTS)}
+    parts |= {name: zero(number) for name in ("predicted", "actual", "value")}
+    parts["spent"] = zero(number) if spent is None else spent.astype(number)
+    return StepMonitor(SearchReport(**parts), zero(number))
 
 
 def monitor_step(

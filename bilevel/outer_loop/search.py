@@ -372,8 +372,9 @@ def _resumed_carry(setup: SearchSetup, saver: Saver, carry: Carry, steps: int) -
     names = carry.last.keys() & saved_history.keys()
     last = carry.last | {k: jax.tree.map(lambda h: h[-1], saved_history[k]) for k in names}
     like = carry.state, carry.history, carry.last, (carry.monitor, carry.divergence)
-    *parts, seen = jax.tree.map(processes.put_like, (state, history, last, seen), like)
-    return Carry(*parts, carry.trouble, *seen)
+    parts = jax.tree.map(processes.put_like, (state, history, last, seen), like)
+    state, history, last, seen = parts
+    return Carry(state, history, last, carry.trouble, *seen)
 
 
 def _result_messages(

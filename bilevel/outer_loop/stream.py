@@ -34,8 +34,10 @@ class Stream:
         """Return the pairs for the steps from ``step`` on."""
         if callable(self.source):
             return iter(self.source(step))
-        made = inspect.isgenerator(self.source)
-        if step and made and inspect.getgeneratorstate(self.source) != inspect.GEN_CREATED:
+        begun = inspect.isgenerator(self.source) and (
+            inspect.getgeneratorstate(self.source) != inspect.GEN_CREATED
+        )
+        if step and begun:
             raise ValueError(
                 f"source: expected an iterable that begins anew, to pass {step} pairs over, got a "
                 "generator that has begun; make a new one, or a function step -> iterable."

@@ -2,9 +2,8 @@
 
 A checkpoint directory holds numbered steps, each a record of :mod:`bilevel.runs.records`: the
 newest one, and the one before in case the newest is damaged. If multiple processes share arrays,
-process k writes its shards of step 12 to ``12-k.npz``, so that none needs memory for a whole array.
-After that, ``12.npz`` receives the checksums of these files, which makes the step valid. Any number
-of processes, on any devices, can read the shards.
+process k writes its shards of step 12 to ``12-k.npz``. Then ``12.npz`` receives the checksums of
+these files, which makes the step valid. Any number of processes, on any devices, can read them.
 """
 
 import pathlib

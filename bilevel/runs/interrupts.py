@@ -1,7 +1,7 @@
 """Handle Ctrl-C and SIGTERM between two chunks of a loop instead of in the middle of one.
 
-Clusters and notebooks that reclaim a machine (SLURM, Colab) send SIGTERM, and SIGKILL some seconds
-later. A run with a checkpoint first writes its state and then ends by the signal.
+Clusters that reclaim a machine send SIGTERM, and SIGKILL some seconds later. A run with a
+checkpoint first writes its state and then ends by the signal.
 """
 
 import contextlib

@@ -125,21 +125,16 @@ def _padded_entries(matrix) -> _Entries:
 
 
 def sweep(
-    features: Features,
-    w: jax.Array,
-    residual: Callable[..., jax.Array],
-    data: tuple[jax.Array, ...],
-    memory: int,
+    features: Features, w: jax.Array, residual: Callable, data: tuple, memory: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return ``f = Phi w`` [n, c] and ``Phi' residual(f, *data)`` [d, .] in one pass over rows."""
+    n, d = features.shape
     if isinstance(features, Sparse):
-        n, d = features.shape
         f = features.by_row.product(w, n)
         return f, features.by_column.product(residual(f, *data), d)
     if not isinstance(features, Blocks):
         f = matmul(features, w)
         return f, matmul(features.T, residual(f, *data))
-    n, d = features.shape
     starts, size = block_starts(n, d, w.dtype, memory)
 
     def add(total, block):

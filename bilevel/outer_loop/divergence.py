@@ -67,12 +67,7 @@ def observed(
 
 
 def check_divergence(
-    monitor: DivergenceMonitor,
-    state: DescentState,
-    number: jax.Array,
-    trouble: jax.Array,
-    restart: Callable[[Pytree, jax.Array], Pytree],
-    window: int,
+    monitor: DivergenceMonitor, state: DescentState, number, trouble, restart: Callable, window: int
 ) -> tuple[DivergenceMonitor, DescentState, jax.Array]:
     """Check the search after step ``number``, if a window of ``window`` steps ends there.
 

@@ -81,9 +81,7 @@ def exponentiate() -> optax.GradientTransformation:
     return _landing_on(_Exponentiated, functools.partial(jax.tree.map, move), check_simplex)
 
 
-def project(
-    onto: str | Callable[[Pytree], Pytree] = "simplex",
-) -> optax.GradientTransformation:
+def project(onto: str | Callable[[Pytree], Pytree] = "simplex") -> optax.GradientTransformation:
     """Project ``alpha + update`` onto a set, in the Euclidean norm: chain it after an optimizer.
 
     Parameters

@@ -31,38 +31,28 @@ class Constraint(NamedTuple):
     The operator is piecewise smooth. A code names a piece: the weights at a bound, the signs of the
     weights, whether a ball is active. Codes are pytrees of booleans or small integers. A tie counts
     as active. :mod:`bilevel.constraints` has the sets and terms.
-
-    Attributes
-    ----------
-    blank : ``blank(w) -> code``
-        Any code, with the shapes of all codes of these weights.
-    identify : ``identify(w, g, alpha, eta) -> code``
-        The piece of a gradient step ``w - eta g``.
-    prox : ``prox(code, z, alpha, eta) -> w``
-        The operator on this piece, differentiable in ``z`` and ``alpha``.
-    step : ``step(code, w, g, alpha, eta)``
-        ``prox(code, w - eta g) - w``, computed without cancellation.
-    tangent : ``tangent(code, w, alpha, v) -> v``, or None
-        The orthogonal projection on the tangent space of the active manifold. None if unknown.
-    curvature : ``curvature(code, w, g, alpha, v) -> K v``
-        The curvature of the manifold and of the term along it.
-    margins : ``margins(code, w, g, alpha) -> pytree``, or None
-        The distance of every decision of the code from its change: positive if the decision is
-        right, infinite if there is none, NaN if a multiplier is undetermined.
-    check : ``check(w, alpha) -> bool``
-        Whether the parameters are valid. Raises if they are known.
-    smooth : ``smooth(w, alpha) -> scalar``, or None
-        A smooth part of the term, which solvers add to the lower loss.
     """
 
+    # blank(w) -> code: any code, with the shapes of all codes of these weights.
     blank: Callable[..., Pytree]
+    # identify(w, g, alpha, eta) -> code: the piece of a gradient step w - eta g.
     identify: Callable[..., Pytree]
+    # prox(code, z, alpha, eta) -> w: the operator on this piece, differentiable in z and alpha.
     prox: Callable[..., Pytree]
+    # step(code, w, g, alpha, eta): prox(code, w - eta g) - w, computed without cancellation.
     step: Callable[..., Pytree]
+    # tangent(code, w, alpha, v) -> v: the orthogonal projection on the tangent space of the active
+    # manifold; None if unknown.
     tangent: Callable[..., Pytree] | None
+    # curvature(code, w, g, alpha, v) -> K v: the manifold's curvature, and the term's along it.
     curvature: Callable[..., Pytree]
+    # margins(code, w, g, alpha): the distance of every decision of the code from its change.
+    # Positive if the decision is right, infinite if there is none, NaN if a multiplier is
+    # undetermined.
     margins: Callable[..., Pytree] | None
+    # check(w, alpha) -> bool: whether the parameters are valid; raises if they are known.
     check: Callable[..., jax.Array]
+    # smooth(w, alpha) -> scalar: a smooth part of the term, which solvers add to the lower loss.
     smooth: Callable[..., jax.Array] | None = None
 
     def completed(self, lower: Loss) -> Loss:

@@ -149,16 +149,19 @@ def sweep(
     return f.reshape(-1, w.shape[1])[:n], total
 
 
+@partial(jax.jit, static_argnames="memory")
 def features_product(features: Features, w: jax.Array, memory: int) -> jax.Array:
-    """Return ``Phi w`` for ``w`` [d, c]."""
-    n, d = features.shape
+    """Return ``Phi w`` for ``w`` [d] or [d, c]."""
+    (n, d), columns = features.shape, as_columns(w)
     if isinstance(features, Sparse):
-        return features.by_row.product(w, n)
-    if not isinstance(features, Blocks):
-        return matmul(features, w)
-    starts, size = block_starts(n, d, w.dtype, memory)
-    f = jax.lax.map(lambda start: matmul(features.rows(start, size), w), starts)
-    return f.reshape(-1, w.shape[1])[:n]
+        f = features.by_row.product(columns, n)
+    elif not isinstance(features, Blocks):
+        f = matmul(features, columns)
+    else:
+        starts, size = block_starts(n, d, w.dtype, memory)
+        f = jax.lax.map(lambda start: matmul(features.rows(start, size), columns), starts)
+        f = f.reshape(-1, columns.shape[1])[:n]
+    return f.reshape(-1, *w.shape[1:])
 
 
 def block_starts(total: int, width: int, dtype: Any, memory: int) -> tuple[jax.Array, int]:

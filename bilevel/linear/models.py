@@ -106,7 +106,7 @@ def predict(features: Features, w: chex.Array, *, memory: int = 2**31) -> jax.Ar
     features, w = matrices.checked_features(features), real_array("w", w)
     if w.ndim not in (1, 2) or w.shape[0] != features.shape[1]:
         raise ValueError(f"w: expected {features.shape[1]} rows, got shape {w.shape}.")
-    return _compute_predictions(features, w, memory)
+    return matrices.features_product(features, w, memory)
 
 
 @partial(jax.jit, static_argnames=("method", "memory"))
@@ -126,12 +126,6 @@ def _solve_ridge(features, y, penalty, method: str, memory: int) -> LinearFit:
         slope, at_zero = jnp.split(errors, 2, axis=1)
         residual = _relative_norm(slope + penalty * w, at_zero)
     return LinearFit(w.reshape(-1, *y.shape[1:]), jnp.max(residual))
-
-
-@partial(jax.jit, static_argnames="memory")
-def _compute_predictions(features, w, memory: int) -> jax.Array:
-    f = matrices.features_product(features, matrices.as_columns(w), memory)
-    return f.reshape(-1, *w.shape[1:])
 
 
 def _solve_primal(features, y, penalty, memory):

@@ -29,40 +29,22 @@ class Count(NamedTuple):
 class SearchReport(NamedTuple):
     """Counts of faulty steps in a search. All arrays are [].
 
-    Attributes
-    ----------
-    steps : int
-        Number of observed steps.
-    zero : Count
-        Steps with a hypergradient of exactly 0.
-    failed : Count
-        Steps with an adjoint that did not solve its linear system (:func:`bilevel.implicit`).
-    indefinite : Count
-        Steps with a direction without positive curvature in that solve.
-    moving : Count
-        Steps with a lower gradient over 0.1 % of ``|w|`` times the largest curvature: the weights
-        were not a stationary point of the lower loss (:func:`bilevel.implicit`).
-    predicted, actual : float
-        Sums of ``<hypergradient, change of alpha>``, and of the changes of the outer loss, over the
-        steps that are compared. Both are 0 unless batches are full and the weights depend on
-        ``alpha`` alone (:func:`bilevel.implicit`, :func:`bilevel.ridge`,
-        :func:`bilevel.restarted`).
-    compared, value : int, float
-        Number of these steps, and outer loss at the last of them; else 0.
-    spent : float
-        Share of the outer steps with the inner schedule below 1 % of its peak; 0 without one.
+    ``predicted`` and ``actual`` are compared if batches are full and the weights depend on
+    ``alpha`` alone (:func:`bilevel.implicit`, :func:`bilevel.ridge`, :func:`bilevel.restarted`).
     """
 
-    steps: jax.Array
-    zero: Count
-    failed: Count
-    indefinite: Count
+    steps: jax.Array  # int: steps that were observed
+    zero: Count  # steps with a hypergradient of exactly 0
+    failed: Count  # steps with an adjoint that did not solve its linear system (implicit)
+    indefinite: Count  # steps with a direction without positive curvature in that solve
+    # Steps with a lower gradient over 0.1 % of |w| times the largest curvature: the weights were
+    # not a stationary point of the lower loss (implicit).
     moving: Count
-    predicted: jax.Array
-    actual: jax.Array
-    compared: jax.Array
-    value: jax.Array
-    spent: jax.Array
+    predicted: jax.Array  # sum of <hypergradient, change of alpha> over the compared steps, or 0
+    actual: jax.Array  # sum of the changes of the outer loss over these steps, or 0
+    compared: jax.Array  # int: number of these steps
+    value: jax.Array  # outer loss at the last of them, or 0
+    spent: jax.Array  # share of steps with the inner schedule below 1 % of its peak; 0 without one
 
     @property
     def ratio(self) -> jax.Array:

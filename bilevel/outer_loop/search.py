@@ -114,10 +114,10 @@ def search(
     -------
     SearchResult
         ``alpha``, ``w``, ``history``, ``state``, ``stopped``, and the ``report`` on faulty steps.
-        Ctrl-C returns the result so far. SIGTERM first writes the ``checkpoint``, if there is one.
-        If alpha diverges, the search returns to an earlier point with steps a quarter as long, and
-        ``step_scale`` is less than 1. After eight returns it ends, and ``stopped`` says so; under
-        ``jit``, the state stops changing.
+        Ctrl-C returns the result so far. SIGTERM writes the ``checkpoint``, if there is one, and
+        then ends the process. If alpha diverges, the search returns to an earlier point with steps
+        a quarter as long, and ``step_scale`` is less than 1. After eight returns it ends, and
+        ``stopped`` says so; under ``jit``, the state stops changing.
 
     Raises
     ------
@@ -153,16 +153,14 @@ def search(
 
     Examples
     --------
-    >>> import functools
-    >>> import jax.numpy as jnp
     >>> import bilevel
     >>> problem = Problem(
     ...     lower=lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
     ...     outer=lambda w, alpha, batch: jnp.sum((w - batch) ** 2),
     ... )
-    >>> data = jnp.zeros(1), jnp.ones(1)
-    >>> run = functools.partial(search, problem, bilevel.implicit(), optax.sgd(0.25))
-    >>> result = run(jnp.zeros(1), jnp.zeros(1), *data, steps=3)
+    >>> zero, one = jnp.zeros(1), jnp.ones(1)
+    >>> methods = bilevel.implicit(), optax.sgd(0.25)
+    >>> result = search(problem, *methods, zero, zero, zero, one, steps=3)
     >>> result.alpha, result.history["value"]
     (Array([0.875], dtype=float...), Array([1. , 0.25 , 0.0625], dtype=float...))
     """

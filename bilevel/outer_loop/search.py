@@ -185,15 +185,17 @@ def search(
             saver.belong_to(search_program.search_values(setup, named))
         begin = alpha, w0, feed.first
         carry, step, notes = setup.start(*begin, steps)
+        setup = setup._replace(traced=step)
         _warn(notes)
-        if step is None and on_host:
+        traced = traced or not checks.concrete((carry, step.program.consts))
+        if traced and on_host:
             raise ValueError(_TRACED)
-        if step is None or traced:  # all steps become a part of the caller's program
+        if traced:  # all steps become a part of the caller's program
             carry = setup.advance(carry, data, steps)
             parts = carry.state, carry.history, carry.monitor.report, carry.divergence.scale
             return setup.result(*parts, info=setup.info(carry.state, data))
         if checkpoint is not None:
-            saver.belong_to(search_program.search_programs(setup, carry.state, feed.first, step))
+            saver.belong_to(search_program.search_programs(setup, carry, feed.first))
         start_messages = carry.monitor.report.messages()
         carry = _resumed_carry(setup, saver, replicate_like(carry, begin), steps)
         result = _run_chunks(setup, carry, feed, steps, saver, progress, callback, every, chunk)

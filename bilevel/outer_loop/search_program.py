@@ -40,6 +40,14 @@ class Carry(NamedTuple):
     divergence: DivergenceMonitor  # whether alpha diverges, and the state to return to
 
 
+class TracedStep(NamedTuple):
+    """The program of a step, the tree of its results, and the shapes of its losses' arguments."""
+
+    program: Any  # ClosedJaxpr of (state, number, data, scale)
+    results: Any  # PyTreeDef
+    calls: dict[str, tuple]
+
+
 class SearchSetup(NamedTuple):
     """The problem and the options of a search, and its steps as pure functions."""
 
@@ -49,6 +57,7 @@ class SearchSetup(NamedTuple):
     batches: Callable | Stream | None
     diagnostics: bool
     history: search_history.History
+    traced: TracedStep | None = None  # of start; the loop evaluates it, which is faster than tracing
 
     def prepared(self, data, steps) -> Pytree:
         """Return ``(train, valid, key)`` in the form that the steps take."""
@@ -56,8 +65,8 @@ class SearchSetup(NamedTuple):
             return single_loop.prepared(self.solver, self.batches, data, steps)
         return data
 
-    def start(self, alpha, w0, data, steps) -> tuple[Carry, tuple | None, list[str]]:
-        """Return the first carry, the program of a step with its losses' calls, and warnings."""
+    def start(self, alpha, w0, data, steps) -> tuple[Carry, TracedStep, list[str]]:
+        """Return the first carry, a step that is traced for it, and warnings."""
         if isinstance(self.solver, SingleLoop):
             state = single_loop.init_single_loop(self[:3], alpha, w0, data)
         else:
@@ -69,8 +78,10 @@ class SearchSetup(NamedTuple):
         notes: list[str] = []
         problem, calls = recorded(self.problem)
         noted = functools.partial(self._replace(problem=problem).step, note=notes.append)
+        growth = divergence.init_divergence_monitor(state)
         trace = jax.make_jaxpr(fresh(noted), return_shape=True)
-        closed, (after, metrics) = trace(state, state.step, data)
+        program, (after, metrics) = trace(state, state.step, data, growth.scale)
+        traced = TracedStep(program, jax.tree.structure((after, metrics)), calls)
         monitor = init_step_monitor(metrics, spent_share(self.solver, alpha, w0, steps))
         _, metrics = jax.eval_shape(monitor_step, monitor, after, metrics)
         names, rows = self.history.names, self.rows(steps)
@@ -81,11 +92,8 @@ class SearchSetup(NamedTuple):
             shown &= {*names}  # steps do not compute the other losses
         last_names = shown if self.history.every == 1 else (shown | {*row}) - {"alpha"}
         last = search_history.zeros_like({k: metrics[k] for k in sorted(last_names)})
-        growth = divergence.init_divergence_monitor(state)
         carry = Carry(state, history, last, jnp.zeros((), int), monitor, growth)
-        # None if a step closes over traced values.
-        traced = (closed, calls) if concrete((carry, closed.consts)) else None
-        if traced:
+        if concrete(carry):
             notes += monitor.report.messages()
         return carry, traced, list(dict.fromkeys(notes))
 
@@ -106,6 +114,15 @@ class SearchSetup(NamedTuple):
 
         args = state, number, data, scale
         return with_automatic_axes(shortened_step, args, lambda: (state, None))
+
+    def _traced_step(self, *args):
+        """Take a step by the traced program, if it is for arguments of these types."""
+        leaves = jax.tree.leaves(args)
+        if self.traced is None or self.traced.program.in_avals != [*map(jax.typeof, leaves)]:
+            return self.step(*args)
+        program = self.traced.program
+        results = jax.core.eval_jaxpr(program.jaxpr, program.consts, *leaves)
+        return jax.tree.unflatten(self.traced.results, results)
 
     def _step(self, state, number, data, note):
         if isinstance(self.solver, SingleLoop):
@@ -131,7 +148,7 @@ class SearchSetup(NamedTuple):
         def body(begun, data, i, carry):
             old, history, last, trouble, monitor, growth = carry
             number = begun + i
-            new, metrics = self.step(old, number, data, growth.scale)
+            new, metrics = self._traced_step(old, number, data, growth.scale)
             seen, metrics = monitor_step(monitor, new, metrics)
             losses = {k: metrics[k] for k in SHOWN if k in last}
             seen_trouble = first_trouble(new, losses, metrics["grad_norm"])
@@ -203,13 +220,11 @@ def recorded(problem: Problem) -> tuple[Problem, dict[str, tuple]]:
     return Problem(lower, outer, *form), calls
 
 
-def search_programs(setup: SearchSetup, state, data, traced: tuple) -> dict[str, str]:
-    """Return a digest of the program of each part, on one device.
-
-    ``traced`` is ``(program, calls)`` of a step on the arrays of this search.
-    """
-    step, calls = traced
-    args = shapes((state, state.step, canonical(setup, data)))
+def search_programs(setup: SearchSetup, carry: Carry, data) -> dict[str, str]:
+    """Return a digest of the program of each part, on one device."""
+    assert setup.traced is not None
+    (step, _, calls), state = setup.traced, carry.state
+    args = shapes((state, state.step, canonical(setup, data), carry.divergence.scale))
     types = [(x.shape, x.dtype) for x in jax.tree.leaves(args)]
     arguments = [v.aval for v in step.jaxpr.invars]
     # JAX reshards constants on a mesh.

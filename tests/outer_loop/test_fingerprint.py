@@ -58,7 +58,7 @@ def label():
     data = jnp.ones((3, 4)), jnp.ones((3, 4)), jax.random.key(0)
     setup = SearchSetup(problem, solver, optimizer, batches, False, History())
     carry, traced, _ = setup.start(jnp.full(3, 0.5), jnp.zeros((4, 3)), data, 5)
-    return search_programs(setup, carry.state, data, traced)
+    return search_programs(setup._replace(traced=traced), carry, data)
 """
 OTHER_PROCESS = (
     SEARCH.replace("def shrunk(w):", 'def shrunk(w):  # ridge\n    """Say so."""\n\n')

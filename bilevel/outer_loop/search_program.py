@@ -57,7 +57,7 @@ class SearchSetup(NamedTuple):
     batches: Callable | Stream | None
     diagnostics: bool
     history: search_history.History
-    traced: TracedStep | None = None  # of start; the loop evaluates it, which is faster than tracing
+    traced: TracedStep | None = None  # by start; the loop evaluates its program
 
     def prepared(self, data, steps) -> Pytree:
         """Return ``(train, valid, key)`` in the form that the steps take."""

@@ -2,7 +2,7 @@
 
 Use them if data or weights are too large for full passes. Each function returns a
 :class:`bilevel.SingleLoop`, for :func:`bilevel.search` with ``batches=bilevel.partition(...)`` and
-any optax optimizer of ``alpha``. Each step estimates the hypergradient from one or a few batches.
+any optax optimizer of ``alpha``.
 
 ===========  =================================  ================================  ==============
 method       its direction                      memory beyond w and alpha         2nd derivatives
@@ -28,8 +28,7 @@ from bilevel.stochastic._first_order import bome, f2sa, meha
 from bilevel.stochastic._oracles import full_direction as full_direction
 from bilevel.stochastic._oracles import tree_norm as tree_norm
 from bilevel.stochastic._paced import paced
-from bilevel.stochastic._saba import saba
 from bilevel.stochastic._soba import amigo, ma_soba, soba
-from bilevel.stochastic._spaba import spaba
+from bilevel.stochastic._variance_reduced import saba, spaba
 
 __all__ = ["amigo", "bome", "f2sa", "ma_soba", "meha", "paced", "saba", "soba", "spaba"]

@@ -37,17 +37,14 @@ class BatchedData:
     tail: int
 
     def at(self, i: jax.Array | int, oracle: Oracle) -> tuple[Pytree, Pytree]:
-        """Return ``oracle`` at batch ``i``; the mean of its estimates over i is that of all rows.
-
-        The last batch has a program for its size: clamped into the data, it would repeat rows.
-        """
+        """Return ``oracle`` at batch ``i``; its estimates' mean over i is that of all rows."""
         if self.count == 1:
             return oracle(self.rows, 1)
 
         def full(i):
             return self._weighted(oracle, i * self.size, self.size)
 
-        def last(_):
+        def last(_):  # its own program: clamped into the data, the batch would repeat rows
             return self._weighted(oracle, (self.count - 1) * self.size, self.tail)
 
         return jax.lax.cond(i == self.count - 1, last, full, i) if self.tail else full(i)
@@ -56,8 +53,7 @@ class BatchedData:
         return oracle(_slice_rows(self.rows, start, length), self.count * length / self._total)
 
     @property
-    def _total(self) -> int:
-        """Return the rows of all batches."""
+    def _total(self) -> int:  # rows of all batches
         return (self.count - 1) * self.size + (self.tail or self.size)
 
     def table(self, oracle: Oracle) -> Pytree:
@@ -122,10 +118,7 @@ def make_batched_data(name: str, data: Pytree, batches: Partition | None) -> Bat
 
 
 class BatchSchedule(NamedTuple):
-    """The batches of every step, drawn before the first: no random bits inside the loop.
-
-    A step's batches depend on the key and the step's number, and not on the number of steps.
-    """
+    """The batches of every step, drawn before the first; they depend on the key and the step."""
 
     train: jax.Array  # [steps * draws + 1], int32
     valid: jax.Array  # [steps * draws + 1], int32
@@ -140,9 +133,8 @@ class BatchSchedule(NamedTuple):
 
         train, next_train = batches_of(self.train, draws[0])
         valid, next_valid = batches_of(self.valid, draws[1])
-        return BatchIndices(
-            number, train, valid, next_train, next_valid, _entry(self.uniforms, number)
-        )
+        uniform = _entry(self.uniforms, number)
+        return BatchIndices(number, train, valid, next_train, next_valid, uniform)
 
 
 def _entry(x: jax.Array, i: jax.Array) -> jax.Array:
@@ -172,10 +164,8 @@ _BLOCK = 256  # random numbers per key
 
 
 def _streams(key: Any, lengths: tuple[int, ...]) -> list[jax.Array]:
-    """Draw streams of random bits, uint32; a longer stream begins with the same numbers.
-
-    One program draws all of them, because each generator takes a third of a second to compile.
-    """
+    """Draw streams of random bits, uint32; a longer stream begins with the same numbers."""
+    # One generator draws all streams, because each takes a third of a second to compile.
     blocks = [-(-length // _BLOCK) for length in lengths]
     which = jnp.concatenate([jnp.full(n, i) for i, n in enumerate(blocks)])
     number = jnp.concatenate([jnp.arange(n) for n in blocks])

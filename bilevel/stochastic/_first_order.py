@@ -164,7 +164,6 @@ def meha(
 
 
 def _copy_weights(problem, alpha, w, indices, train, valid):
-    """Return the first state: the second point ``y`` or ``theta``, which starts at ``w``."""
     return jax.tree.map(jnp.copy, w)
 
 

@@ -98,10 +98,7 @@ def directions(lower: Lower, outer: Slopes) -> Iterate:
 
 
 def at_both(oracle_at: Callable[[Any], Oracle], first: Any, second: Any) -> Oracle:
-    """Return one oracle for two points on the same batch: a pair of estimates, from one program.
-
-    The loss and aux are those of the second point.
-    """
+    """Return one oracle for two points: a pair of estimates, and the second's loss and aux."""
     stacked = jax.tree.map(lambda a, b: jnp.stack([a, b]), first, second)
 
     def oracle(batch, weight):
@@ -112,12 +109,12 @@ def at_both(oracle_at: Callable[[Any], Oracle], first: Any, second: Any) -> Orac
     return oracle
 
 
-def metrics(problem: Problem, lower: tuple, outer: tuple, slope: Pytree, **more) -> dict[str, Any]:
+def metrics(problem: Problem, lower: tuple, outer: tuple, slope: Pytree) -> dict[str, Any]:
     """Return the losses on a step's batches, and the size of the lower direction."""
     report = {"value": outer[0], "lower": lower[0], "noisy_stationarity": tree_norm(slope)}
     if getattr(problem, "has_aux", False):
         report["aux"] = {"lower": lower[1], "outer": outer[1]}
-    return report | more
+    return report
 
 
 def adjoint_metrics(
@@ -126,7 +123,7 @@ def adjoint_metrics(
     """Return :func:`metrics`, and the relative residual of ``H v = force`` on these estimates."""
     size = tree_norm(force)
     noisy = tree_norm(directions.v) / jnp.where(size > 0, size, 1)
-    return metrics(problem, lower, outer, directions.w, noisy_residual=noisy)
+    return metrics(problem, lower, outer, directions.w) | {"noisy_residual": noisy}
 
 
 def tree_norm(x: Pytree) -> jax.Array:

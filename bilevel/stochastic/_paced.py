@@ -21,7 +21,7 @@ _CALM = 0.1  # fraction of the largest gradient below which Adam's steps fall wi
 
 
 class UpdateCurvature(NamedTuple):
-    """How fast the optimizer's update changes as alpha moves: see :func:`_bent`."""
+    """How fast the optimizer's update changes as alpha moves."""
 
     largest: jax.Array  # []: change of the update, by the distance; slowly forgotten
     update: Pytree  # like alpha: the optimizer's, at the last measurement
@@ -135,7 +135,6 @@ def _bent(old: UpdateCurvature, update: Pytree, due: jax.Array) -> UpdateCurvatu
     """Measure the curvature along the last movement, if that is ``due``.
 
     For ``update = -P grad h(alpha)`` it is a Rayleigh quotient of ``P`` times the Hessian of h.
-    Noise of the directions does not depend on the movement, so it cancels in the product.
     """
     change, moved = optax.tree.sub(update, old.update), old.moved
     square = optax.tree.vdot(moved, moved)
@@ -153,10 +152,9 @@ class _CalmState(NamedTuple):
 
 
 def _calm_adam(rate: float, b1: float = 0.9, b2: float = 0.999) -> optax.GradientTransformation:
-    """Return Adam with steps that shrink near a solution, where the gradients are small.
+    """Return Adam with steps ``m / (sqrt(v) + calm sqrt(max v))``.
 
-    Steps are ``m / (sqrt(v) + calm sqrt(max v))``. For gradients below a fraction of the largest
-    one, this is gradient descent with momentum. Adam's own steps keep their size there.
+    For small gradients this is gradient descent with momentum; Adam's own steps keep their size.
     """
 
     def init(alpha):
@@ -170,9 +168,6 @@ def _calm_adam(rate: float, b1: float = 0.9, b2: float = 0.999) -> optax.Gradien
         def averaged(old, new, b):
             return jax.tree.map(lambda o, n: (b * o + (1 - b) * n).astype(o.dtype), old, new)
 
-        def larger(old, new):
-            return jnp.maximum(old, new).astype(old.dtype)
-
         def step(m, v, top):
             size = jnp.sqrt(v) + _CALM * jnp.sqrt(top)
             return (-rate / (1 - b1**times) * m / jnp.where(size > 0, size, 1)).astype(m.dtype)
@@ -180,7 +175,9 @@ def _calm_adam(rate: float, b1: float = 0.9, b2: float = 0.999) -> optax.Gradien
         mean = averaged(state.mean, gradient, b1)
         square = averaged(state.square, jax.tree.map(jnp.square, gradient), b2)
         unbiased = jax.tree.map(lambda x: x / (1 - b2**times), square)
-        largest = jax.tree.map(larger, state.largest, unbiased)
+        largest = jax.tree.map(
+            lambda old, new: jnp.maximum(old, new).astype(old.dtype), state.largest, unbiased
+        )
         moves = jax.tree.map(step, mean, unbiased, largest)
         return moves, _CalmState(mean, square, largest, number)
 

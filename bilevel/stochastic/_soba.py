@@ -7,16 +7,9 @@ import optax
 
 from bilevel.contracts import Pytree, SingleLoop
 from bilevel.internal.checks import check_in_range, integer
+from bilevel.stochastic import _oracles as oracles
 from bilevel.stochastic import _steps as steps
-from bilevel.stochastic._oracles import (
-    Iterate,
-    adjoint_metrics,
-    directions,
-    lower_loss,
-    lower_oracle,
-    outer_oracle,
-    slopes_oracle,
-)
+from bilevel.stochastic._oracles import Iterate
 
 
 class SobaState(NamedTuple):
@@ -35,10 +28,10 @@ class AveragedState(NamedTuple):
 def estimates(problem, alpha, w, v, indices, train, valid) -> tuple[Iterate, dict]:
     """Return the three directions from a batch each, and the metrics."""
     point = Iterate(w, v, alpha)
-    lower, below = train.at(indices.train[0], lower_oracle(problem, point))
-    outer, above = valid.at(indices.valid[0], outer_oracle(problem, point))
-    step_directions = directions(lower, outer)
-    return step_directions, adjoint_metrics(problem, below, above, step_directions, outer.w)
+    lower, below = train.at(indices.train[0], oracles.lower_oracle(problem, point))
+    outer, above = valid.at(indices.valid[0], oracles.outer_oracle(problem, point))
+    directions = oracles.directions(lower, outer)
+    return directions, oracles.adjoint_metrics(problem, below, above, directions, outer.w)
 
 
 def soba(step_size: steps.Rate) -> SingleLoop:
@@ -86,9 +79,9 @@ def soba(step_size: steps.Rate) -> SingleLoop:
     rate = steps.as_schedule("step_size", step_size)
 
     def step(problem, alpha, w, state, indices, train, valid):
-        step_directions, report = estimates(problem, alpha, w, state.v, indices, train, valid)
-        w, v = steps.against((w, state.v), step_directions[:2], rate(indices.number))
-        return step_directions.alpha, w, SobaState(v), report
+        directions, report = estimates(problem, alpha, w, state.v, indices, train, valid)
+        w, v = steps.against((w, state.v), directions[:2], rate(indices.number))
+        return directions.alpha, w, SobaState(v), report
 
     return SingleLoop(_start_adjoint, step, lambda state: state.v)
 
@@ -103,7 +96,7 @@ def ma_soba(step_size: steps.Rate, average: float = 0.1) -> SingleLoop:
     Parameters
     ----------
     step_size : positive number, or schedule ``steps done -> number``
-        Under 1 / L, L the largest curvature of the lower loss on any batch.
+        Under 1 / L, as for :func:`bilevel.soba`.
     average : float
         The weight of the newest direction, in (0, 1]; 1 is :func:`bilevel.soba`.
 
@@ -136,10 +129,10 @@ def ma_soba(step_size: steps.Rate, average: float = 0.1) -> SingleLoop:
         return AveragedState(optax.tree.zeros_like(w), optax.tree.zeros_like(alpha))
 
     def step(problem, alpha, w, state, indices, train, valid):
-        step_directions, report = estimates(problem, alpha, w, state.v, indices, train, valid)
-        change = optax.tree.sub(step_directions.alpha, state.direction)
+        directions, report = estimates(problem, alpha, w, state.v, indices, train, valid)
+        change = optax.tree.sub(directions.alpha, state.direction)
         direction = steps.against(state.direction, change, -average)
-        w, v = steps.against((w, state.v), step_directions[:2], rate(indices.number))
+        w, v = steps.against((w, state.v), directions[:2], rate(indices.number))
         return direction, w, AveragedState(v, direction), report
 
     return SingleLoop(init, step, lambda state: state.v)
@@ -151,8 +144,7 @@ def amigo(step_size: steps.Rate, *, inner: int = 10) -> SingleLoop:
     Parameters
     ----------
     step_size : positive number, or schedule ``steps of alpha done -> number``
-        Of ``w`` and of the adjoint: under 1 / L, L the largest curvature of the lower loss on any
-        batch.
+        Of ``w`` and of the adjoint: under 1 / L, as for :func:`bilevel.soba`.
     inner : int
         Steps of each, on new batches.
 
@@ -183,24 +175,28 @@ def amigo(step_size: steps.Rate, *, inner: int = 10) -> SingleLoop:
     inner = integer("inner", inner, 1)
 
     def step(problem, alpha, w, state, indices, train, valid):
-        now, loss = rate(indices.number), lower_loss(problem)
+        now, loss = rate(indices.number), oracles.lower_loss(problem)
 
         def descend(j, w):
-            slopes, _ = train.at(indices.train[j], slopes_oracle(loss, w, alpha))
+            slopes, _ = train.at(indices.train[j], oracles.slopes_oracle(loss, w, alpha))
             return steps.against(w, slopes.w, now)
 
         w = jax.lax.fori_loop(0, inner, descend, w)
-        outer, above = valid.at(indices.valid[0], outer_oracle(problem, Iterate(w, state.v, alpha)))
+        outer, above = valid.at(
+            indices.valid[0], oracles.outer_oracle(problem, Iterate(w, state.v, alpha))
+        )
 
         def solve(j, v):
             point = Iterate(w, v, alpha)
-            lower, _ = train.at(indices.train[inner + j], lower_oracle(problem, point))
-            return steps.against(v, directions(lower, outer).v, now)
+            lower, _ = train.at(indices.train[inner + j], oracles.lower_oracle(problem, point))
+            return steps.against(v, oracles.directions(lower, outer).v, now)
 
         v = jax.lax.fori_loop(0, inner, solve, state.v)
-        lower, below = train.at(indices.train[-1], lower_oracle(problem, Iterate(w, v, alpha)))
-        step_directions = directions(lower, outer)
-        report = adjoint_metrics(problem, below, above, step_directions, outer.w)
-        return step_directions.alpha, w, SobaState(v), report
+        lower, below = train.at(
+            indices.train[-1], oracles.lower_oracle(problem, Iterate(w, v, alpha))
+        )
+        directions = oracles.directions(lower, outer)
+        report = oracles.adjoint_metrics(problem, below, above, directions, outer.w)
+        return directions.alpha, w, SobaState(v), report
 
     return SingleLoop(_start_adjoint, step, lambda state: state.v, draws=(2 * inner + 1, 1))

@@ -11,7 +11,8 @@ from helpers import assert_close
 from problems import mean_squares, quadratics
 
 import bilevel
-from bilevel.stochastic import BatchedData, _metric, make_batched_data
+from bilevel.stochastic import BatchedData, make_batched_data
+from bilevel.stochastic import _steps as _metric
 
 N, P, Q = 512, 12, 4
 PARTITION = bilevel.partition(32)

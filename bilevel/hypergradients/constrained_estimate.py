@@ -1,8 +1,6 @@
-"""The accuracy of a hypergradient of a constrained lower problem.
+"""The accuracy of a hypergradient of a constrained lower problem: its distance to a refined one.
 
-The hypergradient is that of the solution's active set. The estimate is the distance to a refined
-hypergradient (:mod:`bilevel.hypergradients.constrained_refinement`). The refined active set can
-differ. The estimate is infinite if rounding could change the refined set, because the derivative
+The estimate is infinite if rounding could change the refined active set, because the derivative
 then differs from side to side.
 """
 
@@ -43,9 +41,7 @@ def assess_active_set(
 ) -> Info:
     """Assess a hypergradient of a constrained problem, as a ``check`` of :func:`assess`.
 
-    Cost: a further run of the forward solver from ``w``, and the reduced Hessian and its inverse
-    up to 512 weights (1024 if the lower loss is quadratic). Beyond, some ten solves of at most
-    ``products`` Hessian products each. The lower loss contains the constraint's smooth part.
+    The lower loss contains the constraint's smooth part.
     """
     lower = hoist_constants(problem.lower, w, alpha, train)
     g, hvp = hessian_operator(lower, w, alpha, train)
@@ -95,10 +91,9 @@ def assess_active_set(
 def _active_set_bound(problem, constraint, refined, alpha, train, valid, grad) -> jax.Array:
     """Bound ``|grad - G*|`` for a quadratic lower loss with linear constraints or terms.
 
-    The refined weights have a gradient ``g`` in the tangent space, so the solution of their active
-    set is at most ``|g| / mu`` away, with ``mu`` a lower bound of the reduced Hessian's
-    eigenvalues. If no margin can change its sign on the way, this active set is that of the exact
-    solution. Otherwise, and for curved manifolds (balls and groups), the bound is infinite.
+    The exact solution of the refined active set is at most ``|g| / mu`` away: ``g`` is the gradient
+    in the tangent space, ``mu`` a lower bound of the reduced eigenvalues. The bound is finite if no
+    margin can change its sign on the way, and the manifold is not curved (balls and groups).
     """
     w, code, eta, floor = refined.w, refined.code, refined.eta, refined.floor
     lower = hoist_constants(problem.lower, w, alpha, train)

@@ -1,9 +1,8 @@
 """Refine the weights, the active set and the adjoint of a constrained lower problem.
 
-The forward solver continues from the given weights until its active set and its Newton steps rest.
-Samples around the result start from weights, an adjoint and an alpha with other last digits. Each
-takes Newton steps on the active manifold. The spread of their hypergradients measures rounding. The
-spread of their margins shows whether rounding could change the active set.
+The forward solver continues until its active set and its Newton steps rest. Samples around the
+result start from values with other last digits, and take Newton steps on the active manifold. The
+spread of their hypergradients and margins measures rounding.
 """
 
 from collections.abc import Callable

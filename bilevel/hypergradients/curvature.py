@@ -1,11 +1,9 @@
 """The smallest eigenvalue of the lower Hessian at a point, and solves with that Hessian.
 
-In a direction of curvature mu, the error of ``w`` is the residual divided by mu. So a residual
-bounds an error only if the smallest curvature is known. Up to 512 weights (1024 if the lower loss
-is quadratic) the Hessian is formed and inverted by matrix products alone, because LAPACK's threads
-wait for each other on a busy machine. LAPACK decomposes only a Hessian that is not clearly positive
-definite. For more weights, conjugate gradients solve for random vectors, in which low-curvature
-directions have the same weight as all others.
+In a direction of curvature mu, the error of ``w`` is the residual divided by mu. A small Hessian is
+formed and inverted by matrix products alone, because LAPACK's threads wait for each other on a busy
+machine. LAPACK decomposes only a Hessian that is not clearly positive definite. For more weights,
+conjugate gradients solve for random vectors.
 """
 
 from collections.abc import Callable
@@ -60,17 +58,14 @@ def is_small(like: Pytree, quadratic: bool) -> bool:
 def curvature(hvp: LinearMap, like: Pytree, products: int, dense: bool) -> Curvature:
     """Return the curvature of ``hvp``; ``like`` is a pytree with the shapes of its argument.
 
-    Cost: p products if ``dense``. Otherwise conjugate gradients solve for three right-hand sides,
-    with at most ``products`` products each. A Hessian that needs more does not count as definite.
+    Cost: p products if ``dense``. Otherwise three solves of at most ``products`` products each; a
+    Hessian that needs more does not count as definite.
     """
     return _formed(hvp, like) if dense else _iterated(hvp, like, products)
 
 
 def _batching(hvp: LinearMap, like: Pytree) -> Callable:
-    """Return ``jax.vmap``, or a loop in its place if there are too many weights.
-
-    XLA on CPUs refuses batches of Fourier transforms in some layouts, so these take a loop too.
-    """
+    """Return ``jax.vmap``, or a loop for too many weights and for XLA's Fourier transforms."""
     few = optax.tree.size(like) <= _TOGETHER
     if few and "fft" not in operation_names(jax.make_jaxpr(hvp)(like)):
         return jax.vmap
@@ -78,10 +73,7 @@ def _batching(hvp: LinearMap, like: Pytree) -> Callable:
 
 
 def is_symmetric(hvp: LinearMap, like: Pytree) -> jax.Array:
-    """Return whether ``u . (H v)`` and ``v . (H u)`` agree for two random vectors.
-
-    An asymmetry of 1,000 units of roundoff is noticed, for a matrix of independent entries.
-    """
+    """Return whether ``u . (H v)`` and ``v . (H u)`` agree for two random vectors."""
     flat, unravel = ravel_pytree(like)
     u, v = map(unravel, pcast_varying(uniform_hash(jnp.arange(2), flat), varying(flat)))
     hu, hv = hvp(u), hvp(v)
@@ -145,9 +137,8 @@ def _formed(hvp: LinearMap, like: Pytree) -> Curvature:
 def _inverted(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Invert a symmetric matrix; return the inverse and whether all pivots are positive.
 
-    Gauss-Jordan elimination by blocks, without pivoting: the pivots are those of Cholesky's
-    factorisation, so they are positive if and only if a matrix within its rounding,
-    ``p eps |matrix|`` (Higham & Mary 2019), is positive definite.
+    Gauss-Jordan elimination by blocks, without pivoting: the pivots are positive if and only if a
+    matrix within the rounding ``p eps |matrix|`` (Higham & Mary 2019) is positive definite.
     """
     p = len(matrix)
     block = min(_BLOCK, p)
@@ -203,8 +194,7 @@ def _largest_eigenvalues(
 def _inverse_bound(matrix: jax.Array, inverse: jax.Array) -> jax.Array:
     """Bound the absolute eigenvalues of ``matrix`` from below by an approximate inverse R.
 
-    ``|H^-1| <= |R| / (1 - |I - R H|)`` in 2-norms, which Frobenius norms bound;
-    ``|R|^2 <= |R R|_F``.
+    ``|H^-1| <= |R| / (1 - |I - R H|)`` in 2-norms, bounded by Frobenius norms: |R|^2 <= |R R|_F.
     """
     error = jnp.linalg.norm(jnp.eye(len(matrix), dtype=matrix.dtype) - inverse @ matrix)
     size = jnp.linalg.norm(inverse)
@@ -216,12 +206,10 @@ def _inverse_bound(matrix: jax.Array, inverse: jax.Array) -> jax.Array:
 def _sharpened(products, values, vectors, rounding) -> _HessianFactors:
     """Recompute eigenvalues near ``rounding`` as Rayleigh quotients of Hessian products.
 
-    The rounding of a matrix's largest entries hides its small eigenvalues. Products can keep them:
-    if ``X v = 0`` up to rounding, the data term of ``v' (X'X + penalty I) v`` is that rounding
-    squared. The same products of scaled vectors show the rounding that remains.
-
-    If the Hessian is still not definite, directions of an eigenvalue of 0 up to ``rounding``
-    count as free. The inverse is then that of the other directions.
+    The rounding of a matrix's largest entries hides its small eigenvalues; products can keep them.
+    The same products of scaled vectors show the rounding that remains. If the Hessian is still not
+    definite, directions of an eigenvalue of 0 up to ``rounding`` count as free, and the inverse is
+    that of the other directions.
     """
     p = len(values)
     soft = values <= 100 * rounding  # all of them if the Hessian is 0

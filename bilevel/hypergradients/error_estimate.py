@@ -4,11 +4,9 @@ The exact hypergradient of the solution map, at the solution ``w*`` and the adjo
 
     G* = d_alpha outer(w*) - B(w*)' q*,     H q* = d_w outer(w*),     B = d(grad_w lower)/dalpha.
 
-A computed ``G`` uses an inexact ``w`` and an inexact ``q``. Newton steps refine these until they
-converge (:mod:`bilevel.hypergradients.refinement`). The refined ``G+`` is much closer to ``G*``, so
-``|G - G+|`` estimates ``|G - G*|``. Starts that differ in the last digits only measure the effect
-of rounding on ``G+``. For a lower loss that is quadratic in ``w``, the smallest eigenvalue turns
-the remaining residuals into a bound.
+A computed ``G`` uses an inexact ``w`` and ``q``. Newton steps refine these until they converge
+(:mod:`bilevel.hypergradients.refinement`), and ``|G - G+|`` for the refined ``G+`` estimates the
+error. For a lower loss that is quadratic in ``w``, the smallest eigenvalue gives a bound.
 """
 
 import functools
@@ -186,10 +184,8 @@ def assess(
 ) -> Info:
     """Assess a hypergradient ``grad`` computed at ``w`` with ``adjoint`` (None: unknown).
 
-    Cost: the Hessian and its inverse up to 512 weights (1024 if the lower loss is quadratic).
-    Beyond, some three solves of at most ``products`` Hessian products each, or one solve if the
-    Hessian does not count as positive definite. The result has no derivative. ``check`` replaces
-    this assessment.
+    Beyond small Hessians: three solves of at most ``products`` products each, or one if the Hessian
+    does not count as definite. The result has no derivative. ``check`` replaces this assessment.
     """
     if adjoint is not None:
         adjoint = widen(adjoint)

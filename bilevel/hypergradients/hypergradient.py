@@ -1,9 +1,8 @@
 """Compute the hypergradient ``d/dalpha outer(w*(alpha), alpha)`` and its accuracy.
 
-It is ``jax.grad`` of ``outer`` after the lower solver. One more input is differentiated: a tilt of
-the lower loss, ``lower + <tilt, w>`` at ``tilt = 0``. The derivative of the outer loss in the tilt
-is minus the adjoint ``q = H^-1 d_w outer`` of the solver, for a linear solve or a truncated
-unrolling. So every solver's adjoint can be checked, and reused as a warm start.
+It is ``jax.grad`` of ``outer`` after the lower solver, with one more input: a tilt of the lower
+loss, ``lower + <tilt, w>`` at ``tilt = 0``. The derivative in the tilt is minus the adjoint
+``q = H^-1 d_w outer`` of any solver, which can so be checked and reused as a warm start.
 """
 
 import dataclasses

@@ -1,9 +1,7 @@
 """Refine the weights and the adjoint of a hypergradient by Newton steps, until they converge.
 
-The solves use the smallest curvature (:mod:`bilevel.hypergradients.curvature`). Several samples of
-the refined hypergradient start from values that differ in the last digits only. Their spread
-measures the effect of rounding. All samples are refined together, because a product of the data
-with several vectors takes hardly longer than with one.
+Several samples start from values that differ in the last digits; their spread measures rounding.
+All are refined together, because products with several vectors take hardly longer than with one.
 """
 
 from typing import NamedTuple
@@ -49,8 +47,7 @@ class Refined(NamedTuple):
 def refine(problem, fixed, products, quadratic, dense, w, alpha, train, valid, adjoint) -> Refined:
     """Refine ``w`` and ``adjoint``, and sample the hypergradient around them.
 
-    ``fixed`` is the problem at this alpha, for all but derivatives in alpha. The Hessian is formed
-    if ``dense``.
+    ``fixed`` is the problem at this alpha, for all but derivatives in alpha.
     """
     # Sensitivities to weights without a gradient overflow; Newton's steps begin at 0 there.
     q = optax.tree.zeros_like(w) if adjoint is None else finite_or_zero(adjoint)
@@ -101,7 +98,6 @@ class _Iterate(NamedTuple):
 
 
 def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) -> Refined:
-    """Refine ``near`` and ``q`` until they converge, and sample the hypergradient around them."""
     dense = system.floor is not None
     rounding = jnp.finfo(system.lowest.dtype).eps * system.condition
     relative = jnp.minimum(100 * rounding, 0.1)
@@ -205,8 +201,7 @@ def _unfelt(problem, fixed, system, w, alpha, train, valid):
 
     The hypergradient then does not depend on these directions (a shift of all particles, or of all
     logits). Both factors of a free direction's term, ``(v . n) (B' n) / curvature``, must be 0 up
-    to rounding. The gradient must be 0 as well, or there is no minimum. The second result is that
-    term at the smallest curvature that rounding does not hide.
+    to rounding, and so must the gradient, or there is no minimum.
     """
     flat, unravel = ravel_pytree(w)
     slope, hvp = hessian_operator(fixed.lower, w, alpha, train)

@@ -1,8 +1,6 @@
 """Measure the error of hypergradients of short trainings: truncation, and random batches.
 
-:class:`bilevel.Info` compares with full training, which a short training does not aim at. Its user
-has two other questions: how many steps have to be differentiated (:func:`truncation`), and how
-large the batches have to be (:func:`standard_error`).
+:class:`bilevel.Info` compares with full training, which a short training does not aim at.
 """
 
 from collections.abc import Callable

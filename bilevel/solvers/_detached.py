@@ -11,8 +11,7 @@ from ntk.internal.compile_cache import fresh
 def detached(function: Callable, *args: Pytree) -> Pytree:
     """Return ``function(*args)`` without derivatives, also in closed-over values.
 
-    The inputs are stopped instead of the output. So JAX traces no unused derivative, and
-    ``function`` may contain loops without a reverse mode.
+    The inputs are stopped, so ``function`` may contain loops without a reverse mode.
     """
     converted, hoisted = jax.closure_convert(fresh(function), *args)
     return converted(*jax.lax.stop_gradient((*args, *hoisted)))

@@ -34,8 +34,7 @@ def distilled(
 
     An underscore means "before the step". One derivative at a mean of the past weights replaces the
     sum over past products of Jacobians (Lee et al. 2022, Eqs. 8 and 13). Use it if ``alpha`` moves
-    after every step of the weights and one step does not show the effect of ``alpha``. With
-    ``decay=0`` it is :func:`bilevel.one_step`.
+    after every step of the weights and one step does not show the effect of ``alpha``.
 
     Parameters
     ----------
@@ -43,10 +42,10 @@ def distilled(
         A float is the step size of plain gradient descent. A function ``alpha -> optimizer``
         makes rates hyperparameters, as in :func:`bilevel.unrolled`.
     decay : float
-        gamma in [0, 1): the fraction of an effect that remains after a step of training.
+        gamma in [0, 1): the fraction of an effect that remains after a step of training. 0 gives
+        :func:`bilevel.one_step`.
     scale : float
-        theta. The paper fits it to exact hypergradients by least squares, such as those of
-        :func:`bilevel.truncation`.
+        theta. The paper fits it to exact hypergradients (see :func:`bilevel.truncation`).
 
     Returns
     -------

@@ -82,8 +82,8 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
     -------
     LowerSolver
         Its state contains the forward solver's state and the last adjoint as a warm start. The
-        derivative with respect to the starting point ``w`` is zero, because a solution does not
-        depend on it. (For meta-learned initializations use :func:`unrolled`.)
+        derivative in the starting point is zero, because a solution does not depend on it. (For
+        meta-learned initializations use :func:`unrolled`.)
 
     Raises
     ------
@@ -96,13 +96,12 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
     -----
     Derivatives of every order are those of the stationarity condition, in forward, reverse and
     nested modes, if ``inverse`` solves its system (``cg``, ``dense``). If ``forward`` stops before
-    stationarity, they are the derivatives of the nearby problem ``lower(w) - <residual, w>``, which
-    ``w`` solves; ``info.error_estimate`` measures the difference. Cost per hypergradient: that of
-    ``forward`` and one linear solve.
+    stationarity, they are those of the nearby problem ``lower(w) - <residual, w>``, which ``w``
+    solves; ``info.error_estimate`` measures the difference.
 
     For :func:`bilevel.projected` and :func:`bilevel.proximal` the condition is the fixed point
-    ``w = prox(w - eta grad_w lower)`` at the active set of ``w``, so the linear system is that of
-    the free directions. The derivative in the parameters of the set or term is included.
+    ``w = prox(w - eta grad_w lower)`` at the active set of ``w``, and the linear system that of the
+    free directions. The derivative in the parameters of the set or term is included.
 
     Examples
     --------
@@ -166,10 +165,7 @@ def no_report(w: Pytree) -> AdjointReport:
 
 
 class _Condition(NamedTuple):
-    """The equation of a solution, as functions of ``(w, alpha, batch, hoisted)``.
-
-    ``hoisted`` are the values that the equation closes over.
-    """
+    """The equation of a solution, as functions of ``(w, alpha, batch, hoisted)``."""
 
     forcing: Callable  # its derivative in all but w changes the solution
     linearize: Callable  # returns its residual and the system of these changes
@@ -216,7 +212,6 @@ def _constrained(
     hoisted = of_slope, {name: values for name, (_, values) in own.items()}, code, eta
 
     def converted(of_own):
-        """Return the constraint without closures."""
 
         def bound(name):
             return lambda *args: own[name][0](*args, *of_own[name])
@@ -250,11 +245,8 @@ def _with_derivative(
 ) -> Pytree:
     """Return ``w`` with the derivative of the solution of ``condition`` attached.
 
-    The rule calls itself on the primal, so derivatives of every order use it, and a first
-    derivative costs one linear solve.
-
-    A reverse pass can return cotangents only. So the solve's report is returned as the cotangent of
-    ``state.report``: five more unknowns in the linear system, if a derivative in it is needed.
+    The rule calls itself on the primal, so derivatives of every order use it. A reverse pass
+    returns cotangents only, so the solve's report is the cotangent of ``state.report``.
     """
     hoisted = condition.hoisted
     solver, captured = _without_closure(inverse, condition, w, alpha, batch)
@@ -274,7 +266,6 @@ def _with_derivative(
             return w, optax.tree.zeros_like(w)
 
         def forcing_of(*values):
-            """Compute the forcing at ``w`` from the differentiated arguments only."""
             alpha, batch, hoisted, *_ = jax.tree.unflatten(tree, merged(moves, values, flat))
             return condition.forcing(w, alpha, batch, hoisted)
 
@@ -330,10 +321,9 @@ def _seen_by(inverse: Inverse, system: System) -> LinearMap:
 def _without_closure(
     inverse: Inverse, condition: _Condition, w: Pytree, alpha: Pytree, batch: Pytree
 ) -> tuple[Callable, list]:
-    """Return ``inverse`` as a function of the traced values it closes over, and these values.
+    """Return ``inverse`` without the traced values that it closes over (e.g. a damping), and these.
 
-    A custom rule may not close over differentiated values (e.g. a damping). Only inverses that do
-    linearize the gradient a second time.
+    Only inverses that close over such values linearize the gradient a second time.
     """
 
     def apply(hvp, b, x0, point, *, hoisted, captured):
@@ -354,10 +344,7 @@ def _without_closure(
 
 
 def remember(state: Pytree, adjoint: Pytree) -> Pytree:
-    """Return ``state`` with ``adjoint`` as the next warm start, if it has one.
-
-    If the solve of the adjoint failed, the next solve starts at 0.
-    """
+    """Return ``state`` with ``adjoint`` as the next warm start, if any; 0 after a failed solve."""
     if not isinstance(state, ImplicitState):
         return state
     failed = state.report.failed > 0

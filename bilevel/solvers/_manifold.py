@@ -2,12 +2,11 @@
 
 The solution is the fixed point ``w = prox(w - eta grad_w lower)``. With the projection ``P`` on the
 tangent space, the curvature ``K`` of the manifold and the Hessian ``H``, an error ``r`` of the
-fixed point changes the solution by
+fixed point (for derivatives: that of the right-hand side) changes the solution by
 
     d = (r - P r) + x,    P (H + K) P x = P (r / eta + K P r - H (r - P r)).
 
-It serves Newton's steps (``r`` is the residual) and derivatives (``r`` is the derivative of the
-right-hand side). Without a known tangent space, the derivative ``D`` of the operator replaces it:
+Without a known tangent space, the derivative ``D`` of the operator replaces it:
 
     d = r + D y,    ((D - D^2) / eta + D H D) y = D (r / eta - H r).
 """

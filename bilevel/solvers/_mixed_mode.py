@@ -1,16 +1,12 @@
-"""Differentiate the gradient of a training step in mixed mode.
+"""Differentiate the gradient of a training step in mixed mode (Kemaev et al. 2025, ICML).
 
-A step needs ``g(theta) = grad_w loss``; ``theta`` holds the weights, alpha and the batch. Its
-reverse pass multiplies a vector ``v`` by the transposed Jacobian of ``g``. The Hessian is
-symmetric, so one forward derivative of the whole gradient along ``v`` gives this product:
+The reverse pass of ``g(theta) = grad_w loss`` (``theta``: weights, alpha and batch) multiplies a
+vector ``v`` by the transposed Jacobian of ``g``. The Hessian is symmetric, so this product is one
+forward derivative of the whole gradient, which stores the inputs of the gradient only:
 
     (dg/dtheta)' v  =  d/de grad_theta loss(w + e v, theta),    e = 0.
 
-It stores only the inputs of the gradient; reverse over reverse stores the residuals of the
-gradient's own reverse pass. Custom derivative rules may break the symmetry. Then
-:mod:`bilevel.internal.custom_rules` chooses an exact order.
-
-Source: Kemaev et al. (2025), Scalable Meta-Learning via Mixed-Mode Differentiation, ICML.
+Custom rules may break the symmetry; :mod:`bilevel.internal.custom_rules` then gives an exact order.
 """
 
 import functools
@@ -72,10 +68,9 @@ def value_and_gradient(
 def with_transpose(push: Callable, pull: Callable, args: Pytree, dots: tuple, like: list) -> list:
     """Return the linear ``push(dots)``, shaped like ``like``; its transpose is ``pull``.
 
-    It is written as the solution of ``[[1, 0], [-push, 1]] (x, y) = (dots, 0)``, because JAX keeps
-    the transpose of a linear solve in all transformations. JAX transposes such a solve only if all
-    arrays on the right depend on the transposed inputs. So we add a zero that depends on all others
-    to each array, here and in the matrix.
+    It is the solution of ``[[1, 0], [-push, 1]] (x, y) = (dots, 0)``, because JAX keeps the
+    transpose of a linear solve in all transformations. JAX transposes a solve only if all arrays on
+    the right depend on the transposed inputs, so each gets a zero that depends on all others.
     """
     coefficient = _empty_dependent_array(args)
 
@@ -121,7 +116,6 @@ class _Step:
         return jax.tree.unflatten(self.tree, flat)
 
     def merged(self, values: Iterable, flat: list) -> list:
-        """Return ``flat`` with these values of the arguments that move."""
         return merged(self.moves, values, flat)
 
     def value(self, flat: list) -> jax.Array:
@@ -170,12 +164,12 @@ def _reverse_over_forward(step: _Step, v: list) -> tuple:
 
 
 def chosen(flags: list[bool], items: Iterable) -> tuple:
-    """Return the items with a flag that is set."""
+    """Return the items whose flag is set."""
     return tuple(x for flag, x in zip(flags, items, strict=True) if flag)
 
 
 def merged(flags: list[bool], values: Iterable, items: Iterable) -> list:
-    """Return ``items`` with ``values`` in the places with a flag that is set."""
+    """Return ``items`` with ``values`` in the places whose flag is set."""
     moved = iter(values)
     return [next(moved) if flag else x for flag, x in zip(flags, items, strict=True)]
 

@@ -1,27 +1,22 @@
 """Differentiate optimizer steps correctly even if a gradient is exactly 0.
 
 Adam's update ``m / (sqrt(v) + eps)`` has the slope ``1 / eps`` at a zero gradient with a zero
-history. Differentiating it there gives NaN: the infinite slope of ``sqrt`` at ``v = 0`` is
-multiplied by the zero slope of ``v = g^2``. Weights without a gradient are common, e.g. of pixels
-that are always black or of dead units.
+history, where the infinite slope of ``sqrt`` times the zero slope of ``v = g^2`` is NaN. Pixels
+that are always black and dead units have such gradients.
 
 The value is the optimizer's own, bit for bit. The derivative is that of the same program with
 these replacements, which agree with it in the limit:
 
 - ``sqrt``, ``rsqrt``, ``cbrt``, ``pow`` and ``div`` have slope 0 where theirs is infinite. The
-  argument of the root is a second moment at its minimum, and the numerator is 0 with it, so the
-  omitted term tends to 0.
-- ``where(v > 0, f(v), 0)`` (Adagrad, SM3) is ``f`` at ``v = 0`` too: the guard is open. This
-  applies only if v is computed from gradients, weights or floating state, and the alternative is
-  0. Branches on a count of steps or on the sign of a weight or gradient are kept.
+  root's argument is a second moment at its minimum, so the omitted term tends to 0.
+- ``where(v > 0, f(v), 0)`` (Adagrad, SM3) is ``f`` at ``v = 0`` too, if v is computed from
+  gradients, weights or floating state. Other branches are kept.
 - ``log`` has slope 0 at 0 if ``where``, ``maximum`` or ``clip`` discard its value, as in learned
-  optimizers. Reverse mode alone would multiply its infinite slope by 0. If the value is used, the
-  derivative is NaN.
+  optimizers. If the value is used, the derivative is NaN.
 - The root of a negative number is 0: RAdam takes one in the branch that it does not choose, and
   reverse mode would multiply that NaN by 0.
 
-If the update mixes entries (a norm, a learned rate), its transpose is guarded against overflow
-(:mod:`bilevel.solvers._overflow`). ``sign`` keeps its slope of 0.
+If the update mixes entries (a norm, a learned rate), its transpose is guarded against overflow.
 """
 
 import functools
@@ -98,10 +93,7 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
 
 
 def _guarded_jvp(function: Callable, primals: tuple, tangents: tuple) -> tuple:
-    """Apply ``jax.jvp``; in its transpose, exact zeros cancel cotangents that overflowed.
-
-    A norm or a learned rate would spread one weight's overflow to all others.
-    """
+    """Apply ``jax.jvp``; in its transpose, exact zeros cancel cotangents that overflowed."""
     flat, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, primals))
     moves = list(map(is_inexact, flat))
     moving = chosen(moves, flat)
@@ -163,10 +155,7 @@ _ENTRYWISE = (
 
 
 def _with_slope(moved: jax.Array, value: jax.Array, limit: "_Known") -> jax.Array:
-    """Return ``value`` with the derivative of ``limit``; NaN where that is unknown.
-
-    ``moved`` is 0 and has slope 1 in every floating input.
-    """
+    """Return ``value`` with the derivative of ``limit``; NaN where that is unknown."""
     if not is_inexact(value):
         return value
     away = jax.lax.stop_gradient(limit.value) - limit.value
@@ -179,7 +168,6 @@ def _with_slope(moved: jax.Array, value: jax.Array, limit: "_Known") -> jax.Arra
 
 
 def _sum_of_changes(inputs: list) -> jax.Array:
-    """Return 0 with slope 1 in every floating input."""
     changes = [x - jax.lax.stop_gradient(x) for x in inputs if _is_floating(x)]
     return sum((jnp.sum(x).astype(jnp.float32) for x in changes), jnp.zeros((), jnp.float32))
 
@@ -196,7 +184,6 @@ class _Known(NamedTuple):
 
 
 def _evaluate_with_slopes(closed: core.ClosedJaxpr, inputs: list[_Known]) -> list[_Known]:
-    """Return the program's outputs with the replacements."""
     return interpret(
         closed, inputs, _apply_with_slopes, constant=_known_constant, enter=("jit", "pjit")
     )

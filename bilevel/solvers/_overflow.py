@@ -1,14 +1,12 @@
 """Apply linear maps with the rule that an exact zero times an overflow is zero.
 
-The update of Adam has the slope ``rate / eps``, 1e6, at a weight that never had a gradient (the
-bias of a dead unit under weight decay). The sensitivity to this weight grows by that factor at
-every step of the reverse pass, and leaves the range of float32 after seven steps. No hyperparameter
-moves the weight, so its part of the derivative is 0, as in forward mode. Plain arithmetic gives
-``inf * 0``, which is NaN.
+Adam's update has the slope ``rate / eps``, 1e6, at a weight that never had a gradient (the bias of
+a dead unit under weight decay). In the reverse pass the sensitivity to this weight leaves the range
+of float32 after seven steps. Its part of the derivative is 0, but arithmetic gives ``inf * 0``.
 
-Here a linear map is applied to the entries within half of the exponent range, and once more to the
-others, scaled down. If the second result is exactly 0, the large entries do not count. Otherwise it
-is scaled up again, or becomes NaN if a large entry was not finite. A result is right or NaN.
+So a linear map is applied to the entries within half of the exponent range, and once more to the
+others, scaled down. If the second result is not exactly 0, it is scaled up again, or becomes NaN if
+a large entry was not finite. A result is right or NaN.
 """
 
 import functools
@@ -66,10 +64,7 @@ def _overflows(leaves: list[jax.Array], exponent: int) -> jax.Array:
 
 
 def _split_by_magnitude(exponent: int, x: jax.Array) -> jax.Array:
-    """Return the small entries of ``x``, and the large ones times ``2**-exponent``.
-
-    Hashes in [1, 2) replace entries that are not finite, because equal numbers could cancel.
-    """
+    """Return the small entries of ``x``, and the large ones times ``2**-exponent``."""
     bits = mixed_bits(jnp.arange(x.size, dtype=jnp.uint32))
     unit = jnp.asarray(2.0**-24, jnp.float32)
     hashes = (1 + (bits >> 8).astype(jnp.float32) * unit).astype(x.dtype).reshape(x.shape)
@@ -80,10 +75,7 @@ def _split_by_magnitude(exponent: int, x: jax.Array) -> jax.Array:
 
 @jax.custom_batching.custom_vmap
 def _anywhere(condition: jax.Array) -> jax.Array:
-    """Return whether the condition holds for any copy of ``vmap`` and any device of ``shard_map``.
-
-    All copies and devices then take the same branch; otherwise ``vmap`` would run both.
-    """
+    """Return whether the condition holds for any copy of ``vmap`` or device of ``shard_map``."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if not axes:
         return condition

@@ -1,8 +1,7 @@
 """Solve a constrained or non-smooth problem: proximal gradient steps, then Newton's method.
 
 Spectral proximal gradient steps (Barzilai & Borwein 1988; Wright, Nowak & Figueiredo 2009) find the
-active set. Semi-smooth Newton steps on the active manifold then find the solution on it, and
-correct the set. If they do not make progress, further proximal gradient steps follow.
+active set. Semi-smooth Newton steps then find the solution on its manifold, and correct the set.
 """
 
 from collections.abc import Callable
@@ -33,10 +32,7 @@ _CG_STEPS = 500  # Hessian products of one Newton step, and at most twice a roun
 
 
 def curvature_by_powers(hvp: LinearMap, w: Pytree, growth: float = 0.0) -> jax.Array:
-    """Return the largest eigenvalue of a Hessian by power iterations; 1 if it is 0.
-
-    Iteration stops if the eigenvalue grows by less than this share.
-    """
+    """Return the largest eigenvalue of a Hessian, to the share ``growth``; 1 if it is 0."""
     flat, unravel = ravel_pytree(w)
 
     def unfinished(carry):
@@ -172,8 +168,7 @@ class ProximalProblem(NamedTuple):
     def descend(self, point, eta, pace, budget, near) -> tuple:
         """Take proximal gradient steps until the residual is below ``near``.
 
-        A step ``d`` changes the objective by at most the Bregman distance of the lower loss less
-        ``d . d / length``. The sum of these bounds stays below the largest of the last ten.
+        The sum of bounds of the objective's changes stays below the largest of the last ten.
         """
         eps = jnp.finfo(eta.dtype).eps
         huge = jnp.full_like(eta, jnp.finfo(eta.dtype).max)
@@ -279,9 +274,9 @@ class ProximalProblem(NamedTuple):
     def lowers(self, before, trial, after, eta) -> jax.Array:
         """Return whether the whole objective at ``after`` is not larger than at ``before``.
 
-        ``after`` is the proximal point of ``trial``, so ``u`` below is a subgradient of the
-        objective there, and ``F(after) - F(before) <= u . d`` minus the curvature of the loss.
-        A singular reduced Hessian makes Newton's step huge; its residual alone may look small.
+        ``after`` is the proximal point of ``trial``, so ``u`` below is a subgradient there, and
+        ``F(after) - F(before) <= u . d`` minus the loss's curvature. A singular reduced Hessian
+        makes Newton's step huge; its residual alone may look small.
         """
         eps = jnp.finfo(eta.dtype).eps
         way = optax.tree.sub(after.w, before.w)

@@ -16,10 +16,7 @@ from bilevel.solvers.constrained import ProximalState, first_state
 
 
 def proximal_steps(constraint: Constraint) -> Callable[[Pytree], optax.GradientTransformation]:
-    """Return ``alpha -> optimizer`` whose update is a step ``prox(w - eta g) - w``.
-
-    The step size and the active set are constants of the derivative.
-    """
+    """Return ``alpha -> optimizer`` with the update ``prox(w - eta g) - w``, for constant ``eta``."""
 
     def rule_at(alpha):
         def update(g, state, w, *, value_fn, **_):
@@ -38,7 +35,7 @@ def proximal_steps(constraint: Constraint) -> Callable[[Pytree], optax.GradientT
 
 
 def with_step_size(state: ProximalState, loss: Callable, w: Pytree, *args: Pytree) -> ProximalState:
-    """Return the state with the inverse of the largest curvature of ``loss(w, *args)``."""
+    """Return the state with the inverse of the largest curvature of the loss as its step size."""
 
     def step(w, *args):
         _, hvp = jax.linearize(jax.grad(lambda w: loss(w, *args)), w)

@@ -37,8 +37,8 @@ def restarted(
         The start of every run, from ``alpha`` and the first ``w``: a learned initialization, as in
         MAML (Finn, Abbeel & Levine 2017). Its derivative counts if all steps are differentiated.
     key : jax.Array, optional
-        A PRNG key. Every outer step passes a new key, derived from this one and the number of the
-        step, to ``start``. The state counts the steps, so a resumed search draws the same starts.
+        A PRNG key. ``start`` gets a new key at every outer step, derived from this one and the
+        step's number. The state counts the steps, so a resumed search draws the same starts.
 
     Raises
     ------
@@ -49,14 +49,7 @@ def restarted(
     Examples
     --------
     >>> from bilevel.solvers import unrolled
-    >>> solver = restarted(unrolled(0.5, steps=1))
     >>> lower = lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2)
-    >>> state = solver.init(jnp.zeros(1))
-    >>> solver.run(lower, jnp.ones(1), jnp.full(1, 99.0), state, None)[0]
-    Array([0.5], dtype=float...)
-
-    A random start at every outer step:
-
     >>> def drawn(key, alpha, w):
     ...     return jax.random.normal(key, w.shape)
     >>> solver = restarted(unrolled(0.5, steps=1), drawn, key=jax.random.key(0))

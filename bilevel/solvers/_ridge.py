@@ -30,8 +30,8 @@ def ridge(
         For batches ``(x, y)`` with ``y`` [n] or [n, c]; ``w`` is [p] or [p, c]. Features and labels
         may be integers. Primal (p x p) if n >= p or the penalty is a vector, else dual (n x n). It
         does not call the problem's ``lower``, which should be the loss above up to a positive
-        factor: the hypergradient's ``error_estimate`` checks this. In the ridgeless limit with
-        n < p that Hessian is singular and the estimate is infinite, though the gradient is right.
+        factor: ``info.error_estimate`` checks this. It is infinite in the ridgeless limit with
+        n < p, where that Hessian is singular, though the gradient is right.
 
     Raises
     ------
@@ -43,7 +43,7 @@ def ridge(
     -----
     Cost: one factorization, which its derivative reuses. The ridgeless predictor does not change
     when the features are scaled, so for features linear in alpha its hypergradient satisfies
-    ``alpha . grad = 0``. Oymak et al. 2021, Definition 2.
+    ``alpha . grad = 0`` (Oymak et al. 2021, Definition 2).
 
     Examples
     --------
@@ -101,8 +101,7 @@ def _promote_to_floating(w: Pytree, phi: jax.Array, y: jax.Array) -> tuple[jax.A
 def _solve_penalized_gram(a: jax.Array, decay: jax.Array, b: jax.Array) -> jax.Array:
     """Solve ``(a a' + diag(decay)) x = b`` by Cholesky, for ``decay`` scalar or vector.
 
-    It is differentiated as a linear solve with ``a`` and ``a'`` applied in turn. This avoids the
-    m x m cotangent of the factorization.
+    Its derivative applies ``a`` and ``a'`` in turn, without the m x m cotangent of the factor.
     """
     per_row = decay if decay.ndim == 0 or b.ndim == 1 else decay[:, None]
     matrix = matmul(a, a.T) + jnp.diag(jnp.broadcast_to(decay, a.shape[:1]))

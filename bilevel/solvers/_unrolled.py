@@ -53,8 +53,8 @@ def unrolled(
         descent and may be traced. A function ``alpha -> optimizer`` makes rates, momenta and
         schedules hyperparameters; the kind of optimizer may not depend on ``alpha``.
         :func:`bilevel.projected` and :func:`bilevel.proximal` stand for plain projected or proximal
-        gradient steps. Their step size is the inverse of the largest curvature at the start. It is
-        halved if a step meets a larger curvature.
+        gradient steps. Their step size is the inverse of the largest curvature at the start, halved
+        if a step meets a larger curvature.
     steps : int
         Number of steps T.
     backprop : int, optional
@@ -72,8 +72,8 @@ def unrolled(
     Returns
     -------
     LowerSolver
-        Its state is the optimizer's. The derivative with respect to the starting point is exact
-        if every step is differentiated, and zero if ``backprop < steps``.
+        Its state is the optimizer's. The derivative in the starting point is exact if every step is
+        differentiated, and zero if ``backprop < steps``.
 
     Raises
     ------
@@ -84,19 +84,16 @@ def unrolled(
 
     Notes
     -----
-    Time: T lower gradients, and about 2 T for the derivative (mixed mode). Memory in reverse mode:
-    one copy of ``w`` and of the optimizer's state per step, and of the gradient if the update is
-    not linear in it. If these exceed an eighth of the device's memory: 2 sqrt(T) copies, and T more
-    lower gradients, because blocks of sqrt(T) steps run twice on the same batches. Under ``vmap``
-    one copy of the problem is counted. The activations inside a step are never stored.
+    Time: T lower gradients, and about 2 T for the derivative (mixed mode: Kemaev et al. 2025,
+    Scalable Meta-Learning via Mixed-Mode Differentiation, ICML). Memory in reverse mode: one copy
+    of ``w`` and of the optimizer's state per step, and of the gradient if the update is not linear
+    in it. If these exceed an eighth of the device's memory: 2 sqrt(T) copies, and T more lower
+    gradients, because blocks of sqrt(T) steps run twice on the same batches. Under ``vmap`` one
+    copy of the problem is counted. The activations inside a step are never stored.
 
     Custom derivative rules in the loss (``jax.custom_jvp``, ``jax.custom_vjp``) need not be true
     derivatives: gradient reversal and straight-through estimators get the exact derivative of the
     steps. Your own ``custom_vjp`` rule loses the saving of mixed mode.
-
-    References
-    ----------
-    Kemaev et al. (2025), Scalable Meta-Learning via Mixed-Mode Differentiation (MixFlow-MG), ICML.
 
     Examples
     --------
@@ -210,7 +207,6 @@ def _rule(optimizer: Any) -> tuple[Callable, Callable, Callable | None]:
 
 
 def _optimizer_at(make: Any, alpha: Pytree) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer at ``alpha``."""
     try:
         made = make(alpha)
     except TypeError:  # a schedule takes a number, and alpha may be a tree
@@ -274,8 +270,7 @@ def one_step(
     Returns
     -------
     LowerSolver
-        Its state is the optimizer's. The derivative in the starting point is zero. Reverse mode
-        only.
+        Its state is the optimizer's. Reverse mode only; zero derivative in the starting point.
 
     Raises
     ------
@@ -387,10 +382,7 @@ def _repeat_scanned(step: Callable, carry: Pytree, times: int) -> Pytree:
 
 
 def _repeat_checkpointed(step: Callable, carry: Pytree, times: int, slope_name: str) -> Pytree:
-    """Run ``times`` steps; the reverse pass keeps all carries, or 2 sqrt(times) if memory is short.
-
-    It recomputes the inside of a step, except ``slope_name``.
-    """
+    """Run ``times`` steps; the reverse pass keeps all carries, or 2 sqrt(times) of them."""
     carry = match_varying_axes(step, carry)
     # No common-subexpression barrier is needed inside a scan (jax.checkpoint's documentation).
     policy = jax.checkpoint_policies.save_only_these_names(slope_name)

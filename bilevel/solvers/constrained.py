@@ -1,8 +1,4 @@
-"""Forward solvers for constraints and non-smooth terms.
-
-The lower problem is ``min_w lower(w, alpha, batch)`` with ``w`` in a convex set, or plus a convex
-term.
-"""
+"""Forward solvers for constraints and non-smooth terms."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -112,9 +108,9 @@ def proximal(
     Parameters
     ----------
     term : str, function or tree
-        The name of a term, or ``prox(w, step, alpha) -> w``, your own proximal operator. A tree of
-        these has one term for each part of the weights: names, tuples of a name and its parameters
-        such as ``("l1", 0.1)``, functions, or None for no term. Names of sets are allowed.
+        The name of a term, or ``prox(w, step, alpha) -> w``, your own proximal operator. A tree has
+        one term for each part of the weights, as for :func:`bilevel.projected`; names of sets are
+        allowed.
 
         =====================  ==================================================
         name                   parameters
@@ -129,10 +125,7 @@ def proximal(
     steps : int
         Maximum number of proximal gradient steps.
     tol : float, optional
-        Iteration stops at this natural residual ``|w - prox(w - eta g)| / |w|``, with the gradient
-        ``g`` and ``eta`` the inverse of the largest curvature. By default it stops if Newton's last
-        step kept the active set and is below 1e-9 (one unit of roundoff in narrower types) of
-        ``|w|``, or if rounding hides any progress.
+        The natural residual at which iteration stops; by default as for :func:`bilevel.projected`.
     **named
         Parameters by name.
 
@@ -152,9 +145,8 @@ def proximal(
 
     Notes
     -----
-    Memory: 12 copies of ``w``. No matrix of the size of the Hessian is formed. The active set of
-    your own operator is unknown: ``info.error_estimate`` is infinite, and the inverse should be
-    ``cg`` or ``neumann``.
+    Memory: 12 copies of ``w``. The active set of your own operator is unknown:
+    ``info.error_estimate`` is infinite, and the inverse should be ``cg`` or ``neumann``.
 
     Examples
     --------

@@ -1,8 +1,7 @@
 """Inverse-Hessian-vector products: how an implicit hypergradient solves ``H q = v``.
 
-Every factory here returns an ``Inverse``: ``(hvp, b, x0, point) -> x``. Only ``cg``, ``dense`` and
-``gram`` (if the Gauss-Newton Hessian is the Hessian) solve the system. ``neumann``, ``nystrom``
-and ``scale`` approximate; ``info.error_estimate`` shows their bias.
+Every factory returns an ``Inverse``: ``(hvp, b, x0, point) -> x``. ``neumann``, ``nystrom`` and
+``scale`` approximate; ``info.error_estimate`` shows their bias.
 
 ===========  ========================================  ====================  =================
 inverse      solves                                    Hessian products      memory (p weights)
@@ -98,7 +97,7 @@ def ratio_of_norms(part: Pytree, whole: Pytree) -> jax.Array:
 
 
 def _outcome(b: Pytree, residual: jax.Array, limit: float, **diagnostics: jax.Array) -> Outcome:
-    """Return the outcome of a solve with this 2-norm of the residual; above the limit it failed."""
+    """Return the outcome of a solve, which fails above this limit of the relative residual."""
     relative = ratio_to_norm(residual, b)
     numbers = {name: jnp.asarray(x, relative.dtype) for name, x in diagnostics.items()}
     return Outcome(relative, (relative > limit).astype(relative.dtype), **numbers)
@@ -155,8 +154,8 @@ def neumann(terms: int, step_size: float) -> Inverse:
     """Sum the truncated Neumann series ``x = eta sum_{k < terms} (I - eta H)^k b``.
 
     It equals back-propagation through the last ``terms`` gradient steps of size ``step_size`` at a
-    stationary ``w`` (Lorraine, Vicol & Duvenaud 2020). Its bias shrinks as ``(1 - eta mu)^terms``.
-    It ignores the warm start, which would break this identity.
+    stationary ``w`` (Lorraine, Vicol & Duvenaud 2020), without a warm start. Its bias shrinks as
+    ``(1 - eta mu)^terms``.
 
     Raises
     ------
@@ -213,9 +212,7 @@ def scale(step_size: float) -> Inverse:
 
 
 def dense(damping: float = 0.0) -> Inverse:
-    """Factorize the p x p Hessian once: exact, for up to a few thousand weights.
-
-    It uses LU instead of Cholesky, so that the indefinite Hessian of a saddle has its inverse too.
+    """Factorize the p x p Hessian once by LU: exact, also at a saddle, up to a few thousand weights.
 
     Raises
     ------
@@ -254,12 +251,7 @@ def hessian_matrix(hvp: LinearMap, like: Pytree) -> jax.Array:
 
 
 def row_products(hvp: LinearMap, like: Pytree, rows: jax.Array) -> jax.Array:
-    """Return ``hvp`` of each row, as rows, with all matrix products in full precision.
-
-    A row has the order of ``ravel_pytree(like)``.
-    XLA on CPUs refuses a batch of Fourier transforms in the layout that a following decomposition
-    asks for (``RET_CHECK ... fft_thunk``). One long array has one layout only.
-    """
+    """Return ``hvp`` of each row, in the order of ``ravel_pytree(like)``, in full precision."""
     _, unravel = ravel_pytree(like)
     program = jax.make_jaxpr(lambda v: ravel_pytree(hvp(unravel(v)))[0])(rows[0])
     results = jax.vmap(in_full_precision(program))(rows)

@@ -1,8 +1,4 @@
-"""Forward solvers: they find ``w`` only; :func:`bilevel.implicit` adds its derivative.
-
-``newton`` is for smooth lower losses, ``lbfgs`` for expensive Hessian products, and ``solved`` for
-lower problems that the user or another library solves.
-"""
+"""Forward solvers: they find ``w`` only; :func:`bilevel.implicit` adds its derivative."""
 
 from collections.abc import Callable
 
@@ -30,13 +26,11 @@ def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> L
     """Find a lower minimum by Newton's method with conjugate gradients and a line search.
 
     For smooth lower losses; fastest if they are strongly convex. A quadratic loss (recognized while
-    tracing) takes one long step and short ones that reduce its rounding error. For other losses the
-    linear solves start loose and tighten with the gradient.
+    tracing) takes one long step and short ones that reduce its rounding error.
 
-    A loss need not be convex, only bounded below. If conjugate gradients meet negative curvature,
-    the step goes along that direction, which in the first iteration is the gradient. The result is
-    a stationary point, in practice a local minimum. A start with a gradient of exactly 0 is
-    stationary already: break its symmetry.
+    A loss need not be convex, only bounded below. Along negative curvature the step goes that way;
+    in the first iteration this is the gradient. The result is a stationary point, in practice a
+    local minimum. A start with a gradient of exactly 0 is stationary already: break its symmetry.
 
     Parameters
     ----------
@@ -80,10 +74,7 @@ def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> L
 
 
 def local_newton(steps: int, cg_steps: int) -> LowerSolver:
-    """Return :func:`newton` without steps along negative curvature.
-
-    It refines a solution and finds no other: it stays in the region of its start, or stops.
-    """
+    """Return :func:`newton` without steps along negative curvature: it stays near its start."""
     return _make_newton(steps, None, cg_steps, leaves=False)
 
 
@@ -109,10 +100,7 @@ def _make_newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = Tr
             return lower(w, alpha, batch)
 
         def moved_loss(w, length, direction):
-            """Return the loss at ``w + length direction``.
-
-            The leaves move one by one, so that a device moves each one where it reads it.
-            """
+            """Return the loss at ``w + length direction``; every leaf moves on its own device."""
             moved = optax.tree.add_scale(unpack(w), length, unpack(direction))
             return lower_of_leaves(moved, alpha, batch)
 
@@ -177,10 +165,7 @@ def _own_units(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> tuple:
     """Return ``(in_units, w, value, slope, scale, unit)`` in units, powers of 2, near 1.
 
     ``in_units`` converts a loss, ``scale`` is ``|g| + |H w|``, and ``unit`` that of the weights.
-
-    The squares of tiny or huge numbers leave the numbers' range, and line searches try steps of
-    sizes near 1. A power of 2 causes no rounding. The unit of the weights is 1 unless they, or the
-    distance to the minimum from weights of 0, are beyond 1 by more than one unit of roundoff.
+    Squares of tiny or huge numbers leave the numbers' range, and line searches try steps near 1.
     """
     slope, hvp = hessian_operator(lower, w, alpha, batch)
     bent = hvp(w)
@@ -231,8 +216,7 @@ def _direction(
 ) -> tuple[jax.Array, Pytree]:
     """Return whether the loss curves up along the step of conjugate gradients, and the step to try.
 
-    Along negative curvature the step is extended as far as if that curvature were positive. In the
-    first iteration that direction is the gradient, which also replaces a step of length 0.
+    Along negative curvature the step is extended as far as if that curvature were positive.
     """
     newton = optax.tree.norm(solved.x) > 0
     extended = (caution < _PLAIN) & (optax.tree.norm(solved.downhill) > 0)
@@ -257,9 +241,9 @@ def _line_search(
 ) -> tuple[Pytree, jax.Array, jax.Array]:
     """Return ``w - t direction``, its loss, and whether ``t`` was found.
 
-    A ``convex`` step takes the first t = 1, 1/2, ... that lowers the loss. For other steps t
-    grows, 1, 2, 4, ..., as long as the loss falls, or shrinks until it does. A ``lenient``
-    search accepts a small increase if only a small decrease is predicted.
+    A ``convex`` step takes the first t = 1, 1/2, ... that lowers the loss. For other steps t grows,
+    1, 2, 4, ..., while the loss falls, or shrinks until it does. A ``lenient`` search accepts a
+    small increase if only a small decrease is predicted.
     """
     decrease = optax.tree.vdot(direction, slope)
 

@@ -5,11 +5,10 @@ one for each part of a tree of weights.
 """
 
 from bilevel.constraints._affine import affine
-from bilevel.constraints._balls import l1_ball, l2_ball
 from bilevel.constraints._boxes import box, box_equality, nonnegative
 from bilevel.constraints._own import product, projection, prox
-from bilevel.constraints._simplex import project_simplex as project_simplex
-from bilevel.constraints._simplex import simplex
+from bilevel.constraints._simplex_and_balls import l1_ball, l2_ball, simplex
+from bilevel.constraints._simplex_and_balls import project_simplex as project_simplex
 from bilevel.constraints._sparse import elastic_net, group_l1, l1
 from bilevel.constraints._total_variation import total_variation
 

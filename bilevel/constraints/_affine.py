@@ -21,22 +21,9 @@ def affine(matrix: Any, right: Any) -> Constraint:
     Parameters
     ----------
     matrix : array [m, p] or [p]
-        Known values. Rows may be linearly dependent.
+        Known values. Rows may be linearly dependent. Its pseudo-inverse is computed once.
     right : array [m], or ``right(alpha) -> array [m]``
         Right-hand sides that some weights attain.
-
-    Notes
-    -----
-    The pseudo-inverse [p, m] is computed once.
-
-    Examples
-    --------
-    >>> import bilevel
-    >>> lower = lambda w, alpha, batch: jnp.sum(w**2)
-    >>> solver = bilevel.implicit(bilevel.projected("affine", [1.0, 1.0], lambda alpha: alpha))
-    >>> w = jnp.zeros(2)
-    >>> solver.run(lower, 3.0, w, solver.init(w), None)[0]
-    Array([1.5, 1.5], dtype=float...)
     """
     if not concrete(matrix):
         raise ValueError("matrix: expected known values, got traced ones.")

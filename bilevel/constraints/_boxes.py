@@ -7,13 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.constraints._members import (
-    check_at_once,
-    on_vector,
-    per_weight,
-    require,
-    scalar_parameter,
-)
+from bilevel.constraints import _members as members
 from bilevel.contracts import Constraint
 from bilevel.internal.checks import concrete
 
@@ -27,10 +21,10 @@ def box(low: Any = -math.inf, high: Any = math.inf) -> Constraint:
         Bounds; infinite for none.
     """
     _check_bounds(low, high)
-    return on_vector(
+    return members.on_vector(
         parameters=lambda w, alpha: (
-            per_weight("low", low, w, alpha),
-            per_weight("high", high, w, alpha),
+            members.per_weight("low", low, w, alpha),
+            members.per_weight("high", high, w, alpha),
         ),
         blank=lambda size: jnp.zeros(size, jnp.int8),
         identify=_identify,
@@ -60,22 +54,13 @@ def box_equality(low: Any, high: Any, coefficients: Any = 1.0, total: Any = 0.0)
     -----
     The SVM's bias is the equation's multiplier. An outer loss that uses the bias has to compute it
     from ``w`` and ``alpha``.
-
-    Examples
-    --------
-    >>> import bilevel
-    >>> lower = lambda w, alpha, batch: jnp.sum((w - alpha) ** 2)
-    >>> solver = bilevel.implicit(bilevel.projected("box_equality", 0.0, 1.0, total=1.5))
-    >>> w, alpha = jnp.zeros(3), jnp.array([2.0, 0.5, -1.0])
-    >>> solver.run(lower, alpha, w, solver.init(w), None)[0]
-    Array([1. , 0.5, 0. ], dtype=float...)
     """
     _check_bounds(low, high)
 
     def parameters(w, alpha):
         vectors = (("low", low), ("high", high), ("coefficients", coefficients))
-        sum_of_weights = scalar_parameter("total", total, w, alpha)
-        return *(per_weight(name, x, w, alpha) for name, x in vectors), sum_of_weights
+        sum_of_weights = members.scalar_parameter("total", total, w, alpha)
+        return *(members.per_weight(name, x, w, alpha) for name, x in vectors), sum_of_weights
 
     def square(code, y):
         size = jnp.sum(jnp.where(code == 0, y**2, 0))
@@ -104,7 +89,7 @@ def box_equality(low: Any, high: Any, coefficients: Any = 1.0, total: Any = 0.0)
         # One free weight alone is fixed by the equation, but it can still reach a bound.
         return _margins(code, w, slope, low, high)
 
-    return on_vector(
+    return members.on_vector(
         parameters=parameters,
         blank=lambda size: jnp.zeros(size, jnp.int8),
         identify=_identify_with_equation,
@@ -177,7 +162,7 @@ def _identify_with_equation(w, g, eta, low, high, y, total):
 
 def _check_bounds(low: Any, high: Any) -> None:
     for name, bound in (("low", low), ("high", high)):
-        check_at_once(name, bound, lambda x: ~np.isnan(x), "bounds that are not NaN")
+        members.check_at_once(name, bound, lambda x: ~np.isnan(x), "bounds that are not NaN")
     if callable(low) or callable(high):
         return
     lows, highs = jax.tree.leaves(low), jax.tree.leaves(high)
@@ -187,11 +172,11 @@ def _check_bounds(low: Any, high: Any) -> None:
         # Bounds of different shapes are reported with the weights.
         comparable = 0 in (np.ndim(a), np.ndim(b)) or np.shape(a) == np.shape(b)
         if concrete(a, b) and comparable:
-            require("high", np.asarray(a) <= np.asarray(b), "bounds of at least low", b)
+            members.require("high", np.asarray(a) <= np.asarray(b), "bounds of at least low", b)
 
 
 def _ordered(low: jax.Array, high: jax.Array) -> jax.Array:
-    return require("high", low <= high, "bounds of at least low", high)
+    return members.require("high", low <= high, "bounds of at least low", high)
 
 
 def _reachable(low, high, y, total):
@@ -202,4 +187,5 @@ def _reachable(low, high, y, total):
     slack = 100 * jnp.finfo(low.dtype).eps * (jnp.abs(total) + jnp.abs(least) + jnp.abs(most))
     slack = jnp.where(jnp.isfinite(slack), slack, 0)
     expected = "a sum of the weights within their bounds"
-    return require("total", (least - slack <= total) & (total <= most + slack), expected, total)
+    reachable = (least - slack <= total) & (total <= most + slack)
+    return members.require("total", reachable, expected, total)

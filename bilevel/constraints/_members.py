@@ -26,10 +26,7 @@ def on_vector(
     check: Callable[..., Any],
     curvature: Callable | None = None,
 ) -> Constraint:
-    """Return a constraint on all weights as one vector, from members that take the parameters last.
-
-    ``parameters(w, alpha)`` returns them as arrays. ``check(*parameters)`` requires their validity.
-    """
+    """Return a constraint on all weights as one vector. Its members take the parameters last."""
 
     def vector(tree):
         return ravel_pytree(tree)[0]

@@ -87,7 +87,7 @@ def _own(name: str, operator: Callable) -> Constraint:
 
 
 def _like(name: str, value: Pytree, w: Pytree) -> Pytree:
-    """Return the value of a user's operator; raise if its form is not that of the weights."""
+    """Return ``value``; raise if its form is not that of the weights."""
     got, expected = map(_shapes_of, (value, w))
     if got != expected:
         raise ValueError(
@@ -146,10 +146,7 @@ def product(parts: Any) -> Constraint:
             raise ValueError(f"parts: expected a tree like the weights, {got}.") from None
 
     def each(name, kinds, joined=True):
-        """Call a member of every part. ``kinds`` has a letter per argument.
-
-        A code (c) is a list over the parts, a tree (t) is split, and others (-) are passed on.
-        """
+        """Call a member of every part: codes (c) are lists, trees (t) are split."""
         repeat = {"c": lambda x: x, "t": split, "-": lambda x: [x] * len(sets)}
 
         def applied(*args):

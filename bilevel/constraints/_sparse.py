@@ -8,13 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel.constraints._members import (
-    check_at_once,
-    on_vector,
-    per_weight,
-    require_nonnegative,
-    value_at,
-)
+from bilevel.constraints import _members as members
 from bilevel.contracts import Constraint
 from bilevel.internal.checks import sequence
 
@@ -29,7 +23,7 @@ def l1(weight: Any = 1.0) -> Constraint:
     weight : float, tree like ``w``, or function of alpha
         Nonnegative; 0 for weights without this penalty, such as an intercept.
     """
-    check_at_once("weight", weight, lambda x: x >= 0, _WEIGHTS)
+    members.check_at_once("weight", weight, lambda x: x >= 0, _WEIGHTS)
 
     def identify(w, g, eta, weight):
         up, down = w > eta * (g + weight), w < eta * (g - weight)
@@ -44,8 +38,8 @@ def l1(weight: Any = 1.0) -> Constraint:
         slack = jnp.where(signs != 0, pull(signs, w), weight - jnp.abs(g))
         return jnp.where(weight == 0, jnp.inf, slack)
 
-    return on_vector(
-        parameters=lambda w, alpha: (per_weight("weight", weight, w, alpha),),
+    return members.on_vector(
+        parameters=lambda w, alpha: (members.per_weight("weight", weight, w, alpha),),
         blank=lambda size: jnp.zeros(size, jnp.int8),
         identify=identify,
         prox=lambda signs, z, eta, weight: jnp.where(signs != 0, z - eta * pull(signs, weight), 0),
@@ -54,7 +48,7 @@ def l1(weight: Any = 1.0) -> Constraint:
         ),
         tangent=lambda signs, w, v, weight: jnp.where(signs != 0, v, 0),
         margins=margins,
-        check=lambda weight: require_nonnegative("weight", weight),
+        check=lambda weight: members.require_nonnegative("weight", weight),
     )
 
 
@@ -65,26 +59,17 @@ def elastic_net(weight: Any = 1.0, ridge: Any = 1.0) -> Constraint:
     ----------
     weight, ridge : float, tree like ``w``, or function of alpha
         Nonnegative.
-
-    Examples
-    --------
-    >>> import bilevel
-    >>> lower = lambda w, alpha, batch: jnp.sum((w - batch) ** 2) / 2
-    >>> solver = bilevel.implicit(bilevel.proximal("elastic_net", 1.0, 1.0))
-    >>> w = jnp.zeros(3)
-    >>> solver.run(lower, None, w, solver.init(w), jnp.array([3.0, 0.5, -2.0]))[0]
-    Array([ 1. ,  0. , -0.5], dtype=float...)
     """
-    check_at_once("ridge", ridge, lambda x: x >= 0, _WEIGHTS)
+    members.check_at_once("ridge", ridge, lambda x: x >= 0, _WEIGHTS)
     sparse = l1(weight)
 
     def check(w, alpha):
-        size = per_weight("ridge", ridge, w, alpha)
-        return sparse.check(w, alpha) & require_nonnegative("ridge", size)
+        size = members.per_weight("ridge", ridge, w, alpha)
+        return sparse.check(w, alpha) & members.require_nonnegative("ridge", size)
 
     def smooth(w, alpha):
         flat = jax.flatten_util.ravel_pytree(w)[0]
-        return 0.5 * jnp.sum(per_weight("ridge", ridge, w, alpha) * flat**2)
+        return 0.5 * jnp.sum(members.per_weight("ridge", ridge, w, alpha) * flat**2)
 
     return sparse._replace(check=check, smooth=smooth)
 
@@ -99,33 +84,24 @@ def group_l1(weight: Any, groups: Sequence[Sequence[int]]) -> Constraint:
     groups : sequence of sequences of int
         Disjoint groups of indices in the order of ``ravel_pytree``. Weights without a group have no
         penalty.
-
-    Examples
-    --------
-    >>> import bilevel
-    >>> lower = lambda w, alpha, batch: jnp.sum((w - batch) ** 2) / 2
-    >>> term = bilevel.proximal("group_l1", 1.0, groups=[[0, 1], [2]])
-    >>> solver, w = bilevel.implicit(term), jnp.zeros(3)
-    >>> solver.run(lower, None, w, solver.init(w), jnp.array([3.0, 4.0, 0.5]))[0].round(4)
-    Array([2.4, 3.2, 0. ], dtype=float...)
     """
-    check_at_once("weight", weight, lambda x: x >= 0, _WEIGHTS)
-    members = [np.asarray(sequence("groups", g), int) for g in sequence("groups", groups)]
-    indices = np.concatenate([np.zeros(0, int), *members])
-    if not members or any(len(g) == 0 for g in members):
+    members.check_at_once("weight", weight, lambda x: x >= 0, _WEIGHTS)
+    arrays = [np.asarray(sequence("groups", g), int) for g in sequence("groups", groups)]
+    indices = np.concatenate([np.zeros(0, int), *arrays])
+    if not arrays or any(len(g) == 0 for g in arrays):
         raise ValueError(f"groups: expected groups with indices, got {groups}.")
     if len(np.unique(indices)) < len(indices) or indices.min() < 0:
         raise ValueError(f"groups: expected disjoint groups of indices from 0, got {groups}.")
-    count = len(members)
+    count = len(arrays)
 
     def parameters(w, alpha):
         size = optax.tree.size(w)
         if indices.max() >= size:
             raise ValueError(f"groups: expected indices below {size}, got {indices.max()}.")
         of = np.full(size, count)  # the last group has no penalty
-        for number, group in enumerate(members):
+        for number, group in enumerate(arrays):
             of[group] = number
-        value = value_at(weight, alpha)
+        value = members.value_at(weight, alpha)
         if jnp.shape(value) not in ((), (count,)):
             raise ValueError(
                 f"weight: expected one number per group, {count}, got shape {jnp.shape(value)}."
@@ -168,7 +144,7 @@ def group_l1(weight: Any, groups: Sequence[Sequence[int]]) -> Constraint:
         size, slope = jnp.sqrt(sums(w**2, of)), jnp.sqrt(sums(g**2, of))
         return jnp.where(weight == 0, jnp.inf, jnp.where(active, size, weight - slope))
 
-    return on_vector(
+    return members.on_vector(
         parameters=parameters,
         blank=lambda size: jnp.zeros(count + 1, bool),
         identify=identify,
@@ -177,5 +153,5 @@ def group_l1(weight: Any, groups: Sequence[Sequence[int]]) -> Constraint:
         tangent=lambda active, w, v, weight, of: jnp.where(active[of], v, 0),
         curvature=curvature,
         margins=margins,
-        check=lambda weight, of: require_nonnegative("weight", weight),
+        check=lambda weight, of: members.require_nonnegative("weight", weight),
     )

@@ -1,8 +1,4 @@
-"""Total variation in one dimension: neighbouring weights become equal.
-
-The proximal operator is Condat's direct algorithm (2013), which visits the weights in order. It
-extends a segment as long as one value can serve all of it, and ends it at a jump.
-"""
+"""Total variation in one dimension: neighbouring weights become equal."""
 
 from typing import Any, NamedTuple
 
@@ -24,22 +20,9 @@ def total_variation(weight: Any = 1.0) -> Constraint:
 
     Notes
     -----
-    The operator visits the weights one after another, about 1 us each. It is for thousands of
-    weights.
-
-    References
-    ----------
-    Condat (2013), A direct algorithm for 1-D total variation denoising, IEEE Signal Processing
-    Letters 20(11).
-
-    Examples
-    --------
-    >>> import bilevel
-    >>> lower = lambda w, alpha, batch: jnp.sum((w - batch) ** 2) / 2
-    >>> solver = bilevel.implicit(bilevel.proximal("total_variation", 0.5))
-    >>> w, y = jnp.zeros(4), jnp.array([1.0, 2.0, 4.0, 3.5])
-    >>> solver.run(lower, None, w, solver.init(w), y)[0]
-    Array([1.5, 2. , 3.5, 3.5], dtype=float...)
+    The proximal operator is a direct algorithm (Condat 2013, IEEE Signal Processing Letters 20(11))
+    that visits the weights one after another, about 1 us each. It is for thousands of weights. It
+    extends a segment as long as one value can serve all of it, and ends it at a jump.
     """
 
     def segments(jumps):

@@ -9,19 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
+from bilevel.hypergradients import error_estimate
 from bilevel.hypergradients.constrained_refinement import combine_terms, refine_constrained
 from bilevel.hypergradients.curvature import is_small
-from bilevel.hypergradients.error_estimate import (
-    Estimate,
-    Info,
-    adjoint_residual,
-    hidden_steps,
-    is_asymmetric,
-    is_large_jacobian,
-    quadratic_error_bound,
-    rounding_of_mixed,
-    rounding_of_terms,
-)
 from bilevel.hypergradients.refinement import unbounded
 from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import hessian_operator
@@ -38,7 +28,7 @@ _CLEAR = 10  # a margin keeps its sign above this multiple of its change to firs
 
 def assess_active_set(
     constraint, problem, products, coarse, w, alpha, train, valid, grad, adjoint
-) -> Info:
+) -> error_estimate.Info:
     """Assess a hypergradient of a constrained problem, as a ``check`` of :func:`assess`.
 
     The lower loss contains the constraint's smooth part.
@@ -54,23 +44,23 @@ def assess_active_set(
     residual = far
     if adjoint is not None:
         system = manifold_system(constraint, hvp, code, w, g, alpha, eta)
-        residual = adjoint_residual(system.operator, adjoint, system.after(force))
+        residual = error_estimate.adjoint_residual(system.operator, adjoint, system.after(force))
     if constraint.margins is None:
         reason = jnp.asarray(_OWN_OPERATOR, jnp.int8)
-        return Info(stationarity, residual, jnp.array(False), far, far, reason)
+        return error_estimate.Info(stationarity, residual, jnp.array(False), far, far, reason)
 
     quadratic = is_quadratic(lower, w, alpha, train)
     dense = is_small(w, quadratic)
     given = problem, constraint, w, adjoint, alpha, train, valid
     refined = refine_constrained(*given, products=products, dense=dense)
-    estimate = Estimate.of(grad, refined.grads, refined.magnitude)
+    estimate = error_estimate.Estimate.of(grad, refined.grads, refined.magnitude)
     finite = jnp.isfinite(stationarity + optax.tree.norm(force) + optax.tree.norm(grad))
     settled = refined.settled & refined.right & jnp.isfinite(estimate.size)
     program = jax.make_jaxpr(problem.lower)(w, alpha, train)
-    rounded, multiplied = hidden_steps(program, coarse, refined.last_step)
+    rounded, multiplied = error_estimate.hidden_steps(program, coarse, refined.last_step)
     wrong = {
         _NOT_FINITE: ~finite,
-        _ASYMMETRIC: is_asymmetric(program, hvp, w),
+        _ASYMMETRIC: error_estimate.is_asymmetric(program, hvp, w),
         _UNDETERMINED: ~refined.determined,
         _FLAT: ~refined.definite,
         _NARROW: ~settled & rounded,
@@ -105,7 +95,7 @@ def _active_set_bound(problem, constraint, refined, alpha, train, valid, grad) -
         return constraint.curvature(code, w, g, alpha, v)
 
     curved = any(leaves_used_by(bend, None, w, None))
-    if curved or is_large_jacobian(flat, alpha):
+    if curved or error_estimate.is_large_jacobian(flat, alpha):
         return jnp.full((), unbounded(flat), flat.dtype)
 
     def along(v):
@@ -139,7 +129,7 @@ def _active_set_bound(problem, constraint, refined, alpha, train, valid, grad) -
     change = _CLEAR * reach * jnp.linalg.norm(moving, axis=1)
     same = jnp.all(~jnp.isfinite(margins) | (margins > change))
     jacobians, residuals = (turning, jacobian), (slope, left)
-    bound = quadratic_error_bound(grad, refined.grads, jacobians, residuals, floor)
+    bound = error_estimate.quadratic_error_bound(grad, refined.grads, jacobians, residuals, floor)
 
     # The contributions of weights at two bounds can cancel to many digits.
     def moving_set(nu):
@@ -148,6 +138,6 @@ def _active_set_bound(problem, constraint, refined, alpha, train, valid, grad) -
 
     q = refined.adjoint
     pulls_of_set = jax.grad(problem.outer)(w, alpha, valid), optax.tree.scale(1 / eta, q), hvp(q)
-    bound += rounding_of_terms(moving_set, *pulls_of_set)
-    bound += rounding_of_mixed(problem, w, alpha, train, q)
+    bound += error_estimate.rounding_of_terms(moving_set, *pulls_of_set)
+    bound += error_estimate.rounding_of_mixed(problem, w, alpha, train, q)
     return jnp.where(same, bound, unbounded(bound))

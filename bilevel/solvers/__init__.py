@@ -15,13 +15,13 @@ solver            derivative                  memory, in copies of w
 ================  ==========================  =====================================================
 """
 
-from bilevel.solvers._detached import detached as detached
 from bilevel.solvers._distilled import distilled
 from bilevel.solvers._implicit import AdjointReport as AdjointReport
 from bilevel.solvers._implicit import implicit
 from bilevel.solvers._implicit import remember as remember
 from bilevel.solvers._implicit import report_of as report_of
 from bilevel.solvers._implicit import with_report as with_report
+from bilevel.solvers._mixed_mode import detached as detached
 from bilevel.solvers._restarted import RestartedState as RestartedState
 from bilevel.solvers._restarted import restarted
 from bilevel.solvers._restarted import start_of as start_of

@@ -9,7 +9,7 @@ import optax
 
 from bilevel.contracts import LowerSolver, Pytree
 from bilevel.internal.checks import at_least_float32, real_number
-from bilevel.solvers._detached import detached
+from bilevel.solvers._mixed_mode import detached
 from bilevel.solvers._unrolled import unrolled
 
 

@@ -10,17 +10,11 @@ import optax
 from jax.custom_derivatives import SymbolicZero
 
 from bilevel.contracts import Constraint, Inverse, LinearMap, Loss, LowerSolver, Point, Pytree
-from bilevel.internal.checks import (
-    at_least_float32,
-    inverse_map,
-    lower_solver,
-    nan_unless_finite,
-)
+from bilevel.internal import checks
 from bilevel.internal.custom_rules import linearize_custom_rules
 from bilevel.internal.precision import coarsest_eps, narrow, widen
-from bilevel.solvers._detached import detached
 from bilevel.solvers._manifold import System, fixed_point, manifold_system, smooth_system
-from bilevel.solvers._mixed_mode import chosen, merged, moving_tangents
+from bilevel.solvers._mixed_mode import chosen, detached, merged, moving_tangents
 from bilevel.solvers.constrained import ProximalState
 from bilevel.solvers.inverses import Outcome, ReportingInverse, cg, solve_and_report
 from bilevel.solvers.minimizers import newton
@@ -114,8 +108,8 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
     >>> round(float(value), 6), round(float(slope), 6)
     (0.5, -0.25)
     """
-    forward = newton() if forward is None else lower_solver("forward", forward)
-    inverse = cg() if inverse is None else inverse_map("inverse", inverse)
+    forward = newton() if forward is None else checks.lower_solver("forward", forward)
+    inverse = cg() if inverse is None else checks.inverse_map("inverse", inverse)
     if forward.batches is not None:
         raise ValueError(
             "forward: expected a solver of one lower problem, got one that draws batches; "
@@ -161,7 +155,7 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
 def no_report(w: Pytree) -> AdjointReport:
     """Return the report before the first solve."""
     dtypes = (x.dtype for x in jax.tree.leaves(widen(w)))  # a weak float64 would give float32
-    return AdjointReport(*jnp.zeros((5,), at_least_float32(*dtypes)))
+    return AdjointReport(*jnp.zeros((5,), checks.at_least_float32(*dtypes)))
 
 
 class _Condition(NamedTuple):
@@ -298,7 +292,7 @@ def _with_derivative(
             symmetric=True,
         )
         w_dot = optax.tree.add(system.direct(forcing), system.after(x))
-        return w, narrow(nan_unless_finite(w_dot, residual), w)
+        return w, narrow(checks.nan_unless_finite(w_dot, residual), w)
 
     return root(w, (alpha, batch, hoisted, state.adjoint, captured, state.report))
 

@@ -25,6 +25,15 @@ from bilevel.solvers._overflow import guarded
 from ntk.internal.compile_cache import fresh
 
 
+def detached(function: Callable, *args: Pytree) -> Pytree:
+    """Return ``function(*args)`` without derivatives, also in closed-over values.
+
+    The inputs are stopped, so ``function`` may contain loops without a reverse mode.
+    """
+    converted, hoisted = jax.closure_convert(fresh(function), *args)
+    return converted(*jax.lax.stop_gradient((*args, *hoisted)))
+
+
 def value_and_gradient(
     loss: Callable, w: Pytree, *others: Pytree, steep: bool = False
 ) -> tuple[Any, Pytree]:
@@ -54,13 +63,27 @@ def value_and_gradient(
         (args,), (dots,) = primals, tangents
         moves, dots = moving_tangents(dots)
         outputs = mixed(args)
-        step = _Step(of, plain, args, moves)
         if not dots:
             return outputs, tangents_of(outputs, map(jnp.zeros_like, inexact_leaves(outputs)))
-        pull = functools.partial(transposed, step)
+        flat, tree = jax.tree.flatten(args)
+
+        def forward(function, dots):
+            def moved(*values):
+                return function(jax.tree.unflatten(tree, merged(moves, values, flat)))
+
+            return jax.jvp(moved, chosen(moves, flat), dots)[1]
+
+        def push(dots):
+            return forward(lambda args: jax.tree.leaves(plain(args)[1]), dots)
+
+        def value(flat):
+            return of(jax.tree.unflatten(tree, flat))[0]
+
+        pull = functools.partial(transposed, value, moves, flat)
         pull = functools.partial(guarded, pull) if steep else pull
-        slope_dots = with_transpose(step.push, pull, step.flat, dots, jax.tree.leaves(outputs[1]))
-        return outputs, tangents_of(outputs, [*step.push_outputs(dots), *slope_dots])
+        slope_dots = with_transpose(push, pull, flat, dots, jax.tree.leaves(outputs[1]))
+        output_dots = forward(lambda args: inexact_leaves(of(args)), dots)
+        return outputs, tangents_of(outputs, [*output_dots, *slope_dots])
 
     return mixed(args)
 
@@ -103,63 +126,25 @@ def _plus(tree: Pytree, number: jax.Array) -> Pytree:
     return jax.tree.map(lambda x: x + number.astype(x.dtype), tree)
 
 
-class _Step:
-    """A loss and its gradient as functions of the arguments that move."""
-
-    def __init__(self, of: Callable, plain: Callable, args: Pytree, moves: list[bool]):
-        self.of, self.plain, self.moves = of, plain, moves
-        self.flat, self.tree = jax.tree.flatten(args)
-        self.count = len(jax.tree.leaves(args[0]))  # of the weights' arrays, which come first
-        self.moving = chosen(moves, self.flat)
-
-    def args(self, flat: list) -> Pytree:
-        return jax.tree.unflatten(self.tree, flat)
-
-    def merged(self, values: Iterable, flat: list) -> list:
-        return merged(self.moves, values, flat)
-
-    def value(self, flat: list) -> jax.Array:
-        return self.of(self.args(flat))[0]
-
-    def push(self, dots: tuple) -> list:
-        """Return the forward derivative of the gradient along ``dots``."""
-
-        def gradient(*values):
-            loss_and_gradient = self.plain(self.args(self.merged(values, self.flat)))
-            return jax.tree.leaves(loss_and_gradient[1])
-
-        return jax.jvp(gradient, self.moving, dots)[1]
-
-    def push_outputs(self, dots: tuple) -> list:
-        """Return the forward derivative of the value and of the floating arrays in aux."""
-
-        def outputs(*values):
-            return inexact_leaves(self.of(self.args(self.merged(values, self.flat))))
-
-        return jax.jvp(outputs, self.moving, dots)[1]
-
-
-def _forward_over_reverse(step: _Step, v: list) -> tuple:
-    """Return ``d/de grad loss(w + e v)`` in all moving arguments."""
+def _forward_over_reverse(value: Callable, moves: list[bool], flat: list, v: list) -> tuple:
+    """Return ``d/de grad value(w + e v)`` in all moving arguments; the weights come first."""
 
     def gradient(w):
-        flat = [*w, *step.flat[step.count :]]
-        moving = chosen(step.moves, flat)
-        value, pull = jax.vjp(lambda *values: step.value(step.merged(values, flat)), *moving)
-        return pull(jnp.ones_like(value))
+        at = [*w, *flat[len(v) :]]
+        loss, pull = jax.vjp(lambda *values: value(merged(moves, values, at)), *chosen(moves, at))
+        return pull(jnp.ones_like(loss))
 
-    return jax.jvp(gradient, (step.flat[: step.count],), (v,))[1]
+    return jax.jvp(gradient, (flat[: len(v)],), (v,))[1]
 
 
-def _reverse_over_forward(step: _Step, v: list) -> tuple:
-    """Return ``grad (v . grad_w loss)`` in all moving arguments."""
+def _reverse_over_forward(value: Callable, moves: list[bool], flat: list, v: list) -> tuple:
+    """Return ``grad (v . grad_w value)`` in all moving arguments; the weights come first."""
 
     def along(*values):
-        flat = step.merged(values, step.flat)
-        own, others = flat[: step.count], flat[step.count :]
-        return jax.jvp(lambda w: step.value([*w, *others]), (own,), (v,))[1]
+        at = merged(moves, values, flat)
+        return jax.jvp(lambda w: value([*w, *at[len(v) :]]), (at[: len(v)],), (v,))[1]
 
-    slope, pull = jax.vjp(along, *step.moving)
+    slope, pull = jax.vjp(along, *chosen(moves, flat))
     return pull(jnp.ones_like(slope))
 
 

@@ -30,9 +30,9 @@ from jax.extend import core
 
 from bilevel.contracts import Pytree
 from bilevel.internal.checks import concrete
-from bilevel.solvers._detached import detached
 from bilevel.solvers._mixed_mode import (
     chosen,
+    detached,
     inexact_leaves,
     is_inexact,
     merged,

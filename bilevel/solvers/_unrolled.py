@@ -11,24 +11,16 @@ import numpy as np
 import optax
 from jax.ad_checkpoint import checkpoint_name
 
-from bilevel.contracts import Inner, LowerSolver, Pytree, Stateful, params_of
-from bilevel.internal import memory
-from bilevel.internal.checks import (
-    check_in_range,
-    describe,
-    function,
-    gradient_transformation,
-    integer,
-    nan_unless,
-    nan_unless_finite,
-)
+from bilevel.contracts import Constraint, Inner, LowerSolver, Pytree, Stateful, params_of
+from bilevel.internal import checks, memory
 from bilevel.internal.precision import like_variables, narrow
 from bilevel.problem.problem import mixed_product
-from bilevel.problem.structure import depends_on_alpha
-from bilevel.solvers._detached import detached
-from bilevel.solvers._mixed_mode import value_and_gradient
+from bilevel.problem.structure import depends_on_alpha, is_quadratic
+from bilevel.solvers._manifold import fixed_point
+from bilevel.solvers._mixed_mode import detached, value_and_gradient
 from bilevel.solvers._optimizer import is_steep, with_limits
-from bilevel.solvers._proximal_steps import proximal_steps, with_step_size
+from bilevel.solvers._proximal_newton import curvature_by_powers
+from bilevel.solvers.constrained import ProximalState, first_state
 from ntk.internal.compile_cache import fresh
 from ntk.internal.sharding import match_varying_axes
 
@@ -104,12 +96,12 @@ def unrolled(
     >>> run(jnp.ones(1)), jax.jacobian(run)(jnp.ones(1))
     (Array([0.75], dtype=float...), Array([[0.75]], dtype=float...))
     """
-    steps = integer("steps", steps, 1)
+    steps = checks.integer("steps", steps, 1)
     last = steps if backprop is None else backprop
     if isinstance(last, bool) or last not in range(steps + 1):
         raise ValueError(f"backprop: expected None or 0 to steps={steps}, got {backprop}.")
     if batches is not None:
-        function("batches", batches, "(key, data) -> batch")
+        checks.function("batches", batches, "(key, data) -> batch")
     constraint = optimizer.constraint if isinstance(optimizer, LowerSolver) else None
     if constraint is not None and batches is not None:
         raise ValueError("batches: expected None with projected or proximal steps, got a function.")
@@ -162,9 +154,9 @@ def unrolled(
             return _repeat_scanned(lambda c: step(c, alpha, batch), carry, steps - last)
 
         if constraint is not None:
-            w = nan_unless(constraint.check(w, alpha), w)
+            w = checks.nan_unless(constraint.check(w, alpha), w)
             given = w, variables, alpha, batch
-            state = with_step_size(state, lambda *args: loss(*args)[0], *given)
+            state = _with_step_size(state, lambda *args: loss(*args)[0], *given)
         slope_name = f"gradient of {id(run)}"  # not that of a solver inside the loss
         counted = batches is not None or average is not None
         total = None if average is None else optax.tree.zeros_like(w)
@@ -191,12 +183,12 @@ def unrolled(
 def _rule(optimizer: Any) -> tuple[Callable, Callable, Callable | None]:
     """Return the optimizer as a function of alpha, and ``init`` and ``init_at`` of its solver."""
     if isinstance(optimizer, LowerSolver) and optimizer.constraint is not None:
-        proximal = proximal_steps(optimizer.constraint)
+        proximal = _proximal_steps(optimizer.constraint)
         return proximal, lambda w: proximal(None).init(params_of(w)), None
     if not _is_function_of_alpha(optimizer):
         if isinstance(optimizer, int | float | np.generic | np.ndarray | jax.Array):
             optimizer = optax.sgd(optimizer)
-        rule = gradient_transformation("optimizer", optimizer)
+        rule = checks.gradient_transformation("optimizer", optimizer)
         return lambda alpha: rule, lambda w: rule.init(params_of(w)), None
 
     def init(w):
@@ -216,10 +208,10 @@ def _optimizer_at(make: Any, alpha: Pytree) -> optax.GradientTransformationExtra
     if not isinstance(made, optax.GradientTransformation | optax.MultiSteps):
         raise ValueError(
             "optimizer: expected a function alpha -> optax optimizer, got "
-            f"{'a schedule' if made is make else f'one that returns {describe(made)}'}; "
+            f"{'a schedule' if made is make else f'one that returns {checks.describe(made)}'}; "
             "a schedule of steps goes into optax.sgd(schedule)."
         )
-    return gradient_transformation("optimizer", made)
+    return checks.gradient_transformation("optimizer", made)
 
 
 def _is_function_of_alpha(optimizer: Any) -> bool:
@@ -298,7 +290,7 @@ def one_step(
     (Array([0.], dtype=float...), Array([0.00128...], dtype=float...))
     """
     if radius is not None:
-        check_in_range("radius", radius, 0, math.inf)
+        checks.check_in_range("radius", radius, 0, math.inf)
     if isinstance(optimizer, LowerSolver):
         raise ValueError(
             "optimizer: expected an optax optimizer, a step size or a function of alpha, got a "
@@ -319,7 +311,7 @@ def one_step(
 
         def moved(alpha, slope, w, state, value):
             updates, state = with_limits(update, alpha, slope, state, w, value)
-            return nan_unless_finite(optax.apply_updates(w, updates), value), state
+            return checks.nan_unless_finite(optax.apply_updates(w, updates), value), state
 
         def forward(outer, w, state, batch):
             value, slope = jax.value_and_grad(loss)(w, outer, batch)
@@ -406,3 +398,51 @@ def _nan_unless_loss_finite(w: Pytree, value: jax.Array) -> Pytree:
     mark = jax.lax.stop_gradient(jnp.where(jnp.isfinite(value), 0, jnp.nan))
     # Subtracting a zero leaves even the sign of a zero.
     return jax.tree.map(lambda x: x - mark.astype(x.dtype), w)
+
+
+def _proximal_steps(constraint: Constraint) -> Callable[[Pytree], optax.GradientTransformation]:
+    """Return ``alpha -> optimizer`` with the update ``prox(w - eta g) - w`` at constant ``eta``."""
+
+    def rule_at(alpha):
+        def update(g, state, w, *, value_fn, **_):
+            eta = state.step
+            if not is_quadratic(lambda w, *_: value_fn(w), w, alpha, None):
+                shorter = functools.partial(_halved_step_size, constraint, jax.grad(value_fn))
+                eta = detached(shorter, g, w, alpha, eta)
+            code = detached(constraint.identify, w, g, alpha, eta)
+            after = fixed_point(constraint)(code, w, g, alpha, eta)
+            return optax.tree.sub(after, w), ProximalState(code, eta)
+
+        init = functools.partial(first_state, constraint)
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    return rule_at
+
+
+def _with_step_size(
+    state: ProximalState, loss: Callable, w: Pytree, *args: Pytree
+) -> ProximalState:
+    """Return the state with the inverse of the largest curvature of the loss as its step size."""
+
+    def step(w, *args):
+        _, hvp = jax.linearize(jax.grad(lambda w: loss(w, *args)), w)
+        return 1 / curvature_by_powers(hvp, w)
+
+    return state._replace(step=detached(step, w, *args))
+
+
+def _halved_step_size(constraint, gradient, g, w, alpha, eta) -> jax.Array:
+    """Return ``eta``, halved until the curvature along the step is at most ``1 / eta``."""
+    eps = jnp.finfo(eta.dtype).eps
+    size, slope = optax.tree.norm(w), optax.tree.norm(g)
+
+    def too_long(eta):
+        code = constraint.identify(w, g, alpha, eta)
+        step = constraint.step(code, w, g, alpha, eta)
+        turn = optax.tree.sub(gradient(optax.tree.add(w, step)), g)
+        length = optax.tree.norm(step)
+        rounding = 10 * eps * (slope + size / eta) * length
+        steep = ~(optax.tree.vdot(step, turn) <= length**2 / eta + rounding)
+        return steep & (eta > eps * eps)
+
+    return jax.lax.while_loop(too_long, lambda eta: eta / 2, eta)

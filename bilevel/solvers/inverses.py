@@ -27,15 +27,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from bilevel.contracts import Inverse, LinearMap, Point, Pytree
-from bilevel.internal.checks import (
-    check_at_least,
-    check_in_range,
-    concrete,
-    function,
-    integer,
-    nan_unless_finite,
-    prng_key,
-)
+from bilevel.internal import checks
 from bilevel.internal.conjugate_gradients import default_tolerance, solve_conjugate_gradients
 from bilevel.internal.precision import coarsest_eps, narrow, widen
 from ntk.internal.jaxprs import operation_names
@@ -127,10 +119,10 @@ def cg(steps: int = 500, tol: float | None = None, damping: float = 0.0) -> Inve
     >>> cg()(lambda v: jnp.array([1.0, 4.0]) * v, b, None, None)
     Array([2., 2.], dtype=float...)
     """
-    steps = integer("steps", steps, 1)
-    check_at_least("damping", damping, 0)
+    steps = checks.integer("steps", steps, 1)
+    checks.check_at_least("damping", damping, 0)
     if tol is not None:
-        check_at_least("tol", tol, 0)
+        checks.check_at_least("tol", tol, 0)
 
     def inverse(hvp, b, x0, point):
         relative = tol
@@ -167,8 +159,8 @@ def neumann(terms: int, step_size: float) -> Inverse:
     >>> neumann(2, 0.5)(lambda v: v, jnp.ones(1), None, None)
     Array([0.75], dtype=float...)
     """
-    terms = integer("terms", terms, 1)
-    check_at_least("step_size", step_size, 0)
+    terms = checks.integer("terms", terms, 1)
+    checks.check_at_least("step_size", step_size, 0)
 
     def inverse(hvp, b, x0, point):
         def step(x):
@@ -207,12 +199,12 @@ def scale(step_size: float) -> Inverse:
     >>> scale(0.5)(None, jnp.ones(1), None, None)
     Array([0.5], dtype=float...)
     """
-    check_at_least("step_size", step_size, 0)
+    checks.check_at_least("step_size", step_size, 0)
     return lambda hvp, b, x0, point: optax.tree.scale(step_size, b)
 
 
 def dense(damping: float = 0.0) -> Inverse:
-    """Factorize the p x p Hessian once by LU: exact, also at a saddle, up to a few thousand weights.
+    """Factorize the p x p Hessian by LU: exact, also at a saddle; for a few thousand weights.
 
     Raises
     ------
@@ -224,7 +216,7 @@ def dense(damping: float = 0.0) -> Inverse:
     >>> dense()(lambda v: jnp.array([1.0, 4.0]) * v, jnp.array([2.0, 8.0]), None, None)
     Array([2., 2.], dtype=float...)
     """
-    check_at_least("damping", damping, 0)
+    checks.check_at_least("damping", damping, 0)
 
     def inverse(hvp, b, x0, point):
         flat, unravel = ravel_pytree(b)
@@ -236,7 +228,7 @@ def dense(damping: float = 0.0) -> Inverse:
         rounding = jnp.finfo(flat.dtype).eps * size * jnp.linalg.norm(x)
         residual = jnp.maximum(jnp.linalg.norm(flat - matmul(matrix, x)), rounding)
         # A number divided by infinity is 0, which would look like a solution.
-        x = nan_unless_finite(unravel(x), matrix)
+        x = checks.nan_unless_finite(unravel(x), matrix)
         return x, _outcome(b, residual, _UNSOLVED, curvature=size)
 
     return ReportingInverse(inverse)
@@ -287,10 +279,10 @@ def nystrom(rank: int, damping: float, *, key: chex.PRNGKey | None = None) -> In
     >>> bool(jnp.allclose(x, 2.0, rtol=1e-2))
     True
     """
-    rank = integer("rank", rank, 1)
-    check_in_range("damping", damping, 0, math.inf)
+    rank = checks.integer("rank", rank, 1)
+    checks.check_in_range("damping", damping, 0, math.inf)
     if key is not None:
-        prng_key("key", key)
+        checks.prng_key("key", key)
 
     def inverse(hvp, b, x0, point):
         flat, unravel = ravel_pytree(b)
@@ -364,8 +356,8 @@ def gram(
     Array([0.2, 0. , 0.4], dtype=float...)
     """
     if not callable(damping):
-        check_at_least("damping", damping, 0)
-    function("outputs", outputs, "(w, alpha, batch) -> predictions")
+        checks.check_at_least("damping", damping, 0)
+    checks.function("outputs", outputs, "(w, alpha, batch) -> predictions")
 
     def inverse(hvp, b, x0, point):
         w, alpha, batch = point
@@ -390,7 +382,7 @@ def gram(
         damped = jnp.linalg.solve(
             decay * jnp.eye(n, dtype=flat.dtype) + matmul(kernel, curvature), projected
         )
-        if not concrete(decay) or decay > 0:
+        if not checks.concrete(decay) or decay > 0:
             return unravel((flat - pull(matmul(curvature, damped))[0]) / decay)
         # With decay 0 `damped` is S^-1 K^-1 J b already.
         return unravel(pull(jnp.linalg.solve(kernel, damped))[0])

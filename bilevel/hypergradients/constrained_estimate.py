@@ -1,8 +1,4 @@
-"""The accuracy of a hypergradient of a constrained lower problem: its distance to a refined one.
-
-The estimate is infinite if rounding could change the refined active set, because the derivative
-then differs from side to side.
-"""
+"""The accuracy of a hypergradient of a constrained lower problem: its distance to a refined one."""
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +25,7 @@ _CLEAR = 10  # a margin keeps its sign above this multiple of its change to firs
 def assess_active_set(
     constraint, problem, products, coarse, w, alpha, train, valid, grad, adjoint
 ) -> error_estimate.Info:
-    """Assess a hypergradient of a constrained problem, as a ``check`` of :func:`assess`.
-
-    The lower loss contains the constraint's smooth part.
-    """
+    """Assess a hypergradient of a constrained problem; the lower loss has its smooth part."""
     lower = hoist_constants(problem.lower, w, alpha, train)
     g, hvp = hessian_operator(lower, w, alpha, train)
     force = jax.grad(problem.outer)(w, alpha, valid)

@@ -1,7 +1,6 @@
 """Refine the weights, the active set and the adjoint of a constrained lower problem.
 
-The forward solver continues until its active set and its Newton steps rest. Samples around the
-result start from values with other last digits, and take Newton steps on the active manifold. The
+Samples start from values with other last digits, and take Newton steps on the active manifold. The
 spread of their hypergradients and margins measures rounding.
 """
 
@@ -171,11 +170,7 @@ def refine_constrained(
     products: int,
     dense: bool,
 ) -> RefinedSolution:
-    """Refine ``w`` and ``adjoint``, and sample the hypergradient around them.
-
-    The lower loss contains the constraint's smooth part. The reduced Hessian is formed if
-    ``dense``.
-    """
+    """Refine ``w`` and ``adjoint``, and sample the hypergradient around them."""
     start = optax.tree.zeros_like(w) if adjoint is None else finite_or_zero(adjoint)
     # The lower loss has the smooth part already.
     solver = forward_solver(constraint._replace(smooth=None), _STEPS, None)
@@ -257,10 +252,7 @@ def combine_terms(problem, constraint, code, eta, w, g, hvp, q, force, alpha, tr
 
 
 def _judged(margins: Pytree, like: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return whether all margins are determined, whether none is wrong, and whether all are clear.
-
-    The first sample is the refined solution.
-    """
+    """Return whether all margins are determined, none is wrong, and all are clear."""
     leaves = [x.reshape(len(x), -1) for x in jax.tree.leaves(margins)]
     if not leaves:
         yes = like == like

@@ -1,9 +1,8 @@
 """The smallest eigenvalue of the lower Hessian at a point, and solves with that Hessian.
 
-In a direction of curvature mu, the error of ``w`` is the residual divided by mu. A small Hessian is
-formed and inverted by matrix products alone, because LAPACK's threads wait for each other on a busy
-machine. LAPACK decomposes only a Hessian that is not clearly positive definite. For more weights,
-conjugate gradients solve for random vectors.
+A small Hessian is formed and inverted by matrix products alone, because LAPACK's threads wait for
+each other on a busy machine. LAPACK decomposes it only if it is not clearly positive definite. For
+more weights, conjugate gradients solve for random vectors.
 """
 
 from collections.abc import Callable
@@ -56,11 +55,7 @@ def is_small(like: Pytree, quadratic: bool) -> bool:
 
 
 def curvature(hvp: LinearMap, like: Pytree, products: int, dense: bool) -> Curvature:
-    """Return the curvature of ``hvp``; ``like`` is a pytree with the shapes of its argument.
-
-    Cost: p products if ``dense``. Otherwise three solves of at most ``products`` products each; a
-    Hessian that needs more does not count as definite.
-    """
+    """Return the curvature of ``hvp``; ``like`` is a pytree with the shapes of its argument."""
     return _formed(hvp, like) if dense else _iterated(hvp, like, products)
 
 
@@ -137,8 +132,8 @@ def _formed(hvp: LinearMap, like: Pytree) -> Curvature:
 def _inverted(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Invert a symmetric matrix; return the inverse and whether all pivots are positive.
 
-    Gauss-Jordan elimination by blocks, without pivoting: the pivots are positive if and only if a
-    matrix within the rounding ``p eps |matrix|`` (Higham & Mary 2019) is positive definite.
+    Gauss-Jordan elimination by blocks: the pivots are positive if and only if a matrix within the
+    rounding ``p eps |matrix|`` (Higham & Mary 2019) is positive definite.
     """
     p = len(matrix)
     block = min(_BLOCK, p)
@@ -192,10 +187,7 @@ def _largest_eigenvalues(
 
 
 def _inverse_bound(matrix: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Bound the absolute eigenvalues of ``matrix`` from below by an approximate inverse R.
-
-    ``|H^-1| <= |R| / (1 - |I - R H|)`` in 2-norms, bounded by Frobenius norms: |R|^2 <= |R R|_F.
-    """
+    """Bound the eigenvalues from below: |H^-1| <= |R| / (1 - |I - R H|), and |R|^2 <= |R R|_F."""
     error = jnp.linalg.norm(jnp.eye(len(matrix), dtype=matrix.dtype) - inverse @ matrix)
     size = jnp.linalg.norm(inverse)
     unit = inverse / jnp.where(size > 0, size, 1)
@@ -207,9 +199,8 @@ def _sharpened(products, values, vectors, rounding) -> _HessianFactors:
     """Recompute eigenvalues near ``rounding`` as Rayleigh quotients of Hessian products.
 
     The rounding of a matrix's largest entries hides its small eigenvalues; products can keep them.
-    The same products of scaled vectors show the rounding that remains. If the Hessian is still not
-    definite, directions of an eigenvalue of 0 up to ``rounding`` count as free, and the inverse is
-    that of the other directions.
+    If the Hessian is still not definite, directions of an eigenvalue of 0 up to ``rounding`` count
+    as free, and the inverse is that of the other directions.
     """
     p = len(values)
     soft = values <= 100 * rounding  # all of them if the Hessian is 0

@@ -4,9 +4,7 @@ The exact hypergradient of the solution map, at the solution ``w*`` and the adjo
 
     G* = d_alpha outer(w*) - B(w*)' q*,     H q* = d_w outer(w*),     B = d(grad_w lower)/dalpha.
 
-A computed ``G`` uses an inexact ``w`` and ``q``. Newton steps refine these until they converge
-(:mod:`bilevel.hypergradients.refinement`), and ``|G - G+|`` for the refined ``G+`` estimates the
-error. For a lower loss that is quadratic in ``w``, the smallest eigenvalue gives a bound.
+The distance of a computed ``G`` to the ``G+`` of refined ``w`` and ``q`` estimates its error.
 """
 
 import functools
@@ -182,11 +180,7 @@ def assess(
     products: int = PRODUCTS,
     check: Callable[..., Info] | None = None,
 ) -> Info:
-    """Assess a hypergradient ``grad`` computed at ``w`` with ``adjoint`` (None: unknown).
-
-    Beyond small Hessians: three solves of at most ``products`` products each, or one if the Hessian
-    does not count as definite. The result has no derivative. ``check`` replaces this assessment.
-    """
+    """Assess a hypergradient ``grad`` computed at ``w`` with ``adjoint``, or as ``check`` does."""
     if adjoint is not None:
         adjoint = widen(adjoint)
     problem = Problem(widened(problem.lower, w), widened(problem.outer, w))
@@ -332,10 +326,7 @@ def rounding_of_mixed(problem, w, alpha, train, q) -> jax.Array:
 
 
 def rounding_of_terms(pull: LinearMap, *parts: Pytree) -> jax.Array:
-    """Return the rounding of ``pull`` of the sum of ``parts``, also if its terms cancel.
-
-    Random multiples of the entries give the size of a sum without cancellation.
-    """
+    """Return the rounding of ``pull`` of the sum of ``parts``, also if its terms cancel."""
     _, unravel = ravel_pytree(parts[0])
     sizes = jnp.sum(jnp.stack([jnp.abs(ravel_pytree(x)[0]) for x in parts]), axis=0)
     draws = pcast_varying(uniform_hash(jnp.arange(_DRAWS), sizes), varying(sizes))
@@ -357,14 +348,13 @@ def quadratic_error_bound(
 ) -> jax.Array:
     """Bound ``|grad - G*|`` by ``|grad - G+|`` and a bound of the refined ``G+``'s error.
 
-    With mu a lower bound of the Hessian's eigenvalues, |w - w*| <= |g| / mu for a quadratic, and
+    With mu (``floor``) a lower bound of the eigenvalues, |w - w*| <= |g| / mu for a quadratic, and
 
         |G+ - G*| <= L |w - w*| + |B| |q - q*|,
         |q - q*| <= (|H q - v| + |d^2_ww outer| |w - w*|) / mu,    L = |d_w (d_alpha outer - B'q)|,
 
-    all in Frobenius norms at the refined point. A factor of 2 covers products of two residuals.
-    ``jacobians`` are those of v in w, and of G in (w, q): [d, 2, p]. ``residuals`` are |g| and
-    |H q - v|. ``floor`` is mu, and the first of ``samples`` is G+.
+    in Frobenius norms. ``jacobians`` are those of v in w, and of G in (w, q): [d, 2, p].
+    ``residuals`` are |g| and |H q - v|. The first of ``samples`` is G+.
     """
     mu = jnp.where(floor > 0, floor, 1)
     change = optax.tree.norm(jax.tree.map(lambda g, best: g - best[0], grad, samples))

@@ -1,8 +1,7 @@
 """Compute the hypergradient ``d/dalpha outer(w*(alpha), alpha)`` and its accuracy.
 
-It is ``jax.grad`` of ``outer`` after the lower solver, with one more input: a tilt of the lower
-loss, ``lower + <tilt, w>`` at ``tilt = 0``. The derivative in the tilt is minus the adjoint
-``q = H^-1 d_w outer`` of any solver, which can so be checked and reused as a warm start.
+It is ``jax.grad`` of ``outer`` after the solver, also in a tilt of the lower loss, ``lower + <tilt,
+w>`` at ``tilt = 0``. The derivative in the tilt is minus the adjoint ``q = H^-1 d_w outer``.
 """
 
 import dataclasses

@@ -1,7 +1,6 @@
 """Refine the weights and the adjoint of a hypergradient by Newton steps, until they converge.
 
-Several samples start from values that differ in the last digits; their spread measures rounding.
-All are refined together, because products with several vectors take hardly longer than with one.
+Samples start from values that differ in the last digits; their spread measures rounding.
 """
 
 from typing import NamedTuple
@@ -45,10 +44,7 @@ class Refined(NamedTuple):
 
 
 def refine(problem, fixed, products, quadratic, dense, w, alpha, train, valid, adjoint) -> Refined:
-    """Refine ``w`` and ``adjoint``, and sample the hypergradient around them.
-
-    ``fixed`` is the problem at this alpha, for all but derivatives in alpha.
-    """
+    """Refine ``w`` and ``adjoint``, and sample the hypergradient; ``fixed`` has alpha's values."""
     # Sensitivities to weights without a gradient overflow; Newton's steps begin at 0 there.
     q = optax.tree.zeros_like(w) if adjoint is None else finite_or_zero(adjoint)
 
@@ -200,8 +196,7 @@ def _unfelt(problem, fixed, system, w, alpha, train, valid):
     """Return whether the derivatives vanish along free directions, and a bound of their term.
 
     The hypergradient then does not depend on these directions (a shift of all particles, or of all
-    logits). Both factors of a free direction's term, ``(v . n) (B' n) / curvature``, must be 0 up
-    to rounding, and so must the gradient, or there is no minimum.
+    logits): both factors of their term, ``(v . n) (B' n) / curvature``, and the gradient are 0.
     """
     flat, unravel = ravel_pytree(w)
     slope, hvp = hessian_operator(fixed.lower, w, alpha, train)

@@ -1,7 +1,4 @@
-"""Measure the error of hypergradients of short trainings: truncation, and random batches.
-
-:class:`bilevel.Info` compares with full training, which a short training does not aim at.
-"""
+"""Measure the error of hypergradients of short trainings: truncation, and random batches."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -13,7 +13,6 @@ from ntk.internal.jaxprs import bind, inner_jaxprs, interpret
 def hoist_constants(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> Loss:
     """Return ``lower`` at this ``alpha`` and ``batch``, with constant parts computed already.
 
-    A loop over ``w`` would compute parts that do not depend on ``w`` (e.g. a kernel) at every step.
     Functions inside :func:`jax.checkpoint` or a custom rule are left unchanged.
     """
     trace = jax.make_jaxpr(lambda w: lower(w, alpha, batch))

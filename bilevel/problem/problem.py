@@ -1,7 +1,6 @@
 """Define the bilevel problem, and the derivatives of its lower loss that other modules use.
 
-The papers write L_V or f for ``outer(w, alpha, batch)``, the validation loss. They write L_T or g
-for ``lower(w, alpha, batch)``, the training loss. H is ``d^2 lower / dw^2``.
+The papers write L_V or f for ``outer``, L_T or g for ``lower``, and H for ``d^2 lower / dw^2``.
 """
 
 import dataclasses

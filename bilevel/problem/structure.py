@@ -19,8 +19,7 @@ def is_quadratic(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
     """Return whether ``lower`` is quadratic in ``w``, read from the program of its gradient.
 
     True is a proof: every step of that program is affine in ``w``. Kinks, rounding and stopped
-    gradients give False, and so may an unusual form of a quadratic. Tracing decides; running is
-    free.
+    gradients give False, and so may an unusual form of a quadratic.
     """
     closed = jax.make_jaxpr(lower_gradient(lower, alpha, batch))(w)
     finest = min(map(_eps, _types(w)), default=0.0)
@@ -41,10 +40,7 @@ def leaves_used_by(loss: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> list[
 def with_rules(
     problem: Problem, w: Pytree, alpha: Pytree, batch: Pytree
 ) -> tuple[Problem, list[bool]]:
-    """Return ``problem`` with custom derivatives kept inside loops, and the leaves that it uses.
-
-    Second derivatives would lose these rules: :mod:`ntk.internal.derivative_rules`.
-    """
+    """Return ``problem`` with custom derivatives kept inside loops, and the leaves that it uses."""
     loss = split_losses(problem).lower
     closed = jax.make_jaxpr(lambda alpha: loss(w, alpha, batch)[0])(alpha)
     if may_be_lost(closed):
@@ -85,10 +81,7 @@ def _inputs_read(closed: core.ClosedJaxpr) -> list[bool]:
 
 
 def _sources(program: core.ClosedJaxpr, inputs: list[int]) -> list[int]:
-    """Propagate sets through a program: a value's set is the union over the values it depends on.
-
-    A set is an integer with one bit per member, so one pass serves all members.
-    """
+    """Propagate sets, integers with one bit per member: a value has the union over its inputs."""
 
     def union(_: core.JaxprEqn, sets: list[int]) -> int:
         return functools.reduce(operator.or_, sets, 0)
@@ -102,10 +95,7 @@ _OTHER = 2  # neither constant (0) nor affine (1)
 
 
 def _degrees(program: core.ClosedJaxpr, inputs: list[int], coarsest: float) -> list[int]:
-    """Return an upper bound on the degree in ``w`` of each output, from the degrees of the inputs.
-
-    A cast to a type with an eps above ``coarsest`` is rounding, and not linear.
-    """
+    """Bound each output's degree in ``w``; a cast to an eps above ``coarsest`` is not linear."""
 
     def solved(degrees: list[int], read: int) -> int:
         # The solution is linear in the right-hand side, as far as its program reads it.

@@ -1,18 +1,8 @@
 """Lower solvers: pure functions from ``alpha`` to ``w``, differentiable in ``alpha``.
 
-``unrolled`` differentiates the optimizer's own steps. ``implicit`` differentiates the stationarity
-condition ``grad_w lower(w, alpha) = 0`` at the ``w`` of any forward solver. ``ridge`` is the closed
-form for features. Forward solvers, which find ``w`` for ``implicit``, are in ``minimizers``.
-
-================  ==========================  =====================================================
-solver            derivative                  memory, in copies of w
-================  ==========================  =====================================================
-``unrolled``      of T steps, exact           T, or 2 sqrt(T) if short; forward mode: 2
-``one_step``      of one step, exact          3, however large the graph of a gradient
-``distilled``     of the past, in one step    3, however large the graph of a gradient
-``implicit``      at the solution, exact      that of the inverse; 6 for ``cg``
-``ridge``         closed form, exact          the features and one min(n, p)^2 matrix
-================  ==========================  =====================================================
+``unrolled``, ``one_step`` and ``distilled`` differentiate the optimizer's own steps. ``implicit``
+differentiates the stationarity condition ``grad_w lower(w, alpha) = 0`` at the ``w`` of a forward
+solver from ``minimizers`` or ``constrained``. ``ridge`` is the closed form for features.
 """
 
 from bilevel.solvers._distilled import distilled

@@ -315,10 +315,7 @@ def _seen_by(inverse: Inverse, system: System) -> LinearMap:
 def _without_closure(
     inverse: Inverse, condition: _Condition, w: Pytree, alpha: Pytree, batch: Pytree
 ) -> tuple[Callable, list]:
-    """Return ``inverse`` without the traced values that it closes over (e.g. a damping), and these.
-
-    Only inverses that close over such values linearize the gradient a second time.
-    """
+    """Return ``inverse`` without the traced values it closes over (e.g. a damping), and these."""
 
     def apply(hvp, b, x0, point, *, hoisted, captured):
         return solve_and_report(inverse, hvp, b, x0, point)

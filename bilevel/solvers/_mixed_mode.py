@@ -1,12 +1,10 @@
 """Differentiate the gradient of a training step in mixed mode (Kemaev et al. 2025, ICML).
 
-The reverse pass of ``g(theta) = grad_w loss`` (``theta``: weights, alpha and batch) multiplies a
-vector ``v`` by the transposed Jacobian of ``g``. The Hessian is symmetric, so this product is one
-forward derivative of the whole gradient, which stores the inputs of the gradient only:
+The reverse pass of ``g(theta) = grad_w loss`` multiplies a vector ``v`` by the transposed Jacobian
+of ``g``. The Hessian is symmetric, so this product is one forward derivative of the whole gradient,
+which stores only the gradient's inputs:
 
     (dg/dtheta)' v  =  d/de grad_theta loss(w + e v, theta),    e = 0.
-
-Custom rules may break the symmetry; :mod:`bilevel.internal.custom_rules` then gives an exact order.
 """
 
 import functools
@@ -26,10 +24,7 @@ from ntk.internal.compile_cache import fresh
 
 
 def detached(function: Callable, *args: Pytree) -> Pytree:
-    """Return ``function(*args)`` without derivatives, also in closed-over values.
-
-    The inputs are stopped, so ``function`` may contain loops without a reverse mode.
-    """
+    """Return ``function(*args)`` without derivatives, also in closed-over values and loops."""
     converted, hoisted = jax.closure_convert(fresh(function), *args)
     return converted(*jax.lax.stop_gradient((*args, *hoisted)))
 

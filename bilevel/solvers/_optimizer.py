@@ -1,11 +1,8 @@
 """Differentiate optimizer steps correctly even if a gradient is exactly 0.
 
 Adam's update ``m / (sqrt(v) + eps)`` has the slope ``1 / eps`` at a zero gradient with a zero
-history, where the infinite slope of ``sqrt`` times the zero slope of ``v = g^2`` is NaN. Pixels
-that are always black and dead units have such gradients.
-
-The value is the optimizer's own, bit for bit. The derivative is that of the same program with
-these replacements, which agree with it in the limit:
+history, where the infinite slope of ``sqrt`` times the zero slope of ``v = g^2`` is NaN. The value
+is the optimizer's own, bit for bit. Its derivative has replacements that agree in the limit:
 
 - ``sqrt``, ``rsqrt``, ``cbrt``, ``pow`` and ``div`` have slope 0 where theirs is infinite. The
   root's argument is a second moment at its minimum, so the omitted term tends to 0.
@@ -13,8 +10,7 @@ these replacements, which agree with it in the limit:
   gradients, weights or floating state. Other branches are kept.
 - ``log`` has slope 0 at 0 if ``where``, ``maximum`` or ``clip`` discard its value, as in learned
   optimizers. If the value is used, the derivative is NaN.
-- The root of a negative number is 0: RAdam takes one in the branch that it does not choose, and
-  reverse mode would multiply that NaN by 0.
+- The root of a negative number is 0: RAdam takes one in the branch that it does not choose.
 
 If the update mixes entries (a norm, a learned rate), its transpose is guarded against overflow.
 """

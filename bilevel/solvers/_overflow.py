@@ -1,12 +1,10 @@
 """Apply linear maps with the rule that an exact zero times an overflow is zero.
 
-Adam's update has the slope ``rate / eps``, 1e6, at a weight that never had a gradient (the bias of
-a dead unit under weight decay). In the reverse pass the sensitivity to this weight leaves the range
-of float32 after seven steps. Its part of the derivative is 0, but arithmetic gives ``inf * 0``.
-
-So a linear map is applied to the entries within half of the exponent range, and once more to the
-others, scaled down. If the second result is not exactly 0, it is scaled up again, or becomes NaN if
-a large entry was not finite. A result is right or NaN.
+Adam's update has the slope ``rate / eps``, 1e6, at a weight that never had a gradient. In the
+reverse pass the sensitivity to this weight overflows float32 after seven steps. Its part of the
+derivative is 0, but arithmetic gives ``inf * 0``. So a linear map is applied to the entries within
+half of the exponent range, and once more to the others, scaled down. If the second result is not
+exactly 0, it is scaled up again, or becomes NaN if a large entry was not finite.
 """
 
 import functools

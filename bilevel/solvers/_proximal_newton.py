@@ -1,7 +1,7 @@
 """Solve a constrained or non-smooth problem: proximal gradient steps, then Newton's method.
 
-Spectral proximal gradient steps (Barzilai & Borwein 1988; Wright, Nowak & Figueiredo 2009) find the
-active set. Semi-smooth Newton steps then find the solution on its manifold, and correct the set.
+Spectral steps (Wright, Nowak & Figueiredo 2009) with step sizes of ABBmin (Frassoldati, Zanni &
+Zanghirati 2008) find the active set. Semi-smooth Newton steps find the solution on its manifold.
 """
 
 from collections.abc import Callable
@@ -72,11 +72,7 @@ class _Pace(NamedTuple):
     share: jax.Array  # [], the short step size is used if it is below this share of the long one
 
     def after(self, square, bend, turn, rise) -> "_Pace":
-        """Return the pace after a step of this squared length and curvature.
-
-        The step size is ``1 / curvature`` of the last step, or the least of the last three for the
-        gradient's change (ABBmin: Frassoldati, Zanni & Zanghirati 2008; Bonettini et al. 2009).
-        """
+        """Return the pace after a step of this squared length and curvature (ABBmin)."""
         huge = jnp.full_like(bend, jnp.finfo(bend.dtype).max)
         curved, turned = bend > 0, turn > 0
         long = jnp.where(curved, square / jnp.where(curved, bend, 1), huge)
@@ -166,10 +162,7 @@ class ProximalProblem(NamedTuple):
         return _Candidate(w, g, code, step, ratio_of_norms(step, optax.tree.add(w, step)))
 
     def descend(self, point, eta, pace, budget, near) -> tuple:
-        """Take proximal gradient steps until the residual is below ``near``.
-
-        The sum of bounds of the objective's changes stays below the largest of the last ten.
-        """
+        """Take proximal gradient steps until the residual is below ``near``."""
         eps = jnp.finfo(eta.dtype).eps
         huge = jnp.full_like(eta, jnp.finfo(eta.dtype).max)
 
@@ -274,9 +267,8 @@ class ProximalProblem(NamedTuple):
     def lowers(self, before, trial, after, eta) -> jax.Array:
         """Return whether the whole objective at ``after`` is not larger than at ``before``.
 
-        ``after`` is the proximal point of ``trial``, so ``u`` below is a subgradient there, and
-        ``F(after) - F(before) <= u . d`` minus the loss's curvature. A singular reduced Hessian
-        makes Newton's step huge; its residual alone may look small.
+        ``after`` is the proximal point of ``trial``, so ``u`` below is a subgradient there. A
+        singular reduced Hessian makes Newton's step huge; its residual alone may look small.
         """
         eps = jnp.finfo(eta.dtype).eps
         way = optax.tree.sub(after.w, before.w)

@@ -99,10 +99,7 @@ def _promote_to_floating(w: Pytree, phi: jax.Array, y: jax.Array) -> tuple[jax.A
 
 
 def _solve_penalized_gram(a: jax.Array, decay: jax.Array, b: jax.Array) -> jax.Array:
-    """Solve ``(a a' + diag(decay)) x = b`` by Cholesky, for ``decay`` scalar or vector.
-
-    Its derivative applies ``a`` and ``a'`` in turn, without the m x m cotangent of the factor.
-    """
+    """Solve ``(a a' + diag(decay)) x = b`` by Cholesky; its derivative applies ``a`` and ``a'``."""
     per_row = decay if decay.ndim == 0 or b.ndim == 1 else decay[:, None]
     matrix = matmul(a, a.T) + jnp.diag(jnp.broadcast_to(decay, a.shape[:1]))
     factor = jax.scipy.linalg.cho_factor(jax.lax.stop_gradient(matrix), lower=True)

@@ -2,17 +2,6 @@
 
 Every factory returns an ``Inverse``: ``(hvp, b, x0, point) -> x``. ``neumann``, ``nystrom`` and
 ``scale`` approximate; ``info.error_estimate`` shows their bias.
-
-===========  ========================================  ====================  =================
-inverse      solves                                    Hessian products      memory (p weights)
-===========  ========================================  ====================  =================
-``cg``       ``(H + damping I) x = b`` to a tolerance  ``steps + 1`` at most 6 copies of w
-``dense``    the same, by LU                           p                     2 p^2
-``gram``     ``(J'SJ + damping I) x = b``, n x n       n output gradients    sqrt(n) p + n^2
-``nystrom``  the same, to rank k                       k                     2 k copies of w
-``neumann``  ``eta sum_{k<K} (I - eta H)^k b``         K - 1                 2 copies of w
-``scale``    ``eta b`` (one-step DARTS)                0                     1 copy of w
-===========  ========================================  ====================  =================
 """
 
 import dataclasses
@@ -101,7 +90,7 @@ def cg(steps: int = 500, tol: float | None = None, damping: float = 0.0) -> Inve
     Parameters
     ----------
     steps : int
-        Maximum number of iterations, one Hessian product each.
+        Maximum number of iterations, one Hessian product each. Memory: 6 copies of ``w``.
     tol : float, optional
         Relative residual ``|b - H x| / |b|`` at which to stop. Default: 1e-10 in float64, ten units
         of roundoff in float32, and one unit of the weights' roundoff in narrower types.
@@ -147,7 +136,7 @@ def neumann(terms: int, step_size: float) -> Inverse:
 
     It equals back-propagation through the last ``terms`` gradient steps of size ``step_size`` at a
     stationary ``w`` (Lorraine, Vicol & Duvenaud 2020), without a warm start. Its bias shrinks as
-    ``(1 - eta mu)^terms``.
+    ``(1 - eta mu)^terms``. Cost: ``terms - 1`` Hessian products, 2 copies of ``w``.
 
     Raises
     ------
@@ -187,7 +176,7 @@ def scale(step_size: float) -> Inverse:
     """Use ``x = step_size * b``: the identity replaces the inverse Hessian.
 
     With the learning rate as ``step_size`` this is second-order DARTS' one-step approximation
-    (Liu, Simonyan & Yang 2019, Eq. 7) at a stationary point. Approximate; costs nothing.
+    (Liu, Simonyan & Yang 2019, Eq. 7) at a stationary point.
 
     Raises
     ------
@@ -204,7 +193,7 @@ def scale(step_size: float) -> Inverse:
 
 
 def dense(damping: float = 0.0) -> Inverse:
-    """Factorize the p x p Hessian by LU: exact, also at a saddle; for a few thousand weights.
+    """Factorize the p x p Hessian by LU: exact, also at a saddle, for a few thousand weights.
 
     Raises
     ------

@@ -214,10 +214,7 @@ def _stationarity_tolerance(w: Pytree) -> float:
 def _direction(
     solved: ConjugateGradients, slope: Pytree, w: Pytree, caution: jax.Array
 ) -> tuple[jax.Array, Pytree]:
-    """Return whether the loss curves up along the step of conjugate gradients, and the step to try.
-
-    Along negative curvature the step is extended as far as if that curvature were positive.
-    """
+    """Return whether the loss curves up along the step of conjugate gradients, and the next step."""
     newton = optax.tree.norm(solved.x) > 0
     extended = (caution < _PLAIN) & (optax.tree.norm(solved.downhill) > 0)
     length = 1 + optax.tree.norm(w)

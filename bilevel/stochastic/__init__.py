@@ -2,22 +2,8 @@
 
 Use them if data or weights are too large for full passes. Each function returns a
 :class:`bilevel.SingleLoop`, for :func:`bilevel.search` with ``batches=bilevel.partition(...)`` and
-any optax optimizer of ``alpha``.
-
-===========  =================================  ================================  ==============
-method       its direction                      memory beyond w and alpha         2nd derivatives
-===========  =================================  ================================  ==============
-``soba``     of a batch                         w                                 yes
-``ma_soba``  a moving average                   w + alpha                         yes
-``saba``     SAGA's                             batches x (2 w + alpha)           yes
-``spaba``    PAGE's                             6 w + 3 alpha                     yes
-``amigo``    of a batch, after inner steps      w                                 yes
-``f2sa``     a penalty's                        w                                 no
-``meha``     a Moreau envelope's                w                                 no
-``bome``     a dynamic barrier's                w                                 no
-===========  =================================  ================================  ==============
-
-A SAGA or PAGE direction becomes exact at a solution, so constant rates converge.
+any optax optimizer of ``alpha``. ``f2sa``, ``meha`` and ``bome`` need no second derivatives. Only
+the directions of ``saba`` and ``spaba`` become exact at a solution, so constant rates converge.
 """
 
 from bilevel.stochastic._blocks import BatchedData as BatchedData

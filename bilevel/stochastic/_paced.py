@@ -132,10 +132,7 @@ def paced(
 
 
 def _bent(old: UpdateCurvature, update: Pytree, due: jax.Array) -> UpdateCurvature:
-    """Measure the curvature along the last movement, if that is ``due``.
-
-    For ``update = -P grad h(alpha)`` it is a Rayleigh quotient of ``P`` times the Hessian of h.
-    """
+    """Measure the curvature along the last movement, if that is ``due``: a Rayleigh quotient."""
     change, moved = optax.tree.sub(update, old.update), old.moved
     square = optax.tree.vdot(moved, moved)
     quotient = -optax.tree.vdot(change, moved) / jnp.where(square > 0, square, 1)

@@ -96,10 +96,7 @@ class Metric(NamedTuple):
 
 
 def _products(problem: Problem, w: Pytree, alpha: Pytree, train: BatchedData) -> tuple:
-    """Return the function ``(i, rows [k, p]) -> H_i`` times the rows, for batch i, and w in a row.
-
-    The row is in single precision or better, for the decomposition.
-    """
+    """Return the function ``(i, rows [k, p]) -> H_i rows``, and w in a row of float32 or wider."""
     flat, _ = ravel_pytree(w)
     loss = at_variables(problem, None).lower
 

@@ -57,11 +57,7 @@ def _empty_saga(blocks: BatchedData, oracle: Oracle) -> Saga:
 
 
 def _saga(blocks: BatchedData, oracle: Oracle, saga: Saga, number, i, following):
-    """Return the estimate from batch ``i``, its loss and aux, and the table with it.
-
-    In the first epoch after a start the estimate is the batch's own, because the mean does not
-    cover all rows yet.
-    """
+    """Return the estimate from batch ``i``, its loss and aux, and the table with it."""
     new, loss_and_aux = blocks.at(i, oracle)
     change = optax.tree.sub(new, saga.row)
     full = number >= blocks.count
@@ -79,10 +75,7 @@ def _saga(blocks: BatchedData, oracle: Oracle, saga: Saga, number, i, following)
 
 
 def _monitor_adjoint(monitor: AdjointMonitor, residual, number, epoch: int) -> tuple:
-    """Return the monitor after a step, and whether the adjoint is lost: worse than 0.
-
-    It diverges if other batches are steeper than the few that determined the steps' length.
-    """
+    """Return the monitor after a step, and whether the adjoint is lost: worse than 0."""
     since = max(epoch, _SHORTEST)
     average = monitor.residual + (residual - monitor.residual) / since
     average = jnp.where(number - monitor.begun < epoch, 0, average).astype(residual.dtype)
@@ -202,10 +195,7 @@ def _full_pass_probability(train: BatchedData, valid: BatchedData) -> float:
 def _limit_directions(
     summed: Iterate, exact_estimates: tuple[Lower, Slopes], v: Pytree, length, trust
 ) -> tuple[Iterate, Pytree, tuple[jax.Array, jax.Array]]:
-    """Return exact directions, the adjoint, and the lengths of steps and of alpha's direction.
-
-    :func:`spaba` says when these become shorter. At an adjoint of 0 the products are known.
-    """
+    """Return exact directions, the adjoint, and the lengths of steps and of alpha's direction."""
     lower, outer = exact_estimates
     _, exact, along = oracles.directions(lower, outer)
     size = tree_norm(outer.w)

@@ -214,7 +214,7 @@ def _stationarity_tolerance(w: Pytree) -> float:
 def _direction(
     solved: ConjugateGradients, slope: Pytree, w: Pytree, caution: jax.Array
 ) -> tuple[jax.Array, Pytree]:
-    """Return whether the loss curves up along the step of conjugate gradients, and the next step."""
+    """Return whether the loss curves up along the step of conjugate gradients, and a step."""
     newton = optax.tree.norm(solved.x) > 0
     extended = (caution < _PLAIN) & (optax.tree.norm(solved.downhill) > 0)
     length = 1 + optax.tree.norm(w)

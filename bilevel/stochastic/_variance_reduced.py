@@ -276,13 +276,12 @@ def spaba(step_size: steps.Rate | None = None, *, probability: float | None = No
         point = Iterate(w, state.v, alpha)
         before, last, mover_state = state.last.content
 
-        def at_both_points(oracle):
-            return oracles.at_both(lambda point: oracle(problem, point), before, point)
+        def at_both_points(oracle, data, i):
+            return data.at(i, oracles.at_both(lambda at: oracle(problem, at), before, point))
 
-        of_lower = at_both_points(oracles.lower_oracle)
-        of_outer = at_both_points(oracles.outer_oracle)
-        (lower_before, lower), below = train.at(indices.train[0], of_lower)
-        (outer_before, outer), above = valid.at(indices.valid[0], of_outer)
+        of_lower = at_both_points(oracles.lower_oracle, train, indices.train[0])
+        of_outer = at_both_points(oracles.outer_oracle, valid, indices.valid[0])
+        ((lower_before, lower), below), ((outer_before, outer), above) = of_lower, of_outer
         own, earlier = map(oracles.directions, (lower, lower_before), (outer, outer_before))
         change = optax.tree.sub(own, earlier)
         passing = (indices.uniform < often(train, valid)) | state.stale

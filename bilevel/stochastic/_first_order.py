@@ -57,8 +57,7 @@ def f2sa(
 
     Examples
     --------
-    >>> import bilevel
-    >>> bilevel.f2sa(0.5, inner=2).draws
+    >>> f2sa(0.5, inner=2).draws
     (2, 2)
     """
     rate = steps.as_schedule("step_size", step_size)
@@ -138,8 +137,7 @@ def meha(
 
     Examples
     --------
-    >>> import bilevel
-    >>> bilevel.meha(0.3).draws
+    >>> meha(0.3).draws
     (1, 1)
     """
     rate = steps.as_schedule("step_size", step_size)
@@ -211,8 +209,7 @@ def bome(step_size: steps.Rate, *, inner: int = 10, control: float = 0.5) -> Sin
 
     Examples
     --------
-    >>> import bilevel
-    >>> bilevel.bome(0.1, inner=5).draws
+    >>> bome(0.1, inner=5).draws
     (1, 1)
     """
     rate = steps.as_schedule("step_size", step_size)

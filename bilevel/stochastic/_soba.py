@@ -118,8 +118,7 @@ def ma_soba(step_size: steps.Rate, average: float = 0.1) -> SingleLoop:
 
     Examples
     --------
-    >>> import bilevel
-    >>> bilevel.ma_soba(0.1, average=0.05).draws
+    >>> ma_soba(0.1, average=0.05).draws
     (1, 1)
     """
     rate = steps.as_schedule("step_size", step_size)
@@ -167,8 +166,7 @@ def amigo(step_size: steps.Rate, *, inner: int = 10) -> SingleLoop:
 
     Examples
     --------
-    >>> import bilevel
-    >>> bilevel.amigo(0.1, inner=5).draws
+    >>> amigo(0.1, inner=5).draws
     (11, 1)
     """
     rate = steps.as_schedule("step_size", step_size)

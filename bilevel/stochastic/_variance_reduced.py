@@ -125,8 +125,7 @@ def saba(step_size: steps.Rate | None = None) -> SingleLoop:
 
     Examples
     --------
-    >>> import bilevel
-    >>> bilevel.saba(0.3).draws
+    >>> saba(0.3).draws
     (1, 1)
     """
     mover = steps.mover(step_size)
@@ -254,8 +253,7 @@ def spaba(step_size: steps.Rate | None = None, *, probability: float | None = No
 
     Examples
     --------
-    >>> import bilevel
-    >>> bilevel.spaba(0.3, probability=0.1).draws
+    >>> spaba(0.3, probability=0.1).draws
     (1, 1)
     """
     mover = steps.mover(step_size)

@@ -50,10 +50,9 @@ class Info(NamedTuple):
     stationarity : float
         2-norm of the lower gradient at ``w``.
     linear_residual : float
-        ``|H q - v| / |v|`` with v = d outer / dw, for the adjoint ``q`` that the solver used. The
-        adjoint of an unrolled solver is the truncated Neumann sum that it computes. Closed forms
-        and forward mode expose no adjoint. Their residual is that of the independent solve for the
-        estimate, or infinite without one.
+        ``|H q - v| / |v|`` with v = d outer / dw, for the adjoint ``q`` that the solver used (for
+        unrolling, its truncated Neumann sum). Closed forms and forward mode expose no adjoint:
+        then it is that of an independent solve for the estimate, or infinite without one.
     converged : bool
         Whether ``error_estimate`` is under 1 % of the hypergradient's norm. Its part from rounding
         counts three times.
@@ -68,9 +67,8 @@ class Info(NamedTuple):
         The reason for an infinite estimate, or 0. :func:`explain` gives it in words. With
         ``jax_debug_infs`` the dtype's largest number replaces infinity in all fields.
     slope : float, optional
-        Central difference of the outer loss along the hypergradient, if
-        ``hypergradient(..., difference=step)`` asked for it. It is close to the norm of the
-        hypergradient if the loss is nearly linear over such a step.
+        Central difference of the outer loss along the hypergradient, if asked for by
+        ``hypergradient(..., difference=step)``.
     """
 
     stationarity: jax.Array

@@ -96,13 +96,11 @@ def hypergradient(
     diagnostics : bool
         Whether to fill ``info``. Up to 512 weights (1,024 for a quadratic lower loss) the Hessian
         is formed and inverted; beyond, a few linear solves are made together, or a short one
-        where no claim can be made. Under ``jax.jit`` fields that the compiled function does not
-        return cost nothing.
+        where no claim can be made. Under ``jax.jit`` unused fields cost nothing.
     damping : float
         ``info`` then refers to the solution map of ``lower + damping / 2 |w - w0|^2``; the
-        hypergradient does not change. With more weights than labels and no weight decay ``lower``
-        has many solutions. As ``damping`` falls, this is the one nearest to ``w0``, to which
-        gradient descent from there converges in a linear model.
+        hypergradient does not change. If ``lower`` has many solutions, this is for small
+        ``damping`` the nearest one to ``w0``, where gradient descent in a linear model ends.
     products : int, optional
         Maximum number of Hessian products of each linear solve for ``info``. By default their cost
         is near the hypergradient's own if the solver states it, and otherwise 1,000 products.
@@ -115,9 +113,8 @@ def hypergradient(
     -------
     ``fn(alpha, w0, train, valid) -> HyperGradient(value, grad, w, info, aux)``
         Pure: works under ``jit``, ``vmap`` and further differentiation, also for hyperparameters
-        that the losses close over. The value's derivative with respect to ``w0`` is exact for
-        :func:`bilevel.unrolled` (all steps differentiated) and zero for :func:`bilevel.implicit`,
-        because its solution does not depend on the start.
+        that the losses close over. The value's derivative in ``w0`` is exact for
+        :func:`bilevel.unrolled` (all steps differentiated) and zero for :func:`bilevel.implicit`.
 
     Raises
     ------

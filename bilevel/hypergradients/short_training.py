@@ -142,8 +142,7 @@ def standard_error(
     """Estimate the standard error of a hypergradient over batches, from ``parts`` microbatches.
 
     Both batches are cut along their first axis into ``parts`` of equal size; keys among the leaves
-    are split. The spread of the parts' hypergradients is that of batches of their size. Divided by
-    sqrt(parts), it is the standard error of their mean.
+    are split. The standard error is the spread of the parts' hypergradients over sqrt(parts).
 
     Parameters
     ----------
@@ -164,9 +163,9 @@ def standard_error(
 
     Notes
     -----
-    Cost: the time of one hypergradient on the whole batch, memory of one on a part. The mean
-    differs from the whole batch's hypergradient, which is not linear in the batch: it has the bias
-    of batches of the parts' size, of the order of 1 / rows.
+    Cost: the time of one hypergradient on the whole batch, memory of one on a part. The mean has
+    the bias of batches of the parts' size, of the order of 1 / rows, because hypergradients are
+    not linear in the batch.
 
     Examples
     --------

@@ -142,9 +142,9 @@ def stack_problems(problem: Problem) -> Problem:
     it would have alone. One search runs all copies (seeds, splits) with one progress bar and one
     checkpoint. Auxiliary outputs gain the axis too.
 
-    The copies interact if a solver or optimizer uses a norm over all weights, because that norm is
-    taken over all copies. Examples are ``optax.clip_by_global_norm`` and the relative tolerance of
-    an iterative solver. ``jax.vmap`` of :func:`bilevel.search` keeps copies independent.
+    The copies interact if a solver or optimizer uses a norm over all weights, such as
+    ``optax.clip_by_global_norm`` or the relative tolerance of an iterative solver. ``jax.vmap`` of
+    :func:`bilevel.search` keeps copies independent.
 
     Examples
     --------

@@ -127,8 +127,8 @@ def meha(
     Per step: 2 lower gradients, on one batch and as one program, and an outer one. Memory: one more
     copy of ``w``. The lower loss may be nonconvex. The residual of a relaxed problem then falls as
     K^-((1 - 2 growth) / 2) in the deterministic case; nothing is proved on batches. The direction
-    is c times the paper's, to have the size of a hypergradient: the paper's rate of ``alpha`` is c
-    times ours. All steps start from the same point; the paper's ``w`` uses the new ``alpha``.
+    is c times the paper's, to have the size of a hypergradient, so the paper's rate of ``alpha`` is
+    c times ours. All steps start from the same point; the paper's ``w`` uses the new ``alpha``.
 
     References
     ----------
@@ -178,8 +178,7 @@ def bome(step_size: steps.Rate, *, inner: int = 10, control: float = 0.5) -> Sin
         lambda = max(0, control - <df, dq> / |dq|^2),
         w -= c (df/dw + lambda dq/dw),    direction = df/dalpha + lambda dq/dalpha
 
-    q estimates how far ``w`` is from the minimum in value. It falls at least at the rate given by
-    ``control``; within this constraint the outer loss f falls. First derivatives only.
+    q falls at least at the rate given by ``control``; within this the outer loss f falls.
 
     Parameters
     ----------

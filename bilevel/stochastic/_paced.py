@@ -46,13 +46,12 @@ def paced(
 ) -> optax.GradientTransformationExtraArgs:
     """Pace an optimizer of ``alpha``, for :func:`spaba` and :func:`saba` without a step size.
 
-    ``alpha`` waits until weights and adjoint are near their solutions, measured by the adjoint's
-    residual. Then a unit of steps together is one step of the optimizer. A unit is fifty steps, or
-    the steps that the directions take to become exact again, if that is longer: from one of SPABA's
-    full passes to the next, or an epoch of SABA. After ten units the rate falls as
-    1 / sqrt(1 + units / 10). If the adjoint lags, the pace is halved until it follows. A unit moves
-    by at most 2 / curvature, so that alpha does not oscillate around its solution; the curvature is
-    the change of the optimizer's update along alpha's movement, measured eight times per unit.
+    ``alpha`` waits until the adjoint's residual is small. Then a unit of steps together is one step
+    of the optimizer: fifty steps, or the steps from one of SPABA's full passes to the next, or an
+    epoch of SABA, if that is longer. After ten units the rate falls as 1 / sqrt(1 + units / 10). If
+    the adjoint lags, the pace is halved until it follows. A unit moves by at most 2 / curvature, so
+    that alpha does not oscillate; the curvature is the change of the optimizer's update along
+    alpha's movement, measured eight times per unit.
 
     Parameters
     ----------
@@ -79,8 +78,7 @@ def paced(
 
     Examples
     --------
-    >>> import bilevel
-    >>> state = bilevel.paced().init(jnp.zeros(1))
+    >>> state = paced().init(jnp.zeros(1))
     >>> state.pace, bool(state.going)
     (Array(1., dtype=float...), False)
     """

@@ -219,9 +219,7 @@ def spaba(step_size: steps.Rate | None = None, *, probability: float | None = No
     Parameters
     ----------
     step_size : positive number, or schedule ``steps done -> number``, optional
-        Of ``w`` and ``v``; a third of 1 / L is safe, L the largest curvature of the lower loss on
-        any batch. By default steps are taken in a metric, from measured curvature; then use
-        :func:`bilevel.paced` for ``alpha``.
+        As for :func:`bilevel.saba`.
     probability : float in [0, 1], optional
         Probability of a full pass. Default for n batches of both losses: 2 / (2 + n), so passes
         cost about as much as the other steps. For large n it is 1 / 1000, up to 8 / (8 + n): rows
@@ -237,14 +235,14 @@ def spaba(step_size: steps.Rate | None = None, *, probability: float | None = No
     Per step: twice SOBA's oracles, at two points as one program; a full pass goes through the data
     in wide batches. Memory: 6 more copies of ``w``, 3 of ``alpha``, and the metric. It takes
     n^(1/2) / eps samples in order for E|dh|^2 <= eps, which is optimal (and the same for SRBA, with
-    passes at fixed times). The paper also clips ``v``; we do not. Batches come in shuffled epochs;
-    the proof draws them independently. Nothing is proved on a simplex or another set. Under
-    ``vmap`` over keys every step costs a full pass: loop over those.
+    passes at fixed times). The paper also clips ``v``, and draws batches independently; ours come
+    in shuffled epochs. Nothing is proved on a simplex or another set. Under ``vmap`` over keys
+    every step costs a full pass: loop over those.
 
     Without a step size, every pass compares the adjoint's residual with the sum since the last one.
     If they differ by more than 0.3 of the outer gradient, steps become shorter, and an adjoint that
     is worse than 0 restarts from 0. If the sums of alpha's direction are wrong by more than a tenth
-    of it, alpha moves too fast for them: its direction is shortened, to 1/32 at least.
+    of it, its direction is shortened, to 1/32 at least.
 
     References
     ----------

@@ -69,7 +69,13 @@ def _positional(value: Callable) -> int | None:
 
 def _own(name: str, operator: Callable) -> Constraint:
     def applied(z, alpha, eta):
-        return _like(name, operator(z, eta, alpha), z)
+        value = operator(z, eta, alpha)
+        got, expected = map(_shapes_of, (value, z))
+        if got != expected:
+            raise ValueError(
+                f"{name}: expected a function that keeps shapes and dtypes, {expected}, got {got}."
+            )
+        return value
 
     def step(code, w, g, alpha, eta):
         return optax.tree.sub(applied(optax.tree.add_scale(w, -eta, g), alpha, eta), w)
@@ -84,16 +90,6 @@ def _own(name: str, operator: Callable) -> Constraint:
         margins=None,
         check=lambda w, alpha: jnp.array(True),
     )
-
-
-def _like(name: str, value: Pytree, w: Pytree) -> Pytree:
-    """Return ``value``; raise if its form is not that of the weights."""
-    got, expected = map(_shapes_of, (value, w))
-    if got != expected:
-        raise ValueError(
-            f"{name}: expected a function that keeps shapes and dtypes, {expected}, got {got}."
-        )
-    return value
 
 
 def _shapes_of(tree: Pytree) -> str:

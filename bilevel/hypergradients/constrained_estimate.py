@@ -9,9 +9,8 @@ from bilevel.hypergradients import error_estimate
 from bilevel.hypergradients.constrained_refinement import combine_terms, refine_constrained
 from bilevel.hypergradients.curvature import is_small
 from bilevel.hypergradients.refinement import unbounded
-from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import hessian_operator
-from bilevel.problem.structure import is_quadratic, leaves_used_by
+from bilevel.problem.structure import hoist_constants, is_quadratic, leaves_used_by
 from bilevel.solvers._manifold import manifold_system
 from bilevel.solvers.inverses import ratio_of_norms
 

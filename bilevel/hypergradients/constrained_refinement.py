@@ -16,8 +16,8 @@ from bilevel.contracts import Constraint, LinearMap, Loss, Pytree
 from bilevel.hypergradients.curvature import Curvature, curvature
 from bilevel.hypergradients.refinement import finite_or_zero, jitter
 from bilevel.internal.precision import uniform_hash
-from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import Problem, hessian_operator, mixed_product
+from bilevel.problem.structure import hoist_constants
 from bilevel.solvers._manifold import System, fixed_point, manifold_system, regularized
 from bilevel.solvers.constrained import forward_solver
 from bilevel.solvers.inverses import ratio_to_norm

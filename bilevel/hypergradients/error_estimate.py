@@ -23,9 +23,8 @@ from bilevel.hypergradients.curvature import PRODUCTS, is_small, is_symmetric
 from bilevel.hypergradients.refinement import NOISE, combine, finite_or_zero, refine, unbounded
 from bilevel.internal.custom_rules import FORWARD_OVER_REVERSE, exact_order
 from bilevel.internal.precision import coarsest_eps, uniform_hash, widen, widened
-from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import Problem, hessian_operator, mixed_product
-from bilevel.problem.structure import is_quadratic
+from bilevel.problem.structure import hoist_constants, is_quadratic
 from bilevel.solvers import detached
 from bilevel.solvers.inverses import ratio_of_norms
 from ntk.internal import summary

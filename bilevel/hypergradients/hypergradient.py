@@ -20,15 +20,7 @@ from bilevel.contracts import Constraint, LowerSolver, Pytree, Stateful, params_
 from bilevel.hypergradients.constrained_estimate import assess_active_set
 from bilevel.hypergradients.curvature import PRODUCTS
 from bilevel.hypergradients.error_estimate import Info, assess, error_rows, unmapped
-from bilevel.internal.checks import (
-    check_floating,
-    check_in_range,
-    check_losses,
-    check_not_empty,
-    describe,
-    lower_solver,
-    nan_unless_finite,
-)
+from bilevel.internal import checks
 from bilevel.internal.custom_rules import (
     NO_FORWARD_RULE,
     REVERSE_OVER_REVERSE,
@@ -155,7 +147,7 @@ def hypergradient(
     )
 
     if difference is not None:
-        check_in_range("difference", difference, 0, math.inf)
+        checks.check_in_range("difference", difference, 0, math.inf)
         if not diagnostics:
             raise ValueError("difference: expected diagnostics=True with it, got False.")
     solve = solution(problem, solver)
@@ -180,10 +172,10 @@ def hypergradient(
         return result._replace(info=result.info._replace(slope=measured_slope))
 
     def fn(alpha, w0, train, valid):
-        check_floating("alpha", alpha)
+        checks.check_floating("alpha", alpha)
         params, _ = _split_variables(problem, w0)
-        check_not_empty("w0", params)
-        check_floating("w0", params)
+        checks.check_not_empty("w0", params)
+        checks.check_floating("w0", params)
         alpha, w0 = jax.tree.map(jnp.asarray, (alpha, w0))
         check_constraint(solver, alpha, w0)
         args = alpha, w0, train, valid
@@ -210,8 +202,8 @@ def stateful_hypergradient(
     """
     if mode not in ("reverse", "forward"):
         raise ValueError(f'mode: expected "reverse" or "forward", got {mode!r}.')
-    check_losses("problem", problem)
-    lower_solver("solver", solver)
+    checks.check_losses("problem", problem)
+    checks.lower_solver("solver", solver)
     alone = solver.constraint is not None and solver.gradients is None and not solver.reports
     if alone and mode == "reverse":
         raise ValueError(
@@ -288,8 +280,8 @@ def stateful_hypergradient(
                 adjoint = optax.tree.scale(-1, slope)
                 state = remember(state, jax.lax.stop_gradient(adjoint))
         # A NaN must not be hidden by an outer loss without w, or by a failed adjoint.
-        value = nan_unless_finite(value, w)
-        grad = nan_unless_finite(grad, value)
+        value = checks.nan_unless_finite(value, w)
+        grad = checks.nan_unless_finite(grad, value)
         info: Any = None
         if diagnostics:
             weights, variables = _split_variables(problem, w)
@@ -372,7 +364,7 @@ def _split_variables(problem: Problem, w: Pytree) -> tuple[Pytree, Pytree]:
     if not isinstance(w, Stateful):
         raise ValueError(
             "w0: expected a bilevel.Stateful(params, variables), as stateful=True says, "
-            f"got {describe(w)}."
+            f"got {checks.describe(w)}."
         )
     return w.params, w.variables
 

@@ -73,7 +73,9 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
             inputs = jax.tree.leaves(args[0])
             limits = _evaluate_with_slopes(own, [_Known(x, own=True, given=True) for x in inputs])
             exact = jax.tree.leaves(detached(converted, *args))
-            moved = _sum_of_changes(inputs)
+            changes = [x - jax.lax.stop_gradient(x) for x in inputs if _is_floating(x)]
+            zero = jnp.zeros((), jnp.float32)
+            moved = sum((jnp.sum(x).astype(jnp.float32) for x in changes), zero)
             slopes = map(functools.partial(_with_slope, moved), exact, limits)
             return jax.tree.unflatten(structure, slopes)
 
@@ -161,11 +163,6 @@ def _with_slope(moved: jax.Array, value: jax.Array, limit: "_Known") -> jax.Arra
         return value
     root = jnp.where(limit.unknown, moved, 1)
     return value - jnp.where(limit.unknown, jnp.sqrt(root * root), 0).astype(value.dtype)
-
-
-def _sum_of_changes(inputs: list) -> jax.Array:
-    changes = [x - jax.lax.stop_gradient(x) for x in inputs if _is_floating(x)]
-    return sum((jnp.sum(x).astype(jnp.float32) for x in changes), jnp.zeros((), jnp.float32))
 
 
 class _Known(NamedTuple):

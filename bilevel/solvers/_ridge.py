@@ -60,7 +60,10 @@ def ridge(
         phi = features(alpha, x)
         for name, value in (("features", phi), ("labels", y)):
             check_dense(name, value)
-        phi, y = _promote_to_floating(w, phi, y)
+        dtype = common_dtype(*jax.tree.leaves(w), phi, y)
+        if not jnp.issubdtype(dtype, jnp.floating):  # integers would lose the derivative
+            dtype = jnp.result_type(float)
+        phi, y = jnp.asarray(phi, dtype), jnp.asarray(y, dtype)
         if phi.ndim != 2 or phi.shape[0] != y.shape[0]:
             raise ValueError(
                 f"features: expected a matrix with {y.shape[0]} rows, one per label, "
@@ -88,14 +91,6 @@ def _cast_like(w: Pytree, weights: jax.Array) -> jax.Array:
             f"got {shape}."
         )
     return weights.astype(w.dtype)
-
-
-def _promote_to_floating(w: Pytree, phi: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return features and labels in one floating dtype; integers would lose the derivative."""
-    dtype = common_dtype(*jax.tree.leaves(w), phi, y)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        dtype = jnp.result_type(float)
-    return jnp.asarray(phi, dtype), jnp.asarray(y, dtype)
 
 
 def _solve_penalized_gram(a: jax.Array, decay: jax.Array, b: jax.Array) -> jax.Array:

@@ -10,9 +10,8 @@ from bilevel import constraints
 from bilevel.contracts import Constraint, LowerSolver, Pytree
 from bilevel.internal.checks import check_at_least, describe, integer, nan_unless, nan_unless_finite
 from bilevel.internal.precision import coarsest_eps, narrow, widen, widened
-from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import hessian_operator
-from bilevel.problem.structure import is_quadratic
+from bilevel.problem.structure import hoist_constants, is_quadratic
 from bilevel.solvers._proximal_newton import ProximalProblem
 
 _SETS = "box", "nonnegative", "simplex", "l2_ball", "l1_ball", "affine", "box_equality"

@@ -15,9 +15,8 @@ from bilevel.internal.conjugate_gradients import (
     solve_conjugate_gradients,
 )
 from bilevel.internal.precision import coarsest_eps, like_start, narrow, widen, widened
-from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import hessian_operator
-from bilevel.problem.structure import is_quadratic
+from bilevel.problem.structure import hoist_constants, is_quadratic
 from bilevel.solvers.inverses import ratio_of_norms
 from ntk.internal.sharding import varying, while_loop
 

@@ -4,8 +4,7 @@
 one for each part of a tree of weights.
 """
 
-from bilevel.constraints._affine import affine
-from bilevel.constraints._boxes import box, box_equality, nonnegative
+from bilevel.constraints._linear import affine, box, box_equality, nonnegative
 from bilevel.constraints._own import product, projection, prox
 from bilevel.constraints._simplex_and_balls import l1_ball, l2_ball, simplex
 from bilevel.constraints._simplex_and_balls import project_simplex as project_simplex

@@ -24,28 +24,15 @@ _STATIONARY = 1e-3  # relative size of a lower gradient that counts as stationar
 
 
 class AdjointReport(NamedTuple):
-    """The outcome of the last linear solve for an adjoint: scalars, 0 before the first.
+    """The outcome of the last linear solve for an adjoint: scalars, 0 before the first."""
 
-    Attributes
-    ----------
-    residual : float
-        ``|v - H q| / |v|`` with v = d outer / dw.
-    failed : int
-        1 if the adjoint ``q`` does not solve its system, else 0.
-    indefinite : int
-        1 if a direction without positive curvature ended the solve, else 0.
-    stationarity : float
-        Norm of the lower gradient at ``w``, relative to ``|w|`` times the largest curvature that
-        the solve has met; 0 if the inverse has met none.
-    moving : int
-        1 if the stationarity is over 0.1 %, or ten units of roundoff of the weights, else 0.
-    """
-
-    residual: jax.Array
-    failed: jax.Array
-    indefinite: jax.Array
+    residual: jax.Array  # |v - H q| / |v| with v = d outer / dw
+    failed: jax.Array  # 1 if the adjoint q does not solve its system, else 0
+    indefinite: jax.Array  # 1 if a direction without positive curvature ended the solve, else 0
+    # Norm of the lower gradient at w, relative to |w| times the largest curvature that the solve
+    # has met; 0 if the inverse has met none.
     stationarity: jax.Array
-    moving: jax.Array
+    moving: jax.Array  # 1 if that is over 0.1 %, or ten units of roundoff of the weights, else 0
 
 
 class ImplicitState(NamedTuple):

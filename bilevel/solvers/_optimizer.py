@@ -26,16 +26,8 @@ from jax.extend import core
 
 from bilevel.contracts import Pytree
 from bilevel.internal.checks import concrete
-from bilevel.solvers._mixed_mode import (
-    chosen,
-    detached,
-    inexact_leaves,
-    is_inexact,
-    merged,
-    tangents_of,
-    with_transpose,
-)
-from bilevel.solvers._overflow import guarded
+from bilevel.solvers import _mixed_mode as mixed_mode
+from bilevel.solvers._mixed_mode import chosen, inexact_leaves, is_inexact, merged
 from ntk.internal.compile_cache import fresh
 from ntk.internal.jaxprs import bind, inner_jaxprs, interpret, operation_names
 
@@ -72,7 +64,7 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
             own = core.ClosedJaxpr(closed.jaxpr, constants(args[1]))
             inputs = jax.tree.leaves(args[0])
             limits = _evaluate_with_slopes(own, [_Known(x, own=True, given=True) for x in inputs])
-            exact = jax.tree.leaves(detached(converted, *args))
+            exact = jax.tree.leaves(mixed_mode.detached(converted, *args))
             changes = [x - jax.lax.stop_gradient(x) for x in inputs if _is_floating(x)]
             zero = jnp.zeros((), jnp.float32)
             moved = sum((jnp.sum(x).astype(jnp.float32) for x in changes), zero)
@@ -107,9 +99,9 @@ def _guarded_jvp(function: Callable, primals: tuple, tangents: tuple) -> tuple:
         return jax.vjp(floats, *moving)[1](v)
 
     outputs = function(*primals)
-    like, guarded_pull = inexact_leaves(outputs), functools.partial(guarded, pull)
-    output_dots = with_transpose(push, guarded_pull, moving, dots, like)
-    return outputs, tangents_of(outputs, output_dots)
+    like, guarded_pull = inexact_leaves(outputs), functools.partial(mixed_mode.guarded, pull)
+    output_dots = mixed_mode.with_transpose(push, guarded_pull, moving, dots, like)
+    return outputs, mixed_mode.tangents_of(outputs, output_dots)
 
 
 def _is_floating(x: Any) -> bool:

@@ -29,20 +29,12 @@ _INEXACT = 1e-2  # relative residual above which nonpositive curvature is report
 
 
 class Outcome(NamedTuple):
-    """The outcome of a solve of ``H x = b``; all scalars.
+    """The outcome of a solve of ``H x = b``: scalars."""
 
-    Attributes
-    ----------
-    residual : ``|b - H x| / |b|``.
-    failed : 1 if ``x`` is not the solution, else 0.
-    indefinite : 1 if a direction without positive curvature ended the solve, else 0.
-    curvature : the largest curvature of ``H`` that the solve has met; 0 if unknown.
-    """
-
-    residual: chex.Numeric = 0.0
-    failed: chex.Numeric = 0.0
-    indefinite: chex.Numeric = 0.0
-    curvature: chex.Numeric = 0.0
+    residual: chex.Numeric = 0.0  # |b - H x| / |b|
+    failed: chex.Numeric = 0.0  # 1 if x is not the solution, else 0
+    indefinite: chex.Numeric = 0.0  # 1 if a direction without positive curvature ended the solve
+    curvature: chex.Numeric = 0.0  # the largest of H that the solve has met; 0 if unknown
 
 
 @dataclasses.dataclass(frozen=True)

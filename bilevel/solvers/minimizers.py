@@ -25,7 +25,8 @@ def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> L
     """Find a lower minimum by Newton's method with conjugate gradients and a line search.
 
     For smooth lower losses; fastest if they are strongly convex. A quadratic loss (recognized while
-    tracing) takes one long step and short ones that reduce its rounding error.
+    tracing) takes one long step and short ones that reduce its rounding error. Use it inside
+    :func:`bilevel.implicit`, which gives the derivative.
 
     A loss need not be convex, only bounded below. Along negative curvature the step goes that way;
     in the first iteration this is the gradient. The result is a stationary point, in practice a
@@ -43,11 +44,6 @@ def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> L
         roundoff in narrower types.
     cg_steps : int
         Maximum number of Hessian products per Newton step.
-
-    Returns
-    -------
-    LowerSolver
-        It finds ``w`` only. Use it inside :func:`bilevel.implicit`, which gives the derivative.
 
     Raises
     ------

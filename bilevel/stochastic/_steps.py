@@ -1,11 +1,9 @@
 """Steps of the weights and the adjoint: of a given size, or in a metric of measured curvature.
 
-The lower Hessian H of a sample of the data gives a metric P near its inverse. In this metric,
-batches have about equal curvature in every direction. Power iterations measure the largest
-curvature l of a few batches, and steps are ``P / (2 l)``. Both are renewed at the ends of epochs
-1, 3, 7, 15, ..., and l every fourth epoch. They are also renewed after ``alpha`` has moved: a
-curvature of exp(alpha) triples if alpha grows by about 1, and steps of ``P / (2 l)`` are stable up
-to four times l.
+The lower Hessian of a sample of the data gives a metric P near its inverse. Power iterations
+measure the largest curvature l in it, and steps are ``P / (2 l)``. Both are renewed at the ends of
+epochs 1, 3, 7, 15, ..., l every fourth epoch, and after ``alpha`` has moved: a curvature of
+exp(alpha) triples if alpha grows by about 1, and these steps are stable up to four times l.
 """
 
 from collections.abc import Callable

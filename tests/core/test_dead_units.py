@@ -8,8 +8,8 @@ import pytest
 from helpers import assert_close, hypergradient
 
 import bilevel
+from bilevel.solvers._mixed_mode import guarded
 from bilevel.solvers._optimizer import with_limits
-from bilevel.solvers._overflow import guarded
 
 X = np.array([[1.0, 0.0, 2.0], [0.5, 0.0, -1.0], [2.0, 0.0, 1.0], [1.0, 0.0, -1.5]], np.float32)
 Y = np.array([1.0, -1.0, 2.0, 0.5], np.float32)

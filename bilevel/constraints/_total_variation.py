@@ -29,7 +29,6 @@ def total_variation(weight: Any = 1.0) -> Constraint:
         return jnp.concatenate([jnp.zeros(1, int), jnp.cumsum(jumps != 0)])
 
     def mean(jumps, x):
-        """Return the mean of the segment of each weight."""
         of = segments(jumps)
         size = jax.ops.segment_sum(jnp.ones(len(x), x.dtype), of, len(x))
         return (jax.ops.segment_sum(x, of, len(x)) / jnp.maximum(size, 1))[of]

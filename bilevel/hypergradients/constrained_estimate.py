@@ -111,7 +111,6 @@ def _active_set_bound(problem, constraint, refined, alpha, train, valid, grad) -
         return ravel_pytree(system.after(unravel(v)))[0]
 
     def pulls(v):
-        """Return the force and the margins at weights of the manifold."""
         w = unravel(flat + along(v - flat))
         slopes = jax.grad(lower)(w, alpha, train)
         force = jax.grad(problem.outer)(w, alpha, valid)

@@ -117,6 +117,5 @@ def distilled(
 
 
 def _initial_state(optimizer: Pytree, w: Pytree) -> DistilledState:
-    """Return the state without a past."""
     dtype = at_least_float32(*jax.tree.leaves(w))
     return DistilledState(optimizer, jax.tree.map(jnp.asarray, w), jnp.zeros((), dtype))

@@ -154,7 +154,6 @@ class _Condition(NamedTuple):
 
 
 def _stationary(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> _Condition:
-    """Return the condition ``grad_w lower = 0``."""
     slope, hoisted = jax.closure_convert(jax.grad(lower), w, alpha, batch)
 
     def forcing(w, alpha, batch, hoisted):

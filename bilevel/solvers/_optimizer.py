@@ -114,7 +114,6 @@ def is_steep(update: Callable, *args: Pytree) -> bool:
 
 
 def _has_limits(program: core.ClosedJaxpr) -> bool:
-    """Return whether an operation of the program has a replacement."""
     return bool(operation_names(program) & {*_REPLACEMENTS, "gt"})
 
 

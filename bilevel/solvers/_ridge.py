@@ -81,7 +81,6 @@ def ridge(
 
 
 def _cast_like(w: Pytree, weights: jax.Array) -> jax.Array:
-    """Return ``weights`` in the dtype of ``w``; raise if the shapes differ."""
     if w is None:  # the solver runs alone
         return weights
     shape = jnp.shape(w) if hasattr(w, "dtype") else describe(w)

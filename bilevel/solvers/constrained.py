@@ -165,7 +165,6 @@ def proximal(
 
 
 def _named(name: str, value: Any, names: tuple, own: Callable, parameters: tuple, named: dict):
-    """Return the constraint with this name, function or tree."""
     if isinstance(value, str):
         if value not in names:
             raise ValueError(f"{name}: expected one of {', '.join(names)}, got {value!r}.")
@@ -190,7 +189,6 @@ def _named(name: str, value: Any, names: tuple, own: Callable, parameters: tuple
 
 
 def _is_pair(value: Any) -> bool:
-    """Return whether ``value`` is a tuple of a name and its parameters."""
     named = isinstance(value, tuple) and len(value) > 1 and isinstance(value[0], str)
     return named and not (value[1] is None or isinstance(value[1], str | Constraint))
 

@@ -166,7 +166,6 @@ def _copy_weights(problem, alpha, w, indices, train, valid):
 
 
 def _grown(penalty: float, growth: float, number: jax.Array) -> Any:
-    """Return the penalty after ``number`` steps."""
     return penalty * (1.0 + jnp.asarray(number, float)) ** growth
 
 

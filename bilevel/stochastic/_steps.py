@@ -133,7 +133,6 @@ def _estimate_metric(products, flat: jax.Array, alpha: Pytree, train: BatchedDat
 
 
 def _largest_move(alpha: Pytree, before: Pytree) -> jax.Array:
-    """Return the largest change of any entry of alpha."""
     gaps = jax.tree.map(lambda x, y: jnp.max(jnp.abs(x - y)).astype(float), alpha, before)
     return jnp.max(jnp.stack(jax.tree.leaves(gaps)))
 

@@ -60,9 +60,8 @@ def assess_active_set(
 
     quadratic = is_quadratic(lower, w, alpha, train)
     dense = is_small(w, quadratic)
-    given = problem, constraint, w, adjoint, alpha, train, valid
-    refined = refine_constrained(*given, products=products, dense=dense)
-    estimate = error_estimate.Estimate.of(grad, refined.grads, refined.magnitude)
+    refined = _refine(problem, constraint, products, dense, w, alpha, train, valid, adjoint)
+    estimate = error_estimate.Estimate.of(grad, refined.grads, refined.first.magnitude)
     finite = jnp.isfinite(stationarity + optax.tree.norm(force) + optax.tree.norm(grad))
     settled = refined.settled & refined.right & jnp.isfinite(estimate.size)
     program = jax.make_jaxpr(problem.lower)(w, alpha, train)
@@ -83,7 +82,7 @@ def assess_active_set(
     if quadratic and dense:
         bound = _active_set_bound(problem, constraint, refined, alpha, train, valid, grad)
         bound = jnp.where(reason == 0, bound, far)
-    linear_residual = refined.linear_residual if adjoint is None else residual
+    linear_residual = refined.first.residual if adjoint is None else residual
     return estimate.info(stationarity, linear_residual, reason, bound)
 
 
@@ -94,7 +93,7 @@ def _active_set_bound(problem, constraint, refined, alpha, train, valid, grad) -
     in the tangent space, ``mu`` a lower bound of the reduced eigenvalues. The bound is finite if no
     margin can change its sign on the way, and the manifold is not curved (balls and groups).
     """
-    w, code, eta, floor = refined.w, refined.code, refined.eta, refined.floor
+    w, code, eta, floor = refined.first.w, refined.code, refined.eta, refined.floor
     lower = hoist_constants(problem.lower, w, alpha, train)
     g, hvp = hessian_operator(lower, w, alpha, train)
     system = manifold_system(constraint, hvp, code, w, g, alpha, eta)
@@ -123,16 +122,16 @@ def _active_set_bound(problem, constraint, refined, alpha, train, valid, grad) -
         slopes = jax.grad(lower)(w, alpha, train)
         force = jax.grad(problem.outer)(w, alpha, valid)
         given = problem, constraint, code, eta, w, slopes, hvp, q, force
-        return ravel_pytree(combine_terms(*given, alpha, train, valid)[0])[0]
+        return ravel_pytree(_combine_terms(*given, alpha, train, valid)[0])[0]
 
-    pair = jnp.stack([flat, ravel_pytree(refined.adjoint)[0]])
+    pair = jnp.stack([flat, ravel_pytree(refined.first.q)[0]])
     force, margins = pulls(flat)
     turning, moving = jax.jacfwd(pulls)(flat)
     few = ravel_pytree(alpha)[0].size < flat.size
     jacobian = (jax.jacrev if few else jax.jacfwd)(combined)(pair)
     step = constraint.step(code, w, g, alpha, eta)
     slope = optax.tree.norm(system.before(step)) + optax.tree.norm(system.direct(step)) / eta
-    left = jnp.linalg.norm(ravel_pytree(system.operator(refined.adjoint))[0] - force)
+    left = jnp.linalg.norm(ravel_pytree(system.operator(refined.first.q))[0] - force)
     reach = slope / jnp.where(floor > 0, floor, 1)
     change = _CLEAR * reach * jnp.linalg.norm(moving, axis=1)
     same = jnp.all(~jnp.isfinite(margins) | (margins > change))
@@ -144,30 +143,11 @@ def _active_set_bound(problem, constraint, refined, alpha, train, valid, grad) -
         z = optax.tree.add_scale(w, -eta, g)
         return jax.vjp(lambda alpha: constraint.prox(code, z, alpha, eta), alpha)[1](nu)[0]
 
-    q = refined.adjoint
+    q = refined.first.q
     pulls_of_set = jax.grad(problem.outer)(w, alpha, valid), optax.tree.scale(1 / eta, q), hvp(q)
     bound += error_estimate.rounding_of_terms(moving_set, *pulls_of_set)
     bound += error_estimate.rounding_of_mixed(problem, w, alpha, train, q)
     return jnp.where(same, bound, unbounded(bound))
-
-
-class RefinedSolution(NamedTuple):
-    """Samples of the refined hypergradient, and the tests that it has passed."""
-
-    w: Pytree  # on the active manifold
-    adjoint: Pytree  # in its tangent space
-    code: Pytree  # the active set
-    eta: jax.Array  # the step size of its fixed point
-    grads: Pytree  # like alpha, leading axis: samples of the refined hypergradient
-    magnitude: jax.Array  # the size of its three terms
-    linear_residual: jax.Array  # of the refined adjoint
-    definite: jax.Array  # bool: the free directions have curvature
-    settled: jax.Array  # bool: Newton's steps rest
-    determined: jax.Array  # bool: no multiplier is undetermined
-    right: jax.Array  # bool: no margin is clearly negative
-    decided: jax.Array  # bool: all margins are clear
-    last_step: jax.Array  # length of the last Newton step, relative to the weights
-    floor: jax.Array | None  # proved lower bound of the reduced eigenvalues, if these are formed
 
 
 class _Sample(NamedTuple):
@@ -182,6 +162,22 @@ class _Sample(NamedTuple):
     sizes: jax.Array  # [2], norms of w and q
     ways: jax.Array  # [2], distances from the given w and q
     residual: jax.Array  # of the adjoint before its last step, relative
+
+
+class _RefinedSolution(NamedTuple):
+    """Samples of the refined hypergradient, and the tests that it has passed."""
+
+    first: _Sample  # the refined solution itself
+    code: Pytree  # the active set
+    eta: jax.Array  # the step size of its fixed point
+    grads: Pytree  # like alpha, leading axis: samples of the refined hypergradient
+    definite: jax.Array  # bool: the free directions have curvature
+    settled: jax.Array  # bool: Newton's steps rest
+    determined: jax.Array  # bool: no multiplier is undetermined
+    right: jax.Array  # bool: no margin is clearly negative
+    decided: jax.Array  # bool: all margins are clear
+    last_step: jax.Array  # length of the last Newton step, relative to the weights
+    floor: jax.Array | None  # proved lower bound of the reduced eigenvalues, if these are formed
 
 
 class _Refinement(NamedTuple):
@@ -222,7 +218,7 @@ class _Refinement(NamedTuple):
         start = system.after(jitter(4 * number + 3, self.adjoint, moves))
         q, q_step, residual = self.refined_adjoint(system, start, force, spectrum)
         given = self.constraint, self.code, self.eta, w, g, hvp, q, force
-        grad, size = combine_terms(self.problem, *given, alpha, self.train, self.valid)
+        grad, size = _combine_terms(self.problem, *given, alpha, self.train, self.valid)
         ways = optax.tree.sub(w, self.w), optax.tree.sub(q, self.adjoint)
         return _Sample(
             w=w,
@@ -276,18 +272,9 @@ class _Refinement(NamedTuple):
         return self.constraint.margins(self.code, near, slopes, alpha)
 
 
-def refine_constrained(
-    problem: Problem,
-    constraint: Constraint,
-    w: Pytree,
-    adjoint: Pytree | None,
-    alpha: Pytree,
-    train: Pytree,
-    valid: Pytree,
-    *,
-    products: int,
-    dense: bool,
-) -> RefinedSolution:
+def _refine(
+    problem, constraint, products, dense, w, alpha, train, valid, adjoint
+) -> _RefinedSolution:
     """Refine ``w`` and ``adjoint``, and sample the hypergradient around them."""
     start = optax.tree.zeros_like(w) if adjoint is None else finite_or_zero(adjoint)
     # The lower loss has the smooth part already.
@@ -308,14 +295,11 @@ def refine_constrained(
     determined, right, decided = _judged(samples.margins, eta)
     rounding = jnp.finfo(eta.dtype).eps * spectrum.condition
     limits = jnp.maximum(0.01 * first.ways, jnp.minimum(100 * rounding, 0.1) * first.sizes)
-    return RefinedSolution(
-        w=first.w,
-        adjoint=first.q,
+    return _RefinedSolution(
+        first=first,
         code=code,
         eta=eta,
         grads=samples.grad,
-        magnitude=first.magnitude,
-        linear_residual=first.residual,
         definite=spectrum.definite & (_CURVED * rounding < 1),
         settled=(first.steps <= limits).all(),
         determined=determined,
@@ -358,7 +342,7 @@ def _regular(system: System, like: Pytree, eta: jax.Array) -> LinearMap:
     return regularized(system.operator, system.after, jnp.where(bend > 0, bend, 1 / eta))
 
 
-def combine_terms(problem, constraint, code, eta, w, g, hvp, q, force, alpha, train, valid):
+def _combine_terms(problem, constraint, code, eta, w, g, hvp, q, force, alpha, train, valid):
     """Return the hypergradient at ``(w, q)`` with this active set, and the size of its terms."""
     z = optax.tree.add_scale(w, -eta, g)
     nu = optax.tree.sub(optax.tree.add_scale(force, 1 / eta, q), hvp(q))

@@ -77,9 +77,6 @@ def is_symmetric(hvp: LinearMap, like: Pytree) -> jax.Array:
     return ~(jnp.abs(difference) > allowed)  # NaN is reported apart
 
 
-# ------------------------------------------------------------------------------------- formed
-
-
 class _HessianFactors(NamedTuple):
     """``H = V C^-1 V'`` with orthogonal V."""
 
@@ -232,9 +229,6 @@ def _sharpened(products, values, vectors, rounding) -> _HessianFactors:
     lowest = jnp.where(flat, lowest, sharp[0])
     free_vectors = (vectors @ turn) * free[None].astype(turn.dtype)
     return _HessianFactors(vectors, core, values[0], lowest, definite, free_vectors, flat)
-
-
-# --------------------------------------------------------------------------------- iterative
 
 
 def _iterated(hvp: LinearMap, like: Pytree, products: int) -> Curvature:

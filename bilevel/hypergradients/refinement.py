@@ -15,7 +15,7 @@ from bilevel.hypergradients.curvature import curvature
 from bilevel.internal.precision import uniform_hash
 from bilevel.problem.problem import hessian_operator, mixed_product
 from bilevel.solvers.inverses import ratio_to_norm
-from bilevel.solvers.minimizers import local_newton
+from bilevel.solvers.minimizers import make_newton
 from ntk.internal.sharding import match_varying_axes, pcast_varying, varying, while_loop
 
 NOISE = 10  # rounding error of a hypergradient, in roundoff of its terms (measured: 0.3 to 35)
@@ -54,7 +54,7 @@ def refine(problem, fixed, products, quadratic, dense, w, alpha, train, valid, a
     def refined(system=None):
         near = w
         if not quadratic:
-            solver = local_newton(_NEWTON_STEPS, products)
+            solver = make_newton(_NEWTON_STEPS, None, products, leaves=False)  # stays near w
             near = solver.run(fixed.lower, alpha, w, (), train)[0]
         if system is None or not quadratic:
             system = system_at(near)

@@ -65,15 +65,11 @@ def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> L
     >>> newton().run(lower, 4.0, w, (), None)[0].round(4)
     Array([ 2., -2.], dtype=float...)
     """
-    return _make_newton(steps, tol, cg_steps)
+    return make_newton(steps, tol, cg_steps, leaves=True)
 
 
-def local_newton(steps: int, cg_steps: int) -> LowerSolver:
-    """Return :func:`newton` without steps along negative curvature: it stays near its start."""
-    return _make_newton(steps, None, cg_steps, leaves=False)
-
-
-def _make_newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = True) -> LowerSolver:
+def make_newton(steps: int, tol: float | None, cg_steps: int, leaves: bool) -> LowerSolver:
+    """Return :func:`newton`; unless it ``leaves``, it takes no steps along negative curvature."""
     steps, cg_steps = integer("steps", steps, 1), integer("cg_steps", cg_steps, 1)
     if tol is not None:
         check_at_least("tol", tol, 0)

@@ -10,26 +10,24 @@ import contextlib
 import difflib
 import importlib
 import io
+import logging
 import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from bilevel.cli.flags import commands, datasets, deep_searches, from_config_file, rules
-from bilevel.cli.runtime import interrupts, invocation, jax_settings
+from bilevel.cli.runtime import invocation
 from bilevel.runs.interrupts import deferred_terminations, terminate
 
 # Flags of each command, with the module and the class of its run. Modules are imported when
 # they run, so that help and mistakes do not wait for JAX.
 _COMMANDS: dict[str, tuple[type[commands.Job], str]] = {
     "search": (commands.Search, "search:_SearchRun"),
-    "search-skips": (deep_searches.SkipSearch, "deep_search.skips:skip_run"),
-    "search-darts": (deep_searches.DartsSearch, "deep_search.darts:_DartsRun"),
-    "search-nasbench201": (
-        deep_searches.NasBench201Search,
-        "deep_search.nasbench201:_NasBench201Run",
-    ),
-    "search-own": (deep_searches.OwnSearch, "deep_search.own_space:_OwnRun"),
+    "search-skips": (deep_searches.SkipSearch, "deep_search.corners:skip_run"),
+    "search-darts": (deep_searches.DartsSearch, "deep_search.cells:_DartsRun"),
+    "search-nasbench201": (deep_searches.NasBench201Search, "deep_search.cells:_NasBench201Run"),
+    "search-own": (deep_searches.OwnSearch, "deep_search.corners:_OwnRun"),
     "train": (deep_searches.Train, "train:_TrainRun"),
     "certify": (commands.Certify, "certify:_CertifyRun"),
     "baseline": (commands.Baseline, "baseline:_BaselineRun"),
@@ -42,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in ``arguments``, by default the command line; return the exit status.
 
     A user error (a bad flag, a missing file) prints one message and returns 2. Ctrl-C prints a
-    message about the saved part and returns 130. SIGTERM during a search or a training prints such
-    a message and then ends the process. A lost process of the run returns 1.
+    message about the saved part and returns 130; SIGTERM prints it and ends the process. A lost
+    process of the run returns 1.
     """
     with deferred_terminations() as terminated:
         status = _exit_status(arguments)
@@ -58,9 +56,9 @@ def _exit_status(arguments: Sequence[str] | None) -> int:
     if hasattr(sys.stdout, "reconfigure"):  # ASCII terminals cannot print λ
         sys.stdout.reconfigure(errors="replace")
     try:
-        with interrupts.heard():
+        with invocation.heard():
             _run_command(arguments)
-    except (KeyboardInterrupt, interrupts.Stopped) as stop:
+    except (KeyboardInterrupt, invocation.Stopped) as stop:
         return _print_error(str(stop) or "interrupted before the run began", 130)
     except OSError as error:
         file = f"{error.filename}: " if error.filename else ""
@@ -98,9 +96,9 @@ def _run_command(arguments: Sequence[str]) -> None:
         if not (distributed or datasets.is_own(config.data)):
             from_config_file.check_directory(config)
         # All checks that do not need JAX are done here.
-        jax_settings.switch_autotuning_off(arguments[0])
+        invocation.switch_autotuning_off(arguments[0])
         if output.cache:
-            jax_settings.keep_programs()
+            invocation.keep_programs()
         first = True
         if distributed:
             from bilevel.cli.runtime.devices import join
@@ -111,16 +109,13 @@ def _run_command(arguments: Sequence[str]) -> None:
         record, resume = None, getattr(config, "resume", False)
         if output.log and first:
             record = invocation.recorder(output.log, arguments[0], resume)
+        flags = [word[2:].partition("=")[0] for word in arguments if word.startswith("--")]
         call = invocation.Call(
             line=shlex.join(["bilevel", *arguments]),
             table=first and not (output.quiet or output.json),
             progress=first and not output.quiet,
             record=record,
-            given=frozenset(
-                word.removeprefix("--").partition("=")[0].replace("-", "_")
-                for word in arguments
-                if word.startswith("--")
-            ),
+            given=frozenset(flag.replace("-", "_") for flag in flags),
         )
         downloads = _silent_downloads() if output.quiet else contextlib.nullcontext()
         with invocation.made(call), downloads:
@@ -134,12 +129,10 @@ def _run_command(arguments: Sequence[str]) -> None:
 @contextlib.contextmanager
 def _silent_downloads() -> Iterator[None]:
     """Silence the logger of pooch, which prints every download, except for warnings."""
-    import logging
-
     import pooch
 
     # A filter, because this logger is not registered: setLevel would not clear its cached levels.
-    def warns(record: logging.LogRecord) -> bool:
+    def warns(record):
         return record.levelno >= logging.WARNING
 
     logger = pooch.get_logger()
@@ -154,12 +147,6 @@ def parse_flags(arguments: Sequence[str]) -> Parsed | None:
     """Return the unchecked flags of the command in ``arguments``; None for ``version``.
 
     The command line has priority over the sizes of ``--quick``, then ``--config``, then defaults.
-
-    Raises
-    ------
-    ValueError
-        If the command or a flag is unknown, a value has another type, or ``--config`` belongs to
-        another command.
     """
     arguments = _in_full(arguments)
     defaults = {name: kind() for name, (kind, _) in _COMMANDS.items()}
@@ -177,11 +164,9 @@ def parse_flags(arguments: Sequence[str]) -> Parsed | None:
 
 
 def _in_full(arguments: Sequence[str]) -> list[str]:
-    """Return the command line in the form that the parser takes.
+    """Return the line as the parser takes it: ``train --run RUN``, ``--progress False``, help.
 
-    An empty line and ``help COMMAND`` request help, ``train RUN`` means ``train --run RUN``, and
-    ``--no-progress`` means ``--progress False``. An unknown command or flag raises an error with
-    the nearest one.
+    An unknown command or flag raises an error with the nearest one.
     """
     line = list(arguments) or ["--help"]
     if line[0] == "help":
@@ -264,10 +249,7 @@ def _command(defaults: commands.Job) -> Callable[..., Parsed]:
 
 
 def _read_error_box(box: str) -> str:
-    """Return the message in the box that tyro draws, between a title and help.
-
-    Terminals without box-drawing characters show hyphens, and a rule below the title.
-    """
+    """Return the message between a title and help in the box that tyro draws, also in ASCII."""
     _, *lines = [line.strip("│ \n") for line in box.splitlines()]
     rules = [set(line) <= set("╭╮╰╯─- ") for line in lines]
     start = rules.index(False)

@@ -1,8 +1,7 @@
 """``bilevel baseline``: choose a feature map by search methods without hypergradients.
 
 Ridge regression on random Fourier features of images, or a linear SVM on hashed n-grams of texts
-(Khodak et al. 2020, section 2). All methods use the same rows, configurations and features. The
-table shows the cost of each method, and the test error of its choice after separate training.
+(Khodak et al. 2020, section 2). All methods use the same rows, configurations and features.
 """
 
 import functools
@@ -30,6 +29,7 @@ _METHODS = {
     "exponentiated-gradient": baselines.exponentiated_gradient,
     "random-search": baselines.random_search,
 }
+_PARTS = "train", "valid", "test"
 _KEPT = 2**31  # bytes of projections that stay in memory; larger ones are computed in blocks
 
 
@@ -47,7 +47,7 @@ class _BaselineRun(CommandRun):
         if config.data == "imdb":
             return [{("dimension",): memory.shape(dimension), ("configs",): configs}]
         kinds = len(fourier.PREPROCESS) * len(fourier.KERNELS)
-        projections = memory.shape(kinds, sum(self._row_counts().values()), dimension)
+        projections = memory.shape(kinds, sum(map(config.size, _PARTS)), dimension)
         kept = projections if memory.bytes_of(projections) <= _KEPT else None
         weights = memory.shape(dimension, self.data.classes + 1)
         return [{("dimension",): weights, ("dimension", "train"): kept, ("configs",): configs}]
@@ -55,7 +55,8 @@ class _BaselineRun(CommandRun):
     def result(self) -> tuple[Result, dict[str, Any]]:
         config = self.config
         row_key, data_key, config_key, key = jax.random.split(jax.random.key(config.seed), 4)
-        (parts,) = self.data.draw([row_key], **self._row_counts())
+        sizes = {name: config.size(name) for name in _PARTS}
+        (parts,) = self.data.draw([row_key], **sizes)
         problem, candidates = self._problem_and_candidates(parts, data_key, config_key)
         self.traces = {}
         for name in _METHODS if config.method == "all" else [config.method]:
@@ -75,12 +76,7 @@ class _BaselineRun(CommandRun):
         }
         return result, arrays
 
-    def _row_counts(self) -> dict[str, int]:
-        return {name: self.config.size(name) for name in ("train", "valid", "test")}
-
-    def _problem_and_candidates(
-        self, parts: list[Any], data_key: jax.Array, config_key: jax.Array
-    ) -> tuple[Selection, list[Any]]:
+    def _problem_and_candidates(self, parts, data_key, config_key) -> tuple[Selection, list[Any]]:
         config = self.config
         if config.data == "imdb":
             # lambda |w|^2 + sum = 2 lambda (1/2 |w|^2 + C sum)

@@ -1,10 +1,8 @@
 """``bilevel certify``: certify the smallest eigenvalue of the kernel, for every mixture.
 
-The kernel belongs to activations in a hidden layer of infinite width, on real data: ``K_alpha =
-sum_ij alpha_i alpha_j K_ij``. With ``--kernel MODULE:FUNCTION`` it is ``K_alpha = sum_i alpha_i
-k_i`` of user-defined kernel functions. The command certifies the smallest eigenvalue at each
-vertex, and a bracket around its minimum over the simplex, ``min over alpha of
-lambda_min(K_alpha)``. For activations the minimum is usually not at a vertex.
+The kernel is that of activations in a hidden layer of infinite width, ``K_alpha = sum_ij alpha_i
+alpha_j K_ij``, or of user-defined kernel functions, ``sum_i alpha_i k_i``. The command certifies
+the smallest eigenvalue at each vertex, and its minimum over the simplex.
 """
 
 import math
@@ -47,7 +45,14 @@ class _CertifyRun(CommandRun):
         return [{("rows",): [memory.shape(count, count, rows, rows, dtype="float64")] * 2}]
 
     def result(self) -> tuple[Result, dict[str, Any]]:
-        rows = self._distinct_training_rows()
+        count = self.config.rows
+        rows = self.data.training_rows(jax.random.key(self.config.seed), count)
+        distinct = len(np.unique(rows.reshape(count, -1), axis=0))
+        if distinct < count:
+            raise ValueError(
+                f"data: expected distinct rows, got {distinct} different ones among {count}: "
+                "the smallest eigenvalue of every kernel is 0."
+            )
         # In float64, without a change of the user's setting.
         with jax.enable_x64(True):
             x, values, errors = self._blocks(rows)
@@ -55,18 +60,6 @@ class _CertifyRun(CommandRun):
         result["seconds"]["all"] = self.seconds()
         spectra = {_array_name(name): values for name, values in self.spectra.items()}
         return result, {"x": np.asarray(x)} | spectra
-
-    def _distinct_training_rows(self) -> np.ndarray:
-        """Return distinct training rows [n, ...], with all classes in their proportions."""
-        count = self.config.rows
-        x = self.data.training_rows(jax.random.key(self.config.seed), count)
-        distinct = len(np.unique(x.reshape(count, -1), axis=0))
-        if distinct < len(x):
-            raise ValueError(
-                f"data: expected distinct rows, got {distinct} different ones among {len(x)}: "
-                "the smallest eigenvalue of every kernel is 0."
-            )
-        return x
 
     def _blocks(self, rows: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
         """Return the inputs, the blocks ``K_ij`` [h, h, n, n], and the errors of their entries."""
@@ -94,24 +87,21 @@ class _CertifyRun(CommandRun):
         if len(names) > 1:
             uniform = np.full(len(names), 1 / len(names))
             alphas |= zip(_MIXTURES, (uniform, certificate.argmin), strict=True)
-        kernels = {name: np.einsum("i,ijnm,j->nm", a, values, a) for name, a in alphas.items()}
         # The sum itself is rounded too; alpha is on the simplex.
         noise = 1e-15 * len(values) ** 2 * np.abs(values).max()
-        errors = {
-            name: np.einsum("i,ijnm,j->nm", a, error, a) + noise for name, a in alphas.items()
-        }
-        self.spectra = {name: np.linalg.eigvalsh(kernel) for name, kernel in kernels.items()}
+        self.spectra, kernels = {}, {}
+        for name, a in alphas.items():
+            kernel, off = (np.einsum("i,ijnm,j->nm", a, blocks, a) for blocks in (values, error))
+            self.spectra[name] = spectrum = np.linalg.eigvalsh(kernel)
+            kernels[name] = {
+                "alpha": a.tolist(),
+                "min_eigenvalue": float(spectrum[0]),
+                "certified_min_eigenvalue": certified_min_eigenvalue(kernel, off + noise),
+                "max_eigenvalue": float(spectrum[-1]),
+            }
         return {
             "names": list(names),
-            "kernels": {
-                name: {
-                    "alpha": alphas[name].tolist(),
-                    "min_eigenvalue": float(self.spectra[name][0]),
-                    "certified_min_eigenvalue": certified_min_eigenvalue(kernel, errors[name]),
-                    "max_eigenvalue": float(self.spectra[name][-1]),
-                }
-                for name, kernel in kernels.items()
-            },
+            "kernels": kernels,
             "simplex": {
                 **{k: getattr(certificate, k) for k in ("lower", "upper", "cells", "converged")},
                 "argmin": certificate.argmin.tolist(),
@@ -143,9 +133,8 @@ class _CertifyRun(CommandRun):
             ratio = f"{most / least:.3g}" if least > 0 else "∞"
             bound = report.format_lower_bound(row["certified_min_eigenvalue"], 7)
             last_vertex = name == result["names"][-1]
-            table.add_row(
-                name, f"{least:.7g}", bound, f"{most:.4g}", ratio, end_section=last_vertex
-            )
+            cells = f"{least:.7g}", bound, f"{most:.4g}", ratio
+            table.add_row(name, *cells, end_section=last_vertex)
         console.print(table)
         gap = (simplex["upper"] - simplex["lower"]) / max(abs(simplex["upper"]), 1e-300)
         lower = report.format_lower_bound(simplex["lower"], 7)

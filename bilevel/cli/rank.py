@@ -1,10 +1,8 @@
 """``bilevel rank``: train-free scores of NAS-Bench-201's networks, judged by their accuracies.
 
-Networks are drawn and scored at their initial weights on one batch of ``--data``. The scores, and
-baselines that use only the genotype, are compared with the benchmark's accuracies on CIFAR-10,
-CIFAR-100 and ImageNet16-120. With ``--epochs`` the network of the best score (by the first of
-``--scores``) is then trained from scratch on ``--data``: Algorithm 1 of Zhu et al. (2022), with
-Eigen-NAS.
+Networks are scored at their initial weights on one batch of ``--data``. The scores, and baselines
+of the genotype, are compared with the benchmark's accuracies. With ``--epochs`` the network of the
+best score is then trained from scratch: Algorithm 1 of Zhu et al. (2022), with Eigen-NAS.
 """
 
 import dataclasses
@@ -26,7 +24,6 @@ from bilevel.data import datasets
 from bilevel.internal.import_function import imported, takes
 from bilevel.nets.images import crop_and_flip, unit_images
 from bilevel.plots import plots
-from bilevel.runs.progress import progress_bar
 from bilevel.spaces.nasbench201 import all_networks, encode, genotypes, parameter_count
 from bilevel.spaces.nasbench201.genotype import Genotype
 from bilevel.spaces.nasbench201.judging.table import (
@@ -69,8 +66,8 @@ class _RankRun(CommandRun):
         for name, function in self.functions.items():
             takes("scores", name, function, 4)  # (key, apply, params, batch)
         super().__init__(config)
-        self.shape = {name: getattr(config, name) for name in ("cells", "channels")}
-        self.shape["classes"] = self.data.classes
+        sizes = {"cells": config.cells, "channels": config.channels}
+        self.shape = sizes | {"classes": self.data.classes}
 
     def opened(self, config: Any) -> tuple[Any, Data]:
         """Return the flags and the data; own images are not judged unless the user asks."""
@@ -92,7 +89,8 @@ class _RankRun(CommandRun):
 
     def result(self) -> tuple[Result, dict[str, Any]]:
         config = self.config
-        count_for(config.devices, config.at_once, "networks at once")
+        devices = config.devices, config.at_once, "networks at once"
+        count_for(*devices)
         self.table = load_table() if config.judged else None
         # The stream of RandomState is the same in all versions of numpy. A smaller count draws the
         # first networks of a larger one.
@@ -118,9 +116,7 @@ class _RankRun(CommandRun):
             cells,
             (train[0][chosen], train[1][chosen]),
             at_once=config.at_once,
-            place=functools.partial(
-                spread_over_devices, config.devices, config.at_once, "networks at once"
-            ),
+            place=functools.partial(spread_over_devices, *devices),
             file=self.folder / "scores.npz",
             functions=self.functions,
             key=score_key,
@@ -139,7 +135,7 @@ class _RankRun(CommandRun):
         result["chosen"] = {"genotype": str(best), "score": first}
         if config.epochs:
             self.bars.enter("training")
-            result["chosen"] |= self._train_chosen_network(best, training_key, train, test)
+            result["chosen"] |= self._train_chosen_network(best, training_key, [train, test])
         result["seconds"] = self.seconds()
         return result, {"rows": self.rows, **scored.values}
 
@@ -170,35 +166,30 @@ class _RankRun(CommandRun):
             "seed_ceiling": ceilings,
         }
 
-    def _train_chosen_network(
-        self, genotype: Genotype, key: jax.Array, train: run.Part, test: run.Part
-    ) -> dict[str, Any]:
+    def _train_chosen_network(self, genotype: Genotype, key: Any, parts: list[run.Part]) -> Result:
         """Train the chosen network from scratch like the benchmark; return its errors."""
         config, size = self.config, min(self.config.batch_size, self.config.train)
-        steps = config.epochs * (len(train[1]) // size)
+        steps = config.epochs * (len(parts[0][1]) // size)
         sgd = optax.chain(
             optax.add_decayed_weights(5e-4),
             optax.sgd(optax.cosine_decay_schedule(0.1, steps), momentum=0.9, nesterov=True),
         )
-        with progress_bar(None, "training", config.epochs, "loss {loss:.3f}") as show:
-            _, errors = networks.fitted(
-                nasbench201_network(genotype, **self.shape),
-                key,
-                [train, test],
-                sgd=sgd,
-                epochs=config.epochs,
-                batch_size=size,
-                checkpoint=self.folder / "network" / "".join(map(str, encode(genotype))),
-                show=lambda epoch, loss: show(epoch, lambda: {"loss": loss}),
-                augment=crop_and_flip if config.data == "cifar10" else None,
-            )
+        augment = crop_and_flip if config.data == "cifar10" else None
+        show = self.bars.loop(config.epochs, "loss {loss:.3f}")
+        _, errors = networks.fitted(
+            nasbench201_network(genotype, **self.shape),
+            key,
+            parts,
+            *(sgd, size, augment),
+            epochs=config.epochs,
+            checkpoint=self.folder / "network" / "".join(map(str, encode(genotype))),
+            callback=lambda epoch, loss: show(epoch, lambda: {"loss": loss}),
+        )
         return {
             "parameters": parameter_count(genotype, **self.shape),
             "train_error": errors[0],
             "test_error": errors[1],
         }
-
-    # ------------------------------------------------------------------------- the report
 
     def save_figures(self, result: Result) -> None:
         if self.table is None:
@@ -278,14 +269,14 @@ def _result_sentence(result: dict[str, Any]) -> str:
     best = max(scores, key=lambda name: finite[name])
     # The variance of tau is at most 2 (1 - tau^2) / n (Kendall 1938).
     error = math.sqrt(2 * (1 - finite[best] ** 2) / count)
-    sentence = (
-        f"{best} ranks {count} networks best, with Kendall's tau {finite[best]:.2f} to the test "
-        f"accuracy on CIFAR-10 (standard error at most {error:.2f})"
-    )
+    baseline = ""
     if simple:
         rival = max(simple, key=lambda name: finite[name])
-        sentence += f"; the best baseline, {rival}, has {finite[rival]:.2f}"
-    return f"{sentence}."
+        baseline = f"; the best baseline, {rival}, has {finite[rival]:.2f}"
+    return (
+        f"{best} ranks {count} networks best, with Kendall's tau {finite[best]:.2f} to the test "
+        f"accuracy on CIFAR-10 (standard error at most {error:.2f}){baseline}."
+    )
 
 
 def _print_judged(console: Console, result: dict[str, Any]) -> None:
@@ -319,9 +310,8 @@ def _print_judged(console: Console, result: dict[str, Any]) -> None:
         pairs = [
             (line[f"{d}_top_one"], line[f"{d}_gain"], line[f"{d}_gain_error"]) for d in DATASETS
         ]
-        table.add_row(
-            line["score"], *(f"{top:.2f}  {gain:+.2f} ± {e:.2f}" for top, gain, e in pairs)
-        )
+        cells = [f"{top:.2f}  {gain:+.2f} ± {e:.2f}" for top, gain, e in pairs]
+        table.add_row(line["score"], *cells)
     console.print(table)
     title = (
         f"test accuracy (%) by the protocol of KNAS and Eigen-NAS, k = {config['k']}, "

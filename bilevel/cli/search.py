@@ -1,19 +1,12 @@
 """``bilevel search``: activation search on real data, compared with its alternatives.
 
-For every seed, one run computes four results:
-
-- the search;
-- the network retrained at the α found;
-- one network for each single activation;
-- joint single-level training of weights and α on the training data alone.
-
-The run prints a table with the certified smallest eigenvalue of each kernel at infinite width, and
-writes a run directory.
+For every seed: the search, the network retrained at the α found, one network for each single
+activation, and joint single-level training of weights and α on the training data alone.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -25,7 +18,6 @@ from rich.console import Console
 
 import bilevel
 import ntk
-from bilevel.cli import argmax_advice
 from bilevel.cli.flags.commands import Search
 from bilevel.cli.runtime import memory, report
 from bilevel.cli.runtime.command_run import CommandRun, Result
@@ -37,6 +29,7 @@ from bilevel.runs.progress import Phases
 from bilevel.spaces.activations import ACTIVATIONS, ActivationSpace, activation_space
 from bilevel.strategies.activation_search import (
     ActivationTask,
+    ArgmaxVerdict,
     hypergradient_error,
     judge_argmax,
     set_up,
@@ -63,17 +56,17 @@ class _SearchRun(CommandRun):
     """A search with its alternatives, for all seeds at once."""
 
     keeps = "the search so far is saved"
-    search_result: bilevel.SearchResult
+    history: dict[str, np.ndarray]  # with the losses of each seed [steps, seeds]
 
     def arrays(self) -> list[memory.Parts]:
         """Return the arrays alive together during the comparison with longer training."""
         config = self.config
-        copies, choices, n = config.seeds, len(config.activations), config.train
+        names, copies, n = config.activations, config.seeds, config.train
         inputs, classes = self.data.inputs, self.data.classes
         w = memory.shape(copies, config.width, inputs)
         outputs = (classes,) if classes > 2 else ()
         rows = memory.shape(copies, n, inputs), memory.shape(copies, n, *outputs)
-        alpha = memory.shape(copies, choices)
+        alpha = memory.shape(copies, len(names))
 
         def longer_training(alpha, w, curvatures, train):
             task = ActivationTask(self._space(), w, curvatures, train, train, train)
@@ -83,15 +76,13 @@ class _SearchRun(CommandRun):
 
         with jax.enable_x64(True):
             x = memory.shape(n, inputs, dtype="float64")
-            mixture = memory.shape(choices, dtype="float64")
-            kernel = jax.eval_shape(
-                lambda *a: hidden_layer_kernel(*a, config.activations), x, mixture
-            )
+            mixture = memory.shape(len(names), dtype="float64")
+            kernel = jax.eval_shape(lambda *a: hidden_layer_kernel(*a, names), x, mixture)
         kept = memory.kept_for_backward(longer_training, alpha, w, alpha, rows)
         shapes = {
-            ("seeds", "width"): [w] * (3 + choices),  # of every network, the start, momentum
+            ("seeds", "width"): [w] * (3 + len(names)),  # of every network, the start, momentum
             ("seeds", "width", "inner_steps"): kept,
-            ("seeds", "steps"): [memory.shape(copies * config.steps, choices)],
+            ("seeds", "steps"): [memory.shape(copies * config.steps, len(names))],
             ("train",): kernel,
         }
         return [shapes]
@@ -110,14 +101,13 @@ class _SearchRun(CommandRun):
         count_for(config.devices, config.seeds, "seeds")
         seeds = jax.random.split(jax.random.key(config.seed), config.seeds)
         keys = [jax.random.split(key) for key in seeds]  # of the rows, of the weights
+        row_keys, weight_keys = zip(*keys, strict=True)
         sizes = {"train": config.train, "valid": config.valid, "test": config.test}
-        rows = self.data.draw([of_rows for of_rows, _ in keys], **sizes)
-        space, weight_keys = self._space(), [of_weights for _, of_weights in keys]
-        task = set_up(space, rows, weight_keys, classes=self.data.classes)
+        rows = self.data.draw(row_keys, **sizes)
+        task = set_up(self._space(), rows, weight_keys, classes=self.data.classes)
         # Curvatures stay on one device, because solvers use them as constants.
-        w0, *parts = spread_over_devices(
-            config.devices, config.seeds, "seeds", (task.w0, *task[3:])
-        )
+        arrays = task.w0, *task[3:]
+        w0, *parts = spread_over_devices(config.devices, config.seeds, "seeds", arrays)
         return ActivationTask(task.space, w0, task.curvatures, *parts)
 
     def result(self) -> tuple[Result, dict[str, Any]]:
@@ -128,6 +118,12 @@ class _SearchRun(CommandRun):
         dtype = task.w0.dtype
         uniform = jax.device_put(np.full((seeds, len(names)), 1 / len(names), dtype))
         self.bars.enter("search")
+        show = self.bars.loop(config.steps, "train {lower:.4g}  valid {value:.4g}")
+
+        def callback(so_far):  # shows the means over the seeds
+            last = {k: float(np.asarray(so_far.history[k])[-1]) / seeds for k in ("lower", "value")}
+            show(len(so_far.history["value"]), lambda: last)
+
         search_result = bilevel.search(
             stack_problems(_with_losses_as_aux(task.space.problem)),
             training,
@@ -138,7 +134,7 @@ class _SearchRun(CommandRun):
             task.valid,
             steps=config.steps,
             progress=False,
-            callback=_loss_callback(self.bars, config.steps, seeds),
+            callback=callback,
             history=("alpha", "aux", "grad_norm", "lower", "value"),  # also a large alpha
             checkpoint=self.folder / "checkpoint",
             resume=config.resume,
@@ -152,50 +148,57 @@ class _SearchRun(CommandRun):
         self.bars.enter("retraining")
         vertices = np.eye(len(names), dtype=dtype)[:, None].repeat(seeds, axis=1)
         alphas = dict(zip(("search", *names), (search_result.alpha, *vertices), strict=True))
-        show, networks = self.bars.loop(len(alphas), "{network}"), {}
-        for i, (name, alpha) in enumerate(alphas.items(), 1):
+        networks = {}
+        for name, alpha in self._in_the_bar(alphas):
             w = jax.block_until_ready(train_weights(task, training, alpha))
             networks[name] = here(w), alpha
-            show(i, lambda name=name: {"network": name})  # type: ignore[misc]
         self.bars.enter("joint training")
         networks["joint training"] = here(_train_jointly(config, task, uniform, self.bars))
         self.bars.enter("certificates")
         task = ActivationTask(task.space, *here(tuple(task[1:])))
-        verdict = judge_argmax(
-            task, search_result.alpha, networks["search"][0], [networks[n] for n in names]
-        )
-        show, rows = self.bars.loop(len(networks), "{network}"), {}
-        for i, (name, network) in enumerate(networks.items(), 1):
-            rows[name] = _errors_and_eigenvalues(task, *network)
-            show(i, lambda name=name: {"network": name})  # type: ignore[misc]
-        result = _summarize_scores(names, np.asarray(search_result.alpha), rows)
-        result["seconds"] = {"search": searched, "all": self.seconds()}
+        singles = [networks[name] for name in names]
+        verdict = judge_argmax(task, search_result.alpha, networks["search"][0], singles)
+        bar = self._in_the_bar(networks)
+        rows = {name: _errors_and_eigenvalues(task, *network) for name, network in bar}
+        best = min(names, key=lambda name: float(rows[name]["test_error"].mean()))
+        gap = rows["search"]["test_error"] - rows[best]["test_error"]
+        result = {
+            "names": list(names),
+            "alpha": np.asarray(search_result.alpha).tolist(),
+            "scores": {row: {k: v.tolist() for k, v in s.items()} for row, s in rows.items()},
+            "best_single": best,
+            "gap": [float(gap.mean()), report.standard_error_over_seeds(gap)],
+            "entry_error": max(float(s["entry_error"].max()) for s in rows.values()),
+            "seconds": {"search": searched, "all": self.seconds()},
+        }
         self.bars.enter("error of the hypergradient")
         longer = solver(task, _LONGER * config.inner_steps, rate=config.weight_rate)
-        gap = hypergradient_error(task, training, longer, search_result.alpha)
-        result["hypergradient"] = {name: x.tolist() for name, x in gap._asdict().items()}
-        result["argmax"] = argmax_advice.verdict_entries(task, verdict)
+        distance = hypergradient_error(task, training, longer, search_result.alpha)
+        result["hypergradient"] = {name: x.tolist() for name, x in distance._asdict().items()}
+        result["argmax"] = _verdict_entries(task, verdict)
         if search_result.report.compared:
             result["predicted_ratio"] = float(search_result.report.ratio)
-        self.search_result = search_result
-        arrays = {"alpha": search_result.alpha, "w": search_result.w}
-        return result, arrays | {f"history_{k}": v for k, v in self._history().items()}
-
-    def _history(self) -> dict[str, np.ndarray]:
-        """Return the history, with the losses of each seed [steps, seeds]."""
-        history = dict(self.search_result.history)
+        history = dict(search_result.history)
         history |= {f"{name}_of_seeds": loss for name, loss in history.pop("aux").items()}
-        return jax.tree.map(np.asarray, history)
+        self.history = jax.tree.map(np.asarray, history)
+        arrays = {"alpha": search_result.alpha, "w": search_result.w}
+        return result, arrays | {f"history_{k}": v for k, v in self.history.items()}
+
+    def _in_the_bar(self, items: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the items, and show the names of finished ones."""
+        show = self.bars.loop(len(items), "{network}")
+        for i, (name, item) in enumerate(items.items(), 1):
+            yield name, item
+            show(i, functools.partial(dict, network=name))
 
     def save_figures(self, result: Result) -> None:
-        names, config, history = result["names"], result["config"], self._history()
+        names, config, history = result["names"], result["config"], self.history
         losses = history["outer_of_seeds"].T, history["lower_of_seeds"].T
         runs = [{"value": value, "lower": lower} for value, lower in zip(*losses, strict=True)]
 
         def draw(figure):
-            axes = figure.subplot_mosaic(
-                [["alpha", "outer"], ["alpha", "lower"]], width_ratios=(5, 4)
-            )
+            mosaic = [["alpha", "outer"], ["alpha", "lower"]]
+            axes = figure.subplot_mosaic(mosaic, width_ratios=(5, 4))
             uniform = np.full(len(names), 1 / len(names))
             plots.alpha_path(history["alpha"], names, axes["alpha"], start=uniform)
             outer, lower = plots.losses(runs, (axes["outer"], axes["lower"]))
@@ -218,8 +221,8 @@ class _SearchRun(CommandRun):
         )
         mixture = report.mixture(np.mean(result["alpha"], axis=0), result["names"])
         console.print(f"α found: {mixture}" + (" (mean over seeds)" if seeds > 1 else ""))
-        console.print(argmax_advice.describe_advice(result))
-        console.print(argmax_advice.theory(result["argmax"]))
+        console.print(describe_advice(result))
+        console.print(_theory(result["argmax"]))
         norm, off = (np.asarray(result["hypergradient"][k]) for k in ("norm", "error"))
         relative = np.divide(off, norm, out=np.zeros_like(off), where=off > 0)
         console.print(
@@ -234,7 +237,12 @@ class _SearchRun(CommandRun):
         seconds = result["seconds"]
         times = f"{seconds['all']:.0f} s, of which search {seconds['search']:.0f} s"
         report.print_next(console, self.folder)
-        return _result_sentence(result), times
+        ours, single = (np.array(result["scores"][k]["test_error"]) for k in ("search", best))
+        verdict = report.compare_errors(ours, single, result["argmax"]["test_rows"])
+        return (
+            f"test error {100 * ours.mean():.1f} % with the search, {100 * single.mean():.1f} % "
+            f"with {best}, the best single activation: {verdict}."
+        ), times
 
 
 def _optimizer(geometry: str, rate: float) -> optax.GradientTransformation:
@@ -255,17 +263,6 @@ def _with_losses_as_aux(problem: bilevel.Problem) -> bilevel.Problem:
         return lambda w, alpha, batch: (loss(w, alpha, batch),) * 2
 
     return bilevel.Problem(twice(problem.lower), twice(problem.outer), has_aux=True)
-
-
-def _loss_callback(bars: Phases, steps: int, seeds: int) -> Callable[[bilevel.SearchResult], None]:
-    """Return a callback that shows the losses' means over the seeds."""
-    show = bars.loop(steps, "train {lower:.4g}  valid {value:.4g}")
-
-    def callback(so_far):
-        last = {k: float(np.asarray(so_far.history[k])[-1]) / seeds for k in ("lower", "value")}
-        show(len(so_far.history["value"]), lambda: last)
-
-    return callback
 
 
 def _train_jointly(
@@ -292,9 +289,7 @@ def _train_jointly(
     return result.w, result.alpha
 
 
-def _errors_and_eigenvalues(
-    task: ActivationTask, w: jax.Array, alpha: jax.Array
-) -> dict[str, np.ndarray]:
+def _errors_and_eigenvalues(task: ActivationTask, w, alpha) -> dict[str, np.ndarray]:
     """Return errors and losses of trained networks, and eigenvalues of kernels; [seeds] each."""
     parts = {"train": task.train, "valid": task.valid, "test": task.test}
     scores = _errors_and_losses(task.space, w, alpha, parts)
@@ -306,9 +301,7 @@ def _errors_and_eigenvalues(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _errors_and_losses(
-    space: ActivationSpace, w: jax.Array, alpha: jax.Array, parts: dict[str, Any]
-) -> dict[str, jax.Array]:
+def _errors_and_losses(space: ActivationSpace, w, alpha, parts) -> dict[str, jax.Array]:
     def error(w, alpha, batch):
         x, y = batch
         return jnp.mean(wrong_rows(space.predict, space.apply(w, alpha, x), space.predict(y)))
@@ -322,9 +315,8 @@ def _errors_and_losses(
 def kernel_eigenvalue(x: Any, names: tuple[str, ...], alpha: Any) -> tuple[float, float, float]:
     """Return the smallest eigenvalue of ``K_alpha``, its certified bound, and the entries' error.
 
-    This is the kernel of Oymak et al. 2021, section 4.2: the network has one hidden layer of
-    infinite width with trained weights and activation ``sum_i alpha_i s_i``. The inputs ``x`` are
-    unit vectors. The bound holds for all kernels within the error, so it is always in float64.
+    The kernel of Oymak et al. 2021, section 4.2: one hidden layer of infinite width with trained
+    weights and activation ``sum_i alpha_i s_i``, unit inputs ``x``. It is always in float64.
     """
     with jax.enable_x64(True):
         x, alpha = (np.asarray(a, float) for a in (x, alpha))
@@ -335,11 +327,7 @@ def kernel_eigenvalue(x: Any, names: tuple[str, ...], alpha: Any) -> tuple[float
 
 @functools.partial(jax.jit, static_argnames="names")
 def hidden_layer_kernel(x, alpha, names):
-    """Return the kernel and the errors of its entries.
-
-    One program serves all ``alpha``. A program of all pairs of activations compiles three times as
-    long.
-    """
+    """Return the kernel and the errors of its entries: one program for all ``alpha``."""
     layer: dict[Activation, Any] = {}
     for name, weight in zip(names, alpha, strict=True):
         layer[ACTIVATIONS[name]] = layer.get(ACTIVATIONS[name], 0.0) + weight
@@ -349,24 +337,67 @@ def hidden_layer_kernel(x, alpha, names):
     return kernel, 2 * kernels.error
 
 
-def _summarize_scores(names, alpha, rows) -> dict[str, Any]:
-    means = {name: float(rows[name]["test_error"].mean()) for name in names}
-    best = min(means, key=lambda name: means[name])
-    gap = rows["search"]["test_error"] - rows[best]["test_error"]
+def _verdict_entries(task: ActivationTask, verdict: ArgmaxVerdict) -> dict[str, Any]:
+    """Return the entries of the verdict on the argmax in ``result.json``."""
+    names = np.array(task.space.names)
+    by = {
+        name: {
+            "as_good": judgement.as_good.tolist(),
+            "rank": judgement.rank.tolist(),
+            "best": names[judgement.best].tolist(),
+            "alone": np.asarray(judgement.mean, float).tolist(),
+            "mixture": np.asarray(verdict.mixture[name], float).tolist(),
+        }
+        for name, judgement in verdict.by.items()
+    }
     return {
-        "names": list(names),
-        "alpha": alpha.tolist(),
-        "scores": {row: {k: v.tolist() for k, v in s.items()} for row, s in rows.items()},
-        "best_single": best,
-        "gap": [float(gap.mean()), report.standard_error_over_seeds(gap)],
-        "entry_error": max(float(s["entry_error"].max()) for s in rows.values()),
+        "choice": names[verdict.choice].tolist(),
+        "discretise": verdict.discretise.tolist(),
+        "by": by,
+        "valid_rows": task.valid[1].shape[1],
+        "condition_six": verdict.condition_six.condition.tolist(),
+        "stationarity": verdict.stationarity.tolist(),
+        "test_rows": task.test[1].shape[1],
     }
 
 
-def _result_sentence(result: dict[str, Any]) -> str:
-    best, rows = result["best_single"], result["argmax"]["test_rows"]
-    ours, single = (np.array(result["scores"][k]["test_error"]) for k in ("search", best))
+def describe_advice(result: dict[str, Any]) -> str:
+    """Say whether to use the argmax alone or keep the mixture."""
+    argmax, names, outer = result["argmax"], result["names"], f"{result['config']['outer']} loss"
+    seeds, yes = len(argmax["choice"]), sum(argmax["discretise"])
+    rows = f"{argmax['valid_rows']} validation rows"
+    if seeds > 1:
+        return (
+            f"argmax of α: use it alone in {yes} of {seeds} seeds, keep the mixture in "
+            f"{seeds - yes} (alone, if retrained it is as good as every other activation, by "
+            f"{outer} and by error on {rows})"
+        )
+    loss, error = ({k: v[0] for k, v in argmax["by"][by].items()} for by in ("loss", "error"))
+    percent = dict(zip(names, (f"{100 * e:.1f} %" for e in error["alone"]), strict=True))
+    choice, mixture = argmax["choice"][0], f"{100 * error['mixture']:.1f} %"
+    if yes:
+        return (
+            f"argmax of α: use {choice} alone; retrained it has {percent[choice]} error on {rows}, "
+            f"as good as every other activation by {outer} and by error (mixture: {mixture})"
+        )
+    by, at_fault, other = (outer, loss, error) if not loss["as_good"] else ("error", error, loss)
+    second = "error" if by == outer else outer
+    also = f", although as good as the first by {second}" if other["as_good"] else ""
     return (
-        f"test error {100 * ours.mean():.1f} % with the search, {100 * single.mean():.1f} % with "
-        f"{best}, the best single activation: {report.compare_errors(ours, single, rows)}."
+        f"argmax of α: keep the mixture ({mixture} error on {rows}); {choice} retrained alone has "
+        f"{percent[choice]} and is number {at_fault['rank']} of {len(names)} by {by}{also}; the "
+        f"first by {by} is {at_fault['best']} ({percent[at_fault['best']]})"
+    )
+
+
+def _theory(argmax: dict[str, Any]) -> str:
+    """Describe the conclusion of Roberts et al. at the shared weights."""
+    seeds, condition = len(argmax["choice"]), argmax["condition_six"]
+    words = {1: "holds", -1: "fails", 0: "is undecided"}
+    verdict = words[condition[0]] if seeds == 1 else f"holds in {condition.count(1)} of {seeds}"
+    stationarity = 100 * max(argmax["stationarity"])
+    return (
+        f"Condition 6 of Roberts et al., under which the argmax is the best at the shared weights: "
+        f"{verdict} (95 % confidence, squared loss, {argmax['test_rows']} test rows); α is "
+        f"stationary to {stationarity:.2g} % of this loss{' or less' if seeds > 1 else ''}"
     )

@@ -20,8 +20,8 @@ import bilevel
 import ntk
 from bilevel.cli import main
 from bilevel.cli import search as commands
-from bilevel.cli.argmax_advice import describe_advice
 from bilevel.cli.runtime import report
+from bilevel.cli.search import describe_advice
 from bilevel.runs import progress
 from bilevel.strategies.activation_search import Gap
 

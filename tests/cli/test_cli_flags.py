@@ -26,7 +26,7 @@ import pytest
 from bilevel.cli import baseline, main, parse_flags
 from bilevel.cli.deep_search import run
 from bilevel.cli.flags import commands, datasets, deep_searches, from_config_file, rules
-from bilevel.cli.runtime import interrupts, jax_settings, memory, run_directory
+from bilevel.cli.runtime import command_run, invocation, memory
 from bilevel.data import load
 from bilevel.data.datasets import SOURCES
 from bilevel.spaces.activations import ACTIVATIONS
@@ -166,7 +166,7 @@ def test_a_run_is_resumed_with_the_flags_it_had_and_no_others(defaults, command,
     resumed = dataclasses.replace(defaults[command], out=tmp_path, resume=True)
     for text in wrong:
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ValueError) as raised, run_directory.run_directory(resumed):
+        with pytest.raises(ValueError) as raised, command_run.run_directory(resumed):
             pytest.fail(f"went on with {text}")
         assert str(raised.value).count("\n") == 0 and len(str(raised.value)) < 500
     other = "out: expected a run of this command and space, got one whose flags differ in"
@@ -184,20 +184,20 @@ def test_a_run_that_fails_before_its_first_result_is_removed_with_what_was_made_
 ):
     config = dataclasses.replace(defaults["baseline"], out=tmp_path / "new" / "run")
     for error in (ValueError, MemoryError, KeyboardInterrupt):
-        shown = interrupts.Stopped if error is KeyboardInterrupt else error
-        with pytest.raises(shown) as raised, run_directory.run_directory(config) as folder:
+        shown = invocation.Stopped if error is KeyboardInterrupt else error
+        with pytest.raises(shown) as raised, command_run.run_directory(config) as folder:
             (folder / "method.jsonl").write_text("a header\n")
             (folder / "checkpoint").mkdir()
             raise error
     assert str(raised.value) == "interrupted; nothing is saved"
     assert not list(tmp_path.iterdir())
-    with pytest.raises(shown) as raised, run_directory.run_directory(config) as folder:
+    with pytest.raises(shown) as raised, command_run.run_directory(config) as folder:
         (folder / "method.jsonl").write_text("a header\na solve\n")
         raise KeyboardInterrupt
     kept = "interrupted; its results are saved; resume with --resume --out"
     assert str(raised.value) == f"{kept} {folder}"
     assert folder == config.out and (folder / "config.json").exists()
-    with pytest.raises(ValueError), run_directory.run_directory(config) as second:
+    with pytest.raises(ValueError), command_run.run_directory(config) as second:
         raise ValueError
     assert second.name == "run-2" and not second.exists() and folder.exists()
 
@@ -240,7 +240,7 @@ def test_ctrl_c_during_a_garbage_collection_is_not_lost(capfd):
     # Shells ignore SIGINT in background processes.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), interrupts.heard():
+        with pytest.raises(KeyboardInterrupt), invocation.heard():
             gc.collect()
             for _ in range(1000):
                 time.sleep(0.01)
@@ -402,8 +402,8 @@ def test_names_and_sizes_of_flags_are_those_of_the_library():
     assert set(get_args(deep_searches.Strategy)) == set(run.STRATEGIES)
     assert set(commands.ACTIVATIONS) == set(ACTIVATIONS)
     assert deep_searches.SkipSearch().activations == CANDIDATES
-    assert commands.DARTS_OPERATIONS == darts.PRIMITIVES
-    assert commands.NASBENCH201_OPERATIONS == genotype.PRIMITIVES
+    assert deep_searches.DARTS_OPERATIONS == darts.PRIMITIVES
+    assert deep_searches.NASBENCH201_OPERATIONS == genotype.PRIMITIVES
     assert (tuple(SCORES), tuple(BASELINES)) == (commands.SCORES, commands.BASELINES)
     dimension = rules.hints(commands.Baseline)["dimension"]
     assert not rules.fault(dimension, BINS) and rules.fault(dimension, BINS + 1)
@@ -433,14 +433,14 @@ def test_a_config_that_is_not_the_commands_is_refused(tmp_path, mistake, text, s
 
 def test_a_run_that_was_resumed_with_more_leaves_the_flags_that_give_its_result(defaults, tmp_path):
     config = dataclasses.replace(defaults["search"], out=tmp_path / "run", steps=3)
-    with run_directory.run_directory(config) as folder:
+    with command_run.run_directory(config) as folder:
         pass
     more = dataclasses.replace(config, steps=5, resume=True)
-    with pytest.raises(ValueError), run_directory.run_directory(more):
+    with pytest.raises(ValueError), command_run.run_directory(more):
         raise ValueError
     (file,) = folder.iterdir()
     assert json.loads(file.read_text()) == from_config_file.flags_of(config)
-    with run_directory.run_directory(more):
+    with command_run.run_directory(more):
         pass
     saved = from_config_file.flags_of(dataclasses.replace(config, steps=5))
     assert json.loads(file.read_text()) == saved
@@ -459,16 +459,16 @@ def test_a_run_that_was_resumed_with_more_leaves_the_flags_that_give_its_result(
 )
 def test_commands_of_small_programs_switch_autotuning_off(command, flags, cuda, after, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", flags)
-    monkeypatch.setattr(jax_settings.importlib.util, "find_spec", lambda name: cuda or None)
-    jax_settings.switch_autotuning_off(command)
+    monkeypatch.setattr(invocation.importlib.util, "find_spec", lambda name: cuda or None)
+    invocation.switch_autotuning_off(command)
     assert os.environ["XLA_FLAGS"] == after
 
 
 PROGRAMS = """
 import os, pathlib, jax, pooch
 {user}
-from bilevel.cli.runtime import jax_settings
-jax_settings.keep_programs()
+from bilevel.cli.runtime import invocation
+invocation.keep_programs()
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.jit(lambda x: x + 1)(1.0)
 print(jax.config.values["jax_compilation_cache_dir"], pathlib.Path("~").exists())

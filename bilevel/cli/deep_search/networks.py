@@ -1,10 +1,10 @@
 """Training of networks from scratch, one by one: those of a finished training are not repeated."""
 
 import functools
-import pathlib
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,9 @@ from bilevel.runs import journal
 from bilevel.runs.fingerprint import fingerprint
 from bilevel.runs.progress import progress_bar
 
+Row = dict[str, Any]
+"""The scores of a network, with its name and seed."""
+
 
 class NetworkToTrain(NamedTuple):
     """A network to be trained from scratch, for one seed."""
@@ -28,44 +31,40 @@ class NetworkToTrain(NamedTuple):
 
 
 def train_all(
-    folder: pathlib.Path,
-    rows: list[NetworkToTrain],
-    epochs: int,
-    train: Callable[..., dict[str, Any]],
-    **header: Any,
-) -> list[dict[str, Any]]:
-    """Return the scores of all networks. A resumed run reads finished ones from its journal.
+    folder: Path, rows: list[NetworkToTrain], epochs: int, train: Callable[..., Row], **header: Any
+) -> list[Row]:
+    """Return the scores of all networks. A run resumes from its journal, if it has the ``header``.
 
-    ``train(row, checkpoint, show)`` returns a row's scores; ``show(epochs done, loss)``. A run with
-    another ``header`` cannot be resumed.
+    ``train(row, checkpoint, show)`` returns a row's scores; ``show(epochs done, loss)``.
     """
     words = [re.sub(" at 0x[0-9a-f]+", "", str(row)) for row in rows]  # addresses change
     header = {"version": 1, **header, "networks": fingerprint(words)}
     text = "{network}, seed {seed}  loss {loss:.3f}"
-    scores = []
     with (
         journal.opened(folder / "networks.jsonl", True, header) as known,
         progress_bar(None, "training", len(rows) * epochs, text) as show,
     ):
-        for i, row in enumerate(rows):
 
-            def shown(epoch, loss, done=i * epochs, row=row):
-                values = {"network": row.name, "seed": row.seed, "loss": loss}
-                show(done + epoch, lambda: values)
+        def timed(i, row):
+            began, about = time.perf_counter(), {"network": row.name, "seed": row.seed}
 
-            def timed(place=folder / "networks" / str(i), row=row, shown=shown):
-                began = time.perf_counter()
-                own = train(row, place, shown)
-                seconds = time.perf_counter() - began
-                about = {"network": row.name, "seed": row.seed}
-                architecture = str(row.architecture)
-                return about | {"architecture": architecture, **own, "seconds": seconds}
+            def shown(epoch, loss):
+                show(i * epochs + epoch, lambda: about | {"loss": loss})
 
-            scores.append(known.cached(f"network {i}", timed))
-    return scores
+            own = train(row, folder / "networks" / str(i), shown)
+            seconds = time.perf_counter() - began
+            return about | {"architecture": str(row.architecture), **own, "seconds": seconds}
+
+        return [
+            known.cached(f"network {i}", functools.partial(timed, i, row))
+            for i, row in enumerate(rows)
+        ]
 
 
-def augmentation(moved: bool, cut: int) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
+Augment = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def augmentation(moved: bool, cut: int) -> Augment | None:
     """Return the augmentation of training images: crop and flip, and a square ``cut`` out."""
     if not (moved or cut):
         return None
@@ -82,19 +81,14 @@ def fitted(
     network: TrainableNetwork,
     key: jax.Array,
     parts: list[Part],
-    *,
     sgd: optax.GradientTransformation,
-    epochs: int,
     batch_size: int,
-    checkpoint: pathlib.Path,
-    show: Callable[[int, float], None],
-    augment: Callable | None = None,
-    options: Callable[[int], tuple] = lambda epoch: (),
+    augment: Augment | None,
+    **options: Any,
 ) -> tuple[TrainingState, list[float]]:
-    """Train a network from scratch; return its state, and its errors on all ``parts``."""
+    """Train by ``run_epochs(**options)``; return the state, and the errors on all ``parts``."""
     program = from_scratch(network, sgd, batch_size=batch_size, augment=augment)
-    run = functools.partial(run_epochs, program, key, parts[0], epochs=epochs, options=options)
-    state, _ = run(checkpoint=checkpoint, callback=show)
+    state, _ = run_epochs(program, key, parts[0], **options)
     return state, error_rates(network)(state.w, state.averages, parts, batch_size)
 
 
@@ -102,7 +96,7 @@ Scores = dict[str, dict[str, list[float]]]
 """A value for each seed, by network and column."""
 
 
-def by_network(rows: list[dict[str, Any]]) -> Scores:
+def by_network(rows: list[Row]) -> Scores:
     """Return the columns of every network; for numbered ones, the best by validation and the means.
 
     "random 1", "random 2" and so on of a seed become "best of 2 random" and "random".
@@ -128,6 +122,6 @@ def _group(name: str) -> str:
     return group if group and number.isdigit() else name
 
 
-def _score_columns(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+def _score_columns(rows: list[Row]) -> dict[str, list[float]]:
     known = {k for row in rows for k, v in row.items() if isinstance(v, int | float)} - {"seed"}
     return {k: [row[k] for row in rows] for k in rows[0] if k in known}

@@ -1,14 +1,14 @@
 """The common run of all searches with shared weights, from the flags of a command to its table.
 
 For every seed, a run searches by a strategy and discretizes. Then it trains the network of this
-architecture from scratch, next to others. If the space has a table of accuracies, it looks them up
-instead. An interrupted run resumes in a search or in a network's training.
+architecture from scratch, next to others, or looks up accuracies in the table of the space.
 """
 
 import functools
+import json
 import pathlib
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,29 +17,25 @@ import optax
 from rich.console import Console
 
 from bilevel import strategies
-from bilevel.cli.deep_search import report as deep_report
-from bilevel.cli.deep_search.networks import NetworkToTrain, Scores, by_network, train_all
-from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
+from bilevel.cli.deep_search.networks import NetworkToTrain, Row, Scores, by_network, train_all
 from bilevel.cli.runtime import memory, report
 from bilevel.cli.runtime.command_run import CommandRun, Result
 from bilevel.contracts import Pytree
 from bilevel.discretize import diagnostics
-from bilevel.nets import training
 from bilevel.nets.evaluation import Part, error_rates
 from bilevel.nets.images import unit_images
 from bilevel.outer_loop.search_result import SearchResult
+from bilevel.plots import plots
 from bilevel.problem.problem import split_losses
 from bilevel.spaces import Space
 from bilevel.strategies import Strategy
 
+ERRORS = {"train_error": "train", "valid_error": "valid", "test_error": "test"}
+"""Keys of results, and headings of tables, which show them in reverse order."""
+
 _UNROLLED = 5  # steps of the strategy of that name
 _RATE = 3.0  # learning rate of the weights times the tangent kernel's mean diagonal entry
 _SCALE_ROWS = 32  # rows for this mean; more would not change the rate's first digit
-
-
-def _weight_sharing_without_rate(space: Space, *, alpha_optimizer: Any, **options: Any) -> Strategy:
-    return strategies.weight_sharing(space, **options)
-
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "darts-first": strategies.darts,
@@ -47,12 +43,46 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "darts-second-difference": functools.partial(strategies.darts, order=2, radius=0.01),
     "gaea": strategies.gaea,
     "gaea-single-level": functools.partial(strategies.gaea, on_training_rows=True),
-    "random": _weight_sharing_without_rate,
+    "random": strategies.weight_sharing,
     "joint": strategies.joint,
     "unrolled": functools.partial(strategies.unrolled, steps=_UNROLLED),
 }
 # The rate of alpha times the steps, for exponentiated gradient, and for DARTS's Adam on CIFAR-10.
 _GAEA_TRAVEL, _ADAM_TRAVEL = 100.0, 6.0
+
+
+class SeedResult(NamedTuple):
+    """The search of one seed."""
+
+    alpha: Pytree  # after the choice among random architectures, if the strategy draws them
+    w: Pytree
+    history: dict[str, Any]  # name -> [steps, ...]
+
+
+class Heatmap(NamedTuple):
+    """Values from 0 to 1 for the figure of an alpha; NaN is blank."""
+
+    title: str
+    values: np.ndarray  # [rows, columns]
+    columns: list[str]
+    rows: list[str]
+    ylabel: str
+
+    def draw(self, ax: Any, suffix: str) -> None:
+        """Draw the values as shades, with numbers in the cells."""
+        ax.imshow(self.values, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+        ax.grid(False)
+        look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
+        for (row, column), value in np.ndenumerate(self.values):
+            if np.isfinite(value):
+                color = "white" if value > 0.6 else "black"
+                ax.text(column, row, f"{value:.2f}", color=color, **look)
+        turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
+        ax.set_xticks(range(len(self.columns)), self.columns, **turned)
+        ax.set_yticks(range(len(self.rows)), self.rows)
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+        ax.set(title=self.title + suffix, ylabel=self.ylabel)
 
 
 class DeepSearchRun(CommandRun):
@@ -63,6 +93,7 @@ class DeepSearchRun(CommandRun):
     name: str  # of the space, in `result.json`
     sizes: tuple[str, ...]  # flags that set the number of weights
     columns: ClassVar[dict[str, tuple[str, str]]] = {}  # of the table: heading and format by key
+    ends: tuple[str, ...] = "search", "random"  # networks above a rule in the table
     copies = 1  # searches side by side
     weight_optimizer: Callable[..., optax.GradientTransformation] = staticmethod(
         functools.partial(optax.sgd, momentum=0.9)
@@ -101,11 +132,11 @@ class DeepSearchRun(CommandRun):
         """Return the shapes alive together in training from scratch, if the space adds any."""
         return []
 
-    def train(self, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def train(self, found: list[Row]) -> list[Row]:
         """Return scores of networks trained from scratch: those ``found`` by seed, and others."""
         return []
 
-    def more(self, result: dict[str, Any], seed_results: list[SeedResult]) -> dict[str, Any]:
+    def more(self, result: dict[str, Any]) -> dict[str, Any]:
         """Return further entries of ``result.json``."""
         return {}
 
@@ -114,8 +145,11 @@ class DeepSearchRun(CommandRun):
         raise NotImplementedError
 
     def table(self, result: dict[str, Any]) -> Any:
-        """Return the table for the screen."""
-        return deep_report.network_table(result, self.columns, {"search", "random"})
+        """Return the table for the screen: the test error decides, so it is first."""
+        errors = {key: (heading, ".1f") for key, heading in reversed(ERRORS.items())}
+        title, best = report.table_title(result["config"]), result.get("best_single")
+        columns = errors | self.columns
+        return report.score_table(title, result["scores"], columns, ends=self.ends, starred=best)
 
     def notes(self, result: dict[str, Any]) -> list[str]:
         """Return the lines below the table."""
@@ -123,7 +157,7 @@ class DeepSearchRun(CommandRun):
 
     def result_sentence(self, result: dict[str, Any]) -> str:
         """Return the result in one sentence: the search compared with its baseline."""
-        return deep_report.compare_with_random(result["scores"], len(self.parts[0][2][1]))
+        return compare_with_random(result["scores"], len(self.parts[0][2][1]))
 
     # ------------------------------------------------------------------------- the run
 
@@ -133,19 +167,37 @@ class DeepSearchRun(CommandRun):
         seed_results = self.seed_results = self.search()
         searched = self.seconds()
         rows = self.train([{"search": self.space.discretize(f.alpha)} for f in seed_results])
-        result = self._summary(seed_results, by_network(rows) if rows else {})
-        result |= self.more(result, seed_results)
+        result = self._summary(by_network(rows) if rows else {})
+        result |= self.more(result)
         result["seconds"] = {"search": searched}
         if rows:
             result["seconds"]["network"] = float(np.mean([row["seconds"] for row in rows]))
         result["seconds"]["all"] = self.seconds()
-        return result, deep_report.arrays_of(seed_results)
+        arrays: dict[str, np.ndarray] = {}
+        for seed, of_seed in enumerate(seed_results):
+            trees = {"alpha": of_seed.alpha, "history": of_seed.history}
+            for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
+                arrays[f"{name_in_arrays(path)}_{seed}"] = np.asarray(leaf)
+        return result, arrays
 
     def save_figures(self, result: Result) -> None:
         """Save ``search.png``: the first seed's alpha, and the losses of all seeds."""
         heats = self.heatmaps(self.seed_results[0].alpha)
-        path = self.folder / self.figure
-        deep_report.save_search_figure(path, result, self.seed_results, heats)
+        places = [f"alpha {i}" for i in range(len(heats))]
+        first = ", of the first seed" if len(self.seed_results) > 1 else ""
+
+        def draw(figure):
+            mosaic = [[*places, "outer"], [*places, "lower"]]
+            axes = figure.subplot_mosaic(mosaic, width_ratios=(*[4] * len(places), 3))
+            for place, heat in zip(places, heats, strict=True):
+                heat.draw(axes[place], first)
+            histories = [f.history for f in self.seed_results]
+            outer, lower = plots.losses(histories, (axes["outer"], axes["lower"]))
+            outer.set_ylabel(f"{result['alpha_rows']} loss (nats)\nof α's minibatch")
+            lower.set_ylabel("training loss (nats)\nof the weights' minibatch")
+            figure.suptitle(report.figure_title(result["config"]))
+
+        report.save_figure(self.folder / self.figure, (5 * len(heats) + 5, 4.8), draw)
 
     def show(self, console: Console, result: Result) -> tuple[str, str]:
         """Print the table, the architectures found, and notes."""
@@ -174,16 +226,12 @@ class DeepSearchRun(CommandRun):
     def arrays(self) -> list[memory.Parts]:
         """Return the shapes alive together in the search, and in the training of a network."""
         config, key = self.config, jax.eval_shape(jax.random.key, 0)
-        batch = (
-            memory.shape(config.batch_size, *self.row_shape),
-            memory.shape(config.batch_size, dtype="int32"),
-        )
+        size = config.batch_size
+        batch = memory.shape(size, *self.row_shape), memory.shape(size, dtype="int32")
         networks = self.network_arrays(batch)
         w, alpha = jax.eval_shape(self.space.init, key, batch), self.space.start()
         lower = split_losses(self.space.problem).lower
-        residuals = memory.kept_for_backward(
-            lambda *arguments: lower(*arguments)[0], w, alpha, batch
-        )
+        residuals = memory.kept_for_backward(lambda *a: lower(*a)[0], w, alpha, batch)
         tests = self.data.test_rows(config)
         rows = memory.shape(config.seeds, config.train + config.valid + tests, *self.row_shape)
         search = {
@@ -198,14 +246,13 @@ class DeepSearchRun(CommandRun):
         """Return each seed's training, validation and test rows, normalised."""
         config = self.config
         draws = jax.random.split(jax.random.key(config.seed), config.seeds)
-        sizes = {"train": config.train, "valid": config.valid, "test": config.test}
-        drawn = self.data.draw(draws, **sizes)
+        drawn = self.data.draw(draws, train=config.train, valid=config.valid, test=config.test)
         return [normalised(rows, self.unit) for rows in drawn]
 
-    def _summary(self, seed_results: list[SeedResult], networks: Scores) -> dict[str, Any]:
+    def _summary(self, networks: Scores) -> dict[str, Any]:
         """Return the entries of ``result.json`` that all spaces have."""
         self.bars.enter("errors and curvature")
-        space, size = self.space, self.config.batch_size
+        space, size, seed_results = self.space, self.config.batch_size, self.seed_results
         rates = error_rates(space)
         curvature = diagnostics.alpha_curvature(space.problem.outer, space.sets)
         supernet, curvatures = [], []
@@ -218,8 +265,8 @@ class DeepSearchRun(CommandRun):
             "space": self.name,
             "names": list(space.names),
             "architectures": [str(space.discretize(f.alpha)) for f in seed_results],
-            "alpha": [deep_report.nested_lists(f.alpha) for f in seed_results],
-            "entropy": [deep_report.mean_entropy(space, f.alpha) for f in seed_results],
+            "alpha": [_nested_lists(f.alpha) for f in seed_results],
+            "entropy": [_mean_entropy(space, f.alpha) for f in seed_results],
             "scores": networks | {"supernet": columns},
             "curvature": curvatures,
             "alpha_rows": "training" if self.strategy.on_training_rows else "validation",
@@ -234,12 +281,10 @@ class DeepSearchRun(CommandRun):
         inner = _UNROLLED if config.strategy == "unrolled" else 1
         schedule = optax.cosine_decay_schedule(rate, inner * config.steps)
         travel = _GAEA_TRAVEL if config.strategy.startswith("gaea") else _ADAM_TRAVEL
-        return STRATEGIES[config.strategy](
-            self.space,
-            weight_optimizer=self.weight_optimizer(schedule),
-            alpha_optimizer=config.alpha_rate or travel / config.steps,
-            batch_size=config.batch_size,
-        )
+        options: dict[str, Any] = {"weight_optimizer": self.weight_optimizer(schedule)}
+        if config.strategy != "random":  # which leaves alpha at the start
+            options["alpha_optimizer"] = config.alpha_rate or travel / config.steps
+        return STRATEGIES[config.strategy](self.space, batch_size=config.batch_size, **options)
 
     def search(self) -> list[SeedResult]:
         """Search for all seeds, one after the other; every program is compiled once."""
@@ -251,9 +296,8 @@ class DeepSearchRun(CommandRun):
             self.bars.enter("search" if seeds == 1 else f"search {number + 1} of {seeds}")
             start = self.space.start(), init(init_key, train)
             place = self.folder / "search" / str(number)
-            search_result = self.search_from(
-                self.strategy, *start, (train, valid), search_key, place
-            )
+            data = train, valid
+            search_result = self.search_from(self.strategy, *start, data, search_key, place)
             if search_result.stopped:
                 raise KeyboardInterrupt(f"{search_result.stopped} of seed {number}")
             drawn = self.strategy.draws
@@ -268,13 +312,7 @@ class DeepSearchRun(CommandRun):
         return strategies.best_drawn(key, self.space, w, rows, **sizes)
 
     def search_from(
-        self,
-        strategy: Strategy,
-        alpha: Pytree,
-        w: Pytree,
-        data: tuple[Part, Part],
-        key: jax.Array,
-        checkpoint: pathlib.Path,
+        self, strategy: Strategy, alpha, w, data: tuple[Part, Part], key, place: pathlib.Path
     ) -> SearchResult:
         """Search once, with epochs and the entropy of alpha in the bar."""
         config, (train, valid) = self.config, data
@@ -282,17 +320,19 @@ class DeepSearchRun(CommandRun):
         text = "epoch {epoch:.1f}  train {lower:.3f}  valid {value:.3f}  entropy {entropy:.2f}"
         show = self.bars.loop(config.steps, text)
 
-        def shown(search_result):
-            last = {
-                k: float(np.asarray(search_result.history[k])[-1]) / self.copies
-                for k in ("lower", "value")
-            }
-            done = len(search_result.history["value"]) / steps_per_epoch
-            entropy = deep_report.mean_entropy(self.space, search_result.alpha)
-            return last | {"epoch": done, "entropy": entropy}
+        def callback(so_far):
+            done = len(so_far.history["value"])
 
-        def callback(search_result):
-            show(len(search_result.history["value"]), lambda: shown(search_result))
+            def shown():
+                lower, value = (np.asarray(so_far.history[k])[-1] for k in ("lower", "value"))
+                return {
+                    "lower": float(lower) / self.copies,
+                    "value": float(value) / self.copies,
+                    "epoch": done / steps_per_epoch,
+                    "entropy": _mean_entropy(self.space, so_far.alpha),
+                }
+
+            show(done, shown)
 
         return strategies.run(
             strategy,
@@ -303,20 +343,15 @@ class DeepSearchRun(CommandRun):
             steps=config.steps,
             key=key,
             progress=False,
-            checkpoint=checkpoint,
+            checkpoint=place,
             resume=config.resume,
             callback=callback,
             history=("alpha", "grad_norm", "lower", "value"),  # also a large alpha
         )
 
-    # ------------------------------------------------------------------------- the networks
-
     def train_networks(
-        self,
-        found: list[dict[str, Any]],
-        drawn: list[list[Pytree]],
-        train: Callable[..., dict[str, Any]],
-    ) -> list[dict[str, Any]]:
+        self, found: list[Row], drawn: list[list[Pytree]], train: Callable[..., Row]
+    ) -> list[Row]:
         """Return the scores of each seed's architectures: ``found``, singles, and ``drawn``."""
         self.bars.enter("training")
         rows = []
@@ -326,21 +361,44 @@ class DeepSearchRun(CommandRun):
             rows += [NetworkToTrain(name, seed, network) for name, network in named.items()]
         return train_all(self.folder, rows, self.config.epochs, train)
 
-    def corner_trainer(self) -> Callable[[jax.Array, Pytree, Pytree, Part], Pytree]:
-        """Return ``(key, w0, corner, rows) -> w`` after SGD, one program for all architectures."""
-        config, space = self.config, self.space
 
-        @jax.jit
-        def fit(key, w, corner, rows):
-            steps = config.epochs * (len(rows[1]) // config.batch_size)
-            first: Any = config.weight_rate or default_rate(space, w, corner, rows[0])
-            cosine = optax.cosine_decay_schedule(1.0, steps)
-            sgd = optax.sgd(lambda step: first * cosine(step), momentum=0.9)
-            sizes = {"epochs": config.epochs, "batch_size": config.batch_size}
-            lower = space.problem.lower
-            return training.train(key, lower, corner, w, rows, optimizer=sgd, **sizes).last
+def _mean_entropy(space: Space, alpha: Pytree) -> float:
+    """Return the mean entropy of the simplices in ``alpha``, or 0 without simplices."""
+    entropies = [diagnostics.entropy(p) for p in diagnostics.simplices(space.sets, alpha)]
+    return float(np.mean(np.concatenate([np.ravel(e) for e in entropies]))) if entropies else 0.0
 
-        return fit
+
+def _nested_lists(alpha: Any) -> Any:
+    """Return nested lists; for user-defined pytree nodes, a dict of lists by path."""
+    lists = jax.tree.map(lambda a: np.asarray(a).tolist(), alpha)
+    try:
+        json.dumps(lists)
+    except TypeError:
+        leaves = jax.tree_util.tree_leaves_with_path(alpha)
+        return {jax.tree_util.keystr(path): np.asarray(a).tolist() for path, a in leaves}
+    return lists
+
+
+def name_in_arrays(path: tuple[Any, ...]) -> str:
+    """Return the name of a leaf in ``arrays.npz``."""
+    return "_".join(str(getattr(key, "key", key)) for key in path)
+
+
+def name_of_found(scores: dict[str, Any]) -> str:
+    """Return the name of the network found by the search; "" if the search trained none."""
+    return next((name for name in scores if name.endswith(("search", "eigen-nas"))), "")
+
+
+def compare_with_random(scores: dict[str, dict[str, list[float]]], test_rows: int) -> str:
+    """Compare the network found with random ones, in one sentence."""
+    name, baseline = name_of_found(scores), next((n for n in scores if n.endswith("random")), "")
+    ours = np.array(scores[name]["test_error"])
+    sentence = f"test error {100 * ours.mean():.1f} % with {name}"
+    if baseline:
+        theirs = np.array(scores[baseline]["test_error"])
+        verdict = report.compare_errors(ours, theirs, test_rows)
+        sentence += f", {100 * theirs.mean():.1f} % with {baseline}: {verdict}"
+    return f"{sentence}."
 
 
 def keys(seed: int, number: int) -> jax.Array:

@@ -1,7 +1,6 @@
 """The flags of every command. JAX is not imported, so that help and mistakes are answered at once.
 
-Names are written out here, and a test compares them with those of the library. Names of scores
-come from their registry, which is light.
+A test compares the names here with those of the library.
 """
 
 import dataclasses
@@ -14,15 +13,11 @@ from bilevel.internal.import_function import check_module, names_function
 from ntk.scores.registry import HOST_SCORES, builtin_score_names
 
 ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu", "erf", "identity")
-DARTS_OPERATIONS = (
-    *("none", "max_pool_3x3", "avg_pool_3x3", "skip_connect"),
-    *("sep_conv_3x3", "sep_conv_5x5", "dil_conv_3x3", "dil_conv_5x5"),
-)
-NASBENCH201_OPERATIONS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 SCORES = tuple(sorted((*builtin_score_names(), *HOST_SCORES)))
 BASELINES = ("parameters", "multiply-adds", "trainable layers", "conv edges")  # of scores
 Names = Annotated[tuple[str, ...], rules.names(ACTIVATIONS)]
 Data = Annotated[str, rules.form(exists, SOURCES)]
+Devices = rules.Count | Literal["all"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +39,7 @@ class Output:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job(rules.Flags):
+class Job:
     """Flags of every job."""
 
     data: Data = "digits"
@@ -64,14 +59,24 @@ class Job(rules.Flags):
         """Return the flag ``name``, which counts rows."""
         return getattr(self, name)
 
+    def check(self) -> None:
+        """Raise a ValueError that names the flag, if a flag cannot be used."""
+        for name, hint in rules.hints(type(self)).items():
+            value = getattr(self, name)
+            if expected := rules.fault(hint, value):
+                raise ValueError(f"{name}: {expected}, got {rules.shown(value)}.")
+        self._check_together()
+
+    def check_at_most(self, name: str, most: int, of: str = "") -> None:
+        """Raise a ValueError if the flag ``name`` is larger than ``most``."""
+        if (value := getattr(self, name)) > most:
+            raise ValueError(f"{name}: expected at most {of or most}, got {value}.")
+
     def _check_together(self) -> None:
-        super()._check_together()
+        """Raise a ValueError if flags do not fit each other; subclasses call it first."""
         # None: `bilevel train` takes the data of the search.
         if self.data is not None and is_function(self.data):
             check_module("data", self.data)
-
-
-Devices = rules.Count | Literal["all"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,8 +4,7 @@ import os
 
 from bilevel.internal.import_function import names_function
 
-# Rows for training, and separate rows for the test. The test rows of digits are drawn from the
-# training rows.
+# Rows for training, and separate rows for the test; those of digits are drawn from all rows.
 ROWS = {
     "digits": (1797, 0),
     "mnist": (60_000, 10_000),
@@ -41,10 +40,7 @@ def is_function(data: str) -> bool:
 
 
 def check_rows(data: str, sizes: dict[str, int], reserved: int = 0) -> None:
-    """Raise if the training rows are too few for ``sizes``, by flag, and ``reserved`` more.
-
-    Own rows are not loaded yet, and are checked later.
-    """
+    """Raise if built-in rows are too few for ``sizes``, by flag, and ``reserved`` more."""
     if not is_own(data):
         total, own_test_rows = ROWS[data]
         # For the test, at the least.

@@ -6,21 +6,17 @@ import pathlib
 from typing import Annotated, Any, ClassVar, Literal
 
 from bilevel.cli.flags import rules
-from bilevel.cli.flags.commands import (
-    ACTIVATIONS,
-    DARTS_OPERATIONS,
-    NASBENCH201_OPERATIONS,
-    Data,
-    Names,
-    Resumable,
-)
+from bilevel.cli.flags.commands import ACTIVATIONS, Data, Names, Resumable
 from bilevel.cli.flags.datasets import check_rows
 from bilevel.internal.import_function import check_module
 
+DARTS_OPERATIONS = (
+    *("none", "max_pool_3x3", "avg_pool_3x3", "skip_connect"),
+    *("sep_conv_3x3", "sep_conv_5x5", "dil_conv_3x3", "dil_conv_5x5"),
+)
+NASBENCH201_OPERATIONS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 _DartsOperations = Annotated[tuple[str, ...], rules.names(DARTS_OPERATIONS)]
 _NasBench201Operations = Annotated[tuple[str, ...], rules.names(NASBENCH201_OPERATIONS)]
-
-
 Strategy = Literal[
     "darts-first",
     "darts-second",
@@ -110,6 +106,9 @@ class CellSearch(DeepSearch):
     weight_rate: rules.Rate = 0.025
     """Learning rate of the weights (SGD with momentum 0.9, cosine decay, weight decay 3e-4,
     gradients clipped at norm 5)."""
+    quick: ClassVar[dict[str, Any]] = dict(
+        channels=4, pixels=16, steps=100, batch_size=32, samples=20, test=1000
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,16 +138,8 @@ class DartsSearch(CellSearch):
     """A second classifier in training from scratch, as DARTS has; images of 29 pixels or more."""
     remat: bool = True
     """Save memory: compute each edge again in the backward pass."""
-    quick: ClassVar[dict[str, Any]] = dict(
-        operations=("none", "max_pool_3x3", "skip_connect", "sep_conv_3x3"),
-        channels=4,
-        pixels=16,
-        steps=100,
-        epochs=10,
-        batch_size=32,
-        samples=20,
-        test=1000,
-        random=1,
+    quick: ClassVar[dict[str, Any]] = CellSearch.quick | dict(
+        operations=("none", "max_pool_3x3", "skip_connect", "sep_conv_3x3"), epochs=10, random=1
     )
 
 
@@ -167,9 +158,7 @@ class NasBench201Search(CellSearch):
     """Channels of the first stage."""
     remat: bool = True
     """Save memory: compute each cell again in the backward pass."""
-    quick: ClassVar[dict[str, Any]] = dict(
-        cells=1, channels=4, pixels=16, steps=100, batch_size=32, samples=20, test=1000
-    )
+    quick: ClassVar[dict[str, Any]] = CellSearch.quick | dict(cells=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,14 +12,9 @@ from bilevel.cli.flags.commands import Job, Resumable
 CONFIG = "config.json"
 
 
-def flags_of(config: rules.Flags) -> dict[str, Any]:
+def flags_of(config: Job) -> dict[str, Any]:
     """Return a configuration as JSON values: paths are strings, tuples are lists."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
-
-
-def dump(flags: dict[str, Any]) -> str:
-    """Return the text of ``config.json``."""
-    return json.dumps(flags, indent=2) + "\n"
 
 
 def read(path: pathlib.Path, flag: str) -> dict[str, Any]:
@@ -50,20 +45,15 @@ def values(path: pathlib.Path, kind: type) -> dict[str, Any]:
                 f"config: expected the flags of a run of this command and space in "
                 f"{rules.shown(path)}, got {rules.shown(name)} among them."
             )
-        flags[name] = as_flag(hints[name], value)
+        if isinstance(value, list):  # JSON lacks tuples and paths
+            value = tuple(value)
+        is_path = isinstance(value, str) and pathlib.Path in get_args(hints[name])
+        flags[name] = pathlib.Path(value) if is_path else value
         if expected := rules.fault(hints[name], flags[name]):
             raise ValueError(
                 f"config: {name} in {rules.shown(path)}: {expected}, got {rules.shown(value)}."
             )
     return flags
-
-
-def as_flag(hint: Any, value: Any) -> Any:
-    """Return a value from JSON as a flag of the type ``hint``: JSON lacks tuples and paths."""
-    if isinstance(value, list):
-        return tuple(value)
-    is_path = isinstance(value, str) and pathlib.Path in get_args(hint)
-    return pathlib.Path(value) if is_path else value
 
 
 def check_directory(config: Job) -> None:

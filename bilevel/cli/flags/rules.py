@@ -1,11 +1,6 @@
 """The types of the flags with their ranges, checked before JAX is imported.
 
-    steps: Count = 20            # Count = Annotated[int, between(1)]
-    pixels: Size | None = None
-
-The flags of a command are a frozen dataclass that extends :class:`Flags`. A rule is called with a
-value and returns its expectation as text, or None if the value is right. The library checks the
-rest.
+A rule is called with a value and returns its expectation as text, or None if the value is right.
 """
 
 import dataclasses
@@ -21,9 +16,9 @@ Rule = Callable[[Any], str | None]
 
 
 def between(least: float, most: float = 10**8, under: float = math.inf) -> Rule:
-    """Accept a number from ``least`` to ``most``, or under ``under``.
+    """Accept a number from ``least`` to ``most``, by default so that products of counts are small.
 
-    Commands multiply counts, and the product has to fit in 32 bits: hence the default of ``most``.
+    A number ``under`` and above is not accepted.
     """
 
     def rule(value):
@@ -43,7 +38,6 @@ def form(accepts: Callable[[Any], bool], expected: str) -> Rule:
 
 def names(known: tuple[str, ...], least: int = 1, functions: bool = False) -> Rule:
     """Accept different names among those ``known``; with ``functions`` also MODULE:FUNCTION."""
-    others = ", or MODULE:FUNCTION" if functions else ""
 
     def rule(value):
         if len(set(value)) < len(value):
@@ -51,6 +45,7 @@ def names(known: tuple[str, ...], least: int = 1, functions: bool = False) -> Ru
         unknown = {name for name in value if not (functions and names_function(name))} - set(known)
         if len(value) >= least and not unknown:
             return None
+        others = ", or MODULE:FUNCTION" if functions else ""
         return f"expected names among {', '.join(known)}{others}"
 
     return rule
@@ -67,27 +62,6 @@ Seed = Annotated[int, between(0, 2**32 - 1)]  # seeds that both JAX and numpy ta
 Rate = Annotated[float, between(1e-12, 1e6)]  # not 0 in float32
 Out = Annotated[pathlib.Path, form(lambda path: str(path).isprintable(), "printable characters")]
 Importable = Annotated[str, form(names_function, "MODULE:FUNCTION, as in my_module:my_space")]
-
-
-@dataclasses.dataclass(frozen=True)
-class Flags:
-    """Flags of a command."""
-
-    def check(self) -> None:
-        """Raise a ValueError that names the flag, if a flag cannot be used."""
-        for name, hint in hints(type(self)).items():
-            value = getattr(self, name)
-            if expected := fault(hint, value):
-                raise ValueError(f"{name}: {expected}, got {shown(value)}.")
-        self._check_together()
-
-    def _check_together(self) -> None:
-        """Raise a ValueError if flags do not fit each other; subclasses call it first."""
-
-    def check_at_most(self, name: str, most: int, of: str = "") -> None:
-        """Raise a ValueError if the flag ``name`` is larger than ``most``."""
-        if (value := getattr(self, name)) > most:
-            raise ValueError(f"{name}: expected at most {of or most}, got {value}.")
 
 
 def hints(flags: type) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """``--data`` of a run: facts about the rows, rows to draw, and the digest of the user's rows.
 
-Built-in datasets are known before they are read. The user's rows are read once, before the run has
-a directory, so that nothing is computed on wrong ones.
+Built-in datasets are known before they are read. The user's rows are read before the run begins.
 """
 
 import dataclasses
@@ -10,7 +9,7 @@ import json
 import math
 import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,6 @@ _CHUNK = 2**24  # bytes that are hashed at once
 _SIZES = "rows", "train", "valid", "test"  # flags that count rows
 _SHOWN = 5  # names of classes in the line of the data
 
-AnyJob = TypeVar("AnyJob", bound=Job)
 Rows = tuple[np.ndarray, np.ndarray]
 
 
@@ -60,17 +58,9 @@ class Data(NamedTuple):
         total, separate = ROWS[self.source]
         return min(config.test, separate or total - config.train - config.valid)
 
-    def draw(
-        self, keys: Sequence[Any] | jax.Array, *, train: int, valid: int, test: int
-    ) -> list[list[Rows]]:
+    def draw(self, keys: Sequence[Any] | jax.Array, **sizes: int) -> list[list[Rows]]:
         """Return training, validation and test rows for every key; own vectors standardized."""
-        splits = datasets.draw_splits(
-            self.source if self.dataset is None else self.dataset,
-            keys,
-            train=train,
-            valid=valid,
-            test=test,
-        )
+        splits = datasets.draw_splits(self.dataset or self.source, keys, **sizes)
         return [self._prepared(parts) for parts in splits]
 
     def _prepared(self, parts: list[Rows]) -> list[Rows]:
@@ -94,18 +84,16 @@ class Data(NamedTuple):
         if self.dataset is None:
             return entry
         sizes = (self.dataset.y_train, self.dataset.y_valid, self.dataset.y_test)
+        normalization = "bytes / 255" if self.dataset.x_train.dtype == np.uint8 else "none"
+        if len(self.shape) == 1:
+            normalization = "columns of mean 0 and variance 1 on the training rows"
         return entry | {
             "seed": self.seed,
             "rows": [0 if y is None else len(y) for y in sizes],
             "shape": list(self.shape),
             "classes": list(self.dataset.classes),
-            "normalization": self._normalization(self.dataset.x_train.dtype),
+            "normalization": normalization,
         }
-
-    def _normalization(self, dtype: np.dtype) -> str:
-        if len(self.shape) == 1:
-            return "columns of mean 0 and variance 1 on the training rows"
-        return "bytes / 255" if dtype == np.uint8 else "none"
 
 
 def _standardized(parts: list[Rows]) -> list[Rows]:
@@ -117,22 +105,11 @@ def _standardized(parts: list[Rows]) -> list[Rows]:
     return [(((a - mean) / scale).astype(x.dtype), y) for a, y in parts]
 
 
-# ----------------------------------------------------------------------------- reading
-
-
-def opened(config: AnyJob, *, images: bool, labels: bool = True) -> tuple[AnyJob, Data]:
-    """Return the flags and the data of a run; default sizes shrink to the user's own rows.
-
-    Raises
-    ------
-    ValueError
-        If own rows are wrong, are not the ``images`` or class ``labels`` that the run needs, or are
-        fewer than the flags ask for. If images need Pillow, and it is missing.
-    """
+def opened(config: Any, *, images: bool, labels: bool = True) -> tuple[Any, Data]:
+    """Return the flags and the data of a run; default sizes shrink to the user's own rows."""
     if not is_own(config.data):
         return config, Data(config.data, SHAPES.get(config.data, ()), CLASSES)
     data = own_data(config.data, config.seed, images=images, labels=labels)
-    assert data.dataset is not None
     config = _with_sizes(config, data.dataset)
     report.screen().print(_description(config, data), soft_wrap=True)
     return config, data
@@ -147,7 +124,10 @@ def load_builtin(source: str, count: int | None) -> datasets.Dataset:
 
 
 def own_data(source: str, seed: int, *, images: bool, labels: bool) -> Data:
-    """Return the user's rows; ``seed`` draws the test rows. Raises as :func:`opened` does."""
+    """Return the user's rows, if they are ``images`` and have ``labels`` where a run needs them.
+
+    ``seed`` draws the test rows.
+    """
     try:
         own = imported("data", source) if is_function(source) else source
         dataset = datasets.load(own, jax.random.key(seed))
@@ -169,7 +149,7 @@ def own_data(source: str, seed: int, *, images: bool, labels: bool) -> Data:
     return Data(source, shape, len(dataset.classes), dataset, _digest(dataset), seed)
 
 
-def _with_sizes(config: AnyJob, dataset: datasets.Dataset) -> AnyJob:
+def _with_sizes(config: Any, dataset: Any) -> Any:
     """Return the flags with default sizes that fit the rows of own data."""
     rows, valid = len(dataset.y_train), dataset.y_valid
     pools = [("rows", "train", "valid"), ()] if valid is None else [("rows", "train"), ("valid",)]
@@ -199,15 +179,13 @@ def _shrunk(config: Job, wanted: dict[str, int], total: int) -> dict[str, int]:
 
 
 def _is_default(config: Job, name: str) -> bool:
-    kind, value = type(config), getattr(config, name)
-    defaults = getattr(kind, name), kind.quick.get(name)
-    return name not in invocation.current().given and value in defaults
+    defaults = getattr(type(config), name), config.quick.get(name)
+    return name not in invocation.current().given and getattr(config, name) in defaults
 
 
 def _description(config: Any, data: Data) -> str:
     """Return the line about own data: rows, classes, normalization and split."""
-    dataset = data.dataset
-    assert dataset is not None
+    dataset: Any = data.dataset
     kind = "vectors" if len(data.shape) == 1 else "images"
     names = ", ".join(dataset.classes[:_SHOWN]) + (", ..." if data.classes > _SHOWN else "")
     targets = f"{data.classes} classes ({names})" if data.classes else "real targets"
@@ -234,9 +212,6 @@ def _digest(dataset: datasets.Dataset) -> str:
             for start in range(0, len(array), rows):
                 state.update(np.ascontiguousarray(array[start : start + rows]).data)
     return f"sha256:{state.hexdigest()}"
-
-
-# ----------------------------------------------------------------------------- the run directory
 
 
 def save_digest(folder: pathlib.Path, data: Data) -> None:

@@ -17,12 +17,7 @@ _LOST, _SHUTDOWN = 20, 10
 def join() -> bool:
     """Meet the other processes of this command; return whether this is the first of them.
 
-    No computation of JAX may come before.
-
-    Raises
-    ------
-    ValueError
-        If JAX finds no other processes.
+    No computation of JAX may come before. If JAX finds no other processes, ``ValueError``.
     """
     try:
         jax.distributed.initialize(
@@ -39,10 +34,7 @@ def join() -> bool:
 def spread_over_devices(
     devices: int | Literal["all"], copies: int, what: str, tree: Pytree
 ) -> Pytree:
-    """Return ``tree`` with its leading axis of ``copies`` spread over ``devices``.
-
-    Every process passes the same ``tree``. Raises as :func:`count_for` does.
-    """
+    """Return ``tree``, equal in all processes, with its leading axis spread over ``devices``."""
     count = count_for(devices, copies, what)
     if count == 1:
         return tree
@@ -54,13 +46,7 @@ def spread_over_devices(
 
 
 def count_for(devices: int | Literal["all"], copies: int, what: str) -> int:
-    """Return the number of devices that the flag means, before a command reads its data.
-
-    Raises
-    ------
-    ValueError
-        If there are fewer devices, or their number does not divide the copies.
-    """
+    """Return the number of devices that the flag means, if it divides the ``copies``."""
     available = jax.device_count()
     count = available if devices == "all" or (is_multiprocess() and devices == 1) else devices
     if count > available:

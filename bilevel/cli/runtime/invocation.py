@@ -1,32 +1,46 @@
-"""The call of the command: its line, its output, its record, and the versions."""
+"""The call of a command: its line, output and record; the settings and signals of its process."""
 
+import _thread
 import contextlib
 import dataclasses
 import datetime
+import importlib.util
+import os
 import pathlib
 import platform
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from importlib import metadata
 from typing import Any
 
+from bilevel.data.files import user_cache
+
+SMALL = "search", "search-skips", "certify", "baseline"
+"""Commands without convolutions or large products: tuning takes longer than it saves."""
+
+_SECONDS = 0.05  # wait before Ctrl-C is raised again, so that the code that lost it has ended
+_LARGEST = 2**30  # bytes of the cache; the programs of one command take some 15 million
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a command. ``line`` is None when it is called from Python.
+    """One call of a command."""
 
-    ``given`` are the names of the flags in the line. ``record`` receives the content of the
-    progress bars, with or without bars.
-    """
-
-    line: str | None = None
+    line: str | None = None  # None when it is called from Python
     table: bool = True
     progress: bool = True
-    record: Callable[[dict[str, Any]], None] | None = None
-    given: frozenset[str] = frozenset()
+    record: Callable[[dict[str, Any]], None] | None = None  # receives the content of the bars
+    given: frozenset[str] = frozenset()  # names of the flags in the line
 
 
 _call: ContextVar[Call | None] = ContextVar("call", default=None)
+
+
+def current() -> Call:
+    """Return the call that is running."""
+    return _call.get() or Call()
 
 
 @contextlib.contextmanager
@@ -37,11 +51,6 @@ def made(call: Call) -> Iterator[None]:
         yield
     finally:
         _call.reset(token)
-
-
-def current() -> Call:
-    """Return the call that is running."""
-    return _call.get() or Call()
 
 
 def recorder(path: pathlib.Path, command: str, resume: bool) -> Callable[[dict[str, Any]], None]:
@@ -65,12 +74,71 @@ def recorder(path: pathlib.Path, command: str, resume: bool) -> Callable[[dict[s
 
 def versions() -> dict[str, str]:
     """Return the versions of the package, JAX and Python from metadata, without importing JAX."""
-    names = ("bilevel", "jax", "jaxlib")
-    return {name: _version(name) for name in names} | {"python": platform.python_version()}
+    known = dict.fromkeys(("bilevel", "jax", "jaxlib"), "unknown")  # if not installed
+    for name in known:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            known[name] = metadata.version(name)
+    return known | {"python": platform.python_version()}
 
 
-def _version(name: str) -> str:
+class Stopped(Exception):
+    """A run was interrupted; the message names the saved part."""
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[None]:
+    """Within the ``with`` block, send a Ctrl-C again that Python reports as lost.
+
+    Python ignores exceptions in finalizers and during garbage collection, when JAX runs code.
+    """
+    usual = sys.unraisablehook
+
+    def hook(lost: "sys.UnraisableHookArgs") -> None:
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            again = threading.Timer(_SECONDS, _thread.interrupt_main)
+            again.daemon = True
+            again.start()
+        else:
+            usual(lost)
+
+    sys.unraisablehook = hook
     try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:  # on the path, but not installed
-        return "unknown"
+        yield
+    finally:
+        sys.unraisablehook = usual
+
+
+def switch_autotuning_off(command: str) -> None:
+    """Let XLA choose a GPU's kernels without timing them, if ``command`` is a small one.
+
+    It has an effect only before JAX's first computation. A level in ``XLA_FLAGS`` has priority.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    plugins = "jax_cuda12_plugin", "jax_cuda13_plugin"
+    cuda = any(importlib.util.find_spec(plugin) for plugin in plugins)
+    if command in SMALL and cuda and "xla_gpu_autotune_level" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
+
+
+def keep_programs() -> None:
+    """Keep compiled programs for the next command: half of a short one is compilation.
+
+    A user-defined folder, JAX_COMPILATION_CACHE_DIR, has priority. If the folder in the user's
+    cache cannot be written, nothing is cached, because JAX would warn for every program.
+    """
+    import jax
+
+    cache = user_cache()
+    if jax.config.values["jax_compilation_cache_dir"] is not None or cache is None:
+        return
+    folder = cache / "programs"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    # A bounded cache locks its folder, so that several commands can run at a time.
+    jax.config.update("jax_compilation_cache_max_size", _LARGEST)
+    # By default JAX keeps programs that compile for a second, but the commands' programs are small.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

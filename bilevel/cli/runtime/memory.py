@@ -1,8 +1,6 @@
-"""Raise if the arrays of a job do not fit into memory.
+"""Raise if the arrays of a job do not fit into memory, before it starts long work.
 
-The system ends a job that does not fit without a message, after minutes or hours. So a command
-compares the bytes of arrays that are alive together with the available memory before it starts long
-work. The arrays that a backward pass keeps count too. All shapes come from ``jax.eval_shape``.
+The system ends such a job without a message, after minutes or hours.
 """
 
 import contextlib
@@ -40,10 +38,7 @@ def bytes_of(tree: Pytree) -> int:
 
 @contextlib.contextmanager
 def fitting(config: Any, *stages: Parts) -> Iterator[None]:
-    """Run the block if the arrays of each stage fit, else raise a message with the flags to lower.
-
-    Allocations that fail within the block raise such a message too.
-    """
+    """Run the block. If arrays of a stage or allocations fail to fit, name the flags to lower."""
     free = available_memory()
     sizes = max(
         ({flags: bytes_of(tree) for flags, tree in parts.items()} for parts in stages),

@@ -1,15 +1,12 @@
 """The files of a run and its printed output: the same for all commands."""
 
-import datetime
 import decimal
-import importlib.util
 import json
 import pathlib
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 import scipy.special
 from rich.console import Console
@@ -20,17 +17,6 @@ from bilevel.internal.processes import is_first_process
 from bilevel.outer_loop.metrics_log import without_nan
 from bilevel.plots import appearance
 from bilevel.runs import records
-
-
-def origin() -> dict[str, Any]:
-    """Return the command, the date, the versions and the device of a result."""
-    return {
-        "command": invocation.current().line,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": invocation.versions(),
-        "jax": jax.__version__,
-        "device": str(jax.devices()[0].device_kind),
-    }
 
 
 def write_results(folder: pathlib.Path, result: dict[str, Any], arrays: dict[str, Any]) -> None:
@@ -50,14 +36,11 @@ def dump_without_nan(result: Any) -> str:
 
 
 def save_figure(path: pathlib.Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
-    """Save a figure of ``size`` inches that ``draw`` draws; without matplotlib, nothing.
-
-    pyplot is not imported, so that no window opens and matplotlib's backend stays.
-    """
+    """Save a figure of ``size`` inches that ``draw`` draws; without matplotlib, nothing."""
     if not is_first_process():
         return
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure  # without pyplot, so that no window opens
     except ImportError:
         return
     with appearance.style():
@@ -65,22 +48,6 @@ def save_figure(path: pathlib.Path, size: tuple[float, float], draw: Callable[[A
         draw(figure)
         with records.warn_if_disk_full(f"out: {path}"), records.atomic_write(path) as file:
             figure.savefig(file, dpi=150, format="png")
-
-
-def heat_map(
-    table: np.ndarray, ax: Any, columns: Sequence[str], rows: Sequence[str], fontsize: float = 8
-) -> None:
-    """Draw values from 0 to 1 as shades, with numbers in the cells; NaN is blank."""
-    ax.imshow(table, vmin=0, vmax=1, cmap="Blues", aspect="auto")
-    ax.grid(False)
-    look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": fontsize}
-    for (row, column), value in np.ndenumerate(table):
-        if np.isfinite(value):
-            ax.text(column, row, f"{value:.2f}", color="white" if value > 0.6 else "black", **look)
-    ax.set_xticks(range(len(columns)), columns, rotation=30, ha="right", rotation_mode="anchor")
-    ax.set_yticks(range(len(rows)), rows)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
 
 
 def table_title(config: dict[str, Any]) -> str:
@@ -92,8 +59,8 @@ def table_title(config: dict[str, Any]) -> str:
 def compare_errors(ours: np.ndarray, baseline: np.ndarray, rows: int) -> str:
     """Compare two test errors [seeds]: the difference in points, its 95 % interval, a verdict.
 
-    The interval is Student's of the seeds' differences. For one seed it is that of Agresti &
-    Caffo (2000) for independent rows, which is too wide because both networks have the same rows.
+    The interval is Student's of the seeds' differences. For one seed it is that of Agresti & Caffo
+    (2000) for independent rows, which is too wide, as both networks have the same rows.
     """
     ours, baseline = np.asarray(ours), np.asarray(baseline)
     differences, seeds = ours - baseline, len(ours)
@@ -121,18 +88,6 @@ def print_next(console: Console, folder: pathlib.Path) -> None:
     console.print(f"train and save the network: {line}", soft_wrap=True)
 
 
-def print_end(
-    console: Console, sentence: str, folder: pathlib.Path, figure: str, times: str
-) -> None:
-    """Print the result in one sentence, and the paths of the results and the figure."""
-    console.print(f"Result: {sentence}")
-    path = folder / figure
-    figures = f"; figure: {path}" if path.exists() else ""
-    if not importlib.util.find_spec("matplotlib"):
-        figures = "; no figure without matplotlib (the extra `plots`)"
-    console.print(f"{times}; results: {folder}{figures}", soft_wrap=True)  # to be copied
-
-
 def figure_title(config: dict[str, Any]) -> str:
     """Return the title of a figure."""
     several = f"{config['seeds']} seeds drawn from " if config["seeds"] > 1 else ""
@@ -146,8 +101,7 @@ def _rows_in_title(config: dict[str, Any]) -> str:
 def screen() -> Console:
     """Return the console of the tables; it prints nothing in a call without a table.
 
-    A pipe or a file is 110 columns wide; rich would take 80. Names contain square brackets and
-    colons, so rich's markup and emoji are off.
+    A pipe or a file is 110 columns wide. Names contain square brackets and colons.
     """
     quiet = not invocation.current().table
     options: dict[str, Any] = {"markup": False, "emoji": False, "quiet": quiet}
@@ -200,10 +154,7 @@ def score_table(
     ends: Collection[str] = (),
     starred: str | None = None,
 ) -> Any:
-    """Return a table of ``scores``, by network and key, with errors in %; a missing one is blank.
-
-    A rule is drawn below the networks in ``ends``.
-    """
+    """Return a table of ``scores``, by network and key, with errors in %; rules below ``ends``."""
 
     def text(row, key, form):
         if key not in row:

@@ -1,44 +1,126 @@
-"""``bilevel search-skips``: search activations and skip connections (Zhu et al. 2022).
+"""``bilevel search-skips`` and ``search-own``: search spaces whose networks are their corners.
 
-All seeds are searched side by side. Then the run trains three kinds of networks for every seed:
-
-- the network of the architecture found;
-- networks of one activation without skips;
-- as many random architectures as the gradients of the search could train.
-
-All are vertices of the space, so one compiled program trains all of them.
-
-``--strategy eigen-nas`` does not search. It ranks ``--samples`` random architectures for every seed
-by the smallest eigenvalue of their infinite kernel (Algorithm 1 there). It trains the best
-``--kept`` from scratch, and the best by validation is the result. The same number of random ones is
-trained too: they differ only in the eigenvalue.
+One compiled program trains all networks from scratch. In the space of Zhu et al. (2022) all seeds
+are searched side by side; networks of one activation without skips are trained too, and as many
+random ones as the gradients of the search could train. ``--strategy eigen-nas`` does not search. It
+ranks random architectures by the smallest eigenvalue of their infinite kernel (Algorithm 1 there),
+and trains the best and as many random ones.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import ntk
 from bilevel import strategies
-from bilevel.cli.deep_search import report as deep_report
-from bilevel.cli.deep_search.networks import Scores, by_network
-from bilevel.cli.deep_search.report import ERRORS, Heatmap, SeedResult
-from bilevel.cli.deep_search.run import DeepSearchRun, default_rate, keys
+from bilevel.cli.deep_search.networks import Row, Scores, by_network
+from bilevel.cli.deep_search.run import (
+    ERRORS,
+    DeepSearchRun,
+    Heatmap,
+    SeedResult,
+    default_rate,
+    keys,
+)
 from bilevel.cli.runtime.command_run import Result
 from bilevel.contracts import Pytree
+from bilevel.discretize import diagnostics
+from bilevel.internal.import_function import called
+from bilevel.nets import training
 from bilevel.nets.evaluation import Part, error_rates
+from bilevel.spaces import Space
 from bilevel.spaces.activations import unit_inputs
 from bilevel.spaces.skips import SkipArchitecture, SkipSpace, skip_space
 from bilevel.spaces.targets import cross_entropy_problem
 from bilevel.strategies.train_free import EigenNAS, eigen_nas
 
 _KERNEL_ROWS = 100  # rows of the kernel for the smallest eigenvalue: a second for ten networks
+_KERNEL_NOTE = "λ_min: of the infinite-width NTK of {} training rows, in NTK parametrization"
 
 
-class _SkipRun(DeepSearchRun):
+class _CornerRun(DeepSearchRun):
+    """A space whose networks are trained from scratch at its corners."""
+
+    def corner_scores(self) -> Callable[..., dict[str, Any]]:
+        """Return ``(key, w0, row, show) -> errors`` after SGD, one program for all networks."""
+        config, space, rates = self.config, self.space, error_rates(self.space)
+
+        @jax.jit
+        def fit(key, w, corner, rows):
+            steps = config.epochs * (len(rows[1]) // config.batch_size)
+            first: Any = config.weight_rate or default_rate(space, w, corner, rows[0])
+            cosine = optax.cosine_decay_schedule(1.0, steps)
+            sgd = optax.sgd(lambda step: first * cosine(step), momentum=0.9)
+            sizes = {"epochs": config.epochs, "batch_size": config.batch_size}
+            lower = space.problem.lower
+            return training.train(key, lower, corner, w, rows, optimizer=sgd, **sizes).last
+
+        def scores(key, w, row, show):
+            corner, parts = space.one_hot(row.architecture), self.parts[row.seed]
+            errors = rates(fit(key, w, corner, parts[0]), corner, parts, config.batch_size)
+            show(config.epochs, float("nan"))
+            return dict(zip(ERRORS, errors, strict=True))
+
+        return scores
+
+
+class _OwnRun(_CornerRun):
+    """A space of the user."""
+
+    sizes = ("space",)
+
+    def make_space(self) -> Space:
+        self.name = self.config.space
+        space = called("space", self.name, self.data.classes)
+        if not isinstance(space, Space):
+            kind = type(space).__name__
+            raise ValueError(
+                f"space: expected {self.name} to return a bilevel.spaces.Space, got a {kind}."
+            )
+        return space
+
+    def weight_rate(self) -> float:
+        if self.config.weight_rate:
+            return self.config.weight_rate
+        train = self.parts[0][0]
+        w = jax.jit(self.space.init)(keys(self.config.seed, 0)[1], train)
+        return float(default_rate(self.space, w, self.space.start(), train[0]))
+
+    def train(self, found: list[Row]) -> list[Row]:
+        config, space = self.config, self.space
+        init, scores = jax.jit(space.init), self.corner_scores()
+        training_keys = [keys(config.seed, s)[3] for s in range(len(self.parts))]
+        seed_keys = [jax.random.split(key, config.random + 2) for key in training_keys]
+        drawn = [[space.draw(key) for key in of_seed[2:]] for of_seed in seed_keys]
+
+        def train(row, checkpoint, show):
+            init_key, order_key, *_ = seed_keys[row.seed]
+            return scores(order_key, init(init_key, self.parts[row.seed][0]), row, show)
+
+        return self.train_networks(found, drawn, train)
+
+    def heatmaps(self, alpha: Pytree) -> list[Heatmap]:
+        """Return a table for each leaf of alpha on simplices, with a row for each simplex."""
+        heats: list[Heatmap] = []
+        for leaf in diagnostics.simplices(self.space.sets, alpha):
+            values = np.asarray(jnp.reshape(leaf, (-1, leaf.shape[-1])))
+            count, choices = values.shape
+            names = self.space.names if len(self.space.names) == choices else range(choices)
+            rows, ylabel = [*map(str, range(count))], "" if heats else "simplex"
+            heats.append(Heatmap("α", values, [*map(str, names)], rows, ylabel))
+        return heats
+
+    def notes(self, result: dict[str, Any]) -> list[str]:
+        note = "networks are trained from scratch, at the corners of the space that stand for them"
+        return [note]
+
+
+class _SkipRun(_CornerRun):
     """Activations and skip connections."""
 
     images = False
@@ -51,15 +133,11 @@ class _SkipRun(DeepSearchRun):
         """Return the space; set the networks of one activation without skips."""
         config, self.copies = self.config, self.config.seeds
         self.kernel_rows = min(_KERNEL_ROWS, config.train)
-        space = skip_space(
-            config.activations,
-            depth=config.depth,
-            width=config.width,
-            classes=self.data.classes,
-            parametrization=config.parametrization,
-        )
+        names = "activations", "depth", "width", "parametrization"
+        space = skip_space(classes=self.data.classes, **{k: getattr(config, k) for k in names})
         layers, skips = (len(space.start()[k]) for k in ("activations", "skips"))
         self.singles = {s: SkipArchitecture((s,) * layers, (False,) * skips) for s in space.names}
+        self.ends = "search", "eigen-nas", space.names[-1], "random"
         return _in_bfloat16(space) if config.bfloat16 else space
 
     @property
@@ -68,8 +146,6 @@ class _SkipRun(DeepSearchRun):
 
     def unit(self, *xs: Any) -> Any:
         return unit_inputs(*xs)
-
-    # ------------------------------------------------------------------------- the search
 
     def search(self) -> list[SeedResult]:
         """Search for all seeds at once. The losses in a history are means over all seeds."""
@@ -81,9 +157,8 @@ class _SkipRun(DeepSearchRun):
         alpha = jax.tree.map(lambda a: jnp.stack([a] * seeds), self.space.start())
         copies = strategies.stack_strategies(self.strategy, seeds)
         self.bars.enter("search")
-        search_result = self.search_from(
-            copies, alpha, w0, (train, valid), key, self.folder / "checkpoint"
-        )
+        place = self.folder / "checkpoint"
+        search_result = self.search_from(copies, alpha, w0, (train, valid), key, place)
         if search_result.stopped:
             raise KeyboardInterrupt(search_result.stopped)
         alpha = search_result.alpha
@@ -112,59 +187,48 @@ class _SkipRun(DeepSearchRun):
 
         return 1 / float(jax.jit(jax.vmap(of_seed))(w, train[0]).mean())
 
-    # ------------------------------------------------------------------------- the networks
-
-    def train(self, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def train(self, found: list[Row]) -> list[Row]:
         config = self.config
         batches = config.epochs * (config.train // config.batch_size)
         # The number of networks that the gradients of the search could train.
         budget = 1 + round(config.steps * self.strategy.gradients / batches)
         return self.train_corners(found, budget)
 
-    def train_corners(self, found: list[dict[str, Any]], budget: int) -> list[dict[str, Any]]:
-        """Return scores of networks, also of ``budget`` random ones for each seed.
-
-        Networks that are not random have an eigenvalue too.
-        """
-        config, space = self.config, self.space
-        key = jax.random.fold_in(jax.random.key(config.seed), 1)
+    def train_corners(self, found: list[Row], budget: int) -> list[Row]:
+        """Return scores of networks, with eigenvalues, and of ``budget`` random ones a seed."""
+        space, key = self.space, jax.random.fold_in(jax.random.key(self.config.seed), 1)
         draw_key, weight_key, order_key = jax.random.split(key, 3)
         draws = [jax.random.split(k, self.copies) for k in jax.random.split(draw_key, budget)]
         drawn = [[space.draw(of_all[s]) for of_all in draws] for s in range(self.copies)]
         train = jax.tree.map(lambda *a: jnp.stack(a), *(of_seed[0] for of_seed in self.parts))
         w0 = self._initial_weights(weight_key, train)
         orders = jax.random.split(order_key, self.copies)
-        fit, rates = self.corner_trainer(), error_rates(space)
+        errors = self.corner_scores()
 
         def of_row(row, checkpoint, show):
-            corner, parts = space.one_hot(row.architecture), self.parts[row.seed]
-            w = fit(orders[row.seed], jax.tree.map(lambda a: a[row.seed], w0), corner, parts[0])
-            errors = rates(w, corner, parts, config.batch_size)
-            scores = dict(zip(ERRORS, errors, strict=True))
+            w = jax.tree.map(lambda a: a[row.seed], w0)
+            scores = errors(orders[row.seed], w, row, show)
             scores["skips"] = sum(row.architecture.skips)
             if "random" not in row.name:
-                scores["min_eigenvalue"] = self._min_eigenvalue(corner, parts[0][0])
-            show(config.epochs, float("nan"))
+                corner, x = space.one_hot(row.architecture), self.parts[row.seed][0][0]
+                scores["min_eigenvalue"] = self._min_eigenvalue(corner, x)
             return scores
 
         return self.train_networks(found, drawn, of_row)
 
     def _min_eigenvalue(self, corner: Pytree, x: jax.Array) -> float:
         """Return the smallest eigenvalue of the NTK at infinite width, in float64."""
+        rows = x[:_KERNEL_ROWS]
         with jax.enable_x64(True):
-            x, corner = jax.tree.map(
-                lambda a: jnp.asarray(np.asarray(a), float), (x[:_KERNEL_ROWS], corner)
-            )
+            x, corner = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), float), (rows, corner))
             # Corners of one simplex share a program.
             return float(ntk.min_eigenvalue(self.space.kernel(corner, x).ntk))
 
     def best_single(self, scores: Scores) -> str:
         return min(self.space.names, key=lambda name: np.mean(scores[name]["valid_error"]))
 
-    # ------------------------------------------------------------------------- the report
-
-    def more(self, result: dict[str, Any], seed_results: list[SeedResult]) -> dict[str, Any]:
-        skips = [float(f.alpha["skips"].sum()) for f in seed_results]
+    def more(self, result: dict[str, Any]) -> dict[str, Any]:
+        skips = [float(f.alpha["skips"].sum()) for f in self.seed_results]
         result["scores"]["supernet"]["skips"] = skips
         best = self.best_single(result["scores"])
         return {"best_single": best, "kernel_rows": self.kernel_rows}
@@ -177,24 +241,13 @@ class _SkipRun(DeepSearchRun):
         columns = [*self.space.names, "skip"]
         return [Heatmap("α and weight of the skip", values, columns, layers, ylabel="layer")]
 
-    def table(self, result: dict[str, Any]) -> Any:
-        ends = {"search", "eigen-nas", self.space.names[-1], "random"}
-        return deep_report.network_table(result, self.columns, ends)
-
     def notes(self, result: dict[str, Any]) -> list[str]:
         return [
             "networks are trained from scratch, those of one activation without skips; * best of "
             "them by validation; best of random: by validation, with as many networks as the "
             "search's gradients could train",
-            self.kernel_note(),
+            _KERNEL_NOTE.format(self.kernel_rows),
         ]
-
-    def kernel_note(self) -> str:
-        """Return the note on the column λ_min."""
-        return (
-            f"λ_min: of the infinite-width NTK of {self.kernel_rows} training rows, in NTK "
-            "parametrization"
-        )
 
 
 class _EigenNasRun(_SkipRun):
@@ -205,10 +258,9 @@ class _EigenNasRun(_SkipRun):
         self.bars.enter("eigenvalues")
         rankings = [self._ranking(seed) for seed in seeds]
         ranked = self.seconds()
-        ranked_by_seed = [
-            {f"eigen-nas {i}": a for i, a in enumerate(best.architectures, 1)} for best in rankings
-        ]
-        networks = self.train_corners(ranked_by_seed, self.config.kept)
+        best = [enumerate(ranking.architectures, 1) for ranking in rankings]
+        corners = [{f"eigen-nas {i}": a for i, a in of_seed} for of_seed in best]
+        networks = self.train_corners(corners, self.config.kept)
         scores = by_network(networks)
         result = {
             "space": self.name,
@@ -219,8 +271,7 @@ class _EigenNasRun(_SkipRun):
             "kernel_rows": self.kernel_rows,
             "seconds": {"search": ranked, "all": self.seconds()},
         }
-        eigenvalues = {f"eigenvalues_{seed}": f.eigenvalues for seed, f in enumerate(rankings)}
-        return result, eigenvalues
+        return result, {f"eigenvalues_{s}": f.eigenvalues for s, f in enumerate(rankings)}
 
     def save_figures(self, result: Result) -> None:
         pass  # nothing was searched
@@ -238,15 +289,13 @@ class _EigenNasRun(_SkipRun):
         return [
             f"eigen-nas: the {kept} of {samples} random architectures with the largest λ_min, "
             f"trained from scratch; random: {kept} with any λ_min; best of: by validation",
-            self.kernel_note(),
+            _KERNEL_NOTE.format(self.kernel_rows),
         ]
 
 
-def _best_by_validation(networks: list[dict[str, Any]], seed: int) -> str:
+def _best_by_validation(networks: list[Row], seed: int) -> str:
     """Return the ranked architecture of a seed with the smallest validation error."""
-    own = [
-        row for row in networks if row["seed"] == seed and row["network"].startswith("eigen-nas")
-    ]
+    own = [r for r in networks if r["seed"] == seed and r["network"].startswith("eigen-nas")]
     return min(own, key=lambda row: row["valid_error"])["architecture"]
 
 

@@ -105,7 +105,7 @@ def successive_halving(
     levels = _levels(log.budget, minimum, eta)
     n = len(log.configs)
     last = min(levels, math.ceil(math.log(n) / math.log(eta) - 1e-9))
-    sizes = [_rounded(math.ceil, n * float(eta) ** -i) for i in range(last + 1)]
+    sizes = [_whole(math.ceil, n * float(eta) ** -i) for i in range(last + 1)]
     rungs = list(zip(sizes, resources(log.budget, eta, last + 1), strict=True))
     with log.run(sum(sizes)):
         _race(log, 0, np.arange(n), rungs)
@@ -168,8 +168,8 @@ def hyperband(
 
 
 def _bracket(n: int, s: int, s_max: int, budget: int, eta: float) -> _Rungs:
-    n = min(n, _rounded(math.ceil, (s_max + 1) * float(eta) ** s / (s + 1)))
-    sizes = [max(1, _rounded(math.floor, n * float(eta) ** -i)) for i in range(s + 1)]
+    n = min(n, _whole(math.ceil, (s_max + 1) * float(eta) ** s / (s + 1)))
+    sizes = [max(1, _whole(math.floor, n * float(eta) ** -i)) for i in range(s + 1)]
     return list(zip(sizes, resources(budget, eta, s + 1), strict=True))
 
 
@@ -197,12 +197,12 @@ def ranked(candidates: np.ndarray, errors: Sequence[float] | np.ndarray) -> np.n
 def resources(budget: int, growth: float, rounds: int) -> list[int]:
     """Return ``ceil(budget * growth^(t - rounds))`` for t = 1 ... rounds, ending in ``budget``."""
     budgets = [
-        _rounded(math.ceil, budget * float(growth) ** (t - rounds)) for t in range(1, rounds + 1)
+        _whole(math.ceil, budget * float(growth) ** (t - rounds)) for t in range(1, rounds + 1)
     ]
     return [*budgets[:-1], budget] if budgets else []
 
 
-def _rounded(to_integer: Callable[[float], int], x: float) -> int:
+def _whole(to_integer: Callable[[float], int], x: float) -> int:
     """Round ``x`` by ``math.ceil`` or ``math.floor``, up to rounding errors of ``x``."""
     nearest = round(x)
     return nearest if abs(x - nearest) <= 1e-12 * abs(x) else to_integer(x)

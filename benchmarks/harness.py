@@ -2,12 +2,11 @@
 
 A benchmark is a script with a question (its docstring), a measurement that returns rows (dicts) and
 ``report(rows)``, which formats them as Markdown. The results are lines of JSON in
-``results/NAME.jsonl``. The first line is usually the :func:`environment`.
+``results/NAME.jsonl``. The first line is usually the :func:`environment`. Every script takes
+``--smoke`` (only shows that the script runs), ``--quick`` (small, without a results file) and
+``--table`` (prints the results files as Markdown).
 
-Every script takes ``--smoke`` (only shows that the script runs), ``--quick`` (small, without a
-results file) and ``--table`` (prints the results files as Markdown).
-
-This module imports JAX only when needed, because some scripts measure the memory of a process.
+JAX is imported only when needed, because some scripts measure the memory of a process.
 """
 
 import argparse
@@ -48,31 +47,15 @@ def command_line(
 ) -> argparse.Namespace:
     """Parse the flags of a run. ``--table`` and ``--worker`` are answered here and end the process.
 
-    Parameters
-    ----------
-    file, doc, report
-        ``__file__``, ``__doc__`` and ``report`` of the script.
-    full : bool
-        Whether the script has a ``--full``.
-    work : function, optional
-        The work of the script's processes: see :func:`in_own_process`.
-    peers : sequence of str
-        Distributions that the script compares with. The default and the full size request all of
-        them, ``--quick`` and ``--smoke`` none; ``--peers`` names others.
-    **flags
-        Flags of the script itself, as options of ``add_argument``.
+    ``file``, ``doc`` and ``report`` are those of the script; ``full``: whether it has a ``--full``;
+    ``work``: the work of its processes (:func:`in_own_process`); ``flags``: its own flags, as
+    options of ``add_argument``. ``peers`` are the distributions that it compares with: all by
+    default and in the full size, none if small; ``--peers`` names others.
 
-    Returns
-    -------
-    argparse.Namespace
-        ``size`` is "smoke", "quick", "default" or "full"; ``small`` is true for the first two.
-        ``results`` is the file for the rows; without ``--results`` it is None for small sizes and
-        if a peer is missing. ``peers`` lists the requested peers, which are all installed.
-
-    Raises
-    ------
-    SystemExit
-        With status 1 if a requested peer is not installed, with status 2 if flags contradict.
+    In the result, ``size`` is "smoke", "quick", "default" or "full"; ``small`` is true for the
+    first two. ``results`` is the file for the rows; without ``--results`` it is None for small
+    sizes and if a peer is missing. ``peers`` lists the requested peers, which are all installed. A
+    missing one ends the process with status 1, flags that contradict with status 2.
     """
     name, parser = Path(file).stem, argparse.ArgumentParser(description=doc.splitlines()[0])
     sizes = parser.add_mutually_exclusive_group()
@@ -183,8 +166,7 @@ def finish(
 ) -> None:
     """Write the rows, print the report, draw the figure; then exit with status 1 if a row failed.
 
-    With ``path=None`` nothing is written. ``write_rows=False`` is for scripts that have appended
-    their rows already.
+    Nothing is written without ``path``. ``write_rows=False``: the script has appended its rows.
     """
     if path and write_rows:
         write(path, rows)
@@ -264,10 +246,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def append(path: Path | None, *rows: Row) -> None:
-    """Append each row when it is measured, so that a later run can skip them.
-
-    The first row of a file gets the commit of its code: see ``tools/results_age.py``.
-    """
+    """Append each row when it is measured. The first row of a file gets the commit of its code."""
     if path and rows:
         path.parent.mkdir(exist_ok=True)
         first = {} if path.is_file() else {"commit": commit()}
@@ -400,8 +379,7 @@ def forget_peak() -> float:
 def in_own_process(file: str, *request: Any, one_core: bool = False, **variables: str) -> list[Row]:
     """Return the rows of a script's ``work(*request)``, run in a separate process.
 
-    If the process fails, return a single row with the reason under "failed": running out of memory
-    is a result too.
+    If it fails, as it may from lack of memory, return one row with the reason under "failed".
     """
     variables |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
     if one_core:

@@ -31,11 +31,7 @@ def clearly(runs: Any) -> Any:
 
 
 def grade(fully: Any, partly: Any, *, papers_setting: bool) -> str:
-    """Return the verdict on a claim.
-
-    ``fully``: the claim holds :func:`clearly`, or in every case if it has no randomness.
-    ``partly``: its mean has the claimed sign, or a named part of the claim holds.
-    """
+    """Return the verdict on a claim that holds ``fully``, :func:`clearly`, or ``partly``."""
     if fully and papers_setting:
         return REPRODUCED
     return IN_PART if fully or partly else NOT

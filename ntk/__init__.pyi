@@ -21,10 +21,8 @@ from .infinite.network_kernel import lemma1_kernel_as_printed, network_kernel
 from .kernels.functions import kernel_matrix
 from .kernels.record import Kernels
 from .large.eigenvalue_interval import eigenvalue_interval
-from .large.empirical_operator import EmpiricalOperator
-from .large.iterative_regression import iterative_regression
-from .large.kernel_operator import KernelOperator
-from .large.leave_one_out import leave_one_out_estimate
+from .large.iterative_regression import iterative_regression, leave_one_out_estimate
+from .large.kernel_operator import EmpiricalOperator, KernelOperator
 from .large.partial_cholesky import partial_cholesky
 from .regression.gaussian_process import ensemble, posterior
 from .regression.kernel_regression import excess_risk_term, gradient_flow, kernel_regression

@@ -1,7 +1,4 @@
-"""The report of `activation_skip_search.py`: graded findings, true test errors, and the figure.
-
-It is a separate module so that making a table does not import the search.
-"""
+"""The report of `activation_skip_search.py`: graded findings, true test errors, the figure."""
 
 import numpy as np
 import scipy.stats
@@ -144,10 +141,7 @@ def search_table(rows) -> str:
 
 
 def verdict_table(rows) -> str:
-    """Return the verdicts: a row for each finding, a column for each search.
-
-    The search that is nearest to the paper comes first.
-    """
+    """Return the verdicts: a row for each finding, a column for each search, the paper's first."""
     sizes, by_search = rows[0]["sizes"], repeated(rows)
 
     def distance(of_it):

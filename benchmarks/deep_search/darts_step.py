@@ -206,11 +206,7 @@ def from_torch(arrays, like):
 
 
 def torch_supernet(cells, channels, chosen):
-    """Return the supernet as a PyTorch module.
-
-    Its arguments are {"normal", "reduce"} [14, operations] and images. ``chosen``: names of
-    operations, "none" first.
-    """
+    """Return the supernet as a module of {"normal", "reduce"} [14, operations] and images."""
     import torch
     from torch import nn
 

@@ -149,10 +149,7 @@ def clearly(x):
 
 
 def findings(rows, part):
-    """Return verdicts, conclusions and measurements.
-
-    The kernel of infinite width has no randomness. At finite width the paper's inputs are unknown.
-    """
+    """Return verdicts, conclusions and measurements; infinite width has no randomness."""
     grade = functools.partial(verdicts.grade, papers_setting=part == "infinite")
     plain, depths = values(rows, part, "no skips")
     without, skips = (draws(rows, part, label) for label in SKIPS)

@@ -79,10 +79,7 @@ SIZES = {
 
 
 def searcher(sizes, method):
-    """Return ``run(rate, key, train, valid)``: validation losses, entropies, and the last alpha.
-
-    One program serves all rates and seeds.
-    """
+    """Return ``run(rate, key, train, valid)``: validation losses, entropies, and the last alpha."""
     space = nasbench201_space(sizes.operations, cells=1, channels=sizes.channels)
     sgd = strategies.darts_sgd(optax.cosine_decay_schedule(0.025, sizes.steps))
 

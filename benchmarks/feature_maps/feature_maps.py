@@ -136,8 +136,7 @@ def configs_of(data, key, count):
 def correlation(data, sizes, key, dimension, once) -> dict:
     """Return a row for a dimension: shared-weight and standalone validation accuracy.
 
-    ``once(identity, of)`` returns the row from the results, or computes it by ``of()`` and stores
-    it.
+    ``once(identity, of)`` takes the row from the results, or computes and stores ``of()``.
     """
     problem, configs = problem_of(data, sizes, key), configs_of(data, key, tables.COMPARED)
     uniform = np.full(tables.COMPARED, 1 / tables.COMPARED)

@@ -1,7 +1,4 @@
-"""The report of `feature_maps.py`: methods compared, Figure 3's claim, alternatives, the figure.
-
-It is a separate module so that making a table solves nothing.
-"""
+"""The report of `feature_maps.py`: methods compared, Figure 3's claim, alternatives, the figure."""
 
 import numpy as np
 

@@ -62,17 +62,15 @@ class Family(NamedTuple):
 # ----------------------------------------------------------------------------- regressions
 
 
-def rows_loss(kind, w, alpha, batch):
-    """Return the mean loss of the rows, with a shift of the targets; padded rows have mass 0."""
+def regression_lower(kind, w, alpha, batch):
+    """Return the mean loss with a shift of the targets, and a ridge; padded rows have mass 0."""
     x, y, mass = batch[:3]
     f = x @ w
     if kind == "logistic":
-        return jnp.sum(mass * jax.nn.softplus(-y * (f + alpha[1])))
-    return 0.5 * jnp.sum(mass * (f - y - alpha[1]) ** 2)
-
-
-def regression_lower(kind, w, alpha, batch):
-    return rows_loss(kind, w, alpha, batch) + 0.5 * jnp.exp(alpha[0]) * jnp.sum(w**2)
+        loss = jnp.sum(mass * jax.nn.softplus(-y * (f + alpha[1])))
+    else:
+        loss = 0.5 * jnp.sum(mass * (f - y - alpha[1]) ** 2)
+    return loss + 0.5 * jnp.exp(alpha[0]) * jnp.sum(w**2)
 
 
 def regression_outer(w, alpha, batch):
@@ -80,13 +78,9 @@ def regression_outer(w, alpha, batch):
     return 0.5 * jnp.sum(mass * (x @ w - y) ** 2)
 
 
-def rows_of(weights):
-    return min(10 * weights, 600)
-
-
 def draw_data(rng, p, kind, mean=None):
     """Draw training and validation rows, padded to a size that depends on ``p`` alone."""
-    most = rows_of(p)
+    most = min(10 * p, 600)
     n = int(np.clip(round(p * 10 ** rng.uniform(-1, 1)), 2, most))
     spectrum = 10 ** (-rng.uniform(0, 2) * np.linspace(0, 1, p))
     rotation = np.linalg.qr(rng.normal(size=(p, p)))[0] * spectrum
@@ -191,11 +185,21 @@ def exponential(d, *indices):
     return parameter
 
 
-def regression(name, minimizer, parameters, term, kinds=("squared", "logistic"), **options):
-    """Return one family per loss.
+def without_data(make, *arguments):
+    """Return ``make(*arguments, **options)`` as a minimizer, which gets the training data first."""
+    return lambda train, **options: make(*arguments, **options)
 
-    ``parameters(rng, weights, slope) -> (alpha's further entries, further arrays of train)`` and
-    ``term(drawn) -> exact.Term``. ``mean(rng, p)`` draws the true weights.
+
+def fixed(p, value):
+    """Return a bound of p weights that does not depend on alpha."""
+    return lambda alpha: (np.full(p, value, alpha.dtype), np.zeros((p, len(alpha)), alpha.dtype))
+
+
+def regression(name, minimizer, parameters, term, kinds=("squared", "logistic"), **options):
+    """Return one family per loss, with ``term(drawn) -> exact.Term``.
+
+    ``parameters(rng, weights, slope)`` returns further entries of alpha and further arrays of
+    train.
     """
     mean, more = options.get("mean"), options.get("more_ridge", ())
 
@@ -224,17 +228,13 @@ def regression(name, minimizer, parameters, term, kinds=("squared", "logistic"),
 # ----------------------------------------------------------------------------- the sets and terms
 
 
-def root_mean_square(x):
-    return float(np.sqrt(np.mean(np.square(x))))
-
-
 def box_family():
     def minimizer(train, **options):
         low, high = train[3:5]
         return bilevel.projected("box", lambda a: low + a[2], lambda a: high + a[3], **options)
 
     def parameters(rng, weights, slope):
-        size = root_mean_square(weights)
+        size = float(np.sqrt(np.mean(np.square(weights))))
         bounds = [sign * size * rng.uniform(0.2, 1.5, len(weights)) for sign in (-1, 1)]
         return size * rng.uniform(-0.1, 0.1, 2), bounds
 
@@ -256,18 +256,9 @@ def box_family():
 def nonnegative_family():
     def term(drawn):
         p = drawn.train[0].shape[1]
+        return exact.box(fixed(p, 0), fixed(p, np.inf))
 
-        def bound(value):
-            def constant(alpha):
-                return np.full(p, value, alpha.dtype), np.zeros((p, len(alpha)), alpha.dtype)
-
-            return constant
-
-        return exact.box(bound(0), bound(np.inf))
-
-    def minimizer(train, **options):
-        return bilevel.projected("nonnegative", **options)
-
+    minimizer = without_data(bilevel.projected, "nonnegative")
     return regression("non-negative", minimizer, lambda *_: ([], []), term)
 
 
@@ -275,32 +266,25 @@ def simplex_family():
     def mean(rng, p):
         return rng.dirichlet(np.full(p, 0.5))
 
-    def minimizer(train, **options):
-        return bilevel.projected("simplex", **options)
-
     def term(drawn):
         return exact.simplex()
 
+    minimizer = without_data(bilevel.projected, "simplex")
     return regression("simplex", minimizer, lambda *_: ([], []), term, ("squared",), mean=mean)
 
 
 def ball_family(name, kind, norm, term):
-    def minimizer(train, **options):
-        return bilevel.projected(kind, lambda a: jnp.exp(a[2]), **options)
-
     def parameters(rng, weights, slope):
         return [np.log(norm(weights) * rng.uniform(0.2, 1.5))], []
 
     def of(drawn):
         return term(exponential(len(drawn.alpha), 2))
 
+    minimizer = without_data(bilevel.projected, kind, lambda a: jnp.exp(a[2]))
     return regression(name, minimizer, parameters, of)
 
 
 def lasso_family():
-    def minimizer(train, **options):
-        return bilevel.proximal("l1", lambda a: jnp.exp(a[2:]), **options)
-
     def parameters(rng, weights, slope):
         largest = np.log(np.max(np.abs(slope))) + np.log(10) * rng.uniform(-2, -0.1)
         return largest + 0.3 * rng.normal(size=len(weights)), []
@@ -309,6 +293,7 @@ def lasso_family():
         d = len(drawn.alpha)
         return exact.l1(exponential(d, *range(2, d)))
 
+    minimizer = without_data(bilevel.proximal, "l1", lambda a: jnp.exp(a[2:]))
     return regression("Lasso", minimizer, parameters, term)
 
 
@@ -329,10 +314,6 @@ def shared(index, first=0):
 
 
 def elastic_net_family():
-    def minimizer(train, **options):
-        weights = (lambda a: jnp.exp(a[2])), (lambda a: jnp.exp(a[3]))
-        return bilevel.proximal("elastic_net", *weights, **options)
-
     def parameters(rng, weights, slope):
         largest = np.log(np.max(np.abs(slope)))
         l1 = largest + np.log(10) * rng.uniform(-2, -0.1)
@@ -342,6 +323,8 @@ def elastic_net_family():
     def term(drawn):
         return exact.l1(shared(2)(drawn.train[0].shape[1]))
 
+    weights = (lambda a: jnp.exp(a[2])), (lambda a: jnp.exp(a[3]))
+    minimizer = without_data(bilevel.proximal, "elastic_net", *weights)
     return regression("elastic net", minimizer, parameters, term, more_ridge=(3,))
 
 
@@ -368,9 +351,6 @@ def group_family():
 
 
 def variation_family():
-    def minimizer(train, **options):
-        return bilevel.proximal("total_variation", lambda a: jnp.exp(a[2]), **options)
-
     def mean(rng, p):
         return np.cumsum(rng.normal(size=p) * (rng.random(p) < 0.3)) + rng.normal()
 
@@ -381,6 +361,7 @@ def variation_family():
     def term(drawn):
         return exact.l1(shared(2, first=1)(drawn.train[0].shape[1]))
 
+    minimizer = without_data(bilevel.proximal, "total_variation", lambda a: jnp.exp(a[2]))
     options = {"mean": mean, "jumps": True}
     return regression("total variation", minimizer, parameters, term, ("squared",), **options)
 
@@ -493,15 +474,12 @@ def machine_family(equality):
             value = np.mean(np.log1p(np.exp(-yv * decision)))
             return value, slope @ in_w, np.array([0, slope @ in_gamma], LONG)
 
-        def low(alpha):
-            return np.zeros(p, alpha.dtype), np.zeros((p, 2), alpha.dtype)
-
         def high(alpha):
             c = np.exp(alpha[0])
             return np.full(p, c, alpha.dtype), np.outer(np.full(p, c, alpha.dtype), [1, 0])
 
         row = np.asarray(y, LONG) if equality else None
-        return exact.Convex(smooth, outer_exact, exact.box(low, high, row))
+        return exact.Convex(smooth, outer_exact, exact.box(fixed(p, 0), high, row))
 
     name = "SVM, equality bias" if equality else "SVM, regularized bias"
     return [Family(name, lower, outer, minimizer, draw, convex)]

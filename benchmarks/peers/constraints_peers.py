@@ -393,10 +393,7 @@ def jaxopt(setting, lower, outer, name, solve, step):
 
 
 def cvxpylayers(name, drawn, outer):
-    """Return ``(tol, alpha, w0, train, valid) -> (grad, 0)`` for a regression of 100 weights.
-
-    The layer's parameters are the ridge's root, the targets' shift, and the set's own parameters.
-    """
+    """Return ``(tol, alpha, w0, train, valid) -> (grad, 0)`` for a regression of 100 weights."""
     import cvxpy as cp
     import jax
     import jax.numpy as jnp

@@ -95,10 +95,7 @@ def _report(process, output: Path) -> dict[str, Any]:
 
 @functools.cache
 def _truth(job: str) -> tuple[dict[str, np.ndarray], float]:
-    """Return the results of the job without an attack, and the seconds of its process.
-
-    The first run compiles. All later runs of this job read its programs.
-    """
+    """Return the job's results without an attack, and its seconds. It compiles for all runs."""
     for _ in range(2):
         with _place() as (folder, output):
             began = time.monotonic()

@@ -206,8 +206,8 @@ JOBS: dict[str, Callable[..., Arrays]] = {
 def run(job: str, folder: Path, output: Path, programs: Path, limit=None, **options: Any) -> None:
     """Write a job's arrays, or its exception, to ``output``: the whole work of a process.
 
-    Compiled programs are read from the folder ``programs`` if it exists; the first run makes it.
-    ``limit`` is the maximum number of bytes of a file, as on a full disk.
+    Compiled programs are read from ``programs``; the first run makes this folder. ``limit`` is the
+    maximum number of bytes of a file, as on a full disk.
     """
     import jax
 

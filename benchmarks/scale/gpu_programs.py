@@ -203,11 +203,7 @@ def conjugate_gradients(run: Compile, small: bool) -> Iterator[dict[str, Any]]:
     n, p = (20, 5) if small else (2000, 500)
     problems = {
         f"ridge, {n} x {p}": (ridge, shape(p), (shape(n, p), shape(n))),
-        "network, 6 leaves": (
-            network,
-            dense((64, 32, 32, 10)),
-            (shape(512, 64), shape(512, 10)),
-        ),
+        "network, 6 leaves": (network, dense((64, 32, 32, 10)), (shape(512, 64), shape(512, 10))),
     }
     for name, (lower, w, batch) in problems.items():
 

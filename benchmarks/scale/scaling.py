@@ -118,10 +118,7 @@ def computations(text):
 
 
 def collectives(text):
-    """Return ``[(kind, bytes, times)]`` of a compiled program, loops unrolled by their trip counts.
-
-    The kinds are collective operations and matrix products.
-    """
+    """Return ``[(kind, bytes, times)]`` of a program's collective operations and products."""
     entry, bodies = computations(text)
 
     def visit(name, times):

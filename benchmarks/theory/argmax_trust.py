@@ -57,10 +57,7 @@ def measure(
     inner_steps: int = activation_searches.INNER_STEPS,
     **smaller,
 ) -> list[dict]:
-    """Return one line for each seed: the inputs of the rules, and the result on the test rows.
-
-    ``block`` is the PRNG key of the seeds.
-    """
+    """Return a line for each seed (``block`` is their key): inputs of the rules, test results."""
     began = time.perf_counter()
     options = {"seeds": seeds, "seed": block} | SETTINGS[setting] | smaller
     task = activation_searches.task_of(**options)

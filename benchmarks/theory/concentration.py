@@ -88,10 +88,7 @@ def parts_of(data, pool, key):
 
 
 def losses_of(data, width, pool, **steps):
-    """Return ``losses(alpha, fixed)`` [rows] of trained models on the population, and ``fixed``.
-
-    alpha [h + 1] has the mixture, and the logarithm of the penalty scaled to [0, 1].
-    """
+    """Return ``losses(alpha, fixed)`` [rows] of trained models on the population, and ``fixed``."""
     x, x_pool, y, y_pool = parts_of(data, pool, jax.random.key(0))
     space = activation_space(NAMES, width=width, classes=10, outer="squared")
     if width == math.inf:

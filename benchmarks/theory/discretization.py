@@ -152,8 +152,8 @@ def finite(width: int, inner_steps: int) -> Task:
 def infinite() -> Task:
     """Return ridge regression in the tangent features phi_alpha = sum_i alpha_i phi_i.
 
-    The penalty is fixed. The shared weights are theta = sum_j alpha_j phi_j(X)'w, so that ``f_i(x)
-    = phi_i(x)'theta = sum_j alpha_j K_ij(x, X) w``.
+    The shared weights are theta = sum_j alpha_j phi_j(X)'w, so ``f_i(x) = sum_j alpha_j K_ij(x, X)
+    w``.
     """
     space = activation_space(NAMES, width=math.inf, classes=10, outer="squared")
 

@@ -14,19 +14,13 @@ def canonical(genotype: Genotype) -> str:
     Skips are replaced by their inputs. Operations on zero, or without effect on the output, are
     left out, and sums are sorted. A dead cell's formula is empty. If a cell has several
     convolutions of the same kind and input, they are numbered, because ``c#1(x) + c#2(x)`` and
-    ``c#1(x) + c#1(x)`` differ: the second has one convolution, used twice.
+    ``c#1(x) + c#1(x)`` differ.
 
     There are 5,260 formulas. The number in the literature, 6,466, comes from the same idea on
     strings: zeros stay in sums, so that ``0 + 0`` is not zero and ``x + 0`` not ``x``; a sum within
-    a sum is sorted as one string; and convolutions are not numbered.
-
-    An operation on zero counts as zero, as in the literature. For a convolution this holds at
-    initialization; in training, the offset of its batch normalization can make it another constant.
-
-    Raises
-    ------
-    ValueError
-        If the argument is not a genotype.
+    a sum is sorted as one string; and convolutions are not numbered. An operation on zero counts as
+    zero, as in the literature. For a convolution this holds at initialization; in training, the
+    offset of its batch normalization can make it another constant.
 
     Examples
     --------

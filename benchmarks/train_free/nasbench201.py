@@ -322,10 +322,7 @@ def torch_score(name, sizes, path):
 
 
 def work(library, score, sizes, places, path) -> list[dict]:
-    """Run one warm-up call, then one call for each network; return a row.
-
-    ``places``: start, stop and step among the drawn genotypes.
-    """
+    """Call each network after a warm-up; return a row. ``places``: a slice of the genotypes."""
     sizes = Sizes(**sizes)
     if library == "weights":
         draw_weights(sizes, path)

@@ -1,4 +1,4 @@
-"""The class `Bound`: a value together with its assumptions; and helpers of the bounds."""
+"""The class `Bound`: a value together with its assumptions."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ class Bound:
     Attributes
     ----------
     claim : str
-        The claim; "value" in it stands for ``value``.
+        "value" in it stands for ``value``.
     value : scalar array
     terms : dict of scalar arrays
         Parts of the value, and numbers to compare it with.
@@ -36,8 +36,7 @@ class Bound:
         Whether the value carries no information: an eigenvalue's lower bound of 0 or less, an error
         of 1 or more, a value that is not finite.
     assumptions : tuple of (str, True, False or None)
-        Statements that the claim needs, and whether they hold; None if unchecked (impossible to
-        check, or the values are traced).
+        Statements that the claim needs, and whether they hold; None if that is unknown or traced.
     unspecified : tuple of str
         Constants that the theorem leaves open: supplied by the caller, or left out.
     probability : float or str

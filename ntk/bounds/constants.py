@@ -1,8 +1,4 @@
-"""Constants of an activation in the bounds: Hermite coefficients, betas, Lipschitz constant.
-
-Zhu et al. 2022, Table 1, has the betas: ``beta_1 = 2 E[s(u)^2] / y`` for u ~ N(0, y), and beta_2
-and beta_3, upper and lower values of ``2 E[s'(u)^2]``.
-"""
+"""Constants of an activation in the bounds: Hermite coefficients, betas, Lipschitz constant."""
 
 import functools
 import math
@@ -33,7 +29,7 @@ _FAR = 1e6  # where activations have reached their asymptotes
 
 
 class Betas(NamedTuple):
-    """Zhu's constants: 2 E[s(u)^2] / y, and upper and lower values of 2 E[s'(u)^2]."""
+    """Zhu's constants: 2 E[s(u)^2] / y, and upper and lower values of 2 E[s'(u)^2]; u ~ N(0, y)."""
 
     beta1: jax.Array
     beta2: jax.Array
@@ -74,11 +70,8 @@ def table1(activation: Mixture, t: float = math.inf) -> Betas:
     Notes
     -----
     A scan of log y over [-14, 14], refined around its best node, and the limits at 0 and infinity.
-
-    References
-    ----------
-    Zhu et al. 2022, Table 1. It prints beta_2 = 1.22 for swish, a bound: ``max a^2 + (1 - a)^2``
-    over its slopes a. The supremum is 1.01678, at y = 42.3.
+    The paper prints beta_2 = 1.22 for swish, a bound: ``max a^2 + (1 - a)^2`` over its slopes a.
+    The supremum is 1.01678, at y = 42.3.
 
     Examples
     --------
@@ -96,22 +89,20 @@ def table1(activation: Mixture, t: float = math.inf) -> Betas:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _table1_betas(layer: Layer, weights: jax.Array, t: float) -> Betas:
-    value, slope = (
-        functools.partial(evaluate_layer, f, weights) for f in (layer, layer_derivative(layer))
-    )
+    value = functools.partial(evaluate_layer, layer, weights)
+    slope = functools.partial(evaluate_layer, layer_derivative(layer), weights)
     kinks = kink_places(layer)
 
     def limit(z):
         return slope(jnp.asarray(z)) ** 2 + slope(-jnp.asarray(z)) ** 2
 
+    def twice_mean_square(fn, log_y):
+        return 2 * gaussian_mean(lambda u: fn(u) ** 2, jnp.exp(log_y / 2), kinks)
+
     def beta1(log_y):
-        return (
-            2 * gaussian_mean(lambda u: value(u) ** 2, jnp.exp(log_y / 2), kinks) / jnp.exp(log_y)
-        )
+        return twice_mean_square(value, log_y) / jnp.exp(log_y)
 
-    def beta2(log_y):
-        return 2 * gaussian_mean(lambda u: slope(u) ** 2, jnp.exp(log_y / 2), kinks)
-
+    beta2 = functools.partial(twice_mean_square, slope)
     near, far = limit(1e-9), limit(_FAR)
     ends = jnp.array([0.0, 1e-30, -1e-30])  # at 0 a step has its middle value
     start = jnp.where((jnp.abs(value(ends)) <= 1e-20).all(), near, jnp.inf)
@@ -128,9 +119,8 @@ def _table1_betas(layer: Layer, weights: jax.Array, t: float) -> Betas:
 def activation_lipschitz(activation: Mixture) -> jax.Array:
     """Return ``Lip = sup |s'|``: a scan of ``|z| < 11,000`` and of kinks, refined at its best node.
 
-    The scan's nodes are 1e-3 apart near 0, and farther apart in proportion to z. It misses a
-    steeper piece between two nodes, unless it has kinks. If the slope grows at the ends,
-    ``ValueError`` is raised.
+    Nodes are 1e-3 apart near 0, and farther apart in proportion to z. The scan misses a steeper
+    smooth piece between two nodes. A slope that grows at the ends raises ``ValueError``.
     """
     (layer,), (weights,), _, _ = parse_architecture([activation], None, None)
     for s, weight in zip(layer, weights, strict=True):

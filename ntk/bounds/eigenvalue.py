@@ -1,9 +1,8 @@
 """Bounds of a neural tangent kernel's smallest eigenvalue that hold, without open constants.
 
-For K, the NTK of an infinitely wide network (:mod:`ntk.infinite` has the recursion of S, D, mu),
-with ``B_{L-1} = c_L 1 1'`` and ``B_{l-1} = (c_l D_l + a_{l-1}^2) o B_l``, o entry by entry. The
-lower bounds use Schur (1911): ``lambda_min(A o B) >= lambda_min(A) min_i B_ii`` for positive
-semidefinite A and B.
+:mod:`ntk.infinite` has the recursion of S and D. ``B_{L-1} = c_L 1 1'`` and ``B_{l-1} = (c_l D_l +
+a_{l-1}^2) o B_l``, o entry by entry. The lower bounds use Schur (1911): ``lambda_min(A o B) >=
+lambda_min(A) min_i B_ii`` for positive semidefinite A and B.
 """
 
 import itertools
@@ -35,24 +34,17 @@ from ntk.spectrum.eigenvalues import min_eigenvalue
 def diagonal_upper_bound(K: chex.Array) -> Bound:
     """Return ``lambda_min(K) <= min_i K_ii <= tr K / N``, for every symmetric K.
 
+    The value is ``min_i K_ii``; ``terms`` also has ``tr K / N``. Eigen-NAS (Zhu et al. 2022,
+    section 5.2) divides the trace by the input dimension instead: :func:`eigen_nas_as_printed`.
+
     Parameters
     ----------
     K : array [N, N], or [n, n, o, o] of o outputs: the matrix [n o, n o]
-
-    Returns
-    -------
-    Bound
-        The value is ``min_i K_ii``; ``terms`` also has ``tr K / N``.
 
     Raises
     ------
     ValueError
         If K is not a finite symmetric matrix.
-
-    References
-    ----------
-    Eigen-NAS (Zhu et al. 2022, section 5.2) divides the trace by the input dimension instead:
-    :func:`eigen_nas_as_printed`.
 
     Examples
     --------
@@ -68,6 +60,8 @@ def diagonal_upper_bound(K: chex.Array) -> Bound:
 def frobenius_upper_bound(K: chex.Array) -> Bound:
     """Return ``lambda_min(K) <= |K|_F / sqrt(N)``, the quantity of KNAS with its constant.
 
+    The value is at least ``tr K / N``, by the Cauchy-Schwarz inequality. Source: Xu et al. (2021).
+
     Parameters
     ----------
     K : array [N, N], or [n, n, o, o] of o outputs: the matrix [n o, n o]
@@ -76,10 +70,6 @@ def frobenius_upper_bound(K: chex.Array) -> Bound:
     ------
     ValueError
         If K is not a finite symmetric matrix.
-
-    References
-    ----------
-    Xu et al. (2021), KNAS. The value is at least ``tr K / N``, by the Cauchy-Schwarz inequality.
 
     Examples
     --------
@@ -105,16 +95,13 @@ def schur_lower_bound(
                            + sum_l max{ lambda_min(c_l S_{l-1}) min_i (D_l o B_l)_ii,
                                         lambda_min(c_l S_{l-1} o D_l) min_i (B_l)_ii }
 
+    ``terms`` has the contributions of the output layer ("layer L") and of each hidden layer.
+
     Parameters
     ----------
     x : array [N, d]
     activations, skips, variances
         L - 1 activations, L - 2 skips and L variances of :func:`ntk.network_kernel`.
-
-    Returns
-    -------
-    Bound
-        ``terms``: the contributions of the output layer ("layer L") and of each hidden layer.
 
     Raises
     ------
@@ -126,10 +113,9 @@ def schur_lower_bound(
     Notes
     -----
     Weyl's inequality over the layers' parts of the kernel, then Schur's for each. True up to
-    rounding, not certified: values up to ``N eps`` times the kernel's diagonal (``sqrt(eps)`` times
-    the diagonal with kinks) count as vacuous.
-
-    Time: 3 L eigenvalue problems of size N, and one kernel. Memory: 2 L matrices [N, N].
+    rounding, not certified: values up to ``N eps`` times the kernel's diagonal (with kinks,
+    ``sqrt(eps)`` times) count as vacuous. Time: 3 L eigenvalue problems of size N, and one kernel.
+    Memory: 2 L matrices [N, N].
 
     Examples
     --------
@@ -176,6 +162,8 @@ def hermite_lower_bound(
         q_k = a_k^2 + y b_{k-1}^2, b of the slope: (k + 1) a_k^2 if s is continuous
         B_1 = c_L prod_{1<l<L} (c_l E s_l'(u_l)^2 + a_{l-1}^2)
 
+    ``Bound.terms`` has the factor B_1, the sum, and the remainder for k >= K.
+
     Parameters
     ----------
     x : array [N, d]
@@ -184,11 +172,6 @@ def hermite_lower_bound(
         L - 1 activations, L - 2 skips and L variances of :func:`ntk.network_kernel`.
     terms : int
         Even. The value grows with ``terms``.
-
-    Returns
-    -------
-    Bound
-        ``terms``: the factor B_1, the sum, and the remainder for k >= K.
 
     Raises
     ------
@@ -201,9 +184,6 @@ def hermite_lower_bound(
     With ``C_l = Cov s_l + a^2 C_{l-1}``, at most S_l, the layers' parts telescope to at least
     ``C_1 o B_1``, and the first layer adds ``c_1 S_0 o D_1 o B_1``. Both are power series in rho,
     and lambda_min(rho^{ok}) grows with k (Schur). Time: ``terms`` eigenvalue problems of size N.
-
-    References
-    ----------
     Zhu et al. 2022, Theorem 1, has k = 1 only, and replaces lambda_min(rho) by N / d, which belongs
     to the d x d matrix X'X: :func:`zhu_theorem1_as_printed`.
 
@@ -221,10 +201,8 @@ def hermite_lower_bound(
     rounding = (16 + math.sqrt(x.shape[1])) * jnp.finfo(x.dtype).eps  # of normalised rows
     equal = holds(jnp.ptp(squares) <= rounding * squares.min())
     if equal is False or holds(squares.min() > 0) is False:
-        raise ValueError(
-            f"x: expected rows of equal norm, not 0, got squares from {squares.min()} to "
-            f"{squares.max()}."
-        )
+        got = f"squares from {squares.min()} to {squares.max()}"
+        raise ValueError(f"x: expected rows of equal norm, not 0, got {got}.")
     if integer("terms", terms, 2) % 2:
         raise ValueError(f"terms: expected an even number, got {terms}.")
     how = TRACED._replace(terms=max(terms, TRACED.terms))

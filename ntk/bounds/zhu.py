@@ -1,15 +1,15 @@
 """The theorems of Zhu et al. 2022, with their hidden constants and their errors.
 
-Theorems 1 and 2 bound the smallest eigenvalue of the NTK, Theorem 3 bounds an error by this
-eigenvalue. Their O, Omega and Theta hide constants. The caller supplies ``C`` for constants that
-scale a value, and ``Bound.unspecified`` lists all of them. Functions named ``as_printed`` compute
-statements of the paper that are false; :mod:`ntk.bounds.eigenvalue` has bounds that hold.
+Their O, Omega and Theta hide constants. The caller supplies ``C`` for constants that scale a value,
+and ``Bound.unspecified`` lists all of them. Functions named ``as_printed`` compute statements of
+the paper that are false; :mod:`ntk.bounds.eigenvalue` has bounds that hold.
 
 Reference: Zhu, Liu, Chrysos & Cevher (2022), "Generalization Properties of NAS under Activation and
 Skip Connection Search".
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,20 +32,14 @@ _SETTING = (("inputs of norm 1, isotropic", None), ("N >= Omega(d^4)", None))
 def eigen_nas_as_printed(K: chex.Array, d: int) -> Bound:
     """Return ``lambda_min(K) <= tr K / d <= |K|_F`` of Zhu et al. 2022, section 5.2; false.
 
-    The first inequality needs N >= d: for K = I it reads 1 <= N / d. The second one needs N <= d^2:
-    for K = I it reads N / d <= sqrt(N). On fixed data the value ranks networks like the bound
-    ``tr K / N`` of :func:`diagonal_upper_bound`.
+    For K = I it reads 1 <= N / d <= sqrt(N), which needs N >= d and N <= d^2. On fixed data the
+    value ranks networks like the bound ``tr K / N`` of :func:`diagonal_upper_bound`.
 
     Parameters
     ----------
     K : array [N, N], or [n, n, o, o] of o outputs: the matrix [n o, n o]
     d : int
         Dimension of the inputs.
-
-    Returns
-    -------
-    Bound
-        The value is ``tr K / d``.
 
     Raises
     ------
@@ -76,11 +70,9 @@ def zhu_variance_as_printed(
 
     Parameters
     ----------
-    activations : sequence of Activation, or of {Activation: weight}
-        L - 1 of them, as in :func:`ntk.network_kernel`. eta is the largest slope at z < 0 of a
-        kinked activation, 0 without any.
-    skips : L - 2 reals, optional
-        Weights of the skip connections; none by default.
+    activations, skips
+        L - 1 activations and L - 2 skips of :func:`ntk.network_kernel`. eta is the largest slope at
+        z < 0 of a kinked activation, 0 without any.
 
     Raises
     ------
@@ -126,7 +118,9 @@ def zhu_theorem1_as_printed(
     beta_1(s_0) = 1, alpha_0 = 0). Its factor N / d is too large for N > d, and makes the bound
     false for N < d (N = 1 has lambda_min = K_11). Without N / d the sum does not bound K_ii, for
     skips between activations that are not odd: three ReLU layers have the sum 12 and K_ii = 15.98.
-    Use :func:`hermite_lower_bound`, :func:`schur_lower_bound` and :func:`diagonal_upper_bound`.
+    Use :func:`hermite_lower_bound`, :func:`schur_lower_bound` and :func:`diagonal_upper_bound`. The
+    betas are :func:`table1`'s, at :func:`zhu_variance_as_printed`. ``terms`` has the product or sum
+    without N / d, and the exact K_ii for unit inputs.
 
     Parameters
     ----------
@@ -137,19 +131,10 @@ def zhu_theorem1_as_printed(
     C : float
         For the constant in Theta(N / d).
 
-    Returns
-    -------
-    Bracket
-        ``terms`` has the product or sum without N / d, and the exact K_ii for unit inputs.
-
     Raises
     ------
     ValueError
         If the architecture does not fit :func:`ntk.network_kernel`, or n, d or C is not positive.
-
-    Notes
-    -----
-    The betas are :func:`table1`'s, at :func:`zhu_variance_as_printed`.
 
     Examples
     --------
@@ -159,10 +144,7 @@ def zhu_theorem1_as_printed(
     >>> round(float(lower.value), 4), round(float(lower.terms["exact K_ii"]), 4)
     (13.5, 3.0)
     """
-    betas, alpha, t_holds = _zhu_constants(n, d, activations, skips, C)
-    steps1, steps2, steps3 = (
-        [layer[i] + a for layer, a in zip(betas, alpha, strict=True)] for i in range(3)
-    )
+    betas, (steps1, steps2, steps3), alpha, t_holds = _zhu_constants(n, d, activations, skips, C)
     # Entry i belongs to layer i + 1: the part of W_l has i = l - 1.
     forward = [1.0] + [
         layer.beta1 * _product_of_factors(steps1[:i]) for i, layer in enumerate(betas)
@@ -170,7 +152,8 @@ def zhu_theorem1_as_printed(
     parts = [f * _product_of_factors(steps2[i:]) for i, f in enumerate(forward)]
     mu1 = hermite_coefficients(activations[0], terms=2)[1]
     product, total = _product_of_factors(steps3[1:]), jnp.stack(parts).sum()
-    exact = _unit_diagonal(activations, skips)
+    last = unit_features(activations, skips)[-1]
+    exact = 2 * (last.second + last.tangent)[0]  # for inputs of norm 1
     lower, upper = 2 * mu1**2 * C * (n / d) * product, n / d * total
     common = (
         *_SETTING,
@@ -224,10 +207,8 @@ def zhu_theorem2_as_printed(
 
     Parameters
     ----------
-    n, d : int
-        Number of inputs, their dimension.
-    activations, skips
-        L - 1 activations and L - 2 skips of :func:`ntk.network_kernel`.
+    n, d, activations, skips
+        As in :func:`zhu_theorem1_as_printed`.
     C : float
         For the constants of both Theta.
 
@@ -243,10 +224,9 @@ def zhu_theorem2_as_printed(
     >>> round(float(lower.value), 4), round(float(upper.value), 4)
     (3.0, 9.0)
     """
-    betas, alpha, t_holds = _zhu_constants(n, d, activations, skips, C)
-    steps2, steps3 = ([layer[i] + a for layer, a in zip(betas, alpha, strict=True)] for i in (1, 2))
+    _, (_, steps2, steps3), _, t_holds = _zhu_constants(n, d, activations, skips, C)
     product = _product_of_factors(steps3[1:])
-    total = jnp.stack([_product_of_factors(steps2[k + 1 :]) for k in range(len(betas) + 1)]).sum()
+    total = jnp.stack([_product_of_factors(steps2[k + 1 :]) for k in range(len(steps2) + 1)]).sum()
     common = (*_SETTING, ("the betas belong to weights N(0, 1/m)", False))
     hidden = ("C, supplied: constant of Theta", "constants of Omega(d^4), Omega(m), Omega(1)")
     chance = "1 - (L - 1) exp(-Omega(m)) - exp(-Omega(1))"
@@ -293,6 +273,10 @@ def zhu_theorem3(
     ``y'y / lambda_min``. It is never larger. Like the bound of Cao & Gu (2019), it falls with N for
     labels that are aligned with K.
 
+    ``terms`` has the "eigenvalue term" or "label term" and the "confidence term", without C; C_1, a
+    factor of the step size; C_2, Lip, lambda_min; and the smallest possible first term for this
+    diagonal of K.
+
     Parameters
     ----------
     K : array [N, N]
@@ -306,13 +290,6 @@ def zhu_theorem3(
         For the constants and logarithms in both O.
     label_aware : bool
         Whether to use the labels' alignment with K.
-
-    Returns
-    -------
-    Bound
-        ``terms``: "eigenvalue term" or "label term", and "confidence term", without C; C_1, a
-        factor of the step size; C_2, Lip, lambda_min; and the smallest possible first term for this
-        diagonal of K.
 
     Raises
     ------
@@ -336,10 +313,6 @@ def zhu_theorem3(
         name, energy = "label term", y @ jax.scipy.linalg.cho_solve(factor, y)
     else:
         name, energy = "eigenvalue term", y @ y / smallest
-    return _theorem3(name, energy, K, y, smallest, activations, delta, C)
-
-
-def _theorem3(name, energy, K, y, smallest, activations, delta, C) -> Bound:
     C = positive("C", C)
     if not 0 < real_number("delta", delta) <= 1 / math.e:
         raise ValueError(f"delta: expected a number in (0, 1/e], got {delta}.")
@@ -379,30 +352,22 @@ def _theorem3(name, energy, K, y, smallest, activations, delta, C) -> Bound:
 
 
 def _printed_variance(activations: Sequence[Mixture]) -> float:
-    mixtures = [s if isinstance(s, Mapping) else (s,) for s in activations]
-    slopes = [abs(s.kink[0]) for mixture in mixtures for s in mixture if _is_kinked(s)]
-    eta = max(slopes, default=0.0)
-    return 3 * (1 + eta**2) * (2 + eta**2) ** (len(mixtures) - 2)
-
-
-def _is_kinked(s) -> bool:
-    return isinstance(s, Activation) and s.smooth is None
+    parts = itertools.chain(*(s if isinstance(s, Mapping) else (s,) for s in activations))
+    kinked = [s for s in parts if isinstance(s, Activation) and s.smooth is None]
+    eta = max((abs(s.kink[0]) for s in kinked), default=0.0)
+    return 3 * (1 + eta**2) * (2 + eta**2) ** (len(activations) - 2)
 
 
 def _zhu_constants(n, d, activations, skips, C):
-    """Return Table 1 and alpha_{l-1} by layer (alpha_0 = 0), and whether t bounds the variances."""
+    """Return the betas, their sums with alpha_{l-1}, alpha, and whether t bounds the variances."""
     for name, value in ("n", n), ("d", d), ("C", C):
         positive(name, value)
     _, _, alpha, _ = parse_architecture(activations, skips, None)
     betas = [table1(s, _printed_variance(activations)) for s in activations]
+    alpha = jnp.concatenate([jnp.zeros(1), alpha])
+    steps = [[layer[i] + a for layer, a in zip(betas, alpha, strict=True)] for i in range(3)]
     t_holds = zhu_variance_as_printed(activations, skips).assumptions[0][1]
-    return betas, jnp.concatenate([jnp.zeros(1), alpha]), t_holds
-
-
-def _unit_diagonal(activations, skips) -> jax.Array:
-    """Return K_ii of the exact kernel for |x| = 1."""
-    last = unit_features(activations, skips)[-1]
-    return 2 * (last.second + last.tangent)[0]
+    return betas, steps, alpha, t_holds
 
 
 def _product_of_factors(factors: Sequence[jax.Array]) -> jax.Array:

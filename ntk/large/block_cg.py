@@ -2,19 +2,11 @@
 
 A pass over all entries of a kernel costs far more than products with a few vectors. So all columns
 share one Krylov space: a step minimises every column's error, in the norm of A, over all products
-so far. Columns may depend on each other (one-hot labels minus their mean) or converge early. We
-drop directions that become redundant.
+so far. Columns may depend on each other or converge early: we drop redundant directions.
 
-===========  ===================================================================
-letter       meaning
-===========  ===================================================================
-A, P         the operator, and the preconditioner, symmetric positive definite
-B, X         right-hand sides and solutions, [n, q]
-Q, C         the residual ``B - A X = Q C``, with ``Q' P^-1 Q = I``
-S            directions: ``S' A S_old = 0``
-===========  ===================================================================
-
-Without a callback or a start, X has derivatives, by the rule of linear systems:
+The operator A and the preconditioner P are symmetric positive definite. B and X [n, q] are the
+right-hand sides and solutions. The residual is ``B - A X = Q C`` with ``Q' P^-1 Q = I``. The
+directions S satisfy ``S' A S_old = 0``. Without a callback or a start, X has derivatives:
 ``A dX = dB - dA X``, solved by the same method.
 
 References: O'Leary (1980), "The block conjugate gradient algorithm and related methods"; Dubrulle
@@ -32,13 +24,8 @@ from ntk.internal.checks import concrete, describe, function, integer, positive
 from ntk.internal.compile_cache import program
 from ntk.internal.products import matmul
 from ntk.large.kernel_operator import Operator
-from ntk.large.partial_cholesky import PartialCholesky
-from ntk.large.preconditioner import (
-    Preconditioner,
-    check_preconditioner,
-    ridge_preconditioner,
-    solve,
-)
+from ntk.large.partial_cholesky import PartialCholesky, check_preconditioner
+from ntk.large.preconditioner import Preconditioner, ridge_preconditioner, solve
 
 _BELOW = 0.8  # share of the tolerance at which the true residual is computed
 _STALLED = 0.9  # stop if a true residual is above this share of the one before
@@ -57,15 +44,6 @@ class SolverState(NamedTuple):
     before: jax.Array  # []: the largest residual computed from X before this one
 
 
-class Solved(NamedTuple):
-    """Result of :func:`solve_block_cg`."""
-
-    solution: jax.Array  # X [n, q]; NaN if A is not positive definite
-    residual: jax.Array  # [q], |B - A X|, computed from X
-    relative: jax.Array  # [q], over |B|
-    steps: jax.Array  # []
-
-
 def solve_block_cg(
     K: Operator,
     B: jax.Array,
@@ -75,11 +53,21 @@ def solve_block_cg(
     steps: int,
     start: SolverState | None = None,
     callback: Callable[[SolverState], Any] | None = None,
-) -> Solved:
-    """Solve ``(K + penalty I) X = B`` for B [n, q] as :func:`ntk.iterative_regression` does."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Solve ``(K + penalty I) X = B`` for B [n, q] as :func:`ntk.iterative_regression` does.
+
+    Return X (NaN if A is not positive definite), ``|B - A X|`` [q], its ratio to ``|B|``, and the
+    number of passes.
+    """
     positive("tol", tol)
     steps = integer("steps", steps, 1)
-    _check_solve_arguments(K, B, preconditioner, start, callback)
+    check_preconditioner(preconditioner, len(B))
+    if start is not None and not isinstance(start, SolverState):
+        raise ValueError(f"start: expected a SolverState, got {describe(start)}.")
+    if start is not None and (got := jnp.shape(start.weights)) != B.shape:
+        raise ValueError(f"start: expected weights of shape {B.shape}, got {got}.")
+    if callback is not None:
+        function("callback", callback, "of a SolverState")
 
     def begin(K, preconditioner, penalty, B):
         P = ridge_preconditioner(preconditioner, K.diagonal().astype(B.dtype), penalty)
@@ -97,13 +85,13 @@ def solve_block_cg(
     def whole_solve(K, preconditioner, penalty, B):
         def solve(_, B):
             P, unit, scale, state = begin(K, preconditioner, penalty, B)
-            solved = _unscale_solution(every(K, P, penalty, unit, state), scale)
-            return solved.solution, solved
+            solution, *details = _unscale_solution(every(K, P, penalty, unit, state), scale)
+            return solution, details
 
-        solution, solved = jax.lax.custom_linear_solve(
+        solution, details = jax.lax.custom_linear_solve(
             lambda v: _regularized_product(K, penalty, v), B, solve, symmetric=True, has_aux=True
         )
-        return solved._replace(solution=solution)
+        return solution, *details
 
     given = K, preconditioner, penalty, B
     if callback is None and start is None:
@@ -132,23 +120,10 @@ def _normalize_columns(B):
     return B / jnp.where(scale > 0, scale, 1)[None], scale
 
 
-def _unscale_solution(state: SolverState, scale) -> Solved:
+def _unscale_solution(state: SolverState, scale):
     failed = jnp.isnan(state.residual).any()
     solution = jnp.where(failed, jnp.nan, state.weights * scale[None])
-    return Solved(solution, state.residual * scale, state.residual, state.steps)
-
-
-def _check_solve_arguments(K, B, preconditioner, start, callback):
-    n, q = B.shape
-    check_preconditioner(preconditioner, n)
-    if start is not None and not isinstance(start, SolverState):
-        raise ValueError(f"start: expected a SolverState, got {describe(start)}.")
-    if start is not None and jnp.shape(start.weights) != (n, q):
-        raise ValueError(
-            f"start: expected weights of shape {(n, q)}, got {jnp.shape(start.weights)}."
-        )
-    if callback is not None:
-        function("callback", callback, "of a SolverState")
+    return solution, state.residual * scale, state.residual, state.steps
 
 
 def start_block_cg(P: Preconditioner, B: jax.Array) -> SolverState:
@@ -197,10 +172,8 @@ def _take_cg_step(P, B, image, s: SolverState) -> SolverState:
 
 
 def _orthonormal(W, Z):
-    """Return ``Q, P^-1 Q, C`` with ``W = Q C`` and ``Q' P^-1 Q = I``, for ``Z = P^-1 W``.
-
-    Directions that are rounding errors of the others become 0.
-    """
+    """Return ``Q, P^-1 Q, C`` with ``W = Q C`` and ``Q' P^-1 Q = I``, for ``Z = P^-1 W``."""
+    # Directions that are rounding errors of the others become 0.
     Q, C = W, jnp.eye(W.shape[1], dtype=W.dtype)
     for _ in range(2):  # the second time removes rounding errors of the first
         values, vectors = jnp.linalg.eigh(_inner(Q, Z))
@@ -230,10 +203,6 @@ def _inner(a, b):
     return (gram + gram.T) / 2
 
 
-def _column_norms(R):
-    return jnp.sqrt(jnp.sum(R**2, axis=0))
-
-
 def _relative_residual(R, B):
-    lengths = _column_norms(B)
-    return _column_norms(R) / jnp.where(lengths > 0, lengths, 1)
+    lengths, residuals = (jnp.sqrt(jnp.sum(columns**2, axis=0)) for columns in (B, R))
+    return residuals / jnp.where(lengths > 0, lengths, 1)

@@ -12,15 +12,14 @@ factor of some tens at most. Let mu be the smallest of them; then ``K >= mu P >=
 
       P[theta < (1 - e) lambda_max] <= 1.648 sqrt(n) exp(-sqrt(e) (2k - 1)).
 
-  A block of b starts contains the Krylov spaces of all starts, and all would have to fail: the
-  probability is raised to the power b. We apply it to C and to ``lambda_max(C) I - C``, which has
-  the same Lanczos spaces, so it bounds both ends.
-- 0 is a lower bound of every kernel's eigenvalues.
+  All b starts of a block would have to fail: the probability is raised to the power b. We apply
+  it to C and to ``lambda_max(C) I - C``, which has the same Lanczos spaces: it bounds both ends.
 
 ``C = P^-1/2 K P^-1/2`` is not formed. A start z in its space is ``P^-1/2 z`` here, and vectors are
 orthonormal in the product ``u' P v``.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -32,9 +31,13 @@ from ntk.internal.checks import integer, nan_unless, prng_key, real_number
 from ntk.internal.compile_cache import program
 from ntk.internal.products import matmul
 from ntk.large.kernel_operator import Operator
-from ntk.large.partial_cholesky import PartialCholesky, check_square_operator, semidefinite
-from ntk.large.preconditioner import (
+from ntk.large.partial_cholesky import (
+    PartialCholesky,
     check_preconditioner,
+    check_semidefinite,
+    check_square_operator,
+)
+from ntk.large.preconditioner import (
     factor_and_residual,
     make_preconditioner,
     preconditioner_product,
@@ -86,10 +89,9 @@ def eigenvalue_interval(
 
     Notes
     -----
-    Memory: two bases of ``steps * block`` vectors. The width is at least the ratio of ``upper`` and
-    ``estimate``, about 1.0 to 1.5 if the factor leaves an even diagonal. Source: Kuczynski &
-    Wozniakowski (1992), "Estimating the largest eigenvalue by the power and Lanczos algorithms with
-    a random start", Theorem 4.2.
+    Memory: two bases of ``steps * block`` vectors. The ratio of ``upper`` and ``estimate`` is about
+    1.0 to 1.5 if the factor leaves an even diagonal. Source: Kuczynski & Wozniakowski (1992),
+    "Estimating the largest eigenvalue by the power and Lanczos algorithms with a random start".
 
     Examples
     --------
@@ -99,24 +101,20 @@ def eigenvalue_interval(
     >>> bool(result.lower <= 1), result.upper.round(3)
     (True, Array(1., dtype=float...))
     """
-    check_square_operator("K", K)
+    check_square_operator(K)
     prng_key("key", key)
     steps, block = integer("steps", steps, 2), integer("block", block, 1)
-    if steps * block > K.shape[0]:
-        raise ValueError(
-            f"steps: expected steps times block at most the {K.shape[0]} rows of K, got "
-            f"{steps} times {block}."
-        )
+    n = K.shape[0]
+    if steps * block > n:
+        got = f"{steps} times {block}"
+        raise ValueError(f"steps: expected steps times block at most the {n} rows of K, got {got}.")
     if not 0 < real_number("failure", failure) < 1:
         raise ValueError(f"failure: expected a probability between 0 and 1, got {failure}.")
-    check_preconditioner(preconditioner, K.shape[0])
-    missed = missed_part(K.shape[0], steps, block, float(failure) / 2)
-
-    def run(K, preconditioner, key):
-        return _interval(K, preconditioner, key, steps, block, missed)
-
+    check_preconditioner(preconditioner, n)
+    missed = missed_part(n, steps, block, float(failure) / 2)
+    run = functools.partial(_interval, steps=steps, block=block, missed=missed)
     interval = program(run, K, preconditioner, key)(K, preconditioner, key)
-    semidefinite(jnp.isfinite(interval.upper))
+    check_semidefinite(jnp.isfinite(interval.upper))
     return interval
 
 
@@ -152,11 +150,9 @@ def _interval(K, preconditioner, key, steps, block, missed) -> EigenvalueInterva
 
 
 def _least_combination(T, G):
-    """Return coefficients u that nearly minimise ``u'Tu / u'Gu``, the Rayleigh quotient of K.
-
-    Combinations much shorter than the longest are long in P, so K is not small there.
-    """
+    """Return coefficients u that nearly minimise ``u'Tu / u'Gu``, the Rayleigh quotient of K."""
     sizes, turn = jnp.linalg.eigh(G)
+    # Combinations much shorter than the longest are long in P, so K is not small there.
     significant = sizes > 1e-3 * sizes[-1]
     turn = turn * jnp.where(significant, 1 / jnp.sqrt(jnp.where(significant, sizes, 1)), 0)[None]
     inner = matmul(turn.T, matmul(T, turn))
@@ -191,10 +187,7 @@ def _lanczos_basis(K, P, start, steps):
 
 
 def _orthonormalize(P, v, size):
-    """Return combinations of the columns, orthonormal in ``u' P v``.
-
-    ``size`` holds the P-lengths of the original columns; their rounding errors become 0.
-    """
+    """Return combinations of columns of P-lengths ``size``, orthonormal in ``u' P v``, or 0."""
     eps = jnp.finfo(v.dtype).eps
     v = v / jnp.where(size > 0, size, 1)[None]
     gram = matmul(v.T, preconditioner_product(P, v))

@@ -1,9 +1,9 @@
 """Kernels as operators: products ``K v`` of kernels that are larger than memory.
 
-A kernel of n inputs has n^2 entries, 14 GB for 60,000 inputs in float32; the inputs have n d.
-Conjugate gradients and Lanczos need only products. So :class:`KernelOperator` computes entries in
-tiles, multiplies and drops them. The kernel of a finite network, :class:`ntk.EmpiricalOperator`,
-needs no tiles. Both are pytrees: they pass through ``jit`` as arguments.
+A kernel of 60,000 inputs has 14 GB of entries in float32. Conjugate gradients and Lanczos need only
+products: :class:`KernelOperator` computes entries in tiles, multiplies and drops them. The kernel
+``J J'`` of a finite network, :class:`EmpiricalOperator`, needs no tiles: ``K v = J (J' v)``. Both
+are pytrees, and pass through ``jit`` as arguments.
 """
 
 from typing import Any
@@ -14,17 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from ntk.empirical import blocks
+from ntk.empirical.kernels import check_and_trace, empirical_kernel, gradient_norms
+from ntk.empirical.network_program import Apply, trace_network
+from ntk.internal import checks
 from ntk.internal.batched_rows import length
-from ntk.internal.checks import (
-    check_finite,
-    common_dtype,
-    concrete,
-    function,
-    integer,
-    offending,
-    one_of,
-    real_array,
-)
 from ntk.internal.compile_cache import program
 from ntk.internal.sharding import (
     keeping_rows,
@@ -38,18 +32,28 @@ from ntk.large import tiled_products
 
 
 class Operator:
-    """A matrix known by its products, and the checks of their arguments.
+    """A matrix known by its products, and the checks of their arguments."""
 
-    Subclasses have inputs ``x`` of the rows and ``x2`` of the columns (None for the same), and the
-    names of the fields that are arrays and of those that are static.
-    """
-
-    arrays: tuple[str, ...]
-    static: tuple[str, ...]
-    x: Any
-    x2: Any
+    arrays: tuple[str, ...]  # names of the fields that are leaves of the pytree
+    static: tuple[str, ...]  # names of the other fields
+    x: Any  # inputs of the rows
+    x2: Any  # inputs of the columns; None for the same
     dtype: Any
     _programs: dict
+
+    def __init_subclass__(cls) -> None:
+        jax.tree_util.register_pytree_node(cls, cls._flatten, cls._unflatten)
+
+    def _flatten(self):
+        fields = [[getattr(self, name) for name in names] for names in (self.arrays, self.static)]
+        return fields[0], tuple(fields[1])
+
+    @classmethod
+    def _unflatten(cls, static, arrays):
+        new = object.__new__(cls)
+        fields = zip((*cls.arrays, *cls.static), (*arrays, *static), strict=True)
+        new.__dict__.update(fields, _programs={})
+        return new
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,44 +68,35 @@ class Operator:
         return self.__dict__ | {"_programs": {}}  # compiled programs belong to this process
 
     def __matmul__(self, v: chex.Array) -> jax.Array:
-        v = real_array("v", v)
+        v = checks.real_array("v", v)
         rows = self.shape[1]
         if v.ndim not in (1, 2) or v.shape[0] != rows or not v.size:
             raise ValueError(f"v: expected shape [{rows}] or [{rows}, columns], got {v.shape}.")
-        v = without_explicit_axes(v.astype(common_dtype(v, self.dtype)))
+        v = without_explicit_axes(v.astype(checks.common_dtype(v, self.dtype)))
         product = self._run("_product", v.reshape(rows, -1))
         return product.reshape(-1, *v.shape[1:])
 
     def columns(self, indices: chex.Array) -> jax.Array:
-        """Return some columns of K, [n, k].
-
-        Parameters
-        ----------
-        indices : array [k] of int
+        """Return the columns of K at ``indices`` [k], integers from 0 to n - 1: [n, k].
 
         Raises
         ------
         ValueError
-            If they are not a list of integers from 0 to n - 1.
+            If ``indices`` has other values.
         """
-        indices = real_array("indices", indices)
+        indices = checks.real_array("indices", indices)
         if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
             got = f"{indices.dtype} of shape {indices.shape}"
             raise ValueError(f"indices: expected integers [k], got {got}.")
-        if concrete(indices):
-            given = np.asarray(indices)
-            good = (given >= 0) & (given < self.shape[1])
-            if not good.all():
-                last, got = self.shape[1] - 1, offending(given, good)
+        if checks.concrete(indices):
+            last, given = self.shape[1] - 1, np.asarray(indices)
+            if not (good := (given >= 0) & (given <= last)).all():
+                got = checks.offending(given, good)
                 raise ValueError(f"indices: expected integers from 0 to {last}, got {got}.")
         return self._run("_columns", without_explicit_axes(indices))
 
     def at(self, x: Any) -> Any:
-        """Return the operator ``k(x, X)`` (m, n) of other inputs and those of the rows.
-
-        Parameters
-        ----------
-        x : array [m, ...], or pytree of such arrays for a finite network
+        """Return the operator ``k(x, X)`` (m, n) of other inputs x [m, ...] and those of the rows.
 
         Raises
         ------
@@ -120,7 +115,7 @@ class Operator:
     def _run(self, name: str, *args):
         """Run the method of that name, compiled once for an operator."""
         method = getattr(type(self), name)
-        if not concrete(self, args):
+        if not checks.concrete(self, args):
             return method(self, *args)
         key = name, jax.sharding.get_abstract_mesh(), *map(jax.typeof, args)
         if key not in self._programs:
@@ -128,25 +123,6 @@ class Operator:
         return self._programs[key](self, *args)
 
 
-def pytree(cls: type["Operator"]) -> type:
-    """Register a class of operators as pytrees with their arrays as leaves."""
-
-    def flatten(operator):
-        fields = [[getattr(operator, name) for name in names] for names in (cls.arrays, cls.static)]
-        return fields[0], tuple(fields[1])
-
-    def unflatten(static, arrays):
-        new: Any = object.__new__(cls)
-        for name, value in zip((*cls.arrays, *cls.static), (*arrays, *static), strict=True):
-            setattr(new, name, value)
-        new._programs = {}
-        return new
-
-    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
-    return cls
-
-
-@pytree
 class KernelOperator(Operator):
     """The matrix ``K(x, x2)`` of a kernel function, computed tile by tile when it is used.
 
@@ -177,11 +153,9 @@ class KernelOperator(Operator):
     ``K.shape`` is (n, n2) and ``K.dtype`` is that of the entries. ``K @ v`` for v [n2] or [n2, q]
     computes each pair of inputs once: ``n^2 / 2`` entries if K is symmetric. Memory: inputs,
     vectors and about ten tiles (of 2048 x 2048 in float32: 16 MB each). It is one compiled program
-    for a kernel, a shape and a sharding. The kernel must not depend on state that changes.
-
-    Differentiable as ``kernel`` is; reverse mode computes tiles again. Each of P devices holds
-    ``n / P`` rows, and sends ``n / 2`` rows of x, v and K v for a product. It computes
-    ``n^2 / (2 P)`` entries, or ``(n^2 + n^2 / P) / (2 P)`` for even P.
+    for a kernel, a shape and a sharding. The kernel must not depend on state that changes. Reverse
+    mode computes tiles again. For a product each of P devices sends ``n / 2`` rows of x, v and K v,
+    and computes ``n^2 / (2 P)`` entries, or ``(n^2 + n^2 / P) / (2 P)`` for even P.
 
     Examples
     --------
@@ -204,9 +178,9 @@ class KernelOperator(Operator):
         get: str = "ntk",
         tile: int = 2048,
     ):
-        function("kernel", kernel, "(x1, x2) -> [n1, n2]")
-        one_of("get", get, ("ntk", "nngp"))
-        self.kernel, self.get, self.tile = kernel, get, integer("tile", tile, 1)
+        checks.function("kernel", kernel, "(x1, x2) -> [n1, n2]")
+        checks.one_of("get", get, ("ntk", "nngp"))
+        self.kernel, self.get, self.tile = kernel, get, checks.integer("tile", tile, 1)
         self.x = _check_operator_inputs("x", x)
         self.x2 = None if x2 is None else _check_operator_inputs("x2", x2)
         self._rows = row_sharding(self.x)
@@ -272,11 +246,78 @@ class KernelOperator(Operator):
         return without_explicit_axes(by_device(self.x, *without_explicit_axes(same)))
 
 
+class EmpiricalOperator(Operator):
+    """The tangent kernel ``J(x) J(x2)'``, [n, n2], of a finite network's summed outputs.
+
+    Parameters
+    ----------
+    apply : callable
+        ``apply(params, x) -> [n, o]`` or ``[n]``, as for :func:`ntk.empirical_kernel`.
+    params : pytree
+    x, x2 : arrays [n, ...] and [n2, ...], or pytrees of such arrays
+        Samples of the rows and of the columns. Default of ``x2``: ``x``.
+    batch_size : int, optional
+        Samples handled at a time; all by default.
+
+    Raises
+    ------
+    ValueError
+        If :func:`ntk.empirical_kernel` raises it for these arguments; when used, if vectors or
+        indices have another shape.
+
+    Notes
+    -----
+    ``K.shape`` is (n, n2) and ``K.dtype`` is that of the entries. ``K @ v`` takes about 5 forward
+    passes of all samples for each column of v. Memory, for each column: a copy of the parameters
+    and the activations of ``batch_size`` samples.
+
+    Examples
+    --------
+    >>> x = jnp.array([[1.0, 0.0], [1.0, 1.0]])
+    >>> K = EmpiricalOperator(lambda w, x: x @ w, jnp.ones(2), x)
+    >>> K @ jnp.array([1.0, 0.0]), K.diagonal()
+    (Array([1., 1.], dtype=float...), Array([1., 2.], dtype=float...))
+    """
+
+    arrays = "params", "x", "x2"
+    static = "apply", "batch_size", "dtype"
+
+    def __init__(
+        self, apply: Apply, params: Any, x: Any, x2: Any = None, *, batch_size: int | None = None
+    ):
+        self.apply, self.batch_size = apply, batch_size
+        self.params = without_explicit_axes(params)
+        net, self.x, self.x2 = check_and_trace(apply, self.params, batch_size, x, x2)
+        sample = jax.tree.map(lambda x: x[0], self.x)
+        self.dtype = jax.eval_shape(net.outputs, net.inputs, sample).dtype
+        self._programs = {}
+
+    def _at(self, x):
+        return EmpiricalOperator(self.apply, self.params, x, self.x, batch_size=self.batch_size)
+
+    def _product(self, v):
+        net = trace_network(self.apply, self.params, self.x)
+
+        def product(v):
+            return blocks.blockwise_vector_product(
+                net, self.batch_size, net.inputs, self._of_columns, v, at=self.x
+            )
+
+        return jax.vmap(product, 1, 1)(v)
+
+    def _columns(self, indices):
+        chosen = jax.tree.map(lambda x: x[indices], self._of_columns)
+        return empirical_kernel(self.apply, self.params, self.x, chosen, batch_size=self.batch_size)
+
+    def _diagonal(self):
+        return gradient_norms(self.apply, self.params, self.x, batch_size=self.batch_size)
+
+
 def _check_operator_inputs(name: str, x: Any) -> jax.Array:
-    x = real_array(name, x)
+    x = checks.real_array(name, x)
     if x.ndim == 0 or not x.size:
         raise ValueError(f"{name}: expected inputs [n, ...] with n at least 1, got {x.shape}.")
-    check_finite(name, x, "inputs")
+    checks.check_finite(name, x, "inputs")
     return keeping_rows(x)
 
 

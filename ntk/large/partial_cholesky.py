@@ -5,13 +5,14 @@ earlier columns explain are left out. The trace of the residual is then nearly t
 approximation of a somewhat smaller rank. A factor of rank r computes ``n r`` entries of K.
 """
 
+import functools
 from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from ntk.internal.checks import concrete, integer, nan_unless, prng_key
+from ntk.internal.checks import concrete, describe, integer, nan_unless, prng_key
 from ntk.internal.compile_cache import program
 from ntk.internal.products import matmul
 from ntk.large.kernel_operator import Operator
@@ -42,8 +43,7 @@ def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCho
     Returns
     -------
     PartialCholesky
-        ``residual_diagonal`` is 0 at the pivots. Columns beyond the rank of K are 0, up to the
-        square root of the roundoff.
+        ``residual_diagonal`` is 0 at the pivots. Columns beyond K's rank are 0 up to ``sqrt(eps)``.
 
     Raises
     ------
@@ -68,32 +68,38 @@ def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCho
            [0., 4., 4.],
            [1., 4., 5.]], dtype=float...)
     """
-    check_square_operator("K", K)
+    check_square_operator(K)
     prng_key("key", key)
     rank = integer("rank", rank, 1)
     if rank > K.shape[0]:
         raise ValueError(f"rank: expected at most the {K.shape[0]} rows of K, got {rank}.")
-
-    def run(K, key):
-        factorization = _factor_partially(K, rank, key)
-        return factorization, jnp.isfinite(factorization.factor).all()
-
+    run = functools.partial(_factor_partially, rank=rank)
     factorization, good = program(run, K, key)(K, key)
-    semidefinite(good)
+    check_semidefinite(good)
     return factorization
 
 
-def check_square_operator(name: str, K: Operator) -> None:
+def check_square_operator(K: Operator) -> None:
     """Raise ``ValueError`` if ``K`` is not a square operator."""
     if not isinstance(K, Operator):
-        raise ValueError(
-            f"{name}: expected a KernelOperator or an EmpiricalOperator, got a {type(K).__name__}."
-        )
+        got = type(K).__name__
+        raise ValueError(f"K: expected a KernelOperator or an EmpiricalOperator, got a {got}.")
     if K.shape[0] != K.shape[1]:
-        raise ValueError(f"{name}: expected as many rows as columns, got shape {K.shape}.")
+        raise ValueError(f"K: expected as many rows as columns, got shape {K.shape}.")
 
 
-def semidefinite(good: jax.Array) -> None:
+def check_preconditioner(preconditioner: PartialCholesky | None, n: int) -> None:
+    """Raise ``ValueError`` if ``preconditioner`` does not fit a kernel with ``n`` rows."""
+    if preconditioner is None:
+        return
+    if not isinstance(preconditioner, PartialCholesky):
+        got = describe(preconditioner)
+        raise ValueError(f"preconditioner: expected the result of partial_cholesky, got {got}.")
+    if (rows := len(preconditioner.factor)) != n:
+        raise ValueError(f"preconditioner: expected {n} rows, as K has, got {rows}.")
+
+
+def check_semidefinite(good: jax.Array) -> None:
     """Raise ``ValueError`` if a concrete ``good`` is false: K is not positive semidefinite."""
     if concrete(good) and not good:
         raise ValueError(
@@ -102,7 +108,8 @@ def semidefinite(good: jax.Array) -> None:
         )
 
 
-def _factor_partially(K: Operator, rank: int, key) -> PartialCholesky:
+def _factor_partially(K: Operator, key, rank: int) -> tuple[PartialCholesky, jax.Array]:
+    """Return the factor, and whether it is finite."""
     n = K.shape[0]
     count = -(-rank // _BLOCK)
     size = -(-rank // count)
@@ -110,15 +117,12 @@ def _factor_partially(K: Operator, rank: int, key) -> PartialCholesky:
     dtype, largest = whole_diagonal.dtype, jnp.max(whole_diagonal)
     noise = size * jnp.finfo(dtype).eps * largest
 
-    def draw(residual, i):
-        # The largest values of log(weight) + Gumbel noise are a draw without replacement.
-        chance = jnp.log(jnp.where(residual > noise, residual, 0))
-        noisy = chance + jax.random.gumbel(jax.random.fold_in(key, i), (n,), dtype)
-        return jax.lax.top_k(noisy, size)[1]
-
     def step(carry, i):
         factor, residual = carry
-        pivots = draw(residual, i)
+        # The largest values of log(weight) + Gumbel noise are a draw without replacement.
+        chance = jnp.log(jnp.where(residual > noise, residual, 0))
+        chance += jax.random.gumbel(jax.random.fold_in(key, i), (n,), dtype)
+        pivots = jax.lax.top_k(chance, size)[1]
         good = (residual[pivots] > noise) & (i * size + jnp.arange(size) < rank)
         columns = K.columns(pivots).astype(dtype)
         columns -= matmul(factor, factor[pivots].T)
@@ -137,4 +141,5 @@ def _factor_partially(K: Operator, rank: int, key) -> PartialCholesky:
     start = jnp.zeros((n, count * size), dtype), whole_diagonal
     (factor, residual), pivots = jax.lax.scan(step, start, jnp.arange(count))
     factor = nan_unless(jnp.min(whole_diagonal) >= -jnp.abs(noise), factor[:, :rank])
-    return PartialCholesky(factor, residual, pivots.reshape(-1)[:rank])
+    factorization = PartialCholesky(factor, residual, pivots.reshape(-1)[:rank])
+    return factorization, jnp.isfinite(factor).all()

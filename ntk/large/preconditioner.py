@@ -1,10 +1,8 @@
 """``P = D + F F'``, close to a kernel with its penalty, with a cheap inverse.
 
-F is a partial Cholesky factor, and D is the residual diagonal plus the penalty. So P has the
-diagonal of ``K + penalty I``, except at pivots: there the residual is 0 and the penalty may be 0,
-so D is raised to the mean of the others.
-
-With ``R R' = I + F' D^-1 F``, by Woodbury's identity ``P^-1 = D^-1 - D^-1 F R^-T R^-1 F' D^-1``.
+F is a partial Cholesky factor. D is the residual diagonal, raised to its mean (it is 0 at pivots),
+plus the penalty. By Woodbury's identity, ``P^-1 = D^-1 - D^-1 F R^-T R^-1 F' D^-1`` for
+``R R' = I + F' D^-1 F``.
 """
 
 from typing import NamedTuple
@@ -12,7 +10,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ntk.internal.checks import describe
 from ntk.internal.products import matmul
 from ntk.large.partial_cholesky import PartialCholesky
 
@@ -25,17 +22,6 @@ class Preconditioner(NamedTuple):
     diagonal: jax.Array  # D [n], positive
     factor: jax.Array  # F [n, r]; r may be 0
     root: jax.Array  # R [r, r], lower triangular
-
-
-def check_preconditioner(preconditioner: PartialCholesky | None, n: int) -> None:
-    """Raise ``ValueError`` if ``preconditioner`` does not fit a kernel with ``n`` rows."""
-    if preconditioner is None:
-        return
-    if not isinstance(preconditioner, PartialCholesky):
-        got = describe(preconditioner)
-        raise ValueError(f"preconditioner: expected the result of partial_cholesky, got {got}.")
-    if (rows := len(preconditioner.factor)) != n:
-        raise ValueError(f"preconditioner: expected {n} rows, as K has, got {rows}.")
 
 
 def factor_and_residual(partial: PartialCholesky | None, diagonal) -> tuple[jax.Array, jax.Array]:

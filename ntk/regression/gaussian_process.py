@@ -1,8 +1,7 @@
 """Gaussian predictions of infinitely wide networks: the posterior, or trained ensembles.
 
-An infinitely wide network at its initialisation is a Gaussian process with the NNGP kernel. Two
-distributions of its predictions, given targets, have closed forms: :func:`posterior` is Bayesian
-inference, and :func:`ensemble` holds networks that gradient flow trained from random weights.
+An infinitely wide network at its initialisation is a Gaussian process with the NNGP kernel. Given
+targets, :func:`posterior` is Bayesian inference; :func:`ensemble` has networks after training.
 
 =======  ===================================================================================
 letter   meaning
@@ -55,20 +54,18 @@ _ROOM = 0.01  # relative to the largest entry; covers the rounding of 16-bit ent
 class Prediction:
     """A Gaussian distribution of m inputs' outputs, at one time or several.
 
-    ``mean, covariance = prediction`` unpacks it. The covariance is symmetric, and positive
-    semidefinite up to the prior's rounding.
+    ``mean, covariance = prediction`` unpacks it.
 
     Attributes
     ----------
     mean : array [..., m] or [..., m, outputs], times first.
     covariance : array [..., m, m] or [..., m, m, outputs, outputs]
-        The same for every output, or of all outputs.
-    mean_error : array like ``mean``
-        Error of the mean from rounded kernels, to first order, if every entry has an error of 64
-        eps relative to the variances of its two inputs.
-    std_error : array like ``std()``
-        The same for the standard deviations. Both are infinite for an :func:`ensemble` at a large
-        ``t`` if the NTK is singular to rounding: enable float64 or add a penalty then.
+        The same for every output, or of all outputs. Symmetric, and positive semidefinite up to the
+        prior's rounding.
+    mean_error, std_error : arrays like ``mean`` and ``std()``
+        Errors from rounded kernels, to first order, if every entry has an error of 64 eps relative
+        to the variances of its two inputs. Infinite for an :func:`ensemble` at a large ``t`` if the
+        NTK is singular to rounding: enable float64 or add a penalty then.
     """
 
     mean: jax.Array
@@ -80,17 +77,14 @@ class Prediction:
         return iter((self.mean, self.covariance))
 
     def std(self) -> jax.Array:
-        """Return standard deviations [..., m], or like ``mean`` if covariances of outputs differ.
-
-        Variances that are rounded below 0 count as 0.
-        """
+        """Return standard deviations [..., m]; like ``mean`` if outputs differ in covariance."""
         full = self.covariance.ndim > self.mean.ndim + 1
         variance = jnp.einsum("...iiaa->...ia" if full else "...ii->...i", self.covariance)
         return _root_of_variance(variance)
 
 
 def _root_of_variance(variance: jax.Array) -> jax.Array:
-    # The root has infinite slope at 0; 0 times infinity is NaN.
+    # Variances rounded below 0 count as 0. The root has infinite slope there; 0 times it is NaN.
     return jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1)), 0)
 
 
@@ -107,11 +101,10 @@ def posterior(
 ) -> Prediction:
     """Return the Gaussian process posterior of the kernel ``K``.
 
-    Its mean is ``k(x, X) (K + penalty I)^-1 y``, and its covariance
-    ``k(x, x) - k(x, X) (K + penalty I)^-1 k(X, x)``.
-
-    With the NNGP kernel it is Bayesian inference in an infinitely wide network. With the NTK it is
-    the "NTKGP" of He et al. (2020), the limit of ensembles with an added random function.
+    Its mean is ``k(x, X) (K + penalty I)^-1 y``, and its covariance ``k(x, x) - k(x, X) (K +
+    penalty I)^-1 k(X, x)``. With the NNGP kernel it is Bayesian inference in an infinitely wide
+    network. With the NTK it is the "NTKGP" of He et al. (2020), the limit of ensembles with an
+    added random function.
 
     Parameters
     ----------
@@ -120,23 +113,19 @@ def posterior(
         (:func:`ntk.kernel_matrix`), with ``x`` and ``at`` instead of ``cross`` and ``prior``.
     y : array [n] or [n, outputs]
         Targets.
-    cross : array [m, n] or [m, n, outputs, outputs]
-        Kernel of the inputs to predict at with the training inputs.
-    prior : array [m, m] or [m, m, outputs, outputs]
-        Kernel of the inputs to predict at.
+    cross, prior : arrays [m, n] and [m, m], or [m, n, outputs, outputs] and so on
+        Kernels of the inputs to predict at, with the training inputs and with each other.
     x, at : arrays [n, ...] and [m, ...], optional
         Training inputs, and inputs to predict at, if ``K`` is a function.
     get : {"nngp", "ntk"}
         The kernel to use if the function returns both.
     penalty : float
-        Variance of the targets' noise; it is added to the diagonal of ``K``. No hidden jitter is
-        added.
+        Variance of the targets' noise, added to the diagonal of ``K``. No hidden jitter is added.
 
     Returns
     -------
     Prediction
-        For the function, without the noise. NaN if an invalid argument is traced, because no error
-        can be raised then.
+        For the function, without the noise. NaN if an invalid argument is traced.
 
     Raises
     ------
@@ -149,11 +138,7 @@ def posterior(
     -----
     Time n^3 / 3 + n^2 m + n m^2, memory n (n + m) + m^2; for a kernel of several outputs, n and m
     count pairs of inputs and outputs. For variances of many inputs alone, ``jax.vmap`` over rows of
-    ``cross``, one at a time: ``K`` is factorised once.
-
-    References
-    ----------
-    Rasmussen & Williams (2006), Eqs. (2.23)-(2.24).
+    ``cross``: ``K`` is factorised once. Source: Rasmussen & Williams (2006), Eqs. (2.23)-(2.24).
 
     Examples
     --------
@@ -196,8 +181,8 @@ def ensemble(
 ) -> Prediction:
     """Return predictions of infinitely wide networks, trained from random weights up to time t.
 
-    Networks are trained by gradient flow. ``f_t(x) = f_0(x) + A (y - f_0(X))`` has the mean and the
-    covariance over initialisations
+    Gradient flow leads to ``f_t(x) = f_0(x) + A (y - f_0(X))``, with mean and covariance over
+    initialisations
 
         A y,    k(x, x) - A k(X, x) - k(x, X) A' + A K A',    A = T(x, X) phi_t(T + penalty I).
 
@@ -213,12 +198,9 @@ def ensemble(
     y : array [n] or [n, outputs]
         Targets.
     cross : Kernels, or another record with ``nngp`` and ``ntk``
-        Kernels of the inputs to predict at with the training inputs: [m, n] or
-        [m, n, outputs, outputs].
-    prior : array [m, m] or [m, m, outputs, outputs]
-        NNGP kernel of the inputs to predict at.
-    x, at : arrays [n, ...] and [m, ...], optional
-        Training inputs, and inputs to predict at, if ``train`` is a function.
+        Kernels of the inputs to predict at with the training inputs.
+    prior, x, at
+        As in :func:`posterior`; ``prior`` is the NNGP kernel.
     t : float or array [...]
         Nonnegative times; ``inf``, the default, is the limit. T steps of size eta on the summed
         loss are ``t = eta T``.
@@ -229,7 +211,7 @@ def ensemble(
     -------
     Prediction
         Axes of ``t`` first. Differentiable once in all arguments. NaN if an invalid argument is
-        traced, because no error can be raised then.
+        traced.
 
     Raises
     ------
@@ -242,12 +224,8 @@ def ensemble(
     -----
     Time: about 10 n^3 for the eigendecomposition, then n^2 m + n m^2 for each time; memory m (n +
     m) for each time. Directions that are singular to rounding do not move in the limit, and hardly
-    before it: :func:`ntk.gradient_flow`.
-
-    References
-    ----------
-    Lee et al. (2019), "Wide neural networks of any depth evolve as linear models under gradient
-    descent", Eqs. (14)-(16).
+    before it: :func:`ntk.gradient_flow`. Source: Lee et al. (2019), "Wide neural networks of any
+    depth evolve as linear models under gradient descent", Eqs. (14)-(16).
 
     Examples
     --------
@@ -269,16 +247,14 @@ def ensemble(
     cross_ntk, there = check_cross_kernel("cross.ntk", cross_ntk, training)
     cross_nngp, same = check_cross_kernel("cross.nngp", cross_nngp, training)
     if there != same:
-        raise ValueError(
-            f"cross: expected kernels of as many rows, got {same[0]} of nngp and {there[0]} of ntk."
-        )
+        got = f"{same[0]} of nngp and {there[0]} of ntk"
+        raise ValueError(f"cross: expected kernels of as many rows, got {got}.")
     prior = _prior(prior, there, training)
     cross_nngp = _bounded(cross_nngp, nngp, prior, "cross.nngp")
     t = check_times(t, training.matrix.dtype)
     penalised = with_penalty(training.matrix, penalty)
-    moments = _trained_moments(
-        penalised, cross_ntk, training.columns, nngp, cross_nngp, prior, t.ravel()
-    )
+    kernels = nngp, cross_nngp, prior
+    moments = _trained_moments(penalised, cross_ntk, training.columns, *kernels, t.ravel())
     mean, covariance, *errors = (x.reshape(*t.shape, *x.shape[1:]) for x in moments)
     return _prediction(mean.reshape(*t.shape, *there), covariance, training, *errors)
 

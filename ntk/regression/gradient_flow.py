@@ -1,6 +1,4 @@
-"""``phi_t(K) r``, the path of gradient flow, by the eigenvalues of K, with its derivative.
-
-``phi_t(K) = K^-1 (I - exp(-t K))``, also for singular K and infinite t.
+"""``phi_t(K) r`` by the eigenvalues of K, for ``phi_t(K) = K^-1 (I - exp(-t K))``, and derivatives.
 
 Eigenvalues under n eps max |eigenvalue| are roundoff. From about the time of their inverse on,
 roundoff would be visible, so the direction returns to its start: ``phi_t = t exp(-t n eps max)``.
@@ -49,9 +47,9 @@ def _(primals, tangents):
     inside = matmul(V.T, r)
     turned = matmul(matmul(V.T, dK), V)
     slope = matmul(_divided_differences(values, t, rounding) * turned, inside)
-    in_time = jnp.where(
-        values > 0, jnp.exp(-_zero_safe_product(t, values)), _rate_at_zero(t, rounding)
-    )
+    past = _zero_if_infinite(t) * rounding
+    rate_at_zero = jnp.where(jnp.isinf(t), 0, (1 - past) * jnp.exp(-past))
+    in_time = jnp.where(values > 0, jnp.exp(-_zero_safe_product(t, values)), rate_at_zero)
     slope += phi * matmul(V.T, dr) + dt * in_time[:, None] * inside
     return matmul(V, phi * inside), matmul(V, slope)
 
@@ -62,8 +60,7 @@ flows = jax.jit(jax.vmap(flow, in_axes=(None, None, 0)))
 def refined(K, cross, r, t):
     """Return ``phi_t(K) r`` for all times [times, n, outputs].
 
-    If rounded entries can move predictions, ``cross`` times the result, by a tenth of the size of
-    r, the time raises ``ValueError``; a traced time gives NaN.
+    Raise ``ValueError``, or return NaN if traced, if rounding can move predictions by a tenth of r.
     """
     moved, error = _flows_and_error(K, cross, r, t)
     good = ~(error > _ALLOWED)  # NaN passes, and stays NaN in the result
@@ -86,11 +83,8 @@ def _flows_and_error(K, cross, r, t):
 
 
 def _error(K, cross, r, t):
-    """Return the largest error of ``cross phi_t(K) r`` from rounded entries, over r: [times].
-
-    To first order it is ``(dcross - cross phi dK) phi r``. Sizes are relative, so squares stay in
-    range.
-    """
+    """Return the largest error of ``cross phi_t(K) r`` from rounded entries, over r: [times]."""
+    # To first order it is (dcross - cross phi dK) phi r. Relative sizes keep squares in range.
     values, V, rounding = _eigh(K)
     top = rounding / (len(K) * jnp.finfo(K.dtype).eps)
     top = jnp.where(top > 0, top, 1)
@@ -117,9 +111,8 @@ def _error(K, cross, r, t):
 def _error_weights(values, errors, seen, rounding, t):
     """Return ``phi_t`` of every direction, times its error over an entry's error: [times, n].
 
-    A gap above the roundoff directions shows that K has a lower rank: these directions only contain
-    roundoff. Without the gap, or if a row has them (``seen``), they can have any eigenvalue up to
-    roundoff.
+    A gap above the roundoff directions shows that K has a lower rank. Without the gap, or if a row
+    has them (``seen``), these directions can have any eigenvalue up to roundoff.
     """
     eps = jnp.finfo(values.dtype).eps
     gap = ~((values > 0) & (values < jnp.sqrt(eps))).any()
@@ -152,7 +145,7 @@ def _eigh(K):
 
 
 def _zero_safe_product(t, values):
-    """Return ``t * values``, with 0 * inf = 0."""
+    """Return ``t * values``, with inf * 0 = 0."""
     return jnp.where(values > 0, t * jnp.where(values > 0, values, 1), 0)
 
 
@@ -163,12 +156,6 @@ def _zero_if_infinite(t):
 def _at_zero(t, rounding):
     """Return ``phi_t`` for a roundoff direction; 0 in the limit."""
     return _zero_if_infinite(t) * jnp.exp(-_zero_if_infinite(t) * rounding)
-
-
-def _rate_at_zero(t, rounding):
-    """Return the derivative of :func:`_at_zero` in t."""
-    past = _zero_if_infinite(t) * rounding
-    return jnp.where(jnp.isinf(t), 0, (1 - past) * jnp.exp(-past))
 
 
 def _phi(a, t, rounding):

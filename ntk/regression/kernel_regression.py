@@ -4,13 +4,10 @@ A network in its linear (NTK) regime, trained by gradient flow on ``1/2 |f(X) - 
 
     f_t(x) = f_0(x) + k(x, X) phi_t(K) (y - f_0(X)),    phi_t(K) = K^-1 (I - exp(-t K)).
 
-In the limit, or with weight decay ``penalty``, ``f(x) = k(x, X) (K + penalty I)^-1 y``. One
-Cholesky factorisation gives f, its leave-one-out residuals, and ``y'K^-1 y``. The flow needs one
-eigendecomposition. :mod:`ntk.regression.gaussian_process` bounds the error of the predictions.
-
-A kernel ``[n, n]`` holds for every output separately. If outputs have a kernel with each other,
-``empirical_kernel(..., outputs="full")``, K is ``[n, n, outputs, outputs]``, cross is
-``[m, n, outputs, outputs]``, and y is ``[n, outputs]``.
+In the limit, or with weight decay ``penalty``, ``f(x) = k(x, X) (K + penalty I)^-1 y``. A kernel
+``[n, n]`` holds for every output separately. If outputs have a kernel with each other
+(``empirical_kernel(..., outputs="full")``), K is ``[n, n, outputs, outputs]``, cross is ``[m, n,
+outputs, outputs]``, and y is ``[n, outputs]``.
 
 References: Jacot, Gabriel & Hongler (2018); Lee et al. (2019), Eqs. (8)-(11); Oymak et al. (2021).
 """
@@ -48,8 +45,8 @@ class KernelRegression(NamedTuple):
     def leave_one_out(self) -> jax.Array:
         """Return the residuals ``y_i - f_-i(x_i)`` of fits without sample i, like y.
 
-        They are ``weights_i / (K + penalty I)^-1_ii`` (Rasmussen & Williams 2006, Eq. 5.12). For a
-        kernel of several outputs, ``ii`` is the block of sample i. Time n^3.
+        They are ``weights_i / (K + penalty I)^-1_ii`` (Rasmussen & Williams 2006, Eq. 5.12), where
+        ``ii`` is the block of sample i for a kernel of several outputs. Time n^3.
         """
         rows = jnp.eye(len(self.factor), dtype=self.factor.dtype)
         inverse = jax.scipy.linalg.solve_triangular(self.factor, rows, lower=True)
@@ -90,8 +87,7 @@ def kernel_regression(
     Returns
     -------
     KernelRegression
-        With ``predict(cross)`` and ``leave_one_out()``. NaN if an invalid argument is traced,
-        because no error can be raised then.
+        With ``predict(cross)`` and ``leave_one_out()``. NaN if an invalid argument is traced.
 
     Raises
     ------
@@ -129,12 +125,8 @@ def excess_risk_term(K: Any, y: chex.Array, *, x: Any = None) -> ExcessRisk:
 
     Parameters
     ----------
-    K : array [n, n] or [n, n, outputs, outputs], :class:`ntk.Kernels` or kernel function
-        Kernel of the training inputs, symmetric up to rounding; the tangent kernel of a record.
-    y : array [n] or [n, outputs]
-        Targets; several outputs are summed over.
-    x : array [n, ...], optional
-        Training inputs, if ``K`` is a kernel function.
+    K, y, x
+        As in :func:`kernel_regression`; several outputs are summed over.
 
     Raises
     ------
@@ -174,10 +166,8 @@ def gradient_flow(
 
     Parameters
     ----------
-    K : array [n, n] or [n, n, outputs, outputs], :class:`ntk.Kernels` or kernel function
-        Kernel of the training inputs, symmetric up to rounding; it can be singular.
-    y : array [n] or [n, outputs]
-        Targets.
+    K, y
+        As in :func:`kernel_regression`, but ``K`` can be singular.
     t : float or array [...]
         Nonnegative times; ``inf`` is the limit, kernel regression.
     x : array [n, ...], optional
@@ -190,8 +180,7 @@ def gradient_flow(
     cross_f0 : float or array [m] or [m, outputs]
         Predictions at the inputs of ``cross`` at time 0.
     penalty : float
-        Weight decay towards the weights at time 0: ``phi_t(K + penalty I)`` instead of
-        ``phi_t(K)``.
+        Weight decay towards the weights at time 0: ``phi_t(K + penalty I)``, not ``phi_t(K)``.
 
     Returns
     -------

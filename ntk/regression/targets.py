@@ -1,8 +1,7 @@
 """Check a kernel and the targets of a regression, and return a matrix and columns.
 
-A kernel of networks with several outputs has an entry for every two inputs and every two outputs,
-``[n1, n2, outputs, outputs]`` (``empirical_kernel(..., outputs="full")``). It becomes a matrix of
-pairs (input, output). For a kernel ``[n1, n2]`` all outputs have the same matrix; each is a column.
+A kernel ``[n1, n2, outputs, outputs]`` becomes a matrix of pairs (input, output). For a kernel
+``[n1, n2]`` all outputs have the same matrix; each is a column.
 """
 
 from typing import Any, NamedTuple
@@ -11,16 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk.internal.checks import (
-    at_least_float32,
-    check_finite,
-    concrete,
-    float_array,
-    nan_unless,
-    nonnegative_number,
-    real_array,
-    regression_targets,
-)
+from ntk.internal import checks
 from ntk.internal.sharding import without_explicit_axes
 from ntk.kernels.functions import as_kernel_matrix as kernel
 from ntk.kernels.symmetric import flatten_outputs, square_matrix, symmetric_matrix
@@ -38,27 +28,27 @@ class TrainingSet(NamedTuple):
 
 def check_training_set(K: Any, y: Any, name: str = "K", *, x: Any = None) -> TrainingSet:
     """Return kernel and targets in one floating type; errors call the kernel ``name``."""
-    K, y = without_explicit_axes((real_array(name, kernel(K, x, name)), real_array("y", y)))
+    K, y = checks.real_array(name, kernel(K, x, name)), checks.real_array("y", y)
+    K, y = without_explicit_axes((K, y))
     n, full = len(K) if K.ndim else 0, K.ndim == 4
     matrix = symmetric_matrix(square_matrix(K, name), name)
     if full and y.shape != (n, K.shape[3]):
         raise ValueError(f"y: expected shape [{n}, {K.shape[3]}], as {name} has it, got {y.shape}.")
-    y = regression_targets(y, n)
-    dtype = at_least_float32(matrix, y)
+    y = checks.regression_targets(y, n)
+    dtype = checks.at_least_float32(matrix, y)
     columns = y.astype(dtype).reshape(len(matrix), -1)
     return TrainingSet(matrix.astype(dtype), columns, y.shape, full)
 
 
 def check_cross_kernel(name: str, cross: Any, of: TrainingSet) -> tuple[jax.Array, tuple[int, ...]]:
     """Return the kernel of m other inputs with those of ``of``, and the results' shape."""
-    cross = without_explicit_axes(float_array(name, cross))
+    cross = without_explicit_axes(checks.float_array(name, cross))
     n, *outputs = of.shape
     behind = (n, *2 * outputs) if of.full else (n,)
     if cross.shape[1:] != behind or not cross.ndim:
-        raise ValueError(
-            f"{name}: expected shape [m, {', '.join(map(str, behind))}], got {cross.shape}."
-        )
-    check_finite(name, cross, "entries")
+        expected = ", ".join(map(str, behind))
+        raise ValueError(f"{name}: expected shape [m, {expected}], got {cross.shape}.")
+    checks.check_finite(name, cross, "entries")
     return flatten_outputs(cross), (len(cross), *outputs)
 
 
@@ -71,7 +61,7 @@ def as_kernel(matrix: jax.Array, outputs: int) -> jax.Array:
 
 def with_penalty(matrix: jax.Array, penalty: Any) -> jax.Array:
     """Return ``K + penalty I``; a traced negative penalty gives NaN."""
-    number = nonnegative_number("penalty", penalty).astype(matrix.dtype)
+    number = checks.nonnegative_number("penalty", penalty).astype(matrix.dtype)
     return matrix + number * jnp.eye(len(matrix), dtype=matrix.dtype)
 
 
@@ -85,9 +75,10 @@ def cholesky(matrix: jax.Array, penalty: Any) -> jax.Array:
     shifted = with_penalty(matrix, penalty)
     factor = jax.lax.linalg.cholesky(shifted, symmetrize_input=False)
     sizes, error = jnp.diagonal(jax.lax.stop_gradient(shifted)), kernel_entry_error(matrix.dtype)
+    # Errors of the entries count to first order only if this product is below 1.
     good = error * _inverse_norm(jax.lax.stop_gradient(factor), jnp.sqrt(sizes)) < 1
-    if not concrete(good):
-        return nan_unless(good, factor)
+    if not checks.concrete(good):
+        return checks.nan_unless(good, factor)
     if np.isnan(factor[-1, -1]):
         raise ValueError(
             "K: expected a positive definite matrix (a larger penalty makes it one), "
@@ -105,10 +96,7 @@ def cholesky(matrix: jax.Array, penalty: Any) -> jax.Array:
 
 @jax.jit
 def _inverse_norm(factor: jax.Array, size: jax.Array) -> jax.Array:
-    """Estimate from below the norm of ``D (L L')^-1 D``, with ``D = diag(size)``.
-
-    An error ``e`` of the entries counts to first order only if ``e`` times this norm is below 1.
-    """
+    """Estimate from below the norm of ``D (L L')^-1 D``, with ``D = diag(size)``."""
 
     def step(carry, _):
         v, _ = carry

@@ -9,10 +9,9 @@
 with or without fused multiply-adds, by division or by reciprocals. So the computed factor R
 satisfies ``|R'R - B|_ij <= g (|R|'|R|)_ij <= g |r_i| |r_j|`` (Higham 2002, Lemma 8.4). On the
 diagonal, ``|r_i|^2 <= B_ii / (1 - g)``; hence ``|R'R - B|_2 <= phi tr(B)``, and ``R'R`` is positive
-semidefinite. Rounding the diagonal of ``A - t I`` moves it by at most ``u max B_ii``. The matrix is
-scaled to entries of at most 1, so ``tiny = 1e-290`` covers every underflow. Assumptions: IEEE
-double precision rounding to nearest, and a BLAS with ordinary products and substitutions (no
-Strassen).
+semidefinite. Rounding the diagonal of ``A - t I`` moves it by at most ``u max B_ii``. Entries are
+scaled to at most 1, so ``tiny = 1e-290`` covers underflows. Assumptions: IEEE double precision
+rounding to nearest, and a BLAS with ordinary products and substitutions (no Strassen).
 
 **A simplex.** ``K_alpha = sum_ij alpha_i alpha_j K_ij`` on a sub-simplex with vertices ``v_k`` is a
 convex combination of its Bernstein coefficients ``K(v_k, v_l) = sum_ij v_ki v_lj K_ij``. Therefore
@@ -24,15 +23,8 @@ alpha (x) x``, of squared length ``|alpha|^2`` in ``[1/h, 1]``. So ``lambda_min(
 if it is positive, is a lower bound too: 0 up to rounding for blocks of features, ``K_ij = Phi_i
 Phi_j'``. We use it if every K_alpha is singular, or the cells are used up.
 
-======  =======================================================================
-letter  meaning
-======  =======================================================================
-u       2^-53, the unit roundoff
-t       `shift`, subtracted from the diagonal
-h, n    activations; inputs
-K_ij    `blocks` [h, h, n, n]
-e       `entry_error`: bound of the error of the given kernel's entries
-======  =======================================================================
+Here u is the unit roundoff 2^-53, t is `shift`, and K_ij are `blocks` [h, h, n, n] of h activations
+and n inputs.
 
 References: Rump (2006), "Verification of positive definiteness", BIT 46; Demmel (1989), LAPACK
 Working Note 14; Higham (2002), "Accuracy and stability of numerical algorithms", chapters 8 and 10.
@@ -44,9 +36,7 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-import scipy.linalg
 import scipy.optimize
-import scipy.sparse.linalg
 
 from ntk.internal import summary
 from ntk.internal.checks import check_finite, concrete, integer, numpy_array, real_number
@@ -84,16 +74,15 @@ def certified_min_eigenvalue(K: Any, entry_error: Any = None, *, x: Any = None) 
         :func:`ntk.network_kernel`'s result is taken. A function is evaluated in float64.
     entry_error : float or array like ``K``, optional
         Largest error of each entry. Default: 0 for an array, the ``error`` of kernels, and an
-        estimate from two precisions for a function without errors (:mod:`ntk.kernels.functions`);
-        the bound is then as reliable as the estimate.
+        estimate from two precisions for a function without errors (:mod:`ntk.kernels.functions`).
     x : array [n, ...], optional
         Inputs, if ``K`` is a kernel function.
 
     Returns
     -------
     float
-        At most the smallest eigenvalue, and for an exact ``K`` within about 2e-16 n sum_i |K_ii| of
-        it. Negative if ``K`` is singular or indefinite.
+        For an exact ``K``, within about 2e-16 n sum_i |K_ii| of the smallest eigenvalue. Negative
+        if ``K`` is singular or indefinite.
 
     Raises
     ------
@@ -103,8 +92,8 @@ def certified_min_eigenvalue(K: Any, entry_error: Any = None, *, x: Any = None) 
 
     Notes
     -----
-    The module's docstring has the proof (:mod:`ntk.spectrum.certificate`). It runs on the host in
-    float64: two Cholesky factorisations and a Lanczos run. Memory: three matrices.
+    :mod:`ntk.spectrum.certificate` has the proof. It runs on the host in float64: two Cholesky
+    factorisations and a Lanczos run. Memory: three matrices.
 
     Examples
     --------
@@ -124,7 +113,12 @@ def certified_min_eigenvalue(K: Any, entry_error: Any = None, *, x: Any = None) 
     else:
         K = as_kernel_matrix(K, x)
     K, dtype = _finite_float64("K", K)
-    entry_error = _like_kernel(entry_error, K.shape)
+    entry_error = 0.0 if entry_error is None else entry_error
+    if K.ndim == 4:
+        entry_error = numpy_array("entry_error", entry_error)
+        if (got := entry_error.shape) not in ((), K.shape):
+            raise ValueError(f"entry_error: expected a number or shape {K.shape}, got {got}.")
+        entry_error = flatten_outputs(entry_error)
     K = square_matrix(K)
     check_symmetric(K, allowed_asymmetry(dtype, len(K)), "K")
     scale = power_of_two(K)
@@ -133,7 +127,7 @@ def certified_min_eigenvalue(K: Any, entry_error: Any = None, *, x: Any = None) 
 
 
 def _bound_min_eigenvalue(K) -> float:
-    """Return the bound for the symmetric part of ``K``, with entries of at most about 1 in size."""
+    """Return the bound for the symmetric part of ``K``, with entries of about 1 at most."""
     A = K / 2 + K.T / 2
     shift, best = 0.0, -math.inf
     with threads(len(A)):
@@ -179,15 +173,13 @@ def certify_simplex(
 
         K_alpha = sum_ij alpha_i alpha_j K_ij,    alpha >= 0,  sum_i alpha_i = 1
 
-    The minimum is lambda_0 of Oymak et al. (2021), Assumption 3. In general it is not at a vertex,
-    so testing single activations does not find it.
+    The minimum is lambda_0 of Oymak et al. (2021), Assumption 3; in general it is not at a vertex.
 
     Parameters
     ----------
     blocks : array [h, h, n, n], or a sequence of h kernel functions
         ``K_ij``; every ``K_alpha`` must be symmetric up to rounding. Functions ``k_i`` are mixed
-        directly, ``K_alpha = sum_i alpha_i k_i(x, x)``, in float64; the minimum is then at a
-        vertex, and the first cell is usually enough.
+        directly, ``K_alpha = sum_i alpha_i k_i(x, x)``, in float64; the minimum is at a vertex.
     x : array [n, ...], optional
         Inputs, if ``blocks`` are kernel functions.
     rtol : float
@@ -202,8 +194,8 @@ def certify_simplex(
     Returns
     -------
     Certificate
-        It is not converged at ``max_cells``, or if rounding and ``entry_error`` exceed the target
-        gap, e.g. for a minimum of 0 (two equal inputs, activations that cancel).
+        Not converged at ``max_cells``, or if rounding and ``entry_error`` exceed the target gap,
+        e.g. for a minimum of 0 (two equal inputs, activations that cancel).
 
     Raises
     ------
@@ -214,13 +206,12 @@ def certify_simplex(
     Notes
     -----
     Alternating minimisation over ``alpha`` and the eigenvector gives ``upper``. Every test is then
-    one Cholesky factorisation at ``(1 - rtol) upper``, cached and shared between cells with a
-    common edge. The largest cell is next, halved at its longest failing edge; ``tr K(d, d)``
-    measures edges. Vertices are dyadic, hence exact, so the cells cover the simplex. Time: about (h
-    + 1) cells times n^3 / 3 + h^2 n^2. Memory: h (h + 1) / 2 matrices. If this is not enough, or
-    the minimum seems to be 0, the matrix of all blocks gives a lower bound, which is 0 up to
-    rounding for Gram matrices of features. It takes (h n)^3 time, and memory of three times the
-    blocks.
+    one Cholesky factorisation at ``(1 - rtol) upper``, shared between cells with a common edge. The
+    largest cell is next, halved at its longest failing edge; ``tr K(d, d)`` measures edges.
+    Vertices are dyadic, hence exact, so the cells cover the simplex. Time: about (h + 1) cells
+    times n^3 / 3 + h^2 n^2. Memory: h (h + 1) / 2 matrices. If this is not enough, or the minimum
+    seems to be 0, the matrix of all blocks gives a lower bound, in (h n)^3 time and memory of three
+    times the blocks.
 
     Examples
     --------
@@ -307,10 +298,7 @@ class _Mixture:
 
 
 class _BranchAndBound:
-    """Branch and bound for one target, which follows the smallest upper bound so far.
-
-    A cell is a tuple of vertices. Tests of pairs of vertices are cached.
-    """
+    """Branch and bound for one target below the smallest upper bound. Cells are vertex tuples."""
 
     def __init__(self, mixture, rtol):
         self.mixture, self.rtol = mixture, rtol
@@ -345,23 +333,19 @@ class _BranchAndBound:
             size = max((self.length(v, w) for v, w in itertools.combinations(cell, 2)), default=0)
             heapq.heappush(heap, (-size, next(order), cell))
 
-        whole = tuple(tuple(corner) for corner in np.eye(self.mixture.h).tolist())
+        floor = -math.inf
         # For a minimum of 0 to rounding, no number of cells is better than the matrix of blocks.
-        drowned, floor = self.gap > self.rtol * abs(self.upper), -math.inf
-        if (
-            drowned
-            and self.upper - (floor := self.mixture.lower_bound()) < len(whole) ** 2 * self.gap
-        ):
-            return self.certificate(floor, 1)
-        push(whole)
+        if self.gap > self.rtol * abs(self.upper):
+            floor = self.mixture.lower_bound()
+            if self.upper - floor < self.mixture.h**2 * self.gap:
+                return self.certificate(floor, 1)
+        push(tuple(tuple(vertex) for vertex in np.eye(self.mixture.h).tolist()))
         while heap and len(heap) + len(finished) < max_cells:
             cell = heapq.heappop(heap)[-1]
-            children = self.examine(cell)
-            if children:
-                for child in children:
-                    push(child)
-            else:
-                finished.append(cell)
+            halves = self.examine(cell)
+            finished += [] if halves else [cell]
+            for half in halves:
+                push(half)
         cells = finished + [cell for _, _, cell in heap]
         pairs = {pair for cell in cells for pair in _vertex_pairs(cell)}
         if not all([self.passes(pair) for pair in pairs]):
@@ -374,23 +358,19 @@ class _BranchAndBound:
         return self.certificate(max(lower, floor), len(cells))
 
     def certificate(self, lower, cells) -> Certificate:
-        scale = self.mixture.scale
-        lower, upper = down(lower * scale), up(self.upper * scale)
-        return Certificate(
-            lower, upper, self.argmin, cells, upper - lower <= self.rtol * abs(upper)
-        )
+        lower, upper = down(lower * self.mixture.scale), up(self.upper * self.mixture.scale)
+        converged = upper - lower <= self.rtol * abs(upper)
+        return Certificate(lower, upper, self.argmin, cells, converged)
 
     def examine(self, cell):
         """Return two halves of a cell that fails; [] if it passes or cannot be halved."""
         for v in cell:
             if not self.passes((v, v)):
                 self.descend(np.array(v))  # the minimum can be lower
-        edges = [
-            pair for pair in _vertex_pairs(cell) if pair[0] != pair[1] and not self.passes(pair)
-        ]
-        if not edges:
+        failing = [(v, w) for v, w in _vertex_pairs(cell) if v != w and not self.passes((v, w))]
+        if not failing:
             return []
-        v, w = max(edges, key=lambda pair: self.length(*pair))
+        v, w = max(failing, key=lambda pair: self.length(*pair))
         middle = tuple((a + b) / 2 for a, b in zip(v, w, strict=True))
         if any(m * _GRID % 1 for m in middle):
             return []
@@ -430,11 +410,8 @@ def _on_grid(alpha):
 
 
 def _simplex_minimum(forms):
-    """Return ``argmin a' M a`` over the simplex.
-
-    It is proportional to the minimiser of ``a'Ma + c (1'a - 1)^2`` over ``a >= 0``, which is
-    nonnegative least squares.
-    """
+    """Return ``argmin a' M a`` over the simplex."""
+    # It is proportional to the minimiser of a'Ma + c (1'a - 1)^2, nonnegative least squares.
     values, vectors = np.linalg.eigh(forms)
     root = np.sqrt(np.maximum(values, 0))[:, None] * vectors.T
     weight = np.sqrt(np.trace(np.abs(forms)) + TINY)
@@ -467,18 +444,6 @@ def _check_mixtures(blocks, allowed):
                 "blocks: expected symmetric mixtures, got entries (a, b) and (b, a) of "
                 f"K_{i}{j} + K_{j}{i} that differ by {4 * off:.3g}."
             )
-
-
-def _like_kernel(entry_error, shape):
-    """Return the errors of a kernel of this shape, flattened like ``symmetric.square_matrix``."""
-    if entry_error is None:
-        return 0.0
-    if len(shape) != 4:
-        return entry_error
-    e = numpy_array("entry_error", entry_error)
-    if e.shape not in ((), shape):
-        raise ValueError(f"entry_error: expected a number or shape {shape}, got {e.shape}.")
-    return flatten_outputs(e)
 
 
 def _check_entry_error(entry_error, shape):

@@ -1,17 +1,14 @@
 """Smallest eigenvalues of kernels: of matrices, and of kernels given as products.
 
 The smallest eigenvalue of a positive definite ``K`` is the largest one of ``K^-1``. Lanczos finds
-it in a few dozen steps, with one Cholesky factorisation ``K = L L'`` and two triangular solves per
-step. If eigenvalues crowd around the smallest, we use ``K - sigma I`` from just below it. For a
-kernel given as ``v -> K v`` we use Lanczos on ``-K``. Eager calls on a CPU do the same by LAPACK
-(:mod:`ntk.spectrum.on_host`), which takes less time and compiles nothing.
+it in a few dozen steps, with one Cholesky factorisation and two triangular solves per step. If
+eigenvalues crowd around the smallest, we use ``K - sigma I`` from just below it. For a kernel given
+as ``v -> K v`` we use Lanczos on ``-K``. Eager calls on a CPU use :mod:`ntk.spectrum.on_host`.
 
 In the code, lambda is the smallest eigenvalue of K and v its unit eigenvector. The rows of V are
 Lanczos' orthonormal basis, ``T = V A V'`` for ``A = K^-1`` or ``A = -K``, and theta is T's largest
-eigenvalue.
-
-Reference: Wu & Simon (2000), "Thick-restart Lanczos method for large symmetric eigenvalue
-problems". These floating-point values are not certified: see :mod:`ntk.spectrum.certificate`.
+eigenvalue. Reference: Wu & Simon (2000), "Thick-restart Lanczos method for large symmetric
+eigenvalue problems". :mod:`ntk.spectrum.certificate` has certified values.
 """
 
 import functools
@@ -30,8 +27,6 @@ from ntk.kernels.record import Kernels
 from ntk.kernels.symmetric import host_matrix, square_matrix, symmetric_matrix
 from ntk.spectrum.on_host import BASIS, CYCLES, SMALL, STEP, TRIES, eigenvector_by_lapack
 from ntk.spectrum.verified_cholesky import threads
-
-Product = Callable[[jax.Array], jax.Array]  # v [n] -> K v [n]
 
 _RESTARTS = 300  # maximum number of restarts of Lanczos for products
 
@@ -77,11 +72,10 @@ def min_eigenvalue(
     Notes
     -----
     The error is about one rounding of ``K``, relative ``eps |K| / lambda``, or 1e-11 of lambda
-    (float32: 1e-6) if several eigenvalues are that close to it. A matrix without a Cholesky factor
-    (indefinite, or singular to rounding) is shifted, and the shift is subtracted from the result.
-    Time: n^3 / 3 and about 50 to 150 times 2 n^2, two or three times that for crowded eigenvalues.
-    Eager calls on a CPU use LAPACK, compile nothing, and need one more matrix. Elsewhere, eager
-    sizes up to 6 % apart share a compiled program. Memory of a compiled program: five matrices.
+    (float32: 1e-6) if several eigenvalues are that close to it. ``K`` may be indefinite or
+    singular. Time: n^3 / 3 and about 50 to 150 times 2 n^2, two or three times that for crowded
+    eigenvalues. Eager calls on a CPU use LAPACK, compile nothing, and need one more matrix.
+    Elsewhere, eager sizes up to 6 % apart share a compiled program, of five matrices' memory.
 
     For products see :func:`smallest_eigenpair`; its residual shows whether Lanczos converged. An
     eager call compiles a product each time, so jit the caller.
@@ -109,20 +103,15 @@ def smallest_eigenpair(
     Only ``value`` has a derivative. The sign of ``vector`` is arbitrary, and so is the vector
     within the eigenspace of a multiple eigenvalue.
 
-    A product costs as many calls as Lanczos on ``-K`` needs, about ``sqrt(|K| / gap)`` times the
-    number of digits. ``gap`` is the distance to the next eigenvalue: about ten calls for a
-    well-separated one, thousands at the crowded lower end of a smooth kernel. After about 10,000
-    calls it stops, with a value that is too large and a residual that shows this. Memory: 48
-    vectors.
+    A product is called about ``sqrt(|K| / gap)`` times the number of digits, where ``gap`` is the
+    distance to the next eigenvalue: about ten times if it is well separated, thousands of times at
+    the crowded lower end of a smooth kernel. After about 10,000 calls it stops, with a value that
+    is too large and a residual that shows this. Memory: 48 vectors.
 
     Parameters
     ----------
-    K : array [n, n] or [n, n, o, o], :class:`ntk.Kernels` or callable
-        Symmetric matrix; with ``x``, a kernel function; with ``size``, the product ``v -> K v``.
-    x : array [n, ...], optional
-        Inputs, if ``K`` is a kernel function.
-    size : int, optional
-        n, if ``K`` is a product.
+    K, x, size
+        As in :func:`min_eigenvalue`.
 
     Raises
     ------
@@ -141,26 +130,21 @@ def smallest_eigenpair(
     if x is not None or not callable(K):
         if size is not None:
             raise ValueError(f"size: expected None with a matrix or inputs, got {size}.")
-        return _eigenpair(
-            _eigenvector_of_matrix,
-            _matrix_product,
-            symmetric_matrix(square_matrix(as_kernel_matrix(K, x))),
-        )
+        matrix = symmetric_matrix(square_matrix(as_kernel_matrix(K, x)))
+        return _eigenpair(_eigenvector_of_matrix, _matrix_product, matrix)
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size: expected the positive size of the product K, got {size}.")
     # Arrays that K closes over become arguments, so that gradients reach them.
     product, arrays = jax.closure_convert(fresh(K), jnp.zeros(size))
-    return _eigenpair(
-        functools.partial(_of_product, product, size), lambda v, arrays: product(v, *arrays), arrays
-    )
+    find = functools.partial(_eigenvector_of_product, product, size)
+    return _eigenpair(find, lambda v, arrays: product(v, *arrays), arrays)
 
 
 def eigenvalues(K: chex.Array | Kernels | Callable[..., Any], *, x: Any = None) -> jax.Array:
     """Return all eigenvalues of a symmetric matrix, ascending: [n, n] -> [n], in about 10 n^3.
 
-    With ``x``, ``K`` is a kernel function. A kernel ``[n, n, o, o]`` of o outputs has n o
-    eigenvalues, of the matrix ``[n o, n o]`` of all pairs of an input and an output. NaN for a
-    traced ``K`` that is not finite and symmetric.
+    ``K`` and ``x`` are as in :func:`min_eigenvalue`. A kernel ``[n, n, o, o]`` has n o eigenvalues.
+    NaN for a traced ``K`` that is not finite and symmetric.
 
     Raises
     ------
@@ -261,12 +245,8 @@ def _smallest_eigenvector(K: jax.Array) -> jax.Array:
         distance = jnp.where(first, 0, 2 * error + 20 * eps)
         factor, shift = _shifted_cholesky(K, jnp.where(first, 0, value), distance, shift)
         solve = _cholesky_solver(factor)
-        vector, theta, residual = _lanczos(
-            solve,
-            vector + 0.1 * _random_vector(tries, len(K), K.dtype),
-            lambda theta, _: enough(theta, shift),
-            CYCLES,
-        )
+        guess = vector + 0.1 * _random_vector(tries, len(K), K.dtype)
+        vector, theta, residual = _lanczos(solve, guess, lambda t, _: enough(t, shift), CYCLES)
         # One more step removes components of distant eigenvalues.
         vector = solve(vector)
         return vector / _scaled_norm(vector), theta, residual, shift, tries + 1
@@ -276,7 +256,7 @@ def _smallest_eigenvector(K: jax.Array) -> jax.Array:
     return jax.lax.while_loop(unfinished, nearer, start)[0]
 
 
-def _of_product(product, size: int, arrays) -> jax.Array:
+def _eigenvector_of_product(product, size: int, arrays) -> jax.Array:
     dtype = jnp.zeros(()).dtype
     eps = jnp.finfo(dtype).eps
 
@@ -303,10 +283,10 @@ def _random_vector(i, n: int, dtype) -> jax.Array:
 
 
 def _shifted_cholesky(K, value, distance, limit):
-    """Return ``U`` of ``U' U = K + shift I``, |K| <= 1, and a shift near ``-value``.
+    """Return ``U`` of ``U' U = K + shift I``, |K| <= 1, and ``shift = distance - value``.
 
-    ``shift = distance - value`` for the first of growing distances that works, and at most
-    ``limit``, which always works. The factor is NaN only if ``K`` has a NaN or an infinity.
+    The distance grows until there is a factor; the shift ``limit`` always suffices. The factor is
+    NaN only if ``K`` has a NaN or an infinity.
     """
     smallest = 10 * jnp.finfo(K.dtype).eps
 
@@ -332,9 +312,8 @@ def _shifted_cholesky(K, value, distance, limit):
 def _cholesky_solver(U):
     """Return ``v -> (U' U)^-1 v`` by matrix-vector products, 4 times as fast as triangular solves.
 
-    The diagonal blocks are inverted once. The strips right of them are stored, because slices
-    within a loop would be copied at every step. Each strip serves both triangular solves. Every
-    strip is compiled; twelve of them are nearly as fast as more.
+    The strips right of the inverted diagonal blocks are stored, because a loop would copy slices at
+    every step. Every strip is compiled; twelve are nearly as fast as more.
     """
     n = U.shape[0]
     size = max(128, -(-n // 12))
@@ -362,8 +341,7 @@ def _cholesky_solver(U):
 def _lanczos(matvec, start, enough, cycles: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the largest eigenvalue of a symmetric ``matvec``: vector [n], theta, residual.
 
-    It stops if the residual is at most ``enough(theta, norm)``, with ``norm`` the largest |theta|,
-    or after ``cycles`` restarts.
+    It stops at a residual of ``enough(theta, largest |theta|)``, or after ``cycles`` restarts.
     """
     n, dtype = len(start), start.dtype
     m = min(n, BASIS)
@@ -395,9 +373,8 @@ def _lanczos(matvec, start, enough, cycles: int) -> tuple[jax.Array, jax.Array, 
     def extend(carry):
         V, T, v, basis_size, cycle, *_ = carry
         filled = jnp.minimum(basis_size + STEP, m)
-        V, T, v, beta = jax.lax.fori_loop(
-            basis_size, filled, expand, (V, T, v, jnp.zeros((), dtype))
-        )
+        before = V, T, v, jnp.zeros((), dtype)
+        V, T, v, beta = jax.lax.fori_loop(basis_size, filled, expand, before)
         # Unfilled rows get values below all eigenvalues, so that they sort first.
         low = -2 * jnp.sum(jnp.abs(T)) - 1
         theta, S = jnp.linalg.eigh(T + jnp.diag(jnp.where(place < filled, 0, low)))
@@ -407,23 +384,11 @@ def _lanczos(matvec, start, enough, cycles: int) -> tuple[jax.Array, jax.Array, 
         full = filled == m
         V = jnp.where(full, jnp.zeros_like(V).at[:keep].set(matmul(S[:, -keep:].T, V)), V)
         T = jnp.where(full, jnp.zeros_like(T).at[:keep, :keep].set(jnp.diag(theta[-keep:])), T)
-        basis_size = jnp.where(full, keep, filled)
-        return (
-            V,
-            T,
-            v,
-            basis_size,
-            jnp.where(full, cycle + 1, cycle),
-            best,
-            theta[-1],
-            residual,
-            norm,
-        )
+        basis_size, cycle = jnp.where(full, keep, filled), jnp.where(full, cycle + 1, cycle)
+        return V, T, v, basis_size, cycle, best, theta[-1], residual, norm
 
     one = jnp.ones((), dtype)
     basis = jnp.zeros((m, n), dtype), jnp.zeros((m, m), dtype), start / _scaled_norm(start)
-    final_state = jax.lax.while_loop(
-        unfinished, extend, (*basis, 0, 0, start, one, jnp.inf * one, one)
-    )
-    *_, best, theta, residual, _ = final_state
+    carry = *basis, 0, 0, start, one, jnp.inf * one, one
+    *_, best, theta, residual, _ = jax.lax.while_loop(unfinished, extend, carry)
     return best / _scaled_norm(best), theta, residual

@@ -1,8 +1,6 @@
-"""The eigenvector of a matrix's smallest eigenvalue, by LAPACK on the host.
+"""The algorithm of :mod:`ntk.spectrum.eigenvalues` for eager calls on a CPU, by LAPACK.
 
-Eager calls on a CPU use this module. It is the algorithm of :mod:`ntk.spectrum.eigenvalues`:
-Lanczos on the inverse of a shifted matrix. But nothing is compiled, the matrix is factorized in
-place, and LAPACK's triangular solves of one vector are faster than XLA's products.
+Nothing is compiled, and LAPACK's triangular solves of one vector are faster than XLA's products.
 """
 
 from collections.abc import Callable
@@ -30,9 +28,7 @@ def eigenvector_by_lapack(K: np.ndarray) -> np.ndarray:
         solve, shift = _shifted_solver(K, norm, value, distance, limit=shift)
         start = vector + 0.1 * _random_direction(attempt, n, K.dtype)
 
-        def allowed(theta, shift=shift):
-            # An error r of theta is an error r / theta^2 of lambda = 1 / theta - shift. With a
-            # shift, lambda is negative, 0 to rounding, or crowded, so the error is not relative.
+        def allowed(theta, shift=shift):  # as in `ntk.spectrum.eigenvalues`
             error = max(relative * abs(1 / theta - shift), eps if shift else 0.0)
             return max(error * theta, 10 * eps) * theta
 
@@ -50,10 +46,9 @@ def eigenvector_by_lapack(K: np.ndarray) -> np.ndarray:
 def _shifted_solver(
     K: np.ndarray, norm: float, value: float, distance: float, limit: float
 ) -> tuple[_Solve, float]:
-    """Return ``v -> (K / norm + shift I)^-1 v``, and the shift.
+    """Return ``v -> (K / norm + shift I)^-1 v`` and ``shift = distance - value``.
 
-    ``shift = distance - value`` for the first of growing distances that makes the matrix positive
-    definite, and at most ``limit``, which always does.
+    The distance grows until the matrix is positive definite; the shift ``limit`` always suffices.
     """
     potrf = scipy.linalg.get_lapack_funcs("potrf", (K,))
     trsv = scipy.linalg.get_blas_funcs("trsv", (K,))

@@ -1,7 +1,6 @@
-"""Prove that a matrix is positive definite, by Cholesky's method with bounded roundoff.
+"""Prove that float64 matrices with entries of about 1 are positive definite, by Cholesky's method.
 
-:mod:`ntk.spectrum.certificate` has the slack and its proof. All matrices are float64, with entries
-of about 1.
+:mod:`ntk.spectrum.certificate` has the slack for roundoff, and its proof.
 """
 
 import functools
@@ -15,6 +14,9 @@ import threadpoolctl
 UNIT = 2.0**-53  # the relative error of one rounding in float64
 TINY = 1e-290  # covers underflows, in matrices with entries of about 1
 SUMMED = 1 + 1e-9  # covers the roundoff of a sum of up to 10^6 nonnegative numbers
+
+# A search through the process's libraries.
+_loaded_libraries = functools.cache(threadpoolctl.ThreadpoolController)
 
 
 def shifted_bound(A, shift) -> float | None:
@@ -70,11 +72,6 @@ def norm_bound(e) -> float:
 def threads(n):
     """Limit BLAS to one thread for small matrices; with more, threads wait 50 times as long."""
     return _loaded_libraries().limit(limits=1 if n < 2000 else None, user_api="blas")
-
-
-@functools.cache
-def _loaded_libraries():
-    return threadpoolctl.ThreadpoolController()  # a search through the process's libraries
 
 
 def down(x) -> float:

@@ -1,6 +1,7 @@
 """Simulate on a CPU how an accelerator multiplies float32 matrices: with rounded operands."""
 
 import contextlib
+import math
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,4 @@ def rounded_products(bits):
 
 
 def _free_size(x, contracted, batched):
-    size = 1
-    for axis, length in enumerate(x.shape):
-        size *= length if axis not in (*contracted, *batched) else 1
-    return size
+    return math.prod(n for axis, n in enumerate(x.shape) if axis not in (*contracted, *batched))

@@ -1,13 +1,10 @@
-"""Shared by the generated tests: strategies for good inputs, and how results are compared.
-
-``make fuzz`` runs these tests with more examples.
-"""
+"""Shared by the generated tests: strategies for good inputs, and how results are compared."""
 
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import DTYPES
+from helpers import DTYPES, flatten
 from hypothesis import settings
 
 seeds = st.integers(0, 2**32 - 1)
@@ -44,10 +41,7 @@ def simplex_point(rng, dtype, *shape, vertex=False):
 
 def assert_near(actual, expected, tolerance):
     """All values agree, relative to the largest one expected; infinities and NaN are the same."""
-    actual, expected = (
-        np.concatenate([np.ravel(x) for x in jax.tree.leaves(wide(tree))])
-        for tree in (actual, expected)
-    )
+    actual, expected = flatten(actual), flatten(expected)
     scale = np.max(np.abs(expected), initial=0, where=np.isfinite(expected)) or 1.0
     np.testing.assert_allclose(actual / scale, expected / scale, rtol=0, atol=tolerance)
 

@@ -1,7 +1,4 @@
-"""Shared by the tests: tolerances by precision, derivatives by finite differences, a full disk.
-
-``needs_scores`` marks tests that read the scores of NAS-Bench-201 that others published.
-"""
+"""Shared by the tests: tolerances by precision, derivatives by finite differences, a full disk."""
 
 import contextlib
 import json
@@ -17,32 +14,28 @@ import numpy as np
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
+from problems import follower
 
 import bilevel
 
+ROOT = Path(__file__).parents[1]
 _GIVEN = Path(os.environ.get("BILEVEL_DATA") or "nowhere") / "nasbench201"
 needs_scores = pytest.mark.skipif(
     not any(_GIVEN.glob("nasbench201_published_scores.csv*")),
     reason="BILEVEL_DATA holds no published scores",
 )
 float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="the claim is float64's")
-
-
 DTYPES = [np.float32, np.float64] if jax.config.jax_enable_x64 else [np.float32]
 
 
 def long_except(usual, values):
-    """Return the values of a parametrized test, with the mark ``long`` on all but the usual ones.
-
-    Each value is one parameter, or a tuple of parameters.
-    """
+    """Return parameters, or tuples of them, with the mark ``long`` on all but the usual ones."""
     parameters = [value if isinstance(value, tuple) else (value,) for value in values]
     marks = [() if value in usual else pytest.mark.long for value in values]
     return [pytest.param(*p, marks=m) for p, m in zip(parameters, marks, strict=True)]
 
 
 def arrays_in(path):
-    """Return the arrays of a ``.npz`` file."""
     with np.load(path, allow_pickle=False) as file:
         return dict(file)
 
@@ -139,7 +132,7 @@ def batch(*shape):
 
 def documented_keys():
     """Of ``result.json``, by the table in the documentation."""
-    text = (Path(__file__).parents[1] / "docs/commands.md").read_text()
+    text = (ROOT / "docs/commands.md").read_text()
     table = text[text.index("| key of `result.json`") :].split("\n\n")[0]
     return {key for line in table.splitlines() for key in re.findall("`(.*?)`", line.split("|")[1])}
 
@@ -161,10 +154,7 @@ def on_devices(count, program):
 
 @contextlib.contextmanager
 def no_room(limit):
-    """Files longer than ``limit`` bytes cannot be written: the system refuses.
-
-    JAX then keeps no compiled programs: it would warn that they find no room either.
-    """
+    """Files over ``limit`` bytes cannot be written; JAX keeps no programs, and does not warn."""
     import resource  # not on Windows
 
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -180,14 +170,8 @@ def no_room(limit):
 
 
 def trial(rate):
-    """Count the steps of a search, one trial of a sweep; it diverges at large rates.
-
-    It is here because a new process imports the module of its task.
-    """
-    problem = bilevel.Problem(
-        lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
-        lambda w, alpha, batch: jnp.sum((w - batch) ** 2),
-    )
+    """Count the steps of a search, which diverges at large rates, in a process of its own."""
+    problem = follower(lambda w, alpha, batch: jnp.sum((w - batch) ** 2))
     solver, data = bilevel.unrolled(optax.sgd(rate), 20), (jnp.zeros(2), jnp.ones(2))
     points = jnp.ones(2), jnp.zeros(2)
     result = bilevel.search(problem, solver, optax.sgd(0.1), *points, *data, steps=3)

@@ -27,6 +27,11 @@ def case(lower, outer, *args):
     return Case(Problem(lower, outer), *jax.tree.map(jnp.asarray, args))
 
 
+def follower(outer):
+    """Return the problem in which ``w`` follows ``alpha``."""
+    return Problem(lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2), outer)
+
+
 # ------------------------------------------------------------- mixed features, any solver's problem
 
 
@@ -43,6 +48,10 @@ def logits(w, alpha, batch):
     return mixed(alpha, batch[0]) @ w
 
 
+def half_squares(outputs, batch):
+    return 0.5 * jnp.sum((outputs - batch[1]) ** 2)
+
+
 def logistic_loss(outputs, batch):
     return jnp.sum(jax.nn.softplus(-batch[1] * outputs))
 
@@ -52,8 +61,7 @@ def logistic(n=12, p=4):
     """Logistic regression on mixed features with weight decay; ``outer`` depends on alpha too."""
 
     def lower(w, alpha, batch):
-        data = logistic_loss(logits(w, alpha, batch), batch)
-        return data + 0.5 * decay(alpha) * jnp.sum(w**2)
+        return logistic_loss(logits(w, alpha, batch), batch) + 0.5 * decay(alpha) * jnp.sum(w**2)
 
     def outer(w, alpha, batch):
         return logistic_loss(logits(w, alpha, batch), batch) / n + 0.1 * alpha["log_decay"] ** 2
@@ -104,12 +112,9 @@ def mixed_ridge_in_numpy(case):
     th = inverse @ phi.T @ y
     r, rv = y - phi @ th, yv - psi @ th
     q = inverse @ psi.T @ rv
-    grad = [
-        -2 / len(yv) * (rv @ xv[:, i] @ th + q @ x[:, i].T @ r - (phi @ q) @ x[:, i] @ th)
-        for i in range(3)
-    ]
-    log_lam = 2 / len(yv) * lam * q @ th
-    return np.mean(rv**2), {"mix": np.array(grad), "log_decay": np.array(log_lam)}
+    terms = [rv @ xv[:, i] @ th + q @ x[:, i].T @ r - phi @ q @ x[:, i] @ th for i in range(3)]
+    grad = {"mix": -2 / len(yv) * np.array(terms), "log_decay": 2 / len(yv) * lam * q @ th}
+    return np.mean(rv**2), grad
 
 
 # --------------------------------------------------------------- rules of derivatives

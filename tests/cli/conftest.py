@@ -9,10 +9,7 @@ from bilevel.cli import main
 
 @pytest.fixture
 def mistake(tmp_path, monkeypatch, capfd):
-    """A function of a command's line that returns the one message of its exit with status 2.
-
-    The command runs in ``tmp_path``, and leaves nothing there.
-    """
+    """Return the message of a command that ends with status 2 and leaves no file."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 

@@ -25,22 +25,17 @@ from bilevel.cli.search import describe_advice
 from bilevel.runs import progress
 from bilevel.strategies.activation_search import Gap
 
-SMALL = (
-    *("--activations", "relu", "tanh", "--steps", "3", "--inner-steps", "5", "--width", "16"),
-    *("--train", "40", "--valid", "40"),
-)
-
-
+SMALL = "--activations relu tanh --steps 3 --inner-steps 5 --width 16 --train 40 --valid 40"
 # Their kernels have closed forms, which compile quickly.
-CLOSED = ("--activations", "relu", "leaky_relu")
+CLOSED = "--activations relu leaky_relu"
 
 
 def result_of(folder):
     return json.loads((folder / "result.json").read_text())
 
 
-def search(folder, *flags):
-    return main(["search", "--out", str(folder), *SMALL, *flags])
+def search(folder, flags):
+    return main(["search", "--out", str(folder), *f"{SMALL} {flags}".split()])
 
 
 @pytest.fixture
@@ -88,7 +83,7 @@ def test_each_phase_of_a_run_has_one_bar_that_its_loop_fills(bars):
 def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars, monkeypatch):
     # No program computes an error estimate that the command does not print.
     monkeypatch.setattr("bilevel.hypergradients.hypergradient.assess", None)
-    assert search(tmp_path / "run", "--seeds", "2", "--progress", "True") == 0
+    assert search(tmp_path / "run", "--seeds 2 --progress True") == 0
     phases = ["data", "search", "retraining", "joint training", "certificates"]
     check_bars(bars, [*phases, "error of the hypergradient"])
     said = [text for phase, done, _, text in bars if (phase, done) == ("search", 3)]
@@ -136,8 +131,7 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars, monk
 
 def test_eigenvalues_are_of_float64_without_a_warning_where_the_rest_is_float32():
     with jax.enable_x64(False):
-        x = jnp.eye(3)
-        value, bound, error = commands.kernel_eigenvalue(x, ("relu",), jnp.ones(1))
+        value, bound, error = commands.kernel_eigenvalue(jnp.eye(3), ("relu",), jnp.ones(1))
     assert error < 1e-12 and 0 < value - bound < 1e-11
     assert abs(value - 0.5) < 1e-12  # E s'(u)^2 x'x, orthogonal inputs
 
@@ -146,8 +140,8 @@ def test_the_difference_of_two_errors_has_students_interval_or_that_of_the_rows(
     ours, baseline = np.array([0.10, 0.12, 0.11]), np.array([0.13, 0.14, 0.15])
     low, high = scipy.stats.ttest_rel(ours, baseline).confidence_interval(0.95)
     assert report.compare_errors(ours, baseline, 500) == (
-        f"clearly better (-3.0 points, 95 % interval {100 * low:+.1f} to {100 * high:+.1f}, from 3 "
-        "seeds)"
+        f"clearly better (-3.0 points, 95 % interval {100 * low:+.1f} to {100 * high:+.1f}, "
+        "from 3 seeds)"
     )
     # Agresti and Caffo add a success and a failure to both samples: 1 and 11 of 12 here.
     width = 100 * 1.96 * (2 * 1 / 12 * 11 / 12 / 12) ** 0.5
@@ -191,26 +185,22 @@ def test_the_verdict_on_the_argmax_is_one_sentence(as_good, verdict):
     [("project", "truncated"), ("softmax", "first-order"), ("exponentiate", "implicit")],
 )
 def test_every_geometry_and_solver_runs(tmp_path, geometry, solver):
-    assert search(tmp_path / "run", *CLOSED, "--geometry", geometry, "--solver", solver) == 0
+    assert search(tmp_path / "run", f"{CLOSED} --geometry {geometry} --solver {solver}") == 0
 
 
 @pytest.mark.long
-def test_a_run_resumed_with_more_steps_is_one_long_run_in_its_own_directory(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_run_resumed_with_more_steps_is_one_long_run(tmp_path, capsys, monkeypatch):
     # The comparisons after the search are other tests'.
     known = Gap(np.array([1.0]), np.array([0.5]))
     monkeypatch.setattr(commands, "hypergradient_error", lambda *of_task: known)
-    monkeypatch.setattr(
-        commands, "_train_jointly", lambda config, task, alpha, bars: (task.w0, alpha)
-    )
-    search(tmp_path / "run", *CLOSED)
+    monkeypatch.setattr(commands, "_train_jointly", lambda _, task, alpha, bars: (task.w0, alpha))
+    search(tmp_path / "run", CLOSED)
     error = "hypergradient error at this α: 50 % (compared with training 4 times"
     assert error in capsys.readouterr().out
-    assert search(tmp_path / "run", *CLOSED, "--resume", "--seed", "5") == 2
+    assert search(tmp_path / "run", f"{CLOSED} --resume --seed 5") == 2
     assert "seed: expected 0 as in the run to resume, got 5" in capsys.readouterr().err
-    search(tmp_path / "run", *CLOSED, "--steps", "5")
-    assert search(tmp_path / "run", *CLOSED, "--resume", "--steps", "5") == 0
+    search(tmp_path / "run", f"{CLOSED} --steps 5")
+    assert search(tmp_path / "run", f"{CLOSED} --resume --steps 5") == 0
     resumed, long = result_of(tmp_path / "run"), result_of(tmp_path / "run-2")
     assert resumed["alpha"] == long["alpha"] and resumed["scores"] == long["scores"]
 
@@ -305,14 +295,12 @@ def test_certify_takes_kernels_of_the_users_own(own_kernels, tmp_path, capsys):
         ("lambda x, y: 1j * (x[:, 0, 0] @ y[:, 0, 0].T)", "K: expected .* real values"),
     ],
 )
-def test_mistakes_in_kernels_of_ones_own_are_one_message(
-    own_kernels, tmp_path, mistake, kernels, message
-):
+@pytest.mark.usefixtures("own_kernels")
+def test_mistakes_in_kernels_of_ones_own_are_one_message(tmp_path, mistake, kernels, message):
     if not kernels.startswith(("own", "json")):
         (tmp_path / "own_kernels.py").write_text(f"def more():\n    return {kernels}\n")
         kernels = "own_kernels:more"
-    line = ["certify", "--rows", "10", "--quiet", "--kernel", kernels]
-    assert re.search(message, mistake(line))
+    assert re.search(message, mistake(["certify", "--rows", "10", "--quiet", "--kernel", kernels]))
 
 
 @pytest.mark.long
@@ -367,8 +355,8 @@ def test_a_terminal_of_ascii_gets_the_table_all_the_same(tmp_path, monkeypatch):
 
 
 def baseline(folder, *flags):
-    small = ("--configs", "6", "--dimension", "64", "--train", "120", "--valid", "80")
-    return main(["baseline", "--out", str(folder), *small, *flags])
+    small = "baseline --configs 6 --dimension 64 --train 120 --valid 80"
+    return main([*small.split(), "--out", str(folder), *flags])
 
 
 @pytest.mark.long
@@ -399,9 +387,9 @@ def test_baseline_handles_one_configuration(tmp_path, capsys):
     assert "weight-sharing" in capsys.readouterr().out
 
 
-def arrays_of(folder, *args, devices=()):
+def arrays_of(folder, line, devices=""):
     """The arrays of a run; with ``devices``, in another process that has two of them."""
-    line = [*args, "--out", str(folder), *devices]
+    line = [*line.split(), "--out", str(folder), *devices.split()]
     if devices:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
         run("python", "-m", "bilevel", *line, env=os.environ | {"XLA_FLAGS": flags})
@@ -413,22 +401,22 @@ def arrays_of(folder, *args, devices=()):
 
 @pytest.mark.long
 def test_seeds_rows_and_networks_are_spread_over_devices(tmp_path):
-    seeds = "search", *SMALL, *CLOSED, "--seeds", "2"
-    one = arrays_of(tmp_path / "one", *seeds)
-    two = arrays_of(tmp_path / "two", *seeds, devices=("--devices", "all"))
+    seeds = f"search {SMALL} {CLOSED} --seeds 2"
+    one = arrays_of(tmp_path / "one", seeds)
+    two = arrays_of(tmp_path / "two", seeds, "--devices all")
     np.testing.assert_allclose(two["alpha"], one["alpha"], atol=1e-4)  # of float32
-    sizes = "--train", "60", "--valid", "30", "--test", "30", "--dimension", "16", "--configs", "2"
-    rows = "baseline", "--method", "random-search", *sizes
-    one = arrays_of(tmp_path / "three", *rows)
-    two = arrays_of(tmp_path / "four", *rows, devices=("--devices", "all"))
+    sizes = "--train 60 --valid 30 --test 30 --dimension 16 --configs 2"
+    one = arrays_of(tmp_path / "three", f"baseline --method random-search {sizes}")
+    two = arrays_of(tmp_path / "four", f"baseline --method random-search {sizes}", "--devices all")
     np.testing.assert_allclose(two["random_search_valid"], one["random_search_valid"], atol=0.04)
-    rank = ("rank", "--data", "digits", "--scores", "naswot", "--networks", "5", "--k", "2")
-    rank += ("--batch-size", "8", "--cells", "1", "--channels", "2", "--train", "32")
+    rank = (
+        "rank --data digits --scores naswot --k 2 --batch-size 8 --cells 1 --channels 2 --train 32"
+    )
     # A run on one device scores two of the five networks.
-    arrays_of(tmp_path / "a", *(arg if arg != "5" else "2" for arg in rank))
-    devices = "--at-once", "2", "--devices", "2"
-    two = arrays_of(tmp_path / "a", *rank, "--resume", devices=devices)
-    np.testing.assert_allclose(two["naswot"], arrays_of(tmp_path / "b", *rank)["naswot"], rtol=1e-5)
+    arrays_of(tmp_path / "a", f"{rank} --networks 2")
+    two = arrays_of(tmp_path / "a", f"{rank} --networks 5 --resume", "--at-once 2 --devices 2")
+    one = arrays_of(tmp_path / "b", f"{rank} --networks 5")
+    np.testing.assert_allclose(two["naswot"], one["naswot"], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from helpers import ROOT
 
 from bilevel.cli import main, parse_flags
 from bilevel.cli.runtime import data as cli_data
@@ -102,7 +103,7 @@ def test_own_vectors_are_standardized_on_the_training_rows():
     ],
 )
 def test_data_that_a_command_cannot_use_gives_one_message(mistake, monkeypatch, line, message):
-    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples")
     assert re.match(message, mistake(line))
 
 
@@ -150,12 +151,11 @@ RUNS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("data", ["images.npz", "gray.npz"])
 @pytest.mark.parametrize("line", RUNS)
 def test_every_command_takes_two_classes_and_images_of_any_sides(monkeypatch, line, data):
-    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples")
     assert main([*line.split(), "--data", data, "--out", "run"]) == 0
     result = json.loads(pathlib.Path("run/result.json").read_text())
     assert result["data"]["shape"] == [6, 9, 3 if data == "images.npz" else 1]

@@ -12,18 +12,16 @@ from bilevel.cli import main
 from bilevel.spaces.skips import skip_space
 from bilevel.strategies import strategy
 
-SMALL = (
-    *("--activations", "relu", "leaky_relu", "--depth", "3", "--width", "8", "--steps", "4"),
-    *("--epochs", "2", "--batch-size", "10", "--train", "40", "--valid", "40", "--samples", "3"),
-)
+SMALL = "--activations relu leaky_relu --depth 3 --width 8 --steps 4 --epochs 2 --batch-size 10"
+SMALL += " --train 40 --valid 40 --samples 3"
+pytestmark = pytest.mark.long
 
 
 def search(folder, *flags):
-    return main(["search-skips", "--out", str(folder), *SMALL, *flags])
+    return main(["search-skips", "--out", str(folder), *SMALL.split(), *flags])
 
 
 def in_chunks(monkeypatch, size, callback):
-    """Let searches call ``callback`` after every ``size`` steps."""
     original = strategy.search
 
     def chunked(*args, **options):
@@ -32,10 +30,7 @@ def in_chunks(monkeypatch, size, callback):
     monkeypatch.setattr("bilevel.strategies.strategy.search", chunked)
 
 
-@pytest.mark.long
-def test_a_search_interrupted_and_resumed_ends_in_a_table_and_its_files(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_search_that_is_resumed_ends_in_a_table_and_its_files(tmp_path, capsys, monkeypatch):
     run, flags, seen = tmp_path / "run", ("--seeds", "2", "--strategy", "random"), []
 
     def callback(result):
@@ -72,10 +67,7 @@ def test_a_search_interrupted_and_resumed_ends_in_a_table_and_its_files(
     assert (run / "search.png").stat().st_size > 10_000
 
 
-@pytest.mark.long
-def test_sigterm_saves_the_search_says_how_to_resume_and_then_ends_the_process(
-    tmp_path, capsys, monkeypatch
-):
+def test_sigterm_saves_the_search_and_then_ends_the_process(tmp_path, capsys, monkeypatch):
     """The test's own handler stands for the end of the process."""
     run, received, seen = tmp_path / "run", [], []
 
@@ -96,7 +88,6 @@ def test_sigterm_saves_the_search_says_how_to_resume_and_then_ends_the_process(
     assert seen == [1]
 
 
-@pytest.mark.long
 def test_eigen_nas_trains_the_best_of_its_pool_beside_random_ones(tmp_path, capsys):
     run, flags = tmp_path / "run", ("--strategy", "eigen-nas", "--seeds", "2", "--kept", "2")
     assert search(run, *flags) == 0
@@ -112,10 +103,9 @@ def test_eigen_nas_trains_the_best_of_its_pool_beside_random_ones(tmp_path, caps
     for seed in range(2):
         own = [r for r in networks if r["seed"] == seed and r["network"].startswith("eigen")]
         # The ranked eigenvalues equal those of the trained networks, largest first.
-        np.testing.assert_allclose(
-            [r["min_eigenvalue"] for r in own], arrays[f"eigenvalues_{seed}"], rtol=1e-6
-        )
-        assert (np.diff(arrays[f"eigenvalues_{seed}"]) <= 0).all()
+        ranked = arrays[f"eigenvalues_{seed}"]
+        np.testing.assert_allclose([r["min_eigenvalue"] for r in own], ranked, rtol=1e-6)
+        assert (np.diff(ranked) <= 0).all()
         best = min(own, key=lambda r: r["valid_error"])
         assert best["architecture"] == result["architectures"][seed]
         assert result["scores"]["best of 2 eigen-nas"]["test_error"][seed] == best["test_error"]

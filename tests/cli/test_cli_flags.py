@@ -39,16 +39,9 @@ from bilevel.spaces.skips import CANDIDATES
 from bilevel.spaces.targets import OUTER_LOSSES
 from bilevel.strategies.activation_search import SOLVERS
 
-COMMANDS = {
-    "search": ["search"],
-    "skips": ["search-skips"],
-    "darts": ["search-darts"],
-    "nasbench201": ["search-nasbench201"],
-    "own": ["search-own", "--space", "own_space:looks"],
-    "certify": ["certify"],
-    "baseline": ["baseline"],
-    "rank": ["rank"],
-}
+COMMANDS = {name: [name] for name in ("search", "certify", "baseline", "rank")}
+COMMANDS |= {name: [f"search-{name}"] for name in ("skips", "darts", "nasbench201")}
+COMMANDS["own"] = ["search-own", "--space", "own_space:looks"]
 every_command = pytest.mark.parametrize("command", COMMANDS)
 UGLY = (
     *(0, -1, 1, 2, 3, 7, 10**3, 10**6, 10**9, 10**12, 2**31, 2**32, 2**63, 10**30, 10**400),
@@ -179,9 +172,7 @@ def test_a_run_is_resumed_with_the_flags_it_had_and_no_others(defaults, command,
         assert capsys.readouterr().err.startswith(f"bilevel: {message}")
 
 
-def test_a_run_that_fails_before_its_first_result_is_removed_with_what_was_made_for_it(
-    defaults, tmp_path
-):
+def test_a_run_that_fails_before_its_first_result_is_removed(defaults, tmp_path):
     config = dataclasses.replace(defaults["baseline"], out=tmp_path / "new" / "run")
     for error in (ValueError, MemoryError, KeyboardInterrupt):
         shown = invocation.Stopped if error is KeyboardInterrupt else error
@@ -297,15 +288,12 @@ def test_help_and_the_version_are_there_in_every_form(capsys):
 @pytest.mark.parametrize(
     ("typed", "progress"),
     [
-        ((), None),
-        (("--no-progress",), False),
-        (("--progress=True",), True),
-        (("--progress", "None"), None),
-        (("--progress", "--seed", "3"), True),
+        *(("", None), ("--no-progress", False), ("--progress=True", True)),
+        *(("--progress None", None), ("--progress --seed 3", True)),
     ],
 )
 def test_progress_is_requested_and_declined(typed, progress):
-    assert parse_flags(["search", *typed])[0].progress is progress
+    assert parse_flags(["search", *typed.split()])[0].progress is progress
 
 
 @every_command
@@ -352,17 +340,9 @@ def test_quiet_downloads_say_nothing(tmp_path, monkeypatch, capsys):
 
 NEED_JAX = "FILE/x", "new/", "--pixels 2", "--auxiliary", "--devices 2"
 LINES = [
-    "--version",
-    "help rank",
-    "search --help",
-    "search --steps none",
-    "search --stepz 3",
-    "search --resume --out run",
-    "search --config nothing",
-    "serach",
-    "search-own",
-    "search-own --space no_such_module:space",
-    "baseline --data imdb --devices 3",
+    *("--version", "help rank", "search --help", "search --steps none", "search --stepz 3"),
+    *("search --resume --out run", "search --config nothing", "serach", "search-own"),
+    *("search-own --space no_such_module:space", "baseline --data imdb --devices 3"),
     "rank --scores nas",
     *(line for line, _ in MISTAKES if not any(word in line for word in NEED_JAX)),
 ]

@@ -5,7 +5,7 @@ import types
 
 import numpy as np
 import pytest
-from helpers import documented_keys
+from helpers import arrays_in, documented_keys
 
 from bilevel.cli import main
 from bilevel.cli.deep_search.run import DeepSearchRun
@@ -16,15 +16,12 @@ from bilevel.spaces.nasbench201.judging import table
 from bilevel.spaces.nasbench201.judging.verdicts import standing
 
 # Without a convolution on the edges: they are what takes long to compile.
-SMALL = (
-    *("--operations", "none", "skip_connect", "avg_pool_3x3", "--cells", "1", "--channels", "2"),
-    *("--steps", "4", "--epochs", "1", "--batch-size", "40", "--train", "50", "--valid", "40"),
-    *("--test", "50", "--samples", "2"),
-)
+SMALL = "search-nasbench201 --operations none skip_connect avg_pool_3x3 --cells 1 --channels 2"
+SMALL += " --steps 4 --epochs 1 --batch-size 40 --train 50 --valid 40 --test 50 --samples 2"
 
 
 def search(folder, *flags):
-    return main(["search-nasbench201", "--out", str(folder), *SMALL, *flags])
+    return main([*SMALL.split(), "--out", str(folder), *flags])
 
 
 @pytest.fixture
@@ -52,9 +49,8 @@ def test_a_search_ends_in_a_table_and_its_files(tmp_path, capsys, monkeypatch, k
     best = "best of 3 random"  # 4 x 40 / 50; without convolutions all networks cost the same
     for text in ("CIFAR-100", best, "seed 1: |", "entropy", "Hessian", "networks found on digits"):
         assert text in printed
-    for seed, (alpha, text) in enumerate(
-        zip(result["alpha"], result["architectures"], strict=True)
-    ):
+    pairs = zip(result["alpha"], result["architectures"], strict=True)
+    for seed, (alpha, text) in enumerate(pairs):
         genotype = parse_genotype(text)
         names = np.array(result["names"])
         assert genotype.operations == tuple(names[np.argmax(alpha, axis=1)])
@@ -67,23 +63,21 @@ def test_a_search_ends_in_a_table_and_its_files(tmp_path, capsys, monkeypatch, k
             assert scores["rank"][seed] == 1 + (test > test[row]).sum()
     supernet = result["scores"]["supernet"]
     assert all(0 < np.mean(errors) < 1 for errors in supernet.values()) and len(supernet) == 3
-    with np.load(run / "arrays.npz", allow_pickle=False) as arrays:
-        # Weight sharing leaves alpha at the start, and then chooses a corner.
-        np.testing.assert_allclose(arrays["history_alpha_1"], np.full((4, 6, 3), 1 / 3), rtol=1e-6)
-        np.testing.assert_array_equal(np.sort(arrays["alpha_0"]), [[0, 0, 1]] * 6)
+    arrays = arrays_in(run / "arrays.npz")
+    # Weight sharing leaves alpha at the start, and then chooses a corner.
+    np.testing.assert_allclose(arrays["history_alpha_1"], np.full((4, 6, 3), 1 / 3), rtol=1e-6)
+    np.testing.assert_array_equal(np.sort(arrays["alpha_0"]), [[0, 0, 1]] * 6)
     assert max(result["curvature"]) < 1e-6
     assert (run / "search.png").stat().st_size > 10_000
 
 
-def test_an_interrupted_search_says_how_to_go_on_and_goes_on_there(
-    tmp_path, capsys, monkeypatch, known
-):
+@pytest.mark.usefixtures("known")
+def test_an_interrupted_search_says_how_to_resume_and_resumes_there(tmp_path, capsys, monkeypatch):
     """With a search that stops where it starts; the real one's resumption is bilevel.search's."""
     run, seen = tmp_path / "run", []
 
     def stopping_in_the_second_seed(self, strategy, alpha, w, data, key, place):
-        where = place.relative_to(run).as_posix()
-        seen.append((self.config.resume, where, self.bars.phase))
+        seen.append((self.config.resume, place.relative_to(run).as_posix(), self.bars.phase))
         place.mkdir(parents=True, exist_ok=True)
         (place / "step").write_text("something to go on from")
         stopped = len(seen) % 2 == 0 and "interrupted after step 2"
@@ -93,8 +87,7 @@ def test_an_interrupted_search_says_how_to_go_on_and_goes_on_there(
     for flags in ((), ("--resume",)):
         assert search(run, "--seeds", "2", *flags) == 130
         kept = "searches and networks so far are saved; resume with --resume --out"
-        end = f"interrupted after step 2 of seed 1; {kept} {run}"
-        assert end in capsys.readouterr().err
+        assert f"interrupted after step 2 of seed 1; {kept} {run}" in capsys.readouterr().err
     seeds = [("search/0", "search 1 of 2"), ("search/1", "search 2 of 2")]
     assert seen == [(resume, *seed) for resume in (False, True) for seed in seeds]
     assert not (run / "result.json").exists()
@@ -129,5 +122,4 @@ def test_with_a_damaged_table_nothing_is_searched(tmp_path, mistake, monkeypatch
     file.write_text("arch_str\n")
     monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "data"))
     monkeypatch.setattr(DeepSearchRun, "search_from", None)
-    error = mistake(["search-nasbench201", *SMALL])
-    assert error.startswith(f"{file}: expected a column index, got none")
+    assert mistake(SMALL).startswith(f"{file}: expected a column index, got none")

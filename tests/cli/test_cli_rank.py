@@ -15,11 +15,8 @@ from bilevel.cli import main, rank
 from bilevel.spaces.nasbench201 import scoring
 from ntk.scores.registry import builtin_score_names, score_description
 
-SMALL = (
-    *("rank", "--data", "digits", "--networks", "12", "--scores", "naswot", "l2_norm"),
-    *("--k", "3", "--pool", "8", "--batch-size", "8", "--cells", "1", "--channels", "2"),
-    *("--train", "32", "--test", "40", "--progress", "False"),
-)
+SMALL = "rank --data digits --networks 12 --scores naswot l2_norm --k 3 --pool 8 --batch-size 8"
+SMALL = f"{SMALL} --cells 1 --channels 2 --train 32 --test 40 --progress False".split()
 
 
 @pytest.fixture
@@ -43,9 +40,8 @@ def test_a_sample_is_judged_its_best_is_trained_and_more_are_added(tmp_path, cap
     chosen = before["chosen"]  # Algorithm 1 of Zhu et al.
     assert chosen["score"] == "l2_norm" and 0 <= chosen["test_error"] <= 1
     assert chosen["genotype"] in screen.replace("\n", "")
-    names = [line["score"] for line in before["judged"]]
     assert before["published"] == {} and "published score" not in screen
-    assert names[:2] == ["l2_norm", "sum of log ranks"]
+    assert [line["score"] for line in before["judged"]][:2] == ["l2_norm", "sum of log ranks"]
     assert (tmp_path / "run" / "ranking.png").stat().st_size > 0
     more = [arg if arg != "12" else "16" for arg in SMALL]
     assert main([*more, *out, "--resume"]) == 0
@@ -63,9 +59,8 @@ def test_scores_are_compared_with_published_ones_where_both_are(monkeypatch):
     monkeypatch.setattr(rank, "published_scores", lambda: published)
     rows = np.array([8, 4, 3, 5])
     scores = {"naswot": np.array([1.0, 9.0, 3.0, 2.0]), "snip": np.ones(4), "zico": np.ones(4)}
-    assert rank._published_agreement(scores, rows) == {
-        "naswot": {"rho": -1, "tau": -1, "networks": 3}
-    }
+    agreement = {"naswot": {"rho": -1, "tau": -1, "networks": 3}}
+    assert rank._published_agreement(scores, rows) == agreement
 
 
 OWN = """
@@ -153,9 +148,8 @@ def test_scores_of_ones_own_are_ranked_with_builtin_ones_and_resumed(own_scores,
         ),
     ],
 )
-def test_mistakes_in_scores_of_ones_own_are_one_sentence(
-    own_scores, mistake, monkeypatch, scores, message
-):
+@pytest.mark.usefixtures("own_scores")
+def test_mistakes_in_scores_of_ones_own_are_one_sentence(mistake, monkeypatch, scores, message):
     """None of them is scored, nor a score before it."""
     monkeypatch.setattr(scoring, "_score_in_chunks", None)
     error = mistake([*SMALL, "--scores", *scores, "--out", "run"])

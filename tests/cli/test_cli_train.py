@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import os
-import pathlib
 import signal
 
 import jax
 import numpy as np
 import pytest
-from helpers import arrays_in, documented_keys, long_except
+from helpers import ROOT, arrays_in, documented_keys, long_except
 
 import bilevel
 from bilevel.cli import main, train
@@ -17,7 +16,6 @@ from bilevel.cli.flags import deep_searches, from_config_file
 from bilevel.cli.flags.commands import Search
 from bilevel.nets import fitting
 
-ROOT = pathlib.Path(__file__).parents[2]
 SMALL = "--seeds", "2", "--epochs", "3", "--batch-size", "20", "--test", "100", "--random", "2"
 TINY = {"train": 40, "valid": 40, "test": 50, "steps": 3}
 SKIPS = deep_searches.SkipSearch(activations=("relu", "tanh"), depth=3, width=8, **TINY)
@@ -46,9 +44,7 @@ def searched(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_training_that_was_interrupted_ends_in_the_same_bits(
-    searched, tmp_path, capsys, monkeypatch
-):
+def test_an_interrupted_training_ends_in_the_same_bits(searched, tmp_path, capsys, monkeypatch):
     whole, run = tmp_path / "whole", tmp_path / "run"
     line = ["train", str(searched), *SMALL, "--out"]
     assert main([*line, str(whole)]) == 0
@@ -146,8 +142,7 @@ def test_own_rows_replace_those_of_the_search_and_are_recognized(tmp_path, capsy
     # The printed lines take the test rows of the run.
     names = {}
     exec("\n".join(train.loading_lines(trained)), names)
-    y_test = bilevel.data.load(file, jax.random.key(1)).y_test
-    error = np.mean(names["labels"] != y_test)
+    error = np.mean(names["labels"] != bilevel.data.load(file, jax.random.key(1)).y_test)
     assert error == pytest.approx(trained["scores"]["search"]["test_error"][0])
     x[0] += 1
     np.savez(file, x=x, y=y)
@@ -197,7 +192,6 @@ def test_a_wrong_run_or_flag_is_one_message(line, sentence, tmp_path, mistake):
     assert mistake(line).startswith(sentence)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("command", ["search", "search-own", "search-skips", "search-darts"])
 def test_the_run_of_every_search_is_trained(command, tmp_path, monkeypatch):

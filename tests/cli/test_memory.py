@@ -39,9 +39,8 @@ def no_data(monkeypatch):
         (f"{DARTS} --channels {10**6}", "seeds, cells, channels: expected sizes that fit"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_in_one_message(
-    no_data, monkeypatch, mistake, line, message
-):
+@pytest.mark.usefixtures("no_data")
+def test_sizes_that_do_not_fit_are_refused_in_one_message(monkeypatch, mistake, line, message):
     monkeypatch.setattr(memory, "available_memory", lambda: 8 * 10**9)
     assert mistake(line).startswith(message)
 
@@ -62,7 +61,6 @@ def test_sizes_that_just_fit_are_not_refused(no_data, tmp_path, monkeypatch, lin
 
 
 def test_an_allocation_that_fails_names_the_flags():
-    """The error of an accelerator that runs out of memory."""
     config, _ = parse_flags(["certify"])
     parts = {("rows",): memory.shape(3)}
     with (

@@ -32,7 +32,6 @@ SOLVERS = {
 
 
 def hypergradient(problem, solver, alpha, w, dtype, *, y=Y, **options):
-    """Return the hypergradient at arguments of a dtype."""
     args = cast((alpha, w, (X, y), (X + 0.1, y)), dtype)
     return jax.jit(bilevel.hypergradient(problem, solver, **options))(*args)
 

@@ -29,8 +29,6 @@ CHANGED = {"scale": 3.0, "shift": 1.0, "classes": 3}
 
 
 class Network:
-    """A plain object; its methods depend on mutable fields."""
-
     def __init__(self, settings):
         self.settings = settings
         # A cache could recognize one function object, and methods, which are equal at every access.

@@ -43,8 +43,7 @@ def value(solver, alpha, c=C, w0=START):
 
 @pytest.mark.parametrize("inverse", INVERSES, ids=["cg", "dense", "neumann", "nystrom"])
 def test_every_inverse_gives_the_lasso_s_hypergradient(inverse):
-    solver = bilevel.implicit(LASSO, inverse)
-    gradient = jax.jit(jax.grad(functools.partial(value, solver)))(ALPHA)
+    gradient = jax.jit(jax.grad(functools.partial(value, bilevel.implicit(LASSO, inverse))))(ALPHA)
     assert_close(gradient, LASSO_GRADIENT, f64=1e-5, f32=1e-3)
 
 
@@ -96,10 +95,8 @@ def test_unrolled_steps_stay_in_the_set_and_serve_as_a_forward_solver():
     w, state = jax.jit(lambda a: forward.run(lower, a, START, forward.start(a, START), C))(0.5)
     assert np.array_equal(state.code, [1, -1, -1])
     assert_close(w, [0.5, -0.3, -0.3], f64=1e-15, f32=1e-6)
-    direct, through = (
-        jax.jit(jax.value_and_grad(functools.partial(value, bilevel.implicit(solver))))(0.5)
-        for solver in (box, forward)
-    )
+    runs = (functools.partial(value, bilevel.implicit(solver)) for solver in (box, forward))
+    direct, through = (jax.jit(jax.value_and_grad(run))(0.5) for run in runs)
     assert_close(through, direct, f64=1e-9, f32=1e-5)
     crossing = jax.jit(lambda a: forward.run(lower, a, START, forward.start(a, START), C)[0])(-1.0)
     assert np.isnan(crossing).all()
@@ -160,8 +157,7 @@ def test_own_operators_agree_with_the_named_ones():
     own = bilevel.proximal(
         lambda w, step, alpha: jnp.sign(w) * jnp.maximum(jnp.abs(w) - step * jnp.exp(alpha), 0)
     )
-    start = ALPHA, START, C, None
-    result = hypergradient(PROBLEM, bilevel.implicit(own), *start, diagnostics=True)
+    result = hypergradient(PROBLEM, bilevel.implicit(own), ALPHA, START, C, None, diagnostics=True)
     assert_close(result.grad, LASSO_GRADIENT, f64=1e-8, f32=1e-4)
     assert np.isinf(result.info.error_estimate)
     assert "your own projection" in bilevel.explain(result.info)
@@ -182,8 +178,7 @@ def test_a_search_carries_the_active_set_and_lowers_the_outer_loss():
     args = PROBLEM, bilevel.implicit(LASSO), optax.sgd(0.3), ALPHA, START, C, C
     result = bilevel.search(*args, steps=20)
     assert result.history["value"][-1] < result.history["value"][0]
-    code = result.state.solver_state.forward.code
-    assert np.array_equal(code, np.sign(result.w))
+    assert np.array_equal(result.state.solver_state.forward.code, np.sign(result.w))
 
 
 def test_bounds_that_cross_give_nan_under_jit():
@@ -288,7 +283,6 @@ def test_equal_features_leave_the_weights_of_a_lasso_bounded():
 
     start = jnp.full(65, np.log(0.02)), jnp.zeros(65), rows, others
     problem, solver = bilevel.Problem(squares, squares), bilevel.implicit(LASSO)
-    args = problem, solver, optax.adam(0.05), *start
-    result = bilevel.search(*args, steps=40, diagnostics=False)
+    result = bilevel.search(problem, solver, optax.adam(0.05), *start, steps=40, diagnostics=False)
     assert float(abs(result.w).max()) < 1
     assert result.history["value"][-1] < result.history["value"][0]

@@ -71,10 +71,11 @@ def one_and_first(c):
 
 
 FIXED, SPARSE = (quadratic(H3, lambda a, c=c: c) for c in ((4.0, -3.0, 2.0), (4.0, -1.5, -1.2)))
+ROUND = quadratic(np.diag([1.0, 2, 4]), lambda a: (3.0, -2.0, 1.0))
 TILTED = quadratic(H3, lambda a: (1 + a[0], 1 - a[0], 0.5)), projected("simplex")
 LOWER_OF_SVM, OUTER_OF_SVM = zip(svm(1.0), svm(0.0), strict=True)
-SQUARES = distance([1, -1, 1])
-GROUPS = [[0, 1], [2, 3]]
+SQUARES, OF_FOUR, OF_TWO = (distance(target) for target in ([1, -1, 1], [1, -1, 1, 2], [0, 1]))
+GROUPS, EQUALITY = [[0, 1], [2, 3]], projected("box_equality", 0.0, first, SVM_Y, 0.0)
 # The lower loss, the constraint or term, and the outer loss (default: SQUARES).
 PROBLEMS = {
     "box": (
@@ -84,10 +85,7 @@ PROBLEMS = {
     "non-negative": (nonnegative_least_squares, projected("nonnegative")),
     "simplex": TILTED,
     "simplex, interior": TILTED,
-    "l2 ball": (
-        quadratic(np.diag([1.0, 2, 4]), lambda a: (3.0, -2.0, 1.0)),
-        projected("l2_ball", first),
-    ),
+    "l2 ball": (ROUND, projected("l2_ball", first)),
     "l1 ball": (FIXED, projected("l1_ball", first)),
     "affine": (FIXED, projected("affine", np.ones((1, 3)), lambda a: a)),
     "Lasso": (SPARSE, proximal("l1", jnp.exp)),
@@ -95,28 +93,20 @@ PROBLEMS = {
     "group l1": (
         quadratic(H4, lambda a: (4.0, 2.0, 0.5, 0.2)),
         proximal("group_l1", jnp.exp, groups=GROUPS),
-        distance([1, -1, 1, 2]),
+        OF_FOUR,
     ),
-    "total variation": (
-        distance([1, 2, 4, 3.5]),
-        proximal("total_variation", first),
-        distance([1, -1, 1, 2]),
-    ),
+    "total variation": (distance([1, 2, 4, 3.5]), proximal("total_variation", first), OF_FOUR),
     "SVM, regularized bias": (LOWER_OF_SVM[0], projected("box", 0.0, first), OUTER_OF_SVM[0]),
-    "SVM, equality": (
-        LOWER_OF_SVM[1],
-        projected("box_equality", 0.0, first, SVM_Y, 0.0),
-        OUTER_OF_SVM[1],
-    ),
+    "SVM, equality": (LOWER_OF_SVM[1], EQUALITY, OUTER_OF_SVM[1]),
     "degenerate box": (
         quadratic(H2, lambda a: (1 + a[0], 0.5)),
         projected("box", np.array([-np.inf, 0.0]), np.inf),
-        distance([0, 1]),
+        OF_TWO,
     ),
     "degenerate Lasso": (
-        quadratic(H2, lambda a: (3.0, 2.0)),
+        quadratic(H2, lambda _: (3.0, 2.0)),
         proximal("l1", one_and_first),
-        distance([0, 1]),
+        OF_TWO,
     ),
 }
 # alpha, the minimizer and the hypergradient.
@@ -229,11 +219,10 @@ def test_a_tie_counts_as_active_from_every_start_and_has_no_estimate(name):
 @pytest.mark.long
 def test_an_estimate_is_the_error_of_weights_with_another_active_set():
     alpha, _, grad = VALUES["Lasso"]
-    problem = bilevel.Problem(SPARSE, SQUARES)
     rough = bilevel.implicit(proximal("l1", jnp.exp, steps=1, tol=1e3))
     start = jnp.array([0.5, -0.2, 0.1])  # one step does not make the last weight 0
     given = jnp.asarray(alpha, float), start, None, None
-    result = hypergradient(problem, rough, *given, diagnostics=True)
+    result = hypergradient(bilevel.Problem(SPARSE, SQUARES), rough, *given, diagnostics=True)
     error = np.linalg.norm(result.grad - np.array(grad))
     assert error > 0.01 and not result.info.converged
     assert_close(result.info.error_estimate, error, f64=1e-9, f32=1e-4)
@@ -312,10 +301,7 @@ def regression(loss_scale=1.0, rows=12, p=5, seed=0):
     def lower(w, alpha, _):
         return loss_scale * 0.5 * jnp.sum((x[0] @ w - y[0]) ** 2) + 0.05 * loss_scale * w @ w
 
-    def outer(w, alpha, _):
-        return 0.5 * jnp.sum((x[1] @ w - y[1]) ** 2)
-
-    return bilevel.Problem(lower, outer)
+    return bilevel.Problem(lower, lambda w, alpha, _: 0.5 * jnp.sum((x[1] @ w - y[1]) ** 2))
 
 
 def regressed(minimizer, alpha, problem=None):
@@ -370,9 +356,8 @@ def test_groups_of_one_weight_are_the_lasso():
 def test_total_variation_is_the_lasso_of_its_jumps():
     problem = regression()
     change = jnp.tril(jnp.ones((5, 5)))
-    losses = [
-        lambda d, a, b, loss=loss: loss(change @ d, a, b) for loss in (problem.lower, problem.outer)
-    ]
+    given = problem.lower, problem.outer
+    losses = [lambda d, a, b, loss=loss: loss(change @ d, a, b) for loss in given]
 
     def weights(a):
         return jnp.exp(a[0]) * jnp.array([0.0, 1, 1, 1, 1])

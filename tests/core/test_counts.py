@@ -42,10 +42,7 @@ def called(line: str) -> Iterator[str]:
 
 
 def products(text: str) -> int:
-    """Count matrix products and convolutions; a loop body counts as often as it runs.
-
-    A loop that ends by a test counts once.
-    """
+    """Count products and convolutions as often as they run; a loop with a test runs once."""
     bodies, entry = computations(text)
 
     def count(name: str) -> int:

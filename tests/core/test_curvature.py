@@ -66,8 +66,7 @@ def test_the_default_solver_is_right_to_rounding_whatever_the_penalty(dtype):
         arguments = jax.tree.map(lambda a: jnp.asarray(a, dtype), arguments)
         actual = float(fn(*arguments).grad)
         # The weights' rounding, in directions of an outer gradient of size 1.
-        allowed = 100 * float(np.finfo(dtype).eps)
-        np.testing.assert_allclose(actual, truth, rtol=1e-3, atol=allowed)
+        np.testing.assert_allclose(actual, truth, rtol=1e-3, atol=100 * float(np.finfo(dtype).eps))
 
 
 def test_a_tiny_curvature_is_trusted_unless_it_is_rounding():
@@ -88,11 +87,11 @@ def test_a_tiny_curvature_is_trusted_unless_it_is_rounding():
 
 
 def test_a_singular_system_out_of_its_range_has_a_bounded_answer():
-    solve = jax.jit(
-        lambda x, b: solve_conjugate_gradients(
-            lambda v: x.T @ (x @ v), b, None, steps=100, threshold=jnp.float32(1e-6)
-        )
-    )
+    @jax.jit
+    def solve(x, b):
+        options = {"steps": 100, "threshold": jnp.float32(1e-6)}
+        return solve_conjugate_gradients(lambda v: x.T @ (x @ v), b, None, **options)
+
     for seed in range(20):
         rng = np.random.default_rng(seed)
         x, b = rng.normal(size=(5, 12)), rng.normal(size=12)

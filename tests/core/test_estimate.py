@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import problems
 import pytest
 from helpers import assert_close, flatten, lower_hessian, run, tolerance
 from problems import case, decay, digits, least_squares, logistic, mixed, quadratic, soft_problem
@@ -141,9 +142,8 @@ def test_stationarity_is_the_norm_of_the_lower_gradient(name):
 @pytest.mark.slow
 def test_linear_residual_is_that_of_the_solvers_adjoint():
     small, result = logistic(), assessed("neumann")
-    hessian = np.asarray(
-        lower_hessian(small.problem.lower, result.w, small.alpha, small.train), float
-    )
+    hessian = lower_hessian(small.problem.lower, result.w, small.alpha, small.train)
+    hessian = np.asarray(hessian, float)
     force = flatten(jax.jit(jax.grad(small.problem.outer))(result.w, small.alpha, small.valid))
     factor = np.eye(force.size) - 0.1 * hessian
     # Truth: the truncated Neumann sum in numpy.
@@ -260,29 +260,23 @@ def test_hypergradients_with_diagnostics_can_be_differentiated():
 # A double well with a negative Hessian near w = 0, and a weight that is free.
 UNKNOWN = {
     "indefinite": (
-        (
-            lambda w, alpha, batch: jnp.sum(w**4 / 4 - w**2 / 2 - alpha * w),
-            lambda w, alpha, batch: jnp.sum((w - 2) ** 2),
-            *(np.array([0.01, 0.02]), np.array([0.05, 1.0]), (), ()),
-        ),
         bilevel.implicit(bilevel.unrolled(0.01, 3)),
+        lambda w, alpha, batch: jnp.sum(w**4 / 4 - w**2 / 2 - alpha * w),
+        lambda w, alpha, batch: jnp.sum((w - 2) ** 2),
+        *(np.array([0.01, 0.02]), np.array([0.05, 1.0])),
     ),
     "free": (
-        (
-            lambda w, alpha, batch: 0.5 * (w[0] - alpha) ** 2,
-            lambda w, alpha, batch: w[0] + w[1],
-            *(1.0, np.zeros(2), (), ()),
-        ),
-        bilevel.implicit(),
+        *(bilevel.implicit(), lambda w, alpha, batch: 0.5 * (w[0] - alpha) ** 2),
+        *(lambda w, alpha, batch: w[0] + w[1], 1.0, np.zeros(2)),
     ),
 }
 
 
 @pytest.mark.parametrize("name", [pytest.param("indefinite", marks=pytest.mark.slow), "free"])
 def test_estimate_is_infinite_if_nothing_is_known(name):
-    parts, implicit = UNKNOWN[name]
+    implicit, *parts = UNKNOWN[name]
     for solver in (implicit, bilevel.unrolled(0.01, 3)):
-        info = hypergradient(solver, case(*parts)).info
+        info = hypergradient(solver, case(*parts, (), ())).info
         assert np.isinf(info.error_estimate) and np.isinf(info.error_bound)
         assert not info.converged
 
@@ -340,8 +334,8 @@ def test_the_estimate_detects_ridge_on_another_loss():
 def test_norms_that_overflow_never_count_as_converged():
     """Gradient descent diverged: infinity is not below 1 % of infinity."""
     problem = bilevel.Problem(
-        lower=lambda w, alpha, batch: 0.5 * jnp.sum((w - 1) ** 2 + jnp.exp(alpha) * w**2),
-        outer=lambda w, alpha, batch: 0.5 * jnp.sum(w**2),
+        lambda w, a, b: 0.5 * jnp.sum((w - 1) ** 2 + jnp.exp(a) * w**2),
+        lambda w, a, b: 0.5 * jnp.sum(w**2),
     )
     # Each step takes the error times -39: the hypergradient is of the size of w squared.
     solver = bilevel.implicit(bilevel.unrolled(20.0, 9), bilevel.dense())
@@ -353,10 +347,7 @@ def test_norms_that_overflow_never_count_as_converged():
 
 
 def test_norms_that_underflow_are_no_estimate():
-    problem = bilevel.Problem(
-        lower=lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
-        outer=lambda w, alpha, scale: scale * jnp.sum((w - 3) ** 2),
-    )
+    problem = problems.follower(lambda w, alpha, scale: scale * jnp.sum((w - 3) ** 2))
     fn = jax.jit(bilevel.hypergradient(problem, bilevel.unrolled(0.1, 3)))
     start = jnp.array([1.0, 2.0], jnp.float32), jnp.zeros(2, jnp.float32), None
     # At w = alpha the gradient is 2 (alpha - 3); three steps are far from there.
@@ -376,9 +367,7 @@ def test_the_reason_names_a_coarse_dtype_of_the_weights():
 
     problem = bilevel.Problem(lower, lambda w, alpha, batch: jnp.sum(w.astype(jnp.float32) ** 2))
     fn = jax.jit(bilevel.hypergradient(problem, bilevel.implicit()))
-    coarse, fine = (
-        fn(jnp.float32(0.3), jnp.full(3, 0.5, dtype), None, None).info
-        for dtype in (jnp.bfloat16, jnp.float32)
-    )
+    starts = (jnp.full(3, 0.5, dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    coarse, fine = (fn(jnp.float32(0.3), w0, None, None).info for w0 in starts)
     assert fine.converged
     assert np.isinf(coarse.error_estimate) and "bfloat16" in bilevel.explain(coarse)

@@ -1,7 +1,4 @@
-"""Run the packages under JAX's flags, all that can be on together, with uncached functions.
-
-Strict promotion fails inside `optax.adam`, so searches use `optax.sgd`.
-"""
+"""Run the packages under JAX's flags, all that can be on together, with uncached functions."""
 
 import contextlib
 import functools
@@ -27,14 +24,10 @@ ROWS, WEIGHTS = 16, 8
 
 @contextlib.contextmanager
 def together():
+    promotions = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
+    checks = jax.debug_nans(True), jax.debug_infs(True), jax.enable_checks(True)
     with contextlib.ExitStack() as stack:
-        for flag in (
-            jax.numpy_rank_promotion("raise"),
-            jax.numpy_dtype_promotion("strict"),
-            jax.debug_nans(True),
-            jax.debug_infs(True),
-            jax.enable_checks(True),
-        ):
+        for flag in (*promotions, *checks):
             stack.enter_context(flag)
         yield
 
@@ -55,8 +48,7 @@ def logistic(w, alpha, batch):
 
 
 LOGISTIC = bilevel.Problem(
-    lambda w, alpha, batch: logistic(w, alpha, batch) + 0.5 * jnp.sum(jnp.exp(alpha) * w**2),
-    logistic,
+    lambda w, a, batch: logistic(w, a, batch) + 0.5 * jnp.sum(jnp.exp(a) * w**2), logistic
 )
 
 
@@ -69,16 +61,14 @@ def mixture(w, alpha, batch):
 
 MIXTURE = bilevel.Problem(lambda w, *args: mixture(w, *args) + 0.05 * jnp.sum(w**2), mixture)
 # Its lower Hessian is singular along differences of weights.
-SUM = bilevel.Problem(
-    lambda w, alpha, batch: (jnp.sum(w) - alpha[0]) ** 2, lambda w, alpha, batch: jnp.sum(w**2)
-)
+SUM = bilevel.Problem(lambda w, a, b: (jnp.sum(w) - a[0]) ** 2, lambda w, a, b: jnp.sum(w**2))
 
 
 def search(problem, solver, alpha=None, optimizer=None, steps=2, data=rows, **options):
     if "batches" in options:
         options["key"] = jax.random.key(0)
     alpha = jnp.full(WEIGHTS, -2.0) if alpha is None else alpha
-    optimizer = optax.sgd(0.1) if optimizer is None else optimizer
+    optimizer = optax.sgd(0.1) if optimizer is None else optimizer  # adam fails: strict promotion
     args = alpha, jnp.zeros(WEIGHTS), data(0), data(1)
     return bilevel.search(problem, solver, optimizer, *args, steps=steps, **options)
 
@@ -107,13 +97,13 @@ def sparse_rows(seed):
     return BCSR.fromdense(jnp.where(x > 0, x, 0)), y
 
 
-DESCENT, DRAWS = functools.partial(bilevel.unrolled, 0.3, 5), bilevel.minibatches(4)
+unrolled = bilevel.unrolled
+IMPLICIT = bilevel.implicit(unrolled(0.1, 5))
+DESCENT, DRAWS = functools.partial(unrolled, 0.3, 5), bilevel.minibatches(4)
 METHODS = bilevel.ma_soba, bilevel.saba, bilevel.amigo, bilevel.bome, bilevel.f2sa, bilevel.meha
 SEARCHES = {method.__name__: lambda method=method: single(method(0.1)) for method in METHODS} | {
     "unrolled": logistic_search(DESCENT),
-    "truncated": logistic_search(
-        lambda: bilevel.unrolled(optax.sgd(0.3, momentum=0.9), 5, backprop=2)
-    ),
+    "truncated": logistic_search(lambda: bilevel.unrolled(optax.sgd(0.3, 0.9), 5, backprop=2)),
     "implicit": logistic_search(bilevel.implicit, diagnostics=True),
     "lbfgs, dense": logistic_search(lambda: bilevel.implicit(bilevel.lbfgs(), bilevel.dense())),
     "nystrom": logistic_search(lambda: bilevel.implicit(DESCENT(), bilevel.nystrom(4, 1e-2))),
@@ -127,9 +117,9 @@ SEARCHES = {method.__name__: lambda method=method: single(method(0.1)) for metho
     "distilled": logistic_search(lambda: bilevel.distilled(0.3, decay=0.5)),
     "batches": logistic_search(lambda: DESCENT(batches=DRAWS), batches=DRAWS),
     "sparse batches": lambda: search(
-        SQUARES, bilevel.unrolled(0.1, 2), jnp.zeros(1), data=sparse_rows, batches=DRAWS
+        SQUARES, unrolled(0.1, 2), jnp.zeros(1), data=sparse_rows, batches=DRAWS
     ),
-    "under jit": lambda: jax.jit(lambda alpha: search(LOGISTIC, DESCENT(), alpha).alpha)(
+    "under jit": lambda: jax.jit(lambda a: search(LOGISTIC, DESCENT(), a).alpha)(
         jnp.zeros(WEIGHTS)
     ),
     "exponentiate": simplex_search(
@@ -137,18 +127,10 @@ SEARCHES = {method.__name__: lambda method=method: single(method(0.1)) for metho
     ),
     "softmax": simplex_search(lambda: bilevel.softmax(optax.sgd(0.1))),
     "spaba and paced": lambda: single(bilevel.spaba(), bilevel.paced(), diagnostics=True),
-    "info, 600 weights": lambda: hypergradient(
-        SQUARES, bilevel.implicit(bilevel.unrolled(0.1, 5)), jnp.zeros(1), 600
-    ),
-    "info, free directions": lambda: hypergradient(
-        SUM, bilevel.unrolled(0.01, 5), jnp.ones(1), 600
-    ),
-    "forward mode": lambda: hypergradient(
-        SQUARES, bilevel.unrolled(0.3, 3), jnp.zeros(1), mode="forward"
-    ),
-    "steps in a box": logistic_search(
-        lambda: bilevel.unrolled(bilevel.projected("box", 0.0, 0.1), 5)
-    ),
+    "info, 600 weights": lambda: hypergradient(SQUARES, IMPLICIT, jnp.zeros(1), 600),
+    "info, free directions": lambda: hypergradient(SUM, unrolled(0.01, 5), jnp.ones(1), 600),
+    "forward mode": lambda: hypergradient(SQUARES, DESCENT(), jnp.zeros(1), mode="forward"),
+    "steps in a box": logistic_search(lambda: unrolled(bilevel.projected("box", 0.0, 0.1), 5)),
     "truncation": lambda: bilevel.truncation(LOGISTIC, 0.3, 5)(
         jnp.full(WEIGHTS, -2.0), jnp.zeros(WEIGHTS), rows(0), rows(1)
     ),

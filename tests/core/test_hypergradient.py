@@ -42,9 +42,7 @@ def solvers(at=lambda alpha: alpha):
     def penalty(alpha):
         return decay(at(alpha))
 
-    gram = bilevel.gram(
-        lambda w, alpha, batch: logits(w, at(alpha), batch), logistic_loss, damping=penalty
-    )
+    gram = bilevel.gram(lambda w, a, b: logits(w, at(a), b), logistic_loss, damping=penalty)
     solved = bilevel.solved(lambda alpha, w, batch: dense_newton(at(alpha), w, batch))
     return {
         "gradient descent": bilevel.unrolled(STEP_SIZE, 20),
@@ -143,8 +141,7 @@ def test_hyperparameters_closed_over_have_the_same_hypergradient(name):
 
         problem = bilevel.Problem(bind(case.problem.lower), bind(case.problem.outer))
         solver = solvers(lambda _: alpha)[name]
-        fn = bilevel.hypergradient(problem, solver, diagnostics=False)
-        return fn((), *case.args[1:]).value
+        return bilevel.hypergradient(problem, solver, diagnostics=False)((), *case.args[1:]).value
 
     grad = jax.jit(jax.grad(closed))(case.alpha)
     assert_close(grad, compiled(name)(*case.args).grad, f64=1e-8, f32=1e-4)
@@ -167,15 +164,12 @@ def test_float32_gives_the_same_hypergradient_in_float32(name):
 @pytest.mark.parametrize(("outer", "forward"), [(jax.grad, "newton"), (jax.jacfwd, "lbfgs")])
 def test_second_derivatives_inside_loops_are_those_outside(forward, outer):
     """Truth: w^3 + w = alpha has w' = 1 / (3 w^2 + 1), and w'' = -6 w w'^3."""
-    problem = bilevel.Problem(
-        lambda w, alpha, batch: w**4 / 4 + w**2 / 2 - alpha * w, lambda w, alpha, batch: w**2
-    )
+    problem = bilevel.Problem(lambda w, a, b: w**4 / 4 + w**2 / 2 - a * w, lambda w, a, b: w**2)
     solver = bilevel.implicit(getattr(bilevel, forward)())
     solve = bilevel.hypergradient(problem, solver, diagnostics=False)
 
     def looped(alpha):
-        values = jax.lax.map(lambda a: solve(a, jnp.zeros(()), None, None).value, alpha[None])
-        return values[0]
+        return jax.lax.map(lambda a: solve(a, jnp.zeros(()), None, None).value, alpha[None])[0]
 
     w, slope = 0.7, 1 / (3 * 0.7**2 + 1)
     actual = jax.jit(outer(jax.grad(looped)))(jnp.asarray(w**3 + w))

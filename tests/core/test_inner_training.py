@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_close, assert_resumes, hypergradient, loop_of_steps, normal, tolerance
+from problems import follower, separate_penalties
 from problems import mean_squares as loss
-from problems import separate_penalties
 
 import bilevel
 
@@ -17,8 +17,6 @@ PLAIN = bilevel.Problem(loss, loss)
 
 
 def of_parts(alpha):
-    """Return an optimizer with a learned schedule, and a rate for each part."""
-
     def schedule(step):
         return alpha["rate"] * jnp.exp(-alpha["decay"] * step)
 
@@ -140,8 +138,7 @@ def test_optimizers_of_alpha_that_ask_for_the_loss_get_it(name):
         return loss(w, None, VALID)
 
     rule = ABOVE[name]
-    args = PENALISED, bilevel.implicit(), rule, START, W0, TRAIN, VALID
-    result = bilevel.search(*args, steps=6)
+    result = bilevel.search(PENALISED, bilevel.implicit(), rule, START, W0, TRAIN, VALID, steps=6)
     rule = rule.gradient_transformation() if isinstance(rule, optax.MultiSteps) else rule
     rule, alpha = optax.with_extra_args_support(rule), START
     state = rule.init(alpha)
@@ -157,14 +154,10 @@ def test_optimizers_of_alpha_that_ask_for_the_loss_get_it(name):
 def test_a_line_search_under_softmax_moves_logits():
     """L-BFGS reaches the minimum only if its loss function takes logits."""
     target = jnp.array([0.6, 0.3, 0.1])
-    problem = bilevel.Problem(
-        lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
-        lambda w, alpha, batch: jnp.sum((w - target) ** 2),
-    )
+    problem = follower(lambda w, alpha, batch: jnp.sum((w - target) ** 2))
     optimizer = bilevel.softmax(optax.lbfgs())
     args = problem, bilevel.implicit(), optimizer, jnp.ones(3) / 3, jnp.zeros(3), None, None
-    result = bilevel.search(*args, steps=25)
-    assert_close(result.alpha, target, f64=1e-5, f32=1e-3)
+    assert_close(bilevel.search(*args, steps=25).alpha, target, f64=1e-5, f32=1e-3)
 
 
 def with_metrics(w, alpha, batch):
@@ -173,9 +166,7 @@ def with_metrics(w, alpha, batch):
     return separate_penalties(w, alpha, batch), metrics
 
 
-WITH_AUX = bilevel.Problem(
-    with_metrics, lambda w, alpha, batch: (loss(w, None, batch), w), has_aux=True
-)
+WITH_AUX = bilevel.Problem(with_metrics, lambda w, a, b: (loss(w, None, b), w), has_aux=True)
 SOLVERS = {
     "implicit": bilevel.implicit(),
     "unrolled": bilevel.unrolled(0.1, 5),
@@ -193,14 +184,12 @@ SOLVERS = {
 def test_auxiliary_outputs_come_out_and_change_nothing(name, mode):
     given, options = (START, W0, TRAIN, VALID), {"mode": mode, "diagnostics": True}
     hyper, without_aux = (
-        hypergradient(problem, SOLVERS[name], *given, **options)
-        for problem in (WITH_AUX, PENALISED)
+        hypergradient(p, SOLVERS[name], *given, **options) for p in (WITH_AUX, PENALISED)
     )
     assert without_aux.aux is None
     assert_close(hyper[:4], without_aux[:4], f64=1e-14, f32=1e-6)  # XLA may round them apart
     assert_close(hyper.aux["outer"], hyper.w, f64=1e-12, f32=1e-6)
-    largest = np.abs(X @ hyper.w - Y).max()
-    assert_close(hyper.aux["lower"]["largest"], largest, f64=1e-12, f32=1e-5)
+    assert_close(hyper.aux["lower"]["largest"], np.abs(X @ hyper.w - Y).max(), f64=1e-12, f32=1e-5)
     assert hyper.aux["lower"]["rows"] == len(Y)
 
 
@@ -213,14 +202,13 @@ def test_a_search_keeps_auxiliary_outputs(tmp_path):
     aux = whole.history["aux"]
     assert aux["lower"]["largest"].shape == (4,) and aux["outer"].shape == (4, 3)
     np.testing.assert_array_equal(aux["outer"][-1], whole.w)
-    few = bilevel.search(*args, steps=2, history=["value"], **options)
-    assert list(few.history) == ["value"]
+    assert list(bilevel.search(*args, steps=2, history=["value"], **options).history) == ["value"]
 
 
 def test_a_large_auxiliary_output_is_kept_only_on_request():
     large = bilevel.Problem(
-        lambda w, alpha, batch: (loss(w, None, batch) * alpha**2, None),
-        lambda w, alpha, batch: (loss(w, None, batch), jnp.zeros(20_000)),
+        lambda w, a, b: (loss(w, None, b) * a**2, None),
+        lambda w, a, b: (loss(w, None, b), jnp.zeros(20_000)),
         has_aux=True,
     )
     args = large, bilevel.unrolled(0.1, 1), optax.sgd(0.1), jnp.array(0.1), W0, TRAIN, VALID
@@ -240,7 +228,6 @@ def normalised(w, alpha, batch):
 
 
 def predicted(w, alpha, batch):
-    """Predict with the running mean."""
     return loss(w.params, None, (batch[0] - w.variables["mean"], batch[1]))
 
 
@@ -281,9 +268,8 @@ def test_variables_and_auxiliary_outputs_go_together_and_side_by_side():
         value, variables = normalised(w, alpha, batch)
         return value, (variables, {"value": value})
 
-    problem = bilevel.Problem(
-        lower, lambda w, a, b: (predicted(w, a, b), w.variables["count"]), True, True
-    )
+    losses = lower, lambda w, a, b: (predicted(w, a, b), w.variables["count"])
+    problem = bilevel.Problem(*losses, True, True)
     solver = bilevel.unrolled(0.1, 4)
     alone = bilevel.hypergradient(problem, solver)(START, STATEFUL, TRAIN, VALID)
     assert alone.aux["outer"] == 4
@@ -305,14 +291,12 @@ def test_a_callback_is_called_after_every_so_many_steps():
     result = bilevel.search(*args, steps=11, callback=note, every=4)
     assert seen == [4, 8, 11]
     np.testing.assert_array_equal(result.alpha, bilevel.search(*args, steps=11).alpha)
-    ended = bilevel.search(*args, steps=11, callback=lambda r: True, every=3)
-    assert int(ended.state.step) == 3
+    assert int(bilevel.search(*args, steps=11, callback=lambda r: True, every=3).state.step) == 3
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:search. the hypergradient was exactly 0")  # alpha stays at 0
 def test_both_batches_can_be_drawn_together():
-    """Both losses get rows of the same number."""
     rows = jnp.arange(9.0)
 
     def together(key, train, valid):
@@ -332,9 +316,7 @@ def test_both_batches_can_be_drawn_together():
     assert result.history["value"].max() > 1
     # Inner steps draw from the outer draw: five rows of one number, and a step of rate 1 to it.
     many = bilevel.Problem(lambda w, a, b: 0.5 * jnp.mean((w - b) ** 2) + 0 * a, problem.outer)
-    of_task = bilevel.jointly(
-        lambda key, *data: (jnp.full(5, n := together(key, *data)[0]), 10 * n)
-    )
+    of_task = bilevel.jointly(lambda k, *data: (jnp.full(5, n := together(k, *data)[0]), 10 * n))
     drawing = bilevel.unrolled(1.0, 2, batches=apart)
     result = bilevel.search(many, drawing, *args[2:], rows, 10 * rows, batches=of_task, **options)
     assert_close(result.history["value"], jnp.zeros(8), f64=1e-9, f32=1e-3)
@@ -394,8 +376,7 @@ def test_all_truncations_at_once_are_those_one_by_one(name):
         expected = hypergradient(problem, solver, alpha, w0, train, VALID)
         here, whole = (jax.tree.map(lambda g: g[i], truncations.grads) for i in (k, -1))  # noqa: B023
         scale = optax.tree.norm(whole)
-        difference = optax.tree.norm(optax.tree.sub(here, expected.grad))
-        assert difference < tolerance(1e-11, 1e-4) * scale
+        assert optax.tree.norm(optax.tree.sub(here, expected.grad)) < tolerance(1e-11, 1e-4) * scale
         bias = optax.tree.norm(optax.tree.sub(here, whole)) / scale
         assert_close(truncations.bias[k], bias, f64=1e-10, f32=1e-4)
         assert_close(truncations.value, expected.value, f64=1e-12, f32=1e-5)
@@ -522,10 +503,7 @@ def test_variables_at_a_solution_are_differentiated_too():
 
 @pytest.mark.long
 def test_errors_of_a_hypergradient_that_is_nothing_are_infinite():
-    problem = bilevel.Problem(
-        lower=lambda w, alpha, batch: 0.5 * (w - alpha) ** 2,
-        outer=lambda w, alpha, batch: jnp.mean(batch) * (w - 0.75 * alpha),
-    )
+    problem = follower(lambda w, alpha, batch: jnp.mean(batch) * (w - 0.75 * alpha))
     start, one = (jnp.zeros(()), jnp.zeros(())), jnp.ones(2)
     # Two steps half the way: 1/4 + 1/2 - 3/4.
     bias = bilevel.truncation(problem, 0.5, 2)(*start, None, one).bias
@@ -557,9 +535,8 @@ def test_the_trajectory_is_cut_where_the_outer_loss_is_largest():
         return jnp.maximum(w.variables, above(w.params))
 
     problem = bilevel.Problem(lower, outer, stateful=True, differentiated=True)
-    solver = bilevel.restarted(
-        bilevel.unrolled(RATE, STEPS), start=lambda alpha, w: w._replace(params=alpha["start"])
-    )
+    descent = bilevel.unrolled(RATE, STEPS)
+    solver = bilevel.restarted(descent, lambda alpha, w: w._replace(params=alpha["start"]))
     w0 = bilevel.Stateful(jnp.zeros(2), jnp.array(0.0))  # no loss is under 0
     hyper = hypergradient(problem, solver, AIM_AND_START, w0, None, None)
 

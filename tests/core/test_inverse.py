@@ -28,13 +28,11 @@ def system(seed, eigenvalues=None):
 
 
 def split(v):
-    """Return a vector as a dict with a matrix and a tuple."""
     return {"m": v[:4].reshape(2, 2), "t": (v[4], v[5:])}
 
 
 @functools.cache
 def compiled(make, *args):
-    """Return ``(matrix, b) -> x`` on pytrees, compiled once."""
     inverse = make(*args)
 
     @jax.jit
@@ -58,10 +56,8 @@ def test_nystrom_is_exact_up_to_damping_from_the_rank_of_the_hessian_on(seed, ra
 
 def test_nystrom_takes_another_sketch_from_another_key():
     matrix, b = map(jnp.asarray, system(0))
-    one, two = (
-        bilevel.nystrom(2, 0.1, key=jax.random.key(i))(lambda v: matrix @ v, b, None, None)
-        for i in range(2)
-    )
+    inverses = (bilevel.nystrom(2, 0.1, key=jax.random.key(i)) for i in range(2))
+    one, two = (inverse(lambda v: matrix @ v, b, None, None) for inverse in inverses)
     assert not np.allclose(one, two)
 
 
@@ -70,8 +66,7 @@ def test_neumann_is_the_truncated_series(seed):
     matrix, b = system(seed)
     x = compiled(bilevel.neumann, 3, 0.05)(matrix, b)
     factor = np.eye(P) - 0.05 * matrix
-    expected = 0.05 * (b + factor @ b + factor @ factor @ b)
-    assert_close(x, expected, f64=1e-13, f32=1e-5)
+    assert_close(x, 0.05 * (b + factor @ b + factor @ factor @ b), f64=1e-13, f32=1e-5)
     assert_close(compiled(bilevel.scale, 0.3)(matrix, b), 0.3 * b, f64=1e-15, f32=1e-6)
 
 
@@ -227,9 +222,8 @@ def test_a_hessian_of_fourier_transforms_is_decomposed(name):
         return jnp.sum((jnp.linalg.solve(normal, matrix.T @ SIGNAL) - 0.1) ** 2)
 
     expected = jax.grad(exact)(0.5)
-    solver = bilevel.implicit(bilevel.newton(), bilevel.dense())
     problem = bilevel.Problem(lower, lambda w, alpha, batch: jnp.sum((w - 0.1) ** 2))
-    fn = bilevel.hypergradient(problem, solver)
+    fn = bilevel.hypergradient(problem, bilevel.implicit(bilevel.newton(), bilevel.dense()))
     hyper = jax.jit(fn)(jnp.array(0.5), w0, None, None)
     assert_close(hyper.grad, expected, f64=1e-9, f32=1e-3)
     assert hyper.info.converged

@@ -16,7 +16,6 @@ ALPHA = np.array([0.2, -0.4])
 
 
 def features(alpha):
-    """Scale the first half of the columns."""
     return X * jnp.where(jnp.arange(WEIGHTS) < WEIGHTS // 2, jnp.exp(alpha[0]), 1)
 
 
@@ -56,10 +55,8 @@ def solution():
 
 
 SOLVERS = {
-    "shortest": bilevel.implicit(
-        bilevel.newton(), bilevel.gram(residual, lambda r, _: jnp.sum(r**2) / 2)
-    ),
-    "damped": bilevel.implicit(bilevel.newton(), bilevel.cg(damping=DAMPING)),
+    "shortest": bilevel.implicit(inverse=bilevel.gram(residual, lambda r, _: jnp.sum(r**2) / 2)),
+    "damped": bilevel.implicit(inverse=bilevel.cg(damping=DAMPING)),
     "path": bilevel.unrolled(0.05, STEPS),
 }
 

@@ -5,6 +5,7 @@ import functools
 import pytest
 from helpers import on_devices
 
+pytestmark = pytest.mark.long
 PROGRAM = """
 import json, re
 import jax, jax.numpy as jnp, numpy as np
@@ -99,14 +100,12 @@ def on_four_devices():
     return on_devices(4, PROGRAM)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("which", ["cg", "other solvers", "diagnostics"])
 def test_each_device_solves_its_own_problem_in_shard_map(which):
     # Truth: the same problems without shard_map.
     assert on_four_devices()[which] < 1e-8
 
 
-@pytest.mark.long
 def test_gram_never_gathers_the_jacobian():
     figures = on_four_devices()["gram"]
     assert figures["error"] < 1e-9  # truth: the p x p solve

@@ -1,7 +1,6 @@
 """Mixed-mode hypergradients of unrolled steps are exact for any derivative rules in the loss.
 
-Truth: the same steps as a Python loop around ``jax.grad``, differentiated by JAX in reverse mode,
-and finite differences in float64.
+Truth: a Python loop around ``jax.grad`` in reverse mode, and finite differences in float64.
 """
 
 import functools
@@ -187,8 +186,7 @@ exp.defvjp(lambda x: (exp(x),) * 2, lambda y, cotangent: (cotangent * y,))
 
 def with_cosh(cosh):
     return bilevel.Problem(
-        lambda w, alpha, batch: jnp.sum(cosh(w - alpha) + 0.5 * w**2),
-        lambda w, alpha, batch: jnp.sum((w - 2) ** 2),
+        lambda w, a, b: jnp.sum(cosh(w - a) + 0.5 * w**2), lambda w, a, b: jnp.sum((w - 2) ** 2)
     )
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import pathlib
 import struct
 import sys
 import types
@@ -90,8 +91,7 @@ def test_parts_that_are_given_stay_and_validation_rows_are_drawn_from_theirs(tmp
     ],
 )
 def test_rows_keep_their_dtype_until_they_are_drawn(dtype, expected):
-    x = np.arange(20).reshape(10, 2).astype(dtype)
-    data = load({"x": x, "y": [0, 1] * 5})
+    data = load({"x": np.arange(20).reshape(10, 2).astype(dtype), "y": [0, 1] * 5})
     (((drawn_rows, _), *_),) = draw_splits(data, [jax.random.key(0)], train=4, valid=4, test=1)
     assert data.x_train.dtype == dtype and drawn_rows.dtype == expected
 
@@ -107,8 +107,7 @@ def test_a_memory_map_stays_one(tmp_path):
     path = tmp_path / "rows.npy"
     np.save(path, PIXELS)
     x = np.load(path, mmap_mode="r")
-    data = load({"x": x, "y": NAMES, "x_test": x[:4], "y_test": NAMES[:4]})
-    assert data.x_train is x
+    assert load({"x": x, "y": NAMES, "x_test": x[:4], "y_test": NAMES[:4]}).x_train is x
 
 
 def test_folders_may_be_gray_colour_palette_and_split(tmp_path):
@@ -219,17 +218,9 @@ def test_images_of_every_format_have_the_right_pixels(case, tmp_path):
 
 
 UPRIGHT = GENERATOR.integers(0, 256, (4, 6), dtype=np.uint8)
-# The image as the camera stored it, by the value of the tag.
-STORED = {
-    1: UPRIGHT,
-    2: UPRIGHT[:, ::-1],
-    3: UPRIGHT[::-1, ::-1],
-    4: UPRIGHT[::-1],
-    5: UPRIGHT.T,
-    6: np.rot90(UPRIGHT),
-    7: UPRIGHT[::-1, ::-1].T,
-    8: np.rot90(UPRIGHT, -1),
-}
+# The image as the camera stored it, for the values 1 to 8 of the tag.
+STORED = [UPRIGHT, UPRIGHT[:, ::-1], UPRIGHT[::-1, ::-1], UPRIGHT[::-1]]
+STORED += [UPRIGHT.T, np.rot90(UPRIGHT), UPRIGHT[::-1, ::-1].T, np.rot90(UPRIGHT, -1)]
 XMP = (
     b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-'
     b'syntax-ns#"><rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" '
@@ -241,7 +232,7 @@ def test_images_of_cameras_are_turned(tmp_path):
     for path in (tmp_path / kind / name for kind in ("exif", "xmp") for name in ("a", "b")):
         path.mkdir(parents=True)
     for name in ("a", "b"):
-        for tag, stored in STORED.items():
+        for tag, stored in enumerate(STORED, 1):
             exif = Image.Exif()
             exif[0x0112] = tag
             Image.fromarray(stored.copy()).save(tmp_path / "exif" / name / f"{tag}.png", exif=exif)
@@ -257,8 +248,6 @@ def test_images_of_cameras_are_turned(tmp_path):
 
 
 def archive(content):
-    """Write an archive, or other bytes under its name."""
-
     def make(folder):
         path = folder / "own.npz"
         path.write_bytes(content)
@@ -268,8 +257,6 @@ def archive(content):
 
 
 def with_image(name, write, parts=("",)):
-    """Add or replace an image, or another file."""
-
     def make(folder):
         path = drawn(folder, parts)
         write(path / name)
@@ -298,9 +285,7 @@ INTACT = bytes_of(np.savez, **ARRAYS)
 FLIPPED = INTACT[:500] + bytes([INTACT[500] ^ 255]) + INTACT[501:]
 WRONG_FILES = {
     "missing.npz: expected a file, got no such file": lambda folder: folder / "missing.npz",
-    "source: expected a built-in name, FILE.npz, .* got '.*missing'": lambda folder: (
-        folder / "missing"
-    ),
+    "source: expected a built-in name, FILE.npz, .* got '.*missing'": lambda path: path / "missing",
     "own.npz: expected a .npz file .* got another format": tuple(
         archive(content) for content in (b"x,y\n1,2\n", bytes_of(np.save, X), INTACT[:-200])
     ),
@@ -309,9 +294,7 @@ WRONG_FILES = {
         bytes_of(np.savez, x=X, y=np.array(["a", 1] * 5, dtype=object))
     ),
     r"expected folders CLASS/\*.png, got an empty folder": lambda folder: folder,
-    "ape: expected .png or .jpg images, got an empty folder": with_image(
-        "ape", lambda path: path.mkdir()
-    ),
+    "ape: expected .png or .jpg images, got an empty folder": with_image("ape", pathlib.Path.mkdir),
     r"cat: expected only folders CLASS/\*.png, got '00.png'": lambda folder: drawn(folder) / "cat",
     "moving.png: expected one image, got an animation": (animated("PNG"), animated("GIF")),
     "dog: expected only .png and .jpg images, got 'labels.csv'": with_image(

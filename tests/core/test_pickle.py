@@ -27,7 +27,6 @@ from ntk import networks as nets
 
 
 def classes():
-    """Return all classes that the modules of both packages define."""
     kinds = set()
     for package in (bilevel, ntk):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -39,12 +38,8 @@ def classes():
 
 
 EXCEPTIONS = [kind for kind in classes() if issubclass(kind, BaseException)]
-RECORDS = [
-    kind
-    for kind in classes()
-    if (hasattr(kind, "_fields") or dataclasses.is_dataclass(kind))
-    and not issubclass(kind, nn.Module)
-]
+RECORDS = [k for k in classes() if hasattr(k, "_fields") or dataclasses.is_dataclass(k)]
+RECORDS = [kind for kind in RECORDS if not issubclass(kind, nn.Module)]
 # These forms copy closures too, e.g. solvers and optimizers.
 COPIES = {
     "copy": copy.copy,
@@ -132,8 +127,7 @@ def test_solvers_and_optimizers_survive_cloudpickle(make):
     start = {"a": jnp.full(2, 0.5)}, jnp.zeros(2), jnp.zeros((4, 2)), jnp.ones((4, 2))
 
     def searched(pair):
-        args = bilevel.Problem(lower, outer), *pair, *start
-        return bilevel.search(*args, steps=2).alpha
+        return bilevel.search(bilevel.Problem(lower, outer), *pair, *start, steps=2).alpha
 
     pair = make(), optax.chain(optax.sgd(0.1), bilevel.project("box"))
     expected = searched(pair)

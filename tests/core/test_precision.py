@@ -8,27 +8,20 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_close, cast, flatten, float64_only, hypergradient
+from problems import decay, half_squares
 
 import bilevel
 
 ROUNDING = float(jnp.finfo(jnp.bfloat16).eps)
 
 
-def penalty(alpha):
-    return jnp.exp(alpha["log_decay"])
-
-
 def outputs(w, alpha, batch):
     return batch[0] @ (alpha["scales"] * jnp.concatenate([w["coarse"], w["fine"]]))
 
 
-def half_squares(outputs, batch):
-    return 0.5 * jnp.sum((outputs - batch[1]) ** 2)
-
-
 def lower(w, alpha, batch):
     squares = sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(w))
-    return half_squares(outputs(w, alpha, batch), batch) + 0.5 * penalty(alpha) * squares
+    return half_squares(outputs(w, alpha, batch), batch) + 0.5 * decay(alpha) * squares
 
 
 def outer(w, alpha, batch):
@@ -37,7 +30,7 @@ def outer(w, alpha, batch):
 
 PROBLEM = bilevel.Problem(lower, outer)
 EXACT = ("lbfgs cg", "newton dense", "newton gram")
-GRAM = bilevel.gram(outputs, half_squares, damping=penalty)
+GRAM = bilevel.gram(outputs, half_squares, damping=decay)
 SOLVERS = {
     "unrolled": bilevel.unrolled(0.05, 40),
     "one step, difference": bilevel.one_step(0.05, radius=0.5),
@@ -124,10 +117,8 @@ def test_weights_solved_in_a_wider_dtype_keep_the_dtype_of_w0(name):
     problem = bilevel.Problem(lower, lambda w, alpha, batch: jnp.mean((batch[0] @ w - 1) ** 2))
     rows = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)))
     args, data = (problem, OF_DATA[name], optax.sgd(0.01), jnp.ones(4)), (rows, rows.sum(1))
-    wide, narrow = (
-        bilevel.search(*args, jnp.zeros(4, dtype), data, data, steps=2)
-        for dtype in ("float64", "float32")
-    )
+    starts = (jnp.zeros(4, dtype) for dtype in ("float64", "float32"))
+    wide, narrow = (bilevel.search(*args, w0, data, data, steps=2) for w0 in starts)
     assert narrow.w.dtype == jnp.float32
     assert_close(narrow.alpha, wide.alpha, f64=1e-5)  # truth: all in float64
 
@@ -135,8 +126,7 @@ def test_weights_solved_in_a_wider_dtype_keep_the_dtype_of_w0(name):
 @pytest.mark.long
 def test_diagnostics_of_mixed_weights_make_no_false_claim():
     alpha, w0, *batches = data(0)
-    args = PROBLEM, bilevel.implicit(), alpha, w0, *batches
-    result = hypergradient(*args, diagnostics=True)
+    result = hypergradient(PROBLEM, bilevel.implicit(), alpha, w0, *batches, diagnostics=True)
     truth = flatten(compiled("newton cg")(alpha, cast(w0, jnp.float32), *batches).grad)
     error = np.linalg.norm(flatten(result.grad) - truth)
     assert error < 8 * ROUNDING * np.linalg.norm(truth)

@@ -106,5 +106,4 @@ def test_a_learned_regulariser_in_equinox():
             steps=30,
         )
     assert result.history["value"][-1] < 0.95 * result.history["value"][0]
-    whole = equinox.combine(result.alpha, rest_of_alpha)
-    assert np.isfinite(whole(jnp.ones(1)))
+    assert np.isfinite(equinox.combine(result.alpha, rest_of_alpha)(jnp.ones(1)))

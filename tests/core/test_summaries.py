@@ -6,14 +6,12 @@ import numpy as np
 import optax
 import pytest
 from helpers import DTYPES, hypergradient
+from problems import follower
 
 import bilevel
 import ntk
 
-PROBLEM = bilevel.Problem(
-    lower=lambda w, alpha, batch: jnp.sum((w - alpha) ** 2),
-    outer=lambda w, alpha, batch: jnp.sum((w - 2.0) ** 2),
-)
+PROBLEM = follower(lambda w, alpha, batch: jnp.sum((w - 2.0) ** 2))
 ALPHA = np.zeros(3, DTYPES[-1])
 START = ALPHA, np.zeros(3), None, None
 COMPILED = jax.jit(bilevel.hypergradient(PROBLEM, bilevel.implicit()))
@@ -32,10 +30,8 @@ def test_a_hypergradient_prints_its_value_norm_and_error():
 @pytest.mark.long
 def test_an_estimate_over_the_limit_and_a_missing_one_say_why():
     saddle = bilevel.Problem(lambda w, a, b: jnp.sum((w - a) ** 3), PROBLEM.outer)
-    one_step, at_saddle = (
-        hypergradient(p, bilevel.unrolled(0.1, 1), *START, diagnostics=True)
-        for p in (PROBLEM, saddle)
-    )
+    solver, problems = bilevel.unrolled(0.1, 1), (PROBLEM, saddle)
+    one_step, at_saddle = (hypergradient(p, solver, *START, diagnostics=True) for p in problems)
     assert repr(one_step).endswith("no: the error is over 1 % of the norm")
     info = at_saddle.info
     assert "error_estimate   inf" in repr(info) and "no: the lower Hessian" in repr(info)

@@ -74,10 +74,8 @@ def quotient(value, alpha, *rest):
         moved[k].flat[i] += h
         return float(value(jax.tree.unflatten(structure, moved), *rest))
 
-    h = 1e-7
-    return [
-        (at(k, i, h) - at(k, i, -h)) / (2 * h) for k, x in enumerate(leaves) for i in range(x.size)
-    ]
+    h, places = 1e-7, [(k, i) for k, x in enumerate(leaves) for i in range(x.size)]
+    return [(at(*place, h) - at(*place, -h)) / (2 * h) for place in places]
 
 
 @pytest.mark.long
@@ -147,8 +145,7 @@ def test_a_step_may_branch_on_the_sign_of_a_weight_or_a_gradient(name):
 
     problem = bilevel.Problem(lambda w, a, b: -jnp.sum(w), lambda w, a, b: jnp.sum(w))
     start = jnp.array(0.3), jnp.zeros(1), None, None
-    hyper = hypergradient(problem, bilevel.unrolled(make, 1), *start)
-    assert_close(hyper.grad, expected, f32=1e-6)
+    assert_close(hypergradient(problem, bilevel.unrolled(make, 1), *start).grad, expected, f32=1e-6)
 
 
 @pytest.mark.parametrize("at", [0, 2])
@@ -159,9 +156,7 @@ def test_a_learned_schedule_may_branch_on_the_count_of_steps(at):
         after = lambda n: alpha[0] * (1 - (n - at) / 4.0)  # noqa: E731
         return optax.sgd(lambda n: jnp.where((n - at) / 4.0 > 0, after(n), alpha[1]))
 
-    problem = bilevel.Problem(
-        lambda w, a, b: 0.5 * jnp.sum((w - 1.0) ** 2), lambda w, a, b: jnp.sum(w)
-    )
+    problem = bilevel.Problem(lambda w, a, b: jnp.sum((w - 1) ** 2) / 2, lambda w, a, b: w.sum())
     alpha = jnp.array([0.3, 0.1])
     hyper = hypergradient(problem, bilevel.unrolled(make, 5), alpha, jnp.zeros(1), None, None)
     # Truth: w_5 - 1 is minus the product of 1 - rate over the steps.

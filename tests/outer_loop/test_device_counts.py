@@ -22,12 +22,10 @@ def searched(kind, steps, folder, devices=1):
     problem = bilevel.Problem(separate_penalties, mean_squares)
     args = problem, bilevel.unrolled(0.1, 3), optax.adam(0.1), jnp.zeros(2), jnp.zeros(2)
     options = {"steps": steps, "checkpoint": folder, "resume": True, "progress": False}
-    result = bilevel.search(*args, rows, rows, **options)
-    return np.asarray(result.alpha).tolist()
+    return np.asarray(bilevel.search(*args, rows, rows, **options).alpha).tolist()
 
 
 def search_on(devices, *arguments):
-    """Run the search in a process with more devices."""
     folders = [str(f) for f in pathlib.Path(__file__).parents[:3]]  # from this file to the packages
     program = f"""
 import sys

@@ -2,6 +2,7 @@
 
 import functools
 
+import generated
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -9,17 +10,7 @@ import numpy as np
 import optax
 import pytest
 import scipy.special
-from generated import (
-    assert_at_most,
-    assert_near,
-    dtypes,
-    eps,
-    examples,
-    normal,
-    seeds,
-    simplex_point,
-    wide,
-)
+from generated import assert_at_most, assert_near, dtypes, eps, examples, normal, seeds, wide
 from hypothesis import given
 
 import bilevel
@@ -61,7 +52,7 @@ def test_a_search_takes_the_steps_of_the_formulas(name, seed, dtype, chunk):
     rng = np.random.default_rng(seed)
     scale = 10 ** rng.uniform(-2, 0.5)
     data = [normal(rng, dtype, 3, scale=scale) for _ in range(2)]
-    arguments = simplex_point(rng, dtype, 3), normal(rng, dtype, 3), *data
+    arguments = generated.simplex_point(rng, dtype, 3), normal(rng, dtype, 3), *data
     options = {"steps": STEPS, "chunk": chunk, "progress": False}
     result = bilevel.search(PROBLEM, *METHODS[name], *arguments, **options)
     alphas, values = by_hand(name, *wide(arguments))
@@ -120,7 +111,7 @@ def updated(name, alpha, gradient):
 def test_an_update_is_the_formula_up_to_gradients_of_1e20(name, seed, dtype):
     rng = np.random.default_rng(seed)
     _, formula, most, vertex = GEOMETRIES[name]
-    alpha = simplex_point(rng, dtype, 3, 4, vertex=vertex)
+    alpha = generated.simplex_point(rng, dtype, 3, 4, vertex=vertex)
     gradient = normal(rng, dtype, 3, 4, scale=10 ** rng.uniform(-6, most))
     # Steps are rounded in the dtype of alpha; the error of an exponent is relative in alpha.
     expected, size = formula(wide(alpha), 0.5 * wide(gradient))

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given
+from problems import follower
 
 import bilevel
 from bilevel.outer_loop import geometry
@@ -27,9 +28,10 @@ SIMPLEX = {
 
 
 def descend(optimizer, alpha, gradients):
+    """Take a step for each gradient, which may be a function of alpha."""
     state = optimizer.init(alpha)
     for g in gradients:
-        updates, state = optimizer.update(g, state, alpha)
+        updates, state = optimizer.update(g(alpha) if callable(g) else g, state, alpha)
         alpha = optax.apply_updates(alpha, updates)
     return alpha
 
@@ -82,27 +84,18 @@ def test_softmax_is_gradient_descent_on_logits():
     """Truth: autodiff through jax.nn.softmax, with the same optimizer of the logits."""
     cost, inner = jnp.array([1.0, 2.0, -1.0]), optax.adamw(0.1, weight_decay=0.01)
 
-    def descended(optimizer, loss, x):
-        state = optimizer.init(x)
-        for _ in range(5):
-            updates, state = optimizer.update(jax.grad(loss)(x), state, x)
-            x = optax.apply_updates(x, updates)
-        return x
-
     def loss(alpha):
         return jnp.vdot(alpha, cost) ** 2
 
     logits = jnp.array([0.0, -0.5, -0.3])  # weight decay depends on the largest, which is 0
-    truth = descended(inner, lambda z: loss(jax.nn.softmax(z)), logits)
-    alpha = descended(bilevel.softmax(inner), loss, jax.nn.softmax(logits))
+    truth = descend(inner, logits, 5 * [jax.grad(lambda z: loss(jax.nn.softmax(z)))])
+    alpha = descend(bilevel.softmax(inner), jax.nn.softmax(logits), 5 * [jax.grad(loss)])
     np.testing.assert_allclose(alpha, jax.nn.softmax(truth), rtol=1e-5)
 
 
 def test_a_callable_projects_the_whole_pytree():
-    def half_sphere(tree):
-        return optax.projections.projection_l2_ball(tree, 0.5)
-
-    optimizer = optax.chain(optax.sgd(1.0), bilevel.project(half_sphere))
+    last = bilevel.project(lambda tree: optax.projections.projection_l2_ball(tree, 0.5))
+    optimizer = optax.chain(optax.sgd(1.0), last)
     moved = descend(optimizer, {"a": jnp.array([0.3, 0.4])}, [{"a": jnp.array([-3.0, -4.0])}])
     np.testing.assert_allclose(moved["a"], [0.3, 0.4], rtol=1e-5)
 
@@ -116,11 +109,8 @@ def test_partition_mixes_simplices_and_boxes():
         },
         {"operations": "simplex", "activation": "logits", "skip": "box"},
     )
-    alpha = {
-        "operations": jnp.array([0.5, 0.5]),
-        "activation": jnp.array([0.25, 0.75]),
-        "skip": jnp.array([0.5, 0.1]),
-    }
+    alpha = {"operations": [0.5, 0.5], "activation": [0.25, 0.75], "skip": [0.5, 0.1]}
+    alpha = {name: jnp.array(point) for name, point in alpha.items()}
     slope = jax.tree.map(lambda a: jnp.array([1.0, -1.0]), alpha)
     moved = jax.jit(lambda: descend(optimizer, alpha, [slope]))()
     assert_on_simplex(moved["operations"])
@@ -208,10 +198,7 @@ def test_uniform_starts_of_half_precision_are_points_of_the_simplex(dtype):
 
 
 def linear_search(optimizer, **options):
-    problem = bilevel.Problem(
-        lambda w, alpha, batch: jnp.sum((w - alpha) ** 2),
-        lambda w, alpha, batch: jnp.vdot(batch, alpha) + 0 * w.sum(),
-    )
+    problem = follower(lambda w, alpha, batch: jnp.vdot(batch, alpha) + 0 * w.sum())
     solver = bilevel.implicit(bilevel.solved(lambda alpha, w, batch: alpha), bilevel.scale(1.0))
     cost, alpha = jnp.array([3.0, 1.0, 2.0]), jnp.array([0.2, 0.3, 0.5])
     args = (problem, solver, optimizer, options.pop("alpha", alpha), jnp.zeros(3), cost, cost)
@@ -261,8 +248,7 @@ def test_descent_refuses_both_and_under_jit_says_nan():
     after = AFTER["exponentiate"]
     for optimizer, words in ((after, "as the last"), (ALONE, "goes against the gradient")):
         problem = bilevel.Problem(lambda w, a, b: (w - 1) ** 2, lambda w, a, b: a[0] * w)
-        solver = bilevel.unrolled(0.1, 1)
-        init, step = bilevel.descent(problem, solver, optimizer)
+        init, step = bilevel.descent(problem, bilevel.unrolled(0.1, 1), optimizer)
 
         def both(alpha, init=init, step=step):
             return step(init(alpha, jnp.ones(())), (None, None))[0].alpha

@@ -6,20 +6,11 @@ import numpy as np
 import optax
 import pytest
 from helpers import flatten
-from problems import decay, least_squares, mixed
+from problems import decay, half_squares, least_squares, logits, mixed
 
 import bilevel
 
-
-def outputs(w, alpha, batch):
-    return mixed(alpha, batch[0]) @ w
-
-
-def half_squares(outputs, batch):
-    return 0.5 * jnp.sum((outputs - batch[1]) ** 2)
-
-
-GRAM = bilevel.gram(outputs, half_squares, damping=decay)
+GRAM = bilevel.gram(logits, half_squares, damping=decay)
 newton = bilevel.newton
 SOLVERS = {
     "unrolled": bilevel.unrolled(0.05, 3),
@@ -60,8 +51,8 @@ LONG = [  # tests/repository/test_generated_nan.py covers these inverses too
 )
 def test_what_is_not_finite_makes_value_and_gradient_so(name, mode):
     small = least_squares(6, 3)
-    options = {"mode": mode, "diagnostics": False}
-    fn = jax.jit(bilevel.hypergradient(small.problem, SOLVERS[name], **options))
+    fn = bilevel.hypergradient(small.problem, SOLVERS[name], mode=mode, diagnostics=False)
+    fn = jax.jit(fn)
     assert np.isfinite(flatten(fn(*small.args)[:2])).all()
     # Two leaves of alpha, the start, and two arrays of each side.
     for place in (0, 1, 3, 4, 5, 6) if name == "ridge" else range(7):  # ridge ignores the start
@@ -77,11 +68,6 @@ def hinge(w, alpha, batch):
     return jnp.mean(jnp.maximum(0, 1 - y * (x @ w))) + 0.5 * jnp.exp(alpha) * jnp.sum(w**2) + alpha
 
 
-def indifferent(w, alpha, batch):
-    """An outer loss that does not look at the second weight."""
-    return (w[0] - 1) ** 2 + alpha
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["unrolled", "one step", "newton cg", "lbfgs cg", "solved scale"])
 def test_losses_that_hide_a_nan_do_not_hide_it(name):
@@ -91,9 +77,9 @@ def test_losses_that_hide_a_nan_do_not_hide_it(name):
     def lower(w, alpha, batch):  # NaN, with finite gradients
         return hinge(w, alpha, batch[:2]) + batch[2]
 
-    problem = bilevel.Problem(lower, indifferent)
+    # The outer loss does not look at the second weight.
+    problem = bilevel.Problem(lower, lambda w, alpha, batch: (w[0] - 1) ** 2 + alpha)
     fn = jax.jit(bilevel.hypergradient(problem, SOLVERS[name], diagnostics=False))
     assert np.isfinite(fn(0.0, jnp.ones(2), (x, y, 0.0), None).value)
     result = fn(0.0, jnp.ones(2), (x, y, jnp.nan), None)
-    assert np.isnan(result.value)
-    assert np.isnan(result.grad)
+    assert np.isnan(result.value) and np.isnan(result.grad)

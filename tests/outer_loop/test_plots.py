@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import optax
 import pytest
+from problems import follower
 
 import bilevel
 from bilevel.cli.runtime import report
@@ -46,8 +47,7 @@ def test_every_axis_has_a_name_and_matplotlibs_settings_are_left_alone(name):
 
 
 def test_colours_differ_and_so_do_the_dashes_beside_them():
-    plain = figures.Figure().subplots()
-    lines = plots.alpha_path(RNG.dirichlet(np.ones(14), 3), ax=plain).lines
+    lines = plots.alpha_path(RNG.dirichlet(np.ones(14), 3), ax=figures.Figure().subplots()).lines
     looks = [(line.get_color(), str(line._unscaled_dash_pattern)) for line in lines]
     assert len(set(looks)) == 14 and all(len(set(of)) == 7 for of in zip(*looks[:7], strict=True))
 
@@ -75,10 +75,7 @@ def test_seeds_have_their_mean_and_standard_error():
 
 
 def test_losses_start_at_the_starting_alpha_in_two_panels_and_are_log_over_decades():
-    problem = bilevel.Problem(
-        lower=lambda w, alpha, batch: ((w - alpha) ** 2).sum(),
-        outer=lambda w, alpha, batch: ((w - 1) ** 2).sum(),
-    )
+    problem = follower(lambda w, alpha, batch: ((w - 1) ** 2).sum())
     init, step = bilevel.descent(problem, bilevel.unrolled(0.5, 1), optax.sgd(0.1))
     _, first = step(init(np.zeros(1), np.zeros(1)), (None, None))
     outer, _ = plots.losses({name: [first[name]] for name in ("value", "lower")}, axes(2))

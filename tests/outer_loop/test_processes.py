@@ -227,13 +227,11 @@ def test_two_processes_search_as_one(two, namespace):
     # Resumed by as many processes: to the last bit.
     assert first["again"] == first["alpha"]
     data = namespace["x"], namespace["y"]
-    alone = namespace["search"](data, 6)
-    np.testing.assert_allclose(first["alpha"], alone.alpha, rtol=1e-12)
+    np.testing.assert_allclose(first["alpha"], namespace["search"](data, 6).alpha, rtol=1e-12)
     # By one process: the fingerprint is the same, the result to rounding.
     assert first["print"] == fingerprint(tuple(map(jnp.asarray, data)))
     further = namespace["search"](data, 8, checkpoint=folder, resume=True)
-    truth = namespace["search"](data, 8)
-    np.testing.assert_allclose(further.alpha, truth.alpha, rtol=1e-12)
+    np.testing.assert_allclose(further.alpha, namespace["search"](data, 8).alpha, rtol=1e-12)
     assert len(further.history["value"]) == 8
     assert first["stopped"] == "interrupted after step 3"  # of both, at the next look
     assert first["terminated"] == ["terminated after step 3", 1]  # and the same in the second
@@ -262,8 +260,7 @@ def test_what_no_process_has_all_of_is_written_and_read_by_parts(two, namespace)
     assert first["full"] == [2 * ["checkpoint"], True]  # two warnings, and the search continues
     data = jnp.asarray(namespace["x"]), jnp.asarray(namespace["y"])
     run = functools.partial(namespace["weights_of_rows"], data, jnp.zeros(32))
-    rows = np.ravel([first["rows"], second["rows"]])
-    np.testing.assert_allclose(run(6).alpha, rows, rtol=1e-12)
+    np.testing.assert_allclose(run(6).alpha, np.ravel([first["rows"], second["rows"]]), rtol=1e-12)
     # By one process, from what two wrote: the newest step, or where another part got there, the
     # one before.
     kept, truth = shutil.copytree(folder / "rows", folder / "kept"), run(8).alpha
@@ -305,8 +302,8 @@ def alone(*args):
 
 @pytest.mark.long
 def test_a_command_over_two_processes_is_that_of_one(tmp_path):
-    search = ("search", "--activations", "relu", "leaky_relu", "--steps", "3", "--width", "16")
-    search += ("--inner-steps", "5", "--train", "40", "--valid", "40", "--seeds", "2")
+    search = "search --activations relu leaky_relu --steps 3 --width 16 --inner-steps 5 --train 40"
+    search = f"{search} --valid 40 --seeds 2".split()
     ended = command_in_two_processes(*search, "--out", str(tmp_path / "two"))
     assert [code for _, _, code in ended] == [0, 0], ended
     # One process writes and prints.
@@ -321,9 +318,8 @@ def test_a_command_over_two_processes_is_that_of_one(tmp_path):
 @pytest.mark.long
 def test_networks_ranked_by_two_processes_are_taken_over_by_one(tmp_path):
     def rank(networks):
-        sizes = "--batch-size", "8", "--cells", "1", "--channels", "2", "--train", "32", "--k", "2"
-        which = "--scores", "naswot", "--networks", str(networks), "--at-once", "2"
-        return "rank", "--data", "digits", *which, *sizes
+        line = f"rank --data digits --scores naswot --networks {networks} --at-once 2 --cells 1"
+        return f"{line} --channels 2 --batch-size 8 --train 32 --k 2".split()
 
     ended = command_in_two_processes(*rank(3), "--out", str(tmp_path / "two"))
     assert [code for _, _, code in ended] == [0, 0], ended

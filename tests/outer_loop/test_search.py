@@ -112,8 +112,7 @@ def test_the_whole_search_runs_under_jit_and_vmap():
 @pytest.mark.long
 def test_a_search_with_traced_closure_equals_a_search_alone():
     problem = bilevel.Problem(
-        lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha - batch) ** 2),
-        lambda w, alpha, batch: jnp.sum((w - batch) ** 2),
+        lambda w, a, b: 0.5 * jnp.sum((w - a - b) ** 2), lambda w, a, b: jnp.sum((w - b) ** 2)
     )
 
     def of_rate(rate):
@@ -137,8 +136,7 @@ def test_stacked_searches_equal_separate_searches():
     twice = jax.tree.map(lambda x: jnp.stack([x, x]), data)
     problem = bilevel.stack_problems(regression()["problem"])
     both = run(problem=problem, alpha=starts, **twice, steps=5)
-    alone = run(alpha=starts[1], steps=5)
-    np.testing.assert_allclose(both.alpha[1], alone.alpha, rtol=1e-4)
+    np.testing.assert_allclose(both.alpha[1], run(alpha=starts[1], steps=5).alpha, rtol=1e-4)
 
 
 def test_a_second_search_compiles_nothing():
@@ -222,8 +220,7 @@ def test_selected_history_equals_part_of_full_history(names, tmp_path):
 def weighted_mean(size, dtype=jnp.float32):
     """``alpha`` weights ``size`` samples of one number; the arguments of a search."""
     problem = bilevel.Problem(
-        lambda w, alpha, batch: 0.5 * jnp.mean(alpha * (w - batch) ** 2),
-        lambda w, alpha, batch: jnp.mean((w - batch) ** 2),
+        lambda w, a, b: 0.5 * jnp.mean(a * (w - b) ** 2), lambda w, a, b: jnp.mean((w - b) ** 2)
     )
     x = jnp.linspace(0, 1, size, dtype=dtype)
     solver = bilevel.unrolled(optax.sgd(0.5), 1)
@@ -234,7 +231,6 @@ def weighted_mean(size, dtype=jnp.float32):
 def test_memory_without_alphas_history_does_not_grow_with_steps_times_its_size():
     """Truth: XLA's memory analysis of the compiled search."""
     size = 5000
-
     *methods, alpha, w, train, valid = weighted_mean(size)
 
     def bytes_held(steps, **options):
@@ -269,10 +265,7 @@ def test_search_does_not_donate_its_inputs():
 
 @pytest.mark.slow
 def test_a_search_stopped_and_resumed_is_an_uninterrupted_one(tmp_path):
-    def stop_at_four(result):
-        return len(result.history["value"]) >= 4
-
-    first = noisy(steps=9, chunk=2, callback=stop_at_four, checkpoint=tmp_path)
+    first = noisy(steps=9, chunk=2, callback=lambda r: r.state.step >= 4, checkpoint=tmp_path)
     assert first.stopped == "ended by the callback after step 4"
     assert first.history["alpha"].shape == (4, 3)
     assert_identical(noisy(steps=9, checkpoint=tmp_path, resume=True), noisy(steps=9))
@@ -318,8 +311,7 @@ def test_a_killed_search_resumes_exactly(tmp_path, number, save_seconds, saved):
     assert printed == ("in the buffer\n" if number == signal.SIGTERM else "")
     done = checkpoint.latest(folder)
     assert done >= 2
-    resumed = noisy(steps=done + 3, checkpoint=folder, resume=True)
-    assert_identical(resumed, noisy(steps=done + 3))
+    assert_identical(noisy(steps=done + 3, checkpoint=folder, resume=True), noisy(steps=done + 3))
 
 
 @pytest.fixture
@@ -331,12 +323,11 @@ def received(tmp_path):
     signal.signal(signal.SIGTERM, before)
 
 
-def terminate(result=None):
-    os.kill(os.getpid(), signal.SIGTERM)
+def sending(number):
+    return lambda result=None: os.kill(os.getpid(), number)
 
 
-def interrupt(result=None):
-    os.kill(os.getpid(), signal.SIGINT)
+terminate, interrupt = sending(signal.SIGTERM), sending(signal.SIGINT)
 
 
 def test_sigterm_reaches_the_programs_own_handler_after_the_checkpoint(tmp_path, received):
@@ -428,10 +419,7 @@ def _(primals, tangents):
 
 
 def exploding(quantity):
-    """A search with a ``quantity`` that stops being finite at the step in its data.
-
-    ``alpha[0]`` counts the steps: the outer loss is ``-alpha[0]``, the step size 1.
-    """
+    """A search with a ``quantity`` that is not finite from a step on; ``alpha[0]`` counts steps."""
 
     def bad(alpha, batch):
         return alpha[0] > batch - 0.5

@@ -1,12 +1,9 @@
 """Rows, weights and copies over eight devices: one device's results, and sums alone between."""
 
 import functools
-import pathlib
 
 import pytest
-from helpers import on_devices
-
-ROOT = pathlib.Path(__file__).parents[2]
+from helpers import ROOT, on_devices
 
 PROGRAM = """
 import functools, json, logging, re, tempfile
@@ -215,7 +212,6 @@ print(json.dumps(answers))
 
 @functools.cache
 def on_eight_devices(part="methods"):
-    """Return one part of the program's answers, from a process with eight CPU devices."""
     begin = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\npart = {part!r}\n"
     return on_devices(8, begin + PROGRAM)
 

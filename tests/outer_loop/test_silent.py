@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import tolerance
-from problems import mean_squares, soft_problem
+from problems import follower, mean_squares, soft_problem
 
 import bilevel
 from bilevel.problem.structure import leaves_used_by
@@ -23,11 +23,7 @@ def rows(seed, n, p):
 
 RIDGE = soft_problem()
 LASSO = bilevel.Problem(
-    lambda w, alpha, batch: mean_squares(w, alpha, batch) + jnp.exp(alpha) * jnp.sum(jnp.abs(w)),
-    mean_squares,
-)
-PARABOLA = bilevel.Problem(
-    lambda w, alpha, batch: jnp.sum((w - alpha) ** 2), lambda w, alpha, batch: jnp.sum((w - 2) ** 2)
+    lambda w, a, b: mean_squares(w, a, b) + jnp.exp(a) * jnp.sum(jnp.abs(w)), mean_squares
 )
 TRAIN, VALID = rows(0, 20, 40), rows(1, 20, 40)
 CLOSED_FORM = bilevel.ridge(lambda alpha, x: x, lambda alpha: 20 * jnp.exp(alpha))
@@ -126,9 +122,7 @@ def test_compiled_searches_set_the_fields():
 
 def test_weights_that_are_not_stationary_are_reported():
     """An l1 term with a strong l2 term: the adjoint is solved, at a kink."""
-    elastic = bilevel.Problem(
-        lambda w, alpha, batch: LASSO.lower(w, alpha, batch) + 0.5 * jnp.sum(w**2), LASSO.outer
-    )
+    elastic = bilevel.Problem(lambda w, *a: LASSO.lower(w, *a) + jnp.sum(w**2) / 2, mean_squares)
     solve = functools.partial(proximal_gradient, l2=1.0, steps=500)
     result, messages = run(elastic, bilevel.implicit(bilevel.solved(solve)))
     assert int(result.report.moving.total) == 12 and int(result.report.failed.total) == 0
@@ -137,8 +131,8 @@ def test_weights_that_are_not_stationary_are_reported():
 
 def test_a_saddle_is_reported():
     saddle = bilevel.Problem(
-        lambda w, alpha, batch: 0.5 * (w[0] ** 2 - w[1] ** 2) - alpha * (w[0] + w[1]),
-        lambda w, alpha, batch: jnp.sum((w - 1) ** 2),
+        lambda w, a, b: 0.5 * (w[0] ** 2 - w[1] ** 2) - a * jnp.sum(w),
+        lambda w, a, b: jnp.sum((w - 1) ** 2),
     )
     w = lambda alpha, w, batch: alpha * jnp.array([1.0, -1.0])  # noqa: E731
     result, messages = run(saddle, bilevel.implicit(bilevel.solved(w)), jnp.array(0.3), jnp.ones(2))
@@ -148,8 +142,7 @@ def test_a_saddle_is_reported():
 
 def test_a_gradient_that_is_exactly_0_is_reported():
     dead = bilevel.Problem(
-        lambda w, alpha, batch: jnp.sum(jax.nn.relu(w) * alpha),
-        lambda w, a, b: jnp.sum((w - 2) ** 2),
+        lambda w, a, b: jnp.sum(jax.nn.relu(w) * a), lambda w, a, b: jnp.sum((w - 2) ** 2)
     )
     result, messages = run(dead, bilevel.unrolled(0.1, 5), jnp.array(1.0), -jnp.ones(3))
     assert int(result.report.zero.last) == 12
@@ -158,7 +151,8 @@ def test_a_gradient_that_is_exactly_0_is_reported():
 
 def test_a_gradient_of_0_at_the_optimum_is_not_reported():
     start = jnp.array(0.0), jnp.ones(1)
-    result, messages = run(PARABOLA, bilevel.implicit(), *start, optimizer=optax.sgd(0.5))
+    parabola = follower(lambda w, alpha, batch: jnp.sum((w - 2) ** 2))
+    result, messages = run(parabola, bilevel.implicit(), *start, optimizer=optax.sgd(0.5))
     assert int(result.report.zero.last) == 11 and not messages
 
 
@@ -172,8 +166,7 @@ SCHEDULES = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_an_inner_schedule_that_ends_with_the_first_outer_step_is_reported(name):
-    rule = SCHEDULES[name]
-    unrolled = bilevel.unrolled(rule, 10)
+    unrolled = bilevel.unrolled(SCHEDULES[name], 10)
     for solver in (unrolled, bilevel.implicit(unrolled))[: 2 if name == "cosine" else 1]:
         result, messages = run(RIDGE, solver, steps=9)
         assert result.report.spent > 0.5
@@ -185,10 +178,8 @@ def test_an_inner_schedule_that_ends_with_the_first_outer_step_is_reported(name)
 
 @pytest.mark.long
 def test_a_schedule_as_long_as_the_search_is_not_reported():
-    for rate in (
-        optax.warmup_cosine_decay_schedule(0.0, 0.1, 20, 90),
-        optax.exponential_decay(0.1, 90, 0.1),
-    ):
+    warm = optax.warmup_cosine_decay_schedule(0.0, 0.1, 20, 90)
+    for rate in (warm, optax.exponential_decay(0.1, 90, 0.1)):
         result, messages = run(RIDGE, bilevel.unrolled(optax.sgd(rate), 10), steps=9)
         assert result.report.spent < 0.5 and not messages
 
@@ -270,9 +261,7 @@ def test_a_decrease_that_the_gradient_does_not_predict_is_reported():
     def stairs(alpha):
         return jax.lax.stop_gradient(-3 * alpha) + 0.01 * alpha
 
-    staircase = bilevel.Problem(
-        lambda w, alpha, batch: 0.5 * (w - stairs(alpha)) ** 2, lambda w, alpha, batch: w + 10
-    )
+    staircase = bilevel.Problem(lambda w, a, b: (w - stairs(a)) ** 2 / 2, lambda w, a, b: w + 10)
     args = staircase, bilevel.implicit(), jnp.array(0.0), jnp.array(0.0)
     result, messages = run(*args, optimizer=optax.sign_sgd(0.01), steps=60)
     assert float(result.report.ratio) < 0.1

@@ -22,9 +22,7 @@ def loss(w, alpha, batch):
     return jnp.mean((batch - w) ** 2)
 
 
-PROBLEM = bilevel.Problem(
-    lambda w, alpha, batch: loss(w, alpha, batch) + jnp.sum(jnp.exp(alpha) * w**2), loss
-)
+PROBLEM = bilevel.Problem(lambda w, a, b: loss(w, a, b) + jnp.sum(jnp.exp(a) * w**2), loss)
 SOLVER = bilevel.unrolled(optax.adam(0.1), 2)
 START = SOLVER, optax.adam(0.1), np.zeros(3), np.ones(3), None, None
 search = functools.partial(bilevel.search, PROBLEM, *START, progress=False)
@@ -149,10 +147,7 @@ def test_batches_that_end_long_after_a_checkpoint_end_the_search(tmp_path):
 
 
 def test_a_solver_draws_its_batches_from_the_shard_of_its_step():
-    def row(key, shard):
-        return shard[jax.random.randint(key, (), 0, 4)]
-
-    solver = bilevel.unrolled(1.0, 3, batches=row)
+    solver = bilevel.unrolled(1.0, 3, batches=lambda key, x: x[jax.random.randint(key, (), 0, 4)])
     shards = [(np.full((4, 1), 10.0 * i), np.zeros(1)) for i in range(1, 4)]
     problem = bilevel.Problem(
         lambda w, a, b: jnp.sum(0.5 * (w - b) ** 2) + 0 * a, lambda w, a, b: a**2
@@ -174,8 +169,7 @@ def test_leaves_of_any_library_and_other_trees_work():
             return self.x if dtype is None else self.x.astype(dtype)
 
     problem = bilevel.Problem(
-        lambda w, alpha, batch: PROBLEM.lower(w, alpha, batch["x"]),
-        lambda w, alpha, batch: loss(w, alpha, batch[0]),
+        lambda w, a, b: PROBLEM.lower(w, a, b["x"]), lambda w, a, b: loss(w, a, b[0])
     )
     source = [[{"x": Tensor(a)}, [b]] for a, b in itertools.islice(pairs(), 4)]
     options = {"batches": bilevel.stream(source), "steps": 4, "progress": False}

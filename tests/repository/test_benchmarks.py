@@ -1,7 +1,6 @@
 """Programs outside the packages use public names that exist; exit rules, short runs and fits.
 
-mypy, ruff and the other tests do not read imports inside functions. Here every import of `bilevel`
-and `ntk`, and every attribute of an imported name, is looked up in the modules themselves.
+mypy and ruff do not read imports inside functions. Here every name is looked up in its module.
 """
 
 import ast
@@ -17,13 +16,13 @@ import types
 
 import numpy as np
 import pytest
+from helpers import ROOT
 from scipy.stats import kendalltau
 
 from benchmarks.reliability import crashes, nonfinite, victims
 from benchmarks.train_free import all_networks, zhu_table2
 from bilevel.spaces.nasbench201.genotype import PRIMITIVES, encode, genotypes
 
-ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = "benchmarks/**/*.py", "tools/*.py", "examples/*.py"
 PROGRAMS += "docs/*.py", "docs/_ext/*.py", "notebooks/*.py"
 PAGES = "README.md", "CONTRIBUTING.md", "docs/**/*.md"
@@ -106,11 +105,8 @@ def users(*patterns):
 
 
 def all_faults(paths, read):
-    return [
-        f"{path.relative_to(ROOT)}:{line}: {wrong}"
-        for path in paths
-        for line, wrong in faults(read(path))
-    ]
+    places = [(path.relative_to(ROOT), *fault) for path in paths for fault in faults(read(path))]
+    return [f"{path}:{line}: {wrong}" for path, line, wrong in places]
 
 
 @pytest.mark.parametrize(
@@ -239,8 +235,7 @@ RESULTS = sorted(ROOT.glob("benchmarks/results/*.jsonl"))
 def test_results_hold_their_commit_and_their_benchmark_lists_what_it_measures(harness, path):
     from tools import results_age
 
-    first = json.loads(path.read_text().partition("\n")[0])
-    assert re.fullmatch("[0-9a-f]{7,}", first["commit"])
+    assert re.fullmatch("[0-9a-f]{7,}", json.loads(path.read_text().partition("\n")[0])["commit"])
     assert results_age.measured_modules(harness.script_of(path.stem))
 
 
@@ -256,17 +251,13 @@ def test_only_code_makes_results_old():
 
 
 def accelerator(*flags):
-    return subprocess.run(
-        [sys.executable, ROOT / "benchmarks/scale/accelerator.py", *flags],
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, ROOT / "benchmarks/scale/accelerator.py", *flags]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def test_parts_for_which_there_is_no_time_are_said_to_be_stopped():
     done = accelerator("--quick", "--only", "matmul", "--minutes", "0")
-    assert "matmul: stopped" in done.stdout
-    assert done.returncode == 1
+    assert "matmul: stopped" in done.stdout and done.returncode == 1
     assert done.stderr == "rows: expected at least one measurement, got none.\n"
 
 
@@ -325,8 +316,7 @@ def test_fitted_weights_rank_like_the_sum_that_made_the_accuracies():
 def test_features_are_ranks_and_a_nan_ranks_last():
     own = scores(5)
     own["score 0"][:] = 0.1, np.nan, 0.3, 0.2, -0.4
-    column = all_networks.rank_features(own)["trees"][:, 0]
-    assert column.argsort().tolist() == [1, 4, 0, 3, 2]
+    assert all_networks.rank_features(own)["trees"][:, 0].argsort().tolist() == [1, 4, 0, 3, 2]
 
 
 def test_labels_of_the_judged_networks_have_no_effect():
@@ -346,9 +336,8 @@ def test_reinforce_finds_the_rewarded_cells_and_keeps_to_its_budget(monkeypatch)
     codes = encode(genotypes())
     rewards = (codes == PRIMITIVES.index("nor_conv_3x3")).sum(axis=1).astype(float)
     costs = np.full(len(codes), 10.0)  # seconds of 12 of 200 epochs
-    table = types.SimpleNamespace(
-        early={"cifar10-valid": rewards}, train_seconds={"cifar10": costs * 200 / 12}
-    )
+    seconds = {"cifar10": costs * 200 / 12}
+    table = types.SimpleNamespace(early={"cifar10-valid": rewards}, train_seconds=seconds)
     monkeypatch.setattr(zhu_table2, "load_once", lambda: table)
     sizes = dataclasses.replace(zhu_table2.SIZES["smoke"], runs=20, budget=3000.0)
     rows = {name: zhu_table2.reinforced(sizes, name) for name in zhu_table2.REINFORCE}

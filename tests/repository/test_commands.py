@@ -6,17 +6,15 @@ import functools
 import io
 import itertools
 import json
-import pathlib
 import re
 import shlex
 
 import pytest
-from helpers import run
+from helpers import ROOT, run
 
 from bilevel.cli import parse_flags
 from bilevel.cli.flags import from_config_file
 
-ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = "benchmarks", "tools"
 # Their scripts by file name, relative to the root.
 SCRIPTS = {
@@ -27,16 +25,8 @@ SCRIPTS = {
 }
 SOURCES = "bilevel", "ntk", *FOLDERS, "examples"
 # Plausible values for these words.
-PLACEHOLDERS = {
-    "MODULE:FUNCTION": "own_space:looks",
-    "COMMAND": "search",
-    "FILE": "file",
-    "FOLDER": "folder",
-    "PATH": "folder",
-    "N": "2",
-    "I": "3",
-    "NAME": "denoising",
-}
+PLACEHOLDERS = {"MODULE:FUNCTION": "own_space:looks", "COMMAND": "search", "NAME": "denoising"}
+PLACEHOLDERS |= {"FILE": "file", "FOLDER": "folder", "PATH": "folder", "N": "2", "I": "3"}
 ENDS = {"|", "||", "&&", ";", ">", ">>", "2>", "&"}
 START = re.compile(
     r"^(?:\$ )?(?:[A-Z_]+=\S+ +)*(?:taskset -c [\d,]+ +)?(?:\S*/)?"
@@ -129,12 +119,8 @@ def docstrings(path):
 @functools.cache
 def documented():
     """``[(place, command)]``, each command once for each file."""
-    pairs = [
-        (str(path.relative_to(ROOT)), command)
-        for path, text in texts()
-        for command in commands_in(text)
-    ]
-    return list(dict.fromkeys(pairs))
+    pairs = ((path, command) for path, text in texts() for command in commands_in(text))
+    return [(str(path.relative_to(ROOT)), command) for path, command in dict.fromkeys(pairs)]
 
 
 def sort_of(command):

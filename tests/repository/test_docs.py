@@ -4,26 +4,23 @@ import ast
 import importlib
 import inspect
 import operator
-import pathlib
 import re
 import types
 
 import pytest
+from helpers import ROOT
 
 import bilevel
 import ntk
 from ntk.scores.registry import builtin_score_names
 
-DOCS = pathlib.Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 # Public too, but found by their own names only.
 MODULES = ("bilevel.solvers", "bilevel.spaces.nasbench201.judging", "bilevel.stochastic")
 
 
 def entries():
-    """The names in the directives ``public`` and ``scores`` of docs/api, dotted.
-
-    A directive ``public`` without names has all of a module.
-    """
+    """The dotted names in docs/api; a directive ``public`` without names has all of a module."""
     text = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
     listings = re.findall(r"```\{public\} (\S+)\n(.*?)```", text, re.DOTALL)
     scores = [f"ntk.scores.{name}" for name in builtin_score_names()] * text.count("```{scores}")
@@ -127,12 +124,8 @@ def test_every_row_names_a_public_function_and_a_test(paper, function, status, t
     assert status.split()[0].strip(",:;") in ("exact", "corrected", "as", "proved", "rate")
     (path, name), *_ = re.findall(r"`(test_\w+\.py)::(\w+)`", test)
     (source,) = DOCS.parent.glob(f"tests/*/{path}")
-    functions = {
-        node.name
-        for node in ast.walk(ast.parse(source.read_text()))
-        if isinstance(node, ast.FunctionDef)
-    }
-    assert name in functions
+    nodes = ast.walk(ast.parse(source.read_text()))
+    assert name in {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("paper", PAPERS)

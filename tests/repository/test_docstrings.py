@@ -1,7 +1,4 @@
-"""Docstrings document the parameters, results and errors of public functions.
-
-Names of the API reference have numpydoc sections; functions behind them need a sentence only.
-"""
+"""Docstrings of names in the API reference document parameters, results and errors."""
 
 import ast
 import inspect
@@ -10,9 +7,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from helpers import ROOT
 from test_docs import entries, thing
 
-ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "bilevel").rglob("*.py"), *(ROOT / "ntk").rglob("*.py")])
 CHECKS = "bilevel.internal.checks", "ntk.internal.checks"
 
@@ -51,7 +48,6 @@ def raising_checks() -> set[str]:
 
 @cache
 def checks_imported(path: Path) -> frozenset[str]:
-    """The names of these checks in a module."""
     known = set()
     for n in ast.walk(parsed(path)):
         for alias in n.names if isinstance(n, ast.ImportFrom) else ():

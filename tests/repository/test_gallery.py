@@ -2,20 +2,19 @@
 
 import importlib
 import json
-import pathlib
 
 import numpy as np
 import pytest
 import scipy.optimize
 import scipy.stats
+from helpers import ROOT
 from matplotlib.figure import Figure
 
-ROOT = pathlib.Path(__file__).parents[2]
+import ntk
 
 
 @pytest.fixture
 def example(monkeypatch):
-    """Run an example by its name and draw its figure."""
     monkeypatch.syspath_prepend(ROOT / "examples")
 
     def run(name, *args, **flags):
@@ -50,9 +49,8 @@ def test_total_variation_denoises_and_weights_of_filters_learn_to(example):
     sizes = {"data": "digits", "train": 3, "test": 3}
     first, later = (example("denoising", steps=steps, **sizes) for steps in (1, 4))
     assert later[1]["test, dB"] > later[0]["test, dB"]
-    assert all(
-        b["training, dB"] > a["training, dB"] for a, b in [*zip(first, later, strict=True)][2:]
-    )
+    for a, b in [*zip(first, later, strict=True)][2:]:
+        assert b["training, dB"] > a["training, dB"]
 
 
 def reviews(words, *sizes):
@@ -120,11 +118,8 @@ def test_weights_of_sources_fall_where_labels_are_noise(example, monkeypatch):
 
 @pytest.mark.long
 def test_a_network_is_chosen_by_the_training_rows_alone(example):
-    import ntk
-
     sizes = {"data": "digits", "train": 30, "test": 60, "steps": 4}
-    kinds = ntk.relu, ntk.identity
-    example("kernel_learning", "marginal likelihood", activations=kinds, **sizes)
+    example("kernel_learning", "marginal likelihood", activations=(ntk.relu, ntk.identity), **sizes)
     _, values, _, _, bounds = example.drawn
     assert values[-1] < values[0] and min(bounds) > 0
 

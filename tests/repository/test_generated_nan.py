@@ -1,7 +1,6 @@
 """A NaN in any traced array of a public function does not come out as finite numbers.
 
-Nothing can raise under ``jit``. Each row is a call and its arrays; every entry of every array has
-to matter.
+Nothing can raise under ``jit``. Each row is a call and its arrays, of which every entry matters.
 """
 
 import functools
@@ -110,10 +109,9 @@ CALLS = {
     "unit_images": (lambda images: nets.unit_images(images)[0], (images,)),
     "convolve_images": (nets.convolve_images, (images, np.ones((3, 3, 1, 2)))),
     "max_pooling": (lambda images: nets.max_pooling(images, 3, stride=1, padding=1), (images,)),
-} | {
-    name: score(name)
-    for name in ("eigen_nas", "te_nas", "snip", "grasp", "jacov", "log_traces", "zico")
 }
+SCORES = "eigen_nas", "te_nas", "snip", "grasp", "jacov", "log_traces", "zico"
+CALLS |= {name: score(name) for name in SCORES}
 
 
 @functools.cache

@@ -1,19 +1,16 @@
 """Counts of our programs compiled for a card that is absent: the table on the page *On a GPU*.
 
 They need the wheels that ``benchmarks/scale/gpu_programs.py`` names, unpacked in a folder that
-``BILEVEL_CUDA_PLUGIN`` names. Counts of programs for a CPU always run, in
-``tests/core/test_counts.py``, ``tests/ntk/test_tiles.py``, ``tests/ntk/test_networks.py`` and
-``tests/ntk/test_finite.py``.
+``BILEVEL_CUDA_PLUGIN`` names. Tests of programs for a CPU always run.
 """
 
 import json
 import os
-import pathlib
 
 import pytest
-from helpers import run
+from helpers import ROOT, run
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks/scale/gpu_programs.py"
+SCRIPT = ROOT / "benchmarks/scale/gpu_programs.py"
 PLUGIN = os.environ.get("BILEVEL_CUDA_PLUGIN")
 
 # Launches of one iteration beyond the user's Hessian product.

@@ -50,9 +50,7 @@ def test_every_address_of_the_repository_is_the_one_that_is_set():
 
 @pytest.mark.parametrize("missing", [(), ("bilevel",), ("matplotlib",)])
 @pytest.mark.parametrize("address", [None, NAMED])
-def test_the_first_cells_install_what_is_missing_from_the_given_place(
-    missing, address, monkeypatch
-):
+def test_the_first_cells_install_what_is_missing(missing, address, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in missing else find(name)
@@ -64,10 +62,8 @@ def test_the_first_cells_install_what_is_missing_from_the_given_place(
     installed = []
     exec(re.sub("%pip install -q (.*)", r"installed.append('\1')", cell), {"installed": installed})
     bilevel = "matplotlib bilevel-*.whl" if address is None else f'"bilevel[plots] @ git+{NAMED}"'
-    if "bilevel" in missing:
-        assert installed == [bilevel]
-    else:
-        assert installed == ["matplotlib"] * ("matplotlib" in missing)
+    others = ["matplotlib"] * ("matplotlib" in missing)
+    assert installed == ([bilevel] if "bilevel" in missing else others)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

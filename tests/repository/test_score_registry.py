@@ -1,25 +1,22 @@
 """The built-in scores are listed in one place, and `bilevel rank` accepts a new one."""
 
 import os
-import pathlib
 import shutil
 
 import pytest
-from helpers import run
+from helpers import ROOT, run
 
 import ntk
 from bilevel.cli.flags import commands
 from bilevel.spaces.nasbench201 import scoring
 from ntk.scores import registry
 
-ROOT = pathlib.Path(__file__).parents[2]
 NAMES = registry.builtin_score_names()
 
 
 def test_the_registry_names_the_public_functions_that_have_a_description():
-    described = {
-        name for name in ntk.scores.__all__ if "description" in vars(getattr(ntk.scores, name))
-    }
+    public = {name: vars(getattr(ntk.scores, name)) for name in ntk.scores.__all__}
+    described = {name for name, variables in public.items() if "description" in variables}
     assert described == set(NAMES)
     assert set(scoring.SCORES) == set(commands.SCORES) == described | set(registry.HOST_SCORES)
 

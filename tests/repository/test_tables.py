@@ -1,18 +1,17 @@
 """Verdicts on the papers' claims follow one rule, and tables of pages are made of today's rows."""
 
-import pathlib
 import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from helpers import ROOT
 
 from benchmarks import harness, verdicts
 from benchmarks.deep_search import activation_skip_tables
 from tools import tables
 
-ROOT = pathlib.Path(__file__).parents[2]
 RUNS, LAYERS = 3, 9
 GRADES = verdicts.REPRODUCED, verdicts.IN_PART, verdicts.NOT, verdicts.NOT_TESTED
 CLAIMS = [  # functions with verdicts; those of the feature maps are on two pages

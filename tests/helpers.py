@@ -63,6 +63,18 @@ def normal(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype(DTYPES[-1])
 
 
+def drawn(shapes, seed=1):
+    """Draw values of the same shapes, none near zero."""
+    rng = np.random.default_rng(seed)
+
+    def draw(leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        return jnp.asarray(rng.uniform(0.1, 0.9, leaf.shape) * rng.choice([-1, 1], leaf.shape))
+
+    return jax.tree.map(draw, shapes)
+
+
 def finite_differences(function, x):
     """Jacobian of ``function``, both it and the pytree ``x`` flattened, without axes of length 1.
 

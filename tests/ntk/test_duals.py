@@ -73,7 +73,6 @@ MPMATH = [
 
 
 def largest(jaxpr):
-    """Return the number of entries of the largest array in a program."""
     own = [v.aval.size for e in jaxpr.eqns for v in e.outvars]
     return max([*own, *(largest(p.jaxpr) for e in jaxpr.eqns for p in inner_jaxprs(e))])
 
@@ -123,8 +122,7 @@ def test_a_dual_takes_no_more_memory_than_some_rows_of_its_grid(monkeypatch):
     monkeypatch.setattr(dual_activation, "_BLOCK", 200)
     jax.clear_caches()
     assert abs(float(dual(1.0)) / at_once - 1) < tolerance(1e-13, 1e-5)
-    sizes = jax.make_jaxpr(dual)(1.0)
-    assert largest(sizes.jaxpr) <= 2 * 200
+    assert largest(jax.make_jaxpr(dual)(1.0).jaxpr) <= 2 * 200
 
 
 @pytest.mark.slow
@@ -188,12 +186,8 @@ def test_the_derivative_in_the_covariance_is_prices(a, b):
 def test_all_derivatives_are_finite_differences(a, b, order):
     a, b = (a.derivative, b.derivative) if order else (a, b)
     at = np.array([1.3, 0.8, 0.5])
-
-    def value(v):
-        return ntk.dual(a, b, *v, max_variance=2.0)
-
-    gradient = jax.jit(jax.grad(value))(at)
-    assert_close(gradient, finite_differences(jax.jit(value), at), f64=1e-9, f32=5e-3)
+    value = jax.jit(lambda v: ntk.dual(a, b, *v, max_variance=2.0))
+    assert_close(jax.grad(value)(at), finite_differences(value, at), f64=1e-9, f32=5e-3)
 
 
 @pytest.mark.long
@@ -224,10 +218,7 @@ def test_duals_are_vmapped_jitted_and_broadcast():
 def test_duals_run_in_a_shard_map():
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.P("rows")
-
-    def of_correlation(c):
-        return ntk.dual(ntk.tanh, ntk.sigmoid, 1.0, 0.7, c)
-
+    of_correlation = functools.partial(ntk.dual, ntk.tanh, ntk.sigmoid, 1.0, 0.7)
     c = jnp.linspace(-0.5, 0.8, 3)
     divided = jax.jit(jax.shard_map(of_correlation, mesh=mesh, in_specs=rows, out_specs=rows))
     assert_close(divided(c), of_correlation(c), f64=1e-14, f32=1e-6)
@@ -235,8 +226,7 @@ def test_duals_run_in_a_shard_map():
 
 def test_smooth_pairs_beyond_the_variance_asked_for_are_nan():
     assert bool(jnp.isnan(ntk.dual(ntk.tanh, ntk.tanh, 9.0, 9.0, 1.0, max_variance=4.0)))
-    traced = jax.jit(lambda v: ntk.dual(ntk.tanh, ntk.tanh, v, v, v))
-    assert bool(jnp.isnan(traced(30.0)))
+    assert jnp.isnan(jax.jit(lambda v: ntk.dual(ntk.tanh, ntk.tanh, v, v, v))(30.0))
     # The limit holds for smooth pairs only.
     one_kink = jax.jit(lambda v: ntk.dual(ntk.relu, ntk.tanh, v, v, v))
     assert_close(one_kink(30.0), ntk.dual(ntk.relu, ntk.tanh, 30.0, 30.0, 30.0), f64=1e-13)

@@ -8,12 +8,6 @@ import pytest
 from ntk.internal.checks import nan_unless, nan_where
 from ntk.internal.jaxprs import CALLS, bind, inner_jaxprs, interpret, scan_operands, settle_carry
 
-
-def equation(f, *args, name):
-    (matching,) = (e for e in jax.make_jaxpr(f)(*args).eqns if e.primitive.name == name)
-    return matching
-
-
 x = np.ones((4, 3))
 scale = np.arange(3.0)
 
@@ -35,10 +29,9 @@ scale = np.arange(3.0)
 )
 def test_operands_of_a_scan(body, init, xs, expected):
     init = init(0) if callable(init) else init
-    actual = equation(
-        lambda init, xs: jax.lax.scan(body, init, xs, length=4), init, xs, name="scan"
-    )
-    assert scan_operands(actual) == expected
+    program = jax.make_jaxpr(lambda init, xs: jax.lax.scan(body, init, xs, length=4))(init, xs)
+    (scan,) = (e for e in program.eqns if e.primitive.name == "scan")
+    assert scan_operands(scan) == expected
 
 
 def test_a_program_is_interpreted_with_facts_about_arrays():
@@ -70,10 +63,7 @@ def test_a_program_is_interpreted_with_facts_about_arrays():
 def test_nan_for_a_whole_result_and_for_single_entries():
     assert jnp.isnan(jnp.stack(jax.value_and_grad(lambda x: nan_unless(x > 0, x))(-1.0))).all()
     assert jax.value_and_grad(lambda x: nan_unless(x > 0, x))(2.0) == (2, 1)
-
-    def entries(x):
-        return nan_where(jnp.array([True, False]), x)
-
+    entries = jax.jit(lambda x: nan_where(jnp.array([True, False]), x))
     assert jnp.isnan(entries(jnp.ones(2))).tolist() == [True, False]
     assert jax.grad(lambda x: entries(x)[0])(jnp.ones(2)).tolist() == [jnp.inf, 0]
     assert jax.grad(lambda x: entries(x)[1])(jnp.ones(2)).tolist() == [0, 1]

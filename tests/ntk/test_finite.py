@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_close, finite_differences, long_except, normal, on_devices
+from helpers import assert_close, drawn, finite_differences, long_except, normal, on_devices
 
 from ntk.compat.load import neural_tangents
 from ntk.empirical import blocks, factored_gradients, network_program
@@ -26,21 +26,12 @@ from ntk.internal.batched_rows import transpose_kernel
 
 def setup(model, x, seed=1):
     """Draw variables in the tests' precision, none near zero."""
-    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
-    rng = np.random.default_rng(seed)
-
-    def draw(leaf):
-        return jnp.asarray(rng.uniform(0.1, 0.9, leaf.shape) * rng.choice([-1, 1], leaf.shape))
-
-    return jax.tree.map(draw, shapes)
+    return drawn(jax.eval_shape(model.init, jax.random.key(0), x), seed)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def jacobian(apply, params, x):
-    def batch(params):
-        return apply(params, x).reshape(len(x), -1)
-
-    leaves = jax.tree.leaves(jax.jacrev(batch)(params))
+    leaves = jax.tree.leaves(jax.jacrev(lambda w: apply(w, x).reshape(len(x), -1))(params))
     return jnp.concatenate([leaf.reshape(*leaf.shape[:2], -1) for leaf in leaves], -1)
 
 
@@ -52,21 +43,14 @@ def brute_force(apply, params, x1, x2=None):
     return {"sum": full.sum((2, 3)), "trace": np.einsum("abii->ab", full), "full": full}
 
 
-class Perceptron(nn.Module):
-    outputs: int = 1
-    width: int = 6
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.tanh(nn.Dense(self.width)(x))
-        x = nn.silu(nn.Dense(self.width, use_bias=False)(x))
-        return nn.Dense(self.outputs)(x)
+def layers(outputs=1):
+    hidden = nn.Dense(6), nn.tanh, nn.Dense(6, use_bias=False), nn.silu
+    return nn.Sequential([*hidden, nn.Dense(outputs)])
 
 
 @functools.cache
 def perceptron():
-    """Return a model of three outputs, its parameters, and two sets of samples."""
-    model, x1, x2 = Perceptron(outputs=3), normal(1, 5, 4), normal(2, 3, 4)
+    model, x1, x2 = layers(outputs=3), normal(1, 5, 4), normal(2, 3, 4)
     return model, setup(model, x1), x1, x2
 
 
@@ -119,7 +103,7 @@ def test_kernel_of_outputs_that_ignore_the_parameters_is_zero():
 
 
 def test_kernel_has_the_precision_of_the_parameters():
-    model, x = Perceptron(), jnp.ones((2, 3), jnp.float32)
+    model, x = layers(), jnp.ones((2, 3), jnp.float32)
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), setup(model, x))
     assert empirical_kernel(model.apply, params, x).dtype == jnp.float32
 
@@ -145,19 +129,12 @@ def test_patch_gram_explicit_gradients_and_their_chunks_agree(outputs, monkeypat
 
 
 def test_batch_normalisation_on_running_averages():
-    class Normalised(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(1)(nn.tanh(nn.BatchNorm(use_running_average=True)(nn.Dense(3)(x))))
-
-    # Running averages of the variance must be positive.
-    model, x = Normalised(), normal(1, 4, 2)
+    norm = nn.BatchNorm(use_running_average=True)
+    model, x = nn.Sequential([nn.Dense(3), norm, nn.tanh, nn.Dense(1)]), normal(1, 4, 2)
     params = setup(model, x)
-    params = {**params, "batch_stats": jax.tree.map(jnp.abs, params["batch_stats"])}
-
-    def of_params(trained, x):
-        return model.apply({**params, "params": trained}, x)
-
+    # Running averages of the variance must be positive.
+    params["batch_stats"] = jax.tree.map(jnp.abs, params["batch_stats"])
+    of_params = jax.jit(lambda trained, x: model.apply({**params, "params": trained}, x))
     expected = brute_force(of_params, params["params"], x)["sum"]
     got = empirical_kernel(model.apply, params, x, method="layerwise")
     assert_close(got, expected, f64=1e-12, f32=1e-4)
@@ -182,7 +159,6 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", long_except(["groups", "circular"], LAYERS))
 def test_layers_have_the_kernel_of_the_jacobian(name):
-    """Also count the weights that are kept in factors."""
     layer, shape = LAYERS[name]
     model, x = Then(layer), normal(1, 2, *shape)
     params = setup(model, x)
@@ -198,13 +174,9 @@ def test_layers_have_the_kernel_of_the_jacobian(name):
 
 
 def test_layers_that_compute_in_half_precision_are_near_the_jacobian():
-    class Half(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.tanh(nn.Dense(16, dtype=jnp.bfloat16)(x))
-            return nn.Dense(1, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)(x)
-
-    model, x = Half(), normal(1, 3, 4)
+    half = functools.partial(nn.Dense, dtype=jnp.bfloat16)
+    model = nn.Sequential([half(16), nn.tanh, half(1, param_dtype=jnp.bfloat16)])
+    x = normal(1, 3, 4)
     params = jax.jit(model.init)(jax.random.key(0), x)
     got = empirical_kernel(model.apply, params, x)
     expected = empirical_kernel(model.apply, params, x, method="jacobian")
@@ -239,7 +211,7 @@ def test_kernel_vector_product_is_the_kernel_times_the_vector():
 
 
 def test_derivatives_in_the_parameters_are_those_of_finite_differences():
-    model, x = Perceptron(), normal(1, 3, 2)
+    model, x = layers(), normal(1, 3, 2)
     params, weights = setup(model, x), normal(2, 3, 3)
 
     def loss(params, **options):
@@ -253,9 +225,7 @@ def test_derivatives_in_the_parameters_are_those_of_finite_differences():
 
 
 def test_a_batched_kernel_takes_little_memory_beyond_its_result():
-    def kernel(params, x):
-        return empirical_kernel(lambda w, x: jnp.tanh(x @ w), params, x, batch_size=90)
-
+    kernel = functools.partial(empirical_kernel, lambda w, x: jnp.tanh(x @ w), batch_size=90)
     n = 1000  # the last block overlaps its neighbour
     arguments = jnp.ones((4, 3), jnp.float32), jax.ShapeDtypeStruct((n, 4), jnp.float32)
     memory = jax.jit(kernel).lower(*arguments).compile().memory_analysis()
@@ -284,7 +254,7 @@ def test_tiles_of_a_kernel_do_not_show(outputs, monkeypatch):
 
 
 def test_kernel_maps_over_parameters():
-    model, x = Perceptron(), normal(1, 3, 2)
+    model, x = layers(), normal(1, 3, 2)
     several = [setup(model, x, seed) for seed in (1, 2)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *several)
     got = jax.vmap(lambda p: empirical_kernel(model.apply, p, x, batch_size=2))(stacked)

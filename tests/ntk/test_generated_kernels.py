@@ -7,17 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from generated import (
-    assert_at_most,
-    assert_near,
-    dtypes,
-    eps,
-    examples,
-    normal,
-    seeds,
-    simplex_point,
-    wide,
-)
+from generated import assert_near, dtypes, eps, examples, normal, seeds, simplex_point, wide
 from hypothesis import given
 
 import ntk
@@ -52,10 +42,10 @@ layers = st.lists(names, min_size=1, max_size=2)
 quadrature = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="quadrature in float64")
 
 
-def inputs(seed, dtype, n=3):
+def inputs(seed, dtype):
     """Draw rows of norm up to 4; in some cases two are equal, opposite or nearly equal."""
     rng = np.random.default_rng(seed)
-    x = rng.normal(size=(n, 3)) * 10 ** rng.uniform(-1, 0.3)
+    x = rng.normal(size=(3, 3)) * 10 ** rng.uniform(-1, 0.3)
     x *= np.minimum(1, 4 / np.linalg.norm(x, axis=1, keepdims=True))
     kind = rng.integers(5)
     if kind == 1:
@@ -159,20 +149,15 @@ def test_lower_bounds_of_the_smallest_eigenvalue_are_below_it(seed, dtype, chose
     activations = [ACTIVATIONS[name] for name in chosen]
     spectrum = np.linalg.eigvalsh(wide(ntk.network_kernel(x, activations=activations).ntk))
     for bound in (ntk.bounds.hermite_lower_bound, ntk.bounds.schur_lower_bound):
-        value = bound(x, activations=activations).value
-        assert_at_most(value, spectrum[0], 200 * eps(dtype) * spectrum[-1])
+        value = float(bound(x, activations=activations).value)
+        assert value <= spectrum[0] + 200 * eps(dtype) * spectrum[-1]
 
 
 def network(params, x):
     return jnp.tanh(x @ params["a"]) @ params["b"]
 
 
-def parameters(rng, dtype):
-    return {"a": normal(rng, dtype, 3, 4), "b": normal(rng, dtype, 4, 2)}
-
-
 def jacobian(params, x):
-    """Return the Jacobian [n, outputs, parameters] by hand."""
     a, b, x = wide((params["a"], params["b"], x))
     hidden = np.tanh(x @ a)
     outer = np.einsum("ni,nk,ko->noik", x, 1 - hidden**2, b)
@@ -185,7 +170,8 @@ def jacobian(params, x):
 @given(seed=seeds, dtype=dtypes)
 def test_finite_kernels_are_products_of_jacobians(seed, dtype):
     rng = np.random.default_rng(seed)
-    params, x = parameters(rng, dtype), normal(rng, dtype, 3, 3, scale=10 ** rng.uniform(-2, 1))
+    params = {"a": normal(rng, dtype, 3, 4), "b": normal(rng, dtype, 4, 2)}
+    x = normal(rng, dtype, 3, 3, scale=10 ** rng.uniform(-2, 1))
     full = np.einsum("nop,mqp->nmoq", jacobian(params, x), jacobian(params, x))
     trace, total = np.einsum("nmoo->nm", full), full.sum((2, 3))
     for outputs, expected in {"full": full, "trace": trace, "sum": total}.items():

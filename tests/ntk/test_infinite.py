@@ -97,19 +97,14 @@ def finite_kernel(key, x, width, activations, skips, variances):
 def test_wide_networks_converge_to_the_kernel_like_one_over_root_width():
     x = jnp.asarray(rows(3, 4, seed=1))
     skips, variances = [0.7, -0.5], [1.0, 2.0, 1.5, 2.0]
-
-    def mixed(u):
-        return 0.6 * ntk.swish(u) + 0.4 * ntk.relu(u)
-
     options = dict(activations=[ntk.relu, {ntk.swish: 0.6, ntk.relu: 0.4}, ntk.tanh], skips=skips)
     exact = ntk.network_kernel(x, variances=variances, **options).ntk
 
     @functools.partial(jax.jit, static_argnums=1)
     def sample(keys, width, variances):
-        activations = [ntk.relu, mixed, ntk.tanh]
-        return jax.lax.map(
-            lambda key: finite_kernel(key, x, width, activations, skips, variances), keys
-        )
+        activations = [ntk.relu, lambda u: 0.6 * ntk.swish(u) + 0.4 * ntk.relu(u), ntk.tanh]
+        architecture = width, activations, skips, variances
+        return jax.lax.map(lambda key: finite_kernel(key, x, *architecture), keys)
 
     errors = {}
     for width, seeds in ((16, 128), (256, 32)):
@@ -132,6 +127,7 @@ def test_wide_networks_converge_to_the_kernel_like_one_over_root_width():
 def test_derivatives_in_skips_weights_variances_and_inputs_are_finite_differences():
     x = rows(3, 2, seed=2) * np.array([[1.0], [0.4], [1.6]])
 
+    @jax.jit
     def total(arguments):
         skips, weights, variances, x = arguments
         layers = [{ntk.tanh: weights[0], ntk.relu: weights[1]}, ntk.gelu]
@@ -139,21 +135,20 @@ def test_derivatives_in_skips_weights_variances_and_inputs_are_finite_difference
         return jnp.sum(jnp.sin(jnp.arange(9.0).reshape(3, 3) + kernels.ntk + kernels.nngp))
 
     at = jnp.array([-0.3]), jnp.array([0.4, 0.7]), jnp.array([1.0, 1.5, 2.0]), jnp.asarray(x)
-    numeric = finite_differences(jax.jit(total), at)
-    assert_close(jax.jit(jax.grad(total))(at), numeric, f64=1e-8, f32=2e-2)
+    assert_close(jax.grad(total)(at), finite_differences(total, at), f64=1e-8, f32=2e-2)
 
 
 @pytest.mark.long
 def test_relu_networks_have_derivatives_at_duplicate_opposite_and_zero_inputs():
     x = jnp.array([[1.0, 0.5], [1.0, 0.5], [-1.0, -0.5], [0.0, 0.0]])
 
+    @jax.jit
     def total(skips):
         kernels = ntk.network_kernel(x, activations=[ntk.relu] * 3, skips=skips)
         return jnp.sum(kernels.ntk * jnp.arange(16.0).reshape(4, 4))
 
     at = jnp.array([0.5, -0.8])
-    gradient = jax.jit(jax.grad(total))(at)
-    assert_close(gradient, finite_differences(jax.jit(total), at), f64=1e-8, f32=2e-2)
+    assert_close(jax.grad(total)(at), finite_differences(total, at), f64=1e-8, f32=2e-2)
 
 
 @pytest.mark.long
@@ -193,14 +188,11 @@ def test_second_derivatives_at_equal_rows_are_finite():
 
 @pytest.mark.long
 def test_the_whole_spectrum_of_transformations_works():
-    x = jnp.asarray(rows(3, 3))
     skips = jnp.array([[0.0], [0.5], [1.0]])
-
-    def kernel(skips):
-        return ntk.network_kernel(x, activations=[ntk.relu, ntk.tanh], skips=skips).ntk
-
-    one_by_one = jnp.stack([kernel(a) for a in skips])
-    assert_close(jax.jit(jax.vmap(kernel))(skips), one_by_one, f64=1e-13, f32=1e-5)
+    kernel = functools.partial(ntk.network_kernel, rows(3, 3), activations=[ntk.relu, ntk.tanh])
+    one_by_one = jnp.stack([kernel(skips=a).ntk for a in skips])
+    together = jax.jit(jax.vmap(lambda skips: kernel(skips=skips).ntk))(skips)
+    assert_close(together, one_by_one, f64=1e-13, f32=1e-5)
 
 
 @pytest.mark.long
@@ -259,8 +251,7 @@ def test_one_program_serves_every_skip_weight_and_input_of_a_depth():
 
 
 @pytest.mark.long
-def test_blocks_at_correlation_one_half_are_known():
-    """The values come from an independent computation."""
+def test_blocks_at_correlation_one_half_are_those_of_an_independent_computation():
     x = np.array([[1.0, 0.0], [0.5, np.sqrt(0.75)]])
     relu, tanh, swish, sigmoid = range(4)
     blocks = ntk.mixture_blocks(x, [ntk.relu, ntk.tanh, ntk.swish, ntk.sigmoid])
@@ -288,28 +279,18 @@ def test_blocks_between_sets_and_transposes_are_consistent():
 
 @pytest.mark.long
 def test_mixture_blocks_are_differentiable_in_the_inputs():
-    x = rows(2, 3)
-
-    def total(x):
-        blocks = ntk.mixture_blocks(x, [ntk.relu, ntk.tanh])
-        return jnp.sum(blocks[0, 1] * jnp.array([[1, 2], [3, 4]]))
-
-    numeric = finite_differences(jax.jit(total), x).reshape(2, 3)
-    assert_close(jax.jit(jax.grad(total))(x), numeric, f64=1e-8, f32=2e-2)
+    x, weights = rows(2, 3), jnp.array([[1, 2], [3, 4]])
+    total = jax.jit(lambda x: jnp.sum(ntk.mixture_blocks(x, [ntk.relu, ntk.tanh])[0, 1] * weights))
+    assert_close(jax.grad(total)(x), finite_differences(total, x), f64=1e-8, f32=2e-2)
 
 
 @pytest.mark.long
-def test_lemma_1_is_right_without_skips():
-    x = unit_rows(5, 3)
-    activations = [ntk.relu, ntk.tanh, ntk.swish]
-    printed = ntk.lemma1_kernel_as_printed(x, activations=activations)
-    exact = ntk.network_kernel(x, activations=activations)
+def test_lemma_1_as_printed_is_right_without_skips_and_misses_those_of_relu_networks():
+    x, layers = unit_rows(5, 3), [ntk.relu, ntk.tanh, ntk.swish]
+    kernels = ntk.lemma1_kernel_as_printed, ntk.network_kernel
+    printed, exact = (kernel(x, activations=layers) for kernel in kernels)
     assert_close(printed.ntk, exact.ntk, f64=1e-9, f32=1e-4)
     assert_close(printed.nngp, exact.nngp, f64=1e-9, f32=1e-4)
-
-
-@pytest.mark.long
-def test_lemma_1_as_printed_misses_the_skips_of_relu_networks():
     # Printed: 9. Truth: 15.977.
     options = {"activations": [ntk.relu] * 3, "skips": [1.0, 1.0]}
     printed = ntk.lemma1_kernel_as_printed(unit_rows(2, 3), **options)
@@ -321,11 +302,8 @@ def test_lemma_1_as_printed_misses_the_skips_of_relu_networks():
 @pytest.mark.parametrize("variance", [9.0, 100.0, 900.0])
 def test_blocks_at_large_variances_are_the_duals_or_nan_never_wrong(variance, traced):
     x = np.sqrt(variance) * np.array([[1.0, 0.0], [np.cos(1), np.sin(1)]])
-
-    def block(x):
-        return ntk.mixture_blocks(x, [ntk.tanh])[0, 0, 0, 1]
-
-    entries = (jax.jit(block) if traced else block)(x)
+    blocks = functools.partial(ntk.mixture_blocks, activations=[ntk.tanh])
+    entries = (jax.jit(blocks) if traced else blocks)(x)[0, 0, 0, 1]
     c = variance * np.cos(1)
     slope = ntk.tanh.derivative
     assert_close(entries, c * ntk.dual(slope, slope, variance, variance, c), f64=1e-10, f32=1e-4)

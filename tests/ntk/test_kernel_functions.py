@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import float64_only, normal
+from helpers import cast, float64_only, normal
 
 import ntk
 from bilevel.spaces.kernels import kernel_function_space
@@ -41,19 +41,17 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_stands_for_its_matrix(name):
     kernel, matrix = FUNCTIONS[name]
-    rows = jnp.asarray(ROWS)
+    rows, labels = jnp.asarray(ROWS), jnp.arange(12) % 3
     K = matrix(rows)
     assert ntk.min_eigenvalue(kernel, x=rows) == ntk.min_eigenvalue(K)
     assert (ntk.eigenvalues(kernel, x=rows) == ntk.eigenvalues(K)).all()
     pair, same = smallest_eigenpair(kernel, x=rows), smallest_eigenpair(K)
     assert (pair.vector == same.vector).all()
-    by_score = ntk.scores.of_kernel(kernel, jnp.arange(12) % 3, x=rows)
-    assert by_score == ntk.scores.of_kernel(K, jnp.arange(12) % 3)
+    assert ntk.scores.of_kernel(kernel, labels, x=rows) == ntk.scores.of_kernel(K, labels)
     y = jnp.sin(jnp.arange(12.0))
     fits = [ntk.kernel_regression(a, y, x=b).weights for a, b in ((kernel, rows), (K, None))]
     assert (fits[0] == fits[1]).all()
-    risk = ntk.excess_risk_term(kernel, y, x=rows)
-    assert risk == ntk.excess_risk_term(K, y)
+    assert ntk.excess_risk_term(kernel, y, x=rows) == ntk.excess_risk_term(K, y)
     assert (ntk.gradient_flow(kernel, y, 2.0, x=rows) == ntk.gradient_flow(K, y, 2.0)).all()
     bound = ntk.certified_min_eigenvalue(kernel, x=rows)
     value = float(ntk.min_eigenvalue(K))
@@ -88,16 +86,12 @@ def test_over_the_simplex_a_list_of_kernels_has_its_least_eigenvalue_at_a_corner
         assert value >= certificate.lower
 
 
-def duplicates():
-    x = np.random.default_rng(0).standard_normal((8, 5))
-    return np.concatenate([x, x + 1e-7 * np.random.default_rng(1).standard_normal((8, 5))])
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("rows", ["random", "near-duplicates"])
 def test_measured_errors_cover_those_of_formulas_with_arccos(rows):
     """Truth: our kernels, with a far smaller error; stax loses half its digits near duplicates."""
-    x = ROWS if rows == "random" else duplicates()
+    half, noise = np.random.default_rng(0).normal(size=(2, 8, 5))
+    x = ROWS if rows == "random" else np.concatenate([half, half + 1e-7 * noise])
     truth = ntk.network_kernel(x, activations=[ntk.relu] * 2, variances=(2, 2, 2))
     K, error = measured(stax_relu(), x)
     off = np.abs(5 * K - truth.ntk)
@@ -118,10 +112,7 @@ def test_our_own_error_is_taken_where_there_is_one_and_a_given_one_before_it():
 
 @float64_only
 def test_what_is_computed_in_float32_has_errors_of_float32():
-    def rounded(x1, x2):
-        return gaussian(x1.astype(jnp.float32), x2.astype(jnp.float32))
-
-    K, error = measured(rounded, ROWS)
+    K, error = measured(lambda *rows: gaussian(*cast(rows, jnp.float32)), ROWS)
     off = np.abs(K - np.asarray(gaussian(ROWS, ROWS)))
     assert (off <= error).all() and off.max() > 1e-9
 

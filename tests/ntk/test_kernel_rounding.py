@@ -70,7 +70,6 @@ def relu_moment(slope, sx, sy, rho):
 
 
 def true_kernel(x, moment, depth):
-    """The NTK [n, n] in 80-bit numbers."""
     x = np.longdouble(x)
     second, tangent = x @ x.T, 0
     for _ in range(depth):
@@ -121,7 +120,6 @@ KINDS = ["equal norms", "near-duplicates", "norms", "scale", "opposite", "positi
 
 
 def draw_rows(rng, kind):
-    """Rows [16, 20] in float32."""
     x = rng.normal(size=(16, 20))
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     if kind == "near-duplicates":

@@ -8,27 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_close, normal
+from helpers import assert_close, drawn, normal
 from jax import lax
 
 from ntk.empirical import factored_gradients, network_program
 from ntk.empirical.kernels import empirical_kernel, gradient_norms, kernel_vector_product
 
 
-def drawn(shapes, seed=1):
-    """Draw values of the same shapes, none near zero."""
-    rng = np.random.default_rng(seed)
-
-    def draw(leaf):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return jnp.zeros(leaf.shape, leaf.dtype)
-        return jnp.asarray(rng.uniform(0.1, 0.9, leaf.shape) * rng.choice([-1, 1], leaf.shape))
-
-    return jax.tree.map(draw, shapes)
-
-
 def layered(apply, params, x):
-    """Return the names of the weights that are kept in factors."""
     net = network_program.trace_network(apply, params, x)
     plan = factored_gradients.plan_gradients(net, factored=True)
     return {n for i, n in zip(net.trained, net.names, strict=True) if i in plan.layered}
@@ -47,7 +34,6 @@ def brute_force(apply, params, x):
 
 
 def check(apply, params, x, expected, f64=1e-12):
-    """Check the weights in factors, and the full kernel, the summed one, and the diagonal."""
     assert layered(apply, params, x) == set(expected.split())
     truth = brute_force(apply, params, x)
     full = empirical_kernel(apply, params, x, outputs="full")
@@ -271,15 +257,12 @@ def test_tables_that_are_slices_of_a_loop_are_left_to_the_jacobian():
 
 
 class Block(nn.Module):
-    """A transformer block with learned positions."""
-
     @nn.compact
     def __call__(self, t):
         x = nn.Embed(5, 4)(t) + self.param("positions", nn.initializers.ones, (t.shape[-1], 4))
         x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
-        x = x + nn.Einsum((4, 4), "abc,cd->abd")(
-            nn.gelu(nn.DenseGeneral((2, 2))(x)).reshape(x.shape)
-        )
+        hidden = nn.gelu(nn.DenseGeneral((2, 2))(x)).reshape(x.shape)
+        x = x + nn.Einsum((4, 4), "abc,cd->abd")(hidden)
         return nn.Dense(2)(x.mean(1))
 
 
@@ -292,15 +275,8 @@ class Steps(nn.Module):
         return nn.Dense(2)(nn.RNN(cell)(x)[:, -1])
 
 
-def linen(model, x):
-    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
-    return model.apply, drawn(shapes), x
-
-
-ATTENTION = "".join(
-    f" params/MultiHeadDotProductAttention_0/{name}/kernel"
-    for name in ("query", "key", "value", "out")
-)
+PARTS = ("query", "key", "value", "out")
+ATTENTION = "".join(f" params/MultiHeadDotProductAttention_0/{name}/kernel" for name in PARTS)
 LINEN = {
     "attention": (
         Block(),
@@ -320,7 +296,7 @@ LINEN = {
 @pytest.mark.long
 @pytest.mark.parametrize("model, x, names", LINEN.values(), ids=LINEN.keys())
 def test_linen(model, x, names):
-    check(*linen(model, x), names)
+    check(model.apply, drawn(jax.eval_shape(model.init, jax.random.key(0), x)), x, names)
 
 
 class Perceptron(nnx.Module):
@@ -344,7 +320,7 @@ def test_nnx():
     def apply(params, x):
         return nnx.merge(structure, params, others)(x)
 
-    attention = "".join(f" attention/{n}/kernel" for n in ("query", "key", "value", "out"))
+    attention = "".join(f" attention/{name}/kernel" for name in PARTS)
     names = "conv/kernel cell/cell/dense_i/kernel cell/cell/dense_h/kernel out/kernel" + attention
     names = " ".join(f"{name}/value" for name in names.split())
     # The softmax of nnx computes in float32.
@@ -387,11 +363,8 @@ def test_one_warning_names_the_parameters_that_cost_memory():
     params = {"tied": jnp.ones((40, 50)), "free": jnp.ones((50, 40)), "few": jnp.ones(40)}
 
     def apply(p, x):
-        return (
-            jnp.tanh(x @ p["tied"] + jnp.tanh(x @ p["tied"] @ p["free"] @ p["tied"]))
-            @ (p["tied"].T)
-            * p["few"]
-        )
+        hidden = x @ p["tied"]
+        return jnp.tanh(hidden + jnp.tanh(hidden @ p["free"] @ p["tied"])) @ p["tied"].T * p["few"]
 
     x = jnp.ones((300, 40))
     with pytest.warns(UserWarning) as seen:

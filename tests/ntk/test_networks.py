@@ -62,7 +62,6 @@ def test_dense_networks_have_the_kernels_of_network_kernel(layers, skips, both):
 
 
 def of_stax(name):
-    """Return pairs of a network and the same network in stax."""
     stax = neural_tangents().stax
     layer = {"relu": stax.Relu, "erf": stax.Erf, "gelu": stax.Gelu}[name]()
     std = {"W_std": math.sqrt(WEIGHTS[0]), "b_std": math.sqrt(WEIGHTS[1])}
@@ -86,15 +85,13 @@ def of_stax(name):
         return nets.residual(branch[0], shortcut=shortcut and shortcut[0]), theirs
 
     same, small, circular = conv(3, 3), conv(3, 3, strides=2), conv(3, 3, padding="CIRCULAR")
-    blocks = (
-        residual(serial(act, same, act, same), None),
-        residual(serial(act, small), conv(1, 1, strides=2)),
-    )
+    plain = residual(serial(act, same, act, same), None)
+    smaller = residual(serial(act, small), conv(1, 1, strides=2))
     return {
         "bias": serial(dense, act, dense, act, dense),
         "padding": serial(circular, act, conv(3, 2, padding="VALID"), act, flat, dense),
         "pool": serial(same, act, pool, same, act, flat, dense),
-        "residual": serial(same, *blocks, act, gap, dense),
+        "residual": serial(same, plain, smaller, act, gap, dense),
     }
 
 
@@ -279,7 +276,6 @@ def test_float32_is_within_its_error_of_float64(activation, pooled):
     assert rough.ntk.dtype == jnp.float32
     for a, b in zip(rough, fine, strict=True):
         assert np.all(np.abs(np.asarray(a, float) - np.asarray(b)) <= np.asarray(rough.error))
-    # The bound is also small.
     assert float(jnp.max(rough.error)) < 2e-2 * float(jnp.max(rough.ntk))
     assert float(jnp.max(fine.error)) < 1e-6 * float(jnp.max(fine.ntk))
 
@@ -360,8 +356,7 @@ def test_norms_beyond_the_table_are_expanded_one_by_one():
     x = jnp.asarray([[30.0, 0.0], [18.0, 24.0]])
     net = nets.serial(nets.dense(2.0), nets.act(lambda u: u**3), nets.dense())
     a, c = 900.0, 900 * np.array([[1.0, 0.6], [0.6, 1.0]])
-    nngp = 9 * a * a * c + 6 * c**3
-    kernels = net.kernel(x)
+    nngp, kernels = 9 * a * a * c + 6 * c**3, net.kernel(x)
     np.testing.assert_allclose(kernels.nngp, nngp, rtol=1e-10)
     np.testing.assert_allclose(kernels.ntk, nngp + 9 * (a * a + 2 * c**2) * c, rtol=1e-10)
 

@@ -73,9 +73,8 @@ def test_beta_3_of_sigmoid_and_tanh_falls_with_the_variance():
 
 def test_an_activation_with_a_value_at_0_has_no_beta_1():
     plain = activation(jax.nn.sigmoid, strip=math.pi)
-    assert table1(plain).beta1 == math.inf
-    assert table1(activation(jnp.sign)).beta1 == math.inf
-    assert table1(relu.derivative).beta1 == math.inf
+    for s in (plain, activation(jnp.sign), relu.derivative):
+        assert table1(s).beta1 == math.inf
 
 
 @pytest.mark.slow
@@ -154,7 +153,6 @@ NETWORKS = [([relu], [], None), ([{relu: 0.6, tanh: 0.4}, LEAKY], [-1.3], (0.7, 
 @pytest.mark.long
 @pytest.mark.parametrize(("network", "norms"), [(0, "equal"), (1, "unequal"), (1, "equal")])
 def test_valid_bounds_enclose_the_smallest_eigenvalue(network, norms):
-    """Dense eigenvalues of the exact kernel, more inputs than dimensions."""
     activations, skips, variances = NETWORKS[network]
     options = {"activations": activations, "skips": skips, "variances": variances}
     x, lower = unit_rows(network, 12, 4), [schur_lower_bound, hermite_lower_bound]
@@ -203,17 +201,13 @@ def test_hermite_bound_is_a_quarter_of_the_eigenvalue_where_theorem_1s_term_is_0
 
 @pytest.mark.long
 def test_hermite_bound_is_attained_by_orthonormal_inputs_and_an_odd_activation():
-    """Then rho^{ok} = I for every k, and K = 2 (E s^2 + E s'^2) I; for erf, MATH section 2's duals.
-
-    E erf^2 = (2/pi) asin(2/3), E erf'^2 = 4 / (pi sqrt 5) at variance 1.
-    """
+    """Then rho^{ok} = I for every k, and K = 2 (E s^2 + E s'^2) I; duals: MATH section 2."""
     bound = hermite_lower_bound(jnp.eye(4), activations=[erf])
     assert_close(bound.value, 2 * (2 / math.pi * math.asin(2 / 3) + 4 / (math.pi * math.sqrt(5))))
 
 
 @pytest.mark.long
 def test_lower_bounds_of_a_singular_kernel_are_vacuous():
-    """Two equal inputs: lambda_min = 0."""
     x = unit_rows(0, 50, 10)
     x[1] = x[0]
     for bound in (schur_lower_bound, hermite_lower_bound):
@@ -227,17 +221,10 @@ def test_one_input_has_its_kernel_as_schur_bound():
 
 @pytest.mark.long
 def test_schur_bound_is_differentiable_in_skips():
-    """Finite differences of the compiled function."""
-    x = jnp.asarray(unit_rows(2, 5, 3))
-
-    @jax.jit
-    def bound(skips, x):
-        return schur_lower_bound(x, activations=[relu, relu], skips=skips)
-
-    skips = jnp.array([0.6])
-    gradient = jax.grad(lambda skips: bound(skips, x).value)(skips)
-    expected = finite_differences(lambda skips: bound(skips, x).value, skips)
-    assert_close(gradient, expected, f64=1e-7, f32=1e-2)
+    x, skips = jnp.asarray(unit_rows(2, 5, 3)), jnp.array([0.6])
+    bound = jax.jit(lambda a, x: schur_lower_bound(x, activations=[relu, relu], skips=a).value)
+    expected = finite_differences(lambda skips: bound(skips, x), skips)
+    assert_close(jax.grad(bound)(skips, x), expected, f64=1e-7, f32=1e-2)
 
 
 def test_hermite_bound_compiles_with_its_check_of_norms_left_open():
@@ -336,10 +323,8 @@ def _jacobian_gram(key, x, width, s):
 def test_theorem_2_lower_bound_fails_for_tanh_as_the_width_grows():
     """Simulation: J J' tends to rank d = 4 < N, lambda_min falling like 1 / m^2."""
     x = jnp.asarray(unit_rows(0, 12, 4))
-    eigenvalues = [
-        smallest(jax.jit(_jacobian_gram, static_argnums=(2, 3))(jax.random.key(0), x, m, tanh))
-        for m in (64, 256)
-    ]
+    gram = jax.jit(_jacobian_gram, static_argnums=(2, 3))
+    eigenvalues = [smallest(gram(jax.random.key(0), x, m, tanh)) for m in (64, 256)]
     lower, upper = zhu_theorem2_as_printed(12, 4, activations=[tanh, tanh], C=1.0)
     assert lower.value > 0.5
     assert eigenvalues[1] < eigenvalues[0] / 6
@@ -350,7 +335,6 @@ def test_theorem_2_lower_bound_fails_for_tanh_as_the_width_grows():
 
 
 def test_theorem_2s_initialisation_has_a_quarter_of_lemma_1s_relu_kernel():
-    """Simulation at m = 512, 12 inputs, L = 3: tr J J' / N near 3 / 2^(L-1)."""
     x = jnp.asarray(unit_rows(0, 12, 4))
     K = jax.jit(_jacobian_gram, static_argnums=(2, 3))(jax.random.key(1), x, 512, relu)
     assert abs(jnp.trace(K) / 12 - 0.75) < 0.1

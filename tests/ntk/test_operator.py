@@ -29,7 +29,6 @@ WEIGHTS = {"first": rng.normal(size=(3, 5)), "second": rng.normal(size=(5, 2))}
 
 
 def assert_operates_as(K, matrix, other, cross, v, **tolerance):
-    """Compare the operator with its matrix, and ``K.at(other)`` with the matrix ``cross``."""
     close, last = functools.partial(np.testing.assert_allclose, **tolerance), len(v) - 1
     close(K @ v, matrix @ v)
     close(K @ v[:, 0], matrix @ v[:, 0])
@@ -123,12 +122,8 @@ def test_finite_networks(batch_size):
 
 
 def test_samples_may_be_pytrees():
-    x = {"one": inputs(5, 2), "two": inputs(5)}
-
-    def apply(w, x):
-        return x["one"] @ w + x["two"] ** 2 * w[0]
-
-    w, v = inputs(2), inputs(5)
+    x, w, v = {"one": inputs(5, 2), "two": inputs(5)}, inputs(2), inputs(5)
+    apply = jax.jit(lambda w, x: x["one"] @ w + x["two"] ** 2 * w[0])
     K = ntk.EmpiricalOperator(apply, w, x)
     np.testing.assert_allclose(K @ v, ntk.empirical_kernel(apply, w, x) @ v, rtol=1e-12)
 

@@ -69,10 +69,9 @@ def test_ensembles_are_those_of_neural_tangents(y, penalty):
         return getattr(kernels, get) if isinstance(get, str) else Pair(kernels.nngp, kernels.ntk)
 
     (train, _, cross, prior), columns = given(), jnp.asarray(y).reshape(N, -1)
-    options = {"diag_reg": penalty, "diag_reg_absolute_scale": True}
-    peer = ntk.neural_tangents().predict.gradient_descent_mse_ensemble(
-        kernel_fn, jnp.asarray(X[:N]), columns, learning_rate=columns.size, **options
-    )
+    options = {"learning_rate": columns.size, "diag_reg": penalty, "diag_reg_absolute_scale": True}
+    ensemble_of = ntk.neural_tangents().predict.gradient_descent_mse_ensemble
+    peer = ensemble_of(kernel_fn, jnp.asarray(X[:N]), columns, **options)
     prediction = ntk.ensemble(train, y, cross, prior, t=TIMES[:3], penalty=penalty)
     truth = peer(jnp.asarray(TIMES[:3]), jnp.asarray(X[N:]), ("ntk",), compute_cov=True).ntk
     assert prediction.mean.shape == (3, M, *y.shape[1:])
@@ -133,13 +132,12 @@ def test_wide_networks_trained_by_gradient_descent_are_an_ensemble():
     ends = jax.jit(jax.vmap(train))(jax.random.split(jax.random.key(0), networks))
     of = functools.partial(ntk.network_kernel, activations=[ntk.relu])
     prediction = ntk.ensemble(of(x[:3]), y, of(x, x[:3]), of(x).nngp, t=t)
-    covariance = np.cov(ends, rowvar=False)
     # Four standard errors of 1000 networks, and 3 % for width and steps.
     std = np.asarray(prediction.std())
     near = 4 * std / np.sqrt(networks) + 0.03
     assert (np.abs(np.mean(ends, 0) - prediction.mean) < near).all()
     near = np.outer(std, std) * (4 * np.sqrt(2 / networks) + 0.03)
-    assert (np.abs(covariance - prediction.covariance) < near).all()
+    assert (np.abs(np.cov(ends, rowvar=False) - prediction.covariance) < near).all()
 
 
 @pytest.mark.long
@@ -244,20 +242,16 @@ def test_derivatives_are_those_of_finite_differences_with_multiple_eigenvalues()
 
 
 def test_a_variance_rounded_below_zero_is_a_deviation_of_zero_with_a_finite_slope():
-    def total(scale):
-        return Prediction(jnp.zeros(2), scale * jnp.diag(jnp.array([-1e-17, 4.0]))).std().sum()
-
-    assert_close(jax.value_and_grad(total)(1.0), (2.0, 1.0))
+    variances = jnp.diag(jnp.array([-1e-17, 4.0]))
+    total = jax.value_and_grad(lambda s: Prediction(jnp.zeros(2), s * variances).std().sum())
+    assert_close(total(1.0), (2.0, 1.0))
 
 
 def test_variances_alone_come_row_by_row_under_vmap():
     train, _, cross, prior = given()
-
-    def one(k, v):
-        return ntk.posterior(train.nngp, Y, k[None], v[None, None], penalty=0.1)
-
-    prediction = jax.jit(jax.vmap(one))(cross.nngp, jnp.diag(prior))
-    truth = ntk.posterior(train.nngp, Y, cross.nngp, prior, penalty=0.1)
+    posterior = functools.partial(ntk.posterior, train.nngp, Y, penalty=0.1)
+    one = jax.vmap(lambda k, v: posterior(k[None], v[None, None]))
+    prediction, truth = jax.jit(one)(cross.nngp, jnp.diag(prior)), posterior(cross.nngp, prior)
     assert_close(prediction.covariance.ravel(), np.diag(truth.covariance))
     assert_close(prediction.mean[:, 0], truth.mean)
 
@@ -286,10 +280,10 @@ def test_kernels_of_any_scale_are_predicted_with(scale):
 
 def test_what_cannot_be_refused_under_a_trace_is_nan():
     train, _, cross, prior = given()
-    negative = jax.jit(ntk.ensemble)(*given(), t=-1.0)
-    larger = jax.jit(ntk.posterior)(train.nngp, Y, 3 * cross.nngp, prior)
-    less = jax.jit(ntk.posterior)(train.nngp, Y, cross.nngp, prior, penalty=-1.0)
-    flow = jax.jit(ntk.gradient_flow)(train.ntk, Y, -1.0)
-    unknown = jax.jit(ntk.gradient_flow)(jnp.full((1, 1), jnp.nan), Y[:1], 1.0, cross=jnp.eye(1))
-    for array in (*negative, *larger, *less, flow, unknown):
+    ensemble, posterior, flow = map(jax.jit, (ntk.ensemble, ntk.posterior, ntk.gradient_flow))
+    negative = ensemble(*given(), t=-1.0)
+    larger = posterior(train.nngp, Y, 3 * cross.nngp, prior)
+    less = posterior(train.nngp, Y, cross.nngp, prior, penalty=-1.0)
+    unknown = flow(jnp.full((1, 1), jnp.nan), Y[:1], 1.0, cross=jnp.eye(1))
+    for array in (*negative, *larger, *less, flow(train.ntk, Y, -1.0), unknown):
         assert np.isnan(array).all()

@@ -61,8 +61,6 @@ def expm_flow(K, r, t):
 
 @jax.jit
 def flow_and_derivatives(kernel, direction, y, t):
-    """Ours in reverse and in forward mode, and the matrix exponential's."""
-
     def flow(s, t, y):
         return gradient_flow(kernel + s * direction, y, t, cross=CROSS)
 
@@ -122,9 +120,9 @@ def test_regression_is_differentiable_in_the_kernel_and_maps_over_batches():
 
     s = np.linspace(0.3, 0.6, N)
     assert_close(jax.grad(total)(s), finite_differences(total, s), f64=1e-8, f32=3e-2)
-    batch = jnp.stack([K, K + np.eye(N)])
+    batch = np.stack([K, K + np.eye(N)])
     fits = jax.vmap(lambda k: kernel_regression(k, y).weights)(batch)
-    assert_close(fits, np.stack([np.linalg.solve(k, y) for k in np.asarray(batch)]))
+    assert_close(fits, np.stack([np.linalg.solve(k, y) for k in batch]))
 
 
 def test_a_traced_kernel_without_a_cholesky_factor_gives_nan():

@@ -41,6 +41,10 @@ def score(name, params, batch, apply=apply, **options):
     return getattr(scores, name)(None, apply, params, batch, **options)
 
 
+def kernels(tree):
+    return [tree["a"]["kernel"], tree["b"]["kernel"]]
+
+
 class ByHand:
     """The same network in float64 numpy, one sample at a time."""
 
@@ -79,147 +83,121 @@ class ByHand:
         rows = np.array([flatten(leaves(g)) for g in gradients])
         return rows @ rows.T
 
+    def eigen_nas(self):
+        return np.trace(self.kernel()) / N
 
-def kernels(tree):
-    return [tree["a"]["kernel"], tree["b"]["kernel"]]
+    def min_eigenvalue(self):
+        return np.linalg.eigvalsh(self.kernel())[0]
 
+    def cosine_min_eigenvalue(self):
+        K = self.kernel()
+        return np.linalg.eigvalsh(K / np.sqrt(np.outer(np.diag(K), np.diag(K))))[0]
 
-def by_hand_eigen_nas(net):
-    return np.trace(net.kernel()) / N
+    def condition_number(self, leaves=jax.tree.leaves):
+        values = np.linalg.eigvalsh(self.kernel(leaves))
+        return values[-1] / values[0]
 
+    def te_nas(self):
+        return self.condition_number(kernels)
 
-def by_hand_min_eigenvalue(net):
-    return np.linalg.eigvalsh(net.kernel())[0]
+    def spectral_entropy(self):
+        values = np.linalg.eigvalsh(self.kernel())
+        p = values / values.sum()
+        return -np.sum(p * np.log(p))
 
+    def label_energy(self):
+        targets = np.eye(CLASSES)[self.y]
+        targets = targets - targets.mean(0)
+        return -np.trace(targets.T @ np.linalg.solve(self.kernel(), targets))
 
-def by_hand_cosine_min_eigenvalue(net):
-    K = net.kernel()
-    return np.linalg.eigvalsh(K / np.sqrt(np.outer(np.diag(K), np.diag(K))))[0]
+    def log_traces(self):
+        traces = [np.trace(self.kernel(lambda g, i=i: [kernels(g)[i]])) / N for i in (0, 1)]
+        return np.sum(np.log(traces))
 
+    def knas(self):
+        g = [flatten(g) for g in self.loss_gradients()]
+        return sum(u @ v for u in g for v in g) / N**2
 
-def by_hand_condition_number(net, leaves=jax.tree.leaves):
-    values = np.linalg.eigvalsh(net.kernel(leaves))
-    return values[-1] / values[0]
+    def knas_released(self):
+        # Only the first kernel, of 63 entries, has 50.
+        g, total = [g["a"]["kernel"].ravel() for g in self.loss_gradients()], 0.0
+        for i in range(50):
+            first = np.array([g[k][i] for k in range(N // 2)])
+            second = np.array([g[k][i] for k in range(N // 2, N)])
+            total += np.dot(first - first.mean(), second - second.mean()) / N**2
+        return total
 
+    def nasi(self):
+        r = sum(np.sum(leaf**2) for leaf in jax.tree.leaves(self.mean_gradient()))
+        return r - 2 * max(0, r - 500)
 
-def by_hand_te_nas(net):
-    return by_hand_condition_number(net, kernels)
+    def grad_norm(self):
+        return sum(np.sqrt(np.sum(g**2)) for g in kernels(self.mean_gradient()))
 
+    def snip(self):
+        pairs = zip(kernels(self.p), kernels(self.mean_gradient()), strict=True)
+        return sum(np.abs(w * g).sum() for w, g in pairs)
 
-def by_hand_spectral_entropy(net):
-    values = np.linalg.eigvalsh(net.kernel())
-    p = values / values.sum()
-    return -np.sum(p * np.log(p))
+    def grasp(self):
+        # The Hessian product by central differences: no ReLU changes sign on the way.
+        start, g, h = kernels(self.p), kernels(self.mean_gradient()), 1e-5
 
+        def moved(t):
+            for name, w, d in zip("ab", start, g, strict=True):
+                self.p[name]["kernel"] = w + t * d
+            return kernels(self.mean_gradient())
 
-def by_hand_label_energy(net):
-    targets = np.eye(CLASSES)[net.y]
-    targets = targets - targets.mean(0)
-    return -np.trace(targets.T @ np.linalg.solve(net.kernel(), targets))
+        product = [(u - v) / (2 * h) for u, v in zip(moved(h), moved(-h), strict=True)]
+        return -sum(np.sum(w * hg) for w, hg in zip(start, product, strict=True))
 
+    def fisher(self):
+        total = 0.0
+        for layer in "ab":
+            terms = np.array([
+                (np.maximum(self.forward(x)[0], 0) if layer == "b" else x)
+                @ self.p[layer]["kernel"] * g[layer]["bias"] / N
+                for x, g in zip(self.x, self.loss_gradients(), strict=True)
+            ])  # fmt: skip
+            total += 0.5 * np.sum(np.mean(terms**2, axis=0))
+        return total
 
-def by_hand_log_traces(net):
-    traces = [np.trace(net.kernel(lambda g, i=i: [kernels(g)[i]])) / N for i in (0, 1)]
-    return np.sum(np.log(traces))
+    def zico(self):
+        halves = [kernels(self.mean_gradient(half)) for half in (slice(0, 3), slice(3, 6))]
+        total = 0.0
+        for layer in zip(*halves, strict=True):
+            deviation, mean = np.std(layer, axis=0), np.mean(np.abs(layer), axis=0)
+            total += np.log(np.sum(mean[deviation != 0] / deviation[deviation != 0]))
+        return total
 
+    def jacov(self):
+        def input_gradient(x):
+            z, _ = self.forward(x)
+            return self.p["a"]["kernel"] @ (self.p["b"]["kernel"].sum(1) * (z > 0))
 
-def by_hand_knas(net):
-    g = [flatten(g) for g in net.loss_gradients()]
-    return sum(u @ v for u in g for v in g) / N**2
+        values = np.linalg.eigvalsh(np.corrcoef([input_gradient(x) for x in self.x]))
+        return -np.sum(np.log(values + 1e-5) + 1 / (values + 1e-5))
 
+    def synflow(self):
+        # R = sum_j h_j v_j + ..., h_j = sum_i |w_ij| + |b_j|, v_j = sum_c |u_jc|: all positive.
+        (w, u), b = map(np.abs, kernels(self.p)), np.abs(self.p["a"]["bias"])
+        v = u.sum(1)
+        return np.log(np.sum(w * v) + np.sum((w.sum(0) + b) * v))
 
-def by_hand_knas_released(net):
-    # Only the first kernel, of 63 entries, has 50.
-    g, total = [g["a"]["kernel"].ravel() for g in net.loss_gradients()], 0.0
-    for i in range(50):
-        first = np.array([g[k][i] for k in range(N // 2)])
-        second = np.array([g[k][i] for k in range(N // 2, N)])
-        total += np.dot(first - first.mean(), second - second.mean()) / N**2
-    return total
+    def naswot(self):
+        on = np.array([self.forward(x)[0] > 0 for x in self.x])
+        agreements = np.array([[np.sum(p == q) for q in on] for p in on])
+        return np.linalg.slogdet(agreements)[1]
 
+    def regions(self):
+        return len({tuple(self.forward(x)[0] > 0) for x in self.x})
 
-def by_hand_nasi(net):
-    r = sum(np.sum(leaf**2) for leaf in jax.tree.leaves(net.mean_gradient()))
-    return r - 2 * max(0, r - 500)
+    def wrcor(self):
+        z = [self.forward(x)[0] for x in self.x]
+        down = [g["a"]["bias"] for g in self.loss_gradients()]
+        return np.linalg.slogdet(abs(np.corrcoef(z)) + abs(np.corrcoef(down)))[1]
 
-
-def by_hand_grad_norm(net):
-    return sum(np.sqrt(np.sum(g**2)) for g in kernels(net.mean_gradient()))
-
-
-def by_hand_snip(net):
-    pairs = zip(kernels(net.p), kernels(net.mean_gradient()), strict=True)
-    return sum(np.abs(w * g).sum() for w, g in pairs)
-
-
-def by_hand_grasp(net):
-    # The Hessian product by central differences: no ReLU changes sign on the way.
-    start, g, h = kernels(net.p), kernels(net.mean_gradient()), 1e-5
-
-    def moved(t):
-        for name, w, d in zip("ab", start, g, strict=True):
-            net.p[name]["kernel"] = w + t * d
-        return kernels(net.mean_gradient())
-
-    product = [(u - v) / (2 * h) for u, v in zip(moved(h), moved(-h), strict=True)]
-    return -sum(np.sum(w * hg) for w, hg in zip(start, product, strict=True))
-
-
-def by_hand_fisher(net):
-    total = 0.0
-    for layer in "ab":
-        terms = np.array([
-            (np.maximum(net.forward(x)[0], 0) if layer == "b" else x)
-            @ net.p[layer]["kernel"] * g[layer]["bias"] / N
-            for x, g in zip(net.x, net.loss_gradients(), strict=True)
-        ])  # fmt: skip
-        total += 0.5 * np.sum(np.mean(terms**2, axis=0))
-    return total
-
-
-def by_hand_zico(net):
-    halves = [kernels(net.mean_gradient(half)) for half in (slice(0, 3), slice(3, 6))]
-    total = 0.0
-    for layer in zip(*halves, strict=True):
-        deviation, mean = np.std(layer, axis=0), np.mean(np.abs(layer), axis=0)
-        total += np.log(np.sum(mean[deviation != 0] / deviation[deviation != 0]))
-    return total
-
-
-def by_hand_jacov(net):
-    def input_gradient(x):
-        z, _ = net.forward(x)
-        return net.p["a"]["kernel"] @ (net.p["b"]["kernel"].sum(1) * (z > 0))
-
-    values = np.linalg.eigvalsh(np.corrcoef([input_gradient(x) for x in net.x]))
-    return -np.sum(np.log(values + 1e-5) + 1 / (values + 1e-5))
-
-
-def by_hand_synflow(net):
-    # R = sum_j h_j v_j + ..., h_j = sum_i |w_ij| + |b_j|, v_j = sum_c |u_jc|: all positive.
-    (w, u), b = map(np.abs, kernels(net.p)), np.abs(net.p["a"]["bias"])
-    v = u.sum(1)
-    return np.log(np.sum(w * v) + np.sum((w.sum(0) + b) * v))
-
-
-def by_hand_naswot(net):
-    on = np.array([net.forward(x)[0] > 0 for x in net.x])
-    agreements = np.array([[np.sum(p == q) for q in on] for p in on])
-    return np.linalg.slogdet(agreements)[1]
-
-
-def by_hand_regions(net):
-    return len({tuple(net.forward(x)[0] > 0) for x in net.x})
-
-
-def by_hand_wrcor(net):
-    z = [net.forward(x)[0] for x in net.x]
-    down = [g["a"]["bias"] for g in net.loss_gradients()]
-    return np.linalg.slogdet(abs(np.corrcoef(z)) + abs(np.corrcoef(down)))[1]
-
-
-def by_hand_l2_norm(net):
-    return sum(np.sqrt(np.sum(w**2)) for w in kernels(net.p))
+    def l2_norm(self):
+        return sum(np.sqrt(np.sum(w**2)) for w in kernels(self.p))
 
 
 OF_KERNEL = {
@@ -233,7 +211,7 @@ def test_scores_of_the_kernel_at_once_are_those_one_by_one():
     params, batch = draw()
     together = jax.jit(functools.partial(kernel_scores, None, apply))(params, batch)
     assert set(together) == {"kernel", *OF_KERNEL}
-    expected = {name: globals()[f"by_hand_{name}"](ByHand(params, batch)) for name in OF_KERNEL}
+    expected = {name: getattr(ByHand(params, batch), name)() for name in OF_KERNEL}
     for name in OF_KERNEL:
         assert_close(together[name], expected[name], f64=1e-8)
     for name in ("eigen_nas", "min_eigenvalue", "label_energy"):
@@ -277,7 +255,7 @@ def test_score_is_what_loops_over_hand_made_gradients_give(name, seed):
     # Without equal sign patterns and dead samples no score has a logarithm or a quotient of 0.
     assume(len(np.unique(active, axis=0)) == N and active.any(1).all())
     with np.errstate(divide="raise", invalid="raise"):
-        expected = globals()[f"by_hand_{name}"](net)
+        expected = getattr(net, name)()
     f64 = 1e-6 if name == "grasp" else 1e-9  # its reference is a finite difference
     assert_close(score(name, params, batch), expected, f64=f64, f32=1e-3)
 
@@ -425,7 +403,6 @@ def test_fisher_is_the_gradient_in_a_gain_per_sample_and_channel(images):
 
 
 def stacked(seed=0):
-    """Two square layers, their input and labels."""
     rng = np.random.default_rng(seed)
     layers = jnp.asarray(rng.normal(size=(2, 5, 5)))
     return layers, (jnp.asarray(rng.normal(size=(4, 5))), jnp.array([0, 1, 2, 3]))
@@ -488,9 +465,7 @@ def test_one_compiled_score_follows_a_genotype_given_as_an_array():
 
         return jnp.stack([score(name, layers, batch, network) for name in ("naswot", "fisher")])
 
-    def concrete(layers, x):
-        return jax.nn.relu(plain(layers, x))
-
+    concrete = jax.jit(lambda layers, x: jax.nn.relu(plain(layers, x)))
     rows = genotype_scores(jnp.array([[1, 1], [0, 1]]))
     for genotype, row in zip([[0, 1], [1]], rows, strict=True):
         chosen = layers[jnp.array(genotype)]
@@ -544,22 +519,14 @@ def test_regions_can_leave_out_relus_that_nothing_depends_on():
     assert every == [many, many] and used == [2, many] and many > 5
 
 
-class Averaged(nn.Module):
-    """Batch normalisation by running averages: no weights, and first in JAX's order."""
-
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(6):
-            x = nn.relu(nn.BatchNorm(use_running_average=True)(nn.Dense(50)(x)))
-        return nn.Dense(2)(x)
-
-
 @pytest.mark.parametrize(
     "name", long_except(["log_traces"], ["log_traces", "eigen_nas", "knas_released"])
 )
 def test_running_averages_are_no_weights(name):
-    """Truth: the same score of "params" alone, the averages closed over."""
-    model, x = Averaged(), jax.random.normal(jax.random.key(0), (4, 3))
+    """Truth: the same score of "params" alone. Averages are first in JAX's order."""
+    norm = functools.partial(nn.BatchNorm, use_running_average=True)
+    hidden = [layer for _ in range(6) for layer in (nn.Dense(50), norm(), nn.relu)]
+    model, x = nn.Sequential([*hidden, nn.Dense(2)]), jax.random.normal(jax.random.key(0), (4, 3))
     variables, batch = model.init(jax.random.key(1), x), (x, jnp.array([0, 1, 0, 1]))
     variables["batch_stats"] = jax.tree.map(lambda a: a / 4, variables["batch_stats"])
     score = getattr(scores, name)
@@ -573,18 +540,12 @@ def test_running_averages_are_no_weights(name):
 
 
 def test_scales_of_an_nnx_state_have_their_names():
-    """Truth: the same weights as a plain dict."""
     from flax import nnx
 
-    class Normed(nnx.Module):
-        def __init__(self, rngs):
-            self.first, self.last = nnx.Linear(3, 5, rngs=rngs), nnx.Linear(5, 2, rngs=rngs)
-            self.norm = nnx.LayerNorm(5, rngs=rngs)
-
-        def __call__(self, x):
-            return self.last(nnx.relu(self.norm(self.first(x))))
-
-    graph, state = nnx.split(Normed(nnx.Rngs(0)))
+    rngs = nnx.Rngs(0)
+    first, last = nnx.Linear(3, 5, rngs=rngs), nnx.Linear(5, 2, rngs=rngs)
+    normed = nnx.Sequential(first, nnx.LayerNorm(5, rngs=rngs), nnx.relu, last)
+    graph, state = nnx.split(normed)
     batch = jax.random.normal(jax.random.key(0), (4, 3)), jnp.array([0, 1, 0, 1])
 
     def apply(state, x):

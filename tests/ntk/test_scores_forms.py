@@ -90,18 +90,14 @@ def guarded(x, positive=lambda v: jnp.maximum(0.0, v)):
     return (x - mean) / jnp.sqrt(variance + 1e-3)
 
 
-def guarded_in_branch(x):
-    return guarded(x, lambda v: in_branch(lambda v: jnp.maximum(v, 0), v))
-
-
-def guarded_and_a_constant(x):
-    return guarded(x) + guarded(jnp.zeros_like(x))
-
-
 def test_what_is_no_relu_does_not_count():
     first = X @ W1 + B1
     second = guarded(np.maximum(first, 0)) @ W2 + B2
-    for guard in (guarded, guarded_in_branch, guarded_and_a_constant):
+    for guard in (
+        guarded,
+        lambda x: guarded(x, lambda v: in_branch(lambda v: jnp.maximum(v, 0), v)),
+        lambda x: guarded(x) + guarded(jnp.zeros_like(x)),
+    ):
         assert_close(relu_scores(network(jax.nn.relu, guard)), patterns(first, second), f32=1e-4)
 
 

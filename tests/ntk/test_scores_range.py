@@ -22,8 +22,7 @@ def chain(activation, params, x):
 
 def weights(depth, width=6, size=1.0, seed=0):
     rng = np.random.default_rng(seed)
-    shapes = [5] + [width] * depth + [3]
-    pairs = itertools.pairwise(shapes)
+    pairs = itertools.pairwise([5] + [width] * depth + [3])
     return [size * rng.normal(size=pair) / np.sqrt(pair[0]) for pair in pairs]
 
 
@@ -34,7 +33,6 @@ def score(name, params, dtype, activation=jax.nn.relu, x=X):
 
 
 def in_float64(name, params, dtype, activation=jax.nn.relu, x=X):
-    """The same of the same numbers, computed in float64."""
     rounded = [np.asarray(jnp.asarray(w).astype(dtype), np.float64) for w in params]
     x = np.asarray(jnp.asarray(x).astype(dtype), np.float64)
     with jax.enable_x64(True):
@@ -53,10 +51,8 @@ def test_synflow_does_not_depend_on_the_type(activation, dtype):
 def test_synflow_is_right_under_jit_and_vmap_beyond_float32():
     params = [jnp.asarray(w, jnp.float32) for w in weights(25, size=30.0)]
     batch = jnp.zeros((1, 5), jnp.float32), jnp.array([0])
-
-    def of(params):
-        return scores.synflow(None, functools.partial(chain, jax.nn.gelu), params, batch)
-
+    apply = functools.partial(chain, jax.nn.gelu)
+    of = functools.partial(scores.synflow, None, apply, batch=batch)
     expected = in_float64("synflow", params, jnp.float32, jax.nn.gelu)
     stacked = jax.tree.map(lambda w: jnp.stack([w, w]), params)
     for actual in (of(params), jax.jit(of)(params), *jax.jit(jax.vmap(of))(stacked)):

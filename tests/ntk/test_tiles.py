@@ -16,7 +16,6 @@ CARD = 80 * 10**9
 
 
 def tiles(n, size):
-    """The number of tiles of a symmetric kernel."""
     side = -(-n // size)
     return side * (side + 1) // 2
 
@@ -58,10 +57,8 @@ def test_tiles_of_a_gram_matrix_take_a_part_of_the_result():
 
 
 def compiled_kernel(n, size, activation, depth):
-    """The compiled program of a float32 kernel [n, n] in tiles of this size."""
-    layers, *network = layer_expansions.parse_architecture(
-        [activation] * depth, None, None, jnp.float32
-    )
+    parts = [activation] * depth, None, None, jnp.float32
+    layers, *network = layer_expansions.parse_architecture(*parts)
     x = jax.ShapeDtypeStruct((n, 16), jnp.float32)
 
     def features(x):
@@ -71,10 +68,9 @@ def compiled_kernel(n, size, activation, depth):
 
     rows = jax.eval_shape(features, x)
     exact = jax.ShapeDtypeStruct((depth,), bool)
-    lowered = network_kernel._kernels_from_features.lower(
-        x, None, rows, rows, *network[1:], exact, equal=True, size=size
-    )
-    return lowered.compile()
+    arguments = x, None, rows, rows, *network[1:], exact
+    program = network_kernel._kernels_from_features.lower(*arguments, equal=True, size=size)
+    return program.compile()
 
 
 @pytest.mark.parametrize("activation", [ntk.relu, ntk.tanh])
@@ -115,13 +111,10 @@ def test_tiles_are_seams_that_do_not_show(monkeypatch, dtype):
 def test_tiles_have_the_same_derivative(monkeypatch):
     x = normal(0, 23, 4)
     small_tiles(monkeypatch, 8)
-
-    def total(skips):
-        return ntk.network_kernel(x, activations=[ntk.relu] * 2, skips=skips).ntk.sum()
-
+    network = {"activations": [ntk.relu] * 2}
+    total = jax.jit(lambda skips: ntk.network_kernel(x, **network, skips=skips).ntk.sum())
     at = jnp.array([0.5])
-    gradient = jax.jit(jax.grad(total))(at)
-    assert_close(gradient, finite_differences(jax.jit(total), at), f64=1e-8, f32=2e-2)
+    assert_close(jax.grad(total)(at), finite_differences(total, at), f64=1e-8, f32=2e-2)
     blocks = ntk.mixture_blocks(x, [ntk.relu, ntk.tanh])
     monkeypatch.undo()
     mixtures._blocks_with_errors.clear_cache()

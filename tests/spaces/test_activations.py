@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, batch, finite_differences
+from helpers import assert_close, batch, finite_differences, loop_of_steps
 
 import bilevel
 from bilevel import data
@@ -20,10 +20,10 @@ from bilevel.strategies.activation_search import ActivationTask, judge_argmax, s
 @functools.cache
 def digits(classes):
     """Unit inputs and sign labels of 100 training and 100 validation digits."""
-    data = bilevel.data.load("digits")
-    rows = data.y_train < classes
-    x, y = data.x_train[rows], data.y_train[rows]
-    parts = bilevel.data.stratified_split(jax.random.key(0), y, (100, 100))
+    digits = data.load("digits")
+    rows = digits.y_train < classes
+    x, y = digits.x_train[rows], digits.y_train[rows]
+    parts = data.stratified_split(jax.random.key(0), y, (100, 100))
     xs = unit_inputs(*(jnp.asarray(x[r], float) for r in parts))
     return [(a, sign_labels(y[r], classes)) for a, r in zip(xs, parts, strict=True)]
 
@@ -40,7 +40,6 @@ def test_the_network_is_its_formula():
 
 
 def test_output_signs_are_balanced_and_orthogonal():
-    """So each class's kernel is the binary one."""
     space = activation_space(["identity"], width=32, classes=10)
     signs = np.asarray(space.apply(jnp.eye(32), jnp.ones(1), jnp.eye(32))) * np.sqrt(32)
     np.testing.assert_allclose(signs.sum(0), 0, atol=1e-4)
@@ -49,7 +48,6 @@ def test_output_signs_are_balanced_and_orthogonal():
 
 @pytest.mark.long
 def test_curvatures_are_the_largest_eigenvalues_of_the_linearised_lower_loss():
-    """Truth: the full spectrum of J'J by numpy, for each activation alone."""
     space = activation_space(["relu", "sigmoid"], width=8, classes=3)
     (x, _), _ = digits(3)
     x = x[:20, :12]
@@ -85,7 +83,6 @@ def test_fifty_steps_nearly_interpolate_for_every_alpha():
 @pytest.mark.slow
 @pytest.mark.parametrize(("classes", "outer"), [(2, "hinge"), (2, "logistic"), (10, "squared")])
 def test_the_search_hypergradient_is_the_derivative_of_the_whole_training(outer, classes):
-    """Truth: finite differences of the validation loss after training, step size included."""
     if outer == "hinge" and not jax.config.jax_enable_x64:
         pytest.skip("a difference in float32 needs a step so wide that it straddles the kinks")
     space = activation_space(["sigmoid", "tanh", "swish"], width=16, classes=classes, outer=outer)
@@ -110,8 +107,7 @@ def test_unit_inputs_are_centred_on_the_training_rows():
     x, other = np.random.default_rng(0).normal(1.0, 1.0, (2, 10, 2, 3))
     unit, moved = unit_inputs(x, other)
     np.testing.assert_allclose(np.linalg.norm(moved, axis=1), 1, rtol=1e-5)
-    flat = x.reshape(10, 6)
-    row = other.reshape(10, 6)[4] - flat.mean(0)
+    row = (other[4] - x.mean(0)).ravel()
     np.testing.assert_allclose(moved[4], row / np.linalg.norm(row), rtol=1e-4)
     assert unit.shape == (10, 6)
 
@@ -123,7 +119,6 @@ ALPHA = {"mixture": np.array([0.3, 0.7]), "log_penalty": np.log(0.2)}
 
 
 def kernel_search(classes, rows):
-    """The space, and its training and validation batches of kernels and labels."""
     space = activation_space(KERNEL_NAMES, width=math.inf, classes=classes)
     (x, y), (xv, yv) = ((x[:rows], y[:rows]) for x, y in digits(classes))
     return space, (space.blocks(x), y), (space.blocks(xv, x), yv)
@@ -215,13 +210,9 @@ def test_stacked_seeds_equal_separate_trainings():
     alpha = jnp.array([[0.7, 0.3], [0.2, 0.8]])
     w = searches.train_weights(together, solver(together, 8), alpha)
     # A given rate is the step size of SGD with Nesterov's momentum, for every seed.
-    lower = jax.vmap(space.problem.lower)
-    sgd = optax.sgd(0.05, 0.9, nesterov=True)
-    own, state = together.w0, sgd.init(together.w0)
-    for _ in range(8):
-        grad = jax.grad(lambda w: lower(w, alpha, together.train).sum())(own)
-        updates, state = sgd.update(grad, state)
-        own = optax.apply_updates(own, updates)
+    sgd, lower = optax.sgd(0.05, 0.9, nesterov=True), jax.vmap(space.problem.lower)
+    total = jax.jit(lambda *args: lower(*args).sum())
+    own = loop_of_steps(total, sgd, together.w0, alpha, together.train, 8)
     given = searches.train_weights(together, solver(together, 8, rate=0.05), alpha)
     np.testing.assert_allclose(given, own, rtol=1e-5, atol=1e-6)
     for seed in range(2):

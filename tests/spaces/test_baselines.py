@@ -1,7 +1,4 @@
-"""Methods that choose among configurations: schedules, rankings, traces and journals.
-
-The problems are synthetic, with known errors, and noise that shrinks as the resource grows.
-"""
+"""Methods that choose among configurations: schedules, rankings, traces and journals."""
 
 import functools
 import json
@@ -20,10 +17,11 @@ from bilevel.contracts import Evaluation, Shared
 from bilevel.runs import records
 
 key = functools.partial(jax.random.key, 3)
-SHARING = [baselines.weight_sharing, baselines.fast_weight_sharing]
-SHARING += [baselines.exponentiated_gradient]
+HALVING = [baselines.weight_sharing, baselines.fast_weight_sharing]
+SHARING = [*HALVING, baselines.exponentiated_gradient]
 ALONE = [baselines.random_search, baselines.successive_halving, baselines.hyperband]
 METHODS = ALONE + SHARING
+UNWRITTEN = "journal: a line of .* could not be written"
 
 
 def generator(key):
@@ -61,15 +59,12 @@ def assert_identical(a, b):
 
 
 @pytest.mark.parametrize("n, rounds", [(1, 0), (2, 1), (3, 2), (5, 3), (8, 3), (255, 8), (256, 8)])
-@pytest.mark.parametrize("method", SHARING[:2])
+@pytest.mark.parametrize("method", HALVING)
 def test_weight_sharing_takes_the_ceiling_of_log2_rounds_and_leaves_one(method, n, rounds):
     errors = np.random.default_rng(n).permutation(n) / n
     trace = method(key(), range(n), exact_selection(errors), 1000)
     sizes = [len(c) for c in trace.candidates]
-    expected = [n]
-    while expected[-1] > 1:
-        expected.append((expected[-1] + 1) // 2)
-    assert len(trace.calls) == rounds and sizes == expected[:-1]
+    assert len(trace.calls) == rounds and sizes == [-(-n // 2**t) for t in range(rounds)]
     assert trace.best == np.argmin(errors)
     np.testing.assert_array_equal(trace.valid, errors[trace.incumbent])
 
@@ -78,8 +73,7 @@ def test_weight_sharing_keeps_the_better_half_of_each_round():
     trace = baselines.weight_sharing(key(), np.linspace(0.1, 0.9, 37), noisy_selection(), 10)
     steps = zip(trace.candidates, trace.errors, trace.candidates[1:], strict=False)
     for candidates, errors, survivors in steps:
-        order = sorted(range(len(errors)), key=lambda i: (errors[i], candidates[i]))
-        better = [candidates[i] for i in order[: math.ceil(len(order) / 2)]]
+        better = candidates[np.lexsort([candidates, errors])[: (len(errors) + 1) // 2]]
         assert sorted(better) == survivors.tolist()
 
 
@@ -154,9 +148,8 @@ def test_random_search_trains_each_configuration_once_in_a_random_order():
 def test_the_incumbent_is_the_best_on_the_highest_resource_so_far(method):
     trace = method(key(), np.linspace(0, 1, 9), noisy_selection(noise=3.0), 9)
     seen = []
-    for resource, (index,), (error,), incumbent, valid in zip(
-        trace.resource, trace.candidates, trace.errors, trace.incumbent, trace.valid, strict=True
-    ):
+    columns = trace.resource, trace.candidates, trace.errors, trace.incumbent, trace.valid
+    for resource, (index,), (error,), incumbent, valid in zip(*columns, strict=True):
         seen.append((-resource, error, index))
         assert (valid, incumbent) == min(seen)[1:]
     assert trace.best == trace.incumbent[-1]
@@ -166,9 +159,8 @@ def test_the_incumbent_is_the_best_on_the_highest_resource_so_far(method):
 @pytest.mark.parametrize("n", [4, 256])
 def test_ties_go_to_the_lower_index(method, n):
     trace = method(key(), range(n), exact_selection(np.full(n, 0.1)), 4, retrain_test=False)
-    at_the_top = trace.resource == trace.resource.max()
-    finalists = [c for c, top in zip(trace.candidates, at_the_top, strict=True) if top]
-    assert trace.best == min(np.concatenate(finalists))
+    at_the_top = np.flatnonzero(trace.resource == trace.resource.max())
+    assert trace.best == min(np.concatenate([trace.candidates[row] for row in at_the_top]))
     assert trace.best == 0 or method is baselines.hyperband  # hyperband draws a part
 
 
@@ -213,16 +205,13 @@ def test_exponentiated_gradient_follows_its_formula():
             return exact.share(key, configs, probabilities, resource)
 
         selection = exact._replace(share=share)
-        trace = baselines.exponentiated_gradient(
-            key(), range(4), selection, 1, rounds=4, rate=0.3, baseline=baseline, retrain_test=False
-        )
+        options = {"rounds": 4, "rate": 0.3, "baseline": baseline, "retrain_test": False}
+        trace = baselines.exponentiated_gradient(key(), range(4), selection, 1, **options)
         theta, mean = np.full(4, 1 / 4), 0.0
         for t in range(4):
             np.testing.assert_allclose(seen[t], theta, rtol=1e-12)
-            b = mean if baseline else 0.0
-            theta = theta * np.exp(
-                -0.3 * np.where(counts > 0, errors - b, 0) * counts / (10 * theta)
-            )
+            gaps = np.where(counts > 0, errors - (mean if baseline else 0.0), 0)
+            theta = theta * np.exp(-0.3 * gaps * counts / (10 * theta))
             theta = theta / theta.sum()
             mean = errors @ counts / 10  # the same in every round, hence also the running mean
             assert trace.incumbent[t] == np.argmax(np.where(counts > 0, theta, -1))
@@ -230,9 +219,8 @@ def test_exponentiated_gradient_follows_its_formula():
 
 def test_exponentiated_gradient_survives_probabilities_that_underflow():
     selection = exact_selection(np.linspace(1, 2, 5), counts=[0, 10**6, 1, 1, 10**6])
-    trace = baselines.exponentiated_gradient(
-        key(), range(5), selection, 1, rounds=2, rate=100.0, retrain_test=False
-    )
+    options = {"rounds": 2, "rate": 100.0, "retrain_test": False}
+    trace = baselines.exponentiated_gradient(key(), range(5), selection, 1, **options)
     assert trace.best in range(1, 5)
 
 
@@ -323,7 +311,6 @@ def dying(selection, after, exception=Killed):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_killed_at_any_solve_resumes_to_the_same_trace(method, path):
-    """Killed at every solve in turn; once more from the journal alone, clock included."""
     configs = np.linspace(0.1, 0.9, 6)
     run = functools.partial(method, key(), configs, budget=9)
     whole = run(problem=noisy_selection())
@@ -353,20 +340,20 @@ def test_a_last_line_cut_short_is_solved_again(path):
 def test_the_journal_of_another_run_raises(path):
     configs = [{"kernel": "laplace", "gamma": 0.1}, {"kernel": "gauss", "gamma": 0.2}]
     problem = Selection(lambda k, c, r: c["gamma"], noisy_selection().share)
-    run = functools.partial(baselines.random_search, problem=problem, journal=path, resume=True)
-    run(key(), configs, budget=9)
-    run(key(), configs, budget=9)
-    other = [configs[0], {"kernel": "gauss", "gamma": 0.3}]
-    hyperband = functools.partial(baselines.hyperband, problem=problem, journal=path, resume=True)
-    for method, arguments, options, name in [
-        (run, (jax.random.key(9), configs), {"budget": 9}, "key"),
-        (run, (key(), configs), {"budget": 8}, "budget"),
-        (run, (key(), other), {"budget": 9}, "configs"),
-        (run, (key(), configs), {"budget": 9, "evaluations": 1}, "options"),
-        (hyperband, (key(), configs), {"budget": 9}, "method"),
+    usual = {"key": key(), "configs": configs, "problem": problem, "budget": 9}
+    usual |= {"journal": path, "resume": True}
+    for _ in range(2):
+        baselines.random_search(**usual)
+    for name, changed in [
+        ("key", {"key": jax.random.key(9)}),
+        ("budget", {"budget": 8}),
+        ("configs", {"configs": [configs[0], {"kernel": "gauss", "gamma": 0.3}]}),
+        ("options", {"evaluations": 1}),
+        ("method", {}),
     ]:
+        method = baselines.hyperband if name == "method" else baselines.random_search
         with pytest.raises(ValueError, match=rf"^journal: expected .*{name}.*, got .*\.$"):
-            method(*arguments, **options)
+            method(**(usual | changed))
 
 
 def test_an_existing_journal_is_not_overwritten_nor_a_missing_one_resumed(tmp_path):
@@ -435,10 +422,8 @@ def test_a_journal_is_of_one_precision_and_one_generator(path):
     with pytest.raises(ValueError, match="with generator unsafe_rbg, got rbg"):
         run(jax.random.key(0, impl="unsafe_rbg"), journal=path, resume=True)
     wide = jax.config.jax_enable_x64
-    with (
-        jax.enable_x64(not wide),
-        pytest.raises(ValueError, match=f"with float64 {not wide}, got {wide}"),
-    ):
+    message = f"with float64 {not wide}, got {wide}"
+    with jax.enable_x64(not wide), pytest.raises(ValueError, match=message):
         run(jax.random.key(0, impl="rbg"), journal=path, resume=True)
 
 
@@ -464,10 +449,7 @@ def test_a_full_disk_costs_the_journals_lines_and_not_the_run(path, full_at):
         room = len(header) - 5
         assert len(lines[0]) + 1 < room
     path.unlink()
-    with (
-        no_room(room),
-        pytest.warns(UserWarning, match=r"journal: a line of .* could not be written"),
-    ):
+    with no_room(room), pytest.warns(UserWarning, match=UNWRITTEN):
         trace = run(journal=path)
     assert_identical(whole, trace._replace(seconds=None))
     assert path.read_bytes()[-1:] in (b"\n", b"")  # no partial line
@@ -487,14 +469,13 @@ def test_lines_that_found_no_room_are_written_once_there_is_some(path, monkeypat
         append(file, line)
 
     monkeypatch.setattr(records, "append_whole", append_if_room)
-    with pytest.warns(UserWarning, match="journal: a line of .* could not be written"):
+    with pytest.warns(UserWarning, match=UNWRITTEN):
         assert_identical(whole._replace(seconds=None), run(journal=path)._replace(seconds=None))
     lines = path.read_bytes().splitlines()
     assert lines[0] == left_alone[0] and len(lines) == len(left_alone)
 
 
 def test_a_journal_that_another_run_writes_raises(path, tmp_path):
-
     def second(k, config, res):
         with pytest.raises(ValueError, match=r"^journal: .* which is in use\.$"):
             baselines.random_search(key(), [1, 2], second, 1, journal=path, resume=True)
@@ -518,10 +499,8 @@ def test_ctrl_c_returns_the_trace_so_far(method, after, path):
 
 
 def test_ctrl_c_in_the_oracle_loses_no_solve():
-    def evaluate(key, config, resource):
-        raise KeyboardInterrupt
-
-    selection = noisy_selection()._replace(evaluate=evaluate)
+    broken = dying(noisy_selection(), 0, KeyboardInterrupt)
+    selection = noisy_selection()._replace(evaluate=broken.evaluate)
     trace = baselines.weight_sharing(key(), np.linspace(0, 1, 8), selection, 9)
     assert len(trace.calls) == 1 and math.isnan(trace.test[0]) and trace.best >= 0
 

@@ -13,10 +13,8 @@ from bilevel.spaces.darts import darts_space
 from bilevel.spaces.nasbench201 import nasbench201_space
 
 key = functools.partial(jax.random.key, 0)
-SPACES = {
-    "darts": functools.partial(darts_space, classes=3, cells=1, channels=2),
-    "nasbench201": functools.partial(nasbench201_space, classes=3, cells=1, channels=2),
-}
+SPACES = {"darts": darts_space, "nasbench201": nasbench201_space}
+SIZE = {"classes": 3, "cells": 1, "channels": 2}
 
 
 @pytest.mark.long
@@ -25,10 +23,8 @@ SPACES = {
 )
 def test_the_supernet_is_the_same_without_remat_and_close_in_bfloat16(name, operation):
     x, labels = jnp.asarray(normal(0, 4, 8, 8, 1), jnp.float32), jnp.array([0, 1, 2, 0])
-    plain, stored, half = (
-        SPACES[name](("none", "skip_connect", operation), **options)
-        for options in ({}, {"remat": False}, {"dtype": jnp.bfloat16})
-    )
+    make = functools.partial(SPACES[name], ("none", "skip_connect", operation), **SIZE)
+    plain, stored, half = make(), make(remat=False), make(dtype=jnp.bfloat16)
     w, alpha = plain.init(key(), batch(1, 8, 8, 1)), plain.start()
     assert {leaf.dtype for leaf in jax.tree.leaves(w)} == {np.dtype("float32")}
 
@@ -52,10 +48,9 @@ def test_the_supernet_is_the_same_without_remat_and_close_in_bfloat16(name, oper
     [("darts", "max_pool_3x3", 4), ("nasbench201", "nor_conv_1x1", 8)],
 )
 def test_hypergradients_of_the_supernet_are_finite_differences(name, operation, side):
-    """Second order, exactly; in float64, along one random direction of alpha."""
     if jnp.zeros(()).dtype != jnp.float64:
         pytest.skip("finite differences want float64")
-    space = SPACES[name](("none", "skip_connect", operation))
+    space = SPACES[name](("none", "skip_connect", operation), **SIZE)
     w = jax.tree.map(lambda a: a.astype(float), space.init(key(), batch(1, side, side, 1)))
     x, labels = normal(0, 2, 6, side, side, 1), jnp.arange(6) % 3
     train, valid = ((part, labels) for part in x)

@@ -12,7 +12,6 @@ from bilevel.nets.convolution import average_pooling, convolve_images, materiali
 
 
 def xla(x, kernel, *, stride=1, dilation=1, padding=None, groups=1):
-    """XLA's convolution, with its own derivatives: the source of truth for ours."""
     p = dilation * (len(kernel) - 1) // 2 if padding is None else padding
     options = {"rhs_dilation": (dilation, dilation), "feature_group_count": groups}
     options["dimension_numbers"] = ("NHWC", "HWIO", "NHWC")
@@ -61,16 +60,13 @@ def test_images_of_whole_numbers_are_not_rounded(dtype):
     kernel = np.full((3, 3, 1, 1), 1 / 9)
     assert_close(convolve_images(x, kernel), convolve_images(x.astype(float), kernel))
     assert_close(average_pooling(x, 2, stride=2)[0, :, :, 0], [[25.0, 45], [105, 125]])
-    np.testing.assert_array_equal(
-        max_pooling(x, 3, padding=1), max_pooling(x.astype(float), 3, padding=1)
-    )
+    largest = (max_pooling(images, 3, padding=1) for images in (x, x.astype(float)))
+    np.testing.assert_array_equal(*largest)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "stride"), [(DENSE, 2), (DEPTHWISE, 2), (DEPTHWISE, 1)])
-def test_second_derivatives_are_xlas_in_reverse_and_forward_over_reverse_and_under_vmap(
-    kind, stride
-):
+def test_second_derivatives_in_both_modes_and_under_vmap_are_xlas(kind, stride):
     x, kernel = arrays(2, kind["inner"], kind["outputs"], kind["channels"])
     kernels = jnp.stack([kernel, 2 * kernel[::-1]])
 
@@ -94,9 +90,7 @@ def test_second_derivatives_are_xlas_in_reverse_and_forward_over_reverse_and_und
 @pytest.mark.long
 @pytest.mark.parametrize(("dtype", "channels"), [(np.float32, 3), (np.float32, 1), (float, 1)])
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
-def test_blocks_of_images_and_batches_of_either_argument_have_xlas_derivatives(
-    dtype, channels, axes, monkeypatch
-):
+def test_blocks_and_batches_have_xlas_derivatives(dtype, channels, axes, monkeypatch):
     """Blocks hold two of five images, so the last block is smaller."""
     monkeypatch.setattr("bilevel.nets.convolution._BLOCK_BYTES", 3 * 8 * 6 * 9 * channels * 8)
     rng = np.random.default_rng(0)
@@ -187,7 +181,6 @@ def test_sixteen_bits_are_summed_in_thirty_two():
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "stride"), [((2, 5, 6, 2), 1), ((1, 7, 4, 2), 2)])
 def test_pooling_is_over_the_pixels_inside_the_image(shape, stride):
-    """By loops over windows; the gradient of the maximum goes to the pixel that is largest."""
     x = np.random.default_rng(0).permutation(np.prod(shape)).reshape(shape).astype(float)
     largest, mean, gradient = [], [], np.zeros(shape)
     rows, columns = ((length - 1) // stride + 1 for length in shape[1:3])

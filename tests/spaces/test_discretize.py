@@ -45,7 +45,6 @@ def violations(verdict, alpha, allowed=True):
 
 
 def guaranteed(verdict):
-    """Condition 6 for the argmax against all others, on the means."""
     D_a = np.take_along_axis(np.array(verdict.D), np.array(verdict.argmax)[:, None], 1)
     return (D_a <= verdict.D).all(axis=1)
 
@@ -67,13 +66,9 @@ def test_theorem_7_on_random_realizable_instances():
 def test_a_minimiser_suffices_without_realizability():
     """Also on the boundary; minimisers by NNLS, the sum 1 as a row of large weight."""
     outputs, _, targets = instances(1)
-    heavy = 1e6
-    minimisers = np.stack(
-        [
-            scipy.optimize.nnls(np.vstack([f, np.full(4, heavy)]), np.append(y, heavy))[0]
-            for f, y in zip(outputs, targets, strict=True)
-        ]
-    )
+    heavy = np.full((1000, 1, 4), 1e6)
+    rows = zip(np.concatenate([outputs, heavy], 1), np.c_[targets, heavy[:, 0, 0]], strict=True)
+    minimisers = np.stack([scipy.optimize.nnls(f, y)[0] for f, y in rows])
     alpha = minimisers / minimisers.sum(1, keepdims=True)
     on_boundary = (alpha == 0).any(axis=1)
     assert 0.1 < on_boundary.mean() < 0.95
@@ -121,12 +116,7 @@ def truth():
     return Q / (1 - np.array(ALPHA)) ** 2, Q + 0.5 * NOISE**2
 
 
-def right(verdicts, values):
-    return verdicts == np.where(values[:, None] >= values, 1, -1)
-
-
 def test_intervals_cover_and_wrong_verdicts_are_rare():
-    """By simulation at 60 rows, 95 %; D and L are known."""
     D, L = truth()
     outputs, targets = samples(0, 1000, 60)
     verdict = every(outputs, np.tile(ALPHA, (1000, 1)), targets)
@@ -135,7 +125,8 @@ def test_intervals_cover_and_wrong_verdicts_are_rare():
     for verdicts, values in ((verdict.verdict, D), (verdict.loss_order, -L)):
         undecided = np.array(verdicts) == 0
         assert 0.05 < undecided.mean() < 0.6
-        assert (~right(verdicts, values) & ~undecided).mean() < 0.02
+        wrong = verdicts != np.where(values[:, None] >= values, 1, -1)
+        assert (wrong & ~undecided).mean() < 0.02
     # All slacks are 0. The argmax is farther from the mixture than choice 0, which is best.
     slack_covered = (np.abs(verdict.slack) <= verdict.slack_half_width).all(axis=1)
     assert 0.93 < slack_covered.mean() < 0.995
@@ -209,7 +200,6 @@ def test_a_ranking_by_rows_has_the_paired_t_interval():
 
 
 def test_rank_correlations_are_those_of_scipy():
-    """Ties in both; scipy.stats.kendalltau (tau-b) and spearmanr."""
     a = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
     b = np.array([2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4]) - a
     agreement = rank_agreement(jax.random.key(0), a, b)
@@ -266,18 +256,15 @@ def test_a_choice_is_judged_by_paired_differences_against_every_other(seed):
     losses = rng.normal(size=(n, h)) + 5 * rng.normal(size=(n, 1)) + rng.normal(size=h) / 3
     for choice in range(h):
         judgement = judge_choice(losses, choice)
-        others = [j for j in range(h) if j != choice]
-        pairs = scipy.stats.ttest_rel(losses[:, [choice]], losses[:, others])
-        gaps = losses.mean(0)[choice] - losses.mean(0)[others]
-        assert_close(judgement.worse_by[np.array(others)], gaps)
-        t = judgement.worse_by[np.array(others)] / judgement.standard_error[np.array(others)]
-        assert_close(t, pairs.statistic)
-        assert bool(judgement.as_good) == (pairs.statistic <= 1).all()
+        means, others = losses.mean(0), np.arange(h) != choice
+        t = scipy.stats.ttest_rel(losses[:, [choice]], losses[:, others]).statistic
+        assert_close(judgement.worse_by[others], means[choice] - means[others])
+        assert_close((judgement.worse_by / judgement.standard_error)[others], t)
+        assert bool(judgement.as_good) == (t <= 1).all()
         sure = judge_choice(losses, choice, noise=0.0)
-        first = choice == losses.mean(0).argmin()
-        assert bool(sure.as_good) == first == (int(judgement.rank) == 1)
-        assert int(judgement.best) == losses.mean(0).argmin()
-        assert int(judgement.rank) == scipy.stats.rankdata(losses.mean(0))[choice]
+        assert bool(sure.as_good) == (choice == means.argmin()) == (int(judgement.rank) == 1)
+        assert int(judgement.best) == means.argmin()
+        assert int(judgement.rank) == scipy.stats.rankdata(means)[choice]
         # A common offset does not count.
         common = judge_choice(losses + 100 * rng.normal(size=(n, 1)), choice)
         assert bool(common.as_good) == bool(judgement.as_good)
@@ -317,11 +304,9 @@ def test_factors_have_their_derivatives_on_the_edges_of_the_simplex():
 
 
 def test_the_curvature_is_the_largest_eigenvalue_on_the_tangent_space():
-    # Truth: a quadratic in alpha, its Hessian projected by a matrix and diagonalised by numpy.
     draw = np.random.default_rng(0)
-    root = draw.normal(size=(5, 5))
+    root, P = draw.normal(size=(5, 5)), np.eye(5)
     H = root + root.T
-    P = np.eye(5)
     P[:3, :3] -= 1 / 3
     expected = np.linalg.eigvalsh(P @ H @ P)[-1]
 
@@ -331,8 +316,7 @@ def test_the_curvature_is_the_largest_eigenvalue_on_the_tangent_space():
 
     alpha = {"p": jnp.ones(3) / 3, "s": jnp.zeros(2)}
     curvature = diagnostics.alpha_curvature(loss, {"p": "simplex", "s": "box"})
-    actual = curvature(None, alpha, None)
-    assert_close(actual, expected, f64=1e-6)  # Lanczos's tolerance, squared
+    assert_close(curvature(None, alpha, None), expected, f64=1e-6)  # Lanczos's tolerance, squared
 
 
 @pytest.mark.parametrize("size", [1, 4, 40])
@@ -357,10 +341,7 @@ def test_sets_are_like_alpha_or_one_word_for_it():
 
 def test_the_kernels_diagonal_is_the_squared_norm_of_a_rows_gradient():
     w, x = jax.random.normal(jax.random.key(0), (3, 2)), jnp.arange(12.0).reshape(4, 3)
-
-    def apply(w, alpha, x):
-        return alpha * jnp.tanh(x @ w)
-
+    apply = jax.jit(lambda w, alpha, x: alpha * jnp.tanh(x @ w))
     slopes = [jax.grad(lambda w, i=i: apply(w, 2.0, x)[i, 0])(w) for i in range(4)]
     expected = np.mean([np.sum(np.asarray(s) ** 2) for s in slopes])
     assert_close(diagnostics.kernel_diagonal(apply, w, 2.0, x), expected, f32=1e-5)

@@ -22,7 +22,6 @@ X[:, 2], X[4] = 0.1, 0  # a constant column, and a row of zeros
 
 
 def features_of(x_train):
-    """The map with its functions compiled once per shape, whatever the configuration."""
     features = fourier_features(jax.random.key(3), x_train)
     apply, project = (jax.jit(f, static_argnums=(2, 3)) for f in features[:2])
     return features._replace(apply=apply, project=project)
@@ -37,18 +36,13 @@ def all_configs():
     return [fourier_config(p, k, 0.3) for p, k in itertools.product(PREPROCESS, KERNELS)]
 
 
-def distances(x):
-    difference = np.asarray(x, float)[:, None] - np.asarray(x, float)[None]
-    return np.sqrt((difference**2).sum(-1)), np.abs(difference).sum(-1)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_products_of_features_are_the_kernel_up_to_their_exact_standard_deviation(kernel):
     # Truth: 2 cos u cos v = cos(u - v) + cos(u + v) has, over the draws, mean k(x - y) and variance
     # (1 + k(2 (x - y))) / 2 - k(x - y)^2 + 1/2.
     x, gamma, dimension = X[:6] / 3, 0.7, 2**16
-    euclidean, manhattan = distances(x)
+    euclidean, manhattan = (np.linalg.norm(x[:, None] - x, p, axis=-1) for p in (2, 1))
     closed_form = {
         "gaussian": lambda t: np.exp(-gamma * (t * euclidean) ** 2),
         "laplace": lambda t: np.exp(-gamma * t * manhattan),
@@ -111,13 +105,11 @@ def test_one_configuration_per_row_equals_applying_them_row_by_row():
 @pytest.mark.long
 def test_all_configurations_see_the_same_directions_and_phases():
     # Truth: z and z / |z_0| point the same way, and the features of 0 are sqrt(2) cos(b).
-    gaussian, isotropic = (
-        np.asarray(fitted().project(fourier_config("none", kernel), X[:1], 300))
-        for kernel in ("gaussian", "laplace_isotropic")
-    )
+    configs = {kernel: fourier_config("none", kernel) for kernel in KERNELS}
+    pair = configs["gaussian"], configs["laplace_isotropic"]
+    gaussian, isotropic = (fitted().project(config, X[:1], 300) for config in pair)
     assert np.all(gaussian / isotropic > 0)
-    zero = jnp.zeros((1, 4))
-    phases = [fitted().apply(fourier_config("none", kernel), zero, 300) for kernel in KERNELS]
+    phases = [fitted().apply(config, jnp.zeros((1, 4)), 300) for config in configs.values()]
     assert_close(phases[1], phases[0])
     assert_close(phases[2], phases[0])
 
@@ -132,13 +124,11 @@ def test_all_configurations_see_the_same_directions_and_phases():
         ("standardize", lambda train, x: StandardScaler().fit(train).transform(x)),
     ],
 )
-def test_preprocessing_is_that_of_scikit_learn_with_statistics_of_the_training_rows(
-    name, reference
-):
-    train = np.asarray(X).copy()
+def test_preprocessing_is_scikit_learns_with_statistics_of_the_training_rows(name, reference):
+    train = X.copy()
     train[:, 2] = 0.1  # constant
     features = features_of(jnp.asarray(train))
-    for x in (train, np.asarray(X) + 1, np.zeros((1, 4), train.dtype)):
+    for x in (train, X + 1, np.zeros((1, 4))):
         # Truth: scikit-learn; the raw projection is linear in the preprocessed rows.
         expected = features.project(fourier_config("none"), jnp.asarray(reference(train, x)), 50)
         actual = features.project(fourier_config(name), jnp.asarray(x), 50)
@@ -203,9 +193,8 @@ def test_float32_rows_have_float32_features_equal_to_those_in_float64():
 
 def test_sampled_configurations_fill_the_search_space():
     configs = spaces.features.sample_fourier(jax.random.key(3), 100)
-    assert {(int(c.preprocess), int(c.kernel)) for c in configs} == set(
-        itertools.product(range(4), range(2))
-    )
+    pairs = {(int(c.preprocess), int(c.kernel)) for c in configs}
+    assert pairs == set(itertools.product(range(4), range(2)))
     # Truth: log10 gamma ~ U[-5, 1] has mean -2 and standard deviation sqrt(3).
     exponents = np.log10([float(c.gamma) for c in configs])
     assert exponents.min() >= -5 and exponents.max() <= 1
@@ -239,10 +228,7 @@ def test_tokens_are_those_found_by_hand(tokenizer, text, tokens):
     assert _TOKENIZERS[tokenizer](text) == tokens.split(" ")
 
 
-def bins(*ngrams):
-    """Truth of the hashing: scikit-learn's own, n-grams listed by hand."""
-    hasher = FeatureHasher(BINS, input_type="string", alternate_sign=False)
-    return hasher.transform([ngrams])
+hasher = functools.partial(FeatureHasher, input_type="string", alternate_sign=False)
 
 
 @pytest.mark.parametrize(
@@ -260,18 +246,17 @@ def test_counts_are_those_of_ngrams_listed_by_hand(fields, ngrams):
     unigrams, *longer = ngrams.split("|")
     counts = hashed_counts(["The film is: THE film!"], text_config(**fields))
     assert counts.shape == (1, BINS)
-    expected = bins(*unigrams.split(" "), *longer)
+    expected = hasher(BINS).transform([[*unigrams.split(" "), *longer]])  # scikit-learn's own
     np.testing.assert_array_equal(counts.indices, expected.indices)
     np.testing.assert_array_equal(counts.data, expected.data)
 
 
 def test_folding_to_a_power_of_two_is_hashing_to_it():
-    # Truth: scikit-learn, hashing n-grams listed by brute force into 16 bins.
     words = [["one", "two", "three", "one", "two"], [], ["a", "b"] * 4]
     ngrams = [
         [" ".join(w[i : i + n]) for n in (1, 2, 3) for i in range(len(w) - n + 1)] for w in words
     ]
-    expected = FeatureHasher(16, input_type="string", alternate_sign=False).transform(ngrams)
+    expected = hasher(16).transform(ngrams)
     counts = hashed_counts([" ".join(w) for w in words], text_config(order=3))
     np.testing.assert_array_equal(fold(counts, 16).toarray(), expected.toarray())
     np.testing.assert_array_equal(fold(counts, 16, binary=True).toarray(), expected.toarray() > 0)

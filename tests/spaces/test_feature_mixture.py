@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close, finite_differences, flatten, hypergradient, tolerance
+from problems import Case, mixed_ridge_in_numpy
 
 import bilevel
 from bilevel.spaces.activations import unit_inputs
@@ -39,52 +40,38 @@ def draw(rows, p, rows_valid=15, h=3):
     return [(jnp.asarray(b), jnp.asarray(t)) for b, t in ((phi, y), (psi, y_valid))]
 
 
-@pytest.mark.parametrize("setting", REFERENCES, ids=["primal", "dual", "ridgeless"])
-def test_the_hypergradient_is_the_closed_form(setting):
-    """Truth: reference values, and the formula if Phi' Phi is regular."""
-    rows, p, penalty = setting
+def squared_search(rows, p, penalty):
+    """The space, and the arguments of its hypergradient."""
     train, valid = draw(rows, p)
     space = feature_space([jnp.sin] * 3, outer="squared")
     alpha = {"mixture": MIXTURE, "log_penalty": jnp.log(jnp.array(penalty))}
-    w = space.init(jax.random.key(0), train)
+    return space, (alpha, space.init(jax.random.key(0), train), train, valid)
+
+
+@pytest.mark.parametrize("setting", REFERENCES, ids=["primal", "dual", "ridgeless"])
+def test_the_hypergradient_is_the_closed_form(setting):
+    penalty = setting[2]
+    space, (alpha, w, train, valid) = squared_search(*setting)
     hyper = hypergradient(space.problem, space.solver, alpha, w, train, valid)
     value, mixture, log_penalty = REFERENCES[setting]
     assert_close(hyper.value, value, f64=1e-11)
     assert_close(hyper.grad["mixture"], mixture, f64=1e-11)
     assert_close(hyper.grad["log_penalty"], log_penalty, f64=1e-11, f32=1e-2)
     if penalty:
-        assert_close(hyper.grad, closed_form(penalty, *train, *valid), f64=1e-10, f32=1e-2)
+        sides = ((jnp.swapaxes(phi, 0, 1), y) for phi, y in (train, valid))
+        case = Case(None, {"mix": MIXTURE, "log_decay": np.log(penalty)}, None, *sides)
+        assert_close(hyper.grad, mixed_ridge_in_numpy(case)[1], f64=1e-10, f32=1e-2)
     else:  # the predictor does not change when the features are scaled
         euler = jnp.vdot(MIXTURE, hyper.grad["mixture"])
         assert abs(euler) < tolerance(1e-10, 1e-3) * np.linalg.norm(mixture)
 
 
-def closed_form(penalty, phis, y, psis, y_valid):
-    """``-(2/n) [r_V' Psi_i w + q' Phi_i' r - (Phi q)' Phi_i w]``, q = M^-1 Psi' r_V."""
-    phis, y, psis, y_valid = (np.asarray(a, float) for a in (phis, y, psis, y_valid))
-    phi, psi = (np.einsum("i,inp->np", np.asarray(MIXTURE, float), b) for b in (phis, psis))
-    matrix = phi.T @ phi + penalty * np.eye(phi.shape[1])
-    w = np.linalg.solve(matrix, phi.T @ y)
-    r, r_valid = y - phi @ w, y_valid - psi @ w
-    q = np.linalg.solve(matrix, psi.T @ r_valid)
-    slopes = [
-        r_valid @ b @ w + q @ a.T @ r - (phi @ q) @ a @ w for a, b in zip(phis, psis, strict=True)
-    ]
-    factor = 2 / len(y_valid)
-    return {"mixture": -factor * np.array(slopes), "log_penalty": factor * penalty * q @ w}
-
-
 @pytest.mark.long
 def test_implicit_differentiation_of_the_lower_loss_gives_the_same():
     """Truth: the closed form, which never calls the lower loss."""
-    train, valid = draw(10, 30)
-    space = feature_space([jnp.sin] * 3, outer="squared")
-    alpha = {"mixture": MIXTURE, "log_penalty": jnp.log(jnp.array(0.1))}
-    w = space.init(jax.random.key(0), train)
-    hyper, by_cg = (
-        hypergradient(space.problem, solver, alpha, w, train, valid, diagnostics=True)
-        for solver in (space.solver, bilevel.implicit())
-    )
+    space, arguments = squared_search(10, 30, 0.1)
+    run = functools.partial(hypergradient, space.problem, diagnostics=True)
+    hyper, by_cg = (run(solver, *arguments) for solver in (space.solver, bilevel.implicit()))
     assert_close(by_cg.w, hyper.w, f64=1e-9, f32=1e-2)
     assert_close(by_cg.grad, hyper.grad, f64=1e-8, f32=1e-2)
     assert hyper.info.converged
@@ -103,20 +90,10 @@ def digits(classes):
 
 
 def fourier_map(key, bandwidth, features=60):
-    """Random Fourier features of a Gaussian kernel."""
     wkey, bkey = jax.random.split(key)
     weights = bandwidth * jax.random.normal(wkey, (64, features))
     shifts = jax.random.uniform(bkey, (features,), maxval=2 * jnp.pi)
     return lambda x: jnp.sqrt(2 / features) * jnp.cos(x @ weights + shifts)
-
-
-def fourier_search(classes, outer):
-    """Bandwidths 1 (good), 30 and 100 (noise): the space, training and validation batches."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    maps = [fourier_map(k, s) for k, s in zip(keys, (1.0, 30.0, 100.0), strict=True)]
-    space = feature_space(maps, names=["good", "noise", "more noise"], outer=outer)
-    batches = [(space.blocks(x), sign_labels(t, classes)) for x, t in digits(classes)]
-    return space, *batches
 
 
 @pytest.mark.long
@@ -124,7 +101,9 @@ def fourier_search(classes, outer):
 def test_the_hypergradient_is_that_of_the_refitted_validation_loss(classes, outer):
     if outer == "hinge" and not jax.config.jax_enable_x64:
         pytest.skip("a difference in float32 needs a step so wide that it straddles the kinks")
-    space, train, valid = fourier_search(classes, outer)
+    maps = list(map(fourier_map, jax.random.split(jax.random.key(0), 3), (1.0, 30.0, 100.0)))
+    space = feature_space(maps, names=["good", "noise", "more noise"], outer=outer)
+    train, valid = ((space.blocks(x), sign_labels(t, classes)) for x, t in digits(classes))
     alpha, w = space.start(), space.init(jax.random.key(0), train)
     fn = jax.jit(bilevel.hypergradient(space.problem, space.solver, diagnostics=False))
     truth = finite_differences(lambda alpha: fn(alpha, w, train, valid).value, alpha)

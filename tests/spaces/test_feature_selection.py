@@ -53,12 +53,9 @@ def test_a_configuration_is_judged_as_scikit_learn_would(parts, configs, resourc
         phis = [np.asarray(apply(config, x, resource)) / np.sqrt(resource) for x in xs]
         model = fitted(phis[0], labels[0])
         truth = [errors_of(model, phi, y) for phi, y in zip(phis[1:], labels[1:], strict=True)]
-        np.testing.assert_allclose(
-            problem.evaluate(None, config, resource),
-            truth,
-            # One row of 80 may be within rounding of another class.
-            atol=tolerance(1e-12, 0.0126),
-        )
+        actual = problem.evaluate(None, config, resource)
+        # One row of 80 may be within rounding of another class.
+        np.testing.assert_allclose(actual, truth, atol=tolerance(1e-12, 0.0126))
 
 
 @pytest.mark.long
@@ -80,13 +77,9 @@ def test_shared_weights_are_fitted_to_rows_under_configurations_of_their_own(par
     wrong = np.argmax(model.predict(phi(valid, cells[80:])), 1) != labels[1]
     counts = np.bincount(cells[80:], minlength=5)
     np.testing.assert_array_equal(shared.counts, counts)
-    assert shared.counts[4] == 0
-    assert np.isnan(shared.errors[4])
-    np.testing.assert_allclose(
-        shared.errors[:4] * counts[:4],
-        np.bincount(cells[80:], wrong, minlength=5)[:4],
-        atol=tolerance(1e-9, 1.1),
-    )
+    assert shared.counts[4] == 0 and np.isnan(shared.errors[4])
+    errors = np.bincount(cells[80:], wrong, minlength=5)[:4]
+    np.testing.assert_allclose((shared.errors * counts)[:4], errors, atol=tolerance(1e-9, 1.1))
     whole = problem.share(key(), configs, probabilities, DIMENSION, whole=True)
     truth = [errors_of(model, phi(valid, np.full(80, c)), labels[1]) for c in range(5)]
     np.testing.assert_allclose(whole.errors, truth, atol=tolerance(1e-12, 0.0126))
@@ -98,8 +91,7 @@ def test_features_made_in_blocks_are_those_that_are_kept(parts, configs):
         features.fourier_selection(key(), *parts, dimension=DIMENSION, memory=memory)
         for memory in (2**31, 225_000)  # some 70 rows a block
     ]
-    # More features than rows, so in columns; then fewer, in rows. A row may be within rounding of
-    # another class, in the smallest cell.
+    # More features than rows, so in columns; then fewer, in rows.
     shared = [p.share(key(), configs, np.full(5, 0.2), DIMENSION).errors for p in problems]
     np.testing.assert_allclose(*shared, atol=tolerance(1e-12, 0.1))
     alone = [p.evaluate(None, configs[0], 32) for p in problems]
@@ -159,9 +151,8 @@ def test_a_class_missing_from_training_is_never_predicted_and_the_rest_works(par
     error, missing = problem.evaluate(None, configs[0], 64).valid, np.mean(y_valid == 3)
     assert missing <= error < whole.evaluate(None, configs[0], 64).valid + missing + 0.1
     # With a tiny bandwidth outputs are noise, and every class may be the largest.
-    problem = features.fourier_selection(
-        key(), kept, (x_valid, np.full(80, 3)), (x_valid, np.full(80, 4)), dimension=64
-    )
+    others = ((x_valid, np.full(80, label)) for label in (3, 4))
+    problem = features.fourier_selection(key(), kept, *others, dimension=64)
     error = problem.evaluate(None, features.fourier_config(gamma=100.0), 64)
     assert error.valid == 1 and error.test < 1
 

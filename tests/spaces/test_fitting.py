@@ -1,5 +1,6 @@
 """Training on rows of the host: its steps, its checkpoints, its normalisation, its rivals."""
 
+import functools
 import os
 import signal
 
@@ -41,15 +42,12 @@ def rows(n=23, d=3):
 
 
 def test_the_steps_are_those_of_a_loop():
-    """Truth: the same batches in a loop of gradient steps without a program."""
-    network, (x, y), key = linear(), rows(), jax.random.key(3)
-    seen = []
+    network, (x, y), key, seen = linear(), rows(), jax.random.key(3), []
     options = {"optimizer": optax.sgd(0.05), "epochs": 2, "batch_size": 5}
-    options["callback"] = lambda epoch, loss: seen.append((epoch, loss))
+    options["callback"] = lambda *args: seen.append(args)
     fitted = fit(key, network, (x, y), test=(x, y), **options)
     init_key, order_key, loss_key = jax.random.split(key, 3)
-    w, averages = network.init(init_key, (3,))
-    losses = []
+    (w, averages), losses = network.init(init_key, (3,)), []
     for i in range(8):
         if i % 4 == 0:
             order = np.asarray(jax.random.permutation(jax.random.fold_in(order_key, i // 4), 23))
@@ -69,9 +67,7 @@ def test_the_steps_are_those_of_a_loop():
 
 
 @pytest.mark.parametrize("stop", [4, 6])
-def test_a_training_stopped_after_an_epoch_or_within_one_ends_in_the_same_bits(
-    stop, tmp_path, monkeypatch
-):
+def test_a_stopped_training_goes_on_to_the_same_bits(stop, tmp_path, monkeypatch):
     data, step, done = rows(), fitting._step, []
 
     def fitted(**options):
@@ -99,17 +95,13 @@ def test_a_training_stopped_after_an_epoch_or_within_one_ends_in_the_same_bits(
 
 
 def test_rows_stay_on_the_host(tmp_path):
-    """A memory map of bytes gives what its numbers give."""
     x, y = rows()
     x = (100 + 20 * x).astype(np.uint8)
     np.save(tmp_path / "x.npy", x)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     network = inputs.with_scale(linear(), inputs.row_scale(mapped))
-    options = {"optimizer": 0.1, "epochs": 2, "batch_size": 5}
-    a, b = (
-        fit(jax.random.key(0), network, (rows, y), test=(rows, y), **options)
-        for rows in (mapped, x.astype(float))
-    )
+    run = functools.partial(fit, jax.random.key(0), network, optimizer=0.1, epochs=2, batch_size=5)
+    a, b = (run((rows, y), test=(rows, y)) for rows in (mapped, x.astype(float)))
     np.testing.assert_allclose(a.w, b.w, rtol=1e-5)
     np.testing.assert_array_equal(a.errors, b.errors)
 
@@ -128,16 +120,13 @@ def test_the_scales_are_those_of_the_functions_of_arrays():
 
 def test_weights_of_darts_networks_differ_as_counted():
     sizes = {"classes": 3, "cells": 3, "channels": 4}
-    networks = [
-        Blueprint("darts", str(genotype(draw_corner(key))), sizes)
-        for key in jax.random.split(jax.random.key(0))
-    ]
+    keys = jax.random.split(jax.random.key(0))
+    first, second = (Blueprint("darts", str(genotype(draw_corner(key))), sizes) for key in keys)
 
     def counted(blueprint):
         init = blueprint.network().init
         return weight_count(jax.eval_shape(lambda key: init(key, (8, 8, 1)), jax.random.key(0))[0])
 
-    first, second = networks
     assert counted(first) - counted(second) == weight_excess(first) - weight_excess(second)
 
 

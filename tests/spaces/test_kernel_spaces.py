@@ -28,23 +28,10 @@ def batches(space):
     return (space.inputs(X), Y), (space.inputs(XV, X), YV)
 
 
-def value_of(space):
-    """alpha -> the outer loss at the closed-form weights."""
-    train, valid = batches(space)
-
-    def value(alpha):
-        w, _ = space.solver.run(space.problem.lower, alpha, jnp.zeros_like(Y), (), train)
-        return space.problem.outer(w, alpha, valid)
-
-    return value
-
-
 def network(alpha, x1, x2=None):
-    """A deep network: activations, a skip and variances to be searched."""
-    layer = {ntk.relu: alpha["mixture"][0], KINKED: alpha["mixture"][1]}
-    return ntk.network_kernel(
-        x1, x2, activations=[layer, ntk.relu], skips=[alpha["skip"]], variances=[1.0, 2.0, 1.0]
-    )
+    layers = {ntk.relu: alpha["mixture"][0], KINKED: alpha["mixture"][1]}, ntk.relu
+    options = {"skips": [alpha["skip"]], "variances": [1.0, 2.0, 1.0]}
+    return ntk.network_kernel(x1, x2, activations=layers, **options)
 
 
 NETWORK = {"mixture": np.array([0.4, 0.6]), "skip": np.array(0.3)}
@@ -84,7 +71,11 @@ def test_hypergradients_are_finite_differences(name):
     fn = jax.jit(bilevel.hypergradient(space.problem, space.solver, diagnostics=cheap))
     hyper = fn(alpha, space.init(jax.random.key(2), train), train, valid)
     assert not cheap or (bool(hyper.info.converged) and hyper.info.error_bound < 1e-8)
-    value = value_of(space)
+
+    def value(alpha):
+        w, _ = space.solver.run(space.problem.lower, alpha, jnp.zeros_like(Y), (), train)
+        return space.problem.outer(w, alpha, valid)
+
     np.testing.assert_allclose(hyper.value, value(alpha), rtol=1e-12)
     slopes = finite_differences(lambda a: value(jax.tree.map(jnp.asarray, a)), alpha)
     np.testing.assert_allclose(flatten(hyper.grad), slopes, rtol=1e-6, atol=1e-9)
@@ -111,17 +102,14 @@ def test_a_described_network_is_a_space_whose_architectures_are_networks():
 
 @pytest.mark.long
 def test_a_search_ends_at_a_kernel_and_its_certificates_hold_all_the_way():
-    space = kernel_mixture_space(
-        {"relu": functools.partial(ntk.network_kernel, activations=[ntk.relu]), "linear": linear},
-        outer="hinge",
-    )
+    relu = functools.partial(ntk.network_kernel, activations=[ntk.relu])
+    space = kernel_mixture_space({"relu": relu, "linear": linear}, outer="hinge")
     train, valid = batches(space)
     start = space.start(), space.init(jax.random.key(2), train)
     simplex = optax.chain(bilevel.tangent(), optax.adam(0.3), bilevel.exponentiate())
     optimizer = bilevel.strategies.on_sets(space.sets, simplex=simplex, other=optax.adam(0.1))
-    result = bilevel.search(
-        space.problem, space.solver, optimizer, *start, train, valid, steps=6, progress=False
-    )
+    arguments = space.problem, space.solver, optimizer, *start, train, valid
+    result = bilevel.search(*arguments, steps=6, progress=False)
     assert space.discretize(result.alpha) in ("relu", "linear")
     bounds = space.certificates(result.history["alpha"], X)
     for alpha, bound in zip(result.history["alpha"]["mixture"], bounds, strict=True):
@@ -174,7 +162,6 @@ def test_the_example_of_convolutional_networks_ends_at_a_certified_kernel(monkey
 @pytest.mark.long
 @pytest.mark.parametrize("classes", [2, 3])
 def test_linearised_deep_features_are_regression_on_the_networks_gradient(classes):
-    """Truth: the Jacobian written out, its regression, and the derivative of that."""
     deep = skip_space(["relu", "tanh"], depth=3, width=6, classes=classes)
     w = deep.init(jax.random.key(2), (X, Y))
     space = linearized_space(deep, w)
@@ -189,8 +176,7 @@ def test_linearised_deep_features_are_regression_on_the_networks_gradient(classe
 
     def value(alpha):
         phi, phi_v = features(alpha, X), features(alpha, XV)
-        mean = "icp,jcp->ij"
-        K, k = (jnp.einsum(mean, f, phi) / phi.shape[1] for f in (phi, phi_v))
+        K, k = (jnp.einsum("icp,jcp->ij", f, phi) / phi.shape[1] for f in (phi, phi_v))
         dual = jnp.linalg.solve(K + jnp.exp(alpha["log_penalty"]) * jnp.eye(len(X)), y)
         return jnp.mean((1 - yv * (k @ dual)) ** 2)
 
@@ -204,7 +190,6 @@ def test_linearised_deep_features_are_regression_on_the_networks_gradient(classe
 
 @pytest.mark.parametrize(("rows", "valid"), [(9, 9), (2, 3)])
 def test_a_space_with_training_inputs_takes_batches_as_the_contract_says(rows, valid):
-    """The result is that of pairs of inputs, also for equal numbers of rows."""
     x, y, xv, yv = map(jnp.asarray, (X[:rows], Y[:rows], XV[:valid], YV[:valid]))
     pairs = kernel_function_space(gaussian, jnp.zeros(()))
     space = kernel_function_space(gaussian, jnp.zeros(()), x=np.asarray(x))
@@ -235,9 +220,7 @@ def test_traced_rows_that_are_not_the_training_inputs_give_nan():
     pairs = kernel_function_space(gaussian, jnp.zeros(()))
     space = kernel_function_space(gaussian, jnp.zeros(()), x=x)
     alpha, w = pairs.start(), jnp.ones(9)
-    coefficients, truth = (
-        pairs.solver.run(pairs.problem.lower, alpha, w, (), (inputs, y))[0]
-        for inputs in (x, pairs.inputs(x))
-    )
+    solve = functools.partial(pairs.solver.run, pairs.problem.lower, alpha, w, ())
+    coefficients, truth = (solve((inputs, y))[0] for inputs in (x, pairs.inputs(x)))
     np.testing.assert_array_equal(coefficients, truth)
     assert np.isnan(jax.jit(space.problem.lower)(w, alpha, (XV, YV)))

@@ -15,9 +15,8 @@ from bilevel.spaces.nasbench201.genotype import (
     parse_genotype,
 )
 
-RESNET = (
-    "|nor_conv_3x3~0|+|none~0|nor_conv_3x3~1|+|skip_connect~0|none~1|skip_connect~2|"  # the paper's
-)
+# the paper's
+RESNET = "|nor_conv_3x3~0|+|none~0|nor_conv_3x3~1|+|skip_connect~0|none~1|skip_connect~2|"
 BEST = (
     "|nor_conv_3x3~0|+|nor_conv_3x3~0|nor_conv_3x3~1|"
     "+|skip_connect~0|nor_conv_1x1~1|nor_conv_3x3~2|"  # on CIFAR-10, in the benchmark
@@ -27,10 +26,8 @@ BEST = (
 def test_the_official_text_is_read_edge_by_edge():
     g = parse_genotype(RESNET)
     on = dict(zip(EDGES, g.operations, strict=True))
-    assert on[0, 1] == on[1, 2] == "nor_conv_3x3"
-    assert on[0, 3] == on[2, 3] == "skip_connect"
-    assert on[0, 2] == on[1, 3] == "none"
-    assert str(g) == RESNET
+    assert on[0, 1] == on[1, 2] == "nor_conv_3x3" and on[0, 3] == on[2, 3] == "skip_connect"
+    assert on[0, 2] == on[1, 3] == "none" and str(g) == RESNET
 
 
 def test_a_genotypes_place_is_its_code_in_base_5():
@@ -57,7 +54,6 @@ def paths(g):
 
 
 def test_live_edges_are_those_on_a_path_from_input_to_output():
-    """Compared with the four possible paths; trainable layers count the convolutions on them."""
     for g in genotypes():
         edges = {edge for path in paths(g) for edge in path}
         assert {e for e, live in zip(EDGES, live_edges(g), strict=True) if live} == edges

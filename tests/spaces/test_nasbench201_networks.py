@@ -46,8 +46,6 @@ def weights():
 
 
 def by_hand(w, genotype, x):
-    """The network, operation by operation, without the package's convolutions."""
-
     def norm(w, x):
         mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
         return w["scale"] * (x - mean) / jnp.sqrt(variance + 1e-5) + w["bias"]
@@ -95,26 +93,20 @@ def loss(logits):
     return optax.softmax_cross_entropy_with_integer_labels(logits, Y).mean()
 
 
-@functools.cache
-def array_form():
-    """Logits and gradient, traced once for all genotypes."""
-    return jax.jit(
-        lambda w, which: (
-            NETWORKS.apply(w, which, X),
-            jax.grad(lambda w: loss(NETWORKS.apply(w, which, X)))(w),
-        )
-    )
+def with_gradient(apply):
+    """Logits of X, and the gradient of their loss."""
+    return jax.jit(lambda w, g: (apply(w, g, X), jax.grad(lambda w: loss(apply(w, g, X)))(w)))
+
+
+ARRAY_FORM = with_gradient(NETWORKS.apply)  # traced once for all genotypes
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", GENOTYPES)
 def test_both_forms_and_their_gradients_are_those_of_the_network_by_hand(name):
     w, genotype = weights(), GENOTYPES[name]
-    of_array = array_form()(w, encode(genotype))
-    expected = jax.jit(
-        lambda w: (by_hand(w, genotype, X), jax.grad(lambda w: loss(by_hand(w, genotype, X)))(w))
-    )(w)
-    assert_close(of_array, expected)
+    expected = with_gradient(lambda w, _, x: by_hand(w, genotype, x))(w, None)
+    assert_close(ARRAY_FORM(w, encode(genotype)), expected)
     own = NETWORKS.select(w, genotype)
     assert_close(jax.jit(lambda w: NETWORKS.apply(w, genotype, X))(own), expected[0])
 
@@ -145,10 +137,8 @@ def test_a_score_of_layers_is_the_same_for_both_forms():
     genotype, w = GENOTYPES["one that ends nowhere"], weights()
 
     def score(g):
-        def run(w):
-            return ntk.scores.wrcor(None, lambda w, x: NETWORKS.apply(w, g, x), w, (X, Y))
-
-        return jax.jit(run)(NETWORKS.select(w, g))
+        run = jax.jit(ntk.scores.wrcor, static_argnums=(0, 1))
+        return run(None, lambda w, x: NETWORKS.apply(w, g, x), NETWORKS.select(w, g), (X, Y))
 
     assert_close(score(encode(genotype)), score(genotype))
     assert abs(score(genotype)) > 0
@@ -170,9 +160,8 @@ def test_the_training_network_has_the_loss_of_the_shared_network():
     _, averages = network.init(key(), X.shape[1:])
     value, new = network.loss(own, averages, (X, Y), key())
     assert_close(value, loss(NETWORKS.apply(own, genotype, X)))
-    stem = jax.lax.conv_general_dilated(
-        X, own["stem"]["conv"]["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
+    arguments = X, own["stem"]["conv"]["kernel"], (1, 1), "SAME"
+    stem = jax.lax.conv_general_dilated(*arguments, dimension_numbers=("NHWC", "HWIO", "NHWC"))
     # Averages are float32, whatever the images are.
     assert_close(new["stem"]["norm"]["mean"], 0.1 * stem.mean((0, 1, 2)), f64=1e-6)
 
@@ -216,9 +205,8 @@ def test_at_a_corner_the_supernet_is_the_genotypes_network():
 def test_parameters_are_the_genotypes_of_all_convolutions_without_norms():
     """Counted from the genotypes' own parameter counts, which include norms."""
     w = jax.eval_shape(lambda: nasbench201_space().init(key(), batch(1, 32, 32, 3)))
-    outside, *convolutions = (
-        parameter_count(Genotype((name,) * 6)) for name in ("none", "nor_conv_1x1", "nor_conv_3x3")
-    )
+    names = "none", "nor_conv_1x1", "nor_conv_3x3"
+    outside, *convolutions = (parameter_count(Genotype((name,) * 6)) for name in names)
     norms = 2 * 5 * 6 * (16 + 32 + 64)
     expected = outside + sum(count - outside - norms for count in convolutions)
     assert sum(leaf.size for leaf in jax.tree.leaves(w)) == expected

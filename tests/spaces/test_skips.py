@@ -40,12 +40,6 @@ def rows():
     return jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)))
 
 
-def random_alpha(depth, h):
-    draw = np.random.default_rng(depth)
-    alpha = {"activations": draw.dirichlet(np.ones(h), depth - 1), "skips": draw.random(depth - 2)}
-    return jax.tree.map(jnp.asarray, alpha)
-
-
 @pytest.mark.parametrize(("classes", "label"), [(2, -1), (3, 3)])
 def test_unknown_labels_give_nan_losses_and_gradients(classes, label):
     space = skip_space(["relu"], depth=3, width=4, classes=classes)
@@ -71,12 +65,12 @@ def test_supernet_and_plain_network_are_the_formula_on_the_same_weights(
         # 120 and 4800 weights: four standard errors of a standard deviation.
         assert np.std(layer) == pytest.approx(deviation, rel=4 / (2 * layer.size) ** 0.5)
     apply = jax.jit(space.apply)
-    alpha = random_alpha(5, 5)
+    draw = np.random.default_rng(5)
+    alpha = {"activations": draw.dirichlet(np.ones(5), 4), "skips": draw.random(3)}
     assert_close(apply(w, alpha, rows), forward(w, alpha, rows, gain), f64=1e-13, f32=1e-5)
     corner = space.one_hot(ARCHITECTURE)
-    expected = forward(w, corner, rows, gain)
-    assert_close(apply(w, corner, rows), expected, f64=1e-13, f32=1e-5)
-    assert_close(apply(w, ARCHITECTURE, rows), expected, f64=1e-13, f32=1e-5)
+    for form in (corner, ARCHITECTURE):
+        assert_close(apply(w, form, rows), forward(w, corner, rows, gain), f64=1e-13, f32=1e-5)
 
 
 @pytest.mark.long
@@ -126,8 +120,8 @@ def test_programs_do_not_grow_with_the_depth(rows):
     def size(depth):
         space = skip_space(depth=depth, width=4)
         w = jax.eval_shape(lambda key: space.init(key, batch(1, 3)), jax.random.key(0))
-        gradient = jax.grad(space.problem.lower)
-        return len(jax.make_jaxpr(gradient)(w, space.start(), (rows, jnp.zeros(6, int))).eqns)
+        program = jax.make_jaxpr(jax.grad(space.problem.lower))
+        return len(program(w, space.start(), (rows, jnp.zeros(6, int))).eqns)
 
     assert size(4) == size(20)
 
@@ -165,11 +159,9 @@ def test_every_epoch_takes_every_row_once_in_an_order_of_its_own():
 
 def test_the_uniform_iterate_is_uniform_over_where_the_steps_begin():
     """Truth: counts of 4000 keys; chi-square with 4 degrees of freedom, one in 1000 above 18.5."""
-
-    def run(key):
-        return train(key, linear, None, 0.0, jnp.ones(11), optimizer=1.0, batch_size=2)
-
-    trained = jax.jit(jax.vmap(run))(jax.random.split(jax.random.key(1), 4000))
+    options = {"optimizer": 1.0, "batch_size": 2}
+    run = jax.vmap(lambda key: train(key, linear, None, 0.0, jnp.ones(11), **options))
+    trained = jax.jit(run)(jax.random.split(jax.random.key(1), 4000))
     # Batches of two ones; the 11th row is left out.
     np.testing.assert_array_equal(trained.last, 10.0)
     counts = np.bincount(np.asarray(trained.uniform, int), minlength=9)
@@ -179,7 +171,6 @@ def test_the_uniform_iterate_is_uniform_over_where_the_steps_begin():
 
 @pytest.mark.slow
 def test_plain_networks_learn_and_stay_float32_whatever_the_default():
-    """The class is the sign of one input."""
     space = skip_space(["relu", "swish"], depth=4, width=16, classes=2)
     architecture = SkipArchitecture(("relu", "swish", "relu"), (True, False))
     w = cast(space.init(jax.random.key(0), batch(1, 3)), jnp.float32)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close
+from helpers import assert_close, loop_of_steps, normal
 
 import bilevel
 from bilevel import strategies
@@ -38,32 +38,18 @@ def first_step(strategy, steps=1):
     return searched(whole, SPACE.start(), weights(), *ROWS, steps=steps, key=key())
 
 
-def by_hand(optimizer, slope):
-    alpha = SPACE.start()
-    updates, _ = optimizer.update(slope, optimizer.init(alpha), alpha)
-    return optax.apply_updates(alpha, updates)
-
-
-def optimizer_of(simplex, other):
-    return strategies.on_sets(SPACE.sets, simplex=simplex, other=other)
-
-
-ADAM = optimizer_of(logits(0.2), optax.adam(0.2, b1=0.5))
-MIRROR = optimizer_of(exponentiated(0.2), optax.sgd(0.2))
+on_sets = functools.partial(strategies.on_sets, SPACE.sets)
+ADAM = on_sets(simplex=logits(0.2), other=optax.adam(0.2, b1=0.5))
+MIRROR = on_sets(simplex=exponentiated(0.2), other=optax.sgd(0.2))
 
 
 def after(alpha, steps=1):
-    """The weights after gradient steps on the training rows, written out."""
-    w = weights()
-    for _ in range(steps):
-        g = jax.grad(SPACE.problem.lower)(w, alpha, ROWS[0])
-        w = jax.tree.map(lambda a, b: a - RATE * b, w, g)
-    return w
+    """The weights after gradient steps on the training rows."""
+    return loop_of_steps(SPACE.problem.lower, optax.sgd(RATE), weights(), alpha, ROWS[0], steps)
 
 
-def slope_through(steps, rows=ROWS[1]):
-    """The gradient in alpha of the loss after ``steps`` steps of the weights."""
-    return jax.grad(lambda alpha: SPACE.problem.outer(after(alpha, steps), alpha, rows))
+def slope_through(steps):
+    return jax.grad(lambda alpha: SPACE.problem.outer(after(alpha, steps), alpha, ROWS[1]))
 
 
 def slope_after(rows):
@@ -85,9 +71,9 @@ def slope_after(rows):
     ids=["darts", "darts, order 2", "unrolled", "gaea", "gaea, training rows", "joint"],
 )
 def test_a_step_is_the_formulas(strategy, optimizer, slope):
-    """Truth: gradients by JAX of the losses written out, and the optimizer's own update."""
-    result = first_step(strategy)
-    assert_close(result.alpha, by_hand(optimizer, slope(SPACE.start())), f64=1e-10, f32=1e-5)
+    result, alpha = first_step(strategy), SPACE.start()
+    updates, _ = optimizer.update(slope(alpha), optimizer.init(alpha), alpha)
+    assert_close(result.alpha, optax.apply_updates(alpha, updates), f64=1e-10, f32=1e-5)
     assert bool((result.alpha["activations"] != 0.5).any())
 
 
@@ -285,8 +271,7 @@ def mixed_space(operations, edges=1, classes=2):
 @pytest.mark.long
 def test_eigen_nas_keeps_the_best_conditioned_of_its_pool():
     space = skip_space(["relu", "tanh", "sigmoid"], depth=3, width=4)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 5)))
-    key = jax.random.key(3)
+    x, key = normal(0, 8, 5), jax.random.key(3)
     ranked = eigen_nas(key, space, x, pool=12, keep=3)
     drawn = {space.discretize(space.draw(k)) for k in jax.random.split(key, 12)}
     values = {a: np.linalg.eigvalsh(space.kernel(a, x).ntk)[0] for a in drawn}
@@ -298,7 +283,7 @@ def test_eigen_nas_keeps_the_best_conditioned_of_its_pool():
 
 
 def test_te_nas_prunes_ill_conditioned_operations_with_few_regions():
-    directions = jnp.asarray(np.random.default_rng(0).standard_normal((2, 40)))
+    directions, x, crops = normal(0, 2, 40), normal(1, 6, 2), normal(2, 30, 2)
     space = mixed_space(
         {
             "none": lambda x: 0 * x,
@@ -308,30 +293,24 @@ def test_te_nas_prunes_ill_conditioned_operations_with_few_regions():
         },
         edges=2,
     )
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((6, 2)))
     batch = x, jnp.zeros(6, int)
-    crops = jnp.asarray(np.random.default_rng(2).standard_normal((30, 2)))
-    architecture = te_nas(jax.random.key(0), space, space, batch, crops, repeats=1)
-    assert architecture == ("rich", "rich")
+    assert te_nas(key(), space, space, batch, crops, repeats=1) == ("rich", "rich")
 
 
 def test_te_nas_uses_regions_if_kernels_are_equal():
-    directions = jnp.asarray(np.random.default_rng(0).standard_normal((2, 40)))
+    directions, x, crops = normal(0, 2, 40), normal(1, 2, 2), normal(2, 30, 2)
     space = mixed_space({"linear": lambda x: x, "kinks": lambda x: -x})
     # ReLUs of weight 0 do not count.
     kinks = {"linear": lambda x: 1 * x, "kinks": lambda x: jax.nn.relu(x @ directions)}
-    thin = mixed_space(kinks)
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 2)))
-    crops = jnp.asarray(np.random.default_rng(2).standard_normal((30, 2)))
     batch = x, jnp.zeros(2, int)
-    assert te_nas(jax.random.key(0), space, thin, batch, crops, repeats=1) == ("kinks",)
+    assert te_nas(key(), space, mixed_space(kinks), batch, crops, repeats=1) == ("kinks",)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("penalty", "expected"), [(0.0, "steep"), (10.0, "gentle")])
 def test_nasi_takes_the_larger_trace_up_to_its_threshold(penalty, expected):
     space = mixed_space({"gentle": lambda x: x, "steep": lambda x: 5 * x}, edges=3)
-    rows = jnp.asarray(np.random.default_rng(0).standard_normal((16, 2))), jnp.arange(16) % 2
+    rows = normal(0, 16, 2), jnp.arange(16) % 2
     options = {"steps": 8, "batch_size": 8, "penalty": penalty, "threshold": 1e-6}
     assert nasi(jax.random.key(0), space, rows, **options) == (expected,) * 3
 

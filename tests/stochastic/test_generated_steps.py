@@ -1,8 +1,4 @@
-"""Check single-loop methods on random quadratics against their updates in numpy; one batch.
-
-The lower gradient in w is 1.1 w - x alpha, its derivative in alpha is -x, and the outer gradient is
-w - t.
-"""
+"""Check single-loop methods on random quadratics against their updates in numpy; one batch."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +16,7 @@ PROBLEM = bilevel.Problem(
 RATE, OUTER, STEPS = 0.3, 0.2, 3
 
 
-def slopes(x, w, alpha):
-    """Return the gradients of the lower loss in w and in alpha."""
+def slopes(x, w, alpha):  # of the lower loss in w and in alpha; the outer gradient is w - t
     return 1.1 * w - x * alpha, -x * (w - x * alpha)
 
 

@@ -43,7 +43,6 @@ def family(condition, seed=0):
 
 
 def know_only_leading(monkeypatch, spare):
-    """Treat the problem as large."""
     monkeypatch.setattr(_metric, "DENSE_SIZE", P - 1)
     monkeypatch.setattr(_metric, "_RANK", 4)
     monkeypatch.setattr(_metric, "_SPARE", spare)
@@ -56,7 +55,6 @@ def first_metric(condition, monkeypatch, small=False):
         know_only_leading(monkeypatch, spare=4)
     data = make_batched_data("train", train, PARTITION)
     at = problem, jnp.zeros(P), jnp.zeros(Q)
-
     first = jax.jit(lambda data: _metric.renewed(_metric.unmeasured(*at, data), 0, *at, data))
     return first(data), np.asarray(train[0], np.float64)
 
@@ -66,7 +64,6 @@ def matrix(metric, exponent):
 
 
 def test_the_metric_is_the_inverse_hessian_and_its_length_the_steepest_batchs(monkeypatch):
-    """Truth: numpy's inverse and eigenvalues."""
     metric, x = first_metric(1e4, monkeypatch)
     hessian = x.T @ x / N
     assert_close(matrix(metric, 1.0) @ hessian, np.eye(P), f64=1e-8, f32=0.02)
@@ -81,12 +78,10 @@ def test_the_metric_is_the_inverse_hessian_and_its_length_the_steepest_batchs(mo
 def test_a_large_problems_metric_knows_the_leading_directions(monkeypatch):
     metric, x = first_metric(1e4, monkeypatch, small=True)
     values, vectors = np.linalg.eigh(x.T @ x / N)
-    top, bottom = vectors[:, -2:], vectors[:, :2]
     assert metric.vectors.shape == (P, 4)
-    steep = np.diag(top.T @ matrix(metric, 1.0) @ top) * values[-2:]
-    np.testing.assert_allclose(steep, 1, rtol=0.05)
-    soft = np.diag(bottom.T @ matrix(metric, 1.0) @ bottom) * float(metric.floor)
-    np.testing.assert_allclose(soft, 1, rtol=0.05)
+    along = np.diag(vectors.T @ matrix(metric, 1.0) @ vectors)
+    np.testing.assert_allclose(along[-2:] * values[-2:], 1, rtol=0.05)
+    np.testing.assert_allclose(along[:2] * float(metric.floor), 1, rtol=0.05)
 
 
 def renewals(alpha):
@@ -140,15 +135,13 @@ def test_the_adjoint_is_kept_where_few_rows_are_much_steeper(method, penalty, de
         x = np.exp(rng.normal(size=(n, 1))) * rng.normal(size=(n, 40)) * np.logspace(0, -1, 40)
         return jnp.asarray(x), jnp.sign(x.sum(1) + rng.normal(size=n))
 
-    def losses(w, x, y):
-        return jax.nn.softplus(-y * (x @ w))
+    def outer(w, alpha, batch, weights=1.0):
+        x, y = batch
+        return jnp.mean(weights * jax.nn.softplus(-y * (x @ w)))
 
     def lower(w, alpha, batch):
-        x, y, index = batch
-        return jnp.mean(jax.nn.sigmoid(alpha[index]) * losses(w, x, y)) + penalty * jnp.sum(w**2)
-
-    def outer(w, alpha, batch):
-        return jnp.mean(losses(w, *batch))
+        *rows, index = batch
+        return outer(w, alpha, rows, jax.nn.sigmoid(alpha[index])) + penalty * jnp.sum(w**2)
 
     train, valid = (*rows(2000), jnp.arange(2000)), rows(500)
     args = bilevel.Problem(lower, outer), method(), bilevel.paced(), jnp.zeros(2000), jnp.zeros(40)
@@ -223,13 +216,10 @@ def test_weights_of_half_precision_are_moved_in_a_metric_of_single(method):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(64, 8)), rng.normal(size=64)
 
-    def error(w, batch):
+    def error(w, alpha, batch):
         return jnp.mean((batch[0] @ w - batch[1]) ** 2)
 
-    problem = bilevel.Problem(
-        lambda w, alpha, batch: error(w, batch) + jnp.sum(jnp.exp(alpha) * w**2),
-        lambda w, alpha, batch: error(w, batch),
-    )
+    problem = bilevel.Problem(lambda w, a, b: error(w, a, b) + jnp.sum(jnp.exp(a) * w**2), error)
 
     def measured(dtype):
         data = jnp.asarray(x, dtype), jnp.asarray(y, dtype)

@@ -10,8 +10,6 @@ from helpers import assert_close, finite_differences, tolerance
 
 from bilevel import bounds
 
-PRINTED = [bounds.khodak_theorem_a2_as_printed, bounds.khodak_theorem_3_1_as_printed]
-
 
 def validation_losses(risks, rows, trials):
     """Mean 0-1 losses on V [trials, |C|] of configurations that err independently."""
@@ -30,7 +28,6 @@ def test_the_entropy_term_covers_all_configurations_and_is_not_much_too_large():
 @pytest.mark.parametrize("rows", [4, 20])
 @pytest.mark.parametrize("spread", [0.3, 0.8])
 def test_the_excess_risk_of_the_selected_configuration_is_below_the_bound(rows, spread):
-    """Truth: 64 configurations of known risk, the best on V taken."""
     risks = 0.5 + spread * np.linspace(-0.5, 0.5, 64)
     losses = validation_losses(risks, rows, trials=1000)
     excess = risks[losses.argmin(axis=1)] - risks.min()
@@ -39,7 +36,7 @@ def test_the_excess_risk_of_the_selected_configuration_is_below_the_bound(rows, 
     assert excess.mean() > 0
 
 
-def test_the_printed_theorems_fail_for_a_loss_of_large_slope():
+def test_the_printed_theorems_fail_for_a_large_slope_and_are_safe_for_finitely_many_functions():
     """E22: all functions into [-e, e], one ball of radius e; loss (e - y f) / (2 e) of slope 50."""
     e, rows = 0.01, 1000
     labels = np.random.default_rng(0).choice([-1, 1], size=(2, rows))  # of V, and of new rows
@@ -51,19 +48,15 @@ def test_the_printed_theorems_fail_for_a_loss_of_large_slope():
     assert loss(e * labels[0], labels[0]) == 0
     excess = loss(selected, labels[1]) - loss(best, labels[1])
     assert excess == 1
-    for printed in PRINTED:
+    safe = "epsilon = 0, or the loss is 3/2-Lipschitz"
+    for printed in (bounds.khodak_theorem_a2_as_printed, bounds.khodak_theorem_3_1_as_printed):
         bound = printed(0.0, rows, epsilon=e)
         assert bound.value < 0.2 < excess
-        assert dict(bound.assumptions)["epsilon = 0, or the loss is 3/2-Lipschitz"] is None
+        assert dict(bound.assumptions)[safe] is None
+        assert dict(printed(math.log(8), 100).assumptions)[safe]  # finitely many functions
     bound = bounds.khodak_theorem_a2(0.0, rows, epsilon=e, lipschitz=1 / (2 * e))
     assert excess <= bound.value
     assert bound.vacuous
-
-
-def test_the_printed_theorems_are_safe_for_finitely_many_functions():
-    for printed in PRINTED:
-        held = dict(printed(math.log(8), 100).assumptions)
-        assert held["epsilon = 0, or the loss is 3/2-Lipschitz"]
 
 
 def test_version_entropy_counts_the_covers_of_a_union():
@@ -73,9 +66,7 @@ def test_version_entropy_counts_the_covers_of_a_union():
 
 
 def test_sample_size_solves_theorem_a2_for_the_rows():
-    """Truth: (B (sqrt(log(1/delta)) + sqrt(Lambda + log(1/delta))) / (gap - 2 L epsilon))^2 / 2,
-    the least of three radii; the last is beyond the gap.
-    """
+    """Truth: the closed form, the least of three radii; the last is beyond the gap."""
     entropy, epsilon = np.array([9.0, 6.0, 5.0]), np.array([0.01, 0.02, 0.1])
     options = {"delta": 0.01, "B": 2.0, "epsilon": epsilon, "lipschitz": 0.4}
     bound = jax.jit(lambda n: bounds.khodak_theorem_a2(entropy, n, **options))
@@ -86,8 +77,6 @@ def test_sample_size_solves_theorem_a2_for_the_rows():
 
 
 def test_a_bound_is_differentiable_and_compiles():
-    """Truth: finite differences in entropy, excess and B."""
-
     def value(x):
         return bounds.khodak_theorem_a2(x[0], 100, excess=x[1], B=x[2]).value
 

@@ -22,20 +22,15 @@ DISK = bounds.ball_covering(2, 1.0)
 
 @functools.partial(jax.jit, static_argnames="covering")
 def select(n, L, Gamma, b, delta, covering):
-    """Compiled once for each covering."""
     return bounds.selection_risk(n, covering=covering, L=L, Gamma=Gamma, b=b, delta=delta)
 
 
 def gap(n, L, Gamma=1.0, b=1.0):
-    """The value of `uniform_convergence` for BALL."""
     return select(n, L, Gamma, b, 0.0, covering=BALL).terms["gap"]
 
 
 def test_the_explicit_bound_of_theorem_1():
-    """MATH, section 10: b = Gamma = R = 1, L = 100, dimension 9, n_V = 1000, tau = 3.
-
-    To all digits by scipy.optimize.minimize_scalar (MATH has 0.231775748086, on some grid).
-    """
+    """MATH, section 10; to all digits by scipy.optimize.minimize_scalar."""
     bound = select(1000.0, 100.0, 1.0, 1.0, 0.0, covering=BALL)
     assert_close(bound.terms["gap"], 0.231775746784816, f64=1e-12, f32=1e-5)
     assert_close(bound.value, 0.231775746784816 + math.sqrt(3 / 2000), f64=1e-12, f32=1e-5)
@@ -47,8 +42,6 @@ def test_the_explicit_bound_of_theorem_1():
 
 
 def test_the_best_radius_is_differentiated_through():
-    """Truth: finite differences in n_V, L and b."""
-
     def value(x):
         return gap(1000 * x[0], 100 * x[1], 1.0, x[2])
 
@@ -58,10 +51,10 @@ def test_the_best_radius_is_differentiated_through():
     assert_close(many[1], 0.231775746784816, f64=1e-12, f32=1e-5)
 
 
-def linear_family(rows, draws):
+def linear_family(rows):
     """Predictors alpha.x, alpha in the unit disk, for x and y in [-1, 1] of 40 equally likely rows.
 
-    x [40, 2], y [40], alphas [m, 2] in the disk, and the share of each row in V [draws, 40].
+    x [40, 2], y [40], alphas [m, 2] in the disk, and the share of each row in V [1000, 40].
     """
     rng = np.random.default_rng(0)
     x = rng.normal(size=(40, 2))
@@ -69,7 +62,7 @@ def linear_family(rows, draws):
     grid = np.linspace(-1, 1, 41)
     alphas = np.stack(np.meshgrid(grid, grid), -1).reshape(-1, 2)
     alphas = alphas[np.linalg.norm(alphas, axis=1) <= 1]
-    shares = rng.multinomial(rows, np.full(40, 1 / 40), draws) / rows
+    shares = rng.multinomial(rows, np.full(40, 1 / 40), 1000) / rows
     return x, rng.choice([-1.0, 1.0], 40), alphas, shares
 
 
@@ -77,7 +70,7 @@ def test_risk_and_selection_are_within_the_bounds_in_all_draws():
     """Truth: exact risks of |y - alpha.x| in [0, 2]; the ratio does not depend on the rows."""
     ratios = []
     for rows in (100, 1600):
-        x, y, alphas, shares = linear_family(rows, draws=1000)
+        x, y, alphas, shares = linear_family(rows)
         losses = np.abs(y - alphas @ x.T)
         risk, validation = losses.mean(1), shares @ losses.T
         gaps = np.abs(validation - risk).max(1)
@@ -92,16 +85,11 @@ def test_risk_and_selection_are_within_the_bounds_in_all_draws():
 
 
 def test_the_variance_of_the_loss_makes_the_bound_tighter_and_keeps_it_true():
-    """Truth: exact risks and variances of |y - alpha.x|."""
-    x, y, alphas, shares = linear_family(1600, draws=1000)
+    x, y, alphas, shares = linear_family(1600)
     losses = np.abs(y - alphas @ x.T)
     gaps = np.abs((shares - 1 / 40) @ losses.T).max(1)
     variance, family = losses.var(axis=1).max(), {"covering": DISK, "L": 1.0, "b": 2.0}
-
-    @jax.jit
-    def bound(variance):
-        return bounds.uniform_convergence(1600, **family, variance=variance).value
-
+    bound = jax.jit(lambda v: bounds.uniform_convergence(1600, **family, variance=v).value)
     assert gaps.max() < bound(variance) < 0.8 * bound(1.0)
     hoeffding = select(1600.0, 1.0, 1.0, 2.0, 0.0, covering=DISK).terms["gap"]
     assert_close(bound(1.0), hoeffding, f32=1e-5)  # b^2 / 4, the most there can be
@@ -110,7 +98,7 @@ def test_the_variance_of_the_loss_makes_the_bound_tighter_and_keeps_it_true():
 def test_hypergradients_are_within_the_bound_in_all_draws():
     """Truth: exact gradients (alpha.x - y) x of the squared loss, at most 2, 1-Lipschitz."""
     rows = 400
-    x, y, alphas, shares = linear_family(rows, draws=1000)
+    x, y, alphas, shares = linear_family(rows)
     single = (alphas @ x.T - y)[..., None] * x
     gaps = np.einsum("dr,arc->dac", shares - 1 / 40, single)
     family = {"covering": DISK, "G": 2.0, "L": 1.0}
@@ -123,7 +111,6 @@ def test_hypergradients_are_within_the_bound_in_all_draws():
 
 @pytest.mark.parametrize(("h", "eps"), [(2, 0.08), (3, 0.4), (4, 0.3)])
 def test_the_simplex_is_covered_by_as_many_points_as_claimed(h, eps):
-    """Truth: all points with coordinates in multiples of 1 / k, by enumeration."""
     logs = bounds.simplex_covering(h)(jnp.array([eps]))
     k = math.ceil(min(math.sqrt(h) / 2 / eps, (1 - 1 / h) / eps**2))
     grid = [c for c in itertools.product(range(k + 1), repeat=h) if sum(c) == k]
@@ -155,9 +142,7 @@ def test_finitely_many_points_are_covered_with_a_number_near_the_least():
     distances = np.linalg.norm(points[:, None] - points, axis=-1)
 
     def least(eps):
-        subsets = itertools.chain.from_iterable(
-            itertools.combinations(range(9), size) for size in range(1, 10)
-        )
+        subsets = (s for size in range(1, 10) for s in itertools.combinations(range(9), size))
         return next(len(s) for s in subsets if (distances[list(s)].min(0) <= eps).all())
 
     radii = np.array([0.05, 0.5, 0.9, 1.3, 5.0])
@@ -168,12 +153,11 @@ def test_finitely_many_points_are_covered_with_a_number_near_the_least():
 
 
 def test_the_effective_dimension_of_a_ball_is_its_dimension():
-    """Truth: N = (1 + 2 R / eps)^dim, so that the exponent tends to dim as eps falls."""
     radii = np.geomspace(1e-5, 2.9, 30)
     dimension = bounds.effective_dimension(bounds.ball_covering(5, 1.0)(radii), radii, C_bar=3.0)
     assert 4.8 < dimension <= 5
     radii = radii[radii < 1]
-    exact = (5 * np.log1p(2 / radii) / np.log(3 / radii)).max()
+    exact = (5 * np.log1p(2 / radii) / np.log(3 / radii)).max()  # N = (1 + 2 R / eps)^dim
     assert_close(dimension, exact, f64=1e-9, f32=1e-4)
     # E18: with one ball too few at C_bar itself no exponent is enough.
     assert bounds.effective_dimension([1.0], [3.0], C_bar=3.0) == jnp.inf
@@ -182,7 +166,6 @@ def test_the_effective_dimension_of_a_ball_is_its_dimension():
 
 @pytest.mark.long
 def test_predictors_move_no_more_than_the_constants_of_their_feature_map():
-    """Truth: automatic derivatives; 6 rows, 9 or 4 features, penalties from 1e-3 to 10."""
     h, n = 3, 6
     keys = jax.random.split(jax.random.key(0), 800)
     few = jnp.arange(800) % 2 == 0
@@ -192,12 +175,8 @@ def test_predictors_move_no_more_than_the_constants_of_their_feature_map():
         train = phi[:n]
         return phi @ train.T @ jnp.linalg.solve(train @ train.T + penalty * jnp.eye(n), y)
 
-    # One by one, because large batches of small decompositions have hung on two cores.
-    @jax.jit
-    def ratios(keys, few):
-        return jax.lax.map(lambda arguments: ratio(*arguments), (keys, few))
-
-    def ratio(key, few):
+    def ratio(arguments):
+        key, few = arguments
         k1, k2, k3, k4, k5 = jax.random.split(key, 5)
         maps = jax.random.normal(k1, (h, n + 3, 9)) * jnp.exp(jax.random.normal(k5))
         maps = maps * ~(few & (jnp.arange(9) >= 4))
@@ -215,7 +194,8 @@ def test_predictors_move_no_more_than_the_constants_of_their_feature_map():
         against_rule = bound.alpha / product_rule
         return jnp.stack([of_alpha / bound.alpha, of_penalty / bound.penalty, against_rule])
 
-    largest = ratios(keys, few).max(axis=0)
+    # One by one, because large batches of small decompositions have hung on two cores.
+    largest = jax.jit(lambda *each: jax.lax.map(ratio, each))(keys, few).max(axis=0)
     assert (largest[:2] <= 1 + tolerance(1e-9, 1e-3)).all()
     assert largest[0] > 0.08
     assert largest[2] < 1.21
@@ -294,10 +274,8 @@ def test_theorem_2_says_something_where_rows_are_alike():
     risk = np.minimum(np.abs(y[n:] - f), 1).mean()
     B, lambda0 = (x**2).sum(1).max(), np.linalg.eigvalsh(K)[0]
     family = jnp.stack([K, jnp.eye(n), -jnp.eye(n)])
-    one, several = (
-        bounds.oymak_theorem2(kernels, y[:n], n, h=1, B=B, lambda0=lambda0, C=0.1)
-        for kernels in (K, family)
-    )
+    options = {"h": 1, "B": B, "lambda0": lambda0, "C": 0.1}
+    one, several = (bounds.oymak_theorem2(k, y[:n], n, **options) for k in (K, family))
     assert risk < one.terms["training"] < 1
     # The first term by dense algebra; h log M by hand. The worse kernels do not matter.
     energy = y[:n] @ np.linalg.solve(K, y[:n])

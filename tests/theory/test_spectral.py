@@ -41,7 +41,6 @@ def positive(alpha):
 
 @pytest.mark.parametrize(("form", "labels"), [("dense", Y[:, 0]), ("streamed", Y), ("kernels", Y)])
 def test_alpha_is_the_top_left_singular_vector_whatever_the_form_of_the_features(form, labels):
-    """Truth: numpy's singular value decomposition of the M of all outputs, side by side."""
     m = np.einsum("nhp,nc->hcp", X, labels.reshape(N, -1)).reshape(H, -1)
     alpha = jax.jit(spectral.spectral_alpha)(FEATURES[form], labels)
     assert_close(alpha, positive(np.linalg.svd(m)[0][:, 0]), f64=1e-12, f32=1e-4)
@@ -64,17 +63,14 @@ def test_whitened_alpha_solves_the_generalized_eigenproblem(form):
 
 
 def test_whitening_undoes_sizes_and_correlations_of_the_feature_maps():
-    """Truth: for features B X, X's estimate a becomes B'^-1 a, with the same prediction a' X theta.
-
-    The paper's estimator selects the largest map, the first.
-    """
+    """Truth: for features B X, the estimate a becomes B'^-1 a, with the same prediction."""
     rng = np.random.default_rng(1)
     x = rng.standard_normal((100, 3, 40))
     y = x[:, 2, 0] + 0.3 * rng.standard_normal(100)
     mix = np.array([[20.0, 0, 0], [0, 1, 0.9], [0, 0, 0.5]])
     mixed = np.einsum("gh,nhp->ngp", mix, x)
     plain, whitened = (np.array(f(mixed, y)) for f in (jax.jit(spectral.spectral_alpha), WHITENED))
-    assert plain[0] > 0.95
+    assert plain[0] > 0.95  # the largest map
     back = mix.T @ whitened
     expected = np.array(WHITENED(x, y))
     assert_close(positive(back / np.linalg.norm(back)), expected, f64=1e-6, f32=1e-2)
@@ -82,7 +78,6 @@ def test_whitening_undoes_sizes_and_correlations_of_the_feature_maps():
 
 
 def test_copies_of_a_map_and_maps_that_are_zero_do_no_harm():
-    """Truth: predictions do not change when a map is split in two, or one of zeros is added."""
     split = np.concatenate([X, X[:, :1], np.zeros((N, 1, P))], axis=1)
     alpha = WHITENED(split, Y)
     merged = np.array(alpha[:H]) + np.eye(H)[0] * float(alpha[H])
@@ -92,31 +87,21 @@ def test_copies_of_a_map_and_maps_that_are_zero_do_no_harm():
 
 
 def test_alpha_is_differentiable_though_other_eigenvalues_are_equal():
-    """Truth: finite differences. With 2 columns for 4 maps, two are 0."""
-    x = jnp.asarray(X[:, :, :2], float)
-
-    def alpha(y):
-        return spectral.spectral_alpha(x, y, whiten=True)
-
-    y = jnp.asarray(Y[:, 0], float)
-    numbers = finite_differences(jax.jit(alpha), y)
-    assert_close(jax.jit(jax.jacrev(alpha))(y), numbers, f64=1e-7, f32=2e-2)
+    """With 2 columns for 4 maps, two are 0."""
+    x, y = jnp.asarray(X[:, :, :2], float), jnp.asarray(Y[:, 0], float)
+    alpha = partial(WHITENED, x)
+    assert_close(jax.jit(jax.jacrev(alpha))(y), finite_differences(alpha, y), f64=1e-7, f32=2e-2)
 
 
 def test_memory_is_that_of_one_block():
-    """p = 2 million; the compiled program's own count."""
-    key = jax.random.key(0)
-    features = Columns(
-        lambda j: jax.random.normal(jax.random.fold_in(key, j), (N, H, 2000), jnp.float32), 1000
-    )
-    program = jax.jit(spectral.spectral_alpha, static_argnames="whiten")
-    lowered = program.lower(features, Y.astype(np.float32), whiten=True)
+    keys = partial(jax.random.fold_in, jax.random.key(0))
+    features = Columns(lambda j: jax.random.normal(keys(j), (N, H, 2000), jnp.float32), 1000)
+    lowered = WHITENED.lower(features, Y.astype(np.float32))
     block = 4 * N * H * 2000
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 10 * block
 
 
 def test_the_start_without_noise_is_the_positive_part():
-    """Truth: closed form; the sign of alpha does not matter, and no entry is 0."""
     alpha = jnp.array([-0.6, 0.1, -0.2])
     assert_close(spectral.simplex_start(alpha, uniform=0.0), [0.75, 0, 0.25], f32=1e-6)
     expected = [0.45 + 2 / 15, 2 / 15, 0.15 + 2 / 15]
@@ -125,7 +110,6 @@ def test_the_start_without_noise_is_the_positive_part():
 
 @pytest.mark.parametrize(("p", "form"), [(5, np.asarray), (40, streamed)])
 def test_the_weights_are_least_squares_or_of_least_norm(p, form):
-    """Truth: numpy's lstsq, for p < n and p > n, two outputs."""
     rng = np.random.default_rng(3)
     train, valid, new = (rng.standard_normal((n, 3, p)) for n in (12, 20, 6))
     y, y_valid = rng.standard_normal((12, 2)), rng.standard_normal((20, 2))
@@ -146,15 +130,13 @@ def test_limits_at_the_reference_values():
     P, H = np.array([1.5, 2, 4, 8]), np.array([0.01, 0.05, 0.1, 0.02])
     limits = jax.jit(spectral.spectral_limits)(P, H)
     rho2 = [0.975247524752, 0.857142857143, 0.545454545455, 0.823529411765]
-    risk = [0.399339933993, 0.714285714286, 1.015151515152, 0.922268907563]
+    risks = [0.399339933993, 0.714285714286, 1.015151515152, 0.922268907563]
     assert_close(limits.correlation_squared, rho2, f64=1e-11, f32=1e-6)
-    assert_close(limits.risk, risk, f64=1e-11, f32=1e-6)
+    assert_close(limits.risk, risks, f64=1e-11, f32=1e-6)
     excess = H * (1 + P) * (2 * P - 1) / ((1 + H) * P * (P - 1))
     assert_close(limits.excess, excess, f64=1e-13, f32=1e-6)
-    at = jnp.array([2.0, 0.2])
-    slope = jax.grad(lambda at: spectral.spectral_limits(*at).risk)
-    numbers = finite_differences(jax.jit(lambda at: spectral.spectral_limits(*at).risk), at)
-    assert_close(jax.jit(slope)(at), numbers, f64=1e-8, f32=1e-2)
+    risk, at = jax.jit(lambda at: spectral.spectral_limits(*at).risk), jnp.array([2.0, 0.2])
+    assert_close(jax.grad(risk)(at), finite_differences(risk, at), f64=1e-8, f32=1e-2)
 
 
 def test_limits_at_their_edges():
@@ -182,7 +164,6 @@ def test_the_papers_constants_64_and_200_are_2_and_2_25():
 @pytest.mark.long
 @pytest.mark.parametrize(("p", "h"), [(200, 10), (50, 30)])
 def test_simulated_overlap_and_risk_approach_the_limits(p, h):
-    """Truth: the exact asymptotics, within 4 standard errors and O(1/n)."""
     n, keys = 100, jax.random.split(jax.random.key(0), 50)
     draws = jax.jit(jax.vmap(lambda key: spectral.spectral_sample(key, n, p, h)))(keys)
     limits = spectral.spectral_limits(p / n, h / n)

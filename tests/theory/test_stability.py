@@ -21,10 +21,7 @@ def test_a_linear_algorithm_has_the_length_of_its_image_of_the_direction_at_ever
     # A(alpha) = (P alpha, Q alpha) moves by exactly delta (P u, Q u).
     p, q = rng.normal(size=(4, 3)), rng.normal(size=(2, 3))
     alphas, directions = rng.normal(size=(2, 5, 3))
-
-    def algorithm(alpha):
-        return {"p": jnp.asarray(p) @ alpha, "q": jnp.asarray(q) @ alpha}
-
+    algorithm = jax.jit(lambda alpha: {"p": p @ alpha, "q": q @ alpha})
     quotients = lipschitz(algorithm, alphas, DELTAS, directions=directions)
     expected = np.linalg.norm(unit(directions) @ np.concatenate([p, q]).T, axis=1)
     assert quotients.shape == (5, 2)
@@ -118,8 +115,7 @@ def test_batches_jit_and_vmap_leave_the_result_as_it_is_and_grad_goes_through():
 def test_the_precision_of_alphas_is_kept_and_the_floor_of_rounding_adds_in_quadrature():
     rng = np.random.default_rng(0)
     # Weights near 100 that move by delta v, about as far as the roundoff at this delta.
-    w, v = 100 + rng.random(4000), rng.normal(size=4000)
-    w, v = w.astype(np.float32), v.astype(np.float32)
+    w, v = np.float32(100 + rng.random(4000)), np.float32(rng.normal(size=4000))
     truth, delta = np.linalg.norm(v.astype(float)), 2.0**-17
     tiny = float(64 * np.finfo(np.float32).eps)
 
@@ -136,8 +132,6 @@ def test_the_precision_of_alphas_is_kept_and_the_floor_of_rounding_adds_in_quadr
 
 
 def test_differences_of_bytes_do_not_wrap():
-    def algorithm(alpha):
-        return (200 - 100 * (alpha > 0.5)).astype(jnp.uint8)[None]
-
+    algorithm = jax.jit(lambda alpha: (200 - 100 * (alpha > 0.5)).astype(jnp.uint8)[None])
     quotients = lipschitz(algorithm, jnp.array([0.45]), jnp.array([0.1]))
     np.testing.assert_allclose(quotients, [[1000]], rtol=1e-5)

@@ -42,6 +42,13 @@ class Problem:
 
     Examples
     --------
+    >>> problem = Problem(
+    ...     lower=lambda w, alpha, batch: 0.5 * ((w - batch) ** 2 + alpha * w**2),
+    ...     outer=lambda w, alpha, batch: (w - batch) ** 2,
+    ... )
+    >>> float(problem.outer(1.0, 0.0, 3.0))
+    4.0
+
     The largest residual as an auxiliary output:
 
     >>> import bilevel

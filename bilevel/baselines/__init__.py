@@ -38,7 +38,7 @@ Neural Architecture Search with Weight-Sharing", section 2 and Appendix B.
 """
 
 from bilevel.baselines._recorder import Trace
-from bilevel.baselines.one_by_one import hyperband, random_search, successive_halving
+from bilevel.baselines.random_search_and_halving import hyperband, random_search, successive_halving
 from bilevel.baselines.shared_weights import (
     exponentiated_gradient,
     fast_weight_sharing,

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.special import logsumexp
 
 from bilevel.baselines._recorder import Recorder, RunOptions, Trace
-from bilevel.baselines.one_by_one import ranked, resources
+from bilevel.baselines.random_search_and_halving import ranked, resources
 from bilevel.contracts import Shared
 from bilevel.internal.checks import check_in_range, integer, real_number
 
@@ -82,10 +82,12 @@ def fast_weight_sharing(
 
     Parameters
     ----------
-    key, configs, problem, budget, **run_options
+    key, configs, problem, budget
         See :func:`weight_sharing`. ``budget`` is d, the resource of the last solve.
     growth : float
         Finite, at least 1. With 1 the method is :func:`weight_sharing`.
+    **run_options
+        See :mod:`bilevel.baselines`.
 
     Raises
     ------
@@ -154,12 +156,14 @@ def exponentiated_gradient(
 
     Parameters
     ----------
-    key, configs, problem, budget, **run_options
+    key, configs, problem, budget
         See :mod:`bilevel.baselines`. ``problem`` is a Selection with ``share``.
     rounds, rate : int, float
         Number of steps; step size eta, positive.
     baseline : bool
         Whether ``b`` is the running mean of the past rounds' mean errors, for less variance, or 0.
+    **run_options
+        See :mod:`bilevel.baselines`.
 
     Raises
     ------

@@ -88,10 +88,12 @@ def gaea(
 
     Parameters
     ----------
-    space, weight_optimizer, batch_size
+    space, weight_optimizer
         See :func:`darts`.
     alpha_optimizer : float, optax.Schedule or optax.GradientTransformation
         A rate or schedule is that of exponentiated gradient.
+    batch_size : int
+        Rows of each batch.
     on_training_rows : bool
         Use the paper's single-level version, on the batch of the weights' step.
 

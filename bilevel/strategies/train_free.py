@@ -123,14 +123,15 @@ def te_nas(
 
     Parameters
     ----------
-    key, repeats : jax.Array, int
-        Number of weight draws over which the changes are averaged.
+    key : jax.Array
     space, thin : Space
         ``alpha`` [edges, operations] on simplices. ``thin`` has the same architectures in a network
         of few channels, for the regions.
     batch, crops : (x, labels), [m, ...]
         Inputs for the kernel; the labels are not used. Small inputs of ``thin``; the authors take
         3,000 of 3 x 3 pixels.
+    repeats : int
+        Number of weight draws over which the changes are averaged.
 
     Raises
     ------

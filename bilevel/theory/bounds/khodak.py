@@ -336,10 +336,9 @@ def khodak_corollary_a4(
 
     Parameters
     ----------
-    entropy, n_valid, B, epsilon, lipschitz
-        See :func:`khodak_theorem_a2`.
-    n_train, delta : float
-        |T|; delta is in (0, 1/4). The bound holds with probability ``1 - 4 delta``.
+    entropy, n_train, n_valid, delta, B, epsilon, lipschitz
+        See :func:`khodak_theorem_a2`; n_train is |T|, and delta is in (0, 1/4). The bound holds
+        with probability ``1 - 4 delta``.
     excess : scalar
         epsilon*, of the generalization error; 0 leaves it out.
 

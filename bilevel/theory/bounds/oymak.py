@@ -169,10 +169,11 @@ def oymak_proposition1(
 
     Parameters
     ----------
-    n_train, n_valid, h_eff : scalar
+    n_train, n_valid : scalar
     risk, complexity : array_like [...]
         ``L(f_alpha^D)``, the risk after training on the distribution, and ``C_alpha`` of the
         trained class, for the same alphas.
+    h_eff : scalar
     t : float
         Above log 3; the probability is ``1 - 3 exp(-t)``.
     delta, C : scalar
@@ -264,13 +265,15 @@ def feature_map_lipschitz(
     ----------
     n_train, h : scalar, int
         n_T, the number of training rows; the number of feature maps.
-    B, R : scalar
-        ``|phi_i(x)|^2 <= B`` for all maps and all x; ``|alpha|_1 <= R``: 1 on the simplex.
+    B : scalar
+        ``|phi_i(x)|^2 <= B`` for all maps and all x.
     y_norm : scalar
         ``|y|_2``: at most ``sqrt(n_T)`` for labels in [-1, 1].
     lambda0 : scalar
         ``Phi Phi' + lambda I >= lambda0 I`` for all alpha and lambda: the smallest penalty. For
         n_T <= p, add a lower bound of the smallest eigenvalue, e.g. of :func:`ntk.certify_simplex`.
+    R : scalar
+        ``|alpha|_1 <= R``: 1 on the simplex.
 
     Raises
     ------

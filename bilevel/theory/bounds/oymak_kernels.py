@@ -174,14 +174,14 @@ def oymak_theorem3(
         K_bar = K_alpha / c_0 for one alpha or several, such as :func:`ntk.mixture_kernel`'s.
     y : array [n_T]
         Labels, +-1.
-    n_valid, h : scalar, int
-        n_V; the number of activations.
+    n_valid, h, B : scalar, int, scalar
+        n_V; the number of activations; a bound of their |sigma'| and |sigma''|.
     activations : sequence of Activation, optional
         Activations of :mod:`ntk`, to check that sigma'' exists. For other functions only the kinks
         are checked.
-    B, t, epsilon, delta, C : scalar
-        B bounds |sigma'| and |sigma''| of all activations. epsilon is the additional error for
-        finite width and training time. C contains the logarithms in O~(h).
+    t, epsilon, delta, C : scalar
+        epsilon is the additional error for finite width and training time. C contains the
+        logarithms in O~(h).
 
     Raises
     ------

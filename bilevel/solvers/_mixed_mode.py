@@ -244,7 +244,7 @@ def _split_by_magnitude(exponent: int, x: jax.Array) -> jax.Array:
 
 @jax.custom_batching.custom_vmap
 def _anywhere(condition: jax.Array) -> jax.Array:
-    """Return whether the condition holds for any copy of ``vmap`` or device of ``shard_map``."""
+    """Return whether it holds for any copy or device, so that all take the same branch."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if not axes:
         return condition

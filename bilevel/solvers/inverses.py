@@ -230,6 +230,7 @@ def row_products(hvp: LinearMap, like: Pytree, rows: jax.Array) -> jax.Array:
     results = jax.vmap(in_full_precision(program))(rows)
     if "fft" not in operation_names(program):
         return results
+    # XLA on CPUs refuses batches of Fourier transforms in some layouts. A long array has one.
     return jax.lax.optimization_barrier(results.ravel()).reshape(results.shape)
 
 

@@ -364,8 +364,11 @@ def settle(problem, w, alpha, code=None):
         proximal, changed = code_at(problem, w, alpha)
         if not np.array_equal(changed, code):
             slacks, multipliers = problem.term.margins(code, w, problem.smooth(w, alpha)[0], alpha)
-            if min([0, *slacks, *multipliers]) >= 0 and length > rest:
-                last = length  # a tie within float64's rounding; the margins decide
+            if min([0, *slacks, *multipliers]) >= 0:
+                # A tie within float64's rounding; the margins decide.
+                if length <= rest:
+                    return w, code
+                last = length
                 continue
             if changed.tobytes() in seen:
                 return None

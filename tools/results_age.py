@@ -8,6 +8,7 @@ The first row of a results file holds the commit of its run. A benchmark lists t
 that it measures in ``MEASURES``. A module has changed if its syntax tree differs from the one at
 the commit, without docstrings, comments and imports. Renamed files are followed. A run of more than
 six hours may hold ``"older code": true`` in its first row: its results need not be of today's code.
+A run that needs hardware holds it as text, ``"older code": "needs a GPU"``.
 """
 
 import argparse
@@ -120,8 +121,8 @@ def describe_age(path: Path) -> tuple[str, list[str]]:
     commit, date, changed = age_of(path, harness.read(path)[0]["commit"])
     age = "today's code"
     if changed:
-        long = harness.read(path)[0].get("older code")
-        age = "older code, a long run" if long else "STALE"
+        reason = harness.read(path)[0].get("older code")
+        age = f"older code, {'a long run' if reason is True else reason}" if reason else "STALE"
         age += f": {len(changed)} of its modules changed"
     return f"{path.stem}: {date}, {commit}: {age}", changed
 

@@ -364,17 +364,12 @@ def settle(problem, w, alpha, code=None):
         proximal, changed = code_at(problem, w, alpha)
         if not np.array_equal(changed, code):
             slacks, multipliers = problem.term.margins(code, w, problem.smooth(w, alpha)[0], alpha)
-            if min([0, *slacks, *multipliers]) >= 0:
-                # A tie within float64's rounding; the margins decide.
-                if length <= rest:
-                    return w, code
-                last = length
+            if min([0, *slacks, *multipliers]) < 0:  # else a tie within float64's rounding
+                if changed.tobytes() in seen:
+                    return None
+                seen.add(changed.tobytes())
+                code, last, w = changed, np.inf, proximal.astype(LONG)
                 continue
-            if changed.tobytes() in seen:
-                return None
-            seen.add(changed.tobytes())
-            code, last, w = changed, np.inf, proximal.astype(LONG)
-            continue
         if length == 0 or rest > length > last / 2:
             return w, code
         last = length

@@ -505,7 +505,7 @@ def test_the_truth_has_the_values_of_an_enumeration(name):
 def test_the_truth_decides_a_tie_in_80_bits():
     """The free minimum is nearer to the sphere than float64 resolves."""
     norm = np.sqrt(np.sum(np.array([3, -1, 0.25], exact.LONG) ** 2))
-    for sign in (1, -1):  # of the distance: inside, the radius has no effect
+    for sign in (1, -1):  # inside, the radius changes nothing
         alpha = np.array([np.log(norm) + sign * exact.LONG(1e-14)])
         truth = exact.truth(CONVEX["l2 ball"], alpha, np.full(3, 1 / 3))
         assert truth.margin > 0 and (truth.grad[0] == 0) == (sign == 1)

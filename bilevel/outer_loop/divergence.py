@@ -77,22 +77,43 @@ def check_divergence(
     leaves = jax.tree.leaves(state.solver_state, is_leaf=_is_tables)
     tables = [x for x in leaves if _is_tables(x)]
 
-    def ended(monitor, small, trouble):
+    def ended(monitor, small, trouble, number):
         windows = (number + 1) // window
         diverged, steady, seen = _judge_window(monitor, windows, window)
         diverged = diverged & (trouble == 0)  # a search that ended does not change
-        steady_or_last = functools.partial(where, steady, small, monitor.good)
-        good = jax.lax.cond(windows % _SAVED == 0, steady_or_last, lambda: monitor.good)
-        back = functools.partial(_restore_good_state, monitor.good, small, number, restart)
-        after = jax.lax.cond(diverged, back, lambda: small)
+
+        def back_or_saved(good, small, number, diverged):
+            back = functools.partial(_restore_good_state, good, small, number, restart)
+            good, small = jax.lax.cond(diverged, lambda: (good, back()), lambda: (small, small))
+            return good, small, number, diverged
+
+        changed = diverged | (steady & (windows % _SAVED == 0))
+        pair = monitor.good, small, number, diverged
+        good, small, *_ = _in_place_if(back_or_saved, changed, pair)
         gave_up = diverged & (seen.times > _MOST)
         seen = where(trouble == 0, seen._replace(good=()), monitor._replace(good=()))
-        return seen._replace(good=good), after, jnp.where(gave_up, GAVE_UP, trouble)
+        return seen._replace(good=good), small, jnp.where(gave_up, GAVE_UP, trouble), number
 
-    due = (number + 1) % window == 0
-    args = monitor, _remove_tables(state), trouble
-    monitor, small, trouble = jax.lax.cond(due, ended, lambda *same: same, *args)
+    args = monitor, _remove_tables(state), trouble, number
+    monitor, small, trouble, _ = _in_place_if(ended, (number + 1) % window == 0, args)
     return monitor, _replace_tables(small, tables), trouble
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _in_place_if(change: Callable[..., tuple], condition: jax.Array, args: tuple) -> tuple:
+    """Return ``change(*args)`` under a condition, else ``args``, which are not copied."""
+    # A branch of `cond` copies the arguments that it returns; a loop without a step does not.
+    begin = condition, args
+    once = lambda pair: (jnp.zeros_like(condition), change(*pair[1]))  # noqa: E731
+    return jax.lax.while_loop(lambda pair: pair[0], once, begin)[1]
+
+
+@_in_place_if.defjvp
+def _in_place_if_derivative(change, primals, tangents):
+    # Reverse mode passes through a branch, not through a loop.
+    condition, args = primals
+    branch = lambda *args: jax.lax.cond(condition, change, lambda *same: same, *args)  # noqa: E731
+    return jax.jvp(branch, args, tangents[1])
 
 
 def _judge_window(

@@ -1,5 +1,6 @@
 """SOBA's directions with less variance: estimates by SAGA (SABA) and by PAGE (SPABA)."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ _LOST = 3.0  # averaged relative residual above which the adjoint restarts; an a
 _SHORTER = 0.25  # factor of the step's length at a restart
 _SHORTEST = 50  # minimum number of steps to average over
 # SPABA
-_STEPS = 1000  # from one full pass to the next
+_STEPS = 1000  # from one full pass to the next, if the steps are measured
 _DRIFT = 0.3  # allowed error of the summed adjoint direction at a pass, in outer gradients
 _LENGTHS = 0.25, 1.2  # limits of the factor of the steps' length after a pass
 _ERROR = 0.1  # allowed relative error of alpha's summed direction at a pass
@@ -185,10 +186,11 @@ class SpabaState(NamedTuple):
     last: Tables  # the last point and its estimates; the metric, if any
 
 
-def _full_pass_probability(train: BatchedData, valid: BatchedData) -> float:
+def _full_pass_probability(train: BatchedData, valid: BatchedData, measured: bool) -> float:
     """Return the chance of a full pass: the work of the other steps, or up to four times that."""
     count = train.count + valid.count
-    return max(2 / (2 + count), min(8 / (8 + count), 1 / _STEPS))
+    equal = 2 / (2 + count)
+    return max(equal, min(8 / (8 + count), 1 / _STEPS)) if measured else equal
 
 
 def _limit_directions(
@@ -222,8 +224,8 @@ def spaba(step_size: steps.Rate | None = None, *, probability: float | None = No
         As for :func:`bilevel.saba`.
     probability : float in [0, 1], optional
         Probability of a full pass. Default for n batches of both losses: 2 / (2 + n), so passes
-        cost about as much as the other steps. For large n it is 1 / 1000, up to 8 / (8 + n): rows
-        are cheaper in passes, and ``alpha`` must not move long without one.
+        cost about as much as the other steps. Without a step size and for large n it is 1 / 1000,
+        up to 8 / (8 + n), because the passes also judge the measured steps.
 
     Raises
     ------
@@ -258,8 +260,10 @@ def spaba(step_size: steps.Rate | None = None, *, probability: float | None = No
     if probability is not None:
         check_in_range("probability", probability, -1e-12, 1 + 1e-12)
 
+    by_default = functools.partial(_full_pass_probability, measured=step_size is None)
+
     def often(train, valid):
-        return _full_pass_probability(train, valid) if probability is None else probability
+        return by_default(train, valid) if probability is None else probability
 
     def init(problem, alpha, w, indices, train, valid):
         point = Iterate(w, optax.tree.zeros_like(w), alpha)
@@ -308,7 +312,7 @@ def spaba(step_size: steps.Rate | None = None, *, probability: float | None = No
         return along, pair[0], SpabaState(pair[1], length, trust, stale, last), report
 
     def memory(train, valid):  # its errors add up from pass to pass
-        return 1 / (often(train, valid) or _full_pass_probability(train, valid))
+        return 1 / (often(train, valid) or by_default(train, valid))
 
     def restart(state, number, train, valid):
         return state._replace(stale=jnp.ones_like(state.stale))

@@ -87,6 +87,25 @@ def test_a_healthy_search_takes_the_steps_of_descent():
     assert result.step_scale == 1
 
 
+def test_a_single_loops_search_differentiates_in_both_modes():
+    """Truth: the last alpha is linear in the outer targets, so differences are exact."""
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
+        lambda w, alpha, batch: 0.5 * jnp.sum((w - batch) ** 2),
+    )
+    steps, zeros = 10 * divergence.NOISY, jnp.zeros(3)  # the first good state is stored at 64
+
+    def last(targets):
+        args = bilevel.soba(0.3), optax.sgd(0.01), zeros, zeros, zeros, targets
+        return jnp.sum(bilevel.search(problem, *args, steps=steps, history=()).alpha)
+
+    ones = jnp.ones(3)
+    moved = jnp.stack([last(ones + row) for row in jnp.eye(3)]) - last(ones)
+    assert moved.min() > 0.1
+    for derivative in (jax.grad, jax.jacfwd):
+        assert_close(derivative(last)(ones), moved, f64=1e-12, f32=1e-4)
+
+
 @pytest.mark.long
 def test_a_divergent_search_is_the_same_when_resumed_and_under_jit_and_vmap(tmp_path):
     problem, args, _, curvatures = quadratics(0)
@@ -136,6 +155,29 @@ def test_growth_of_any_rate_is_noticed(rate, calm):
     size = np.concatenate([np.ones(calm), rate**steps]).astype(np.float64)
     size = np.minimum(size, 1e12)
     assert scale_after(size, 1 + size**2) < 1
+
+
+def test_a_divergent_search_returns_to_the_last_good_state_in_values_and_derivatives():
+    """Truth: alpha is the step times t, so a return shows the step; growth begins at 500."""
+    size = jnp.concatenate([jnp.ones(500), 1.2 ** jnp.arange(60.0)])
+
+    def alphas(t):
+        def body(monitor, number):
+            monitor = divergence.observed(monitor, size[number], 1 + size[number] ** 2, True)
+            state = STATE._replace(alpha=t * (number + 1.0)[None])
+            args = monitor, state, number, jnp.zeros((), int), lambda state, number: state
+            monitor, state, _ = divergence.check_divergence(*args, divergence.NOISY)
+            return monitor, state.alpha[0]
+
+        return jax.lax.scan(body, divergence.init_divergence_monitor(STATE), jnp.arange(560))[1]
+
+    t = jnp.ones(())
+    after = np.asarray(alphas(t))
+    returns = np.flatnonzero(after != np.arange(1, 561))
+    # States are stored every fourth window of eight steps; at 512 the growth is too large.
+    assert after[returns].tolist() == [480.0] and returns[0] > 512
+    for derivative in (jax.jacfwd, jax.jacrev):
+        np.testing.assert_array_equal(derivative(alphas)(t), after)
 
 
 def test_transients_noise_outliers_plateaus_and_escapes_are_not_noticed():

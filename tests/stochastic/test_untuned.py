@@ -179,6 +179,7 @@ def test_alphas_unit_is_how_long_directions_take_to_become_exact():
     assert bilevel.saba().memory(few, many) == 10_000
     np.testing.assert_allclose(bilevel.spaba().memory(few, few), 17)
     np.testing.assert_allclose(bilevel.spaba().memory(few, many), 10_024 / 8)
+    np.testing.assert_allclose(bilevel.spaba(0.1).memory(few, many), 10_018 / 2)
     np.testing.assert_allclose(bilevel.spaba(probability=0.25).memory(few, few), 4)
     assert bilevel.soba(0.1).memory(few, many) == 1
 

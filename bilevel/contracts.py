@@ -147,7 +147,8 @@ class SingleLoop(NamedTuple):
         Largest age of the parts of a direction, in steps: ``alpha`` should move little within it.
     restart : ``restart(state, number, train, valid) -> state``
         Prepares an earlier state that a search restores after step ``number``, because alpha
-        diverged. Its :class:`Tables` are those of the later state and must not be changed.
+        diverged. Its :class:`Tables` are those of the later state and must not be changed. The data
+        have shapes instead of rows here.
     """
 
     init: Callable[..., Pytree]

@@ -104,7 +104,7 @@ def _in_place_if(change: Callable[..., tuple], condition: jax.Array, args: tuple
     """Return ``change(*args)`` under a condition, else ``args``, which are not copied."""
     # A branch of `cond` copies the arguments that it returns; a loop without a step does not.
     begin = condition, args
-    once = lambda pair: (jnp.zeros_like(condition), change(*pair[1]))  # noqa: E731
+    once = lambda pair: (jnp.zeros_like(pair[0]), change(*pair[1]))  # noqa: E731
     return jax.lax.while_loop(lambda pair: pair[0], once, begin)[1]
 
 

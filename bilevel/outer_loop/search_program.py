@@ -162,7 +162,7 @@ class SearchSetup(NamedTuple):
             state, last, monitor = divergence.where(good, (new, shown, seen), (old, last, monitor))
             growth = divergence.observed(growth, metrics["grad_norm"], metrics["value"], good)
             window = divergence.NOISY if isinstance(self.solver, SingleLoop) else divergence.EXACT
-            restart = functools.partial(self.restart, data)
+            restart = functools.partial(self.restart, shapes(data))  # tracers would leak
             growth, state, trouble = divergence.check_divergence(
                 growth, state, number, trouble, restart, window
             )

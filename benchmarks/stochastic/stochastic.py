@@ -92,7 +92,7 @@ class Ours:
     """``bilevel.search``, compiled for each number of steps; step sizes and seed are arguments."""
 
     def __init__(self, name: str, race: Any, count: int):
-        self.name, self.race, self.programs = name, race, {}
+        self.name, self.race, self.programs, self.seeds = name, race, {}, itertools.count()
         self.count = self._long_enough(count)
 
     def _long_enough(self, count: int) -> int:
@@ -152,9 +152,10 @@ class Ours:
         """Return the number of steps of a search in these CPU seconds, its start included."""
         return max(1, round((seconds - self.starting) / self.step_seconds))
 
-    def chunk(self, turn: int = -1) -> float:
-        """Return the CPU seconds of ``count`` steps, without a start."""
-        return self.run(1 + self.count, turn)[0] - self.run(1, turn)[0]
+    def chunk(self) -> float:
+        """Return the CPU seconds of ``count`` steps, without a start; each call has a new seed."""
+        seed = next(self.seeds)
+        return self.run(1 + self.count, seed)[0] - self.run(1, seed)[0]
 
     def course(self, seed: int, step: float, ratio: float, marks: Sequence[float]) -> Iterator:
         """Return CPU seconds, steps and point at each mark."""
@@ -207,9 +208,9 @@ def steps_in_turns(
         (side, runner(side, folder, method if side == "ours" else RIVAL[method], race, count), [])
         for side in order
     ]
-    for turn in range(turns):
+    for _ in range(turns):
         for _, made, spent in copies:
-            spent.append(made.chunk(turn) / made.count)
+            spent.append(made.chunk() / made.count)
         copies.append(copies.pop(0))  # another copy begins
     best: dict[str, float] = {}
     for side, _, spent in copies:

@@ -92,8 +92,8 @@ class Rival:
         self.carry = jax.block_until_ready(solver.init())
         return time.process_time() - begun
 
-    def chunk(self, turn: int = 0) -> float:
-        """Run one more chunk, whatever the turn; return the seconds."""
+    def chunk(self) -> float:
+        """Run one more chunk; return the seconds."""
         begun = time.process_time()
         if self.memory:
             memory, carry = self.carry

@@ -139,8 +139,7 @@ def leaves_moved(
     optimizer: optax.GradientTransformationExtraArgs, state: optax.OptState, alpha: Pytree
 ) -> list[bool]:
     """Return for each leaf of ``alpha`` whether its update depends on the hypergradient."""
-    value = jnp.zeros(())  # further arguments of ``update``, with arbitrary values
-    extra_args = {"value": value, "value_fn": lambda _: value, "residual": 0.0, "memory": 1}
+    extra_args = geometry.trial_arguments(lambda _: jnp.zeros(()), alpha)
 
     def moved(g):
         return optimizer.update(g, state, alpha, grad=g, **extra_args)[0]

@@ -326,6 +326,16 @@ def moved_on(state: optax.OptState, alpha: Pytree) -> list[jax.Array]:
     return [_any_leaf(_differs_beyond_rounding, g.point, alpha) for g in geometries(state)]
 
 
+def trial_arguments(loss: Callable, alpha: Pytree) -> dict[str, Any]:
+    """Return the further arguments of an optimizer's trial step from ``alpha``."""
+
+    # Line searches pass on the arguments of a single loop.
+    def value_fn(alpha, residual=None, memory=None):
+        return loss(alpha)
+
+    return {"value": loss(alpha), "value_fn": value_fn, "residual": 0.0, "memory": 1}
+
+
 def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.Array]:
     """Return for each geometry whether a first step follows the gradient instead of descending.
 
@@ -338,12 +348,8 @@ def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.
     def after(sign):
         g = jax.tree.map(lambda g: sign * g, slope)
 
-        # A loss with this gradient, far above any assumed minimum (polyak_sgd's f_min). Line
-        # searches pass on the extra arguments of a single loop.
-        def loss(a, residual=None, memory=None):
-            return 1e3 + optax.tree.vdot(g, a)
-
-        extra_args = {"value": loss(start), "value_fn": loss, "residual": 0.0, "memory": 1}
+        # A loss with this gradient, far above any assumed minimum (polyak_sgd's f_min).
+        extra_args = trial_arguments(lambda a: 1e3 + optax.tree.vdot(g, a), start)
         rule = optax.with_extra_args_support(optimizer)
         _, state = rule.update(g, rule.init(start), start, grad=g, **extra_args)
         return [geometry.point for geometry in geometries(state)]

@@ -286,6 +286,6 @@ def _digest(function: Callable, *args: Pytree) -> str:
 def _optimizer_step(optimizer: Any, alpha: Pytree) -> Pytree:
     """Return the first state of the optimizer, and its step along ``alpha`` from there."""
     optimizer = gradient_transformation("optimizer", optimizer)
-    state, value = optimizer.init(alpha), jnp.zeros(())
-    more = {"value": value, "value_fn": lambda _: value, "residual": 0.0, "memory": 1}
-    return state, optimizer.update(alpha, state, alpha, grad=alpha, **more)
+    state = optimizer.init(alpha)
+    extra_args = geometry.trial_arguments(lambda _: jnp.zeros(()), alpha)
+    return state, optimizer.update(alpha, state, alpha, grad=alpha, **extra_args)

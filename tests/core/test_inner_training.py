@@ -150,6 +150,18 @@ def test_optimizers_of_alpha_that_ask_for_the_loss_get_it(name):
     assert np.abs(alpha - START).max() > tolerance(1e-3, 1e-3)
 
 
+@pytest.mark.slow
+def test_a_line_search_moves_alpha_and_resumes_from_a_checkpoint(tmp_path):
+    """Truth: the minimum of the outer loss, at the targets."""
+    targets = jnp.array([1.0, -2.0])
+    problem = follower(lambda w, alpha, batch: jnp.sum((w - targets) ** 2))
+    zeros = jnp.zeros(2)
+    args = problem, bilevel.implicit(), optax.lbfgs(), zeros, zeros, None, None
+    bilevel.search(*args, steps=3, checkpoint=tmp_path)
+    resumed = bilevel.search(*args, steps=6, checkpoint=tmp_path, resume=True)
+    assert_close(resumed.alpha, targets, f64=1e-9, f32=1e-4)
+
+
 @pytest.mark.long
 def test_a_line_search_under_softmax_moves_logits():
     """L-BFGS reaches the minimum only if its loss function takes logits."""

@@ -11,7 +11,8 @@ takes longer than two minutes does not count as run.
     python benchmarks/peers/neural_tangents_tests.py --checkout PATH --quick
 
 `--cases` sets `NT_NUM_GENERATED_CASES` of the tests: how many cases are drawn from every grid of
-parameters. Tests in `tests/experimental` need TensorFlow and are left out.
+parameters. Tests in `tests/experimental` need TensorFlow and are left out. An interrupted run goes
+on with the first file that has no row.
 """
 
 import collections
@@ -156,7 +157,7 @@ def main() -> None:
         report,
         work=work,
         checkout={"type": Path, "help": "of google/neural-tangents"},
-        seconds={"type": float, "default": 150.0, "help": "for each file"},
+        seconds={"type": float, "default": 3600.0, "help": "for each file"},
         cases={"type": int, "default": 4, "help": "drawn from every grid of parameters"},
     )
     if flags.small:
@@ -169,7 +170,7 @@ def main() -> None:
         if flags.checkout is None or not files(flags.checkout):
             flags.error("--checkout: expected one of google/neural-tangents, with its tests.")
         rows = measured(flags)
-    harness.finish(rows, flags.results, report)
+    harness.finish(rows, flags.results, report, write_rows=False)
 
 
 def stand_in(folder: Path) -> Path:
@@ -197,15 +198,21 @@ def test_nothing():
 
 
 def measured(flags) -> list[harness.Row]:
-    """Return a row for each file of tests."""
-    cases, seconds = (1, 60.0) if flags.small else (flags.cases, flags.seconds)
-    rows = [harness.environment("neural-tangents", cases=cases, limit=seconds)]
+    """Return a row for each file of tests; files with a row in the results are not run again."""
+    limit = {"cases": flags.cases, "limit": flags.seconds}
+    if flags.small:
+        limit = {"cases": 1, "limit": 60.0}
+    rows = harness.begun(flags.results, "neural-tangents", **limit)
+    if not harness.where(rows[:1], **limit):
+        flags.error(f"--results: expected an earlier part of this run, {limit}, got {rows[0]}.")
     for name in files(flags.checkout):
-        print(name, file=sys.stderr, flush=True)
-        variables = VARIABLES | {"NT_NUM_GENERATED_CASES": str(cases)}
-        request = str(flags.checkout.resolve()), name, seconds
-        outcomes = harness.in_own_process(__file__, *request, **variables)
-        rows += [{"file": name} | row for row in outcomes]
+        if not harness.where(rows, file=name):
+            print(name, file=sys.stderr, flush=True)
+            variables = VARIABLES | {"NT_NUM_GENERATED_CASES": str(limit["cases"])}
+            request = str(flags.checkout.resolve()), name, limit["limit"]
+            for row in harness.in_own_process(__file__, *request, **variables):
+                kept = None if "failed" in row and "tests" not in row else flags.results
+                harness.keep(kept, rows, {"file": name} | row)
     return rows
 
 

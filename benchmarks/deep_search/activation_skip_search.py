@@ -30,7 +30,7 @@ without skips do not). Training is by the same SGD for one epoch, as in Algorith
 size with the best result on the run's validation half. An interrupted search resumes from its
 checkpoint.
 
-    # width 128; 15 minutes of processor time
+    # width 128; 45 minutes of one core
     python benchmarks/deep_search/activation_skip_search.py
     # the paper's width: hours of one core
     python benchmarks/deep_search/activation_skip_search.py --full

@@ -16,7 +16,7 @@ needed to cover the training images. There is no augmentation. Rates, clipping a
 DARTS's (Liu et al. 2019). The paper gives only 10k training images, 50 epochs, SGD, 5 runs and n_V
 from 20 to 1000.
 
-    # one cell, three operations, 8 x 8 pixels, 256 images: 17 minutes of one core
+    # one cell, three operations, 8 x 8 pixels, 256 images: 50 minutes of one core
     python benchmarks/deep_search/darts_gap.py
     # three cells, eight operations, 14 x 14 pixels, 1000 images: seven hours of one core
     python benchmarks/deep_search/darts_gap.py --deep

@@ -14,17 +14,17 @@ are fast programs. Dense convolutions are a primitive, because JAX's own transpo
 map            written as                                   its transpose
 =============  ===========================================  ========================================
 dx, depthwise  pixels, added to the outputs they reach      weighted sum of shifted copies of dy
-dx, dense      XLA's convolution                            XLA's, of dy with the turned kernel
+dx, dense      XLA's convolution, or products               the same, of dy with the turned kernel
 dk, depthwise  example by example, weights at all pixels    sum over examples, then over pixels
-dk, dense      XLA's convolution                            dy' times patches of x, in small batches
+dk, dense      XLA's convolution, or products               dy' times patches of x, in small batches
 =============  ===========================================  ========================================
 
 Forward mode, higher derivatives and vmap work, which a ``jax.custom_vjp`` would forbid. The
-backward pass recomputes shifted copies and patches. Other devices use XLA's convolution.
+backward pass recomputes shifted copies and patches. Other devices, and arrays on a mesh with
+explicit axes, use XLA's convolution.
 """
 
 import functools
-import math
 import operator
 from typing import NamedTuple
 
@@ -38,8 +38,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from bilevel.internal.checks import as_floating, at_least_float32, images, integer, real_array
+from ntk.internal.sharding import explicit_mesh, pcast_varying, varying
 
 _BLOCK_BYTES = 5 << 18  # of a block's patches: more would leave a CPU core's cache
+_FEW = 16  # channels: XLA's convolutions of so few take up to twice the time of products
 
 
 class _Window(NamedTuple):
@@ -112,10 +114,14 @@ def convolve_images(
         )
     window = _make_window(x, size, stride, dilation, padding)
     if size == 1 and groups == 1 and window.padding == 0:
-        return x[:, ::stride, ::stride] @ kernel[0, 0]
-    if jax.default_backend() == "cpu" and groups == 1:
+        pixels = x[:, ::stride, ::stride]
+        # With one axis of pixels, the kernel's gradient takes a third of the time on a CPU.
+        return (pixels.reshape(-1, channels) @ kernel[0, 0]).reshape(*pixels.shape[:3], outputs)
+    # On a mesh with explicit axes, blocks of images could not be cut from a device's part.
+    fast = jax.default_backend() == "cpu" and explicit_mesh((x, kernel)) is None
+    if fast and groups == 1:
         return _widely(_dense_convolution, x, kernel, window)
-    if jax.default_backend() == "cpu" and groups == outputs and channels == 1:
+    if fast and groups == outputs and channels == 1:
         return _widely(_depthwise, x, kernel, window)
     return _xla_convolution(x, kernel, window, groups)
 
@@ -170,13 +176,17 @@ def _dense_derivative(window, primals, tangents):
 
 def _bilinear(x, kernel, window):
     """Compute the dense convolution, as a primitive with its own transposes and batching."""
+    # One device's part of the images and a shared kernel: the kernel's gradient sums over devices.
+    x, kernel = pcast_varying((x, kernel), varying((x, kernel)))
     return _bilinear_p.bind(x, kernel, window=window)
 
 
 def _dense_value(x, kernel, window):
-    # For one channel, products with patches take half the time of XLA's convolution.
-    convolve = _patch_convolution if x.shape[-1] == 1 else _xla_convolution
-    return convolve(x, kernel, window)
+    if max(x.shape[-1], kernel.shape[-1]) > _FEW:
+        return _xla_convolution(x, kernel, window)
+    if x.shape[-1] == 1:
+        return _patch_convolution(x, kernel, window)
+    return (_row_convolution if window.stride == 1 else _xla_convolution)(x, kernel, window)
 
 
 def _abstract_bilinear(x, kernel, *, window):
@@ -184,6 +194,9 @@ def _abstract_bilinear(x, kernel, *, window):
 
 
 def _transposed_in_x(dy, x, kernel, *, window):
+    if window.stride == 1 and max(x.aval.shape[-1], dy.shape[-1]) <= _FEW:
+        turned = jnp.flip(kernel.swapaxes(2, 3), (0, 1))
+        return _bilinear(dy, turned, window._replace(padding=window.reach - window.padding))
     # The transpose flips the kernel, which cancels this flip. XLA would merge a remaining `reverse`
     # into the backward convolution, ten times slower inside a loop.
     turned = jnp.flip(jnp.flip(kernel, (0, 1)).swapaxes(2, 3), (0, 1))
@@ -192,6 +205,8 @@ def _transposed_in_x(dy, x, kernel, *, window):
 
 
 def _transposed_in_kernel(dy, x, kernel, *, window):
+    if window.stride == 1:
+        return _row_gradient(x, dy, window)
     return jax.linear_transpose(lambda k: _patch_convolution(x, k, window), kernel.aval)(dy)[0]
 
 
@@ -226,14 +241,69 @@ def _patch_convolution(x, kernel, window):
     body = jax.checkpoint(convolved, prevent_cse=False)  # reverse mode stores only x
     shape = len(x), *map(window.positions, x.shape[1:3]), kernel.shape[-1]
     flat = kernel.reshape(-1, kernel.shape[-1]).T
-    image_bytes = math.prod(shape[1:3]) * flat.shape[1] * x.dtype.itemsize
-    block = min(max(1, _BLOCK_BYTES // image_bytes), len(x))
-    whole = len(x) // block * block
-    blocks = x[:whole].reshape(-1, block, *x.shape[1:])
-    y = lax.map(lambda images: body(images, flat), blocks).reshape(-1, kernel.shape[-1])
-    if whole < len(x):
-        y = jnp.concatenate([y, body(x[whole:], flat)])
-    return y.reshape(shape)
+    (blocks,) = _blocks(shape[1] * shape[2] * flat.shape[1], x)
+    return lax.map(lambda images: body(images, flat), blocks).reshape(shape)
+
+
+def _row_convolution(x, kernel, window):
+    """Compute the dense convolution at stride 1 by products with the rows of patches.
+
+    One product serves all ``size`` rows of the kernel. Its outputs are then shifted and added.
+    """
+    height, channels, outputs = x.shape[1], x.shape[3], kernel.shape[-1]
+    rows, columns = map(window.positions, x.shape[1:3])
+    flat = kernel.transpose(1, 2, 0, 3).reshape(window.size * channels, -1)
+
+    def convolved(images, flat):
+        y = _patch_rows(images, window) @ flat
+        y = _pad_height(y.reshape(len(images), height, columns, -1), window.padding)
+        parts = enumerate(jnp.split(y, window.size, -1))
+        return sum(part[:, a * window.dilation :][:, :rows] for a, part in parts)
+
+    body = jax.checkpoint(convolved, prevent_cse=False)  # reverse mode stores only x
+    (blocks,) = _blocks(height * columns * window.size * (channels + outputs), x)
+    y = lax.map(lambda images: body(images, flat), blocks)
+    return y.reshape(len(x), rows, columns, outputs)
+
+
+def _row_gradient(x, dy, window):
+    """Return the gradient of the kernel at stride 1, a product of the rows of patches."""
+    height, channels, outputs = x.shape[1], x.shape[3], dy.shape[-1]
+
+    def add(total, block):
+        images, dy = block
+        dy = _pad_height(dy, window.reach - window.padding)
+        firsts = [window.reach - a * window.dilation for a in range(window.size)]
+        shifted = jnp.concatenate([dy[:, first : first + height] for first in firsts], -1)
+        product = _patch_rows(images, window).T @ shifted.reshape(-1, window.size * outputs)
+        return total + product, None
+
+    blocks = _blocks(height * dy.shape[2] * window.size * (channels + outputs), x, dy)
+    zeros = jnp.zeros((window.size * channels, window.size * outputs), x.dtype)
+    zeros = pcast_varying(zeros, varying((x, dy)))
+    total, _ = lax.scan(jax.checkpoint(add, prevent_cse=False), zeros, blocks)
+    shape = window.size, channels, window.size, outputs
+    return total.reshape(shape).transpose(2, 0, 1, 3)
+
+
+def _patch_rows(x, window):
+    """Return the row of a patch at each pixel [n h w', size c], for all rows of the images."""
+    step, columns = window.dilation, window.positions(x.shape[2])
+    x = jnp.pad(x, [(0, 0), (0, 0), (window.padding,) * 2, (0, 0)])
+    shifted = [x[:, :, b * step : b * step + columns] for b in range(window.size)]
+    return jnp.concatenate(shifted, -1).reshape(-1, window.size * x.shape[-1])
+
+
+def _pad_height(x, count):
+    return jnp.pad(x, [(0, 0), (count, count), (0, 0), (0, 0)])
+
+
+def _blocks(numbers, *arrays):
+    """Split the first axis of ``arrays`` into blocks that need ``numbers`` for each image."""
+    n = len(arrays[0])
+    most = min(max(1, _BLOCK_BYTES // (numbers * arrays[0].dtype.itemsize)), n)
+    block = next(b for b in range(most, 0, -1) if n % b == 0)
+    return [a.reshape(n // block, block, *a.shape[1:]) for a in arrays]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

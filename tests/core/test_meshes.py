@@ -7,11 +7,12 @@ from helpers import on_devices
 
 pytestmark = pytest.mark.long
 PROGRAM = """
-import json, re
+import functools, json, re
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 import bilevel
 from bilevel.contracts import Point
+from bilevel.nets.convolution import convolve_images
 
 jax.config.update("jax_enable_x64", True)
 mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -77,6 +78,26 @@ def gram_figures():
     }
 
 
+def convolution_error(channels):
+    x = jnp.asarray(rng.normal(size=(8, 36, 35, channels)))
+    kernel = jnp.asarray(rng.normal(size=(3, 3, channels, 4)))
+
+    def loss(kernel, x):
+        return jnp.sum(jnp.tanh(0.01 * convolve_images(x, kernel)))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+    def in_parts(kernel, x):
+        return jax.grad(lambda kernel: jax.lax.psum(loss(kernel, x), "d"))(kernel)
+
+    truth = jax.grad(loss)(kernel, x)
+    errors = [jax.jit(in_parts)(kernel, x) - truth]
+    explicit = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        placed = jax.device_put(kernel, P()), jax.device_put(x, P("d"))
+        errors += [jax.device_get(jax.jit(jax.grad(loss))(*placed)) - truth]
+    return float(np.max(np.abs(errors)))
+
+
 newton = bilevel.newton()
 print(json.dumps({
     # With diagnostics below: alpha shared, the starts not.
@@ -91,6 +112,7 @@ print(json.dumps({
     ),
     "diagnostics": shard_map_error(bilevel.implicit(), [(True, False)], diagnostics=True),
     "gram": gram_figures(),
+    "convolution": max(convolution_error(channels) for channels in (1, 3, 17)),
 }))
 """
 
@@ -104,6 +126,10 @@ def on_four_devices():
 def test_each_device_solves_its_own_problem_in_shard_map(which):
     # Truth: the same problems without shard_map.
     assert on_four_devices()[which] < 1e-8
+
+
+def test_a_shared_kernel_has_the_gradient_of_all_devices_images():
+    assert on_four_devices()["convolution"] < 1e-12
 
 
 def test_gram_never_gathers_the_jacobian():

@@ -189,6 +189,13 @@ def documented_keys():
     return {key for line in table.splitlines() for key in re.findall("`(.*?)`", line.split("|")[1])}
 
 
+def result_of(folder):
+    """Return the ``result.json`` of a run, which has documented keys only."""
+    result = json.loads(Path(folder, "result.json").read_text())
+    assert set(result) <= documented_keys()
+    return result
+
+
 def run(*command, **options):
     """Run a command and return its output; ``python`` is this interpreter."""
     command = [sys.executable if word == "python" else str(word) for word in command]

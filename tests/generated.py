@@ -30,6 +30,20 @@ def normal(rng, dtype, *shape, scale=1.0):
     return jnp.asarray(scale * rng.normal(size=shape), dtype)
 
 
+NODES = np.linspace(-8.5, 8.5, 680)  # 0 is halfway between two nodes
+
+
+def expectation(f, g, vx, vy, c):
+    """Integrate ``E[f(u) g(u')]`` by the trapezoid rule."""
+    sx, sy = np.sqrt(vx), np.sqrt(vy)
+    rho = np.clip(c / (sx * sy), -1, 1) if sx * sy > 0 else 0.0
+    weight = np.exp(-(NODES**2) / 2)
+    weight /= weight.sum()
+    u = sx * NODES
+    v = sy * (rho * NODES[:, None] + np.sqrt(max(1 - rho**2, 0.0)) * NODES)
+    return float((weight * f(u)) @ (g(v) @ weight))
+
+
 def simplex_point(rng, dtype, *shape, vertex=False):
     """A point inside the simplex; with ``vertex`` also close to a vertex, or with zeros."""
     logits = 10 ** rng.uniform(-1, 1.5 if vertex else 0.5) * rng.normal(size=shape)

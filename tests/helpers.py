@@ -1,6 +1,7 @@
 """Shared by the tests: tolerances by precision, derivatives by finite differences, a full disk."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -97,6 +98,45 @@ def finite_differences(function, x):
     return np.squeeze(np.stack(columns, -1))
 
 
+def assert_gradient(function, x, *, f64, f32=1e-3):
+    """Check that JAX's gradient of a scalar function is that of finite differences."""
+    function = jax.jit(function)
+    assert_close(jax.grad(function)(x), finite_differences(function, x), f64=f64, f32=f32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def jacobian_of_batch(apply, params, x):
+    """Return the Jacobian [n, outputs, p] of a network whose outputs may be a pytree."""
+
+    def outputs(params):
+        leaves = jax.tree.leaves(apply(params, x))
+        return jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in leaves], 1)
+
+    leaves = jax.tree.leaves(jax.jacrev(outputs)(params))
+    return jnp.concatenate([leaf.reshape(*leaf.shape[:2], -1) for leaf in leaves], -1)
+
+
+def tangent_kernel(apply, params, x1, x2=None):
+    """Return ``J J'`` [n1, n2, outputs, outputs] by Jacobians of the batch, without the package."""
+    j1, j2 = (
+        np.asarray(jacobian_of_batch(apply, params, x)) for x in (x1, x1 if x2 is None else x2)
+    )
+    return np.einsum("aip,bjp->abij", j1, j2)
+
+
+def unit_rows(seed, n, d):
+    x = np.random.default_rng(seed).standard_normal((n, d))
+    return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
+def tanh_network(params, x):
+    return jnp.tanh(x @ params["a"]) @ params["b"]
+
+
+def laplace(a, b, scale=1.0):
+    return jnp.exp(-scale * jnp.abs(a[:, None] - b).sum(-1))
+
+
 def hypergradient(problem, solver, *args, diagnostics=False, **options):
     """Compile a hypergradient and return its result at ``args``."""
     fn = bilevel.hypergradient(problem, solver, diagnostics=diagnostics, **options)
@@ -147,6 +187,13 @@ def documented_keys():
     text = (ROOT / "docs/commands.md").read_text()
     table = text[text.index("| key of `result.json`") :].split("\n\n")[0]
     return {key for line in table.splitlines() for key in re.findall("`(.*?)`", line.split("|")[1])}
+
+
+def result_of(folder):
+    """Return the ``result.json`` of a run, which has documented keys only."""
+    result = json.loads(Path(folder, "result.json").read_text())
+    assert set(result) <= documented_keys()
+    return result
 
 
 def run(*command, **options):

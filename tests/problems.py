@@ -32,6 +32,13 @@ def follower(outer):
     return Problem(lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2), outer)
 
 
+# ``w`` follows ``x alpha`` with a little decay: w* = x alpha / 1.1.
+SCALED = Problem(
+    lambda w, alpha, x: 0.5 * jnp.sum((w - x * alpha) ** 2) + 0.05 * jnp.sum(w**2),
+    lambda w, alpha, x: 0.5 * jnp.sum((w - x) ** 2),
+)
+
+
 # ------------------------------------------------------------- mixed features, any solver's problem
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from helpers import arrays_in, documented_keys, run
+from helpers import arrays_in, result_of, run
 
 import bilevel
 import ntk
@@ -28,10 +28,6 @@ from bilevel.strategies.activation_search import Gap
 SMALL = "--activations relu tanh --steps 3 --inner-steps 5 --width 16 --train 40 --valid 40"
 # Their kernels have closed forms, which compile quickly.
 CLOSED = "--activations relu leaky_relu"
-
-
-def result_of(folder):
-    return json.loads((folder / "result.json").read_text())
 
 
 def search(folder, flags):
@@ -91,7 +87,6 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars, monk
     for row in ("search", "relu", "tanh", "joint training", "α found:", "mean ± s.e. of 2 seeds"):
         assert row in printed
     result = result_of(tmp_path / "run")
-    assert set(result) <= documented_keys()
     alpha = np.array(result["alpha"])
     assert alpha.shape == (2, 2)
     np.testing.assert_allclose(alpha.sum(1), 1, rtol=1e-5)
@@ -219,7 +214,6 @@ def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsy
     for text in ("over the simplex", "worst mixture", "certified ≥", "exact to ", "cells"):
         assert text in printed
     result = result_of(tmp_path / "run")
-    assert set(result) <= documented_keys()
     simplex, kernels = result["simplex"], result["kernels"]
     assert simplex["converged"]
     assert 0 < simplex["lower"] <= simplex["upper"] <= 1.001 * simplex["lower"]
@@ -366,7 +360,6 @@ def test_baseline_compares_all_methods_in_one_table(tmp_path, capsys, bars):
     check_bars(bars, ["data", *methods, "exponentiated-gradient", "random-search"])
     printed = capsys.readouterr().out
     result = result_of(tmp_path / "run")
-    assert set(result) <= documented_keys()
     assert result["rows"] == [120, 80, 1597]
     assert len(result["methods"]) == 6
     for name, row in result["methods"].items():

@@ -7,7 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from helpers import ROOT
+from helpers import ROOT, result_of
 
 from bilevel.cli import main, parse_flags
 from bilevel.cli.runtime import data as cli_data
@@ -110,7 +110,7 @@ def test_data_that_a_command_cannot_use_gives_one_message(mistake, monkeypatch, 
 def test_a_run_on_own_rows_describes_them_and_stores_their_digest_alone(capsys):
     line = "baseline --configs 2 --dimension 8 --method random-search --out run --data vectors.npz"
     assert main(line.split()) == 0
-    result = json.loads(pathlib.Path("run/result.json").read_text())
+    result = result_of("run")
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.startswith(
         "vectors.npz: 48 training, 12 test vectors of 5, 3 classes (ant, bee, cow); normalization: "
@@ -125,7 +125,7 @@ def test_a_run_on_own_rows_describes_them_and_stores_their_digest_alone(capsys):
     journal = pathlib.Path("run/random-search.jsonl")
     journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:2]))
     assert main([*line.split(), "--resume"]) == 0
-    resumed = json.loads(pathlib.Path("run/result.json").read_text())
+    resumed = result_of("run")
     for method in (*result["methods"].values(), *resumed["methods"].values()):
         del method["seconds"]
     assert resumed["methods"] == result["methods"]
@@ -157,6 +157,6 @@ RUNS = [
 def test_every_command_takes_two_classes_and_images_of_any_sides(monkeypatch, line, data):
     monkeypatch.syspath_prepend(ROOT / "examples")
     assert main([*line.split(), "--data", data, "--out", "run"]) == 0
-    result = json.loads(pathlib.Path("run/result.json").read_text())
+    result = result_of("run")
     assert result["data"]["shape"] == [6, 9, 3 if data == "images.npz" else 1]
     assert "judged" not in result  # the benchmark's accuracies are about other images

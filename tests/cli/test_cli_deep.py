@@ -6,7 +6,7 @@ import signal
 
 import numpy as np
 import pytest
-from helpers import arrays_in, documented_keys
+from helpers import arrays_in, result_of
 
 from bilevel.cli import main
 from bilevel.spaces.skips import skip_space
@@ -46,8 +46,7 @@ def test_a_search_that_is_resumed_ends_in_a_table_and_its_files(tmp_path, capsys
     printed = capsys.readouterr().out
     for text in ("search", "relu", "random", "supernet", "seed 1: ", "entropy"):
         assert text in printed
-    result = json.loads((run / "result.json").read_text())
-    assert set(result) <= documented_keys()
+    result = result_of(run)
     # 4 steps of 1 gradient, 2 epochs of 4: no second network in the time of the search.
     assert set(result["scores"]) == {"search", "relu", "leaky_relu", "random", "supernet"}
     for name, scores in result["scores"].items():
@@ -94,8 +93,7 @@ def test_eigen_nas_trains_the_best_of_its_pool_beside_random_ones(tmp_path, caps
     printed = capsys.readouterr().out
     for text in ("best of 2 eigen-nas", "best of 2 random", "relu", "seed 1: ", "λ_min"):
         assert text in printed
-    result = json.loads((run / "result.json").read_text())
-    assert set(result) <= documented_keys()
+    result = result_of(run)
     rows = ["best of 2 eigen-nas", "eigen-nas", "relu", "leaky_relu", "best of 2 random", "random"]
     assert list(result["scores"]) == rows
     networks = [json.loads(line) for line in (run / "networks.jsonl").read_text().splitlines()[1:]]

@@ -135,7 +135,17 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "sentence"), MISTAKES)
+OWN_SPACES = [
+    ("own_space", "MODULE:FUNCTION, as in my_module:my_space, got 'own_space'"),
+    ("no_such_module:f", "MODULE:FUNCTION, got 'no_such_module:f' (no module"),
+    ("own_space:WIDTH", "own_space:WIDTH to be a function, got 32."),
+    ("json:dump", "json:dump to be a function of 1 argument, got json:dump("),
+    ("builtins:int", "builtins:int to return a bilevel.spaces.Space, got a"),
+]
+OWN_SPACES = [(f"search-own --space {s}", f"space: expected {words}") for s, words in OWN_SPACES]
+
+
+@pytest.mark.parametrize(("line", "sentence"), MISTAKES + OWN_SPACES)
 def test_no_mistake_leaves_a_directory(tmp_path, mistake, line, sentence):
     (tmp_path / "FILE").touch()
     assert mistake(line).startswith(sentence)

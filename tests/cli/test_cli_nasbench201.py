@@ -1,11 +1,10 @@
 """``bilevel search-nasbench201``: search, look up, resume after an interruption."""
 
-import json
 import types
 
 import numpy as np
 import pytest
-from helpers import arrays_in, documented_keys
+from helpers import arrays_in, result_of
 
 from bilevel.cli import main
 from bilevel.cli.deep_search.run import DeepSearchRun
@@ -43,8 +42,7 @@ def test_a_search_ends_in_a_table_and_its_files(tmp_path, capsys, monkeypatch, k
 
     monkeypatch.setattr("bilevel.discretize.diagnostics.alpha_curvature", curvature)
     assert search(run, "--seeds", "2", "--strategy", "random") == 0
-    result = json.loads((run / "result.json").read_text())
-    assert set(result) <= documented_keys()
+    result = result_of(run)
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     best = "best of 3 random"  # 4 x 40 / 50; without convolutions all networks cost the same
     for text in ("CIFAR-100", best, "seed 1: |", "entropy", "Hessian", "networks found on digits"):

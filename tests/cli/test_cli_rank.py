@@ -1,15 +1,13 @@
 """``bilevel rank`` as a user runs it, small."""
 
 import importlib
-import json
-import pathlib
 import re
 import sys
 
 import numpy as np
 import pooch
 import pytest
-from helpers import arrays_in, documented_keys
+from helpers import arrays_in, result_of
 
 from bilevel.cli import main, rank
 from bilevel.spaces.nasbench201 import scoring
@@ -35,8 +33,7 @@ def test_a_sample_is_judged_its_best_is_trained_and_more_are_added(tmp_path, cap
     screen = capsys.readouterr().out
     for text in ("ImageNet16-120", "conv edges", "Eigen-NAS (k=20)", "for the mean of runs"):
         assert text in screen
-    before = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert set(before) <= documented_keys()
+    before = result_of(tmp_path / "run")
     chosen = before["chosen"]  # Algorithm 1 of Zhu et al.
     assert chosen["score"] == "l2_norm" and 0 <= chosen["test_error"] <= 1
     assert chosen["genotype"] in screen.replace("\n", "")
@@ -116,7 +113,7 @@ def test_scores_of_ones_own_are_ranked_with_builtin_ones_and_resumed(own_scores,
     line = [*SMALL, "--scores", *names, "--aggregate", names[0], "parameters", "--out", "run"]
     assert main(line) == 0
     assert "own_scores:variance" in capsys.readouterr().out
-    result = json.loads(pathlib.Path("run/result.json").read_text())
+    result = result_of("run")
     judged = [line["score"] for line in result["judged"]]
     assert judged[:4] == [*names, "sum of log ranks"] and result["chosen"]["score"] == names[0]
     before = arrays_in("run/arrays.npz")

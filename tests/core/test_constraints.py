@@ -66,10 +66,6 @@ def first(c):
     return jnp.exp(c[0])
 
 
-def one_and_first(c):
-    return jnp.stack([jnp.ones_like(c[0]), jnp.exp(c[0])])
-
-
 FIXED, SPARSE = (quadratic(H3, lambda a, c=c: c) for c in ((4.0, -3.0, 2.0), (4.0, -1.5, -1.2)))
 ROUND = quadratic(np.diag([1.0, 2, 4]), lambda a: (3.0, -2.0, 1.0))
 TILTED = quadratic(H3, lambda a: (1 + a[0], 1 - a[0], 0.5)), projected("simplex")
@@ -105,7 +101,7 @@ PROBLEMS = {
     ),
     "degenerate Lasso": (
         quadratic(H2, lambda _: (3.0, 2.0)),
-        proximal("l1", one_and_first),
+        proximal("l1", lambda c: jnp.stack([jnp.ones_like(c[0]), jnp.exp(c[0])])),
         OF_TWO,
     ),
 }

@@ -21,6 +21,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from generated import examples, seeds
+from hypothesis import given
 from sklearn.datasets import load_digits
 
 from bilevel.data import datasets
@@ -397,7 +399,8 @@ def table(labels, parts):
     return np.array([[np.sum(labels[part] == c) for c in classes] for part in parts])
 
 
-@pytest.mark.parametrize("seed", range(60))
+@examples(60)
+@given(seed=seeds)
 def test_parts_have_their_sizes_and_are_disjoint_and_within_one_of_the_ideal(seed):
     rng = np.random.RandomState(seed)
     n, classes = rng.randint(1, 200), rng.randint(1, 12)

@@ -33,12 +33,10 @@ def outer(w, alpha, batch):
     return jnp.sum((predict(w) + 1) ** 2) + sum(jnp.sum((x + 1) ** 2) for x in jax.tree.leaves(w))
 
 
-PROBLEM = bilevel.Problem(lower, outer)
-
-
 def grad(optimizer, steps, mode):
     start = jnp.float32(0.0), jax.tree.map(jnp.asarray, W0), None, None
-    return hypergradient(PROBLEM, bilevel.unrolled(optimizer, steps), *start, mode=mode).grad
+    problem = bilevel.Problem(lower, outer)
+    return hypergradient(problem, bilevel.unrolled(optimizer, steps), *start, mode=mode).grad
 
 
 NAMES = "adabelief adadelta adafactor adagrad adam adamax adamw amsgrad fromage lamb lars nadam"

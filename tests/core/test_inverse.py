@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import assert_close, flatten, hypergradient, tolerance
 from hypothesis import given
+from jax.flatten_util import ravel_pytree
 
 import bilevel
 from bilevel.contracts import Point
@@ -37,10 +38,7 @@ def compiled(make, *args):
 
     @jax.jit
     def solve(matrix, b):
-        def hvp(v):
-            return split(matrix @ jax.flatten_util.ravel_pytree(v)[0])
-
-        return inverse(hvp, split(b), None, None)
+        return inverse(lambda v: split(matrix @ ravel_pytree(v)[0]), split(b), None, None)
 
     return lambda matrix, b: flatten(solve(jnp.asarray(matrix), jnp.asarray(b)))
 

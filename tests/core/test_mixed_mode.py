@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, finite_differences, hypergradient, loop_of_steps
+from helpers import assert_close, assert_gradient, hypergradient, loop_of_steps
 from problems import reverse_once
 
 import bilevel
@@ -172,7 +172,7 @@ def test_the_batch_the_start_and_values_closed_over_are_differentiated():
 
         return jnp.sum(solver.run(lower, None, w, solver.init(w), batch)[0]["out"] ** 3)
 
-    assert_close(jax.grad(value)(theta), finite_differences(value, theta), f64=1e-8, f32=5e-2)
+    assert_gradient(value, theta, f64=1e-8, f32=5e-2)
 
 
 @jax.custom_vjp

@@ -24,11 +24,7 @@ def lower(w, alpha, batch):
     return half_squares(outputs(w, alpha, batch), batch) + 0.5 * decay(alpha) * squares
 
 
-def outer(w, alpha, batch):
-    return jnp.mean((outputs(w, alpha, batch) - batch[1]) ** 2)
-
-
-PROBLEM = bilevel.Problem(lower, outer)
+PROBLEM = bilevel.Problem(lower, lambda w, a, b: jnp.mean((outputs(w, a, b) - b[1]) ** 2))
 EXACT = ("lbfgs cg", "newton dense", "newton gram")
 GRAM = bilevel.gram(outputs, half_squares, damping=decay)
 SOLVERS = {

@@ -8,17 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close, normal
+from helpers import tanh_network as network
 
 from ntk import empirical_kernel, taylor_expand
 from ntk.compat.load import neural_tangents
 
-PARAMS = {"w": normal(1, 2, 3), "v": normal(2, 3, 2)}
-MOVED = {"w": normal(3, 2, 3), "v": normal(4, 3, 2)}
+PARAMS = {"a": normal(1, 2, 3), "b": normal(2, 3, 2)}
+MOVED = {"a": normal(3, 2, 3), "b": normal(4, 3, 2)}
 X = normal(5, 4, 2)
-
-
-def network(params, x):
-    return jnp.tanh(x @ params["w"]) @ params["v"]
 
 
 @pytest.mark.parametrize("order", [0, 1, 5])
@@ -30,7 +27,7 @@ def test_coefficients_are_those_of_the_exponential_function(order):
 
 
 def test_polynomials_are_their_own_expansion():
-    cubic = jax.jit(lambda params, x: (x @ params["w"] @ params["v"]) * params["w"][0, 0])
+    cubic = jax.jit(lambda params, x: (x @ params["a"] @ params["b"]) * params["a"][0, 0])
     expected = cubic(MOVED, X)
     assert_close(taylor_expand(cubic, PARAMS, 3)(MOVED, X), expected, f64=1e-13, f32=1e-4)
     assert np.abs(taylor_expand(cubic, PARAMS, 2)(MOVED, X) - expected).max() > 0.1

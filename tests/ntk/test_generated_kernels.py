@@ -2,12 +2,15 @@
 
 import functools
 
+import generated
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from generated import assert_near, dtypes, eps, examples, normal, seeds, simplex_point, wide
+from helpers import float64_only as quadrature
+from helpers import tanh_network as network
 from hypothesis import given
 
 import ntk
@@ -36,10 +39,8 @@ FUNCTIONS = {
     "clip": lambda z: jnp.clip(z, -0.7, 0.4),
     "abs": jnp.abs,
 }
-NODES = np.linspace(-8.5, 8.5, 680)  # 0 is halfway between two nodes
 names = st.sampled_from(sorted(ACTIVATIONS))
 layers = st.lists(names, min_size=1, max_size=2)
-quadrature = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="quadrature in float64")
 
 
 def inputs(seed, dtype):
@@ -66,17 +67,6 @@ def in_numpy(name, slope=False):
     return lambda z: np.asarray(compiled(jnp.ravel(z))).reshape(z.shape) * np.ones(z.shape)
 
 
-def expectation(f, g, vx, vy, c):
-    """Integrate ``E[f(u) g(u')]`` by the trapezoid rule."""
-    sx, sy = np.sqrt(vx), np.sqrt(vy)
-    rho = np.clip(c / (sx * sy), -1, 1) if sx * sy > 0 else 0.0
-    weight = np.exp(-(NODES**2) / 2)
-    weight /= weight.sum()
-    u = sx * NODES
-    v = sy * (rho * NODES[:, None] + np.sqrt(max(1 - rho**2, 0.0)) * NODES)
-    return float((weight * f(u)) @ (g(v) @ weight))
-
-
 def recursion(chosen, x):
     """Return the kernel of Zhu et al., Eq. (1), one pair of rows at a time."""
     x = wide(x)
@@ -87,8 +77,8 @@ def recursion(chosen, x):
         for name in chosen:
             s, slope = in_numpy(name), in_numpy(name, slope=True)
             covariances = (vx, vx, vx), (vy, vy, vy), (vx, vy, c)
-            values = [2 * expectation(s, s, *v) for v in covariances]
-            theta = 2 * expectation(slope, slope, vx, vy, c) * theta + values[2]
+            values = [2 * generated.expectation(s, s, *v) for v in covariances]
+            theta = 2 * generated.expectation(slope, slope, vx, vy, c) * theta + values[2]
             vx, vy, c = values
         K[i, j] = K[j, i] = theta
     return K
@@ -133,7 +123,7 @@ def test_a_mixtures_kernel_is_the_sum_over_pairs(seed, dtype, pair):
     slopes, X, expected = [in_numpy(name, slope=True) for name in pair], wide(x), np.zeros((3, 3))
     for i, j in np.ndindex(3, 3):
         v = X[i] @ X[i], X[j] @ X[j], X[i] @ X[j]
-        pairs = np.array([[expectation(f, g, *v) for g in slopes] for f in slopes])
+        pairs = np.array([[generated.expectation(f, g, *v) for g in slopes] for f in slopes])
         expected[i, j] = v[2] * (wide(alpha) @ pairs @ wide(alpha))
     assert K.dtype == dtype
     assert_near(K, expected, 1e-2)
@@ -151,10 +141,6 @@ def test_lower_bounds_of_the_smallest_eigenvalue_are_below_it(seed, dtype, chose
     for bound in (ntk.bounds.hermite_lower_bound, ntk.bounds.schur_lower_bound):
         value = float(bound(x, activations=activations).value)
         assert value <= spectrum[0] + 200 * eps(dtype) * spectrum[-1]
-
-
-def network(params, x):
-    return jnp.tanh(x @ params["a"]) @ params["b"]
 
 
 def jacobian(params, x):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, finite_differences, float64_only, tolerance
+from helpers import assert_close, assert_gradient, float64_only, tolerance, unit_rows
 
 import ntk
 import ntk.scores
@@ -15,11 +15,6 @@ from ntk.bounds.constants import hermite_coefficients
 from ntk.infinite import network_kernel
 
 LEAKY = ntk.leaky_relu(0.1)
-
-
-def unit_rows(n, d, seed=0):
-    x = np.random.default_rng(seed).standard_normal((n, d))
-    return x / np.linalg.norm(x, axis=1, keepdims=True)
 
 
 def rows(n, d, seed=0):
@@ -36,7 +31,7 @@ def rows(n, d, seed=0):
     ],
 )
 def test_diagonals_are_the_values_of_an_independent_computation(activations, skips, nngp, kernel):
-    kernels = ntk.network_kernel(unit_rows(2, 3), activations=activations, skips=skips)
+    kernels = ntk.network_kernel(unit_rows(0, 2, 3), activations=activations, skips=skips)
     assert_close(kernels.ntk[0, 0], kernel, f64=2e-11, f32=1e-5)
     if nngp:
         assert_close(kernels.nngp[0, 0], nngp, f64=1e-12, f32=1e-5)
@@ -127,7 +122,6 @@ def test_wide_networks_converge_to_the_kernel_like_one_over_root_width():
 def test_derivatives_in_skips_weights_variances_and_inputs_are_finite_differences():
     x = rows(3, 2, seed=2) * np.array([[1.0], [0.4], [1.6]])
 
-    @jax.jit
     def total(arguments):
         skips, weights, variances, x = arguments
         layers = [{ntk.tanh: weights[0], ntk.relu: weights[1]}, ntk.gelu]
@@ -135,20 +129,18 @@ def test_derivatives_in_skips_weights_variances_and_inputs_are_finite_difference
         return jnp.sum(jnp.sin(jnp.arange(9.0).reshape(3, 3) + kernels.ntk + kernels.nngp))
 
     at = jnp.array([-0.3]), jnp.array([0.4, 0.7]), jnp.array([1.0, 1.5, 2.0]), jnp.asarray(x)
-    assert_close(jax.grad(total)(at), finite_differences(total, at), f64=1e-8, f32=2e-2)
+    assert_gradient(total, at, f64=1e-8, f32=2e-2)
 
 
 @pytest.mark.long
 def test_relu_networks_have_derivatives_at_duplicate_opposite_and_zero_inputs():
     x = jnp.array([[1.0, 0.5], [1.0, 0.5], [-1.0, -0.5], [0.0, 0.0]])
 
-    @jax.jit
     def total(skips):
         kernels = ntk.network_kernel(x, activations=[ntk.relu] * 3, skips=skips)
         return jnp.sum(kernels.ntk * jnp.arange(16.0).reshape(4, 4))
 
-    at = jnp.array([0.5, -0.8])
-    assert_close(jax.grad(total)(at), finite_differences(total, at), f64=1e-8, f32=2e-2)
+    assert_gradient(total, jnp.array([0.5, -0.8]), f64=1e-8, f32=2e-2)
 
 
 @pytest.mark.long
@@ -246,7 +238,7 @@ def test_one_program_serves_every_skip_weight_and_input_of_a_depth():
     before = network_kernel._kernels_from_features._cache_size()
     for seed, skip, weight in ((0, 0.5, 0.2), (1, 0.3, 0.6), (2, 0.0, 0.5)):
         layers = [{ntk.relu: weight, ntk.swish: 1 - weight}] * 4
-        ntk.network_kernel(unit_rows(5, 6, seed), activations=layers, skips=[skip] * 3)
+        ntk.network_kernel(unit_rows(seed, 5, 6), activations=layers, skips=[skip] * 3)
     assert network_kernel._kernels_from_features._cache_size() == before + 1
 
 
@@ -280,20 +272,23 @@ def test_blocks_between_sets_and_transposes_are_consistent():
 @pytest.mark.long
 def test_mixture_blocks_are_differentiable_in_the_inputs():
     x, weights = rows(2, 3), jnp.array([[1, 2], [3, 4]])
-    total = jax.jit(lambda x: jnp.sum(ntk.mixture_blocks(x, [ntk.relu, ntk.tanh])[0, 1] * weights))
-    assert_close(jax.grad(total)(x), finite_differences(total, x), f64=1e-8, f32=2e-2)
+
+    def total(x):
+        return jnp.sum(ntk.mixture_blocks(x, [ntk.relu, ntk.tanh])[0, 1] * weights)
+
+    assert_gradient(total, x, f64=1e-8, f32=2e-2)
 
 
 @pytest.mark.long
 def test_lemma_1_as_printed_is_right_without_skips_and_misses_those_of_relu_networks():
-    x, layers = unit_rows(5, 3), [ntk.relu, ntk.tanh, ntk.swish]
+    x, layers = unit_rows(0, 5, 3), [ntk.relu, ntk.tanh, ntk.swish]
     kernels = ntk.lemma1_kernel_as_printed, ntk.network_kernel
     printed, exact = (kernel(x, activations=layers) for kernel in kernels)
     assert_close(printed.ntk, exact.ntk, f64=1e-9, f32=1e-4)
     assert_close(printed.nngp, exact.nngp, f64=1e-9, f32=1e-4)
     # Printed: 9. Truth: 15.977.
     options = {"activations": [ntk.relu] * 3, "skips": [1.0, 1.0]}
-    printed = ntk.lemma1_kernel_as_printed(unit_rows(2, 3), **options)
+    printed = ntk.lemma1_kernel_as_printed(unit_rows(0, 2, 3), **options)
     assert_close(jnp.diag(printed.ntk), [9.0, 9.0], f64=1e-12, f32=1e-5)
 
 
@@ -344,7 +339,7 @@ def test_a_traced_nan_gives_nan():
 
 @pytest.mark.long
 def test_more_rows_or_another_activation_compile_nothing():
-    x = unit_rows(301, 6)
+    x = unit_rows(0, 301, 6)
     whole = ntk.network_kernel(x, activations=[ntk.tanh, ntk.relu])
     before = network_kernel._kernels_from_features._cache_size()
     fewer = ntk.network_kernel(x[:290], activations=[ntk.tanh, ntk.relu])

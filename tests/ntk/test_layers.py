@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_close, drawn, normal
+from helpers import assert_close, drawn, normal, tangent_kernel
 from jax import lax
 
 from ntk.empirical import factored_gradients, network_program
@@ -21,21 +21,9 @@ def layered(apply, params, x):
     return {n for i, n in zip(net.trained, net.names, strict=True) if i in plan.layered}
 
 
-def brute_force(apply, params, x):
-    """Return ``J J'`` in full by the Jacobian of the batch, without the package."""
-
-    def batch(params):
-        y = jax.tree.leaves(apply(params, x))
-        return jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in y], 1)
-
-    leaves = jax.tree.leaves(jax.jit(jax.jacrev(batch))(params))
-    j = np.concatenate([np.asarray(leaf).reshape(*leaf.shape[:2], -1) for leaf in leaves], -1)
-    return np.einsum("aip,bjp->abij", j, j)
-
-
 def check(apply, params, x, expected, f64=1e-12):
     assert layered(apply, params, x) == set(expected.split())
-    truth = brute_force(apply, params, x)
+    truth = tangent_kernel(apply, params, x)
     full = empirical_kernel(apply, params, x, outputs="full")
     assert_close(full, truth, f64=f64, f32=1e-4)
     assert_close(empirical_kernel(apply, params, x), truth.sum((2, 3)), f64=f64, f32=1e-4)

@@ -6,26 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import finite_differences, flatten
+from helpers import assert_gradient, laplace, tanh_network
 
 import ntk
 
 rng = np.random.default_rng(0)
 
 
-def laplace(a, b, scale=1.0):
-    return jnp.exp(-scale * jnp.abs(a[:, None] - b).sum(-1))
-
-
 def inputs(*shape, dtype=np.float64):
     return jnp.asarray(rng.normal(size=shape), dtype)
 
 
-def mlp(w, x):
-    return jnp.tanh(x @ w["first"]) @ w["second"]
-
-
-WEIGHTS = {"first": rng.normal(size=(3, 5)), "second": rng.normal(size=(5, 2))}
+WEIGHTS = {"a": rng.normal(size=(3, 5)), "b": rng.normal(size=(5, 2))}
 
 
 def assert_operates_as(K, matrix, other, cross, v, **tolerance):
@@ -102,22 +94,19 @@ def test_products_under_vmap():
 def test_derivatives_in_vectors_inputs_and_closed_over_values():
     x, v, u = inputs(7, 2), inputs(7), inputs(7)
 
-    def value(scale, x, v):
-        kernel = functools.partial(laplace, scale=scale)
-        return u @ (ntk.KernelOperator(kernel, x, tile=3) @ v)
+    def value(at):
+        kernel = functools.partial(laplace, scale=at["scale"])
+        return u @ (ntk.KernelOperator(kernel, at["x"], tile=3) @ at["v"])
 
-    at = jnp.array(0.7), x, v
-    derivatives = jax.jit(jax.grad(value, (0, 1, 2)))(*at)
-    expected = finite_differences(lambda at: value(*at), at)
-    np.testing.assert_allclose(flatten(derivatives), expected, atol=1e-9)
+    assert_gradient(value, {"scale": jnp.array(0.7), "x": x, "v": v}, f64=1e-9, f32=1e-9)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("batch_size", [None, 4])
 def test_finite_networks(batch_size):
     x, other, v = inputs(9, 3), inputs(4, 3), inputs(9, 2)
-    K = ntk.EmpiricalOperator(mlp, WEIGHTS, x, batch_size=batch_size)
-    matrix, cross = (ntk.empirical_kernel(mlp, WEIGHTS, a, x) for a in (x, other))
+    K = ntk.EmpiricalOperator(tanh_network, WEIGHTS, x, batch_size=batch_size)
+    matrix, cross = (ntk.empirical_kernel(tanh_network, WEIGHTS, a, x) for a in (x, other))
     assert_operates_as(K, matrix, other, cross, v, rtol=1e-11)
 
 

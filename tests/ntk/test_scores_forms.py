@@ -8,7 +8,7 @@ from helpers import assert_close
 
 from ntk import scores
 
-N = CLASSES = 6  # samples, features, width and classes: all the same
+N = 6  # samples, features, width and classes: all the same
 rng = np.random.default_rng(0)
 W1, W2, W3 = (rng.normal(size=(N, N)) for _ in range(3))
 B1, B2 = (0.3 * rng.normal(size=N) for _ in range(2))

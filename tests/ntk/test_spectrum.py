@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
-from helpers import assert_close, finite_differences, float64_only, tolerance
+from helpers import assert_close, finite_differences, float64_only, tolerance, unit_rows
 
 import ntk
 from ntk.spectrum import eigenvalues as spectrum
@@ -345,9 +345,8 @@ def test_the_entry_error_widens_the_bracket_by_its_norm():
 @pytest.mark.long
 @float64_only
 def test_mixtures_of_activations_have_the_reference_brackets():
-    x = np.random.default_rng(0).normal(size=(50, 10))
-    x /= np.linalg.norm(x, axis=1, keepdims=True)
-    all_three = np.asarray(ntk.mixture_blocks(jnp.asarray(x), [ntk.relu, ntk.tanh, ntk.swish]))
+    rows = jnp.asarray(unit_rows(0, 50, 10))
+    all_three = np.asarray(ntk.mixture_blocks(rows, [ntk.relu, ntk.tanh, ntk.swish]))
     # Truth: brackets by an independent implementation (eigenvalues of all Bernstein coefficients).
     for chosen, lower, upper, cells in [
         ([0, 1], 0.0304496475, 0.0304767032, 21),

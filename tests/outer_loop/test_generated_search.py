@@ -5,20 +5,16 @@ import functools
 import generated
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import scipy.special
 from generated import assert_at_most, assert_near, dtypes, eps, examples, normal, seeds, wide
 from hypothesis import given
+from problems import SCALED as PROBLEM
 
 import bilevel
 
-PROBLEM = bilevel.Problem(
-    lambda w, a, x: 0.5 * jnp.sum((w - x * a) ** 2) + 0.05 * jnp.sum(w**2),
-    lambda w, a, x: 0.5 * jnp.sum((w - x) ** 2),
-)
 EXPONENTIATED = optax.chain(optax.sgd(0.2), bilevel.exponentiate())
 METHODS = {
     "implicit": (bilevel.implicit(bilevel.newton(3)), EXPONENTIATED),

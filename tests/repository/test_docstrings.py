@@ -31,15 +31,11 @@ def raises(node: ast.AST) -> bool:
     return any(isinstance(n, ast.Raise) for n in ast.walk(node))
 
 
-def top_functions(path: Path) -> dict[str, ast.AST]:
-    return {n.name: n for n in parsed(path).body if isinstance(n, Function)}
-
-
 @cache
 def raising_checks() -> set[str]:
     """The checks of arguments that raise, directly or through each other."""
     paths = (ROOT / f"{name.replace('.', '/')}.py" for name in CHECKS)
-    functions = {name: node for path in paths for name, node in top_functions(path).items()}
+    functions = {n.name: n for p in paths for n in parsed(p).body if isinstance(n, Function)}
     raising = {name for name, node in functions.items() if raises(node)}
     while more := {name for name, f in functions.items() if calls(f) & raising} - raising:
         raising |= more

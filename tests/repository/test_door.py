@@ -297,9 +297,6 @@ def of_params(w, alpha, batch):
     return OUTER(w.params, alpha, batch)
 
 
-INDEFINITE = np.array([[1.0, 3.0], [3.0, 1.0]])
-
-
 class BatchStatistics(nn.Module):
     """A layer with outputs that depend on the other rows of the batch."""
 
@@ -1125,7 +1122,7 @@ NTK_SCORES = {
     "y: labels below 3, the outputs of K": lambda: ntk.scores.of_kernel(
         jnp.einsum("ij,ab->ijab", EYE, EYE), jnp.arange(3) + 1
     ),
-    "K: a positive semidefinite matrix, got": lambda: ntk.scores.of_kernel(INDEFINITE),
+    "K: a positive semidefinite matrix, got": lambda: ntk.scores.of_kernel(1 - 2 * EYE),
     "synflow sum is nonnegative and below 1e308, got inf": lambda: ntk_score(
         "synflow",
         jnp.full((1, 1), 1e30, jnp.float32),

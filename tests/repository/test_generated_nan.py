@@ -12,7 +12,9 @@ import numpy as np
 import optax
 import pytest
 from generated import examples
+from helpers import laplace, tanh_network
 from hypothesis import given
+from problems import SCALED as PROBLEM
 
 import bilevel
 import ntk
@@ -25,18 +27,6 @@ alpha, K, H = np.array([0.2, 0.3, 0.5]), x @ x.T + np.eye(6), x.T @ x + np.eye(3
 labels, images = np.array([0, 1, 0, 1, 1, 0]), rng.normal(size=(2, 4, 4, 1))
 radii = np.array([0.1, 0.5])
 params = {"a": rng.normal(size=(3, 4)), "b": rng.normal(size=(4, 2))}
-PROBLEM = bilevel.Problem(
-    lambda w, alpha, x: 0.5 * jnp.sum((w - x * alpha) ** 2) + 0.05 * jnp.sum(w**2),
-    lambda w, alpha, x: 0.5 * jnp.sum((w - x) ** 2),
-)
-
-
-def network(params, x):
-    return jnp.tanh(x @ params["a"]) @ params["b"]
-
-
-def laplace(a, b):
-    return jnp.exp(-jnp.abs(a[:, None] - b).sum(-1))
 
 
 def inverse(make):
@@ -60,7 +50,7 @@ def hypergradient(solver):
 
 def score(name):
     function = getattr(ntk.scores, name)
-    return lambda params, x: function(None, network, params, (x, labels)), (params, x)
+    return lambda params, x: function(None, tanh_network, params, (x, labels)), (params, x)
 
 
 CALLS = {
@@ -95,7 +85,7 @@ CALLS = {
         lambda x, alpha: ntk.mixture_kernel(alpha, ntk.mixture_blocks(x, [ntk.relu, ntk.erf])),
         (x, alpha[:2]),
     ),
-    "empirical_kernel": (functools.partial(ntk.empirical_kernel, network), (params, x)),
+    "empirical_kernel": (functools.partial(ntk.empirical_kernel, tanh_network), (params, x)),
     "kernel_operator": (lambda x, v: ntk.KernelOperator(laplace, x, tile=4) @ v, (x, y)),
     "eigenvalues": (ntk.eigenvalues, (K,)),
     "min_eigenvalue": (ntk.min_eigenvalue, (K,)),

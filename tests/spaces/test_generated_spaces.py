@@ -77,20 +77,6 @@ def test_a_genotype_of_darts_survives_its_text_and_broken_texts_are_refused(seed
     assert other["normal"].sum() == 8
 
 
-@examples(5)
-@given(seed=seeds, classes=integers(1, 10), rows=integers(3, 50), draw=st.data())
-def test_splits_are_disjoint_and_in_proportion(seed, classes, rows, draw):
-    labels = np.random.default_rng(seed).integers(0, classes, rows)
-    first = draw.draw(integers(1, rows - 1))
-    sizes = first, draw.draw(integers(1, rows - first))
-    parts = data.stratified_split(jax.random.key(seed), labels, sizes)
-    chosen = np.concatenate(parts)
-    assert [len(part) for part in parts] == list(sizes) and len(set(chosen.tolist())) == sum(sizes)
-    for part in parts:
-        for c in np.unique(labels):
-            assert abs(np.sum(labels[part] == c) - len(part) * np.mean(labels == c)) < 1
-
-
 @examples(3)
 @given(seed=seeds, sizes=st.lists(integers(1, 300), min_size=3, max_size=3))
 def test_drawn_parts_of_digits_have_their_sizes_and_no_row_twice(seed, sizes):
@@ -158,14 +144,6 @@ def test_a_drawn_architecture_is_a_vertex_that_stands_for_it(name, seed):
         assert a.shape == b.shape
 
 
-@examples(5)
-@given(place=integers(0, 5**6 - 1))
-def test_a_genotype_of_nasbench201_is_its_row_in_base_5(place):
-    cell = nasbench201.genotypes()[place]
-    (row,) = nasbench201.encode([cell])
-    assert int("".join(map(str, row)), 5) == place
-
-
 # ----------------------------------------------------------------------------- judging
 
 
@@ -181,15 +159,18 @@ def test_rank_agreement_is_that_of_scipy(seed, m, ties):
     assert_near(agreement.spearman, scipy.stats.spearmanr(a, b).statistic, 1e-6)
 
 
-@examples(5)
-@given(seed=seeds, m=integers(1, 8), draw=st.data())
-def test_the_best_of_k_at_random_is_the_mean_over_all_subsets(seed, m, draw):
+@examples(20)
+@given(seed=seeds, m=integers(1, 8), ties=st.booleans(), draw=st.data())
+def test_the_best_of_k_at_random_is_the_mean_over_all_subsets(seed, m, ties, draw):
     k = draw.draw(integers(1, m))
     rng = np.random.default_rng(seed)
-    valid, test = rng.permutation(m) / 10, rng.normal(size=m)
-    subsets = list(itertools.combinations(range(m), k))
-    mean = np.mean([test[max(subset, key=lambda i: valid[i])] for subset in subsets])
-    assert_near(judging.best_of_k_random(valid, test, k), mean, 1e-12)
+    valid, test = rng.integers(0, 5, m) if ties else rng.permutation(m) / 10, rng.normal(size=m)
+    means = []
+    for subset in map(list, itertools.combinations(range(m), k)):
+        means.append(test[subset][valid[subset] == valid[subset].max()].mean())
+    assert_near(judging.best_of_k_random(valid, test, k), np.mean(means), 1e-12)
+    if ties:  # of the validation accuracy, which `best_of_k` breaks at random
+        return
     score = rng.permutation(m)
     best = max(np.argsort(score)[-k:], key=lambda i: valid[i])
     (selected,) = judging.best_of_k(score, valid, test, k, pool=m, draws=1)

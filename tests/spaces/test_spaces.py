@@ -114,24 +114,6 @@ def test_a_users_space_goes_through_the_command_line(tmp_path, capsys, monkeypat
     assert {"result.json", "arrays.npz", "search.png", "networks.jsonl"} <= files
 
 
-@pytest.mark.parametrize(
-    ("space", "sentence"),
-    [
-        ("own_space", "space: expected MODULE:FUNCTION, as in my_module:my_space, got 'own_space'"),
-        ("no_such_module:f", "space: expected MODULE:FUNCTION, got 'no_such_module:f' (no module"),
-        ("own_space:WIDTH", "space: expected own_space:WIDTH to be a function, got 32."),
-        ("json:dump", "space: expected json:dump to be a function of 1 argument, got json:dump("),
-        ("builtins:int", "space: expected builtins:int to return a bilevel.spaces.Space, got a"),
-    ],
-)
-def test_a_wrong_space_gives_one_message(tmp_path, capsys, monkeypatch, space, sentence):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    assert main(["search-own", "--space", space, "--out", str(tmp_path / "run")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"bilevel: {sentence}") and error.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("dtype", [int, np.uint8, np.uint32])
 def test_signs_are_one_versus_rest_and_predictions_undo_them(dtype):
     labels = np.array([0, 1, 0], dtype)

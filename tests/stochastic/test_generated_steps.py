@@ -1,18 +1,14 @@
 """Check single-loop methods on random quadratics against their updates in numpy; one batch."""
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from generated import dtypes, eps, examples, normal, seeds, wide
 from hypothesis import given
+from problems import SCALED as PROBLEM
 
 import bilevel
 
-PROBLEM = bilevel.Problem(
-    lambda w, alpha, x: 0.5 * jnp.sum((w - x * alpha) ** 2) + 0.05 * jnp.sum(w**2),
-    lambda w, alpha, x: 0.5 * jnp.sum((w - x) ** 2),
-)
 RATE, OUTER, STEPS = 0.3, 0.2, 3
 
 

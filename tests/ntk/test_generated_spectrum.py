@@ -233,6 +233,16 @@ def test_the_matrix_of_a_kernel_function_is_its_values(seed, dtype, n, m):
     assert_near(K, np.exp(-((a[:, None] - b) ** 2).sum(-1)), 50 * eps(dtype))
 
 
+@pytest.mark.slow
+@examples(3)
+@given(seed=seeds, dtype=dtypes, order=st.integers(0, 3))
+def test_a_polynomial_of_the_parameters_is_its_own_expansion(seed, dtype, order):
+    rng = np.random.default_rng(seed)
+    w0, w, x = (normal(rng, dtype, 3) for _ in range(3))
+    expanded = ntk.taylor_expand(lambda w, x: (w * x).sum() ** order, w0, order)(w, x)
+    assert_near(expanded, wide(w * x).sum() ** order, 1e3 * eps(dtype))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("pair", [("relu", "relu"), ("tanh", "erf"), ("sigmoid", "tanh")])
 @examples(2)

@@ -289,6 +289,18 @@ def measure_missing(
                 print(show(rows[-1]), flush=True)
 
 
+def cases(
+    path: Path | None, names: Sequence[str], tasks: Iterable[tuple[tuple, Callable[[], Row]]]
+) -> Iterator[Row]:
+    """Yield the rows of tasks: values of ``names`` and a measurement, which the file may have."""
+    known = {tuple(row[name] for name in names): row for row in read(path)} if path else {}
+    for key, measure in tasks:
+        if key not in known:
+            known[key] = rounded(measure())
+            append(path, known[key])
+        yield known[key]
+
+
 def rounded(row: Row) -> Row:
     """Round to five digits, because the repository contains thousands of rows."""
     return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}

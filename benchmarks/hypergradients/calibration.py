@@ -513,10 +513,9 @@ def run_case(index: int, name: str, dtype: str, seed: int, number: int) -> dict[
     truth = true_hypergradient(index)(start, drawn.alpha, drawn.train, drawn.valid)
     eigenvalues = np.asarray(truth.eigenvalues)
     condition = float(np.max(np.abs(eigenvalues)) / max(eigenvalues[0], 1e-300))
-    size = float(np.linalg.norm(truth.grad))
     return row | {
         "error": float(np.linalg.norm(grad - np.asarray(truth.grad))),
-        "truth": size,
+        "truth": float(np.linalg.norm(truth.grad)),
         "condition": condition,
         "smallest": float(eigenvalues[0]),
         "residual": float(truth.slope),
@@ -553,13 +552,17 @@ def verdict_of_case(row: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------- the whole
 
 
-def groups() -> list[tuple[int, str, str]]:
-    return [
-        (index, name, dtype)
-        for index, family in enumerate(FAMILIES)
-        for name in solvers(family)
-        for dtype in ("float32", "float64")
-    ]
+def tasks(count: int, seed: int, families, names):
+    """Yield the key and the measurement of every requested case."""
+    for index, family in enumerate(FAMILIES):
+        if families and not any(part in family.name for part in families):
+            continue
+        for name in [name for name in solvers(family) if not names or name in names]:
+            for dtype in ("float32", "float64"):
+                for number in range(count):
+                    key = name, dtype, seed, number
+                    yield (family.name, *key), functools.partial(run_case, index, *key)
+                compiled.cache_clear()
 
 
 HEAD = ["", "cases", "converged", "false", "bound violated", "low", "high", "in [1/3, 10]"]
@@ -587,10 +590,9 @@ def cells(name: str, cases: list[dict[str, Any]]) -> list[Any]:
 
 def report(rows: list[dict[str, Any]], by=("family", "solver", "dtype")) -> str:
     """Return a line for each family, solver and precision, and one for all cases."""
-    verdicts, lines = [verdict_of_case(row) for row in rows], []
-    for key in by:
-        names = dict.fromkeys(r[key] for r in verdicts)
-        lines += [cells(name, harness.where(verdicts, **{key: name})) for name in names]
+    verdicts = [verdict_of_case(row) for row in rows]
+    values = [(key, value) for key in by for value in dict.fromkeys(r[key] for r in verdicts)]
+    lines = [cells(value, harness.where(verdicts, **{key: value})) for key, value in values]
     return harness.table([*HEAD, "no claim, where definite"], [*lines, cells("**all**", verdicts)])
 
 
@@ -604,37 +606,24 @@ def main() -> None:
         __doc__,
         report,
         seed={"type": int, "default": 0},
-        cases={"type": int, "help": "of each group; default: 12, small sizes have one"},
         families={"nargs": "*", "help": "only those whose names contain one of these"},
+        cases={"type": int, "help": "of each group; default: 12, small sizes have one"},
         solvers={"nargs": "*", "help": "only these"},
         iterative={"action": "store_true", "help": "as if p were large"},
     )
     if flags.small and flags.cases is not None:
         flags.error(f"--cases: expected none with --{flags.size}, got {flags.cases}")
-    cases = 1 if flags.small else 12 if flags.cases is None else flags.cases
+    count = 1 if flags.small else 12 if flags.cases is None else flags.cases
     chosen, wanted = flags.families, flags.solvers
     if flags.smoke:
         chosen, wanted = chosen or SMOKE["families"], wanted or SMOKE["solvers"]
-    # Cases of another seed are not committed. They need a file name.
-    path = None if flags.results == harness.RESULTS / "calibration.jsonl" else flags.results
     jax.config.update("jax_enable_x64", True)
     if flags.iterative:
         bilevel.hypergradients.curvature.DENSE_SIZE = 0
-    parts = "family", "solver", "dtype", "seed", "number"
-    done = {tuple(r[k] for k in parts): r for r in (harness.read(path) if path else ())}
-    rows, began = [], time.time()
-    for index, name, dtype in groups():
-        family = FAMILIES[index].name
-        of_family = not chosen or any(part in family for part in chosen)
-        if not of_family or (wanted and name not in wanted):
-            continue
-        for number in range(cases):
-            key = family, name, dtype, flags.seed, number
-            row = done.get(key) or harness.rounded(run_case(index, name, dtype, flags.seed, number))
-            rows.append(row)
-            if key not in done:
-                harness.append(path, row)
-        compiled.cache_clear()
+    # Cases of another seed are not committed. They need a file name.
+    path = None if flags.results == harness.RESULTS / "calibration.jsonl" else flags.results
+    began, keys = time.time(), ("family", "solver", "dtype", "seed", "number")
+    rows = list(harness.cases(path, keys, tasks(count, flags.seed, chosen, wanted)))
 
     def whole(rows):
         lines = [report(rows)]

@@ -124,20 +124,20 @@ def smooth_rows(kind, drawn, more_ridge=(), change=None):
     x, y, mass = x[mass > 0], y[mass > 0], mass[mass > 0]
     identity = np.eye(x.shape[1], dtype=LONG) if change is None else change
     z = x @ identity
-    arrays = {LONG: (z, y, mass), np.float64: tuple(a.astype(float) for a in (z, y, mass))}
-    squares = {LONG: identity.T @ identity}
-    squares[np.float64] = squares[LONG].astype(float)
-    grams = {}
+    squares = identity.T @ identity
 
+    @functools.cache
+    def arrays(dtype):
+        return [a.astype(dtype) for a in (z, y, mass, squares)]
+
+    @functools.cache
     def gram(dtype):
-        if dtype not in grams:
-            z, _, mass = arrays[dtype]
-            grams[dtype] = (z.T * mass) @ z
-        return grams[dtype]
+        z, _, mass, _ = arrays(dtype)
+        return (z.T * mass) @ z
 
     def smooth(w, alpha, order=2):
         dtype = LONG if w.dtype == LONG else np.float64
-        z, y, mass = arrays[dtype]
+        z, y, mass, squares = arrays(dtype)
         ridges = [np.exp(alpha[i]) for i in (0, *more_ridge)]
         f = z @ w
         if kind == "logistic":
@@ -145,7 +145,7 @@ def smooth_rows(kind, drawn, more_ridge=(), change=None):
             first, second, in_shift = -y * odds, odds * (1 - odds), odds * (1 - odds)
         else:
             first, second, in_shift = f - y - alpha[1], None, -np.ones_like(y)
-        square = squares[dtype] @ w
+        square = squares @ w
         g = z.T @ (mass * first) + sum(ridges) * square
         if order == 1:
             return g, None, None
@@ -154,7 +154,7 @@ def smooth_rows(kind, drawn, more_ridge=(), change=None):
         for i, ridge in zip((0, *more_ridge), ridges, strict=True):
             B[:, i] = ridge * square
         B[:, 1] = z.T @ (mass * in_shift)
-        return g, H + sum(ridges) * squares[dtype], B
+        return g, H + sum(ridges) * squares, B
 
     return smooth
 
@@ -409,9 +409,7 @@ def machine_family(equality):
         return jnp.mean(jax.nn.softplus(-yv * decision))
 
     def minimizer(train, **options):
-        def high(alpha):
-            return jnp.exp(alpha[0])
-
+        high = lambda alpha: jnp.exp(alpha[0])  # noqa: E731
         if equality:
             return bilevel.projected("box_equality", 0.0, high, train[1], 0.0, **options)
         return bilevel.projected("box", 0.0, high, **options)
@@ -425,9 +423,7 @@ def machine_family(equality):
         return Draw(alpha, (x, y, ridge), (xv, yv, x, y, ridge))
 
     def convex(drawn):
-        (x, y, ridge), (xv, yv, *_) = (
-            [np.asarray(a, LONG) for a in part] for part in (drawn.train, drawn.valid)
-        )
+        x, y, ridge, xv, yv = (np.asarray(a, LONG) for a in (*drawn.train, *drawn.valid[:2]))
         p = len(y)
 
         def squares(a, b):

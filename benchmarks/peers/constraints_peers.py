@@ -518,13 +518,11 @@ def measured(name, label, run, args, truth, targets, setting):
     error, first, truth = np.inf, None, np.asarray(truth)
     least = 1e-8 if setting.dtype == "float32" else 0.0
     slow = "svm" in setting.kind
-    tolerances = iter(SLOW if slow else [tol for tol in TOLERANCES if tol >= least])
+    tolerances = SLOW if slow else [tol for tol in TOLERANCES if tol >= least]
     began_all = time.process_time()
     for target in targets:
-        while error >= target and time.process_time() - began_all < BUDGET:
-            tol = next(tolerances, None)
-            if tol is None:
-                break
+        while error >= target and tolerances and time.process_time() - began_all < BUDGET:
+            tol, *tolerances = tolerances
             given = np.asarray(tol, setting.dtype)
             began = time.process_time()
             grad, estimate = jax.block_until_ready(run(given, *args))
@@ -546,12 +544,10 @@ def timed(run, given, args):
 
     harness.forget_peak()
     times = []
-    for _ in range(3):
+    while len(times) < 3 and sum(times) <= 60:
         began = time.process_time()
         jax.block_until_ready(run(given, *args))
         times.append(time.process_time() - began)
-        if sum(times) > 60:
-            break
     return {"tol": float(given), "seconds": min(times), "MB": harness.resident_peak()}
 
 
@@ -572,7 +568,7 @@ def report(rows):
     lines = []
     for row in where(rows, part="time"):
         reached = row["error"] < row["target"]
-        seconds = f"{row['seconds']:.3g}" if reached else f"not reached in {row['seconds']:.3g}"
+        seconds = f"{'' if reached else 'not reached in '}{row['seconds']:.3g}"
         error = f"{row['error']:.0e}" if np.isfinite(row["error"]) else "-"
         target = f"{row['target']:.0e}"
         line = [row["problem"], row["library"], target, seconds, f"{row['first']:.3g}"]

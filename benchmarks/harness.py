@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 RESULTS = Path(__file__).parent / "results"
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 Row = dict[str, Any]
 
@@ -202,9 +203,9 @@ def check_failed(rows: Iterable[Row]) -> None:
 
 def environment(*packages: str, **more: Any) -> Row:
     """Return the first row: device, versions and date. A ``device`` in ``more`` has priority."""
-    installed_versions = installed()
     names = "bilevel", "jax", "jaxlib", "numpy", *packages
-    versions = {name: installed_versions[name] for name in names if name in installed_versions}
+    present = installed()
+    versions = {name: present[name] for name in names if name in present}
     row = {"part": "environment", "date": datetime.date.today().isoformat()}
     row |= {"device": more["device"] if "device" in more else device()}
     return row | more | {"versions": {"python": platform.python_version()} | versions}
@@ -230,10 +231,10 @@ def named(path: Path | None, *parts: str) -> Path | None:
     return path.with_stem("_".join([path.stem, *parts])) if own else path
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path | None) -> list[Row]:
     """Return the rows of a file, or no rows if it does not exist. Skip a truncated line."""
     rows = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
+    for line in path.read_text().splitlines() if path and path.is_file() else ():
         with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
     return rows
@@ -267,11 +268,16 @@ def keep(path: Path | None, rows: list[Row], *new: Row) -> None:
     append(path, *new)
 
 
-def begun(path: Path | None, *packages: str, **more: Any) -> list[Row]:
-    """Return the rows of a file to be continued. A new file starts with the :func:`environment`."""
-    rows = read(path) if path else []
-    if not rows:
-        keep(path, rows, environment(*packages, **more))
+def begun(path: Path | None, *packages: str, each_device: bool = False, **more: Any) -> list[Row]:
+    """Return the rows of a file to be continued.
+
+    A new file starts with the :func:`environment`. With ``each_device`` a new device adds its own.
+    """
+    rows = read(path)
+    if not rows or each_device:
+        here = environment(*packages, **more)
+        if not where(rows, part="environment", device=here["device"]):
+            keep(path, rows, here)
     return rows
 
 
@@ -287,6 +293,18 @@ def measure_missing(
             keep(path, rows, identity | measure())
             if show:
                 print(show(rows[-1]), flush=True)
+
+
+def cases(
+    path: Path | None, names: Sequence[str], tasks: Iterable[tuple[tuple, Callable[[], Row]]]
+) -> Iterator[Row]:
+    """Yield the rows of tasks: values of ``names`` and a measurement, which the file may have."""
+    known = {tuple(row[name] for name in names): row for row in read(path)}
+    for key, measure in tasks:
+        if key not in known:
+            known[key] = rounded(measure())
+            append(path, known[key])
+        yield known[key]
 
 
 def rounded(row: Row) -> Row:
@@ -383,10 +401,8 @@ def in_own_process(file: str, *request: Any, one_core: bool = False, **variables
     """
     variables |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
     if one_core:
-        flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
         threads = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
-        flags = xla_flags(flags)
-        variables |= {"XLA_FLAGS": flags} | dict.fromkeys(threads, "1")
+        variables |= {"XLA_FLAGS": xla_flags(ONE_THREAD)} | dict.fromkeys(threads, "1")
 
     def on_one_core():
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})

@@ -52,6 +52,7 @@ import bilevel
 import bilevel.data
 from benchmarks import harness
 from benchmarks.deep_search import activation_skip_tables as tables
+from benchmarks.deep_search.eigenvalue_depth import infinite_kernel
 from bilevel import strategies
 from bilevel.nets import train
 from bilevel.runs import checkpoint
@@ -163,9 +164,8 @@ def sgd(step_size, steps, clip=5.0, decay=3e-4):
 def lower_optimizer(reading, steps, space, w, alpha, x):
     step_size, clip = reading.step_size, reading.clip
     if reading.relative:
-        norms = gradient_norms(
-            lambda w, x: space.apply(w, alpha, x), w, x[:20], outputs="trace", batch_size=5
-        )
+        apply = lambda w, x: space.apply(w, alpha, x)  # noqa: E731
+        norms = gradient_norms(apply, w, x[:20], outputs="trace", batch_size=5)
         diagonal = norms.mean() / 10  # of each of the outputs
         step_size, clip = step_size / diagonal, clip * jnp.sqrt(diagonal)
     return sgd(step_size, steps, clip, reading.decay)
@@ -203,9 +203,8 @@ def search(sizes, name, order, run, folder) -> dict:
 
     def searched(moving):
         alpha = optimizer_of_alpha(space, TRAVEL / steps, moving)
-        plan = strategies.darts(
-            space, weight_optimizer=lower, alpha_optimizer=alpha, batch_size=BATCH, order=order
-        )
+        optimizers = {"weight_optimizer": lower, "alpha_optimizer": alpha}
+        plan = strategies.darts(space, **optimizers, batch_size=BATCH, order=order)
         options = {"steps": steps, "key": key, "progress": False, "history": ()}
         if folder:  # an interrupted search resumes from here
             where = folder / f"{name}, {moving}, order {order}, run {run}"
@@ -268,24 +267,16 @@ def network(sizes, name, architecture, run) -> dict:
     return row
 
 
-def kernel(sizes, architecture) -> dict:
-    """Return a row: the infinite network's NTK on the first rows of the first run, in float64."""
-    x = np.asarray(parts_of(sizes, 0)[0][0][: sizes.kernel_rows], float)
-    with jax.enable_x64(True):
-        theta = np.asarray(space_of(sizes).kernel(architecture, x).ntk)
-    smallest, diagonal = np.linalg.eigvalsh(theta)[0], np.trace(theta) / len(x)
-    return {"λ_min": float(smallest), "mean diagonal": float(diagonal)}
+def kernel(sizes, architecture, run=0) -> dict:
+    """Return a row: the infinite network's NTK on the run's first training rows, in float64."""
+    x = np.asarray(parts_of(sizes, run)[0][0][: sizes.kernel_rows], float)
+    return infinite_kernel(space_of(sizes), architecture, x)
 
 
 def random_architecture(sizes, run):
     draw = np.random.default_rng(run)
     names, skips = draw.choice(CANDIDATES, sizes.depth - 1), draw.random(sizes.depth - 2) > 0.5
     return SkipArchitecture(tuple(names.tolist()), tuple(skips.tolist()))
-
-
-def found_architecture(sizes, row):
-    alpha = {part: jnp.array(row[part]) for part in ("activations", "skips")}
-    return space_of(sizes).discretize(alpha)
 
 
 def all_searches(sizes, names, orders, folder):
@@ -300,11 +291,10 @@ def all_searches(sizes, names, orders, folder):
 
 def all_networks(sizes, rows):
     """Return the same for the kernels and for the networks that are trained from scratch."""
-    to_train = [
-        (f"found, {row['search']}", found_architecture(sizes, row), row["run"])
-        for row in harness.where(rows, part="search")
-    ]
-    runs = range(sizes.runs)
+    runs, to_train = range(sizes.runs), []
+    for row in harness.where(rows, part="search"):
+        alpha = {part: jnp.array(row[part]) for part in ("activations", "skips")}
+        to_train.append((f"found, {row['search']}", space_of(sizes).discretize(alpha), row["run"]))
     to_train += [("random", random_architecture(sizes, run), run) for run in runs]
     for activation, label in itertools.product(CANDIDATES, tables.SKIPS):
         skips = (tables.SKIPS[label],) * (sizes.depth - 2)
@@ -328,14 +318,9 @@ def main() -> None:
     )
     sizes = SIZES[flags.size]
     folder = flags.results and flags.results.with_suffix(".checkpoints")
-    rows = harness.read(flags.results) if flags.results else []
-
-    def measure(tasks):
-        harness.measure_missing(flags.results, rows, tasks)
-
-    here = harness.environment("optax", seed=0, sizes=dataclasses.asdict(sizes))
-    if not harness.where(rows, part="environment", device=here["device"]):
-        harness.keep(flags.results, rows, here)
+    about = {"seed": 0, "sizes": dataclasses.asdict(sizes)}
+    rows = harness.begun(flags.results, "optax", each_device=True, **about)
+    measure = functools.partial(harness.measure_missing, flags.results, rows)
     names = [flags.only] if flags.only else sizes.searches
     measure(all_searches(sizes, names, (1, 2) if flags.second_order else (1,), folder))
     if flags.smoke:

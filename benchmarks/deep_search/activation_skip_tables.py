@@ -1,7 +1,7 @@
 """The report of `activation_skip_search.py`: graded findings, true test errors, the figure."""
 
 import numpy as np
-import scipy.stats
+from scipy.stats import kendalltau
 
 from benchmarks import harness
 from benchmarks.harness import spread
@@ -57,14 +57,6 @@ def differing(sizes, reading, steps) -> list[str]:
     return [name for name, differs in differences_by_name.items() if differs]
 
 
-def differences(sizes, reading, runs, steps=DARTS["steps"]) -> str:
-    """Return the differences of a search from the paper."""
-    names = differing(sizes, reading, steps)
-    if runs != PAPER["runs"]:
-        names.append(f"{runs} runs")
-    return ", ".join(names) or "nothing that it says"
-
-
 def findings(p, skips, papers=True) -> tuple[list[str], list[str]]:
     """Return the verdicts on the paper's findings, and the cells of their measurements.
 
@@ -101,10 +93,6 @@ def findings(p, skips, papers=True) -> tuple[list[str], list[str]]:
     return [grade(fully, partly, papers_setting=papers) for fully, partly in held], cells
 
 
-def kendall(a, b) -> str:
-    return f"{scipy.stats.kendalltau(a, b).statistic:+.1f}"
-
-
 def repeated(rows):
     """Return the rows by search, for searches with at least two complete runs."""
     searches = harness.where(rows, part="search")
@@ -131,7 +119,9 @@ def search_table(rows) -> str:
         if "losses" in first:
             losses = ", ".join(spread(part) for part in column(of_it, "losses").T)
             wrong = spread(column(of_it, "supernet"), ".1f", 100)
-        differs = differences(sizes, first["reading"], len(of_it), first["steps"])
+        differs = differing(sizes, first["reading"], first["steps"])
+        differs += [f"{len(of_it)} runs"] * (len(of_it) != PAPER["runs"])
+        differs = ", ".join(differs) or "nothing that it says"
         own = [name, f"{len(of_it)}, {first['steps']:,}", differs, losses]
         lines.append([*own, *findings_of(sizes, of_it)[1], wrong])
     paper = f"width {PAPER['width']:,}, {DARTS['steps']:,} steps, rate {DARTS['rate']}, "
@@ -172,7 +162,7 @@ def truth_table(rows) -> str:
         scores[f"λ_min / mean diagonal, {label}"] = smallest / diagonal
     for name, score in scores.items():
         errors = [[e.mean() for e, _ in of_each] for of_each in truth.values()]
-        agreement = [kendall(score, -np.array(e)) for e in errors]
+        agreement = [f"{kendalltau(score, -np.array(e)).statistic:+.1f}" for e in errors]
         lines += [[name, *(f"{s:.2g}" for s in score), *agreement]]
     head = ["one activation", *CANDIDATES, *(f"τ, {label}" for label in SKIPS)]
     return harness.table(head, lines)
@@ -180,11 +170,8 @@ def truth_table(rows) -> str:
 
 def others(rows) -> str:
     trained = grouped(rows, "network", "network", "test")
-    errors = [
-        f"{name} {spread(e, '.1f', 100)} %"
-        for name, (e,) in trained.items()
-        if "skips" not in name and len(e) > 1
-    ]
+    shown = {name: e for name, (e,) in trained.items() if "skips" not in name and len(e) > 1}
+    errors = [f"{name} {spread(e, '.1f', 100)} %" for name, e in shown.items()]
     return f"Test errors of other networks: {'; '.join(errors) or 'none trained'}."
 
 
@@ -224,10 +211,8 @@ def draw(by_search, axes):
         pair.axis("off")
     for pair, (name, of_it) in zip(pairs, by_search.items(), strict=False):
         p, skips = column(of_it, "activations"), column(of_it, "skips")
-        for ax, values, columns, first in (
-            (pair[0], p, CANDIDATES, 1),
-            (pair[1], skips[..., None], ("skip",), 2),
-        ):
+        panels = (p, CANDIDATES, 1), (skips[..., None], ("skip",), 2)
+        for ax, (values, columns, first) in zip(pair, panels, strict=True):
             mean = values.mean(axis=0)
             ax.grid(False)
             ax.imshow(mean, vmin=0, vmax=1, cmap="Blues", aspect="auto")

@@ -109,11 +109,9 @@ SIZES = {
 def images(sizes, seed):
     """Return training images, 2 POOL validation images and test images, as pairs (x, labels)."""
     if sizes.data == "random":
-        rng = np.random.default_rng(seed)
+        rng, shape = np.random.default_rng(seed), (sizes.side, sizes.side, 1)
         counts = sizes.train, 2 * POOL, sizes.test
-        drawn = [
-            (rng.random((n, sizes.side, sizes.side, 1)), rng.integers(10, size=n)) for n in counts
-        ]
+        drawn = [(rng.random((n, *shape)), rng.integers(10, size=n)) for n in counts]
         return [(jnp.asarray(x, jnp.float32), jnp.asarray(y)) for x, y in drawn]
     wanted = 10_000 if sizes.train + 2 * POOL <= 10_000 else 30_000
     data = bilevel.data.load(sizes.data, train_size=wanted)
@@ -191,12 +189,9 @@ def run(sizes, seed, count, parts) -> dict:
         if i > 0:
             state = advance(state, key, first, many, train, pool)
         all_errors = np.asarray(errors(state, *counted), float)
-        parted = (
-            all_errors[:known],
-            all_errors[known + POOL :],
-            *(all_errors[known:][:n] for n in sizes.counts),
-        )
-        looks.append([rows.mean(axis=0) for rows in parted])
+        parted = all_errors[:known], all_errors[known + POOL :]
+        of_counts = [all_errors[known:][:n] for n in sizes.counts]
+        looks.append([rows.mean(axis=0) for rows in (*parted, *of_counts)])
     row = {"part": "run", "seed": seed, "count": count, "seconds": time.perf_counter() - began}
     for name, values in zip(("error", "loss"), np.moveaxis(looks, 2, 0), strict=True):
         row |= {f"train {name}": values[:, 0].tolist(), f"test {name}": values[:, 1].tolist()}
@@ -273,13 +268,6 @@ def fitted_power(gaps, counts) -> float:
     return powers[np.argmax((curves @ target) ** 2 / np.sum(curves**2, axis=1))]
 
 
-def claims(rows):
-    """Yield the paper's claims, whether they hold here, and the measurements."""
-    yield from on_tracking(rows)
-    yield from on_overfitting(rows)
-    yield on_rate(rows)
-
-
 def on_tracking(rows):
     """Yield Figure 1(c): training errors predict nothing, validation errors predict test errors."""
     sizes, (curve, gap) = rows[0]["sizes"], collect(rows)
@@ -287,9 +275,8 @@ def on_tracking(rows):
     late = 100 * curve("train error")[:, :, start // sizes["look"] :]
     text = f"from epoch {start} on {late.mean():.2f} % on average, {late.max():.1f} % at most"
     yield "training error says nothing: under 1 % (Figure 1c)", late.mean() < 1, text
-    gaps = {
-        n: 100 * gap("error")[0][:, -1, k] for k, n in enumerate(sizes["counts"]) if n >= TRACKED
-    }
+    gaps = dict(zip(sizes["counts"], 100 * gap("error")[0][:, -1].T, strict=True))
+    gaps = {n: points for n, points in gaps.items() if n >= TRACKED}
     holds = any(abs(points.mean()) < 2 for points in gaps.values())
     text = ", ".join(f"{spread(points)} (n_V = {n})" for n, points in gaps.items())
     yield "validation tracks test, within 2 points (Figure 3)", holds, f"gap {text}"
@@ -340,21 +327,17 @@ SUPERNETS = {
 }
 
 
-def verdict_table(rows) -> str:
-    """Return a row for each claim. No setting is the paper's."""
-    return _table_of_verdicts({"here": rows})
-
-
 def claim_table(_) -> str:
     """Return a row for each claim, a column for each supernet."""
     files = {title: harness.RESULTS / f"{name}.jsonl" for name, title in SUPERNETS.items()}
-    return _table_of_verdicts({title: harness.read(path) for title, path in files.items()})
+    return table_of_verdicts({title: harness.read(path) for title, path in files.items()})
 
 
-def _table_of_verdicts(columns) -> str:
+def table_of_verdicts(columns) -> str:
+    """Return a row for each claim, a column for each item of rows. No setting is the paper's."""
     by_claim = {}
     for rows in columns.values():
-        for claim, holds, text in claims(rows):
+        for claim, holds, text in (*on_tracking(rows), *on_overfitting(rows), on_rate(rows)):
             verdict = grade(False, holds, papers_setting=False)
             by_claim.setdefault(claim, []).append(f"{verdict}: {text}")
     return harness.table(["claim", *columns], [[name, *cells] for name, cells in by_claim.items()])
@@ -398,7 +381,7 @@ def report(rows) -> str:
         f"{sizes['cells']}, channels: {sizes['channels']}, h = {rows[0]['hyperparameters']}; "
         f"{rows[0]['device']}: {seconds:.0f} s a search."
     )
-    return "\n\n".join([title, count_table(rows), verdict_table(rows)])
+    return "\n\n".join([title, count_table(rows), table_of_verdicts({"here": rows})])
 
 
 @harness.figure(1, 3, figsize=(15, 4.4))
@@ -410,9 +393,8 @@ def picture(rows, axes):
     for share, colour in ((0.2, "C1"), (0.6, "C0"), (1.0, "C5")):
         at = 100 * seen[:, round(share * epochs / look)]
         label = f"epoch {round(share * epochs)}"
-        axes[0].errorbar(
-            counts, at.mean(0), standard_error(at), fmt="o-", color=colour, label=label
-        )
+        style = {"fmt": "o-", "color": colour, "label": label}
+        axes[0].errorbar(counts, at.mean(0), standard_error(at), **style)
     over = 100 * (seen - control)[:, -1]
     label = "beyond the control's, last epoch"
     axes[0].errorbar(counts, over.mean(0), standard_error(over), fmt="k.--", label=label)
@@ -420,20 +402,17 @@ def picture(rows, axes):
     label = "a fixed network, one s.e."
     axes[0].fill_between(counts, -noise, noise, color="grey", alpha=0.2, label=label)
     axes[0].set(title="Figure 3: test - validation error", ylabel="percentage points, mean ± s.e.")
-    for n, colour in zip(
-        (counts[0], counts[len(counts) // 2], counts[-1]), ("C5", "C1", "C0"), strict=True
-    ):
-        k = list(counts).index(n)
+    places = 0, len(counts) // 2, len(counts) - 1
+    for k, colour in zip(places, ("C5", "C1", "C0"), strict=True):
         by_set = {"valid": curve("valid error")[:, 1 + k, :, k]}
         by_set |= {name: curve(f"{name} error")[:, 1 + k] for name in ("train", "test")}
         for name, style in (("train", ":"), ("valid", "--"), ("test", "-")):
             line, error = 100 * by_set[name].mean(0), 100 * standard_error(by_set[name])
             x = np.arange(len(line)) * look
-            axes[1].plot(x, line, style, color=colour, label=f"{name}, n_V = {n}")
+            axes[1].plot(x, line, style, color=colour, label=f"{name}, n_V = {counts[k]}")
             axes[1].fill_between(x, line - error, line + error, color=colour, alpha=0.1)
-    axes[1].set(
-        title="Figure 1(c): errors by epoch", ylabel="error (%), mean ± s.e.", xlabel="epoch"
-    )
+    axes[1].set(title="Figure 1(c): errors by epoch", xlabel="epoch")
+    axes[1].set_ylabel("error (%), mean ± s.e.")
     losses = np.subtract(*gap("loss"))[:, -1]
     axes[2].errorbar(counts, losses.mean(0), standard_error(losses), fmt="ko", label="mean ± s.e.")
     p, error = exponent(losses, counts)

@@ -192,10 +192,8 @@ def from_torch(arrays, like):
             return np.stack([kernel(cell, f"edges.{k}", place) for k in rows])
         if operation == "FactorizedReduce_0":
             return kernel(cell, "before_last", ("even", "odd")[number])
-        two_convolutions = "ReluConvNorm_1" in like[names[0]]
-        return kernel(
-            cell, "before_last" if two_convolutions and operation.endswith("0") else "last", "1"
-        )
+        first = "ReluConvNorm_1" in like[names[0]] and operation.endswith("0")
+        return kernel(cell, "before_last" if first else "last", "1")
 
     converted = jax.tree_util.tree_map_with_path(convert, like)
     chex.assert_trees_all_equal_shapes(converted, like)
@@ -462,10 +460,9 @@ def report(rows) -> str:
 
 
 def main() -> None:
-    dtype = {"choices": ("float32", "bfloat16"), "default": "float32"}
-    flags = harness.command_line(
-        __file__, __doc__, report, full=True, work=work, peers=("torch",), dtype=dtype
-    )
+    own = {"dtype": {"choices": ("float32", "bfloat16"), "default": "float32"}}
+    given = __file__, __doc__, report
+    flags = harness.command_line(*given, full=True, work=work, peers=("torch",), **own)
     sizes = dataclasses.replace(SIZES[flags.size], dtype=flags.dtype)
     rows = measure(sizes, ["bilevel", *flags.peers])
     kind = next((row["device"] for row in rows if "device" in row), "unknown")

@@ -30,16 +30,8 @@ MEASURES = (
 )
 
 RUNS, POOL, TOP_COUNT = 10, 60, 5
-SCORES = ("mean diagonal", "smallest eigenvalue", "random")
-
-
-def scores(sizes, run, architecture) -> dict:
-    """Return scores by the infinite network's kernel on the first training rows, in float64."""
-    x = np.asarray(zhu.parts_of(sizes, run)[0][0][: sizes.kernel_rows], float)
-    with jax.enable_x64(True):
-        K = np.asarray(zhu.space_of(sizes).kernel(architecture, x).ntk)
-    smallest = float(np.linalg.eigvalsh(K)[0])
-    return {"mean diagonal": float(K.diagonal().mean()), "smallest eigenvalue": smallest}
+FIELDS = {"mean diagonal": "mean diagonal", "smallest eigenvalue": "λ_min"}  # of a kernel's row
+SCORES = (*FIELDS, "random")
 
 
 def trained(sizes, run, number, architecture) -> dict:
@@ -56,12 +48,12 @@ def experiment(sizes, run, pool, kept):
     # The seed of an architecture is one number.
     seeds = range(1_000_000 + 1000 * run, 1_000_000 + 1000 * run + pool)
     drawn = [zhu.random_architecture(sizes, seed) for seed in seeds]
-    pool_scores = [scores(sizes, run, a) for a in drawn]
+    kernels = [zhu.kernel(sizes, a, run) for a in drawn]
     trainings: dict[int, dict] = {}
     for score in SCORES:
         order = list(range(pool))
         if score != "random":
-            order.sort(key=lambda i, s=score: -pool_scores[i][s])
+            order.sort(key=lambda i, field=FIELDS[score]: -kernels[i][field])
         for i in order[:kept]:
             if i not in trainings:
                 trainings[i] = trained(sizes, run, i, drawn[i])
@@ -81,11 +73,9 @@ def report(rows) -> str:
             continue
         test = np.array([row["test"] for row in own])
         gain = 100 * (baseline[: len(test)] - test)
-        typical = np.array([np.mean(row["kept"]) for row in own])
+        errors = test, [np.mean(row["kept"]) for row in own]
         paired = "" if score == "random" else plus_minus(gain.mean(), standard_error(gain))
-        lines.append(
-            (score, harness.spread(test, ".2f", 100), harness.spread(typical, ".2f", 100), paired)
-        )
+        lines.append((score, *(harness.spread(x, ".2f", 100) for x in errors), paired))
     head = ("first k by", "test error, %", "mean of the k, %", "gain over random, points")
     return harness.table(head, lines)
 

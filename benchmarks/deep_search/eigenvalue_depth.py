@@ -51,20 +51,15 @@ SIZES = {
 }
 
 
-def inputs(sizes):
-    x = bilevel.data.load(sizes.data).x_train[: sizes.rows]
-    return np.asarray(unit_inputs(x))
-
-
 def smallest(theta) -> dict:
     theta = np.asarray(theta, float)
     values = np.linalg.eigvalsh(theta)
     return {"λ_min": float(values[0]), "mean diagonal": float(np.trace(theta) / len(theta))}
 
 
-def infinite(x, depth, architecture) -> dict:
+def infinite_kernel(space, architecture, x) -> dict:
+    """Return the fields of the infinite network's NTK, in float64."""
     with jax.enable_x64(True):
-        space = skip_space(depth=depth)
         return smallest(space.kernel(architecture, x.astype(np.float64)).ntk)
 
 
@@ -95,14 +90,15 @@ def finite(x, depth, architecture, width, seed) -> dict:
 
 def tasks(sizes):
     """Return the keys of every row, and a function that measures it."""
-    x = inputs(sizes)
+    x = np.asarray(unit_inputs(bilevel.data.load(sizes.data).x_train[: sizes.rows]))
     for depth in sizes.depths:
+        space = skip_space(depth=depth)
         for activation in CANDIDATES:
             for label, skip in SKIPS.items():
                 row = {"depth": depth, "activation": activation, "skips": label}
                 skips = (skip,) * (depth - 2)
                 single = SkipArchitecture((activation,) * (depth - 1), skips)
-                yield {"part": "infinite"} | row, timed(infinite, x, depth, single)
+                yield {"part": "infinite"} | row, timed(infinite_kernel, space, single, x)
                 for seed in range(sizes.seeds * (depth in sizes.drawn)):
                     measure = timed(finite, x, depth, single, sizes.width, seed)
                     yield {"part": "finite", "seed": seed} | row, measure
@@ -129,8 +125,7 @@ def values(rows, part, skips, scaled=False):
 
     def mean(activation, depth):
         cell = harness.where(chosen, activation=activation, depth=depth)
-        scale = [row["mean diagonal"] if scaled else 1 for row in cell]
-        return np.mean([row["λ_min"] for row in cell] / np.array(scale))
+        return np.mean([row["λ_min"] / (row["mean diagonal"] if scaled else 1) for row in cell])
 
     return np.array([[mean(a, depth) for depth in depths] for a in CANDIDATES]), depths
 
@@ -193,25 +188,17 @@ def growth_table(rows) -> str:
         [activation, *(f"{mean[i, 0]:.2g} to {mean[i, -1]:.2g}" for mean in columns.values())]
         for i, activation in enumerate(CANDIDATES)
     ]
-    depths = every(rows)
+    depths = rows[0]["sizes"]["depths"]
     return harness.table([f"λ_min, L = {depths[0]} to {depths[-1]}", *columns], lines)
 
 
-def every(rows):
-    return rows[0]["sizes"]["depths"]
-
-
 def report(rows) -> str:
-    head, sizes = rows[0], rows[0]["sizes"]
-    return "\n\n".join(
-        [
-            f"{sizes['data']}: {sizes['rows']} rows; finite: width {sizes['width']}, mean of "
-            f"{sizes['seeds']} seeds; {head['device']}, "
-            f"{sum(row.get('seconds', 0) for row in rows):.0f} s.",
-            verdict_table(rows),
-            growth_table(rows),
-        ]
+    sizes, seconds = rows[0]["sizes"], sum(row.get("seconds", 0) for row in rows)
+    title = (
+        f"{sizes['data']}: {sizes['rows']} rows; finite: width {sizes['width']}, mean of "
+        f"{sizes['seeds']} seeds; {rows[0]['device']}, {seconds:.0f} s."
     )
+    return "\n\n".join([title, verdict_table(rows), growth_table(rows)])
 
 
 @harness.figure(1, 2, figsize=(11, 4.4))

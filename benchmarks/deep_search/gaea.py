@@ -88,9 +88,8 @@ def searcher(sizes, method):
 
     @jax.jit
     def run(rate, key, train, valid):
-        plan = METHODS[method](
-            space, weight_optimizer=sgd, alpha_optimizer=rate, batch_size=sizes.batch
-        )
+        optimizers = {"weight_optimizer": sgd, "alpha_optimizer": rate}
+        plan = METHODS[method](space, **optimizers, batch_size=sizes.batch)
         init_key, search_key = jax.random.split(key)
         start = space.start(), space.init(init_key, train)
         options = {"steps": sizes.steps, "key": search_key, "progress": False}
@@ -176,10 +175,8 @@ def report(rows) -> str:
             own = of(rows, method, rate)
             if len(own) < 2:
                 continue
-            entropy, loss = (np.array([row[k] for row in own]) for k in ("entropy", "valid_loss"))
             at = standing(table, [parse_genotype(row["genotype"]) for row in own])["cifar10"]
-            judged[method, rate] = entropy, loss, np.array(at["accuracy"])
-            columns = *_columns(entropy, loss), np.array(at["accuracy"])
+            columns = judged[method, rate] = [*_columns(own), np.array(at["accuracy"])]
             name = f"{rate:g}" + (" (tuned)" if rate == best else " (usual)")
             lines.append((method, name, len(own), *map(_shown, columns)))
     head = ("method", "rate", "seeds", "entropy at 1/4", "at the end", "valid. loss at 1/4")
@@ -187,22 +184,20 @@ def report(rows) -> str:
     gains = []
     for which, rates in {"both tuned": tuned, "both as usual": DEFAULT}.items():
         pair = [judged[it] for it in rates.items() if it in judged]
-        gains += [[which, *gain(*pair)]] if len(pair) == 2 else []
+        if len(pair) == 2:  # paired by seed; positive if ours is better: less, but of accuracy more
+            ours, theirs = pair
+            losses = [b - a for a, b in zip(ours[:-1], theirs[:-1], strict=True)]
+            gains.append([which, *map(_shown, (*losses, ours[-1] - theirs[-1]))])
     head = "gain of exponentiated gradient", "entropy at 1/4", "at the end", "loss at 1/4"
     gains_table = harness.table((*head, "at the end", "accuracy"), gains) if gains else ""
     return f"{text}\n\n{gains_table}".rstrip()
 
 
-def _columns(entropy, loss):
+def _columns(rows):
+    """Return entropy and validation loss, each after a quarter of the steps and at the end."""
+    entropy, loss = (np.array([row[k] for row in rows]) for k in ("entropy", "valid_loss"))
     quarter = LOOKS // 4 - 1
     return entropy[:, quarter], entropy[:, -1], loss[:, quarter], loss[:, -1]
-
-
-def gain(mine, theirs) -> list[str]:
-    """Return the gains over softmax with Adam, paired by seed; positive ones if ours is better."""
-    pairs = zip(_columns(*theirs[:2]), _columns(*mine[:2]), strict=True)
-    differences = [b - a for b, a in pairs] + [mine[2] - theirs[2]]
-    return [*map(_shown, differences)]
 
 
 def _shown(x) -> str:
@@ -216,11 +211,8 @@ def main() -> None:
 
     def keep(row):
         harness.keep(arguments.results, rows, row)
-        print(
-            f"{row['method']}  rate {row['rate']:g}  seed {row['seed']}  loss {final(row):.3f}  "
-            f"entropy {row['entropy'][-1]:.2f}  {row['genotype']}",
-            flush=True,
-        )
+        text = f"{row['method']}  rate {row['rate']:g}  seed {row['seed']}  loss {final(row):.3f}  "
+        print(f"{text}entropy {row['entropy'][-1]:.2f}  {row['genotype']}", flush=True)
 
     experiment(sizes, rows, keep)
     harness.finish(rows, arguments.results, report, write_rows=False)

@@ -29,6 +29,7 @@ Each trial of each method is a row. An interrupted method resumes from the solve
 
 import dataclasses
 import functools
+import itertools
 import sys
 
 import jax
@@ -83,20 +84,11 @@ METHODS = {
 }
 
 
-def with_features(sizes, count):
-    """Return the same sizes with ``count`` features."""
-    fewer = tuple(d for d in sizes.dimensions if d <= count)
-    return dataclasses.replace(sizes, dimension=count, dimensions=fewer)
-
-
 def parts_of(data, sizes, key):
     wanted = sizes.train + sizes.valid
     if data == "digits":
-        loaded = bilevel.data.load("digits")
-        x = np.concatenate([loaded.x_train, loaded.x_test])
-        y = np.concatenate([loaded.y_train, loaded.y_test])
-        rows = bilevel.data.stratified_split(key, y, (sizes.train, sizes.valid, sizes.test))
-        return [(x[r], y[r]) for r in rows]
+        counts = {"train": sizes.train, "valid": sizes.valid, "test": sizes.test}
+        return bilevel.data.draw_splits("digits", [key], **counts)[0]
     # IMDb's files have their rows in random order already. For CIFAR-10 the first batches are
     # enough.
     size = -(-wanted // 10_000) * 10_000 if data == "cifar10" else None
@@ -142,12 +134,12 @@ def correlation(data, sizes, key, dimension, once) -> dict:
     uniform = np.full(tables.COMPARED, 1 / tables.COMPARED)
     shared = problem.share(key, configs, uniform, dimension, whole=True).errors
 
-    def error(i):
+    def error(i, config):
         identity = {"part": "standalone", "dimension": dimension, "index": i}
-        row = once(identity, lambda: {"valid": problem.evaluate(key, configs[i], dimension).valid})
+        row = once(identity, lambda: {"valid": problem.evaluate(key, config, dimension).valid})
         return row["valid"]
 
-    alone = [error(i) for i in range(len(configs))]
+    alone = [error(i, config) for i, config in enumerate(configs)]
     return {
         "shared": (1 - shared).tolist(),
         "standalone": (1 - np.array(alone)).tolist(),
@@ -159,21 +151,18 @@ def correlation(data, sizes, key, dimension, once) -> dict:
 # ------------------------------------------------------------------------------ 2. search
 
 
-def options_of(name, sizes, rate) -> dict:
-    if name == "random search":
-        return {"evaluations": sizes.evaluations}
-    if name in ("successive halving", "Hyperband"):
-        return {"minimum": max(1, sizes.dimension // 64)}
-    if name == "exponentiated gradient":
-        return {"rounds": ROUNDS, "rate": rate}
-    return {}
-
-
 def searched(data, sizes, problem, key, name, trial, rate, **recording):
     """Return the trace of a method. All methods share a trial's configurations."""
     trial_key = jax.random.fold_in(key, trial + 1)
     configs, own = configs_of(data, trial_key, sizes.configs), jax.random.fold_in(trial_key, 0)
-    options = options_of(name, sizes, rate) | recording
+    halving = {"minimum": max(1, sizes.dimension // 64)}
+    options = {
+        "random search": {"evaluations": sizes.evaluations},
+        "successive halving": halving,
+        "Hyperband": halving,
+        "exponentiated gradient": {"rounds": ROUNDS, "rate": rate},
+    }
+    options = options.get(name, {}) | recording
     return METHODS[name](own, configs, problem, sizes.dimension, progress=False, **options)
 
 
@@ -253,7 +242,8 @@ def main() -> None:
     sizes = SIZES["smoke"] if flags.smoke else (FULL if full else SIZES)[data]
     key, path = jax.random.key(0), harness.named(flags.results, data)
     if flags.features:
-        sizes = with_features(sizes, flags.features)
+        fewer = tuple(d for d in sizes.dimensions if d <= flags.features)
+        sizes = dataclasses.replace(sizes, dimension=flags.features, dimensions=fewer)
         path = harness.named(path, str(flags.features))
     rows = measured(data, sizes, key, path, harness.read(path) if path else [])
     harness.finish(rows, path, tables.report, tables.picture)
@@ -264,24 +254,13 @@ def measured(data, sizes, key, path, rows) -> list[dict]:
     about = {"data": data, "sizes": dataclasses.asdict(sizes), "clock": CLOCK}
     if not rows:
         harness.keep(path, rows, harness.environment("scipy", "scikit-learn", **about))
-    elif (
-        not harness.same_sizes(rows, about["sizes"], but=("trials",))
-        or rows[0].get("clock") != CLOCK
-    ):
+    same = harness.same_sizes(rows, about["sizes"], but=("trials",))
+    if not same or rows[0].get("clock") != CLOCK:
         sys.exit(f"{path}: expected rows of these sizes and this clock; move the file away.")
 
     def once(identity, of):
         harness.measure_missing(path, rows, [(identity, of)])
         return harness.where(rows, **identity)[0]
-
-    tasks = [
-        (
-            {"part": "tuning", "rate": rate, "draw": draw},
-            functools.partial(tuning, data, sizes, key, rate, draw),
-        )
-        for rate in RATES
-        for draw in range(sizes.draws)
-    ]
 
     judge = problem_of(data, sizes, key)  # separate: no method can use the rows that it hashes
 
@@ -295,18 +274,16 @@ def measured(data, sizes, key, path, rows) -> list[dict]:
         journal = path and path.with_name(f"{path.stem}_{name}_{trial}.journal")
         return search(data, sizes, key, name, trial, tables.best_rate(rows), journal, retrained)
 
-    tasks += [
-        ({"part": "search", "method": name, "trial": trial}, functools.partial(one, name, trial))
-        for trial in range(sizes.trials)
-        for name in METHODS
-    ]
-    tasks += [
-        (
-            {"part": "correlation", "dimension": d},
-            lambda d=d: correlation(data, sizes, key, d, once),
-        )
-        for d in sizes.dimensions
-    ]
+    tasks = []
+    for rate, draw in itertools.product(RATES, range(sizes.draws)):
+        measure = functools.partial(tuning, data, sizes, key, rate, draw)
+        tasks.append(({"part": "tuning", "rate": rate, "draw": draw}, measure))
+    for trial, name in itertools.product(range(sizes.trials), METHODS):
+        identity = {"part": "search", "method": name, "trial": trial}
+        tasks.append((identity, functools.partial(one, name, trial)))
+    for d in sizes.dimensions:
+        measure = functools.partial(correlation, data, sizes, key, d, once)
+        tasks.append(({"part": "correlation", "dimension": d}, measure))
     left = [(identity, of) for identity, of in tasks if not harness.where(rows, **identity)]
     if any(identity["part"] == "search" for identity, _ in left):
         warm_up(data, sizes, key)

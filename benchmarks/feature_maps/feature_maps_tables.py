@@ -40,6 +40,10 @@ def spread(x) -> str:
     return harness.spread(x, scale=100)
 
 
+def by_dimension(rows):
+    return sorted(harness.where(rows, part="correlation"), key=lambda row: row["dimension"])
+
+
 def of_method(rows, name):
     return sorted(harness.where(rows, part="search", method=name), key=lambda r: r["trial"])
 
@@ -88,12 +92,11 @@ def fast_table(rows) -> str:
 
 def verdicts(rows) -> str:
     """Return the paper's claims and our measurements."""
-    lines = []
-    for row in sorted(harness.where(rows, part="correlation"), key=lambda r: r["dimension"]):
-        lines.append(
-            f"shared and standalone accuracy, {row['dimension']} features, {COMPARED} "
-            f"configurations: Pearson {row['pearson']:.2f}, Spearman {row['spearman']:.2f}"
-        )
+    lines = [
+        f"shared and standalone accuracy, {row['dimension']} features, {COMPARED} "
+        f"configurations: Pearson {row['pearson']:.2f}, Spearman {row['spearman']:.2f}"
+        for row in by_dimension(rows)
+    ]
     pairs = paired(rows, "weight sharing", "random search")
     if len(pairs) > 1:
         gap = [w["test"][-1] - at(r, "calls", w["calls"][-1]) for w, r in pairs]
@@ -143,19 +146,17 @@ def picture(rows, axes):
 
     about = "shared against standalone; retrained test error of the incumbent"
     axes[0].figure.suptitle(f"{rows[0]['data']}: {about}")
-    for row in sorted(harness.where(rows, part="correlation"), key=lambda r: r["dimension"]):
+    for row in by_dimension(rows):
         label = f"{row['dimension']} features, Spearman {row['spearman']:.2f}"
         axes[0].plot(row["shared"], row["standalone"], "o", label=label, alpha=0.7)
     axes[0].set(xlabel="accuracy with shared weights", ylabel="standalone accuracy")
     axes[0].legend()
-    curves = {
-        name: [
-            SimpleNamespace(**{c: np.array(r[c]) for c in ("calls", "seconds", "test")})
-            for r in of_method(rows, name)
-        ]
-        for name in NAMES
-        if of_method(rows, name)
-    }
+
+    def curve(row):
+        return SimpleNamespace(**{c: np.array(row[c]) for c in ("calls", "seconds", "test")})
+
+    curves = {name: [*map(curve, of_method(rows, name))] for name in NAMES}
+    curves = {name: of_trials for name, of_trials in curves.items() if of_trials}
     comparable = {n: c for n, c in curves.items() if n not in ("successive halving", "Hyperband")}
     curves = comparable | curves  # the same colors in both
     plots.traces(comparable, "calls", axes[1]).get_legend().remove()  # one at the right is for both

@@ -151,9 +151,14 @@ def mixture(n, p):
     def mixed(w, alpha, batch):
         return jnp.einsum("i,inp,p->n", alpha["mix"], batch[0], w)
 
+    def outer(w, alpha, batch):
+        return mean_square(mixed(w, alpha, batch), batch)
+
+    def damping(alpha):
+        return jnp.exp(alpha["log"])
+
     def lower(w, alpha, batch):
-        decay = 0.5 * jnp.exp(alpha["log"]) * jnp.sum(w**2)
-        return mean_square(mixed(w, alpha, batch), batch) + decay
+        return outer(w, alpha, batch) + 0.5 * damping(alpha) * jnp.sum(w**2)
 
     def draw(rng):
         def sample():
@@ -161,12 +166,6 @@ def mixture(n, p):
 
         alpha = {"mix": rng.dirichlet(np.ones(3)), "log": np.log(10.0) * rng.uniform(-6, 0)}
         return Draw(alpha, rng.normal(size=p), sample(), sample())
-
-    def outer(w, alpha, batch):
-        return mean_square(mixed(w, alpha, batch), batch)
-
-    def damping(alpha):
-        return jnp.exp(alpha["log"])
 
     return Family(f"mixture {n}x{p}", lower, outer, draw, mixed, mean_square, damping)
 
@@ -232,8 +231,7 @@ def perceptron(n=40, d=3, width=5):
         return jnp.tanh(x @ w["in"]) @ w["out"]
 
     def lower(w, alpha, batch):
-        decay = decays(alpha, w["in"], w["out"])
-        return 0.5 * jnp.mean((f(w, batch[0]) - batch[1]) ** 2) + 0.5 * decay
+        return mean_square(f(w, batch[0]), batch) + 0.5 * decays(alpha, w["in"], w["out"])
 
     def draw(rng):
         truth = {"in": rng.normal(size=(d, width)), "out": rng.normal(size=width)}
@@ -320,38 +318,35 @@ FAMILIES = [
 # -------------------------------------------------------------------------------- the solvers
 
 
-def descended(step_size, steps):
+def descended(lower, step_size, steps):
     """Take ``steps`` gradient steps. The number is traced, so one compilation serves all."""
 
-    def solve(lower):
-        def run(alpha, w, batch):
-            def step(_, w):
-                return optax.tree.add_scale(w, -step_size, jax.grad(lower)(w, alpha, batch))
+    def run(alpha, w, batch):
+        def step(_, w):
+            return optax.tree.add_scale(w, -step_size, jax.grad(lower)(w, alpha, batch))
 
-            return jax.lax.fori_loop(0, steps, step, w)
+        return jax.lax.fori_loop(0, steps, step, w)
 
-        return run
-
-    return solve
+    return run
 
 
 def solvers(family: Family) -> dict[str, Callable]:
     """Return ``(step_size, steps) -> (solver, mode)`` by name."""
-    lower = family.lower
 
     def after_descent(inverse):
         def make(step_size, steps):
-            forward = bilevel.solved(descended(step_size, steps)(lower))
+            forward = bilevel.solved(descended(family.lower, step_size, steps))
             return bilevel.implicit(forward, inverse(step_size)), "reverse"
 
         return make
 
     def unrolled(mode="reverse", most=MOST_STEPS, backprop=None):
         def make(step_size, steps):
-            rate = optax.sgd(lambda count: jnp.where(count < steps, step_size, 0.0))
-            if backprop:  # alpha moves only in the last steps
-                rate = optax.sgd(lambda count: jnp.where(count >= most - steps, step_size, 0.0))
-            return bilevel.unrolled(rate, most, backprop=backprop), mode
+            def rate(count):  # with backprop, alpha moves only in the last steps
+                moving = count >= most - steps if backprop else count < steps
+                return jnp.where(moving, step_size, 0.0)
+
+            return bilevel.unrolled(optax.sgd(rate), most, backprop=backprop), mode
 
         return make
 
@@ -448,13 +443,10 @@ def true_hypergradient(index: int) -> Callable:
 
         q = solve(h, jax.grad(outer)(w, flat_alpha))
         indirect = jax.vjp(lambda a: slope(w, a), flat_alpha)[1](q)[0]
-        g = slope(w, flat_alpha)
         size = jnp.linalg.norm(h) * jnp.linalg.norm(w)
-        return Truth(
-            jax.grad(outer, 1)(w, flat_alpha) - indirect,
-            jnp.linalg.norm(g) / size,
-            jnp.linalg.eigvalsh(h),
-        )
+        residual = jnp.linalg.norm(slope(w, flat_alpha)) / size
+        grad = jax.grad(outer, 1)(w, flat_alpha) - indirect
+        return Truth(grad, residual, jnp.linalg.eigvalsh(h))
 
     return truth
 
@@ -506,17 +498,16 @@ def run_case(index: int, name: str, dtype: str, seed: int, number: int) -> dict[
         "norm": float(np.linalg.norm(grad)),
     }
     w = jax.tree.map(lambda x: np.asarray(x, np.float64), result.w)
-    if not np.all(np.isfinite(flatten(w))) or not np.all(np.isfinite(grad)):
+    if not np.all(np.isfinite([*flatten(w), *grad])):
         return row | {"outcome": "diverged"}
     # If there are several minima, take the one that the solver was near.
     start = w if family.name == "network" else jax.tree.map(np.zeros_like, w)
     truth = true_hypergradient(index)(start, drawn.alpha, drawn.train, drawn.valid)
     eigenvalues = np.asarray(truth.eigenvalues)
     condition = float(np.max(np.abs(eigenvalues)) / max(eigenvalues[0], 1e-300))
-    size = float(np.linalg.norm(truth.grad))
     return row | {
         "error": float(np.linalg.norm(grad - np.asarray(truth.grad))),
-        "truth": size,
+        "truth": float(np.linalg.norm(truth.grad)),
         "condition": condition,
         "smallest": float(eigenvalues[0]),
         "residual": float(truth.slope),
@@ -536,30 +527,30 @@ def verdict_of_case(row: dict[str, Any]) -> dict[str, Any]:
     floor = (30 * 2.2e-16 * min(row["condition"], 1e14) + 20 * eps) * row["truth"]
     error, estimate = row["error"], row["estimate"]
     definite = row["condition"] < 0.01 / eps
-    out = {"definite": definite, "floor": floor}
+    out = row | {"definite": definite, "floor": floor}
     out["false"] = row["converged"] and error > 0.01 * row["norm"] + floor
     out["violated"] = bool(np.isfinite(row["bound"]) and error > row["bound"] + floor)
     if not np.isfinite(estimate):
-        return row | out | {"outcome": "no claim"}
-    if max(error, estimate) <= floor:
-        return row | out | {"outcome": "right", "ratio": 1.0}
-    ratio = max(estimate, floor if error < floor else 0) / max(error, 1e-300)
-    if error < floor:
-        ratio = max(1.0, estimate / floor)
+        return out | {"outcome": "no claim"}
+    ratio = estimate / error if error > floor else max(1.0, estimate / max(floor, 1e-300))
     outcome = "low" if ratio < 1 / 3 else "high" if ratio > 10 else "right"
-    return row | out | {"outcome": outcome, "ratio": ratio}
+    return out | {"outcome": outcome, "ratio": ratio}
 
 
 # ---------------------------------------------------------------------------------- the whole
 
 
-def groups() -> list[tuple[int, str, str]]:
-    return [
-        (index, name, dtype)
-        for index, family in enumerate(FAMILIES)
-        for name in solvers(family)
-        for dtype in ("float32", "float64")
-    ]
+def tasks(count: int, seed: int, families, names):
+    """Yield the key and the measurement of every requested case."""
+    for index, family in enumerate(FAMILIES):
+        if families and not any(part in family.name for part in families):
+            continue
+        for name in [name for name in solvers(family) if not names or name in names]:
+            for dtype in ("float32", "float64"):
+                for number in range(count):
+                    key = name, dtype, seed, number
+                    yield (family.name, *key), functools.partial(run_case, index, *key)
+                compiled.cache_clear()
 
 
 HEAD = ["", "cases", "converged", "false", "bound violated", "low", "high", "in [1/3, 10]"]
@@ -587,10 +578,9 @@ def cells(name: str, cases: list[dict[str, Any]]) -> list[Any]:
 
 def report(rows: list[dict[str, Any]], by=("family", "solver", "dtype")) -> str:
     """Return a line for each family, solver and precision, and one for all cases."""
-    verdicts, lines = [verdict_of_case(row) for row in rows], []
-    for key in by:
-        names = dict.fromkeys(r[key] for r in verdicts)
-        lines += [cells(name, harness.where(verdicts, **{key: name})) for name in names]
+    verdicts = [verdict_of_case(row) for row in rows]
+    values = [(key, value) for key in by for value in dict.fromkeys(r[key] for r in verdicts)]
+    lines = [cells(value, harness.where(verdicts, **{key: value})) for key, value in values]
     return harness.table([*HEAD, "no claim, where definite"], [*lines, cells("**all**", verdicts)])
 
 
@@ -604,37 +594,24 @@ def main() -> None:
         __doc__,
         report,
         seed={"type": int, "default": 0},
-        cases={"type": int, "help": "of each group; default: 12, small sizes have one"},
         families={"nargs": "*", "help": "only those whose names contain one of these"},
+        cases={"type": int, "help": "of each group; default: 12, small sizes have one"},
         solvers={"nargs": "*", "help": "only these"},
         iterative={"action": "store_true", "help": "as if p were large"},
     )
     if flags.small and flags.cases is not None:
         flags.error(f"--cases: expected none with --{flags.size}, got {flags.cases}")
-    cases = 1 if flags.small else 12 if flags.cases is None else flags.cases
+    count = 1 if flags.small else 12 if flags.cases is None else flags.cases
     chosen, wanted = flags.families, flags.solvers
     if flags.smoke:
         chosen, wanted = chosen or SMOKE["families"], wanted or SMOKE["solvers"]
-    # Cases of another seed are not committed. They need a file name.
-    path = None if flags.results == harness.RESULTS / "calibration.jsonl" else flags.results
     jax.config.update("jax_enable_x64", True)
     if flags.iterative:
         bilevel.hypergradients.curvature.DENSE_SIZE = 0
-    parts = "family", "solver", "dtype", "seed", "number"
-    done = {tuple(r[k] for k in parts): r for r in (harness.read(path) if path else ())}
-    rows, began = [], time.time()
-    for index, name, dtype in groups():
-        family = FAMILIES[index].name
-        of_family = not chosen or any(part in family for part in chosen)
-        if not of_family or (wanted and name not in wanted):
-            continue
-        for number in range(cases):
-            key = family, name, dtype, flags.seed, number
-            row = done.get(key) or harness.rounded(run_case(index, name, dtype, flags.seed, number))
-            rows.append(row)
-            if key not in done:
-                harness.append(path, row)
-        compiled.cache_clear()
+    # Cases of another seed are not committed. They need a file name.
+    path = None if flags.results == harness.RESULTS / "calibration.jsonl" else flags.results
+    began, keys = time.time(), ("family", "solver", "dtype", "seed", "number")
+    rows = list(harness.cases(path, keys, tasks(count, flags.seed, chosen, wanted)))
 
     def whole(rows):
         lines = [report(rows)]

@@ -56,7 +56,6 @@ class Family(NamedTuple):
     minimizer: Callable  # (train, **options) -> lower solver
     draw: Callable  # (rng, weights) -> Draw
     convex: Callable  # (Draw) -> exact.Convex
-    losses: tuple[str, ...] = ("squared",)
 
 
 # ----------------------------------------------------------------------------- regressions
@@ -94,10 +93,8 @@ def draw_data(rng, p, kind, mean=None):
         y = size * (f + 0.3 * rng.normal(size=n))
         if kind == "logistic":
             y = np.where(f + 0.5 * rng.normal(size=n) > 0, 1.0, -1.0)
-        padded = np.zeros((rows, p)), np.zeros(rows), np.zeros(rows)
-        for whole, part in zip(padded, (x, y, np.full(n, 1 / n)), strict=True):
-            whole[:n] = part
-        return padded
+        mass, more = np.full(n, 1 / n), rows - n
+        return np.pad(x, ((0, more), (0, 0))), np.pad(y, (0, more)), np.pad(mass, (0, more))
 
     if mean is not None:
         size = scale
@@ -127,20 +124,20 @@ def smooth_rows(kind, drawn, more_ridge=(), change=None):
     x, y, mass = x[mass > 0], y[mass > 0], mass[mass > 0]
     identity = np.eye(x.shape[1], dtype=LONG) if change is None else change
     z = x @ identity
-    arrays = {LONG: (z, y, mass), np.float64: tuple(a.astype(float) for a in (z, y, mass))}
-    squares = {LONG: identity.T @ identity}
-    squares[np.float64] = squares[LONG].astype(float)
-    grams = {}
+    squares = identity.T @ identity
 
+    @functools.cache
+    def arrays(dtype):
+        return [a.astype(dtype) for a in (z, y, mass, squares)]
+
+    @functools.cache
     def gram(dtype):
-        if dtype not in grams:
-            z, _, mass = arrays[dtype]
-            grams[dtype] = (z.T * mass) @ z
-        return grams[dtype]
+        z, _, mass, _ = arrays(dtype)
+        return (z.T * mass) @ z
 
     def smooth(w, alpha, order=2):
         dtype = LONG if w.dtype == LONG else np.float64
-        z, y, mass = arrays[dtype]
+        z, y, mass, squares = arrays(dtype)
         ridges = [np.exp(alpha[i]) for i in (0, *more_ridge)]
         f = z @ w
         if kind == "logistic":
@@ -148,7 +145,7 @@ def smooth_rows(kind, drawn, more_ridge=(), change=None):
             first, second, in_shift = -y * odds, odds * (1 - odds), odds * (1 - odds)
         else:
             first, second, in_shift = f - y - alpha[1], None, -np.ones_like(y)
-        square = squares[dtype] @ w
+        square = squares @ w
         g = z.T @ (mass * first) + sum(ridges) * square
         if order == 1:
             return g, None, None
@@ -157,7 +154,7 @@ def smooth_rows(kind, drawn, more_ridge=(), change=None):
         for i, ridge in zip((0, *more_ridge), ridges, strict=True):
             B[:, i] = ridge * square
         B[:, 1] = z.T @ (mass * in_shift)
-        return g, H + sum(ridges) * squares[dtype], B
+        return g, H + sum(ridges) * squares, B
 
     return smooth
 
@@ -173,7 +170,7 @@ def outer_rows(drawn, change=None):
     return outer
 
 
-def exponential(d, *indices):
+def exponential(*indices):
     """Return ``alpha -> (exp(alpha[indices]), jacobian)``; for one index a scalar."""
 
     def parameter(alpha):
@@ -195,6 +192,35 @@ def fixed(p, value):
     return lambda alpha: (np.full(p, value, alpha.dtype), np.zeros((p, len(alpha)), alpha.dtype))
 
 
+def moved(base, index):
+    """Return the bounds ``base + alpha[index]``."""
+
+    def bound(alpha):
+        jacobian = np.zeros((len(base), len(alpha)), alpha.dtype)
+        jacobian[:, index] = 1
+        return base.astype(alpha.dtype) + alpha[index], jacobian
+
+    return bound
+
+
+def shared(p, index, first=0):
+    """Return one weight ``exp(alpha[index])`` for all of p coordinates from ``first`` on."""
+
+    def parameter(alpha):
+        value = np.full(p, np.exp(alpha[index]), alpha.dtype)
+        value[:first] = 0
+        jacobian = np.zeros((p, len(alpha)), alpha.dtype)
+        jacobian[:, index] = value
+        return value, jacobian
+
+    return parameter
+
+
+def dimension(drawn):
+    """Return the number of weights of a regression."""
+    return drawn.train[0].shape[1]
+
+
 def regression(name, minimizer, parameters, term, kinds=("squared", "logistic"), **options):
     """Return one family per loss, with ``term(drawn) -> exact.Term``.
 
@@ -203,9 +229,6 @@ def regression(name, minimizer, parameters, term, kinds=("squared", "logistic"),
     """
     mean, more = options.get("mean"), options.get("more_ridge", ())
 
-    def change(p):
-        return np.tril(np.ones((p, p), LONG)) if options.get("jumps") else None
-
     def of_loss(kind):
         def draw(rng, p):
             train, valid, start, weights, slope = draw_start(rng, p, kind, mean and mean(rng, p))
@@ -213,10 +236,10 @@ def regression(name, minimizer, parameters, term, kinds=("squared", "logistic"),
             return Draw(np.array([*start, *alpha]), (*train, *arrays), valid)
 
         def convex(drawn):
-            p = drawn.train[0].shape[1]
-            matrix = change(p)
-            smooth = smooth_rows(kind, drawn, more, matrix)
-            return exact.Convex(smooth, outer_rows(drawn, matrix), term(drawn))
+            p = dimension(drawn)
+            change = np.tril(np.ones((p, p), LONG)) if options.get("jumps") else None
+            smooth = smooth_rows(kind, drawn, more, change)
+            return exact.Convex(smooth, outer_rows(drawn, change), term(drawn))
 
         lower = functools.partial(regression_lower, kind)
         title = f"{name}, logistic" if kind == "logistic" else name
@@ -239,14 +262,6 @@ def box_family():
         return size * rng.uniform(-0.1, 0.1, 2), bounds
 
     def term(drawn):
-        def moved(base, index):
-            def bound(alpha):
-                jacobian = np.zeros((len(base), len(alpha)), alpha.dtype)
-                jacobian[:, index] = 1
-                return base.astype(alpha.dtype) + alpha[index], jacobian
-
-            return bound
-
         low, high = (x.astype(LONG) for x in drawn.train[3:5])
         return exact.box(moved(low, 2), moved(high, 3))
 
@@ -255,8 +270,7 @@ def box_family():
 
 def nonnegative_family():
     def term(drawn):
-        p = drawn.train[0].shape[1]
-        return exact.box(fixed(p, 0), fixed(p, np.inf))
+        return exact.box(*(fixed(dimension(drawn), bound) for bound in (0, np.inf)))
 
     minimizer = without_data(bilevel.projected, "nonnegative")
     return regression("non-negative", minimizer, lambda *_: ([], []), term)
@@ -266,22 +280,17 @@ def simplex_family():
     def mean(rng, p):
         return rng.dirichlet(np.full(p, 0.5))
 
-    def term(drawn):
-        return exact.simplex()
-
     minimizer = without_data(bilevel.projected, "simplex")
-    return regression("simplex", minimizer, lambda *_: ([], []), term, ("squared",), mean=mean)
+    given = "simplex", minimizer, lambda *_: ([], []), lambda drawn: exact.simplex()
+    return regression(*given, ("squared",), mean=mean)
 
 
 def ball_family(name, kind, norm, term):
     def parameters(rng, weights, slope):
         return [np.log(norm(weights) * rng.uniform(0.2, 1.5))], []
 
-    def of(drawn):
-        return term(exponential(len(drawn.alpha), 2))
-
     minimizer = without_data(bilevel.projected, kind, lambda a: jnp.exp(a[2]))
-    return regression(name, minimizer, parameters, of)
+    return regression(name, minimizer, parameters, lambda drawn: term(exponential(2)))
 
 
 def lasso_family():
@@ -290,27 +299,10 @@ def lasso_family():
         return largest + 0.3 * rng.normal(size=len(weights)), []
 
     def term(drawn):
-        d = len(drawn.alpha)
-        return exact.l1(exponential(d, *range(2, d)))
+        return exact.l1(exponential(*range(2, len(drawn.alpha))))
 
     minimizer = without_data(bilevel.proximal, "l1", lambda a: jnp.exp(a[2:]))
     return regression("Lasso", minimizer, parameters, term)
-
-
-def shared(index, first=0):
-    """Return one weight ``exp(alpha[index])`` for all coordinates from ``first`` on."""
-
-    def of(p):
-        def parameter(alpha):
-            value = np.full(p, np.exp(alpha[index]), alpha.dtype)
-            value[:first] = 0
-            jacobian = np.zeros((p, len(alpha)), alpha.dtype)
-            jacobian[:, index] = value
-            return value, jacobian
-
-        return parameter
-
-    return of
 
 
 def elastic_net_family():
@@ -321,7 +313,7 @@ def elastic_net_family():
         return [l1, curvature + np.log(10) * rng.uniform(-4, 0)], []
 
     def term(drawn):
-        return exact.l1(shared(2)(drawn.train[0].shape[1]))
+        return exact.l1(shared(dimension(drawn), 2))
 
     weights = (lambda a: jnp.exp(a[2])), (lambda a: jnp.exp(a[3]))
     minimizer = without_data(bilevel.proximal, "elastic_net", *weights)
@@ -344,8 +336,8 @@ def group_family():
         return base + 0.3 * rng.normal(size=len(groups)), []
 
     def term(drawn):
-        d = len(drawn.alpha)
-        return exact.group_l1(exponential(d, *range(2, d)), groups_of(drawn.train[0].shape[1]))
+        weights = exponential(*range(2, len(drawn.alpha)))
+        return exact.group_l1(weights, groups_of(dimension(drawn)))
 
     return regression("group Lasso", minimizer, parameters, term)
 
@@ -359,7 +351,7 @@ def variation_family():
         return [largest + np.log(10) * rng.uniform(-2.5, -0.5)], []
 
     def term(drawn):
-        return exact.l1(shared(2, first=1)(drawn.train[0].shape[1]))
+        return exact.l1(shared(dimension(drawn), 2, first=1))
 
     minimizer = without_data(bilevel.proximal, "total_variation", lambda a: jnp.exp(a[2]))
     options = {"mean": mean, "jumps": True}
@@ -382,10 +374,9 @@ def affine_family():
 
     def term(drawn):
         def right(alpha):
-            jacobian = np.eye(len(alpha), dtype=alpha.dtype)[2:]
-            return alpha[2:], jacobian
+            return alpha[2:], np.eye(len(alpha), dtype=alpha.dtype)[2:]
 
-        return exact.affine(equations(drawn.train[0].shape[1]).astype(LONG), right)
+        return exact.affine(equations(dimension(drawn)).astype(LONG), right)
 
     return regression("affine", minimizer, parameters, term, ("squared",))
 
@@ -418,9 +409,7 @@ def machine_family(equality):
         return jnp.mean(jax.nn.softplus(-yv * decision))
 
     def minimizer(train, **options):
-        def high(alpha):
-            return jnp.exp(alpha[0])
-
+        high = lambda alpha: jnp.exp(alpha[0])  # noqa: E731
         if equality:
             return bilevel.projected("box_equality", 0.0, high, train[1], 0.0, **options)
         return bilevel.projected("box", 0.0, high, **options)
@@ -434,9 +423,7 @@ def machine_family(equality):
         return Draw(alpha, (x, y, ridge), (xv, yv, x, y, ridge))
 
     def convex(drawn):
-        (x, y, ridge), (xv, yv, *_) = (
-            [np.asarray(a, LONG) for a in part] for part in (drawn.train, drawn.valid)
-        )
+        x, y, ridge, xv, yv = (np.asarray(a, LONG) for a in (*drawn.train, *drawn.valid[:2]))
         p = len(y)
 
         def squares(a, b):
@@ -474,12 +461,8 @@ def machine_family(equality):
             value = np.mean(np.log1p(np.exp(-yv * decision)))
             return value, slope @ in_w, np.array([0, slope @ in_gamma], LONG)
 
-        def high(alpha):
-            c = np.exp(alpha[0])
-            return np.full(p, c, alpha.dtype), np.outer(np.full(p, c, alpha.dtype), [1, 0])
-
-        row = np.asarray(y, LONG) if equality else None
-        return exact.Convex(smooth, outer_exact, exact.box(fixed(p, 0), high, row))
+        box = exact.box(fixed(p, 0), shared(p, 0), np.asarray(y, LONG) if equality else None)
+        return exact.Convex(smooth, outer_exact, box)
 
     name = "SVM, equality bias" if equality else "SVM, regularized bias"
     return [Family(name, lower, outer, minimizer, draw, convex)]
@@ -522,7 +505,7 @@ def compiled(index: int):
 
 def start_of(family, drawn):
     """Return the start [p] of the truth's solver."""
-    p = len(drawn.train[1]) if "SVM" in family.name else drawn.train[0].shape[1]
+    p = len(drawn.train[1]) if "SVM" in family.name else dimension(drawn)
     return np.full(p, 1 / p) if family.name == "simplex" else np.zeros(p)
 
 
@@ -616,13 +599,13 @@ HEAD = ["", "cases", "regular", "finite", "in [1/3, 10]", "low / high", "falsely
 HEAD += ["false at 1 %", "bound violated", "finite, not regular"]
 
 
-def cells(name: str, cases: list[dict[str, Any]]) -> list[Any]:
+def cells(name: str | int, cases: list[dict[str, Any]]) -> list[Any]:
     """Return the cells of one line of the table."""
     regular = [r for r in cases if r["regular"]]
     finite = [r for r in regular if r["finite"]]
     count = {k: sum(r["outcome"] == k for r in finite) for k in ("right", "low", "high")}
     return [
-        name,
+        f"{name} weights" if isinstance(name, int) else name,
         len(cases),
         len(regular),
         f"{100 * len(finite) / max(len(regular), 1):.1f} %",
@@ -638,11 +621,8 @@ def cells(name: str, cases: list[dict[str, Any]]) -> list[Any]:
 def report(rows: list[dict[str, Any]], by: tuple[str, ...] = ("family", "weights", "dtype")) -> str:
     """Return a line for each family, precision and size, and one for all cases."""
     verdicts = [judged(row) for row in rows if row.get("part") != "environment"]
-    lines = []
-    for key in by:
-        names = dict.fromkeys(r[key] for r in verdicts)
-        unit = " weights" if key == "weights" else ""
-        lines += [cells(f"{name}{unit}", harness.where(verdicts, **{key: name})) for name in names]
+    values = [(key, value) for key in by for value in dict.fromkeys(r[key] for r in verdicts)]
+    lines = [cells(value, harness.where(verdicts, **{key: value})) for key, value in values]
     for planted, name in ((False, "not planted"), (True, "planted")):
         lines.append(cells(name, harness.where(verdicts, planted=planted)))
     return harness.table(HEAD, [*lines, cells("**all**", verdicts)])
@@ -651,14 +631,18 @@ def report(rows: list[dict[str, Any]], by: tuple[str, ...] = ("family", "weights
 by_size = functools.partial(report, by=("weights", "dtype"))
 
 
-def groups(flags):
-    """Yield index, weights and precision of the requested programs."""
+def tasks(flags):
+    """Yield the key and the measurement of every requested case."""
     for index, family in enumerate(FAMILIES):
-        for p in (LOGISTIC_SIZE,) if "logistic" in family.name else SIZES:
+        chosen = not flags.families or any(part in family.name for part in flags.families)
+        sizes = (LOGISTIC_SIZE,) if "logistic" in family.name else SIZES
+        for p in [p for p in sizes if chosen and (not flags.sizes or p in flags.sizes)]:
+            count = 1 if flags.small else CASES[p] if flags.cases is None else flags.cases
             for dtype in ("float32", "float64"):
-                chosen = not flags.families or any(f in family.name for f in flags.families)
-                if chosen and (not flags.sizes or p in flags.sizes):
-                    yield index, p, dtype
+                for number in range(count):
+                    key = p, dtype, flags.seed, number
+                    yield (family.name, *key), functools.partial(run_case, index, *key)
+                compiled.cache_clear()
 
 
 def main() -> None:
@@ -667,8 +651,8 @@ def main() -> None:
         __doc__,
         report,
         seed={"type": int, "default": 0},
-        cases={"type": int, "help": "of each family, size and precision"},
         families={"nargs": "*", "help": "only those whose names contain one of these"},
+        cases={"type": int, "help": "of each family, size and precision"},
         sizes={"nargs": "*", "type": int, "help": "only these numbers of weights"},
     )
     if flags.smoke:
@@ -679,18 +663,8 @@ def main() -> None:
     jax.config.update("jax_enable_x64", True)
     # Cases of another seed are not committed. They need a file name.
     path = None if flags.results == harness.RESULTS / "constraints.jsonl" else flags.results
-    parts = "family", "weights", "dtype", "seed", "number"
-    done = {tuple(r[k] for k in parts): r for r in (harness.read(path) if path else ())}
-    rows, began = [], time.time()
-    for index, p, dtype in groups(flags):
-        cases = 1 if flags.small else CASES[p] if flags.cases is None else flags.cases
-        for number in range(cases):
-            key = FAMILIES[index].name, p, dtype, flags.seed, number
-            row = done.get(key) or harness.rounded(run_case(index, p, dtype, flags.seed, number))
-            rows.append(row)
-            if key not in done:
-                harness.append(path, row)
-        compiled.cache_clear()
+    began, names = time.time(), ("family", "weights", "dtype", "seed", "number")
+    rows = list(harness.cases(path, names, tasks(flags)))
 
     def whole(rows):
         lines = [report(rows)]

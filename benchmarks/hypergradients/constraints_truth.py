@@ -102,13 +102,10 @@ def flat(w, alpha, basis, **parts):
 def box(low, high, row=None):
     """Bounds ``alpha -> (value [p], jacobian [p, dim alpha])``; ``row``: also ``row'w = 0``."""
 
-    def clipped(z, alpha):
-        return np.clip(z, low(alpha)[0], high(alpha)[0])
-
     def prox(z, alpha, step):
-        if row is None:
-            return clipped(z, alpha)
         bounds = low(alpha)[0], high(alpha)[0]
+        if row is None:
+            return np.clip(z, *bounds)
         reach = np.max(np.abs(z)) + np.max(np.abs(bounds[1])) + 1
         ends, middle = [-reach, reach], 0.0
         while ends[0] < middle < ends[1]:
@@ -268,17 +265,16 @@ def group_l1(weights, groups):
         for group, on in zip(groups, code, strict=True):
             active[group] = on
         w = np.where(active, w, 0)
-        a, da = weights(alpha)
         whole = flat(w, alpha, columns(active))
-        slope, jacobian, curvature = np.zeros(len(w), LONG), 0 * whole.movement, whole.curvature
-        for i, group in enumerate(groups):
-            if code[i]:
+        slope, jacobian, curvature = whole.slope, 0 * whole.movement, whole.curvature
+        for group, on, a, da in zip(groups, code, *weights(alpha), strict=True):
+            if on:
                 norm = np.sqrt(np.sum(w[group] ** 2))
                 e = w[group] / norm
-                slope[group], jacobian[group] = a[i] * e, np.outer(e, da[i])
+                slope[group], jacobian[group] = a * e, np.outer(e, da)
                 block = np.eye(len(e), dtype=LONG) - np.outer(e, e)
-                curvature[np.ix_(group, group)] = a[i] / norm * block
-        return whole._replace(slope=slope, slope_jacobian=jacobian, curvature=curvature)
+                curvature[np.ix_(group, group)] = a / norm * block
+        return whole._replace(slope_jacobian=jacobian)
 
     def margins(code, w, g, alpha):
         on = code > 0

@@ -174,9 +174,7 @@ def jaxopt(kind, s):
     def method(**options):
         options = {"maxiter": STEPS, "tol": 0, "acceleration": False} | options
         solver = jaxopt.GradientDescent(lower, stepsize=s.step, **options)
-        return jax.grad(
-            lambda lam, w, train, valid: outer(solver.run(w, lam, train).params, lam, valid)
-        )
+        return jax.grad(lambda lam, w, t, valid: outer(solver.run(w, lam, t).params, lam, valid))
 
     cg = functools.partial(jaxopt.linear_solve.solve_cg, tol=s.tol, maxiter=CG_STEPS)
     if kind == "implicit":
@@ -359,11 +357,10 @@ def report(rows) -> str:
         name, size, cells = f"{kind}: {method}", 0, []
         for problem, _, dtype in cases:
             keys = {"problem": problem, "dtype": dtype, "kind": kind, "method": method}
-            r = harness.measured(rows, **keys)
-            cells.append(
-                f"{statistics.median(r['ms']):.0f} ms, {r['error']:.1e}" if r else "raises"
-            )
-            size = max(size, r.get("temp_bytes", 0) if r else 0)
+            r = harness.measured(rows, **keys) or {}
+            median = statistics.median(r["ms"]) if r else 0
+            cells.append(f"{median:.0f} ms, {r['error']:.1e}" if r else "raises")
+            size = max(size, r.get("temp_bytes", 0))
         name = f"**{name}**" if method.startswith("bilevel") else name
         lines.append([name, *cells, f"{float(f'{size / 1e6:.2g}'):g} MB" if size else "-"])
     titles = [f"{problem} (κ = {c:.3g}), {dtype}" for problem, c, dtype in cases]

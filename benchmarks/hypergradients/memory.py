@@ -51,9 +51,7 @@ def jaxopt(steps):
 
     options = {"maxiter": steps, "tol": 0, "acceleration": False, "implicit_diff": False}
     solver = jaxopt.GradientDescent(lower, stepsize=STEP_SIZE, **options)
-    return jax.grad(
-        lambda alpha, w, train, valid: outer(solver.run(w, alpha, train).params, alpha, valid)
-    )
+    return jax.grad(lambda alpha, w, t, valid: outer(solver.run(w, alpha, t).params, alpha, valid))
 
 
 def temporaries(fn) -> int:
@@ -84,19 +82,15 @@ def measure(numbers: tuple[int, ...], peers: list[str]) -> list[dict]:
     return rows
 
 
-def growth(row) -> float:
-    """Return the growth from T = 100 to the largest T, 10000 (smaller with ``--smoke``)."""
-    return [*row["temp_bytes"].values()][-1] / row["temp_bytes"]["100"]
-
-
 def report(rows) -> str:
     steps = list(rows[1]["temp_bytes"])
     head = ["temporaries, MB", *(f"T = {T}" for T in steps), f"T = {steps[-1]} / T = 100"]
     lines = []
     for row in rows[1:]:
         name = f"**{row['method']}**" if row["method"].startswith("bilevel") else row["method"]
-        sizes = [f"{size / 1e6:.3g}" for size in row["temp_bytes"].values()]
-        lines.append([name, *sizes, f"{growth(row):.3g}"])
+        sizes = [row["temp_bytes"][T] for T in steps]
+        growth = f"{sizes[-1] / row['temp_bytes']['100']:.3g}"
+        lines.append([name, *(f"{size / 1e6:.3g}" for size in sizes), growth])
     return harness.table(head, lines)
 
 

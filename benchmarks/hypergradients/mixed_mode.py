@@ -81,9 +81,8 @@ def normalized(x, scale):
 
 def block(sizes, layer, x):
     texts, length, d = x.shape
-    heads = (normalized(x, layer["scale_1"]) @ layer["qkv"]).reshape(
-        texts, length, 3 * sizes.heads, d // sizes.heads
-    )
+    heads = normalized(x, layer["scale_1"]) @ layer["qkv"]
+    heads = heads.reshape(texts, length, 3 * sizes.heads, d // sizes.heads)
     query, key, value = jnp.split(heads, 3, 2)
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / (d // sizes.heads) ** 0.5
     seen = jnp.tril(jnp.ones((length, length), bool))
@@ -142,10 +141,8 @@ def by_hand(lower, outer, steps, order):
         step = jax.custom_vjp(moved)
 
         def backward(kept, slope):
-            w, alpha, train = kept
-            of_w, of_alpha = orders[order](
-                w, alpha, train, jax.tree.map(lambda s: -RATE * s, slope)
-            )
+            direction = jax.tree.map(lambda s: -RATE * s, slope)
+            of_w, of_alpha = orders[order](*kept, direction)
             return jax.tree.map(jnp.add, slope, of_w), of_alpha, None
 
         step.defvjp(lambda *args: (moved(*args), args), backward)
@@ -205,18 +202,13 @@ def report(rows):
     cases = list(dict.fromkeys((r["layers"], r["steps"], r["scan"]) for r in rows))
     head = [f"{layers} layers{' in a scan' * scan}, T = {steps}" for layers, steps, scan in cases]
 
-    def cell(row):
-        seconds, size = statistics.median(row["seconds"]), row["temp_bytes"] / 1e6
-        return f"{seconds:.3g} s, {size:.3g} MB"
+    def cell(name, layers, steps, scan):
+        (row,) = harness.where(rows, method=name, layers=layers, steps=steps, scan=scan)
+        return f"{statistics.median(row['seconds']):.3g} s, {row['temp_bytes'] / 1e6:.3g} MB"
 
     lines = []
     for name in dict.fromkeys(row["method"] for row in rows):
-        cells = [
-            cell(row)
-            for case in cases
-            for row in harness.where(rows, method=name)
-            if (row["layers"], row["steps"], row["scan"]) == case
-        ]
+        cells = [cell(name, *case) for case in cases]
         lines.append([f"**{name}**" if name == OURS else name, *cells])
     return harness.table(["method", *head], lines)
 

@@ -50,7 +50,8 @@ def measured(
         grad = seed_hypergradients(task, way, alpha).grad
         estimate = float(hypergradient_error(task, way, longer, alpha).error[0])
     with jax.enable_x64(True):
-        wide, *others = _wide((alpha, *task[1:]))
+        widen = lambda x: jnp.asarray(np.asarray(x), float)  # noqa: E731
+        wide, *others = jax.tree.map(widen, (alpha, *task[1:]))
         truths = [_truth(ActivationTask(task.space, *others), wide, n) for n in references]
         errors = [float(jnp.linalg.norm(grad - truth)) for truth, _ in truths]
     print(np.asarray(grad)[0], *truths, sep="\n", flush=True)
@@ -65,10 +66,6 @@ def measured(
         "train loss of the reference": truths[-1][1],
         "ratio": estimate / errors[-1],
     }
-
-
-def _wide(tree):
-    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x), float), tree)
 
 
 def _truth(task, alpha, steps):

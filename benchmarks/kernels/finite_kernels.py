@@ -43,11 +43,14 @@ PRODUCT = 1024  # rows of the matrices for the rate of products
 
 
 class Perceptron(nn.Module):
+    widths: tuple[int, ...] = (WIDTH,) * DEPTH
+    outputs: int = 1
+
     @nn.compact
     def __call__(self, x):
-        for _ in range(DEPTH):
-            x = nn.relu(nn.Dense(WIDTH)(x))
-        return nn.Dense(1)(x)
+        for width in self.widths:
+            x = nn.relu(nn.Dense(width)(x))
+        return nn.Dense(self.outputs)(x)
 
 
 class Attention(nn.Module):
@@ -66,9 +69,11 @@ class Bag(nn.Module):
 
 
 class Convolutions(nn.Module):
+    layers: tuple[tuple[int, int], ...] = CHANNELS
+
     @nn.compact
     def __call__(self, x):
-        for channels, stride in CHANNELS:
+        for channels, stride in self.layers:
             x = nn.relu(nn.Conv(channels, (3, 3), stride)(x))
         return nn.Dense(1)(x.mean((1, 2)))
 
@@ -219,11 +224,9 @@ def report(rows) -> str:
     lines = []
     for name in dict.fromkeys(r["network"] for r in rows):
         mine = {r["method"]: r for r in rows if r["network"] == name}
-        ours = statistics.median(mine["ntk"]["s"])
-        cells = []
+        ours, cells = statistics.median(mine["ntk"]["s"]), []
         for method in methods:
-            row = mine[method]
-            median = statistics.median(row["s"])
+            row, median = mine[method], statistics.median(mine[method]["s"])
             times = f" ({digits(median / ours)}×)" if method != "ntk" else ""
             cells.append(f"{digits(median)} s{times}, {digits(row['mb'])} MB")
         lines.append([f"{name}, N = {mine['ntk']['n']}", *cells, f"{mine['ntk']['error']:.0e}"])
@@ -238,32 +241,24 @@ def shares(rows) -> str:
             continue
         flop = row["formula"] or row["flop"]
         share = flop / statistics.median(row["s"]) / row["product_flop_per_s"]
-        lines.append(
-            [
-                f"{row['network']}, N = {row['n']}: {row['method']}",
-                digits(row["flop"] / 1e9),
-                digits(row["formula"] / 1e9) if row["formula"] else "-",
-                f"{100 * share:.0f} %",
-            ]
-        )
+        name = f"{row['network']}, N = {row['n']}: {row['method']}"
+        formula = digits(row["formula"] / 1e9) if row["formula"] else "-"
+        lines.append([name, digits(row["flop"] / 1e9), formula, f"{100 * share:.0f} %"])
     head = "kernel", "GFLOP, counted", "by the formula", "share of the rate of products"
     return harness.table(head, lines)
 
 
 def main() -> None:
-    images = {"action": "store_true", "help": "the images alone, into their own results file"}
-    flags = harness.command_line(
-        __file__, __doc__, report, work=measure, peers=(PEER,), images=images
-    )
+    own = {"images": {"action": "store_true", "help": "the images alone; own results file"}}
+    flags = harness.command_line(__file__, __doc__, report, work=measure, peers=(PEER,), **own)
     results = harness.named(flags.results, "images") if flags.images else flags.results
     about = {"device": f"{harness.processor()}, one core, one thread"}
     rows = [harness.environment("flax", PEER, **about, seed=SEED, rounds=ROUNDS)]
     # Each network has a process, except with --smoke, where starting processes takes longest.
     chosen = [IMAGES] if flags.images else NETWORKS
     for names in [SMOKE] if flags.smoke else [[name] for name in chosen]:
-        measurements = harness.in_own_process(
-            __file__, names, flags.size, flags.peers, one_core=True
-        )
+        request = names, flags.size, flags.peers
+        measurements = harness.in_own_process(__file__, *request, one_core=True)
         rows += [{"network": ", ".join(names)} | row for row in measurements]
     harness.finish(rows, results, report)
 

@@ -27,13 +27,15 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.linalg
+import scipy.sparse.linalg
 
 import ntk
 from benchmarks import harness
+from benchmarks.kernels.finite_kernels import Convolutions, Perceptron
 from ntk.empirical.kernels import empirical_kernel
 from ntk.infinite.dual_activation import dual
 from ntk.spectrum.certificate import certified_min_eigenvalue
@@ -75,20 +77,7 @@ def relative_error(approximate, exact):
 # ------------------------------------------------------------------------- empirical kernels
 
 
-class Dense(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(4):
-            x = nn.relu(nn.Dense(1024)(x))
-        return nn.Dense(1)(x)
-
-
-class Convolutional(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for channels, stride in ((16, 1), (32, 2), (32, 1), (64, 2), (64, 1)):
-            x = nn.relu(nn.Conv(channels, (3, 3), strides=stride)(x))
-        return nn.Dense(1)(x.mean((1, 2)))
+CONVOLUTIONS = (16, 1), (32, 2), (32, 1), (64, 2), (64, 1)  # channels and strides
 
 
 def network(model, *shape):
@@ -223,25 +212,17 @@ def on_host(fn):
     return lambda kernel: functools.partial(fn, np.asarray(kernel))
 
 
-def arpack(kernel):
-    import scipy.sparse.linalg
-
-    return scipy.sparse.linalg.eigsh(kernel, 1, sigma=0, return_eigenvectors=False)[0]
-
-
-def lapack(kernel):
-    import scipy.linalg
-
-    return scipy.linalg.eigh(kernel, subset_by_index=[0, 0], eigvals_only=True)[0]
-
-
 EIGENVALUES = {
     "ntk": lambda kernel: warm(functools.partial(min_eigenvalue, kernel)),
     "ntk, certified bound": on_host(certified_min_eigenvalue),
     "numpy eigvalsh": on_host(lambda kernel: np.linalg.eigvalsh(kernel)[0]),
     "jnp eigvalsh": lambda kernel: compiled(lambda k: jnp.linalg.eigvalsh(k)[0], kernel),
-    "scipy eigh, subset": on_host(lapack),
-    "scipy eigsh, sigma=0": on_host(arpack),
+    "scipy eigh, subset": on_host(
+        lambda kernel: scipy.linalg.eigh(kernel, subset_by_index=[0, 0], eigvals_only=True)[0]
+    ),
+    "scipy eigsh, sigma=0": on_host(
+        lambda kernel: scipy.sparse.linalg.eigsh(kernel, 1, sigma=0, return_eigenvectors=False)[0]
+    ),
 }
 
 
@@ -250,7 +231,7 @@ EIGENVALUES = {
 PROBLEMS = {
     "empirical, dense": Problem(
         dtype="float32",
-        data=network(Dense(), 256),
+        data=network(Perceptron((1024,) * 4), 256),
         methods={
             "ntk": ours_empirical("auto"),
             f"{PEER} 1": peer_empirical(1),
@@ -264,7 +245,7 @@ PROBLEMS = {
     ),
     "empirical, conv": Problem(
         dtype="float32",
-        data=network(Convolutional(), 32, 32, 3),
+        data=network(Convolutions(CONVOLUTIONS), 32, 32, 3),
         methods={
             "ntk": ours_empirical("auto"),
             "ntk, jacobian": ours_empirical("jacobian"),
@@ -322,9 +303,8 @@ def measure(name, methods, run_size) -> list[dict]:
                 continue
             if len(methods) == 1:
                 row["peak_gb"] = harness.resident_peak() / 1e3
-            at = sample(size)
             if getattr(result, "ndim", 0) == 2:
-                result = np.asarray(result)[np.ix_(at, at)]
+                result = np.asarray(result)[np.ix_(sample(size), sample(size))]
             pending.append((row, result))
         del data
     # The truth takes memory, so it comes last.
@@ -385,13 +365,10 @@ def run(name, run_size, peers) -> list[dict]:
     for group in groups:
         measurements = harness.in_own_process(__file__, name, group, run_size, one_core=True)
         if "failed" in measurements[0] and "problem" not in measurements[0]:  # the process ended
-            measurements = [
-                {"problem": name, "method": method} | measurements[0] for method in group
-            ]
+            measurements = [{"problem": name, "method": m} | measurements[0] for m in group]
         rows += measurements
-    truths = {
-        r["size"]: r["value"] for r in rows if r["method"] == "numpy eigvalsh" and "value" in r
-    }
+    exact = harness.where(rows, method="numpy eigvalsh")
+    truths = {row["size"]: row["value"] for row in exact if "value" in row}
     for row in rows:
         if "value" in row and row["size"] in truths:
             row["error"] = abs(row["value"] / truths[row["size"]] - 1)

@@ -156,14 +156,11 @@ def report(rows) -> str:
     lines = []
     for row in harness.where(rows, part="comparison"):
         ours, case = min(row["ours_s"]), f"{row['network']}: {row['activation']}"
-        cells = [case, row["dtype"], row["n"], f"{ours:.3f}"]
-        bound = f"{row['bound']:.0e}"
+        cells = [row.get("theirs_failed", ""), "", ""]
         if "theirs_s" in row:
             theirs = min(row["theirs_s"])
-            cells += [f"{theirs:.3f}", f"{theirs / ours:.1f}", f"{row['difference']:.0e}"]
-        else:
-            cells += [row.get("theirs_failed", ""), "", ""]
-        lines.append([*cells, bound])
+            cells = [f"{theirs:.3f}", f"{theirs / ours:.1f}", f"{row['difference']:.0e}"]
+        lines.append([case, row["dtype"], row["n"], f"{ours:.3f}", *cells, f"{row['bound']:.0e}"])
     head = "network", "type", "n", "ours, s", "stax, s", "stax / ours", "difference", "our bound"
     text = harness.table(head, lines)
     for row in harness.where(rows, part="float32"):

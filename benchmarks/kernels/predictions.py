@@ -24,6 +24,7 @@ MEASURES = ("ntk/regression", "ntk/networks", "ntk/large")
 
 PENALTY, OUTPUTS, WEIGHTS = 0.1, 3, 600
 TIMES = np.array([0.1, 1.0, 10.0])
+REGULARIZED = {"diag_reg": PENALTY, "diag_reg_absolute_scale": True}  # options of theirs
 
 
 class Pair(NamedTuple):
@@ -45,11 +46,9 @@ Both = tuple[Callable[[Data], Any], Callable[[Data], Any]]
 
 def parts(kernels: Pair, y, n: int) -> Data:
     old, new = slice(None, n), slice(n, None)
-    cut = [
-        Pair(*(K[rows, columns] for K in kernels))
-        for rows, columns in ((old, old), (new, old), (new, new))
-    ]
-    return Data(cut[0], jnp.asarray(y), *cut[1:])
+    blocks = (old, old), (new, old), (new, new)
+    train, *others = (Pair(*(K[block] for K in kernels)) for block in blocks)
+    return Data(train, jnp.asarray(y), *others)
 
 
 def shared(n: int, m: int) -> Data:
@@ -92,10 +91,8 @@ def posterior(name: str) -> Callable[[Data], Any]:
 
 
 def our_ensemble(t) -> Callable[[Data], Any]:
-    def ours(d):
-        return tuple(ntk.ensemble(d.train, d.y, d.cross, d.prior.nngp, t=t, penalty=PENALTY))
-
-    return ours
+    options = {"t": t, "penalty": PENALTY}
+    return lambda d: tuple(ntk.ensemble(d.train, d.y, d.cross, d.prior.nngp, **options))
 
 
 def ensemble(t) -> Both:
@@ -112,31 +109,17 @@ def ensemble(t) -> Both:
             return getattr(kernels, get) if isinstance(get, str) else kernels
 
         rows, n = jnp.arange(len(whole[0]))[:, None], len(d.y)
-        options = {"diag_reg": PENALTY, "diag_reg_absolute_scale": True}
-        peer = predict.gradient_descent_mse_ensemble(
-            kernel, rows[:n], d.y, learning_rate=d.y.size, **options
-        )
+        options = {"learning_rate": d.y.size} | REGULARIZED
+        peer = predict.gradient_descent_mse_ensemble(kernel, rows[:n], d.y, **options)
         times = None if t is jnp.inf else jnp.asarray(t)
         return tuple(peer(times, rows[n:], "ntk", compute_cov=True))
 
     return our_ensemble(t), theirs
 
 
-def cases() -> dict[str, Both]:
-    """Return our cases and theirs for a kernel that all outputs share."""
-    return {
-        "posterior, NNGP": (posterior("nngp"), gaussian("nngp")),
-        "posterior, NTK": (posterior("ntk"), gaussian("ntkgp")),
-        "ensemble, three times": ensemble(TIMES),
-        "ensemble, limit": ensemble(jnp.inf),
-        "one network, three times": flow(False),
-    }
-
-
 def flow(each: bool) -> Both:
     """Return gradient flow of one network."""
-    options = {"diag_reg": PENALTY, "diag_reg_absolute_scale": True}
-    options |= {"trace_axes": ()} if each else {}
+    options = REGULARIZED | ({"trace_axes": ()} if each else {})
 
     def ours(d):
         return ntk.gradient_flow(d.train.ntk, d.y, TIMES, cross=d.cross.ntk, penalty=PENALTY)
@@ -151,23 +134,28 @@ def flow(each: bool) -> Both:
     return ours, theirs
 
 
-def cases_of_outputs() -> dict[str, Both]:
-    """Return our cases and theirs for a kernel for each pair of outputs."""
-    return {
-        "full: posterior, NNGP": (posterior("nngp"), gaussian("nngp", trace_axes=())),
-        "full: ensemble, limit": (our_ensemble(jnp.inf), gaussian("ntk", trace_axes=())),
-        "full: one network, three times": flow(True),
-    }
+SHARED: dict[str, Both] = {
+    "posterior, NNGP": (posterior("nngp"), gaussian("nngp")),
+    "posterior, NTK": (posterior("ntk"), gaussian("ntkgp")),
+    "ensemble, three times": ensemble(TIMES),
+    "ensemble, limit": ensemble(jnp.inf),
+    "one network, three times": flow(False),
+}
+FULL: dict[str, Both] = {
+    "full: posterior, NNGP": (posterior("nngp"), gaussian("nngp", trace_axes=())),
+    "full: ensemble, limit": (our_ensemble(jnp.inf), gaussian("ntk", trace_axes=())),
+    "full: one network, three times": flow(True),
+}
 
 
 def work(size: str, peers: list[str]) -> Iterator[harness.Row]:
     """Run in a separate process on one core."""
     jax.config.update("jax_enable_x64", True)
     sizes = [(400, 100), (100, 50)] if size == "default" else [(40, 10), (10, 5)]
-    groups = [(shared, cases, sizes[0]), (full, cases_of_outputs, sizes[1])]
-    for make, which, (n, m) in groups[: 1 if size == "smoke" else None]:
+    groups = [(shared, SHARED, sizes[0]), (full, FULL, sizes[1])]
+    for make, cases, (n, m) in groups[: 1 if size == "smoke" else None]:
         data = make(n, m)
-        for name, calls in which().items():
+        for name, calls in cases.items():
             compiled = [jax.jit(call) for call in calls[: None if peers else 1]]
             yield {"case": name, "n": n, "m": m} | compare(compiled, data)
 

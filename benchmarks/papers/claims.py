@@ -59,10 +59,9 @@ def uniform_convergence() -> Iterator[Claim]:
 
 
 def lipschitz_training() -> Iterator[Claim]:
-    rows = rows_of("lipschitz")
     flat = {}
     for network in lipschitz.NETWORKS:
-        judged = [(holds, text) for holds, text in lipschitz.verdicts(rows, network)]
+        judged = lipschitz.verdicts(rows_of("lipschitz"), network)
         flat[network] = [holds for holds, text in judged if text.startswith("flat")]
     holding = [name for name, both in flat.items() if all(both)]
     yield (
@@ -108,17 +107,14 @@ def sparser() -> Iterator[Claim]:
     tuned = {method: gaea.best_rate(rows, method)[0] for method in gaea.METHODS}
     quarter = gaea.LOOKS // 4 - 1
 
-    def gain(rates, column):
-        name, look = column
-        own, other = (
-            np.array([row[name][look] for row in gaea.of(rows, method, rates[method])])
-            for method in gaea.METHODS
-        )
+    def gain(rates, name, look):
+        both = [gaea.of(rows, method, rates[method]) for method in gaea.METHODS]
+        own, other = (np.array([row[name][look] for row in of_method]) for of_method in both)
         return other - own
 
     texts, holds = [], []
     for name, rates in {"the authors' rates": gaea.DEFAULT, "tuned rates": tuned}.items():
-        sparse, fast = (gain(rates, x) for x in (("entropy", -1), ("valid_loss", quarter)))
+        sparse, fast = gain(rates, "entropy", -1), gain(rates, "valid_loss", quarter)
         holds.append(clearly(sparse) and clearly(fast))
         texts.append(
             f"{name}: entropy lower by {harness.spread(sparse, '.3f')}, "
@@ -148,10 +144,8 @@ def feature_maps(_: list[Row]) -> str:
 
 def weight_sharing(rows: list[Row]) -> Iterator[Claim]:
     """Yield the claims; no data set has the paper's number of features."""
-    correlated = where(rows, part="correlation")
-    if rows[0]["data"] == "cifar10":
-        correlated = where(rows_of("feature_maps_full_cifar10"), part="correlation")
-    correlated = sorted(correlated, key=lambda row: row["dimension"])
+    whole = rows_of("feature_maps_full_cifar10") if rows[0]["data"] == "cifar10" else rows
+    correlated = feature_maps_tables.by_dimension(whole)
     text = ", ".join(f"{row['pearson']:.2f} ({row['dimension']:,})" for row in correlated)
     yield (
         "shared weights correlate with standalone accuracy",

@@ -65,11 +65,17 @@ class Setting(NamedTuple):
 # ----------------------------------------------------------------------------- the problems
 
 
+def family_of(name):
+    from benchmarks.hypergradients import constraints
+
+    return next(family for family in constraints.FAMILIES if family.name == name)
+
+
 def small_setting(name, weights):
     """Return a case of the calibration and its hypergradient."""
     from benchmarks.hypergradients import constraints, constraints_truth
 
-    family = next(f for f in constraints.FAMILIES if f.name == SMALL[name])
+    family = family_of(SMALL[name])
     for seed in range(100):
         rng = np.random.default_rng([1, seed])
         drawn = family.draw(rng, weights)
@@ -124,21 +130,26 @@ def squared(w, batch):
 
 
 def losses(kind):
-    """Return the smooth part and the outer loss of a large problem."""
+    """Return the smooth part, the outer loss and the minimizer of a large problem."""
     import jax.numpy as jnp
 
-    from benchmarks.hypergradients import constraints
+    import bilevel
 
     if "svm" in kind:
-        name = SMALL["SVM"] if kind == "svm" else "SVM, equality bias"
-        family = next(f for f in constraints.FAMILIES if f.name == name)
-        return family.lower, family.outer
+        family = family_of(SMALL["SVM"] if kind == "svm" else "SVM, equality bias")
+        return family.lower, family.outer, family.minimizer
     ridge = kind == "box"
 
     def lower(w, alpha, batch):
         return squared(w, batch) + (0.5 * jnp.exp(alpha[0]) * jnp.sum(w**2) if ridge else 0.0)
 
-    return lower, lambda w, alpha, batch: squared(w, batch)
+    def minimizer(train, **options):
+        if kind == "lasso":
+            return bilevel.proximal("l1", lambda a: jnp.exp(a[0]), **options)
+        bounds = (lambda a: -jnp.exp(a[1])), (lambda a: jnp.exp(a[1]))
+        return bilevel.projected("box", *bounds, **options)
+
+    return lower, lambda w, alpha, batch: squared(w, batch), minimizer
 
 
 # ----------------------------------------------------------------------------- truth, in float64
@@ -171,7 +182,6 @@ def lasso_truth(s):
     slope = x.T @ (xs @ w - y) / len(y)
     inactive = np.delete(np.abs(slope), support)
     assert np.max(inactive) < a * (1 if s.dtype == "float64" else 1 + 1e-5), "wrong active set"
-    v = np.zeros(s.weights)
     xvs = xv[:, support]
     v = xvs.T @ (xvs @ w - yv) / len(yv)
     return np.array([-v @ np.linalg.solve(gram, a * signs)])
@@ -220,25 +230,20 @@ def box_truth(s, product, right, low, high, terms):
     return direct - mixed.T @ q + in_high.T @ (nu * at_high) + in_low.T @ (nu * at_low)
 
 
-def large_truth(s):
-    if s.kind == "lasso":
-        return lasso_truth(s)
-    if s.kind == "box":
-        (x, y), (xv, yv) = s.train, s.valid
-        ridge, bound = np.exp(s.alpha)
+def bounds_truth(s):
+    """The active set of ridge regression between bounds."""
+    (x, y), (xv, yv) = s.train, s.valid
+    ridge, bound = np.exp(s.alpha)
+    one, zero = np.full(s.weights, bound), np.zeros(s.weights)
 
-        def terms(w):
-            v = xv.T @ (xv @ w - yv) / len(yv)
-            one, zero = np.full(s.weights, bound), np.zeros(s.weights)
-            in_ridge, in_bound = (np.stack(pair, 1) for pair in ((ridge * w, zero), (zero, one)))
-            return v, in_ridge, in_bound, -in_bound, np.zeros(2)
+    def terms(w):
+        in_ridge, in_bound = (np.stack(pair, 1) for pair in ((ridge * w, zero), (zero, one)))
+        return xv.T @ (xv @ w - yv) / len(yv), in_ridge, in_bound, -in_bound, np.zeros(2)
 
-        def product(w):
-            return x.T @ (x @ w) / len(y) + ridge * w
+    def product(w):
+        return x.T @ (x @ w) / len(y) + ridge * w
 
-        sides = np.full(s.weights, -bound), np.full(s.weights, bound)
-        return box_truth(s, product, x.T @ y / len(y), *sides, terms)
-    return machine_truth(s)
+    return box_truth(s, product, x.T @ y / len(y), -one, one, terms)
 
 
 def machine_truth(s):
@@ -307,7 +312,7 @@ def arrays(tree, dtype):
     return jax.tree.map(array, tree, is_leaf=scipy.sparse.issparse)
 
 
-def here(setting, lower, outer, minimizer, diagnostics):
+def here(lower, outer, minimizer, diagnostics):
     import jax
 
     import bilevel
@@ -322,26 +327,6 @@ def here(setting, lower, outer, minimizer, diagnostics):
         return result.grad, (result.info.error_estimate if diagnostics else 0.0)
 
     return run
-
-
-def here_large(kind):
-    """Return ``minimizer(train, **options)`` of a large problem."""
-    import jax.numpy as jnp
-
-    import bilevel
-
-    def minimizer(train, **options):
-        if kind == "lasso":
-            return bilevel.proximal("l1", lambda a: jnp.exp(a[0]), **options)
-        if kind == "box":
-            bounds = (lambda a: -jnp.exp(a[1])), (lambda a: jnp.exp(a[1]))
-            return bilevel.projected("box", *bounds, **options)
-        if kind == "svm, free bias":
-            C, y = (lambda a: jnp.exp(a[0])), train[1]
-            return bilevel.projected("box_equality", 0.0, C, y, 0.0, **options)
-        return bilevel.projected("box", 0.0, lambda a: jnp.exp(a[0]), **options)
-
-    return minimizer
 
 
 def jaxopt_rule(name):
@@ -363,7 +348,7 @@ def jaxopt_rule(name):
     }[name]
 
 
-def jaxopt(setting, lower, outer, name, solve, step):
+def jaxopt(lower, outer, name, solve, step):
     import jax
     from jaxopt import ProximalGradient
     from jaxopt import linear_solve as solvers
@@ -468,7 +453,7 @@ def prepared(name, weights, small):
         n, p = (max(n // 100, 20), max(p // 100, 40)) if "svm" not in kind else (60, 60)
         density = density and min(1.0, 100 * density)
     setting = large_setting(kind, n, p, density, dtype)
-    return setting, *losses(kind), here_large(kind)
+    return setting, *losses(kind)
 
 
 def largest_curvature(lower, setting, alpha, train):
@@ -497,26 +482,29 @@ def work(name, library, weights, small, truth):
     jax.config.update("jax_enable_x64", True)
     setting, lower, outer, minimizer = prepared(name, weights, small)
     if library == "truth":
-        grad = setting.truth if setting.truth is not None else large_truth(setting)
+        truths = {"lasso": lasso_truth, "box": bounds_truth}
+        grad = setting.truth
+        if grad is None:
+            grad = truths.get(setting.kind, machine_truth)(setting)
         yield {"part": "truth", "problem": name, "grad": [float(g) for g in grad]}
         return
     alpha, w0 = arrays((setting.alpha, np.zeros(setting.weights)), setting.dtype)
     targets = (1e-5, 1e-7) if setting.dtype == "float64" else (1e-3,)
     runs: dict[str, Callable] = {}
+    train = valid = None
     if library == "sparho":
         runs["sparho"] = sparho(setting)
-        train = valid = None
     else:
         train, valid = arrays((setting.train, setting.valid), setting.dtype)
     if library == "here":
-        runs["here"] = here(setting, lower, outer, minimizer, False)
+        runs["here"] = here(lower, outer, minimizer, False)
         if not small:
-            runs["here, with estimate"] = here(setting, lower, outer, minimizer, True)
+            runs["here, with estimate"] = here(lower, outer, minimizer, True)
     elif library == "jaxopt":
         key = "large box" if setting.kind == "box" and name in LARGE else setting.kind
         step = 1 / largest_curvature(lower, setting, alpha, train)
         for solve in ("solve_normal_cg", "solve_gmres"):
-            runs[f"jaxopt, {solve}"] = jaxopt(setting, lower, outer, key, solve, step)
+            runs[f"jaxopt, {solve}"] = jaxopt(lower, outer, key, solve, step)
     elif library == "cvxpylayers":
         runs["cvxpylayers"] = cvxpylayers(name, setting, outer)
     for label, run in runs.items():
@@ -530,13 +518,11 @@ def measured(name, label, run, args, truth, targets, setting):
     error, first, truth = np.inf, None, np.asarray(truth)
     least = 1e-8 if setting.dtype == "float32" else 0.0
     slow = "svm" in setting.kind
-    tolerances = iter(SLOW if slow else [tol for tol in TOLERANCES if tol >= least])
+    tolerances = SLOW if slow else [tol for tol in TOLERANCES if tol >= least]
     began_all = time.process_time()
     for target in targets:
-        while error >= target and time.process_time() - began_all < BUDGET:
-            tol = next(tolerances, None)
-            if tol is None:
-                break
+        while error >= target and tolerances and time.process_time() - began_all < BUDGET:
+            tol, *tolerances = tolerances
             given = np.asarray(tol, setting.dtype)
             began = time.process_time()
             grad, estimate = jax.block_until_ready(run(given, *args))
@@ -558,12 +544,10 @@ def timed(run, given, args):
 
     harness.forget_peak()
     times = []
-    for _ in range(3):
+    while len(times) < 3 and sum(times) <= 60:
         began = time.process_time()
         jax.block_until_ready(run(given, *args))
         times.append(time.process_time() - began)
-        if sum(times) > 60:
-            break
     return {"tol": float(given), "seconds": min(times), "MB": harness.resident_peak()}
 
 
@@ -584,7 +568,7 @@ def report(rows):
     lines = []
     for row in where(rows, part="time"):
         reached = row["error"] < row["target"]
-        seconds = f"{row['seconds']:.3g}" if reached else f"not reached in {row['seconds']:.3g}"
+        seconds = f"{'' if reached else 'not reached in '}{row['seconds']:.3g}"
         error = f"{row['error']:.0e}" if np.isfinite(row["error"]) else "-"
         target = f"{row['target']:.0e}"
         line = [row["problem"], row["library"], target, seconds, f"{row['first']:.3g}"]

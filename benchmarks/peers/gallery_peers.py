@@ -73,10 +73,8 @@ def images(data="cifar10", **sizes):
     import denoising as example
     from skimage import restoration
 
-    (clean, noisy), (clean_t, noisy_t) = (
-        [np.array(x) for x in part]
-        for part in example.photographs(data, **{"train": 20, "test": 60} | sizes)
-    )
+    parts = example.photographs(data, **{"train": 20, "test": 60} | sizes)
+    (clean, noisy), (clean_t, noisy_t) = ([np.array(x) for x in part] for part in parts)
     weights = [{"weight": float(a)} for a in np.geomspace(0.02, 0.5, 13)]
     patches = [
         {"h": float(h), "sigma": example.NOISE, "patch_size": size, "fast_mode": False}

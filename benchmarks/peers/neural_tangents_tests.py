@@ -133,14 +133,15 @@ def report(rows: list[harness.Row]) -> str:
     head = "file", "tests", "passed", "failed", "skipped", "not run", "seconds"
     lines, sums = [], collections.Counter()
     for row in rows[1:]:
+        file = row["file"].removeprefix("tests/")
         if "tests" not in row or "needs" in row:
             why = f"needs {row['needs']}" if "needs" in row else row["failed"]
-            lines.append([row["file"].removeprefix("tests/"), why, *[""] * (len(head) - 2)])
+            lines.append([file, why, *[""] * (len(head) - 2)])
             continue
-        counts = {key: row[key] for key in head if key in row and key != "file"}
+        counts = {key: row[key] for key in head[1:] if key in row}
         counts["not run"] = row["tests"] - row["passed"] - row["failed"] - row["skipped"]
         sums.update(counts)
-        lines.append([row["file"].removeprefix("tests/"), *(counts[key] for key in head[1:])])
+        lines.append([file, *(counts[key] for key in head[1:])])
     return harness.table(head, [*lines, ["all", *(sums[key] for key in head[1:])]])
 
 

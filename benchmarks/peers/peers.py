@@ -86,9 +86,8 @@ def schedules(peers, steps):
     import schedules as example
 
     problem, solver, w, data, valid = training(steps)
-    batches = [
-        bilevel.minibatches(50)(jax.random.fold_in(data[0], i), data[1]) for i in range(steps)
-    ]
+    draw, (key, train) = bilevel.minibatches(50), data
+    batches = [draw(jax.random.fold_in(key, i), train) for i in range(steps)]
     start = example.start()
 
     def by(mode):
@@ -215,11 +214,10 @@ def until_penalties(peers, words, *sizes_and_steps):
 
     def ours(alpha, rate, of=lambda alpha: alpha):
         rule = optax.adam(optax.cosine_decay_schedule(rate, steps))
-        losses = (
-            lambda v, a, batch, loss=loss: loss(v, of(a), batch)
-            for loss in (example.lower, example.outer)
+        problem = bilevel.Problem(
+            lambda v, a, batch: example.lower(v, of(a), batch),
+            lambda v, a, batch: example.outer(v, of(a), batch),
         )
-        problem = bilevel.Problem(*losses)
         return descended(problem, solver, rule, alpha, w, train, valid, steps)
 
     def judged():
@@ -327,9 +325,8 @@ of_penalties, of_schedules = until("penalties"), until("schedules")
 def report(measurements):
     parts = {"hypergradients": of_hypergradients, "penalties": of_penalties}
     parts |= {"schedules": of_schedules}
-    return "\n\n".join(
-        of(measurements) for part, of in parts.items() if where(measurements, part=part)
-    )
+    shown = [of for part, of in parts.items() if where(measurements, part=part)]
+    return "\n\n".join(of(measurements) for of in shown)
 
 
 def measured(size, peers):

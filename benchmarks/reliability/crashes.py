@@ -245,11 +245,8 @@ def report(rows: list[harness.Row]) -> str:
     counts = {name: Counter(r["verdict"] for r in last if r["attack"] == name) for name in ATTACKS}
     heads = "attack", "runs", "same result", "refused in one message", "wrong", "other exception"
     verdicts = "right", "refused", "wrong", "raw"
-    table = [
-        [name, count.total(), *(count[verdict] for verdict in verdicts)]
-        for name, count in counts.items()
-        if count
-    ]
+    counts = {name: count for name, count in counts.items() if count}
+    table = [[name, n.total(), *(n[verdict] for verdict in verdicts)] for name, n in counts.items()]
     failed = [f"- {r['attack']} {r['number']}: {r['detail']}" for r in last if _failed(r)]
     return "\n".join([harness.table(heads, table), *failed])
 
@@ -288,12 +285,8 @@ def main() -> int:
     size = 1 + ("smoke", "quick", "default").index(flags.size)
     names = [flags.only] if flags.only else list(ATTACKS)
     planned = [(name, i) for name in names for i in range(ATTACKS[name][size])]
-    for name, number in planned:
-        if (name, number) in present:
-            continue
-        rows.append(attacked(name, flags.seed, number))
-        if flags.results:
-            harness.append(flags.results, rows[-1])
+    for name, number in (attack for attack in planned if attack not in present):
+        harness.keep(flags.results, rows, attacked(name, flags.seed, number))
         if _failed(rows[-1]):
             print(rows[-1], flush=True)
     print(report(rows))

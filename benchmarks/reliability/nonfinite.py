@@ -49,9 +49,8 @@ def _problem(quantity: str, at: int, number: float) -> bilevel.Problem:
         return loss + spoiled
 
     def outer(w, alpha, batch):
-        alpha = (
-            _spoiled(alpha, bad(w["steps"] - 1), number) if quantity == "hypergradient" else alpha
-        )
+        if quantity == "hypergradient":
+            alpha = _spoiled(alpha, bad(w["steps"] - 1), number)
         loss = 0.5 * jnp.sum((w["w"] - batch) ** 2) + 0.1 * jnp.sum(alpha**2)
         spoiled = jnp.where(bad(w["steps"] - 1), number, 0.0) if quantity == "outer loss" else 0.0
         return loss + spoiled

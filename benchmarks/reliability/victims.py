@@ -5,6 +5,7 @@ returns all its results, which are compared bit for bit.
 """
 
 import contextlib
+import functools
 import importlib
 import io
 import os
@@ -128,12 +129,8 @@ def baseline(folder: Path, method: str = "hyperband") -> Arrays:
     return arrays | {name: getattr(trace, name) for name in plain} | {"best": np.array(trace.best)}
 
 
-def halving(folder: Path) -> Arrays:
-    return baseline(folder, "successive_halving")
-
-
-def sharing(folder: Path) -> Arrays:
-    return baseline(folder, "weight_sharing")
+halving = functools.partial(baseline, method="successive_halving")
+sharing = functools.partial(baseline, method="weight_sharing")
 
 
 def rank(folder: Path) -> Arrays:
@@ -151,15 +148,8 @@ def rank(folder: Path) -> Arrays:
     batch = (x, jnp.arange(4))
     folder.mkdir(parents=True, exist_ok=True)
     for count in (10, 20, 30):
-        scored = scoring.score_networks(
-            ["l2_norm"],
-            networks,
-            w,
-            cells[:count],
-            batch,
-            progress=False,
-            file=folder / "scores.npz",
-        )
+        given = ["l2_norm"], networks, w, cells[:count], batch
+        scored = scoring.score_networks(*given, progress=False, file=folder / "scores.npz")
     return scored.values
 
 
@@ -227,6 +217,6 @@ def run(job: str, folder: Path, output: Path, programs: Path, limit=None, **opti
             report["kept"] = hasattr(error, "result")
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    beside = output.with_suffix(".part")
-    np.save(beside.with_suffix(".part.npy"), np.array([report], dtype=object), allow_pickle=True)
-    os.replace(beside.with_suffix(".part.npy"), output)
+    beside = output.with_suffix(".part.npy")
+    np.save(beside, np.array([report], dtype=object), allow_pickle=True)
+    os.replace(beside, output)

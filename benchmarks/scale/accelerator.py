@@ -29,6 +29,7 @@ A part that fails prints one line, and the next part begins. The exit status is 
 
 import argparse
 import dataclasses
+import functools
 import os
 import signal
 import statistics
@@ -72,6 +73,15 @@ def timed(function: Callable, *args: Any, rounds: int = ROUNDS) -> dict[str, Any
     return {"compile_s": seconds} | called(lambda: compiled(*args), rounds)
 
 
+def unit_rows(n: int, inputs: int = 784) -> Any:
+    """Return random inputs of unit norm, [n, inputs]."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jax.random.normal(jax.random.key(SEED), (n, inputs))
+    return x / jnp.linalg.norm(x, axis=1, keepdims=True)
+
+
 def called(call: Callable[[], Any], rounds: int) -> dict[str, Any]:
     """Return the seconds of the median call after a warm-up, and the device's peak memory."""
     row: dict[str, Any] = {"seconds": statistics.median(harness.seconds(call, rounds))}
@@ -94,9 +104,8 @@ def matmul(run: Run) -> Iterator[Measurement]:
         row = timed(lambda a: jnp.matmul(a, a, precision=precision), a)
         return row | {"tflops": 2 * n**3 / row["seconds"] / 1e12}
 
-    pairs = ("float32", "highest"), ("float32", "default"), ("bfloat16", "default")
-    for dtype, precision in pairs:
-        yield f"{dtype}, precision {precision}", lambda d=dtype, p=precision: rate(d, p)
+    for pair in ("float32", "highest"), ("float32", "default"), ("bfloat16", "default"):
+        yield ", precision ".join(pair), functools.partial(rate, *pair)
 
 
 def precision(run: Run) -> Iterator[Measurement]:
@@ -126,10 +135,8 @@ def precision(run: Run) -> Iterator[Measurement]:
                 levels = ours if library == "ours" else {"highest": "highest"}
                 for name, fn in methods(kind, case).items():
                     for level, value in levels.items():
-                        yield (
-                            f"{names[problem]}, {kind}: {name}, {level}",
-                            lambda f=fn, c=case, v=value, j=library != "torch": measure(f, c, v, j),
-                        )
+                        title = f"{names[problem]}, {kind}: {name}, {level}"
+                        yield title, functools.partial(measure, fn, case, value, library != "torch")
 
 
 def mixed_mode(run: Run) -> Iterator[Measurement]:
@@ -151,10 +158,8 @@ def mixed_mode(run: Run) -> Iterator[Measurement]:
     for layers, steps in ((1, 2),) if run.small else ((2, 16), (8, 4)):
         methods = transformer.methods(*transformer.losses(sizes, scan=True), steps)
         for name, fn in methods.items():
-            yield (
-                f"{layers} layers in a scan, {steps} steps: {name}",
-                lambda f=fn, k=layers: measure(f, k),
-            )
+            title = f"{layers} layers in a scan, {steps} steps: {name}"
+            yield title, functools.partial(measure, fn, layers)
 
 
 def curvature(run: Run) -> Iterator[Measurement]:
@@ -168,25 +173,25 @@ def curvature(run: Run) -> Iterator[Measurement]:
 
     width, images, side = (4, 2, 8) if run.small else (64, 128, 32)
 
+    conv = functools.partial(nn.Conv, use_bias=False)
+    norm = functools.partial(nn.BatchNorm, use_running_average=False)
+
     class Block(nn.Module):
         channels: int
         stride: int
 
         @nn.compact
         def __call__(self, x):
-            conv, norm = nn.Conv(self.channels, (3, 3), self.stride, use_bias=False), nn.BatchNorm
-            y = nn.relu(norm(use_running_average=False)(conv(x)))
-            y = norm(use_running_average=False)(nn.Conv(self.channels, (3, 3), use_bias=False)(y))
+            y = nn.relu(norm()(conv(self.channels, (3, 3), self.stride)(x)))
+            y = norm()(conv(self.channels, (3, 3))(y))
             if x.shape != y.shape:
-                x = nn.Conv(self.channels, (1, 1), self.stride, use_bias=False)(x)
-                x = norm(use_running_average=False)(x)
+                x = norm()(conv(self.channels, (1, 1), self.stride)(x))
             return nn.relu(x + y)
 
     class ResNet18(nn.Module):
         @nn.compact
         def __call__(self, x):
-            x = nn.Conv(width, (3, 3), use_bias=False)(x)
-            x = nn.relu(nn.BatchNorm(use_running_average=False)(x))
+            x = nn.relu(norm()(conv(width, (3, 3))(x)))
             for stage in range(4):
                 for block in range(2):
                     stride = 2 if stage and not block else 1
@@ -206,8 +211,7 @@ def curvature(run: Run) -> Iterator[Measurement]:
         return loss, variables["params"]
 
     def gpt():
-        sizes = transformer.Sizes(width=384, heads=6, length=256, texts=16)
-        layers = 6
+        sizes, layers = transformer.Sizes(width=384, heads=6, length=256, texts=16), 6
         if run.small:
             sizes, layers = transformer.SIZES["smoke"], 1
         lower, _ = transformer.losses(sizes, scan=True)
@@ -224,8 +228,8 @@ def curvature(run: Run) -> Iterator[Measurement]:
         row |= product | {"gradient_s": gradient["seconds"]}
         return row | {"over_gradient": row["seconds"] / row["gradient_s"]}
 
-    yield "ResNet-18, 128 images of 32 x 32", lambda: measure(resnet)
-    yield "GPT of 6 layers of 384, 16 texts of 256 bytes", lambda: measure(gpt)
+    yield "ResNet-18, 128 images of 32 x 32", functools.partial(measure, resnet)
+    yield "GPT of 6 layers of 384, 16 texts of 256 bytes", functools.partial(measure, gpt)
 
 
 def hypergradient(run: Run) -> Iterator[Measurement]:
@@ -261,14 +265,10 @@ def hypergradient(run: Run) -> Iterator[Measurement]:
         batch = x, jax.random.randint(keys[3], (rows,), 0, 10)
         problem, alpha = losses(dtype), jnp.zeros(rows)
         fn = bilevel.hypergradient(problem, solver, diagnostics=False)
-
-        def both(*args):
-            hyper = fn(*args)
-            return hyper.value, hyper.grad
-
+        both = jax.jit(lambda *args: fn(*args)[:2])  # value and gradient
         row = timed(both, alpha, w, batch, batch)
         gradient = timed(jax.grad(problem.lower), w, alpha, batch)
-        value, grad = jax.jit(both)(alpha, w, batch, batch)
+        value, grad = both(alpha, w, batch, batch)
         size = {"weights": inputs * width + 10 * width, "lower_gradients": steps}
         row["of_lower_gradients"] = row["seconds"] / gradient["seconds"] / steps
         return row | size | {"value": float(value), "norm": float(jnp.linalg.norm(grad))}
@@ -285,35 +285,28 @@ def hypergradient(run: Run) -> Iterator[Measurement]:
     for width in (8,) if run.small else (256, 4096):
         for dtype in ("float32", "bfloat16"):
             for name, solver in solvers.items():
-                yield (
-                    f"{name}, width {width}, {dtype}",
-                    lambda d=dtype, w=width, s=solver: measure(jnp.dtype(d), w, s),
-                )
+                call = functools.partial(measure, jnp.dtype(dtype), width, solver)
+                yield f"{name}, width {width}, {dtype}", call
 
 
 def empirical(run: Run) -> Iterator[Measurement]:
-    import flax.linen as nn
     import jax
 
     import ntk
+    from benchmarks.kernels.finite_kernels import Perceptron
 
-    width, side = (16, 8) if run.small else (1024, 28)
-
-    class Dense(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.relu(nn.Dense(width)(x.reshape(len(x), -1)))
-            return nn.Dense(10)(nn.relu(nn.Dense(width)(x)))
+    width, pixels = (16, 64) if run.small else (1024, 784)
 
     def measure(n):
-        net, x = Dense(), jax.random.normal(jax.random.key(SEED), (n, side, side, 1))
+        net = Perceptron((width, width), 10)
+        x = jax.random.normal(jax.random.key(SEED), (n, pixels))
         params = net.init(jax.random.key(1), x[:1])
         row = called(lambda: ntk.empirical_kernel(net.apply, params, x), 3)
-        layers = side * side + width, 2 * width, width + 10  # inputs and outputs
+        layers = pixels + width, 2 * width, width + 10  # inputs and outputs
         return row | {"n": n, "tflops": 2 * n**2 * sum(layers) / row["seconds"] / 1e12}
 
     for n in (20,) if run.small else (1000, 5000, 10_000, 20_000):
-        yield f"two hidden layers of {width}, N = {n}", lambda n=n: measure(n)
+        yield f"two hidden layers of {width}, N = {n}", functools.partial(measure, n)
 
 
 def infinite(run: Run) -> Iterator[Measurement]:
@@ -321,10 +314,6 @@ def infinite(run: Run) -> Iterator[Measurement]:
     import jax.numpy as jnp
 
     import ntk
-
-    def unit_rows(n):
-        x = jax.random.normal(jax.random.key(SEED), (n, 100))
-        return x / jnp.linalg.norm(x, axis=1, keepdims=True)
 
     @jax.jit
     def recursion(x):
@@ -337,21 +326,20 @@ def infinite(run: Run) -> Iterator[Measurement]:
             ntk_ = nngp + ntk_ * slope
         return nngp, ntk_
 
-    def by_recursion(n):
-        x = unit_rows(n)
-        row = called(lambda: recursion(x), 2)
+    def measure(n, kernels):
+        x = unit_rows(n, 100)
+        row = called(lambda: tuple(kernels(x)), 2)
         return row | {"n": n, "pairs_per_s": n**2 / 2 / row["seconds"]}
 
-    def measure(n, activation):
-        x, layers = unit_rows(n), [activation] * 3
-        row = called(lambda: tuple(ntk.network_kernel(x, activations=layers)), 2)
-        error = ntk.network_kernel(x[:200], activations=layers).error.max()
-        return row | {"n": n, "pairs_per_s": n**2 / 2 / row["seconds"], "error": float(error)}
+    def ours(n, kernels):
+        row = measure(n, kernels)
+        return row | {"error": float(kernels(unit_rows(n, 100)[:200]).error.max())}
 
     for n in (20,) if run.small else (1000, 5000, 20_000, 50_000):
         for activation in (ntk.relu, ntk.tanh):
-            yield f"{activation.name}, N = {n}", lambda n=n, a=activation: measure(n, a)
-        yield f"relu by a plain recursion, N = {n}", lambda n=n: by_recursion(n)
+            kernels = functools.partial(ntk.network_kernel, activations=[activation] * 3)
+            yield f"{activation.name}, N = {n}", functools.partial(ours, n, kernels)
+        yield f"relu by a plain recursion, N = {n}", functools.partial(measure, n, recursion)
 
 
 def sharded(run: Run) -> Iterator[Measurement]:
@@ -367,13 +355,11 @@ def sharded(run: Run) -> Iterator[Measurement]:
         return timed(step, state, data) | {"rows": rows}
 
     while devices <= jax.device_count():
-        yield f"rows over {devices} devices", lambda d=devices: measure(d)
+        yield f"rows over {devices} devices", functools.partial(measure, devices)
         devices *= 2
 
 
 def operator(run: Run) -> Iterator[Measurement]:
-    import functools
-
     import jax
     import jax.numpy as jnp
 
@@ -385,9 +371,7 @@ def operator(run: Run) -> Iterator[Measurement]:
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
 
     def made(kernel, n):
-        x = jax.random.normal(jax.random.key(SEED), (n, 784))
-        x = x / jnp.linalg.norm(x, axis=1, keepdims=True)
-        return ntk.KernelOperator(kernel, jax.device_put(x, rows))
+        return ntk.KernelOperator(kernel, jax.device_put(unit_rows(n), rows))
 
     def product(kernel, n):
         K, v = made(kernel, n), jnp.ones((n, 10))
@@ -416,14 +400,12 @@ def operator(run: Run) -> Iterator[Measurement]:
     exact = functools.partial(ntk.network_kernel, activations=[ntk.relu, ntk.relu])
     for n in (40,) if run.small else (60_000, 500_000):
         for name, kernel in (("network_kernel", exact), ("two ReLU layers, lean", lean)):
-            yield f"{name}, N = {n}", lambda n=n, k=kernel: product(k, n)
+            yield f"{name}, N = {n}", functools.partial(product, kernel, n)
     n, rank, passes = (40, 8, 5) if run.small else (200_000, 4000, 20)
-    yield f"regression, N = {n}", lambda: regression(n, rank)
+    yield f"regression, N = {n}", functools.partial(regression, n, rank)
 
 
 def eigenvalue(run: Run) -> Iterator[Measurement]:
-    import jax
-    import jax.numpy as jnp
     import numpy as np
 
     import ntk
@@ -431,9 +413,7 @@ def eigenvalue(run: Run) -> Iterator[Measurement]:
     n = 50 if run.small else 20_000
 
     def kernel():
-        x = jax.random.normal(jax.random.key(SEED), (n, 784))
-        x = x / jnp.linalg.norm(x, axis=1, keepdims=True)
-        return ntk.network_kernel(x, activations=[ntk.relu, ntk.relu])
+        return ntk.network_kernel(unit_rows(n), activations=[ntk.relu, ntk.relu])
 
     def smallest():
         K = kernel().ntk
@@ -469,19 +449,19 @@ def genotypes(run: Run) -> Iterator[Measurement]:
         return {"networks": count, "seconds": time.perf_counter() - start}
 
     for name in ("naswot", "synflow", "eigen_nas"):
-        yield name, lambda name=name: measure(name)
+        yield name, functools.partial(measure, name)
 
 
 def darts_step(run: Run) -> Iterator[Measurement]:
     peers = [name for name in run.peers if name == "torch"]
     flags = run.small or "--full", "--peers", *peers
     name = "compared with PyTorch" if peers else "without PyTorch"
-    yield name, lambda: script("deep_search/darts_step.py", *flags)
+    yield name, functools.partial(command, str(HERE / "deep_search/darts_step.py"), *flags)
 
 
 def skips(run: Run) -> Iterator[Measurement]:
-    flag = run.small or "--full"
-    yield "the paper's width", lambda: script("deep_search/activation_skip_search.py", flag)
+    path = str(HERE / "deep_search/activation_skip_search.py")
+    yield "the paper's width", functools.partial(command, path, run.small or "--full")
 
 
 def darts(run: Run) -> Iterator[Measurement]:
@@ -509,11 +489,6 @@ def darts(run: Run) -> Iterator[Measurement]:
             return {"unfinished": True, "seconds": seconds, "steps": max(done, default=0)}
 
     yield "the published search", measure
-
-
-def script(name: str, *flags: str) -> dict[str, Any]:
-    """Run another benchmark of this folder."""
-    return command(str(HERE / name), *flags)
 
 
 def command(*arguments: str, timeout: float | None = None) -> dict[str, Any]:
@@ -549,9 +524,8 @@ def here() -> dict[str, str]:
 
 def latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the last row of each measurement. A repetition replaces a failure."""
-    return list(
-        {tuple(row[key] for key in ("part", "name", "device", "jax")): row for row in rows}.values()
-    )
+    keys = "part", "name", "device", "jax"
+    return list({tuple(row[key] for key in keys): row for row in rows}.values())
 
 
 def work(part: str, run: Run, out: Path) -> None:
@@ -574,12 +548,9 @@ def work(part: str, run: Run, out: Path) -> None:
 def shown(row: dict[str, Any]) -> str:
     """Format a measurement in a line."""
     hidden = {"part", "name", "device", "jax", "output"}
-    numbers = [
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in row.items()
-        if name not in hidden
-    ]
-    return f"{row['part']}: {row['name']}: {', '.join(numbers)}"
+    numbers = {name: value for name, value in row.items() if name not in hidden}
+    words = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in numbers.items())
+    return f"{row['part']}: {row['name']}: {', '.join(words)}"
 
 
 def report(rows: list[dict[str, Any]]) -> str:

@@ -81,12 +81,8 @@ def shape(*sizes: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
 # --------------------------------------------------------------------------- compiling, counting
 
 
-def for_the_host(function, *args: Any, **static: Any):
-    return jitted(function).lower(*args, **static).compile()
-
-
-def jitted(function):
-    return function if hasattr(function, "lower") else jax.jit(function)
+def for_the_host(function, *args: Any):
+    return harness.compiled(function, *args)[0]
 
 
 def for_the_card(plugin: Path) -> Compile:
@@ -108,8 +104,9 @@ def for_the_card(plugin: Path) -> Compile:
             return x
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    def run(function, *args, **static):
-        traced = jitted(function).trace(*jax.tree.map(placed, args), **static)
+    def run(function, *args):
+        program = function if hasattr(function, "trace") else jax.jit(function)
+        traced = program.trace(*jax.tree.map(placed, args))
         return traced.lower(lowering_platforms=("cuda",)).compile()
 
     # Tiles depend on the device, which is the host while programs are traced.
@@ -161,14 +158,9 @@ def once(loop: dict[str, Any]) -> int | None:
 def row_of(name: str, compiled, *, tiled: bool = False, **more: Any) -> dict[str, Any]:
     """Return the counts of a program. The tiles' loop is the one with most launches."""
     memory, nested = compiled.memory_analysis(), loops(compiled.as_text())
-    given, result = memory.argument_size_in_bytes, memory.output_size_in_bytes
-    row = {
-        "program": name,
-        "launches": flat(nested),
-        "input_and_result": given + result,
-        "peak": given + result + memory.temp_size_in_bytes,
-        **more,
-    }
+    needed = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    row = {"program": name, "launches": flat(nested), "input_and_result": needed}
+    row |= {"peak": needed + memory.temp_size_in_bytes} | more
     if tiled and nested:
         tiles = max(nested, key=lambda loop: loop["launches"] * (loop["trips"] or 0))
         row |= {"tiles": tiles["trips"], "tile": once(tiles), "launches": flat([tiles])}
@@ -215,8 +207,7 @@ def conjugate_gradients(run: Compile, small: bool) -> Iterator[dict[str, Any]]:
             return jax.lax.while_loop(lambda v: jax.tree.leaves(v)[0].sum() < 1, hvp, v)
 
         def solve(w, alpha, batch, v, hessian=hessian):
-            hvp = hessian(w, alpha, batch)
-            return bilevel.cg(99)(hvp, v, None, None)
+            return bilevel.cg(99)(hessian(w, alpha, batch), v, None, None)
 
         given = w, shape(), batch, w
         users = flat(loops(run(products, *given).as_text()))[0]

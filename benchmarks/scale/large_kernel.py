@@ -23,13 +23,12 @@ from benchmarks import harness
 MEASURES = ("ntk/large", "ntk/infinite", "ntk/expectations")
 
 RUNS = Path(__file__).parents[2] / "runs" / "large_kernel"
-VARIANCES = 1.0, 2.0, 2.0
+VARIANCES, TILE = (1.0, 2.0, 2.0), 2048
 FLAGS = {
     "rows": {"type": int, "help": "training images, the first ones (60000)"},
     "rank": {"type": int, "default": 3000, "help": "of the preconditioner (3000)"},
     "penalty": {"type": float, "default": 1e-2, "help": "on the kernel's diagonal of 6 (0.01)"},
     "tol": {"type": float, "default": 1e-4, "help": "relative residual of every label (1e-4)"},
-    "tile": {"type": int, "default": 2048, "help": "the most rows of a tile (2048)"},
     "probes": {"type": int, "default": 0, "help": "signs for leave-one-out errors; 0: without"},
     "eigenvalue": {"type": int, "default": 0, "help": "passes for the smallest one; 0: without"},
 }
@@ -71,18 +70,9 @@ def deviation(x) -> float:
     return float(off[~np.eye(len(x), dtype=bool)].max())
 
 
-class Clock:
-    """Wall seconds and CPU seconds of all cores, earlier sessions included."""
-
-    def __init__(self, before=(0.0, 0.0)):
-        self.before, self.start = before, self.now()
-
-    @staticmethod
-    def now():
-        return time.perf_counter(), time.process_time()
-
-    def read(self):
-        return [b + now - s for b, now, s in zip(self.before, self.now(), self.start, strict=True)]
+def clocks() -> np.ndarray:
+    """Return wall seconds, and CPU seconds of all cores."""
+    return np.array([time.perf_counter(), time.process_time()])
 
 
 class SavedState:
@@ -90,7 +80,7 @@ class SavedState:
 
     def __init__(self, flags, settings):
         self.path, self.settings = RUNS / f"{settings['rows']}.npz", settings
-        self.clock, self.quiet = Clock(), flags.small
+        self.began, self.quiet = clocks(), flags.small
         if not self.quiet:
             self.path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -104,29 +94,26 @@ class SavedState:
         if notes["settings"] != self.settings:
             print(f"{self.path.name}: of other settings; starting anew", flush=True)
             return None
-        self.clock = Clock(notes["seconds"])
+        self.began = clocks() - notes["seconds"]
         state = SolverState(*(arrays[name] for name in SolverState._fields))
         print(f"going on after {int(state.steps)} passes", flush=True)
         return state
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of both clocks, earlier sessions included."""
+        return (clocks() - self.began).tolist()
 
     def save(self, state):
         from bilevel.runs import records
 
         residual = float(state.residual.max())  # waits until it is computed
-        wall, cpu = self.clock.read()
+        wall, cpu = seconds = self.seconds()
         what = "residual" if state.computed else "residual (by the recurrence)"
-        print(
-            f"pass {int(state.steps):3d}: {what} {residual:.2e}, {wall:.0f} s ({cpu:.0f} s of CPU)",
-            flush=True,
-        )
+        spent = f"{wall:.0f} s ({cpu:.0f} s of CPU)"
+        print(f"pass {int(state.steps):3d}: {what} {residual:.2e}, {spent}", flush=True)
         if not self.quiet:
-            arrays = dict(zip(state._fields, map(np.asarray, state), strict=True))
-            records.write_arrays(
-                self.path, arrays, {"settings": self.settings, "seconds": [wall, cpu]}
-            )
-
-    def forget(self):
-        self.path.unlink(missing_ok=True)
+            arrays = {name: np.asarray(x) for name, x in state._asdict().items()}
+            records.write_arrays(self.path, arrays, {"settings": self.settings, "seconds": seconds})
 
 
 def measure(flags) -> harness.Row:
@@ -140,29 +127,19 @@ def measure(flags) -> harness.Row:
     settings = {"rows": rows, "rank": rank, "penalty": flags.penalty, "tol": flags.tol}
     data = bilevel.data.load("digits" if flags.smoke else "mnist")
     x, labels = unit(data.x_train[:rows]), np.asarray(data.y_train[:rows])
-    K = ntk.KernelOperator(kernel, x, tile=flags.tile)
+    K = ntk.KernelOperator(kernel, x, tile=TILE)
     y = np.eye(10, dtype=np.float32)[labels] - 0.1
     saved = SavedState(flags, settings)
     start = saved.load()
     print(f"{rows} rows: a factor of rank {rank} for the preconditioner", flush=True)
     partial = jax.block_until_ready(ntk.partial_cholesky(K, rank, key=jax.random.key(0)))
-    print(
-        f"done, {saved.clock.read()[0]:.0f} s; "
-        f"it leaves {partial.residual_diagonal.mean():.3f} of 6",
-        flush=True,
-    )
-    fit = ntk.iterative_regression(
-        K,
-        y,
-        penalty=flags.penalty,
-        preconditioner=partial,
-        tol=flags.tol,
-        start=start,
-        callback=saved.save,
-    )
+    left = partial.residual_diagonal.mean()
+    print(f"done, {saved.seconds()[0]:.0f} s; it leaves {left:.3f} of 6", flush=True)
+    options = {"penalty": flags.penalty, "preconditioner": partial, "tol": flags.tol}
+    fit = ntk.iterative_regression(K, y, **options, start=start, callback=saved.save)
     new = K.at(unit(data.x_test))
     values = np.asarray(fit.predict(new))
-    wall, cpu = saved.clock.read()
+    wall, cpu = saved.seconds()
     row = settings | {
         "part": "regression",
         "steps": int(fit.steps),
@@ -178,7 +155,7 @@ def measure(flags) -> harness.Row:
     }
     row |= leave_one_out(flags, K, fit, partial, labels)
     row |= smallest(flags, K, partial)
-    saved.forget()
+    saved.path.unlink(missing_ok=True)
     return row
 
 

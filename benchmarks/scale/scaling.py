@@ -192,20 +192,12 @@ def measured(processes, n):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    started = []
+    started, flags = [], harness.xla_flags(harness.ONE_THREAD)
     for rank in range(processes):
-        flags = harness.xla_flags(
-            "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-        )
+        variables = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, __file__, "--rank", f"{rank},{processes},{port},{n}"]
-        started.append(
-            subprocess.Popen(
-                command,
-                env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
+        options = {"env": variables, "stdout": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, **options))
     outputs = [p.communicate()[0] for p in started]
     if any(p.returncode for p in started):
         sys.exit(f"failed: one of {processes} processes of {n} rows; its message is above.")
@@ -241,12 +233,8 @@ def picture(rows, axes):
         mark = {"marker": "o", "ms": 9, "mfc": "none"} if scaling == "weak" else {"marker": "."}
         axes[0].plot([r["devices"] for r in of_scaling], size, ls="", label=scaling, **mark)
         of_scaling = harness.where(rows, what="measured", scaling=scaling)
-        axes[1].plot(
-            [r["processes"] for r in of_scaling],
-            [r["seconds"] for r in of_scaling],
-            "o-",
-            label=scaling,
-        )
+        points = np.array([(r["processes"], r["seconds"]) for r in of_scaling])
+        axes[1].plot(*points.T, "o-", label=scaling)
     one = harness.where(rows, what="measured")[0]["seconds"]
     axes[1].plot([1, 2], [one, one / 2], "k:", lw=1, label="ideal")
     axes[1].plot([1, 2], [one, one], "k:", lw=1)
@@ -284,12 +272,8 @@ def main() -> None:
         for case, seconds in cases.items():
             seconds.append(measured(*case))
     alone = min(cases[1, n])
-    for scaling, processes, size in (
-        *(("strong", 1, n), ("strong", 2, n)),
-        *(("weak", 1, n), ("weak", 2, 2 * n)),
-    ):
-        if (processes, size) not in cases:
-            continue
+    shown = ("strong", 1, n), ("strong", 2, n), ("weak", 1, n), ("weak", 2, 2 * n)
+    for scaling, processes, size in (case for case in shown if case[1:] in cases):
         seconds = min(cases[processes, size])
         ideal = alone / processes if scaling == "strong" else alone
         row = {"what": "measured", "scaling": scaling, "processes": processes, "rows": size}

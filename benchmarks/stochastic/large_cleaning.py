@@ -78,10 +78,8 @@ def network(name: str, x: np.ndarray):
     centre, width = sample.mean((0, 1, 2)), sample.std((0, 1, 2))
     shapes = (27, 16), (144, 32), (288, 32), (512, 10)
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    w = [
-        jax.random.normal(key, shape) * np.sqrt(2 / shape[0])
-        for key, shape in zip(keys, shapes, strict=True)
-    ]
+    normal = map(jax.random.normal, keys, shapes)
+    w = [kernel * np.sqrt(2 / len(kernel)) for kernel in normal]
 
     def patches(h):
         """Return patches [n, h/2, h/2, 9 c]: two kernels in one convolution are slow on CPUs."""
@@ -159,9 +157,8 @@ def report(rows: list[harness.Row]) -> str:
     lines = []
     for row in (r for r in harness.where(rows, labels="learned") if "error" in r):
         same = {key: row[key] for key in ("data", "penalty", "steps")}
-        others = [harness.where(rows, labels=labels, **same) for labels in LABELS[1:]]
-        others = [[r for r in runs if "error" in r] for runs in others]
-        errors = (f"{100 * runs[0]['error']:.1f} %" if runs else "" for runs in ([row], *others))
+        runs = [harness.measured(rows, labels=labels, **same) for labels in LABELS]
+        errors = (f"{100 * run['error']:.1f} %" if run else "" for run in runs)
         lines.append(
             (
                 TITLES[row["data"]],

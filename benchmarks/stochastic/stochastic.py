@@ -118,12 +118,11 @@ class Ours:
                 batches=batches, key=key, history=bilevel.History(names, every),
             )  # fmt: skip
 
-        made = self.programs.get((steps, names, every))
-        if made is None:
-            made = jax.jit(search).lower(*self._given(-1, (1e-3, 10.0))).compile()
-            self.programs[steps, names, every] = made
-            jax.block_until_ready(made(*self._given(-1, (1e-3, 10.0))))
-        return made
+        if (steps, names, every) not in self.programs:
+            given = self._given(-1, (1e-3, 10.0))
+            made = self.programs[steps, names, every] = harness.compiled(search, *given)[0]
+            jax.block_until_ready(made(*given))
+        return self.programs[steps, names, every]
 
     def _given(self, seed: int, rates: tuple[float, float]) -> tuple:
         import jax
@@ -204,10 +203,8 @@ def steps_in_turns(
     race, count = race_of(name), chunk_of(name, method)
     compared = folder and method in RIVAL
     order = ("ours", "theirs", "theirs", "ours") if compared else ("ours",) * copies_of_each
-    copies = [
-        (side, runner(side, folder, method if side == "ours" else RIVAL[method], race, count), [])
-        for side in order
-    ]
+    names = {"ours": method, "theirs": RIVAL.get(method)}
+    copies = [(side, runner(side, folder, names[side], race, count), []) for side in order]
     for _ in range(turns):
         for _, made, spent in copies:
             spent.append(made.chunk() / made.count)
@@ -228,8 +225,7 @@ class Campaign:
         return next(iter(harness.where(self.rows, **wanted)), None)
 
     def add(self, row: harness.Row) -> harness.Row:
-        harness.append(self.path, row)
-        self.rows.append(row)
+        harness.keep(self.path, self.rows, row)
         return row
 
     def method(
@@ -267,10 +263,8 @@ class Campaign:
         key = {"part": "screen", "race": name, "side": side, "method": method}
         screen = self.known(**key)
         if not screen:
-            scores = [
-                stochastic_tables.last(course_of(made(name), race, 0, *g, seconds, (seconds,)))
-                for g in grid
-            ]
+            courses = (course_of(made(name), race, 0, *g, seconds, (seconds,)) for g in grid)
+            scores = [stochastic_tables.last(course) for course in courses]
             screen = self.add(key | {"scores": [s if math.isfinite(s) else None for s in scores]})
         scores = [math.inf if s is None else s for s in screen["scores"]]
         return [grid[i] for i in np.argsort(scores, kind="stable")[:FINALISTS]]
@@ -308,13 +302,9 @@ def minimize(race: Any, alpha: Any, **options: Any):
     """Minimize the outer loss of a race by L-BFGS in float64."""
     import scipy.optimize
 
-    return scipy.optimize.minimize(
-        lambda alpha: race.score.both(alpha, race.w),
-        np.asarray(alpha, float),
-        jac=True,
-        method="L-BFGS-B",
-        options=options,
-    )
+    loss = functools.partial(race.score.both, w=race.w)
+    search = {"jac": True, "method": "L-BFGS-B", "options": options}
+    return scipy.optimize.minimize(loss, np.asarray(alpha, float), **search)
 
 
 def main() -> None:

@@ -133,8 +133,7 @@ def main() -> None:
             if "failed" in measurements[0]:
                 failed.append({"n": n, "p": p} | measurements[0])
             else:
-                harness.append(flags.results, *measurements)
-                rows += measurements
+                harness.keep(flags.results, rows, *measurements)
     harness.finish(rows + failed, flags.results, report, write_rows=False)
 
 

@@ -6,6 +6,7 @@ Losses are means over the rows of a batch. Weights and hyperparameters are flat 
 benchmark's solvers require.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,11 +39,8 @@ def simulated(seed: int = 0, n: int = 1024, p: int = 100, condition: float = 10)
     def half(dim):
         """Draw rows with a second moment that has a spectrum up to 1."""
         basis = np.linalg.qr(rng.normal(size=(dim, dim)))[0]
-        return (
-            rng.normal(size=(n, dim))
-            @ (basis * np.logspace(-0.5 * np.log10(condition), 0, dim))
-            @ basis.T
-        )
+        scaled = basis * np.logspace(-0.5 * np.log10(condition), 0, dim)
+        return rng.normal(size=(n, dim)) @ scaled @ basis.T
 
     def side():
         a, b, x = half(p), half(p), rng.normal(size=(n, p))
@@ -133,6 +131,10 @@ def _softmax_loss(w, x, y):
     return jax.nn.logsumexp(outputs, 1) - jnp.sum(y * outputs, 1)
 
 
+def _mean_loss(w, alpha, batch):
+    return jnp.mean(_softmax_loss(w, *batch))
+
+
 def _error(w, x, y) -> float:
     w = np.asarray(w).reshape(x.shape[1], -1)
     return float(np.mean(np.argmax(x @ w, 1) != np.argmax(y, 1)))
@@ -154,18 +156,13 @@ def covtype(seed: int = 0, rows: tuple[int, int] = (371_847, 92_962)) -> Race:
 
     def lower(w, alpha, batch):
         penalty = jnp.exp(alpha) @ jnp.sum(w.reshape(54, 7) ** 2, 0)
-        return jnp.mean(_softmax_loss(w, *batch)) + 0.5 * penalty
-
-    def outer(w, alpha, batch):
-        return jnp.mean(_softmax_loss(w, *batch))
+        return _mean_loss(w, alpha, batch) + 0.5 * penalty
 
     start = jnp.full(7, -2.0), jnp.zeros(54 * 7)
     steps, ratios = 2.0 ** np.arange(-5, 1), (0.01, 0.1, 1.0, 10.0)
 
-    def score(alpha, w):
-        return {"error": _error(w, *valid)}
-
-    problem = bilevel.Problem(lower, outer)
+    score = lambda alpha, w: {"error": _error(w, *valid)}  # noqa: E731
+    problem = bilevel.Problem(lower, _mean_loss)
     return Race("covtype", problem, *start, train, valid, score, tuple(steps), ratios)
 
 
@@ -197,16 +194,13 @@ def cleaning(
         weights = jax.nn.sigmoid(alpha[index])
         return jnp.mean(weights * _softmax_loss(w, x, y)) + 0.2 * jnp.sum(w**2)
 
-    def outer(w, alpha, batch):
-        return jnp.mean(_softmax_loss(w, *batch))
-
     def score(alpha, w):
         kept = 1 / (1 + np.exp(-np.asarray(alpha, np.float64)))
         auc = roc_auc_score(wrong, -kept) if np.isfinite(kept).all() else float("nan")
         return {"error": _error(w, *test), "valid": _error(w, *valid), "auc": float(auc)}
 
     start = jnp.full(rows[0], -2.0), jnp.zeros(7840)
-    problem = bilevel.Problem(lower, outer)
+    problem = bilevel.Problem(lower, _mean_loss)
     grids = (1e-3, 1e-2, 0.1, 1.0), (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0)
     name = f"cleaning {100 * corruption:.0f} %"
     return Race(name, problem, *start, train, valid, score, *grids)
@@ -216,8 +210,5 @@ RACES: dict[str, Callable[[int], Race]] = {
     "simulated": simulated,
     "ijcnn1": ijcnn1,
     "covtype": covtype,
-    **{
-        f"cleaning{ratio}": lambda seed, ratio=ratio: cleaning(ratio / 100, seed)
-        for ratio in (50, 70, 90)
-    },
+    **{f"cleaning{share}": functools.partial(cleaning, share / 100) for share in (50, 70, 90)},
 }

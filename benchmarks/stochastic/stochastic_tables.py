@@ -61,11 +61,9 @@ def score(rows: list[harness.Row], mark: int, race: str, side: str, method: str)
     """Return the median over seeds: NaN without any, infinity for seeds that diverged before."""
     courses, below = at_best(rows, race=race, side=side, method=method), least(rows, race)
     count = max((len(row["seconds"]) for row in courses), default=0)
-    mark = min(mark, count - 1)
-    values = [
-        scores(row)[mark] - below if len(row["seconds"]) == count > 0 else math.inf
-        for row in courses
-    ]
+    whole = [row for row in courses if len(row["seconds"]) == count > 0]
+    values = [scores(row)[min(mark, count - 1)] - below for row in whole]
+    values += [math.inf] * (len(courses) - len(whole))
     return float(np.median(values)) if values else math.nan
 
 
@@ -131,14 +129,10 @@ def cleaning(rows: list[harness.Row]) -> str:
 
 def by_method(names: list[str], head: list[str], cell: Callable[..., str]) -> str:
     """Return a table with a line for each method and ``cell(race, side, method)`` in it."""
-    lines = [
-        (
-            f"{method} ({'ours' if side == 'ours' else 'benchmark'})",
-            *(cell(race=name, side=side, method=method) for name in names),
-        )
-        for side, methods in SIDES.items()
-        for method in methods
-    ]
+    lines = []
+    for side, method in [(side, m) for side, methods in SIDES.items() for m in methods]:
+        cells = [cell(race=name, side=side, method=method) for name in names]
+        lines.append((f"{method} ({'ours' if side == 'ours' else 'benchmark'})", *cells))
     return harness.table(("method", *head), lines)
 
 
@@ -156,11 +150,8 @@ def _speed_verdicts(rows):
         if row["method"] == "saba" and row["race"] in AIMS:
             aim = AIMS[row["race"]]
             yield ratio >= aim, f"`saba` on {row['race']}: {ratio:.1f} times their steps; aim {aim}"
-    slower = [
-        f"`{row['method']}` on {row['race']} ({row['theirs'] / row['ours']:.2f} times)"
-        for row in times
-        if row["ours"] > SAME * row["theirs"]
-    ]
+    slow = [row for row in times if row["ours"] > SAME * row["theirs"]]
+    slower = [f"`{r['method']}` on {r['race']} ({r['theirs'] / r['ours']:.2f} times)" for r in slow]
     text = f"no method slower by more than {SAME - 1:.0%}: {', '.join(slower) or 'none is'}"
     if times:
         yield not slower, f"{text}, of {len(times)}"

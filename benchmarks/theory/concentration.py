@@ -126,14 +126,11 @@ def alphas_of(count) -> np.ndarray:
 def evaluate(losses, alphas, fixed):
     """Return losses [alphas, rows] and derivatives within the set [alphas, rows, h + 1]."""
 
-    def one(alpha):
-        def twice(alpha):
-            return (values := losses(alpha, fixed)), values
+    def twice(alpha):
+        return (values := losses(alpha, fixed)), values
 
-        slopes, values = jax.jacfwd(twice, has_aux=True)(alpha)
-        return values, slopes
-
-    return jax.lax.map(one, alphas, batch_size=2)
+    slopes, values = jax.lax.map(jax.jacfwd(twice, has_aux=True), alphas, batch_size=2)
+    return values, slopes
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -170,10 +167,8 @@ def search(data, width, pool, *, count, draws, ascents, **steps) -> list[dict]:
         rises = np.einsum("arh,vr->ahv", slopes, weights, optimize=True)
         for h in FACES:
             face, inside = (alphas[:, h:-1] == 0).all(1), [*range(h), -1]
-            rows.append(
-                {"part": "search", "search": name, "h": h, "n": n}
-                | differences(values[face].mean(1), gaps[face], rises[face][:, inside])
-            )
+            rows.append({"part": "search", "search": name, "h": h, "n": n})
+            rows[-1] |= differences(values[face].mean(1), gaps[face], rises[face][:, inside])
         sizes = np.abs(gaps[:, :ascents])
         tops = jnp.asarray(alphas[sizes.argmax(0)])
         climbed = ascend(losses, tops, jnp.asarray(weights[:ascents]), fixed)
@@ -295,8 +290,8 @@ def gap_table(rows) -> str:
 
 def comparison_table(rows) -> str:
     searches = list(of_searches(rows))
-    compared = zip(*(comparison(*search).items() for search in searches), strict=True)
-    lines = [[row[0][0], *(value for _, value in row)] for row in compared]
+    columns = [comparison(*search) for search in searches]
+    lines = [[name, *(column[name] for column in columns)] for name in columns[0]]
     return harness.table(["", *(constants["search"] for constants, _ in searches)], lines)
 
 
@@ -356,10 +351,7 @@ def verdicts(rows):
         f"{ratios.max():.2f}, {near.min():.2f} to {near.max():.2f} times the limit; exponent of "
         f"h / n_V {slope:.3f} ± {error:.3f} (the limit's: 0.53 to 0.60)."
     )
-    ranges = {
-        name: f"{min(s for s, _ in entries):.2f} to {max(s for s, _ in entries):.2f}"
-        for name, entries in slopes.items()
-    }
+    ranges = {k: f"{min(pairs)[0]:.2f} to {max(pairs)[0]:.2f}" for k, pairs in slopes.items()}
     yield (
         f"Searches: exponents of n_V {ranges['risk']} (risk), {ranges['gradient']} "
         f"(hypergradient), {ranges['excess']} (loss by selection); (2) and (4) have -1/2."
@@ -404,12 +396,9 @@ def picture(rows, axes):
     loss.axhline(0.01, color="k", ls=":", lw=1)
     lost = [r["excess"] / r["least risk"] for r in where(rows, part="search", h=len(NAMES))]
     bottom = min(x for x in lost if x > 0) / 5  # an error bar to 0 would stretch the axis
-    for axis, label in (
-        (known, "gap of the risk"),
-        (risk, "gap of the risk"),
-        (gradient, "gap of the hypergradient"),
-        (loss, "share of the least risk"),
-    ):
+    gap = "gap of the risk"
+    labels = gap, gap, "gap of the hypergradient", "share of the least risk"
+    for axis, label in zip(axes.flat, labels, strict=True):
         axis.set(xscale="log", yscale="log", ylabel=f"{label}, mean ± s.e.")
         axis.set_xlabel(axis.get_xlabel() or "validation rows n_V")
         if axis in (known, loss):

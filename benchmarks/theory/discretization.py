@@ -316,14 +316,13 @@ def collected(rows) -> Found:
     rows = harness.where(rows, part="search")
     settings = list(dict.fromkeys((r["data"], r["width"]) for r in rows))
 
-    def stacked(of):
-        return np.stack([np.array(of(r)) for r in rows]).reshape(
-            len(settings), len(RATES), *np.shape(of(rows[0]))
-        )
+    def stacked(values):
+        values = np.array(values)
+        return values.reshape(len(settings), len(RATES), *values.shape[1:]).swapaxes(1, 2)
 
     arrays = "alphas", "values", "condition", "trust", "L", "L_alpha", "stationarity"
-    x = {name: stacked(lambda r, name=name: r[name]).swapaxes(1, 2) for name in arrays}
-    loss, error = (stacked(lambda r, k=k: r["alone"][k]).swapaxes(1, 2) for k in ("loss", "error"))
+    x = {name: stacked([r[name] for r in rows]) for name in arrays}
+    loss, error = (stacked([r["alone"][k] for r in rows]) for k in ("loss", "error"))
     alpha = x["alphas"][..., -1, :]
     picks, shared = alpha.argmax(-1, keepdims=True), x["L"].argmin(-1, keepdims=True)
     picked, chosen = (np.take_along_axis(loss, i, -1)[..., 0] for i in (picks, shared))
@@ -362,14 +361,13 @@ def instance_table(rows) -> str:
     for kind in KINDS:
         mine = harness.where(rows, kind=kind)
         n = {k: sum(r[k] for r in mine) for k, v in mine[0].items() if not isinstance(v, str)}
-        of = [("best", n["best"], n["instances"]), ("", n["condition"], n["instances"])]
-        of += [("", n["best"] - n["best, condition"], n["instances"] - n["condition"])]
+        of = [(n[k], n["instances"]) for k in ("best", "condition")]
+        of.append((n["best"] - n["best, condition"], n["instances"] - n["condition"]))
         line = [kind, n["pairs"]]
         line += [f"{100 * n[f'pairs, {k}'] / n['pairs']:.1f}" for k in ("condition", "conclusion")]
-        shares = [(k / m, (k / m * (1 - k / m) / m) ** 0.5) for _, k, m in of]
-        lines.append(
-            [*line, n["violations"], *(f"{100 * p:.1f} ± {100 * e:.1f}" for p, e in shares)]
-        )
+        shares = [(k / m, (k / m * (1 - k / m) / m) ** 0.5) for k, m in of]
+        shown = [f"{100 * p:.1f} ± {100 * e:.1f}" for p, e in shares]
+        lines.append([*line, n["violations"], *shown])
     return harness.table(head, lines)
 
 
@@ -403,9 +401,8 @@ def method_table(rows) -> str:
     """Return means over the settings by method; standard errors over all searches."""
     collection, lines = collected(rows), []
     for method in RATES:
-        steps, entropy, entries, reached = (
-            collection.of(name, *method) for name in ("steps", "entropy", "entries", "reached")
-        )
+        names = "steps", "entropy", "entries", "reached"
+        steps, entropy, entries, reached = (collection.of(name, *method) for name in names)
         cells = spread(steps, ".1f"), percent(reached), spread(entropy[:, -1])
         lines.append([", ".join(method), *cells, spread(entries, ".1f")])
     head = "method", "steps to 1 %", "reached, %", "entropy", "entries over 0.01"
@@ -421,10 +418,9 @@ def verdicts(rows):
             yield f"argmax of {a} and {b} differs, {optimizer}: {share} %"
     for ours, theirs in (("gradient", "gradient"), ("Adam", "Adam"), ("gradient", "Adam")):
         for claim, name, form in (("faster", "steps", ".1f"), ("sparser", "entropy", ".2f")):
-            one, other = (
-                collection.of(name, *m) for m in (("exponentiated", ours), ("softmax", theirs))
-            )
-            gap = one - other if name == "steps" else (one - other)[:, -1]
+            gap = collection.of(name, "exponentiated", ours)
+            gap = gap - collection.of(name, "softmax", theirs)
+            gap = gap if name == "steps" else gap[:, -1]
             z = gap.mean() / harness.standard_error(gap)
             word = "seen" if z < -2 else "the other way round" if z > 2 else "not clear"
             yield (
@@ -438,15 +434,11 @@ def picture(rows, axes) -> None:
     collection = collected(rows)
     for i, kind in enumerate(KINDS):
         mine = [r for r in rows if r.get("kind") == kind and r["h"] > 2]  # h = 2: it always holds
-        lines = [
-            (r["h"], r["instances"] - r["condition"], r["best"] - r["best, condition"])
-            for r in mine
-        ]
-        h, n, hits = np.array(lines).T
-        share, error = hits / n, 196 * (hits / n * (1 - hits / n) / n) ** 0.5
-        axes[0, 0].bar(
-            h + 0.25 * (i - 1), 100 * share, 0.23, yerr=error, label=f"{kind}, Condition 6 fails"
-        )
+        names = "h", "instances", "condition", "best", "best, condition"
+        h, instances, condition, best, both = np.array([[r[k] for k in names] for r in mine]).T
+        n, share = instances - condition, (best - both) / (instances - condition)
+        error, label = 196 * (share * (1 - share) / n) ** 0.5, f"{kind}, Condition 6 fails"
+        axes[0, 0].bar(h + 0.25 * (i - 1), 100 * share, 0.23, yerr=error, label=label)
     axes[0, 0].axhline(100, color="k", lw=1, ls="--", label="Condition 6 holds: always")
     axes[0, 0].set(xlabel="activations h", xticks=h, ylabel="argmax best at shared weights, %")
     axes[0, 0].set_title("random instances with y = f_α, 95 %")
@@ -480,10 +472,6 @@ def report(rows) -> str:
     return "\n\n".join([*parts, "\n".join(f"- {line}" for line in verdicts(rows))])
 
 
-def numbers(x):
-    return np.asarray(x, float).round(6).tolist()
-
-
 def main() -> None:
     flags = harness.command_line(__file__, __doc__, report)
     sizes = {"smoke": SMOKE, "quick": QUICK, "default": Sizes()}[flags.size]
@@ -495,6 +483,7 @@ def main() -> None:
             rows += searches(name, width, sizes)
     seconds = {"seconds": time.perf_counter() - start, "cpu seconds": time.process_time()}
     rows = [harness.environment("optax", **seconds, sizes=repr(sizes)), *rows]
+    numbers = lambda x: np.asarray(x, float).round(6).tolist()  # noqa: E731
     rows = [json.loads(json.dumps(row, default=numbers)) for row in rows]
     harness.finish(rows, flags.results, report, picture)
 

@@ -50,6 +50,7 @@ DELTAS = (0.005, 0.01, 0.03, 0.05, 0.07)
 TINY = 64 * float(np.finfo(np.float32).eps)  # shows roundoff, if the algorithm is smooth
 BATCH, STEP_SIZE, PIXELS = 128, 0.003, 784
 BLOCK = 5  # number of a in a block
+VALUES = "a", "weights", "predictions"  # a row has one of each, a row of joined() one for each a
 NETWORKS = {"shallow": "(a) shallow, input layer trained", "deep": "(b) four layers"}
 WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 AXES = {"shallow": 1.4, "deep": 3.0}  # ends of the paper's axes
@@ -175,9 +176,6 @@ def measure(
 def tasks(sizes):
     """Return the keys of every row and the options of its measurement, by part and by width."""
     smallest, whole = sizes.widths[0], dataclasses.replace(sizes, images=None)
-    every = [
-        ("figure", network, width, sizes, {}) for width in sizes.widths for network in NETWORKS
-    ]
     others = []
     for network in NETWORKS:
         wide = {"deltas": (*DELTAS, TINY), "dtype": "float64"}
@@ -186,6 +184,7 @@ def tasks(sizes):
         for labels in ((-1, 1), (0, 1)) if sizes not in SMALL else ():
             options = {"labels": labels, "deltas": (0.03,)}
             others.append(("all images", network, smallest, whole, options))
+    every = [("figure", k, width, sizes, {}) for width in sizes.widths for k in NETWORKS]
     for first in range(0, sizes.alphas, BLOCK):
         for part, network, width, of, options in (*others, *every):
             for index in range(first, min(first + BLOCK, sizes.alphas)):
@@ -203,15 +202,12 @@ def show(row) -> str:
 def joined(rows):
     """Return a row for each network of each part, with the values of all its a (at least two)."""
     by_network = {}
-    for row in rows:
-        if row["part"] != "environment":
-            names = "part", "network", "width", "dtype", "labels", "images"
-            by_network.setdefault(str([row[name] for name in names]), []).append(row)
-    for of_it in by_network.values():
-        of_it.sort(key=lambda row: row["index"])
-    together = "a", "weights", "predictions"
+    names = "part", "network", "width", "dtype", "labels", "images"
+    measured = [row for row in rows if row["part"] != "environment"]
+    for row in sorted(measured, key=lambda row: row["index"]):
+        by_network.setdefault(str([row[name] for name in names]), []).append(row)
     return [
-        of_it[0] | {name: [row[name] for row in of_it] for name in together}
+        of_it[0] | {name: [row[name] for row in of_it] for name in VALUES}
         for of_it in by_network.values()
         if len(of_it) > 1
     ]
@@ -227,7 +223,7 @@ def common(figure):
 def only(shared, row):
     """Restrict a row to those of its a that are among the ``shared``."""
     places = [i for i, a in enumerate(row["a"]) if a in shared]
-    return row | {name: [row[name][i] for i in places] for name in ("a", "weights", "predictions")}
+    return row | {name: [row[name][i] for i in places] for name in VALUES}
 
 
 def spread(x) -> str:
@@ -242,10 +238,8 @@ def verdicts(rows, network):
     means = quotients.mean(axis=1)
     yield means.max() <= end, f"inside the paper's axis (0 to {end}): means up to {means.max():.2f}"
     widths = means.mean(axis=1)
-    ratio, ends = (
-        widths.max() / widths.min(),
-        f"{widths[0]:.2f} at the first, {widths[-1]:.2f} last",
-    )
+    ratio = widths.max() / widths.min()
+    ends = f"{widths[0]:.2f} at the first, {widths[-1]:.2f} last"
     yield ratio <= 1.5, f"flat in the width: within a factor {ratio:.2f} (criterion: 1.5), {ends}"
     ratio = (means.max(axis=1) / means.min(axis=1)).max()
     yield ratio <= 1.25, f"flat in da: within a factor {ratio:.2f} at every width (criterion: 1.25)"
@@ -268,8 +262,7 @@ def verdicts(rows, network):
     for row in of_network(part="all images"):
         fits = np.mean(row["weights"]) <= end
         text = f"the axis with all {row['images']} images, labels {tuple(row['labels'])}, "
-        text += f"at width {row['width']}, da = {DELTAS[2]}: "
-        text += f"{spread(np.ravel(row['weights']))}"
+        text += f"at width {row['width']}, da = {DELTAS[2]}: {spread(np.ravel(row['weights']))}"
         yield fits, f"{'inside' if fits else 'beyond'} {text}"
 
 
@@ -289,28 +282,24 @@ def report(rows) -> str:
     heads, others = harness.where(rows, part="environment"), [r for r in rows if "index" in r]
     images = harness.where(rows, part="figure")[0]["images"]
     seconds = sum(row["seconds"] for row in others)
-    parts = [
+    title = (
         f"{images} images of MNIST's 0 and 1, random a (mean ± s.e.), "
         f"{sizes['epochs']} epochs, float32; {'; '.join(head['device'] for head in heads)}: "
-        f"{seconds:.0f} s of running.",
-        figure_table(rows),
-    ]
-    return "\n\n".join([*parts, verdict_lines(rows)])
-
-
-def graded(holds) -> str:
-    """Return the verdict on a claim: we have fewer images than the paper. Keep other words."""
-    return holds if isinstance(holds, str) else grade(False, holds, papers_setting=False)
+        f"{seconds:.0f} s of running."
+    )
+    return "\n\n".join([title, figure_table(rows), verdict_lines(rows)])
 
 
 def verdict_lines(rows) -> str:
-    return "\n\n".join(
-        "\n".join(
-            [f"{name}:", ""]
-            + [f"- {graded(holds)}: {text}" for holds, text in verdicts(rows, network)]
-        )
-        for network, name in NETWORKS.items()
-    )
+    """Return the verdicts. We have fewer images than the paper."""
+    blocks = []
+    for network, name in NETWORKS.items():
+        lines = [f"{name}:", ""]
+        for holds, text in verdicts(rows, network):
+            word = holds if isinstance(holds, str) else grade(False, holds, papers_setting=False)
+            lines.append(f"- {word}: {text}")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
 
 
 @harness.figure(1, 2, figsize=(11, 4.2))
@@ -337,10 +326,8 @@ def picture(rows, axes):
 def main() -> None:
     flags = harness.command_line(__file__, __doc__, report, full=True)
     sizes = SIZES[flags.size]
-    rows = harness.read(flags.results) if flags.results else []
-    here = harness.environment(seed=0, sizes=dataclasses.asdict(sizes))
-    if not harness.where(rows, part="environment", device=here["device"]):
-        harness.keep(flags.results, rows, here)
+    about = {"seed": 0, "sizes": dataclasses.asdict(sizes)}
+    rows = harness.begun(flags.results, each_device=True, **about)
     harness.measure_missing(flags.results, rows, tasks(sizes), show)
     harness.finish(rows, flags.results, report, picture, write_rows=False)
 

@@ -48,9 +48,8 @@ def diagram(n, runs, ratios, heights) -> list[dict]:
     for p, h in [(round(p * n), round(h * n)) for p in ratios for h in heights]:
         sample = partial(spectral.spectral_sample, n=n, p=p, h=h)
         draws = jax.jit(partial(jax.lax.map, sample))(jax.random.split(jax.random.key(h), runs))
-        row = {"part": "diagram", "n": n, "p": p, "h": h, "runs": runs}
-        statistics = {"overlap": moments(draws.correlation_squared), "risk": moments(draws.risk)}
-        rows.append(row | statistics)
+        rows.append({"part": "diagram", "n": n, "p": p, "h": h, "runs": runs})
+        rows[-1] |= {"overlap": moments(draws.correlation_squared), "risk": moments(draws.risk)}
     return rows
 
 
@@ -161,9 +160,8 @@ def image_search(name, seeds, n=150, test=600):
         # Pieces of equal shape need a single compilation.
         pieces = [space.blocks(x_test[k : k + n], x) for k in range(0, test, n)]
         held_out = jnp.concatenate(pieces, axis=2), jnp.asarray(parts[2][1])
-        curves_of_seeds.append(
-            run((space.blocks(x), y), (space.blocks(x_valid, x), y_valid), held_out)
-        )
+        valid = space.blocks(x_valid, x), y_valid
+        curves_of_seeds.append(run((space.blocks(x), y), valid, held_out))
     return jax.tree.map(lambda *leaves: np.stack(leaves), *curves_of_seeds)
 
 

@@ -243,10 +243,8 @@ def weighted(scores, accuracies, which, draws, pairs):
 
 def of_weighted(rows) -> str:
     lines = []
-    groups = {(row["kind"], row["labels"]): [] for row in rows}
-    for row in rows:
-        groups[row["kind"], row["labels"]].append(row)
-    for (kind, labels), own in groups.items():
+    for kind, labels in dict.fromkeys((row["kind"], row["labels"]) for row in rows):
+        own = harness.where(rows, kind=kind, labels=labels)
         own_taus = np.array([row["taus"] for row in own])
         above = own_taus > PUBLISHED
         passed = f"{above.all(axis=1).sum()} of {len(own)}"
@@ -306,12 +304,10 @@ def of_halves(rows) -> str:
     """Return the distribution over the halves."""
     all_taus = np.array([row["taus"] for row in rows])
     quantiles = np.quantile(all_taus, [0, 0.5, 1], axis=0)
-    lines = [
-        (name, *(f"{x:.3f}" for x in values))
-        for name, values in zip(("smallest", "median", "largest"), quantiles, strict=True)
-    ]
+    names = "smallest", "median", "largest", "best printed"
+    pairs = zip(names, (*quantiles, PUBLISHED), strict=True)
+    lines = [(name, *(f"{x:.3f}" for x in values)) for name, values in pairs]
     passed = int((all_taus >= PUBLISHED).all(1).sum())
-    lines.append(("best printed", *(f"{x:.3f}" for x in PUBLISHED)))
     kinds = [", ".join(row["parts"]) for row in rows]
     most = max(set(kinds), key=kinds.count)
     table = harness.table(("tau on the other half", *DATASETS.values()), lines)
@@ -331,10 +327,8 @@ def main() -> None:
     scores, seconds = scored(names, rows, kept if flags.kept else computed(size))
     first = {"commit": SCORED, "older code": True} if flags.kept else {}
     smaller = (2, 500) if flags.small else ()
-    result_rows = [
-        harness.environment(kept=flags.kept) | first,
-        *scores_and_cost(rows, scores, seconds, *smaller),
-    ]
+    result_rows = [harness.environment(kept=flags.kept) | first]
+    result_rows += scores_and_cost(rows, scores, seconds, *smaller)
     harness.finish(result_rows, flags.results, report)
 
 

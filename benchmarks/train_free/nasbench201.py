@@ -389,7 +389,7 @@ def summaries(by_library) -> list[dict]:
             short["networks"] = len(row["places"])
             short |= {key: statistics_of(row[key]) for key in TIMES}
         if "building_seconds" in row:
-            short["building_s"] = statistics.median(row["building_seconds"])
+            short["building_s"] = median(row["building_seconds"])
     ours, peer = (by_library.get(library, {}) for library in ("bilevel", "torch"))
     if "seconds" in ours and "seconds" in peer:
         shared = sorted(set(ours["places"]) & set(peer["places"]))
@@ -419,9 +419,8 @@ def off(value, other, score) -> float:
 
 def statistics_of(values) -> dict:
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    least, most = min(values), max(values)
-    mean = statistics.mean(values)
-    return {"mean": mean, "error": error, "median": median(values), "least": least, "most": most}
+    mean = {"mean": statistics.mean(values), "error": error, "median": median(values)}
+    return mean | {"least": min(values), "most": max(values)}
 
 
 def ratio(ours, peer, both, key) -> tuple[float, float]:
@@ -448,9 +447,8 @@ HEAD += ["largest difference"]
 def score_table(rows) -> str:
     lines = []
     for score in SCORES:
-        ours, peer = pair = [
-            harness.measured(rows, library=library, score=score) for library in ("bilevel", "torch")
-        ]
+        of_score = harness.where(rows, score=score)
+        ours, peer = pair = [harness.measured(of_score, library=x) for x in ("bilevel", "torch")]
         if not any(pair):
             continue
         cells = [score, " / ".join(str(row["networks"]) if row else "-" for row in pair)]

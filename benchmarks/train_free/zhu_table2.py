@@ -87,15 +87,10 @@ class Sizes:
     budget: float = 20_000.0  # seconds of training in such a run
 
 
+FEW = ("none", "skip_connect"), ("none", "skip_connect", "nor_conv_1x1")  # operations
 SIZES = {
-    "smoke": Sizes(
-        *(1, 4, 1, 2, 8, 4, 0, 6, 1, (("naswot",),), ("none", "skip_connect")),
-        data="random",
-        runs=3,
-    ),
-    "quick": Sizes(
-        2, 6, 1, 2, 8, 4, 4, 6, 2, (("naswot",),), ("none", "skip_connect", "nor_conv_1x1"), runs=20
-    ),
+    "smoke": Sizes(1, 4, 1, 2, 8, 4, 0, 6, 1, (("naswot",),), FEW[0], data="random", runs=3),
+    "quick": Sizes(2, 6, 1, 2, 8, 4, 4, 6, 2, (("naswot",),), FEW[1], runs=20),
     "default": Sizes(),
 }
 
@@ -135,11 +130,9 @@ def scores(sizes, repeat, names) -> list[dict]:
 
 
 def pruned(sizes, repeat) -> dict:
-    space = nasbench201_space(sizes.operations, cells=1, channels=3)
-    thin = nasbench201_space(sizes.operations, cells=1, channels=1)
-    x, labels = images(sizes, repeat, sizes.pruned)
-    crops = cropped(sizes, repeat, 4)
-    genotype = strategies.te_nas(keys(repeat)[1], space, thin, (x, labels), crops)
+    space, thin = (nasbench201_space(sizes.operations, cells=1, channels=c) for c in (3, 1))
+    rows, crops = images(sizes, repeat, sizes.pruned), cropped(sizes, repeat, 4)
+    genotype = strategies.te_nas(keys(repeat)[1], space, thin, rows, crops)
     return {"method": "te_nas", "repeat": repeat, "genotype": str(genotype)}
 
 
@@ -147,9 +140,8 @@ def cropped(sizes, repeat, side):
     """Cut a window at a random place from every image."""
     x, _ = images(sizes, repeat, sizes.crops)
     places = np.random.RandomState(repeat).randint(x.shape[1] - side + 1, size=(len(x), 2))
-    return jnp.stack(
-        [image[i : i + side, j : j + side] for image, (i, j) in zip(x, places, strict=True)]
-    )
+    pairs = zip(x, places, strict=True)
+    return jnp.stack([image[i : i + side, j : j + side] for image, (i, j) in pairs])
 
 
 def stepped(sizes, repeat, times=1) -> dict:
@@ -232,18 +224,11 @@ SEARCHES = {"te_nas": pruned, "nasi": stepped, "nasi_4t": functools.partial(step
 
 def procedure(table, runs, k) -> dict[str, list[float]]:
     """Return test accuracies of the procedure, by dataset, for each repeat's scores."""
-    figures = [
-        paper_protocol(
-            run["values"],
-            table,
-            run["pool"],
-            k=min(k, len(run["pool"])),
-            repeats=1,
-            pool=len(run["pool"]),
-            seed=run["repeat"],
-        )
-        for run in runs
-    ]
+    figures = []
+    for run in runs:
+        size = len(run["pool"])
+        options = {"k": min(k, size), "repeats": 1, "pool": size, "seed": run["repeat"]}
+        figures.append(paper_protocol(run["values"], table, run["pool"], **options))
     return {dataset: [f[dataset].mean for f in figures] for dataset in DATASETS}
 
 

@@ -474,8 +474,8 @@ def convex(term, H, c, slopes=None, target=(1, -1, 1), ridge=None):
 
 
 ON_SIMPLEX = convex(exact.simplex(), H3, [1, 1, 0.5], [[1], [-1], [0]])
-RADIUS = families.exponential(1, 0)
-GROUPED = exact.group_l1(families.exponential(2, 0, 1), GROUPS)
+RADIUS = families.exponential(0)
+GROUPED = exact.group_l1(families.exponential(0, 1), GROUPS)
 CONVEX = {
     "box": convex(exact.box(bound(0), bound(1)), H3, [4, -3, 1.2], [[0, 0, 1]] * 3),
     "simplex": ON_SIMPLEX,
@@ -483,8 +483,8 @@ CONVEX = {
     "l2 ball": convex(exact.l2_ball(RADIUS), np.diag([1, 2, 4]), [3, -2, 1]),
     "l1 ball": convex(exact.l1_ball(RADIUS), H3, [4, -3, 2]),
     "affine": convex(exact.affine(np.ones((1, 3), exact.LONG), right), H3, [4, -3, 2]),
-    "Lasso": convex(exact.l1(families.exponential(3, 0, 1, 2)), H3, [4, -1.5, -1.2]),
-    "elastic net": convex(exact.l1(families.shared(0)(3)), H3, [4, -1.5, -1.2], ridge=1),
+    "Lasso": convex(exact.l1(families.exponential(0, 1, 2)), H3, [4, -1.5, -1.2]),
+    "elastic net": convex(exact.l1(families.shared(3, 0)), H3, [4, -1.5, -1.2], ridge=1),
     "group l1": convex(GROUPED, H4, [4, 2, 0.5, 0.2], target=[1, -1, 1, 2]),
 }
 

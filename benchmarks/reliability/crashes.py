@@ -1,4 +1,4 @@
-"""Kills at random moments, bit flips, full disks, two writers, NaN: are results lost or changed?
+"""Kills at random moments, bit flips, full disks, two writers: are results lost or changed?
 
 Every job (``victims.py``) runs in its own process, forked from one that has imported everything
 and computed nothing. The reference is the same job without an attack.
@@ -11,7 +11,6 @@ flips      the same, with one bit of a record flipped; or one message that refus
 disks      the disk is full: the reference; or one message, with the result so far in the
            exception. With room again, resuming returns the reference
 writers    a second process on the same folder gets one message; the first returns the reference
-nonfinite  a search with NaN or infinity in one quantity stops there (``nonfinite.py``)
 =========  =================================================================================
 
     python benchmarks/reliability/crashes.py          # all attacks: hours; the same line resumes
@@ -38,7 +37,6 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.reliability import victims
-from benchmarks.reliability.nonfinite import nonfinite
 from benchmarks.reliability.victims import Outcome
 
 MEASURES = ("bilevel/runs", "bilevel/outer_loop/search.py")
@@ -233,7 +231,6 @@ ATTACKS = {  # the function, and the number of attacks at --smoke, at --quick an
     "flips": (flips, 0, 2, 300),
     "disks": (disks, 0, 2, 60),
     "writers": (writers, 1, 2, 40),
-    "nonfinite": (nonfinite, 1, 2, 300),
 }
 FAILURES = "wrong", "raw"
 

@@ -19,7 +19,7 @@ import pytest
 from helpers import ROOT
 from scipy.stats import kendalltau
 
-from benchmarks.reliability import crashes, nonfinite, victims
+from benchmarks.reliability import crashes, victims
 from benchmarks.train_free import all_networks, zhu_table2
 from bilevel.spaces.nasbench201.genotype import PRIMITIVES, encode, genotypes
 
@@ -269,13 +269,6 @@ def test_the_parts_run_to_their_end():
     done = accelerator("--quick", "--only", *parts)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"\n| {part} |" in done.stdout for part in parts)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", range(2))
-def test_a_search_stops_where_a_quantity_is_not_finite(number):
-    outcome = nonfinite.nonfinite(1, number)
-    assert outcome.verdict == "right", outcome
 
 
 @pytest.mark.filterwarnings("ignore:journal")  # of lines that are computed again

@@ -6,7 +6,7 @@ Names that they import from JAX, and that JAX has removed, are put back. The tes
 slow. Each file's tests run in a fixed random order, for as long as `--seconds` allows. A test that
 takes longer than two minutes does not count as run.
 
-    python benchmarks/peers/neural_tangents_tests.py --checkout PATH    # forty minutes
+    python benchmarks/peers/neural_tangents_tests.py --checkout PATH    # half an hour of one core
     # one case each, a quarter
     python benchmarks/peers/neural_tangents_tests.py --checkout PATH --quick
 
@@ -50,7 +50,7 @@ class Recorder:
         random.Random(0).shuffle(items)
 
     def pytest_collectreport(self, report):
-        if report.failed and "'tensorflow'" in report.longreprtext:
+        if report.failed and "'tensorflow" in report.longreprtext:  # or one of its data sets
             self.needs_tensorflow = True
         elif report.failed:
             self.found["import"] = "failed"

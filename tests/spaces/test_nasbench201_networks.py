@@ -112,6 +112,19 @@ def test_both_forms_and_their_gradients_are_those_of_the_network_by_hand(name):
 
 
 @pytest.mark.long
+def test_edges_that_are_computed_again_have_the_same_gradients(monkeypatch):
+    w, cell = weights(), encode(GENOTYPES["every operation"])
+
+    def program():
+        return str(jax.make_jaxpr(with_gradient(NETWORKS.apply))(w, cell))
+
+    assert "SaveOnlyTheseNames" in program()
+    monkeypatch.setattr("bilevel.spaces.nasbench201.network._MOST_STORED", 0)
+    assert "SaveOnlyTheseNames" not in program()
+    assert_close(with_gradient(NETWORKS.apply)(w, cell), ARRAY_FORM(w, cell))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_an_edges_hessian_vector_product_is_the_operations(name):
     """Forward over reverse, through the derivative rule of the switch."""

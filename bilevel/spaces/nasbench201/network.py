@@ -14,8 +14,9 @@ results. The array form is fast on a CPU:
   derivatives of the branches (``jax.custom_vjp``: no forward mode, but forward over reverse). JAX's
   own derivative would store the residuals of all branches.
 - The cells of a stage run in one loop over their stacked weights, and are compiled once.
-- A cell stores its input, and on other devices than a CPU its edges' outputs before the norms; the
-  backward pass recomputes the rest. An operation without effect on the output is not run.
+- A cell stores its input and its edges' outputs before the norms; the backward pass recomputes the
+  rest. On a CPU it recomputes these outputs too, if they are large. An operation without effect on
+  the output is not run.
 
 Under ``vmap`` over genotypes every branch is run, which is right on a GPU with small batches.
 """
@@ -191,6 +192,7 @@ def nasbench201_network(
 
 
 _SAVED = "edge"  # the outputs that the backward pass does not recompute
+_MOST_STORED = 2**24  # bytes of them for a stage on a CPU, where glibc asks for pages beyond 2^25
 
 
 class AllNetworks(NamedTuple):
@@ -229,8 +231,9 @@ def all_networks(
 
     Notes
     -----
-    Memory: for every cell its input (7 arrays of this size if the device is not a CPU), and one
-    cell's activations. Reference: Dong & Yang (2020), section 2.
+    Memory: for every cell 7 arrays of its input's size (on a CPU only the input, if the arrays of a
+    stage have more than 16 MiB), and one cell's activations. Reference: Dong & Yang (2020), section
+    2.
 
     Examples
     --------
@@ -324,9 +327,10 @@ def _cells(normalized: bool, which: jax.Array, weights: list[Pytree], x: jax.Arr
         return add_edges(lambda k, x: _edge(normalized, which[k], w[f"edge_{k}"], x), x), None
 
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
-    # A CPU computes an edge again in less time than it takes to store and read the output.
-    on_cpu = jax.default_backend() == "cpu"
-    policy = None if on_cpu else jax.checkpoint_policies.save_only_these_names(_SAVED)
+    # A CPU computes edges again in less time than the system takes to provide many pages of memory.
+    stored = len(weights) * (1 + len(EDGES)) * x.size * x.dtype.itemsize
+    again = jax.default_backend() == "cpu" and stored > _MOST_STORED
+    policy = None if again else jax.checkpoint_policies.save_only_these_names(_SAVED)
     return jax.lax.scan(jax.checkpoint(cell, prevent_cse=False, policy=policy), x, stacked)[0]
 
 

@@ -301,7 +301,7 @@ def _pad_height(x, count):
 def _blocks(numbers, *arrays):
     """Split the first axis of ``arrays`` into blocks that need ``numbers`` for each image."""
     n = len(arrays[0])
-    most = min(max(1, _BLOCK_BYTES // (numbers * arrays[0].dtype.itemsize)), n)
+    most = max(1, min(n, _BLOCK_BYTES // (numbers * arrays[0].dtype.itemsize)))
     block = next(b for b in range(most, 0, -1) if n % b == 0)
     return [a.reshape(n // block, block, *a.shape[1:]) for a in arrays]
 

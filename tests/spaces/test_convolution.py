@@ -70,6 +70,16 @@ def test_images_of_whole_numbers_are_not_rounded(dtype):
     np.testing.assert_array_equal(*largest)
 
 
+@pytest.mark.parametrize("kind", [DENSE, WIDE])
+def test_no_images_have_no_outputs_and_a_kernel_without_gradient(kind):
+    x, kernel = arrays(3, kind["inner"], kind["outputs"], kind["channels"])
+    y, pull = jax.vjp(convolve_images, x[:0], kernel)
+    assert y.shape == (0, 7, 6, kind["outputs"])
+    dx, dk = pull(y)
+    assert dx.shape == (0, *x.shape[1:])
+    np.testing.assert_array_equal(dk, 0)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "stride"), [(DENSE, 2), (DENSE, 1), (WIDE, 1), (DEPTHWISE, 2), (DEPTHWISE, 1)]

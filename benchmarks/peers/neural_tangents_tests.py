@@ -200,20 +200,19 @@ def test_nothing():
 
 def measured(flags) -> list[harness.Row]:
     """Return a row for each file of tests; files with a row in the results are not run again."""
-    limit = {"cases": flags.cases, "limit": flags.seconds}
-    if flags.small:
-        limit = {"cases": 1, "limit": 60.0}
+    cases, seconds = (1, 60.0) if flags.small else (flags.cases, flags.seconds)
+    limit = {"cases": cases, "limit": seconds}
     rows = harness.begun(flags.results, "neural-tangents", **limit)
     if not harness.where(rows[:1], **limit):
         flags.error(f"--results: expected an earlier part of this run, {limit}, got {rows[0]}.")
     for name in files(flags.checkout):
         if not harness.where(rows, file=name):
             print(name, file=sys.stderr, flush=True)
-            variables = VARIABLES | {"NT_NUM_GENERATED_CASES": str(limit["cases"])}
-            request = str(flags.checkout.resolve()), name, limit["limit"]
+            variables = VARIABLES | {"NT_NUM_GENERATED_CASES": str(cases)}
+            request = str(flags.checkout.resolve()), name, seconds
             for row in harness.in_own_process(__file__, *request, **variables):
-                kept = None if "failed" in row and "tests" not in row else flags.results
-                harness.keep(kept, rows, {"file": name} | row)
+                path = flags.results if "tests" in row else None  # a failed process runs again
+                harness.keep(path, rows, {"file": name} | row)
     return rows
 
 

@@ -106,7 +106,9 @@ def test_second_derivatives_in_both_modes_and_under_vmap_are_xlas(kind, stride):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("dtype", "channels"), [(np.float32, 3), (np.float32, 1), (float, 17)])
+@pytest.mark.parametrize(
+    ("dtype", "channels"), [(np.float32, 3), (np.float32, 1), (float, 1), (float, 17)]
+)
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
 def test_blocks_and_batches_have_xlas_derivatives(dtype, channels, axes, monkeypatch):
     """Blocks hold two or three of six images."""
@@ -130,6 +132,7 @@ def test_blocks_and_batches_have_xlas_derivatives(dtype, channels, axes, monkeyp
     ours = derivatives(convolve_images, *map(jnp.asarray, arguments))
     with jax.enable_x64(True):
         exact = derivatives(xla, *(jnp.asarray(a, float) for a in arguments))
+    assert jax.tree.leaves(ours)[0].dtype == jax.dtypes.canonicalize_dtype(dtype)
     tol = 3e-5 if ours[1][0].dtype == np.float32 else 1e-12
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tol, atol=tol), ours, exact)
 

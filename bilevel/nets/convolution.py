@@ -181,7 +181,19 @@ def _bilinear(x, kernel, window):
     return _bilinear_p.bind(x, kernel, window=window)
 
 
-def _dense_value(x, kernel, window):
+def _in_its_precision(rule):
+    """Let JAX run a rule of the primitive after the end of a caller's `jax.enable_x64` block."""
+
+    @functools.wraps(rule)
+    def run(first, *others, window):
+        with jax.enable_x64(first.dtype == np.float64):
+            return rule(first, *others, window=window)
+
+    return run
+
+
+@_in_its_precision
+def _dense_value(x, kernel, *, window):
     if max(x.shape[-1], kernel.shape[-1]) > _FEW:
         return _xla_convolution(x, kernel, window)
     if x.shape[-1] == 1:
@@ -193,6 +205,7 @@ def _abstract_bilinear(x, kernel, *, window):
     return jax.make_jaxpr(functools.partial(_dense_value, window=window))(x, kernel).out_avals[0]
 
 
+@_in_its_precision
 def _transposed_in_x(dy, x, kernel, *, window):
     if window.stride == 1 and max(x.aval.shape[-1], dy.shape[-1]) <= _FEW:
         turned = jnp.flip(kernel.swapaxes(2, 3), (0, 1))
@@ -204,6 +217,7 @@ def _transposed_in_x(dy, x, kernel, *, window):
     return jax.linear_transpose(lambda x: forward(x, turned), x.aval)(dy)[0]
 
 
+@_in_its_precision
 def _transposed_in_kernel(dy, x, kernel, *, window):
     if window.stride == 1:
         return _row_gradient(x, dy, window)

@@ -137,6 +137,27 @@ def test_blocks_and_batches_have_xlas_derivatives(dtype, channels, axes, monkeyp
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tol, atol=tol), ours, exact)
 
 
+@pytest.mark.parametrize(("channels", "stride"), [(1, 1), (1, 2), (3, 1), (3, 2), (17, 1), (17, 2)])
+def test_a_block_in_float64_is_precise_after_its_end(channels, stride):
+    """JAX lowers a compiled program, and transposes from outside, after the block; 1e60 is inf."""
+
+    def energy(conv, x, kernel, scale):
+        y = conv(x.astype(float) * scale, kernel.astype(float) * scale, stride=stride)
+        return jnp.sum((y / scale**2) ** 2)
+
+    def block(*xk):
+        with jax.enable_x64(True):
+            value, inner = jax.value_and_grad(energy, (1, 2))(convolve_images, *xk, 1e30)
+            return value.astype(np.float32), inner
+
+    with jax.enable_x64(False):
+        arguments = [a.astype(np.float32) for a in arrays(3, channels, 4, channels)]
+        expected = jax.value_and_grad(energy, (1, 2))(xla, *arguments, 1.0)
+        assert_close(jax.jit(block)(*arguments), expected)
+        outer = jax.jit(jax.grad(lambda *xk: block(*xk)[0], (0, 1)))(*arguments)
+        assert_close(outer, expected[1])
+
+
 @pytest.mark.parametrize("channels", [3, 17])
 def test_hessian_products_and_gradients_run_only_canonical_convolutions(channels):
     """XLA's CPU code is ten times slower for kernels [.., outputs, inputs] or with reversals."""

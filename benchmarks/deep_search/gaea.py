@@ -68,6 +68,7 @@ class Sizes:
     tuning: int = 3  # seeds
     judged: int = 10  # other seeds
     methods: tuple[str, ...] = tuple(METHODS)
+    cells: int = 1  # of a stage
 
 
 SIZES = {
@@ -80,7 +81,7 @@ SIZES = {
 
 def searcher(sizes, method):
     """Return ``run(rate, key, train, valid)``: validation losses, entropies, and the last alpha."""
-    space = nasbench201_space(sizes.operations, cells=1, channels=sizes.channels)
+    space = nasbench201_space(sizes.operations, cells=sizes.cells, channels=sizes.channels)
     sgd = strategies.darts_sgd(optax.cosine_decay_schedule(0.025, sizes.steps))
 
     def windows(x):

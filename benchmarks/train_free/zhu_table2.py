@@ -13,13 +13,15 @@ looked up in the benchmark, on all three datasets.
 - TE-NAS prunes a supernet of the authors' size, one cell a stage and 3 channels, on 72 images, with
   3,000 crops (4 x 4; theirs 3 x 3) and 3 repeats.
 - NASI takes one step from T = 100 minibatches of 64 images, "4T" from 400, in one cell a stage (the
-  benchmark's network has five), 16 channels.
+  benchmark's network has five), 16 channels. Its mu and nu are those for the space of DARTS; those
+  for small spaces are a separate row.
 - NAS-RL is REINFORCE as the benchmark's authors run it (D-X-Y/AutoDL-Projects, `reinforce.py`): a
   logit for each operation of each edge, Adam at rate 0.01, the moving average of rewards as the
   baseline. The reward is the validation accuracy on CIFAR-10 after 12 epochs, looked up. A search
   ends when its trainings would have taken 20,000 s, and returns the cell with the largest reward.
   There are 500 runs, because they cost nothing. "random search" is the same at a rate of 0.
-- DARTS, first order: the searches of `gaea.py` at the usual rate. Their sizes are stated there.
+- DARTS, first order: the searches of `gaea.py` at the usual rate. Their sizes are stated there. A
+  separate row has the same searches with two cells a stage.
 - ResNet: the cell of the benchmark's authors, looked up.
 
 Every repeat has separate images, weights and networks.
@@ -49,6 +51,9 @@ from bilevel.spaces.nasbench201.judging.verdicts import PRINTED, paper_protocol,
 MEASURES = ("ntk/scores", "bilevel/spaces/nasbench201", "bilevel/strategies/train_free.py")
 
 SCORES = ("eigen_nas", "min_eigenvalue"), ("knas",), ("knas_released",), ("naswot",)
+SOFTMAX = "softmax, Adam"  # the name of DARTS in gaea.py
+MILD, DOUBLE = "nasi, small spaces", "DARTS, 2 cells"
+TWO_CELLS = dataclasses.replace(gaea.SIZES["default"], cells=2)
 MANY = 2000  # repeats with no information: they cost nothing
 REINFORCE = {"NAS-RL": 0.01, "random search": 0.0}  # rates
 EPOCHS, ALL_EPOCHS = 12, 200  # of a training for a reward, and of one in the table
@@ -63,8 +68,10 @@ PUBLISHED = {  # the published figure to compare a method with
     ("te_nas", None): "TE-NAS",
     ("nasi", None): "NASI (T)",
     ("nasi_4t", None): "NASI (4T)",
+    (MILD, None): "NASI (T)",
     ("NAS-RL", None): "NAS-RL",
     ("DARTS", None): "DARTS",
+    (DOUBLE, None): "DARTS",
     ("ResNet", None): "ResNet",
 }
 
@@ -80,6 +87,7 @@ class Sizes:
     pruned: int = 72  # images of TE-NAS's kernel
     crops: int = 3000
     steps: int = 100  # of NASI
+    searches: tuple[str, ...] = ("te_nas", "nasi", "nasi_4t", MILD, DOUBLE)
     scores: tuple[tuple[str, ...], ...] = SCORES  # those that are computed together
     operations: tuple[str, ...] = PRIMITIVES  # that are searched
     data: str = "cifar10"
@@ -87,10 +95,13 @@ class Sizes:
     budget: float = 20_000.0  # seconds of training in such a run
 
 
+QUICK = "te_nas", "nasi", "nasi_4t"
 FEW = ("none", "skip_connect"), ("none", "skip_connect", "nor_conv_1x1")  # operations
 SIZES = {
-    "smoke": Sizes(1, 4, 1, 2, 8, 4, 0, 6, 1, (("naswot",),), FEW[0], data="random", runs=3),
-    "quick": Sizes(2, 6, 1, 2, 8, 4, 4, 6, 2, (("naswot",),), FEW[1], runs=20),
+    "smoke": Sizes(
+        1, 4, 1, 2, 8, 4, 0, 6, 1, ("nasi",), (("naswot",),), FEW[0], data="random", runs=3
+    ),
+    "quick": Sizes(2, 6, 1, 2, 8, 4, 4, 6, 2, QUICK, (("naswot",),), FEW[1], runs=20),
     "default": Sizes(),
 }
 
@@ -129,11 +140,10 @@ def scores(sizes, repeat, names) -> list[dict]:
     ]
 
 
-def pruned(sizes, repeat) -> dict:
+def pruned(sizes, repeat):
     space, thin = (nasbench201_space(sizes.operations, cells=1, channels=c) for c in (3, 1))
     rows, crops = images(sizes, repeat, sizes.pruned), cropped(sizes, repeat, 4)
-    genotype = strategies.te_nas(keys(repeat)[1], space, thin, rows, crops)
-    return {"method": "te_nas", "repeat": repeat, "genotype": str(genotype)}
+    return strategies.te_nas(keys(repeat)[1], space, thin, rows, crops)
 
 
 def cropped(sizes, repeat, side):
@@ -144,13 +154,28 @@ def cropped(sizes, repeat, side):
     return jnp.stack([image[i : i + side, j : j + side] for image, (i, j) in pairs])
 
 
-def stepped(sizes, repeat, times=1) -> dict:
+def stepped(sizes, repeat, times=1, **settings):
     space = nasbench201_space(sizes.operations, cells=1, channels=sizes.channels)
     steps = times * sizes.steps
     rows = images(sizes, repeat, min(64 * steps, 50_000))
-    genotype = strategies.nasi(keys(repeat)[2], space, rows, steps=steps)
-    name = "nasi" if times == 1 else f"nasi_{times}t"
-    return {"method": name, "repeat": repeat, "genotype": str(genotype)}
+    return strategies.nasi(keys(repeat)[2], space, rows, steps=steps, **settings)
+
+
+supernet = functools.cache(gaea.searcher)
+
+
+def two_cells(_, repeat):
+    run, rate = supernet(TWO_CELLS, SOFTMAX), gaea.DEFAULT[SOFTMAX]
+    return gaea.searched(TWO_CELLS, SOFTMAX, run, rate, repeat)["genotype"]
+
+
+SEARCHES = {
+    "te_nas": pruned,
+    "nasi": stepped,
+    "nasi_4t": functools.partial(stepped, times=4),
+    MILD: functools.partial(stepped, penalty=1.0, threshold=1000.0),
+    DOUBLE: two_cells,
+}
 
 
 def reinforced(sizes, method) -> dict:
@@ -207,16 +232,13 @@ def experiment(sizes, rows, keep):
         for names in sizes.scores:
             if not harness.where(rows, method=names[-1], repeat=repeat):
                 keep(*scores(sizes, repeat, names))
-        for name, search in SEARCHES.items():
-            wanted = {"te_nas": sizes.pruned, "nasi_4t": sizes.steps > 1}.get(name, True)
-            if wanted and not harness.where(rows, method=name, repeat=repeat):
-                keep(search(sizes, repeat))
+        for name in sizes.searches:
+            if not harness.where(rows, method=name, repeat=repeat):
+                genotype = SEARCHES[name](sizes, repeat)
+                keep({"method": name, "repeat": repeat, "genotype": str(genotype)})
     for name in REINFORCE:
         if not harness.where(rows, method=name):
             keep(reinforced(sizes, name))
-
-
-SEARCHES = {"te_nas": pruned, "nasi": stepped, "nasi_4t": functools.partial(stepped, times=4)}
 
 
 # ----------------------------------------------------------------------------- the report
@@ -274,8 +296,7 @@ def report(rows) -> str:
 def darts_cells() -> list[str]:
     """Return the final cells of the `gaea.py` searches by softmax and Adam at the usual rate."""
     rows = harness.read(harness.RESULTS / "gaea.jsonl")
-    method = "softmax, Adam"
-    return [r["genotype"] for r in gaea.of(rows, method, gaea.DEFAULT[method])]
+    return [r["genotype"] for r in gaea.of(rows, SOFTMAX, gaea.DEFAULT[SOFTMAX])]
 
 
 def deviation(values) -> str:

@@ -184,3 +184,14 @@ def test_a_large_constant_in_a_loss_does_not_overflow():
     for solver in SOLVERS.values():
         minimum = solver.run(lower, None, jnp.zeros(2, jnp.float32), (), None)[0]
         np.testing.assert_allclose(minimum, 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [bilevel.newton, bilevel.lbfgs])
+def test_each_of_the_steps_lowers_the_loss(make):
+    def lower(w, alpha, batch):
+        return jnp.sum(jnp.cosh(w - jnp.arange(3.0)))
+
+    start = jnp.zeros(3)
+    ends = [make(k).run(lower, None, start, (), None)[0] for k in (1, 2, 3)]
+    values = [lower(w, None, None) for w in (start, *ends)]
+    assert all(later < earlier for earlier, later in itertools.pairwise(values))

@@ -293,6 +293,9 @@ WRONG_FILES = {
     "own.npz: expected arrays of numbers or strings, got dtype object": archive(
         bytes_of(np.savez, x=X, y=np.array(["a", 1] * 5, dtype=object))
     ),
+    "own.npz: expected keys among x, y, .* got 'notes'": archive(  # before any array is read
+        bytes_of(np.savez, x=X, y=Y, notes=np.array([{}]))
+    ),
     r"expected folders CLASS/\*.png, got an empty folder": lambda folder: folder,
     "ape: expected .png or .jpg images, got an empty folder": with_image("ape", pathlib.Path.mkdir),
     r"cat: expected only folders CLASS/\*.png, got '00.png'": lambda folder: drawn(folder) / "cat",

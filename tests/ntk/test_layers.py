@@ -139,6 +139,9 @@ FUNCTIONS = {
     "every other row": case(lambda x, a: jnp.tanh(x @ a[::2]), "", "42"),
     "split": case(lambda x, a: sum(jnp.tanh(x @ w) for w in jnp.split(a, 3, axis=1)), "a", "26"),
     "joined": case(lambda x, a, b: jnp.tanh(x @ jnp.concatenate([a, b.T], 1)), "a b", "23 32"),
+    "joined with a multiple": case(
+        lambda x, a, b: jnp.tanh(x @ jnp.concatenate([a, 2 * b], 1)), "", "23 22"
+    ),
     "joined with itself": case(lambda x, a: jnp.tanh(x @ jnp.concatenate([a, a], 1)), "", "23"),
     "a piece joined with one that is used": case(
         lambda x, a, b: (

@@ -118,6 +118,18 @@ def test_partition_mixes_simplices_and_boxes():
     np.testing.assert_allclose(moved["skip"], [0.0, 1.0])
 
 
+def test_each_part_of_alpha_stays_on_its_set():
+    sets = {"operations": "simplex", "skip": "box", "rate": "free"}
+    simplex = optax.chain(optax.sgd(1.0), bilevel.exponentiate())
+    optimizer = bilevel.strategies.on_sets(sets, simplex=simplex, other=optax.sgd(1.0))
+    alpha = {name: jnp.array([0.5, 0.5]) for name in sets}
+    slope = dict.fromkeys(sets, jnp.array([jnp.log(3.0), 0.0]))
+    moved = descend(optimizer, alpha, [slope])
+    np.testing.assert_allclose(moved["operations"], [0.25, 0.75], rtol=1e-6)
+    np.testing.assert_allclose(moved["skip"], [0.0, 0.5])
+    np.testing.assert_allclose(moved["rate"], [0.5 - np.log(3.0), 0.5], rtol=1e-6)
+
+
 PARTS = {
     "sgd": lambda: optax.sgd(0.3),
     "momentum": lambda: optax.sgd(0.3, momentum=0.9, nesterov=True),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.integrate
 from helpers import assert_close, assert_gradient, float64_only, tolerance
 
 import ntk
@@ -103,6 +104,24 @@ def test_arc_cosines_are_exact_relative_to_themselves_at_every_angle(angle):
     assert abs(step / expected - 1) < 1e-14
     assert abs((gap if angle < 2 else relu) / small - 1) < 1e-13
     assert abs(relu + gap - 0.5) < 1e-16 * 2
+
+
+@pytest.mark.parametrize("degrees", [(1, 1), (1, 0), (0, 1), (0, 0)])
+def test_pairs_of_kinks_are_integrals_over_the_angle(degrees):
+    # u = r cos(t) and u' = r cos(t - angle), where t is uniform and r has a Rayleigh distribution.
+    kinks, sizes, angle = ((-0.7, 1.9), (0.4, 2.6)), (1.3, 0.6), 1.2
+    radial = {0: 1, 1: np.sqrt(np.pi / 2), 2: 2}[sum(degrees)]
+
+    def product(t):
+        us = np.multiply(sizes, (np.cos(t), np.cos(t - angle)))
+        sides = [kink[int(u > 0)] for kink, u in zip(kinks, us, strict=True)]
+        return np.prod(sides * us ** np.array(degrees))
+
+    jumps = sorted(np.mod([np.pi / 2, -np.pi / 2, angle + np.pi / 2, angle - np.pi / 2], 2 * np.pi))
+    integral = scipy.integrate.quad(product, 0, 2 * np.pi, points=jumps)[0] / (2 * np.pi)
+    f, g = (Activation("", kink=k, degree=d) for k, d in zip(kinks, degrees, strict=True))
+    actual = ntk.dual(f, g, sizes[0] ** 2, sizes[1] ** 2, np.prod(sizes) * np.cos(angle))
+    assert_close(actual, radial * integral, f64=1e-9, f32=1e-5)
 
 
 def test_arc_polynomials_keep_their_length_where_the_last_coefficient_rounds_to_zero(monkeypatch):

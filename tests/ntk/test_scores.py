@@ -326,6 +326,26 @@ def test_wrcor_leaves_out_what_has_no_correlations_and_sees_small_gradients():
     assert score("wrcor", params, (x.at[1].set(x[0]), y.at[1].set(y[0]))) == -np.inf
 
 
+def test_wrcor_leaves_out_inputs_of_a_relu_if_one_sample_is_constant():
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.normal(size=shape)) for shape in ((5, 6), (6, 3)))
+    x, y = jnp.asarray(rng.normal(size=(3, 5))).at[1].set(0), jnp.arange(3)
+
+    def network(shift):
+        return jax.nn.relu(x @ a + 1 + shift) @ b
+
+    def loss(shift):
+        return optax.softmax_cross_entropy_with_integer_labels(network(shift), y).mean()
+
+    @jax.jit
+    def value(x):
+        return score("wrcor", (a, b), (x, y), lambda w, x: jax.nn.relu(x @ w[0] + 1) @ w[1])
+
+    gradients = jax.grad(loss)(jnp.zeros((3, 6)))
+    assert_close(value(x), np.linalg.slogdet(abs(np.corrcoef(gradients)))[1])
+    assert np.isnan(value(x.at[0, 0].set(np.nan)))
+
+
 def test_jacov_keeps_eigenvalues_below_float32s_rounding():
     gains = jnp.array([[1.0, 1.001], [1.001, 1.0], [1.0, 1.002]])
     batch = jnp.eye(3), jnp.array([0, 1, 0])

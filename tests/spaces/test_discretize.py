@@ -327,6 +327,8 @@ def test_the_curvature_of_free_alpha_may_be_negative_or_zero(size):
     assert_close(bent(None, alpha, None), -6.0, f64=1e-6)
     flat = diagnostics.alpha_curvature(lambda w, a, b: jnp.sum(a["x"]), {"x": "free"})
     assert flat(None, {"x": alpha}, None) == 0
+    in_part = diagnostics.alpha_curvature(lambda w, a, b: 3 * a["x"][0] ** 2, "free")
+    assert_close(in_part(None, {"x": alpha}, None), 6.0, f64=1e-6)
     on_simplex = diagnostics.alpha_curvature(lambda w, a, b: -3 * jnp.sum(a**2))
     assert abs(on_simplex(None, alpha / alpha.sum(), None)) < 1e-6  # to rounding, by Lanczos
 

@@ -231,6 +231,10 @@ def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsy
         network = tuple(result["names"]), kernels[name]["alpha"]
         value, *_ = commands.kernel_eigenvalue(arrays["x"], *network)
         np.testing.assert_allclose(value, kernels[name]["min_eigenvalue"], rtol=1e-9)
+    space = bilevel.spaces.activation_space(result["names"], width=np.inf)
+    with jax.enable_x64(True):
+        _, errors = space.blocks(jnp.asarray(arrays["x"]), error=True)
+    np.testing.assert_allclose(result["entry_error"], np.max(errors), rtol=1e-6)
     assert (tmp_path / "run" / "spectrum.png").stat().st_size > 10_000
 
 

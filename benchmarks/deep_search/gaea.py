@@ -17,7 +17,7 @@ The sizes differ from the paper's: one cell a stage, 8 channels, images of 16 x 
 5,000 images and 8 epochs. The paper has 5 cells, 16 channels, 32 x 32 pixels and 25,000 + 25,000
 images.
 
-    python benchmarks/deep_search/gaea.py           # an hour of one core; resumable
+    python benchmarks/deep_search/gaea.py           # an hour and a half of one core; resumable
 """
 
 import dataclasses

@@ -43,7 +43,7 @@ from bilevel import baselines
 from bilevel.contracts import Shared
 from bilevel.spaces import features
 
-MEASURES = ("bilevel/spaces/features", "bilevel/baselines")
+MEASURES = ("bilevel/spaces/features", "bilevel/baselines", "bilevel/linear")
 
 
 @dataclasses.dataclass(frozen=True)

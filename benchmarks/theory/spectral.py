@@ -29,7 +29,7 @@ from bilevel.spaces.activations import sign_labels
 from bilevel.spaces.features import feature_space
 from bilevel.theory.bounds import oymak_theorem4_as_printed
 
-MEASURES = ("bilevel/theory/spectral", "bilevel/spaces/features")
+MEASURES = ("bilevel/theory/spectral", "bilevel/spaces/features/mixture.py")
 
 P = (0.5, 2, 4, 8, 16)
 H = (0.01, 0.03, 0.1, 0.3, 0.6, 1.2)

@@ -59,8 +59,7 @@ class _Entries(NamedTuple):
             products = self.value.astype(dtype) * v[self.column].astype(dtype)
             return jax.ops.segment_sum(products, self.row, rows, indices_are_sorted=True)
 
-        # One column after the other: gathering rows of v is slower on a CPU.
-        return jax.lax.map(one, v.T).T
+        return jax.vmap(one, 1, 1)(v)
 
 
 @partial(
@@ -134,19 +133,26 @@ def sweep(
         return f, features.by_column.product(residual(f, *data), d)
     if not isinstance(features, Blocks):
         f = matmul(features, w)
-        return f, matmul(features.T, residual(f, *data))
+        return f, transposed_product(features, residual(f, *data))
     starts, size = block_starts(n, d, w.dtype, memory)
 
     def add(total, block):
         start, *data = block
         phi = features.rows(start, size)
         f = matmul(phi, w)
-        return total + matmul(phi.T, residual(f, *data)), f
+        return total + transposed_product(phi, residual(f, *data)), f
 
     blocks = (starts, *(split_rows(a, len(starts), size) for a in data))
     width = jax.eval_shape(residual, jnp.zeros((n, w.shape[1]), w.dtype), *data).shape[1]
     total, f = jax.lax.scan(add, jnp.zeros((d, width), w.dtype), blocks)
     return f.reshape(-1, w.shape[1])[:n], total
+
+
+def transposed_product(phi: jax.Array, r: jax.Array) -> jax.Array:
+    """Return ``phi' r`` for arrays [n, d] and [n, c]."""
+    # Without barriers XLA's CPU code transposes phi instead of r, and takes 12 times as long.
+    alone = jax.lax.optimization_barrier
+    return alone(matmul(alone(alone(r).T), phi)).T
 
 
 @partial(jax.jit, static_argnames="memory")
@@ -162,6 +168,34 @@ def features_product(features: Features, w: jax.Array, memory: int) -> jax.Array
         f = jax.lax.map(lambda start: matmul(features.rows(start, size), columns), starts)
         f = f.reshape(-1, columns.shape[1])[:n]
     return f.reshape(-1, *w.shape[1:])
+
+
+def dense(features: Blocks, memory: int) -> jax.Array:
+    """Return the features as an array, generated in blocks of at most memory / 16."""
+    (n, d), dtype = features.shape, dtype_of(features)
+    starts, size = block_starts(n, d, dtype, memory // 4)
+
+    def fill(i, whole):
+        start = jnp.minimum(starts[i], n - size)  # the last block repeats rows
+        return jax.lax.dynamic_update_slice(whole, features.rows(start, size), (start, 0))
+
+    return jax.lax.fori_loop(0, len(starts), fill, jnp.zeros((n, d), dtype))
+
+
+def squared_norms(features: Features, memory: int) -> jax.Array:
+    """Return the squared 2-norm of each column [d]."""
+    n, d = features.shape
+    if isinstance(features, Sparse):
+        entries = features.by_column
+        return jax.ops.segment_sum(entries.value**2, entries.row, d, indices_are_sorted=True)
+    if not isinstance(features, Blocks):
+        return jnp.sum(features**2, axis=0)
+    starts, size = block_starts(n, d, dtype_of(features), memory)
+
+    def add(total, start):
+        return total + jnp.sum(features.rows(start, size) ** 2, axis=0), None
+
+    return jax.lax.scan(add, jnp.zeros(d, dtype_of(features)), starts)[0]
 
 
 def block_starts(total: int, width: int, dtype: Any, memory: int) -> tuple[jax.Array, int]:

@@ -3,6 +3,7 @@
 This is the inner solver of feature-map selection (Khodak et al. 2020, section 2).
 """
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -11,15 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.internal.checks import check_finite, concrete, nan_unless, real_array, real_number
-from bilevel.internal.conjugate_gradients import solve_conjugate_gradients
+from bilevel.internal.checks import check_finite, concrete, real_array, real_number
 from bilevel.linear import matrices
 from bilevel.linear.matrices import Blocks, Features, Sparse, sweep
 from ntk.internal.products import matmul
+from ntk.large.block_cg import solve_block_cg
+from ntk.large.kernel_operator import Operator
+from ntk.large.partial_cholesky import PartialCholesky, partial_cholesky
 
-_NEWTON_STEPS = 100  # maximum number of steps
-_CG_STEPS = 1000  # maximum number of iterations of one solve
-_PATIENCE = 3  # Newton steps without progress, after which roundoff dominates
+_CG_STEPS = 10_000  # maximum number of passes
+_RANK = 512  # of the preconditioner
 _PANELS = 6  # per side of the Gram matrix; by symmetry 21 of the 36 tiles are computed
 
 
@@ -50,7 +52,7 @@ def ridge_weights(
         features of full rank; otherwise the direct methods give NaN.
     method : {"auto", "primal", "dual", "cg"}
         "primal" factorizes ``Phi'Phi + penalty I`` [d, d], "dual" ``Phi Phi' + penalty I``
-        [n, n]; "cg" needs no matrix. "auto" takes the smaller matrix if three copies of it fit
+        [n, n]; "cg" needs no such matrix. "auto" takes the smaller matrix if three copies of it fit
         into ``memory``, and "cg" otherwise or for sparse features.
     memory : int
         Working memory in bytes, besides the arguments. A block of ``Blocks`` takes up to a quarter.
@@ -69,9 +71,12 @@ def ridge_weights(
     Notes
     -----
     Time: ``7/12 n d min(n, d)`` multiply-adds for the Gram matrix and a Cholesky factorization;
-    "cg": ``2 n d c`` for each of about ``sqrt(condition)`` iterations. ``Blocks`` are generated
-    twice by "primal", three times by "dual" and once per iteration by "cg". For derivatives in the
-    features or the penalty use :func:`bilevel.ridge`.
+    "cg": ``2 n d c`` for each step of block conjugate gradients (:func:`ntk.iterative_regression`).
+    Dense features with 2048 rows and columns or more get a preconditioner of rank 512, which costs
+    ``512 n d`` (in ``Blocks`` twice that) and up to an eighth of ``memory``. ``Blocks`` are
+    generated once if half of ``memory`` holds them (next to the matrices of a direct method).
+    Otherwise "primal" generates them twice, "dual" three times, "cg" once per step and about eight
+    times more. For derivatives in the features or the penalty use :func:`bilevel.ridge`.
 
     Examples
     --------
@@ -113,32 +118,33 @@ def predict(features: Features, w: chex.Array, *, memory: int = 2**31) -> jax.Ar
 def _solve_ridge(features, y, penalty, method: str, memory: int) -> LinearFit:
     targets = matrices.as_columns(y).astype(matrices.dtype_of(features))
     penalty = jnp.asarray(penalty, targets.dtype)
-    if method == "cg":
-        size = jnp.max(jnp.abs(targets))  # squares of small numbers underflow
-        size = jnp.where(size > 0, size, 1)
-        w, residual = _newton_cg(features, targets / size, penalty, memory)
-        w = w * size
-    else:
-        solve = _solve_primal if method == "primal" else _solve_dual
-        w = solve(features, targets, penalty, memory)
-        # One pass gives the slopes at w and at 0.
-        errors = sweep(features, w, lambda f, y: jnp.hstack([f - y, y]), (targets,), memory)[1]
-        slope, at_zero = jnp.split(errors, 2, axis=1)
-        residual = _relative_norm(slope + penalty * w, at_zero)
+    if isinstance(features, Blocks):
+        numbers = 2 * math.prod(features.shape)
+        numbers += 0 if method == "cg" else 3 * min(features.shape) ** 2
+        if numbers * targets.dtype.itemsize <= memory:
+            features = matrices.dense(features, memory)
+    solve = {"primal": _solve_primal, "dual": _solve_dual, "cg": _solve_by_cg}[method]
+    w = solve(features, targets, penalty, memory)
+    # One pass gives the slopes at w and at 0.
+    errors = sweep(features, w, lambda f, y: jnp.hstack([f - y, y]), (targets,), memory)[1]
+    slope, at_zero = jnp.split(errors, 2, axis=1)
+    residual = _relative_norm(slope + penalty * w, at_zero)
     return LinearFit(w.reshape(-1, *y.shape[1:]), jnp.max(residual))
 
 
 def _solve_primal(features, y, penalty, memory):
     """Return ``(Phi'Phi + penalty I)^-1 Phi'y`` by Cholesky."""
     if not isinstance(features, Blocks):
-        return _solve_by_cholesky(_lower_gram(features), penalty, matmul(features.T, y))
+        return _solve_by_cholesky(
+            _lower_gram(features), penalty, matrices.transposed_product(features, y)
+        )
     n, d = features.shape
     starts, size = matrices.block_starts(n, d, y.dtype, memory)
 
     def add(sums, block):
         start, y = block
         phi = features.rows(start, size)
-        return (sums[0] + _lower_gram(phi), sums[1] + matmul(phi.T, y)), None
+        return (sums[0] + _lower_gram(phi), sums[1] + matrices.transposed_product(phi, y)), None
 
     zero = jnp.zeros((d, d), y.dtype), jnp.zeros((d, y.shape[1]), y.dtype)
     (gram, moment), _ = jax.lax.scan(add, zero, (starts, matrices.split_rows(y, len(starts), size)))
@@ -180,62 +186,52 @@ def _solve_by_cholesky(gram, penalty, b):
     return jax.scipy.linalg.cho_solve((factor, True), b)
 
 
-def _newton_cg(features, y, penalty, memory):
-    """Return ``w`` [d, c] and residuals [c] of Newton steps by conjugate gradients from 0."""
-    eps = jnp.finfo(y.dtype).eps
-    tolerance = eps**0.75
-
-    def gradient(w):
-        f, slope = sweep(features, w, lambda f, y: f - y, (y,), memory)
-        return f, slope + penalty * w
-
-    def objective(w, f):
-        return jnp.sum((f - y) ** 2, axis=0) + penalty * jnp.sum(w**2, axis=0)
-
-    def hessian(v):
-        return sweep(features, v, lambda f: f, (), memory)[1] + penalty * v
-
-    def unfinished(state):
-        *_, residual, _, _, since, k = state
-        return jnp.any(residual > tolerance) & (since < _PATIENCE) & (k < _NEWTON_STEPS)
-
-    def step(state):
-        w, g, residual, best, least, since, k = state
-        accuracy = tolerance / (2 * residual)
-        w = w + _cg_by_column(hessian, jnp.where(residual > tolerance, -g, 0), accuracy)
-        f, g = gradient(w)
-        residual = _relative_norm(g, start)
-        better = jnp.max(residual) < jnp.max(best[1])
-        best = jax.tree.map(partial(jnp.where, better), (w, residual), best)
-        # The gradient may grow while the objective falls.
-        reached = objective(w, f)
-        progress = better | jnp.any(reached < (1 - 4 * eps) * least)
-        least = jnp.minimum(reached, least)
-        return w, g, residual, best, least, jnp.where(progress, 0, since + 1), k + 1
-
-    w = jnp.zeros((features.shape[1], y.shape[1]), y.dtype)
-    f, start = gradient(w)
-    residual = _relative_norm(start, start)
-    zero = jnp.zeros((), int)
-    state = w, start, residual, (w, residual), objective(w, f), zero, zero
-    w, residual = jax.lax.while_loop(unfinished, step, state)[3]
-    return nan_unless(jnp.isfinite(residual), w), residual
+def _solve_by_cg(features, y, penalty, memory):
+    """Return ``(Phi'Phi + penalty I)^-1 Phi'y`` by block conjugate gradients from 0."""
+    gram, d, dtype = _Gram(features, memory), features.shape[1], y.dtype
+    moment = sweep(features, jnp.zeros((d, 1), dtype), lambda _, y: y, (y,), memory)[1]
+    partial_factor = PartialCholesky(
+        jnp.zeros((d, 0), dtype), jnp.ones(d, dtype), jnp.zeros(0, int)
+    )
+    rank = min(_RANK, memory // (8 * d * dtype.itemsize))
+    if min(features.shape) >= 4 * rank > 0 and not isinstance(features, Sparse):
+        # The draw of pivots changes the number of steps, not the solution.
+        partial_factor = partial_cholesky(gram, rank, key=jax.random.key(0))
+    # With the same number for every column, weights without a penalty have the least norm.
+    mean = jnp.mean(partial_factor.residual_diagonal)
+    partial_factor = partial_factor._replace(residual_diagonal=jnp.full(d, mean))
+    tolerance = float(jnp.finfo(dtype).eps) ** 0.75
+    return solve_block_cg(gram, moment, penalty, partial_factor, tolerance, _CG_STEPS)[0]
 
 
-def _cg_by_column(product, b, relative):
-    """Solve for each column of ``b`` until its residual is below ``relative * |b|``."""
+class _Gram(Operator):
+    """``Phi'Phi``: a pass over the features for a product."""
 
-    def one(v):
-        return product(v[:, None])[:, 0]
+    arrays, static = ("features",), ("memory", "dtype")
 
-    def solve(b, aim):
-        return solve_conjugate_gradients(one, b, None, steps=_CG_STEPS, threshold=aim).x
+    def __init__(self, features: Features, memory: int):
+        self.features, self.memory, self._programs = features, memory, {}
+        self.dtype = matrices.dtype_of(features)
 
-    aims = relative * jnp.linalg.norm(b, axis=0)
-    return jax.vmap(solve, in_axes=(1, 0), out_axes=1)(b, aims)
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.features.shape[1], self.features.shape[1]
+
+    def _product(self, v):
+        return sweep(self.features, v, lambda f: f, (), self.memory)[1]
+
+    def _columns(self, indices):
+        if isinstance(self.features, jax.Array):
+            return matrices.transposed_product(self.features, self.features[:, indices])
+        return self._product(jax.nn.one_hot(indices, self.shape[0], axis=0, dtype=self.dtype))
+
+    def _diagonal(self):
+        return matrices.squared_norms(self.features, self.memory)
 
 
 def _relative_norm(gradient, start):
     """Return ``|gradient| / |start|`` by column; 0 if both are 0."""
-    norm, scale = jnp.linalg.norm(gradient, axis=0), jnp.linalg.norm(start, axis=0)
+    largest = jnp.max(jnp.abs(start), axis=0)  # scaled first, as its square may underflow
+    unit = jnp.where(largest > 0, largest, 1)[None]
+    norm, scale = (jnp.linalg.norm(slope / unit, axis=0) for slope in (gradient, start))
     return norm / jnp.where((scale == 0) & (norm == 0), 1, scale)

@@ -8,17 +8,18 @@ import numpy as np
 import optax
 import pytest
 import scipy.sparse
-from helpers import assert_close, tolerance
+from helpers import assert_close, long_except, tolerance
 from jax.experimental.sparse import BCOO, BCSR
 from jax.tree_util import Partial
 from problems import mean_squares, separate_penalties
 
 import bilevel
 from bilevel import linear
-from bilevel.linear import ridge_weights
+from bilevel.linear import models, ridge_weights
 from bilevel.linear.matrices import Blocks, sparse
 from bilevel.linear.models import predict
 from bilevel.outer_loop.batches import minibatches
+from ntk.large.block_cg import solve_block_cg
 
 SHAPES = {"tall": (31, 11), "wide": (11, 31)}
 MEMORY = 4 * 31 * 8 * 3  # blocks of a few rows or columns, which divide neither 11 nor 31
@@ -57,12 +58,61 @@ FORMS = {
     ("form", "method"),
     [(f, m) for f in ("array", "blocks") for m in ("primal", "dual", "cg")] + [("sparse", "cg")],
 )
-def test_ridge_is_the_normal_equations_whatever_the_method_and_form(form, method, shape):
+@pytest.mark.parametrize("memory", [MEMORY, 3 * MEMORY], ids=["in blocks", "whole"])
+def test_ridge_is_the_normal_equations_whatever_the_method_and_form(form, method, shape, memory):
     phi, y = data(shape)
     expected = np.linalg.solve(phi.T @ phi + 0.5 * np.eye(phi.shape[1]), phi.T @ y)
-    fit = ridge_weights(FORMS[form](phi), y, 0.5, method=method, memory=MEMORY)
+    fit = ridge_weights(FORMS[form](phi), y, 0.5, method=method, memory=memory)
     assert_close(fit.w, expected, f64=1e-10, f32=1e-4)
     assert fit.residual < tolerance(1e-11, 1e-4)
+
+
+@pytest.fixture
+def set_rank(monkeypatch):
+    """Return a function that sets the rank of the preconditioner."""
+
+    def set_to(rank):
+        monkeypatch.setattr(models, "_RANK", rank)
+        models._solve_ridge.clear_cache()
+
+    yield set_to
+    models._solve_ridge.clear_cache()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("n", "d", "memory"),
+    long_except([(2500, 2100, 2**31)], [(2500, 2100, 2**31), (2100, 2500, 2**24)]),
+)
+def test_a_preconditioner_reaches_the_solution_in_fewer_steps(n, d, memory, set_rank, monkeypatch):
+    rng = np.random.default_rng(0)
+    phi = rng.normal(size=(n, 300)) / np.arange(1, 301) @ rng.normal(size=(300, d))
+    phi = (phi + 0.01 * rng.normal(size=(n, d))).astype(np.float32)
+    y = rng.normal(size=(n, 2)).astype(np.float32)
+    exact = np.linalg.solve(phi.T @ phi.astype(float) + np.eye(d), phi.T @ y.astype(float))
+    steps = []
+
+    def recorded(*args):
+        solution = solve_block_cg(*args)
+        jax.debug.callback(lambda k: steps.append(int(k)), solution[-1])
+        return solution
+
+    monkeypatch.setattr(models, "solve_block_cg", recorded)
+    for rank in (512, 0):
+        set_rank(rank)
+        fit = ridge_weights(as_blocks(phi), y, 1.0, method="cg", memory=memory)
+        assert np.linalg.norm(fit.w - exact) < 1e-3 * np.linalg.norm(exact)
+        assert fit.residual < 1e-4
+    jax.effects_barrier()
+    assert steps[0] < steps[1] / 3
+
+
+def test_steps_with_a_preconditioner_keep_the_solution_of_least_norm(set_rank):
+    set_rank(2)
+    phi, y = data("wide")
+    phi = phi * np.geomspace(1, 3, phi.shape[1])
+    fit = ridge_weights(phi, y, 0.0, method="cg")
+    assert_close(fit.w, np.linalg.pinv(phi) @ y, f64=1e-9, f32=1e-3)
 
 
 def test_residual_is_the_relative_gradient():

@@ -331,15 +331,16 @@ def test_wrcor_leaves_out_inputs_of_a_relu_if_one_sample_is_constant():
     a, b = (jnp.asarray(rng.normal(size=shape)) for shape in ((5, 6), (6, 3)))
     x, y = jnp.asarray(rng.normal(size=(3, 5))).at[1].set(0), jnp.arange(3)
 
-    def network(shift):
-        return jax.nn.relu(x @ a + 1 + shift) @ b
+    def network(w, x, shift=0):
+        return jax.nn.relu(x @ w[0] + 1 + shift) @ w[1]
 
     def loss(shift):
-        return optax.softmax_cross_entropy_with_integer_labels(network(shift), y).mean()
+        logits = network((a, b), x, shift)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
     @jax.jit
     def value(x):
-        return score("wrcor", (a, b), (x, y), lambda w, x: jax.nn.relu(x @ w[0] + 1) @ w[1])
+        return score("wrcor", (a, b), (x, y), network)
 
     gradients = jax.grad(loss)(jnp.zeros((3, 6)))
     assert_close(value(x), np.linalg.slogdet(abs(np.corrcoef(gradients)))[1])

@@ -12,7 +12,9 @@ from sklearn.svm import LinearSVC
 
 import bilevel
 from bilevel import baselines
+from bilevel.linear import models
 from bilevel.spaces import features
+from bilevel.spaces.features import selection
 from bilevel.spaces.features.text import fold, hashed_counts, statistics, weigh
 
 key = functools.partial(jax.random.key, 3)
@@ -27,7 +29,8 @@ def parts():
 
 @pytest.fixture(scope="module")
 def configs():
-    return features.sample_fourier(jax.random.key(1), 5, gammas=(1e-3, 1.0))
+    drawn = features.sample_fourier(jax.random.key(1), 5, gammas=(1e-3, 1.0))
+    return [config._replace(kernel=np.asarray(i % 2)) for i, config in enumerate(drawn)]
 
 
 def flat(parts):
@@ -86,16 +89,37 @@ def test_shared_weights_are_fitted_to_rows_under_configurations_of_their_own(par
 
 
 @pytest.mark.long
-def test_features_made_in_blocks_are_those_that_are_kept(parts, configs):
+@pytest.mark.parametrize("large", [32, 10**6], ids=["cg", "direct"])
+@pytest.mark.parametrize("memory", [400_000, 150_000, 40_000])  # all rows fit, fewer, a few
+def test_features_made_in_blocks_are_those_that_are_kept(
+    parts, configs, memory, large, monkeypatch
+):
+    monkeypatch.setattr(selection, "_LARGE", large)
     problems = [
         features.fourier_selection(key(), *parts, dimension=DIMENSION, memory=memory)
-        for memory in (2**31, 225_000)  # some 70 rows a block
+        for memory in (2**31, memory)
     ]
     # More features than rows, so in columns; then fewer, in rows.
     shared = [p.share(key(), configs, np.full(5, 0.2), DIMENSION).errors for p in problems]
     np.testing.assert_allclose(*shared, atol=tolerance(1e-12, 0.1))
     alone = [p.evaluate(None, configs[0], 32) for p in problems]
     np.testing.assert_allclose(*alone, atol=tolerance(1e-12, 0.0126))
+
+
+def test_weights_of_an_inaccurate_solve_are_not_used(parts, configs, monkeypatch):
+    def errors(steps, large):
+        monkeypatch.setattr(models, "_CG_STEPS", steps)
+        monkeypatch.setattr(selection, "_LARGE", large)
+        monkeypatch.setattr(selection, "_ridge_in_blocks", jax.jit(ridge, static_argnums=(5, 6, 7)))
+        models._solve_ridge.clear_cache()
+        problem = features.fourier_selection(key(), *parts, dimension=32, memory=50_000)
+        return problem.evaluate(None, configs[0], 32)
+
+    ridge = selection._ridge_in_blocks.__wrapped__
+    assert errors(2, large=1) == errors(2, large=10**6)
+    monkeypatch.setattr(selection, "_ACCURATE", np.inf)
+    assert errors(2, large=1) != errors(2, large=10**6)
+    models._solve_ridge.clear_cache()
 
 
 TEXTS = [f"{mood} {thing} , truly {mood} !" for mood in ("fine", "dull") for thing in "abcdefgh"]

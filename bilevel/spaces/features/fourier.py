@@ -18,6 +18,7 @@ form an endless sequence; every part of it can be computed alone.
 Rahimi & Recht (2007); search space of Khodak, Li, Balcan & Talwalkar (2020), section 2 and B.2.1.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -163,9 +164,10 @@ def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
 
     Notes
     -----
-    ``project`` costs one product [n, p] x [p, D] for a scalar configuration and two for one
-    configuration per row, plus p D random numbers each. The random bits of feature j depend on the
-    key and j alone; features of different ``dimension`` and ``start`` agree up to rounding.
+    ``project`` costs one product [n, p] x [p, D] for a scalar configuration, and two for one
+    configuration per row with different kernels, plus p D random numbers each. The random bits of
+    feature j depend on the key and j alone; features of different ``dimension`` and ``start`` agree
+    up to rounding.
 
     Examples
     --------
@@ -206,7 +208,12 @@ def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
         if kernel.ndim == 0:
             projection = jax.lax.cond(laplace, lambda: along(_CAUCHY), lambda: along(_DIRECTIONS))
         else:
-            projection = jnp.where(laplace[:, None], along(_CAUCHY), along(_DIRECTIONS))
+            zeros = jnp.zeros((len(x), dimension), x.dtype)
+            cauchy, directions = (
+                jax.lax.cond(jnp.any(rows), functools.partial(along, stream), lambda: zeros)
+                for rows, stream in ((laplace, _CAUCHY), (~laplace, _DIRECTIONS))
+            )
+            projection = jnp.where(laplace[:, None], cauchy, directions)
         radius = jnp.abs(_draw_stream(key, _RADII, (), start, dimension, x.dtype))
         isotropic = jnp.reshape(kernel == _ISOTROPIC, (-1, 1))
         return projection / jnp.where(isotropic, radius[None], 1)

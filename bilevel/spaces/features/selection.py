@@ -30,6 +30,9 @@ from bilevel.spaces.targets import predict_labels, sign_labels
 
 Part = tuple[Any, Any]  # rows and their labels 0..classes-1
 
+_LARGE = 8192  # side of a Gram matrix from which on conjugate gradients are faster
+_ACCURATE = 1e-4  # relative gradient up to which their weights are used
+
 
 def fourier_selection(
     key: chex.PRNGKey,
@@ -184,10 +187,10 @@ def _feature_blocks(source: Source, config, x: jax.Array, resource: int) -> Bloc
     return Blocks((len(x), resource), rows, columns)
 
 
-@functools.partial(jax.jit, static_argnames=("resource", "memory"))
-def _ridge_in_blocks(source, config, x, targets, penalty, resource, memory):
+@functools.partial(jax.jit, static_argnames=("resource", "method", "memory"))
+def _ridge_in_blocks(source, config, x, targets, penalty, resource, method, memory):
     phi = _feature_blocks(source, config, x, resource)
-    return linear.ridge_weights(phi, targets, penalty, memory=memory).w
+    return linear.ridge_weights(phi, targets, penalty, method=method, memory=memory)
 
 
 @functools.partial(jax.jit, static_argnames=("resource", "memory"))
@@ -199,7 +202,17 @@ def _ridge_from_blocks(source: Source, x: jax.Array, memory: int):
     """Return ridge regression and its outputs, from feature blocks computed when needed."""
 
     def ridge(config, rows, targets, penalty, resource):
-        return _ridge_in_blocks(source, config, x[rows], targets, penalty, resource, memory)
+        mine = x[rows]
+        if np.ndim(config.kernel):  # with rows of a kernel side by side, blocks need one projection
+            order = np.argsort(config.kernel, kind="stable")
+            config = jax.tree.map(lambda leaf: leaf[order], config)
+            mine, targets = mine[order], targets[order]
+        given = source, config, mine, targets, penalty, resource
+        if penalty > 0 and min(len(mine), resource) >= _LARGE:
+            fit = _ridge_in_blocks(*given, "cg", memory)
+            if fit.residual <= _ACCURATE:
+                return fit.w
+        return _ridge_in_blocks(*given, "auto", memory).w
 
     def outputs(w, config, rows, resource):
         return _outputs_in_blocks(source, config, x[rows], w, resource, memory)

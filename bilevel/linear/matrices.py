@@ -170,7 +170,7 @@ def features_product(features: Features, w: jax.Array, memory: int) -> jax.Array
     return f.reshape(-1, *w.shape[1:])
 
 
-def dense(features: Blocks, memory: int) -> jax.Array:
+def as_array(features: Blocks, memory: int) -> jax.Array:
     """Return the features as an array, generated in blocks of at most memory / 16."""
     (n, d), dtype = features.shape, dtype_of(features)
     starts, size = block_starts(n, d, dtype, memory // 4)
@@ -182,7 +182,7 @@ def dense(features: Blocks, memory: int) -> jax.Array:
     return jax.lax.fori_loop(0, len(starts), fill, jnp.zeros((n, d), dtype))
 
 
-def squared_norms(features: Features, memory: int) -> jax.Array:
+def column_squares(features: Features, memory: int) -> jax.Array:
     """Return the squared 2-norm of each column [d]."""
     n, d = features.shape
     if isinstance(features, Sparse):

@@ -122,7 +122,7 @@ def _solve_ridge(features, y, penalty, method: str, memory: int) -> LinearFit:
         numbers = 2 * math.prod(features.shape)
         numbers += 0 if method == "cg" else 3 * min(features.shape) ** 2
         if numbers * targets.dtype.itemsize <= memory:
-            features = matrices.dense(features, memory)
+            features = matrices.as_array(features, memory)
     solve = {"primal": _solve_primal, "dual": _solve_dual, "cg": _solve_by_cg}[method]
     w = solve(features, targets, penalty, memory)
     # One pass gives the slopes at w and at 0.
@@ -226,7 +226,7 @@ class _Gram(Operator):
         return self._product(jax.nn.one_hot(indices, self.shape[0], axis=0, dtype=self.dtype))
 
     def _diagonal(self):
-        return matrices.squared_norms(self.features, self.memory)
+        return matrices.column_squares(self.features, self.memory)
 
 
 def _relative_norm(gradient, start):

@@ -144,7 +144,7 @@ def test_free_directions_that_do_not_matter_leave_an_estimate(name, solver, dtyp
         assert hyper.info.converged or solver != "exact"
     # Rounding decides for one seed in eight whether Newton settles, and it may give the free
     # direction of four logits a curvature. Which seeds differs between CPUs.
-    assert high <= 1
+    assert high <= (dtype == np.float32)  # by rounding: 0.03 % of the norm, at most once
     assert known >= seeds * (0.5 if name == "logits" else 0.7)
 
 

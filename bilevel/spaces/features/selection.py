@@ -31,7 +31,7 @@ from bilevel.spaces.targets import predict_labels, sign_labels
 Part = tuple[Any, Any]  # rows and their labels 0..classes-1
 
 _LARGE = 8192  # side of a Gram matrix from which on conjugate gradients are faster
-_ACCURATE = 1e-4  # relative gradient up to which their weights are used
+_ACCURATE = 1e-4  # relative gradient; above it Cholesky solves again, if its matrix fits
 
 
 def fourier_selection(

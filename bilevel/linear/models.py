@@ -5,7 +5,7 @@ This is the inner solver of feature-map selection (Khodak et al. 2020, section 2
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -99,11 +99,18 @@ def ridge_weights(
             f"features, got {method!r}."
         )
     if method == "auto":
-        n, d = features.shape
-        fits = 3 * min(n, d) ** 2 * matrices.dtype_of(features).itemsize <= memory
-        direct = "primal" if d <= n else "dual"
-        method = direct if fits and not isinstance(features, Sparse) else "cg"
+        dtype = matrices.dtype_of(features)
+        sparse = isinstance(features, Sparse)
+        method = "cg" if sparse else default_method(features.shape, dtype, memory)
     return _solve_ridge(features, y, penalty, method, memory)
+
+
+def default_method(shape: tuple[int, int], dtype: Any, memory: int) -> str:
+    """Return the method of :func:`ridge_weights` for features [n, d] that are not sparse."""
+    n, d = shape
+    if 3 * min(n, d) ** 2 * np.dtype(dtype).itemsize > memory:
+        return "cg"
+    return "primal" if d <= n else "dual"
 
 
 def predict(features: Features, w: chex.Array, *, memory: int = 2**31) -> jax.Array:

@@ -107,16 +107,20 @@ def test_features_made_in_blocks_are_those_that_are_kept(
 
 
 def test_weights_of_an_inaccurate_solve_are_not_used(parts, configs, monkeypatch):
-    def errors(steps, large):
+    def errors(steps, large, memory=50_000):
         monkeypatch.setattr(models, "_CG_STEPS", steps)
         monkeypatch.setattr(selection, "_LARGE", large)
         monkeypatch.setattr(selection, "_ridge_in_blocks", jax.jit(ridge, static_argnums=(5, 6, 7)))
         models._solve_ridge.clear_cache()
-        problem = features.fourier_selection(key(), *parts, dimension=32, memory=50_000)
+        problem = features.fourier_selection(key(), *parts, dimension=32, memory=memory)
         return problem.evaluate(None, configs[0], 32)
 
-    ridge = selection._ridge_in_blocks.__wrapped__
+    ridge, most = selection._ridge_in_blocks.__wrapped__, models._CG_STEPS
     assert errors(2, large=1) == errors(2, large=10**6)
+    # No matrix of a direct method fits: 3 * 32^2 numbers. Another limit makes another program.
+    assert np.isnan(errors(2, large=1, memory=2000)).all()
+    assert np.isnan(errors(2, large=10**6, memory=2000)).all()
+    assert errors(most, large=10**6, memory=2001) == errors(2, large=10**6)
     monkeypatch.setattr(selection, "_ACCURATE", np.inf)
     assert errors(2, large=1) != errors(2, large=10**6)
     models._solve_ridge.clear_cache()

@@ -24,14 +24,14 @@ from bilevel import linear
 from bilevel.contracts import Evaluation, Selection, Shared
 from bilevel.internal import checks
 from bilevel.linear.matrices import Blocks
-from bilevel.linear.models import predict
+from bilevel.linear.models import default_method, predict
 from bilevel.spaces.features import fourier, text
 from bilevel.spaces.targets import predict_labels, sign_labels
 
 Part = tuple[Any, Any]  # rows and their labels 0..classes-1
 
 _LARGE = 8192  # side of a Gram matrix from which on conjugate gradients are faster
-_ACCURATE = 1e-4  # relative gradient; above it Cholesky solves again, if its matrix fits
+_ACCURATE = 1e-4  # relative gradient; above it Cholesky solves again, or the weights are NaN
 
 
 def fourier_selection(
@@ -57,7 +57,8 @@ def fourier_selection(
         The largest number of features: the ``budget`` of a baseline.
     penalty : float
         lambda in ``|Phi w - y|^2 + lambda |w|^2``. If 0 leaves the weights undetermined, the errors
-        of a configuration are NaN.
+        of a configuration are NaN. So they are if conjugate gradients end with a relative gradient
+        over 1e-4, and no matrix of a direct method fits into ``memory``.
     memory : int
         Bytes. If they fit, projections of all rows are stored: n x ``dimension`` values for each
         preprocessing and kernel, so that a configuration costs one cosine per feature. Otherwise
@@ -208,11 +209,14 @@ def _ridge_from_blocks(source: Source, x: jax.Array, memory: int):
             config = jax.tree.map(lambda leaf: leaf[order], config)
             mine, targets = mine[order], targets[order]
         given = source, config, mine, targets, penalty, resource
-        if penalty > 0 and min(len(mine), resource) >= _LARGE:
+        method = default_method((len(mine), resource), x.dtype, memory)
+        if method == "cg" or (penalty > 0 and min(len(mine), resource) >= _LARGE):
             fit = _ridge_in_blocks(*given, "cg", memory)
             if fit.residual <= _ACCURATE:
                 return fit.w
-        return _ridge_in_blocks(*given, "auto", memory).w
+            if method == "cg":
+                return jnp.full_like(fit.w, jnp.nan)
+        return _ridge_in_blocks(*given, method, memory).w
 
     def outputs(w, config, rows, resource):
         return _outputs_in_blocks(source, config, x[rows], w, resource, memory)

@@ -83,20 +83,30 @@ def curve(alpha, tasks=600, steps=(0, 1, 5, 10)):
     return {f"{step} steps": losses[step] for step in steps}
 
 
-def main(steps=6000, names=None):
-    """Train alpha in all ways, or in those named. Return rows with the errors of new tasks."""
-    start = initial(jax.random.key(0))
+def trained(solver, start, steps, seed):
+    """Train alpha; return it, and the number of steps until a task's own steps overflowed."""
     w = jax.tree.map(lambda a: jnp.zeros((TASKS, *a.shape)), start)
-    rows, alphas = [{"start": "random"} | curve(start)], {}
-    for name, solver in ways(names).items():
-        alphas[name] = bilevel.search(
+    try:
+        result = bilevel.search(
             *(bilevel.Problem(each, mean), solver, optax.adam(1e-3), start, w, None, None),
             batches=bilevel.jointly(lambda key, *_: sinusoids(key)),
             steps=steps,
-            key=jax.random.key(1),
+            key=jax.random.key(seed),
             history=[],
-        ).alpha
-        rows.append({"start": name} | curve(alphas[name]))
+        )
+    except bilevel.NonFiniteError as stop:
+        result = stop.result
+    return result.alpha, int(result.state.step)
+
+
+def main(steps=6000, names=None, seed=1):
+    """Train alpha in all ways, or in those named. Return rows with the errors of new tasks."""
+    start = initial(jax.random.key(0))
+    rows, alphas = [{"start": "random"} | curve(start)], {}
+    for name, solver in ways(names).items():
+        alphas[name], taken = trained(solver, start, steps, seed)
+        label = name if taken == steps else f"{name}, {taken:,} steps"
+        rows.append({"start": label} | curve(alphas[name]))
         print(rows[-1])
     return rows, alphas
 

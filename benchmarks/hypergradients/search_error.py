@@ -1,6 +1,6 @@
 """Is the hypergradient error that `bilevel search` reports true?
 
-    python benchmarks/hypergradients/search_error.py          # ten seeds, an hour on two cores
+    python benchmarks/hypergradients/search_error.py          # ten seeds, ten minutes of one core
 
 At the last alpha of the search, the command compares its hypergradient with that through four times
 as many training steps. Here the truth is the hypergradient of fully trained networks: the same

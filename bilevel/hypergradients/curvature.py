@@ -1,8 +1,8 @@
 """The smallest eigenvalue of the lower Hessian at a point, and solves with that Hessian.
 
 A small Hessian is formed and inverted by matrix products alone, because LAPACK's threads wait for
-each other on a busy machine. LAPACK decomposes it only if it is not clearly positive definite. For
-more weights, conjugate gradients solve for random vectors.
+each other on a busy machine. LAPACK decomposes it only if it is not clearly positive definite, or
+if the inverse is not accurate. For more weights, conjugate gradients solve for random vectors.
 """
 
 from collections.abc import Callable
@@ -27,6 +27,7 @@ DENSE_SIZE = 512
 _ROUNDINGS = 10  # the error of a matrix's eigenvalues, in units of roundoff of the largest one
 _SURE = 3  # an eigenvalue counts as positive from 3 times its error on
 _BLOCK = 32  # rows that are eliminated together
+_ACCURATE = 0.1  # |I - R H|_F of an inverse R that is used
 _POWERS = 16  # power iterations: the largest eigenvalue to a factor of p^(1/32)
 _PROBES = 3  # one probe misses a singular direction in 16 % of cases, three in 0.4 %
 _ASYMMETRY = 1000  # units of roundoff that a symmetric Hessian's products may differ by
@@ -100,8 +101,10 @@ def _formed(hvp: LinearMap, like: Pytree) -> Curvature:
     inverse, positive = _inverted(matrix)
     highest, largest_inverse = _largest_eigenvalues(matrix, inverse, flat)
     lowest = 1 / jnp.where(largest_inverse > 0, largest_inverse, 1)
+    # Newton's steps shrink by the relative error of the inverse, at most.
+    error = jnp.linalg.norm(jnp.eye(flat.size, dtype=flat.dtype) - inverse @ matrix)
     # Power iterations may overestimate the smallest eigenvalue by a fifth.
-    clear = positive & (lowest > 12 * _ROUNDINGS * eps * highest)
+    clear = positive & (lowest > 12 * _ROUNDINGS * eps * highest) & (error < _ACCURATE)
 
     def inverted():
         no, nothing = lowest < 0, jnp.zeros_like(matrix)
@@ -119,7 +122,7 @@ def _formed(hvp: LinearMap, like: Pytree) -> Curvature:
         flat, unravel = ravel_pytree(b)
         return unravel(factors.vectors @ (factors.core @ (factors.vectors.T @ flat)))
 
-    smallest = jnp.where(clear, _inverse_bound(matrix, inverse), factors.smallest)
+    smallest = jnp.where(clear, _inverse_bound(inverse, error), factors.smallest)
     floor = smallest - flat.size * eps * jnp.linalg.norm(matrix)
     _, _, _, lowest, definite, free, flat = factors
     batch = _batching(hvp, like)
@@ -183,9 +186,11 @@ def _largest_eigenvalues(
     return highest, largest_inverse
 
 
-def _inverse_bound(matrix: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Bound the eigenvalues from below: |H^-1| <= |R| / (1 - |I - R H|), and |R|^2 <= |R R|_F."""
-    error = jnp.linalg.norm(jnp.eye(len(matrix), dtype=matrix.dtype) - inverse @ matrix)
+def _inverse_bound(inverse: jax.Array, error: jax.Array) -> jax.Array:
+    """Bound the eigenvalues from below: |H^-1| <= |R| / (1 - error), and |R|^2 <= |R R|_F.
+
+    ``error`` is |I - R H|_F.
+    """
     size = jnp.linalg.norm(inverse)
     unit = inverse / jnp.where(size > 0, size, 1)
     bound = size * jnp.sqrt(jnp.linalg.norm(unit @ unit))

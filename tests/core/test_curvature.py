@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import flatten, hypergradient, lower_hessian, tolerance
+from helpers import DTYPES, flatten, hypergradient, lower_hessian, tolerance
 from problems import case, mean_squares, soft, soft_problem
 from sklearn.linear_model import Lasso
 
@@ -67,6 +67,19 @@ def test_the_default_solver_is_right_to_rounding_whatever_the_penalty(dtype):
         actual = float(fn(*arguments).grad)
         # The weights' rounding, in directions of an outer gradient of size 1.
         np.testing.assert_allclose(actual, truth, rtol=1e-3, atol=100 * float(np.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_solves_with_an_ill_conditioned_hessian_are_accurate(dtype):
+    """Otherwise Newton's steps do not shrink, and there is no estimate. Elimination alone fails."""
+    for seed in range(6):
+        x = np.random.default_rng(seed).normal(size=(15, 40)).astype(dtype)
+        matrix = jnp.asarray(x.T @ x)
+        least = 300 * jnp.finfo(dtype).eps * jnp.linalg.norm(matrix, 2)
+        matrix = matrix + least * jnp.eye(40, dtype=dtype)
+        system = curvature(lambda v, matrix=matrix: matrix @ v, matrix[0], 0, dense=True)
+        assert system.definite
+        assert jnp.linalg.norm(jax.vmap(system.solve)(matrix) - jnp.eye(40), 2) < 0.2
 
 
 def test_a_tiny_curvature_is_trusted_unless_it_is_rounding():

@@ -113,7 +113,7 @@ def schur_lower_bound(
     Notes
     -----
     Weyl's inequality over the layers' parts of the kernel, then Schur's for each. True up to
-    rounding, not certified: values up to ``N eps`` times the kernel's diagonal (with kinks,
+    rounding, not certified: values up to ``(8 L + N) eps`` times the kernel's diagonal (with kinks,
     ``sqrt(eps)`` times) count as vacuous. Time: 3 L eigenvalue problems of size N, and one kernel.
     Memory: 2 L matrices [N, N].
 
@@ -124,23 +124,25 @@ def schur_lower_bound(
     >>> bound(jnp.eye(3)).round(2)  # the smallest eigenvalue is the same here: 2 - 1 / pi
     Array(1.68, dtype=float...)
     """
-    layers, weights, skips, variances = parse_architecture(activations, skips, variances)
     x, _ = check_input_pair("x", x)
+    layers, weights, skips, variances = parse_architecture(activations, skips, variances, x.dtype)
     features, slopes = _layer_kernels(x, layers, weights, skips, variances)
     depth = len(variances)
     terms = {f"layer {depth}": variances[-1] * min_eigenvalue(features[-1])}
     above = jnp.full_like(features[0], variances[-1])  # B_l
+    diagonal = variances[-1] * jnp.diag(features[-1])  # of the NTK
     for i in reversed(range(depth - 1)):  # layer i + 1
         forward, slope = variances[i] * features[i], slopes[i]
         apart = min_eigenvalue(forward) * jnp.diag(slope * above).min()
         together = min_eigenvalue(forward * slope) * jnp.diag(above).min()
         terms[f"layer {i + 1}"] = jnp.maximum(apart, together)
+        diagonal += jnp.diag(forward * slope * above)
         if i:
             above = (variances[i] * slope + skips[i - 1] ** 2) * above
     # With a kink, the error of a kernel entry near correlation 1 is the root of the roundoff.
     kinked = any(s.smooth is None or s.kinks for layer in layers for s in layer)
     eps = jnp.finfo(x.dtype).eps
-    noise = (eps**0.5 if kinked else len(x) * eps) * variances[-1] * jnp.diag(features[-1]).max()
+    noise = (eps**0.5 if kinked else (8 * depth + len(x)) * eps) * diagonal.max()
     return lower_bound(jnp.stack(list(terms.values())).sum(), terms, noise)
 
 
@@ -195,8 +197,8 @@ def hermite_lower_bound(
     >>> bool(bound(x) > 0.1)
     True
     """
-    layers, weights, skips, variances = parse_architecture(activations, skips, variances)
     x, _ = check_input_pair("x", x)
+    layers, weights, skips, variances = parse_architecture(activations, skips, variances, x.dtype)
     squares = (x * x).sum(1)
     rounding = (16 + math.sqrt(x.shape[1])) * jnp.finfo(x.dtype).eps  # of normalised rows
     equal = holds(jnp.ptp(squares) <= rounding * squares.min())

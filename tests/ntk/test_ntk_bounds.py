@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, assert_gradient, tolerance, unit_rows
+from helpers import DTYPES, assert_close, assert_gradient, tolerance, unit_rows
 
 from ntk import activation, erf, gelu, leaky_relu, network_kernel, relu, sigmoid, swish, tanh
 from ntk.bounds import (
@@ -94,6 +94,16 @@ def test_the_hermite_bound_of_a_step_is_one(layers):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("s", [gelu, tanh, relu], ids=["gelu", "tanh", "relu"])
+def test_lower_bounds_of_two_equal_inputs_are_rounding(s, dtype):
+    """The eigenvalue is 0; each layer adds rounding."""
+    x = unit_rows(0, 2, 3)[jnp.array([0, 1, 1])].astype(dtype)
+    for bound in (schur_lower_bound, hermite_lower_bound):
+        assert bound(x, activations=[s] * 3).vacuous
+        assert not bound(x[:2], activations=[s] * 3).vacuous
+
+
 def test_the_schur_bound_of_near_duplicates_is_noise_for_every_kink():
     x = unit_rows(131, 2, 3)
     x[1] = x[0] + 1e-10 * np.random.default_rng(131).standard_normal(3)

@@ -30,7 +30,7 @@ def normal(rng, dtype, *shape, scale=1.0):
     return jnp.asarray(scale * rng.normal(size=shape), dtype)
 
 
-NODES = np.linspace(-8.5, 8.5, 680)  # 0 is halfway between two nodes
+NODES = np.linspace(-8.5, 8.5, 1360)  # 0 is halfway between two nodes
 
 
 def expectation(f, g, vx, vy, c):

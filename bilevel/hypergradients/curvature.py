@@ -231,7 +231,7 @@ def _sharpened(products, values, vectors, rounding) -> _HessianFactors:
     core = jnp.where(soft_block, inside, 0) + jnp.diag(jnp.where(soft, 0, 1 / values))
     lowest = jnp.min(jnp.where(stiff, sharp, jnp.inf))
     lowest = jnp.minimum(lowest, jnp.min(jnp.where(soft, jnp.inf, values)))
-    lowest = jnp.where(flat, lowest, sharp[0])
+    lowest = jnp.where(flat | ~soft.any(), lowest, sharp[0])
     free_vectors = (vectors @ turn) * free[None].astype(turn.dtype)
     return _HessianFactors(vectors, core, values[0], lowest, definite, free_vectors, flat)
 

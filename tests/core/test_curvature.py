@@ -69,16 +69,21 @@ def test_the_default_solver_is_right_to_rounding_whatever_the_penalty(dtype):
         np.testing.assert_allclose(actual, truth, rtol=1e-3, atol=100 * float(np.finfo(dtype).eps))
 
 
+@pytest.mark.parametrize("roundings", [300, 3000])  # above 1000, no direction is soft
+@pytest.mark.parametrize("accurate", [0.1, 0.0], ids=["inverted", "decomposed"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_solves_with_an_ill_conditioned_hessian_are_accurate(dtype):
+def test_solves_with_an_ill_conditioned_hessian_are_accurate(
+    dtype, accurate, roundings, monkeypatch
+):
     """Otherwise Newton's steps do not shrink, and there is no estimate. Elimination alone fails."""
+    monkeypatch.setattr(curvatures, "_ACCURATE", accurate)
     for seed in range(6):
         x = np.random.default_rng(seed).normal(size=(15, 40)).astype(dtype)
         matrix = jnp.asarray(x.T @ x)
-        least = 300 * jnp.finfo(dtype).eps * jnp.linalg.norm(matrix, 2)
+        least = roundings * jnp.finfo(dtype).eps * jnp.linalg.norm(matrix, 2)
         matrix = matrix + least * jnp.eye(40, dtype=dtype)
         system = curvature(lambda v, matrix=matrix: matrix @ v, matrix[0], 0, dense=True)
-        assert system.definite
+        assert system.definite and 0.8 < system.lowest / least < 1.25
         assert jnp.linalg.norm(jax.vmap(system.solve)(matrix) - jnp.eye(40), 2) < 0.2
 
 

@@ -101,7 +101,8 @@ def ridge_weights(
     if method == "auto":
         dtype = matrices.dtype_of(features)
         sparse = isinstance(features, Sparse)
-        method = "cg" if sparse else default_method(features.shape, dtype, memory)
+        # checked_features makes the shape a pair.
+        method = "cg" if sparse else default_method(features.shape, dtype, memory)  # type: ignore[arg-type]
     return _solve_ridge(features, y, penalty, method, memory)
 
 

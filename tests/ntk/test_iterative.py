@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, assert_gradient, long_except
+from helpers import assert_gradient, float64_only, long_except, tolerance
 
 import ntk
 from ntk.large import preconditioner
@@ -55,16 +55,17 @@ def test_a_partial_factor_is_below_the_kernel_and_exact_at_its_pivots(rank):
     assert len(set(np.asarray(factorization.pivots).tolist())) == rank
 
 
+@float64_only  # other numbers draw other pivots
 def test_a_partial_factor_is_nearly_the_best_of_half_its_rank():
     best = np.linalg.eigvalsh(dense())[: N - 20].sum()
     assert factor(40).residual_diagonal.sum() < 1.1 * best
 
 
+@float64_only  # float32's rounding has a root of 0.01
 def test_beyond_the_rank_of_a_kernel_a_factor_is_zero():
     K = ntk.KernelOperator(lambda a, b: a @ b.T, jnp.asarray(X))
     factorization = ntk.partial_cholesky(K, 20, key=key())
-    product = factorization.factor @ factorization.factor.T
-    assert_close(product, X @ X.T, f64=1e-12, f32=1e-5)
+    np.testing.assert_allclose(factorization.factor @ factorization.factor.T, X @ X.T, atol=1e-9)
     assert (jnp.abs(factorization.factor).max(0) > 1e-3).sum() == 4
 
 
@@ -202,7 +203,8 @@ def test_few_steps_end_with_the_true_residual():
     fit = fitted(operator(), Y, penalty=0.1, tol=1e-12, steps=4, callback=states.append)
     left = Y - (dense() + 0.1 * np.eye(N)) @ fit.weights
     assert fit.steps == 4 and [bool(s.computed) for s in states] == [False, False, False, True]
-    assert_close(fit.residual, np.linalg.norm(left, axis=0), f64=1e-11, f32=1e-4)
+    expected = np.linalg.norm(left, axis=0)
+    np.testing.assert_allclose(fit.residual, expected, rtol=tolerance(1e-10, 1e-4))
 
 
 def test_stalled_iterations_end():

@@ -104,6 +104,7 @@ def test_lower_bounds_of_two_equal_inputs_are_rounding(s, dtype):
         assert not bound(x[:2], activations=[s] * 3).vacuous
 
 
+@pytest.mark.long
 def test_the_schur_bound_of_near_duplicates_is_noise_for_every_kink():
     x = unit_rows(131, 2, 3)
     x[1] = x[0] + 1e-10 * np.random.default_rng(131).standard_normal(3)

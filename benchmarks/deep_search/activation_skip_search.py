@@ -19,7 +19,8 @@ The searches (`READINGS`) are:
   length at ten times its rate for alpha;
 - "longer" has DARTS's length and rate. The paper does not state the length, which decides the
   outcome;
-- "in turn" alternates steps of activations and of skips, with twice the rate;
+- "in turn" alternates steps of activations and of skips, with twice the rate. "In turn, longer" has
+  DARTS's length;
 - "apart" runs two searches. In each, one of the two parts is fixed at its start;
 - others change the inputs, or use Lemma 1's weights (see `bilevel.spaces.skips`);
 - two variants of "longer": one has ten times the decay, chosen after pilots. In the other, the
@@ -95,6 +96,7 @@ READINGS = {
     "DARTS's settings": Reading(),
     "in turn": Reading(moves="in turn"),
     "longer": Reading(long=True),
+    "in turn, longer": Reading(moves="in turn", long=True),
     "apart": Reading(moves="apart"),
     "standardised pixels": Reading(unit=False),
     "Lemma 1's weights, 1/K": Reading("ntk", 1.0, relative=True, clip=1.0, decay=0.0),
@@ -118,7 +120,7 @@ class Sizes:
     searches: tuple[str, ...] = tuple(READINGS)
 
 
-PAPERS = ("DARTS's settings", "in turn", "longer", "apart")
+PAPERS = ("DARTS's settings", "in turn", "in turn, longer", "longer", "apart")
 SIZES = {
     "smoke": Sizes(
         64, 20, 16, (2, 2), 1, runs=2, depth=3, kernel_rows=8, data="digits", searches=PAPERS[:1]
@@ -126,7 +128,7 @@ SIZES = {
     "quick": Sizes(600, 360, 64, steps=(150, 600), epochs=15, runs=2, depth=4, data="digits"),
     "default": Sizes(30_000, 10_000, 128, steps=(2000, 8000), epochs=1, runs=4),
     "full": Sizes(
-        30_000, 10_000, 1024, steps=(2000, 23_000), epochs=1, runs=5, long_runs=2, searches=PAPERS
+        30_000, 10_000, 1024, steps=(2000, 23_000), epochs=1, runs=5, long_runs=3, searches=PAPERS
     ),
 }
 load = functools.cache(bilevel.data.load)

@@ -140,8 +140,9 @@ def search(
 
     Notes
     -----
-    Without ``progress``, ``checkpoint`` and ``callback``, a search works under ``jax.jit`` and
-    ``jax.vmap``. Every call traces its arguments; calls with the same program compile once.
+    Without ``progress``, ``checkpoint`` and ``callback``, a search works under ``jax.jit``,
+    ``jax.vmap`` and ``jax.grad``. Every call traces its arguments; calls with the same program
+    compile once.
 
     Arrays stay on their devices. If rows are sharded, no row moves: every gradient in ``w`` and
     every Hessian product is one sum over devices. An outer step of ``unrolled(optimizer, T)``

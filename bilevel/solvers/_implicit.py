@@ -141,7 +141,8 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
 
 def no_report(w: Pytree) -> AdjointReport:
     """Return the report before the first solve."""
-    dtypes = (x.dtype for x in jax.tree.leaves(widen(w)))  # a weak float64 would give float32
+    # A weak float64 would give float32.
+    dtypes = (jax.dtypes.canonicalize_dtype(x.dtype) for x in jax.tree.leaves(widen(w)))
     return AdjointReport(*jnp.zeros((5,), checks.at_least_float32(*dtypes)))
 
 
@@ -259,7 +260,8 @@ def _with_derivative(
 
         def product(b):
             v, report_part = b
-            return system.regular(v), report_part
+            changed = system.regular(v)
+            return changed, _coupled(report_part, changed)
 
         def solved(start):
             def run(product, b):
@@ -269,18 +271,29 @@ def _with_derivative(
 
             return run
 
-        x, _ = jax.lax.custom_linear_solve(
+        b = system.before(forcing)
+        x, reported = jax.lax.custom_linear_solve(
             product,
-            (system.before(forcing), report_dot if reports else ()),
+            (b, _coupled(report_dot, b) if reports else ()),
             # Only the adjoint system resembles the one of the previous outer step.
             solve=solved(None),
             transpose_solve=solved(system.after(widen(start))),
             symmetric=True,
         )
+        x = _coupled(x, reported) if reports else x
         w_dot = optax.tree.add(system.direct(forcing), system.after(x))
         return w, narrow(checks.nan_unless_finite(w_dot, residual), w)
 
     return root(w, (alpha, batch, hoisted, state.adjoint, captured, state.report))
+
+
+def _coupled(tree: Pytree, other: Pytree) -> Pytree:
+    """Return ``tree``, with a derivative in ``other`` that is 0 without JAX knowing it.
+
+    JAX transposes a linear solve only if every part of its right-hand side is differentiated.
+    """
+    total = sum(jnp.sum(x) for x in jax.tree.leaves(other))
+    return jax.tree.map(lambda x: x + jnp.where(False, total, 0).astype(x.dtype), tree)
 
 
 def _report(outcome: Outcome, slope: jax.Array, w: Pytree) -> AdjointReport:

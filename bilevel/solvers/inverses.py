@@ -246,7 +246,8 @@ def nystrom(rank: int, damping: float, *, key: chex.PRNGKey | None = None) -> In
     rank : int
         Sketch size: this many Hessian products, two copies of ``w`` each. At most p is used.
     damping : float
-        Positive. The inverse is 1 / damping in directions outside the sketch.
+        Positive, and far above the roundoff of the largest eigenvalue. The inverse is 1 / damping
+        in directions outside the sketch.
     key : jax.Array, optional
         Seed of the Gaussian sketch, ``jax.random.key(0)`` by default.
 

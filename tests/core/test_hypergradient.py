@@ -176,6 +176,22 @@ def test_second_derivatives_inside_loops_are_those_outside(forward, outer):
     assert_close(actual, 2 * slope**2 - 12 * w**2 * slope**3, f64=1e-9, f32=1e-4)
 
 
+def test_implicit_hypergradient_has_reverse_derivatives_of_every_order():
+    """Truth: w^3 + w = alpha has w' = 1 / (3 w^2 + 1) = s, w'' = -6 w s^3, and so on."""
+    problem = bilevel.Problem(lambda w, a, b: w**4 / 4 + w**2 / 2 - a * w, lambda w, a, b: w**2)
+    solve = bilevel.hypergradient(problem, bilevel.implicit(), diagnostics=False)
+
+    def hypergrad(alpha):
+        return solve(alpha, jnp.zeros(()), None, None).grad
+
+    w, s = 0.7, 1 / (3 * 0.7**2 + 1)
+    second, third = -6 * w * s**3, -6 * s**4 + 108 * w**2 * s**5
+    alpha = jnp.asarray(w**3 + w)
+    once, twice = jax.jit(jax.value_and_grad(jax.grad(hypergrad)))(alpha)
+    assert_close(once, 2 * s**2 + 2 * w * second, f64=1e-9, f32=1e-4)
+    assert_close(twice, 6 * s * second + 2 * w * third, f64=1e-9, f32=1e-3)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "outer", "inner"),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -494,6 +495,17 @@ def test_under_jit_a_nan_freezes_the_last_good_state():
     np.testing.assert_allclose(result.state.alpha, 3.0)
     # Truth: the values of steps 2 and 3, the last good one, and no more.
     np.testing.assert_allclose(result.history["value"], [-1.0, -2.0, 0.0, 0.0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", [bilevel.implicit(), MOMENTUM], ids=["implicit", "unrolled"])
+@helpers.float64_only  # finite differences
+def test_search_has_a_derivative_in_its_start(solver):
+    def found(alpha):
+        options = {"optimizer": optax.sgd(0.5), "solver": solver, "steps": 3}
+        return jnp.sum(jnp.sin(run(alpha=alpha, **options).alpha))
+
+    helpers.assert_gradient(found, regression()["alpha"], f64=1e-7)
 
 
 def test_progress_shows_the_losses_on_standard_error_if_requested(capsys):

@@ -19,11 +19,15 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import scipy.optimize
 import scipy.sparse
 import scipy.sparse.linalg
+from jax.experimental.sparse import BCOO
 
+import bilevel
 from benchmarks import harness
 from benchmarks.harness import table, where
 
@@ -123,18 +127,12 @@ def large_setting(kind, n, p, density, dtype):
 
 
 def squared(w, batch):
-    import jax.numpy as jnp
-
     x, y = batch
     return 0.5 * jnp.mean((x @ w - y) ** 2)
 
 
 def losses(kind):
     """Return the smooth part, the outer loss and the minimizer of a large problem."""
-    import jax.numpy as jnp
-
-    import bilevel
-
     if "svm" in kind:
         family = family_of(SMALL["SVM"] if kind == "svm" else "SVM, equality bias")
         return family.lower, family.outer, family.minimizer
@@ -300,9 +298,6 @@ def machine_truth(s):
 
 def arrays(tree, dtype):
     """Return JAX's arrays; sparse matrices become BCOO."""
-    import jax
-    import jax.numpy as jnp
-    from jax.experimental.sparse import BCOO
 
     def array(x):
         if scipy.sparse.issparse(x):
@@ -313,10 +308,6 @@ def arrays(tree, dtype):
 
 
 def here(lower, outer, minimizer, diagnostics):
-    import jax
-
-    import bilevel
-
     problem = bilevel.Problem(lower, outer)
 
     @jax.jit
@@ -331,7 +322,6 @@ def here(lower, outer, minimizer, diagnostics):
 
 def jaxopt_rule(name):
     """Return ``(alpha, train) -> hyperparameters`` and the projection or proximal operator."""
-    import jax.numpy as jnp
     from jaxopt import projection, prox
 
     exp = jnp.exp
@@ -349,7 +339,6 @@ def jaxopt_rule(name):
 
 
 def jaxopt(lower, outer, name, solve, step):
-    import jax
     from jaxopt import ProximalGradient
     from jaxopt import linear_solve as solvers
 
@@ -380,8 +369,6 @@ def jaxopt(lower, outer, name, solve, step):
 def cvxpylayers(name, drawn, outer):
     """Return ``(tol, alpha, w0, train, valid) -> (grad, 0)`` for a regression of 100 weights."""
     import cvxpy as cp
-    import jax
-    import jax.numpy as jnp
     from cvxpylayers.jax import CvxpyLayer
 
     x, y, mass = (np.asarray(a) for a in drawn.train[:3])
@@ -458,8 +445,6 @@ def prepared(name, weights, small):
 
 def largest_curvature(lower, setting, alpha, train):
     """Return the Hessian's largest eigenvalue by the power method."""
-    import jax
-    import jax.numpy as jnp
 
     @jax.jit
     def power(train, alpha):
@@ -477,8 +462,6 @@ def largest_curvature(lower, setting, alpha, train):
 
 def work(name, library, weights, small, truth):
     """Yield the row of one problem and one library. ``library`` "truth" returns the truth."""
-    import jax
-
     jax.config.update("jax_enable_x64", True)
     setting, lower, outer, minimizer = prepared(name, weights, small)
     if library == "truth":
@@ -513,8 +496,6 @@ def work(name, library, weights, small, truth):
 
 def measured(name, label, run, args, truth, targets, setting):
     """Yield time, memory and error of the first tolerance that reaches each target."""
-    import jax
-
     error, first, truth = np.inf, None, np.asarray(truth)
     least = 1e-8 if setting.dtype == "float32" else 0.0
     slow = "svm" in setting.kind
@@ -540,8 +521,6 @@ def measured(name, label, run, args, truth, targets, setting):
 
 def timed(run, given, args):
     """Return the tolerance, the least CPU time of three runs, and their peak memory."""
-    import jax
-
     harness.forget_peak()
     times = []
     while len(times) < 3 and sum(times) <= 60:

@@ -19,10 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 import bilevel
 import ntk
+from bilevel import baselines
 from bilevel.contracts import Evaluation, Shared
 
 Arrays = dict[str, np.ndarray]
@@ -67,10 +71,6 @@ def search(folder: Path, steps: int = 25) -> Arrays:
     The steps take milliseconds, and a checkpoint follows the one before after 20 times the seconds
     of writing it. So every step waits.
     """
-    import jax
-    import jax.numpy as jnp
-    import optax
-
     # The interval between checkpoints is not an option of a search.
     importlib.import_module("bilevel.outer_loop.search")._SAVE_SECONDS = 0.0
     problem = bilevel.Problem(
@@ -102,9 +102,6 @@ def search(folder: Path, steps: int = 25) -> Arrays:
 
 def baseline(folder: Path, method: str = "hyperband") -> Arrays:
     """Run a baseline with a journal. Errors depend on the solve's key."""
-    import jax
-
-    from bilevel import baselines
 
     def evaluate(key, config, resource):
         noise = float(jax.random.uniform(key))
@@ -135,9 +132,6 @@ sharing = functools.partial(baseline, method="weight_sharing")
 
 def rank(folder: Path) -> Arrays:
     """Compute and record train-free scores of ten more networks in each call."""
-    import jax
-    import jax.numpy as jnp
-
     from bilevel.spaces import nasbench201
     from bilevel.spaces.nasbench201 import scoring
 
@@ -199,8 +193,6 @@ def run(job: str, folder: Path, output: Path, programs: Path, limit=None, **opti
     Compiled programs are read from ``programs``; the first run makes this folder. ``limit`` is the
     maximum number of bytes of a file, as on a full disk.
     """
-    import jax
-
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9 * programs.exists())
     jax.config.update("jax_compilation_cache_dir", str(programs))

@@ -41,7 +41,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import bilevel
+import ntk
 from benchmarks import harness
+from benchmarks.hypergradients import hypergradients as ridge
+from benchmarks.hypergradients import mixed_mode as transformer
+from benchmarks.scale.large_kernel import kernel as lean
+from benchmarks.scale.scaling import placed
 
 HERE = Path(__file__).parents[1]
 SEED, ROUNDS = 0, 5
@@ -75,9 +86,6 @@ def timed(function: Callable, *args: Any, rounds: int = ROUNDS) -> dict[str, Any
 
 def unit_rows(n: int, inputs: int = 784) -> Any:
     """Return random inputs of unit norm, [n, inputs]."""
-    import jax
-    import jax.numpy as jnp
-
     x = jax.random.normal(jax.random.key(SEED), (n, inputs))
     return x / jnp.linalg.norm(x, axis=1, keepdims=True)
 
@@ -94,9 +102,6 @@ def called(call: Callable[[], Any], rounds: int) -> dict[str, Any]:
 
 
 def matmul(run: Run) -> Iterator[Measurement]:
-    import jax
-    import jax.numpy as jnp
-
     n = 256 if run.small else 8192
 
     def rate(dtype, precision):
@@ -110,10 +115,6 @@ def matmul(run: Run) -> Iterator[Measurement]:
 
 def precision(run: Run) -> Iterator[Measurement]:
     """Measure ridge regression with a penalty for each weight; the truth is in float64."""
-    import jax
-
-    from benchmarks.hypergradients import hypergradients as ridge
-
     if run.small:
         ridge.N, ridge.P = ridge.SMOKE
     peers = {name: ridge.PEERS[name] for name in run.peers if name in ridge.PEERS}
@@ -140,11 +141,6 @@ def precision(run: Run) -> Iterator[Measurement]:
 
 
 def mixed_mode(run: Run) -> Iterator[Measurement]:
-    import jax
-    import jax.numpy as jnp
-
-    from benchmarks.hypergradients import mixed_mode as transformer
-
     sizes = transformer.Sizes(width=512, heads=8, length=128, texts=64)
     if run.small:
         sizes = transformer.SIZES["smoke"]
@@ -165,11 +161,6 @@ def mixed_mode(run: Run) -> Iterator[Measurement]:
 def curvature(run: Run) -> Iterator[Measurement]:
     """Measure a Hessian-vector product next to a gradient. Implicit solvers take such products."""
     import flax.linen as nn
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    from benchmarks.hypergradients import mixed_mode as transformer
 
     width, images, side = (4, 2, 8) if run.small else (64, 128, 32)
 
@@ -234,12 +225,6 @@ def curvature(run: Run) -> Iterator[Measurement]:
 
 def hypergradient(run: Run) -> Iterator[Measurement]:
     """Measure a network with one hidden layer; alpha has the weights of its training rows."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    import bilevel
-
     rows, inputs, steps = (64, 16, 4) if run.small else (10_000, 784, 100)
     keys = jax.random.split(jax.random.key(SEED), 4)
 
@@ -290,9 +275,6 @@ def hypergradient(run: Run) -> Iterator[Measurement]:
 
 
 def empirical(run: Run) -> Iterator[Measurement]:
-    import jax
-
-    import ntk
     from benchmarks.kernels.finite_kernels import Perceptron
 
     width, pixels = (16, 64) if run.small else (1024, 784)
@@ -310,11 +292,6 @@ def empirical(run: Run) -> Iterator[Measurement]:
 
 
 def infinite(run: Run) -> Iterator[Measurement]:
-    import jax
-    import jax.numpy as jnp
-
-    import ntk
-
     @jax.jit
     def recursion(x):
         """Return NNGP and NTK of three ReLU layers by a plain recursion (Cho & Saul 2009)."""
@@ -344,10 +321,6 @@ def infinite(run: Run) -> Iterator[Measurement]:
 
 def sharded(run: Run) -> Iterator[Measurement]:
     """Measure hyper-cleaning with a hyperparameter for each row, the step of scaling.py."""
-    import jax
-
-    from benchmarks.scale.scaling import placed
-
     rows, devices = 64 if run.small else 1_000_000, 1
 
     def measure(devices):
@@ -360,12 +333,6 @@ def sharded(run: Run) -> Iterator[Measurement]:
 
 
 def operator(run: Run) -> Iterator[Measurement]:
-    import jax
-    import jax.numpy as jnp
-
-    import ntk
-    from benchmarks.scale.large_kernel import kernel as lean
-
     count = 1 << (jax.device_count().bit_length() - 1)  # a power of two, which divides the rows
     mesh = jax.make_mesh((count,), ("rows",), devices=jax.devices()[:count])
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
@@ -406,10 +373,6 @@ def operator(run: Run) -> Iterator[Measurement]:
 
 
 def eigenvalue(run: Run) -> Iterator[Measurement]:
-    import numpy as np
-
-    import ntk
-
     n = 50 if run.small else 20_000
 
     def kernel():
@@ -432,8 +395,6 @@ def eigenvalue(run: Run) -> Iterator[Measurement]:
 
 def genotypes(run: Run) -> Iterator[Measurement]:
     """Measure the cost of scores on random images; their values mean nothing."""
-    import jax
-
     from bilevel.spaces.nasbench201 import all_networks, genotypes, score_networks
 
     count, at_once = (3, 1) if run.small else (15_625, 64)
@@ -517,8 +478,6 @@ SMOKE = "matmul", "darts_step"  # one measures by itself, one starts another scr
 
 def here() -> dict[str, str]:
     """Return the device and JAX's version, which identify a measurement."""
-    import jax
-
     return {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
 
 

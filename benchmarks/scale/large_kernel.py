@@ -16,9 +16,16 @@ import resource
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+import bilevel.data
+import ntk
 from benchmarks import harness
+from bilevel.runs import records
+from ntk.expectations.gaussian import arc_cosines
+from ntk.large.block_cg import SolverState
 
 MEASURES = ("ntk/large", "ntk/infinite", "ntk/expectations")
 
@@ -40,10 +47,6 @@ def kernel(x1, x2=None):
     It takes one product for the angles instead of three, without an error bound, and is four times
     as fast. Entries agree to 1e-6, except for near-duplicates, with angles off by 4e-4.
     """
-    import jax.numpy as jnp
-
-    from ntk.expectations.gaussian import arc_cosines
-
     rho = jnp.matmul(x1, (x1 if x2 is None else x2).T, precision="highest")
     p = jnp.clip((1 - rho) / 2, 0, 1)
     if x2 is None:
@@ -63,8 +66,6 @@ def unit(images):
 
 def deviation(x) -> float:
     """Return the largest difference from ``ntk.network_kernel`` in off-diagonal entries."""
-    import ntk
-
     exact = ntk.network_kernel(x, activations=[ntk.relu, ntk.relu], variances=VARIANCES).ntk
     off = np.abs(np.asarray(kernel(x, x)) - exact)
     return float(off[~np.eye(len(x), dtype=bool)].max())
@@ -85,9 +86,6 @@ class SavedState:
             self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def load(self):
-        from bilevel.runs import records
-        from ntk.large.block_cg import SolverState
-
         if self.quiet or not self.path.exists():
             return None
         arrays, notes = records.read_arrays(self.path)
@@ -104,8 +102,6 @@ class SavedState:
         return (clocks() - self.began).tolist()
 
     def save(self, state):
-        from bilevel.runs import records
-
         residual = float(state.residual.max())  # waits until it is computed
         wall, cpu = seconds = self.seconds()
         what = "residual" if state.computed else "residual (by the recurrence)"
@@ -117,11 +113,6 @@ class SavedState:
 
 
 def measure(flags) -> harness.Row:
-    import jax
-
-    import bilevel
-    import ntk
-
     rows = flags.rows or {"smoke": 200, "quick": 1000}.get(flags.size, 60_000)
     rank = min(flags.rank, rows // 4)
     settings = {"rows": rows, "rank": rank, "penalty": flags.penalty, "tol": flags.tol}
@@ -174,10 +165,6 @@ def multiply_adds(n, rank, d, steps, tests) -> float:
 
 
 def leave_one_out(flags, K, fit, partial, labels) -> harness.Row:
-    import jax
-
-    import ntk
-
     if not flags.probes:
         return {}
     estimate = ntk.leave_one_out_estimate(
@@ -193,10 +180,6 @@ def leave_one_out(flags, K, fit, partial, labels) -> harness.Row:
 
 
 def smallest(flags, K, partial) -> harness.Row:
-    import jax
-
-    import ntk
-
     if not flags.eigenvalue:
         return {}
     interval = ntk.eigenvalue_interval(

@@ -27,6 +27,7 @@ import numpy as np
 import bilevel
 from benchmarks import harness
 from benchmarks.harness import environment, where
+from benchmarks.peers import peers
 
 MEASURES = ("bilevel/hypergradients", "bilevel/solvers", "bilevel/nets/convolution.py")
 
@@ -36,8 +37,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 def sinusoids(steps, rounds, libraries):
     """Return rows of the libraries' hypergradients, and of PyTorch's training."""
     import meta_learning as example
-
-    from benchmarks.peers import peers
 
     start, tasks = example.initial(jax.random.key(0)), example.sinusoids(jax.random.key(1))
     w = jax.tree.map(lambda a: jnp.zeros((example.TASKS, *a.shape)), start)
@@ -189,12 +188,7 @@ def of_part(part):
     return of_rows
 
 
-def of_hypergradients(rows):
-    from benchmarks.peers import peers
-
-    return peers.of_hypergradients(rows)
-
-
+of_hypergradients = peers.of_hypergradients
 of_sinusoids, of_images, of_texts, of_kernels = map(
     of_part, ("sinusoids", "images", "texts", "kernels")
 )

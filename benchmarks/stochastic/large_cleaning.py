@@ -21,8 +21,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from sklearn.metrics import roc_auc_score
 
+import bilevel.data
 from benchmarks import harness
 
 MEASURES = ("bilevel/stochastic",)
@@ -42,8 +47,6 @@ TITLES = {
 
 def images_of(name: str, rows: int) -> dict[str, np.ndarray]:
     """Return images as bytes, a quarter of the memory: the loss scales them."""
-    import bilevel
-
     given = {"train_size": rows} if name != "digits" else {}
     dataset = bilevel.data.load(name, **given)
     as_bytes = lambda x: np.round(255 * x).astype(np.uint8)  # noqa: E731
@@ -66,9 +69,6 @@ def images_of(name: str, rows: int) -> dict[str, np.ndarray]:
 
 def network(name: str, x: np.ndarray):
     """Return ``(initial weights, outputs(w, x))``."""
-    import jax
-    import jax.numpy as jnp
-
     sample = x[:5000].astype(np.float32)
     if name in SOFTMAX:
         flat = sample.reshape(len(sample), -1)
@@ -98,13 +98,6 @@ def network(name: str, x: np.ndarray):
 
 
 def work(name: str, labels: str, penalty: float, steps: int, rows: int) -> Iterator[harness.Row]:
-    import jax
-    import jax.numpy as jnp
-    import optax
-    from sklearn.metrics import roc_auc_score
-
-    import bilevel
-
     data = images_of(name, rows)
     w, outputs = network(name, data["train"][0])
 

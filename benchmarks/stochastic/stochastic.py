@@ -33,9 +33,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+import scipy.optimize
 
+import bilevel
 from benchmarks import harness
+from benchmarks.stochastic import stochastic_problems as problems
+from benchmarks.stochastic import stochastic_rivals as rivals
 from benchmarks.stochastic import stochastic_tables
 from benchmarks.stochastic.stochastic_tables import CLEANING, RIVAL, SIDES, UNTUNED
 
@@ -53,8 +60,6 @@ RACES = "ijcnn1", "cleaning", "covtype", "simulated"  # cleaning: all three
 @functools.cache
 def race_of(name: str):
     """Return a race by name; ``small`` is ijcnn1 with few rows, ``tiny`` a few quadratics."""
-    from benchmarks.stochastic import stochastic_problems as problems
-
     if name == "tiny":
         return problems.simulated(0, n=128, p=5)
     return problems.ijcnn1(0, (3_210, 2_105)) if name == "small" else problems.RACES[name](0)
@@ -67,10 +72,6 @@ def chunk_of(name: str, method: str) -> int:
 
 def method_of(name: str, step: Any, ratio: Any):
     """Return our method and its optimizer of alpha, with the public benchmark's schedules."""
-    import optax
-
-    import bilevel
-
     if name == "implicit":  # full passes
         return bilevel.implicit(), optax.adam(step)
     if name in UNTUNED:
@@ -106,9 +107,6 @@ class Ours:
 
     def program(self, steps: int, names: tuple[str, ...] = (), every: int = 1):
         """Return the compiled search of ``steps`` steps, with a history of ``names``."""
-        import jax
-
-        import bilevel
 
         def search(alpha, w, train, valid, key, rates):
             method, optimizer = method_of(self.name, *rates)
@@ -125,17 +123,12 @@ class Ours:
         return self.programs[steps, names, every]
 
     def _given(self, seed: int, rates: tuple[float, float]) -> tuple:
-        import jax
-        import jax.numpy as jnp
-
         race = self.race
         arrays = jax.tree.map(jnp.asarray, (race.alpha, race.w, race.train, race.valid))
         return *arrays, jax.random.key(seed), tuple(map(jnp.float32, rates))
 
     def run(self, steps: int, seed: int, rates=(1e-3, 10.0), names=(), every=1):
         """Return the CPU seconds of a search, and its result."""
-        import jax
-
         program, given = self.program(steps, names, every), self._given(seed, rates)
         jax.block_until_ready(given)
         begun = time.process_time()
@@ -174,8 +167,6 @@ def runner(side: str, folder: str, method: str, race: Any, count: int):
     """Return a compiled and warm runner of ours or of theirs."""
     if side == "ours":
         return Ours(method, race, count)
-    from benchmarks.stochastic import stochastic_rivals as rivals
-
     return rivals.Rival(rivals.checkout(folder), method, race, count)
 
 
@@ -300,8 +291,6 @@ def optimum() -> harness.Row:
 
 def minimize(race: Any, alpha: Any, **options: Any):
     """Minimize the outer loss of a race by L-BFGS in float64."""
-    import scipy.optimize
-
     loss = functools.partial(race.score.both, w=race.w)
     search = {"jac": True, "method": "L-BFGS-B", "options": options}
     return scipy.optimize.minimize(loss, np.asarray(alpha, float), **search)

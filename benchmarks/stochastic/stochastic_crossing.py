@@ -17,10 +17,12 @@ import bisect
 import functools
 from collections.abc import Iterator
 
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import harness
 from benchmarks.stochastic import stochastic
+from benchmarks.stochastic import stochastic_problems as problems
 
 MEASURES = ("bilevel/stochastic", "bilevel/outer_loop/single_loop.py")
 
@@ -34,10 +36,6 @@ ROWS = 1000  # of a history, at most
 
 def problem_of(n: int, p: int):
     """Return a race with ``n`` training rows and half as many validation rows."""
-    import jax.numpy as jnp
-
-    from benchmarks.stochastic import stochastic_problems as problems
-
     rng = np.random.default_rng(0)
     truth = rng.normal(size=p) * (rng.random(p) < 0.5) * np.sqrt(20 / p)
 

@@ -284,27 +284,33 @@ def begun(path: Path | None, *packages: str, each_device: bool = False, **more: 
 def measure_missing(
     path: Path | None,
     rows: list[Row],
-    tasks: Iterable[tuple[Row, Callable[[], Row]]],
+    tasks: Iterable[tuple[Row, Callable[[], Row | list[Row]]]],
     show: Callable[[Row], Any] | None = None,
-) -> None:
-    """Measure the tasks without a row. A task is the keys of its row and a measurement."""
+) -> list[Row]:
+    """Measure the tasks without a row, and return the rows of all tasks.
+
+    A task is the keys of its row, or of its rows, and a measurement. A failed one is not added to
+    the file, so a later run repeats it.
+    """
+    of_tasks = []
     for identity, measure in tasks:
-        if not where(rows, **identity):
-            keep(path, rows, identity | measure())
+        if not (of_task := where(rows, **identity)):
+            new = measure()
+            of_task = [identity | row for row in ([new] if isinstance(new, dict) else new)]
+            keep(None if "failed" in of_task[0] else path, rows, *of_task)
             if show:
-                print(show(rows[-1]), flush=True)
+                print(*map(show, of_task), sep="\n", flush=True)
+        of_tasks += of_task
+    return of_tasks
 
 
 def cases(
     path: Path | None, names: Sequence[str], tasks: Iterable[tuple[tuple, Callable[[], Row]]]
-) -> Iterator[Row]:
-    """Yield the rows of tasks: values of ``names`` and a measurement, which the file may have."""
-    known = {tuple(row[name] for name in names): row for row in read(path)}
-    for key, measure in tasks:
-        if key not in known:
-            known[key] = rounded(measure())
-            append(path, known[key])
-        yield known[key]
+) -> list[Row]:
+    """Return rounded rows of tasks: values of ``names`` and a measurement, or the file's rows."""
+    named = ((dict(zip(names, key, strict=True)), measure) for key, measure in tasks)
+    of_tasks = ((key, lambda of=measure: rounded(of())) for key, measure in named)
+    return measure_missing(path, read(path), of_tasks)
 
 
 def rounded(row: Row) -> Row:
@@ -340,36 +346,32 @@ def compiled(fn: Callable, *args: Any) -> tuple[Callable, float]:
     return program, time.perf_counter() - start
 
 
-def seconds(call: Callable[[], Any], rounds: int = 5) -> list[float]:
+def seconds(call: Callable[[], Any], rounds: int) -> list[float]:
     """Return the seconds of each call, after a warm-up call."""
     import jax
 
     jax.block_until_ready(call())
-    durations = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        durations.append(time.perf_counter() - start)
-    return durations
+    return in_turns({"call": call}, (), rounds, time.perf_counter)["call"]
 
 
 def in_turns(
-    calls: dict[str, Callable[[], Any]],
+    calls: dict[str, Callable[..., Any]],
+    args: tuple,
     rounds: int,
     clock: Callable[[], float] = time.process_time,
     *,
     warm: bool = False,
 ) -> dict[str, list[float]]:
-    """Return the seconds of each call by name. The calls take turns; ``warm`` calls twice."""
+    """Return the seconds of ``call(*args)`` by name. They take turns; ``warm`` calls twice."""
     import jax
 
     durations: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             if warm:
-                jax.block_until_ready(call())
+                jax.block_until_ready(call(*args))
             start = clock()
-            jax.block_until_ready(call())
+            jax.block_until_ready(call(*args))
             durations[name].append(clock() - start)
     return durations
 

@@ -15,7 +15,6 @@ rounds. Memory is XLA's temporaries.
     python benchmarks/hypergradients/mixed_mode.py            # ten minutes
 """
 
-import functools
 import statistics
 from typing import NamedTuple
 
@@ -191,8 +190,7 @@ def measure(layers, steps, scan, size):
         rows[name]["difference"] = float(np.abs(grad - truth).max() / np.abs(truth).max())
         if not rows[name]["difference"] < 1e-3:
             rows[name]["failed"] = "its hypergradient is not that of reverse over reverse"
-    calls = {name: functools.partial(program, *args) for name, program in programs.items()}
-    for name, seconds in harness.in_turns(calls, sizes.rounds).items():
+    for name, seconds in harness.in_turns(programs, args, sizes.rounds).items():
         rows[name]["seconds"] = [round(s, 4) for s in seconds]
     return list(rows.values())
 

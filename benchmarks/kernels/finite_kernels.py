@@ -16,7 +16,6 @@ pass, a backward pass, the gradients of all samples, and their products.
     python benchmarks/kernels/finite_kernels.py --images    # half a minute
 """
 
-import functools
 import itertools
 import statistics
 import time
@@ -199,9 +198,8 @@ def measured(name: str, build, n: int, peers: list[str], rounds: int):
         methods |= {f"{PEER} {i}": peer(apply, i) for i in (1, 2)}
     compiled = {method: harness.compiled(fn, params, x)[0] for method, fn in methods.items()}
     kernels = {method: np.asarray(run(params, x)) for method, run in compiled.items()}
-    calls = {method: functools.partial(run, params, x) for method, run in compiled.items()}
     # Memory is slow at first after another method.
-    times = harness.in_turns(calls, rounds, time.perf_counter, warm=True)
+    times = harness.in_turns(compiled, (params, x), rounds, time.perf_counter, warm=True)
     exact = kernels["ntk, jacobian"]
     for method, run in compiled.items():
         yield {

@@ -9,7 +9,6 @@ With a kernel for each pair of outputs (as with ``outputs="full"``) there are 10
     python benchmarks/kernels/predictions.py            # a minute
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -163,8 +162,7 @@ def work(size: str, peers: list[str]) -> Iterator[harness.Row]:
 def compare(calls, data: Data) -> harness.Row:
     results = [jax.block_until_ready(call(data)) for call in calls]
     names = ("ours_s", "theirs_s")[: len(calls)]
-    bound = (functools.partial(call, data) for call in calls)
-    row: harness.Row = dict(harness.in_turns(dict(zip(names, bound, strict=True)), 5))
+    row: harness.Row = dict(harness.in_turns(dict(zip(names, calls, strict=True)), (data,), 5))
     if len(calls) > 1:
         off = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), *results)
         row["difference"] = max(jax.tree.leaves(off))

@@ -15,6 +15,7 @@ Every run is a separate process. We record its peak memory and compute the size 
 ``--smoke`` uses scikit-learn's digits, which need no download.
 """
 
+import functools
 import itertools
 import resource
 import time
@@ -181,14 +182,12 @@ def main() -> None:
     if flags.smoke:
         steps_of_data, count = dict.fromkeys(SMOKE, 20), dict.fromkeys(SMOKE, None)
         penalties, labels_of_run = SMOKE, LABELS[:1]
+    own, tasks = functools.partial(harness.in_own_process, __file__, one_core=True), []
     for name, steps in steps_of_data.items():
         for penalty, labels in itertools.product(penalties[name], labels_of_run):
             key = {"data": name, "labels": labels, "penalty": penalty, "steps": steps}
-            if not harness.where(rows, **key):
-                request = *key.values(), count[name]
-                (measurement,) = harness.in_own_process(__file__, *request, one_core=True)
-                rows.append(key | measurement)
-                harness.append(None if "failed" in measurement else flags.results, measurement)
+            tasks.append((key, functools.partial(own, *key.values(), count[name])))
+    harness.measure_missing(flags.results, rows, tasks)
     harness.finish(rows, flags.results, report, write_rows=False)
 
 

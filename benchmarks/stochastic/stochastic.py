@@ -29,7 +29,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,12 +212,9 @@ class Campaign:
     def __init__(self, path: Path | None):
         self.path, self.rows = path, harness.read(path) if path else []
 
-    def known(self, **wanted: Any) -> harness.Row | None:
-        return next(iter(harness.where(self.rows, **wanted)), None)
-
-    def add(self, row: harness.Row) -> harness.Row:
-        harness.keep(self.path, self.rows, row)
-        return row
+    def once(self, key: harness.Row, measure: Callable[[], Any]) -> harness.Row:
+        """Return the row of this key. Measure it if it is missing."""
+        return harness.measure_missing(self.path, self.rows, [(key, measure)])[0]
 
     def method(
         self, folder: str, names: list[str], side: str, method: str, seeds: int, seconds: float
@@ -231,13 +228,10 @@ class Campaign:
             return runner(side, folder, method, race_of(name), chunk_of(names[0], method))
 
         def course(name, step, ratio, seed):
-            key = {"race": name, "side": side, "method": method}
+            key = {"part": "course", "race": name, "side": side, "method": method}
             key |= {"step": step, "ratio": ratio, "seed": seed}
-            row = self.known(part="course", **key)
-            if not row:
-                ran = course_of(made(name), race_of(name), seed, step, ratio, seconds)
-                row = self.add({"part": "course"} | key | ran)
-            return row
+            given = seed, step, ratio, seconds
+            return self.once(key, lambda: course_of(made(name), race_of(name), *given))
 
         best = 0.0, 0.0
         if method not in UNTUNED:
@@ -251,13 +245,14 @@ class Campaign:
         """Return the best few points of the published grid."""
         race = race_of(name)
         grid = [*itertools.product(map(float, race.steps), map(float, race.ratios))]
-        key = {"part": "screen", "race": name, "side": side, "method": method}
-        screen = self.known(**key)
-        if not screen:
+
+        def screen():
             courses = (course_of(made(name), race, 0, *g, seconds, (seconds,)) for g in grid)
             scores = [stochastic_tables.last(course) for course in courses]
-            screen = self.add(key | {"scores": [s if math.isfinite(s) else None for s in scores]})
-        scores = [math.inf if s is None else s for s in screen["scores"]]
+            return {"scores": [s if math.isfinite(s) else None for s in scores]}
+
+        key = {"part": "screen", "race": name, "side": side, "method": method}
+        scores = [math.inf if s is None else s for s in self.once(key, screen)["scores"]]
         return [grid[i] for i in np.argsort(scores, kind="stable")[:FINALISTS]]
 
 
@@ -297,18 +292,14 @@ def minimize(race: Any, alpha: Any, **options: Any):
 
 
 def main() -> None:
-    flags = harness.command_line(
-        __file__,
-        __doc__,
-        stochastic_tables.report,
-        work=work,
-        checkout={"default": "", "help": "a copy of benchopt/benchmark_bilevel"},
-    )
+    report, draw = stochastic_tables.report, stochastic_tables.draw
+    checkout = {"default": "", "help": "a copy of benchopt/benchmark_bilevel"}
+    flags = harness.command_line(__file__, __doc__, report, work=work, checkout=checkout)
     if flags.checkout and not Path(flags.checkout).is_dir():
         flags.error(f"--checkout: expected a copy of benchmark_bilevel, got {flags.checkout}.")
     campaign = Campaign(flags.results)
     if flags.results and not campaign.rows:
-        campaign.add(harness.environment("optax"))
+        harness.keep(flags.results, campaign.rows, harness.environment("optax"))
     own = functools.partial(harness.in_own_process, __file__, one_core=True)
     races, methods, copies, turns, seeds, seconds = RACES, METHODS, 2, TURNS, SEEDS, MARKS[-1]
     if flags.small:
@@ -316,24 +307,21 @@ def main() -> None:
     if flags.smoke:  # in this process, which has compiled some of it already
         races, methods, copies, turns, seconds = ["tiny"], ["ours/soba"], 1, 2, 0.01
         own = lambda *request: list(work(*request))  # noqa: E731
-    failed = []
     for race in races:
         names = CLEANING if race == "cleaning" else (race,)
         for method in (m for m in SIDES["ours"] if f"ours/{m}" in methods):
             key = {"part": "time", "race": names[0], "method": method}
-            if not campaign.known(**key):
-                (row,) = own("time", flags.checkout, names[0], method, copies, turns)
-                (failed.append if "failed" in row else campaign.add)(key | row)
-        if race == "ijcnn1" and not campaign.known(part="optimum"):
-            campaign.add({"part": "optimum", "race": race} | optimum())
+            request = "time", flags.checkout, names[0], method, copies, turns
+            campaign.once(key, functools.partial(own, *request))
+        if race == "ijcnn1":
+            campaign.once({"part": "optimum", "race": race}, optimum)
         path = str(flags.results.absolute()) if flags.results else ""
         rows = own("course", flags.checkout, path, names, methods, seeds, seconds)
-        failed += [{"part": "course", "race": race} | row for row in rows if "failed" in row]
-        campaign.rows += [row for row in rows if "failed" not in row]
-    rows = [*(harness.read(flags.results) if flags.results else campaign.rows), *failed]
-    harness.finish(
-        rows, flags.results, stochastic_tables.report, stochastic_tables.draw, write_rows=False
-    )
+        campaign.rows += [{"part": "course", "race": race} | row for row in rows]
+    if flags.results:  # the processes have added courses
+        failed = [row for row in campaign.rows if "failed" in row]
+        campaign.rows = [*harness.read(flags.results), *failed]
+    harness.finish(campaign.rows, flags.results, report, draw, write_rows=False)
 
 
 if __name__ == "__main__":

@@ -119,20 +119,17 @@ def report(rows: list[harness.Row]) -> str:
 def main() -> None:
     flags = harness.command_line(__file__, __doc__, report, work=work)
     rows = harness.begun(flags.results, "optax")
-    failed, methods, rates, seconds = [], stochastic.UNTUNED, RATES, SECONDS
+    own = functools.partial(harness.in_own_process, __file__, one_core=True)
+    methods, rates, seconds = stochastic.UNTUNED, RATES, SECONDS
     if flags.small:
         seconds = 0.5
     if flags.smoke:
         methods, rates, seconds = (), RATES[-1:], 0.05
-    for n, p in SMALL if flags.small else SIZES:
-        if not harness.where(rows, n=n, p=p):
-            request = n, p, seconds, methods, rates
-            measurements = harness.in_own_process(__file__, *request, one_core=True)
-            if "failed" in measurements[0]:
-                failed.append({"n": n, "p": p} | measurements[0])
-            else:
-                harness.keep(flags.results, rows, *measurements)
-    harness.finish(rows + failed, flags.results, report, write_rows=False)
+    sizes = SMALL if flags.small else SIZES
+    request = seconds, methods, rates
+    tasks = [({"n": n, "p": p}, functools.partial(own, n, p, *request)) for n, p in sizes]
+    harness.measure_missing(flags.results, rows, tasks)
+    harness.finish(rows, flags.results, report, write_rows=False)
 
 
 if __name__ == "__main__":

@@ -558,14 +558,9 @@ def report(rows):
 
 
 def main():
-    flags = harness.command_line(
-        __file__,
-        __doc__,
-        report,
-        work=work,
-        peers=PEERS,
-        problems={"nargs": "*", "help": "only these names, or those that contain one of these"},
-    )
+    problems = {"nargs": "*", "help": "only these names, or those that contain one of these"}
+    own = {"work": work, "peers": PEERS, "problems": problems}
+    flags = harness.command_line(__file__, __doc__, report, **own)
     names = [*SMALL, *LARGE] if not flags.smoke else ["Lasso"]
     if flags.problems:
         partly = [name for name in names if any(part in name for part in flags.problems)]

@@ -310,12 +310,8 @@ def counts(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    flags = harness.command_line(
-        __file__,
-        __doc__,
-        counts,
-        plugin={"type": Path, "help": "folder of the wheels; required without --smoke"},
-    )
+    plugin = {"type": Path, "help": "folder of the wheels; required without --smoke"}
+    flags = harness.command_line(__file__, __doc__, counts, plugin=plugin)
     if not flags.small and flags.plugin is None:
         flags.error("--plugin: expected the folder of the wheels, got none.")
     target = {"compiled_for": "this CPU" if flags.plugin is None else "NVIDIA H100 80GB"}

@@ -226,8 +226,7 @@ def only(shared, row):
     return row | {name: [row[name][i] for i in places] for name in VALUES}
 
 
-def spread(x) -> str:
-    return harness.spread(x, ".3f")
+spread = functools.partial(harness.spread, form=".3f")
 
 
 def verdicts(rows, network):

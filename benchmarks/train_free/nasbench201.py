@@ -489,18 +489,12 @@ def with_others(rows, path) -> list[dict]:
 
 
 def main() -> None:
-    flags = harness.command_line(
-        __file__,
-        __doc__,
-        report,
-        work=work,
-        peers=("torch",),
-        scores={"nargs": "+", "choices": SCORES, "metavar": "SCORE", "help": "these alone"},
-    )
+    own = {"nargs": "+", "choices": SCORES, "metavar": "SCORE", "help": "these alone"}
+    options = {"work": work, "peers": ("torch",), "scores": own}
+    flags = harness.command_line(__file__, __doc__, report, **options)
     sizes = SIZES[flags.size]
-    libraries = [*flags.peers, "bilevel"]
     scores = flags.scores or SMALL.get(flags.size, SCORES)
-    rows = measure(sizes, scores, libraries)
+    rows = measure(sizes, scores, [*flags.peers, "bilevel"])
     kind = next((row["device"] for row in rows if "device" in row), "unknown")
     about = {"device": harness.device(kind), "seed": SEED, "sizes": dataclasses.asdict(sizes)}
     rows = [harness.environment("flax", "torch", **about), *rows]

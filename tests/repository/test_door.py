@@ -27,6 +27,7 @@ from bilevel.runs import checkpoint
 from bilevel.spaces import darts, features, nasbench201, targets
 from bilevel.spaces.activations import sign_labels
 from bilevel.spaces.nasbench201 import judging
+from bilevel.strategies import eigen_nas, on_sets
 from ntk import networks as nets
 from ntk.large.iterative_regression import IterativeRegression
 from ntk.large.partial_cholesky import PartialCholesky
@@ -34,6 +35,8 @@ from ntk.large.partial_cholesky import PartialCholesky
 baselines, bounds, data, spaces = bilevel.baselines, bilevel.bounds, bilevel.data, bilevel.spaces
 partition, proximal, restarted = bilevel.partition, bilevel.proximal, bilevel.restarted
 soba, spectral, strategies = bilevel.soba, bilevel.spectral, bilevel.strategies
+saba, traces = bilevel.saba, bilevel.plots.traces
+spectral_alpha, spectral_estimator = spectral.spectral_alpha, spectral.spectral_estimator
 PROBLEM = follower(lambda w, alpha, batch: jnp.sum(w**2))
 LOWER, OUTER = PROBLEM.lower, PROBLEM.outer
 W0, ALPHA, SGD = np.zeros(2), np.ones(2), optax.sgd(0.1)
@@ -49,6 +52,8 @@ FOUR = np.ones((3, 4))
 RATES = {"weight_optimizer": 0.1, "alpha_optimizer": 0.1, "batch_size": 2}
 NOT_A_KEY = r"key: expected a PRNG key such as jax.random.key\(0\), got"
 NO_RETURN = "expected a loss that returns a floating scalar, got None; a return is missing"
+KEEPS = "a function that keeps shapes and dtypes"
+FORWARD = "forward: a LowerSolver, "
 AUX = r"expected .* floating scalar, got a tuple .*; Problem\(..., has_aux=True\) takes"
 
 
@@ -200,6 +205,7 @@ CELL = nasbench201.genotypes()[-1]
 fourier = functools.partial(features.fourier_features, KEY, np.ones((2, 3)))
 GENOTYPE = "Genotype(normal=[{0}], normal_concat=range(2, 6), reduce=[{0}], reduce_concat=[2, 3])"
 GENOTYPE = GENOTYPE.format("('skip_connect', 0), ('skip_connect', 1), " * 4)
+PARSED = darts.parse_genotype(GENOTYPE)
 PART = np.eye(4, dtype=np.float32), np.array([0, 0, 1, 1])
 TEXTS = ["fine", "dull"], [1, 0]
 F, X, BALL = np.ones((3, 2)), np.ones((3, 2, 4)), bounds.ball_covering(2, 1.0)
@@ -255,6 +261,7 @@ STATEFUL = bilevel.Stateful(W0, np.zeros(2))
 ONCE = unrolled(0.1, 1)
 DRAWING = unrolled(0.1, 2, batches=lambda key, data: data)
 bcoo, bcsr = (functools.partial(kind.fromdense, EYE) for kind in (sparse.BCOO, sparse.BCSR))
+solve_ridge = functools.partial(bilevel.ridge(lambda a, x: x, never).run, LOWER, ALPHA, W0, ())
 
 
 def of_rate(alpha):
@@ -340,7 +347,8 @@ def naswot(apply):
 
 # A message, and the call or the calls that raise it as a ValueError. "steps: an integer" stands for
 # "steps: expected an integer".
-CONSTRAINTS = {
+ROWS = {}
+ROWS["constraints"] = {
     r"projected: one of box, .*'ball'": lambda: projected("ball"),
     r"projected: one of": lambda: projected("l1"),
     r"high: bounds of at least": lambda: box(1.0, 0.0),
@@ -367,10 +375,8 @@ CONSTRAINTS = {
     ),
     r"groups: disjoint groups": lambda: proximal("group_l1", 1.0, groups=[[0, 1], [1]]),
     "groups: indices below 2, got 2": lambda: constrained(proximal("group_l1", 1, groups=[[0, 2]])),
-    r"projected: a function that keeps shapes and dtypes": lambda: constrained(
-        projected(lambda w, alpha: w[:1])
-    ),
-    r"proximal: a function that keeps shapes and dtypes": lambda: constrained(
+    "projected: " + KEEPS: lambda: constrained(projected(lambda w, alpha: w[:1])),
+    "proximal: " + KEEPS: lambda: constrained(
         proximal(lambda w, step, alpha: w.astype(jnp.bfloat16))
     ),
     r"w0: a simplex on the last axis of every leaf": (
@@ -382,12 +388,10 @@ CONSTRAINTS = {
     ),
     r"optimizer: an optax optimizer.*lower solver": lambda: one_step(box()),
     r"solver: implicit.*without its derivative": lambda: through(box()),
-    r"inverse: cg, dense, neumann, nystrom or scale": lambda: implicit(
-        box(), bilevel.gram(lambda w, a, b: w)
-    ),
+    r"inverse: cg, dense, neumann, nystrom or scale": lambda: implicit(box(), bilevel.gram(never)),
     r"parts: names such as": lambda: projected(3.0),
 }
-HYPERGRADIENTS = {
+ROWS["hypergradients"] = {
     "alpha": lambda: hypergradient(alpha="one"),
     r"alpha\['kind'\]: floating arrays, got 'relu'": lambda: hypergradient(
         alpha={"a": ALPHA, "kind": "relu"}
@@ -442,7 +446,7 @@ HYPERGRADIENTS = {
         lambda: unused_leaves("forward"),
     ),
 }
-SOLVERS = {
+ROWS["solvers"] = {
     "steps: an integer, got 2.5": lambda: unrolled(0.1, 2.5),
     "batches: None with projected or proximal steps": lambda: unrolled(
         projected("nonnegative"), 2, batches=lambda key, data: data
@@ -451,13 +455,9 @@ SOLVERS = {
     "steps: an integer, got True": lambda: newton(True),
     "steps: an integer, got None": lambda: bilevel.lbfgs(None),
     "steps: an integer, got '2'": lambda: cg("2"),
-    r"forward: a LowerSolver, got .*; wrap it: unrolled\(optimizer, steps\)": lambda: implicit(SGD),
-    r"forward: a LowerSolver, .*; an inverse goes into implicit\(inverse=...\)": lambda: implicit(
-        cg()
-    ),
-    r"forward: a LowerSolver, got the function solve; hand it to solved\(...\)": lambda: implicit(
-        solve
-    ),
+    FORWARD + r"got .*; wrap it: unrolled\(optimizer, steps\)": lambda: implicit(SGD),
+    FORWARD + r".*; an inverse goes into implicit\(inverse=...\)": lambda: implicit(cg()),
+    FORWARD + r"got the function solve; hand it to solved\(...\)": lambda: implicit(solve),
     uncalled("forward", "newton"): lambda: implicit(newton),
     r"inverse: an inverse, got the function cg; call it: cg\(...\)": lambda: implicit(newton(), cg),
     r"inverse: an inverse, got a LowerSolver; bilevel.cg\(\) makes one": lambda: implicit(
@@ -497,14 +497,10 @@ SOLVERS = {
     "w0: an array of shape": lambda: hypergradient(
         train=(EYE, ONES), valid=(EYE, ONES), solver=bilevel.ridge(lambda a, x: x, jnp.sum)
     ),
-    "features: a matrix with 2 rows, one per label, got shape": lambda: bilevel.ridge(
-        lambda a, x: EYE, never
-    ).run(LOWER, ALPHA, W0, (), (None, W0)),
-    r"features: a dense array, got a BCOO: call todense\(\)": lambda: bilevel.ridge(
-        lambda a, x: x, never
-    ).run(LOWER, ALPHA, W0, (), (bcoo(), ONES)),
+    "features: a matrix with 2 rows, one per label, got shape": lambda: solve_ridge((EYE, W0)),
+    r"features: a dense array, got a BCOO: call todense\(\)": lambda: solve_ridge((bcoo(), ONES)),
 }
-OUTER_LOOP = {
+ROWS["outer_loop"] = {
     "steps": lambda: search(steps=0),
     "steps: an integer, got 2.0": lambda: search(steps=2.0),
     r"sample: a function that returns a pair \(train, valid\), got 3 things": lambda: search(
@@ -569,7 +565,7 @@ OUTER_LOOP = {
         lambda: mismatched_update(bilevel.softmax(SGD)),
     ),
 }
-RUNS = {
+ROWS["runs"] = {
     "step: an integer": lambda: checkpoint.save("folder", 2.5, W0),
     "step: at least 0": lambda: checkpoint.save("folder", -1, W0),
     LABEL: (
@@ -577,14 +573,14 @@ RUNS = {
         lambda: checkpoint.save("folder", 1, W0, None),
     ),
 }
-STOCHASTIC = {
+ROWS["stochastic"] = {
     "alpha: to enter the lower loss, the outer loss or the solver, got one": lambda: single_loop(
         problem=Problem(OUTER, OUTER)
     ),
     "lower: a loss that returns a floating scalar, got 'loss'": lambda: single_loop(
         problem=Problem(lambda *_: "loss", OUTER)
     ),
-    "step_size: a positive": lambda: bilevel.saba(-1.0),
+    "step_size: a positive": lambda: saba(-1.0),
     "average: expected": lambda: bilevel.ma_soba(0.1, 1.5),
     "probability: expected": lambda: bilevel.spaba(0.1, probability=2.0),
     "penalty: a positive": lambda: bilevel.f2sa(0.1, -1.0),
@@ -592,9 +588,7 @@ STOCHASTIC = {
     "inner: at least 1": lambda: bilevel.amigo(0.1, inner=0),
     "growth: expected": lambda: bilevel.meha(0.1, growth=0.5),
     "batch_size: at least 1": lambda: partition(0),
-    "batches: bilevel.partition": lambda: search(
-        solver=bilevel.saba(0.1), batches=minibatches(3), key=KEY
-    ),
+    "batches: bilevel.partition": lambda: search(solver=saba(0.1), batches=minibatches(3), key=KEY),
     "batches: a sampler": lambda: search(batches=partition(2), key=KEY),
     "key: a PRNG key": lambda: single_loop(batches=partition(2)),
     "diagnostics: False": lambda: single_loop(bilevel.f2sa(0.1), diagnostics=True),
@@ -606,7 +600,7 @@ STOCHASTIC = {
     r"optimizer: bilevel.paced with bilevel.saba": lambda: search(bilevel.paced()),
     "optimizer: an optax optimizer": lambda: bilevel.paced(0.1),
 }
-LINEAR_AND_BASELINES = {
+ROWS["linear_and_baselines"] = {
     NOT_A_KEY: (
         lambda: baseline("random_search", key=0),
         lambda: sharing(SELECTION, key=ALPHA),
@@ -627,12 +621,10 @@ LINEAR_AND_BASELINES = {
     ),
     "problem: a Selection with `share`, got": lambda: sharing(baselines.Selection(never)),
     r"share: errors and counts of shape \(2,\)": lambda: sharing(shared(np.zeros(3), np.ones(3))),
-    "against: one of calls, seconds, got 'time'": lambda: bilevel.plots.traces(
+    "against: one of calls, seconds, got 'time'": lambda: traces(
         {"one": baselines.random_search(KEY, [1], lambda *_: 0.5, 1)}, "time"
     ),
-    "methods: a solve .* got none for one": lambda: bilevel.plots.traces(
-        {"one": sharing(SELECTION, [1], 1)}
-    ),
+    "methods: a solve .* got none for one": lambda: traces({"one": sharing(SELECTION, [1], 1)}),
     r"y: 3 rows, got shape \(4,\)": lambda: ridge_weights(EYE, jnp.ones(4), 1.0),
     r"features: a matrix .* shape \(3,\)": lambda: ridge_weights(ONES, ONES, 1.0),
     "features: finite numbers": lambda: ridge_weights(EYE * np.nan, ONES, 1.0),
@@ -646,7 +638,7 @@ LINEAR_AND_BASELINES = {
         lambda x: ridge_weights(x, ONES, 0.1)
     )(bcoo()),
 }
-SPACES = {
+ROWS["spaces"] = {
     "maps: a sequence of": lambda: features.feature_space(None),
     "alpha: real numbers": lambda: spaces.on_simplices("ab").discretize(jnp.array([1j, 0])),
     NOT_A_KEY: (
@@ -687,9 +679,7 @@ SPACES = {
     r"x: images \[n, h, w, c\] of at least 4 x 4 pixels, got": lambda: darts.darts_space().init(
         KEY, (jnp.ones((1, 3, 32, 3)), None)
     ),
-    "auxiliary: at least 8 x 8 pixels": lambda: darts.darts_network(
-        darts.parse_genotype(GENOTYPE)
-    ).init(KEY, (28, 28, 1)),
+    "auxiliary: at least 8 x 8 pixels": lambda: darts.darts_network(PARSED).init(KEY, (28, 28, 1)),
     "normal: operations among none, skip_connect, on two edges": lambda: darts.darts_space(
         ["none", "skip_connect"]
     ).one_hot(darts.parse_genotype(GENOTYPE.replace("skip_connect", "sep_conv_3x3"))),
@@ -771,7 +761,7 @@ SPACES = {
         lambda: curvature_of_roots(40),
     ),
 }
-NETS_AND_DATA = {
+ROWS["nets_and_data"] = {
     NOT_A_KEY: (
         lambda: data.stratified_split(0, np.zeros(4, int), (2, 1)),
         lambda: training.train(0, LOWER, ALPHA, W0, jnp.ones(4), optimizer=0.1),
@@ -809,25 +799,21 @@ NETS_AND_DATA = {
         jnp.ones((5, 8, 12, 1)), pixels=2
     ),
 }
-STRATEGIES = {
+ROWS["strategies"] = {
     "order: 1 or 2, got 3": lambda: strategies.darts(SKIPS, order=3, **RATES),
     "radius: None with": lambda: strategies.darts(SKIPS, radius=0.1, **RATES),
     "steps: at least 1": lambda: strategies.unrolled(SKIPS, steps=0, **RATES),
     "space: a Space": lambda: strategies.weight_sharing(PROBLEM, weight_optimizer=1, batch_size=2),
     "batch_size: at least 1, got 0": lambda: strategies.joint(SKIPS, **RATES | {"batch_size": 0}),
-    "sets: simplex, box or free, got": lambda: strategies.on_sets(
-        {"a": "circle"}, simplex=SGD, other=SGD
-    ),
-    "keep: at most the pool's 2, got 3": lambda: strategies.eigen_nas(
-        KEY, SKIPS, FOUR, pool=2, keep=3
-    ),
+    "sets: simplex, box or free, got": lambda: on_sets({"a": "circle"}, simplex=SGD, other=SGD),
+    "keep: at most the pool's 2, got 3": lambda: eigen_nas(KEY, SKIPS, FOUR, pool=2, keep=3),
     r"space: alpha \[edges, operations\]": lambda: strategies.te_nas(KEY, SKIPS, SKIPS, None, FOUR),
     "space: all of alpha on simplices": lambda: strategies.nasi(KEY, SKIPS, (FOUR, LABELS)),
 }
-THEORY = {
+ROWS["theory"] = {
     NOT_A_KEY: lambda: spectral.spectral_sample(0, 3, 2, 1),
     "C: expected": lambda: bounds.khodak_corollary_a1(1.0, 10, C="1"),
-    "labels: shape": lambda: spectral.spectral_alpha(jnp.ones((3, 2, 4)), jnp.ones((3, 0))),
+    "labels: shape": lambda: spectral_alpha(X, jnp.ones((3, 0))),
     "alpha: numbers, got": lambda: bilevel.argmax(jnp.array([0.5, jnp.nan])),
     "k: 1 to 2, got 3": lambda: bilevel.top_k(ALPHA, 3),
     "outputs: shape": lambda: condition_six(F[:1]),
@@ -836,12 +822,8 @@ THEORY = {
     "confidence: a number in": lambda: condition_six(confidence=95),
     "evaluate: a scalar": lambda: bilevel.rank_by_shared_weights(jnp.diag, F[:, None]),
     "a, b: two vectors of one length": lambda: bilevel.rank_agreement(KEY, ALPHA, jnp.ones(3)),
-    r"features: shape \[n, h, p\] or kernels .* got \(3, 2\)": lambda: spectral.spectral_alpha(
-        jnp.ones((3, 2)), W0
-    ),
-    "train, valid: .* the same h maps": lambda: spectral.spectral_estimator(
-        (X, F[:, 0]), (X[:, 1:], F[:, 0])
-    ),
+    r"features: shape \[n, h, p\] or kernels .* got \(3, 2\)": lambda: spectral_alpha(F, W0),
+    "train, valid: .* the same h maps": lambda: spectral_estimator((X, ONES), (X[:, 1:], ONES)),
     "alpha: a direction, got zero": lambda: spectral.simplex_start(W0),
     r"uniform: .* \[0, 1\], got 1.5": lambda: spectral.simplex_start(ALPHA, uniform=1.5),
     "p_over_n: a positive number, got 0.0": lambda: spectral.spectral_limits(0.0, 0.1),
@@ -882,7 +864,7 @@ THEORY = {
         0.1, lambda n: bounds.khodak_theorem_a2(5.0, n, excess=0.2)
     ),
 }
-NTK_KERNELS = {
+ROWS["ntk_kernels"] = {
     "x1: a nonempty array": lambda: network_kernel(EYE[0]),
     "x1: an array of numbers": lambda: network_kernel("X"),
     "x1: finite entries": lambda: network_kernel(EYE * np.nan),
@@ -949,7 +931,7 @@ NTK_KERNELS = {
         BatchStatistics().apply, BatchStatistics().init(KEY, EYE)
     ),
 }
-NTK_NETWORKS = {
+ROWS["ntk_networks"] = {
     "x1: a nonempty array": lambda: layers(FLAT, shape=(2,)),
     "x2: inputs": lambda: layers(DENSE, x2=jnp.ones((2, 3))),
     "x1: finite entries": lambda: DENSE.kernel(EYE * np.nan),
@@ -993,7 +975,7 @@ NTK_NETWORKS = {
     "x: inputs": lambda: DENSE.module(width=8).init(KEY, ONES),
     "network: dense or conv to make": lambda: nets.add([DENSE]).module(width=3).init(KEY, EYE),
 }
-NTK_SPECTRUM_AND_BOUNDS = {
+ROWS["ntk_spectrum_and_bounds"] = {
     "K: a square matrix, got shape": lambda: ntk.min_eigenvalue(jnp.zeros((0, 0))),
     r"K: .* square matrix, .* \[n, n, outputs": lambda: ntk.eigenvalues(np.zeros((2, 3, 2, 2))),
     "K: finite entries": (
@@ -1033,7 +1015,7 @@ NTK_SPECTRUM_AND_BOUNDS = {
     r"delta: a number in \(0, 1/e\], got 0.5.": lambda: theorem3(delta=0.5),
     "activation: a Lipschitz function": lambda: theorem3(activations=[ntk.activation(jnp.square)]),
 }
-NTK_REGRESSION_AND_LARGE = {
+ROWS["ntk_regression_and_large"] = {
     "kernel: a function": lambda: ntk.KernelOperator(1, EYE),
     "kernel: a matrix": lambda: ntk.KernelOperator(lambda a, b: a, EYE),
     "x: inputs": lambda: ntk.KernelOperator(jnp.dot, EYE[:0]),
@@ -1102,7 +1084,7 @@ NTK_REGRESSION_AND_LARGE = {
         jnp.diag(jnp.array([1.0, -0.25])), ONES[:2]
     ),
 }
-NTK_SCORES = {
+ROWS["ntk_scores"] = {
     "batch: a pair": lambda: ntk_score("snip", batch=EYE),
     "batch: inputs": lambda: ntk_score("snip", batch=(EYE[:0], LABELS[:0])),
     "batch: 3 integer labels": lambda: ntk_score("snip", batch=(EYE, LABELS[:2])),
@@ -1160,25 +1142,6 @@ OTHER_ERRORS = [
         "K: first derivatives only",
     ),
 ]
-
-ROWS = {
-    "constraints": CONSTRAINTS,
-    "hypergradients": HYPERGRADIENTS,
-    "solvers": SOLVERS,
-    "outer_loop": OUTER_LOOP,
-    "runs": RUNS,
-    "stochastic": STOCHASTIC,
-    "linear_and_baselines": LINEAR_AND_BASELINES,
-    "spaces": SPACES,
-    "nets_and_data": NETS_AND_DATA,
-    "strategies": STRATEGIES,
-    "theory": THEORY,
-    "ntk_kernels": NTK_KERNELS,
-    "ntk_networks": NTK_NETWORKS,
-    "ntk_spectrum_and_bounds": NTK_SPECTRUM_AND_BOUNDS,
-    "ntk_regression_and_large": NTK_REGRESSION_AND_LARGE,
-    "ntk_scores": NTK_SCORES,
-}
 
 
 def rows():

@@ -477,8 +477,7 @@ print(jax.config.values["jax_compilation_cache_dir"], pathlib.Path("~").exists()
 def test_programs_are_kept_for_the_next_command_if_they_can_be(tmp_path, user, own, folder):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache")} | own
-    program = PROGRAMS.format(user=user)
-    printed = helpers.run("python", "-c", program, env=environment, cwd=tmp_path)
+    printed = helpers.run("python", "-c", PROGRAMS.format(user=user), env=environment, cwd=tmp_path)
     assert printed.endswith(f"{folder} False\n")
     if folder:
         assert [path.name for path in tmp_path.iterdir()] == folder.split("/")[:1]

@@ -86,8 +86,7 @@ def test_what_a_backward_pass_keeps_is_near_what_the_compiler_allocates():
 
 
 def test_memory_is_what_the_system_and_its_groups_leave(tmp_path, monkeypatch):
-    system = machine.available_memory()
-    assert 10**8 < system < machine.total_memory() < 2**60
+    assert 10**8 < machine.available_memory() < machine.total_memory() < 2**60
     lines = {"/proc/self/cgroup": ["0::/a/b"]}
     monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
     (tmp_path / "a" / "b").mkdir(parents=True)

@@ -448,8 +448,7 @@ def test_the_past_is_distilled_as_the_paper_says(mode):
         grad, (w, state) = derivative(trained, has_aux=True)(START, w, state)
         m = new_m
         assert_close(w, new, f64=1e-12, f32=1e-6)
-        expected = scale * (1 - decay**t) / (1 - decay) * slope
-        assert_close(grad, expected, f64=1e-10, f32=1e-4)
+        assert_close(grad, scale * (1 - decay**t) / (1 - decay) * slope, f64=1e-10, f32=1e-4)
 
 
 @pytest.mark.long

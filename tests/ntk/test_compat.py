@@ -175,5 +175,4 @@ def test_predictions_work_with_kernels_inside_and_outside_of_a_trace(t):
     assert_close(jax.jit(flow)(K), truth, f32=1e-5)
     known = predict.gradient_descent_mse(K, y)
     for _ in range(2):  # the second call uses the cache of the first
-        again = jax.jit(lambda k: known(t, None, 0.0, k))
-        assert_close(again(K), truth, f32=1e-5)
+        assert_close(jax.jit(lambda k: known(t, None, 0.0, k))(K), truth, f32=1e-5)

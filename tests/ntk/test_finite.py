@@ -213,8 +213,7 @@ def test_derivatives_in_the_parameters_are_those_of_finite_differences():
     expected = finite_differences(jax.jit(functools.partial(loss, method="jacobian")), params)
     for size in (None, 2):
         value = functools.partial(loss, batch_size=size, method="layerwise")
-        got = jax.jit(jax.grad(value))(params)
-        assert_close(got, expected, f64=1e-9, f32=3e-2)
+        assert_close(jax.jit(jax.grad(value))(params), expected, f64=1e-9, f32=3e-2)
 
 
 def test_a_batched_kernel_takes_little_memory_beyond_its_result():

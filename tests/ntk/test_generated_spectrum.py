@@ -140,8 +140,7 @@ def test_posteriors_and_ensembles_are_the_formulas(seed, dtype, t):
     t = t / values.max()
     A = cross_ntk @ (vectors * (-np.expm1(-t * values) / values)) @ vectors.T
     train = ntk.Kernels(nngp[:n, :n], tangent[:n, :n])
-    others = ntk.Kernels(nngp[n:, :n], tangent[n:, :n])
-    ensemble = ntk.ensemble(train, y, others, nngp[n:, n:], t=t)
+    ensemble = ntk.ensemble(train, y, ntk.Kernels(nngp[n:, :n], tangent[n:, :n]), nngp[n:, n:], t=t)
     assert_near(ensemble.mean, A @ wide(y), rounding)
     once = A @ cross.T
     assert_near(ensemble.covariance, prior - once - once.T + A @ K @ A.T, rounding)
@@ -182,8 +181,7 @@ def iterative(x, y, penalty, tol):
     K, key = ntk.KernelOperator(laplace, x, tile=4), jax.random.key(0)
     factor = ntk.partial_cholesky(K, 4, key=key)
     fit = ntk.iterative_regression(K, y, penalty=penalty, tol=tol, steps=100)
-    interval = ntk.eigenvalue_interval(K, key=key, steps=2, block=1, failure=1e-3)
-    return factor, fit, interval
+    return factor, fit, ntk.eigenvalue_interval(K, key=key, steps=2, block=1, failure=1e-3)
 
 
 @pytest.mark.slow
@@ -218,8 +216,7 @@ def test_the_smallest_eigenpair_has_the_residual_that_it_states(K):
     residual = np.linalg.norm(matrix @ vector - float(pair.value) * vector)
     assert_at_most(residual, float(pair.residual), rounding)
     # Weyl: an eigenvalue lies within the residual. None is below the smallest one.
-    smallest = np.linalg.eigvalsh(matrix)[0]
-    assert_at_most(abs(float(pair.value) - smallest), 0.0, len(K) * rounding)
+    assert_at_most(abs(float(pair.value) - np.linalg.eigvalsh(matrix)[0]), 0.0, len(K) * rounding)
 
 
 @examples(5)
@@ -242,8 +239,7 @@ def test_a_polynomial_of_the_parameters_is_its_own_expansion(seed, dtype, order)
     expanded = ntk.taylor_expand(lambda w, x: (w * x).sum() ** order, w0, order)(w, x)
     # The terms cancel: their sizes count for the rounding.
     size = (abs(wide(w0 * x)).sum() + abs(wide((w - w0) * x)).sum()) ** order
-    error = abs(wide(expanded) - wide(w * x).sum() ** order)
-    assert_at_most(error, 30 * eps(dtype) * size)
+    assert_at_most(abs(wide(expanded) - wide(w * x).sum() ** order), 30 * eps(dtype) * size)
 
 
 @pytest.mark.long

@@ -80,8 +80,7 @@ def finite_kernel(key, x, width, activations, skips, variances):
             u = jnp.sqrt(variances[i] / (1 if i == 0 else width)) * w @ f
             if i == len(weights) - 1:
                 return u[0]
-            skip = skips[i - 1] * f if i else 0.0
-            f = activations[i](u) + skip
+            f = activations[i](u) + (skips[i - 1] * f if i else 0.0)
 
     gradients = jax.vmap(jax.grad(network), (None, 0))(weights, x)
     flat = jnp.concatenate([g.reshape(len(x), -1) for g in gradients], 1)
@@ -160,8 +159,7 @@ def test_second_derivatives_are_those_of_a_quadratic_form_where_a_weight_is_0():
         w = jnp.array(w)
         for v in jnp.eye(2):
             # Central differences are exact for a quadratic form.
-            expected = (first(w + v, a[:1]) - first(w - v, a[:1])) / 2
-            assert_close(second(w, v), expected, f64=1e-10)
+            assert_close(second(w, v), (first(w + v, a[:1]) - first(w - v, a[:1])) / 2, f64=1e-10)
 
 
 @pytest.mark.long

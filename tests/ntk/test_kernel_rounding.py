@@ -94,8 +94,7 @@ CASES = [
 
 @pytest.mark.parametrize(("s", "moment", "dtype"), long_except(CASES[:2], CASES))
 def test_kernels_are_right_to_their_stated_errors(s, moment, dtype):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(5, 4))
+    x = np.random.default_rng(0).normal(size=(5, 4))
     x[4] = x[3] + 1e-3 * x[0]
     for rows in (x / np.linalg.norm(x, axis=1, keepdims=True), x / 2):
         rows = rows.astype(dtype)

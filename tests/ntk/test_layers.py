@@ -24,8 +24,7 @@ def layered(apply, params, x):
 def check(apply, params, x, expected, f64=1e-12):
     assert layered(apply, params, x) == set(expected.split())
     truth = tangent_kernel(apply, params, x)
-    full = empirical_kernel(apply, params, x, outputs="full")
-    assert_close(full, truth, f64=f64, f32=1e-4)
+    assert_close(empirical_kernel(apply, params, x, outputs="full"), truth, f64=f64, f32=1e-4)
     assert_close(empirical_kernel(apply, params, x), truth.sum((2, 3)), f64=f64, f32=1e-4)
     trace = np.einsum("abii->ab", truth)
     norms = gradient_norms(apply, params, x, outputs="trace")
@@ -300,8 +299,7 @@ class Perceptron(nnx.Module):
 
     def __call__(self, x):
         x = self.attention(nnx.silu(self.norm(self.conv(x))))
-        carry = jnp.zeros((len(x), 3), x.dtype)
-        return self.out(self.cell(x, initial_carry=carry)[:, -1])
+        return self.out(self.cell(x, initial_carry=jnp.zeros((len(x), 3), x.dtype))[:, -1])
 
 
 @pytest.mark.long

@@ -422,8 +422,7 @@ def test_too_large_an_error_raises_and_is_nan_under_jit():
 
 
 def test_the_finite_network_takes_integers():
-    net = nets.serial(nets.dense(), nets.act(ntk.relu), nets.dense())
-    module = net.module(width=8)
+    module = nets.serial(nets.dense(), nets.act(ntk.relu), nets.dense()).module(width=8)
     pixels = np.array([[1, 2], [0, 255]], np.uint8)
     params = module.init(jax.random.key(0), pixels)
     expected = module.apply(params, jnp.asarray(pixels, float))

@@ -126,8 +126,7 @@ def test_a_bound_that_is_no_number_is_vacuous():
 def test_hermite_coefficients_of_relu_in_closed_form():
     """E[relu(z) h_k(z)] from E relu = phi(0), E[z relu] = 1/2, E[z^2 relu] = 2 phi(0)."""
     phi = 1 / math.sqrt(2 * math.pi)
-    expected = [phi, 0.5, phi / math.sqrt(2), 0]
-    assert_close(hermite_coefficients(relu, terms=4), expected, f32=1e-5)
+    assert_close(hermite_coefficients(relu, terms=4), [phi, 0.5, phi / math.sqrt(2), 0], f32=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -202,8 +201,7 @@ def test_hermite_bound_is_a_quarter_of_the_eigenvalue_where_theorem_1s_term_is_0
     x = unit_rows(0, 50, 10)
     bound = hermite_lower_bound(x, activations=[relu, relu])
     assert 0.23 * 0.57553 < bound.value < 0.57553
-    fewer = hermite_lower_bound(x, activations=[relu, relu], terms=4)
-    assert fewer.value < bound.value
+    assert hermite_lower_bound(x, activations=[relu, relu], terms=4).value < bound.value
 
 
 @pytest.mark.long
@@ -262,8 +260,7 @@ def test_theorem_1_lower_bound_is_false_for_more_inputs_than_dimensions():
     assert_close(lower.terms["exact K_ii"], 3.0)
     assert held(lower)["N <= d: else X X' is singular"] is False
     assert held(lower)["value <= exact K_ii"] is False
-    x = unit_rows(0, 81, 3)
-    assert smallest(network_kernel(x, activations=[relu, relu]).ntk) < 0.05
+    assert smallest(network_kernel(unit_rows(0, 81, 3), activations=[relu, relu]).ntk) < 0.05
     assert "FAILS" in str(lower)
 
 
@@ -286,8 +283,7 @@ def test_theorem_1_upper_bound_is_false_for_fewer_inputs_than_dimensions():
     _, upper = zhu_theorem1_as_printed(1, 10, activations=[relu, relu], C=1.0)
     assert upper.value < 0.31
     assert held(upper)["N >= d: else N / d is too small"] is False
-    K = network_kernel(np.eye(10)[:1], activations=[relu, relu]).ntk
-    assert_close(K[0, 0], 3.0)
+    assert_close(network_kernel(np.eye(10)[:1], activations=[relu, relu]).ntk[0, 0], 3.0)
 
 
 def test_theorem_1_by_hand_for_a_mixed_network():

@@ -13,8 +13,7 @@ TRAIN, TEST = [0, 1, 3, 4, 6, 7, 9, 11], [2, 5, 8, 10]
 
 
 def inputs(seed):
-    rng = np.random.default_rng(seed)
-    x = np.linspace(-3, 3, 12) if seed == 0 else rng.uniform(-3, 3, 12)
+    x = np.linspace(-3, 3, 12) if seed == 0 else np.random.default_rng(seed).uniform(-3, 3, 12)
     return np.stack([x, np.full_like(x, seed % 2)], axis=1)
 
 

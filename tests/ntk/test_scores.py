@@ -343,8 +343,7 @@ def test_wrcor_leaves_out_inputs_of_a_relu_if_one_sample_is_constant():
         return jax.nn.relu(x @ w[0] + 1 + shift) @ w[1]
 
     def loss(shift):
-        logits = network((a, b), x, shift)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(network((a, b), x, shift), y).mean()
 
     @jax.jit
     def value(x):
@@ -573,8 +572,7 @@ def test_scales_of_an_nnx_state_have_their_names():
 
     rngs = nnx.Rngs(0)
     first, last = nnx.Linear(3, 5, rngs=rngs), nnx.Linear(5, 2, rngs=rngs)
-    normed = nnx.Sequential(first, nnx.LayerNorm(5, rngs=rngs), nnx.relu, last)
-    graph, state = nnx.split(normed)
+    graph, state = nnx.split(nnx.Sequential(first, nnx.LayerNorm(5, rngs=rngs), nnx.relu, last))
     batch = jax.random.normal(jax.random.key(0), (4, 3)), jnp.array([0, 1, 0, 1])
 
     def apply(state, x):
@@ -583,8 +581,7 @@ def test_scales_of_an_nnx_state_have_their_names():
     plain = nnx.to_pure_dict(state)
 
     def of_plain(plain, x):
-        full = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(plain))
-        return apply(full, x)
+        return apply(jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(plain)), x)
 
     value = scores.te_nas(None, apply, state, batch)
     assert_close(value, scores.te_nas(None, of_plain, plain, batch), f32=1e-4)

@@ -69,8 +69,7 @@ def compiled_kernel(n, size, activation, depth):
     rows = jax.eval_shape(features, x)
     exact = jax.ShapeDtypeStruct((depth,), bool)
     arguments = x, None, rows, rows, *network[1:], exact
-    program = network_kernel._kernels_from_features.lower(*arguments, equal=True, size=size)
-    return program.compile()
+    return network_kernel._kernels_from_features.lower(*arguments, equal=True, size=size).compile()
 
 
 @pytest.mark.parametrize("activation", [ntk.relu, ntk.tanh])

@@ -123,8 +123,7 @@ def test_each_part_of_alpha_stays_on_its_set():
     simplex = optax.chain(optax.sgd(1.0), bilevel.exponentiate())
     optimizer = bilevel.strategies.on_sets(sets, simplex=simplex, other=optax.sgd(1.0))
     alpha = {name: jnp.array([0.5, 0.5]) for name in sets}
-    slope = dict.fromkeys(sets, jnp.array([jnp.log(3.0), 0.0]))
-    moved = descend(optimizer, alpha, [slope])
+    moved = descend(optimizer, alpha, [dict.fromkeys(sets, jnp.array([jnp.log(3.0), 0.0]))])
     np.testing.assert_allclose(moved["operations"], [0.25, 0.75], rtol=1e-6)
     np.testing.assert_allclose(moved["skip"], [0.0, 0.5])
     np.testing.assert_allclose(moved["rate"], [0.5 - np.log(3.0), 0.5], rtol=1e-6)
@@ -158,8 +157,7 @@ def distance(name, alpha):
     alpha = np.asarray(alpha, np.float64)
     if name == "ball":
         return np.linalg.norm(alpha) - 1
-    negative = -alpha.min()
-    return max(negative, alpha.max() - 1 if name == "box" else np.abs(alpha.sum(-1) - 1).max())
+    return max(-alpha.min(), alpha.max() - 1 if name == "box" else np.abs(alpha.sum(-1) - 1).max())
 
 
 @pytest.mark.long

@@ -216,8 +216,7 @@ def test_a_rate_that_is_learned_by_unrolling_gives_no_warning():
 
 
 def test_the_program_is_read_once_for_all_leaves():
-    rng = np.random.default_rng(3)
-    masks = rng.integers(0, 2, 12)
+    masks = np.random.default_rng(3).integers(0, 2, 12)
 
     def loss(w, alpha, batch):
         def body(carry, x):

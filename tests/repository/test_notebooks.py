@@ -43,8 +43,7 @@ def test_every_address_of_the_repository_is_the_one_that_is_set():
         if path.suffix in (".ipynb", ".md", ".toml", ".cff"):
             for address in re.findall(r"github(?:\.com)?/[\w.<>-]+/bilevel\b", path.read_text()):
                 notebook_by_address[address.partition("/")[2]] = path.name
-    repository = first_cells.repository() or ""
-    named = {repository.removeprefix("https://github.com/")}
+    named = {(first_cells.repository() or "").removeprefix("https://github.com/")}
     assert set(notebook_by_address) <= named, notebook_by_address
 
 

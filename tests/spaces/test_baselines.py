@@ -126,8 +126,7 @@ def test_hyperband_races_the_brackets_of_its_algorithm():
     rungs = [rung for bracket in brackets for rung in bracket]
     assert trace.resource.tolist() == [r for size, r in rungs for _ in range(size)]
     assert len(trace.calls) == 206
-    drawn = np.concatenate(trace.candidates)[trace.round == 5]
-    assert len(set(drawn)) == 34
+    assert len(set(np.concatenate(trace.candidates)[trace.round == 5])) == 34
     # It makes do with few configurations.
     trace = baselines.hyperband(key(), [0.2, 0.1], lambda k, c, r: c, 9)
     assert trace.resource.tolist() == [1, 1, 3, 9, 3, 3, 9, 9, 9]
@@ -188,8 +187,7 @@ def test_empty_cells_rank_last(method):
 
 @pytest.mark.parametrize("method, calls", list(zip(METHODS, [1, 1, 3, 0, 0, 0], strict=True)))
 def test_one_configuration_is_the_best(method, calls):
-    selection = exact_selection([0.5])
-    trace = method(key(), [0], selection, 4, retrain_test=False)
+    trace = method(key(), [0], exact_selection([0.5]), 4, retrain_test=False)
     assert trace.best == 0 and len(trace.calls) == calls and trace.stopped == ""
 
 
@@ -311,8 +309,7 @@ def dying(selection, after, exception=Killed):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_killed_at_any_solve_resumes_to_the_same_trace(method, path):
-    configs = np.linspace(0.1, 0.9, 6)
-    run = functools.partial(method, key(), configs, budget=9)
+    run = functools.partial(method, key(), np.linspace(0.1, 0.9, 6), budget=9)
     whole = run(problem=noisy_selection())
     for _ in range(100):
         try:
@@ -321,8 +318,7 @@ def test_a_run_killed_at_any_solve_resumes_to_the_same_trace(method, path):
         except Killed:
             continue
     assert_identical(whole._replace(seconds=None), trace._replace(seconds=None))
-    replayed = run(problem=dying(noisy_selection(), 0), journal=path, resume=True)
-    assert_identical(trace, replayed)
+    assert_identical(trace, run(problem=dying(noisy_selection(), 0), journal=path, resume=True))
 
 
 def test_a_last_line_cut_short_is_solved_again(path):
@@ -415,8 +411,7 @@ def test_lines_of_another_journal_are_solved_again(tmp_path):
 
 def test_a_journal_is_of_one_precision_and_one_generator(path):
     def run(key, **recording):
-        problem = noisy_selection()
-        return baselines.random_search(key, [0.1, 0.2], problem, np.array(9), **recording)
+        return baselines.random_search(key, [0.1, 0.2], noisy_selection(), np.array(9), **recording)
 
     run(jax.random.key(0, impl="rbg"), journal=path)
     with pytest.raises(ValueError, match="with generator unsafe_rbg, got rbg"):

@@ -304,8 +304,7 @@ def test_factors_have_their_derivatives_on_the_edges_of_the_simplex():
 
 
 def test_the_curvature_is_the_largest_eigenvalue_on_the_tangent_space():
-    draw = np.random.default_rng(0)
-    root, P = draw.normal(size=(5, 5)), np.eye(5)
+    root, P = np.random.default_rng(0).normal(size=(5, 5)), np.eye(5)
     H = root + root.T
     P[:3, :3] -= 1 / 3
     expected = np.linalg.eigvalsh(P @ H @ P)[-1]

@@ -70,8 +70,7 @@ def test_features_of_sixteen_bits_are_those_of_thirty_two(kernel, dtype):
     # A phase up to 2 pi is rounded, and so is its cosine.
     np.testing.assert_allclose(features_of_sixteen, whole, atol=10 * float(jnp.finfo(dtype).eps))
     if dtype == jnp.bfloat16:  # Cauchy's draws exceed float16
-        draws = fitted().project(config, jnp.eye(4, dtype=dtype), 20_000)
-        assert not bool(jnp.isnan(draws).any())
+        assert not bool(jnp.isnan(fitted().project(config, jnp.eye(4, dtype=dtype), 20_000)).any())
 
 
 @pytest.mark.long
@@ -277,8 +276,7 @@ def test_totals_are_pooled_over_rows_of_different_configurations():
     parts = [text_config(binary=True), text_config(order=2)]
     texts = ["a a", "a b"]
     rows = [fold(hashed_counts([t], c), 2**20, c.binary) for t, c in zip(texts, parts, strict=True)]
-    stacked = csr_array(np.vstack([row.toarray() for row in rows]))
-    totals = statistics(stacked, np.array([-1, 1]))
+    totals = statistics(csr_array(np.vstack([row.toarray() for row in rows])), np.array([-1, 1]))
     assert totals.negative.sum() == 1 and totals.positive.sum() == 3
     shared = fold(hashed_counts(["a"], parts[0]), 2**20).indices
     assert totals.negative[shared] == 1 and totals.positive[shared] == 1

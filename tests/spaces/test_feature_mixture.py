@@ -75,8 +75,7 @@ def test_implicit_differentiation_of_the_lower_loss_gives_the_same():
     assert_close(by_cg.w, hyper.w, f64=1e-9, f32=1e-2)
     assert_close(by_cg.grad, hyper.grad, f64=1e-8, f32=1e-2)
     assert hyper.info.converged
-    norm = np.linalg.norm(flatten(hyper.grad))
-    assert hyper.info.error_estimate < tolerance(1e-10, 1e-2) * norm
+    assert hyper.info.error_estimate < tolerance(1e-10, 1e-2) * np.linalg.norm(flatten(hyper.grad))
 
 
 @functools.cache

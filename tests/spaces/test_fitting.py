@@ -137,7 +137,6 @@ def test_a_rival_is_the_nearest_of_the_draws_and_not_the_network_itself():
     rival = random_of_same_size(jax.random.key(0), found, names, 60, None)
     # A third of the draws has as many convolutions.
     assert weight_excess(rival) == weight_excess(found) and rival.architecture != edges
-    singles = single_operations(found, names)
-    assert set(singles) == {"skip_connect", "nor_conv_3x3"}
+    assert set(single_operations(found, names)) == {"skip_connect", "nor_conv_3x3"}
     relu = Blueprint("activations", "relu", {"activations": ["relu"]}, [[1.0]])
     assert random_of_same_size(jax.random.key(0), relu, ("relu",), 5, None) is None

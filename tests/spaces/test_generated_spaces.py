@@ -65,8 +65,7 @@ def test_a_genotype_of_darts_survives_its_text_and_broken_texts_are_refused(seed
     corner = darts_genotypes.draw_corner(jax.random.key(seed))
     cell = darts_genotypes.genotype(corner)
     assert darts.parse_genotype(str(cell)) == cell
-    again = darts_genotypes.one_hot(cell)
-    np.testing.assert_array_equal(again["normal"], corner["normal"])
+    np.testing.assert_array_equal(darts_genotypes.one_hot(cell)["normal"], corner["normal"])
     text = list(str(cell))
     for place, letter in edits:
         text[place % len(text)] = letter
@@ -150,8 +149,7 @@ def test_a_drawn_architecture_is_a_vertex_that_stands_for_it(name, seed):
 @examples(5)
 @given(seed=seeds, m=integers(5, 30), ties=st.booleans())
 def test_rank_agreement_is_that_of_scipy(seed, m, ties):
-    rng = np.random.default_rng(seed)
-    a, b = rng.normal(size=(2, m))
+    a, b = np.random.default_rng(seed).normal(size=(2, m))
     if ties:
         a, b = np.round(a), np.round(b)
     agreement = bilevel.rank_agreement(jax.random.key(seed), a, b, resamples=20)

@@ -90,12 +90,10 @@ def test_means_over_batches_are_means_over_rows(rows):
         size = min(8, *rows)
         starts = [min(s, len(x) - size) for s in range(0, len(x), size)]
         new = np.diff([-size, *starts])
-        of_batches = [2 * x[s : s + size].mean() + 1 for s in starts]
-        expected.append(np.dot(of_batches, new) / len(x))
+        expected.append(np.dot([2 * x[s : s + size].mean() + 1 for s in starts], new) / len(x))
     np.testing.assert_allclose(means, expected, rtol=1e-5)
     if rows == (5, 7, 4):
-        sizes = [np.count_nonzero(row) for row in np.asarray(batches.weights)]
-        assert sizes == [2, 2, 1]
+        assert [np.count_nonzero(row) for row in np.asarray(batches.weights)] == [2, 2, 1]
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 100])

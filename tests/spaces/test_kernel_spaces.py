@@ -95,8 +95,7 @@ def test_a_described_network_is_a_space_whose_architectures_are_networks():
     np.testing.assert_allclose(kernels.ntk, one.ntk, rtol=1e-12)
     w = jnp.eye(len(X))
     np.testing.assert_allclose(space.apply(w, corner, space.inputs(X)), one.ntk, rtol=1e-12)
-    path = jax.tree.map(lambda leaf: leaf[None], corner)
-    certified = space.certificates(path, X)
+    certified = space.certificates(jax.tree.map(lambda leaf: leaf[None], corner), X)
     assert 0 < certified[0] <= float(ntk.min_eigenvalue(one.ntk))
 
 
@@ -113,8 +112,7 @@ def test_a_search_ends_at_a_kernel_and_its_certificates_hold_all_the_way():
     assert space.discretize(result.alpha) in ("relu", "linear")
     bounds = space.certificates(result.history["alpha"], X)
     for alpha, bound in zip(result.history["alpha"]["mixture"], bounds, strict=True):
-        K = jnp.einsum("i,inm->nm", alpha, train[0])
-        assert 0 <= ntk.min_eigenvalue(K) - bound < 1e-12
+        assert 0 <= ntk.min_eigenvalue(jnp.einsum("i,inm->nm", alpha, train[0])) - bound < 1e-12
     # 14 rows of 4 dimensions: a linear kernel alone is singular.
     (singular,) = space.certificates({"mixture": jnp.array([[0.0, 1.0]])}, X)
     assert -1e-10 < singular <= 1e-15
@@ -138,8 +136,7 @@ def test_integer_targets_are_numbers():
 def test_draws_and_vertices_are_in_their_sets():
     space = SPACES["a network's parameters"]()
     drawn = [space.draw(key)["kernel"] for key in jax.random.split(jax.random.key(3), 20)]
-    corners = {tuple(d["mixture"].tolist()) for d in drawn}
-    assert corners == {(1.0, 0.0), (0.0, 1.0)}
+    assert {tuple(d["mixture"].tolist()) for d in drawn} == {(1.0, 0.0), (0.0, 1.0)}
     assert all(0 <= d["skip"] <= 1 for d in drawn) and len({float(d["skip"]) for d in drawn}) == 20
     architecture = space.discretize(space.start())
     assert architecture["mixture"].tolist() == [0, 1] and architecture["skip"] == 0.3
@@ -210,8 +207,7 @@ def test_a_space_with_training_inputs_takes_batches_as_the_contract_says(rows, v
         assert_close(space.problem.outer(solved, alpha, batches[1]), truth.value, f32=1e-4)
     f = space.apply(hyper.w, alpha, xv)
     assert_close(f, np.asarray(gaussian(0.0, xv, x)) @ weights, f32=1e-3)
-    slopes = (jax.grad(s.problem.lower)(w + 1, alpha, b) for s, b in pairings)
-    assert_close(*slopes, f32=1e-4)
+    assert_close(*(jax.grad(s.problem.lower)(w + 1, alpha, b) for s, b in pairings), f32=1e-4)
 
 
 def test_traced_rows_that_are_not_the_training_inputs_give_nan():

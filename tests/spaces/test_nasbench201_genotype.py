@@ -85,5 +85,4 @@ def test_the_classifier_and_the_image_are_counted_apart():
     g = parse_genotype(BEST)
     assert parameter_count(g, classes=100) - parameter_count(g) == 90 * 65
     assert multiply_adds(g, classes=100) - multiply_adds(g) == 90 * 64
-    convolutions = multiply_adds(g) - 640
-    assert multiply_adds(g, pixels=16, classes=120) == convolutions // 4 + 64 * 120
+    assert multiply_adds(g, pixels=16, classes=120) == (multiply_adds(g) - 640) // 4 + 64 * 120

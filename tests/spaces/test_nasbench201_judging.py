@@ -28,8 +28,7 @@ def made_up(seed=0):
     runs = {name: truth + 0.3 * rng.normal(size=(m, 3)) for name in RUN_SETS}
     for values in runs.values():
         values[: m // 2, 2] = NAN
-    made = tables.BenchmarkTable(genotypes(), accuracy, early, runs, {}, np.arange(m))
-    return made, truth[:, 0]
+    return tables.BenchmarkTable(genotypes(), accuracy, early, runs, {}, np.arange(m)), truth[:, 0]
 
 
 def test_tau_is_its_definition_over_pairs_and_rho_is_pearsons_of_ranks():

@@ -39,8 +39,7 @@ GENOTYPES = {name: parse_genotype(text) for name, text in CELLS.items()}
 @functools.cache
 def weights():
     """With scales and biases that are not 1 and 0."""
-    w = NETWORKS.init(key(), X.shape[1:])
-    flat, unravel = ravel_pytree(w)
+    flat, unravel = ravel_pytree(NETWORKS.init(key(), X.shape[1:]))
     moved = unravel(flat + 0.1 * jax.random.normal(key(), flat.shape, flat.dtype))
     return jax.tree.map(lambda leaf: leaf.astype(X.dtype), moved)
 
@@ -77,13 +76,11 @@ def by_hand(w, genotype, x):
     for stage in range(3):
         if stage:
             r = w[f"reduction_{stage}"]
-            y = block(r["second"], block(r["first"], x, 2))
-            x = y + conv(r["shortcut"], mean(x, 2, 2, 0))
+            x = block(r["second"], block(r["first"], x, 2)) + conv(r["shortcut"], mean(x, 2, 2, 0))
         nodes = [x, 0.0, 0.0, 0.0]
         edges = zip(EDGES, genotype.operations, strict=True)
         for e, ((source, node), name) in enumerate(edges):
-            edge = w[f"cell_{stage}"][f"edge_{e}"]
-            nodes[node] += operations[name](edge, nodes[source] + 0 * x)
+            nodes[node] += operations[name](w[f"cell_{stage}"][f"edge_{e}"], nodes[source] + 0 * x)
         x = nodes[3]
     x = jnp.maximum(norm(w["head"]["norm"], x), 0).mean((1, 2))
     return x @ w["head"]["classifier"]["kernel"] + w["head"]["classifier"]["bias"]
@@ -194,8 +191,7 @@ def weights_of_networks(w, template):
         if part == "norm":
             return jnp.full(empty.shape, float(rest[-1] == "scale"))
         stage, cell = divmod(int(first.removeprefix("cell_")), cells)
-        kernels = w[f"cells_{stage}"][name][part]["kernel"]
-        return kernels[cell, int(edge.removeprefix("edge_"))]
+        return w[f"cells_{stage}"][name][part]["kernel"][cell, int(edge.removeprefix("edge_"))]
 
     return jax.tree_util.tree_map_with_path(leaf, template)
 

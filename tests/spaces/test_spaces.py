@@ -62,8 +62,7 @@ def test_the_contract(case):
     # The weights depend on the shapes of the batch only.
     shapes = jax.eval_shape(space.init, jax.random.key(0), batch)
     assert jax.tree.map(shape_of, w) == jax.tree.map(shape_of, shapes)
-    outputs = jax.jit(space.apply)(w, alpha, batch[0])
-    assert space.predict(outputs).shape == LABELS.shape
+    assert space.predict(jax.jit(space.apply)(w, alpha, batch[0])).shape == LABELS.shape
     for loss in space.problem.lower, space.problem.outer:
         slopes = jax.jit(jax.grad(loss, (0, 1)))(w, alpha, batch)
         assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(slopes))

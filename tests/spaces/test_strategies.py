@@ -112,8 +112,7 @@ def test_weight_sharing_trains_architectures_drawn_anew_for_every_batch():
 
     space = dataclasses.replace(SPACE, problem=bilevel.Problem(loss, loss))
     plan = strategies.weight_sharing(space, weight_optimizer=1.0, batch_size=12)
-    w0 = jnp.zeros((2, 2))
-    result = searched(plan, SPACE.start(), w0, *ROWS, steps=steps, key=key())
+    result = searched(plan, SPACE.start(), jnp.zeros((2, 2)), *ROWS, steps=steps, key=key())
     counts = -np.asarray(result.w)
     np.testing.assert_array_equal(counts.sum(-1), [steps, steps])
     # Each of the two layers draws its activation uniformly: 5 standard deviations of a binomial.
@@ -156,8 +155,7 @@ def test_the_best_drawn_architecture_is_brute_forces():
 
 def test_a_drawn_architecture_whose_loss_is_nan_is_not_the_best():
     def outer(w, alpha, batch):
-        relu_first = alpha["activations"][0, 0] == 1
-        return jnp.where(relu_first, jnp.nan, alpha["skips"].sum())
+        return jnp.where(alpha["activations"][0, 0] == 1, jnp.nan, alpha["skips"].sum())
 
     space = dataclasses.replace(SPACE, problem=bilevel.Problem(SPACE.problem.lower, outer))
     best = strategies.best_drawn(key(), space, weights(), ROWS[1], samples=20, batch_size=12)
@@ -194,8 +192,7 @@ def test_strategies_on_training_rows_take_stateful_problems(make):
     problem = bilevel.Problem(loss, lambda *a: loss(*a)[0], stateful=True)
     plan = make(problem, weight_optimizer=0.1, alpha_optimizer=0.1, batch_size=2)
     start, rows = (jnp.full(2, 0.5), bilevel.Stateful(jnp.ones(2), jnp.zeros(()))), jnp.ones((4, 1))
-    result = searched(plan, *start, rows, rows, steps=3, key=key())
-    assert float(result.w.variables) == 3
+    assert float(searched(plan, *start, rows, rows, steps=3, key=key()).w.variables) == 3
 
 
 @pytest.mark.long
@@ -220,8 +217,7 @@ def test_stacked_copies_equal_separate_searches():
 def test_weight_sharing_takes_losses_with_auxiliary_output(stateful):
     def paired(loss):
         def both(w, alpha, batch):
-            params = w.params if stateful else w
-            value = loss(params, alpha, batch)
+            value = loss(w.params if stateful else w, alpha, batch)
             return value, w.variables if stateful else value
 
         return both
@@ -293,8 +289,7 @@ def test_te_nas_prunes_ill_conditioned_operations_with_few_regions():
         },
         edges=2,
     )
-    batch = x, jnp.zeros(6, int)
-    assert te_nas(key(), space, space, batch, crops, repeats=1) == ("rich", "rich")
+    assert te_nas(key(), space, space, (x, jnp.zeros(6, int)), crops, repeats=1) == ("rich", "rich")
 
 
 def test_te_nas_uses_regions_if_kernels_are_equal():

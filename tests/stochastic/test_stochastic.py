@@ -84,8 +84,7 @@ def walk(method, order, steps, *, move, partition=PARTITION):
 
     @jax.jit
     def run(order, *data):
-        first = order.at(jnp.zeros((), int), method.draws)
-        state = method.init(PROBLEM, ALPHA, W, first, *data)
+        state = method.init(PROBLEM, ALPHA, W, order.at(jnp.zeros((), int), method.draws), *data)
 
         def body(carry, number):
             indices = order.at(number, method.draws)
@@ -297,8 +296,7 @@ def test_a_diverging_adjoint_is_reported():
     )
     run = functools.partial(bilevel.search, problem, optimizer=optax.set_to_zero())
     data = dict(alpha=jnp.ones(2), w0=jnp.ones(2), train=jnp.ones((1, 1)), valid=jnp.ones((1, 1)))
-    fine = run(bilevel.soba(0.9), **data, steps=30)
-    assert fine.history["noisy_residual"][-1] < 0.1
+    assert run(bilevel.soba(0.9), **data, steps=30).history["noisy_residual"][-1] < 0.1
     with pytest.warns(UserWarning, match="the adjoint's residual is .* times the outer gradient"):
         run(bilevel.soba(2.5), **data, steps=30)
     with pytest.raises(bilevel.NonFiniteError, match=r"adjoint .*; a smaller step_size of the"):
@@ -323,8 +321,7 @@ def test_the_estimate_at_the_end_is_near_the_truth_for_a_logistic_regression():
 
     def rows(n, shrink):
         x = np.hstack([np.eye(10)[rng.integers(0, 10, n)], rng.normal(size=(n, 12))])
-        y = np.where(rng.random(n) < 1 / (1 + np.exp(-shrink * x @ truth)), 1.0, -1.0)
-        return x, y
+        return x, np.where(rng.random(n) < 1 / (1 + np.exp(-shrink * x @ truth)), 1.0, -1.0)
 
     def lower(w, alpha, batch):
         return digits_outer(w, alpha, batch) + 0.5 * jnp.sum(jnp.exp(alpha) * w**2)

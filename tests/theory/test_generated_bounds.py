@@ -23,8 +23,7 @@ delta = st.floats(0.001, 0.24)
 
 
 def vector(low, high, count=3):
-    values = st.lists(st.floats(low, high), min_size=count, max_size=count)
-    return values.map(np.array)
+    return st.lists(st.floats(low, high), min_size=count, max_size=count).map(np.array)
 
 
 @examples(5)
@@ -116,16 +115,14 @@ def test_the_constants_of_feature_maps(n, h, B, y, lambda0, R):
 @given(n=rows, h_eff=size(0, 3), C_bar=size(0, 2), L=size(), Gamma=size(-1, 1), tau=st.floats(1, 9))
 def test_the_theorems_of_oymak(n, h_eff, C_bar, L, Gamma, tau):
     h_bar = h_eff * max(math.log(C_bar * L * Gamma * n / h_eff), 0)
-    value = bounds.oymak_h_bar(n, h_eff=h_eff, C_bar=C_bar, L=L, Gamma=Gamma)
-    assert_near(value, h_bar, 1e-4)
+    assert_near(bounds.oymak_h_bar(n, h_eff=h_eff, C_bar=C_bar, L=L, Gamma=Gamma), h_bar, 1e-4)
     theorem = bounds.oymak_theorem1(n, h_bar=h_bar, h=7, tau=tau, delta=0.1, C=2.0)
     gap = math.sqrt(2 * (h_bar + tau) / n)
     expected = [gap, 2 * gap + 0.1, math.sqrt(2 * (7 + h_bar + tau) / n)]
     assert_near([bound.value for bound in theorem], expected, 1e-4)
     B, lambda0, R = C_bar, 1 / h_eff, 1 + Gamma
     inside = 20 * R**3 * B * (n / lambda0) ** 2 * (B * n + 1)
-    lemma = bounds.oymak_lemma1(n, h=7, B=B, lambda0=lambda0, R=R)
-    assert_near(lemma, 8 * math.log(inside), 1e-5)
+    assert_near(bounds.oymak_lemma1(n, h=7, B=B, lambda0=lambda0, R=R), 8 * math.log(inside), 1e-5)
     assert_near(bounds.oymak_lemma2(h_eff, cross=L), L / h_eff, 1e-5)
     assert_near(bounds.oymak_lemma2(h_eff, smoothness=L), math.sqrt(L / h_eff), 1e-5)
 

@@ -96,8 +96,7 @@ def test_hypergradients_are_within_the_bound_in_all_draws():
     """Truth: exact gradients (alpha.x - y) x of the squared loss, at most 2, 1-Lipschitz."""
     rows = 400
     x, y, alphas, shares = linear_family(rows)
-    single = (alphas @ x.T - y)[..., None] * x
-    gaps = np.einsum("dr,arc->dac", shares - 1 / 40, single)
+    gaps = np.einsum("dr,arc->dac", shares - 1 / 40, (alphas @ x.T - y)[..., None] * x)
     family = {"covering": DISK, "G": 2.0, "L": 1.0}
     bound = jax.jit(lambda n: bounds.hypergradient_convergence(n, **family))(rows)
     worst = np.linalg.norm(gaps, axis=-1).max()
@@ -115,8 +114,7 @@ def test_the_simplex_is_covered_by_as_many_points_as_claimed(h, eps):
     alphas = np.random.default_rng(0).dirichlet(np.full(h, 0.7), 300)
     distances = np.linalg.norm(alphas[:, None] - np.array(grid) / k, axis=-1)
     assert distances.min(axis=1).max() <= eps
-    product = bounds.simplex_covering(h, copies=4)(jnp.array([2 * eps]))
-    assert_close(product, 4 * logs, f32=1e-5)
+    assert_close(bounds.simplex_covering(h, copies=4)(jnp.array([2 * eps])), 4 * logs, f32=1e-5)
 
 
 def test_points_of_a_ball_never_need_more_centres_than_claimed():
@@ -324,8 +322,7 @@ def test_theorem_4_as_printed_is_true_and_loose():
 def test_whole_numbers_do_not_wrap():
     options, n = {"h": 3, "y_norm": 10.0, "lambda0": 0.1}, jnp.asarray(100_000, jnp.int32)
     whole = bounds.feature_map_lipschitz(n, B=50_000, **options)
-    floating = bounds.feature_map_lipschitz(1e5, B=5e4, **options)
-    assert_close(whole.alpha, floating.alpha, f32=1e-6)
+    assert_close(whole.alpha, bounds.feature_map_lipschitz(1e5, B=5e4, **options).alpha, f32=1e-6)
     whole = bounds.oymak_lemma1(jnp.asarray(10**7, jnp.int32), h=5, B=1000, lambda0=0.1)
     assert_close(whole, bounds.oymak_lemma1(1e7, h=5, B=1000.0, lambda0=0.1), f32=1e-6)
     assert bounds.uniform_convergence(10**10, covering=BALL, L=1.0).value < 1e-3

@@ -78,8 +78,7 @@ def test_whitening_undoes_sizes_and_correlations_of_the_feature_maps():
 
 
 def test_copies_of_a_map_and_maps_that_are_zero_do_no_harm():
-    split = np.concatenate([X, X[:, :1], np.zeros((N, 1, P))], axis=1)
-    alpha = WHITENED(split, Y)
+    alpha = WHITENED(np.concatenate([X, X[:, :1], np.zeros((N, 1, P))], axis=1), Y)
     merged = np.array(alpha[:H]) + np.eye(H)[0] * float(alpha[H])
     merged = positive(merged / np.linalg.norm(merged))
     assert_close(merged, WHITENED(X, Y), f64=1e-6, f32=1e-2)
@@ -121,8 +120,7 @@ def test_the_weights_are_least_squares_or_of_least_norm(p, form):
 
     alpha, predictions = run(form(train), form(valid), form(new))
     phi, phi_new = (np.einsum("h,nhp->np", np.array(alpha), x) for x in (train, new))
-    expected = phi_new @ np.linalg.lstsq(phi, y, rcond=None)[0]
-    assert_close(predictions, expected, f64=1e-8, f32=1e-2)
+    assert_close(predictions, phi_new @ np.linalg.lstsq(phi, y, rcond=None)[0], f64=1e-8, f32=1e-2)
 
 
 def test_limits_at_the_reference_values():

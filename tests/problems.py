@@ -141,6 +141,10 @@ def _loop(x, cotangent):
 reverse_once.defvjp(lambda x: (reverse_once(x), x), _loop)
 
 
+def lasso_loss(w, alpha, batch):
+    return mean_squares(w, alpha, batch) + jnp.exp(alpha) * jnp.sum(jnp.abs(w))
+
+
 # --------------------------------------------------------------- the problems of the calibration
 
 
@@ -188,6 +192,12 @@ def _round(*arrays):
 def digits_outer(w, alpha, batch):
     x, y = batch
     return jnp.mean(jax.nn.softplus(-y * (x @ w)))
+
+
+# A penalty for each weight.
+LOGISTIC = Problem(
+    lambda w, a, batch: digits_outer(w, a, batch) + 0.5 * jnp.sum(jnp.exp(a) * w**2), digits_outer
+)
 
 
 def digits_lower(w, alpha, batch):

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import DTYPES, flatten, hypergradient, lower_hessian, tolerance
-from problems import case, mean_squares, soft, soft_problem
+from problems import case, lasso_loss, mean_squares, soft, soft_problem
 from sklearn.linear_model import Lasso
 
 import bilevel
@@ -144,10 +144,6 @@ def test_a_saddle_is_never_called_converged(dense):
         assert not result.info.converged
         assert np.isinf(result.info.error_estimate)
         assert "not found positive definite" in bilevel.explain(result.info)
-
-
-def lasso_loss(w, a, b):
-    return mean_squares(w, a, b) + jnp.exp(a) * jnp.sum(jnp.abs(w))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import pytest
 import scipy.sparse
 from helpers import long_except
 from jax.experimental.sparse import BCSR
-from problems import mean_squares, separate_penalties
+from problems import LOGISTIC, mean_squares, separate_penalties
 
 import bilevel
 import ntk
@@ -40,16 +40,6 @@ def rows(seed=0, width=WEIGHTS):
 
 
 SQUARES = bilevel.Problem(separate_penalties, mean_squares)  # quadratic in the weights
-
-
-def logistic(w, alpha, batch):
-    x, y = batch
-    return jnp.mean(jnp.log1p(jnp.exp(-y * (x @ w))))
-
-
-LOGISTIC = bilevel.Problem(
-    lambda w, a, batch: logistic(w, a, batch) + 0.5 * jnp.sum(jnp.exp(a) * w**2), logistic
-)
 
 
 def mixture(w, alpha, batch):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import problems
 import pytest
 from helpers import assert_close, cast, flatten, lower_hessian, tolerance
 from hypothesis import given
@@ -223,15 +224,11 @@ def test_ridge_of_integers_is_that_of_the_same_real_numbers(rows, whole):
     if whole == "features":
         x, y = rng.integers(0, 4, (rows, 5)), rng.normal(size=rows)
     valid = rng.normal(size=(7, 5)), rng.normal(size=7)
-    solver = bilevel.ridge(lambda alpha, x: x, jnp.exp)
-    problem = bilevel.Problem(
-        lambda w, a, b: 0.5 * (jnp.sum((b[0] @ w - b[1]) ** 2) + jnp.exp(a) * w @ w),
-        lambda w, a, b: jnp.mean((b[0] @ w - b[1]) ** 2),
-    )
+    solver = bilevel.ridge(lambda alpha, x: x, lambda alpha: rows * jnp.exp(alpha))
     train, valid = (jnp.asarray(x), jnp.asarray(y)), jax.tree.map(jnp.asarray, valid)
+    start = problems.soft_problem(), solver, jnp.asarray(0.5), jnp.zeros(5)
     hyper, expected = (
-        helpers.hypergradient(problem, solver, jnp.asarray(0.5), jnp.zeros(5), rows, valid)
-        for rows in (train, cast(train, float))
+        helpers.hypergradient(*start, side, valid) for side in (train, cast(train, float))
     )
     assert abs(float(expected.grad)) > 1e-4
     assert_close((hyper.grad, hyper.w), (expected.grad, expected.w), f32=1e-4)

@@ -13,15 +13,8 @@ from flax import nnx
 from helpers import assert_close, drawn, finite_differences, long_except, normal, on_devices
 
 from ntk.compat.load import neural_tangents
-from ntk.empirical import blocks, factored_gradients, network_program
-from ntk.empirical.kernels import (
-    METHODS,
-    OUTPUTS,
-    empirical_kernel,
-    empirical_nngp,
-    gradient_norms,
-    kernel_vector_product,
-)
+from ntk.empirical import blocks, factored_gradients, kernels, network_program
+from ntk.empirical.kernels import empirical_kernel, empirical_nngp, gradient_norms
 from ntk.internal.batched_rows import transpose_kernel
 
 
@@ -60,10 +53,10 @@ class Then(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", METHODS[1:])
+@pytest.mark.parametrize("method", kernels.METHODS[1:])
 def test_methods_agree_for_one_and_for_two_sets_of_samples(method):
     model, params, x1, x2 = perceptron()
-    for outputs, other in zip(OUTPUTS, (None, None, x2), strict=True):
+    for outputs, other in zip(kernels.OUTPUTS, (None, None, x2), strict=True):
         expected = brute_force(model.apply, params, x1, other)[outputs]
         got = empirical_kernel(model.apply, params, x1, other, method=method, outputs=outputs)
         assert_close(got, expected, f64=1e-12, f32=1e-4)
@@ -196,7 +189,7 @@ def test_kernel_vector_product_is_the_kernel_times_the_vector():
     expected = brute_force(model.apply, params, x)
     kv, kw = expected["sum"] @ v, np.einsum("abij,bj->ai", expected["full"], w)
     for size in (None, 2):
-        product = kernel_vector_product(model.apply, params, x, batch_size=size)
+        product = kernels.kernel_vector_product(model.apply, params, x, batch_size=size)
         assert_close((product(v), jax.jit(product)(w)), (kv, kw), f64=1e-12, f32=1e-4)
         # The program for integers must not serve floating point vectors of the same shape.
         assert_close(product(np.arange(5)), expected["sum"] @ np.arange(5), f64=1e-12, f32=1e-4)

@@ -34,8 +34,7 @@ def assert_operates_as(K, matrix, other, cross, v, **tolerance):
 
 
 @pytest.mark.parametrize(
-    ("n", "tile", "dtype"),
-    [(1, 4, float), (7, 3, np.float32), (9, 3, float), (20, 64, np.float32)],
+    ("n", "tile", "dtype"), [(1, 4, float), (7, 3, np.float32), (9, 3, float), (20, 64, np.float32)]
 )
 def test_products_are_those_of_the_matrix(n, tile, dtype):
     x, other, v = (inputs(*shape, dtype=dtype) for shape in ((n, 3), (5, 3), (n, 2)))

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_close, tolerance
-from problems import mean_squares, quadratics
+from problems import follower, mean_squares, quadratics
 
 import bilevel
 from bilevel.contracts import DescentState
@@ -89,10 +89,7 @@ def test_a_healthy_search_takes_the_steps_of_descent():
 
 def test_a_single_loops_search_differentiates_in_both_modes():
     """Truth: the last alpha is linear in the outer targets, so differences are exact."""
-    problem = bilevel.Problem(
-        lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
-        lambda w, alpha, batch: 0.5 * jnp.sum((w - batch) ** 2),
-    )
+    problem = follower(lambda w, alpha, batch: 0.5 * jnp.sum((w - batch) ** 2))
     steps, zeros = 10 * divergence.NOISY, jnp.zeros(3)  # the first good state is stored at 64
 
     def last(targets):

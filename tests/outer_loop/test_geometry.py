@@ -8,20 +8,18 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given
+from optax import chain
 from problems import follower
 
 import bilevel
+from bilevel import exponentiate, project, tangent
 from bilevel.outer_loop import geometry
 
 SIMPLEX = {
-    "exponentiated sgd": lambda lr: optax.chain(optax.sgd(lr), bilevel.exponentiate()),
-    "exponentiated adam": lambda lr: optax.chain(
-        bilevel.tangent(), optax.adam(lr), bilevel.exponentiate()
-    ),
-    "projected sgd": lambda lr: optax.chain(optax.sgd(lr), bilevel.project("simplex")),
-    "projected adam": lambda lr: optax.chain(
-        bilevel.tangent(), optax.adam(lr), bilevel.project("simplex")
-    ),
+    "exponentiated sgd": lambda lr: chain(optax.sgd(lr), exponentiate()),
+    "exponentiated adam": lambda lr: chain(tangent(), optax.adam(lr), exponentiate()),
+    "projected sgd": lambda lr: chain(optax.sgd(lr), project("simplex")),
+    "projected adam": lambda lr: chain(tangent(), optax.adam(lr), project("simplex")),
     "softmax sgd": lambda lr: bilevel.softmax(optax.sgd(lr)),
     "softmax adamw": lambda lr: bilevel.softmax(optax.adamw(lr, weight_decay=1e-3)),
 }
@@ -94,8 +92,8 @@ def test_softmax_is_gradient_descent_on_logits():
 
 
 def test_a_callable_projects_the_whole_pytree():
-    last = bilevel.project(lambda tree: optax.projections.projection_l2_ball(tree, 0.5))
-    optimizer = optax.chain(optax.sgd(1.0), last)
+    last = project(lambda tree: optax.projections.projection_l2_ball(tree, 0.5))
+    optimizer = chain(optax.sgd(1.0), last)
     moved = descend(optimizer, {"a": jnp.array([0.3, 0.4])}, [{"a": jnp.array([-3.0, -4.0])}])
     np.testing.assert_allclose(moved["a"], [0.3, 0.4], rtol=1e-5)
 
@@ -103,9 +101,9 @@ def test_a_callable_projects_the_whole_pytree():
 def test_partition_mixes_simplices_and_boxes():
     optimizer = optax.partition(
         {
-            "simplex": optax.chain(optax.sgd(1.0), bilevel.exponentiate()),
+            "simplex": chain(optax.sgd(1.0), exponentiate()),
             "logits": bilevel.softmax(optax.sgd(1.0)),
-            "box": optax.chain(optax.sgd(1.0), bilevel.project("box")),
+            "box": chain(optax.sgd(1.0), project("box")),
         },
         {"operations": "simplex", "activation": "logits", "skip": "box"},
     )
@@ -120,7 +118,7 @@ def test_partition_mixes_simplices_and_boxes():
 
 def test_each_part_of_alpha_stays_on_its_set():
     sets = {"operations": "simplex", "skip": "box", "rate": "free"}
-    simplex = optax.chain(optax.sgd(1.0), bilevel.exponentiate())
+    simplex = chain(optax.sgd(1.0), exponentiate())
     optimizer = bilevel.strategies.on_sets(sets, simplex=simplex, other=optax.sgd(1.0))
     alpha = {name: jnp.array([0.5, 0.5]) for name in sets}
     moved = descend(optimizer, alpha, [dict.fromkeys(sets, jnp.array([jnp.log(3.0), 0.0]))])
@@ -140,14 +138,14 @@ PARTS = {
     "noise": lambda: optax.add_noise(0.01, 0.5, 0),
     "trace": lambda: optax.trace(0.9),
     "scale": lambda: optax.scale(0.5),
-    "tangent": bilevel.tangent,
+    "tangent": tangent,
 }
 DESCENDING = ("sgd", "momentum", "adam", "lion")
 SETS = {
-    "exponentiate": bilevel.exponentiate,
-    "project": bilevel.project,
-    "box": lambda: bilevel.project("box"),
-    "ball": lambda: bilevel.project(lambda a: optax.projections.projection_l2_ball(a, 1.0)),
+    "exponentiate": exponentiate,
+    "project": project,
+    "box": lambda: project("box"),
+    "ball": lambda: project(lambda a: optax.projections.projection_l2_ball(a, 1.0)),
     "softmax": lambda: bilevel.softmax(optax.sgd(0.3)),
 }
 
@@ -169,8 +167,7 @@ def test_random_chains_stay_on_the_set_or_the_geometry_that_has_to_be_last_is_na
         name = random.choice(list(SETS))
         before = list(random.choice(list(PARTS), random.integers(0, 3)))
         after = list(random.choice(list(PARTS), random.integers(0, 2)))
-        chain = [*(PARTS[p]() for p in before), SETS[name](), *(PARTS[p]() for p in after)]
-        optimizer = optax.chain(*chain)
+        optimizer = chain(*(PARTS[p]() for p in before), SETS[name](), *(PARTS[p]() for p in after))
         descends = sum(p in DESCENDING for p in before) + (name == "softmax")
         alpha = jnp.asarray(random.dirichlet(np.ones(5) / 2, 2), dtype)
         alpha = alpha / 2 if name == "ball" else alpha
@@ -199,8 +196,8 @@ def test_random_chains_stay_on_the_set_or_the_geometry_that_has_to_be_last_is_na
 def test_uniform_starts_of_half_precision_are_points_of_the_simplex(dtype):
     alpha = {n: jnp.full(n, 1 / n, dtype) for n in (10, 1000)}
     slope = jax.tree.map(lambda a: jax.random.normal(jax.random.key(0), a.shape, dtype), alpha)
-    for make in (bilevel.exponentiate, bilevel.project):
-        optimizer = optax.chain(optax.sgd(0.1), make())
+    for make in (exponentiate, project):
+        optimizer = chain(optax.sgd(0.1), make())
         optimizer.init(alpha)  # would raise
         moved = jax.jit(lambda o=optimizer: descend(o, alpha, [slope] * 3))()
         for leaf in moved.values():
@@ -216,11 +213,11 @@ def linear_search(optimizer, **options):
 
 
 AFTER = {
-    "exponentiate": optax.chain(optax.sgd(1.0), bilevel.exponentiate(), optax.clip(0.1)),
-    "project": optax.chain(optax.sgd(1.0), bilevel.project(), optax.add_decayed_weights(0.1)),
-    "softmax": optax.chain(bilevel.softmax(optax.sgd(1.0)), optax.scale(-1.0)),
+    "exponentiate": chain(optax.sgd(1.0), exponentiate(), optax.clip(0.1)),
+    "project": chain(optax.sgd(1.0), project(), optax.add_decayed_weights(0.1)),
+    "softmax": chain(bilevel.softmax(optax.sgd(1.0)), optax.scale(-1.0)),
 }
-ALONE = bilevel.exponentiate()  # without an optimizer that descends
+ALONE = exponentiate()  # without an optimizer that descends
 
 
 @pytest.mark.slow
@@ -233,7 +230,7 @@ def test_a_transformation_after_the_geometry_raises_at_the_first_update(name):
 
 def test_a_transformation_after_the_geometry_raises_at_its_first_effect():
     late = optax.sgd(optax.piecewise_constant_schedule(1e-3, {2: 1000}))
-    optimizer = optax.chain(late, bilevel.exponentiate(), optax.clip(0.1))
+    optimizer = chain(late, exponentiate(), optax.clip(0.1))
     with pytest.raises(ValueError, match=r"exponentiate\(\) as the last") as caught:
         linear_search(optimizer, progress=False)
     assert caught.value.step == 2 and caught.value.result.history["value"].shape == (2,)
@@ -241,7 +238,7 @@ def test_a_transformation_after_the_geometry_raises_at_its_first_effect():
 
 @pytest.mark.long
 def test_polyaks_step_to_a_least_value_above_zero_is_known_to_descend():
-    projected = optax.chain(optax.polyak_sgd(f_min=0.1), bilevel.project())
+    projected = chain(optax.polyak_sgd(f_min=0.1), project())
     for optimizer in (projected, bilevel.softmax(optax.polyak_sgd(f_min=0.12))):
         value = linear_search(optimizer, progress=False).history["value"]
         assert value[-1] < value[0]
@@ -270,8 +267,8 @@ def test_descent_refuses_both_and_under_jit_says_nan():
 
 def test_partitions_and_wrappers_keep_what_is_known_of_the_set():
     parts = {
-        "right": optax.chain(optax.sgd(0.1), bilevel.exponentiate()),
-        "wrong": optax.chain(optax.sgd(0.1), bilevel.project("box"), optax.scale(3.0)),
+        "right": chain(optax.sgd(0.1), exponentiate()),
+        "wrong": chain(optax.sgd(0.1), project("box"), optax.scale(3.0)),
         "free": optax.sgd(0.1),
     }
     optimizer = optax.MultiSteps(optax.partition(parts, {k: k for k in parts}), 2)
@@ -287,7 +284,7 @@ def test_partitions_and_wrappers_keep_what_is_known_of_the_set():
 @pytest.mark.long
 def test_nan_is_seen_where_alpha_is_zero():
     """Entries outside the support stay 0 for all other updates."""
-    optimizer, alpha = bilevel.exponentiate(), jnp.array([0.0, 1.0])
+    optimizer, alpha = exponentiate(), jnp.array([0.0, 1.0])
     update = jax.jit(optimizer.update)
     for number, seen in ((jnp.nan, True), (3.0, False)):
         updates, _ = update(jnp.array([number, 0.0]), optimizer.init(alpha), alpha)

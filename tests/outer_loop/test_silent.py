@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import tolerance
-from problems import follower, mean_squares, soft_problem
+from problems import follower, lasso_loss, mean_squares, soft_problem
 
 import bilevel
 from bilevel.problem.structure import leaves_used_by
@@ -22,9 +22,7 @@ def rows(seed, n, p):
 
 
 RIDGE = soft_problem()
-LASSO = bilevel.Problem(
-    lambda w, a, b: mean_squares(w, a, b) + jnp.exp(a) * jnp.sum(jnp.abs(w)), mean_squares
-)
+LASSO = bilevel.Problem(lasso_loss, mean_squares)
 TRAIN, VALID = rows(0, 20, 40), rows(1, 20, 40)
 CLOSED_FORM = bilevel.ridge(lambda alpha, x: x, lambda alpha: 20 * jnp.exp(alpha))
 

@@ -978,10 +978,7 @@ ROWS["ntk_networks"] = {
 ROWS["ntk_spectrum_and_bounds"] = {
     "K: a square matrix, got shape": lambda: ntk.min_eigenvalue(jnp.zeros((0, 0))),
     r"K: .* square matrix, .* \[n, n, outputs": lambda: ntk.eigenvalues(np.zeros((2, 3, 2, 2))),
-    "K: finite entries": (
-        lambda: ntk.min_eigenvalue(EYE * np.nan),
-        lambda: certified([[np.inf]]),
-    ),
+    "K: finite entries": (lambda: ntk.min_eigenvalue(EYE * np.nan), lambda: certified([[np.inf]])),
     "size: None with a matrix": lambda: ntk.min_eigenvalue(EYE, size=3),
     "size: the positive size": lambda: ntk.min_eigenvalue(lambda v: v),
     "K: one kernel function, got": lambda: ntk.min_eigenvalue([jnp.dot, jnp.dot], x=EYE),

@@ -15,15 +15,7 @@ from bilevel.nets.training import from_scratch
 from bilevel.spaces.cells import MixedOperation
 from bilevel.spaces.darts import darts_network, darts_space, parse_genotype, plot_genotype
 from bilevel.spaces.darts import genotype as genotypes
-from bilevel.spaces.darts.genotype import (
-    DARTS_V1,
-    DARTS_V2,
-    EDGES,
-    PRIMITIVES,
-    Genotype,
-    draw_corner,
-    genotype,
-)
+from bilevel.spaces.darts.genotype import DARTS_V1, DARTS_V2, EDGES, Genotype, genotype
 from bilevel.spaces.darts.network import Cell, run_operation
 from bilevel.spaces.darts.supernet import MixedCell, weight_count
 
@@ -195,7 +187,7 @@ def test_genotype_keeps_the_two_best_edges_of_each_node_without_none():
             expected = []
             for node in (2, 3, 4, 5):
                 ranked = sorted(
-                    (-alpha[cell][k, o], source, PRIMITIVES[o])
+                    (-alpha[cell][k, o], source, genotypes.PRIMITIVES[o])
                     for k, (source, target) in enumerate(EDGES)
                     for o in range(1, 8)
                     if target == node
@@ -207,7 +199,8 @@ def test_genotype_keeps_the_two_best_edges_of_each_node_without_none():
 
 def test_drawn_vertices_are_uniform_genotypes():
     names = ("none", "skip_connect", "dil_conv_3x3")
-    drawn = jax.vmap(lambda key: draw_corner(key, names))(jax.random.split(key(), 2000))
+    keys = jax.random.split(key(), 2000)
+    drawn = jax.vmap(lambda key: genotypes.draw_corner(key, names))(keys)
     for cell in drawn.values():
         corners = np.asarray(cell)
         assert set(np.unique(corners)) == {0, 1}

@@ -6,14 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.train_free.cell_formulas import canonical
-from bilevel.spaces.nasbench201 import encode, genotypes, parameter_count, trainable_layers
-from bilevel.spaces.nasbench201.genotype import (
-    EDGES,
-    conv_edges,
-    live_edges,
-    multiply_adds,
-    parse_genotype,
-)
+from bilevel.spaces.nasbench201 import encode, genotype, genotypes, parameter_count
+from bilevel.spaces.nasbench201.genotype import EDGES, live_edges, multiply_adds, parse_genotype
 
 # the paper's
 RESNET = "|nor_conv_3x3~0|+|none~0|nor_conv_3x3~1|+|skip_connect~0|none~1|skip_connect~2|"
@@ -59,9 +53,9 @@ def test_live_edges_are_those_on_a_path_from_input_to_output():
         assert {e for e, live in zip(EDGES, live_edges(g), strict=True) if live} == edges
         on = dict(zip(EDGES, g.operations, strict=True))
         convolutions = sum(on[edge].startswith("nor_conv") for edge in edges)
-        assert trainable_layers(g) == 8 + 15 * convolutions
-        assert trainable_layers(g, cells=1) == 8 + 3 * convolutions
-        assert convolutions <= conv_edges(g)
+        assert genotype.trainable_layers(g) == 8 + 15 * convolutions
+        assert genotype.trainable_layers(g, cells=1) == 8 + 3 * convolutions
+        assert convolutions <= genotype.conv_edges(g)
 
 
 def test_formulas_count_the_different_networks():

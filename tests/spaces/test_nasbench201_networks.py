@@ -12,14 +12,8 @@ from jax.flatten_util import ravel_pytree
 
 import ntk
 from bilevel.nets.layers import Standardize
-from bilevel.spaces.nasbench201 import all_networks, encode, genotypes, nasbench201_space
-from bilevel.spaces.nasbench201.genotype import (
-    EDGES,
-    PRIMITIVES,
-    Genotype,
-    parameter_count,
-    parse_genotype,
-)
+from bilevel.spaces.nasbench201 import all_networks, genotypes, nasbench201_space, parameter_count
+from bilevel.spaces.nasbench201.genotype import EDGES, PRIMITIVES, Genotype, encode, parse_genotype
 from bilevel.spaces.nasbench201.network import Edge, _edge, nasbench201_network
 
 key = functools.partial(jax.random.key, 0)

@@ -10,7 +10,7 @@ import optax
 import pytest
 from generated import wide
 from helpers import assert_close, tolerance
-from problems import digits_outer
+from problems import LOGISTIC, follower
 
 import bilevel
 from bilevel.contracts import BatchIndices
@@ -290,10 +290,7 @@ def test_an_adjoint_that_is_not_finite_is_seen_at_once():
 
 def test_a_diverging_adjoint_is_reported():
     """Its steps are too large, while the weights start at their solution and stay there."""
-    problem = bilevel.Problem(
-        lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
-        lambda w, alpha, batch: jnp.sum((w - 3) ** 2),
-    )
+    problem = follower(lambda w, alpha, batch: jnp.sum((w - 3) ** 2))
     run = functools.partial(bilevel.search, problem, optimizer=optax.set_to_zero())
     data = dict(alpha=jnp.ones(2), w0=jnp.ones(2), train=jnp.ones((1, 1)), valid=jnp.ones((1, 1)))
     assert run(bilevel.soba(0.9), **data, steps=30).history["noisy_residual"][-1] < 0.1
@@ -323,17 +320,13 @@ def test_the_estimate_at_the_end_is_near_the_truth_for_a_logistic_regression():
         x = np.hstack([np.eye(10)[rng.integers(0, 10, n)], rng.normal(size=(n, 12))])
         return x, np.where(rng.random(n) < 1 / (1 + np.exp(-shrink * x @ truth)), 1.0, -1.0)
 
-    def lower(w, alpha, batch):
-        return digits_outer(w, alpha, batch) + 0.5 * jnp.sum(jnp.exp(alpha) * w**2)
-
     truth = rng.normal(size=22)
     train, valid = rows(1000, 1.0), rows(1500, 0.5)
-    problem = bilevel.Problem(lower, digits_outer)
     data = jax.tree.map(lambda a: jnp.asarray(a, DTYPE), (train, valid))
     start = jnp.full(22, -2.0, DTYPE), jnp.asarray(rng.normal(size=22), DTYPE)
     options = {"steps": 160, "batches": bilevel.partition(64), "key": jax.random.key(3)}
     options |= {"diagnostics": True, "history": ()}
-    result = bilevel.search(problem, bilevel.saba(0.2), optax.sgd(0.2), *start, *data, **options)
+    result = bilevel.search(LOGISTIC, bilevel.saba(0.2), optax.sgd(0.2), *start, *data, **options)
     (x, y), penalty, w = train, np.exp(np.asarray(result.alpha, np.float64)), np.zeros(22)
     for _ in range(30):
         p = 1 / (1 + np.exp(y * (x @ w)))
@@ -342,7 +335,8 @@ def test_the_estimate_at_the_end_is_near_the_truth_for_a_logistic_regression():
     outer_slope = -valid[0].T @ (valid[1] / (1 + np.exp(valid[1] * (valid[0] @ w)))) / 1500
     exact = -penalty * w * np.linalg.solve(hessian, outer_slope)
     sides = (make_batched_data("", side, bilevel.partition(64)) for side in data)
-    direction = full_direction(problem, result.w, result.state.solver_state.v, result.alpha, *sides)
+    v = result.state.solver_state.v
+    direction = full_direction(LOGISTIC, result.w, v, result.alpha, *sides)
     error = np.linalg.norm(direction - exact)
     assert error > 1e-3 * np.linalg.norm(exact)
     assert error / 3 < result.info.error_estimate < 10 * error

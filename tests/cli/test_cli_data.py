@@ -111,8 +111,7 @@ def test_a_run_on_own_rows_describes_them_and_stores_their_digest_alone(capsys):
     line = "baseline --configs 2 --dimension 8 --method random-search --out run --data vectors.npz"
     assert main(line.split()) == 0
     result = result_of("run")
-    printed = " ".join(capsys.readouterr().out.split())
-    assert printed.startswith(
+    assert " ".join(capsys.readouterr().out.split()).startswith(
         "vectors.npz: 48 training, 12 test vectors of 5, 3 classes (ant, bee, cow); normalization: "
         "columns of mean 0 and variance 1 on the training rows; this run takes 32 train, 16 valid, "
         "12 test"

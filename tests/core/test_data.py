@@ -395,8 +395,7 @@ def test_every_source_is_on_https_and_has_digests_so_that_no_download_goes_unche
 
 def table(labels, parts):
     """Samples of each class in each part."""
-    classes = np.unique(labels)
-    return np.array([[np.sum(labels[part] == c) for c in classes] for part in parts])
+    return np.array([[np.sum(labels[part] == c) for c in np.unique(labels)] for part in parts])
 
 
 @examples(60)

@@ -57,9 +57,8 @@ class Then(nn.Module):
 def test_methods_agree_for_one_and_for_two_sets_of_samples(method):
     model, params, x1, x2 = perceptron()
     for outputs, other in zip(kernels.OUTPUTS, (None, None, x2), strict=True):
-        expected = brute_force(model.apply, params, x1, other)[outputs]
         got = empirical_kernel(model.apply, params, x1, other, method=method, outputs=outputs)
-        assert_close(got, expected, f64=1e-12, f32=1e-4)
+        assert_close(got, brute_force(model.apply, params, x1, other)[outputs], f64=1e-12, f32=1e-4)
 
 
 @pytest.mark.long
@@ -121,9 +120,8 @@ def test_batch_normalisation_on_running_averages():
     # Running averages of the variance must be positive.
     params["batch_stats"] = jax.tree.map(jnp.abs, params["batch_stats"])
     of_params = jax.jit(lambda trained, x: model.apply({**params, "params": trained}, x))
-    expected = brute_force(of_params, params["params"], x)["sum"]
     got = empirical_kernel(model.apply, params, x, method="layerwise")
-    assert_close(got, expected, f64=1e-12, f32=1e-4)
+    assert_close(got, brute_force(of_params, params["params"], x)["sum"], f64=1e-12, f32=1e-4)
 
 
 LAYERS = {
@@ -176,9 +174,8 @@ def test_layers_that_compute_in_half_precision_are_near_the_jacobian():
 def test_batches_do_not_matter(size, outputs, oblong):
     model, params, x1, x2 = perceptron()
     other = x2 if oblong else None
-    expected = brute_force(model.apply, params, x1, other)[outputs]
     got = empirical_kernel(model.apply, params, x1, other, outputs=outputs, batch_size=size)
-    assert_close(got, expected, f64=1e-12, f32=1e-4)
+    assert_close(got, brute_force(model.apply, params, x1, other)[outputs], f64=1e-12, f32=1e-4)
     # The flags of the tests let XLA compute a kernel of one block twice, rounded unequally.
     assert oblong or size == 20 or bool((got == transpose_kernel(got)).all())
 

@@ -341,10 +341,9 @@ def test_closed_formulas_are_within_their_error_of_the_series(activation, varian
 @float64_only
 def test_norms_beyond_the_table_are_expanded_one_by_one():
     # A cube of standard deviation 30: E u^3 v^3 = 9 ab c + 6 c^3, of slopes 9 (ab + 2 c^2).
-    x = jnp.asarray([[30.0, 0.0], [18.0, 24.0]])
     net = nets.serial(nets.dense(2.0), nets.act(lambda u: u**3), nets.dense())
     a, c = 900.0, 900 * np.array([[1.0, 0.6], [0.6, 1.0]])
-    nngp, kernels = 9 * a * a * c + 6 * c**3, net.kernel(x)
+    nngp, kernels = 9 * a * a * c + 6 * c**3, net.kernel(jnp.asarray([[30.0, 0.0], [18.0, 24.0]]))
     np.testing.assert_allclose(kernels.nngp, nngp, rtol=1e-10)
     np.testing.assert_allclose(kernels.ntk, nngp + 9 * (a * a + 2 * c**2) * c, rtol=1e-10)
 

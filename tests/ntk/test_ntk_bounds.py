@@ -107,9 +107,8 @@ def test_a_bound_that_is_no_number_is_vacuous():
     assert lower_bound(jnp.array(jnp.nan), {}, 0.0).vacuous
     for seed in range(2):
         A = np.random.default_rng(seed).normal(size=(6, 3))  # K of rank 3
-        y = jnp.array([1.0, -1, 1, -1, 1, 1])
         options = {"activations": [relu], "C": 1e-9, "label_aware": True}
-        bound = zhu_theorem3(jnp.asarray(A @ A.T), y, **options)
+        bound = zhu_theorem3(jnp.asarray(A @ A.T), jnp.array([1.0, -1, 1, -1, 1, 1]), **options)
         assert bound.vacuous and held(bound)["K is positive definite"] is False
 
 

@@ -21,9 +21,8 @@ def predict(function, x, penalty, double):
     with jax.enable_x64(double):
         x = jnp.asarray(x, float)
         kernel = functools.partial(ntk.network_kernel, activations=[ntk.erf] * 4)
-        y = jnp.sin(x[jnp.array(TRAIN), 0])
         at = {"x": x[jnp.array(TRAIN)], "at": x[jnp.array(TEST)]}
-        prediction = function(kernel, y, **at, penalty=penalty)
+        prediction = function(kernel, jnp.sin(x[jnp.array(TRAIN), 0]), **at, penalty=penalty)
         errors = prediction.mean_error, prediction.std_error
         return [np.asarray(v) for v in (*prediction, prediction.std(), *errors)]
 

@@ -357,10 +357,9 @@ def test_wrcor_leaves_out_inputs_of_a_relu_if_one_sample_is_constant():
 def test_jacov_keeps_eigenvalues_below_float32s_rounding():
     gains = jnp.array([[1.0, 1.001], [1.001, 1.0], [1.0, 1.002]])
     batch = jnp.eye(3), jnp.array([0, 1, 0])
-    value = score("jacov", jnp.eye(2), batch, lambda w, x: x @ gains @ w)
     # All inputs share the gradient (2.001, 2.001, 2.002) summed over logits: eigenvalues 3, 0, 0.
     expected = -(np.log(3 + 1e-5) + 1 / (3 + 1e-5) + 2 * (np.log(1e-5) + 1e5))
-    assert_close(value, expected, f32=1e-4)
+    assert_close(score("jacov", jnp.eye(2), batch, lambda w, x: x @ gains @ w), expected, f32=1e-4)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -422,8 +421,7 @@ def test_fisher_is_the_gradient_in_a_gain_per_sample_and_channel(images):
     params, (x, y) = images
 
     def loss(gains):
-        logits = convolutions(params, x, gains)
-        return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(4), y])
+        return -jnp.mean(jax.nn.log_softmax(convolutions(params, x, gains))[jnp.arange(4), y])
 
     g = jax.jit(jax.grad(loss))((jnp.ones((4, 1, 1, 3)), jnp.ones((4, CLASSES))))
     expected = sum(0.5 * jnp.sum(jnp.mean(leaf**2, axis=0)) for leaf in g)

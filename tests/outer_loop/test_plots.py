@@ -66,10 +66,9 @@ def test_seeds_have_their_mean_and_standard_error():
     ax = plots.alpha_path(alpha, ax=axes(), start=[0.5, 0.5])
     mean, error = alpha[..., 0].mean(1), alpha[..., 0].std(1, ddof=1) / np.sqrt(3)
     np.testing.assert_allclose(ax.lines[0].get_ydata()[1:], mean)
-    ends = np.transpose([mean - error, mean + error])
     x, y = ax.collections[0].get_paths()[0].vertices.T
     band = [(y[x == at].min(), y[x == at].max()) for at in np.unique(x)]
-    np.testing.assert_allclose(band, [(0.5, 0.5), *ends])
+    np.testing.assert_allclose(band, [(0.5, 0.5), *np.transpose([mean - error, mean + error])])
     assert ax.get_ylabel() == "α, mean ± s.e. of 3 seeds"
     assert not plots.alpha_path(alpha[:, :1], ax=axes()).collections
 

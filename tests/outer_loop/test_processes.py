@@ -186,10 +186,9 @@ def in_two_processes(arguments_of, environment_of=lambda rank: {}):
     """The output of two Python processes, and their exit codes."""
     started, pipe = [], subprocess.PIPE
     for rank in range(2):
-        command = [sys.executable, *arguments_of(rank)]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environment_of(rank)
         options = {"env": environment, "stdout": pipe, "stderr": pipe, "text": True}
-        started.append(subprocess.Popen(command, **options))
+        started.append(subprocess.Popen([sys.executable, *arguments_of(rank)], **options))
     try:
         return [(*p.communicate(timeout=120), p.returncode) for p in started]
     finally:

@@ -22,11 +22,10 @@ MODULES = ("bilevel.solvers", "bilevel.spaces.nasbench201.judging", "bilevel.sto
 def entries():
     """The dotted names in docs/api; a directive ``public`` without names has all of a module."""
     text = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
-    listings = re.findall(r"```\{public\} (\S+)\n(.*?)```", text, re.DOTALL)
     scores = [f"ntk.scores.{name}" for name in builtin_score_names()] * text.count("```{scores}")
     return scores + [
         f"{module}.{name}"
-        for module, names in listings
+        for module, names in re.findall(r"```\{public\} (\S+)\n(.*?)```", text, re.DOTALL)
         for name in names.split() or importlib.import_module(module).__all__
     ]
 

@@ -122,17 +122,15 @@ def test_each_operation_is_its_definition_in_numpy(name, stride):
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_mixed_cell_adds_weighted_operations_over_all_edges(stride):
     """Edge by edge in numpy: node j is the sum over i < j; strides only at the two inputs."""
-    names = ("none", "skip_connect", "dil_conv_3x3")
     before_last, last = normal(0, 2, 8, 8, 3), normal(1, 2, 4, 4, 5)
     alpha = np.random.default_rng(2).dirichlet(np.ones(3), 14)
-    cell = MixedCell(names, 4, stride, True, True)
+    cell = MixedCell(("none", "skip_connect", "dil_conv_3x3"), 4, stride, True, True)
     variables = draw(cell, before_last, last, alpha)
     p = variables["params"]
     ours = jax.jit(cell.apply)(variables, before_last, last, jnp.asarray(alpha))
 
-    one = p["ReluConvNorm_0"]["Conv_0"]["kernel"]
     states = [skip(p["FactorizedReduce_0"], before_last, 2)]
-    states += [standardized(pointwise(relu(last), one))]
+    states += [standardized(pointwise(relu(last), p["ReluConvNorm_0"]["Conv_0"]["kernel"]))]
     # A reduction cell has two modules: for edges out of its inputs, and for the others.
     reads_inputs = [source < 2 for source, _ in EDGES] if stride == 2 else [False] * len(EDGES)
     modules = [m for m in (True, False) if m in reads_inputs]
@@ -143,8 +141,7 @@ def test_a_mixed_cell_adds_weighted_operations_over_all_edges(stride):
         stacked = p[f"ScanMixedEdge_{module}"]["operations"]
         weights = jax.tree.map(lambda leaf, row=row: leaf[row], stacked)
         s = stride if source < 2 else 1
-        reduced = weights.get("FactorizedReduce_0")
-        states[node] += alpha[k, 1] * skip(reduced, states[source], s)
+        states[node] += alpha[k, 1] * skip(weights.get("FactorizedReduce_0"), states[source], s)
         states[node] += alpha[k, 2] * dilated(weights["DilatedConv_0"], states[source], s)
     assert_close(ours, np.concatenate(states[2:], axis=-1))
 
@@ -172,10 +169,9 @@ def test_published_weight_counts():
     assert weight_count(w) == supernet_size(3, 4, 10)
     w, _ = jax.eval_shape(lambda key: network.init(key, (32, 32, 3)), key())
     assert weight_count(w) == 3_349_342
-    everything = sum(leaf.size for leaf in jax.tree.leaves(w))
     # On 576 channels: two convolutions, two norms, a classifier.
     head = 576 * 128 + 2 * 128 + 2 * 2 * 128 * 768 + 2 * 768 + 769 * 10
-    assert everything - weight_count(w) == head
+    assert sum(leaf.size for leaf in jax.tree.leaves(w)) - weight_count(w) == head
 
 
 def test_genotype_keeps_the_two_best_edges_of_each_node_without_none():
@@ -199,8 +195,7 @@ def test_genotype_keeps_the_two_best_edges_of_each_node_without_none():
 
 def test_drawn_vertices_are_uniform_genotypes():
     names = ("none", "skip_connect", "dil_conv_3x3")
-    keys = jax.random.split(key(), 2000)
-    drawn = jax.vmap(lambda key: genotypes.draw_corner(key, names))(keys)
+    drawn = jax.vmap(lambda key: genotypes.draw_corner(key, names))(jax.random.split(key(), 2000))
     for cell in drawn.values():
         corners = np.asarray(cell)
         assert set(np.unique(corners)) == {0, 1}

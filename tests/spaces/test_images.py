@@ -104,9 +104,8 @@ def test_every_row_counts_once_in_an_error_rate(size):
         apply=lambda w, other, x: x @ w + other, predict=lambda f: (f > 0).astype(int)
     )
     w = jnp.asarray(rng.normal(size=2))
-    rates = error_rates(sign)(w, 0.1, parts, size)
     expected = [np.mean((x @ np.asarray(w) + 0.1 > 0) != y) for x, y in parts]
-    np.testing.assert_allclose(rates, expected, rtol=1e-6)
+    np.testing.assert_allclose(error_rates(sign)(w, 0.1, parts, size), expected, rtol=1e-6)
     # A network that diverged predicts nothing: it is not right about the class that NaN looks like.
     np.testing.assert_array_equal(error_rates(sign)(jnp.nan * w, 0.1, parts, size), 1)
 

@@ -175,9 +175,8 @@ def test_gaea_on_training_rows_moves_both_on_one_batch_and_joint_does_not():
     assert_close(*losses(single), f32=1e-6)
     below, above = losses(strategies.joint(SPACE, **still))
     assert np.abs(below - above).max() > 1e-3
-    copies = strategies.stack_strategies(single, 2)
     rows = jax.tree.map(lambda a: jnp.stack([a, a]), ROWS[0])
-    below, above = copies.batches(key(), rows, rows)
+    below, above = strategies.stack_strategies(single, 2).batches(key(), rows, rows)
     assert below[0].shape == (2, 3, 3)
     jax.tree.map(np.testing.assert_array_equal, below, above)
 

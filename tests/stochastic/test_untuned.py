@@ -69,8 +69,7 @@ def test_the_metric_is_the_inverse_hessian_and_its_length_the_steepest_batchs(mo
     assert_close(matrix(metric, 1.0) @ hessian, np.eye(P), f64=1e-8, f32=0.02)
     root = matrix(metric, 0.5)
     assert_close(root @ root, np.linalg.inv(hessian), f64=1e-8, f32=0.02)
-    batches = x.reshape(-1, 32, P)
-    steepest = [np.linalg.eigvalsh(root @ b.T @ b @ root / 32)[-1] for b in batches]
+    steepest = [np.linalg.eigvalsh(root @ b.T @ b @ root / 32)[-1] for b in x.reshape(-1, 32, P)]
     # Power iterations find the largest from below, in half of the batches.
     assert 0.5 / max(steepest) <= metric.length * 1.001 < 0.5 / np.median(steepest) * 1.3
 

@@ -155,8 +155,7 @@ def test_the_theorems_of_khodak(entropy, n, m, delta, B, exponents, excess, lips
     printed = bounds.khodak_theorem_3_1_as_printed(entropy, n, **options)
     assert_near(printed.value, theorem(3, 0.0, 1.5 * 2**0.5), 1e-4)
     a4 = bounds.khodak_corollary_a4(entropy, m, n, lipschitz=lipschitz, **options)
-    training = B * math.sqrt(log / 2 / m)
-    assert_near(a4.value, training + theorem(2 * lipschitz, half, half), 1e-4)
+    assert_near(a4.value, B * math.sqrt(log / 2 / m) + theorem(2 * lipschitz, half, half), 1e-4)
 
 
 @examples(5)

@@ -175,9 +175,8 @@ def test_simulated_overlap_and_risk_approach_the_limits(p, h):
 def test_the_estimator_on_whole_tensors_is_distributed_as_the_fast_sample():
     """Truth: Theorem 4's experiment, literally; Kolmogorov-Smirnov, 300 runs each."""
     n, h, p, runs = 12, 3, 18, 300
-    rng = np.random.default_rng(4)
     alpha, theta = (v / np.linalg.norm(v) for v in (np.arange(1.0, h + 1), np.ones(p)))
-    train, valid = rng.standard_normal((2, runs, n, h, p))
+    train, valid = np.random.default_rng(4).standard_normal((2, runs, n, h, p))
     labels = [np.einsum("h,knhp,p->kn", alpha, x, theta) for x in (train, valid)]
     sides = (train, labels[0]), (valid, labels[1])
     estimator = jax.jit(jax.vmap(spectral.spectral_estimator))(*sides)

@@ -205,6 +205,7 @@ def run(*command, **options):
     return done.stdout
 
 
+@functools.cache
 def on_devices(count, program):
     """Return the last line that a program prints when JAX takes the CPU for several devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"

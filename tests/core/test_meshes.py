@@ -1,7 +1,5 @@
 """Several devices: each solves its own problem in ``shard_map``, and ``gram`` shards its batch."""
 
-import functools
-
 import pytest
 from helpers import on_devices
 
@@ -117,23 +115,18 @@ print(json.dumps({
 """
 
 
-@functools.cache
-def on_four_devices():
-    return on_devices(4, PROGRAM)
-
-
 @pytest.mark.parametrize("which", ["cg", "other solvers", "diagnostics"])
 def test_each_device_solves_its_own_problem_in_shard_map(which):
     # Truth: the same problems without shard_map.
-    assert on_four_devices()[which] < 1e-8
+    assert on_devices(4, PROGRAM)[which] < 1e-8
 
 
 def test_a_shared_kernel_has_the_gradient_of_all_devices_images():
-    assert on_four_devices()["convolution"] < 1e-12
+    assert on_devices(4, PROGRAM)["convolution"] < 1e-12
 
 
 def test_gram_never_gathers_the_jacobian():
-    figures = on_four_devices()["gram"]
+    figures = on_devices(4, PROGRAM)["gram"]
     assert figures["error"] < 1e-9  # truth: the p x p solve
     assert figures["gathered"] < 0.1  # the largest all-gather, in Jacobians
     assert figures["temporary"] < 0.6  # all temporary memory of a device, in Jacobians

@@ -1,10 +1,9 @@
 """Test kernels of inputs with rows divided over devices against one device."""
 
-import functools
-
 import pytest
 from helpers import on_devices
 
+pytestmark = pytest.mark.long
 PROGRAM = """
 import functools, json, re
 import jax, jax.numpy as jnp, numpy as np
@@ -93,26 +92,18 @@ print(json.dumps({
 """
 
 
-@functools.cache
-def on_four_devices():
-    return on_devices(4, PROGRAM)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("axes", ["automatic", "explicit", "set_mesh"])
 def test_kernels_of_divided_rows_are_one_devices(axes):
-    errors = on_four_devices()[axes]
+    errors = on_devices(4, PROGRAM)[axes]
     assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("devices", ["2", "3", "4"])
 def test_products_go_round_in_a_ring(devices):
-    error, moved = on_four_devices()["ring"][devices]
+    error, moved = on_devices(4, PROGRAM)["ring"][devices]
     assert error < 1e-12
     assert moved == ["collective-permute"]  # no device ever has all inputs
 
 
-@pytest.mark.long
 def test_rows_along_one_axis_of_two_or_along_both():
-    assert max(on_four_devices()["axes"].values()) < 1e-12
+    assert max(on_devices(4, PROGRAM)["axes"].values()) < 1e-12

@@ -1,7 +1,5 @@
 """Rows, weights and copies over eight devices: one device's results, and sums alone between."""
 
-import functools
-
 import pytest
 from helpers import ROOT, on_devices
 
@@ -210,7 +208,6 @@ print(json.dumps(answers))
 """
 
 
-@functools.cache
 def on_eight_devices(part="methods"):
     begin = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\npart = {part!r}\n"
     return on_devices(8, begin + PROGRAM)

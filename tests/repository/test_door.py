@@ -150,16 +150,17 @@ operator = functools.partial(ntk.KernelOperator, lambda a, b: a @ b.T, EYE)
 interval = functools.partial(ntk.eigenvalue_interval, key=KEY)
 leave_one_out = functools.partial(ntk.leave_one_out_estimate, key=KEY)
 certified = ntk.certified_min_eigenvalue
+theorem3 = functools.partial(ntk.bounds.zhu_theorem3, EYE, y=ONES, activations=[ntk.relu], C=1.0)
+hermite = functools.partial(ntk.bounds.hermite_lower_bound, x=EYE, activations=[ntk.relu])
+network_kernel = functools.partial(ntk.network_kernel, x1=EYE, activations=[ntk.relu])
+empirical = functools.partial(ntk.empirical_kernel, apply=lambda w, x: x @ w, params=ONES, x1=EYE)
+posterior = functools.partial(ntk.posterior, K=EYE, y=ONES, cross=EYE, prior=EYE)
 FIT = IterativeRegression(ONES, np.array(0.0), np.array(0.0), np.array(1), 0.1)
 
 
 def pattern(message):
     full = message.startswith("^") or "expected" in message
     return message if full else message.replace(": ", ": expected ", 1)
-
-
-def theorem3(y=ONES, activations=(ntk.relu,), **options):
-    return ntk.bounds.zhu_theorem3(EYE, y, activations=activations, C=1.0, **options)
 
 
 def linear(w, x):
@@ -170,18 +171,6 @@ def ntk_score(name, params=EYE, batch=(EYE, LABELS), apply=linear, **options):
     return getattr(ntk.scores, name)(None, apply, params, batch, **options)
 
 
-def hermite(x=EYE, **options):
-    return ntk.bounds.hermite_lower_bound(x, activations=[ntk.relu], **options)
-
-
-def network_kernel(x1=EYE, x2=None, activations=(ntk.relu,), **options):
-    return ntk.network_kernel(x1, x2, activations=activations, **options)
-
-
-def empirical(apply=lambda w, x: x @ w, params=ONES, x1=EYE, **options):
-    return ntk.empirical_kernel(apply, params, x1, **options)
-
-
 def layers(*parts, shape=(2, 4), **options):
     return nets.serial(*parts).kernel(jnp.ones(shape), **options)
 
@@ -189,10 +178,6 @@ def layers(*parts, shape=(2, 4), **options):
 def regression(K=None, y=ONES, penalty=1.0, **options):
     K = operator() if K is None else K
     return ntk.iterative_regression(K, y, penalty=penalty, **options)
-
-
-def posterior(K=EYE, y=ONES, cross=EYE, prior=EYE, **options):
-    return ntk.posterior(K, y, cross, prior, **options)
 
 
 def ensemble(train=None, y=ONES, cross=None, prior=EYE, **options):
@@ -209,9 +194,9 @@ PARSED = darts.parse_genotype(GENOTYPE)
 PART = np.eye(4, dtype=np.float32), np.array([0, 0, 1, 1])
 TEXTS = ["fine", "dull"], [1, 0]
 F, X, BALL = np.ones((3, 2)), np.ones((3, 2, 4)), bounds.ball_covering(2, 1.0)
-
-
 convergence = functools.partial(bounds.uniform_convergence, covering=BALL, L=1.0)
+condition_six = functools.partial(bilevel.condition_six, outputs=F, alpha=ALPHA / 2)
+lipschitz = functools.partial(bilevel.lipschitz, lambda alpha: alpha, alphas=ALPHA, deltas=[0.1])
 
 
 def score(names=("l2_norm",), cells=CELL, rows=2, **options):
@@ -219,14 +204,6 @@ def score(names=("l2_norm",), cells=CELL, rows=2, **options):
     batch = jnp.ones((rows, 4, 4, 1)), jnp.zeros(rows, int)
     networks = nasbench201.all_networks(cells=1, channels=1)
     return nasbench201.score_networks(names, networks, None, cells, batch, **options)
-
-
-def condition_six(outputs=F, alpha=ALPHA / 2, targets=None, **options):
-    return bilevel.condition_six(outputs, alpha, targets, **options)
-
-
-def lipschitz(alphas=ALPHA, deltas=(0.1,), **options):
-    return bilevel.lipschitz(lambda alpha: alpha, alphas, deltas, **options)
 
 
 def two_updates(optimizer, alpha, gradient):
@@ -754,7 +731,7 @@ ROWS["spaces"] = {
         lambda: spaces.unit_inputs(jnp.full((7, 3), 0.1, jnp.float32)),
     ),
     "alpha: points of the simplex": lambda: condition_six(
-        np.ones((3, 10)), jnp.full(10, 0.11, jnp.bfloat16)
+        outputs=np.ones((3, 10)), alpha=jnp.full(10, 0.11, jnp.bfloat16)
     ),
     "alpha: a loss whose second derivatives are fin": (
         lambda: curvature_of_roots(3),
@@ -816,7 +793,7 @@ ROWS["theory"] = {
     "labels: shape": lambda: spectral_alpha(X, jnp.ones((3, 0))),
     "alpha: numbers, got": lambda: bilevel.argmax(jnp.array([0.5, jnp.nan])),
     "k: 1 to 2, got 3": lambda: bilevel.top_k(ALPHA, 3),
-    "outputs: shape": lambda: condition_six(F[:1]),
+    "outputs: shape": lambda: condition_six(outputs=F[:1]),
     "alpha: points of the simplex": lambda: condition_six(alpha=ALPHA),
     "targets: shape": lambda: condition_six(targets=F),
     "confidence: a number in": lambda: condition_six(confidence=95),
@@ -828,11 +805,11 @@ ROWS["theory"] = {
     r"uniform: .* \[0, 1\], got 1.5": lambda: spectral.simplex_start(ALPHA, uniform=1.5),
     "p_over_n: a positive number, got 0.0": lambda: spectral.spectral_limits(0.0, 0.1),
     r"h_over_n: a shape that broadcasts with \(2,\)": lambda: spectral.spectral_limits(ALPHA, ONES),
-    "alphas: .*leading axis.*length at least 1": lambda: lipschitz(jnp.zeros((0, 2))),
-    "alphas: finite": lambda: lipschitz(jnp.array([jnp.nan])),
+    "alphas: .*leading axis.*length at least 1": lambda: lipschitz(alphas=jnp.zeros((0, 2))),
+    "alphas: finite": lambda: lipschitz(alphas=jnp.array([jnp.nan])),
     "deltas: a positive number, got 0": lambda: lipschitz(deltas=[0.1, 0.0]),
-    "directions: .*None": lambda: lipschitz(F),
-    "directions: .*length 0": lambda: lipschitz(F, directions=np.zeros(2)),
+    "directions: .*None": lambda: lipschitz(alphas=F),
+    "directions: .*length 0": lambda: lipschitz(alphas=F, directions=np.zeros(2)),
     "batch_size: at least 1, got 0": lambda: lipschitz(batch_size=0),
     "n_valid: a positive number, got 0": lambda: convergence(0),
     r"tau: a number above log\(2\), got 0.5": lambda: convergence(9, tau=0.5),
@@ -865,12 +842,12 @@ ROWS["theory"] = {
     ),
 }
 ROWS["ntk_kernels"] = {
-    "x1: a nonempty array": lambda: network_kernel(EYE[0]),
-    "x1: an array of numbers": lambda: network_kernel("X"),
-    "x1: finite entries": lambda: network_kernel(EYE * np.nan),
-    "x1: real numbers, got complex": lambda: network_kernel(EYE + 1j),
-    "x2: 3 columns as in x1, got 2": lambda: network_kernel(EYE, EYE[:, :2]),
-    "x1: rows whose squared norms are within": lambda: network_kernel(1e20 * jnp.float32(EYE)),
+    "x1: a nonempty array": lambda: network_kernel(x1=EYE[0]),
+    "x1: an array of numbers": lambda: network_kernel(x1="X"),
+    "x1: finite entries": lambda: network_kernel(x1=EYE * np.nan),
+    "x1: real numbers, got complex": lambda: network_kernel(x1=EYE + 1j),
+    "x2: 3 columns as in x1, got 2": lambda: network_kernel(x2=EYE[:, :2]),
+    "x1: rows whose squared norms are within": lambda: network_kernel(x1=1e20 * jnp.float32(EYE)),
     "activations: a list of at least one": lambda: network_kernel(activations=ntk.relu),
     "activations: at least one in each layer": lambda: network_kernel(activations=[{}]),
     "fn: an elementwise function": (
@@ -928,7 +905,7 @@ ROWS["ntk_kernels"] = {
     "params: leaves of the shapes": lambda: ntk.taylor_expand(jnp.multiply, 1.0, 1)(EYE, 1.0),
     "expected functions of": lambda: network_kernel(activations=[ntk.relu.derivative.derivative]),
     "^apply: expected BatchNorm with use_running_average": lambda: empirical(
-        BatchStatistics().apply, BatchStatistics().init(KEY, EYE)
+        apply=BatchStatistics().apply, params=BatchStatistics().init(KEY, EYE)
     ),
 }
 ROWS["ntk_networks"] = {
@@ -1001,8 +978,8 @@ ROWS["ntk_spectrum_and_bounds"] = {
     "t: a positive variance, got 0.0.": lambda: ntk.bounds.table1(ntk.relu, 0.0),
     "K: a square matrix": lambda: ntk.bounds.diagonal_upper_bound(EYE[:2]),
     "d: a positive number, got 0.": lambda: ntk.bounds.eigen_nas_as_printed(EYE, 0),
-    "x: rows of equal norm": lambda: hermite(EYE * [2, 1, 1]),
-    "x: rows of equal norm, not 0": lambda: hermite(0 * EYE),
+    "x: rows of equal norm": lambda: hermite(x=EYE * [2, 1, 1]),
+    "x: rows of equal norm, not 0": lambda: hermite(x=0 * EYE),
     "terms: an even number": lambda: hermite(terms=3),
     "C: a positive number, got -1.0.": lambda: ntk.bounds.zhu_theorem1_as_printed(
         5, 2, activations=[ntk.relu], C=-1.0
@@ -1029,7 +1006,7 @@ ROWS["ntk_regression_and_large"] = {
     "K: as many rows": lambda: regression(operator().at(EYE[:2])),
     "K: a positive definite": (
         lambda: regression(ntk.KernelOperator(lambda a, b: -2 * a @ b.T, EYE)),
-        lambda: posterior(jnp.ones((3, 3))),
+        lambda: posterior(K=jnp.ones((3, 3))),
     ),
     r"y: shape \[3\]": (lambda: regression(y=jnp.ones(2)), lambda: posterior(y=jnp.ones(2))),
     "y: finite targets": lambda: regression(y=ONES * np.nan),

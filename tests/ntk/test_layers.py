@@ -68,10 +68,7 @@ def scanned_twice(x, a, b, scaled):
 
 
 def emitted(x, a):
-    def step(x, w):
-        return jnp.tanh(x @ w), -w
-
-    x, again = lax.scan(step, x, a)
+    x, again = lax.scan(lambda x, w: (jnp.tanh(x @ w), -w), x, a)
     return x * jnp.sin(again).sum()
 
 

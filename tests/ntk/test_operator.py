@@ -117,13 +117,8 @@ def test_samples_may_be_pytrees():
 
 
 def test_an_operator_uses_the_present_kernel():
-    scale = [1.0]
-
-    def kernel(a, b):
-        return laplace(a, b, scale[0])
-
-    x = inputs(5, 2)
+    scale, x = [1.0], inputs(5, 2)
     for scale[0] in (1.0, 2.0):
-        product = ntk.KernelOperator(kernel, x) @ jnp.ones(5)
+        product = ntk.KernelOperator(lambda a, b: laplace(a, b, scale[0]), x) @ jnp.ones(5)
         expected = laplace(x, x, scale[0]).sum(1)
         np.testing.assert_allclose(product, expected, rtol=tolerance(1e-13, 1e-5))

@@ -18,15 +18,12 @@ rng = np.random.default_rng(0)
 X = rng.normal(size=(N + M, 4))
 LABELS = {"one output": rng.normal(size=N), "two outputs": rng.normal(size=(N, OUT))}
 Y = LABELS["two outputs"]
+network = functools.partial(ntk.network_kernel, activations=[ntk.erf, ntk.relu])
 
 
 class Pair(NamedTuple):
     nngp: jax.Array
     ntk: jax.Array
-
-
-def network(a, b=None):
-    return ntk.network_kernel(a, b, activations=[ntk.erf, ntk.relu])
 
 
 @functools.cache

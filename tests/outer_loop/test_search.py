@@ -331,12 +331,17 @@ def sending(number):
 terminate, interrupt = sending(signal.SIGTERM), sending(signal.SIGINT)
 
 
-def test_sigterm_reaches_the_programs_own_handler_after_the_checkpoint(tmp_path, received):
-    handler = signal.getsignal(signal.SIGTERM)
-    result = noisy(steps=9, chunk=3, callback=terminate, checkpoint=tmp_path)
-    assert received == [6] and result.stopped == "terminated after step 6"
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_search_after_the_checkpoint(number, tmp_path, received):
+    """SIGTERM then reaches the program's own handler."""
+    handler = signal.getsignal(number)
+    result = noisy(steps=9, chunk=3, callback=sending(number), checkpoint=tmp_path)
+    # The signal of the first callback is seen after the second chunk.
+    words = {signal.SIGTERM: ("terminated", [6]), signal.SIGINT: ("interrupted", [])}
+    assert (result.stopped.removesuffix(" after step 6"), received) == words[number]
     assert_identical(dataclasses.replace(result, stopped=""), noisy(steps=6))
-    assert signal.getsignal(signal.SIGTERM) is handler
+    assert checkpoint.latest(tmp_path) == 6
+    assert signal.getsignal(number) is handler
 
 
 def test_a_second_sigterm_is_not_held_back(tmp_path, received):
@@ -368,16 +373,6 @@ def test_sigterm_during_a_search_that_fails_is_not_lost(tmp_path, received):
     with pytest.raises(RuntimeError, match="of the callback"):
         noisy(steps=6, chunk=3, callback=callback, checkpoint=tmp_path)
     assert len(received) == 1
-
-
-def test_ctrl_c_returns_the_result_so_far(tmp_path):
-    before = signal.getsignal(signal.SIGINT)
-    result = noisy(steps=9, chunk=3, callback=interrupt, checkpoint=tmp_path)
-    # The signal of the first callback is seen after the second chunk.
-    assert result.stopped == "interrupted after step 6"
-    assert_identical(dataclasses.replace(result, stopped=""), noisy(steps=6))
-    assert checkpoint.latest(tmp_path) == 6
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_ctrl_c_in_the_last_chunk_is_reported_after_the_last_callback():

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from helpers import assert_close, drawn, normal, tangent_kernel
 from jax import lax
+from jax.numpy import tanh
 
 from ntk.empirical import factored_gradients, network_program
 from ntk.empirical.kernels import empirical_kernel, gradient_norms, kernel_vector_product
@@ -47,7 +48,7 @@ def _(primals, tangents):  # deliberately not the derivative
 
 def recurrent(x, a, b, c):
     def step(h, x):
-        h = jnp.tanh(x @ a + h @ b)
+        h = tanh(x @ a + h @ b)
         return h, h
 
     h, _ = lax.scan(step, jnp.zeros((len(x), 3), x.dtype), jnp.swapaxes(x, 0, 1))
@@ -59,7 +60,7 @@ def scanned_twice(x, a, b, scaled):
 
     def over_time(h, w):
         def step(h, _):
-            return jnp.tanh(h @ scaled(w) @ b), None
+            return tanh(h @ scaled(w) @ b), None
 
         w = scaled(w)
         return lax.scan(step, h, None, length=2)[0], None
@@ -68,7 +69,7 @@ def scanned_twice(x, a, b, scaled):
 
 
 def emitted(x, a):
-    x, again = lax.scan(lambda x, w: (jnp.tanh(x @ w), -w), x, a)
+    x, again = lax.scan(lambda x, w: (tanh(x @ w), -w), x, a)
     return x * jnp.sin(again).sum()
 
 
@@ -77,7 +78,7 @@ def channels_first(x, a):
     x = x.reshape(-1, 2, 3, 2)
     options = {"window_strides": (2, 1), "padding": ((1, 0), (0, 1)), "feature_group_count": 2}
     x = lax.conv_general_dilated(x, a, **options)
-    return jnp.tanh(x).reshape(len(x), -1)[:, :3]
+    return tanh(x).reshape(len(x), -1)[:, :3]
 
 
 SERIES = normal(9, 3, 4, 2)
@@ -92,36 +93,30 @@ def case(function, names, shapes, x=X):
 
 FUNCTIONS = {
     # function of x and weights; those in factors; shapes of a, b, c, d with a digit for each axis
-    "two layers": case(lambda x, a, b, c: jnp.tanh(x @ a + c) @ b, "a b", "23 32 3"),
-    "weight on the left": case(lambda x, a, b: (b @ jnp.tanh(a @ x.T)).T, "a b", "32 23"),
+    "two layers": case(lambda x, a, b, c: tanh(x @ a + c) @ b, "a b", "23 32 3"),
+    "weight on the left": case(lambda x, a, b: (b @ tanh(a @ x.T)).T, "a b", "32 23"),
     "checkpointed": case(
-        lambda x, a, b: jax.checkpoint(lambda a, x: jnp.tanh(x @ a))(a, x) @ b, "a b", "23 32"
+        lambda x, a, b: jax.checkpoint(lambda a, x: tanh(x @ a))(a, x) @ b, "a b", "23 32"
     ),
-    "mapped": case(lambda x, a, b: jax.vmap(lambda x: jnp.tanh(x @ a) @ b)(x), "a b", "23 32"),
-    "looped": case(lambda x, a, b: lax.map(lambda x: jnp.tanh(x @ a) @ b, x), "a b", "23 32"),
+    "mapped": case(lambda x, a, b: jax.vmap(lambda x: tanh(x @ a) @ b)(x), "a b", "23 32"),
+    "looped": case(lambda x, a, b: lax.map(lambda x: tanh(x @ a) @ b, x), "a b", "23 32"),
     "scaled by numbers": case(
-        lambda x, a, b, c, d: jnp.tanh(x @ (a / jnp.sqrt(2.0))) @ (-0.5 * b / d),
-        "a b",
-        "23 32 1 11",
+        lambda x, a, b, c, d: tanh(x @ (a / jnp.sqrt(2.0))) @ (-0.5 * b / d), "a b", "23 32 1 11"
     ),
     "scaled by the sample": case(
-        lambda x, a, b: jnp.tanh(x @ (a * x[0, 0])) @ b, "a b", "23 32", x=X[:1]
+        lambda x, a, b: tanh(x @ (a * x[0, 0])) @ b, "a b", "23 32", x=X[:1]
     ),
-    "rearranged": case(lambda x, a, b: jnp.tanh(x @ a.T[::-1]) @ b.reshape(3, 2), "a b", "32 23"),
+    "rearranged": case(lambda x, a, b: tanh(x @ a.T[::-1]) @ b.reshape(3, 2), "a b", "32 23"),
     "normalised": case(lambda x, a: x @ (a / jnp.linalg.norm(a)), "", "23"),
     "divided by": case(lambda x, a: x @ (1 / a), "", "23"),
     "masked": case(lambda x, a: x @ (a * jnp.eye(2, 3)), "", "23"),
     "its own number": case(lambda x, a: jnp.sin(x * a * a), "", "1"),
-    "a number that is a weight": case(
-        lambda x, a, b: jnp.tanh(x[:, :1] @ a) @ (b * a), "b", "11 12"
-    ),
-    "used twice, times numbers": case(
-        lambda x, a: jnp.tanh(jnp.tanh(x @ (3 * a)) @ (a / 2)), "a", "22"
-    ),
-    "inputs of two shapes": case(lambda x, a: jnp.tanh(x @ a).sum(1) @ a, "a", "22", x=SERIES),
-    "tied": case(lambda x, a: jnp.tanh(x @ a) @ a.T, "", "23"),
-    "a product of weights": case(lambda x, a, b: jnp.tanh(x @ (a @ b)), "b", "21 13"),
-    "learned inputs": case(lambda x, a, b, c: x @ (jnp.tanh(a @ b) @ c), "b c", "23 33 32"),
+    "a number that is a weight": case(lambda x, a, b: tanh(x[:, :1] @ a) @ (b * a), "b", "11 12"),
+    "used twice, times numbers": case(lambda x, a: tanh(tanh(x @ (3 * a)) @ (a / 2)), "a", "22"),
+    "inputs of two shapes": case(lambda x, a: tanh(x @ a).sum(1) @ a, "a", "22", x=SERIES),
+    "tied": case(lambda x, a: tanh(x @ a) @ a.T, "", "23"),
+    "a product of weights": case(lambda x, a, b: tanh(x @ (a @ b)), "b", "21 13"),
+    "learned inputs": case(lambda x, a, b, c: x @ (tanh(a @ b) @ c), "b c", "23 33 32"),
     "a number times a repeated number": case(
         lambda x, a, b: x @ lax.mul(a, jnp.broadcast_to(x[0, 0], (2, 2))) @ b, "b", "_ 22", x=X[:1]
     ),
@@ -129,23 +124,21 @@ FUNCTIONS = {
     "no steps": case(
         lambda x, a, b, c: recurrent(x[:, :0], a, b, c), "a b c", "23 33 32", x=SERIES
     ),
-    "pieces": case(lambda x, a, b: jnp.tanh(x @ a[0]) @ a[1] @ b[:2] @ b[2:], "a b", "222 42"),
-    "pieces that overlap": case(lambda x, a: jnp.tanh(x @ a[:2]) @ a[1:], "", "32"),
-    "every other row": case(lambda x, a: jnp.tanh(x @ a[::2]), "", "42"),
-    "split": case(lambda x, a: sum(jnp.tanh(x @ w) for w in jnp.split(a, 3, axis=1)), "a", "26"),
-    "joined": case(lambda x, a, b: jnp.tanh(x @ jnp.concatenate([a, b.T], 1)), "a b", "23 32"),
+    "pieces": case(lambda x, a, b: tanh(x @ a[0]) @ a[1] @ b[:2] @ b[2:], "a b", "222 42"),
+    "pieces that overlap": case(lambda x, a: tanh(x @ a[:2]) @ a[1:], "", "32"),
+    "every other row": case(lambda x, a: tanh(x @ a[::2]), "", "42"),
+    "split": case(lambda x, a: sum(tanh(x @ w) for w in jnp.split(a, 3, axis=1)), "a", "26"),
+    "joined": case(lambda x, a, b: tanh(x @ jnp.concatenate([a, b.T], 1)), "a b", "23 32"),
     "joined with a multiple": case(
-        lambda x, a, b: jnp.tanh(x @ jnp.concatenate([a, 2 * b], 1)), "", "23 22"
+        lambda x, a, b: tanh(x @ jnp.concatenate([a, 2 * b], 1)), "", "23 22"
     ),
-    "joined with itself": case(lambda x, a: jnp.tanh(x @ jnp.concatenate([a, a], 1)), "", "23"),
+    "joined with itself": case(lambda x, a: tanh(x @ jnp.concatenate([a, a], 1)), "", "23"),
     "a piece joined with one that is used": case(
-        lambda x, a, b: (
-            (x @ jnp.concatenate([a[:, :1], b], 1)) @ jnp.sin(b) + jnp.tanh(x @ a[:, 1:])
-        ),
+        lambda x, a, b: (x @ jnp.concatenate([a[:, :1], b], 1)) @ jnp.sin(b) + tanh(x @ a[:, 1:]),
         "",
         "22 21",
     ),
-    "a rule of its own": case(lambda x, a, b: jnp.tanh(doubled(a, x)) @ b, "b", "23 32"),
+    "a rule of its own": case(lambda x, a, b: tanh(doubled(a, x)) @ b, "b", "23 32"),
     "a stopped gradient": case(lambda x, a, b: x @ lax.stop_gradient(a) @ b, "b", "23 32"),
     "a branch": case(
         lambda x, a, b: lax.cond(x[0, 0] > 0, lambda: x @ a, lambda: 2 * x @ a) @ b,
@@ -159,7 +152,7 @@ FUNCTIONS = {
     "put out by a loop": case(emitted, "", "322"),
     "channels first": case(channels_first, "a", "4122", x=IMAGES),
     "slices of a loop, and all of it": case(
-        lambda x, a: lax.scan(lambda h, w: (jnp.tanh(h @ a) * (h @ w)[:, None], None), x, a)[0],
+        lambda x, a: lax.scan(lambda h, w: (tanh(h @ a) * (h @ w)[:, None], None), x, a)[0],
         "",
         "22",
     ),
@@ -170,13 +163,10 @@ FUNCTIONS = {
         lambda x, a, b, c: scanned_twice(x, a / 3, b * c, lambda w: 0.7 * w), "a b", "324 42 _"
     ),
     "batches of matrices": case(
-        lambda x, a, b: jnp.tanh(jnp.einsum("npi,pij->npj", x, a)).sum(1) @ b,
-        "a b",
-        "423 32",
-        x=SERIES,
+        lambda x, a, b: tanh(jnp.einsum("npi,pij->npj", x, a)).sum(1) @ b, "a b", "423 32", x=SERIES
     ),
     "several contracted axes": case(
-        lambda x, a, b: jnp.tanh(jnp.einsum("npi,ijp->nj", x, a)) @ b, "a b", "234 32", x=SERIES
+        lambda x, a, b: tanh(jnp.einsum("npi,ijp->nj", x, a)) @ b, "a b", "234 32", x=SERIES
     ),
 }
 
@@ -206,7 +196,7 @@ LOOKUPS = {
 @pytest.mark.parametrize("read", LOOKUPS.values(), ids=LOOKUPS.keys())
 def test_tables_are_kept_as_rows(read, monkeypatch):
     def apply(p, t):
-        return jnp.tanh(read(p["table"], t)).sum(1) @ p["w"]
+        return tanh(read(p["table"], t)).sum(1) @ p["w"]
 
     check(apply, TABLE, TOKENS, "table w")
     monkeypatch.setattr(factored_gradients, "device_chunk_entries", lambda dtype: 1)
@@ -219,14 +209,14 @@ def test_weights_may_be_cast():
     # Only the Jacobian's sensitivities are rounded by the cast.
     def apply(p, t):
         half = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), p)
-        return jnp.tanh(half["table"][t]).sum(1).astype(float) @ half["w"].astype(float)
+        return tanh(half["table"][t]).sum(1).astype(float) @ half["w"].astype(float)
 
     check(apply, TABLE, TOKENS, "table w", f64=1e-6)
 
 
 def test_table_read_in_two_places_is_one_table():
     def apply(p, t):
-        return (jnp.tanh(p["table"][t[:, 0]]) * p["table"][t[:, 1:]].sum(1)) @ p["w"]
+        return (tanh(p["table"][t[:, 0]]) * p["table"][t[:, 1:]].sum(1)) @ p["w"]
 
     check(apply, TABLE, TOKENS, "table w")
 
@@ -236,7 +226,7 @@ def test_tables_that_are_slices_of_a_loop_are_left_to_the_jacobian():
 
     def apply(p, t):
         start = jnp.zeros((*t.shape, 3), p["w"].dtype)
-        h, _ = lax.scan(lambda h, e: (jnp.tanh(h + e[t]), None), start, p["tables"])
+        h, _ = lax.scan(lambda h, e: (tanh(h + e[t]), None), start, p["tables"])
         return h.sum(1) @ p["w"]
 
     check(apply, params, TOKENS, "w")
@@ -318,7 +308,7 @@ def test_samples_and_outputs_may_be_pytrees():
     x = {"tokens": TOKENS, "rows": X}
 
     def apply(p, x):
-        h = jnp.tanh(x["rows"] @ p["a"])
+        h = tanh(x["rows"] @ p["a"])
         return {"one": h @ p["b"], "two": (x["tokens"].sum(1) * h[:, 0], h[:, None, :2])}
 
     def joined(p, x):
@@ -337,7 +327,7 @@ def test_samples_and_outputs_may_be_pytrees():
 
 
 def test_both_sets_of_samples_may_be_of_different_types():
-    apply, params = (lambda w, x: jnp.tanh(x @ w)), normal(1, 2)
+    apply, params = (lambda w, x: tanh(x @ w)), normal(1, 2)
     whole = jnp.array([[1, 2], [0, 3]])
     got = empirical_kernel(apply, params, whole, X)
     assert_close(got, empirical_kernel(apply, params, whole * 1.0, X), f64=1e-14, f32=1e-6)
@@ -349,7 +339,7 @@ def test_one_warning_names_the_parameters_that_cost_memory():
 
     def apply(p, x):
         hidden = x @ p["tied"]
-        return jnp.tanh(hidden + jnp.tanh(hidden @ p["free"] @ p["tied"])) @ p["tied"].T * p["few"]
+        return tanh(hidden + tanh(hidden @ p["free"] @ p["tied"])) @ p["tied"].T * p["few"]
 
     x = jnp.ones((300, 40))
     with pytest.warns(UserWarning) as seen:
@@ -370,7 +360,7 @@ def test_a_table_costs_no_memory_of_its_size():
     t = jnp.asarray(np.random.default_rng(0).integers(0, 20000, (100, 32)))
 
     def apply(p, t):
-        return jnp.tanh(p["table"][t]).sum(1) @ p["w"]
+        return tanh(p["table"][t]).sum(1) @ p["w"]
 
     run = jax.jit(lambda p: empirical_kernel(apply, p, t))
     memory = run.lower(params).compile().memory_analysis()

@@ -119,9 +119,8 @@ def jacobian_of_batch(apply, params, x):
 
 def tangent_kernel(apply, params, x1, x2=None):
     """Return ``J J'`` [n1, n2, outputs, outputs] by Jacobians of the batch, without the package."""
-    j1, j2 = (
-        np.asarray(jacobian_of_batch(apply, params, x)) for x in (x1, x1 if x2 is None else x2)
-    )
+    j1 = np.asarray(jacobian_of_batch(apply, params, x1))
+    j2 = j1 if x2 is None else np.asarray(jacobian_of_batch(apply, params, x2))
     return np.einsum("aip,bjp->abij", j1, j2)
 
 

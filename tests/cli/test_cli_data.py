@@ -70,41 +70,33 @@ def test_own_vectors_are_standardized_on_the_training_rows():
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("command", "data", "message"),
     [
-        ("search --data minst", "data: expected digits, mnist, .* got 'minst'"),
-        ("search --data missing.npz", "data: expected digits, .* FILE.npz, .* got 'missing.npz'"),
-        ("search --data no_such:rows", "data: expected MODULE:FUNCTION, .*no module 'no_such'"),
-        ("search --data json:rows", "data: expected MODULE:FUNCTION, got 'json:rows'"),
-        ("search --data json:loads", "source: expected loads to be a function of 0 arguments"),
-        ("search --data builtins:dict", "dict: expected the key x, got no keys"),
+        ("search", "minst", "data: expected digits, mnist, .* got 'minst'"),
+        ("search", "missing.npz", "data: expected digits, .* FILE.npz, .* got 'missing.npz'"),
+        ("search", "no_such:rows", "data: expected MODULE:FUNCTION, .*no module 'no_such'"),
+        ("search", "json:rows", "data: expected MODULE:FUNCTION, got 'json:rows'"),
+        ("search", "json:loads", "source: expected loads to be a function of 0 arguments"),
+        ("search", "builtins:dict", "dict: expected the key x, got no keys"),
+        ("search", "vectors.npz --train 50", "train: expected at most 48 .* vectors.npz, got 50"),
         (
-            "search --data vectors.npz --train 50",
-            "train: expected at most 48 .* vectors.npz, got 50",
-        ),
-        (
-            "search-darts --data images.npz --train 500",  # the default, but given
+            "search-darts",
+            "images.npz --train 500",  # the default, but given
             "train: expected at most 48 .* images.npz, got 500",
         ),
-        ("search --data split.npz --valid 61", "valid: expected at most 60 .* got 61"),
-        ("certify --data vectors.npz --rows 49", "rows: expected at most 48 .* got 49"),
-        (
-            "search-darts --data images.npz --batch-size 25",
-            "batch_size: expected at most 24 .* got 25",
-        ),
-        (
-            "search --data reals.npz",
-            "data: expected class labels, .* got real targets in reals.npz",
-        ),
+        ("search", "split.npz --valid 61", "valid: expected at most 60 .* got 61"),
+        ("certify", "vectors.npz --rows 49", "rows: expected at most 48 .* got 49"),
+        ("search-darts", "images.npz --batch-size 25", "batch_size: expected at most 24 .* got 25"),
+        ("search", "reals.npz", "data: expected class labels, .* got real targets in reals.npz"),
         *(
-            (f"{command} --data vectors.npz", r"data: expected images .* vectors \(48, 5\)")
+            (command, "vectors.npz", r"data: expected images .* vectors \(48, 5\)")
             for command in ("rank", "search-darts", "search-own --space own_space:looks")
         ),
     ],
 )
-def test_data_that_a_command_cannot_use_gives_one_message(mistake, monkeypatch, line, message):
+def test_data_a_command_cannot_use_give_one_message(mistake, monkeypatch, command, data, message):
     monkeypatch.syspath_prepend(ROOT / "examples")
-    assert re.match(message, mistake(line))
+    assert re.match(message, mistake(f"{command} --data {data}"))
 
 
 def test_a_run_on_own_rows_describes_them_and_stores_their_digest_alone(capsys):

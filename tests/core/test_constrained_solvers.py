@@ -168,10 +168,10 @@ def test_own_operators_agree_with_the_named_ones():
 
 
 def test_parameters_may_be_traced_values_that_the_solver_closes_over():
-    ball = functools.partial(bilevel.projected, "l2_ball")
-    helpers.assert_gradient(
-        lambda r: value(bilevel.implicit(ball(r)), 0.0), 0.6, f64=1e-9, f32=3e-2
-    )
+    def run(radius):
+        return value(bilevel.implicit(bilevel.projected("l2_ball", radius)), 0.0)
+
+    helpers.assert_gradient(run, 0.6, f64=1e-9, f32=3e-2)
 
 
 def test_a_search_carries_the_active_set_and_lowers_the_outer_loss():

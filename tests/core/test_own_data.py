@@ -125,7 +125,7 @@ def test_folders_may_be_gray_colour_palette_and_split(tmp_path):
 
 X, Y = np.ones((10, 3), np.float32), [0, 1] * 5
 GRAY = np.ones((10, 4, 4), np.float32)
-TEST = {"x_test": X[:2], "y_test": [0, 1]}
+SPLIT = {"x": X, "y": Y, "x_test": X[:2], "y_test": [0, 1]}
 WRONG_ARRAYS = [
     ({"x": X}, "expected the key y, got x"),
     ({"y": Y}, "expected the key x, got y"),
@@ -138,12 +138,9 @@ WRONG_ARRAYS = [
     ({"x": X, "y": [1.0] * 9 + [np.inf]}, "y: expected finite numbers, got inf in row 9"),
     ({"x": X, "y": [7] * 10}, "expected at least 2 classes, got only 7"),
     ({"x": X, "y": [*Y[:-1], 9]}, "at least 2 rows of every class, .* '9'"),
+    (SPLIT | {"y_test": [0, 5]}, "y_test: expected the classes of the training rows, got '5'"),
     (
-        {"x": X, "y": Y, **TEST, "y_test": [0, 5]},
-        "y_test: expected the classes of the training rows, got '5'",
-    ),
-    (
-        {"x": X, "y": Y, **TEST, "y_test": [0.0, 1.0]},
+        SPLIT | {"y_test": [0.0, 1.0]},
         "y_test: expected labels of dtype int64 as in training, got float64",
     ),
     ({"x": X, "y": np.eye(10)}, r"shape \[n\], .* got \(10, 10\)"),
@@ -161,7 +158,7 @@ WRONG_ARRAYS = [
         r"x_test: expected rows of shape \(4, 4\) .* got \(3, 4\)",
     ),
     (
-        {"x": X.astype(np.uint8), "y": Y, **TEST},
+        SPLIT | {"x": X.astype(np.uint8)},
         "x_test: expected rows .* uint8 as in training, got .* float32",
     ),
 ]
@@ -309,13 +306,11 @@ WRONG_FILES = {
 CLEAR = Image.fromarray(np.uint8([[[9, 9, 9, 254]] * 6] * 4))
 PALETTE = functools.partial(Image.fromarray(PIXELS[0]).quantize(64).save, transparency=3)
 DEEP_GRAY = Image.fromarray(np.ones((4, 6), np.uint16))
+DAMAGED = "an image, got a damaged one"
 WRONG_IMAGES = {
     "small.png": (Image.fromarray(PIXELS[0, :3]).save, "6 x 4 pixels as in .* got 6 x 3"),
-    "text.png": (lambda path: path.write_text("not a picture"), "an image, got a damaged one"),
-    "01.png": (
-        lambda path: path.write_bytes(path.read_bytes()[:60]),
-        "an image, got a damaged one",
-    ),
+    "text.png": (lambda path: path.write_text("not a picture"), DAMAGED),
+    "01.png": (lambda path: path.write_bytes(path.read_bytes()[:60]), DAMAGED),
     "00.png": (CLEAR.save, "1 or 3 channels, got an image with transparency"),
     "clear.png": (PALETTE, "1 or 3 channels, got an image with transparency"),
     "deep.png": (DEEP_GRAY.save, "8 bits a channel, got Pillow's mode I;16"),

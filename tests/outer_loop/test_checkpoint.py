@@ -1,6 +1,7 @@
 """Checkpoints: no damage, full disk, second writer or other search passes unnoticed."""
 
 import contextlib
+import functools
 import re
 import shutil
 import tempfile
@@ -34,9 +35,8 @@ def every_chunk(monkeypatch):
     monkeypatch.setattr(search, "_SAVE_SECONDS", 0.0)
 
 
-def six(**options):
-    """Always of six steps, so that it is compiled once; in chunks of three."""
-    return noisy(steps=6, chunk=3, **options)
+# Always of six steps, so that it is compiled once; in chunks of three.
+six = functools.partial(noisy, steps=6, chunk=3)
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,16 @@ def exact_selection(errors, counts=None):
     return Selection(lambda key, config, resource: float(errors[config]), share)
 
 
+def preceded(function, call):
+    """The same function, but each of its calls is preceded by another with its arguments."""
+
+    def both(*args):
+        call(*args)
+        return function(*args)
+
+    return both
+
+
 def assert_identical(a, b):
     jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), a, b)
 
@@ -224,14 +234,8 @@ def test_exponentiated_gradient_survives_probabilities_that_underflow():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_oracle_trains_each_incumbent_once_alone_and_in_full(method):
-    configs = np.linspace(0.1, 0.9, 9)
-    noisy = noisy_selection()
-    asked = []
-
-    def evaluate(key, config, resource):
-        asked.append((float(config), resource))
-        return noisy.evaluate(key, config, resource)
-
+    configs, asked, noisy = np.linspace(0.1, 0.9, 9), [], noisy_selection()
+    evaluate = preceded(noisy.evaluate, lambda *args: asked.append(args))
     trace = method(key(), configs, Selection(evaluate, noisy.share), 9)
     np.testing.assert_allclose(trace.test, configs[trace.incumbent] + 100)
     solves = 0 if method in SHARING else len(trace.calls)
@@ -248,16 +252,12 @@ def test_seconds_are_those_of_the_solves_and_not_of_the_retraining(monkeypatch):
     """Truth: a clock that moves by 1 s in a shared solve, by 100 s in a model trained alone."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    noisy = noisy_selection()
 
-    def wait(function, seconds):
-        def slow(*args):
-            now[0] += seconds
-            return function(*args)
+    def wait(seconds, *args):
+        now[0] += seconds
 
-        return slow
-
-    slow = Selection(wait(noisy.evaluate, 100.0), wait(noisy.share, 1.0))
+    waits = functools.partial(wait, 100.0), functools.partial(wait, 1.0)
+    slow = Selection(*map(preceded, noisy_selection(), waits))
     trace = baselines.weight_sharing(key(), np.linspace(0, 1, 8), slow, 5, progress=False)
     assert trace.seconds.tolist() == [1, 2, 3] and now[0] >= 103
 
@@ -265,16 +265,11 @@ def test_seconds_are_those_of_the_solves_and_not_of_the_retraining(monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_key_gives_the_same_trace_and_each_solve_has_its_own(method):
     keys = []
-    noisy = noisy_selection()
 
-    def note(function):
-        def noting(key, *args):
-            keys.append(tuple(np.asarray(jax.random.key_data(key)).tolist()))
-            return function(key, *args)
+    def note(key, *args):
+        keys.append(tuple(np.asarray(jax.random.key_data(key)).tolist()))
 
-        return noting
-
-    selection = Selection(note(noisy.evaluate), note(noisy.share))
+    selection = Selection(*(preceded(solve, note) for solve in noisy_selection()))
     one, two = (method(key(), np.linspace(0, 1, 8), selection, 9) for _ in range(2))
     half = len(keys) // 2
     assert keys[:half] == keys[half:] and len(set(keys[:half])) == half
@@ -296,15 +291,11 @@ def dying(selection, after, exception=Killed):
     """The same problem, which raises at solve number ``after``, counting from 0."""
     lives = iter(range(after))  # fingerprints ignore iterators
 
-    def mortal(function):
-        def solve(*args):
-            if next(lives, None) is None:
-                raise exception
-            return function(*args)
+    def die(*args):
+        if next(lives, None) is None:
+            raise exception
 
-        return solve
-
-    return Selection(mortal(selection.evaluate), mortal(selection.share))
+    return Selection(*(preceded(solve, die) for solve in selection))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -207,9 +207,8 @@ def test_auxiliary_outputs_come_out_and_change_nothing(name, mode):
 
 @pytest.mark.long
 def test_a_search_keeps_auxiliary_outputs(tmp_path):
-    rows = bilevel.minibatches(6)
     args = WITH_AUX, bilevel.implicit(), optax.adam(0.1), START, W0, TRAIN, VALID
-    options = {"batches": rows, "key": key()}
+    options = {"batches": bilevel.minibatches(6), "key": key()}
     whole = assert_resumes(args, tmp_path, **options)
     aux = whole.history["aux"]
     assert aux["lower"]["largest"].shape == (4,) and aux["outer"].shape == (4, 3)
@@ -295,11 +294,8 @@ def test_variables_and_auxiliary_outputs_go_together_and_side_by_side():
 
 def test_a_callback_is_called_after_every_so_many_steps():
     seen = []
-
-    def note(result):
-        seen.append(int(result.state.step))
-
     args = PENALISED, bilevel.unrolled(0.1, 1), optax.sgd(0.1), START, W0, TRAIN, VALID
+    note = lambda result: seen.append(int(result.state.step))  # noqa: E731
     result = bilevel.search(*args, steps=11, callback=note, every=4)
     assert seen == [4, 8, 11]
     np.testing.assert_array_equal(result.alpha, bilevel.search(*args, steps=11).alpha)

@@ -528,18 +528,14 @@ def test_regions_can_leave_out_relus_that_nothing_depends_on():
     directions = jnp.asarray(np.random.default_rng(1).standard_normal((2, 10)))
     batch = x, jnp.zeros(20, int)
 
-    def network(gate):
-        def apply(w, x):
+    def regions(gate, unused):
+        def network(w, x):
             branches = gate * jax.nn.relu(x @ directions), jax.nn.relu(x[:, :1])
             return jnp.concatenate(branches, 1) @ w
 
-        return apply
+        return float(scores.regions(None, network, jnp.ones((11, 3)), batch, unused=unused))
 
-    w = jnp.ones((11, 3))
-    every, used = (
-        [float(scores.regions(None, network(g), w, batch, unused=u)) for g in (0.0, 1e-9)]
-        for u in (True, False)
-    )
+    every, used = ([regions(gate, unused) for gate in (0.0, 1e-9)] for unused in (True, False))
     patterns = np.asarray(x @ directions > 0)
     many = len(np.unique(np.column_stack([patterns, x[:, 0] > 0]), axis=0))
     assert every == [many, many] and used == [2, many] and many > 5

@@ -186,9 +186,16 @@ def test_the_mean_kernel_of_wide_networks_tends_to_the_infinite_one(net, alpha):
 @float64_only
 def test_the_gradient_in_alpha_is_that_of_finite_differences():
     images, weights = normal(0, 2, 4, 4, 2), normal(3, 2, 2)
+    net = nets.serial(
+        nets.conv(3, 2.0, 0.1),
+        nets.act([ntk.relu, ntk.tanh], "first"),
+        nets.residual(nets.conv(3, 1.5), skip="gate"),
+        nets.global_average_pool(),
+        nets.dense(1.0, 0.2),
+    )
 
     def loss(alpha):
-        kernels = EVERYTHING.kernel(images, alpha=alpha)
+        kernels = net.kernel(images, alpha=alpha)
         return jnp.sum(weights * kernels.ntk) + kernels.nngp[0, 1]
 
     assert_gradient(loss, ALPHA, f64=1e-6)

@@ -207,11 +207,7 @@ def test_exponentiated_gradient_follows_its_formula():
     exact = exact_selection(errors, counts)
     for baseline in (False, True):
         seen = []
-
-        def share(key, configs, probabilities, resource, seen=seen):
-            seen.append(probabilities)
-            return exact.share(key, configs, probabilities, resource)
-
+        share = preceded(exact.share, lambda *args, seen=seen: seen.append(args[2]))
         selection = exact._replace(share=share)
         options = {"rounds": 4, "rate": 0.3, "baseline": baseline, "retrain_test": False}
         trace = baselines.exponentiated_gradient(key(), range(4), selection, 1, **options)

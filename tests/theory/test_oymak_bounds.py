@@ -218,8 +218,7 @@ def test_proposition_1_takes_the_best_alpha():
 def test_lemma_2_holds_as_corrected_and_not_as_printed():
     """Truth: minimisers of quadratics, |theta'| = |A^-1 S| for [[A, S], [S', Q]]; E14."""
     mu, M = 0.25, 1.0  # mu theta^2 / 2 - M alpha theta
-    slope = M / mu
-    assert bounds.oymak_lemma2_as_printed(mu, M) < slope == bounds.oymak_lemma2(mu, cross=M)
+    assert bounds.oymak_lemma2_as_printed(mu, M) < M / mu == bounds.oymak_lemma2(mu, cross=M)
     rng = np.random.default_rng(0)
     ratios = []
     for _ in range(100):

@@ -77,6 +77,8 @@ class Job:
         # None: `bilevel train` takes the data of the search.
         if self.data is not None and is_function(self.data):
             check_module("data", self.data)
+        if hasattr(self, "valid"):
+            check_rows(self.data, {name: self.size(name) for name in ("train", "valid")})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +127,6 @@ class Search(Resumable):
     """Learning rate of α (Adam)."""
     changeable: ClassVar[tuple[str, ...]] = "steps", "devices", "distributed"
     quick: ClassVar[dict[str, Any]] = dict(steps=5, width=128, train=100, valid=100, test=500)
-
-    def _check_together(self) -> None:
-        super()._check_together()
-        check_rows(self.data, {"train": self.train, "valid": self.valid})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +193,6 @@ class Baseline(Resumable):
 
     def _check_together(self) -> None:
         super()._check_together()
-        check_rows(self.data, {name: self.size(name) for name in ("train", "valid")})
         if self.data == "imdb" and self.devices != 1:
             raise ValueError(
                 f"devices: expected 1 for texts, which the host computes, got {self.devices}."

@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from bilevel.cli.flags import rules
 from bilevel.cli.flags.commands import ACTIVATIONS, Data, Names, Resumable
-from bilevel.cli.flags.datasets import check_rows
 from bilevel.internal.import_function import check_module
 
 DARTS_OPERATIONS = (
@@ -15,8 +14,6 @@ DARTS_OPERATIONS = (
     *("sep_conv_3x3", "sep_conv_5x5", "dil_conv_3x3", "dil_conv_5x5"),
 )
 NASBENCH201_OPERATIONS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
-_DartsOperations = Annotated[tuple[str, ...], rules.names(DARTS_OPERATIONS)]
-_NasBench201Operations = Annotated[tuple[str, ...], rules.names(NASBENCH201_OPERATIONS)]
 Strategy = Literal[
     "darts-first",
     "darts-second",
@@ -64,7 +61,6 @@ class DeepSearch(Resumable):
 
     def _check_together(self) -> None:
         super()._check_together()
-        check_rows(self.data, {"train": self.train, "valid": self.valid})
         least = min(self.train, self.valid)
         self.check_at_most("batch_size", least, f"the {least} rows of a split")
 
@@ -115,7 +111,7 @@ class CellSearch(DeepSearch):
 class DartsSearch(CellSearch):
     """Search the cells of a convolutional network."""
 
-    operations: _DartsOperations = DARTS_OPERATIONS
+    operations: Annotated[tuple[str, ...], rules.names(DARTS_OPERATIONS)] = DARTS_OPERATIONS
     """Candidates on every edge."""
     cells: rules.Layers = 3
     """Cells of the supernet; DARTS has 8 on CIFAR-10."""
@@ -150,7 +146,9 @@ class NasBench201Search(CellSearch):
     epochs: rules.Epochs = 200
     """Passes over the training rows that training one network takes (the benchmark: 200), to say
     how many random networks could be trained in the time of the search."""
-    operations: _NasBench201Operations = NASBENCH201_OPERATIONS
+    operations: Annotated[tuple[str, ...], rules.names(NASBENCH201_OPERATIONS)] = (
+        NASBENCH201_OPERATIONS
+    )
     """Candidates on every edge."""
     cells: rules.Layers = 5
     """Cells of each of the supernet's three stages."""

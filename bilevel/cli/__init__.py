@@ -8,9 +8,9 @@ Searches: ``search`` (activations, the main job), ``search-skips``, ``search-dar
 
 import contextlib
 import difflib
-import importlib
 import io
 import logging
+import pkgutil
 import shlex
 import signal
 import sys
@@ -58,7 +58,7 @@ def _exit_status(arguments: Sequence[str] | None) -> int:
     try:
         with invocation.heard():
             _run_command(arguments)
-    except (KeyboardInterrupt, invocation.Stopped) as stop:
+    except KeyboardInterrupt as stop:
         return _print_error(str(stop) or "interrupted before the run began", 130)
     except OSError as error:
         file = f"{error.filename}: " if error.filename else ""
@@ -104,8 +104,7 @@ def _run_command(arguments: Sequence[str]) -> None:
             from bilevel.cli.runtime.devices import join
 
             first = join()
-        module, _, name = _COMMANDS[arguments[0]][1].partition(":")
-        run = getattr(importlib.import_module(f"bilevel.cli.{module}"), name)
+        run = pkgutil.resolve_name(f"bilevel.cli.{_COMMANDS[arguments[0]][1]}")
         record, resume = None, getattr(config, "resume", False)
         if output.log and first:
             record = invocation.recorder(output.log, arguments[0], resume)
@@ -117,9 +116,8 @@ def _run_command(arguments: Sequence[str]) -> None:
             record=record,
             given=frozenset(flag.replace("-", "_") for flag in flags),
         )
-        downloads = _silent_downloads() if output.quiet else contextlib.nullcontext()
-        with invocation.made(call), downloads:
-            result = run(config).run()
+        with _silent_downloads() if output.quiet else contextlib.nullcontext():
+            result = run(config, call).run()
         if output.json and first:
             from bilevel.cli.runtime import report
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from bilevel import baselines
 from bilevel.baselines import Trace
@@ -62,6 +61,8 @@ class _BaselineRun(CommandRun):
         for name in _METHODS if config.method == "all" else [config.method]:
             self.bars.enter(name)
             self.traces[name] = self._trace(name, key, candidates, problem)
+        if not any(len(trace.calls) for trace in self.traces.values()):
+            self.figure = ""
         result = {
             "rows": [len(labels) for _, labels in parts],
             "dimension": config.size("dimension"),
@@ -103,23 +104,17 @@ class _BaselineRun(CommandRun):
             raise KeyboardInterrupt(trace.stopped)
         return trace
 
-    def save_figures(self, result: Result) -> None:
+    def draw(self, figure: Any, result: Result) -> None:
+        axes = figure.subplots(1, 2, sharey=True)
         shown = {name: trace for name, trace in self.traces.items() if len(trace.calls)}
-        if not shown:
-            return
+        for ax, against in zip(axes, ("calls", "seconds"), strict=True):
+            plots.traces(shown, against, ax).get_legend().remove()  # one legend is enough
+        axes[1].set_ylabel("")
+        lines = axes[0].get_lines()
+        figure.legend(handles=lines, loc="outside lower center", ncols=min(6, len(lines)))
+        figure.suptitle(f"{_title(result)}; seed {result['config']['seed']}")
 
-        def draw(figure):
-            axes = figure.subplots(1, 2, sharey=True)
-            for ax, against in zip(axes, ("calls", "seconds"), strict=True):
-                plots.traces(shown, against, ax).get_legend().remove()  # one legend is enough
-            axes[1].set_ylabel("")
-            lines = axes[0].get_lines()
-            figure.legend(handles=lines, loc="outside lower center", ncols=min(6, len(lines)))
-            figure.suptitle(f"{_title(result)}; seed {result['config']['seed']}")
-
-        report.save_figure(self.folder / self.figure, (11, 4.4), draw)
-
-    def show(self, console: Console, result: Result) -> tuple[str, str]:
+    def show(self, result: Result) -> tuple[str, str]:
         title = f"{_title(result)}; errors in %"
         table = report.result_table(title, "method", "test", "valid", "solves", "seconds")
         table.add_column("configuration found")
@@ -127,8 +122,8 @@ class _BaselineRun(CommandRun):
             known = [row[part] for part in ("test", "valid")]
             errors = ["-" if error is None else f"{100 * error:.1f}" for error in known]
             table.add_row(name, *errors, str(row["calls"]), f"{row['seconds']:.1f}", row["found"])
-        console.print(table)
-        console.print(
+        self.console.print(table)
+        self.console.print(
             "test: error of the configuration found, trained separately with all features (not in "
             "the seconds); valid: validation error by the method's own scores, with shared weights "
             "if it shares them; solves: trainings; seconds include compilation"

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
 
 from bilevel.cli.runtime import memory, report
 from bilevel.cli.runtime.command_run import CommandRun, Result
@@ -32,13 +31,14 @@ class _CertifyRun(CommandRun):
     """Eigenvalues of ``K_alpha = sum_ij alpha_i alpha_j K_ij`` on some rows, in float64."""
 
     labels = False
-    figure = "spectrum.png"
+    figure, size = "spectrum.png", (7.5, 4)
     spectra: dict[str, np.ndarray]  # of all kernels in the table
 
-    def __init__(self, config: Any):
-        self.kernels = {} if config.kernel is None else _import_kernels(config.kernel)
-        self.names = tuple(self.kernels) or config.activations
-        super().__init__(config)
+    def prepare(self) -> None:
+        name = self.config.kernel
+        self.kernels = {} if name is None else _import_kernels(name)
+        self.names = tuple(self.kernels) or self.config.activations
+        self.kind = name or "tangent kernels at infinite width"
 
     def arrays(self) -> list[memory.Parts]:
         count, rows = len(self.names), self.config.rows
@@ -110,47 +110,42 @@ class _CertifyRun(CommandRun):
             "seconds": {"simplex": simplex_seconds},
         }
 
-    def save_figures(self, result: Result) -> None:
-        config = result["config"]
+    def draw(self, figure: Any, result: Result) -> None:
+        config, ax = result["config"], plots.spectrum(self.spectra, figure.subplots())
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        rows = f"{config['data']}: {config['rows']} rows, seed {config['seed']}"
+        ax.set_title(f"{rows}; {self.kind}")
 
-        def draw(figure):
-            ax = plots.spectrum(self.spectra, figure.subplots())
-            ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-            rows = f"{config['data']}: {config['rows']} rows, seed {config['seed']}"
-            ax.set_title(f"{rows}; {_kernel_description(config)}")
-
-        report.save_figure(self.folder / self.figure, (7.5, 4), draw)
-
-    def show(self, console: Console, result: Result) -> tuple[str, str]:
+    def show(self, result: Result) -> tuple[str, str]:
         config, simplex = result["config"], result["simplex"]
         table = report.result_table(
-            f"{config['data']}, {config['rows']} rows: {_kernel_description(config)}",
+            f"{config['data']}, {config['rows']} rows: {self.kind}",
             "kernel" if config["kernel"] else "activation",
             *("λ_min", "certified ≥", "λ_max", "λ_max / λ_min"),
         )
         for name, row in result["kernels"].items():
             least, most = row["min_eigenvalue"], row["max_eigenvalue"]
             ratio = f"{most / least:.3g}" if least > 0 else "∞"
-            bound = report.format_lower_bound(row["certified_min_eigenvalue"], 7)
+            bound = report.format_bound(row["certified_min_eigenvalue"], 7)
             last_vertex = name == result["names"][-1]
             cells = f"{least:.7g}", bound, f"{most:.4g}", ratio
             table.add_row(name, *cells, end_section=last_vertex)
-        console.print(table)
+        self.console.print(table)
         gap = (simplex["upper"] - simplex["lower"]) / max(abs(simplex["upper"]), 1e-300)
-        lower = report.format_lower_bound(simplex["lower"], 7)
-        upper = report.format_upper_bound(simplex["upper"], 7)
-        console.print(
+        lower = report.format_bound(simplex["lower"], 7)
+        upper = report.format_bound(simplex["upper"], 7, upper=True)
+        self.console.print(
             f"minimum of λ_min(K_α) over the simplex: in [{lower}, {upper}], relative gap "
             f"{gap:.1e} (proved on {simplex['cells']} cells)"
         )
         if not simplex["converged"]:
-            console.print(
+            self.console.print(
                 f"This is wider than --rtol {config['rtol']:g}: the minimum is too near 0 for "
                 "float64, or needs too many cells."
             )
-        console.print("worst mixture: " + report.mixture(simplex["argmin"], result["names"]))
+        self.console.print("worst mixture: " + report.mixture(simplex["argmin"], result["names"]))
         how = "measured, not proved" if config["kernel"] else "estimated with the entries"
-        console.print(f"kernel entries are exact to {result['entry_error']:.0e}, {how}")
+        self.console.print(f"kernel entries are exact to {result['entry_error']:.0e}, {how}")
         seconds = result["seconds"]
         times = f"{seconds['all']:.0f} s, of which simplex {seconds['simplex']:.1f} s"
         names = ", ".join(result["names"])
@@ -184,7 +179,3 @@ def _import_kernels(name: str) -> dict[str, Callable[..., Any]]:
     for key, kernel in kernels.items():
         takes("kernel", key, kernel, 2)
     return dict(kernels)
-
-
-def _kernel_description(config: dict[str, Any]) -> str:
-    return config["kernel"] or "tangent kernels at infinite width"

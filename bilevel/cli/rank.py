@@ -16,9 +16,8 @@ import optax
 from rich.console import Console
 
 from bilevel.cli.deep_search import networks, run
-from bilevel.cli.runtime import invocation, memory, report
+from bilevel.cli.runtime import memory, report
 from bilevel.cli.runtime.command_run import CommandRun, Result
-from bilevel.cli.runtime.data import Data
 from bilevel.cli.runtime.devices import count_for, spread_over_devices
 from bilevel.data import datasets
 from bilevel.internal.import_function import imported, takes
@@ -26,24 +25,10 @@ from bilevel.nets.images import crop_and_flip, unit_images
 from bilevel.plots import plots
 from bilevel.spaces.nasbench201 import all_networks, encode, genotypes, parameter_count
 from bilevel.spaces.nasbench201.genotype import Genotype
-from bilevel.spaces.nasbench201.judging.table import (
-    DATASETS,
-    RUN_SETS,
-    BenchmarkTable,
-    load_table,
-    published_scores,
-)
-from bilevel.spaces.nasbench201.judging.verdicts import (
-    BASELINES,
-    PRINTED,
-    correlations,
-    judge,
-    paper_protocol,
-    seed_ceiling,
-    sum_of_log_ranks,
-)
+from bilevel.spaces.nasbench201.judging import table as benchmark
+from bilevel.spaces.nasbench201.judging import verdicts
 from bilevel.spaces.nasbench201.network import nasbench201_network
-from bilevel.spaces.nasbench201.scoring import Scored, score_networks
+from bilevel.spaces.nasbench201.scoring import score_networks
 from ntk.scores.registry import builtin_score_names, score_description
 
 _ALL = "sum of log ranks"
@@ -54,27 +39,18 @@ class _RankRun(CommandRun):
 
     images = True
     keeps = "the scores so far are saved"
-    figure = "ranking.png"
 
-    # Set when the run begins.
-    rows: np.ndarray  # of the networks in the benchmark's table
-    table: BenchmarkTable | None
-    scored: Scored
-
-    def __init__(self, config: Any):
+    def prepare(self) -> None:
+        config = self.config
+        if self.data.dataset is not None and "judged" not in self.call.given:
+            # The table is about other images.
+            config = self.config = dataclasses.replace(config, judged=False)
         self.functions = {name: imported("scores", name) for name in config.own_scores}
         for name, function in self.functions.items():
             takes("scores", name, function, 4)  # (key, apply, params, batch)
-        super().__init__(config)
         sizes = {"cells": config.cells, "channels": config.channels}
         self.shape = sizes | {"classes": self.data.classes}
-
-    def opened(self, config: Any) -> tuple[Any, Data]:
-        """Return the flags and the data; own images are not judged unless the user asks."""
-        config, data = super().opened(config)
-        if data.dataset is not None and "judged" not in invocation.current().given:
-            config = dataclasses.replace(config, judged=False)  # the table is about other images
-        return config, data
+        self.figure = "ranking.png" if config.judged else ""
 
     def arrays(self) -> list[memory.Parts]:
         """Return all weights, their gradient, and the arrays that a network's gradient keeps."""
@@ -91,9 +67,9 @@ class _RankRun(CommandRun):
         config = self.config
         devices = config.devices, config.at_once, "networks at once"
         count_for(*devices)
-        self.table = load_table() if config.judged else None
+        self.table = benchmark.load_table() if config.judged else None
         # The stream of RandomState is the same in all versions of numpy. A smaller count draws the
-        # first networks of a larger one.
+        # first networks of a larger one. These are rows in the benchmark's table.
         permutation = np.random.RandomState(config.seed).permutation(len(genotypes()))
         self.rows = permutation[: config.count]
         unit = functools.partial(unit_images, pixels=config.pixels)
@@ -139,28 +115,28 @@ class _RankRun(CommandRun):
         result["seconds"] = self.seconds()
         return result, {"rows": self.rows, **scored.values}
 
-    def _judge_scores(self, table: BenchmarkTable, cells: list[Genotype]) -> Result:
+    def _judge_scores(self, table: benchmark.BenchmarkTable, cells: list[Genotype]) -> Result:
         """Return correlations, choices, the papers' protocol, agreement with published scores."""
         config, rows, scores = self.config, self.rows, self.scored.oriented()
         parts = [
-            scores[name] if name in scores else np.array([*map(BASELINES[name], cells)])
+            scores[name] if name in scores else np.array([*map(verdicts.BASELINES[name], cells)])
             for name in config.aggregate or scores
         ]
         if len(parts) > 1:
-            scores[_ALL] = sum_of_log_ranks(*parts)
+            scores[_ALL] = verdicts.sum_of_log_ranks(*parts)
         pool = config.pool if config.pool < len(rows) else None
         options: dict[str, Any] = {"k": config.k, "seed": config.seed}
         protocol = {
-            name: paper_protocol(score, table, rows, pool=pool or len(rows), **options)
+            name: verdicts.paper_protocol(score, table, rows, pool=pool or len(rows), **options)
             for name, score in scores.items()
         }
         ceilings = {}
-        for name in RUN_SETS:
-            ceiling = seed_ceiling(table, name)
+        for name in benchmark.RUN_SETS:
+            ceiling = verdicts.seed_ceiling(table, name)
             between = float(np.mean(list(ceiling.pairs.values())))
             ceilings[name] = {"between_two_runs": between, "with_the_mean": ceiling.ceiling}
         return {
-            "judged": judge(scores, table, rows, pool=pool, **options),
+            "judged": verdicts.judge(scores, table, rows, pool=pool, **options),
             "protocol": protocol,
             "published": _published_agreement(scores, rows),
             "seed_ceiling": ceilings,
@@ -191,45 +167,40 @@ class _RankRun(CommandRun):
             "test_error": errors[1],
         }
 
-    def save_figures(self, result: Result) -> None:
-        if self.table is None:
-            return
-        config, scored = result["config"], self.scored
+    def draw(self, figure: Any, result: Result) -> None:
+        assert self.table is not None
+        config, scores = result["config"], self.scored.oriented()
         accuracy = self.table.accuracy["cifar10-test"][self.rows]
-        names = list(scored.values)
-        columns = min(4, len(names))
-        lines = -(-len(names) // columns)
+        columns = min(4, len(scores))
+        lines = -(-len(scores) // columns)
+        figure.set_size_inches(3.4 * columns, 0.4 + 3 * lines)
+        axes = figure.subplots(lines, columns, squeeze=False)
+        for ax in axes.flat[len(scores) :]:
+            ax.set_axis_off()
+        for (name, score), ax in zip(scores.items(), axes.flat, strict=False):
+            plots.ranking(score, accuracy, ax)
+            ax.set(title=name, ylabel="")
+        for ax in axes[:, 0]:
+            ax.set_ylabel("CIFAR-10 test accuracy (%)")
+        figure.suptitle(
+            f"{len(self.rows)} networks of NAS-Bench-201, scored on {config['batch_size']} "
+            f"rows of {config['data']}, seed {config['seed']}; triangles: lower than shown"
+        )
 
-        def draw(figure):
-            axes = figure.subplots(lines, columns, squeeze=False)
-            for ax in axes.flat[len(names) :]:
-                ax.set_axis_off()
-            for name, ax in zip(names, axes.flat, strict=False):
-                plots.ranking(scored.oriented()[name], accuracy, ax)
-                ax.set(title=name, ylabel="")
-            for ax in axes[:, 0]:
-                ax.set_ylabel("CIFAR-10 test accuracy (%)")
-            figure.suptitle(
-                f"{len(self.rows)} networks of NAS-Bench-201, scored on {config['batch_size']} "
-                f"rows of {config['data']}, seed {config['seed']}; triangles: lower than shown"
-            )
-
-        report.save_figure(self.folder / self.figure, (3.4 * columns, 0.4 + 3 * lines), draw)
-
-    def show(self, console: Console, result: Result) -> tuple[str, str]:
+    def show(self, result: Result) -> tuple[str, str]:
         if "judged" in result:
-            _print_judged(console, result)
+            _print_judged(self.console, result)
         config, chosen = result["config"], result["chosen"]
         for name, agreement in result.get("published", {}).items():
-            console.print(
+            self.console.print(
                 f"{name}: Spearman's rho {agreement['rho']:.3f} with the published score, on "
                 f"{agreement['networks']} networks"
             )
         seconds = ", ".join(f"{k} {s:.2f}" for k, s in result["seconds_per_network"].items())
-        console.print(f"seconds per network on {result['device']}: {seconds}")
-        console.print(f"best by {chosen['score']}: {chosen['genotype']}", markup=False)
+        self.console.print(f"seconds per network on {result['device']}: {seconds}")
+        self.console.print(f"best by {chosen['score']}: {chosen['genotype']}", markup=False)
         if "test_error" in chosen:
-            console.print(
+            self.console.print(
                 f"trained for {config['epochs']} epochs on {config['train']} rows of "
                 f"{config['data']}: {100 * chosen['test_error']:.1f} % test error, "
                 f"{100 * chosen['train_error']:.1f} % training error, "
@@ -241,7 +212,7 @@ class _RankRun(CommandRun):
 def _published_agreement(scores: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, Any]:
     """Return correlations with published scores, if their table exists."""
     try:
-        published = published_scores()
+        published = benchmark.published_scores()
     except FileNotFoundError:
         return {}
     agreement = {}
@@ -251,7 +222,7 @@ def _published_agreement(scores: dict[str, np.ndarray], rows: np.ndarray) -> dic
             continue
         known = np.isfinite(published[theirs][rows])
         if known.sum() > 1:
-            pair = correlations(scores[name][known], published[theirs][rows][known])
+            pair = verdicts.correlations(scores[name][known], published[theirs][rows][known])
             agreement[name] = {"rho": pair.rho, "tau": pair.tau, "networks": int(known.sum())}
     return agreement
 
@@ -262,8 +233,8 @@ def _result_sentence(result: dict[str, Any]) -> str:
         return f"{chosen['score']} chose {chosen['genotype']} among {count} networks."
     taus = {line["score"]: line["cifar10_test_tau"] for line in result["judged"]}
     finite = {name: tau for name, tau in taus.items() if not math.isnan(tau)}
-    scores = [name for name in finite if name not in BASELINES]
-    simple = [name for name in finite if name in BASELINES]
+    scores = [name for name in finite if name not in verdicts.BASELINES]
+    simple = [name for name in finite if name in verdicts.BASELINES]
     if not scores:
         return f"no score has a rank correlation on these {count} networks."
     best = max(scores, key=lambda name: finite[name])
@@ -281,14 +252,14 @@ def _result_sentence(result: dict[str, Any]) -> str:
 
 def _print_judged(console: Console, result: dict[str, Any]) -> None:
     config, count = result["config"], result["networks"]
-    sets = ("cifar10_valid", *(f"{d}_test" for d in DATASETS))
+    sets = ("cifar10_valid", *(f"{d}_test" for d in benchmark.DATASETS))
     table = report.result_table(
         f"{count} networks scored on {config['batch_size']} rows of {config['data']}: correlation "
         "with the benchmark's accuracies,\nKendall's tau / Spearman's rho",
         "score",
-        *("CIFAR-10 valid.", *DATASETS.values()),
+        *("CIFAR-10 valid.", *benchmark.DATASETS.values()),
     )
-    scores = sum(line["score"] not in BASELINES for line in result["judged"])
+    scores = sum(line["score"] not in verdicts.BASELINES for line in result["judged"])
     for number, line in enumerate(result["judged"], 1):  # baselines of the genotype are last
         cells = [f"{line[f'{s}_tau']:.3f} / {line[f'{s}_rho']:.3f}" for s in sets]
         table.add_row(line["score"], *cells, end_section=number == scores)
@@ -305,10 +276,11 @@ def _print_judged(console: Console, result: dict[str, Any]) -> None:
         f"test accuracy (%) of the best score's network, and gain of the best of k = {config['k']} "
         "over the best of k random ones"
     )
-    table = report.result_table(title, "score", *DATASETS.values())
+    table = report.result_table(title, "score", *benchmark.DATASETS.values())
     for line in result["judged"]:
         pairs = [
-            (line[f"{d}_top_one"], line[f"{d}_gain"], line[f"{d}_gain_error"]) for d in DATASETS
+            (line[f"{d}_top_one"], line[f"{d}_gain"], line[f"{d}_gain_error"])
+            for d in benchmark.DATASETS
         ]
         cells = [f"{top:.2f}  {gain:+.2f} ± {e:.2f}" for top, gain, e in pairs]
         table.add_row(line["score"], *cells)
@@ -317,11 +289,11 @@ def _print_judged(console: Console, result: dict[str, Any]) -> None:
         f"test accuracy (%) by the protocol of KNAS and Eigen-NAS, k = {config['k']}, "
         "mean ± standard deviation; and as printed"
     )
-    table = report.result_table(title, "score", *DATASETS.values())
+    table = report.result_table(title, "score", *benchmark.DATASETS.values())
     for name, figures in result["protocol"].items():
-        table.add_row(name, *(_format_mean(*figures[d]) for d in DATASETS))
+        table.add_row(name, *(_format_mean(*figures[d]) for d in benchmark.DATASETS))
     table.add_section()
-    for name, printed in PRINTED.items():
+    for name, printed in verdicts.PRINTED.items():
         table.add_row(f"printed: {name}", *(_format_mean(*figure) for figure in printed))
     console.print(table)
 

@@ -4,7 +4,6 @@ For every seed: the search, the network retrained at the α found, one network f
 activation, and joint single-level training of weights and α on the training data alone.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,28 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import scipy.linalg
-from rich.console import Console
 
 import bilevel
 import ntk
-from bilevel.cli.flags.commands import Search
 from bilevel.cli.runtime import memory, report
 from bilevel.cli.runtime.command_run import CommandRun, Result
 from bilevel.cli.runtime.devices import count_for, here, spread_over_devices
 from bilevel.nets.evaluation import wrong_rows
 from bilevel.plots import plots
 from bilevel.problem.problem import stack_problems
-from bilevel.runs.progress import Phases
 from bilevel.spaces.activations import ACTIVATIONS, ActivationSpace, activation_space
-from bilevel.strategies.activation_search import (
-    ActivationTask,
-    ArgmaxVerdict,
-    hypergradient_error,
-    judge_argmax,
-    set_up,
-    solver,
-    train_weights,
-)
+from bilevel.strategies import activation_search as steps
+from bilevel.strategies.activation_search import ActivationTask
 from ntk.expectations.activations import Activation
 from ntk.spectrum.certificate import certified_min_eigenvalue
 
@@ -48,7 +37,7 @@ _COLUMNS: report.Columns = {
     "train_error": ("train", ".1f"),
     "valid_loss": ("valid loss", ".3g"),
     "train_loss": ("train loss", ".3g"),
-    "certified_min_eigenvalue": ("λ_min ≥", lambda x: report.format_lower_bound(x.mean(), 3)),
+    "certified_min_eigenvalue": ("λ_min ≥", lambda x: report.format_bound(x.mean(), 3)),
 }
 
 
@@ -57,6 +46,11 @@ class _SearchRun(CommandRun):
 
     keeps = "the search so far is saved"
     history: dict[str, np.ndarray]  # with the losses of each seed [steps, seeds]
+
+    def prepare(self) -> None:
+        config, classes = self.config, self.data.classes
+        sizes: dict[str, Any] = {"width": config.width, "classes": classes, "outer": config.outer}
+        self.space: Any = activation_space(config.activations, **sizes)
 
     def arrays(self) -> list[memory.Parts]:
         """Return the arrays alive together during the comparison with longer training."""
@@ -69,31 +63,19 @@ class _SearchRun(CommandRun):
         alpha = memory.shape(copies, len(names))
 
         def longer_training(alpha, w, curvatures, train):
-            task = ActivationTask(self._space(), w, curvatures, train, train, train)
-            way = solver(task, _LONGER * config.inner_steps, rate=config.weight_rate)
+            task = ActivationTask(self.space, w, curvatures, train, train, train)
+            way = steps.solver(task, _LONGER * config.inner_steps, rate=config.weight_rate)
             lower = stack_problems(task.space.problem).lower
             return way.run(lower, alpha, w, way.init(w), train)[0]
 
-        with jax.enable_x64(True):
-            x = memory.shape(n, inputs, dtype="float64")
-            mixture = memory.shape(len(names), dtype="float64")
-            kernel = jax.eval_shape(lambda *a: hidden_layer_kernel(*a, names), x, mixture)
         kept = memory.kept_for_backward(longer_training, alpha, w, alpha, rows)
         shapes = {
             ("seeds", "width"): [w] * (3 + len(names)),  # of every network, the start, momentum
             ("seeds", "width", "inner_steps"): kept,
             ("seeds", "steps"): [memory.shape(copies * config.steps, len(names))],
-            ("train",): kernel,
+            ("train",): [memory.shape(n, n, dtype="float64")] * 2,  # the kernel and its errors
         }
         return [shapes]
-
-    def _space(self) -> ActivationSpace:
-        config = self.config
-        space = activation_space(
-            config.activations, width=config.width, classes=self.data.classes, outer=config.outer
-        )
-        assert isinstance(space, ActivationSpace)  # the width is finite
-        return space
 
     def _task(self) -> ActivationTask:
         """Return data and initial weights of all seeds, over the devices."""
@@ -104,7 +86,7 @@ class _SearchRun(CommandRun):
         row_keys, weight_keys = zip(*keys, strict=True)
         sizes = {"train": config.train, "valid": config.valid, "test": config.test}
         rows = self.data.draw(row_keys, **sizes)
-        task = set_up(self._space(), rows, weight_keys, classes=self.data.classes)
+        task = steps.set_up(self.space, rows, weight_keys, classes=self.data.classes)
         # Curvatures stay on one device, because solvers use them as constants.
         arrays = task.w0, *task[3:]
         w0, *parts = spread_over_devices(config.devices, config.seeds, "seeds", arrays)
@@ -113,17 +95,12 @@ class _SearchRun(CommandRun):
     def result(self) -> tuple[Result, dict[str, Any]]:
         config, task = self.config, self._task()
         names, seeds = task.space.names, len(task.w0)
-        training = solver(task, config.inner_steps, config.solver, config.weight_rate)
+        training = steps.solver(task, config.inner_steps, config.solver, config.weight_rate)
         # numpy makes constants of the host, so that no programs are compiled for them.
         dtype = task.w0.dtype
         uniform = jax.device_put(np.full((seeds, len(names)), 1 / len(names), dtype))
         self.bars.enter("search")
-        show = self.bars.loop(config.steps, "train {lower:.4g}  valid {value:.4g}")
-
-        def callback(so_far):  # shows the means over the seeds
-            last = {k: float(np.asarray(so_far.history[k])[-1]) / seeds for k in ("lower", "value")}
-            show(len(so_far.history["value"]), lambda: last)
-
+        text = "train {lower:.4g}  valid {value:.4g}"
         search_result = bilevel.search(
             stack_problems(_with_losses_as_aux(task.space.problem)),
             training,
@@ -134,7 +111,7 @@ class _SearchRun(CommandRun):
             task.valid,
             steps=config.steps,
             progress=False,
-            callback=callback,
+            callback=self.losses_in_the_bar(config.steps, text, seeds),
             history=("alpha", "aux", "grad_norm", "lower", "value"),  # also a large alpha
             checkpoint=self.folder / "checkpoint",
             resume=config.resume,
@@ -142,29 +119,27 @@ class _SearchRun(CommandRun):
         if search_result.stopped:
             raise KeyboardInterrupt(search_result.stopped)
         searched = self.seconds()
-        search_result = dataclasses.replace(
-            search_result, alpha=here(search_result.alpha), w=here(search_result.w)
-        )
+        found, shared = here((search_result.alpha, search_result.w))
         self.bars.enter("retraining")
         vertices = np.eye(len(names), dtype=dtype)[:, None].repeat(seeds, axis=1)
-        alphas = dict(zip(("search", *names), (search_result.alpha, *vertices), strict=True))
+        alphas = dict(zip(("search", *names), (found, *vertices), strict=True))
         networks = {}
         for name, alpha in self._in_the_bar(alphas):
-            w = jax.block_until_ready(train_weights(task, training, alpha))
+            w = jax.block_until_ready(steps.train_weights(task, training, alpha))
             networks[name] = here(w), alpha
         self.bars.enter("joint training")
-        networks["joint training"] = here(_train_jointly(config, task, uniform, self.bars))
+        networks["joint training"] = here(self._train_jointly(task, uniform))
         self.bars.enter("certificates")
         task = ActivationTask(task.space, *here(tuple(task[1:])))
         singles = [networks[name] for name in names]
-        verdict = judge_argmax(task, search_result.alpha, networks["search"][0], singles)
+        verdict = steps.judge_argmax(task, found, networks["search"][0], singles)
         bar = self._in_the_bar(networks)
         rows = {name: _errors_and_eigenvalues(task, *network) for name, network in bar}
         best = min(names, key=lambda name: float(rows[name]["test_error"].mean()))
         gap = rows["search"]["test_error"] - rows[best]["test_error"]
         result = {
             "names": list(names),
-            "alpha": np.asarray(search_result.alpha).tolist(),
+            "alpha": np.asarray(found).tolist(),
             "scores": {row: {k: v.tolist() for k, v in s.items()} for row, s in rows.items()},
             "best_single": best,
             "gap": [float(gap.mean()), report.standard_error_over_seeds(gap)],
@@ -172,8 +147,8 @@ class _SearchRun(CommandRun):
             "seconds": {"search": searched, "all": self.seconds()},
         }
         self.bars.enter("error of the hypergradient")
-        longer = solver(task, _LONGER * config.inner_steps, rate=config.weight_rate)
-        distance = hypergradient_error(task, training, longer, search_result.alpha)
+        longer = steps.solver(task, _LONGER * config.inner_steps, rate=config.weight_rate)
+        distance = steps.hypergradient_error(task, training, longer, found)
         result["hypergradient"] = {name: x.tolist() for name, x in distance._asdict().items()}
         result["argmax"] = _verdict_entries(task, verdict)
         if search_result.report.compared:
@@ -181,8 +156,30 @@ class _SearchRun(CommandRun):
         history = dict(search_result.history)
         history |= {f"{name}_of_seeds": loss for name, loss in history.pop("aux").items()}
         self.history = jax.tree.map(np.asarray, history)
-        arrays = {"alpha": search_result.alpha, "w": search_result.w}
+        arrays = {"alpha": found, "w": shared}
         return result, arrays | {f"history_{k}": v for k, v in self.history.items()}
+
+    def _train_jointly(self, task: ActivationTask, alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Train on a single level: weights and α descend the training loss together."""
+        config = self.config
+        count = _JOINT_EPOCHS * config.inner_steps
+        rate = config.weight_rate or 1 / np.asarray(task.curvatures).max(axis=-1)[:, None, None]
+        lower, show = stack_problems(task.space.problem).lower, self.bars.loop(count, "")
+        result = bilevel.search(
+            bilevel.Problem(lower, lower),
+            bilevel.unrolled(optax.sgd(rate, 0.9, nesterov=True), 1, backprop=0),
+            _optimizer(config.geometry, config.alpha_rate),
+            alpha,
+            task.w0,
+            task.train,
+            task.train,
+            steps=count,
+            progress=False,
+            callback=lambda so_far: show(len(so_far.history["value"]), dict),
+        )
+        if result.stopped:
+            raise KeyboardInterrupt
+        return result.w, result.alpha
 
     def _in_the_bar(self, items: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yield the items, and show the names of finished ones."""
@@ -191,52 +188,48 @@ class _SearchRun(CommandRun):
             yield name, item
             show(i, functools.partial(dict, network=name))
 
-    def save_figures(self, result: Result) -> None:
+    def draw(self, figure: Any, result: Result) -> None:
         names, config, history = result["names"], result["config"], self.history
         losses = history["outer_of_seeds"].T, history["lower_of_seeds"].T
         runs = [{"value": value, "lower": lower} for value, lower in zip(*losses, strict=True)]
+        mosaic = [["alpha", "outer"], ["alpha", "lower"]]
+        axes = figure.subplot_mosaic(mosaic, width_ratios=(5, 4))
+        uniform = np.full(len(names), 1 / len(names))
+        plots.alpha_path(history["alpha"], names, axes["alpha"], start=uniform)
+        outer, lower = plots.losses(runs, (axes["outer"], axes["lower"]))
+        outer.set_ylabel(f"validation loss\n({config['outer']})")
+        lower.set_ylabel("training loss\n(squared)")
+        figure.suptitle(report.figure_title(config))
 
-        def draw(figure):
-            mosaic = [["alpha", "outer"], ["alpha", "lower"]]
-            axes = figure.subplot_mosaic(mosaic, width_ratios=(5, 4))
-            uniform = np.full(len(names), 1 / len(names))
-            plots.alpha_path(history["alpha"], names, axes["alpha"], start=uniform)
-            outer, lower = plots.losses(runs, (axes["outer"], axes["lower"]))
-            outer.set_ylabel(f"validation loss\n({config['outer']})")
-            lower.set_ylabel("training loss\n(squared)")
-            figure.suptitle(report.figure_title(config))
-
-        report.save_figure(self.folder / self.figure, (11, 4.4), draw)
-
-    def show(self, console: Console, result: Result) -> tuple[str, str]:
+    def show(self, result: Result) -> tuple[str, str]:
         config, seeds = result["config"], result["config"]["seeds"]
         title, ends = report.table_title(config), ("search", result["names"][-1])
         best = result["best_single"]
         table = report.score_table(title, result["scores"], _COLUMNS, ends=ends, starred=best)
-        console.print(table)
-        console.print(
+        self.console.print(table)
+        self.console.print(
             "* the single activation with the smallest test error; λ_min ≥: certified lower bound "
             "for the infinite-width kernel of the training rows, whose entries are exact to "
             f"{result['entry_error']:.0e}"
         )
         mixture = report.mixture(np.mean(result["alpha"], axis=0), result["names"])
-        console.print(f"α found: {mixture}" + (" (mean over seeds)" if seeds > 1 else ""))
-        console.print(describe_advice(result))
-        console.print(_theory(result["argmax"]))
+        self.console.print(f"α found: {mixture}" + (" (mean over seeds)" if seeds > 1 else ""))
+        self.console.print(describe_advice(result))
+        self.console.print(_theory(result["argmax"]))
         norm, off = (np.asarray(result["hypergradient"][k]) for k in ("norm", "error"))
         relative = np.divide(off, norm, out=np.zeros_like(off), where=off > 0)
-        console.print(
+        self.console.print(
             f"hypergradient error at this α: {report.cell(100 * relative, '.0f')} % (compared with "
             f"training {_LONGER} times as long)"
         )
         if "predicted_ratio" in result:
-            console.print(
+            self.console.print(
                 "the validation loss changed by the hypergradients' prediction times "
                 f"{result['predicted_ratio']:.2g} (1 would be exact)"
             )
         seconds = result["seconds"]
         times = f"{seconds['all']:.0f} s, of which search {seconds['search']:.0f} s"
-        report.print_next(console, self.folder)
+        report.print_next(self.console, self.folder)
         ours, single = (np.array(result["scores"][k]["test_error"]) for k in ("search", best))
         verdict = report.compare_errors(ours, single, result["argmax"]["test_rows"])
         return (
@@ -263,30 +256,6 @@ def _with_losses_as_aux(problem: bilevel.Problem) -> bilevel.Problem:
         return lambda w, alpha, batch: (loss(w, alpha, batch),) * 2
 
     return bilevel.Problem(twice(problem.lower), twice(problem.outer), has_aux=True)
-
-
-def _train_jointly(
-    config: Search, task: ActivationTask, alpha: jax.Array, bars: Phases
-) -> tuple[jax.Array, jax.Array]:
-    """Train on a single level: weights and α descend the training loss together."""
-    steps = _JOINT_EPOCHS * config.inner_steps
-    rate = config.weight_rate or 1 / np.asarray(task.curvatures).max(axis=-1)[:, None, None]
-    lower, show = stack_problems(task.space.problem).lower, bars.loop(steps, "")
-    result = bilevel.search(
-        bilevel.Problem(lower, lower),
-        bilevel.unrolled(optax.sgd(rate, 0.9, nesterov=True), 1, backprop=0),
-        _optimizer(config.geometry, config.alpha_rate),
-        alpha,
-        task.w0,
-        task.train,
-        task.train,
-        steps=steps,
-        progress=False,
-        callback=lambda so_far: show(len(so_far.history["value"]), dict),
-    )
-    if result.stopped:
-        raise KeyboardInterrupt
-    return result.w, result.alpha
 
 
 def _errors_and_eigenvalues(task: ActivationTask, w, alpha) -> dict[str, np.ndarray]:
@@ -337,7 +306,7 @@ def hidden_layer_kernel(x, alpha, names):
     return kernel, 2 * kernels.error
 
 
-def _verdict_entries(task: ActivationTask, verdict: ArgmaxVerdict) -> dict[str, Any]:
+def _verdict_entries(task: ActivationTask, verdict: steps.ArgmaxVerdict) -> dict[str, Any]:
     """Return the entries of the verdict on the argmax in ``result.json``."""
     names = np.array(task.space.names)
     by = {

@@ -12,15 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from rich.console import Console
 
+from bilevel.cli.deep_search import run
 from bilevel.cli.deep_search.networks import NetworkToTrain, augmentation, by_network, train_all
-from bilevel.cli.deep_search.run import (
-    compare_with_random,
-    default_rate,
-    name_in_arrays,
-    name_of_found,
-)
 from bilevel.cli.flags.datasets import CLASSES, ROWS, SHAPES, is_own
 from bilevel.cli.runtime import memory, report
 from bilevel.cli.runtime.command_run import CommandRun, Result
@@ -59,16 +53,15 @@ class _TrainRun(CommandRun):
     """Trainings of the network found and of its rivals."""
 
     keeps = "networks so far are saved"
-    figure = "learning.png"
+    figure, size = "learning.png", (8, 3.6)
 
     blueprint: Blueprint  # of the network found
     mixture: Blueprint | None = None  # at the alpha found, if this is a network of the same size
     own: Space | None = None  # a user-defined space
 
-    def __init__(self, config: Any):
-        super().__init__(config)
-        scores = self.searched["scores"]
-        errors = scores[name_of_found(scores) or "supernet"]["valid_error"]
+    def prepare(self) -> None:
+        config, scores = self.config, self.searched["scores"]
+        errors = scores[run.name_of_found(scores) or "supernet"]["valid_error"]
         self.number = int(np.argmin(errors)) if config.search is None else config.search
         self.train_rows, test, self.classes = self._rows()
         self.test_rows = test[0][: config.test], test[1][: config.test]
@@ -160,7 +153,7 @@ class _TrainRun(CommandRun):
         self.own = space = called("space", self.space, len(self.classes))
         leaves, structure = jax.tree_util.tree_flatten_with_path({"alpha": space.start()})
         with np.load(self.config.run / "arrays.npz", allow_pickle=False) as arrays:
-            values = [arrays.get(f"{name_in_arrays(path)}_{self.number}") for path, _ in leaves]
+            values = [arrays.get(f"{run.name_in_arrays(path)}_{self.number}") for path, _ in leaves]
         architecture = None
         if [np.shape(v) for v in values] == [np.shape(like) for _, like in leaves]:
             architecture = space.discretize(jax.tree.unflatten(structure, values)["alpha"])
@@ -216,46 +209,43 @@ class _TrainRun(CommandRun):
         }
         return result, arrays
 
-    def save_figures(self, result: Result) -> None:
-        def draw(figure):
-            plots.learning_curves(result["curves"], figure.subplots(1, 2))
+    def draw(self, figure: Any, result: Result) -> None:
+        plots.learning_curves(result["curves"], figure.subplots(1, 2))
 
-        report.save_figure(self.folder / self.figure, (8, 3.6), draw)
-
-    def show(self, console: Console, result: Result) -> tuple[str, str]:
+    def show(self, result: Result) -> tuple[str, str]:
         config, rows, scores = self.config, result["rows"], result["scores"]
         spread = f", mean ± s.e. of {config.seeds} seeds" if config.seeds > 1 else ""
         title = (
             f"{self.data.source}: {rows['train']} training, {rows['test']} test rows, "
             f"{self.epochs} epochs; test errors in %{spread}"
         )
-        console.print(report.score_table(title, scores, _COLUMNS))
-        console.print(f"search: {result['architectures'][0]}", soft_wrap=True)
+        self.console.print(report.score_table(title, scores, _COLUMNS))
+        self.console.print(f"search: {result['architectures'][0]}", soft_wrap=True)
         if "mixture" in scores:
-            console.print(f"mixture: at the α found, {result['mixture']}")
+            self.console.print(f"mixture: at the α found, {result['mixture']}")
         if "random" in scores:
-            console.print(
+            self.console.print(
                 f"random: of {config.random} architectures drawn from the space, a new one for "
                 "each seed, the nearest in number of weights"
             )
         if any(name.startswith("only ") for name in scores):
-            console.print(
+            self.console.print(
                 "only: the single operation on all edges that is best on a fifth of the training "
                 "rows, after a fifth of the epochs"
             )
         constant = result["constant_error"]
-        console.print(f"always the most frequent class: {100 * constant:.1f} % wrong")
+        self.console.print(f"always the most frequent class: {100 * constant:.1f} % wrong")
         if np.mean(scores["search"]["test_error"]) > _NEAR * constant:
-            console.print(
+            self.console.print(
                 "The network is hardly better than a constant. Train longer (--epochs) or on more "
                 "rows (--train), or check the labels."
             )
-        console.print("to predict in Python:")
+        self.console.print("to predict in Python:")
         for line in loading_lines(result):
-            console.print(f"    {line}", soft_wrap=True)
+            self.console.print(f"    {line}", soft_wrap=True)
         seconds = result["seconds"]
         times = f"{seconds['all']:.0f} s, of which one network {seconds['network']:.0f} s"
-        return compare_with_random(scores, rows["test"]), times
+        return run.compare_with_random(scores, rows["test"]), times
 
     # ------------------------------------------------------------------------- networks
 
@@ -338,7 +328,7 @@ class _TrainRun(CommandRun):
                 rate, sgd = rate or _CELL_RATE, darts_sgd
             elif not rate:
                 w, averages = network.init(jax.random.key(config.seed), x.shape[1:])
-                rate = float(default_rate(network, w, averages, jnp.asarray(x[:32])))
+                rate = float(run.default_rate(network, w, averages, jnp.asarray(x[:32])))
             schedule = optax.cosine_decay_schedule(rate, epochs * self.per_epoch)
             self.programs[name] = network, sgd(schedule)
         return self.programs[name]

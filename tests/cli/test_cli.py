@@ -336,10 +336,10 @@ def test_certify_refuses_what_it_cannot_certify(tmp_path, capsys, monkeypatch):
 
 
 def test_printed_bounds_are_bounds():
-    assert report.format_lower_bound(0.0022352039, 7) == "0.002235203"
-    assert report.format_lower_bound(-1.234e-12, 3) == "-1.24e-12"
-    assert report.format_upper_bound(0.0022352031, 7) == "0.002235204"
-    assert report.format_upper_bound(0.5, 3) == "0.5"
+    assert report.format_bound(0.0022352039, 7) == "0.002235203"
+    assert report.format_bound(-1.234e-12, 3) == "-1.24e-12"
+    assert report.format_bound(0.0022352031, 7, upper=True) == "0.002235204"
+    assert report.format_bound(0.5, 3, upper=True) == "0.5"
 
 
 @pytest.mark.long

@@ -53,7 +53,7 @@ def test_scores_are_compared_with_published_ones_where_both_are(monkeypatch):
     published = {name: np.full(15_625, np.nan) for name in filter(None, columns)}
     published["nwot"][[3, 5, 8]] = [1.0, 2.0, 3.0]
     published["snip"][5] = 1.0
-    monkeypatch.setattr(rank, "published_scores", lambda: published)
+    monkeypatch.setattr(rank.benchmark, "published_scores", lambda: published)
     scores = {"naswot": np.array([1.0, 9.0, 3.0, 2.0]), "snip": np.ones(4), "zico": np.ones(4)}
     agreement = {"naswot": {"rho": -1, "tau": -1, "networks": 3}}
     assert rank._published_agreement(scores, np.array([8, 4, 3, 5])) == agreement

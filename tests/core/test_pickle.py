@@ -20,7 +20,6 @@ from helpers import long_except, trial
 
 import bilevel
 import ntk
-from bilevel.cli.runtime import invocation
 from bilevel.outer_loop import search_result
 from bilevel.runs import records
 from ntk import networks as nets
@@ -77,7 +76,6 @@ MADE = {
     bilevel.LostProcessError: lambda kind: kind("process 1 of 2 ended"),
     Diverged: lambda kind: kind(3, "w", searched(), "the reason"),
     records.DamagedError: lambda kind: kind("checkpoint: expected an undamaged step"),
-    invocation.Stopped: lambda kind: kind("interrupted; nothing is saved"),
 }
 
 

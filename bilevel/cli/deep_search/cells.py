@@ -14,10 +14,9 @@ import numpy as np
 import optax
 
 from bilevel.cli.deep_search import networks
-from bilevel.cli.deep_search.networks import Row
+from bilevel.cli.deep_search.networks import Row, Scores
 from bilevel.cli.deep_search.run import ERRORS, DeepSearchRun, Heatmap, keys
 from bilevel.cli.runtime import memory, report
-from bilevel.nets.evaluation import Part
 from bilevel.nets.training import TrainableNetwork
 from bilevel.spaces import Space
 from bilevel.spaces.darts import darts_network, darts_space, parse_genotype, plot_genotype
@@ -26,7 +25,6 @@ from bilevel.spaces.darts.supernet import weight_count
 from bilevel.spaces.nasbench201 import nasbench201_space
 from bilevel.spaces.nasbench201.genotype import EDGES, supernet_cost
 from bilevel.spaces.nasbench201.judging import table
-from bilevel.spaces.nasbench201.judging.table import DATASETS
 from bilevel.spaces.nasbench201.judging.verdicts import standing
 from bilevel.strategies import darts_sgd
 
@@ -40,12 +38,13 @@ class _CellRun(DeepSearchRun):
     weight_optimizer = staticmethod(darts_sgd)
     supernet: Callable[..., Space]
 
-    def make_space(self) -> Space:
+    def prepare(self) -> None:
         config = self.config
         self.shape: dict[str, Any] = {name: getattr(config, name) for name in self.sizes}
         dtype = jnp.bfloat16 if config.bfloat16 else None
         self.common: dict[str, Any] = {"classes": self.data.classes, "dtype": dtype}
-        return self.supernet(config.operations, remat=config.remat, **self.common, **self.shape)
+        sizes = self.common | self.shape
+        self.space = self.supernet(config.operations, remat=config.remat, **sizes)
 
 
 class _DartsRun(_CellRun):
@@ -60,21 +59,21 @@ class _DartsRun(_CellRun):
         final = {k: getattr(self.config, f"final_{k}") or size for k, size in self.shape.items()}
         return darts_network(genotype, auxiliary=self.config.auxiliary, **self.common, **final)
 
-    def network_arrays(self, batch: Part) -> list[memory.Parts]:
+    def arrays(self) -> list[memory.Parts]:
+        """Return the shapes alive together in training from scratch, and in the search."""
         network = self.network(self.space.discretize(self.space.start()))
-        key = jax.eval_shape(jax.random.key, 0)
-        w, averages = jax.eval_shape(lambda key: network.init(key, batch[0].shape[1:]), key)
+        key, shape, size = jax.eval_shape(jax.random.key, 0), self.row_shape, self.config.batch_size
+        w, averages = jax.eval_shape(lambda key: network.init(key, shape), key)
+        batch = memory.shape(size, *shape), memory.shape(size, dtype="int32")
         arguments = w, averages, batch, key, memory.shape()  # the last one is `drop_path`
         residuals = memory.kept_for_backward(network.loss, *arguments, has_aux=True)
         sizes = tuple(f"final_{name}" for name in self.sizes)
-        return [{sizes: [w] * 3, ("batch_size", *sizes): residuals}]
+        return [{sizes: [w] * 3, ("batch_size", *sizes): residuals}, *super().arrays()]
 
     def train(self, found: list[Row]) -> list[Row]:
         config, random = self.config, self.config.random
         seed_keys = [keys(config.seed, s)[3] for s in range(len(self.parts))]
-        drawn = [
-            [self.space.draw(k) for k in jax.random.split(key, random + 1)[1:]] for key in seed_keys
-        ]
+        draws = [jax.random.split(key, random + 1)[1:] for key in seed_keys]
         orders = [jax.random.split(key, random + 2)[-1] for key in seed_keys]
         steps = config.epochs * (config.train // config.batch_size)
         sgd = darts_sgd(optax.cosine_decay_schedule(config.weight_rate, steps))
@@ -97,7 +96,7 @@ class _DartsRun(_CellRun):
                 "parameters": weight_count(state.w),
             }
 
-        return self.train_networks(found, drawn, train)
+        return self.train_networks(found, draws, train)
 
     def heatmaps(self, alpha: Any) -> list[Heatmap]:
         edges, names = [f"{i} → {j}" for i, j in DARTS_EDGES], list(self.space.names)
@@ -132,17 +131,17 @@ class _NasBench201Run(_CellRun):
     name = "nasbench201"
     supernet = staticmethod(nasbench201_space)
 
-    def make_space(self) -> Space:
+    def prepare(self) -> None:
         self.known = table.load_table()
-        return super().make_space()
+        super().prepare()
 
-    def more(self, result: dict[str, Any]) -> dict[str, Any]:
+    def summary(self, networks: Scores) -> dict[str, Any]:
         config, names = self.config, self.space.names
         samples = config.steps * self.strategy.gradients * config.batch_size
         budget = samples / (config.epochs * config.train) * supernet_cost(names, **self.shape)
         genotypes = [self.space.discretize(f.alpha) for f in self.seed_results]
         rivals = max(1, int(budget))
-        return {
+        return super().summary(networks) | {
             "skips": [g.operations.count("skip_connect") for g in genotypes],
             "budget": budget,
             "benchmark": standing(self.known, genotypes, operations=names, budget=rivals),
@@ -153,21 +152,17 @@ class _NasBench201Run(_CellRun):
         return [Heatmap("α of every edge", np.asarray(alpha), names, edges, _AXIS)]
 
     def table(self, result: dict[str, Any]) -> Any:
-        config, benchmark = result["config"], result["benchmark"]
-        others = {"random": "random", "best_of_random": f"best of {int(result['budget'])} random"}
-        others = {k: heading for k, heading in others.items() if k in benchmark["cifar10"]}
-        others["optimum"] = "optimum"
-        drawn = report.result_table(
-            f"test accuracies in % of networks found on {config['data']}",
-            "data set",
-            *("search", "rank of 15,625", *others.values()),
-        )
-        for name, label in DATASETS.items():
-            scores = benchmark[name]
-            cells = [report.cell(np.array(scores["accuracy"]), ".2f")]
-            cells.append(report.cell(np.array(scores["rank"]), ",.0f"))
-            drawn.add_row(label, *cells, *(f"{scores[k]:.2f}" for k in others))
-        return drawn
+        columns: report.Columns = {
+            "accuracy": ("search", ".2f"),
+            "rank": ("rank of 15,625", ",.0f"),
+            "random": ("random", ".2f"),
+            "best_of_random": (f"best of {int(result['budget'])} random", ".2f"),
+            "optimum": ("optimum", ".2f"),
+        }
+        benchmark = {label: result["benchmark"][name] for name, label in table.DATASETS.items()}
+        known = {k: v for k, v in columns.items() if k in result["benchmark"]["cifar10"]}
+        title = f"test accuracies in % of networks found on {result['config']['data']}"
+        return report.score_table(title, benchmark, known, first="data set")
 
     def result_sentence(self, result: dict[str, Any]) -> str:
         scores, budget = result["benchmark"]["cifar10"], int(result["budget"])

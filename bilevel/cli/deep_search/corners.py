@@ -18,23 +18,16 @@ import optax
 
 import ntk
 from bilevel import strategies
+from bilevel.cli.deep_search import run
 from bilevel.cli.deep_search.networks import Row, Scores, by_network
-from bilevel.cli.deep_search.run import (
-    ERRORS,
-    DeepSearchRun,
-    Heatmap,
-    SeedResult,
-    default_rate,
-    keys,
-)
 from bilevel.cli.runtime.command_run import Result
+from bilevel.cli.runtime.invocation import Call
 from bilevel.contracts import Pytree
 from bilevel.discretize import diagnostics
 from bilevel.internal.import_function import called
 from bilevel.nets import training
 from bilevel.nets.evaluation import Part, error_rates
 from bilevel.spaces import Space
-from bilevel.spaces.activations import unit_inputs
 from bilevel.spaces.skips import SkipArchitecture, SkipSpace, skip_space
 from bilevel.spaces.targets import cross_entropy_problem
 from bilevel.strategies.train_free import EigenNAS, eigen_nas
@@ -43,7 +36,7 @@ _KERNEL_ROWS = 100  # rows of the kernel for the smallest eigenvalue: a second f
 _KERNEL_NOTE = "λ_min: of the infinite-width NTK of {} training rows, in NTK parametrization"
 
 
-class _CornerRun(DeepSearchRun):
+class _CornerRun(run.DeepSearchRun):
     """A space whose networks are trained from scratch at its corners."""
 
     def corner_scores(self) -> Callable[..., dict[str, Any]]:
@@ -53,7 +46,7 @@ class _CornerRun(DeepSearchRun):
         @jax.jit
         def fit(key, w, corner, rows):
             steps = config.epochs * (len(rows[1]) // config.batch_size)
-            first: Any = config.weight_rate or default_rate(space, w, corner, rows[0])
+            first: Any = config.weight_rate or run.default_rate(space, w, corner, rows[0])
             cosine = optax.cosine_decay_schedule(1.0, steps)
             sgd = optax.sgd(lambda step: first * cosine(step), momentum=0.9)
             sizes = {"epochs": config.epochs, "batch_size": config.batch_size}
@@ -64,7 +57,7 @@ class _CornerRun(DeepSearchRun):
             corner, parts = space.one_hot(row.architecture), self.parts[row.seed]
             errors = rates(fit(key, w, corner, parts[0]), corner, parts, config.batch_size)
             show(config.epochs, float("nan"))
-            return dict(zip(ERRORS, errors, strict=True))
+            return dict(zip(run.ERRORS, errors, strict=True))
 
         return scores
 
@@ -74,50 +67,42 @@ class _OwnRun(_CornerRun):
 
     sizes = ("space",)
 
-    def make_space(self) -> Space:
+    def prepare(self) -> None:
         self.name = self.config.space
-        space = called("space", self.name, self.data.classes)
-        if not isinstance(space, Space):
-            kind = type(space).__name__
+        self.space = called("space", self.name, self.data.classes)
+        if not isinstance(self.space, Space):
+            kind = type(self.space).__name__
             raise ValueError(
                 f"space: expected {self.name} to return a bilevel.spaces.Space, got a {kind}."
             )
-        return space
-
-    def weight_rate(self) -> float:
-        if self.config.weight_rate:
-            return self.config.weight_rate
-        train = self.parts[0][0]
-        w = jax.jit(self.space.init)(keys(self.config.seed, 0)[1], train)
-        return float(default_rate(self.space, w, self.space.start(), train[0]))
 
     def train(self, found: list[Row]) -> list[Row]:
         config, space = self.config, self.space
         init, scores = jax.jit(space.init), self.corner_scores()
-        training_keys = [keys(config.seed, s)[3] for s in range(len(self.parts))]
+        training_keys = [run.keys(config.seed, s)[3] for s in range(len(self.parts))]
         seed_keys = [jax.random.split(key, config.random + 2) for key in training_keys]
-        drawn = [[space.draw(key) for key in of_seed[2:]] for of_seed in seed_keys]
 
         def train(row, checkpoint, show):
             init_key, order_key, *_ = seed_keys[row.seed]
             return scores(order_key, init(init_key, self.parts[row.seed][0]), row, show)
 
-        return self.train_networks(found, drawn, train)
+        return self.train_networks(found, [of_seed[2:] for of_seed in seed_keys], train)
 
-    def heatmaps(self, alpha: Pytree) -> list[Heatmap]:
+    def heatmaps(self, alpha: Pytree) -> list[run.Heatmap]:
         """Return a table for each leaf of alpha on simplices, with a row for each simplex."""
-        heats: list[Heatmap] = []
+        heats: list[run.Heatmap] = []
         for leaf in diagnostics.simplices(self.space.sets, alpha):
             values = np.asarray(jnp.reshape(leaf, (-1, leaf.shape[-1])))
             count, choices = values.shape
             names = self.space.names if len(self.space.names) == choices else range(choices)
             rows, ylabel = [*map(str, range(count))], "" if heats else "simplex"
-            heats.append(Heatmap("α", values, [*map(str, names)], rows, ylabel))
+            heats.append(run.Heatmap("α", values, [*map(str, names)], rows, ylabel))
         return heats
 
     def notes(self, result: dict[str, Any]) -> list[str]:
-        note = "networks are trained from scratch, at the corners of the space that stand for them"
-        return [note]
+        return [
+            "networks are trained from scratch, at the corners of the space that stand for them"
+        ]
 
 
 class _SkipRun(_CornerRun):
@@ -129,8 +114,8 @@ class _SkipRun(_CornerRun):
     columns: ClassVar = {"skips": ("skips", ".3g"), "min_eigenvalue": ("λ_min", ".3g")}
     space: SkipSpace
 
-    def make_space(self) -> SkipSpace:
-        """Return the space; set the networks of one activation without skips."""
+    def prepare(self) -> None:
+        """Make the space, and the networks of one activation without skips."""
         config, self.copies = self.config, self.config.seeds
         self.kernel_rows = min(_KERNEL_ROWS, config.train)
         names = "activations", "depth", "width", "parametrization"
@@ -138,21 +123,14 @@ class _SkipRun(_CornerRun):
         layers, skips = (len(space.start()[k]) for k in ("activations", "skips"))
         self.singles = {s: SkipArchitecture((s,) * layers, (False,) * skips) for s in space.names}
         self.ends = "search", "eigen-nas", space.names[-1], "random"
-        return _in_bfloat16(space) if config.bfloat16 else space
+        self.space = _in_bfloat16(space) if config.bfloat16 else space
 
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        return (self.data.inputs,)
-
-    def unit(self, *xs: Any) -> Any:
-        return unit_inputs(*xs)
-
-    def search(self) -> list[SeedResult]:
+    def search(self) -> list[run.SeedResult]:
         """Search for all seeds at once. The losses in a history are means over all seeds."""
         train, valid, _ = jax.tree.map(lambda *a: jnp.stack(a), *self.parts)
         seeds = self.copies
         key, weight_key, choice_key = jax.random.split(jax.random.key(self.config.seed), 3)
-        w0 = self._initial_weights(weight_key, train)
+        w0 = jax.jit(jax.vmap(self.space.init))(jax.random.split(weight_key, seeds), train)
         self.strategy = self.make_strategy(self.config.weight_rate or self._mean_rate(w0, train))
         alpha = jax.tree.map(lambda a: jnp.stack([a] * seeds), self.space.start())
         copies = strategies.stack_strategies(self.strategy, seeds)
@@ -171,19 +149,16 @@ class _SkipRun(_CornerRun):
         def of_seed(i):
             path = jax.tree.map(lambda a: np.asarray(a[:, i]), search_result.history["alpha"])
             ours, w = jax.tree.map(lambda a: a[i], (alpha, search_result.w))
-            return SeedResult(ours, w, history | {"alpha": path})
+            return run.SeedResult(ours, w, history | {"alpha": path})
 
         return [of_seed(i) for i in range(seeds)]
-
-    def _initial_weights(self, key: jax.Array, train: Part) -> Pytree:
-        return jax.jit(jax.vmap(self.space.init))(jax.random.split(key, self.copies), train)
 
     def _mean_rate(self, w: Pytree, train: Part) -> float:
         """Return the first step size of the weights by the tangent kernel, mean over the seeds."""
         alpha = self.space.start()
 
         def of_seed(w, x):
-            return 1 / default_rate(self.space, w, alpha, x)
+            return 1 / run.default_rate(self.space, w, alpha, x)
 
         return 1 / float(jax.jit(jax.vmap(of_seed))(w, train[0]).mean())
 
@@ -199,9 +174,8 @@ class _SkipRun(_CornerRun):
         space, key = self.space, jax.random.fold_in(jax.random.key(self.config.seed), 1)
         draw_key, weight_key, order_key = jax.random.split(key, 3)
         draws = [jax.random.split(k, self.copies) for k in jax.random.split(draw_key, budget)]
-        drawn = [[space.draw(of_all[s]) for of_all in draws] for s in range(self.copies)]
         train = jax.tree.map(lambda *a: jnp.stack(a), *(of_seed[0] for of_seed in self.parts))
-        w0 = self._initial_weights(weight_key, train)
+        w0 = jax.jit(jax.vmap(space.init))(jax.random.split(weight_key, self.copies), train)
         orders = jax.random.split(order_key, self.copies)
         errors = self.corner_scores()
 
@@ -214,7 +188,7 @@ class _SkipRun(_CornerRun):
                 scores["min_eigenvalue"] = self._min_eigenvalue(corner, x)
             return scores
 
-        return self.train_networks(found, drawn, of_row)
+        return self.train_networks(found, [*zip(*draws, strict=True)], of_row, **self.singles)
 
     def _min_eigenvalue(self, corner: Pytree, x: jax.Array) -> float:
         """Return the smallest eigenvalue of the NTK at infinite width, in float64."""
@@ -227,19 +201,20 @@ class _SkipRun(_CornerRun):
     def best_single(self, scores: Scores) -> str:
         return min(self.space.names, key=lambda name: np.mean(scores[name]["valid_error"]))
 
-    def more(self, result: dict[str, Any]) -> dict[str, Any]:
+    def summary(self, networks: Scores) -> dict[str, Any]:
+        result = super().summary(networks)
         skips = [float(f.alpha["skips"].sum()) for f in self.seed_results]
         result["scores"]["supernet"]["skips"] = skips
-        best = self.best_single(result["scores"])
-        return {"best_single": best, "kernel_rows": self.kernel_rows}
+        best = self.best_single(networks)
+        return result | {"best_single": best, "kernel_rows": self.kernel_rows}
 
-    def heatmaps(self, alpha: Pytree) -> list[Heatmap]:
+    def heatmaps(self, alpha: Pytree) -> list[run.Heatmap]:
         """Return the probabilities of activations and the weights of skips, layer by layer."""
         mixtures, skips = (np.asarray(alpha[k]) for k in ("activations", "skips"))
         values = np.column_stack([mixtures, [np.nan, *skips]])
         layers = [str(layer) for layer in range(1, len(values) + 1)]
         columns = [*self.space.names, "skip"]
-        return [Heatmap("α and weight of the skip", values, columns, layers, ylabel="layer")]
+        return [run.Heatmap("α and weight of the skip", values, columns, layers, ylabel="layer")]
 
     def notes(self, result: dict[str, Any]) -> list[str]:
         return [
@@ -253,19 +228,24 @@ class _SkipRun(_CornerRun):
 class _EigenNasRun(_SkipRun):
     """A ranking by the smallest eigenvalue, without a search."""
 
+    figure = ""  # nothing was searched
+
     def result(self) -> tuple[Result, dict[str, Any]]:
         self.parts, seeds = self._draw_splits(), range(self.config.seeds)
         self.bars.enter("eigenvalues")
         rankings = [self._ranking(seed) for seed in seeds]
         ranked = self.seconds()
-        best = [enumerate(ranking.architectures, 1) for ranking in rankings]
-        corners = [{f"eigen-nas {i}": a for i, a in of_seed} for of_seed in best]
+        kept = [enumerate(ranking.architectures, 1) for ranking in rankings]
+        corners = [{f"eigen-nas {i}": a for i, a in of_seed} for of_seed in kept]
         networks = self.train_corners(corners, self.config.kept)
         scores = by_network(networks)
+        own = [row for row in networks if row["network"].startswith("eigen-nas")]
+        own.sort(key=lambda row: row["valid_error"])
+        best = [next(row for row in own if row["seed"] == seed) for seed in seeds]
         result = {
             "space": self.name,
             "names": list(self.space.names),
-            "architectures": [_best_by_validation(networks, seed) for seed in seeds],
+            "architectures": [row["architecture"] for row in best],
             "scores": scores,
             "best_single": self.best_single(scores),
             "kernel_rows": self.kernel_rows,
@@ -273,13 +253,10 @@ class _EigenNasRun(_SkipRun):
         }
         return result, {f"eigenvalues_{s}": f.eigenvalues for s, f in enumerate(rankings)}
 
-    def save_figures(self, result: Result) -> None:
-        pass  # nothing was searched
-
     def _ranking(self, seed: int) -> EigenNAS:
         """Rank the pool by the kernel of the seed's first training rows, in float64."""
         config, x = self.config, self.parts[seed][0][0][: self.kernel_rows]
-        draw = keys(config.seed, seed)[0]
+        draw = run.keys(config.seed, seed)[0]
         with jax.enable_x64(True):
             x = jnp.asarray(np.asarray(x), float)
             return eigen_nas(draw, self.space, x, pool=config.samples, keep=config.kept)
@@ -293,12 +270,6 @@ class _EigenNasRun(_SkipRun):
         ]
 
 
-def _best_by_validation(networks: list[Row], seed: int) -> str:
-    """Return the ranked architecture of a seed with the smallest validation error."""
-    own = [r for r in networks if r["seed"] == seed and r["network"].startswith("eigen-nas")]
-    return min(own, key=lambda row: row["valid_error"])["architecture"]
-
-
 def _in_bfloat16(space: SkipSpace) -> SkipSpace:
     """Return the space with activations in bfloat16, for more than two classes."""
 
@@ -309,6 +280,6 @@ def _in_bfloat16(space: SkipSpace) -> SkipSpace:
     return dataclasses.replace(space, apply=apply, problem=cross_entropy_problem(apply))
 
 
-def skip_run(config: Any) -> _SkipRun:
+def skip_run(config: Any, call: Call) -> _SkipRun:
     """Return the run of the strategy."""
-    return (_EigenNasRun if config.strategy == "eigen-nas" else _SkipRun)(config)
+    return (_EigenNasRun if config.strategy == "eigen-nas" else _SkipRun)(config, call)

@@ -118,8 +118,7 @@ def by_network(rows: list[Row]) -> Scores:
 
 def _group(name: str) -> str:
     """Return a network's name without its number."""
-    group, _, number = name.rpartition(" ")
-    return group if group and number.isdigit() else name
+    return re.sub(r"(?<=.) \d+$", "", name)
 
 
 def _score_columns(rows: list[Row]) -> dict[str, list[float]]:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from rich.console import Console
 
 from bilevel import strategies
 from bilevel.cli.deep_search.networks import NetworkToTrain, Row, Scores, by_network, train_all
@@ -28,6 +27,7 @@ from bilevel.outer_loop.search_result import SearchResult
 from bilevel.plots import plots
 from bilevel.problem.problem import split_losses
 from bilevel.spaces import Space
+from bilevel.spaces.activations import unit_inputs
 from bilevel.strategies import Strategy
 
 ERRORS = {"train_error": "train", "valid_error": "valid", "test_error": "test"}
@@ -86,7 +86,7 @@ class Heatmap(NamedTuple):
 
 
 class DeepSearchRun(CommandRun):
-    """A search with shared weights on images. Subclasses add the parts of one space."""
+    """A search with shared weights. Subclasses add the parts of one space."""
 
     images = True
     keeps = "searches and networks so far are saved"
@@ -99,46 +99,35 @@ class DeepSearchRun(CommandRun):
         functools.partial(optax.sgd, momentum=0.9)
     )
 
+    space: Space  # set by `prepare`
+
     # Set when the run begins.
     parts: list[list[Part]]  # of every seed: training, validation, test rows
     strategy: Strategy
     seed_results: list[SeedResult]
 
-    def __init__(self, config: Any):
-        super().__init__(config)
-        self.singles: dict[str, Any] = {}  # architectures of one operation, to compare with
-        self.space: Space = self.make_space()
-
     # ------------------------------------------------------------------------- a space's own
-
-    def make_space(self) -> Space:
-        """Return the space of the flags and the data."""
-        raise NotImplementedError
 
     @property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of an input."""
-        return self.data.image_shape(self.config.pixels)
+        return self.data.image_shape(self.config.pixels) if self.images else (self.data.inputs,)
 
     def unit(self, *xs: Any) -> Any:
         """Return the inputs in the form of the space, normalised by the first of ``xs``."""
-        return unit_images(*xs, pixels=self.config.pixels)
+        return unit_images(*xs, pixels=self.config.pixels) if self.images else unit_inputs(*xs)
 
     def weight_rate(self) -> float:
-        """Return the learning rate of the weights at the start of the search."""
-        return self.config.weight_rate
-
-    def network_arrays(self, batch: Part) -> list[memory.Parts]:
-        """Return the shapes alive together in training from scratch, if the space adds any."""
-        return []
+        """Return the first learning rate of the weights, by default that of the first seed."""
+        if self.config.weight_rate:
+            return self.config.weight_rate
+        train = self.parts[0][0]
+        w = jax.jit(self.space.init)(keys(self.config.seed, 0)[1], train)
+        return float(default_rate(self.space, w, self.space.start(), train[0]))
 
     def train(self, found: list[Row]) -> list[Row]:
         """Return scores of networks trained from scratch: those ``found`` by seed, and others."""
         return []
-
-    def more(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Return further entries of ``result.json``."""
-        return {}
 
     def heatmaps(self, alpha: Pytree) -> list[Heatmap]:
         """Return alpha of the first seed as tables."""
@@ -167,8 +156,7 @@ class DeepSearchRun(CommandRun):
         seed_results = self.seed_results = self.search()
         searched = self.seconds()
         rows = self.train([{"search": self.space.discretize(f.alpha)} for f in seed_results])
-        result = self._summary(by_network(rows) if rows else {})
-        result |= self.more(result)
+        result = self.summary(by_network(rows) if rows else {})
         result["seconds"] = {"search": searched}
         if rows:
             result["seconds"]["network"] = float(np.mean([row["seconds"] for row in rows]))
@@ -180,67 +168,63 @@ class DeepSearchRun(CommandRun):
                 arrays[f"{name_in_arrays(path)}_{seed}"] = np.asarray(leaf)
         return result, arrays
 
-    def save_figures(self, result: Result) -> None:
-        """Save ``search.png``: the first seed's alpha, and the losses of all seeds."""
+    def draw(self, figure: Any, result: Result) -> None:
+        """Draw the first seed's alpha, and the losses of all seeds."""
         heats = self.heatmaps(self.seed_results[0].alpha)
         places = [f"alpha {i}" for i in range(len(heats))]
         first = ", of the first seed" if len(self.seed_results) > 1 else ""
+        figure.set_size_inches(5 * len(heats) + 5, 4.8)
+        mosaic = [[*places, "outer"], [*places, "lower"]]
+        axes = figure.subplot_mosaic(mosaic, width_ratios=(*[4] * len(places), 3))
+        for place, heat in zip(places, heats, strict=True):
+            heat.draw(axes[place], first)
+        histories = [f.history for f in self.seed_results]
+        outer, lower = plots.losses(histories, (axes["outer"], axes["lower"]))
+        outer.set_ylabel(f"{result['alpha_rows']} loss (nats)\nof α's minibatch")
+        lower.set_ylabel("training loss (nats)\nof the weights' minibatch")
+        figure.suptitle(report.figure_title(result["config"]))
 
-        def draw(figure):
-            mosaic = [[*places, "outer"], [*places, "lower"]]
-            axes = figure.subplot_mosaic(mosaic, width_ratios=(*[4] * len(places), 3))
-            for place, heat in zip(places, heats, strict=True):
-                heat.draw(axes[place], first)
-            histories = [f.history for f in self.seed_results]
-            outer, lower = plots.losses(histories, (axes["outer"], axes["lower"]))
-            outer.set_ylabel(f"{result['alpha_rows']} loss (nats)\nof α's minibatch")
-            lower.set_ylabel("training loss (nats)\nof the weights' minibatch")
-            figure.suptitle(report.figure_title(result["config"]))
-
-        report.save_figure(self.folder / self.figure, (5 * len(heats) + 5, 4.8), draw)
-
-    def show(self, console: Console, result: Result) -> tuple[str, str]:
+    def show(self, result: Result) -> tuple[str, str]:
         """Print the table, the architectures found, and notes."""
-        console.print(self.table(result))
+        self.console.print(self.table(result))
         for seed, architecture in enumerate(result["architectures"]):
             named = f"seed {seed}: " if self.config.seeds > 1 else "found: "
-            console.print(named + architecture, soft_wrap=True)  # to be copied
+            self.console.print(named + architecture, soft_wrap=True)  # to be copied
         if "curvature" in result:
             entropy, curvature = (np.array(result[k]) for k in ("entropy", "curvature"))
-            console.print(
+            self.console.print(
                 f"entropy of α, mean over simplices: {report.cell(entropy, '.2f')} (maximum "
                 f"{np.log(len(result['names'])):.2f})"
             )
-            console.print(
+            self.console.print(
                 "largest eigenvalue of the validation loss's Hessian in α, of one batch: "
                 f"{report.cell(curvature, '.3g')}"
             )
-            console.print(result["known_error"])
+            self.console.print(result["known_error"])
         for note in self.notes(result):
-            console.print(note)
+            self.console.print(note)
         seconds = result["seconds"]
         search = f"{self.config.strategy} {seconds['search']:.0f} s"
-        report.print_next(console, self.folder)
+        report.print_next(self.console, self.folder)
         return self.result_sentence(result), f"{seconds['all']:.0f} s, of which {search}"
 
     def arrays(self) -> list[memory.Parts]:
-        """Return the shapes alive together in the search, and in the training of a network."""
+        """Return the shapes alive together in the search."""
         config, key = self.config, jax.eval_shape(jax.random.key, 0)
         size = config.batch_size
         batch = memory.shape(size, *self.row_shape), memory.shape(size, dtype="int32")
-        networks = self.network_arrays(batch)
         w, alpha = jax.eval_shape(self.space.init, key, batch), self.space.start()
         lower = split_losses(self.space.problem).lower
         residuals = memory.kept_for_backward(lambda *a: lower(*a)[0], w, alpha, batch)
         tests = self.data.test_rows(config)
         rows = memory.shape(config.seeds, config.train + config.valid + tests, *self.row_shape)
-        search = {
+        shapes = {
             ("seeds", *self.sizes): [w] * 3 * self.copies,  # with gradient and momentum
             ("batch_size", *self.sizes): [residuals] * self.copies,
             ("seeds", "steps"): [alpha] * config.seeds,
             ("seeds", "train", "valid"): rows,
         }
-        return [*networks, search]
+        return [shapes]
 
     def _draw_splits(self) -> list[list[Part]]:
         """Return each seed's training, validation and test rows, normalised."""
@@ -249,8 +233,8 @@ class DeepSearchRun(CommandRun):
         drawn = self.data.draw(draws, train=config.train, valid=config.valid, test=config.test)
         return [normalised(rows, self.unit) for rows in drawn]
 
-    def _summary(self, networks: Scores) -> dict[str, Any]:
-        """Return the entries of ``result.json`` that all spaces have."""
+    def summary(self, networks: Scores) -> dict[str, Any]:
+        """Return entries of ``result.json``, here those that all spaces have."""
         self.bars.enter("errors and curvature")
         space, size, seed_results = self.space, self.config.batch_size, self.seed_results
         rates = error_rates(space)
@@ -318,21 +302,10 @@ class DeepSearchRun(CommandRun):
         config, (train, valid) = self.config, data
         steps_per_epoch = np.shape(train[1])[-1] / config.batch_size
         text = "epoch {epoch:.1f}  train {lower:.3f}  valid {value:.3f}  entropy {entropy:.2f}"
-        show = self.bars.loop(config.steps, text)
 
-        def callback(so_far):
-            done = len(so_far.history["value"])
-
-            def shown():
-                lower, value = (np.asarray(so_far.history[k])[-1] for k in ("lower", "value"))
-                return {
-                    "lower": float(lower) / self.copies,
-                    "value": float(value) / self.copies,
-                    "epoch": done / steps_per_epoch,
-                    "entropy": _mean_entropy(self.space, so_far.alpha),
-                }
-
-            show(done, shown)
+        def more(so_far):
+            epoch = len(so_far.history["value"]) / steps_per_epoch
+            return {"epoch": epoch, "entropy": _mean_entropy(self.space, so_far.alpha)}
 
         return strategies.run(
             strategy,
@@ -345,19 +318,23 @@ class DeepSearchRun(CommandRun):
             progress=False,
             checkpoint=place,
             resume=config.resume,
-            callback=callback,
+            callback=self.losses_in_the_bar(config.steps, text, self.copies, more),
             history=("alpha", "grad_norm", "lower", "value"),  # also a large alpha
         )
 
     def train_networks(
-        self, found: list[Row], drawn: list[list[Pytree]], train: Callable[..., Row]
+        self, found: list[Row], draws: list[Any], train: Callable[..., Row], **singles: Any
     ) -> list[Row]:
-        """Return the scores of each seed's architectures: ``found``, singles, and ``drawn``."""
+        """Return the scores of architectures: of each seed those ``found``, ``singles``, and drawn.
+
+        ``draws`` has the keys of each seed.
+        """
         self.bars.enter("training")
-        rows = []
-        for seed, (own, corners) in enumerate(zip(found, drawn, strict=True)):
-            random = {f"random {i}": self.space.discretize(a) for i, a in enumerate(corners, 1)}
-            named = own | self.singles | random
+        rows, space = [], self.space
+        for seed, (own, of_seed) in enumerate(zip(found, draws, strict=True)):
+            drawn = [space.discretize(space.draw(key)) for key in of_seed]
+            random = {f"random {i}": architecture for i, architecture in enumerate(drawn, 1)}
+            named = own | singles | random
             rows += [NetworkToTrain(name, seed, network) for name, network in named.items()]
         return train_all(self.folder, rows, self.config.epochs, train)
 

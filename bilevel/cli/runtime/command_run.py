@@ -2,22 +2,23 @@
 
 import contextlib
 import datetime
+import functools
 import importlib.util
 import itertools
 import json
 import pathlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import jax
-from rich.console import Console
+import numpy as np
 
 from bilevel.cli.flags import from_config_file, rules
 from bilevel.cli.flags.commands import Job, Resumable
 from bilevel.cli.runtime import invocation, memory, report
-from bilevel.cli.runtime.data import FILE, Data, check_digest, opened, save_digest
+from bilevel.cli.runtime.data import FILE, Data, description, opened, save_or_check_digest
 from bilevel.internal.processes import broadcast_first_string, is_first_process
 from bilevel.runs import records
 from bilevel.runs.progress import Phases, phases
@@ -32,19 +33,29 @@ class CommandRun:
     images: ClassVar[bool] = False  # whether the rows have to be images
     labels: ClassVar[bool] = True  # whether they have to have classes
     keeps: ClassVar[str] = "its results are saved"  # in the message of Ctrl-C
-    figure: ClassVar[str] = "search.png"
+    figure: str = "search.png"  # "" for none
+    size: ClassVar[tuple[float, float]] = (11, 4.4)  # of the figure, in inches
 
     # Set when the run begins.
     folder: pathlib.Path
     bars: Phases
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, call: invocation.Call):
         self.began = time.perf_counter()
+        self.call, self.console = call, report.screen(call.table)
         self.config, self.data = self.opened(config)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Set what the shapes of the arrays depend on, in addition to the flags and the data."""
 
     def opened(self, config: Any) -> tuple[Any, Data]:
-        """Return the flags, with sizes that fit the data, and the data."""
-        return opened(config, images=self.images, labels=self.labels)
+        """Return the flags, with sizes that fit the data, and the data; describe own data."""
+        kinds = {"images": self.images, "labels": self.labels}
+        config, data = opened(config, self.call.given, **kinds)
+        if data.dataset is not None:
+            self.console.print(description(config, data), soft_wrap=True)
+        return config, data
 
     def arrays(self) -> list[memory.Parts]:
         """Return the shapes of the arrays that are alive together in each stage."""
@@ -54,10 +65,17 @@ class CommandRun:
         """Return entries of ``result.json``, and the arrays of ``arrays.npz``."""
         raise NotImplementedError
 
-    def save_figures(self, result: Result) -> None:
-        """Save the figures."""
+    def draw(self, figure: Any, result: Result) -> None:
+        """Draw the figure."""
+        raise NotImplementedError
 
-    def show(self, console: Console, result: Result) -> tuple[str, str]:
+    def save_figures(self, result: Result) -> None:
+        """Save the figure, if there is one."""
+        if self.figure:
+            draw = functools.partial(self.draw, result=result)
+            report.save_figure(self.folder / self.figure, self.size, draw)
+
+    def show(self, result: Result) -> tuple[str, str]:
         """Print the table; return the result in one sentence, and the times."""
         raise NotImplementedError
 
@@ -65,22 +83,36 @@ class CommandRun:
         """Return the seconds since the run began."""
         return time.perf_counter() - self.began
 
+    def losses_in_the_bar(
+        self, steps: int, text: str, copies: int, more: Callable[[Any], dict] = lambda so_far: {}
+    ) -> Callable[[Any], None]:
+        """Return a callback of a search that shows its mean losses, and ``more(so_far)``."""
+        show = self.bars.loop(steps, text)
+
+        def callback(so_far):
+            def shown():
+                last = {k: np.asarray(so_far.history[k])[-1] for k in ("lower", "value")}
+                return {k: float(loss) / copies for k, loss in last.items()} | more(so_far)
+
+            show(len(so_far.history["value"]), shown)
+
+        return callback
+
     def run(self) -> Result:
         """Run the job; print its table, write its run directory, return ``result.json``."""
-        call = invocation.current()
-        progress = self.config.progress if call.progress else False
+        progress = self.config.progress if self.call.progress else False
         with (
             memory.fitting(self.config, *self.arrays()),
             run_directory(self.config, self.data, keeps=self.keeps) as self.folder,
         ):
-            with phases(progress, call.record) as self.bars:
+            with phases(progress, self.call.record) as self.bars:
                 self.bars.enter("data")
                 result, arrays = self.result()
             result = {
                 "config": from_config_file.flags_of(self.config),
                 "data": self.data.record(),
                 **result,
-                "command": call.line,
+                "command": self.call.line,
                 "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 "versions": invocation.versions(),
                 "jax": jax.__version__,
@@ -88,14 +120,14 @@ class CommandRun:
             }
             report.write_results(self.folder, result, arrays)
             self.save_figures(result)
-            console, figure = report.screen(), self.folder / self.figure
-            sentence, times = self.show(console, result)
-            console.print(f"Result: {sentence}")
-            figures = f"; figure: {figure}" if figure.exists() else ""
+            sentence, times = self.show(result)
+            self.console.print(f"Result: {sentence}")
+            figure = self.folder / self.figure
+            figures = f"; figure: {figure}" if figure.is_file() else ""
             if not importlib.util.find_spec("matplotlib"):
                 figures = "; no figure without matplotlib (the extra `plots`)"
             results = f"{times}; results: {self.folder}{figures}"
-            console.print(results, soft_wrap=True)  # to be copied
+            self.console.print(results, soft_wrap=True)  # to be copied
         return result
 
 
@@ -106,7 +138,7 @@ def run_directory(
     """Yield the directory to write into; if a new run fails before its first result, remove it.
 
     A resumed run has the directory of the run with the same flags, apart from
-    ``config.changeable``, and the same data. Ctrl-C raises ``Stopped`` with ``keeps``.
+    ``config.changeable``, and the same data. Ctrl-C raises with a message that has ``keeps``.
     """
     resumable = isinstance(config, Resumable)
     resumed = isinstance(config, Resumable) and config.resume
@@ -114,14 +146,11 @@ def run_directory(
 
     def own():
         from_config_file.check_directory(config)
-        if resumed:
-            if data is not None:
-                check_digest(config.out, data)
-            return str(config.out)
-        made.extend(_new(config))
+        made.extend([] if resumed else _new(config))
+        folder = config.out if resumed else made[0]
         if data is not None:
-            save_digest(made[0], data)
-        return str(made[0])
+            save_or_check_digest(folder, data, resumed)
+        return str(folder)
 
     folder = pathlib.Path(broadcast_first_string(own))
     try:
@@ -133,10 +162,9 @@ def run_directory(
         if not keeps_results:
             _remove(made)
         if isinstance(error, KeyboardInterrupt):
-            left = keeps if keeps_results else "nothing is saved"
-            left += f" in {folder}" * (keeps_results and not resumable)
-            left += f"; resume with --resume --out {folder}" * (keeps_results and resumable)
-            raise invocation.Stopped(f"{str(error) or 'interrupted'}; {left}") from None
+            where = f"; resume with --resume --out {folder}" if resumable else f" in {folder}"
+            left = keeps + where if keeps_results else "nothing is saved"
+            raise KeyboardInterrupt(f"{str(error) or 'interrupted'}; {left}") from None
         raise
 
 

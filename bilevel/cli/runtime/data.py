@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,6 @@ import numpy as np
 
 from bilevel.cli.flags.commands import Job
 from bilevel.cli.flags.datasets import CLASSES, ROWS, SHAPES, check_sum, is_function, is_own
-from bilevel.cli.runtime import invocation, report
 from bilevel.data import datasets
 from bilevel.internal.import_function import imported
 from bilevel.nets.images import pooling_factor
@@ -105,14 +104,14 @@ def _standardized(parts: list[Rows]) -> list[Rows]:
     return [(((a - mean) / scale).astype(x.dtype), y) for a, y in parts]
 
 
-def opened(config: Any, *, images: bool, labels: bool = True) -> tuple[Any, Data]:
-    """Return the flags and the data of a run; default sizes shrink to the user's own rows."""
+def opened(
+    config: Any, given: Collection[str] = (), *, images: bool, labels: bool = True
+) -> tuple[Any, Data]:
+    """Return the flags and the data of a run; sizes not ``given`` shrink to the user's own rows."""
     if not is_own(config.data):
         return config, Data(config.data, SHAPES.get(config.data, ()), CLASSES)
     data = own_data(config.data, config.seed, images=images, labels=labels)
-    config = _with_sizes(config, data.dataset)
-    report.screen().print(_description(config, data), soft_wrap=True)
-    return config, data
+    return _with_sizes(config, given, data.dataset), data
 
 
 def load_builtin(source: str, count: int | None) -> datasets.Dataset:
@@ -149,27 +148,36 @@ def own_data(source: str, seed: int, *, images: bool, labels: bool) -> Data:
     return Data(source, shape, len(dataset.classes), dataset, _digest(dataset), seed)
 
 
-def _with_sizes(config: Any, dataset: Any) -> Any:
+def _with_sizes(config: Any, given: Collection[str], dataset: Any) -> Any:
     """Return the flags with default sizes that fit the rows of own data."""
     rows, valid = len(dataset.y_train), dataset.y_valid
-    pools = [("rows", "train", "valid"), ()] if valid is None else [("rows", "train"), ("valid",)]
+    pools: dict[tuple[str, ...], int] = {("rows", "train", "valid"): rows}
+    if valid is not None:
+        pools = {("rows", "train"): rows, ("valid",): len(valid)}
     sizes: dict[str, Any] = {}
-    for pool, total in zip(pools, (rows, 0 if valid is None else len(valid)), strict=True):
+    for pool, total in pools.items():
         wanted = {name: config.size(name) for name in pool if hasattr(config, name)}
         if "train" in wanted and "valid" not in wanted and valid is None:
             total -= 1  # `bilevel rank` draws one validation row, and does not use it
-        sizes |= _shrunk(config, wanted, total)
+        sizes |= _shrunk(config, given, wanted, total)
     if "batch_size" in vars(config):
         least = min(size for name, size in sizes.items() if name != "rows")
-        sizes |= _shrunk(config, {"batch_size": config.size("batch_size")}, least)
+        sizes |= _shrunk(config, given, {"batch_size": config.batch_size}, least)
     fitted = dataclasses.replace(config, **sizes)
     fitted.check()
     return fitted
 
 
-def _shrunk(config: Job, wanted: dict[str, int], total: int) -> dict[str, int]:
-    """Return sizes of at most ``total`` together; only those that the user has not given shrink."""
-    free = {name: size for name, size in wanted.items() if _is_default(config, name)}
+def _shrunk(
+    config: Job, given: Collection[str], wanted: dict[str, int], total: int
+) -> dict[str, int]:
+    """Return sizes of at most ``total`` together; only defaults that are not ``given`` shrink."""
+    free = {
+        name: size
+        for name, size in wanted.items()
+        if name not in given
+        and getattr(config, name) in (getattr(type(config), name), config.quick.get(name))
+    }
     left = total - (sum(wanted.values()) - sum(free.values()))
     if sum(free.values()) > left >= len(free) > 0:
         share = left / sum(free.values())
@@ -178,27 +186,20 @@ def _shrunk(config: Job, wanted: dict[str, int], total: int) -> dict[str, int]:
     return wanted
 
 
-def _is_default(config: Job, name: str) -> bool:
-    defaults = getattr(type(config), name), config.quick.get(name)
-    return name not in invocation.current().given and getattr(config, name) in defaults
-
-
-def _description(config: Any, data: Data) -> str:
+def description(config: Any, data: Data) -> str:
     """Return the line about own data: rows, classes, normalization and split."""
-    dataset: Any = data.dataset
-    kind = "vectors" if len(data.shape) == 1 else "images"
-    names = ", ".join(dataset.classes[:_SHOWN]) + (", ..." if data.classes > _SHOWN else "")
+    entry, kind = data.record(), "vectors" if len(data.shape) == 1 else "images"
+    names = ", ".join(entry["classes"][:_SHOWN]) + (", ..." if data.classes > _SHOWN else "")
     targets = f"{data.classes} classes ({names})" if data.classes else "real targets"
-    numbers = [f"{len(dataset.y_train):,} training", f"{len(dataset.y_test):,} test"]
-    if dataset.y_valid is not None:
-        numbers.insert(1, f"{len(dataset.y_valid):,} validation")
+    counts = zip(entry["rows"], ("training", "validation", "test"), strict=True)
+    numbers = ", ".join(f"{count:,} {part}" for count, part in counts if count)
     used = {name: config.size(name) for name in _SIZES if hasattr(config, name)}
     if "test" in used:
-        used["test"] = min(used["test"], len(dataset.y_test))
+        used["test"] = min(used["test"], entry["rows"][2])
     sizes = ", ".join(f"{size:,} {name}" for name, size in used.items())
     return (
-        f"{data.source}: {', '.join(numbers)} {kind} of {' x '.join(map(str, data.shape))}, "
-        f"{targets}; normalization: {data.record()['normalization']}; this run takes {sizes}"
+        f"{data.source}: {numbers} {kind} of {' x '.join(map(str, data.shape))}, "
+        f"{targets}; normalization: {entry['normalization']}; this run takes {sizes}"
     )
 
 
@@ -214,15 +215,12 @@ def _digest(dataset: datasets.Dataset) -> str:
     return f"sha256:{state.hexdigest()}"
 
 
-def save_digest(folder: pathlib.Path, data: Data) -> None:
-    """Write the digest of own data into a new run directory."""
-    if data.digest is not None:
-        (folder / FILE).write_text(json.dumps(data.record(), indent=2) + "\n")
-
-
-def check_digest(folder: pathlib.Path, data: Data) -> None:
-    """Raise ``ValueError`` if the run in ``folder`` was of other data."""
+def save_or_check_digest(folder: pathlib.Path, data: Data, resumed: bool) -> None:
+    """Write the digest of own data into a new run directory; compare it in a ``resumed`` one."""
     if data.digest is None:
+        return
+    if not resumed:
+        (folder / FILE).write_text(json.dumps(data.record(), indent=2) + "\n")
         return
     try:
         before = json.loads((folder / FILE).read_bytes())["digest"]

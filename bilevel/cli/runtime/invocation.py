@@ -11,7 +11,6 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from importlib import metadata
 from typing import Any
 
@@ -26,31 +25,13 @@ _LARGEST = 2**30  # bytes of the cache; the programs of one command take some 15
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a command."""
+    """One call of a command: what its line sets apart from the flags of its job."""
 
     line: str | None = None  # None when it is called from Python
     table: bool = True
     progress: bool = True
     record: Callable[[dict[str, Any]], None] | None = None  # receives the content of the bars
     given: frozenset[str] = frozenset()  # names of the flags in the line
-
-
-_call: ContextVar[Call | None] = ContextVar("call", default=None)
-
-
-def current() -> Call:
-    """Return the call that is running."""
-    return _call.get() or Call()
-
-
-@contextlib.contextmanager
-def made(call: Call) -> Iterator[None]:
-    """Make :func:`current` return ``call`` within the ``with`` block."""
-    token = _call.set(call)
-    try:
-        yield
-    finally:
-        _call.reset(token)
 
 
 def recorder(path: pathlib.Path, command: str, resume: bool) -> Callable[[dict[str, Any]], None]:
@@ -79,10 +60,6 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             known[name] = metadata.version(name)
     return known | {"python": platform.python_version()}
-
-
-class Stopped(Exception):
-    """A run was interrupted; the message names the saved part."""
 
 
 @contextlib.contextmanager

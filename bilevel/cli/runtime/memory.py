@@ -4,7 +4,6 @@ The system ends such a job without a message, after minutes or hours.
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -33,7 +32,7 @@ def kept_for_backward(function: Callable[..., Any], *arguments: Any, **options: 
 
 def bytes_of(tree: Pytree) -> int:
     """Return the bytes of all arrays in ``tree``."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 @contextlib.contextmanager

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import scipy.special
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from bilevel.cli.runtime import invocation
 from bilevel.internal.processes import is_first_process
 from bilevel.outer_loop.metrics_log import without_nan
 from bilevel.plots import appearance
@@ -98,13 +97,12 @@ def _rows_in_title(config: dict[str, Any]) -> str:
     return f"{config['data']}: {config['train']} training, {config['valid']} validation rows"
 
 
-def screen() -> Console:
-    """Return the console of the tables; it prints nothing in a call without a table.
+def screen(table: bool) -> Console:
+    """Return the console of the tables; it prints nothing in a call without a ``table``.
 
     A pipe or a file is 110 columns wide. Names contain square brackets and colons.
     """
-    quiet = not invocation.current().table
-    options: dict[str, Any] = {"markup": False, "emoji": False, "quiet": quiet}
+    options: dict[str, Any] = {"markup": False, "emoji": False, "quiet": not table}
     console = Console(**options)
     return console if console.is_terminal else Console(width=110, **options)
 
@@ -127,17 +125,9 @@ def cell(x: np.ndarray, form: str) -> str:
     return f"{x.mean():{form}}" + (f" ± {error:{digits}}" if len(x) > 1 else "")
 
 
-def format_lower_bound(x: float, digits: int) -> str:
-    """Format a lower bound, rounded down, so that the printed value is a bound too."""
-    return _rounded(x, digits, decimal.ROUND_FLOOR)
-
-
-def format_upper_bound(x: float, digits: int) -> str:
-    """Format an upper bound, rounded up, so that the printed value is a bound too."""
-    return _rounded(x, digits, decimal.ROUND_CEILING)
-
-
-def _rounded(x: float, digits: int, rounding: str) -> str:
+def format_bound(x: float, digits: int, upper: bool = False) -> str:
+    """Format a lower or ``upper`` bound, rounded so that the printed value is a bound too."""
+    rounding = decimal.ROUND_CEILING if upper else decimal.ROUND_FLOOR
     context = decimal.Context(prec=digits, rounding=rounding)
     return f"{context.create_decimal_from_float(float(x)):.{digits}g}"
 
@@ -151,6 +141,7 @@ def score_table(
     scores: Mapping[str, Any],
     columns: Columns,
     *,
+    first: str = "network",
     ends: Collection[str] = (),
     starred: str | None = None,
 ) -> Any:
@@ -159,10 +150,10 @@ def score_table(
     def text(row, key, form):
         if key not in row:
             return ""
-        values = np.asarray(row[key]) * (100 if key.endswith("_error") else 1)
+        values = np.atleast_1d(row[key]) * (100 if key.endswith("_error") else 1)
         return form(values) if callable(form) else cell(values, form)
 
-    table = result_table(title, "network", *(heading for heading, _ in columns.values()))
+    table = result_table(title, first, *(heading for heading, _ in columns.values()))
     for name, row in scores.items():
         cells = [text(row, key, form) for key, (_, form) in columns.items()]
         table.add_row(name + " *" * (name == starred), *cells, end_section=name in ends)
@@ -171,8 +162,5 @@ def score_table(
 
 def result_table(title: str, first: str, *headings: str) -> Any:
     """Return a table to print, with a left column ``first`` and right-aligned columns."""
-    table = Table(title=title)
-    table.add_column(first, no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+    columns = [Column(heading, justify="right", no_wrap=True) for heading in headings]
+    return Table(Column(first, no_wrap=True), *columns, title=title)

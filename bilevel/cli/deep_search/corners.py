@@ -8,7 +8,6 @@ and trains the best and as many random ones.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -19,9 +18,8 @@ import optax
 import ntk
 from bilevel import strategies
 from bilevel.cli.deep_search import run
-from bilevel.cli.deep_search.networks import Row, Scores, by_network
+from bilevel.cli.deep_search.networks import NetworkToTrain, Row, Scores, by_network
 from bilevel.cli.runtime.command_run import Result
-from bilevel.cli.runtime.invocation import Call
 from bilevel.contracts import Pytree
 from bilevel.discretize import diagnostics
 from bilevel.internal.import_function import called
@@ -39,9 +37,17 @@ _KERNEL_NOTE = "λ_min: of the infinite-width NTK of {} training rows, in NTK pa
 class _CornerRun(run.DeepSearchRun):
     """A space whose networks are trained from scratch at its corners."""
 
-    def corner_scores(self) -> Callable[..., dict[str, Any]]:
-        """Return ``(key, w0, row, show) -> errors`` after SGD, one program for all networks."""
+    def facts(self, row: NetworkToTrain, corner: Pytree) -> dict[str, Any]:
+        """Return scores of a network besides its errors."""
+        return {}
+
+    def train_corners(self, found: list[Row], seed_keys: list[Any], **singles: Any) -> list[Row]:
+        """Return scores of networks after SGD, by one program for all.
+
+        Each seed has the keys of initial weights, of the order of rows, and of random networks.
+        """
         config, space, rates = self.config, self.space, error_rates(self.space)
+        init = jax.jit(space.init)
 
         @jax.jit
         def fit(key, w, corner, rows):
@@ -53,13 +59,15 @@ class _CornerRun(run.DeepSearchRun):
             lower = space.problem.lower
             return training.train(key, lower, corner, w, rows, optimizer=sgd, **sizes).last
 
-        def scores(key, w, row, show):
+        def train(row, checkpoint, show):
             corner, parts = space.one_hot(row.architecture), self.parts[row.seed]
-            errors = rates(fit(key, w, corner, parts[0]), corner, parts, config.batch_size)
+            init_key, order_key, *_ = seed_keys[row.seed]
+            w = fit(order_key, init(init_key, parts[0]), corner, parts[0])
+            errors = rates(w, corner, parts, config.batch_size)
             show(config.epochs, float("nan"))
-            return dict(zip(run.ERRORS, errors, strict=True))
+            return dict(zip(run.ERRORS, errors, strict=True)) | self.facts(row, corner)
 
-        return scores
+        return self.train_networks(found, [keys[2:] for keys in seed_keys], train, **singles)
 
 
 class _OwnRun(_CornerRun):
@@ -77,16 +85,10 @@ class _OwnRun(_CornerRun):
             )
 
     def train(self, found: list[Row]) -> list[Row]:
-        config, space = self.config, self.space
-        init, scores = jax.jit(space.init), self.corner_scores()
+        config = self.config
         training_keys = [run.keys(config.seed, s)[3] for s in range(len(self.parts))]
         seed_keys = [jax.random.split(key, config.random + 2) for key in training_keys]
-
-        def train(row, checkpoint, show):
-            init_key, order_key, *_ = seed_keys[row.seed]
-            return scores(order_key, init(init_key, self.parts[row.seed][0]), row, show)
-
-        return self.train_networks(found, [of_seed[2:] for of_seed in seed_keys], train)
+        return self.train_corners(found, seed_keys)
 
     def heatmaps(self, alpha: Pytree) -> list[run.Heatmap]:
         """Return a table for each leaf of alpha on simplices, with a row for each simplex."""
@@ -155,48 +157,36 @@ class _SkipRun(_CornerRun):
 
     def _mean_rate(self, w: Pytree, train: Part) -> float:
         """Return the first step size of the weights by the tangent kernel, mean over the seeds."""
-        alpha = self.space.start()
-
-        def of_seed(w, x):
-            return 1 / run.default_rate(self.space, w, alpha, x)
-
-        return 1 / float(jax.jit(jax.vmap(of_seed))(w, train[0]).mean())
+        space, alpha = self.space, self.space.start()
+        inverses = jax.vmap(lambda w, x: 1 / run.default_rate(space, w, alpha, x))
+        return 1 / float(jax.jit(inverses)(w, train[0]).mean())
 
     def train(self, found: list[Row]) -> list[Row]:
         config = self.config
         batches = config.epochs * (config.train // config.batch_size)
         # The number of networks that the gradients of the search could train.
         budget = 1 + round(config.steps * self.strategy.gradients / batches)
-        return self.train_corners(found, budget)
+        return self.train_with_random(found, budget)
 
-    def train_corners(self, found: list[Row], budget: int) -> list[Row]:
-        """Return scores of networks, with eigenvalues, and of ``budget`` random ones a seed."""
-        space, key = self.space, jax.random.fold_in(jax.random.key(self.config.seed), 1)
+    def train_with_random(self, found: list[Row], budget: int) -> list[Row]:
+        """Return scores of networks: ``found``, singles, and ``budget`` random ones a seed."""
+        key = jax.random.fold_in(jax.random.key(self.config.seed), 1)
         draw_key, weight_key, order_key = jax.random.split(key, 3)
-        draws = [jax.random.split(k, self.copies) for k in jax.random.split(draw_key, budget)]
-        train = jax.tree.map(lambda *a: jnp.stack(a), *(of_seed[0] for of_seed in self.parts))
-        w0 = jax.jit(jax.vmap(space.init))(jax.random.split(weight_key, self.copies), train)
-        orders = jax.random.split(order_key, self.copies)
-        errors = self.corner_scores()
+        keys = weight_key, order_key, *jax.random.split(draw_key, budget)
+        by_seed = zip(*(jax.random.split(k, self.copies) for k in keys), strict=True)
+        return self.train_corners(found, [*by_seed], **self.singles)
 
-        def of_row(row, checkpoint, show):
-            w = jax.tree.map(lambda a: a[row.seed], w0)
-            scores = errors(orders[row.seed], w, row, show)
-            scores["skips"] = sum(row.architecture.skips)
-            if "random" not in row.name:
-                corner, x = space.one_hot(row.architecture), self.parts[row.seed][0][0]
-                scores["min_eigenvalue"] = self._min_eigenvalue(corner, x)
-            return scores
-
-        return self.train_networks(found, [*zip(*draws, strict=True)], of_row, **self.singles)
-
-    def _min_eigenvalue(self, corner: Pytree, x: jax.Array) -> float:
-        """Return the smallest eigenvalue of the NTK at infinite width, in float64."""
-        rows = x[:_KERNEL_ROWS]
+    def facts(self, row: NetworkToTrain, corner: Pytree) -> dict[str, Any]:
+        """Return the skips, and the infinite NTK's smallest eigenvalue, in float64."""
+        facts = {"skips": sum(row.architecture.skips)}
+        if "random" in row.name:
+            return facts
+        rows = self.parts[row.seed][0][0][:_KERNEL_ROWS]
         with jax.enable_x64(True):
             x, corner = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), float), (rows, corner))
             # Corners of one simplex share a program.
-            return float(ntk.min_eigenvalue(self.space.kernel(corner, x).ntk))
+            value = float(ntk.min_eigenvalue(self.space.kernel(corner, x).ntk))
+        return facts | {"min_eigenvalue": value}
 
     def best_single(self, scores: Scores) -> str:
         return min(self.space.names, key=lambda name: np.mean(scores[name]["valid_error"]))
@@ -237,7 +227,7 @@ class _EigenNasRun(_SkipRun):
         ranked = self.seconds()
         kept = [enumerate(ranking.architectures, 1) for ranking in rankings]
         corners = [{f"eigen-nas {i}": a for i, a in of_seed} for of_seed in kept]
-        networks = self.train_corners(corners, self.config.kept)
+        networks = self.train_with_random(corners, self.config.kept)
         scores = by_network(networks)
         own = [row for row in networks if row["network"].startswith("eigen-nas")]
         own.sort(key=lambda row: row["valid_error"])
@@ -280,6 +270,6 @@ def _in_bfloat16(space: SkipSpace) -> SkipSpace:
     return dataclasses.replace(space, apply=apply, problem=cross_entropy_problem(apply))
 
 
-def skip_run(config: Any, call: Call) -> _SkipRun:
+def skip_run(config: Any, *call: Any) -> _SkipRun:
     """Return the run of the strategy."""
-    return (_EigenNasRun if config.strategy == "eigen-nas" else _SkipRun)(config, call)
+    return (_EigenNasRun if config.strategy == "eigen-nas" else _SkipRun)(config, *call)

@@ -11,7 +11,6 @@ import difflib
 import io
 import logging
 import pkgutil
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -99,29 +98,13 @@ def _run_command(arguments: Sequence[str]) -> None:
         invocation.switch_autotuning_off(arguments[0])
         if output.cache:
             invocation.keep_programs()
-        first = True
         if distributed:
             from bilevel.cli.runtime.devices import join
 
-            first = join()
+            join()
         run = pkgutil.resolve_name(f"bilevel.cli.{_COMMANDS[arguments[0]][1]}")
-        record, resume = None, getattr(config, "resume", False)
-        if output.log and first:
-            record = invocation.recorder(output.log, arguments[0], resume)
-        flags = [word[2:].partition("=")[0] for word in arguments if word.startswith("--")]
-        call = invocation.Call(
-            line=shlex.join(["bilevel", *arguments]),
-            table=first and not (output.quiet or output.json),
-            progress=first and not output.quiet,
-            record=record,
-            given=frozenset(flag.replace("-", "_") for flag in flags),
-        )
         with _silent_downloads() if output.quiet else contextlib.nullcontext():
-            result = run(config, call).run()
-        if output.json and first:
-            from bilevel.cli.runtime import report
-
-            print(report.dump_without_nan(result))
+            run(config, output, arguments).run()
 
 
 @contextlib.contextmanager

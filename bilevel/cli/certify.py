@@ -20,7 +20,6 @@ from bilevel.internal.import_function import called, takes
 from bilevel.nets.images import unit_images
 from bilevel.plots import plots
 from bilevel.spaces.activations import activation_space, unit_inputs
-from bilevel.spaces.kernels import KernelSpace
 from ntk.kernels.functions import mixed_blocks
 from ntk.spectrum.certificate import certified_min_eigenvalue, certify_simplex
 
@@ -68,8 +67,7 @@ class _CertifyRun(CommandRun):
             (x,) = unit_images(rows, pixels=self.config.pixels) if images else (unit_inputs(rows),)
             self.bars.enter("kernels")
             return x, *mixed_blocks(tuple(self.kernels.values()), x)
-        space = activation_space(self.names, width=math.inf)
-        assert isinstance(space, KernelSpace)
+        space: Any = activation_space(self.names, width=math.inf)
         x = unit_inputs(jnp.asarray(rows.reshape(len(rows), -1), float))
         self.bars.enter("kernels")
         values, errors = map(np.asarray, space.blocks(x, error=True))

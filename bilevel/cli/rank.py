@@ -42,7 +42,7 @@ class _RankRun(CommandRun):
 
     def prepare(self) -> None:
         config = self.config
-        if self.data.dataset is not None and "judged" not in self.call.given:
+        if self.data.dataset is not None and "judged" not in self.given:
             # The table is about other images.
             config = self.config = dataclasses.replace(config, judged=False)
         self.functions = {name: imported("scores", name) for name in config.own_scores}

@@ -16,9 +16,8 @@ import scipy.linalg
 
 import bilevel
 import ntk
-from bilevel.cli.runtime import memory, report
+from bilevel.cli.runtime import devices, memory, report
 from bilevel.cli.runtime.command_run import CommandRun, Result
-from bilevel.cli.runtime.devices import count_for, here, spread_over_devices
 from bilevel.nets.evaluation import wrong_rows
 from bilevel.plots import plots
 from bilevel.problem.problem import stack_problems
@@ -80,7 +79,7 @@ class _SearchRun(CommandRun):
     def _task(self) -> ActivationTask:
         """Return data and initial weights of all seeds, over the devices."""
         config = self.config
-        count_for(config.devices, config.seeds, "seeds")
+        devices.count_for(config.devices, config.seeds, "seeds")
         seeds = jax.random.split(jax.random.key(config.seed), config.seeds)
         keys = [jax.random.split(key) for key in seeds]  # of the rows, of the weights
         row_keys, weight_keys = zip(*keys, strict=True)
@@ -89,7 +88,7 @@ class _SearchRun(CommandRun):
         task = steps.set_up(self.space, rows, weight_keys, classes=self.data.classes)
         # Curvatures stay on one device, because solvers use them as constants.
         arrays = task.w0, *task[3:]
-        w0, *parts = spread_over_devices(config.devices, config.seeds, "seeds", arrays)
+        w0, *parts = devices.spread_over_devices(config.devices, config.seeds, "seeds", arrays)
         return ActivationTask(task.space, w0, task.curvatures, *parts)
 
     def result(self) -> tuple[Result, dict[str, Any]]:
@@ -119,18 +118,18 @@ class _SearchRun(CommandRun):
         if search_result.stopped:
             raise KeyboardInterrupt(search_result.stopped)
         searched = self.seconds()
-        found, shared = here((search_result.alpha, search_result.w))
+        found, shared = devices.here((search_result.alpha, search_result.w))
         self.bars.enter("retraining")
         vertices = np.eye(len(names), dtype=dtype)[:, None].repeat(seeds, axis=1)
         alphas = dict(zip(("search", *names), (found, *vertices), strict=True))
         networks = {}
         for name, alpha in self._in_the_bar(alphas):
             w = jax.block_until_ready(steps.train_weights(task, training, alpha))
-            networks[name] = here(w), alpha
+            networks[name] = devices.here(w), alpha
         self.bars.enter("joint training")
-        networks["joint training"] = here(self._train_jointly(task, uniform))
+        networks["joint training"] = devices.here(self._train_jointly(task, uniform))
         self.bars.enter("certificates")
-        task = ActivationTask(task.space, *here(tuple(task[1:])))
+        task = ActivationTask(task.space, *devices.here(tuple(task[1:])))
         singles = [networks[name] for name in names]
         verdict = steps.judge_argmax(task, found, networks["search"][0], singles)
         bar = self._in_the_bar(networks)

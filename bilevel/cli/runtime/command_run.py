@@ -7,16 +7,17 @@ import importlib.util
 import itertools
 import json
 import pathlib
+import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from bilevel.cli.flags import from_config_file, rules
-from bilevel.cli.flags.commands import Job, Resumable
+from bilevel.cli.flags.commands import Job, Output, Resumable
 from bilevel.cli.runtime import invocation, memory, report
 from bilevel.cli.runtime.data import FILE, Data, description, opened, save_or_check_digest
 from bilevel.internal.processes import broadcast_first_string, is_first_process
@@ -40,9 +41,17 @@ class CommandRun:
     folder: pathlib.Path
     bars: Phases
 
-    def __init__(self, config: Any, call: invocation.Call):
+    def __init__(self, config: Any, output: Output, arguments: Sequence[str]):
         self.began = time.perf_counter()
-        self.call, self.console = call, report.screen(call.table)
+        self.line, first = shlex.join(["bilevel", *arguments]), is_first_process()
+        self.shows_progress, self.prints_json = first and not output.quiet, first and output.json
+        self.console = report.screen(self.shows_progress and not output.json)
+        self.record = None
+        if output.log and first:
+            resume = getattr(config, "resume", False)
+            self.record = invocation.recorder(output.log, arguments[0], resume)
+        flags = [word[2:].partition("=")[0] for word in arguments if word.startswith("--")]
+        self.given = {flag.replace("-", "_") for flag in flags}
         self.config, self.data = self.opened(config)
         self.prepare()
 
@@ -51,8 +60,7 @@ class CommandRun:
 
     def opened(self, config: Any) -> tuple[Any, Data]:
         """Return the flags, with sizes that fit the data, and the data; describe own data."""
-        kinds = {"images": self.images, "labels": self.labels}
-        config, data = opened(config, self.call.given, **kinds)
+        config, data = opened(config, self.given, images=self.images, labels=self.labels)
         if data.dataset is not None:
             self.console.print(description(config, data), soft_wrap=True)
         return config, data
@@ -98,21 +106,21 @@ class CommandRun:
 
         return callback
 
-    def run(self) -> Result:
-        """Run the job; print its table, write its run directory, return ``result.json``."""
-        progress = self.config.progress if self.call.progress else False
+    def run(self) -> None:
+        """Run the job; print its table or ``result.json``, and write its run directory."""
+        progress = self.config.progress if self.shows_progress else False
         with (
             memory.fitting(self.config, *self.arrays()),
             run_directory(self.config, self.data, keeps=self.keeps) as self.folder,
         ):
-            with phases(progress, self.call.record) as self.bars:
+            with phases(progress, self.record) as self.bars:
                 self.bars.enter("data")
                 result, arrays = self.result()
             result = {
                 "config": from_config_file.flags_of(self.config),
                 "data": self.data.record(),
                 **result,
-                "command": self.call.line,
+                "command": self.line,
                 "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 "versions": invocation.versions(),
                 "jax": jax.__version__,
@@ -128,7 +136,8 @@ class CommandRun:
                 figures = "; no figure without matplotlib (the extra `plots`)"
             results = f"{times}; results: {self.folder}{figures}"
             self.console.print(results, soft_wrap=True)  # to be copied
-        return result
+        if self.prints_json:
+            print(report.dump_without_nan(result))
 
 
 @contextlib.contextmanager

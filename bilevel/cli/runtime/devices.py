@@ -7,15 +7,15 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from bilevel.contracts import Pytree
-from bilevel.internal.processes import is_first_process, is_multiprocess, to_numpy
+from bilevel.internal.processes import is_multiprocess, to_numpy
 from ntk.internal.sharding import put_with_sharding
 
 # Seconds without a heartbeat after which a process counts as lost, and seconds to wait at the end.
 _LOST, _SHUTDOWN = 20, 10
 
 
-def join() -> bool:
-    """Meet the other processes of this command; return whether this is the first of them.
+def join() -> None:
+    """Meet the other processes of this command.
 
     No computation of JAX may come before. If JAX finds no other processes, ``ValueError``.
     """
@@ -28,7 +28,6 @@ def join() -> bool:
             "distributed: expected processes that JAX can bring together (started by SLURM, "
             f"Kubernetes, Open MPI or on TPUs), got: {error}"
         ) from None
-    return is_first_process()
 
 
 def spread_over_devices(

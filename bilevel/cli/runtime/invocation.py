@@ -1,8 +1,7 @@
-"""The call of a command: its line, output and record; the settings and signals of its process."""
+"""The record of a command for ``--log``; the settings and signals of its process."""
 
 import _thread
 import contextlib
-import dataclasses
 import datetime
 import importlib.util
 import os
@@ -21,17 +20,6 @@ SMALL = "search", "search-skips", "certify", "baseline"
 
 _SECONDS = 0.05  # wait before Ctrl-C is raised again, so that the code that lost it has ended
 _LARGEST = 2**30  # bytes of the cache; the programs of one command take some 15 million
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """One call of a command: what its line sets apart from the flags of its job."""
-
-    line: str | None = None  # None when it is called from Python
-    table: bool = True
-    progress: bool = True
-    record: Callable[[dict[str, Any]], None] | None = None  # receives the content of the bars
-    given: frozenset[str] = frozenset()  # names of the flags in the line
 
 
 def recorder(path: pathlib.Path, command: str, resume: bool) -> Callable[[dict[str, Any]], None]:

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from rich.console import Console
 
 from bilevel.cli.deep_search import networks, run
 from bilevel.cli.runtime import memory, report
@@ -189,7 +188,7 @@ class _RankRun(CommandRun):
 
     def show(self, result: Result) -> tuple[str, str]:
         if "judged" in result:
-            _print_judged(self.console, result)
+            self._print_judged(result)
         config, chosen = result["config"], result["chosen"]
         for name, agreement in result.get("published", {}).items():
             self.console.print(
@@ -207,6 +206,51 @@ class _RankRun(CommandRun):
                 f"{chosen['parameters']:,} parameters"
             )
         return _result_sentence(result), f"{result['seconds']:.0f} s"
+
+    def _print_judged(self, result: Result) -> None:
+        config, count = result["config"], result["networks"]
+        sets = ("cifar10_valid", *(f"{d}_test" for d in benchmark.DATASETS))
+        table = report.result_table(
+            f"{count} networks scored on {config['batch_size']} rows of {config['data']}: "
+            "correlation with the benchmark's accuracies,\nKendall's tau / Spearman's rho",
+            "score",
+            *("CIFAR-10 valid.", *benchmark.DATASETS.values()),
+        )
+        scores = sum(line["score"] not in verdicts.BASELINES for line in result["judged"])
+        for number, line in enumerate(result["judged"], 1):  # baselines of the genotype are last
+            cells = [f"{line[f'{s}_tau']:.3f} / {line[f'{s}_rho']:.3f}" for s in sets]
+            table.add_row(line["score"], *cells, end_section=number == scores)
+        self.console.print(table)
+        ceilings = "; ".join(
+            f"{name} {c['between_two_runs']:.3f}, {c['with_the_mean']:.3f}"
+            for name, c in result["seed_ceiling"].items()
+        )
+        self.console.print(
+            "highest possible tau, because training is random (all 15,625 networks), for one run "
+            f"and for the mean of runs: {ceilings}"
+        )
+        title = (
+            "test accuracy (%) of the best score's network, and gain of the best of "
+            f"k = {config['k']} over the best of k random ones"
+        )
+        table = report.result_table(title, "score", *benchmark.DATASETS.values())
+        keys = "top_one", "gain", "gain_error"
+        for line in result["judged"]:
+            figures = [[line[f"{d}_{key}"] for key in keys] for d in benchmark.DATASETS]
+            cells = [f"{top:.2f}  {gain:+.2f} ± {error:.2f}" for top, gain, error in figures]
+            table.add_row(line["score"], *cells)
+        self.console.print(table)
+        title = (
+            f"test accuracy (%) by the protocol of KNAS and Eigen-NAS, k = {config['k']}, "
+            "mean ± standard deviation; and as printed"
+        )
+        table = report.result_table(title, "score", *benchmark.DATASETS.values())
+        for name, figures in result["protocol"].items():
+            table.add_row(name, *(_format_mean(*figures[d]) for d in benchmark.DATASETS))
+        table.add_section()
+        for name, printed in verdicts.PRINTED.items():
+            table.add_row(f"printed: {name}", *(_format_mean(*figure) for figure in printed))
+        self.console.print(table)
 
 
 def _published_agreement(scores: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, Any]:
@@ -248,54 +292,6 @@ def _result_sentence(result: dict[str, Any]) -> str:
         f"{best} ranks {count} networks best, with Kendall's tau {finite[best]:.2f} to the test "
         f"accuracy on CIFAR-10 (standard error at most {error:.2f}){baseline}."
     )
-
-
-def _print_judged(console: Console, result: dict[str, Any]) -> None:
-    config, count = result["config"], result["networks"]
-    sets = ("cifar10_valid", *(f"{d}_test" for d in benchmark.DATASETS))
-    table = report.result_table(
-        f"{count} networks scored on {config['batch_size']} rows of {config['data']}: correlation "
-        "with the benchmark's accuracies,\nKendall's tau / Spearman's rho",
-        "score",
-        *("CIFAR-10 valid.", *benchmark.DATASETS.values()),
-    )
-    scores = sum(line["score"] not in verdicts.BASELINES for line in result["judged"])
-    for number, line in enumerate(result["judged"], 1):  # baselines of the genotype are last
-        cells = [f"{line[f'{s}_tau']:.3f} / {line[f'{s}_rho']:.3f}" for s in sets]
-        table.add_row(line["score"], *cells, end_section=number == scores)
-    console.print(table)
-    ceilings = "; ".join(
-        f"{name} {c['between_two_runs']:.3f}, {c['with_the_mean']:.3f}"
-        for name, c in result["seed_ceiling"].items()
-    )
-    console.print(
-        "highest possible tau, because training is random (all 15,625 networks), for one run and "
-        f"for the mean of runs: {ceilings}"
-    )
-    title = (
-        f"test accuracy (%) of the best score's network, and gain of the best of k = {config['k']} "
-        "over the best of k random ones"
-    )
-    table = report.result_table(title, "score", *benchmark.DATASETS.values())
-    for line in result["judged"]:
-        pairs = [
-            (line[f"{d}_top_one"], line[f"{d}_gain"], line[f"{d}_gain_error"])
-            for d in benchmark.DATASETS
-        ]
-        cells = [f"{top:.2f}  {gain:+.2f} ± {e:.2f}" for top, gain, e in pairs]
-        table.add_row(line["score"], *cells)
-    console.print(table)
-    title = (
-        f"test accuracy (%) by the protocol of KNAS and Eigen-NAS, k = {config['k']}, "
-        "mean ± standard deviation; and as printed"
-    )
-    table = report.result_table(title, "score", *benchmark.DATASETS.values())
-    for name, figures in result["protocol"].items():
-        table.add_row(name, *(_format_mean(*figures[d]) for d in benchmark.DATASETS))
-    table.add_section()
-    for name, printed in verdicts.PRINTED.items():
-        table.add_row(f"printed: {name}", *(_format_mean(*figure) for figure in printed))
-    console.print(table)
 
 
 def _format_mean(mean: float, deviation: float) -> str:

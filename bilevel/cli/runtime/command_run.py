@@ -126,8 +126,9 @@ class CommandRun:
                 "jax": jax.__version__,
                 "device": str(jax.devices()[0].device_kind),
             }
-            report.write_results(self.folder, result, arrays)
-            self.save_figures(result)
+            if is_first_process():
+                report.write_results(self.folder, result, arrays)
+                self.save_figures(result)
             sentence, times = self.show(result)
             self.console.print(f"Result: {sentence}")
             figure = self.folder / self.figure
@@ -157,8 +158,7 @@ def run_directory(
         from_config_file.check_directory(config)
         made.extend([] if resumed else _new(config))
         folder = config.out if resumed else made[0]
-        if data is not None:
-            save_or_check_digest(folder, data, resumed)
+        save_or_check_digest(folder, data, resumed)
         return str(folder)
 
     folder = pathlib.Path(broadcast_first_string(own))

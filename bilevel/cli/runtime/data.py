@@ -215,9 +215,9 @@ def _digest(dataset: datasets.Dataset) -> str:
     return f"sha256:{state.hexdigest()}"
 
 
-def save_or_check_digest(folder: pathlib.Path, data: Data, resumed: bool) -> None:
+def save_or_check_digest(folder: pathlib.Path, data: Data | None, resumed: bool) -> None:
     """Write the digest of own data into a new run directory; compare it in a ``resumed`` one."""
-    if data.digest is None:
+    if data is None or data.digest is None:
         return
     if not resumed:
         (folder / FILE).write_text(json.dumps(data.record(), indent=2) + "\n")

@@ -12,16 +12,13 @@ import scipy.special
 from rich.console import Console
 from rich.table import Column, Table
 
-from bilevel.internal.processes import is_first_process
 from bilevel.outer_loop.metrics_log import without_nan
 from bilevel.plots import appearance
 from bilevel.runs import records
 
 
 def write_results(folder: pathlib.Path, result: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """Write ``result.json``, and ``arrays.npz`` without pickle, in the first process."""
-    if not is_first_process():
-        return
+    """Write ``result.json``, and ``arrays.npz`` without pickle."""
     with records.warn_if_disk_full(f"out: results in {folder}"):
         with records.atomic_write(folder / "result.json") as file:
             file.write(dump_without_nan(result).encode() + b"\n")
@@ -36,8 +33,6 @@ def dump_without_nan(result: Any) -> str:
 
 def save_figure(path: pathlib.Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
     """Save a figure of ``size`` inches that ``draw`` draws; without matplotlib, nothing."""
-    if not is_first_process():
-        return
     try:
         from matplotlib.figure import Figure  # without pyplot, so that no window opens
     except ImportError:

@@ -118,10 +118,10 @@ class _SearchRun(CommandRun):
         if search_result.stopped:
             raise KeyboardInterrupt(search_result.stopped)
         searched = self.seconds()
-        found, shared = devices.here((search_result.alpha, search_result.w))
+        last_alpha, last_w = devices.here((search_result.alpha, search_result.w))
         self.bars.enter("retraining")
         vertices = np.eye(len(names), dtype=dtype)[:, None].repeat(seeds, axis=1)
-        alphas = dict(zip(("search", *names), (found, *vertices), strict=True))
+        alphas = dict(zip(("search", *names), (last_alpha, *vertices), strict=True))
         networks = {}
         for name, alpha in self._in_the_bar(alphas):
             w = jax.block_until_ready(steps.train_weights(task, training, alpha))
@@ -131,14 +131,14 @@ class _SearchRun(CommandRun):
         self.bars.enter("certificates")
         task = ActivationTask(task.space, *devices.here(tuple(task[1:])))
         singles = [networks[name] for name in names]
-        verdict = steps.judge_argmax(task, found, networks["search"][0], singles)
+        verdict = steps.judge_argmax(task, last_alpha, networks["search"][0], singles)
         bar = self._in_the_bar(networks)
         rows = {name: _errors_and_eigenvalues(task, *network) for name, network in bar}
         best = min(names, key=lambda name: float(rows[name]["test_error"].mean()))
         gap = rows["search"]["test_error"] - rows[best]["test_error"]
         result = {
             "names": list(names),
-            "alpha": np.asarray(found).tolist(),
+            "alpha": np.asarray(last_alpha).tolist(),
             "scores": {row: {k: v.tolist() for k, v in s.items()} for row, s in rows.items()},
             "best_single": best,
             "gap": [float(gap.mean()), report.standard_error_over_seeds(gap)],
@@ -147,7 +147,7 @@ class _SearchRun(CommandRun):
         }
         self.bars.enter("error of the hypergradient")
         longer = steps.solver(task, _LONGER * config.inner_steps, rate=config.weight_rate)
-        distance = steps.hypergradient_error(task, training, longer, found)
+        distance = steps.hypergradient_error(task, training, longer, last_alpha)
         result["hypergradient"] = {name: x.tolist() for name, x in distance._asdict().items()}
         result["argmax"] = _verdict_entries(task, verdict)
         if search_result.report.compared:
@@ -155,7 +155,7 @@ class _SearchRun(CommandRun):
         history = dict(search_result.history)
         history |= {f"{name}_of_seeds": loss for name, loss in history.pop("aux").items()}
         self.history = jax.tree.map(np.asarray, history)
-        arrays = {"alpha": found, "w": shared}
+        arrays = {"alpha": last_alpha, "w": last_w}
         return result, arrays | {f"history_{k}": v for k, v in self.history.items()}
 
     def _train_jointly(self, task: ActivationTask, alpha: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -41,7 +41,7 @@ class _CornerRun(run.DeepSearchRun):
         """Return scores of a network besides its errors."""
         return {}
 
-    def train_corners(self, found: list[Row], seed_keys: list[Any], **singles: Any) -> list[Row]:
+    def train_corners(self, given: list[Row], seed_keys: list[Any], **singles: Any) -> list[Row]:
         """Return scores of networks after SGD, by one program for all.
 
         Each seed has the keys of initial weights, of the order of rows, and of random networks.
@@ -67,7 +67,7 @@ class _CornerRun(run.DeepSearchRun):
             show(config.epochs, float("nan"))
             return dict(zip(run.ERRORS, errors, strict=True)) | self.facts(row, corner)
 
-        return self.train_networks(found, [keys[2:] for keys in seed_keys], train, **singles)
+        return self.train_networks(given, [keys[2:] for keys in seed_keys], train, **singles)
 
 
 class _OwnRun(_CornerRun):
@@ -168,13 +168,13 @@ class _SkipRun(_CornerRun):
         budget = 1 + round(config.steps * self.strategy.gradients / batches)
         return self.train_with_random(found, budget)
 
-    def train_with_random(self, found: list[Row], budget: int) -> list[Row]:
-        """Return scores of networks: ``found``, singles, and ``budget`` random ones a seed."""
+    def train_with_random(self, given: list[Row], budget: int) -> list[Row]:
+        """Return scores of networks: ``given``, singles, and ``budget`` random ones a seed."""
         key = jax.random.fold_in(jax.random.key(self.config.seed), 1)
         draw_key, weight_key, order_key = jax.random.split(key, 3)
         keys = weight_key, order_key, *jax.random.split(draw_key, budget)
         by_seed = zip(*(jax.random.split(k, self.copies) for k in keys), strict=True)
-        return self.train_corners(found, [*by_seed], **self.singles)
+        return self.train_corners(given, [*by_seed], **self.singles)
 
     def facts(self, row: NetworkToTrain, corner: Pytree) -> dict[str, Any]:
         """Return the skips, and the infinite NTK's smallest eigenvalue, in float64."""

@@ -12,8 +12,9 @@ import numpy as np
 
 from bilevel import baselines
 from bilevel.baselines import Trace
-from bilevel.cli.runtime import devices, memory, report
+from bilevel.cli.runtime import memory, report
 from bilevel.cli.runtime.command_run import CommandRun, Result
+from bilevel.cli.runtime.devices import spread_over_devices
 from bilevel.contracts import Selection
 from bilevel.plots import plots
 from bilevel.spaces import features
@@ -60,6 +61,8 @@ class _BaselineRun(CommandRun):
         for name in _METHODS if config.method == "all" else [config.method]:
             self.bars.enter(name)
             self.traces[name] = self._trace(name, key, candidates, problem)
+        if not any(len(trace.calls) for trace in self.traces.values()):
+            self.figure = ""
         result = {
             "rows": [len(labels) for _, labels in parts],
             "dimension": config.size("dimension"),
@@ -87,7 +90,7 @@ class _BaselineRun(CommandRun):
             dimension=config.size("dimension"),
             penalty=config.penalty,
             memory=_KEPT,
-            place=functools.partial(devices.spread_over_devices, config.devices, count, "rows"),
+            place=functools.partial(spread_over_devices, config.devices, count, "rows"),
         )
         return problem, features.sample_fourier(config_key, config.configs)
 
@@ -103,8 +106,9 @@ class _BaselineRun(CommandRun):
 
     def draw(self, figure: Any, result: Result) -> None:
         axes = figure.subplots(1, 2, sharey=True)
+        shown = {name: trace for name, trace in self.traces.items() if len(trace.calls)}
         for ax, against in zip(axes, ("calls", "seconds"), strict=True):
-            plots.traces(self.traces, against, ax).get_legend().remove()  # one legend is enough
+            plots.traces(shown, against, ax).get_legend().remove()  # one legend is enough
         axes[1].set_ylabel("")
         lines = axes[0].get_lines()
         figure.legend(handles=lines, loc="outside lower center", ncols=min(6, len(lines)))
@@ -115,7 +119,8 @@ class _BaselineRun(CommandRun):
         table = report.result_table(title, "method", "test", "valid", "solves", "seconds")
         table.add_column("configuration found")
         for name, row in result["methods"].items():
-            errors = [f"{100 * row[part]:.1f}" for part in ("test", "valid")]
+            known = [row[part] for part in ("test", "valid")]
+            errors = ["-" if error is None else f"{100 * error:.1f}" for error in known]
             table.add_row(name, *errors, str(row["calls"]), f"{row['seconds']:.1f}", row["found"])
         self.console.print(table)
         self.console.print(
@@ -127,13 +132,14 @@ class _BaselineRun(CommandRun):
 
 
 def _summarize_trace(trace: Trace) -> dict[str, Any]:
+    calls = len(trace.calls)  # 0 for one configuration
     return {
         "found": str(trace.configs[trace.best]),
         "best": int(trace.best),
-        "calls": len(trace.calls),
-        "seconds": float(trace.seconds[-1]),
-        "valid": float(trace.valid[-1]),
-        "test": float(trace.test[-1]),
+        "calls": calls,
+        "seconds": float(trace.seconds[-1]) if calls else 0.0,
+        "valid": float(trace.valid[-1]) if calls else None,
+        "test": float(trace.test[-1]) if calls else None,
     }
 
 
@@ -144,12 +150,14 @@ def _title(result: dict[str, Any]) -> str:
 
 
 def _result_sentence(result: dict[str, Any]) -> str:
-    methods = result["methods"]
-    best = min(methods, key=lambda name: (methods[name]["test"], methods[name]["seconds"]))
-    found, error = methods[best]["found"], methods[best]["test"]
+    known = {n: row for n, row in result["methods"].items() if row["test"] is not None}
+    if not known:
+        return "there is one configuration only, so no method had a choice."
+    best = min(known, key=lambda name: (known[name]["test"], known[name]["seconds"]))
+    found, error = known[best]["found"], known[best]["test"]
     sentence = f"{best} has the smallest test error, {100 * error:.1f} %, with {found}"
-    if "random-search" in methods and best != "random-search":
-        other = methods["random-search"]["test"]
+    if "random-search" in known and best != "random-search":
+        other = known["random-search"]["test"]
         verdict = report.compare_errors(np.array([error]), np.array([other]), result["rows"][2])
         sentence += f"; random-search has {100 * other:.1f} %: {verdict}"
     return f"{sentence}."

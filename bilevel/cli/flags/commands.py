@@ -174,7 +174,7 @@ class Baseline(Resumable):
         "random-search",
     ] = "all"
     """Random search evaluates every configuration."""
-    configs: Annotated[int, rules.between(2)] = 32
+    configs: rules.Count = 32
     """Configurations to choose among, drawn at random; 256 in the paper."""
     dimension: Annotated[int, rules.between(1, 2**30)] | None = None
     """Features of a full evaluation; 512 for digits, 1024 for images, 16384 for texts."""

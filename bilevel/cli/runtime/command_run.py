@@ -56,7 +56,7 @@ class CommandRun:
         self.prepare()
 
     def prepare(self) -> None:
-        """Set what the shapes of the arrays depend on, in addition to the flags and the data."""
+        """Set attributes that the shapes of the arrays need besides the flags and the data."""
 
     def opened(self, config: Any) -> tuple[Any, Data]:
         """Return the flags, with sizes that fit the data, and the data; describe own data."""

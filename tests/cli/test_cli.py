@@ -187,8 +187,9 @@ def test_every_geometry_and_solver_runs(tmp_path, geometry, solver):
 def test_a_run_resumed_with_more_steps_is_one_long_run(tmp_path, capsys, monkeypatch):
     # The comparisons after the search are other tests'.
     known = Gap(np.array([1.0]), np.array([0.5]))
-    monkeypatch.setattr(commands, "hypergradient_error", lambda *of_task: known)
-    monkeypatch.setattr(commands, "_train_jointly", lambda _, task, alpha, bars: (task.w0, alpha))
+    monkeypatch.setattr(commands.steps, "hypergradient_error", lambda *of_task: known)
+    joint = lambda _, task, alpha: (task.w0, alpha)  # noqa: E731
+    monkeypatch.setattr(commands._SearchRun, "_train_jointly", joint)
     search(tmp_path / "run", CLOSED)
     error = "hypergradient error at this α: 50 % (compared with training 4 times"
     assert error in capsys.readouterr().out

@@ -337,8 +337,8 @@ def test_a_signal_ends_a_search_after_the_checkpoint(number, tmp_path, received)
     handler = signal.getsignal(number)
     result = noisy(steps=9, chunk=3, callback=sending(number), checkpoint=tmp_path)
     # The signal of the first callback is seen after the second chunk.
-    words = {signal.SIGTERM: ("terminated", [6]), signal.SIGINT: ("interrupted", [])}
-    assert (result.stopped.removesuffix(" after step 6"), received) == words[number]
+    ended = {signal.SIGTERM: ("terminated", [6]), signal.SIGINT: ("interrupted", [])}
+    assert (result.stopped, received) == (f"{ended[number][0]} after step 6", ended[number][1])
     assert_identical(dataclasses.replace(result, stopped=""), noisy(steps=6))
     assert checkpoint.latest(tmp_path) == 6
     assert signal.getsignal(number) is handler

@@ -192,6 +192,17 @@ def test_implicit_hypergradient_has_reverse_derivatives_of_every_order():
     assert_close(twice, 6 * s * second + 2 * w * third, f64=1e-9, f32=1e-3)
 
 
+def test_implicit_hypergradient_with_a_constant_hessian_has_reverse_derivatives():
+    """Truth: w = sin(alpha), so the outer loss is sin(alpha)^3."""
+    problem = bilevel.Problem(lambda w, a, b: 0.5 * (w - jnp.sin(a)) ** 2, lambda w, a, b: w**3)
+    solve = bilevel.hypergradient(problem, bilevel.implicit(), diagnostics=False)
+    second = jax.grad(lambda alpha: solve(alpha, jnp.zeros(()), None, None).grad)
+    once, twice = jax.jit(jax.value_and_grad(second))(jnp.asarray(0.7))
+    sine, cosine = np.sin(0.7), np.cos(0.7)
+    assert_close(once, 6 * sine * cosine**2 - 3 * sine**3, f64=1e-9, f32=1e-4)
+    assert_close(twice, 6 * cosine**3 - 21 * sine**2 * cosine, f64=1e-9, f32=1e-3)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "outer", "inner"),

@@ -16,6 +16,7 @@ from bilevel.cli.runtime import memory, report
 from bilevel.cli.runtime.command_run import CommandRun, Result
 from bilevel.cli.runtime.devices import spread_over_devices
 from bilevel.contracts import Selection
+from bilevel.nets.evaluation import compare_errors
 from bilevel.plots import plots
 from bilevel.spaces import features
 from bilevel.spaces.features import fourier
@@ -158,6 +159,6 @@ def _result_sentence(result: dict[str, Any]) -> str:
     sentence = f"{best} has the smallest test error, {100 * error:.1f} %, with {found}"
     if "random-search" in known and best != "random-search":
         other = known["random-search"]["test"]
-        verdict = report.compare_errors(np.array([error]), np.array([other]), result["rows"][2])
+        verdict = compare_errors(np.array([error]), np.array([other]), result["rows"][2])
         sentence += f"; random-search has {100 * other:.1f} %: {verdict}"
     return f"{sentence}."

@@ -20,6 +20,7 @@ from bilevel.internal.import_function import called, takes
 from bilevel.nets.images import unit_images
 from bilevel.plots import plots
 from bilevel.spaces.activations import activation_space, unit_inputs
+from ntk.bounds.bound import rounded
 from ntk.kernels.functions import mixed_blocks
 from ntk.spectrum.certificate import certified_min_eigenvalue, certify_simplex
 
@@ -124,14 +125,14 @@ class _CertifyRun(CommandRun):
         for name, row in result["kernels"].items():
             least, most = row["min_eigenvalue"], row["max_eigenvalue"]
             ratio = f"{most / least:.3g}" if least > 0 else "∞"
-            bound = report.format_bound(row["certified_min_eigenvalue"], 7)
+            bound = rounded(row["certified_min_eigenvalue"], 7)
             last_vertex = name == result["names"][-1]
             cells = f"{least:.7g}", bound, f"{most:.4g}", ratio
             table.add_row(name, *cells, end_section=last_vertex)
         self.console.print(table)
         gap = (simplex["upper"] - simplex["lower"]) / max(abs(simplex["upper"]), 1e-300)
-        lower = report.format_bound(simplex["lower"], 7)
-        upper = report.format_bound(simplex["upper"], 7, upper=True)
+        lower = rounded(simplex["lower"], 7)
+        upper = rounded(simplex["upper"], 7, upper=True)
         self.console.print(
             f"minimum of λ_min(K_α) over the simplex: in [{lower}, {upper}], relative gap "
             f"{gap:.1e} (proved on {simplex['cells']} cells)"

@@ -14,13 +14,14 @@ import jax
 import numpy as np
 import optax
 
-from bilevel.cli.deep_search import networks, run
+from bilevel.cli.deep_search import run
 from bilevel.cli.runtime import memory, report
 from bilevel.cli.runtime.command_run import CommandRun, Result
 from bilevel.cli.runtime.devices import count_for, spread_over_devices
 from bilevel.data import datasets
 from bilevel.internal.import_function import imported, takes
 from bilevel.nets.images import crop_and_flip, unit_images
+from bilevel.nets.several import fitted
 from bilevel.plots import plots
 from bilevel.spaces.nasbench201 import all_networks, encode, genotypes, parameter_count
 from bilevel.spaces.nasbench201.genotype import Genotype
@@ -151,7 +152,7 @@ class _RankRun(CommandRun):
         )
         augment = crop_and_flip if config.data == "cifar10" else None
         show = self.bars.loop(config.epochs, "loss {loss:.3f}")
-        _, errors = networks.fitted(
+        _, errors = fitted(
             nasbench201_network(genotype, **self.shape),
             key,
             parts,

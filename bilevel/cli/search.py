@@ -12,20 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import scipy.linalg
 
 import bilevel
-import ntk
 from bilevel.cli.runtime import devices, memory, report
 from bilevel.cli.runtime.command_run import CommandRun, Result
-from bilevel.nets.evaluation import wrong_rows
+from bilevel.nets.evaluation import compare_errors, standard_error_over_seeds, wrong_rows
 from bilevel.plots import plots
 from bilevel.problem.problem import stack_problems
 from bilevel.spaces.activations import ACTIVATIONS, ActivationSpace, activation_space
+from bilevel.spaces.kernels import mixture_eigenvalue
 from bilevel.strategies import activation_search as steps
 from bilevel.strategies.activation_search import ActivationTask
-from ntk.expectations.activations import Activation
-from ntk.spectrum.certificate import certified_min_eigenvalue
+from ntk.bounds.bound import rounded
 
 _JOINT_EPOCHS = 10  # joint training takes as many times the inner steps of one lower solve
 _LONGER = 4  # the hypergradient is compared with that of 4 times the inner steps
@@ -36,7 +34,7 @@ _COLUMNS: report.Columns = {
     "train_error": ("train", ".1f"),
     "valid_loss": ("valid loss", ".3g"),
     "train_loss": ("train loss", ".3g"),
-    "certified_min_eigenvalue": ("λ_min ≥", lambda x: report.format_bound(x.mean(), 3)),
+    "certified_min_eigenvalue": ("λ_min ≥", lambda x: rounded(x.mean(), 3)),
 }
 
 
@@ -44,6 +42,7 @@ class _SearchRun(CommandRun):
     """A search with its alternatives, for all seeds at once."""
 
     keeps = "the search so far is saved"
+    trainable = True
     history: dict[str, np.ndarray]  # with the losses of each seed [steps, seeds]
 
     def prepare(self) -> None:
@@ -141,7 +140,7 @@ class _SearchRun(CommandRun):
             "alpha": np.asarray(last_alpha).tolist(),
             "scores": {row: {k: v.tolist() for k, v in s.items()} for row, s in rows.items()},
             "best_single": best,
-            "gap": [float(gap.mean()), report.standard_error_over_seeds(gap)],
+            "gap": [float(gap.mean()), standard_error_over_seeds(gap)],
             "entry_error": max(float(s["entry_error"].max()) for s in rows.values()),
             "seconds": {"search": searched, "all": self.seconds()},
         }
@@ -228,9 +227,8 @@ class _SearchRun(CommandRun):
             )
         seconds = result["seconds"]
         times = f"{seconds['all']:.0f} s, of which search {seconds['search']:.0f} s"
-        report.print_next(self.console, self.folder)
         ours, single = (np.array(result["scores"][k]["test_error"]) for k in ("search", best))
-        verdict = report.compare_errors(ours, single, result["argmax"]["test_rows"])
+        verdict = compare_errors(ours, single, result["argmax"]["test_rows"])
         return (
             f"test error {100 * ours.mean():.1f} % with the search, {100 * single.mean():.1f} % "
             f"with {best}, the best single activation: {verdict}."
@@ -262,7 +260,8 @@ def _errors_and_eigenvalues(task: ActivationTask, w, alpha) -> dict[str, np.ndar
     parts = {"train": task.train, "valid": task.valid, "test": task.test}
     scores = _errors_and_losses(task.space, w, alpha, parts)
     rows = zip(np.asarray(task.train[0]), np.asarray(alpha), strict=True)
-    eigenvalues = [kernel_eigenvalue(x, task.space.names, a) for x, a in rows]
+    activations = tuple(ACTIVATIONS[name] for name in task.space.names)
+    eigenvalues = [mixture_eigenvalue(x, activations, a) for x, a in rows]
     columns = "min_eigenvalue", "certified_min_eigenvalue", "entry_error"
     scores |= zip(columns, np.transpose(eigenvalues), strict=True)
     return {name: np.asarray(x) for name, x in scores.items()}
@@ -278,31 +277,6 @@ def _errors_and_losses(space: ActivationSpace, w, alpha, parts) -> dict[str, jax
     scores["train_loss"] = jax.vmap(space.problem.lower)(w, alpha, parts["train"])
     scores["valid_loss"] = jax.vmap(space.problem.outer)(w, alpha, parts["valid"])
     return scores
-
-
-def kernel_eigenvalue(x: Any, names: tuple[str, ...], alpha: Any) -> tuple[float, float, float]:
-    """Return the smallest eigenvalue of ``K_alpha``, its certified bound, and the entries' error.
-
-    The kernel of Oymak et al. 2021, section 4.2: one hidden layer of infinite width with trained
-    weights and activation ``sum_i alpha_i s_i``, unit inputs ``x``. It is always in float64.
-    """
-    with jax.enable_x64(True):
-        x, alpha = (np.asarray(a, float) for a in (x, alpha))
-        kernel, error = map(np.asarray, hidden_layer_kernel(x, alpha, names))
-    (value,) = scipy.linalg.eigvalsh(kernel, subset_by_index=[0, 0])
-    return float(value), certified_min_eigenvalue(kernel, error), float(error.max())
-
-
-@functools.partial(jax.jit, static_argnames="names")
-def hidden_layer_kernel(x, alpha, names):
-    """Return the kernel and the errors of its entries: one program for all ``alpha``."""
-    layer: dict[Activation, Any] = {}
-    for name, weight in zip(names, alpha, strict=True):
-        layer[ACTIVATIONS[name]] = layer.get(ACTIVATIONS[name], 0.0) + weight
-    kernels = ntk.network_kernel(x, activations=[layer], variances=(1.0, 1.0))
-    # The NNGP is the part of the output weights; both kernels have the error.
-    kernel = kernels.ntk - kernels.nngp
-    return kernel, 2 * kernels.error
 
 
 def _verdict_entries(task: ActivationTask, verdict: steps.ArgmaxVerdict) -> dict[str, Any]:

@@ -14,16 +14,18 @@ import numpy as np
 import optax
 
 from bilevel.cli.deep_search import run
-from bilevel.cli.deep_search.networks import NetworkToTrain, augmentation, by_network, train_all
 from bilevel.cli.flags.datasets import CLASSES, ROWS, SHAPES, is_own
 from bilevel.cli.runtime import memory, report
 from bilevel.cli.runtime.command_run import CommandRun, Result
 from bilevel.cli.runtime.data import Data, load_builtin, own_data
 from bilevel.data import datasets
+from bilevel.data.splits import draw_rows, joined
 from bilevel.internal.import_function import called
 from bilevel.nets.evaluation import Part
-from bilevel.nets.fitting import fit
+from bilevel.nets.fitting import default_rate, fit
+from bilevel.nets.images import augmentation
 from bilevel.nets.inputs import image_scale, row_scale, with_scale
+from bilevel.nets.several import NetworkToTrain, by_network, train_all
 from bilevel.nets.training import TrainableNetwork
 from bilevel.plots import plots
 from bilevel.runs.fingerprint import digest
@@ -74,8 +76,6 @@ class _TrainRun(CommandRun):
         self.per_epoch = count // config.batch_size
         self.epochs = config.epochs or max(_EPOCHS, -(-_STEPS // self.per_epoch))
 
-    # ------------------------------------------------------------------------- the search
-
     def opened(self, config: Any) -> tuple[Any, Data]:
         """Return the flags and the rows, by default those of the search, with its test rows."""
         self.searched = config.search_result()
@@ -109,20 +109,20 @@ class _TrainRun(CommandRun):
             draws = jax.random.split(jax.random.key(before["seed"]), before["seeds"])
             sizes = {name: before[name] for name in ("train", "valid", "test")}
             ((train, valid, test),) = data.draw([draws[self.number]], **sizes)
-            return _joined(train, valid), test, datasets.load(data.source).classes
+            return joined(train, valid), test, datasets.load(data.source).classes
         wanted = None if config.train == "all" else config.train or default
         loaded = data.dataset or load_builtin(data.source, wanted)
         train, test = (loaded.x_train, loaded.y_train), (loaded.x_test, loaded.y_test)
         if loaded.x_valid is not None:
-            train = _joined(train, (loaded.x_valid, loaded.y_valid))
+            train = joined(train, (loaded.x_valid, loaded.y_valid))
         total = len(train[1])
         count = total if config.train == "all" else config.train or min(default, total)
         if count > total:
             raise ValueError(f"train: expected at most the {total} of {data.source}, got {count}.")
         train_key, test_key = jax.random.split(jax.random.key(config.seed))
         if data.dataset is not None:  # a folder's rows may be sorted by class
-            test = _draw_rows_of(test_key, test, min(config.test, len(test[1])))
-        return _draw_rows_of(train_key, train, count), test, loaded.classes
+            test = draw_rows(test_key, test, min(config.test, len(test[1])))
+        return draw_rows(train_key, train, count), test, loaded.classes
 
     def _read_network(self) -> None:
         """Read the architecture found, with the sizes of the network to train."""
@@ -163,8 +163,6 @@ class _TrainRun(CommandRun):
                 f"{str(architecture)!r}; the space has changed."
             )
         return [np.asarray(a).tolist() for a in jax.tree.leaves(space.one_hot(architecture))]
-
-    # ------------------------------------------------------------------------- the run
 
     def arrays(self) -> list[memory.Parts]:
         """Return the shapes alive together when a network is trained."""
@@ -247,8 +245,6 @@ class _TrainRun(CommandRun):
         times = f"{seconds['all']:.0f} s, of which one network {seconds['network']:.0f} s"
         return run.compare_with_random(scores, rows["test"]), times
 
-    # ------------------------------------------------------------------------- networks
-
     def _networks(self) -> list[NetworkToTrain]:
         """Return the networks found, then random ones; seeds of one kind share a program."""
         config, names, seeds = self.config, self.names, range(self.config.seeds)
@@ -328,40 +324,25 @@ class _TrainRun(CommandRun):
                 rate, sgd = rate or _CELL_RATE, darts_sgd
             elif not rate:
                 w, averages = network.init(jax.random.key(config.seed), x.shape[1:])
-                rate = float(run.default_rate(network, w, averages, jnp.asarray(x[:32])))
+                rate = float(default_rate(network, w, averages, jnp.asarray(x[:32])))
             schedule = optax.cosine_decay_schedule(rate, epochs * self.per_epoch)
             self.programs[name] = network, sgd(schedule)
         return self.programs[name]
 
 
-def _joined(first: Part, second: Any) -> Part:
-    return np.concatenate([first[0], second[0]]), np.concatenate([first[1], second[1]])
-
-
-def _draw_rows_of(key: jax.Array, part: Part, count: int) -> Part:
-    """Return ``count`` rows with all classes in their proportions."""
-    if count == len(part[1]):
-        return part
-    (rows,) = datasets.stratified_split(key, part[1], [count])
-    return part[0][rows], part[1][rows]
-
-
 def loading_lines(result: dict[str, Any]) -> list[str]:
     """Return the lines of Python that load the first network and predict test rows."""
-    path, space, data = result["files"][0], result["space"], result["data"]
-    lines, own, key = ["import bilevel"], "", ""
-    if ":" in space:
-        module, _, function = space.partition(":")
-        lines.append(f"from {module} import {function}")
-        own = f", {function}({len(result['classes'])})"
-    if data.get("seed"):
-        lines.insert(0, "import jax")
-        key = f", jax.random.key({data['seed']})"
+    path, data = result["files"][0], result["data"]
+    module, _, function = result["space"].partition(":")  # a user-defined space
+    own = f", {function}({len(result['classes'])})" if function else ""
+    key = f", jax.random.key({data['seed']})" if data.get("seed") else ""
     # The run has drawn its test rows from all rows, if the dataset is not split officially.
     whole = not ROWS.get(data["source"], (0, 1))[1]
     note = "new ones: the run was trained on some of these" if whole else "new ones"
     return [
-        *lines,
+        *(["import jax"] if key else []),
+        "import bilevel",
+        *([f"from {module} import {function}"] if function else []),
         f"network = bilevel.spaces.load_network({path!r}{own})",
         f"images = bilevel.data.load({data['source']!r}{key}).x_test  # or {note}",
         "labels = network.predict(images)",

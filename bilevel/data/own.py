@@ -1,5 +1,7 @@
 """The user's own rows, from a ``.npz`` file, a folder of images or a function; and their checks."""
 
+import hashlib
+import json
 import os
 import zipfile
 import zlib
@@ -22,7 +24,7 @@ SOURCES = "FILE.npz, a folder of images by class, or MODULE:FUNCTION"
 _PARTS = "train", "valid", "test"
 _KEYS = ("x", "y", *(f"{letter}_{part}" for part in _PARTS for letter in "xy"))
 _SPLIT = 53  # folded into the key, so that the test rows have a random stream of their own
-_CHUNK = 2**24  # values that are checked for NaN at once
+_CHUNK = 2**24  # values that are checked for NaN, or bytes that are hashed, at once
 
 
 def load_own(source: Source, key: chex.PRNGKey) -> Dataset:
@@ -183,3 +185,15 @@ def _encoded(name: str, parts: Parts) -> tuple[Parts, tuple[str, ...]]:
         _expect(not got, f"{name}: y_{part}", "the classes of the training rows", got)
         encoded[part] = x, codes.astype(np.int32)
     return encoded, tuple(map(str, classes))
+
+
+def digest_of(dataset: Dataset) -> str:
+    """Return a digest of the values of all rows and the names of the classes."""
+    state = hashlib.sha256(json.dumps(dataset.classes).encode())
+    for array in dataset:
+        if isinstance(array, np.ndarray):
+            state.update(f"{array.dtype.str}{array.shape}".encode())
+            rows = max(1, _CHUNK // max(1, array[:1].nbytes))
+            for start in range(0, len(array), rows):
+                state.update(np.ascontiguousarray(array[start : start + rows]).data)
+    return f"sha256:{state.hexdigest()}"

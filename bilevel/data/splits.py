@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -11,6 +11,9 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 from bilevel.internal.checks import integer, prng_key
+
+Rows = tuple[np.ndarray, np.ndarray]
+"""Inputs [n, ...] and labels [n]."""
 
 
 class Dataset(NamedTuple):
@@ -112,9 +115,7 @@ def check_row_counts(train: int, valid: int, rows: int, reserved: str = "") -> N
         )
 
 
-def drawn(
-    data: Dataset, key: chex.PRNGKey, train: int, valid: int, test: int
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def drawn(data: Dataset, key: chex.PRNGKey, train: int, valid: int, test: int) -> list[Rows]:
     """Return the three parts of one key, each drawn from its rows."""
     draw = functools.partial(draw_part, data, key)
     tests = draw("test", min(test, len(data.y_test)))
@@ -126,13 +127,24 @@ def drawn(
     return [*draw("train", train), *draw("valid", valid), *tests]
 
 
-def draw_part(
-    data: Dataset, key: chex.PRNGKey, part: str, *sizes: int
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def draw_part(data: Dataset, key: chex.PRNGKey, part: str, *sizes: int) -> list[Rows]:
     """Draw floating-point rows and labels from "train", "valid" or "test", for each size."""
     x, y = getattr(data, f"x_{part}"), getattr(data, f"y_{part}")
     parts = stratified_split(key, strata(y, data.classes), sizes)
     return [(_floating(np.asarray(x[rows])), y[rows]) for rows in parts]
+
+
+def draw_rows(key: chex.PRNGKey, part: Rows, count: int) -> Rows:
+    """Return ``count`` rows with all classes in their proportions; all of them as they are."""
+    if count == len(part[1]):
+        return part
+    (rows,) = stratified_split(key, part[1], [count])
+    return part[0][rows], part[1][rows]
+
+
+def joined(first: Rows, second: Any) -> Rows:
+    """Return the rows of two parts."""
+    return np.concatenate([first[0], second[0]]), np.concatenate([first[1], second[1]])
 
 
 def _floating(x):
@@ -142,3 +154,12 @@ def _floating(x):
     if x.dtype.kind in "fO":  # texts are objects
         return x if x.itemsize in (4, 8) else x.astype(np.float32)
     return x.astype(np.float32 if x.itemsize < 4 else np.float64)
+
+
+def standardized(parts: list[Rows]) -> list[Rows]:
+    """Return vectors with columns of mean 0 and variance 1 on the training rows."""
+    x = parts[0][0]
+    mean = x.mean(axis=0, dtype=np.float64)
+    deviation = x.std(axis=0, dtype=np.float64)
+    scale = np.where(x.max(axis=0) > x.min(axis=0), deviation, 1)
+    return [(((a - mean) / scale).astype(x.dtype), y) for a, y in parts]

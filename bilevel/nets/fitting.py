@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from bilevel.contracts import Pytree
+from bilevel.discretize import diagnostics
 from bilevel.internal.checks import integer, one_a_row, positive, prng_key
 from bilevel.internal.rows import check_batch_size
 from bilevel.nets.evaluation import Part, wrong_rows
@@ -23,6 +25,8 @@ from bilevel.runs.progress import progress_bar
 _SAVE_SECONDS = 30.0  # between two checkpoints
 _ERRORS = 20  # test errors of a learning curve at most: each takes a pass over the test rows
 _TEST_BATCH = 256  # rows of a batch without gradients
+_RATE = 3.0  # default rate times the tangent kernel's mean diagonal entry
+_SCALE_ROWS = 32  # rows for this mean; more would not change the rate's first digit
 
 
 class Fitted(NamedTuple):
@@ -190,3 +194,11 @@ def _error_at(epoch, epochs, network, state, test):
         return np.nan
     outputs = outputs_of(network, state.w, state.averages, test[0])
     return float(np.mean(np.asarray(wrong_rows(network.predict, outputs, test[1]))))
+
+
+def default_rate(model: Any, w: Pytree, other: Pytree, x: jax.Array) -> jax.Array:
+    """Return a step size for SGD with momentum: 3 / (mean tangent kernel diagonal).
+
+    ``model`` is a Space, with ``alpha`` as ``other``, or a TrainableNetwork, with its averages.
+    """
+    return _RATE / diagnostics.kernel_diagonal(model.apply, w, other, x[:_SCALE_ROWS])

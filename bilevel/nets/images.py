@@ -1,6 +1,7 @@
 """Images for convolutional networks: normalisation, downsizing, shifts, flips and cutout."""
 
 import math
+from collections.abc import Callable
 
 import chex
 import jax
@@ -101,3 +102,16 @@ def cutout(key: chex.PRNGKey, x: chex.Array, size: int = 16) -> jax.Array:
         for side, start in zip(sides, centres - size // 2, strict=True)
     )
     return jnp.where((rows[:, :, None] & columns[:, None, :])[..., None], 0, x)
+
+
+def augmentation(moved: bool, cut: int) -> Callable[..., jax.Array] | None:
+    """Return the augmentation of training images: crop and flip, and a square ``cut`` out."""
+    if not (moved or cut):
+        return None
+
+    def augment(key, x):
+        keys = jax.random.split(key)
+        x = crop_and_flip(keys[0], x) if moved else x
+        return cutout(keys[1], x, cut) if cut else x
+
+    return augment

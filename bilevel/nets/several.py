@@ -1,4 +1,4 @@
-"""Training of networks from scratch, one by one: those of a finished training are not repeated."""
+"""Train several networks from scratch, one by one: a finished training is not repeated."""
 
 import functools
 import re
@@ -12,7 +12,6 @@ import numpy as np
 import optax
 
 from bilevel.nets.evaluation import Part, error_rates
-from bilevel.nets.images import crop_and_flip, cutout
 from bilevel.nets.training import TrainableNetwork, TrainingState, from_scratch, run_epochs
 from bilevel.runs import journal
 from bilevel.runs.fingerprint import fingerprint
@@ -61,29 +60,13 @@ def train_all(
         ]
 
 
-Augment = Callable[[jax.Array, jax.Array], jax.Array]
-
-
-def augmentation(moved: bool, cut: int) -> Augment | None:
-    """Return the augmentation of training images: crop and flip, and a square ``cut`` out."""
-    if not (moved or cut):
-        return None
-
-    def augment(key, x):
-        keys = jax.random.split(key)
-        x = crop_and_flip(keys[0], x) if moved else x
-        return cutout(keys[1], x, cut) if cut else x
-
-    return augment
-
-
 def fitted(
     network: TrainableNetwork,
     key: jax.Array,
     parts: list[Part],
     sgd: optax.GradientTransformation,
     batch_size: int,
-    augment: Augment | None,
+    augment: Callable[..., jax.Array] | None,
     **options: Any,
 ) -> tuple[TrainingState, list[float]]:
     """Train by ``run_epochs(**options)``; return the state, and the errors on all ``parts``."""

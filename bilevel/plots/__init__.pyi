@@ -4,6 +4,7 @@ from .appearance import style
 from .plots import (
     alpha_path,
     error_estimates,
+    heatmap,
     learning_curves,
     losses,
     ranking,
@@ -15,6 +16,7 @@ from .plots import (
 __all__ = [
     "alpha_path",
     "error_estimates",
+    "heatmap",
     "learning_curves",
     "losses",
     "ranking",

@@ -358,6 +358,39 @@ _SUBDIVISIONS = {
 
 
 @style()
+def heatmap(values: Any, columns: Sequence[str], rows: Sequence[str], ax: Any = None) -> Any:
+    """Draw values from 0 to 1 as shades, with numbers in the cells; NaN is blank.
+
+    Parameters
+    ----------
+    values : array [rows, columns]
+        As alpha of the edges of a cell, with a column for each operation.
+    columns, rows : sequences of str
+        Their names.
+    ax : matplotlib axes, optional
+
+    Examples
+    --------
+    >>> ax = heatmap([[0.7, 0.3], [1.0, np.nan]], ["skip", "pool"], ["0 → 2", "1 → 2"])
+    >>> [text.get_text() for text in ax.texts]
+    ['0.70', '0.30', '1.00']
+    """
+    ax = _axes_or_new(ax)
+    ax.imshow(values, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+    ax.grid(False)
+    look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
+    for (row, column), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            color = "white" if value > 0.6 else "black"
+            ax.text(column, row, f"{value:.2f}", color=color, **look)
+    ax.set_xticks(range(len(columns)), columns, rotation=30, ha="right", rotation_mode="anchor")
+    ax.set_yticks(range(len(rows)), rows)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    return ax
+
+
+@style()
 def ranking(score: Any, accuracy: Any, ax: Any = None) -> Any:
     """Draw accuracy over the rank of a score, best at the right, with Kendall's tau.
 

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import scipy.linalg
 
 import ntk
 from bilevel.contracts import LowerSolver, Pytree
@@ -35,6 +36,7 @@ from bilevel.problem.problem import Problem
 from bilevel.spaces import targets
 from bilevel.spaces.space import Kind, Space, extended
 from ntk import networks as nets
+from ntk.expectations.activations import Activation
 from ntk.kernels.functions import measured
 
 
@@ -109,6 +111,32 @@ def kernel_space(
         **kernel_ridge(matrix, outer),
         blocks=blocks,
     )
+
+
+def mixture_eigenvalue(
+    x: Any, activations: tuple[Activation, ...], alpha: Any
+) -> tuple[float, float, float]:
+    """Return the smallest eigenvalue of ``K_alpha``, its certified bound, and the entries' error.
+
+    The kernel of Oymak et al. 2021, section 4.2: one hidden layer of infinite width with trained
+    weights and activation ``sum_i alpha_i s_i``, unit inputs ``x``. It is always in float64.
+    """
+    with jax.enable_x64(True):
+        x, alpha = (np.asarray(a, float) for a in (x, alpha))
+        kernel, error = map(np.asarray, _mixture_kernel(x, alpha, activations))
+    (value,) = scipy.linalg.eigvalsh(kernel, subset_by_index=[0, 0])
+    return float(value), ntk.certified_min_eigenvalue(kernel, error), float(error.max())
+
+
+@functools.partial(jax.jit, static_argnames="activations")
+def _mixture_kernel(x, alpha, activations):
+    """Return the kernel and the errors of its entries: one program for all ``alpha``."""
+    layer: dict[Activation, Any] = {}
+    for activation, weight in zip(activations, alpha, strict=True):
+        layer[activation] = layer.get(activation, 0.0) + weight
+    kernels = ntk.network_kernel(x, activations=[layer], variances=(1.0, 1.0))
+    # The NNGP is the part of the output weights; both kernels have the error.
+    return kernels.ntk - kernels.nngp, 2 * kernels.error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The class `Bound`: a value together with its assumptions."""
 
 import dataclasses
+import decimal
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -62,7 +63,9 @@ class Bound:
 
     def __str__(self) -> str:
         words = {True: "holds", False: "FAILS", None: "not checked"}
-        lines = [f"{self.claim} = {_digits(self.value)}"]
+        value, upper = self.value, "<=" in self.claim
+        shown = rounded(value, 6, upper) if concrete(value) and jnp.ndim(value) == 0 else value
+        lines = [f"{self.claim} = {shown}"]
         lines += [f"{name} = {_digits(term)}" for name, term in self.terms.items()]
         lines += [f"assumes {what}: {words[held]}" for what, held in self.assumptions]
         lines += [f"unspecified: {constant}" for constant in self.unspecified]
@@ -95,6 +98,13 @@ def upper_bound(value: chex.Array, terms: dict[str, Any], **details: Any) -> Bou
 def holds(condition: Any) -> bool | None:
     """Return the condition if it is known, None if it is traced."""
     return bool(condition) if concrete(condition) else None
+
+
+def rounded(x: Any, digits: int, upper: bool = False) -> str:
+    """Format a lower or ``upper`` bound, rounded so that the printed value is a bound too."""
+    rounding = decimal.ROUND_CEILING if upper else decimal.ROUND_FLOOR
+    value = decimal.Context(prec=digits, rounding=rounding).create_decimal_from_float(float(x))
+    return f"{value:.{digits}g}" if value.is_finite() else f"{x}"
 
 
 def _digits(x) -> str:

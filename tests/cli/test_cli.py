@@ -22,7 +22,10 @@ from bilevel.cli import main
 from bilevel.cli import search as commands
 from bilevel.cli.runtime import report
 from bilevel.cli.search import describe_advice
+from bilevel.nets.evaluation import compare_errors, standard_error_over_seeds
 from bilevel.runs import progress
+from bilevel.spaces.activations import ACTIVATIONS
+from bilevel.spaces.kernels import mixture_eigenvalue
 from bilevel.strategies.activation_search import Gap
 
 SMALL = "--activations relu tanh --steps 3 --inner-steps 5 --width 16 --train 40 --valid 40"
@@ -126,7 +129,7 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars, monk
 
 def test_eigenvalues_are_of_float64_without_a_warning_where_the_rest_is_float32():
     with jax.enable_x64(False):
-        value, bound, error = commands.kernel_eigenvalue(jnp.eye(3), ("relu",), jnp.ones(1))
+        value, bound, error = mixture_eigenvalue(jnp.eye(3), (ntk.relu,), jnp.ones(1))
     assert error < 1e-12 and 0 < value - bound < 1e-11
     assert abs(value - 0.5) < 1e-12  # E s'(u)^2 x'x, orthogonal inputs
 
@@ -134,18 +137,18 @@ def test_eigenvalues_are_of_float64_without_a_warning_where_the_rest_is_float32(
 def test_the_difference_of_two_errors_has_students_interval_or_that_of_the_rows():
     ours, baseline = np.array([0.10, 0.12, 0.11]), np.array([0.13, 0.14, 0.15])
     low, high = scipy.stats.ttest_rel(ours, baseline).confidence_interval(0.95)
-    assert report.compare_errors(ours, baseline, 500) == (
+    assert compare_errors(ours, baseline, 500) == (
         f"clearly better (-3.0 points, 95 % interval {100 * low:+.1f} to {100 * high:+.1f}, "
         "from 3 seeds)"
     )
     # Agresti and Caffo add a success and a failure to both samples: 1 and 11 of 12 here.
     width = 100 * 1.96 * (2 * 1 / 12 * 11 / 12 / 12) ** 0.5
-    assert report.compare_errors(np.array([1.0]), np.array([0.0]), 10) == (
+    assert compare_errors(np.array([1.0]), np.array([0.0]), 10) == (
         f"clearly worse (+100.0 points, 95 % interval {1000 / 12 - width:+.1f} to "
         f"{1000 / 12 + width:+.1f}, from 10 test rows)"
     )
     # Equal differences of few seeds are not proof, so the rows give the interval.
-    assert "no clear difference" in report.compare_errors(ours + 0.001, ours, 500)
+    assert "no clear difference" in compare_errors(ours + 0.001, ours, 500)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +232,8 @@ def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsy
         np.testing.assert_allclose(spectrum[[0, -1]], ends)
     # Truth: the kernel of the mixture, computed by the recursion for networks instead of by pairs.
     for name in ("relu", "worst mixture"):
-        network = tuple(result["names"]), kernels[name]["alpha"]
-        value, *_ = commands.kernel_eigenvalue(arrays["x"], *network)
+        activations = tuple(ACTIVATIONS[name] for name in result["names"])
+        value, *_ = mixture_eigenvalue(arrays["x"], activations, kernels[name]["alpha"])
         np.testing.assert_allclose(value, kernels[name]["min_eigenvalue"], rtol=1e-9)
     space = bilevel.spaces.activation_space(result["names"], width=np.inf)
     with jax.enable_x64(True):
@@ -336,13 +339,6 @@ def test_certify_refuses_what_it_cannot_certify(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_printed_bounds_are_bounds():
-    assert report.format_bound(0.0022352039, 7) == "0.002235203"
-    assert report.format_bound(-1.234e-12, 3) == "-1.24e-12"
-    assert report.format_bound(0.0022352031, 7, upper=True) == "0.002235204"
-    assert report.format_bound(0.5, 3, upper=True) == "0.5"
-
-
 @pytest.mark.long
 def test_a_terminal_of_ascii_gets_the_table_all_the_same(tmp_path, monkeypatch):
     line = ["certify", "--out", str(tmp_path / "run"), "--rows", "3", "--activations", "relu"]
@@ -435,5 +431,5 @@ def test_devices_that_do_not_divide_are_refused_before_the_data_are_read(
 
 def test_results_are_json_that_others_read():
     """The standard error of one seed is NaN, which JSON cannot store."""
-    result = {"gap": [0.5, report.standard_error_over_seeds(np.ones(1))], "seeds": 1}
+    result = {"gap": [0.5, standard_error_over_seeds(np.ones(1))], "seeds": 1}
     assert json.loads(report.dump_without_nan(result)) == {"gap": [0.5, None], "seeds": 1}

@@ -15,7 +15,7 @@ from helpers import DTYPES, assert_close, assert_gradient, tolerance, unit_rows
 import ntk
 from ntk import activation, bounds, gelu, leaky_relu, network_kernel, relu, sigmoid, swish, tanh
 from ntk.bounds import hermite_lower_bound, schur_lower_bound, table1, zhu_theorem3
-from ntk.bounds.bound import lower_bound
+from ntk.bounds.bound import lower_bound, rounded, upper_bound
 from ntk.bounds.constants import activation_lipschitz, hermite_coefficients
 
 LEAKY = leaky_relu(0.3)
@@ -27,6 +27,17 @@ def smallest(K):
 
 def held(bound):
     return dict(bound.assumptions)
+
+
+def test_printed_bounds_are_bounds():
+    assert rounded(0.0022352039, 7) == "0.002235203"
+    assert rounded(-1.234e-12, 3) == "-1.24e-12"
+    assert rounded(0.0022352031, 7, upper=True) == "0.002235204"
+    assert rounded(0.5, 3, upper=True) == "0.5"
+    printed = [str(lower_bound(jnp.asarray(2 / 3), {}))]
+    printed += [str(upper_bound(jnp.asarray(value), {})) for value in (1 / 3, jnp.inf)]
+    values = [text.splitlines()[0].partition("value = ")[2] for text in printed]
+    assert values == ["0.666666", "0.333334", "inf"]
 
 
 @pytest.mark.long

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel.cli.deep_search import networks
-from bilevel.cli.deep_search.networks import Row, Scores
 from bilevel.cli.deep_search.run import ERRORS, DeepSearchRun, Heatmap, keys
 from bilevel.cli.runtime import memory, report
+from bilevel.nets.images import augmentation
+from bilevel.nets.several import Row, Scores, fitted
 from bilevel.nets.training import TrainableNetwork
 from bilevel.spaces import Space
 from bilevel.spaces.darts import darts_network, darts_space, parse_genotype, plot_genotype
@@ -28,13 +28,12 @@ from bilevel.spaces.nasbench201.judging import table
 from bilevel.spaces.nasbench201.judging.verdicts import standing
 from bilevel.strategies import darts_sgd
 
-_AXIS = "edge, from node → to node"
-
 
 class _CellRun(DeepSearchRun):
     """Cells of any kind."""
 
     sizes = "cells", "channels"
+    rows_of_alpha = "edge, from node → to node"
     weight_optimizer = staticmethod(darts_sgd)
     supernet: Callable[..., Space]
 
@@ -77,10 +76,10 @@ class _DartsRun(_CellRun):
         orders = [jax.random.split(key, random + 2)[-1] for key in seed_keys]
         steps = config.epochs * (config.train // config.batch_size)
         sgd = darts_sgd(optax.cosine_decay_schedule(config.weight_rate, steps))
-        augment = networks.augmentation(config.crop_and_flip, config.cutout)
+        augment = augmentation(config.crop_and_flip, config.cutout)
 
         def train(row, checkpoint, show):
-            state, errors = networks.fitted(
+            state, errors = fitted(
                 self.network(row.architecture),
                 orders[row.seed],
                 self.parts[row.seed],
@@ -102,8 +101,8 @@ class _DartsRun(_CellRun):
         edges, names = [f"{i} → {j}" for i, j in DARTS_EDGES], list(self.space.names)
         normal, reduction = np.asarray(alpha["normal"]), np.asarray(alpha["reduce"])
         return [
-            Heatmap("normal cell: α of every edge", normal, names, edges, _AXIS),
-            Heatmap("reduction cell: α of every edge", reduction, names, edges, ""),
+            ("normal cell: α of every edge", normal, names, edges),
+            ("reduction cell: α of every edge", reduction, names, edges),
         ]
 
     def save_figures(self, result: dict[str, Any]) -> None:
@@ -149,7 +148,7 @@ class _NasBench201Run(_CellRun):
 
     def heatmaps(self, alpha: Any) -> list[Heatmap]:
         edges, names = [f"{i} → {j}" for i, j in EDGES], list(self.space.names)
-        return [Heatmap("α of every edge", np.asarray(alpha), names, edges, _AXIS)]
+        return [("α of every edge", np.asarray(alpha), names, edges)]
 
     def table(self, result: dict[str, Any]) -> Any:
         columns: report.Columns = {

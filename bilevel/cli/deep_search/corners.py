@@ -18,13 +18,14 @@ import optax
 import ntk
 from bilevel import strategies
 from bilevel.cli.deep_search import run
-from bilevel.cli.deep_search.networks import NetworkToTrain, Row, Scores, by_network
 from bilevel.cli.runtime.command_run import Result
 from bilevel.contracts import Pytree
 from bilevel.discretize import diagnostics
 from bilevel.internal.import_function import called
 from bilevel.nets import training
 from bilevel.nets.evaluation import Part, error_rates
+from bilevel.nets.fitting import default_rate
+from bilevel.nets.several import NetworkToTrain, Row, Scores, by_network
 from bilevel.spaces import Space
 from bilevel.spaces.skips import SkipArchitecture, SkipSpace, skip_space
 from bilevel.spaces.targets import cross_entropy_problem
@@ -52,7 +53,7 @@ class _CornerRun(run.DeepSearchRun):
         @jax.jit
         def fit(key, w, corner, rows):
             steps = config.epochs * (len(rows[1]) // config.batch_size)
-            first: Any = config.weight_rate or run.default_rate(space, w, corner, rows[0])
+            first: Any = config.weight_rate or default_rate(space, w, corner, rows[0])
             cosine = optax.cosine_decay_schedule(1.0, steps)
             sgd = optax.sgd(lambda step: first * cosine(step), momentum=0.9)
             sizes = {"epochs": config.epochs, "batch_size": config.batch_size}
@@ -73,7 +74,7 @@ class _CornerRun(run.DeepSearchRun):
 class _OwnRun(_CornerRun):
     """A space of the user."""
 
-    sizes = ("space",)
+    sizes, rows_of_alpha = ("space",), "simplex"
 
     def prepare(self) -> None:
         self.name = self.config.space
@@ -97,8 +98,7 @@ class _OwnRun(_CornerRun):
             values = np.asarray(jnp.reshape(leaf, (-1, leaf.shape[-1])))
             count, choices = values.shape
             names = self.space.names if len(self.space.names) == choices else range(choices)
-            rows, ylabel = [*map(str, range(count))], "" if heats else "simplex"
-            heats.append(run.Heatmap("α", values, [*map(str, names)], rows, ylabel))
+            heats.append(("α", values, [*map(str, names)], [*map(str, range(count))]))
         return heats
 
     def notes(self, result: dict[str, Any]) -> list[str]:
@@ -112,7 +112,7 @@ class _SkipRun(_CornerRun):
 
     images = False
     name = "skips"
-    sizes = "width", "depth"
+    sizes, rows_of_alpha = ("width", "depth"), "layer"
     columns: ClassVar = {"skips": ("skips", ".3g"), "min_eigenvalue": ("λ_min", ".3g")}
     space: SkipSpace
 
@@ -158,7 +158,7 @@ class _SkipRun(_CornerRun):
     def _mean_rate(self, w: Pytree, train: Part) -> float:
         """Return the first step size of the weights by the tangent kernel, mean over the seeds."""
         space, alpha = self.space, self.space.start()
-        inverses = jax.vmap(lambda w, x: 1 / run.default_rate(space, w, alpha, x))
+        inverses = jax.vmap(lambda w, x: 1 / default_rate(space, w, alpha, x))
         return 1 / float(jax.jit(inverses)(w, train[0]).mean())
 
     def train(self, found: list[Row]) -> list[Row]:
@@ -203,8 +203,7 @@ class _SkipRun(_CornerRun):
         mixtures, skips = (np.asarray(alpha[k]) for k in ("activations", "skips"))
         values = np.column_stack([mixtures, [np.nan, *skips]])
         layers = [str(layer) for layer in range(1, len(values) + 1)]
-        columns = [*self.space.names, "skip"]
-        return [run.Heatmap("α and weight of the skip", values, columns, layers, ylabel="layer")]
+        return [("α and weight of the skip", values, [*self.space.names, "skip"], layers)]
 
     def notes(self, result: dict[str, Any]) -> list[str]:
         return [

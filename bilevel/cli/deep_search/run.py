@@ -16,13 +16,14 @@ import numpy as np
 import optax
 
 from bilevel import strategies
-from bilevel.cli.deep_search.networks import NetworkToTrain, Row, Scores, by_network, train_all
 from bilevel.cli.runtime import memory, report
 from bilevel.cli.runtime.command_run import CommandRun, Result
 from bilevel.contracts import Pytree
 from bilevel.discretize import diagnostics
-from bilevel.nets.evaluation import Part, error_rates
+from bilevel.nets.evaluation import Part, compare_errors, error_rates
+from bilevel.nets.fitting import default_rate
 from bilevel.nets.images import unit_images
+from bilevel.nets.several import NetworkToTrain, Row, Scores, by_network, train_all
 from bilevel.outer_loop.search_result import SearchResult
 from bilevel.plots import plots
 from bilevel.problem.problem import split_losses
@@ -34,8 +35,6 @@ ERRORS = {"train_error": "train", "valid_error": "valid", "test_error": "test"}
 """Keys of results, and headings of tables, which show them in reverse order."""
 
 _UNROLLED = 5  # steps of the strategy of that name
-_RATE = 3.0  # learning rate of the weights times the tangent kernel's mean diagonal entry
-_SCALE_ROWS = 32  # rows for this mean; more would not change the rate's first digit
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "darts-first": strategies.darts,
@@ -51,6 +50,10 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
 _GAEA_TRAVEL, _ADAM_TRAVEL = 100.0, 6.0
 
 
+Heatmap = tuple[str, np.ndarray, list[str], list[str]]
+"""A title, values from 0 to 1, and the names of columns and rows, for :func:`plots.heatmap`."""
+
+
 class SeedResult(NamedTuple):
     """The search of one seed."""
 
@@ -59,38 +62,14 @@ class SeedResult(NamedTuple):
     history: dict[str, Any]  # name -> [steps, ...]
 
 
-class Heatmap(NamedTuple):
-    """Values from 0 to 1 for the figure of an alpha; NaN is blank."""
-
-    title: str
-    values: np.ndarray  # [rows, columns]
-    columns: list[str]
-    rows: list[str]
-    ylabel: str
-
-    def draw(self, ax: Any, suffix: str) -> None:
-        """Draw the values as shades, with numbers in the cells."""
-        ax.imshow(self.values, vmin=0, vmax=1, cmap="Blues", aspect="auto")
-        ax.grid(False)
-        look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
-        for (row, column), value in np.ndenumerate(self.values):
-            if np.isfinite(value):
-                color = "white" if value > 0.6 else "black"
-                ax.text(column, row, f"{value:.2f}", color=color, **look)
-        turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
-        ax.set_xticks(range(len(self.columns)), self.columns, **turned)
-        ax.set_yticks(range(len(self.rows)), self.rows)
-        ax.tick_params(length=0)
-        ax.spines[:].set_visible(False)
-        ax.set(title=self.title + suffix, ylabel=self.ylabel)
-
-
 class DeepSearchRun(CommandRun):
     """A search with shared weights. Subclasses add the parts of one space."""
 
     images = True
     keeps = "searches and networks so far are saved"
+    trainable = True
     name: str  # of the space, in `result.json`
+    rows_of_alpha: str  # in the figure
     sizes: tuple[str, ...]  # flags that set the number of weights
     columns: ClassVar[dict[str, tuple[str, str]]] = {}  # of the table: heading and format by key
     ends: tuple[str, ...] = "search", "random"  # networks above a rule in the table
@@ -105,8 +84,6 @@ class DeepSearchRun(CommandRun):
     parts: list[list[Part]]  # of every seed: training, validation, test rows
     strategy: Strategy
     seed_results: list[SeedResult]
-
-    # ------------------------------------------------------------------------- a space's own
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -148,8 +125,6 @@ class DeepSearchRun(CommandRun):
         """Return the result in one sentence: the search compared with its baseline."""
         return compare_with_random(result["scores"], len(self.parts[0][2][1]))
 
-    # ------------------------------------------------------------------------- the run
-
     def result(self) -> tuple[Result, dict[str, Any]]:
         """Search, train, and return the entries that all spaces have."""
         self.parts = self._draw_splits()
@@ -176,8 +151,9 @@ class DeepSearchRun(CommandRun):
         figure.set_size_inches(5 * len(heats) + 5, 4.8)
         mosaic = [[*places, "outer"], [*places, "lower"]]
         axes = figure.subplot_mosaic(mosaic, width_ratios=(*[4] * len(places), 3))
-        for place, heat in zip(places, heats, strict=True):
-            heat.draw(axes[place], first)
+        for place, (title, values, columns, rows) in zip(places, heats, strict=True):
+            ax = plots.heatmap(values, columns, rows, axes[place])
+            ax.set(title=title + first, ylabel=self.rows_of_alpha if place == places[0] else "")
         histories = [f.history for f in self.seed_results]
         outer, lower = plots.losses(histories, (axes["outer"], axes["lower"]))
         outer.set_ylabel(f"{result['alpha_rows']} loss (nats)\nof α's minibatch")
@@ -205,7 +181,6 @@ class DeepSearchRun(CommandRun):
             self.console.print(note)
         seconds = result["seconds"]
         search = f"{self.config.strategy} {seconds['search']:.0f} s"
-        report.print_next(self.console, self.folder)
         return self.result_sentence(result), f"{seconds['all']:.0f} s, of which {search}"
 
     def arrays(self) -> list[memory.Parts]:
@@ -256,8 +231,6 @@ class DeepSearchRun(CommandRun):
             "alpha_rows": "training" if self.strategy.on_training_rows else "validation",
             "known_error": self.strategy.error,
         }
-
-    # ------------------------------------------------------------------------- the search
 
     def make_strategy(self, rate: float) -> Strategy:
         """Return the strategy of the flags; the weights' rate has a cosine from ``rate`` to 0."""
@@ -373,7 +346,7 @@ def compare_with_random(scores: dict[str, dict[str, list[float]]], test_rows: in
     sentence = f"test error {100 * ours.mean():.1f} % with {name}"
     if baseline:
         theirs = np.array(scores[baseline]["test_error"])
-        verdict = report.compare_errors(ours, theirs, test_rows)
+        verdict = compare_errors(ours, theirs, test_rows)
         sentence += f", {100 * theirs.mean():.1f} % with {baseline}: {verdict}"
     return f"{sentence}."
 
@@ -387,8 +360,3 @@ def normalised(rows: list[Part], unit: Callable[..., Any]) -> list[Part]:
     """Return the parts with their inputs normalised by ``unit(*inputs)``."""
     xs = unit(*(x for x, _ in rows))
     return [(x, jnp.asarray(y)) for x, (_, y) in zip(xs, rows, strict=True)]
-
-
-def default_rate(space: Space, w: Pytree, alpha: Pytree, x: jax.Array) -> jax.Array:
-    """Return the default first step size of the weights: 3 / (mean tangent kernel diagonal)."""
-    return _RATE / diagnostics.kernel_diagonal(space.apply, w, alpha, x[:_SCALE_ROWS])

@@ -21,6 +21,8 @@ def read(path: pathlib.Path, flag: str) -> dict[str, Any]:
     """Return the content of the file; an error names ``flag``."""
     try:
         saved = json.loads(path.read_bytes())
+        if isinstance(saved, dict):
+            return saved
         got = f"a {type(saved).__name__}"
     except FileNotFoundError:
         got = "no such file"
@@ -28,9 +30,6 @@ def read(path: pathlib.Path, flag: str) -> dict[str, Any]:
         got = str(error.strerror)
     except (ValueError, RecursionError):  # not JSON, not text, or nested too deeply
         got = "something else"
-    else:
-        if isinstance(saved, dict):
-            return saved
     raise ValueError(
         f"{flag}: expected the flags of a run in {rules.shown(path)}, as a JSON object, got {got}."
     )

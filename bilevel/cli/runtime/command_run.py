@@ -33,6 +33,7 @@ class CommandRun:
 
     images: ClassVar[bool] = False  # whether the rows have to be images
     labels: ClassVar[bool] = True  # whether they have to have classes
+    trainable: ClassVar[bool] = False  # whether `bilevel train` takes the run
     keeps: ClassVar[str] = "its results are saved"  # in the message of Ctrl-C
     figure: str = "search.png"  # "" for none
     size: ClassVar[tuple[float, float]] = (11, 4.4)  # of the figure, in inches
@@ -130,6 +131,9 @@ class CommandRun:
                 report.write_results(self.folder, result, arrays)
                 self.save_figures(result)
             sentence, times = self.show(result)
+            if self.trainable:
+                line = shlex.join(["bilevel", "train", str(self.folder)])
+                self.console.print(f"train and save the network: {line}", soft_wrap=True)
             self.console.print(f"Result: {sentence}")
             figure = self.folder / self.figure
             figures = f"; figure: {figure}" if figure.is_file() else ""

@@ -4,7 +4,6 @@ Built-in datasets are known before they are read. The user's rows are read befor
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 import pathlib
@@ -18,15 +17,14 @@ import numpy as np
 from bilevel.cli.flags.commands import Job
 from bilevel.cli.flags.datasets import CLASSES, ROWS, SHAPES, check_sum, is_function, is_own
 from bilevel.data import datasets
+from bilevel.data.own import digest_of
+from bilevel.data.splits import Rows, standardized
 from bilevel.internal.import_function import imported
 from bilevel.nets.images import pooling_factor
 
 FILE = "data.json"  # in the run directory: the digest of own rows
-_CHUNK = 2**24  # bytes that are hashed at once
 _SIZES = "rows", "train", "valid", "test"  # flags that count rows
 _SHOWN = 5  # names of classes in the line of the data
-
-Rows = tuple[np.ndarray, np.ndarray]
 
 
 class Data(NamedTuple):
@@ -66,7 +64,7 @@ class Data(NamedTuple):
         """Return rows in JAX's floating-point dtype; own vectors are standardized."""
         if self.dataset is None:
             return parts
-        parts = _standardized(parts) if len(self.shape) == 1 else parts
+        parts = standardized(parts) if len(self.shape) == 1 else parts
         narrow = parts[0][0].dtype == np.float64 and jnp.result_type(float) == np.float32
         return [(x.astype(np.float32) if narrow else x, y) for x, y in parts]
 
@@ -93,15 +91,6 @@ class Data(NamedTuple):
             "classes": list(self.dataset.classes),
             "normalization": normalization,
         }
-
-
-def _standardized(parts: list[Rows]) -> list[Rows]:
-    """Return vectors with columns of mean 0 and variance 1 on the training rows."""
-    x = parts[0][0]
-    mean = x.mean(axis=0, dtype=np.float64)
-    deviation = x.std(axis=0, dtype=np.float64)
-    scale = np.where(x.max(axis=0) > x.min(axis=0), deviation, 1)
-    return [(((a - mean) / scale).astype(x.dtype), y) for a, y in parts]
 
 
 def opened(
@@ -145,7 +134,7 @@ def own_data(source: str, seed: int, *, images: bool, labels: bool) -> Data:
             "data: expected class labels, integers or strings, for this command, got real targets "
             f"in {source}."
         )
-    return Data(source, shape, len(dataset.classes), dataset, _digest(dataset), seed)
+    return Data(source, shape, len(dataset.classes), dataset, digest_of(dataset), seed)
 
 
 def _with_sizes(config: Any, given: Collection[str], dataset: Any) -> Any:
@@ -201,18 +190,6 @@ def description(config: Any, data: Data) -> str:
         f"{data.source}: {numbers} {kind} of {' x '.join(map(str, data.shape))}, "
         f"{targets}; normalization: {entry['normalization']}; this run takes {sizes}"
     )
-
-
-def _digest(dataset: datasets.Dataset) -> str:
-    """Return a digest of the values of all rows and the names of the classes."""
-    state = hashlib.sha256(json.dumps(dataset.classes).encode())
-    for array in dataset:
-        if isinstance(array, np.ndarray):
-            state.update(f"{array.dtype.str}{array.shape}".encode())
-            rows = max(1, _CHUNK // max(1, array[:1].nbytes))
-            for start in range(0, len(array), rows):
-                state.update(np.ascontiguousarray(array[start : start + rows]).data)
-    return f"sha256:{state.hexdigest()}"
 
 
 def save_or_check_digest(folder: pathlib.Path, data: Data | None, resumed: bool) -> None:

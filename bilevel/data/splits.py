@@ -135,7 +135,7 @@ def draw_part(data: Dataset, key: chex.PRNGKey, part: str, *sizes: int) -> list[
 
 
 def draw_rows(key: chex.PRNGKey, part: Rows, count: int) -> Rows:
-    """Return ``count`` rows with all classes in their proportions; all of them as they are."""
+    """Return ``count`` rows with all classes in their proportions, or all rows in their order."""
     if count == len(part[1]):
         return part
     (rows,) = stratified_split(key, part[1], [count])

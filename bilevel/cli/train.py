@@ -9,7 +9,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -324,7 +323,7 @@ class _TrainRun(CommandRun):
                 rate, sgd = rate or _CELL_RATE, darts_sgd
             elif not rate:
                 w, averages = network.init(jax.random.key(config.seed), x.shape[1:])
-                rate = float(default_rate(network, w, averages, jnp.asarray(x[:32])))
+                rate = float(default_rate(network, w, averages, x))
             schedule = optax.cosine_decay_schedule(rate, epochs * self.per_epoch)
             self.programs[name] = network, sgd(schedule)
         return self.programs[name]

@@ -196,9 +196,10 @@ def _error_at(epoch, epochs, network, state, test):
     return float(np.mean(np.asarray(wrong_rows(network.predict, outputs, test[1]))))
 
 
-def default_rate(model: Any, w: Pytree, other: Pytree, x: jax.Array) -> jax.Array:
+def default_rate(model: Any, w: Pytree, other: Pytree, x: chex.Array) -> jax.Array:
     """Return a step size for SGD with momentum: 3 / (mean tangent kernel diagonal).
 
     ``model`` is a Space, with ``alpha`` as ``other``, or a TrainableNetwork, with its averages.
     """
-    return _RATE / diagnostics.kernel_diagonal(model.apply, w, other, x[:_SCALE_ROWS])
+    first = jnp.asarray(x[:_SCALE_ROWS])
+    return _RATE / diagnostics.kernel_diagonal(model.apply, w, other, first)

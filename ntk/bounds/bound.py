@@ -63,9 +63,7 @@ class Bound:
 
     def __str__(self) -> str:
         words = {True: "holds", False: "FAILS", None: "not checked"}
-        value, upper = self.value, "<=" in self.claim
-        shown = rounded(value, 6, upper) if concrete(value) and jnp.ndim(value) == 0 else value
-        lines = [f"{self.claim} = {shown}"]
+        lines = [f"{self.claim} = {_digits(self.value, upper='<=' in self.claim)}"]
         lines += [f"{name} = {_digits(term)}" for name, term in self.terms.items()]
         lines += [f"assumes {what}: {words[held]}" for what, held in self.assumptions]
         lines += [f"unspecified: {constant}" for constant in self.unspecified]
@@ -107,7 +105,8 @@ def rounded(x: Any, digits: int, upper: bool = False) -> str:
     return f"{value:.{digits}g}" if value.is_finite() else f"{x}"
 
 
-def _digits(x) -> str:
-    if not concrete(x):
+def _digits(x, upper: bool | None = None) -> str:
+    """Return six digits: the nearest, or those of a lower or ``upper`` bound."""
+    if not concrete(x) or jnp.ndim(x):  # traced, or of a vmap
         return str(x)
-    return f"{float(x):.6g}" if jnp.ndim(x) == 0 else f"{x}"  # of a vmap
+    return f"{float(x):.6g}" if upper is None else rounded(x, 6, upper)

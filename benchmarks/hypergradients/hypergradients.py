@@ -379,8 +379,7 @@ def main() -> None:
     for (problem, dtype), kind in itertools.product(cases, kinds):
         request = problem, dtype, kind, rounds, flags.peers, sizes
         new = harness.in_own_process(__file__, *request, one_core=True, JAX_PLATFORMS="cpu")
-        labels = {"problem": problem, "dtype": dtype, "kind": kind}
-        rows += [labels | row for row in new]
+        rows += [{"problem": problem, "dtype": dtype, "kind": kind} | row for row in new]
         print(*new, sep="\n", flush=True)
     harness.finish(rows, flags.results, report)
 

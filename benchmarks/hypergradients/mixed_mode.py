@@ -213,9 +213,7 @@ def report(rows):
 
 def main():
     flags = harness.command_line(__file__, __doc__, report, work=measure)
-    cases = [(*case, scan) for case in CASES for scan in (False, True)]
-    if flags.smoke:
-        cases = [(1, 2, True)]
+    cases = [(1, 2, True)] if flags.smoke else [(*c, scan) for c in CASES for scan in (False, True)]
     about = {"device": f"{harness.processor()}, one core, one thread"}
     sizes = SIZES[flags.size]._asdict()
     rows = [harness.environment("optax", **about, seed=SEED, sizes=sizes)]

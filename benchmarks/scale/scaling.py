@@ -265,9 +265,7 @@ def main() -> None:
             size = n if scaling == "strong" else n // VIRTUAL[-1] * devices
             flags = harness.xla_flags(f"--xla_force_host_platform_device_count={devices}")
             rows += harness.in_own_process(__file__, scaling, size, devices, XLA_FLAGS=flags)
-    cases = {(1, n): [], (2, n): [], (2, 2 * n): []}
-    if arguments.smoke:
-        cases = {(1, n): []}
+    cases = {(1, n): []} if arguments.smoke else {(1, n): [], (2, n): [], (2, 2 * n): []}
     for _ in range(rounds):  # in turns, so that other load affects all of them
         for case, seconds in cases.items():
             seconds.append(measured(*case))

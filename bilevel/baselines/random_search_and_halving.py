@@ -34,12 +34,10 @@ def random_search(
 
     Parameters
     ----------
-    key, configs, problem, budget
+    key, configs, problem, budget, **run_options
         See :mod:`bilevel.baselines`. Every evaluation has the resource ``budget``.
     evaluations : int, optional
         Number of configurations to train. Default: all.
-    **run_options
-        See :mod:`bilevel.baselines`.
 
     Raises
     ------
@@ -85,12 +83,10 @@ def successive_halving(
 
     Parameters
     ----------
-    key, configs, problem, budget
+    key, configs, problem, budget, **run_options
         See :mod:`bilevel.baselines`. ``budget`` is the resource of the last rung.
     eta, minimum : float, int
         Growth factor, over 1; least resource.
-    **run_options
-        See :mod:`bilevel.baselines`.
 
     Raises
     ------
@@ -140,13 +136,11 @@ def hyperband(
 
     Parameters
     ----------
-    key, configs, problem, budget
+    key, configs, problem, budget, **run_options
         See :mod:`bilevel.baselines`. Each bracket draws from ``configs`` without replacement: all,
         if they are fewer than its ``n``. ``budget`` is R, the resource of the last rungs.
     eta, minimum : float, int
         Growth factor, over 1; r, the least resource.
-    **run_options
-        See :mod:`bilevel.baselines`.
 
     Raises
     ------

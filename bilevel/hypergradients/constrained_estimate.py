@@ -135,8 +135,8 @@ def _active_set_bound(problem, constraint, refined, alpha, train, valid, grad) -
     reach = slope / jnp.where(floor > 0, floor, 1)
     change = _CLEAR * reach * jnp.linalg.norm(moving, axis=1)
     same = jnp.all(~jnp.isfinite(margins) | (margins > change))
-    jacobians, residuals = (turning, jacobian), (slope, left)
-    bound = error_estimate.quadratic_error_bound(grad, refined.grads, jacobians, residuals, floor)
+    given = jnp.linalg.norm(turning), jacobian, (slope, left), floor
+    bound = error_estimate.quadratic_error_bound(grad, refined.grads, *given)
 
     # The contributions of weights at two bounds can cancel to many digits.
     def moving_set(nu):

@@ -57,7 +57,9 @@ def is_small(like: Pytree, quadratic: bool) -> bool:
 
 def curvature(hvp: LinearMap, like: Pytree, products: int, dense: bool) -> Curvature:
     """Return the curvature of ``hvp``; ``like`` is a pytree with the shapes of its argument."""
-    return _formed(hvp, like) if dense else _iterated(hvp, like, products)
+    if dense:
+        return formed(hvp, like)
+    return iterative(hvp, like, products, probed(hvp, like, products))
 
 
 def _batching(hvp: LinearMap, like: Pytree) -> Callable:
@@ -90,7 +92,8 @@ class _HessianFactors(NamedTuple):
     flat: jax.Array
 
 
-def _formed(hvp: LinearMap, like: Pytree) -> Curvature:
+def formed(hvp: LinearMap, like: Pytree) -> Curvature:
+    """Return the curvature of ``hvp`` from its matrix."""
     flat, _ = ravel_pytree(like)
     eps = jnp.finfo(flat.dtype).eps
 
@@ -236,7 +239,19 @@ def _sharpened(products, values, vectors, rounding) -> _HessianFactors:
     return _HessianFactors(vectors, core, values[0], lowest, definite, free_vectors, flat)
 
 
-def _iterated(hvp: LinearMap, like: Pytree, products: int) -> Curvature:
+def iterative(hvp: LinearMap, like: Pytree, products: int, spectrum: tuple) -> Curvature:
+    """Return the curvature of ``hvp`` from its :func:`probed` spectrum, or that of one nearby."""
+    lowest, condition, definite = spectrum
+
+    def solve(b, aim):
+        return solve_conjugate_gradients(hvp, b, None, steps=products, threshold=aim).x
+
+    batch = _batching(hvp, like)
+    return Curvature(solve, lowest, condition, definite, None, definite & False, None, batch)
+
+
+def probed(hvp: LinearMap, like: Pytree, products: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return ``lowest``, ``condition`` and ``definite`` of a :class:`Curvature`."""
     flat, unravel = ravel_pytree(like)
     # A unit vector has a part of about 1 / sqrt(p) in each direction; a tenth of it may remain.
     threshold = 0.1 / jnp.sqrt(flat.size).astype(flat.dtype)
@@ -251,12 +266,6 @@ def _iterated(hvp: LinearMap, like: Pytree, products: int) -> Curvature:
         left = optax.tree.norm(optax.tree.sub(b, product))
         return bend, (left <= 2 * threshold) & (bend > 0), solved.curvature
 
-    batch = _batching(hvp, like)
-    bends, definite, highest = batch(look)(jnp.arange(_PROBES))
-    lowest, definite = jnp.min(bends), definite.all()
-
-    def solve(b, aim):
-        return solve_conjugate_gradients(hvp, b, None, steps=products, threshold=aim).x
-
-    condition = jnp.max(highest) / jnp.where(lowest > 0, lowest, 1)
-    return Curvature(solve, lowest, condition, definite, None, definite & False, None, batch)
+    bends, definite, highest = _batching(hvp, like)(look)(jnp.arange(_PROBES))
+    lowest = jnp.min(bends)
+    return lowest, jnp.max(highest) / jnp.where(lowest > 0, lowest, 1), definite.all()

@@ -11,9 +11,9 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from bilevel.contracts import Pytree
-from bilevel.hypergradients.curvature import curvature
+from bilevel.hypergradients.curvature import formed, iterative, probed
 from bilevel.internal.precision import uniform_hash
-from bilevel.problem.problem import hessian_operator, mixed_product
+from bilevel.problem.problem import hessian_operator, lower_gradient, mixed_product
 from bilevel.solvers.inverses import ratio_to_norm
 from bilevel.solvers.minimizers import make_newton
 from ntk.internal.sharding import match_varying_axes, pcast_varying, varying, while_loop
@@ -23,6 +23,8 @@ _NEWTON_STEPS = 20  # maximum number of steps towards the solution, if the loss 
 _REFINEMENTS = 12  # maximum number of Newton steps that refine w and q
 _SAMPLES = 6  # samples of the hypergradient, which measure the effect of rounding
 _COSTLY_SAMPLES = 4  # samples if each takes two iterative solves
+_NEAR = 1e-3  # Newton step, relative to the weights, that the Hessian at the weights is good for
+_SHRINKS = 0.03  # ratio of two small steps above which rounding dominates: solves err by 0.001
 _JITTER = 0.3  # units of roundoff that refined weights are moved by
 
 
@@ -35,7 +37,6 @@ class Refined(NamedTuple):
     magnitude: jax.Array  # the size of its two terms
     slope_norm: jax.Array  # of the lower gradient at ``w``
     residual_norm: jax.Array  # |H q - v|
-    linear_residual: jax.Array  # the same over |v|
     definite: jax.Array  # bool: the Hessian is, outside directions that do not matter
     leak: jax.Array  # bound of the contribution of such directions
     settled: jax.Array  # bool: Newton's steps have converged
@@ -48,47 +49,54 @@ def refine(problem, fixed, products, quadratic, dense, w, alpha, train, valid, a
     # Sensitivities to weights without a gradient overflow; Newton's steps begin at 0 there.
     q = optax.tree.zeros_like(w) if adjoint is None else finite_or_zero(adjoint)
 
-    def system_at(w):
-        return curvature(hessian_operator(fixed.lower, w, alpha, train)[1], w, products, dense)
+    def hvp_at(w):
+        return hessian_operator(fixed.lower, w, alpha, train)[1]
 
-    def refined(system=None):
-        near = w
-        if not quadratic:
-            solver = make_newton(_NEWTON_STEPS, None, products, leaves=False)  # stays near w
-            near = solver.run(fixed.lower, alpha, w, (), train)[0]
-        if system is None or not quadratic:
-            system = system_at(near)
+    def minimum():
+        solver = make_newton(_NEWTON_STEPS, None, products, leaves=False)  # stays near w
+        return solver.run(fixed.lower, alpha, w, (), train)[0]
+
+    def refined(near, system):
         return _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid)
 
     if dense:
-        return refined()
-    # A Hessian that is not definite here is not worth further solves.
-    system = system_at(w)
+        near = w if quadratic else minimum()
+        return refined(near, formed(hvp_at(near), near))
+    spectrum = lowest, _, definite = probed(hvp_at(w), w, products)
     axes = varying((w, q, train, valid))
-    return jax.lax.cond(
-        system.definite,
-        lambda: pcast_varying(refined(system), axes),
-        lambda: pcast_varying(_unknown_refinement(w, q, alpha), axes),
-    )
+
+    def moved():
+        near = minimum()
+        return pcast_varying((near, probed(hvp_at(near), near, products)), axes)
+
+    def known():
+        near, facts = pcast_varying((w, spectrum), axes)
+        if not quadratic:
+            step = optax.tree.norm(jax.grad(fixed.lower)(w, alpha, train)) / lowest
+            far = step > _NEAR * optax.tree.norm(w)
+            near, facts = jax.lax.cond(far, moved, lambda: (near, facts))
+        return pcast_varying(refined(near, iterative(hvp_at(near), near, products, facts)), axes)
+
+    # A Hessian that is not definite here is not worth further solves.
+    return jax.lax.cond(definite, known, lambda: _unknown_refinement(w, q, alpha, axes))
 
 
-def _unknown_refinement(w, q, alpha) -> Refined:
+def _unknown_refinement(w, q, alpha, axes) -> Refined:
     """Return placeholders. They hold no NaN, for `jax_debug_nans`; ``definite`` is False."""
     missing = jax.tree.map(lambda a: jnp.zeros((_COSTLY_SAMPLES, *a.shape), a.dtype), alpha)
     zero, no = jnp.zeros_like(optax.tree.norm(w)), jnp.array(False)
     unsolved = jnp.full_like(zero, unbounded(zero))
-    return Refined(w, q, missing, zero, zero, zero, unsolved, no, zero, no, zero, None)
+    missing = Refined(w, q, missing, zero, zero, unsolved, no, zero, no, zero, None)
+    return pcast_varying(missing, axes)
 
 
 class _Iterate(NamedTuple):
-    """Weights and adjoint between two Newton steps; scalars are from the last evaluation."""
+    """A vector between two Newton steps; scalars are from the last evaluation of its residual."""
 
-    w: Pytree
-    q: Pytree
-    norms: jax.Array  # [3], of the lower gradient, of H q - v, and of v
-    steps: jax.Array  # [2], lengths of the next Newton steps of w and of q
-    small: jax.Array  # [2], bool: these steps are negligible
-    moved: jax.Array  # bool: the last step of w was large, so q needs another step
+    x: Pytree
+    residual: jax.Array  # its norm
+    step: jax.Array  # length of the next Newton step
+    small: jax.Array  # bool: this step is negligible
     rounds: jax.Array  # int: number of steps taken
     done: jax.Array  # bool
 
@@ -100,47 +108,34 @@ def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) ->
     count = _SAMPLES if dense else _COSTLY_SAMPLES
     shifts = _shifts(near, system.free, count) if dense else None
 
-    def once(now, number):
-        """Evaluate the residuals, and take Newton steps of w and q if the steps still shrink."""
-        force = jax.grad(fixed.outer)(now.w, alpha, valid)
-        slope, hvp = hessian_operator(fixed.lower, now.w, alpha, train)
-        residual = optax.tree.sub(hvp(now.q), force)
-        ways = (optax.tree.sub(x, y) for x, y in ((now.w, w), (now.q, q)))
-        sizes = _norms(slope, residual, force, now.w, now.q, *ways)
-        # A step is negligible compared with the distance from the start, or with rounding.
-        limits = jnp.maximum(0.01 * sizes[5:7], relative * sizes[3:5])
-        rhs = jax.tree.map(lambda *x: jnp.stack(x), slope, residual)
-        if dense:
-            step = jax.vmap(system.solve)(rhs)
-            steps = _norms(*(jax.tree.map(lambda x, i=i: x[i], step) for i in range(2)))
-        else:
-            steps = sizes[:2] / system.lowest
-        shrink = steps < 0.5 * now.steps
-        if not dense:  # dense solves are cheap and continue down to rounding
-            shrink &= (steps > 1e-3 * sizes[5:7]) | (now.rounds == 0)
-        done = (now.rounds >= _REFINEMENTS) | ~(shrink.any() | now.moved)
-        if not dense:
-            aims = jnp.maximum(1e-3 * sizes[:2], 5e-3 * sizes[5:7] * system.lowest)
-            step = system.batch(system.solve)(rhs, jnp.where(done, 2 * sizes[:2], aims))
-        w_step, q_step = (jax.tree.map(lambda x, i=i: x[i], step) for i in range(2))
-        # Newton's steps often end on the same rounding of the minimum from every start. The jitter
-        # draws another one, which is equally good and shows the spread.
-        moved = jitter(
-            2 * count + number,
-            optax.tree.sub(now.w, w_step),
-            _JITTER * (number > 0).astype(rounding.dtype),
-        )
-        return _Iterate(
-            # A moving w changes the right-hand side of q, so w rests once its steps do not shrink.
-            optax.tree.where(done | ~shrink[0], now.w, moved),
-            optax.tree.where(done, now.q, optax.tree.sub(now.q, q_step)),
-            sizes[:3],
-            steps,
-            steps <= limits,
-            shrink[0],
-            now.rounds + 1,
-            done,
-        )
+    def settled(residual, start, given, number, noise):
+        """Take Newton steps while they shrink; ``given`` is the vector that is to be assessed."""
+
+        def once(now):
+            right = residual(now.x)
+            size, length, way = _norms(right, now.x, optax.tree.sub(now.x, given))
+            # A step is negligible compared with the distance from the start, or with rounding.
+            limit = jnp.maximum(0.01 * way, relative * length)
+            if dense:  # solves are cheap and continue down to rounding
+                distance = optax.tree.norm(system.solve(right))
+                shrinks = distance < 0.5 * now.step
+            else:
+                distance = size / system.lowest
+                shrinks = distance < jnp.where(distance <= limit, _SHRINKS, 0.5) * now.step
+                shrinks &= (distance > 1e-3 * way) | (now.rounds == 0)
+            done = (now.rounds >= _REFINEMENTS) | ~shrinks
+            aim = jnp.maximum(1e-3 * size, 5e-3 * way * system.lowest)
+            step = system.solve(right, jnp.where(done, 2 * size, aim))
+            # Newton's steps often end on the same rounding of the minimum from every start. The
+            # jitter draws another one, which is equally good and shows the spread.
+            moved = jitter(number, optax.tree.sub(now.x, step), noise)
+            x = optax.tree.where(done, now.x, moved)
+            return _Iterate(x, size, distance, distance <= limit, now.rounds + 1, done)
+
+        most = jnp.full_like(rounding, jnp.finfo(rounding.dtype).max)
+        no = jnp.array(False)
+        first = _Iterate(start, most, most, no, jnp.zeros((), int), no)
+        return while_loop(lambda now: ~now.done, once, first)
 
     def sample(number):
         moves = (number > 0).astype(rounding.dtype)
@@ -148,19 +143,22 @@ def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) ->
         if shifts is not None:
             shift = ravel_pytree(near)[1](moves * shifts[number])
             first_w = optax.tree.add(first_w, shift)
-        most = jnp.full((3,), jnp.finfo(rounding.dtype).max, rounding.dtype)
-        no = jnp.zeros(2, bool)
-        start = first_w, first_q, most, most[:2], no, no[0], jnp.zeros((), int), no[0]
-        last = while_loop(lambda now: ~now.done, lambda now: once(now, number), _Iterate(*start))
-        return last, combine(problem, last.w, last.q, alpha, train, valid)
 
-    iterates, (grads, magnitudes) = system.batch(sample)(jnp.arange(count, dtype=jnp.uint32))
-    first = jax.tree.map(lambda x: x[0], iterates)
+        slope, another = lower_gradient(fixed.lower, alpha, train), 2 * count + number
+        last_w = settled(slope, first_w, w, another, _JITTER * moves)
+        force = jax.grad(fixed.outer)(last_w.x, alpha, valid)
+        hvp = hessian_operator(fixed.lower, last_w.x, alpha, train)[1]
+        last_q = settled(lambda q: optax.tree.sub(hvp(q), force), first_q, q, another, 0 * moves)
+        return last_w, last_q, combine(problem, last_w.x, last_q.x, alpha, train, valid)
+
+    numbers = jnp.arange(count, dtype=jnp.uint32)
+    *first, (grads, magnitudes) = system.batch(sample)(numbers)
+    first_w, first_q = jax.tree.map(lambda x: x[0], first)
     definite, leak = system.definite, jnp.zeros_like(magnitudes[0])
     if dense:
 
         def unfelt(_):
-            return _unfelt(problem, fixed, system, first.w, alpha, train, valid)
+            return _unfelt(problem, fixed, system, first_w.x, alpha, train, valid)
 
         otherwise = match_varying_axes(unfelt, (system.flat, leak))
         axes = varying(otherwise)
@@ -168,19 +166,17 @@ def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) ->
             system.flat, lambda x: pcast_varying(unfelt(x), axes), lambda x: x, otherwise
         )
         definite = definite | free
-    slope_norm, residual_norm, force_norm = first.norms
     return Refined(
-        w=first.w,
-        adjoint=first.q,
+        w=first_w.x,
+        adjoint=first_q.x,
         grads=grads,
         magnitude=magnitudes[0],
-        slope_norm=slope_norm,
-        residual_norm=residual_norm,
-        linear_residual=residual_norm / jnp.where(force_norm > 0, force_norm, 1),
+        slope_norm=first_w.residual,
+        residual_norm=first_q.residual,
         definite=definite,
         leak=leak,
-        settled=first.small.all(),
-        last_step=ratio_to_norm(first.steps[0], first.w),
+        settled=first_w.small & first_q.small,
+        last_step=ratio_to_norm(first_w.step, first_w.x),
         floor=system.floor,
     )
 

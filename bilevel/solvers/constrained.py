@@ -119,20 +119,13 @@ def proximal(
         ``"group_l1"``         ``weight`` [groups], ``groups=[[0, 1], [2, 3]]``
         ``"total_variation"``  ``weight``
         =====================  ==================================================
-    *parameters
-        Parameters of a named term: numbers, trees like ``w``, or functions of alpha.
-    steps : int
-        Maximum number of proximal gradient steps.
-    tol : float, optional
-        The natural residual at which iteration stops; by default as for :func:`bilevel.projected`.
-    **named
-        Parameters by name.
+    *parameters, steps, tol, **named
+        As for :func:`bilevel.projected`.
 
     Returns
     -------
     LowerSolver
-        It finds ``w`` only; :func:`bilevel.implicit` gives the derivative, also in the parameters
-        of the term. Its state carries the active set and the step size.
+        As :func:`bilevel.projected`, with the derivative in the parameters of the term.
 
     Raises
     ------

@@ -14,6 +14,7 @@ from helpers import assert_close, flatten, lower_hessian, run, tolerance
 from problems import case, decay, digits, least_squares, logistic, mixed, quadratic, soft_problem
 
 import bilevel
+from bilevel.hypergradients.error_estimate import frobenius_bound
 
 EPS = float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).eps)
 STEPS = (3, 10, 30, 100, 300, 1000)
@@ -282,6 +283,15 @@ def test_estimate_is_infinite_if_nothing_is_known(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("p", [5, 33, 400])
+def test_norm_by_random_products_is_a_bound(p):
+    for seed in range(30):
+        u, v = np.random.default_rng(seed).normal(size=(2, p))
+        for matrix in map(jnp.asarray, (np.outer(u, v), np.diag(u), np.eye(p)[:1])):
+            bound, norm = frobenius_bound(matrix.__matmul__, jnp.zeros(p)), jnp.linalg.norm(matrix)
+            assert norm * (1 - 1e-5) <= bound <= 6 * norm
+
+
 def test_error_bound_is_infinite_beyond_1024_weights_where_the_estimate_is_not():
     # With fewer weights the bound of this quadratic is finite, as in the calibration.
     small = case(

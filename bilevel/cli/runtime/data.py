@@ -122,8 +122,7 @@ def own_data(source: str, seed: int, *, images: bool, labels: bool) -> Data:
     except ImportError as error:  # without Pillow
         raise ValueError(str(error)) from error
     shape = dataset.x_train.shape[1:]
-    if len(shape) == 2:
-        shape = (*shape, 1)
+    shape = (*shape, 1) if len(shape) == 2 else shape
     if images and len(shape) == 1:
         raise ValueError(
             f"data: expected images [n, h, w] or [n, h, w, c] for this command, got vectors "

@@ -31,9 +31,7 @@ def vague(tree: ast.AST, name: str, where: str = "") -> set[str]:
         case ast.Name(id=bound, ctx=ast.Store()) | ast.arg(arg=bound) if bound == name:
             functions.add(where)
     for node in ast.iter_child_nodes(tree):
-        inner = where
-        if isinstance(node, KINDS):
-            inner = f"{where}.{node.name}".lstrip(".")
+        inner = f"{where}.{node.name}".lstrip(".") if isinstance(node, KINDS) else where
         functions |= vague(node, name, inner)
     return functions
 

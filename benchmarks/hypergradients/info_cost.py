@@ -34,17 +34,17 @@ def work(loss, weights, exponent, rounds):
         return outer(w, alpha, batch) + jnp.sum(jnp.exp(alpha) * w**2)
 
     problem, solver = bilevel.Problem(lower, outer), bilevel.implicit()
-    calls = [jax.jit(bilevel.hypergradient(problem, solver, diagnostics=d)) for d in (False, True)]
+    calls = {d: jax.jit(bilevel.hypergradient(problem, solver, diagnostics=d)) for d in (False, 1)}
     args = jax.device_put((np.full(weights, -7.0), np.zeros(weights), (x[0], y[0]), (x[1], y[1])))
-    first, later = (harness.in_turns(dict(enumerate(calls)), args, n) for n in (1, rounds))
-    finite = bool(calls[1](*args).info.error_bound < jnp.inf)
-    yield {"finite": finite, "first": [*map(min, first.values())], "s": [*map(min, later.values())]}
+    turns = [harness.in_turns(calls, args, n).values() for n in (1, rounds)]
+    first, later = ([round(min(times), 5) for times in of_calls] for of_calls in turns)
+    finite = bool(calls[True](*args).info.error_bound < jnp.inf)
+    yield {"finite": finite, "first": first, "ms": [round(1e3 * t, 2) for t in later]}
 
 
 def report(rows):
     def line(row):
-        pairs = [1e3 * t for t in row["s"]], row["first"]
-        costs = [f"{a:.3g}, {b:.3g} | {b / a:.1f}" for a, b in pairs]
+        costs = [f"{a:.3g}, {b:.3g} | {b / a:.1f}" for a, b in (row["ms"], row["first"])]
         return row["loss"], row["weights"], "finite" if row["finite"] else "infinite", *costs
 
     return harness.table(HEAD, map(line, rows[1:]))

@@ -125,7 +125,7 @@ def proximal(
     Returns
     -------
     LowerSolver
-        As :func:`bilevel.projected`, with the derivative in the parameters of the term.
+        It finds ``w`` only; :func:`bilevel.implicit` differentiates in the parameters of the term.
 
     Raises
     ------

@@ -211,10 +211,10 @@ def _assess_widened(problem, products, coarse, w, alpha, train, valid, grad, adj
     wrong = ~finite, asymmetric, ~refined.definite, *restless, estimated.lost
     reason = jnp.select(wrong, [1, 7, 2, 8, 9, 3, 6], 0).astype(jnp.int8)
 
-    linear_residual = ratio_to_norm(refined.residual_norm, force)
+    bound = jnp.full_like(estimated.size, unbounded(estimated.size))
+    linear_residual = jnp.minimum(ratio_to_norm(refined.residual_norm, force), bound)
     if adjoint is not None:
         linear_residual = adjoint_residual(hvp, adjoint, force)
-    bound = jnp.full_like(estimated.size, unbounded(estimated.size))
     if quadratic and dense:
         bound = _smooth_error_bound(problem, fixed, refined, alpha, train, valid, grad)
     bound = jnp.where(asymmetric, unbounded(bound), bound)

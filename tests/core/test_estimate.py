@@ -294,7 +294,6 @@ def test_norm_by_random_products_is_a_bound(p):
 @pytest.mark.slow
 @pytest.mark.parametrize(("quartic", "w"), [(0, 0.5), (1, 0.42385379906978)])
 def test_error_bound_is_infinite_beyond_1024_weights_where_the_estimate_is_not(quartic, w):
-    # With fewer weights the bound of the quadratic is finite, as in the calibration.
     small = case(
         lambda w, alpha, _: jnp.sum((1 + jnp.exp(alpha)) * (w**2 / 2 + quartic * w**4 / 4) - w),
         lambda w, alpha, batch: jnp.sum(w**2),

@@ -326,11 +326,12 @@ def test_a_promotion_in_the_users_loss_raises():
 
 
 @pytest.mark.slow
-def test_under_debug_infs_the_largest_number_stands_for_infinity():
-    problem = bilevel.Problem(SUM.lower, lambda w, alpha, batch: w[0] ** 2)
-    arguments = problem, bilevel.unrolled(0.01, 5), jnp.ones(1)
+@pytest.mark.parametrize(("weights", "mode"), [(5, "reverse"), (1100, "forward")])
+def test_under_debug_infs_the_largest_number_stands_for_infinity(weights, mode):
+    problem = bilevel.Problem(SUM.lower, lambda w, alpha, batch: 0.01 * w[0] ** 2)
+    arguments = problem, bilevel.unrolled(1e-5, 5), jnp.ones(1), weights
     with jax.debug_infs(True):
-        info = hypergradient(*arguments).info
+        info = hypergradient(*arguments, mode=mode).info
     assert info.error_estimate == np.finfo(info.error_estimate.dtype).max
     assert int(info.reason) == 2 and not info.converged
     assert hypergradient(*arguments).info.error_estimate == np.inf

@@ -34,10 +34,10 @@ def random_search(
 
     Parameters
     ----------
-    key, configs, problem, budget, **run_options
+    key, configs, problem, budget
         See :mod:`bilevel.baselines`. Every evaluation has the resource ``budget``.
-    evaluations : int, optional
-        Number of configurations to train. Default: all.
+    evaluations, **run_options
+        Number of configurations to train, by default all; see :mod:`bilevel.baselines`.
 
     Raises
     ------
@@ -83,10 +83,10 @@ def successive_halving(
 
     Parameters
     ----------
-    key, configs, problem, budget, **run_options
+    key, configs, problem, budget
         See :mod:`bilevel.baselines`. ``budget`` is the resource of the last rung.
-    eta, minimum : float, int
-        Growth factor, over 1; least resource.
+    eta, minimum, **run_options
+        Growth factor, over 1; least resource; see :mod:`bilevel.baselines`.
 
     Raises
     ------
@@ -136,11 +136,11 @@ def hyperband(
 
     Parameters
     ----------
-    key, configs, problem, budget, **run_options
+    key, configs, problem, budget
         See :mod:`bilevel.baselines`. Each bracket draws from ``configs`` without replacement: all,
         if they are fewer than its ``n``. ``budget`` is R, the resource of the last rungs.
-    eta, minimum : float, int
-        Growth factor, over 1; r, the least resource.
+    eta, minimum, **run_options
+        Growth factor, over 1; r, the least resource; see :mod:`bilevel.baselines`.
 
     Raises
     ------

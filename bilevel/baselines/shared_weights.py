@@ -82,10 +82,10 @@ def fast_weight_sharing(
 
     Parameters
     ----------
-    key, configs, problem, budget, **run_options
+    key, configs, problem, budget
         See :func:`weight_sharing`. ``budget`` is d, the resource of the last solve.
-    growth : float
-        Finite, at least 1. With 1 the method is :func:`weight_sharing`.
+    growth, **run_options
+        Finite, at least 1 (1: :func:`weight_sharing`); see :mod:`bilevel.baselines`.
 
     Raises
     ------
@@ -154,12 +154,12 @@ def exponentiated_gradient(
 
     Parameters
     ----------
-    key, configs, problem, budget, **run_options
+    key, configs, problem, budget
         See :mod:`bilevel.baselines`. ``problem`` is a Selection with ``share``.
     rounds, rate : int, float
         Number of steps; step size eta, positive.
-    baseline : bool
-        Whether ``b`` is the running mean of the past rounds' mean errors, for less variance, or 0.
+    baseline, **run_options
+        Whether ``b`` is the mean of the past rounds' mean errors; see :mod:`bilevel.baselines`.
 
     Raises
     ------

@@ -33,8 +33,8 @@ def work(loss, weights, exponent, rounds):
     def lower(w, alpha, batch):
         return outer(w, alpha, batch) + jnp.sum(jnp.exp(alpha) * w**2)
 
-    problem, solver = bilevel.Problem(lower, outer), bilevel.implicit()
-    calls = {d: jax.jit(bilevel.hypergradient(problem, solver, diagnostics=d)) for d in (False, 1)}
+    given = bilevel.Problem(lower, outer), bilevel.implicit()
+    calls = {d: jax.jit(bilevel.hypergradient(*given, diagnostics=d)) for d in (False, True)}
     args = jax.device_put((np.full(weights, -7.0), np.zeros(weights), (x[0], y[0]), (x[1], y[1])))
     turns = [harness.in_turns(calls, args, n).values() for n in (1, rounds)]
     first, later = ([round(min(times), 5) for times in of_calls] for of_calls in turns)

@@ -108,7 +108,7 @@ def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) ->
     count = _SAMPLES if dense else _COSTLY_SAMPLES
     shifts = _shifts(near, system.free, count) if dense else None
 
-    def settled(residual, start, given, number, noise):
+    def settled(residual, start, given, number=None, noise=None):
         """Take Newton steps while they shrink; ``given`` is the vector that is to be assessed."""
 
         def once(now):
@@ -126,9 +126,10 @@ def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) ->
             done = (now.rounds >= _REFINEMENTS) | ~shrinks
             aim = jnp.maximum(1e-3 * size, 5e-3 * way * system.lowest)
             step = system.solve(right, jnp.where(done, 2 * size, aim))
+            moved = optax.tree.sub(now.x, step)
             # Newton's steps often end on the same rounding of the minimum from every start. The
             # jitter draws another one, which is equally good and shows the spread.
-            moved = jitter(number, optax.tree.sub(now.x, step), noise)
+            moved = moved if noise is None else jitter(number, moved, noise)
             x = optax.tree.where(done, now.x, moved)
             return _Iterate(x, size, distance, distance <= limit, now.rounds + 1, done)
 
@@ -143,12 +144,11 @@ def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid) ->
         if shifts is not None:
             shift = ravel_pytree(near)[1](moves * shifts[number])
             first_w = optax.tree.add(first_w, shift)
-
-        slope, another = lower_gradient(fixed.lower, alpha, train), 2 * count + number
-        last_w = settled(slope, first_w, w, another, _JITTER * moves)
+        slope = lower_gradient(fixed.lower, alpha, train)
+        last_w = settled(slope, first_w, w, 2 * count + number, _JITTER * moves)
         force = jax.grad(fixed.outer)(last_w.x, alpha, valid)
         hvp = hessian_operator(fixed.lower, last_w.x, alpha, train)[1]
-        last_q = settled(lambda q: optax.tree.sub(hvp(q), force), first_q, q, another, 0 * moves)
+        last_q = settled(lambda q: optax.tree.sub(hvp(q), force), first_q, q)
         return last_w, last_q, combine(problem, last_w.x, last_q.x, alpha, train, valid)
 
     numbers = jnp.arange(count, dtype=jnp.uint32)

@@ -53,8 +53,8 @@ def report(rows):
 def main():
     flags = harness.command_line(__file__, __doc__, report, work=work)
     rows = [harness.environment(device=f"{harness.processor()}, one core", dtype="float32")]
-    most, rounds = (1, 1) if flags.small else (3, 9)
-    for loss, p, exponent in [(k, p, e) for k in SIZES for e in (0, -0.5) for p in SIZES[k][:most]]:
+    most, rounds, exponents = (1, 1, [0]) if flags.small else (3, 9, [0, -0.5])
+    for loss, p, exponent in [(k, p, e) for k in SIZES for e in exponents for p in SIZES[k][:most]]:
         (row,) = harness.in_own_process(__file__, loss, p, exponent, rounds, one_core=True)
         rows += [{"loss": loss + ", harder" * (exponent < 0), "weights": f"{p:,}"} | row]
     harness.finish(rows, flags.results, report)

@@ -99,7 +99,9 @@ class Ours:
     def _long_enough(self, count: int) -> int:
         """Return how many steps take as long as four starts. Shorter differences are noise."""
         self.starting = self._least(1)
-        self.step_seconds = max((self._least(1 + count) - self.starting) / count, 1e-7)
+        while (longer := self._least(1 + count)) < 2 * self.starting:
+            count *= 4
+        self.step_seconds = (longer - self.starting) / count
         return max(count, math.ceil(4 * self.starting / self.step_seconds))
 
     def _least(self, steps: int) -> float:

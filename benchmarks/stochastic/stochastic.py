@@ -82,9 +82,7 @@ def method_of(name: str, step: Any, ratio: Any):
 
     fall = {"soba": 0.5, "ma_soba": 0.5, "f2sa": 4 / 7}.get(name, 0.0)
     rate = falling(step, fall) if fall else step
-    options = {"inner": 10} if name in ("amigo", "f2sa") else {}
-    if name == "f2sa":
-        options["penalty"] = 1.0
+    options = {"amigo": {"inner": 10}, "f2sa": {"inner": 10, "penalty": 1.0}}.get(name, {})
     outer = falling(step / ratio, fall) if fall else step / ratio
     return getattr(bilevel, name)(rate, **options), optax.sgd(outer)
 
